@@ -1,0 +1,99 @@
+"""Group statistics: 100,000 rewards in 12,500 groups, around an offset of 100 that costs float32 sums their digits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import peers_advantages as peers
+import pytest
+import torch
+from harness import Case, Contestant, Goal, Plan, Tensors, available, check, slower_by
+
+import hpo_core as hpo
+
+OFFSET = 100.0
+NEAR_EXACT = 1e-7  # relative to the largest advantage
+LOSSY = 1e-3  # what sums in float32 lose at this offset
+
+
+def rewards_and_ids(groups: int, per_group: int, dense: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rewards ``[S]``, and ids that count 0, 1, ... in group order, or are any integers in any order."""
+    generator = torch.Generator().manual_seed(0)
+    rewards = OFFSET + torch.randn(groups * per_group, generator=generator)
+    ids = torch.arange(groups).repeat_interleave(per_group)
+    if not dense:
+        ids = torch.randint(1 << 62, (groups,), generator=generator)[ids]
+        ids = ids[torch.randperm(ids.numel(), generator=generator)]
+    return rewards, ids
+
+
+def exact(rewards: torch.Tensor, ids: torch.Tensor) -> Tensors:
+    """Two passes in float64."""
+    _, dense = ids.unique(return_inverse=True)
+    values, groups = rewards.double(), int(dense.max()) + 1
+    count = torch.zeros(groups, dtype=torch.float64).index_add(0, dense, torch.ones_like(values))
+    centred = values - (torch.zeros_like(count).index_add(0, dense, values) / count)[dense]
+    deviation = (torch.zeros_like(count).index_add(0, dense, centred.square()) / (count - 1)).sqrt()
+    return {"advantages": centred / (deviation[dense] + peers.EPS)}
+
+
+def case(dense: bool, loop: bool, *, groups: int, per_group: int, full: bool, backend: str | None) -> Case:
+    rewards, ids = rewards_and_ids(groups, per_group, dense)
+
+    def ours() -> Tensors:
+        return {"advantages": hpo.advantages.grpo(rewards, ids, backend=backend)}
+
+    found: dict[str, tuple[Callable[[], torch.Tensor], Goal | None]] = {}
+    if dense:
+        found["scatter"] = (lambda: peers.scatter(rewards, ids, groups), slower_by(1.5))
+        if full:
+            compiled = torch.compile(peers.scatter, dynamic=False)
+            found["compile"] = (lambda: compiled(rewards, ids, groups), None)
+        if available("verl"):
+            found["verl, vectorised"] = (peers.verl_vectorised(rewards, ids.numpy()), slower_by(1.5))
+        if available("verl") and loop:
+            found["verl, loop over a dictionary"] = (peers.verl_loop(rewards, ids.numpy()), slower_by(1000))
+    else:  # verl's vectorised form allocates as many groups as the largest id
+        found["unique and scatter"] = (lambda: peers.scatter_any_ids(rewards, ids), slower_by(1.5))
+    others = [
+        Contestant(name, functools.partial(_named, run), goal, tolerance=LOSSY) for name, (run, goal) in found.items()
+    ]
+    out, id_words = torch.empty_like(rewards), ids.view(torch.float64)
+
+    def floor() -> None:
+        torch.neg(rewards, out=out)
+        id_words.sum()
+
+    return Case(
+        op="group_normalise",
+        name=f"grpo, {rewards.numel():,} rewards in {groups:,} groups, {'dense ids' if dense else 'any ids'}",
+        unit="reward",
+        units=rewards.numel(),
+        bytes_per_unit=16,  # read the reward and its id, write the advantage
+        flops_per_unit=6,  # relative to a member, twice: sum; square and sum; scale
+        ours=[Contestant("hpo_core", ours, tolerance=NEAR_EXACT)],
+        peers=others,
+        floor=floor,
+        truth=functools.partial(exact, rewards, ids),
+    )
+
+
+def _named(run: Callable[[], torch.Tensor]) -> Tensors:
+    return {"advantages": run()}
+
+
+def plans(quick: bool) -> list[Plan]:
+    size, small = {"groups": 12_500, "per_group": 8}, {"groups": 50, "per_group": 8}
+    found = [Plan("grpo dense ids", functools.partial(case, True, not quick), size, small)]
+    if not quick:
+        found.append(Plan("grpo any ids", functools.partial(case, False, False), size, small))
+    return found
+
+
+@pytest.mark.parametrize("plan", plans(quick=False), ids=lambda plan: plan.name)
+def test_group_normalise(plan: Plan, benchmark: Any) -> None:
+    small = plan.small_case()
+    check(small)
+    benchmark(small.ours[0].run)

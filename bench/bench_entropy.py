@@ -1,0 +1,132 @@
+"""Entropy windows: the exact quantile of a batch with its mask, and windowed means that stay inside their rows."""
+
+from __future__ import annotations
+
+import functools
+from fractions import Fraction
+from typing import Any
+
+import peers_entropy as peers
+import pytest
+import torch
+from harness import Case, Contestant, Plan, Tensors, available, check, slower_by
+
+import hpo_core as hpo
+from hpo_core.reference import entropy as reference
+from hpo_core.specs import Boundary, Invalid, OrderRule
+
+KEEP = 0.2
+
+
+def entropies(rows: int, length: int) -> tuple[torch.Tensor, hpo.PackedBatch]:
+    """``[B, L]`` without two equal values to speak of, all valid, and the batch of the rows end to end."""
+    entropy = torch.rand(rows, length, generator=torch.Generator().manual_seed(0)).mul_(5)
+    return entropy, hpo.PackedBatch(torch.arange(rows + 1) * length)
+
+
+# ------------------------------------------------------------------------------------------------------- exact quantile
+
+
+def selection_case(*, rows: int, length: int, full: bool, backend: str | None) -> Case:
+    entropy, batch = entropies(rows, length)
+    flat, mask = entropy.flatten(), torch.ones_like(entropy, dtype=torch.bool)
+    window = hpo.entropy.forking_tokens(Fraction(str(KEEP)))
+    read, written = flat.view(torch.float32), torch.empty_like(flat, dtype=torch.bool).view(torch.int8)
+
+    def ours() -> Tensors:
+        state = window.fit(flat, batch, backend=backend)
+        return {"threshold": state.threshold, "mask": window.apply(flat, batch, state, backend=backend)}
+
+    def threshold_alone() -> Tensors:
+        return {"threshold": window.fit_score(flat, backend=backend).threshold}
+
+    def truth() -> Tensors:
+        quantile = window.quantile
+        threshold, _ = reference.order_statistic(flat, quantile.numerator, quantile.denominator, OrderRule.CEIL)
+        return {"threshold": threshold, "mask": flat >= threshold}
+
+    def floor() -> None:
+        read.sum()  # for the threshold
+        read.sum()  # for the mask
+        written.zero_()
+
+    others = [
+        Contestant("kthvalue", lambda: peers.kthvalue(flat, KEEP), slower_by(8), tolerance=0),
+        Contestant("topk", lambda: peers.topk(flat, KEEP), slower_by(8), tolerance=0),
+        Contestant("numpy.partition", lambda: peers.partition(flat, KEEP), slower_by(6), tolerance=0),
+    ]
+    if flat.numel() <= 1 << 24:  # torch.quantile refuses more
+        others.append(Contestant("torch.quantile", lambda: peers.quantile(flat, KEEP), slower_by(80), tolerance=0))
+        if available("trl"):
+            others.append(Contestant("trl", lambda: peers.trl(entropy, mask, KEEP), slower_by(80), tolerance=0))
+    return Case(
+        op="order_statistic",
+        name=f"threshold and mask of the top {KEEP:.0%} of {flat.numel():,}",
+        unit="token",
+        units=flat.numel(),
+        bytes_per_unit=9,  # read once for the threshold, once for the mask, and write that
+        flops_per_unit=2,  # a digit and a comparison
+        ours=[
+            Contestant("hpo_core", ours, tolerance=0),
+            Contestant("hpo_core, threshold alone", threshold_alone, tolerance=0),
+        ],
+        peers=others,
+        floor=floor,
+        truth=None if full else truth,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- windowed means
+
+
+def window_case(width: int, *, rows: int, length: int, full: bool, backend: str | None) -> Case:
+    entropy, batch = entropies(rows, length)
+    flat, out = entropy.flatten(), torch.empty(entropy.numel())
+
+    def ours() -> Tensors:
+        return {"score": hpo.entropy.window_mean(flat, batch, 0, width - 1, backend=backend)}
+
+    def truth() -> Tensors:
+        score = reference.window_score(flat.double(), None, batch.cu_seqlens, 0, width - 1, Boundary.FULL, Invalid.SKIP)
+        return {"score": score}
+
+    others = [
+        Contestant("avg_pool1d per row", lambda: peers.average_pool(entropy, width), slower_by(3.5)),
+        Contestant(
+            "avg_pool1d over the pack", lambda: peers.average_pool_over_pack(flat, width), slower_by(3.5), alike=False
+        ),
+        Contestant("differences of cumsum", lambda: peers.cumulative_sum(entropy, width)),
+    ]
+    return Case(
+        op="window_score",
+        name=f"means over {width}, {rows:,} rows of {length:,}",
+        unit="token",
+        units=flat.numel(),
+        bytes_per_unit=8,  # read the entropy, write the mean
+        flops_per_unit=width,
+        ours=[Contestant("hpo_core", ours, tolerance=1e-6)],
+        peers=others,
+        floor=lambda: torch.neg(flat, out=out),
+        truth=None if full else truth,
+    )
+
+
+def plans(quick: bool) -> list[Plan]:
+    def selection(rows: int) -> Plan:
+        size, small = {"rows": rows, "length": 1000}, {"rows": 3, "length": 100}
+        return Plan(f"selection {rows} x 1000", selection_case, size, small)
+
+    def window(width: int) -> Plan:
+        build = functools.partial(window_case, width)
+        return Plan(f"window {width}", build, {"rows": 1000, "length": 1000}, {"rows": 3, "length": 50})
+
+    if quick:
+        return [selection(1000), window(4)]
+    return [selection(1000), selection(10_000), window(4), window(32)]
+
+
+@pytest.mark.parametrize("plan", plans(quick=False), ids=lambda plan: plan.name)
+def test_entropy(plan: Plan, benchmark: Any) -> None:
+    small = plan.small_case()
+    check(small)
+    benchmark(small.ours[0].run)

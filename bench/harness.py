@@ -1,0 +1,386 @@
+"""Checks and times cases: every contestant in turn, beside a floor that streams the same bytes.
+
+A case that computes something wrong is never timed. Samples are interleaved, so that a busy neighbour slows all
+contestants alike, and each follows an untimed call of its own, so that all start from the cache they leave behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import importlib
+import importlib.util
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+SAMPLES = 15
+SLOW_SAMPLES = 5  # of calls longer than SLOW
+FEW = 5  # fewer undisturbed samples than this say less than many disturbed ones, and no goal is judged by them
+SLOW = 0.1  # s
+SHORTEST = 5e-4  # s; shorter calls are repeated until a sample lasts this long, and divided
+CLEAN = 0.03  # the share of a sample that threads may spend waiting for a core
+EVICTION = 1 << 24  # floats: 64 MiB, several times a last-level cache of this class of machine
+
+
+class Mismatch(Exception):
+    """A contestant does not compute what it should."""
+
+
+class Goal(NamedTuple):
+    """What a row of the results must show."""
+
+    column: str
+    least: float = 0.0
+    most: float = math.inf
+
+    def verdict(self, row: Row, compared: Sequence[Timing]) -> str:
+        if min(timing.clean for timing in compared) < FEW:
+            return "not judged: disturbed"
+        value = getattr(row, self.column)
+        wanted = f">= {self.least:g}" if self.most == math.inf else f"<= {self.most:g}"
+        return f"{'met' if self.least <= value <= self.most else 'MISSED'} ({wanted})"
+
+
+def at_most_floors(factor: float) -> Goal:
+    return Goal("to_floor", most=factor)
+
+
+def at_most_milliseconds(milliseconds: float) -> Goal:
+    return Goal("milliseconds", most=milliseconds)
+
+
+def slower_by(factor: float) -> Goal:
+    return Goal("slower_than_hpo_core", least=factor)
+
+
+class Contestant(NamedTuple):
+    """One way of computing a case."""
+
+    name: str
+    run: Callable[[], Tensors]
+    goal: Goal | None = None
+    alike: bool = True  # computes what hpo_core computes; else it is timed, but not compared
+    tolerance: float = 1e-4  # allowed error, relative to the largest element of each tensor; 0: equal
+
+
+@dataclass
+class Case:
+    """One computation at one size. The first of ``ours`` is what all others are compared with."""
+
+    op: str
+    name: str
+    unit: str
+    units: int
+    bytes_per_unit: float  # each input read once and each output written once, counted by hand
+    flops_per_unit: float
+    ours: list[Contestant]
+    peers: list[Contestant]
+    floor: Callable[[], object]  # streams the same bytes
+    truth: Callable[[], Tensors] | None = None  # in float64; for small sizes
+    cold: bool = False  # evict the caches before every call
+
+
+class Plan(NamedTuple):
+    """A case at the size that is timed and at one where the float64 reference is quick."""
+
+    name: str
+    build: Callable[..., Case]  # build(**size, full=, backend=)
+    size: dict[str, int]
+    small: dict[str, int]
+
+    def case(self) -> Case:
+        return self.build(**self.size, full=True, backend=None)
+
+    def small_case(self, backend: str | None = None) -> Case:
+        """Ragged and masked where the case allows it, with the truth, and without what would have to be compiled."""
+        return self.build(**self.small, full=False, backend=backend)
+
+
+@dataclass
+class Row:
+    """One line of the results."""
+
+    op: str
+    case: str
+    contestant: str
+    role: str  # hpo_core, peer or floor
+    milliseconds: float  # median
+    low: float  # 20th percentile
+    high: float  # 80th percentile
+    busy: float  # median processor time of the busiest thread, in ms: what a contended machine leaves comparable
+    samples: int
+    clean_samples: int  # of these, without waiting for a core; the median is over them if there are enough
+    nanoseconds_per_unit: float
+    unit: str
+    gigabytes_per_second: float
+    gigaflops: float
+    intensity: float  # FLOP per byte
+    to_floor: float
+    slower_than_hpo_core: float  # than the case's first contestant
+    goal: str = ""
+    extra_bytes_per_unit: float | None = None
+    first_call_milliseconds: float | None = None
+    launches: int | None = None
+    load: float = 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass
+class Outcome:
+    """The rows of one case, or why there are none."""
+
+    case: str
+    rows: list[Row] = field(default_factory=list)
+    failure: str = ""
+
+
+# ---------------------------------------------------------------------------------------------------------- correctness
+
+
+def compare(name: str, got: Tensors, expected: Tensors, tolerance: float) -> None:
+    """Raises Mismatch if a tensor both have differs by more than ``tolerance`` times its largest element."""
+    for key in got.keys() & expected.keys():
+        ours, theirs = got[key].double().flatten(), expected[key].double().flatten()
+        if ours.shape != theirs.shape:
+            raise Mismatch(f"{name}: {key} has shape {list(got[key].shape)}, expected {list(expected[key].shape)}")
+        finite = torch.isfinite(theirs)
+        if not torch.equal(finite, torch.isfinite(ours)) or not torch.equal(theirs[~finite], ours[~finite]):
+            raise Mismatch(f"{name}: {key} is not finite in other places than expected")
+        scale = theirs[finite].abs().max().item() if bool(finite.any()) else 0.0
+        error = (ours[finite] - theirs[finite]).abs().max().item() if bool(finite.any()) else 0.0
+        if error > tolerance * scale:
+            raise Mismatch(f"{name}: {key} is off by {error:.2e}, allowed {tolerance * scale:.2e}")
+
+
+def check(case: Case) -> None:
+    """Compares every contestant with the float64 reference at a small size, or with hpo_core at the full one."""
+    expected = case.truth() if case.truth else case.ours[0].run()
+    for contestant in (*case.ours, *case.peers):
+        if contestant.alike:
+            compare(contestant.name, contestant.run(), expected, contestant.tolerance)
+
+
+# --------------------------------------------------------------------------------------------------------------- timing
+
+
+class Timing(NamedTuple):
+    median: float  # s
+    low: float
+    high: float
+    busy: float
+    samples: int
+    clean: int
+
+
+class Sample(NamedTuple):
+    """Seconds of one call."""
+
+    wall: float
+    busy: float  # processor time of the main thread or of all others together, whichever is longer
+    clean: bool  # no thread waited long for a core
+
+
+def run_queue_wait() -> float:
+    """Seconds the threads of this process have spent ready to run without a core; 0 where the kernel does not say."""
+    total = 0
+    for path in glob.glob("/proc/self/task/*/schedstat"):
+        try:
+            with open(path) as file:
+                total += int(file.read().split()[1])
+        except OSError:  # the thread has ended
+            continue
+    return total * 1e-9
+
+
+class _Clock:
+    """Collects the samples of one contestant."""
+
+    def __init__(self, run: Callable[[], object], before: Callable[[], object] | None) -> None:
+        self.run, self.before = run, before
+        self.samples: list[Sample] = []
+        self.spent = 0.0
+        self.repeat = 1
+        run()
+        single = self._timed().wall
+        self.repeat = 1 if before else max(1, round(SHORTEST / single))
+        self.wanted = SLOW_SAMPLES if single > SLOW else SAMPLES
+
+    def sample(self) -> None:
+        begin = time.perf_counter()
+        self.run()
+        if self.before:
+            self.before()
+        self.samples.append(self._timed())
+        self.spent += time.perf_counter() - begin
+
+    def _timed(self) -> Sample:
+        waited, process, thread, begin = run_queue_wait(), time.process_time(), time.thread_time(), time.perf_counter()
+        for _ in range(self.repeat):
+            self.run()
+        wall = time.perf_counter() - begin
+        main = time.thread_time() - thread
+        others = time.process_time() - process - main
+        clean = run_queue_wait() - waited <= CLEAN * wall
+        return Sample(wall / self.repeat, max(main, others) / self.repeat, clean)
+
+    @property
+    def clean(self) -> list[float]:
+        return [sample.wall for sample in self.samples if sample.clean]
+
+    def timing(self) -> Timing:
+        ordered = sorted(self.clean if len(self.clean) >= FEW else [sample.wall for sample in self.samples])
+        fifth = len(ordered) // 5
+        busy = statistics.median(sample.busy for sample in self.samples)
+        return Timing(
+            statistics.median(ordered), ordered[fifth], ordered[-1 - fifth], busy, len(self.samples), len(self.clean)
+        )
+
+
+def interleave(
+    runs: list[Callable[[], object]], seconds: float, before: Callable[[], object] | None = None
+) -> list[Timing]:
+    """Times all runs in turn until each has enough undisturbed samples, or after ``seconds`` enough of any kind."""
+    clocks = [_Clock(run, before) for run in runs]
+    deadline = time.perf_counter() + seconds
+    while True:
+        late = time.perf_counter() > deadline
+        pending = [clock for clock in clocks if len(clock.samples if late else clock.clean) < clock.wanted]
+        if not pending:
+            return [clock.timing() for clock in clocks]
+        for clock in clocks:  # the quick ones go on, so that the slow ones have them as neighbours
+            if clock in pending or clock.spent < seconds / len(clocks) / 4:
+                clock.sample()
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def extra_bytes(run: Callable[[], object]) -> int:
+    """The most memory that torch held during one call beyond what it held before: results and temporaries."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run()
+    held = peak = 0
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+# ------------------------------------------------------------------------------------------------------------ the whole
+
+
+def available(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+@functools.lru_cache(maxsize=1)
+def _eviction_buffer() -> torch.Tensor:
+    return torch.zeros(EVICTION)
+
+
+def evict() -> None:
+    _eviction_buffer().add_(1.0)
+
+
+def launches(plan: Plan) -> int | None:
+    """Kernel launches of the CUDA sources for this case, counted where the CPU runs them; None without that build."""
+    import hpo_core
+
+    if not hpo_core.backends()["cuda_emulated"]:
+        return None
+    counters = importlib.import_module("hpo_core._cuda_emulated").launches
+    run = plan.small_case("cuda_emulated").ours[0].run
+    run()  # what is computed once per batch
+    before = sum(counters().values())
+    run()
+    return int(sum(counters().values()) - before)
+
+
+def measure(plan: Plan, seconds: float) -> Outcome:
+    """Checks, then times one case."""
+    torch._dynamo.reset()  # no case inherits another's compiled graphs
+    case = plan.case()
+    try:
+        first_calls = [_first_call(contestant) for contestant in (*case.ours, *case.peers)]
+        check(plan.small_case())
+        check(case)
+    except Mismatch as mismatch:
+        return Outcome(case.name, failure=str(mismatch))
+    contestants = [*case.ours, *case.peers]
+    load = os.getloadavg()[0]
+    timings = interleave([case.floor, *(c.run for c in contestants)], seconds, evict if case.cold else None)
+    floor, ours = timings[0].median, timings[1].median
+
+    rows = [_row(case, "floor", "floor", timings[0], floor, ours, load)]
+    for index, (contestant, timing, first) in enumerate(zip(contestants, timings[1:], first_calls, strict=True)):
+        role = "hpo_core" if index < len(case.ours) else "peer"
+        row = _row(case, contestant.name, role, timing, floor, ours, load)
+        row.extra_bytes_per_unit = extra_bytes(contestant.run) / case.units
+        row.first_call_milliseconds = 1e3 * first
+        if contestant.goal is not None:
+            row.goal = contestant.goal.verdict(row, [timing, *timings[:2]])
+        rows.append(row)
+    rows[1].launches = launches(plan)
+    return Outcome(case.name, rows)
+
+
+def _first_call(contestant: Contestant) -> float:
+    begin = time.perf_counter()
+    contestant.run()
+    return time.perf_counter() - begin
+
+
+def _row(case: Case, name: str, role: str, timing: Timing, floor: float, ours: float, load: float) -> Row:
+    traffic, work = case.bytes_per_unit * case.units, case.flops_per_unit * case.units
+    return Row(
+        op=case.op,
+        case=case.name,
+        contestant=name,
+        role=role,
+        milliseconds=1e3 * timing.median,
+        low=1e3 * timing.low,
+        high=1e3 * timing.high,
+        busy=1e3 * timing.busy,
+        samples=timing.samples,
+        clean_samples=timing.clean,
+        nanoseconds_per_unit=1e9 * timing.median / case.units,
+        unit=case.unit,
+        gigabytes_per_second=1e-9 * traffic / timing.median,
+        gigaflops=1e-9 * work / timing.median if role != "floor" else math.nan,
+        intensity=case.flops_per_unit / case.bytes_per_unit,
+        to_floor=timing.median / floor,
+        slower_than_hpo_core=timing.median / ours,
+        load=load,
+    )
+
+
+def ceilings(seconds: float = 2.0) -> dict[str, float]:
+    """What torch's own kernels reach here: GB/s from memory and from the cache, GFLOP/s in float32."""
+    big, small, square = torch.rand(1 << 26), torch.rand(1 << 20), torch.rand(1024, 1024)
+    big_out, small_out, product = torch.empty_like(big), torch.empty_like(small), torch.empty_like(square)
+    runs: list[Callable[[], object]] = [
+        lambda: torch.sum(big),
+        lambda: torch.add(big, 1.0, out=big_out),
+        lambda: torch.add(small, 1.0, out=small_out),
+        lambda: torch.mm(square, square, out=product),
+    ]
+    read, update, cached, multiply = (timing.low for timing in interleave(runs, seconds))  # what was reached
+    return {
+        "memory_read_gigabytes_per_second": 4e-9 * big.numel() / read,
+        "memory_read_write_gigabytes_per_second": 8e-9 * big.numel() / update,
+        "cache_read_write_gigabytes_per_second": 8e-9 * small.numel() / cached,
+        "matrix_multiply_gigaflops": 2e-9 * 1024**3 / multiply,
+    }

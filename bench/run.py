@@ -1,0 +1,59 @@
+"""Measures hpo_core next to its peers on this machine's CPU; a table, JSON, CSV and a roofline picture."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+# Compilations count as first calls, so none may come from an earlier run's cache.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="hpo_core_bench_")
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler, which counts memory, would print a line per use
+
+import bench_advantages
+import bench_entropy
+import bench_gates
+import bench_losses
+import bench_segments
+import report
+from harness import Outcome, available, ceilings, measure
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the headline cases, under 90 s")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).with_name("results"), help="folder for JSON, CSV and picture"
+    )
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning)
+
+    modules = (bench_gates, bench_losses, bench_advantages, bench_entropy, bench_segments)
+    plans = [plan for module in modules for plan in module.plans(arguments.quick) if arguments.only in plan.name]
+    facts = report.environment()
+    print("\n".join(f"{name:12} {value}" for name, value in facts.items()))
+    limits = ceilings()
+    facts["ceilings"] = limits
+    print("\n".join(f"{name.replace('_', ' '):42} {value:.1f}" for name, value in limits.items()))
+
+    outcomes: list[Outcome] = []
+    for plan in plans:
+        outcomes.append(measure(plan, seconds=2.0 if arguments.quick else 5.0))
+        print(report.table(outcomes[-1]), flush=True)
+        report.write(arguments.out, facts, outcomes)
+    print(report.summary(outcomes))
+    if available("matplotlib"):
+        report.roofline(arguments.out / "roofline.png", limits, outcomes)
+    else:
+        print("matplotlib is not installed: no roofline picture")
+    print(f"written to {arguments.out}")
+    return int(any(outcome.failure for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

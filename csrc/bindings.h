@@ -1,0 +1,190 @@
+// Binds the C interface of one backend to Python: pointers and sizes come in as integers, checked in hpo_core/native.py.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "hpo/api.h"
+#include "hpo/metrics.h"
+
+namespace hpo::bindings {
+
+namespace py = pybind11;
+using Address = uintptr_t;
+
+template <class T>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+inline void check(int status) {
+  if (status != 0) throw std::runtime_error(std::string("hpo_core: ") + hpo_error(status));
+}
+
+struct PolicyLossSpec {
+  GateStructure structure;
+  GateNumbers numbers;
+};
+
+inline PolicyLossSpec make_spec(int token, bool has_level, bool level_clips, int routing, int head, int kl, int kl_gradient,
+                                bool strict, py::sequence low_driven, py::sequence high_driven, py::sequence token_low,
+                                py::sequence token_high, py::sequence level_log_low, py::sequence level_log_high,
+                                double kl_beta) {
+  PolicyLossSpec spec{};
+  spec.structure.token = TokenGate(token);
+  spec.structure.has_level = has_level;
+  spec.structure.level_clips = level_clips;
+  spec.structure.routing = Routing(routing);
+  spec.structure.head = Head(head);
+  spec.structure.kl = KLEstimator(kl);
+  spec.structure.kl_gradient = KLGradient(kl_gradient);
+  spec.structure.strict = strict;
+  for (int sign = 0; sign < 2; ++sign) {
+    spec.structure.low_driven[sign] = low_driven[sign].cast<bool>();
+    spec.structure.high_driven[sign] = high_driven[sign].cast<bool>();
+    spec.numbers.token_low[sign] = token_low[sign].cast<double>();
+    spec.numbers.token_high[sign] = token_high[sign].cast<double>();
+    spec.numbers.level_log_low[sign] = level_log_low[sign].cast<double>();
+    spec.numbers.level_log_high[sign] = level_log_high[sign].cast<double>();
+  }
+  spec.numbers.kl_beta = kl_beta;
+  return spec;
+}
+
+inline void bind(py::module_& m) {
+  m.attr("metrics") = int(kMetrics);
+  m.def("description", [] {
+    if (hpo_description() == nullptr) check(hpo_unusable);
+    return std::string(hpo_description());
+  });
+  py::class_<PolicyLossSpec>(m, "PolicyLossSpec", py::module_local()).def(py::init(&make_spec));
+
+  m.def("policy_loss_workspace", &hpo_policy_loss_workspace);
+  m.def("policy_loss",
+        [](const PolicyLossSpec& spec, int64_t tokens, int64_t rows, Address logp, Address old_logp, Address ref_logp,
+           Address entropy, Address score, Address token_weight, Address low, Address high, Address mask, Address token_mask,
+           Address cu_seqlens, Address weights, Address advantages, bool advantage_per_token, Address row_trajectory,
+           Address trajectory_start, Address trajectory_rows, Address threshold, Address loss, Address metrics, Address grad,
+           Address token_loss, Address workspace, int64_t context) {
+          PolicyLossArgs args{};
+          args.tokens = tokens;
+          args.rows = rows;
+          args.logp = pointer<const float>(logp);
+          args.old_logp = pointer<const float>(old_logp);
+          args.ref_logp = pointer<const float>(ref_logp);
+          args.entropy = pointer<const float>(entropy);
+          args.score = pointer<const float>(score);
+          args.token_weight = pointer<const float>(token_weight);
+          args.low = pointer<const float>(low);
+          args.high = pointer<const float>(high);
+          args.mask = pointer<const uint8_t>(mask);
+          args.token_mask = pointer<const uint8_t>(token_mask);
+          args.cu_seqlens = pointer<const int64_t>(cu_seqlens);
+          args.weights = pointer<const float>(weights);
+          args.advantages = pointer<const float>(advantages);
+          args.advantage_per_token = advantage_per_token;
+          args.row_trajectory = pointer<const int64_t>(row_trajectory);
+          args.trajectory_start = pointer<const int64_t>(trajectory_start);
+          args.trajectory_rows = pointer<const int64_t>(trajectory_rows);
+          args.threshold = pointer<const float>(threshold);
+          args.loss = pointer<float>(loss);
+          args.metrics = pointer<double>(metrics);
+          args.grad = pointer<float>(grad);
+          args.token_loss = pointer<float>(token_loss);
+          args.workspace = pointer<void>(workspace);
+          int status;
+          {
+            py::gil_scoped_release release;
+            status = hpo_policy_loss(&args, &spec.structure, &spec.numbers, context);
+          }
+          check(status);
+        });
+
+  m.def("group_normalise_workspace", &hpo_group_normalise_workspace);
+  m.def("group_normalise",
+        [](int64_t units, Address values, Address ids, Address mask, Address apply_mask, int center, int scale, int ddof,
+           int eps_mode, double eps, bool singleton_raw, Address advantages, Address workspace, int64_t context) {
+          GroupNormaliseArgs args{};
+          args.units = units;
+          args.values = pointer<const float>(values);
+          args.ids = pointer<const int64_t>(ids);
+          args.mask = pointer<const uint8_t>(mask);
+          args.apply_mask = pointer<const uint8_t>(apply_mask);
+          args.center = Center(center);
+          args.scale = Scale(scale);
+          args.ddof = ddof;
+          args.eps_mode = EpsMode(eps_mode);
+          args.eps = eps;
+          args.singleton_raw = singleton_raw;
+          args.advantages = pointer<float>(advantages);
+          args.workspace = pointer<void>(workspace);
+          int status;
+          {
+            py::gil_scoped_release release;
+            status = hpo_group_normalise(&args, context);
+          }
+          check(status);
+        });
+
+  m.def("window_score_workspace", &hpo_window_score_workspace);
+  m.def("window_score", [](int64_t tokens, int64_t rows, Address values, Address mask, Address cu_seqlens, int64_t first,
+                           int64_t last, int boundary, int invalid, Address score, Address workspace, int64_t context) {
+    WindowArgs args{};
+    args.tokens = tokens;
+    args.rows = rows;
+    args.values = pointer<const float>(values);
+    args.mask = pointer<const uint8_t>(mask);
+    args.cu_seqlens = pointer<const int64_t>(cu_seqlens);
+    args.first = first;
+    args.last = last;
+    args.boundary = Boundary(boundary);
+    args.invalid = Invalid(invalid);
+    args.score = pointer<float>(score);
+    args.workspace = pointer<void>(workspace);
+    int status;
+    {
+      py::gil_scoped_release release;
+      status = hpo_window_score(&args, context);
+    }
+    check(status);
+  });
+
+  m.def("order_statistic_workspace", &hpo_order_statistic_workspace);
+  m.def("order_statistic", [](int64_t tokens, Address score, int64_t numerator, int64_t denominator, int rule,
+                              Address threshold, Address counts, Address workspace, int64_t context) {
+    OrderStatisticArgs args{};
+    args.tokens = tokens;
+    args.score = pointer<const float>(score);
+    args.numerator = numerator;
+    args.denominator = denominator;
+    args.rule = OrderRule(rule);
+    args.threshold = pointer<float>(threshold);
+    args.counts = pointer<int64_t>(counts);
+    args.workspace = pointer<void>(workspace);
+    int status;
+    {
+      py::gil_scoped_release release;
+      status = hpo_order_statistic(&args, context);
+    }
+    check(status);
+  });
+
+  m.def("row_counts",
+        [](int64_t tokens, int64_t rows, Address mask, Address cu_seqlens, Address counts, int64_t context) {
+          RowCountsArgs args{};
+          args.tokens = tokens;
+          args.rows = rows;
+          args.mask = pointer<const uint8_t>(mask);
+          args.cu_seqlens = pointer<const int64_t>(cu_seqlens);
+          args.counts = pointer<int64_t>(counts);
+          int status;
+          {
+            py::gil_scoped_release release;
+            status = hpo_row_counts(&args, context);
+          }
+          check(status);
+        });
+}
+
+}  // namespace hpo::bindings

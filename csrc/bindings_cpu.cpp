@@ -1,0 +1,3 @@
+#include "bindings.h"
+
+PYBIND11_MODULE(_cpu, m) { hpo::bindings::bind(m); }

@@ -1,0 +1,135 @@
+// The C interface of the CPU backend: chooses an instruction set once and hands every call to its kernels.
+#include <pthread.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <string>
+
+#include "kernels.h"
+
+HPO_DECLARE_KERNELS(generic)
+#if defined(__x86_64__)
+HPO_DECLARE_KERNELS(avx2)
+HPO_DECLARE_KERNELS(avx512)
+#endif
+
+namespace {
+
+struct Kernels {
+  const char* name;         // as in HPO_CORE_ISA
+  const char* description;
+  bool supported;           // by this CPU
+  decltype(&hpo::generic::policy_loss_workspace) policy_loss_workspace;
+  decltype(&hpo::generic::policy_loss) policy_loss;
+  decltype(&hpo::generic::group_normalise_workspace) group_normalise_workspace;
+  decltype(&hpo::generic::group_normalise) group_normalise;
+  decltype(&hpo::generic::window_score_workspace) window_score_workspace;
+  decltype(&hpo::generic::window_score) window_score;
+  decltype(&hpo::generic::order_statistic_workspace) order_statistic_workspace;
+  decltype(&hpo::generic::order_statistic) order_statistic;
+  decltype(&hpo::generic::row_counts) row_counts;
+};
+
+#define HPO_KERNELS(isa, description, supported)                                                                  \
+  {#isa, description, supported, hpo::isa::policy_loss_workspace, hpo::isa::policy_loss,                          \
+   hpo::isa::group_normalise_workspace, hpo::isa::group_normalise, hpo::isa::window_score_workspace,              \
+   hpo::isa::window_score, hpo::isa::order_statistic_workspace, hpo::isa::order_statistic, hpo::isa::row_counts}
+
+// A child process after fork() has none of its parent's OpenMP threads, and libgomp would wait for them for ever. Results do
+// not depend on the number of threads, so the child works alone.
+std::atomic<bool> forked{false};
+
+struct Choice {
+  const Kernels* kernels = nullptr;
+  std::string error;  // why there are none
+
+  Choice() {
+    pthread_atfork(nullptr, nullptr, [] { forked = true; });
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    static const Kernels all[] = {HPO_KERNELS(avx512, "AVX-512", avx512), HPO_KERNELS(avx2, "AVX2", avx2),
+                                  HPO_KERNELS(generic, "generic", true)};
+#else
+    static const Kernels all[] = {HPO_KERNELS(generic, "generic", true)};
+#endif
+    const char* asked = std::getenv("HPO_CORE_ISA");
+    std::string here;
+    for (const Kernels& candidate : all) {
+      if (!candidate.supported) continue;
+      if (!kernels && (!asked || !*asked || std::string(asked) == candidate.name)) kernels = &candidate;
+      here += std::string(here.empty() ? "" : ", ") + candidate.name;
+    }
+    if (!kernels) {
+      error = "HPO_CORE_ISA=" + std::string(asked) + " cannot run on this machine; it can run " + here +
+              ". Set HPO_CORE_ISA to one of these, or unset it to use the first.";
+    }
+  }
+};
+
+const Choice& choice() {
+  static const Choice once;
+  return once;
+}
+
+enum Status { kDone = 0, kNoKernels = hpo_unusable };
+
+template <class Call>
+int run(int64_t context, const Call& call) {
+  const Kernels* kernels = choice().kernels;
+  if (!kernels) return kNoKernels;
+  const int64_t most = 1024;
+  call(*kernels, forked || context < 1 ? 1 : int(context < most ? context : most));
+  return kDone;
+}
+
+}  // namespace
+
+int64_t hpo_policy_loss_workspace(int64_t tokens, int64_t rows) {
+  const Kernels* kernels = choice().kernels;
+  return kernels ? kernels->policy_loss_workspace(tokens, rows) : 0;
+}
+
+int hpo_policy_loss(const hpo::PolicyLossArgs* args, const hpo::GateStructure* structure, const hpo::GateNumbers* numbers,
+                    int64_t context) {
+  return run(context, [&](const Kernels& kernels, int threads) { kernels.policy_loss(*args, *structure, *numbers, threads); });
+}
+
+int64_t hpo_group_normalise_workspace(int64_t units) {
+  const Kernels* kernels = choice().kernels;
+  return kernels ? kernels->group_normalise_workspace(units) : 0;
+}
+
+int hpo_group_normalise(const hpo::GroupNormaliseArgs* args, int64_t context) {
+  return run(context, [&](const Kernels& kernels, int threads) { kernels.group_normalise(*args, threads); });
+}
+
+int64_t hpo_window_score_workspace(int64_t tokens, int64_t width) {
+  const Kernels* kernels = choice().kernels;
+  return kernels ? kernels->window_score_workspace(tokens, width) : 0;
+}
+
+int hpo_window_score(const hpo::WindowArgs* args, int64_t context) {
+  return run(context, [&](const Kernels& kernels, int threads) { kernels.window_score(*args, threads); });
+}
+
+int64_t hpo_order_statistic_workspace(int64_t tokens) {
+  const Kernels* kernels = choice().kernels;
+  return kernels ? kernels->order_statistic_workspace(tokens) : 0;
+}
+
+int hpo_order_statistic(const hpo::OrderStatisticArgs* args, int64_t context) {
+  return run(context, [&](const Kernels& kernels, int threads) { kernels.order_statistic(*args, threads); });
+}
+
+int hpo_row_counts(const hpo::RowCountsArgs* args, int64_t context) {
+  return run(context, [&](const Kernels& kernels, int threads) { kernels.row_counts(*args, threads); });
+}
+
+const char* hpo_error(int status) { return status == kNoKernels ? choice().error.c_str() : "no error"; }
+
+const char* hpo_description() {
+  return choice().kernels ? choice().kernels->description : nullptr;
+}

@@ -1,0 +1,431 @@
+// window_score and order_statistic. The definition is hpo_core/reference/entropy.py.
+#include "hpo/entropy.h"
+
+#include "kernels.h"
+#include "rows.h"
+
+HPO_DECLARE_KERNELS(HPO_ISA)
+
+namespace hpo::HPO_ISA {
+namespace {
+
+constexpr int64_t kMostWorkers = 64;  // each with scratch of its own; results do not depend on how many there are
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+template <class T>
+inline void swap(T& a, T& b) {
+  const T was = a;
+  a = b;
+  b = was;
+}
+
+// Calls body(row, first position, end) for the part of every row inside [begin, end).
+template <class Body>
+void for_each_row_in(const Rows& rows, int64_t begin, int64_t end, const Body& body) {
+  RowWalk walk(rows, begin);
+  Segments segments;
+  int64_t row = -1, row_begin = begin, row_end = begin;
+  for (int64_t tile = begin; tile < end; tile += kTile) {
+    walk.segments(tile, smaller(tile + kTile, end), segments);
+    for (const Segment& segment : segments) {
+      if (segment.row != row || tile + segment.begin != row_end) {
+        if (row_begin < row_end) body(row, row_begin, row_end);
+        row = segment.row;
+        row_begin = tile + segment.begin;
+      }
+      row_end = tile + segment.end;
+    }
+  }
+  if (row_begin < row_end) body(row, row_begin, row_end);
+}
+
+// ------------------------------------------------------------------------------------------------------------- windows
+//
+// Whole windows are summed by doubling: P_1 = values, P_2k[t] = P_k[t] + P_k[t + k], and a window is the sum of the P_k of the
+// binary digits of its width. Nothing is ever subtracted, and the order of the additions depends on the offset inside the
+// window only, never on the packing. Windows that their row cuts are few; they are running sums in float64 from that end.
+
+struct Windows {
+  int64_t block;  // tokens of one task
+  int64_t reach;  // positions that the windows of a block cover at most
+  int64_t blocks;
+
+  Windows(int64_t tokens, int64_t width) {
+    const int64_t cut_width = larger(1, smaller(width, 2 * tokens));
+    block = larger(1, smaller(tokens, larger(2 * kTile, 4 * cut_width)));
+    reach = block + cut_width;
+    blocks = pieces(tokens, block);
+  }
+
+  int64_t workers() const { return smaller(blocks, kMostWorkers); }
+};
+
+enum State : int32_t { kOutside = 0, kCut = 1, kWhole = 2 };  // of a token: in no row; its window leaves the row; or not
+
+// Index 0 of what is [reach] is where the window of the block's first token begins; index 0 of `state` is that token.
+struct WindowScratch {
+  float *sum, *next_sum, *window_sum;             // [reach]
+  int32_t *usable, *next_usable, *window_usable;  // [reach], how many terms are in the sums
+  int32_t* state;                                 // [block]
+
+  WindowScratch(Arena& arena, const Windows& windows) {
+    const int64_t reach = windows.reach;
+    sum = arena.take<float>(reach), next_sum = arena.take<float>(reach), window_sum = arena.take<float>(reach);
+    usable = arena.take<int32_t>(reach), next_usable = arena.take<int32_t>(reach), window_usable = arena.take<int32_t>(reach);
+    state = arena.take<int32_t>(windows.block);
+  }
+};
+
+// out[j] = sum[j] + further[j + distance]; nothing lies beyond `length`.
+template <class T>
+void add_further(const T* __restrict sum, const T* __restrict further, int64_t distance, int64_t length, T* __restrict out) {
+  const int64_t both = larger(0, length - distance);
+  for (int64_t j = 0; j < both; ++j) out[j] = sum[j] + further[j + distance];
+  for (int64_t j = both; j < length; ++j) out[j] = sum[j];
+}
+
+// From P_1 in `sum` to the sums of whole windows in `window_sum`.
+template <class T>
+void sum_windows(T*& sum, T*& next, T*& window_sum, int64_t width, int64_t length) {
+  int64_t done = 0;  // how much of the window the digits so far cover
+  for (int64_t span = 1;; span *= 2) {
+    if (width & span) {
+      if (done == 0 && 2 * span > width) return swap(window_sum, sum);
+      if (done == 0) {
+        for (int64_t j = 0; j < length; ++j) window_sum[j] = sum[j];
+      } else {
+        add_further(window_sum, sum, done, length, next);
+        swap(window_sum, next);
+      }
+      done += span;
+    }
+    if (2 * span > width) return;
+    add_further(sum, sum, span, length, next);
+    swap(sum, next);
+  }
+}
+
+// Fills state; returns whether some window of the block is whole.
+bool load_states(const WindowArgs& args, const Rows& rows, const WindowRule& rule, int64_t begin, int64_t end, int32_t* state) {
+  int64_t covered = begin;
+  bool some_whole = false;
+  const auto fill = [&](int64_t until, State value) {
+    const int64_t count = until - covered;
+    int32_t* out = state + (covered - begin);
+    for (int64_t i = 0; i < count; ++i) out[i] = value;
+    covered = larger(covered, until);
+    return count > 0;
+  };
+  for_each_row_in(rows, begin, end, [&](int64_t row, int64_t first, int64_t row_end) {
+    const int64_t first_whole = larger(args.cu_seqlens[row], args.cu_seqlens[row] - rule.first);
+    const int64_t end_whole = smaller(args.cu_seqlens[row + 1], args.cu_seqlens[row + 1] - rule.last);
+    fill(first, kOutside);
+    fill(smaller(row_end, first_whole), kCut);
+    some_whole |= fill(smaller(row_end, end_whole), kWhole);
+    fill(row_end, kCut);
+  });
+  fill(end, kOutside);
+  return some_whole;
+}
+
+// Fills P_1 for the positions [start, start + length), and if some of them are not usable, which ones are; returns whether all
+// of them are usable.
+bool load_values(const WindowArgs& args, int64_t start, int64_t length, const WindowScratch& scratch) {
+  const int64_t first = smaller(length, larger(0, -start)), end = larger(first, smaller(length, args.tokens - start));
+  float* __restrict sum = scratch.sum;
+  int32_t* __restrict usable = scratch.usable;
+  int32_t holes = 0;
+  if (args.mask) {
+    for (int64_t j = first; j < end; ++j) usable[j] = args.mask[start + j] ? -1 : 0;
+    for (int64_t j = first; j < end; ++j) {
+      const float value = args.values[start + j];
+      usable[j] &= is_finite(value) ? -1 : 0;
+      sum[j] = from_bits(to_bits(value) & usable[j]);
+      holes |= ~usable[j];
+    }
+  } else {
+    for (int64_t j = first; j < end; ++j) {
+      const float value = args.values[start + j];
+      const int32_t finite = is_finite(value) ? -1 : 0;
+      sum[j] = from_bits(to_bits(value) & finite);
+      holes |= ~finite;
+    }
+  }
+  for (int64_t j = 0; j < first; ++j) sum[j] = 0.0f;
+  for (int64_t j = end; j < length; ++j) sum[j] = 0.0f;
+  if (!holes && first == 0 && end == length) return true;
+  if (!args.mask) {
+    for (int64_t j = first; j < end; ++j) usable[j] = is_finite(args.values[start + j]) ? -1 : 0;
+  }
+  for (int64_t j = first; j < end; ++j) usable[j] = -usable[j];
+  for (int64_t j = 0; j < first; ++j) usable[j] = 0;
+  for (int64_t j = end; j < length; ++j) usable[j] = 0;
+  return false;
+}
+
+// Windows cut at the begin of their row, from the row's first token on; then those cut at its end only, from its last one back.
+void score_cut_windows(const WindowArgs& args, const Rows& rows, const WindowRule& rule, int64_t begin, int64_t end) {
+  const auto is_usable = [&](int64_t t) { return (!args.mask || args.mask[t]) && is_finite(args.values[t]); };
+  for_each_row_in(rows, begin, end, [&](int64_t row, int64_t segment_begin, int64_t segment_end) {
+    const int64_t row_begin = args.cu_seqlens[row], row_end = args.cu_seqlens[row + 1];
+    double sum = 0.0;
+    int32_t usable = 0;
+    int64_t next = row_begin;
+    int64_t t = segment_begin;
+    for (; t < smaller(segment_end, row_begin - rule.first); ++t) {
+      for (const int64_t window_end = smaller(t + rule.last + 1, row_end); next < window_end; ++next) {
+        if (is_usable(next)) sum += double(args.values[next]), ++usable;
+      }
+      if (is_usable(t)) args.score[t] = window_mean(float(sum), usable, int32_t(next - row_begin), false, rule);
+    }
+    sum = 0.0;
+    usable = 0;
+    next = row_end;
+    const int64_t last_heads = t;
+    for (t = segment_end - 1; t >= larger(last_heads, row_end - rule.last); --t) {
+      for (const int64_t window_begin = smaller(row_end, t + rule.first); next > window_begin; --next) {
+        if (is_usable(next - 1)) sum += double(args.values[next - 1]), ++usable;
+      }
+      if (is_usable(t)) args.score[t] = window_mean(float(sum), usable, int32_t(row_end - next), false, rule);
+    }
+  });
+}
+
+using FinishLoop = void (*)(const WindowRule&, const WindowScratch&, const float* values, float* score, int n);
+
+// Scores from the sums of whole windows. What the loop would branch on is a constant.
+template <Boundary kBoundary, Invalid kInvalid, bool kAllUsable>
+void finish_scores(const WindowRule& any_rule, const WindowScratch& scratch, const float* __restrict values,
+                   float* __restrict score, int n) {
+  WindowRule rule = any_rule;
+  rule.boundary = kBoundary;
+  rule.invalid = kInvalid;
+  const float* __restrict sum = scratch.window_sum;
+  const int32_t *__restrict usable = scratch.window_usable, *__restrict state = scratch.state;
+  const int32_t width = int32_t(smaller(rule.width, INT32_MAX));
+  for (int i = 0; i < n; ++i) {
+    const float mean = window_mean(sum[i], kAllUsable ? width : usable[i], width, true, rule);
+    const float of_window = state[i] == kWhole ? mean : -INFINITY;
+    const float of_token = is_finite(values[i]) ? of_window : NAN;
+    score[i] = state[i] == kOutside ? -INFINITY : of_token;
+  }
+}
+
+FinishLoop pick_finish(const WindowRule& rule, bool all_usable) {
+  if (all_usable) return finish_scores<Boundary::full, Invalid::skip, true>;  // then these make no difference
+  const bool stop = rule.invalid == Invalid::stop;
+  if (rule.boundary == Boundary::zero) {
+    return stop ? finish_scores<Boundary::zero, Invalid::stop, false> : finish_scores<Boundary::zero, Invalid::skip, false>;
+  }
+  return stop ? finish_scores<Boundary::full, Invalid::stop, false> : finish_scores<Boundary::full, Invalid::skip, false>;
+}
+
+void score_block(const WindowArgs& args, const Rows& rows, const WindowRule& rule, const Windows& windows, int64_t block,
+                 WindowScratch scratch) {
+  const int64_t begin = block * windows.block, end = smaller(begin + windows.block, args.tokens);
+  const int n = int(end - begin);
+  bool all_usable = true;
+  if (load_states(args, rows, rule, begin, end, scratch.state)) {
+    const int64_t length = n + rule.width - 1;  // with a whole window, the width is at most the number of tokens
+    all_usable = load_values(args, begin + rule.first, length, scratch);
+    sum_windows(scratch.sum, scratch.next_sum, scratch.window_sum, rule.width, length);
+    if (!all_usable) sum_windows(scratch.usable, scratch.next_usable, scratch.window_usable, rule.width, length);
+  }
+  pick_finish(rule, all_usable)(rule, scratch, args.values + begin, args.score + begin, n);
+  if (args.mask) {
+    for (int64_t t = begin; t < end; ++t) args.score[t] = args.mask[t] ? args.score[t] : -INFINITY;
+  }
+  if (rule.boundary != Boundary::full) score_cut_windows(args, rows, rule, begin, end);
+}
+
+// ---------------------------------------------------------------------------------------------------- order statistics
+//
+// Radix selection on order_key, 11 + 11 + 10 bits from the top: count, find the bin that holds the index, keep only that bin.
+
+constexpr int kBins = 2048;
+constexpr int kCounters = 4;  // side by side, because equal scores in a row would wait for each other's increment
+constexpr int64_t kKeys = 1024;
+constexpr int64_t kPart = int64_t(1) << 26;  // keys before 32-bit counters are emptied
+
+struct Counters {
+  uint32_t side[kCounters][kBins] = {};
+
+  void add(const uint32_t* bins, int64_t n) {
+    int64_t i = 0;
+    for (; i + kCounters <= n; i += kCounters) {
+      for (int c = 0; c < kCounters; ++c) ++side[c][bins[i + c]];
+    }
+    for (; i < n; ++i) ++side[0][bins[i]];
+  }
+
+  void add_to(int64_t* totals) const {
+    for (int bin = 0; bin < kBins; ++bin) {
+      for (int c = 0; c < kCounters; ++c) totals[bin] += side[c][bin];
+    }
+  }
+};
+
+// What one worker found in its own range of scores.
+struct Worker {
+  int64_t top[kBins], middle[kBins], low[kBins];
+  int64_t nan, kept;
+};
+
+struct Selection {
+  Arena arena;
+  int64_t most_workers;
+  Worker* workers;
+  uint32_t* kept;  // [tokens], what remains of each worker's range, from its begin
+  int64_t bytes;
+
+  Selection(void* base, int64_t tokens) : arena(base), most_workers(larger(1, smaller(pieces(tokens, 1 << 14), kMostWorkers))) {
+    workers = arena.take<Worker>(most_workers);
+    kept = arena.take<uint32_t>(tokens);
+    bytes = arena.bytes();
+  }
+};
+
+// Fetches the next tile from memory while this one is counted.
+inline void prefetch(const float* scores, int64_t n) {
+  for (int64_t i = 0; i < smaller(n, kKeys); i += 16) __builtin_prefetch(scores + i);
+}
+
+// Counts the top digit of every score, the not finite ones included.
+void count_top(const float* scores, int64_t n, Worker& worker) {
+  for (int bin = 0; bin < kBins; ++bin) worker.top[bin] = 0;
+  uint32_t bins[kKeys];
+  int64_t nan = 0;
+  for (int64_t part = 0; part < n; part += kPart) {
+    Counters counters;
+    for (int64_t first = part; first < smaller(part + kPart, n); first += kKeys) {
+      const int count = int(smaller(kKeys, n - first));
+      int here = 0;
+      for (int i = 0; i < count; ++i) {
+        const float score = scores[first + i];
+        bins[i] = order_key(score) >> 21;
+        here += score != score;
+      }
+      nan += here;
+      prefetch(scores + first + count, n - first - count);
+      counters.add(bins, count);
+    }
+    counters.add_to(worker.top);
+  }
+  worker.nan = nan;
+}
+
+// Keeps the keys of one top bin and counts their middle digit.
+void keep_bin(const float* scores, int64_t n, uint32_t top, uint32_t* kept, Worker& worker) {
+  for (int bin = 0; bin < kBins; ++bin) worker.middle[bin] = 0;
+  uint32_t keys[kKeys], belongs[kKeys];
+  int64_t total = 0;
+  for (int64_t part = 0; part < n; part += kPart) {
+    Counters counters;
+    for (int64_t first = part; first < smaller(part + kPart, n); first += kKeys) {
+      const int count = int(smaller(kKeys, n - first));
+      for (int i = 0; i < count; ++i) {
+        keys[i] = order_key(scores[first + i]);
+        belongs[i] = keys[i] >> 21 == top ? 1 : 0;
+      }
+      prefetch(scores + first + count, n - first - count);
+      uint32_t *begin = kept + total, *end = begin;
+#pragma GCC unroll 8
+      for (int i = 0; i < count; ++i) {  // no branch: every key is written, and overwritten unless it belongs
+        *end = keys[i];
+        end += belongs[i];
+      }
+      const int found = int(end - begin);
+      for (int i = 0; i < found; ++i) keys[i] = (begin[i] >> 10) & 2047;
+      counters.add(keys, found);
+      total += found;
+    }
+    counters.add_to(worker.middle);
+  }
+  worker.kept = total;
+}
+
+// Counts the low digit of the keys that share both digits above it.
+void count_low(const uint32_t* kept, uint32_t middle, Worker& worker) {
+  for (int bin = 0; bin < kBins; ++bin) worker.low[bin] = 0;
+  for (int64_t i = 0; i < worker.kept; ++i) {
+    if (((kept[i] >> 10) & 2047) == middle) ++worker.low[kept[i] & 1023];
+  }
+}
+
+struct Bin {
+  uint32_t digit;
+  int64_t below;  // how many are in the bins before it
+};
+
+// The bin of the index-th key in ascending order.
+Bin find_bin(const Selection& selection, int64_t workers, int64_t (Worker::*histogram)[kBins], int first, int64_t index) {
+  int64_t below = 0;
+  for (int bin = first;; ++bin) {
+    int64_t here = 0;
+    for (int64_t w = 0; w < workers; ++w) here += (selection.workers[w].*histogram)[bin];
+    if (index < below + here || bin == kBins - 1) return {uint32_t(bin), below};
+    below += here;
+  }
+}
+
+}  // namespace
+
+int64_t window_score_workspace(int64_t tokens, int64_t width) {
+  const Windows windows(tokens, width);
+  Arena arena(nullptr);
+  for (int64_t worker = 0; worker < windows.workers(); ++worker) WindowScratch(arena, windows);
+  return arena.bytes();
+}
+
+void window_score(const WindowArgs& args, int threads) {
+  const WindowRule rule = window_rule(args);
+  const Windows windows(args.tokens, rule.width);
+  const Rows rows(args.cu_seqlens, args.rows, args.tokens);
+  const int64_t workers = smaller(worthwhile(threads, args.tokens), windows.workers());
+  parallel_for(workers, int(workers), [&](int64_t worker) {
+    Arena arena(args.workspace);
+    for (int64_t before = 0; before < worker; ++before) WindowScratch(arena, windows);
+    const WindowScratch scratch(arena, windows);
+    for (int64_t block = worker * windows.blocks / workers; block < (worker + 1) * windows.blocks / workers; ++block) {
+      score_block(args, rows, rule, windows, block, scratch);
+    }
+  });
+}
+
+int64_t order_statistic_workspace(int64_t tokens) { return Selection(nullptr, tokens).bytes; }
+
+void order_statistic(const OrderStatisticArgs& args, int threads) {
+  const Selection selection(args.workspace, args.tokens);
+  const int64_t workers = smaller(worthwhile(threads, args.tokens), selection.most_workers);
+  const auto begin = [&](int64_t worker) { return worker * args.tokens / workers; };
+
+  parallel_for(workers, int(workers), [&](int64_t w) {
+    count_top(args.score + begin(w), begin(w + 1) - begin(w), selection.workers[w]);
+  });
+  const int first_finite = order_key(-INFINITY) >> 21, last_finite = order_key(INFINITY) >> 21;
+  int64_t population = 0, nan = 0;
+  for (int64_t w = 0; w < workers; ++w) {
+    nan += selection.workers[w].nan;
+    for (int bin = first_finite + 1; bin < last_finite; ++bin) population += selection.workers[w].top[bin];
+  }
+  args.counts[0] = population;
+  args.counts[1] = nan;
+  *args.threshold = NAN;
+  if (population == 0) return;
+
+  int64_t index = order_index(args.numerator, args.denominator, args.rule, population);
+  const Bin top = find_bin(selection, workers, &Worker::top, first_finite + 1, index);
+  parallel_for(workers, int(workers), [&](int64_t w) {
+    keep_bin(args.score + begin(w), begin(w + 1) - begin(w), top.digit, selection.kept + begin(w), selection.workers[w]);
+  });
+  index -= top.below;
+  const Bin middle = find_bin(selection, workers, &Worker::middle, 0, index);
+  parallel_for(workers, int(workers), [&](int64_t w) { count_low(selection.kept + begin(w), middle.digit, selection.workers[w]); });
+  index -= middle.below;
+  const Bin low = find_bin(selection, workers, &Worker::low, 0, index);
+  *args.threshold = from_order_key(top.digit << 21 | middle.digit << 10 | low.digit);
+}
+
+}  // namespace hpo::HPO_ISA

@@ -1,0 +1,304 @@
+// policy_loss: loss, metrics and gradient of one pack. The definition is hpo_core/reference/gates.py.
+//
+//   gates_sums.h     sums in a fixed order
+//   gates_tile.h     what a token is: row, masks, log-ratio, coefficient
+//   gates_penalty.h  the penalty on the distance from the reference policy
+//   gates_levels.h   gates on trajectories
+//   here             gates on tokens, and one call from begin to end
+#include "gates_levels.h"
+#include "gates_penalty.h"
+#include "kernels.h"
+
+HPO_DECLARE_KERNELS(HPO_ISA)
+
+namespace hpo::HPO_ISA {
+namespace {
+
+// ------------------------------------------------------------------------------------------------------- token gates
+
+// In ratio space, by sign of the advantage. Where a bound is driven, the token's own takes its place.
+struct Bounds {
+  float low[2], high[2];
+  int32_t low_driven[2], high_driven[2];
+  const float *token_low, *token_high;  // [tile]
+};
+
+// How much of that a loop has to look at.
+enum class BoundsKind { none, common, by_sign, by_token };
+
+Bounds tile_bounds(const Call& call, int64_t first) {
+  const PolicyLossArgs& args = call.args;
+  const bool clips = call.structure.token == TokenGate::clip;
+  Bounds bounds = {};
+  for (int sign = 0; sign < 2; ++sign) {
+    bounds.low[sign] = clips ? float(call.numbers.token_low[sign]) : 0.0f;
+    bounds.high[sign] = clips ? float(call.numbers.token_high[sign]) : INFINITY;
+    bounds.low_driven[sign] = args.low && call.structure.low_driven[sign];
+    bounds.high_driven[sign] = args.high && call.structure.high_driven[sign];
+  }
+  bounds.token_low = (args.low ? args.low : args.logp) + first;  // if not driven, anything readable
+  bounds.token_high = (args.high ? args.high : args.logp) + first;
+  return bounds;
+}
+
+// Sums of kinds: all chosen tokens, those below their lower bound and those above their upper one.
+struct GateCounts {
+  int32_t chosen = 0, below = 0, above = 0;
+
+  void add_to(double* slots) const {
+    slots[kSelected] += positives(chosen) + negatives(chosen);
+    slots[kClippedLowPositive] += positives(below);
+    slots[kClippedLowNegative] += negatives(below);
+    slots[kClippedHighPositive] += positives(above);
+    slots[kClippedHighNegative] += negatives(above);
+  }
+};
+
+using TokenGateLoop = GateCounts (*)(const Bounds&, const Tile&, const float* coefficient, const float* logp, float* loss,
+                                     float* grad, int n);
+
+template <bool kScoreHead, BoundsKind kBounds>
+GateCounts token_gate_loop(const Bounds& bounds, const Tile& tile, const float* __restrict coefficient,
+                           const float* __restrict logp, float* __restrict loss, float* __restrict grad, int n) {
+  const Bounds b = bounds;
+  const int32_t* __restrict chosen = tile.chosen;
+  const float *__restrict token_low = b.token_low, *__restrict token_high = b.token_high;
+  GateCounts counts;
+  for (int i = 0; i < n; ++i) {
+    const int32_t kind = chosen[i];
+    float low = b.low[0], high = b.high[0];
+    if (kBounds == BoundsKind::by_sign || kBounds == BoundsKind::by_token) {
+      low = kind == kNegative ? b.low[1] : low;
+      high = kind == kNegative ? b.high[1] : high;
+    }
+    if (kBounds == BoundsKind::by_token) {
+      const float own_low = token_low[i], own_high = token_high[i];
+      low = (kind == kNegative ? b.low_driven[1] : b.low_driven[0]) ? own_low : low;
+      high = (kind == kNegative ? b.high_driven[1] : b.high_driven[0]) ? own_high : high;
+    }
+    const float ratio = tile.ratio[i];
+    const Gated gated = kBounds == BoundsKind::none ? Gated{1.0f, 0} : clip_ratio(ratio, low, high);
+    const Term term = policy_term(kScoreHead, coefficient[i], gated, kScoreHead ? logp[i] : 0.0f, true);
+    loss[i] = keep_if(kind != kAbsent, term.loss);
+    grad[i] = keep_if(kind != kAbsent, term.grad);
+    counts.chosen += kind;
+    if (kBounds != BoundsKind::none) {
+      counts.below += kind & mask_of(ratio < low);
+      counts.above += kind & mask_of(ratio > high);
+    }
+  }
+  return counts;
+}
+
+template <bool kScoreHead>
+TokenGateLoop pick_token_gate(const Call& call) {
+  if (call.structure.token == TokenGate::drop) return token_gate_loop<kScoreHead, BoundsKind::none>;
+  const Bounds bounds = tile_bounds(call, 0);
+  if (bounds.low_driven[0] || bounds.low_driven[1] || bounds.high_driven[0] || bounds.high_driven[1]) {
+    return token_gate_loop<kScoreHead, BoundsKind::by_token>;
+  }
+  const bool common = bounds.low[0] == bounds.low[1] && bounds.high[0] == bounds.high[1];
+  return common ? token_gate_loop<kScoreHead, BoundsKind::common> : token_gate_loop<kScoreHead, BoundsKind::by_sign>;
+}
+
+// ---------------------------------------------------------------------------------------------------------- one call
+
+struct Workspace {
+  Arena arena;
+  Partial* partials;             // [chunks]
+  uint8_t* reload;               // [chunks], 1 where the second sweep needs the log-ratios again
+  uint8_t* seen;                 // [rows], 1 where a row has a valid token
+  RowSums *rows, *trajectories;  // [rows]
+  Level* levels;                 // [rows], of rows or of trajectories
+  int64_t bytes;
+
+  Workspace(void* base, int64_t tokens, int64_t row_count) : arena(base) {
+    partials = arena.take<Partial>(pieces(tokens, kChunk));
+    reload = arena.take<uint8_t>(pieces(tokens, kChunk));
+    seen = arena.take<uint8_t>(row_count);
+    rows = arena.take<RowSums>(row_count);
+    trajectories = arena.take<RowSums>(row_count);
+    levels = arena.take<Level>(row_count);
+    bytes = arena.bytes();
+  }
+};
+
+// loss and grad of one tile under either kind of gate.
+struct Gate {
+  TokenGateLoop token_loop;
+  LevelGateLoop level_loop;
+  const Level* levels;  // null: the gate is on tokens
+
+  GateCounts operator()(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile,
+                        const float* coefficient, float* loss, float* grad) const {
+    const float* logp = call.args.logp + first;
+    GateCounts counts;
+    if (levels) level_loop(spread_levels(call, segments, levels, tile), tile, coefficient, logp, loss, grad, n);
+    else counts = token_loop(tile_bounds(call, first), tile, coefficient, logp, loss, grad, n);
+    if (tile.has_infinite) {
+      const bool without_value = call.structure.head == Head::score;
+      for (int i = 0; i < n; ++i) grad[i] = tile.infinite[i] ? 0.0f : grad[i];
+      for (int i = 0; i < n; ++i) loss[i] = tile.infinite[i] && without_value ? 0.0f : loss[i];
+    }
+    return counts;
+  }
+};
+
+void fill_tile_ratios(int n, Tile& tile, Partial& partial) {
+  if (!tile.exceptional) return fill_ratios(tile.x, n, tile.ratio, partial);
+  float* bounded = tile.spread[0];
+  for (int i = 0; i < n; ++i) bounded[i] = clamp(tile.x[i], -kStatisticSaturation, kStatisticSaturation);
+  fill_ratios(bounded, n, tile.ratio, partial);
+  for (int i = 0; i < n; ++i) tile.ratio[i] = exp(tile.x[i]);
+}
+
+// Marks the rows that have a valid token.
+void mark_rows(const Segments& segments, const int32_t* kind, uint8_t* seen) {
+  for (const Segment& segment : segments) {
+    int i = segment.begin;
+    while (i < segment.end && kind[i] == kAbsent) ++i;
+    if (i < segment.end) __atomic_store_n(&seen[segment.row], uint8_t(1), __ATOMIC_RELAXED);
+  }
+}
+
+void add_entropy(const float* __restrict entropy, int n, Tile& tile, Partial& partial) {
+  int counted = 0;
+  for (int i = 0; i < n; ++i) {
+    const int32_t counts = mask_of(tile.kind[i] != kAbsent) & mask_of(finite(entropy[i]));
+    tile.loss[i] = from_bits(to_bits(entropy[i]) & counts);
+    counted -= counts;
+  }
+  add_terms(tile.loss, n, partial.sums[kEntropySum]);
+  partial.slots[kEntropyTokens] += counted;
+}
+
+// Everything about a tile that is the same under every gate.
+void measure(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen, Partial& partial) {
+  load(call, first, n, segments, true, tile, partial);
+  mark_rows(segments, tile.kind, seen);
+  fill_tile_ratios(n, tile, partial);
+}
+
+// Loss and gradient of a tile that is loaded.
+void finish_tile(const Call& call, const Gate& gate, int64_t first, int n, const Segments& segments, Tile& tile,
+                 Partial& partial) {
+  const PolicyLossArgs& args = call.args;
+  float* grad = args.grad ? args.grad + first : tile.grad;
+  float* token_loss = args.token_loss ? args.token_loss + first : nullptr;
+  gate(call, first, n, segments, tile, tile.coefficient, tile.loss, grad).add_to(partial.slots);
+  add_terms(tile.loss, n, partial.sums[kLossSum]);
+  if (token_loss) {  // the same gate without the weight of the row
+    float* coefficient = tile.coefficient;
+    spread_rows(segments, coefficient, [&](int64_t row) { return args.advantage_per_token ? 1.0f : args.advantages[row]; });
+    multiply_token_factors(args, first, n, coefficient);
+    gate(call, first, n, segments, tile, coefficient, token_loss, tile.grad);
+  }
+  if (args.ref_logp) {
+    add_reference_statistics(args.logp + first, args.ref_logp + first, n, tile, partial);
+    if (call.structure.kl != KLEstimator::none) add_penalty(call, first, n, segments, tile, grad, token_loss, partial);
+  }
+  if (args.entropy) add_entropy(args.entropy + first, n, tile, partial);
+}
+
+void run_token_gate(const Call& call, int threads, const Workspace& space) {
+  const bool score = call.structure.head == Head::score;
+  const Gate gate = {score ? pick_token_gate<true>(call) : pick_token_gate<false>(call), nullptr, nullptr};
+  parallel_for(pieces(call.args.tokens, kChunk), threads, [&](int64_t chunk) {
+    Tile tile;
+    Partial partial;
+    for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
+      measure(call, first, n, segments, tile, space.seen, partial);
+      finish_tile(call, gate, first, n, segments, tile, partial);
+    });
+    space.partials[chunk] = partial;
+  });
+}
+
+// Two sweeps, the levels between them; returns how many rows name a trajectory that does not exist.
+int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Partial& total) {
+  const PolicyLossArgs& args = call.args;
+  const int64_t chunks = pieces(args.tokens, kChunk);
+  std::memset(space.rows, 0, size_t(args.rows) * sizeof(RowSums));
+  parallel_for(chunks, threads, [&](int64_t chunk) {
+    Tile tile;
+    Partial partial;
+    bool reload = args.ref_logp != nullptr;
+    for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
+      measure(call, first, n, segments, tile, space.seen, partial);
+      add_row_sums(call, chunk, n, segments, tile, space.rows);
+      reload |= tile.exceptional;
+    });
+    space.partials[chunk] = partial;
+    space.reload[chunk] = reload;
+  });
+
+  sum_advantages(call, threads, space.rows);
+  const RowSums* owners = args.row_trajectory ? space.trajectories : space.rows;
+  const int64_t broken = args.row_trajectory ? gather_trajectories(args, space.rows, space.trajectories) : 0;
+  for_each_piece(args.rows, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) space.levels[i] = make_level(owners[i], call.structure, call.numbers);
+  });
+  count_chosen(call, threads, space.rows, space.levels).add_to(total.slots);
+
+  const Gate gate = {nullptr, pick_level_gate(call.structure), space.levels};
+  parallel_for(chunks, threads, [&](int64_t chunk) {
+    Tile tile;
+    Partial counted;
+    for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
+      load(call, first, n, segments, space.reload[chunk], tile, counted);
+      finish_tile(call, gate, first, n, segments, tile, space.partials[chunk]);
+    });
+  });
+  return broken;
+}
+
+void finish(const Call& call, const Partial& total, int64_t rows_seen, int64_t broken) {
+  const double sum = total.total(kLossSum) + total.total(kPenaltySum);
+  const double loss = sum < -FLT_MAX ? -FLT_MAX : (sum > FLT_MAX ? FLT_MAX : sum);
+  float smallest = INFINITY, largest = -INFINITY;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    smallest = total.smallest[lane] < smallest ? total.smallest[lane] : smallest;
+    largest = total.largest[lane] > largest ? total.largest[lane] : largest;
+  }
+  double* slots = call.args.metrics;
+  for (int slot = 0; slot < kMetrics; ++slot) slots[slot] = total.slots[slot];
+  slots[kRows] = double(rows_seen);
+  slots[kLoss] = loss;
+  slots[kLogRatioSum] = total.total(kX);
+  slots[kLogRatioSquare] = total.total(kXSquare);
+  slots[kRatioDeviation] = total.total(kDeviation);
+  slots[kRatioDeviationSquare] = total.total(kDeviationSquare);
+  slots[kLogRatioMin] = smallest;
+  slots[kLogRatioMax] = largest;
+  slots[kReferenceLogRatio] = total.total(kS);
+  slots[kReferenceLogRatioSquare] = total.total(kSSquare);
+  slots[kReferenceK3] = total.total(kK3);
+  slots[kPenalty] = total.total(kPenaltySum);
+  slots[kEntropy] = total.total(kEntropySum);
+  slots[kBadOffsets] = double(broken);
+  *call.args.loss = float(loss);
+}
+
+}  // namespace
+
+int64_t policy_loss_workspace(int64_t tokens, int64_t rows) { return Workspace(nullptr, tokens, rows).bytes; }
+
+void policy_loss(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers, int threads) {
+  const Call call = {args, structure, numbers, Rows(args.cu_seqlens, args.rows, args.tokens)};
+  const Workspace space(args.workspace, args.tokens, args.rows);
+  threads = worthwhile(threads, args.tokens + args.rows);
+  std::memset(space.seen, 0, size_t(args.rows));
+
+  int64_t broken = call.rows.broken;
+  Partial total;
+  if (structure.has_level) broken += run_level_gate(call, threads, space, total);
+  else run_token_gate(call, threads, space);
+
+  for (int64_t chunk = 0; chunk < pieces(args.tokens, kChunk); ++chunk) total.add(space.partials[chunk]);
+  int64_t seen = 0;
+  const int64_t rows = args.rows;
+  for (int64_t row = 0; row < rows; ++row) seen += space.seen[row];
+  finish(call, total, seen, broken);
+}
+
+}  // namespace hpo::HPO_ISA

@@ -1,0 +1,142 @@
+// Sums over tokens whose bits depend on the packing only: fixed lanes inside a tile, tiles in order inside a task, tasks in
+// order at the end.
+#pragma once
+#include <cfloat>
+
+#include "hpo/gates.h"
+#include "hpo/metrics.h"
+#include "parallel.h"
+
+namespace hpo::HPO_ISA {
+
+constexpr int kLanes = 16;  // explicit, so that sums have the same bits on every instruction set
+
+// Selects by bits: what is masked may be NaN and must reach no arithmetic that is kept.
+HPO_INLINE int32_t mask_of(bool condition) { return condition ? -1 : 0; }
+HPO_INLINE float keep_if(bool condition, float x) { return from_bits(to_bits(x) & mask_of(condition)); }
+HPO_INLINE bool finite(float x) { return __builtin_fabsf(x) <= FLT_MAX; }
+
+// What a token is to the policy term, by the sign of its advantage. A sum of kinds over a tile counts both signs at once.
+constexpr int32_t kAbsent = 0, kPositive = 1, kNegative = 1 << 16;
+
+HPO_INLINE int32_t positives(int32_t sum_of_kinds) { return sum_of_kinds & (kNegative - 1); }
+HPO_INLINE int32_t negatives(int32_t sum_of_kinds) { return sum_of_kinds / kNegative; }
+
+enum Sum { kLossSum, kPenaltySum, kX, kXSquare, kDeviation, kDeviationSquare, kS, kSSquare, kK3, kEntropySum, kSums };
+
+// One task's share of the metrics. Counts go to their slots at once; sums stay in float64 lanes until the end.
+struct alignas(64) Partial {
+  double slots[kMetrics] = {};
+  double sums[kSums][kLanes] = {};
+  float smallest[kLanes], largest[kLanes];
+
+  Partial() {
+    for (int lane = 0; lane < kLanes; ++lane) smallest[lane] = INFINITY, largest[lane] = -INFINITY;
+  }
+
+  void extend(const float* low, const float* high) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      smallest[lane] = low[lane] < smallest[lane] ? low[lane] : smallest[lane];
+      largest[lane] = high[lane] > largest[lane] ? high[lane] : largest[lane];
+    }
+  }
+
+  void add(const Partial& other) {
+    for (int slot = 0; slot < kMetrics; ++slot) slots[slot] += other.slots[slot];
+    for (int sum = 0; sum < kSums; ++sum) {
+      for (int lane = 0; lane < kLanes; ++lane) sums[sum][lane] += other.sums[sum][lane];
+    }
+    extend(other.smallest, other.largest);
+  }
+
+  double total(Sum sum) const {
+    double all = 0.0;
+    for (int lane = 0; lane < kLanes; ++lane) all += sums[sum][lane];
+    return all;
+  }
+};
+
+// Sums of one tile in short float lanes: at most 64 additions each.
+struct alignas(64) ShortSum {
+  float lanes[kLanes] = {};
+
+  void add_to(double* sums) const {
+    for (int lane = 0; lane < kLanes; ++lane) sums[lane] += double(lanes[lane]);
+  }
+};
+
+// Fills the last vector of a tile.
+template <class T>
+inline void pad(T* values, int n, T neutral) {
+  for (; n % kLanes != 0; ++n) values[n] = neutral;
+}
+
+// In float64 from the start: a single term may be as large as FLT_MAX / 3.
+inline void add_terms(float* terms, int n, double* sums) {
+  pad(terms, n, 0.0f);
+  for (int i = 0; i < n; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) sums[lane] += double(terms[i + lane]);
+  }
+}
+
+// Of the log-ratios of one tile, 0 where a token is absent.
+struct LogRatioSums {
+  ShortSum sum, square;
+  float smallest[kLanes], largest[kLanes];
+  int32_t kinds[kLanes] = {};
+
+  LogRatioSums(int32_t* kind, float* x, int n) {
+    pad(kind, n, kAbsent);
+    pad(x, n, 0.0f);
+    for (int lane = 0; lane < kLanes; ++lane) smallest[lane] = INFINITY, largest[lane] = -INFINITY;
+    for (int i = 0; i < n; i += kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const float each = x[i + lane];
+        const float or_nan = from_bits(to_bits(each) | mask_of(kind[i + lane] == kAbsent));  // neither smaller nor larger
+        sum.lanes[lane] += each;
+        square.lanes[lane] += each * each;
+        smallest[lane] = or_nan < smallest[lane] ? or_nan : smallest[lane];
+        largest[lane] = or_nan > largest[lane] ? or_nan : largest[lane];
+        kinds[lane] += kind[i + lane];
+      }
+    }
+  }
+
+  // None NaN, none so large that anything saturates.
+  bool ordinary() const {
+    int32_t exceptions = 0;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      exceptions |= mask_of(smallest[lane] < -kStatisticSaturation) | mask_of(largest[lane] > kStatisticSaturation);
+      exceptions |= mask_of(sum.lanes[lane] != sum.lanes[lane]);
+    }
+    return exceptions == 0;
+  }
+
+  void add_to(Partial& partial) const {
+    sum.add_to(partial.sums[kX]);
+    square.add_to(partial.sums[kXSquare]);
+    partial.extend(smallest, largest);
+    int32_t all_kinds = 0;
+    for (int lane = 0; lane < kLanes; ++lane) all_kinds += kinds[lane];
+    partial.slots[kTokens] += positives(all_kinds) + negatives(all_kinds);
+  }
+};
+
+// ratio = e^x, and the sums of ratio - 1: centred, what is summed stays small.
+inline void fill_ratios(float* x, int n, float* ratio, Partial& partial) {
+  pad(x, n, 0.0f);
+  ShortSum deviation, square;
+  for (int i = 0; i < n; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const float r = exp(x[i + lane]);
+      const float d = r - 1.0f;
+      ratio[i + lane] = r;
+      deviation.lanes[lane] += d;
+      square.lanes[lane] += d * d;
+    }
+  }
+  deviation.add_to(partial.sums[kDeviation]);
+  square.add_to(partial.sums[kDeviationSquare]);
+}
+
+}  // namespace hpo::HPO_ISA

@@ -1,0 +1,172 @@
+// One tile of tokens while policy_loss works on it: what rows, masks and optional inputs say about each token is brought into
+// plain arrays first, so that the arithmetic runs in short loops without branches that know neither rows nor exceptions.
+#pragma once
+#include "gates_sums.h"
+#include "rows.h"
+
+namespace hpo::HPO_ISA {
+
+constexpr int kPadded = kTile + 2 * kLanes;  // spread values run over; and 4 KiB apart, arrays would share cache sets
+
+struct Call {
+  const PolicyLossArgs& args;
+  const GateStructure& structure;
+  const GateNumbers& numbers;
+  Rows rows;
+};
+
+struct alignas(64) Tile {
+  int32_t kind[kPadded];       // of the valid tokens: in a row, not masked, no log-ratio NaN
+  int32_t selection[kPadded];  // the same, but absent where the policy term does not count
+  int32_t* chosen;             // `selection`, or `kind` where everything valid counts
+  int32_t infinite[kPadded];   // not 0: the log-ratio was infinite; its value is saturated, its derivative 0
+  float coefficient[kPadded];  // a = (weight * advantage) * token weight; anything where not chosen
+  float x[kPadded];            // log-ratio within +-60; 0 where not valid
+  float ratio[kPadded];        // e^x
+  float loss[kPadded];
+  float grad[kPadded];
+  float spread[4][kPadded];    // what belongs to rows, while a loop needs it
+  bool has_infinite = false;   // some log-ratio was infinite
+  bool exceptional = false;    // some log-ratio may be infinite, NaN or beyond the saturation of statistics
+
+  Tile() {
+    for (int32_t& each : infinite) each = 0;
+  }
+};
+
+// Writes what belongs to rows to their tokens: value(row) once for each segment, whole vectors at a time.
+template <class Value>
+inline void spread_rows(const Segments& segments, float* out, const Value& value) {
+  for (const Segment& segment : segments) {
+    const float here = value(segment.row);
+    for (int i = segment.begin; i < segment.end; i += kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) out[i + lane] = here;
+    }
+  }
+}
+
+// The factors of a that belong to tokens.
+inline void multiply_token_factors(const PolicyLossArgs& args, int64_t first, int n, float* __restrict coefficient) {
+  if (args.advantage_per_token) {
+    for (int i = 0; i < n; ++i) coefficient[i] *= args.advantages[first + i];
+  }
+  if (args.token_weight) {
+    for (int i = 0; i < n; ++i) coefficient[i] *= args.token_weight[first + i];
+  }
+}
+
+// kind and coefficient from rows, masks and advantages; true if some coefficient may be infinite or NaN.
+inline bool load_rows(const PolicyLossArgs& args, int64_t first, int n, const Segments& segments, Tile& tile) {
+  bool doubtful = args.advantage_per_token || args.token_weight;
+  int covered = 0;
+  for (const Segment& segment : segments) {
+    for (int i = covered; i < segment.begin; ++i) tile.kind[i] = kAbsent;
+    covered = segment.end;
+    const float advantage = args.advantage_per_token ? 1.0f : args.advantages[segment.row];
+    const float coefficient = args.weights[segment.row] * advantage;
+    const int32_t kind = advantage < 0.0f ? kNegative : kPositive;
+    doubtful |= !finite(coefficient);
+    for (int i = segment.begin; i < segment.end; i += kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) tile.kind[i + lane] = kind;
+      for (int lane = 0; lane < kLanes; ++lane) tile.coefficient[i + lane] = coefficient;
+    }
+  }
+  for (int i = covered; i < n; ++i) tile.kind[i] = kAbsent;
+  if (args.advantage_per_token) {
+    for (int i = 0; i < n; ++i) {
+      const int32_t kind = args.advantages[first + i] < 0.0f ? kNegative : kPositive;
+      tile.kind[i] = kind & mask_of(tile.kind[i] != kAbsent);
+    }
+  }
+  if (args.mask) {
+    for (int i = 0; i < n; ++i) tile.kind[i] &= mask_of(args.mask[first + i] != 0);
+  }
+  multiply_token_factors(args, first, n, tile.coefficient);
+  return doubtful;
+}
+
+// NaN takes a token out, what lies beyond +-60 saturates, an infinity loses its derivative as well.
+inline void resolve_exceptions(const float* logp, const float* old_logp, const float* ref_logp, int n, Tile& tile,
+                               Partial& partial) {
+  int nan = 0, infinite = 0;
+  for (int i = 0; i < n; ++i) {
+    const LogRatio policy = log_ratio(logp[i], old_logp[i]);
+    const LogRatio reference = ref_logp ? log_ratio(logp[i], ref_logp[i]) : LogRatio{0.0f, false, false};
+    const bool given = tile.kind[i] != kAbsent, valid = given && !policy.nan && !reference.nan;
+    nan += given && !valid;
+    infinite += valid && (policy.infinite || reference.infinite);
+    tile.kind[i] = valid ? tile.kind[i] : kAbsent;
+    tile.infinite[i] = valid && policy.infinite;
+    tile.x[i] = valid ? policy.x : 0.0f;
+    tile.has_infinite |= valid && policy.infinite;
+  }
+  partial.slots[kNanTokens] += nan;
+  partial.slots[kInfiniteTokens] += infinite;
+}
+
+// x and its statistics. Log-ratios are taken for ordinary at first, and once more if their extrema say otherwise.
+inline void load_log_ratios(const PolicyLossArgs& args, int64_t first, int n, Tile& tile, Partial& partial) {
+  const float* logp = args.logp + first;
+  const float* old_logp = args.old_logp ? args.old_logp + first : logp;  // on-policy: x = 0, or NaN where logp is
+  const float* ref_logp = args.ref_logp ? args.ref_logp + first : nullptr;
+  for (int i = 0; i < n; ++i) tile.x[i] = keep_if(tile.kind[i] != kAbsent, logp[i] - old_logp[i]);
+  int32_t not_finite = 0;
+  if (ref_logp) {
+    for (int i = 0; i < n; ++i) not_finite |= mask_of(!finite(keep_if(tile.kind[i] != kAbsent, logp[i] - ref_logp[i])));
+  }
+  LogRatioSums sums(tile.kind, tile.x, n);
+  tile.exceptional = not_finite || !sums.ordinary();
+  if (tile.exceptional) {
+    resolve_exceptions(logp, old_logp, ref_logp, n, tile, partial);
+    sums = LogRatioSums(tile.kind, tile.x, n);
+  }
+  sums.add_to(partial);
+}
+
+// Which valid tokens count in the policy term: those with a finite coefficient that the token mask and the window let pass.
+inline void choose(const Call& call, int64_t first, int n, bool doubtful, Tile& tile, Partial& partial) {
+  const PolicyLossArgs& args = call.args;
+  tile.chosen = tile.kind;
+  if (!doubtful && !args.token_mask && !args.score) return;
+  tile.chosen = tile.selection;
+  for (int i = 0; i < n; ++i) tile.selection[i] = tile.kind[i];
+  if (doubtful) {
+    int bad = 0;
+    for (int i = 0; i < n; ++i) {
+      const bool usable = finite(tile.coefficient[i]);
+      bad -= mask_of(!usable) & mask_of(tile.kind[i] != kAbsent);
+      tile.selection[i] &= mask_of(usable);
+    }
+    partial.slots[kBadAdvantages] += bad;
+  }
+  if (args.token_mask) {
+    for (int i = 0; i < n; ++i) tile.selection[i] &= mask_of(args.token_mask[first + i] != 0);
+  }
+  if (args.score) {
+    const float* __restrict score = args.score + first;
+    const float threshold = *args.threshold;
+    int nan = 0;
+    for (int i = 0; i < n; ++i) nan -= mask_of(score[i] != score[i]) & mask_of(tile.kind[i] != kAbsent);
+    if (call.structure.strict) {
+      for (int i = 0; i < n; ++i) tile.selection[i] &= mask_of(score[i] > threshold);
+    } else {
+      for (int i = 0; i < n; ++i) tile.selection[i] &= mask_of(score[i] >= threshold);
+    }
+    partial.slots[kNanTokens] += nan;
+  }
+}
+
+// Everything about the tokens [first, first + n) that does not depend on the gate. A second sweep may pass without the
+// log-ratios: they change nothing there unless some were exceptional.
+inline void load(const Call& call, int64_t first, int n, const Segments& segments, bool with_log_ratios, Tile& tile,
+                 Partial& partial) {
+  if (tile.has_infinite) {
+    for (int32_t& each : tile.infinite) each = 0;
+    tile.has_infinite = false;
+  }
+  const bool doubtful = load_rows(call.args, first, n, segments, tile);
+  if (with_log_ratios) load_log_ratios(call.args, first, n, tile, partial);
+  choose(call, first, n, doubtful, tile, partial);
+}
+
+}  // namespace hpo::HPO_ISA

@@ -1,0 +1,115 @@
+// Packed rows seen from a tile of tokens: vectorised loops run over tiles and know no rows; what a row says is written into
+// the tile first, segment by segment.
+#pragma once
+#include "hpo/api.h"
+#include "hpo/gates.h"
+#include "parallel.h"
+
+namespace hpo::HPO_ISA {
+
+constexpr int kTile = 512;          // tokens whose scratch stays in the first-level cache
+constexpr int kChunk = 16 * kTile;  // tokens of one task
+
+// The part of one row inside a tile; positions are relative to the tile.
+struct Segment {
+  int64_t row;
+  int begin, end;
+};
+
+struct Segments {
+  int count;
+  Segment list[kTile];
+
+  const Segment* begin() const { return list; }
+  const Segment* end() const { return list + count; }
+};
+
+struct Rows {
+  const int64_t* cu_seqlens;  // [count + 1]
+  int64_t count, tokens;
+  int64_t broken;  // with broken rows the others may be out of order
+
+  Rows(const int64_t* cu_seqlens, int64_t count, int64_t tokens) : cu_seqlens(cu_seqlens), count(count), tokens(tokens) {
+    int64_t bad = 0;
+    for (int64_t row = 0; row < count; ++row) bad += row_range(cu_seqlens, row, tokens).bad;
+    broken = bad;
+  }
+
+  bool continues_elsewhere(int64_t row, int64_t chunk) const {
+    return broken || cu_seqlens[row] < chunk * kChunk || cu_seqlens[row + 1] > (chunk + 1) * kChunk;
+  }
+};
+
+// Walks through the rows while its tiles move forward.
+class RowWalk {
+ public:
+  RowWalk(const Rows& rows, int64_t first_token) : rows_(rows) {
+    if (!rows.broken) row_ = first_ending_after(first_token);
+  }
+
+  void segments(int64_t tile_begin, int64_t tile_end, Segments& out) {
+    if (rows_.broken) return unordered_segments(tile_begin, tile_end, out);
+    const int64_t* cu = rows_.cu_seqlens;
+    while (row_ < rows_.count && cu[row_ + 1] <= tile_begin) ++row_;
+    out.count = 0;
+    int64_t row = row_;
+    for (; row < rows_.count && cu[row] < tile_end; ++row) {
+      const int64_t begin = cu[row] < tile_begin ? tile_begin : cu[row];
+      const int64_t end = cu[row + 1] > tile_end ? tile_end : cu[row + 1];
+      if (begin < end) out.list[out.count++] = {row, int(begin - tile_begin), int(end - tile_begin)};
+    }
+    row_ = row > row_ ? row - 1 : row;  // the last row may go on in the next tile
+  }
+
+ private:
+  int64_t first_ending_after(int64_t token) const {
+    int64_t low = 0, high = rows_.count;
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      if (rows_.cu_seqlens[middle + 1] <= token) low = middle + 1;
+      else high = middle;
+    }
+    return low;
+  }
+
+  // Rows in any order, overlapping perhaps: a token belongs to the last row that claims it, as in the reference.
+  void unordered_segments(int64_t tile_begin, int64_t tile_end, Segments& out) const {
+    const int tokens = int(tile_end - tile_begin);
+    int64_t owner[kTile];
+    for (int i = 0; i < tokens; ++i) owner[i] = -1;
+    for (int64_t row = 0; row < rows_.count; ++row) {
+      const Range range = row_range(rows_.cu_seqlens, row, rows_.tokens);
+      const int64_t end = range.end < tile_end ? range.end : tile_end;
+      for (int64_t t = range.begin > tile_begin ? range.begin : tile_begin; t < end; ++t) owner[t - tile_begin] = row;
+    }
+    out.count = 0;
+    for (int begin = 0, end; begin < tokens; begin = end) {
+      for (end = begin + 1; end < tokens && owner[end] == owner[begin]; ++end) continue;
+      if (owner[begin] >= 0) out.list[out.count++] = {owner[begin], begin, end};
+    }
+  }
+
+  const Rows& rows_;
+  int64_t row_ = 0;
+};
+
+// Calls body(first token, number of tokens, segments) for each tile of one chunk.
+template <class Body>
+inline void for_each_tile(const Rows& rows, int64_t chunk, const Body& body) {
+  const int64_t begin = chunk * kChunk, end = begin + kChunk < rows.tokens ? begin + kChunk : rows.tokens;
+  RowWalk walk(rows, begin);
+  Segments segments;
+  for (int64_t tile = begin; tile < end; tile += kTile) {
+    const int64_t tile_end = tile + kTile < end ? tile + kTile : end;
+    walk.segments(tile, tile_end, segments);
+    body(tile, int(tile_end - tile), segments);
+  }
+}
+
+// Adds to a counter of a row. Only a row that may continue in another task needs an atomic addition; integers have no order.
+inline void add_to_row(int64_t& counter, int64_t value, bool shared) {
+  if (shared) __atomic_fetch_add(&counter, value, __ATOMIC_RELAXED);
+  else counter += value;
+}
+
+}  // namespace hpo::HPO_ISA

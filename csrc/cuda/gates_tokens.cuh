@@ -1,0 +1,159 @@
+// What the kernels of gates.cu read, and how a token is judged: is it valid, does its policy term count, with what factor.
+#pragma once
+#include <cfloat>
+
+#include "tokens.cuh"
+
+namespace hpo {
+
+// An index that is not a constant would put the pair into memory.
+template <class T>
+__device__ __forceinline__ T by_sign(const T (&pair)[2], bool negative) {
+  return negative ? pair[1] : pair[0];
+}
+
+// What a row gives to its tokens.
+struct RowTerms {
+  float weight, advantage;
+  float a;  // weight * advantage
+
+  HPO_INLINE float penalty_weight() const { return fabsf(weight) <= FLT_MAX ? weight : 0.0f; }
+};
+
+// The arguments of policy_loss as its kernels take them.
+struct Gate {
+  PolicyLossArgs args;
+  GateStructure structure;
+  float token_low[2], token_high[2];
+  double level_log_low[2], level_log_high[2];
+  float kl_beta;
+  bool groupable;           // groups of four tokens may be read at once
+  bool coefficient_varies;  // a differs between the tokens of a row, and its sum is wanted
+
+  Gate(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers)
+      : args(args), structure(structure), kl_beta(float(numbers.kl_beta)), groupable(true) {
+    for (int sign = 0; sign < 2; ++sign) {
+      const bool clips = structure.token == TokenGate::clip;
+      token_low[sign] = clips ? float(numbers.token_low[sign]) : 0.0f;
+      token_high[sign] = clips ? float(numbers.token_high[sign]) : INFINITY;
+      level_log_low[sign] = numbers.level_log_low[sign];
+      level_log_high[sign] = numbers.level_log_high[sign];
+    }
+    const float* floats[] = {args.logp, args.old_logp, args.ref_logp, args.entropy, args.score, args.token_weight, args.low,
+                             args.high, args.advantage_per_token ? args.advantages : nullptr, args.grad, args.token_loss};
+    for (const float* array : floats) groupable &= hpo::groupable(array, 16);
+    for (const uint8_t* array : {args.mask, args.token_mask}) groupable &= hpo::groupable(array, 4);
+    const bool coupled = structure.routing == Routing::through && structure.head == Head::linear;
+    coefficient_varies = coupled && (args.advantage_per_token || args.token_weight);
+  }
+
+  // Inputs that few calls have: a specialisation of their own keeps them out of everybody else's registers.
+  bool has_extras() const {
+    return args.entropy || args.score || args.token_weight || args.low || args.high || args.token_mask || args.advantage_per_token;
+  }
+
+  HPO_INLINE Pack pack() const { return {args.cu_seqlens, args.tokens, int(args.rows)}; }
+
+  HPO_INLINE RowTerms row_terms(int row) const {
+    const float weight = args.weights[row], advantage = args.advantage_per_token ? 0.0f : args.advantages[row];
+    return {weight, advantage, weight * advantage};
+  }
+};
+
+// All zero before they are read: a register that only some paths write would be kept for it on every path.
+template <int WIDTH>
+struct Inputs {
+  Group<WIDTH> group;
+  float logp[WIDTH], old_logp[WIDTH], ref_logp[WIDTH];
+  float entropy[WIDTH], score[WIDTH], advantage[WIDTH];
+  uint32_t mask, token_mask;  // a byte each
+
+  // What few calls have is read token by token, when it is needed.
+  __device__ __forceinline__ float one(const float* array, int i) const { return __ldg(array + group.at(i)); }
+};
+
+template <bool WHOLE, bool REFERENCE, bool EXTRAS, int WIDTH>
+__device__ __forceinline__ void read_inputs(const PolicyLossArgs& args, Inputs<WIDTH>& inputs) {
+  const Group<WIDTH>& group = inputs.group;
+  read<WHOLE>(args.logp, group, inputs.logp);
+  read<WHOLE>(args.old_logp ? args.old_logp : args.logp, group, inputs.old_logp);
+  if (args.mask) read<WHOLE>(args.mask, group, inputs.mask);
+  if (REFERENCE && args.ref_logp) read<WHOLE>(args.ref_logp, group, inputs.ref_logp);
+  if constexpr (EXTRAS) {
+    if (args.entropy) read<WHOLE>(args.entropy, group, inputs.entropy);
+    if (args.score) read<WHOLE>(args.score, group, inputs.score);
+    if (args.advantage_per_token) read<WHOLE>(args.advantages, group, inputs.advantage);
+    if (args.token_mask) read<WHOLE>(args.token_mask, group, inputs.token_mask);
+  }
+}
+
+// One branch for all arrays, so that their loads are on the way together.
+template <bool REFERENCE, bool EXTRAS, int WIDTH>
+__device__ __forceinline__ Inputs<WIDTH> read_inputs(const Gate& gate, const Group<WIDTH>& group) {
+  Inputs<WIDTH> inputs = {};
+  inputs.group = group;
+  if (WIDTH == 4 && group.whole) {
+    read_inputs<true, REFERENCE, EXTRAS>(gate.args, inputs);
+  } else {
+    read_inputs<false, REFERENCE, EXTRAS>(gate.args, inputs);
+  }
+  return inputs;
+}
+
+struct Token {
+  bool valid;     // a token of the row, not masked, its log-ratios not NaN
+  bool selected;  // valid, and the policy term counts
+  bool negative;  // the advantage
+  bool infinite, reference_infinite;  // the log-ratio, of a valid token
+  bool nan, bad;  // error counters
+  float x, s;     // log-ratios, 0 unless valid
+  float a;        // weight * advantage * token weight, exactly 0 unless selected
+  float unweighted;  // advantage * token weight, likewise
+};
+
+template <bool REFERENCE, bool EXTRAS, int WIDTH>
+__device__ __forceinline__ Token judge(const Gate& gate, const RowTerms& row, const Inputs<WIDTH>& inputs, int i) {
+  const PolicyLossArgs& args = gate.args;
+  const bool given = inputs.group.has(i) && (!args.mask || byte_of(inputs.mask, i));
+  const LogRatio policy = log_ratio(inputs.logp[i], inputs.old_logp[i]);
+  LogRatio reference = {};
+  if (REFERENCE && args.ref_logp) reference = log_ratio(inputs.logp[i], inputs.ref_logp[i]);
+
+  Token token = {};
+  token.valid = given && !policy.nan && !reference.nan;
+  token.nan = given && !token.valid;
+  token.infinite = token.valid && policy.infinite;
+  token.reference_infinite = token.valid && reference.infinite;
+  token.x = token.valid ? policy.x : 0.0f;
+  token.s = token.valid ? reference.x : 0.0f;
+
+  float advantage = row.advantage, a = row.a;
+  bool chosen = token.valid;
+  token.negative = advantage < 0.0f;
+  if constexpr (EXTRAS) {
+    if (args.advantage_per_token) {
+      advantage = inputs.advantage[i];
+      a = row.weight * advantage;
+      token.negative = advantage < 0.0f;
+    }
+    if (args.token_weight) {
+      const float token_weight = inputs.one(args.token_weight, i);
+      a *= token_weight;
+      advantage *= token_weight;
+    }
+    if (args.token_mask) chosen = chosen && byte_of(inputs.token_mask, i);
+    if (args.score) {
+      const float score = inputs.score[i], threshold = *args.threshold;
+      token.nan = token.nan || (token.valid && score != score);
+      chosen = chosen && (gate.structure.strict ? score > threshold : score >= threshold);
+    }
+  }
+  const bool finite = fabsf(a) <= FLT_MAX;
+  token.bad = token.valid && !finite;
+  token.selected = chosen && finite;
+  token.a = token.selected ? a : 0.0f;
+  token.unweighted = token.selected ? advantage : 0.0f;
+  return token;
+}
+
+}  // namespace hpo

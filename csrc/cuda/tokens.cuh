@@ -1,0 +1,83 @@
+// Neighbouring tokens of a row, read by one lane: 128 bits at once where they lie on such a boundary, else one by one.
+#pragma once
+#include "units.cuh"
+
+namespace hpo {
+
+// WIDTH = 4: aligned in the pack, so that a whole group is one load of each array. WIDTH = 1: aligned in the row, for sums
+// whose order must not depend on where the row lies.
+template <int WIDTH>
+struct Group {
+  int64_t token;    // the first
+  int from, to;     // token + [from, to) lies in the row's range
+  unsigned inside;  // bit i: token + i belongs to the row
+  bool whole;       // all WIDTH do, and may be read and written at once
+
+  __device__ __forceinline__ bool has(int i) const { return inside >> i & 1; }
+
+  // What is read for i: token + i, or a neighbour in the range. A load behind a condition would cost more registers.
+  __device__ __forceinline__ int64_t at(int i) const { return token + min(max(i, from), to - 1); }
+};
+
+// Whether addresses allow groups of four: floats on 16 bytes, masks on 4. Null pointers do.
+inline bool groupable(const void* array, size_t bytes) { return reinterpret_cast<uintptr_t>(array) % bytes == 0; }
+
+// Calls `visit` with this lane's groups among the first kTile tokens of the unit.
+template <int WIDTH, class Visit>
+__device__ __forceinline__ void for_each_group(const Pack& pack, const Unit& unit, bool groupable, bool broken, Visit visit) {
+  const int before = WIDTH == 4 ? int(unit.begin % 4) : 0, end = before + int(min(unit.length, int64_t(kTile)));
+  const int64_t aligned = unit.begin - before;
+#pragma unroll 1
+  for (int at = lane() * WIDTH; at < end; at += kWarp * WIDTH) {
+    const int from = max(before - at, 0), to = min(end - at, WIDTH);
+    unsigned inside = (1u << to) - (1u << from);
+    if (broken) {
+#pragma unroll 1
+      for (int i = from; i < to; ++i) {
+        if (find_owner(pack, aligned + at + i) != unit.row) inside &= ~(1u << i);
+      }
+    }
+    visit(Group<WIDTH>{aligned + at, from, to, inside, groupable && inside == (1u << WIDTH) - 1});
+  }
+}
+
+template <bool WHOLE, int WIDTH>
+__device__ __forceinline__ void read(const float* array, const Group<WIDTH>& group, float (&values)[WIDTH]) {
+  if constexpr (WHOLE && WIDTH == 4) {
+    const float4 four = __ldg(reinterpret_cast<const float4*>(array + group.token));
+    values[0] = four.x, values[1] = four.y, values[2] = four.z, values[3] = four.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) values[i] = __ldg(array + group.at(i));
+  }
+}
+
+// Four bytes of a mask; a byte other than 0 is true.
+template <bool WHOLE, int WIDTH>
+__device__ __forceinline__ void read(const uint8_t* array, const Group<WIDTH>& group, uint32_t& bytes) {
+  if constexpr (WHOLE && WIDTH == 4) {
+    bytes = __ldg(reinterpret_cast<const uint32_t*>(array + group.token));
+  } else {
+    bytes = 0;
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) bytes |= uint32_t(__ldg(array + group.at(i))) << (8 * i);
+  }
+}
+
+__device__ __forceinline__ bool byte_of(uint32_t bytes, int i) { return (bytes >> (8 * i) & 0xFF) != 0; }
+
+template <int WIDTH>
+__device__ __forceinline__ void write(float* array, const Group<WIDTH>& group, const float (&values)[WIDTH]) {
+  if constexpr (WIDTH == 4) {
+    if (group.whole) {
+      *reinterpret_cast<float4*>(array + group.token) = make_float4(values[0], values[1], values[2], values[3]);
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < WIDTH; ++i) {
+    if (group.has(i)) array[group.token + i] = values[i];
+  }
+}
+
+}  // namespace hpo

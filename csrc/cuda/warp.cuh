@@ -1,0 +1,62 @@
+// What the lanes of a warp and the blocks of a grid tell each other. Every order of addition here is a function of the lane
+// and block numbers alone, so that results are the same on every device and in every run.
+#pragma once
+#include "hpo/cuda.h"
+
+namespace hpo {
+
+constexpr unsigned kFullWarp = 0xFFFFFFFFu;
+constexpr int kWarp = 32;
+
+__device__ __forceinline__ int lane() { return int(threadIdx.x) % kWarp; }
+__device__ __forceinline__ int warp_in_block() { return int(threadIdx.x) / kWarp; }
+
+// The sum over the warp, in every lane.
+template <class T>
+__device__ __forceinline__ T warp_sum(T value) {
+  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(kFullWarp, value, step);
+  return value;
+}
+
+__device__ __forceinline__ float warp_min(float value) {
+  for (int step = kWarp / 2; step > 0; step /= 2) value = fminf(value, __shfl_xor_sync(kFullWarp, value, step));
+  return value;
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+  for (int step = kWarp / 2; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(kFullWarp, value, step));
+  return value;
+}
+
+// COUNT sums over the warp at once, COUNT a power of two: lane l gets that of values[l / (32 / COUNT)]. Each step halves what
+// a lane still holds: 9 shuffles for eight sums instead of 40. A recursion rather than a loop, so that every index is a
+// constant and the values stay in registers.
+template <class T, int COUNT, int HELD = COUNT, int STEP = kWarp / 2>
+__device__ __forceinline__ T warp_sums(T (&values)[COUNT]) {
+  if constexpr (HELD > 1) {
+    const bool upper = lane() & STEP;
+#pragma unroll
+    for (int i = 0; i < HELD / 2; ++i) {
+      const T keep = upper ? values[i + HELD / 2] : values[i], give = upper ? values[i] : values[i + HELD / 2];
+      values[i] = keep + __shfl_xor_sync(kFullWarp, give, STEP);
+    }
+  } else {
+    values[0] += __shfl_xor_sync(kFullWarp, values[0], STEP);
+  }
+  if constexpr (STEP > 1) return warp_sums<T, COUNT, (HELD > 1 ? HELD / 2 : 1), STEP / 2>(values);
+  return values[0];
+}
+
+// True in every thread of the block that finishes last; what the other blocks wrote before is then visible to it. `ticket`
+// was zeroed by an earlier launch.
+__device__ __forceinline__ bool last_block(unsigned* ticket) {
+  HPO_SHARED(bool, last, );
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) last = atomicAdd(ticket, 1u) == gridDim.x - 1;
+  __syncthreads();
+  __threadfence();
+  return last;
+}
+
+}  // namespace hpo

@@ -1,0 +1,128 @@
+// The types and functions of the CUDA language and runtime that our kernels use, with CUDA's names.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) double2 {
+  double x, y;
+};
+struct alignas(8) int2 {
+  int x, y;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(16) longlong2 {
+  long long x, y;
+};
+
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline double2 make_double2(double x, double y) { return {x, y}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+// The bits of one type as another of the same size.
+template <class To, class From>
+To hpo_bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+inline int __float_as_int(float x) { return hpo_bit_cast<int>(x); }
+inline unsigned __float_as_uint(float x) { return hpo_bit_cast<unsigned>(x); }
+inline float __int_as_float(int x) { return hpo_bit_cast<float>(x); }
+inline float __uint_as_float(unsigned x) { return hpo_bit_cast<float>(x); }
+inline long long __double_as_longlong(double x) { return hpo_bit_cast<long long>(x); }
+inline double __longlong_as_double(long long x) { return hpo_bit_cast<double>(x); }
+
+// Trivial, so that shared arrays and unions of them can exist.
+struct __nv_bfloat16 {
+  uint16_t bits;
+};
+inline float __bfloat162float(__nv_bfloat16 x) { return __uint_as_float(unsigned(x.bits) << 16); }
+inline __nv_bfloat16 __float2bfloat16(float x) {
+  const unsigned bits = __float_as_uint(x);
+  return {uint16_t(x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16)};  // to nearest, ties to even
+}
+inline __nv_bfloat16 __float2bfloat16_rn(float x) { return __float2bfloat16(x); }
+
+struct __half {
+  uint16_t bits;
+};
+inline float __half2float(__half x) { return float(hpo_bit_cast<_Float16>(x)); }
+inline __half __float2half(float x) { return hpo_bit_cast<__half>(_Float16(x)); }
+inline __half __float2half_rn(float x) { return __float2half(x); }
+
+template <class T>
+T min(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+T max(T a, T b) {
+  return a < b ? b : a;
+}
+inline float __expf(float x) { return std::exp(x); }
+inline float __logf(float x) { return std::log(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
+inline float __fsqrt_rn(float x) { return std::sqrt(x); }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline int __float2int_rn(float x) { return int(std::rint(x)); }
+inline int __float2int_rd(float x) { return int(std::floor(x)); }
+inline int __float2int_rz(float x) { return int(x); }
+
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
+inline int __clzll(long long x) { return x ? __builtin_clzll(static_cast<unsigned long long>(x)) : 64; }
+
+// Loads and stores with a cache hint.
+template <class T>
+T __ldg(const T* address) {
+  return *address;
+}
+template <class T>
+T __ldcs(const T* address) {
+  return *address;
+}
+template <class T>
+T __ldcg(const T* address) {
+  return *address;
+}
+template <class T>
+void __stcs(T* address, T value) {
+  *address = value;
+}
+
+using cudaStream_t = struct CUstream_st*;
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }  // a failed launch throws
+inline const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "invalid argument"; }
+inline cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t = nullptr) {
+  std::memset(address, value, bytes);
+  return cudaSuccess;
+}

@@ -1,0 +1,385 @@
+// The emulated device. Blocks run one after another, and the threads of a block as fibers that change only where a thread
+// waits: after a barrier the first thread runs to the next one before the second starts, in the order asked for. Two
+// threads that race therefore meet one way round under `forward` and the other way round under `reverse`.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fiber.h"
+#include "shared_memory.h"
+
+struct uint3 {
+  unsigned x, y, z;
+};
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+inline uint3 threadIdx, blockIdx;
+inline dim3 blockDim, gridDim;
+constexpr int warpSize = 32;
+
+namespace hpo::emulation {
+
+struct alignas(64) Thread {  // a cache line: a switch touches little else
+  enum State : uint8_t { kNew, kReady, kWaiting, kReturned };
+  State state = kNew;
+  uint8_t lane = 0;
+  uint16_t warp = 0;
+  unsigned source = 0;  // the lane that its shuffle reads
+  uint3 index{};
+  Fiber* fiber = nullptr;  // while it has begun and not returned
+  Site site;               // of the barrier or warp operation where it waits
+  uint64_t value = 0;      // what it brings there
+  uint64_t result = 0;     // what it takes away
+};
+
+enum class WarpOperation { kSync, kShuffle, kBallot };
+
+// Lanes of a warp on their way, one by one, to the same operation.
+struct Meeting {
+  WarpOperation operation;
+  unsigned mask, arrived;
+  Site site;
+};
+
+struct Warp {
+  unsigned present = 0, returned = 0;
+  std::vector<Meeting> meetings;
+};
+
+class Machine {
+ public:
+  SharedMemory shared;
+
+  void set_dynamic_shared_limit(const void* kernel, size_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    dynamic_limits_[kernel] = bytes;
+  }
+
+  // Runs `call(closure)` as every thread of the grid. Throws what the kernel did wrong; the next launch starts afresh.
+  void launch(const char* name, const void* kernel, dim3 grid, dim3 block, size_t dynamic_bytes, void (*call)(void*),
+              void* closure) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    name_ = name;
+    check_configuration(kernel, grid, block, dynamic_bytes);
+    read_order();
+    call_ = call;
+    closure_ = closure;
+    gridDim = grid;
+    blockDim = block;
+    make_threads(block);
+    for (size_t number : permutation(size_t(grid.x) * grid.y * grid.z)) {
+      blockIdx = unflatten(number, grid);
+      shared.begin_block(dynamic_bytes);
+      run_block();
+    }
+  }
+
+  // __syncthreads: waits for every thread of the block; how many of them came with a true predicate.
+  unsigned barrier(bool predicate, Site site) {
+    Thread& me = *current_;
+    if (returned_) fail("a barrier that not every thread will reach, since some have returned", site);
+    if (waiting_ == 0) {
+      barrier_site_ = site;
+      votes_ = 0;
+    } else if (barrier_site_ != site) {
+      fail("a barrier, while other threads of the block wait at the one of " + barrier_site_.text(), site);
+    }
+    me.site = site;
+    me.state = Thread::kWaiting;
+    votes_ += predicate;
+    if (++waiting_ == threads_.size()) {
+      waiting_ = 0;
+      for (Thread& thread : threads_) {
+        thread.state = Thread::kReady;
+        thread.result = votes_;
+      }
+      restart_turns();
+    }
+    yield();
+    return unsigned(me.result);
+  }
+
+  // Waits for the lanes of `mask`. A shuffle returns the value of lane `source`, a ballot the lanes with a value.
+  uint64_t meet(WarpOperation operation, unsigned mask, uint64_t value, unsigned source, Site site) {
+    Thread& me = *current_;
+    Warp& warp = warps_[me.warp];
+    mask &= warp.present;  // the last warp of a block may be incomplete
+    if (!(mask >> me.lane & 1)) fail("a warp operation by a lane outside its own mask", site);
+    if (mask & warp.returned) fail("a warp operation that names a lane that has returned", site);
+    for (const Meeting& other : warp.meetings) {
+      const bool another = other.operation != operation || other.mask != mask || other.site != site;
+      if (another && other.mask >> me.lane & 1 && other.arrived & mask) {
+        fail("a warp operation that names lanes which wait for this one at another, that of " + other.site.text(), site);
+      }
+    }
+    auto meeting =
+        std::find_if(warp.meetings.begin(), warp.meetings.end(), [&](const Meeting& other) { return other.mask == mask; });
+    if (meeting == warp.meetings.end()) meeting = warp.meetings.insert(meeting, {operation, mask, 0, site});
+    me.site = site;
+    me.state = Thread::kWaiting;
+    me.value = value;
+    me.source = source;
+    meeting->arrived |= 1u << me.lane;
+    if (meeting->arrived == mask) {
+      warp.meetings.erase(meeting);
+      release(operation, mask, &threads_[me.warp * warpSize]);
+      restart_turns(me.warp);
+    }
+    yield();
+    return me.result;
+  }
+
+  // Lets other threads go first, where the order is random: atomics and fences are where a real race would show.
+  void perhaps_yield() {
+    if (order_ == kRandom && random_() % 4 == 0) yield();
+  }
+
+  [[noreturn]] void fail(const std::string& what, Site site) {
+    throw std::runtime_error("emulated kernel " + name_ + ", block " + text(blockIdx) + ", thread " + text(threadIdx) + ": " +
+                             what + ", at " + site.text());
+  }
+
+  unsigned lane() const { return current_->lane; }
+
+ private:
+  enum Order { kForward, kReverse, kRandom };
+
+  static std::string text(uint3 index) {
+    return "(" + std::to_string(index.x) + ", " + std::to_string(index.y) + ", " + std::to_string(index.z) + ")";
+  }
+
+  static uint3 unflatten(size_t number, dim3 shape) {
+    return {unsigned(number % shape.x), unsigned(number / shape.x % shape.y), unsigned(number / shape.x / shape.y)};
+  }
+
+  void check_configuration(const void* kernel, dim3 grid, dim3 block, size_t dynamic_bytes) {
+    const size_t threads = size_t(block.x) * block.y * block.z, blocks = size_t(grid.x) * grid.y * grid.z;
+    const auto limit = dynamic_limits_.find(kernel);
+    const size_t dynamic_limit = limit == dynamic_limits_.end() ? SharedMemory::kDefaultLimit : limit->second;
+    std::string what;
+    if (!threads || threads > 1024 || block.z > 64) what = "blocks of " + text({block.x, block.y, block.z}) + " threads";
+    if (!blocks || grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535) {
+      what = "a grid of " + text({grid.x, grid.y, grid.z}) + " blocks";
+    }
+    if (dynamic_bytes > dynamic_limit) {
+      what = std::to_string(dynamic_bytes) + " bytes of dynamic shared memory, over " + std::to_string(dynamic_limit);
+    }
+    if (!what.empty()) throw std::runtime_error("emulated kernel " + name_ + ": invalid launch with " + what);
+  }
+
+  void read_order() {
+    const char* variable = std::getenv("HPO_EMULATION_ORDER");
+    const std::string order = variable ? variable : "forward";
+    if (order == "forward" || order == "reverse") {
+      order_ = order == "forward" ? kForward : kReverse;
+    } else if (order.rfind("random:", 0) == 0) {
+      order_ = kRandom;
+      random_.seed(unsigned(std::strtoul(order.c_str() + 7, nullptr, 10)));
+    } else {
+      throw std::runtime_error("HPO_EMULATION_ORDER is forward, reverse or random:SEED, not " + order);
+    }
+  }
+
+  std::vector<size_t> permutation(size_t count) {
+    std::vector<size_t> numbers(count);
+    for (size_t i = 0; i < count; ++i) numbers[i] = order_ == kReverse ? count - 1 - i : i;
+    if (order_ == kRandom) std::shuffle(numbers.begin(), numbers.end(), random_);
+    return numbers;
+  }
+
+  void make_threads(dim3 block) {
+    const size_t count = size_t(block.x) * block.y * block.z;
+    threads_.assign(count, Thread());
+    warps_.assign((count + warpSize - 1) / warpSize, Warp());
+    for (size_t i = 0; i < count; ++i) {
+      threads_[i].index = unflatten(i, block);
+      threads_[i].warp = uint16_t(i / warpSize);
+      threads_[i].lane = uint8_t(i % warpSize);
+      warps_[i / warpSize].present |= 1u << i % warpSize;
+    }
+    turns_ = permutation(count);
+  }
+
+  void run_block() {
+    for (Thread& thread : threads_) thread.state = Thread::kNew;
+    for (Warp& warp : warps_) warp.returned = 0;
+    waiting_ = returned_ = 0;
+    restart_turns();
+    enter(*next_thread(), host_);
+    if (error_) {
+      for (Warp& warp : warps_) warp.meetings.clear();
+      idle_.clear();
+      for (auto& fiber : fibers_) {
+        fiber->restart();
+        idle_.push_back(fiber.get());
+      }
+      std::rethrow_exception(std::exchange(error_, nullptr));
+    }
+    const std::string array = shared.overrun();
+    if (!array.empty()) {
+      throw std::runtime_error("emulated kernel " + name_ + ", block " + text(blockIdx) +
+                               ": a write past the end of shared array " + array);
+    }
+  }
+
+  // After a barrier all threads take turns from the first again, after a warp operation those of the warp.
+  void restart_turns() { turn_ = order_ == kRandom ? turns_.size() : 0; }
+  void restart_turns(size_t warp) {
+    const size_t first = warp * warpSize, end = std::min(first + warpSize, turns_.size());
+    if (order_ == kForward) turn_ = first;
+    if (order_ == kReverse) turn_ = turns_.size() - end;
+  }
+
+  // Whose turn it is; nobody's if every thread waits or has returned.
+  Thread* next_thread() {
+    for (int pass = 0; pass < 2; ++pass) {
+      while (turn_ < turns_.size()) {
+        Thread& thread = threads_[turns_[turn_++]];
+        if (thread.state == Thread::kNew || thread.state == Thread::kReady) return &thread;
+      }
+      turn_ = 0;
+      if (order_ == kRandom) std::shuffle(turns_.begin(), turns_.end(), random_);
+    }
+    return nullptr;
+  }
+
+  // Lets the next thread run, and returns when it is the caller's turn again.
+  void yield() {
+    Thread& me = *current_;
+    Thread* next = next_thread();
+    if (!next) fail_deadlocked();
+    if (next != &me) enter(*next, *me.fiber);
+  }
+
+  void enter(Thread& thread, Fiber& from) {
+    if (thread.state == Thread::kNew) thread.fiber = idle_fiber();
+    make_current(thread);
+    from.switch_to(*thread.fiber);
+  }
+
+  void make_current(Thread& thread) {
+    thread.state = Thread::kReady;
+    current_ = &thread;
+    threadIdx = thread.index;
+  }
+
+  Fiber* idle_fiber() {
+    if (idle_.empty()) {
+      fibers_.push_back(std::make_unique<Fiber>(&Machine::run_threads, fibers_.size()));
+      return fibers_.back().get();
+    }
+    Fiber* fiber = idle_.back();
+    idle_.pop_back();
+    return fiber;
+  }
+
+  // What every fiber does: run one thread after another. Without a barrier one fiber runs the whole block.
+  static void run_threads();
+
+  // The current thread has returned; gives its fiber a thread that has not begun, or lets another fiber go on.
+  void finish_thread() {
+    Thread& me = *current_;
+    Warp& warp = warps_[me.warp];
+    me.state = Thread::kReturned;
+    warp.returned |= 1u << me.lane;
+    ++returned_;
+    if (waiting_) fail("returned, while other threads of the block wait at a barrier", barrier_site_);
+    for (const Meeting& meeting : warp.meetings) {
+      if (meeting.mask & warp.returned) fail("returned, while lanes wait for it at a warp operation", meeting.site);
+    }
+    Thread* next = next_thread();
+    if (next && next->state == Thread::kNew) {
+      next->fiber = me.fiber;
+      make_current(*next);
+      return;
+    }
+    if (!next && returned_ < threads_.size()) fail_deadlocked();
+    idle_.push_back(me.fiber);
+    if (next) {
+      enter(*next, *me.fiber);
+    } else {
+      me.fiber->switch_to(host_);
+    }
+  }
+
+  [[noreturn]] void fail_deadlocked() {
+    std::string what = "a deadlock: no thread can go on";
+    int shown = 0;
+    for (const Thread& thread : threads_) {
+      if (thread.state != Thread::kWaiting) continue;
+      if (shown++ == 4) break;
+      what += "; thread " + text(thread.index) + " waits at " + thread.site.text();
+    }
+    fail(what, current_->site);
+  }
+
+  void release(WarpOperation operation, unsigned mask, Thread* lanes) {
+    unsigned ballot = 0;
+    for (unsigned lane = 0; lane < warpSize; ++lane) {
+      if (mask >> lane & 1) ballot |= unsigned(lanes[lane].value != 0) << lane;
+    }
+    for (unsigned lane = 0; lane < warpSize; ++lane) {
+      if (!(mask >> lane & 1)) continue;
+      Thread& thread = lanes[lane];
+      if (operation == WarpOperation::kShuffle && !(mask >> thread.source & 1)) {
+        fail("a shuffle that reads lane " + std::to_string(thread.source) + ", which is outside its mask", thread.site);
+      }
+      thread.result = operation == WarpOperation::kShuffle ? lanes[thread.source].value : ballot;
+      thread.state = Thread::kReady;
+    }
+  }
+
+  std::mutex mutex_;
+  std::string name_;
+  void (*call_)(void*) = nullptr;
+  void* closure_ = nullptr;
+  std::map<const void*, size_t> dynamic_limits_;
+
+  Order order_ = kForward;
+  std::minstd_rand random_;
+
+  std::vector<Thread> threads_;
+  std::vector<Warp> warps_;
+  std::vector<size_t> turns_;  // the order of the threads
+  size_t turn_ = 0;
+  Thread* current_ = nullptr;
+  size_t waiting_ = 0, returned_ = 0;
+  unsigned votes_ = 0;
+  Site barrier_site_;
+
+  Fiber host_;
+  std::vector<std::unique_ptr<Fiber>> fibers_;
+  std::vector<Fiber*> idle_;
+  std::exception_ptr error_;
+};
+
+inline Machine machine;
+
+inline void Machine::run_threads() {
+  for (;;) {
+    try {
+      machine.call_(machine.closure_);
+      machine.finish_thread();
+    } catch (...) {
+      machine.error_ = std::current_exception();
+    }
+    // Outside the handler: what the runtime knows of a handled exception belongs to the stack that it is handled on.
+    if (machine.error_) machine.current_->fiber->switch_to(machine.host_);
+  }
+}
+
+}  // namespace hpo::emulation

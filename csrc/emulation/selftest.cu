@@ -1,0 +1,380 @@
+#include <map>
+
+#include "hpo/cuda.h"
+#include "selftest.h"
+
+namespace hpo::selftest {
+namespace {
+
+constexpr unsigned kAll = 0xffffffffu;
+constexpr int kThreads = 128, kWarps = kThreads / 32;
+
+// ---- right kernels ----
+
+__device__ __forceinline__ float warp_sum(float value) {
+  for (int distance = 16; distance; distance /= 2) value += __shfl_xor_sync(kAll, value, distance);
+  return value;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    segmented_sum_kernel(const float* __restrict__ values, const int64_t* __restrict__ offsets, float* sums) {
+  HPO_SHARED(float, partial, [kWarps]);
+  const int64_t begin = __ldg(offsets + blockIdx.x), end = __ldg(offsets + blockIdx.x + 1);
+  const int64_t head = min((begin + 3) / 4 * 4, end), tail = max(head, end / 4 * 4);
+  float sum = 0.0f;
+  for (int64_t i = begin + threadIdx.x; i < head; i += kThreads) sum += values[i];
+  for (int64_t i = head + 4 * threadIdx.x; i < tail; i += 4 * kThreads) {
+    const float4 four = *reinterpret_cast<const float4*>(values + i);
+    sum += (four.x + four.y) + (four.z + four.w);
+  }
+  for (int64_t i = tail + threadIdx.x; i < end; i += kThreads) sum += values[i];
+  sum = warp_sum(sum);
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    sum = warp_sum(threadIdx.x < kWarps ? partial[threadIdx.x] : 0.0f);
+    if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+  }
+}
+
+struct ExpSum {
+  float max, sum;  // of exp(x - max)
+};
+
+__device__ __forceinline__ ExpSum merge(ExpSum a, ExpSum b) {
+  const float max = fmaxf(a.max, b.max);
+  if (max == -INFINITY) return {max, 0.0f};
+  return {max, a.sum * expf(a.max - max) + b.sum * expf(b.max - max)};
+}
+
+__device__ __forceinline__ ExpSum warp_merge(ExpSum state) {
+  for (int distance = 16; distance; distance /= 2) {
+    state = merge(state, {__shfl_xor_sync(kAll, state.max, distance), __shfl_xor_sync(kAll, state.sum, distance)});
+  }
+  return state;
+}
+
+__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) logsumexp_kernel(const T* __restrict__ values, float* out, int columns) {
+  HPO_SHARED(ExpSum, partial, [kWarps]);
+  const T* row = values + int64_t(blockIdx.x) * columns;
+  ExpSum state{-INFINITY, 0.0f};
+  for (int i = threadIdx.x; i < columns; i += kThreads) state = merge(state, {to_float(row[i]), 1.0f});
+  state = warp_merge(state);
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = state;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    state = warp_merge(threadIdx.x < kWarps ? partial[threadIdx.x] : ExpSum{-INFINITY, 0.0f});
+    if (threadIdx.x == 0) out[blockIdx.x] = state.max + logf(state.sum);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) histogram_kernel(const int* __restrict__ values, int count, unsigned* counts,
+                                                             unsigned* below, unsigned* finished, int bins) {
+  HPO_DYN_SHARED(unsigned, own);
+  HPO_DYN_SHARED_AT(unsigned, warp_totals, bins * sizeof(unsigned));
+  HPO_SHARED(bool, last, );
+  for (int i = threadIdx.x; i < bins; i += kThreads) own[i] = 0;
+  __syncthreads();
+  for (int i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) atomicAdd(&own[values[i]], 1u);
+  __syncthreads();
+  for (int i = threadIdx.x; i < bins; i += kThreads) atomicAdd(&counts[i], own[i]);
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) last = atomicAdd(finished, 1u) == gridDim.x - 1;
+  __syncthreads();
+  if (!last) return;
+
+  __threadfence();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  unsigned before = 0;
+  for (int first = 0; first < bins; first += kThreads) {
+    const int bin = first + threadIdx.x;
+    const unsigned mine = bin < bins ? __ldcg(&counts[bin]) : 0;
+    unsigned inclusive = mine;
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const unsigned other = __shfl_up_sync(kAll, inclusive, distance);
+      if (lane >= distance) inclusive += other;
+    }
+    if (lane == 31) warp_totals[warp] = inclusive;
+    __syncthreads();
+    unsigned total = 0, earlier = 0;
+    for (int i = 0; i < kWarps; ++i) {
+      if (i == warp) earlier = total;
+      total += warp_totals[i];
+    }
+    if (bin < bins) below[bin] = before + earlier + inclusive - mine;
+    before += total;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) *finished = 0;
+}
+
+__device__ __forceinline__ float sum_of(HPO_SHARED_POINTER(float) values, int count) {
+  float sum = 0.0f;
+  for (int i = 0; i < count; ++i) sum += values[i];
+  return sum;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    sliding_mean_kernel(const float* __restrict__ values, float* means, int count, int radius) {
+  HPO_DYN_SHARED(float, tile);
+  const int first = blockIdx.x * kThreads - radius;
+  for (int i = threadIdx.x; i < kThreads + 2 * radius; i += kThreads) {
+    tile[i] = first + i >= 0 && first + i < count ? values[first + i] : 0.0f;
+  }
+  __syncthreads();
+  const int at = blockIdx.x * kThreads + threadIdx.x;
+  if (at >= count) return;
+  const int width = min(at + radius, count - 1) - max(at - radius, 0) + 1;
+  means[at] = sum_of(tile + threadIdx.x, 2 * radius + 1) / float(width);
+}
+
+__global__ void primitives_kernel(double* out, int64_t* atomics) {
+  const int thread = threadIdx.x, lane = thread % 32;
+  double* mine = out + 16 * thread;
+  mine[0] = __shfl_sync(kAll, float(thread), 3);
+  mine[1] = __shfl_sync(kAll, double(thread), lane + 1, 8);
+  mine[2] = double(__shfl_up_sync(kAll, int64_t(thread), 2));
+  mine[3] = __shfl_up_sync(kAll, thread, 1, 4);
+  mine[4] = __shfl_down_sync(kAll, unsigned(thread), 5);
+  mine[5] = __shfl_down_sync(kAll, thread, 1, 16);
+  mine[6] = double(__shfl_xor_sync(kAll, uint64_t(thread), 7));
+  mine[7] = lane < 16 ? __shfl_sync(0xffffu, thread, 15) : __shfl_sync(0xffff0000u, thread, 16);
+  mine[8] = __ballot_sync(kAll, lane % 3 == 0);
+  mine[9] = __any_sync(kAll, lane == 31) + 2 * __any_sync(kAll, lane == 32);
+  mine[10] = __all_sync(kAll, lane < 32) + 2 * __all_sync(kAll, lane < 31);
+  mine[11] = __syncthreads_count(thread % 2);
+  mine[12] = __syncthreads_or(thread == 1) + 2 * __syncthreads_or(thread < 0);
+  mine[13] = __syncthreads_and(thread >= 0) + 2 * __syncthreads_and(thread > 0);
+  mine[14] = __popc(0xf0fu) + 100 * __ffs(8) + 10000 * __clz(1);
+  mine[15] = __float_as_int(1.0f) + double(__bfloat162float(__float2bfloat16(1.00390625f)));
+
+  atomicAdd(reinterpret_cast<int*>(atomics), -1);
+  atomicAdd(reinterpret_cast<unsigned*>(atomics + 1), 2u);
+  atomicAdd(atomics + 2, -(int64_t(1) << 32));
+  atomicAdd(reinterpret_cast<uint64_t*>(atomics + 3), uint64_t(1) << 40);
+  atomicMin(atomics + 4, int64_t(-thread));
+  atomicMax(reinterpret_cast<unsigned*>(atomics + 5), unsigned(thread));
+  atomicOr(reinterpret_cast<unsigned*>(atomics + 6), 1u << lane);
+  int* const counter = reinterpret_cast<int*>(atomics + 7);
+  for (int seen = 0, old; (old = atomicCAS(counter, seen, seen + 1)) != seen; seen = old) {
+  }
+  if (thread == 0) atomicExch(counter + 1, 7);
+}
+
+// ---- planted bugs ----
+
+__global__ void missing_barrier(float* out) {
+  HPO_SHARED(float, values, [64]);
+  values[threadIdx.x] = float(threadIdx.x);
+  out[threadIdx.x] = values[63 - threadIdx.x];
+}
+
+__global__ void write_after_read(float* out) {
+  HPO_SHARED(float, values, [64]);
+  values[threadIdx.x] = float(threadIdx.x);
+  __syncthreads();
+  out[threadIdx.x] = values[63 - threadIdx.x];
+  values[threadIdx.x] = -1.0f;
+}
+
+__global__ void missing_syncwarp(float* out) {
+  HPO_SHARED(float, values, [64]);
+  values[threadIdx.x] = float(threadIdx.x);
+  __syncwarp();
+  const float neighbour = values[threadIdx.x ^ 1];
+  values[threadIdx.x] = 2 * neighbour;
+  out[threadIdx.x] = neighbour;
+}
+
+__global__ void same_address(float* out) { out[0] = float(threadIdx.x); }
+
+__global__ void racing_blocks(float* out) { out[threadIdx.x] = float(blockIdx.x); }
+
+__global__ void order_of_arrival(float* out) {
+  HPO_SHARED(int, arrived, );
+  if (threadIdx.x == 0) arrived = 0;
+  __syncthreads();
+  out[threadIdx.x] = float(atomicAdd(&arrived, 1));
+}
+
+__global__ void early_return(float* out) {
+  if (threadIdx.x == 5) return;
+  __syncthreads();
+  out[threadIdx.x] = 1.0f;
+}
+
+__global__ void late_return(float* out) {
+  if (threadIdx.x == 63) return;
+  __syncthreads();
+  out[threadIdx.x] = 1.0f;
+}
+
+__global__ void divergent_barrier(float* out) {
+  if (threadIdx.x < 32) {
+    __syncthreads();
+    out[threadIdx.x] = 1.0f;
+  } else {
+    __syncthreads();
+    out[threadIdx.x] = 2.0f;
+  }
+}
+
+__global__ void deadlock(float* out) {
+  if (threadIdx.x % 2) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+  out[threadIdx.x] = 1.0f;
+}
+
+__global__ void lane_outside_mask(float* out) { out[threadIdx.x] = __shfl_sync(0xffffu, 1.0f, 0); }
+
+__global__ void source_outside_mask(float* out) {
+  if (threadIdx.x < 16) out[threadIdx.x] = __shfl_sync(0xffffu, 1.0f, 20);
+}
+
+__global__ void different_masks(float* out) { out[threadIdx.x] = __shfl_sync(threadIdx.x == 0 ? 1u : kAll, 1.0f, 0); }
+
+__global__ void different_operations(float* out) {
+  if (threadIdx.x < 16) {
+    out[threadIdx.x] = __shfl_sync(kAll, 1.0f, 0);
+  } else {
+    out[threadIdx.x] = float(__ballot_sync(kAll, 1));
+  }
+}
+
+__global__ void returned_lane(float* out) {
+  if (threadIdx.x == 7) return;
+  out[threadIdx.x] = __shfl_sync(kAll, 1.0f, 0);
+}
+
+__global__ void static_overflow(float* out) {
+  HPO_SHARED(float, values, [64]);
+  values[threadIdx.x + 1] = 1.0f;
+  out[threadIdx.x] = values[threadIdx.x];
+}
+
+__global__ void static_underflow(float* out) {
+  HPO_SHARED(float, values, [64]);
+  out[threadIdx.x] = values[int(threadIdx.x) - 1];
+}
+
+__global__ void inner_overflow(float* out) {
+  HPO_SHARED(float, values, [2][32]);
+  values[0][threadIdx.x] = 1.0f;
+  out[threadIdx.x] = values[0][threadIdx.x % 32];
+}
+
+__global__ void dynamic_overflow(float* out) {
+  HPO_DYN_SHARED(float, values);
+  values[threadIdx.x + 1] = 1.0f;
+  out[threadIdx.x] = 1.0f;
+}
+
+__global__ void misaligned_dynamic(float* out) {
+  HPO_DYN_SHARED_AT(double, values, 4);
+  out[threadIdx.x] = float(values[0]);
+}
+
+__global__ void raw_overflow(float* out) {
+  HPO_SHARED(float, values, [62]);
+  if (threadIdx.x == 0) *reinterpret_cast<float4*>(&values[60]) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  out[threadIdx.x] = values[60];
+}
+
+__global__ void uninitialised_shared(float* out) {
+  HPO_SHARED(float, values, [64]);
+  out[threadIdx.x] = values[threadIdx.x];
+}
+
+__global__ void nothing(float* out) { out[threadIdx.x] = 1.0f; }
+
+#define PLANT(kernel, grid, block, bytes) {#kernel, [](float* out) { HPO_LAUNCH(kernel, grid, block, bytes, nullptr, out); }}
+const std::map<std::string, void (*)(float*)>& planted() {
+  static const std::map<std::string, void (*)(float*)> table{
+      PLANT(missing_barrier, 1, 64, 0),
+      PLANT(write_after_read, 1, 64, 0),
+      PLANT(missing_syncwarp, 1, 64, 0),
+      PLANT(same_address, 1, 64, 0),
+      PLANT(racing_blocks, 4, 64, 0),
+      PLANT(order_of_arrival, 1, 64, 0),
+      PLANT(early_return, 1, 64, 0),
+      PLANT(late_return, 1, 64, 0),
+      PLANT(divergent_barrier, 1, 64, 0),
+      PLANT(deadlock, 1, 64, 0),
+      PLANT(lane_outside_mask, 1, 64, 0),
+      PLANT(source_outside_mask, 1, 64, 0),
+      PLANT(different_masks, 1, 64, 0),
+      PLANT(different_operations, 1, 64, 0),
+      PLANT(returned_lane, 1, 64, 0),
+      PLANT(static_overflow, 1, 64, 0),
+      PLANT(static_underflow, 1, 64, 0),
+      PLANT(inner_overflow, 1, 64, 0),
+      PLANT(dynamic_overflow, 1, 64, 64 * sizeof(float)),
+      PLANT(misaligned_dynamic, 1, 64, 64),
+      PLANT(raw_overflow, 1, 64, 0),
+      PLANT(uninitialised_shared, 1, 64, 0),
+      {"no_blocks", [](float* out) { HPO_LAUNCH(nothing, 0, 64, 0, nullptr, out); }},
+      {"no_threads", [](float* out) { HPO_LAUNCH(nothing, 1, 0, 0, nullptr, out); }},
+      {"too_many_threads", [](float* out) { HPO_LAUNCH(nothing, 1, dim3(64, 32), 0, nullptr, out); }},
+      {"too_many_blocks", [](float* out) { HPO_LAUNCH(nothing, dim3(1, 65536), 64, 0, nullptr, out); }},
+      {"too_much_shared", [](float* out) { HPO_LAUNCH(nothing, 1, 64, 49 << 10, nullptr, out); }},
+      {"far_too_much_shared",
+       [](float* out) {
+         if (cudaFuncSetAttribute(uninitialised_shared, cudaFuncAttributeMaxDynamicSharedMemorySize, 99 << 10) != cudaSuccess) {
+           return;
+         }
+         HPO_LAUNCH(uninitialised_shared, 1, 64, 99 << 10, nullptr, out);
+       }},
+  };
+  return table;
+}
+#undef PLANT
+
+}  // namespace
+
+void segmented_sum(const float* values, const int64_t* offsets, float* sums, int segments) {
+  HPO_LAUNCH(segmented_sum_kernel, segments, kThreads, 0, nullptr, values, offsets, sums);
+}
+
+void logsumexp(const float* values, float* out, int rows, int columns) {
+  HPO_LAUNCH((logsumexp_kernel<float>), rows, kThreads, 0, nullptr, values, out, columns);
+}
+
+void logsumexp_bf16(const uint16_t* values, float* out, int rows, int columns) {
+  HPO_LAUNCH((logsumexp_kernel<__nv_bfloat16>), rows, kThreads, 0, nullptr, reinterpret_cast<const __nv_bfloat16*>(values), out,
+             columns);
+}
+
+void histogram(const int* values, int count, unsigned* counts, unsigned* below, unsigned* finished, int bins, int blocks) {
+  cudaMemsetAsync(counts, 0, bins * sizeof(unsigned), nullptr);
+  const size_t bytes = (bins + kWarps) * sizeof(unsigned);
+  cudaFuncSetAttribute(histogram_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+  HPO_LAUNCH(histogram_kernel, blocks, kThreads, bytes, nullptr, values, count, counts, below, finished, bins);
+}
+
+void sliding_mean(const float* values, float* means, int count, int radius) {
+  const int blocks = (count + kThreads - 1) / kThreads;
+  HPO_LAUNCH(sliding_mean_kernel, blocks, kThreads, (kThreads + 2 * radius) * sizeof(float), nullptr, values, means, count,
+             radius);
+}
+
+void primitives(double* out, int64_t* atomics, int threads) {
+  HPO_LAUNCH(primitives_kernel, 1, threads, 0, nullptr, out, atomics);
+}
+
+void bug(const std::string& name, float* out) { planted().at(name)(out); }
+
+std::vector<std::string> bugs() {
+  std::vector<std::string> names;
+  for (const auto& entry : planted()) names.push_back(entry.first);
+  return names;
+}
+
+}  // namespace hpo::selftest

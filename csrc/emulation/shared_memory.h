@@ -1,0 +1,109 @@
+// Shared memory of the running block: the arrays that its kernel declared, with guard bytes behind each, since not every
+// access goes through a checked pointer.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
+namespace hpo::emulation {
+
+// A place in the source. As a last parameter with these defaults it is the place of the call.
+struct Site {
+  const char* file;
+  int line;
+  Site(const char* file = __builtin_FILE(), int line = __builtin_LINE()) : file(file), line(line) {}
+  bool operator!=(const Site& other) const {
+    return line != other.line || (file != other.file && std::strcmp(file, other.file) != 0);
+  }
+  std::string text() const { return std::string(file) + ":" + std::to_string(line); }
+};
+
+// One per HPO_SHARED in the source: where the array lies in the block that last ran there.
+struct SharedSlot {
+  uint64_t block = 0;
+  char* address = nullptr;
+};
+
+class SharedMemory {
+ public:
+  // The least that any architecture we build for grants: what fits here fits everywhere.
+  static constexpr size_t kLimit = 99 << 10;
+  // Of static arrays together, and of dynamic memory that cudaFuncSetAttribute has not raised.
+  static constexpr size_t kDefaultLimit = 48 << 10;
+
+  void begin_block(size_t dynamic_bytes) {
+    ++block_;
+    arrays_.clear();
+    top_ = static_bytes_ = 0;
+    dynamic_bytes_ = dynamic_bytes;
+    dynamic_ = place("dynamic shared memory", dynamic_bytes, Site("the launch", 0));
+  }
+
+  char* dynamic() const { return dynamic_; }
+  size_t dynamic_bytes() const { return dynamic_bytes_; }
+
+  // The array of this slot in this block, which the first thread to come by places; null where none fits.
+  char* find(SharedSlot& slot, const char* name, size_t bytes, Site site) {
+    if (slot.block != block_) {
+      static_bytes_ += bytes;
+      if (static_bytes_ > kDefaultLimit || static_bytes_ + dynamic_bytes_ > kLimit) return nullptr;
+      slot = {block_, place(name, bytes, site)};
+    }
+    return slot.address;
+  }
+
+  // The name and place of an array behind which something was written; empty if none.
+  std::string overrun() const {
+#if !defined(__SANITIZE_ADDRESS__)  // which reports the write itself
+    for (const Array& array : arrays_) {
+      const char* guard = array.address + array.bytes;
+      if (std::any_of(guard, guard + kGuard, [](char byte) { return byte != kGuardByte; })) {
+        return std::string(array.name) + " of " + array.site.text();
+      }
+    }
+#endif
+    return "";
+  }
+
+ private:
+  struct Array {
+    const char* name;
+    char* address;
+    size_t bytes;
+    Site site;
+  };
+
+  static constexpr size_t kAlignment = 64, kGuard = 64;
+  static constexpr size_t kArena = 4 * kLimit;  // room for guards
+  static constexpr char kGuardByte = char(0xA5);
+
+  char* place(const char* name, size_t bytes, Site site) {
+    const size_t size = (bytes + kGuard + kAlignment - 1) / kAlignment * kAlignment;
+    if (top_ + size > kArena) return nullptr;
+    char* address = arena_ + top_;
+    top_ += size;
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_poison_memory_region(address, size);
+    __asan_unpoison_memory_region(address, bytes);
+#else
+    std::memset(address + bytes, kGuardByte, kGuard);
+#endif
+    std::memset(address, 0xFF, bytes);  // NaN as a float, -1 as an integer: nobody may count on a start value
+    arrays_.push_back({name, address, bytes, site});
+    return address;
+  }
+
+  alignas(kAlignment) char arena_[kArena];
+  std::vector<Array> arrays_;
+  char* dynamic_ = nullptr;
+  uint64_t block_ = 0;
+  size_t top_ = 0, static_bytes_ = 0, dynamic_bytes_ = 0;
+};
+
+}  // namespace hpo::emulation

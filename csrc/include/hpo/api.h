@@ -1,0 +1,140 @@
+// The C interface of every native backend: plain structs of raw pointers and int64 sizes, the same for C++ and CUDA.
+// A null pointer means "not given". Nothing here knows a framework; the Python side checks shapes and dtypes once.
+// Whatever the values behind the pointers are, no kernel reads or writes outside the sizes given here.
+#pragma once
+#include <cstdint>
+
+namespace hpo {
+
+enum class TokenGate : int32_t { identity = 0, drop = 1, clip = 2 };
+enum class Routing : int32_t { through = 0, self = 1, stopped = 2 };
+enum class Head : int32_t { linear = 0, score = 1 };
+enum class KLEstimator : int32_t { none = 0, k1 = 1, k2 = 2, k3 = 3 };
+enum class KLGradient : int32_t { value = 0, straight_through = 1, importance = 2 };
+
+// The structure of a ratio gate: what may specialise a kernel. Everything else is a run-time number.
+struct GateStructure {
+  TokenGate token;
+  int32_t has_level;       // 1: one gate on the trajectory's mean log-ratio (the token gate is then `drop`)
+  int32_t level_clips;     // 1: that gate is a clip, 0: the identity
+  Routing routing;         // how the trajectory mean carries gradient
+  Head head;
+  KLEstimator kl;
+  KLGradient kl_gradient;
+  int32_t strict;          // window selection: 1 `score > threshold`, 0 `score >= threshold`
+  int32_t low_driven[2];   // 1: `low` replaces this bound per token; index 0: advantage >= 0, 1: advantage < 0
+  int32_t high_driven[2];
+};
+
+struct GateNumbers {
+  double token_low[2], token_high[2];          // ratio space; 0 and +inf are "no bound"; [advantage >= 0, < 0]
+  double level_log_low[2], level_log_high[2];  // log space; -inf and +inf are "no bound"
+  double kl_beta;
+};
+
+struct PolicyLossArgs {
+  int64_t tokens, rows;
+  // [tokens]
+  const float* logp;
+  const float* old_logp;      // null: on-policy, the log-ratio is 0
+  const float* ref_logp;
+  const float* entropy;       // metrics only
+  const float* score;         // window score: -inf undefined, NaN in error
+  const float* token_weight;
+  const float* low;           // per-token ratio bounds
+  const float* high;
+  const uint8_t* mask;        // null: every token of every row is valid
+  const uint8_t* token_mask;
+  // [rows + 1], [rows]
+  const int64_t* cu_seqlens;
+  const float* weights;
+  const float* advantages;    // [rows], or [tokens] if advantage_per_token
+  int32_t advantage_per_token;
+  // trajectories of several rows, all null if each row is one: row r belongs to row_trajectory[r] in [0, rows);
+  // trajectory i owns trajectory_rows[trajectory_start[i] .. trajectory_start[i + 1])
+  const int64_t* row_trajectory;    // [rows]
+  const int64_t* trajectory_start;  // [rows + 1]
+  const int64_t* trajectory_rows;   // [rows]
+  const float* threshold;     // [1], with score
+  // outputs
+  float* loss;                // [1]
+  double* metrics;            // [kMetrics], see metrics.h
+  float* grad;                // [tokens]; null: not wanted
+  float* token_loss;          // [tokens]; null: not wanted
+  void* workspace;            // policy_loss_workspace(tokens, rows) bytes, 16-byte aligned, any content
+};
+
+enum class Center : int32_t { mean = 0, leave_one_out = 1 };
+enum class Scale : int32_t { none = 0, group = 1, batch = 2 };
+enum class EpsMode : int32_t { add = 0, sqrt = 1, floor = 2 };
+
+struct GroupNormaliseArgs {
+  int64_t units;
+  const float* values;          // [units]
+  const int64_t* ids;           // [units], any integers, negative: in no group; null: one group
+  const uint8_t* mask;          // [units], who enters the statistics; null: everybody
+  const uint8_t* apply_mask;    // [units], who receives an advantage; null: the same as mask
+  Center center;                // a unit equal to its group's centre gets exactly 0, whatever eps is
+  Scale scale;
+  int32_t ddof;
+  EpsMode eps_mode;
+  double eps;
+  int32_t singleton_raw;        // 1: a group of one keeps its raw value (centre 0, group scale 1); 0: exactly 0
+  float* advantages;            // [units]
+  void* workspace;              // group_normalise_workspace(units) bytes
+};
+
+enum class Boundary : int32_t { full = 0, shrink = 1, zero = 2 };
+enum class Invalid : int32_t { skip = 0, stop = 1 };  // "break" in Python
+
+struct WindowArgs {
+  int64_t tokens, rows;
+  const float* values;          // [tokens]
+  const uint8_t* mask;          // [tokens] or null
+  const int64_t* cu_seqlens;    // [rows + 1]
+  int64_t first, last;          // the window of token t is {t + first, ..., t + last}, cut by its row; first <= last
+  Boundary boundary;
+  Invalid invalid;
+  float* score;                 // [tokens]: the mean; -inf where undefined or masked; NaN where the token's own value is not finite
+  void* workspace;
+};
+
+enum class OrderRule : int32_t { ceil = 0, floor = 1, nearest = 2 };  // index = rule(numerator * (n - 1) / denominator)
+
+struct OrderStatisticArgs {
+  int64_t tokens;
+  const float* score;           // [tokens]; the population is what is neither -inf nor NaN
+  int64_t numerator, denominator;
+  OrderRule rule;
+  float* threshold;             // [1]; NaN for an empty population
+  int64_t* counts;              // [2]: population, NaN scores
+  void* workspace;              // order_statistic_workspace(tokens) bytes, any content
+};
+
+struct RowCountsArgs {
+  int64_t tokens, rows;
+  const uint8_t* mask;          // [tokens] or null
+  const int64_t* cu_seqlens;    // [rows + 1]
+  int64_t* counts;              // [rows]: valid tokens of each row
+};
+
+}  // namespace hpo
+
+// What a backend implements. They return 0, or the backend's own error code (see hpo_error). `context` is the CUDA stream, or
+// on the CPU the number of threads allowed: results never depend on it.
+extern "C" {
+int64_t hpo_policy_loss_workspace(int64_t tokens, int64_t rows);
+int hpo_policy_loss(const hpo::PolicyLossArgs* args, const hpo::GateStructure* structure, const hpo::GateNumbers* numbers,
+                    int64_t context);
+int64_t hpo_group_normalise_workspace(int64_t units);
+int hpo_group_normalise(const hpo::GroupNormaliseArgs* args, int64_t context);
+int64_t hpo_window_score_workspace(int64_t tokens, int64_t width);  // width = last - first + 1
+int hpo_window_score(const hpo::WindowArgs* args, int64_t context);
+int64_t hpo_order_statistic_workspace(int64_t tokens);
+int hpo_order_statistic(const hpo::OrderStatisticArgs* args, int64_t context);
+int hpo_row_counts(const hpo::RowCountsArgs* args, int64_t context);
+const char* hpo_error(int status);
+// "AVX-512", "sm_80 sm_90 ...", "emulated": what runs; null where nothing can, hpo_error(hpo_unusable) then says why.
+const char* hpo_description();
+constexpr int hpo_unusable = 1;
+}

@@ -1,0 +1,69 @@
+// The arithmetic of entropy windows and of order statistics: every backend in C++ and CUDA calls these, none repeats them.
+// The definition they follow is hpo_core/reference/entropy.py.
+#pragma once
+#include "api.h"
+#include "math.h"
+
+namespace hpo {
+
+HPO_INLINE bool is_finite(float x) { return (to_bits(x) & 0x7F800000) != 0x7F800000; }
+
+// ------------------------------------------------------------------------------------------------------------- windows
+
+// The part of WindowArgs that every token needs. Offsets are data: bounded, so that no index arithmetic can overflow.
+struct WindowRule {
+  int64_t first, last;
+  int64_t width;
+  float divisor;  // of Boundary::zero
+  Boundary boundary;
+  Invalid invalid;
+};
+
+HPO_INLINE WindowRule window_rule(const WindowArgs& args) {
+  const int64_t bound = int64_t(1) << 40;
+  const int64_t first = args.first < -bound ? -bound : (args.first > bound ? bound : args.first);
+  const int64_t last = args.last < first ? first : (args.last > bound ? bound : args.last);
+  return {first, last, last - first + 1, float(last - first + 1), args.boundary, args.invalid};
+}
+
+// The score of a token from its window cut by its row: `inside` positions remain, `usable` of them enter the sum, and the
+// window is `whole` if the cut took nothing.
+HPO_INLINE float window_mean(float sum, int32_t usable, int32_t inside, bool whole, const WindowRule& rule) {
+  const bool defined = (usable > 0) & (whole | (rule.boundary != Boundary::full)) &
+                       ((usable == inside) | (rule.invalid != Invalid::stop));
+  const float mean = sum / (rule.boundary == Boundary::zero ? rule.divisor : float(usable));
+  return defined ? mean : -INFINITY;
+}
+
+// ---------------------------------------------------------------------------------------------------- order statistics
+
+// Unsigned order of the keys = order of the floats (-0 just below +0).
+HPO_INLINE uint32_t order_key(float x) {
+  const uint32_t bits = uint32_t(to_bits(x));
+  return bits ^ ((bits >> 31) ? 0xFFFFFFFFu : 0x80000000u);
+}
+
+HPO_INLINE float from_order_key(uint32_t key) {
+  const uint32_t bits = key ^ ((key >> 31) ? 0x80000000u : 0xFFFFFFFFu);
+  return from_bits(int32_t(bits)) + 0.0f;  // a threshold of -0 is given as +0
+}
+
+// rule(numerator * (n - 1) / denominator) for 0 <= numerator <= denominator <= 2^61 (anything else is clamped) and n > 0. The
+// product may not fit into 64 bits, so it is divided as it grows: binary digits of n - 1 from the top.
+HPO_INLINE int64_t order_index(int64_t numerator, int64_t denominator, OrderRule rule, int64_t n) {
+  const int64_t largest = int64_t(1) << 61;
+  denominator = denominator < 1 ? 1 : (denominator > largest ? largest : denominator);
+  numerator = numerator < 0 ? 0 : (numerator > denominator ? denominator : numerator);
+  int64_t quotient = 0, remainder = 0;
+  for (int bit = 62; bit >= 0; --bit) {
+    quotient *= 2;
+    remainder = 2 * remainder + (((n - 1) >> bit) & 1 ? numerator : 0);
+    for (; remainder >= denominator; remainder -= denominator) ++quotient;  // at most twice
+  }
+  const int64_t twice = 2 * remainder;
+  const bool nearest_up = twice > denominator || (twice == denominator && quotient % 2 == 1);
+  const bool up = rule == OrderRule::ceil ? remainder > 0 : (rule == OrderRule::nearest && nearest_up);
+  return quotient + up;
+}
+
+}  // namespace hpo

@@ -1,0 +1,112 @@
+// The arithmetic of one token and of one trajectory under a ratio gate: every backend in C++ and CUDA calls these, none
+// repeats them. The definition they follow is hpo_core/reference/gates.py.
+#pragma once
+#include "api.h"
+#include "math.h"
+
+namespace hpo {
+
+// x = logp - old_logp with its three kinds of exception: NaN masks the token, an infinity saturates with derivative 0,
+// a finite x beyond the saturation keeps its derivative.
+struct LogRatio {
+  float x;
+  int32_t nan, infinite;  // not bool: GCC keeps the bools of a struct in memory, and such a loop is not vectorised
+};
+
+HPO_INLINE LogRatio log_ratio(float logp, float old_logp) {
+  const float x = logp - old_logp;
+  const bool infinite = x == INFINITY || x == -INFINITY;
+  return {clamp(x, -kSaturation, kSaturation), x != x, infinite};
+}
+
+struct Gated {
+  float ratio;     // e^g(u)
+  int32_t inside;  // derivative 1 (the bounds included) or 0
+};
+
+HPO_INLINE Gated clip_ratio(float ratio, float low, float high) {
+  const float clipped = clamp(ratio, low, high);
+  return {clipped, clipped == ratio};
+}
+
+// The policy part of one token: `a` = weight * advantage * token weight, exactly 0 where the token is not selected.
+struct Term {
+  float loss;  // its share of the loss
+  float grad;  // d loss / d logp through the token's own path
+};
+
+HPO_INLINE Term policy_term(bool score_head, float a, Gated gated, float logp, bool finite) {
+  const float value = -(a * gated.ratio);  // at ratio 1 this is -a to the bit: the on-policy promise
+  const float scored = finite ? value * logp : 0.0f;
+  const bool flows = finite && (score_head || gated.inside);
+  return {score_head ? scored : value, flows ? value : 0.0f};
+}
+
+// The reference penalty beta * k(s), s = logp - ref_logp, and its derivative in logp; x is the policy's own log-ratio. A
+// log-ratio that was infinite carries no derivative.
+HPO_INLINE Term kl_term(KLEstimator estimator, KLGradient gradient, float s, float x, bool s_finite = true,
+                        bool x_finite = true) {
+  const float e = exp(-s);
+  const float k = estimator == KLEstimator::k1 ? s : (estimator == KLEstimator::k2 ? 0.5f * s * s : k3(s, e));
+  const float slope = estimator == KLEstimator::k1 ? 1.0f : (estimator == KLEstimator::k2 ? s : k3_slope(s, e));
+  if (gradient == KLGradient::straight_through) return {k, s_finite ? s : 0.0f};
+  if (gradient == KLGradient::value) return {k, s_finite ? slope : 0.0f};
+  // r k(s) with the gradient through r as well.
+  const float r = exp(x);
+  if (estimator != KLEstimator::k3) return {r * k, (x_finite ? r * k : 0.0f) + (s_finite ? r * slope : 0.0f)};
+  // r e^-s is one exponential so that it saturates as one. r (k3 + k3') = r s.
+  const float rise = r - exp(clamp(x - s, -kSaturation, kSaturation));
+  const float value = fused(s, r, -rise);
+  return {value, x_finite ? (s_finite ? r * s : value) : (s_finite ? rise : 0.0f)};
+}
+
+// The trajectory gate: from the mean log-ratio to the ratio of each advantage sign and whether it passes gradient.
+struct LevelGate {
+  float ratio[2];
+  bool inside[2];
+};
+
+HPO_INLINE LevelGate level_gate(double mean, bool clips, const double low[2], const double high[2]) {
+  LevelGate gate;
+  for (int sign = 0; sign < 2; ++sign) {
+    const bool below = clips && mean < low[sign], above = clips && mean > high[sign];
+    gate.ratio[sign] = exp(clamp(float(above ? high[sign] : (below ? low[sign] : mean)), -kSaturation, kSaturation));
+    gate.inside[sign] = !(below || above);
+  }
+  return gate;
+}
+
+// Sums of log-ratios are integers: fixed point with 32 binary digits. Integer addition has no order, so a trajectory's mean
+// is bitwise the same in any tiling, on any number of threads and beside any neighbour. 60 * 2^32 leaves room for 2^25 tokens.
+constexpr double kFixedPoint = 4294967296.0;
+
+HPO_INLINE int64_t to_fixed(float x) {
+  // Adding 1.5 * 2^52 rounds to an integer without a conversion instruction that AVX2 lacks.
+  const double shifter = 6755399441055744.0;
+  const double shifted = double(x) * kFixedPoint + shifter;
+  int64_t bits, zero;
+#if defined(__CUDA_ARCH__)
+  bits = __double_as_longlong(shifted);
+  zero = __double_as_longlong(shifter);
+#else
+  std::memcpy(&bits, &shifted, sizeof bits);
+  std::memcpy(&zero, &shifter, sizeof zero);
+#endif
+  return bits - zero;
+}
+
+HPO_INLINE double from_fixed(int64_t sum) { return double(sum) / kFixedPoint; }
+
+// Offsets are data: whatever they say, a row is a range inside [0, tokens], in order.
+struct Range {
+  int64_t begin, end;
+  bool bad;
+};
+
+HPO_INLINE Range row_range(const int64_t* cu_seqlens, int64_t row, int64_t tokens) {
+  const int64_t begin = cu_seqlens[row], end = cu_seqlens[row + 1];
+  const bool bad = begin < 0 || end < begin || end > tokens;
+  return {bad ? 0 : begin, bad ? 0 : end, bad};
+}
+
+}  // namespace hpo

@@ -1,0 +1,30 @@
+"""hpo_core: reinforcement-learning losses for language models, from hand-written kernels, over packed token batches.
+
+Group-normalised advantages, hierarchical ratio gates and entropy-window masks, put together into one differentiable
+loss.
+Shapes: ``T`` tokens in the pack, ``S`` packed rows, ``N`` steps, ``G`` prompt groups.
+"""
+
+from . import advantages, aggregation, entropy, gates, kl
+from ._version import __version__
+from .backends import backends
+from .batch import PackedBatch
+from .losses import PolicyLoss, PolicyLossAndGrad, hierarchical_policy_loss, policy_loss, policy_loss_and_grad
+from .metrics import Metrics
+
+__all__ = [
+    "Metrics",
+    "PackedBatch",
+    "PolicyLoss",
+    "PolicyLossAndGrad",
+    "__version__",
+    "advantages",
+    "aggregation",
+    "backends",
+    "entropy",
+    "gates",
+    "hierarchical_policy_loss",
+    "kl",
+    "policy_loss",
+    "policy_loss_and_grad",
+]

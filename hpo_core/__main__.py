@@ -1,0 +1,43 @@
+"""``python -m hpo_core``: what is installed, which backend runs where and why, why another does not."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from importlib import metadata
+
+import torch
+
+from ._version import __version__
+from .backends import OPS, backends, choice
+
+
+def main() -> None:
+    print(
+        f"hpo_core {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
+    )
+    for package in ("triton", "trl", "verl"):
+        found = importlib.util.find_spec(package) is not None
+        print(f"  {package:8} {metadata.version(package) if found else 'not installed'}")
+
+    devices = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+    print(f"\ndevices: cpu ({torch.get_num_threads()} threads){''.join(f', {device}' for device in devices)}")
+
+    print("\nbackends")
+    for name, available in backends().items():
+        print(f"  {name:14} {'yes' if available else 'no '}  {available.detail or available.reason}")
+
+    print("\nused when nothing is asked")
+    for op in OPS:
+        print(f"  {op:12} cpu tensors: {_chosen(op, 'cpu')};  cuda tensors: {_chosen(op, 'cuda')}")
+
+
+def _chosen(op: str, device: str) -> str:
+    try:
+        return choice(op, device)
+    except RuntimeError:
+        return "none"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""The only file that knows backends exist: which there are, why one is missing, which serves an op, how it is called.
+
+A backend that was asked for is used, or an error says why it cannot be; one is chosen by device only when nothing was
+asked.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from .native import Native
+
+__all__ = ["Availability", "backends", "choice", "resolve"]
+
+OPS = ("segments", "advantages", "entropy", "gates")
+
+# What serves a CUDA tensor when nothing was asked, in order of preference. The order of an entry changes only with a
+# measured figure in docs/; cuda comes first because it shares its arithmetic with the CPU backend and has no first-call
+# compile.
+_CUDA_PREFERENCE: dict[str, tuple[str, ...]] = dict.fromkeys(OPS, ("cuda", "triton"))
+
+
+class Availability:
+    """Truthy if a backend can be used in this process, else falsy with a ``reason`` that says how to get it."""
+
+    def __init__(self, name: str, reason: str = "", detail: str = "") -> None:
+        self.name = name
+        self.reason = reason
+        self.detail = detail
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+    def __repr__(self) -> str:
+        return f"{self.name}: {'available' if self else 'not available'} ({self.detail or self.reason})"
+
+
+def backends() -> dict[str, Availability]:
+    """Name -> :class:`Availability` of every backend.
+
+    >>> bool(backends()["reference"])
+    True
+    """
+    return {name: probe() for name, probe in _PROBES.items()}
+
+
+def resolve(op: str, tensor: torch.Tensor, backend: str | None = None) -> Any:
+    """The functions of ``op`` on the asked backend, or on the one that serves ``tensor``'s device.
+
+    Raises:
+        ValueError: an unknown backend, or one that does not serve this device; RuntimeError: one that is not available
+            here.
+    """
+    return _resolve(op, tensor.device, backend)
+
+
+@functools.cache  # asked at every call; what is available does not change within a process
+def _resolve(op: str, device: torch.device, backend: str | None) -> Any:
+    name = backend or choice(op, device.type)
+    served = _DEVICES.get(name)
+    if served is None:
+        raise ValueError(f"backend: expected one of {', '.join(_PROBES)}, got {name!r}")
+    if device.type not in served and not (name == "triton" and _interpreting()):
+        raise ValueError(
+            f"backend: {name!r} serves {' and '.join(served)} tensors, got a tensor on {device}; "
+            f"move it, or leave backend=None"
+        )
+    available = _PROBES[name]()
+    if not available:
+        raise RuntimeError(f"backend: {name!r} is not available: {available.reason}")
+    return _LOADERS[name](op)
+
+
+def choice(op: str, device: str) -> str:
+    """The backend that serves ``op`` for tensors on this device type when nothing was asked; never ``reference``."""
+    if device == "cpu":
+        return "cpu"
+    if device != "cuda":
+        raise ValueError(
+            f"backend: no backend serves {device} tensors by itself; move them to cpu or cuda, or ask for 'reference'"
+        )
+    for name in _CUDA_PREFERENCE[op]:
+        if _PROBES[name]():
+            return name
+    reasons = "; ".join(f"{name}: {_PROBES[name]().reason}" for name in _CUDA_PREFERENCE[op])
+    raise RuntimeError(f"backend: nothing can serve CUDA tensors here ({reasons})")
+
+
+# ------------------------------------------------------------------------------------ what is there, and why
+
+
+def _extension(name: str) -> Availability:
+    """A compiled extension of this package: its own description, or why the build left it out."""
+    try:
+        module = importlib.import_module(f"hpo_core._{name}")
+    except ImportError as error:
+        recorded = _build_info().get(f"_{name}", {}).get("reason")
+        return Availability(name, recorded or f"hpo_core._{name} cannot be imported ({error}); reinstall hpo-core")
+    try:
+        return Availability(name, detail=str(module.description()))
+    except RuntimeError as error:  # built, but not for this machine
+        return Availability(name, str(error))
+
+
+def _build_info() -> dict[str, Any]:
+    path = Path(__file__).with_name("_build_info.json")
+    if not path.exists():
+        return {}
+    extensions: dict[str, Any] = json.loads(path.read_text())["extensions"]
+    return extensions
+
+
+def _probe_reference() -> Availability:
+    return Availability("reference", detail="plain PyTorch, the definition")
+
+
+def _probe_cuda() -> Availability:
+    built = _extension("cuda")
+    if not built:
+        return built
+    if not torch.cuda.is_available():
+        return Availability(
+            "cuda", "this process sees no CUDA device (no GPU, a driver that is too old, or a CPU build of torch)"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    binaries, portable = ([int(n) for n in re.findall(rf"{kind}_(\d+)", built.detail)] for kind in ("sm", "compute"))
+    # A binary for sm_XY runs where the major version is X and the minor at least Y; PTX runs on everything newer.
+    runs = any(target // 10 == major and target % 10 <= minor for target in binaries)
+    if not runs and not any(target <= 10 * major + minor for target in portable):
+        return Availability(
+            "cuda",
+            f"built for {built.detail}, not for this device (sm_{major}{minor}); set HPO_CORE_CUDA_ARCHS and reinstall",
+        )
+    return built
+
+
+def _probe_triton() -> Availability:
+    if importlib.util.find_spec("triton") is None:
+        return Availability("triton", "Triton is not installed: pip install 'triton>=3.6'")
+    if _interpreting():
+        return Availability("triton", detail="in Triton's interpreter (TRITON_INTERPRET=1)")
+    if not torch.cuda.is_available():
+        return Availability(
+            "triton", "this process sees no CUDA device; TRITON_INTERPRET=1 runs it on the CPU, for tests"
+        )
+    return Availability("triton", detail="compiles at the first call of each kernel")
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+_PROBES: dict[str, Callable[[], Availability]] = {
+    "reference": _probe_reference,
+    "cpu": lambda: _extension("cpu"),
+    "triton": _probe_triton,
+    "cuda": _probe_cuda,
+    "cuda_emulated": lambda: _extension("cuda_emulated"),
+}
+_DEVICES: dict[str, tuple[str, ...]] = {
+    "reference": ("cpu", "cuda"),
+    "cpu": ("cpu",),
+    "triton": ("cuda",),
+    "cuda": ("cuda",),
+    "cuda_emulated": ("cpu",),
+}
+
+
+# ------------------------------------------------------------------------------------------- how it is called
+
+
+@functools.cache
+def _native(name: str) -> Native:
+    return Native(importlib.import_module(f"hpo_core._{name}"), on_cuda=name == "cuda")
+
+
+def _load_reference(op: str) -> Any:
+    module = importlib.import_module(f"hpo_core.reference.{op}")
+    return SimpleNamespace(**{name: getattr(module, name) for name in module.__all__})
+
+
+_LOADERS: dict[str, Callable[[str], Any]] = {
+    "reference": _load_reference,
+    "cpu": lambda op: _native("cpu"),
+    "triton": lambda op: importlib.import_module(f"hpo_core._triton.{op}"),
+    "cuda": lambda op: _native("cuda"),
+    "cuda_emulated": lambda op: _native("cuda_emulated"),
+}

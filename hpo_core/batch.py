@@ -1,0 +1,466 @@
+"""PackedBatch: the one description of how tokens form rows, and rows form the hierarchy above them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from . import ops
+from .checks import check, check_dtype, check_shape, check_type
+
+__all__ = ["PackedBatch"]
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+class PackedBatch:
+    """Rows of tokens packed end to end, and the hierarchy step < row < trajectory < group < domain.
+
+    Row s holds the tokens ``cu_seqlens[s] .. cu_seqlens[s + 1] - 1`` of every ``[T]`` tensor. Rows may be empty; tokens
+    beyond the last offset (padding of a fixed-size buffer) belong to no row and are never read.
+
+    Args:
+        cu_seqlens: ``[S + 1]`` int32 or int64, starting at 0, never decreasing, ending at most at T.
+        mask: ``[T]`` bool (or an integer or float 0/1 mask): which tokens count. Default: all tokens of all rows.
+        total_tokens: T. Default: the length of ``mask``, else the last offset (which needs ``validate=True`` to be
+            read).
+        cu_steps: ``[N + 1]`` offsets of steps that tile every row. At most one of ``cu_steps`` and ``steps``.
+        steps: ``[N, 2]`` half-open token ranges, in order, with gaps allowed; each inside one row.
+        trajectory_ids: ``[S]`` any integers: rows with equal ids form one trajectory. Default: each row is its own.
+        group_ids: ``[S]`` any integers: the prompt group of each row (advantages); negative: in no group.
+        domain_ids: ``[S]`` any integers.
+        validate: check the *values* of offsets, steps and ids. The only place in the library that synchronises with the
+            device. With ``False`` wrong values never cause a bad memory access: they are clamped and flagged in the
+            metrics.
+
+    Raises:
+        ValueError: a wrong shape, device or value; TypeError: a wrong dtype. Both name the argument and the fix.
+
+    >>> import torch
+    >>> batch = PackedBatch(torch.tensor([0, 3, 5]), group_ids=torch.tensor([7, 7]))
+    >>> batch
+    PackedBatch(rows=2, tokens=5, group_ids)
+    >>> batch.row_counts
+    tensor([3, 2])
+    """
+
+    __slots__ = (
+        "_cache",
+        "cu_seqlens",
+        "cu_steps",
+        "domain_ids",
+        "group_ids",
+        "mask",
+        "padded_shape",
+        "steps",
+        "total_tokens",
+        "trajectory_ids",
+    )
+
+    cu_seqlens: torch.Tensor
+    mask: torch.Tensor | None
+    total_tokens: int
+    cu_steps: torch.Tensor | None
+    steps: torch.Tensor | None
+    trajectory_ids: torch.Tensor | None
+    group_ids: torch.Tensor | None
+    domain_ids: torch.Tensor | None
+    padded_shape: tuple[int, int] | None
+
+    def __init__(
+        self,
+        cu_seqlens: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        total_tokens: int | None = None,
+        cu_steps: torch.Tensor | None = None,
+        steps: torch.Tensor | None = None,
+        trajectory_ids: torch.Tensor | None = None,
+        group_ids: torch.Tensor | None = None,
+        domain_ids: torch.Tensor | None = None,
+        validate: bool = True,
+    ) -> None:
+        ids = {"trajectory_ids": trajectory_ids, "group_ids": group_ids, "domain_ids": domain_ids}
+        steps_or_ids = {"cu_steps": cu_steps, "steps": steps, **ids}
+        for name, tensor in {"cu_seqlens": cu_seqlens, "mask": mask, **steps_or_ids}.items():
+            if tensor is None and name != "cu_seqlens":
+                continue
+            check_type(isinstance(tensor, torch.Tensor), "{}: expected a tensor, got {}", name, type(tensor))
+            assert tensor is not None
+            if name != "mask":
+                check_dtype(name, tensor, _INTEGERS, "offsets and ids are integers: use .to(torch.int64)")
+            check(
+                tensor.device == cu_seqlens.device,
+                "{}: expected device {} (that of cu_seqlens), got {}; move the batch with batch.to(device)",
+                name,
+                cu_seqlens.device,
+                tensor.device,
+            )
+        check(
+            cu_seqlens.dim() == 1 and cu_seqlens.numel() >= 1,
+            "cu_seqlens: expected shape [S + 1] with a leading 0, got {}",
+            list(cu_seqlens.shape),
+        )
+        if total_tokens is None:
+            check(
+                mask is not None or validate,
+                "total_tokens: with validate=False and no mask the number of tokens is not known without reading the "
+                "offsets; pass total_tokens",
+            )
+            total_tokens = mask.numel() if mask is not None else int(cu_seqlens[-1])
+        check_type(
+            isinstance(total_tokens, (int, torch.SymInt)), "total_tokens: expected an int, got {!r}", total_tokens
+        )
+        check(total_tokens >= 0, "total_tokens: expected a count >= 0, got {}", total_tokens)
+        if mask is not None:
+            check_shape(
+                "mask", mask, (total_tokens,), "[T]", "for a padded [B, L] mask use PackedBatch.from_padded(mask)"
+            )
+            mask = _as_bool(mask)
+        check(cu_steps is None or steps is None, "steps: give cu_steps or steps, not both")
+        check(
+            cu_steps is None or (cu_steps.dim() == 1 and cu_steps.numel() >= 1),
+            "cu_steps: expected shape [N + 1], got {}",
+            None if cu_steps is None else list(cu_steps.shape),
+        )
+        check(
+            steps is None or (steps.dim() == 2 and steps.shape[1] == 2),
+            "steps: expected shape [N, 2] of half-open token ranges, got {}",
+            None if steps is None else list(steps.shape),
+        )
+        for name, tensor in ids.items():
+            if tensor is not None:
+                check_shape(name, tensor, (cu_seqlens.numel() - 1,), "[S] (one per row)")
+        # Kernels index in int64 and assume contiguous memory; the copies are made once, here.
+        self.cu_seqlens = _as_int64(cu_seqlens)
+        self.mask = mask
+        self.total_tokens = total_tokens
+        self.cu_steps = None if cu_steps is None else _as_int64(cu_steps)
+        self.steps = None if steps is None else _as_int64(steps)
+        self.trajectory_ids = None if trajectory_ids is None else _as_int64(trajectory_ids)
+        self.group_ids = None if group_ids is None else _as_int64(group_ids)
+        self.domain_ids = None if domain_ids is None else _as_int64(domain_ids)
+        self.padded_shape = None
+        self._cache: dict[Callable[[PackedBatch], Any], Any] = {}
+        if validate:
+            self._validate()
+
+    # ------------------------------------------------------------------------------------------------ constructors
+
+    @classmethod
+    def from_padded(cls, mask: torch.Tensor, **ids: torch.Tensor | None) -> PackedBatch:
+        """The batch of a padded ``[B, L]`` mask: B rows of L tokens, nothing is copied or synchronised.
+
+        ``[B, L]`` tensors then go in and come out unchanged in shape. ``ids`` are the keyword ids of the constructor.
+
+        >>> import torch
+        >>> PackedBatch.from_padded(torch.tensor([[1, 1, 0], [1, 0, 0]]))
+        PackedBatch(rows=2, tokens=6, padded=(2, 3), mask)
+        """
+        check_type(isinstance(mask, torch.Tensor), "mask: expected a tensor [B, L], got {}", type(mask))
+        check(mask.dim() == 2, "mask: expected a padded mask [B, L], got shape {}", list(mask.shape))
+        batch, length = mask.shape
+        offsets = torch.arange(batch + 1, dtype=torch.int64, device=mask.device) * length
+        result = cls(offsets, _as_bool(mask).reshape(-1), total_tokens=batch * length, validate=False, **ids)
+        result.padded_shape = (batch, length)
+        return result
+
+    @classmethod
+    def from_lengths(
+        cls, lengths: torch.Tensor | Sequence[int], total_tokens: int | None = None, **keywords: Any
+    ) -> PackedBatch:
+        """The batch of rows with these ``lengths`` ``[S]``; ``keywords`` are those of the constructor.
+
+        >>> PackedBatch.from_lengths([2, 0, 3]).cu_seqlens
+        tensor([0, 2, 2, 5])
+        """
+        counts = _as_indices("lengths", lengths)
+        check(counts.dim() == 1, "lengths: expected shape [S], got {}", list(counts.shape))
+        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        return cls(offsets, total_tokens=total_tokens, **keywords)
+
+    # --------------------------------------------------------------------------------------------------- properties
+
+    @property
+    def rows(self) -> int:
+        """S, the number of packed rows."""
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.cu_seqlens.device
+
+    @property
+    def num_steps(self) -> int | None:
+        """N, or None without steps."""
+        if self.steps is not None:
+            return self.steps.shape[0]
+        return None if self.cu_steps is None else self.cu_steps.numel() - 1
+
+    @property
+    def row_counts(self) -> torch.Tensor:
+        """Valid tokens of each row ``[S]`` int64, computed once."""
+        counts: torch.Tensor = self.once(_row_counts)
+        return counts
+
+    def once(self, make: Callable[[PackedBatch], Any]) -> Any:
+        """``make(self)``, computed once per batch: counts and default weights are asked for again by every loss
+        call."""
+        if make not in self._cache:
+            self._cache[make] = make(self)
+        return self._cache[make]
+
+    @property
+    def trajectories(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """``(row_trajectory [S], start [S + 1], rows [S])``: the rows of each trajectory, in pack order; None if each
+        row is one.
+
+        Trajectories are renumbered 0, 1, ... in the order of their ids, without knowing how many there are: no
+        synchronisation.
+        """
+        if self.trajectory_ids is None:
+            return None
+        result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self.once(_trajectories)
+        return result
+
+    def step_of_token(self) -> torch.Tensor:
+        """Step of every token ``[T]`` int64, -1 outside all steps. Needs ``cu_steps`` or ``steps``."""
+        check(self.num_steps is not None, "steps: this batch has none; pass cu_steps or steps to PackedBatch")
+        token = torch.arange(self.total_tokens, device=self.device)
+        if self.num_steps == 0:
+            return torch.full_like(token, -1)
+        if self.steps is not None:
+            begin, end = self.steps[:, 0].contiguous(), self.steps[:, 1].contiguous()
+        else:
+            assert self.cu_steps is not None
+            begin, end = self.cu_steps[:-1].contiguous(), self.cu_steps[1:].contiguous()
+        step = torch.searchsorted(begin, token, right=True) - 1  # the last step that begins at or before the token
+        inside = (step >= 0) & (token < end[step.clamp(min=0)])
+        return torch.where(inside, step, -1)
+
+    # --------------------------------------------------------------------------------------------------- operations
+
+    def select(self, rows: torch.Tensor | Sequence[int]) -> tuple[PackedBatch, torch.Tensor]:
+        """The batch of these rows (indices ``[R]`` or a bool mask ``[S]``), and the tokens ``[T']`` it takes, in order.
+
+        Steps, ids and offsets follow; index every ``[T]`` tensor with the second result. Synchronises (lengths are
+        read).
+
+        >>> import torch
+        >>> part, tokens = PackedBatch.from_lengths([2, 3, 1]).select([2, 0])
+        >>> part, tokens
+        (PackedBatch(rows=2, tokens=3), tensor([5, 0, 1]))
+        """
+        index = torch.as_tensor(rows, device=self.device)
+        if index.dtype == torch.bool:
+            check_shape("rows", index, (self.rows,), "[S] for a bool mask")
+            index = index.nonzero().flatten()
+        index = _as_indices("rows", index)
+        check(index.dim() == 1, "rows: expected indices [R] or a bool mask [S], got shape {}", list(index.shape))
+        inside = (index >= 0) & (index < self.rows)
+        check(bool(inside.all()), "rows: expected indices in [0, {}), got {}", self.rows, index)
+        begin = self.cu_seqlens[index]
+        lengths = self.cu_seqlens[index + 1] - begin
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        tokens, _ = _laid_out(begin, lengths)
+        pick = {
+            name: None if tensor is None else tensor[index]
+            for name, tensor in (
+                ("trajectory_ids", self.trajectory_ids),
+                ("group_ids", self.group_ids),
+                ("domain_ids", self.domain_ids),
+            )
+        }
+        part = PackedBatch(
+            offsets,
+            None if self.mask is None else self.mask[tokens],
+            total_tokens=tokens.numel(),
+            steps=self._select_steps(index, begin - offsets[:-1]),
+            validate=False,
+            **pick,
+        )
+        return part, tokens
+
+    def micro_batches(self, max_tokens: int) -> Iterator[tuple[PackedBatch, torch.Tensor]]:
+        """Consecutive rows in parts of at most ``max_tokens`` tokens (a longer row stands alone), as :meth:`select`
+        gives them.
+
+        Rows of one trajectory stay together: they must be consecutive, and a trajectory longer than ``max_tokens``
+            stands alone.
+        """
+        check(max_tokens > 0, "max_tokens: expected a count > 0, got {}", max_tokens)
+        lengths = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist()
+        owner = list(range(self.rows)) if self.trajectory_ids is None else self.trajectory_ids.tolist()
+        blocks: list[list[int]] = []  # rows that must stay together
+        seen: set[int] = set()
+        for row, trajectory in enumerate(owner):
+            if blocks and owner[blocks[-1][0]] == trajectory:
+                blocks[-1].append(row)
+                continue
+            check(
+                trajectory not in seen,
+                "trajectory_ids: the rows of trajectory {} are not consecutive, so micro-batches would tear it; "
+                "sort the rows by trajectory first (batch.select)",
+                trajectory,
+            )
+            seen.add(trajectory)
+            blocks.append([row])
+        part: list[int] = []
+        used = 0
+        for block in blocks:
+            size = sum(lengths[row] for row in block)
+            if part and used + size > max_tokens:
+                yield self.select(part)
+                part, used = [], 0
+            part, used = part + block, used + size
+        if part:
+            yield self.select(part)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
+        """The same batch on another device."""
+        moved = object.__new__(PackedBatch)
+        moved.__setstate__(
+            {
+                name: value.to(device, non_blocking=non_blocking) if isinstance(value, torch.Tensor) else value
+                for name, value in self.__getstate__().items()
+            }
+        )
+        return moved
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__ if name != "_cache"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._cache = {}
+
+    def __repr__(self) -> str:
+        parts = [f"rows={self.rows}", f"tokens={self.total_tokens}"]
+        if self.num_steps is not None:
+            parts.append(f"steps={self.num_steps}")
+        if self.padded_shape is not None:
+            parts.append(f"padded={self.padded_shape}")
+        parts += [
+            name for name in ("mask", "trajectory_ids", "group_ids", "domain_ids") if getattr(self, name) is not None
+        ]
+        if self.device.type != "cpu":
+            parts.append(f"device={self.device}")
+        return f"PackedBatch({', '.join(parts)})"
+
+    # ----------------------------------------------------------------------------------------------------- internals
+
+    def _select_steps(self, index: torch.Tensor, shift: torch.Tensor) -> torch.Tensor | None:
+        """The steps of these rows; ``shift`` of a row is its old position minus its new one."""
+        if self.num_steps is None:
+            return None
+        if self.steps is not None:
+            begin, end = self.steps[:, 0], self.steps[:, 1]
+        else:
+            assert self.cu_steps is not None
+            begin, end = self.cu_steps[:-1], self.cu_steps[1:]
+        begin, end = begin[end > begin], end[end > begin]  # an empty step belongs to no row
+        row = torch.searchsorted(self.cu_seqlens, begin, right=True) - 1  # [N], ascending as the steps are
+        first, last = torch.searchsorted(row, index), torch.searchsorted(row, index, right=True)
+        chosen, owner = _laid_out(first, last - first)
+        return torch.stack((begin[chosen], end[chosen]), 1) - shift[owner, None]
+
+    def _validate(self) -> None:
+        offsets = self.cu_seqlens.cpu()
+        check(int(offsets[0]) == 0, "cu_seqlens: expected a first offset of 0, got {}", int(offsets[0]))
+        row = _first(offsets[1:] < offsets[:-1])
+        check(
+            row is None,
+            "cu_seqlens: expected offsets that never decrease, got {} at row {}",
+            None if row is None else offsets[row : row + 2].tolist(),
+            row,
+        )
+        check(
+            int(offsets[-1]) <= self.total_tokens,
+            "cu_seqlens: expected a last offset <= {} tokens, got {}; pass total_tokens if the buffer is longer",
+            self.total_tokens,
+            int(offsets[-1]),
+        )
+        if self.cu_steps is not None:
+            tiles = self.cu_steps.cpu()
+            check(
+                int(tiles[0]) == 0 and int(tiles[-1]) == int(offsets[-1]),
+                "cu_steps: expected offsets from 0 to {}, where the last row ends, got {} to {}; "
+                "use steps=[N, 2] for ranges with gaps",
+                int(offsets[-1]),
+                int(tiles[0]),
+                int(tiles[-1]),
+            )
+            gap = _first(~torch.isin(offsets, tiles))
+            check(
+                gap is None,
+                "cu_steps: expected steps that tile every row (each row offset starts a step), not so from row {} on; "
+                "use steps=[N, 2] for ranges with gaps",
+                gap,
+            )
+            _check_steps("cu_steps", tiles[:-1], tiles[1:], offsets)
+        if self.steps is not None:
+            ranges = self.steps.cpu()
+            _check_steps("steps", ranges[:, 0], ranges[:, 1], offsets)
+
+
+def _check_steps(name: str, begin: torch.Tensor, end: torch.Tensor, offsets: torch.Tensor) -> None:
+    filled = begin < end
+    step = _first(end < begin)
+    check(step is None, "{}: expected begin <= end at every step, not so at step {}", name, step)
+    step = _first(begin[1:] < end[:-1])
+    check(step is None, "{}: expected steps in order without overlap, not so after step {}", name, step)
+    row = torch.searchsorted(offsets, begin.contiguous(), right=True) - 1  # [N], the row that holds the first token
+    outside = (row < 0) | (row >= offsets.numel() - 1) | (end > offsets[(row + 1).clamp(0, offsets.numel() - 1)])
+    step = _first(filled & outside)
+    check(step is None, "{}: expected each step inside one row, not so at step {}", name, step)
+
+
+def _row_counts(batch: PackedBatch) -> torch.Tensor:
+    return ops.row_counts(batch.mask, batch.cu_seqlens, batch.total_tokens, None)
+
+
+def _trajectories(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    assert batch.trajectory_ids is not None
+    row_trajectory, ranks, order = renumber(batch.trajectory_ids)
+    start = torch.searchsorted(ranks, torch.arange(batch.rows + 1, device=batch.device))
+    return row_trajectory, start, order
+
+
+def renumber(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids as 0, 1, ... in the order of their values, not knowing how many there are: no synchronisation.
+
+    Returns the new ids, the new ids in ascending order, and the stable order that sorts them, each ``[S]``.
+    """
+    ordered, order = torch.sort(ids, stable=True)
+    ranks = (ordered.diff(prepend=ordered[:1]) != 0).cumsum(0)
+    return torch.empty_like(ranks).scatter_(0, order, ranks), ranks, order
+
+
+def _first(wrong: torch.Tensor) -> int | None:
+    """Index of the first True, or None."""
+    return int(wrong.int().argmax()) if bool(wrong.any()) else None
+
+
+def _laid_out(begin: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions of the ranges ``begin .. begin + length - 1``, one after the other, and the range of each."""
+    owner = torch.repeat_interleave(torch.arange(begin.numel(), device=begin.device), lengths)
+    shift = begin - (lengths.cumsum(0) - lengths)
+    return torch.arange(owner.numel(), device=begin.device) + shift[owner], owner
+
+
+def _as_indices(name: str, values: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    tensor = torch.as_tensor(values)
+    if tensor.numel() > 0:  # an empty list is a float tensor
+        check_dtype(name, tensor, _INTEGERS, "use integers")
+    return tensor.to(torch.int64)
+
+
+def _as_bool(mask: torch.Tensor) -> torch.Tensor:
+    return mask.contiguous() if mask.dtype == torch.bool else (mask != 0).contiguous()
+
+
+def _as_int64(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.int64).contiguous()

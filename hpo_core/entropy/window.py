@@ -1,0 +1,306 @@
+"""Token selection by entropy: a windowed score, an exact order statistic of it, and the comparison between them.
+
+Entropies are aligned with log-probabilities: ``entropy[t]`` is that of the distribution token t was drawn from. Nothing
+here carries a gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+import torch.distributed
+
+from .. import ops
+from ..backends import resolve
+from ..batch import PackedBatch
+from ..checks import check, check_dtype, check_shape
+from ..specs import Boundary, Invalid, OrderRule
+
+__all__ = ["EntropyWindow", "WindowState", "ares", "forking_tokens", "window_mean"]
+
+_BOUNDARIES = {"full": Boundary.FULL, "shrink": Boundary.SHRINK, "zero": Boundary.ZERO}
+_INVALID = {"skip": Invalid.SKIP, "break": Invalid.BREAK}
+_SCOPES = ("batch", "call")
+
+
+def window_mean(
+    values: torch.Tensor,
+    batch: PackedBatch | torch.Tensor,
+    first: int,
+    last: int,
+    *,
+    boundary: str = "full",
+    invalid: str = "skip",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Mean of ``values`` over the window ``{t + first, ..., t + last}`` of each token t, cut by the token's row.
+
+    Args:
+        values: ``[T]`` or the padded ``[B, L]``, floating point (entropies, in nats).
+        batch: a PackedBatch, or a padded mask ``[B, L]``.
+        first, last: integers, ``first <= last``: ``(0, w - 1)`` looks forward, ``(-(w - 1), 0)`` back.
+        boundary: a window that sticks out of its row ``"full"``: is undefined; ``"shrink"``: averages the part inside;
+            ``"zero"``: divides by the full width anyway.
+        invalid: masked tokens inside a window ``"skip"``: are left out (one valid token must remain); ``"break"``: make
+            it undefined.
+
+    Returns:
+        float32 in the shape of ``values``: -inf where the window is undefined or the token masked (below every
+        threshold), NaN where a valid token's own value is not finite. Sums have a fixed order that depends on the place
+        inside the window only, and are exact on constant values for widths that are powers of two.
+
+    >>> batch = PackedBatch.from_lengths([3, 2])
+    >>> window_mean(torch.tensor([1.0, 3.0, 5.0, 7.0, 9.0]), batch, 0, 1)
+    tensor([2., 4., -inf, 8., -inf])
+    """
+    batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+    check(boundary in _BOUNDARIES, "boundary: expected one of {}, got {!r}", ", ".join(_BOUNDARIES), boundary)
+    check(invalid in _INVALID, "invalid: expected one of {}, got {!r}", ", ".join(_INVALID), invalid)
+    check(first <= last, "first: expected first <= last, got {} and {}", first, last)
+    flat = _flat("values", values, batch, keep_dtype=backend == "reference")
+    score = _score(flat, batch, first, last, _BOUNDARIES[boundary], _INVALID[invalid], backend)
+    return score.reshape(values.shape)
+
+
+class WindowState(NamedTuple):
+    """What :meth:`EntropyWindow.fit` learned: tensors only, so it pickles, and loads with ``weights_only=True``."""
+
+    threshold: torch.Tensor  # [1] float32; NaN if there was nothing to fit, then nothing is selected
+    population: torch.Tensor  # [1] int64: scores the threshold was chosen among
+    errors: torch.Tensor  # [1] int64: valid tokens whose value was not finite
+
+    def to(self, device: torch.device | str) -> WindowState:
+        return WindowState(*(tensor.to(device) for tensor in self))
+
+
+torch.serialization.add_safe_globals([WindowState])
+
+
+@dataclass(frozen=True)
+class EntropyWindow:
+    """``mask_t = score_t >= threshold``: a windowed mean, and an exact quantile of it over the whole batch.
+
+    Frozen, hashable, picklable. ``fit`` on the entropies of the whole optimiser step (those of the old policy are known
+    before the first backward), ``apply`` per micro-batch: the mask is then the same for every way of cutting the step.
+
+    Args:
+        first, last, boundary, invalid: the window, see :func:`window_mean`.
+        quantile: exact rational q; the threshold is the order statistic ``rule(q (n - 1))`` of the n defined scores.
+        strict: select ``score > threshold`` instead of ``>=``.
+        scope: ``"batch"``: the threshold comes from :meth:`fit`; ``"call"``: each loss call fits its own tokens.
+    """
+
+    name: str
+    quantile: Fraction
+    first: int = 0
+    last: int = 0
+    boundary: Boundary = Boundary.FULL
+    invalid: Invalid = Invalid.SKIP
+    rule: OrderRule = OrderRule.CEIL
+    strict: bool = False
+    scope: str = "batch"
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        check(self.first <= self.last, "first: expected first <= last, got {} and {}", self.first, self.last)
+        check(0 <= self.quantile <= 1, "quantile: expected a fraction in [0, 1], got {}", self.quantile)
+        check(self.scope in _SCOPES, "scope: expected one of {}, got {!r}", ", ".join(_SCOPES), self.scope)
+        check(
+            self.quantile.denominator <= 10**9,
+            "quantile: expected a short decimal or a Fraction, got {}; write it as a string, for example '0.95'",
+            self.quantile,
+        )
+
+    def score(self, entropy: torch.Tensor, batch: PackedBatch, *, backend: str | None = None) -> torch.Tensor:
+        """The windowed means ``[T]`` that are compared, -inf where undefined."""
+        flat = _flat("entropy", entropy, batch, keep_dtype=backend == "reference")
+        return _score(flat, batch, self.first, self.last, self.boundary, self.invalid, backend)
+
+    def fit(
+        self,
+        entropy: torch.Tensor,
+        batch: PackedBatch | torch.Tensor,
+        *,
+        process_group: torch.distributed.ProcessGroup | None = None,
+        backend: str | None = None,
+    ) -> WindowState:
+        """The exact threshold over all tokens of ``batch`` and, with ``process_group``, of all its ranks.
+
+        >>> window = forking_tokens("0.5")
+        >>> window.fit(torch.tensor([0.1, 0.9, 0.5, 0.7]), PackedBatch.from_lengths([4])).threshold
+        tensor([0.7000])
+        """
+        batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+        return self.fit_score(self.score(entropy, batch, backend=backend), process_group=process_group, backend=backend)
+
+    def fit_score(
+        self,
+        score: torch.Tensor,
+        *,
+        process_group: torch.distributed.ProcessGroup | None = None,
+        backend: str | None = None,
+    ) -> WindowState:
+        """:meth:`fit` from scores already computed by :meth:`score`."""
+        if process_group is not None:
+            return _fit_over_ranks(score, self.quantile, self.rule, process_group)
+        numerator, denominator = self.quantile.numerator, self.quantile.denominator
+        if backend == "reference":
+            order_statistic = resolve("entropy", score, backend).order_statistic
+            threshold, counts = order_statistic(score, numerator, denominator, self.rule)
+        else:
+            threshold, counts = ops.order_statistic(score, numerator, denominator, self.rule, backend)
+        population, errors = counts.split(1)
+        return WindowState(threshold, population, errors)
+
+    def apply(
+        self,
+        entropy: torch.Tensor,
+        batch: PackedBatch | torch.Tensor,
+        state: WindowState,
+        *,
+        backend: str | None = None,
+    ) -> torch.Tensor:
+        """The bool mask, in the shape of ``entropy``.
+
+        >>> window, batch = forking_tokens("0.5"), PackedBatch.from_lengths([4])
+        >>> entropy = torch.tensor([0.1, 0.9, 0.5, 0.7])
+        >>> window.apply(entropy, batch, window.fit(entropy, batch))
+        tensor([False,  True, False,  True])
+        """
+        batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+        score = self.score(entropy, batch, backend=backend)
+        mask = score > state.threshold if self.strict else score >= state.threshold
+        return mask.reshape(entropy.shape)
+
+
+def forking_tokens(ratio: str | Fraction | float = "0.2", *, scope: str = "batch") -> EntropyWindow:
+    """The top ``ratio`` of tokens by entropy, ``H_t >= x_(ceil((1 - ratio)(n - 1)))`` (80/20 rule, arXiv 2506.01939).
+
+    Keeps ``1 + floor(ratio (n - 1))`` tokens where there are no ties; ties with the threshold are kept. ``ratio``: 0.2
+    in the paper; a decimal (string, float) is taken as the exact fraction it reads as.
+
+    Traps: the paper divides the loss by the number of *selected* tokens (``aggregation.token_mean(batch,
+    selected=mask)``), TRL by all valid ones (the default here), a factor of about ``ratio``. The paper takes the
+    threshold per (micro-)batch (``scope="call"``).
+
+    >>> forking_tokens().quantile
+    Fraction(4, 5)
+    """
+    keep = _fraction("ratio", ratio)
+    return EntropyWindow("forking_tokens", 1 - keep, scope=scope, source="arXiv 2506.01939")
+
+
+def ares(window: int = 4, quantile: str | Fraction | float = "0.95", *, scope: str = "batch") -> EntropyWindow:
+    """High-entropy windows of ARES: forward means at or above their batch quantile (arXiv 2510.08457).
+
+    ``Hbar_t = mean of H over {t, ..., t + window - 1}``, full windows only; the mask is ``Hbar_t >= tau`` with tau the
+    exact batch quantile of the same window means. With ``window=1`` it is ``forking_tokens("0.05")``.
+
+    Args:
+        window: 4 (the paper finds 4 to 8 best).
+        quantile: 0.95.
+
+    Traps: the paper defines tau three ways, one of them a quantile of *token* entropies against which few windows pass;
+    its code uses ``{t + 1, ..., t + window}`` and a median of per-sequence quantiles. This is the batch-scope threshold
+    of appendix H, taken on the compared signal itself.
+
+    >>> ares().last
+    3
+    """
+    check(window >= 1, "window: expected a width >= 1, got {}", window)
+    return EntropyWindow("ares", _fraction("quantile", quantile), 0, window - 1, scope=scope, source="arXiv 2510.08457")
+
+
+def _fraction(name: str, value: str | Fraction | float) -> Fraction:
+    """The exact rational a decimal reads as: 0.95 is 19/20, not the double next to it."""
+    fraction = value if isinstance(value, Fraction) else Fraction(str(value))
+    check(0 <= fraction <= 1, "{}: expected a fraction in [0, 1], got {}", name, value)
+    return fraction
+
+
+def _flat(name: str, tensor: torch.Tensor, batch: PackedBatch, keep_dtype: bool) -> torch.Tensor:
+    fix = "thresholds on 16-bit entropies pick wrong tokens; compute and store them in float32"
+    check_dtype(name, tensor, (torch.float32, torch.float64), fix)
+    shape = batch.padded_shape or (batch.total_tokens,)
+    if tuple(tensor.shape) != (batch.total_tokens,):
+        check_shape(name, tensor, shape, "[T] (or the padded [B, L])")
+    check(tensor.device == batch.device, "{}: expected device {}, got {}", name, batch.device, tensor.device)
+    flat = tensor.detach().reshape(-1)
+    return flat if keep_dtype else flat.float().contiguous()
+
+
+def _score(
+    values: torch.Tensor,
+    batch: PackedBatch,
+    first: int,
+    last: int,
+    boundary: Boundary,
+    invalid: Invalid,
+    backend: str | None,
+) -> torch.Tensor:
+    if backend == "reference":
+        reference = resolve("entropy", values, backend)
+        return reference.window_score(values, batch.mask, batch.cu_seqlens, first, last, boundary, invalid)  # type: ignore[no-any-return]
+    return ops.window_score(values, batch.mask, batch.cu_seqlens, first, last, boundary, invalid, backend)
+
+
+def _fit_over_ranks(
+    score: torch.Tensor, quantile: Fraction, rule: OrderRule, group: torch.distributed.ProcessGroup
+) -> WindowState:
+    """Radix selection over order-preserving keys: three all-reduces of at most 16 KiB, exact on every rank.
+
+    Integer histograms add up to the same bits in any order, so the threshold does not depend on how tokens are spread.
+    """
+    keys = _order_keys(score.float())  # [T] int64 in [0, 2^32)
+    finite = torch.isfinite(score)
+    prefix = torch.zeros(1, dtype=torch.int64, device=score.device)
+    below = torch.zeros(1, dtype=torch.int64, device=score.device)
+    index = population = torch.zeros(1, dtype=torch.int64, device=score.device)
+    for shift, bits in ((21, 11), (10, 11), (0, 10)):
+        matches = finite & ((keys >> (shift + bits)) == prefix)
+        digit = (keys >> shift) & ((1 << bits) - 1)
+        # One more bin swallows the tokens that do not take part: no boolean indexing, which would synchronise.
+        histogram = torch.zeros((1 << bits) + 1, dtype=torch.int64, device=score.device)
+        histogram.scatter_add_(0, torch.where(matches, digit, 1 << bits), torch.ones_like(digit))
+        histogram = histogram[:-1].contiguous()
+        torch.distributed.all_reduce(histogram, group=group)
+        if shift == 21:
+            population = histogram.sum().reshape(1)
+            index = _order_index(population, quantile, rule)
+        cumulative = histogram.cumsum(0)
+        bin_ = torch.searchsorted(cumulative, index - below, right=True).clamp(max=(1 << bits) - 1)
+        below = below + cumulative[bin_] - histogram[bin_]
+        prefix = (prefix << bits) | bin_
+    threshold = torch.where(
+        population > 0, _from_order_key(prefix), score.new_full((1,), torch.nan, dtype=torch.float32)
+    )
+    errors = score.isnan().sum().reshape(1)
+    torch.distributed.all_reduce(errors, group=group)
+    return WindowState(threshold, population, errors)
+
+
+def _order_index(population: torch.Tensor, quantile: Fraction, rule: OrderRule) -> torch.Tensor:
+    """OrderRule.index in tensor arithmetic, without reading the population on the host."""
+    product = quantile.numerator * (population - 1).clamp(min=0)
+    floor = torch.div(product, quantile.denominator, rounding_mode="floor")
+    remainder = product - floor * quantile.denominator
+    if rule is OrderRule.FLOOR:
+        return floor
+    if rule is OrderRule.CEIL:
+        return floor + (remainder > 0)
+    twice = 2 * remainder
+    return floor + ((twice > quantile.denominator) | ((twice == quantile.denominator) & (floor % 2 == 1)))
+
+
+def _order_keys(values: torch.Tensor) -> torch.Tensor:
+    """Unsigned 32-bit keys, as int64, in the order of the floats; -0 and +0 are one key."""
+    bits = (values + 0.0).contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    return torch.where(bits >= 1 << 31, 0xFFFFFFFF - bits, bits + (1 << 31))
+
+
+def _from_order_key(keys: torch.Tensor) -> torch.Tensor:
+    bits = torch.where(keys >= 1 << 31, keys - (1 << 31), 0xFFFFFFFF - keys)
+    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)

@@ -1,0 +1,413 @@
+"""TRL: a drop-in for ``GRPOTrainer`` whose loss, advantages and token selection are computed by hpo_core.
+
+``HPOTrainer(...)`` without further arguments trains what ``GRPOTrainer(...)`` trains. ``gate=``, ``advantage=`` and
+``window=`` replace one pillar each. A field of ``GRPOConfig`` that would then have no effect, or that this loss cannot
+honour, is an error that names it. Shapes: ``B`` completions in a micro-batch, ``L`` tokens each, padded on the right;
+``P`` processes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+
+try:
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined,import-not-found,unused-ignore]
+except ImportError as error:
+    raise ImportError("hpo_core.integrations.trl needs TRL 1.16 or newer: pip install 'hpo-core[trl]'") from error
+
+from .. import aggregation
+from ..backends import resolve
+from ..batch import PackedBatch
+from ..checks import check, check_type
+from ..entropy import EntropyWindow, forking_tokens
+from ..gates import Clip, Drop, Level, RatioGate
+from ..kl import KLPenalty, k3
+from ..losses import policy_loss
+from ..metrics import FLAGS, Metrics
+from ..specs import Head
+
+__all__ = ["HPOMixin", "HPOTrainer", "gate_from_config"]
+
+_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # loss types with PPO's clip; they differ in the denominator
+_OTHER_GATES = ("sapo", "vespo")  # usable with gate=, which leaves them their denominator
+
+# Fields of GRPOConfig that TRL's loss reads and this one cannot honour.
+_UNSUPPORTED = (
+    *("entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max"),
+    *("entropy_coef_delta", "entropy_target", "off_policy_mask_threshold"),
+    *("sapo_temperature_neg", "sapo_temperature_pos"),
+    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+)
+# Fields that an argument of the trainer replaces.
+_REPLACED = {
+    "gate": ("epsilon", "epsilon_high", "delta", "importance_sampling_level"),
+    "advantage": ("scale_rewards", "multi_objective_aggregation"),
+    "window": ("top_entropy_quantile",),
+}
+# Reported beyond TRL's own metrics, under "hpo_core/".
+_REPORTED = ("clip_fraction", "selected_fraction", "ratio_max", "effective_sample_size", *FLAGS)
+
+# Keys of a batch that TRL's scoring takes by the same name: images and their positions, more with every release.
+_SCORED = frozenset(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+
+
+class _Settings(NamedTuple):
+    """What the mixin computes with: one attribute of the trainer, so that no name of TRL's is shadowed."""
+
+    gate: RatioGate
+    kl: KLPenalty | None
+    advantage: Callable[..., torch.Tensor] | None
+    window: EntropyWindow | None
+    backend: str | None
+    processes: int
+
+
+_Trainer: Any = object  # for the type checker: whatever trainer follows in the order of bases
+
+
+class HPOMixin(_Trainer):  # type: ignore[misc]
+    """Put before ``GRPOTrainer``, or a subclass of it, in the bases of a class, it computes the loss with hpo_core.
+
+    Args:
+        gate: a RatioGate. None: what ``args`` says, see :func:`gate_from_config`. ``args.loss_type`` still names the
+            denominator.
+        advantage: an estimator of :mod:`hpo_core.advantages`, or ``functools.partial`` of one. It is called on the
+            rewards of the whole generation batch of all processes and the group of each. None: what
+            ``args.scale_rewards`` says, computed by TRL.
+        window: an EntropyWindow: only tokens it selects count in the policy term. ``scope="batch"`` selects once per
+            rollout, by the entropies of the policy that sampled it and a threshold over the whole generation batch, at
+            the price of one more forward pass; ``scope="call"`` in each micro-batch by the current policy's. Both span
+            all processes. None: what ``args.top_entropy_quantile`` says, ``forking_tokens(..., scope="call")``.
+        backend: a name from ``hpo_core.backends()``. Default: by device.
+
+    Raises:
+        ValueError: naming the field of ``args`` that cannot be honoured, or that an argument above would silence.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        gate: RatioGate | None = None,
+        advantage: Callable[..., torch.Tensor] | None = None,
+        window: EntropyWindow | None = None,
+        backend: str | None = None,
+        **keywords: Any,
+    ) -> None:
+        check_type(isinstance(gate, RatioGate | None), "gate: expected a RatioGate from hpo_core.gates, got {}", gate)
+        check_type(advantage is None or callable(advantage), "advantage: expected an estimator, got {}", advantage)
+        check_type(isinstance(window, EntropyWindow | None), "window: expected an EntropyWindow, got {}", window)
+        super().__init__(*args, **keywords)
+        given = {"gate": gate, "advantage": advantage, "window": window}
+        config = self.args
+        _check_config(config, [name for name, value in given.items() if value is not None])
+        kl = None
+        if config.beta != 0.0:
+            kl = k3(config.beta, gradient="importance" if config.use_bias_correction_kl else "value")
+        if window is None and config.top_entropy_quantile < 1.0:
+            window = forking_tokens(config.top_entropy_quantile, scope="call")
+        resolve("gates", torch.empty(0, device=self.accelerator.device), backend)  # fail now, not after a rollout
+        gate = gate or gate_from_config(config)
+        self._hpo = _Settings(gate, kl, advantage, window, backend, self.accelerator.num_processes)
+
+    # ------------------------------------------------------------------------------------------ once per generation
+
+    def _calculate_rewards(self, *args: Any, **keywords: Any) -> torch.Tensor:
+        """Rewards ``[P B, functions]`` of all processes, kept for the advantages."""
+        rewards: torch.Tensor = super()._calculate_rewards(*args, **keywords)
+        self._hpo_rewards = rewards
+        return rewards
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """TRL's generation batch with our advantages, group ids and token mask.
+
+        They are made here, before rows are shuffled into micro-batches, where most prompt groups are no longer whole.
+        """
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        _, _, advantage, window, backend, _ = self._hpo
+        if advantage is not None:
+            output["advantages"], output["group_ids"] = self._advantages(advantage, len(output["completion_ids"]))
+        if window is not None and window.scope == "batch":
+            training, config = self.model.training, self.args
+            rows = config.per_device_train_batch_size if training else config.per_device_eval_batch_size
+            with torch.no_grad():
+                _, entropies, _ = self._score(self.model, output, batch_size=rows)
+            state = window.fit(entropies, _mask(output), process_group=self._ranks(), backend=backend)
+            output["token_mask"] = window.apply(entropies, _mask(output), state, backend=backend)
+        return output
+
+    def _advantages(self, advantage: Callable[..., torch.Tensor], local: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Advantages and group ids of this process's ``local`` completions, from the rewards of all."""
+        scores = self._hpo_rewards
+        rewards = (scores * self.reward_weights.to(scores.device)).nansum(1)
+        unscorable = scores.isnan().all(1)  # by every function: in no statistic, advantage 0
+        rewards = torch.where(unscorable, torch.nan, rewards)
+        size = self.num_generations if self.model.training else self.num_generations_eval
+        groups = torch.arange(rewards.numel(), device=rewards.device) // size
+        asked = {} if self._hpo.backend is None else {"backend": self._hpo.backend}
+        advantages = advantage(rewards, groups, **asked)
+        logged = self._logs["advantages"]  # ends with TRL's own
+        for _ in range(min(len(logged), rewards.numel())):
+            logged.pop()
+        logged.extend(advantages.tolist())
+        own = slice(self.accelerator.process_index * local, (self.accelerator.process_index + 1) * local)
+        return advantages[own], groups[own]
+
+    # ----------------------------------------------------------------------------------------- once per micro-batch
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        logps, entropies, aux_loss = self._score(model, inputs, compute_aux_loss=self.aux_loss_enabled)
+        loss = self._policy_loss(logps, entropies.detach(), inputs, aux_loss)
+        if aux_loss is not None:
+            loss = loss + self.router_aux_loss_coef * aux_loss / self._accumulated()
+        return loss
+
+    def _score(self, model: torch.nn.Module, inputs: dict[str, Any], **options: Any) -> Any:
+        """Log-probabilities and entropies of the completions, ``[B, L]`` float32, and the auxiliary loss or None."""
+        return self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].shape[1],
+            compute_entropy=True,
+            **{name: value for name, value in inputs.items() if name in _SCORED},
+            **options,
+        )
+
+    def _policy_loss(
+        self,
+        logps: torch.Tensor,
+        entropies: torch.Tensor,
+        inputs: dict[str, Any],
+        aux_loss: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The loss of a scored micro-batch, scaled for accumulation; its metrics are logged.
+
+        Args:
+            logps, entropies: ``[B, L]`` float32; entropies without gradient.
+            inputs: TRL's micro-batch: masks, advantages, and what else was computed when it was generated.
+            aux_loss: 0-dim, the load balancing of a mixture of experts; only logged.
+        """
+        gate, kl, _, window, backend, _ = self._hpo
+        batch = PackedBatch.from_padded(_mask(inputs), group_ids=inputs.get("group_ids"))
+        advantages = inputs["advantages"]
+        if advantages.dim() == 2 and advantages.shape[1] == 1:
+            advantages = advantages.squeeze(1)
+        threshold = None
+        if window is not None and window.scope == "batch":
+            window = None  # it has left a token mask in the batch
+        elif window is not None and self._ranks() is not None:
+            threshold = window.fit(entropies, batch, process_group=self._ranks(), backend=backend)
+        token_weight = inputs.get("importance_sampling_ratio")  # of the trainer's policy to vLLM's: [B, L] or [B, 1]
+        loss, metrics, _ = policy_loss(
+            logps,
+            inputs.get("old_per_token_logps"),
+            advantages,
+            batch,
+            gate,
+            weights=self._weights(batch, inputs),
+            ref_logp=None if kl is None else inputs["ref_per_token_logps"],
+            kl=kl,
+            entropy=entropies,
+            window=window,
+            threshold=threshold,
+            token_mask=inputs.get("token_mask"),
+            token_weight=None if token_weight is None else token_weight.expand_as(logps),
+            backend=backend,
+        )
+        self._log_loss(metrics, logps.detach(), batch, advantages, inputs, aux_loss)
+        return loss
+
+    def _weights(self, batch: PackedBatch, inputs: dict[str, Any]) -> torch.Tensor:
+        """Row weights ``[B]``: the denominator of ``loss_type``, and of accumulation, which TRL leaves to the loss."""
+        kind, steps = self.loss_type, self._accumulated()
+        rows = batch.rows * steps  # TRL counts rows without a valid token too
+        if kind in ("grpo", "sapo"):
+            return aggregation.seq_mean_token_mean(batch, total=rows)
+        if kind == "bnpo":
+            return aggregation.token_mean(batch, total=batch.row_counts.sum() * steps)
+        if kind == "dr_grpo":
+            return aggregation.fixed_length(batch, self.max_completion_length, total=rows)
+        if kind == "luspo":
+            return aggregation.seq_mean_token_sum(batch, total=rows)
+        # Counted over the generation batch and over the processes, whose gradients are averaged.
+        share = steps / self.args.steps_per_generation if self.model.training else 1.0
+        return aggregation.token_mean(batch, total=inputs["num_items_in_batch"] * (share / self._hpo.processes))
+
+    def _accumulated(self) -> int:
+        """Micro-batches whose losses add up to one optimiser step."""
+        return int(self.current_gradient_accumulation_steps) if self.model.training else 1
+
+    def _ranks(self) -> torch.distributed.ProcessGroup | None:
+        return torch.distributed.group.WORLD if self._hpo.processes > 1 else None
+
+    # ------------------------------------------------------------------------------------------------------ metrics
+
+    @torch.no_grad()
+    def _log_loss(
+        self,
+        metrics: Metrics,
+        logps: torch.Tensor,
+        batch: PackedBatch,
+        advantages: torch.Tensor,
+        inputs: dict[str, Any],
+        aux_loss: torch.Tensor | None,
+    ) -> None:
+        """TRL's own keys with TRL's own definitions, and ours: one gather over processes, one copy to the host."""
+        gate, kl, *_, processes = self._hpo
+        old_logps, bounds = inputs.get("old_per_token_logps"), _clip_bounds(gate)
+        log_ratio = torch.zeros_like(logps) if old_logps is None else logps - old_logps
+        assert batch.mask is not None
+        mask = batch.mask.view_as(logps)
+        parts = {"vector": metrics.vector}
+        if bounds is not None:
+            clipped = _clipped_rows(bounds, gate.level is not None, log_ratio, advantages, mask, batch.row_counts)
+            parts |= dict(zip(("low", "high", "count"), clipped, strict=True))
+        if kl is not None:
+            s = logps - inputs["ref_per_token_logps"]
+            k = torch.exp(-s) - 1 + s
+            k = k * torch.exp(log_ratio) if self.args.use_bias_correction_kl else k
+            parts["kl"] = torch.where(mask, k, 0.0).sum().reshape(1)
+        if aux_loss is not None:
+            parts["aux_loss"] = aux_loss.detach().reshape(1)
+        local = torch.cat(list(parts.values()))  # float64, as the vector is
+        gathered = (self.accelerator.gather(local) if processes > 1 else local).cpu().reshape(processes, -1)
+        sizes = [part.numel() for part in parts.values()]
+        seen = dict(zip(parts, gathered.split(sizes, dim=1), strict=True))  # [P, size] each, on the host
+
+        total = Metrics(seen["vector"][0])
+        for vector in seen["vector"][1:]:
+            total = total + Metrics(vector)
+        ours = total.compute()
+        logged = {"entropy": ours["entropy"], **{f"hpo_core/{name}": ours[name] for name in _REPORTED}}
+        if bounds is not None:
+            logged |= _clip_metrics(seen["low"].numpy(), seen["high"].numpy(), seen["count"].numpy(), gate.head)
+        if kl is not None:
+            logged["kl"] = float(seen["kl"].sum()) / max(ours["tokens"], 1.0)
+        if aux_loss is not None:
+            logged["aux_loss"] = float(seen["aux_loss"].mean())
+        kept = self._metrics["train" if self.model.training else "eval"]
+        for name, value in logged.items():
+            kept[name].append(value)  # TRL leaves NaN, the mean of nothing, out of its averages
+
+
+class HPOTrainer(HPOMixin, GRPOTrainer):  # type: ignore[misc,unused-ignore]
+    """``trl.GRPOTrainer`` with its loss computed by hpo_core: ``gate=``, ``advantage=``, ``window=``, ``backend=``.
+
+    The arguments are those of :class:`HPOMixin`, and all of ``GRPOTrainer``.
+    """
+
+
+def gate_from_config(args: Any) -> RatioGate:
+    """The gate that ``loss_type``, ``importance_sampling_level``, ``epsilon``, ``epsilon_high`` and ``delta`` describe.
+
+    PPO's clip, ``loss_t = -min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)``; for ``cispo``
+    ``-sg[min(r, epsilon_high)] A logp``. At the sequence level r is the true sequence ratio, as in GSPO.
+
+    >>> from trl import GRPOConfig
+    >>> gate_from_config(GRPOConfig("out", epsilon=0.2, epsilon_high=0.28, bf16=False)).token
+    Clip(low=(0.0, 0.8), high=(1.28, inf))
+    """
+    known, levels = (*_CLIPPED, "cispo"), ("token", "sequence")
+    kind, level = args.loss_type, args.importance_sampling_level
+    check(
+        kind in known,
+        "loss_type: expected one of {}, got {!r}, a gate hpo_core does not have; pass gate=, or use trl.GRPOTrainer",
+        ", ".join(known),
+        kind,
+    )
+    check(level in levels, "importance_sampling_level: expected one of {}, got {!r}", ", ".join(levels), level)
+    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    if kind == "cispo":
+        check(
+            high >= 1,
+            "epsilon_high: for loss_type='cispo' it is the absolute cap of the ratio, expected >= 1 (5 in ScaleRL), "
+            "got {}",
+            high,
+        )
+        clip, head = Clip(high=(float(high), float(high))), Head.SCORE
+    else:
+        low, cap = max(0.0, 1.0 - args.epsilon), math.inf if args.delta is None else float(args.delta)
+        check(cap >= 1.0 + high, "delta: expected a cap >= 1 + epsilon_high = {}, got {}", 1.0 + high, args.delta)
+        clip, head = Clip(low=(0.0, low), high=(1.0 + high, cap)), Head.LINEAR
+    if level == "sequence":
+        return RatioGate(f"trl_{kind}_sequence", Drop(), Level(clip), head, source="TRL; arXiv 2507.18071")
+    return RatioGate(f"trl_{kind}", clip, head=head, source="TRL; arXiv 1707.06347")
+
+
+def _check_config(args: Any, given: list[str]) -> None:
+    """Raise for a field that would have no effect: unsupported, or replaced by one of the arguments ``given``."""
+
+    def check_default(name: str, why: str) -> None:
+        default, value = GRPOConfig.__dataclass_fields__[name].default, getattr(args, name)
+        check(value == default, "{}: expected its default {!r}, got {!r}; {}", name, default, value, why)
+
+    for name in _UNSUPPORTED:
+        check_default(name, "hpo_core's loss has no such term; leave it, or use trl.GRPOTrainer")
+    for argument in given:
+        for name in _REPLACED[argument]:
+            check_default(name, f"{argument}= replaces it")
+    known = (*_CLIPPED, "cispo", *_OTHER_GATES)
+    check(args.loss_type in known, "loss_type: expected one of {}, got {!r}", ", ".join(known), args.loss_type)
+    check(
+        args.beta == 0.0 or not args.use_bias_correction_kl or args.importance_sampling_level == "token",
+        "use_bias_correction_kl: expected False with importance_sampling_level='sequence', where TRL multiplies the "
+        "penalty by the sequence's ratio and hpo_core by the token's; got True with beta {}",
+        args.beta,
+    )
+
+
+def _mask(inputs: dict[str, Any]) -> torch.Tensor:
+    """Tokens of the loss, bool ``[B, L]``: completions without padding and without what tools wrote."""
+    mask: torch.Tensor = inputs["completion_mask"] != 0
+    return mask & (inputs["tool_mask"] != 0) if "tool_mask" in inputs else mask
+
+
+def _clip_bounds(gate: RatioGate) -> tuple[float, float] | None:
+    """Log-ratio bounds whose crossing is counted: the lower for ``A < 0``, the upper for ``A > 0``. None: no clip."""
+    clip = gate.token if gate.level is None else gate.level.gate
+    if not isinstance(clip, Clip):
+        return None
+    return math.log(clip.low[1]) if clip.low[1] > 0 else -math.inf, math.log(clip.high[0])
+
+
+def _clipped_rows(
+    bounds: tuple[float, float],
+    sequence_level: bool,
+    log_ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    counts: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Clipped below, clipped above, and of how many, each ``[B]``; a sequence's ratio under one advantage is one."""
+    if sequence_level:
+        log_ratio = (torch.where(mask, log_ratio, 0.0).sum(1) / counts.clamp(min=1)).unsqueeze(1)
+    low, high = log_ratio < bounds[0], log_ratio > bounds[1]
+    if advantages.dim() == 2:
+        low, high = low & mask & (advantages < 0), high & mask & (advantages > 0)
+        return low.sum(1), high.sum(1), counts
+    if sequence_level:
+        low, high, counts = low.squeeze(1), high.squeeze(1), torch.ones_like(counts)
+    else:
+        low, high = (low & mask).sum(1), (high & mask).sum(1)
+    return low * (advantages < 0), high * (advantages > 0), counts
+
+
+def _clip_metrics(low: Any, high: Any, count: Any, head: Head) -> dict[str, float]:
+    """TRL's keys from the counts of all rows (arrays on the host)."""
+    rows, everything = count > 0, max(count.sum(), 1.0)
+    low_mean, high_mean = float(low.sum() / everything), float(high.sum() / everything)
+    if head is Head.SCORE:
+        return {"cispo_clip_ratio": high_mean}
+    return {
+        "clip_ratio/low_mean": low_mean,
+        "clip_ratio/low_min": float((low[rows] / count[rows]).min()) if rows.any() else math.nan,
+        "clip_ratio/high_mean": high_mean,
+        "clip_ratio/high_max": float((high[rows] / count[rows]).max()) if rows.any() else math.nan,
+        "clip_ratio/region_mean": low_mean + high_mean,  # advantages of opposite sign: never both
+    }

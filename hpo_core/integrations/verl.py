@@ -1,0 +1,200 @@
+"""verl: ratio gates of hpo_core as policy losses that verl's configuration names.
+
+Importing this module registers ``hpo_ppo_clip``, ``hpo_dapo``, ``hpo_cispo``, ``hpo_gspo`` and ``hpo_gspo_token``. verl
+imports it by itself wherever hpo_core is installed (entry point ``verl.plugins``), or through
+``VERL_USE_EXTERNAL_MODULES=hpo_core.integrations.verl``; then
+``actor_rollout_ref.actor.policy_loss.loss_mode=hpo_gspo`` selects one. Shapes: ``B`` responses in a micro-batch, ``L``
+tokens each, padded on the right.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+try:
+    from verl.trainer.ppo.core_algos import register_policy_loss  # type: ignore[import-not-found,unused-ignore]
+except ImportError as error:
+    raise ImportError("hpo_core.integrations.verl needs verl 0.9.1: pip install 'hpo-core[verl]'") from error
+
+from .. import aggregation, gates
+from ..batch import PackedBatch
+from ..checks import check, check_type
+from ..gates import RatioGate
+from ..losses import policy_loss
+from ..metrics import FLAGS, SLOTS
+from ..specs import Head
+
+__all__ = ["register"]
+
+# verl's own values of the clip fields. A field that holds them is taken as not set.
+_UNSET = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
+
+
+def register(name: str, gate: RatioGate | Callable[[Any], RatioGate], *, backend: str | None = None) -> None:
+    """Make a gate a policy loss of verl, under ``policy_loss.loss_mode=name``, in this process.
+
+    verl looks names up in every worker process, so call it in a module that all of them import: one named in
+    ``VERL_USE_EXTERNAL_MODULES``, or in ``actor_rollout_ref.model.external_lib``.
+
+    Args:
+        name: registering a name again replaces it, verl's own losses too.
+        gate: a RatioGate, or a function that makes one from verl's ActorConfig at each call. A RatioGate carries its
+            bounds, so a clip field of the config that is set besides is an error that names it.
+        backend: a name from ``hpo_core.backends()``. Default: by device.
+    """
+    check_type(
+        isinstance(gate, RatioGate) or callable(gate),
+        "gate: expected a RatioGate, or a function of verl's ActorConfig that returns one, got {}",
+        gate,
+    )
+    register_policy_loss(name)(functools.partial(_policy_loss, name, gate, backend))
+
+
+def _policy_loss(
+    name: str,
+    gate: RatioGate | Callable[[Any], RatioGate],
+    backend: str | None,
+    /,
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """What verl calls, by keyword: tensors ``[B, L]``; the loss is scaled for engines that average over ranks."""
+    check(config is not None, "config: expected verl's ActorConfig, got None")
+    if isinstance(gate, RatioGate):
+        _refuse(name, config, *_UNSET)
+    else:
+        gate = gate(config)
+    batch = PackedBatch.from_padded(response_mask)
+    result = policy_loss(
+        log_prob,
+        old_log_prob,
+        advantages,
+        batch,
+        gate,
+        weights=_weights(loss_agg_mode, batch, config.global_batch_info),
+        token_weight=rollout_is_weights,
+        # for the metrics: verl counts a token with advantage 0 as clipped only in cispo; its term is 0 either way
+        token_mask=None if gate.head is Head.SCORE else advantages != 0,
+        backend=backend,
+    )
+    return result.loss, _metrics(result.metrics.vector, gate)
+
+
+def _weights(mode: str, batch: PackedBatch, info: Mapping[str, Any]) -> torch.Tensor:
+    """``[B]``: the denominator of ``loss_agg_mode`` over the whole step, times the ranks verl averages over."""
+    ranks, tokens, rows = (info.get(key) for key in ("dp_size", "batch_num_tokens", "global_batch_size"))
+    ranks = 1 if ranks is None else ranks
+    per_token, per_row = mode == "token-mean", mode.startswith("seq-mean")
+    check(ranks == 1 or tokens is not None or not per_token, "batch_num_tokens: {!r} needs it on {} ranks", mode, ranks)
+    check(ranks == 1 or rows is not None or not per_row, "global_batch_size: {!r} needs it on {} ranks", mode, ranks)
+    if mode == "token-mean":
+        weights = aggregation.token_mean(batch, total=tokens)
+    elif mode == "token-sum":
+        weights = torch.ones(batch.rows, dtype=torch.float32, device=batch.device)
+    elif mode == "seq-mean-token-mean":
+        weights = aggregation.seq_mean_token_mean(batch, total=rows)
+    elif mode == "seq-mean-token-sum":
+        weights = aggregation.seq_mean_token_sum(batch, total=rows)
+    elif mode == "seq-mean-token-sum-norm":
+        assert batch.padded_shape is not None
+        constant = info.get("loss_scale_factor")
+        weights = aggregation.seq_mean_token_sum(batch, total=rows)
+        weights = weights / (batch.padded_shape[1] if constant is None else constant)
+    else:
+        raise ValueError(f"loss_agg_mode: expected one of verl's five aggregation modes, got {mode!r}")
+    return weights * ranks
+
+
+def _metrics(vector: torch.Tensor, gate: RatioGate) -> dict[str, float]:
+    """verl's three metrics as it defines them, and the error counters; one copy to the host."""
+    count = dict(zip(SLOTS, vector.tolist(), strict=True))
+    clipped = sum(count[slot] for slot in SLOTS if slot.startswith("clipped_"))
+    dual = count["clipped_high_negative"] if gate.head is Head.LINEAR else 0.0
+    tokens = max(count["tokens"], 1.0)
+    return {
+        "actor/pg_clipfrac": (clipped - dual) / tokens,
+        "actor/ppo_kl": -count["log_ratio_sum"] / tokens,
+        "actor/pg_clipfrac_lower": dual / tokens,
+        **{f"actor/hpo_{name}": count[name] for name in FLAGS},
+    }
+
+
+# --------------------------------------------------------------------------------- gates from verl's configuration
+
+
+def _ppo_clip(config: Any) -> RatioGate:
+    low, high = _epsilons(config)
+    dual = config.get("clip_ratio_c", 3.0)
+    check(dual is None or dual > 1, "clip_ratio_c: expected a ratio > 1, got {}", dual)
+    return gates.ppo_clip(low, high, dual=dual)
+
+
+def _dapo(config: Any) -> RatioGate:
+    _refuse("hpo_dapo", config, "clip_ratio_c")
+    low, high = _epsilons(config)
+    check(
+        high > low,
+        "clip_ratio_high: hpo_dapo clips higher, expected clip_ratio_high > clip_ratio_low, got {} and {} (verl starts "
+        "with 0.2 and 0.2, DAPO has 0.28 and 0.2); for a symmetric clip use hpo_ppo_clip",
+        high,
+        low,
+    )
+    return gates.dapo(low, high)
+
+
+def _cispo(config: Any) -> RatioGate:
+    _refuse("hpo_cispo", config, "clip_ratio_c")
+    low, high = _epsilons(config)
+    return gates.cispo(cap=1 + high, low=1 - low)
+
+
+def _gspo(config: Any) -> RatioGate:
+    _refuse("hpo_gspo", config, "clip_ratio_c")
+    return gates.gspo(*_epsilons(config))
+
+
+def _gspo_token(config: Any) -> RatioGate:
+    _refuse("hpo_gspo_token", config, "clip_ratio_c")
+    return gates.gspo_token(*_epsilons(config))
+
+
+def _epsilons(config: Any) -> tuple[float, float]:
+    """``clip_ratio_low`` and ``clip_ratio_high``, each ``clip_ratio`` where it is None."""
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    check(low >= 0, "clip_ratio_low: expected an epsilon >= 0, got {}", low)
+    check(high >= 0, "clip_ratio_high: expected an epsilon >= 0, got {}", high)
+    return min(low, 1.0), high  # ratios are positive: 1 - low below 0 is no bound
+
+
+def _refuse(name: str, config: Any, *fields: str) -> None:
+    """A clip field that is set and would have no effect."""
+    for field in fields:
+        value = config.get(field, None)
+        check(
+            value is None or value == _UNSET[field],
+            "{}: {!r} does not read it; got {}, leave it at verl's {} or choose another loss_mode",
+            field,
+            name,
+            value,
+            _UNSET[field],
+        )
+
+
+for _name, _gate in {
+    "hpo_ppo_clip": _ppo_clip,
+    "hpo_dapo": _dapo,
+    "hpo_cispo": _cispo,
+    "hpo_gspo": _gspo,
+    "hpo_gspo_token": _gspo_token,
+}.items():
+    register(_name, _gate)

@@ -1,0 +1,65 @@
+"""The penalty on the divergence from a reference policy: which estimator, and which gradient.
+
+With ``s = logp - ref_logp`` on samples of the policy, ``E[k1] = E[k3] = KL(policy || reference)``. The value and the
+gradient
+are two choices: the gradient of k1 as a loss has mean zero (no restoring force), that of k2 is the true reverse-KL
+gradient on-policy, that of k3 is ``1 - e^-s``. Estimators: http://joschu.net/blog/kl-approx.html.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .checks import check
+from .specs import KLEstimator, KLGradient
+
+__all__ = ["KLPenalty", "k1", "k2", "k3"]
+
+_GRADIENTS = {
+    "value": KLGradient.VALUE,
+    "straight_through": KLGradient.STRAIGHT_THROUGH,
+    "importance": KLGradient.IMPORTANCE,
+}
+
+
+@dataclass(frozen=True)
+class KLPenalty:
+    """``beta * k(s)`` added to the loss of every valid token; token masks, windows and token weights do not act on
+    it."""
+
+    estimator: KLEstimator
+    beta: float
+    gradient: KLGradient
+
+
+def _penalty(estimator: KLEstimator, beta: float, gradient: str) -> KLPenalty:
+    check(math.isfinite(beta), "beta: expected a finite number, got {}", beta)
+    check(gradient in _GRADIENTS, "gradient: expected one of {}, got {!r}", ", ".join(_GRADIENTS), gradient)
+    return KLPenalty(estimator, float(beta), _GRADIENTS[gradient])
+
+
+def k1(beta: float, gradient: str = "value") -> KLPenalty:
+    """``k1 = s``: unbiased, can be negative; its own gradient has mean zero. See :func:`k3` for ``gradient``."""
+    return _penalty(KLEstimator.K1, beta, gradient)
+
+
+def k2(beta: float, gradient: str = "value") -> KLPenalty:
+    """``k2 = s^2 / 2``: biased, low variance; its gradient ``s`` is the true reverse-KL gradient on-policy."""
+    return _penalty(KLEstimator.K2, beta, gradient)
+
+
+def k3(beta: float, gradient: str = "value") -> KLPenalty:
+    """``k3 = e^-s - 1 + s``: unbiased, never negative, low variance. GRPO's penalty (arXiv 2402.03300).
+
+    Args:
+        beta: the coefficient, in loss units per nat.
+        gradient: ``"value"``: the estimator's own, ``1 - e^-s``. ``"straight_through"``: the value of k3, the gradient
+            ``s`` of k2 (verl's ``low_var_kl+``). ``"importance"``: ``r k3`` with ``r = e^(logp - old_logp)``,
+            differentiated through r as well, ``r s`` (DeepSeek-V3.2, arXiv 2512.02556; TRL's
+            ``use_bias_correction_kl``).
+
+    >>> k3(0.04).beta
+    0.04
+    """
+    return _penalty(KLEstimator.K3, beta, gradient)

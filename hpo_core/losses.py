@@ -1,0 +1,440 @@
+"""policy_loss and hierarchical_policy_loss: the only place where the pillars are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed
+
+from . import aggregation, gates, ops
+from .advantages import grpo
+from .backends import resolve
+from .batch import PackedBatch
+from .checks import check, check_dtype, check_shape, check_type
+from .entropy import EntropyWindow, WindowState
+from .gates import RatioGate
+from .kl import KLPenalty
+from .metrics import Metrics
+from .specs import PolicyLossInputs, PolicyLossSpec
+
+__all__ = ["PolicyLoss", "PolicyLossAndGrad", "hierarchical_policy_loss", "policy_loss", "policy_loss_and_grad"]
+
+Bounds = tuple[torch.Tensor | None, torch.Tensor | None]
+
+_ROUNDING = (
+    "16-bit rounding of a log-probability is up to 1.6e-2 a token, more than most clips; compute log-probabilities in "
+    "float32 (logits.float() before log_softmax)"
+)
+_DEFAULT_GATE = gates.ppo_clip(0.2, 0.2)
+_LEVELS = ("token", "step", "row", "trajectory", "group", "domain")
+
+
+class PolicyLoss(NamedTuple):
+    """The result: ``loss`` 0-dim, differentiable in logp; ``metrics`` still on the device; ``tokens`` loss_t where
+    asked for."""
+
+    loss: torch.Tensor
+    metrics: Metrics
+    tokens: torch.Tensor | None
+
+
+class PolicyLossAndGrad(NamedTuple):
+    """The result without autograd: ``grad`` is dL/dlogp in the shape of logp."""
+
+    loss: torch.Tensor
+    metrics: Metrics
+    grad: torch.Tensor
+
+
+def policy_loss(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor | None,
+    advantages: torch.Tensor,
+    batch: PackedBatch | torch.Tensor,
+    gate: RatioGate | None = None,
+    *,
+    weights: torch.Tensor | None = None,
+    rollout_logp: torch.Tensor | None = None,
+    ref_logp: torch.Tensor | None = None,
+    kl: KLPenalty | None = None,
+    entropy: torch.Tensor | None = None,
+    window: EntropyWindow | None = None,
+    threshold: WindowState | torch.Tensor | None = None,
+    token_mask: torch.Tensor | None = None,
+    token_weight: torch.Tensor | None = None,
+    bounds: Bounds | None = None,
+    advantage_level: str | None = None,
+    return_tokens: bool = False,
+    process_group: torch.distributed.ProcessGroup | None = None,
+    backend: str | None = None,
+) -> PolicyLoss:
+    """The policy loss of a packed (or padded) batch under a ratio gate: ``loss = sum_t m_t w[s(t)] loss_t``.
+
+    ``loss_t = -M_t W_t A_t Phi(z_t) + beta k(logp_t - ref_logp_t)``: z is the gated log-ratio, Phi the gate's head, M
+    the selection (``token_mask`` and the window), W ``token_weight``, and the penalty is not masked by M. Everything
+    but ``logp`` is a constant of the differentiation; the backward returns dL/dlogp times the incoming gradient, and
+    only once.
+
+    Args:
+        logp: ``[T]`` (or the padded ``[B, L]``) float32, natural log-probabilities of the current policy.
+        old_logp: the same shape; those of the policy the ratios are taken to. None: on-policy, every ratio is 1.
+        advantages: ``[S]`` per row, ``[T]`` per token, ``[N]`` per step; for trajectories, groups and domains give
+            ``advantage_level``: then entry i belongs to id i. An ``[S]`` advantage is never expanded in memory.
+        batch: a PackedBatch, or a padded mask ``[B, L]``. Values at masked positions are never read.
+        gate: a RatioGate. Default: ``gates.ppo_clip(0.2, 0.2)``.
+        weights: ``[S]`` float32 from :mod:`hpo_core.aggregation`. Default: ``aggregation.token_mean(batch)``.
+        rollout_logp: log-probabilities of the sampler; for gates on its channel, of which there is none yet: raises.
+        ref_logp, kl: the reference policy and the penalty on it, :mod:`hpo_core.kl`; both or neither.
+        entropy: ``[T]`` in nats, for ``window`` and the metrics.
+        window, threshold: an EntropyWindow and what its ``fit`` returned: only tokens it selects count in the policy
+            term.
+        token_mask: bool ``[T]``: tokens whose policy term counts. Denominators stay those of ``weights``.
+        token_weight: float ``[T]``: factor on the policy term.
+        bounds: ``(low, high)`` each ``[T]`` or None: ratio bounds per token, in place of the gate's where it has them.
+        return_tokens: also return loss_t ``[T]`` (detached; not multiplied by ``weights``).
+        process_group: ranks a level spans; no level does yet: raises.
+        backend: a name from ``hpo_core.backends()``. Default: by device.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was expected, what came, and the fix.
+
+    >>> import hpo_core as hpo
+    >>> batch = hpo.PackedBatch.from_lengths([3, 2])
+    >>> logp = torch.full((5,), -1.0, requires_grad=True)
+    >>> out = hpo.policy_loss(logp, torch.full((5,), -1.0), torch.tensor([1.0, -1.0]), batch)
+    >>> out.loss.backward()
+    >>> round(out.loss.item(), 4), logp.grad
+    (-0.2, tensor([-0.2000, -0.2000, -0.2000,  0.2000,  0.2000]))
+    """
+    inputs, spec, shape = _prepare(
+        logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, None,
+        token_mask, token_weight, bounds, advantage_level, process_group, backend,
+    )  # fmt: skip
+    return _run(inputs, spec, shape, return_tokens, backend)
+
+
+def policy_loss_and_grad(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor | None,
+    advantages: torch.Tensor,
+    batch: PackedBatch | torch.Tensor,
+    gate: RatioGate | None = None,
+    *,
+    weights: torch.Tensor | None = None,
+    rollout_logp: torch.Tensor | None = None,
+    ref_logp: torch.Tensor | None = None,
+    kl: KLPenalty | None = None,
+    entropy: torch.Tensor | None = None,
+    window: EntropyWindow | None = None,
+    threshold: WindowState | torch.Tensor | None = None,
+    token_mask: torch.Tensor | None = None,
+    token_weight: torch.Tensor | None = None,
+    bounds: Bounds | None = None,
+    advantage_level: str | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
+    backend: str | None = None,
+) -> PolicyLossAndGrad:
+    """:func:`policy_loss` without autograd: loss, metrics and dL/dlogp (in the shape of logp) from one call.
+
+    >>> import hpo_core as hpo
+    >>> out = hpo.policy_loss_and_grad(torch.zeros(2), None, torch.ones(1), hpo.PackedBatch.from_lengths([2]))
+    >>> out.grad
+    tensor([-0.5000, -0.5000])
+    """
+    inputs, spec, shape = _prepare(
+        logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, None,
+        token_mask, token_weight, bounds, advantage_level, process_group, backend,
+    )  # fmt: skip
+    if backend == "reference":
+        with torch.enable_grad():
+            leaf = inputs.logp.detach().clone().requires_grad_()
+            op = resolve("gates", leaf, backend)
+            loss, vector, _ = op.policy_loss(inputs._replace(logp=leaf), spec)
+            (grad,) = torch.autograd.grad(loss, leaf)
+        return PolicyLossAndGrad(loss.detach(), Metrics(vector), grad.reshape(shape))
+    loss, vector, grad = ops.policy_loss_and_grad(inputs, spec, backend)
+    return PolicyLossAndGrad(loss, Metrics(vector), grad.reshape(shape))
+
+
+def hierarchical_policy_loss(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor | None,
+    rewards: torch.Tensor,
+    batch: PackedBatch | torch.Tensor,
+    *,
+    advantage: Callable[..., torch.Tensor] = grpo,
+    gate: RatioGate = _DEFAULT_GATE,
+    window: EntropyWindow | None = None,
+    entropy: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    rollout_logp: torch.Tensor | None = None,
+    ref_logp: torch.Tensor | None = None,
+    kl: KLPenalty | None = None,
+    threshold: WindowState | torch.Tensor | None = None,
+    token_mask: torch.Tensor | None = None,
+    token_weight: torch.Tensor | None = None,
+    bounds: Bounds | None = None,
+    advantage_level: str | None = None,
+    return_tokens: bool = False,
+    process_group: torch.distributed.ProcessGroup | None = None,
+    backend: str | None = None,
+) -> PolicyLoss:
+    """The single call over the three pillars: ``advantage``, then ``window.fit``, then :func:`policy_loss`, and nothing
+    else.
+
+    Bitwise equal to the three calls. The window's scores are computed once; no ``[T]`` tensor but them and dL/dlogp is
+    made.
+
+    Args:
+        rewards: ``[S]``, or what the estimator takes.
+        batch: with ``group_ids`` (without them the batch is one group).
+        advantage: an estimator, or ``functools.partial`` of one, called as ``advantage(rewards, batch.group_ids)``.
+        threshold: what ``window.fit`` returned for the whole optimiser step. Default: fitted on this batch.
+        everything else: as in :func:`policy_loss`.
+
+    >>> import hpo_core as hpo
+    >>> batch = hpo.PackedBatch.from_lengths([2, 2], group_ids=torch.tensor([0, 0]))
+    >>> out = hpo.hierarchical_policy_loss(torch.zeros(4), None, torch.tensor([1.0, 0.0]), batch)
+    >>> round(out.loss.item(), 6)
+    0.0
+    """
+    check_type(callable(advantage), "advantage: expected an estimator of hpo_core.advantages, got {!r}", advantage)
+    batch = _as_batch(batch)
+    asked = {} if backend is None else {"backend": backend}
+    advantages = advantage(rewards, batch.group_ids, **asked)
+    score = None
+    if window is not None and threshold is None:
+        check(entropy is not None, "entropy: a window needs the entropies [T]; pass entropy=")
+        assert entropy is not None
+        score = window.score(entropy, batch, backend=backend)
+        threshold = window.fit_score(score, backend=backend)
+    inputs, spec, shape = _prepare(
+        logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, score,
+        token_mask, token_weight, bounds, advantage_level, process_group, backend,
+    )  # fmt: skip
+    return _run(inputs, spec, shape, return_tokens, backend)
+
+
+# --------------------------------------------------------------------------------------------------- the call
+
+
+def _run(
+    inputs: PolicyLossInputs, spec: PolicyLossSpec, shape: torch.Size, return_tokens: bool, backend: str | None
+) -> PolicyLoss:
+    if backend == "reference":
+        loss, vector, tokens = resolve("gates", inputs.logp, backend).policy_loss(inputs, spec)
+    else:
+        loss, vector, tokens = ops.policy_loss(inputs, spec, backend, return_tokens)
+    return PolicyLoss(loss, Metrics(vector), tokens.reshape(shape) if return_tokens else None)
+
+
+def _prepare(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor | None,
+    advantages: torch.Tensor,
+    batch: PackedBatch | torch.Tensor,
+    gate: RatioGate | None,
+    weights: torch.Tensor | None,
+    rollout_logp: torch.Tensor | None,
+    ref_logp: torch.Tensor | None,
+    kl: KLPenalty | None,
+    entropy: torch.Tensor | None,
+    window: EntropyWindow | None,
+    threshold: WindowState | torch.Tensor | None,
+    score: torch.Tensor | None,
+    token_mask: torch.Tensor | None,
+    token_weight: torch.Tensor | None,
+    bounds: Bounds | None,
+    advantage_level: str | None,
+    process_group: torch.distributed.ProcessGroup | None,
+    backend: str | None,
+) -> tuple[PolicyLossInputs, PolicyLossSpec, torch.Size]:
+    """Check every argument once and bring it to what kernels take: flat, contiguous, float32, one device."""
+    check_type(isinstance(logp, torch.Tensor), "logp: expected a tensor [T], got {}", type(logp))
+    batch = _as_batch(batch)
+    gate = _DEFAULT_GATE if gate is None else gate
+    check_type(isinstance(gate, RatioGate), "gate: expected a RatioGate from hpo_core.gates, got {}", gate)
+    check(
+        rollout_logp is None,
+        "rollout_logp: the gate {!r} does not read the sampler's log-probabilities; drop it, or pass them as old_logp",
+        gate.name,
+    )
+    check(process_group is None, "process_group: no level of the gate {!r} spans ranks; drop it", gate.name)
+    check_type(
+        kl is None or isinstance(kl, KLPenalty), "kl: expected a penalty such as hpo_core.kl.k3(beta), got {!r}", kl
+    )
+    check(
+        (kl is None) == (ref_logp is None), "kl: ref_logp and kl go together, got only {}", "kl" if kl else "ref_logp"
+    )
+
+    dtype, shape, device = _dtype(logp, backend), logp.shape, logp.device
+    if shape != (batch.total_tokens,):
+        check_shape("logp", logp, batch.padded_shape or (batch.total_tokens,), "[T] (or the padded [B, L])")
+    check(device == batch.device, "logp: expected device {} (that of the batch), got {}", batch.device, device)
+
+    def token(name: str, tensor: torch.Tensor | None, kind: torch.dtype = dtype) -> torch.Tensor | None:
+        return None if tensor is None else _constant(name, tensor, shape, "[T] (that of logp)", kind, device)
+
+    check_type(
+        bounds is None or (isinstance(bounds, tuple) and len(bounds) == 2),
+        "bounds: expected a pair (low, high) of tensors [T] or None, got {}",
+        type(bounds),
+    )
+    low, high = (None, None) if bounds is None else bounds
+    check(
+        (low is None and high is None) or gate.takes_bounds,
+        "bounds: the gate {!r} has no token clip for them to replace; use ppo_clip, dapo or cispo",
+        gate.name,
+    )
+    limit: torch.Tensor | None = None
+    if window is None:
+        check(threshold is None, "threshold: given without a window; pass window= too")
+    else:
+        check_type(isinstance(window, EntropyWindow), "window: expected one of hpo_core.entropy, got {!r}", window)
+        score, value = _selection(window, threshold, score, entropy, batch, backend)
+        limit = _constant("threshold", value, (1,), "[1] (what window.fit returned)", dtype, device)
+    per_token, level_advantages = _advantage_level(advantages, advantage_level, batch, shape)
+    trajectories = batch.trajectories if gate.level is not None else None
+    row_trajectory, start, rows = trajectories if trajectories is not None else (None, None, None)
+    if weights is None:
+        weights = batch.once(aggregation.token_mean)
+    inputs = PolicyLossInputs(
+        logp=_flat(logp),
+        old_logp=token("old_logp", old_logp),
+        advantages=_constant("advantages", level_advantages, level_advantages.shape, "", dtype, device),
+        weights=_constant("weights", weights, (batch.rows,), "[S] (one per row)", dtype, device),
+        cu_seqlens=batch.cu_seqlens,
+        mask=batch.mask,
+        ref_logp=token("ref_logp", ref_logp),
+        entropy=None if entropy is None else token("entropy", entropy.detach()),
+        score=score,
+        threshold=limit,
+        token_mask=token("token_mask", token_mask, torch.bool),
+        token_weight=token("token_weight", token_weight),
+        low=token("bounds[0]", low),
+        high=token("bounds[1]", high),
+        row_trajectory=row_trajectory,
+        trajectory_start=start,
+        trajectory_rows=rows,
+        advantage_per_token=per_token,
+    )
+    return inputs, gate.spec(kl, window is not None and window.strict), shape
+
+
+def _dtype(logp: torch.Tensor, backend: str | None) -> torch.dtype:
+    if logp.dtype == torch.float32:
+        return torch.float32
+    if logp.dtype in (torch.float16, torch.bfloat16):
+        raise TypeError(f"logp: expected float32, got {str(logp.dtype).removeprefix('torch.')}; {_ROUNDING}")
+    if backend == "reference" and logp.dtype == torch.float64:
+        return torch.float64
+    got = str(logp.dtype).removeprefix("torch.")
+    raise TypeError(f"logp: expected float32, got {got}; use .float(), or backend='reference' for float64")
+
+
+def _as_batch(batch: PackedBatch | torch.Tensor) -> PackedBatch:
+    if isinstance(batch, PackedBatch):
+        return batch
+    check_type(isinstance(batch, torch.Tensor), "batch: expected a PackedBatch or a mask [B, L], got {}", type(batch))
+    return PackedBatch.from_padded(batch)
+
+
+def _constant(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], meaning: str, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A checked constant of the differentiation: flat, contiguous, in the op's dtype, on logp's device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor {meaning}, got {type(tensor)}")
+    if tensor.shape != shape:
+        check_shape(name, tensor, shape, meaning)
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device} (that of logp), got {tensor.device}")
+    if tensor.requires_grad:
+        raise ValueError(f"{name}: it is a constant of the loss but requires a gradient; pass {name}.detach()")
+    if tensor.dtype != dtype:
+        if dtype == torch.bool or tensor.dtype == torch.bool:
+            check_dtype(name, tensor, (dtype,), "convert it")
+        if tensor.dtype in (torch.float16, torch.bfloat16) and name in ("old_logp", "ref_logp"):
+            raise TypeError(f"{name}: expected float32, got {str(tensor.dtype).removeprefix('torch.')}; {_ROUNDING}")
+        tensor = tensor.to(dtype)
+    return _flat(tensor)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """``[T]``, contiguous: the tensor itself where it is that already, which spares a view and a node in the graph."""
+    return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1).contiguous()
+
+
+def _selection(
+    window: EntropyWindow,
+    threshold: WindowState | torch.Tensor | None,
+    score: torch.Tensor | None,
+    entropy: torch.Tensor | None,
+    batch: PackedBatch,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The window's scores ``[T]`` and its threshold."""
+    check(entropy is not None, "entropy: a window needs the entropies [T]; pass entropy=")
+    assert entropy is not None
+    if score is None:
+        score = window.score(entropy, batch, backend=backend)
+    if threshold is None:
+        check(
+            window.scope == "call",
+            "threshold: the window {!r} selects over the whole batch; pass threshold=window.fit(entropy, batch), "
+            "fitted on the optimiser step, or build the window with scope='call'",
+            window.name,
+        )
+        threshold = window.fit_score(score, backend=backend)
+    return score, threshold.threshold if isinstance(threshold, WindowState) else threshold
+
+
+def _advantage_level(
+    advantages: torch.Tensor, level: str | None, batch: PackedBatch, shape: torch.Size
+) -> tuple[bool, torch.Tensor]:
+    """Whether advantages are per token, and they themselves per token or per row."""
+    check_type(isinstance(advantages, torch.Tensor), "advantages: expected a tensor [S], got {}", type(advantages))
+    steps = batch.num_steps
+    lengths: dict[str, tuple[int, ...]] = {"token": shape, "row": (batch.rows,)}
+    if steps is not None:
+        lengths["step"] = (steps,)
+    if level is None:
+        fits = [name for name in lengths if advantages.shape == lengths[name]]
+        if len(fits) != 1:
+            known = ", ".join(f"{name} {list(length)}" for name, length in lengths.items())
+            if fits:
+                raise ValueError(
+                    f"advantage_level: advantages of shape {list(advantages.shape)} fit {' and '.join(fits)}; say which"
+                )
+            raise ValueError(
+                f"advantages: expected one per row, token or step ({known}), got {list(advantages.shape)}; "
+                f"for trajectories, groups and domains give advantage_level"
+            )
+        level = fits[0]
+    check(level in _LEVELS, "advantage_level: expected one of {}, got {!r}", _LEVELS, level)
+    if level in lengths:
+        if advantages.shape != lengths[level]:
+            check_shape("advantages", advantages, lengths[level], f"(one per {level})")
+        if level != "step":
+            return level == "token", advantages
+        step = batch.step_of_token()  # a token outside every step has advantage 0
+        if advantages.numel() == 0:
+            return True, advantages.new_zeros(shape)
+        spread = torch.where(
+            step >= 0, advantages[step.clamp(min=0)], torch.zeros((), dtype=advantages.dtype, device=step.device)
+        )
+        return True, spread.reshape(shape)
+    ids = {"trajectory": batch.trajectory_ids, "group": batch.group_ids, "domain": batch.domain_ids}.get(level)
+    check(ids is not None, "advantage_level: {!r} needs {}_ids in the batch", level, level)
+    assert ids is not None
+    check(advantages.dim() == 1, "advantages: expected one per {}, got shape {}", level, list(advantages.shape))
+    inside = (ids >= 0) & (ids < advantages.numel())
+    chosen = (
+        advantages[ids.clamp(0, max(advantages.numel() - 1, 0))]
+        if advantages.numel()
+        else advantages.new_zeros(batch.rows)
+    )
+    # An id without an advantage gets NaN: the loss leaves its tokens out and counts them in metrics.bad_advantages.
+    return False, torch.where(inside, chosen, torch.full_like(chosen, torch.nan))

@@ -1,0 +1,149 @@
+"""One fixed-length device vector of sums, counts and extrema; every division happens at the end.
+
+The loss writes a float64 vector with one slot per quantity. Vectors of micro-batches and ranks combine slot by slot
+(``+``, ``all_reduce``), and only ``compute`` copies anything to the host, once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed
+
+from .checks import check
+
+__all__ = ["SLOTS", "Metrics"]
+
+# name -> reduction. The order is that of csrc/include/hpo/metrics.h; a test compares the two.
+SLOTS: dict[str, str] = {
+    "tokens": "sum",  # valid tokens
+    "selected": "sum",  # of those, tokens whose policy term counts (window, token mask, finite advantage)
+    "rows": "sum",  # rows with at least one valid token
+    "loss": "sum",
+    "log_ratio_sum": "sum",
+    "log_ratio_square": "sum",
+    "ratio_deviation": "sum",  # sum of r - 1, log-ratio saturated at +-40
+    "ratio_deviation_square": "sum",  # sum of (r - 1)^2
+    "log_ratio_min": "min",
+    "log_ratio_max": "max",
+    "clipped_high_positive": "sum",  # selected tokens beyond the upper bound with advantage >= 0
+    "clipped_low_positive": "sum",
+    "clipped_low_negative": "sum",
+    "clipped_high_negative": "sum",  # the dual clip
+    "reference_log_ratio": "sum",  # s = logp - ref_logp
+    "reference_log_ratio_square": "sum",
+    "reference_k3": "sum",
+    "penalty": "sum",  # the KL penalty's share of the loss
+    "entropy": "sum",
+    "entropy_tokens": "sum",
+    "nan_tokens": "sum",  # error counters: see FLAGS
+    "infinite_tokens": "sum",
+    "bad_offsets": "sum",
+    "bad_advantages": "sum",
+}
+_INDEX = {name: slot for slot, name in enumerate(SLOTS)}
+
+# error counter -> what it says
+FLAGS: dict[str, str] = {
+    "nan_tokens": "a log-ratio, reference log-ratio or window score at a valid token was NaN; the token was left out",
+    "infinite_tokens": "a log-ratio at a valid token was infinite; it was saturated with gradient 0",
+    "bad_offsets": "an entry of cu_seqlens or another index was out of range; the row was left out",
+    "bad_advantages": "an advantage, weight or token weight at a valid token was not finite; it was not selected",
+}
+
+
+def slot(name: str) -> int:
+    """Index of a slot in the vector."""
+    return _INDEX[name]
+
+
+def empty_metrics(device: torch.device | str) -> torch.Tensor:
+    """The neutral element: zeros, +inf for minima, -inf for maxima."""
+    start = {"sum": 0.0, "min": math.inf, "max": -math.inf}
+    return torch.tensor([start[reduction] for reduction in SLOTS.values()], dtype=torch.float64, device=device)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What one loss call (or several, added up) observed, still on the device.
+
+    ``vector`` is float64 ``[len(SLOTS)]``. Nothing is copied to the host before :meth:`compute`.
+
+    >>> import torch, hpo_core as hpo
+    >>> batch = hpo.PackedBatch.from_lengths([2, 1])
+    >>> out = hpo.policy_loss(torch.zeros(3), torch.zeros(3), torch.ones(2), batch)
+    >>> out.metrics.compute()["tokens"]
+    3.0
+    """
+
+    vector: torch.Tensor
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """One raw slot as a 0-dim device tensor."""
+        check(name in _INDEX, "metrics: no slot named {!r}; the slots are {}", name, ", ".join(SLOTS))
+        return self.vector[_INDEX[name]]
+
+    def __add__(self, other: Metrics) -> Metrics:
+        return Metrics(_fold(torch.stack((self.vector, other.vector))))
+
+    def all_reduce(self, group: torch.distributed.ProcessGroup | None = None) -> Metrics:
+        """Combine over the ranks of ``group``: one all-gather and a local fold in rank order, bitwise equal on every
+        rank."""
+        gathered = [torch.empty_like(self.vector) for _ in range(torch.distributed.get_world_size(group))]
+        torch.distributed.all_gather(gathered, self.vector, group=group)
+        return Metrics(_fold(torch.stack(gathered)))
+
+    @property
+    def flags(self) -> torch.Tensor:
+        """Error counters ``[len(FLAGS)]`` in the order of ``FLAGS``: sticky, all 0 when nothing was wrong."""
+        return torch.stack([self[name] for name in FLAGS])
+
+    def compute(self) -> dict[str, float]:
+        """Means, fractions and counts as Python floats: the only copy to the host. Empty denominators give NaN."""
+        raw = dict(zip(SLOTS, self.vector.tolist(), strict=True))
+        tokens, selected = raw["tokens"], raw["selected"]
+        ratio_sum = raw["ratio_deviation"] + tokens
+        ratio_square = raw["ratio_deviation_square"] + 2 * raw["ratio_deviation"] + tokens
+        clipped = {side: raw[f"clipped_{side}"] for side in _CLIP_SIDES}
+        return {
+            "loss": raw["loss"],
+            "tokens": tokens,
+            "rows": raw["rows"],
+            "selected_fraction": _ratio(selected, tokens),
+            "clip_fraction": _ratio(sum(clipped.values()), selected),
+            **{f"clip_fraction_{side}": _ratio(count, selected) for side, count in clipped.items()},
+            "ratio_mean": _ratio(ratio_sum, tokens),
+            "ratio_min": math.exp(min(raw["log_ratio_min"], 60.0)) if tokens else math.nan,
+            "ratio_max": math.exp(raw["log_ratio_max"]) if tokens else math.nan,
+            "effective_sample_size": _ratio(ratio_sum * ratio_sum, tokens * ratio_square),
+            "kl_old_k1": _ratio(-raw["log_ratio_sum"], tokens),
+            "kl_old_k2": _ratio(0.5 * raw["log_ratio_square"], tokens),
+            "kl_old_k3": _ratio(raw["ratio_deviation"] - raw["log_ratio_sum"], tokens),
+            "kl_reference_k1": _ratio(raw["reference_log_ratio"], tokens),
+            "kl_reference_k2": _ratio(0.5 * raw["reference_log_ratio_square"], tokens),
+            "kl_reference_k3": _ratio(raw["reference_k3"], tokens),
+            "penalty": raw["penalty"],
+            "entropy": _ratio(raw["entropy"], raw["entropy_tokens"]),
+            **{name: raw[name] for name in FLAGS},
+        }
+
+
+_CLIP_SIDES = ("high_positive", "low_positive", "low_negative", "high_negative")
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.nan
+
+
+def _fold(rows: torch.Tensor) -> torch.Tensor:
+    """Reduce [R, slots] slot by slot, in row order, so that every rank gets the same bits."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    for index, reduction in enumerate(SLOTS.values()):
+        if reduction != "sum":
+            column = rows[:, index]
+            total[index] = column.amin() if reduction == "min" else column.amax()
+    return total

@@ -1,0 +1,343 @@
+"""The five ops: straight to the backend on plain tensors, through ``torch.library`` operators where something watches.
+
+In eager mode the dispatcher would cost more than a small kernel, so plain tensors skip it. Under ``torch.compile``, a
+dispatch mode or a ``torch.func`` transform, and for fake or other subclassed tensors, the same call goes through
+``torch.ops.hpo_core.*``, whose fakes are shape functions. In a compiled graph the numbers of a gate are constants;
+sizes are not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .backends import resolve
+from .metrics import SLOTS
+from .specs import (
+    Boundary,
+    Center,
+    EpsMode,
+    GroupNormalisation,
+    Head,
+    Invalid,
+    KLEstimator,
+    KLGradient,
+    OrderRule,
+    PolicyLossInputs,
+    PolicyLossSpec,
+    Routing,
+    Scale,
+    TokenGate,
+)
+
+__all__ = [
+    "SECOND_DERIVATIVE",
+    "group_normalise",
+    "order_statistic",
+    "policy_loss",
+    "policy_loss_and_grad",
+    "row_counts",
+    "window_score",
+]
+
+SECOND_DERIVATIVE = (
+    "hpo_core.policy_loss: second derivatives are not supported (the backward holds dL/dlogp, not a graph); "
+    "use backend='reference' to differentiate twice"
+)
+
+_LIBRARY: Any = torch.library.Library("hpo_core", "DEF")  # type: ignore[no-untyped-call]
+_OPERATORS = torch.ops.hpo_core
+
+
+def _watched(tensor: torch.Tensor) -> bool:
+    """Whether a tracer, a transform, a dispatch mode or the tensor's own class must see the call."""
+    return (
+        torch.compiler.is_compiling()
+        or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
+# ------------------------------------------------------------------------------------------------ policy loss
+
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # loss, metrics, grad, loss_t
+
+
+def policy_loss(
+    inputs: PolicyLossInputs, spec: PolicyLossSpec, backend: str | None, want_tokens: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Loss (differentiable in ``inputs.logp``), metrics vector, and loss_t if wanted; not for the reference backend."""
+    logp = inputs.logp
+    want_grad = logp.requires_grad and torch.is_grad_enabled()
+    outputs: Outputs
+    if torch._C._are_functorch_transforms_active():
+        outputs = _apply_in_transform(logp, inputs, spec, backend, want_tokens)
+    elif want_grad and not _watched(logp):
+        outputs = _apply(logp, inputs, spec, backend, want_tokens)
+    else:
+        outputs = _run(inputs, spec, backend, want_grad, want_tokens)
+    loss, metrics, _, tokens = outputs
+    return loss, metrics, tokens if want_tokens else None
+
+
+def policy_loss_and_grad(
+    inputs: PolicyLossInputs, spec: PolicyLossSpec, backend: str | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss, metrics vector and dL/dlogp ``[T]``, without autograd; not for the reference backend."""
+    inputs = inputs._replace(logp=inputs.logp.detach())
+    loss, metrics, grad, _ = _run(inputs, spec, backend, True, False)
+    assert grad is not None
+    return loss, metrics, grad
+
+
+def _run(
+    inputs: PolicyLossInputs, spec: PolicyLossSpec, backend: str | None, want_grad: bool, want_tokens: bool
+) -> Outputs:
+    outputs: Outputs
+    if _watched(inputs.logp):
+        outputs = _OPERATORS.policy_loss(*inputs, *_numbers_of(spec), backend or "", want_grad, want_tokens)
+    else:
+        outputs = resolve("gates", inputs.logp, backend).policy_loss(inputs, spec, want_grad, want_tokens)
+    return outputs
+
+
+class _PolicyLoss(torch.autograd.Function):
+    """Saves dL/dlogp and nothing else; the backward is one multiplication."""
+
+    @staticmethod
+    def forward(
+        logp: torch.Tensor, inputs: PolicyLossInputs, spec: PolicyLossSpec, backend: str | None, want_tokens: bool
+    ) -> Outputs:
+        outputs: Outputs = resolve("gates", logp, backend).policy_loss(inputs, spec, True, want_tokens)
+        return outputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Outputs) -> None:
+        _save(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return _backward(ctx, *gradients)
+
+
+_apply_in_transform: Any = _PolicyLoss.apply
+# The same without what torch.func needs: Function.apply inspects the signature of forward at every call, which takes as
+# long as all the rest.
+_apply: Any = super(torch.autograd.Function, _PolicyLoss).apply
+
+
+def _save(ctx: Any, inputs: Any, output: Outputs) -> None:
+    _, metrics, grad, tokens = output
+    # grad stays differentiable on purpose: who differentiates the backward again arrives in it, and is told.
+    ctx.mark_non_differentiable(*(tensor for tensor in (metrics, tokens) if tensor is not None))
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(grad)
+
+
+def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    loss_gradient, _, grad_gradient, _ = gradients
+    if grad_gradient is not None:
+        raise RuntimeError(SECOND_DERIVATIVE)
+    (grad,) = ctx.saved_tensors
+    logp_gradient = None if loss_gradient is None else loss_gradient * grad
+    return logp_gradient, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+_LIBRARY.define(
+    "policy_loss(Tensor logp, Tensor? old_logp, Tensor advantages, Tensor weights, Tensor cu_seqlens, Tensor? mask, "
+    "Tensor? ref_logp, Tensor? entropy, Tensor? score, Tensor? threshold, Tensor? token_mask, Tensor? token_weight, "
+    "Tensor? low, Tensor? high, Tensor? row_trajectory, Tensor? trajectory_start, Tensor? trajectory_rows, "
+    "bool advantage_per_token, int[] structure, float[] numbers, str backend, bool want_grad, bool want_tokens) "
+    "-> (Tensor loss, Tensor metrics, Tensor grad, Tensor tokens)"
+)
+
+
+def _policy_loss(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    *tensors, structure, numbers, backend, want_grad, want_tokens = arguments
+    inputs = PolicyLossInputs(*tensors)
+    run = resolve("gates", inputs.logp, backend or None).policy_loss
+    loss, metrics, grad, tokens = run(inputs, _spec_of(structure, numbers), want_grad, want_tokens)
+    nothing = inputs.logp.new_empty(0)
+    return loss, metrics, nothing if grad is None else grad, nothing.clone() if tokens is None else tokens
+
+
+def _policy_loss_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    logp, want_grad, want_tokens = arguments[0], *arguments[-2:]
+    metrics = logp.new_empty(len(SLOTS), dtype=torch.float64)
+    grad, tokens = (torch.empty_like(logp) if want else logp.new_empty(0) for want in (want_grad, want_tokens))
+    return logp.new_empty(()), metrics, grad, tokens
+
+
+def _numbers_of(spec: PolicyLossSpec) -> tuple[list[int], list[float]]:
+    """A spec as operator arguments: its structure, and its numbers."""
+    flags = (*spec.low_driven, *spec.high_driven, spec.has_level, spec.level_clips, spec.strict)
+    structure = [int(kind) for kind in (spec.token, spec.routing, spec.head, spec.kl, spec.kl_gradient, *flags)]
+    pairs = (spec.token_low, spec.token_high, spec.level_log_low, spec.level_log_high)
+    return structure, [*(bound for pair in pairs for bound in pair), spec.kl_beta]
+
+
+def _spec_of(structure: list[int], numbers: list[float]) -> PolicyLossSpec:
+    token, routing, head, kl, kl_gradient, *flags = structure
+    *low_driven, high_driven_positive, high_driven_negative, has_level, level_clips, strict = map(bool, flags)
+    return PolicyLossSpec(
+        token=TokenGate(token),
+        token_low=(numbers[0], numbers[1]),
+        token_high=(numbers[2], numbers[3]),
+        low_driven=(low_driven[0], low_driven[1]),
+        high_driven=(high_driven_positive, high_driven_negative),
+        has_level=has_level,
+        level_clips=level_clips,
+        level_log_low=(numbers[4], numbers[5]),
+        level_log_high=(numbers[6], numbers[7]),
+        routing=Routing(routing),
+        head=Head(head),
+        kl=KLEstimator(kl),
+        kl_gradient=KLGradient(kl_gradient),
+        kl_beta=numbers[8],
+        strict=strict,
+    )
+
+
+# ------------------------------------------------------------------------------------- ops without a gradient
+
+
+def group_normalise(
+    values: torch.Tensor,
+    ids: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    apply_mask: torch.Tensor | None,
+    spec: GroupNormalisation,
+    backend: str | None,
+) -> torch.Tensor:
+    result: torch.Tensor
+    if _watched(values):
+        kinds = (int(spec.center), int(spec.scale), spec.ddof, spec.eps, int(spec.eps_mode), spec.keep_singletons)
+        result = _OPERATORS.group_normalise(values, ids, mask, apply_mask, *kinds, backend or "")
+    else:
+        result = resolve("advantages", values, backend).group_normalise(values, ids, mask, apply_mask, spec)
+    return result
+
+
+_LIBRARY.define(
+    "group_normalise(Tensor values, Tensor? ids, Tensor? mask, Tensor? apply_mask, int center, int scale, int ddof, "
+    "float eps, int eps_mode, bool keep_singletons, str backend) -> Tensor"
+)
+
+
+def _group_normalise(
+    values: torch.Tensor,
+    ids: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    apply_mask: torch.Tensor | None,
+    center: int,
+    scale: int,
+    ddof: int,
+    eps: float,
+    eps_mode: int,
+    keep_singletons: bool,
+    backend: str,
+) -> Any:
+    spec = GroupNormalisation(Center(center), Scale(scale), ddof, eps, EpsMode(eps_mode), keep_singletons)
+    run = resolve("advantages", values, backend or None).group_normalise
+    return run(values, ids, mask, apply_mask, spec)
+
+
+def window_score(
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    first: int,
+    last: int,
+    boundary: Boundary,
+    invalid: Invalid,
+    backend: str | None,
+) -> torch.Tensor:
+    result: torch.Tensor
+    if _watched(values):
+        kinds = (int(boundary), int(invalid))
+        result = _OPERATORS.window_score(values, mask, cu_seqlens, first, last, *kinds, backend or "")
+    else:
+        run = resolve("entropy", values, backend).window_score
+        result = run(values, mask, cu_seqlens, first, last, boundary, invalid)
+    return result
+
+
+_LIBRARY.define(
+    "window_score(Tensor values, Tensor? mask, Tensor cu_seqlens, int first, int last, int boundary, int invalid, "
+    "str backend) -> Tensor"
+)
+
+
+def _window_score(
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    first: int,
+    last: int,
+    boundary: int,
+    invalid: int,
+    backend: str,
+) -> Any:
+    run = resolve("entropy", values, backend or None).window_score
+    return run(values, mask, cu_seqlens, first, last, Boundary(boundary), Invalid(invalid))
+
+
+def order_statistic(
+    score: torch.Tensor, numerator: int, denominator: int, rule: OrderRule, backend: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    result: tuple[torch.Tensor, torch.Tensor]
+    if _watched(score):
+        result = _OPERATORS.order_statistic(score, numerator, denominator, int(rule), backend or "")
+    else:
+        result = resolve("entropy", score, backend).order_statistic(score, numerator, denominator, rule)
+    return result
+
+
+_LIBRARY.define(
+    "order_statistic(Tensor score, int numerator, int denominator, int rule, str backend) "
+    "-> (Tensor threshold, Tensor counts)"
+)
+
+
+def _order_statistic(score: torch.Tensor, numerator: int, denominator: int, rule: int, backend: str) -> Any:
+    run = resolve("entropy", score, backend or None).order_statistic
+    return run(score, numerator, denominator, OrderRule(rule))
+
+
+def row_counts(
+    mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int, backend: str | None
+) -> torch.Tensor:
+    result: torch.Tensor
+    if _watched(cu_seqlens):
+        result = _OPERATORS.row_counts(mask, cu_seqlens, total_tokens, backend or "")
+    else:
+        result = resolve("segments", cu_seqlens, backend).row_counts(mask, cu_seqlens, total_tokens)
+    return result
+
+
+_LIBRARY.define("row_counts(Tensor? mask, Tensor cu_seqlens, SymInt total_tokens, str backend) -> Tensor")
+
+
+def _row_counts(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int, backend: str) -> Any:
+    return resolve("segments", cu_seqlens, backend or None).row_counts(mask, cu_seqlens, total_tokens)
+
+
+# ----------------------------------------------------------------------------------------------- registration
+
+
+def _register(name: str, implementation: Any, fake: Any) -> None:
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, implementation, device)
+    torch.library.register_fake(f"hpo_core::{name}", fake, lib=_LIBRARY)
+
+
+_register("policy_loss", _policy_loss, _policy_loss_fake)
+_register("group_normalise", _group_normalise, lambda values, *_: torch.empty_like(values))
+_register("window_score", _window_score, lambda values, *_: torch.empty_like(values))
+_register(
+    "order_statistic", _order_statistic, lambda score, *_: (score.new_empty(1), score.new_empty(2, dtype=torch.int64))
+)
+_register("row_counts", _row_counts, lambda mask, cu_seqlens, *_: cu_seqlens.new_empty(cu_seqlens.shape[0] - 1))
+torch.library.register_autograd("hpo_core::policy_loss", _backward, setup_context=_save, lib=_LIBRARY)

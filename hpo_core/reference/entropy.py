@@ -1,0 +1,65 @@
+"""Entropy windows: windowed means that never cross a row, and exact order statistics."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..specs import Boundary, Invalid, OrderRule
+from .segments import row_of_token
+
+__all__ = ["order_statistic", "window_score"]
+
+
+def window_score(
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    first: int,
+    last: int,
+    boundary: Boundary,
+    invalid: Invalid,
+) -> torch.Tensor:
+    """Mean of ``values`` over ``{t + first, ..., t + last}`` cut by the row of t, ``[T]``.
+
+    -inf where the window is undefined or t is not valid (such a score is below every threshold); NaN where the value of
+    a valid t is itself not finite. Values that are not finite count as invalid inside the windows of their neighbours.
+    """
+    values = values.detach()
+    row = row_of_token(cu_seqlens, values.numel())
+    inside = row >= 0 if mask is None else mask & (row >= 0)
+    usable = inside & torch.isfinite(values)
+    width = last - first + 1
+    score = torch.full_like(values, -math.inf)
+    for t in inside.nonzero().flatten().tolist():
+        if not usable[t]:
+            score[t] = math.nan
+            continue
+        begin, end = cu_seqlens[row[t]].item(), cu_seqlens[row[t] + 1].item()
+        low, high = max(t + first, begin), min(t + last, end - 1)
+        reaches_out = high - low + 1 < width
+        window = slice(low, max(low, high + 1))  # a negative end would count from the back of the pack
+        chosen = values[window][usable[window]]
+        if (boundary is Boundary.FULL and reaches_out) or chosen.numel() == 0:
+            continue
+        if invalid is Invalid.BREAK and chosen.numel() < high - low + 1:
+            continue
+        score[t] = chosen.sum() / (width if boundary is Boundary.ZERO else chosen.numel())
+    return score
+
+
+def order_statistic(
+    score: torch.Tensor, numerator: int, denominator: int, rule: OrderRule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x_(i)`` of the n finite scores in ascending order, ``i = rule(numerator (n - 1) / denominator)`` in exact
+    integers.
+
+    Returns the threshold ``[1]`` (NaN if n = 0) and ``[2]`` int64: n, and the number of NaN scores.
+    """
+    population = score[torch.isfinite(score)].sort().values
+    n = population.numel()
+    counts = torch.tensor([n, int(score.isnan().sum())], device=score.device)
+    if n == 0:
+        return score.new_full((1,), math.nan), counts
+    return population[rule.index(numerator, denominator, n)].reshape(1) + 0.0, counts  # + 0.0: -0 becomes +0

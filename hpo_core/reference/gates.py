@@ -1,0 +1,202 @@
+"""The policy loss: hierarchical ratio gating, selection, weights and the reference penalty, as one differentiable
+formula.
+
+For token t of row s in trajectory i, with ``m`` the validity mask and ``w`` the row weights::
+
+    x_t = logp_t - old_logp_t                              saturated at +-60 with its derivative kept
+    a_i = mean of x over the valid tokens of i             (only with a trajectory level)
+    z_t = g_1(a_i) + g_0(x_t - a_i)                        gates chosen by the sign of A_t
+    M_t = token_mask_t  and  score_t >= threshold  and  A_t finite
+    loss_t = -M_t W_t A_t Phi(z_t) + beta k(logp_t - ref_logp_t)
+    loss   = sum_t m_t w_s loss_t
+
+``Phi`` is ``e^z`` (linear head) or ``sg[e^z] logp`` (score head). A NaN log-ratio takes its token out of m; an infinite
+one saturates with derivative 0.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..metrics import empty_metrics, slot
+from ..specs import Head, KLEstimator, KLGradient, PolicyLossInputs, PolicyLossSpec, Routing, TokenGate
+from .segments import row_of_token
+
+__all__ = ["policy_loss"]
+
+SATURATION = 60.0
+STATISTIC_SATURATION = 40.0  # ratio statistics, not the loss
+
+
+def policy_loss(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the loss (0-dim, differentiable in ``logp``), the metrics vector (float64) and ``loss_t`` ``[T]``
+    (detached).
+
+    Computes in the dtype of ``logp``; float64 is the definition.
+    """
+    logp, metrics = inputs.logp, empty_metrics(inputs.logp.device)
+    row = row_of_token(inputs.cu_seqlens, logp.numel())
+    offsets = inputs.cu_seqlens
+    bad_rows = (offsets[:-1] < 0) | (offsets[1:] < offsets[:-1]) | (offsets[1:] > logp.numel())
+    given = row >= 0 if inputs.mask is None else (row >= 0) & inputs.mask
+    row = row.clamp(min=0)
+
+    # What a masked position holds is replaced before any arithmetic: 0 * NaN would be NaN, in the gradient too.
+    logp = torch.where(given, logp, torch.zeros_like(logp))
+    old_logp = logp.detach() if inputs.old_logp is None else _read(inputs.old_logp, given, logp)
+    raw = logp - old_logp
+    ref_logp = None if inputs.ref_logp is None else _read(inputs.ref_logp, given, logp)
+    raw_ref = None if ref_logp is None else logp - ref_logp
+    score = None if inputs.score is None else _read(inputs.score, given, logp)
+
+    nan = raw.isnan() if raw_ref is None else raw.isnan() | raw_ref.isnan()
+    valid = given & ~nan
+    infinite = valid & (raw.isinf() if raw_ref is None else raw.isinf() | raw_ref.isinf())
+    x = _saturate(raw, valid)
+
+    advantage = (inputs.advantages if inputs.advantage_per_token else _of_row(inputs.advantages, row)).to(logp.dtype)
+    token_weight = (
+        torch.ones_like(logp) if inputs.token_weight is None else _read(inputs.token_weight, given, logp, 1.0)
+    )
+    weight = _of_row(inputs.weights.to(logp.dtype), row)
+    scaled = weight * advantage * token_weight
+    bad_advantage = valid & ~torch.isfinite(scaled)
+    selected = valid & ~bad_advantage
+    if inputs.token_mask is not None:
+        selected = selected & inputs.token_mask
+    if score is not None and inputs.threshold is not None:
+        above = score > inputs.threshold if spec.strict else score >= inputs.threshold
+        selected = selected & above
+    unweighted = torch.where(selected, advantage * token_weight, torch.zeros_like(logp))
+    weight = torch.where(valid & torch.isfinite(weight), weight, torch.zeros_like(weight))
+
+    negative = (advantage < 0).long()
+    z, clipped_low, clipped_high = _gated_log_ratio(x, valid, row, negative, given, inputs, spec)
+    ratio = torch.exp(_saturate(z, valid))
+    if spec.head is Head.LINEAR:
+        policy = -unweighted * ratio
+    else:
+        policy = -unweighted * ratio.detach() * torch.where(raw.isinf(), torch.zeros_like(logp), logp)
+    loss_t = torch.where(valid, policy, torch.zeros_like(policy))
+
+    if raw_ref is not None:
+        s = _saturate(raw_ref, valid)
+        penalty = torch.where(valid, spec.kl_beta * _kl(spec, s, x), torch.zeros_like(s))
+        loss_t = loss_t + penalty
+        metrics[slot("penalty")] = (weight * penalty).sum().detach()
+        metrics[slot("reference_log_ratio")] = s[valid].sum().detach()
+        metrics[slot("reference_log_ratio_square")] = s[valid].square().sum().detach()
+        metrics[slot("reference_k3")] = (torch.exp(-s[valid]) - 1 + s[valid]).sum().detach()
+    largest = torch.finfo(torch.float32).max
+    loss = (weight * loss_t).sum()
+    loss = loss.detach().clamp(-largest, largest) + (loss - loss.detach())
+
+    with torch.no_grad():
+        r = torch.exp(x[valid].clamp(-STATISTIC_SATURATION, STATISTIC_SATURATION))
+        metrics[slot("tokens")] = valid.sum()
+        metrics[slot("selected")] = selected.sum()
+        metrics[slot("rows")] = row[valid].unique().numel()  # type: ignore[no-untyped-call]
+        metrics[slot("loss")] = loss
+        metrics[slot("log_ratio_sum")] = x[valid].sum()
+        metrics[slot("log_ratio_square")] = x[valid].square().sum()
+        metrics[slot("ratio_deviation")] = (r - 1).sum()
+        metrics[slot("ratio_deviation_square")] = (r - 1).square().sum()
+        if valid.any():
+            metrics[slot("log_ratio_min")] = x[valid].min()
+            metrics[slot("log_ratio_max")] = x[valid].max()
+        for name, side in (("low", clipped_low), ("high", clipped_high)):
+            metrics[slot(f"clipped_{name}_positive")] = (selected & side & (negative == 0)).sum()
+            metrics[slot(f"clipped_{name}_negative")] = (selected & side & (negative == 1)).sum()
+        if inputs.entropy is not None:
+            counted = valid & torch.isfinite(inputs.entropy)
+            metrics[slot("entropy")] = inputs.entropy[counted].sum()
+            metrics[slot("entropy_tokens")] = counted.sum()
+        score_nan = torch.zeros_like(valid) if score is None else valid & score.isnan()
+        metrics[slot("nan_tokens")] = ((given & nan) | score_nan).sum()
+        metrics[slot("infinite_tokens")] = infinite.sum()
+        metrics[slot("bad_offsets")] = bad_rows.sum()
+        metrics[slot("bad_advantages")] = bad_advantage.sum()
+    return loss, metrics, loss_t.detach()
+
+
+def _of_row(values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """The value of each token's row; 0 in a batch that has tokens but no row."""
+    return values[row] if values.numel() else values.new_zeros(row.shape)
+
+
+def _read(tensor: torch.Tensor, given: torch.Tensor, like: torch.Tensor, otherwise: float = 0.0) -> torch.Tensor:
+    """``tensor`` at given positions, ``otherwise`` elsewhere: a masked position is never read into arithmetic."""
+    return torch.where(given, tensor.to(like.dtype), torch.full_like(like, otherwise))
+
+
+def _saturate(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """x within +-60; the derivative stays 1 where x is finite and is 0 where it is not."""
+    finite = torch.where(valid & torch.isfinite(x), x, torch.zeros_like(x))
+    bounded = torch.where(valid, x, torch.zeros_like(x)).detach().clamp(-SATURATION, SATURATION)
+    return bounded + (finite - finite.detach())
+
+
+def _clip(u: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Clipped value (derivative 1 inside, bounds included), and where it fell below and above."""
+    below, above = u < low, u > high
+    return torch.where(above, high, torch.where(below, low, u)), below, above
+
+
+def _gated_log_ratio(
+    x: torch.Tensor,
+    valid: torch.Tensor,
+    row: torch.Tensor,
+    negative: torch.Tensor,
+    given: torch.Tensor,
+    inputs: PolicyLossInputs,
+    spec: PolicyLossSpec,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    z = torch.zeros_like(x)
+    below = above = torch.zeros_like(valid)
+    residual = x
+    if spec.has_level:
+        mean = _trajectory_mean(x, valid, row, inputs)
+        if spec.routing is not Routing.THROUGH:
+            mean = mean.detach()
+        if spec.routing is Routing.SELF:
+            mean = mean + (x - x.detach())  # the value of the mean, the derivative of the token
+        residual = x - mean
+        low, high = (x.new_tensor(bound)[negative] for bound in (spec.level_log_low, spec.level_log_high))
+        z, below, above = _clip(mean, low, high) if spec.level_clips else (mean, below, above)
+    if spec.token is TokenGate.IDENTITY:
+        z = z + residual
+    elif spec.token is TokenGate.CLIP:
+        low, high = (x.new_tensor(bound)[negative] for bound in (spec.token_low, spec.token_high))
+        if inputs.low is not None:
+            driven = torch.tensor(spec.low_driven, device=x.device)[negative]
+            low = torch.where(driven, _read(inputs.low, given, x, 1.0), low)
+        if inputs.high is not None:
+            driven = torch.tensor(spec.high_driven, device=x.device)[negative]
+            high = torch.where(driven, _read(inputs.high, given, x, 1.0), high)
+        gated, token_below, token_above = _clip(residual, low.log(), high.log())
+        z, below, above = z + gated, below | token_below, above | token_above
+    return z, below, above
+
+
+def _trajectory_mean(x: torch.Tensor, valid: torch.Tensor, row: torch.Tensor, inputs: PolicyLossInputs) -> torch.Tensor:
+    """Mean of x over the valid tokens of each token's trajectory, spread back to the tokens."""
+    trajectory = row if inputs.row_trajectory is None else _of_row(inputs.row_trajectory, row)
+    zeros = x.new_zeros(max(inputs.weights.numel(), 1))
+    count = zeros.index_add(0, trajectory, valid.to(x.dtype))
+    total = zeros.index_add(0, trajectory, torch.where(valid, x, torch.zeros_like(x)))
+    return (total / count.clamp(min=1))[trajectory]
+
+
+def _kl(spec: PolicyLossSpec, s: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    k2 = 0.5 * s.square()
+    k = {KLEstimator.K1: s, KLEstimator.K2: k2}.get(spec.kl, torch.exp(-s) - 1 + s)
+    if spec.kl_gradient is KLGradient.VALUE:
+        return k
+    if spec.kl_gradient is KLGradient.STRAIGHT_THROUGH:
+        return k.detach() + (k2 - k2.detach())
+    r = torch.exp(x)
+    if spec.kl is KLEstimator.K3:  # r e^-s saturates as one exponential
+        both = x - s
+        bounded = both.detach().clamp(-SATURATION, SATURATION) + (both - both.detach())
+        return torch.exp(bounded) - r + s * r
+    return r * k

@@ -1,0 +1,200 @@
+"""The closed choices that kernels know, in one place: Python's side of ``csrc/include/hpo/api.h`` (a test compares
+them).
+
+A published method is a value of one of these structures; it never adds a kind of its own.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .checks import check
+
+__all__ = [
+    "Boundary",
+    "Center",
+    "EpsMode",
+    "GroupNormalisation",
+    "Head",
+    "Invalid",
+    "KLEstimator",
+    "KLGradient",
+    "OrderRule",
+    "PolicyLossInputs",
+    "PolicyLossSpec",
+    "Routing",
+    "Scale",
+    "TokenGate",
+]
+
+# ---------------------------------------------------------------------------------------------------- ratio gates
+
+
+class TokenGate(enum.IntEnum):
+    """The gate on a token's own log-ratio (or on its residual, below a trajectory level)."""
+
+    IDENTITY = 0
+    DROP = 1  # the value 0: the token's own log-ratio does not count
+    CLIP = 2
+
+
+class Routing(enum.IntEnum):
+    """How a trajectory's mean log-ratio carries gradient to its tokens."""
+
+    THROUGH = 0  # the true derivative: 1 / n to every token
+    SELF = 1  # each token takes the place of the mean (the straight-through "token" form)
+    STOPPED = 2
+
+
+class Head(enum.IntEnum):
+    """From the gated log-ratio z to the objective."""
+
+    LINEAR = 0  # A e^z
+    SCORE = 1  # A sg[e^z] logp
+
+
+class KLEstimator(enum.IntEnum):
+    """Estimators of KL(policy || reference) from s = logp - ref_logp."""
+
+    NONE = 0
+    K1 = 1  # s
+    K2 = 2  # s^2 / 2
+    K3 = 3  # e^-s - 1 + s
+
+
+class KLGradient(enum.IntEnum):
+    """Which derivative the KL penalty has."""
+
+    VALUE = 0  # that of the estimator itself
+    STRAIGHT_THROUGH = 1  # the value of the estimator, the derivative s of k2
+    IMPORTANCE = 2  # r k(s), differentiated through r as well
+
+
+class PolicyLossSpec(NamedTuple):
+    """A ratio gate and a KL penalty as kernels see them. Pairs are (advantage >= 0, advantage < 0)."""
+
+    token: TokenGate = TokenGate.CLIP
+    token_low: tuple[float, float] = (0.0, 0.0)  # ratio space; 0 and inf are "no bound"
+    token_high: tuple[float, float] = (math.inf, math.inf)
+    low_driven: tuple[bool, bool] = (False, False)  # which bounds the per-token tensors replace
+    high_driven: tuple[bool, bool] = (False, False)
+    has_level: bool = False
+    level_clips: bool = False
+    level_log_low: tuple[float, float] = (-math.inf, -math.inf)
+    level_log_high: tuple[float, float] = (math.inf, math.inf)
+    routing: Routing = Routing.THROUGH
+    head: Head = Head.LINEAR
+    kl: KLEstimator = KLEstimator.NONE
+    kl_gradient: KLGradient = KLGradient.VALUE
+    kl_beta: float = 0.0
+    strict: bool = False  # window selection: score > threshold instead of >=
+
+
+class PolicyLossInputs(NamedTuple):
+    """What the policy-loss op reads. ``[T]`` tokens, ``[S]`` rows; ``None`` means "not given"."""
+
+    logp: torch.Tensor  # [T]
+    old_logp: torch.Tensor | None  # [T]; None: on-policy
+    advantages: torch.Tensor  # [S], or [T] with advantage_per_token
+    weights: torch.Tensor  # [S]
+    cu_seqlens: torch.Tensor  # [S + 1] int64
+    mask: torch.Tensor | None = None  # [T] bool
+    ref_logp: torch.Tensor | None = None  # [T]
+    entropy: torch.Tensor | None = None  # [T], metrics only
+    score: torch.Tensor | None = None  # [T], with threshold [1]
+    threshold: torch.Tensor | None = None
+    token_mask: torch.Tensor | None = None  # [T] bool
+    token_weight: torch.Tensor | None = None  # [T]
+    low: torch.Tensor | None = None  # [T] ratio bounds
+    high: torch.Tensor | None = None
+    row_trajectory: torch.Tensor | None = None  # [S] int64 in [0, S): trajectories of several rows, all three or none
+    trajectory_start: torch.Tensor | None = None  # [S + 1] int64
+    trajectory_rows: torch.Tensor | None = None  # [S] int64
+    advantage_per_token: bool = False
+
+
+# ------------------------------------------------------------------------------------------------- group statistics
+
+
+class Center(enum.IntEnum):
+    """What is subtracted."""
+
+    MEAN = 0
+    LEAVE_ONE_OUT = 1  # the mean of the others: n / (n - 1) times the deviation from the mean
+
+
+class Scale(enum.IntEnum):
+    """What the deviation is divided by."""
+
+    NONE = 0
+    GROUP = 1  # the group's standard deviation
+    BATCH = 2  # the standard deviation of all members of the batch
+
+
+class EpsMode(enum.IntEnum):
+    """Where eps stands."""
+
+    ADD = 0  # sigma + eps
+    SQRT = 1  # sqrt(sigma^2 + eps)
+    FLOOR = 2  # max(sigma, eps)
+
+
+@dataclass(frozen=True)
+class GroupNormalisation:
+    """``A = lambda (x - center) / scale``, statistics per group.
+
+    ``ddof``: 1 divides the variance by n - 1 (torch.std), 0 by n (numpy.std). ``keep_singletons``: a group of one keeps
+    its raw value (centre 0, scale 1) instead of exactly 0. A unit equal to its group's centre gets exactly 0, whatever
+    eps.
+    """
+
+    center: Center = Center.MEAN
+    scale: Scale = Scale.GROUP
+    ddof: int = 1
+    eps: float = 1e-6
+    eps_mode: EpsMode = EpsMode.ADD
+    keep_singletons: bool = False
+
+    def __post_init__(self) -> None:
+        check(self.ddof in (0, 1), "ddof: expected 0 (divide by n) or 1 (divide by n - 1), got {}", self.ddof)
+        check(0 <= self.eps < math.inf, "eps: expected a finite number >= 0, got {}", self.eps)
+
+
+# -------------------------------------------------------------------------------------------------- entropy windows
+
+
+class Boundary(enum.IntEnum):
+    """A window that sticks out of its row."""
+
+    FULL = 0  # is undefined
+    SHRINK = 1  # averages the part inside
+    ZERO = 2  # divides by the full width anyway
+
+
+class Invalid(enum.IntEnum):
+    """Masked tokens inside a window."""
+
+    SKIP = 0  # are left out of the mean (at least one valid token must remain)
+    BREAK = 1  # make the window undefined
+
+
+class OrderRule(enum.IntEnum):
+    """Which ascending 0-based order statistic of n values stands for the quantile q."""
+
+    CEIL = 0  # ceil(q (n - 1)): with `>=`, the mask of the linearly interpolated quantile
+    FLOOR = 1  # floor(q (n - 1)): with `>`, the same
+    NEAREST = 2  # round(q (n - 1)), half to even
+
+    def index(self, numerator: int, denominator: int, n: int) -> int:
+        """The index for q = numerator / denominator, in exact integers: floats get it wrong for q = .7 and n = 11."""
+        floor, remainder = divmod(numerator * (n - 1), denominator)
+        if self is OrderRule.FLOOR or remainder == 0:
+            return floor
+        if self is OrderRule.CEIL:
+            return floor + 1
+        return floor + (2 * remainder > denominator or (2 * remainder == denominator and floor % 2 == 1))

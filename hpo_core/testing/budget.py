@@ -1,0 +1,64 @@
+"""How far an honest float32 kernel may be from the float64 reference, element by element."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["MARGIN", "REGIONS", "UNIT", "Expected", "assert_within_budget", "budget"]
+
+UNIT = 2.0**-24  # half the distance from 1 to the next float32
+SMALLEST = 2.0**-126  # below the smallest normal float32 a kernel may flush to zero
+MARGIN = 1e-5  # generated inputs stay this far from every point where a gate changes branch
+
+# Where the budget is wider, by name: the factor. Empty: no gate of this version has such a region.
+REGIONS: dict[str, float] = {}
+
+
+class Expected(NamedTuple):
+    """What one output should be, and the two numbers its error budget is made of. All float64, of one shape."""
+
+    exact: torch.Tensor  # the reference in float64
+    eager: torch.Tensor  # the same formula in eager float32
+    magnitude: torch.Tensor  # sum of the absolute values of the terms that make each element
+
+
+def budget(expected: Expected, region: str | None = None) -> torch.Tensor:
+    """``max(2 e, 4 * 2^-24 m)`` per element: e is the largest error of eager float32 in this tensor, m the magnitude.
+
+    ``region``: a key of ``REGIONS``, where a wider one is agreed.
+    """
+    error = (expected.eager - expected.exact).abs()
+    known = error[torch.isfinite(error)]
+    largest = known.max() if known.numel() else error.new_zeros(())
+    allowed = torch.maximum(2 * largest, 4 * UNIT * expected.magnitude) + SMALLEST
+    return allowed * (1.0 if region is None else REGIONS[region])
+
+
+def assert_within_budget(op: str, got: torch.Tensor, expected: Expected, region: str | None = None) -> float:
+    """Raise AssertionError, with op, element, error and budget, unless every element is within its budget.
+
+    Infinities and NaN of the exact result must be met exactly. Returns the largest error / budget.
+    """
+    got = got.detach().to("cpu", torch.float64)
+    exact = expected.exact
+    assert got.shape == exact.shape, f"{op}: expected shape {list(exact.shape)}, got {list(got.shape)}"
+    if exact.numel() == 0:
+        return 0.0
+    allowed = budget(expected, region)
+    same = (got == exact) | (got.isnan() & exact.isnan())
+    error = torch.where(same, torch.zeros_like(exact), (got - exact).abs())
+    share = (error / allowed).nan_to_num(nan=math.inf)
+    if not bool((share <= 1).all()):
+        at = int(share.argmax())
+        value, wanted, off, limit, eager = (
+            tensor.reshape(-1)[at].item() for tensor in (got, exact, error, allowed, expected.eager)
+        )
+        element = [int(index) for index in torch.unravel_index(share.argmax(), exact.shape)]
+        raise AssertionError(
+            f"{op}: element {element} is {value!r}, expected {wanted!r}: error {off:.3g}, budget {limit:.3g} "
+            f"(eager float32 gives {eager!r}); {int((share > 1).sum())} of {share.numel()} elements are off"
+        )
+    return float(share.max())

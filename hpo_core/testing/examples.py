@@ -1,0 +1,510 @@
+"""Random packed batches and adversarial inputs, drawn from a seed or by hypothesis.
+
+An example is a NamedTuple of the arguments of one public function. A hypothesis strategy draws the *structure* (rows,
+masks, which optional inputs) and a seed for the numbers, so that what fails shrinks to a few tokens.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from .. import gates
+from ..batch import PackedBatch
+from ..checks import check
+from ..entropy import EntropyWindow
+from ..gates import Clip, RatioGate
+from ..kl import KLPenalty, k3
+from ..reference.segments import row_of_token
+from ..specs import OrderRule
+from .budget import MARGIN
+
+__all__ = [
+    "FEATURES",
+    "Layout",
+    "PolicyLossExample",
+    "RewardsExample",
+    "ScoresExample",
+    "WindowExample",
+    "device_of",
+    "layouts",
+    "move",
+    "policy_losses",
+    "random_batch",
+    "random_layout",
+    "random_policy_loss",
+    "random_rewards",
+    "random_scores",
+    "random_window",
+    "reward_groups",
+    "scores",
+    "windows",
+]
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+# ---------------------------------------------------------------------------------------------------- packed batches
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the tokens of a generated example form rows; ``seed`` fixes everything else."""
+
+    lengths: tuple[int, ...]
+    tail: int = 0  # tokens beyond the last row
+    masked: str = "some"  # "none", "some", "row" (one whole row as well), "all"
+    shared: bool = False  # some trajectories have several rows, not always adjacent ones
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths) + self.tail
+
+    def generator(self, purpose: int) -> torch.Generator:
+        """An own stream of random numbers for each purpose."""
+        return torch.Generator().manual_seed(1009 * self.seed + purpose)
+
+    def batch(self) -> PackedBatch:
+        draw, rows = self.generator(0), len(self.lengths)
+        ends = torch.tensor((0, *self.lengths)).cumsum(0)
+        mask = torch.rand(self.tokens, generator=draw) > (1.0 if self.masked == "all" else 0.3)
+        if self.masked == "row" and rows:
+            mask[ends[rows // 2] : ends[rows // 2 + 1]] = False
+        return PackedBatch(
+            ends,
+            None if self.masked == "none" else mask,
+            total_tokens=self.tokens,
+            steps=_steps(ends, draw),
+            trajectory_ids=_ids(rows, rows - 2, draw) if self.shared else None,
+            group_ids=_ids(rows, rows // 2, draw),
+        )
+
+
+def _ids(count: int, kinds: int, draw: torch.Generator) -> torch.Tensor:
+    """Ids as users have them: any integers, in any order, with gaps."""
+    return torch.randint(0, max(kinds, 1), (count,), generator=draw) * 1_000_003 + 5
+
+
+def _steps(ends: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Ranges ``[N, 2]`` of at most three tokens, with gaps between them."""
+    ranges = []
+    for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        while begin < end:
+            width = int(torch.randint(1, 4, (), generator=draw))
+            ranges.append((begin, min(begin + width, end)))
+            begin += width + int(torch.randint(0, 2, (), generator=draw))
+    return torch.tensor(ranges, dtype=torch.int64).reshape(-1, 2)
+
+
+def random_layout(seed: int = 0, rows: int = 6, longest: int = 9) -> Layout:
+    """At most ``rows`` rows; the first, the middle and the last are often empty or of one token."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def below(limit: int) -> int:
+        return int(torch.randint(0, limit, (), generator=draw))
+
+    lengths = [below(longest + 1) for _ in range(below(rows + 1))]
+    if lengths:
+        for slot in (0, len(lengths) // 2, len(lengths) - 1):
+            lengths[slot] = (lengths[slot], lengths[slot], 0, 1)[below(4)]
+    masked = ("none", "none", "some", "some", "some", "row", "row", "all")[below(8)]
+    return Layout(tuple(lengths), below(4), masked, bool(below(2)), seed)
+
+
+def random_batch(seed: int = 0, rows: int = 6, longest: int = 9) -> PackedBatch:
+    """A ragged PackedBatch: empty, one-token and masked rows, tail tokens, steps, groups, trajectories of several rows.
+
+    >>> random_batch(1).rows <= 6
+    True
+    """
+    return random_layout(seed, rows, longest).batch()
+
+
+def _row_of_token(batch: PackedBatch) -> torch.Tensor:
+    return row_of_token(batch.cu_seqlens.cpu(), batch.total_tokens).to(batch.device)
+
+
+def _valid(batch: PackedBatch) -> torch.Tensor:
+    inside = _row_of_token(batch) >= 0
+    return inside if batch.mask is None else inside & batch.mask
+
+
+# ------------------------------------------------------------------------------------------------------ policy losses
+
+# The optional inputs of a policy loss. "trajectories": some have several rows; "on_policy": no old_logp.
+FEATURES = (
+    "trajectories",
+    "weights",
+    "kl",
+    "entropy",
+    "window",
+    "token_mask",
+    "token_weight",
+    "bounds",
+    "on_policy",
+    "token_advantages",
+)
+_TOKEN_KEYWORDS = ("ref_logp", "entropy", "token_mask", "token_weight")
+
+
+class PolicyLossExample(NamedTuple):
+    """The arguments of one call of ``policy_loss``; ``keywords`` holds the optional inputs that are given."""
+
+    logp: torch.Tensor
+    old_logp: torch.Tensor | None
+    advantages: torch.Tensor
+    batch: PackedBatch
+    gate: RatioGate
+    keywords: dict[str, Any]
+
+    @property
+    def per_token(self) -> bool:
+        return self.keywords.get("advantage_level") == "token"
+
+    def valid(self) -> torch.Tensor:
+        """Tokens in rows and not masked ``[T]``."""
+        return _valid(self.batch)
+
+    def row(self) -> torch.Tensor:
+        """The row of every token ``[T]``, -1 outside."""
+        return _row_of_token(self.batch)
+
+    def trajectory(self) -> torch.Tensor:
+        """The trajectory of every token ``[T]``, numbered from 0; -1 outside all rows."""
+        row = self.row()
+        if self.batch.trajectories is None or self.batch.rows == 0:
+            return row
+        return torch.where(row >= 0, self.batch.trajectories[0][row.clamp(min=0)], -1)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """``values`` ``[S]`` at the tokens of each row ``[T]``; 0 outside all rows."""
+        row = self.row()
+        out = values.new_zeros(row.shape)
+        out[row >= 0] = values[row[row >= 0]]
+        return out
+
+    def weights(self) -> torch.Tensor:
+        """The row weights ``[S]``: those given, or the default, 1 / the number of valid tokens."""
+        default = torch.full((self.batch.rows,), 1.0 / max(int(self.valid().sum()), 1), device=self.logp.device)
+        given: torch.Tensor = self.keywords.get("weights", default)
+        return given
+
+    def log_ratio(self) -> torch.Tensor:
+        """``logp - old_logp`` in float64 ``[T]``, 0 where nothing may be read."""
+        old = self.logp if self.old_logp is None else self.old_logp
+        return torch.where(self.valid(), self.logp.double() - old.double(), 0.0)
+
+    def on_tokens(self, change: Change) -> PolicyLossExample:
+        """``change`` applied to every ``[T]`` tensor."""
+        keywords = {name: change(value) if name in _TOKEN_KEYWORDS else value for name, value in self.keywords.items()}
+        if "bounds" in keywords:
+            keywords["bounds"] = tuple(change(bound) for bound in keywords["bounds"])
+        return self._replace(
+            logp=change(self.logp),
+            old_logp=None if self.old_logp is None else change(self.old_logp),
+            advantages=change(self.advantages) if self.per_token else self.advantages,
+            keywords=keywords,
+        )
+
+    def on_rows(self, change: Change) -> PolicyLossExample:
+        """``change`` applied to every ``[S]`` tensor."""
+        advantages = self.advantages if self.per_token else change(self.advantages)
+        weights = {name: change(value) for name, value in self.keywords.items() if name == "weights"}
+        return self._replace(advantages=advantages).given(**weights)
+
+    def poisoned(self, value: float) -> PolicyLossExample:
+        """``value`` wherever nothing may be read: at masked tokens and at tokens of no row."""
+        hole = ~self.valid()
+        return self.on_tokens(lambda x: torch.where(hole, value, x) if x.is_floating_point() else x)
+
+    def select(self, rows: torch.Tensor) -> tuple[PolicyLossExample, torch.Tensor]:
+        """The example of these rows in this order, and the tokens it takes."""
+        batch, tokens = self.batch.select(rows)
+        return self.on_tokens(lambda x: x[tokens]).on_rows(lambda x: x[rows])._replace(batch=batch), tokens
+
+    def given(self, **keywords: Any) -> PolicyLossExample:
+        """With these keywords as well."""
+        return self._replace(keywords=self.keywords | keywords)
+
+    def without(self, *names: str) -> PolicyLossExample:
+        """Without these keywords."""
+        return self._replace(keywords={name: value for name, value in self.keywords.items() if name not in names})
+
+
+def random_policy_loss(
+    seed: int = 0,
+    gate: RatioGate | None = None,
+    features: Collection[str] = ("weights",),
+    *,
+    penalty: KLPenalty | None = None,
+    layout: Layout | None = None,
+) -> PolicyLossExample:
+    """An example for ``policy_loss`` whose log-ratios keep ``MARGIN`` to every point where the gate changes branch.
+
+    Args:
+        gate: default ``gates.ppo_clip()``.
+        features: which of ``FEATURES`` to give. Without "weights" the loss uses its own default.
+        penalty: of the feature "kl"; default ``kl.k3(0.1)``.
+        layout: default: a random one. Trajectories of several rows need both ``layout.shared`` and the feature.
+    """
+    unknown = set(features) - set(FEATURES)
+    check(not unknown, "features: expected names from {}, got {}", FEATURES, sorted(unknown))
+    gate = gates.ppo_clip() if gate is None else gate
+    layout = random_layout(seed) if layout is None else layout
+    layout = replace(layout, shared=layout.shared and "trajectories" in features)
+    batch, draw, tokens, rows = layout.batch(), layout.generator(1), layout.tokens, len(layout.lengths)
+
+    def uniform(count: int, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
+        return torch.rand(count, generator=draw) * (high - low) + low
+
+    def normal(count: int) -> torch.Tensor:
+        return torch.randn(count, generator=draw)
+
+    def choice(*values: float) -> float:
+        return values[int(torch.randint(0, len(values), (), generator=draw))]
+
+    units = tokens if "token_advantages" in features else rows
+    advantages = torch.where(uniform(units) < 0.1, 0.0, normal(units))
+    keywords: dict[str, Any] = {"advantage_level": "token" if "token_advantages" in features else "row"}
+    if "weights" in features:
+        keywords["weights"] = torch.where(uniform(rows) < 0.1, 0.0, uniform(rows, 0.02, 0.3))
+    if "window" in features or "entropy" in features:
+        # Sixty-fourths, and windows of 1, 2 or 4 tokens: their sums are exact, so a tie is a tie in every precision.
+        keywords["entropy"] = torch.randint(0, 128, (tokens,), generator=draw) / 64
+    if "window" in features:
+        width, strict = int(choice(1, 2, 4)), choice(0, 1) == 1
+        keywords["window"] = EntropyWindow("random", Fraction(1, 2), 0, width - 1, strict=strict)
+        keywords["threshold"] = torch.randint(32, 96, (1,), generator=draw) / 64
+    if "token_mask" in features:
+        keywords["token_mask"] = uniform(tokens) > 0.3
+    if "token_weight" in features:
+        keywords["token_weight"] = uniform(tokens, 0.2, 2.0)
+    if "bounds" in features:
+        keywords["bounds"] = (uniform(tokens, 0.6, 0.95), uniform(tokens, 1.05, 1.5))
+
+    old = -uniform(tokens, 0.01, 4.0)
+    spread = choice(0.005, 0.1, 0.4, 2.0)
+    for _ in range(100):
+        logp = torch.where(uniform(tokens) < 0.05, old, old + spread * normal(tokens))
+        example = PolicyLossExample(logp, old, advantages, batch, gate, keywords)
+        if _clear_of_branches(example):
+            break
+    else:
+        raise AssertionError(f"no log-ratios found that keep {MARGIN} to every bound of {gate}")
+    if "kl" in features:
+        keywords["kl"] = k3(0.1) if penalty is None else penalty
+        keywords["ref_logp"] = logp + choice(0.02, 0.3, 2.0) * normal(tokens)
+    return example._replace(old_logp=None) if "on_policy" in features else example
+
+
+def _clear_of_branches(example: PolicyLossExample) -> bool:
+    gate, x, valid = example.gate, example.log_ratio(), example.valid()
+    if isinstance(gate.token, Clip):
+        bounds: list[torch.Tensor] = [x.new_tensor(bound) for bound in (*gate.token.low, *gate.token.high)]
+        bounds += [bound.double() for bound in example.keywords.get("bounds", ())]
+        if any(bool((valid & ((x - bound.log()).abs() < MARGIN)).any()) for bound in bounds):
+            return False
+    if gate.level is not None and isinstance(gate.level.gate, Clip) and bool(valid.any()):
+        owner, x = example.trajectory()[valid], x[valid]
+        count = x.new_zeros(example.batch.rows).index_add(0, owner, torch.ones_like(x))
+        mean = (x.new_zeros(example.batch.rows).index_add(0, owner, x) / count)[owner]
+        bounds = [x.new_tensor(bound).log() for bound in (*gate.level.gate.low, *gate.level.gate.high)]
+        return not any(bool(((mean - bound).abs() < MARGIN).any()) for bound in bounds)
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------- rewards in groups
+
+
+class RewardsExample(NamedTuple):
+    """The arguments of one call of an estimator of :mod:`hpo_core.advantages`."""
+
+    rewards: torch.Tensor
+    group_ids: torch.Tensor | None
+    keywords: dict[str, Any]  # mask, apply_mask
+
+
+def random_rewards(seed: int = 0, units: int = 12, kind: str | None = None, masks: bool = True) -> RewardsExample:
+    """Rewards of unsorted groups, some of one unit; some ids are negative: in no group.
+
+    Args:
+        kind: "normal", "binary", "equal" (one constant per group), "offset" (spread 1 around 10 to 10,000). Default:
+            any of them.
+        masks: whether some units may leave the statistics (``mask``) or get no advantage (``apply_mask``).
+    """
+    draw = torch.Generator().manual_seed(seed)
+
+    def below(limit: int) -> int:
+        return int(torch.randint(0, limit, (), generator=draw))
+
+    kind = ("normal", "binary", "equal", "offset")[below(4)] if kind is None else kind
+    groups = torch.randint(-1, max(1, units // 2), (units,), generator=draw)
+    rewards = {
+        "normal": torch.randn(units, generator=draw),
+        "binary": torch.randint(0, 2, (units,), generator=draw).float(),
+        "equal": torch.rand(max(1, units), generator=draw)[groups],
+        "offset": 10.0 ** (1 + below(4)) + torch.randn(units, generator=draw),
+    }[kind]
+    keywords = {}
+    if masks and below(2):
+        keywords["mask"] = torch.rand(units, generator=draw) > 0.2
+        if below(2):
+            keywords["apply_mask"] = torch.rand(units, generator=draw) > 0.2
+    ids = groups * torch.where(groups < 0, 1, 2**40 + 3)
+    return RewardsExample(rewards, None if below(8) == 0 else ids, keywords)
+
+
+# --------------------------------------------------------------------------------------------------- windows and scores
+
+
+class WindowExample(NamedTuple):
+    """The arguments of one call of ``window_mean``."""
+
+    values: torch.Tensor
+    batch: PackedBatch
+    first: int
+    last: int
+    keywords: dict[str, Any]  # boundary, invalid
+
+    def valid(self) -> torch.Tensor:
+        """Tokens in rows and not masked ``[T]``."""
+        return _valid(self.batch)
+
+
+def random_window(seed: int = 0, *, layout: Layout | None = None, widest: int = 8) -> WindowExample:
+    """Entropies and any window: forward, backward, around the token or wholly beside it, wider than some rows."""
+    layout = random_layout(seed, longest=12) if layout is None else layout
+    draw = layout.generator(2)
+
+    def below(limit: int) -> int:
+        return int(torch.randint(0, limit, (), generator=draw))
+
+    width, first = 1 + below(widest), below(widest) - widest // 2
+    keywords = {"boundary": ("full", "shrink", "zero")[below(3)], "invalid": ("skip", "break")[below(2)]}
+    values = 2 * torch.rand(layout.tokens, generator=draw)
+    return WindowExample(values, layout.batch(), first, first + width - 1, keywords)
+
+
+class ScoresExample(NamedTuple):
+    """The arguments of one call of ``order_statistic(score, numerator, denominator, rule)``: threshold and counts."""
+
+    score: torch.Tensor
+    numerator: int
+    denominator: int
+    rule: OrderRule
+
+
+def random_scores(seed: int = 0, count: int | None = None, kind: str | None = None) -> ScoresExample:
+    """Scores and a rational quantile, with undefined (-inf) and broken (NaN) scores among them.
+
+    ``kind``: "distinct", "ties", "equal", "signed", "extreme". Default: any of them.
+    """
+    draw = torch.Generator().manual_seed(seed)
+
+    def below(limit: int) -> int:
+        return int(torch.randint(0, limit, (), generator=draw))
+
+    kind = ("distinct", "ties", "equal", "signed", "extreme")[below(5)] if kind is None else kind
+    count = below(40) if count is None else count
+    extreme = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 3.4028235e38, -3.4028235e38, 1.0, 1.0000001])
+    score = {
+        "distinct": torch.rand(count, generator=draw),
+        "ties": torch.randint(0, 3, (count,), generator=draw) / 4,
+        "equal": torch.full((count,), 0.7),
+        "signed": torch.randn(count, generator=draw),
+        "extreme": extreme[torch.randint(0, len(extreme), (count,), generator=draw)],
+    }[kind]
+    left_out = torch.rand(count, generator=draw)
+    score = torch.where(left_out < 0.15, -math.inf, score)
+    score = torch.where(left_out > 0.97, math.nan, score)
+    quantiles = ((7, 10), (4, 5), (19, 20), (1, 2), (0, 1), (1, 1), (1, 3), (999_999_999, 10**9))
+    numerator, denominator = quantiles[below(8)]
+    return ScoresExample(score, numerator, denominator, OrderRule(below(3)))
+
+
+# ---------------------------------------------------------------------------------------------------------- strategies
+
+
+def hypothesis() -> Any:
+    """The hypothesis package, imported when it is first needed: the library itself does without."""
+    try:
+        importlib.import_module("hypothesis.strategies")
+        return importlib.import_module("hypothesis")
+    except ImportError as error:
+        raise ImportError(
+            "hpo_core.testing: strategies and check() need hypothesis: pip install 'hpo-core[testing]'"
+        ) from error
+
+
+def layouts(rows: int = 5, longest: int = 7) -> Any:
+    """Strategy of :class:`Layout`; shrinks towards few short rows, no mask and seed 0."""
+    st = hypothesis().strategies
+    lengths = st.lists(st.integers(0, longest), max_size=rows).map(tuple)
+    masked = st.sampled_from(("none", "some", "row", "all"))
+    return st.builds(Layout, lengths, st.integers(0, 3), masked, st.booleans(), st.integers(0, 9999))
+
+
+def policy_losses(
+    gate: RatioGate | None = None, features: Iterable[str] = FEATURES, *, always: Collection[str] = ("weights",)
+) -> Any:
+    """Strategy of :class:`PolicyLossExample` with ``always`` and any subset of ``features``."""
+    st = hypothesis().strategies
+    names = sorted(set(features) - set(always))
+    subset = st.sets(st.sampled_from(names)) if names else st.just(set())
+
+    def build(layout: Layout, chosen: set[str]) -> PolicyLossExample:
+        return random_policy_loss(0, gate, chosen | set(always), layout=layout)
+
+    return st.builds(build, layouts(), subset)
+
+
+def reward_groups(units: int = 12, masks: bool = True) -> Any:
+    """Strategy of :class:`RewardsExample`."""
+    st = hypothesis().strategies
+    return st.builds(random_rewards, st.integers(0, 9999), st.integers(0, units), masks=st.just(masks))
+
+
+def windows() -> Any:
+    """Strategy of :class:`WindowExample`."""
+    return layouts(longest=10).map(lambda layout: random_window(layout=layout))
+
+
+def scores(count: int = 40) -> Any:
+    """Strategy of :class:`ScoresExample`."""
+    st = hypothesis().strategies
+    return st.builds(random_scores, st.integers(0, 9999), st.integers(0, count))
+
+
+# --------------------------------------------------------------------------------------------------------- devices
+
+Example = TypeVar("Example", bound=tuple[Any, ...])
+
+
+def device_of(backend: str) -> str:
+    """The device whose tensors a backend serves in this process."""
+    compiled = backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1"
+    return "cuda" if backend == "cuda" or compiled else "cpu"
+
+
+def move(example: Example, device: str) -> Example:
+    """The example on another device, strides kept."""
+    return type(example)(*(_moved(value, device) for value in example))
+
+
+def _moved(value: Any, device: str) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.device.type == device or value.is_contiguous():
+            return value.to(device)
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device).copy_(value)
+    if isinstance(value, PackedBatch):
+        return value if value.device.type == device else value.to(device)
+    if isinstance(value, dict):
+        return {name: _moved(item, device) for name, item in value.items()}
+    return tuple(_moved(item, device) for item in value) if type(value) is tuple else value

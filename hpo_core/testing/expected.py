@@ -1,0 +1,171 @@
+"""What the float64 reference says an example should give, and what an honest float32 kernel may miss of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import advantages
+from ..entropy import window_mean
+from ..kl import KLPenalty
+from ..losses import policy_loss
+from ..metrics import SLOTS, Metrics
+from ..specs import KLEstimator, KLGradient, Routing
+from .budget import Expected
+from .examples import PolicyLossExample, RewardsExample, WindowExample, move
+
+__all__ = ["Outcome", "accepts", "expect_policy_loss", "expect_rewards", "expect_window", "run_policy_loss"]
+
+
+class Outcome(NamedTuple):
+    """What a policy-loss kernel made of an example."""
+
+    loss: torch.Tensor  # 0-dim
+    grad: torch.Tensor  # [T]
+    tokens: torch.Tensor | None  # [T], loss_t
+    metrics: Metrics | None
+
+
+def accepts(fn: Callable[..., Any], name: str) -> bool:
+    """Whether ``fn`` takes a keyword of this name: an adapter's signature says which optional inputs it serves."""
+    parameters = inspect.signature(fn).parameters
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def run_policy_loss(fn: Callable[..., Any], example: PolicyLossExample, **keywords: Any) -> Outcome:
+    """Call ``fn`` like ``policy_loss`` or ``policy_loss_and_grad``, and differentiate what it returns if need be."""
+    leaf = example.logp.detach().requires_grad_()
+    keywords = {name: value for name, value in example.keywords.items() if accepts(fn, name)} | keywords
+    if accepts(fn, "gate"):
+        keywords["gate"] = example.gate
+    out = fn(leaf, example.old_logp, example.advantages, example.batch, **keywords)
+    if not isinstance(out, torch.Tensor) and hasattr(out, "grad"):
+        return Outcome(out.loss.detach(), out.grad, None, getattr(out, "metrics", None))
+    loss = out if isinstance(out, torch.Tensor) else out.loss
+    assert loss.requires_grad, "the loss is not connected to logp"
+    (grad,) = torch.autograd.grad(loss, leaf)
+    return Outcome(loss.detach(), grad, getattr(out, "tokens", None), getattr(out, "metrics", None))
+
+
+def expect_policy_loss(example: PolicyLossExample) -> dict[str, Expected]:
+    """What ``loss``, ``grad``, ``tokens`` (loss_t) and ``metrics`` (the vector) should be."""
+    example = move(example, "cpu")
+    example = example.given(weights=example.weights())
+    exact, eager = _reference(example, torch.float64), _reference(example, torch.float32)
+    magnitudes = _magnitudes(example, exact)
+    assert exact.metrics is not None and eager.metrics is not None
+    assert exact.tokens is not None and eager.tokens is not None
+    return {
+        "loss": Expected(exact.loss, eager.loss.double(), magnitudes["loss"]),
+        "grad": Expected(exact.grad, eager.grad.double(), magnitudes["grad"]),
+        "tokens": Expected(exact.tokens, eager.tokens.double(), magnitudes["tokens"]),
+        "metrics": Expected(exact.metrics.vector, eager.metrics.vector, magnitudes["metrics"]),
+    }
+
+
+def _reference(example: PolicyLossExample, dtype: torch.dtype) -> Outcome:
+    entropy = {name: value.to(dtype) for name, value in example.keywords.items() if name == "entropy"}
+    example = example._replace(logp=example.logp.to(dtype)).given(**entropy)
+    return run_policy_loss(policy_loss, example, return_tokens=True, backend="reference")
+
+
+def _magnitudes(example: PolicyLossExample, exact: Outcome) -> dict[str, torch.Tensor]:
+    """Sums of absolute values of terms. An element of the gradient or of loss_t is one term, or a few:
+
+    the policy term, which is itself a sum over the trajectory where its mean carries the gradient; and the penalty.
+    """
+    valid, x = example.valid(), example.log_ratio()
+    x = torch.where(torch.isfinite(x), x, 0.0).clamp(-60, 60)
+    level, penalty = example.gate.level, example.keywords.get("kl")
+    parts, alone = [exact], example.without("kl", "ref_logp")
+    if level is not None and level.routing is Routing.THROUGH:  # what adds up has either sign: take each alone
+        signs = (example.advantages.clamp(min=0), example.advantages.clamp(max=0))
+        parts = [_reference(alone._replace(advantages=sign), torch.float64) for sign in signs]
+    elif penalty is not None:
+        parts = [_reference(alone, torch.float64)]
+    tokens, grad = torch.zeros_like(x), torch.zeros_like(x)
+    for part in parts:
+        assert part.tokens is not None
+        tokens, grad = tokens + part.tokens.abs(), grad + part.grad.abs()
+
+    weights = example.spread(example.weights().double())
+    weights = torch.where(valid & torch.isfinite(weights), weights, 0.0).abs()
+    r = torch.exp(x.clamp(-40, 40))
+    terms = {
+        "log_ratio_sum": x.abs(),
+        "log_ratio_square": x.square(),
+        "ratio_deviation": r + 1,
+        "ratio_deviation_square": (r - 1).abs() * (r + 1),
+    }
+    if penalty is not None:
+        s = example.logp.double() - example.keywords["ref_logp"].double()
+        s = torch.where(valid & torch.isfinite(s), s, 0.0).clamp(-60, 60)
+        value, slope = (torch.where(valid, abs(penalty.beta) * term, 0.0) for term in _penalty_terms(penalty, s, x))
+        tokens, grad = tokens + value, grad + weights * slope
+        terms["reference_log_ratio"], terms["reference_log_ratio_square"] = s.abs(), s.square()
+        terms["reference_k3"], terms["penalty"] = torch.exp(-s) + 1 + s.abs(), weights * value
+    if "entropy" in example.keywords:
+        terms["entropy"] = example.keywords["entropy"].double().nan_to_num(0.0, 0.0, 0.0).abs()
+    terms["loss"] = weights * tokens
+
+    totals = {name: torch.where(valid, term, 0.0).sum() for name, term in terms.items()}
+    metrics = exact.loss.new_zeros(len(SLOTS))  # 0 for counts: they are exact
+    for slot, name in enumerate(SLOTS):
+        metrics[slot] = totals.get(name, 0.0)
+        if name in ("log_ratio_min", "log_ratio_max") and bool(valid.any()):
+            assert exact.metrics is not None
+            metrics[slot] = exact.metrics[name].abs()
+    return {"loss": totals["loss"], "grad": grad, "tokens": tokens, "metrics": metrics}
+
+
+def _penalty_terms(penalty: KLPenalty, s: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Absolute values of the terms of the KL penalty and of its derivative."""
+    e, a = torch.exp(-s), s.abs()
+    value, slope = {
+        KLEstimator.K1: (a, torch.ones_like(s)),
+        KLEstimator.K2: (a * a / 2, a),
+        KLEstimator.K3: (e + 1 + a, 1 + e),
+    }[penalty.estimator]
+    if penalty.gradient is KLGradient.STRAIGHT_THROUGH:
+        return value, a
+    if penalty.gradient is KLGradient.VALUE:
+        return value, slope
+    r = torch.exp(x)
+    if penalty.estimator is KLEstimator.K3:
+        return torch.exp((x - s).clamp(-60, 60)) + r + r * a, r * a
+    return r * value, r * (value + slope)
+
+
+def expect_rewards(example: RewardsExample, op: str = "grpo", **keywords: Any) -> Expected:
+    """What the estimator named ``op`` should give; ``keywords`` are those of its options (ddof, eps, ...)."""
+    example = move(example, "cpu")
+    estimator = functools.partial(getattr(advantages, op), backend="reference", **keywords)
+    exact = estimator(example.rewards.double(), example.group_ids, **example.keywords)
+    eager = estimator(example.rewards.float(), example.group_ids, **example.keywords).double()
+    # An advantage is a difference of two terms, both relative to the first member K of its group:
+    # (x - K) / scale = A - A_K, and (mean - K) / scale = -A_K.
+    statistics = {name: mask for name, mask in example.keywords.items() if name == "mask"}
+    of_members = estimator(example.rewards.double(), example.group_ids, **statistics)
+    enters = torch.isfinite(example.rewards) & statistics.get("mask", torch.tensor(True))
+    ids = torch.zeros(exact.shape, dtype=torch.int64) if example.group_ids is None else example.group_ids
+    first = exact.clone()
+    for key in set(ids.tolist()):
+        found = (enters & (ids == key)).nonzero()
+        if found.numel():
+            first[ids == key] = of_members[found[0, 0]]
+    return Expected(exact, eager, (exact - first).abs() + first.abs())
+
+
+def expect_window(example: WindowExample) -> Expected:
+    """What ``window_mean`` should give."""
+    values, batch, first, last, rules = move(example, "cpu")
+
+    def run(values: torch.Tensor) -> torch.Tensor:
+        return window_mean(values, batch, first, last, **rules, backend="reference")
+
+    absolute = run(values.double().abs()).nan_to_num(0.0, 0.0, 0.0)
+    return Expected(run(values.double()), run(values.float()).double(), absolute)

@@ -1,0 +1,484 @@
+"""What the library promises of each op, as properties of any kernel.
+
+A promise compares the kernel with itself on two inputs that must not differ in the result, or with the float64
+reference. They stand in the order in which a fault is best named: the reference, which every fault breaks, comes last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..batch import PackedBatch
+from ..gates import Clip, FirstOrder
+from ..reference.entropy import order_statistic
+from ..specs import OrderRule
+from .budget import Expected, assert_within_budget
+from .examples import PolicyLossExample, RewardsExample, ScoresExample, WindowExample
+from .expected import Outcome, expect_policy_loss, expect_rewards, expect_window
+
+__all__ = ["PROMISES", "Estimator", "Promise"]
+
+Run = Callable[[Any], Any]
+
+
+class Promise(NamedTuple):
+    name: str
+    holds: Callable[
+        [Run, Any], float | None
+    ]  # raises AssertionError if broken; the largest error / budget, if it has one
+    needs: tuple[str, ...]  # keywords that the kernel must take for the promise to make sense
+
+
+PROMISES: dict[str, list[Promise]] = {"policy_loss": [], "advantages": [], "window_mean": [], "order_statistic": []}
+
+
+def _promise(op: str, name: str, *needs: str) -> Callable[[Any], Any]:
+    def register(holds: Any) -> Any:
+        PROMISES[op].append(Promise(name, holds, needs))
+        return holds
+
+    return register
+
+
+def _same(what: str, got: torch.Tensor, expected: torch.Tensor, why: str) -> None:
+    """Bitwise equality; the two zeros are one number here."""
+    got, expected = got.detach() + 0.0, expected.detach() + 0.0
+    if got.shape == expected.shape and torch.equal(got.nan_to_num(1e38), expected.nan_to_num(1e38)):
+        return
+    raise AssertionError(f"{what} is {got.tolist()} instead of {expected.tolist()} {why}")
+
+
+def _strided(x: torch.Tensor) -> torch.Tensor:
+    """The same values every second element of wider memory; what lies between them must not be read."""
+    wide = x.new_full((x.numel(), 2), math.nan if x.is_floating_point() else 1)
+    wide[:, 1] = x
+    return wide[:, 1]
+
+
+def _growing(where: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Changes the numbers ``where``, and lets masks be."""
+    return lambda x: torch.where(where, 1.75 * x, x) if x.is_floating_point() else x
+
+
+def _distinct(ids: torch.Tensor) -> list[int]:
+    return sorted(set(ids.tolist()))
+
+
+def _shifted(x: torch.Tensor) -> torch.Tensor:
+    """The same values, contiguous, one element off the boundaries on which memory is allocated."""
+    wide = x.new_full((x.numel() + 1,), math.nan if x.is_floating_point() else 1)
+    wide[1:] = x
+    return wide[1:]
+
+
+# ---------------------------------------------------------------------------------------------------------- policy loss
+
+
+def _same_outcome(got: Outcome, expected: Outcome, why: str) -> None:
+    _same("the loss", got.loss, expected.loss, why)
+    _same("the gradient", got.grad, expected.grad, why)
+
+
+@_promise("policy_loss", "deterministic")
+def _(run: Run, example: PolicyLossExample) -> None:
+    first, threads = run(example), torch.get_num_threads()
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            _same_outcome(run(example), first, f"in a second run on {number} threads")
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_promise("policy_loss", "strides are honoured")
+def _(run: Run, example: PolicyLossExample) -> None:
+    before = run(example)
+    _same_outcome(run(example.on_tokens(_strided).on_rows(_strided)), before, "where inputs have stride 2")
+    _same_outcome(run(example.on_tokens(_shifted).on_rows(_shifted)), before, "where inputs begin off alignment")
+
+
+@_promise("policy_loss", "packed: rows do not see each other")
+def _(run: Run, example: PolicyLossExample) -> None:
+    before, owner, valid = run(example), example.trajectory(), example.valid()
+    trajectory_of_row = torch.arange(example.batch.rows)
+    if example.batch.trajectories is not None:
+        trajectory_of_row = example.batch.trajectories[0]
+    for kept in _distinct(owner[valid]):
+        changed = example.on_tokens(_growing(valid & (owner != kept))).on_rows(_growing(trajectory_of_row != kept))
+        own = owner == kept
+        _same("the gradient of a row", run(changed).grad[own], before.grad[own], "after only other rows were changed")
+
+
+@_promise("policy_loss", "masked is never read")
+def _(run: Run, example: PolicyLossExample) -> None:
+    clean, hole = run(example), ~example.valid()
+    for poison in (math.nan, math.inf, 1e30):
+        dirty = run(example.poisoned(poison))
+        _same_outcome(dirty, clean, f"with {poison} at masked positions")
+        _same("the gradient at masked positions", dirty.grad[hole], torch.zeros_like(dirty.grad[hole]), "")
+
+
+@_promise("policy_loss", "nothing valid: loss 0, gradient 0")
+def _(run: Run, example: PolicyLossExample) -> None:
+    batch = example.batch
+    nothing = torch.zeros(batch.total_tokens, dtype=torch.bool)
+    empty = PackedBatch(batch.cu_seqlens, nothing, trajectory_ids=batch.trajectory_ids)
+    out = run(example._replace(batch=empty))
+    _same_outcome(out, Outcome(torch.zeros_like(out.loss), torch.zeros_like(out.grad), None, None), "with all masked")
+
+
+def _on_policy(example: PolicyLossExample) -> tuple[PolicyLossExample, torch.Tensor] | None:
+    """``logp == old_logp``, and -w A where the reference has a gradient; None where the promise is another."""
+    example = example.without("kl", "ref_logp", "token_weight")
+    if example.gate.first_order is FirstOrder.SEGMENT_MEAN:  # -w A only where w and A are constant on the trajectory
+        if example.per_token:
+            return None
+        example = example.without("token_mask", "window", "threshold")
+        if example.batch.trajectories is not None and example.batch.rows:
+            trajectory, start, rows = example.batch.trajectories
+            representative = rows[start[trajectory]]
+            example = example.on_rows(lambda x: x[representative])
+    if example.old_logp is not None:
+        zero = torch.arange(example.logp.numel()) % 3 == 0  # with zeros of either sign on either side
+        example = example._replace(
+            logp=torch.where(zero, -0.0, example.old_logp), old_logp=torch.where(zero, 0.0, example.old_logp)
+        )
+    exact = expect_policy_loss(example)["grad"].exact
+    weights = example.spread(example.weights())
+    advantages = example.advantages if example.per_token else example.spread(example.advantages)
+    return example, torch.where(exact != 0, -(weights * advantages), 0.0)
+
+
+def _first_order(run: Run, example: PolicyLossExample, why: str) -> float | None:
+    found = _on_policy(example)
+    if found is None:
+        return None
+    example, expected = found
+    grad = run(example).grad
+    if "weights" in example.keywords:
+        _same("the gradient", grad, expected, f"(-w A) {why}")
+        return None
+    # A kernel with weights of its own may divide before it multiplies.
+    exact = expected.double()
+    return assert_within_budget(f"the gradient {why}", grad, Expected(exact, exact, exact.abs()))
+
+
+@_promise("policy_loss", "first-order true: on-policy, the gradient is -w A")
+def _(run: Run, example: PolicyLossExample) -> float | None:
+    return _first_order(run, example, "on-policy")
+
+
+@_promise("policy_loss", "ties: a ratio exactly at its bound passes the gradient", "gate")
+def _(run: Run, example: PolicyLossExample) -> float | None:
+    gate, tie = example.gate, Clip((1.0, 1.0), (1.0, 1.0))
+    if isinstance(gate.token, Clip):
+        gate = dataclasses.replace(gate, token=tie)
+    elif gate.level is not None and isinstance(gate.level.gate, Clip):
+        gate = dataclasses.replace(gate, level=dataclasses.replace(gate.level, gate=tie))
+    else:
+        return None
+    return _first_order(run, example._replace(gate=gate).without("bounds"), "where every ratio is exactly at its bound")
+
+
+@_promise(
+    "policy_loss", "ties: a score equal to the threshold is selected (unless strict)", "window", "threshold", "entropy"
+)
+def _(run: Run, example: PolicyLossExample) -> None:
+    valid = example.valid()
+    if "window" not in example.keywords or not bool(valid.any()):
+        return
+    window = dataclasses.replace(example.keywords["window"], first=0, last=0)
+    middle = example.keywords["entropy"][valid].median().reshape(1)
+    example = example.given(window=window, threshold=middle).without("kl", "ref_logp")
+    selected = expect_policy_loss(example)["grad"].exact != 0
+    _same("the set of tokens with a gradient", (run(example).grad != 0).int(), selected.int(), "at tied scores")
+
+
+@_promise("policy_loss", "overflow-safe: log-ratios saturate at +-60 and keep their slope")
+def _(run: Run, example: PolicyLossExample) -> float:
+    size = torch.tensor([30.0, 59.0, 61.0, 120.0, 1e4]).repeat(example.logp.numel())[: example.logp.numel()]
+    up = torch.arange(example.logp.numel()) % 2 == 0
+    old = example.logp if example.old_logp is None else example.old_logp
+    example = example.without("kl", "ref_logp")._replace(
+        logp=torch.where(up, -0.5, -0.5 - size), old_logp=torch.where(up, -0.5 - size, old.new_tensor(-0.5))
+    )
+    example = example._replace(advantages=example.advantages * 1e9)
+    out, expected = run(example), expect_policy_loss(example)
+    assert bool(torch.isfinite(out.loss)) and bool(torch.isfinite(out.grad).all()), (
+        f"loss {out.loss.item()} or gradient {out.grad.tolist()} is not finite at log-ratios up to {float(size.max())}"
+    )
+    return assert_within_budget("the gradient", out.grad, expected["grad"])
+
+
+@_promise("policy_loss", "batch-invariant: a row's gradient does not depend on its place or its neighbours", "weights")
+def _(run: Run, example: PolicyLossExample) -> None:
+    whole, rows = run(example), example.batch.rows
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(rows))
+    shuffled, tokens = example.select(order)
+    _same("the gradient", run(shuffled).grad, whole.grad[tokens], "in another order of the rows")
+    trajectory = order if example.batch.trajectories is None else example.batch.trajectories[0]
+    for number in _distinct(trajectory):
+        alone, tokens = example.select(trajectory == number)
+        _same("the gradient of a row", run(alone).grad, whole.grad[tokens], "alone in its batch")
+
+
+@_promise("policy_loss", "micro-batch-invariant: parts add up to the whole", "weights")
+def _(run: Run, example: PolicyLossExample) -> float:
+    whole, loss = run(example), torch.zeros((), dtype=torch.float64)
+    trajectory = torch.arange(example.batch.rows)
+    if example.batch.trajectories is not None:
+        trajectory = example.batch.trajectories[0]
+    for part in (0, 1):
+        micro, tokens = example.select(trajectory % 2 == part)
+        out = run(micro)
+        loss += out.loss.double()
+        _same("the gradient", out.grad, whole.grad[tokens], "in a micro-batch")
+    return assert_within_budget("the loss summed over micro-batches", loss, expect_policy_loss(example)["loss"])
+
+
+@_promise("policy_loss", "exact")
+def _(run: Run, example: PolicyLossExample) -> float:
+    out, expected = run(example), expect_policy_loss(example)
+    share = [assert_within_budget(f"the {name}", getattr(out, name), expected[name]) for name in ("loss", "grad")]
+    if out.tokens is not None:
+        share.append(assert_within_budget("loss_t", out.tokens, expected["tokens"]))
+    if out.metrics is not None:
+        share.append(assert_within_budget("the metrics", out.metrics.vector, expected["metrics"]))
+    return max(share)
+
+
+# ----------------------------------------------------------------------------------------------------------- advantages
+# Examples come with the estimator's name and options, which the reference must know too.
+
+
+class Estimator(NamedTuple):
+    op: str
+    options: dict[str, Any]
+
+    def expect(self, example: RewardsExample, **other: Any) -> Expected:
+        return expect_rewards(example, self.op, **(self.options | other))
+
+
+Rewards = tuple[RewardsExample, Estimator]
+
+
+def _on_units(example: RewardsExample, change: Callable[[torch.Tensor], torch.Tensor]) -> RewardsExample:
+    ids = None if example.group_ids is None else change(example.group_ids)
+    return RewardsExample(change(example.rewards), ids, {name: change(mask) for name, mask in example.keywords.items()})
+
+
+def _ids(example: RewardsExample) -> torch.Tensor:
+    return torch.zeros(example.rewards.shape, dtype=torch.int64) if example.group_ids is None else example.group_ids
+
+
+def _group_sizes(example: RewardsExample) -> torch.Tensor:
+    """Members of the group of each unit ``[U]``."""
+    ids = _ids(example)
+    mask = example.keywords.get("mask", torch.ones_like(ids, dtype=torch.bool))
+    return (ids[:, None] == ids[mask]).sum(1)
+
+
+@_promise("advantages", "deterministic")
+def _(run: Run, drawn: Rewards) -> None:
+    _same("the advantages", run(drawn[0]), run(drawn[0]), "in a second run")
+
+
+@_promise("advantages", "strides are honoured")
+def _(run: Run, drawn: Rewards) -> None:
+    before = run(drawn[0])
+    _same("the advantages", run(_on_units(drawn[0], _strided)), before, "where inputs have stride 2")
+    _same("the advantages", run(_on_units(drawn[0], _shifted)), before, "where inputs begin off alignment")
+
+
+@_promise("advantages", "groups do not see each other")
+def _(run: Run, drawn: Rewards) -> None:
+    example, estimator = drawn
+    if estimator.op == "lite_ppo":  # by definition they share one scale
+        return
+    before, ids = run(example), _ids(example)
+    for key in _distinct(ids):
+        changed = example._replace(rewards=torch.where(ids == key, example.rewards, example.rewards * 1.75 + 3))
+        _same(
+            "a group's advantages", run(changed)[ids == key], before[ids == key], "after only other groups were changed"
+        )
+
+
+@_promise("advantages", "masked is never read", "mask")
+def _(run: Run, drawn: Rewards) -> None:
+    example, _estimator = drawn
+    mask = example.keywords.get("mask", torch.ones_like(example.rewards, dtype=torch.bool))
+    hole = ~mask & ~example.keywords.get("apply_mask", mask)
+    clean = run(example)
+    for poison in (math.nan, math.inf, 1e30):
+        dirty = run(example._replace(rewards=torch.where(hole, poison, example.rewards)))
+        _same("the advantages", dirty, clean, f"with {poison} at masked units")
+
+
+@_promise("advantages", "identical rewards get exactly 0")
+def _(run: Run, drawn: Rewards) -> None:
+    example, ids = drawn[0], _ids(drawn[0])
+    constant = (ids.double().abs() % 97 + 1).float() * 0.1  # one per group; few of them are dyadic
+    example = RewardsExample(constant, example.group_ids, {})
+    out = run(example)[_group_sizes(example) > 1]
+    _same("the advantage of a flat group", out, torch.zeros_like(out), "")
+
+
+@_promise("advantages", "an offset common to a group costs no digits")
+def _(run: Run, drawn: Rewards) -> float:
+    example, estimator = drawn
+    example = example._replace(rewards=(example.rewards.clamp(-99, 99) * 64).round() / 64)  # a sum with 8192 is exact
+    several = _group_sizes(example) > 1  # a single unit may keep its raw reward
+    near = run(example)[several].double()
+    far = run(example._replace(rewards=example.rewards + 8192))[several]
+    magnitude = 2 * estimator.expect(example).magnitude[several]
+    return assert_within_budget("the advantages at an offset of 8192", far, Expected(near, near, magnitude))
+
+
+@_promise("advantages", "exact")
+def _(run: Run, drawn: Rewards) -> float:
+    example, estimator = drawn
+    got, expected = run(example), estimator.expect(example)
+    try:
+        return assert_within_budget("the advantages", got, expected)
+    except AssertionError as error:
+        hints = [
+            hint
+            for hint, other in _likely_faults(estimator).items()
+            if _agrees(got, estimator.expect(example, **other)) and not _agrees(got, expected)
+        ]
+        raise AssertionError(f"{error}" + "".join(f"; {hint}" for hint in hints)) from None
+
+
+def _likely_faults(estimator: Estimator) -> dict[str, dict[str, Any]]:
+    faults: dict[str, dict[str, Any]] = {}
+    if estimator.op in ("grpo", "lite_ppo"):
+        biased = estimator.options.get("ddof", 1) == 1
+        divisor = "n (biased) where n - 1 is meant" if biased else "n - 1 where n is meant"
+        faults[f"the standard deviation divides by {divisor}"] = {"ddof": 0 if biased else 1}
+    raw = estimator.options.get("singleton", "zero") == "zero"
+    meant = "keeps its raw reward where 0 is meant" if raw else "gets 0 where its raw reward is meant"
+    faults[f"a group of one {meant}"] = {"singleton": "raw" if raw else "zero"}
+    return faults
+
+
+def _agrees(got: torch.Tensor, expected: Expected) -> bool:
+    try:
+        assert_within_budget("", got, expected)
+    except AssertionError:
+        return False
+    return True
+
+
+# -------------------------------------------------------------------------------------------------------------- windows
+
+
+def _changed_values(example: WindowExample, where: torch.Tensor, value: float) -> WindowExample:
+    return example._replace(values=torch.where(where, value, example.values))
+
+
+@_promise("window_mean", "deterministic")
+def _(run: Run, example: WindowExample) -> None:
+    _same("the score", run(example), run(example), "in a second run")
+
+
+@_promise("window_mean", "strides are honoured")
+def _(run: Run, example: WindowExample) -> None:
+    before = run(example)
+    _same("the score", run(example._replace(values=_strided(example.values))), before, "where values have stride 2")
+    _same("the score", run(example._replace(values=_shifted(example.values))), before, "where values are not aligned")
+
+
+@_promise("window_mean", "packed: no window crosses a row")
+def _(run: Run, example: WindowExample) -> None:
+    before = run(example)
+    for begin, end in zip(example.batch.cu_seqlens[:-1].tolist(), example.batch.cu_seqlens[1:].tolist(), strict=True):
+        position = torch.arange(example.values.numel())
+        others = example.valid() & ((position < begin) | (position >= end))
+        out = run(_changed_values(example, others, 1e6))
+        _same("a row's score", out[begin:end], before[begin:end], "after only other rows were changed")
+
+
+@_promise("window_mean", "masked is never read")
+def _(run: Run, example: WindowExample) -> None:
+    clean = run(example)
+    for poison in (math.nan, math.inf, 1e30):
+        _same(
+            "the score",
+            run(_changed_values(example, ~example.valid(), poison)),
+            clean,
+            f"with {poison} in masked places",
+        )
+
+
+@_promise("window_mean", "batch-invariant: a row's scores do not depend on its place")
+def _(run: Run, example: WindowExample) -> None:
+    whole = run(example)
+    for row in range(example.batch.rows):
+        batch, tokens = example.batch.select([row])
+        alone = run(example._replace(values=example.values[tokens], batch=batch))
+        _same("a row's score", alone, whole[tokens], "alone in its batch")
+
+
+@_promise("window_mean", "a constant is its own mean, to the bit, for widths that are powers of two")
+def _(run: Run, example: WindowExample) -> None:
+    width = 1 << (example.last - example.first).bit_length()
+    example = example._replace(last=example.first + width - 1, values=torch.full_like(example.values, 0.7))
+    example.keywords.update(boundary="full", invalid="break")
+    out = run(example)
+    defined = out > -math.inf
+    _same("the score of a constant", out[defined], torch.full_like(out[defined], 0.7), f"at width {width}")
+
+
+@_promise("window_mean", "exact")
+def _(run: Run, example: WindowExample) -> float:
+    rule = f"the score (boundary {example.keywords['boundary']}, invalid {example.keywords['invalid']})"
+    return assert_within_budget(rule, run(example), expect_window(example))
+
+
+# ----------------------------------------------------------------------------------------------------- order statistics
+
+
+@_promise("order_statistic", "deterministic")
+def _(run: Run, example: ScoresExample) -> None:
+    _same("the threshold", run(example), run(example), "in a second run")
+
+
+@_promise("order_statistic", "strides are honoured")
+def _(run: Run, example: ScoresExample) -> None:
+    before = run(example)
+    _same("the threshold", run(example._replace(score=_strided(example.score))), before, "where scores have stride 2")
+    _same("the threshold", run(example._replace(score=_shifted(example.score))), before, "where scores are not aligned")
+
+
+@_promise("order_statistic", "the order of the scores does not matter")
+def _(run: Run, example: ScoresExample) -> None:
+    _same("the threshold", run(example._replace(score=example.score.flip(0))), run(example), "with the scores reversed")
+
+
+@_promise("order_statistic", "undefined and broken scores are not in the population")
+def _(run: Run, example: ScoresExample) -> None:
+    more = torch.cat((example.score, example.score.new_tensor([-math.inf, math.nan, math.inf, -math.inf])))
+    _same("the threshold", run(example._replace(score=more)), run(example), "with -inf, inf and NaN added")
+
+
+@_promise("order_statistic", "the index is exact in integers")
+def _(run: Run, example: ScoresExample) -> None:
+    count = max(example.score.numel(), 11)  # 7/10 of 11 is the smallest where ceil(q (n - 1)) fails in floats
+    drawn = torch.randperm(count, generator=torch.Generator().manual_seed(count)).float()
+    for rule in OrderRule:
+        expected = float(rule.index(example.numerator, example.denominator, count))
+        got = run(ScoresExample(drawn, example.numerator, example.denominator, rule)).item()
+        assert got == expected, (
+            f"{rule.name} of {example.numerator}/{example.denominator} of {count} distinct scores is order statistic "
+            f"{expected:.0f}, got {got:.0f}"
+        )
+
+
+@_promise("order_statistic", "exact, ties included")
+def _(run: Run, example: ScoresExample) -> None:
+    _same("the threshold", run(example), order_statistic(*example)[0], f"(rule {example.rule.name})")

@@ -1,0 +1,239 @@
+"""Compiles kernels ahead of time for GPUs that need not be present, and says what became of them.
+
+    python -m hpo_core._triton.compile          the kernels of each path, for every target
+    python -m hpo_core._triton.compile 90       for compute capability 9.0 alone
+    python -m hpo_core._triton.compile --all    in every structure a gate can have (an hour of compiling)
+
+Not under TRITON_INTERPRET=1: the interpreter compiles nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from ..specs import (
+    Boundary,
+    Center,
+    EpsMode,
+    GroupNormalisation,
+    Head,
+    Invalid,
+    KLEstimator,
+    KLGradient,
+    OrderRule,
+    PolicyLossInputs,
+    PolicyLossSpec,
+    Routing,
+    Scale,
+    TokenGate,
+)
+from . import advantages, entropy, gates, launch, segments
+
+__all__ = ["TARGETS", "Report", "compiling", "every_path", "paths", "report"]
+
+TARGETS = (80, 90, 100, 120)
+
+
+# --------------------------------------------------------------------------------------------------- how to compile
+
+
+class _Target:
+    """A driver for a GPU that is not there: enough for Triton to compile for it, too little to start anything."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # kernels are cached by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def compiling(capability: int) -> Iterator[list[Any]]:
+    """Inside, the ops of this package, called with tensors on the CPU, compile what they would launch and compute
+    nothing. Gives the compiled kernels, one per launch: launches of one specialisation give the same object."""
+    driver.set_active(_Target(capability))
+    launch.compiled = []
+    try:
+        yield launch.compiled
+    finally:
+        launch.compiled = None
+        with contextlib.suppress(RuntimeError):  # no GPU, no driver to go back to
+            driver.reset_active()
+
+
+class Report(NamedTuple):
+    """What the assembler made of a kernel."""
+
+    kernel: str
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread in local memory
+    shared: int  # bytes of a program
+    loads: dict[str, int]  # loads from global memory by width in bits
+
+
+def report(compiled: Any) -> Report:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))
+    loads: Counter[str] = Counter()
+    for count, bits in re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"]):
+        loads[str(int(count or 1) * int(bits))] += 1
+    return Report(compiled.metadata.name, registers, stack + local, compiled.metadata.shared, dict(loads))
+
+
+# --------------------------------------------------------------------------------------------------- what to compile
+
+TOKENS, ROWS = 2048, 4
+
+
+def _inputs(**given: Any) -> PolicyLossInputs:
+    offsets = torch.linspace(0, TOKENS, ROWS + 1).long()
+    required = PolicyLossInputs(torch.zeros(TOKENS), torch.zeros(TOKENS), torch.ones(ROWS), torch.ones(ROWS), offsets)
+    return required._replace(**given)
+
+
+def _masked() -> PolicyLossInputs:
+    """What most trainers pass."""
+    return _inputs(mask=torch.ones(TOKENS, dtype=torch.bool))
+
+
+def _everything(trajectories: bool, advantage_per_token: bool) -> PolicyLossInputs:
+    bools, floats, rows = torch.ones(TOKENS, dtype=torch.bool), torch.ones(TOKENS), torch.arange(ROWS)
+    several = {"row_trajectory": rows, "trajectory_start": torch.arange(ROWS + 1), "trajectory_rows": rows}
+    return _inputs(
+        advantages=torch.ones(TOKENS if advantage_per_token else ROWS), mask=bools, ref_logp=floats, entropy=floats,
+        score=floats, threshold=torch.ones(1), token_mask=bools, token_weight=floats, low=floats, high=floats,
+        advantage_per_token=advantage_per_token, **(several if trajectories else {}),
+    )  # fmt: skip
+
+
+LEVEL = PolicyLossSpec(token=TokenGate.DROP, has_level=True, level_clips=True)
+HEAVIEST_PENALTY = {"kl": KLEstimator.K3, "kl_gradient": KLGradient.IMPORTANCE, "kl_beta": 0.1}
+Path_ = tuple[str, Callable[[], object]]
+
+
+def _gate(name: str, inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Path_:
+    return name, lambda: gates.policy_loss(inputs, spec, want_grad=True, want_tokens=inputs.entropy is not None)
+
+
+def paths() -> Iterator[Path_]:
+    """A name and a call for each path through the kernels: the light and the heavy end of every sweep."""
+    yield _gate("gate: clip", _masked(), PolicyLossSpec())
+    yield _gate("gate: clip, all inputs", _everything(False, False), PolicyLossSpec(**HEAVIEST_PENALTY))
+    yield _gate("gate: score, no ratio", _inputs(old_logp=None), PolicyLossSpec(token=TokenGate.DROP, head=Head.SCORE))
+    yield _gate("gate: level, through", _masked(), LEVEL)
+    yield _gate("gate: level, through, all inputs", _everything(True, True), LEVEL._replace(**HEAVIEST_PENALTY))
+    yield _gate("gate: level, self", _masked(), LEVEL._replace(routing=Routing.SELF))
+    yield "row_counts", lambda: segments.row_counts(_masked().mask, _masked().cu_seqlens, TOKENS)
+    yield "window_score", lambda: _window(Boundary.FULL, Invalid.SKIP, masked=True)
+    yield "order_statistic", lambda: entropy.order_statistic(torch.ones(TOKENS), 4, 5, OrderRule.NEAREST)
+    yield "group_normalise", lambda: _groups(ROWS, GroupNormalisation(), False, False)
+    batch = GroupNormalisation(center=Center.LEAVE_ONE_OUT, scale=Scale.BATCH, eps_mode=EpsMode.SQRT)
+    yield "group_normalise, batch", lambda: _groups(ROWS, batch, True, True)
+    yield "group_normalise, many units", lambda: _groups(advantages.SCANNED + 1, batch, True, True)
+    yield (
+        "group_normalise, one group of many",
+        lambda: _groups(advantages.SCANNED + 1, batch, True, True, grouped=False),
+    )
+
+
+def every_path() -> Iterator[Path_]:
+    """Every structure a gate, a window, an index rule and a normalisation can have, with few and with all inputs."""
+    shapes = [
+        PolicyLossSpec(token=TokenGate.CLIP),
+        PolicyLossSpec(token=TokenGate.DROP),
+        *(LEVEL._replace(routing=routing) for routing in Routing),
+        LEVEL._replace(level_clips=False),
+    ]
+    penalties = [{"kl": k, "kl_gradient": g} for k in KLEstimator if k for g in KLGradient]
+    for shape, head in itertools.product(shapes, Head):
+        spec = shape._replace(head=head)
+        name = f"gate: {spec.token.name} {spec.routing.name} {head.name}"
+        yield _gate(name, _masked(), spec)
+        yield _gate(f"{name}, on-policy", _inputs(old_logp=None), spec)
+        unaligned = _masked()._replace(logp=torch.zeros(TOKENS + 1)[1:])
+        yield _gate(f"{name}, unaligned", unaligned, spec)
+        for trajectories, per_token in itertools.product((False, True), repeat=2):
+            everything = _everything(trajectories, per_token)
+            yield _gate(f"{name}, all inputs {trajectories} {per_token}", everything, spec._replace(strict=per_token))
+        for penalty in penalties:
+            yield _gate(f"{name}, {penalty}", _everything(False, False), spec._replace(**penalty))
+    for boundary, invalid, masked in itertools.product(Boundary, Invalid, (False, True)):
+        yield f"window {boundary.name} {invalid.name}", lambda a=(boundary, invalid, masked): _window(*a)
+    for rule in OrderRule:
+        yield f"order {rule.name}", lambda rule=rule: entropy.order_statistic(torch.ones(TOKENS), 4, 5, rule)
+    yield "row_counts", lambda: segments.row_counts(None, _masked().cu_seqlens, TOKENS)
+    for center, scale, mode, masked in itertools.product(Center, Scale, EpsMode, (False, True)):
+        rule = GroupNormalisation(center=center, scale=scale, eps_mode=mode)
+        for units, grouped in itertools.product((ROWS, advantages.SCANNED + 1), (False, True)):
+            name = f"groups {center.name} {scale.name} {mode.name} {masked} {units} {grouped}"
+            yield name, lambda a=(units, rule, masked, masked, grouped): _groups(*a)
+    yield from paths()
+
+
+def _window(boundary: Boundary, invalid: Invalid, masked: bool) -> torch.Tensor:
+    batch = _masked()
+    return entropy.window_score(batch.logp, batch.mask if masked else None, batch.cu_seqlens, 0, 3, boundary, invalid)
+
+
+def _groups(
+    units: int, spec: GroupNormalisation, masked: bool, apply_masked: bool, grouped: bool = True
+) -> torch.Tensor:
+    bools, ids = torch.ones(units, dtype=torch.bool), torch.zeros(units, dtype=torch.int64)
+    arguments = (ids if grouped else None, bools if masked else None, bools if apply_masked else None)
+    return advantages.group_normalise(torch.ones(units), *arguments, spec)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("targets", nargs="*", type=int, default=TARGETS, help="compute capabilities, such as 90")
+    parser.add_argument("--all", action="store_true", help="every structure instead of the ends of each path")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    arguments = parser.parse_args()
+    for target in arguments.targets:
+        seen: set[int] = set()
+        for name, call in every_path() if arguments.all else paths():
+            with compiling(target) as compiled:
+                call()
+            for kernel in compiled:
+                if id(kernel) in seen:
+                    continue
+                seen.add(id(kernel))
+                found = report(kernel)
+                if arguments.json:
+                    print(json.dumps({"target": target, "path": name, **found._asdict()}), flush=True)
+                else:
+                    loads = "  ".join(f"{count} x {bits} bit" for bits, count in sorted(found.loads.items()))
+                    print(
+                        f"sm_{target}  {found.kernel:22} {found.registers:3} registers  {found.spilled} spilled  "
+                        f"{found.shared:5} shared  {loads:60} {name}",
+                        flush=True,
+                    )
+
+
+if __name__ == "__main__":
+    main()

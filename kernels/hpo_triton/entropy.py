@@ -1,0 +1,245 @@
+"""Entropy windows: windowed means that never cross a row, and exact order statistics by radix selection.
+
+The definition is hpo_core/reference/entropy.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..specs import Boundary, Invalid, OrderRule
+from .launch import aligned, kernel, launch, programs_for
+from .math import is_finite
+from .segments import TILE, load, row_of_token, row_range, store
+
+__all__ = ["order_statistic", "window_score"]
+
+# ------------------------------------------------------------------------------------------------------------- windows
+
+FULL = tl.constexpr(int(Boundary.FULL))
+ZERO = tl.constexpr(int(Boundary.ZERO))
+BREAK = tl.constexpr(int(Invalid.BREAK))
+
+
+@kernel
+def _score_windows(
+    values,
+    mask,
+    cu_seqlens,
+    score,
+    tokens: tl.int64,
+    rows: tl.int64,
+    first: tl.int64,
+    last: tl.int64,
+    width: tl.int64,
+    BOUNDARY: tl.constexpr,
+    INVALID: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * TILE
+    whole = start + TILE <= tokens
+    token = start + tl.arange(0, TILE)
+    row = row_of_token(cu_seqlens, rows, tokens, start, TILE)
+    range_ = row_range(cu_seqlens, row, rows, tokens)
+    given = (token >= range_.begin) & (token < range_.end)
+    # The window is cut by the row: no need to look further than the longest row of this tile reaches.
+    behind = tl.max(tl.where(given, token - range_.begin, 0))
+    ahead = tl.max(tl.where(given, range_.end - 1 - token, 0))
+    value = load(values, token, tokens, whole, ALIGNED)
+    if mask is not None:
+        given &= load(mask, token, tokens, whole, ALIGNED)
+
+    # In double and in the order of the window: exact where all values are equal, and independent of the packing.
+    total = tl.zeros([TILE], tl.float64)
+    usable = tl.zeros([TILE], tl.int64)
+    for offset in range(tl.maximum(first, -behind), tl.minimum(last, ahead) + 1):
+        neighbour = token + offset
+        used = given & (neighbour >= range_.begin) & (neighbour < range_.end)
+        if mask is not None:
+            used &= tl.load(mask + neighbour, mask=used, other=False)
+        x = tl.load(values + neighbour, mask=used, other=0.0)
+        used &= is_finite(x)
+        total += tl.where(used, x, 0.0).to(tl.float64)
+        usable += used.to(tl.int64)
+
+    low = tl.maximum(token + first, range_.begin)
+    high = tl.minimum(token + last, range_.end - 1)
+    inside = tl.maximum(high - low + 1, 0)
+    defined = given & (usable > 0)
+    if BOUNDARY == FULL:
+        defined &= inside == width
+    if INVALID == BREAK:
+        defined &= usable == inside
+    divisor = width if BOUNDARY == ZERO else tl.maximum(usable, 1)
+    mean = total / divisor.to(tl.float64)
+    result = tl.where(defined, mean.to(tl.float32), float("-inf"))
+    result = tl.where(given & (is_finite(value) == False), float("nan"), result)  # noqa: E712
+    store(score, token, result, tokens, whole, ALIGNED)
+
+
+def window_score(
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    first: int,
+    last: int,
+    boundary: Boundary,
+    invalid: Invalid,
+) -> torch.Tensor:
+    """Mean of ``values`` over ``{t + first, ..., t + last}`` cut by the row of t, ``[T]``."""
+    tokens = values.numel()
+    score = torch.empty_like(values)
+    launch(
+        _score_windows, triton.cdiv(tokens, TILE), values, mask, cu_seqlens, score, tokens, cu_seqlens.numel() - 1,
+        max(first, -tokens), min(last, tokens), last - first + 1,
+        BOUNDARY=int(boundary), INVALID=int(invalid), ALIGNED=aligned(values, mask), TILE=TILE,
+    )  # fmt: skip
+    return score
+
+
+# ---------------------------------------------------------------------------------------------------- order statistics
+
+CEIL = tl.constexpr(int(OrderRule.CEIL))
+NEAREST = tl.constexpr(int(OrderRule.NEAREST))
+
+# The 32 bits of a key are found 11, 11 and 10 at a time, from a histogram of the keys that share the bits found so far.
+BINS = tl.constexpr(2048)
+PASSES = 3
+SCORES = 2048  # of one step
+
+
+@triton.jit
+def _order_key(x):
+    """As unsigned integers, keys are in the order of the floats (-0 just below +0)."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) | -0x80000000)
+
+
+@triton.jit
+def _from_order_key(key):
+    bits = key ^ ((~key >> 31) | -0x80000000)
+    return bits.to(tl.float32, bitcast=True) + 0.0  # a threshold of -0 is given as +0
+
+
+@triton.jit
+def _order_index(numerator, denominator, n, digits, RULE: tl.constexpr):
+    """rule(numerator * (n - 1) / denominator) in exact integers, for 0 <= numerator <= denominator <= 2^61 and n > 0.
+
+    The product may not fit into 64 bits, so it is divided as it grows: the binary ``digits`` of n - 1 from the top.
+    """
+    quotient = n * 0
+    remainder = n * 0
+    for digit in range(digits):
+        remainder = 2 * remainder + (((n - 1) >> (digits - 1 - digit)) & 1) * numerator
+        carry = (remainder >= denominator).to(tl.int64) + (remainder - denominator >= denominator).to(tl.int64)
+        quotient = 2 * quotient + carry
+        remainder -= carry * denominator
+    if RULE == CEIL:
+        quotient += (remainder > 0).to(tl.int64)
+    if RULE == NEAREST:
+        rest = denominator - remainder
+        quotient += ((remainder > rest) | ((remainder == rest) & (quotient % 2 == 1))).to(tl.int64)
+    return quotient
+
+
+@triton.jit
+def _digit_at(histogram, rank):
+    """The digit of the key of this rank, and its rank among the keys with that digit."""
+    up_to = tl.cumsum(tl.load(histogram + tl.arange(0, BINS)), 0)
+    before = up_to <= rank
+    return tl.sum(before.to(tl.int32)), rank - tl.max(tl.where(before, up_to, 0))
+
+
+@triton.jit
+def _key_at(histograms, numerator, denominator, digits, RULE: tl.constexpr, PASSES: tl.constexpr):
+    """The first PASSES digits of the key sought, and the number n of finite scores (needs PASSES > 0)."""
+    n = tl.sum(tl.load(histograms + tl.arange(0, BINS)))
+    rank = _order_index(numerator, denominator, tl.maximum(n, 1), digits, RULE)
+    key, rank = _digit_at(histograms, rank)
+    if PASSES > 1:
+        digit, rank = _digit_at(histograms + BINS, rank)
+        key = (key << 11) | digit
+    if PASSES > 2:
+        digit, rank = _digit_at(histograms + 2 * BINS, rank)
+        key = (key << 10) | digit
+    return key, n
+
+
+@kernel
+def _count_digits(
+    score,
+    histograms,  # [3, BINS] int64, then the number of NaN scores
+    tokens: tl.int64,
+    numerator: tl.int64,
+    denominator: tl.int64,
+    digits: tl.int64,
+    RULE: tl.constexpr,
+    PASS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SCORES: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0).to(tl.int64)
+    if PASS > 0:
+        prefix, _ = _key_at(histograms, numerator, denominator, digits, RULE, PASS)
+    histogram = tl.zeros([BINS], tl.int32)
+    nan_scores = tl.zeros([SCORES], tl.int32)
+    for tile in range(program, tl.cdiv(tokens, SCORES), programs):
+        token = tile * SCORES + tl.arange(0, SCORES)
+        x = load(score, token, tokens, (tile + 1) * SCORES <= tokens, ALIGNED)
+        exists = token < tokens
+        counted = exists & is_finite(x)
+        key = _order_key(x)
+        if PASS == 0:
+            digit = (key >> 21) & 2047
+            nan_scores += (exists & (x != x)).to(tl.int32)
+        elif PASS == 1:
+            digit = (key >> 10) & 2047
+            counted &= ((key >> 21) & 2047) == prefix
+        else:
+            digit = key & 1023
+            counted &= ((key >> 10) & 0x3FFFFF) == prefix
+        histogram += tl.histogram(digit, BINS, mask=counted)
+    # Integers: any order of the programs gives the same.
+    bins = tl.arange(0, BINS)
+    tl.atomic_add(histograms + PASS * BINS + bins, histogram.to(tl.int64), mask=histogram > 0)
+    if PASS == 0:
+        tl.atomic_add(histograms + 3 * BINS, tl.sum(nan_scores).to(tl.int64))
+
+
+@kernel
+def _read_statistic(
+    histograms,
+    threshold,
+    counts,
+    numerator: tl.int64,
+    denominator: tl.int64,
+    digits: tl.int64,
+    RULE: tl.constexpr,
+):
+    key, n = _key_at(histograms, numerator, denominator, digits, RULE, 3)
+    tl.store(threshold, tl.where(n > 0, _from_order_key(key), float("nan")))
+    tl.store(counts, n)
+    tl.store(counts + 1, tl.load(histograms + 3 * BINS))
+
+
+def order_statistic(
+    score: torch.Tensor, numerator: int, denominator: int, rule: OrderRule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x_(i)`` of the n finite scores in ascending order, ``i = rule(numerator (n - 1) / denominator)``."""
+    tokens = score.numel()
+    threshold = torch.empty(1, dtype=torch.float32, device=score.device)
+    counts = torch.empty(2, dtype=torch.int64, device=score.device)
+    histograms = torch.zeros(PASSES * BINS.value + 1, dtype=torch.int64, device=score.device)
+    denominator = max(1, min(denominator, 2**61))
+    quantile = (max(0, min(numerator, denominator)), denominator, tokens.bit_length())
+    for number in range(PASSES):
+        launch(
+            _count_digits, programs_for(tokens, SCORES), score, histograms, tokens, *quantile,
+            RULE=int(rule), PASS=number, ALIGNED=aligned(score), SCORES=SCORES,
+        )  # fmt: skip
+    launch(_read_statistic, 1, histograms, threshold, counts, *quantile, RULE=int(rule))
+    return threshold, counts

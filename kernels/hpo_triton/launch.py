@@ -1,0 +1,57 @@
+"""How every kernel of this package is declared and started: what may specialise it, and with which options."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+__all__ = ["WARPS", "aligned", "kernel", "launch", "launches", "programs_for"]
+
+WARPS = 8  # of every program
+# A sweep has at most this many programs, about what the largest GPU holds at once; more tokens are more steps for each.
+MOST_PROGRAMS = 512
+
+launches: Counter[str] = Counter()  # by kernel, since this package was imported
+compiled: list[Any] | None = None  # where compile.py gathers kernels that are compiled instead of started
+
+
+def kernel(function: Callable[..., None]) -> Any:
+    """A Triton kernel whose numbers and addresses are run-time values: only its ``constexpr`` structure, and which
+    optional tensors exist, may cost a compilation.
+
+    Triton's own habit is another one: it compiles anew for integers that are 1 or divisible by 16 and for addresses
+    divisible by 16. Numbers are annotated in the signature, because one that is not is typed by its value.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    run_time = [parameter.name for parameter in parameters if "constexpr" not in str(parameter.annotation)]
+    return triton.jit(function, do_not_specialize=run_time, do_not_specialize_on_alignment=run_time)
+
+
+def launch(kernel: Any, programs: int, *arguments: Any, **structure: Any) -> None:
+    """Start that many programs on the device of the first argument.
+
+    Multiply-adds are fused where the source says so and nowhere else: Triton's default differs between versions, and
+    with it the bits.
+    """
+    launches[kernel.fn.__name__] += 1
+    options = {**structure, "num_warps": WARPS, "enable_fp_fusion": False}
+    if compiled is not None:
+        compiled.append(kernel.warmup(*arguments, grid=(programs,), **options))
+    elif programs > 0:
+        with torch.cuda.device_of(arguments[0]):
+            kernel[(programs,)](*arguments, **options)
+
+
+def programs_for(items: int, step: int) -> int:
+    """Programs of a sweep that takes ``step`` items at a time."""
+    return max(1, min(triton.cdiv(items, step), MOST_PROGRAMS))
+
+
+def aligned(*tensors: torch.Tensor | None) -> bool:
+    """Whether four consecutive elements, from a multiple of four on, are always one aligned piece of memory."""
+    return all(tensor is None or tensor.data_ptr() % (4 * tensor.element_size()) == 0 for tensor in tensors)

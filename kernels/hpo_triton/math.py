@@ -1,0 +1,68 @@
+"""Elementary functions: the operations of csrc/include/hpo/math.h in the same order, every fused multiply-add
+written out."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["SATURATION", "STATISTIC_SATURATION", "clamp", "exp", "is_finite", "k3", "k3_slope"]
+
+# Every exponentiated log-ratio saturates here, so that |w A| <= 1e12 times e^60 stays finite in float.
+SATURATION = tl.constexpr(60.0)
+# Ratio statistics (not the loss) saturate earlier: their squares are summed in float.
+STATISTIC_SATURATION = tl.constexpr(40.0)
+
+
+@triton.jit
+def clamp(x, low, high):
+    return tl.where(x < low, low, tl.where(x > high, high, x))
+
+
+@triton.jit
+def is_finite(x):
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def exp(x):
+    """e^x for |x| <= 87, within 1 ulp; exp(0) is exactly 1, which the on-policy promise rests on.
+
+    The hardware's ex2 would take x log2(e) rounded to float: at x = 60 that alone is an error of 2^-18.
+    """
+    shifted = tl.fma(x, 1.44269504, 12582912.0)  # adding 1.5 * 2^23 rounds to an integer
+    k = shifted - 12582912.0
+    r = tl.fma(k, -0.693359375, x)  # ln 2 in two parts: r = x - k ln 2
+    r = tl.fma(k, 2.12194440e-4, r)
+    p = tl.fma(r, 1.9875691500e-4, 1.3981999507e-3)  # minimax polynomial of (e^r - 1 - r) / r^2 on |r| <= ln 2 / 2
+    p = tl.fma(p, r, 8.3334519073e-3)
+    p = tl.fma(p, r, 4.1665795894e-2)
+    p = tl.fma(p, r, 1.6666665459e-1)
+    p = tl.fma(p, r, 5.0000001201e-1)
+    value = tl.fma(p, r * r, r) + 1.0
+    exponent = shifted.to(tl.int32, bitcast=True) - 0x4B400000  # the integer k sits in the low bits of `shifted`
+    return value * ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def k3_slope(s, e):
+    """1 - e^-s, the derivative of k3, without its cancellation at small s; ``e`` is exp(-s)."""
+    p = tl.fma(s, -1.9841270e-4, 1.3888889e-3)  # Taylor of (1 - (1 - e^-s) / s) / s on |s| <= 0.25, to the last bit
+    p = tl.fma(p, s, -8.3333333e-3)
+    p = tl.fma(p, s, 4.1666667e-2)
+    p = tl.fma(p, s, -1.6666667e-1)
+    p = tl.fma(p, s, 0.5)
+    return tl.where(tl.abs(s) < 0.25, tl.fma(-p * s, s, s), 1.0 - e)
+
+
+@triton.jit
+def k3(s):
+    """e^-s - 1 + s, the k3 estimator, without its cancellation at small s."""
+    p = tl.fma(s, 2.4801587e-5, -1.9841270e-4)  # Taylor of (e^-s - 1 + s) / s^2 on |s| <= 0.5
+    p = tl.fma(p, s, 1.3888889e-3)
+    p = tl.fma(p, s, -8.3333333e-3)
+    p = tl.fma(p, s, 4.1666667e-2)
+    p = tl.fma(p, s, -1.6666667e-1)
+    p = tl.fma(p, s, 0.5)
+    direct = (exp(-clamp(s, -SATURATION, SATURATION)) - 1.0) + s
+    return tl.where(tl.abs(s) < 0.5, p * (s * s), direct)

@@ -1,0 +1,239 @@
+"""Rows of a packed batch: how kernels read it, where a token belongs, and how many valid tokens each row has.
+
+Two ways through the tokens. A *tile* is TILE consecutive tokens of the pack, whatever rows they are in: each token is
+in exactly one, and loads are aligned. A *slot* is a piece of one row: sums over slots know nothing of its neighbours.
+
+Offsets are data. Whatever they say, a row found here is a row of the batch and its range lies inside [0, tokens]. Where
+they are not in order, rows may be left out; at least one of them is then broken, and reported.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import kernel, launch
+
+__all__ = [
+    "SLOTS",
+    "SLOT_TOKENS",
+    "TILE",
+    "Range",
+    "Slots",
+    "load",
+    "number_of_slots",
+    "row_counts",
+    "row_of_token",
+    "row_range",
+    "slot_count",
+    "slot_tokens",
+    "store",
+]
+
+TILE = 1024
+SLOT_TOKENS = 64
+SLOTS = 16  # of one program
+ROWS = 1024  # of one program
+
+# ------------------------------------------------------------------------------------------------------------- tokens
+
+
+@triton.jit
+def _address(pointer, token, ALIGNED: tl.constexpr):
+    address = pointer + token
+    if ALIGNED:  # four tokens from a multiple of four on are 16 bytes, or 4 of a mask
+        size: tl.constexpr = 4 if pointer.dtype.element_ty == tl.int1 else 16
+        address = tl.multiple_of(address, [1, size] if len(token.shape) == 2 else size)
+    return address
+
+
+@triton.jit
+def load(pointer, token, tokens, whole, ALIGNED: tl.constexpr):
+    """The elements ``token``, 0 beyond the end of the pack; ``whole``: none of them is."""
+    address = _address(pointer, token, ALIGNED)
+    # A mask that cuts at an arbitrary T would split every 128-bit load into four; only the last tile needs one.
+    return tl.load(address) if whole else tl.load(address, mask=token < tokens, other=0)
+
+
+@triton.jit
+def store(pointer, token, value, tokens, whole, ALIGNED: tl.constexpr):
+    address = _address(pointer, token, ALIGNED)
+    if whole:
+        tl.store(address, value)
+    else:
+        tl.store(address, value, mask=token < tokens)
+
+
+# --------------------------------------------------------------------------------------------------------------- rows
+
+
+class Range(NamedTuple):
+    """Half-open token ranges of rows; a broken row is empty and marked."""
+
+    begin: tl.tensor
+    end: tl.tensor
+    bad: tl.tensor
+
+
+@triton.jit
+def row_range(cu_seqlens, row, rows, tokens):
+    exists = row < rows
+    begin = tl.load(cu_seqlens + row, mask=exists, other=0)
+    end = tl.load(cu_seqlens + row + 1, mask=exists, other=0)
+    bad = (begin < 0) | (end < begin) | (end > tokens)
+    return Range(tl.where(bad, 0, begin), tl.where(bad, 0, end), bad)
+
+
+@triton.jit
+def _last_row(cu_seqlens, rows, tokens, keys, SLOT: tl.constexpr, WIDTH: tl.constexpr):
+    """For each of a few keys ``[K]`` the last row that begins at or before it, 0 if there is none.
+
+    A row begins at its offset or, with SLOT > 0, at its first slot. WIDTH rows are looked at together, so a million
+    rows cost two or three dependent reads where a binary search has twenty.
+    """
+    low = tl.zeros_like(keys)
+    span = rows
+    while span > 1:
+        step = tl.cdiv(span, WIDTH)
+        row = low[:, None] + tl.arange(0, WIDTH)[None, :] * step
+        begin = tl.load(cu_seqlens + row, mask=row < rows, other=0)
+        if SLOT > 0:
+            begin = row + tl.minimum(tl.maximum(begin, 0), tokens) // SLOT
+        hits = tl.sum(((begin <= keys[:, None]) & (row < rows)).to(tl.int32), axis=1)
+        low += tl.maximum(hits - 1, 0) * step
+        span = step
+    return low
+
+
+@triton.jit
+def row_of_token(cu_seqlens, rows, tokens, start, TILE: tl.constexpr):
+    """The row of each token ``start + [0, TILE)``, if it has one: whether it has, the range of that row says."""
+    borders = _last_row(cu_seqlens, rows, tokens, start + tl.arange(0, 2) * (TILE - 1), 0, TILE // 2)
+    first, last = tl.min(borders), tl.max(borders)
+    low = tl.zeros([TILE], tl.int64) + first
+    high = tl.zeros([TILE], tl.int64) + last
+    token = start + tl.arange(0, TILE)
+    span = last - first  # often 0, a tile inside one row: done
+    while span > 0:
+        middle = (low + high + 1) // 2
+        below = tl.load(cu_seqlens + middle) <= token
+        low, high = tl.where(below, middle, low), tl.where(below, high, middle - 1)
+        span = span // 2
+    return low
+
+
+# -------------------------------------------------------------------------------------------------------------- slots
+# Row s owns the slots from s + floor(cu_seqlens[s] / SLOT) to where row s + 1 begins: enough for its tokens, in the
+# order of the rows, and the number of all slots follows from S and T alone.
+
+
+class Slots(NamedTuple):
+    """The tokens of K slots."""
+
+    row: tl.tensor  # [K, 1]
+    token: tl.tensor  # [K, SLOT]
+    inside: tl.tensor  # [K, SLOT]: the token is one of the row's
+
+
+def number_of_slots(rows: int, tokens: int) -> int:
+    return rows + tokens // SLOT_TOKENS + 1
+
+
+@triton.jit
+def slot_count(range, SLOT: tl.constexpr, ALIGN: tl.constexpr):
+    """How many slots hold a row."""
+    return tl.where(range.end > range.begin, tl.cdiv(range.end - range.begin // ALIGN * ALIGN, SLOT), 0)
+
+
+@triton.jit
+def slot_tokens(cu_seqlens, rows, tokens, slot, SLOT: tl.constexpr, ALIGN: tl.constexpr):
+    """What the slots ``[K]`` hold. With ALIGN = 4 each begins at a multiple of four tokens, the first of a row before
+    the row does; with 1 a token's place in its slot depends on nothing but its place in the row."""
+    row = _last_row(cu_seqlens, rows, tokens, slot, SLOT, 64)
+    range = row_range(cu_seqlens, row, rows, tokens)
+    index = slot - (row + range.begin // SLOT)
+    held = (index >= 0) & (index < slot_count(range, SLOT, ALIGN))  # the others are spare
+    start = tl.where(held, range.begin // ALIGN * ALIGN + index * SLOT, 0)
+    token = start[:, None] + tl.arange(0, SLOT)[None, :]
+    inside = (token >= range.begin[:, None]) & (token < range.end[:, None]) & held[:, None]
+    return Slots(row[:, None], token, inside)
+
+
+# --------------------------------------------------------------------------------------------------------- row_counts
+
+
+@kernel
+def _begin_counts(
+    cu_seqlens,  # [S + 1] int64
+    counts,  # [S] int64
+    broken,  # [programs] int32: whether this program met a broken row
+    tokens: tl.int64,
+    rows: tl.int64,
+    ROWS: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    row = program * ROWS + tl.arange(0, ROWS)
+    tl.store(counts + row, tl.zeros([ROWS], tl.int64), mask=row < rows)
+    tl.store(broken + program, tl.max(row_range(cu_seqlens, row, rows, tokens).bad.to(tl.int32)))
+
+
+@triton.jit
+def _owners(cu_seqlens, rows, tokens, token):
+    """The row of each token, -1 for none, for offsets in any order: of rows that overlap, the last."""
+    owner = tl.zeros_like(token) - 1
+    for row in range(rows):
+        range_ = row_range(cu_seqlens, row, rows, tokens)
+        owner = tl.where((token >= range_.begin) & (token < range_.end), row, owner)
+    return owner
+
+
+@kernel
+def _count_rows(
+    cu_seqlens,
+    mask,  # [T] or None
+    broken,
+    counts,
+    tokens: tl.int64,
+    rows: tl.int64,
+    pieces: tl.int64,
+    SLOT: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    any_broken = tl.zeros([SLOT], tl.int32)
+    for first in range(0, pieces, SLOT):
+        piece = first + tl.arange(0, SLOT)
+        any_broken |= tl.load(broken + piece, mask=piece < pieces, other=0)
+    # Integers: every order of these additions gives the same.
+    if tl.max(any_broken) > 0:
+        token = program * SLOTS * SLOT + tl.arange(0, SLOTS * SLOT)
+        owner = _owners(cu_seqlens, rows, tokens, token)
+        valid = owner >= 0
+        if mask is not None:
+            valid &= tl.load(mask + token, mask=valid, other=False)
+        tl.atomic_add(counts + owner, tl.full([SLOTS * SLOT], 1, tl.int64), mask=valid)
+    else:
+        slots = slot_tokens(cu_seqlens, rows, tokens, program * SLOTS + tl.arange(0, SLOTS), SLOT, 1)
+        inside = slots.inside
+        if mask is not None:
+            inside &= tl.load(mask + slots.token, mask=inside, other=False)
+        count = tl.sum(inside.to(tl.int64), axis=1)[:, None]
+        tl.atomic_add(counts + slots.row, count, mask=count > 0)
+
+
+def row_counts(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:
+    """Valid tokens of each row ``[S]`` int64."""
+    rows, device = cu_seqlens.numel() - 1, cu_seqlens.device
+    pieces = triton.cdiv(rows, ROWS)
+    counts = torch.empty(rows, dtype=torch.int64, device=device)
+    broken = torch.empty(pieces, dtype=torch.int32, device=device)
+    programs = triton.cdiv(number_of_slots(rows, total_tokens), SLOTS)
+    launch(_begin_counts, pieces, cu_seqlens, counts, broken, total_tokens, rows, ROWS=ROWS)
+    launch(
+        _count_rows, programs, cu_seqlens, mask, broken, counts, total_tokens, rows, pieces,
+        SLOT=SLOT_TOKENS, SLOTS=SLOTS,
+    )  # fmt: skip
+    return counts

@@ -1,0 +1,134 @@
+"""What the policy loss knows of a token before any gate: validity, selection, log-ratios and weights."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .math import SATURATION, clamp, is_finite
+from .segments import load
+
+__all__ = ["Loaded", "Reading", "Tokens", "load_tokens", "read_tokens"]
+
+
+class Reading(NamedTuple):
+    """What specialises the reading of tokens, beside which of the optional tensors exist."""
+
+    strict: bool  # score > threshold instead of >=
+    advantage_per_token: bool
+    aligned: bool  # every tensor of tokens allows 128-bit loads
+
+
+class Loaded(NamedTuple):
+    """A block of every tensor of tokens, as it lies in memory: masked positions hold anything. ``logp`` stands in for
+    what is not given."""
+
+    logp: tl.tensor
+    old_logp: tl.tensor
+    ref_logp: tl.tensor
+    advantage: tl.tensor
+    token_weight: tl.tensor
+    score: tl.tensor
+    mask: tl.tensor
+    token_mask: tl.tensor
+
+
+class Tokens(NamedTuple):
+    """A block of tokens; every field is finite, whatever was loaded."""
+
+    valid: tl.tensor
+    selected: tl.tensor
+    negative: tl.tensor  # the advantage is
+    logp: tl.tensor
+    x: tl.tensor  # log-ratio, saturated
+    flows: tl.tensor  # it was finite: it has a derivative
+    s: tl.tensor  # log-ratio to the reference, saturated
+    s_flows: tl.tensor
+    a: tl.tensor  # weight * advantage * token weight, 0 where not selected
+    unweighted: tl.tensor  # the same without the row's weight
+    weight: tl.tensor  # of the row, 0 where it is not finite
+    nan: tl.tensor
+    infinite: tl.tensor
+    bad: tl.tensor
+
+
+@triton.jit
+def _load_or(stand_in, pointer, token, tokens, whole, ALIGNED: tl.constexpr):
+    return stand_in if pointer is None else load(pointer, token, tokens, whole, ALIGNED)
+
+
+@triton.jit
+def load_tokens(inputs, token, tokens, whole, READING: tl.constexpr):
+    """``inputs``: PolicyLossInputs; ``token`` of any shape. Not a part of ``read_tokens``, because it need not wait
+    until the rows of the tokens are found."""
+    ALIGNED: tl.constexpr = READING.aligned
+    logp = load(inputs.logp, token, tokens, whole, ALIGNED)
+    advantage = inputs.advantages if READING.advantage_per_token else None
+    return Loaded(
+        logp=logp,
+        old_logp=_load_or(logp, inputs.old_logp, token, tokens, whole, ALIGNED),
+        ref_logp=_load_or(logp, inputs.ref_logp, token, tokens, whole, ALIGNED),
+        advantage=_load_or(logp, advantage, token, tokens, whole, ALIGNED),
+        token_weight=_load_or(logp, inputs.token_weight, token, tokens, whole, ALIGNED),
+        score=_load_or(logp, inputs.score, token, tokens, whole, ALIGNED),
+        mask=_load_or(logp, inputs.mask, token, tokens, whole, ALIGNED),
+        token_mask=_load_or(logp, inputs.token_mask, token, tokens, whole, ALIGNED),
+    )
+
+
+@triton.jit
+def read_tokens(inputs, loaded, row, rows, inside, READING: tl.constexpr):
+    """``row`` and ``inside`` broadcast to the tokens. Selects and never multiplies by a mask: what a masked position
+    holds does not matter, not even NaN."""
+    given = inside if inputs.mask is None else inside & loaded.mask
+    logp = tl.where(given, loaded.logp, 0.0)
+    raw = logp - tl.where(given, loaded.old_logp, 0.0)
+    known = raw == raw
+    infinite = tl.abs(raw) == float("inf")
+    raw_s = raw
+    if inputs.ref_logp is not None:
+        raw_s = logp - tl.where(given, loaded.ref_logp, 0.0)
+        known &= raw_s == raw_s
+        infinite |= tl.abs(raw_s) == float("inf")
+    valid = given & known
+    unknown = given & (known == False)  # noqa: E712 (`not` is for scalars)
+
+    weight = tl.load(inputs.weights + row, mask=row < rows, other=0.0)
+    if READING.advantage_per_token:
+        advantage = loaded.advantage
+    else:
+        advantage = tl.load(inputs.advantages + row, mask=row < rows, other=0.0)
+    scaled = weight * advantage
+    unweighted = advantage
+    if inputs.token_weight is not None:
+        scaled = scaled * loaded.token_weight
+        unweighted = unweighted * loaded.token_weight
+
+    selected = valid & is_finite(scaled)
+    bad = valid & (selected == False)  # noqa: E712
+    if inputs.token_mask is not None:
+        selected &= loaded.token_mask
+    if inputs.score is not None:
+        score = tl.where(given, loaded.score, 0.0)
+        unknown |= valid & (score != score)
+        threshold = tl.load(inputs.threshold)
+        selected &= (score > threshold) if READING.strict else (score >= threshold)
+
+    return Tokens(
+        valid=valid,
+        selected=selected,
+        negative=valid & (advantage < 0.0),
+        logp=logp,
+        x=tl.where(valid, clamp(raw, -SATURATION, SATURATION), 0.0),
+        flows=valid & is_finite(raw),
+        s=tl.where(valid, clamp(raw_s, -SATURATION, SATURATION), 0.0),
+        s_flows=valid & is_finite(raw_s),
+        a=tl.where(selected, scaled, 0.0),
+        unweighted=tl.where(selected, unweighted, 0.0),
+        weight=tl.where(is_finite(weight), weight, 0.0),
+        nan=unknown,
+        infinite=valid & infinite,
+        bad=bad,
+    )

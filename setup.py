@@ -1,0 +1,278 @@
+"""Builds the native extensions of hpo_core with ninja; pyproject.toml holds everything else.
+
+    hpo_core._cpu                 csrc/bindings_cpu.cpp and csrc/cpu/*.cpp, these once per instruction set
+    hpo_core._cuda                csrc/bindings_cuda.cpp and csrc/cuda/*.cu, where nvcc is found
+    hpo_core._cuda_emulated       the same two through the C++ compiler, for tests
+    hpo_core._emulation_selftest  csrc/emulation/selftest*, for tests
+
+What was built, and why something was not, is written to hpo_core/_build_info.json, which hpo_core.backends() reads.
+
+Environment:
+    CXX                  the C++ compiler; default: the first of g++, c++, clang++
+    CUDA_HOME            the CUDA toolkit; default: the one whose nvcc is in PATH, then /usr/local/cuda
+    HPO_CORE_CUDA        0: no CUDA extension; 1: an error where nvcc is missing
+    HPO_CORE_CUDA_ARCHS  such as "90" or "80 90+ptx"; default: those of CUDA_ARCHS that nvcc knows
+    HPO_CORE_EMULATED    1: build the two test extensions
+    HPO_CORE_SANITIZE    such as "address,undefined": instruments all but _cuda, in a build folder of its own
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.errors import CompileError, PlatformError
+
+ROOT = Path(__file__).resolve().parent
+EXTENSIONS = ("_cpu", "_cuda", "_cuda_emulated", "_emulation_selftest")
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+SANITIZE = os.environ.get("HPO_CORE_SANITIZE", "")
+
+# Pip builds in a new folder each time; with a fixed one a rebuild without changes takes a second. Relative, so that the
+# commands, which ninja compares, do not depend on where the checkout stands.
+BUILD = Path("build/native") / "-".join([SUFFIX.split(".")[1], *SANITIZE.split(",")]).rstrip("-")
+
+# Bits agree between instruction sets, and between C++ and CUDA, only if no compiler fuses a multiply-add by itself.
+CXX_FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Icsrc/include"
+CPU_FLAGS = "-O3 -fopenmp -fno-math-errno -fno-trapping-math"
+NVCC_FLAGS = "-std=c++17 -O3 -fmad=false --threads 0 -Icsrc/include -Xcompiler -fPIC,-fvisibility=hidden"
+EMULATED_FLAGS = "-O2 -Wno-unknown-pragmas -DHPO_EMULATE -Icsrc/emulation"
+SANITIZER_FLAGS = f"-O1 -g -fno-omit-frame-pointer -fsanitize={SANITIZE} -fno-sanitize-recover=all" if SANITIZE else ""
+
+ISAS = {"generic": ""}
+if platform.machine() in ("x86_64", "AMD64"):
+    ISAS["avx2"] = "-mavx2 -mfma -mf16c"
+    ISAS["avx512"] = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c"
+CUDA_ARCHS = "80 90+ptx 100 120"
+
+
+class Plan:
+    """How one extension is built, in ninja's words, or the reason why it is not."""
+
+    def __init__(self, name: str, *, reason: str = "", link: str = "link", facts: dict[str, object] | None = None):
+        self.name, self.reason, self.link, self.facts = name, reason, link, facts or {}
+        self.library = BUILD / f"{name}{SUFFIX}"
+        self.objects: list[str] = []
+        self.statements: list[str] = []
+
+    def compile(self, source: Path, rule: str, flags: str, variant: str = "") -> None:
+        name = BUILD / ".".join(filter(None, [self.name, source.stem, variant, "o"]))
+        self.objects.append(str(name))
+        self.statements.append(f"build {name}: {rule} {source}\n  flags = {flags}\n")
+
+    def ninja(self) -> str:
+        return "".join(self.statements) + f"build {self.library}: {self.link} {' '.join(self.objects)}\n"
+
+    def info(self) -> dict[str, object]:
+        return {"built": False, "reason": self.reason} if self.reason else {"built": True, **self.facts}
+
+
+def output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def sources(pattern: str) -> list[Path]:
+    """Relative and sorted: the same link order, and so the same bits, everywhere."""
+    return sorted(path.relative_to(ROOT) for path in ROOT.glob(pattern))
+
+
+def find_compiler() -> list[str] | None:
+    if "CXX" in os.environ:
+        command = shlex.split(os.environ["CXX"])
+        if not command or not shutil.which(command[0]):
+            raise PlatformError(f"CXX={os.environ['CXX']!r} was not found: name a C++17 compiler, or unset CXX.")
+        return command
+    return next(([name] for name in ("g++", "c++", "clang++") if shutil.which(name)), None)
+
+
+def find_nvcc() -> str | None:
+    if "CUDA_HOME" in os.environ:
+        return shutil.which("nvcc", path=f"{os.environ['CUDA_HOME']}/bin")
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def cuda_archs(nvcc: str) -> list[str]:
+    asked = re.split(r"[ ,;]+", os.environ.get("HPO_CORE_CUDA_ARCHS", "").strip())
+    known = output(nvcc, "--list-gpu-arch").split()
+    return [a for a in asked if a] or [a for a in CUDA_ARCHS.split() if f"compute_{a.removesuffix('+ptx')}" in known]
+
+
+def gencode(arch: str) -> str:
+    number, _, ptx = arch.partition("+")
+    binary = f"-gencode arch=compute_{number},code=sm_{number}"
+    return f"{binary} -gencode arch=compute_{number},code=compute_{number}" if ptx else binary
+
+
+def python_headers() -> str:
+    """Through links that carry the version in their name: the real paths are new in every isolated build."""
+    import pybind11
+
+    folders = {
+        f"pybind11-{pybind11.__version__}": pybind11.get_include(),
+        f"python-{platform.python_version()}": sysconfig.get_paths()["include"],
+    }
+    for name, target in folders.items():
+        link = ROOT / BUILD / "include" / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.is_symlink() or os.readlink(link) != target:
+            link.unlink(missing_ok=True)
+            link.symlink_to(target)
+    return " ".join(f"-isystem {BUILD}/include/{name}" for name in folders)
+
+
+def plan_cpu(compiler: str, headers: str) -> Plan:
+    binding, dispatch = Path("csrc/bindings_cpu.cpp"), Path("csrc/cpu/dispatch.cpp")
+    kernels = [source for source in sources("csrc/cpu/*.cpp") if source != dispatch]
+    if not (kernels and (ROOT / dispatch).exists()):
+        return Plan("_cpu", reason=f"this source tree has no {dispatch}")
+    plan = Plan("_cpu", facts={"compiler": compiler, "flags": f"{CXX_FLAGS} {CPU_FLAGS}", "isas": list(ISAS)})
+    plan.compile(binding, "cxx", f"{CPU_FLAGS} {SANITIZER_FLAGS} {headers}")
+    plan.compile(dispatch, "cxx", f"{CPU_FLAGS} {SANITIZER_FLAGS} -DHPO_ISA=generic")
+    # Baseline objects first: of an inline function defined in several objects the linker keeps the first, and only the
+    # baseline copy runs on every machine.
+    for isa, flags in ISAS.items():
+        for source in kernels:
+            plan.compile(source, "cxx", f"{CPU_FLAGS} {SANITIZER_FLAGS} {flags} -DHPO_ISA={isa}", isa)
+    return plan
+
+
+def plan_cuda(nvcc: str | None, headers: str) -> Plan:
+    wanted = os.environ.get("HPO_CORE_CUDA", "")
+    if wanted == "0":
+        return Plan("_cuda", reason="hpo_core was built with HPO_CORE_CUDA=0")
+    if nvcc is None:
+        if wanted == "1":
+            raise PlatformError(
+                "HPO_CORE_CUDA=1 asks for the CUDA extension, but there is no nvcc in the bin folder of CUDA_HOME or, "
+                "where that is unset, in PATH or /usr/local/cuda/bin. Install the CUDA toolkit, or unset HPO_CORE_CUDA."
+            )
+        return Plan("_cuda", reason="nvcc was not found when hpo_core was built")
+    kernels = sources("csrc/cuda/*.cu")
+    if not kernels:
+        return Plan("_cuda", reason="this source tree has no csrc/cuda")
+    archs = cuda_archs(nvcc)
+    version = re.search(r"release [\d.]+", output(nvcc, "--version"))
+    facts = {"compiler": f"nvcc {version[0] if version else ''}".strip(), "flags": NVCC_FLAGS, "archs": archs}
+    plan = Plan("_cuda", link="link_cuda", facts=facts)
+    targets = " ".join(re.findall(r"code=(\w+)", " ".join(map(gencode, archs))))
+    names = f"-DHPO_MODULE=_cuda '-DHPO_CUDA_TARGETS=\"{targets}\"'"
+    plan.compile(Path("csrc/bindings_cuda.cpp"), "cxx", f"-O3 {names} {headers}")
+    for source in kernels:
+        plan.compile(source, "nvcc", " ".join(map(gencode, archs)))
+    return plan
+
+
+def plan_emulated(name: str, compiler: str, headers: str, binding: Path, kernels: list[Path]) -> Plan:
+    if os.environ.get("HPO_CORE_EMULATED") != "1":
+        return Plan(name, reason="a test double, built only with HPO_CORE_EMULATED=1")
+    if not (kernels and (ROOT / binding).exists()):
+        return Plan(name, reason=f"this source tree has no {binding}")
+    plan = Plan(name, facts={"compiler": compiler, "flags": f"{CXX_FLAGS} {EMULATED_FLAGS}"})
+    plan.compile(binding, "cxx", f"{EMULATED_FLAGS} {SANITIZER_FLAGS} -DHPO_MODULE={name} {headers}")
+    for source in kernels:
+        plan.compile(source, "cxx", f"{EMULATED_FLAGS} {SANITIZER_FLAGS} -x c++")
+    return plan
+
+
+def plan_all(compiler: list[str], nvcc: str | None) -> list[Plan]:
+    version, headers = output(*compiler, "--version").splitlines()[0], python_headers()
+    selftest = sources("csrc/emulation/selftest*.cu")
+    return [
+        plan_cpu(version, headers),
+        plan_cuda(nvcc, headers),
+        plan_emulated("_cuda_emulated", version, headers, Path("csrc/bindings_cuda.cpp"), sources("csrc/cuda/*.cu")),
+        plan_emulated("_emulation_selftest", version, headers, Path("csrc/emulation/selftest_bindings.cpp"), selftest),
+    ]
+
+
+def compile_all(plans: list[Plan], compiler: list[str], nvcc: str | None) -> None:
+    import ninja
+
+    cxx, strip = shlex.join(compiler), "" if SANITIZE else "-Wl,-s"
+    manifest = f"""\
+builddir = {BUILD}
+rule cxx
+  command = {cxx} {CXX_FLAGS} $flags -MMD -MF $out.d -c $in -o $out
+  description = $out
+  depfile = $out.d
+  deps = gcc
+rule nvcc
+  command = {nvcc} {NVCC_FLAGS} $flags -MD -MF $out.d -c $in -o $out
+  description = $out
+  depfile = $out.d
+  deps = gcc
+rule link
+  command = {cxx} -shared -fopenmp {SANITIZER_FLAGS} {strip} $in -o $out
+  description = $out
+rule link_cuda
+  command = {nvcc} -shared -cudart static -Xlinker -s $in -o $out
+  description = $out
+""" + "".join(plan.ninja() for plan in plans)
+    path = ROOT / BUILD / "build.ninja"
+    with open(path.parent / "lock", "w") as lock:  # two builds at once would write the same objects
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path.write_text(manifest)
+        if subprocess.call([os.path.join(ninja.BIN_DIR, "ninja"), "-f", str(path)], cwd=ROOT):
+            raise CompileError("hpo_core: the native extensions did not compile; the compiler's message stands above.")
+
+
+class NinjaBuildExt(build_ext):
+    """Compiles into BUILD, then leaves each library where setuptools expects it, and no library of an earlier build."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.force = True  # setuptools would keep an older library that has a newer date, such as an uninstrumented one
+
+    def build_extensions(self) -> None:
+        compiler, nvcc = find_compiler(), find_nvcc()
+        if sys.platform != "linux":
+            plans = [Plan(name, reason="the native extensions are built on Linux only") for name in EXTENSIONS]
+        elif compiler is None:
+            plans = [Plan(name, reason="no C++ compiler was found when hpo_core was built") for name in EXTENSIONS]
+        else:
+            plans = plan_all(compiler, nvcc)
+        built = {f"hpo_core.{plan.name}": plan.library for plan in plans if not plan.reason}
+        if compiler is not None and built:
+            compile_all([plan for plan in plans if not plan.reason], compiler, nvcc)
+
+        self.info = json.dumps({"extensions": {plan.name: plan.info() for plan in plans}}, indent=2) + "\n"
+        self.extensions = [extension for extension in self.extensions if extension.name in built]
+        self.clean(Path(self.build_lib) / "hpo_core")
+        for extension in self.extensions:
+            self.copy_file(str(ROOT / built[extension.name]), self.get_ext_fullpath(extension.name))
+
+    def copy_extensions_to_source(self) -> None:
+        self.clean(ROOT / "hpo_core")
+        super().copy_extensions_to_source()
+
+    def clean(self, package: Path) -> None:
+        package.mkdir(parents=True, exist_ok=True)
+        for name in EXTENSIONS:
+            (package / f"{name}{SUFFIX}").unlink(missing_ok=True)
+        (package / "_build_info.json").write_text(self.info)
+
+
+class FreshBuildPy(build_py):
+    """Nothing of an earlier build, such as a module since deleted, gets into a wheel."""
+
+    def run(self) -> None:
+        shutil.rmtree(Path(self.build_lib) / "hpo_core", ignore_errors=True)
+        super().run()
+
+
+setup(
+    ext_modules=[Extension(f"hpo_core.{name}", sources=[]) for name in EXTENSIONS],
+    cmdclass={"build_ext": NinjaBuildExt, "build_py": FreshBuildPy},
+)

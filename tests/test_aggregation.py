@@ -1,0 +1,179 @@
+"""Row weights: the denominators of every aggregation mode, over parts and ranks."""
+
+import functools
+import itertools
+
+import hypothesis
+import pytest
+import torch
+import torch.distributed
+
+import hpo_core as hpo
+from hpo_core import aggregation, gates, testing
+from hpo_core.testing import Layout
+
+MODES = {
+    "token_mean": aggregation.token_mean,
+    "seq_mean_token_mean": aggregation.seq_mean_token_mean,
+    "seq_mean_token_sum": aggregation.seq_mean_token_sum,
+    "fixed_length": functools.partial(aggregation.fixed_length, length=16),
+    "prompt_mean": aggregation.prompt_mean,
+}
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def by_hand(mode, batch, counts):
+    """The published formulas, row by row, in Python numbers."""
+    n, groups = counts.tolist(), batch.group_ids.tolist()
+    filled = sum(count > 0 for count in n)
+    total = sum(n)
+    of_group = [sum(count for count, other in zip(n, groups, strict=True) if other == group) for group in groups]
+    filled_groups = len({group for count, group in zip(n, groups, strict=True) if count > 0})
+    return {
+        "token_mean": [1 / total if total else 0.0 for _ in n],
+        "seq_mean_token_mean": [1 / (filled * count) if count else 0.0 for count in n],
+        "seq_mean_token_sum": [1 / filled if filled else 0.0 for _ in n],
+        "fixed_length": [1 / (16 * len(n)) for _ in n],
+        "prompt_mean": [1 / (filled_groups * tokens) if tokens else 0.0 for tokens in of_group],
+    }[mode]
+
+
+@every_mode
+@hypothesis.given(layout=testing.layouts(rows=7, longest=9))
+def test_published_formula(mode, layout):
+    batch = layout.batch()
+    weights = MODES[mode](batch)
+    assert weights.dtype == torch.float32 and weights.shape == (batch.rows,) and weights.is_contiguous()
+    assert weights.tolist() == pytest.approx(by_hand(mode, batch, batch.row_counts), rel=3e-7)
+
+
+@hypothesis.given(layout=testing.layouts(rows=7, longest=9))
+def test_selected_tokens_count_alone(layout):
+    batch = layout.batch()
+    selected = torch.rand(batch.total_tokens, generator=torch.Generator().manual_seed(1)) > 0.5
+    both = selected if batch.mask is None else selected & batch.mask
+    counts = hpo.PackedBatch(batch.cu_seqlens, both).row_counts
+    for mode in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"):
+        weights = MODES[mode](batch, selected=selected)
+        assert weights.tolist() == pytest.approx(by_hand(mode, batch, counts), rel=3e-7)
+
+
+@every_mode
+def test_a_mean_of_ones_is_one(mode):
+    """Weights times counts sum to 1 where the mode is a mean over what is there."""
+    batch = Layout((4, 0, 2, 7), masked="row", seed=2).batch()
+    share = (MODES[mode](batch).double() * batch.row_counts).sum().item()
+    expected = {"seq_mean_token_sum": batch.row_counts.sum().item() / int((batch.row_counts > 0).sum())}
+    expected["fixed_length"] = batch.row_counts.sum().item() / (16 * 4)
+    assert share == pytest.approx(expected.get(mode, 1.0), rel=1e-6)
+
+
+@every_mode
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_total_of_the_optimiser_step(mode, as_tensor):
+    """Given the count of the whole step, weights of parts are those of the whole: the cut does not matter."""
+    whole = hpo.PackedBatch.from_lengths([4, 1, 3, 2], group_ids=torch.tensor([0, 0, 1, 1]))
+    weights = MODES[mode](whole)
+    total = {"token_mean": 10, "prompt_mean": 2}.get(mode, 4)
+    total = torch.tensor(total) if as_tensor else total
+    for rows in ([0, 1], [2, 3]):
+        part, _tokens = whole.select(rows)
+        assert torch.equal(MODES[mode](part, total=total), weights[rows])
+
+
+def test_counts_beyond_float32_are_exact():
+    """2^25 + 1 tokens: the count is not rounded before the division."""
+    batch = hpo.PackedBatch.from_lengths([1])
+    total = 2**25 + 1
+    assert (
+        aggregation.token_mean(batch, total=total).item() == torch.tensor(1 / total, dtype=torch.float64).float().item()
+    )
+
+
+@every_mode
+def test_empty_batches_have_weight_zero(mode):
+    for lengths in ([], [0, 0]):
+        batch = hpo.PackedBatch.from_lengths(lengths, group_ids=torch.zeros(len(lengths), dtype=torch.int64))
+        weights = MODES[mode](batch)
+        assert torch.isfinite(weights).all()
+        if mode != "fixed_length":
+            assert not weights.any()
+
+
+@every_mode
+def test_loss_is_invariant_to_the_cut(mode, backend):
+    """Summed over micro-batches, with the step's counts: the same loss within the budget, the same gradient bitwise."""
+    layout = Layout((5, 2, 3, 4), masked="some", seed=9)
+    example = testing.random_policy_loss(0, gates.dapo(), layout=layout)
+    batch = example.batch
+    counts = batch.row_counts
+    total = {"token_mean": int(counts.sum()), "prompt_mean": len(batch.group_ids.unique())}.get(mode, 4)
+    example = example.given(weights=MODES[mode](batch))
+    device = testing.device_of(backend)
+    fn = functools.partial(hpo.policy_loss, backend=backend)
+    whole = testing.run_policy_loss(fn, testing.move(example, device))
+    loss, grads = 0.0, []
+    groups = batch.group_ids
+    for rows in (groups == groups[0]).nonzero().flatten(), (groups != groups[0]).nonzero().flatten():
+        if rows.numel() == 0:
+            continue
+        part, tokens = example.select(rows)
+        part = part.given(weights=MODES[mode](part.batch, total=total))
+        out = testing.run_policy_loss(fn, testing.move(part, device))
+        loss += out.loss.double().cpu()
+        grads.append((tokens, out.grad.cpu()))
+    for tokens, grad in grads:
+        assert torch.equal(grad, whole.grad.cpu()[tokens])
+    testing.assert_within_budget("summed loss", torch.as_tensor(loss), testing.expect_policy_loss(example)["loss"])
+
+
+@pytest.mark.parametrize("reduction", ["", "avg", None])
+def test_unknown_reduction(reduction):
+    with pytest.raises(ValueError, match="gradient_reduction"):
+        aggregation.token_mean(hpo.PackedBatch.from_lengths([1]), gradient_reduction=reduction)
+
+
+def test_mean_needs_a_process_group():
+    with pytest.raises(ValueError, match="initialised"):
+        aggregation.token_mean(hpo.PackedBatch.from_lengths([1]), gradient_reduction="mean")
+
+
+def test_total_and_group_exclude_each_other():
+    with pytest.raises(ValueError, match="not both"):
+        aggregation.token_mean(hpo.PackedBatch.from_lengths([1]), total=3, process_group=object())
+
+
+def test_prompt_mean_needs_groups():
+    with pytest.raises(ValueError, match="group_ids"):
+        aggregation.prompt_mean(hpo.PackedBatch.from_lengths([1]))
+
+
+LENGTHS = ([4, 1], [3], [])  # of three ranks
+
+
+def rank_of_three(rank, path, results):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
+    group = torch.distributed.group.WORLD
+    batch = hpo.PackedBatch.from_lengths(LENGTHS[rank])
+    for name in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum"):
+        for reduction in ("sum", "mean"):
+            weights = MODES[name](batch, process_group=group, gradient_reduction=reduction)
+            results[name, reduction, rank] = weights.tolist()
+    torch.distributed.destroy_process_group()
+
+
+def test_denominators_over_ranks(tmp_path):
+    """Sum: the weights of one batch that holds everything; mean, for engines that average: three times that."""
+    with torch.multiprocessing.Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.start_processes(rank_of_three, (tmp_path / "store", results), 3, start_method="fork")
+        results = dict(results)
+    whole = hpo.PackedBatch.from_lengths(list(itertools.chain(*LENGTHS)))
+    for name in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum"):
+        added, averaged = (
+            torch.tensor(list(itertools.chain(*(results[name, reduction, rank] for rank in range(3)))))
+            for reduction in ("sum", "mean")
+        )
+        expected = MODES[name](whole)
+        assert torch.equal(added, expected)
+        torch.testing.assert_close(averaged, 3 * expected, rtol=2e-7, atol=0)

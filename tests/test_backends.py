@@ -1,0 +1,149 @@
+"""Backends are what they say: asked for and used, or refused with a reason; the kinds are those of the C interface."""
+
+import enum
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import hpo_core as hpo
+from hpo_core import specs
+
+backends = importlib.import_module("hpo_core.backends")  # the attribute of this name is the function
+NAMES = ("reference", "cpu", "triton", "cuda", "cuda_emulated")
+API = Path(__file__).parents[1] / "csrc" / "include" / "hpo" / "api.h"
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """What a test pretends does not outlive it."""
+    backends._resolve.cache_clear()
+    yield
+    backends._resolve.cache_clear()
+
+
+def loss(backend, **keywords):
+    batch = hpo.PackedBatch.from_lengths([2])
+    return hpo.policy_loss(torch.zeros(2), None, torch.ones(1), batch, backend=backend, **keywords).loss
+
+
+def test_every_backend_is_listed_with_a_reason_or_a_description():
+    found = hpo.backends()
+    assert tuple(found) == NAMES
+    for name, available in found.items():
+        assert available.name == name and bool(available) == (not available.reason)
+        assert (available.detail or available.reason) in repr(available)
+    assert found["reference"] and found["cpu"], "an installation has at least these two"
+
+
+def test_asked_and_used(backend):
+    assert loss(backend) == -1
+
+
+@pytest.mark.parametrize("name", ["gpu", "CPU", "pallas"])
+def test_an_unknown_backend(name):
+    with pytest.raises(ValueError, match=f"backend: expected one of {', '.join(NAMES)}, got '{name}'"):
+        loss(name)
+
+
+def test_a_backend_of_another_device():
+    with pytest.raises(ValueError, match="backend: 'cuda' serves cuda tensors, got a tensor on cpu"):
+        loss("cuda")
+    with pytest.raises(ValueError, match="backend: no backend serves meta tensors by itself"):
+        batch = hpo.PackedBatch(torch.zeros(2, dtype=torch.int64), total_tokens=2).to("meta")
+        hpo.policy_loss(torch.zeros(2, device="meta"), None, torch.ones(1, device="meta"), batch)
+
+
+def test_a_missing_backend_is_an_error_with_the_reason(monkeypatch):
+    missing = backends.Availability("cpu", "not built: no compiler")
+    monkeypatch.setitem(backends._PROBES, "cpu", lambda: missing)
+    for asked in (None, "cpu"):
+        with pytest.raises(RuntimeError, match="backend: 'cpu' is not available: not built: no compiler"):
+            loss(asked)
+    assert not hpo.backends()["cpu"] and hpo.backends()["cpu"].reason == "not built: no compiler"
+
+
+def test_nothing_falls_back_to_the_reference(monkeypatch):
+    monkeypatch.setitem(backends._PROBES, "cuda", lambda: backends.Availability("cuda", "no driver"))
+    monkeypatch.setitem(backends._PROBES, "triton", lambda: backends.Availability("triton", "no compiler"))
+    with pytest.raises(
+        RuntimeError, match=r"nothing can serve CUDA tensors here \(cuda: no driver; triton: no compiler\)"
+    ):
+        backends.choice("gates", "cuda")
+
+
+@pytest.mark.parametrize(("cuda", "triton", "expected"), [("", "", "cuda"), ("no", "", "triton"), ("", "no", "cuda")])
+def test_the_order_on_a_gpu(cuda, triton, expected, monkeypatch):
+    monkeypatch.setitem(backends._PROBES, "cuda", lambda: backends.Availability("cuda", cuda))
+    monkeypatch.setitem(backends._PROBES, "triton", lambda: backends.Availability("triton", triton))
+    assert all(backends.choice(op, "cuda") == expected for op in backends.OPS)
+    assert all(backends.choice(op, "cpu") == "cpu" for op in backends.OPS)
+
+
+@pytest.mark.parametrize(
+    ("built", "capability", "runs"),
+    [
+        ("sm_80 sm_90 compute_90", (8, 0), True),
+        ("sm_80 sm_90 compute_90", (8, 9), True),  # a newer minor version
+        ("sm_80 sm_90 compute_90", (9, 0), True),
+        ("sm_80 sm_90 compute_90", (12, 1), True),  # compiled from PTX
+        ("sm_80 sm_90 compute_90", (7, 5), False),
+        ("sm_89", (8, 6), False),  # an older minor version
+        ("sm_90a", (10, 0), False),
+    ],
+)
+def test_a_cuda_build_knows_its_devices(built, capability, runs, monkeypatch):
+    extension = SimpleNamespace(description=lambda: built)
+    monkeypatch.setitem(sys.modules, "hpo_core._cuda", extension)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    available = hpo.backends()["cuda"]
+    assert bool(available) == runs
+    assert runs or f"sm_{capability[0]}{capability[1]}" in available.reason
+
+
+def test_no_device_is_a_reason(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hpo_core._cuda", SimpleNamespace(description=lambda: "sm_90"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    found = hpo.backends()
+    assert "sees no CUDA device" in found["cuda"].reason and "TRITON_INTERPRET=1" in found["triton"].reason
+
+
+def test_a_broken_extension_is_a_reason(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hpo_core._cuda_emulated", None)
+    monkeypatch.setattr(backends, "_build_info", dict)
+    reason = hpo.backends()["cuda_emulated"].reason
+    assert "cannot be imported" in reason and "reinstall" in reason
+
+
+def test_the_reason_of_the_build_is_passed_on(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hpo_core._cuda", None)
+    monkeypatch.setattr(backends, "_build_info", lambda: {"_cuda": {"built": False, "reason": "nvcc was not found"}})
+    assert hpo.backends()["cuda"].reason == "nvcc was not found"
+
+
+def test_python_m_hpo_core():
+    result = subprocess.run([sys.executable, "-m", "hpo_core"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for words in (hpo.__version__, torch.__version__, "used when nothing is asked", *NAMES, *backends.OPS):
+        assert words in result.stdout
+
+
+# -------------------------------------------------------------------------------------- the C interface in Python
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in vars(specs).values() if isinstance(kind, type) and issubclass(kind, enum.IntEnum)]
+)
+def test_kinds_are_those_of_the_c_interface(kind):
+    [body] = re.findall(rf"enum class {kind.__name__} : int32_t {{(.*?)}}", API.read_text())
+    numbers = {name.upper(): int(number) for name, number in re.findall(r"(\w+) = (\d+)", body)}
+    if kind is specs.Invalid:
+        numbers["BREAK"] = numbers.pop("STOP")  # `break` is a word of C++
+    assert numbers == {member.name: member.value for member in kind}

@@ -1,0 +1,422 @@
+"""PackedBatch: what it accepts, what it refuses and how, and that everything follows when rows are taken out of it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import hpo_core as hpo
+from hpo_core import PackedBatch
+
+LONG = torch.int64
+INTEGERS = (torch.int32, torch.int64)
+
+
+def longs(*values):
+    return torch.tensor(values, dtype=LONG)
+
+
+def full():
+    """Everything a batch can have: an empty row, a one-token row, gaps between steps, tail tokens."""
+    return PackedBatch(
+        longs(0, 4, 4, 5, 9),
+        torch.tensor([1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1], dtype=torch.bool),
+        steps=torch.tensor([[0, 2], [3, 4], [4, 5], [6, 6], [6, 9]]),
+        trajectory_ids=longs(7, 7, -3, -3),
+        group_ids=longs(5, 5, 5, -1),
+        domain_ids=longs(2**40, 0, 0, 1),
+    )
+
+
+FIELDS = ("cu_seqlens", "mask", "steps", "trajectory_ids", "group_ids", "domain_ids")
+
+
+def same(one, other):
+    assert one.total_tokens == other.total_tokens and one.padded_shape == other.padded_shape
+    for name in (*FIELDS, "cu_steps"):
+        a, b = getattr(one, name), getattr(other, name)
+        assert (a is None and b is None) or torch.equal(a, b), name
+
+
+# ------------------------------------------------------------------------------------------------- what it accepts
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_are_kept_as_int64(dtype):
+    batch = PackedBatch(
+        longs(0, 2, 3).to(dtype),
+        cu_steps=longs(0, 1, 2, 3).to(dtype),
+        trajectory_ids=longs(1, 1).to(dtype),
+        group_ids=longs(0, -1).to(dtype),
+        domain_ids=longs(9, 9).to(dtype),
+    )
+    for name in ("cu_seqlens", "cu_steps", "trajectory_ids", "group_ids", "domain_ids"):
+        assert getattr(batch, name).dtype == LONG and getattr(batch, name).is_contiguous()
+    assert PackedBatch(longs(0, 2), steps=torch.tensor([[0, 2]], dtype=dtype)).steps.dtype == LONG
+
+
+def test_sizes():
+    batch = full()
+    assert (batch.rows, batch.total_tokens, batch.num_steps) == (4, 11, 5)
+    assert batch.device == torch.device("cpu") and batch.padded_shape is None
+    assert PackedBatch(longs(0, 2)).num_steps is None
+    assert "rows=4, tokens=11, steps=5, mask, trajectory_ids, group_ids, domain_ids" in repr(batch)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "total", "counts"),
+    [
+        ([0], None, []),
+        ([0], 3, []),
+        ([0, 0], None, [0]),
+        ([0, 1], None, [1]),
+        ([0, 0, 1, 1, 3, 3], None, [0, 1, 0, 2, 0]),
+        ([0, 2], 5, [2]),  # tail tokens
+    ],
+)
+def test_ragged_rows(offsets, total, counts):
+    batch = PackedBatch(longs(*offsets), total_tokens=total)
+    assert batch.row_counts.tolist() == counts
+    assert batch.total_tokens == (offsets[-1] if total is None else total)
+    tokens = batch.total_tokens
+    leaf = torch.zeros(tokens, requires_grad=True)
+    hpo.policy_loss(leaf, None, torch.ones(batch.rows), batch, advantage_level="row").loss.backward()
+    inside = torch.arange(tokens) < offsets[-1]
+    assert torch.equal(leaf.grad != 0, inside)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.bfloat16])
+def test_masks_of_any_dtype(dtype):
+    batch = PackedBatch(longs(0, 2, 3), torch.tensor([1, 0, 1]).to(dtype))
+    assert batch.mask.dtype == torch.bool and batch.mask.tolist() == [True, False, True]
+    assert batch.row_counts.tolist() == [1, 1]
+
+
+def test_total_tokens_comes_from_the_mask_or_the_offsets():
+    assert PackedBatch(longs(0, 2), torch.ones(5)).total_tokens == 5
+    assert PackedBatch(longs(0, 2), torch.ones(5), total_tokens=5, validate=False).total_tokens == 5
+    assert PackedBatch(longs(0, 2)).total_tokens == 2
+
+
+def test_strided_input_is_made_contiguous():
+    offsets = torch.tensor([[0, 9], [2, 9], [3, 9]])[:, 0]
+    mask = torch.tensor([True, False, False, True, True, False])[::2]
+    batch = PackedBatch(offsets, mask)
+    assert batch.cu_seqlens.tolist() == [0, 2, 3] and batch.mask.tolist() == [True, False, True]
+    assert batch.cu_seqlens.is_contiguous() and batch.mask.is_contiguous()
+
+
+def test_from_lengths():
+    for lengths in ([2, 0, 3], (2, 0, 3), longs(2, 0, 3), longs(2, 0, 3).int()):
+        assert PackedBatch.from_lengths(lengths).cu_seqlens.tolist() == [0, 2, 2, 5]
+    assert PackedBatch.from_lengths([]).cu_seqlens.tolist() == [0]
+    assert PackedBatch.from_lengths([2], total_tokens=4, group_ids=longs(1)).total_tokens == 4
+
+
+def test_from_padded_copies_nothing():
+    mask = torch.tensor([[True, True, False], [False, False, False]])
+    batch = PackedBatch.from_padded(mask, group_ids=longs(0, 0))
+    assert batch.mask.data_ptr() == mask.data_ptr()
+    assert (batch.padded_shape, batch.rows, batch.total_tokens) == ((2, 3), 2, 6)
+    assert batch.cu_seqlens.tolist() == [0, 3, 6] and batch.row_counts.tolist() == [2, 0]
+    assert batch.group_ids.tolist() == [0, 0]
+    for shape in ((0, 3), (2, 0)):
+        assert PackedBatch.from_padded(torch.ones(shape)).total_tokens == 0
+
+
+def test_padded_tensors_keep_their_storage_and_shape():
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    logp = torch.randn(2, 3)
+    result = hpo.policy_loss_and_grad(logp, logp, torch.ones(2), PackedBatch.from_padded(mask))
+    assert result.grad.shape == (2, 3)
+
+
+# --------------------------------------------------------------------------------------------------- the hierarchy
+
+
+def test_steps_that_tile():
+    batch = PackedBatch(longs(0, 3, 3, 5), cu_steps=longs(0, 1, 1, 3, 3, 4, 5))
+    assert batch.num_steps == 6
+    assert batch.step_of_token().tolist() == [0, 2, 2, 4, 5]  # the empty steps 1 and 3 hold no token
+
+
+def test_steps_with_gaps():
+    assert full().step_of_token().tolist() == [0, 0, -1, 1, 2, -1, 4, 4, 4, -1, -1]
+    assert PackedBatch(longs(0, 2), steps=torch.zeros(0, 2, dtype=LONG)).step_of_token().tolist() == [-1, -1]
+
+
+def test_step_advantages_reach_their_tokens():
+    batch, logp = full(), torch.zeros(11)
+    grad = hpo.policy_loss_and_grad(logp, None, torch.tensor([1.0, 2, 3, 4, 5]), batch).grad
+    expected = torch.tensor([1.0, 1, 0, 2, 3, 0, 5, 5, 5, 0, 0]) * batch.mask
+    torch.testing.assert_close(grad * -batch.row_counts.sum(), expected)
+
+
+def test_trajectories_of_several_rows():
+    batch = full()
+    row_trajectory, start, rows = batch.trajectories
+    assert row_trajectory.tolist() == [1, 1, 0, 0]  # numbered in the order of their ids
+    assert start.tolist() == [0, 2, 4, 4, 4] and rows.tolist() == [2, 3, 0, 1]
+    assert PackedBatch(longs(0, 2)).trajectories is None
+    scattered = PackedBatch.from_lengths([1, 1, 1], trajectory_ids=longs(4, -9, 4))
+    assert [part.tolist() for part in scattered.trajectories] == [[1, 0, 1], [0, 1, 3, 3], [1, 0, 2]]
+    empty = PackedBatch.from_lengths([], trajectory_ids=longs())
+    assert [part.tolist() for part in empty.trajectories] == [[], [0], []]
+    extremes = PackedBatch.from_lengths([1, 1], trajectory_ids=longs(2**63 - 1, -(2**63)))
+    assert extremes.trajectories[0].tolist() == [1, 0]
+
+
+def test_counts_are_computed_once():
+    batch = full()
+    assert batch.row_counts is batch.row_counts
+    calls = []
+    assert batch.once(calls.append) is batch.once(calls.append) is None and len(calls) == 1
+
+
+# ---------------------------------------------------------------------------------------------- select, micro-batches
+
+
+def test_select():
+    batch = full()
+    values = torch.arange(11)
+    part, tokens = batch.select([3, 0])
+    assert values[tokens].tolist() == [5, 6, 7, 8, 0, 1, 2, 3]
+    assert part.cu_seqlens.tolist() == [0, 4, 8] and part.total_tokens == 8
+    assert torch.equal(part.mask, batch.mask[tokens])
+    assert part.steps.tolist() == [[1, 4], [4, 6], [7, 8]]  # the empty step 3 belongs to no row
+    assert part.group_ids.tolist() == [-1, 5] and part.trajectory_ids.tolist() == [-3, 7]
+    assert part.domain_ids.tolist() == [1, 2**40]
+    part._validate()
+    # which of the batch's steps they are
+    assert batch.step_of_token()[tokens[part.steps[:, 0]]].tolist() == [4, 0, 1]
+
+
+def test_select_from_tiling_steps():
+    batch = PackedBatch(longs(0, 3, 5), cu_steps=longs(0, 1, 3, 4, 5))
+    part, _ = batch.select([1, 0, 1])
+    assert part.steps.tolist() == [[0, 1], [1, 2], [2, 3], [3, 5], [5, 6], [6, 7]]
+    part._validate()
+
+
+@pytest.mark.parametrize(
+    ("rows", "picked"),
+    [
+        (longs(2, 0), [4, 0, 1, 2, 3]),
+        (torch.tensor([2, 0], dtype=torch.int32), [4, 0, 1, 2, 3]),
+        (torch.tensor([True, False, True, False]), [0, 1, 2, 3, 4]),
+        ([True, False, True, False], [0, 1, 2, 3, 4]),
+        ([2, 2, 1], [4, 4]),
+        ([], []),
+        ([1], []),
+    ],
+)
+def test_select_by_indices_or_mask(rows, picked):
+    part, tokens = full().select(rows)
+    assert tokens.tolist() == picked and part.total_tokens == len(picked)
+    part._validate()
+
+
+def test_select_from_a_padded_batch():
+    part, tokens = PackedBatch.from_padded(torch.tensor([[1, 0], [1, 1]])).select([1])
+    assert tokens.tolist() == [2, 3] and part.padded_shape is None and part.mask.tolist() == [True, True]
+
+
+def test_selecting_everything_changes_nothing():
+    batch = PackedBatch(longs(0, 2, 2, 5), torch.tensor([1, 0, 1, 1, 1]), steps=longs(0, 1, 2, 5).view(2, 2))
+    part, tokens = batch.select(range(3))
+    same(part, batch)
+    assert tokens.tolist() == list(range(5))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([4], r"rows: expected indices in \[0, 4\), got tensor\(\[4\]\)"),
+        ([-1], r"rows: expected indices in \[0, 4\)"),
+        ([0.5], "rows: expected dtype int32 or int64, got float32"),
+        ([[0]], r"rows: expected indices \[R\] or a bool mask \[S\], got shape \[1, 1\]"),
+        ([True], r"rows: expected shape \[S\] for a bool mask = \[4\], got \[1\]"),
+    ],
+)
+def test_select_refuses(rows, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        full().select(rows)
+
+
+def test_micro_batches_cut_between_rows():
+    batch = PackedBatch.from_lengths([3, 0, 2, 6, 1, 1])
+    parts = list(batch.micro_batches(5))
+    assert [part.row_counts.tolist() for part, _ in parts] == [[3, 0, 2], [6], [1, 1]]  # a longer row stands alone
+    assert torch.cat([tokens for _, tokens in parts]).tolist() == list(range(13))
+    assert list(PackedBatch.from_lengths([]).micro_batches(5)) == []
+
+
+def test_micro_batches_never_tear_a_trajectory():
+    batch = PackedBatch.from_lengths([2, 2, 2, 2, 1], trajectory_ids=longs(1, 1, 1, 0, 0))
+    assert [part.rows for part, _ in batch.micro_batches(4)] == [3, 2]
+    torn = PackedBatch.from_lengths([1, 1, 1], trajectory_ids=longs(1, 0, 1))
+    with pytest.raises(ValueError, match="trajectory_ids: the rows of trajectory 1 are not consecutive"):
+        list(torn.micro_batches(4))
+    with pytest.raises(ValueError, match="max_tokens: expected a count > 0, got 0"):
+        list(batch.micro_batches(0))
+
+
+@pytest.mark.parametrize("gate", [hpo.gates.ppo_clip(), hpo.gates.gspo(0.1, 0.1)], ids=["token", "trajectory"])
+def test_micro_batches_leave_the_gradient_as_it_is(gate):
+    """To the bit, with the weights of the whole step."""
+    torch.manual_seed(0)
+    batch = PackedBatch.from_lengths(
+        [5, 1, 0, 4, 7, 2], mask=torch.rand(19) > 0.3, trajectory_ids=longs(0, 0, 1, 2, 3, 3)
+    )
+    logp, old_logp, advantages = -torch.rand(19), -torch.rand(19), torch.randn(6)
+    weights = hpo.aggregation.token_mean(batch)
+    whole = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, weights=weights)
+    row, loss, metrics = 0, 0.0, None
+    for part, tokens in batch.micro_batches(9):
+        rows = slice(row, row + part.rows)
+        result = hpo.policy_loss_and_grad(
+            logp[tokens], old_logp[tokens], advantages[rows], part, gate, weights=weights[rows]
+        )
+        assert torch.equal(result.grad, whole.grad[tokens])
+        row, loss = rows.stop, loss + result.loss
+        metrics = result.metrics if metrics is None else metrics + result.metrics
+    assert row == batch.rows
+    torch.testing.assert_close(loss, whole.loss)
+    torch.testing.assert_close(metrics.vector, whole.metrics.vector)
+
+
+# ------------------------------------------------------------------------------------------- devices and processes
+
+
+def test_moving():
+    batch = full()
+    counts = batch.row_counts
+    moved = batch.to("cpu")
+    same(moved, batch)
+    assert moved.row_counts is not counts, "what a batch has computed stays on its device"
+    away = full().to("meta")
+    assert away.device.type == "meta" and "device=meta" in repr(away)
+    assert all(getattr(away, name).device.type == "meta" for name in FIELDS)
+    assert PackedBatch.from_padded(torch.ones(2, 3)).to("meta").padded_shape == (2, 3)
+
+
+@pytest.mark.parametrize("copied", [lambda x: pickle.loads(pickle.dumps(x)), copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("make", [full, lambda: PackedBatch.from_padded(torch.eye(3))], ids=["packed", "padded"])
+def test_copies(make, copied):
+    batch = make()
+    batch.once(lambda batch: "something that cannot be pickled")
+    again = copied(batch)
+    same(again, batch)
+    assert torch.equal(again.row_counts, batch.row_counts)
+
+
+# --------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        # cu_seqlens
+        ({"cu_seqlens": [0, 2]}, TypeError, "cu_seqlens: expected a tensor, got <class 'list'>"),
+        ({"cu_seqlens": None}, TypeError, "cu_seqlens: expected a tensor"),
+        (
+            {"cu_seqlens": torch.tensor([0.0, 2])},
+            TypeError,
+            r"cu_seqlens: expected dtype int32 or int64, got float32; .*to\(",
+        ),
+        ({"cu_seqlens": longs()}, ValueError, r"cu_seqlens: expected shape \[S \+ 1\] with a leading 0, got \[0\]"),
+        ({"cu_seqlens": longs(0, 2).view(1, 2)}, ValueError, r"cu_seqlens: expected shape \[S \+ 1\]"),
+        ({"cu_seqlens": longs(1, 2)}, ValueError, "cu_seqlens: expected a first offset of 0, got 1"),
+        ({"cu_seqlens": longs(0, 2, 1)}, ValueError, r"cu_seqlens: .* never decrease, got \[2, 1\] at row 1"),
+        ({"total_tokens": 1}, ValueError, "cu_seqlens: expected a last offset <= 1 tokens, got 2; pass total_tokens"),
+        # total_tokens
+        ({"total_tokens": -1}, ValueError, "total_tokens: expected a count >= 0, got -1"),
+        ({"total_tokens": 2.0}, TypeError, "total_tokens: expected an int, got 2.0"),
+        ({"validate": False}, ValueError, "total_tokens: with validate=False and no mask .* pass total_tokens"),
+        # mask
+        ({"mask": [1, 1]}, TypeError, "mask: expected a tensor, got <class 'list'>"),
+        ({"mask": torch.ones(1, 2)}, ValueError, r"mask: expected shape \[T\] = \[2\], got \[1, 2\]; .*from_padded"),
+        ({"mask": torch.ones(2), "total_tokens": 3}, ValueError, r"mask: expected shape \[T\] = \[3\], got \[2\]"),
+        ({"mask": torch.ones(2, device="meta")}, ValueError, "mask: expected device cpu .*, got meta; .*batch.to"),
+        # steps
+        (
+            {"cu_steps": longs(0, 2), "steps": longs(0, 2).view(1, 2)},
+            ValueError,
+            "steps: give cu_steps or steps, not both",
+        ),
+        ({"cu_steps": torch.ones(2)}, TypeError, "cu_steps: expected dtype int32 or int64, got float32"),
+        ({"cu_steps": longs(0, 2).view(1, 2)}, ValueError, r"cu_steps: expected shape \[N \+ 1\], got \[1, 2\]"),
+        ({"cu_steps": longs(0, 1)}, ValueError, r"cu_steps: expected offsets from 0 to 2, .*, got 0 to 1; use steps="),
+        ({"cu_steps": longs(1, 2)}, ValueError, "cu_steps: expected offsets from 0 to 2, .*, got 1 to 2"),
+        (
+            {"cu_seqlens": longs(0, 2, 4), "cu_steps": longs(0, 3, 4)},
+            ValueError,
+            "cu_steps: expected steps that tile every row .* not so from row 1 on; use steps=",
+        ),
+        (
+            {"cu_steps": longs(0, 2, 1, 2)},
+            ValueError,
+            "cu_steps: expected begin <= end at every step, not so at step 1",
+        ),
+        ({"steps": longs(0, 2)}, ValueError, r"steps: expected shape \[N, 2\] of half-open token ranges, got \[2\]"),
+        ({"steps": torch.tensor([[1, 0]])}, ValueError, "steps: expected begin <= end at every step, not so at step 0"),
+        ({"steps": torch.tensor([[0, 2], [1, 2]])}, ValueError, "steps: .* without overlap, not so after step 0"),
+        ({"steps": torch.tensor([[1, 2], [0, 1]])}, ValueError, "steps: expected steps in order"),
+        ({"steps": torch.tensor([[0, 3]])}, ValueError, "steps: expected each step inside one row, not so at step 0"),
+        ({"steps": torch.tensor([[-1, 1]])}, ValueError, "steps: expected each step inside one row"),
+        (
+            {"cu_seqlens": longs(0, 2, 4), "steps": torch.tensor([[0, 1], [1, 3]])},
+            ValueError,
+            "steps: expected each step inside one row, not so at step 1",
+        ),
+        # ids
+        ({"group_ids": ["a"]}, TypeError, "group_ids: expected a tensor, got <class 'list'>"),
+        ({"group_ids": torch.ones(1)}, TypeError, "group_ids: expected dtype int32 or int64, got float32"),
+        ({"group_ids": longs(0, 0)}, ValueError, r"group_ids: expected shape \[S\] \(one per row\) = \[1\], got \[2\]"),
+        ({"trajectory_ids": longs(0, 0)}, ValueError, "trajectory_ids: expected shape"),
+        ({"domain_ids": longs(0).view(1, 1)}, ValueError, "domain_ids: expected shape"),
+        ({"group_ids": longs(0).to("meta")}, ValueError, "group_ids: expected device cpu .*, got meta"),
+    ],
+)
+def test_errors_name_argument_expectation_value_and_fix(arguments, error, message):
+    with pytest.raises(error, match=message):
+        PackedBatch(**{"cu_seqlens": longs(0, 2), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: PackedBatch.from_padded([[1]]), TypeError, r"mask: expected a tensor \[B, L\]"),
+        (
+            lambda: PackedBatch.from_padded(torch.ones(3)),
+            ValueError,
+            r"mask: expected a padded mask \[B, L\], got shape \[3\]",
+        ),
+        (
+            lambda: PackedBatch.from_padded(torch.ones(2, 3), group_ids=longs(0)),
+            ValueError,
+            "group_ids: expected shape",
+        ),
+        (lambda: PackedBatch.from_lengths([1.5]), TypeError, "lengths: expected dtype int32 or int64, got float32"),
+        (lambda: PackedBatch.from_lengths([[1]]), ValueError, r"lengths: expected shape \[S\], got \[1, 1\]"),
+        (lambda: PackedBatch.from_lengths([2, -1]), ValueError, "cu_seqlens: expected offsets that never decrease"),
+        (
+            lambda: PackedBatch(longs(0, 2)).step_of_token(),
+            ValueError,
+            "steps: this batch has none; pass cu_steps or steps",
+        ),
+    ],
+)
+def test_errors_of_the_other_constructors(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize("offsets", [[5, 0], [0, 100], [-4, 2], [2, 1, 3], [0, 2**62]])
+def test_without_validation_broken_offsets_are_counted_and_harmless(offsets, backend):
+    batch = PackedBatch(longs(*offsets), total_tokens=4, validate=False)
+    result = hpo.policy_loss_and_grad(
+        torch.zeros(4), torch.zeros(4), torch.ones(batch.rows), batch, advantage_level="row", backend=backend
+    )
+    assert result.metrics["bad_offsets"] > 0 and result.grad.isfinite().all()

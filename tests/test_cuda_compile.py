@@ -1,0 +1,203 @@
+"""CUDA kernels as nvcc compiles them for sm_90: registers, spills and load width. No GPU is needed.
+
+``python tests/test_cuda_compile.py`` writes docs/kernels_sm90.md, the baseline of these tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BASELINE = ROOT / "docs" / "kernels_sm90.md"
+FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Icsrc/include", "-arch=sm_90", "-cubin", "-Xptxas", "-v"]
+
+
+class Kernel(NamedTuple):
+    name: str
+    registers: int
+    spilled: int  # bytes stored and loaded
+    stack: int  # bytes
+    shared: int  # bytes, static
+    wide_loads: int | None  # 128-bit loads in the code; None: no disassembler here
+
+
+def find_nvcc() -> str | None:
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def nvcc_release(nvcc: str) -> str:
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    return re.search(r"release ([\d.]+)", version)[1]  # type: ignore[index]
+
+
+def compile_kernels(nvcc: str) -> list[Kernel]:
+    """Every kernel of csrc/cuda, in the order of files and names."""
+    kernels = []
+    for source in sorted((ROOT / "csrc" / "cuda").glob("*.cu")):
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder) / "kernels.cubin"
+            command = [nvcc, *FLAGS, "-o", str(cubin), str(source.relative_to(ROOT))]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            if done.returncode != 0:
+                raise RuntimeError(f"{source.name}: {done.stdout}{done.stderr}")
+            loads = _wide_loads(cubin)
+        kernels += sorted(_parse(done.stdout + done.stderr, loads))
+    return kernels
+
+
+def table(kernels: list[Kernel], release: str) -> str:
+    rows = [
+        "# CUDA kernels on sm_90",
+        "",
+        f"Compiled by nvcc {release}, never run on a GPU; written by `python tests/test_cuda_compile.py`.",
+        "`tests/test_cuda_compile.py` fails on a spill, on more registers than here (4 are tolerated),",
+        "and where a kernel loses its 128-bit loads.",
+        "",
+        "| kernel | registers | spilled bytes | stack bytes | static shared bytes | 128-bit loads |",
+        "|---|---|---|---|---|---|",
+    ]
+    for k in kernels:
+        loads = "?" if k.wide_loads is None else k.wide_loads
+        rows.append(f"| `{k.name}` | {k.registers} | {k.spilled} | {k.stack} | {k.shared} | {loads} |")
+    return "\n".join(rows) + "\n"
+
+
+def read_table(text: str) -> tuple[str, dict[str, Kernel]]:
+    release = re.search(r"nvcc ([\d.]+),", text)[1]  # type: ignore[index]
+    row = re.compile(r"^\| `(.+?)` \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+|\?) \|$", re.M)
+    kernels = [
+        Kernel(m[1], *map(int, m.group(2, 3, 4, 5)), None if m[6] == "?" else int(m[6])) for m in row.finditer(text)
+    ]
+    return release, {kernel.name: kernel for kernel in kernels}
+
+
+def _parse(log: str, loads: dict[str, int] | None) -> list[Kernel]:
+    kernels = []
+    for entry in log.split("Compiling entry function '")[1:]:
+        symbol = entry.split("'")[0]
+
+        def number(pattern: str, entry: str = entry) -> int:
+            found = re.search(pattern, entry)
+            return int(found[1]) if found else 0
+
+        spilled = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
+        kernels.append(
+            Kernel(
+                _name(symbol),
+                number(r"Used (\d+) registers"),
+                spilled,
+                number(r"(\d+) bytes stack frame"),
+                number(r"(\d+) bytes smem"),
+                None if loads is None else loads.get(symbol, 0),
+            )
+        )
+    return kernels
+
+
+def _name(symbol: str) -> str:
+    """``sweep<1, 0, 0>`` from a mangled symbol: the last of its nested names, then bool and int template arguments."""
+    rest, name = symbol.removeprefix("_ZN"), ""
+    while found := re.match(r"\d+", rest):
+        length = int(found[0])
+        name, rest = rest[found.end() :][:length], rest[found.end() + length :]
+    arguments = re.match(r"I((?:L[bi]\d+E)+)E", rest)
+    values = re.findall(r"L[bi](\d+)E", arguments[1]) if arguments else []
+    return f"{name}<{', '.join(values)}>" if values else name
+
+
+def _wide_loads(cubin: Path) -> dict[str, int] | None:
+    disassembler = _find_nvdisasm()
+    if disassembler is None:
+        return None
+    code = subprocess.run([disassembler, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    counts, symbol = {}, ""
+    for line in code.splitlines():
+        if found := re.match(r"\.text\.(\w+):", line):
+            symbol = found[1]
+            counts[symbol] = 0
+        elif "LDG.E.128" in line and symbol:
+            counts[symbol] += 1
+    return counts
+
+
+def _find_nvdisasm() -> str | None:
+    """CUDA's own, or the one that Triton's wheel carries."""
+    found = shutil.which("nvdisasm") or shutil.which("nvdisasm", path="/usr/local/cuda/bin")
+    spec = importlib.util.find_spec("triton")
+    if found or spec is None or not spec.submodule_search_locations:
+        return found
+    carried = Path(spec.submodule_search_locations[0]) / "backends" / "nvidia" / "bin" / "nvdisasm"
+    return str(carried) if carried.exists() else None
+
+
+# -------------------------------------------------------------------------------------------------------------- tests
+
+NVCC = find_nvcc()
+pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc was found neither in PATH nor in /usr/local/cuda/bin")
+
+SLACK = 4  # registers that come and go with any edit
+
+# Kernels that read every token or score: 16 bytes at once, or they leave bandwidth unused.
+WIDE = {"sweep", "sum_tiles<4>", "count_top", "count_middle", "count_low", "count_rows"}
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, Kernel]:
+    assert NVCC is not None
+    return {kernel.name: kernel for kernel in compile_kernels(NVCC)}
+
+
+@pytest.fixture(scope="module")
+def baseline() -> tuple[str, dict[str, Kernel]]:
+    return read_table(BASELINE.read_text())
+
+
+def test_the_package_holds_code_for_every_architecture():
+    info = json.loads((ROOT / "hpo_core" / "_build_info.json").read_text())["extensions"]["_cuda"]
+    if not info["built"]:
+        pytest.skip(f"hpo_core._cuda was not built: {info['reason']}")
+    assert {arch.partition("+")[0] for arch in info["archs"]} >= {"80", "90", "100", "120"}
+    assert any(arch.endswith("+ptx") for arch in info["archs"])
+
+
+def test_no_kernel_spills(kernels):
+    assert {name: kernel.spilled for name, kernel in kernels.items() if kernel.spilled} == {}
+
+
+def test_every_kernel_is_in_the_table(kernels, baseline):
+    assert set(kernels) == set(baseline[1]), "run python tests/test_cuda_compile.py"
+
+
+def test_no_kernel_takes_more_registers(kernels, baseline):
+    release, expected = baseline
+    if nvcc_release(NVCC) != release:
+        pytest.skip(f"the table is of nvcc {release}")
+    more = {
+        n: (k.registers, expected[n].registers)
+        for n, k in kernels.items()
+        if k.registers > expected[n].registers + SLACK
+    }
+    assert more == {}, "kernel: (now, before); if it is worth it, run python tests/test_cuda_compile.py"
+
+
+def test_token_sweeps_load_128_bits(kernels):
+    if any(kernel.wide_loads is None for kernel in kernels.values()):
+        pytest.skip("no nvdisasm: neither CUDA's nor the one in Triton's wheel")
+    narrow = [n for n, k in kernels.items() if {n, n.partition("<")[0]} & WIDE and k.wide_loads == 0]
+    assert narrow == []
+
+
+if __name__ == "__main__":
+    compiler = find_nvcc()
+    if compiler is None:
+        raise SystemExit("nvcc was found neither in PATH nor in /usr/local/cuda/bin")
+    BASELINE.write_text(table(compile_kernels(compiler), nvcc_release(compiler)))

@@ -1,0 +1,55 @@
+"""The demo runs from the command line, writes what it says, and learns when it is given the time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl")
+pytest.importorskip("matplotlib")
+
+pytestmark = pytest.mark.peers
+
+DEMO = Path(__file__).parents[1] / "examples" / "demo.py"
+
+
+def run_demo(folder, *arguments):
+    command = [sys.executable, str(DEMO), "--output", str(folder), *arguments]
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout, json.loads((folder / "curve.json").read_text())
+
+
+def test_a_short_run(tmp_path):
+    printed, result = run_demo(tmp_path, "--steps", "8", "--warm-start", "0", "--gate", "cispo")
+    assert [point["step"] for point in result["curve"]] == list(range(1, 9))
+    assert [point["step"] for point in result["curve"] if "reward" in point] == [1, 5]  # rollouts
+    assert result["loss_calls"] == {"cpu": 8} or "cpu" not in result["loss_calls"]
+    assert sum(result["loss_calls"].values()) == 8
+    assert all(milliseconds > 0 for milliseconds in result["loss_milliseconds"].values())
+    assert set(result["before"]) == set(result["after"]) == {"sampled", "greedy"}
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert "accuracy" in printed
+    assert "% of a step" in printed
+
+
+def test_an_unknown_backend_is_an_error_before_training(tmp_path):
+    command = [sys.executable, str(DEMO), "--output", str(tmp_path), "--warm-start", "0", "--backend", "abacus"]
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert finished.returncode != 0
+    assert "backend: expected one of" in finished.stderr
+
+
+@pytest.mark.long
+def test_learning_needs_the_true_reward(tmp_path):
+    for name in ("true", "random"):
+        (tmp_path / name).mkdir()
+    _, learned = run_demo(tmp_path / "true", "--seed", "21")
+    assert learned["after"]["sampled"] >= learned["before"]["sampled"] + 0.3
+    assert learned["after"]["greedy"] >= learned["before"]["greedy"] + 0.1
+    _, control = run_demo(tmp_path / "random", "--seed", "21", "--random-reward")
+    assert control["after"]["sampled"] <= control["before"]["sampled"]

@@ -1,0 +1,218 @@
+"""Two ranks of two micro-batches each compute what one process does: gradients to the bit, sums within the budget."""
+
+import datetime
+import functools
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hpo_core as hpo
+from hpo_core import aggregation, entropy
+
+LENGTHS = [4, 9, 1, 0, 6, 3, 3, 8]
+SHARES = ([[0, 1, 2], [3, 4]], [[5], [6, 7]])  # rank -> its micro-batches, rows of the step
+ROWS = ([0, 1, 2, 3, 4], [5, 6, 7])
+GATES = {"token": hpo.gates.ppo_clip(0.1, 0.2), "trajectory": hpo.gates.gspo(0.05, 0.05)}
+WINDOWS = {"token": entropy.forking_tokens("0.3"), "window": entropy.ares(3, "0.6"), "all": entropy.forking_tokens("1")}
+MODES = {
+    "token_mean": (aggregation.token_mean, "tokens"),
+    "seq_mean_token_mean": (aggregation.seq_mean_token_mean, "filled"),
+    "seq_mean_token_sum": (aggregation.seq_mean_token_sum, "filled"),
+    "fixed_length": (functools.partial(aggregation.fixed_length, length=9), "rows"),
+    "prompt_mean": (aggregation.prompt_mean, "groups"),
+}
+STATISTICS = {
+    "distinct": lambda x: x,
+    "tied": lambda x: (4 * x).round(),
+    "with NaN": lambda x: x.where(x < 1.5, torch.nan),
+}
+
+
+class Step:
+    """One optimiser step, the same in every process."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(1)
+        tokens, rows = sum(LENGTHS), len(LENGTHS)
+        self.logp, noise, self.entropy = torch.randn(3, tokens, generator=generator)
+        self.old_logp, self.entropy = self.logp + 0.3 * noise, self.entropy.abs()
+        self.advantages = torch.randn(rows, generator=generator)
+        mask = torch.rand(tokens, generator=generator) > 0.2
+        # no prompt group is spread over the ranks
+        self.batch = hpo.PackedBatch.from_lengths(LENGTHS, mask=mask, group_ids=torch.tensor([0, 0, 1, 1, 1, 4, 9, 9]))
+        counts = self.batch.row_counts
+        self.totals = {"tokens": int(counts.sum()), "filled": int((counts > 0).sum()), "rows": rows, "groups": 4}
+
+    def part(self, rows):
+        batch, tokens = self.batch.select(rows)
+        return batch, tokens, (self.logp[tokens], self.old_logp[tokens], self.advantages[rows], batch)
+
+
+def compute(rank):
+    """What one rank finds, for the tests to look at."""
+    step, world, found = Step(), dist.group.WORLD, {}
+    mine = ROWS[rank]
+    local, local_tokens, _ = step.part(mine)
+
+    for mode, (weights_of, count) in MODES.items():
+        found[mode, "reduced"] = weights_of(local, process_group=world)
+        found[mode, "mean"] = weights_of(local, process_group=world, gradient_reduction="mean")
+        found[mode, "given"] = weights_of(local, total=step.totals[count])
+    selected = step.entropy[local_tokens] > 0.5
+    found["selected"] = aggregation.token_mean(local, process_group=world, selected=selected)
+
+    weights = aggregation.token_mean(step.batch, total=step.totals["tokens"])
+    for name, gate in GATES.items():
+        loss, grads, metrics = torch.zeros(()), torch.zeros_like(step.logp), None
+        for rows in SHARES[rank]:
+            _, tokens, arguments = step.part(rows)
+            result = hpo.policy_loss_and_grad(*arguments, gate, weights=weights[rows])
+            loss, grads[tokens] = loss + result.loss, result.grad
+            metrics = result.metrics if metrics is None else metrics + result.metrics
+        dist.all_reduce(loss)
+        dist.all_reduce(grads)  # the other rank's tokens are 0 here
+        found[name] = loss, grads, metrics.vector, metrics.all_reduce(world).vector
+
+    for name, window in WINDOWS.items():
+        for kind, change in STATISTICS.items():
+            values = change(step.entropy[local_tokens])
+            found["fit", name, kind] = window.fit(values, local, process_group=world)
+    nobody = hpo.PackedBatch(local.cu_seqlens, torch.zeros_like(local.mask))
+    found["fit one rank"] = WINDOWS["token"].fit(
+        step.entropy[local_tokens], local if rank else nobody, process_group=world
+    )
+    found["fit nothing"] = WINDOWS["token"].fit(step.entropy[local_tokens], nobody, process_group=world)
+    found["ddp"] = train(step, rank)
+    return found
+
+
+class Policy(torch.nn.Module):
+    """Log-probabilities with a parameter that all ranks share."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.linspace(-1, 1, 5))
+
+    def forward(self, logp, tokens):
+        return logp + self.table[tokens % 5].tanh()
+
+
+def train(step, rank):
+    """The gradient that DistributedDataParallel leaves; the second rank's second micro-batch is empty."""
+    model = torch.nn.parallel.DistributedDataParallel(Policy())
+    total = step.totals["tokens"]
+    weights = aggregation.token_mean(step.batch, total=total, gradient_reduction="mean")
+    first, second = SHARES[rank] if rank == 0 else (ROWS[rank], [])
+    for rows in (first, second):
+        batch, tokens, (logp, old_logp, advantages, _) = step.part(rows)
+        model.require_backward_grad_sync = rows is second
+        hpo.policy_loss(
+            model(logp, tokens), old_logp, advantages, batch, weights=weights[rows], advantage_level="row"
+        ).loss.backward()
+    return model.module.table.grad
+
+
+def run(rank, folder):
+    torch.set_num_threads(1)
+    patience = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=patience)
+    torch.save(compute(rank), f"{folder}/{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each rank found: this file, run as a program, twice."""
+    folder = tmp_path_factory.mktemp("ranks")
+    programs = [
+        subprocess.Popen([sys.executable, __file__, str(rank), str(folder)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    errors = [program.communicate(timeout=120)[1] for program in programs]
+    assert not any(program.returncode for program in programs), "\n".join(errors)
+    return [torch.load(folder / str(rank), weights_only=True) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def step():
+    return Step()
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_the_gradient_of_two_ranks_is_that_of_one_process(ranks, step, gate):
+    whole = hpo.policy_loss_and_grad(step.logp, step.old_logp, step.advantages, step.batch, GATES[gate])
+    for found in ranks:
+        loss, grads, _, _ = found[gate]
+        assert torch.equal(grads, whole.grad)
+        torch.testing.assert_close(loss, whole.loss, rtol=0, atol=1e-6 * whole.grad.abs().sum().item())
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_metrics_of_all_ranks(ranks, step, gate):
+    whole = hpo.policy_loss_and_grad(step.logp, step.old_logp, step.advantages, step.batch, GATES[gate])
+    one, other = (found[gate][3] for found in ranks)
+    assert torch.equal(one, other), "every rank has the same bits"
+    torch.testing.assert_close(one, whole.metrics.vector, rtol=1e-6, atol=1e-6)
+    folded = hpo.Metrics(ranks[0][gate][2]) + hpo.Metrics(ranks[1][gate][2])
+    assert torch.equal(folded.vector, one)
+    for extremum in ("log_ratio_min", "log_ratio_max", "tokens", "rows", "selected"):
+        assert hpo.Metrics(one)[extremum] == whole.metrics[extremum]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_of_all_ranks(ranks, step, mode):
+    expected = MODES[mode][0](step.batch)
+    for found, rows in zip(ranks, ROWS, strict=True):
+        mine = expected[rows]
+        assert torch.equal(found[mode, "reduced"], mine)
+        assert torch.equal(found[mode, "given"], mine)
+        assert torch.equal(found[mode, "mean"], 2 * mine)
+
+
+def test_selected_denominators_of_all_ranks(ranks, step):
+    expected = aggregation.token_mean(step.batch, selected=step.entropy > 0.5)
+    assert all((found["selected"] == expected[0]).all() for found in ranks)
+
+
+@pytest.mark.parametrize("kind", STATISTICS)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_thresholds_of_all_ranks_are_exact(ranks, step, name, kind):
+    expected = WINDOWS[name].fit(STATISTICS[kind](step.entropy), step.batch)
+    for found in ranks:
+        for got, wanted in zip(found["fit", name, kind], expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_thresholds_with_nothing_on_a_rank(ranks, step):
+    rows = ROWS[1]
+    batch, tokens, _ = step.part(rows)
+    expected = WINDOWS["token"].fit(step.entropy[tokens], batch)
+    for found in ranks:
+        assert torch.equal(found["fit one rank"].threshold, expected.threshold)
+        assert found["fit nothing"].threshold.isnan() and found["fit nothing"].population == 0
+
+
+def test_data_parallel_training(ranks, step):
+    """DistributedDataParallel averages, hence gradient_reduction="mean"."""
+    model = Policy()
+    new = model(step.logp, torch.arange(len(step.logp)))
+    hpo.policy_loss(new, step.old_logp, step.advantages, step.batch).loss.backward()
+    for found in ranks:
+        torch.testing.assert_close(found["ddp"], model.table.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_errors():
+    batch = Step().batch
+    with pytest.raises(ValueError, match=r"gradient_reduction: 'mean' needs torch\.distributed to be initialised"):
+        aggregation.token_mean(batch, gradient_reduction="mean")
+    with pytest.raises(ValueError, match="gradient_reduction: expected 'sum' or 'mean', got 'average'"):
+        aggregation.token_mean(batch, gradient_reduction="average")
+    with pytest.raises(ValueError, match="total: give the global count, or process_group to sum it over, not both"):
+        aggregation.token_mean(batch, total=3, process_group=object())
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,520 @@
+"""Windowed means and exact order statistics on every backend, and the entropy windows made of them."""
+
+import functools
+import itertools
+import math
+from fractions import Fraction
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import hpo_core as hpo
+from hpo_core import entropy, ops, testing
+from hpo_core.entropy import EntropyWindow, ares, forking_tokens, window_mean
+from hpo_core.reference.entropy import order_statistic as reference_order_statistic
+from hpo_core.specs import OrderRule
+from hpo_core.testing import Layout, ScoresExample, WindowExample
+
+POLICIES = list(itertools.product(("full", "shrink", "zero"), ("skip", "break")))
+SHAPES = [(0, 0), (0, 3), (-3, 0), (-2, 2), (1, 4), (-5, -2), (0, 30), (-40, 40), (0, 6), (3, 3)]
+
+
+def score(backend, example):
+    values, batch, first, last, rules = testing.move(example, testing.device_of(backend))
+    return window_mean(values, batch, first, last, **rules, backend=backend).cpu()
+
+
+def assert_exact(backend, example):
+    got = score(backend, example)
+    testing.assert_within_budget(f"{backend} window {example[2:]}", got, testing.expect_window(example))
+    return got
+
+
+def select(backend, example):
+    """Threshold and counts of an order statistic."""
+    score, numerator, denominator, rule = testing.move(example, testing.device_of(backend))
+    threshold, counts = ops.order_statistic(score, numerator, denominator, rule, backend)
+    return threshold.cpu(), counts.cpu()
+
+
+def assert_selects(backend, example):
+    threshold, counts = select(backend, example)
+    expected, population = reference_order_statistic(*example)
+    assert counts.tolist() == population.tolist()
+    assert threshold.shape == (1,) and threshold.numpy().tobytes() == expected.numpy().tobytes()  # -0 is given as +0
+
+
+def row(values, first, last, boundary="full", invalid="skip", mask=None):
+    values = torch.tensor(values)
+    batch = hpo.PackedBatch(torch.tensor([0, len(values)]), mask, total_tokens=len(values))
+    return WindowExample(values, batch, first, last, {"boundary": boundary, "invalid": invalid})
+
+
+# ------------------------------------------------------------------------------------------------------------- windows
+
+
+@pytest.mark.parametrize("boundary, invalid", POLICIES)
+@pytest.mark.parametrize("first, last", SHAPES)
+def test_every_window(backend, boundary, invalid, first, last):
+    for seed, masked in enumerate(("none", "some", "row")):
+        layout = Layout((5, 0, 1, 9, 3), seed, masked, seed=seed)
+        example = testing.random_window(layout=layout)
+        assert_exact(
+            backend, example._replace(first=first, last=last, keywords={"boundary": boundary, "invalid": invalid})
+        )
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(example=testing.windows())
+def test_generated_windows(backend, example):
+    assert_exact(backend, example)
+
+
+@pytest.mark.parametrize("first, last", [(0, 0), (0, 3), (-7, 8), (0, 99), (-1500, -3)])
+def test_windows_over_rows_longer_than_a_tile(backend, first, last):
+    for masked, (boundary, invalid) in zip(("none", "some"), (("full", "break"), ("shrink", "skip")), strict=True):
+        layout = Layout((3, 2300, 0, 1100, 1), 2, masked, seed=1)
+        example = testing.random_window(layout=layout)._replace(first=first, last=last)
+        example.keywords.update(boundary=boundary, invalid=invalid)
+        assert_exact(backend, example)
+
+
+def test_keeps_every_promise_of_windows(backend):
+    fn = functools.partial(window_mean, backend=backend)
+    examples = 40 if backend == "cpu" else 5
+    report = testing.check(fn, "window_mean", examples=examples, device=testing.device_of(backend))
+    assert report.promises == testing.promises("window_mean")
+
+
+def test_boundary_and_invalid_policies_by_hand(backend):
+    values, mask = [1.0, 2.0, 4.0, 8.0], torch.tensor([True, False, True, True])
+    undefined = -math.inf
+    for boundary, invalid, expected in (
+        ("full", "skip", [1.0, undefined, 6.0, undefined]),
+        ("full", "break", [undefined, undefined, 6.0, undefined]),
+        ("shrink", "skip", [1.0, undefined, 6.0, 8.0]),
+        ("shrink", "break", [undefined, undefined, 6.0, 8.0]),
+        ("zero", "skip", [0.5, undefined, 6.0, 4.0]),
+        ("zero", "break", [undefined, undefined, 6.0, 4.0]),
+    ):
+        assert score(backend, row(values, 0, 1, boundary, invalid, mask)).tolist() == expected, (boundary, invalid)
+
+
+def test_no_window_crosses_a_border(backend):
+    """A million in the first token of the next row, in the last of the one before, and in the tail."""
+    values = torch.full((12,), 1.0)
+    values[[3, 8, 11]] = 1e6
+    batch = hpo.PackedBatch(torch.tensor([0, 4, 8, 11]), total_tokens=12)
+    for (first, last), boundary in itertools.product(((0, 3), (-3, 0), (-2, 2)), ("shrink", "zero")):
+        out = score(backend, WindowExample(values, batch, first, last, {"boundary": boundary, "invalid": "skip"}))
+        assert out[4:8].max() <= 1.0
+
+
+def test_row_shorter_than_the_window_has_none(backend):
+    layout = Layout((3, 4, 2, 5), masked="none", seed=1)
+    example = testing.random_window(layout=layout)._replace(first=0, last=3)
+    example.keywords.update(boundary="full", invalid="skip")
+    assert torch.isfinite(score(backend, example)).nonzero().flatten().tolist() == [3, 9, 10]
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8, 16, 32])
+def test_constant_is_its_own_mean(backend, width):
+    """To the bit, for any constant where the width is a power of two."""
+    draw = torch.Generator().manual_seed(width)
+    for constant in torch.rand(20, generator=draw).tolist():
+        out = score(backend, row([constant] * 40, 0, width - 1))
+        assert (out[: 41 - width] == torch.tensor(constant)).all() and (out[41 - width :] == -math.inf).all()
+
+
+@pytest.mark.parametrize("width", [3, 5, 7, 12, 31])
+def test_dyadic_constant_is_its_own_mean_at_any_width(backend, width):
+    out = score(backend, row([0.625] * 40, 0, width - 1))
+    assert (out[: 41 - width] == 0.625).all()
+
+
+@hypothesis.given(layout=testing.layouts(longest=12))
+def test_permuting_rows_permutes_scores(backend, layout):
+    example = testing.random_window(layout=layout)
+    order = torch.randperm(example.batch.rows, generator=torch.Generator().manual_seed(layout.seed))
+    batch, tokens = example.batch.select(order)
+    moved = score(backend, example._replace(values=example.values[tokens], batch=batch))
+    assert torch.equal(moved, score(backend, example)[tokens])
+
+
+@hypothesis.given(layout=testing.layouts(longest=12))
+def test_reversal(backend, layout):
+    """Every row and the window reversed: the scores reversed. Entropies in sixty-fourths, whose sums are exact."""
+    example = testing.random_window(layout=layout)
+    example = example._replace(values=(example.values * 64).round() / 64)
+    order = torch.arange(example.values.numel())
+    for begin, end in itertools.pairwise(example.batch.cu_seqlens.tolist()):
+        order[begin:end] = order[begin:end].flip(0)
+    mask = None if example.batch.mask is None else example.batch.mask[order]
+    batch = hpo.PackedBatch(example.batch.cu_seqlens, mask, total_tokens=order.numel())
+    mirrored = WindowExample(example.values[order], batch, -example.last, -example.first, example.keywords)
+    assert torch.equal(score(backend, mirrored), score(backend, example)[order])
+
+
+def test_values_that_are_not_finite(backend):
+    """At a valid token: its own score is NaN, and its neighbours treat it as masked."""
+    for bad in (math.nan, math.inf, -math.inf):
+        out = score(backend, row([1.0, bad, 3.0, 5.0], 0, 1))
+        assert out[0] == 1.0 and out[1].isnan() and out[2] == 4.0 and out[3] == -math.inf
+        assert score(backend, row([1.0, bad, 3.0, 5.0], 0, 1, invalid="break"))[0] == -math.inf
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(()), Layout((), tail=3), Layout((0, 0)), Layout((1,)), Layout((0, 1, 0), 1)], ids=str
+)
+def test_degenerate_windows(backend, layout):
+    for first, last in SHAPES:
+        for boundary, invalid in POLICIES:
+            example = testing.random_window(layout=layout)._replace(first=first, last=last)
+            assert_exact(backend, example._replace(keywords={"boundary": boundary, "invalid": invalid}))
+
+
+@pytest.mark.parametrize("first, last", [(-(2**40), 2**40), (2**61, 2**62), (-(2**62), -(2**61)), (0, 2**31)])
+def test_absurd_windows_are_harmless(backend, first, last):
+    example = testing.random_window(layout=Layout((4, 2), masked="none"))._replace(first=first, last=last)
+    example.keywords.update(boundary="shrink", invalid="skip")
+    out = score(backend, example)
+    means = torch.repeat_interleave(
+        torch.stack((example.values[:4].mean(), example.values[4:].mean())), torch.tensor([4, 2])
+    )
+    if first <= 0 and last < 2**41 and first < 0 < last:
+        torch.testing.assert_close(out, means)
+    elif first == 0:
+        assert torch.isfinite(out).all()
+    else:
+        assert (out == -math.inf).all()
+
+
+@pytest.mark.parametrize(
+    "offsets", [[0, 5, 2, 4, 6], [0, -3, 2, 6, 6], [-(2**62), 2**62, 3, -1, 2**63 - 1], [6, 5, 4, 3, 2]], ids=str
+)
+def test_broken_offsets_are_harmless(backend, offsets):
+    batch = hpo.PackedBatch(torch.tensor(offsets), total_tokens=6, validate=False)
+    values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
+    assert_exact(backend, WindowExample(values, batch, 0, 0, {"boundary": "full", "invalid": "skip"}))
+    for first, last in SHAPES:
+        score(backend, WindowExample(values, batch, first, last, {"boundary": "shrink", "invalid": "skip"}))
+
+
+def test_same_bits_on_any_number_of_threads(backend):
+    example = testing.random_window(layout=Layout((3000, 1, 0, 2500, 40), 3, "some", seed=2))._replace(first=-3, last=7)
+    scores = testing.random_scores(0, 5000, "signed")
+    outs = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        outs.append((score(backend, example), select(backend, scores)[0]))
+    assert all(torch.equal(a, b) for out in outs for a, b in zip(out, outs[0], strict=True))
+
+
+def test_order_of_blocks_and_threads_does_not_matter(monkeypatch):
+    """A data race in the CUDA kernels shows as a difference between these orders."""
+    if not hpo.backends()["cuda_emulated"]:
+        pytest.skip("cuda_emulated is not built")
+    example = testing.random_window(layout=Layout((700, 1, 0, 90), 3, "some", seed=2))._replace(first=-3, last=7)
+    scores = testing.random_scores(0, 3000, "ties")
+    seen = set()
+    for order in ("forward", "reverse", "random:3"):
+        monkeypatch.setenv("HPO_EMULATION_ORDER", order)
+        threshold, counts = select("cuda_emulated", scores)
+        seen.add((score("cuda_emulated", example).numpy().tobytes(), threshold.item(), *counts.tolist()))
+    assert len(seen) == 1
+
+
+# ---------------------------------------------------------------------------------------------------- order statistics
+
+
+@hypothesis.settings(max_examples=150)
+@hypothesis.given(example=testing.scores(60))
+def test_generated_order_statistics(backend, example):
+    assert_selects(backend, example)
+
+
+@pytest.mark.parametrize("kind", ["distinct", "ties", "equal", "signed", "extreme"])
+@pytest.mark.parametrize("count", [0, 1, 2, 33, 1025, 20000])
+def test_order_statistics_of_every_size(backend, count, kind):
+    for seed in range(8):
+        assert_selects(backend, testing.random_scores(seed, count, kind))
+
+
+def test_keeps_every_promise_of_order_statistics(backend):
+    def fn(score, numerator, denominator, rule):
+        return ops.order_statistic(score.contiguous(), numerator, denominator, rule, backend)
+
+    examples = 60 if backend == "cpu" else 10
+    report = testing.check(fn, "order_statistic", examples=examples, device=testing.device_of(backend))
+    assert report.promises == testing.promises("order_statistic")
+
+
+def test_index_is_exact_where_floats_fail(backend):
+    """Every k / 10 and k / 20; keeping 0.7 of 11 tokens is where floats first miss."""
+    assert math.ceil((1 - 0.7) * 10) == 4 and forking_tokens("0.7").quantile * 10 == 3
+    for n in (2, 11, 21, 101):
+        ascending = torch.arange(n).float()
+        for denominator in (10, 20):
+            for numerator in range(denominator + 1):
+                q = Fraction(numerator, denominator) * (n - 1)
+                for rule, index in (
+                    (OrderRule.CEIL, math.ceil(q)),
+                    (OrderRule.FLOOR, math.floor(q)),
+                    (OrderRule.NEAREST, round(q)),  # Fraction rounds half to even
+                ):
+                    assert rule.index(numerator, denominator, n) == index
+                    if backend == "cpu" or (numerator % 7 == 0 and n in (11, 21)):
+                        got, _counts = select(backend, ScoresExample(ascending, numerator, denominator, rule))
+                        assert got.item() == index, (numerator, denominator, n, rule)
+
+
+def test_fractions_that_overflow_64_bits(backend):
+    ascending = torch.arange(1000).float()
+    for numerator, denominator in ((10**9 - 1, 10**9), (2**60 - 1, 2**60), (1, 2**60)):
+        for rule in OrderRule:
+            got, _counts = select(backend, ScoresExample(ascending, numerator, denominator, rule))
+            assert got.item() == rule.index(numerator, denominator, 1000)
+
+
+@pytest.mark.parametrize(
+    "values, population, broken",
+    [
+        ([], 0, 0),
+        ([-math.inf, -math.inf], 0, 0),
+        ([math.nan], 0, 1),
+        ([math.inf, 2.0], 1, 0),
+        ([2.0], 1, 0),
+        ([-0.0, 0.0, -0.0], 3, 0),
+        ([3.4028235e38, -3.4028235e38, 1e-45], 3, 0),
+    ],
+)
+def test_special_scores(backend, values, population, broken):
+    for rule in OrderRule:
+        example = ScoresExample(torch.tensor(values, dtype=torch.float32), 1, 2, rule)
+        threshold, counts = select(backend, example)
+        assert counts.tolist() == [population, broken] and threshold.isnan().item() == (population == 0)
+        assert_selects(backend, example)
+
+
+# ------------------------------------------------------------------------------------------------------ entropy windows
+# The shared worked batch of the methods' notes: responses of 10, 6 and 3 tokens.
+
+H = [
+    *(0.05, 0.10, 1.20, 0.90, 0.80, 0.70, 0.02, 0.03, 0.01, 0.04),
+    *(0.40, 0.02, 0.01, 1.50, 0.03, 0.02),
+    *(0.60, 0.30, 0.90),
+]  # fmt: skip
+
+
+def worked(backend):
+    device = testing.device_of(backend)
+    return torch.tensor(H, device=device), hpo.PackedBatch.from_lengths([10, 6, 3]).to(device)
+
+
+def kept(mask):
+    return mask.nonzero().flatten().tolist()
+
+
+def test_worked_forking_tokens(backend):
+    values, batch = worked(backend)
+    window = forking_tokens("0.2")
+    state = window.fit(values, batch, backend=backend)
+    assert state.threshold.item() == torch.tensor(0.9).item() and state.population.item() == 19
+    mask = window.apply(values, batch, state, backend=backend)
+    assert kept(mask) == [2, 3, 13, 18]
+    # The loss at ratio 1, divided by the selected tokens as in the paper, and by all valid ones as in TRL.
+    advantages = torch.tensor([1.2, -0.8, 0.0], device=values.device)
+    for weights, loss in (
+        (hpo.aggregation.token_mean(batch, total=mask.sum()), -0.4),
+        (hpo.aggregation.token_mean(batch, total=19), -0.0842105),
+    ):
+        out = hpo.policy_loss(
+            values - 2, None, advantages, batch, gate=hpo.gates.dapo(), weights=weights, entropy=values, window=window,
+            threshold=state, backend=backend,
+        )  # fmt: skip
+        assert out.loss.item() == pytest.approx(loss, abs=1e-6)
+
+
+def test_worked_window_means(backend):
+    values, batch = worked(backend)
+    none = -math.inf
+    forward = window_mean(values, batch, 0, 3, backend=backend).tolist()
+    assert forward == pytest.approx(
+        [0.5625, 0.75, 0.9, 0.605, 0.3875, 0.19, 0.025, none, none, none, 0.4825, 0.39, 0.39, none, none, none]
+        + [none] * 3,
+        abs=1e-6,
+    )
+    following = window_mean(values, batch, 1, 4, backend=backend).tolist()
+    assert following == pytest.approx(
+        [0.75, 0.9, 0.605, 0.3875, 0.19, 0.025, none, none, none, none, 0.39, 0.39, none, none, none, none]
+        + [none] * 3,
+        abs=1e-6,
+    )
+
+
+def test_worked_ares(backend):
+    values, batch = worked(backend)
+    tokens = EntropyWindow("token quantile", Fraction(19, 20))  # appendix H: 95 % of all tokens, the order statistic
+    state = tokens.fit(values, batch, backend=backend)
+    assert kept(tokens.apply(values, batch, state, backend=backend)) == [13]
+    half = ares(4, "0.5")  # ten full windows; index ceil(.5 * 9) = 5
+    state = half.fit(values, batch, backend=backend)
+    assert state.population.item() == 10 and state.threshold.item() == pytest.approx(0.4825, abs=1e-6)
+    assert kept(half.apply(values, batch, state, backend=backend)) == [0, 1, 2, 3, 10]
+
+
+@pytest.mark.parametrize("ratio", ["0", "0.2", "0.3", "0.7", "0.05", "0.5", "1"])
+def test_count_law(backend, ratio):
+    """1 + floor(ratio (n - 1)) tokens without ties; all of them with nothing but ties."""
+    window = forking_tokens(ratio)
+    for n in (1, 2, 10, 11, 101):
+        batch = hpo.PackedBatch.from_lengths([n]).to(testing.device_of(backend))
+        values = torch.randperm(n, generator=torch.Generator().manual_seed(n)).float().to(batch.device)
+        mask = window.apply(values, batch, window.fit(values, batch, backend=backend), backend=backend)
+        assert int(mask.sum()) == 1 + math.floor(Fraction(ratio) * (n - 1))
+        flat = torch.full_like(values, 0.7)
+        assert window.apply(flat, batch, window.fit(flat, batch, backend=backend), backend=backend).all()
+
+
+@hypothesis.given(layout=testing.layouts(longest=10), ratio=st.sampled_from(("0.2", "0.3", "0.5")))
+def test_increasing_transform_keeps_the_mask(backend, layout, ratio):
+    values, batch = testing.random_window(layout=layout).values.to(testing.device_of(backend)), layout.batch()
+    batch = batch.to(values.device)
+    window = forking_tokens(ratio)
+
+    def mask(entropy):
+        return window.apply(entropy, batch, window.fit(entropy, batch, backend=backend), backend=backend)
+
+    assert torch.equal(mask(values), mask(4 * values)) and torch.equal(mask(values), mask(values / 1024))
+
+
+@hypothesis.given(layout=testing.layouts(longest=10))
+def test_affine_entropies_keep_the_mask_of_windows(backend, layout):
+    """Dyadic numbers, so that the transformed entropies and their sums are exact."""
+    values = (testing.random_window(layout=layout).values * 64).round() / 64
+    batch = layout.batch().to(testing.device_of(backend))
+    for window in (ares(4, "0.7"), EntropyWindow("strict", Fraction(1, 2), 0, 1, rule=OrderRule.FLOOR, strict=True)):
+        masks = []
+        for entropy_ in (values.to(batch.device), (2 * values + 0.5).to(batch.device)):
+            state = window.fit(entropy_, batch, backend=backend)
+            masks.append(window.apply(entropy_, batch, state, backend=backend))
+        assert torch.equal(*masks)
+
+
+def test_width_one_is_the_token_rule(backend):
+    values, batch = worked(backend)
+    one, tokens = ares(window=1), forking_tokens("0.05")
+    states = [window.fit(values, batch, backend=backend) for window in (one, tokens)]
+    assert torch.equal(states[0].threshold, states[1].threshold)
+    assert torch.equal(score(backend, row(H, 0, 0)), torch.tensor(H))
+
+
+@hypothesis.given(layout=testing.layouts(longest=10))
+def test_complementary_rules_split_the_tokens(backend, layout):
+    """high: score >= tau; low: not high. Together every valid token once."""
+    values, batch = testing.random_window(layout=layout).values, layout.batch()
+    values, batch = values.to(testing.device_of(backend)), batch.to(testing.device_of(backend))
+    window = forking_tokens("0.4")
+    state = window.fit(values, batch, backend=backend)
+    high = window.apply(values, batch, state, backend=backend)
+    scores = window.score(values, batch, backend=backend)
+    low = (scores > -math.inf) & (scores < state.threshold)
+    assert torch.equal(high | low, torch.isfinite(scores)) and not (high & low).any()
+
+
+def test_micro_batches_share_the_threshold_of_the_step(backend):
+    """Fitted once, applied to any part: the mask is that of the whole. Fitted on parts, it is not."""
+    values, batch = worked(backend)
+    for window in (forking_tokens("0.2"), ares(4, "0.5")):
+        state = window.fit(values, batch, backend=backend)
+        whole = window.apply(values, batch, state, backend=backend)
+        own = []
+        for part, tokens in batch.micro_batches(7):
+            assert torch.equal(window.apply(values[tokens], part, state, backend=backend), whole[tokens])
+            fitted = window.fit(values[tokens], part, backend=backend)
+            own.append(window.apply(values[tokens], part, fitted, backend=backend))
+        assert not torch.equal(torch.cat(own), whole)
+
+
+WINDOWS = [
+    forking_tokens("0.2"),
+    ares(2, "0.7"),
+    *(EntropyWindow(rule.name, Fraction(1, 3), rule=rule) for rule in OrderRule),
+]
+
+
+def step(seed):
+    """One optimiser step, heavy with ties for odd seeds, cut into three ranks; the last has no rows at even seeds."""
+    layout = Layout((5, 3, 0, 8, 2, 6), 0, "some", seed=seed)
+    values = testing.random_window(layout=layout).values - 1.0
+    values = (values * 4).round() / 4 if seed % 2 else values
+    values[0] = math.nan if seed == 3 else -0.0
+    cuts = ([0, 1], [2, 3, 4], [5]) if seed % 2 else ([0], [1, 2, 3, 4, 5], [])
+    return values, layout.batch(), cuts
+
+
+def rank_of_three(rank, path, results):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
+    for seed in range(6):
+        values, batch, cuts = step(seed)
+        part, tokens = batch.select(cuts[rank])
+        for window in WINDOWS:
+            state = window.fit(values[tokens], part, process_group=torch.distributed.group.WORLD)
+            results[seed, window.name, rank] = [tensor.item() for tensor in state]
+    torch.distributed.destroy_process_group()
+
+
+def test_threshold_over_ranks_is_that_of_the_whole_step(tmp_path):
+    with torch.multiprocessing.Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.start_processes(rank_of_three, (tmp_path / "store", results), 3, start_method="fork")
+        results = dict(results)
+    for (seed, name, _rank), got in results.items():
+        values, batch, _cuts = step(seed)
+        [window] = [window for window in WINDOWS if window.name == name]
+        expected = [tensor.item() for tensor in window.fit(values, batch)]
+        assert got == expected and math.copysign(1, got[0]) == math.copysign(1, expected[0])
+
+
+def test_masked_entropies_are_not_in_the_population(backend):
+    values, _batch = worked(backend)
+    mask = torch.rand(19, generator=torch.Generator().manual_seed(3)) > 0.3
+    batch = hpo.PackedBatch(torch.tensor([0, 10, 16, 19]), mask).to(values.device)
+    for window in (forking_tokens("0.3"), ares(2, "0.6")):
+        states = []
+        for poison in (99.0, math.nan, math.inf):
+            dirty = torch.where(batch.mask, values, poison)
+            state = window.fit(dirty, batch, backend=backend)
+            states.append((state.threshold.item(), state.population.item(), state.errors.item()))
+            assert not window.apply(dirty, batch, state, backend=backend)[~batch.mask].any()
+        assert len(set(states)) == 1 and states[0][2] == 0
+
+
+def test_nothing_to_fit(backend):
+    device = testing.device_of(backend)
+    batch = hpo.PackedBatch(torch.tensor([0, 2, 2]), torch.zeros(3, dtype=torch.bool)).to(device)
+    for window in (forking_tokens(), ares()):
+        state = window.fit(torch.zeros(3, device=device), batch, backend=backend)
+        assert state.threshold.isnan() and state.population.item() == 0
+        assert not window.apply(torch.zeros(3, device=device), batch, state, backend=backend).any()
+
+
+def test_one_token(backend):
+    """Kept by >=, dropped by >."""
+    batch = hpo.PackedBatch.from_lengths([1]).to(testing.device_of(backend))
+    values = torch.tensor([0.3], device=batch.device)
+    for strict in (False, True):
+        window = EntropyWindow("one", Fraction(4, 5), strict=strict)
+        assert (
+            window.apply(values, batch, window.fit(values, batch, backend=backend), backend=backend).item()
+            is not strict
+        )
+
+
+def test_broken_entropies_are_counted(backend):
+    batch = hpo.PackedBatch.from_lengths([4]).to(testing.device_of(backend))
+    values = torch.tensor([0.1, math.nan, 0.3, math.inf], device=batch.device)
+    state = entropy.forking_tokens("0.5").fit(values, batch, backend=backend)
+    assert state.errors.item() == 2 and state.population.item() == 2

@@ -1,0 +1,576 @@
+"""policy_loss on every backend: every path against the float64 reference, and the promises beside exactness."""
+
+import functools
+import itertools
+import math
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import hpo_core as hpo
+from hpo_core import gates, kl, testing
+from hpo_core.backends import resolve
+from hpo_core.gates import Clip, Drop, FirstOrder, Identity, Level, RatioGate
+from hpo_core.specs import Head, PolicyLossInputs, Routing
+from hpo_core.testing import Layout, PolicyLossExample
+
+LOW, HIGH = (0.0, 0.8), (1.2, math.inf)  # PPO's one-sided pair: (advantage >= 0, advantage < 0)
+
+# One gate of every structure that kernels may specialise on, and clips of every shape.
+TOKEN_GATES = {
+    "identity": RatioGate("identity", Identity()),
+    "identity, score": RatioGate("identity, score", Identity(), head=Head.SCORE),
+    "drop, score": gates.reinforce(),
+    "pessimistic clip": gates.dapo(),
+    "dual clip": gates.ppo_clip(0.2, 0.2, dual=1.5),
+    "two-sided clip": RatioGate("two-sided clip", Clip((0.7, 0.8), (1.3, 1.2))),
+    "clip, score": gates.cispo(1.3, 0.8),
+}
+LEVEL_GATES = {
+    f"level {name}, {routing.name.lower()}{', score' * (head is Head.SCORE)}": RatioGate(
+        name, Drop(), Level(gate, routing), head
+    )
+    for name, gate in {"identity": Identity(), "clip": Clip(LOW, HIGH)}.items()
+    for routing, head in itertools.product(Routing, Head)
+    if not (routing is Routing.STOPPED and head is Head.LINEAR)  # no gradient at all: RatioGate refuses it
+}
+GATES = (
+    TOKEN_GATES
+    | LEVEL_GATES
+    | {
+        "gspo": gates.gspo(),
+        "level two-sided clip": RatioGate("two-sided", Drop(), Level(Clip((0.95, 0.9), (1.1, 1.05)))),
+    }
+)
+PENALTIES = [None] + [
+    make(0.3, gradient)
+    for make, gradient in itertools.product((kl.k1, kl.k2, kl.k3), ("value", "straight_through", "importance"))
+]
+LONG = Layout(
+    (0, 1, 2500, 130, 1, 0, 1025, 3), tail=5, masked="some", shared=True, seed=3
+)  # beyond every kernel's tile
+
+every_gate = pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+some_gates = pytest.mark.parametrize(
+    "gate", [gates.dapo(), gates.cispo(), gates.gspo(0.1, 0.2), gates.gspo_token(0.1, 0.2)], ids=lambda gate: gate.name
+)
+
+
+def run(backend, example, **keywords):
+    """Loss, gradient, loss_t and metrics of an example on a backend."""
+    fn = functools.partial(hpo.policy_loss, backend=backend, return_tokens=True, **keywords)
+    return testing.run_policy_loss(fn, testing.move(example, testing.device_of(backend)))
+
+
+def assert_exact(backend, example):
+    out, expected = run(backend, example), testing.expect_policy_loss(example)
+    for name in ("loss", "grad", "tokens"):
+        testing.assert_within_budget(f"{backend} {name}", getattr(out, name), expected[name])
+    testing.assert_within_budget(f"{backend} metrics", out.metrics.vector, expected["metrics"])
+    return out
+
+
+def bits(tensor):
+    """The bytes of a tensor: +0 and -0 differ, a NaN equals itself."""
+    return tensor.detach().cpu().contiguous().numpy().tobytes()
+
+
+def optional_inputs(gate):
+    """The optional inputs that this gate takes and whose presence a kernel may see."""
+    names = ["window", "token_mask", "token_weight", "on_policy", "token_advantages"]
+    return names + ["bounds"] * gate.takes_bounds + ["trajectories"] * (gate.level is not None)
+
+
+def subsets(names):
+    return [set(chosen) for size in range(len(names) + 1) for chosen in itertools.combinations(names, size)]
+
+
+def example_of(number, gate, features, penalty):
+    """Small, ragged, with and without mask, tail and entropy; ``number`` also seeds the values."""
+    masked = ("some", "none", "row")[number % 3]
+    layout = Layout(((3, 0, 1, 4, 2), (1, 5, 2), (0, 2, 6, 1))[number % 3], number % 4, masked, True, number)
+    features = {"weights", *features} | ({"kl"} if penalty else set()) | ({"entropy"} if number % 2 else set())
+    return testing.random_policy_loss(0, gate, features, penalty=penalty, layout=layout)
+
+
+# ---------------------------------------------------------------------------------------------- against the reference
+
+
+@every_gate
+def test_every_path(backend, gate):
+    """On cpu every subset of the optional inputs, elsewhere the smallest and largest; penalties in turn."""
+    names = optional_inputs(gate)
+    chosen = subsets(names)
+    if backend != "cpu":
+        sizes = (0, len(names)) if backend == "triton" else (0, 1, len(names) - 1, len(names))  # interpreted: slow
+        chosen = [features for features in chosen if len(features) in sizes]
+    for number, features in enumerate(chosen):
+        assert_exact(backend, example_of(number, gate, features, PENALTIES[number % len(PENALTIES)]))
+
+
+@pytest.mark.long
+@every_gate
+def test_every_path_with_every_penalty(backend, gate):
+    for number, (features, penalty) in enumerate(itertools.product(subsets(optional_inputs(gate)), PENALTIES)):
+        assert_exact(backend, example_of(number, gate, features, penalty))
+
+
+@pytest.mark.parametrize("penalty", PENALTIES[1:], ids=lambda k: f"{k.estimator.name}-{k.gradient.name}")
+def test_every_penalty(backend, penalty):
+    for number, gate in enumerate((gates.dapo(), gates.reinforce(), gates.gspo(0.1, 0.2), gates.gspo_token(0.1, 0.2))):
+        assert_exact(backend, example_of(number, gate, {"token_mask"}, penalty))
+
+
+@pytest.mark.parametrize(
+    "preset", [gates.ppo_clip(), gates.dapo(), gates.cispo(), gates.reinforce(), gates.gspo(), gates.gspo_token()],
+    ids=lambda gate: gate.name,
+)  # fmt: skip
+def test_presets(backend, preset):
+    for seed in range(30 if backend == "cpu" else 3):
+        features = [name for name in testing.FEATURES if name != "bounds" or preset.takes_bounds]
+        assert_exact(backend, testing.random_policy_loss(seed, preset, features[: 1 + seed % len(features)]))
+
+
+@some_gates
+def test_rows_longer_than_a_tile(backend, gate):
+    features = {"weights", "trajectories", "kl", "window", "token_weight", "token_advantages"}
+    assert_exact(backend, testing.random_policy_loss(0, gate, features, layout=LONG))
+
+
+def test_many_short_rows(backend):
+    layout = Layout(tuple(length % 4 for length in range(700)), 3, "some", True, 5)
+    for gate in (gates.dapo(), gates.gspo(0.1, 0.2)):
+        assert_exact(backend, testing.random_policy_loss(0, gate, {"weights", "trajectories"}, layout=layout))
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(name=st.sampled_from(sorted(GATES)), data=st.data())
+def test_generated(backend, name, data):
+    gate = GATES[name]
+    features = [name for name in testing.FEATURES if name != "bounds" or gate.takes_bounds]
+    assert_exact(backend, data.draw(testing.policy_losses(gate, features)))
+
+
+@pytest.mark.long
+@hypothesis.settings(max_examples=1000)
+@hypothesis.given(name=st.sampled_from(sorted(GATES)), data=st.data())
+def test_generated_at_length(backend, name, data):
+    gate = GATES[name]
+    features = [name for name in testing.FEATURES if name != "bounds" or gate.takes_bounds]
+    assert_exact(backend, data.draw(testing.policy_losses(gate, features)))
+
+
+@some_gates
+def test_keeps_every_promise(backend, gate):
+    fn = functools.partial(hpo.policy_loss, backend=backend)
+    examples = {"cpu": 15, "triton": 1}.get(backend, 3)
+    report = testing.check(fn, gate=gate, examples=examples, device=testing.device_of(backend))
+    assert report.promises == testing.promises("policy_loss")
+
+
+def test_loss_and_grad_without_autograd_is_the_same(backend):
+    for number, gate in enumerate(GATES.values()):
+        example = testing.move(example_of(number, gate, {"token_weight"}, PENALTIES[1]), testing.device_of(backend))
+        fn = functools.partial(hpo.policy_loss_and_grad, backend=backend)
+        direct, through = testing.run_policy_loss(fn, example), run(backend, example)
+        assert bits(direct.loss) == bits(through.loss) and bits(direct.grad) == bits(through.grad)
+        assert bits(direct.metrics.vector) == bits(through.metrics.vector)
+        with torch.no_grad():  # a kernel that computes no gradient gives the same loss
+            keywords = example.keywords | {"gate": gate, "backend": backend}
+            loss = hpo.policy_loss(example.logp, example.old_logp, example.advantages, example.batch, **keywords).loss
+        assert bits(loss) == bits(through.loss)
+
+
+def test_step_advantages_are_those_of_their_tokens(backend):
+    example = testing.move(example_of(1, gates.dapo(), set(), None), testing.device_of(backend))
+    steps = torch.randn(example.batch.num_steps, generator=torch.Generator().manual_seed(0)).to(example.logp.device)
+    number = example.batch.step_of_token()
+    tokens = torch.where(number >= 0, steps[number.clamp(min=0)], 0.0)
+    by_step = run(backend, example._replace(advantages=steps).given(advantage_level="step"))
+    by_token = run(backend, example._replace(advantages=tokens).given(advantage_level="token"))
+    assert bits(by_step.grad) == bits(by_token.grad) and bits(by_step.loss) == bits(by_token.loss)
+
+
+def test_padded_batch_keeps_its_shape_and_its_bits(backend):
+    packed = testing.random_policy_loss(4, gates.gspo(0.1, 0.2), layout=Layout((6, 6, 6), masked="some", seed=4))
+    padded = packed.on_tokens(lambda x: x.reshape(3, 6))._replace(batch=packed.batch.mask.reshape(3, 6))
+    a, b = run(backend, packed), run(backend, padded)
+    assert b.grad.shape == (3, 6) and b.tokens.shape == (3, 6)
+    assert bits(a.grad) == bits(b.grad) and bits(a.loss) == bits(b.loss)
+
+
+# ----------------------------------------------------------------------------------------------------- worked numbers
+# Section 11 of the methods' notes on gating: two sequences of 3 and 4 tokens.
+
+OLD = [-0.9, -1.2, -0.3, -2.0, -0.7, -1.5, -0.1]
+X = [0.30, -0.10, 0.05, -0.40, 0.25, 0.02, -0.05]
+WORKED = {
+    "PPO": (gates.ppo_clip(0.2, 0.2), "token", -0.161197, [0, -0.129262, -0.150182, 0, 0.091716, 0.072872, 0.067945]),
+    "DAPO": (gates.dapo(), "token", -0.172626, [0, -0.129262, -0.150182, 0, 0.091716, 0.072872, 0.067945]),
+    "dual clip": (
+        gates.ppo_clip(0.2, 0.2, dual=1.25), "token", -0.163628, [0, -0.129262, -0.150182, 0, 0, 0.072872, 0.067945],
+    ),
+    "GSPO": (gates.gspo(), "sequence", -0.250275, [0] * 7),
+    "GSPO, wide": (gates.gspo(0.2, 0.2), "sequence", -0.304453, [-0.181151] * 3 + [0.059750] * 4),
+    "GSPO-token, wide": (gates.gspo_token(0.2, 0.2), "sequence", -0.304453, [-0.181151] * 3 + [0.059750] * 4),
+    "CISPO": (
+        gates.cispo(cap=1.2), "token", 0.036919,
+        [-0.171429, -0.129262, -0.150182, 0.047880, 0.085714, 0.072872, 0.067945],
+    ),
+}  # fmt: skip
+
+
+def worked_example(gate, mode):
+    batch = hpo.PackedBatch.from_lengths([3, 4])
+    aggregate = {"token": hpo.aggregation.token_mean, "sequence": hpo.aggregation.seq_mean_token_mean}[mode]
+    old = torch.tensor(OLD)
+    keywords = {"weights": aggregate(batch), "advantage_level": "row"}
+    return PolicyLossExample(old + torch.tensor(X), old, torch.tensor([1.0, -0.5]), batch, gate, keywords)
+
+
+@pytest.mark.parametrize("gate, mode, loss, grad", WORKED.values(), ids=WORKED)
+def test_worked_numbers(backend, gate, mode, loss, grad):
+    out = run(backend, worked_example(gate, mode))
+    assert out.loss.item() == pytest.approx(loss, abs=1e-6)
+    assert out.grad.tolist() == pytest.approx(grad, abs=1e-6)
+
+
+@pytest.mark.parametrize("gate, mode, loss, grad", WORKED.values(), ids=WORKED)
+def test_worked_numbers_of_the_reference(gate, mode, loss, grad):
+    expected = testing.expect_policy_loss(worked_example(gate, mode))
+    assert expected["loss"].exact.item() == pytest.approx(loss, abs=6e-7)  # printed with six digits
+    assert expected["grad"].exact.tolist() == pytest.approx(grad, abs=6e-7)
+
+
+def test_worked_metrics(backend):
+    metrics = run(backend, worked_example(gates.ppo_clip(), "token")).metrics.compute()
+    assert metrics["kl_old_k1"] == pytest.approx(-0.01, abs=1e-6)
+    assert metrics["kl_old_k2"] == pytest.approx(0.023421, abs=1e-6)
+    assert metrics["kl_old_k3"] == pytest.approx(0.023106, abs=1e-6)
+    assert metrics["clip_fraction"] == pytest.approx(2 / 7)
+    assert (metrics["tokens"], metrics["rows"]) == (7, 2)
+
+
+# ----------------------------------------------------------------------------------------------------------- promises
+
+
+@every_gate
+def test_masked_is_never_read(backend, gate):
+    features = {"weights", "kl", "entropy", "window", *optional_inputs(gate)} - {"on_policy"}
+    example = testing.random_policy_loss(0, gate, features, layout=Layout((3, 0, 4, 2), 3, "some", True, 11))
+    clean, hole = run(backend, example), ~example.valid()
+    assert hole.sum() >= 5
+    for poison in (math.nan, math.inf, -math.inf):
+        dirty = run(backend, example.poisoned(poison))
+        assert bits(dirty.loss) == bits(clean.loss)
+        assert bits(dirty.grad) == bits(clean.grad)
+        assert bits(dirty.metrics.vector) == bits(clean.metrics.vector)
+        assert bits(dirty.grad[hole]) == bytes(4 * int(hole.sum()))  # exactly +0
+
+
+@every_gate
+def test_all_masked_batch(backend, gate):
+    example = testing.random_policy_loss(0, gate, {"weights", "kl"}, layout=Layout((3, 0, 2), 1, "all", True, 2))
+    out = run(backend, example.poisoned(math.nan))  # run() differentiates: the graph is connected
+    assert out.loss.item() == 0.0 and bits(out.grad) == bytes(4 * 6)
+    assert out.metrics["tokens"].item() == 0 and out.metrics["rows"].item() == 0
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(()), Layout((), tail=4), Layout((0, 0)), Layout((1,)), Layout((0, 1, 0), 2)], ids=str
+)
+def test_degenerate_batches(backend, layout):
+    for gate in (gates.dapo(), gates.gspo(), gates.cispo()):
+        assert_exact(backend, testing.random_policy_loss(0, gate, {"weights", "kl", "token_weight"}, layout=layout))
+        assert_exact(backend, testing.random_policy_loss(0, gate, {"trajectories"}, layout=layout))
+
+
+@every_gate
+@pytest.mark.parametrize("given_old", [True, False])
+def test_on_policy_gradient(backend, gate, given_old):
+    """-(w A) W to the bit, zeros of both signs included; the segment mean where a gate drops the residual."""
+    features = {"weights", "trajectories"} | (
+        {"token_mask", "token_weight"} if gate.first_order is FirstOrder.EXACT else set()
+    )
+    example = testing.random_policy_loss(0, gate, features, layout=Layout((4, 1, 0, 5, 3), 2, "some", True, 8))
+    if gate.first_order is FirstOrder.SEGMENT_MEAN:  # constant on every trajectory
+        example = example.on_rows(lambda x: torch.full_like(x, 0.3711))
+    zero = torch.arange(example.logp.numel()) % 2 == 0
+    example = example._replace(logp=torch.where(zero, -0.0, example.logp))
+    example = example._replace(old_logp=torch.where(zero, 0.0, example.logp) if given_old else None)
+    expected = -(example.spread(example.weights()) * example.spread(example.advantages))
+    expected = expected * example.keywords.get("token_weight", torch.ones_like(expected))
+    selected = example.valid() & example.keywords.get("token_mask", torch.tensor(True))
+    out = run(backend, example)
+    assert torch.equal(out.grad.cpu()[selected], expected[selected])
+    assert bits(out.grad[~selected]) == bytes(4 * int((~selected).sum()))
+
+
+def test_on_policy_segment_mean(backend):
+    """Where w A varies on the trajectory, gspo gives its mean to every token, unselected ones included."""
+    features = {"weights", "token_advantages", "token_mask", "trajectories"}
+    example = testing.random_policy_loss(0, gates.gspo(), features, layout=Layout((4, 3, 0, 5), 1, "some", True, 21))
+    example = example._replace(logp=example.old_logp)
+    a = (example.spread(example.weights()).double() * example.advantages.double()) * example.keywords["token_mask"]
+    owner, valid = example.trajectory(), example.valid()
+    expected = torch.zeros_like(a)
+    for trajectory in set(owner[valid].tolist()):
+        own = valid & (owner == trajectory)
+        expected[own] = -a[own].mean()
+    torch.testing.assert_close(run(backend, example).grad.cpu().double(), expected, rtol=4 * 2.0**-24, atol=1e-9)
+
+
+@every_gate
+def test_gradient_does_not_depend_on_packing(backend, gate):
+    """Bitwise, whatever the order of rows, the neighbours, the place in the pack and the alignment in memory."""
+    example = testing.random_policy_loss(
+        0,
+        gate,
+        {"weights", *optional_inputs(gate), "kl"} - {"window", "on_policy"},
+        layout=Layout((3, 7, 1, 0, 6), 0, "some", True, 17),
+    )
+    whole = run(backend, example)
+    for order in ([4, 3, 2, 1, 0], [1, 0, 4, 2, 3]):
+        shuffled, tokens = example.select(torch.tensor(order))
+        out = run(backend, shuffled)
+        assert bits(out.grad) == bits(whole.grad[tokens]) and bits(out.tokens) == bits(whole.tokens[tokens])
+    trajectory = torch.arange(5) if example.batch.trajectories is None else example.batch.trajectories[0]
+    for number in range(5):
+        alone, tokens = example.select(trajectory == number)
+        assert bits(run(backend, alone).grad) == bits(whole.grad[tokens])
+
+
+def test_gradient_of_a_long_row_does_not_depend_on_its_place(backend):
+    """A row of several tiles, moved by 1 to 3 tokens: no tile boundary may be aligned to the pack."""
+    for gate in (gates.gspo(0.2, 0.2), gates.dapo()):
+        example = testing.random_policy_loss(
+            0, gate, {"weights", "token_advantages"}, layout=Layout((1, 2, 2600, 3), seed=2, masked="some")
+        )
+        row, tokens = example.select(torch.tensor([2]))
+        alone = run(backend, row).grad
+        for order in ([2, 0, 1, 3], [0, 2, 1, 3], [0, 1, 2, 3]):
+            moved, index = example.select(torch.tensor(order))
+            inside = torch.isin(index, tokens)
+            assert bits(run(backend, moved).grad[inside]) == bits(alone)
+
+
+@some_gates
+def test_same_bits_in_every_run_and_on_any_number_of_threads(backend, gate):
+    example = testing.random_policy_loss(0, gate, {"weights", "trajectories", "kl", "token_advantages"}, layout=LONG)
+    torch.set_num_threads(1)
+    first = run(backend, example)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        again = run(backend, example)
+        for name in ("loss", "grad", "tokens"):
+            assert bits(getattr(again, name)) == bits(getattr(first, name)), (threads, name)
+        assert bits(again.metrics.vector) == bits(first.metrics.vector)
+
+
+@some_gates
+def test_order_of_blocks_and_threads_does_not_matter(gate, monkeypatch):
+    """A data race in the CUDA kernels shows as a difference between these orders."""
+    if not hpo.backends()["cuda_emulated"]:
+        pytest.skip("cuda_emulated is not built")
+    features = {"weights", "trajectories", "kl", "token_advantages", "window"}
+    for layout in (Layout((3, 0, 70, 1, 33), 3, "some", True, 4), LONG):
+        example = testing.random_policy_loss(0, gate, features, layout=layout)
+        seen = set()
+        for order in ("forward", "reverse", "random:7"):
+            monkeypatch.setenv("HPO_EMULATION_ORDER", order)
+            out = run("cuda_emulated", example)
+            seen.add((bits(out.loss), bits(out.grad), bits(out.tokens), bits(out.metrics.vector)))
+        assert len(seen) == 1
+
+
+@some_gates
+def test_micro_batches_give_the_same_gradient(backend, gate):
+    layout = Layout((5, 2, 0, 7, 1, 4), 0, "some", False, 6)
+    example = testing.random_policy_loss(0, gate, {"weights", "kl", "token_weight"}, layout=layout)
+    whole, metrics, loss, grad = run(backend, example), None, 0.0, torch.empty(0)
+    begin = 0
+    for part, tokens in example.batch.micro_batches(8):
+        micro, index = example.select(torch.arange(begin, begin + part.rows))
+        assert torch.equal(index, tokens)
+        out, begin = run(backend, micro), begin + part.rows
+        loss, grad = loss + out.loss.double().cpu(), torch.cat((grad, out.grad.cpu()))
+        metrics = out.metrics if metrics is None else metrics + out.metrics
+    assert begin == example.batch.rows
+    assert bits(grad) == bits(whole.grad)
+    expected = testing.expect_policy_loss(example)
+    testing.assert_within_budget("summed loss", loss, expected["loss"])
+    testing.assert_within_budget("added metrics", metrics.vector, expected["metrics"])
+
+
+@every_gate
+def test_overflow(backend, gate):
+    """Log-ratios far beyond +-60 and |w A| = 1e12: nothing is NaN or infinite, and slopes stay those of e^60."""
+    example = testing.random_policy_loss(0, gate, {"weights"}, layout=Layout((6, 4), 0, "none", False, 1))
+    x = torch.tensor([120.0, -120.0, 59.0, -61.0, 0.1, 1e30, 88.0, 300.0, 61.0, 120.0])
+    size = 1e9 if gate.head is Head.SCORE else 1e12  # under the score head the loss has a factor logp as well
+    old = torch.where(x > 0, -x, 0.0) - 0.5
+    example = example._replace(
+        logp=torch.where(x > 0, -0.5, x - 0.5), old_logp=old, advantages=torch.tensor([size, -size])
+    )
+    example = example.given(weights=torch.ones(2))
+    out = assert_exact(backend, example)
+    assert torch.isfinite(out.loss) and torch.isfinite(out.grad).all()
+
+
+def test_saturation_keeps_the_slope(backend):
+    example = testing.random_policy_loss(0, TOKEN_GATES["identity"], {"weights"}, layout=Layout((4,), 0, "none"))
+    example = example._replace(logp=torch.full((4,), -0.5), old_logp=torch.tensor([-60.5, -61.5, -100.5, -1e20]))
+    grad = run(backend, example).grad.cpu()
+    assert (grad == grad[0]).all() and grad[0] != 0
+
+
+@every_gate
+def test_infinite_and_nan_log_ratios(backend, gate):
+    """NaN leaves, infinity saturates without a derivative, both are counted; an infinite reference log-ratio too."""
+    example = testing.random_policy_loss(0, gate, {"weights", "kl"}, layout=Layout((7, 5), 1, "none", False, 9))
+    logp, reference = example.logp.clone(), example.keywords["ref_logp"].clone()
+    logp[1], logp[3], logp[8] = -math.inf, math.nan, -math.inf
+    reference[4], reference[9] = -math.inf, math.nan
+    example = example._replace(logp=logp).given(ref_logp=reference)
+    out = assert_exact(backend, example)
+    assert torch.isfinite(out.loss) and torch.isfinite(out.grad).all()
+    assert out.grad[[1, 3, 8, 9]].tolist() == [0.0] * 4
+    assert out.metrics["nan_tokens"].item() == 2 and out.metrics["infinite_tokens"].item() == 3
+
+
+def test_penalties_at_infinite_log_ratios(backend):
+    for penalty in PENALTIES[1:]:
+        example = testing.random_policy_loss(
+            0, gates.dapo(), {"weights", "kl"}, penalty=penalty, layout=Layout((6,), 0, "none", False, 9)
+        )
+        old, reference = example.old_logp.clone(), example.keywords["ref_logp"].clone()
+        old[1], old[2], reference[3], reference[4] = -math.inf, math.inf, -math.inf, math.inf
+        assert_exact(backend, example._replace(old_logp=old).given(ref_logp=reference))
+
+
+def test_advantages_and_weights_that_are_not_finite(backend):
+    for gate in (gates.dapo(), gates.gspo(0.1, 0.2), gates.reinforce()):
+        example = testing.random_policy_loss(
+            0, gate, {"weights", "kl"}, layout=Layout((3, 2, 4, 2), 0, "none", False, 3)
+        )
+        advantages, weights = example.advantages.clone(), example.keywords["weights"].clone()
+        advantages[0], advantages[1], weights[2] = math.nan, math.inf, math.inf
+        weights[0] = weights[1] = weights[3] = 0.25
+        out = assert_exact(backend, example._replace(advantages=advantages).given(weights=weights))
+        assert out.metrics["bad_advantages"].item() == 9 and torch.isfinite(out.grad).all()
+
+
+# --------------------------------------------------------------------------------------------------------------- ties
+
+
+def test_ratio_exactly_at_its_bound_passes_the_gradient(backend):
+    tie = Clip((1.0, 1.0), (1.0, 1.0))
+    for gate in (
+        RatioGate("t", tie),
+        RatioGate("t", tie, head=Head.SCORE),
+        RatioGate("t", Drop(), Level(tie, Routing.SELF)),
+    ):
+        example = testing.random_policy_loss(
+            0, gates.reinforce(), {"weights"}, layout=Layout((3, 2), 0, "none", False, 5)
+        )
+        example = example._replace(gate=gate, logp=example.old_logp)
+        expected = -(example.spread(example.weights()) * example.spread(example.advantages))
+        out = run(backend, example)
+        assert torch.equal(out.grad.cpu(), expected)
+        assert sum(out.metrics[f"clipped_{side}"].item() for side in ("high_positive", "low_negative")) == 0
+
+
+def test_bounds_per_token_are_inclusive_and_exact(backend):
+    """x = 0 with a bound at 1, just above and just below: inclusive, and no rounding of the comparison."""
+    above, below = torch.nextafter(torch.ones(2), torch.tensor([2.0, 0.0])).tolist()
+    low = torch.tensor([1.0, above, below, 0.5, 0.5, 0.5])
+    high = torch.tensor([2.0, 2.0, 2.0, 1.0, below, above])
+    for advantage, passes in ((1.0, [1, 1, 1, 1, 0, 1]), (-1.0, [1, 0, 1, 1, 1, 1])):
+        example = testing.random_policy_loss(0, gates.dapo(), {"weights"}, layout=Layout((6,), 0, "none"))
+        example = example._replace(logp=example.old_logp, advantages=torch.tensor([advantage])).given(
+            bounds=(low, high), weights=torch.ones(1)
+        )
+        assert (run(backend, example).grad != 0).int().tolist() == passes
+
+
+def test_score_equal_to_the_threshold(backend):
+    """Selected by >=, not by >; the two zeros are equal."""
+    tie = torch.tensor(0.1)
+    entropy = torch.stack(
+        (torch.tensor(0.5), tie, torch.nextafter(tie, torch.tensor(0.0)), torch.tensor(0.0), torch.tensor(-0.0))
+    )
+    example = testing.random_policy_loss(0, gates.dapo(), {"weights"}, layout=Layout((5,), 0, "none"))
+    example = example._replace(logp=example.old_logp, advantages=torch.ones(1))
+    for threshold, strict, expected in (
+        (0.1, False, [1, 1, 0, 0, 0]),
+        (0.1, True, [1, 0, 0, 0, 0]),
+        (0.0, False, [1, 1, 1, 1, 1]),
+        (-0.0, True, [1, 1, 1, 0, 0]),
+    ):
+        window = hpo.entropy.EntropyWindow("tie", hpo.entropy.forking_tokens().quantile, strict=strict)
+        given = {"entropy": entropy, "window": window, "threshold": torch.tensor([threshold])}
+        out = run(backend, example.given(weights=torch.ones(1), **given))
+        assert (out.grad != 0).int().tolist() == expected
+
+
+def test_nothing_is_selected_by_an_unfitted_threshold(backend):
+    example = example_of(1, gates.dapo(), {"window"}, None).given(threshold=torch.tensor([math.nan]))
+    out = assert_exact(backend, example)
+    assert out.loss.item() == 0 and out.metrics["selected"].item() == 0
+
+
+# --------------------------------------------------------------------------------------------------- broken structure
+
+
+BROKEN_OFFSETS = [
+    [0, 5, 2, 4, 6],
+    [0, -3, 2, 6, 6],
+    [0, 2, 99, 4, 6],
+    [-5, 0, 3, 3, 10**15],
+    [-(2**62), 2**62, 3, -1, 2**63 - 1],
+    [6, 5, 4, 3, 2],
+    [3, 3, 3, 3, 3],
+]
+
+
+@pytest.mark.parametrize("offsets", BROKEN_OFFSETS, ids=str)
+def test_broken_offsets_are_counted_and_harmless(backend, offsets):
+    bad = sum(begin < 0 or end < begin or end > 6 for begin, end in itertools.pairwise(offsets))
+    batch = hpo.PackedBatch(torch.tensor(offsets), total_tokens=6, validate=False)
+    for gate in (gates.dapo(), gates.gspo(0.1, 0.2)):
+        logp = torch.linspace(-2, -1, 6)
+        keywords = {"weights": torch.full((4,), 0.5), "advantage_level": "row"}
+        example = PolicyLossExample(logp, logp - 0.05, torch.tensor([1.0, -1.0, 2.0, 0.5]), batch, gate, keywords)
+        out = run(backend, example)
+        assert out.metrics["bad_offsets"].item() == bad
+        assert torch.isfinite(out.loss) and torch.isfinite(out.grad).all()
+        claimed = torch.zeros(6, dtype=torch.bool)  # by a row that is not broken; a search may still pass it over
+        for begin, end in itertools.pairwise(offsets):
+            claimed[max(begin, 0) : end] |= 0 <= begin <= end <= 6
+        assert bits(out.grad[~claimed]) == bits(torch.zeros_like(out.grad[~claimed]))
+
+
+def test_broken_trajectory_arrays_are_harmless(backend):
+    """They cannot come from PackedBatch, but a kernel must survive them."""
+    example = testing.move(example_of(0, gates.gspo(0.1, 0.2), set(), None), testing.device_of(backend))
+    device, rows = example.logp.device, example.batch.rows
+    op = resolve("gates", example.logp, backend)
+    for seed in range(20):
+        draw = torch.Generator().manual_seed(seed)
+        size = (3, 10, 2**62)[seed % 3]
+        garbage = [torch.randint(-size, size, (n,), generator=draw).to(device) for n in (rows, rows + 1, rows)]
+        inputs = PolicyLossInputs(
+            logp=example.logp,
+            old_logp=example.old_logp,
+            advantages=example.advantages,
+            weights=example.keywords["weights"],
+            cu_seqlens=example.batch.cu_seqlens,
+            mask=example.batch.mask,
+            row_trajectory=garbage[0],
+            trajectory_start=garbage[1],
+            trajectory_rows=garbage[2],
+        )
+        loss, _metrics, grad, _tokens = op.policy_loss(inputs, example.gate.spec(), True, True)
+        assert torch.isfinite(loss) and torch.isfinite(grad).all()

@@ -1,0 +1,437 @@
+"""policy_loss and its relatives as functions of their arguments: defaults, levels, shapes, and every error."""
+
+import functools
+
+import pytest
+import torch
+
+import hpo_core as hpo
+from hpo_core import entropy, gates, kl
+
+TOKENS, ROWS = 12, 4
+GATE = gates.ppo_clip(0.1, 0.2)
+
+
+class Example:
+    """Four rows, one empty and one partly masked, with everything a call can take."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator)
+
+        self.mask = torch.tensor([1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1], dtype=torch.bool)
+        self.batch = hpo.PackedBatch.from_lengths([4, 3, 0, 5], mask=self.mask, group_ids=torch.tensor([0, 0, 1, 1]))
+        self.logp = -normal(TOKENS).abs()
+        self.old_logp = self.logp + 0.3 * normal(TOKENS)
+        self.ref_logp = self.logp + 0.3 * normal(TOKENS)
+        self.advantages = normal(ROWS)
+        self.entropy = normal(TOKENS).abs()
+        self.token_mask = normal(TOKENS) > -0.5
+        self.token_weight = normal(TOKENS).abs()
+        self.low, self.high = 1 - normal(TOKENS).abs() / 9, 1 + normal(TOKENS).abs() / 9
+
+    def arguments(self, **keywords):
+        given = {"logp": self.logp, "old_logp": self.old_logp, "advantages": self.advantages, "batch": self.batch}
+        return {**given, **keywords}
+
+    def loss(self, **keywords):
+        return hpo.policy_loss(**self.arguments(**keywords))
+
+    def grad(self, **keywords):
+        return hpo.policy_loss_and_grad(**self.arguments(**keywords))
+
+
+@pytest.fixture
+def example():
+    return Example()
+
+
+def same(one, other):
+    assert torch.equal(one.loss, other.loss) and torch.equal(one.metrics.vector, other.metrics.vector)
+    assert not (hasattr(one, "grad") and hasattr(other, "grad")) or torch.equal(one.grad, other.grad)
+
+
+# ------------------------------------------------------------------------------------------------------- defaults
+
+
+def test_defaults(example):
+    expected = example.grad(gate=gates.ppo_clip(0.2, 0.2), weights=hpo.aggregation.token_mean(example.batch))
+    same(example.grad(), expected)
+    same(example.grad(gate=None), expected)
+
+
+def test_without_old_logp_every_ratio_is_one(example):
+    same(example.grad(old_logp=None), example.grad(old_logp=example.logp))
+    one = example.grad(old_logp=None)
+    expected = torch.where(example.mask, -(one_per_token(example, example.advantages)) / example.mask.sum(), 0.0)
+    torch.testing.assert_close(one.grad, expected)
+
+
+def one_per_token(example, per_row):
+    return per_row.repeat_interleave(torch.tensor([4, 3, 0, 5]))
+
+
+def test_everything_at_once(example, backend):
+    """Each optional input takes part: leaving one out changes the gradient."""
+    window = entropy.forking_tokens("0.6")
+    keywords = {
+        "gate": GATE,
+        "weights": torch.tensor([0.1, 0.2, 0.3, 0.4]),
+        "ref_logp": example.ref_logp,
+        "kl": kl.k3(0.5),
+        "entropy": example.entropy,
+        "window": window,
+        "threshold": window.fit(example.entropy, example.batch),
+        "token_mask": example.token_mask,
+        "token_weight": example.token_weight,
+        "bounds": (example.low, example.high),
+    }
+    whole = example.grad(backend=backend, **keywords)
+    exact = example.grad(backend="reference", **keywords)
+    torch.testing.assert_close(whole.grad, exact.grad, rtol=1e-5, atol=1e-7)
+    for names in (
+        ("gate",),
+        ("weights",),
+        ("ref_logp", "kl"),
+        ("window", "threshold"),
+        ("token_mask",),
+        ("token_weight",),
+        ("bounds",),
+    ):
+        fewer = example.grad(backend=backend, **{name: value for name, value in keywords.items() if name not in names})
+        changed = not torch.equal(fewer.grad, whole.grad)
+        assert changed or names == ("gate",), names  # the bounds stand in for this gate's
+
+
+@pytest.mark.parametrize("gate", [GATE, gates.gspo(0.05, 0.05), gates.cispo(1.1)], ids=lambda gate: gate.name)
+@pytest.mark.parametrize("named", ["cpu", "reference"])
+def test_without_autograd(example, gate, named):
+    leaf = example.logp.clone().requires_grad_()
+    expected = example.loss(logp=leaf, gate=gate, backend=named)
+    expected.loss.backward()
+    for logp in (example.logp, leaf):
+        for grad_mode in (torch.enable_grad, torch.no_grad):
+            with grad_mode():
+                result = example.grad(logp=logp, gate=gate, backend=named)
+            same(result, expected)
+            assert torch.equal(result.grad, leaf.grad)
+            assert not result.loss.requires_grad and not result.grad.requires_grad
+
+
+def test_tokens(example, backend):
+    keywords = {"gate": GATE, "kl": kl.k3(0.1), "ref_logp": example.ref_logp, "backend": backend}
+    assert example.loss(**keywords).tokens is None
+    result = example.loss(return_tokens=True, **keywords)
+    assert result.tokens.shape == (TOKENS,) and (result.tokens[~example.mask] == 0).all()
+    torch.testing.assert_close((result.tokens / example.mask.sum()).sum(), result.loss)
+    for mode in (hpo.aggregation.seq_mean_token_mean, hpo.aggregation.seq_mean_token_sum):
+        weights = mode(example.batch)
+        weighted = example.loss(return_tokens=True, weights=weights, **keywords)
+        assert torch.equal(weighted.tokens, result.tokens), "loss_t does not know the weights"
+        torch.testing.assert_close((one_per_token(example, weights) * weighted.tokens).sum(), weighted.loss)
+
+
+# ---------------------------------------------------------------------------------------------------------- shapes
+
+
+def test_padded_in_and_out(backend):
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(3, 5, generator=generator) > 0.3
+    logp, old_logp, ref_logp, scores = torch.randn(4, 3, 5, generator=generator)
+    advantages = torch.tensor([1.0, -1.0, 0.5])
+    window = entropy.ares(2, "0.3", scope="call")
+    keywords = {"kl": kl.k3(0.1), "window": window, "backend": backend}
+    shaped = {"ref_logp": ref_logp, "entropy": scores.abs(), "token_mask": mask, "token_weight": scores.exp()}
+    packed = {name: tensor.reshape(-1) for name, tensor in shaped.items()}
+    batch = hpo.PackedBatch.from_padded(mask)
+    expected = hpo.policy_loss_and_grad(
+        logp.reshape(-1), old_logp.reshape(-1), advantages, batch, GATE, **packed, **keywords
+    )
+    for given in (mask, mask.long(), batch):
+        result = hpo.policy_loss_and_grad(logp, old_logp, advantages, given, GATE, **shaped, **keywords)
+        assert result.grad.shape == (3, 5) and torch.equal(result.grad.reshape(-1), expected.grad)
+    per_token = advantages[:, None].expand(3, 5)
+    result = hpo.policy_loss(
+        logp, old_logp, per_token, mask, GATE, bounds=(None, scores.exp() + 1), return_tokens=True, backend=backend
+    )
+    assert result.tokens.shape == (3, 5)
+
+
+def test_inputs_of_any_stride(example):
+    def strided(tensor):
+        return torch.stack((tensor, torch.full_like(tensor, 9)), -1)[..., 0]
+
+    expected = example.grad(token_weight=example.token_weight)
+    keywords = {name: strided(getattr(example, name)) for name in ("logp", "old_logp", "advantages", "token_weight")}
+    assert not keywords["logp"].is_contiguous()
+    same(example.grad(**keywords), expected)
+    expanded = torch.tensor(2.0).expand(TOKENS)
+    same(example.grad(token_weight=expanded), example.grad(token_weight=expanded.contiguous()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.float16])
+def test_constants_are_brought_to_float32(example, dtype):
+    advantages = torch.tensor([1, -1, 2, 3]).to(dtype)
+    same(example.grad(advantages=advantages), example.grad(advantages=advantages.float()))
+    weights = torch.tensor([1, 2, 3, 4]).to(dtype)
+    same(example.grad(weights=weights), example.grad(weights=weights.float()))
+
+
+def test_float64_is_for_the_reference(example):
+    logp = example.logp.double()
+    result = example.grad(logp=logp, old_logp=example.old_logp.double(), backend="reference")
+    assert result.grad.dtype == torch.float64
+    torch.testing.assert_close(result.grad.float(), example.grad().grad)
+
+
+# ---------------------------------------------------------------------------------------------------------- levels
+
+
+def test_levels_are_read_from_the_shape(example):
+    per_row = example.grad()
+    per_token = example.grad(advantages=one_per_token(example, example.advantages))
+    same(per_row, per_token)
+    steps = torch.tensor([[0, 4], [4, 7], [7, 9], [9, 12], [12, 12]])
+    batch = hpo.PackedBatch(example.batch.cu_seqlens, example.mask, steps=steps)
+    per_step = torch.cat((example.advantages[[0, 1, 3, 3]], torch.ones(1)))
+    same(example.grad(advantages=per_step, batch=batch), per_row)
+
+
+@pytest.mark.parametrize("level", ["trajectory", "group", "domain"])
+def test_levels_above_the_row(example, level):
+    ids = torch.tensor([1, 0, 2, 1])
+    batch = hpo.PackedBatch(example.batch.cu_seqlens, example.mask, **{f"{level}_ids": ids})
+    values = torch.tensor([1.0, -2.0, 3.0])
+    result = example.grad(advantages=values, batch=batch, advantage_level=level)
+    same(result, example.grad(advantages=values[ids], batch=batch))
+
+
+def test_an_id_without_an_advantage_is_counted(example):
+    batch = hpo.PackedBatch(example.batch.cu_seqlens, example.mask, group_ids=torch.tensor([0, 5, 0, -1]))
+    for values in (torch.ones(2), torch.ones(0)):
+        result = example.grad(advantages=values, batch=batch, advantage_level="group")
+        left_out = 7 if len(values) else 10
+        assert result.metrics["bad_advantages"] == left_out and (result.grad[4:] == 0).all()
+
+
+def test_ambiguous_levels():
+    batch = hpo.PackedBatch.from_lengths([1, 1], cu_steps=torch.tensor([0, 1, 2]))
+    logp = torch.zeros(2)
+    message = r"advantage_level: advantages of shape \[2\] fit token and row and step; say which"
+    with pytest.raises(ValueError, match=message):
+        hpo.policy_loss(logp, None, torch.ones(2), batch)
+    for level in ("token", "row", "step"):
+        assert hpo.policy_loss(logp, None, torch.ones(2), batch, advantage_level=level).loss == -1
+
+
+# ---------------------------------------------------------------------------------------------------------- errors
+
+
+def error_cases():
+    example = Example()
+    batch, logp, mask = example.batch, example.logp, example.mask
+    window = entropy.forking_tokens()
+    state = window.fit(example.entropy, batch)
+    stepped = hpo.PackedBatch.from_lengths([2, 2], cu_steps=torch.tensor([0, 1, 2, 4]))
+    padded = {"logp": torch.zeros(2, 3), "old_logp": None, "advantages": torch.ones(2), "batch": torch.ones(2, 3)}
+    elsewhere = torch.zeros(TOKENS, device="meta")
+    selecting = {"window": window, "entropy": example.entropy, "threshold": state}
+    return [
+        # logp
+        ({"logp": [0.0]}, TypeError, "logp: expected a tensor [T], got <class 'list'>"),
+        ({"logp": logp[:5]}, ValueError, "logp: expected shape [T] (or the padded [B, L]) = [12], got [5]"),
+        ({**padded, "logp": torch.zeros(3, 2)}, ValueError, "logp: expected shape [T] (or the padded [B, L]) = [2, 3]"),
+        ({"logp": logp.half()}, TypeError, "logp: expected float32, got float16; 16-bit rounding"),
+        ({"logp": logp.bfloat16()}, TypeError, "1.6e-2 a token"),
+        ({"logp": logp.bfloat16()}, TypeError, "logits.float() before log_softmax"),
+        (
+            {"logp": logp.double()},
+            TypeError,
+            "logp: expected float32, got float64; use .float(), or backend='reference'",
+        ),
+        ({"logp": torch.zeros(TOKENS, dtype=torch.int64)}, TypeError, "logp: expected float32, got int64"),
+        ({"logp": elsewhere}, ValueError, "logp: expected device cpu (that of the batch), got meta"),
+        # constants
+        ({"old_logp": logp[:5]}, ValueError, "old_logp: expected shape [T] (that of logp) = [12], got [5]"),
+        ({"old_logp": logp.bfloat16()}, TypeError, "old_logp: expected float32, got bfloat16; 16-bit rounding"),
+        ({"old_logp": elsewhere}, ValueError, "old_logp: expected device cpu (that of logp), got meta"),
+        ({"old_logp": 0.0}, TypeError, "old_logp: expected a tensor [T] (that of logp), got <class 'float'>"),
+        (
+            {"old_logp": logp.clone().requires_grad_()},
+            ValueError,
+            "old_logp: it is a constant of the loss but requires a gradient; pass old_logp.detach()",
+        ),
+        ({"token_mask": logp}, TypeError, "token_mask: expected dtype bool, got float32"),
+        ({"token_weight": mask}, TypeError, "token_weight: expected dtype float32, got bool"),
+        ({"token_weight": logp[:5]}, ValueError, "token_weight: expected shape"),
+        ({"weights": torch.ones(3)}, ValueError, "weights: expected shape [S] (one per row) = [4], got [3]"),
+        ({"weights": 0.5}, TypeError, "weights: expected a tensor [S] (one per row), got <class 'float'>"),
+        ({"entropy": logp[:5]}, ValueError, "entropy: expected shape"),
+        # batch, gate
+        ({"batch": [4, 3, 0, 5]}, TypeError, "batch: expected a PackedBatch or a mask [B, L], got <class 'list'>"),
+        ({"batch": mask}, ValueError, "mask: expected a padded mask [B, L], got shape [12]"),
+        ({"gate": "ppo"}, TypeError, "gate: expected a RatioGate from hpo_core.gates, got ppo"),
+        # bounds
+        ({"bounds": logp}, TypeError, "bounds: expected a pair (low, high)"),
+        ({"bounds": (logp[:5], None)}, ValueError, "bounds[0]: expected shape"),
+        ({"bounds": (None, elsewhere)}, ValueError, "bounds[1]: expected device"),
+        ({"bounds": (logp, None), "gate": gates.gspo()}, ValueError, "bounds: the gate 'gspo' has no token clip"),
+        # penalty
+        ({"kl": kl.k3(0.1)}, ValueError, "kl: ref_logp and kl go together, got only kl"),
+        ({"ref_logp": logp}, ValueError, "kl: ref_logp and kl go together, got only ref_logp"),
+        ({"kl": 0.1, "ref_logp": logp}, TypeError, "kl: expected a penalty such as hpo_core.kl.k3(beta), got 0.1"),
+        ({"kl": kl.k3(0.1), "ref_logp": logp.half()}, TypeError, "ref_logp: expected float32, got float16; 16-bit"),
+        # window
+        ({"window": window}, ValueError, "entropy: a window needs the entropies [T]; pass entropy="),
+        (
+            {"window": window, "entropy": example.entropy},
+            ValueError,
+            "threshold: the window 'forking_tokens' selects over the whole batch; pass threshold=window.fit(",
+        ),
+        ({"threshold": state}, ValueError, "threshold: given without a window"),
+        (
+            {**selecting, "threshold": torch.ones(2)},
+            ValueError,
+            "threshold: expected shape [1] (what window.fit returned)",
+        ),
+        ({**selecting, "threshold": 0.5}, TypeError, "threshold: expected a tensor [1]"),
+        ({**selecting, "threshold": state.to("meta")}, ValueError, "threshold: expected device cpu"),
+        ({**selecting, "window": 0.2}, TypeError, "window: expected one of hpo_core.entropy, got 0.2"),
+        ({**selecting, "entropy": example.entropy.half()}, TypeError, "entropy: expected dtype float32 or float64"),
+        # what no gate reads yet
+        ({"rollout_logp": logp}, ValueError, "rollout_logp: the gate 'ppo_clip' does not read"),
+        ({"process_group": object()}, ValueError, "process_group: no level of the gate 'ppo_clip' spans ranks"),
+        # advantages
+        ({"advantages": [1.0]}, TypeError, "advantages: expected a tensor [S], got <class 'list'>"),
+        (
+            {"advantages": torch.ones(7)},
+            ValueError,
+            "advantages: expected one per row, token or step (token [12], row [4]), got [7]; "
+            "for trajectories, groups and domains give advantage_level",
+        ),
+        ({"advantages": torch.ones(4, 1)}, ValueError, "advantages: expected one per row, token or step"),
+        ({"advantages": mask}, TypeError, "advantages: expected dtype float32, got bool"),
+        ({"advantages": torch.ones(4, requires_grad=True)}, ValueError, "advantages: it is a constant of the loss"),
+        ({"advantages": torch.ones(4, device="meta")}, ValueError, "advantages: expected device cpu"),
+        ({"advantage_level": "tokens"}, ValueError, "advantage_level: expected one of ('token', 'step', 'row'"),
+        ({"advantage_level": "token"}, ValueError, "advantages: expected shape (one per token) = [12], got [4]"),
+        ({"advantage_level": "step"}, ValueError, "advantage_level: 'step' needs"),
+        (
+            {"advantage_level": "trajectory"},
+            ValueError,
+            "advantage_level: 'trajectory' needs trajectory_ids in the batch",
+        ),
+        ({"advantage_level": "domain"}, ValueError, "advantage_level: 'domain' needs domain_ids in the batch"),
+        (
+            {"advantages": torch.ones(2, 2), "advantage_level": "group"},
+            ValueError,
+            "advantages: expected one per group, got shape [2, 2]",
+        ),
+        (
+            {"logp": torch.zeros(4), "old_logp": None, "batch": stepped, "advantages": torch.ones(5)},
+            ValueError,
+            "(token [4], row [2], step [3]), got [5]",
+        ),
+        # backend
+        ({"backend": "gpu"}, ValueError, "backend: expected one of reference, cpu"),
+    ]
+
+
+@pytest.mark.parametrize(("keywords", "error", "message"), error_cases())
+@pytest.mark.parametrize(
+    "function", [hpo.policy_loss, hpo.policy_loss_and_grad], ids=lambda function: function.__name__
+)
+def test_errors_name_argument_expectation_value_and_fix(function, keywords, error, message):
+    with pytest.raises(error) as raised:
+        function(**Example().arguments(**keywords))
+    assert message in str(raised.value)
+
+
+# ------------------------------------------------------------------------------------------------- the single call
+
+
+@pytest.mark.parametrize("advantage", [hpo.advantages.grpo, functools.partial(hpo.advantages.rloo, singleton="raw")])
+@pytest.mark.parametrize("gate", [GATE, gates.gspo(0.05, 0.05)], ids=lambda gate: gate.name)
+@pytest.mark.parametrize("scope", ["batch", "call"])
+def test_the_single_call_is_the_three_calls(example, advantage, gate, scope, backend):
+    """To the bit: loss, metrics, gradient."""
+    rewards = torch.tensor([1.0, 0.0, 2.0, 1.0])
+    window = entropy.ares(2, "0.4", scope=scope)
+    others = {"kl": kl.k3(0.1), "ref_logp": example.ref_logp, "token_weight": example.token_weight, "backend": backend}
+    leaf = example.logp.clone().requires_grad_()
+    single = hpo.hierarchical_policy_loss(
+        leaf,
+        example.old_logp,
+        rewards,
+        example.batch,
+        advantage=advantage,
+        gate=gate,
+        window=window,
+        entropy=example.entropy,
+        return_tokens=True,
+        **others,
+    )
+    (grad,) = torch.autograd.grad(single.loss, leaf)
+
+    advantages = advantage(rewards, example.batch.group_ids, backend=backend)
+    state = window.fit(example.entropy, example.batch, backend=backend)
+    keywords = {
+        "advantages": advantages,
+        "gate": gate,
+        "window": window,
+        "threshold": state,
+        "entropy": example.entropy,
+        **others,
+    }
+    three = example.loss(return_tokens=True, **keywords)
+    same(single, three)
+    assert torch.equal(single.tokens, three.tokens)
+    assert torch.equal(grad, example.grad(**keywords).grad)
+    assert 0 < single.metrics["selected"] < single.metrics["tokens"], "the window selects some"
+    given = hpo.hierarchical_policy_loss(
+        example.logp,
+        example.old_logp,
+        rewards,
+        example.batch,
+        advantage=advantage,
+        gate=gate,
+        window=window,
+        entropy=example.entropy,
+        threshold=state,
+        **others,
+    )
+    same(given, single)
+
+
+def test_the_single_call_without_a_window_or_groups(example):
+    rewards = torch.tensor([1.0, 0.0, 2.0, 1.0])
+    ungrouped = hpo.PackedBatch(example.batch.cu_seqlens, example.mask)
+    result = hpo.hierarchical_policy_loss(example.logp, example.old_logp, rewards, ungrouped)
+    same(result, example.loss(advantages=hpo.advantages.grpo(rewards, None), batch=ungrouped))
+
+
+def test_the_single_call_takes_a_padded_mask():
+    logp, mask, rewards = torch.randn(2, 3), torch.ones(2, 3), torch.tensor([1.0, 0.0])
+    result = hpo.hierarchical_policy_loss(logp, None, rewards, mask)
+    same(result, hpo.policy_loss(logp, None, hpo.advantages.grpo(rewards, None), mask))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"advantage": "grpo"}, TypeError, "advantage: expected an estimator of hpo_core.advantages, got 'grpo'"),
+        ({"rewards": torch.ones(3)}, ValueError, "group_ids: expected shape [S] (that of rewards) = [3], got [4]"),
+        ({"rewards": [1.0]}, TypeError, "rewards: expected a tensor [S], got <class 'list'>"),
+        ({"window": entropy.ares()}, ValueError, "entropy: a window needs the entropies [T]; pass entropy="),
+        ({"batch": "all"}, TypeError, "batch: expected a PackedBatch or a mask [B, L], got <class 'str'>"),
+        ({"logp": torch.zeros(12).half()}, TypeError, "logp: expected float32, got float16"),
+        ({"kl": kl.k3(0.1)}, ValueError, "kl: ref_logp and kl go together"),
+    ],
+)
+def test_errors_of_the_single_call(example, keywords, error, message):
+    given = {"logp": example.logp, "old_logp": None, "rewards": torch.ones(ROWS), "batch": example.batch}
+    with pytest.raises(error) as raised:
+        hpo.hierarchical_policy_loss(**{**given, **keywords})
+    assert message in str(raised.value)

@@ -1,0 +1,150 @@
+"""The metrics vector: its order, its reductions, and what the numbers made of it mean."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed
+
+import hpo_core as hpo
+from hpo_core import gates, kl, testing
+from hpo_core.metrics import FLAGS, SLOTS, Metrics, empty_metrics
+from hpo_core.testing import Layout, PolicyLossExample
+
+HEADER = Path(__file__).resolve().parents[1] / "csrc/include/hpo/metrics.h"
+
+
+def metrics_of(backend, example):
+    example = testing.move(example, testing.device_of(backend))
+    keywords = example.keywords | {"gate": example.gate, "backend": backend}
+    return hpo.policy_loss(example.logp, example.old_logp, example.advantages, example.batch, **keywords).metrics
+
+
+def test_slots_are_those_of_the_header():
+    body = re.search(r"enum Metric : int \{(.*?)kMetrics", HEADER.read_text(), re.DOTALL).group(1)
+    names = [re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower() for name in re.findall(r"\bk([A-Z]\w*)", body)]
+    assert names == list(SLOTS)
+
+
+def test_every_number_by_hand(backend):
+    """Five tokens with known ratios; one bound crossed on each side by each sign."""
+    ratios = torch.tensor([0.5, 1.0, 2.0, 0.5, 4.0])
+    old = torch.full((5,), -1.0)
+    batch = hpo.PackedBatch.from_lengths([3, 2])
+    gate = gates.RatioGate("four", gates.Clip((0.8, 0.9), (1.5, 3.0)))
+    reference = old + ratios.log() - torch.tensor([0.1, 0.0, -0.1, 0.2, 0.0])
+    example = PolicyLossExample(
+        old + ratios.log(), old, torch.tensor([1.0, -1.0]), batch, gate,
+        {
+            "weights": torch.tensor([0.5, 0.25]), "advantage_level": "row", "kl": kl.k1(2.0), "ref_logp": reference,
+            "entropy": torch.tensor([0.5, 1.0, 1.5, 2.0, math.nan]),
+            "token_mask": torch.tensor([True, True, True, True, True]),
+        },
+    )  # fmt: skip
+    out = metrics_of(backend, example)
+    raw = {name: out[name].item() for name in SLOTS}
+    log2 = math.log(2)
+    penalty = 2.0 * (0.5 * (0.1 + 0.0 - 0.1) + 0.25 * 0.2)
+    loss = 0.5 * -(0.8 + 1.0 + 1.5) + 0.25 * (0.9 + 3.0) + penalty
+    s = torch.tensor([0.1, 0.0, -0.1, 0.2, 0.0], dtype=torch.float64)
+    expected = {
+        "tokens": 5, "selected": 5, "rows": 2, "loss": loss, "penalty": penalty,
+        "log_ratio_sum": log2 * (-1 + 0 + 1 - 1 + 2), "log_ratio_square": log2**2 * (1 + 0 + 1 + 1 + 4),
+        "ratio_deviation": -0.5 + 0 + 1 - 0.5 + 3, "ratio_deviation_square": 0.25 + 0 + 1 + 0.25 + 9,
+        "log_ratio_min": -log2, "log_ratio_max": 2 * log2,
+        "clipped_high_positive": 1, "clipped_low_positive": 1, "clipped_low_negative": 1, "clipped_high_negative": 1,
+        "reference_log_ratio": s.sum().item(), "reference_log_ratio_square": s.square().sum().item(),
+        "reference_k3": (torch.exp(-s) - 1 + s).sum().item(), "entropy": 5.0, "entropy_tokens": 4,
+        "nan_tokens": 0, "infinite_tokens": 0, "bad_offsets": 0, "bad_advantages": 0,
+    }  # fmt: skip
+    assert raw == pytest.approx(expected, abs=2e-6)
+
+    computed = out.compute()
+    assert computed["ratio_mean"] == pytest.approx(1.6, abs=1e-6)
+    assert (computed["ratio_min"], computed["ratio_max"]) == pytest.approx((0.5, 4.0), abs=1e-6)
+    assert computed["effective_sample_size"] == pytest.approx(8.0**2 / (5 * (0.25 + 1 + 4 + 0.25 + 16)), abs=1e-6)
+    assert computed["clip_fraction"] == pytest.approx(0.8)
+    assert computed["entropy"] == 1.25 and computed["selected_fraction"] == 1.0
+    assert computed["kl_reference_k1"] == pytest.approx(0.04, abs=1e-6)
+
+
+def test_clip_counts_are_of_selected_tokens(backend):
+    example = testing.random_policy_loss(1, gates.dapo(), {"weights"}, layout=Layout((8,), masked="none", seed=1))
+    example = example._replace(logp=example.old_logp + 1, advantages=torch.ones(1))
+    chosen = torch.arange(8) < 3
+    out = metrics_of(backend, example.given(token_mask=chosen))
+    assert (out["tokens"].item(), out["selected"].item(), out["clipped_high_positive"].item()) == (8, 3, 3)
+    assert out.compute()["clip_fraction_high_positive"] == 1.0 and out.compute()["selected_fraction"] == 0.375
+
+
+def test_each_flag(backend):
+    example = testing.random_policy_loss(
+        1, gates.gspo(), {"weights", "window"}, layout=Layout((3, 3), masked="none", seed=1)
+    )
+    old, entropy = example.old_logp.clone(), example.keywords["entropy"].clone()
+    assert not metrics_of(backend, example).flags.any()
+    old[0], old[1], entropy[4] = math.nan, math.inf, math.nan
+    advantages = torch.tensor([1.0, math.nan])
+    offsets = torch.tensor([0, 3, 6, 99])
+    broken = hpo.PackedBatch(offsets, total_tokens=6, validate=False)
+    example = example._replace(old_logp=old, advantages=torch.cat((advantages, advantages[:1])), batch=broken)
+    example = example.given(entropy=entropy, weights=torch.ones(3))
+    out = metrics_of(backend, example)
+    assert dict(zip(FLAGS, out.flags.tolist(), strict=True)) == {
+        "nan_tokens": 2, "infinite_tokens": 1, "bad_offsets": 1, "bad_advantages": 3,
+    }  # fmt: skip
+    assert set(out.compute()) >= set(FLAGS)
+
+
+def test_nothing_valid(backend):
+    example = testing.random_policy_loss(1, gates.dapo(), {"weights"}, layout=Layout((3, 2), masked="all"))
+    out = metrics_of(backend, example)
+    assert torch.equal(out.vector.cpu(), empty_metrics("cpu"))
+    computed = out.compute()
+    assert computed["loss"] == 0.0 and computed["tokens"] == 0.0 and math.isnan(computed["ratio_max"])
+
+
+def test_parts_add_up_to_the_whole(backend):
+    """Also the extrema, and the slots of a part without any token."""
+    layout = Layout((4, 0, 3, 6, 1), 0, "row", False, 3)
+    features = {"weights", "kl", "entropy", "token_mask"}
+    example = testing.random_policy_loss(0, gates.ppo_clip(0.05, 0.05, dual=1.2), features, layout=layout)
+    total = Metrics(empty_metrics(testing.device_of(backend)))
+    for rows in ([0, 1], [2], [1], [3, 4]):
+        total = total + metrics_of(backend, example.select(torch.tensor(rows))[0])
+    testing.assert_within_budget("sum of parts", total.vector, testing.expect_policy_loss(example)["metrics"])
+
+
+def test_addition_follows_the_reductions():
+    a, b = (Metrics(torch.arange(len(SLOTS), dtype=torch.float64) * sign + 1.0) for sign in (1, -1))
+    for (name, reduction), x, y in zip(SLOTS.items(), a.vector.tolist(), b.vector.tolist(), strict=True):
+        assert (a + b)[name].item() == {"sum": x + y, "min": min(x, y), "max": max(x, y)}[reduction]
+    neutral = Metrics(empty_metrics("cpu"))
+    assert torch.equal((a + neutral).vector, a.vector) and torch.equal((neutral + a).vector, a.vector)
+
+
+def test_unknown_slot():
+    with pytest.raises(ValueError, match="no slot named 'ratio'"):
+        Metrics(empty_metrics("cpu"))["ratio"]
+
+
+def rank_of_three(rank, path, results):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
+    vector = empty_metrics("cpu")
+    if rank != 1:  # a rank without tokens
+        vector = torch.arange(len(SLOTS), dtype=torch.float64) / 3 * (rank + 1)
+    results[rank] = Metrics(vector).all_reduce().vector.tolist()
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_agree_to_the_bit(tmp_path):
+    with torch.multiprocessing.Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.start_processes(rank_of_three, (tmp_path / "store", results), 3, start_method="fork")
+        vectors = [results[rank] for rank in range(3)]
+    assert vectors[0] == vectors[1] == vectors[2]
+    for slot, (reduction, got) in enumerate(zip(SLOTS.values(), vectors[0], strict=True)):
+        a, b = slot / 3, slot / 3 * 3
+        assert got == {"sum": a + b, "min": min(a, b), "max": max(a, b)}[reduction]

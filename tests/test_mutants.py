@@ -1,0 +1,221 @@
+"""Deliberate bugs in every backend, each killed by a named test. A test that cannot fail proves nothing.
+
+A mutant is one substitution in the sources. Triton's run from a patched copy of the package; of the C++ and CUDA
+sources the one patched file is compiled again (CUDA through the emulation) and linked with the objects of the build.
+"""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import hpo_core as hpo
+from hpo_core import gates
+from hpo_core.native import Native
+
+backends = sys.modules["hpo_core.backends"]
+ROOT = Path(__file__).resolve().parents[1]
+COMPILER = ("g++", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-O1", "-w")
+
+# name: backend, compiled file, patched file, from, to, the test that kills it, its arguments
+WINDOW_BORDER = "test_entropy.test_no_window_crosses_a_border"
+MUTANTS = {
+    "cuda: window crosses the border": (
+        "cuda_emulated", "cuda/entropy.cu", "cuda/entropy.cu",
+        "min(token + windows.last, range.end - 1)", "token + windows.last",
+        WINDOW_BORDER, {},
+    ),
+    "cuda: missing barrier between two doublings": (
+        "cuda_emulated", "cuda/entropy.cu", "cuda/entropy.cu",
+        "    from = to;\n    __syncthreads();", "    from = to;",
+        "test_entropy.test_constant_is_its_own_mean", {"width": 8},
+    ),
+    "cuda: quantile rounds down": (
+        "cuda_emulated", "cuda/entropy.cu", "cuda/entropy.cu",
+        "args.denominator, args.rule, population", "args.denominator, OrderRule::floor, population",
+        "test_entropy.test_index_is_exact_where_floats_fail", {},
+    ),
+    "cuda: missing barrier before warps are added up": (
+        "cuda_emulated", "cuda/advantages.cu", "cuda/advantages.cu",
+        "of_warp[warp_in_block()] = sums;\n  __syncthreads();", "of_warp[warp_in_block()] = sums;",
+        "test_advantages.test_many_units", {"units": 1000},
+    ),
+    "cuda: biased standard deviation": (
+        "cuda_emulated", "cuda/advantages.cu", "include/hpo/advantages.h",
+        "squares / (n - ddof)", "squares / n",
+        "test_advantages.test_p3_second_moment", {"ddof": 1},
+    ),
+    "cuda: a ratio at its bound is clipped": (
+        "cuda_emulated", "cuda/gates.cu", "include/hpo/gates.h",
+        "{clipped, clipped == ratio}", "{clipped, clipped == ratio && ratio < high}",
+        "test_gates.test_ratio_exactly_at_its_bound_passes_the_gradient", {},
+    ),
+    "cuda: masked tokens are read": (
+        "cuda_emulated", "cuda/gates.cu", "cuda/gates_tokens.cuh",
+        "inputs.group.has(i) && (!args.mask || byte_of(inputs.mask, i))", "inputs.group.has(i)",
+        "test_gates.test_masked_is_never_read", {"gate": gates.dapo()},
+    ),
+    "cpu: window crosses the border": (
+        "cpu", "cpu/entropy.cpp", "cpu/entropy.cpp",
+        "args.cu_seqlens[row + 1] - rule.last", "args.cu_seqlens[row + 1]",
+        "test_entropy.test_every_window", {"boundary": "full", "invalid": "skip", "first": 0, "last": 3},
+    ),
+    "cpu: off by one at the head of a row": (
+        "cpu", "cpu/entropy.cpp", "cpu/entropy.cpp",
+        "smaller(t + rule.last + 1, row_end)", "smaller(t + rule.last, row_end)",
+        "test_entropy.test_every_window", {"boundary": "shrink", "invalid": "skip", "first": -3, "last": 0},
+    ),
+    "cpu: masked entropies are averaged": (
+        "cpu", "cpu/entropy.cpp", "cpu/entropy.cpp",
+        "args.mask[start + j] ? -1 : 0", "-1",
+        "test_entropy.test_boundary_and_invalid_policies_by_hand", {},
+    ),
+    "cpu: leave-one-out is the plain mean": (
+        "cpu", "cpu/advantages.cpp", "include/hpo/advantages.h",
+        "? n / (n - 1.0) : 1.0", "? 1.0 : 1.0",
+        "test_advantages.test_p7_reductions", {},
+    ),
+    "triton: window crosses the border": (
+        "triton", None, "entropy.py",
+        "(neighbour >= range_.begin) & (neighbour < range_.end)", "(neighbour >= 0) & (neighbour < tokens)",
+        WINDOW_BORDER, {},
+    ),
+    "triton: off by one at the end of a window": (
+        "triton", None, "entropy.py",
+        "tl.minimum(last, ahead) + 1)", "tl.minimum(last, ahead))",
+        "test_entropy.test_every_window", {"boundary": "shrink", "invalid": "skip", "first": 0, "last": 3},
+    ),
+    "triton: biased standard deviation": (
+        "triton", None, "advantages.py",
+        "squares / tl.maximum(sums.n - ddof, 1.0)", "squares / tl.maximum(sums.n, 1.0)",
+        "test_advantages.test_worked_numbers",
+        {"op": "grpo", "options": {}, "binary": [0.866024, -0.866024, -0.866024, 0.866024], "other": [-1.0, 0.0, 1.0]},
+    ),
+    "triton: masked rewards enter the statistics": (
+        "triton", None, "advantages.py",
+        "member &= tl.load(mask + unit, mask=exists, other=False)", "member &= exists",
+        "test_advantages.test_masks_of_statistics_and_of_receivers_are_two", {},
+    ),
+}  # fmt: skip
+
+
+def test_module(name):
+    spec = importlib.util.spec_from_file_location(f"mutants_{name}", Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+test_module.__test__ = False
+
+
+def assert_killed(name, test, arguments):
+    file, function = test.split(".")
+    try:
+        getattr(test_module(file), function)(**arguments)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__} {error}".split())
+        print(f"{name:48} killed by {test}: {reason[:90]}")
+        return
+    raise AssertionError(f"the mutant {name!r} survives {test}")
+
+
+def patched(path, before, after):
+    text = path.read_text()
+    assert text.count(before) == 1, (
+        f"the mutant is out of date: {before!r} occurs {text.count(before)} times in {path.name}"
+    )
+    path.write_text(text.replace(before, after))
+
+
+def native(backend, folder, compiled, file, before, after):
+    """The backend with one file of it patched and compiled again."""
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    patched(folder / "csrc" / file, before, after)
+    built = ROOT / "build/native" / sysconfig.get_config_var("SOABI")
+    flags = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-DHPO_ISA=generic") if backend == "cpu" else ()
+    flags += ("-DHPO_EMULATE", f"-I{folder}/csrc/emulation", "-x", "c++") if backend == "cuda_emulated" else ()
+    include = f"-I{folder}/csrc/include"
+    subprocess.run(
+        (*COMPILER, *flags, include, "-c", folder / "csrc" / compiled, "-o", folder / "mutant.o"), check=True
+    )
+    own = f"_{backend}.{Path(compiled).stem}." + ("generic." if backend == "cpu" else "") + "o"
+    objects = [path for path in built.glob(f"_{backend}.*.o") if path.name != own]
+    library = folder / f"_{backend}.so"
+    subprocess.run(("g++", "-shared", "-fopenmp", folder / "mutant.o", *objects, "-o", library), check=True)
+    # A name of its own: pybind11 gives a second module of one name the contents of the first.
+    spec = importlib.util.spec_from_file_location(f"{folder.name}._{backend}", library)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.description()  # the instruction set is chosen now
+    return lambda op: Native(module, on_cuda=False)
+
+
+def triton(folder, file, before, after):
+    """A copy of the Triton package, under another name in hpo_core, so that its imports find what they look for."""
+    package = f"hpo_core._{folder.name.replace('-', '_')}"
+    shutil.copytree(ROOT / "kernels/hpo_triton", folder / "triton")
+    patched(folder / "triton" / file, before, after)
+    spec = importlib.util.spec_from_file_location(
+        package, folder / "triton/__init__.py", submodule_search_locations=[str(folder / "triton")]
+    )
+    sys.modules[package] = importlib.util.module_from_spec(spec)
+    return lambda op: importlib.import_module(f"{package}.{op}")
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_killed(name, tmp_path, monkeypatch):
+    backend, compiled, file, before, after, test, arguments = MUTANTS[name]
+    if not hpo.backends()[backend]:
+        pytest.skip(f"{backend} is not available")
+    monkeypatch.setenv("HPO_CORE_ISA", "generic")
+    if compiled is None:
+        load = triton(tmp_path, file, before, after)
+    else:
+        load = native(backend, tmp_path, compiled, file, before, after)
+    mutant = f"mutant, {name}"  # of its own: whatever caches backends does so by name
+    monkeypatch.setitem(backends._PROBES, mutant, lambda: backends.Availability(mutant))
+    monkeypatch.setitem(backends._DEVICES, mutant, ("cpu",))
+    monkeypatch.setitem(backends._LOADERS, mutant, load)
+    backends._resolve.cache_clear()
+    assert_killed(name, test, {"backend": mutant, **arguments})
+    backends._resolve.cache_clear()
+
+
+def test_rank_local_quantile_is_killed(tmp_path, monkeypatch):
+    window = importlib.import_module("hpo_core.entropy.window")
+    monkeypatch.setattr(window, "_fit_over_ranks", lambda score, quantile, rule, group: window.WindowState(
+        *(lambda threshold, counts: (threshold, counts[:1], counts[1:]))(
+            *hpo.ops.order_statistic(score, quantile.numerator, quantile.denominator, rule, None))))  # fmt: skip
+    assert_killed(
+        "python: quantile of the rank alone",
+        "test_entropy.test_threshold_over_ranks_is_that_of_the_whole_step",
+        {"tmp_path": tmp_path},
+    )
+
+
+def test_ignored_stride_is_killed(monkeypatch):
+    losses = importlib.import_module("hpo_core.losses")
+    honest = losses._constant
+
+    def constant(name, tensor, *rest):
+        return honest(name, tensor.as_strided(tensor.shape, (1,)) if tensor.dim() == 1 else tensor, *rest)
+
+    monkeypatch.setattr(losses, "_constant", constant)
+    assert_killed(
+        "python: strides of the constants are ignored",
+        "test_gates.test_keeps_every_promise",
+        {"backend": "cpu", "gate": gates.dapo()},
+    )
+
+
+def test_there_are_enough_of_them():
+    assert len(MUTANTS) + 2 >= 12 and {backend for backend, *_ in MUTANTS.values()} == {
+        "cpu",
+        "cuda_emulated",
+        "triton",
+    }

@@ -1,0 +1,663 @@
+"""How the ops sit in torch: autograd, transforms, compilation, fakes; what is saved, counted, copied and called."""
+
+import functools
+import multiprocessing
+import os
+import sys
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import hpo_core as hpo
+from hpo_core import ops
+from hpo_core.native import Native
+
+GATES = {
+    "token": hpo.gates.ppo_clip(0.1, 0.2, dual=2.0),
+    "trajectory": hpo.gates.gspo(0.05, 0.05),
+    "score": hpo.gates.cispo(1.2),
+}
+OPERATORS = torch.ops.hpo_core
+
+
+class Inputs(NamedTuple):
+    logp: torch.Tensor
+    old_logp: torch.Tensor
+    advantages: torch.Tensor
+    entropy: torch.Tensor
+    batch: hpo.PackedBatch
+
+    def leaf(self):
+        return self.logp.clone().requires_grad_()
+
+    def loss(self, logp, gate=GATES["token"], **keywords):
+        return hpo.policy_loss(logp, self.old_logp, self.advantages, self.batch, gate, **keywords).loss
+
+
+def inputs(rows=6, length=7, **ids):
+    generator = torch.Generator().manual_seed(rows * 1000 + length)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    tokens = rows * length
+    logp = -normal(tokens).abs()
+    ids = {"group_ids": torch.arange(rows) // 2, **ids}
+    batch = hpo.PackedBatch.from_lengths([length] * rows, mask=normal(tokens) > -1, **ids)
+    return Inputs(logp, logp + 0.3 * normal(tokens), normal(rows), normal(tokens).abs(), batch)
+
+
+def gradient(loss_of, given):
+    leaf = given.leaf()
+    return torch.autograd.grad(loss_of(leaf), leaf)[0]
+
+
+class Log(TorchDispatchMode):
+    """Every operator that runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+# ---------------------------------------------------------------------------------------------------- autograd
+
+
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+def test_gradient_is_that_of_the_call_without_autograd(gate, backend):
+    given = inputs()
+    arguments = (given.old_logp, given.advantages, given.batch, gate)
+    expected = hpo.policy_loss_and_grad(given.logp, *arguments, backend=backend)
+    leaf = given.leaf()
+    result = hpo.policy_loss(leaf, *arguments, backend=backend)
+    result.loss.backward()
+    assert torch.equal(leaf.grad, expected.grad)
+    assert torch.equal(result.loss, expected.loss)
+    assert torch.equal(result.metrics.vector, expected.metrics.vector)
+    assert not result.metrics.vector.requires_grad and not expected.grad.requires_grad
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0, 65536.0])
+def test_upstream_gradient(factor):
+    given = inputs()
+    expected = gradient(given.loss, given)
+    assert torch.equal(gradient(lambda logp: given.loss(logp) * factor, given), expected * factor)
+
+
+def test_upstream_gradient_of_stride_zero():
+    given = inputs()
+    leaf = given.leaf()
+    (got,) = torch.autograd.grad(given.loss(leaf), leaf, torch.tensor([3.0]).expand(2)[0])
+    assert torch.equal(got, gradient(given.loss, given) * 3)
+    (got,) = torch.autograd.grad(given.loss(leaf).expand(2, 5), leaf, torch.tensor(0.5).expand(2, 5))
+    assert torch.equal(got, gradient(given.loss, given) * 5)
+
+
+def test_backward_twice():
+    given = inputs()
+    leaf = given.leaf()
+    loss = given.loss(leaf)
+    loss.backward(retain_graph=True)
+    once = leaf.grad.clone()
+    loss.backward()
+    assert torch.equal(leaf.grad, 2 * once)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("context", "wants"),
+    [
+        (torch.no_grad, True),
+        (torch.inference_mode, True),
+        (torch.enable_grad, False),
+    ],
+)
+def test_no_gradient_is_computed_where_none_is_wanted(context, wants, monkeypatch):
+    given, seen, run = inputs(), [], Native.policy_loss
+
+    def spy(self, inputs, spec, want_grad, want_tokens):
+        seen.append(want_grad)
+        return run(self, inputs, spec, want_grad, want_tokens)
+
+    monkeypatch.setattr(Native, "policy_loss", spy)
+    leaf = given.leaf().requires_grad_(wants)
+    with context():
+        loss = given.loss(leaf)
+    assert seen == [False] and not loss.requires_grad
+    assert torch.equal(loss, given.loss(given.leaf())) and seen == [False, True]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "flat view"])
+def test_padded_logp_of_any_layout(layout):
+    given = inputs(rows=4, length=6)
+    mask = given.batch.mask.view(4, 6)
+    views = {
+        "contiguous": (given.logp.view(4, 6), lambda x: x),
+        "transposed": (given.logp.view(4, 6).t().contiguous(), torch.t),
+        "sliced": (torch.cat((given.logp.view(4, 6), torch.full((4, 2), torch.nan)), 1), lambda x: x[:, :6]),
+        "flat view": (given.logp, lambda x: x.view(4, 6)),
+    }
+    base, view = views[layout]
+    leaf = base.clone().requires_grad_()
+    old_logp = given.old_logp.view(4, 6)
+    hpo.policy_loss(view(leaf), old_logp, given.advantages, mask, GATES["token"]).loss.backward()
+    assert leaf.grad.shape == leaf.shape
+    assert torch.equal(view(leaf.grad).reshape(-1), gradient(given.loss, given))
+    assert layout != "sliced" or (leaf.grad[:, 6:] == 0).all()
+
+
+def test_autocast_leaves_inputs_as_they_are():
+    given = inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        leaf = given.leaf()
+        loss = given.loss(leaf)
+        loss.backward()
+    assert loss.dtype == torch.float32 and torch.equal(leaf.grad, gradient(given.loss, given))
+
+
+def test_checkpointing():
+    given = inputs()
+    expected = gradient(lambda logp: given.loss(2 * logp), given)
+    got = gradient(lambda logp: checkpoint(lambda x: given.loss(2 * x), logp, use_reentrant=False), given)
+    assert torch.equal(got, expected)
+
+
+def test_hooks_and_accumulation():
+    """What DDP and FSDP do: hooks on gradients, several losses on one parameter."""
+    given, seen = inputs(), []
+    parameter = torch.nn.Parameter(given.logp.clone())
+    parameter.register_hook(lambda grad: seen.append("hook"))
+    parameter.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    (given.loss(parameter) + given.loss(parameter, GATES["trajectory"])).backward()
+    assert seen == ["hook", "accumulated"]
+    expected = gradient(given.loss, given) + gradient(lambda logp: given.loss(logp, GATES["trajectory"]), given)
+    assert torch.equal(parameter.grad, expected)
+
+
+def test_loss_may_be_changed_in_place():
+    """As verl does to add its own terms."""
+    given = inputs()
+    leaf = given.leaf()
+    loss = given.loss(leaf)
+    loss -= leaf.sum()
+    loss.backward()
+    assert torch.equal(leaf.grad, gradient(given.loss, given) - 1)
+
+
+@pytest.mark.parametrize("nothing", ["valid", "selected", "tokens", "rows"])
+def test_nothing_gives_a_connected_zero(nothing, backend):
+    given = inputs()
+    keywords = {}
+    if nothing == "valid":
+        given = given._replace(batch=hpo.PackedBatch(given.batch.cu_seqlens, torch.zeros_like(given.batch.mask)))
+    elif nothing == "selected":
+        keywords = {"token_mask": torch.zeros_like(given.batch.mask)}
+    else:
+        rows = 3 if nothing == "tokens" else 0
+        empty = torch.empty(0)
+        given = Inputs(empty, empty, torch.ones(rows), empty, hpo.PackedBatch.from_lengths([0] * rows))
+        keywords = {"advantage_level": "row"}
+    leaf = given.leaf()
+    loss = given.loss(leaf, backend=backend, **keywords)
+    loss.backward()
+    assert loss == 0 and (leaf.grad == 0).all()
+    assert nothing == "selected" or not leaf.grad.signbit().any()
+
+
+def test_only_the_gradient_is_saved():
+    given, saved = inputs(), []
+    leaf = given.leaf()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        loss = given.loss(leaf, kl=hpo.kl.k3(0.1), ref_logp=given.old_logp, return_tokens=True)
+    assert len(saved) == 1
+    (grad,) = torch.autograd.grad(loss, leaf)
+    assert torch.equal(saved[0], grad)
+
+
+def test_per_token_loss_and_metrics_carry_no_graph():
+    given = inputs()
+    result = hpo.policy_loss(given.leaf(), given.old_logp, given.advantages, given.batch, return_tokens=True)
+    assert not result.tokens.requires_grad and not result.metrics.vector.requires_grad
+    with Log():
+        watched = hpo.policy_loss(given.leaf(), given.old_logp, given.advantages, given.batch, return_tokens=True)
+    assert not watched.tokens.requires_grad and not watched.metrics.vector.requires_grad
+
+
+# --------------------------------------------------------------------------------------------- second derivatives
+
+
+def test_second_derivative_is_refused():
+    given = inputs()
+    leaf = given.leaf()
+    (grad,) = torch.autograd.grad(given.loss(leaf), leaf, create_graph=True)
+    assert torch.equal(grad, gradient(given.loss, given)), "the first derivative alone is fine"
+    with pytest.raises(RuntimeError, match="second derivatives are not supported"):
+        grad.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second derivatives are not supported"):
+        torch.autograd.grad(grad.square().sum() + given.loss(leaf), leaf)
+
+
+def test_second_derivative_is_refused_by_the_operator():
+    given = inputs()
+    leaf = given.leaf()
+    with Log() as log:
+        (grad,) = torch.autograd.grad(given.loss(leaf), leaf, create_graph=True)
+    assert "hpo_core.policy_loss.default" in log.names
+    with pytest.raises(RuntimeError, match="second derivatives are not supported"):
+        grad.sum().backward()
+
+
+def test_second_derivative_is_refused_in_a_transform():
+    given = inputs()
+    with pytest.raises(RuntimeError, match="second derivatives are not supported"):
+        torch.func.grad(lambda logp: torch.func.grad(given.loss)(logp).sum())(given.logp)
+
+
+def test_second_derivative_is_refused_when_compiled():
+    """In ours or, where torch itself has compiled the backward, in torch's words."""
+    given = inputs()
+    for compiler, words in (("eager", "second derivatives are not supported"), ("aot_eager", "double backward")):
+        compiled = torch.compile(lambda logp: given.loss(logp), fullgraph=True, backend=compiler)
+        leaf = given.leaf()
+        with pytest.raises(RuntimeError, match=words):
+            torch.autograd.grad(compiled(leaf), leaf, create_graph=True)[0].sum().backward()
+
+
+def test_reference_is_differentiable_twice():
+    given = inputs()
+    leaf = given.logp.double().requires_grad_()
+    loss = given.loss(leaf, hpo.gates.reinforce(), kl=hpo.kl.k2(0.1), ref_logp=given.old_logp, backend="reference")
+    (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), leaf)
+    valid = given.batch.mask
+    torch.testing.assert_close(second[valid], torch.full_like(second[valid], 0.1 / valid.sum()))
+
+
+# -------------------------------------------------------------------------------------------------- transforms
+
+
+def test_functional_gradients():
+    given = inputs()
+    expected = gradient(given.loss, given)
+    assert torch.equal(torch.func.grad(given.loss)(given.logp), expected)
+    value, pull = torch.func.vjp(given.loss, given.logp)
+    assert torch.equal(value, given.loss(given.logp)) and torch.equal(pull(torch.tensor(2.0))[0], 2 * expected)
+    parameters = {"logp": given.logp}
+    got = torch.func.grad(lambda parameters: given.loss(parameters["logp"], GATES["trajectory"]))(parameters)
+    assert torch.equal(got["logp"], gradient(lambda logp: given.loss(logp, GATES["trajectory"]), given))
+
+
+def test_transforms_without_a_rule_say_so():
+    given = inputs()
+    with pytest.raises(RuntimeError, match="vmap"):
+        torch.func.vmap(given.loss)(torch.stack((given.logp, given.logp)))
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(given.loss, (given.logp,), (given.logp,))
+
+
+def test_watchers_see_the_operators():
+    plain, given = gradient(inputs().loss, inputs()), inputs()
+    with Log() as log:
+        window = hpo.entropy.ares(2, "0.5")
+        leaf = given.leaf()
+        rewards = given.advantages
+        hpo.hierarchical_policy_loss(leaf, given.old_logp, rewards, given.batch, window=window, entropy=given.entropy)
+        assert torch.equal(gradient(given.loss, given), plain)
+        hpo.policy_loss_and_grad(given.logp, given.old_logp, given.advantages, given.batch)
+    seen = [name.split(".")[1] for name in log.names if name.startswith("hpo_core")]
+    expected = ["group_normalise", "window_score", "order_statistic", "row_counts", *["policy_loss"] * 3]
+    assert seen == expected
+
+
+class Subclass(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{function} of a subclass")
+
+
+def test_subclasses_go_through_the_dispatcher():
+    given = inputs()
+    with pytest.raises(NotImplementedError, match=r"hpo_core\.policy_loss\.default of a subclass"):
+        given.loss(given.logp.as_subclass(Subclass))
+
+
+# ------------------------------------------------------------------------------------------------ compilation
+
+SHAPES = ((4, 8), (6, 9), (8, 17), (10, 5))
+
+
+def three_calls(logp, old_logp, advantages, entropy, batch):
+    result = hpo.policy_loss(logp, old_logp, advantages, batch, GATES["token"])
+    return result.loss, result.metrics.vector
+
+
+def single_call(logp, old_logp, rewards, entropy, batch, gate=GATES["trajectory"]):
+    window = hpo.entropy.ares(2, "0.5")
+    result = hpo.hierarchical_policy_loss(logp, old_logp, rewards, batch, gate=gate, window=window, entropy=entropy)
+    return result.loss, result.metrics.vector
+
+
+def own_batch(logp, old_logp, rewards, entropy, batch):
+    """The batch, the gate and the weights are made inside the compiled function."""
+    batch = hpo.PackedBatch(batch.cu_seqlens, batch.mask, group_ids=batch.group_ids, validate=False)
+    weights = hpo.aggregation.seq_mean_token_mean(batch)
+    result = hpo.policy_loss(
+        logp, old_logp, rewards, batch, hpo.gates.dapo(), weights=weights, kl=hpo.kl.k3(0.1), ref_logp=old_logp
+    )
+    return result.loss, result.metrics.vector
+
+
+def padded(logp, old_logp, rewards, entropy, batch):
+    shape = (batch.rows, logp.numel() // batch.rows)
+    mask = batch.mask.view(shape)
+    result = hpo.policy_loss(logp.view(shape), old_logp.view(shape), rewards, mask, GATES["trajectory"])
+    return result.loss, result.metrics.vector
+
+
+def several_rows(logp, old_logp, rewards, entropy, batch):
+    batch = hpo.PackedBatch(batch.cu_seqlens, batch.mask, trajectory_ids=batch.group_ids, validate=False)
+    return three_calls(logp, old_logp, rewards, entropy, batch)
+
+
+def compare(compiled, function, given):
+    one, other = given.leaf(), given.leaf()
+    loss, vector = compiled(one, *given[1:])
+    loss.backward()
+    expected, expected_vector = function(other, *given[1:])
+    expected.backward()
+    assert torch.equal(loss, expected) and torch.equal(one.grad, other.grad)
+    assert torch.equal(vector, expected_vector) and not vector.requires_grad
+
+
+@pytest.mark.parametrize(
+    "function", [three_calls, own_batch, padded, several_rows], ids=lambda function: function.__name__
+)
+def test_compiled(function):
+    """One graph, and one more with sizes as symbols when they change; then none."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    for shape in SHAPES:
+        compare(compiled, function, inputs(*shape))
+    assert counter.frame_count <= 2
+
+
+def test_single_call_compiled_by_inductor():
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(single_call, fullgraph=True, backend=counter)
+    for shape in SHAPES:
+        compare(compiled, single_call, inputs(*shape))
+    assert counter.frame_count <= 2
+
+
+def test_one_batch_compiled_again_and_again():
+    """What a batch caches costs at most one more compilation."""
+    torch.compiler.reset()
+    given = inputs()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(three_calls, fullgraph=True, backend=counter)
+    for _ in range(4):
+        compare(compiled, three_calls, given)
+    assert counter.frame_count <= 2
+
+
+def test_compiled_without_a_gradient():
+    torch.compiler.reset()
+    given = inputs()
+    compiled = torch.compile(three_calls, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        loss, _ = compiled(*given)
+    assert not loss.requires_grad and torch.equal(loss, three_calls(*given)[0])
+
+
+# ------------------------------------------------------------------------------------------ operators and fakes
+
+
+def operator_arguments(gate, requires_grad):
+    given = inputs()
+    pack = ops.PolicyLossInputs(
+        given.logp.clone().requires_grad_(requires_grad),
+        given.old_logp,
+        given.advantages,
+        hpo.aggregation.token_mean(given.batch),
+        given.batch.cu_seqlens,
+        given.batch.mask,
+        entropy=given.entropy,
+    )
+    return (*pack, *ops._numbers_of(gate.spec(hpo.kl.k3(0.1))), "")
+
+
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+def test_opcheck_policy_loss(gate):
+    for want_grad, want_tokens in ((True, True), (False, False)):
+        torch.library.opcheck(OPERATORS.policy_loss, (*operator_arguments(gate, False), want_grad, want_tokens))
+    # The last of opcheck's tests differentiates every output, dL/dlogp too, which is refused: see test_compiled.
+    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
+    arguments = (*operator_arguments(gate, True), True, True)
+    torch.library.opcheck(OPERATORS.policy_loss, arguments, test_utils=utilities)
+
+
+def test_opcheck_the_others():
+    given = inputs()
+    batch, ids = given.batch, given.batch.group_ids
+    for operator, arguments in (
+        (OPERATORS.row_counts, (batch.mask, batch.cu_seqlens, batch.total_tokens, "")),
+        (OPERATORS.row_counts, (None, batch.cu_seqlens, batch.total_tokens, "cpu")),
+        (OPERATORS.window_score, (given.entropy, batch.mask, batch.cu_seqlens, 0, 3, 1, 0, "")),
+        (OPERATORS.order_statistic, (given.entropy, 19, 20, 0, "")),
+        (OPERATORS.group_normalise, (given.advantages, ids, None, ids > 0, 0, 1, 1, 1e-6, 0, False, "")),
+    ):
+        torch.library.opcheck(operator, arguments)
+
+
+def test_specs_survive_the_operator():
+    gates = (
+        hpo.gates.ppo_clip(dual=3.0),
+        hpo.gates.gspo(),
+        hpo.gates.gspo_token(),
+        hpo.gates.reinforce(),
+        GATES["score"],
+    )
+    penalties = (None, hpo.kl.k1(0.1, "importance"), hpo.kl.k3(0.2, "straight_through"))
+    for spec in (gate.spec(kl, strict) for gate in gates for kl in penalties for strict in (False, True)):
+        rebuilt = ops._spec_of(*ops._numbers_of(spec))
+        assert rebuilt == spec and [type(field) for field in rebuilt] == [type(field) for field in spec]
+
+
+# ------------------------------------------------------------------------------------ synchronisation and cost
+
+
+class OnDevice(TorchDispatchMode):
+    """Fails where a tensor on the host takes part, as in a copy. Collects the kernels: no views, no allocations."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernels = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        assert all(tensor.device.type == "meta" for tensor in tensors), function
+        is_view = any(output.alias_info and not output.alias_info.is_write for output in function._schema.returns)
+        if not is_view and "empty" not in function._schema.name:
+            self.kernels.append(function._schema.name)
+        return result
+
+
+class NoHostData(TorchFunctionMode):
+    """Fails where a tensor is made of Python numbers: on a GPU that is a copy."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        made = function in (torch.tensor, torch.as_tensor) and not isinstance(args[0], torch.Tensor)
+        assert not made, "a tensor from Python data"
+        return function(*args, **(kwargs or {}))
+
+
+class Device(NamedTuple):
+    """Tensors without data: reading a value of them raises."""
+
+    rows: int = 8
+    tokens: int = 64
+
+    def __call__(self, *shape, dtype=torch.float32):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    def batch(self, **ids):
+        offsets = self(self.rows + 1, dtype=torch.int64)
+        return hpo.PackedBatch(offsets, self(self.tokens, dtype=torch.bool), validate=False, **ids)
+
+    def ids(self):
+        return self(self.rows, dtype=torch.int64)
+
+
+def test_meta_tensors_raise_where_a_value_is_read():
+    """What the tests below rely on."""
+    empty = Device()(3)
+    for read in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.nonzero, bool):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            read(empty[0] if read in (torch.Tensor.item, bool) else empty)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        empty[empty > 0]
+
+
+def test_nothing_synchronises():
+    make = Device()
+    with OnDevice(), NoHostData():
+        batch = make.batch(group_ids=make.ids(), trajectory_ids=make.ids(), domain_ids=make.ids())
+        logp, old_logp, entropy = (make(64).requires_grad_(), make(64), make(64))
+        mask = make(64, dtype=torch.bool)
+        for mode in (
+            hpo.aggregation.token_mean,
+            hpo.aggregation.seq_mean_token_mean,
+            hpo.aggregation.seq_mean_token_sum,
+            hpo.aggregation.prompt_mean,
+            functools.partial(hpo.aggregation.fixed_length, length=10),
+        ):
+            for total in (None, 7, make((), dtype=torch.int64)):
+                mode(batch, total=total)
+        hpo.aggregation.token_mean(batch, selected=mask)
+        for estimator in (hpo.advantages.grpo, hpo.advantages.rloo, hpo.advantages.dr_grpo, hpo.advantages.lite_ppo):
+            estimator(make(8), batch.group_ids)
+        window = hpo.entropy.ares()
+        state = window.fit(entropy, batch)
+        window.apply(entropy, batch, state)
+        for gate in GATES.values():
+            result = hpo.policy_loss(
+                logp,
+                old_logp,
+                make(8),
+                batch,
+                gate,
+                kl=hpo.kl.k3(0.1),
+                ref_logp=old_logp,
+                entropy=entropy,
+                window=window,
+                threshold=state,
+                token_mask=mask,
+                token_weight=make(64),
+                bounds=(make(64), None) if gate.takes_bounds else None,
+                return_tokens=True,
+            )
+            result.loss.backward()
+            _ = result.metrics + result.metrics, result.metrics.flags, result.metrics["tokens"]
+        for level, count in (("trajectory", 5), ("group", 3), ("domain", 2)):
+            hpo.policy_loss(logp, None, make(count), batch, advantage_level=level)
+        hpo.policy_loss_and_grad(logp, old_logp, make(64), batch)
+        stepped = make.batch(steps=make(5, 2, dtype=torch.int64))
+        hpo.policy_loss(logp, old_logp, make(5), stepped)
+        hpo.policy_loss(make(8, 8).requires_grad_(), None, make(8), make(8, 8, dtype=torch.bool)).loss.backward()
+
+
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+def test_kernels_of_the_single_call(gate):
+    """Four ops and no kernel of torch's forward; the seed and the product backward."""
+    make = Device()
+    batch = make.batch(group_ids=make.ids())
+    logp, old_logp, entropy = make(64).requires_grad_(), make(64), make(64)
+    weights = make(8)
+    with OnDevice() as device, NoHostData():
+        result = hpo.hierarchical_policy_loss(
+            logp, old_logp, make(8), batch, gate=gate, window=hpo.entropy.ares(), entropy=entropy, weights=weights
+        )
+        forward, device.kernels = device.kernels, []
+        result.loss.backward()
+    assert forward == [
+        f"hpo_core::{op}" for op in ("group_normalise", "window_score", "order_statistic", "policy_loss")
+    ]
+    assert device.kernels == ["aten::ones_like", "aten::mul"]
+
+
+@pytest.mark.long
+def test_single_call_on_fake_cuda_tensors():
+    """The same for a device that is not there, the way a compiler traces it."""
+    with FakeTensorMode(), NoHostData():
+        make = functools.partial(torch.empty, device="cuda")
+        ids, offsets = (make(8 + more, dtype=torch.int64) for more in (0, 1))
+        batch = hpo.PackedBatch(offsets, make(64, dtype=torch.bool), group_ids=ids, validate=False)
+        logp = make(64).requires_grad_()
+        for gate in GATES.values():
+            result = hpo.hierarchical_policy_loss(
+                logp, make(64), make(8), batch, gate=gate, window=hpo.entropy.ares(), entropy=make(64)
+            )
+            result.loss.backward()
+            everything = (result.loss, result.metrics.vector, logp.grad)
+            assert all(isinstance(tensor, FakeTensor) and tensor.device.type == "cuda" for tensor in everything)
+        for mode in (hpo.aggregation.seq_mean_token_mean, hpo.aggregation.seq_mean_token_sum):
+            assert mode(batch, total=7).device.type == mode(batch).device.type == "cuda"
+        with pytest.raises(DataDependentOutputException):
+            result.loss.item()
+
+
+def test_calls_into_python_and_torch():
+    """What an eager call costs besides the kernel goes with the calls it makes; a clock would measure the machine."""
+    given = inputs()
+    leaf, weights = given.leaf(), hpo.aggregation.token_mean(given.batch)
+    given.loss(leaf, weights=weights).backward()
+    calls = {"call": 0, "c_call": 0}
+
+    def count(frame, event, argument):
+        if event in calls:
+            calls[event] += 1
+
+    sys.setprofile(count)
+    try:
+        given.loss(leaf, weights=weights)
+    finally:
+        sys.setprofile(None)
+    assert calls["call"] <= 65, calls
+    assert calls["c_call"] <= 50, calls
+
+
+def _loss_in_child(given, results):
+    results.put(given.loss(given.logp).item())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_forked_worker_does_not_hang():
+    """OpenMP's threads are gone in the child; enough tokens that the parent has used them."""
+    torch.set_num_threads(2)
+    given = inputs(rows=8, length=16384)
+    expected = given.loss(given.logp).item()
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    child = context.Process(target=_loss_in_child, args=(given, results))
+    child.start()
+    child.join(60)
+    alive = child.is_alive()
+    child.kill()
+    assert not alive, "the child hangs"
+    assert results.get() == expected

@@ -1,0 +1,416 @@
+"""check() names the fault of broken kernels and passes honest ones; the budget; the generators; verl and TRL."""
+
+import functools
+import types
+
+import pytest
+import torch
+
+import hpo_core as hpo
+from hpo_core import gates, testing
+from hpo_core.reference.entropy import order_statistic
+from hpo_core.reference.segments import row_of_token
+from hpo_core.testing import Expected, Layout
+
+EXAMPLES = 60
+
+# ------------------------------------------------------------------------------------------------- an honest kernel
+
+
+def log_ratio(logp, old_logp, valid):
+    """Saturated at +-60, slope kept; 0 where nothing may be read."""
+    old_logp = logp.detach() if old_logp is None else old_logp
+    x = torch.where(valid, logp, 0.0) - torch.where(valid, old_logp, 0.0)
+    return x.detach().clamp(-60, 60) + (x - x.detach())
+
+
+def rows_and_mask(batch, tokens):
+    row = row_of_token(batch.cu_seqlens, tokens)
+    return row, (row >= 0) if batch.mask is None else (row >= 0) & batch.mask
+
+
+def at_tokens(values, row):
+    return torch.cat((values, values.new_zeros(1)))[row]  # row -1: the zero at the end
+
+
+def clip(ratio, bounds, negative):
+    low, high = torch.tensor(bounds.low)[negative], torch.tensor(bounds.high)[negative]
+    return torch.where(ratio < low, low, torch.where(ratio > high, high, ratio))
+
+
+def eager_ppo(logp, old_logp, advantages, batch, *, gate, weights):
+    """PPO in eager PyTorch, as careful as our own."""
+    row, valid = rows_and_mask(batch, logp.numel())
+    advantage = at_tokens(advantages, row)
+    ratio = clip(log_ratio(logp, old_logp, valid).exp(), gate.token, (advantage < 0).long())
+    return torch.where(valid, -(at_tokens(weights, row) * advantage) * ratio, 0.0).sum()
+
+
+def test_an_honest_kernel_keeps_every_promise_it_can():
+    report = testing.check(eager_ppo, examples=EXAMPLES // 2)
+    scores = "ties: a score equal to the threshold is selected (unless strict)"  # it takes no window
+    assert set(report.promises) == set(testing.promises()) - {scores}
+    assert 0 < report.worst <= 1 and str(report).startswith("policy_loss keeps 11 promises on 30 examples each")
+
+
+def test_the_reference_keeps_every_promise():
+    for op in ("grpo", "rloo"):
+        estimator = functools.partial(getattr(hpo.advantages, op), backend="reference")
+        assert testing.check(estimator, op, examples=20).promises == testing.promises(op)
+    assert testing.check(order_statistic, "order_statistic", examples=30).promises == testing.promises(
+        "order_statistic"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- broken kernels
+
+
+def masked_read(logp, old_logp, advantages, batch, *, gate, weights):
+    """Multiplies by the mask: 0 * NaN is NaN."""
+    row, valid = rows_and_mask(batch, logp.numel())
+    advantage = at_tokens(advantages, row)
+    everywhere = torch.ones_like(valid)
+    ratio = clip(log_ratio(logp, old_logp, everywhere).exp(), gate.token, (advantage < 0).long())
+    return (valid.float() * -(at_tokens(weights, row) * advantage) * ratio).sum()
+
+
+def border_crossing(values, batch, first, last, *, boundary, invalid):
+    """Takes the pack for one row."""
+    whole = hpo.PackedBatch(batch.cu_seqlens[[0, -1]], batch.mask, total_tokens=batch.total_tokens)
+    return hpo.entropy.window_mean(values, whole, first, last, boundary=boundary, invalid=invalid, backend="reference")
+
+
+def biased_std(rewards, group_ids):
+    return hpo.advantages.grpo(rewards, group_ids, ddof=0, backend="reference")
+
+
+def wrong_tie(logp, old_logp, advantages, batch, *, gate, weights):
+    """A ratio at its bound counts as clipped: value right, gradient 0."""
+    row, valid = rows_and_mask(batch, logp.numel())
+    advantage = at_tokens(advantages, row)
+    negative = (advantage < 0).long()
+    ratio = log_ratio(logp, old_logp, valid).exp()
+    low, high = torch.tensor(gate.token.low)[negative], torch.tensor(gate.token.high)[negative]
+    clipped = torch.where(ratio <= low, low, torch.where(ratio >= high, high, ratio))
+    return torch.where(valid, -(at_tokens(weights, row) * advantage) * clipped, 0.0).sum()
+
+
+def ignored_stride(logp, old_logp, advantages, batch, *, gate, weights):
+    """Reads logp as if it were contiguous."""
+    memory = logp.as_strided((logp.numel(),), (1,))
+    return eager_ppo(memory, old_logp, advantages, batch, gate=gate, weights=weights)
+
+
+BROKEN = {
+    "masked read": (masked_read, "policy_loss", "masked is never read", "nan"),
+    "border crossing": (
+        border_crossing,
+        "window_mean",
+        "packed: no window crosses a row",
+        "only other rows were changed",
+    ),
+    "biased std": (biased_std, "grpo", "exact", "divides by n (biased) where n - 1 is meant"),
+    "wrong tie": (
+        wrong_tie,
+        "policy_loss",
+        "ties: a ratio exactly at its bound passes the gradient",
+        "exactly at its bound",
+    ),
+    "ignored stride": (ignored_stride, "policy_loss", "strides are honoured", "inputs have stride 2"),
+}
+
+
+@pytest.mark.parametrize("kernel, op, promise, detail", BROKEN.values(), ids=BROKEN)
+def test_the_fault_is_named(kernel, op, promise, detail):
+    with pytest.raises(AssertionError) as caught:
+        testing.check(kernel, op, examples=EXAMPLES)
+    message = str(caught.value)
+    print(message)
+    assert message.startswith(f"{op} breaks the promise {promise!r}: ") and detail in message
+    assert "Smallest example found" in message
+
+
+def test_the_example_is_shrunk():
+    """Of the masked read, one masked token is enough."""
+    with pytest.raises(AssertionError) as caught:
+        testing.check(masked_read, examples=EXAMPLES)
+    assert "tokens=1" in str(caught.value)
+
+
+def test_an_exception_is_a_broken_promise_too():
+    def crashes(rewards, group_ids):
+        raise RuntimeError("no kernel for this device")
+
+    with pytest.raises(AssertionError, match="raised RuntimeError: no kernel"):
+        testing.check(crashes, "grpo", examples=5)
+
+
+def test_the_same_seed_finds_the_same_example():
+    messages = []
+    for _ in range(2):
+        with pytest.raises(AssertionError) as caught:
+            testing.check(biased_std, "grpo", examples=20, seed=4)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="op: expected one of"):
+        testing.check(biased_std, "gpro")
+    with pytest.raises(ValueError, match="only: expected names"):
+        testing.check(biased_std, "grpo", only=["exakt"])
+    with pytest.raises(ValueError, match="features: expected names"):
+        testing.random_policy_loss(features=["weight"])
+
+
+def test_strategies_without_hypothesis_say_so(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "hypothesis.strategies", None)
+    with pytest.raises(ImportError, match="pip install"):
+        testing.layouts()
+
+
+# ---------------------------------------------------------------------------------------------------------- the budget
+
+
+def expected(exact, eager, magnitude):
+    return Expected(*(torch.tensor(values, dtype=torch.float64) for values in (exact, eager, magnitude)))
+
+
+def test_budget_is_the_larger_of_its_two_parts():
+    two = expected([1.0, 1.0], [1.0 + 1e-6, 1.0], [1.0, 100.0])  # e = 1e-6 for both elements
+    assert testing.budget(two).tolist() == pytest.approx([2e-6, 400 * 2.0**-24])
+
+
+def test_an_error_beyond_the_budget_is_reported():
+    two = expected([1.0, 2.0], [1.0, 2.0], [1.0, 2.0])
+    close = torch.tensor([1.0 + 3 * 2.0**-24, 2.0], dtype=torch.float64)
+    assert testing.assert_within_budget("op", close, two) == pytest.approx(0.75)
+    with pytest.raises(AssertionError, match=r"op: element \[1\] is 2.00001.*budget 4.77e-07.*1 of 2 elements"):
+        testing.assert_within_budget("op", torch.tensor([1.0, 2.00001]), two)
+    with pytest.raises(AssertionError, match="shape"):
+        testing.assert_within_budget("op", torch.ones(3), two)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite_must_be_met(value):
+    one = expected([value], [value], [1.0])
+    assert testing.assert_within_budget("op", torch.tensor([value]), one) == 0.0
+    with pytest.raises(AssertionError):
+        testing.assert_within_budget("op", torch.tensor([0.0]), one)
+    with pytest.raises(AssertionError):
+        testing.assert_within_budget("op", torch.tensor([value]), expected([1.0], [1.0], [1.0]))
+
+
+def test_no_region_is_wider():
+    assert testing.REGIONS == {}
+
+
+# ------------------------------------------------------------------------------------------------------ the generators
+
+
+def test_the_same_seed_gives_the_same_example():
+    for draw in (testing.random_policy_loss, testing.random_rewards, testing.random_window, testing.random_scores):
+        a, b, other = draw(3), draw(3), draw(4)
+        assert str(a) == str(b) and str(a) != str(other)
+
+
+def test_layouts_reach_the_places_where_kernels_break():
+    seen = set()
+    for seed in range(300):
+        layout = testing.random_layout(seed)
+        lengths = layout.lengths
+        if lengths:
+            places = {"first": lengths[0], "middle": lengths[len(lengths) // 2], "last": lengths[-1]}
+            seen |= {f"{place} {length}" for place, length in places.items() if length < 2}
+        seen |= {
+            layout.masked,
+            f"rows {min(len(lengths), 2)}",
+            f"tail {min(layout.tail, 1)}",
+            f"shared {layout.shared}",
+        }
+    places = {f"{place} {length}" for place in ("first", "middle", "last") for length in (0, 1)}
+    assert seen >= places | {"none", "some", "row", "all", "rows 0", "rows 1", "tail 0", "tail 1", "shared True"}
+
+
+@pytest.mark.parametrize("gate", [gates.gspo(), gates.dapo(), gates.ppo_clip(dual=1.3)], ids=lambda gate: gate.name)
+def test_log_ratios_keep_off_every_branch_and_reach_every_side(gate):
+    sides = set()
+    for seed in range(120):
+        example = testing.random_policy_loss(seed, gate, {"weights", "trajectories"})
+        x, valid = example.log_ratio(), example.valid()
+        clip, value = (gate.token, x) if gate.level is None else (gate.level.gate, None)
+        if value is None:
+            owner = example.trajectory()
+            value = torch.stack([x[valid & (owner == own)].mean() for own in owner]) if x.numel() else x
+        for bound in {*clip.low, *clip.high} - {0.0, float("inf")}:
+            distance = (value - torch.tensor(bound, dtype=torch.float64).log())[valid]
+            assert (distance.abs() >= 1e-5).all()
+            sides |= {(bound, bool(above)) for above in distance > 0}
+    assert len(sides) == 2 * len({*clip.low, *clip.high} - {0.0, float("inf")})
+
+
+def test_poison_reaches_every_hole_and_nothing_else():
+    features = set(testing.FEATURES) - {"on_policy"}
+    example = testing.random_policy_loss(0, gates.dapo(), features, layout=Layout((3, 4), 2, "some", True, 1))
+    poisoned, hole = example.poisoned(float("nan")), ~example.valid()
+    assert hole.any() and not hole.all()
+    for name in ("ref_logp", "entropy", "token_weight"):
+        assert torch.equal(poisoned.keywords[name].isnan(), hole)
+    for tensor in (poisoned.logp, poisoned.old_logp, poisoned.advantages, *poisoned.keywords["bounds"]):
+        assert torch.equal(tensor.isnan(), hole)
+
+
+def test_selecting_rows_takes_everything_along():
+    example = testing.random_policy_loss(
+        0, gates.dapo(), {"weights", "kl"}, layout=Layout((3, 0, 4), 2, "some", True, 1)
+    )
+    part, tokens = example.select(torch.tensor([2, 0]))
+    assert part.batch.cu_seqlens.tolist() == [0, 4, 7] and tokens.tolist() == [3, 4, 5, 6, 0, 1, 2]
+    assert torch.equal(part.keywords["ref_logp"], example.keywords["ref_logp"][tokens])
+    assert torch.equal(part.keywords["weights"], example.keywords["weights"][[2, 0]])
+
+
+# ----------------------------------------------------------------------------------------------------------- the peers
+# Thin adapters: pack to the padded layout they take, and their own mean over tokens. What they break is a record of the
+# pinned versions, not a judgement: each is a convention or a limit that its trainer may never meet.
+
+
+def padded(values, batch, fill=0.0):
+    """``[T]`` to ``[S, L]``, by indexing, so that gradients return."""
+    lengths = batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]
+    longest = int(lengths.max()) if batch.rows else 0
+    position = torch.arange(longest)
+    inside = position < lengths[:, None]
+    index = (batch.cu_seqlens[:-1, None] + position).clamp(max=max(values.numel() - 1, 0))
+    return torch.where(inside, values[index], fill) if values.numel() else values.new_zeros(batch.rows, longest)
+
+
+def padded_arguments(logp, old_logp, advantages, batch):
+    old_logp = logp.detach() if old_logp is None else old_logp
+    mask = torch.ones(logp.shape, dtype=torch.bool) if batch.mask is None else batch.mask
+    shape = padded(logp, batch).shape
+    return padded(logp, batch), padded(old_logp, batch), advantages[:, None].expand(shape), padded(mask, batch, False)
+
+
+def verl_policy_loss(name, **settings):
+    core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
+    config = pytest.importorskip("verl.workers.config")
+
+    def fn(logp, old_logp, advantages, batch):
+        current, old, advantage, mask = padded_arguments(logp, old_logp, advantages, batch)
+        if current.numel() == 0:  # a trainer has no such batch
+            return logp[:0].sum()
+        actor = config.ActorConfig(
+            strategy="fsdp",
+            rollout_n=4,
+            ppo_micro_batch_size_per_gpu=2,
+            policy_loss=config.PolicyLossConfig(),
+            **settings,
+        )
+        loss = core_algos.get_policy_loss_fn(name)
+        return loss(old, current, advantage, mask.float(), loss_agg_mode="token-mean", config=actor)[0]
+
+    return fn
+
+
+def trl_policy_loss(loss_type, level="token", **settings):
+    trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
+    accelerator = types.SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
+
+    def fn(logp, old_logp, advantages, batch):
+        current, old, _advantage, mask = padded_arguments(logp, old_logp, advantages, batch)
+        if current.numel() == 0:
+            return logp[:0].sum()
+        itself = types.SimpleNamespace(
+            _get_per_token_logps_and_entropies=lambda *a, **k: (current, torch.zeros_like(current), None),
+            loss_type=loss_type, importance_sampling_level=level, epsilon_low=0.2, epsilon_high=0.2, beta=0.0,
+            top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False, aux_loss_enabled=False,
+            _entropy_bonus_enabled=False, current_gradient_accumulation_steps=1, accelerator=accelerator,
+            max_completion_length=current.shape[1], model=types.SimpleNamespace(training=True),
+            args=types.SimpleNamespace(delta=None, use_bias_correction_kl=False),
+            _metrics={"train": __import__("collections").defaultdict(list)}, **settings,
+        )  # fmt: skip
+        ids = torch.zeros_like(mask, dtype=torch.int64)
+        inputs = {
+            "prompt_ids": ids[:, :0], "prompt_mask": ids[:, :0], "completion_ids": ids,
+            "completion_mask": mask.int(), "advantages": advantages, "old_per_token_logps": old,
+        }  # fmt: skip
+        return trainer._compute_loss(itself, None, inputs)
+
+    return fn
+
+
+def verl_advantage(name):
+    core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
+
+    def fn(rewards, group_ids):
+        import numpy
+
+        ids = torch.zeros(rewards.numel()) if group_ids is None else group_ids
+        ids = torch.where(ids < 0, -1 - torch.arange(ids.numel()), ids)  # units of no group: groups of one
+        mask = torch.ones(rewards.numel(), 1)
+        out = getattr(core_algos, name)(rewards[:, None].clone(), mask, numpy.array(ids.tolist()))[0][:, 0]
+        sizes = (ids[:, None] == ids).sum(1)
+        return torch.where(sizes > 1, out, 0.0)  # a convention: verl keeps the raw reward of a group of one
+
+    return fn
+
+
+MASKED, OVERFLOW = "masked is never read", "overflow-safe: log-ratios saturate at +-60 and keep their slope"
+NOTHING, OFFSET = "nothing valid: loss 0, gradient 0", "an offset common to a group costs no digits"
+PEERS = {
+    "verl vanilla": lambda: (verl_policy_loss("vanilla"), "policy_loss", gates.ppo_clip(0.2, 0.2, dual=3.0)),
+    "verl gspo": lambda: (
+        verl_policy_loss("gspo", clip_ratio_low=0.2, clip_ratio_high=0.2), "policy_loss", gates.gspo_token(0.2, 0.2),
+    ),
+    "TRL bnpo": lambda: (trl_policy_loss("bnpo"), "policy_loss", gates.ppo_clip(0.2, 0.2)),
+    "TRL bnpo, sequence": lambda: (trl_policy_loss("bnpo", "sequence"), "policy_loss", gates.gspo(0.2, 0.2)),
+    "verl grpo": lambda: (verl_advantage("compute_grpo_outcome_advantage"), "grpo", None),
+    "verl rloo": lambda: (verl_advantage("compute_rloo_outcome_advantage"), "rloo", None),
+}  # fmt: skip
+
+
+def verdicts(fn, op, gate):
+    """Promise -> what breaks it, "" if nothing was found, None where the adapter's keywords leave nothing to ask."""
+    found = {}
+    for promise in testing.promises(op):
+        asked = fn if promise == NOTHING or gate is None else spared(fn)
+        try:
+            report = testing.check(
+                asked, op, gate=gate, examples=30, only=[promise], features=["on_policy"] if gate else None
+            )
+            found[promise] = "" if report.promises else None
+        except AssertionError as error:
+            found[promise] = str(error).removeprefix(f"{op} breaks the promise {promise!r}: ").splitlines()[0]
+    return found
+
+
+def spared(fn):
+    """Batches without any valid token have a promise of their own; elsewhere they would drown the rest."""
+
+    def guarded(logp, old_logp, advantages, batch):
+        _row, valid = rows_and_mask(batch, logp.numel())
+        return fn(logp, old_logp, advantages, batch) if valid.any() else logp[:0].sum()
+
+    return guarded
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.long
+def test_what_check_says_of_the_peers(name):
+    found = verdicts(*PEERS[name]())
+    for promise, detail in found.items():
+        verdict = "-" if detail is None else "BREAKS" if detail else "keeps"
+        print(f"{name:20} {verdict:6} {promise}  {(detail or '')[:120]}")
+    assert {promise for promise, detail in found.items() if detail} == BREAKS[name]
+
+
+BREAKS = {
+    "verl vanilla": {NOTHING, OVERFLOW},
+    "verl gspo": {MASKED, NOTHING, OVERFLOW},
+    "TRL bnpo": {MASKED, OVERFLOW},
+    "TRL bnpo, sequence": {MASKED, OVERFLOW},
+    "verl grpo": {OFFSET, "exact"},
+    "verl rloo": {OFFSET, "exact"},
+}

@@ -1,0 +1,169 @@
+"""The Triton kernels as the assembler sees them, for GPUs that need not be here, and how often they are compiled.
+
+Other tests of this process run in Triton's interpreter, which compiles nothing: these start processes without it.
+"""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+TARGETS = (80, 90, 100, 120)
+COMPILE = ("-m", "hpo_core._triton.compile", "--json")
+
+# Registers of a thread on sm_90 with Triton 3.9.0: what a change may not exceed unnoticed.
+REGISTERS = {
+    ("gate: clip", "_sweep"): 121,
+    ("gate: clip", "_finalise"): 48,
+    ("gate: clip, all inputs", "_sweep"): 174,
+    ("gate: score, no ratio", "_sweep"): 114,
+    ("gate: level, through", "_sum_slots"): 36,
+    ("gate: level, through", "_gate_trajectories"): 128,
+    ("gate: level, through", "_sweep"): 114,
+    ("gate: level, through, all inputs", "_sum_slots"): 80,
+    ("gate: level, through, all inputs", "_gate_trajectories"): 124,
+    ("gate: level, through, all inputs", "_sweep"): 172,
+    ("gate: level, self", "_sum_slots"): 32,
+    ("gate: level, self", "_gate_trajectories"): 76,
+    ("gate: level, self", "_sweep"): 117,
+    ("row_counts", "_count_rows"): 47,
+    ("group_normalise, batch", "_sum_tiles"): 32,
+    ("row_counts", "_begin_counts"): 28,
+    ("window_score", "_score_windows"): 70,
+    ("order_statistic", "_count_digits"): 79,
+    ("order_statistic", "_read_statistic"): 64,
+    ("group_normalise", "_normalise_few"): 192,
+    ("group_normalise, batch", "_normalise_few"): 158,
+    ("group_normalise, many units", "_sum_tiles"): 32,
+    ("group_normalise, many units", "_normalise_runs"): 202,
+    ("group_normalise, one group of many", "_sum_tiles"): 30,
+    ("group_normalise, one group of many", "_normalise_one_group"): 74,
+}
+
+# 128-bit loads of a program's step on sm_90: one for each tensor of float tokens that the path reads.
+WIDE_LOADS = {
+    ("gate: clip", "_sweep"): 2,
+    ("gate: clip, all inputs", "_sweep"): 8,
+    ("gate: score, no ratio", "_sweep"): 1,
+    ("gate: level, through", "_sum_slots"): 2,
+    ("gate: level, through", "_sweep"): 2,
+    ("gate: level, through, all inputs", "_sweep"): 7,
+    ("window_score", "_score_windows"): 1,
+    ("order_statistic", "_count_digits"): 2,  # a step is twice as long
+}
+
+
+def start(*arguments):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # Line numbers in the binary double the time of the assembler.
+    environment["TRITON_DISABLE_LINE_INFO"] = "1"
+    return subprocess.Popen(
+        [sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def output_of(process):
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors[-3000:]
+    return output
+
+
+def compile_for_all(*options):
+    """Reports of all kernels for all targets, compiled by two processes."""
+    halves = [start(*COMPILE, *options, *map(str, targets)) for targets in (TARGETS[::2], TARGETS[1::2])]
+    return [json.loads(line) for half in halves for line in output_of(half).splitlines()]
+
+
+@pytest.fixture(scope="module")
+def reports():
+    return compile_for_all()
+
+
+def test_every_kernel_compiles_for_every_target_without_spilling(reports):
+    kernels = Counter(report["target"] for report in reports)
+    assert set(kernels) == set(TARGETS) and len(set(kernels.values())) == 1
+    assert [report for report in reports if report["spilled"]] == []
+
+
+def test_sweeps_load_128_bits_at_once(reports):
+    found = {(report["path"], report["kernel"]): report["loads"] for report in reports if report["target"] == 90}
+    assert {path: found[path].get("128", 0) for path in WIDE_LOADS} == WIDE_LOADS
+
+
+@pytest.mark.skipif(importlib.metadata.version("triton") != "3.9.0", reason="register counts are those of Triton 3.9.0")
+def test_registers_do_not_grow(reports):
+    grown = {
+        (report["path"], report["kernel"]): report["registers"]
+        for report in reports
+        if report["target"] == 90 and report["registers"] > REGISTERS[report["path"], report["kernel"]]
+    }
+    assert grown == {}
+
+
+@pytest.mark.long
+def test_every_structure_compiles_for_every_target_without_spilling():
+    reports = compile_for_all("--all")
+    assert {report["target"] for report in reports} == set(TARGETS)
+    assert [report for report in reports if report["spilled"]] == []
+
+
+COUNT_COMPILATIONS = """
+import collections, itertools, json, math
+import torch
+from hpo_core._triton import advantages, compile, entropy, gates, segments
+from hpo_core.specs import *
+
+def row_values(rows, dtype=torch.float32):
+    return torch.empty(rows, dtype=dtype, device="meta")
+
+def sweep():
+    bounds = [(0.0, math.inf), (0.8, 1.2), (1.0, 16.0)]
+    for (tokens, rows), (low, high) in itertools.product(SIZES, bounds):
+        offsets, mask = row_values(rows + 1, torch.int64), row_values(tokens, torch.bool)
+        batch = PolicyLossInputs(*map(row_values, (tokens, tokens, rows, rows)), offsets, mask)
+        clip = PolicyLossSpec(token_low=(low, low), token_high=(high, high), low_driven=(low > 0, True))
+        level = PolicyLossSpec(
+            token=TokenGate.DROP, has_level=True, level_clips=True,
+            level_log_low=(-low, -low), level_log_high=(high, high),
+        )
+        for spec in (clip, level):
+            gates.policy_loss(batch, spec, True, False)
+        segments.row_counts(mask, offsets, tokens)
+        for first, last in ((0, 0), (1, 4), (-16, 0)):
+            entropy.window_score(batch.logp, mask, offsets, first, last, Boundary.FULL, Invalid.SKIP)
+        for quantile in ((1, 1), (16, 32), (3602879701896397, 2**52)):
+            entropy.order_statistic(batch.logp, *quantile, OrderRule.CEIL)
+        for ddof, eps, keep in ((0, 0.0, False), (1, 1e-6, True), (1, 16.0, False)):
+            rule = GroupNormalisation(ddof=ddof, eps=eps, keep_singletons=keep)
+            advantages.group_normalise(batch.weights, row_values(rows, torch.int64), None, None, rule)
+
+SIZES = [(0, 0), (0, 1), (1, 1), (15, 2), (16, 16), (1024, 17), (4097, 4096), (2**33, 2**20)]
+with compile.compiling(90) as compiled:
+    sweep()
+launches = collections.Counter(kernel.metadata.name for kernel in compiled)
+kernels = collections.Counter(name for name, _ in {(kernel.metadata.name, id(kernel)) for kernel in compiled})
+print(json.dumps([launches, kernels]))
+"""
+
+
+def test_sizes_and_numbers_never_compile_again():
+    """1, multiples of 16 and sizes beyond 32 bits are what Triton would like to compile anew for."""
+    launches, kernels = json.loads(output_of(start("-c", COUNT_COMPILATIONS)))
+    assert kernels == {
+        "_sweep": 2,  # a clip, a level
+        "_finalise": 1,
+        "_sum_slots": 1,
+        "_gate_trajectories": 1,
+        "_begin_counts": 1,
+        "_count_rows": 1,
+        "_score_windows": 1,
+        "_count_digits": 3,  # 11, 11 and 10 bits of the key
+        "_read_statistic": 1,
+        "_normalise_few": 1,
+        "_normalise_runs": 1,  # beyond advantages.SCANNED units
+    }
+    assert all(launches[kernel] >= 3 * count for kernel, count in kernels.items())

@@ -1,0 +1,589 @@
+"""HPOTrainer against TRL's own GRPOTrainer: one micro-batch in every setting, whole training runs, and the contract."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import functools
+import importlib.util
+import inspect
+import math
+import random
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import hpo_core as hpo
+
+pytest.importorskip("trl")
+import datasets
+from transformers import PrinterCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from hpo_core.integrations.trl import HPOTrainer
+
+pytestmark = pytest.mark.peers
+
+
+def _load_demo():
+    path = Path(__file__).parents[1] / "examples" / "demo.py"
+    spec = importlib.util.spec_from_file_location("hpo_demo", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+demo = _load_demo()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Rewards:
+    """How many different characters an answer has: varies for untrained models. Remembers what was sampled."""
+
+    __name__ = "distinct"
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, prompts, completions, completion_ids, **_):
+        self.seen += completion_ids
+        return [len(set(completion)) / 12 for completion in completions]
+
+
+def build(kind, folder, *, extra=None, callbacks=None, eval_dataset=None, **config):
+    """A trainer of the demo's model; ``extra`` are HPOTrainer's own arguments."""
+    settings = {
+        "max_steps": 10,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": 16,
+        "steps_per_generation": 4,
+        "num_generations": 8,
+        "max_completion_length": 12,
+        "top_k": 0,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "log_level": "error",
+    } | config
+    tokenizer = demo.build_tokenizer()
+    prompts = datasets.Dataset.from_dict({"prompt": demo.make_prompts(64, random.Random(0))})
+    model = demo.build_model(tokenizer, seed=0)
+    if config.get("beta"):  # TRL loads the reference model from where the model says it came from
+        model.save_pretrained(folder / "model")
+        model.config._name_or_path = str(folder / "model")
+    trainer = kind(
+        model=model,
+        args=GRPOConfig(str(folder), **settings),
+        processing_class=tokenizer,
+        reward_funcs=Rewards(),
+        train_dataset=prompts,
+        eval_dataset=prompts.select(range(4)) if eval_dataset else None,
+        callbacks=callbacks,
+        **(extra or {}),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+# ---------------------------------------------------------------------------------------------------- one micro-batch
+
+ROWS, LENGTH = 6, 9
+
+
+def micro_batch(seed=7, per_token_advantages=False):
+    """Scored completions with an empty row, a tool's tokens, ratios far from 1 and equal rewards; NaN where masked."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    lengths = torch.tensor([LENGTH, 5, 1, 0, 7, LENGTH])
+    completion_mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+    tool_mask = torch.ones_like(completion_mask)
+    tool_mask[0, 3:5] = 0
+    valid = completion_mask * tool_mask != 0
+    logps = -1 + 0.3 * normal(ROWS, LENGTH)
+    old = logps + 0.3 * normal(ROWS, LENGTH)
+    ref = logps + 0.3 * normal(ROWS, LENGTH)
+    advantages = torch.tensor([1.3, -0.7, -1.1, 0.4, 0.0, -0.2])
+    if per_token_advantages:
+        advantages = advantages[:, None] + 0.1 * normal(ROWS, LENGTH)
+    return {
+        "prompt_ids": torch.ones(ROWS, 2, dtype=torch.long),
+        "prompt_mask": torch.ones(ROWS, 2, dtype=torch.long),
+        "completion_ids": torch.ones(ROWS, LENGTH, dtype=torch.long),
+        "completion_mask": completion_mask,
+        "tool_mask": tool_mask,
+        "old_per_token_logps": old,
+        "ref_per_token_logps": ref,
+        "advantages": advantages,
+        "num_items_in_batch": torch.tensor(4 * int(valid.sum())),
+    }, SimpleNamespace(logps=logps, entropies=normal(ROWS, LENGTH).abs(), valid=valid)
+
+
+def loss_of(compute_loss, trainer, inputs, scored, poison=None):
+    """Loss, dL/dlogps and logged metrics of one micro-batch whose scores are given. ``poison`` goes where masked."""
+    inputs, logps = dict(inputs), scored.logps.clone()
+    if poison is not None:
+        logps[~scored.valid] = poison
+        for key in ("old_per_token_logps", "ref_per_token_logps"):
+            if key in inputs:
+                inputs[key] = torch.where(scored.valid, inputs[key], poison)
+    logps.requires_grad_()
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logps, scored.entropies, None)
+    for values in trainer._metrics.values():
+        values.clear()
+    loss = compute_loss(trainer, None, inputs)
+    loss.backward()
+    mode = "train" if trainer.model.training else "eval"
+    return loss.detach(), logps.grad, {key: value[-1] for key, value in trainer._metrics[mode].items()}
+
+
+def assert_same_loss(trainer, inputs, scored):
+    """Both losses of one trainer: value, gradient, and every metric TRL logs."""
+    loss, grad, metrics = loss_of(HPOTrainer._compute_loss, trainer, inputs, scored, poison=math.nan)
+    expected_loss, expected_grad, expected_metrics = loss_of(GRPOTrainer._compute_loss, trainer, inputs, scored)
+    torch.testing.assert_close(loss, expected_loss, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(grad, expected_grad, rtol=5e-6, atol=1e-7)
+    assert (grad[~scored.valid] == 0).all()
+    assert {key for key in metrics if not key.startswith("hpo_core/")} == set(expected_metrics)
+    for key, value in expected_metrics.items():
+        assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-7), key
+    return metrics
+
+
+SETTINGS = {
+    **{kind: {"loss_type": kind} for kind in ("dapo", "bnpo", "grpo", "dr_grpo", "luspo")},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
+    "asymmetric": {"epsilon": 0.1, "epsilon_high": 0.3},
+    "wide": {"epsilon": 1.5},
+    "delta": {"delta": 1.4},
+    "kl": {"beta": 0.1},
+    "kl without correction": {"beta": 0.1, "use_bias_correction_kl": False, "loss_type": "grpo"},
+    "cispo with kl": {"loss_type": "cispo", "epsilon_high": 1.2, "beta": 0.1},
+    "entropy": {"top_entropy_quantile": 0.3},
+    "entropy with kl": {"top_entropy_quantile": 0.3, "beta": 0.1},
+    **{
+        f"sequence {name}": {"importance_sampling_level": "sequence", "epsilon": 0.03} | config
+        for name, config in {
+            **{kind: {"loss_type": kind} for kind in ("dapo", "grpo", "luspo")},
+            "cispo": {"loss_type": "cispo", "epsilon_high": 1.02},
+            "delta": {"delta": 1.05},
+            "kl": {"beta": 0.1, "use_bias_correction_kl": False},
+            "entropy": {"top_entropy_quantile": 0.3},
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_one_micro_batch_equals_trl(setting, tmp_path):
+    config = SETTINGS[setting]
+    trainer = build(HPOTrainer, tmp_path, gradient_accumulation_steps=2, **config)
+    trainer.current_gradient_accumulation_steps = 2
+    inputs, scored = micro_batch()
+    metrics = assert_same_loss(trainer, inputs, scored)
+    clipped = metrics["cispo_clip_ratio" if config.get("loss_type") == "cispo" else "clip_ratio/region_mean"]
+    assert clipped > 0 or setting == "wide"
+
+    # sampled by vLLM: a weight per token or per sequence, on the policy term only
+    trainer.use_vllm = True
+    token_weight = torch.rand(ROWS, LENGTH) * 2
+    for weight in (token_weight, token_weight[:, :1]):
+        assert_same_loss(trainer, inputs | {"importance_sampling_ratio": weight}, scored)
+    trainer.use_vllm = False
+
+    trainer.model.eval()
+    assert_same_loss(trainer, inputs, scored)
+    trainer.model.train()
+    assert_same_loss(trainer, *micro_batch(seed=1, per_token_advantages=True))
+    assert_same_loss(trainer, inputs | {"advantages": inputs["advantages"][:, None]}, scored)
+    without = {key: value for key, value in inputs.items() if key not in ("old_per_token_logps", "tool_mask")}
+    everything = SimpleNamespace(**vars(scored) | {"valid": inputs["completion_mask"] != 0})
+    assert_same_loss(trainer, without, everything)
+
+
+def test_an_asked_backend_is_used(tmp_path):
+    trainer = build(HPOTrainer, tmp_path, extra={"backend": "reference"}, beta=0.1, top_entropy_quantile=0.3)
+    trainer.current_gradient_accumulation_steps = 1
+    assert trainer._hpo.backend == "reference"
+    assert_same_loss(trainer, *micro_batch())
+
+
+def test_a_wrong_clip_is_noticed(tmp_path):
+    trainer = build(HPOTrainer, tmp_path, epsilon=0.21)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.epsilon_low = trainer.epsilon_high = 0.2
+    with pytest.raises(AssertionError):
+        assert_same_loss(trainer, *micro_batch())
+
+
+def test_no_valid_token_gives_a_zero_that_can_be_differentiated(tmp_path):
+    inputs, scored = micro_batch()
+    inputs["completion_mask"] = torch.zeros_like(inputs["completion_mask"])
+    scored.valid[:] = False
+    for config in ({}, {"loss_type": "grpo"}, {"loss_type": "bnpo", "top_entropy_quantile": 0.3}):
+        trainer = build(HPOTrainer, tmp_path, **config)
+        trainer.current_gradient_accumulation_steps = 1
+        loss, grad, _ = loss_of(HPOTrainer._compute_loss, trainer, inputs, scored, poison=math.nan)
+        assert loss == 0
+        assert (grad == 0).all()
+
+
+def test_autocast_changes_nothing(tmp_path):
+    trainer = build(HPOTrainer, tmp_path, beta=0.1, top_entropy_quantile=0.3)
+    trainer.current_gradient_accumulation_steps = 1
+    inputs, scored = micro_batch()
+    expected = loss_of(HPOTrainer._compute_loss, trainer, inputs, scored)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, grad, metrics = loss_of(HPOTrainer._compute_loss, trainer, inputs, scored)
+    assert torch.equal(loss, expected[0])
+    assert torch.equal(grad, expected[1])
+    assert metrics == expected[2]
+
+
+def test_auxiliary_loss_of_experts(tmp_path):
+    trainer = build(HPOTrainer, tmp_path)
+    trainer.current_gradient_accumulation_steps = 2
+    trainer.aux_loss_enabled, trainer.router_aux_loss_coef = True, 0.5
+    inputs, scored = micro_batch()
+    results = []
+    for compute_loss in (HPOTrainer._compute_loss, GRPOTrainer._compute_loss):
+        aux = torch.tensor(3.0, requires_grad=True)
+        logps = scored.logps.clone().requires_grad_()
+        trainer._get_per_token_logps_and_entropies = lambda *_, a=aux, x=logps, **__: (x, scored.entropies, a)
+        loss = compute_loss(trainer, None, inputs)
+        loss.backward()
+        results.append((loss.item(), aux.grad.item(), trainer._metrics["train"]["aux_loss"].pop()))
+    assert results[0] == pytest.approx(results[1], rel=1e-6)
+
+
+# -------------------------------------------------------------------------------------------------------- whole runs
+
+
+class Record(TrainerCallback):
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs, **_):
+        self.logs.append(dict(logs))
+
+
+def run(kind, folder, **options):
+    """Train; every logged value, the sampled tokens, and the parameters."""
+    record = Record()
+    trainer = build(kind, folder, callbacks=[record], **options)
+    trainer.train()
+    parameters = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]).double()
+    return SimpleNamespace(logs=record.logs, tokens=trainer.reward_funcs[0].seen, parameters=parameters)
+
+
+def differences(ours, theirs):
+    """Largest differences over all logged steps, relative to the run's largest loss, and to each step's norm."""
+
+    def column(result, key):
+        return torch.tensor([entry[key] for entry in result.logs if key in entry], dtype=torch.float64)
+
+    loss, norm = column(theirs, "loss"), column(theirs, "grad_norm")
+    assert len(loss) == len(norm) == 10
+    return SimpleNamespace(
+        loss=((column(ours, "loss") - loss).abs().max() / loss.abs().max()).item(),
+        norm=((column(ours, "grad_norm") - norm).abs() / norm).max().item(),
+        parameters=((ours.parameters - theirs.parameters).norm() / theirs.parameters.norm()).item(),
+    )
+
+
+RUNS = {
+    "dapo": {},
+    "dapo, accumulated, two iterations": {"gradient_accumulation_steps": 4, "num_iterations": 2},
+    "bnpo, accumulated": {"loss_type": "bnpo", "gradient_accumulation_steps": 2},
+    "grpo, two iterations": {"loss_type": "grpo", "num_iterations": 2},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.1},
+    "sequence": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-3, "epsilon_high": 4e-3},
+    "on-policy, accumulated": {"gradient_accumulation_steps": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def trl_run(tmp_path_factory):
+    """TRL's own run of a setting, trained once."""
+    return functools.cache(lambda name: run(GRPOTrainer, tmp_path_factory.mktemp("trl"), **RUNS[name]))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_training_equals_trl(name, trl_run, tmp_path):
+    ours, theirs = run(HPOTrainer, tmp_path, **RUNS[name]), trl_run(name)
+    difference = differences(ours, theirs)
+    assert ours.tokens == theirs.tokens
+    assert difference.loss <= 2e-5
+    assert difference.norm <= 2e-5
+    assert difference.parameters <= 1e-6
+    key = "cispo_clip_ratio" if name == "cispo" else "clip_ratio/region_mean"
+    clipped = [entry[key] for entry in theirs.logs if key in entry]
+    assert max(clipped) > 0 or name.startswith("on-policy")
+    for entry, expected in zip(ours.logs, theirs.logs, strict=True):
+        for metric in expected:
+            if metric.startswith(("clip", "cispo", "entropy", "reward", "completions")):
+                assert entry[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), metric
+
+
+def test_another_epsilon_is_another_run(trl_run, tmp_path):
+    difference = differences(run(HPOTrainer, tmp_path, epsilon=0.21), trl_run("dapo"))
+    assert difference.loss > 2e-5 or difference.norm > 2e-5
+    assert difference.parameters > 1e-6
+
+
+def test_evaluation_equals_trl(tmp_path):
+    logged = []
+    for kind in (HPOTrainer, GRPOTrainer):
+        trainer = build(kind, tmp_path, eval_dataset=True, per_device_eval_batch_size=16)
+        torch.manual_seed(0)
+        logged.append(trainer.evaluate())
+    for key, value in logged[1].items():
+        if not key.endswith(("time", "per_second")):
+            assert logged[0][key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
+
+
+# --------------------------------------------------------------------------------------- gate=, advantage=, window=
+
+
+def test_an_estimator_sees_whole_groups(trl_run, tmp_path):
+    """TRL's own normalisation, computed by ours: the same run, although micro-batches hold parts of groups."""
+    calls = []
+
+    def estimator(rewards, group_ids, **keywords):
+        calls.append((rewards.numel(), group_ids))
+        return hpo.advantages.grpo(rewards, group_ids, eps=1e-4, **keywords)
+
+    ours, theirs = run(HPOTrainer, tmp_path, extra={"advantage": estimator}), trl_run("dapo")
+    difference = differences(ours, theirs)
+    assert ours.tokens == theirs.tokens
+    assert difference.norm <= 2e-5
+    assert difference.parameters <= 1e-5  # ours computes deviations in float64, TRL in float32
+    assert [units for units, _ in calls] == [64] * 3  # the generation batch, once per rollout
+    assert torch.equal(calls[0][1], torch.arange(64) // 8)
+
+
+def test_group_ids_reach_the_loss_and_the_log_holds_our_advantages(tmp_path):
+    estimator = functools.partial(hpo.advantages.rloo)
+    trainer = build(HPOTrainer, tmp_path, extra={"advantage": estimator}, scale_rewards="group")
+    output = trainer._generate_and_score_completions([{"prompt": "abcdefgh="}] * 8 + [{"prompt": "aaaaaaaa="}] * 8)
+    rewards = trainer._hpo_rewards[:, 0]
+    assert torch.equal(output["group_ids"], torch.arange(16) // 8)
+    assert torch.equal(output["advantages"], hpo.advantages.rloo(rewards, output["group_ids"]))
+    assert list(trainer._logs["advantages"]) == output["advantages"].tolist()
+
+
+def test_a_completion_nobody_scored_has_no_advantage(tmp_path):
+    trainer = build(HPOTrainer, tmp_path, extra={"advantage": hpo.advantages.dr_grpo})
+    trainer._hpo_rewards = torch.tensor([[1.0], [math.nan], [0.0], *[[0.0]] * 5])
+    advantages, _ = trainer._advantages(hpo.advantages.dr_grpo, 8)
+    assert advantages[1] == 0
+    assert advantages[0] == pytest.approx(1 - 1 / 7)
+
+
+@pytest.mark.parametrize("scope", ["batch", "call"])
+def test_a_window_selects_its_share_of_every_rollout(scope, tmp_path):
+    """Also where the policy has moved on since: at scope="batch" the mask is that of the policy that sampled."""
+    window = hpo.entropy.ares(2, "0.5", scope=scope)
+    result = run(HPOTrainer, tmp_path, extra={"window": window}, max_steps=8)
+    selected = [entry["hpo_core/selected_fraction"] for entry in result.logs if "hpo_core/selected_fraction" in entry]
+    assert len(selected) == 8
+    for rollout in (selected[:4], selected[4:]):
+        assert sum(rollout) / 4 == pytest.approx(0.46, abs=0.03)  # half of the windows that fit: 11 of 12 tokens
+
+
+def test_a_batch_window_is_fitted_on_the_whole_generation_batch(tmp_path):
+    trainer = build(HPOTrainer, tmp_path, extra={"window": hpo.entropy.forking_tokens("0.2")})
+    output = trainer._generate_and_score_completions([{"prompt": "abcdefgh="}] * 32)
+    _, entropies, _ = trainer._score(trainer.model, output)
+    valid = output["completion_mask"] != 0
+    tokens = int(valid.sum())
+    assert output["token_mask"].sum() == 1 + math.floor(0.2 * (tokens - 1))
+    assert entropies[output["token_mask"]].min() >= entropies[valid & ~output["token_mask"]].max()
+
+
+@pytest.mark.parametrize("name", demo.GATES)
+def test_every_gate_of_the_demo_trains(name, tmp_path):
+    gate, loss_type = demo.GATES[name]
+    result = run(HPOTrainer, tmp_path, extra={"gate": gate()}, loss_type=loss_type, max_steps=2)
+    assert all(math.isfinite(entry["grad_norm"]) and entry["grad_norm"] > 0 for entry in result.logs[:2])
+
+
+# ------------------------------------------------------------------------------------------------------ the contract
+
+# What TRL's loss reads of the trainer and of its config, and who honours it here.
+HONOURED = {
+    *("loss_type", "importance_sampling_level", "epsilon_low", "epsilon_high", "args.delta"),  # gate_from_config
+    *("beta", "args.use_bias_correction_kl"),  # kl
+    "top_entropy_quantile",  # window
+    *("use_vllm", "vllm_importance_sampling_correction"),  # decide whether a batch has importance_sampling_ratio
+    *("current_gradient_accumulation_steps", "args.steps_per_generation", "max_completion_length"),  # weights
+    *("aux_loss_enabled", "router_aux_loss_coef"),
+    *("model", "accelerator", "_metrics", "_get_per_token_logps_and_entropies"),  # the machinery, used the same way
+    *("get_high_entropy_mask", "get_off_policy_mask", "get_gamma_weights"),  # their fields are walked too
+}
+# State of the entropy bonus, which the refused fields switch on.
+BONUS_STATE = {"_entropy_bonus_enabled", "_last_world_entropy", "_entropy_window_stats"}
+OTHER_VALUES = {"use_adaptive_entropy": True, "off_policy_mask_threshold": 0.5}
+
+
+def reads_of_the_loss():
+    """Names X of ``self.X`` and ``self.args.X`` in the source of TRL's loss and of the methods it calls."""
+    names = set()
+    for function in ("_compute_loss", "get_high_entropy_mask", "get_off_policy_mask", "get_gamma_weights"):
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(GRPOTrainer, function))))
+        for node in ast.walk(ast.parse(source)):
+            name = ast.unparse(node).removeprefix("self.") if isinstance(node, ast.Attribute) else ""
+            if name != ast.unparse(node) and name != "args" and name.removeprefix("args.").isidentifier():
+                names.add(name)
+    return names
+
+
+def test_every_field_the_loss_reads_is_honoured_or_refused(tmp_path):
+    reads = reads_of_the_loss()
+    assert len(reads) > 30, reads
+    refused = {name.removeprefix("args.") for name in reads - HONOURED - BONUS_STATE}
+    for name in sorted(refused):
+        assert name in GRPOConfig.__dataclass_fields__, f"TRL's loss reads {name}, which HPOTrainer does not know"
+        value = OTHER_VALUES.get(name, 0.123)
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            build(HPOTrainer, tmp_path, **{name: value})
+
+
+def test_neutral_values_are_the_defaults():
+    fields = GRPOConfig.__dataclass_fields__
+    assert fields["entropy_coef"].default == 0.0
+    assert fields["use_adaptive_entropy"].default is False
+    assert fields["off_policy_mask_threshold"].default is None
+
+
+def test_every_key_the_loss_reads_is_known():
+    """``inputs["X"]`` and ``inputs.get("X")`` in TRL's loss: what a new release might add to a micro-batch."""
+    source = textwrap.dedent(inspect.getsource(GRPOTrainer._compute_loss))
+    keys = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "inputs":
+            keys.add(ast.literal_eval(node.slice))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "inputs.get":
+            keys.add(ast.literal_eval(node.args[0]))
+    scoring = set(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+    ours = {
+        *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"),
+        *("num_items_in_batch", "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"),
+        "sampling_per_token_logps",  # only for the refused off_policy_mask_threshold
+    }
+    assert keys - scoring <= ours
+    assert "pixel_values" in scoring
+
+
+@pytest.mark.parametrize(
+    ("message", "extra", "config"),
+    [
+        ("loss_type: ", {}, {"loss_type": "sapo"}),
+        ("loss_type: ", {}, {"loss_type": "vespo"}),
+        ("loss_type: ", {"gate": hpo.gates.dapo()}, {"loss_type": "unheard of"}),
+        ("epsilon_high: ", {}, {"loss_type": "cispo"}),
+        ("delta: ", {}, {"delta": 1.1}),
+        ("importance_sampling_level: ", {}, {"importance_sampling_level": "word"}),
+        ("use_bias_correction_kl: ", {}, {"importance_sampling_level": "sequence", "beta": 0.1}),
+        ("epsilon: .*gate= replaces it", {"gate": hpo.gates.dapo()}, {"epsilon": 0.1}),
+        ("delta: .*gate= replaces it", {"gate": hpo.gates.dapo()}, {"delta": 3.0}),
+        ("scale_rewards: .*advantage= ", {"advantage": hpo.advantages.grpo}, {"scale_rewards": "none"}),
+        ("top_entropy_quantile: .*window= ", {"window": hpo.entropy.ares()}, {"top_entropy_quantile": 0.5}),
+        ("backend: ", {"backend": "abacus"}, {}),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(message, extra, config, tmp_path):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        build(HPOTrainer, tmp_path, extra=extra, **config)
+
+
+@pytest.mark.parametrize("extra", [{"gate": "dapo"}, {"advantage": "grpo"}, {"window": 0.2}])
+def test_wrong_types_are_refused(extra, tmp_path):
+    (name,) = extra
+    with pytest.raises(TypeError, match=f"^{name}: "):
+        build(HPOTrainer, tmp_path, extra=extra)
+
+
+def test_other_denominators_are_usable_with_a_gate(tmp_path):
+    for loss_type in ("sapo", "vespo"):
+        trainer = build(HPOTrainer, tmp_path, extra={"gate": hpo.gates.ppo_clip()}, loss_type=loss_type)
+        trainer.current_gradient_accumulation_steps = 1
+        inputs, scored = micro_batch()
+        same = build(HPOTrainer, tmp_path, loss_type={"sapo": "grpo", "vespo": "dapo"}[loss_type])
+        same.current_gradient_accumulation_steps = 1
+        results = [loss_of(HPOTrainer._compute_loss, one, inputs, scored)[0] for one in (trainer, same)]
+        assert torch.equal(*results)
+
+
+def test_docstrings(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tried = doctest.testmod(sys.modules[HPOTrainer.__module__])
+    assert tried.attempted > 0
+    assert tried.failed == 0
+
+
+def test_importing_hpo_core_imports_no_trainer():
+    code = "import sys, hpo_core; sys.exit(any(name.split('.')[0] in ('trl', 'transformers') for name in sys.modules))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ------------------------------------------------------------------------------------------------- several processes
+
+
+def compare_in_this_process(folder):
+    """Body of each process of the test below: groups of 16 span two processes of 8 completions."""
+    common = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_generations": 16, "max_steps": 10}
+    estimator = functools.partial(hpo.advantages.grpo, eps=1e-4)  # what TRL computes
+    ares = hpo.entropy.ares(2, "0.5")
+    for extra, config in (({}, {"top_entropy_quantile": 0.3}), ({"advantage": estimator}, {"loss_type": "bnpo"})):
+        ours = run(HPOTrainer, folder, extra=extra, **common, **config)
+        theirs = run(GRPOTrainer, folder, **common, **config)
+        difference = differences(ours, theirs)
+        assert torch.distributed.get_world_size() == 2
+        assert ours.tokens == theirs.tokens
+        assert difference.loss <= 2e-5
+        assert difference.norm <= 2e-5
+        assert difference.parameters <= 1e-5
+        for entry, expected in zip(ours.logs, theirs.logs, strict=True):
+            for metric in expected:
+                if metric.startswith(("clip", "entropy", "reward")):
+                    assert entry[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), metric
+    result = run(HPOTrainer, folder, extra={"window": ares}, **common)
+    fractions = [entry["hpo_core/selected_fraction"] for entry in result.logs if "hpo_core/selected_fraction" in entry]
+    assert sum(fractions[:2]) / 2 == pytest.approx(0.46, abs=0.06)
+
+
+@pytest.mark.long
+def test_two_processes_equal_trl(tmp_path):
+    script = tmp_path / "compare.py"
+    script.write_text(
+        "import importlib.util, pathlib, sys, torch\n"
+        f"spec = importlib.util.spec_from_file_location('test_trl', {str(Path(__file__))!r})\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "torch.set_num_threads(1)\n"
+        f"module.compare_in_this_process(pathlib.Path({str(tmp_path)!r}))\n"
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    finished = subprocess.run(launch, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr[-6000:]

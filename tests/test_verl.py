@@ -1,0 +1,329 @@
+"""The losses registered with verl against verl's own, through verl's own ppo_loss, and how verl finds them."""
+
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("verl")
+from tensordict import TensorDict
+from verl.trainer.ppo import core_algos
+from verl.utils import tensordict_utils
+from verl.workers.config import ActorConfig, PolicyLossConfig
+from verl.workers.utils.losses import ppo_loss
+
+import hpo_core as hpo
+from hpo_core.integrations.verl import register
+
+pytestmark = pytest.mark.peers
+
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+COUNTS = {"local": {}, "global": {"dp_size": 3, "batch_num_tokens": 77, "global_batch_size": 19}}
+# name -> verl's name for the same loss, and bounds that clip on the batches below
+PRESETS = {
+    "hpo_ppo_clip": ("vanilla", {"clip_ratio_high": 0.25, "clip_ratio_c": 1.5}),
+    "hpo_gspo": ("gspo", {"clip_ratio_low": 0.03, "clip_ratio_high": 0.04}),
+    "hpo_gspo_token": ("gspo", {"clip_ratio_low": 0.03, "clip_ratio_high": 0.04}),
+    "hpo_cispo": ("cispo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.25}),
+}
+ROWS = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registry():
+    """What the tests register under new names does not stay."""
+    before = dict(core_algos.POLICY_LOSS_REGISTRY)
+    yield
+    core_algos.POLICY_LOSS_REGISTRY.clear()
+    core_algos.POLICY_LOSS_REGISTRY.update(before)
+
+
+def jagged(rows):
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+class Batch:
+    """Ragged prompts and responses as verl packs them; the leaf is ``logp``, of all prompts and responses."""
+
+    def __init__(self, seed=0, per_token=False, weights=False):
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator)
+
+        self.prompts = torch.randint(1, 4, (ROWS,), generator=generator).tolist()
+        self.responses = torch.randint(2, 20, (ROWS,), generator=generator).tolist()
+        lengths = [p + n for p, n in zip(self.prompts, self.responses, strict=True)]
+        self.offsets = torch.tensor([0, *lengths]).cumsum(0)
+        self.logp = (-normal(sum(lengths)).abs() - 0.1).requires_grad_()
+        self.fields = {
+            "old_log_probs": [logp + 0.3 * normal(len(logp)) for logp in self.response(self.logp.detach())],
+            "advantages": [normal(n if per_token else 1).expand(n).clone() for n in self.responses],
+            "response_mask": [normal(n) > -1 for n in self.responses],
+        }
+        self.fields["advantages"][1].zero_()  # a prompt whose samples were all alike
+        if weights:
+            self.fields["rollout_is_weights"] = [normal(n).abs() for n in self.responses]
+
+    def response(self, packed):
+        """The response part of each row: the log-probability of a token stands one place before it."""
+        ends, sizes = self.offsets[1:].tolist(), self.responses
+        return [packed[end - size - 1 : end - 1] for end, size in zip(ends, sizes, strict=True)]
+
+    def data(self, rows=range(ROWS), **counts):
+        sizes = {"prompts": self.prompts, "responses": self.responses}
+        ids = {name: jagged([torch.ones(size[row]).long() for row in rows]) for name, size in sizes.items()}
+        fields = {name: jagged([field[row] for row in rows]) for name, field in self.fields.items()}
+        data = TensorDict({**ids, **fields}, batch_size=[len(rows)])
+        counts = {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None, **counts}
+        tensordict_utils.assign_non_tensor(data, **counts)
+        return data
+
+    def log_probs(self, rows=range(ROWS)):
+        parts = [self.logp[self.offsets[row] : self.offsets[row + 1]] for row in rows]
+        lengths = [0, *(len(part) for part in parts)]
+        return torch.nested.nested_tensor_from_jagged(torch.cat(parts), torch.tensor(lengths).cumsum(0))
+
+
+def actor(loss_mode, **fields):
+    policy_loss = PolicyLossConfig(loss_mode=loss_mode)
+    return ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=policy_loss, **fields)
+
+
+def run(batch, config, counts=None, rows=range(ROWS), **output):
+    """Loss, its gradient, and the metrics as the trainer logs them."""
+    loss, metrics = ppo_loss(config, {"log_probs": batch.log_probs(rows), **output}, batch.data(rows, **(counts or {})))
+    (gradient,) = torch.autograd.grad(loss, batch.logp)
+    logged = {name: metric.aggregate() for name, metric in metrics.items() if hasattr(metric, "aggregate")}
+    return loss.detach(), gradient, logged
+
+
+def close(ours, expected):
+    """Loss and gradient within 1e-6 of verl's, relative to the largest term that makes an element."""
+    torch.testing.assert_close(ours[1], expected[1], rtol=1e-6, atol=1e-6 * expected[1].abs().max().item())
+    torch.testing.assert_close(ours[0], expected[0], rtol=1e-6, atol=1e-6 * expected[1].abs().sum().item())
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_equals_verl(name, aggregation, counts):
+    peer, fields = PRESETS[name]
+    for seed in range(3):
+        batch = Batch(seed, weights=seed == 2 and name != "hpo_gspo")
+        expected, ours = (
+            run(batch, actor(mode, loss_agg_mode=aggregation, **fields), COUNTS[counts]) for mode in (peer, name)
+        )
+        close(ours, expected)
+        assert expected[2]["actor/pg_clipfrac"] > 0.05, "nothing was clipped: the comparison says little"
+        assert expected[2]["actor/pg_clipfrac_lower"] > 0.01 or peer != "vanilla"
+        for metric, value in expected[2].items():
+            assert ours[2][metric] == pytest.approx(value, rel=1e-6, abs=1e-7), metric
+
+
+def test_equals_verl_only_with_the_same_bounds():
+    """The comparison above discriminates."""
+    batch = Batch()
+    one, other = (run(batch, actor(mode, clip_ratio_high=0.25)) for mode in ("vanilla", "hpo_ppo_clip"))
+    other_bound = run(batch, actor("hpo_ppo_clip", clip_ratio_high=0.1))
+    close(other, one)
+    assert not torch.allclose(other_bound[1], one[1], rtol=1e-3)
+
+
+def test_dapo_is_vanilla_without_the_dual_clip():
+    batch = Batch()
+    expected = run(batch, actor("vanilla", clip_ratio_high=0.28, clip_ratio_c=1e30))
+    ours = run(batch, actor("hpo_dapo", clip_ratio_high=0.28))
+    close(ours, expected)
+
+
+def test_gspo_with_token_advantages():
+    """verl's gspo is the paper's GSPO-token; the sequence form has another gradient where advantages vary in a row."""
+    batch, fields = Batch(per_token=True), PRESETS["hpo_gspo"][1]
+    expected, token, sequence = (run(batch, actor(mode, **fields)) for mode in ("gspo", "hpo_gspo_token", "hpo_gspo"))
+    close(token, expected)
+    torch.testing.assert_close(sequence[0], token[0])
+    assert not torch.allclose(sequence[1], expected[1], rtol=1e-2)
+
+
+def test_terms_that_verl_adds():
+    """ppo_loss changes the returned loss in place by entropy and KL."""
+    batch = Batch()
+    batch.fields["ref_log_prob"] = [old - 0.1 for old in batch.fields["old_log_probs"]]
+    fields = {"entropy_coeff": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.2}
+    entropy = torch.nested.nested_tensor_from_jagged(torch.rand(len(batch.logp)), batch.offsets)
+    expected, ours = (run(batch, actor(mode, **fields), entropy=entropy) for mode in ("vanilla", "hpo_ppo_clip"))
+    close(ours, expected)
+    assert ours[2].keys() > expected[2].keys()
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_micro_batches_and_ranks_add_up_to_the_step(aggregation):
+    batch = Batch()
+    tokens, rows = int(sum(mask.sum() for mask in batch.fields["response_mask"])), ROWS
+    counts = {"batch_num_tokens": tokens, "global_batch_size": rows}
+    fields = {"loss_agg_mode": aggregation, "loss_scale_factor": 20}
+    whole = run(batch, actor("hpo_gspo", **fields), counts)
+    # two ranks, whose gradients the engine averages, of two micro-batches each
+    parts = [
+        run(batch, actor("hpo_gspo", **fields), {**counts, "dp_size": 2}, part)
+        for part in ([0, 1, 2], [3], [4, 5], [6, 7])
+    ]
+    loss, gradient = sum(part[0] for part in parts) / 2, sum(part[1] for part in parts) / 2
+    assert torch.equal(gradient, whole[1])
+    close((loss, gradient), whole)
+
+
+def test_masked_positions_are_never_read():
+    batch = Batch()
+    expected = run(batch, actor("hpo_cispo"))
+    hidden = torch.zeros(len(batch.logp), dtype=torch.bool)
+    for view, mask in zip(batch.response(hidden), batch.fields["response_mask"], strict=True):
+        view |= ~mask
+    assert hidden.any()
+    with torch.no_grad():
+        batch.logp[hidden] = float("nan")
+    ours, verl = (run(batch, actor(mode)) for mode in ("hpo_cispo", "cispo"))
+    assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
+    assert verl[1].isnan().any(), "verl reads them: see docs/verl.md"
+
+
+def test_nothing_valid_is_a_connected_zero():
+    batch = Batch()
+    batch.fields["response_mask"] = [torch.zeros_like(mask) for mask in batch.fields["response_mask"]]
+    for name in PRESETS:
+        loss, gradient, logged = run(batch, actor(name))
+        assert loss == 0 and (gradient == 0).all()
+        assert all(value == 0 for value in logged.values())
+
+
+def test_a_nan_at_a_valid_token_is_counted():
+    batch = Batch()
+    batch.fields["response_mask"][0][:] = True
+    with torch.no_grad():
+        batch.response(batch.logp)[0][0] = float("nan")
+    loss, gradient, logged = run(batch, actor("hpo_ppo_clip"))
+    assert loss.isfinite() and gradient.isfinite().all()
+    assert logged["actor/hpo_nan_tokens"] == 1
+
+
+# ------------------------------------------------------------------------------------------------ the contract
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "hpo_dapo"])
+def test_signature_and_pickling(name):
+    function = core_algos.get_policy_loss_fn(name)
+    expected = inspect.signature(core_algos.compute_policy_loss_vanilla).parameters
+    assert list(inspect.signature(function).parameters) == list(expected)
+    assert pickle.loads(pickle.dumps(function)).keywords == function.keywords
+
+
+def call(name, **fields):
+    zeros = torch.zeros(2, 3)
+    arguments = {"old_log_prob": zeros, "log_prob": zeros.clone().requires_grad_(), "advantages": zeros + 1}
+    return core_algos.get_policy_loss_fn(name)(
+        **{**arguments, "response_mask": zeros == 0, "loss_agg_mode": "token-mean", "config": actor(name), **fields}
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("hpo_dapo", {"clip_ratio_high": 0.28, "clip_ratio_c": 10.0}, "clip_ratio_c: 'hpo_dapo' does not read it"),
+        ("hpo_dapo", {}, "clip_ratio_high: hpo_dapo clips higher"),
+        ("hpo_cispo", {"clip_ratio_c": 10.0}, "clip_ratio_c: 'hpo_cispo' does not read it"),
+        ("hpo_gspo", {"clip_ratio_c": 10.0}, "clip_ratio_c: 'hpo_gspo' does not read it"),
+        ("hpo_gspo_token", {"clip_ratio_c": 10.0}, "clip_ratio_c: 'hpo_gspo_token' does not read it"),
+        ("hpo_ppo_clip", {"clip_ratio_c": 1.0}, "clip_ratio_c: expected a ratio > 1"),
+        ("hpo_ppo_clip", {"clip_ratio_low": -0.1}, "clip_ratio_low: expected an epsilon >= 0"),
+        ("hpo_gspo", {"clip_ratio_high": -0.1}, "clip_ratio_high: expected an epsilon >= 0"),
+    ],
+)
+def test_a_field_that_cannot_be_honoured_is_an_error(name, fields, message):
+    with pytest.raises(ValueError, match=message):
+        call(name, config=actor(name, **fields))
+
+
+def test_fields_that_are_none_fall_back():
+    batch = Batch()
+    fields = {"clip_ratio": 0.1, "clip_ratio_low": None, "clip_ratio_high": None}
+    expected, ours = (run(batch, actor(mode, **fields)) for mode in ("vanilla", "hpo_ppo_clip"))
+    close(ours, expected)
+
+
+def test_an_epsilon_above_one_is_no_lower_bound():
+    """verl's recipes switch CISPO's lower bound off with clip_ratio_low=10."""
+    batch = Batch()
+    expected, ours = (run(batch, actor(mode, clip_ratio_low=10.0)) for mode in ("cispo", "hpo_cispo"))
+    close(ours, expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"config": None}, ValueError, "config: expected verl's ActorConfig"),
+        ({"loss_agg_mode": "mean"}, ValueError, "loss_agg_mode: expected one of verl's"),
+        ({"log_prob": torch.zeros(2, 3).bfloat16()}, TypeError, "logp: expected float32, got bfloat16"),
+        ({"advantages": torch.zeros(2, 4)}, ValueError, "advantages"),
+        (
+            {"config": actor("x", global_batch_info={"dp_size": 2})},
+            ValueError,
+            "batch_num_tokens: 'token-mean' needs it",
+        ),
+        (
+            {"config": actor("x", global_batch_info={"dp_size": 2}), "loss_agg_mode": "seq-mean-token-mean"},
+            ValueError,
+            "global_batch_size: 'seq-mean-token-mean' needs it",
+        ),
+    ],
+)
+def test_errors_name_the_argument(fields, error, message):
+    with pytest.raises(error, match=message):
+        call("hpo_ppo_clip", **fields)
+
+
+def test_register_a_gate_of_your_own():
+    register("hpo_mine", hpo.gates.ppo_clip(0.1, 0.3, dual=2.0))
+    batch = Batch()
+    expected = run(batch, actor("vanilla", clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=2.0))
+    close(run(batch, actor("hpo_mine")), expected)
+    for field, value in {"clip_ratio": 0.3, "clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 2.0}.items():
+        with pytest.raises(ValueError, match=f"^{field}: 'hpo_mine' does not read it"):
+            call("hpo_mine", config=actor("hpo_mine", **{field: value}))
+
+
+def test_register_a_function_of_the_config():
+    register("hpo_annealed", lambda config: hpo.gates.ppo_clip(config.clip_ratio_low, 0.5))
+    batch = Batch()
+    expected = run(batch, actor("vanilla", clip_ratio_low=0.1, clip_ratio_high=0.5, clip_ratio_c=1e30))
+    close(run(batch, actor("hpo_annealed", clip_ratio_low=0.1)), expected)
+
+
+def test_register_refuses_what_is_no_gate():
+    with pytest.raises(TypeError, match="gate: expected a RatioGate, or a function"):
+        register("hpo_wrong", "ppo_clip")
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"VERL_USE_EXTERNAL_PLUGINS": "hpo_core"},
+        {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "hpo_core.integrations.verl"},
+    ],
+    ids=["entry point", "external module"],
+)
+def test_verl_finds_us(environment, tmp_path):
+    program = (
+        "import verl\n"
+        "from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY\n"
+        "print(*[name for name in POLICY_LOSS_REGISTRY if name.startswith('hpo_')])"
+    )
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VERL_USE_EXTERNAL")}
+    found = subprocess.run(
+        [sys.executable, "-c", program], env={**inherited, **environment}, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert found.stdout.split() == ["hpo_ppo_clip", "hpo_dapo", "hpo_cispo", "hpo_gspo", "hpo_gspo_token"], found.stderr

@@ -22,8 +22,9 @@ ifeq ($(origin TORCH),file)
 FOUND := $(shell $(PYTHON) -c "$(TORCH_IN_RANGE)" 2>/dev/null)
 endif
 
-# A backend that is missing fails the run; it is never skipped. One worker for each core.
-PYTEST := HPO_CORE_TEST_BACKENDS=cpu,triton,cuda_emulated $(BIN)/pytest --numprocesses auto
+# A backend that is missing fails the run; it is never skipped. One worker for each core, each with threads of its own:
+# those that wait must not spin.
+PYTEST := HPO_CORE_TEST_BACKENDS=cpu,triton,cuda_emulated OMP_WAIT_POLICY=passive $(BIN)/pytest --numprocesses auto
 
 export HPO_CORE_EMULATED ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -54,7 +55,7 @@ test: build
 	$(PYTEST) -m "not long"
 
 test-long: build
-	$(PYTEST)
+	$(PYTEST) --all-examples
 
 coverage: build
 	$(PYTEST) -m "not long" --cov=hpo_core --cov-report=term-missing:skip-covered --cov-fail-under=95

@@ -43,9 +43,47 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("backend", NATIVE)
 
 
+INTERPRETED_EXAMPLES = 25
+
+
+@pytest.fixture(autouse=True)
+def fewer_examples(request, monkeypatch):
+    """Triton's interpreter takes milliseconds for what the others do in microseconds; `--all-examples` gives it all."""
+    run = getattr(request.function, "_hypothesis_internal_use_settings", None)
+    parameters = getattr(getattr(request.node, "callspec", None), "params", {})
+    if run and parameters.get("backend") == "triton" and not request.config.getoption("--all-examples"):
+        fewer = hypothesis.settings(run, max_examples=min(run.max_examples, INTERPRETED_EXAMPLES))
+        monkeypatch.setattr(request.function, "_hypothesis_internal_use_settings", fewer)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all-examples", action="store_true", help="hypothesis draws as many for slow backends, too")
+
+
 @pytest.fixture(autouse=True)
 def threads():
     """No test leaves another number of threads behind."""
     number = torch.get_num_threads()
     yield
     torch.set_num_threads(number)
+
+
+def _rank(rank, path, function, results):
+    torch.set_num_threads(1)  # a forked process has none of its parent's OpenMP threads, and would wait for them
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
+    results[rank] = function(rank)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def three_ranks(tmp_path):
+    """Runs a function of the rank in three processes that share a group; returns what each returned."""
+
+    def run(function):
+        with torch.multiprocessing.Manager() as manager:
+            results = manager.dict()
+            arguments = (tmp_path / "store", function, results)
+            torch.multiprocessing.start_processes(_rank, arguments, 3, start_method="fork")
+            return [results[rank] for rank in range(3)]
+
+    return run

@@ -151,27 +151,22 @@ def test_prompt_mean_needs_groups():
 LENGTHS = ([4, 1], [3], [])  # of three ranks
 
 
-def rank_of_three(rank, path, results):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
-    group = torch.distributed.group.WORLD
-    batch = hpo.PackedBatch.from_lengths(LENGTHS[rank])
-    for name in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum"):
-        for reduction in ("sum", "mean"):
-            weights = MODES[name](batch, process_group=group, gradient_reduction=reduction)
-            results[name, reduction, rank] = weights.tolist()
-    torch.distributed.destroy_process_group()
+def weights_of(rank):
+    batch, group = hpo.PackedBatch.from_lengths(LENGTHS[rank]), torch.distributed.group.WORLD
+    return {
+        (name, reduction): MODES[name](batch, process_group=group, gradient_reduction=reduction).tolist()
+        for name in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum")
+        for reduction in ("sum", "mean")
+    }
 
 
-def test_denominators_over_ranks(tmp_path):
+def test_denominators_over_ranks(three_ranks):
     """Sum: the weights of one batch that holds everything; mean, for engines that average: three times that."""
-    with torch.multiprocessing.Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.start_processes(rank_of_three, (tmp_path / "store", results), 3, start_method="fork")
-        results = dict(results)
+    found = three_ranks(weights_of)
     whole = hpo.PackedBatch.from_lengths(list(itertools.chain(*LENGTHS)))
     for name in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum"):
         added, averaged = (
-            torch.tensor(list(itertools.chain(*(results[name, reduction, rank] for rank in range(3)))))
+            torch.tensor(list(itertools.chain(*(of_rank[name, reduction] for of_rank in found))))
             for reduction in ("sum", "mean")
         )
         expected = MODES[name](whole)

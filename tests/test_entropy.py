@@ -455,27 +455,24 @@ def step(seed):
     return values, layout.batch(), cuts
 
 
-def rank_of_three(rank, path, results):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
+def fitted(rank):
+    states = {}
     for seed in range(6):
         values, batch, cuts = step(seed)
         part, tokens = batch.select(cuts[rank])
         for window in WINDOWS:
             state = window.fit(values[tokens], part, process_group=torch.distributed.group.WORLD)
-            results[seed, window.name, rank] = [tensor.item() for tensor in state]
-    torch.distributed.destroy_process_group()
+            states[seed, window.name] = [tensor.item() for tensor in state]
+    return states
 
 
-def test_threshold_over_ranks_is_that_of_the_whole_step(tmp_path):
-    with torch.multiprocessing.Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.start_processes(rank_of_three, (tmp_path / "store", results), 3, start_method="fork")
-        results = dict(results)
-    for (seed, name, _rank), got in results.items():
-        values, batch, _cuts = step(seed)
-        [window] = [window for window in WINDOWS if window.name == name]
-        expected = [tensor.item() for tensor in window.fit(values, batch)]
-        assert got == expected and math.copysign(1, got[0]) == math.copysign(1, expected[0])
+def test_threshold_over_ranks_is_that_of_the_whole_step(three_ranks):
+    for states in three_ranks(fitted):
+        for (seed, name), got in states.items():
+            values, batch, _cuts = step(seed)
+            [window] = [window for window in WINDOWS if window.name == name]
+            expected = [tensor.item() for tensor in window.fit(values, batch)]
+            assert got == expected and math.copysign(1, got[0]) == math.copysign(1, expected[0])
 
 
 def test_masked_entropies_are_not_in_the_population(backend):

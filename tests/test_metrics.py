@@ -130,20 +130,15 @@ def test_unknown_slot():
         Metrics(empty_metrics("cpu"))["ratio"]
 
 
-def rank_of_three(rank, path, results):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
+def reduced(rank):
     vector = empty_metrics("cpu")
     if rank != 1:  # a rank without tokens
         vector = torch.arange(len(SLOTS), dtype=torch.float64) / 3 * (rank + 1)
-    results[rank] = Metrics(vector).all_reduce().vector.tolist()
-    torch.distributed.destroy_process_group()
+    return Metrics(vector).all_reduce().vector.tolist()
 
 
-def test_ranks_agree_to_the_bit(tmp_path):
-    with torch.multiprocessing.Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.start_processes(rank_of_three, (tmp_path / "store", results), 3, start_method="fork")
-        vectors = [results[rank] for rank in range(3)]
+def test_ranks_agree_to_the_bit(three_ranks):
+    vectors = three_ranks(reduced)
     assert vectors[0] == vectors[1] == vectors[2]
     for slot, (reduction, got) in enumerate(zip(SLOTS.values(), vectors[0], strict=True)):
         a, b = slot / 3, slot / 3 * 3

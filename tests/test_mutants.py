@@ -186,7 +186,7 @@ def test_mutant_is_killed(name, tmp_path, monkeypatch):
     backends._resolve.cache_clear()
 
 
-def test_rank_local_quantile_is_killed(tmp_path, monkeypatch):
+def test_rank_local_quantile_is_killed(three_ranks, monkeypatch):
     window = importlib.import_module("hpo_core.entropy.window")
     monkeypatch.setattr(window, "_fit_over_ranks", lambda score, quantile, rule, group: window.WindowState(
         *(lambda threshold, counts: (threshold, counts[:1], counts[1:]))(
@@ -194,7 +194,7 @@ def test_rank_local_quantile_is_killed(tmp_path, monkeypatch):
     assert_killed(
         "python: quantile of the rank alone",
         "test_entropy.test_threshold_over_ranks_is_that_of_the_whole_step",
-        {"tmp_path": tmp_path},
+        {"three_ranks": three_ranks},
     )
 
 

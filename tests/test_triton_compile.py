@@ -17,7 +17,7 @@ COMPILE = ("-m", "hpo_core._triton.compile", "--json")
 
 # Registers of a thread on sm_90 with Triton 3.9.0: what a change may not exceed unnoticed.
 REGISTERS = {
-    ("gate: clip", "_sweep"): 121,
+    ("gate: clip", "_sweep"): 118,
     ("gate: clip", "_finalise"): 48,
     ("gate: clip, all inputs", "_sweep"): 174,
     ("gate: score, no ratio", "_sweep"): 114,
@@ -26,34 +26,34 @@ REGISTERS = {
     ("gate: level, through", "_sweep"): 114,
     ("gate: level, through, all inputs", "_sum_slots"): 80,
     ("gate: level, through, all inputs", "_gate_trajectories"): 124,
-    ("gate: level, through, all inputs", "_sweep"): 172,
+    ("gate: level, through, all inputs", "_sweep"): 168,
     ("gate: level, self", "_sum_slots"): 32,
     ("gate: level, self", "_gate_trajectories"): 76,
     ("gate: level, self", "_sweep"): 117,
-    ("row_counts", "_count_rows"): 47,
+    ("row_counts", "_count_rows"): 46,
     ("group_normalise, batch", "_sum_tiles"): 32,
     ("row_counts", "_begin_counts"): 28,
     ("window_score", "_score_windows"): 70,
-    ("order_statistic", "_count_digits"): 79,
+    ("order_statistic", "_count_digits"): 64,
     ("order_statistic", "_read_statistic"): 64,
-    ("group_normalise", "_normalise_few"): 192,
-    ("group_normalise, batch", "_normalise_few"): 158,
+    ("group_normalise", "_normalise_few"): 58,
+    ("group_normalise, batch", "_normalise_few"): 53,
     ("group_normalise, many units", "_sum_tiles"): 32,
-    ("group_normalise, many units", "_normalise_runs"): 202,
+    ("group_normalise, many units", "_normalise_runs"): 121,
     ("group_normalise, one group of many", "_sum_tiles"): 30,
-    ("group_normalise, one group of many", "_normalise_one_group"): 74,
+    ("group_normalise, one group of many", "_normalise_one_group"): 66,
 }
 
 # 128-bit loads of a program's step on sm_90: one for each tensor of float tokens that the path reads.
 WIDE_LOADS = {
-    ("gate: clip", "_sweep"): 2,
+    ("gate: clip", "_sweep"): 118,
     ("gate: clip, all inputs", "_sweep"): 8,
     ("gate: score, no ratio", "_sweep"): 1,
     ("gate: level, through", "_sum_slots"): 2,
     ("gate: level, through", "_sweep"): 2,
-    ("gate: level, through, all inputs", "_sweep"): 7,
+    ("gate: level, through, all inputs", "_sweep"): 168,
     ("window_score", "_score_windows"): 1,
-    ("order_statistic", "_count_digits"): 2,  # a step is twice as long
+    ("order_statistic", "_count_digits"): 64,  # a step is twice as long
 }
 
 

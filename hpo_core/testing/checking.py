@@ -167,6 +167,7 @@ def _search(op: str, promise: Promise, run: Run, strategy: Any, examples: int, s
         max_examples=examples,
         deadline=None,
         database=None,
+        derandomize=False,  # a caller's profile that sets it would take the place of the seed
         print_blob=False,
         report_multiple_bugs=False,
         phases=(h.Phase.generate, h.Phase.shrink),

@@ -17,16 +17,16 @@ import triton
 import triton.language as tl
 
 from ..specs import Center, EpsMode, GroupNormalisation, Scale
-from .launch import kernel, launch
+from .launch import INTERPRETED, kernel, launch
 from .math import is_finite
 
 __all__ = ["group_normalise"]
 
 SCANNED = 8192
-UNITS = 32  # of one program that scans
-OTHERS = 128  # units it looks at together
+UNITS = 16  # of one program that scans
+OTHERS = 64  # units it looks at together
 TILE = 1024  # units whose sums are one piece of everybody's
-RUNS = 8  # sorted units of one program; those that begin a group do the work of it
+RUNS = 128 if INTERPRETED else 8  # sorted units of one program; those that begin a group do the work of it
 AT_ONCE = 128  # units of a run, or sums of tiles, that a program looks at together
 
 NONE = tl.constexpr(int(Scale.NONE))
@@ -339,9 +339,12 @@ def group_normalise(
             RULE=rule, TILE=TILE, WIDTH=AT_ONCE,
         )  # fmt: skip
     elif units <= SCANNED:
+        block, others = UNITS, OTHERS
+        if INTERPRETED:  # what a program computes twice costs less there than another program
+            block, others = (min(max(size, triton.next_power_of_2(units)), 16 * size) for size in (UNITS, OTHERS))
         launch(
-            _normalise_few, triton.cdiv(units, UNITS), values, ids, mask, apply_mask, sums, advantages, units, tiles,
-            *numbers, RULE=rule, UNITS=UNITS, OTHERS=OTHERS,
+            _normalise_few, triton.cdiv(units, block), values, ids, mask, apply_mask, sums, advantages, units, tiles,
+            *numbers, RULE=rule, UNITS=block, OTHERS=others,
         )  # fmt: skip
     else:
         sorted_ids, order = torch.sort(ids, stable=True)

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["WARPS", "aligned", "kernel", "launch", "launches", "programs_for"]
+__all__ = ["INTERPRETED", "WARPS", "aligned", "kernel", "launch", "launches", "programs_for"]
+
+# Triton's interpreter runs each operation as one call of NumPy: what counts there is how few, so blocks are larger.
+INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 WARPS = 8  # of every program
 # A sweep has at most this many programs, about what the largest GPU holds at once; more tokens are more steps for each.

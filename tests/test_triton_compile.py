@@ -46,14 +46,14 @@ REGISTERS = {
 
 # 128-bit loads of a program's step on sm_90: one for each tensor of float tokens that the path reads.
 WIDE_LOADS = {
-    ("gate: clip", "_sweep"): 118,
+    ("gate: clip", "_sweep"): 2,
     ("gate: clip, all inputs", "_sweep"): 8,
     ("gate: score, no ratio", "_sweep"): 1,
     ("gate: level, through", "_sum_slots"): 2,
     ("gate: level, through", "_sweep"): 2,
-    ("gate: level, through, all inputs", "_sweep"): 168,
+    ("gate: level, through, all inputs", "_sweep"): 7,
     ("window_score", "_score_windows"): 1,
-    ("order_statistic", "_count_digits"): 64,  # a step is twice as long
+    ("order_statistic", "_count_digits"): 2,  # a step is twice as long
 }
 
 

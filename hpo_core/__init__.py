@@ -5,6 +5,11 @@ loss.
 Shapes: ``T`` tokens in the pack, ``S`` packed rows, ``N`` steps, ``G`` prompt groups.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 from . import advantages, aggregation, entropy, gates, kl
 from ._version import __version__
 from .backends import backends
@@ -27,4 +32,12 @@ __all__ = [
     "kl",
     "policy_loss",
     "policy_loss_and_grad",
+    "testing",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``hpo_core.testing`` is imported when it is first used: training needs none of it."""
+    if name == "testing":
+        return importlib.import_module(".testing", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ from .checks import check, check_dtype, check_shape, check_type
 from .entropy import EntropyWindow, WindowState
 from .gates import RatioGate
 from .kl import KLPenalty
-from .metrics import Metrics
+from .metrics import Metrics, observed
 from .specs import PolicyLossInputs, PolicyLossSpec
 
 __all__ = ["PolicyLoss", "PolicyLossAndGrad", "hierarchical_policy_loss", "policy_loss", "policy_loss_and_grad"]
@@ -153,9 +153,9 @@ def policy_loss_and_grad(
             op = resolve("gates", leaf, backend)
             loss, vector, _ = op.policy_loss(inputs._replace(logp=leaf), spec)
             (grad,) = torch.autograd.grad(loss, leaf)
-        return PolicyLossAndGrad(loss.detach(), Metrics(vector), grad.reshape(shape))
+        return PolicyLossAndGrad(loss.detach(), observed(vector), grad.reshape(shape))
     loss, vector, grad = ops.policy_loss_and_grad(inputs, spec, backend)
-    return PolicyLossAndGrad(loss, Metrics(vector), grad.reshape(shape))
+    return PolicyLossAndGrad(loss, observed(vector), grad.reshape(shape))
 
 
 def hierarchical_policy_loss(
@@ -227,7 +227,7 @@ def _run(
         loss, vector, tokens = resolve("gates", inputs.logp, backend).policy_loss(inputs, spec)
     else:
         loss, vector, tokens = ops.policy_loss(inputs, spec, backend, return_tokens)
-    return PolicyLoss(loss, Metrics(vector), tokens.reshape(shape) if return_tokens else None)
+    return PolicyLoss(loss, observed(vector), tokens.reshape(shape) if return_tokens else None)
 
 
 def _prepare(

@@ -7,6 +7,7 @@ The loss writes a float64 vector with one slot per quantity. Vectors of micro-ba
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 import torch
@@ -100,6 +101,16 @@ class Metrics:
         """Error counters ``[len(FLAGS)]`` in the order of ``FLAGS``: sticky, all 0 when nothing was wrong."""
         return torch.stack([self[name] for name in FLAGS])
 
+    def raise_for_flags(self) -> None:
+        """Raise a ``FloatingPointError`` that says what each error counter saw; a copy to the host.
+
+        Every loss does this by itself where the environment said ``HPO_CORE_DEBUG=1`` when hpo_core was imported.
+        """
+        found = [(name, int(count)) for name, count in zip(FLAGS, self.flags.tolist(), strict=True) if count]
+        if found:
+            said = "; ".join(f"{name} = {count}: {FLAGS[name]}" for name, count in found)
+            raise FloatingPointError(f"hpo_core.policy_loss: {said}")
+
     def compute(self) -> dict[str, float]:
         """Means, fractions and counts as Python floats: the only copy to the host. Empty denominators give NaN."""
         raw = dict(zip(SLOTS, self.vector.tolist(), strict=True))
@@ -128,6 +139,17 @@ class Metrics:
             "entropy": _ratio(raw["entropy"], raw["entropy_tokens"]),
             **{name: raw[name] for name in FLAGS},
         }
+
+
+_DEBUG = os.environ.get("HPO_CORE_DEBUG") == "1"  # once: a call of the loss has no microseconds to spare
+
+
+def observed(vector: torch.Tensor) -> Metrics:
+    """The metrics of one call; under ``HPO_CORE_DEBUG=1`` a flag is an error. Synchronises there and nowhere else."""
+    metrics = Metrics(vector)
+    if _DEBUG and not torch.compiler.is_compiling():
+        metrics.raise_for_flags()
+    return metrics
 
 
 _CLIP_SIDES = ("high_positive", "low_positive", "low_negative", "high_negative")

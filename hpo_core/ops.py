@@ -104,7 +104,7 @@ def _run(
 
 
 class _PolicyLoss(torch.autograd.Function):
-    """Saves dL/dlogp and nothing else; the backward is one multiplication."""
+    """Saves dL/dlogp and nothing else; the backward is one multiplication, or none."""
 
     @staticmethod
     def forward(
@@ -141,8 +141,20 @@ def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor |
     if grad_gradient is not None:
         raise RuntimeError(SECOND_DERIVATIVE)
     (grad,) = ctx.saved_tensors
-    logp_gradient = None if loss_gradient is None else loss_gradient * grad
+    logp_gradient = None
+    if loss_gradient is not None:
+        logp_gradient = grad if _hands_on(loss_gradient) else loss_gradient * grad
     return logp_gradient, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+def _hands_on(factor: torch.Tensor) -> bool:
+    """Whether the product with the saved tensor can be the saved tensor itself, which nobody will ask for again.
+
+    1 is what a plain ``backward()`` sends, and on a CPU reading it is no synchronisation.
+    """
+    if factor.device.type != "cpu" or factor.requires_grad or _watched(factor):
+        return False
+    return factor.item() == 1.0 and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 _LIBRARY.define(

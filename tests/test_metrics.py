@@ -1,7 +1,10 @@
 """The metrics vector: its order, its reductions, and what the numbers made of it mean."""
 
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,6 +126,29 @@ def test_addition_follows_the_reductions():
         assert (a + b)[name].item() == {"sum": x + y, "min": min(x, y), "max": max(x, y)}[reduction]
     neutral = Metrics(empty_metrics("cpu"))
     assert torch.equal((a + neutral).vector, a.vector) and torch.equal((neutral + a).vector, a.vector)
+
+
+DEBUG = """
+import math, torch, hpo_core as hpo
+batch, old_logp, advantages = hpo.PackedBatch.from_lengths([2]), torch.zeros(2), torch.ones(1)
+for call in (hpo.policy_loss, hpo.policy_loss_and_grad):
+    call(torch.zeros(2), old_logp, advantages, batch)
+    try:
+        call(torch.tensor([math.nan, math.inf]), old_logp, advantages, batch)
+    except FloatingPointError as error:
+        print(error)
+"""
+
+
+def test_debug_mode_turns_a_flag_into_an_error():
+    for debug in ("0", "1"):
+        environment = os.environ | {"HPO_CORE_DEBUG": debug}
+        said = subprocess.run(
+            [sys.executable, "-c", DEBUG], env=environment, capture_output=True, text=True, check=True
+        )
+        lines = said.stdout.splitlines()
+        assert len(lines) == 2 * int(debug)
+        assert all(re.search("nan_tokens = 1: a log-ratio.*; infinite_tokens = 1: a log-ratio", line) for line in lines)
 
 
 def test_unknown_slot():

@@ -110,8 +110,11 @@ def test_backward_twice():
     loss = given.loss(leaf)
     loss.backward(retain_graph=True)
     once = leaf.grad.clone()
-    loss.backward()
+    loss.backward(retain_graph=True)
     assert torch.equal(leaf.grad, 2 * once)
+    leaf.grad.zero_()  # what was saved for another backward is not what the caller may write to
+    (again,) = torch.autograd.grad(loss, leaf)
+    assert torch.equal(again, once)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
 

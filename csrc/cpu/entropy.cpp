@@ -222,11 +222,26 @@ FinishLoop pick_finish(const WindowRule& rule, bool all_usable) {
   return stop ? finish_scores<Boundary::full, Invalid::stop, false> : finish_scores<Boundary::full, Invalid::skip, false>;
 }
 
+void drop_masked(const WindowArgs& args, int64_t begin, int64_t end) {
+  if (!args.mask) return;
+  for (int64_t t = begin; t < end; ++t) args.score[t] = args.mask[t] ? args.score[t] : -INFINITY;
+}
+
+// The window of a token alone: its score is its value.
+void score_tokens(const WindowArgs& args, const Rows& rows, int64_t begin, int64_t end) {
+  for (int64_t t = begin; t < end; ++t) args.score[t] = -INFINITY;
+  for_each_row_in(rows, begin, end, [&](int64_t, int64_t first, int64_t row_end) {
+    for (int64_t t = first; t < row_end; ++t) args.score[t] = is_finite(args.values[t]) ? args.values[t] : NAN;
+  });
+  drop_masked(args, begin, end);
+}
+
 void score_block(const WindowArgs& args, const Rows& rows, const WindowRule& rule, const Windows& windows, int64_t block,
                  WindowScratch scratch) {
   const int64_t begin = block * windows.block, end = smaller(begin + windows.block, args.tokens);
   const int n = int(end - begin);
   bool all_usable = true;
+  if (rule.first == 0 && rule.last == 0) return score_tokens(args, rows, begin, end);
   if (load_states(args, rows, rule, begin, end, scratch.state)) {
     const int64_t length = n + rule.width - 1;  // with a whole window, the width is at most the number of tokens
     all_usable = load_values(args, begin + rule.first, length, scratch);
@@ -234,140 +249,147 @@ void score_block(const WindowArgs& args, const Rows& rows, const WindowRule& rul
     if (!all_usable) sum_windows(scratch.usable, scratch.next_usable, scratch.window_usable, rule.width, length);
   }
   pick_finish(rule, all_usable)(rule, scratch, args.values + begin, args.score + begin, n);
-  if (args.mask) {
-    for (int64_t t = begin; t < end; ++t) args.score[t] = args.mask[t] ? args.score[t] : -INFINITY;
-  }
+  drop_masked(args, begin, end);
   if (rule.boundary != Boundary::full) score_cut_windows(args, rows, rule, begin, end);
 }
 
 // ---------------------------------------------------------------------------------------------------- order statistics
 //
-// Radix selection on order_key, 11 + 11 + 10 bits from the top: count, find the bin that holds the index, keep only that bin.
+// On order_key. A sample of the scores brackets the one wanted; a pass over all of them keeps the keys inside the bracket, and
+// only those are searched, 11 bits at a time. The pass counts what it leaves out, so that a bracket that missed is noticed:
+// then it is opened for every finite score. The sample decides how long this takes, never what comes out.
 
-constexpr int kBins = 2048;
-constexpr int kCounters = 4;  // side by side, because equal scores in a row would wait for each other's increment
+constexpr int kDigit = 11, kBins = 1 << kDigit;
+constexpr int kCounters = 2;  // side by side, because equal keys in a row would wait for each other's increment
 constexpr int64_t kKeys = 1024;
-constexpr int64_t kPart = int64_t(1) << 26;  // keys before 32-bit counters are emptied
+constexpr int64_t kSample = 2048;
+constexpr int64_t kMargin = 96;  // ranks of the sample on each side of the one wanted: four standard deviations
 
-struct Counters {
-  uint32_t side[kCounters][kBins] = {};
+// The keys low, ..., low + span.
+struct KeyRange {
+  uint32_t low, span;
 
-  void add(const uint32_t* bins, int64_t n) {
-    int64_t i = 0;
-    for (; i + kCounters <= n; i += kCounters) {
-      for (int c = 0; c < kCounters; ++c) ++side[c][bins[i + c]];
-    }
-    for (; i < n; ++i) ++side[0][bins[i]];
-  }
-
-  void add_to(int64_t* totals) const {
-    for (int bin = 0; bin < kBins; ++bin) {
-      for (int c = 0; c < kCounters; ++c) totals[bin] += side[c][bin];
-    }
-  }
+  bool holds(uint32_t key) const { return key - low <= span; }
 };
 
-// What one worker found in its own range of scores.
+inline KeyRange finite_keys() {
+  const uint32_t low = order_key(-INFINITY) + 1;
+  return {low, order_key(INFINITY) - 1 - low};
+}
+
+// What one worker found in its own part of the scores.
 struct Worker {
-  int64_t top[kBins], middle[kBins], low[kBins];
-  int64_t nan, kept;
+  int64_t bins[kCounters][kBins];
+  uint32_t* keys;
+  int64_t kept;  // how many keys there are
+  int64_t finite, nan, below;
 };
 
 struct Selection {
   Arena arena;
   int64_t most_workers;
   Worker* workers;
-  uint32_t* kept;  // [tokens], what remains of each worker's range, from its begin
+  uint32_t* keys;  // [tokens], those of a worker from the begin of its part on
   int64_t bytes;
 
   Selection(void* base, int64_t tokens) : arena(base), most_workers(larger(1, smaller(pieces(tokens, 1 << 14), kMostWorkers))) {
     workers = arena.take<Worker>(most_workers);
-    kept = arena.take<uint32_t>(tokens);
+    keys = arena.take<uint32_t>(tokens);
     bytes = arena.bytes();
   }
 };
 
-// Fetches the next tile from memory while this one is counted.
+// Keeps those of the keys that belong, in place or elsewhere, and returns how many. No branch, which would be taken at random:
+// every key is written, and overwritten unless it belongs.
+inline int64_t keep(const uint32_t* keys, int64_t n, KeyRange range, uint32_t* kept) {
+  int64_t count = 0;
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t key = keys[i];
+    kept[count] = key;
+    count += range.holds(key);
+  }
+  return count;
+}
+
+// Fetches the next tile from memory while this one is looked at.
 inline void prefetch(const float* scores, int64_t n) {
   for (int64_t i = 0; i < smaller(n, kKeys); i += 16) __builtin_prefetch(scores + i);
 }
 
-// Counts the top digit of every score, the not finite ones included.
-void count_top(const float* scores, int64_t n, Worker& worker) {
-  for (int bin = 0; bin < kBins; ++bin) worker.top[bin] = 0;
-  uint32_t bins[kKeys];
-  int64_t nan = 0;
-  for (int64_t part = 0; part < n; part += kPart) {
-    Counters counters;
-    for (int64_t first = part; first < smaller(part + kPart, n); first += kKeys) {
-      const int count = int(smaller(kKeys, n - first));
-      int here = 0;
-      for (int i = 0; i < count; ++i) {
-        const float score = scores[first + i];
-        bins[i] = order_key(score) >> 21;
-        here += score != score;
-      }
-      nan += here;
-      prefetch(scores + first + count, n - first - count);
-      counters.add(bins, count);
+// Counts all scores and keeps the keys of those in the range.
+void keep_range(const float* scores, int64_t n, KeyRange range, Worker& worker) {
+  const KeyRange finite_range = finite_keys();
+  uint32_t keys[kKeys];
+  int64_t kept = 0, finite = 0, nan = 0, below = 0;
+  for (int64_t first = 0; first < n; first += kKeys) {
+    const int count = int(smaller(kKeys, n - first));
+    int32_t finite_here = 0, nan_here = 0, below_here = 0;
+    for (int i = 0; i < count; ++i) {
+      const float score = scores[first + i];
+      keys[i] = order_key(score);
+      finite_here += finite_range.holds(keys[i]);
+      nan_here += score != score;
+      below_here += finite_range.holds(keys[i]) & (keys[i] < range.low);
     }
-    counters.add_to(worker.top);
+    finite += finite_here, nan += nan_here, below += below_here;
+    prefetch(scores + first + count, n - first - count);
+    kept += keep(keys, count, range, worker.keys + kept);
   }
-  worker.nan = nan;
+  worker.kept = kept, worker.finite = finite, worker.nan = nan, worker.below = below;
 }
 
-// Keeps the keys of one top bin and counts their middle digit.
-void keep_bin(const float* scores, int64_t n, uint32_t top, uint32_t* kept, Worker& worker) {
-  for (int bin = 0; bin < kBins; ++bin) worker.middle[bin] = 0;
-  uint32_t keys[kKeys], belongs[kKeys];
-  int64_t total = 0;
-  for (int64_t part = 0; part < n; part += kPart) {
-    Counters counters;
-    for (int64_t first = part; first < smaller(part + kPart, n); first += kKeys) {
-      const int count = int(smaller(kKeys, n - first));
-      for (int i = 0; i < count; ++i) {
-        keys[i] = order_key(scores[first + i]);
-        belongs[i] = keys[i] >> 21 == top ? 1 : 0;
+// Keeps the keys in the range and counts their digits.
+void count_digits(KeyRange range, int shift, Worker& worker) {
+  worker.kept = keep(worker.keys, worker.kept, range, worker.keys);
+  for (auto& bins : worker.bins) {
+    for (int64_t& bin : bins) bin = 0;
+  }
+  for (int64_t i = 0; i < worker.kept; ++i) ++worker.bins[i % kCounters][(worker.keys[i] - range.low) >> shift];
+}
+
+// The index-th in ascending order of the workers' keys, all of them in the range. They are used up.
+uint32_t find_key(Worker* workers, int64_t count, KeyRange range, int64_t index) {
+  int shift = 32;
+  while (range.span > 0) {
+    while (shift > 0 && range.span >> (shift - 1) == 0) --shift;  // no more bits than the span has
+    shift = int(larger(0, shift - kDigit));
+    parallel_for(count, int(count), [&](int64_t w) { count_digits(range, shift, workers[w]); });
+    uint32_t digit = 0;
+    for (;; ++digit) {
+      int64_t here = 0;
+      for (int64_t w = 0; w < count; ++w) {
+        for (const auto& bins : workers[w].bins) here += bins[digit];
       }
-      prefetch(scores + first + count, n - first - count);
-      uint32_t *begin = kept + total, *end = begin;
-#pragma GCC unroll 8
-      for (int i = 0; i < count; ++i) {  // no branch: every key is written, and overwritten unless it belongs
-        *end = keys[i];
-        end += belongs[i];
-      }
-      const int found = int(end - begin);
-      for (int i = 0; i < found; ++i) keys[i] = (begin[i] >> 10) & 2047;
-      counters.add(keys, found);
-      total += found;
+      if (index < here || digit == range.span >> shift) break;
+      index -= here;
     }
-    counters.add_to(worker.middle);
+    const uint32_t rest = range.span - (digit << shift), widest = (1u << shift) - 1;
+    range = {range.low + (digit << shift), rest < widest ? rest : widest};
   }
-  worker.kept = total;
+  return range.low;
 }
 
-// Counts the low digit of the keys that share both digits above it.
-void count_low(const uint32_t* kept, uint32_t middle, Worker& worker) {
-  for (int bin = 0; bin < kBins; ++bin) worker.low[bin] = 0;
-  for (int64_t i = 0; i < worker.kept; ++i) {
-    if (((kept[i] >> 10) & 2047) == middle) ++worker.low[kept[i] & 1023];
-  }
-}
-
-struct Bin {
-  uint32_t digit;
-  int64_t below;  // how many are in the bins before it
-};
-
-// The bin of the index-th key in ascending order.
-Bin find_bin(const Selection& selection, int64_t workers, int64_t (Worker::*histogram)[kBins], int first, int64_t index) {
-  int64_t below = 0;
-  for (int bin = first;; ++bin) {
-    int64_t here = 0;
-    for (int64_t w = 0; w < workers; ++w) here += (selection.workers[w].*histogram)[bin];
-    if (index < below + here || bin == kBins - 1) return {uint32_t(bin), below};
-    below += here;
-  }
+// Where the key wanted probably is. The places of the sample have no period that could be one of the rows as well.
+KeyRange bracket(const OrderStatisticArgs& args, Worker& worker) {
+  const KeyRange finite_range = finite_keys();
+  const auto draw = [&] {
+    worker.kept = 0;
+    for (uint32_t i = 0; i < kSample; ++i) {
+      const uint64_t place = uint64_t(i * 0x9E3779B9u) * uint64_t(args.tokens) >> 32;
+      worker.keys[worker.kept] = order_key(args.score[place]);
+      worker.kept += finite_range.holds(worker.keys[worker.kept]);
+    }
+    return worker.kept;
+  };
+  const int64_t drawn = args.tokens < 4 * kSample ? 0 : draw();
+  if (drawn == 0) return finite_range;
+  const int64_t index = order_index(args.numerator, args.denominator, args.rule, drawn);
+  uint32_t low = finite_range.low, end = low + finite_range.span;
+  if (index >= kMargin) low = find_key(&worker, 1, finite_range, index - kMargin);
+  draw();
+  if (index + kMargin < drawn) end = find_key(&worker, 1, finite_range, index + kMargin);
+  return {low, end - low};
 }
 
 }  // namespace
@@ -400,32 +422,33 @@ void order_statistic(const OrderStatisticArgs& args, int threads) {
   const Selection selection(args.workspace, args.tokens);
   const int64_t workers = smaller(worthwhile(threads, args.tokens), selection.most_workers);
   const auto begin = [&](int64_t worker) { return worker * args.tokens / workers; };
+  for (int64_t w = 0; w < workers; ++w) selection.workers[w].keys = selection.keys + begin(w);
 
-  parallel_for(workers, int(workers), [&](int64_t w) {
-    count_top(args.score + begin(w), begin(w + 1) - begin(w), selection.workers[w]);
-  });
-  const int first_finite = order_key(-INFINITY) >> 21, last_finite = order_key(INFINITY) >> 21;
-  int64_t population = 0, nan = 0;
-  for (int64_t w = 0; w < workers; ++w) {
-    nan += selection.workers[w].nan;
-    for (int bin = first_finite + 1; bin < last_finite; ++bin) population += selection.workers[w].top[bin];
-  }
+  KeyRange range = bracket(args, selection.workers[0]);
+  int64_t population, nan, below, kept;
+  const auto keep_in_part = [&](int64_t w) {
+    keep_range(args.score + begin(w), begin(w + 1) - begin(w), range, selection.workers[w]);
+  };
+  const auto keep_all = [&] {
+    parallel_for(workers, int(workers), keep_in_part);
+    population = nan = below = kept = 0;
+    for (int64_t w = 0; w < workers; ++w) {
+      const Worker& worker = selection.workers[w];
+      population += worker.finite, nan += worker.nan, below += worker.below, kept += worker.kept;
+    }
+  };
+  keep_all();
   args.counts[0] = population;
   args.counts[1] = nan;
   *args.threshold = NAN;
   if (population == 0) return;
 
-  int64_t index = order_index(args.numerator, args.denominator, args.rule, population);
-  const Bin top = find_bin(selection, workers, &Worker::top, first_finite + 1, index);
-  parallel_for(workers, int(workers), [&](int64_t w) {
-    keep_bin(args.score + begin(w), begin(w + 1) - begin(w), top.digit, selection.kept + begin(w), selection.workers[w]);
-  });
-  index -= top.below;
-  const Bin middle = find_bin(selection, workers, &Worker::middle, 0, index);
-  parallel_for(workers, int(workers), [&](int64_t w) { count_low(selection.kept + begin(w), middle.digit, selection.workers[w]); });
-  index -= middle.below;
-  const Bin low = find_bin(selection, workers, &Worker::low, 0, index);
-  *args.threshold = from_order_key(top.digit << 21 | middle.digit << 10 | low.digit);
+  const int64_t index = order_index(args.numerator, args.denominator, args.rule, population);
+  if (index < below || index >= below + kept) {
+    range = finite_keys();
+    keep_all();
+  }
+  *args.threshold = from_order_key(find_key(selection.workers, workers, range, index - below));
 }
 
 }  // namespace hpo::HPO_ISA

@@ -1,12 +1,15 @@
 // policy_loss: loss, metrics and gradient of one pack. The definition is hpo_core/reference/gates.py.
 //
 //   gates_sums.h     sums in a fixed order
+//   lanes.h          vectors of floats
 //   gates_tile.h     what a token is: row, masks, log-ratio, coefficient
+//   gates_plain.h    the same for tiles without anything extraordinary, in one pass
 //   gates_penalty.h  the penalty on the distance from the reference policy
 //   gates_levels.h   gates on trajectories
 //   here             gates on tokens, and one call from begin to end
 #include "gates_levels.h"
 #include "gates_penalty.h"
+#include "gates_plain.h"
 #include "kernels.h"
 
 HPO_DECLARE_KERNELS(HPO_ISA)
@@ -78,7 +81,7 @@ GateCounts token_gate_loop(const Bounds& bounds, const Tile& tile, const float* 
     }
     const float ratio = tile.ratio[i];
     const Gated gated = kBounds == BoundsKind::none ? Gated{1.0f, 0} : clip_ratio(ratio, low, high);
-    const Term term = policy_term(kScoreHead, coefficient[i], gated, kScoreHead ? logp[i] : 0.0f, true);
+    const Term term = policy_term(kScoreHead, coefficient[i], gated, kScoreHead ? logp[i] : 0.0f);
     loss[i] = keep_if(kind != kAbsent, term.loss);
     grad[i] = keep_if(kind != kAbsent, term.grad);
     counts.chosen += kind;
@@ -90,15 +93,24 @@ GateCounts token_gate_loop(const Bounds& bounds, const Tile& tile, const float* 
   return counts;
 }
 
-template <bool kScoreHead>
-TokenGateLoop pick_token_gate(const Call& call) {
-  if (call.structure.token == TokenGate::drop) return token_gate_loop<kScoreHead, BoundsKind::none>;
+BoundsKind bounds_kind(const Call& call) {
+  if (call.structure.token == TokenGate::drop) return BoundsKind::none;
   const Bounds bounds = tile_bounds(call, 0);
   if (bounds.low_driven[0] || bounds.low_driven[1] || bounds.high_driven[0] || bounds.high_driven[1]) {
-    return token_gate_loop<kScoreHead, BoundsKind::by_token>;
+    return BoundsKind::by_token;
   }
   const bool common = bounds.low[0] == bounds.low[1] && bounds.high[0] == bounds.high[1];
-  return common ? token_gate_loop<kScoreHead, BoundsKind::common> : token_gate_loop<kScoreHead, BoundsKind::by_sign>;
+  return common ? BoundsKind::common : BoundsKind::by_sign;
+}
+
+template <bool kScoreHead>
+TokenGateLoop pick_token_gate(BoundsKind kind) {
+  switch (kind) {
+    case BoundsKind::none: return token_gate_loop<kScoreHead, BoundsKind::none>;
+    case BoundsKind::common: return token_gate_loop<kScoreHead, BoundsKind::common>;
+    case BoundsKind::by_sign: return token_gate_loop<kScoreHead, BoundsKind::by_sign>;
+    default: return token_gate_loop<kScoreHead, BoundsKind::by_token>;
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------- one call
@@ -110,6 +122,7 @@ struct Workspace {
   uint8_t* seen;                 // [rows], 1 where a row has a valid token
   RowSums *rows, *trajectories;  // [rows]
   Level* levels;                 // [rows], of rows or of trajectories
+  double* losses;                // [pieces of rows]
   int64_t bytes;
 
   Workspace(void* base, int64_t tokens, int64_t row_count) : arena(base) {
@@ -119,6 +132,7 @@ struct Workspace {
     rows = arena.take<RowSums>(row_count);
     trajectories = arena.take<RowSums>(row_count);
     levels = arena.take<Level>(row_count);
+    losses = arena.take<double>(pieces(row_count, kPiece));
     bytes = arena.bytes();
   }
 };
@@ -128,6 +142,7 @@ struct Gate {
   TokenGateLoop token_loop;
   LevelGateLoop level_loop;
   const Level* levels;  // null: the gate is on tokens
+  bool values_by_row;   // the loss is known without the tokens, see settle_rows
 
   GateCounts operator()(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile,
                         const float* coefficient, float* loss, float* grad) const {
@@ -186,7 +201,7 @@ void finish_tile(const Call& call, const Gate& gate, int64_t first, int n, const
   float* grad = args.grad ? args.grad + first : tile.grad;
   float* token_loss = args.token_loss ? args.token_loss + first : nullptr;
   gate(call, first, n, segments, tile, tile.coefficient, tile.loss, grad).add_to(partial.slots);
-  add_terms(tile.loss, n, partial.sums[kLossSum]);
+  if (!gate.values_by_row) add_terms(tile.loss, n, partial.sums[kLossSum]);
   if (token_loss) {  // the same gate without the weight of the row
     float* coefficient = tile.coefficient;
     spread_rows(segments, coefficient, [&](int64_t row) { return args.advantage_per_token ? 1.0f : args.advantages[row]; });
@@ -200,13 +215,87 @@ void finish_tile(const Call& call, const Gate& gate, int64_t first, int n, const
   if (args.entropy) add_entropy(args.entropy + first, n, tile, partial);
 }
 
+// A plain tile under a gate on tokens, gradient and all: what sweep_plain calls for every vector.
+template <bool kScoreHead, BoundsKind kBounds>
+struct PlainTokenGate {
+  const Bounds& bounds;
+  const float *coefficient, *logp;
+  float *loss, *grad;
+  Ints below[kParts] = {}, above[kParts] = {};
+
+  HPO_INLINE void operator()(int i, int part, Ints kind, Floats, Floats ratio) {
+    Floats low = all<Floats>(bounds.low[0]), high = all<Floats>(bounds.high[0]);
+    if (kBounds == BoundsKind::by_sign) {
+      low = kind == kNegative ? all<Floats>(bounds.low[1]) : low;
+      high = kind == kNegative ? all<Floats>(bounds.high[1]) : high;
+    }
+    GatedNumber<Floats> gated = {all<Floats>(1.0f), Ints{}};
+    if (kBounds != BoundsKind::none) {
+      gated = clip_ratio(ratio, low, high);
+      below[part] += kind & (ratio < low);
+      above[part] += kind & (ratio > high);
+    }
+    const Floats own = kScoreHead ? load_lanes<Floats>(logp + i) : Floats{};
+    const TermNumber<Floats> term = policy_term(kScoreHead, load_lanes<Floats>(coefficient + i), gated, own);
+    store_lanes(keep_if(kind != kAbsent, term.loss), loss + i);
+    store_lanes(keep_if(kind != kAbsent, term.grad), grad + i);
+  }
+
+  GateCounts counts() const {
+    GateCounts found;
+    for (int part = 0; part < kParts; ++part) {
+      for (int lane = 0; lane < kWidth; ++lane) found.below += below[part][lane], found.above += above[part][lane];
+    }
+    return found;
+  }
+};
+
+// False: not plain, and nothing happened that matters.
+using PlainTile = bool (*)(const Call&, int64_t first, int n, const Segments&, Tile&, uint8_t* seen, Partial&);
+
+template <bool kScoreHead, BoundsKind kBounds, bool kMasked>
+bool run_plain_tile(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
+                    Partial& partial) {
+  const PolicyLossArgs& args = call.args;
+  if (n % kLanes != 0 || load_rows(args, first, n, segments, tile)) return false;
+  const Bounds bounds = tile_bounds(call, first);
+  float* grad = args.grad ? args.grad + first : tile.grad;
+  PlainTokenGate<kScoreHead, kBounds> gate = {bounds, tile.coefficient, args.logp + first, tile.loss, grad};
+  const double tokens_before = partial.slots[kTokens];
+  if (!sweep_plain<kMasked>(args, first, n, tile, partial, gate)) return false;
+  partial.slots[kSelected] += partial.slots[kTokens] - tokens_before;
+  gate.counts().add_to(partial.slots);
+  add_terms(tile.loss, n, partial.sums[kLossSum]);
+  mark_rows(segments, tile.kind, seen);
+  return true;
+}
+
+template <bool kScoreHead, BoundsKind kBounds>
+PlainTile pick_plain_tile(const Call& call) {
+  return call.args.mask ? run_plain_tile<kScoreHead, kBounds, true> : run_plain_tile<kScoreHead, kBounds, false>;
+}
+
+template <bool kScoreHead>
+PlainTile pick_plain_tile(const Call& call, BoundsKind kind) {
+  switch (kind) {
+    case BoundsKind::none: return pick_plain_tile<kScoreHead, BoundsKind::none>(call);
+    case BoundsKind::common: return pick_plain_tile<kScoreHead, BoundsKind::common>(call);
+    case BoundsKind::by_sign: return pick_plain_tile<kScoreHead, BoundsKind::by_sign>(call);
+    default: return nullptr;
+  }
+}
+
 void run_token_gate(const Call& call, int threads, const Workspace& space) {
   const bool score = call.structure.head == Head::score;
-  const Gate gate = {score ? pick_token_gate<true>(call) : pick_token_gate<false>(call), nullptr, nullptr};
+  const BoundsKind kind = bounds_kind(call);
+  const Gate gate = {score ? pick_token_gate<true>(kind) : pick_token_gate<false>(kind), nullptr, nullptr, false};
+  const PlainTile plain = score ? pick_plain_tile<true>(call, kind) : pick_plain_tile<false>(call, kind);
+  const bool may = plain && may_be_plain(call.args);
   parallel_for(pieces(call.args.tokens, kChunk), threads, [&](int64_t chunk) {
     Tile tile;
     Partial partial;
     for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
+      if (may && plain(call, first, n, segments, tile, space.seen, partial)) return;
       measure(call, first, n, segments, tile, space.seen, partial);
       finish_tile(call, gate, first, n, segments, tile, partial);
     });
@@ -214,17 +303,41 @@ void run_token_gate(const Call& call, int threads, const Workspace& space) {
   });
 }
 
+// A plain tile of the first sweep under a gate on trajectories.
+struct PlainLogRatios {
+  float* x;
+  HPO_INLINE void operator()(int i, int, Ints, Floats each, Floats) { store_lanes(each, x + i); }
+};
+
+bool measure_plain(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
+                   Partial& partial) {
+  const PolicyLossArgs& args = call.args;
+  if (n % kLanes != 0 || load_rows(args, first, n, segments, tile)) return false;
+  PlainLogRatios keep = {tile.x};
+  const bool plain = args.mask ? sweep_plain<true>(args, first, n, tile, partial, keep)
+                               : sweep_plain<false>(args, first, n, tile, partial, keep);
+  if (!plain) return false;
+  tile.exceptional = false;
+  tile.chosen = tile.kind;
+  mark_rows(segments, tile.kind, seen);
+  return true;
+}
+
 // Two sweeps, the levels between them; returns how many rows name a trajectory that does not exist.
 int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Partial& total) {
   const PolicyLossArgs& args = call.args;
+  const GateStructure& structure = call.structure;
   const int64_t chunks = pieces(args.tokens, kChunk);
+  const bool may = may_be_plain(args), linear = structure.head == Head::linear;
   std::memset(space.rows, 0, size_t(args.rows) * sizeof(RowSums));
   parallel_for(chunks, threads, [&](int64_t chunk) {
     Tile tile;
     Partial partial;
     bool reload = args.ref_logp != nullptr;
     for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
-      measure(call, first, n, segments, tile, space.seen, partial);
+      if (!may || !measure_plain(call, first, n, segments, tile, space.seen, partial)) {
+        measure(call, first, n, segments, tile, space.seen, partial);
+      }
       add_row_sums(call, chunk, n, segments, tile, space.rows);
       reload |= tile.exceptional;
     });
@@ -236,15 +349,23 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
   const RowSums* owners = args.row_trajectory ? space.trajectories : space.rows;
   const int64_t broken = args.row_trajectory ? gather_trajectories(args, space.rows, space.trajectories) : 0;
   for_each_piece(args.rows, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) space.levels[i] = make_level(owners[i], call.structure, call.numbers);
+    for (int64_t i = begin; i < end; ++i) space.levels[i] = make_level(owners[i], structure, call.numbers);
   });
-  count_chosen(call, threads, space.rows, space.levels).add_to(total.slots);
+  settle_rows(call, threads, space.rows, space.levels, space.losses).add_to(total.slots);
+  if (linear) {
+    for (int64_t piece = 0; piece < pieces(args.rows, kPiece); ++piece) total.sums[kLossSum][0] += space.losses[piece];
+  }
+  const bool by_row = may && linear && structure.routing == Routing::through;
+  if (by_row && !args.grad) return broken;
 
-  const Gate gate = {nullptr, pick_level_gate(call.structure), space.levels};
+  const Gate gate = {nullptr, pick_level_gate(structure), space.levels, linear};
   parallel_for(chunks, threads, [&](int64_t chunk) {
     Tile tile;
     Partial counted;
     for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
+      if (by_row && !space.reload[chunk]) {
+        return spread_gradient(call, first, n, segments, space.levels, args.grad + first);
+      }
       load(call, first, n, segments, space.reload[chunk], tile, counted);
       finish_tile(call, gate, first, n, segments, tile, space.partials[chunk]);
     });

@@ -69,16 +69,15 @@ inline bool lies_in_one_tile(const Rows& rows, int64_t row) {
 inline void add_row_sums(const Call& call, int64_t chunk, int n, const Segments& segments, Tile& tile, RowSums* rows) {
   const bool varies = coefficients_vary(call.args);
   if (varies) split_by_sign(tile, n, tile.spread);
-  int64_t fixed[kTile];
-  for (int i = 0; i < n; ++i) fixed[i] = to_fixed(tile.x[i]);
+  const bool alike = !(call.args.mask || call.args.advantage_per_token || tile.exceptional);  // all tokens of a row
   for (const Segment& segment : segments) {
     int64_t sum = 0;
     int32_t valid = 0, chosen = 0;
-    for (int i = segment.begin; i < segment.end; ++i) {
-      sum += fixed[i];
-      valid += tile.kind[i];
-      chosen += tile.chosen[i];
-    }
+    for (int i = segment.begin; i < segment.end; ++i) sum += to_fixed(tile.x[i]);
+    if (alike) valid = tile.kind[segment.begin] * (segment.end - segment.begin);
+    else for (int i = segment.begin; i < segment.end; ++i) valid += tile.kind[i];
+    if (tile.chosen == tile.kind) chosen = valid;
+    else for (int i = segment.begin; i < segment.end; ++i) chosen += tile.chosen[i];
     RowSums& row = rows[segment.row];
     const bool shared = call.rows.continues_elsewhere(segment.row, chunk);
     add_to_row(row.fixed, sum, shared);
@@ -114,14 +113,16 @@ inline void sum_advantages_of_row(const Call& call, int64_t row, double sums[2])
 inline void sum_advantages(const Call& call, int threads, RowSums* rows) {
   const PolicyLossArgs& args = call.args;
   const bool varies = coefficients_vary(args);
-  parallel_for(args.rows, threads, [&](int64_t row) {
-    RowSums& sums = rows[row];
-    if (sums.chosen[0] + sums.chosen[1] == 0) return;
-    if (varies) {
-      if (!lies_in_one_tile(call.rows, row)) sum_advantages_of_row(call, row, sums.advantage);
-    } else {
-      const double a = double(args.weights[row] * args.advantages[row]);
-      for (int sign = 0; sign < 2; ++sign) sums.advantage[sign] = a * double(sums.chosen[sign]);
+  for_each_piece(args.rows, threads, [&](int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; ++row) {
+      RowSums& sums = rows[row];
+      if (sums.chosen[0] + sums.chosen[1] == 0) continue;
+      if (varies) {
+        if (!lies_in_one_tile(call.rows, row)) sum_advantages_of_row(call, row, sums.advantage);
+      } else {
+        const double a = double(args.weights[row] * args.advantages[row]);
+        for (int sign = 0; sign < 2; ++sign) sums.advantage[sign] = a * double(sums.chosen[sign]);
+      }
     }
   });
 }
@@ -129,13 +130,14 @@ inline void sum_advantages(const Call& call, int threads, RowSums* rows) {
 inline Level make_level(const RowSums& sums, const GateStructure& structure, const GateNumbers& numbers) {
   const double n = double(sums.valid > 0 ? sums.valid : 1);
   const double mean = from_fixed(sums.fixed) / n;
-  const LevelGate gate = level_gate(mean, structure.level_clips, numbers.level_log_low, numbers.level_log_high);
   Level level = {};
   double flow = 0.0;
   for (int sign = 0; sign < 2; ++sign) {
-    level.ratio[sign] = gate.ratio[sign];
-    level.slope[sign] = gate.inside[sign] ? gate.ratio[sign] : 0.0f;
-    level.side[sign] = gate.inside[sign] ? 0 : (mean < numbers.level_log_low[sign] ? -1 : 1);
+    if (sums.chosen[sign] == 0) continue;  // nobody asks
+    const LevelGate gate = level_gate(mean, structure.level_clips, numbers.level_log_low[sign], numbers.level_log_high[sign]);
+    level.ratio[sign] = gate.ratio;
+    level.slope[sign] = gate.inside ? gate.ratio : 0.0f;
+    level.side[sign] = gate.inside ? 0 : (mean < numbers.level_log_low[sign] ? -1 : 1);
     // n equal float32 terms sum to n a exactly, so that a constant a comes back to the bit: the on-policy promise.
     flow += double(level.slope[sign]) * (sums.advantage[sign] / n);
   }
@@ -152,7 +154,10 @@ inline int64_t gather_trajectories(const PolicyLossArgs& args, const RowSums* ro
     RowSums& sums = trajectories[trajectory_of(args, row)];
     sums.fixed += rows[row].fixed;
     sums.valid += rows[row].valid;
-    for (int sign = 0; sign < 2; ++sign) sums.advantage[sign] += rows[row].advantage[sign];
+    for (int sign = 0; sign < 2; ++sign) {
+      sums.chosen[sign] += rows[row].chosen[sign];
+      sums.advantage[sign] += rows[row].advantage[sign];
+    }
   }
   return broken;
 }
@@ -170,10 +175,13 @@ struct LevelCounts {
   }
 };
 
-inline LevelCounts count_chosen(const Call& call, int threads, const RowSums* rows, const Level* levels) {
+// What rows say about their tokens without looking at them: how many are chosen and clipped, and under the linear head their
+// loss, -ratio * (sum of a); a term of `losses` is the loss of kPiece rows.
+inline LevelCounts settle_rows(const Call& call, int threads, const RowSums* rows, const Level* levels, double* losses) {
   LevelCounts total = {};
   for_each_piece(call.args.rows, threads, [&](int64_t first, int64_t end) {
     LevelCounts here = {};
+    double loss = 0.0;
     for (int64_t row = first; row < end; ++row) {
       const Level& level = levels[trajectory_of(call.args, row)];
       for (int sign = 0; sign < 2; ++sign) {
@@ -181,8 +189,10 @@ inline LevelCounts count_chosen(const Call& call, int threads, const RowSums* ro
         here.chosen += chosen;
         here.low[sign] += level.side[sign] < 0 ? chosen : 0;
         here.high[sign] += level.side[sign] > 0 ? chosen : 0;
+        loss -= double(level.ratio[sign]) * rows[row].advantage[sign];
       }
     }
+    losses[first / kPiece] = loss;
     add_to_row(total.chosen, here.chosen, true);
     for (int sign = 0; sign < 2; ++sign) {
       add_to_row(total.low[sign], here.low[sign], true);
@@ -219,6 +229,24 @@ inline TokenLevels spread_levels(const Call& call, const Segments& segments, con
   return {{tile.spread[0], tile.spread[second]}, {tile.spread[1], tile.spread[second + 1]}};
 }
 
+// The gradient where it is the same for all tokens of a trajectory: a plain tile needs nothing but its rows and its mask.
+inline void spread_gradient(const Call& call, int64_t first, int n, const Segments& segments, const Level* levels, float* grad) {
+  const PolicyLossArgs& args = call.args;
+  int covered = 0;
+  for (const Segment& segment : segments) {
+    for (; covered < segment.begin; ++covered) grad[covered] = 0.0f;
+    const float flow = levels[trajectory_of(args, segment.row)].shared_grad;
+    if (args.mask) {
+      const uint8_t* mask = args.mask + first;
+      for (int i = segment.begin; i < segment.end; ++i) grad[i] = keep_if(mask[i] != 0, flow);
+    } else {
+      for (int i = segment.begin; i < segment.end; ++i) grad[i] = flow;
+    }
+    covered = segment.end;
+  }
+  for (; covered < n; ++covered) grad[covered] = 0.0f;
+}
+
 using LevelGateLoop = void (*)(const TokenLevels&, const Tile&, const float* coefficient, const float* logp, float* loss,
                                float* grad, int n);
 
@@ -233,7 +261,7 @@ void level_gate_loop(const TokenLevels& levels, const Tile& tile, const float* _
     const float r0 = ratio_positive[i], r1 = ratio_negative[i], f0 = flow_positive[i], f1 = flow_negative[i];
     const float flow = negative ? f1 : f0;
     const Gated gated = {negative ? r1 : r0, kRouting == Routing::self ? flow != 0.0f : 0};
-    const Term term = policy_term(kScoreHead, coefficient[i], gated, kScoreHead ? logp[i] : 0.0f, true);
+    const Term term = policy_term(kScoreHead, coefficient[i], gated, kScoreHead ? logp[i] : 0.0f);
     loss[i] = keep_if(counts, term.loss);
     if (!kScoreHead && kRouting == Routing::through) grad[i] = keep_if(kind[i] != kAbsent, flow);
     else grad[i] = keep_if(counts, term.grad);

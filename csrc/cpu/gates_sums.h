@@ -5,11 +5,10 @@
 
 #include "hpo/gates.h"
 #include "hpo/metrics.h"
+#include "lanes.h"
 #include "parallel.h"
 
 namespace hpo::HPO_ISA {
-
-constexpr int kLanes = 16;  // explicit, so that sums have the same bits on every instruction set
 
 // Selects by bits: what is masked may be NaN and must reach no arithmetic that is kept.
 HPO_INLINE int32_t mask_of(bool condition) { return condition ? -1 : 0; }

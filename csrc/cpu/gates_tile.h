@@ -55,7 +55,7 @@ inline void multiply_token_factors(const PolicyLossArgs& args, int64_t first, in
   }
 }
 
-// kind and coefficient from rows, masks and advantages; true if some coefficient may be infinite or NaN.
+// kind and coefficient from rows and advantages; true if some coefficient may be infinite or NaN.
 inline bool load_rows(const PolicyLossArgs& args, int64_t first, int n, const Segments& segments, Tile& tile) {
   bool doubtful = args.advantage_per_token || args.token_weight;
   int covered = 0;
@@ -78,11 +78,13 @@ inline bool load_rows(const PolicyLossArgs& args, int64_t first, int n, const Se
       tile.kind[i] = kind & mask_of(tile.kind[i] != kAbsent);
     }
   }
-  if (args.mask) {
-    for (int i = 0; i < n; ++i) tile.kind[i] &= mask_of(args.mask[first + i] != 0);
-  }
   multiply_token_factors(args, first, n, tile.coefficient);
   return doubtful;
+}
+
+inline void apply_mask(const PolicyLossArgs& args, int64_t first, int n, Tile& tile) {
+  if (!args.mask) return;
+  for (int i = 0; i < n; ++i) tile.kind[i] &= mask_of(args.mask[first + i] != 0);
 }
 
 // NaN takes a token out, what lies beyond +-60 saturates, an infinity loses its derivative as well.
@@ -165,6 +167,7 @@ inline void load(const Call& call, int64_t first, int n, const Segments& segment
     tile.has_infinite = false;
   }
   const bool doubtful = load_rows(call.args, first, n, segments, tile);
+  apply_mask(call.args, first, n, tile);
   if (with_log_ratios) load_log_ratios(call.args, first, n, tile, partial);
   choose(call, first, n, doubtful, tile, partial);
 }

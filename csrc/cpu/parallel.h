@@ -19,10 +19,11 @@ inline void parallel_for(int64_t count, int threads, const Body& body) {
   for (int64_t i = 0; i < count; ++i) body(i);
 }
 
+constexpr int64_t kPiece = 1024;
+
 // Calls body(first, end) for pieces of [0, count).
 template <class Body>
 inline void for_each_piece(int64_t count, int threads, const Body& body) {
-  constexpr int64_t kPiece = 1024;
   parallel_for(pieces(count, kPiece), threads, [&](int64_t piece) {
     body(piece * kPiece, (piece + 1) * kPiece < count ? (piece + 1) * kPiece : count);
   });

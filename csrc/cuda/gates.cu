@@ -175,20 +175,22 @@ __device__ __forceinline__ TileSums sum_trajectory_unordered(const Gate& gate, c
 
 // What a trajectory gives back to its tokens.
 struct Level {
-  LevelGate gate;
-  bool below[2], above[2];
+  float ratio[2];
+  bool inside[2], below[2], above[2];
   float shared_grad;  // Routing::through: minus the mean over the trajectory of a * ratio where the gate passes gradient
 };
 
 __device__ __forceinline__ Level make_level(const Gate& gate, const TileSums& sums) {
   const double n = double(sums.valid > 0 ? sums.valid : 1), mean = from_fixed(sums.fixed) / n;
-  Level level = {level_gate(mean, gate.structure.level_clips, gate.level_log_low, gate.level_log_high), {}, {}, 0.0f};
+  Level level = {};
   double flow = 0.0;
   for (int sign = 0; sign < 2; ++sign) {
-    const bool inside = level.gate.inside[sign];
-    level.below[sign] = !inside && mean < gate.level_log_low[sign];
-    level.above[sign] = !inside && !level.below[sign];
-    if (inside) flow += double(level.gate.ratio[sign]) * (sums.coefficient[sign] / n);
+    const LevelGate one = level_gate(mean, gate.structure.level_clips, gate.level_log_low[sign], gate.level_log_high[sign]);
+    level.ratio[sign] = one.ratio;
+    level.inside[sign] = one.inside;
+    level.below[sign] = !one.inside && mean < gate.level_log_low[sign];
+    level.above[sign] = !one.inside && !level.below[sign];
+    if (one.inside) flow += double(one.ratio) * (sums.coefficient[sign] / n);
   }
   level.shared_grad = -float(flow);
   return level;
@@ -205,8 +207,8 @@ template <bool LEVEL, bool EXTRAS, int WIDTH>
 __device__ __forceinline__ RatioGate gate_ratio(const Gate& gate, const Level& level, const Inputs<WIDTH>& inputs,
                                                 const Token& token, float ratio, int i) {
   if constexpr (LEVEL) {
-    const bool flows = by_sign(level.gate.inside, token.negative) && gate.structure.routing == Routing::self;
-    return {{by_sign(level.gate.ratio, token.negative), flows}, by_sign(level.below, token.negative),
+    const bool flows = by_sign(level.inside, token.negative) && gate.structure.routing == Routing::self;
+    return {{by_sign(level.ratio, token.negative), flows}, by_sign(level.below, token.negative),
             by_sign(level.above, token.negative)};
   }
   float low = by_sign(gate.token_low, token.negative), high = by_sign(gate.token_high, token.negative);

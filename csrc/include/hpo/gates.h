@@ -19,33 +19,43 @@ HPO_INLINE LogRatio log_ratio(float logp, float old_logp) {
   return {clamp(x, -kSaturation, kSaturation), x != x, infinite};
 }
 
-struct Gated {
-  float ratio;     // e^g(u)
-  int32_t inside;  // derivative 1 (the bounds included) or 0
+template <class F>
+struct GatedNumber {
+  F ratio;                         // e^g(u)
+  typename Number<F>::Int inside;  // derivative 1 (the bounds included) or 0
 };
+using Gated = GatedNumber<float>;
 
-HPO_INLINE Gated clip_ratio(float ratio, float low, float high) {
-  const float clipped = clamp(ratio, low, high);
+template <class F>
+HPO_INLINE GatedNumber<F> clip_ratio(F ratio, F low, F high) {
+  const F clipped = clamp(ratio, low, high);
   return {clipped, clipped == ratio};
 }
 
 // The policy part of one token: `a` = weight * advantage * token weight, exactly 0 where the token is not selected.
-struct Term {
-  float loss;  // its share of the loss
-  float grad;  // d loss / d logp through the token's own path
+template <class F>
+struct TermNumber {
+  F loss;  // its share of the loss
+  F grad;  // d loss / d logp through the token's own path
 };
+using Term = TermNumber<float>;
 
+template <class F>
+HPO_INLINE TermNumber<F> policy_term(bool score_head, F a, GatedNumber<F> gated, F logp) {
+  const F value = -(a * gated.ratio);  // at ratio 1 this is -a to the bit: the on-policy promise
+  if (score_head) return {value * logp, value};
+  return {value, gated.inside ? value : F{}};
+}
+
+// Of a token whose log-ratio was infinite: no derivative, and no value that logp would enter.
 HPO_INLINE Term policy_term(bool score_head, float a, Gated gated, float logp, bool finite) {
-  const float value = -(a * gated.ratio);  // at ratio 1 this is -a to the bit: the on-policy promise
-  const float scored = finite ? value * logp : 0.0f;
-  const bool flows = finite && (score_head || gated.inside);
-  return {score_head ? scored : value, flows ? value : 0.0f};
+  const Term term = policy_term(score_head, a, gated, logp);
+  return {finite || !score_head ? term.loss : 0.0f, finite ? term.grad : 0.0f};
 }
 
 // The reference penalty beta * k(s), s = logp - ref_logp, and its derivative in logp; x is the policy's own log-ratio. A
 // log-ratio that was infinite carries no derivative.
-HPO_INLINE Term kl_term(KLEstimator estimator, KLGradient gradient, float s, float x, bool s_finite = true,
-                        bool x_finite = true) {
+HPO_INLINE Term kl_term(KLEstimator estimator, KLGradient gradient, float s, float x, bool s_finite, bool x_finite) {
   const float e = exp(-s);
   const float k = estimator == KLEstimator::k1 ? s : (estimator == KLEstimator::k2 ? 0.5f * s * s : k3(s, e));
   const float slope = estimator == KLEstimator::k1 ? 1.0f : (estimator == KLEstimator::k2 ? s : k3_slope(s, e));
@@ -60,20 +70,15 @@ HPO_INLINE Term kl_term(KLEstimator estimator, KLGradient gradient, float s, flo
   return {value, x_finite ? (s_finite ? r * s : value) : (s_finite ? rise : 0.0f)};
 }
 
-// The trajectory gate: from the mean log-ratio to the ratio of each advantage sign and whether it passes gradient.
+// The trajectory gate for one sign of the advantage: from the mean log-ratio to the ratio, and whether it passes gradient.
 struct LevelGate {
-  float ratio[2];
-  bool inside[2];
+  float ratio;
+  bool inside;
 };
 
-HPO_INLINE LevelGate level_gate(double mean, bool clips, const double low[2], const double high[2]) {
-  LevelGate gate;
-  for (int sign = 0; sign < 2; ++sign) {
-    const bool below = clips && mean < low[sign], above = clips && mean > high[sign];
-    gate.ratio[sign] = exp(clamp(float(above ? high[sign] : (below ? low[sign] : mean)), -kSaturation, kSaturation));
-    gate.inside[sign] = !(below || above);
-  }
-  return gate;
+HPO_INLINE LevelGate level_gate(double mean, bool clips, double low, double high) {
+  const bool below = clips && mean < low, above = clips && mean > high;
+  return {exp(clamp(float(above ? high : (below ? low : mean)), -kSaturation, kSaturation)), !(below || above)};
 }
 
 // Sums of log-ratios are integers: fixed point with 32 binary digits. Integer addition has no order, so a trajectory's mean

@@ -40,28 +40,48 @@ HPO_INLINE int32_t to_bits(float value) {
 
 HPO_INLINE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
+// What the functions below are written for: a float here, a vector of them in csrc/cpu/lanes.h.
+template <class F>
+struct Number;
+
+template <>
+struct Number<float> {
+  using Int = int32_t;
+  static HPO_INLINE float fused(float a, float b, float c) { return hpo::fused(a, b, c); }
+  static HPO_INLINE int32_t to_bits(float x) { return hpo::to_bits(x); }
+  static HPO_INLINE float from_bits(int32_t bits) { return hpo::from_bits(bits); }
+};
+
+template <class F>
+HPO_INLINE F all(float x) {
+  return F{} + x;
+}
+
 // Two steps that are one instruction each (a nested choice is not); NaN stays NaN.
-HPO_INLINE float clamp(float x, float low, float high) {
-  const float raised = x < low ? low : x;
+template <class F>
+HPO_INLINE F clamp(F x, F low, F high) {
+  const F raised = x < low ? low : x;
   return raised > high ? high : raised;
 }
 
 // e^x for |x| <= 87, within 1 ulp; exp(0) is exactly 1, which the on-policy promise rests on.
-HPO_INLINE float exp(float x) {
-  const float shifter = 12582912.0f;                       // 1.5 * 2^23: adding it rounds to an integer
-  const float shifted = fused(x, 1.44269504f, shifter);
-  const float k = shifted - shifter;
-  float r = fused(k, -0.693359375f, x);                    // ln 2 in two parts: r = x - k ln 2
-  r = fused(k, 2.12194440e-4f, r);
-  float p = 1.9875691500e-4f;                              // minimax polynomial of (e^r - 1 - r) / r^2 on |r| <= ln 2 / 2
-  p = fused(p, r, 1.3981999507e-3f);
-  p = fused(p, r, 8.3334519073e-3f);
-  p = fused(p, r, 4.1665795894e-2f);
-  p = fused(p, r, 1.6666665459e-1f);
-  p = fused(p, r, 5.0000001201e-1f);
-  const float value = fused(p, r * r, r) + 1.0f;
-  const int32_t exponent = to_bits(shifted) - 0x4B400000;  // the integer k sits in the low bits of `shifted`
-  return value * from_bits((exponent + 127) << 23);
+template <class F>
+HPO_INLINE F exp(F x) {
+  using N = Number<F>;
+  const F shifter = all<F>(12582912.0f);                   // 1.5 * 2^23: adding it rounds to an integer
+  const F shifted = N::fused(x, all<F>(1.44269504f), shifter);
+  const F k = shifted - shifter;
+  F r = N::fused(k, all<F>(-0.693359375f), x);             // ln 2 in two parts: r = x - k ln 2
+  r = N::fused(k, all<F>(2.12194440e-4f), r);
+  F p = all<F>(1.9875691500e-4f);                          // minimax polynomial of (e^r - 1 - r) / r^2 on |r| <= ln 2 / 2
+  p = N::fused(p, r, all<F>(1.3981999507e-3f));
+  p = N::fused(p, r, all<F>(8.3334519073e-3f));
+  p = N::fused(p, r, all<F>(4.1665795894e-2f));
+  p = N::fused(p, r, all<F>(1.6666665459e-1f));
+  p = N::fused(p, r, all<F>(5.0000001201e-1f));
+  const F value = N::fused(p, r * r, r) + 1.0f;
+  const auto exponent = N::to_bits(shifted) - 0x4B400000;  // the integer k sits in the low bits of `shifted`
+  return value * N::from_bits((exponent + 127) << 23);
 }
 
 // 1 - e^-s, the derivative of k3, without its cancellation at small s; `e` is exp(-s).

@@ -26,7 +26,7 @@ SAMPLES = 15
 SLOW_SAMPLES = 5  # of calls longer than SLOW
 FEW = 5  # fewer undisturbed samples than this say less than many disturbed ones, and no goal is judged by them
 SLOW = 0.1  # s
-SHORTEST = 5e-4  # s; shorter calls are repeated until a sample lasts this long, and divided
+SHORTEST = 5e-3  # s; shorter calls are repeated until a sample lasts this long, and divided
 CLEAN = 0.03  # the share of a sample that threads may spend waiting for a core
 EVICTION = 1 << 24  # floats: 64 MiB, several times a last-level cache of this class of machine
 

@@ -155,7 +155,7 @@ def policy_loss_and_grad(
             (grad,) = torch.autograd.grad(loss, leaf)
         return PolicyLossAndGrad(loss.detach(), observed(vector), grad.reshape(shape))
     loss, vector, grad = ops.policy_loss_and_grad(inputs, spec, backend)
-    return PolicyLossAndGrad(loss, observed(vector), grad.reshape(shape))
+    return PolicyLossAndGrad(loss, observed(vector), grad if grad.shape == shape else grad.reshape(shape))
 
 
 def hierarchical_policy_loss(

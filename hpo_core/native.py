@@ -51,7 +51,7 @@ class Native:
             function(*arguments, 1 if _forked else torch.get_num_threads())
 
     def _workspace(self, size: int, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=like.device)
+        return like.new_empty(size, dtype=torch.uint8)  # quicker than torch.empty, which parses a device
 
     def _make_spec(self, spec: PolicyLossSpec) -> Any:
         return self.module.PolicyLossSpec(
@@ -66,8 +66,8 @@ class Native:
         """Loss (0-dim float32), metrics (float64), dL/dlogp ``[T]`` and loss_t ``[T]`` where wanted."""
         logp = inputs.logp
         tokens, rows = logp.numel(), inputs.weights.numel()
-        loss = torch.empty((), dtype=torch.float32, device=logp.device)
-        metrics = torch.empty(self.module.metrics, dtype=torch.float64, device=logp.device)
+        loss = logp.new_empty(())
+        metrics = logp.new_empty(self.module.metrics, dtype=torch.float64)
         grad = torch.empty_like(logp) if want_grad else None
         token_loss = torch.empty_like(logp) if want_tokens else None
         workspace = self._workspace(self.module.policy_loss_workspace(tokens, rows), logp)
@@ -125,8 +125,8 @@ class Native:
         self, score: torch.Tensor, numerator: int, denominator: int, rule: OrderRule
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = score.numel()
-        threshold = torch.empty(1, dtype=torch.float32, device=score.device)
-        counts = torch.empty(2, dtype=torch.int64, device=score.device)
+        threshold = score.new_empty(1)
+        counts = score.new_empty(2, dtype=torch.int64)
         workspace = self._workspace(self.module.order_statistic_workspace(tokens), score)
         self._call(
             self.module.order_statistic, score, tokens, score.data_ptr(), numerator, denominator, int(rule),
@@ -136,6 +136,6 @@ class Native:
 
     def row_counts(self, mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:
         rows = cu_seqlens.numel() - 1
-        counts = torch.empty(rows, dtype=torch.int64, device=cu_seqlens.device)
+        counts = cu_seqlens.new_empty(rows)
         self._call(self.module.row_counts, cu_seqlens, total_tokens, rows, *_addresses(mask, cu_seqlens, counts))
         return counts

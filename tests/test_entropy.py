@@ -203,12 +203,13 @@ def test_broken_offsets_are_harmless(backend, offsets):
 
 
 def test_same_bits_on_any_number_of_threads(backend):
-    example = testing.random_window(layout=Layout((3000, 1, 0, 2500, 40), 3, "some", seed=2))._replace(first=-3, last=7)
-    scores = testing.random_scores(0, 5000, "signed")
+    example = testing.random_window(layout=Layout((3000, 1, 0, 15000, 40), 3, "some", seed=2))
+    scores = testing.random_scores(0, 20000, "signed")
     outs = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        outs.append((score(backend, example), select(backend, scores)[0]))
+        windows = [score(backend, example._replace(first=first, last=last)) for first, last in ((-3, 7), (0, 0))]
+        outs.append((*windows, *select(backend, scores)))
     assert all(torch.equal(a, b) for out in outs for a, b in zip(out, outs[0], strict=True))
 
 
@@ -240,6 +241,16 @@ def test_generated_order_statistics(backend, example):
 def test_order_statistics_of_every_size(backend, count, kind):
     for seed in range(8):
         assert_selects(backend, testing.random_scores(seed, count, kind))
+
+
+@pytest.mark.parametrize("planted", [100.0, -100.0, math.inf, -math.inf, math.nan, 0.5])
+def test_sample_that_misleads(backend, planted):
+    """One value, at every place that the CPU backend looks at before it decides which scores to keep."""
+    count = 20000
+    values = torch.rand(count, generator=torch.Generator().manual_seed(0))
+    values[[(i * 0x9E3779B9 % 2**32) * count >> 32 for i in range(2048)]] = planted
+    for numerator in (0, 10, 19, 20):
+        assert_selects(backend, ScoresExample(values, numerator, 20, OrderRule.CEIL))
 
 
 def test_keeps_every_promise_of_order_statistics(backend):

@@ -172,6 +172,9 @@ class EntropyWindow:
         """
         batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
         score = self.score(entropy, batch, backend=backend)
+        if score.device.type == "cpu":  # in place first: PyTorch vectorises that, and a comparison into bools not
+            score = score.gt_(state.threshold) if self.strict else score.ge_(state.threshold)
+            return score.to(torch.bool).reshape(entropy.shape)
         mask = score > state.threshold if self.strict else score >= state.threshold
         return mask.reshape(entropy.shape)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hpo_core as hpo
-from hpo_core import specs
+from hpo_core import specs, testing
 
 backends = importlib.import_module("hpo_core.backends")  # the attribute of this name is the function
 NAMES = ("reference", "cpu", "triton", "cuda", "cuda_emulated")
@@ -27,9 +27,9 @@ def fresh():
     backends._resolve.cache_clear()
 
 
-def loss(backend, **keywords):
-    batch = hpo.PackedBatch.from_lengths([2])
-    return hpo.policy_loss(torch.zeros(2), None, torch.ones(1), batch, backend=backend, **keywords).loss
+def loss(backend, device="cpu", **keywords):
+    batch, logp = hpo.PackedBatch.from_lengths([2]).to(device), torch.zeros(2, device=device)
+    return hpo.policy_loss(logp, None, logp.new_ones(1), batch, backend=backend, **keywords).loss
 
 
 def test_every_backend_is_listed_with_a_reason_or_a_description():
@@ -42,7 +42,7 @@ def test_every_backend_is_listed_with_a_reason_or_a_description():
 
 
 def test_asked_and_used(backend):
-    assert loss(backend) == -1
+    assert loss(backend, testing.device_of(backend)) == -1
 
 
 @pytest.mark.parametrize("name", ["gpu", "CPU", "pallas"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hpo_core as hpo
-from hpo_core import PackedBatch
+from hpo_core import PackedBatch, testing
 
 LONG = torch.int64
 INTEGERS = (torch.int32, torch.int64)
@@ -415,8 +415,8 @@ def test_errors_of_the_other_constructors(make, error, message):
 
 @pytest.mark.parametrize("offsets", [[5, 0], [0, 100], [-4, 2], [2, 1, 3], [0, 2**62]])
 def test_without_validation_broken_offsets_are_counted_and_harmless(offsets, backend):
-    batch = PackedBatch(longs(*offsets), total_tokens=4, validate=False)
-    result = hpo.policy_loss_and_grad(
-        torch.zeros(4), torch.zeros(4), torch.ones(batch.rows), batch, advantage_level="row", backend=backend
-    )
+    batch = PackedBatch(longs(*offsets), total_tokens=4, validate=False).to(testing.device_of(backend))
+    logp = torch.zeros(4, device=batch.device)
+    advantages = logp.new_ones(batch.rows)
+    result = hpo.policy_loss_and_grad(logp, logp, advantages, batch, advantage_level="row", backend=backend)
     assert result.metrics["bad_offsets"] > 0 and result.grad.isfinite().all()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hpo_core as hpo
-from hpo_core import entropy, gates, kl
+from hpo_core import entropy, gates, kl, testing
 
 TOKENS, ROWS = 12, 4
 GATE = gates.ppo_clip(0.1, 0.2)
@@ -32,6 +32,11 @@ class Example:
         self.token_weight = normal(TOKENS).abs()
         self.low, self.high = 1 - normal(TOKENS).abs() / 9, 1 + normal(TOKENS).abs() / 9
 
+    def to(self, device):
+        for name, value in vars(self).items():
+            setattr(self, name, value.to(device))
+        return self
+
     def arguments(self, **keywords):
         given = {"logp": self.logp, "old_logp": self.old_logp, "advantages": self.advantages, "batch": self.batch}
         return {**given, **keywords}
@@ -44,8 +49,10 @@ class Example:
 
 
 @pytest.fixture
-def example():
-    return Example()
+def example(request):
+    """On the device of the test's backend."""
+    parameters = getattr(getattr(request.node, "callspec", None), "params", {})
+    return Example().to(testing.device_of(parameters.get("backend", "cpu")))
 
 
 def same(one, other):
@@ -70,7 +77,7 @@ def test_without_old_logp_every_ratio_is_one(example):
 
 
 def one_per_token(example, per_row):
-    return per_row.repeat_interleave(torch.tensor([4, 3, 0, 5]))
+    return per_row.repeat_interleave(torch.tensor([4, 3, 0, 5], device=per_row.device))
 
 
 def test_everything_at_once(example, backend):
@@ -78,7 +85,7 @@ def test_everything_at_once(example, backend):
     window = entropy.forking_tokens("0.6")
     keywords = {
         "gate": GATE,
-        "weights": torch.tensor([0.1, 0.2, 0.3, 0.4]),
+        "weights": torch.tensor([0.1, 0.2, 0.3, 0.4], device=example.logp.device),
         "ref_logp": example.ref_logp,
         "kl": kl.k3(0.5),
         "entropy": example.entropy,
@@ -138,9 +145,10 @@ def test_tokens(example, backend):
 
 def test_padded_in_and_out(backend):
     generator = torch.Generator().manual_seed(0)
-    mask = torch.rand(3, 5, generator=generator) > 0.3
-    logp, old_logp, ref_logp, scores = torch.randn(4, 3, 5, generator=generator)
-    advantages = torch.tensor([1.0, -1.0, 0.5])
+    device = testing.device_of(backend)
+    mask = torch.rand(3, 5, generator=generator).to(device) > 0.3
+    logp, old_logp, ref_logp, scores = torch.randn(4, 3, 5, generator=generator).to(device)
+    advantages = torch.tensor([1.0, -1.0, 0.5], device=device)
     window = entropy.ares(2, "0.3", scope="call")
     keywords = {"kl": kl.k3(0.1), "window": window, "backend": backend}
     shaped = {"ref_logp": ref_logp, "entropy": scores.abs(), "token_mask": mask, "token_weight": scores.exp()}
@@ -357,7 +365,7 @@ def test_errors_name_argument_expectation_value_and_fix(function, keywords, erro
 @pytest.mark.parametrize("scope", ["batch", "call"])
 def test_the_single_call_is_the_three_calls(example, advantage, gate, scope, backend):
     """To the bit: loss, metrics, gradient."""
-    rewards = torch.tensor([1.0, 0.0, 2.0, 1.0])
+    rewards = torch.tensor([1.0, 0.0, 2.0, 1.0], device=example.logp.device)
     window = entropy.ares(2, "0.4", scope=scope)
     others = {"kl": kl.k3(0.1), "ref_logp": example.ref_logp, "token_weight": example.token_weight, "backend": backend}
     leaf = example.logp.clone().requires_grad_()

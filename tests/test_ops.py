@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import hpo_core as hpo
-from hpo_core import ops
+from hpo_core import ops, testing
 from hpo_core.native import Native
 
 GATES = {
@@ -41,16 +41,17 @@ class Inputs(NamedTuple):
         return hpo.policy_loss(logp, self.old_logp, self.advantages, self.batch, gate, **keywords).loss
 
 
-def inputs(rows=6, length=7, **ids):
-    generator = torch.Generator().manual_seed(rows * 1000 + length)
+def inputs(rows=6, length=7, backend="cpu", **ids):
+    """On the device of the backend."""
+    generator, device = torch.Generator().manual_seed(rows * 1000 + length), testing.device_of(backend)
 
     def normal(*shape):
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator).to(device)
 
     tokens = rows * length
     logp = -normal(tokens).abs()
     ids = {"group_ids": torch.arange(rows) // 2, **ids}
-    batch = hpo.PackedBatch.from_lengths([length] * rows, mask=normal(tokens) > -1, **ids)
+    batch = hpo.PackedBatch.from_lengths([length] * rows, mask=(normal(tokens) > -1).cpu(), **ids).to(device)
     return Inputs(logp, logp + 0.3 * normal(tokens), normal(rows), normal(tokens).abs(), batch)
 
 
@@ -76,7 +77,7 @@ class Log(TorchDispatchMode):
 
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 def test_gradient_is_that_of_the_call_without_autograd(gate, backend):
-    given = inputs()
+    given = inputs(backend=backend)
     arguments = (given.old_logp, given.advantages, given.batch, gate)
     expected = hpo.policy_loss_and_grad(given.logp, *arguments, backend=backend)
     leaf = given.leaf()
@@ -201,7 +202,7 @@ def test_loss_may_be_changed_in_place():
 
 @pytest.mark.parametrize("nothing", ["valid", "selected", "tokens", "rows"])
 def test_nothing_gives_a_connected_zero(nothing, backend):
-    given = inputs()
+    given = inputs(backend=backend)
     keywords = {}
     if nothing == "valid":
         given = given._replace(batch=hpo.PackedBatch(given.batch.cu_seqlens, torch.zeros_like(given.batch.mask)))
@@ -209,8 +210,8 @@ def test_nothing_gives_a_connected_zero(nothing, backend):
         keywords = {"token_mask": torch.zeros_like(given.batch.mask)}
     else:
         rows = 3 if nothing == "tokens" else 0
-        empty = torch.empty(0)
-        given = Inputs(empty, empty, torch.ones(rows), empty, hpo.PackedBatch.from_lengths([0] * rows))
+        empty, batch = given.logp[:0], hpo.PackedBatch.from_lengths([0] * rows)
+        given = Inputs(empty, empty, empty.new_ones(rows), empty, batch.to(empty.device))
         keywords = {"advantage_level": "row"}
     leaf = given.leaf()
     loss = given.loss(leaf, backend=backend, **keywords)

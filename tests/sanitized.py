@@ -1,0 +1,105 @@
+"""The path tests of the C++ code and the emulated CUDA under AddressSanitizer and UBSan: what `make sanitize` runs.
+
+    python tests/sanitized.py FOLDER [options of pytest]
+
+FOLDER holds hpo_core built with HPO_CORE_SANITIZE=address,undefined and HPO_CORE_EMULATED=1. Planted faults come first:
+a run that could not find them would prove nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ISAS = ("avx512", "avx2", "generic")
+TESTS = [f"tests/test_{name}.py" for name in ("segments", "advantages", "entropy", "gates", "losses", "metrics", "ops")]
+EMULATION = "tests/test_emulation.py"
+# Triton has nothing to instrument. raw_overflow is a planted fault that ends the process, as test_emulation.py itself
+# checks. Compilers do not run with a sanitizer loaded.
+LEFT_OUT = "not triton and not raw_overflow and not nvcc and not inductor"
+
+FAULTS = {  # three rows where there is one; offsets at an odd address
+    "AddressSanitizer: heap-buffer-overflow": "run(rows=3)",
+    "runtime error: load of misaligned address": "run(odd=1)",
+}
+CALL = """
+import importlib, torch, hpo_core
+module = importlib.import_module("hpo_core._{backend}")
+offsets, counts = torch.tensor([0, 5]), torch.zeros(3, dtype=torch.int64)
+def run(rows=1, odd=0):
+    module.row_counts(5, rows, 0, offsets.data_ptr() + odd, counts.data_ptr(), 1)
+run()
+assert counts.tolist() == [5, 0, 0]
+{call}
+print("came through")
+"""
+
+
+def environment(folder: Path, isa: str) -> dict[str, str]:
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+
+    def library(name: str) -> str:
+        return subprocess.check_output([*compiler, f"-print-file-name={name}"], text=True).strip()
+
+    return os.environ | {
+        "PYTHONPATH": str(folder),
+        "LD_PRELOAD": f"{library('libasan.so')} {library('libstdc++.so')}",
+        # Python never frees all it has. Into files, since pytest would take what is written to the terminal with it.
+        "ASAN_OPTIONS": f"detect_leaks=0:detect_stack_use_after_return=1:log_path={folder}/report",
+        "UBSAN_OPTIONS": f"print_stacktrace=1:log_path={folder}/report",
+        "HPO_CORE_TEST_BACKENDS": "cpu,cuda_emulated",
+        "HPO_CORE_ISA": isa,
+        "OMP_WAIT_POLICY": "passive",
+    }
+
+
+def take_reports(folder: Path) -> str:
+    text = ""
+    for path in sorted(folder.glob("report.*")):
+        text += path.read_text(errors="replace")
+        path.unlink()
+    return text
+
+
+def python(folder: Path, isa: str, program: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, cwd=folder, env=environment(folder, isa), capture_output=True, text=True)
+
+
+def find_planted_faults(folder: Path, isa: str) -> None:
+    for backend in ("cpu", "cuda_emulated"):
+        sound = python(folder, isa, CALL.format(backend=backend, call="print(module.__file__)"))
+        if sound.returncode or not sound.stdout.startswith(str(folder)):
+            sys.exit(f"{backend}: no instrumented extension in {folder}\n{sound.stdout}{sound.stderr}{take_reports(folder)}")
+        for words, call in FAULTS.items():
+            done = python(folder, isa, CALL.format(backend=backend, call=call))
+            report = take_reports(folder) + done.stderr
+            if done.returncode == 0 or words not in report:
+                sys.exit(f"{backend}, {isa}: {call} must end in {words!r}\n{done.stdout}{report}")
+            print(f"{backend}, {isa}: a planted fault is found: {words}", flush=True)
+
+
+def main() -> int:
+    folder, options = Path(sys.argv[1]).resolve(), sys.argv[2:]
+    take_reports(folder)
+    runs = []
+    for isa in ISAS:
+        if python(folder, isa, "import hpo_core; assert hpo_core.backends()['cpu']").returncode:
+            print(f"{isa}: not on this machine")
+            continue
+        find_planted_faults(folder, isa)
+        # The emulation has no instruction sets: once is enough.
+        selection = [*TESTS, "-k", f"{LEFT_OUT} and not cuda_emulated"] if runs else [*TESTS, EMULATION, "-k", LEFT_OUT]
+        pytest = [Path(sys.executable).with_name("pytest"), "-p", "no:cacheprovider", "-m", "not long"]
+        runs.append(subprocess.call([*pytest, *selection, *options], cwd=ROOT, env=environment(folder, isa)))
+    reports = take_reports(folder)
+    print(reports or f"sanitizers: nothing found in {len(runs)} runs")
+    return 1 if reports or any(runs) or not runs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,10 @@
 // window_score and order_statistic. The definition is hpo_core/reference/entropy.py.
 #include "hpo/entropy.h"
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #include "kernels.h"
 #include "rows.h"
 
@@ -300,11 +304,19 @@ struct Selection {
 };
 
 // Keeps those of the keys that belong, in place or elsewhere, and returns how many. No branch, which would be taken at random:
-// every key is written, and overwritten unless it belongs.
+// every key is written, and overwritten unless it belongs. No compiler makes a compressing loop of it by itself.
 inline int64_t keep(const uint32_t* keys, int64_t n, KeyRange range, uint32_t* kept) {
-  int64_t count = 0;
+  int64_t i = 0, count = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= n; i += 16) {
+    const __m512i some = _mm512_loadu_si512(keys + i), above = _mm512_sub_epi32(some, _mm512_set1_epi32(int32_t(range.low)));
+    const __mmask16 belong = _mm512_cmple_epu32_mask(above, _mm512_set1_epi32(int32_t(range.span)));
+    _mm512_storeu_si512(kept + count, _mm512_maskz_compress_epi32(belong, some));
+    count += __builtin_popcount(belong);
+  }
+#endif
 #pragma GCC unroll 8
-  for (int64_t i = 0; i < n; ++i) {
+  for (; i < n; ++i) {
     const uint32_t key = keys[i];
     kept[count] = key;
     count += range.holds(key);

@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 TRITON ?= triton==3.9.0
 # The trainers and kernels that tests, demo and benchmarks meet.
 PEERS ?= "trl==1.16.0" "liger-kernel==0.8.5" "verl[verl-core]==0.9.1; python_version < '3.13'"
-TOOLS ?= clang-format mypy ruff
+TOOLS ?= clang-format==23.1.5 mypy==2.4.1 ruff==0.17.6
 
 BIN := $(VENV)/bin
 TORCH_VERSION := import importlib.metadata as m; print(m.version('torch'))
@@ -29,7 +29,7 @@ PYTEST := HPO_CORE_TEST_BACKENDS=cpu,triton,cuda_emulated OMP_WAIT_POLICY=passiv
 export HPO_CORE_EMULATED ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup build test test-long coverage test-matrix demo bench lint wheel gpu-check clean
+.PHONY: setup build test test-long coverage sanitize test-matrix demo bench lint wheel gpu-check clean
 
 setup: build
 
@@ -59,6 +59,11 @@ test-long: build
 
 coverage: build
 	$(PYTEST) -m "not long" --cov=hpo_core --cov-report=term-missing:skip-covered --cov-fail-under=95
+
+# The C++ code and the emulated CUDA under AddressSanitizer and UBSan, on each instruction set of this machine.
+sanitize: $(VENV)/installed
+	HPO_CORE_SANITIZE=address,undefined HPO_CORE_EMULATED=1 HPO_CORE_CUDA=0 $(BIN)/python setup.py -q build --build-lib build/sanitized
+	$(BIN)/python tests/sanitized.py build/sanitized --numprocesses auto
 
 # The oldest and the newest torch and Triton that we promise to work with.
 test-matrix:

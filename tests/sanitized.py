@@ -74,7 +74,9 @@ def find_planted_faults(folder: Path, isa: str) -> None:
     for backend in ("cpu", "cuda_emulated"):
         sound = python(folder, isa, CALL.format(backend=backend, call="print(module.__file__)"))
         if sound.returncode or not sound.stdout.startswith(str(folder)):
-            sys.exit(f"{backend}: no instrumented extension in {folder}\n{sound.stdout}{sound.stderr}{take_reports(folder)}")
+            sys.exit(
+                f"{backend}: no instrumented extension in {folder}\n{sound.stdout}{sound.stderr}{take_reports(folder)}"
+            )
         for words, call in FAULTS.items():
             done = python(folder, isa, CALL.format(backend=backend, call=call))
             report = take_reports(folder) + done.stderr

@@ -170,21 +170,20 @@ inline void bind(py::module_& m) {
     check(status);
   });
 
-  m.def("row_counts",
-        [](int64_t tokens, int64_t rows, Address mask, Address cu_seqlens, Address counts, int64_t context) {
-          RowCountsArgs args{};
-          args.tokens = tokens;
-          args.rows = rows;
-          args.mask = pointer<const uint8_t>(mask);
-          args.cu_seqlens = pointer<const int64_t>(cu_seqlens);
-          args.counts = pointer<int64_t>(counts);
-          int status;
-          {
-            py::gil_scoped_release release;
-            status = hpo_row_counts(&args, context);
-          }
-          check(status);
-        });
+  m.def("row_counts", [](int64_t tokens, int64_t rows, Address mask, Address cu_seqlens, Address counts, int64_t context) {
+    RowCountsArgs args{};
+    args.tokens = tokens;
+    args.rows = rows;
+    args.mask = pointer<const uint8_t>(mask);
+    args.cu_seqlens = pointer<const int64_t>(cu_seqlens);
+    args.counts = pointer<int64_t>(counts);
+    int status;
+    {
+      py::gil_scoped_release release;
+      status = hpo_row_counts(&args, context);
+    }
+    check(status);
+  });
 }
 
 }  // namespace hpo::bindings

@@ -30,10 +30,19 @@ struct Kernels {
   decltype(&hpo::generic::row_counts) row_counts;
 };
 
-#define HPO_KERNELS(isa, description, supported)                                                                  \
-  {#isa, description, supported, hpo::isa::policy_loss_workspace, hpo::isa::policy_loss,                          \
-   hpo::isa::group_normalise_workspace, hpo::isa::group_normalise, hpo::isa::window_score_workspace,              \
-   hpo::isa::window_score, hpo::isa::order_statistic_workspace, hpo::isa::order_statistic, hpo::isa::row_counts}
+#define HPO_KERNELS(isa, description, supported) \
+  {#isa,                                         \
+   description,                                  \
+   supported,                                    \
+   hpo::isa::policy_loss_workspace,              \
+   hpo::isa::policy_loss,                        \
+   hpo::isa::group_normalise_workspace,          \
+   hpo::isa::group_normalise,                    \
+   hpo::isa::window_score_workspace,             \
+   hpo::isa::window_score,                       \
+   hpo::isa::order_statistic_workspace,          \
+   hpo::isa::order_statistic,                    \
+   hpo::isa::row_counts}
 
 // A child process after fork() has none of its parent's OpenMP threads, and libgomp would wait for them for ever. Results do
 // not depend on the number of threads, so the child works alone.
@@ -130,6 +139,4 @@ int hpo_row_counts(const hpo::RowCountsArgs* args, int64_t context) {
 
 const char* hpo_error(int status) { return status == kNoKernels ? choice().error.c_str() : "no error"; }
 
-const char* hpo_description() {
-  return choice().kernels ? choice().kernels->description : nullptr;
-}
+const char* hpo_description() { return choice().kernels ? choice().kernels->description : nullptr; }

@@ -207,7 +207,7 @@ void finish_scores(const WindowRule& any_rule, const WindowScratch& scratch, con
   rule.boundary = kBoundary;
   rule.invalid = kInvalid;
   const float* __restrict sum = scratch.window_sum;
-  const int32_t *__restrict usable = scratch.window_usable, *__restrict state = scratch.state;
+  const int32_t* __restrict usable = scratch.window_usable, * __restrict state = scratch.state;
   const int32_t width = int32_t(smaller(rule.width, INT32_MAX));
   for (int i = 0; i < n; ++i) {
     const float mean = window_mean(sum[i], kAllUsable ? width : usable[i], width, true, rule);

@@ -65,7 +65,7 @@ GateCounts token_gate_loop(const Bounds& bounds, const Tile& tile, const float* 
                            const float* __restrict logp, float* __restrict loss, float* __restrict grad, int n) {
   const Bounds b = bounds;
   const int32_t* __restrict chosen = tile.chosen;
-  const float *__restrict token_low = b.token_low, *__restrict token_high = b.token_high;
+  const float* __restrict token_low = b.token_low, * __restrict token_high = b.token_high;
   GateCounts counts;
   for (int i = 0; i < n; ++i) {
     const int32_t kind = chosen[i];
@@ -144,8 +144,8 @@ struct Gate {
   const Level* levels;  // null: the gate is on tokens
   bool values_by_row;   // the loss is known without the tokens, see settle_rows
 
-  GateCounts operator()(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile,
-                        const float* coefficient, float* loss, float* grad) const {
+  GateCounts operator()(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, const float* coefficient,
+                        float* loss, float* grad) const {
     const float* logp = call.args.logp + first;
     GateCounts counts;
     if (levels) level_loop(spread_levels(call, segments, levels, tile), tile, coefficient, logp, loss, grad, n);

@@ -75,9 +75,11 @@ inline void add_row_sums(const Call& call, int64_t chunk, int n, const Segments&
     int32_t valid = 0, chosen = 0;
     for (int i = segment.begin; i < segment.end; ++i) sum += to_fixed(tile.x[i]);
     if (alike) valid = tile.kind[segment.begin] * (segment.end - segment.begin);
-    else for (int i = segment.begin; i < segment.end; ++i) valid += tile.kind[i];
+    else
+      for (int i = segment.begin; i < segment.end; ++i) valid += tile.kind[i];
     if (tile.chosen == tile.kind) chosen = valid;
-    else for (int i = segment.begin; i < segment.end; ++i) chosen += tile.chosen[i];
+    else
+      for (int i = segment.begin; i < segment.end; ++i) chosen += tile.chosen[i];
     RowSums& row = rows[segment.row];
     const bool shared = call.rows.continues_elsewhere(segment.row, chunk);
     add_to_row(row.fixed, sum, shared);
@@ -230,7 +232,8 @@ inline TokenLevels spread_levels(const Call& call, const Segments& segments, con
 }
 
 // The gradient where it is the same for all tokens of a trajectory: a plain tile needs nothing but its rows and its mask.
-inline void spread_gradient(const Call& call, int64_t first, int n, const Segments& segments, const Level* levels, float* grad) {
+inline void spread_gradient(const Call& call, int64_t first, int n, const Segments& segments, const Level* levels,
+                            float* grad) {
   const PolicyLossArgs& args = call.args;
   int covered = 0;
   for (const Segment& segment : segments) {
@@ -253,9 +256,9 @@ using LevelGateLoop = void (*)(const TokenLevels&, const Tile&, const float* coe
 template <bool kScoreHead, Routing kRouting>
 void level_gate_loop(const TokenLevels& levels, const Tile& tile, const float* __restrict coefficient,
                      const float* __restrict logp, float* __restrict loss, float* __restrict grad, int n) {
-  const float *__restrict ratio_positive = levels.ratio[0], *__restrict ratio_negative = levels.ratio[1];
-  const float *__restrict flow_positive = levels.flow[0], *__restrict flow_negative = levels.flow[1];
-  const int32_t *__restrict kind = tile.kind, *__restrict chosen = tile.chosen;
+  const float* __restrict ratio_positive = levels.ratio[0], * __restrict ratio_negative = levels.ratio[1];
+  const float* __restrict flow_positive = levels.flow[0], * __restrict flow_negative = levels.flow[1];
+  const int32_t* __restrict kind = tile.kind, * __restrict chosen = tile.chosen;
   for (int i = 0; i < n; ++i) {
     const bool counts = chosen[i] != kAbsent, negative = chosen[i] == kNegative;
     const float r0 = ratio_positive[i], r1 = ratio_negative[i], f0 = flow_positive[i], f1 = flow_negative[i];

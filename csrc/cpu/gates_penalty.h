@@ -59,7 +59,7 @@ inline void add_penalty(const Call& call, int64_t first, int n, const Segments& 
                         float* __restrict token_loss, Partial& partial) {
   const PolicyLossArgs& args = call.args;
   const float beta = float(call.numbers.kl_beta);
-  float *__restrict value = tile.loss, *__restrict slope = tile.spread[0], *__restrict weight = tile.spread[1];
+  float* __restrict value = tile.loss, * __restrict slope = tile.spread[0], * __restrict weight = tile.spread[1];
   pick_kl_loop(call.structure)(tile, args.logp + first, args.ref_logp + first, value, slope, n);
   if (token_loss) {
     for (int i = 0; i < n; ++i) token_loss[i] += beta * value[i];

@@ -40,7 +40,8 @@ struct PlainSums {
   bool ordinary() const {
     Ints exceptions = {};
     for (int part = 0; part < kParts; ++part) {
-      exceptions |= (smallest[part] < -kStatisticSaturation) | (largest[part] > kStatisticSaturation) | (sum[part] != sum[part]);
+      exceptions |=
+          (smallest[part] < -kStatisticSaturation) | (largest[part] > kStatisticSaturation) | (sum[part] != sum[part]);
     }
     int32_t any = 0;
     for (int lane = 0; lane < kWidth; ++lane) any |= exceptions[lane];

@@ -3,15 +3,15 @@
 #pragma once
 #include "hpo/api.h"
 
-#define HPO_DECLARE_KERNELS(isa)                                                                                       \
-  namespace hpo::isa {                                                                                                 \
-  int64_t policy_loss_workspace(int64_t tokens, int64_t rows);                                                         \
+#define HPO_DECLARE_KERNELS(isa)                                                                                         \
+  namespace hpo::isa {                                                                                                   \
+  int64_t policy_loss_workspace(int64_t tokens, int64_t rows);                                                           \
   void policy_loss(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers, int threads); \
-  int64_t group_normalise_workspace(int64_t units);                                                                    \
-  void group_normalise(const GroupNormaliseArgs& args, int threads);                                                   \
-  int64_t window_score_workspace(int64_t tokens, int64_t width);                                                       \
-  void window_score(const WindowArgs& args, int threads);                                                              \
-  int64_t order_statistic_workspace(int64_t tokens);                                                                   \
-  void order_statistic(const OrderStatisticArgs& args, int threads);                                                   \
-  void row_counts(const RowCountsArgs& args, int threads);                                                             \
+  int64_t group_normalise_workspace(int64_t units);                                                                      \
+  void group_normalise(const GroupNormaliseArgs& args, int threads);                                                     \
+  int64_t window_score_workspace(int64_t tokens, int64_t width);                                                         \
+  void window_score(const WindowArgs& args, int threads);                                                                \
+  int64_t order_statistic_workspace(int64_t tokens);                                                                     \
+  void order_statistic(const OrderStatisticArgs& args, int threads);                                                     \
+  void row_counts(const RowCountsArgs& args, int threads);                                                               \
   }

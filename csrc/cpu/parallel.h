@@ -24,9 +24,8 @@ constexpr int64_t kPiece = 1024;
 // Calls body(first, end) for pieces of [0, count).
 template <class Body>
 inline void for_each_piece(int64_t count, int threads, const Body& body) {
-  parallel_for(pieces(count, kPiece), threads, [&](int64_t piece) {
-    body(piece * kPiece, (piece + 1) * kPiece < count ? (piece + 1) * kPiece : count);
-  });
+  parallel_for(pieces(count, kPiece), threads,
+               [&](int64_t piece) { body(piece * kPiece, (piece + 1) * kPiece < count ? (piece + 1) * kPiece : count); });
 }
 
 // Hands out consecutive parts of a workspace, aligned to cache lines; from nullptr it only measures.

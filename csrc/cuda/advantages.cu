@@ -157,7 +157,8 @@ __device__ __forceinline__ int64_t find_entry(const Table& table, int64_t id) {
   for (int64_t entry = int64_t((mixed ^ mixed >> 32) & uint64_t(table.capacity - 1));;
        entry = (entry + 1) & (table.capacity - 1)) {
     auto* const key = reinterpret_cast<unsigned long long*>(table.keys + entry);
-    const int64_t owner = int64_t(atomicCAS(key, static_cast<unsigned long long>(kNoGroup), static_cast<unsigned long long>(id)));
+    const int64_t owner =
+        int64_t(atomicCAS(key, static_cast<unsigned long long>(kNoGroup), static_cast<unsigned long long>(id)));
     if (owner == kNoGroup || owner == id) return entry;
   }
 }
@@ -220,8 +221,7 @@ __device__ __forceinline__ GroupSums sums_of(const GroupNormaliseArgs& args, con
 }
 
 __global__ void __launch_bounds__(kThreads) normalise_many(const GroupNormaliseArgs args, const Table table) {
-  const double batch_deviation =
-      args.scale == Scale::batch ? deviation(sums_of(args, table, table.capacity), args.ddof) : 0.0;
+  const double batch_deviation = args.scale == Scale::batch ? deviation(sums_of(args, table, table.capacity), args.ddof) : 0.0;
   for (int64_t unit = thread_in_grid(); unit < args.units; unit += threads_in_grid()) {
     GroupMap map = {};
     if (receives(args, unit)) map = group_map(sums_of(args, table, table.entry[unit]), batch_deviation, args);

@@ -35,9 +35,7 @@ struct WindowPack {
   HPO_INLINE int64_t width() const { return last - first + 1; }
   HPO_INLINE Pack pack() const { return {args.cu_seqlens, args.tokens, int(args.rows)}; }
 
-  HPO_INLINE bool usable(int64_t token) const {
-    return (!args.mask || args.mask[token]) && is_finite(args.values[token]);
-  }
+  HPO_INLINE bool usable(int64_t token) const { return (!args.mask || args.mask[token]) && is_finite(args.values[token]); }
 
   HPO_INLINE void write_score(int64_t token, const Window& window, float sum, int32_t usable_terms) const {
     const bool whole = window.length == rule.width;

@@ -208,7 +208,8 @@ __device__ __forceinline__ RatioGate gate_ratio(const Gate& gate, const Level& l
                                                 const Token& token, float ratio, int i) {
   if constexpr (LEVEL) {
     const bool flows = by_sign(level.inside, token.negative) && gate.structure.routing == Routing::self;
-    return {{by_sign(level.ratio, token.negative), flows}, by_sign(level.below, token.negative),
+    return {{by_sign(level.ratio, token.negative), flows},
+            by_sign(level.below, token.negative),
             by_sign(level.above, token.negative)};
   }
   float low = by_sign(gate.token_low, token.negative), high = by_sign(gate.token_high, token.negative);
@@ -219,7 +220,7 @@ __device__ __forceinline__ RatioGate gate_ratio(const Gate& gate, const Level& l
   const bool drop = gate.structure.token == TokenGate::drop;
   Gated value = clip_ratio(drop ? 1.0f : ratio, low, high);
   value.inside = value.inside && !drop;
-  return {value, ratio < low, ratio > high};
+  return {value, ratio < low, high < ratio};
 }
 
 // One token: its gradient, its loss, and what it adds to the metrics.
@@ -238,8 +239,8 @@ __device__ __forceinline__ float sweep_token(const Gate& gate, const RowTerms& r
   Term penalty = {};
   if constexpr (REFERENCE) {
     if (gate.structure.kl != KLEstimator::none) {
-      const Term k = kl_term(gate.structure.kl, gate.structure.kl_gradient, token.s, token.x, !token.reference_infinite,
-                             !token.infinite);
+      const Term k =
+          kl_term(gate.structure.kl, gate.structure.kl_gradient, token.s, token.x, !token.reference_infinite, !token.infinite);
       penalty = {token.valid ? gate.kl_beta * k.loss : 0.0f, token.valid ? gate.kl_beta * k.grad : 0.0f};
       grad += row.penalty_weight() * penalty.grad;
       totals.penalty += double(row.penalty_weight() * penalty.loss);
@@ -358,9 +359,7 @@ __global__ void __launch_bounds__(kThreads, 2) sweep(const Call call) {
 
 // ----------------------------------------------------------------------------------------------------------------- host
 
-int blocks_for(int64_t threads) {
-  return int(std::min(kMaxBlocks, std::max(int64_t(1), (threads + kThreads - 1) / kThreads)));
-}
+int blocks_for(int64_t threads) { return int(std::min(kMaxBlocks, std::max(int64_t(1), (threads + kThreads - 1) / kThreads))); }
 
 template <bool LEVEL, bool REFERENCE>
 void launch_sweep(const Call& call, int blocks, cudaStream_t stream) {
@@ -395,9 +394,11 @@ extern "C" int hpo_policy_loss(const hpo::PolicyLossArgs* args, const hpo::GateS
     HPO_LAUNCH((sum_tiles<4>), first, block, 0, stream, call);
   }
   if (structure->has_level) {
-    args->ref_logp ? launch_sweep<true, true>(call, sweep_blocks, stream) : launch_sweep<true, false>(call, sweep_blocks, stream);
+    args->ref_logp ? launch_sweep<true, true>(call, sweep_blocks, stream)
+                   : launch_sweep<true, false>(call, sweep_blocks, stream);
   } else {
-    args->ref_logp ? launch_sweep<false, true>(call, sweep_blocks, stream) : launch_sweep<false, false>(call, sweep_blocks, stream);
+    args->ref_logp ? launch_sweep<false, true>(call, sweep_blocks, stream)
+                   : launch_sweep<false, false>(call, sweep_blocks, stream);
   }
   return int(cudaGetLastError());
 }

@@ -39,8 +39,10 @@ struct Gate {
       level_log_low[sign] = numbers.level_log_low[sign];
       level_log_high[sign] = numbers.level_log_high[sign];
     }
-    const float* floats[] = {args.logp, args.old_logp, args.ref_logp, args.entropy, args.score, args.token_weight, args.low,
-                             args.high, args.advantage_per_token ? args.advantages : nullptr, args.grad, args.token_loss};
+    const float* floats[] = {args.logp,    args.old_logp,  args.ref_logp,
+                             args.entropy, args.score,     args.token_weight,
+                             args.low,     args.high,      args.advantage_per_token ? args.advantages : nullptr,
+                             args.grad,    args.token_loss};
     for (const float* array : floats) groupable &= hpo::groupable(array, 16);
     for (const uint8_t* array : {args.mask, args.token_mask}) groupable &= hpo::groupable(array, 4);
     const bool coupled = structure.routing == Routing::through && structure.head == Head::linear;
@@ -49,7 +51,8 @@ struct Gate {
 
   // Inputs that few calls have: a specialisation of their own keeps them out of everybody else's registers.
   bool has_extras() const {
-    return args.entropy || args.score || args.token_weight || args.low || args.high || args.token_mask || args.advantage_per_token;
+    return args.entropy || args.score || args.token_weight || args.low || args.high || args.token_mask ||
+           args.advantage_per_token;
   }
 
   HPO_INLINE Pack pack() const { return {args.cu_seqlens, args.tokens, int(args.rows)}; }

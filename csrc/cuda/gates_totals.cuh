@@ -16,11 +16,18 @@ enum Sum { kX, kXSquare, kDeviation, kDeviationSquare, kS, kSSquare, kK3, kEntro
 // Counts, three to a register of ten bits each: a tile has fewer than 1024 tokens.
 constexpr int kCountBits = 10, kCountsHeld = 3;
 constexpr unsigned kCountMask = (1u << kCountBits) - 1;
-__device__ constexpr int kCountSlots[4 * kCountsHeld] = {
-    kTokens,              kSelected,  kEntropyTokens,  // counts[0]
-    kClippedHighPositive, kClippedLowPositive, kClippedLowNegative,
-    kClippedHighNegative, kNanTokens, kInfiniteTokens,
-    kBadAdvantages,       -1,         -1};
+__device__ constexpr int kCountSlots[4 * kCountsHeld] = {kTokens,
+                                                         kSelected,
+                                                         kEntropyTokens,  // counts[0]
+                                                         kClippedHighPositive,
+                                                         kClippedLowPositive,
+                                                         kClippedLowNegative,
+                                                         kClippedHighNegative,
+                                                         kNanTokens,
+                                                         kInfiniteTokens,
+                                                         kBadAdvantages,
+                                                         -1,
+                                                         -1};
 enum Count { kValid, kChosen, kWithEntropy, kHighPositive, kLowPositive, kLowNegative, kHighNegative, kNan, kInfinite, kBad };
 
 // What a lane adds up over one tile: at most kTile / 32 + 4 additions each.

@@ -95,7 +95,7 @@ struct WindowArgs {
   int64_t first, last;          // the window of token t is {t + first, ..., t + last}, cut by its row; first <= last
   Boundary boundary;
   Invalid invalid;
-  float* score;                 // [tokens]: the mean; -inf where undefined or masked; NaN where the token's own value is not finite
+  float* score;  // [tokens]: the mean; -inf where undefined or masked; NaN where the token's own value is not finite
   void* workspace;
 };
 
@@ -103,19 +103,19 @@ enum class OrderRule : int32_t { ceil = 0, floor = 1, nearest = 2 };  // index =
 
 struct OrderStatisticArgs {
   int64_t tokens;
-  const float* score;           // [tokens]; the population is what is neither -inf nor NaN
+  const float* score;  // [tokens]; the population is what is neither -inf nor NaN
   int64_t numerator, denominator;
   OrderRule rule;
-  float* threshold;             // [1]; NaN for an empty population
-  int64_t* counts;              // [2]: population, NaN scores
-  void* workspace;              // order_statistic_workspace(tokens) bytes, any content
+  float* threshold;  // [1]; NaN for an empty population
+  int64_t* counts;  // [2]: population, NaN scores
+  void* workspace;  // order_statistic_workspace(tokens) bytes, any content
 };
 
 struct RowCountsArgs {
   int64_t tokens, rows;
-  const uint8_t* mask;          // [tokens] or null
-  const int64_t* cu_seqlens;    // [rows + 1]
-  int64_t* counts;              // [rows]: valid tokens of each row
+  const uint8_t* mask;  // [tokens] or null
+  const int64_t* cu_seqlens;  // [rows + 1]
+  int64_t* counts;  // [rows]: valid tokens of each row
 };
 
 }  // namespace hpo

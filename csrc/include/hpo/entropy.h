@@ -29,8 +29,8 @@ HPO_INLINE WindowRule window_rule(const WindowArgs& args) {
 // The score of a token from its window cut by its row: `inside` positions remain, `usable` of them enter the sum, and the
 // window is `whole` if the cut took nothing.
 HPO_INLINE float window_mean(float sum, int32_t usable, int32_t inside, bool whole, const WindowRule& rule) {
-  const bool defined = (usable > 0) & (whole | (rule.boundary != Boundary::full)) &
-                       ((usable == inside) | (rule.invalid != Invalid::stop));
+  const bool defined =
+      (usable > 0) & (whole | (rule.boundary != Boundary::full)) & ((usable == inside) | (rule.invalid != Invalid::stop));
   const float mean = sum / (rule.boundary == Boundary::zero ? rule.divisor : float(usable));
   return defined ? mean : -INFINITY;
 }

@@ -4,12 +4,30 @@
 namespace hpo {
 
 enum Metric : int {
-  kTokens, kSelected, kRows, kLoss,
-  kLogRatioSum, kLogRatioSquare, kRatioDeviation, kRatioDeviationSquare, kLogRatioMin, kLogRatioMax,
-  kClippedHighPositive, kClippedLowPositive, kClippedLowNegative, kClippedHighNegative,
-  kReferenceLogRatio, kReferenceLogRatioSquare, kReferenceK3, kPenalty,
-  kEntropy, kEntropyTokens,
-  kNanTokens, kInfiniteTokens, kBadOffsets, kBadAdvantages,
+  kTokens,
+  kSelected,
+  kRows,
+  kLoss,
+  kLogRatioSum,
+  kLogRatioSquare,
+  kRatioDeviation,
+  kRatioDeviationSquare,
+  kLogRatioMin,
+  kLogRatioMax,
+  kClippedHighPositive,
+  kClippedLowPositive,
+  kClippedLowNegative,
+  kClippedHighNegative,
+  kReferenceLogRatio,
+  kReferenceLogRatioSquare,
+  kReferenceK3,
+  kPenalty,
+  kEntropy,
+  kEntropyTokens,
+  kNanTokens,
+  kInfiniteTokens,
+  kBadOffsets,
+  kBadAdvantages,
   kMetrics
 };
 

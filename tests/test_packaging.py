@@ -29,6 +29,26 @@ def test_repository_never_shadows_the_other_kernels():
     assert spec is None or spec.origin is None or ROOT not in Path(spec.origin).parents
 
 
+def from_the_root(program, *path):
+    """What a program prints that is started in the repository: that folder is then first on its path."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_other_kernels_is_found_from_the_repository_root(tmp_path):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels/__init__.py").write_text("name = 'the other'")
+    assert from_the_root("import kernels; print(kernels.name)", tmp_path) == "the other"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_transformers_works_from_the_repository_root():
+    program = "from transformers import AutoModelForCausalLM, Qwen2Config; print(Qwen2Config.model_type)"
+    assert from_the_root(program) == "qwen2"
+
+
 def test_nobody_imports_the_triton_code_by_its_folder():
     folders = ("hpo_core", "kernels", "tests", "bench", "examples")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path != Path(__file__)]
@@ -58,6 +78,28 @@ def test_wheel_holds_the_whole_package_and_nothing_else(tmp_path):
     python = python_files("hpo_core", "hpo_core") | python_files("kernels/hpo_triton", "hpo_core/_triton")
     assert names == python | built | {"hpo_core/_build_info.json", "hpo_core/py.typed"}
     assert "[verl.plugins]\nhpo_core = hpo_core.integrations.verl" in entry_points
+
+
+def test_sdist_holds_what_a_build_and_the_tests_need(tmp_path):
+    for folder in ("hpo_core", "kernels", "csrc", "tests", "bench", "docs", "examples"):
+        ignored = shutil.ignore_patterns("*.so", "_build_info.json", "__pycache__", "results")
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", "LICENSE", "THIRD_PARTY_NOTICES"):
+        shutil.copy(ROOT / name, tmp_path)
+    for path in ROOT.glob("*.md"):
+        shutil.copy(path, tmp_path)
+    kinds = {"", ".py", ".typed", ".md", ".sh", ".h", ".cpp", ".cu", ".cuh", ".toml"}
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    needed = {str(path.relative_to(tmp_path)) for path in files if path.suffix in kinds}
+    for name in ("csrc/_cpu.so", "kernels/hpo_triton/old.pyc", "tests/_build_info.json"):
+        (tmp_path / name).touch()
+    command = [sys.executable, "setup.py", "-q", "sdist", "--formats=zip", "--dist-dir", "made"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    [path] = tmp_path.glob("made/*.zip")
+    with zipfile.ZipFile(path) as sdist:
+        names = {name.partition("/")[2] for name in sdist.namelist()}
+    assert needed <= names
+    assert not {name for name in names if name.endswith((".so", ".pyc", "_build_info.json"))}
 
 
 # ---- setup.py, on sources that compile in no time ----

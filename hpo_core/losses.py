@@ -17,6 +17,7 @@ from .entropy import EntropyWindow, WindowState
 from .gates import RatioGate
 from .kl import KLPenalty
 from .metrics import Metrics, observed
+from .ops import flat
 from .specs import PolicyLossInputs, PolicyLossSpec
 
 __all__ = ["PolicyLoss", "PolicyLossAndGrad", "hierarchical_policy_loss", "policy_loss", "policy_loss_and_grad"]
@@ -149,7 +150,7 @@ def policy_loss_and_grad(
     )  # fmt: skip
     if backend == "reference":
         with torch.enable_grad():
-            leaf = inputs.logp.detach().clone().requires_grad_()
+            leaf = flat(inputs.logp.detach()).clone().requires_grad_()
             op = resolve("gates", leaf, backend)
             loss, vector, _ = op.policy_loss(inputs._replace(logp=leaf), spec)
             (grad,) = torch.autograd.grad(loss, leaf)
@@ -224,6 +225,7 @@ def _run(
     inputs: PolicyLossInputs, spec: PolicyLossSpec, shape: torch.Size, return_tokens: bool, backend: str | None
 ) -> PolicyLoss:
     if backend == "reference":
+        inputs = inputs._replace(logp=flat(inputs.logp))
         loss, vector, tokens = resolve("gates", inputs.logp, backend).policy_loss(inputs, spec)
     else:
         loss, vector, tokens = ops.policy_loss(inputs, spec, backend, return_tokens)
@@ -301,7 +303,7 @@ def _prepare(
     if weights is None:
         weights = batch.once(aggregation.token_mean)
     inputs = PolicyLossInputs(
-        logp=_flat(logp),
+        logp=logp,
         old_logp=token("old_logp", old_logp),
         advantages=_constant("advantages", level_advantages, level_advantages.shape, "", dtype, device),
         weights=_constant("weights", weights, (batch.rows,), "[S] (one per row)", dtype, device),
@@ -359,12 +361,7 @@ def _constant(
         if tensor.dtype in (torch.float16, torch.bfloat16) and name in ("old_logp", "ref_logp"):
             raise TypeError(f"{name}: expected float32, got {str(tensor.dtype).removeprefix('torch.')}; {_ROUNDING}")
         tensor = tensor.to(dtype)
-    return _flat(tensor)
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """``[T]``, contiguous: the tensor itself where it is that already, which spares a view and a node in the graph."""
-    return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1).contiguous()
+    return flat(tensor)
 
 
 def _selection(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
@@ -17,7 +17,6 @@ from .entropy import EntropyWindow, WindowState
 from .gates import RatioGate
 from .kl import KLPenalty
 from .metrics import Metrics, observed
-from .ops import flat
 from .specs import PolicyLossInputs, PolicyLossSpec
 
 __all__ = ["PolicyLoss", "PolicyLossAndGrad", "hierarchical_policy_loss", "policy_loss", "policy_loss_and_grad"]
@@ -109,11 +108,11 @@ def policy_loss(
     >>> round(out.loss.item(), 4), logp.grad
     (-0.2, tensor([-0.2000, -0.2000, -0.2000,  0.2000,  0.2000]))
     """
-    inputs, spec, shape = _prepare(
+    inputs, spec = _prepare(
         logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, None,
         token_mask, token_weight, bounds, advantage_level, process_group, backend,
     )  # fmt: skip
-    return _run(inputs, spec, shape, return_tokens, backend)
+    return _run(inputs, spec, return_tokens, backend)
 
 
 def policy_loss_and_grad(
@@ -144,19 +143,19 @@ def policy_loss_and_grad(
     >>> out.grad
     tensor([-0.5000, -0.5000])
     """
-    inputs, spec, shape = _prepare(
+    inputs, spec = _prepare(
         logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, None,
         token_mask, token_weight, bounds, advantage_level, process_group, backend,
     )  # fmt: skip
     if backend == "reference":
         with torch.enable_grad():
-            leaf = flat(inputs.logp.detach()).clone().requires_grad_()
+            leaf = inputs.logp.detach().clone().requires_grad_()
             op = resolve("gates", leaf, backend)
-            loss, vector, _ = op.policy_loss(inputs._replace(logp=leaf), spec)
+            loss, vector, _ = op.policy_loss(_flat(inputs._replace(logp=leaf)), spec)
             (grad,) = torch.autograd.grad(loss, leaf)
-        return PolicyLossAndGrad(loss.detach(), observed(vector), grad.reshape(shape))
+        return PolicyLossAndGrad(loss.detach(), observed(vector), grad)
     loss, vector, grad = ops.policy_loss_and_grad(inputs, spec, backend)
-    return PolicyLossAndGrad(loss, observed(vector), grad if grad.shape == shape else grad.reshape(shape))
+    return PolicyLossAndGrad(loss, observed(vector), grad)
 
 
 def hierarchical_policy_loss(
@@ -211,25 +210,34 @@ def hierarchical_policy_loss(
         assert entropy is not None
         score = window.score(entropy, batch, backend=backend)
         threshold = window.fit_score(score, backend=backend)
-    inputs, spec, shape = _prepare(
+    inputs, spec = _prepare(
         logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, score,
         token_mask, token_weight, bounds, advantage_level, process_group, backend,
     )  # fmt: skip
-    return _run(inputs, spec, shape, return_tokens, backend)
+    return _run(inputs, spec, return_tokens, backend)
 
 
 # --------------------------------------------------------------------------------------------------- the call
 
 
-def _run(
-    inputs: PolicyLossInputs, spec: PolicyLossSpec, shape: torch.Size, return_tokens: bool, backend: str | None
-) -> PolicyLoss:
+def _run(inputs: PolicyLossInputs, spec: PolicyLossSpec, return_tokens: bool, backend: str | None) -> PolicyLoss:
     if backend == "reference":
-        inputs = inputs._replace(logp=flat(inputs.logp))
-        loss, vector, tokens = resolve("gates", inputs.logp, backend).policy_loss(inputs, spec)
+        loss, vector, tokens = resolve("gates", inputs.logp, backend).policy_loss(_flat(inputs), spec)
     else:
         loss, vector, tokens = ops.policy_loss(inputs, spec, backend, return_tokens)
-    return PolicyLoss(loss, observed(vector), tokens.reshape(shape) if return_tokens else None)
+    if tokens is None or not return_tokens:
+        return PolicyLoss(loss, observed(vector), None)
+    return PolicyLoss(loss, observed(vector), tokens.reshape(inputs.logp.shape))
+
+
+def _flat(inputs: PolicyLossInputs) -> PolicyLossInputs:
+    """The reference counts rows in ``[T]``; kernels count tokens in any shape."""
+    padded: dict[str, Any] = {
+        name: field.reshape(-1)
+        for name, field in inputs._asdict().items()
+        if isinstance(field, torch.Tensor) and field.dim() > 1
+    }
+    return inputs._replace(**padded)
 
 
 def _prepare(
@@ -252,8 +260,8 @@ def _prepare(
     advantage_level: str | None,
     process_group: torch.distributed.ProcessGroup | None,
     backend: str | None,
-) -> tuple[PolicyLossInputs, PolicyLossSpec, torch.Size]:
-    """Check every argument once and bring it to what kernels take: flat, contiguous, float32, one device."""
+) -> tuple[PolicyLossInputs, PolicyLossSpec]:
+    """Check every argument once and bring it to what kernels take: contiguous, float32, one device."""
     check_type(isinstance(logp, torch.Tensor), "logp: expected a tensor [T], got {}", type(logp))
     batch = _as_batch(batch)
     gate = _DEFAULT_GATE if gate is None else gate
@@ -322,7 +330,7 @@ def _prepare(
         trajectory_rows=rows,
         advantage_per_token=per_token,
     )
-    return inputs, gate.spec(kl, window is not None and window.strict), shape
+    return inputs, gate.spec(kl, window is not None and window.strict)
 
 
 def _dtype(logp: torch.Tensor, backend: str | None) -> torch.dtype:
@@ -346,7 +354,7 @@ def _as_batch(batch: PackedBatch | torch.Tensor) -> PackedBatch:
 def _constant(
     name: str, tensor: torch.Tensor, shape: tuple[int, ...], meaning: str, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A checked constant of the differentiation: flat, contiguous, in the op's dtype, on logp's device."""
+    """A checked constant of the differentiation: contiguous, in the op's dtype, on logp's device."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor {meaning}, got {type(tensor)}")
     if tensor.shape != shape:
@@ -361,7 +369,7 @@ def _constant(
         if tensor.dtype in (torch.float16, torch.bfloat16) and name in ("old_logp", "ref_logp"):
             raise TypeError(f"{name}: expected float32, got {str(tensor.dtype).removeprefix('torch.')}; {_ROUNDING}")
         tensor = tensor.to(dtype)
-    return flat(tensor)
+    return tensor.contiguous()
 
 
 def _selection(

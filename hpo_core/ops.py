@@ -60,11 +60,6 @@ def _watched(tensor: torch.Tensor) -> bool:
     )
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """``[T]``, contiguous: the tensor itself where it is that already."""
-    return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1).contiguous()
-
-
 # ------------------------------------------------------------------------------------------------ policy loss
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # loss, metrics, grad, loss_t
@@ -73,7 +68,7 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | 
 def policy_loss(
     inputs: PolicyLossInputs, spec: PolicyLossSpec, backend: str | None, want_tokens: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Loss (differentiable in ``inputs.logp``, of any shape), metrics vector, and loss_t ``[T]`` if wanted; not for the
+    """Loss (differentiable in ``inputs.logp``), metrics vector, and loss_t in the shape of logp if wanted; not for the
     reference backend."""
     logp = inputs.logp
     want_grad = logp.requires_grad and torch.is_grad_enabled()
@@ -81,7 +76,7 @@ def policy_loss(
     if want_grad and not _watched(logp):
         outputs = _apply(logp, inputs, spec, backend, want_tokens)
     else:
-        inputs = _flat_logp(inputs)
+        inputs = _contiguous(inputs)
         if torch._C._are_functorch_transforms_active():
             outputs = _apply_in_transform(inputs.logp, inputs, spec, backend, want_tokens)
         else:
@@ -93,8 +88,10 @@ def policy_loss(
 def policy_loss_and_grad(
     inputs: PolicyLossInputs, spec: PolicyLossSpec, backend: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss, metrics vector and dL/dlogp ``[T]``, without autograd; not for the reference backend."""
-    inputs = inputs._replace(logp=flat(inputs.logp.detach()))
+    """Loss, metrics vector and dL/dlogp in its shape, without autograd; not for the reference backend."""
+    if inputs.logp.requires_grad:
+        inputs = inputs._replace(logp=inputs.logp.detach())
+    inputs = _contiguous(inputs)
     loss, metrics, grad, _ = _run(inputs, spec, backend, True, False)
     assert grad is not None
     return loss, metrics, grad
@@ -111,22 +108,22 @@ def _run(
     return outputs
 
 
-def _flat_logp(inputs: PolicyLossInputs) -> PolicyLossInputs:
-    logp = flat(inputs.logp)
-    return inputs if logp is inputs.logp else inputs._replace(logp=logp)
+def _contiguous(inputs: PolicyLossInputs) -> PolicyLossInputs:
+    """Kernels count tokens and know no shapes, but they need them one after the other."""
+    return inputs if inputs.logp.is_contiguous() else inputs._replace(logp=inputs.logp.contiguous())
 
 
 class _PolicyLoss(torch.autograd.Function):
     """Saves dL/dlogp and nothing else; the backward is one multiplication, or none.
 
-    logp comes as it is: a view of it in the graph would cost as much again as this node.
+    logp comes as it is, ``[B, L]`` too: a view of it in the graph would cost as much again as this node.
     """
 
     @staticmethod
     def forward(
         logp: torch.Tensor, inputs: PolicyLossInputs, spec: PolicyLossSpec, backend: str | None, want_tokens: bool
     ) -> Outputs:
-        outputs: Outputs = resolve("gates", logp, backend).policy_loss(_flat_logp(inputs), spec, True, want_tokens)
+        outputs: Outputs = resolve("gates", logp, backend).policy_loss(_contiguous(inputs), spec, True, want_tokens)
         return outputs
 
     @staticmethod
@@ -150,7 +147,6 @@ def _save(ctx: Any, inputs: Any, output: Outputs) -> None:
     ctx.mark_non_differentiable(*(tensor for tensor in (metrics, tokens) if tensor is not None))
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(grad)
-    ctx.shape = inputs[0].shape
 
 
 def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -161,8 +157,6 @@ def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor |
     logp_gradient = None
     if loss_gradient is not None:
         logp_gradient = grad if _hands_on(loss_gradient) else loss_gradient * grad
-        if len(ctx.shape) != 1:
-            logp_gradient = logp_gradient.view(ctx.shape)
     return logp_gradient, *[None] * (len(ctx.needs_input_grad) - 1)
 
 

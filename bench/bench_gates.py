@@ -286,7 +286,6 @@ TOKEN_GOALS = {
     "compile, advantages expanded": slower_than_one_call_by(4),
 }
 SEQUENCE_GOALS = {ONE_CALL: at_most_floors(2.5), "verl": slower_than_one_call_by(30)}
-COLD_GOALS = {ONE_CALL: at_most_floors(2)}
 TINY_GOALS = {"hpo_core": at_most_milliseconds(0.060), "hpo_core, native call": at_most_milliseconds(0.010)}
 
 
@@ -300,7 +299,8 @@ def padded(
 
 def packed(objective: Objective, tokens: int, rows: int, compiled: bool = False, cold: bool = False) -> Plan:
     name = f"{describe(objective)} {tokens} tokens in {rows} rows{' cold' * cold}"
-    build = functools.partial(packed_case, objective, COLD_GOALS if cold else {}, compiled, cold)
+    goals = {ONE_CALL: at_most_floors(2.5 if objective.of_sequences else 2)} if cold else {}
+    build = functools.partial(packed_case, objective, goals, compiled, cold)
     return Plan(name, build, {"tokens": tokens, "rows": rows}, {"tokens": 600, "rows": min(rows, 40)})
 
 

@@ -355,7 +355,7 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
   if (linear) {
     for (int64_t piece = 0; piece < pieces(args.rows, kPiece); ++piece) total.sums[kLossSum][0] += space.losses[piece];
   }
-  const bool by_row = may && linear && structure.routing == Routing::through;
+  const bool by_row = may && linear;
   if (by_row && !args.grad) return broken;
 
   const Gate gate = {nullptr, pick_level_gate(structure), space.levels, linear};

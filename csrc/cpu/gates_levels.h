@@ -70,10 +70,12 @@ inline void add_row_sums(const Call& call, int64_t chunk, int n, const Segments&
   const bool varies = coefficients_vary(call.args);
   if (varies) split_by_sign(tile, n, tile.spread);
   const bool alike = !(call.args.mask || call.args.advantage_per_token || tile.exceptional);  // all tokens of a row
+  int64_t fixed[kTile];  // converted all together: rows may be shorter than a vector
+  for (int i = 0; i < n; ++i) fixed[i] = to_fixed(tile.x[i]);
   for (const Segment& segment : segments) {
     int64_t sum = 0;
     int32_t valid = 0, chosen = 0;
-    for (int i = segment.begin; i < segment.end; ++i) sum += to_fixed(tile.x[i]);
+    for (int i = segment.begin; i < segment.end; ++i) sum += fixed[i];
     if (alike) valid = tile.kind[segment.begin] * (segment.end - segment.begin);
     else
       for (int i = segment.begin; i < segment.end; ++i) valid += tile.kind[i];
@@ -231,19 +233,28 @@ inline TokenLevels spread_levels(const Call& call, const Segments& segments, con
   return {{tile.spread[0], tile.spread[second]}, {tile.spread[1], tile.spread[second + 1]}};
 }
 
-// The gradient where it is the same for all tokens of a trajectory: a plain tile needs nothing but its rows and its mask.
+// What a plain token of a row gets as its gradient under the linear head: it does not depend on the token.
+inline float row_gradient(const Call& call, int64_t row, const Level& level) {
+  if (call.structure.routing == Routing::through) return level.shared_grad;
+  if (call.structure.routing == Routing::stopped) return 0.0f;
+  const float advantage = call.args.advantages[row], a = call.args.weights[row] * advantage;
+  const float slope = level.slope[advantage < 0.0f];
+  return slope != 0.0f && finite(a) ? -(a * slope) : 0.0f;
+}
+
+// The gradient of a plain tile needs nothing but its rows and its mask.
 inline void spread_gradient(const Call& call, int64_t first, int n, const Segments& segments, const Level* levels,
                             float* grad) {
   const PolicyLossArgs& args = call.args;
   int covered = 0;
   for (const Segment& segment : segments) {
     for (; covered < segment.begin; ++covered) grad[covered] = 0.0f;
-    const float flow = levels[trajectory_of(args, segment.row)].shared_grad;
+    const float each = row_gradient(call, segment.row, levels[trajectory_of(args, segment.row)]);
     if (args.mask) {
       const uint8_t* mask = args.mask + first;
-      for (int i = segment.begin; i < segment.end; ++i) grad[i] = keep_if(mask[i] != 0, flow);
+      for (int i = segment.begin; i < segment.end; ++i) grad[i] = keep_if(mask[i] != 0, each);
     } else {
-      for (int i = segment.begin; i < segment.end; ++i) grad[i] = flow;
+      for (int i = segment.begin; i < segment.end; ++i) grad[i] = each;
     }
     covered = segment.end;
   }

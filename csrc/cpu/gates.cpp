@@ -364,7 +364,7 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
     Partial counted;
     for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
       if (by_row && !space.reload[chunk]) {
-        return spread_gradient(call, first, n, segments, space.levels, args.grad + first);
+        return spread_gradient(call, first, n, segments, space.levels, tile, args.grad + first);
       }
       load(call, first, n, segments, space.reload[chunk], tile, counted);
       finish_tile(call, gate, first, n, segments, tile, space.partials[chunk]);

@@ -243,22 +243,23 @@ inline float row_gradient(const Call& call, int64_t row, const Level& level) {
 }
 
 // The gradient of a plain tile needs nothing but its rows and its mask.
-inline void spread_gradient(const Call& call, int64_t first, int n, const Segments& segments, const Level* levels,
-                            float* grad) {
+inline void spread_gradient(const Call& call, int64_t first, int n, const Segments& segments, const Level* levels, Tile& tile,
+                            float* __restrict grad) {
   const PolicyLossArgs& args = call.args;
+  float* __restrict each = tile.spread[0];
+  spread_rows(segments, each, [&](int64_t row) { return row_gradient(call, row, levels[trajectory_of(args, row)]); });
   int covered = 0;
   for (const Segment& segment : segments) {
-    for (; covered < segment.begin; ++covered) grad[covered] = 0.0f;
-    const float each = row_gradient(call, segment.row, levels[trajectory_of(args, segment.row)]);
-    if (args.mask) {
-      const uint8_t* mask = args.mask + first;
-      for (int i = segment.begin; i < segment.end; ++i) grad[i] = keep_if(mask[i] != 0, each);
-    } else {
-      for (int i = segment.begin; i < segment.end; ++i) grad[i] = each;
-    }
+    for (; covered < segment.begin; ++covered) each[covered] = 0.0f;
     covered = segment.end;
   }
-  for (; covered < n; ++covered) grad[covered] = 0.0f;
+  for (; covered < n; ++covered) each[covered] = 0.0f;
+  if (args.mask) {
+    const uint8_t* __restrict mask = args.mask + first;
+    for (int i = 0; i < n; ++i) grad[i] = keep_if(mask[i] != 0, each[i]);
+  } else {
+    std::memcpy(grad, each, size_t(n) * sizeof(float));
+  }
 }
 
 using LevelGateLoop = void (*)(const TokenLevels&, const Tile&, const float* coefficient, const float* logp, float* loss,

@@ -1,18 +1,15 @@
-"""How the ops sit in torch: autograd, transforms, compilation, fakes; what is saved, counted, copied and called."""
+"""How the ops sit in torch: autograd, transforms, compilation, operators; what is saved, counted and called."""
 
-import functools
 import multiprocessing
 import os
+import shutil
 import sys
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import hpo_core as hpo
@@ -398,6 +395,7 @@ def test_compiled(function):
     assert counter.frame_count <= 2
 
 
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler")
 def test_single_call_compiled_by_inductor():
     torch.compiler.reset()
     counter = CompileCounterWithBackend("inductor")
@@ -481,149 +479,7 @@ def test_specs_survive_the_operator():
         assert rebuilt == spec and [type(field) for field in rebuilt] == [type(field) for field in spec]
 
 
-# ------------------------------------------------------------------------------------ synchronisation and cost
-
-
-class OnDevice(TorchDispatchMode):
-    """Fails where a tensor on the host takes part, as in a copy. Collects the kernels: no views, no allocations."""
-
-    def __init__(self):
-        super().__init__()
-        self.kernels = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
-        assert all(tensor.device.type == "meta" for tensor in tensors), function
-        is_view = any(output.alias_info and not output.alias_info.is_write for output in function._schema.returns)
-        if not is_view and "empty" not in function._schema.name:
-            self.kernels.append(function._schema.name)
-        return result
-
-
-class NoHostData(TorchFunctionMode):
-    """Fails where a tensor is made of Python numbers: on a GPU that is a copy."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        made = function in (torch.tensor, torch.as_tensor) and not isinstance(args[0], torch.Tensor)
-        assert not made, "a tensor from Python data"
-        return function(*args, **(kwargs or {}))
-
-
-class Device(NamedTuple):
-    """Tensors without data: reading a value of them raises."""
-
-    rows: int = 8
-    tokens: int = 64
-
-    def __call__(self, *shape, dtype=torch.float32):
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    def batch(self, **ids):
-        offsets = self(self.rows + 1, dtype=torch.int64)
-        return hpo.PackedBatch(offsets, self(self.tokens, dtype=torch.bool), validate=False, **ids)
-
-    def ids(self):
-        return self(self.rows, dtype=torch.int64)
-
-
-def test_meta_tensors_raise_where_a_value_is_read():
-    """What the tests below rely on."""
-    empty = Device()(3)
-    for read in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.nonzero, bool):
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            read(empty[0] if read in (torch.Tensor.item, bool) else empty)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        empty[empty > 0]
-
-
-def test_nothing_synchronises():
-    make = Device()
-    with OnDevice(), NoHostData():
-        batch = make.batch(group_ids=make.ids(), trajectory_ids=make.ids(), domain_ids=make.ids())
-        logp, old_logp, entropy = (make(64).requires_grad_(), make(64), make(64))
-        mask = make(64, dtype=torch.bool)
-        for mode in (
-            hpo.aggregation.token_mean,
-            hpo.aggregation.seq_mean_token_mean,
-            hpo.aggregation.seq_mean_token_sum,
-            hpo.aggregation.prompt_mean,
-            functools.partial(hpo.aggregation.fixed_length, length=10),
-        ):
-            for total in (None, 7, make((), dtype=torch.int64)):
-                mode(batch, total=total)
-        hpo.aggregation.token_mean(batch, selected=mask)
-        for estimator in (hpo.advantages.grpo, hpo.advantages.rloo, hpo.advantages.dr_grpo, hpo.advantages.lite_ppo):
-            estimator(make(8), batch.group_ids)
-        window = hpo.entropy.ares()
-        state = window.fit(entropy, batch)
-        window.apply(entropy, batch, state)
-        for gate in GATES.values():
-            result = hpo.policy_loss(
-                logp,
-                old_logp,
-                make(8),
-                batch,
-                gate,
-                kl=hpo.kl.k3(0.1),
-                ref_logp=old_logp,
-                entropy=entropy,
-                window=window,
-                threshold=state,
-                token_mask=mask,
-                token_weight=make(64),
-                bounds=(make(64), None) if gate.takes_bounds else None,
-                return_tokens=True,
-            )
-            result.loss.backward()
-            _ = result.metrics + result.metrics, result.metrics.flags, result.metrics["tokens"]
-        for level, count in (("trajectory", 5), ("group", 3), ("domain", 2)):
-            hpo.policy_loss(logp, None, make(count), batch, advantage_level=level)
-        hpo.policy_loss_and_grad(logp, old_logp, make(64), batch)
-        stepped = make.batch(steps=make(5, 2, dtype=torch.int64))
-        hpo.policy_loss(logp, old_logp, make(5), stepped)
-        hpo.policy_loss(make(8, 8).requires_grad_(), None, make(8), make(8, 8, dtype=torch.bool)).loss.backward()
-
-
-@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
-def test_kernels_of_the_single_call(gate):
-    """Four ops and no kernel of torch's forward; the seed and the product backward."""
-    make = Device()
-    batch = make.batch(group_ids=make.ids())
-    logp, old_logp, entropy = make(64).requires_grad_(), make(64), make(64)
-    weights = make(8)
-    with OnDevice() as device, NoHostData():
-        result = hpo.hierarchical_policy_loss(
-            logp, old_logp, make(8), batch, gate=gate, window=hpo.entropy.ares(), entropy=entropy, weights=weights
-        )
-        forward, device.kernels = device.kernels, []
-        result.loss.backward()
-    assert forward == [
-        f"hpo_core::{op}" for op in ("group_normalise", "window_score", "order_statistic", "policy_loss")
-    ]
-    assert device.kernels == ["aten::ones_like", "aten::mul"]
-
-
-def test_single_call_on_fake_cuda_tensors():
-    """The same for a device that is not there, the way a compiler traces it.
-
-    Without autograd: torch builds for CPUs abort when a tensor of a CUDA device, fake or not, requires a gradient.
-    """
-    with FakeTensorMode(), NoHostData():
-        make = functools.partial(torch.empty, device="cuda")
-        ids, offsets = (make(8 + more, dtype=torch.int64) for more in (0, 1))
-        batch = hpo.PackedBatch(offsets, make(64, dtype=torch.bool), group_ids=ids, validate=False)
-        for gate in GATES.values():
-            result = hpo.hierarchical_policy_loss(
-                make(64), make(64), make(8), batch, gate=gate, window=hpo.entropy.ares(), entropy=make(64)
-            )
-            computed = hpo.policy_loss_and_grad(make(64), make(64), make(8), batch, gate)
-            everything = (result.loss, result.metrics.vector, computed.loss, computed.grad, computed.metrics.vector)
-            assert all(isinstance(tensor, FakeTensor) and tensor.device.type == "cuda" for tensor in everything)
-        for mode in (hpo.aggregation.seq_mean_token_mean, hpo.aggregation.seq_mean_token_sum):
-            assert mode(batch, total=7).device.type == mode(batch).device.type == "cuda"
-        with pytest.raises(DataDependentOutputException):
-            result.loss.item()
+# -------------------------------------------------------------------------------------------------------- cost
 
 
 def test_calls_into_python_and_torch():

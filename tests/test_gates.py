@@ -139,6 +139,24 @@ def test_rows_longer_than_a_tile(backend, gate):
     assert_exact(backend, testing.random_policy_loss(0, gate, features, layout=LONG))
 
 
+@pytest.mark.parametrize("masked", ["none", "some", "row"])
+@every_gate
+def test_loss_and_gradient_and_nothing_per_token(backend, gate, masked):
+    """The call that trainers make: the CPU takes its whole vectors in one pass, which others do not reach."""
+    lengths = [(0, 1, 2500, 130, 1, 0, 1025, 3), tuple(length % 4 for length in range(700))] if backend == "cpu" else []
+    for rows in (*lengths, (5, 0, 30, 9)):
+        layout = Layout(rows, 16 - sum(rows) % 16, masked, True, 3)
+        features = {"weights"} | ({"trajectories"} if gate.level is not None else set())
+        example = testing.random_policy_loss(0, gate, features, layout=layout)
+        fn = functools.partial(hpo.policy_loss, backend=backend)
+        out = testing.run_policy_loss(fn, testing.move(example, testing.device_of(backend)))
+        expected = testing.expect_policy_loss(example)
+        testing.assert_within_budget("loss", out.loss, expected["loss"])
+        testing.assert_within_budget("gradient", out.grad, expected["grad"])
+        testing.assert_within_budget("metrics", out.metrics.vector, expected["metrics"])
+        assert bits(out.grad) == bits(run(backend, example).grad), "what else is asked for changes no bit"
+
+
 def test_many_short_rows(backend):
     layout = Layout(tuple(length % 4 for length in range(700)), 3, "some", True, 5)
     for gate in (gates.dapo(), gates.gspo(0.1, 0.2)):

@@ -74,6 +74,11 @@ MUTANTS = {
         "args.mask[start + j] ? -1 : 0", "-1",
         "test_entropy.test_boundary_and_invalid_policies_by_hand", {},
     ),
+    "cpu: plain tiles ignore the mask": (
+        "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",
+        "kind &= widen(mask + i) != 0;", "kind &= widen(mask + i) >= 0;",
+        "test_gates.test_loss_and_gradient_and_nothing_per_token", {"gate": gates.dapo(), "masked": "some"},
+    ),
     "cpu: leave-one-out is the plain mean": (
         "cpu", "cpu/advantages.cpp", "include/hpo/advantages.h",
         "? n / (n - 1.0) : 1.0", "? 1.0 : 1.0",

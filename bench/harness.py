@@ -22,7 +22,6 @@ import torch
 
 Tensors = dict[str, torch.Tensor]
 
-ONE_CALL = "hpo_core, no autograd"
 SAMPLES = 15
 SLOW_SAMPLES = 5  # of calls longer than SLOW
 FEW = 5  # fewer undisturbed samples than this say less than many disturbed ones, and no goal is judged by them
@@ -61,11 +60,6 @@ def at_most_milliseconds(milliseconds: float) -> Goal:
 
 def slower_by(factor: float) -> Goal:
     return Goal("slower_than_hpo_core", least=factor)
-
-
-def slower_than_one_call_by(factor: float) -> Goal:
-    """Than loss and gradient in one call: the goals for losses were set for kernels that compute both."""
-    return Goal("slower_than_one_call", least=factor)
 
 
 class Contestant(NamedTuple):
@@ -132,7 +126,6 @@ class Row:
     intensity: float  # FLOP per byte
     to_floor: float
     slower_than_hpo_core: float  # than the case's first contestant
-    slower_than_one_call: float  # than loss and gradient without autograd, where the case has that
     goal: str = ""
     extra_bytes_per_unit: float | None = None
     first_call_milliseconds: float | None = None
@@ -330,13 +323,11 @@ def measure(plan: Plan, seconds: float) -> Outcome:
     load = os.getloadavg()[0]
     timings = interleave([case.floor, *(c.run for c in contestants)], seconds, evict if case.cold else None)
     floor, ours = timings[0].median, timings[1].median
-    named = dict(zip((contestant.name for contestant in case.ours), timings[1:], strict=False))
-    one_call = named.get(ONE_CALL, timings[1]).median
 
-    rows = [_row(case, "floor", "floor", timings[0], floor, ours, one_call, load)]
+    rows = [_row(case, "floor", "floor", timings[0], floor, ours, load)]
     for index, (contestant, timing, first) in enumerate(zip(contestants, timings[1:], first_calls, strict=True)):
         role = "hpo_core" if index < len(case.ours) else "peer"
-        row = _row(case, contestant.name, role, timing, floor, ours, one_call, load)
+        row = _row(case, contestant.name, role, timing, floor, ours, load)
         row.extra_bytes_per_unit = extra_bytes(contestant.run) / case.units
         row.first_call_milliseconds = 1e3 * first
         if contestant.goal is not None:
@@ -352,9 +343,7 @@ def _first_call(contestant: Contestant) -> float:
     return time.perf_counter() - begin
 
 
-def _row(
-    case: Case, name: str, role: str, timing: Timing, floor: float, ours: float, one_call: float, load: float
-) -> Row:
+def _row(case: Case, name: str, role: str, timing: Timing, floor: float, ours: float, load: float) -> Row:
     traffic, work = case.bytes_per_unit * case.units, case.flops_per_unit * case.units
     return Row(
         op=case.op,
@@ -374,7 +363,6 @@ def _row(
         intensity=case.flops_per_unit / case.bytes_per_unit,
         to_floor=timing.median / floor,
         slower_than_hpo_core=timing.median / ours,
-        slower_than_one_call=timing.median / one_call,
         load=load,
     )
 

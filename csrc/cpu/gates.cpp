@@ -232,8 +232,9 @@ struct PlainTokenGate {
     GatedNumber<Floats> gated = {all<Floats>(1.0f), Ints{}};
     if (kBounds != BoundsKind::none) {
       gated = clip_ratio(ratio, low, high);
-      below[part] += kind & (ratio < low);
-      above[part] += kind & (ratio > high);
+      gated.inside &= kind != kAbsent;
+      below[part] = add_where(ratio < low, kind, below[part]);
+      above[part] = add_where(ratio > high, kind, above[part]);
     }
     const Floats own = kScoreHead ? load_lanes<Floats>(logp + i) : Floats{};
     const TermNumber<Floats> term = policy_term(kScoreHead, load_lanes<Floats>(coefficient + i), gated, own);

@@ -26,15 +26,14 @@ struct PlainSums {
   }
 
   HPO_INLINE void add(int part, Ints kind, Floats x, Floats ratio) {
-    const Floats or_nan = Floats(Ints(x) | (kind == kAbsent));  // neither smaller nor larger
     sum[part] += x;
-    square[part] += x * x;
-    smallest[part] = or_nan < smallest[part] ? or_nan : smallest[part];
-    largest[part] = or_nan > largest[part] ? or_nan : largest[part];
+    square[part] = Number<Floats>::fused(x, x, square[part]);
+    smallest[part] = smaller_where(kind != kAbsent, x, smallest[part]);
+    largest[part] = larger_where(kind != kAbsent, x, largest[part]);
     kinds[part] += kind;
     const Floats d = ratio - 1.0f;  // centred, what is summed stays small
     deviation[part] += d;
-    deviation_square[part] += d * d;
+    deviation_square[part] = Number<Floats>::fused(d, d, deviation_square[part]);
   }
 
   bool ordinary() const {
@@ -81,7 +80,7 @@ HPO_INLINE bool sweep_plain(const PolicyLossArgs& args, int64_t first, int n, Ti
       const int i = tokens + part * kWidth;
       Ints kind = load_lanes<Ints>(tile.kind + i);
       if (kMasked) {
-        kind &= widen(mask + i) != 0;
+        kind = keep_where(mask + i, kind);
         store_lanes(kind, tile.kind + i);
       }
       const Floats x = keep_if(kind != kAbsent, load_lanes<Floats>(logp + i) - load_lanes<Floats>(old_logp + i));

@@ -73,9 +73,14 @@ inline void pad(T* values, int n, T neutral) {
 // In float64 from the start: a single term may be as large as FLT_MAX / 3.
 inline void add_terms(float* terms, int n, double* sums) {
   pad(terms, n, 0.0f);
-  for (int i = 0; i < n; i += kLanes) {
+  double odd[kLanes] = {};  // two chains of additions, neither of which waits for the other
+  int i = 0;
+  for (; i + kLanes < n; i += 2 * kLanes) {
     for (int lane = 0; lane < kLanes; ++lane) sums[lane] += double(terms[i + lane]);
+    for (int lane = 0; lane < kLanes; ++lane) odd[lane] += double(terms[i + kLanes + lane]);
   }
+  for (int lane = 0; i < n && lane < kLanes; ++lane) sums[lane] += double(terms[i + lane]);
+  for (int lane = 0; lane < kLanes; ++lane) sums[lane] += odd[lane];
 }
 
 // Of the log-ratios of one tile, 0 where a token is absent.
@@ -93,7 +98,7 @@ struct LogRatioSums {
         const float each = x[i + lane];
         const float or_nan = from_bits(to_bits(each) | mask_of(kind[i + lane] == kAbsent));  // neither smaller nor larger
         sum.lanes[lane] += each;
-        square.lanes[lane] += each * each;
+        square.lanes[lane] = fused(each, each, square.lanes[lane]);
         smallest[lane] = or_nan < smallest[lane] ? or_nan : smallest[lane];
         largest[lane] = or_nan > largest[lane] ? or_nan : largest[lane];
         kinds[lane] += kind[i + lane];
@@ -131,7 +136,7 @@ inline void fill_ratios(float* x, int n, float* ratio, Partial& partial) {
       const float d = r - 1.0f;
       ratio[i + lane] = r;
       deviation.lanes[lane] += d;
-      square.lanes[lane] += d * d;
+      square.lanes[lane] = fused(d, d, square.lanes[lane]);
     }
   }
   deviation.add_to(partial.sums[kDeviation]);

@@ -18,7 +18,6 @@ struct Call {
 struct alignas(64) Tile {
   int32_t kind[kPadded];       // of the valid tokens: in a row, not masked, no log-ratio NaN
   int32_t selection[kPadded];  // the same, but absent where the policy term does not count
-  int32_t* chosen;             // `selection`, or `kind` where everything valid counts
   int32_t infinite[kPadded];   // not 0: the log-ratio was infinite; its value is saturated, its derivative 0
   float coefficient[kPadded];  // a = (weight * advantage) * token weight; anything where not chosen
   float x[kPadded];            // log-ratio within +-60; 0 where not valid
@@ -26,6 +25,7 @@ struct alignas(64) Tile {
   float loss[kPadded];
   float grad[kPadded];
   float spread[4][kPadded];    // what belongs to rows, while a loop needs it
+  int32_t* chosen;             // `selection`, or `kind` where everything valid counts; behind the arrays, that they stay aligned
   bool has_infinite = false;   // some log-ratio was infinite
   bool exceptional = false;    // some log-ratio may be infinite, NaN or beyond the saturation of statistics
 

@@ -34,19 +34,26 @@ HPO_INLINE void store_lanes(Vector vector, T* to) {
   std::memcpy(to, &vector, sizeof vector);
 }
 
-// GCC converts vectors of bytes one by one.
-HPO_INLINE Ints widen(const uint8_t* bytes) {
+// Selects by bits: what is masked may be NaN and must reach no arithmetic that is kept.
+HPO_INLINE Floats keep_if(Ints condition, Floats x) { return Floats(Ints(x) & condition); }
+
+// `value` where the byte is not 0. GCC converts vectors of bytes one by one.
+HPO_INLINE Ints keep_where(const uint8_t* bytes, Ints value) {
 #if defined(__AVX512F__)
-  return Ints(_mm512_maskz_cvtepu8_epi32(0xFFFF, _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes))));
+  const __m128i mask = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+  return Ints(_mm512_maskz_mov_epi32(_mm_test_epi8_mask(mask, mask), __m512i(value)));
 #elif defined(__AVX2__)
-  return Ints(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes))));
+  const Ints mask = Ints(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes))));
+  return value & (mask != 0);
 #else
-  return Ints{bytes[0], bytes[1], bytes[2], bytes[3]};
+  return value & (Ints{bytes[0], bytes[1], bytes[2], bytes[3]} != 0);
 #endif
 }
 
-// Selects by bits: what is masked may be NaN and must reach no arithmetic that is kept.
-HPO_INLINE Floats keep_if(Ints condition, Floats x) { return Floats(Ints(x) & condition); }
+// sum + value, and the smaller and larger of two, where the condition holds; elsewhere the last argument.
+HPO_INLINE Ints add_where(Ints condition, Ints value, Ints sum) { return condition ? sum + value : sum; }
+HPO_INLINE Floats smaller_where(Ints condition, Floats x, Floats least) { return condition ? (x < least ? x : least) : least; }
+HPO_INLINE Floats larger_where(Ints condition, Floats x, Floats most) { return condition ? (x > most ? x : most) : most; }
 
 }  // namespace hpo::HPO_ISA
 

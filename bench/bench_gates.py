@@ -135,14 +135,12 @@ def extras(objective: Objective, data: Padded | Packed) -> dict[str, Any]:
 def kernel_alone(
     gate: hpo.gates.RatioGate, data: Padded | Packed, batch: hpo.PackedBatch, backend: str | None
 ) -> peers.Run:
-    op, spec, shape = resolve("gates", data.logp, backend), gate.spec(), data.logp.shape
-    inputs = PolicyLossInputs(
-        data.logp.flatten(), data.old_logp.flatten(), data.advantages, data.weights, batch.cu_seqlens, batch.mask
-    )
+    op, spec = resolve("gates", data.logp, backend), gate.spec()
+    inputs = PolicyLossInputs(data.logp, data.old_logp, data.advantages, data.weights, batch.cu_seqlens, batch.mask)
 
     def run() -> Tensors:
         loss, _, grad, _ = op.policy_loss(inputs, spec, True, False)
-        return {"loss": loss, "grad": grad.view(shape)}
+        return {"loss": loss, "grad": grad}
 
     return run
 

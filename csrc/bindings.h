@@ -1,4 +1,5 @@
-// Binds the C interface of one backend to Python: pointers and sizes come in as integers, checked in hpo_core/native.py.
+// Binds the C interface of one backend to Python: tensors come in as they are, checked before, and all that is asked of them
+// is where their data is.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -11,12 +12,34 @@
 namespace hpo::bindings {
 
 namespace py = pybind11;
-using Address = uintptr_t;
+
+// Of a tensor, or null for None.
+struct Address {
+  uintptr_t value = 0;
+};
 
 template <class T>
 T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
+  return reinterpret_cast<T*>(address.value);
 }
+
+}  // namespace hpo::bindings
+
+template <>
+struct pybind11::detail::type_caster<hpo::bindings::Address> {
+  PYBIND11_TYPE_CASTER(hpo::bindings::Address, const_name("Tensor | None"));
+
+  bool load(handle tensor, bool) {
+    if (tensor.is_none()) return true;
+    static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
+    const object address = reinterpret_steal<object>(PyObject_CallMethodNoArgs(tensor.ptr(), data_ptr));
+    if (!address) throw error_already_set();
+    value.value = PyLong_AsUnsignedLongLong(address.ptr());
+    return true;
+  }
+};
+
+namespace hpo::bindings {
 
 inline void check(int status) {
   if (status != 0) throw std::runtime_error(std::string("hpo_core: ") + hpo_error(status));
@@ -62,11 +85,14 @@ inline void bind(py::module_& m) {
 
   m.def("policy_loss_workspace", &hpo_policy_loss_workspace);
   m.def("policy_loss",
-        [](const PolicyLossSpec& spec, int64_t tokens, int64_t rows, Address logp, Address old_logp, Address ref_logp,
-           Address entropy, Address score, Address token_weight, Address low, Address high, Address mask, Address token_mask,
-           Address cu_seqlens, Address weights, Address advantages, bool advantage_per_token, Address row_trajectory,
-           Address trajectory_start, Address trajectory_rows, Address threshold, Address loss, Address metrics, Address grad,
-           Address token_loss, Address workspace, int64_t context) {
+        [](const PolicyLossSpec& spec, int64_t tokens, int64_t rows,
+           // in the order of PolicyLossInputs in hpo_core/specs.py
+           Address logp, Address old_logp, Address advantages, Address weights, Address cu_seqlens, Address mask,
+           Address ref_logp, Address entropy, Address score, Address threshold, Address token_mask, Address token_weight,
+           Address low, Address high, Address row_trajectory, Address trajectory_start, Address trajectory_rows,
+           bool advantage_per_token,
+           // outputs
+           Address loss, Address metrics, Address grad, Address token_loss, Address workspace, int64_t context) {
           PolicyLossArgs args{};
           args.tokens = tokens;
           args.rows = rows;

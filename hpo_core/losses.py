@@ -280,24 +280,14 @@ def _prepare(
     )
 
     dtype, shape, device = _dtype(logp, backend), logp.shape, logp.device
-    if shape != (batch.total_tokens,):
+    if shape not in ((batch.total_tokens,), batch.padded_shape):
         check_shape("logp", logp, batch.padded_shape or (batch.total_tokens,), "[T] (or the padded [B, L])")
     check(device == batch.device, "logp: expected device {} (that of the batch), got {}", batch.device, device)
 
-    def token(name: str, tensor: torch.Tensor | None, kind: torch.dtype = dtype) -> torch.Tensor | None:
-        return None if tensor is None else _constant(name, tensor, shape, "[T] (that of logp)", kind, device)
+    def token(name: str, tensor: torch.Tensor, kind: torch.dtype = dtype) -> torch.Tensor:
+        return _constant(name, tensor, shape, "[T] (that of logp)", kind, device)
 
-    check_type(
-        bounds is None or (isinstance(bounds, tuple) and len(bounds) == 2),
-        "bounds: expected a pair (low, high) of tensors [T] or None, got {}",
-        type(bounds),
-    )
-    low, high = (None, None) if bounds is None else bounds
-    check(
-        (low is None and high is None) or gate.takes_bounds,
-        "bounds: the gate {!r} has no token clip for them to replace; use ppo_clip, dapo or cispo",
-        gate.name,
-    )
+    low, high = (None, None) if bounds is None else _bounds(bounds, gate)
     limit: torch.Tensor | None = None
     if window is None:
         check(threshold is None, "threshold: given without a window; pass window= too")
@@ -310,27 +300,41 @@ def _prepare(
     row_trajectory, start, rows = trajectories if trajectories is not None else (None, None, None)
     if weights is None:
         weights = batch.once(aggregation.token_mean)
-    inputs = PolicyLossInputs(
-        logp=logp,
-        old_logp=token("old_logp", old_logp),
-        advantages=_constant("advantages", level_advantages, level_advantages.shape, "", dtype, device),
-        weights=_constant("weights", weights, (batch.rows,), "[S] (one per row)", dtype, device),
-        cu_seqlens=batch.cu_seqlens,
-        mask=batch.mask,
-        ref_logp=token("ref_logp", ref_logp),
-        entropy=None if entropy is None else token("entropy", entropy.detach()),
-        score=score,
-        threshold=limit,
-        token_mask=token("token_mask", token_mask, torch.bool),
-        token_weight=token("token_weight", token_weight),
-        low=token("bounds[0]", low),
-        high=token("bounds[1]", high),
-        row_trajectory=row_trajectory,
-        trajectory_start=start,
-        trajectory_rows=rows,
-        advantage_per_token=per_token,
+    inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond
+        logp,
+        None if old_logp is None else token("old_logp", old_logp),
+        _constant("advantages", level_advantages, level_advantages.shape, "", dtype, device),
+        _constant("weights", weights, (batch.rows,), "[S] (one per row)", dtype, device),
+        batch.cu_seqlens,
+        batch.mask,
+        None if ref_logp is None else token("ref_logp", ref_logp),
+        None if entropy is None else token("entropy", entropy.detach()),
+        score,
+        limit,
+        None if token_mask is None else token("token_mask", token_mask, torch.bool),
+        None if token_weight is None else token("token_weight", token_weight),
+        None if low is None else token("bounds[0]", low),
+        None if high is None else token("bounds[1]", high),
+        row_trajectory,
+        start,
+        rows,
+        per_token,
     )
     return inputs, gate.spec(kl, window is not None and window.strict)
+
+
+def _bounds(bounds: Bounds, gate: RatioGate) -> Bounds:
+    check_type(
+        isinstance(bounds, tuple) and len(bounds) == 2,
+        "bounds: expected a pair (low, high) of tensors [T] or None, got {}",
+        type(bounds),
+    )
+    check(
+        gate.takes_bounds or all(bound is None for bound in bounds),
+        "bounds: the gate {!r} has no token clip for them to replace; use ppo_clip, dapo or cispo",
+        gate.name,
+    )
+    return bounds
 
 
 def _dtype(logp: torch.Tensor, backend: str | None) -> torch.dtype:
@@ -402,6 +406,8 @@ def _advantage_level(
     """Whether advantages are per token, and they themselves per token or per row."""
     check_type(isinstance(advantages, torch.Tensor), "advantages: expected a tensor [S], got {}", type(advantages))
     steps = batch.num_steps
+    if level is None and steps is None and advantages.shape == (batch.rows,) != shape:
+        return False, advantages  # nearly always, and microseconds before what follows
     lengths: dict[str, tuple[int, ...]] = {"token": shape, "row": (batch.rows,)}
     if steps is not None:
         lengths["step"] = (steps,)

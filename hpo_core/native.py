@@ -1,13 +1,15 @@
-"""Hands tensors to the C interface as raw pointers: one function per op, shared by cpu, cuda and cuda_emulated.
+"""Hands tensors to the C interface: one function per op, shared by cpu, cuda and cuda_emulated.
 
 Everything is checked before it gets here: dtypes, shapes, contiguity, one device. Outputs are allocated here;
-workspaces come uninitialised and kernels assume nothing of their content.
+workspaces come with any content and kernels assume nothing of it. For a few thousand tokens this file takes longer than
+the kernel, so it counts its allocations.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -16,10 +18,6 @@ import torch
 from .specs import Boundary, GroupNormalisation, Invalid, OrderRule, PolicyLossInputs, PolicyLossSpec
 
 __all__ = ["Native"]
-
-
-def _addresses(*tensors: torch.Tensor | None) -> list[int]:
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 # OpenMP's threads do not survive a fork, and a forked worker would wait for them forever: it computes on one thread.
@@ -34,12 +32,23 @@ def _mark_forked() -> None:
 os.register_at_fork(after_in_child=_mark_forked)
 
 
+class _Scratch(threading.local):
+    """The workspace of small calls on the CPU, one per thread: allocating it anew would take a tenth of such a call."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.empty(1 << 18, dtype=torch.uint8)
+
+
 class Native:
     """The ops of one extension module."""
 
     def __init__(self, module: ModuleType, on_cuda: bool) -> None:
         self.module = module
         self._on_cuda = on_cuda
+        self._scratch = _Scratch()
+        # empty_like is the quickest way to a tensor; these are its patterns on the CPU.
+        self._loss = torch.empty(())
+        self._metrics = torch.empty(module.metrics, dtype=torch.float64)
         self._spec = functools.lru_cache(maxsize=None)(self._make_spec)
 
     def _call(self, function: Any, tensor: torch.Tensor, *arguments: Any) -> None:
@@ -51,6 +60,10 @@ class Native:
             function(*arguments, 1 if _forked else torch.get_num_threads())
 
     def _workspace(self, size: int, like: torch.Tensor) -> torch.Tensor:
+        if not self._on_cuda:
+            scratch = self._scratch.tensor
+            if size <= scratch.numel():
+                return scratch
         return like.new_empty(size, dtype=torch.uint8)  # quicker than torch.empty, which parses a device
 
     def _make_spec(self, spec: PolicyLossSpec) -> Any:
@@ -66,24 +79,16 @@ class Native:
         """Loss (0-dim float32), metrics (float64), dL/dlogp ``[T]`` and loss_t ``[T]`` where wanted."""
         logp = inputs.logp
         tokens, rows = logp.numel(), inputs.weights.numel()
-        loss = logp.new_empty(())
-        metrics = logp.new_empty(self.module.metrics, dtype=torch.float64)
+        if self._on_cuda:
+            loss, metrics = logp.new_empty(()), logp.new_empty(self.module.metrics, dtype=torch.float64)
+        else:
+            loss, metrics = torch.empty_like(self._loss), torch.empty_like(self._metrics)
         grad = torch.empty_like(logp) if want_grad else None
         token_loss = torch.empty_like(logp) if want_tokens else None
         workspace = self._workspace(self.module.policy_loss_workspace(tokens, rows), logp)
-        self._call(
-            self.module.policy_loss, logp, self._spec(spec), tokens, rows,
-            *_addresses(
-                logp, inputs.old_logp, inputs.ref_logp, inputs.entropy, inputs.score, inputs.token_weight, inputs.low,
-                inputs.high, inputs.mask, inputs.token_mask, inputs.cu_seqlens, inputs.weights, inputs.advantages,
-            ),
-            inputs.advantage_per_token,
-            *_addresses(
-                inputs.row_trajectory, inputs.trajectory_start, inputs.trajectory_rows, inputs.threshold,
-                loss, metrics, grad, token_loss, workspace,
-            ),
-        )  # fmt: skip
-        return loss, metrics, grad, token_loss
+        outputs = (loss, metrics, grad, token_loss)
+        self._call(self.module.policy_loss, logp, self._spec(spec), tokens, rows, *inputs, *outputs, workspace)
+        return outputs
 
     def group_normalise(
         self,
@@ -97,8 +102,8 @@ class Native:
         out = torch.empty_like(values)
         workspace = self._workspace(self.module.group_normalise_workspace(units), values)
         self._call(
-            self.module.group_normalise, values, units, *_addresses(values, ids, mask, apply_mask), int(spec.center),
-            int(spec.scale), spec.ddof, int(spec.eps_mode), spec.eps, spec.keep_singletons, *_addresses(out, workspace),
+            self.module.group_normalise, values, units, values, ids, mask, apply_mask, int(spec.center),
+            int(spec.scale), spec.ddof, int(spec.eps_mode), spec.eps, spec.keep_singletons, out, workspace,
         )  # fmt: skip
         return out
 
@@ -116,8 +121,8 @@ class Native:
         score = torch.empty_like(values)
         workspace = self._workspace(self.module.window_score_workspace(tokens, last - first + 1), values)
         self._call(
-            self.module.window_score, values, tokens, cu_seqlens.numel() - 1, *_addresses(values, mask, cu_seqlens),
-            first, last, int(boundary), int(invalid), *_addresses(score, workspace),
+            self.module.window_score, values, tokens, cu_seqlens.numel() - 1, values, mask, cu_seqlens,
+            first, last, int(boundary), int(invalid), score, workspace,
         )  # fmt: skip
         return score
 
@@ -129,13 +134,13 @@ class Native:
         counts = score.new_empty(2, dtype=torch.int64)
         workspace = self._workspace(self.module.order_statistic_workspace(tokens), score)
         self._call(
-            self.module.order_statistic, score, tokens, score.data_ptr(), numerator, denominator, int(rule),
-            *_addresses(threshold, counts, workspace),
+            self.module.order_statistic, score, tokens, score, numerator, denominator, int(rule),
+            threshold, counts, workspace,
         )  # fmt: skip
         return threshold, counts
 
     def row_counts(self, mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:
         rows = cu_seqlens.numel() - 1
         counts = cu_seqlens.new_empty(rows)
-        self._call(self.module.row_counts, cu_seqlens, total_tokens, rows, *_addresses(mask, cu_seqlens, counts))
+        self._call(self.module.row_counts, cu_seqlens, total_tokens, rows, mask, cu_seqlens, counts)
         return counts

@@ -72,16 +72,15 @@ def policy_loss(
     reference backend."""
     logp = inputs.logp
     want_grad = logp.requires_grad and torch.is_grad_enabled()
-    outputs: Outputs
-    if want_grad and not _watched(logp):
-        outputs = _apply(logp, inputs, spec, backend, want_tokens)
+    watched = _watched(logp)
+    in_transform = watched and torch._C._are_functorch_transforms_active()
+    if in_transform or (want_grad and not watched):
+        constants = _Constants()
+        apply = _apply_in_transform if in_transform else _apply
+        loss, _ = apply(logp, inputs, spec, backend, want_tokens, constants)
+        metrics, tokens = constants.metrics, constants.tokens
     else:
-        inputs = _contiguous(inputs)
-        if torch._C._are_functorch_transforms_active():
-            outputs = _apply_in_transform(inputs.logp, inputs, spec, backend, want_tokens)
-        else:
-            outputs = _run(inputs, spec, backend, want_grad, want_tokens)
-    loss, metrics, _, tokens = outputs
+        loss, metrics, _, tokens = _run(_contiguous(inputs), spec, backend, want_grad, want_tokens)
     return loss, metrics, tokens if want_tokens else None
 
 
@@ -113,6 +112,14 @@ def _contiguous(inputs: PolicyLossInputs) -> PolicyLossInputs:
     return inputs if inputs.logp.is_contiguous() else inputs._replace(logp=inputs.logp.contiguous())
 
 
+class _Constants:
+    """What leaves the node without a gradient: as outputs of the node they would cost microseconds."""
+
+    __slots__ = ("metrics", "tokens")
+    metrics: torch.Tensor
+    tokens: torch.Tensor | None
+
+
 class _PolicyLoss(torch.autograd.Function):
     """Saves dL/dlogp and nothing else; the backward is one multiplication, or none.
 
@@ -121,43 +128,45 @@ class _PolicyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        logp: torch.Tensor, inputs: PolicyLossInputs, spec: PolicyLossSpec, backend: str | None, want_tokens: bool
-    ) -> Outputs:
-        outputs: Outputs = resolve("gates", logp, backend).policy_loss(_contiguous(inputs), spec, True, want_tokens)
-        return outputs
+        logp: torch.Tensor,
+        inputs: PolicyLossInputs,
+        spec: PolicyLossSpec,
+        backend: str | None,
+        want_tokens: bool,
+        constants: _Constants,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        run = resolve("gates", logp, backend).policy_loss
+        loss, constants.metrics, grad, constants.tokens = run(_contiguous(inputs), spec, True, want_tokens)
+        return loss, grad
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Outputs) -> None:
-        _save(ctx, inputs, output)
+    def setup_context(ctx: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        # grad stays differentiable on purpose: who differentiates the backward again arrives in it, and is told.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output[1])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        return _backward(ctx, *gradients)
+    def backward(ctx: Any, loss_gradient: torch.Tensor | None, grad_gradient: torch.Tensor | None) -> Any:
+        return _scaled(ctx, loss_gradient, grad_gradient), None, None, None, None, None
 
 
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _apply_in_transform: Any = _PolicyLoss.apply
 # The same without what torch.func needs: Function.apply inspects the signature of forward at every call, which takes as
 # long as all the rest.
 _apply: Any = super(torch.autograd.Function, _PolicyLoss).apply
 
 
-def _save(ctx: Any, inputs: Any, output: Outputs) -> None:
-    _, metrics, grad, tokens = output
-    # grad stays differentiable on purpose: who differentiates the backward again arrives in it, and is told.
-    ctx.mark_non_differentiable(*(tensor for tensor in (metrics, tokens) if tensor is not None))
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(grad)
-
-
-def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    loss_gradient, _, grad_gradient, _ = gradients
+def _scaled(
+    ctx: Any, loss_gradient: torch.Tensor | None, grad_gradient: torch.Tensor | None
+) -> torch.Tensor | None:
+    """dL/dlogp times the incoming gradient."""
     if grad_gradient is not None:
         raise RuntimeError(SECOND_DERIVATIVE)
-    (grad,) = ctx.saved_tensors
-    logp_gradient = None
-    if loss_gradient is not None:
-        logp_gradient = grad if _hands_on(loss_gradient) else loss_gradient * grad
-    return logp_gradient, *[None] * (len(ctx.needs_input_grad) - 1)
+    if loss_gradient is None:
+        return None
+    grad: torch.Tensor = ctx.saved_tensors[0]
+    return grad if _hands_on(loss_gradient) else loss_gradient * grad
 
 
 def _hands_on(factor: torch.Tensor) -> bool:
@@ -165,9 +174,22 @@ def _hands_on(factor: torch.Tensor) -> bool:
 
     1 is what a plain ``backward()`` sends, and on a CPU reading it is no synchronisation.
     """
-    if factor.device.type != "cpu" or factor.requires_grad or _watched(factor):
+    if not factor.is_cpu or factor.requires_grad or _watched(factor):
         return False
-    return factor.item() == 1.0 and not torch._C._autograd._get_current_graph_task_keep_graph()
+    return factor.item() == 1.0 and not _keeps_graph()
+
+
+def _save(ctx: Any, inputs: Any, output: Outputs) -> None:
+    """For the operator, which has four outputs."""
+    _, metrics, grad, tokens = output
+    ctx.mark_non_differentiable(*(tensor for tensor in (metrics, tokens) if tensor is not None))
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(grad)
+
+
+def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    loss_gradient, _, grad_gradient, _ = gradients
+    return _scaled(ctx, loss_gradient, grad_gradient), *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 _LIBRARY.define(

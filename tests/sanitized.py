@@ -31,7 +31,7 @@ import importlib, torch, hpo_core
 module = importlib.import_module("hpo_core._{backend}")
 offsets, counts = torch.tensor([0, 5]), torch.zeros(3, dtype=torch.int64)
 def run(rows=1, odd=0):
-    module.row_counts(5, rows, 0, offsets.data_ptr() + odd, counts.data_ptr(), 1)
+    module.row_counts(5, rows, None, offsets.view(torch.uint8)[odd:], counts, 1)
 run()
 assert counts.tolist() == [5, 0, 0]
 {call}

@@ -3,6 +3,7 @@
 #pragma once
 #include <pybind11/pybind11.h>
 
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -23,6 +24,14 @@ T* pointer(Address address) {
   return reinterpret_cast<T*>(address.value);
 }
 
+inline Address address_of(py::handle tensor) {
+  if (tensor.is_none()) return {};
+  static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
+  const py::object address = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), data_ptr));
+  if (!address) throw py::error_already_set();
+  return {PyLong_AsUnsignedLongLong(address.ptr())};
+}
+
 }  // namespace hpo::bindings
 
 template <>
@@ -30,11 +39,7 @@ struct pybind11::detail::type_caster<hpo::bindings::Address> {
   PYBIND11_TYPE_CASTER(hpo::bindings::Address, const_name("Tensor | None"));
 
   bool load(handle tensor, bool) {
-    if (tensor.is_none()) return true;
-    static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
-    const object address = reinterpret_steal<object>(PyObject_CallMethodNoArgs(tensor.ptr(), data_ptr));
-    if (!address) throw error_already_set();
-    value.value = PyLong_AsUnsignedLongLong(address.ptr());
+    value = hpo::bindings::address_of(tensor);
     return true;
   }
 };
@@ -75,8 +80,55 @@ inline PolicyLossSpec make_spec(int token, bool has_level, bool level_clips, int
   return spec;
 }
 
+struct Outputs {
+  Address loss, metrics, grad, token_loss, workspace;
+};
+
+// `inputs` is a PolicyLossInputs of hpo_core/specs.py; a test compares the order.
+constexpr const char* kInputs[] = {
+    "logp", "old_logp", "advantages", "weights", "cu_seqlens", "mask", "ref_logp", "entropy", "score", "threshold",
+    "token_mask", "token_weight", "low", "high", "row_trajectory", "trajectory_start", "trajectory_rows",
+    "advantage_per_token", "piece_begin", "piece_end", "piece_row", "ancestors",
+};
+
+inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& inputs, const Outputs& outputs) {
+  if (inputs.size() != std::size(kInputs)) throw std::invalid_argument("inputs: expected a PolicyLossInputs");
+  py::ssize_t next = 0;
+  const auto take = [&] { return address_of(inputs[next++]); };
+  PolicyLossArgs args{};
+  args.tokens = tokens;
+  args.rows = rows;
+  args.logp = pointer<const float>(take());
+  args.old_logp = pointer<const float>(take());
+  args.advantages = pointer<const float>(take());
+  args.weights = pointer<const float>(take());
+  args.cu_seqlens = pointer<const int64_t>(take());
+  args.mask = pointer<const uint8_t>(take());
+  args.ref_logp = pointer<const float>(take());
+  args.entropy = pointer<const float>(take());
+  args.score = pointer<const float>(take());
+  args.threshold = pointer<const float>(take());
+  args.token_mask = pointer<const uint8_t>(take());
+  args.token_weight = pointer<const float>(take());
+  args.low = pointer<const float>(take());
+  args.high = pointer<const float>(take());
+  args.row_trajectory = pointer<const int64_t>(take());
+  args.trajectory_start = pointer<const int64_t>(take());
+  args.trajectory_rows = pointer<const int64_t>(take());
+  args.advantage_per_token = inputs[next++].cast<bool>();
+  args.loss = pointer<float>(outputs.loss);
+  args.metrics = pointer<double>(outputs.metrics);
+  args.grad = pointer<float>(outputs.grad);
+  args.token_loss = pointer<float>(outputs.token_loss);
+  args.workspace = pointer<void>(outputs.workspace);
+  return args;
+}
+
 inline void bind(py::module_& m) {
   m.attr("metrics") = int(kMetrics);
+  py::list names;
+  for (const char* name : kInputs) names.append(name);
+  m.attr("inputs") = names;
   m.def("description", [] {
     if (hpo_description() == nullptr) check(hpo_unusable);
     return std::string(hpo_description());
@@ -84,48 +136,16 @@ inline void bind(py::module_& m) {
   py::class_<PolicyLossSpec>(m, "PolicyLossSpec", py::module_local()).def(py::init(&make_spec));
 
   m.def("policy_loss_workspace", &hpo_policy_loss_workspace);
-  m.def("policy_loss",
-        [](const PolicyLossSpec& spec, int64_t tokens, int64_t rows,
-           // in the order of PolicyLossInputs in hpo_core/specs.py
-           Address logp, Address old_logp, Address advantages, Address weights, Address cu_seqlens, Address mask,
-           Address ref_logp, Address entropy, Address score, Address threshold, Address token_mask, Address token_weight,
-           Address low, Address high, Address row_trajectory, Address trajectory_start, Address trajectory_rows,
-           bool advantage_per_token,
-           // outputs
-           Address loss, Address metrics, Address grad, Address token_loss, Address workspace, int64_t context) {
-          PolicyLossArgs args{};
-          args.tokens = tokens;
-          args.rows = rows;
-          args.logp = pointer<const float>(logp);
-          args.old_logp = pointer<const float>(old_logp);
-          args.ref_logp = pointer<const float>(ref_logp);
-          args.entropy = pointer<const float>(entropy);
-          args.score = pointer<const float>(score);
-          args.token_weight = pointer<const float>(token_weight);
-          args.low = pointer<const float>(low);
-          args.high = pointer<const float>(high);
-          args.mask = pointer<const uint8_t>(mask);
-          args.token_mask = pointer<const uint8_t>(token_mask);
-          args.cu_seqlens = pointer<const int64_t>(cu_seqlens);
-          args.weights = pointer<const float>(weights);
-          args.advantages = pointer<const float>(advantages);
-          args.advantage_per_token = advantage_per_token;
-          args.row_trajectory = pointer<const int64_t>(row_trajectory);
-          args.trajectory_start = pointer<const int64_t>(trajectory_start);
-          args.trajectory_rows = pointer<const int64_t>(trajectory_rows);
-          args.threshold = pointer<const float>(threshold);
-          args.loss = pointer<float>(loss);
-          args.metrics = pointer<double>(metrics);
-          args.grad = pointer<float>(grad);
-          args.token_loss = pointer<float>(token_loss);
-          args.workspace = pointer<void>(workspace);
-          int status;
-          {
-            py::gil_scoped_release release;
-            status = hpo_policy_loss(&args, &spec.structure, &spec.numbers, context);
-          }
-          check(status);
-        });
+  m.def("policy_loss", [](const PolicyLossSpec& spec, int64_t tokens, int64_t rows, const py::tuple& inputs, Address loss,
+                          Address metrics, Address grad, Address token_loss, Address workspace, int64_t context) {
+    const PolicyLossArgs args = make_args(tokens, rows, inputs, {loss, metrics, grad, token_loss, workspace});
+    int status;
+    {
+      py::gil_scoped_release release;
+      status = hpo_policy_loss(&args, &spec.structure, &spec.numbers, context);
+    }
+    check(status);
+  });
 
   m.def("group_normalise_workspace", &hpo_group_normalise_workspace);
   m.def("group_normalise",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from . import ops
 from .checks import check, check_dtype, check_shape, check_type
+from .specs import Unit
 
 __all__ = ["PackedBatch"]
 
@@ -143,7 +144,7 @@ class PackedBatch:
         self.group_ids = None if group_ids is None else _as_int64(group_ids)
         self.domain_ids = None if domain_ids is None else _as_int64(domain_ids)
         self.padded_shape = None
-        self._cache: dict[Callable[[PackedBatch], Any], Any] = {}
+        self._cache: dict[Any, Any] = {}
         if validate:
             self._validate()
 
@@ -225,20 +226,35 @@ class PackedBatch:
         result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self.once(_trajectories)
         return result
 
+    def hierarchy(self, units: tuple[Unit, ...]) -> Hierarchy:
+        """The ranges of tokens that tile the finest of ``units``, and the segment of each at all of them; made once.
+
+        Raises:
+            ValueError: a unit this batch does not describe.
+        """
+        key = ("hierarchy", units)
+        if key not in self._cache:
+            self._cache[key] = _hierarchy(self, units)
+        result: Hierarchy = self._cache[key]
+        return result
+
     def step_of_token(self) -> torch.Tensor:
         """Step of every token ``[T]`` int64, -1 outside all steps. Needs ``cu_steps`` or ``steps``."""
-        check(self.num_steps is not None, "steps: this batch has none; pass cu_steps or steps to PackedBatch")
+        begin, end = self._step_ranges()
         token = torch.arange(self.total_tokens, device=self.device)
         if self.num_steps == 0:
             return torch.full_like(token, -1)
-        if self.steps is not None:
-            begin, end = self.steps[:, 0].contiguous(), self.steps[:, 1].contiguous()
-        else:
-            assert self.cu_steps is not None
-            begin, end = self.cu_steps[:-1].contiguous(), self.cu_steps[1:].contiguous()
         step = torch.searchsorted(begin, token, right=True) - 1  # the last step that begins at or before the token
         inside = (step >= 0) & (token < end[step.clamp(min=0)])
         return torch.where(inside, step, -1)
+
+    def _step_ranges(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first token of every step, and the one behind its last, each ``[N]``."""
+        check(self.num_steps is not None, "steps: this batch has none; pass cu_steps or steps to PackedBatch")
+        if self.steps is not None:
+            return self.steps[:, 0].contiguous(), self.steps[:, 1].contiguous()
+        assert self.cu_steps is not None
+        return self.cu_steps[:-1].contiguous(), self.cu_steps[1:].contiguous()
 
     # --------------------------------------------------------------------------------------------------- operations
 
@@ -420,6 +436,36 @@ def _check_steps(name: str, begin: torch.Tensor, end: torch.Tensor, offsets: tor
 
 def _row_counts(batch: PackedBatch) -> torch.Tensor:
     return ops.row_counts(batch.mask, batch.cu_seqlens, batch.total_tokens, None)
+
+
+class Hierarchy(NamedTuple):
+    """P pieces: the steps, or the rows where no level is finer than them."""
+
+    begin: torch.Tensor  # [P] int64
+    end: torch.Tensor  # [P] int64
+    row: torch.Tensor  # [P] int64, the row of each piece
+    ancestors: torch.Tensor  # [levels, P] int64 in [0, P): the segment of each piece at every level
+
+
+def _hierarchy(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
+    if Unit.STEP in units:
+        begin, end = batch._step_ranges()
+        row = torch.searchsorted(batch.cu_seqlens[1:].contiguous(), begin, right=True).clamp(max=max(batch.rows - 1, 0))
+    else:
+        begin, end = batch.cu_seqlens[:-1].contiguous(), batch.cu_seqlens[1:].contiguous()
+        row = torch.arange(batch.rows, device=batch.device)
+    trajectory = torch.arange(batch.rows, device=batch.device) if batch.trajectories is None else batch.trajectories[0]
+    segments = {Unit.TRAJECTORY: trajectory}
+    for unit, ids in ((Unit.GROUP, batch.group_ids), (Unit.DOMAIN, batch.domain_ids)):
+        if unit in units:
+            name = unit.name.lower()
+            check(ids is not None, "batch: the gate has a level of {}s; pass {}_ids to PackedBatch", name, name)
+            assert ids is not None
+            # Below 0 an id means "in none": such a trajectory is a segment of its own.
+            segments[unit] = renumber(torch.where(ids < 0, -1 - trajectory, ids))[0]
+    piece = torch.arange(begin.numel(), device=batch.device)
+    ancestors = [piece if unit is Unit.STEP else renumber(segments[unit][row])[0] for unit in units]
+    return Hierarchy(begin, end, row, torch.stack(ancestors))
 
 
 def _trajectories(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -235,7 +235,7 @@ def _flat(inputs: PolicyLossInputs) -> PolicyLossInputs:
     padded: dict[str, Any] = {
         name: field.reshape(-1)
         for name, field in inputs._asdict().items()
-        if isinstance(field, torch.Tensor) and field.dim() > 1
+        if isinstance(field, torch.Tensor) and field.dim() > 1 and name != "ancestors"
     }
     return inputs._replace(**padded)
 
@@ -298,6 +298,8 @@ def _prepare(
     per_token, level_advantages = _advantage_level(advantages, advantage_level, batch, shape)
     trajectories = batch.trajectories if gate.level is not None else None
     row_trajectory, start, rows = trajectories if trajectories is not None else (None, None, None)
+    spec = gate.spec(kl, window is not None and window.strict)
+    hierarchy = batch.hierarchy(tuple(level.unit for level in spec.levels)) if spec.levels else ()
     if weights is None:
         weights = batch.once(aggregation.token_mean)
     inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond
@@ -319,8 +321,9 @@ def _prepare(
         start,
         rows,
         per_token,
+        *hierarchy,
     )
-    return inputs, gate.spec(kl, window is not None and window.strict)
+    return inputs, spec
 
 
 def _bounds(bounds: Bounds, gate: RatioGate) -> Bounds:

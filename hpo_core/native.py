@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .checks import check
 from .specs import Boundary, GroupNormalisation, Invalid, OrderRule, PolicyLossInputs, PolicyLossSpec
 
 __all__ = ["Native"]
@@ -50,6 +51,7 @@ class Native:
         self._loss = torch.empty(())
         self._metrics = torch.empty(module.metrics, dtype=torch.float64)
         self._spec = functools.lru_cache(maxsize=None)(self._make_spec)
+        self._levels = functools.lru_cache(maxsize=None)(self._make_levels)
 
     def _call(self, function: Any, tensor: torch.Tensor, *arguments: Any) -> None:
         """``function(*arguments, context)``: the context is the CUDA stream, or the number of threads on the CPU."""
@@ -73,6 +75,13 @@ class Native:
             spec.level_log_low, spec.level_log_high, spec.kl_beta,
         )  # fmt: skip
 
+    def _make_levels(self, spec: PolicyLossSpec) -> Any:
+        levels = [
+            (int(level.gate), int(level.routing), int(level.aggregate), level.low, level.high, level.slope)
+            for level in spec.levels
+        ]
+        return self.module.Hierarchy(spec.split, spec.token_log_low, spec.token_log_high, levels)
+
     def policy_loss(
         self, inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool, want_tokens: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -85,10 +94,29 @@ class Native:
             loss, metrics = torch.empty_like(self._loss), torch.empty_like(self._metrics)
         grad = torch.empty_like(logp) if want_grad else None
         token_loss = torch.empty_like(logp) if want_tokens else None
-        workspace = self._workspace(self.module.policy_loss_workspace(tokens, rows), logp)
         outputs = (loss, metrics, grad, token_loss)
-        self._call(self.module.policy_loss, logp, self._spec(spec), tokens, rows, *inputs, *outputs, workspace)
+        if spec.levels:
+            self._hierarchy(inputs, spec, tokens, rows, outputs)
+        else:
+            workspace = self._workspace(self.module.policy_loss_workspace(tokens, rows), logp)
+            self._call(self.module.policy_loss, logp, self._spec(spec), tokens, rows, inputs, *outputs, workspace)
         return outputs
+
+    def _hierarchy(
+        self, inputs: PolicyLossInputs, spec: PolicyLossSpec, tokens: int, rows: int, outputs: tuple[Any, ...]
+    ) -> None:
+        check(
+            hasattr(self.module, "hierarchy"),
+            "backend: gates on several levels run on 'cpu' and 'reference' so far, not on {!r}; move the tensors there",
+            self.module.__name__.rpartition("._")[2],
+        )
+        assert inputs.piece_begin is not None
+        pieces = inputs.piece_begin.numel()
+        workspace = self._workspace(self.module.hierarchy_workspace(tokens, rows, pieces), inputs.logp)
+        self._call(
+            self.module.hierarchy, inputs.logp, self._spec(spec), self._levels(spec), tokens, rows, pieces,
+            inputs, *outputs, workspace,
+        )  # fmt: skip
 
     def group_normalise(
         self,

@@ -15,6 +15,7 @@ import torch
 from .backends import resolve
 from .metrics import SLOTS
 from .specs import (
+    Aggregate,
     Boundary,
     Center,
     EpsMode,
@@ -23,12 +24,15 @@ from .specs import (
     Invalid,
     KLEstimator,
     KLGradient,
+    LevelGate,
+    LevelSpec,
     OrderRule,
     PolicyLossInputs,
     PolicyLossSpec,
     Routing,
     Scale,
     TokenGate,
+    Unit,
 )
 
 __all__ = [
@@ -157,9 +161,7 @@ _apply_in_transform: Any = _PolicyLoss.apply
 _apply: Any = super(torch.autograd.Function, _PolicyLoss).apply
 
 
-def _scaled(
-    ctx: Any, loss_gradient: torch.Tensor | None, grad_gradient: torch.Tensor | None
-) -> torch.Tensor | None:
+def _scaled(ctx: Any, loss_gradient: torch.Tensor | None, grad_gradient: torch.Tensor | None) -> torch.Tensor | None:
     """dL/dlogp times the incoming gradient."""
     if grad_gradient is not None:
         raise RuntimeError(SECOND_DERIVATIVE)
@@ -196,7 +198,8 @@ _LIBRARY.define(
     "policy_loss(Tensor logp, Tensor? old_logp, Tensor advantages, Tensor weights, Tensor cu_seqlens, Tensor? mask, "
     "Tensor? ref_logp, Tensor? entropy, Tensor? score, Tensor? threshold, Tensor? token_mask, Tensor? token_weight, "
     "Tensor? low, Tensor? high, Tensor? row_trajectory, Tensor? trajectory_start, Tensor? trajectory_rows, "
-    "bool advantage_per_token, int[] structure, float[] numbers, str backend, bool want_grad, bool want_tokens) "
+    "bool advantage_per_token, Tensor? piece_begin, Tensor? piece_end, Tensor? piece_row, Tensor? ancestors, "
+    "int[] structure, float[] numbers, str backend, bool want_grad, bool want_tokens) "
     "-> (Tensor loss, Tensor metrics, Tensor grad, Tensor tokens)"
 )
 
@@ -219,15 +222,37 @@ def _policy_loss_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torc
 
 def _numbers_of(spec: PolicyLossSpec) -> tuple[list[int], list[float]]:
     """A spec as operator arguments: its structure, and its numbers."""
-    flags = (*spec.low_driven, *spec.high_driven, spec.has_level, spec.level_clips, spec.strict)
-    structure = [int(kind) for kind in (spec.token, spec.routing, spec.head, spec.kl, spec.kl_gradient, *flags)]
-    pairs = (spec.token_low, spec.token_high, spec.level_log_low, spec.level_log_high)
-    return structure, [*(bound for pair in pairs for bound in pair), spec.kl_beta]
+    flags = (*spec.low_driven, *spec.high_driven, spec.has_level, spec.level_clips, spec.strict, spec.split)
+    kinds = (spec.token, spec.routing, spec.head, spec.kl, spec.kl_gradient, *flags)
+    levels = (kind for level in spec.levels for kind in (level.unit, level.gate, level.routing, level.aggregate))
+    pairs = (
+        spec.token_low,
+        spec.token_high,
+        spec.level_log_low,
+        spec.level_log_high,
+        spec.token_log_low,
+        spec.token_log_high,
+    )
+    bounds = (number for level in spec.levels for number in (*level.low, *level.high, level.slope))
+    numbers = [*(bound for pair in pairs for bound in pair), spec.kl_beta, *bounds]
+    return [int(kind) for kind in (*kinds, *levels)], numbers
 
 
 def _spec_of(structure: list[int], numbers: list[float]) -> PolicyLossSpec:
-    token, routing, head, kl, kl_gradient, *flags = structure
-    *low_driven, high_driven_positive, high_driven_negative, has_level, level_clips, strict = map(bool, flags)
+    token, routing, head, kl, kl_gradient = structure[:5]
+    *low_driven, high_driven_positive, high_driven_negative, has_level, level_clips, strict, split = map(
+        bool, structure[5:13]
+    )
+    levels = []
+    for index in range((len(structure) - 13) // 4):
+        unit, gate, level_routing, aggregate = structure[13 + 4 * index : 17 + 4 * index]
+        low_1, low_2, low_3, low_4, high_1, high_2, high_3, high_4, slope = numbers[13 + 9 * index : 22 + 9 * index]
+        levels.append(
+            LevelSpec(
+                Unit(unit), LevelGate(gate), Routing(level_routing), Aggregate(aggregate), (low_1, low_2, low_3, low_4),
+                (high_1, high_2, high_3, high_4), slope,
+            )
+        )  # fmt: skip
     return PolicyLossSpec(
         token=TokenGate(token),
         token_low=(numbers[0], numbers[1]),
@@ -242,8 +267,12 @@ def _spec_of(structure: list[int], numbers: list[float]) -> PolicyLossSpec:
         head=Head(head),
         kl=KLEstimator(kl),
         kl_gradient=KLGradient(kl_gradient),
-        kl_beta=numbers[8],
+        token_log_low=(numbers[8], numbers[9]),
+        token_log_high=(numbers[10], numbers[11]),
+        kl_beta=numbers[12],
         strict=strict,
+        levels=tuple(levels),
+        split=split,
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from .checks import check
 
 __all__ = [
+    "Aggregate",
     "Boundary",
     "Center",
     "EpsMode",
@@ -24,12 +25,15 @@ __all__ = [
     "Invalid",
     "KLEstimator",
     "KLGradient",
+    "LevelGate",
+    "LevelSpec",
     "OrderRule",
     "PolicyLossInputs",
     "PolicyLossSpec",
     "Routing",
     "Scale",
     "TokenGate",
+    "Unit",
 ]
 
 # ---------------------------------------------------------------------------------------------------- ratio gates
@@ -43,11 +47,36 @@ class TokenGate(enum.IntEnum):
     CLIP = 2
 
 
+class LevelGate(enum.IntEnum):
+    """The gate ``g(u)`` on a level's residual, and what ``low``, ``high`` and ``slope`` of a LevelSpec mean for it."""
+
+    IDENTITY = 0
+    CLIP = 1  # clamp(u, low, high)
+    ROLLBACK = 2  # u up to C = high; beyond, back to 0 with -slope (negative: the segment's size); then 0
+    TANH = 3  # C tanh(u / C), C = high
+
+
+class Unit(enum.IntEnum):
+    """Whose aggregate a level gates."""
+
+    STEP = 1
+    TRAJECTORY = 2
+    GROUP = 3
+    DOMAIN = 4
+
+
+class Aggregate(enum.IntEnum):
+    """How the log-ratios of a segment become one."""
+
+    MEAN = 0
+    SUM = 1
+
+
 class Routing(enum.IntEnum):
-    """How a trajectory's mean log-ratio carries gradient to its tokens."""
+    """How a level's aggregate carries gradient to its tokens."""
 
     THROUGH = 0  # the true derivative: 1 / n to every token
-    SELF = 1  # each token takes the place of the mean (the straight-through "token" form)
+    SELF = 1  # each token takes the place of the aggregate (the straight-through "token" form)
     STOPPED = 2
 
 
@@ -75,8 +104,25 @@ class KLGradient(enum.IntEnum):
     IMPORTANCE = 2  # r k(s), differentiated through r as well
 
 
+class LevelSpec(NamedTuple):
+    """One level of a hierarchy. ``low`` and ``high`` are in log space, by channel and sign of the advantage:
+    (x+ and A >= 0, x+ and A < 0, x- and A >= 0, x- and A < 0); without a split the first two count."""
+
+    unit: Unit
+    gate: LevelGate
+    routing: Routing = Routing.THROUGH
+    aggregate: Aggregate = Aggregate.MEAN
+    low: tuple[float, float, float, float] = (-math.inf,) * 4
+    high: tuple[float, float, float, float] = (math.inf,) * 4
+    slope: float = 0.0
+
+
 class PolicyLossSpec(NamedTuple):
-    """A ratio gate and a KL penalty as kernels see them. Pairs are (advantage >= 0, advantage < 0)."""
+    """A ratio gate and a KL penalty as kernels see them. Pairs are (advantage >= 0, advantage < 0).
+
+    A mean over the trajectory whose residual is dropped is ``has_level``: its tokens need no ratio of their own, and
+    kernels make use of that. Every other hierarchy is ``levels``, finest first, with the token gate below them.
+    """
 
     token: TokenGate = TokenGate.CLIP
     token_low: tuple[float, float] = (0.0, 0.0)  # ratio space; 0 and inf are "no bound"
@@ -93,6 +139,10 @@ class PolicyLossSpec(NamedTuple):
     kl_gradient: KLGradient = KLGradient.VALUE
     kl_beta: float = 0.0
     strict: bool = False  # window selection: score > threshold instead of >=
+    levels: tuple[LevelSpec, ...] = ()
+    token_log_low: tuple[float, float] = (-math.inf, -math.inf)  # the token gate below levels, on its residual
+    token_log_high: tuple[float, float] = (math.inf, math.inf)
+    split: bool = False  # positive and negative log-ratios are two channels, each with aggregates of its own
 
 
 class PolicyLossInputs(NamedTuple):
@@ -116,6 +166,11 @@ class PolicyLossInputs(NamedTuple):
     trajectory_start: torch.Tensor | None = None  # [S + 1] int64
     trajectory_rows: torch.Tensor | None = None  # [S] int64
     advantage_per_token: bool = False
+    # with spec.levels: P ranges of tokens that tile the finest level, and the segment of each at every level
+    piece_begin: torch.Tensor | None = None  # [P] int64
+    piece_end: torch.Tensor | None = None
+    piece_row: torch.Tensor | None = None  # [P] int64 in [0, S)
+    ancestors: torch.Tensor | None = None  # [levels, P] int64 in [0, P)
 
 
 # ------------------------------------------------------------------------------------------------- group statistics

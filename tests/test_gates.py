@@ -30,7 +30,7 @@ TOKEN_GATES = {
 }
 LEVEL_GATES = {
     f"level {name}, {routing.name.lower()}{', score' * (head is Head.SCORE)}": RatioGate(
-        name, Drop(), Level(gate, routing), head
+        name, Drop(), (Level(gate, routing),), head
     )
     for name, gate in {"identity": Identity(), "clip": Clip(LOW, HIGH)}.items()
     for routing, head in itertools.product(Routing, Head)
@@ -41,7 +41,7 @@ GATES = (
     | LEVEL_GATES
     | {
         "gspo": gates.gspo(),
-        "level two-sided clip": RatioGate("two-sided", Drop(), Level(Clip((0.95, 0.9), (1.1, 1.05)))),
+        "level two-sided clip": RatioGate("two-sided", Drop(), (Level(Clip((0.95, 0.9), (1.1, 1.05))),)),
     }
 )
 PENALTIES = [None] + [
@@ -488,7 +488,7 @@ def test_ratio_exactly_at_its_bound_passes_the_gradient(backend):
     for gate in (
         RatioGate("t", tie),
         RatioGate("t", tie, head=Head.SCORE),
-        RatioGate("t", Drop(), Level(tie, Routing.SELF)),
+        RatioGate("t", Drop(), (Level(tie, Routing.SELF),)),
     ):
         example = testing.random_policy_loss(
             0, gates.reinforce(), {"weights"}, layout=Layout((3, 2), 0, "none", False, 5)

@@ -21,6 +21,8 @@ struct Kernels {
   bool supported;           // by this CPU
   decltype(&hpo::generic::policy_loss_workspace) policy_loss_workspace;
   decltype(&hpo::generic::policy_loss) policy_loss;
+  decltype(&hpo::generic::hierarchy_workspace) hierarchy_workspace;
+  decltype(&hpo::generic::hierarchy) hierarchy;
   decltype(&hpo::generic::group_normalise_workspace) group_normalise_workspace;
   decltype(&hpo::generic::group_normalise) group_normalise;
   decltype(&hpo::generic::window_score_workspace) window_score_workspace;
@@ -36,6 +38,8 @@ struct Kernels {
    supported,                                    \
    hpo::isa::policy_loss_workspace,              \
    hpo::isa::policy_loss,                        \
+   hpo::isa::hierarchy_workspace,                \
+   hpo::isa::hierarchy,                          \
    hpo::isa::group_normalise_workspace,          \
    hpo::isa::group_normalise,                    \
    hpo::isa::window_score_workspace,             \
@@ -104,6 +108,18 @@ int64_t hpo_policy_loss_workspace(int64_t tokens, int64_t rows) {
 int hpo_policy_loss(const hpo::PolicyLossArgs* args, const hpo::GateStructure* structure, const hpo::GateNumbers* numbers,
                     int64_t context) {
   return run(context, [&](const Kernels& kernels, int threads) { kernels.policy_loss(*args, *structure, *numbers, threads); });
+}
+
+int64_t hpo_hierarchy_workspace(int64_t tokens, int64_t rows, int64_t pieces) {
+  const Kernels* kernels = choice().kernels;
+  return kernels ? kernels->hierarchy_workspace(tokens, rows, pieces) : 0;
+}
+
+int hpo_hierarchy(const hpo::PolicyLossArgs* args, const hpo::GateStructure* structure, const hpo::GateNumbers* numbers,
+                  const hpo::Hierarchy* hierarchy, int64_t context) {
+  return run(context, [&](const Kernels& kernels, int threads) {
+    kernels.hierarchy(*args, *structure, *numbers, *hierarchy, threads);
+  });
 }
 
 int64_t hpo_group_normalise_workspace(int64_t units) {

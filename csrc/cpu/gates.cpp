@@ -5,10 +5,12 @@
 //   gates_tile.h     what a token is: row, masks, log-ratio, coefficient
 //   gates_plain.h    the same for tiles without anything extraordinary, in one pass
 //   gates_penalty.h  the penalty on the distance from the reference policy
+//   gates_call.h     what every call does whatever its gate is
 //   gates_levels.h   gates on trajectories
+//   hierarchy.cpp    gates on several levels at once
 //   here             gates on tokens, and one call from begin to end
+#include "gates_call.h"
 #include "gates_levels.h"
-#include "gates_penalty.h"
 #include "gates_plain.h"
 #include "kernels.h"
 
@@ -43,19 +45,6 @@ Bounds tile_bounds(const Call& call, int64_t first) {
   bounds.token_high = (args.high ? args.high : args.logp) + first;
   return bounds;
 }
-
-// Sums of kinds: all chosen tokens, those below their lower bound and those above their upper one.
-struct GateCounts {
-  int32_t chosen = 0, below = 0, above = 0;
-
-  void add_to(double* slots) const {
-    slots[kSelected] += positives(chosen) + negatives(chosen);
-    slots[kClippedLowPositive] += positives(below);
-    slots[kClippedLowNegative] += negatives(below);
-    slots[kClippedHighPositive] += positives(above);
-    slots[kClippedHighNegative] += negatives(above);
-  }
-};
 
 using TokenGateLoop = GateCounts (*)(const Bounds&, const Tile&, const float* coefficient, const float* logp, float* loss,
                                      float* grad, int n);
@@ -150,70 +139,10 @@ struct Gate {
     GateCounts counts;
     if (levels) level_loop(spread_levels(call, segments, levels, tile), tile, coefficient, logp, loss, grad, n);
     else counts = token_loop(tile_bounds(call, first), tile, coefficient, logp, loss, grad, n);
-    if (tile.has_infinite) {
-      const bool without_value = call.structure.head == Head::score;
-      for (int i = 0; i < n; ++i) grad[i] = tile.infinite[i] ? 0.0f : grad[i];
-      for (int i = 0; i < n; ++i) loss[i] = tile.infinite[i] && without_value ? 0.0f : loss[i];
-    }
+    drop_infinite(call, n, tile, loss, grad);
     return counts;
   }
 };
-
-void fill_tile_ratios(int n, Tile& tile, Partial& partial) {
-  if (!tile.exceptional) return fill_ratios(tile.x, n, tile.ratio, partial);
-  float* bounded = tile.spread[0];
-  for (int i = 0; i < n; ++i) bounded[i] = clamp(tile.x[i], -kStatisticSaturation, kStatisticSaturation);
-  fill_ratios(bounded, n, tile.ratio, partial);
-  for (int i = 0; i < n; ++i) tile.ratio[i] = exp(tile.x[i]);
-}
-
-// Marks the rows that have a valid token.
-void mark_rows(const Segments& segments, const int32_t* kind, uint8_t* seen) {
-  for (const Segment& segment : segments) {
-    int i = segment.begin;
-    while (i < segment.end && kind[i] == kAbsent) ++i;
-    if (i < segment.end) __atomic_store_n(&seen[segment.row], uint8_t(1), __ATOMIC_RELAXED);
-  }
-}
-
-void add_entropy(const float* __restrict entropy, int n, Tile& tile, Partial& partial) {
-  int counted = 0;
-  for (int i = 0; i < n; ++i) {
-    const int32_t counts = mask_of(tile.kind[i] != kAbsent) & mask_of(finite(entropy[i]));
-    tile.loss[i] = from_bits(to_bits(entropy[i]) & counts);
-    counted -= counts;
-  }
-  add_terms(tile.loss, n, partial.sums[kEntropySum]);
-  partial.slots[kEntropyTokens] += counted;
-}
-
-// Everything about a tile that is the same under every gate.
-void measure(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen, Partial& partial) {
-  load(call, first, n, segments, true, tile, partial);
-  mark_rows(segments, tile.kind, seen);
-  fill_tile_ratios(n, tile, partial);
-}
-
-// Loss and gradient of a tile that is loaded.
-void finish_tile(const Call& call, const Gate& gate, int64_t first, int n, const Segments& segments, Tile& tile,
-                 Partial& partial) {
-  const PolicyLossArgs& args = call.args;
-  float* grad = args.grad ? args.grad + first : tile.grad;
-  float* token_loss = args.token_loss ? args.token_loss + first : nullptr;
-  gate(call, first, n, segments, tile, tile.coefficient, tile.loss, grad).add_to(partial.slots);
-  if (!gate.values_by_row) add_terms(tile.loss, n, partial.sums[kLossSum]);
-  if (token_loss) {  // the same gate without the weight of the row
-    float* coefficient = tile.coefficient;
-    spread_rows(segments, coefficient, [&](int64_t row) { return args.advantage_per_token ? 1.0f : args.advantages[row]; });
-    multiply_token_factors(args, first, n, coefficient);
-    gate(call, first, n, segments, tile, coefficient, token_loss, tile.grad);
-  }
-  if (args.ref_logp) {
-    add_reference_statistics(args.logp + first, args.ref_logp + first, n, tile, partial);
-    if (call.structure.kl != KLEstimator::none) add_penalty(call, first, n, segments, tile, grad, token_loss, partial);
-  }
-  if (args.entropy) add_entropy(args.entropy + first, n, tile, partial);
-}
 
 // A plain tile under a gate on tokens, gradient and all: what sweep_plain calls for every vector.
 template <bool kScoreHead, BoundsKind kBounds>
@@ -372,33 +301,6 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
     });
   });
   return broken;
-}
-
-void finish(const Call& call, const Partial& total, int64_t rows_seen, int64_t broken) {
-  const double sum = total.total(kLossSum) + total.total(kPenaltySum);
-  const double loss = sum < -FLT_MAX ? -FLT_MAX : (sum > FLT_MAX ? FLT_MAX : sum);
-  float smallest = INFINITY, largest = -INFINITY;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    smallest = total.smallest[lane] < smallest ? total.smallest[lane] : smallest;
-    largest = total.largest[lane] > largest ? total.largest[lane] : largest;
-  }
-  double* slots = call.args.metrics;
-  for (int slot = 0; slot < kMetrics; ++slot) slots[slot] = total.slots[slot];
-  slots[kRows] = double(rows_seen);
-  slots[kLoss] = loss;
-  slots[kLogRatioSum] = total.total(kX);
-  slots[kLogRatioSquare] = total.total(kXSquare);
-  slots[kRatioDeviation] = total.total(kDeviation);
-  slots[kRatioDeviationSquare] = total.total(kDeviationSquare);
-  slots[kLogRatioMin] = smallest;
-  slots[kLogRatioMax] = largest;
-  slots[kReferenceLogRatio] = total.total(kS);
-  slots[kReferenceLogRatioSquare] = total.total(kSSquare);
-  slots[kReferenceK3] = total.total(kK3);
-  slots[kPenalty] = total.total(kPenaltySum);
-  slots[kEntropy] = total.total(kEntropySum);
-  slots[kBadOffsets] = double(broken);
-  *call.args.loss = float(loss);
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ def gspo(low: float = 3e-4, high: float = 4e-4) -> RatioGate:
     >>> gspo().first_order.name
     'SEGMENT_MEAN'
     """
-    return RatioGate("gspo", Drop(), _sequence(low, high, Routing.THROUGH), source="arXiv 2507.18071")
+    return RatioGate("gspo", Drop(), (_sequence(low, high, Routing.THROUGH),), source="arXiv 2507.18071")
 
 
 def gspo_token(low: float = 3e-4, high: float = 4e-4) -> RatioGate:
@@ -34,7 +34,7 @@ def gspo_token(low: float = 3e-4, high: float = 4e-4) -> RatioGate:
     Equal to :func:`gspo` in value and gradient where ``w A`` is constant on the trajectory; differs for token-level
     advantages.
     """
-    return RatioGate("gspo_token", Drop(), _sequence(low, high, Routing.SELF), source="arXiv 2507.18071")
+    return RatioGate("gspo_token", Drop(), (_sequence(low, high, Routing.SELF),), source="arXiv 2507.18071")
 
 
 def _sequence(low: float, high: float, routing: Routing) -> Level:

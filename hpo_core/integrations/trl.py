@@ -336,7 +336,7 @@ def gate_from_config(args: Any) -> RatioGate:
         check(cap >= 1.0 + high, "delta: expected a cap >= 1 + epsilon_high = {}, got {}", 1.0 + high, args.delta)
         clip, head = Clip(low=(0.0, low), high=(1.0 + high, cap)), Head.LINEAR
     if level == "sequence":
-        return RatioGate(f"trl_{kind}_sequence", Drop(), Level(clip), head, source="TRL; arXiv 2507.18071")
+        return RatioGate(f"trl_{kind}_sequence", Drop(), (Level(clip),), head, source="TRL; arXiv 2507.18071")
     return RatioGate(f"trl_{kind}", clip, head=head, source="TRL; arXiv 1707.06347")
 
 

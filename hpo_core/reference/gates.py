@@ -4,22 +4,36 @@ formula.
 For token t of row s in trajectory i, with ``m`` the validity mask and ``w`` the row weights::
 
     x_t = logp_t - old_logp_t                              saturated at +-60 with its derivative kept
-    a_i = mean of x over the valid tokens of i             (only with a trajectory level)
-    z_t = g_1(a_i) + g_0(x_t - a_i)                        gates chosen by the sign of A_t
+    a_k = mean (or sum) of x over the valid tokens of t's segment at level k;  a_0 = x_t,  a_{K+1} = 0
+    z_t = sum_k g_k(a_k - a_{k+1})                         gates chosen by the sign of A_t
     M_t = token_mask_t  and  score_t >= threshold  and  A_t finite
     loss_t = -M_t W_t A_t Phi(z_t) + beta k(logp_t - ref_logp_t)
     loss   = sum_t m_t w_s loss_t
 
 ``Phi`` is ``e^z`` (linear head) or ``sg[e^z] logp`` (score head). A NaN log-ratio takes its token out of m; an infinite
-one saturates with derivative 0.
+one saturates with derivative 0. With a split, x+ = max(x, 0) and x- = max(-x, 0) each go through the gates by
+themselves, and z is the difference. Where steps are a level, a token outside every step is masked.
 """
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from ..metrics import empty_metrics, slot
-from ..specs import Head, KLEstimator, KLGradient, PolicyLossInputs, PolicyLossSpec, Routing, TokenGate
+from ..specs import (
+    Aggregate,
+    Head,
+    KLEstimator,
+    KLGradient,
+    LevelGate,
+    LevelSpec,
+    PolicyLossInputs,
+    PolicyLossSpec,
+    Routing,
+    TokenGate,
+)
 from .segments import row_of_token
 
 __all__ = ["policy_loss"]
@@ -39,6 +53,11 @@ def policy_loss(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> tuple[torch.T
     offsets = inputs.cu_seqlens
     bad_rows = (offsets[:-1] < 0) | (offsets[1:] < offsets[:-1]) | (offsets[1:] > logp.numel())
     given = row >= 0 if inputs.mask is None else (row >= 0) & inputs.mask
+    piece = None
+    if spec.levels:
+        piece, bad_pieces = _piece_of_token(inputs, row)
+        given = given & (piece >= 0)
+        piece = piece.clamp(min=0)
     row = row.clamp(min=0)
 
     # What a masked position holds is replaced before any arithmetic: 0 * NaN would be NaN, in the gradient too.
@@ -71,7 +90,10 @@ def policy_loss(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> tuple[torch.T
     weight = torch.where(valid & torch.isfinite(weight), weight, torch.zeros_like(weight))
 
     negative = (advantage < 0).long()
-    z, clipped_low, clipped_high = _gated_log_ratio(x, valid, row, negative, given, inputs, spec)
+    if piece is None:
+        z, clipped_low, clipped_high = _gated_log_ratio(x, valid, row, negative, given, inputs, spec)
+    else:
+        z, clipped_low, clipped_high = _gated_hierarchy(x, valid, piece, negative, given, inputs, spec)
     ratio = torch.exp(_saturate(z, valid))
     if spec.head is Head.LINEAR:
         policy = -unweighted * ratio
@@ -114,7 +136,7 @@ def policy_loss(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> tuple[torch.T
         score_nan = torch.zeros_like(valid) if score is None else valid & score.isnan()
         metrics[slot("nan_tokens")] = ((given & nan) | score_nan).sum()
         metrics[slot("infinite_tokens")] = infinite.sum()
-        metrics[slot("bad_offsets")] = bad_rows.sum()
+        metrics[slot("bad_offsets")] = bad_rows.sum() if piece is None else bad_rows.sum() + bad_pieces
         metrics[slot("bad_advantages")] = bad_advantage.sum()
     return loss, metrics, loss_t.detach()
 
@@ -163,19 +185,115 @@ def _gated_log_ratio(
         residual = x - mean
         low, high = (x.new_tensor(bound)[negative] for bound in (spec.level_log_low, spec.level_log_high))
         z, below, above = _clip(mean, low, high) if spec.level_clips else (mean, below, above)
-    if spec.token is TokenGate.IDENTITY:
-        z = z + residual
-    elif spec.token is TokenGate.CLIP:
-        low, high = (x.new_tensor(bound)[negative] for bound in (spec.token_low, spec.token_high))
-        if inputs.low is not None:
-            driven = torch.tensor(spec.low_driven, device=x.device)[negative]
-            low = torch.where(driven, _read(inputs.low, given, x, 1.0), low)
-        if inputs.high is not None:
-            driven = torch.tensor(spec.high_driven, device=x.device)[negative]
-            high = torch.where(driven, _read(inputs.high, given, x, 1.0), high)
-        gated, token_below, token_above = _clip(residual, low.log(), high.log())
-        z, below, above = z + gated, below | token_below, above | token_above
+    gated, token_below, token_above = _gate_token(residual, negative, given, inputs, spec)
+    return z + gated, below | token_below, above | token_above
+
+
+def _piece_of_token(inputs: PolicyLossInputs, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The piece of every token, -1 outside all of them, and how many pieces leave their row or overlap."""
+    begin, end, owner = inputs.piece_begin, inputs.piece_end, inputs.piece_row
+    assert begin is not None and end is not None and owner is not None
+    piece = torch.full_like(row, -1)
+    bad = torch.zeros((), dtype=torch.int64, device=row.device)
+    offsets, covered = inputs.cu_seqlens, 0
+    for index, (first, last, of_row) in enumerate(zip(begin.tolist(), end.tolist(), owner.tolist(), strict=True)):
+        inside = 0 <= of_row < offsets.numel() - 1 and offsets[of_row] <= first <= last <= offsets[of_row + 1]
+        if inside and covered <= first and last <= row.numel():
+            piece[first:last] = index
+            covered = last
+        else:
+            bad += 1
+    return piece, bad
+
+
+def _gated_hierarchy(
+    x: torch.Tensor,
+    valid: torch.Tensor,
+    piece: torch.Tensor,
+    negative: torch.Tensor,
+    given: torch.Tensor,
+    inputs: PolicyLossInputs,
+    spec: PolicyLossSpec,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sum of the gated residuals over all levels and channels."""
+    assert inputs.ancestors is not None
+    z = torch.zeros_like(x)
+    below = above = torch.zeros_like(valid)
+    rising, zero = x >= 0, torch.zeros_like(x)  # +0 and -0 rise: one channel has the whole derivative at 0
+    channels = [(1, torch.where(rising, x, zero)), (-1, torch.where(rising, zero, -x))] if spec.split else [(1, x)]
+    for channel, (sign, of_token) in enumerate(channels):
+        aggregates = [
+            _aggregate(of_token, valid, inputs.ancestors[index][piece], level)
+            for index, level in enumerate(spec.levels)
+        ]
+        values = [of_token, *(value for value, _ in aggregates), zero]
+        residuals = [finer - coarser for finer, coarser in itertools.pairwise(values)]
+        gated = [_gate_token(residuals[0], negative, given, inputs, spec)]
+        for residual, (_, count), level in zip(residuals[1:], aggregates, spec.levels, strict=True):
+            gated.append(_gate_level(residual, negative + 2 * channel, count, level))
+        for value, low, high in gated:
+            z = z + sign * value
+            below, above = (below | low, above | high) if sign > 0 else (below | high, above | low)
     return z, below, above
+
+
+def _aggregate(
+    x: torch.Tensor, valid: torch.Tensor, segment: torch.Tensor, level: LevelSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean or sum of x over the valid tokens of each token's segment, with the derivative it is routed; and their
+    number."""
+    zeros = x.new_zeros(int(segment.max()) + 1 if segment.numel() else 1)
+    count = zeros.index_add(0, segment, valid.to(x.dtype))
+    total = zeros.index_add(0, segment, torch.where(valid, x, torch.zeros_like(x)))
+    if level.aggregate is Aggregate.MEAN:
+        total = total / count.clamp(min=1)
+    aggregate = total[segment]
+    if level.routing is not Routing.THROUGH:
+        aggregate = aggregate.detach()
+    if level.routing is Routing.SELF:
+        aggregate = aggregate + (x - x.detach())
+    return aggregate, count[segment]
+
+
+def _gate_token(
+    u: torch.Tensor, negative: torch.Tensor, given: torch.Tensor, inputs: PolicyLossInputs, spec: PolicyLossSpec
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    nowhere = torch.zeros_like(given)
+    if spec.token is TokenGate.DROP:
+        return torch.zeros_like(u), nowhere, nowhere
+    if spec.token is TokenGate.IDENTITY:
+        return u, nowhere, nowhere
+    if spec.levels:
+        low, high = (u.new_tensor(bound)[negative] for bound in (spec.token_log_low, spec.token_log_high))
+    else:
+        low, high = (u.new_tensor(bound)[negative].log() for bound in (spec.token_low, spec.token_high))
+    if inputs.low is not None:
+        driven = torch.tensor(spec.low_driven, device=u.device)[negative]
+        low = torch.where(driven, _read(inputs.low, given, u, 1.0).log(), low)
+    if inputs.high is not None:
+        driven = torch.tensor(spec.high_driven, device=u.device)[negative]
+        high = torch.where(driven, _read(inputs.high, given, u, 1.0).log(), high)
+    return _clip(u, low, high)
+
+
+def _gate_level(
+    u: torch.Tensor, kind: torch.Tensor, count: torch.Tensor, level: LevelSpec
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gated residual, and where it fell beyond the lower and the upper bound. ``count``: tokens of the segment."""
+    low, high = (u.new_tensor(bound)[kind] for bound in (level.low, level.high))
+    if level.gate is LevelGate.CLIP:
+        return _clip(u, low, high)
+    if level.gate is LevelGate.ROLLBACK:
+        slope = count if level.slope < 0 else torch.full_like(u, level.slope)
+        size = u.abs()
+        back = torch.where(slope.isinf(), -torch.ones_like(u), (slope + 1) * high - slope.clamp(max=1e30) * size)
+        back = torch.where(slope == 0, high, back)  # a clip: no zone to roll back in
+        rolled = torch.where(size <= high, u, torch.sign(u) * back.clamp(min=0))
+        return rolled, u < -high, u > high
+    if level.gate is LevelGate.TANH:
+        return high * torch.tanh(u / high), torch.zeros_like(u, dtype=torch.bool), torch.zeros_like(u, dtype=torch.bool)
+    nowhere = torch.zeros_like(u, dtype=torch.bool)
+    return u, nowhere, nowhere
 
 
 def _trajectory_mean(x: torch.Tensor, valid: torch.Tensor, row: torch.Tensor, inputs: PolicyLossInputs) -> torch.Tensor:

@@ -179,7 +179,7 @@ def _(run: Run, example: PolicyLossExample) -> float | None:
     if isinstance(gate.token, Clip):
         gate = dataclasses.replace(gate, token=tie)
     elif gate.level is not None and isinstance(gate.level.gate, Clip):
-        gate = dataclasses.replace(gate, level=dataclasses.replace(gate.level, gate=tie))
+        gate = dataclasses.replace(gate, levels=(dataclasses.replace(gate.level, gate=tie),))
     else:
         return None
     return _first_order(run, example._replace(gate=gate).without("bounds"), "where every ratio is exactly at its bound")

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..checks import check
 from ..metrics import SLOTS as METRICS
 from ..specs import Head, KLEstimator, KLGradient, PolicyLossInputs, PolicyLossSpec, Routing, TokenGate
 from .launch import aligned, kernel, launch, programs_for
@@ -341,6 +342,10 @@ def policy_loss(
     inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool, want_tokens: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Loss (0-dim float32), metrics (float64), dL/dlogp ``[T]`` and loss_t ``[T]`` where wanted."""
+    check(
+        not spec.levels,
+        "backend: gates on several levels run on 'cpu' and 'reference' so far, not on 'triton'; move the tensors there",
+    )
     logp, device = inputs.logp, inputs.logp.device
     tokens, rows, programs = logp.numel(), inputs.weights.numel(), programs_for(logp.numel(), TILE)
     loss = torch.empty((), dtype=torch.float32, device=device)

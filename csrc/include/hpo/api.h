@@ -64,6 +64,34 @@ struct PolicyLossArgs {
   void* workspace;            // policy_loss_workspace(tokens, rows) bytes, 16-byte aligned, any content
 };
 
+enum class LevelKind : int32_t { identity = 0, clip = 1, rollback = 2, tanh = 3 };
+enum class Aggregate : int32_t { mean = 0, sum = 1 };
+
+// One level of a hierarchy. Bounds are in log space, [channel][advantage >= 0, < 0].
+struct HierarchyLevel {
+  LevelKind gate;
+  Routing routing;
+  Aggregate aggregate;
+  double low[2][2], high[2][2];
+  double slope;  // of the rollback; negative: the number of the segment's tokens
+};
+
+constexpr int kMostLevels = 4;  // step, trajectory, group, domain
+
+// Levels above the tokens, finest first. Pieces are ranges of tokens that tile the finest level, each inside its row and
+// behind the piece before it; what breaks this is left out and counted.
+struct Hierarchy {
+  int32_t depth;
+  int32_t split;  // 1: positive and negative log-ratios are two channels
+  double token_low[2], token_high[2];  // of the token's residual, log space
+  HierarchyLevel levels[kMostLevels];
+  int64_t pieces;
+  const int64_t* piece_begin;  // [pieces]
+  const int64_t* piece_end;
+  const int64_t* piece_row;
+  const int64_t* ancestors;    // [depth][pieces], in [0, pieces)
+};
+
 enum class Center : int32_t { mean = 0, leave_one_out = 1 };
 enum class Scale : int32_t { none = 0, group = 1, batch = 2 };
 enum class EpsMode : int32_t { add = 0, sqrt = 1, floor = 2 };
@@ -126,6 +154,10 @@ extern "C" {
 int64_t hpo_policy_loss_workspace(int64_t tokens, int64_t rows);
 int hpo_policy_loss(const hpo::PolicyLossArgs* args, const hpo::GateStructure* structure, const hpo::GateNumbers* numbers,
                     int64_t context);
+// The same under a hierarchy; structure.has_level and the level's numbers do not count.
+int64_t hpo_hierarchy_workspace(int64_t tokens, int64_t rows, int64_t pieces);
+int hpo_hierarchy(const hpo::PolicyLossArgs* args, const hpo::GateStructure* structure, const hpo::GateNumbers* numbers,
+                  const hpo::Hierarchy* hierarchy, int64_t context);
 int64_t hpo_group_normalise_workspace(int64_t units);
 int hpo_group_normalise(const hpo::GroupNormaliseArgs* args, int64_t context);
 int64_t hpo_window_score_workspace(int64_t tokens, int64_t width);  // width = last - first + 1

@@ -1,6 +1,8 @@
 // The arithmetic of one token and of one trajectory under a ratio gate: every backend in C++ and CUDA calls these, none
 // repeats them. The definition they follow is hpo_core/reference/gates.py.
 #pragma once
+#include <cfloat>
+
 #include "api.h"
 #include "math.h"
 
@@ -79,6 +81,33 @@ struct LevelGate {
 HPO_INLINE LevelGate level_gate(double mean, bool clips, double low, double high) {
   const bool below = clips && mean < low, above = clips && mean > high;
   return {exp(clamp(float(above ? high : (below ? low : mean)), -kSaturation, kSaturation)), !(below || above)};
+}
+
+// The gate of a level on the residual u of a segment with n tokens.
+struct Residual {
+  double value, slope;
+  int32_t side;  // -1: below its lower bound, 1: above the upper one
+};
+
+HPO_INLINE Residual gate_residual(const HierarchyLevel& level, int channel, int sign, double u, double n) {
+  const double low = level.low[channel][sign], high = level.high[channel][sign];
+  if (level.gate == LevelKind::clip) {
+    const int32_t side = u < low ? -1 : (u > high ? 1 : 0);
+    return {side == 0 ? u : (side < 0 ? low : high), side == 0 ? 1.0 : 0.0, side};
+  }
+  if (level.gate == LevelKind::rollback) {
+    const double size = u < 0.0 ? -u : u, towards = u < 0.0 ? -1.0 : 1.0;
+    if (size <= high) return {u, 1.0, 0};
+    const double slope = level.slope < 0.0 ? n : level.slope;
+    if (slope == 0.0) return {towards * high, 0.0, int32_t(towards)};
+    const double back = slope > DBL_MAX ? -1.0 : (slope + 1.0) * high - slope * size;
+    return {back > 0.0 ? towards * back : 0.0, back > 0.0 ? -slope : 0.0, int32_t(towards)};
+  }
+  if (level.gate == LevelKind::tanh) {
+    const double bent = ::tanh(u / high);
+    return {high * bent, 1.0 - bent * bent, 0};
+  }
+  return {u, 1.0, 0};
 }
 
 // Sums of log-ratios are integers: fixed point with 32 binary digits. Integer addition has no order, so a trajectory's mean

@@ -24,7 +24,7 @@ from .specs import (
     Invalid,
     KLEstimator,
     KLGradient,
-    LevelGate,
+    LevelKind,
     LevelSpec,
     OrderRule,
     PolicyLossInputs,
@@ -249,7 +249,7 @@ def _spec_of(structure: list[int], numbers: list[float]) -> PolicyLossSpec:
         low_1, low_2, low_3, low_4, high_1, high_2, high_3, high_4, slope = numbers[13 + 9 * index : 22 + 9 * index]
         levels.append(
             LevelSpec(
-                Unit(unit), LevelGate(gate), Routing(level_routing), Aggregate(aggregate), (low_1, low_2, low_3, low_4),
+                Unit(unit), LevelKind(gate), Routing(level_routing), Aggregate(aggregate), (low_1, low_2, low_3, low_4),
                 (high_1, high_2, high_3, high_4), slope,
             )
         )  # fmt: skip

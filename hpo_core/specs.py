@@ -25,7 +25,7 @@ __all__ = [
     "Invalid",
     "KLEstimator",
     "KLGradient",
-    "LevelGate",
+    "LevelKind",
     "LevelSpec",
     "OrderRule",
     "PolicyLossInputs",
@@ -47,7 +47,7 @@ class TokenGate(enum.IntEnum):
     CLIP = 2
 
 
-class LevelGate(enum.IntEnum):
+class LevelKind(enum.IntEnum):
     """The gate ``g(u)`` on a level's residual, and what ``low``, ``high`` and ``slope`` of a LevelSpec mean for it."""
 
     IDENTITY = 0
@@ -109,7 +109,7 @@ class LevelSpec(NamedTuple):
     (x+ and A >= 0, x+ and A < 0, x- and A >= 0, x- and A < 0); without a split the first two count."""
 
     unit: Unit
-    gate: LevelGate
+    gate: LevelKind
     routing: Routing = Routing.THROUGH
     aggregate: Aggregate = Aggregate.MEAN
     low: tuple[float, float, float, float] = (-math.inf,) * 4

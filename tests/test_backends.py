@@ -138,12 +138,18 @@ def test_python_m_hpo_core():
 # -------------------------------------------------------------------------------------- the C interface in Python
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in vars(specs).values() if isinstance(kind, type) and issubclass(kind, enum.IntEnum)]
-)
+KINDS = [kind for kind in vars(specs).values() if isinstance(kind, type) and issubclass(kind, enum.IntEnum)]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not specs.Unit])  # the batch resolves units
 def test_kinds_are_those_of_the_c_interface(kind):
     [body] = re.findall(rf"enum class {kind.__name__} : int32_t {{(.*?)}}", API.read_text())
     numbers = {name.upper(): int(number) for name, number in re.findall(r"(\w+) = (\d+)", body)}
     if kind is specs.Invalid:
         numbers["BREAK"] = numbers.pop("STOP")  # `break` is a word of C++
     assert numbers == {member.name: member.value for member in kind}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda_emulated"])
+def test_inputs_come_in_the_order_of_the_c_interface(backend):
+    assert tuple(importlib.import_module(f"hpo_core._{backend}").inputs) == specs.PolicyLossInputs._fields

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..checks import check, check_type
 from ..kl import KLPenalty
-from ..specs import Aggregate, Head, LevelGate, LevelSpec, PolicyLossSpec, Routing, TokenGate, Unit
+from ..specs import Aggregate, Head, LevelKind, LevelSpec, PolicyLossSpec, Routing, TokenGate, Unit
 
 __all__ = [
     "Clip",
@@ -243,16 +243,16 @@ class RatioGate:
 
 def _level_spec(level: Level) -> LevelSpec:
     gate = level.gate
-    spec = LevelSpec(level.unit, LevelGate.IDENTITY, level.routing, level.aggregate)
+    spec = LevelSpec(level.unit, LevelKind.IDENTITY, level.routing, level.aggregate)
     if isinstance(gate, (Clip, LogClip)):
         low, high = _log_bounds(gate)
-        return spec._replace(gate=LevelGate.CLIP, low=low * 2, high=high * 2)
+        return spec._replace(gate=LevelKind.CLIP, low=low * 2, high=high * 2)
     if isinstance(gate, Rollback):
         positive, negative = gate.budgets
         slope = -1.0 if gate.slope is None else float(gate.slope)
-        return spec._replace(gate=LevelGate.ROLLBACK, high=(positive, positive, negative, negative), slope=slope)
+        return spec._replace(gate=LevelKind.ROLLBACK, high=(positive, positive, negative, negative), slope=slope)
     if isinstance(gate, Tanh):
-        return spec._replace(gate=LevelGate.TANH, high=(gate.bound,) * 4)
+        return spec._replace(gate=LevelKind.TANH, high=(gate.bound,) * 4)
     return spec
 
 

@@ -27,7 +27,7 @@ from ..specs import (
     Head,
     KLEstimator,
     KLGradient,
-    LevelGate,
+    LevelKind,
     LevelSpec,
     PolicyLossInputs,
     PolicyLossSpec,
@@ -281,16 +281,16 @@ def _gate_level(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gated residual, and where it fell beyond the lower and the upper bound. ``count``: tokens of the segment."""
     low, high = (u.new_tensor(bound)[kind] for bound in (level.low, level.high))
-    if level.gate is LevelGate.CLIP:
+    if level.gate is LevelKind.CLIP:
         return _clip(u, low, high)
-    if level.gate is LevelGate.ROLLBACK:
+    if level.gate is LevelKind.ROLLBACK:
         slope = count if level.slope < 0 else torch.full_like(u, level.slope)
         size = u.abs()
         back = torch.where(slope.isinf(), -torch.ones_like(u), (slope + 1) * high - slope.clamp(max=1e30) * size)
         back = torch.where(slope == 0, high, back)  # a clip: no zone to roll back in
         rolled = torch.where(size <= high, u, torch.sign(u) * back.clamp(min=0))
         return rolled, u < -high, u > high
-    if level.gate is LevelGate.TANH:
+    if level.gate is LevelKind.TANH:
         return high * torch.tanh(u / high), torch.zeros_like(u, dtype=torch.bool), torch.zeros_like(u, dtype=torch.bool)
     nowhere = torch.zeros_like(u, dtype=torch.bool)
     return u, nowhere, nowhere

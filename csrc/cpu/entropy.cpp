@@ -262,7 +262,8 @@ void score_block(const WindowArgs& args, const Rows& rows, const WindowRule& rul
 
 // -------------------------------------------------------------------------------------------------------------- scores
 
-constexpr int64_t kPart = kPiece;  // scores that are looked at several times while they are in the first-level cache
+constexpr int64_t kPart = 4096;  // scores that are looked at several times while they are in the first-level cache
+constexpr int64_t kAhead = 1024;  // how far what is read next is fetched ahead
 
 inline bool all_finite(const float* values, int64_t n) {
   int32_t largest = 0;
@@ -313,15 +314,19 @@ class Scores {
 // only those are searched, by halving the range they lie in. The pass counts what it leaves out, so that a bracket that missed
 // is noticed: then it is opened for every finite score. The sample decides how long this takes, never what comes out.
 
-constexpr int64_t kSample = 4096;
+constexpr int64_t kSample = 2048;
 constexpr double kDeviations = 3.5;  // of the sample's rank, on each side of the one wanted: one bracket in 2,000 misses
 
 // The keys low, ..., low + span.
 struct KeyRange {
   uint32_t low, span;
 
+  uint32_t end() const { return low + span; }
   bool holds(uint32_t key) const { return key - low <= span; }
 };
+
+// -0 and +0 are one key: then the order of the keys is that of the floats.
+inline uint32_t key_of(float x) { return order_key(x + 0.0f); }
 
 inline KeyRange finite_keys() {
   const uint32_t low = order_key(-INFINITY) + 1;
@@ -382,32 +387,34 @@ inline Found keep_scores(const float* scores, int64_t n, KeyRange range, uint32_
   Found found = {0, 0, true};
   int64_t i = 0;
 #if defined(__AVX512F__)
-  const __m512i low = _mm512_set1_epi32(int32_t(range.low)), end = _mm512_set1_epi32(int32_t(range.low + range.span));
-  Ints above = {};     // counts
-  Floats zeros = {};   // 0 times what is not finite is NaN
+  const __m512 low = _mm512_set1_ps(from_order_key(range.low)), end = _mm512_set1_ps(from_order_key(range.end()));
+  __m512i not_below = {};  // counts
+  Floats zeros = {};       // 0 times what is not finite is NaN
   for (; i + 16 <= n; i += 16) {
-    __builtin_prefetch(scores + i + kPart);
+    __builtin_prefetch(scores + i + kAhead);
     const Floats some = load_lanes<Floats>(scores + i);
     zeros = Number<Floats>::fused(some, Floats{}, zeros);
-    const Ints bits = Ints(some);
-    const __m512i keys = __m512i(bits ^ ((bits >> 31) | INT32_MIN));  // order_key
-    const __mmask16 not_below = _mm512_cmpge_epu32_mask(keys, low);
-    const __mmask16 belong = _mm512_mask_cmple_epu32_mask(not_below, keys, end);
-    above = Ints(_mm512_mask_sub_epi32(__m512i(above), not_below, __m512i(above), _mm512_set1_epi32(-1)));
-    _mm512_storeu_si512(kept + found.kept, _mm512_maskz_compress_epi32(belong, keys));
+    const __mmask16 from_low = _mm512_cmp_ps_mask(__m512(some), low, _CMP_GE_OQ);
+    const __mmask16 belong = _mm512_mask_cmp_ps_mask(from_low, __m512(some), end, _CMP_LE_OQ);
+    not_below = _mm512_mask_sub_epi32(not_below, from_low, not_below, _mm512_set1_epi32(-1));
+    _mm512_storeu_si512(kept + found.kept, _mm512_maskz_compress_epi32(belong, __m512i(some)));
     found.kept += __builtin_popcount(uint32_t(belong));
   }
   found.below = i;
-  for (int lane = 0; lane < 16; ++lane) found.below -= above[lane], found.all_finite &= zeros[lane] == 0.0f;
+  for (int lane = 0; lane < 16; ++lane) {
+    found.below -= Ints(not_below)[lane];
+    found.all_finite &= zeros[lane] == 0.0f;
+  }
+  for (int64_t k = 0; k < found.kept; ++k) kept[k] = key_of(from_bits(int32_t(kept[k])));
 #endif
   uint32_t keys[kPart];
-  int32_t rest_below = 0;
+  int32_t below = 0;
   for (int64_t j = i; j < n; ++j) {
-    keys[j - i] = order_key(scores[j]);
-    rest_below += keys[j - i] < range.low;
+    keys[j - i] = key_of(scores[j]);
+    below += keys[j - i] < range.low;
   }
   found.kept += keep(keys, n - i, range, kept + found.kept);
-  found.below += rest_below;
+  found.below += below;
   found.all_finite &= all_finite(scores + i, n - i);
   return found;
 }
@@ -490,7 +497,7 @@ KeyRange bracket(const OrderStatisticArgs& args, const Scores& scores, uint32_t*
   sample.keys = scratch, copy.keys = scratch + kSample;
   for (uint32_t i = 0; i < kSample; ++i) {
     const uint64_t place = uint64_t(i * 0x9E3779B9u) * uint64_t(args.tokens) >> 32;
-    sample.keys[sample.kept] = order_key(scores.sample(int64_t(place)));
+    sample.keys[sample.kept] = key_of(scores.sample(int64_t(place)));
     sample.kept += finite_range.holds(sample.keys[sample.kept]);
   }
   const int64_t drawn = copy.kept = sample.kept;
@@ -566,27 +573,39 @@ void order_statistic(const OrderStatisticArgs& args, int threads) {
 
 // ----------------------------------------------------------------------------------------------------------- selection
 
-// Compilers vectorise a comparison of floats into as many bits, and into bytes only from there.
-template <class Above>
-void compare(const float* __restrict score, int64_t n, const Above& above, uint8_t* __restrict selected) {
-  int32_t is_above[kPart];
-  for (int64_t i = 0; i < n; ++i) is_above[i] = above(score[i]);
-  for (int64_t i = 0; i < n; ++i) selected[i] = uint8_t(is_above[i]);
+// Writes which of at most kPart scores are at or above the threshold, and returns whether all of them are finite.
+template <bool kStrict>
+bool compare(const float* __restrict score, int64_t n, float threshold, uint8_t* __restrict selected) {
+  bool finite = true;
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  Floats zeros = {};  // 0 times what is not finite is NaN
+  for (; i + 16 <= n; i += 16) {
+    __builtin_prefetch(score + i + kAhead);
+    const Floats some = load_lanes<Floats>(score + i);
+    zeros = Number<Floats>::fused(some, Floats{}, zeros);
+    const __mmask16 above = _mm512_cmp_ps_mask(__m512(some), _mm512_set1_ps(threshold), kStrict ? _CMP_GT_OQ : _CMP_GE_OQ);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(selected + i), _mm_maskz_set1_epi8(above, 1));
+  }
+  for (int lane = 0; lane < 16; ++lane) finite &= zeros[lane] == 0.0f;
+#endif
+  int32_t above[kPart];  // compilers vectorise a comparison of floats into as many bits, and into bytes only from there
+  for (int64_t j = i; j < n; ++j) above[j - i] = kStrict ? score[j] > threshold : score[j] >= threshold;
+  for (int64_t j = i; j < n; ++j) selected[j] = uint8_t(above[j - i]);
+  return finite & all_finite(score + i, n - i);
 }
 
 void select(const SelectArgs& args, int threads) {
   const Scores scores(args);
   const float threshold = *args.threshold;
-  for_each_piece(args.tokens, worthwhile(threads, args.tokens), [&](int64_t first, int64_t end) {
-    const int64_t n = end - first;
-    const float* score = scores.values + first;
-    float own[kPart];
-    if (!scores.given && !(scores.are_values(first, n) && all_finite(score, n))) {
-      scores.write(first, n, own);
-      score = own;
-    }
-    if (args.strict) compare(score, n, [&](float x) { return x > threshold; }, args.selected + first);
-    else compare(score, n, [&](float x) { return x >= threshold; }, args.selected + first);
+  const auto compare_with = args.strict ? compare<true> : compare<false>;
+  parallel_for(pieces(args.tokens, kPart), worthwhile(threads, args.tokens), [&](int64_t part) {
+    const int64_t first = part * kPart, n = smaller(kPart, args.tokens - first);
+    uint8_t* selected = args.selected + first;
+    if (scores.are_values(first, n) && (compare_with(scores.values + first, n, threshold, selected) || scores.given)) return;
+    float score[kPart];
+    scores.write(first, n, score);
+    compare_with(score, n, threshold, selected);
   });
 }
 

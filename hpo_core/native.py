@@ -21,6 +21,10 @@ from .specs import Boundary, GroupNormalisation, Invalid, OrderRule, PolicyLossI
 __all__ = ["Native"]
 
 
+def _rows(cu_seqlens: torch.Tensor | None) -> int:
+    return 0 if cu_seqlens is None else cu_seqlens.numel() - 1
+
+
 # OpenMP's threads do not survive a fork, and a forked worker would wait for them forever: it computes on one thread.
 _forked = False
 
@@ -155,17 +159,38 @@ class Native:
         return score
 
     def order_statistic(
-        self, score: torch.Tensor, numerator: int, denominator: int, rule: OrderRule
+        self,
+        values: torch.Tensor,
+        numerator: int,
+        denominator: int,
+        rule: OrderRule,
+        mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = score.numel()
-        threshold = score.new_empty(1)
-        counts = score.new_empty(2, dtype=torch.int64)
-        workspace = self._workspace(self.module.order_statistic_workspace(tokens), score)
+        tokens = values.numel()
+        threshold = values.new_empty(1)
+        counts = values.new_empty(2, dtype=torch.int64)
+        workspace = self._workspace(self.module.order_statistic_workspace(tokens), values)
         self._call(
-            self.module.order_statistic, score, tokens, score, numerator, denominator, int(rule),
-            threshold, counts, workspace,
+            self.module.order_statistic, values, tokens, _rows(cu_seqlens), values, mask, cu_seqlens,
+            numerator, denominator, int(rule), threshold, counts, workspace,
         )  # fmt: skip
         return threshold, counts
+
+    def select(
+        self,
+        values: torch.Tensor,
+        threshold: torch.Tensor,
+        strict: bool,
+        mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        selected = torch.empty_like(values, dtype=torch.bool)
+        self._call(
+            self.module.select, values, values.numel(), _rows(cu_seqlens), values, mask, cu_seqlens,
+            threshold, strict, selected,
+        )  # fmt: skip
+        return selected
 
     def row_counts(self, mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:
         rows = cu_seqlens.numel() - 1

@@ -1,4 +1,4 @@
-"""The five ops: straight to the backend on plain tensors, through ``torch.library`` operators where something watches.
+"""The six ops: straight to the backend on plain tensors, through ``torch.library`` operators where something watches.
 
 In eager mode the dispatcher would cost more than a small kernel, so plain tensors skip it. Under ``torch.compile``, a
 dispatch mode or a ``torch.func`` transform, and for fake or other subclassed tensors, the same call goes through
@@ -42,6 +42,7 @@ __all__ = [
     "policy_loss",
     "policy_loss_and_grad",
     "row_counts",
+    "select",
     "window_score",
 ]
 
@@ -361,25 +362,76 @@ def _window_score(
 
 
 def order_statistic(
-    score: torch.Tensor, numerator: int, denominator: int, rule: OrderRule, backend: str | None
+    values: torch.Tensor,
+    numerator: int,
+    denominator: int,
+    rule: OrderRule,
+    backend: str | None,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of scores, or with ``cu_seqlens`` of the values of tokens, each its own score."""
     result: tuple[torch.Tensor, torch.Tensor]
-    if _watched(score):
-        result = _OPERATORS.order_statistic(score, numerator, denominator, int(rule), backend or "")
+    if _watched(values):
+        quantile = (numerator, denominator, int(rule))
+        result = _OPERATORS.order_statistic(values, *quantile, backend or "", mask, cu_seqlens)
     else:
-        result = resolve("entropy", score, backend).order_statistic(score, numerator, denominator, rule)
+        run = resolve("entropy", values, backend).order_statistic
+        result = run(values, numerator, denominator, rule, mask, cu_seqlens)
     return result
 
 
 _LIBRARY.define(
-    "order_statistic(Tensor score, int numerator, int denominator, int rule, str backend) "
-    "-> (Tensor threshold, Tensor counts)"
+    "order_statistic(Tensor values, int numerator, int denominator, int rule, str backend, Tensor? mask=None, "
+    "Tensor? cu_seqlens=None) -> (Tensor threshold, Tensor counts)"
 )
 
 
-def _order_statistic(score: torch.Tensor, numerator: int, denominator: int, rule: int, backend: str) -> Any:
-    run = resolve("entropy", score, backend or None).order_statistic
-    return run(score, numerator, denominator, OrderRule(rule))
+def _order_statistic(
+    values: torch.Tensor,
+    numerator: int,
+    denominator: int,
+    rule: int,
+    backend: str,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> Any:
+    run = resolve("entropy", values, backend or None).order_statistic
+    return run(values, numerator, denominator, OrderRule(rule), mask, cu_seqlens)
+
+
+def select(
+    values: torch.Tensor,
+    threshold: torch.Tensor,
+    strict: bool,
+    backend: str | None,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Which scores, those of :func:`order_statistic`, are at or above the threshold ``[1]``; strictly: above it."""
+    result: torch.Tensor
+    if _watched(values):
+        result = _OPERATORS.select(values, threshold, strict, backend or "", mask, cu_seqlens)
+    else:
+        result = resolve("entropy", values, backend).select(values, threshold, strict, mask, cu_seqlens)
+    return result
+
+
+_LIBRARY.define(
+    "select(Tensor values, Tensor threshold, bool strict, str backend, Tensor? mask=None, Tensor? cu_seqlens=None) "
+    "-> Tensor"
+)
+
+
+def _select(
+    values: torch.Tensor,
+    threshold: torch.Tensor,
+    strict: bool,
+    backend: str,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> Any:
+    return resolve("entropy", values, backend or None).select(values, threshold, strict, mask, cu_seqlens)
 
 
 def row_counts(
@@ -413,7 +465,10 @@ _register("policy_loss", _policy_loss, _policy_loss_fake)
 _register("group_normalise", _group_normalise, lambda values, *_: torch.empty_like(values))
 _register("window_score", _window_score, lambda values, *_: torch.empty_like(values))
 _register(
-    "order_statistic", _order_statistic, lambda score, *_: (score.new_empty(1), score.new_empty(2, dtype=torch.int64))
+    "order_statistic",
+    _order_statistic,
+    lambda values, *_: (values.new_empty(1), values.new_empty(2, dtype=torch.int64)),
 )
+_register("select", _select, lambda values, *_: torch.empty_like(values, dtype=torch.bool))
 _register("row_counts", _row_counts, lambda mask, cu_seqlens, *_: cu_seqlens.new_empty(cu_seqlens.shape[0] - 1))
 torch.library.register_autograd("hpo_core::policy_loss", _backward, setup_context=_save, lib=_LIBRARY)

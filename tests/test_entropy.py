@@ -14,6 +14,7 @@ import hpo_core as hpo
 from hpo_core import entropy, ops, testing
 from hpo_core.entropy import EntropyWindow, ares, forking_tokens, window_mean
 from hpo_core.reference.entropy import order_statistic as reference_order_statistic
+from hpo_core.reference.entropy import select as reference_select
 from hpo_core.specs import OrderRule
 from hpo_core.testing import Layout, ScoresExample, WindowExample
 
@@ -205,11 +206,15 @@ def test_broken_offsets_are_harmless(backend, offsets):
 def test_same_bits_on_any_number_of_threads(backend):
     example = testing.random_window(layout=Layout((3000, 1, 0, 15000, 40), 3, "some", seed=2))
     scores = testing.random_scores(0, 20000, "signed")
+    values, batch = testing.move(example, testing.device_of(backend))[:2]
+    tokens = (batch.mask, batch.cu_seqlens)
     outs = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         windows = [score(backend, example._replace(first=first, last=last)) for first, last in ((-3, 7), (0, 0))]
-        outs.append((*windows, *select(backend, scores)))
+        threshold, counts = ops.order_statistic(values, 4, 5, OrderRule.CEIL, backend, *tokens)
+        mask = ops.select(values, threshold, False, backend, *tokens)
+        outs.append((*windows, *select(backend, scores), threshold, counts, mask))
     assert all(torch.equal(a, b) for out in outs for a, b in zip(out, outs[0], strict=True))
 
 
@@ -307,6 +312,99 @@ def test_special_scores(backend, values, population, broken):
         threshold, counts = select(backend, example)
         assert counts.tolist() == [population, broken] and threshold.isnan().item() == (population == 0)
         assert_selects(backend, example)
+
+
+# --------------------------------------------------------------------------- tokens by themselves, and what is selected
+
+
+def assert_selects_tokens(backend, values, batch, numerator=4, rule=OrderRule.CEIL):
+    """Threshold, counts and masks of the tokens' own values, without and with ties excluded."""
+    device, given = testing.device_of(backend), (batch.mask, batch.cu_seqlens)
+    moved, packed = values.to(device), [None if tensor is None else tensor.to(device) for tensor in given]
+    expected, population = reference_order_statistic(values, numerator, 5, rule, *given)
+    threshold, counts = ops.order_statistic(moved, numerator, 5, rule, backend, *packed)
+    assert counts.tolist() == population.tolist()
+    assert threshold.cpu().numpy().tobytes() == expected.numpy().tobytes()
+    masks = []
+    for strict in (False, True):
+        mask = ops.select(moved, threshold, strict, backend, *packed).cpu()
+        assert mask.dtype == torch.bool and torch.equal(mask, reference_select(values, expected, strict, *given))
+        masks.append(mask)
+    return masks
+
+
+@pytest.mark.parametrize("masked", ["none", "some", "row"])
+@pytest.mark.parametrize(
+    "lengths, tail", [((5, 0, 1, 9, 3), 4), ((), 3), ((0, 0), 0), ((700, 1, 0, 2400, 40), 30)], ids=str
+)
+def test_tokens_are_their_own_scores(backend, lengths, tail, masked):
+    """Values in eighths, so that many are equal to the threshold; from an address that is not aligned, too."""
+    for seed in range(2):
+        layout = Layout(lengths, tail, masked, seed=seed)
+        values = (testing.random_window(layout=layout).values * 8).round() / 8
+        for numerator, rule in ((4, OrderRule.CEIL), (0, OrderRule.FLOOR), (5, OrderRule.NEAREST)):
+            assert_selects_tokens(backend, values, layout.batch(), numerator, rule)
+        assert_selects_tokens(backend, torch.cat((values[:1], values))[1:], layout.batch())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 99.0, -99.0])
+def test_garbage_under_the_mask_is_never_read(backend, bad):
+    """At masked tokens and behind the last row; at a valid token it is an error, and not selected."""
+    layout = Layout((40, 1, 0, 5500), 9, "some", seed=1)
+    values, batch = testing.random_window(layout=layout).values, layout.batch()
+    valid = batch.mask & (torch.arange(values.numel()) < batch.cu_seqlens[-1])
+    clean = assert_selects_tokens(backend, values, batch)
+    assert all(map(torch.equal, clean, assert_selects_tokens(backend, torch.where(valid, values, bad), batch)))
+    assert not (clean[0] & ~valid).any()
+    broken = values.clone()
+    broken[valid.nonzero()[[3, 7, 500]]] = bad
+    if not math.isfinite(bad):
+        assert not any(mask[broken != values].any() for mask in assert_selects_tokens(backend, broken, batch))
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [[0, 5, 2, 4, 6], [0, -3, 2, 6, 6], [-(2**62), 2**62, 3, -1, 2**63 - 1], [6, 5, 4, 3, 2], [2, 2, 4]],
+    ids=str,
+)
+def test_broken_offsets_select_like_the_reference(backend, offsets):
+    values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
+    for mask in (None, torch.tensor([True, False, True, True, True, True])):
+        batch = hpo.PackedBatch(torch.tensor(offsets), mask, total_tokens=6, validate=False)
+        assert_selects_tokens(backend, values, batch)
+
+
+def test_broken_offsets_of_many_tokens(backend):
+    """Enough that the CPU backend would take a sample."""
+    values = torch.rand(20000, generator=torch.Generator().manual_seed(0))
+    batch = hpo.PackedBatch(torch.tensor([0, 300, 200, 9000, 8000, 19000]), total_tokens=20000, validate=False)
+    assert_selects_tokens(backend, values, batch)
+
+
+@pytest.mark.parametrize("masked", ["none", "some"])
+def test_many_tokens(backend, masked):
+    """Enough for a sample and several threads; rows longer and shorter than what the CPU backend looks at together."""
+    layout = Layout((3, 9000, 0, 12000, 1, 2000), 5, masked, seed=3)
+    values = testing.random_window(layout=layout).values
+    values[[2, 9500, 9501, 15000]] = torch.tensor([math.nan, math.inf, -math.inf, math.inf])
+    assert_selects_tokens(backend, values, layout.batch())
+
+
+@pytest.mark.parametrize("threshold", [0.5, math.nan, -math.inf, math.inf, -0.0])
+def test_scores_are_compared_as_they_are(backend, threshold):
+    values = torch.tensor([0.5, -math.inf, math.nan, math.inf, 0.0, -0.0, 1.0, 0.25] * 300)[: 8 * 300 - 3]
+    device, limit = testing.device_of(backend), torch.tensor([threshold])
+    for strict in (False, True):
+        mask = ops.select(values.to(device), limit.to(device), strict, backend).cpu()
+        assert torch.equal(mask, values > limit if strict else values >= limit)
+        assert torch.equal(mask, reference_select(values, limit, strict))
+
+
+def test_threshold_of_the_wrong_shape_is_refused():
+    batch, window = hpo.PackedBatch.from_lengths([3]), forking_tokens()
+    state = window.fit(torch.rand(3), batch)
+    with pytest.raises(ValueError, match=r"state\.threshold: expected shape \[1\] \(what fit returned\)"):
+        window.apply(torch.rand(3), batch, state._replace(threshold=torch.rand(3)))
 
 
 # ------------------------------------------------------------------------------------------------------ entropy windows

@@ -13,6 +13,7 @@ DIGEST = """
 import hashlib, torch
 import hpo_core as hpo
 from hpo_core import advantages, entropy, gates, ops, testing
+from hpo_core.specs import OrderRule
 
 digest = hashlib.sha256()
 def add(*tensors):
@@ -37,7 +38,10 @@ for seed in range(60):
         add(getattr(advantages, op)(rewards.rewards, rewards.group_ids, **rewards.keywords))
     window = testing.random_window(seed, layout=long if seed % 20 == 0 else None)
     add(entropy.window_mean(*window[:-1], **window.keywords))
-    add(*ops.order_statistic(*testing.random_scores(seed, (40, 5000)[seed % 10 == 0]), None))
+    tokens = (window.values, 4, 5, OrderRule.CEIL, None, window.batch.mask, window.batch.cu_seqlens)
+    threshold, counts = ops.order_statistic(*tokens)
+    add(threshold, counts, ops.select(window.values, threshold, seed % 2 == 0, *tokens[4:]))
+    add(*ops.order_statistic(*testing.random_scores(seed, (40, 50000)[seed % 10 == 0]), None))
 print(digest.hexdigest())
 """
 

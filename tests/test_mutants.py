@@ -39,6 +39,11 @@ MUTANTS = {
         "args.denominator, args.rule, population", "args.denominator, OrderRule::floor, population",
         "test_entropy.test_index_is_exact_where_floats_fail", {},
     ),
+    "cuda: masked entropies are selected": (
+        "cuda_emulated", "cuda/entropy.cu", "cuda/entropy.cu",
+        "const bool valid = window.exists && (!args.mask || args.mask[token]);", "const bool valid = window.exists;",
+        "test_entropy.test_garbage_under_the_mask_is_never_read", {"bad": 99.0},
+    ),
     "cuda: missing barrier before warps are added up": (
         "cuda_emulated", "cuda/advantages.cu", "cuda/advantages.cu",
         "of_warp[warp_in_block()] = sums;\n  __syncthreads();", "of_warp[warp_in_block()] = sums;",
@@ -74,6 +79,21 @@ MUTANTS = {
         "args.mask[start + j] ? -1 : 0", "-1",
         "test_entropy.test_boundary_and_invalid_policies_by_hand", {},
     ),
+    "cpu: masked entropies are in the population": (
+        "cpu", "cpu/entropy.cpp", "cpu/entropy.cpp",
+        "masked |= mask_[t] == 0;", "masked |= false;",
+        "test_entropy.test_garbage_under_the_mask_is_never_read", {"bad": 99.0},
+    ),
+    "cpu: infinite entropies are selected": (
+        "cpu", "cpu/entropy.cpp", "cpu/entropy.cpp",
+        "n, threshold, selected) || scores.given))", "n, threshold, selected) || true))",
+        "test_entropy.test_many_tokens", {"masked": "none"},
+    ),
+    "cpu: a bracket that missed goes unnoticed": (
+        "cpu", "cpu/entropy.cpp", "cpu/entropy.cpp",
+        "if (index < below || index >= below + kept) {", "if (false) {",
+        "test_entropy.test_sample_that_misleads", {"planted": 0.5},
+    ),
     "cpu: plain tiles ignore the mask": (
         "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",
         "kind &= widen(mask + i) != 0;", "kind &= widen(mask + i) >= 0;",
@@ -93,6 +113,11 @@ MUTANTS = {
         "triton", None, "entropy.py",
         "tl.minimum(last, ahead) + 1)", "tl.minimum(last, ahead))",
         "test_entropy.test_every_window", {"boundary": "shrink", "invalid": "skip", "first": 0, "last": 3},
+    ),
+    "triton: ties with the threshold are dropped": (
+        "triton", None, "entropy.py",
+        "score > limit if STRICT else score >= limit", "score > limit",
+        "test_entropy.test_worked_forking_tokens", {},
     ),
     "triton: biased standard deviation": (
         "triton", None, "advantages.py",

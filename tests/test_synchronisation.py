@@ -90,9 +90,9 @@ def test_nothing_synchronises():
         hpo.aggregation.token_mean(batch, selected=mask)
         for estimator in (hpo.advantages.grpo, hpo.advantages.rloo, hpo.advantages.dr_grpo, hpo.advantages.lite_ppo):
             estimator(make(8), batch.group_ids)
-        window = hpo.entropy.ares()
-        state = window.fit(entropy, batch)
-        window.apply(entropy, batch, state)
+        for window in (hpo.entropy.forking_tokens(), hpo.entropy.ares()):
+            state = window.fit(entropy, batch)
+            window.apply(entropy, batch, state)
         for gate in GATES.values():
             result = hpo.policy_loss(
                 logp,

@@ -36,6 +36,7 @@ REGISTERS = {
     ("window_score", "_score_windows"): 70,
     ("order_statistic", "_count_digits"): 64,
     ("order_statistic", "_read_statistic"): 64,
+    ("select", "_select"): 40,
     ("group_normalise", "_normalise_few"): 58,
     ("group_normalise, batch", "_normalise_few"): 53,
     ("group_normalise, many units", "_sum_tiles"): 32,
@@ -54,6 +55,7 @@ WIDE_LOADS = {
     ("gate: level, through, all inputs", "_sweep"): 7,
     ("window_score", "_score_windows"): 1,
     ("order_statistic", "_count_digits"): 2,  # a step is twice as long
+    ("select", "_select"): 1,
 }
 
 
@@ -136,7 +138,8 @@ def sweep():
         for first, last in ((0, 0), (1, 4), (-16, 0)):
             entropy.window_score(batch.logp, mask, offsets, first, last, Boundary.FULL, Invalid.SKIP)
         for quantile in ((1, 1), (16, 32), (3602879701896397, 2**52)):
-            entropy.order_statistic(batch.logp, *quantile, OrderRule.CEIL)
+            threshold, _ = entropy.order_statistic(batch.logp, *quantile, OrderRule.CEIL, mask, offsets)
+            entropy.select(batch.logp, threshold, False, mask, offsets)
         for ddof, eps, keep in ((0, 0.0, False), (1, 1e-6, True), (1, 16.0, False)):
             rule = GroupNormalisation(ddof=ddof, eps=eps, keep_singletons=keep)
             advantages.group_normalise(batch.weights, row_values(rows, torch.int64), None, None, rule)
@@ -163,6 +166,7 @@ def test_sizes_and_numbers_never_compile_again():
         "_score_windows": 1,
         "_count_digits": 3,  # 11, 11 and 10 bits of the key
         "_read_statistic": 1,
+        "_select": 1,
         "_normalise_few": 1,
         "_normalise_runs": 1,  # beyond advantages.SCANNED units
     }

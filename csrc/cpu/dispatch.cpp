@@ -29,6 +29,7 @@ struct Kernels {
   decltype(&hpo::generic::window_score) window_score;
   decltype(&hpo::generic::order_statistic_workspace) order_statistic_workspace;
   decltype(&hpo::generic::order_statistic) order_statistic;
+  decltype(&hpo::generic::select) select;
   decltype(&hpo::generic::row_counts) row_counts;
 };
 
@@ -46,6 +47,7 @@ struct Kernels {
    hpo::isa::window_score,                       \
    hpo::isa::order_statistic_workspace,          \
    hpo::isa::order_statistic,                    \
+   hpo::isa::select,                             \
    hpo::isa::row_counts}
 
 // A child process after fork() has none of its parent's OpenMP threads, and libgomp would wait for them for ever. Results do
@@ -147,6 +149,10 @@ int64_t hpo_order_statistic_workspace(int64_t tokens) {
 
 int hpo_order_statistic(const hpo::OrderStatisticArgs* args, int64_t context) {
   return run(context, [&](const Kernels& kernels, int threads) { kernels.order_statistic(*args, threads); });
+}
+
+int hpo_select(const hpo::SelectArgs* args, int64_t context) {
+  return run(context, [&](const Kernels& kernels, int threads) { kernels.select(*args, threads); });
 }
 
 int hpo_row_counts(const hpo::RowCountsArgs* args, int64_t context) {

@@ -1,4 +1,4 @@
-// window_score and order_statistic. The definition is hpo_core/reference/entropy.py.
+// window_score, order_statistic and select. The definition is hpo_core/reference/entropy.py.
 #include "hpo/entropy.h"
 
 #if defined(__AVX512F__)
@@ -6,6 +6,7 @@
 #endif
 
 #include "kernels.h"
+#include "lanes.h"
 #include "rows.h"
 
 HPO_DECLARE_KERNELS(HPO_ISA)
@@ -226,18 +227,18 @@ FinishLoop pick_finish(const WindowRule& rule, bool all_usable) {
   return stop ? finish_scores<Boundary::full, Invalid::stop, false> : finish_scores<Boundary::full, Invalid::skip, false>;
 }
 
-void drop_masked(const WindowArgs& args, int64_t begin, int64_t end) {
-  if (!args.mask) return;
-  for (int64_t t = begin; t < end; ++t) args.score[t] = args.mask[t] ? args.score[t] : -INFINITY;
+void drop_masked(const uint8_t* mask, float* score, int64_t n) {
+  if (!mask) return;
+  for (int64_t i = 0; i < n; ++i) score[i] = mask[i] ? score[i] : -INFINITY;
 }
 
-// The window of a token alone: its score is its value.
-void score_tokens(const WindowArgs& args, const Rows& rows, int64_t begin, int64_t end) {
-  for (int64_t t = begin; t < end; ++t) args.score[t] = -INFINITY;
+// The window of a token alone: its score is its value. For the tokens [begin, end).
+void score_tokens(const float* values, const uint8_t* mask, const Rows& rows, int64_t begin, int64_t end, float* score) {
+  for (int64_t t = begin; t < end; ++t) score[t - begin] = -INFINITY;
   for_each_row_in(rows, begin, end, [&](int64_t, int64_t first, int64_t row_end) {
-    for (int64_t t = first; t < row_end; ++t) args.score[t] = is_finite(args.values[t]) ? args.values[t] : NAN;
+    for (int64_t t = first; t < row_end; ++t) score[t - begin] = is_finite(values[t]) ? values[t] : NAN;
   });
-  drop_masked(args, begin, end);
+  drop_masked(mask ? mask + begin : nullptr, score, end - begin);
 }
 
 void score_block(const WindowArgs& args, const Rows& rows, const WindowRule& rule, const Windows& windows, int64_t block,
@@ -245,7 +246,9 @@ void score_block(const WindowArgs& args, const Rows& rows, const WindowRule& rul
   const int64_t begin = block * windows.block, end = smaller(begin + windows.block, args.tokens);
   const int n = int(end - begin);
   bool all_usable = true;
-  if (rule.first == 0 && rule.last == 0) return score_tokens(args, rows, begin, end);
+  if (rule.first == 0 && rule.last == 0) {
+    return score_tokens(args.values, args.mask, rows, begin, end, args.score + begin);
+  }
   if (load_states(args, rows, rule, begin, end, scratch.state)) {
     const int64_t length = n + rule.width - 1;  // with a whole window, the width is at most the number of tokens
     all_usable = load_values(args, begin + rule.first, length, scratch);
@@ -253,28 +256,77 @@ void score_block(const WindowArgs& args, const Rows& rows, const WindowRule& rul
     if (!all_usable) sum_windows(scratch.usable, scratch.next_usable, scratch.window_usable, rule.width, length);
   }
   pick_finish(rule, all_usable)(rule, scratch, args.values + begin, args.score + begin, n);
-  drop_masked(args, begin, end);
+  drop_masked(args.mask ? args.mask + begin : nullptr, args.score + begin, n);
   if (rule.boundary != Boundary::full) score_cut_windows(args, rows, rule, begin, end);
 }
+
+// -------------------------------------------------------------------------------------------------------------- scores
+
+constexpr int64_t kPart = 4096;  // scores that are looked at several times while they are in the first-level cache
+constexpr int64_t kAhead = 1024;  // how far what is read next is fetched ahead
+
+inline bool all_finite(const float* values, int64_t n) {
+  int32_t largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const int32_t magnitude = to_bits(values[i]) & INT32_MAX;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return is_finite(from_bits(largest));
+}
+
+// Scores as they are given, or those of tokens by themselves. Few of these differ from the values, so they are not written.
+class Scores {
+ public:
+  template <class Args>
+  explicit Scores(const Args& args)
+      : given(!args.cu_seqlens), values(args.values), mask_(args.mask), rows_(args.cu_seqlens, args.rows, args.tokens) {
+    if (given) end_ = args.tokens;
+    else if (!rows_.broken && args.rows > 0) begin_ = args.cu_seqlens[0], end_ = args.cu_seqlens[args.rows];
+  }
+
+  const bool given;
+  const float* const values;
+
+  // Whether the finite ones of n values are scores.
+  bool are_values(int64_t first, int64_t n) const {
+    bool masked = false;
+    for (int64_t t = first; mask_ && t < first + n; ++t) masked |= mask_[t] == 0;
+    return begin_ <= first && first + n <= end_ && !masked;
+  }
+
+  void write(int64_t first, int64_t n, float* score) const {
+    if (given) std::memcpy(score, values + first, size_t(n) * sizeof(float));
+    else score_tokens(values, mask_, rows_, first, first + n, score);
+  }
+
+  // That of one token; or NaN where it would take long to find out.
+  float sample(int64_t t) const { return begin_ <= t && t < end_ && (!mask_ || mask_[t]) ? values[t] : NAN; }
+
+ private:
+  const uint8_t* mask_;
+  Rows rows_;
+  int64_t begin_ = 0, end_ = 0;  // all tokens in between have a row; empty if broken rows make that uncertain
+};
 
 // ---------------------------------------------------------------------------------------------------- order statistics
 //
 // On order_key. A sample of the scores brackets the one wanted; a pass over all of them keeps the keys inside the bracket, and
-// only those are searched, 11 bits at a time. The pass counts what it leaves out, so that a bracket that missed is noticed:
-// then it is opened for every finite score. The sample decides how long this takes, never what comes out.
+// only those are searched, by halving the range they lie in. The pass counts what it leaves out, so that a bracket that missed
+// is noticed: then it is opened for every finite score. The sample decides how long this takes, never what comes out.
 
-constexpr int kDigit = 11, kBins = 1 << kDigit;
-constexpr int kCounters = 2;  // side by side, because equal keys in a row would wait for each other's increment
-constexpr int64_t kKeys = 1024;
 constexpr int64_t kSample = 2048;
-constexpr int64_t kMargin = 96;  // ranks of the sample on each side of the one wanted: four standard deviations
+constexpr double kDeviations = 3.5;  // of the sample's rank, on each side of the one wanted: one bracket in 2,000 misses
 
 // The keys low, ..., low + span.
 struct KeyRange {
   uint32_t low, span;
 
+  uint32_t end() const { return low + span; }
   bool holds(uint32_t key) const { return key - low <= span; }
 };
+
+// -0 and +0 are one key: then the order of the keys is that of the floats.
+inline uint32_t key_of(float x) { return order_key(x + 0.0f); }
 
 inline KeyRange finite_keys() {
   const uint32_t low = order_key(-INFINITY) + 1;
@@ -283,10 +335,11 @@ inline KeyRange finite_keys() {
 
 // What one worker found in its own part of the scores.
 struct Worker {
-  int64_t bins[kCounters][kBins];
   uint32_t* keys;
   int64_t kept;  // how many keys there are
   int64_t finite, nan, below;
+  int64_t in_lower_half;  // of the keys
+  uint32_t least, most;
 };
 
 struct Selection {
@@ -324,83 +377,139 @@ inline int64_t keep(const uint32_t* keys, int64_t n, KeyRange range, uint32_t* k
   return count;
 }
 
-// Fetches the next tile from memory while this one is looked at.
-inline void prefetch(const float* scores, int64_t n) {
-  for (int64_t i = 0; i < smaller(n, kKeys); i += 16) __builtin_prefetch(scores + i);
-}
+struct Found {
+  int64_t kept, below;
+  bool all_finite;
+};
 
-// Counts all scores and keeps the keys of those in the range.
-void keep_range(const float* scores, int64_t n, KeyRange range, Worker& worker) {
-  const KeyRange finite_range = finite_keys();
-  uint32_t keys[kKeys];
-  int64_t kept = 0, finite = 0, nan = 0, below = 0;
-  for (int64_t first = 0; first < n; first += kKeys) {
-    const int count = int(smaller(kKeys, n - first));
-    int32_t finite_here = 0, nan_here = 0, below_here = 0;
-    for (int i = 0; i < count; ++i) {
-      const float score = scores[first + i];
-      keys[i] = order_key(score);
-      finite_here += finite_range.holds(keys[i]);
-      nan_here += score != score;
-      below_here += finite_range.holds(keys[i]) & (keys[i] < range.low);
-    }
-    finite += finite_here, nan += nan_here, below += below_here;
-    prefetch(scores + first + count, n - first - count);
-    kept += keep(keys, count, range, worker.keys + kept);
+// Keeps the keys of those of at most kPart scores that belong, and counts those below the range.
+inline Found keep_scores(const float* scores, int64_t n, KeyRange range, uint32_t* kept) {
+  Found found = {0, 0, true};
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  const __m512 low = _mm512_set1_ps(from_order_key(range.low)), end = _mm512_set1_ps(from_order_key(range.end()));
+  __m512i not_below = {};  // counts
+  Floats zeros = {};       // 0 times what is not finite is NaN
+  for (; i + 16 <= n; i += 16) {
+    __builtin_prefetch(scores + i + kAhead);
+    const Floats some = load_lanes<Floats>(scores + i);
+    zeros = Number<Floats>::fused(some, Floats{}, zeros);
+    const __mmask16 from_low = _mm512_cmp_ps_mask(__m512(some), low, _CMP_GE_OQ);
+    const __mmask16 belong = _mm512_mask_cmp_ps_mask(from_low, __m512(some), end, _CMP_LE_OQ);
+    not_below = _mm512_mask_sub_epi32(not_below, from_low, not_below, _mm512_set1_epi32(-1));
+    _mm512_storeu_si512(kept + found.kept, _mm512_maskz_compress_epi32(belong, __m512i(some)));
+    found.kept += __builtin_popcount(uint32_t(belong));
   }
-  worker.kept = kept, worker.finite = finite, worker.nan = nan, worker.below = below;
-}
-
-// Keeps the keys in the range and counts their digits.
-void count_digits(KeyRange range, int shift, Worker& worker) {
-  worker.kept = keep(worker.keys, worker.kept, range, worker.keys);
-  for (auto& bins : worker.bins) {
-    for (int64_t& bin : bins) bin = 0;
+  found.below = i;
+  for (int lane = 0; lane < 16; ++lane) {
+    found.below -= Ints(not_below)[lane];
+    found.all_finite &= zeros[lane] == 0.0f;
   }
-  for (int64_t i = 0; i < worker.kept; ++i) ++worker.bins[i % kCounters][(worker.keys[i] - range.low) >> shift];
+  for (int64_t k = 0; k < found.kept; ++k) kept[k] = key_of(from_bits(int32_t(kept[k])));
+#endif
+  uint32_t keys[kPart];
+  int32_t below = 0;
+  for (int64_t j = i; j < n; ++j) {
+    keys[j - i] = key_of(scores[j]);
+    below += keys[j - i] < range.low;
+  }
+  found.kept += keep(keys, n - i, range, kept + found.kept);
+  found.below += below;
+  found.all_finite &= all_finite(scores + i, n - i);
+  return found;
 }
 
-// The index-th in ascending order of the workers' keys, all of them in the range. They are used up.
-uint32_t find_key(Worker* workers, int64_t count, KeyRange range, int64_t index) {
-  int shift = 32;
-  while (range.span > 0) {
-    while (shift > 0 && range.span >> (shift - 1) == 0) --shift;  // no more bits than the span has
-    shift = int(larger(0, shift - kDigit));
-    parallel_for(count, int(count), [&](int64_t w) { count_digits(range, shift, workers[w]); });
-    uint32_t digit = 0;
-    for (;; ++digit) {
-      int64_t here = 0;
-      for (int64_t w = 0; w < count; ++w) {
-        for (const auto& bins : workers[w].bins) here += bins[digit];
+// Counts the scores [begin, end) and keeps the keys of those in the range.
+void keep_range(const Scores& scores, int64_t begin, int64_t end, KeyRange range, Worker& worker) {
+  worker.kept = worker.finite = worker.nan = worker.below = 0;
+  for (int64_t first = begin; first < end; first += kPart) {
+    const int64_t n = smaller(kPart, end - first);
+    uint32_t* kept = worker.keys + worker.kept;
+    Found found = {};
+    if (scores.are_values(first, n)) found = keep_scores(scores.values + first, n, range, kept);
+    int32_t left_out = 0, nan = 0;
+    if (!found.all_finite) {
+      float score[kPart];
+      scores.write(first, n, score);
+      for (int64_t i = 0; i < n; ++i) {
+        const bool counts = is_finite(score[i]);
+        left_out += !counts;
+        nan += score[i] != score[i];
+        score[i] = counts ? score[i] : INFINITY;  // not in the range, nor below it
       }
-      if (index < here || digit == range.span >> shift) break;
-      index -= here;
+      found = keep_scores(score, n, range, kept);
     }
-    const uint32_t rest = range.span - (digit << shift), widest = (1u << shift) - 1;
-    range = {range.low + (digit << shift), rest < widest ? rest : widest};
+    worker.kept += found.kept, worker.below += found.below, worker.nan += nan, worker.finite += n - left_out;
+  }
+}
+
+// Keeps the keys in the range and looks where in it they are.
+void halve(KeyRange range, Worker& worker) {
+  const uint32_t middle = range.low + range.span / 2;
+  const int64_t n = worker.kept;
+  worker.kept = worker.in_lower_half = 0;
+  worker.least = UINT32_MAX, worker.most = 0;
+  for (int64_t first = 0; first < n; first += kPart) {
+    const uint32_t* kept = worker.keys + worker.kept;
+    const int count = int(keep(worker.keys + first, smaller(kPart, n - first), range, worker.keys + worker.kept));
+    int32_t in_lower_half = 0;
+    uint32_t least = UINT32_MAX, most = 0;
+    for (int i = 0; i < count; ++i) {
+      in_lower_half += kept[i] <= middle;
+      least = kept[i] < least ? kept[i] : least;
+      most = kept[i] > most ? kept[i] : most;
+    }
+    worker.kept += count, worker.in_lower_half += in_lower_half;
+    worker.least = least < worker.least ? least : worker.least;
+    worker.most = most > worker.most ? most : worker.most;
+  }
+}
+
+// The index-th in ascending order of the workers' keys, which are used up. It is in the range.
+uint32_t find_key(Worker* workers, int64_t count, KeyRange range, int64_t index) {
+  while (range.span > 0) {
+    int64_t kept = 0, in_lower_half = 0;
+    uint32_t least = UINT32_MAX, most = 0;
+    for (int64_t w = 0; w < count; ++w) kept += workers[w].kept;
+    parallel_for(count, worthwhile(int(count), kept), [&](int64_t w) { halve(range, workers[w]); });
+    for (int64_t w = 0; w < count; ++w) {
+      in_lower_half += workers[w].in_lower_half;
+      least = workers[w].least < least ? workers[w].least : least;
+      most = workers[w].most > most ? workers[w].most : most;
+    }
+    const uint32_t middle = range.low + range.span / 2;
+    if (index < in_lower_half) {
+      range = {least, (most < middle ? most : middle) - least};
+    } else {
+      const uint32_t low = least > middle ? least : middle + 1;
+      range = {low, most - low};
+      index -= in_lower_half;
+    }
   }
   return range.low;
 }
 
 // Where the key wanted probably is. The places of the sample have no period that could be one of the rows as well.
-KeyRange bracket(const OrderStatisticArgs& args, Worker& worker) {
+KeyRange bracket(const OrderStatisticArgs& args, const Scores& scores, uint32_t* scratch) {
   const KeyRange finite_range = finite_keys();
-  const auto draw = [&] {
-    worker.kept = 0;
-    for (uint32_t i = 0; i < kSample; ++i) {
-      const uint64_t place = uint64_t(i * 0x9E3779B9u) * uint64_t(args.tokens) >> 32;
-      worker.keys[worker.kept] = order_key(args.score[place]);
-      worker.kept += finite_range.holds(worker.keys[worker.kept]);
-    }
-    return worker.kept;
-  };
-  const int64_t drawn = args.tokens < 4 * kSample ? 0 : draw();
+  if (args.tokens < 4 * kSample) return finite_range;
+  Worker sample = {}, copy = {};
+  sample.keys = scratch, copy.keys = scratch + kSample;
+  for (uint32_t i = 0; i < kSample; ++i) {
+    const uint64_t place = uint64_t(i * 0x9E3779B9u) * uint64_t(args.tokens) >> 32;
+    sample.keys[sample.kept] = key_of(scores.sample(int64_t(place)));
+    sample.kept += finite_range.holds(sample.keys[sample.kept]);
+  }
+  const int64_t drawn = copy.kept = sample.kept;
   if (drawn == 0) return finite_range;
+  for (int64_t i = 0; i < drawn; ++i) copy.keys[i] = sample.keys[i];
+
   const int64_t index = order_index(args.numerator, args.denominator, args.rule, drawn);
+  const double variance = double(index) * double(drawn - index) / double(drawn);
+  const int64_t margin = 2 + int64_t(kDeviations * std::sqrt(variance));
   uint32_t low = finite_range.low, end = low + finite_range.span;
-  if (index >= kMargin) low = find_key(&worker, 1, finite_range, index - kMargin);
-  draw();
-  if (index + kMargin < drawn) end = find_key(&worker, 1, finite_range, index + kMargin);
+  if (index >= margin) low = find_key(&sample, 1, finite_range, index - margin);
+  if (index + margin < drawn) end = find_key(&copy, 1, finite_range, index + margin);
   return {low, end - low};
 }
 
@@ -431,18 +540,17 @@ void window_score(const WindowArgs& args, int threads) {
 int64_t order_statistic_workspace(int64_t tokens) { return Selection(nullptr, tokens).bytes; }
 
 void order_statistic(const OrderStatisticArgs& args, int threads) {
+  const Scores scores(args);
   const Selection selection(args.workspace, args.tokens);
   const int64_t workers = smaller(worthwhile(threads, args.tokens), selection.most_workers);
   const auto begin = [&](int64_t worker) { return worker * args.tokens / workers; };
   for (int64_t w = 0; w < workers; ++w) selection.workers[w].keys = selection.keys + begin(w);
 
-  KeyRange range = bracket(args, selection.workers[0]);
+  KeyRange range = bracket(args, scores, selection.keys);
   int64_t population, nan, below, kept;
-  const auto keep_in_part = [&](int64_t w) {
-    keep_range(args.score + begin(w), begin(w + 1) - begin(w), range, selection.workers[w]);
-  };
   const auto keep_all = [&] {
-    parallel_for(workers, int(workers), keep_in_part);
+    parallel_for(workers, int(workers),
+                 [&](int64_t w) { keep_range(scores, begin(w), begin(w + 1), range, selection.workers[w]); });
     population = nan = below = kept = 0;
     for (int64_t w = 0; w < workers; ++w) {
       const Worker& worker = selection.workers[w];
@@ -461,6 +569,44 @@ void order_statistic(const OrderStatisticArgs& args, int threads) {
     keep_all();
   }
   *args.threshold = from_order_key(find_key(selection.workers, workers, range, index - below));
+}
+
+// ----------------------------------------------------------------------------------------------------------- selection
+
+// Writes which of at most kPart scores are at or above the threshold, and returns whether all of them are finite.
+template <bool kStrict>
+bool compare(const float* __restrict score, int64_t n, float threshold, uint8_t* __restrict selected) {
+  bool finite = true;
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  Floats zeros = {};  // 0 times what is not finite is NaN
+  for (; i + 16 <= n; i += 16) {
+    __builtin_prefetch(score + i + kAhead);
+    const Floats some = load_lanes<Floats>(score + i);
+    zeros = Number<Floats>::fused(some, Floats{}, zeros);
+    const __mmask16 above = _mm512_cmp_ps_mask(__m512(some), _mm512_set1_ps(threshold), kStrict ? _CMP_GT_OQ : _CMP_GE_OQ);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(selected + i), _mm_maskz_set1_epi8(above, 1));
+  }
+  for (int lane = 0; lane < 16; ++lane) finite &= zeros[lane] == 0.0f;
+#endif
+  int32_t above[kPart];  // compilers vectorise a comparison of floats into as many bits, and into bytes only from there
+  for (int64_t j = i; j < n; ++j) above[j - i] = kStrict ? score[j] > threshold : score[j] >= threshold;
+  for (int64_t j = i; j < n; ++j) selected[j] = uint8_t(above[j - i]);
+  return finite & all_finite(score + i, n - i);
+}
+
+void select(const SelectArgs& args, int threads) {
+  const Scores scores(args);
+  const float threshold = *args.threshold;
+  const auto compare_with = args.strict ? compare<true> : compare<false>;
+  parallel_for(pieces(args.tokens, kPart), worthwhile(threads, args.tokens), [&](int64_t part) {
+    const int64_t first = part * kPart, n = smaller(kPart, args.tokens - first);
+    uint8_t* selected = args.selected + first;
+    if (scores.are_values(first, n) && (compare_with(scores.values + first, n, threshold, selected) || scores.given)) return;
+    float score[kPart];
+    scores.write(first, n, score);
+    compare_with(score, n, threshold, selected);
+  });
 }
 
 }  // namespace hpo::HPO_ISA

@@ -16,5 +16,6 @@
   void window_score(const WindowArgs& args, int threads);                                                                \
   int64_t order_statistic_workspace(int64_t tokens);                                                                     \
   void order_statistic(const OrderStatisticArgs& args, int threads);                                                     \
+  void select(const SelectArgs& args, int threads);                                                                      \
   void row_counts(const RowCountsArgs& args, int threads);                                                               \
   }

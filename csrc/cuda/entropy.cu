@@ -1,5 +1,5 @@
-// window_score in one launch (more for windows wider than a block's shared memory) and order_statistic in three. The
-// definition is hpo_core/reference/entropy.py.
+// window_score in one launch (more for windows wider than a block's shared memory) and order_statistic in three (one
+// more for tokens), select in one. The definition is hpo_core/reference/entropy.py.
 #include "hpo/entropy.h"
 
 #include "units.cuh"
@@ -27,6 +27,13 @@ struct WindowPack {
   WindowRule rule;
   int64_t first, last;  // of the rule, bounded by the pack, which changes no window's content
 
+  // Every token is its own window: its score is its value.
+  template <class Args>
+  static WindowArgs of_tokens(const Args& args, float* score) {
+    const auto full = Boundary::full;
+    return {args.tokens, args.rows, args.values, args.mask, args.cu_seqlens, 0, 0, full, Invalid::skip, score, nullptr};
+  }
+
   explicit WindowPack(const WindowArgs& args) : args(args), rule(window_rule(args)) {
     first = std::max(-args.tokens, std::min(rule.first, args.tokens));
     last = std::max(-args.tokens, std::min(rule.last, args.tokens));
@@ -40,8 +47,12 @@ struct WindowPack {
   HPO_INLINE void write_score(int64_t token, const Window& window, float sum, int32_t usable_terms) const {
     const bool whole = window.length == rule.width;
     const float mean = window_mean(sum, usable_terms, int32_t(window.length), whole, rule);
+    args.score[token] = score(token, window, mean);
+  }
+
+  HPO_INLINE float score(int64_t token, const Window& window, float mean) const {
     const bool valid = window.exists && (!args.mask || args.mask[token]);
-    args.score[token] = valid ? (is_finite(args.values[token]) ? mean : NAN) : -INFINITY;
+    return valid ? (is_finite(args.values[token]) ? mean : NAN) : -INFINITY;
   }
 };
 
@@ -194,15 +205,16 @@ struct Selection {
   unsigned* tickets;            // [2]
   int64_t* index;               // what is left of the index after two digits; -1: no score is finite
   unsigned* prefix;             // those two digits
+  float* score;                 // [tokens], where they are not given
 
-  int64_t place(void* base) {
+  int64_t place(void* base, int64_t tokens) {
     char* at = static_cast<char*>(base);
     const auto take = [&](auto*& array, int64_t count) {
       array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(at);
       at += (count * int64_t(sizeof *array) + 15) / 16 * 16;
     };
     take(top, kMaxBlocks * kTopBins), take(nan, kMaxBlocks), take(middle, kMiddleBins), take(low, kLowBins);
-    take(tickets, 2), take(index, 1), take(prefix, 1);
+    take(tickets, 2), take(index, 1), take(prefix, 1), take(score, tokens);
     return at - static_cast<char*>(base);
   }
 };
@@ -210,19 +222,19 @@ struct Selection {
 // Calls `visit(score)` for every score, all lanes of a warp together; -INFINITY, which is no score, where a lane has none.
 template <class Visit>
 __device__ __forceinline__ void for_each_score(const OrderStatisticArgs& args, Visit visit) {
-  const int before = int(reinterpret_cast<uintptr_t>(args.score) / sizeof(float) % 4);  // floats since a 16-byte boundary
+  const int before = int(reinterpret_cast<uintptr_t>(args.values) / sizeof(float) % 4);  // floats since a 16-byte boundary
   const int64_t groups = (before + args.tokens + 3) / 4, warps = int64_t(gridDim.x) * kWarps;
 #pragma unroll 1
   for (int64_t base = (int64_t(blockIdx.x) * kWarps + warp_in_block()) * kWarp; base < groups; base += warps * kWarp) {
     const int64_t first = (base + lane()) * 4 - before;
     float scores[4];
     if (first >= 0 && first + 4 <= args.tokens) {
-      const float4 four = __ldg(reinterpret_cast<const float4*>(args.score + first));
+      const float4 four = __ldg(reinterpret_cast<const float4*>(args.values + first));
       scores[0] = four.x, scores[1] = four.y, scores[2] = four.z, scores[3] = four.w;
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        scores[i] = first + i >= 0 && first + i < args.tokens ? __ldg(args.score + first + i) : -INFINITY;
+        scores[i] = first + i >= 0 && first + i < args.tokens ? __ldg(args.values + first + i) : -INFINITY;
       }
     }
 #pragma unroll
@@ -394,6 +406,20 @@ __global__ void __launch_bounds__(kThreads) count_low(const OrderStatisticArgs a
   if (threadIdx.x == 0) *args.threshold = from_order_key(prefix << 11 | unsigned(low.bin));
 }
 
+// ----------------------------------------------------------------------------------------------------------- selection
+
+__global__ void __launch_bounds__(kWindowThreads) select_tokens(const WindowPack windows, const SelectArgs args) {
+  const int64_t begin = int64_t(blockIdx.x) * kWindowThreads, token = token_of_thread();
+  Window window = {};
+  if (args.cu_seqlens) {
+    const RowsOfBlock rows = rows_of_block(windows.pack(), begin, min(begin + kWindowThreads, args.tokens));
+    window = window_of(windows, rows, token);
+  }
+  if (token >= args.tokens) return;
+  const float score = args.cu_seqlens ? windows.score(token, window, args.values[token]) : args.values[token];
+  args.selected[token] = args.strict ? score > *args.threshold : score >= *args.threshold;
+}
+
 }  // namespace
 }  // namespace hpo
 
@@ -423,17 +449,33 @@ extern "C" int hpo_window_score(const hpo::WindowArgs* args, int64_t context) {
   return int(cudaGetLastError());
 }
 
-extern "C" int64_t hpo_order_statistic_workspace(int64_t) { return hpo::Selection().place(nullptr); }
+extern "C" int64_t hpo_order_statistic_workspace(int64_t tokens) { return hpo::Selection().place(nullptr, tokens); }
 
 extern "C" int hpo_order_statistic(const hpo::OrderStatisticArgs* args, int64_t context) {
   using namespace hpo;
   const cudaStream_t stream = reinterpret_cast<cudaStream_t>(context);
   Selection selection;
-  selection.place(args->workspace);
+  selection.place(args->workspace, args->tokens);
+  OrderStatisticArgs of_scores = *args;
+  if (args->cu_seqlens) {
+    const WindowArgs tokens = WindowPack::of_tokens(*args, selection.score);
+    if (const int status = hpo_window_score(&tokens, context)) return status;
+    of_scores.values = selection.score;
+  }
   const int64_t wanted = (args->tokens + 4 * kThreads - 1) / (4 * kThreads);
   const dim3 grid(unsigned(std::max(int64_t(1), std::min(wanted, kMaxBlocks)))), block(kThreads);
-  HPO_LAUNCH(count_top, grid, block, 0, stream, *args, selection);
-  HPO_LAUNCH(count_middle, grid, block, 0, stream, *args, selection);
-  HPO_LAUNCH(count_low, grid, block, 0, stream, *args, selection);
+  HPO_LAUNCH(count_top, grid, block, 0, stream, of_scores, selection);
+  HPO_LAUNCH(count_middle, grid, block, 0, stream, of_scores, selection);
+  HPO_LAUNCH(count_low, grid, block, 0, stream, of_scores, selection);
+  return int(cudaGetLastError());
+}
+
+extern "C" int hpo_select(const hpo::SelectArgs* args, int64_t context) {
+  using namespace hpo;
+  if (args->tokens == 0) return 0;
+  const cudaStream_t stream = reinterpret_cast<cudaStream_t>(context);
+  const WindowPack windows(WindowPack::of_tokens(*args, nullptr));
+  const dim3 grid(unsigned((args->tokens + kWindowThreads - 1) / kWindowThreads)), block(kWindowThreads);
+  HPO_LAUNCH(select_tokens, grid, block, 0, stream, windows, *args);
   return int(cudaGetLastError());
 }

@@ -79,6 +79,9 @@ class WindowState(NamedTuple):
 torch.serialization.add_safe_globals([WindowState])
 
 
+_Compared = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # values, mask, cu_seqlens
+
+
 @dataclass(frozen=True)
 class EntropyWindow:
     """``mask_t = score_t >= threshold``: a windowed mean, and an exact quantile of it over the whole batch.
@@ -134,7 +137,10 @@ class EntropyWindow:
         tensor([0.7000])
         """
         batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
-        return self.fit_score(self.score(entropy, batch, backend=backend), process_group=process_group, backend=backend)
+        if process_group is not None:
+            score = self.score(entropy, batch, backend=backend)
+            return _fit_over_ranks(score, self.quantile, self.rule, process_group)
+        return self._fit(*self._compared(entropy, batch, backend), backend)
 
     def fit_score(
         self,
@@ -146,14 +152,7 @@ class EntropyWindow:
         """:meth:`fit` from scores already computed by :meth:`score`."""
         if process_group is not None:
             return _fit_over_ranks(score, self.quantile, self.rule, process_group)
-        numerator, denominator = self.quantile.numerator, self.quantile.denominator
-        if backend == "reference":
-            order_statistic = resolve("entropy", score, backend).order_statistic
-            threshold, counts = order_statistic(score, numerator, denominator, self.rule)
-        else:
-            threshold, counts = ops.order_statistic(score, numerator, denominator, self.rule, backend)
-        population, errors = counts.split(1)
-        return WindowState(threshold, population, errors)
+        return self._fit(score, None, None, backend)
 
     def apply(
         self,
@@ -171,12 +170,33 @@ class EntropyWindow:
         tensor([False,  True, False,  True])
         """
         batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
-        score = self.score(entropy, batch, backend=backend)
-        if score.device.type == "cpu":  # in place first: PyTorch vectorises that, and a comparison into bools not
-            score = score.gt_(state.threshold) if self.strict else score.ge_(state.threshold)
-            return score.to(torch.bool).reshape(entropy.shape)
-        mask = score > state.threshold if self.strict else score >= state.threshold
-        return mask.reshape(entropy.shape)
+        values, mask, cu_seqlens = self._compared(entropy, batch, backend)
+        threshold = _threshold(state.threshold, values)
+        selected: torch.Tensor
+        if backend == "reference":
+            reference = resolve("entropy", values, backend)
+            selected = reference.select(values, threshold, self.strict, mask, cu_seqlens)
+        else:
+            selected = ops.select(values, threshold, self.strict, backend, mask, cu_seqlens)
+        return selected.reshape(entropy.shape)
+
+    def _compared(self, entropy: torch.Tensor, batch: PackedBatch, backend: str | None) -> _Compared:
+        """What stands beside the threshold: scores, or, without writing them, the tokens of windows of one token."""
+        if self.first == self.last == 0:
+            return _flat("entropy", entropy, batch, keep_dtype=backend == "reference"), batch.mask, batch.cu_seqlens
+        return self.score(entropy, batch, backend=backend), None, None
+
+    def _fit(
+        self, values: torch.Tensor, mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, backend: str | None
+    ) -> WindowState:
+        quantile = (self.quantile.numerator, self.quantile.denominator, self.rule)
+        if backend == "reference":
+            reference = resolve("entropy", values, backend)
+            threshold, counts = reference.order_statistic(values, *quantile, mask, cu_seqlens)
+        else:
+            threshold, counts = ops.order_statistic(values, *quantile, backend, mask, cu_seqlens)
+        population, errors = counts.split(1)
+        return WindowState(threshold, population, errors)
 
 
 def forking_tokens(ratio: str | Fraction | float = "0.2", *, scope: str = "batch") -> EntropyWindow:
@@ -233,6 +253,18 @@ def _flat(name: str, tensor: torch.Tensor, batch: PackedBatch, keep_dtype: bool)
     check(tensor.device == batch.device, "{}: expected device {}, got {}", name, batch.device, tensor.device)
     flat = tensor.detach().reshape(-1)
     return flat if keep_dtype else flat.float().contiguous()
+
+
+def _threshold(threshold: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    if threshold.shape != (1,):
+        check_shape("state.threshold", threshold, (1,), "[1] (what fit returned)")
+    check(
+        threshold.device == values.device,
+        "state: expected device {} (that of entropy), got {}; use state.to(entropy.device)",
+        values.device,
+        threshold.device,
+    )
+    return threshold.detach().to(values.dtype)
 
 
 def _score(

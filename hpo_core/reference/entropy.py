@@ -9,7 +9,7 @@ import torch
 from ..specs import Boundary, Invalid, OrderRule
 from .segments import row_of_token
 
-__all__ = ["order_statistic", "window_score"]
+__all__ = ["order_statistic", "select", "window_score"]
 
 
 def window_score(
@@ -50,16 +50,41 @@ def window_score(
 
 
 def order_statistic(
-    score: torch.Tensor, numerator: int, denominator: int, rule: OrderRule
+    values: torch.Tensor,
+    numerator: int,
+    denominator: int,
+    rule: OrderRule,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``x_(i)`` of the n finite scores in ascending order, ``i = rule(numerator (n - 1) / denominator)`` in exact
-    integers.
+    integers. With ``cu_seqlens``, ``values`` are those of tokens, each its own score; without, they are scores.
 
     Returns the threshold ``[1]`` (NaN if n = 0) and ``[2]`` int64: n, and the number of NaN scores.
     """
+    score = _scores(values, mask, cu_seqlens)
     population = score[torch.isfinite(score)].sort().values
     n = population.numel()
     counts = torch.tensor([n, int(score.isnan().sum())], device=score.device)
     if n == 0:
         return score.new_full((1,), math.nan), counts
     return population[rule.index(numerator, denominator, n)].reshape(1) + 0.0, counts  # + 0.0: -0 becomes +0
+
+
+def select(
+    values: torch.Tensor,
+    threshold: torch.Tensor,
+    strict: bool,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``score >= threshold``, or ``score > threshold``, bool ``[T]``, of the scores of :func:`order_statistic`."""
+    score = _scores(values, mask, cu_seqlens)
+    return score > threshold if strict else score >= threshold
+
+
+def _scores(values: torch.Tensor, mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """``values``, or :func:`window_score` of windows of one token, whatever their boundary."""
+    if cu_seqlens is None:
+        return values
+    return window_score(values, mask, cu_seqlens, 0, 0, Boundary.FULL, Invalid.SKIP)

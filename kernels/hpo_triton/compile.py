@@ -151,6 +151,7 @@ def paths() -> Iterator[Path_]:
     yield "row_counts", lambda: segments.row_counts(_masked().mask, _masked().cu_seqlens, TOKENS)
     yield "window_score", lambda: _window(Boundary.FULL, Invalid.SKIP, masked=True)
     yield "order_statistic", lambda: entropy.order_statistic(torch.ones(TOKENS), 4, 5, OrderRule.NEAREST)
+    yield "select", lambda: _select(strict=False, tokens=True)
     yield "group_normalise", lambda: _groups(ROWS, GroupNormalisation(), False, False)
     batch = GroupNormalisation(center=Center.LEAVE_ONE_OUT, scale=Scale.BATCH, eps_mode=EpsMode.SQRT)
     yield "group_normalise, batch", lambda: _groups(ROWS, batch, True, True)
@@ -186,6 +187,8 @@ def every_path() -> Iterator[Path_]:
         yield f"window {boundary.name} {invalid.name}", lambda a=(boundary, invalid, masked): _window(*a)
     for rule in OrderRule:
         yield f"order {rule.name}", lambda rule=rule: entropy.order_statistic(torch.ones(TOKENS), 4, 5, rule)
+    for strict, tokens in itertools.product((False, True), repeat=2):
+        yield f"select {strict} {tokens}", lambda a=(strict, tokens): _select(*a)
     yield "row_counts", lambda: segments.row_counts(None, _masked().cu_seqlens, TOKENS)
     for center, scale, mode, masked in itertools.product(Center, Scale, EpsMode, (False, True)):
         rule = GroupNormalisation(center=center, scale=scale, eps_mode=mode)
@@ -198,6 +201,12 @@ def every_path() -> Iterator[Path_]:
 def _window(boundary: Boundary, invalid: Invalid, masked: bool) -> torch.Tensor:
     batch = _masked()
     return entropy.window_score(batch.logp, batch.mask if masked else None, batch.cu_seqlens, 0, 3, boundary, invalid)
+
+
+def _select(strict: bool, tokens: bool) -> torch.Tensor:
+    batch = _masked()
+    packed = (batch.mask, batch.cu_seqlens) if tokens else (None, None)
+    return entropy.select(batch.logp, torch.ones(1), strict, *packed)
 
 
 def _groups(

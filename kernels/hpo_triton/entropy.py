@@ -14,7 +14,7 @@ from .launch import aligned, kernel, launch, programs_for
 from .math import is_finite
 from .segments import TILE, load, row_of_token, row_range, store
 
-__all__ = ["order_statistic", "window_score"]
+__all__ = ["order_statistic", "select", "window_score"]
 
 # ------------------------------------------------------------------------------------------------------------- windows
 
@@ -227,9 +227,17 @@ def _read_statistic(
 
 
 def order_statistic(
-    score: torch.Tensor, numerator: int, denominator: int, rule: OrderRule
+    values: torch.Tensor,
+    numerator: int,
+    denominator: int,
+    rule: OrderRule,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``x_(i)`` of the n finite scores in ascending order, ``i = rule(numerator (n - 1) / denominator)``."""
+    score = values
+    if cu_seqlens is not None:  # once, where each of the passes would have to find the rows again
+        score = window_score(values, mask, cu_seqlens, 0, 0, Boundary.FULL, Invalid.SKIP)
     tokens = score.numel()
     threshold = torch.empty(1, dtype=torch.float32, device=score.device)
     counts = torch.empty(2, dtype=torch.int64, device=score.device)
@@ -243,3 +251,51 @@ def order_statistic(
         )  # fmt: skip
     launch(_read_statistic, 1, histograms, threshold, counts, *quantile, RULE=int(rule))
     return threshold, counts
+
+
+# ----------------------------------------------------------------------------------------------------------- selection
+
+
+@kernel
+def _select(
+    values,
+    mask,
+    cu_seqlens,  # or None: the values are scores
+    threshold,
+    selected,
+    tokens: tl.int64,
+    rows: tl.int64,
+    STRICT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * TILE
+    whole = start + TILE <= tokens
+    token = start + tl.arange(0, TILE)
+    score = load(values, token, tokens, whole, ALIGNED)
+    if cu_seqlens is not None:
+        range_ = row_range(cu_seqlens, row_of_token(cu_seqlens, rows, tokens, start, TILE), rows, tokens)
+        valid = (token >= range_.begin) & (token < range_.end)
+        if mask is not None:
+            valid &= load(mask, token, tokens, whole, ALIGNED)
+        score = tl.where(is_finite(score), score, float("nan"))
+        score = tl.where(valid, score, float("-inf"))
+    limit = tl.load(threshold)
+    store(selected, token, score > limit if STRICT else score >= limit, tokens, whole, ALIGNED)
+
+
+def select(
+    values: torch.Tensor,
+    threshold: torch.Tensor,
+    strict: bool,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``score >= threshold``, or ``score > threshold``, bool ``[T]``."""
+    tokens, rows = values.numel(), 0 if cu_seqlens is None else cu_seqlens.numel() - 1
+    selected = torch.empty_like(values, dtype=torch.bool)
+    launch(
+        _select, triton.cdiv(tokens, TILE), values, mask, cu_seqlens, threshold, selected, tokens, rows,
+        STRICT=strict, ALIGNED=aligned(values, mask), TILE=TILE,
+    )  # fmt: skip
+    return selected

@@ -130,13 +130,27 @@ struct WindowArgs {
 enum class OrderRule : int32_t { ceil = 0, floor = 1, nearest = 2 };  // index = rule(numerator * (n - 1) / denominator)
 
 struct OrderStatisticArgs {
-  int64_t tokens;
-  const float* score;  // [tokens]; the population is what is neither -inf nor NaN
+  int64_t tokens, rows;
+  const float* values;  // [tokens]; the population is what is neither -inf nor NaN of their scores
+  // both null: the values are scores. Else the score of a token is its value; -inf outside rows and where masked; NaN where
+  // the value is not finite
+  const uint8_t* mask;        // [tokens] or null
+  const int64_t* cu_seqlens;  // [rows + 1]
   int64_t numerator, denominator;
   OrderRule rule;
   float* threshold;  // [1]; NaN for an empty population
   int64_t* counts;  // [2]: population, NaN scores
   void* workspace;  // order_statistic_workspace(tokens) bytes, any content
+};
+
+struct SelectArgs {
+  int64_t tokens, rows;
+  const float* values;        // as in OrderStatisticArgs
+  const uint8_t* mask;
+  const int64_t* cu_seqlens;
+  const float* threshold;     // [1]
+  int32_t strict;             // 1: score > threshold, 0: score >= threshold
+  uint8_t* selected;          // [tokens]: 0 or 1
 };
 
 struct RowCountsArgs {
@@ -164,6 +178,7 @@ int64_t hpo_window_score_workspace(int64_t tokens, int64_t width);  // width = l
 int hpo_window_score(const hpo::WindowArgs* args, int64_t context);
 int64_t hpo_order_statistic_workspace(int64_t tokens);
 int hpo_order_statistic(const hpo::OrderStatisticArgs* args, int64_t context);
+int hpo_select(const hpo::SelectArgs* args, int64_t context);
 int hpo_row_counts(const hpo::RowCountsArgs* args, int64_t context);
 const char* hpo_error(int status);
 // "AVX-512", "sm_80 sm_90 ...", "emulated": what runs; null where nothing can, hpo_error(hpo_unusable) then says why.

@@ -150,6 +150,6 @@ def test_kinds_are_those_of_the_c_interface(kind):
     assert numbers == {member.name: member.value for member in kind}
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cuda_emulated"])
-def test_inputs_come_in_the_order_of_the_c_interface(backend):
-    assert tuple(importlib.import_module(f"hpo_core._{backend}").inputs) == specs.PolicyLossInputs._fields
+@pytest.mark.parametrize("name", ["cpu", "cuda_emulated"])
+def test_inputs_come_in_the_order_of_the_c_interface(name):
+    assert tuple(importlib.import_module(f"hpo_core._{name}").inputs) == specs.PolicyLossInputs._fields

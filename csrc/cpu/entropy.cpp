@@ -328,6 +328,10 @@ struct KeyRange {
 // -0 and +0 are one key: then the order of the keys is that of the floats.
 inline uint32_t key_of(float x) { return order_key(x + 0.0f); }
 
+#if defined(__AVX512F__)
+constexpr int kNotFinite = 0x99;  // the classes of _mm512_fpclass_ps_mask: both kinds of NaN and both infinities
+#endif
+
 inline KeyRange finite_keys() {
   const uint32_t low = order_key(-INFINITY) + 1;
   return {low, order_key(INFINITY) - 1 - low};
@@ -389,22 +393,20 @@ inline Found keep_scores(const float* scores, int64_t n, KeyRange range, uint32_
 #if defined(__AVX512F__)
   const __m512 low = _mm512_set1_ps(from_order_key(range.low)), end = _mm512_set1_ps(from_order_key(range.end()));
   __m512i not_below = {};  // counts
-  Floats zeros = {};       // 0 times what is not finite is NaN
+  __mmask16 not_finite = 0;
   for (; i + 16 <= n; i += 16) {
     __builtin_prefetch(scores + i + kAhead);
-    const Floats some = load_lanes<Floats>(scores + i);
-    zeros = Number<Floats>::fused(some, Floats{}, zeros);
-    const __mmask16 from_low = _mm512_cmp_ps_mask(__m512(some), low, _CMP_GE_OQ);
-    const __mmask16 belong = _mm512_mask_cmp_ps_mask(from_low, __m512(some), end, _CMP_LE_OQ);
+    const __m512 some = _mm512_loadu_ps(scores + i);
+    not_finite |= _mm512_fpclass_ps_mask(some, kNotFinite);
+    const __mmask16 from_low = _mm512_cmp_ps_mask(some, low, _CMP_GE_OQ);
+    const __mmask16 belong = _mm512_mask_cmp_ps_mask(from_low, some, end, _CMP_LE_OQ);
     not_below = _mm512_mask_sub_epi32(not_below, from_low, not_below, _mm512_set1_epi32(-1));
-    _mm512_storeu_si512(kept + found.kept, _mm512_maskz_compress_epi32(belong, __m512i(some)));
+    _mm512_storeu_si512(kept + found.kept, _mm512_maskz_compress_epi32(belong, _mm512_castps_si512(some)));
     found.kept += __builtin_popcount(uint32_t(belong));
   }
   found.below = i;
-  for (int lane = 0; lane < 16; ++lane) {
-    found.below -= Ints(not_below)[lane];
-    found.all_finite &= zeros[lane] == 0.0f;
-  }
+  for (int lane = 0; lane < 16; ++lane) found.below -= Ints(not_below)[lane];
+  found.all_finite = not_finite == 0;
   for (int64_t k = 0; k < found.kept; ++k) kept[k] = key_of(from_bits(int32_t(kept[k])));
 #endif
   uint32_t keys[kPart];
@@ -579,15 +581,15 @@ bool compare(const float* __restrict score, int64_t n, float threshold, uint8_t*
   bool finite = true;
   int64_t i = 0;
 #if defined(__AVX512F__)
-  Floats zeros = {};  // 0 times what is not finite is NaN
+  __mmask16 not_finite = 0;
   for (; i + 16 <= n; i += 16) {
     __builtin_prefetch(score + i + kAhead);
-    const Floats some = load_lanes<Floats>(score + i);
-    zeros = Number<Floats>::fused(some, Floats{}, zeros);
-    const __mmask16 above = _mm512_cmp_ps_mask(__m512(some), _mm512_set1_ps(threshold), kStrict ? _CMP_GT_OQ : _CMP_GE_OQ);
+    const __m512 some = _mm512_loadu_ps(score + i);
+    not_finite |= _mm512_fpclass_ps_mask(some, kNotFinite);
+    const __mmask16 above = _mm512_cmp_ps_mask(some, _mm512_set1_ps(threshold), kStrict ? _CMP_GT_OQ : _CMP_GE_OQ);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(selected + i), _mm_maskz_set1_epi8(above, 1));
   }
-  for (int lane = 0; lane < 16; ++lane) finite &= zeros[lane] == 0.0f;
+  finite = not_finite == 0;
 #endif
   int32_t above[kPart];  // compilers vectorise a comparison of floats into as many bits, and into bytes only from there
   for (int64_t j = i; j < n; ++j) above[j - i] = kStrict ? score[j] > threshold : score[j] >= threshold;

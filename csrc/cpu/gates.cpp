@@ -233,26 +233,6 @@ void run_token_gate(const Call& call, int threads, const Workspace& space) {
   });
 }
 
-// A plain tile of the first sweep under a gate on trajectories.
-struct PlainLogRatios {
-  float* x;
-  HPO_INLINE void operator()(int i, int, Ints, Floats each, Floats) { store_lanes(each, x + i); }
-};
-
-bool measure_plain(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
-                   Partial& partial) {
-  const PolicyLossArgs& args = call.args;
-  if (n % kLanes != 0 || load_rows(args, first, n, segments, tile)) return false;
-  PlainLogRatios keep = {tile.x};
-  const bool plain = args.mask ? sweep_plain<true>(args, first, n, tile, partial, keep)
-                               : sweep_plain<false>(args, first, n, tile, partial, keep);
-  if (!plain) return false;
-  tile.exceptional = false;
-  tile.chosen = tile.kind;
-  mark_rows(segments, tile.kind, seen);
-  return true;
-}
-
 // Two sweeps, the levels between them; returns how many rows name a trajectory that does not exist.
 int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Partial& total) {
   const PolicyLossArgs& args = call.args;

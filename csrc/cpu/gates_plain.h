@@ -2,7 +2,7 @@
 // to the row, and nothing is selected, penalised or reported by token. That is the loss as it is nearly always called; what
 // the pass does not know, gates_tile.h does in several.
 #pragma once
-#include "gates_tile.h"
+#include "gates_call.h"
 
 namespace hpo::HPO_ISA {
 
@@ -92,6 +92,37 @@ HPO_INLINE bool sweep_plain(const PolicyLossArgs& args, int64_t first, int n, Ti
   if (!sums.ordinary()) return false;
   sums.add_to(partial);
   return true;
+}
+
+// A plain tile of the first of two sweeps: its log-ratios are kept.
+struct PlainLogRatios {
+  float* x;
+  HPO_INLINE void operator()(int i, int, Ints, Floats each, Floats) { store_lanes(each, x + i); }
+};
+
+inline bool measure_plain(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
+                   Partial& partial) {
+  const PolicyLossArgs& args = call.args;
+  if (n % kLanes != 0 || load_rows(args, first, n, segments, tile)) return false;
+  PlainLogRatios keep = {tile.x};
+  const bool plain = args.mask ? sweep_plain<true>(args, first, n, tile, partial, keep)
+                               : sweep_plain<false>(args, first, n, tile, partial, keep);
+  if (!plain) return false;
+  tile.exceptional = false;
+  tile.chosen = tile.kind;
+  mark_rows(segments, tile.kind, seen);
+  return true;
+}
+
+// A tile that was plain in the first sweep, once more: kinds and log-ratios, and nothing is counted.
+inline void reload_plain(const PolicyLossArgs& args, int64_t first, int n, const Segments& segments, Tile& tile) {
+  load_rows(args, first, n, segments, tile);
+  apply_mask(args, first, n, tile);
+  const float* logp = args.logp + first;
+  const float* old_logp = args.old_logp ? args.old_logp + first : logp;
+  for (int i = 0; i < n; ++i) tile.x[i] = keep_if(tile.kind[i] != kAbsent, logp[i] - old_logp[i]);
+  tile.exceptional = tile.has_infinite = false;
+  tile.chosen = tile.kind;
 }
 
 }  // namespace hpo::HPO_ISA

@@ -4,7 +4,7 @@
 //
 // What happens above the tokens depends on a token only through its piece and the sign of its advantage, so it is arithmetic on
 // pieces: sums of log-ratios up, gates, sums of gradients up, and what flows back down.
-#include "gates_call.h"
+#include "gates_plain.h"
 #include "kernels.h"
 
 HPO_DECLARE_KERNELS(HPO_ISA)
@@ -88,14 +88,18 @@ struct Pieces {
   }
 };
 
-// Calls body(first token, number of tokens, the tile as one segment) for the tiles of a block.
+// Calls body(first token, number of tokens) for the tiles of a block, `whole` being the tile as one segment. What is left at the
+// end, less than a vector, is a tile of its own, so that all others are whole vectors.
 template <class Body>
 void for_each_tile_of(int64_t row, int64_t first, int64_t tokens, Segments& whole, const Body& body) {
-  for (int64_t tile = first; tile < first + tokens; tile += kTile) {
-    const int n = int(first + tokens - tile < kTile ? first + tokens - tile : kTile);
+  const int64_t end = first + tokens;
+  for (int64_t tile = first; tile < end;) {
+    int n = int(end - tile < kTile ? end - tile : kTile);
+    if (n > kLanes) n -= n % kLanes;
     whole.count = 1;
     whole.list[0] = {row, 0, n};
     body(tile, n);
+    tile += n;
   }
 }
 
@@ -139,6 +143,7 @@ struct Workspace {
   Arena arena;
   Partial* partials;      // [tasks]
   uint8_t* seen;          // [rows]
+  uint8_t* plain;         // [tasks], 1 where the later sweeps may take every tile for plain
   int64_t* start;         // [pieces + 1]
   LogRatios *log_ratios, *log_ratios_of_blocks;  // [pieces], [tasks]: the rest of a piece that other tasks began
   LogRatios* segments;    // [levels][pieces]
@@ -152,6 +157,7 @@ struct Workspace {
     const int64_t tasks = tokens / kChunk + 1;
     partials = arena.take<Partial>(tasks);
     seen = arena.take<uint8_t>(rows);
+    plain = arena.take<uint8_t>(tasks);
     start = arena.take<int64_t>(count + 1);
     log_ratios = arena.take<LogRatios>(count);
     log_ratios_of_blocks = arena.take<LogRatios>(tasks);
@@ -226,104 +232,145 @@ void gate_piece(const Pieces& pieces, const Workspace& space, int64_t p, PieceGa
   }
 }
 
-// Tokens of one tile, all in one piece. Bounds of the token gate are in log space.
+HPO_INLINE Ints pick_mask(Ints negative, const int32_t by_sign[2]) {
+  return negative ? Ints{} + by_sign[1] : Ints{} + by_sign[0];
+}
+
+// Tokens of one tile, all in one piece.
 struct TokenTerms {
-  float low[kPadded], high[kPadded];
-  float by_sign[2][kPadded], past_token[2][kPadded];
+  alignas(64) float low[kPadded];  // bounds of the token gate, log space, where tokens have their own
+  alignas(64) float high[kPadded];
+  alignas(64) float past_token[2][kPadded];
+  alignas(64) float by_sign[2][kPadded];
+  bool flows;  // past_token is not 0 everywhere
 };
 
-using TokenLoop = GateCounts (*)(const PieceGate&, float keep, const Tile&, const float* coefficient, const float* logp,
-                                 TokenTerms&, float* loss, float* grad, int n);
+struct TokenBounds {
+  float low[2], high[2];  // by sign of the advantage
+};
 
-template <bool kScoreHead, bool kSplit, bool kDrop>
-GateCounts token_loop(const PieceGate& piece, float keep, const Tile& tile, const float* __restrict coefficient,
-                      const float* __restrict logp, TokenTerms& terms, float* __restrict loss, float* __restrict grad,
-                      int n) {
+HPO_INLINE Floats pick(Ints negative, const float by_sign[2]) {
+  return negative ? all<Floats>(by_sign[1]) : all<Floats>(by_sign[0]);
+}
+
+// Whole vectors; what lies beyond the tile is absent.
+using TokenLoop = GateCounts (*)(const PieceGate&, float keep, const TokenBounds&, const Tile&, const float* coefficient,
+                                 const float* logp, TokenTerms&, float* loss, float* grad, int n);
+
+template <bool kScoreHead, bool kSplit, bool kDrop, bool kDriven>
+GateCounts token_loop(const PieceGate& piece, float keep, const TokenBounds& bounds, const Tile& tile, const float* coefficient,
+                      const float* logp, TokenTerms& terms, float* loss, float* grad, int n) {
   const PieceGate gate = piece;
-  const int32_t* __restrict chosen = tile.chosen;
-  const float* __restrict x_of = tile.x;
-  const float* __restrict low_of = terms.low, * __restrict high_of = terms.high;
-  float* __restrict rising_flow = terms.past_token[0], * __restrict falling_flow = terms.past_token[1];
-  GateCounts counts;
-  for (int i = 0; i < n; ++i) {
-    const int32_t kind = chosen[i];
-    const bool present = kind != kAbsent, negative = kind == kNegative;
-    const float x = x_of[i], low = low_of[i], high = high_of[i];
-    const bool falls = kSplit && x < 0.0f;  // +0 and -0 rise: one channel has the whole derivative at 0
-    const float up = falls ? 0.0f : x;
-    const float u = up - gate.mean[0], v = kDrop ? 0.0f : clamp(u, low, high);
-    float inside = !kDrop && v == u ? 1.0f : 0.0f;
-    float z = (negative ? gate.z[1] : gate.z[0]) + v;
-    int32_t below = kDrop ? 0 : mask_of(u < low), above = kDrop ? 0 : mask_of(u > high);
-    const float rising_slope = negative ? gate.slope[0][1] : gate.slope[0][0];
-    const float rising_own = negative ? gate.own[0][1] : gate.own[0][0];
-    const float rising_step = rising_slope - inside;
-    float falling_step = 0.0f, own = rising_own;
+  const Floats one = all<Floats>(1.0f);
+  Ints chosen = {}, below_sum = {}, above_sum = {}, flows = {};
+  for (int i = 0; i < n; i += kWidth) {
+    const Ints kind = load_lanes<Ints>(tile.chosen + i), present = kind != kAbsent, negative = kind == kNegative;
+    const Floats x = load_lanes<Floats>(tile.x + i);
+    const Floats low = kDriven ? load_lanes<Floats>(terms.low + i) : pick(negative, bounds.low);
+    const Floats high = kDriven ? load_lanes<Floats>(terms.high + i) : pick(negative, bounds.high);
+    const Ints falls = kSplit ? Ints(x < 0.0f) : Ints{};  // +0 and -0 rise: one channel has the whole derivative at 0
+    const Floats up = keep_if(~falls, x);
+    const Floats u = up - gate.mean[0], v = kDrop ? Floats{} : clamp(u, low, high);
+    Floats inside = kDrop ? Floats{} : keep_if(v == u, one);
+    Floats z = pick(negative, gate.z) + v;
+    Ints below = pick_mask(negative, gate.below), above = pick_mask(negative, gate.above);
+    if (!kDrop) below |= u < low, above |= u > high;
+    const Floats rising_step = pick(negative, gate.slope[0]) - inside;
+    Floats falling_step = {}, own = pick(negative, gate.own[0]);
     if (kSplit) {
-      const float down = up - x, u_down = down - gate.mean[1], v_down = kDrop ? 0.0f : clamp(u_down, low, high);
-      const float inside_down = !kDrop && v_down == u_down ? 1.0f : 0.0f;
+      const Floats u_down = (up - x) - gate.mean[1], v_down = kDrop ? Floats{} : clamp(u_down, low, high);
+      const Floats inside_down = kDrop ? Floats{} : keep_if(v_down == u_down, one);
       z -= v_down;
-      below |= kDrop ? 0 : mask_of(u_down > high);
-      above |= kDrop ? 0 : mask_of(u_down < low);
-      falling_step = (negative ? gate.slope[1][1] : gate.slope[1][0]) - inside_down;
-      own = falls ? (negative ? gate.own[1][1] : gate.own[1][0]) : rising_own;
+      if (!kDrop) below |= u_down > high, above |= u_down < low;
+      falling_step = pick(negative, gate.slope[1]) - inside_down;
+      own = falls ? pick(negative, gate.own[1]) : own;
       inside = falls ? inside_down : inside;
     }
-    const float value = -(coefficient[i] * exp(clamp(z, -kSaturation, kSaturation)));
-    loss[i] = keep_if(present, kScoreHead ? value * logp[i] : value);
-    grad[i] = keep_if(present, kScoreHead ? value : value * (keep * inside + own));
-    if (!kScoreHead) {
-      rising_flow[i] = keep_if(present, value * rising_step);
-      falling_flow[i] = keep_if(present, value * falling_step);
+    const Floats ratio = exp(clamp(z, all<Floats>(-kSaturation), all<Floats>(kSaturation)));
+    const Floats value = keep_if(present, -(load_lanes<Floats>(coefficient + i) * ratio));
+    if (kScoreHead) {
+      store_lanes(keep_if(present, value * load_lanes<Floats>(logp + i)), loss + i);
+      store_lanes(value, grad + i);
+    } else {
+      store_lanes(value, loss + i);
+      store_lanes(keep_if(present, value * (keep * inside + own)), grad + i);
+      const Floats rising = value * rising_step, falling = value * falling_step;
+      store_lanes(rising, terms.past_token[0] + i);
+      store_lanes(falling, terms.past_token[1] + i);
+      flows |= (rising != 0.0f) | (falling != 0.0f);
     }
-    counts.chosen += kind;
-    counts.below += kind & (below | (negative ? gate.below[1] : gate.below[0]));
-    counts.above += kind & (above | (negative ? gate.above[1] : gate.above[0]));
+    chosen += kind;
+    below_sum += kind & below;
+    above_sum += kind & above;
   }
+  GateCounts counts;
+  int32_t some_flow = 0;
+  for (int lane = 0; lane < kWidth; ++lane) {
+    counts.chosen += chosen[lane], counts.below += below_sum[lane], counts.above += above_sum[lane];
+    some_flow |= flows[lane];
+  }
+  terms.flows = some_flow != 0;
   return counts;
 }
 
-TokenLoop pick_token_loop(bool score, bool split, bool drop) {
-  if (score) {
-    if (split) return drop ? token_loop<true, true, true> : token_loop<true, true, false>;
-    return drop ? token_loop<true, false, true> : token_loop<true, false, false>;
-  }
-  if (split) return drop ? token_loop<false, true, true> : token_loop<false, true, false>;
-  return drop ? token_loop<false, false, true> : token_loop<false, false, false>;
+template <bool kScoreHead, bool kSplit>
+TokenLoop pick_token_loop(bool drop, bool driven) {
+  if (drop) return token_loop<kScoreHead, kSplit, true, false>;
+  return driven ? token_loop<kScoreHead, kSplit, false, true> : token_loop<kScoreHead, kSplit, false, false>;
 }
 
-// The bounds of the token gate, token by token.
-void load_bounds(const Call& call, const Hierarchy& hierarchy, int64_t first, int n, const Tile& tile, TokenTerms& terms) {
-  const bool clips = call.structure.token == TokenGate::clip;
-  float low[2], high[2];
-  for (int sign = 0; sign < 2; ++sign) {
-    low[sign] = clips ? float(hierarchy.token_low[sign]) : -INFINITY;
-    high[sign] = clips ? float(hierarchy.token_high[sign]) : INFINITY;
-  }
-  for (int i = 0; i < n; ++i) {
-    const bool negative = tile.chosen[i] == kNegative;
-    terms.low[i] = negative ? low[1] : low[0];
-    terms.high[i] = negative ? high[1] : high[0];
-  }
-  const auto drive = [&](const float* bounds, const int32_t* driven, float* out) {
-    if (!clips || !bounds) return;
-    for (int i = 0; i < n; ++i) {
-      const bool own = tile.chosen[i] != kAbsent && driven[tile.chosen[i] == kNegative];
-      if (own) out[i] = float(std::log(double(bounds[first + i])));
+TokenLoop pick_token_loop(const GateStructure& structure, bool split, bool driven) {
+  const bool drop = structure.token == TokenGate::drop;
+  if (structure.head == Head::score) return split ? pick_token_loop<true, true>(drop, driven) : pick_token_loop<true, false>(drop, driven);
+  return split ? pick_token_loop<false, true>(drop, driven) : pick_token_loop<false, false>(drop, driven);
+}
+
+// Which loss and gradient every call computes, and what its loops need.
+struct TokenPlan {
+  const Hierarchy& hierarchy;
+  TokenLoop loop;
+  TokenBounds bounds;
+  float keep;     // 0 where the finest level takes the place of the token's own slope
+  bool driven;    // tokens have bounds of their own
+  bool carries;   // some level hands gradient through its aggregate
+  bool by_sign;   // and it is not the finest
+
+  TokenPlan(const Call& call, const Hierarchy& hierarchy) : hierarchy(hierarchy) {
+    const GateStructure& structure = call.structure;
+    const bool clips = structure.token == TokenGate::clip;
+    bool through = false;
+    by_sign = false;
+    driven = false;
+    for (int k = 0; k < hierarchy.depth; ++k) {
+      through |= hierarchy.levels[k].routing == Routing::through;
+      by_sign |= k > 0 && hierarchy.levels[k].routing == Routing::through;
     }
-  };
-  drive(call.args.low, call.structure.low_driven, terms.low);
-  drive(call.args.high, call.structure.high_driven, terms.high);
+    for (int sign = 0; sign < 2; ++sign) {
+      bounds.low[sign] = clips ? float(hierarchy.token_low[sign]) : -INFINITY;
+      bounds.high[sign] = clips ? float(hierarchy.token_high[sign]) : INFINITY;
+      driven |= clips && ((call.args.low && structure.low_driven[sign]) || (call.args.high && structure.high_driven[sign]));
+    }
+    keep = hierarchy.levels[0].routing == Routing::self ? 0.0f : 1.0f;
+    carries = through && structure.head != Head::score && call.args.grad;
+    by_sign &= carries;
+    loop = pick_token_loop(structure, hierarchy.split, driven);
+  }
+};
+
+// The bounds of the token gate, token by token.
+void load_bounds(const Call& call, const TokenBounds& bounds, int64_t first, int n, const Tile& tile, TokenTerms& terms) {
+  for (int i = 0; i < n; ++i) {
+    const int sign = tile.chosen[i] == kNegative;
+    const bool own_low = call.args.low && call.structure.low_driven[sign] && tile.chosen[i] != kAbsent;
+    const bool own_high = call.args.high && call.structure.high_driven[sign] && tile.chosen[i] != kAbsent;
+    terms.low[i] = own_low ? float(std::log(double(call.args.low[first + i]))) : bounds.low[sign];
+    terms.high[i] = own_high ? float(std::log(double(call.args.high[first + i]))) : bounds.high[sign];
+  }
 }
 
 // Lanes by the position inside the piece.
 struct FlowLanes {
   double by_sign[2][kLanes] = {}, past_token[2][kLanes] = {};
-
-  void add(TokenTerms& terms, int n) {
-    for (int i = 0; i < 2; ++i) add_terms(terms.by_sign[i], n, by_sign[i]);
-    for (int i = 0; i < 2; ++i) add_terms(terms.past_token[i], n, past_token[i]);
-  }
 
   Flow total() const {
     Flow flow = {};
@@ -336,26 +383,43 @@ struct FlowLanes {
 
 // Loss and gradient of the tiles of one block, as finish_tile asks for them.
 struct BlockGate {
-  const Hierarchy& hierarchy;
-  TokenLoop loop;
+  const TokenPlan& plan;
   const PieceGate& piece;
-  float keep;        // 0 where the finest level takes the place of the token's own slope
-  bool carries;      // some level hands gradient through its aggregate
   TokenTerms& terms;
   FlowLanes& lanes;
   static constexpr bool values_by_row = false;
 
   GateCounts operator()(const Call& call, int64_t first, int n, const Segments&, Tile& tile, const float* coefficient,
                         float* loss, float* grad) const {
-    load_bounds(call, hierarchy, first, n, tile, terms);
-    const GateCounts counts = loop(piece, keep, tile, coefficient, call.args.logp + first, terms, loss, grad, n);
-    if (carries && grad != tile.grad) {  // there goes a gradient that nobody wants
-      for (int i = 0; i < n; ++i) terms.by_sign[0][i] = keep_if(tile.chosen[i] == kPositive, loss[i]);
-      for (int i = 0; i < n; ++i) terms.by_sign[1][i] = keep_if(tile.chosen[i] == kNegative, loss[i]);
-      lanes.add(terms, n);
-    }
+    if (plan.driven) load_bounds(call, plan.bounds, first, n, tile, terms);
+    const GateCounts counts = run_loop(tile, coefficient, call.args.logp + first, loss, grad, n);
+    if (plan.carries && grad != tile.grad) add_flows(tile, loss, n);  // else there goes a gradient that nobody wants
     drop_infinite(call, n, tile, loss, grad);
     return counts;
+  }
+
+ private:
+  // The loop goes on to the end of a vector; tensors may not.
+  GateCounts run_loop(Tile& tile, const float* coefficient, const float* logp, float* loss, float* grad, int n) const {
+    if (n % kLanes == 0) return plan.loop(piece, plan.keep, plan.bounds, tile, coefficient, logp, terms, loss, grad, n);
+    alignas(64) float own_logp[kPadded], own_loss[kPadded], own_grad[kPadded];
+    for (int i = n; i < n + kLanes; ++i) tile.chosen[i] = kAbsent, tile.x[i] = own_logp[i] = terms.low[i] = terms.high[i] = 0.0f;
+    std::memcpy(own_logp, logp, size_t(n) * sizeof(float));
+    const GateCounts counts =
+        plan.loop(piece, plan.keep, plan.bounds, tile, coefficient, own_logp, terms, own_loss, own_grad, n);
+    std::memcpy(loss, own_loss, size_t(n) * sizeof(float));
+    std::memcpy(grad, own_grad, size_t(n) * sizeof(float));
+    return counts;
+  }
+
+  void add_flows(const Tile& tile, const float* loss, int n) const {
+    if (terms.flows) {
+      for (int i = 0; i < 2; ++i) add_terms(terms.past_token[i], n, lanes.past_token[i]);
+    }
+    if (!plan.by_sign) return;
+    for (int i = 0; i < n; ++i) terms.by_sign[0][i] = keep_if(tile.chosen[i] == kPositive, loss[i]);
+    for (int i = 0; i < n; ++i) terms.by_sign[1][i] = keep_if(tile.chosen[i] == kNegative, loss[i]);
+    for (int i = 0; i < 2; ++i) add_terms(terms.by_sign[i], n, lanes.by_sign[i]);
   }
 };
 
@@ -369,6 +433,23 @@ void sum_segments(const Pieces& pieces, const Workspace& space) {
       if (pieces.length(p) > 0) segments[pieces.ancestor(k, p)].add(space.log_ratios[p]);
     }
   }
+}
+
+// Tokens outside every piece are masked.
+void clear_gaps(const Pieces& pieces) {
+  const PolicyLossArgs& args = pieces.args;
+  const auto clear = [&](int64_t first, int64_t end) {
+    if (first >= end) return;
+    if (args.grad) std::memset(args.grad + first, 0, size_t(end - first) * sizeof(float));
+    if (args.token_loss) std::memset(args.token_loss + first, 0, size_t(end - first) * sizeof(float));
+  };
+  int64_t covered = 0;
+  for (int64_t p = 0; p < pieces.count(); ++p) {
+    if (pieces.length(p) == 0) continue;
+    clear(covered, pieces.hierarchy.piece_begin[p]);
+    covered = pieces.hierarchy.piece_begin[p] + pieces.length(p);
+  }
+  clear(covered, args.tokens);
 }
 
 // From the flows of pieces to the gradient that each of their tokens receives through aggregates.
@@ -423,31 +504,31 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
   const Call call = {args, structure, numbers, Rows(args.cu_seqlens, args.rows, args.tokens)};
   const Workspace space(args.workspace, args.tokens, args.rows, hierarchy.pieces);
   const Pieces pieces(hierarchy, args, space.start);
-  const bool score = structure.head == Head::score, drop = structure.token == TokenGate::drop;
+  const TokenPlan plan(call, hierarchy);
+  const bool may = may_be_plain(args);
   threads = worthwhile(threads, args.tokens + hierarchy.pieces);
   std::memset(space.seen, 0, size_t(args.rows));
 
-  // Tokens outside every piece are masked.
-  parallel_for(HPO_ISA::pieces(args.tokens, kChunk), threads, [&](int64_t chunk) {
-    const int64_t first = chunk * kChunk, rest = args.tokens - first;
-    const size_t bytes = size_t(rest < kChunk ? rest : kChunk) * sizeof(float);
-    if (args.grad) std::memset(args.grad + first, 0, bytes);
-    if (args.token_loss) std::memset(args.token_loss + first, 0, bytes);
-  });
+  clear_gaps(pieces);
 
   parallel_for(pieces.tasks(), threads, [&](int64_t task) {
     Tile tile;
     Partial partial;
     Segments whole;
+    bool plain = may;
     pieces.for_each_block(task, [&](int64_t p, int64_t first, int64_t tokens, bool begins) {
       LogRatios sums = {};
       for_each_tile_of(pieces.row(p), first, tokens, whole, [&](int64_t at, int n) {
-        measure(call, at, n, whole, tile, space.seen, partial);
+        if (!may || !measure_plain(call, at, n, whole, tile, space.seen, partial)) {
+          measure(call, at, n, whole, tile, space.seen, partial);
+          plain &= !tile.exceptional && tile.chosen == tile.kind;
+        }
         add_log_ratios(tile, n, hierarchy.split, sums);
       });
       (begins ? space.log_ratios[p] : space.log_ratios_of_blocks[task]) = sums;
     });
     space.partials[task] = partial;
+    space.plain[task] = plain;
   });
 
   gather_blocks(pieces, space.log_ratios_of_blocks, space.log_ratios);
@@ -459,11 +540,6 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
     }
   });
 
-  bool through = false;
-  for (int k = 0; k < hierarchy.depth; ++k) through |= hierarchy.levels[k].routing == Routing::through;
-  const bool carries = through && !score && args.grad;
-  const float keep = hierarchy.levels[0].routing == Routing::self ? 0.0f : 1.0f;
-  const TokenLoop loop = pick_token_loop(score, hierarchy.split, drop);
   parallel_for(pieces.tasks(), threads, [&](int64_t task) {
     Tile tile;
     Partial counted;
@@ -471,16 +547,17 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
     TokenTerms terms;
     pieces.for_each_block(task, [&](int64_t p, int64_t first, int64_t tokens, bool begins) {
       FlowLanes lanes;
-      const BlockGate gate = {hierarchy, loop, space.gates[p], keep, carries, terms, lanes};
+      const BlockGate gate = {plan, space.gates[p], terms, lanes};
       for_each_tile_of(pieces.row(p), first, tokens, whole, [&](int64_t at, int n) {
-        load(call, at, n, whole, true, tile, counted);
+        if (space.plain[task]) reload_plain(args, at, n, whole, tile);
+        else load(call, at, n, whole, true, tile, counted);
         finish_tile(call, gate, at, n, whole, tile, space.partials[task]);
       });
-      (begins ? space.flows[p] : space.flows_of_blocks[task]) = lanes.total();
+      if (plan.carries) (begins ? space.flows[p] : space.flows_of_blocks[task]) = lanes.total();
     });
   });
 
-  if (carries) {
+  if (plan.carries) {
     gather_blocks(pieces, space.flows_of_blocks, space.flows);
     couple(pieces, space, threads);
     parallel_for(pieces.tasks(), threads, [&](int64_t task) {
@@ -491,7 +568,8 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
         const float rising = space.gates[p].flow[0], falling = space.gates[p].flow[1];
         if (rising == 0.0f && falling == 0.0f) return;  // nothing saturated: what is written stands, to the bit
         for_each_tile_of(pieces.row(p), first, tokens, whole, [&](int64_t at, int n) {
-          load(call, at, n, whole, true, tile, counted);
+          if (space.plain[task]) reload_plain(args, at, n, whole, tile);
+          else load(call, at, n, whole, true, tile, counted);
           float* __restrict grad = args.grad + at;
           for (int i = 0; i < n; ++i) {
             const bool receives = tile.kind[i] != kAbsent && tile.infinite[i] == 0;

@@ -86,9 +86,10 @@ struct Outputs {
 
 // `inputs` is a PolicyLossInputs of hpo_core/specs.py; a test compares the order.
 constexpr const char* kInputs[] = {
-    "logp", "old_logp", "advantages", "weights", "cu_seqlens", "mask", "ref_logp", "entropy", "score", "threshold",
-    "token_mask", "token_weight", "low", "high", "row_trajectory", "trajectory_start", "trajectory_rows",
-    "advantage_per_token", "piece_begin", "piece_end", "piece_row", "ancestors",
+    "logp",        "old_logp",  "advantages",     "weights",          "cu_seqlens",      "mask",
+    "ref_logp",    "entropy",   "score",          "threshold",        "token_mask",      "token_weight",
+    "low",         "high",      "row_trajectory", "trajectory_start", "trajectory_rows", "advantage_per_token",
+    "piece_begin", "piece_end", "piece_row",      "ancestors",
 };
 
 inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& inputs, const Outputs& outputs) {

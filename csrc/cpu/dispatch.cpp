@@ -119,9 +119,8 @@ int64_t hpo_hierarchy_workspace(int64_t tokens, int64_t rows, int64_t pieces) {
 
 int hpo_hierarchy(const hpo::PolicyLossArgs* args, const hpo::GateStructure* structure, const hpo::GateNumbers* numbers,
                   const hpo::Hierarchy* hierarchy, int64_t context) {
-  return run(context, [&](const Kernels& kernels, int threads) {
-    kernels.hierarchy(*args, *structure, *numbers, *hierarchy, threads);
-  });
+  return run(context,
+             [&](const Kernels& kernels, int threads) { kernels.hierarchy(*args, *structure, *numbers, *hierarchy, threads); });
 }
 
 int64_t hpo_group_normalise_workspace(int64_t units) {

@@ -46,7 +46,8 @@ inline void add_entropy(const float* __restrict entropy, int n, Tile& tile, Part
 }
 
 // Everything about a tile that is the same under every gate.
-inline void measure(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen, Partial& partial) {
+inline void measure(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
+                    Partial& partial) {
   load(call, first, n, segments, true, tile, partial);
   mark_rows(segments, tile.kind, seen);
   fill_tile_ratios(n, tile, partial);

@@ -101,7 +101,7 @@ struct PlainLogRatios {
 };
 
 inline bool measure_plain(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
-                   Partial& partial) {
+                          Partial& partial) {
   const PolicyLossArgs& args = call.args;
   if (n % kLanes != 0 || load_rows(args, first, n, segments, tile)) return false;
   PlainLogRatios keep = {tile.x};
@@ -112,17 +112,6 @@ inline bool measure_plain(const Call& call, int64_t first, int n, const Segments
   tile.chosen = tile.kind;
   mark_rows(segments, tile.kind, seen);
   return true;
-}
-
-// A tile that was plain in the first sweep, once more: kinds and log-ratios, and nothing is counted.
-inline void reload_plain(const PolicyLossArgs& args, int64_t first, int n, const Segments& segments, Tile& tile) {
-  load_rows(args, first, n, segments, tile);
-  apply_mask(args, first, n, tile);
-  const float* logp = args.logp + first;
-  const float* old_logp = args.old_logp ? args.old_logp + first : logp;
-  for (int i = 0; i < n; ++i) tile.x[i] = keep_if(tile.kind[i] != kAbsent, logp[i] - old_logp[i]);
-  tile.exceptional = tile.has_infinite = false;
-  tile.chosen = tile.kind;
 }
 
 }  // namespace hpo::HPO_ISA

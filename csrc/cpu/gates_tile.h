@@ -25,9 +25,9 @@ struct alignas(64) Tile {
   float loss[kPadded];
   float grad[kPadded];
   float spread[4][kPadded];    // what belongs to rows, while a loop needs it
-  int32_t* chosen;             // `selection`, or `kind` where everything valid counts; behind the arrays, that they stay aligned
-  bool has_infinite = false;   // some log-ratio was infinite
-  bool exceptional = false;    // some log-ratio may be infinite, NaN or beyond the saturation of statistics
+  int32_t* chosen;  // `selection`, or `kind` where everything valid counts; behind the arrays, that they stay aligned
+  bool has_infinite = false;  // some log-ratio was infinite
+  bool exceptional = false;  // some log-ratio may be infinite, NaN or beyond the saturation of statistics
 
   Tile() {
     for (int32_t& each : infinite) each = 0;

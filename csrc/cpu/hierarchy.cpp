@@ -88,8 +88,8 @@ struct Pieces {
   }
 };
 
-// Calls body(first token, number of tokens) for the tiles of a block, `whole` being the tile as one segment. What is left at the
-// end, less than a vector, is a tile of its own, so that all others are whole vectors.
+// Calls body(first token, number of tokens) for the tiles of a block, `whole` being the tile as one segment. What is left at
+// the end, less than a vector, is a tile of its own, so that all others are whole vectors.
 template <class Body>
 void for_each_tile_of(int64_t row, int64_t first, int64_t tokens, Segments& whole, const Body& body) {
   const int64_t end = first + tokens;
@@ -127,12 +127,21 @@ struct Flow {
 
 // What a piece tells its tokens. [channel][sign of the advantage]
 struct PieceGate {
-  float z[2];         // the gated residuals of all levels
-  float mean[2];      // of the finest level, by channel
+  float z[2];  // the gated residuals of all levels
+  float mean[2];  // of the finest level, by channel
   float slope[2][2];  // of the finest level
-  float own[2][2];    // what Routing::self adds to the slope of a token's own path
-  float flow[2];      // by channel: the gradient that arrives through aggregates
+  float own[2][2];  // what Routing::self adds to the slope of a token's own path
+  float flow[2];  // by channel: the gradient that arrives through aggregates
   int32_t below[2], above[2];  // -1: some level is beyond its bound
+
+  // The same with what belongs to this sign in the first place.
+  PieceGate of_sign(int sign) const {
+    PieceGate one = *this;
+    one.z[0] = z[sign], one.below[0] = below[sign], one.above[0] = above[sign];
+    for (int channel = 0; channel < 2; ++channel)
+      one.slope[channel][0] = slope[channel][sign], one.own[channel][0] = own[channel][sign];
+    return one;
+  }
 };
 
 struct LevelSlopes {
@@ -141,16 +150,16 @@ struct LevelSlopes {
 
 struct Workspace {
   Arena arena;
-  Partial* partials;      // [tasks]
-  uint8_t* seen;          // [rows]
-  uint8_t* plain;         // [tasks], 1 where the later sweeps may take every tile for plain
-  int64_t* start;         // [pieces + 1]
+  Partial* partials;  // [tasks]
+  uint8_t* seen;  // [rows]
+  uint8_t* plain;  // [tasks], 1 where the later sweeps may take every tile for plain
+  int64_t* start;  // [pieces + 1]
   LogRatios *log_ratios, *log_ratios_of_blocks;  // [pieces], [tasks]: the rest of a piece that other tasks began
-  LogRatios* segments;    // [levels][pieces]
+  LogRatios* segments;  // [levels][pieces]
   Flow *flows, *flows_of_blocks;  // [pieces], [tasks]
   double (*arriving)[2];  // [levels][pieces]
-  PieceGate* gates;       // [pieces]
-  LevelSlopes* slopes;    // [pieces]
+  PieceGate* gates;  // [pieces]
+  LevelSlopes* slopes;  // [pieces]
   int64_t bytes;
 
   Workspace(void* base, int64_t tokens, int64_t rows, int64_t count) : arena(base) {
@@ -181,16 +190,17 @@ void gather_blocks(const Pieces& pieces, const Sums* of_blocks, Sums* of_pieces)
 
 void add_log_ratios(const Tile& tile, int n, bool split, LogRatios& sums) {
   int32_t kinds = 0;
-  int64_t rising = 0, falling = 0;
+  int64_t rising = 0, total = 0;
   for (int i = 0; i < n; ++i) kinds += tile.kind[i];
   for (int i = 0; i < n; ++i) {
-    const float x = tile.x[i], up = split && x < 0.0f ? 0.0f : x;
-    rising += to_fixed(up);
-    falling += to_fixed(up - x);
+    const float x = tile.x[i];
+    const int64_t fixed = to_fixed(x);
+    total += fixed;
+    rising += x < 0.0f ? 0 : fixed;
   }
   sums.valid += positives(kinds) + negatives(kinds);
-  sums.fixed[0] += rising;
-  sums.fixed[1] += falling;
+  sums.fixed[0] += split ? rising : total;
+  sums.fixed[1] += rising - total;
 }
 
 // ---------------------------------------------------------------------------------------------------------------- gates
@@ -232,10 +242,6 @@ void gate_piece(const Pieces& pieces, const Workspace& space, int64_t p, PieceGa
   }
 }
 
-HPO_INLINE Ints pick_mask(Ints negative, const int32_t by_sign[2]) {
-  return negative ? Ints{} + by_sign[1] : Ints{} + by_sign[0];
-}
-
 // Tokens of one tile, all in one piece.
 struct TokenTerms {
   alignas(64) float low[kPadded];  // bounds of the token gate, log space, where tokens have their own
@@ -249,45 +255,58 @@ struct TokenBounds {
   float low[2], high[2];  // by sign of the advantage
 };
 
-HPO_INLINE Floats pick(Ints negative, const float by_sign[2]) {
-  return negative ? all<Floats>(by_sign[1]) : all<Floats>(by_sign[0]);
-}
+// What a piece says to advantages of either sign; where all of them have the same one, it is the first.
+template <bool kOneSign>
+struct Signs {
+  Ints negative;
 
-// Whole vectors; what lies beyond the tile is absent.
-using TokenLoop = GateCounts (*)(const PieceGate&, float keep, const TokenBounds&, const Tile&, const float* coefficient,
-                                 const float* logp, TokenTerms&, float* loss, float* grad, int n);
+  HPO_INLINE Floats of(const float by_sign[2]) const {
+    if (kOneSign) return all<Floats>(by_sign[0]);
+    return negative ? all<Floats>(by_sign[1]) : all<Floats>(by_sign[0]);
+  }
 
-template <bool kScoreHead, bool kSplit, bool kDrop, bool kDriven>
-GateCounts token_loop(const PieceGate& piece, float keep, const TokenBounds& bounds, const Tile& tile, const float* coefficient,
-                      const float* logp, TokenTerms& terms, float* loss, float* grad, int n) {
-  const PieceGate gate = piece;
-  const Floats one = all<Floats>(1.0f);
+  HPO_INLINE Ints of(const int32_t by_sign[2]) const {
+    if (kOneSign) return Ints{} + by_sign[0];
+    return negative ? Ints{} + by_sign[1] : Ints{} + by_sign[0];
+  }
+};
+
+// The gates of the tokens of one piece, vector by vector.
+template <bool kScoreHead, bool kSplit, bool kDrop, bool kOneSign>
+struct TokenGates {
+  const PieceGate piece;
+  const float keep;
+  TokenTerms& terms;
+  float *loss, *grad;
   Ints chosen = {}, below_sum = {}, above_sum = {}, flows = {};
-  for (int i = 0; i < n; i += kWidth) {
-    const Ints kind = load_lanes<Ints>(tile.chosen + i), present = kind != kAbsent, negative = kind == kNegative;
-    const Floats x = load_lanes<Floats>(tile.x + i);
-    const Floats low = kDriven ? load_lanes<Floats>(terms.low + i) : pick(negative, bounds.low);
-    const Floats high = kDriven ? load_lanes<Floats>(terms.high + i) : pick(negative, bounds.high);
+
+  TokenGates(const PieceGate& piece, float keep, TokenTerms& terms, float* loss, float* grad)
+      : piece(piece), keep(keep), terms(terms), loss(loss), grad(grad) {}
+
+  HPO_INLINE void step(int i, Ints kind, Floats x, Floats coefficient, Floats low, Floats high, const float* logp) {
+    const Signs<kOneSign> signs = {kind == kNegative};
+    const Ints present = kind != kAbsent;
+    const Floats one = all<Floats>(1.0f);
     const Ints falls = kSplit ? Ints(x < 0.0f) : Ints{};  // +0 and -0 rise: one channel has the whole derivative at 0
     const Floats up = keep_if(~falls, x);
-    const Floats u = up - gate.mean[0], v = kDrop ? Floats{} : clamp(u, low, high);
+    const Floats u = up - piece.mean[0], v = kDrop ? Floats{} : clamp(u, low, high);
     Floats inside = kDrop ? Floats{} : keep_if(v == u, one);
-    Floats z = pick(negative, gate.z) + v;
-    Ints below = pick_mask(negative, gate.below), above = pick_mask(negative, gate.above);
-    if (!kDrop) below |= u < low, above |= u > high;
-    const Floats rising_step = pick(negative, gate.slope[0]) - inside;
-    Floats falling_step = {}, own = pick(negative, gate.own[0]);
+    Floats z = signs.of(piece.z) + v;
+    Ints below = signs.of(piece.below), above = signs.of(piece.above);
+    if (!kDrop) below |= u<low, above |= u> high;
+    const Floats rising_step = signs.of(piece.slope[0]) - inside;
+    Floats falling_step = {}, own = signs.of(piece.own[0]);
     if (kSplit) {
-      const Floats u_down = (up - x) - gate.mean[1], v_down = kDrop ? Floats{} : clamp(u_down, low, high);
+      const Floats u_down = (up - x) - piece.mean[1], v_down = kDrop ? Floats{} : clamp(u_down, low, high);
       const Floats inside_down = kDrop ? Floats{} : keep_if(v_down == u_down, one);
       z -= v_down;
       if (!kDrop) below |= u_down > high, above |= u_down < low;
-      falling_step = pick(negative, gate.slope[1]) - inside_down;
-      own = falls ? pick(negative, gate.own[1]) : own;
+      falling_step = signs.of(piece.slope[1]) - inside_down;
+      own = falls ? signs.of(piece.own[1]) : own;
       inside = falls ? inside_down : inside;
     }
     const Floats ratio = exp(clamp(z, all<Floats>(-kSaturation), all<Floats>(kSaturation)));
-    const Floats value = keep_if(present, -(load_lanes<Floats>(coefficient + i) * ratio));
+    const Floats value = keep_if(present, -(coefficient * ratio));
     if (kScoreHead) {
       store_lanes(keep_if(present, value * load_lanes<Floats>(logp + i)), loss + i);
       store_lanes(value, grad + i);
@@ -296,21 +315,62 @@ GateCounts token_loop(const PieceGate& piece, float keep, const TokenBounds& bou
       store_lanes(keep_if(present, value * (keep * inside + own)), grad + i);
       const Floats rising = value * rising_step, falling = value * falling_step;
       store_lanes(rising, terms.past_token[0] + i);
-      store_lanes(falling, terms.past_token[1] + i);
+      if (kSplit) store_lanes(falling, terms.past_token[1] + i);
       flows |= (rising != 0.0f) | (falling != 0.0f);
     }
     chosen += kind;
-    below_sum += kind & below;
-    above_sum += kind & above;
+    below_sum = add_where(below, kind, below_sum);
+    above_sum = add_where(above, kind, above_sum);
   }
-  GateCounts counts;
-  int32_t some_flow = 0;
-  for (int lane = 0; lane < kWidth; ++lane) {
-    counts.chosen += chosen[lane], counts.below += below_sum[lane], counts.above += above_sum[lane];
-    some_flow |= flows[lane];
+
+  GateCounts counts() const {
+    GateCounts found;
+    int32_t some_flow = 0;
+    for (int lane = 0; lane < kWidth; ++lane) {
+      found.chosen += chosen[lane], found.below += below_sum[lane], found.above += above_sum[lane];
+      some_flow |= flows[lane];
+    }
+    terms.flows = some_flow != 0;
+    return found;
   }
-  terms.flows = some_flow != 0;
-  return counts;
+};
+
+// Whole vectors; what lies beyond the tile is absent.
+using TokenLoop = GateCounts (*)(const PieceGate&, float keep, const TokenBounds&, const Tile&, const float* coefficient,
+                                 const float* logp, TokenTerms&, float* loss, float* grad, int n);
+
+template <bool kScoreHead, bool kSplit, bool kDrop, bool kDriven>
+GateCounts token_loop(const PieceGate& piece, float keep, const TokenBounds& bounds, const Tile& tile, const float* coefficient,
+                      const float* logp, TokenTerms& terms, float* loss, float* grad, int n) {
+  TokenGates<kScoreHead, kSplit, kDrop, false> gates(piece, keep, terms, loss, grad);
+  for (int i = 0; i < n; i += kWidth) {
+    const Ints kind = load_lanes<Ints>(tile.chosen + i);
+    const Signs<false> signs = {kind == kNegative};
+    const Floats low = kDriven ? load_lanes<Floats>(terms.low + i) : signs.of(bounds.low);
+    const Floats high = kDriven ? load_lanes<Floats>(terms.high + i) : signs.of(bounds.high);
+    gates.step(i, kind, load_lanes<Floats>(tile.x + i), load_lanes<Floats>(coefficient + i), low, high, logp);
+  }
+  return gates.counts();
+}
+
+// A plain tile: its tokens have one advantage, and are read where they are.
+using PlainLoop = GateCounts (*)(const PieceGate&, float keep, const TokenBounds&, const PolicyLossArgs&, int64_t first,
+                                 float coefficient, int32_t kind, TokenTerms&, float* loss, float* grad, int n);
+
+template <bool kScoreHead, bool kSplit, bool kDrop>
+GateCounts plain_loop(const PieceGate& piece, float keep, const TokenBounds& bounds, const PolicyLossArgs& args, int64_t first,
+                      float coefficient, int32_t kind, TokenTerms& terms, float* loss, float* grad, int n) {
+  const int sign = kind == kNegative;
+  TokenGates<kScoreHead, kSplit, kDrop, true> gates(piece.of_sign(sign), keep, terms, loss, grad);
+  const float* logp = args.logp + first;
+  const float* old_logp = args.old_logp ? args.old_logp + first : logp;
+  const Floats low = all<Floats>(bounds.low[sign]), high = all<Floats>(bounds.high[sign]), a = all<Floats>(coefficient);
+  for (int i = 0; i < n; i += kWidth) {
+    const Ints here = args.mask ? keep_where(args.mask + first + i, Ints{} + kind) : Ints{} + kind;
+    const Floats x = keep_if(here != kAbsent, load_lanes<Floats>(logp + i) - load_lanes<Floats>(old_logp + i));
+    gates.step(i, here, x, a, low, high, logp);
+  }
+  return gates.counts();
 }
 
 template <bool kScoreHead, bool kSplit>
@@ -319,9 +379,21 @@ TokenLoop pick_token_loop(bool drop, bool driven) {
   return driven ? token_loop<kScoreHead, kSplit, false, true> : token_loop<kScoreHead, kSplit, false, false>;
 }
 
+template <bool kScoreHead, bool kSplit>
+PlainLoop pick_plain_loop(bool drop) {
+  return drop ? plain_loop<kScoreHead, kSplit, true> : plain_loop<kScoreHead, kSplit, false>;
+}
+
+PlainLoop pick_plain_loop(const GateStructure& structure, bool split) {
+  const bool drop = structure.token == TokenGate::drop;
+  if (structure.head == Head::score) return split ? pick_plain_loop<true, true>(drop) : pick_plain_loop<true, false>(drop);
+  return split ? pick_plain_loop<false, true>(drop) : pick_plain_loop<false, false>(drop);
+}
+
 TokenLoop pick_token_loop(const GateStructure& structure, bool split, bool driven) {
   const bool drop = structure.token == TokenGate::drop;
-  if (structure.head == Head::score) return split ? pick_token_loop<true, true>(drop, driven) : pick_token_loop<true, false>(drop, driven);
+  if (structure.head == Head::score)
+    return split ? pick_token_loop<true, true>(drop, driven) : pick_token_loop<true, false>(drop, driven);
   return split ? pick_token_loop<false, true>(drop, driven) : pick_token_loop<false, false>(drop, driven);
 }
 
@@ -329,11 +401,12 @@ TokenLoop pick_token_loop(const GateStructure& structure, bool split, bool drive
 struct TokenPlan {
   const Hierarchy& hierarchy;
   TokenLoop loop;
+  PlainLoop plain_loop;
   TokenBounds bounds;
-  float keep;     // 0 where the finest level takes the place of the token's own slope
-  bool driven;    // tokens have bounds of their own
-  bool carries;   // some level hands gradient through its aggregate
-  bool by_sign;   // and it is not the finest
+  float keep;  // 0 where the finest level takes the place of the token's own slope
+  bool driven;  // tokens have bounds of their own
+  bool carries;  // some level hands gradient through its aggregate
+  bool by_sign;  // and it is not the finest
 
   TokenPlan(const Call& call, const Hierarchy& hierarchy) : hierarchy(hierarchy) {
     const GateStructure& structure = call.structure;
@@ -354,6 +427,7 @@ struct TokenPlan {
     carries = through && structure.head != Head::score && call.args.grad;
     by_sign &= carries;
     loop = pick_token_loop(structure, hierarchy.split, driven);
+    plain_loop = pick_plain_loop(structure, hierarchy.split);
   }
 };
 
@@ -398,12 +472,26 @@ struct BlockGate {
     return counts;
   }
 
+  // The same of a plain tile of whole vectors, from begin to end.
+  void finish_plain(const Call& call, int64_t row, int64_t first, int n, Tile& tile, Partial& partial) const {
+    const float advantage = call.args.advantages[row], coefficient = call.args.weights[row] * advantage;
+    float* grad = call.args.grad ? call.args.grad + first : tile.grad;
+    const int32_t kind = advantage < 0.0f ? kNegative : kPositive;
+    plan.plain_loop(piece, plan.keep, plan.bounds, call.args, first, coefficient, kind, terms, tile.loss, grad, n)
+        .add_to(partial.slots);
+    add_terms(tile.loss, n, partial.sums[kLossSum]);
+    if (!plan.carries) return;
+    if (terms.flows) add_past_token(n);
+    if (plan.by_sign) add_terms(tile.loss, n, lanes.by_sign[kind == kNegative]);
+  }
+
  private:
   // The loop goes on to the end of a vector; tensors may not.
   GateCounts run_loop(Tile& tile, const float* coefficient, const float* logp, float* loss, float* grad, int n) const {
     if (n % kLanes == 0) return plan.loop(piece, plan.keep, plan.bounds, tile, coefficient, logp, terms, loss, grad, n);
     alignas(64) float own_logp[kPadded], own_loss[kPadded], own_grad[kPadded];
-    for (int i = n; i < n + kLanes; ++i) tile.chosen[i] = kAbsent, tile.x[i] = own_logp[i] = terms.low[i] = terms.high[i] = 0.0f;
+    for (int i = n; i < n + kLanes; ++i)
+      tile.chosen[i] = kAbsent, tile.x[i] = own_logp[i] = terms.low[i] = terms.high[i] = 0.0f;
     std::memcpy(own_logp, logp, size_t(n) * sizeof(float));
     const GateCounts counts =
         plan.loop(piece, plan.keep, plan.bounds, tile, coefficient, own_logp, terms, own_loss, own_grad, n);
@@ -412,10 +500,12 @@ struct BlockGate {
     return counts;
   }
 
+  void add_past_token(int n) const {
+    for (int i = 0; i <= plan.hierarchy.split; ++i) add_terms(terms.past_token[i], n, lanes.past_token[i]);
+  }
+
   void add_flows(const Tile& tile, const float* loss, int n) const {
-    if (terms.flows) {
-      for (int i = 0; i < 2; ++i) add_terms(terms.past_token[i], n, lanes.past_token[i]);
-    }
+    if (terms.flows) add_past_token(n);
     if (!plan.by_sign) return;
     for (int i = 0; i < n; ++i) terms.by_sign[0][i] = keep_if(tile.chosen[i] == kPositive, loss[i]);
     for (int i = 0; i < n; ++i) terms.by_sign[1][i] = keep_if(tile.chosen[i] == kNegative, loss[i]);
@@ -452,11 +542,24 @@ void clear_gaps(const Pieces& pieces) {
   clear(covered, args.tokens);
 }
 
+// Adds to the gradient of a plain tile of whole vectors what arrives at its tokens through aggregates.
+void add_flow_to_plain(const PolicyLossArgs& args, int64_t first, int n, float rising, float falling) {
+  const float* logp = args.logp + first;
+  const float* old_logp = args.old_logp ? args.old_logp + first : logp;
+  float* grad = args.grad + first;
+  for (int i = 0; i < n; i += kWidth) {
+    const Floats x = load_lanes<Floats>(logp + i) - load_lanes<Floats>(old_logp + i);
+    const Floats flow = x < 0.0f ? all<Floats>(falling) : all<Floats>(rising);
+    const Ints valid = args.mask ? Ints(keep_where(args.mask + first + i, Ints{} + 1) != 0) : Ints{} - 1;
+    store_lanes(load_lanes<Floats>(grad + i) + keep_if(valid, flow), grad + i);
+  }
+}
+
 // From the flows of pieces to the gradient that each of their tokens receives through aggregates.
 void couple(const Pieces& pieces, const Workspace& space, int threads) {
   const Hierarchy& hierarchy = pieces.hierarchy;
   for (int k = 0; k < hierarchy.depth; ++k) {
-    double(*arriving)[2] = space.arriving + k * pieces.count();
+    double (*arriving)[2] = space.arriving + k * pieces.count();
     std::memset(arriving, 0, size_t(pieces.count()) * sizeof *arriving);
     if (hierarchy.levels[k].routing != Routing::through) continue;
     for (int64_t p = 0; p < pieces.count(); ++p) {
@@ -549,8 +652,10 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
       FlowLanes lanes;
       const BlockGate gate = {plan, space.gates[p], terms, lanes};
       for_each_tile_of(pieces.row(p), first, tokens, whole, [&](int64_t at, int n) {
-        if (space.plain[task]) reload_plain(args, at, n, whole, tile);
-        else load(call, at, n, whole, true, tile, counted);
+        if (space.plain[task] && n % kLanes == 0) {
+          return gate.finish_plain(call, pieces.row(p), at, n, tile, space.partials[task]);
+        }
+        load(call, at, n, whole, true, tile, counted);
         finish_tile(call, gate, at, n, whole, tile, space.partials[task]);
       });
       if (plan.carries) (begins ? space.flows[p] : space.flows_of_blocks[task]) = lanes.total();
@@ -568,8 +673,8 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
         const float rising = space.gates[p].flow[0], falling = space.gates[p].flow[1];
         if (rising == 0.0f && falling == 0.0f) return;  // nothing saturated: what is written stands, to the bit
         for_each_tile_of(pieces.row(p), first, tokens, whole, [&](int64_t at, int n) {
-          if (space.plain[task]) reload_plain(args, at, n, whole, tile);
-          else load(call, at, n, whole, true, tile, counted);
+          if (space.plain[task] && n % kLanes == 0) return add_flow_to_plain(args, at, n, rising, falling);
+          load(call, at, n, whole, true, tile, counted);
           float* __restrict grad = args.grad + at;
           for (int i = 0; i < n; ++i) {
             const bool receives = tile.kind[i] != kAbsent && tile.infinite[i] == 0;

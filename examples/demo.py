@@ -44,6 +44,7 @@ GATES = {
     "reinforce": (hpo.gates.reinforce, "dapo"),
     "gspo": (hpo.gates.gspo, "grpo"),
     "gspo_token": (hpo.gates.gspo_token, "grpo"),
+    "fiberpo": (hpo.gates.fiberpo, "grpo"),
 }
 ALPHABET = string.ascii_lowercase + string.digits + " +-*/=<>,.;:?!()"
 LETTERS, LENGTH, LONGEST = "abcdefghij", 8, 12

@@ -365,6 +365,17 @@ def test_evaluation_equals_trl(tmp_path):
 # --------------------------------------------------------------------------------------- gate=, advantage=, window=
 
 
+def test_a_gate_on_several_levels_trains(tmp_path):
+    """On-policy every gate with slope 1 at 0 gives the same gradient, to the bit; off-policy FiberPO has its own."""
+    for steps, same in ((1, True), (4, False)):
+        results = [
+            run(HPOTrainer, tmp_path, extra={"gate": gate}, loss_type="grpo", max_steps=steps)
+            for gate in (hpo.gates.fiberpo(0.001, (0.0005, 0.0005)), hpo.gates.ppo_clip())
+        ]
+        assert torch.equal(results[0].parameters, results[1].parameters) == same
+        assert all(math.isfinite(entry["loss"]) for entry in results[0].logs if "loss" in entry)
+
+
 def test_an_estimator_sees_whole_groups(trl_run, tmp_path):
     """TRL's own normalisation, computed by ours: the same run, although micro-batches hold parts of groups."""
     calls = []

@@ -141,6 +141,18 @@ def test_dapo_is_vanilla_without_the_dual_clip():
     close(ours, expected)
 
 
+def test_a_gate_on_several_levels():
+    """FiberPO with room for everything is the ratio itself; with its own budgets it is not."""
+    register("hpo_fiberpo", hpo.gates.fiberpo())
+    register("hpo_fiberpo_wide", hpo.gates.fiberpo(50.0, (50.0, 50.0)))
+    batch = Batch()
+    unclipped = run(batch, actor("vanilla", clip_ratio_low=1.0, clip_ratio_high=1e6, clip_ratio_c=1e6))
+    wide, tight = (run(batch, actor(mode, loss_agg_mode="token-mean")) for mode in ("hpo_fiberpo_wide", "hpo_fiberpo"))
+    close(wide, unclipped)
+    assert not torch.allclose(tight[1], wide[1], rtol=1e-2)
+    assert tight[2]["actor/pg_clipfrac"] > 0.1
+
+
 def test_gspo_with_token_advantages():
     """verl's gspo is the paper's GSPO-token; the sequence form has another gradient where advantages vary in a row."""
     batch, fields = Batch(per_token=True), PRESETS["hpo_gspo"][1]

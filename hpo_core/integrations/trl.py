@@ -370,7 +370,7 @@ def _mask(inputs: dict[str, Any]) -> torch.Tensor:
 
 def _clip_bounds(gate: RatioGate) -> tuple[float, float] | None:
     """Log-ratio bounds whose crossing is counted: the lower for ``A < 0``, the upper for ``A > 0``. None: no clip."""
-    clip = gate.token if gate.level is None else gate.level.gate
+    clip = gate.token if not gate.levels else gate.level and gate.level.gate
     if not isinstance(clip, Clip):
         return None
     return math.log(clip.low[1]) if clip.low[1] > 0 else -math.inf, math.log(clip.high[0])

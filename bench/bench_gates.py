@@ -34,6 +34,7 @@ DAPO = Objective("dapo", 0.2, 0.28)
 CISPO = Objective("cispo", 0.0, 0.28)
 GSPO = Objective("gspo", 3e-4, 4e-4)
 GSPO_TOKEN = Objective("gspo_token", 3e-4, 4e-4)
+FIBERPO = Objective("fiberpo", 0.2, 0.2)  # the clip of tokens, the budgets of rows
 
 # Arithmetic of one token. An exponential is a reduction (2 multiply-adds) and a polynomial of degree 6, scaled: 18.
 EXP = 18
@@ -48,6 +49,8 @@ def gate_of(objective: Objective) -> hpo.gates.RatioGate:
         return hpo.gates.reinforce()
     if objective.gate == "cispo":
         return hpo.gates.cispo(cap=1 + objective.high)
+    if objective.gate == "fiberpo":
+        return hpo.gates.fiberpo(objective.low, (objective.high, objective.high))
     gate: hpo.gates.RatioGate = getattr(hpo.gates, objective.gate)(objective.low, objective.high)
     return gate
 
@@ -116,7 +119,7 @@ def ours(
         return {"loss": result.loss, "grad": result.grad}
 
     found = [("hpo_core", with_autograd), ("hpo_core, no autograd", without_autograd)]
-    if objective.keep == 1 and not objective.beta:
+    if objective.keep == 1 and not objective.beta and not gate.spec().levels:
         found.append(("hpo_core, kernel alone", kernel_alone(gate, data, batch, backend)))
     return [Contestant(name, run, goals.get(name), tolerance=2e-6) for name, run in found]
 
@@ -217,9 +220,10 @@ def packed_case(
     """Rows of any length, no mask. ``cold``: from memory, next to the floor alone."""
     data, batch = packed_batch(objective, tokens, rows)
     size = f"{tokens:,} tokens in {'one row' if rows == 1 else f'{rows:,} ragged rows'}"
-    others = [] if cold else [Contestant("eager", peers.eager_packed(objective, data))]
+    others = [] if cold else [Contestant("eager", peers.eager_packed(objective, data), goals.get("eager"))]
     if full and compiled:
-        others.append(Contestant("compile, advantages gathered", peers.compiled_packed(objective, data)))
+        name = "compile, advantages gathered"
+        others.append(Contestant(name, peers.compiled_packed(objective, data), goals.get(name)))
     return Case(
         op="policy_loss",
         name=f"{describe(objective)}, {size}{', cold' if cold else ''}",
@@ -277,6 +281,12 @@ TOKEN_GOALS = {
     "compile, advantages expanded": slower_by(4),
 }
 SEQUENCE_GOALS = {"hpo_core, no autograd": at_most_floors(2.5), "verl": slower_by(30)}
+TWO_LEVEL_GOALS = {
+    "hpo_core, no autograd": at_most_floors(4),
+    "eager": slower_by(30),
+    "compile, advantages gathered": slower_by(20),
+}
+TWO_LEVEL_COLD_GOALS = {"hpo_core, no autograd": at_most_floors(6)}
 COLD_GOALS = {"hpo_core, no autograd": at_most_floors(2)}
 TINY_GOALS = {"hpo_core": at_most_milliseconds(0.060), "hpo_core, kernel alone": at_most_milliseconds(0.010)}
 
@@ -289,9 +299,16 @@ def padded(
     return Plan(name, build, {"rows": rows, "length": length}, {"rows": 8, "length": 48})
 
 
-def packed(objective: Objective, tokens: int, rows: int, compiled: bool = False, cold: bool = False) -> Plan:
+def packed(
+    objective: Objective,
+    tokens: int,
+    rows: int,
+    goals: dict[str, Goal] | None = None,
+    compiled: bool = False,
+    cold: bool = False,
+) -> Plan:
     name = f"{describe(objective)} {tokens} tokens in {rows} rows{' cold' * cold}"
-    build = functools.partial(packed_case, objective, COLD_GOALS if cold else {}, compiled, cold)
+    build = functools.partial(packed_case, objective, goals or {}, compiled, cold)
     return Plan(name, build, {"tokens": tokens, "rows": rows}, {"tokens": 600, "rows": min(rows, 40)})
 
 
@@ -306,8 +323,11 @@ def plans(quick: bool) -> list[Plan]:
         return headline
     return [
         *headline,
-        packed(PPO, million, 512, cold=True),
-        packed(GSPO, million, 512, cold=True),
+        packed(PPO, million, 512, COLD_GOALS, cold=True),
+        packed(GSPO, million, 512, COLD_GOALS, cold=True),
+        packed(FIBERPO, million, 512, TWO_LEVEL_COLD_GOALS, cold=True),
+        packed(FIBERPO, million, 512, TWO_LEVEL_GOALS, compiled=True),
+        packed(FIBERPO, million, 50_000),
         packed(PPO, million, 512, compiled=True),
         packed(GSPO, million, 512, compiled=True),
         padded(PPO, 50_000, 21, TOKEN_GOALS, compiled=True),

@@ -131,6 +131,19 @@ def padded_formula(objective: Objective) -> Callable[..., tuple[torch.Tensor, to
     return formula
 
 
+def fiberpo_log_ratio(objective: Objective, log_ratio: torch.Tensor, batch: Packed) -> torch.Tensor:
+    """Two channels: the mean of each row within its budget, rolled back beyond, and the clipped rest of each token."""
+    rises = log_ratio >= 0
+    gated = torch.zeros_like(log_ratio)
+    for sign, part in ((1, torch.where(rises, log_ratio, 0.0)), (-1, torch.where(rises, 0.0, -log_ratio))):
+        mean = torch.zeros_like(batch.weights).index_add(0, batch.row, part) / batch.lengths
+        back = (batch.lengths + 1) * objective.high - batch.lengths * mean
+        base = torch.where(mean <= objective.high, mean, back.clamp(min=0))
+        residual = (part - mean[batch.row]).clamp(-objective.low, objective.low)
+        gated = gated + sign * (base[batch.row] + residual)
+    return gated
+
+
 def packed_formula(objective: Objective) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """The same on a pack: what belongs to a row is gathered by ``row``, or, for sequence ratios, added up by it."""
 
@@ -142,7 +155,10 @@ def packed_formula(objective: Objective) -> Callable[..., tuple[torch.Tensor, to
             mean = torch.zeros_like(batch.weights).index_add(0, batch.row, log_ratio) / batch.lengths
             loss = policy_term(objective, mean.exp(), batch.advantages, logp)
             return (batch.weights * batch.lengths * loss).sum(), sums
-        loss = policy_term(objective, log_ratio.exp(), advantages, logp)
+        if objective.gate == "fiberpo":
+            loss = -fiberpo_log_ratio(objective, log_ratio, batch).exp() * advantages
+        else:
+            loss = policy_term(objective, log_ratio.exp(), advantages, logp)
         return (batch.weights[batch.row] * loss).sum(), sums
 
     return formula

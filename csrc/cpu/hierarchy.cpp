@@ -19,14 +19,22 @@ namespace {
 // lie end to end: short pieces share a task, long ones spread over many, and a task has at most one block that begins neither
 // in it nor in its piece.
 
+struct Block {
+  int64_t piece, row;
+  int64_t first, tokens;
+  bool begins;  // its piece
+};
+
 struct Pieces {
   const Hierarchy& hierarchy;
   const PolicyLossArgs& args;
   int64_t* start;  // [pieces + 1], tokens of the pieces before
   int64_t broken = 0;
+  int64_t together = 0;  // pieces that share a segment with others, or are more than one block
+  bool alone;            // one level, and every piece is a segment of it
 
   Pieces(const Hierarchy& hierarchy, const PolicyLossArgs& args, int64_t* start)
-      : hierarchy(hierarchy), args(args), start(start) {
+      : hierarchy(hierarchy), args(args), start(start), alone(hierarchy.depth == 1) {
     int64_t covered = 0;
     start[0] = 0;
     for (int64_t p = 0; p < hierarchy.pieces; ++p) {
@@ -43,12 +51,15 @@ struct Pieces {
       broken += !good;
       covered = good ? end : covered;
       start[p + 1] = start[p] + (good ? end - begin : 0);
+      alone &= hierarchy.ancestors[p] == p;
     }
+    for (int64_t p = 0; p < count(); ++p) together += length(p) > 0 && !stands_alone(p);
   }
 
   int64_t count() const { return hierarchy.pieces; }
   int64_t length(int64_t p) const { return start[p + 1] - start[p]; }
   int64_t blocks(int64_t p) const { return pieces(length(p), kChunk); }
+  bool stands_alone(int64_t p) const { return alone && length(p) <= kChunk; }
   int64_t task(int64_t p) const { return start[p] / kChunk; }  // of its first block
   int64_t tasks() const { return start[count()] / kChunk + 1; }
   int64_t row(int64_t p) const { return hierarchy.piece_row[p]; }
@@ -65,7 +76,7 @@ struct Pieces {
     return low;
   }
 
-  // Calls body(piece, first token, tokens, whether the block begins its piece) for the blocks of a task.
+  // Calls body(block) for the blocks of a task.
   template <class Body>
   void for_each_block(int64_t task, const Body& body) const {
     const int64_t next = starting_at(task * kChunk);
@@ -84,20 +95,20 @@ struct Pieces {
   template <class Body>
   void visit(int64_t p, int64_t block, const Body& body) const {
     const int64_t skipped = block * kChunk, rest = length(p) - skipped;
-    body(p, hierarchy.piece_begin[p] + skipped, rest < kChunk ? rest : kChunk, block == 0);
+    body(Block{p, row(p), hierarchy.piece_begin[p] + skipped, rest < kChunk ? rest : kChunk, block == 0});
   }
 };
 
 // Calls body(first token, number of tokens) for the tiles of a block, `whole` being the tile as one segment. What is left at
 // the end, less than a vector, is a tile of its own, so that all others are whole vectors.
 template <class Body>
-void for_each_tile_of(int64_t row, int64_t first, int64_t tokens, Segments& whole, const Body& body) {
-  const int64_t end = first + tokens;
-  for (int64_t tile = first; tile < end;) {
+void for_each_tile_of(const Block& block, Segments& whole, const Body& body) {
+  const int64_t end = block.first + block.tokens;
+  for (int64_t tile = block.first; tile < end;) {
     int n = int(end - tile < kTile ? end - tile : kTile);
     if (n > kLanes) n -= n % kLanes;
     whole.count = 1;
-    whole.list[0] = {row, 0, n};
+    whole.list[0] = {block.row, 0, n};
     body(tile, n);
     tile += n;
   }
@@ -205,15 +216,21 @@ void add_log_ratios(const Tile& tile, int n, bool split, LogRatios& sums) {
 
 // ---------------------------------------------------------------------------------------------------------------- gates
 
-double aggregate(const HierarchyLevel& level, const LogRatios& sums, int channel) {
-  const double n = level.aggregate == Aggregate::mean ? double(sums.valid) : 1.0;
-  return from_fixed(sums.fixed[channel]) / n;
+// What a sum over a segment is divided by.
+double members(const HierarchyLevel& level, const LogRatios& sums) {
+  return level.aggregate == Aggregate::mean && sums.valid > 0 ? double(sums.valid) : 1.0;
 }
 
-// The levels above the tokens of one piece that has some.
-void gate_piece(const Pieces& pieces, const Workspace& space, int64_t p, PieceGate& gate, LevelSlopes& slopes) {
+double aggregate(const HierarchyLevel& level, const LogRatios& sums, int channel) {
+  return from_fixed(sums.fixed[channel]) / members(level, sums);
+}
+
+// The levels above the tokens of one piece.
+void gate_piece(const Pieces& pieces, const Workspace& space, int64_t p) {
   const Hierarchy& hierarchy = pieces.hierarchy;
-  gate = {};
+  PieceGate& gate = space.gates[p] = {};
+  LevelSlopes& slopes = space.slopes[p] = {};
+  if (space.log_ratios[p].valid == 0) return;
   for (int channel = 0; channel <= hierarchy.split; ++channel) {
     const double towards = channel == 0 ? 1.0 : -1.0;
     double z[2] = {}, finer_slope[2] = {};
@@ -585,9 +602,7 @@ void couple(const Pieces& pieces, const Workspace& space, int threads) {
         double sum = 0.0;
         for (int k = 0; k < hierarchy.depth; ++k) {
           const int64_t at = k * pieces.count() + pieces.ancestor(k, p);
-          const int64_t valid = space.segments[at].valid;
-          const bool mean = hierarchy.levels[k].aggregate == Aggregate::mean && valid > 0;
-          sum += space.arriving[at][channel] / (mean ? double(valid) : 1.0);
+          sum += space.arriving[at][channel] / members(hierarchy.levels[k], space.segments[at]);
         }
         space.gates[p].flow[channel] = float(sum);
       }
@@ -595,6 +610,88 @@ void couple(const Pieces& pieces, const Workspace& space, int threads) {
     }
   });
 }
+
+void gate_pieces(const Pieces& pieces, const Workspace& space, int threads) {
+  for_each_piece(pieces.count(), threads, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      if (pieces.length(p) > 0 && !pieces.stands_alone(p)) gate_piece(pieces, space, p);
+    }
+  });
+}
+
+struct Scratch {
+  Tile tile;
+  Segments whole;
+  TokenTerms terms;
+};
+
+// What is done to the tokens of one block.
+struct Sweeps {
+  const Call& call;
+  const Pieces& pieces;
+  const Workspace& space;
+  const TokenPlan& plan;
+
+  // The first sweep; returns whether the others may take every tile of whole vectors for plain.
+  bool measure(const Block& block, Scratch& scratch, Partial& partial, LogRatios& sums) const {
+    const bool may = may_be_plain(call.args);
+    Tile& tile = scratch.tile;
+    bool plain = may;
+    for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
+      if (!may || !measure_plain(call, at, n, scratch.whole, tile, space.seen, partial)) {
+        hpo::HPO_ISA::measure(call, at, n, scratch.whole, tile, space.seen, partial);
+        plain &= !tile.exceptional && tile.chosen == tile.kind;
+      }
+      add_log_ratios(tile, n, plan.hierarchy.split, sums);
+    });
+    return plain;
+  }
+
+  // The second: loss, gradient of the token's own path, and the flow into aggregates.
+  void finish(const Block& block, bool plain, Scratch& scratch, Partial& partial, Flow& flow) const {
+    Partial counted;  // in the first sweep
+    FlowLanes lanes;
+    const BlockGate gate = {plan, space.gates[block.piece], scratch.terms, lanes};
+    for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
+      if (plain && n % kLanes == 0) return gate.finish_plain(call, block.row, at, n, scratch.tile, partial);
+      load(call, at, n, scratch.whole, true, scratch.tile, counted);
+      finish_tile(call, gate, at, n, scratch.whole, scratch.tile, partial);
+    });
+    if (plan.carries) flow = lanes.total();
+  }
+
+  // The third, where something saturated: the gradient that arrives through aggregates. Elsewhere what is written stands.
+  void receive(const Block& block, bool plain, Scratch& scratch) const {
+    const float rising = space.gates[block.piece].flow[0], falling = space.gates[block.piece].flow[1];
+    if (rising == 0.0f && falling == 0.0f) return;
+    Partial counted;
+    Tile& tile = scratch.tile;
+    for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
+      if (plain && n % kLanes == 0) return add_flow_to_plain(call.args, at, n, rising, falling);
+      load(call, at, n, scratch.whole, true, tile, counted);
+      float* __restrict grad = call.args.grad + at;
+      for (int i = 0; i < n; ++i) {
+        const bool receives = tile.kind[i] != kAbsent && tile.infinite[i] == 0;
+        grad[i] += keep_if(receives, tile.x[i] < 0.0f ? falling : rising);
+      }
+    });
+  }
+
+  // All that is left for a piece that shares its one level with no other, while its tokens are in the cache.
+  void settle(const Block& block, const LogRatios& sums, bool plain, Scratch& scratch, Partial& partial) const {
+    const int64_t p = block.piece;
+    space.log_ratios[p] = space.segments[p] = sums;
+    gate_piece(pieces, space, p);
+    Flow flow = {};
+    finish(block, plain, scratch, partial, flow);
+    if (!plan.carries || plan.hierarchy.levels[0].routing != Routing::through) return;
+    for (int channel = 0; channel < 2; ++channel) {
+      const int of = plan.hierarchy.split ? channel : 0;
+      space.gates[p].flow[channel] = float(flow.past_token[of] / members(plan.hierarchy.levels[0], sums));
+    }
+    receive(block, plain, scratch);
+  }
+};
 
 }  // namespace
 
@@ -608,81 +705,50 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
   const Workspace space(args.workspace, args.tokens, args.rows, hierarchy.pieces);
   const Pieces pieces(hierarchy, args, space.start);
   const TokenPlan plan(call, hierarchy);
-  const bool may = may_be_plain(args);
+  const Sweeps sweeps = {call, pieces, space, plan};
   threads = worthwhile(threads, args.tokens + hierarchy.pieces);
   std::memset(space.seen, 0, size_t(args.rows));
-
   clear_gaps(pieces);
 
   parallel_for(pieces.tasks(), threads, [&](int64_t task) {
-    Tile tile;
+    Scratch scratch;
     Partial partial;
-    Segments whole;
-    bool plain = may;
-    pieces.for_each_block(task, [&](int64_t p, int64_t first, int64_t tokens, bool begins) {
+    bool all_plain = true;
+    pieces.for_each_block(task, [&](const Block& block) {
       LogRatios sums = {};
-      for_each_tile_of(pieces.row(p), first, tokens, whole, [&](int64_t at, int n) {
-        if (!may || !measure_plain(call, at, n, whole, tile, space.seen, partial)) {
-          measure(call, at, n, whole, tile, space.seen, partial);
-          plain &= !tile.exceptional && tile.chosen == tile.kind;
-        }
-        add_log_ratios(tile, n, hierarchy.split, sums);
-      });
-      (begins ? space.log_ratios[p] : space.log_ratios_of_blocks[task]) = sums;
+      const bool plain = sweeps.measure(block, scratch, partial, sums);
+      if (pieces.stands_alone(block.piece)) return sweeps.settle(block, sums, plain, scratch, partial);
+      (block.begins ? space.log_ratios[block.piece] : space.log_ratios_of_blocks[task]) = sums;
+      all_plain &= plain;
     });
     space.partials[task] = partial;
-    space.plain[task] = plain;
+    space.plain[task] = all_plain;
   });
 
-  gather_blocks(pieces, space.log_ratios_of_blocks, space.log_ratios);
-  sum_segments(pieces, space);
-  for_each_piece(pieces.count(), threads, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) {
-      if (pieces.length(p) > 0 && space.log_ratios[p].valid > 0) gate_piece(pieces, space, p, space.gates[p], space.slopes[p]);
-      else space.gates[p] = {}, space.slopes[p] = {};
-    }
-  });
-
-  parallel_for(pieces.tasks(), threads, [&](int64_t task) {
-    Tile tile;
-    Partial counted;
-    Segments whole;
-    TokenTerms terms;
-    pieces.for_each_block(task, [&](int64_t p, int64_t first, int64_t tokens, bool begins) {
-      FlowLanes lanes;
-      const BlockGate gate = {plan, space.gates[p], terms, lanes};
-      for_each_tile_of(pieces.row(p), first, tokens, whole, [&](int64_t at, int n) {
-        if (space.plain[task] && n % kLanes == 0) {
-          return gate.finish_plain(call, pieces.row(p), at, n, tile, space.partials[task]);
-        }
-        load(call, at, n, whole, true, tile, counted);
-        finish_tile(call, gate, at, n, whole, tile, space.partials[task]);
-      });
-      if (plan.carries) (begins ? space.flows[p] : space.flows_of_blocks[task]) = lanes.total();
-    });
-  });
-
-  if (plan.carries) {
-    gather_blocks(pieces, space.flows_of_blocks, space.flows);
-    couple(pieces, space, threads);
-    parallel_for(pieces.tasks(), threads, [&](int64_t task) {
-      Tile tile;
-      Partial counted;
-      Segments whole;
-      pieces.for_each_block(task, [&](int64_t p, int64_t first, int64_t tokens, bool) {
-        const float rising = space.gates[p].flow[0], falling = space.gates[p].flow[1];
-        if (rising == 0.0f && falling == 0.0f) return;  // nothing saturated: what is written stands, to the bit
-        for_each_tile_of(pieces.row(p), first, tokens, whole, [&](int64_t at, int n) {
-          if (space.plain[task] && n % kLanes == 0) return add_flow_to_plain(args, at, n, rising, falling);
-          load(call, at, n, whole, true, tile, counted);
-          float* __restrict grad = args.grad + at;
-          for (int i = 0; i < n; ++i) {
-            const bool receives = tile.kind[i] != kAbsent && tile.infinite[i] == 0;
-            grad[i] += keep_if(receives, tile.x[i] < 0.0f ? falling : rising);
-          }
+  if (pieces.together > 0) {
+    const auto for_each_block = [&](const auto& body) {
+      parallel_for(pieces.tasks(), threads, [&](int64_t task) {
+        Scratch scratch;
+        pieces.for_each_block(task, [&](const Block& block) {
+          if (!pieces.stands_alone(block.piece)) body(task, block, scratch);
         });
       });
+    };
+    gather_blocks(pieces, space.log_ratios_of_blocks, space.log_ratios);
+    sum_segments(pieces, space);
+    gate_pieces(pieces, space, threads);
+    for_each_block([&](int64_t task, const Block& block, Scratch& scratch) {
+      Flow flow = {};
+      sweeps.finish(block, space.plain[task], scratch, space.partials[task], flow);
+      (block.begins ? space.flows[block.piece] : space.flows_of_blocks[task]) = flow;
     });
+    if (plan.carries) {
+      gather_blocks(pieces, space.flows_of_blocks, space.flows);
+      couple(pieces, space, threads);
+      for_each_block([&](int64_t task, const Block& block, Scratch& scratch) {
+        sweeps.receive(block, space.plain[task], scratch);
+      });
+    }
   }
 
   Partial total;

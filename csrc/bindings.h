@@ -95,7 +95,7 @@ constexpr const char* kInputs[] = {
 inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& inputs, const Outputs& outputs) {
   if (inputs.size() != std::size(kInputs)) throw std::invalid_argument("inputs: expected a PolicyLossInputs");
   py::ssize_t next = 0;
-  const auto take = [&] { return address_of(inputs[next++]); };
+  const auto take = [&] { return address_of(PyTuple_GET_ITEM(inputs.ptr(), next++)); };
   PolicyLossArgs args{};
   args.tokens = tokens;
   args.rows = rows;

@@ -5,6 +5,7 @@
 // What happens above the tokens depends on a token only through its piece and the sign of its advantage, so it is arithmetic on
 // pieces: sums of log-ratios up, gates, sums of gradients up, and what flows back down.
 #include "gates_call.h"
+#include "hpo/hierarchy.h"
 #include "kernels.h"
 
 HPO_DECLARE_KERNELS(HPO_ISA)
@@ -30,19 +31,11 @@ struct Pieces {
     int64_t covered = 0;
     start[0] = 0;
     for (int64_t p = 0; p < hierarchy.pieces; ++p) {
-      const int64_t begin = hierarchy.piece_begin[p], end = hierarchy.piece_end[p], row = hierarchy.piece_row[p];
-      bool good = row >= 0 && row < args.rows;
-      if (good) {
-        const Range range = row_range(args.cu_seqlens, row, args.tokens);
-        good = !range.bad && begin >= range.begin && begin >= covered && end >= begin && end <= range.end;
-      }
-      for (int k = 0; good && k < hierarchy.depth; ++k) {
-        const int64_t ancestor = hierarchy.ancestors[k * hierarchy.pieces + p];
-        good = ancestor >= 0 && ancestor < hierarchy.pieces;
-      }
+      const Range range = piece_range(hierarchy, args, p);
+      const bool good = !range.bad && range.begin >= covered;
       broken += !good;
-      covered = good ? end : covered;
-      start[p + 1] = start[p] + (good ? end - begin : 0);
+      covered = good ? range.end : covered;
+      start[p + 1] = start[p] + (good ? range.end - range.begin : 0);
     }
   }
 
@@ -101,40 +94,6 @@ void for_each_tile_of(int64_t row, int64_t first, int64_t tokens, Segments& whol
 
 // --------------------------------------------------------------------------------------------------- what pieces add up
 
-// Log-ratios of a piece or a segment, by channel, see to_fixed.
-struct LogRatios {
-  int64_t valid, fixed[2];
-
-  void add(const LogRatios& other) {
-    valid += other.valid;
-    for (int c = 0; c < 2; ++c) fixed[c] += other.fixed[c];
-  }
-};
-
-// d loss / d z of the chosen tokens of a piece: by sign of the advantage, and by channel times (slope of the finest level -
-// slope of the token gate). The second is summed as it is: where nothing saturates, it is 0 to the bit.
-struct Flow {
-  double by_sign[2], past_token[2];
-
-  void add(const Flow& other) {
-    for (int i = 0; i < 2; ++i) by_sign[i] += other.by_sign[i], past_token[i] += other.past_token[i];
-  }
-};
-
-// What a piece tells its tokens. [channel][sign of the advantage]
-struct PieceGate {
-  float z[2];         // the gated residuals of all levels
-  float mean[2];      // of the finest level, by channel
-  float slope[2][2];  // of the finest level
-  float own[2][2];    // what Routing::self adds to the slope of a token's own path
-  float flow[2];      // by channel: the gradient that arrives through aggregates
-  int32_t below[2], above[2];  // -1: some level is beyond its bound
-};
-
-struct LevelSlopes {
-  double slope[kMostLevels][2][2];
-};
-
 struct Workspace {
   Arena arena;
   Partial* partials;      // [tasks]
@@ -146,6 +105,7 @@ struct Workspace {
   double (*arriving)[2];  // [levels][pieces]
   PieceGate* gates;       // [pieces]
   LevelSlopes* slopes;    // [pieces]
+  float (*delivered)[2];  // [pieces]: the gradient that arrives through aggregates, by channel
   int64_t bytes;
 
   Workspace(void* base, int64_t tokens, int64_t rows, int64_t count) : arena(base) {
@@ -161,6 +121,7 @@ struct Workspace {
     arriving = arena.take<double[2]>(kMostLevels * count);
     gates = arena.take<PieceGate>(count);
     slopes = arena.take<LevelSlopes>(count);
+    delivered = arena.take<float[2]>(count);
     bytes = arena.bytes();
   }
 };
@@ -178,7 +139,7 @@ void add_log_ratios(const Tile& tile, int n, bool split, LogRatios& sums) {
   int64_t rising = 0, falling = 0;
   for (int i = 0; i < n; ++i) kinds += tile.kind[i];
   for (int i = 0; i < n; ++i) {
-    const float x = tile.x[i], up = split && x < 0.0f ? 0.0f : x;
+    const float x = tile.x[i], up = rising_part(split, x);
     rising += to_fixed(up);
     falling += to_fixed(up - x);
   }
@@ -189,40 +150,21 @@ void add_log_ratios(const Tile& tile, int n, bool split, LogRatios& sums) {
 
 // ---------------------------------------------------------------------------------------------------------------- gates
 
-double aggregate(const HierarchyLevel& level, const LogRatios& sums, int channel) {
-  const double n = level.aggregate == Aggregate::mean ? double(sums.valid) : 1.0;
-  return from_fixed(sums.fixed[channel]) / n;
-}
-
 // The levels above the tokens of one piece that has some.
 void gate_piece(const Pieces& pieces, const Workspace& space, int64_t p, PieceGate& gate, LevelSlopes& slopes) {
-  const Hierarchy& hierarchy = pieces.hierarchy;
+  const auto segment = [&](int k) { return space.segments[k * pieces.count() + pieces.ancestor(k, p)]; };
   gate = {};
-  for (int channel = 0; channel <= hierarchy.split; ++channel) {
-    const double towards = channel == 0 ? 1.0 : -1.0;
-    double z[2] = {}, finer_slope[2] = {};
-    for (int k = 0; k < hierarchy.depth; ++k) {
-      const HierarchyLevel& level = hierarchy.levels[k];
-      const LogRatios& sums = space.segments[k * pieces.count() + pieces.ancestor(k, p)];
-      const double here = aggregate(level, sums, channel);
-      const bool top = k + 1 == hierarchy.depth;
-      const int64_t parent = top ? 0 : (k + 1) * pieces.count() + pieces.ancestor(k + 1, p);
-      const double u = top ? here : here - aggregate(hierarchy.levels[k + 1], space.segments[parent], channel);
-      if (k == 0) gate.mean[channel] = float(here);
-      for (int sign = 0; sign < 2; ++sign) {
-        const Residual gated = gate_residual(level, channel, sign, u, double(sums.valid));
-        z[sign] += gated.value;
-        slopes.slope[k][channel][sign] = gated.slope;
-        const double step = gated.slope - finer_slope[sign];  // at the finest level the token subtracts its own slope
-        if (level.routing == Routing::self) gate.own[channel][sign] += float(step);
-        finer_slope[sign] = gated.slope;
-        if (k == 0) gate.slope[channel][sign] = float(gated.slope);
-        const int32_t side = channel == 0 ? gated.side : -gated.side;
-        gate.below[sign] |= mask_of(side < 0);
-        gate.above[sign] |= mask_of(side > 0);
-      }
+  for (int channel = 0; channel <= pieces.hierarchy.split; ++channel) {
+    for (int sign = 0; sign < 2; ++sign) {
+      const auto put_slope = [&](int k, double slope) { slopes.slope[k][channel][sign] = slope; };
+      const GateColumn column = gate_column(pieces.hierarchy, channel, sign, segment, put_slope);
+      gate.z[sign] += column.z;
+      gate.mean[channel] = column.mean;
+      gate.slope[channel][sign] = column.slope;
+      gate.own[channel][sign] = column.own;
+      gate.below[sign] |= column.below;
+      gate.above[sign] |= column.above;
     }
-    for (int sign = 0; sign < 2; ++sign) gate.z[sign] += float(towards * z[sign]);
   }
 }
 
@@ -248,37 +190,17 @@ GateCounts token_loop(const PieceGate& piece, float keep, const Tile& tile, cons
   for (int i = 0; i < n; ++i) {
     const int32_t kind = chosen[i];
     const bool present = kind != kAbsent, negative = kind == kNegative;
-    const float x = x_of[i], low = low_of[i], high = high_of[i];
-    const bool falls = kSplit && x < 0.0f;  // +0 and -0 rise: one channel has the whole derivative at 0
-    const float up = falls ? 0.0f : x;
-    const float u = up - gate.mean[0], v = kDrop ? 0.0f : clamp(u, low, high);
-    float inside = !kDrop && v == u ? 1.0f : 0.0f;
-    float z = (negative ? gate.z[1] : gate.z[0]) + v;
-    int32_t below = kDrop ? 0 : mask_of(u < low), above = kDrop ? 0 : mask_of(u > high);
-    const float rising_slope = negative ? gate.slope[0][1] : gate.slope[0][0];
-    const float rising_own = negative ? gate.own[0][1] : gate.own[0][0];
-    const float rising_step = rising_slope - inside;
-    float falling_step = 0.0f, own = rising_own;
-    if (kSplit) {
-      const float down = up - x, u_down = down - gate.mean[1], v_down = kDrop ? 0.0f : clamp(u_down, low, high);
-      const float inside_down = !kDrop && v_down == u_down ? 1.0f : 0.0f;
-      z -= v_down;
-      below |= kDrop ? 0 : mask_of(u_down > high);
-      above |= kDrop ? 0 : mask_of(u_down < low);
-      falling_step = (negative ? gate.slope[1][1] : gate.slope[1][0]) - inside_down;
-      own = falls ? (negative ? gate.own[1][1] : gate.own[1][0]) : rising_own;
-      inside = falls ? inside_down : inside;
-    }
-    const float value = -(coefficient[i] * exp(clamp(z, -kSaturation, kSaturation)));
+    const GatedToken token = gate_token(gate, kSplit, kDrop, keep, negative, x_of[i], low_of[i], high_of[i]);
+    const float value = token_value(coefficient[i], token.z);
     loss[i] = keep_if(present, kScoreHead ? value * logp[i] : value);
-    grad[i] = keep_if(present, kScoreHead ? value : value * (keep * inside + own));
+    grad[i] = keep_if(present, kScoreHead ? value : value * token.slope);
     if (!kScoreHead) {
-      rising_flow[i] = keep_if(present, value * rising_step);
-      falling_flow[i] = keep_if(present, value * falling_step);
+      rising_flow[i] = keep_if(present, value * token.rising_step);
+      falling_flow[i] = keep_if(present, value * token.falling_step);
     }
     counts.chosen += kind;
-    counts.below += kind & (below | (negative ? gate.below[1] : gate.below[0]));
-    counts.above += kind & (above | (negative ? gate.above[1] : gate.above[0]));
+    counts.below += kind & token.below;
+    counts.above += kind & token.above;
   }
   return counts;
 }
@@ -309,7 +231,7 @@ void load_bounds(const Call& call, const Hierarchy& hierarchy, int64_t first, in
     if (!clips || !bounds) return;
     for (int i = 0; i < n; ++i) {
       const bool own = tile.chosen[i] != kAbsent && driven[tile.chosen[i] == kNegative];
-      if (own) out[i] = float(std::log(double(bounds[first + i])));
+      if (own) out[i] = log_bound(bounds[first + i]);
     }
   };
   drive(call.args.low, call.structure.low_driven, terms.low);
@@ -380,17 +302,9 @@ void couple(const Pieces& pieces, const Workspace& space, int threads) {
     if (hierarchy.levels[k].routing != Routing::through) continue;
     for (int64_t p = 0; p < pieces.count(); ++p) {
       if (pieces.length(p) == 0) continue;
-      const Flow& flow = space.flows[p];
-      const auto& slope = space.slopes[p].slope;
       double* here = arriving[pieces.ancestor(k, p)];
       for (int channel = 0; channel <= hierarchy.split; ++channel) {
-        if (k == 0) {
-          here[channel] += flow.past_token[channel];
-        } else {
-          for (int sign = 0; sign < 2; ++sign) {
-            here[channel] += (slope[k][channel][sign] - slope[k - 1][channel][sign]) * flow.by_sign[sign];
-          }
-        }
+        here[channel] += handed_up(space.slopes[p], k, channel, space.flows[p]);
       }
     }
   }
@@ -401,13 +315,11 @@ void couple(const Pieces& pieces, const Workspace& space, int threads) {
         double sum = 0.0;
         for (int k = 0; k < hierarchy.depth; ++k) {
           const int64_t at = k * pieces.count() + pieces.ancestor(k, p);
-          const int64_t valid = space.segments[at].valid;
-          const bool mean = hierarchy.levels[k].aggregate == Aggregate::mean && valid > 0;
-          sum += space.arriving[at][channel] / (mean ? double(valid) : 1.0);
+          sum += space.arriving[at][channel] / divisor(hierarchy.levels[k], space.segments[at].valid);
         }
-        space.gates[p].flow[channel] = float(sum);
+        space.delivered[p][channel] = float(sum);
       }
-      if (!hierarchy.split) space.gates[p].flow[1] = space.gates[p].flow[0];
+      if (!hierarchy.split) space.delivered[p][1] = space.delivered[p][0];
     }
   });
 }
@@ -488,7 +400,7 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
       Partial counted;
       Segments whole;
       pieces.for_each_block(task, [&](int64_t p, int64_t first, int64_t tokens, bool) {
-        const float rising = space.gates[p].flow[0], falling = space.gates[p].flow[1];
+        const float rising = space.delivered[p][0], falling = space.delivered[p][1];
         if (rising == 0.0f && falling == 0.0f) return;  // nothing saturated: what is written stands, to the bit
         for_each_tile_of(pieces.row(p), first, tokens, whole, [&](int64_t at, int n) {
           load(call, at, n, whole, true, tile, counted);

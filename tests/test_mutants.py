@@ -64,6 +64,16 @@ MUTANTS = {
         "inputs.group.has(i) && (!args.mask || byte_of(inputs.mask, i))", "inputs.group.has(i)",
         "test_gates.test_masked_is_never_read", {"gate": gates.dapo()},
     ),
+    "cuda: what a tile hands up is added by lane, not by position": (
+        "cuda_emulated", "cuda/hierarchy.cu", "cuda/hierarchy.cu",
+        "unsigned(lane() - position) % kAdders", "unsigned(lane()) % kAdders",
+        "test_hierarchy.test_a_trajectory_does_not_know_where_it_lies", {"name": "fiberpo"},
+    ),
+    "cuda: the further tiles of a piece begin where the pack's do": (
+        "cuda_emulated", "cuda/hierarchy.cu", "cuda/pieces.cuh",
+        "begin = token + begin % kTile;", "begin = token;",
+        "test_hierarchy.test_a_long_piece_is_shared_by_many_workers", {"gate": gates.fiberpo(0.05, (0.03, 0.02))},
+    ),
     "cpu: window crosses the border": (
         "cpu", "cpu/entropy.cpp", "cpu/entropy.cpp",
         "args.cu_seqlens[row + 1] - rule.last", "args.cu_seqlens[row + 1]",

@@ -4,8 +4,8 @@
 //
 // What happens above the tokens depends on a token only through its piece and the sign of its advantage, so it is arithmetic on
 // pieces: sums of log-ratios up, gates, sums of gradients up, and what flows back down.
-#include "gates_call.h"
 #include "hpo/hierarchy.h"
+#include "gates_call.h"
 #include "kernels.h"
 
 HPO_DECLARE_KERNELS(HPO_ISA)
@@ -96,15 +96,15 @@ void for_each_tile_of(int64_t row, int64_t first, int64_t tokens, Segments& whol
 
 struct Workspace {
   Arena arena;
-  Partial* partials;      // [tasks]
-  uint8_t* seen;          // [rows]
-  int64_t* start;         // [pieces + 1]
+  Partial* partials;  // [tasks]
+  uint8_t* seen;  // [rows]
+  int64_t* start;  // [pieces + 1]
   LogRatios *log_ratios, *log_ratios_of_blocks;  // [pieces], [tasks]: the rest of a piece that other tasks began
-  LogRatios* segments;    // [levels][pieces]
+  LogRatios* segments;  // [levels][pieces]
   Flow *flows, *flows_of_blocks;  // [pieces], [tasks]
   double (*arriving)[2];  // [levels][pieces]
-  PieceGate* gates;       // [pieces]
-  LevelSlopes* slopes;    // [pieces]
+  PieceGate* gates;  // [pieces]
+  LevelSlopes* slopes;  // [pieces]
   float (*delivered)[2];  // [pieces]: the gradient that arrives through aggregates, by channel
   int64_t bytes;
 
@@ -179,8 +179,7 @@ using TokenLoop = GateCounts (*)(const PieceGate&, float keep, const Tile&, cons
 
 template <bool kScoreHead, bool kSplit, bool kDrop>
 GateCounts token_loop(const PieceGate& piece, float keep, const Tile& tile, const float* __restrict coefficient,
-                      const float* __restrict logp, TokenTerms& terms, float* __restrict loss, float* __restrict grad,
-                      int n) {
+                      const float* __restrict logp, TokenTerms& terms, float* __restrict loss, float* __restrict grad, int n) {
   const PieceGate gate = piece;
   const int32_t* __restrict chosen = tile.chosen;
   const float* __restrict x_of = tile.x;
@@ -261,8 +260,8 @@ struct BlockGate {
   const Hierarchy& hierarchy;
   TokenLoop loop;
   const PieceGate& piece;
-  float keep;        // 0 where the finest level takes the place of the token's own slope
-  bool carries;      // some level hands gradient through its aggregate
+  float keep;  // 0 where the finest level takes the place of the token's own slope
+  bool carries;  // some level hands gradient through its aggregate
   TokenTerms& terms;
   FlowLanes& lanes;
   static constexpr bool values_by_row = false;
@@ -297,7 +296,7 @@ void sum_segments(const Pieces& pieces, const Workspace& space) {
 void couple(const Pieces& pieces, const Workspace& space, int threads) {
   const Hierarchy& hierarchy = pieces.hierarchy;
   for (int k = 0; k < hierarchy.depth; ++k) {
-    double(*arriving)[2] = space.arriving + k * pieces.count();
+    double (*arriving)[2] = space.arriving + k * pieces.count();
     std::memset(arriving, 0, size_t(pieces.count()) * sizeof *arriving);
     if (hierarchy.levels[k].routing != Routing::through) continue;
     for (int64_t p = 0; p < pieces.count(); ++p) {

@@ -42,7 +42,8 @@ HPO_INLINE double divisor(const HierarchyLevel& level, int64_t valid) {
 }
 
 HPO_INLINE double aggregate(const HierarchyLevel& level, const LogRatios& sums, int channel) {
-  return from_fixed(sums.fixed[channel]) / divisor(level, sums.valid);
+  const int64_t fixed = channel == 0 ? sums.fixed[0] : sums.fixed[1];  // an index would put the sums into memory
+  return from_fixed(fixed) / divisor(level, sums.valid);
 }
 
 // What a piece tells its tokens. [channel][sign of the advantage]

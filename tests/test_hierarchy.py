@@ -314,11 +314,18 @@ def test_exceptional_log_ratios(gate, backend):
             assert out.metrics.vector[at] == expected.metrics.vector[at]
 
 
-@pytest.mark.parametrize("name", ["fiberpo", "zeroed at once", "two_scale, token"])
+@pytest.mark.parametrize("name", ["fiberpo", "zeroed at once", "two_scale, token", "bent"])
 def test_a_trajectory_does_not_know_where_it_lies(name, backend):
     """Bitwise the same gradient alone and behind any number of tokens, though memory is read in groups of four."""
-    gate, length = GATES[name], 1100
+    bent = RatioGate("bent", SMALL, levels((Tanh(0.2), Unit.TRAJECTORY)))
+    gate, length = GATES.get(name, bent), 1100
     alone = Example(5, lengths=(length,), several=False, gaps=False, spread=0.3)
+    # What cancels where gradient goes through aggregates: the rest of it shows in what order tokens were added.
+    token = torch.arange(length)
+    large, sign = (token % 4 == 0) & (token < 1024), 1.0 - 2.0 * (token // 256 % 2)
+    alone.logp[:length][large] = alone.old_logp[:length][large] = -1.0
+    alone.token_advantages[:length][large] = sign[large] * 2.0**39
+    alone.mask[:length][large] = True
     steps = alone.batch.steps
     runs = []
     for before in (0, 1, 2, 3, 129, 515):

@@ -64,10 +64,11 @@ MUTANTS = {
         "inputs.group.has(i) && (!args.mask || byte_of(inputs.mask, i))", "inputs.group.has(i)",
         "test_gates.test_masked_is_never_read", {"gate": gates.dapo()},
     ),
-    "cuda: what a tile hands up is added by lane, not by position": (
+    "cuda: what a tile hands up is added by place in memory": (
         "cuda_emulated", "cuda/hierarchy.cu", "cuda/hierarchy.cu",
-        "unsigned(lane() - position) % kAdders", "unsigned(lane()) % kAdders",
-        "test_hierarchy.test_a_trajectory_does_not_know_where_it_lies", {"name": "fiberpo"},
+        "token = unsigned(lane()) % kAdders; token < kWindow; token += kAdders",
+        "token = lane() % kAdders * 16, end = token + 16; token < end; ++token",
+        "test_hierarchy.test_a_trajectory_does_not_know_where_it_lies", {"name": "bent"},
     ),
     "cuda: the further tiles of a piece begin where the pack's do": (
         "cuda_emulated", "cuda/hierarchy.cu", "cuda/pieces.cuh",

@@ -11,22 +11,22 @@
 namespace hpo {
 namespace {
 
-constexpr int kWords = 3;               // of a segment's LogRatios: valid, fixed[2]
+constexpr int kWords = 3;  // of a segment's LogRatios: valid, fixed[2]
 constexpr int kHanded = 2 * kMostLevels;  // what a tile hands up: [level][channel]
 
 struct Workspace {
   // Of segment s at level k at [k * pieces + s], 0 after the first launch.
-  int64_t* segments;   // [..][kWords]
-  uint64_t* largest;   // [..][channel]: the largest magnitude that a tile hands up, the bits of a double
-  int64_t* arriving;   // [..][channel]: what all tiles hand up, in steps that `largest` fixes
-  double* handed;      // [units][kHanded]
-  int64_t* begin;      // [pieces]: of the pieces that count, where not all do
-  int* list;           // [pieces]: these pieces
-  int* count;          // how many
-  double* partials;    // [blocks][kMetrics]
-  int* seen;           // [rows]: 1 where a valid token was met
-  int* broken;         // [blocks of the first launch]: whether it met a piece that does not count
-  unsigned* ticket;    // blocks of the sweep that are done
+  int64_t* segments;  // [..][kWords]
+  uint64_t* largest;  // [..][channel]: the largest magnitude that a tile hands up, the bits of a double
+  int64_t* arriving;  // [..][channel]: what all tiles hand up, in steps that `largest` fixes
+  double* handed;  // [units][kHanded]
+  int64_t* begin;  // [pieces]: of the pieces that count, where not all do
+  int* list;  // [pieces]: these pieces
+  int* count;  // how many
+  double* partials;  // [blocks][kMetrics]
+  int* seen;  // [rows]: 1 where a valid token was met
+  int* broken;  // [blocks of the first launch]: whether it met a piece that does not count
+  unsigned* ticket;  // blocks of the sweep that are done
 
   int64_t place(void* base, int64_t tokens, int64_t rows, int64_t pieces) {
     Placement placement(base);
@@ -50,10 +50,10 @@ struct Call {
   Hierarchy hierarchy;
   Workspace workspace;
   float token_low[2], token_high[2];  // of the token gate, log space
-  const float *low, *high;            // per token, where a clip has them
-  float keep;                         // 0: the finest level takes the place of the token's own slope
-  bool carries;                       // some level hands gradient through its aggregate
-  int first_blocks;                   // blocks of the first launch
+  const float *low, *high;  // per token, where a clip has them
+  float keep;  // 0: the finest level takes the place of the token's own slope
+  bool carries;  // some level hands gradient through its aggregate
+  int first_blocks;  // blocks of the first launch
 
   Call(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers, const Hierarchy& hierarchy)
       : gate(args, structure, numbers), hierarchy(hierarchy), workspace(), first_blocks(0) {
@@ -175,7 +175,7 @@ __device__ __forceinline__ LogRatios sum_tile(const Call& call, const Unit& tile
   const bool split = call.hierarchy.split;
   int valid = 0;
   int64_t fixed[2] = {};
-  for_each_window(tile, call.gate.groupable, [&](const Group<4>& group, int) {
+  for_each_window(tile, call.gate.groupable, [&](const Group<4>& group) {
     const Inputs<4> inputs = read_inputs<true, false>(call.gate, group);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -280,20 +280,22 @@ __device__ __forceinline__ float sweep_token(const Call& call, const RowTerms& r
   return complete_token<EXTRAS, EXTRAS>(gate, row, inputs, i, token, exp(token.x), outcome, unweighted, tile, totals);
 }
 
-// Lane l of a kind's eight adds the positions l, l + 8, ... of the tile in their order, wherever the pack put them. `position`
-// is that of the stage's first token.
-__device__ __forceinline__ void add_window(HPO_SHARED_POINTER(float) stage, int position, double& share) {
+// Each of a kind's eight lanes adds every eighth token of the tile, in order. Where the pack put the tile turns the lanes by up
+// to three places and changes nothing else: which tokens are added together, and in what order, does not depend on it.
+__device__ __forceinline__ void add_window(HPO_SHARED_POINTER(float) stage, double& share) {
   __syncwarp();
   const int kind = lane() / kAdders;
-  const unsigned first = unsigned(lane() - position) % kAdders;
   double sum = share;
 #pragma unroll 4
-  for (unsigned token = first; token < kWindow; token += kAdders) sum += double(stage[stage_at(kind, token % 4, token / 4)]);
+  for (unsigned token = unsigned(lane()) % kAdders; token < kWindow; token += kAdders) {
+    sum += double(stage[stage_at(kind, token % 4, token / 4)]);
+  }
   share = sum;
   __syncwarp();
 }
 
-// The tile's flow from the shares of its lanes.
+// The tile's flow from the shares of its lanes: first of those four apart, then two, then one, which is the same sum however
+// the lanes are turned.
 __device__ __forceinline__ Flow sum_flow(double share) {
   for (int step = kAdders / 2; step > 0; step /= 2) share += __shfl_xor_sync(kFullWarp, share, step);
   const auto of_kind = [&](Kind kind) { return __shfl_sync(kFullWarp, share, kind * kAdders); };
@@ -310,13 +312,13 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, H
   const RowTerms row = gate.row_terms(work.unit.tile.row);
   TileTotals tile = {};
   share = 0.0;
-  for_each_window(work.unit.tile, gate.groupable, [&](const Group<4>& group, int position) {
+  for_each_window(work.unit.tile, gate.groupable, [&](const Group<4>& group) {
     const Inputs<4> inputs = read_inputs<EXTRAS, EXTRAS>(gate, group);
     float grad[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) grad[i] = sweep_token<EXTRAS>(call, row, work.gate, inputs, i, stage, tile, totals);
     if (gate.args.grad) write(gate.args.grad, group, grad);
-    if (call.carries) add_window(stage, position, share);
+    if (call.carries) add_window(stage, share);
   });
   count_row(tile, call.workspace.seen + work.unit.tile.row, events);
   Totals::merge(tile, slots);
@@ -423,7 +425,7 @@ __device__ __forceinline__ double arriving(const Call& call, const Way& way, int
 }
 
 __device__ __forceinline__ void deliver_tile(const Call& call, const Unit& tile, float rising, float falling) {
-  for_each_window(tile, call.gate.groupable, [&](const Group<4>& group, int) {
+  for_each_window(tile, call.gate.groupable, [&](const Group<4>& group) {
     const Inputs<4> inputs = read_inputs<true, false>(call.gate, group);
     float* const to = call.gate.args.grad + group.token;
     float grad[4] = {};

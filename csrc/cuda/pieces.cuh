@@ -47,8 +47,8 @@ __device__ __forceinline__ PieceUnit get_unit(const Pieces& pieces, int index) {
 // The four neighbouring tokens of each lane; all lanes together take a window.
 constexpr int kWindow = 4 * kWarp;
 
-// Calls `visit(group, position)` with every lane's group in each window of a tile, and the position inside the tile of lane 0's
-// first token, which may be before it: windows are aligned in the pack. A lane behind the end gets a group that has no token.
+// Calls `visit(group)` with every lane's group in each window of a tile. Windows are aligned in the pack; a lane that has no
+// token of the tile gets a group that has none.
 template <class Visit>
 __device__ __forceinline__ void for_each_window(const Unit& tile, bool groupable, Visit visit) {
   const int before = int(tile.begin % 4), end = before + int(tile.length);
@@ -57,9 +57,8 @@ __device__ __forceinline__ void for_each_window(const Unit& tile, bool groupable
     const int at = window + lane() * 4, from = max(before - at, 0), to = min(end - at, 4);
     const unsigned inside = from < to ? (1u << to) - (1u << from) : 0u;
     const bool any = inside != 0;
-    visit(
-        Group<4>{any ? tile.begin - before + at : tile.begin, any ? from : 0, any ? to : 1, inside, groupable && inside == 15u},
-        window - before);
+    visit(Group<4>{any ? tile.begin - before + at : tile.begin, any ? from : 0, any ? to : 1, inside,
+                   groupable && inside == 15u});
   }
 }
 

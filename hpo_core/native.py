@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from .checks import check
 from .specs import Boundary, GroupNormalisation, Invalid, OrderRule, PolicyLossInputs, PolicyLossSpec
 
 __all__ = ["Native"]
@@ -109,11 +108,6 @@ class Native:
     def _hierarchy(
         self, inputs: PolicyLossInputs, spec: PolicyLossSpec, tokens: int, rows: int, outputs: tuple[Any, ...]
     ) -> None:
-        check(
-            hasattr(self.module, "hierarchy"),
-            "backend: gates on several levels run on 'cpu' and 'reference' so far, not on {!r}; move the tensors there",
-            self.module.__name__.rpartition("._")[2],
-        )
         assert inputs.piece_begin is not None
         pieces = inputs.piece_begin.numel()
         workspace = self._workspace(self.module.hierarchy_workspace(tokens, rows, pieces), inputs.logp)

@@ -147,7 +147,10 @@ pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc was found neither in 
 SLACK = 4  # registers that come and go with any edit
 
 # Kernels that read every token or score: 16 bytes at once, or they leave bandwidth unused.
-WIDE = {"sweep", "sum_tiles<4>", "count_top", "count_middle", "count_low", "count_rows"}
+WIDE = {
+    "sweep", "sum_tiles<4>", "sum_pieces", "sweep_pieces", "deliver_gradient",
+    "count_top", "count_middle", "count_low", "count_rows",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,17 @@ MUTANTS = {
         "inputs.group.has(i) && (!args.mask || byte_of(inputs.mask, i))", "inputs.group.has(i)",
         "test_gates.test_masked_is_never_read", {"gate": gates.dapo()},
     ),
+    "cuda: what a tile hands up is added by place in memory": (
+        "cuda_emulated", "cuda/hierarchy.cu", "cuda/hierarchy.cu",
+        "token = unsigned(lane()) % kAdders; token < kWindow; token += kAdders",
+        "token = lane() % kAdders * 16, end = token + 16; token < end; ++token",
+        "test_hierarchy.test_a_trajectory_does_not_know_where_it_lies", {"name": "bent"},
+    ),
+    "cuda: the further tiles of a piece begin where the pack's do": (
+        "cuda_emulated", "cuda/hierarchy.cu", "cuda/pieces.cuh",
+        "begin = token + begin % kTile;", "begin = token;",
+        "test_hierarchy.test_a_long_piece_is_shared_by_many_workers", {"gate": gates.fiberpo(0.05, (0.03, 0.02))},
+    ),
     "cpu: window crosses the border": (
         "cpu", "cpu/entropy.cpp", "cpu/entropy.cpp",
         "args.cu_seqlens[row + 1] - rule.last", "args.cu_seqlens[row + 1]",
@@ -96,7 +107,7 @@ MUTANTS = {
     ),
     "cpu: plain tiles ignore the mask": (
         "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",
-        "kind &= widen(mask + i) != 0;", "kind &= widen(mask + i) >= 0;",
+        "kind = keep_where(mask + i, kind);", "kind |= keep_where(mask + i, kind);",
         "test_gates.test_loss_and_gradient_and_nothing_per_token", {"gate": gates.dapo(), "masked": "some"},
     ),
     "cpu: leave-one-out is the plain mean": (

@@ -4,6 +4,7 @@
 //
 // What happens above the tokens depends on a token only through its piece and the sign of its advantage, so it is arithmetic on
 // pieces: sums of log-ratios up, gates, sums of gradients up, and what flows back down.
+#include "hpo/hierarchy.h"
 #include "gates_plain.h"
 #include "kernels.h"
 
@@ -31,26 +32,18 @@ struct Pieces {
   int64_t* start;  // [pieces + 1], tokens of the pieces before
   int64_t broken = 0;
   int64_t together = 0;  // pieces that share a segment with others, or are more than one block
-  bool alone;            // one level, and every piece is a segment of it
+  bool alone;  // one level, and every piece is a segment of it
 
   Pieces(const Hierarchy& hierarchy, const PolicyLossArgs& args, int64_t* start)
       : hierarchy(hierarchy), args(args), start(start), alone(hierarchy.depth == 1) {
     int64_t covered = 0;
     start[0] = 0;
     for (int64_t p = 0; p < hierarchy.pieces; ++p) {
-      const int64_t begin = hierarchy.piece_begin[p], end = hierarchy.piece_end[p], row = hierarchy.piece_row[p];
-      bool good = row >= 0 && row < args.rows;
-      if (good) {
-        const Range range = row_range(args.cu_seqlens, row, args.tokens);
-        good = !range.bad && begin >= range.begin && begin >= covered && end >= begin && end <= range.end;
-      }
-      for (int k = 0; good && k < hierarchy.depth; ++k) {
-        const int64_t ancestor = hierarchy.ancestors[k * hierarchy.pieces + p];
-        good = ancestor >= 0 && ancestor < hierarchy.pieces;
-      }
+      const Range range = piece_range(hierarchy, args, p);
+      const bool good = !range.bad && range.begin >= covered;
       broken += !good;
-      covered = good ? end : covered;
-      start[p + 1] = start[p] + (good ? end - begin : 0);
+      covered = good ? range.end : covered;
+      start[p + 1] = start[p] + (good ? range.end - range.begin : 0);
       alone &= hierarchy.ancestors[p] == p;
     }
     for (int64_t p = 0; p < count(); ++p) together += length(p) > 0 && !stands_alone(p);
@@ -116,48 +109,15 @@ void for_each_tile_of(const Block& block, Segments& whole, const Body& body) {
 
 // --------------------------------------------------------------------------------------------------- what pieces add up
 
-// Log-ratios of a piece or a segment, by channel, see to_fixed.
-struct LogRatios {
-  int64_t valid, fixed[2];
-
-  void add(const LogRatios& other) {
-    valid += other.valid;
-    for (int c = 0; c < 2; ++c) fixed[c] += other.fixed[c];
+// A gate with what belongs to one sign of the advantage in the place of the other's too.
+PieceGate of_sign(const PieceGate& piece, int sign) {
+  PieceGate one = piece;
+  one.z[0] = piece.z[sign], one.below[0] = piece.below[sign], one.above[0] = piece.above[sign];
+  for (int channel = 0; channel < 2; ++channel) {
+    one.slope[channel][0] = piece.slope[channel][sign], one.own[channel][0] = piece.own[channel][sign];
   }
-};
-
-// d loss / d z of the chosen tokens of a piece: by sign of the advantage, and by channel times (slope of the finest level -
-// slope of the token gate). The second is summed as it is: where nothing saturates, it is 0 to the bit.
-struct Flow {
-  double by_sign[2], past_token[2];
-
-  void add(const Flow& other) {
-    for (int i = 0; i < 2; ++i) by_sign[i] += other.by_sign[i], past_token[i] += other.past_token[i];
-  }
-};
-
-// What a piece tells its tokens. [channel][sign of the advantage]
-struct PieceGate {
-  float z[2];  // the gated residuals of all levels
-  float mean[2];  // of the finest level, by channel
-  float slope[2][2];  // of the finest level
-  float own[2][2];  // what Routing::self adds to the slope of a token's own path
-  float flow[2];  // by channel: the gradient that arrives through aggregates
-  int32_t below[2], above[2];  // -1: some level is beyond its bound
-
-  // The same with what belongs to this sign in the first place.
-  PieceGate of_sign(int sign) const {
-    PieceGate one = *this;
-    one.z[0] = z[sign], one.below[0] = below[sign], one.above[0] = above[sign];
-    for (int channel = 0; channel < 2; ++channel)
-      one.slope[channel][0] = slope[channel][sign], one.own[channel][0] = own[channel][sign];
-    return one;
-  }
-};
-
-struct LevelSlopes {
-  double slope[kMostLevels][2][2];
-};
+  return one;
+}
 
 struct Workspace {
   Arena arena;
@@ -171,6 +131,7 @@ struct Workspace {
   double (*arriving)[2];  // [levels][pieces]
   PieceGate* gates;  // [pieces]
   LevelSlopes* slopes;  // [pieces]
+  float (*delivered)[2];  // [pieces]: the gradient that arrives through aggregates, by channel
   int64_t bytes;
 
   Workspace(void* base, int64_t tokens, int64_t rows, int64_t count) : arena(base) {
@@ -187,6 +148,7 @@ struct Workspace {
     arriving = arena.take<double[2]>(kMostLevels * count);
     gates = arena.take<PieceGate>(count);
     slopes = arena.take<LevelSlopes>(count);
+    delivered = arena.take<float[2]>(count);
     bytes = arena.bytes();
   }
 };
@@ -216,46 +178,24 @@ void add_log_ratios(const Tile& tile, int n, bool split, LogRatios& sums) {
 
 // ---------------------------------------------------------------------------------------------------------------- gates
 
-// What a sum over a segment is divided by.
-double members(const HierarchyLevel& level, const LogRatios& sums) {
-  return level.aggregate == Aggregate::mean && sums.valid > 0 ? double(sums.valid) : 1.0;
-}
-
-double aggregate(const HierarchyLevel& level, const LogRatios& sums, int channel) {
-  return from_fixed(sums.fixed[channel]) / members(level, sums);
-}
-
 // The levels above the tokens of one piece.
 void gate_piece(const Pieces& pieces, const Workspace& space, int64_t p) {
-  const Hierarchy& hierarchy = pieces.hierarchy;
   PieceGate& gate = space.gates[p] = {};
   LevelSlopes& slopes = space.slopes[p] = {};
+  space.delivered[p][0] = space.delivered[p][1] = 0.0f;
   if (space.log_ratios[p].valid == 0) return;
-  for (int channel = 0; channel <= hierarchy.split; ++channel) {
-    const double towards = channel == 0 ? 1.0 : -1.0;
-    double z[2] = {}, finer_slope[2] = {};
-    for (int k = 0; k < hierarchy.depth; ++k) {
-      const HierarchyLevel& level = hierarchy.levels[k];
-      const LogRatios& sums = space.segments[k * pieces.count() + pieces.ancestor(k, p)];
-      const double here = aggregate(level, sums, channel);
-      const bool top = k + 1 == hierarchy.depth;
-      const int64_t parent = top ? 0 : (k + 1) * pieces.count() + pieces.ancestor(k + 1, p);
-      const double u = top ? here : here - aggregate(hierarchy.levels[k + 1], space.segments[parent], channel);
-      if (k == 0) gate.mean[channel] = float(here);
-      for (int sign = 0; sign < 2; ++sign) {
-        const Residual gated = gate_residual(level, channel, sign, u, double(sums.valid));
-        z[sign] += gated.value;
-        slopes.slope[k][channel][sign] = gated.slope;
-        const double step = gated.slope - finer_slope[sign];  // at the finest level the token subtracts its own slope
-        if (level.routing == Routing::self) gate.own[channel][sign] += float(step);
-        finer_slope[sign] = gated.slope;
-        if (k == 0) gate.slope[channel][sign] = float(gated.slope);
-        const int32_t side = channel == 0 ? gated.side : -gated.side;
-        gate.below[sign] |= mask_of(side < 0);
-        gate.above[sign] |= mask_of(side > 0);
-      }
+  const auto segment = [&](int k) { return space.segments[k * pieces.count() + pieces.ancestor(k, p)]; };
+  for (int channel = 0; channel <= pieces.hierarchy.split; ++channel) {
+    for (int sign = 0; sign < 2; ++sign) {
+      const auto put_slope = [&](int k, double slope) { slopes.slope[k][channel][sign] = slope; };
+      const GateColumn column = gate_column(pieces.hierarchy, channel, sign, segment, put_slope);
+      gate.z[sign] += column.z;
+      gate.mean[channel] = column.mean;
+      gate.slope[channel][sign] = column.slope;
+      gate.own[channel][sign] = column.own;
+      gate.below[sign] |= column.below;
+      gate.above[sign] |= column.above;
     }
-    for (int sign = 0; sign < 2; ++sign) gate.z[sign] += float(towards * z[sign]);
   }
 }
 
@@ -272,22 +212,6 @@ struct TokenBounds {
   float low[2], high[2];  // by sign of the advantage
 };
 
-// What a piece says to advantages of either sign; where all of them have the same one, it is the first.
-template <bool kOneSign>
-struct Signs {
-  Ints negative;
-
-  HPO_INLINE Floats of(const float by_sign[2]) const {
-    if (kOneSign) return all<Floats>(by_sign[0]);
-    return negative ? all<Floats>(by_sign[1]) : all<Floats>(by_sign[0]);
-  }
-
-  HPO_INLINE Ints of(const int32_t by_sign[2]) const {
-    if (kOneSign) return Ints{} + by_sign[0];
-    return negative ? Ints{} + by_sign[1] : Ints{} + by_sign[0];
-  }
-};
-
 // The gates of the tokens of one piece, vector by vector.
 template <bool kScoreHead, bool kSplit, bool kDrop, bool kOneSign>
 struct TokenGates {
@@ -301,43 +225,23 @@ struct TokenGates {
       : piece(piece), keep(keep), terms(terms), loss(loss), grad(grad) {}
 
   HPO_INLINE void step(int i, Ints kind, Floats x, Floats coefficient, Floats low, Floats high, const float* logp) {
-    const Signs<kOneSign> signs = {kind == kNegative};
-    const Ints present = kind != kAbsent;
-    const Floats one = all<Floats>(1.0f);
-    const Ints falls = kSplit ? Ints(x < 0.0f) : Ints{};  // +0 and -0 rise: one channel has the whole derivative at 0
-    const Floats up = keep_if(~falls, x);
-    const Floats u = up - piece.mean[0], v = kDrop ? Floats{} : clamp(u, low, high);
-    Floats inside = kDrop ? Floats{} : keep_if(v == u, one);
-    Floats z = signs.of(piece.z) + v;
-    Ints below = signs.of(piece.below), above = signs.of(piece.above);
-    if (!kDrop) below |= u<low, above |= u> high;
-    const Floats rising_step = signs.of(piece.slope[0]) - inside;
-    Floats falling_step = {}, own = signs.of(piece.own[0]);
-    if (kSplit) {
-      const Floats u_down = (up - x) - piece.mean[1], v_down = kDrop ? Floats{} : clamp(u_down, low, high);
-      const Floats inside_down = kDrop ? Floats{} : keep_if(v_down == u_down, one);
-      z -= v_down;
-      if (!kDrop) below |= u_down > high, above |= u_down < low;
-      falling_step = signs.of(piece.slope[1]) - inside_down;
-      own = falls ? signs.of(piece.own[1]) : own;
-      inside = falls ? inside_down : inside;
-    }
-    const Floats ratio = exp(clamp(z, all<Floats>(-kSaturation), all<Floats>(kSaturation)));
-    const Floats value = keep_if(present, -(coefficient * ratio));
+    const Ints present = kind != kAbsent, negative = kOneSign ? Ints{} : Ints(kind == kNegative);
+    const GatedTokenNumber<Floats> token = gate_token<Floats>(piece, kSplit, kDrop, keep, negative, x, low, high);
+    const Floats value = keep_if(present, token_value(coefficient, token.z));
     if (kScoreHead) {
       store_lanes(keep_if(present, value * load_lanes<Floats>(logp + i)), loss + i);
       store_lanes(value, grad + i);
     } else {
       store_lanes(value, loss + i);
-      store_lanes(keep_if(present, value * (keep * inside + own)), grad + i);
-      const Floats rising = value * rising_step, falling = value * falling_step;
+      store_lanes(keep_if(present, value * token.slope), grad + i);
+      const Floats rising = value * token.rising_step, falling = value * token.falling_step;
       store_lanes(rising, terms.past_token[0] + i);
       if (kSplit) store_lanes(falling, terms.past_token[1] + i);
       flows |= (rising != 0.0f) | (falling != 0.0f);
     }
     chosen += kind;
-    below_sum = add_where(below, kind, below_sum);
-    above_sum = add_where(above, kind, above_sum);
+    below_sum = add_where(token.below, kind, below_sum);
+    above_sum = add_where(token.above, kind, above_sum);
   }
 
   GateCounts counts() const {
@@ -362,9 +266,9 @@ GateCounts token_loop(const PieceGate& piece, float keep, const TokenBounds& bou
   TokenGates<kScoreHead, kSplit, kDrop, false> gates(piece, keep, terms, loss, grad);
   for (int i = 0; i < n; i += kWidth) {
     const Ints kind = load_lanes<Ints>(tile.chosen + i);
-    const Signs<false> signs = {kind == kNegative};
-    const Floats low = kDriven ? load_lanes<Floats>(terms.low + i) : signs.of(bounds.low);
-    const Floats high = kDriven ? load_lanes<Floats>(terms.high + i) : signs.of(bounds.high);
+    const Ints negative = kind == kNegative;
+    const Floats low = kDriven ? load_lanes<Floats>(terms.low + i) : by_sign<Floats>(negative, bounds.low);
+    const Floats high = kDriven ? load_lanes<Floats>(terms.high + i) : by_sign<Floats>(negative, bounds.high);
     gates.step(i, kind, load_lanes<Floats>(tile.x + i), load_lanes<Floats>(coefficient + i), low, high, logp);
   }
   return gates.counts();
@@ -378,7 +282,7 @@ template <bool kScoreHead, bool kSplit, bool kDrop>
 GateCounts plain_loop(const PieceGate& piece, float keep, const TokenBounds& bounds, const PolicyLossArgs& args, int64_t first,
                       float coefficient, int32_t kind, TokenTerms& terms, float* loss, float* grad, int n) {
   const int sign = kind == kNegative;
-  TokenGates<kScoreHead, kSplit, kDrop, true> gates(piece.of_sign(sign), keep, terms, loss, grad);
+  TokenGates<kScoreHead, kSplit, kDrop, true> gates(of_sign(piece, sign), keep, terms, loss, grad);
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   const Floats low = all<Floats>(bounds.low[sign]), high = all<Floats>(bounds.high[sign]), a = all<Floats>(coefficient);
@@ -454,8 +358,8 @@ void load_bounds(const Call& call, const TokenBounds& bounds, int64_t first, int
     const int sign = tile.chosen[i] == kNegative;
     const bool own_low = call.args.low && call.structure.low_driven[sign] && tile.chosen[i] != kAbsent;
     const bool own_high = call.args.high && call.structure.high_driven[sign] && tile.chosen[i] != kAbsent;
-    terms.low[i] = own_low ? float(std::log(double(call.args.low[first + i]))) : bounds.low[sign];
-    terms.high[i] = own_high ? float(std::log(double(call.args.high[first + i]))) : bounds.high[sign];
+    terms.low[i] = own_low ? log_bound(call.args.low[first + i]) : bounds.low[sign];
+    terms.high[i] = own_high ? log_bound(call.args.high[first + i]) : bounds.high[sign];
   }
 }
 
@@ -581,17 +485,9 @@ void couple(const Pieces& pieces, const Workspace& space, int threads) {
     if (hierarchy.levels[k].routing != Routing::through) continue;
     for (int64_t p = 0; p < pieces.count(); ++p) {
       if (pieces.length(p) == 0) continue;
-      const Flow& flow = space.flows[p];
-      const auto& slope = space.slopes[p].slope;
       double* here = arriving[pieces.ancestor(k, p)];
       for (int channel = 0; channel <= hierarchy.split; ++channel) {
-        if (k == 0) {
-          here[channel] += flow.past_token[channel];
-        } else {
-          for (int sign = 0; sign < 2; ++sign) {
-            here[channel] += (slope[k][channel][sign] - slope[k - 1][channel][sign]) * flow.by_sign[sign];
-          }
-        }
+        here[channel] += handed_up(space.slopes[p], k, channel, space.flows[p]);
       }
     }
   }
@@ -602,11 +498,11 @@ void couple(const Pieces& pieces, const Workspace& space, int threads) {
         double sum = 0.0;
         for (int k = 0; k < hierarchy.depth; ++k) {
           const int64_t at = k * pieces.count() + pieces.ancestor(k, p);
-          sum += space.arriving[at][channel] / members(hierarchy.levels[k], space.segments[at]);
+          sum += space.arriving[at][channel] / divisor(hierarchy.levels[k], space.segments[at].valid);
         }
-        space.gates[p].flow[channel] = float(sum);
+        space.delivered[p][channel] = float(sum);
       }
-      if (!hierarchy.split) space.gates[p].flow[1] = space.gates[p].flow[0];
+      if (!hierarchy.split) space.delivered[p][1] = space.delivered[p][0];
     }
   });
 }
@@ -662,7 +558,7 @@ struct Sweeps {
 
   // The third, where something saturated: the gradient that arrives through aggregates. Elsewhere what is written stands.
   void receive(const Block& block, bool plain, Scratch& scratch) const {
-    const float rising = space.gates[block.piece].flow[0], falling = space.gates[block.piece].flow[1];
+    const float rising = space.delivered[block.piece][0], falling = space.delivered[block.piece][1];
     if (rising == 0.0f && falling == 0.0f) return;
     Partial counted;
     Tile& tile = scratch.tile;
@@ -687,7 +583,7 @@ struct Sweeps {
     if (!plan.carries || plan.hierarchy.levels[0].routing != Routing::through) return;
     for (int channel = 0; channel < 2; ++channel) {
       const int of = plan.hierarchy.split ? channel : 0;
-      space.gates[p].flow[channel] = float(flow.past_token[of] / members(plan.hierarchy.levels[0], sums));
+      space.delivered[p][channel] = float(flow.past_token[of] / divisor(plan.hierarchy.levels[0], sums.valid));
     }
     receive(block, plain, scratch);
   }
@@ -745,9 +641,8 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
     if (plan.carries) {
       gather_blocks(pieces, space.flows_of_blocks, space.flows);
       couple(pieces, space, threads);
-      for_each_block([&](int64_t task, const Block& block, Scratch& scratch) {
-        sweeps.receive(block, space.plain[task], scratch);
-      });
+      for_each_block(
+          [&](int64_t task, const Block& block, Scratch& scratch) { sweeps.receive(block, space.plain[task], scratch); });
     }
   }
 

@@ -71,6 +71,7 @@ struct hpo::Number<hpo::HPO_ISA::Floats> {
     return c;
 #endif
   }
+  static HPO_INLINE Int mask(Int condition) { return condition; }
   static HPO_INLINE Int to_bits(F x) { return Int(x); }
   static HPO_INLINE F from_bits(Int bits) { return F(bits); }
 };

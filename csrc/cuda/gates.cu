@@ -3,7 +3,7 @@
 //
 // A warp takes a tile (units.cuh) and keeps its sums in registers; nothing but a block's total reaches memory. The grid
 // depends on the sizes only, so that the order of every sum does too.
-#include "gates_totals.cuh"
+#include "gates_sweep.cuh"
 
 namespace hpo {
 namespace {
@@ -23,17 +23,13 @@ struct Workspace {
 
   // Places the arrays and returns their size in bytes.
   int64_t place(void* base, int64_t tokens, int64_t rows) {
-    char* at = static_cast<char*>(base);
-    const auto take = [&](auto*& array, int64_t count) {
-      array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(at);
-      at += (count * int64_t(sizeof *array) + 15) / 16 * 16;
-    };
-    take(tiles, units_of(tokens, rows));
-    take(partials, kMaxBlocks * kMetrics);
-    take(seen, rows);
-    take(broken, kMaxBlocks);
-    take(ticket, 1);
-    return at - static_cast<char*>(base);
+    Placement placement(base);
+    placement.take(tiles, units_of(tokens, rows));
+    placement.take(partials, kMaxBlocks * kMetrics);
+    placement.take(seen, rows);
+    placement.take(broken, kMaxBlocks);
+    placement.take(ticket, 1);
+    return placement.bytes();
   }
 };
 
@@ -234,54 +230,14 @@ __device__ __forceinline__ float sweep_token(const Gate& gate, const RowTerms& r
   const Term term = policy_term(score_head, token.a, gated.value, inputs.logp[i], finite);
   float grad = token.selected ? term.grad : 0.0f;
   if (LEVEL && !score_head && gate.structure.routing == Routing::through) grad = finite ? level.shared_grad : 0.0f;
-  totals.loss += double(token.selected ? term.loss : 0.0f);
-
-  Term penalty = {};
-  if constexpr (REFERENCE) {
-    if (gate.structure.kl != KLEstimator::none) {
-      const Term k =
-          kl_term(gate.structure.kl, gate.structure.kl_gradient, token.s, token.x, !token.reference_infinite, !token.infinite);
-      penalty = {token.valid ? gate.kl_beta * k.loss : 0.0f, token.valid ? gate.kl_beta * k.grad : 0.0f};
-      grad += row.penalty_weight() * penalty.grad;
-      totals.penalty += double(row.penalty_weight() * penalty.loss);
-    }
-    tile.sums[kS] += token.s;
-    tile.sums[kSSquare] += token.s * token.s;
-    tile.sums[kK3] += k3(token.s);
-  }
-  if (gate.args.token_loss && inputs.group.has(i)) {
-    const Term unweighted = policy_term(score_head, token.unweighted, gated.value, inputs.logp[i], finite);
-    gate.args.token_loss[inputs.group.token + i] = (token.selected ? unweighted.loss : 0.0f) + penalty.loss;
-  }
-
-  const float deviation = fminf(ratio, exp(kStatisticSaturation)) - 1.0f;  // centred: what is summed stays small
-  tile.sums[kX] += token.x;
-  tile.sums[kXSquare] += token.x * token.x;
-  tile.sums[kDeviation] += deviation;
-  tile.sums[kDeviationSquare] += deviation * deviation;
-  totals.smallest = token.valid ? fminf(totals.smallest, token.x) : totals.smallest;
-  totals.largest = token.valid ? fmaxf(totals.largest, token.x) : totals.largest;
-  const bool below = gated.below && token.selected, above = gated.above && token.selected;
-  tile.count(kValid, token.valid);
-  tile.count(kChosen, token.selected);
-  tile.count(kHighPositive, above && !token.negative);
-  tile.count(kLowPositive, below && !token.negative);
-  tile.count(kLowNegative, below && token.negative);
-  tile.count(kHighNegative, above && token.negative);
-  tile.count(kNan, token.nan);
-  tile.count(kInfinite, token.infinite || token.reference_infinite);
-  tile.count(kBad, token.bad);
-  if constexpr (EXTRAS) {
-    const bool counted = token.valid && gate.args.entropy && fabsf(inputs.entropy[i]) <= FLT_MAX;
-    tile.sums[kEntropySum] += counted ? inputs.entropy[i] : 0.0f;
-    tile.count(kWithEntropy, counted);
-  }
-  return grad;
+  const Outcome outcome = {term.loss, grad, gated.below, gated.above};
+  const auto unweighted = [&] { return policy_term(score_head, token.unweighted, gated.value, inputs.logp[i], finite).loss; };
+  return complete_token<REFERENCE, EXTRAS>(gate, row, inputs, i, token, ratio, outcome, unweighted, tile, totals);
 }
 
 template <bool LEVEL, bool REFERENCE, bool EXTRAS>
 __device__ __forceinline__ void sweep_tile(const Call& call, const Unit& unit, bool broken, const Level& level, Totals& totals,
-                                           HPO_SHARED_POINTER(int) events) {
+                                           HPO_SHARED_POINTER(double) slots, HPO_SHARED_POINTER(int) events) {
   constexpr int WIDTH = 4;
   const Gate& gate = call.gate;
   const RowTerms row = gate.row_terms(unit.row);
@@ -295,11 +251,8 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Unit& unit, b
     }
     if (gate.args.grad) write(gate.args.grad, group, grad);
   });
-  // A row of several tiles is counted by the first that meets a valid token.
-  if (__any_sync(kFullWarp, tile.counts[0] != 0) && lane() == 0) {
-    if (atomicExch(call.workspace.seen + unit.row, 1) == 0) atomicAdd(&events[kRows], 1);
-  }
-  totals.merge(tile);
+  count_row(tile, call.workspace.seen + unit.row, events);
+  Totals::merge(tile, slots);
 }
 
 // Gradient 0 for those of kTile tokens, now counted from the pack's first one, that belong to no row.
@@ -327,12 +280,10 @@ __global__ void __launch_bounds__(kThreads, 2) sweep(const Call call) {
   const Gate& gate = call.gate;
   const Pack pack = gate.pack();
   if (threadIdx.x < kMetrics) events[threadIdx.x] = 0;
-  int bad = 0;
-#pragma unroll 1
-  for (int i = int(threadIdx.x); i < call.first_blocks; i += kThreads) bad |= call.workspace.broken[i];
-  const bool broken = __syncthreads_or(bad);
+  const bool broken = any_of(call.workspace.broken, call.first_blocks);
 
-  Totals totals = {0.0, {}, 0.0, 0.0, INFINITY, -INFINITY};
+  const auto slots = warps + warp_in_block() * kMetrics;
+  Totals totals = Totals::empty(slots);
   for_each_unit(gate, [&](int index) {
     if (index >= pack.rows) clear_tile(gate, index - pack.rows, broken);
     else if (lane() == 0 && broken_indices(gate, index) > 0) atomicAdd(&events[kBadOffsets], broken_indices(gate, index));
@@ -345,21 +296,13 @@ __global__ void __launch_bounds__(kThreads, 2) sweep(const Call call) {
     }
 #pragma unroll 1
     for (; unit.length > 0; unit.begin += kTile, unit.length -= kTile) {
-      sweep_tile<LEVEL, REFERENCE, EXTRAS>(call, unit, broken, level, totals, events);
+      sweep_tile<LEVEL, REFERENCE, EXTRAS>(call, unit, broken, level, totals, slots, events);
     }
   });
-  totals.store(warps + warp_in_block() * kMetrics);
-  __syncthreads();
-  if (threadIdx.x < kMetrics) {
-    const int slot = int(threadIdx.x);
-    call.workspace.partials[int64_t(blockIdx.x) * kMetrics + slot] = block_total(slot, warps, events);
-  }
-  if (last_block(call.workspace.ticket)) finish(call.workspace.partials, gate.args.loss, gate.args.metrics);
+  finish_block(gate, totals, warps, events, call.workspace.partials, call.workspace.ticket);
 }
 
 // ----------------------------------------------------------------------------------------------------------------- host
-
-int blocks_for(int64_t threads) { return int(std::min(kMaxBlocks, std::max(int64_t(1), (threads + kThreads - 1) / kThreads))); }
 
 template <bool LEVEL, bool REFERENCE>
 void launch_sweep(const Call& call, int blocks, cudaStream_t stream) {

@@ -40,23 +40,35 @@ struct TileTotals {
   }
 };
 
-// What a warp has added up. Lane l keeps the total of sums[l / 4] and of counts[l / 8]; the others are its own share.
+// A lane's share of what a warp has added up. The rest is in the warp's slots: it would only take registers from the tokens.
 struct Totals {
-  double sum;
-  int counts[kCountsHeld];
   double loss, penalty;
   float smallest, largest;
 
-  __device__ __forceinline__ void merge(TileTotals& tile) {
-    sum += double(warp_sums(tile.sums));
+  static __device__ __forceinline__ Totals empty(HPO_SHARED_POINTER(double) slots) {
+    if (lane() < kMetrics) slots[lane()] = 0.0;
+    __syncwarp();
+    return {0.0, 0.0, INFINITY, -INFINITY};
+  }
+
+  // After the tile lane l holds the sum of sums[l / 4] and of counts[l / 8].
+  static __device__ __forceinline__ void merge(TileTotals& tile, HPO_SHARED_POINTER(double) slots) {
+    const float sum = warp_sums(tile.sums);
     const unsigned held = warp_sums(tile.counts);
+    if (lane() % 4 == 0) {
+      const int i = lane() / 4;
+      slots[i < kS ? kLogRatioSum + i : (i < kEntropySum ? kReferenceLogRatio + i - kS : int(kEntropy))] += double(sum);
+    }
+    if (lane() % 8 == 0) {
 #pragma unroll
-    for (int i = 0; i < kCountsHeld; ++i) counts[i] += int(held >> (kCountBits * i) & kCountMask);
+      for (int i = 0; i < kCountsHeld; ++i) {
+        const int slot = kCountSlots[lane() / 8 * kCountsHeld + i];
+        if (slot >= 0) slots[slot] += double(held >> (kCountBits * i) & kCountMask);
+      }
+    }
   }
 
   __device__ __forceinline__ void store(HPO_SHARED_POINTER(double) slots) const {
-    if (lane() < kMetrics) slots[lane()] = 0.0;
-    __syncwarp();
     const double all_penalty = warp_sum(penalty), all_loss = warp_sum(loss) + all_penalty;
     const float minimum = warp_min(smallest), maximum = warp_max(largest);
     if (lane() == 0) {
@@ -64,17 +76,6 @@ struct Totals {
       slots[kPenalty] = all_penalty;
       slots[kLogRatioMin] = double(minimum);
       slots[kLogRatioMax] = double(maximum);
-    }
-    if (lane() % 4 == 0) {
-      const int i = lane() / 4;
-      slots[i < kS ? kLogRatioSum + i : (i < kEntropySum ? kReferenceLogRatio + i - kS : int(kEntropy))] = sum;
-    }
-    if (lane() % 8 == 0) {
-#pragma unroll
-      for (int i = 0; i < kCountsHeld; ++i) {
-        const int slot = kCountSlots[lane() / 8 * kCountsHeld + i];
-        if (slot >= 0) slots[slot] = counts[i];
-      }
     }
   }
 };

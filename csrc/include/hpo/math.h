@@ -48,6 +48,7 @@ template <>
 struct Number<float> {
   using Int = int32_t;
   static HPO_INLINE float fused(float a, float b, float c) { return hpo::fused(a, b, c); }
+  static HPO_INLINE int32_t mask(bool condition) { return condition ? -1 : 0; }
   static HPO_INLINE int32_t to_bits(float x) { return hpo::to_bits(x); }
   static HPO_INLINE float from_bits(int32_t bits) { return hpo::from_bits(bits); }
 };

@@ -1,0 +1,489 @@
+// policy_loss under a hierarchy of gates in three launches: one that prepares, one that sums the log-ratios of every segment,
+// one sweep that gates tokens, writes their gradient and whose last block adds up loss and metrics. Two more follow where a
+// level hands gradient through its aggregate: what tiles hand up is added over segments, and what arrives goes to the tokens of
+// those pieces that get any. The definition is hpo_core/reference/gates.py.
+//
+// A warp takes a tile of a piece (pieces.cuh). What tiles give to segments is added as integers, so it has no order; inside a
+// tile the order depends on positions in the piece. So where the piece lies and beside what changes no bit of its gradient.
+#include "gates_sweep.cuh"
+#include "pieces.cuh"
+
+namespace hpo {
+namespace {
+
+constexpr int kWords = 3;  // of a segment's LogRatios: valid, fixed[2]
+constexpr int kHanded = 2 * kMostLevels;  // what a tile hands up: [level][channel]
+
+struct Workspace {
+  // Of segment s at level k at [k * pieces + s], 0 after the first launch.
+  int64_t* segments;  // [..][kWords]
+  uint64_t* largest;  // [..][channel]: the largest magnitude that a tile hands up, the bits of a double
+  int64_t* arriving;  // [..][channel]: what all tiles hand up, in steps that `largest` fixes
+  double* handed;  // [units][kHanded]
+  int64_t* begin;  // [pieces]: of the pieces that count, where not all do
+  int* list;  // [pieces]: these pieces
+  int* count;  // how many
+  double* partials;  // [blocks][kMetrics]
+  int* seen;  // [rows]: 1 where a valid token was met
+  int* broken;  // [blocks of the first launch]: whether it met a piece that does not count
+  unsigned* ticket;  // blocks of the sweep that are done
+
+  int64_t place(void* base, int64_t tokens, int64_t rows, int64_t pieces) {
+    Placement placement(base);
+    placement.take(segments, kMostLevels * pieces * kWords);
+    placement.take(largest, kMostLevels * pieces * 2);
+    placement.take(arriving, kMostLevels * pieces * 2);
+    placement.take(handed, units_of(tokens, pieces) * kHanded);
+    placement.take(begin, pieces);
+    placement.take(list, pieces);
+    placement.take(count, 1);
+    placement.take(partials, kMaxBlocks * kMetrics);
+    placement.take(seen, rows);
+    placement.take(broken, kMaxBlocks);
+    placement.take(ticket, 1);
+    return placement.bytes();
+  }
+};
+
+struct Call {
+  Gate gate;
+  Hierarchy hierarchy;
+  Workspace workspace;
+  float token_low[2], token_high[2];  // of the token gate, log space
+  const float *low, *high;  // per token, where a clip has them
+  float keep;  // 0: the finest level takes the place of the token's own slope
+  bool carries;  // some level hands gradient through its aggregate
+  int first_blocks;  // blocks of the first launch
+
+  Call(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers, const Hierarchy& hierarchy)
+      : gate(args, structure, numbers), hierarchy(hierarchy), workspace(), first_blocks(0) {
+    const bool clips = structure.token == TokenGate::clip;
+    bool through = false;
+    for (int k = 0; k < hierarchy.depth; ++k) through |= hierarchy.levels[k].routing == Routing::through;
+    for (int sign = 0; sign < 2; ++sign) {
+      token_low[sign] = clips ? float(hierarchy.token_low[sign]) : -INFINITY;
+      token_high[sign] = clips ? float(hierarchy.token_high[sign]) : INFINITY;
+    }
+    low = clips ? args.low : nullptr;
+    high = clips ? args.high : nullptr;
+    keep = hierarchy.levels[0].routing == Routing::self ? 0.0f : 1.0f;
+    carries = through && structure.head == Head::linear && args.grad;
+    workspace.place(args.workspace, args.tokens, args.rows, hierarchy.pieces);
+  }
+
+  __device__ __forceinline__ int64_t segment_of(int k, int piece) const {
+    return k * hierarchy.pieces + hierarchy.ancestors[k * hierarchy.pieces + piece];
+  }
+
+  __device__ __forceinline__ LogRatios log_ratios(int k, int piece) const {
+    const int64_t* words = workspace.segments + segment_of(k, piece) * kWords;
+    return {words[0], {words[1], words[2]}};
+  }
+
+  __device__ __forceinline__ Pieces pieces(bool broken) const {
+    const int all = int(hierarchy.pieces);
+    return {broken ? workspace.begin : hierarchy.piece_begin,
+            hierarchy.piece_end,
+            hierarchy.piece_row,
+            broken ? workspace.list : nullptr,
+            all,
+            broken ? *workspace.count : all,
+            int(units_of(gate.args.tokens, all)),
+            gate.args.tokens};
+  }
+};
+
+// Calls `visit(index, unit)` with the units of this warp, if `blocks` blocks share them.
+template <class Visit>
+__device__ __forceinline__ void for_each_unit(const Pieces& pieces, int blocks, Visit visit) {
+#pragma unroll 1
+  for (int index = int(blockIdx.x) * kWarps + warp_in_block(); index < pieces.units; index += blocks * kWarps) {
+    const PieceUnit unit = get_unit(pieces, index);
+    if (unit.tile.length > 0) visit(index, unit);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------- first launch
+
+template <class T>
+__device__ __forceinline__ void clear(T* array, int64_t count) {
+#pragma unroll 1
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < count; i += int64_t(gridDim.x) * kThreads) array[i] = {};
+}
+
+// Tokens outside every piece get 0: written for all of them, which is cheaper than to look for those.
+__device__ __forceinline__ void clear_tokens(float* array, int64_t tokens, bool groupable) {
+  if (!array) return;
+  const int64_t groups = groupable ? tokens / 4 : 0;
+  clear(reinterpret_cast<float4*>(array), groups);
+  clear(array + groups * 4, tokens - groups * 4);
+}
+
+__global__ void __launch_bounds__(kThreads) prepare_pieces(const Call call) {
+  const PolicyLossArgs& args = call.gate.args;
+  const Hierarchy& hierarchy = call.hierarchy;
+  const Workspace& workspace = call.workspace;
+  const int64_t segments = hierarchy.depth * hierarchy.pieces, coupled = call.carries ? segments : 0;
+  clear(workspace.segments, segments * kWords);
+  clear(workspace.largest, coupled * 2);
+  clear(workspace.arriving, coupled * 2);
+  clear(workspace.seen, args.rows);
+  clear_tokens(args.grad, args.tokens, call.gate.groupable);
+  clear_tokens(args.token_loss, args.tokens, call.gate.groupable);
+  // All pieces count if each is good by itself and behind its neighbour.
+  bool bad = false;
+#pragma unroll 1
+  for (int64_t p = int64_t(blockIdx.x) * kThreads + threadIdx.x; p < hierarchy.pieces; p += int64_t(gridDim.x) * kThreads) {
+    bad |= piece_range(hierarchy, args, p).bad || (p > 0 && hierarchy.piece_begin[p] < hierarchy.piece_end[p - 1]);
+  }
+  const bool any = __syncthreads_or(bad);
+  if (threadIdx.x == 0) workspace.broken[blockIdx.x] = any;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *workspace.ticket = 0;
+}
+
+// ------------------------------------------------------------------------------------------------------ second launch
+
+// One warp lists the pieces that count: those that are good and begin at or behind the end of every one listed before.
+__device__ __forceinline__ void list_pieces(const Call& call) {
+  const int pieces = int(call.hierarchy.pieces);
+  int64_t covered = 0;
+  int count = 0;
+#pragma unroll 1
+  for (int base = 0; base < pieces; base += kWarp) {
+    const int piece = base + lane();
+    const Range own = piece < pieces ? piece_range(call.hierarchy, call.gate.args, piece) : Range{0, 0, true};
+    bool counts = false;
+#pragma unroll 1
+    for (int source = 0; source < kWarp; ++source) {
+      const int64_t begin = __shfl_sync(kFullWarp, own.begin, source), end = __shfl_sync(kFullWarp, own.end, source);
+      const bool fits = !__shfl_sync(kFullWarp, int(own.bad), source) && begin >= covered;
+      covered = fits ? end : covered;
+      counts = source == lane() ? fits : counts;
+    }
+    const unsigned all = __ballot_sync(kFullWarp, counts);
+    if (counts) {
+      const int at = count + __popc(all & ((1u << lane()) - 1));
+      call.workspace.list[at] = piece;
+      call.workspace.begin[at] = own.begin;
+    }
+    count += __popc(all);
+  }
+  if (lane() == 0) *call.workspace.count = count;
+}
+
+__device__ __forceinline__ LogRatios sum_tile(const Call& call, const Unit& tile) {
+  const bool split = call.hierarchy.split;
+  int valid = 0;
+  int64_t fixed[2] = {};
+  for_each_window(tile, call.gate.groupable, [&](const Group<4>& group) {
+    const Inputs<4> inputs = read_inputs<true, false>(call.gate, group);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Token token = judge<true, false>(call.gate, RowTerms{}, inputs, i);
+      const float up = rising_part(split, token.x);
+      valid += token.valid;
+      fixed[0] += to_fixed(up);
+      fixed[1] += to_fixed(up - token.x);
+    }
+  });
+  return {warp_sum(valid), {warp_sum(fixed[0]), warp_sum(fixed[1])}};
+}
+
+// Where pieces are broken one block does it all, in the sequence that says which of them count.
+__global__ void __launch_bounds__(kThreads) sum_pieces(const Call call) {
+  const bool broken = any_of(call.workspace.broken, call.first_blocks);
+  if (broken && blockIdx.x != 0) return;
+  if (broken && warp_in_block() == 0) list_pieces(call);
+  __syncthreads();
+  const int level = lane() / kWords, word = lane() % kWords;
+  Carrier carrier = {};
+  for_each_unit(call.pieces(broken), broken ? 1 : int(gridDim.x), [&](int, const PieceUnit& unit) {
+    const LogRatios sums = sum_tile(call, unit.tile);
+    if (level >= call.hierarchy.depth || sums.valid == 0) return;
+    const int64_t mine = word == 0 ? sums.valid : (word == 1 ? sums.fixed[0] : sums.fixed[1]);
+    carrier.add(call.workspace.segments + call.segment_of(level, unit.piece) * kWords + word, mine);
+  });
+  carrier.flush();
+}
+
+// ---------------------------------------------------------------------------------------------------------------- sweep
+
+// What tokens of a window hand up, by their place: [kind][column][lane]. Columns and kinds are so far apart that neither
+// writing by lane nor reading by position has much to wait for at any bank.
+enum Kind { kRisingFlow, kFallingFlow, kPositiveFlow, kNegativeFlow, kKinds };
+constexpr int kColumn = kWarp + 8, kOfKind = 4 * kColumn + 2, kStage = kKinds * kOfKind;
+constexpr int kAdders = kWarp / kKinds;  // lanes for each kind
+
+__device__ __forceinline__ int stage_at(int kind, int column, int of_lane) {
+  return kind * kOfKind + column * kColumn + of_lane;
+}
+
+// What a warp works on. In shared memory even where all lanes agree: registers are short among the tokens.
+struct Work {
+  PieceUnit unit;
+  PieceGate gate;
+  LevelSlopes slopes;
+};
+
+// Four lanes gate a channel and a sign each.
+__device__ __forceinline__ void begin_work(const Call& call, const PieceUnit& unit, Work& work) {
+  const int sign = lane() % 2, channel = lane() / 2 % 2;
+  const bool writes = lane() < 4;
+  __syncwarp();  // the tile before is done
+  if (lane() == 0) work.unit = unit;
+  GateColumn column = {};
+  if (channel <= call.hierarchy.split) {
+    column = gate_column(
+        call.hierarchy, channel, sign, [&](int k) { return call.log_ratios(k, unit.piece); },
+        [&](int k, double slope) {
+          if (writes) work.slopes.slope[k][channel][sign] = slope;
+        });
+  }
+  const float z = column.z + __shfl_down_sync(kFullWarp, column.z, 2);
+  const int32_t below = column.below | __shfl_down_sync(kFullWarp, column.below, 2);
+  const int32_t above = column.above | __shfl_down_sync(kFullWarp, column.above, 2);
+  if (writes) {
+    work.gate.slope[channel][sign] = column.slope;
+    work.gate.own[channel][sign] = column.own;
+    if (sign == 0) work.gate.mean[channel] = column.mean;
+    if (channel == 0) work.gate.z[sign] = z, work.gate.below[sign] = below, work.gate.above[sign] = above;
+  }
+  __syncwarp();
+}
+
+// One token: returns its gradient, leaves what it hands up.
+template <bool EXTRAS>
+__device__ __forceinline__ float sweep_token(const Call& call, const RowTerms& row, const PieceGate& piece,
+                                             const Inputs<4>& inputs, int i, HPO_SHARED_POINTER(float) stage, TileTotals& tile,
+                                             Totals& totals) {
+  const Gate& gate = call.gate;
+  const Token token = judge<EXTRAS, EXTRAS>(gate, row, inputs, i);
+  const bool score_head = gate.structure.head == Head::score, drop = gate.structure.token == TokenGate::drop;
+  float low = by_sign(call.token_low, token.negative), high = by_sign(call.token_high, token.negative);
+  if constexpr (EXTRAS) {
+    if (call.low && by_sign(gate.structure.low_driven, token.negative)) low = log_bound(inputs.one(call.low, i));
+    if (call.high && by_sign(gate.structure.high_driven, token.negative)) high = log_bound(inputs.one(call.high, i));
+  }
+  const GatedToken gated = gate_token(piece, call.hierarchy.split, drop, call.keep, token.negative, token.x, low, high);
+  const float value = token_value(token.a, gated.z);
+  if (call.carries) {
+    stage[stage_at(kRisingFlow, i, lane())] = token.selected ? value * gated.rising_step : 0.0f;
+    stage[stage_at(kFallingFlow, i, lane())] = token.selected ? value * gated.falling_step : 0.0f;
+    stage[stage_at(kPositiveFlow, i, lane())] = token.selected && !token.negative ? value : 0.0f;
+    stage[stage_at(kNegativeFlow, i, lane())] = token.selected && token.negative ? value : 0.0f;
+  }
+  // Of an infinite log-ratio: no derivative, and no value that logp would enter.
+  const auto loss_of = [&](float value) { return score_head ? (token.infinite ? 0.0f : value * inputs.logp[i]) : value; };
+  const float grad = token.selected && !token.infinite ? (score_head ? value : value * gated.slope) : 0.0f;
+  const Outcome outcome = {loss_of(value), grad, gated.below != 0, gated.above != 0};
+  const auto unweighted = [&] { return loss_of(token_value(token.unweighted, gated.z)); };
+  return complete_token<EXTRAS, EXTRAS>(gate, row, inputs, i, token, exp(token.x), outcome, unweighted, tile, totals);
+}
+
+// Each of a kind's eight lanes adds every eighth token of the tile, in order. Where the pack put the tile turns the lanes by up
+// to three places and changes nothing else: which tokens are added together, and in what order, does not depend on it.
+__device__ __forceinline__ void add_window(HPO_SHARED_POINTER(float) stage, double& share) {
+  __syncwarp();
+  const int kind = lane() / kAdders;
+  double sum = share;
+#pragma unroll 4
+  for (unsigned token = unsigned(lane()) % kAdders; token < kWindow; token += kAdders) {
+    sum += double(stage[stage_at(kind, token % 4, token / 4)]);
+  }
+  share = sum;
+  __syncwarp();
+}
+
+// The tile's flow from the shares of its lanes: first of those four apart, then two, then one, which is the same sum however
+// the lanes are turned.
+__device__ __forceinline__ Flow sum_flow(double share) {
+  for (int step = kAdders / 2; step > 0; step /= 2) share += __shfl_xor_sync(kFullWarp, share, step);
+  const auto of_kind = [&](Kind kind) { return __shfl_sync(kFullWarp, share, kind * kAdders); };
+  const double rising = of_kind(kRisingFlow), falling = of_kind(kFallingFlow);
+  return {{of_kind(kPositiveFlow), of_kind(kNegativeFlow)}, {rising, falling}};
+}
+
+// Leaves this lane's share of the tile's flow: not in a register, which tokens need more.
+template <bool EXTRAS>
+__device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, HPO_SHARED_POINTER(float) stage,
+                                           HPO_SHARED_POINTER(double) slots, HPO_SHARED_POINTER(int) events, Totals& totals,
+                                           double& share) {
+  const Gate& gate = call.gate;
+  const RowTerms row = gate.row_terms(work.unit.tile.row);
+  TileTotals tile = {};
+  share = 0.0;
+  for_each_window(work.unit.tile, gate.groupable, [&](const Group<4>& group) {
+    const Inputs<4> inputs = read_inputs<EXTRAS, EXTRAS>(gate, group);
+    float grad[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) grad[i] = sweep_token<EXTRAS>(call, row, work.gate, inputs, i, stage, tile, totals);
+    if (gate.args.grad) write(gate.args.grad, group, grad);
+    if (call.carries) add_window(stage, share);
+  });
+  count_row(tile, call.workspace.seen + work.unit.tile.row, events);
+  Totals::merge(tile, slots);
+}
+
+// A lane has a level and a channel, as in Workspace::handed.
+struct Way {
+  int level, channel;
+  bool open;  // gradient goes through the aggregate there
+
+  __device__ __forceinline__ explicit Way(const Call& call) : level(lane() / 2), channel(lane() % 2), open(false) {
+    if (level < call.hierarchy.depth && channel <= call.hierarchy.split) {
+      open = call.hierarchy.levels[level].routing == Routing::through;
+    }
+  }
+
+  __device__ __forceinline__ int64_t at(const Call& call, int piece) const {
+    return call.segment_of(level, piece) * 2 + channel;
+  }
+};
+
+// Hands up what a tile has for the segments above it, and how large it is.
+__device__ __forceinline__ void hand_up(const Call& call, const Way& way, int index, const Work& work, double share) {
+  const Flow flow = sum_flow(share);
+  if (!way.open) return;
+  const double mine = handed_up(work.slopes, way.level, way.channel, flow);
+  call.workspace.handed[int64_t(index) * kHanded + lane()] = mine;
+  const uint64_t magnitude = uint64_t(__double_as_longlong(fabs(mine)));
+  uint64_t* const largest = call.workspace.largest + way.at(call, work.unit.piece);
+  if (*largest < magnitude) atomicMax(largest, magnitude);  // it only grows: few get past the question
+}
+
+template <bool EXTRAS>
+__global__ void __launch_bounds__(kThreads, 2) sweep_pieces(const Call call) {
+  HPO_SHARED(double, warps, [kWarps * kMetrics]);
+  HPO_SHARED(int, events, [kMetrics]);
+  HPO_SHARED(Pieces, pieces, );
+  HPO_SHARED(Work, works, [kWarps]);
+  HPO_SHARED(float, stage, [kWarps * kStage]);
+  HPO_SHARED(double, shares, [kThreads]);
+  HPO_SHARED(Totals, waiting, [EXTRAS ? kThreads : 1]);  // where tokens with all their inputs leave no registers
+  const PolicyLossArgs& args = call.gate.args;
+  if (threadIdx.x < kMetrics) events[threadIdx.x] = 0;
+  const bool broken = any_of(call.workspace.broken, call.first_blocks);
+  if (threadIdx.x == 0) {
+    pieces = call.pieces(broken);  // for the whole block: registers are short here
+    if (blockIdx.x == 0) atomicAdd(&events[kBadOffsets], pieces.pieces - pieces.count);
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int row = int(blockIdx.x * kThreads + threadIdx.x); row < args.rows; row += int(gridDim.x) * kThreads) {
+    if (row_range(args.cu_seqlens, row, args.tokens).bad) atomicAdd(&events[kBadOffsets], 1);
+  }
+  const auto slots = warps + warp_in_block() * kMetrics;
+  Totals own;
+  Totals& totals = EXTRAS ? waiting[threadIdx.x] : own;
+  totals = Totals::empty(slots);
+  for_each_unit(pieces, int(gridDim.x), [&](int index, const PieceUnit& unit) {
+    Work& work = works[warp_in_block()];
+    double& share = shares[threadIdx.x];
+    begin_work(call, unit, work);
+    sweep_tile<EXTRAS>(call, work, stage + warp_in_block() * kStage, slots, events, totals, share);
+    if (call.carries) hand_up(call, Way(call), index, work, share);
+  });
+  finish_block(call.gate, totals, warps, events, call.workspace.partials, call.workspace.ticket);
+}
+
+// ------------------------------------------------------------------------------------- gradient through aggregates
+//
+// Gradients have no range that fixed point could have been made for, so a segment's unit follows the largest magnitude handed
+// to it: 2^37 of them reach the next power of two, and there are fewer than 2^25 tiles (see to_fixed).
+
+constexpr int kSmallest = 100, kOverflow = 2047;  // exponents of doubles: below the first, steps stay as they are
+
+__device__ __forceinline__ int exponent_of(uint64_t largest) { return max(int(largest >> 52), kSmallest); }
+__device__ __forceinline__ double power_of_two(int exponent) { return __longlong_as_double(int64_t(exponent) << 52); }
+__device__ __forceinline__ double step_of(int exponent) { return power_of_two(exponent - 36); }
+__device__ __forceinline__ double steps_in_one(int exponent) { return power_of_two(2082 - exponent); }
+
+__global__ void __launch_bounds__(kThreads) couple_segments(const Call call) {
+  const bool broken = any_of(call.workspace.broken, call.first_blocks);
+  const Way way(call);
+  Carrier carrier = {};
+  for_each_unit(call.pieces(broken), int(gridDim.x), [&](int index, const PieceUnit& unit) {
+    if (!way.open) return;
+    const int64_t at = way.at(call, unit.piece);
+    const int exponent = exponent_of(call.workspace.largest[at]);
+    if (exponent == kOverflow) return;
+    const double mine = call.workspace.handed[int64_t(index) * kHanded + lane()];
+    carrier.add(call.workspace.arriving + at, int64_t(rint(mine * steps_in_one(exponent))));
+  });
+  carrier.flush();
+}
+
+// What arrives at one level and channel for each token of the piece. Infinity and NaN stay what they are.
+__device__ __forceinline__ double arriving(const Call& call, const Way& way, int piece) {
+  if (!way.open) return 0.0;
+  const int64_t at = way.at(call, piece);
+  const uint64_t largest = call.workspace.largest[at];
+  const int exponent = exponent_of(largest);
+  if (exponent == kOverflow) return __longlong_as_double(int64_t(largest));
+  const int64_t valid = call.workspace.segments[call.segment_of(way.level, piece) * kWords];
+  return double(call.workspace.arriving[at]) * step_of(exponent) / divisor(call.hierarchy.levels[way.level], valid);
+}
+
+__device__ __forceinline__ void deliver_tile(const Call& call, const Unit& tile, float rising, float falling) {
+  for_each_window(tile, call.gate.groupable, [&](const Group<4>& group) {
+    const Inputs<4> inputs = read_inputs<true, false>(call.gate, group);
+    float* const to = call.gate.args.grad + group.token;
+    float grad[4] = {};
+    if (group.whole) {
+      const float4 four = *reinterpret_cast<const float4*>(to);
+      grad[0] = four.x, grad[1] = four.y, grad[2] = four.z, grad[3] = four.w;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Token token = judge<true, false>(call.gate, RowTerms{}, inputs, i);
+      if (!group.whole && group.has(i)) grad[i] = to[i];
+      if (token.valid && !token.infinite) grad[i] += token.x < 0.0f ? falling : rising;
+    }
+    write(call.gate.args.grad, group, grad);
+  });
+}
+
+__global__ void __launch_bounds__(kThreads) deliver_gradient(const Call call) {
+  const bool broken = any_of(call.workspace.broken, call.first_blocks);
+  const Way way(call);
+  for_each_unit(call.pieces(broken), int(gridDim.x), [&](int, const PieceUnit& unit) {
+    const double mine = arriving(call, way, unit.piece);
+    double sums[2] = {};
+#pragma unroll
+    for (int k = 0; k < kMostLevels; ++k) {
+      sums[0] += __shfl_sync(kFullWarp, mine, 2 * k);
+      sums[1] += __shfl_sync(kFullWarp, mine, 2 * k + 1);
+    }
+    const float rising = float(sums[0]), falling = call.hierarchy.split ? float(sums[1]) : rising;
+    if (rising == 0.0f && falling == 0.0f) return;  // nothing saturated: what is written stands, to the bit
+    deliver_tile(call, unit.tile, rising, falling);
+  });
+}
+
+}  // namespace
+}  // namespace hpo
+
+extern "C" int64_t hpo_hierarchy_workspace(int64_t tokens, int64_t rows, int64_t pieces) {
+  return hpo::Workspace().place(nullptr, tokens, rows, pieces);
+}
+
+extern "C" int hpo_hierarchy(const hpo::PolicyLossArgs* args, const hpo::GateStructure* structure,
+                             const hpo::GateNumbers* numbers, const hpo::Hierarchy* hierarchy, int64_t context) {
+  using namespace hpo;
+  const cudaStream_t stream = reinterpret_cast<cudaStream_t>(context);
+  Call call(*args, *structure, *numbers, *hierarchy);
+  call.first_blocks = blocks_for(std::max({args->tokens / 4, args->rows, hierarchy->depth * hierarchy->pieces * kWords}));
+  const dim3 first(call.first_blocks), blocks(blocks_for(kWarp * units_of(args->tokens, hierarchy->pieces))), block(kThreads);
+  HPO_LAUNCH(prepare_pieces, first, block, 0, stream, call);
+  HPO_LAUNCH(sum_pieces, blocks, block, 0, stream, call);
+  if (call.gate.has_extras() || args->ref_logp) {
+    HPO_LAUNCH((sweep_pieces<true>), blocks, block, 0, stream, call);
+  } else {
+    HPO_LAUNCH((sweep_pieces<false>), blocks, block, 0, stream, call);
+  }
+  if (call.carries) {
+    HPO_LAUNCH(couple_segments, blocks, block, 0, stream, call);
+    HPO_LAUNCH(deliver_gradient, blocks, block, 0, stream, call);
+  }
+  return int(cudaGetLastError());
+}

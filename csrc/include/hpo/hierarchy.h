@@ -1,0 +1,175 @@
+// The arithmetic of a hierarchy of gates, above the tokens and at a token: C++ and CUDA call these, neither repeats them. The
+// definition they follow is hpo_core/reference/gates.py.
+#pragma once
+#include "gates.h"
+
+namespace hpo {
+
+// A piece by itself: bad unless it lies in its row and all its ancestors exist. What came before it is the caller's to know.
+HPO_INLINE Range piece_range(const Hierarchy& hierarchy, const PolicyLossArgs& args, int64_t p) {
+  const int64_t begin = hierarchy.piece_begin[p], end = hierarchy.piece_end[p], row = hierarchy.piece_row[p];
+  bool good = row >= 0 && row < args.rows;
+  if (good) {
+    const Range range = row_range(args.cu_seqlens, row, args.tokens);
+    good = !range.bad && range.begin <= begin && begin <= end && end <= range.end;
+  }
+  for (int k = 0; good && k < hierarchy.depth; ++k) {
+    const int64_t ancestor = hierarchy.ancestors[k * hierarchy.pieces + p];
+    good = ancestor >= 0 && ancestor < hierarchy.pieces;
+  }
+  return {good ? begin : 0, good ? end : 0, !good};
+}
+
+// ------------------------------------------------------------------------------------------------------ above the tokens
+
+// What of a log-ratio goes into the first channel; the second gets this minus the log-ratio. +0 and -0 rise: one channel has
+// the whole derivative at 0.
+HPO_INLINE float rising_part(bool split, float x) { return split && x < 0.0f ? 0.0f : x; }
+
+// Log-ratios of a piece or a segment, by channel, see to_fixed.
+struct LogRatios {
+  int64_t valid, fixed[2];
+
+  HPO_INLINE void add(const LogRatios& other) {
+    valid += other.valid;
+    for (int c = 0; c < 2; ++c) fixed[c] += other.fixed[c];
+  }
+};
+
+// By how much sums over a segment are divided.
+HPO_INLINE double divisor(const HierarchyLevel& level, int64_t valid) {
+  return level.aggregate == Aggregate::mean && valid > 0 ? double(valid) : 1.0;
+}
+
+HPO_INLINE double aggregate(const HierarchyLevel& level, const LogRatios& sums, int channel) {
+  const int64_t fixed = channel == 0 ? sums.fixed[0] : sums.fixed[1];  // an index would put the sums into memory
+  return from_fixed(fixed) / divisor(level, sums.valid);
+}
+
+// What a piece tells its tokens. [channel][sign of the advantage]
+struct PieceGate {
+  float z[2];         // the gated residuals of all levels
+  float mean[2];      // of the finest level, by channel
+  float slope[2][2];  // of the finest level
+  float own[2][2];    // what Routing::self adds to the slope of a token's own path
+  int32_t below[2], above[2];  // -1: some level is beyond its bound
+};
+
+struct LevelSlopes {
+  double slope[kMostLevels][2][2];
+};
+
+// One channel and one sign of the advantage of a PieceGate; z, below and above are to be joined with the other channel's.
+struct GateColumn {
+  float z, mean, slope, own;
+  int32_t below, above;
+};
+
+// segment(k): the sums of the piece's segment at level k, which has tokens. put_slope(k, slope) takes each level's slope.
+template <class SegmentAt, class PutSlope>
+HPO_INLINE GateColumn gate_column(const Hierarchy& hierarchy, int channel, int sign, const SegmentAt& segment,
+                                  const PutSlope& put_slope) {
+  GateColumn column = {};
+  LogRatios sums = segment(0);
+  double here = aggregate(hierarchy.levels[0], sums, channel), z = 0.0, finer_slope = 0.0;
+  column.mean = float(here);
+  for (int k = 0; k < hierarchy.depth; ++k) {
+    const HierarchyLevel& level = hierarchy.levels[k];
+    const bool top = k + 1 == hierarchy.depth;
+    const LogRatios coarser = top ? LogRatios{} : segment(k + 1);
+    const double above = top ? 0.0 : aggregate(hierarchy.levels[k + 1], coarser, channel);
+    const Residual gated = gate_residual(level, channel, sign, here - above, double(sums.valid));
+    z += gated.value;
+    put_slope(k, gated.slope);
+    // At the finest level the token subtracts its own slope.
+    if (level.routing == Routing::self) column.own += float(gated.slope - finer_slope);
+    if (k == 0) column.slope = float(gated.slope);
+    const int32_t side = channel == 0 ? gated.side : -gated.side;
+    column.below |= side < 0 ? -1 : 0;
+    column.above |= side > 0 ? -1 : 0;
+    finer_slope = gated.slope;
+    here = above;
+    sums = coarser;
+  }
+  column.z = float(channel == 0 ? z : -z);
+  return column;
+}
+
+// -------------------------------------------------------------------------------------------------------------- a token
+
+// Bounds per token are ratios.
+HPO_INLINE float log_bound(float ratio) { return float(::log(double(ratio))); }
+
+template <class F>
+struct GatedTokenNumber {
+  F z;
+  F slope;                               // of z in the token's own log-ratio
+  F rising_step, falling_step;           // slope of the finest level - slope of the token gate, by channel
+  typename Number<F>::Int below, above;  // -1: some gate is beyond its bound
+};
+
+using GatedToken = GatedTokenNumber<float>;
+
+template <class F>
+HPO_INLINE F by_sign(typename Number<F>::Int negative, const float values[2]) {
+  return negative ? all<F>(values[1]) : all<F>(values[0]);
+}
+
+// `keep`: 0 where the finest level takes the place of the token's own slope, else 1.
+template <class F>
+HPO_INLINE GatedTokenNumber<F> gate_token(const PieceGate& gate, bool split, bool drop, float keep,
+                                          typename Number<F>::Int negative, F x, F low, F high) {
+  using N = Number<F>;
+  using Int = typename N::Int;
+  const F zero = {}, one = all<F>(1.0f);
+  const Int none = {}, falls = split ? N::mask(x < zero) : none;
+  const F up = falls ? zero : x, u = up - gate.mean[0], v = drop ? zero : clamp(u, low, high);
+  F inside = drop ? zero : (N::mask(v == u) ? one : zero);
+  GatedTokenNumber<F> token;
+  token.z = by_sign<F>(negative, gate.z) + v;
+  token.below = negative ? none + gate.below[1] : none + gate.below[0];
+  token.above = negative ? none + gate.above[1] : none + gate.above[0];
+  if (!drop) token.below |= N::mask(u < low), token.above |= N::mask(u > high);
+  token.rising_step = by_sign<F>(negative, gate.slope[0]) - inside;
+  token.falling_step = zero;
+  F own = by_sign<F>(negative, gate.own[0]);
+  if (split) {
+    const F u_down = (up - x) - gate.mean[1], v_down = drop ? zero : clamp(u_down, low, high);
+    const F inside_down = drop ? zero : (N::mask(v_down == u_down) ? one : zero);
+    token.z = token.z - v_down;
+    if (!drop) token.below |= N::mask(u_down > high), token.above |= N::mask(u_down < low);
+    token.falling_step = by_sign<F>(negative, gate.slope[1]) - inside_down;
+    own = falls ? by_sign<F>(negative, gate.own[1]) : own;
+    inside = falls ? inside_down : inside;
+  }
+  token.slope = keep * inside + own;
+  return token;
+}
+
+// -(a e^z): what a token's loss is made of, and d loss / d z under the linear head. At z = 0 this is -a to the bit.
+template <class F>
+HPO_INLINE F token_value(F a, F z) {
+  return -(a * exp(clamp(z, all<F>(-kSaturation), all<F>(kSaturation))));
+}
+
+// --------------------------------------------------------------------------------- gradient through aggregates, back up
+
+// d loss / d z of the chosen tokens of a piece: by sign of the advantage, and by channel times (slope of the finest level -
+// slope of the token gate). The second is summed as it is: where nothing saturates, it is 0 to the bit.
+struct Flow {
+  double by_sign[2], past_token[2];
+
+  HPO_INLINE void add(const Flow& other) {
+    for (int i = 0; i < 2; ++i) by_sign[i] += other.by_sign[i], past_token[i] += other.past_token[i];
+  }
+};
+
+// What a piece hands to the aggregate of its segment at level k.
+HPO_INLINE double handed_up(const LevelSlopes& slopes, int k, int channel, const Flow& flow) {
+  if (k == 0) return channel == 0 ? flow.past_token[0] : flow.past_token[1];
+  const auto& here = slopes.slope[k][channel];
+  const auto& finer = slopes.slope[k - 1][channel];
+  return (here[0] - finer[0]) * flow.by_sign[0] + (here[1] - finer[1]) * flow.by_sign[1];
+}
+
+}  // namespace hpo

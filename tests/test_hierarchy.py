@@ -361,19 +361,23 @@ def test_what_is_masked_is_never_read(name, backend):
 
 @pytest.mark.parametrize("name", ["fiberpo", "two_scale, token", "zeroed at once"])
 def test_a_gradient_does_not_depend_on_what_lies_before(name, backend):
-    """Rows of several slots, moved by a number of tokens that no alignment likes."""
+    """Rows of several slots, moved by a number of tokens that no alignment likes. Two terms that cancel show the order
+    in which a piece adds what flows through it."""
     skip_unfinished(backend)
     gate, rows = GATES[name], (150, 7, 64)
     first = Example(3, lengths=rows, several=False, gaps=False)
     first.batch = hpo.PackedBatch(first.batch.cu_seqlens, first.mask, cu_steps=torch.tensor([0, 150, 157, 221]))
-    alone = first.run(gate, backend)
+    first.old_logp[[10, 53]], first.logp[[10, 50]] = -1.0, -0.99
+    first.token_advantages[[10, 53]] = torch.tensor([1e13, -1e13])
+    first.mask[[10, 53]] = True
+    first.batch.mask[[10, 53]] = True
+    alone = first.run(gate, backend, advantages=first.token_advantages)
     for before in (1, 2, 67):
         moved = Example(9, lengths=(before, *rows), several=False, gaps=False)
         steps = torch.tensor([0, before, *(before + end for end in (150, 157, 221))])
-        for name in ("mask", "logp", "old_logp"):
+        for name in ("mask", "logp", "old_logp", "token_advantages"):
             setattr(moved, name, torch.cat([getattr(moved, name)[:before], getattr(first, name)]))
         moved.batch = hpo.PackedBatch(moved.batch.cu_seqlens, moved.mask, cu_steps=steps)
-        moved.weights, moved.advantages = (
-            torch.cat([getattr(moved, name)[:1], getattr(first, name)]) for name in ("weights", "advantages")
-        )
-        assert torch.equal(moved.run(gate, backend).grad[before:], alone.grad)
+        moved.weights = torch.cat([moved.weights[:1], first.weights])
+        out = moved.run(gate, backend, advantages=moved.token_advantages)
+        assert torch.equal(out.grad[before:], alone.grad)

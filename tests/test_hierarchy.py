@@ -367,7 +367,7 @@ def test_a_gradient_does_not_depend_on_what_lies_before(name, backend):
     gate, rows = GATES[name], (150, 7, 64)
     first = Example(3, lengths=rows, several=False, gaps=False)
     first.batch = hpo.PackedBatch(first.batch.cu_seqlens, first.mask, cu_steps=torch.tensor([0, 150, 157, 221]))
-    first.old_logp[[10, 53]], first.logp[[10, 50]] = -1.0, -0.99
+    first.old_logp[[10, 53]], first.logp[[10, 53]] = -1.0, -0.99
     first.token_advantages[[10, 53]] = torch.tensor([1e13, -1e13])
     first.mask[[10, 53]] = True
     first.batch.mask[[10, 53]] = True

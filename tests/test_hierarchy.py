@@ -212,13 +212,6 @@ def test_the_definition_is_the_naive_loop(gate):
             torch.testing.assert_close(out.grad, grad, rtol=1e-11, atol=1e-12)
 
 
-@pytest.fixture(autouse=True)
-def has_levels(request):
-    """Triton has no gates on several levels yet."""
-    if getattr(getattr(request.node, "callspec", None), "params", {}).get("backend") == "triton":
-        pytest.skip("triton refuses gates on several levels so far")
-
-
 def assert_the_definition(example, gate, backend, **keywords):
     out, expected = example.run(gate, backend, **keywords), example.run(gate, "reference", **keywords)
     terms = (example.weights[example.row()] * example.covered(gate)).double()
@@ -231,7 +224,7 @@ def assert_the_definition(example, gate, backend, **keywords):
 
 @every_gate
 def test_every_backend_is_the_definition(gate, backend):
-    seen, seeds = 0, 60 if backend == "cpu" else 15
+    seen, seeds = 0, {"cpu": 60, "triton": 4}.get(backend, 15)  # interpreted Triton is slow
     for seed in range(seeds):
         example = Example(seed, lengths=((5, 0, 9, 1, 7, 12, 3), (40, 1, 600), (2, 2, 2, 2, 1))[seed % 3])
         keywords = {}
@@ -328,7 +321,7 @@ def test_a_trajectory_does_not_know_where_it_lies(name, backend):
     alone.mask[:length][large] = True
     steps = alone.batch.steps
     runs = []
-    for before in (0, 1, 2, 3, 129, 515):
+    for before in (0, 3, 515) if backend == "triton" else (0, 1, 2, 3, 129, 515):
         lengths = torch.tensor([before, length, 40])
         moved = Example(6, lengths=lengths.tolist(), several=False, spread=0.3)
         inside = slice(before, before + length)
@@ -383,8 +376,8 @@ def test_broken_pieces_are_left_out_and_counted(gate, backend):
 def test_no_value_of_offsets_and_pieces_is_dangerous(gate, backend):
     example, draw = Example(0), torch.Generator().manual_seed(0)
     inputs = index_inputs(example, gate)
-    for size in (3, 10, 60, 1 << 40):
-        for _ in range(5):
+    for size in (3, 60, 1 << 40):
+        for _ in range(1 if backend == "triton" else 5):
             garbage = {name: torch.randint(-size, size, x.shape, generator=draw) for name, x in inputs.items()}
             for names in (["cu_seqlens"], ["piece_begin", "piece_end"], ["piece_row"], ["ancestors"], list(inputs)):
                 loss, metrics, grad, token_loss = raw(example, gate, backend, **{name: garbage[name] for name in names})

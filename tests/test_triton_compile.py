@@ -17,19 +17,43 @@ COMPILE = ("-m", "hpo_core._triton.compile", "--json")
 
 # Registers of a thread on sm_90 with Triton 3.9.0: what a change may not exceed unnoticed.
 REGISTERS = {
-    ("gate: clip", "_sweep"): 118,
+    ("gate: clip", "_sweep"): 112,
     ("gate: clip", "_finalise"): 48,
-    ("gate: clip, all inputs", "_sweep"): 174,
-    ("gate: score, no ratio", "_sweep"): 114,
+    ("gate: clip, all inputs", "_sweep"): 175,
+    ("gate: score, no ratio", "_sweep"): 107,
     ("gate: level, through", "_sum_slots"): 36,
     ("gate: level, through", "_gate_trajectories"): 128,
-    ("gate: level, through", "_sweep"): 114,
-    ("gate: level, through, all inputs", "_sum_slots"): 80,
+    ("gate: level, through", "_sweep"): 102,
+    ("gate: level, through, all inputs", "_sum_slots"): 59,
     ("gate: level, through, all inputs", "_gate_trajectories"): 124,
-    ("gate: level, through, all inputs", "_sweep"): 168,
+    ("gate: level, through, all inputs", "_sweep"): 163,
     ("gate: level, self", "_sum_slots"): 32,
     ("gate: level, self", "_gate_trajectories"): 76,
-    ("gate: level, self", "_sweep"): 117,
+    ("gate: level, self", "_sweep"): 111,
+    ("hierarchy: one level", "_check_pieces"): 56,
+    ("hierarchy: one level", "_repair_pieces"): 40,
+    ("hierarchy: one level", "_sum_pieces"): 32,
+    ("hierarchy: one level", "_gate_pieces"): 30,
+    ("hierarchy: one level", "_sweep_pieces"): 114,
+    ("hierarchy: one level", "_add_flows"): 32,
+    ("hierarchy: one level", "_return_flows"): 55,
+    ("hierarchy: two levels", "_check_pieces"): 64,
+    ("hierarchy: two levels", "_repair_pieces"): 48,
+    ("hierarchy: two levels", "_sum_pieces"): 32,
+    ("hierarchy: two levels", "_gate_pieces"): 32,
+    ("hierarchy: two levels", "_sweep_pieces"): 106,
+    ("hierarchy: two levels", "_add_flows"): 32,
+    ("hierarchy: two levels", "_return_flows"): 55,
+    ("hierarchy: score", "_sum_pieces"): 40,
+    ("hierarchy: score", "_gate_pieces"): 36,
+    ("hierarchy: score", "_sweep_pieces"): 113,
+    ("hierarchy: four levels, all inputs", "_check_pieces"): 61,
+    ("hierarchy: four levels, all inputs", "_repair_pieces"): 48,
+    ("hierarchy: four levels, all inputs", "_sum_pieces"): 40,
+    ("hierarchy: four levels, all inputs", "_gate_pieces"): 54,
+    ("hierarchy: four levels, all inputs", "_sweep_pieces"): 204,
+    ("hierarchy: four levels, all inputs", "_add_flows"): 40,
+    ("hierarchy: four levels, all inputs", "_return_flows"): 112,
     ("row_counts", "_count_rows"): 46,
     ("group_normalise, batch", "_sum_tiles"): 32,
     ("row_counts", "_begin_counts"): 28,
@@ -53,6 +77,10 @@ WIDE_LOADS = {
     ("gate: level, through", "_sum_slots"): 2,
     ("gate: level, through", "_sweep"): 2,
     ("gate: level, through, all inputs", "_sweep"): 7,
+    ("hierarchy: one level", "_sum_pieces"): 2,
+    ("hierarchy: one level", "_return_flows"): 2,
+    ("hierarchy: score", "_sum_pieces"): 2,
+    ("hierarchy: score", "_sweep_pieces"): 2,  # where gradient flows, a slot begins where its piece does
     ("window_score", "_score_windows"): 1,
     ("order_statistic", "_count_digits"): 2,  # a step is twice as long
     ("select", "_select"): 1,
@@ -134,6 +162,10 @@ def sweep():
         )
         for spec in (clip, level):
             gates.policy_loss(batch, spec, True, False)
+        ranges = {name: row_values(rows, torch.int64) for name in ("piece_begin", "piece_end", "piece_row")}
+        pieces = batch._replace(**ranges, ancestors=torch.empty((1, rows), dtype=torch.int64, device="meta"))
+        steps = LevelSpec(Unit.STEP, LevelKind.CLIP, low=(-low,) * 4, high=(high,) * 4, slope=low)
+        gates.policy_loss(pieces, PolicyLossSpec(levels=(steps,), token_log_high=(low, high)), True, False)
         segments.row_counts(mask, offsets, tokens)
         for first, last in ((0, 0), (1, 4), (-16, 0)):
             entropy.window_score(batch.logp, mask, offsets, first, last, Boundary.FULL, Invalid.SKIP)
@@ -159,6 +191,13 @@ def test_sizes_and_numbers_never_compile_again():
     assert kernels == {
         "_sweep": 2,  # a clip, a level
         "_finalise": 1,
+        "_check_pieces": 1,
+        "_repair_pieces": 1,
+        "_sum_pieces": 1,
+        "_gate_pieces": 1,
+        "_sweep_pieces": 1,
+        "_add_flows": 1,
+        "_return_flows": 1,
         "_sum_slots": 1,
         "_gate_trajectories": 1,
         "_begin_counts": 1,

@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from ..specs import (
+    Aggregate,
     Boundary,
     Center,
     EpsMode,
@@ -35,12 +36,15 @@ from ..specs import (
     Invalid,
     KLEstimator,
     KLGradient,
+    LevelKind,
+    LevelSpec,
     OrderRule,
     PolicyLossInputs,
     PolicyLossSpec,
     Routing,
     Scale,
     TokenGate,
+    Unit,
 )
 from . import advantages, entropy, gates, launch, segments
 
@@ -132,12 +136,30 @@ def _everything(trajectories: bool, advantage_per_token: bool) -> PolicyLossInpu
 
 
 LEVEL = PolicyLossSpec(token=TokenGate.DROP, has_level=True, level_clips=True)
+# The published ones: a step, and a step in a trajectory; and the most there can be.
+ONE = (LevelSpec(Unit.STEP, LevelKind.CLIP),)
+TWO = (LevelSpec(Unit.STEP, LevelKind.CLIP, Routing.SELF), LevelSpec(Unit.TRAJECTORY, LevelKind.ROLLBACK, slope=-1.0))
+FOUR = (
+    LevelSpec(Unit.STEP, LevelKind.TANH, high=(0.1,) * 4), LevelSpec(Unit.TRAJECTORY, LevelKind.ROLLBACK),
+    LevelSpec(Unit.GROUP, LevelKind.TANH, high=(0.1,) * 4, aggregate=Aggregate.SUM),
+    LevelSpec(Unit.DOMAIN, LevelKind.ROLLBACK),
+)  # fmt: skip
 HEAVIEST_PENALTY = {"kl": KLEstimator.K3, "kl_gradient": KLGradient.IMPORTANCE, "kl_beta": 0.1}
 Path_ = tuple[str, Callable[[], object]]
 
 
 def _gate(name: str, inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Path_:
     return name, lambda: gates.policy_loss(inputs, spec, want_grad=True, want_tokens=inputs.entropy is not None)
+
+
+def _pieces(inputs: PolicyLossInputs, levels: tuple[LevelSpec, ...]) -> PolicyLossInputs:
+    begin, end = inputs.cu_seqlens[:-1].contiguous(), inputs.cu_seqlens[1:].contiguous()
+    rows = torch.arange(ROWS)
+    return inputs._replace(piece_begin=begin, piece_end=end, piece_row=rows, ancestors=rows.repeat(len(levels), 1))
+
+
+def _levels(name: str, inputs: PolicyLossInputs, levels: tuple[LevelSpec, ...], **spec: Any) -> Path_:
+    return _gate(name, _pieces(inputs, levels), PolicyLossSpec(levels=levels, **spec))
 
 
 def paths() -> Iterator[Path_]:
@@ -148,6 +170,10 @@ def paths() -> Iterator[Path_]:
     yield _gate("gate: level, through", _masked(), LEVEL)
     yield _gate("gate: level, through, all inputs", _everything(True, True), LEVEL._replace(**HEAVIEST_PENALTY))
     yield _gate("gate: level, self", _masked(), LEVEL._replace(routing=Routing.SELF))
+    yield _levels("hierarchy: one level", _masked(), ONE, token=TokenGate.DROP)
+    yield _levels("hierarchy: two levels", _masked(), TWO)
+    yield _levels("hierarchy: score", _masked(), TWO, head=Head.SCORE, split=True)
+    yield _levels("hierarchy: four levels, all inputs", _everything(False, True), FOUR, split=True, **HEAVIEST_PENALTY)
     yield "row_counts", lambda: segments.row_counts(_masked().mask, _masked().cu_seqlens, TOKENS)
     yield "window_score", lambda: _window(Boundary.FULL, Invalid.SKIP, masked=True)
     yield "order_statistic", lambda: entropy.order_statistic(torch.ones(TOKENS), 4, 5, OrderRule.NEAREST)

@@ -18,7 +18,7 @@ from .math import SATURATION, clamp, exp
 from .segments import SLOT_TOKENS, SLOTS, number_of_slots, row_range, slot_count, slot_tokens
 from .tokens import Reading, load_tokens, read_tokens
 
-__all__ = ["Levels", "gate_levels"]
+__all__ = ["FIXED_POINT", "Levels", "gate_levels", "to_fixed"]
 
 TRAJECTORIES = 8  # of one program
 SLOTS_AT_ONCE = 128
@@ -38,7 +38,7 @@ class Levels(NamedTuple):
 
 
 @triton.jit
-def _to_fixed(x):
+def to_fixed(x):
     return (x.to(tl.float64) * FIXED_POINT + SHIFTER).to(tl.int64, bitcast=True) - SHIFTER_BITS
 
 
@@ -77,7 +77,7 @@ def _sum_slots(
     t = read_tokens(inputs, loaded, slots.row, rows, slots.inside, READING)
     tl.store(seen + slot, tl.zeros([SLOTS], tl.uint8))
     tl.store(counts + slot, tl.sum(t.valid.to(tl.int32), axis=1))
-    tl.store(sums + slot, tl.sum(_to_fixed(t.x), axis=1))
+    tl.store(sums + slot, tl.sum(to_fixed(t.x), axis=1))
     if coefficients is not None:
         a = t.a.to(tl.float64)
         tl.store(coefficients + 2 * slot, tl.sum(tl.where(t.negative, 0.0, a), axis=1))

@@ -29,8 +29,10 @@ __all__ = [
     "row_of_token",
     "row_range",
     "slot_count",
+    "slot_owner",
     "slot_tokens",
     "store",
+    "tokens_of_slots",
 ]
 
 TILE = 1024
@@ -51,8 +53,33 @@ def _address(pointer, token, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _quarters(x):
+    """[K, N] -> four [K, N / 4]: every fourth element from the first, the second, the third and the fourth on."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 4, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _load_one_by_one(pointer, token, tokens):
+    """Four neighbours for each thread, as where a load is as wide: what follows computes in that layout."""
+    first, second, third, fourth = _quarters(token)
+    even = tl.join(
+        tl.load(pointer + first, mask=first < tokens, other=0), tl.load(pointer + third, mask=third < tokens, other=0)
+    )
+    odd = tl.join(
+        tl.load(pointer + second, mask=second < tokens, other=0),
+        tl.load(pointer + fourth, mask=fourth < tokens, other=0),
+    )
+    return tl.reshape(tl.join(even, odd), token.shape)
+
+
+@triton.jit
 def load(pointer, token, tokens, whole, ALIGNED: tl.constexpr):
     """The elements ``token``, 0 beyond the end of the pack; ``whole``: none of them is."""
+    if len(token.shape) == 2 and not ALIGNED:
+        return _load_one_by_one(pointer, token, tokens)
     address = _address(pointer, token, ALIGNED)
     # A mask that cuts at an arbitrary T would split every 128-bit load into four; only the last tile needs one.
     return tl.load(address) if whole else tl.load(address, mask=token < tokens, other=0)
@@ -79,12 +106,17 @@ class Range(NamedTuple):
 
 
 @triton.jit
-def row_range(cu_seqlens, row, rows, tokens):
+def _range(begins, ends, row, rows, tokens):
     exists = row < rows
-    begin = tl.load(cu_seqlens + row, mask=exists, other=0)
-    end = tl.load(cu_seqlens + row + 1, mask=exists, other=0)
+    begin = tl.load(begins + row, mask=exists, other=0)
+    end = tl.load(ends + row, mask=exists, other=0)
     bad = (begin < 0) | (end < begin) | (end > tokens)
     return Range(tl.where(bad, 0, begin), tl.where(bad, 0, end), bad)
+
+
+@triton.jit
+def row_range(cu_seqlens, row, rows, tokens):
+    return _range(cu_seqlens, cu_seqlens + 1, row, rows, tokens)
 
 
 @triton.jit
@@ -149,17 +181,29 @@ def slot_count(range, SLOT: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def slot_tokens(cu_seqlens, rows, tokens, slot, SLOT: tl.constexpr, ALIGN: tl.constexpr):
-    """What the slots ``[K]`` hold. With ALIGN = 4 each begins at a multiple of four tokens, the first of a row before
-    the row does; with 1 a token's place in its slot depends on nothing but its place in the row."""
-    row = _last_row(cu_seqlens, rows, tokens, slot, SLOT, 64)
-    range = row_range(cu_seqlens, row, rows, tokens)
+def slot_owner(begins, rows, tokens, slot, SLOT: tl.constexpr):
+    """The row of each slot ``[K]``, if it has one."""
+    return _last_row(begins, rows, tokens, slot, SLOT, 64)
+
+
+@triton.jit
+def tokens_of_slots(begins, ends, row, rows, tokens, slot, SLOT: tl.constexpr, ALIGN: tl.constexpr):
+    """What the slots ``[K]`` hold of their rows ``[begins, ends)``, which do not overlap. With ALIGN = 4 each slot
+    begins at a multiple of four tokens, the first of a row before the row does; with 1 a token's place in its slot
+    depends on nothing but its place in the row."""
+    range = _range(begins, ends, row, rows, tokens)
     index = slot - (row + range.begin // SLOT)
     held = (index >= 0) & (index < slot_count(range, SLOT, ALIGN))  # the others are spare
     start = tl.where(held, range.begin // ALIGN * ALIGN + index * SLOT, 0)
     token = start[:, None] + tl.arange(0, SLOT)[None, :]
     inside = (token >= range.begin[:, None]) & (token < range.end[:, None]) & held[:, None]
     return Slots(row[:, None], token, inside)
+
+
+@triton.jit
+def slot_tokens(cu_seqlens, rows, tokens, slot, SLOT: tl.constexpr, ALIGN: tl.constexpr):
+    row = slot_owner(cu_seqlens, rows, tokens, slot, SLOT)
+    return tokens_of_slots(cu_seqlens, cu_seqlens + 1, row, rows, tokens, slot, SLOT, ALIGN)
 
 
 # --------------------------------------------------------------------------------------------------------- row_counts

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
+from ..specs import PolicyLossInputs, PolicyLossSpec
+from .launch import aligned
 from .math import SATURATION, clamp, is_finite
 from .segments import load
 
-__all__ = ["Loaded", "Reading", "Tokens", "load_tokens", "read_tokens"]
+__all__ = ["Loaded", "Reading", "Tokens", "bits", "load_tokens", "read_tokens", "reading_of"]
 
 
 class Reading(NamedTuple):
@@ -132,3 +135,25 @@ def read_tokens(inputs, loaded, row, rows, inside, READING: tl.constexpr):
         infinite=valid & infinite,
         bad=bad,
     )
+
+
+# --------------------------------------------------------------------------------------------------------------- host
+
+
+def reading_of(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Reading:
+    return Reading(
+        strict=spec.strict and inputs.score is not None,
+        advantage_per_token=inputs.advantage_per_token,
+        aligned=aligned(*_of_tokens(inputs)),
+    )
+
+
+def _of_tokens(inputs: PolicyLossInputs) -> tuple[torch.Tensor | None, ...]:
+    return (
+        inputs.logp, inputs.old_logp, inputs.ref_logp, inputs.entropy, inputs.score, inputs.token_weight, inputs.low,
+        inputs.high, inputs.mask, inputs.token_mask, inputs.advantages if inputs.advantage_per_token else None,
+    )  # fmt: skip
+
+
+def bits(pair: tuple[bool, bool]) -> int:
+    return pair[0] + 2 * pair[1]

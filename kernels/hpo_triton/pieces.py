@@ -1,0 +1,306 @@
+"""Pieces: the ranges of tokens that tile the finest level of a hierarchy, and what segments above them add up.
+
+Pieces are data, as offsets are. A good one lies in its row, begins at or behind the end of every good one before it,
+and has an existing ancestor at every level; what is not good is made empty and counted. From there on pieces are to
+slots what rows are: a short piece has one, a long one many.
+
+Segments add up in integers, by atomics whose order does not matter.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..specs import PolicyLossInputs
+from .launch import kernel, launch
+from .levels import to_fixed
+from .segments import SLOT_TOKENS, SLOTS, number_of_slots, row_range, slot_owner, tokens_of_slots
+from .tokens import Reading, load_tokens, read_tokens
+
+__all__ = [
+    "EXPONENT",
+    "FIELDS",
+    "FIXED",
+    "FLOW",
+    "VALID",
+    "Pieces",
+    "add_to_segments",
+    "check_pieces",
+    "raise_segments",
+    "segment_of",
+    "slots_of_pieces",
+    "sum_pieces",
+]
+
+PIECES = 1024  # of one program
+
+# What a segment adds up, int64: valid tokens; by channel, log-ratios in fixed point, what flows back to its tokens, and
+# the largest exponent of what does.
+FIELDS = tl.constexpr(8)
+VALID, FIXED, FLOW, EXPONENT = (tl.constexpr(field) for field in (0, 1, 3, 5))
+
+
+class Pieces(NamedTuple):
+    """Pieces that are good or empty, in order."""
+
+    begin: torch.Tensor  # [P]
+    end: torch.Tensor  # [P]
+    row: torch.Tensor  # [P]
+    ancestors: torch.Tensor  # [DEPTH, P], anything where a piece is empty
+    owner: torch.Tensor  # [slots] the piece of a slot, if it has one; from `sum_pieces` on
+    broken: torch.Tensor  # [1] how many are not good
+    segments: torch.Tensor  # [DEPTH, P, FIELDS]
+
+
+# ------------------------------------------------------------------------------------------------------- good and bad
+
+
+class Piece(NamedTuple):
+    begin: tl.tensor
+    end: tl.tensor
+    row: tl.tensor  # 0 where it does not exist
+    good: tl.tensor  # by itself, whatever the others are
+
+
+@triton.jit
+def _inspect(
+    piece_begin, piece_end, piece_row, ancestors, cu_seqlens, piece, pieces, rows, tokens, DEPTH: tl.constexpr
+):  # fmt: skip
+    exists = piece < pieces
+    begin = tl.load(piece_begin + piece, mask=exists, other=0)
+    end = tl.load(piece_end + piece, mask=exists, other=0)
+    row = tl.load(piece_row + piece, mask=exists, other=0)
+    known = exists & (row >= 0) & (row < rows)
+    range = row_range(cu_seqlens, tl.where(known, row, rows), rows, tokens)
+    good = known & (range.bad == False) & (begin >= range.begin)  # noqa: E712 (`not` is for scalars)
+    good &= (end >= begin) & (end <= range.end)
+    for k in tl.static_range(DEPTH):
+        ancestor = tl.load(ancestors + k * pieces + piece, mask=exists, other=0)
+        good &= (ancestor >= 0) & (ancestor < pieces)
+    return Piece(begin, end, tl.where(known, row, 0), good)
+
+
+@kernel
+def _check_pieces(
+    piece_begin,
+    piece_end,
+    piece_row,
+    ancestors,
+    cu_seqlens,
+    begin,
+    end,
+    row,
+    segments,  # set to 0
+    disorder,  # [programs] int32: some piece is not good, or not behind the one before it
+    pieces: tl.int64,
+    rows: tl.int64,
+    tokens: tl.int64,
+    DEPTH: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """Takes all pieces for good ones, and says where that was wrong."""
+    program = tl.program_id(0).to(tl.int64)
+    piece = program * PIECES + tl.arange(0, PIECES)
+    exists = piece < pieces
+    read = _inspect(piece_begin, piece_end, piece_row, ancestors, cu_seqlens, piece, pieces, rows, tokens, DEPTH)
+    before = tl.load(piece_end + piece - 1, mask=exists & (piece > 0), other=0)
+    tl.store(begin + piece, read.begin, mask=exists)
+    tl.store(end + piece, read.end, mask=exists)
+    tl.store(row + piece, read.row, mask=exists)
+    in_order = read.good & (read.begin >= before)
+    tl.store(disorder + program, tl.max((exists & (in_order == False)).to(tl.int32)))  # noqa: E712
+    for chunk in range(DEPTH * FIELDS):
+        at = (program * DEPTH * FIELDS + chunk) * PIECES + tl.arange(0, PIECES)
+        tl.store(segments + at, tl.zeros([PIECES], tl.int64), mask=at < pieces * DEPTH * FIELDS)
+
+
+@kernel
+def _repair_pieces(
+    piece_begin,
+    piece_end,
+    piece_row,
+    ancestors,
+    cu_seqlens,
+    begin,
+    end,
+    row,
+    disorder,
+    broken,
+    pieces: tl.int64,
+    rows: tl.int64,
+    tokens: tl.int64,
+    programs: tl.int64,
+    DEPTH: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """One piece after the other, from the first block in disorder on: there is none in a sound batch."""
+    block = programs
+    for done in range(0, programs, PIECES):
+        index = done + tl.arange(0, PIECES)
+        wrong = tl.load(disorder + index, mask=index < programs, other=0) != 0
+        block = tl.minimum(block, tl.min(tl.where(wrong, index, programs)))
+    first = tl.minimum(block * PIECES, pieces)
+    covered = tl.load(piece_end + first - 1, mask=first > 0, other=0)  # by the good pieces before
+    bad = first * 0
+    for piece in range(first, pieces):
+        read = _inspect(piece_begin, piece_end, piece_row, ancestors, cu_seqlens, piece, pieces, rows, tokens, DEPTH)
+        good = read.good & (read.begin >= covered)
+        tl.store(begin + piece, tl.where(good, read.begin, covered))
+        covered = tl.where(good, read.end, covered)
+        tl.store(end + piece, covered)
+        tl.store(row + piece, tl.where(good, read.row, 0))
+        bad += tl.where(good, 0, 1)
+    tl.store(broken, bad)
+
+
+# ----------------------------------------------------------------------------------------------------- slots, segments
+
+
+@triton.jit
+def slots_of_pieces(begin, end, row, owner, slot, pieces, tokens, SLOT: tl.constexpr, ALIGN: tl.constexpr):
+    """What the slots ``[K]`` hold, and of each ``[K, 1]`` the piece, its row and whether it has any token."""
+    piece = tl.load(owner + slot)
+    slots = tokens_of_slots(begin, end, piece, pieces, tokens, slot, SLOT, ALIGN)
+    held = tl.max(slots.inside.to(tl.int32), axis=1, keep_dims=True) > 0
+    return slots, slots.row, tl.load(row + slots.row, mask=held, other=0), held
+
+
+@triton.jit
+def segment_of(ancestors, k, piece, pieces, some):
+    """The segment of each piece at level k, as an index of [DEPTH, P]; read where ``some`` token of it exists."""
+    return k * pieces + tl.load(ancestors + k * pieces + piece, mask=some, other=0)
+
+
+@triton.jit
+def _one_segment(segment, some):
+    """The least segment of a block where ``some``, and whether it is the only one."""
+    least = tl.min(tl.where(some, segment, 9223372036854775807))
+    return least, least == tl.max(tl.where(some, segment, -1))
+
+
+@triton.jit
+def add_to_segments(segments, segment, value, FIELD: tl.constexpr, some):
+    """What all of a block adds to one segment is added first: coarse levels have few."""
+    least, only = _one_segment(segment, some)
+    if only:
+        tl.atomic_add(segments + least * FIELDS + FIELD, tl.sum(tl.where(some, value, 0)), sem="relaxed")
+    else:
+        tl.atomic_add(segments + segment * FIELDS + FIELD, value, mask=some, sem="relaxed")
+
+
+@triton.jit
+def raise_segments(segments, segment, value, FIELD: tl.constexpr, some):
+    least, only = _one_segment(segment, some)
+    if only:
+        tl.atomic_max(segments + least * FIELDS + FIELD, tl.max(tl.where(some, value, 0)), sem="relaxed")
+    else:
+        tl.atomic_max(segments + segment * FIELDS + FIELD, value, mask=some, sem="relaxed")
+
+
+@kernel
+def _sum_pieces(
+    logp,
+    old_logp,
+    advantages,
+    weights,
+    cu_seqlens,
+    mask,
+    ref_logp,
+    begin,
+    end,
+    row,
+    ancestors,
+    owner,  # [slots], written here
+    segments,
+    grad,  # set to 0, as are the next two: tokens outside of all pieces keep that
+    token_loss,
+    seen,
+    tokens: tl.int64,
+    rows: tl.int64,
+    pieces: tl.int64,
+    READING: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SLOT: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    inputs = PolicyLossInputs(logp, old_logp, advantages, weights, cu_seqlens, mask, ref_logp)
+    program = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0).to(tl.int64)
+    token = program * SLOTS * SLOT + tl.arange(0, SLOTS * SLOT)
+    if grad is not None:
+        tl.store(grad + token, tl.zeros([SLOTS * SLOT], tl.float32), mask=token < tokens)
+    if token_loss is not None:
+        tl.store(token_loss + token, tl.zeros([SLOTS * SLOT], tl.float32), mask=token < tokens)
+    for first in range(program * SLOTS * SLOT, rows, programs * SLOTS * SLOT):
+        each = first + tl.arange(0, SLOTS * SLOT)
+        tl.store(seen + each, tl.zeros([SLOTS * SLOT], tl.uint8), mask=each < rows)
+
+    slot = program * SLOTS + tl.arange(0, SLOTS)
+    found = slot_owner(begin, pieces, tokens, slot, SLOT)
+    tl.store(owner + slot, found)
+    slots = tokens_of_slots(begin, end, found, pieces, tokens, slot, SLOT, 4)
+    whole = tl.max(slots.token) < tokens
+    loaded = load_tokens(inputs, slots.token, tokens, whole, READING)
+    of_row = tl.load(row + slots.row, mask=slots.row < pieces, other=0)
+    t = read_tokens(inputs, loaded, of_row, rows, slots.inside, READING)
+    rising = tl.maximum(t.x, 0.0) if SPLIT else t.x
+    valid = tl.sum(t.valid.to(tl.int64), axis=1, keep_dims=True)
+    rose = tl.sum(to_fixed(rising), axis=1, keep_dims=True)
+    fell = tl.sum(to_fixed(rising - t.x), axis=1, keep_dims=True)
+    some = valid > 0
+    for k in tl.static_range(DEPTH):
+        segment = segment_of(ancestors, k, slots.row, pieces, some)
+        add_to_segments(segments, segment, valid, VALID, some)
+        add_to_segments(segments, segment, rose, FIXED, some)
+        if SPLIT:
+            add_to_segments(segments, segment, fell, FIXED + 1, some)
+
+
+# --------------------------------------------------------------------------------------------------------------- host
+
+
+def check_pieces(inputs: PolicyLossInputs) -> Pieces:
+    assert inputs.piece_begin is not None and inputs.ancestors is not None
+    tokens, rows, device = inputs.logp.numel(), inputs.weights.numel(), inputs.logp.device
+    depth, pieces = inputs.ancestors.shape
+    programs = triton.cdiv(pieces, PIECES)
+    given = (inputs.piece_begin, inputs.piece_end, inputs.piece_row, inputs.ancestors, inputs.cu_seqlens)
+    begin, end, row = torch.empty((3, pieces), dtype=torch.int64, device=device)
+    slots = triton.cdiv(number_of_slots(pieces, tokens), SLOTS) * SLOTS
+    owner = torch.empty(slots, dtype=torch.int64, device=device)
+    segments = torch.empty((depth, pieces, FIELDS.value), dtype=torch.int64, device=device)
+    disorder = torch.empty(programs, dtype=torch.int32, device=device)
+    broken = torch.empty(1, dtype=torch.int64, device=device)
+    launch(
+        _check_pieces, programs, *given, begin, end, row, segments, disorder, pieces, rows, tokens,
+        DEPTH=depth, PIECES=PIECES,
+    )  # fmt: skip
+    launch(
+        _repair_pieces, 1, *given, begin, end, row, disorder, broken, pieces, rows, tokens, programs,
+        DEPTH=depth, PIECES=PIECES,
+    )  # fmt: skip
+    return Pieces(begin, end, row, inputs.ancestors, owner, broken, segments)
+
+
+def sum_pieces(
+    inputs: PolicyLossInputs,
+    pieces: Pieces,
+    reading: Reading,
+    split: bool,
+    grad: torch.Tensor | None,
+    token_loss: torch.Tensor | None,
+    seen: torch.Tensor,
+) -> None:
+    """Valid tokens and log-ratios of all segments; zeros for what the sweep may not reach."""
+    depth, count = pieces.ancestors.shape
+    launch(
+        _sum_pieces, pieces.owner.numel() // SLOTS, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights,
+        inputs.cu_seqlens, inputs.mask, inputs.ref_logp, pieces.begin, pieces.end, pieces.row, pieces.ancestors,
+        pieces.owner, pieces.segments, grad, token_loss, seen, inputs.logp.numel(), inputs.weights.numel(), count,
+        READING=reading, DEPTH=depth, SPLIT=split, SLOT=SLOT_TOKENS, SLOTS=SLOTS,
+    )  # fmt: skip

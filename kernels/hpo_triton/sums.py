@@ -1,0 +1,286 @@
+"""What every gate shares once it has decided on a token: the policy term, the reference penalty, and the sums of a
+sweep with the metrics that become of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..metrics import SLOTS as METRICS
+from ..specs import KLEstimator, KLGradient
+from .launch import kernel, launch
+from .math import SATURATION, STATISTIC_SATURATION, clamp, exp, is_finite, k3, k3_slope
+from .segments import row_range
+
+__all__ = [
+    "COLUMNS",
+    "LANES",
+    "LARGEST",
+    "TOTAL",
+    "Sums",
+    "add_tokens",
+    "bad_rows",
+    "finalise",
+    "no_sums",
+    "policy_term",
+    "store_sums",
+    "total",
+    "with_penalty",
+]
+
+LANES = 256  # a lane adds the tokens of one thread, TILE / LANES at a time in float, then in double
+COLUMNS = tl.constexpr(32)  # of one program's sums: metrics 0 to 23, log_ratio_min, log_ratio_max, nothing
+
+NO_KL = tl.constexpr(int(KLEstimator.NONE))
+K1 = tl.constexpr(int(KLEstimator.K1))
+K2 = tl.constexpr(int(KLEstimator.K2))
+K3 = tl.constexpr(int(KLEstimator.K3))
+VALUE = tl.constexpr(int(KLGradient.VALUE))
+STRAIGHT_THROUGH = tl.constexpr(int(KLGradient.STRAIGHT_THROUGH))
+
+ROWS, LOSS, LOG_RATIO_MIN, LOG_RATIO_MAX = (
+    tl.constexpr(list(METRICS).index(name)) for name in ("rows", "loss", "log_ratio_min", "log_ratio_max")
+)
+TOTAL = {"METRICS": len(METRICS), "PROGRAMS": 64, "ROWS_AT_ONCE": 4096}  # how `total` goes about it
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+
+# ------------------------------------------------------------------------------------------------------------- terms
+
+
+class Policy(NamedTuple):
+    """The policy term of a block of tokens."""
+
+    value: tl.tensor  # -a ratio: its derivative in z
+    loss: tl.tensor  # its share of the loss, float64
+    loss_t: tl.tensor  # the same without the row's weight
+
+
+@triton.jit
+def policy_term(t, ratio, SCORE_HEAD: tl.constexpr):
+    """At ratio 1 the value is -a to the bit: the on-policy promise. The loss goes on in double: four tokens at
+    saturation no longer fit a float."""
+    value = tl.where(t.selected, -(t.a * ratio), 0.0)
+    loss = value.to(tl.float64)
+    loss_t = -(t.unweighted.to(tl.float64) * ratio.to(tl.float64))
+    if SCORE_HEAD:
+        score_t = tl.where(t.flows, t.logp, 0.0).to(tl.float64)
+        loss *= score_t
+        loss_t *= score_t
+    return Policy(value, loss, loss_t)
+
+
+@triton.jit
+def _penalty(t, ESTIMATOR: tl.constexpr, GRADIENT: tl.constexpr):
+    """k(s) and its derivative in logp. A log-ratio that was infinite carries none."""
+    s = t.s
+    decay = exp(-s)
+    if ESTIMATOR == K1:
+        k = s
+        slope = tl.full(s.shape, 1.0, tl.float32)
+    elif ESTIMATOR == K2:
+        k = 0.5 * s * s
+        slope = s
+    else:
+        k = k3(s)
+        slope = k3_slope(s, decay)
+    if GRADIENT == VALUE:
+        derivative = tl.where(t.s_flows, slope, 0.0)
+    elif GRADIENT == STRAIGHT_THROUGH:
+        derivative = tl.where(t.s_flows, s, 0.0)
+    else:  # r k(s), with the gradient through r as well
+        r = exp(t.x)
+        if ESTIMATOR == K3:  # r e^-s is one exponential so that it saturates as one; r (k3 + k3') = r s
+            rise = r - exp(clamp(t.x - s, -SATURATION, SATURATION))
+            k = tl.fma(s, r, -rise)
+            both = r * s
+        else:
+            rise = r * slope
+            k = r * k
+            both = k + rise
+        derivative = tl.where(t.flows, tl.where(t.s_flows, both, k), tl.where(t.s_flows, rise, 0.0))
+    return k, derivative
+
+
+@triton.jit
+def with_penalty(t, loss_t, derivative, kl_beta, KL: tl.constexpr, KL_GRADIENT: tl.constexpr):
+    """The reference penalty of every valid token, selected or not: its share of the loss, loss_t and the derivative
+    with it."""
+    penalty = tl.zeros_like(loss_t)
+    if KL != NO_KL:
+        k, k_derivative = _penalty(t, KL, KL_GRADIENT)
+        strength = t.weight * kl_beta
+        penalty = tl.where(t.valid, strength.to(tl.float64) * k.to(tl.float64), 0.0)
+        loss_t += (kl_beta * k).to(tl.float64)
+        derivative = clamp(derivative + strength * k_derivative, -LARGEST, LARGEST)
+    return penalty, loss_t, derivative
+
+
+# -------------------------------------------------------------------------------------------------------------- sums
+
+
+class Sums(NamedTuple):
+    """Of one program: metrics 0 to 7, 8 to 15 and 16 to 23, and the extrema, by lane."""
+
+    first_8: tl.tensor  # [LANES, 2, 2, 2]
+    next_8: tl.tensor
+    last_8: tl.tensor
+    smallest: tl.tensor
+    largest: tl.tensor
+
+
+@triton.jit
+def _of_lanes(x, LANES: tl.constexpr):
+    """A block of tokens by lanes: the few of one thread, which need no word to the other threads."""
+    return tl.reshape(x, [LANES, x.numel // LANES])
+
+
+@triton.jit
+def _lanes(x, LANES: tl.constexpr):
+    return tl.sum(_of_lanes(x, LANES), axis=1).to(tl.float64)
+
+
+@triton.jit
+def _count(condition, LANES: tl.constexpr):
+    return _lanes(condition.to(tl.float32), LANES)
+
+
+@triton.jit
+def _stack(a, b, c, d, e, f, g, h):
+    """Eight [LANES] -> [LANES, 2, 2, 2] in this order: one reduction then serves all of them."""
+    even = tl.join(tl.join(a, e), tl.join(c, g))
+    odd = tl.join(tl.join(b, f), tl.join(d, h))
+    return tl.join(even, odd)
+
+
+@triton.jit
+def no_sums(LANES: tl.constexpr):
+    zero = tl.zeros([LANES], tl.float64)
+    zeros = _stack(zero, zero, zero, zero, zero, zero, zero, zero)
+    smallest = tl.full([LANES], float("inf"), tl.float32)
+    return Sums(zeros, zeros, zeros, smallest, tl.full([LANES], float("-inf"), tl.float32))
+
+
+@triton.jit
+def add_tokens(sums, t, loss, penalty, below, above, entropy, LANES: tl.constexpr, REFERENCE: tl.constexpr):
+    """``below`` and ``above``: the token is beyond a bound of its gate; ``entropy``: loaded, or None. Where a token is
+    not valid x and s are 0, and with them all that is made of them."""
+    zero = tl.zeros([LANES], tl.float64)
+    smallest = tl.minimum(sums.smallest, tl.min(_of_lanes(tl.where(t.valid, t.x, float("inf")), LANES), axis=1))
+    largest = tl.maximum(sums.largest, tl.max(_of_lanes(tl.where(t.valid, t.x, float("-inf")), LANES), axis=1))
+    deviation = exp(clamp(t.x, -STATISTIC_SATURATION, STATISTIC_SATURATION)) - 1.0
+    first_8 = sums.first_8 + _stack(
+        _count(t.valid, LANES),
+        _count(t.selected, LANES),
+        zero,  # rows, from `seen`
+        _lanes(loss + penalty, LANES),
+        _lanes(t.x, LANES),
+        _lanes(t.x * t.x, LANES),
+        _lanes(deviation, LANES),
+        _lanes(deviation * deviation, LANES),
+    )
+    s, s_square, s_k3 = zero, zero, zero
+    if REFERENCE:
+        s, s_square, s_k3 = _lanes(t.s, LANES), _lanes(t.s * t.s, LANES), _lanes(k3(t.s), LANES)
+    positive = t.negative == False  # noqa: E712 (`not` is for scalars)
+    next_8 = sums.next_8 + _stack(
+        zero,  # log_ratio_min
+        zero,  # log_ratio_max
+        _count(t.selected & above & positive, LANES),
+        _count(t.selected & below & positive, LANES),
+        _count(t.selected & below & t.negative, LANES),
+        _count(t.selected & above & t.negative, LANES),
+        s,
+        s_square,
+    )
+    entropies, entropy_tokens = zero, zero
+    if entropy is not None:
+        counted = t.valid & is_finite(entropy)
+        entropies, entropy_tokens = _lanes(tl.where(counted, entropy, 0.0), LANES), _count(counted, LANES)
+    last_8 = sums.last_8 + _stack(
+        s_k3,
+        _lanes(penalty, LANES),
+        entropies,
+        entropy_tokens,
+        _count(t.nan, LANES),
+        _count(t.infinite, LANES),
+        zero,  # bad_offsets, see store_sums
+        _count(t.bad, LANES),
+    )
+    return Sums(first_8, next_8, last_8, smallest, largest)
+
+
+@triton.jit
+def bad_rows(cu_seqlens, tokens, rows, LANES: tl.constexpr):
+    """Broken rows [LANES], of every program's share of them."""
+    program = tl.program_id(0).to(tl.int64)
+    bad = tl.zeros([LANES], tl.float64)
+    for first_row in range(program * LANES, rows, tl.num_programs(0).to(tl.int64) * LANES):
+        row = first_row + tl.arange(0, LANES)
+        bad += row_range(cu_seqlens, row, rows, tokens).bad.to(tl.float64)
+    return bad
+
+
+@triton.jit
+def store_sums(to, sums, bad_offsets, LANES: tl.constexpr):
+    """``to``: [programs, COLUMNS] float64; ``bad_offsets``: [LANES] of this program."""
+    zero = tl.zeros([LANES], tl.float64)
+    last_8 = sums.last_8 + _stack(zero, zero, zero, zero, zero, zero, bad_offsets, zero)
+    of_program = to + tl.program_id(0).to(tl.int64) * COLUMNS
+    column = of_program + tl.arange(0, 8)
+    tl.store(column, tl.reshape(tl.sum(sums.first_8, axis=0), [8]))
+    tl.store(column + 8, tl.reshape(tl.sum(sums.next_8, axis=0), [8]))
+    tl.store(column + 16, tl.reshape(tl.sum(last_8, axis=0), [8]))
+    tl.store(of_program + 24, tl.min(sums.smallest).to(tl.float64))
+    tl.store(of_program + 25, tl.max(sums.largest).to(tl.float64))
+
+
+@triton.jit
+def total(
+    sums, seen, loss, metrics, programs, rows, METRICS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS_AT_ONCE: tl.constexpr
+):
+    """The sums of all programs, added in their order."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    total = tl.zeros([PROGRAMS, COLUMNS], tl.float64)
+    smallest = tl.full([PROGRAMS, 1], float("inf"), tl.float64)
+    largest = tl.full([PROGRAMS, 1], float("-inf"), tl.float64)
+    for first in range(0, programs, PROGRAMS):
+        program = first + tl.arange(0, PROGRAMS)[:, None]
+        exists = program < programs
+        total += tl.load(sums + program * COLUMNS + column, mask=exists & (column < METRICS), other=0.0)
+        smallest = tl.minimum(smallest, tl.load(sums + program * COLUMNS + 24, mask=exists, other=float("inf")))
+        largest = tl.maximum(largest, tl.load(sums + program * COLUMNS + 25, mask=exists, other=float("-inf")))
+    seen_rows = tl.zeros([ROWS_AT_ONCE], tl.int32)
+    for first in range(0, rows, ROWS_AT_ONCE):
+        row = first + tl.arange(0, ROWS_AT_ONCE)
+        seen_rows += tl.load(seen + row, mask=row < rows, other=0).to(tl.int32)
+
+    metric = tl.arange(0, COLUMNS)
+    value = tl.sum(total, axis=0)
+    value = tl.where(metric == LOSS, clamp(value, -LARGEST, LARGEST), value)
+    value = tl.where(metric == ROWS, tl.sum(seen_rows).to(tl.float64), value)
+    value = tl.where(metric == LOG_RATIO_MIN, tl.min(smallest), value)
+    value = tl.where(metric == LOG_RATIO_MAX, tl.max(largest), value)
+    tl.store(metrics + metric, value, mask=metric < METRICS)
+    tl.store(loss, tl.sum(tl.where(metric == LOSS, value, 0.0)).to(tl.float32))
+
+
+@kernel
+def _finalise(
+    sums,
+    seen,
+    loss,
+    metrics,
+    programs: tl.int64,
+    rows: tl.int64,
+    METRICS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    ROWS_AT_ONCE: tl.constexpr,
+):
+    total(sums, seen, loss, metrics, programs, rows, METRICS, PROGRAMS, ROWS_AT_ONCE)
+
+
+def finalise(sums: torch.Tensor, seen: torch.Tensor, loss: torch.Tensor, metrics: torch.Tensor, rows: int) -> None:
+    launch(_finalise, 1, sums, seen, loss, metrics, sums.shape[0], rows, **TOTAL)

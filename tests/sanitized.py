@@ -16,7 +16,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ISAS = ("avx512", "avx2", "generic")
-TESTS = [f"tests/test_{name}.py" for name in ("segments", "advantages", "entropy", "gates", "losses", "metrics", "ops")]
+TESTS = [
+    f"tests/test_{name}.py"
+    for name in ("segments", "advantages", "entropy", "gates", "hierarchy", "losses", "metrics", "ops")
+]
 EMULATION = "tests/test_emulation.py"
 # Triton has nothing to instrument. raw_overflow is a planted fault that ends the process, as test_emulation.py itself
 # checks. Compilers do not run with a sanitizer loaded.

@@ -393,7 +393,7 @@ def test_bits_depend_on_nothing_else(gate, backend, monkeypatch):
     """Not on what the workspace held, not on the order of emulated threads."""
     example = Example(8, lengths=(5, 0, 9, 1500, 7, 12, 3), spread=0.3)
     runs = []
-    for order in ("forward", "reverse", "random:1", "random:2"):
+    for order in ("forward", "reverse", "random:1", "random:2") if backend == "cuda_emulated" else ("", ""):
         monkeypatch.setenv("HPO_EMULATION_ORDER", order)
         runs.append(bits(example.run(gate, backend, advantages=example.token_advantages, entropy=-example.logp)))
     assert all(run == runs[0] for run in runs[1:])

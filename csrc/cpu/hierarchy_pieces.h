@@ -1,0 +1,101 @@
+// The pieces of a hierarchy, and how the work on their tokens is shared out.
+//
+// Pieces are cut into blocks of kChunk tokens from their own first token on, so that the bits of what is summed over a piece
+// depend on nothing but the piece. Block j of piece p belongs to the task that holds token start[p] + j kChunk when the pieces
+// lie end to end: short pieces share a task, long ones spread over many, and a task has at most one block that begins neither
+// in it nor in its piece.
+
+#pragma once
+#include "hpo/hierarchy.h"
+#include "rows.h"
+
+namespace hpo::HPO_ISA {
+
+struct Block {
+  int64_t piece, row;
+  int64_t first, tokens;
+  bool begins;  // its piece
+};
+
+struct Pieces {
+  const Hierarchy& hierarchy;
+  const PolicyLossArgs& args;
+  int64_t* start;  // [pieces + 1], tokens of the pieces before
+  int64_t broken = 0;
+  int64_t together = 0;  // pieces that share a segment with others, or are more than one block
+  bool alone;  // one level, and every piece is a segment of it
+
+  Pieces(const Hierarchy& hierarchy, const PolicyLossArgs& args, int64_t* start)
+      : hierarchy(hierarchy), args(args), start(start), alone(hierarchy.depth == 1) {
+    int64_t covered = 0;
+    start[0] = 0;
+    for (int64_t p = 0; p < hierarchy.pieces; ++p) {
+      const Range range = piece_range(hierarchy, args, p);
+      const bool good = !range.bad && range.begin >= covered;
+      broken += !good;
+      covered = good ? range.end : covered;
+      start[p + 1] = start[p] + (good ? range.end - range.begin : 0);
+      alone &= hierarchy.ancestors[p] == p;
+    }
+    for (int64_t p = 0; p < count(); ++p) together += length(p) > 0 && !stands_alone(p);
+  }
+
+  int64_t count() const { return hierarchy.pieces; }
+  int64_t length(int64_t p) const { return start[p + 1] - start[p]; }
+  int64_t blocks(int64_t p) const { return pieces(length(p), kChunk); }
+  bool stands_alone(int64_t p) const { return alone && length(p) <= kChunk; }
+  int64_t task(int64_t p) const { return start[p] / kChunk; }  // of its first block
+  int64_t tasks() const { return start[count()] / kChunk + 1; }
+  int64_t row(int64_t p) const { return hierarchy.piece_row[p]; }
+  int64_t ancestor(int k, int64_t p) const { return hierarchy.ancestors[k * count() + p]; }
+
+  // The first piece that starts at or behind this token.
+  int64_t starting_at(int64_t token) const {
+    int64_t low = 0, high = count();
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      if (start[middle] < token) low = middle + 1;
+      else high = middle;
+    }
+    return low;
+  }
+
+  // Calls body(block) for the blocks of a task.
+  template <class Body>
+  void for_each_block(int64_t task, const Body& body) const {
+    const int64_t next = starting_at(task * kChunk);
+    int64_t before = next - 1;  // the piece that comes in from the left
+    while (before >= 0 && length(before) == 0) --before;
+    if (before >= 0) {
+      const int64_t block = task - this->task(before);
+      if (block > 0 && block < blocks(before)) visit(before, block, body);
+    }
+    for (int64_t p = next; p < count() && this->task(p) == task; ++p) {
+      if (length(p) > 0) visit(p, 0, body);
+    }
+  }
+
+ private:
+  template <class Body>
+  void visit(int64_t p, int64_t block, const Body& body) const {
+    const int64_t skipped = block * kChunk, rest = length(p) - skipped;
+    body(Block{p, row(p), hierarchy.piece_begin[p] + skipped, rest < kChunk ? rest : kChunk, block == 0});
+  }
+};
+
+// Calls body(first token, number of tokens) for the tiles of a block, `whole` being the tile as one segment. What is left at
+// the end, less than a vector, is a tile of its own, so that all others are whole vectors.
+template <class Body>
+inline void for_each_tile_of(const Block& block, Segments& whole, const Body& body) {
+  const int64_t end = block.first + block.tokens;
+  for (int64_t tile = block.first; tile < end;) {
+    int n = int(end - tile < kTile ? end - tile : kTile);
+    if (n > kLanes) n -= n % kLanes;
+    whole.count = 1;
+    whole.list[0] = {block.row, 0, n};
+    body(tile, n);
+    tile += n;
+  }
+}
+
+}  // namespace hpo::HPO_ISA

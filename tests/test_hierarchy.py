@@ -292,6 +292,15 @@ def test_on_policy_the_gradient_is_minus_w_a(gate, backend):
     assert torch.equal(out.grad, expected)
 
 
+def test_bounds_of_tokens_replace_those_of_the_residual(backend):
+    gate, example = GATES["two_scale, token"], Example(11)
+    draw = torch.Generator().manual_seed(0)
+    low, high = 0.9 + 0.09 * torch.rand(37 + 3, generator=draw), 1.01 + 0.1 * torch.rand(37 + 3, generator=draw)
+    own = {"bounds": (low, high)}
+    assert_the_definition(example, gate, backend, **own)
+    assert not torch.equal(example.run(gate, backend, **own).grad, example.run(gate, backend).grad)
+
+
 @several_gates
 def test_exceptional_log_ratios(gate, backend):
     """NaN leaves, infinity saturates without a derivative, what is finite saturates with one."""

@@ -86,11 +86,13 @@ struct Outputs {
 
 // `inputs` is a PolicyLossInputs of hpo_core/specs.py; a test compares the order.
 constexpr const char* kInputs[] = {
-    "logp",        "old_logp",  "advantages",     "weights",          "cu_seqlens",      "mask",
-    "ref_logp",    "entropy",   "score",          "threshold",        "token_mask",      "token_weight",
-    "low",         "high",      "row_trajectory", "trajectory_start", "trajectory_rows", "advantage_per_token",
-    "piece_begin", "piece_end", "piece_row",      "ancestors",
+    "logp",         "old_logp",  "advantages",     "weights",          "cu_seqlens",      "mask",
+    "ref_logp",     "entropy",   "score",          "threshold",        "token_mask",      "token_weight",
+    "low",          "high",      "row_trajectory", "trajectory_start", "trajectory_rows", "advantage_per_token",
+    "piece_begin",  "piece_end", "piece_row",      "ancestors",        "target",          "target_per_token",
+    "penalty_mask",
 };
+constexpr size_t kPieces = 18;  // of piece_begin, which the other three follow
 
 inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& inputs, const Outputs& outputs) {
   if (inputs.size() != std::size(kInputs)) throw std::invalid_argument("inputs: expected a PolicyLossInputs");
@@ -117,6 +119,10 @@ inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& i
   args.trajectory_start = pointer<const int64_t>(take());
   args.trajectory_rows = pointer<const int64_t>(take());
   args.advantage_per_token = inputs[next++].cast<bool>();
+  next += 4;  // the pieces, see add_pieces
+  args.target = pointer<const float>(take());
+  args.target_per_token = inputs[next++].cast<bool>();
+  args.penalty_mask = pointer<const uint8_t>(take());
   args.loss = pointer<float>(outputs.loss);
   args.metrics = pointer<double>(outputs.metrics);
   args.grad = pointer<float>(outputs.grad);
@@ -125,10 +131,34 @@ inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& i
   return args;
 }
 
-// levels: (gate, routing, aggregate, low, high, slope) each; low and high are [channel][sign of the advantage].
-inline Hierarchy make_hierarchy(bool split, const py::tuple& token_low, const py::tuple& token_high, const py::list& levels) {
+inline void add_pieces(Hierarchy& hierarchy, int64_t pieces, const py::tuple& inputs) {
+  hierarchy.pieces = pieces;
+  hierarchy.piece_begin = pointer<const int64_t>(address_of(inputs[kPieces]));
+  hierarchy.piece_end = pointer<const int64_t>(address_of(inputs[kPieces + 1]));
+  hierarchy.piece_row = pointer<const int64_t>(address_of(inputs[kPieces + 2]));
+  hierarchy.ancestors = pointer<const int64_t>(address_of(inputs[kPieces + 3]));
+}
+
+inline void copy_pair(double (&to)[2], const py::tuple& pair) {
+  for (int sign = 0; sign < 2; ++sign) to[sign] = pair[sign].cast<double>();
+}
+
+// levels: (gate, routing, aggregate, low, high, slope) each; low and high are [channel][sign of the advantage]. term: None, or
+// (penalty, its coefficient, and the pairs of a TermSpec in their order).
+inline Hierarchy make_hierarchy(bool split, const py::tuple& token_low, const py::tuple& token_high, const py::list& levels,
+                                const py::object& term) {
   Hierarchy hierarchy{};
   hierarchy.split = split;
+  if (!term.is_none()) {
+    const py::tuple fields = term;
+    TokenTerm& out = hierarchy.term;
+    out.present = 1;
+    out.penalty = Penalty(fields[0].cast<int>());
+    out.penalty_coefficient = fields[1].cast<double>();
+    double (*const pairs[])[2] = {&out.head,        &out.slope_low, &out.slope_high, &out.weight_low,
+                                  &out.weight_high, &out.pre_low,   &out.pre_high};
+    for (size_t at = 0; at < std::size(pairs); ++at) copy_pair(*pairs[at], fields[2 + at]);
+  }
   for (int sign = 0; sign < 2; ++sign) {
     hierarchy.token_low[sign] = token_low[sign].cast<double>();
     hierarchy.token_high[sign] = token_high[sign].cast<double>();
@@ -180,16 +210,32 @@ inline void bind(py::module_& m) {
                         Address workspace, int64_t context) {
     const PolicyLossArgs args = make_args(tokens, rows, inputs, {loss, metrics, grad, token_loss, workspace});
     Hierarchy hierarchy = levels;
-    hierarchy.pieces = pieces;
-    const size_t first = std::size(kInputs) - 4;
-    hierarchy.piece_begin = pointer<const int64_t>(address_of(inputs[first]));
-    hierarchy.piece_end = pointer<const int64_t>(address_of(inputs[first + 1]));
-    hierarchy.piece_row = pointer<const int64_t>(address_of(inputs[first + 2]));
-    hierarchy.ancestors = pointer<const int64_t>(address_of(inputs[first + 3]));
+    add_pieces(hierarchy, pieces, inputs);
     int status;
     {
       py::gil_scoped_release release;
       status = hpo_hierarchy(&args, &spec.structure, &spec.numbers, &hierarchy, context);
+    }
+    check(status);
+  });
+
+  m.def("correction_workspace", &hpo_correction_workspace);
+  m.def("correction", [](int statistic, int reduction, int action, bool of_segments, bool strict, const py::tuple& low,
+                         const py::tuple& high, int64_t tokens, int64_t rows, int64_t pieces, const py::tuple& inputs,
+                         Address factor, Address workspace, int64_t context) {
+    Outputs outputs{};
+    outputs.workspace = workspace;
+    const PolicyLossArgs args = make_args(tokens, rows, inputs, outputs);
+    Hierarchy hierarchy{};
+    hierarchy.depth = of_segments;
+    add_pieces(hierarchy, pieces, inputs);
+    Correction correction{Statistic(statistic), Reduction(reduction), Action(action), strict, {}, {}, pointer<float>(factor)};
+    copy_pair(correction.low, low);
+    copy_pair(correction.high, high);
+    int status;
+    {
+      py::gil_scoped_release release;
+      status = hpo_correction(&args, &hierarchy, &correction, context);
     }
     check(status);
   });

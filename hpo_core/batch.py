@@ -465,7 +465,7 @@ def _hierarchy(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
             segments[unit] = renumber(torch.where(ids < 0, -1 - trajectory, ids))[0]
     piece = torch.arange(begin.numel(), device=batch.device)
     ancestors = [piece if unit is Unit.STEP else renumber(segments[unit][row])[0] for unit in units]
-    return Hierarchy(begin, end, row, torch.stack(ancestors))
+    return Hierarchy(begin, end, row, torch.stack(ancestors) if units else piece.new_empty((0, piece.numel())))
 
 
 def _trajectories(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

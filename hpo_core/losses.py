@@ -11,10 +11,10 @@ import torch.distributed
 from . import aggregation, gates, ops
 from .advantages import grpo
 from .backends import resolve
-from .batch import PackedBatch
+from .batch import Hierarchy, PackedBatch
 from .checks import check, check_dtype, check_shape, check_type
 from .entropy import EntropyWindow, WindowState
-from .gates import RatioGate
+from .gates import Channel, Correction, RatioGate
 from .kl import KLPenalty
 from .metrics import Metrics, observed
 from .specs import PolicyLossInputs, PolicyLossSpec
@@ -65,6 +65,8 @@ def policy_loss(
     token_mask: torch.Tensor | None = None,
     token_weight: torch.Tensor | None = None,
     bounds: Bounds | None = None,
+    target: torch.Tensor | None = None,
+    penalty_mask: torch.Tensor | None = None,
     advantage_level: str | None = None,
     return_tokens: bool = False,
     process_group: torch.distributed.ProcessGroup | None = None,
@@ -85,7 +87,9 @@ def policy_loss(
         batch: a PackedBatch, or a padded mask ``[B, L]``. Values at masked positions are never read.
         gate: a RatioGate. Default: ``gates.ppo_clip(0.2, 0.2)``.
         weights: ``[S]`` float32 from :mod:`hpo_core.aggregation`. Default: ``aggregation.token_mean(batch)``.
-        rollout_logp: log-probabilities of the sampler; for gates on its channel, of which there is none yet: raises.
+        rollout_logp: the same shape; log-probabilities as the sampler gave them, for gates with corrections or on the
+            total ratio. Without it the sampler is taken to be the policy of ``old_logp``: no correction of their
+            discrepancy.
         ref_logp, kl: the reference policy and the penalty on it, :mod:`hpo_core.kl`; both or neither.
         entropy: ``[T]`` in nats, for ``window`` and the metrics.
         window, threshold: an EntropyWindow and what its ``fit`` returned: only tokens it selects count in the policy
@@ -93,6 +97,8 @@ def policy_loss(
         token_mask: bool ``[T]``: tokens whose policy term counts. Denominators stay those of ``weights``.
         token_weight: float ``[T]``: factor on the policy term.
         bounds: ``(low, high)`` each ``[T]`` or None: ratio bounds per token, in place of the gate's where it has them.
+        target: ``[S]`` or ``[T]``: what the heads TARGET and NEGATIVE_AWARE compare the ratio with; only those take it.
+        penalty_mask: bool ``[T]``: who pays the gate's own penalty. Default: every valid token.
         return_tokens: also return loss_t ``[T]`` (detached; not multiplied by ``weights``).
         process_group: ranks a level spans; no level does yet: raises.
         backend: a name from ``hpo_core.backends()``. Default: by device.
@@ -110,7 +116,7 @@ def policy_loss(
     """
     inputs, spec = _prepare(
         logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, None,
-        token_mask, token_weight, bounds, advantage_level, process_group, backend,
+        token_mask, token_weight, bounds, target, penalty_mask, advantage_level, process_group, backend,
     )  # fmt: skip
     return _run(inputs, spec, return_tokens, backend)
 
@@ -132,6 +138,8 @@ def policy_loss_and_grad(
     token_mask: torch.Tensor | None = None,
     token_weight: torch.Tensor | None = None,
     bounds: Bounds | None = None,
+    target: torch.Tensor | None = None,
+    penalty_mask: torch.Tensor | None = None,
     advantage_level: str | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
@@ -145,7 +153,7 @@ def policy_loss_and_grad(
     """
     inputs, spec = _prepare(
         logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, None,
-        token_mask, token_weight, bounds, advantage_level, process_group, backend,
+        token_mask, token_weight, bounds, target, penalty_mask, advantage_level, process_group, backend,
     )  # fmt: skip
     if backend == "reference":
         with torch.enable_grad():
@@ -176,6 +184,8 @@ def hierarchical_policy_loss(
     token_mask: torch.Tensor | None = None,
     token_weight: torch.Tensor | None = None,
     bounds: Bounds | None = None,
+    target: torch.Tensor | None = None,
+    penalty_mask: torch.Tensor | None = None,
     advantage_level: str | None = None,
     return_tokens: bool = False,
     process_group: torch.distributed.ProcessGroup | None = None,
@@ -212,7 +222,7 @@ def hierarchical_policy_loss(
         threshold = window.fit_score(score, backend=backend)
     inputs, spec = _prepare(
         logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, score,
-        token_mask, token_weight, bounds, advantage_level, process_group, backend,
+        token_mask, token_weight, bounds, target, penalty_mask, advantage_level, process_group, backend,
     )  # fmt: skip
     return _run(inputs, spec, return_tokens, backend)
 
@@ -257,6 +267,8 @@ def _prepare(
     token_mask: torch.Tensor | None,
     token_weight: torch.Tensor | None,
     bounds: Bounds | None,
+    target: torch.Tensor | None,
+    penalty_mask: torch.Tensor | None,
     advantage_level: str | None,
     process_group: torch.distributed.ProcessGroup | None,
     backend: str | None,
@@ -267,8 +279,18 @@ def _prepare(
     gate = _DEFAULT_GATE if gate is None else gate
     check_type(isinstance(gate, RatioGate), "gate: expected a RatioGate from hpo_core.gates, got {}", gate)
     check(
-        rollout_logp is None,
+        rollout_logp is None or gate.reads_rollout,
         "rollout_logp: the gate {!r} does not read the sampler's log-probabilities; drop it, or pass them as old_logp",
+        gate.name,
+    )
+    check(
+        (target is not None) == gate.takes_target,
+        "target: the gate {!r} needs one, got None" if target is None else "target: the gate {!r} takes none; drop it",
+        gate.name,
+    )
+    check(
+        penalty_mask is None or gate.penalty_coefficient > 0,
+        "penalty_mask: the gate {!r} has no penalty of its own; drop it",
         gate.name,
     )
     check(process_group is None, "process_group: no level of the gate {!r} spans ranks; drop it", gate.name)
@@ -299,7 +321,7 @@ def _prepare(
     trajectories = batch.trajectories if gate.level is not None else None
     row_trajectory, start, rows = trajectories if trajectories is not None else (None, None, None)
     spec = gate.spec(kl, window is not None and window.strict)
-    hierarchy = batch.hierarchy(tuple(level.unit for level in spec.levels)) if spec.levels else ()
+    hierarchy = batch.hierarchy(tuple(level.unit for level in spec.levels)) if spec.of_pieces else ()
     if weights is None:
         weights = batch.once(aggregation.token_mean)
     inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond
@@ -323,7 +345,56 @@ def _prepare(
         per_token,
         *hierarchy,
     )
+    if gate.plain:  # nearly always, and it saves what follows
+        return inputs, spec
+    if target is not None:
+        per_token = target.shape == shape != (batch.rows,)
+        expected = shape if per_token else (batch.rows,)
+        target = _constant("target", target, expected, "[S] (one per row) or [T] (that of logp)", dtype, device)
+        inputs = inputs._replace(target=target, target_per_token=per_token)
+    if penalty_mask is not None:
+        inputs = inputs._replace(penalty_mask=token("penalty_mask", penalty_mask, torch.bool))
+    if gate.advantage_weights != (1.0, 1.0):
+        positive, negative = gate.advantage_weights
+        signed = inputs.advantages
+        inputs = inputs._replace(advantages=torch.where(signed < 0, signed * negative, signed * positive))
+    rollout = None if rollout_logp is None else token("rollout_logp", rollout_logp)
+    for correction in gate.corrections:
+        pair = _channel(correction.channel, inputs.logp.detach(), inputs.old_logp, rollout)
+        if pair is not None:
+            units = () if correction.unit is None else (correction.unit,)
+            inputs = inputs._replace(token_weight=_correct(inputs, pair, correction, batch.hierarchy(units), backend))
+    if gate.channel is Channel.TOTAL and rollout is not None:
+        inputs = inputs._replace(old_logp=rollout)
     return inputs, spec
+
+
+def _channel(
+    channel: Channel, logp: torch.Tensor, old_logp: torch.Tensor | None, rollout: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The two policies of a log-ratio; None where they are the same."""
+    old = logp if old_logp is None else old_logp
+    if channel is Channel.DISCREPANCY:
+        return None if rollout is None else (old, rollout)
+    return logp, old if channel is Channel.STALENESS or rollout is None else rollout
+
+
+def _correct(
+    inputs: PolicyLossInputs,
+    pair: tuple[torch.Tensor, torch.Tensor],
+    correction: Correction,
+    hierarchy: Hierarchy,
+    backend: str | None,
+) -> torch.Tensor:
+    """The token weights so far, times the correction."""
+    first, second = pair
+    read = PolicyLossInputs(
+        first.contiguous(), second, inputs.advantages, inputs.weights, inputs.cu_seqlens, inputs.mask,
+        token_weight=inputs.token_weight, advantage_per_token=inputs.advantage_per_token, piece_begin=hierarchy.begin,
+        piece_end=hierarchy.end, piece_row=hierarchy.row, ancestors=hierarchy.ancestors,
+    )  # fmt: skip
+    read = _flat(read) if backend == "reference" else read
+    return ops.correction(read, correction.spec(), backend).reshape(first.shape)
 
 
 def _bounds(bounds: Bounds, gate: RatioGate) -> Bounds:

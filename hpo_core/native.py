@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .specs import Boundary, GroupNormalisation, Invalid, OrderRule, PolicyLossInputs, PolicyLossSpec
+from .specs import Boundary, CorrectionSpec, GroupNormalisation, Invalid, OrderRule, PolicyLossInputs, PolicyLossSpec
 
 __all__ = ["Native"]
 
@@ -83,7 +83,8 @@ class Native:
             (int(level.gate), int(level.routing), int(level.aggregate), level.low, level.high, level.slope)
             for level in spec.levels
         ]
-        return self.module.Hierarchy(spec.split, spec.token_log_low, spec.token_log_high, levels)
+        term = None if spec.term is None else (int(spec.term.penalty), spec.term.penalty_coefficient, *spec.term[:7])
+        return self.module.Hierarchy(spec.split, spec.token_log_low, spec.token_log_high, levels, term)
 
     def policy_loss(
         self, inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool, want_tokens: bool
@@ -98,7 +99,7 @@ class Native:
         grad = torch.empty_like(logp) if want_grad else None
         token_loss = torch.empty_like(logp) if want_tokens else None
         outputs = (loss, metrics, grad, token_loss)
-        if spec.levels:
+        if spec.of_pieces:
             self._hierarchy(inputs, spec, tokens, rows, outputs)
         else:
             workspace = self._workspace(self.module.policy_loss_workspace(tokens, rows), logp)
@@ -115,6 +116,18 @@ class Native:
             self.module.hierarchy, inputs.logp, self._spec(spec), self._levels(spec), tokens, rows, pieces,
             inputs, *outputs, workspace,
         )  # fmt: skip
+
+    def correction(self, inputs: PolicyLossInputs, spec: CorrectionSpec) -> torch.Tensor:
+        """The factor ``[T]`` of ``logp - old_logp``, times ``token_weight``."""
+        assert inputs.piece_begin is not None
+        tokens, rows, pieces = inputs.logp.numel(), inputs.cu_seqlens.numel() - 1, inputs.piece_begin.numel()
+        factor = torch.empty_like(inputs.logp)
+        workspace = self._workspace(self.module.correction_workspace(tokens, rows, pieces), inputs.logp)
+        self._call(
+            self.module.correction, inputs.logp, int(spec.statistic), int(spec.reduction), int(spec.action),
+            spec.of_segments, spec.strict, spec.low, spec.high, tokens, rows, pieces, inputs, factor, workspace,
+        )  # fmt: skip
+        return factor
 
     def group_normalise(
         self,

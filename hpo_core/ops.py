@@ -1,4 +1,4 @@
-"""The six ops: straight to the backend on plain tensors, through ``torch.library`` operators where something watches.
+"""The ops: straight to the backend on plain tensors, through ``torch.library`` operators where something watches.
 
 In eager mode the dispatcher would cost more than a small kernel, so plain tensors skip it. Under ``torch.compile``, a
 dispatch mode or a ``torch.func`` transform, and for fake or other subclassed tensors, the same call goes through
@@ -15,9 +15,11 @@ import torch
 from .backends import resolve
 from .metrics import SLOTS
 from .specs import (
+    Action,
     Aggregate,
     Boundary,
     Center,
+    CorrectionSpec,
     EpsMode,
     GroupNormalisation,
     Head,
@@ -27,16 +29,21 @@ from .specs import (
     LevelKind,
     LevelSpec,
     OrderRule,
+    Penalty,
     PolicyLossInputs,
     PolicyLossSpec,
+    Reduction,
     Routing,
     Scale,
+    Statistic,
+    TermSpec,
     TokenGate,
     Unit,
 )
 
 __all__ = [
     "SECOND_DERIVATIVE",
+    "correction",
     "group_normalise",
     "order_statistic",
     "policy_loss",
@@ -195,12 +202,15 @@ def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor |
     return _scaled(ctx, loss_gradient, grad_gradient), *[None] * (len(ctx.needs_input_grad) - 1)
 
 
-_LIBRARY.define(
-    "policy_loss(Tensor logp, Tensor? old_logp, Tensor advantages, Tensor weights, Tensor cu_seqlens, Tensor? mask, "
+_INPUTS = (
+    "Tensor logp, Tensor? old_logp, Tensor advantages, Tensor weights, Tensor cu_seqlens, Tensor? mask, "
     "Tensor? ref_logp, Tensor? entropy, Tensor? score, Tensor? threshold, Tensor? token_mask, Tensor? token_weight, "
     "Tensor? low, Tensor? high, Tensor? row_trajectory, Tensor? trajectory_start, Tensor? trajectory_rows, "
     "bool advantage_per_token, Tensor? piece_begin, Tensor? piece_end, Tensor? piece_row, Tensor? ancestors, "
-    "int[] structure, float[] numbers, str backend, bool want_grad, bool want_tokens) "
+    "Tensor? target, bool target_per_token, Tensor? penalty_mask, "
+)
+_LIBRARY.define(
+    f"policy_loss({_INPUTS}int[] structure, float[] numbers, str backend, bool want_grad, bool want_tokens) "
     "-> (Tensor loss, Tensor metrics, Tensor grad, Tensor tokens)"
 )
 
@@ -223,57 +233,60 @@ def _policy_loss_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torc
 
 def _numbers_of(spec: PolicyLossSpec) -> tuple[list[int], list[float]]:
     """A spec as operator arguments: its structure, and its numbers."""
+    term = TermSpec() if spec.term is None else spec.term
     flags = (*spec.low_driven, *spec.high_driven, spec.has_level, spec.level_clips, spec.strict, spec.split)
-    kinds = (spec.token, spec.routing, spec.head, spec.kl, spec.kl_gradient, *flags)
+    kinds = (spec.token, spec.routing, spec.head, spec.kl, spec.kl_gradient, term.penalty, spec.term is not None)
     levels = (kind for level in spec.levels for kind in (level.unit, level.gate, level.routing, level.aggregate))
     pairs = (
-        spec.token_low,
-        spec.token_high,
-        spec.level_log_low,
-        spec.level_log_high,
-        spec.token_log_low,
-        spec.token_log_high,
-    )
+        spec.token_low, spec.token_high, spec.level_log_low, spec.level_log_high, spec.token_log_low,
+        spec.token_log_high, term.head_numbers, term.slope_low, term.slope_high, term.weight_low, term.weight_high,
+        term.pre_low, term.pre_high,
+    )  # fmt: skip
     bounds = (number for level in spec.levels for number in (*level.low, *level.high, level.slope))
-    numbers = [*(bound for pair in pairs for bound in pair), spec.kl_beta, *bounds]
-    return [int(kind) for kind in (*kinds, *levels)], numbers
+    numbers = [*(number for pair in pairs for number in pair), spec.kl_beta, term.penalty_coefficient, *bounds]
+    return [int(kind) for kind in (*kinds, *flags, *levels)], numbers
 
 
 def _spec_of(structure: list[int], numbers: list[float]) -> PolicyLossSpec:
-    token, routing, head, kl, kl_gradient = structure[:5]
-    *low_driven, high_driven_positive, high_driven_negative, has_level, level_clips, strict, split = map(
-        bool, structure[5:13]
-    )
+    token, routing, head, kl, kl_gradient, penalty, has_term = structure[:7]
+    low_1, low_2, high_1, high_2, has_level, level_clips, strict, split = map(bool, structure[7:15])
+    kinds = iter(structure[15:])
+    pairs = [(numbers[at], numbers[at + 1]) for at in range(0, 26, 2)]
+    kl_beta, coefficient, *bounds = numbers[26:]
     levels = []
-    for index in range((len(structure) - 13) // 4):
-        unit, gate, level_routing, aggregate = structure[13 + 4 * index : 17 + 4 * index]
-        low_1, low_2, low_3, low_4, high_1, high_2, high_3, high_4, slope = numbers[13 + 9 * index : 22 + 9 * index]
+    for index, (unit, gate, level_routing, aggregate) in enumerate(zip(kinds, kinds, kinds, kinds, strict=True)):
+        low_3, low_4, low_5, low_6, high_3, high_4, high_5, high_6, slope = bounds[9 * index : 9 * index + 9]
         levels.append(
             LevelSpec(
-                Unit(unit), LevelKind(gate), Routing(level_routing), Aggregate(aggregate), (low_1, low_2, low_3, low_4),
-                (high_1, high_2, high_3, high_4), slope,
+                Unit(unit), LevelKind(gate), Routing(level_routing), Aggregate(aggregate), (low_3, low_4, low_5, low_6),
+                (high_3, high_4, high_5, high_6), slope,
             )
         )  # fmt: skip
     return PolicyLossSpec(
         token=TokenGate(token),
-        token_low=(numbers[0], numbers[1]),
-        token_high=(numbers[2], numbers[3]),
-        low_driven=(low_driven[0], low_driven[1]),
-        high_driven=(high_driven_positive, high_driven_negative),
+        token_low=pairs[0],
+        token_high=pairs[1],
+        low_driven=(low_1, low_2),
+        high_driven=(high_1, high_2),
         has_level=has_level,
         level_clips=level_clips,
-        level_log_low=(numbers[4], numbers[5]),
-        level_log_high=(numbers[6], numbers[7]),
+        level_log_low=pairs[2],
+        level_log_high=pairs[3],
         routing=Routing(routing),
         head=Head(head),
         kl=KLEstimator(kl),
         kl_gradient=KLGradient(kl_gradient),
-        token_log_low=(numbers[8], numbers[9]),
-        token_log_high=(numbers[10], numbers[11]),
-        kl_beta=numbers[12],
+        token_log_low=pairs[4],
+        token_log_high=pairs[5],
+        kl_beta=kl_beta,
         strict=strict,
         levels=tuple(levels),
         split=split,
+        term=TermSpec(
+            pairs[6], pairs[7], pairs[8], pairs[9], pairs[10], pairs[11], pairs[12], Penalty(penalty), coefficient
+        )
+        if has_term
+        else None,
     )
 
 
@@ -319,6 +332,33 @@ def _group_normalise(
     spec = GroupNormalisation(Center(center), Scale(scale), ddof, eps, EpsMode(eps_mode), keep_singletons)
     run = resolve("advantages", values, backend or None).group_normalise
     return run(values, ids, mask, apply_mask, spec)
+
+
+def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, backend: str | None) -> torch.Tensor:
+    """The factor ``[T]`` of ``inputs.logp - inputs.old_logp``, times ``inputs.token_weight``."""
+    result: torch.Tensor
+    if _watched(inputs.logp):
+        kinds = (int(spec.statistic), int(spec.reduction), int(spec.action), spec.of_segments, spec.strict)
+        result = _OPERATORS.correction(*inputs, *kinds, [*spec.low, *spec.high], backend or "")
+    else:
+        result = resolve("corrections", inputs.logp, backend).correction(inputs, spec)
+    return result
+
+
+_LIBRARY.define(
+    f"correction({_INPUTS}int statistic, int reduction, int action, bool of_segments, bool strict, float[] bounds, "
+    "str backend) -> Tensor"
+)
+
+
+def _correction(*arguments: Any) -> Any:
+    *tensors, statistic, reduction, action, of_segments, strict, bounds, backend = arguments
+    inputs = PolicyLossInputs(*tensors)
+    low, high = (bounds[0], bounds[1]), (bounds[2], bounds[3])
+    spec = CorrectionSpec(
+        Statistic(statistic), Reduction(reduction), Action(action), of_segments, strict, low, high
+    )  # fmt: skip
+    return resolve("corrections", inputs.logp, backend or None).correction(inputs, spec)
 
 
 def window_score(
@@ -462,6 +502,7 @@ def _register(name: str, implementation: Any, fake: Any) -> None:
 
 
 _register("policy_loss", _policy_loss, _policy_loss_fake)
+_register("correction", _correction, lambda logp, *_: torch.empty_like(logp))
 _register("group_normalise", _group_normalise, lambda values, *_: torch.empty_like(values))
 _register("window_score", _window_score, lambda values, *_: torch.empty_like(values))
 _register(

@@ -16,9 +16,11 @@ import torch
 from .checks import check
 
 __all__ = [
+    "Action",
     "Aggregate",
     "Boundary",
     "Center",
+    "CorrectionSpec",
     "EpsMode",
     "GroupNormalisation",
     "Head",
@@ -28,10 +30,14 @@ __all__ = [
     "LevelKind",
     "LevelSpec",
     "OrderRule",
+    "Penalty",
     "PolicyLossInputs",
     "PolicyLossSpec",
+    "Reduction",
     "Routing",
     "Scale",
+    "Statistic",
+    "TermSpec",
     "TokenGate",
     "Unit",
 ]
@@ -52,8 +58,11 @@ class LevelKind(enum.IntEnum):
 
     IDENTITY = 0
     CLIP = 1  # clamp(u, low, high)
-    ROLLBACK = 2  # u up to C = high; beyond, back to 0 with -slope (negative: the segment's size); then 0
+    ROLLBACK = (
+        2  # u up to C = high; beyond, back to 0 with -slope (negative: the segment's size, at most -slope); then 0
+    )
     TANH = 3  # C tanh(u / C), C = high
+    GAMMA = 4  # high + low u - high e^u: the logarithm of a gamma density in e^u
 
 
 class Unit(enum.IntEnum):
@@ -81,10 +90,27 @@ class Routing(enum.IntEnum):
 
 
 class Head(enum.IntEnum):
-    """From the gated log-ratio z to the objective."""
+    """From the gated log-ratio z, r = e^z, to the objective; p is the head's number for the sign of A."""
 
-    LINEAR = 0  # A e^z
-    SCORE = 1  # A sg[e^z] logp
+    LINEAR = 0  # A r
+    SCORE = 1  # A sg[r] logp
+    LOG = 2  # A logp - p z^2 / 2
+    MIRROR = 3  # A r - p (z r - r + 1)
+    SIGMOID = 4  # A (4 / p) sigmoid(p (r - 1))
+    SIMPLE = 5  # A r - |A| (r - 1)^2 / (2 p)
+    TARGET = 6  # -|A| |r - target|
+    NEGATIVE_AWARE = 7  # |A| log max(R, p), straight through; R = r, for A < 0 R = (1 - target r) / (1 - target)
+    FLIPPED = 8  # A s, s = r, for A >= 0 s = sg[1 / r^2] r; where s > p: p A logp
+
+
+class Penalty(enum.IntEnum):
+    """A penalty on the token's own log-ratio x, whatever the gate does with it."""
+
+    NONE = 0
+    K1 = 1  # -x
+    K2 = 2  # x^2 / 2
+    K3 = 3  # e^x - 1 - x
+    ABSOLUTE = 4  # |x|
 
 
 class KLEstimator(enum.IntEnum):
@@ -117,6 +143,59 @@ class LevelSpec(NamedTuple):
     slope: float = 0.0
 
 
+class Statistic(enum.IntEnum):
+    """What a correction measures of a token, from u = first - second, p = e^first and q = e^second."""
+
+    LOG_RATIO = 0  # u
+    K2 = 1  # u^2 / 2
+    K3 = 2  # e^u - 1 - u
+    PROBABILITY = 3  # p - q
+    BINARY_KL = 4  # KL(q || p) of "this token or another", with the sign of p - q
+
+
+class Reduction(enum.IntEnum):
+    """How the statistics of a segment's valid tokens become one."""
+
+    MEAN = 0
+    SUM = 1
+    MIN = 2
+    MAX = 3
+
+
+class Action(enum.IntEnum):
+    """From the statistic v to the factor."""
+
+    MASK = 0  # 1 inside the bounds, else 0
+    BAND = 1  # e^v inside the bounds, else 0
+    CLAMP = 2  # e^v of v within its bounds
+
+
+class CorrectionSpec(NamedTuple):
+    """A factor on tokens that is a constant of the differentiation. Bounds are those of v, (A >= 0, A < 0)."""
+
+    statistic: Statistic
+    reduction: Reduction
+    action: Action
+    of_segments: bool  # the statistic is that of the token's segment
+    strict: bool  # what lies on a bound is outside
+    low: tuple[float, float]
+    high: tuple[float, float]
+
+
+class TermSpec(NamedTuple):
+    """What few gates ask of a token's term; with it kernels take a loop of their own. Pairs are (A >= 0, A < 0)."""
+
+    head_numbers: tuple[float, float] = (0.0, 0.0)
+    slope_low: tuple[float, float] = (0.0, 0.0)  # derivative of the token clip beyond its bounds
+    slope_high: tuple[float, float] = (0.0, 0.0)
+    weight_low: tuple[float, float] = (1.0, 1.0)  # factor on the objective there
+    weight_high: tuple[float, float] = (1.0, 1.0)
+    pre_low: tuple[float, float] = (-math.inf, -math.inf)  # clip of the log-ratio before any aggregate
+    pre_high: tuple[float, float] = (math.inf, math.inf)
+    penalty: Penalty = Penalty.NONE
+    penalty_coefficient: float = 0.0
+
+
 class PolicyLossSpec(NamedTuple):
     """A ratio gate and a KL penalty as kernels see them. Pairs are (advantage >= 0, advantage < 0).
 
@@ -143,6 +222,12 @@ class PolicyLossSpec(NamedTuple):
     token_log_low: tuple[float, float] = (-math.inf, -math.inf)  # the token gate below levels, on its residual
     token_log_high: tuple[float, float] = (math.inf, math.inf)
     split: bool = False  # positive and negative log-ratios are two channels, each with aggregates of its own
+    term: TermSpec | None = None  # then everything is as with levels, even without any
+
+    @property
+    def of_pieces(self) -> bool:
+        """Whether kernels go through the pieces of a hierarchy."""
+        return bool(self.levels) or self.term is not None
 
 
 class PolicyLossInputs(NamedTuple):
@@ -166,11 +251,15 @@ class PolicyLossInputs(NamedTuple):
     trajectory_start: torch.Tensor | None = None  # [S + 1] int64
     trajectory_rows: torch.Tensor | None = None  # [S] int64
     advantage_per_token: bool = False
-    # with spec.levels: P ranges of tokens that tile the finest level, and the segment of each at every level
+    # with spec.of_pieces: P ranges of tokens that tile the finest level, and the segment of each at every level
     piece_begin: torch.Tensor | None = None  # [P] int64
     piece_end: torch.Tensor | None = None
     piece_row: torch.Tensor | None = None  # [P] int64 in [0, S)
     ancestors: torch.Tensor | None = None  # [levels, P] int64 in [0, P)
+    # with spec.term
+    target: torch.Tensor | None = None  # [S], or [T] with target_per_token: what some heads compare the ratio with
+    target_per_token: bool = False
+    penalty_mask: torch.Tensor | None = None  # [T] bool: who pays the penalty of the term; None: every valid token
 
 
 # ------------------------------------------------------------------------------------------------- group statistics

@@ -33,7 +33,7 @@ LEVEL_GATES = {
         name, Drop(), (Level(gate, routing),), head
     )
     for name, gate in {"identity": Identity(), "clip": Clip(LOW, HIGH)}.items()
-    for routing, head in itertools.product(Routing, Head)
+    for routing, head in itertools.product(Routing, (Head.LINEAR, Head.SCORE))
     if not (routing is Routing.STOPPED and head is Head.LINEAR)  # no gradient at all: RatioGate refuses it
 }
 GATES = (

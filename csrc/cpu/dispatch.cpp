@@ -23,6 +23,8 @@ struct Kernels {
   decltype(&hpo::generic::policy_loss) policy_loss;
   decltype(&hpo::generic::hierarchy_workspace) hierarchy_workspace;
   decltype(&hpo::generic::hierarchy) hierarchy;
+  decltype(&hpo::generic::correction_workspace) correction_workspace;
+  decltype(&hpo::generic::correction) correction;
   decltype(&hpo::generic::group_normalise_workspace) group_normalise_workspace;
   decltype(&hpo::generic::group_normalise) group_normalise;
   decltype(&hpo::generic::window_score_workspace) window_score_workspace;
@@ -41,6 +43,8 @@ struct Kernels {
    hpo::isa::policy_loss,                        \
    hpo::isa::hierarchy_workspace,                \
    hpo::isa::hierarchy,                          \
+   hpo::isa::correction_workspace,               \
+   hpo::isa::correction,                         \
    hpo::isa::group_normalise_workspace,          \
    hpo::isa::group_normalise,                    \
    hpo::isa::window_score_workspace,             \
@@ -121,6 +125,17 @@ int hpo_hierarchy(const hpo::PolicyLossArgs* args, const hpo::GateStructure* str
                   const hpo::Hierarchy* hierarchy, int64_t context) {
   return run(context,
              [&](const Kernels& kernels, int threads) { kernels.hierarchy(*args, *structure, *numbers, *hierarchy, threads); });
+}
+
+int64_t hpo_correction_workspace(int64_t tokens, int64_t rows, int64_t pieces) {
+  const Kernels* kernels = choice().kernels;
+  return kernels ? kernels->correction_workspace(tokens, rows, pieces) : 0;
+}
+
+int hpo_correction(const hpo::PolicyLossArgs* args, const hpo::Hierarchy* hierarchy, const hpo::Correction* correction,
+                   int64_t context) {
+  return run(context,
+             [&](const Kernels& kernels, int threads) { kernels.correction(*args, *hierarchy, *correction, threads); });
 }
 
 int64_t hpo_group_normalise_workspace(int64_t units) {

@@ -82,6 +82,18 @@ inline bool load_rows(const PolicyLossArgs& args, int64_t first, int n, const Se
   return doubtful;
 }
 
+// A target that is not finite makes its token's coefficient NaN, as an advantage would; true if there may be one.
+inline bool load_targets(const PolicyLossArgs& args, int64_t first, int n, const Segments& segments, Tile& tile) {
+  if (!args.target) return false;
+  for (const Segment& segment : segments) {
+    for (int i = segment.begin; i < segment.end && i < n; ++i) {
+      const float target = args.target_per_token ? args.target[first + i] : args.target[segment.row];
+      if (!finite(target)) tile.coefficient[i] = NAN;
+    }
+  }
+  return true;
+}
+
 inline void apply_mask(const PolicyLossArgs& args, int64_t first, int n, Tile& tile) {
   if (!args.mask) return;
   for (int i = 0; i < n; ++i) tile.kind[i] &= mask_of(args.mask[first + i] != 0);
@@ -166,7 +178,7 @@ inline void load(const Call& call, int64_t first, int n, const Segments& segment
     for (int32_t& each : tile.infinite) each = 0;
     tile.has_infinite = false;
   }
-  const bool doubtful = load_rows(call.args, first, n, segments, tile);
+  const bool doubtful = load_rows(call.args, first, n, segments, tile) | load_targets(call.args, first, n, segments, tile);
   apply_mask(call.args, first, n, tile);
   if (with_log_ratios) load_log_ratios(call.args, first, n, tile, partial);
   choose(call, first, n, doubtful, tile, partial);

@@ -6,6 +6,7 @@
 // pieces: sums of log-ratios up, gates, sums of gradients up, and what flows back down.
 #include "gates_plain.h"
 #include "hierarchy_pieces.h"
+#include "hierarchy_terms.h"
 #include "kernels.h"
 
 HPO_DECLARE_KERNELS(HPO_ISA)
@@ -59,20 +60,12 @@ struct Workspace {
   }
 };
 
-// Adds to pieces what the tasks behind their first one found.
-template <class Sums>
-void gather_blocks(const Pieces& pieces, const Sums* of_blocks, Sums* of_pieces) {
-  for (int64_t p = 0; p < pieces.count(); ++p) {
-    for (int64_t block = 1; block < pieces.blocks(p); ++block) of_pieces[p].add(of_blocks[pieces.task(p) + block]);
-  }
-}
-
-void add_log_ratios(const Tile& tile, int n, bool split, LogRatios& sums) {
+void add_log_ratios(const Tile& tile, const float* entering, int n, bool split, LogRatios& sums) {
   int32_t kinds = 0;
   int64_t rising = 0, total = 0;
   for (int i = 0; i < n; ++i) kinds += tile.kind[i];
   for (int i = 0; i < n; ++i) {
-    const float x = tile.x[i];
+    const float x = entering[i];
     const int64_t fixed = to_fixed(x);
     total += fixed;
     rising += x < 0.0f ? 0 : fixed;
@@ -104,15 +97,6 @@ void gate_piece(const Pieces& pieces, const Workspace& space, int64_t p) {
     }
   }
 }
-
-// Tokens of one tile, all in one piece.
-struct TokenTerms {
-  alignas(64) float low[kPadded];  // bounds of the token gate, log space, where tokens have their own
-  alignas(64) float high[kPadded];
-  alignas(64) float past_token[2][kPadded];
-  alignas(64) float by_sign[2][kPadded];
-  bool flows;  // past_token is not 0 everywhere
-};
 
 struct TokenBounds {
   float low[2], high[2];  // by sign of the advantage
@@ -234,9 +218,12 @@ struct TokenPlan {
   bool driven;  // tokens have bounds of their own
   bool carries;  // some level hands gradient through its aggregate
   bool by_sign;  // and it is not the finest
+  TermPlan term;
+  TermLoop term_loop;  // null: the gate asks for no more than the loops above
 
-  TokenPlan(const Call& call, const Hierarchy& hierarchy) : hierarchy(hierarchy) {
+  TokenPlan(const Call& call, const Hierarchy& hierarchy) : hierarchy(hierarchy), term(call, hierarchy), term_loop(nullptr) {
     const GateStructure& structure = call.structure;
+    if (hierarchy.term.present) term_loop = pick_term_loop(structure.head);
     const bool clips = structure.token == TokenGate::clip;
     bool through = false;
     by_sign = false;
@@ -250,7 +237,7 @@ struct TokenPlan {
       bounds.high[sign] = clips ? float(hierarchy.token_high[sign]) : INFINITY;
       driven |= clips && ((call.args.low && structure.low_driven[sign]) || (call.args.high && structure.high_driven[sign]));
     }
-    keep = hierarchy.levels[0].routing == Routing::self ? 0.0f : 1.0f;
+    keep = term.keep;
     carries = through && structure.head != Head::score && call.args.grad;
     by_sign &= carries;
     loop = pick_token_loop(structure, hierarchy.split, driven);
@@ -286,15 +273,18 @@ struct FlowLanes {
 struct BlockGate {
   const TokenPlan& plan;
   const PieceGate& piece;
+  int64_t row;
   TokenTerms& terms;
   FlowLanes& lanes;
   static constexpr bool values_by_row = false;
 
   GateCounts operator()(const Call& call, int64_t first, int n, const Segments&, Tile& tile, const float* coefficient,
                         float* loss, float* grad) const {
-    if (plan.driven) load_bounds(call, plan.bounds, first, n, tile, terms);
-    const GateCounts counts = run_loop(tile, coefficient, call.args.logp + first, loss, grad, n);
-    if (plan.carries && grad != tile.grad) add_flows(tile, loss, n);  // else there goes a gradient that nobody wants
+    const bool weighted = loss == tile.loss;  // else this is the loss of each token, whose gradient nobody wants
+    if (plan.driven || plan.term_loop) load_bounds(call, plan.bounds, first, n, tile, terms);
+    const GateCounts counts = plan.term_loop ? run_terms(call, first, n, weighted, tile, coefficient, loss, grad)
+                                             : run_loop(tile, coefficient, call.args.logp + first, loss, grad, n);
+    if (plan.carries && weighted) add_flows(tile, plan.term_loop ? terms.slope : loss, n);
     drop_infinite(call, n, tile, loss, grad);
     return counts;
   }
@@ -327,15 +317,26 @@ struct BlockGate {
     return counts;
   }
 
+  GateCounts run_terms(const Call& call, int64_t first, int n, bool weighted, Tile& tile, const float* coefficient, float* loss,
+                       float* grad) const {
+    load_terms(call, plan.term, first, n, row, weighted ? call.args.weights[row] : 1.0f, tile, terms);
+    alignas(64) float own_loss[kPadded], own_grad[kPadded];
+    const GateCounts counts = plan.term_loop(plan.term, piece, tile, coefficient, terms, own_loss, own_grad, n);
+    std::memcpy(loss, own_loss, size_t(n) * sizeof(float));
+    std::memcpy(grad, own_grad, size_t(n) * sizeof(float));
+    return counts;
+  }
+
   void add_past_token(int n) const {
     for (int i = 0; i <= plan.hierarchy.split; ++i) add_terms(terms.past_token[i], n, lanes.past_token[i]);
   }
 
-  void add_flows(const Tile& tile, const float* loss, int n) const {
+  // slope: d loss / d z of each token.
+  void add_flows(const Tile& tile, const float* slope, int n) const {
     if (terms.flows) add_past_token(n);
     if (!plan.by_sign) return;
-    for (int i = 0; i < n; ++i) terms.by_sign[0][i] = keep_if(tile.chosen[i] == kPositive, loss[i]);
-    for (int i = 0; i < n; ++i) terms.by_sign[1][i] = keep_if(tile.chosen[i] == kNegative, loss[i]);
+    for (int i = 0; i < n; ++i) terms.by_sign[0][i] = keep_if(tile.chosen[i] == kPositive, slope[i]);
+    for (int i = 0; i < n; ++i) terms.by_sign[1][i] = keep_if(tile.chosen[i] == kNegative, slope[i]);
     for (int i = 0; i < 2; ++i) add_terms(terms.by_sign[i], n, lanes.by_sign[i]);
   }
 };
@@ -436,15 +437,16 @@ struct Sweeps {
 
   // The first sweep; returns whether the others may take every tile of whole vectors for plain.
   bool measure(const Block& block, Scratch& scratch, Partial& partial, LogRatios& sums) const {
-    const bool may = may_be_plain(call.args);
+    const bool may = may_be_plain(call.args) && !call.args.target;
     Tile& tile = scratch.tile;
-    bool plain = may;
+    bool plain = may && !plan.term_loop;
     for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
       if (!may || !measure_plain(call, at, n, scratch.whole, tile, space.seen, partial)) {
         hpo::HPO_ISA::measure(call, at, n, scratch.whole, tile, space.seen, partial);
         plain &= !tile.exceptional && tile.chosen == tile.kind;
       }
-      add_log_ratios(tile, n, plan.hierarchy.split, sums);
+      if (plan.hierarchy.depth == 0) return;
+      add_log_ratios(tile, load_entering(plan.term, tile, n, scratch.terms), n, plan.hierarchy.split, sums);
     });
     return plain;
   }
@@ -453,11 +455,18 @@ struct Sweeps {
   void finish(const Block& block, bool plain, Scratch& scratch, Partial& partial, Flow& flow) const {
     Partial counted;  // in the first sweep
     FlowLanes lanes;
-    const BlockGate gate = {plan, space.gates[block.piece], scratch.terms, lanes};
+    static const PieceGate none = {};
+    const bool levels = plan.hierarchy.depth > 0;
+    const BlockGate gate = {plan, levels ? space.gates[block.piece] : none, block.row, scratch.terms, lanes};
     for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
       if (plain && n % kLanes == 0) return gate.finish_plain(call, block.row, at, n, scratch.tile, partial);
       load(call, at, n, scratch.whole, true, scratch.tile, counted);
       finish_tile(call, gate, at, n, scratch.whole, scratch.tile, partial);
+      if (plan.term_loop && plan.term.term.penalty != Penalty::none) {
+        float* grad = call.args.grad ? call.args.grad + at : scratch.tile.grad;
+        float* token_loss = call.args.token_loss ? call.args.token_loss + at : nullptr;
+        add_own_penalty(call, plan.term, at, n, block.row, scratch.tile, grad, token_loss, partial);
+      }
     });
     if (plan.carries) flow = lanes.total();
   }
@@ -471,9 +480,10 @@ struct Sweeps {
     for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
       if (plain && n % kLanes == 0) return add_flow_to_plain(call.args, at, n, rising, falling);
       load(call, at, n, scratch.whole, true, tile, counted);
+      const float* entering = load_entering(plan.term, tile, n, scratch.terms);
       float* __restrict grad = call.args.grad + at;
       for (int i = 0; i < n; ++i) {
-        const bool receives = tile.kind[i] != kAbsent && tile.infinite[i] == 0;
+        const bool receives = tile.kind[i] != kAbsent && tile.infinite[i] == 0 && entering[i] == tile.x[i];
         grad[i] += keep_if(receives, tile.x[i] < 0.0f ? falling : rising);
       }
     });
@@ -482,8 +492,10 @@ struct Sweeps {
   // All that is left for a piece that shares its one level with no other, while its tokens are in the cache.
   void settle(const Block& block, const LogRatios& sums, bool plain, Scratch& scratch, Partial& partial) const {
     const int64_t p = block.piece;
-    space.log_ratios[p] = space.segments[p] = sums;
-    gate_piece(pieces, space, p);
+    if (plan.hierarchy.depth > 0) {
+      space.log_ratios[p] = space.segments[p] = sums;
+      gate_piece(pieces, space, p);
+    }
     Flow flow = {};
     finish(block, plain, scratch, partial, flow);
     if (!plan.carries || plan.hierarchy.levels[0].routing != Routing::through) return;

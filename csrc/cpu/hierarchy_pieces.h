@@ -7,6 +7,7 @@
 
 #pragma once
 #include "hpo/hierarchy.h"
+#include "lanes.h"
 #include "rows.h"
 
 namespace hpo::HPO_ISA {
@@ -23,10 +24,10 @@ struct Pieces {
   int64_t* start;  // [pieces + 1], tokens of the pieces before
   int64_t broken = 0;
   int64_t together = 0;  // pieces that share a segment with others, or are more than one block
-  bool alone;  // one level, and every piece is a segment of it
+  bool alone;  // at most one level, and every piece is a segment of it
 
   Pieces(const Hierarchy& hierarchy, const PolicyLossArgs& args, int64_t* start)
-      : hierarchy(hierarchy), args(args), start(start), alone(hierarchy.depth == 1) {
+      : hierarchy(hierarchy), args(args), start(start), alone(hierarchy.depth <= 1) {
     int64_t covered = 0;
     start[0] = 0;
     for (int64_t p = 0; p < hierarchy.pieces; ++p) {
@@ -35,7 +36,7 @@ struct Pieces {
       broken += !good;
       covered = good ? range.end : covered;
       start[p + 1] = start[p] + (good ? range.end - range.begin : 0);
-      alone &= hierarchy.ancestors[p] == p;
+      if (hierarchy.depth > 0) alone &= hierarchy.ancestors[p] == p;
     }
     for (int64_t p = 0; p < count(); ++p) together += length(p) > 0 && !stands_alone(p);
   }
@@ -43,7 +44,7 @@ struct Pieces {
   int64_t count() const { return hierarchy.pieces; }
   int64_t length(int64_t p) const { return start[p + 1] - start[p]; }
   int64_t blocks(int64_t p) const { return pieces(length(p), kChunk); }
-  bool stands_alone(int64_t p) const { return alone && length(p) <= kChunk; }
+  bool stands_alone(int64_t p) const { return alone && (hierarchy.depth == 0 || length(p) <= kChunk); }
   int64_t task(int64_t p) const { return start[p] / kChunk; }  // of its first block
   int64_t tasks() const { return start[count()] / kChunk + 1; }
   int64_t row(int64_t p) const { return hierarchy.piece_row[p]; }
@@ -82,6 +83,14 @@ struct Pieces {
     body(Block{p, row(p), hierarchy.piece_begin[p] + skipped, rest < kChunk ? rest : kChunk, block == 0});
   }
 };
+
+// Adds to pieces what the tasks behind their first one found.
+template <class Sums>
+inline void gather_blocks(const Pieces& pieces, const Sums* of_blocks, Sums* of_pieces) {
+  for (int64_t p = 0; p < pieces.count(); ++p) {
+    for (int64_t block = 1; block < pieces.blocks(p); ++block) of_pieces[p].add(of_blocks[pieces.task(p) + block]);
+  }
+}
 
 // Calls body(first token, number of tokens) for the tiles of a block, `whole` being the tile as one segment. What is left at
 // the end, less than a vector, is a tile of its own, so that all others are whole vectors.

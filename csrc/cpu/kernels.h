@@ -10,6 +10,8 @@
   int64_t hierarchy_workspace(int64_t tokens, int64_t rows, int64_t pieces);                                             \
   void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers,                 \
                  const Hierarchy& hierarchy, int threads);                                                               \
+  int64_t correction_workspace(int64_t tokens, int64_t rows, int64_t pieces);                                            \
+  void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Correction& correction, int threads);    \
   int64_t group_normalise_workspace(int64_t units);                                                                      \
   void group_normalise(const GroupNormaliseArgs& args, int threads);                                                     \
   int64_t window_score_workspace(int64_t tokens, int64_t width);                                                         \

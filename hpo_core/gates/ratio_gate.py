@@ -14,12 +14,30 @@ from dataclasses import dataclass
 
 from ..checks import check, check_type
 from ..kl import KLPenalty
-from ..specs import Aggregate, Head, LevelKind, LevelSpec, PolicyLossSpec, Routing, TokenGate, Unit
+from ..specs import (
+    Action,
+    Aggregate,
+    CorrectionSpec,
+    Head,
+    LevelKind,
+    LevelSpec,
+    Penalty,
+    PolicyLossSpec,
+    Reduction,
+    Routing,
+    Statistic,
+    TermSpec,
+    TokenGate,
+    Unit,
+)
 
 __all__ = [
+    "Channel",
     "Clip",
+    "Correction",
     "Drop",
     "FirstOrder",
+    "Gamma",
     "Identity",
     "Level",
     "LogClip",
@@ -46,6 +64,16 @@ class FirstOrder(enum.Enum):
     EXACT = "-w A at every token, to the bit"
     SEGMENT_MEAN = "the mean of -w A over the token's segment of the finest level"
     SEGMENT_SUM = "the sum of -w A over the token's segment of the finest level"
+    SCALED = "-w A times a factor that depends on the sign of A"
+
+
+class Channel(enum.Enum):
+    """Between which two policies a log-ratio is taken: ``logp`` now, ``old_logp`` at the start of the optimiser step as
+    the trainer computes it, ``rollout_logp`` as the sampler did."""
+
+    STALENESS = "logp - old_logp"
+    DISCREPANCY = "old_logp - rollout_logp"
+    TOTAL = "logp - rollout_logp"
 
 
 @dataclass(frozen=True)
@@ -64,12 +92,25 @@ class Clip:
 
     ``low`` and ``high`` are pairs of *ratio* bounds, for advantage >= 0 and < 0; 0 and inf mean "no bound". A one-sided
     pair ``low=(0, 1 - e), high=(1 + e, inf)`` is PPO's pessimistic minimum.
+
+    On tokens, what lies beyond a bound may have a slope (``slope_low``, ``slope_high``: the derivative there, 0 by
+    default; 1 keeps the gradient at the bound's value) and a factor on its objective (``weight_low``, ``weight_high``).
     """
 
     low: Pair = (0.0, 0.0)
     high: Pair = (math.inf, math.inf)
+    slope_low: Pair = (0.0, 0.0)
+    slope_high: Pair = (0.0, 0.0)
+    weight_low: Pair = (1.0, 1.0)
+    weight_high: Pair = (1.0, 1.0)
 
     def __post_init__(self) -> None:
+        beyond = (*self.slope_low, *self.slope_high, *self.weight_low, *self.weight_high)
+        check(
+            all(math.isfinite(number) for number in beyond),
+            "clip: expected finite slopes and weights beyond the bounds, got {}",
+            beyond,
+        )
         for low, high in zip(self.low, self.high, strict=True):
             check(
                 0 <= low <= 1 <= high,
@@ -105,15 +146,19 @@ class Rollback:
         budgets: C in log space, for the channels of positive and of negative log-ratios; without a split the first.
         slope: how steeply the gate rolls back. None: the number of the segment's tokens, as in the paper, which
             multiplies the gradient by that number in a zone ``C / n`` wide; 0: a hard clip at C; inf: 0 beyond C.
+        most: with ``slope`` None, the slope is at most this: ``min(n, most)``.
     """
 
     budgets: tuple[float, float]
     slope: float | None = None
+    most: float = math.inf
 
     def __post_init__(self) -> None:
         for budget in self.budgets:
             check(0 <= budget < math.inf, "budgets: expected finite log-ratios >= 0, got {}", self.budgets)
         check(self.slope is None or self.slope >= 0, "slope: expected a number >= 0 or None, got {}", self.slope)
+        check(self.most > 0, "most: expected a number > 0, got {}", self.most)
+        check(self.slope is None or self.most == math.inf, "most: bounds the number of tokens; drop slope= or most=")
 
 
 @dataclass(frozen=True)
@@ -127,13 +172,75 @@ class Tanh:
 
 
 @dataclass(frozen=True)
+class Gamma:
+    """``g(u) = lam + k u - lam e^u``: e^g is a gamma density in the ratio, 1 at u = 0. For score heads: g'(0) is not 1.
+
+    ``k`` and ``lam`` are pairs, for advantage >= 0 and < 0.
+    """
+
+    k: Pair
+    lam: Pair
+
+    def __post_init__(self) -> None:
+        for number in (*self.k, *self.lam):
+            check(0 <= number < math.inf, "gamma: expected finite numbers >= 0, got k {} and lam {}", self.k, self.lam)
+
+
+@dataclass(frozen=True)
 class Level:
     """A gate on the aggregate log-ratio of each segment of one kind, and how that aggregate carries gradient."""
 
-    gate: Identity | Clip | LogClip | Rollback | Tanh
+    gate: Identity | Clip | LogClip | Rollback | Tanh | Gamma
     routing: Routing = Routing.THROUGH
     unit: Unit = Unit.TRAJECTORY
     aggregate: Aggregate = Aggregate.MEAN
+
+    def __post_init__(self) -> None:
+        check(
+            not isinstance(self.gate, Clip) or self.gate == Clip(self.gate.low, self.gate.high),
+            "gate: slopes and weights beyond the bounds are for the clip of tokens, got {!r} on a level",
+            self.gate,
+        )
+
+
+@dataclass(frozen=True)
+class Correction:
+    """A factor on tokens, 0 or an importance weight, that is a constant of the differentiation.
+
+    ``v`` is the ``statistic`` of the token, or its ``reduction`` over the valid tokens of the token's segment. A MASK
+    is 1 for ``low <= v <= high`` and else 0; a BAND is ``e^v`` there and else 0; a CLAMP is ``e^v`` of v within its
+    bounds. Several corrections multiply. Denominators stay those of ``weights``.
+
+    Args:
+        low, high: pairs, for advantage >= 0 and < 0, in units of v: log-ratios are not ratios.
+        unit: whose segments; None: the token itself.
+        channel: between which policies; without ``rollout_logp`` the sampler's are taken to be ``old_logp``.
+        strict: what lies on a bound is outside.
+    """
+
+    action: Action
+    low: Pair = (-math.inf, -math.inf)
+    high: Pair = (math.inf, math.inf)
+    unit: Unit | None = None
+    reduction: Reduction = Reduction.MEAN
+    channel: Channel = Channel.DISCREPANCY
+    statistic: Statistic = Statistic.LOG_RATIO
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        for low, high in zip(self.low, self.high, strict=True):
+            check(low <= high, "correction: expected low <= high, got low {} and high {}", low, high)
+        check(
+            self.action is Action.MASK or self.statistic is Statistic.LOG_RATIO,
+            "statistic: only a log-ratio has a weight e^v; use Action.MASK with {}",
+            self.statistic.name,
+        )
+
+    def spec(self) -> CorrectionSpec:
+        """As kernels take it."""
+        return CorrectionSpec(
+            self.statistic, self.reduction, self.action, self.unit is not None, self.strict, self.low, self.high
+        )
 
 
 @dataclass(frozen=True)
@@ -148,8 +255,15 @@ class RatioGate:
         name: of the constructor that made it.
         token: the gate on the token's log-ratio, or on its residual ``x - a_1`` below a level.
         levels: from the finest to the coarsest.
-        head: ``Head.LINEAR`` (``A e^z``) or ``Head.SCORE`` (``A sg[e^z] logp``).
+        head: from z to the objective: ``Head.LINEAR`` (``A e^z``), ``Head.SCORE`` (``A sg[e^z] logp``) or another.
         split: whether the sign of the log-ratio separates two channels.
+        head_numbers: the number p of the head, for advantage >= 0 and < 0.
+        pre: a clip of the log-ratio before it is aggregated.
+        channel: which log-ratio x is; with ``Channel.TOTAL`` the sampler's ``rollout_logp`` takes the place of
+            ``old_logp``.
+        corrections: masks and weights that are constants of the differentiation.
+        advantage_weights: factors on advantages >= 0 and < 0.
+        penalty, penalty_coefficient: on x, whatever the gates do: added to the loss of every valid token.
         source, provenance: where the formula comes from.
     """
 
@@ -158,6 +272,13 @@ class RatioGate:
     levels: tuple[Level, ...] = ()
     head: Head = Head.LINEAR
     split: bool = False
+    head_numbers: Pair = (0.0, 0.0)
+    pre: Clip | LogClip | None = None
+    channel: Channel = Channel.STALENESS
+    corrections: tuple[Correction, ...] = ()
+    advantage_weights: Pair = (1.0, 1.0)
+    penalty: Penalty = Penalty.NONE
+    penalty_coefficient: float = 0.0
     source: str = ""
     provenance: Provenance = Provenance.VERIFIED
 
@@ -179,17 +300,53 @@ class RatioGate:
             "token: LogClip is for residuals below a level; a token's own ratio takes Clip, whose bounds are ratios",
         )
         check(
-            self.head is Head.SCORE
+            self.head is Head.SCORE or not any(isinstance(level.gate, Gamma) for level in self.levels),
+            "levels: Gamma does not agree with the ratio to first order, so it is a weight; use Head.SCORE",
+        )
+        beyond = self.token if isinstance(self.token, Clip) else Clip()
+        check(
+            not self.split or beyond.slope_low == beyond.slope_high == (0.0, 0.0),
+            "token: beyond its bounds a clip of two channels has no slope; drop split= or the slopes",
+        )
+        check(
+            not self.levels or beyond.weight_low == beyond.weight_high == (1.0, 1.0),
+            "token: weights beyond its bounds are for a token's own ratio; drop the levels or the weights",
+        )
+        check(self.channel is not Channel.DISCREPANCY, "channel: it has no gradient; take Channel.STALENESS or TOTAL")
+        check(
+            self.head not in _POSITIVE_NUMBERS or min(self.head_numbers) > 0,
+            "head_numbers: expected numbers > 0 for Head.{}, got {}",
+            self.head.name,
+            self.head_numbers,
+        )
+        check(
+            all(0 <= number < math.inf for number in (*self.head_numbers, self.penalty_coefficient)),
+            "head_numbers, penalty_coefficient: expected finite numbers >= 0, got {} and {}",
+            self.head_numbers,
+            self.penalty_coefficient,
+        )
+        check(
+            all(math.isfinite(number) for number in self.advantage_weights),
+            "advantage_weights: expected finite numbers, got {}",
+            self.advantage_weights,
+        )
+        check(
+            self.head in (Head.SCORE, Head.LOG)
             or not isinstance(self.token, Drop)
             or (bool(self.levels) and self.levels[0].routing is not Routing.STOPPED),
             "token: Drop() under the linear head has no gradient unless the finest level carries it; use Head.SCORE",
+        )
+        check_type(
+            isinstance(self.corrections, tuple) and all(isinstance(each, Correction) for each in self.corrections),
+            "corrections: expected a tuple of Correction, got {!r}",
+            self.corrections,
         )
         object.__setattr__(self, "_spec", self._make_spec())  # once: every loss call asks for it
 
     @property
     def level(self) -> Level | None:
         """The gate on the mean of the trajectory where that is all there is: one level, its residual dropped."""
-        if len(self.levels) != 1 or not isinstance(self.token, Drop) or self.split:
+        if len(self.levels) != 1 or not isinstance(self.token, Drop) or self.split or self._term() is not None:
             return None
         (level,) = self.levels
         simple = isinstance(level.gate, (Identity, Clip)) and level.aggregate is Aggregate.MEAN
@@ -197,8 +354,14 @@ class RatioGate:
 
     @property
     def first_order(self) -> FirstOrder:
-        """Which promise the on-policy gradient keeps."""
-        if self.head is Head.SCORE or not isinstance(self.token, Drop) or self.levels[0].routing is Routing.SELF:
+        """Which promise the on-policy gradient of the policy term keeps, where no correction takes the token out."""
+        if self.head is Head.NEGATIVE_AWARE or self.advantage_weights != (1.0, 1.0):
+            return FirstOrder.SCALED
+        if (
+            self.head in (Head.SCORE, Head.LOG)
+            or not isinstance(self.token, Drop)
+            or self.levels[0].routing is Routing.SELF
+        ):
             return FirstOrder.EXACT
         return FirstOrder.SEGMENT_SUM if self.levels[0].aggregate is Aggregate.SUM else FirstOrder.SEGMENT_MEAN
 
@@ -226,6 +389,7 @@ class RatioGate:
             low_driven=_driven(clip.low, absent=0.0),
             high_driven=_driven(clip.high, absent=math.inf),
             head=self.head,
+            term=self._term(),
         )
         if self.level is None:
             log_low, log_high = _log_bounds(self.token)
@@ -240,6 +404,36 @@ class RatioGate:
             routing=self.level.routing,
         )
 
+    @property
+    def reads_rollout(self) -> bool:
+        """Whether the loss can make use of ``rollout_logp``."""
+        channels = {self.channel, *(correction.channel for correction in self.corrections)}
+        return channels != {Channel.STALENESS}
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing has to be prepared for kernels but what every gate takes."""
+        spec: PolicyLossSpec = self._spec  # type: ignore[attr-defined]
+        same = self.channel is Channel.STALENESS and self.advantage_weights == (1.0, 1.0)
+        return spec.term is None and same and not self.corrections
+
+    @property
+    def takes_target(self) -> bool:
+        """Whether the loss needs ``target``."""
+        return self.head in (Head.TARGET, Head.NEGATIVE_AWARE)
+
+    def _term(self) -> TermSpec | None:
+        clip = self.token if isinstance(self.token, Clip) else Clip()
+        pre_low, pre_high = _log_bounds(self.pre)
+        term = TermSpec(
+            self.head_numbers, clip.slope_low, clip.slope_high, clip.weight_low, clip.weight_high, pre_low, pre_high,
+            self.penalty, self.penalty_coefficient,
+        )  # fmt: skip
+        return None if term == TermSpec() and self.head in (Head.LINEAR, Head.SCORE) else term
+
+
+_POSITIVE_NUMBERS = (Head.SIGMOID, Head.SIMPLE, Head.FLIPPED)
+
 
 def _level_spec(level: Level) -> LevelSpec:
     gate = level.gate
@@ -249,10 +443,12 @@ def _level_spec(level: Level) -> LevelSpec:
         return spec._replace(gate=LevelKind.CLIP, low=low * 2, high=high * 2)
     if isinstance(gate, Rollback):
         positive, negative = gate.budgets
-        slope = -1.0 if gate.slope is None else float(gate.slope)
+        slope = -float(gate.most) if gate.slope is None else float(gate.slope)
         return spec._replace(gate=LevelKind.ROLLBACK, high=(positive, positive, negative, negative), slope=slope)
     if isinstance(gate, Tanh):
         return spec._replace(gate=LevelKind.TANH, high=(gate.bound,) * 4)
+    if isinstance(gate, Gamma):
+        return spec._replace(gate=LevelKind.GAMMA, low=gate.k * 2, high=gate.lam * 2)
     return spec
 
 

@@ -7,10 +7,11 @@ For token t of row s in trajectory i, with ``m`` the validity mask and ``w`` the
     a_k = mean (or sum) of x over the valid tokens of t's segment at level k;  a_0 = x_t,  a_{K+1} = 0
     z_t = sum_k g_k(a_k - a_{k+1})                         gates chosen by the sign of A_t
     M_t = token_mask_t  and  score_t >= threshold  and  A_t finite
-    loss_t = -M_t W_t A_t Phi(z_t) + beta k(logp_t - ref_logp_t)
+    loss_t = -M_t W_t Phi(z_t, A_t) + beta k(logp_t - ref_logp_t) + kappa p(x_t)
     loss   = sum_t m_t w_s loss_t
 
-``Phi`` is ``e^z`` (linear head) or ``sg[e^z] logp`` (score head). A NaN log-ratio takes its token out of m; an infinite
+``Phi`` is the head, ``A e^z`` for the linear one; p is the term's penalty. A pre-gate clips x before it is aggregated.
+A NaN log-ratio takes its token out of m; an infinite
 one saturates with derivative 0. With a split, x+ = max(x, 0) and x- = max(-x, 0) each go through the gates by
 themselves, and z is the difference. Where steps are a level, a token outside every step is masked.
 """
@@ -29,16 +30,19 @@ from ..specs import (
     KLGradient,
     LevelKind,
     LevelSpec,
+    Penalty,
     PolicyLossInputs,
     PolicyLossSpec,
     Routing,
+    TermSpec,
     TokenGate,
 )
 from .segments import row_of_token
 
-__all__ = ["policy_loss"]
+__all__ = ["SATURATION", "of_row", "piece_of_token", "policy_loss"]
 
 SATURATION = 60.0
+SQUARE_SATURATION = 30.0  # of z, for the head that squares the ratio
 STATISTIC_SATURATION = 40.0  # ratio statistics, not the loss
 
 
@@ -54,8 +58,8 @@ def policy_loss(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> tuple[torch.T
     bad_rows = (offsets[:-1] < 0) | (offsets[1:] < offsets[:-1]) | (offsets[1:] > logp.numel())
     given = row >= 0 if inputs.mask is None else (row >= 0) & inputs.mask
     piece = None
-    if spec.levels:
-        piece, bad_pieces = _piece_of_token(inputs, row)
+    if spec.of_pieces:
+        piece, bad_pieces = piece_of_token(inputs, row)
         given = given & (piece >= 0)
         piece = piece.clamp(min=0)
     row = row.clamp(min=0)
@@ -73,13 +77,17 @@ def policy_loss(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> tuple[torch.T
     infinite = valid & (raw.isinf() if raw_ref is None else raw.isinf() | raw_ref.isinf())
     x = _saturate(raw, valid)
 
-    advantage = (inputs.advantages if inputs.advantage_per_token else _of_row(inputs.advantages, row)).to(logp.dtype)
+    advantage = (inputs.advantages if inputs.advantage_per_token else of_row(inputs.advantages, row)).to(logp.dtype)
     token_weight = (
         torch.ones_like(logp) if inputs.token_weight is None else _read(inputs.token_weight, given, logp, 1.0)
     )
-    weight = _of_row(inputs.weights.to(logp.dtype), row)
+    weight = of_row(inputs.weights.to(logp.dtype), row)
     scaled = weight * advantage * token_weight
     bad_advantage = valid & ~torch.isfinite(scaled)
+    target = torch.zeros_like(logp)
+    if inputs.target is not None:
+        target = (inputs.target if inputs.target_per_token else of_row(inputs.target, row)).to(logp.dtype)
+        bad_advantage = bad_advantage | (valid & ~torch.isfinite(target))
     selected = valid & ~bad_advantage
     if inputs.token_mask is not None:
         selected = selected & inputs.token_mask
@@ -93,19 +101,31 @@ def policy_loss(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> tuple[torch.T
     if piece is None:
         z, clipped_low, clipped_high = _gated_log_ratio(x, valid, row, negative, given, inputs, spec)
     else:
-        z, clipped_low, clipped_high = _gated_hierarchy(x, valid, piece, negative, given, inputs, spec)
-    ratio = torch.exp(_saturate(z, valid))
-    if spec.head is Head.LINEAR:
-        policy = -unweighted * ratio
+        entering = x if spec.term is None else _pre_gate(x, negative, spec.term)
+        z, clipped_low, clipped_high = _gated_hierarchy(entering, valid, piece, negative, given, inputs, spec)
+    z = _saturate(z, valid, SQUARE_SATURATION if spec.head is Head.SIMPLE else SATURATION)
+    own = torch.where(raw.isinf(), torch.zeros_like(logp), logp)
+    if spec.term is None:
+        policy = _policy_term(spec.head, z, unweighted, own)
     else:
-        policy = -unweighted * ratio.detach() * torch.where(raw.isinf(), torch.zeros_like(logp), logp)
+        factor = _beyond(clipped_low, clipped_high, negative, spec.term, logp)
+        unweighted, kept = unweighted * factor, torch.where(selected, token_weight * factor, torch.zeros_like(logp))
+        target = torch.where(selected, target, torch.zeros_like(logp))
+        number = logp.new_tensor(spec.term.head_numbers)[negative]
+        policy = _general_term(spec.head, z, unweighted, kept, own, target, number, negative)
     loss_t = torch.where(valid, policy, torch.zeros_like(policy))
+
+    if spec.term is not None and spec.term.penalty is not Penalty.NONE:
+        pays = valid if inputs.penalty_mask is None else valid & inputs.penalty_mask
+        penalty = torch.where(pays, spec.term.penalty_coefficient * _penalty(spec.term, x), torch.zeros_like(x))
+        loss_t = loss_t + penalty
+        metrics[slot("penalty")] += (weight * penalty).sum().detach()
 
     if raw_ref is not None:
         s = _saturate(raw_ref, valid)
         penalty = torch.where(valid, spec.kl_beta * _kl(spec, s, x), torch.zeros_like(s))
         loss_t = loss_t + penalty
-        metrics[slot("penalty")] = (weight * penalty).sum().detach()
+        metrics[slot("penalty")] += (weight * penalty).sum().detach()
         metrics[slot("reference_log_ratio")] = s[valid].sum().detach()
         metrics[slot("reference_log_ratio_square")] = s[valid].square().sum().detach()
         metrics[slot("reference_k3")] = (torch.exp(-s[valid]) - 1 + s[valid]).sum().detach()
@@ -141,7 +161,7 @@ def policy_loss(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> tuple[torch.T
     return loss, metrics, loss_t.detach()
 
 
-def _of_row(values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+def of_row(values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """The value of each token's row; 0 in a batch that has tokens but no row."""
     return values[row] if values.numel() else values.new_zeros(row.shape)
 
@@ -151,10 +171,10 @@ def _read(tensor: torch.Tensor, given: torch.Tensor, like: torch.Tensor, otherwi
     return torch.where(given, tensor.to(like.dtype), torch.full_like(like, otherwise))
 
 
-def _saturate(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """x within +-60; the derivative stays 1 where x is finite and is 0 where it is not."""
+def _saturate(x: torch.Tensor, valid: torch.Tensor, most: float = SATURATION) -> torch.Tensor:
+    """x within +-most; the derivative stays 1 where x is finite and is 0 where it is not."""
     finite = torch.where(valid & torch.isfinite(x), x, torch.zeros_like(x))
-    bounded = torch.where(valid, x, torch.zeros_like(x)).detach().clamp(-SATURATION, SATURATION)
+    bounded = torch.where(valid, x, torch.zeros_like(x)).detach().clamp(-most, most)
     return bounded + (finite - finite.detach())
 
 
@@ -189,7 +209,7 @@ def _gated_log_ratio(
     return z + gated, below | token_below, above | token_above
 
 
-def _piece_of_token(inputs: PolicyLossInputs, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def piece_of_token(inputs: PolicyLossInputs, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The piece of every token, -1 outside all of them, and how many pieces leave their row or overlap."""
     begin, end, owner = inputs.piece_begin, inputs.piece_end, inputs.piece_row
     assert begin is not None and end is not None and owner is not None
@@ -263,7 +283,7 @@ def _gate_token(
         return torch.zeros_like(u), nowhere, nowhere
     if spec.token is TokenGate.IDENTITY:
         return u, nowhere, nowhere
-    if spec.levels:
+    if spec.of_pieces:
         low, high = (u.new_tensor(bound)[negative] for bound in (spec.token_log_low, spec.token_log_high))
     else:
         low, high = (u.new_tensor(bound)[negative].log() for bound in (spec.token_low, spec.token_high))
@@ -273,7 +293,83 @@ def _gate_token(
     if inputs.high is not None:
         driven = torch.tensor(spec.high_driven, device=u.device)[negative]
         high = torch.where(driven, _read(inputs.high, given, u, 1.0).log(), high)
-    return _clip(u, low, high)
+    value, below, above = _clip(u, low, high)
+    if spec.term is not None:  # a slope beyond the bounds, which has no value
+        slope = _of_side(below, above, negative, spec.term.slope_low, spec.term.slope_high, torch.zeros_like(u))
+        value = value + slope * (u - u.detach())
+    return value, below, above
+
+
+def _of_side(
+    below: torch.Tensor,
+    above: torch.Tensor,
+    negative: torch.Tensor,
+    of_low: tuple[float, float],
+    of_high: tuple[float, float],
+    otherwise: torch.Tensor,
+) -> torch.Tensor:
+    """What belongs to the side of its bounds where a token is."""
+    low, high = (otherwise.new_tensor(pair)[negative] for pair in (of_low, of_high))
+    return torch.where(above, high, torch.where(below, low, otherwise))
+
+
+def _beyond(
+    below: torch.Tensor, above: torch.Tensor, negative: torch.Tensor, term: TermSpec, like: torch.Tensor
+) -> torch.Tensor:
+    """The factor on the objective of a token beyond a bound."""
+    return _of_side(below, above, negative, term.weight_low, term.weight_high, torch.ones_like(like))
+
+
+def _pre_gate(x: torch.Tensor, negative: torch.Tensor, term: TermSpec) -> torch.Tensor:
+    low, high = (x.new_tensor(bound)[negative] for bound in (term.pre_low, term.pre_high))
+    return _clip(x, low, high)[0]
+
+
+def _policy_term(head: Head, z: torch.Tensor, a: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
+    """``-A Phi``; a: the advantage times the token weight, 0 where not selected."""
+    ratio = torch.exp(z)
+    return -a * ratio if head is Head.LINEAR else -a * ratio.detach() * logp
+
+
+def _general_term(
+    head: Head,
+    z: torch.Tensor,
+    a: torch.Tensor,
+    kept: torch.Tensor,
+    logp: torch.Tensor,
+    target: torch.Tensor,
+    number: torch.Tensor,
+    negative: torch.Tensor,
+) -> torch.Tensor:
+    """The same of every head; kept: the token weight, 0 where not selected."""
+    ratio = torch.exp(z)
+    if head is Head.LOG:
+        return -a * logp + 0.5 * kept * number * z.square()
+    if head is Head.MIRROR:
+        return -a * ratio + kept * number * (z * ratio - ratio + 1)
+    if head is Head.SIGMOID:
+        return -a * (4 / number) * torch.sigmoid(number * (ratio - 1))
+    if head is Head.SIMPLE:
+        return -a * ratio + a.abs() * (ratio - 1).square() / (2 * number)
+    if head is Head.TARGET:
+        return a.abs() * (ratio - target).abs()
+    if head is Head.NEGATIVE_AWARE:
+        implied = torch.where(negative == 1, (1 - target * ratio) / (1 - target), ratio)
+        bounded = implied.detach().maximum(number) + (implied - implied.detach())
+        return -a.abs() * bounded.log()
+    if head is Head.FLIPPED:
+        factor = torch.exp(torch.where(negative == 1, z, -z)).detach()
+        through = -a * factor * (1 + z - z.detach())
+        return torch.where(factor > number, -a * number * logp, through)
+    return _policy_term(head, z, a, logp)
+
+
+def _penalty(term: TermSpec, x: torch.Tensor) -> torch.Tensor:
+    if term.penalty is Penalty.K1:
+        return -x
+    if term.penalty is Penalty.K2:
+        return 0.5 * x.square()
+    return x.abs() if term.penalty is Penalty.ABSOLUTE else torch.exp(x) - 1 - x
 
 
 def _gate_level(
@@ -284,7 +380,7 @@ def _gate_level(
     if level.gate is LevelKind.CLIP:
         return _clip(u, low, high)
     if level.gate is LevelKind.ROLLBACK:
-        slope = count if level.slope < 0 else torch.full_like(u, level.slope)
+        slope = count.clamp(max=-level.slope) if level.slope < 0 else torch.full_like(u, level.slope)
         size = u.abs()
         back = torch.where(slope.isinf(), -torch.ones_like(u), (slope + 1) * high - slope.clamp(max=1e30) * size)
         back = torch.where(slope == 0, high, back)  # a clip: no zone to roll back in
@@ -293,12 +389,14 @@ def _gate_level(
     if level.gate is LevelKind.TANH:
         return high * torch.tanh(u / high), torch.zeros_like(u, dtype=torch.bool), torch.zeros_like(u, dtype=torch.bool)
     nowhere = torch.zeros_like(u, dtype=torch.bool)
+    if level.gate is LevelKind.GAMMA:
+        return high + low * u - high * torch.exp(u), nowhere, nowhere
     return u, nowhere, nowhere
 
 
 def _trajectory_mean(x: torch.Tensor, valid: torch.Tensor, row: torch.Tensor, inputs: PolicyLossInputs) -> torch.Tensor:
     """Mean of x over the valid tokens of each token's trajectory, spread back to the tokens."""
-    trajectory = row if inputs.row_trajectory is None else _of_row(inputs.row_trajectory, row)
+    trajectory = row if inputs.row_trajectory is None else of_row(inputs.row_trajectory, row)
     zeros = x.new_zeros(max(inputs.weights.numel(), 1))
     count = zeros.index_add(0, trajectory, valid.to(x.dtype))
     total = zeros.index_add(0, trajectory, torch.where(valid, x, torch.zeros_like(x)))

@@ -8,7 +8,18 @@ namespace hpo {
 
 enum class TokenGate : int32_t { identity = 0, drop = 1, clip = 2 };
 enum class Routing : int32_t { through = 0, self = 1, stopped = 2 };
-enum class Head : int32_t { linear = 0, score = 1 };
+enum class Head : int32_t {
+  linear = 0,
+  score = 1,
+  log = 2,
+  mirror = 3,
+  sigmoid = 4,
+  simple = 5,
+  target = 6,
+  negative_aware = 7,
+  flipped = 8
+};
+enum class Penalty : int32_t { none = 0, k1 = 1, k2 = 2, k3 = 3, absolute = 4 };
 enum class KLEstimator : int32_t { none = 0, k1 = 1, k2 = 2, k3 = 3 };
 enum class KLGradient : int32_t { value = 0, straight_through = 1, importance = 2 };
 
@@ -56,6 +67,10 @@ struct PolicyLossArgs {
   const int64_t* trajectory_start;  // [rows + 1]
   const int64_t* trajectory_rows;   // [rows]
   const float* threshold;     // [1], with score
+  // with a term: what some heads compare the ratio with, [rows], or [tokens] if target_per_token; and who pays its penalty
+  const float* target;
+  int32_t target_per_token;
+  const uint8_t* penalty_mask;  // [tokens]; null: every valid token
   // outputs
   float* loss;                // [1]
   double* metrics;            // [kMetrics], see metrics.h
@@ -64,7 +79,7 @@ struct PolicyLossArgs {
   void* workspace;            // policy_loss_workspace(tokens, rows) bytes, 16-byte aligned, any content
 };
 
-enum class LevelKind : int32_t { identity = 0, clip = 1, rollback = 2, tanh = 3 };
+enum class LevelKind : int32_t { identity = 0, clip = 1, rollback = 2, tanh = 3, gamma = 4 };
 enum class Aggregate : int32_t { mean = 0, sum = 1 };
 
 // One level of a hierarchy. Bounds are in log space, [channel][advantage >= 0, < 0].
@@ -73,23 +88,50 @@ struct HierarchyLevel {
   Routing routing;
   Aggregate aggregate;
   double low[2][2], high[2][2];
-  double slope;  // of the rollback; negative: the number of the segment's tokens
+  double slope;  // of the rollback; negative: the number of the segment's tokens, at most -slope
+};
+
+// What few gates ask of a token's term. Pairs are [advantage >= 0, < 0].
+struct TokenTerm {
+  int32_t present;  // 0: the head is linear or score, and nothing below counts
+  Penalty penalty;  // on the token's own log-ratio
+  double penalty_coefficient;
+  double head[2];  // the head's number
+  double slope_low[2], slope_high[2];  // derivative of the token clip beyond its bounds
+  double weight_low[2], weight_high[2];  // factor on the objective there
+  double pre_low[2], pre_high[2];  // clip of the log-ratio before any aggregate
 };
 
 constexpr int kMostLevels = 4;  // step, trajectory, group, domain
 
-// Levels above the tokens, finest first. Pieces are ranges of tokens that tile the finest level, each inside its row and
-// behind the piece before it; what breaks this is left out and counted.
+// Levels above the tokens, finest first, none at depth 0. Pieces are ranges of tokens that tile the finest level, each inside
+// its row and behind the piece before it; what breaks this is left out and counted.
 struct Hierarchy {
   int32_t depth;
   int32_t split;  // 1: positive and negative log-ratios are two channels
   double token_low[2], token_high[2];  // of the token's residual, log space
   HierarchyLevel levels[kMostLevels];
+  TokenTerm term;
   int64_t pieces;
   const int64_t* piece_begin;  // [pieces]
   const int64_t* piece_end;
   const int64_t* piece_row;
   const int64_t* ancestors;    // [depth][pieces], in [0, pieces)
+};
+
+enum class Statistic : int32_t { log_ratio = 0, k2 = 1, k3 = 2, probability = 3, binary_kl = 4 };
+enum class Reduction : int32_t { mean = 0, sum = 1, min = 2, max = 3 };
+enum class Action : int32_t { mask = 0, band = 1, clamp = 2 };
+
+// A factor on tokens from u = logp - old_logp of PolicyLossArgs, whose mask, cu_seqlens, advantages and token_weight count too;
+// pieces and their segments are those of a Hierarchy of depth 1, or 0 where the statistic is the token's own.
+struct Correction {
+  Statistic statistic;
+  Reduction reduction;
+  Action action;
+  int32_t strict;  // what lies on a bound is outside
+  double low[2], high[2];  // of the statistic, [advantage >= 0, < 0]
+  float* factor;  // [tokens]: times token_weight; NaN where the statistic is; 1 where masked or in no piece
 };
 
 enum class Center : int32_t { mean = 0, leave_one_out = 1 };
@@ -172,6 +214,9 @@ int hpo_policy_loss(const hpo::PolicyLossArgs* args, const hpo::GateStructure* s
 int64_t hpo_hierarchy_workspace(int64_t tokens, int64_t rows, int64_t pieces);
 int hpo_hierarchy(const hpo::PolicyLossArgs* args, const hpo::GateStructure* structure, const hpo::GateNumbers* numbers,
                   const hpo::Hierarchy* hierarchy, int64_t context);
+int64_t hpo_correction_workspace(int64_t tokens, int64_t rows, int64_t pieces);
+int hpo_correction(const hpo::PolicyLossArgs* args, const hpo::Hierarchy* hierarchy, const hpo::Correction* correction,
+                   int64_t context);
 int64_t hpo_group_normalise_workspace(int64_t units);
 int hpo_group_normalise(const hpo::GroupNormaliseArgs* args, int64_t context);
 int64_t hpo_window_score_workspace(int64_t tokens, int64_t width);  // width = last - first + 1

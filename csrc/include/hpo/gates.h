@@ -98,7 +98,7 @@ HPO_INLINE Residual gate_residual(const HierarchyLevel& level, int channel, int 
   if (level.gate == LevelKind::rollback) {
     const double size = u < 0.0 ? -u : u, towards = u < 0.0 ? -1.0 : 1.0;
     if (size <= high) return {u, 1.0, 0};
-    const double slope = level.slope < 0.0 ? n : level.slope;
+    const double most = -level.slope, slope = most > 0.0 ? (n < most ? n : most) : level.slope;
     if (slope == 0.0) return {towards * high, 0.0, int32_t(towards)};
     const double back = slope > DBL_MAX ? -1.0 : (slope + 1.0) * high - slope * size;
     return {back > 0.0 ? towards * back : 0.0, back > 0.0 ? -slope : 0.0, int32_t(towards)};
@@ -106,6 +106,10 @@ HPO_INLINE Residual gate_residual(const HierarchyLevel& level, int channel, int 
   if (level.gate == LevelKind::tanh) {
     const double bent = ::tanh(u / high);
     return {high * bent, 1.0 - bent * bent, 0};
+  }
+  if (level.gate == LevelKind::gamma) {
+    const double rise = high * ::exp(u);
+    return {high + low * u - rise, low - rise, 0};
   }
   return {u, 1.0, 0};
 }

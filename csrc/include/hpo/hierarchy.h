@@ -115,16 +115,18 @@ HPO_INLINE F by_sign(typename Number<F>::Int negative, const float values[2]) {
   return negative ? all<F>(values[1]) : all<F>(values[0]);
 }
 
-// `keep`: 0 where the finest level takes the place of the token's own slope, else 1.
+// `keep`: 0 where the finest level takes the place of the token's own slope, else 1. slope_low and slope_high: the derivative
+// beyond the bounds, of one channel.
 template <class F>
 HPO_INLINE GatedTokenNumber<F> gate_token(const PieceGate& gate, bool split, bool drop, float keep,
-                                          typename Number<F>::Int negative, F x, F low, F high) {
+                                          typename Number<F>::Int negative, F x, F low, F high, F slope_low = F{},
+                                          F slope_high = F{}) {
   using N = Number<F>;
   using Int = typename N::Int;
   const F zero = {}, one = all<F>(1.0f);
   const Int none = {}, falls = split ? N::mask(x < zero) : none;
   const F up = falls ? zero : x, u = up - gate.mean[0], v = drop ? zero : clamp(u, low, high);
-  F inside = drop ? zero : (N::mask(v == u) ? one : zero);
+  F inside = drop ? zero : (N::mask(v == u) ? one : (N::mask(u < low) ? slope_low : slope_high));
   GatedTokenNumber<F> token;
   token.z = by_sign<F>(negative, gate.z) + v;
   token.below = negative ? none + gate.below[1] : none + gate.below[0];

@@ -85,6 +85,32 @@ HPO_INLINE F exp(F x) {
   return value * N::from_bits((exponent + 127) << 23);
 }
 
+// Natural logarithm of a normal x > 0, within 2 ulp; log(1) is exactly 0.
+template <class F>
+HPO_INLINE F log(F x) {
+  using N = Number<F>;
+  const auto bits = N::to_bits(x);
+  const F mantissa = N::from_bits((bits & 0x007FFFFF) | 0x3F800000);  // in [1, 2)
+  const auto large = N::mask(mantissa > 1.41421356f);
+  const F f = (large ? mantissa * 0.5f : mantissa) - 1.0f;
+  const auto exponent = (bits >> 23) - 127 - large;
+  // The integer, exactly: it is the low bits of a float 1.5 * 2^23 + exponent.
+  const F k = N::from_bits(exponent + 0x4B400000) - 12582912.0f;
+  F p = all<F>(7.0376836292e-2f);  // minimax polynomial of (log(1 + f) - f + f^2 / 2) / f^3
+  p = N::fused(p, f, all<F>(-1.1514610310e-1f));
+  p = N::fused(p, f, all<F>(1.1676998740e-1f));
+  p = N::fused(p, f, all<F>(-1.2420140846e-1f));
+  p = N::fused(p, f, all<F>(1.4249322787e-1f));
+  p = N::fused(p, f, all<F>(-1.6668057665e-1f));
+  p = N::fused(p, f, all<F>(2.0000714765e-1f));
+  p = N::fused(p, f, all<F>(-2.4999993993e-1f));
+  p = N::fused(p, f, all<F>(3.3333331174e-1f));
+  const F square = f * f;
+  F value = N::fused(p * f, square, k * -2.12194440e-4f);
+  value = N::fused(square, all<F>(-0.5f), value);
+  return N::fused(k, all<F>(0.693359375f), f + value);
+}
+
 // 1 - e^-s, the derivative of k3, without its cancellation at small s; `e` is exp(-s).
 HPO_INLINE float k3_slope(float s, float e) {
   float p = -1.9841270e-4f;                                // Taylor of (1 - e^-s) / s on |s| <= 0.25, to the last bit

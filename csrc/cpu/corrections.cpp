@@ -1,0 +1,101 @@
+// correction: a factor on tokens from log-ratios that are constants of the differentiation. The definition is
+// hpo_core/reference/corrections.py.
+#include "hpo/corrections.h"
+
+#include "hierarchy_pieces.h"
+#include "kernels.h"
+#include "parallel.h"
+
+HPO_DECLARE_KERNELS(HPO_ISA)
+
+namespace hpo::HPO_ISA {
+namespace {
+
+// Of the valid tokens of a piece or a segment, in any order: sums are integers (see to_fixed).
+struct Reduced {
+  int64_t valid = 0, fixed = 0;
+  float smallest = INFINITY, largest = -INFINITY;
+
+  void add(const Reduced& other) {
+    valid += other.valid, fixed += other.fixed;
+    smallest = other.smallest < smallest ? other.smallest : smallest;
+    largest = other.largest > largest ? other.largest : largest;
+  }
+
+  void add(float v) { add(Reduced{1, to_fixed(v), v, v}); }
+
+  float as(Reduction reduction) const {
+    if (valid == 0) return 0.0f;
+    if (reduction == Reduction::min) return smallest;
+    if (reduction == Reduction::max) return largest;
+    const double sum = from_fixed(fixed);
+    return float(reduction == Reduction::mean ? sum / double(valid) : sum);
+  }
+};
+
+struct Workspace {
+  Arena arena;
+  int64_t* start;  // [pieces + 1]
+  Reduced *of_pieces, *of_blocks, *segments;  // [pieces], [tasks], [pieces]
+  int64_t bytes;
+
+  Workspace(void* base, int64_t tokens, int64_t count) : arena(base) {
+    start = arena.take<int64_t>(count + 1);
+    of_pieces = arena.take<Reduced>(count);
+    of_blocks = arena.take<Reduced>(tokens / kChunk + 1);
+    segments = arena.take<Reduced>(count);
+    bytes = arena.bytes();
+  }
+};
+
+}  // namespace
+
+int64_t correction_workspace(int64_t tokens, int64_t, int64_t pieces) { return Workspace(nullptr, tokens, pieces).bytes; }
+
+void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Correction& correction, int threads) {
+  const Workspace space(args.workspace, args.tokens, hierarchy.pieces);
+  const Pieces pieces(hierarchy, args, space.start);
+  threads = worthwhile(threads, args.tokens + hierarchy.pieces);
+  const auto valid = [&](int64_t t) { return !args.mask || args.mask[t] != 0; };
+  const auto statistic = [&](int64_t t) { return statistic_of(correction.statistic, args.logp[t], args.old_logp[t]); };
+
+  if (hierarchy.depth > 0) {
+    parallel_for(pieces.tasks(), threads, [&](int64_t task) {
+      pieces.for_each_block(task, [&](const Block& block) {
+        Reduced found;
+        for (int64_t t = block.first; t < block.first + block.tokens; ++t) {
+          const float v = valid(t) ? statistic(t) : NAN;
+          if (v == v) found.add(v);
+        }
+        (block.begins ? space.of_pieces[block.piece] : space.of_blocks[task]) = found;
+      });
+    });
+    gather_blocks(pieces, space.of_blocks, space.of_pieces);
+    for (int64_t p = 0; p < pieces.count(); ++p) space.segments[p] = {};
+    for (int64_t p = 0; p < pieces.count(); ++p) {
+      if (pieces.length(p) > 0) space.segments[pieces.ancestor(0, p)].add(space.of_pieces[p]);
+    }
+  }
+
+  for_each_piece(args.tokens, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) correction.factor[t] = 1.0f;
+  });
+  parallel_for(pieces.tasks(), threads, [&](int64_t task) {
+    pieces.for_each_block(task, [&](const Block& block) {
+      float of_segment[2] = {};  // by sign of the advantage
+      if (hierarchy.depth > 0) {
+        const float v = space.segments[pieces.ancestor(0, block.piece)].as(correction.reduction);
+        for (int sign = 0; sign < 2; ++sign) of_segment[sign] = factor_of(correction, sign, v);
+      }
+      for (int64_t t = block.first; t < block.first + block.tokens; ++t) {
+        if (!valid(t)) continue;
+        const float advantage = args.advantage_per_token ? args.advantages[t] : args.advantages[block.row], v = statistic(t);
+        const int sign = advantage < 0.0f;
+        const float factor = v != v ? v : (hierarchy.depth > 0 ? of_segment[sign] : factor_of(correction, sign, v));
+        correction.factor[t] = args.token_weight ? factor * args.token_weight[t] : factor;
+      }
+    });
+  });
+}
+
+}  // namespace hpo::HPO_ISA

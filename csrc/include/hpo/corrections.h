@@ -1,0 +1,40 @@
+// The arithmetic of corrections: C++ and CUDA call these, neither repeats them. The definition is
+// hpo_core/reference/corrections.py.
+#pragma once
+#include "gates.h"
+
+namespace hpo {
+
+constexpr float kExponentBound = 20.0f;
+constexpr double kBinaryGuard = 1e-8;  // keeps the logarithm of a binary KL finite
+
+// Of one token, within +-60; NaN where it has none.
+HPO_INLINE float statistic_of(Statistic statistic, float first, float second) {
+  const float u = first - second;
+  if (u != u) return u;
+  float value = u;
+  if (statistic == Statistic::k2) value = 0.5f * u * u;
+  if (statistic == Statistic::k3) value = k3(-clamp(u, -kSaturation, kSaturation));
+  if (statistic == Statistic::probability || statistic == Statistic::binary_kl) {
+    const double p = ::exp(double(first)), q = ::exp(double(second));
+    if (statistic == Statistic::probability) {
+      value = float(p - q);
+    } else {
+      const double other = ::log((1.0 - q + kBinaryGuard) / (1.0 - p + kBinaryGuard));
+      const double kl = (1.0 - q) * other - q * double(u);
+      value = float(p > q ? kl : (p < q ? -kl : 0.0));
+    }
+  }
+  return clamp(value, -kSaturation, kSaturation);
+}
+
+// The factor for a statistic v under one sign of the advantage.
+HPO_INLINE float factor_of(const Correction& correction, int sign, float v) {
+  const float low = float(correction.low[sign]), high = float(correction.high[sign]);
+  const bool inside = correction.strict ? low < v && v < high : low <= v && v <= high;
+  if (correction.action == Action::mask) return inside ? 1.0f : 0.0f;
+  if (correction.action == Action::clamp) return exp(clamp(clamp(v, low, high), -kExponentBound, kExponentBound));
+  return inside ? exp(clamp(v, -kExponentBound, kExponentBound)) : 0.0f;
+}
+
+}  // namespace hpo

@@ -1,0 +1,95 @@
+// The arithmetic of a token's term where a gate asks for more than a clip and A e^z: the heads, the pre-gate, what lies beyond
+// the bounds, the penalty. C++ and CUDA call these, neither repeats them. The definition is hpo_core/reference/gates.py.
+#pragma once
+#include "gates.h"
+
+namespace hpo {
+
+// TokenTerm in floats, as tokens need it.
+struct TermNumbers {
+  float head[2], slope_low[2], slope_high[2], weight_low[2], weight_high[2], pre_low[2], pre_high[2];
+  float penalty_coefficient;
+
+  explicit TermNumbers(const TokenTerm& term) : penalty_coefficient(float(term.penalty_coefficient)) {
+    for (int sign = 0; sign < 2; ++sign) {
+      head[sign] = float(term.head[sign]);
+      slope_low[sign] = float(term.slope_low[sign]), slope_high[sign] = float(term.slope_high[sign]);
+      weight_low[sign] = float(term.weight_low[sign]), weight_high[sign] = float(term.weight_high[sign]);
+      pre_low[sign] = float(term.pre_low[sign]), pre_high[sign] = float(term.pre_high[sign]);
+    }
+  }
+};
+
+// Heads that square the ratio saturate earlier than e^60.
+constexpr float kSquareSaturation = 30.0f;
+
+HPO_INLINE float saturation_of(Head head) { return head == Head::simple ? kSquareSaturation : kSaturation; }
+
+template <class F>
+struct HeadTerm {
+  F loss;
+  F slope;   // d loss / d z
+  F direct;  // d loss / d logp, past z
+};
+
+// `a`: weight * advantage * token weight, and `kept`: weight * token weight, both 0 where the token is not selected; z within
+// saturation_of(head); `number` is the head's for the sign of the advantage. On-policy, z = 0, slope + direct is -a to the bit
+// under every head that promises it.
+template <class F>
+HPO_INLINE HeadTerm<F> head_term(Head head, typename Number<F>::Int negative, F number, F z, F a, F kept, F logp, F target) {
+  using N = Number<F>;
+  const F zero = {}, one = all<F>(1.0f), half = all<F>(0.5f);
+  const F size = a < zero ? -a : a;
+  if (head == Head::log) return {N::fused(half * kept * number, z * z, -(a * logp)), kept * number * z, -a};
+  const F ratio = exp(z);
+  const F linear = -(a * ratio);
+  if (head == Head::score) return {linear * logp, zero, linear};
+  if (head == Head::mirror) {
+    const F pull = kept * number, bracket = N::fused(z, ratio, one - ratio);
+    return {N::fused(pull, bracket, linear), ratio * N::fused(pull, z, -a), zero};
+  }
+  if (head == Head::sigmoid) {
+    const F t = clamp(number * (ratio - one), all<F>(-87.0f), all<F>(87.0f));
+    const F e = exp(t < zero ? t : -t), sum = one + e;
+    const F p = (t < zero ? e : one) / sum;
+    return {-(a * (4.0f / number) * p), linear * (4.0f * e / (sum * sum)), zero};
+  }
+  if (head == Head::simple) {
+    const F step = ratio - one, pull = size / number;
+    return {N::fused(half * pull, step * step, linear), -(ratio * N::fused(-pull, step, a)), zero};
+  }
+  if (head == Head::target) {
+    const F gap = ratio - target;
+    const F sign = gap > zero ? one : (gap < zero ? -one : zero);
+    return {size * (gap * sign), size * sign * ratio, zero};
+  }
+  if (head == Head::negative_aware) {
+    const F left = one - target;
+    const F implied = negative ? (one - target * ratio) / left : ratio;
+    const F bounded = implied < number ? number : implied;
+    const F rise = negative ? -(target * ratio / left) : ratio;
+    return {-(size * log(bounded)), -(size * (rise / bounded)), zero};
+  }
+  if (head == Head::flipped) {
+    const F factor = negative ? ratio : exp(-z);
+    const auto beyond = N::mask(factor > number);
+    const F value = -(a * factor), fixed = -(a * number);
+    return {beyond ? fixed * logp : value, beyond ? zero : value, beyond ? fixed : zero};
+  }
+  return {linear, linear, zero};
+}
+
+// The penalty on the token's own log-ratio x and its derivative.
+struct OwnPenalty {
+  float value, slope;
+};
+
+HPO_INLINE OwnPenalty own_penalty(Penalty penalty, float x) {
+  if (penalty == Penalty::k1) return {-x, -1.0f};
+  if (penalty == Penalty::k2) return {0.5f * x * x, x};
+  if (penalty == Penalty::absolute) return {x < 0.0f ? -x : x, x > 0.0f ? 1.0f : (x < 0.0f ? -1.0f : 0.0f)};
+  const float e = exp(x);  // e^-s - 1 + s of s = -x
+  return {k3(-x, e), -k3_slope(-x, e)};
+}
+
+}  // namespace hpo

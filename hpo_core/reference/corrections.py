@@ -1,0 +1,81 @@
+"""Corrections: masks and weights on tokens from log-ratios that are constants of the differentiation.
+
+For token t with ``u_t = first_t - second_t``, ``p = e^first``, ``q = e^second``::
+
+    v_t    = the statistic of (u, p, q), saturated at +-60
+    v      = v_t, or its mean, sum, minimum or maximum over the valid tokens of t's segment
+    factor = 1 or e^v where low <= v <= high, else 0;   or e^clamp(v, low, high)       |v| <= 20 in exponents
+
+A token whose statistic is NaN is in no segment, and its factor is NaN: the loss counts it and leaves it out. Masked
+tokens and those outside all pieces get 1.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..specs import Action, CorrectionSpec, PolicyLossInputs, Reduction, Statistic
+from .gates import SATURATION, of_row, piece_of_token
+from .segments import row_of_token
+
+__all__ = ["correction"]
+
+EXPONENT = 20.0
+GUARD = 1e-8  # keeps the logarithm of a binary KL finite
+
+
+def correction(inputs: PolicyLossInputs, spec: CorrectionSpec) -> torch.Tensor:
+    """The factor ``[T]`` of ``first = inputs.logp`` and ``second = inputs.old_logp``, times ``inputs.token_weight``."""
+    assert inputs.old_logp is not None
+    first, second = inputs.logp, inputs.old_logp.to(inputs.logp.dtype)
+    row = row_of_token(inputs.cu_seqlens, first.numel())
+    piece, _ = piece_of_token(inputs, row)
+    given = (piece >= 0) if inputs.mask is None else (piece >= 0) & inputs.mask
+    row = row.clamp(min=0)
+    own = _statistic(spec.statistic, first, second)
+    known = given & ~own.isnan()
+    own = torch.where(known, own.clamp(-SATURATION, SATURATION), torch.zeros_like(own))
+    v = own
+    if spec.of_segments:
+        assert inputs.ancestors is not None
+        v = _reduce(spec.reduction, own, known, inputs.ancestors[0][piece.clamp(min=0)])
+    advantage = inputs.advantages if inputs.advantage_per_token else of_row(inputs.advantages, row)
+    negative = (advantage < 0).long()
+    low, high = (v.new_tensor(bound)[negative] for bound in (spec.low, spec.high))
+    weight = torch.exp(v.clamp(-EXPONENT, EXPONENT))
+    if spec.action is Action.CLAMP:
+        factor = torch.exp(v.maximum(low).minimum(high).clamp(-EXPONENT, EXPONENT))
+    else:
+        inside = (low < v) & (v < high) if spec.strict else (low <= v) & (v <= high)
+        kept = torch.ones_like(v) if spec.action is Action.MASK else weight
+        factor = torch.where(inside, kept, torch.zeros_like(v))
+    factor = torch.where(known, factor, torch.full_like(factor, torch.nan))
+    if inputs.token_weight is not None:
+        factor = factor * inputs.token_weight.to(factor.dtype)
+    return torch.where(given, factor, torch.ones_like(factor))
+
+
+def _statistic(statistic: Statistic, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    u, p, q = first - second, torch.exp(first), torch.exp(second)
+    if statistic is Statistic.LOG_RATIO:
+        return u
+    if statistic is Statistic.K2:
+        return 0.5 * u.square()
+    if statistic is Statistic.K3:
+        return torch.exp(u) - 1 - u
+    if statistic is Statistic.PROBABILITY:
+        return p - q
+    other = torch.log((1 - q + GUARD) / (1 - p + GUARD))
+    return torch.sign(p - q) * (-q * u + (1 - q) * other)
+
+
+def _reduce(reduction: Reduction, v: torch.Tensor, known: torch.Tensor, segment: torch.Tensor) -> torch.Tensor:
+    segments = int(segment.max()) + 1 if segment.numel() else 1
+    if reduction in (Reduction.MEAN, Reduction.SUM):
+        total = v.new_zeros(segments).index_add(0, segment, v)
+        if reduction is Reduction.MEAN:
+            total = total / v.new_zeros(segments).index_add(0, segment, known.to(v.dtype)).clamp(min=1)
+        return total[segment]
+    name, neutral = ("amin", SATURATION) if reduction is Reduction.MIN else ("amax", -SATURATION)
+    entering = torch.where(known, v, torch.full_like(v, neutral))
+    return v.new_full((segments,), neutral).scatter_reduce(0, segment, entering, name)[segment]

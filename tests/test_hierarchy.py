@@ -38,11 +38,11 @@ GENTLE = Rollback((0.02, 0.03), 2.0)
 FOUR = ((Clip((0.0, 0.9), (1.05, 1.2)), STEP), (BUDGETS, Unit.TRAJECTORY), (Tanh(0.02), GROUP), (GENTLE, DOMAIN))
 GATES = {
     "fiberpo": gates.fiberpo(0.05, (0.03, 0.02)),
-    "fiberpo_domain": gates.fiberpo_domain(0.05, 0.03, 0.01, 0.01),
-    "fiberpo_domain, stopped": gates.fiberpo_domain(0.05, 0.03, 0.01, 0.01, routing=Routing.STOPPED),
+    "fiberpo_domain": gates.reconstructed.fiberpo_domain(0.05, 0.03, 0.01, 0.01),
+    "fiberpo_domain, stopped": gates.reconstructed.fiberpo_domain(0.05, 0.03, 0.01, 0.01, routing=Routing.STOPPED),
     "step_gspo": gates.step_gspo(0.02, 0.03),
-    "two_scale": gates.two_scale((0.05, 0.04), (0.01, 0.02)),
-    "two_scale, token": gates.two_scale((0.05, 0.04), (0.01, 0.02), 0.05),
+    "two_scale": gates.reconstructed.two_scale((0.05, 0.04), (0.01, 0.02)),
+    "two_scale, token": gates.reconstructed.two_scale((0.05, 0.04), (0.01, 0.02), 0.05),
     **{
         f"four levels, {routing.name.lower()}, {'split' if split else 'whole'}": RatioGate(
             "four", SMALL, levels(*FOUR, routing=routing), split=split

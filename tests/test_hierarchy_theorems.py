@@ -101,11 +101,11 @@ HIERARCHIES = {
         [-0.186271, -0.158538, 0.078366, 0.055371, 0.021877, -0.136027, -0.126831],
     ),
     "fiberpo_domain": (
-        gates.fiberpo_domain(0.1, 0.12, 0.05, 0.2, None), -0.487742,
+        gates.reconstructed.fiberpo_domain(0.1, 0.12, 0.05, 0.2, None), -0.487742,
         [-0.226459, -0.279101, 0.038179, -0.065191, -0.018311, -0.045109, 0.165671],
     ),
     "rollback and zero": (
-        gates.fiberpo_domain(0.1, 0.06, 0.02, 0.07, None), -0.461943,
+        gates.reconstructed.fiberpo_domain(0.1, 0.06, 0.02, 0.07, None), -0.461943,
         [-0.138903, 0.406115, 0.114632, 0.611051, 0.060513, -0.004621, 0.325301],
     ),
     "self": (
@@ -417,7 +417,9 @@ def test_levels_are_a_tuple():
 
 
 @pytest.mark.parametrize(
-    "gate, missing", [(gates.step_gspo(), "steps"), (gates.fiberpo_domain(), "group_ids")], ids=["steps", "groups"]
+    "gate, missing",
+    [(gates.step_gspo(), "steps"), (gates.reconstructed.fiberpo_domain(), "group_ids")],
+    ids=["steps", "groups"],
 )
 def test_what_the_batch_lacks_is_named(gate, missing):
     with pytest.raises(ValueError, match=missing):

@@ -112,14 +112,14 @@ def test_nothing_synchronises():
             )
             result.loss.backward()
             _ = result.metrics + result.metrics, result.metrics.flags, result.metrics["tokens"]
-        for gate in (hpo.gates.fiberpo(), hpo.gates.fiberpo_domain()):
+        for gate in (hpo.gates.fiberpo(), hpo.gates.reconstructed.fiberpo_domain()):
             hpo.policy_loss(logp, old_logp, make(8), batch, gate).loss.backward()
         for level, count in (("trajectory", 5), ("group", 3), ("domain", 2)):
             hpo.policy_loss(logp, None, make(count), batch, advantage_level=level)
         hpo.policy_loss_and_grad(logp, old_logp, make(64), batch)
         stepped = make.batch(steps=make(5, 2, dtype=torch.int64))
         hpo.policy_loss(logp, old_logp, make(5), stepped)
-        for gate in (hpo.gates.step_gspo(), hpo.gates.two_scale()):
+        for gate in (hpo.gates.step_gspo(), hpo.gates.reconstructed.two_scale()):
             hpo.policy_loss(logp, old_logp, make(5), stepped, gate).loss.backward()
         hpo.policy_loss(make(8, 8).requires_grad_(), None, make(8), make(8, 8, dtype=torch.bool)).loss.backward()
 

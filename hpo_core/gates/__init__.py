@@ -1,7 +1,20 @@
 """Ratio gates: one constructor per published method, each a value of :class:`RatioGate`."""
 
 from ..specs import Action, Aggregate, Head, Penalty, Reduction, Routing, Statistic, Unit
-from .hierarchical import fiberpo, fiberpo_domain, step_gspo, two_scale
+from . import reconstructed
+from .corrected import compose, decoupled, dppo_kl, dppo_tv, hispo, icepop, mis, opsm, tis
+from .hierarchical import fiberpo, step_gspo
+from .inputs import (
+    archer_bounds,
+    bpo_target,
+    clip_cov_mask,
+    dcpo_bounds,
+    gbpo_target,
+    hapo_bounds,
+    kl_cov_mask,
+    m2po_mask,
+)
+from .objectives import bpo, dro, gbpo, kimi, kl_cov, m2po, nft, opmd, ppo_penalty, sapo, spo
 from .ratio_gate import (
     Channel,
     Clip,
@@ -17,8 +30,21 @@ from .ratio_gate import (
     Rollback,
     Tanh,
 )
-from .sequence_level import gspo, gspo_token
-from .token_level import cispo, dapo, ppo_clip, reinforce
+from .sequence_level import a_lol, gmpo, gspo, gspo_token, rec, topr, vespo
+from .token_level import (
+    archer_clip,
+    aspo,
+    capo,
+    ce_gppo,
+    cispo,
+    clip_cov,
+    dapo,
+    dcpo_clip,
+    hapo_clip,
+    ppo_clip,
+    reinforce,
+    triplet_clip,
+)
 
 __all__ = [
     "Action",
@@ -42,14 +68,54 @@ __all__ = [
     "Statistic",
     "Tanh",
     "Unit",
+    "a_lol",
+    "archer_bounds",
+    "archer_clip",
+    "aspo",
+    "bpo",
+    "bpo_target",
+    "capo",
+    "ce_gppo",
     "cispo",
+    "clip_cov",
+    "clip_cov_mask",
+    "compose",
     "dapo",
+    "dcpo_bounds",
+    "dcpo_clip",
+    "decoupled",
+    "dppo_kl",
+    "dppo_tv",
+    "dro",
     "fiberpo",
-    "fiberpo_domain",
+    "gbpo",
+    "gbpo_target",
+    "gmpo",
     "gspo",
     "gspo_token",
+    "hapo_bounds",
+    "hapo_clip",
+    "hispo",
+    "icepop",
+    "kimi",
+    "kl_cov",
+    "kl_cov_mask",
+    "m2po",
+    "m2po_mask",
+    "mis",
+    "nft",
+    "opmd",
+    "opsm",
     "ppo_clip",
+    "ppo_penalty",
+    "rec",
+    "reconstructed",
     "reinforce",
+    "sapo",
+    "spo",
     "step_gspo",
-    "two_scale",
+    "tis",
+    "topr",
+    "triplet_clip",
+    "vespo",
 ]

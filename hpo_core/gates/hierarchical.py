@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from ..checks import check
-from ..specs import Routing, Unit
+from ..specs import Unit
 from .ratio_gate import Clip, Drop, Level, LogClip, Provenance, RatioGate, Rollback
 from .token_level import _check_epsilons
 
-__all__ = ["fiberpo", "fiberpo_domain", "step_gspo", "two_scale"]
+__all__ = ["fiberpo", "step_gspo"]
 
 
 def step_gspo(low: float = 3e-4, high: float = 4e-4) -> RatioGate:
@@ -27,27 +27,6 @@ def step_gspo(low: float = 3e-4, high: float = 4e-4) -> RatioGate:
     """
     level = Level(_pessimistic(low, high), unit=Unit.STEP)
     return RatioGate("step_gspo", Drop(), (level,), source="arXiv 2507.18071, per step", provenance=Provenance.PAPER)
-
-
-def two_scale(
-    step: tuple[float, float] = (0.2, 0.2), trajectory: tuple[float, float] = (0.1, 0.1), token: float | None = None
-) -> RatioGate:
-    """A pessimistic clip on the step's residual ratio and one on the trajectory's, their product being the ratio.
-
-    ``z = g_T(a_step - a_traj) + g_S(a_traj)``, and with ``token`` also ``g_0(x - a_step)``: where nothing is clipped, z
-    is the step's mean log-ratio, or the token's own. One-sided clips at every level keep PPO's lower bound: ``A e^z <=
-    A e^x`` with ``token``.
-
-    Args:
-        step, trajectory: epsilons (low, high) of either level.
-        token: the epsilon of the token's residual. None: the residual is dropped, as in GSPO.
-
-    >>> two_scale().levels[1].unit.name
-    'TRAJECTORY'
-    """
-    levels = (Level(_pessimistic(*step), unit=Unit.STEP), Level(_pessimistic(*trajectory)))
-    residual = Drop() if token is None else _pessimistic(token, token)
-    return RatioGate("two_scale", residual, levels, source="hpo_core", provenance=Provenance.RECONSTRUCTED)
 
 
 def fiberpo(
@@ -77,39 +56,6 @@ def fiberpo(
     return RatioGate(
         "fiberpo", _residual_clip(epsilon), (Level(Rollback(budgets, slope)),), split=True, source="arXiv 2604.03044"
     )
-
-
-def fiberpo_domain(
-    epsilon: float = 0.2,
-    trajectory: float = 0.2,
-    group: float = 0.1,
-    domain: float = 0.1,
-    slope: float | None = 1.0,
-    routing: Routing = Routing.THROUGH,
-) -> RatioGate:
-    """FiberPO over four levels, token < trajectory < prompt group < domain, each with a budget of its own.
-
-    Every level gates its residual, the aggregate minus that of the next coarser level, per channel (arXiv 2603.08239;
-    the full text is not available: this generalises the two-level method, to which it reduces).
-
-    Args:
-        epsilon, trajectory, group, domain: log-ratio budgets. No paper gives numbers.
-        slope: of every rollback. 1: a group has so many tokens that the paper's slope, their number, would be a wall;
-            None asks for it.
-        routing: how groups and domains carry gradient; ``Routing.STOPPED`` where they span micro-batches.
-
-    >>> [level.unit.name for level in fiberpo_domain().levels]
-    ['TRAJECTORY', 'GROUP', 'DOMAIN']
-    """
-    levels = (
-        Level(Rollback((trajectory, trajectory), slope)),
-        Level(Rollback((group, group), slope), routing, Unit.GROUP),
-        Level(Rollback((domain, domain), slope), routing, Unit.DOMAIN),
-    )
-    return RatioGate(
-        "fiberpo_domain", _residual_clip(epsilon), levels, split=True, source="arXiv 2603.08239",
-        provenance=Provenance.RECONSTRUCTED,
-    )  # fmt: skip
 
 
 def _pessimistic(low: float, high: float) -> Clip:

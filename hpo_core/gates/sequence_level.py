@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from ..specs import Routing
-from .ratio_gate import Clip, Drop, Level, RatioGate
+import math
+
+from ..checks import check
+from ..specs import Action, Aggregate, Head, Routing
+from .ratio_gate import Channel, Clip, Correction, Drop, Gamma, Identity, Level, LogClip, RatioGate
 from .token_level import _check_epsilons
 
-__all__ = ["gspo", "gspo_token"]
+__all__ = ["a_lol", "gmpo", "gspo", "gspo_token", "rec", "topr", "vespo"]
 
 
 def gspo(low: float = 3e-4, high: float = 4e-4) -> RatioGate:
@@ -40,3 +43,101 @@ def gspo_token(low: float = 3e-4, high: float = 4e-4) -> RatioGate:
 def _sequence(low: float, high: float, routing: Routing) -> Level:
     _check_epsilons(low, high)
     return Level(Clip(low=(0.0, 1.0 - low), high=(1.0 + high, float("inf"))), routing)
+
+
+def gmpo(low: float = 0.4, high: float = 0.4) -> RatioGate:
+    """GMPO: ``loss = -A exp(mean of the clipped log-ratios)``: each token is clipped before the geometric mean (arXiv
+    2507.20673).
+
+    The clip is one-sided, at most ``high`` for ``A >= 0`` and at least ``-low`` for ``A < 0``. The gradient is ``-(s /
+    n)
+    sum_u w_u A_u`` at tokens that are not clipped.
+
+    Args:
+        low, high: log-ratios, 0.4 as in the paper.
+
+    Traps: aggregate by ``aggregation.seq_mean_token_mean``. A must not change its sign within a trajectory. verl takes
+    every token of a sequence with A = 0 for clipped.
+
+    >>> gmpo().first_order.name
+    'SEGMENT_MEAN'
+    """
+    for name, bound in (("low", low), ("high", high)):
+        check(bound >= 0, "{}: expected a log-ratio >= 0, got {}", name, bound)
+    pre = LogClip((-math.inf, -low), (high, math.inf))
+    return RatioGate("gmpo", Drop(), (Level(Identity()),), pre=pre, source="arXiv 2507.20673")
+
+
+def topr(aggregate: Aggregate = Aggregate.SUM) -> RatioGate:
+    """TOPR: REINFORCE on what was good, ``min(w, 1)`` times REINFORCE on what was bad (arXiv 2503.14286).
+
+    ``loss_t = -sg[a] A logp``, ``a = 1`` for ``A >= 0`` and ``min(w, 1)`` for ``A < 0``; w is the ratio of the
+    trajectory.
+
+    Args:
+        aggregate: SUM, the product of token ratios, as in the paper; MEAN, their geometric mean, as in verl.
+
+    Traps: ROLL uses the ratio of the token; that is ``RatioGate(..., Clip(high=(1.0, 1.0), low=(1.0, 0.0)), head=
+    Head.SCORE)``.
+
+    >>> topr().head.name
+    'SCORE'
+    """
+    level = Level(LogClip((0.0, -math.inf), (0.0, 0.0)), aggregate=aggregate)
+    return RatioGate("topr", Drop(), (level,), Head.SCORE, source="arXiv 2503.14286")
+
+
+def vespo(k: tuple[float, float] = (2.0, 3.0), lam: tuple[float, float] = (3.0, 2.0)) -> RatioGate:
+    """VESPO: ``loss_t = -sg[phi(W)] A logp``, ``phi = exp(lam + k log W - lam W)``, W the product of the trajectory's
+    ratios (arXiv 2602.10693).
+
+    Args:
+        k, lam: for ``A >= 0`` and ``A < 0``, those of TRL.
+
+    Traps: TRL also clamps log W to [log 1e-8, 20]; phi is below 1e-6 there already.
+
+    >>> vespo().first_order.name
+    'EXACT'
+    """
+    level = Level(Gamma(k, lam), aggregate=Aggregate.SUM)
+    return RatioGate("vespo", Drop(), (level,), Head.SCORE, source="arXiv 2602.10693")
+
+
+def a_lol(clip: float = 0.9) -> RatioGate:
+    """A-LoL: ``loss_t = -sg[clip(W, 1 - clip, 1 + clip)] max(A, 0) logp``, W the product of the trajectory's
+    ratios (arXiv 2305.14718).
+
+    Args:
+        clip: 0.9 as in the code's examples.
+
+    Traps: trajectories with ``A <= 0`` are discarded, but stay in the denominators of ``weights``. Aggregate by
+    ``aggregation.seq_mean_token_sum``.
+
+    >>> a_lol().advantage_weights
+    (1.0, 0.0)
+    """
+    check(0 <= clip <= 1, "clip: expected an epsilon in [0, 1], got {}", clip)
+    low, high = 1.0 - clip, 1.0 + clip
+    level = Level(Clip((low, low), (high, high)), aggregate=Aggregate.SUM)
+    return RatioGate("a_lol", Drop(), (level,), Head.SCORE, advantage_weights=(1.0, 0.0), source="arXiv 2305.14718")
+
+
+def rec(low: float = 0.2, high: float = 0.2, one_sided: bool = True, importance: bool = False) -> RatioGate:
+    """REC: ``loss_t = -sg[W] A logp`` on tokens whose ratio is in range, else 0 (Trinity-RFT).
+
+    Args:
+        low, high: epsilons of the range ``[1 - low, 1 + high]``.
+        one_sided: only the side to which A pushes: ``r <= 1 + high`` for ``A >= 0``, ``r >= 1 - low`` for ``A < 0``.
+        importance: W is the token's ratio; else 1.
+
+    Traps: the variant "ring", whose range is two intervals, is not a value of this gate: pass it as ``token_mask``.
+
+    >>> rec().corrections[0].channel.name
+    'STALENESS'
+    """
+    _check_epsilons(low, high)
+    below, above = math.log1p(-low) if low < 1 else -math.inf, math.log1p(high)
+    lows, highs = ((-math.inf, below), (above, math.inf)) if one_sided else ((below, below), (above, above))
+    mask = Correction(Action.MASK, lows, highs, channel=Channel.STALENESS)
+    token = Identity() if importance else Drop()
+    return RatioGate("rec", token, head=Head.SCORE, corrections=(mask,), source="Trinity-RFT")

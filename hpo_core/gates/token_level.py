@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from ..checks import check
 from ..specs import Head
-from .ratio_gate import Clip, Drop, RatioGate
+from .ratio_gate import Clip, Drop, Pair, RatioGate
 
-__all__ = ["cispo", "dapo", "ppo_clip", "reinforce"]
+__all__ = [
+    "archer_clip",
+    "aspo",
+    "capo",
+    "ce_gppo",
+    "cispo",
+    "clip_cov",
+    "dapo",
+    "dcpo_clip",
+    "hapo_clip",
+    "ppo_clip",
+    "reinforce",
+    "triplet_clip",
+]
 
 
 def reinforce() -> RatioGate:
@@ -36,8 +50,8 @@ def ppo_clip(low: float = 0.2, high: float = 0.2, dual: float | None = None) -> 
 
     Traps: verl clamps the log-ratio at +-20 with gradient 0 beyond; here it saturates at +-60 and keeps its slope.
 
-    >>> ppo_clip(0.2, 0.28, dual=3.0).token
-    Clip(low=(0.0, 0.8), high=(1.28, 3.0))
+    >>> ppo_clip(0.2, 0.28, dual=3.0).token.high
+    (1.28, 3.0)
     """
     _check_epsilons(low, high)
     check(dual is None or dual > 1, "dual: expected a ratio c > 1 or None, got {}", dual)
@@ -55,17 +69,143 @@ def dapo(low: float = 0.2, high: float = 0.28) -> RatioGate:
     >>> dapo().token.high[0]
     1.28
     """
-    gate = ppo_clip(low, high)
-    return RatioGate("dapo", gate.token, source="arXiv 2503.14476")
+    return _renamed("dapo", ppo_clip(low, high), "arXiv 2503.14476")
 
 
-def cispo(cap: float = 5.0, low: float = 0.0) -> RatioGate:
+def triplet_clip(negative_low: float = 0.2, negative_high: float = 3.0, positive_high: float = 0.28) -> RatioGate:
+    r"""LongCat's three bounds: ``1 + positive_high`` for ``A >= 0``; ``1 - negative_low`` and the absolute
+    ``negative_high`` for ``A < 0`` (arXiv 2509.18883, equation 4).
+
+    The gradient is ``-w A r`` unless clipped. The paper gives no numbers; these are DAPO's and the usual dual clip.
+
+    Traps: as printed, the outer maximum would act for ``A > 0`` too and stop small ratios there; it is meant for
+    ``A < 0``, as here.
+
+    >>> triplet_clip().token.high
+    (1.28, 3.0)
+    """
+    _check_epsilons(negative_low, positive_high)
+    check(negative_high >= 1, "negative_high: expected an absolute ratio >= 1, got {}", negative_high)
+    clip = Clip(low=(0.0, 1.0 - negative_low), high=(1.0 + positive_high, float(negative_high)))
+    return RatioGate("triplet_clip", clip, source="arXiv 2509.18883")
+
+
+def ce_gppo(
+    low: float = 0.2, high: float = 0.2, low_weight: float = 0.25, high_weight: float = 1.0, dual: float = 3.0
+) -> RatioGate:
+    """CE-GPPO: PPO's clip, but what it clips keeps a gradient of fixed size (arXiv 2509.20712; its code).
+
+    Beyond ``1 + high`` with ``A >= 0`` the gradient is ``-w high_weight (1 + high) A``; below ``1 - low`` with
+    ``A < 0`` it is ``-w low_weight (1 - low) A``; the loss there is multiplied by the same weight.
+
+    Args:
+        low_weight, high_weight: 0.25 and 1, the code's defaults (its recipes use 0.25 to 0.75 for the first).
+        dual: c of the dual clip for ``A < 0``, beyond which there is no gradient.
+
+    Traps: aggregate by the token mean, as the code does.
+
+    >>> ce_gppo().token.weight_low
+    (1.0, 0.25)
+    """
+    _check_epsilons(low, high)
+    check(dual > 1, "dual: expected a ratio c > 1, got {}", dual)
+    clip = Clip(
+        low=(0.0, 1.0 - low),
+        high=(1.0 + high, float(dual)),
+        slope_low=(0.0, 1.0),
+        slope_high=(1.0, 0.0),
+        weight_low=(1.0, float(low_weight)),
+        weight_high=(float(high_weight), 1.0),
+    )
+    return RatioGate("ce_gppo", clip, source="arXiv 2509.20712")
+
+
+def aspo(low: float = 0.2, high: float = 0.2, dual: float = 3.0) -> RatioGate:
+    """ASPO: for ``A >= 0`` the ratio is turned over, so that tokens whose probability fell gain most (arXiv
+    2510.06062; its code).
+
+    ``A >= 0``: the loss is ``-A / min(r, 1 + high)`` with gradient ``-w A / r`` up to the bound and 0 beyond. ``A <
+    0``: PPO's lower clip. Where the factor, ``1 / r`` or r, exceeds ``dual``, the gradient is ``-w dual A``.
+
+    Args:
+        low, high: 0.2 each; the paper uses 0.4 for one entropy class: pass ``bounds``, see :func:`archer_bounds`.
+
+    Traps: the code clamps log-ratios at +-20.
+
+    >>> aspo().head.name
+    'FLIPPED'
+    """
+    _check_epsilons(low, high)
+    clip = Clip(low=(0.0, 1.0 - low), high=(1.0 + high, math.inf))
+    numbers = (float(dual), float(dual))
+    return RatioGate("aspo", clip, head=Head.FLIPPED, head_numbers=numbers, source="arXiv 2510.06062")
+
+
+def hapo_clip(low: float = 0.2, high: float = 0.2, dual: float | None = 3.0) -> RatioGate:
+    """PPO's clip with HAPO's bounds, wider where the entropy is high: pass ``bounds=hapo_bounds(entropy, batch)``.
+
+    Without ``bounds`` it is :func:`ppo_clip` with ``low`` and ``high`` (repository starver030515/HAPO).
+
+    >>> hapo_clip().takes_bounds
+    True
+    """
+    return _renamed("hapo_clip", ppo_clip(low, high, dual), "starver030515/HAPO")
+
+
+def archer_clip(low: float = 0.2, high: float = 0.2, dual: float | None = 3.0) -> RatioGate:
+    """PPO's clip with two pairs of bounds, by entropy class: pass ``bounds=archer_bounds(...)`` (Archer, whose second
+    version is ASPO, arXiv 2510.06062).
+
+    >>> archer_clip().takes_bounds
+    True
+    """
+    return _renamed("archer_clip", ppo_clip(low, high, dual), "arXiv 2510.06062")
+
+
+def dcpo_clip(cap: float = 10.0) -> RatioGate:
+    """PPO's clip with DCPO's bounds, wider for unlikely tokens: pass ``bounds=dcpo_bounds(old_logp)`` (arXiv
+    2509.02333; its code).
+
+    Args:
+        cap: of the ratio for ``A < 0``, 10 as in the code.
+
+    >>> dcpo_clip().token.high
+    (1.2, 10.0)
+    """
+    return _renamed("dcpo_clip", ppo_clip(0.16, 0.2, cap), "arXiv 2509.02333")
+
+
+def clip_cov(low: float = 0.2, high: float = 0.2, dual: float | None = None) -> RatioGate:
+    """Clip-Cov: PPO's clip, with a few tokens of high covariance taken out: pass ``token_mask=clip_cov_mask(...)``
+    (arXiv 2505.22617; verl).
+
+    >>> clip_cov().token.high[0]
+    1.2
+    """
+    return _renamed("clip_cov", ppo_clip(low, high, dual), "arXiv 2505.22617")
+
+
+def capo(low: float = 0.2, high: float = 0.2) -> RatioGate:
+    """CAPO: PPO's clip on the tokens whose curvature the trainer accepts: pass ``token_mask`` (arXiv 2510.00819).
+
+    The paper keeps a token where the quadratic model of the step, ``m_H = g D + D H D / 2`` and ``m_F = D F D / 2`` of
+    a
+    simulated optimiser step D, stays below 0.01 and 1e-4: that needs the optimiser, so it is the trainer's to compute.
+
+    >>> capo().name
+    'capo'
+    """
+    return _renamed("capo", ppo_clip(low, high), "arXiv 2510.00819")
+
+
+def cispo(cap: float = 5.0, low: float = 0.0, *, unified: bool = False) -> RatioGate:
     """CISPO: ``loss_t = -sg[clip(r, low, cap)] A logp``; every token keeps its gradient ``-w A clip(r)`` (arXiv
     2506.13585).
 
     Args:
         cap: the *absolute* upper bound of the weight, 5.0 as ScaleRL and TRL use; the paper gives no number.
         low: the absolute lower bound, 0 (none) as in the paper.
+        unified: also drop what PPO would clip, ``A >= 0`` beyond the cap and ``A < 0`` below ``low`` (equations 6, 7).
 
     Traps: frameworks disagree on what ``epsilon_high`` means: TRL takes the absolute cap, verl ``1 + clip_ratio_high``.
     The loss value is that of a score function and not comparable with PPO's.
@@ -75,8 +215,18 @@ def cispo(cap: float = 5.0, low: float = 0.0) -> RatioGate:
     """
     check(cap >= 1, "cap: expected an absolute ratio >= 1 (for verl's clip_ratio_high pass 1 + it), got {}", cap)
     check(0 <= low <= 1, "low: expected an absolute ratio in [0, 1] (for an epsilon pass 1 - it), got {}", low)
-    clip = Clip(low=(float(low), float(low)), high=(float(cap), float(cap)))
+    kept: Pair = (1.0, 1.0)
+    clip = Clip(
+        low=(float(low), float(low)),
+        high=(float(cap), float(cap)),
+        weight_low=(1.0, 0.0) if unified else kept,
+        weight_high=(0.0, 1.0) if unified else kept,
+    )
     return RatioGate("cispo", clip, head=Head.SCORE, source="arXiv 2506.13585")
+
+
+def _renamed(name: str, gate: RatioGate, source: str) -> RatioGate:
+    return replace(gate, name=name, source=source)
 
 
 def _check_epsilons(low: float, high: float) -> None:

@@ -1,6 +1,6 @@
 """Corrections: masks and weights on tokens from log-ratios that are constants of the differentiation.
 
-For token t with ``u_t = first_t - second_t``, ``p = e^first``, ``q = e^second``::
+For token t with ``u_t = first_t - second_t``, ``p = e^first`` and ``q = e^second`` (at most 1)::
 
     v_t    = the statistic of (u, p, q), saturated at +-60
     v      = v_t, or its mean, sum, minimum or maximum over the valid tokens of t's segment
@@ -56,7 +56,7 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec) -> torch.Tensor:
 
 
 def _statistic(statistic: Statistic, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    u, p, q = first - second, torch.exp(first), torch.exp(second)
+    u, p, q = first - second, torch.exp(first).clamp(max=1), torch.exp(second).clamp(max=1)
     if statistic is Statistic.LOG_RATIO:
         return u
     if statistic is Statistic.K2:

@@ -16,7 +16,8 @@ HPO_INLINE float statistic_of(Statistic statistic, float first, float second) {
   if (statistic == Statistic::k2) value = 0.5f * u * u;
   if (statistic == Statistic::k3) value = k3(-clamp(u, -kSaturation, kSaturation));
   if (statistic == Statistic::probability || statistic == Statistic::binary_kl) {
-    const double p = ::exp(double(first)), q = ::exp(double(second));
+    // Rounding may lift a log-probability above 0.
+    const double p = first < 0.0f ? ::exp(double(first)) : 1.0, q = second < 0.0f ? ::exp(double(second)) : 1.0;
     if (statistic == Statistic::probability) {
       value = float(p - q);
     } else {

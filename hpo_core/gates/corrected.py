@@ -1,0 +1,208 @@
+"""Methods that mask or weigh tokens by a ratio that is a constant of the differentiation, around any other gate.
+
+Order: the gate's objective, times the weights and masks, then the aggregation. Denominators stay those of ``weights``;
+to
+count only what is kept, build the weights with ``selected=``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ..checks import check
+from ..specs import Action, Head, Reduction, Statistic, Unit
+from .ratio_gate import Channel, Clip, Correction, RatioGate
+from .token_level import ppo_clip, triplet_clip
+
+__all__ = ["compose", "decoupled", "dppo_kl", "dppo_tv", "hispo", "icepop", "mis", "opsm", "tis"]
+
+
+def compose(gate: RatioGate, *corrections: Correction) -> RatioGate:
+    """``gate`` with these corrections after those it has; they multiply, so their order does not matter.
+
+    >>> from hpo_core import gates
+    >>> gates.compose(gates.gspo(), *gates.icepop().corrections).name
+    'gspo'
+    """
+    return replace(gate, corrections=gate.corrections + corrections)
+
+
+def decoupled(low: float = 0.2, high: float = 0.2, cap: float | None = None) -> RatioGate:
+    """Decoupled PPO: PPO's clip around the proximal policy ``old_logp``, times ``exp(old_logp - rollout_logp)`` (arXiv
+    2110.00641).
+
+    Args:
+        cap: of that weight; None as in the paper (exponents saturate at 20).
+
+    >>> decoupled().corrections[0].action.name
+    'CLAMP'
+    """
+    gate = compose(ppo_clip(low, high), _truncated(cap, None, Reduction.SUM))
+    return replace(gate, name="decoupled", source="arXiv 2110.00641")
+
+
+def tis(
+    cap: float = 2.0,
+    unit: Unit | None = None,
+    reduction: Reduction = Reduction.SUM,
+    gate: RatioGate | None = None,
+) -> RatioGate:
+    """Truncated importance sampling: the loss times ``min(exp d, cap)``, d = old_logp - rollout_logp (verl, TRL, slime;
+    fengyao.notion.site "off-policy-rl").
+
+    Args:
+        cap: absolute, 2 as in verl; TRL takes 3.
+        unit: None: per token. ``Unit.TRAJECTORY``: of the sum of d (``reduction`` MEAN: the geometric mean).
+        gate: what is corrected. Default: ``ppo_clip()``.
+
+    >>> round(tis().corrections[0].high[0], 4)
+    0.6931
+    """
+    gate = ppo_clip() if gate is None else gate
+    gate = compose(gate, _truncated(cap, unit, reduction))
+    return replace(gate, name="tis", source="verl, TRL, slime")
+
+
+def mis(
+    low: float = 0.0,
+    high: float = 3.0,
+    unit: Unit | None = Unit.TRAJECTORY,
+    reduction: Reduction = Reduction.SUM,
+    veto: float | None = None,
+    gate: RatioGate | None = None,
+) -> RatioGate:
+    """Masked importance sampling: the loss times ``exp d`` where it lies in ``[low, high]``, else 0 (TRL
+    ``sequence_mask``, slime).
+
+    Args:
+        low, high: absolute ratios; 0 and 3 as in TRL. slime: 0.5 and 2, and 0.999 to 1.001 for geometric means.
+        unit, reduction: whose ratio: None per token; by default the product over the trajectory, MEAN the geometric
+            mean.
+        veto: a token ratio below it takes its whole trajectory out; slime: 1e-4.
+        gate: what is corrected. Default: ``ppo_clip()``.
+
+    >>> len(mis(veto=1e-4).corrections)
+    2
+    """
+    corrections = [Correction(Action.BAND, _log_pair(low), _log_pair(high), unit, reduction)]
+    if veto is not None:
+        corrections.append(Correction(Action.MASK, _log_pair(veto), unit=Unit.TRAJECTORY, reduction=Reduction.MIN))
+    gate = compose(ppo_clip() if gate is None else gate, *corrections)
+    return replace(gate, name="mis", source="TRL, slime")
+
+
+def icepop(low: float = 0.5, high: float = 5.0, gate: RatioGate | None = None) -> RatioGate:
+    """IcePop: the loss times ``exp d`` where ``low <= exp d <= high``, token by token, else 0 (ringtech.notion.site).
+
+    Args:
+        low, high: 0.5 and 5, the notion page's.
+        gate: what is corrected. Default: ``ppo_clip()``.
+
+    >>> icepop().corrections[0].action.name
+    'BAND'
+    """
+    gate = ppo_clip() if gate is None else gate
+    gate = compose(gate, Correction(Action.BAND, _log_pair(low), _log_pair(high)))
+    return replace(gate, name="icepop", source="ringtech.notion.site/icepop")
+
+
+def hispo(
+    sequence: float = 0.1,
+    token: float = 0.5,
+    negative_low: float = 0.2,
+    negative_high: float = 3.0,
+    positive_high: float = 0.28,
+) -> RatioGate:
+    """HisPO: a triplet clip of the total ratio ``logp - rollout_logp`` on tokens whose engines agree (arXiv 2603.21065).
+
+    Equations 8 and 9: a token counts where ``|exp d - 1| < token``, and where the same holds of its trajectory's geometric mean and
+    ``sequence``; d = old_logp - rollout_logp, both strictly.
+
+    Args:
+        sequence, token: the paper gives no numbers; 0.1 and 0.5 are the neighbours'.
+        negative_low, negative_high, positive_high: see :func:`triplet_clip`.
+
+    Traps: aggregate by ``aggregation.fixed_length``. The masks do not change within an optimiser step: neither factor
+    reads ``logp``.
+
+    >>> hispo().channel.name
+    'TOTAL'
+    """
+    for name, delta in (("sequence", sequence), ("token", token)):
+        check(0 < delta < 1, "{}: expected a deviation from 1 in (0, 1), got {}", name, delta)
+    masks = (
+        Correction(Action.MASK, _log_pair(1 - sequence), _log_pair(1 + sequence), Unit.TRAJECTORY, strict=True),
+        Correction(Action.MASK, _log_pair(1 - token), _log_pair(1 + token), strict=True),
+    )
+    base = triplet_clip(negative_low, negative_high, positive_high)
+    return replace(base, name="hispo", channel=Channel.TOTAL, corrections=masks, source="arXiv 2603.21065")
+
+
+def opsm(delta: float = 0.5, gate: RatioGate | None = None) -> RatioGate:
+    """DeepSeek-V3.2's off-policy sequence mask: a trajectory with ``A < 0`` counts only while the mean of
+    ``rollout_logp - logp`` is at most ``delta`` (arXiv 2512.02556).
+
+    Args:
+        delta: 0.5 as TRL's documentation suggests; the report gives none.
+        gate: what is masked. Default: ``ppo_clip()``.
+
+    Traps: the mask reads ``logp``, as a constant. ms-swift takes masked tokens out of the denominator, TRL does not.
+
+    >>> opsm().corrections[0].low
+    (-inf, -0.5)
+    """
+    mask = Correction(
+        Action.MASK, low=(-math.inf, -delta), unit=Unit.TRAJECTORY, reduction=Reduction.MEAN, channel=Channel.TOTAL
+    )
+    return replace(compose(ppo_clip() if gate is None else gate, mask), name="opsm", source="arXiv 2512.02556")
+
+
+def dppo_tv(
+    low: float = 0.15, high: float = 0.15, cap: float = 20.0, channel: Channel = Channel.STALENESS
+) -> RatioGate:
+    """DPPO with binary total variation: ``loss_t = -sg[min(r, cap)] A logp`` while the token's probability has moved
+    little (arXiv 2602.04879; verl).
+
+    ``A >= 0`` counts where ``p - q <= high``, ``A < 0`` where ``p - q >= -low``; p and q are the probabilities of the
+    token now and then.
+
+    Args:
+        low, high: 0.15 as in verl; prime-rl takes 0.2.
+        channel: whose q: STALENESS ``old_logp`` as in verl, TOTAL ``rollout_logp`` as in the authors' code.
+
+    >>> dppo_tv().corrections[0].statistic.name
+    'PROBABILITY'
+    """
+    return _dppo("dppo_tv", Statistic.PROBABILITY, low, high, cap, channel)
+
+
+def dppo_kl(delta: float = 0.05, cap: float = 20.0, channel: Channel = Channel.STALENESS) -> RatioGate:
+    """DPPO with the binary KL: as :func:`dppo_tv`, a token counting while ``KL(q || p)`` of "this token or another" is
+    at most ``delta`` or it moves back.
+
+    Args:
+        delta: 0.05 as in verl.
+
+    >>> dppo_kl().corrections[0].high
+    (0.05, inf)
+    """
+    return _dppo("dppo_kl", Statistic.BINARY_KL, delta, delta, cap, channel)
+
+
+def _dppo(name: str, statistic: Statistic, low: float, high: float, cap: float, channel: Channel) -> RatioGate:
+    check(cap >= 1, "cap: expected an absolute ratio >= 1, got {}", cap)
+    mask = Correction(Action.MASK, (-math.inf, -low), (high, math.inf), channel=channel, statistic=statistic)
+    clip = Clip(high=(float(cap), float(cap)))
+    return RatioGate(name, clip, head=Head.SCORE, channel=channel, corrections=(mask,), source="arXiv 2602.04879")
+
+
+def _truncated(cap: float | None, unit: Unit | None, reduction: Reduction) -> Correction:
+    check(cap is None or cap > 0, "cap: expected an absolute ratio > 0 or None, got {}", cap)
+    return Correction(Action.CLAMP, high=_log_pair(math.inf if cap is None else cap), unit=unit, reduction=reduction)
+
+
+def _log_pair(ratio: float) -> tuple[float, float]:
+    check(ratio >= 0, "ratio: expected an absolute ratio >= 0, got {}", ratio)
+    log = -math.inf if ratio == 0 else math.log(ratio)
+    return (log, log)

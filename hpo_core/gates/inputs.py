@@ -1,0 +1,264 @@
+"""What some gates are given beside the batch: bounds per token, masks, targets.
+
+These are constants of the differentiation, made once per optimiser step from whole batches, in plain PyTorch. Nothing
+here synchronises, and nothing is read at masked positions.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import ops
+from ..batch import PackedBatch, renumber
+from ..checks import check, check_shape
+from ..reference.segments import row_of_token
+from ..specs import OrderRule
+
+__all__ = [
+    "archer_bounds",
+    "bpo_target",
+    "clip_cov_mask",
+    "dcpo_bounds",
+    "gbpo_target",
+    "hapo_bounds",
+    "kl_cov_mask",
+    "m2po_mask",
+]
+
+Bounds = tuple[torch.Tensor, torch.Tensor]
+
+
+def archer_bounds(
+    wide: torch.Tensor, narrow: tuple[float, float] = (0.2, 0.2), wider: tuple[float, float] = (0.4, 0.4)
+) -> Bounds:
+    """Two pairs of epsilons by class: ``bounds`` for :func:`archer_clip` and :func:`aspo` (arXiv 2510.06062).
+
+    Args:
+        wide: bool ``[T]``, the tokens of the wider class: in the paper those above the 80 % quantile of the entropy
+            within their sequence (the code's names for the two classes are exchanged).
+        narrow, wider: epsilons (low, high), the paper's 0.2 and 0.4.
+
+    >>> archer_bounds(torch.tensor([True, False]))[1]
+    tensor([1.4000, 1.2000])
+    """
+    check(wide.dtype == torch.bool, "wide: expected a bool tensor [T], got {}", wide.dtype)
+    low = torch.full(wide.shape, 1.0 - narrow[0], device=wide.device).masked_fill(wide, 1.0 - wider[0])
+    high = torch.full(wide.shape, 1.0 + narrow[1], device=wide.device).masked_fill(wide, 1.0 + wider[1])
+    return low, high
+
+
+def dcpo_bounds(old_logp: torch.Tensor, low: float = 0.16, high: float = 0.2, cap: float = 10.0) -> Bounds:
+    """Bounds that let unlikely tokens move further: for :func:`dcpo_clip` (arXiv 2509.02333; its code).
+
+    ``(1 + sqrt(max(1 - 4 low / q, 0))) / 2 <= r <= (1 + sqrt(1 + 4 high / q)) / 2``, q the old probability.
+
+    Args:
+        low, high: 0.16 and 0.2, the code's.
+        cap: of the upper bound, 10 as in the code.
+
+    >>> [round(bound.item(), 6) for bound in dcpo_bounds(torch.tensor([0.9]).log())]
+    [0.768742, 1.187184]
+    """
+    q = old_logp.detach().exp()
+    below = 0.5 + 0.5 * (1 - 4 * low / q).clamp(min=0).sqrt()
+    above = 0.5 + 0.5 * (1 + 4 * high / q).sqrt()
+    return below, above.clamp(max=cap)
+
+
+def hapo_bounds(
+    entropy: torch.Tensor,
+    batch: PackedBatch,
+    low: float = 0.2,
+    high: float = 0.2,
+    alpha: float = 1.0,
+    pivot: tuple[int, int] = (1, 2),
+    compat: str = "paper",
+) -> Bounds:
+    """Bounds that follow the entropy: for :func:`hapo_clip` (repository starver030515/HAPO).
+
+    ``h`` is the log-entropy minus its ``pivot`` quantile over the batch, and ``h / max h`` above, ``-h / min h`` below.
+    Where ``h <= 0`` the lower epsilon is ``low (1 - alpha h)``; above, the upper one is ``high (1 + alpha h)``.
+
+    Args:
+        entropy: ``[T]`` in nats.
+        low, high, alpha: 0.2, 0.2 and 1, the code's.
+        pivot: the quantile as a fraction, the median; the nearest order statistic.
+        compat: "code": there ``h / min h`` is used below, which is positive, so the upper bound of every token widens
+            and the lower one of none.
+
+    >>> low, high = hapo_bounds(torch.tensor([0.1, 1.0, 2.0]), PackedBatch.from_lengths([3]))
+    >>> [round(bound, 4) for bound in (*low.tolist(), *high.tolist())]
+    [0.6, 0.8, 0.8, 1.2, 1.2, 1.4]
+    """
+    check(compat in ("paper", "code"), 'compat: expected "paper" or "code", got {!r}', compat)
+    check_shape("entropy", entropy, (batch.total_tokens,), "[T]")
+    valid = _valid(batch)
+    log_entropy = torch.where(valid, entropy.detach().clamp(min=1e-8), torch.ones_like(entropy)).log()
+    middle, _ = ops.order_statistic(log_entropy, *pivot, OrderRule.NEAREST, None, valid, batch.cu_seqlens)
+    h = torch.where(valid, log_entropy - middle, torch.zeros_like(log_entropy))
+    tiny = torch.finfo(h.dtype).tiny
+    above, below = h.max().clamp(min=tiny), h.min().clamp(max=-tiny)
+    down = h / below if compat == "code" else -h / below
+    relative = torch.where(h > 0, h / above, down)
+    lower = torch.where(relative <= 0, low * (1 - alpha * relative), torch.full_like(h, low))
+    upper = torch.where(relative > 0, high * (1 + alpha * relative), torch.full_like(h, high))
+    return (1 - lower).clamp(min=0), 1 + upper
+
+
+def clip_cov_mask(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    advantages: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    seed: int,
+    share: float = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
+    epsilons: tuple[float, float] = (0.2, 0.2),
+) -> torch.Tensor:
+    """``token_mask`` ``[T]`` for :func:`clip_cov`: False for a few tokens drawn among those of high covariance.
+
+    ``cov = (A - mean A) (logp - mean logp)`` over valid tokens; of those with ``low < cov < high`` that PPO does not
+    clip,
+    ``max(1, floor(share n))`` are drawn by a counter-based generator: the same seed and batch give the same tokens.
+
+    Args:
+        seed: any integer; give every optimiser step its own.
+        share, low, high: 2e-4, 1 and 5 as in verl (arXiv 2505.22617).
+        epsilons: of the PPO clip.
+
+    >>> batch = PackedBatch.from_lengths([2, 2])
+    >>> logp = torch.tensor([-0.1, -3.0, -0.1, -3.0])
+    >>> clip_cov_mask(logp, logp, torch.tensor([2.0, -2.0]), batch, seed=1).sum().item()
+    3
+    """
+    covariance, advantage, valid = _covariance(logp, advantages, batch)
+    ratio = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp)).exp()
+    clipped = ((advantage > 0) & (ratio > 1 + epsilons[1])) | ((advantage < 0) & (ratio < 1 - epsilons[0]))
+    eligible = valid & (covariance > low) & (covariance < high) & ~clipped
+    draw = _draws(logp.numel(), seed, logp.device)
+    return ~_first_of(draw, eligible, share, valid)
+
+
+def kl_cov_mask(
+    logp: torch.Tensor, advantages: torch.Tensor, batch: PackedBatch, *, share: float = 2e-4
+) -> torch.Tensor:
+    """``penalty_mask`` ``[T]`` for :func:`kl_cov`: the ``max(1, floor(share n))`` tokens of highest covariance (arXiv
+    2505.22617).
+
+    >>> batch = PackedBatch.from_lengths([2, 2])
+    >>> kl_cov_mask(torch.tensor([-0.1, -6.0, -0.1, -5.0]), torch.tensor([2.0, -2.0]), batch)
+    tensor([ True, False, False, False])
+    """
+    covariance, _, valid = _covariance(logp, advantages, batch)
+    return _first_of(-covariance, valid, share, valid)
+
+
+def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, threshold: float = 0.04) -> torch.Tensor:
+    """``token_mask`` ``[T]`` for :func:`m2po`: without the largest log-ratios, until the mean of the squares of the rest
+    is below ``threshold`` (AReaL; 0.04).
+
+    >>> m2po_mask(torch.tensor([0.1, 0.9, -0.1]), torch.zeros(3), PackedBatch.from_lengths([3]))
+    tensor([ True, False,  True])
+    """
+    valid = _valid(batch)
+    square = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp)).double().square()
+    ordered, order = torch.where(valid, square, torch.full_like(square, torch.inf)).sort(stable=True)
+    means = ordered.cumsum(0) / torch.arange(1, ordered.numel() + 1, device=ordered.device)
+    return torch.zeros_like(valid).scatter_(0, order, means < threshold)  # means of ascending numbers ascend
+
+
+def bpo_target(advantages: torch.Tensor, epsilon: float = 0.2) -> torch.Tensor:
+    """``target`` for :func:`bpo`: ``1 + epsilon sign A``, in the shape of ``advantages`` (arXiv 2604.18578).
+
+    >>> bpo_target(torch.tensor([2.0, -1.0]))
+    tensor([1.2000, 0.8000])
+    """
+    return 1 + epsilon * advantages.sign()
+
+
+def gbpo_target(
+    scores: torch.Tensor,
+    group_ids: torch.Tensor | None = None,
+    low: float = 0.2,
+    high: float = 0.2,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """``target`` ``[S]`` for :func:`gbpo`: ``1 - low + (low + high) sigmoid(a / temperature)``, ``a = (score - median) /
+    (std + 1e-6)`` in the group (arXiv 2604.18578).
+
+    Args:
+        scores: ``[S]``. group_ids: ``[S]`` integers; None: one group.
+        low, high, temperature: 0.2, 0.2 and 1, the code's. A group of one has median 0 and std 1, as there.
+
+    >>> gbpo_target(torch.tensor([0.0, 1.0, 2.0]))
+    tensor([0.9076, 1.0000, 1.0924])
+    """
+    x = scores.double()
+    ids = torch.zeros(x.shape, dtype=torch.int64, device=x.device) if group_ids is None else group_ids
+    group, _, _ = renumber(ids)
+    zeros = x.new_zeros(x.numel())
+    size = zeros.index_add(0, group, torch.ones_like(x))
+    mean = zeros.index_add(0, group, x) / size.clamp(min=1)
+    variance = zeros.index_add(0, group, (x - mean[group]).square()) / (size - 1).clamp(min=1)
+    alone = size == 1
+    std = torch.where(alone, torch.ones_like(variance), variance.sqrt())
+
+    by_score = x.argsort(stable=True)
+    ordered = x[by_score[group[by_score].argsort(stable=True)]]  # groups in order, scores in order within each
+    start = size.cumsum(0) - size
+    last = max(x.numel() - 1, 0)
+    middle = [(start + half).long().clamp(0, last) for half in ((size - 1).div(2).floor(), size.div(2).floor())]
+    median = torch.where(alone, torch.zeros_like(size), 0.5 * (ordered[middle[0]] + ordered[middle[1]]))
+    relative = (x - median[group]) / (std[group] + 1e-6)
+    return (1 - low + (low + high) * torch.sigmoid(relative / temperature)).to(scores.dtype)
+
+
+def _valid(batch: PackedBatch) -> torch.Tensor:
+    inside = row_of_token(batch.cu_seqlens, batch.total_tokens) >= 0
+    return inside if batch.mask is None else inside & batch.mask.reshape(-1)
+
+
+def _covariance(
+    logp: torch.Tensor, advantages: torch.Tensor, batch: PackedBatch
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of advantage and log-probability, the advantage ``[T]``, and which tokens are valid."""
+    check_shape("logp", logp, (batch.total_tokens,), "[T]")
+    valid = _valid(batch)
+    row = row_of_token(batch.cu_seqlens, logp.numel()).clamp(min=0)
+    advantage = advantages if advantages.shape == logp.shape != (batch.rows,) else advantages[row]
+    n = valid.sum().clamp(min=1)
+    centred = []
+    for values in (advantage, logp.detach()):
+        kept = torch.where(valid, values, torch.zeros_like(values)).double()
+        centred.append(torch.where(valid, kept - kept.sum() / n, torch.zeros_like(kept)))
+    return centred[0] * centred[1], advantage, valid
+
+
+def _first_of(key: torch.Tensor, eligible: torch.Tensor, share: float, valid: torch.Tensor) -> torch.Tensor:
+    """The ``max(1, floor(share n))`` eligible tokens of smallest key."""
+    order = torch.where(eligible, key.double(), torch.full_like(key, torch.inf, dtype=torch.float64)).argsort(
+        stable=True
+    )
+    wanted = (share * valid.sum()).floor().clamp(min=1)
+    taken = torch.arange(key.numel(), device=key.device) < wanted
+    return torch.zeros_like(eligible).scatter_(0, order, taken) & eligible
+
+
+def _draws(count: int, seed: int, device: torch.device) -> torch.Tensor:
+    """A pseudo-random number for every position: splitmix64 of (seed, position), its upper 53 bits."""
+    golden, first, second = -7046029254386353131, -4658895280553007687, -7723592293110705685
+    z = (
+        torch.arange(1, count + 1, device=device) * golden
+        + (seed * 6364136223846793005 + (1 << 63)) % (1 << 64)
+        - (1 << 63)
+    )
+    for shift, factor in ((30, first), (27, second)):
+        z = (z ^ _shifted(z, shift)) * factor
+    return _shifted(z ^ _shifted(z, 31), 11)
+
+
+def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """To the right, as an unsigned number is."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,82 @@
+"""Methods whose sources leave something open, and what fills the gap: not word for word what their authors published."""
+
+from __future__ import annotations
+
+from ..specs import Head, Routing, Unit
+from .hierarchical import _pessimistic, _residual_clip
+from .ratio_gate import Drop, Identity, Level, Provenance, RatioGate, Rollback
+
+__all__ = ["fiberpo_domain", "mdpo", "two_scale"]
+
+
+def fiberpo_domain(
+    epsilon: float = 0.2,
+    trajectory: float = 0.2,
+    group: float = 0.1,
+    domain: float = 0.1,
+    slope: float | None = 1.0,
+    routing: Routing = Routing.THROUGH,
+) -> RatioGate:
+    """FiberPO over four levels, token < trajectory < prompt group < domain, each with a budget of its own.
+
+    Every level gates its residual, the aggregate minus that of the next coarser level, per channel (arXiv 2603.08239;
+    the full text is not available: this generalises the two-level method, to which it reduces).
+
+    Args:
+        epsilon, trajectory, group, domain: log-ratio budgets. No paper gives numbers.
+        slope: of every rollback. 1: a group has so many tokens that the paper's slope, their number, would be a wall;
+            None asks for it.
+        routing: how groups and domains carry gradient; ``Routing.STOPPED`` where they span micro-batches.
+
+    >>> [level.unit.name for level in fiberpo_domain().levels]
+    ['TRAJECTORY', 'GROUP', 'DOMAIN']
+    """
+    levels = (
+        Level(Rollback((trajectory, trajectory), slope)),
+        Level(Rollback((group, group), slope), routing, Unit.GROUP),
+        Level(Rollback((domain, domain), slope), routing, Unit.DOMAIN),
+    )
+    return RatioGate(
+        "fiberpo_domain", _residual_clip(epsilon), levels, split=True, source="arXiv 2603.08239",
+        provenance=Provenance.RECONSTRUCTED,
+    )  # fmt: skip
+
+
+def mdpo(tau: float = 0.1) -> RatioGate:
+    """MDPO, mirror descent with the exact divergence: ``loss_t = -(A r - tau (r x - r + 1))`` (defined in arXiv
+    2005.09814).
+
+    ``r x - r + 1`` with samples of the old policy estimates KL(new || old) without bias and is never negative. The
+    gradient is ``-w r (A - tau x)``; :func:`dro` and :func:`kimi` are its approximations near r = 1.
+
+    Args:
+        tau: 0.1, as Kimi's; the paper anneals it.
+
+    >>> mdpo().head.name
+    'MIRROR'
+    """
+    return RatioGate(
+        "mdpo", Identity(), head=Head.MIRROR, head_numbers=(tau, tau), source="arXiv 2005.09814",
+        provenance=Provenance.RECONSTRUCTED,
+    )  # fmt: skip
+
+
+def two_scale(
+    step: tuple[float, float] = (0.2, 0.2), trajectory: tuple[float, float] = (0.1, 0.1), token: float | None = None
+) -> RatioGate:
+    """A pessimistic clip on the step's residual ratio and one on the trajectory's, their product being the ratio.
+
+    ``z = g_T(a_step - a_traj) + g_S(a_traj)``, and with ``token`` also ``g_0(x - a_step)``: where nothing is clipped, z
+    is the step's mean log-ratio, or the token's own. One-sided clips at every level keep PPO's lower bound: ``A e^z <=
+    A e^x`` with ``token``.
+
+    Args:
+        step, trajectory: epsilons (low, high) of either level.
+        token: the epsilon of the token's residual. None: the residual is dropped, as in GSPO.
+
+    >>> two_scale().levels[1].unit.name
+    'TRAJECTORY'
+    """
+    levels = (Level(_pessimistic(*step), unit=Unit.STEP), Level(_pessimistic(*trajectory)))
+    residual = Drop() if token is None else _pessimistic(token, token)
+    return RatioGate("two_scale", residual, levels, source="hpo_core", provenance=Provenance.RECONSTRUCTED)

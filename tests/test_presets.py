@@ -1,0 +1,506 @@
+"""Every preset against its paper's formula on every backend, loss and gradient; worked numbers; what they promise."""
+
+import functools
+import inspect
+import math
+import pickle
+from types import SimpleNamespace
+
+import paper_formulas as paper
+import pytest
+import torch
+
+import hpo_core as hpo
+from hpo_core import gates
+from hpo_core.gates import (
+    Action,
+    Aggregate,
+    Channel,
+    Correction,
+    FirstOrder,
+    Penalty,
+    Provenance,
+    RatioGate,
+    Reduction,
+    Unit,
+)
+from hpo_core.testing.budget import Expected, assert_within_budget
+
+# name: (gate, the objective of a sequence, what it is given). Numbers are such that every branch fires.
+PRESETS = {
+    "reinforce": (gates.reinforce(), paper.reinforce, ""),
+    "ppo_clip": (gates.ppo_clip(), paper.ppo_clip, ""),
+    "ppo_clip, dual": (gates.ppo_clip(dual=1.3), functools.partial(paper.ppo_clip, dual=1.3), ""),
+    "dapo": (gates.dapo(), functools.partial(paper.ppo_clip, high=0.28), ""),
+    "triplet_clip": (
+        gates.triplet_clip(0.1, 1.4, 0.3), functools.partial(paper.ppo_clip, low=0.1, high=0.3, dual=1.4), ""
+    ),
+    "ce_gppo": (gates.ce_gppo(dual=1.4), functools.partial(paper.ce_gppo, c=1.4), ""),
+    "cispo": (gates.cispo(1.2, 0.9), functools.partial(paper.cispo, cap=1.2, low=0.9), ""),
+    "cispo, unified": (
+        gates.cispo(1.2, 0.9, unified=True), functools.partial(paper.cispo, cap=1.2, low=0.9, unified=True), ""
+    ),
+    "aspo": (gates.aspo(dual=1.3), functools.partial(paper.aspo, c=1.3), ""),
+    "hapo_clip": (gates.hapo_clip(dual=1.4), functools.partial(paper.ppo_with_bounds, dual=1.4), "bounds"),
+    "archer_clip": (gates.archer_clip(dual=None), paper.ppo_with_bounds, "bounds"),
+    "dcpo_clip": (gates.dcpo_clip(1.5), functools.partial(paper.ppo_with_bounds, dual=1.5), "bounds"),
+    "clip_cov": (gates.clip_cov(), paper.ppo_clip, "token_mask"),
+    "capo": (gates.capo(), paper.ppo_clip, "token_mask"),
+    "m2po": (gates.m2po(), paper.unclipped, "token_mask"),
+    "kl_cov": (gates.kl_cov(0.5), functools.partial(paper.kl_cov, coefficient=0.5), "penalty_mask"),
+    "sapo": (gates.sapo(), paper.sapo, ""),
+    "spo": (gates.spo(), paper.spo, ""),
+    "bpo": (gates.bpo(), paper.bpo, "target"),
+    "gbpo": (gates.gbpo(), paper.bpo, "target"),
+    "nft": (gates.nft(), paper.nft, "target"),
+    "dro": (gates.dro(0.7), functools.partial(paper.quadratic, beta=0.7), ""),
+    "kimi": (gates.kimi(), paper.quadratic, ""),
+    "opmd": (gates.opmd(), paper.opmd, ""),
+    "mdpo": (gates.reconstructed.mdpo(0.5), functools.partial(paper.mdpo, tau=0.5), ""),
+    **{
+        f"ppo_penalty, {penalty.name}": (
+            gates.ppo_penalty(0.5, penalty), functools.partial(paper.ppo_penalty, beta=0.5, k=int(penalty)), ""
+        )
+        for penalty in (Penalty.K1, Penalty.K2, Penalty.K3)
+    },
+    "gspo": (gates.gspo(0.02, 0.03), functools.partial(paper.gspo, low=0.02, high=0.03), ""),
+    "gspo_token": (gates.gspo_token(0.02, 0.03), functools.partial(paper.gspo_token, low=0.02, high=0.03), ""),
+    "gmpo": (gates.gmpo(0.1, 0.1), functools.partial(paper.gmpo, low=0.1, high=0.1), ""),
+    "topr": (gates.topr(), paper.topr, ""),
+    "topr, mean": (gates.topr(Aggregate.MEAN), functools.partial(paper.topr, mean=True), ""),
+    "vespo": (gates.vespo(), paper.vespo, ""),
+    "a_lol": (gates.a_lol(0.3), functools.partial(paper.a_lol, c=0.3), ""),
+    "rec": (gates.rec(), paper.rec, ""),
+    "rec, two sides": (
+        gates.rec(0.1, 0.2, one_sided=False, importance=True),
+        functools.partial(paper.rec, low=0.1, one_sided=False, importance=True),
+        "",
+    ),
+    "fiberpo": (
+        gates.fiberpo(0.1, (0.08, 0.05)), functools.partial(paper.fiberpo, epsilon=0.1, plus=0.08, minus=0.05), ""
+    ),
+    "fiberpo, slope 2": (
+        gates.fiberpo(0.1, (0.06, 0.05), 2.0),
+        functools.partial(paper.fiberpo, epsilon=0.1, plus=0.06, minus=0.05, slope=2.0),
+        "",
+    ),
+    "hispo": (gates.hispo(0.05, 0.2), functools.partial(paper.hispo, sequence=0.05, token=0.2), "roll"),
+    "opsm": (gates.opsm(0.01), functools.partial(paper.opsm, delta=0.01), "roll"),
+    "decoupled": (gates.decoupled(), paper.decoupled, "roll"),
+    "decoupled, capped": (gates.decoupled(cap=1.1), functools.partial(paper.decoupled, cap=1.1), "roll"),
+    "tis": (gates.tis(1.1), functools.partial(paper.decoupled, cap=1.1), "roll"),
+    "tis, sequence": (
+        gates.tis(1.1, Unit.TRAJECTORY), functools.partial(paper.sequence_tis, cap=1.1), "roll"
+    ),
+    "icepop": (gates.icepop(0.9, 1.2), functools.partial(paper.icepop, low=0.9, high=1.2), "roll"),
+    "mis": (gates.mis(high=1.2), functools.partial(paper.mis, high=1.2), "roll"),
+    "mis, geometric, veto": (
+        gates.mis(0.98, 1.02, reduction=Reduction.MEAN, veto=0.8),
+        functools.partial(paper.mis, low=0.98, high=1.02, mean=True, veto=0.8),
+        "roll",
+    ),
+    "dppo_tv": (gates.dppo_tv(0.03, 0.02, 1.1), functools.partial(paper.dppo_tv, low=0.03, high=0.02, cap=1.1), ""),
+    "dppo_tv, total": (
+        gates.dppo_tv(0.03, 0.02, 1.1, Channel.TOTAL),
+        functools.partial(paper.dppo_tv, low=0.03, high=0.02, cap=1.1, anchor="roll"),
+        "roll",
+    ),
+    "dppo_kl": (gates.dppo_kl(0.003), functools.partial(paper.dppo_kl, delta=0.003), ""),
+}  # fmt: skip
+ELSEWHERE = {"step_gspo", "two_scale", "fiberpo_domain"}  # of steps and groups: tests/test_hierarchy.py
+every_preset = pytest.mark.parametrize("name", PRESETS)
+
+
+def constructors():
+    """Every function of the gates that returns a gate."""
+    spaces = (gates, gates.reconstructed)
+    found = {name: getattr(space, name) for space in spaces for name in space.__all__}
+    return {
+        name: fn for name, fn in found.items() if inspect.isfunction(fn) and fn.__annotations__["return"] == "RatioGate"
+    }
+
+
+class Example:
+    """Ragged sequences with a mask, and everything that some gate takes."""
+
+    def __init__(self, seed, lengths=(5, 0, 9, 1, 16, 33, 3), spread=0.15):
+        draw = torch.Generator().manual_seed(seed)
+        self.lengths, self.rows = lengths, len(lengths)
+        tokens = sum(lengths)
+        self.mask = torch.rand(tokens, generator=draw) < 0.8
+        self.mask[5:14] = seed % 2 == 0  # sometimes a whole sequence is masked
+        self.batch = hpo.PackedBatch.from_lengths(list(lengths))
+        self.batch = hpo.PackedBatch(self.batch.cu_seqlens, self.mask)
+        self.old_logp = -torch.rand(tokens, generator=draw) * 3 - 0.8
+        self.logp = self.old_logp + spread * torch.randn(tokens, generator=draw)
+        self.rollout_logp = self.old_logp + spread / 3 * torch.randn(tokens, generator=draw)
+        self.advantages = torch.randn(self.rows, generator=draw)
+        self.weights = torch.rand(self.rows, generator=draw) + 0.1
+        self.low = 0.7 + 0.25 * torch.rand(tokens, generator=draw)
+        self.high = 1.05 + 0.25 * torch.rand(tokens, generator=draw)
+        self.token_mask = torch.rand(tokens, generator=draw) < 0.7
+        self.penalty_mask = torch.rand(tokens, generator=draw) < 0.5
+        self.target = 0.2 + 0.6 * torch.rand(self.rows, generator=draw)
+
+    def keywords(self, given):
+        taken = {
+            "": {},
+            "bounds": {"bounds": (self.low, self.high)},
+            "token_mask": {"token_mask": self.token_mask},
+            "penalty_mask": {"penalty_mask": self.penalty_mask},
+            "target": {"target": self.target},
+            "roll": {"rollout_logp": self.rollout_logp},
+        }
+        return {"old_logp": self.old_logp, **taken[given]}
+
+    def run(self, gate, given, backend, **others):
+        to = torch.float64 if backend == "reference" else torch.float32
+
+        def cast(value):
+            if isinstance(value, tuple):
+                return tuple(map(cast, value))
+            return value.to(to) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+        keywords = {
+            "logp": self.logp, "advantages": self.advantages, "weights": self.weights, **self.keywords(given), **others
+        }  # fmt: skip
+        keywords = {name: cast(value) for name, value in keywords.items()}
+        return hpo.policy_loss_and_grad(batch=self.batch, gate=gate, backend=backend, **keywords)
+
+    def naive(self, objective, given, dtype=torch.float64):
+        """Loss and gradient from the paper's formula, sequence by sequence."""
+        logp = self.logp.to(dtype).requires_grad_()
+        loss, begin = logp.sum() * 0, 0
+        for row, length in enumerate(self.lengths):
+            here = torch.arange(begin, begin + length)[self.mask[begin : begin + length]]
+            begin += length
+            if here.numel() == 0:
+                continue
+            s = SimpleNamespace(
+                l=logp[here],
+                old=self.old_logp.to(dtype)[here],
+                roll=self.rollout_logp.to(dtype)[here],
+                A=self.advantages.to(dtype)[row].expand(here.numel()),
+                low=self.low.to(dtype)[here],
+                high=self.high.to(dtype)[here],
+                target=self.target.to(dtype)[row],
+                pays=self.penalty_mask[here],
+            )
+            term = objective(s)
+            if given == "token_mask":
+                term = torch.where(self.token_mask[here], term, torch.zeros_like(term))
+            loss = loss - self.weights.to(dtype)[row] * term.sum()
+        (grad,) = torch.autograd.grad(loss, logp)
+        return loss.detach(), grad
+
+
+@every_preset
+@pytest.mark.parametrize("seed", range(6))
+def test_reference_is_the_papers_formula(name, seed):
+    gate, objective, given = PRESETS[name]
+    example = Example(seed)
+    out, (loss, grad) = example.run(gate, given, "reference"), example.naive(objective, given)
+    torch.testing.assert_close(out.loss, loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out.grad, grad, rtol=1e-12, atol=1e-12)
+
+
+@every_preset
+def test_every_backend_is_the_papers_formula(name, backend):
+    gate, objective, given = PRESETS[name]
+    for seed in range(2):
+        example = Example(seed)
+        out, exact = example.run(gate, given, backend), example.naive(objective, given)
+        eager = example.naive(objective, given, torch.float32)
+        for got, wanted, rounded in zip((out.loss, out.grad), exact, eager, strict=True):
+            size = wanted.abs().max().expand_as(wanted)
+            assert_within_budget(f"{name} on {backend}", got, Expected(wanted, rounded.double(), size))
+
+
+@every_preset
+def test_poison_at_masked_positions_changes_no_bit(name, backend):
+    gate, _, given = PRESETS[name]
+    example = Example(0)
+    clean = example.run(gate, given, backend)
+    for poison in (math.nan, math.inf, -math.inf):
+        for tensor in (example.logp, example.old_logp, example.rollout_logp, example.low, example.high):
+            tensor[~example.mask] = poison
+        out = example.run(gate, given, backend)
+        assert out.loss.item() == clean.loss.item()
+        assert torch.equal(out.grad, clean.grad)
+        assert not out.grad[~example.mask].any()
+
+
+@every_preset
+def test_extreme_log_ratios_stay_finite(name, backend):
+    gate, _, given = PRESETS[name]
+    example = Example(0)
+    example.logp = example.old_logp + torch.where(torch.arange(example.logp.numel()) % 2 == 0, 120.0, -120.0)
+    out = example.run(gate, given, backend)
+    assert torch.isfinite(out.loss)
+    assert torch.isfinite(out.grad).all()
+
+
+EXACT = [
+    name
+    for name, (gate, _, given) in PRESETS.items()
+    if gate.first_order is FirstOrder.EXACT and gate.penalty is not Penalty.K1 and given != "target"
+]
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_on_policy_gradient(name, zero, backend):
+    """-w A to the bit where the gate promises it, at +0 and at -0; sampler and trainer agree."""
+    gate, _, given = PRESETS[name]
+    example = Example(0)
+    example.logp = example.old_logp + torch.full_like(example.old_logp, zero)
+    given = "" if given == "roll" else given
+    out = example.run(gate, given, backend)
+    counted = example.mask & example.token_mask if given == "token_mask" else example.mask
+    row = torch.repeat_interleave(torch.arange(example.rows), torch.tensor(example.lengths))
+    wanted = torch.where(counted, -(example.weights * example.advantages)[row], torch.zeros(()))
+    assert torch.equal(out.grad, wanted)
+
+
+@every_preset
+def test_bits_do_not_depend_on_threads_or_packing(name, backend):
+    gate, _, given = PRESETS[name]
+    lengths = (700, 5, 0, 1300, 9) if backend != "triton" else (70, 5, 0, 130, 9)
+    example = Example(2, lengths)
+    grads = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        grads.append(example.run(gate, given, backend).grad)
+    assert torch.equal(*grads)
+    order = [3, 1, 4, 0, 2]
+    turned = Example(2, lengths)
+    turned.lengths = tuple(lengths[row] for row in order)
+    batch, tokens = example.batch.select(order)
+    turned.batch = batch
+    for field in ("mask", "old_logp", "logp", "rollout_logp", "low", "high", "token_mask", "penalty_mask"):
+        setattr(turned, field, getattr(example, field)[tokens])
+    for field in ("advantages", "weights", "target"):
+        setattr(turned, field, getattr(example, field)[order])
+    assert torch.equal(turned.run(gate, given, backend).grad, grads[0][tokens])
+
+
+# ------------------------------------------------------------------------------------------------------ worked numbers
+
+SEVEN = {
+    "x": [0.30, -0.10, 0.05, -0.40, 0.25, 0.02, -0.05],
+    "old": [-0.9, -1.2, -0.3, -2.0, -0.7, -1.5, -0.1],
+    "d": [0.02, -0.01, 0.00, 0.60, -0.03, 0.01, 0.02],
+}
+MEAN, SMTM, FIXED, SUM = [1 / 7, 1 / 7], [1 / 6, 1 / 8], [1 / 8, 1 / 8], [0.5, 0.5]
+WORKED = {  # (gate, weights, loss, gradient), advantages 1 and -.5
+    "dual": (gates.ppo_clip(dual=1.25), MEAN, -0.163628, (0, -0.129262, -0.150182, 0, 0, 0.072872, 0.067945)),
+    "gmpo": (
+        gates.gmpo(0.2, 0.2), SMTM, -0.274382, (0, -0.175212, -0.175212, 0, 0.062813, 0.062813, 0.062813)
+    ),
+    "sapo": (
+        gates.sapo(), SMTM, -0.578792, (-0.218230, -0.150465, -0.175097, 0.040665, 0.078493, 0.063755, 0.059413)
+    ),
+    "spo": (
+        gates.spo(), MEAN, -0.109669, (0.144492, -0.190767, -0.111682, -0.031045, 0.221965, 0.080232, 0.051376)
+    ),
+    "topr": (
+        gates.topr(), SMTM, 0.124458, (-0.166667, -0.166667, -0.166667, 0.052204, 0.052204, 0.052204, 0.052204)
+    ),
+    "topr, mean": (
+        gates.topr(Aggregate.MEAN), SMTM, 0.090654,
+        (-0.166667, -0.166667, -0.166667, 0.059750, 0.059750, 0.059750, 0.059750),
+    ),
+    "hispo": (gates.hispo(0.1, 0.3), FIXED, -0.403388, (0, -0.111979, -0.131409, 0, 0, 0, 0)),
+    "hispo, wider": (
+        gates.hispo(0.2, 0.3), FIXED, -0.200452, (0, -0.111979, -0.131409, 0, 0.077880, 0.064403, 0.060653)
+    ),
+    "opsm": (gates.opsm(0.05), SMTM, -0.272552, (0, -0.150806, -0.175212, 0, 0.080252, 0.063763, 0.059452)),
+    "opsm, fires": (gates.opsm(-0.2), SMTM, -0.526018, (0, -0.150806, -0.175212, 0, 0, 0, 0)),
+    "icepop": (
+        gates.icepop(0.5, 1.5), MEAN, -0.221123, (0, -0.127976, -0.150182, 0, 0.089005, 0.073604, 0.069318)
+    ),
+    "reinforce, total ratio": (
+        gates.compose(
+            gates.reinforce(),
+            Correction(
+                Action.CLAMP, high=(math.log(2),) * 2, unit=Unit.TRAJECTORY, reduction=Reduction.SUM,
+                channel=Channel.TOTAL,
+            ),
+        ),
+        SUM, -0.310397, (-0.648465, -0.648465, -0.648465, 0.380490, 0.380490, 0.380490, 0.380490),
+    ),
+    "dppo_tv": (
+        gates.dppo_tv(0.1, 0.1), MEAN, -0.068639, (0, -0.129262, -0.150182, 0.047880, 0.091716, 0.072872, 0.067945)
+    ),
+    "aspo": (gates.aspo(), MEAN, -0.123144, (0, -0.157882, -0.135890, 0, 0.091716, 0.072872, 0.067945)),
+    "vespo": (
+        gates.vespo(), MEAN, -0.043256, (-0.100461, -0.100461, -0.100461, 0.057868, 0.057868, 0.057868, 0.057868)
+    ),
+    "dro": (
+        gates.dro(), MEAN, -0.010515, (-0.138571, -0.144286, -0.142143, 0.065714, 0.075000, 0.071714, 0.070714)
+    ),
+    "a_lol": (gates.a_lol(), SUM, 1.380327, (-0.642013, -0.642013, -0.642013, 0, 0, 0, 0)),
+    "ppo_penalty": (
+        gates.ppo_penalty(), MEAN, -0.189558,
+        (-0.187839, -0.130622, -0.149449, 0.043170, 0.095774, 0.073160, 0.067248),
+    ),
+    "bpo": (
+        gates.bpo(), MEAN, 0.155188, (0.192837, -0.129262, -0.150182, -0.047880, 0.091716, 0.072872, 0.067945)
+    ),
+    "gbpo": (
+        gates.gbpo(), MEAN, 0.118247, (0.192837, -0.129262, -0.150182, -0.047880, 0.091716, 0.072872, 0.067945)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WORKED)
+def test_worked_numbers(name):
+    gate, weights, loss, grad = WORKED[name]
+    x, old, d = (torch.tensor(values, dtype=torch.float64) for values in SEVEN.values())
+    advantages = torch.tensor([1.0, -0.5], dtype=torch.float64)
+    soft = 0.8 + 0.4 * torch.sigmoid(advantages)  # the target advantage is the advantage
+    target = {"bpo": gates.bpo_target(advantages), "gbpo": soft}.get(name)
+    out = hpo.policy_loss_and_grad(
+        old + x, old, advantages, hpo.PackedBatch.from_lengths([3, 4]), gate, target=target, backend="reference",
+        rollout_logp=old - d if gate.reads_rollout else None, weights=torch.tensor(weights, dtype=torch.float64),
+    )  # fmt: skip
+    assert out.loss.item() == pytest.approx(loss, abs=1.5e-6)
+    assert out.grad.tolist() == pytest.approx(grad, abs=1.5e-6)
+
+
+def test_worked_numbers_of_nft():
+    """The advantage is +-w, w = .5."""
+    x, old, _ = (torch.tensor(values, dtype=torch.float64) for values in SEVEN.values())
+    out = hpo.policy_loss_and_grad(
+        old + x, old, torch.tensor([0.5, -0.5], dtype=torch.float64), hpo.PackedBatch.from_lengths([3, 4]),
+        gates.nft(), target=torch.full((2,), 0.5, dtype=torch.float64), backend="reference",
+        weights=torch.ones(2, dtype=torch.float64),
+    )  # fmt: skip
+    assert out.loss.item() == pytest.approx(-0.291278, abs=1e-6)
+    wanted = (-0.5, -0.5, -0.5, 0.252061, 0.642013, 0.510101, 0.453497)
+    assert out.grad.tolist() == pytest.approx(wanted, abs=1e-6)
+
+
+# ----------------------------------------------------------------------------------------------------------- constructors
+
+
+def test_every_constructor_is_tested_and_needs_no_argument():
+    tested = {entry[0].name for entry in PRESETS.values()} | ELSEWHERE
+    found = constructors()
+    assert set(found) - {"compose"} == tested
+    for name, constructor in found.items():
+        if name != "compose":
+            gate = constructor()
+            assert gate.name == name
+            assert gate.source
+            assert pickle.loads(pickle.dumps(gate)) == gate
+            assert hash(gate) == hash(constructor())
+            assert (gate.provenance is Provenance.RECONSTRUCTED) == hasattr(gates.reconstructed, name)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RatioGate("x", gates.Identity(), head=gates.Head.SIMPLE), "head_numbers"),
+        (lambda: RatioGate("x", gates.Drop(), (gates.Level(gates.Gamma((2.0, 2.0), (1.0, 1.0))),)), "Head.SCORE"),
+        (lambda: RatioGate("x", gates.Identity(), channel=Channel.DISCREPANCY), "no gradient"),
+        (lambda: RatioGate("x", gates.Identity(), corrections=gates.icepop().corrections[0]), "tuple of Correction"),
+        (lambda: gates.Level(gates.ce_gppo().token), "clip of tokens"),
+        (
+            lambda: RatioGate("x", gates.ce_gppo().token, (gates.Level(gates.Identity()),)),
+            "weights beyond its bounds",
+        ),
+        (lambda: gates.Rollback((0.1, 0.1), 2.0, most=3.0), "drop slope= or most="),
+        (
+            lambda: gates.Correction(gates.Action.BAND, statistic=gates.Statistic.K3),
+            "only a log-ratio has a weight",
+        ),
+        (lambda: gates.hispo(sequence=1.5), "sequence"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+def test_arguments_a_gate_does_not_take_are_refused():
+    batch, logp, advantages = hpo.PackedBatch.from_lengths([2]), torch.zeros(2), torch.ones(1)
+    run = functools.partial(hpo.policy_loss, logp, None, advantages, batch)
+    for keywords, message in (
+        ({"rollout_logp": logp}, "does not read the sampler"),
+        ({"target": advantages}, "takes none"),
+        ({"penalty_mask": torch.ones(2, dtype=torch.bool)}, "no penalty of its own"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(gates.ppo_clip(), **keywords)
+    with pytest.raises(ValueError, match="needs one"):
+        run(gates.bpo())
+
+
+def test_targets_that_are_not_finite_are_counted_and_left_out(backend):
+    example = Example(0)
+    example.target[4] = math.nan
+    out = example.run(gates.bpo(), "target", backend)
+    begin = sum(example.lengths[:4])
+    here = slice(begin, begin + example.lengths[4])
+    assert not out.grad[here].any()
+    assert out.metrics.compute()["bad_advantages"] == example.mask[here].sum()
+
+
+def test_without_the_sampler_nothing_is_corrected(backend):
+    example = Example(0)
+    bare = example.run(gates.ppo_clip(), "", backend)
+    for gate in (gates.icepop(), gates.tis(), gates.decoupled(), gates.mis()):
+        assert torch.equal(example.run(gate, "", backend).grad, bare.grad)
+
+
+def test_corrections_compose(backend):
+    """Masks and weights multiply, in any order, and with what the caller gives."""
+    example = Example(0)
+    gate = gates.compose(gates.gspo(0.02, 0.03), *gates.icepop(0.9, 1.2).corrections, *gates.opsm(0.01).corrections)
+    turned = gates.compose(gates.gspo(0.02, 0.03), *reversed(gate.corrections))
+    out = example.run(gate, "roll", backend, token_weight=example.low)
+    torch.testing.assert_close(example.run(turned, "roll", backend, token_weight=example.low).grad, out.grad)
+    exact = example.run(gate, "roll", "reference", token_weight=example.low)
+    torch.testing.assert_close(out.grad.double(), exact.grad, rtol=1e-5, atol=1e-7)
+
+
+# ------------------------------------------------------------------------------------- what gates are given beside
+
+
+def test_draws_depend_on_the_seed_only():
+    generator = torch.Generator().manual_seed(0)
+    logp, advantages = torch.randn(2, 4000, generator=generator)
+    take = functools.partial(
+        gates.clip_cov_mask, logp, logp, advantages, hpo.PackedBatch.from_lengths([4000]), share=0.02, low=0.1, high=50
+    )
+    first = take(seed=1)
+    assert torch.equal(first, take(seed=1))
+    assert not torch.equal(first, take(seed=2))
+    assert (~first).sum() == 80
+
+
+def test_hapo_bounds_as_coded_never_tighten():
+    entropy = torch.rand(50, generator=torch.Generator().manual_seed(0))
+    low, high = gates.hapo_bounds(entropy, hpo.PackedBatch.from_lengths([50]), compat="code")
+    assert (high >= 1.2 - 1e-6).all()
+    assert torch.equal(low, torch.full_like(low, 0.8))
+
+
+def test_gbpo_target_by_hand():
+    scores = torch.tensor([1.0, 0.0, 3.0, 5.0, 2.0])
+    target = gates.gbpo_target(scores, torch.tensor([4, 4, 9, 4, 4]))
+    group = torch.tensor([1.0, 0.0, 5.0, 2.0])
+    relative = (group - 1.5) / (group.std() + 1e-6)
+    torch.testing.assert_close(target[[0, 1, 3, 4]], 0.8 + 0.4 * torch.sigmoid(relative))
+    torch.testing.assert_close(target[2], 0.8 + 0.4 * torch.sigmoid(torch.tensor(3.0)))
+
+
+def test_m2po_mask_by_hand():
+    generator = torch.Generator().manual_seed(0)
+    logp, old_logp = torch.randn(2, 200, generator=generator) * 0.3
+    kept = gates.m2po_mask(logp, old_logp, hpo.PackedBatch.from_lengths([200]))
+    square = (logp - old_logp).double() ** 2
+    assert square[kept].mean() < 0.04
+    assert torch.cat([square[kept], square[~kept].min()[None]]).mean() >= 0.04
+    assert square[kept].max() <= square[~kept].min()

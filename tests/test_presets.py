@@ -381,7 +381,7 @@ def test_worked_numbers_of_nft():
     assert out.grad.tolist() == pytest.approx(wanted, abs=1e-6)
 
 
-# ----------------------------------------------------------------------------------------------------------- constructors
+# --------------------------------------------------------------------------------------------------------- constructors
 
 
 def test_every_constructor_is_tested_and_needs_no_argument():

@@ -179,6 +179,11 @@ SETTINGS = {
     "kl": {"beta": 0.1},
     "kl without correction": {"beta": 0.1, "use_bias_correction_kl": False, "loss_type": "grpo"},
     "cispo with kl": {"loss_type": "cispo", "epsilon_high": 1.2, "beta": 0.1},
+    "sapo": {"loss_type": "sapo", "sapo_temperature_pos": 0.8},
+    "vespo": {"loss_type": "vespo"},
+    "vespo, other shapes": {"loss_type": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_neg": 1.5},
+    "off-policy mask": {"off_policy_mask_threshold": 0.05},
+    "sapo, off-policy mask and kl": {"loss_type": "sapo", "off_policy_mask_threshold": 0.01, "beta": 0.1},
     "entropy": {"top_entropy_quantile": 0.3},
     "entropy with kl": {"top_entropy_quantile": 0.3, "beta": 0.1},
     **{
@@ -201,13 +206,15 @@ def test_one_micro_batch_equals_trl(setting, tmp_path):
     trainer.current_gradient_accumulation_steps = 2
     inputs, scored = micro_batch()
     metrics = assert_same_loss(trainer, inputs, scored)
-    clipped = metrics["cispo_clip_ratio" if config.get("loss_type") == "cispo" else "clip_ratio/region_mean"]
-    assert clipped > 0 or setting == "wide"
+    kind = config.get("loss_type", "dapo")
+    if kind not in ("sapo", "vespo"):
+        clipped = metrics["cispo_clip_ratio" if kind == "cispo" else "clip_ratio/region_mean"]
+        assert clipped > 0 or setting == "wide"
 
     # sampled by vLLM: a weight per token or per sequence, on the policy term only
     trainer.use_vllm = True
     token_weight = torch.rand(ROWS, LENGTH) * 2
-    for weight in (token_weight, token_weight[:, :1]):
+    for weight in (token_weight, token_weight[:, :1]) if kind != "vespo" else ():  # there this is refused
         assert_same_loss(trainer, inputs | {"importance_sampling_ratio": weight}, scored)
     trainer.use_vllm = False
 
@@ -444,6 +451,8 @@ def test_every_gate_of_the_demo_trains(name, tmp_path):
 # What TRL's loss reads of the trainer and of its config, and who honours it here.
 HONOURED = {
     *("loss_type", "importance_sampling_level", "epsilon_low", "epsilon_high", "args.delta"),  # gate_from_config
+    *("off_policy_mask_threshold", "args.sapo_temperature_pos", "args.sapo_temperature_neg"),
+    *("args.vespo_k_pos", "args.vespo_lambda_pos", "args.vespo_k_neg", "args.vespo_lambda_neg"),
     *("beta", "args.use_bias_correction_kl"),  # kl
     "top_entropy_quantile",  # window
     *("use_vllm", "vllm_importance_sampling_correction"),  # decide whether a batch has importance_sampling_ratio
@@ -454,7 +463,7 @@ HONOURED = {
 }
 # State of the entropy bonus, which the refused fields switch on.
 BONUS_STATE = {"_entropy_bonus_enabled", "_last_world_entropy", "_entropy_window_stats"}
-OTHER_VALUES = {"use_adaptive_entropy": True, "off_policy_mask_threshold": 0.5}
+OTHER_VALUES = {"use_adaptive_entropy": True}
 
 
 def reads_of_the_loss():
@@ -500,7 +509,7 @@ def test_every_key_the_loss_reads_is_known():
     ours = {
         *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"),
         *("num_items_in_batch", "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"),
-        "sampling_per_token_logps",  # only for the refused off_policy_mask_threshold
+        "sampling_per_token_logps",  # for gates that read it
     }
     assert keys - scoring <= ours
     assert "pixel_values" in scoring
@@ -509,8 +518,8 @@ def test_every_key_the_loss_reads_is_known():
 @pytest.mark.parametrize(
     ("message", "extra", "config"),
     [
-        ("loss_type: ", {}, {"loss_type": "sapo"}),
-        ("loss_type: ", {}, {"loss_type": "vespo"}),
+        ("importance_sampling_level: ", {}, {"importance_sampling_level": "sequence", "loss_type": "sapo"}),
+        ("off_policy_mask_threshold: .*gate= ", {"gate": hpo.gates.dapo()}, {"off_policy_mask_threshold": 0.5}),
         ("loss_type: ", {"gate": hpo.gates.dapo()}, {"loss_type": "unheard of"}),
         ("epsilon_high: ", {}, {"loss_type": "cispo"}),
         ("delta: ", {}, {"delta": 1.1}),

@@ -114,10 +114,10 @@ def hispo(
     negative_high: float = 3.0,
     positive_high: float = 0.28,
 ) -> RatioGate:
-    """HisPO: a triplet clip of the total ratio ``logp - rollout_logp`` on tokens whose engines agree (arXiv 2603.21065).
+    """HisPO: a triplet clip of the total ratio ``logp - rollout_logp`` where both engines agree (arXiv 2603.21065).
 
-    Equations 8 and 9: a token counts where ``|exp d - 1| < token``, and where the same holds of its trajectory's geometric mean and
-    ``sequence``; d = old_logp - rollout_logp, both strictly.
+    Equations 8 and 9: a token counts where ``|exp d - 1| < token``, and where the same holds of its trajectory's
+    geometric mean and ``sequence``; d = old_logp - rollout_logp, both strictly.
 
     Args:
         sequence, token: the paper gives no numbers; 0.1 and 0.5 are the neighbours'.

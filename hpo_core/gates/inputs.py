@@ -156,8 +156,8 @@ def kl_cov_mask(
 
 
 def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, threshold: float = 0.04) -> torch.Tensor:
-    """``token_mask`` ``[T]`` for :func:`m2po`: without the largest log-ratios, until the mean of the squares of the rest
-    is below ``threshold`` (AReaL; 0.04).
+    """``token_mask`` ``[T]`` for :func:`m2po`: without the largest log-ratios, until the mean of the other squares is
+    below ``threshold`` (AReaL; 0.04).
 
     >>> m2po_mask(torch.tensor([0.1, 0.9, -0.1]), torch.zeros(3), PackedBatch.from_lengths([3]))
     tensor([ True, False,  True])
@@ -185,8 +185,9 @@ def gbpo_target(
     high: float = 0.2,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """``target`` ``[S]`` for :func:`gbpo`: ``1 - low + (low + high) sigmoid(a / temperature)``, ``a = (score - median) /
-    (std + 1e-6)`` in the group (arXiv 2604.18578).
+    """``target`` ``[S]`` for :func:`gbpo`: ``1 - low + (low + high) sigmoid(a / temperature)`` (arXiv 2604.18578).
+
+    ``a = (score - median) / (std + 1e-6)`` in the group.
 
     Args:
         scores: ``[S]``. group_ids: ``[S]`` integers; None: one group.

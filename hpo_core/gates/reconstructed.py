@@ -1,4 +1,4 @@
-"""Methods whose sources leave something open, and what fills the gap: not word for word what their authors published."""
+"""Methods whose sources leave something open, and what fills the gap: not what their authors published to the word."""
 
 from __future__ import annotations
 

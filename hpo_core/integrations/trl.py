@@ -21,12 +21,12 @@ try:
 except ImportError as error:
     raise ImportError("hpo_core.integrations.trl needs TRL 1.16 or newer: pip install 'hpo-core[trl]'") from error
 
-from .. import aggregation
+from .. import aggregation, gates
 from ..backends import resolve
 from ..batch import PackedBatch
 from ..checks import check, check_type
 from ..entropy import EntropyWindow, forking_tokens
-from ..gates import Clip, Drop, Level, RatioGate
+from ..gates import Clip, Drop, Gamma, Level, RatioGate
 from ..kl import KLPenalty, k3
 from ..losses import policy_loss
 from ..metrics import FLAGS, Metrics
@@ -35,18 +35,20 @@ from ..specs import Head
 __all__ = ["HPOMixin", "HPOTrainer", "gate_from_config"]
 
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # loss types with PPO's clip; they differ in the denominator
-_OTHER_GATES = ("sapo", "vespo")  # usable with gate=, which leaves them their denominator
+_KNOWN = (*_CLIPPED, "cispo", "sapo", "vespo")
 
 # Fields of GRPOConfig that TRL's loss reads and this one cannot honour.
 _UNSUPPORTED = (
     *("entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max"),
-    *("entropy_coef_delta", "entropy_target", "off_policy_mask_threshold"),
-    *("sapo_temperature_neg", "sapo_temperature_pos"),
-    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    *("entropy_coef_delta", "entropy_target"),
 )
 # Fields that an argument of the trainer replaces.
 _REPLACED = {
-    "gate": ("epsilon", "epsilon_high", "delta", "importance_sampling_level"),
+    "gate": (
+        *("epsilon", "epsilon_high", "delta", "importance_sampling_level", "off_policy_mask_threshold"),
+        *("sapo_temperature_neg", "sapo_temperature_pos"),
+        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    ),
     "advantage": ("scale_rewards", "multi_objective_aggregation"),
     "window": ("top_entropy_quantile",),
 }
@@ -211,6 +213,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             batch,
             gate,
             weights=self._weights(batch, inputs),
+            rollout_logp=inputs.get("sampling_per_token_logps") if gate.reads_rollout else None,
             ref_logp=None if kl is None else inputs["ref_per_token_logps"],
             kl=kl,
             entropy=entropies,
@@ -268,6 +271,9 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         if bounds is not None:
             clipped = _clipped_rows(bounds, gate.level is not None, log_ratio, advantages, mask, batch.row_counts)
             parts |= dict(zip(("low", "high", "count"), clipped, strict=True))
+        weight = gate.levels[0].gate if gate.levels else None
+        if isinstance(weight, Gamma):
+            parts["phi"] = _gamma_weights(weight, log_ratio, advantages, mask)
         if kl is not None:
             s = logps - inputs["ref_per_token_logps"]
             k = torch.exp(-s) - 1 + s
@@ -287,6 +293,9 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         logged = {"entropy": ours["entropy"], **{f"hpo_core/{name}": ours[name] for name in _REPORTED}}
         if bounds is not None:
             logged |= _clip_metrics(seen["low"].numpy(), seen["high"].numpy(), seen["count"].numpy(), gate.head)
+        if "phi" in seen:
+            total_weight, counted = seen["phi"].sum(0).tolist()
+            logged["vespo/phi_seq_mean"] = total_weight / max(counted, 1.0)
         if kl is not None:
             logged["kl"] = float(seen["kl"].sum()) / max(ours["tokens"], 1.0)
         if aux_loss is not None:
@@ -304,24 +313,38 @@ class HPOTrainer(HPOMixin, GRPOTrainer):  # type: ignore[misc,unused-ignore]
 
 
 def gate_from_config(args: Any) -> RatioGate:
-    """The gate that ``loss_type``, ``importance_sampling_level``, ``epsilon``, ``epsilon_high`` and ``delta`` describe.
+    """The gate that ``loss_type``, ``importance_sampling_level``, ``epsilon``, ``epsilon_high`` and ``delta`` describe,
+    with the mask of ``off_policy_mask_threshold``.
 
     PPO's clip, ``loss_t = -min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)``; for ``cispo``
     ``-sg[min(r, epsilon_high)] A logp``. At the sequence level r is the true sequence ratio, as in GSPO.
 
     >>> from trl import GRPOConfig
-    >>> gate_from_config(GRPOConfig("out", epsilon=0.2, epsilon_high=0.28, bf16=False)).token
-    Clip(low=(0.0, 0.8), high=(1.28, inf))
+    >>> gate_from_config(GRPOConfig("out", epsilon=0.2, epsilon_high=0.28, bf16=False)).token.high
+    (1.28, inf)
     """
-    known, levels = (*_CLIPPED, "cispo"), ("token", "sequence")
+    gate = _gate(args)
+    if args.off_policy_mask_threshold is None:
+        return gate
+    return gates.compose(gate, *gates.opsm(args.off_policy_mask_threshold).corrections)
+
+
+def _gate(args: Any) -> RatioGate:
+    levels = ("token", "sequence")
     kind, level = args.loss_type, args.importance_sampling_level
-    check(
-        kind in known,
-        "loss_type: expected one of {}, got {!r}, a gate hpo_core does not have; pass gate=, or use trl.GRPOTrainer",
-        ", ".join(known),
-        kind,
-    )
+    check(kind in _KNOWN, "loss_type: expected one of {}, got {!r}", ", ".join(_KNOWN), kind)
     check(level in levels, "importance_sampling_level: expected one of {}, got {!r}", ", ".join(levels), level)
+    check(
+        level == "token" or kind not in ("sapo", "vespo"),
+        "importance_sampling_level: expected 'token' with loss_type={!r}, got {!r}; pass gate=",
+        kind,
+        level,
+    )
+    if kind == "sapo":
+        return gates.sapo(args.sapo_temperature_pos, args.sapo_temperature_neg)
+    if kind == "vespo":
+        k = (args.vespo_k_pos, args.vespo_k_neg)
+        return gates.vespo(k, (args.vespo_lambda_pos, args.vespo_lambda_neg))
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     if kind == "cispo":
         check(
@@ -352,8 +375,14 @@ def _check_config(args: Any, given: list[str]) -> None:
     for argument in given:
         for name in _REPLACED[argument]:
             check_default(name, f"{argument}= replaces it")
-    known = (*_CLIPPED, "cispo", *_OTHER_GATES)
-    check(args.loss_type in known, "loss_type: expected one of {}, got {!r}", ", ".join(known), args.loss_type)
+    check(args.loss_type in _KNOWN, "loss_type: expected one of {}, got {!r}", ", ".join(_KNOWN), args.loss_type)
+    check(
+        args.loss_type != "vespo"
+        or "gate" in given
+        or not (args.use_vllm and args.vllm_importance_sampling_correction),
+        "vllm_importance_sampling_correction: with loss_type='vespo' TRL puts this weight into the sequence's ratio, "
+        "hpo_core does not; set it to False, or pass gate= with Channel.TOTAL",
+    )
     check(
         args.beta == 0.0 or not args.use_bias_correction_kl or args.importance_sampling_level == "token",
         "use_bias_correction_kl: expected False with importance_sampling_level='sequence', where TRL multiplies the "
@@ -396,6 +425,16 @@ def _clipped_rows(
     else:
         low, high = (low & mask).sum(1), (high & mask).sum(1)
     return low * (advantages < 0), high * (advantages > 0), counts
+
+
+def _gamma_weights(gamma: Gamma, log_ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The sum of VESPO's weights and their number ``[2]``: one per row, or per token where advantages differ."""
+    log_w = torch.where(mask, log_ratio, 0.0).clamp(-20, 20).sum(1, keepdim=True).clamp(math.log(1e-8), 20).double()
+    advantages = advantages if advantages.dim() == 2 else advantages[:, None]
+    k, lam = (torch.where(advantages < 0, pair[1], pair[0]) for pair in (gamma.k, gamma.lam))
+    phi = torch.exp(lam + k * log_w - lam * torch.exp(log_w))
+    counted = mask if phi.shape == mask.shape else torch.ones_like(phi, dtype=torch.bool)
+    return torch.stack([torch.where(counted, phi, 0.0).sum(), counted.sum().double()])
 
 
 def _clip_metrics(low: Any, high: Any, count: Any, head: Head) -> dict[str, float]:

@@ -83,7 +83,7 @@ def _policy_loss(
         weights=_weights(loss_agg_mode, batch, config.global_batch_info),
         token_weight=rollout_is_weights,
         # for the metrics: verl counts a token with advantage 0 as clipped only in cispo; its term is 0 either way
-        token_mask=None if gate.head is Head.SCORE else advantages != 0,
+        token_mask=advantages != 0 if gate.head is Head.LINEAR else None,
         backend=backend,
     )
     return result.loss, _metrics(result.metrics.vector, gate)

@@ -34,6 +34,10 @@ def selection_case(*, rows: int, length: int, full: bool, backend: str | None) -
     read, written = flat.view(torch.float32), torch.empty_like(flat, dtype=torch.bool).view(torch.int8)
 
     def ours() -> Tensors:
+        state, mask = window.fit_apply(flat, batch, backend=backend)
+        return {"threshold": state.threshold, "mask": mask}
+
+    def one_by_one() -> Tensors:
         state = window.fit(flat, batch, backend=backend)
         return {"threshold": state.threshold, "mask": window.apply(flat, batch, state, backend=backend)}
 
@@ -68,6 +72,7 @@ def selection_case(*, rows: int, length: int, full: bool, backend: str | None) -
         flops_per_unit=2,  # a digit and a comparison
         ours=[
             Contestant("hpo_core", ours, tolerance=0),
+            Contestant("hpo_core, fit and apply", one_by_one, tolerance=0),
             Contestant("hpo_core, threshold alone", threshold_alone, tolerance=0),
         ],
         peers=others,

@@ -290,28 +290,30 @@ inline void bind(py::module_& m) {
   });
 
   m.def("order_statistic_workspace", &hpo_order_statistic_workspace);
-  m.def("order_statistic",
-        [](int64_t tokens, int64_t rows, Address values, Address mask, Address cu_seqlens, int64_t numerator,
-           int64_t denominator, int rule, Address threshold, Address counts, Address workspace, int64_t context) {
-          OrderStatisticArgs args{};
-          args.tokens = tokens;
-          args.rows = rows;
-          args.values = pointer<const float>(values);
-          args.mask = pointer<const uint8_t>(mask);
-          args.cu_seqlens = pointer<const int64_t>(cu_seqlens);
-          args.numerator = numerator;
-          args.denominator = denominator;
-          args.rule = OrderRule(rule);
-          args.threshold = pointer<float>(threshold);
-          args.counts = pointer<int64_t>(counts);
-          args.workspace = pointer<void>(workspace);
-          int status;
-          {
-            py::gil_scoped_release release;
-            status = hpo_order_statistic(&args, context);
-          }
-          check(status);
-        });
+  m.def("order_statistic", [](int64_t tokens, int64_t rows, Address values, Address mask, Address cu_seqlens, int64_t numerator,
+                              int64_t denominator, int rule, Address threshold, Address counts, bool strict, Address selected,
+                              Address workspace, int64_t context) {
+    OrderStatisticArgs args{};
+    args.tokens = tokens;
+    args.rows = rows;
+    args.values = pointer<const float>(values);
+    args.mask = pointer<const uint8_t>(mask);
+    args.cu_seqlens = pointer<const int64_t>(cu_seqlens);
+    args.numerator = numerator;
+    args.denominator = denominator;
+    args.rule = OrderRule(rule);
+    args.threshold = pointer<float>(threshold);
+    args.counts = pointer<int64_t>(counts);
+    args.strict = strict;
+    args.selected = pointer<uint8_t>(selected);
+    args.workspace = pointer<void>(workspace);
+    int status;
+    {
+      py::gil_scoped_release release;
+      status = hpo_order_statistic(&args, context);
+    }
+    check(status);
+  });
 
   m.def("select", [](int64_t tokens, int64_t rows, Address values, Address mask, Address cu_seqlens, Address threshold,
                      bool strict, Address selected, int64_t context) {

@@ -50,6 +50,7 @@ __all__ = [
     "policy_loss_and_grad",
     "row_counts",
     "select",
+    "select_top",
     "window_score",
 ]
 
@@ -474,6 +475,47 @@ def _select(
     return resolve("entropy", values, backend or None).select(values, threshold, strict, mask, cu_seqlens)
 
 
+def select_top(
+    values: torch.Tensor,
+    numerator: int,
+    denominator: int,
+    rule: OrderRule,
+    strict: bool,
+    backend: str | None,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`order_statistic`, and what :func:`select` selects with its threshold."""
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    if _watched(values):
+        quantile = (numerator, denominator, int(rule))
+        result = _OPERATORS.select_top(values, *quantile, strict, backend or "", mask, cu_seqlens)
+    else:
+        run = resolve("entropy", values, backend).select_top
+        result = run(values, numerator, denominator, rule, strict, mask, cu_seqlens)
+    return result
+
+
+_LIBRARY.define(
+    "select_top(Tensor values, int numerator, int denominator, int rule, bool strict, str backend, Tensor? mask=None, "
+    "Tensor? cu_seqlens=None) -> (Tensor threshold, Tensor counts, Tensor selected)"
+)
+
+
+def _select_top(
+    values: torch.Tensor,
+    numerator: int,
+    denominator: int,
+    rule: int,
+    strict: bool,
+    backend: str,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> Any:
+    run = resolve("entropy", values, backend or None).select_top
+    return run(values, numerator, denominator, OrderRule(rule), strict, mask, cu_seqlens)
+
+
 def row_counts(
     mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int, backend: str | None
 ) -> torch.Tensor:
@@ -501,15 +543,20 @@ def _register(name: str, implementation: Any, fake: Any) -> None:
     torch.library.register_fake(f"hpo_core::{name}", fake, lib=_LIBRARY)
 
 
+def _order_statistic_fake(values: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return values.new_empty(1), values.new_empty(2, dtype=torch.int64)
+
+
+def _select_fake(values: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(values, dtype=torch.bool)
+
+
 _register("policy_loss", _policy_loss, _policy_loss_fake)
 _register("correction", _correction, lambda logp, *_: torch.empty_like(logp))
 _register("group_normalise", _group_normalise, lambda values, *_: torch.empty_like(values))
 _register("window_score", _window_score, lambda values, *_: torch.empty_like(values))
-_register(
-    "order_statistic",
-    _order_statistic,
-    lambda values, *_: (values.new_empty(1), values.new_empty(2, dtype=torch.int64)),
-)
-_register("select", _select, lambda values, *_: torch.empty_like(values, dtype=torch.bool))
+_register("order_statistic", _order_statistic, _order_statistic_fake)
+_register("select", _select, _select_fake)
+_register("select_top", _select_top, lambda values, *_: (*_order_statistic_fake(values), _select_fake(values)))
 _register("row_counts", _row_counts, lambda mask, cu_seqlens, *_: cu_seqlens.new_empty(cu_seqlens.shape[0] - 1))
 torch.library.register_autograd("hpo_core::policy_loss", _backward, setup_context=_save, lib=_LIBRARY)

@@ -5,6 +5,7 @@ sources the one patched file is compiled again (CUDA through the emulation) and 
 """
 
 import importlib.util
+import math
 import shutil
 import subprocess
 import sys
@@ -91,19 +92,34 @@ MUTANTS = {
         "test_entropy.test_boundary_and_invalid_policies_by_hand", {},
     ),
     "cpu: masked entropies are in the population": (
-        "cpu", "cpu/entropy.cpp", "cpu/entropy.cpp",
+        "cpu", "cpu/entropy_selection.cpp", "cpu/entropy_scores.h",
         "masked |= mask_[t] == 0;", "masked |= false;",
         "test_entropy.test_garbage_under_the_mask_is_never_read", {"bad": 99.0},
     ),
     "cpu: infinite entropies are selected": (
-        "cpu", "cpu/entropy.cpp", "cpu/entropy.cpp",
+        "cpu", "cpu/entropy_selection.cpp", "cpu/entropy_selection.cpp",
         "n, threshold, selected) || scores.given))", "n, threshold, selected) || true))",
         "test_entropy.test_many_tokens", {"masked": "none"},
     ),
     "cpu: a bracket that missed goes unnoticed": (
-        "cpu", "cpu/entropy.cpp", "cpu/entropy.cpp",
+        "cpu", "cpu/entropy_selection.cpp", "cpu/entropy_selection.cpp",
         "if (index < below || index >= below + kept) {", "if (false) {",
         "test_entropy.test_sample_that_misleads", {"planted": 0.5},
+    ),
+    "cpu: what was marked before the threshold was known stays": (
+        "cpu", "cpu/entropy_selection.cpp", "cpu/entropy_selection.cpp",
+        "if (low == end) return;", "return;",
+        "test_select_top.test_ties", {"levels": 200},
+    ),
+    "cpu: marks beyond the room for them are taken for all": (
+        "cpu", "cpu/entropy_selection.cpp", "cpu/entropy_selection.cpp",
+        "return !full;", "return true;",
+        "test_select_top.test_all_equal", {"value": 0.25},
+    ),
+    "cpu: infinite scores are selected where no threshold is": (
+        "cpu", "cpu/entropy_selection.cpp", "cpu/entropy_selection.cpp",
+        "marked &= population > 0;", "",
+        "test_select_top.test_all_equal", {"value": math.inf},
     ),
     "cpu: plain tiles ignore the mask": (
         "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",

@@ -463,6 +463,8 @@ def test_opcheck_the_others():
         (OPERATORS.order_statistic, (given.entropy, 19, 20, 0, "", batch.mask, batch.cu_seqlens)),
         (OPERATORS.select, (given.entropy, torch.tensor([0.5]), True, "")),
         (OPERATORS.select, (given.entropy, torch.tensor([0.5]), False, "", batch.mask, batch.cu_seqlens)),
+        (OPERATORS.select_top, (given.entropy, 19, 20, 0, True, "")),
+        (OPERATORS.select_top, (given.entropy, 19, 20, 0, False, "", batch.mask, batch.cu_seqlens)),
         (OPERATORS.group_normalise, (given.advantages, ids, None, ids > 0, 0, 1, 1, 1e-6, 0, False, "")),
     ):
         torch.library.opcheck(operator, arguments)

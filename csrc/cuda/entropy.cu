@@ -467,7 +467,10 @@ extern "C" int hpo_order_statistic(const hpo::OrderStatisticArgs* args, int64_t 
   HPO_LAUNCH(count_top, grid, block, 0, stream, of_scores, selection);
   HPO_LAUNCH(count_middle, grid, block, 0, stream, of_scores, selection);
   HPO_LAUNCH(count_low, grid, block, 0, stream, of_scores, selection);
-  return int(cudaGetLastError());
+  if (const int status = int(cudaGetLastError())) return status;
+  if (!args->selected) return 0;
+  const SelectArgs tokens = selection_of(*args);
+  return hpo_select(&tokens, context);
 }
 
 extern "C" int hpo_select(const hpo::SelectArgs* args, int64_t context) {

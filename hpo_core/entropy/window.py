@@ -180,6 +180,26 @@ class EntropyWindow:
             selected = ops.select(values, threshold, self.strict, backend, mask, cu_seqlens)
         return selected.reshape(entropy.shape)
 
+    def fit_apply(
+        self, entropy: torch.Tensor, batch: PackedBatch | torch.Tensor, *, backend: str | None = None
+    ) -> tuple[WindowState, torch.Tensor]:
+        """:meth:`fit`, and :meth:`apply` with what it gave, of one batch: the same, and sooner than one by one.
+
+        >>> window, batch = forking_tokens("0.5", scope="call"), PackedBatch.from_lengths([4])
+        >>> window.fit_apply(torch.tensor([0.1, 0.9, 0.5, 0.7]), batch)[1]
+        tensor([False,  True, False,  True])
+        """
+        batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+        values, mask, cu_seqlens = self._compared(entropy, batch, backend)
+        quantile = (self.quantile.numerator, self.quantile.denominator, self.rule)
+        if backend == "reference":
+            reference = resolve("entropy", values, backend)
+            threshold, counts, selected = reference.select_top(values, *quantile, self.strict, mask, cu_seqlens)
+        else:
+            threshold, counts, selected = ops.select_top(values, *quantile, self.strict, backend, mask, cu_seqlens)
+        population, errors = counts.split(1)
+        return WindowState(threshold, population, errors), selected.reshape(entropy.shape)
+
     def _compared(self, entropy: torch.Tensor, batch: PackedBatch, backend: str | None) -> _Compared:
         """What stands beside the threshold: scores, or, without writing them, the tokens of windows of one token."""
         if self.first == self.last == 0:

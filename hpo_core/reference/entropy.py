@@ -9,7 +9,7 @@ import torch
 from ..specs import Boundary, Invalid, OrderRule
 from .segments import row_of_token
 
-__all__ = ["order_statistic", "select", "window_score"]
+__all__ = ["order_statistic", "select", "select_top", "window_score"]
 
 
 def window_score(
@@ -81,6 +81,20 @@ def select(
     """``score >= threshold``, or ``score > threshold``, bool ``[T]``, of the scores of :func:`order_statistic`."""
     score = _scores(values, mask, cu_seqlens)
     return score > threshold if strict else score >= threshold
+
+
+def select_top(
+    values: torch.Tensor,
+    numerator: int,
+    denominator: int,
+    rule: OrderRule,
+    strict: bool,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`order_statistic`, and what :func:`select` selects with its threshold."""
+    threshold, counts = order_statistic(values, numerator, denominator, rule, mask, cu_seqlens)
+    return threshold, counts, select(values, threshold, strict, mask, cu_seqlens)
 
 
 def _scores(values: torch.Tensor, mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> torch.Tensor:

@@ -14,7 +14,7 @@ from .launch import aligned, kernel, launch, programs_for
 from .math import is_finite
 from .segments import TILE, load, row_of_token, row_range, store
 
-__all__ = ["order_statistic", "select", "window_score"]
+__all__ = ["order_statistic", "select", "select_top", "window_score"]
 
 # ------------------------------------------------------------------------------------------------------------- windows
 
@@ -299,3 +299,17 @@ def select(
         STRICT=strict, ALIGNED=aligned(values, mask), TILE=TILE,
     )  # fmt: skip
     return selected
+
+
+def select_top(
+    values: torch.Tensor,
+    numerator: int,
+    denominator: int,
+    rule: OrderRule,
+    strict: bool,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The threshold, the counts of the population, and what is selected with that threshold."""
+    threshold, counts = order_statistic(values, numerator, denominator, rule, mask, cu_seqlens)
+    return threshold, counts, select(values, threshold, strict, mask, cu_seqlens)

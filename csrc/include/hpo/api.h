@@ -182,6 +182,8 @@ struct OrderStatisticArgs {
   OrderRule rule;
   float* threshold;  // [1]; NaN for an empty population
   int64_t* counts;  // [2]: population, NaN scores
+  int32_t strict;     // these two as in SelectArgs, with this threshold
+  uint8_t* selected;  // [tokens] or null: then only the threshold is wanted
   void* workspace;  // order_statistic_workspace(tokens) bytes, any content
 };
 
@@ -194,6 +196,11 @@ struct SelectArgs {
   int32_t strict;             // 1: score > threshold, 0: score >= threshold
   uint8_t* selected;          // [tokens]: 0 or 1
 };
+
+// What order_statistic leaves to select.
+inline SelectArgs selection_of(const OrderStatisticArgs& args) {
+  return {args.tokens, args.rows, args.values, args.mask, args.cu_seqlens, args.threshold, args.strict, args.selected};
+}
 
 struct RowCountsArgs {
   int64_t tokens, rows;

@@ -1,0 +1,387 @@
+// order_statistic and select. The definition is hpo_core/reference/entropy.py.
+#include "hpo/entropy.h"
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#include "entropy_scores.h"
+#include "kernels.h"
+#include "lanes.h"
+
+HPO_DECLARE_KERNELS(HPO_ISA)
+
+namespace hpo::HPO_ISA {
+namespace {
+
+constexpr int64_t kMostWorkers = 64;  // each with keys of its own; results do not depend on how many there are
+
+// ---------------------------------------------------------------------------------------------------- order statistics
+//
+// On order_key. A sample of the scores brackets the one wanted; a pass over all of them keeps the keys inside the bracket, and
+// only those are searched, by halving the range they lie in. The pass counts what it leaves out, so that a bracket that missed
+// is noticed: then it is opened for every finite score. The sample decides how long this takes, never what comes out.
+//
+// Who also wants to know which scores are selected is told in the same pass, as if the threshold lay in the middle of the
+// bracket, and the positions of the keys inside it are remembered: then few scores, those between the middle and the threshold,
+// are put right. Where the keys inside are too many, or the bracket missed, select does it all.
+
+constexpr int64_t kSampled = 8192;  // fewer scores are searched as they are
+constexpr int64_t kLeastSample = 1024, kMostSample = 16384;
+constexpr int64_t kShare = 256;  // a larger share takes longer to draw than it saves by a narrower bracket
+constexpr double kDeviations = 3;  // of the sample's rank, on each side of the one wanted: one bracket in 400 misses
+
+// The keys low, ..., low + span.
+struct KeyRange {
+  uint32_t low, span;
+
+  uint32_t end() const { return low + span; }
+  uint32_t middle() const { return low + span / 2; }
+  bool holds(uint32_t key) const { return key - low <= span; }
+};
+
+// -0 and +0 are one key: then the order of the keys is that of the floats.
+inline uint32_t key_of(float x) { return order_key(x + 0.0f); }
+
+inline KeyRange finite_keys() {
+  const uint32_t low = order_key(-INFINITY) + 1;
+  return {low, order_key(INFINITY) - 1 - low};
+}
+
+// What one worker found in its own part of the scores.
+struct Worker {
+  uint32_t* keys;
+  uint32_t* positions;  // of the keys, from the begin of the part on; null where nobody asks what is selected
+  int64_t room;  // for keys
+  int64_t kept;  // how many keys there are
+  int64_t finite, nan, below;
+  bool full;  // there were more keys than room
+};
+
+// The keys of one worker while they are searched.
+struct Search {
+  const uint32_t* keys;
+  uint32_t* rest;  // where those go that are still in question: may be where they are
+  int64_t count;
+  int64_t in_lower_half = 0;
+  uint32_t least = 0, most = 0;
+};
+
+struct Selection {
+  Arena arena;
+  int64_t most_workers;
+  Worker* workers;
+  Search* searches;
+  uint32_t* words;  // [tokens], those of a worker from the begin of its part on
+  int64_t bytes;
+
+  Selection(void* base, int64_t tokens) : arena(base), most_workers(larger(1, smaller(pieces(tokens, 1 << 14), kMostWorkers))) {
+    workers = arena.take<Worker>(most_workers);
+    searches = arena.take<Search>(most_workers);
+    words = arena.take<uint32_t>(tokens);
+    bytes = arena.bytes();
+  }
+};
+
+// Keeps what is paired with those of the keys that belong (themselves, to keep keys), in place or elsewhere, and returns how
+// many. No branch, which would be taken at random: everything is written, and overwritten unless it belongs. No compiler makes
+// a compressing loop of it by itself.
+inline int64_t keep(const uint32_t* keys, const uint32_t* paired, int64_t n, KeyRange range, uint32_t* kept) {
+  int64_t i = 0, count = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= n; i += 16) {
+    const __m512i some = _mm512_loadu_si512(keys + i), above = _mm512_sub_epi32(some, _mm512_set1_epi32(int32_t(range.low)));
+    const __mmask16 belong = _mm512_cmple_epu32_mask(above, _mm512_set1_epi32(int32_t(range.span)));
+    _mm512_storeu_si512(kept + count, _mm512_maskz_compress_epi32(belong, _mm512_loadu_si512(paired + i)));
+    count += __builtin_popcount(belong);
+  }
+#endif
+#pragma GCC unroll 8
+  for (; i < n; ++i) {
+    const bool belongs = range.holds(keys[i]);
+    kept[count] = paired[i];
+    count += belongs;
+  }
+  return count;
+}
+
+struct Found {
+  int64_t kept, below;
+  bool all_finite;
+};
+
+// What is told of the scores besides their keys.
+struct Marks {
+  uint8_t* selected;  // 1 from the middle of the range on, below it 0
+  uint32_t* positions;  // of the keys
+  uint32_t first;  // position of the first score
+};
+
+// Keeps the keys of those of at most kPart scores that belong, and counts those below the range.
+template <bool kMark>
+Found keep_scores(const float* scores, int64_t n, KeyRange range, uint32_t* kept, const Marks& marks) {
+  Found found = {0, 0, true};
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  const __m512 low = _mm512_set1_ps(from_order_key(range.low)), end = _mm512_set1_ps(from_order_key(range.end()));
+  const __m512 middle = _mm512_set1_ps(from_order_key(range.middle()));
+  __m512i position = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), not_below = {};
+  position = _mm512_add_epi32(position, _mm512_set1_epi32(int32_t(marks.first)));
+  __m512 zero = {};  // until a NaN or an infinity is multiplied with it
+  for (; i + 64 <= n; i += 64) {
+    uint64_t above = 0;
+#pragma GCC unroll 4
+    for (int part = 0; part < 4; ++part) {
+      __builtin_prefetch(scores + i + 16 * part + kAhead);
+      const __m512 some = _mm512_loadu_ps(scores + i + 16 * part);
+      zero = _mm512_fmadd_ps(some, _mm512_setzero_ps(), zero);
+      if (kMark) above |= uint64_t(_mm512_cmp_ps_mask(some, middle, _CMP_GE_OQ)) << 16 * part;
+      const __mmask16 from_low = _mm512_cmp_ps_mask(some, low, _CMP_GE_OQ);
+      const __mmask16 belong = _mm512_mask_cmp_ps_mask(from_low, some, end, _CMP_LE_OQ);
+      not_below = _mm512_mask_sub_epi32(not_below, from_low, not_below, _mm512_set1_epi32(-1));
+      _mm512_storeu_si512(kept + found.kept, _mm512_maskz_compress_epi32(belong, _mm512_castps_si512(some)));
+      if (kMark) {
+        _mm512_storeu_si512(marks.positions + found.kept, _mm512_maskz_compress_epi32(belong, position));
+        position = _mm512_add_epi32(position, _mm512_set1_epi32(16));
+      }
+      found.kept += __builtin_popcount(uint32_t(belong));
+    }
+    if (kMark) _mm512_storeu_si512(marks.selected + i, _mm512_maskz_set1_epi8(above, 1));
+  }
+  found.below = i;
+  for (int lane = 0; lane < 16; ++lane) found.below -= Ints(not_below)[lane];
+  found.all_finite = _mm512_cmp_ps_mask(zero, zero, _CMP_UNORD_Q) == 0;
+  for (int64_t k = 0; k < found.kept; ++k) kept[k] = key_of(from_bits(int32_t(kept[k])));
+#endif
+  uint32_t keys[kPart];
+  int32_t below = 0;
+  for (int64_t j = i; j < n; ++j) {
+    keys[j - i] = key_of(scores[j]);
+    below += keys[j - i] < range.low;
+  }
+  uint32_t positions[kPart];
+  for (int64_t j = i; kMark && j < n; ++j) positions[j - i] = marks.first + uint32_t(j);
+  for (int64_t j = i; kMark && j < n; ++j) marks.selected[j] = keys[j - i] >= range.middle();
+  if (kMark) keep(keys, positions, n - i, range, marks.positions + found.kept);
+  found.kept += keep(keys, keys, n - i, range, kept + found.kept);
+  found.below += below;
+  found.all_finite &= all_finite(scores + i, n - i);
+  return found;
+}
+
+// Counts the scores [begin, end) and keeps the keys of those in the range; with positions, as long as there is room.
+void keep_range(const Scores& scores, int64_t begin, int64_t end, KeyRange range, uint8_t* selected, Worker& worker) {
+  const auto keep_those_of = worker.positions ? keep_scores<true> : keep_scores<false>;
+  worker.kept = worker.finite = worker.nan = worker.below = 0;
+  worker.full = false;
+  for (int64_t first = begin; first < end; first += kPart) {
+    const int64_t n = smaller(kPart, end - first);
+    worker.full = worker.kept + n > worker.room;
+    if (worker.full) return;
+    uint32_t* kept = worker.keys + worker.kept;
+    const Marks marks =
+        worker.positions ? Marks{selected + first, worker.positions + worker.kept, uint32_t(first - begin)} : Marks{};
+    Found found = {};
+    if (scores.are_values(first, n)) found = keep_those_of(scores.values + first, n, range, kept, marks);
+    int32_t left_out = 0, nan = 0;
+    if (!found.all_finite) {
+      float score[kPart];
+      scores.write(first, n, score);
+      for (int64_t i = 0; i < n; ++i) {
+        const bool counts = is_finite(score[i]);
+        left_out += !counts;
+        nan += score[i] != score[i];
+        score[i] = counts ? score[i] : INFINITY;  // not in the range, nor below it
+      }
+      found = keep_those_of(score, n, range, kept, marks);
+      for (int64_t i = 0; worker.positions && i < n; ++i) {
+        if (score[i] == INFINITY) marks.selected[i] = scores.given && scores.values[first + i] == INFINITY;
+      }
+    }
+    worker.kept += found.kept, worker.below += found.below, worker.nan += nan, worker.finite += n - left_out;
+  }
+}
+
+// Keeps the keys in the range and looks where in it they are.
+void halve(KeyRange range, Search& search) {
+  const uint32_t middle = range.middle();
+  const int64_t n = search.count;
+  search.count = search.in_lower_half = 0;
+  search.least = UINT32_MAX, search.most = 0;
+  for (int64_t first = 0; first < n; first += kPart) {
+    uint32_t* kept = search.rest + search.count;
+    const int count = int(keep(search.keys + first, search.keys + first, smaller(kPart, n - first), range, kept));
+    int32_t in_lower_half = 0;
+    uint32_t least = UINT32_MAX, most = 0;
+    for (int i = 0; i < count; ++i) {
+      in_lower_half += kept[i] <= middle;
+      least = kept[i] < least ? kept[i] : least;
+      most = kept[i] > most ? kept[i] : most;
+    }
+    search.count += count, search.in_lower_half += in_lower_half;
+    search.least = least < search.least ? least : search.least;
+    search.most = most > search.most ? most : search.most;
+  }
+  search.keys = search.rest;
+}
+
+// The index-th in ascending order of the keys in all searches. It is in the range.
+uint32_t find_key(Search* searches, int64_t count, KeyRange range, int64_t index) {
+  while (range.span > 0) {
+    int64_t keys = 0, in_lower_half = 0;
+    uint32_t least = UINT32_MAX, most = 0;
+    for (int64_t s = 0; s < count; ++s) keys += searches[s].count;
+    parallel_for(count, worthwhile(int(count), keys), [&](int64_t s) { halve(range, searches[s]); });
+    for (int64_t s = 0; s < count; ++s) {
+      in_lower_half += searches[s].in_lower_half;
+      least = searches[s].least < least ? searches[s].least : least;
+      most = searches[s].most > most ? searches[s].most : most;
+    }
+    const uint32_t middle = range.middle();
+    if (index < in_lower_half) {
+      range = {least, (most < middle ? most : middle) - least};
+    } else {
+      const uint32_t low = least > middle ? least : middle + 1;
+      range = {low, most - low};
+      index -= in_lower_half;
+    }
+  }
+  return range.low;
+}
+
+// Where the key wanted probably is. The places of the sample have no period that could be one of the rows as well.
+KeyRange bracket(const OrderStatisticArgs& args, const Scores& scores, int threads, uint32_t* words) {
+  const KeyRange finite_range = finite_keys();
+  if (args.tokens < kSampled) return finite_range;
+  const int64_t size = larger(kLeastSample, smaller(args.tokens / kShare, kMostSample));
+  for_each_piece(size, threads, [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; ++i) {
+      const uint64_t place = uint64_t(uint32_t(i) * 0x9E3779B9u) * uint64_t(args.tokens) >> 32;
+      words[i] = key_of(scores.sample(int64_t(place)));
+    }
+  });
+  int64_t drawn = 0;
+  for (int64_t i = 0; i < size; ++i) drawn += finite_range.holds(words[i]);
+  if (drawn == 0) return finite_range;
+
+  const int64_t index = order_index(args.numerator, args.denominator, args.rule, drawn);
+  const double variance = double(index) * double(drawn - index) / double(drawn);
+  const int64_t margin = 2 + int64_t(kDeviations * std::sqrt(variance));
+  const int64_t places[] = {index - margin, index + margin};
+  uint32_t ends[] = {finite_range.low, finite_range.end()};
+  parallel_for(2, threads, [&](int64_t side) {
+    if (places[side] < 0 || places[side] >= drawn) return;
+    Search search = {words, words + (1 + side) * size, size};
+    ends[side] = find_key(&search, 1, finite_range, places[side]);
+  });
+  return {ends[0], ends[1] - ends[0]};
+}
+
+// ----------------------------------------------------------------------------------------------------------- selection
+
+// Writes which of at most kPart scores are at or above the threshold, and returns whether all of them are finite.
+template <bool kStrict>
+bool compare(const float* __restrict score, int64_t n, float threshold, uint8_t* __restrict selected) {
+  bool finite = true;
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  __m512 zero = {};  // as above
+  for (; i + 64 <= n; i += 64) {
+    uint64_t above = 0;
+#pragma GCC unroll 4
+    for (int part = 0; part < 4; ++part) {
+      __builtin_prefetch(score + i + 16 * part + kAhead);
+      const __m512 some = _mm512_loadu_ps(score + i + 16 * part);
+      zero = _mm512_fmadd_ps(some, _mm512_setzero_ps(), zero);
+      const __mmask16 chosen = _mm512_cmp_ps_mask(some, _mm512_set1_ps(threshold), kStrict ? _CMP_GT_OQ : _CMP_GE_OQ);
+      above |= uint64_t(chosen) << 16 * part;
+    }
+    _mm512_storeu_si512(selected + i, _mm512_maskz_set1_epi8(above, 1));
+  }
+  finite = _mm512_cmp_ps_mask(zero, zero, _CMP_UNORD_Q) == 0;
+#endif
+  int32_t above[kPart];  // compilers vectorise a comparison of floats into as many bits, and into bytes only from there
+  for (int64_t j = i; j < n; ++j) above[j - i] = kStrict ? score[j] > threshold : score[j] >= threshold;
+  for (int64_t j = i; j < n; ++j) selected[j] = uint8_t(above[j - i]);
+  return finite & all_finite(score + i, n - i);
+}
+
+}  // namespace
+
+void select(const SelectArgs& args, int threads) {
+  const Scores scores(args);
+  const float threshold = *args.threshold;
+  const auto compare_with = args.strict ? compare<true> : compare<false>;
+  parallel_for(pieces(args.tokens, kPart), worthwhile(threads, args.tokens), [&](int64_t part) {
+    const int64_t first = part * kPart, n = smaller(kPart, args.tokens - first);
+    uint8_t* selected = args.selected + first;
+    if (scores.are_values(first, n) && (compare_with(scores.values + first, n, threshold, selected) || scores.given)) return;
+    float score[kPart];
+    scores.write(first, n, score);
+    compare_with(score, n, threshold, selected);
+  });
+}
+
+int64_t order_statistic_workspace(int64_t tokens) { return Selection(nullptr, tokens).bytes; }
+
+void order_statistic(const OrderStatisticArgs& args, int threads) {
+  const Scores scores(args);
+  const Selection selection(args.workspace, args.tokens);
+  const int64_t workers = smaller(worthwhile(threads, args.tokens), selection.most_workers);
+  const auto begin = [&](int64_t worker) { return worker * args.tokens / workers; };
+  const auto for_each_worker = [&](const auto& body) {
+    parallel_for(workers, int(workers), [&](int64_t w) { body(selection.workers[w], w); });
+  };
+
+  KeyRange range = bracket(args, scores, worthwhile(threads, args.tokens), selection.words);
+  int64_t population, nan, below, kept;
+  // A third of the words for the keys, one for their positions, and one to search them in. Returns whether that was enough.
+  const auto keep_all = [&](bool mark) {
+    for_each_worker([&](Worker& worker, int64_t w) {
+      const int64_t words = begin(w + 1) - begin(w);
+      worker.room = mark ? words / 3 : words;
+      worker.keys = selection.words + begin(w);
+      worker.positions = mark ? worker.keys + worker.room : nullptr;
+      keep_range(scores, begin(w), begin(w + 1), range, args.selected, worker);
+      selection.searches[w] = {worker.keys, worker.keys + (mark ? 2 * worker.room : 0), worker.kept};
+    });
+    bool full = false;
+    population = nan = below = kept = 0;
+    for (int64_t w = 0; w < workers; ++w) {
+      const Worker& worker = selection.workers[w];
+      population += worker.finite, nan += worker.nan, below += worker.below, kept += worker.kept;
+      full |= worker.full;
+    }
+    return !full;
+  };
+  // Puts right what is selected, once the least key is known that is: then the keys have been searched.
+  const auto correct = [&](uint32_t least) {
+    const uint32_t middle = range.middle(), low = middle < least ? middle : least, end = middle < least ? least : middle;
+    if (low == end) return;
+    for_each_worker([&](Worker& worker, int64_t w) {
+      uint32_t* wrong = worker.keys + 2 * worker.room;
+      const int64_t count = keep(worker.keys, worker.positions, worker.kept, {low, end - low - 1}, wrong);
+      for (int64_t i = 0; i < count; ++i) args.selected[begin(w) + wrong[i]] = least == low;
+    });
+  };
+  bool marked = args.selected && args.tokens <= UINT32_MAX && keep_all(true);
+  if (!marked) keep_all(false);
+  args.counts[0] = population;
+  args.counts[1] = nan;
+  *args.threshold = NAN;
+  marked &= population > 0;  // above no threshold at all there is nothing, while infinite scores are marked
+  if (population > 0) {
+    const int64_t index = order_index(args.numerator, args.denominator, args.rule, population);
+    if (index < below || index >= below + kept) {
+      range = finite_keys();
+      keep_all(false);
+      marked = false;
+    }
+    const uint32_t key = find_key(selection.searches, workers, range, index - below);
+    *args.threshold = from_order_key(key);
+    if (marked) correct(key + (args.strict != 0));
+  }
+  if (args.selected && !marked) select(selection_of(args), threads);
+}
+
+}  // namespace hpo::HPO_ISA

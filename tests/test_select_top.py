@@ -1,0 +1,174 @@
+"""Threshold and mask in one call: to the bit what the order statistic and the selection give one after the other.
+
+The CPU backend does both in one pass where a sample's bracket holds few scores; every way out of that is taken here on
+purpose, on every backend.
+"""
+
+import itertools
+import math
+from fractions import Fraction
+
+import hypothesis
+import pytest
+import torch
+
+import hpo_core as hpo
+from hpo_core import ops, testing
+from hpo_core.entropy import EntropyWindow, ares, forking_tokens
+from hpo_core.reference import entropy as reference
+from hpo_core.specs import OrderRule
+from hpo_core.testing import Layout
+
+COUNTS = (0, 1, 15, 16, 17, 5000, 300_000)
+QUANTILES = ((4, 5), (0, 5), (5, 5), (1, 2))
+
+
+def assert_selects_top(backend, values, batch=None, quantile=(4, 5), rule=OrderRule.CEIL):
+    """With ties and without; gives the mask with them."""
+    device = testing.device_of(backend)
+    packed = (None, None) if batch is None else (batch.mask, batch.cu_seqlens)
+    moved = [None if tensor is None else tensor.to(device) for tensor in (values, *packed)]
+    threshold, counts = ops.order_statistic(moved[0], *quantile, rule, backend, *moved[1:])
+    if values.numel() <= 5_000 or batch is None:  # the reference walks through tokens one by one
+        expected = reference.order_statistic(values, *quantile, rule, *packed)
+        assert same(threshold, expected[0]) and same(counts, expected[1])
+    masks = []
+    for strict, threads in itertools.product((True, False), (1, 2) if backend == "cpu" else (1,)):
+        torch.set_num_threads(threads)
+        out = ops.select_top(moved[0], *quantile, rule, strict, backend, *moved[1:])
+        assert same(out[0], threshold) and same(out[1], counts)
+        assert out[2].dtype == torch.bool and out[2].shape == values.shape
+        assert same(out[2], ops.select(moved[0], threshold, strict, backend, *moved[1:]))
+        masks.append(out[2].cpu())
+    if batch is None:
+        assert same(masks[-1], values >= threshold.cpu()) and same(masks[0], values > threshold.cpu())
+    return masks[-1]
+
+
+def same(a, b):
+    return a.cpu().numpy().tobytes() == b.cpu().numpy().tobytes()
+
+
+def uniform(count, seed=0):
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed))
+
+
+def largest(backend, count):
+    """Emulated and interpreted kernels take seconds for what has one path there."""
+    return min(count, 2_500) if backend in ("cuda_emulated", "triton") else count
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("quantile", QUANTILES, ids=str)
+def test_every_size(backend, count, quantile):
+    count = largest(backend, count)
+    for values, rule in zip((uniform(count), uniform(count) - 0.8, uniform(count).log()), OrderRule, strict=True):
+        assert_selects_top(backend, values, None, quantile, rule)
+
+
+@hypothesis.given(example=testing.scores(60))
+def test_generated_scores(backend, example):
+    score, numerator, denominator, rule = example
+    assert_selects_top(backend, score, None, (numerator, denominator), rule)
+
+
+@pytest.mark.parametrize("value", [0.25, 0.0, -0.0, -3.0, math.inf, -math.inf, math.nan])
+def test_all_equal(backend, value):
+    """More keys in the bracket than there is room for; or none."""
+    for count in (17, largest(backend, 20_000), largest(backend, 300_000)):
+        mask = assert_selects_top(backend, torch.full((count,), value))
+        assert mask.all() if math.isfinite(value) else not mask.any()
+
+
+@pytest.mark.parametrize("levels", [2, 5, 9, 200])
+def test_ties(backend, levels):
+    count = largest(backend, 300_000)
+    for quantile in QUANTILES:
+        assert_selects_top(backend, (uniform(count) * levels).floor() - 1, None, quantile)
+
+
+@pytest.mark.parametrize("planted", [100.0, -100.0, math.inf, -math.inf, math.nan, 0.5])
+def test_bracket_that_misses(backend, planted):
+    """One value at every place that the CPU backend may look at before it decides which scores to keep."""
+    count = largest(backend, 300_000)
+    values = uniform(count)
+    values[[(i * 0x9E3779B9 % 2**32) * count >> 32 for i in range(2048)]] = planted
+    for quantile in QUANTILES:
+        assert_selects_top(backend, values, None, quantile)
+
+
+def test_sorted_scores(backend):
+    """All that is in the bracket lies in one worker's part."""
+    values = uniform(largest(backend, 300_000)).sort().values
+    assert_selects_top(backend, values)
+    assert_selects_top(backend, values.flip(0))
+
+
+def test_misaligned_scores(backend):
+    values = uniform(largest(backend, 40_000))
+    assert all(assert_selects_top(backend, values[first:]).sum() > 0 for first in range(1, 4))
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_scores_that_are_not_finite(backend, broken):
+    """One in a while, and many: infinite scores stand above every threshold, NaN above none."""
+    values = uniform(largest(backend, 60_000))
+    for step in (7, 9001):
+        values[::step] = broken
+        mask = assert_selects_top(backend, values)
+        assert (mask[::step] == (broken == math.inf)).all()
+
+
+@pytest.mark.parametrize("masked", ["none", "some", "row"])
+@pytest.mark.parametrize("lengths", [(5, 0, 1, 9, 3), (3, 9000, 0, 12000, 1, 2000)], ids=str)
+def test_tokens(backend, lengths, masked):
+    """Rows longer and shorter than what is looked at together, tokens behind the last, and broken ones among them."""
+    layout = Layout(lengths, 5, masked, seed=3)
+    values, batch = testing.random_window(layout=layout).values, layout.batch()
+    for bad in (1.0, math.nan, math.inf, -math.inf):
+        values[2::3001] = bad
+        assert_selects_top(backend, values, batch)
+
+
+def test_garbage_under_the_mask_is_never_read(backend):
+    layout = Layout((40, 1, 0, 16500), 9, "some", seed=1)
+    values, batch = testing.random_window(layout=layout).values, layout.batch()
+    valid = batch.mask & (torch.arange(values.numel()) < batch.cu_seqlens[-1])
+    clean = assert_selects_top(backend, values, batch)
+    for bad in (math.nan, math.inf, 99.0):
+        assert torch.equal(clean, assert_selects_top(backend, torch.where(valid, values, bad), batch))
+
+
+@pytest.mark.parametrize("offsets", [[0, 300, 200, 9000, 8000, 19000], [6, 5, 4, 3, 2], [0, 0]], ids=str)
+def test_broken_offsets(backend, offsets):
+    batch = hpo.PackedBatch(torch.tensor(offsets), total_tokens=20_000, validate=False)
+    assert_selects_top(backend, uniform(20_000), batch)
+
+
+def test_many_rows_and_many_tokens(backend):
+    """Against fit and apply alone, since the reference would take minutes."""
+    rows = largest(backend, 300_000) // 1000
+    batch = hpo.PackedBatch(torch.arange(rows + 1) * 1000)
+    assert int(assert_selects_top(backend, uniform(rows * 1000), batch).sum()) == 1 + (rows * 1000 - 1) // 5
+
+
+def test_one_call_of_a_window_is_fit_and_apply(backend):
+    device = testing.device_of(backend)
+    for window, seed in itertools.product(
+        (forking_tokens(), ares(3, "0.6"), EntropyWindow("strict", Fraction(1, 2), rule=OrderRule.FLOOR, strict=True)),
+        range(3),
+    ):
+        layout = Layout((5, 3, 0, 8, 200, 6), 4, "some", seed=seed)
+        values, batch = testing.random_window(layout=layout).values.to(device), layout.batch().to(device)
+        state, mask = window.fit_apply(values, batch, backend=backend)
+        expected = window.fit(values, batch, backend=backend)
+        assert all(map(same, state, expected))
+        assert same(mask, window.apply(values, batch, expected, backend=backend))
+
+
+def test_one_call_of_a_window_takes_padded_entropies(backend):
+    mask = (torch.arange(40).reshape(4, 10) % 10 < torch.tensor([[10], [3], [0], [7]])).to(testing.device_of(backend))
+    values = uniform(40).reshape(4, 10).to(mask.device)
+    state, selected = forking_tokens("0.3").fit_apply(values, mask, backend=backend)
+    assert selected.shape == (4, 10) and int(selected.sum()) == 6 and not (selected & ~mask).any()
+    assert state.population.item() == 20

@@ -292,11 +292,13 @@ def test_on_policy_the_gradient_is_minus_w_a(gate, backend):
     assert torch.equal(out.grad, expected)
 
 
-def test_bounds_of_tokens_replace_those_of_the_residual(backend):
-    gate, example = GATES["two_scale, token"], Example(11)
+@pytest.mark.parametrize("lengths", [(5, 0, 9, 1, 7, 12, 3), (40, 5, 64)])
+@pytest.mark.parametrize("name", ["two_scale, token", "zeroed at once"])
+def test_bounds_of_tokens_replace_those_of_the_residual(name, lengths, backend):
+    gate, example = GATES[name], Example(11, lengths, masked=False)
     draw = torch.Generator().manual_seed(0)
-    low, high = 0.9 + 0.09 * torch.rand(37 + 3, generator=draw), 1.01 + 0.1 * torch.rand(37 + 3, generator=draw)
-    own = {"bounds": (low, high)}
+    low, high = 0.9 + 0.09 * torch.rand(2, example.logp.numel(), generator=draw)
+    own = {"bounds": (low, high + 0.11)}
     assert_the_definition(example, gate, backend, **own)
     assert not torch.equal(example.run(gate, backend, **own).grad, example.run(gate, backend).grad)
 
@@ -356,7 +358,7 @@ def index_inputs(example, gate):
 def raw(example, gate, backend, **replaced):
     """The op itself, which checks nothing."""
     inputs, spec = sys.modules["hpo_core.losses"]._prepare(
-        example.logp, example.old_logp, example.advantages, example.batch, gate, example.weights, *[None] * 10, "row",
+        example.logp, example.old_logp, example.advantages, example.batch, gate, example.weights, *[None] * 12, "row",
         None, backend,
     )  # fmt: skip
     return (

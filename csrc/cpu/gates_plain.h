@@ -75,7 +75,7 @@ HPO_INLINE bool sweep_plain(const PolicyLossArgs& args, int64_t first, int n, Ti
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;  // on-policy: x = 0, or NaN where logp is
   const uint8_t* mask = kMasked ? args.mask + first : nullptr;
   PlainSums sums;
-  for (int tokens = 0; tokens < n; tokens += kLanes) {
+  for (int tokens = 0; tokens < n; tokens += kLanes) {  // what lies behind n is absent
     for (int part = 0; part < kParts; ++part) {
       const int i = tokens + part * kWidth;
       Ints kind = load_lanes<Ints>(tile.kind + i);
@@ -94,6 +94,11 @@ HPO_INLINE bool sweep_plain(const PolicyLossArgs& args, int64_t first, int n, Ti
   return true;
 }
 
+// Whether a tile can be read by whole vectors: what lies behind it is other tokens, which are absent here.
+inline bool has_whole_vectors(const PolicyLossArgs& args, int64_t first, int n) {
+  return first + (n + kLanes - 1) / kLanes * kLanes <= args.tokens;
+}
+
 // A plain tile of the first of two sweeps: its log-ratios are kept.
 struct PlainLogRatios {
   float* x;
@@ -103,7 +108,8 @@ struct PlainLogRatios {
 inline bool measure_plain(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
                           Partial& partial) {
   const PolicyLossArgs& args = call.args;
-  if (n % kLanes != 0 || load_rows(args, first, n, segments, tile)) return false;
+  if (!has_whole_vectors(args, first, n) || load_rows(args, first, n, segments, tile)) return false;
+  for (int i = n; i % kLanes != 0; ++i) tile.kind[i] = kAbsent;
   PlainLogRatios keep = {tile.x};
   const bool plain = args.mask ? sweep_plain<true>(args, first, n, tile, partial, keep)
                                : sweep_plain<false>(args, first, n, tile, partial, keep);

@@ -83,9 +83,13 @@ void gate_piece(const Pieces& pieces, const Workspace& space, int64_t p) {
   LevelSlopes& slopes = space.slopes[p] = {};
   space.delivered[p][0] = space.delivered[p][1] = 0.0f;
   if (space.log_ratios[p].valid == 0) return;
+  // Advantages of rows have one sign here.
+  const PolicyLossArgs& args = pieces.args;
+  const int negative = !args.advantage_per_token && args.advantages[pieces.row(p)] < 0.0f;
+  const int first_sign = args.advantage_per_token ? 0 : negative, last_sign = args.advantage_per_token ? 1 : negative;
   const auto segment = [&](int k) { return space.segments[k * pieces.count() + pieces.ancestor(k, p)]; };
   for (int channel = 0; channel <= pieces.hierarchy.split; ++channel) {
-    for (int sign = 0; sign < 2; ++sign) {
+    for (int sign = first_sign; sign <= last_sign; ++sign) {
       const auto put_slope = [&](int k, double slope) { slopes.slope[k][channel][sign] = slope; };
       const GateColumn column = gate_column(pieces.hierarchy, channel, sign, segment, put_slope);
       gate.z[sign] += column.z;
@@ -164,7 +168,7 @@ GateCounts token_loop(const PieceGate& piece, float keep, const TokenBounds& bou
   return gates.counts();
 }
 
-// A plain tile: its tokens have one advantage, and are read where they are.
+// A plain tile: its tokens have one advantage, and are read where they are; what lies behind them is absent.
 using PlainLoop = GateCounts (*)(const PieceGate&, float keep, const TokenBounds&, const PolicyLossArgs&, int64_t first,
                                  float coefficient, int32_t kind, TokenTerms&, float* loss, float* grad, int n);
 
@@ -177,7 +181,8 @@ GateCounts plain_loop(const PieceGate& piece, float keep, const TokenBounds& bou
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   const Floats low = all<Floats>(bounds.low[sign]), high = all<Floats>(bounds.high[sign]), a = all<Floats>(coefficient);
   for (int i = 0; i < n; i += kWidth) {
-    const Ints here = args.mask ? keep_where(args.mask + first + i, Ints{} + kind) : Ints{} + kind;
+    const Ints given = first_lanes(n - i) & (Ints{} + kind);
+    const Ints here = args.mask ? keep_where(args.mask + first + i, given) : given;
     const Floats x = keep_if(here != kAbsent, load_lanes<Floats>(logp + i) - load_lanes<Floats>(old_logp + i));
     gates.step(i, here, x, a, low, high, logp);
   }
@@ -289,13 +294,15 @@ struct BlockGate {
     return counts;
   }
 
-  // The same of a plain tile of whole vectors, from begin to end.
-  void finish_plain(const Call& call, int64_t row, int64_t first, int n, Tile& tile, Partial& partial) const {
+  // The same of a plain tile, from begin to end.
+  void finish_plain(const Call& call, int64_t first, int n, Tile& tile, Partial& partial) const {
     const float advantage = call.args.advantages[row], coefficient = call.args.weights[row] * advantage;
-    float* grad = call.args.grad ? call.args.grad + first : tile.grad;
+    // The loop goes on to the end of a vector, where the next row's gradient lies, perhaps written by another thread.
+    float* grad = call.args.grad && n % kLanes == 0 ? call.args.grad + first : tile.grad;
     const int32_t kind = advantage < 0.0f ? kNegative : kPositive;
     plan.plain_loop(piece, plan.keep, plan.bounds, call.args, first, coefficient, kind, terms, tile.loss, grad, n)
         .add_to(partial.slots);
+    if (call.args.grad && n % kLanes != 0) std::memcpy(call.args.grad + first, tile.grad, size_t(n) * sizeof(float));
     add_terms(tile.loss, n, partial.sums[kLossSum]);
     if (!plan.carries) return;
     if (terms.flows) add_past_token(n);
@@ -370,11 +377,18 @@ void clear_gaps(const Pieces& pieces) {
   clear(covered, args.tokens);
 }
 
-// Adds to the gradient of a plain tile of whole vectors what arrives at its tokens through aggregates.
+// Adds to the gradient of a plain tile what arrives at its tokens through aggregates.
 void add_flow_to_plain(const PolicyLossArgs& args, int64_t first, int n, float rising, float falling) {
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   float* grad = args.grad + first;
+  if (n % kLanes != 0) {
+    for (int i = 0; i < n; ++i) {
+      const bool valid = !args.mask || args.mask[first + i] != 0;
+      grad[i] += keep_if(valid, logp[i] - old_logp[i] < 0.0f ? falling : rising);
+    }
+    return;
+  }
   for (int i = 0; i < n; i += kWidth) {
     const Floats x = load_lanes<Floats>(logp + i) - load_lanes<Floats>(old_logp + i);
     const Floats flow = x < 0.0f ? all<Floats>(falling) : all<Floats>(rising);
@@ -426,6 +440,7 @@ struct Scratch {
   Tile tile;
   Segments whole;
   TokenTerms terms;
+  Partial counted;  // what later sweeps count once more
 };
 
 // What is done to the tokens of one block.
@@ -435,11 +450,11 @@ struct Sweeps {
   const Workspace& space;
   const TokenPlan& plan;
 
-  // The first sweep; returns whether the others may take every tile of whole vectors for plain.
+  // The first sweep; returns whether the others may take every tile for plain.
   bool measure(const Block& block, Scratch& scratch, Partial& partial, LogRatios& sums) const {
     const bool may = may_be_plain(call.args) && !call.args.target;
     Tile& tile = scratch.tile;
-    bool plain = may && !plan.term_loop;
+    bool plain = may && !plan.term_loop && !plan.driven;
     for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
       if (!may || !measure_plain(call, at, n, scratch.whole, tile, space.seen, partial)) {
         hpo::HPO_ISA::measure(call, at, n, scratch.whole, tile, space.seen, partial);
@@ -453,14 +468,13 @@ struct Sweeps {
 
   // The second: loss, gradient of the token's own path, and the flow into aggregates.
   void finish(const Block& block, bool plain, Scratch& scratch, Partial& partial, Flow& flow) const {
-    Partial counted;  // in the first sweep
     FlowLanes lanes;
     static const PieceGate none = {};
     const bool levels = plan.hierarchy.depth > 0;
     const BlockGate gate = {plan, levels ? space.gates[block.piece] : none, block.row, scratch.terms, lanes};
     for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
-      if (plain && n % kLanes == 0) return gate.finish_plain(call, block.row, at, n, scratch.tile, partial);
-      load(call, at, n, scratch.whole, true, scratch.tile, counted);
+      if (plain && has_whole_vectors(call.args, at, n)) return gate.finish_plain(call, at, n, scratch.tile, partial);
+      load(call, at, n, scratch.whole, true, scratch.tile, scratch.counted);
       finish_tile(call, gate, at, n, scratch.whole, scratch.tile, partial);
       if (plan.term_loop && plan.term.term.penalty != Penalty::none) {
         float* grad = call.args.grad ? call.args.grad + at : scratch.tile.grad;
@@ -475,11 +489,10 @@ struct Sweeps {
   void receive(const Block& block, bool plain, Scratch& scratch) const {
     const float rising = space.delivered[block.piece][0], falling = space.delivered[block.piece][1];
     if (rising == 0.0f && falling == 0.0f) return;
-    Partial counted;
     Tile& tile = scratch.tile;
     for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
-      if (plain && n % kLanes == 0) return add_flow_to_plain(call.args, at, n, rising, falling);
-      load(call, at, n, scratch.whole, true, tile, counted);
+      if (plain) return add_flow_to_plain(call.args, at, n, rising, falling);
+      load(call, at, n, scratch.whole, true, tile, scratch.counted);
       const float* entering = load_entering(plan.term, tile, n, scratch.terms);
       float* __restrict grad = call.args.grad + at;
       for (int i = 0; i < n; ++i) {

@@ -50,6 +50,13 @@ HPO_INLINE Ints keep_where(const uint8_t* bytes, Ints value) {
 #endif
 }
 
+// -1 in the first `count` lanes, else 0.
+HPO_INLINE Ints first_lanes(int count) {
+  Ints lane = {};
+  for (int i = 0; i < kWidth; ++i) lane[i] = i;
+  return lane < count;
+}
+
 // sum + value, and the smaller and larger of two, where the condition holds; elsewhere the last argument.
 HPO_INLINE Ints add_where(Ints condition, Ints value, Ints sum) { return condition ? sum + value : sum; }
 HPO_INLINE Floats smaller_where(Ints condition, Floats x, Floats least) { return condition ? (x < least ? x : least) : least; }

@@ -144,7 +144,7 @@ KINDS = [kind for kind in vars(specs).values() if isinstance(kind, type) and iss
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not specs.Unit])  # the batch resolves units
 def test_kinds_are_those_of_the_c_interface(kind):
-    [body] = re.findall(rf"enum class {kind.__name__} : int32_t {{(.*?)}}", API.read_text())
+    [body] = re.findall(rf"enum class {kind.__name__} : int32_t {{(.*?)}}", API.read_text(), re.DOTALL)
     numbers = {name.upper(): int(number) for name, number in re.findall(r"(\w+) = (\d+)", body)}
     if kind is specs.Invalid:
         numbers["BREAK"] = numbers.pop("STOP")  # `break` is a word of C++

@@ -114,6 +114,17 @@ def test_nothing_synchronises():
             _ = result.metrics + result.metrics, result.metrics.flags, result.metrics["tokens"]
         for gate in (hpo.gates.fiberpo(), hpo.gates.reconstructed.fiberpo_domain()):
             hpo.policy_loss(logp, old_logp, make(8), batch, gate).loss.backward()
+        gates = hpo.gates
+        for gate in (gates.sapo(), gates.ce_gppo(), gates.gmpo(), gates.vespo(), gates.kl_cov(), gates.opmd()):
+            hpo.policy_loss(logp, old_logp, make(8), batch, gate).loss.backward()
+        hpo.policy_loss(logp, old_logp, make(8), batch, gates.bpo(), target=gates.bpo_target(make(8))).loss.backward()
+        for gate in (gates.hispo(), gates.opsm(), gates.mis(veto=1e-4), gates.dppo_kl(), gates.tis()):
+            rollout = make(64) if gate.reads_rollout else None
+            hpo.policy_loss(logp, old_logp, make(8), batch, gate, rollout_logp=rollout).loss.backward()
+        gates.hapo_bounds(entropy, batch), gates.dcpo_bounds(old_logp), gates.archer_bounds(mask)
+        gates.clip_cov_mask(logp, old_logp, make(8), batch, seed=3)
+        gates.kl_cov_mask(logp, make(8), batch), gates.m2po_mask(logp, old_logp, batch)
+        gates.gbpo_target(make(8), batch.group_ids)
         for level, count in (("trajectory", 5), ("group", 3), ("domain", 2)):
             hpo.policy_loss(logp, None, make(count), batch, advantage_level=level)
         hpo.policy_loss_and_grad(logp, old_logp, make(64), batch)

@@ -11,7 +11,6 @@ import torch
 from .. import ops
 from ..batch import PackedBatch, renumber
 from ..checks import check, check_shape
-from ..reference.segments import row_of_token
 from ..specs import OrderRule
 
 __all__ = [
@@ -216,8 +215,14 @@ def gbpo_target(
     return (1 - low + (low + high) * torch.sigmoid(relative / temperature)).to(scores.dtype)
 
 
+def _row_of_token(batch: PackedBatch) -> torch.Tensor:
+    """``[T]``; the number of rows behind the last one."""
+    token = torch.arange(batch.total_tokens, device=batch.device)
+    return torch.searchsorted(batch.cu_seqlens[1:].contiguous(), token, right=True)
+
+
 def _valid(batch: PackedBatch) -> torch.Tensor:
-    inside = row_of_token(batch.cu_seqlens, batch.total_tokens) >= 0
+    inside = _row_of_token(batch) < batch.rows
     return inside if batch.mask is None else inside & batch.mask.reshape(-1)
 
 
@@ -227,7 +232,7 @@ def _covariance(
     """Of advantage and log-probability, the advantage ``[T]``, and which tokens are valid."""
     check_shape("logp", logp, (batch.total_tokens,), "[T]")
     valid = _valid(batch)
-    row = row_of_token(batch.cu_seqlens, logp.numel()).clamp(min=0)
+    row = _row_of_token(batch).clamp(max=max(batch.rows - 1, 0))
     advantage = advantages if advantages.shape == logp.shape != (batch.rows,) else advantages[row]
     n = valid.sum().clamp(min=1)
     centred = []

@@ -11,8 +11,11 @@ import torch
 import hpo_core as hpo
 from hpo_core import gates
 from hpo_core.gates import (
+    Action,
     Aggregate,
+    Channel,
     Clip,
+    Correction,
     Drop,
     Head,
     Identity,
@@ -410,17 +413,30 @@ def test_bits_depend_on_nothing_else(gate, backend, monkeypatch):
     assert all(run == runs[0] for run in runs[1:])
 
 
+def corrected(unit):
+    return RatioGate(
+        "corrected",
+        Drop(),
+        levels((SMALL, GROUP)),
+        corrections=(Correction(Action.MASK, unit=unit, channel=Channel.TOTAL),),
+    )
+
+
 def test_launches_on_cuda():
-    """Three; and two more where gradient flows through aggregates."""
+    """Three, without levels two; two more where gradient flows through aggregates. A correction: two, or three."""
     module = pytest.importorskip("hpo_core._cuda_emulated")
-    for name, coupled in (
-        ("fiberpo", True),
-        ("fiberpo_domain, stopped", True),
-        ("score", False),
-        ("dropped, self", False),
+    plain = ["prepare_pieces", "sum_pieces", "sweep_pieces"]
+    coupled = [*plain, "couple_segments", "deliver_gradient"]
+    for gate, expected in (
+        (GATES["fiberpo"], coupled),
+        (GATES["fiberpo_domain, stopped"], coupled),
+        (GATES["score"], plain),
+        (GATES["dropped, self"], plain),
+        (RatioGate("log", Identity(), head=Head.LOG, head_numbers=(0.7, 1.3)), ["prepare_pieces", "sweep_pieces"]),
+        (corrected(None), [*coupled, "prepare_correction", "correct_tokens"]),
+        (corrected(STEP), [*coupled, "prepare_correction", "reduce_pieces", "correct_tokens"]),
     ):
         before = module.launches()
-        Example(0).run(GATES[name], "cuda_emulated")
+        Example(0).run(gate, "cuda_emulated")
         launched = {kernel: n - before.get(kernel, 0) for kernel, n in module.launches().items()}
-        expected = ["prepare_pieces", "sum_pieces", "sweep_pieces"] + ["couple_segments", "deliver_gradient"] * coupled
         assert {kernel: n for kernel, n in launched.items() if n} == dict.fromkeys(expected, 1)

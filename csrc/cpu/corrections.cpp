@@ -11,28 +11,6 @@ HPO_DECLARE_KERNELS(HPO_ISA)
 namespace hpo::HPO_ISA {
 namespace {
 
-// Of the valid tokens of a piece or a segment, in any order: sums are integers (see to_fixed).
-struct Reduced {
-  int64_t valid = 0, fixed = 0;
-  float smallest = INFINITY, largest = -INFINITY;
-
-  void add(const Reduced& other) {
-    valid += other.valid, fixed += other.fixed;
-    smallest = other.smallest < smallest ? other.smallest : smallest;
-    largest = other.largest > largest ? other.largest : largest;
-  }
-
-  void add(float v) { add(Reduced{1, to_fixed(v), v, v}); }
-
-  float as(Reduction reduction) const {
-    if (valid == 0) return 0.0f;
-    if (reduction == Reduction::min) return smallest;
-    if (reduction == Reduction::max) return largest;
-    const double sum = from_fixed(fixed);
-    return float(reduction == Reduction::mean ? sum / double(valid) : sum);
-  }
-};
-
 struct Workspace {
   Arena arena;
   int64_t* start;  // [pieces + 1]

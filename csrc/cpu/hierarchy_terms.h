@@ -36,21 +36,13 @@ struct TermPlan {
         split(hierarchy.split),
         drop(call.structure.token == TokenGate::drop),
         keep(hierarchy.depth > 0 && hierarchy.levels[0].routing == Routing::self ? 0.0f : 1.0f),
-        pre_gated(false) {
-    for (int sign = 0; sign < 2; ++sign) pre_gated |= term.pre_low[sign] > -INFINITY || term.pre_high[sign] < INFINITY;
-    pre_gated &= term.present != 0;
-  }
+        pre_gated(pre_gates(hierarchy.term)) {}
 };
 
 // The log-ratios that are aggregated.
 inline const float* load_entering(const TermPlan& plan, const Tile& tile, int n, TokenTerms& terms) {
   if (!plan.pre_gated) return tile.x;
-  for (int i = 0; i < n; ++i) {
-    const bool negative = tile.kind[i] == kNegative;
-    const float low = negative ? plan.numbers.pre_low[1] : plan.numbers.pre_low[0];
-    const float high = negative ? plan.numbers.pre_high[1] : plan.numbers.pre_high[0];
-    terms.entering[i] = clamp(tile.x[i], low, high);
-  }
+  for (int i = 0; i < n; ++i) terms.entering[i] = pre_gate(plan.numbers, tile.kind[i] == kNegative, tile.x[i]);
   return terms.entering;
 }
 

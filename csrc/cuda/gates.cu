@@ -72,7 +72,7 @@ __device__ __forceinline__ TileSums sum_tile(const Gate& gate, const Unit& unit,
   int valid = 0, selected = 0;
   double coefficient[2] = {};
   for_each_group<WIDTH>(gate.pack(), unit, gate.groupable, broken, [&](const Group<WIDTH>& group) {
-    const Inputs<WIDTH> inputs = read_inputs<true, true>(gate, group);
+    const Inputs<WIDTH> inputs = read_inputs<true, true>(gate.args, group);
 #pragma unroll
     for (int i = 0; i < WIDTH; ++i) {
       const Token token = judge<true, true>(gate, row, inputs, i);
@@ -243,7 +243,7 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Unit& unit, b
   const RowTerms row = gate.row_terms(unit.row);
   TileTotals tile = {};
   for_each_group<WIDTH>(gate.pack(), unit, gate.groupable, broken, [&](const Group<WIDTH>& group) {
-    const Inputs<WIDTH> inputs = read_inputs<REFERENCE, EXTRAS>(gate, group);
+    const Inputs<WIDTH> inputs = read_inputs<REFERENCE, EXTRAS>(gate.args, group);
     float grad[WIDTH];
 #pragma unroll
     for (int i = 0; i < WIDTH; ++i) {

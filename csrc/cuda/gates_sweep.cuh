@@ -1,7 +1,5 @@
 // What is the same for a token under every gate once its own term is known: the penalty, its loss by itself, the metrics.
 #pragma once
-#include <algorithm>
-
 #include "gates_totals.cuh"
 
 namespace hpo {
@@ -63,14 +61,6 @@ __device__ __forceinline__ float complete_token(const Gate& gate, const RowTerms
   return grad;
 }
 
-// Whether the blocks of an earlier launch raised any of their flags; a barrier.
-__device__ __forceinline__ bool any_of(const int* flags, int count) {
-  int any = 0;
-#pragma unroll 1
-  for (int i = int(threadIdx.x); i < count; i += kThreads) any |= flags[i];
-  return __syncthreads_or(any);
-}
-
 // A row of several tiles is counted by the first that meets a valid token.
 __device__ __forceinline__ void count_row(const TileTotals& tile, int* seen, HPO_SHARED_POINTER(int) events) {
   if (__any_sync(kFullWarp, tile.counts[0] != 0) && lane() == 0) {
@@ -89,26 +79,5 @@ __device__ __forceinline__ void finish_block(const Gate& gate, const Totals& tot
   }
   if (last_block(ticket)) finish(partials, gate.args.loss, gate.args.metrics);
 }
-
-inline int blocks_for(int64_t threads) {
-  return int(std::min(kMaxBlocks, std::max(int64_t(1), (threads + kThreads - 1) / kThreads)));
-}
-
-// Places arrays of a workspace behind each other; from nullptr it only measures.
-class Placement {
- public:
-  explicit Placement(void* base) : base_(static_cast<char*>(base)), at_(base_) {}
-
-  template <class T>
-  void take(T*& array, int64_t count) {
-    array = reinterpret_cast<T*>(at_);
-    at_ += (count * int64_t(sizeof *array) + 15) / 16 * 16;
-  }
-
-  int64_t bytes() const { return at_ - base_; }
-
- private:
-  char *base_, *at_;
-};
 
 }  // namespace hpo

@@ -92,13 +92,13 @@ __device__ __forceinline__ void read_inputs(const PolicyLossArgs& args, Inputs<W
 
 // One branch for all arrays, so that their loads are on the way together.
 template <bool REFERENCE, bool EXTRAS, int WIDTH>
-__device__ __forceinline__ Inputs<WIDTH> read_inputs(const Gate& gate, const Group<WIDTH>& group) {
+__device__ __forceinline__ Inputs<WIDTH> read_inputs(const PolicyLossArgs& args, const Group<WIDTH>& group) {
   Inputs<WIDTH> inputs = {};
   inputs.group = group;
   if (WIDTH == 4 && group.whole) {
-    read_inputs<true, REFERENCE, EXTRAS>(gate.args, inputs);
+    read_inputs<true, REFERENCE, EXTRAS>(args, inputs);
   } else {
-    read_inputs<false, REFERENCE, EXTRAS>(gate.args, inputs);
+    read_inputs<false, REFERENCE, EXTRAS>(args, inputs);
   }
   return inputs;
 }

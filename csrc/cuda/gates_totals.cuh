@@ -3,12 +3,10 @@
 #include <cfloat>
 
 #include "gates_tokens.cuh"
+#include "grid.cuh"
 #include "hpo/metrics.h"
 
 namespace hpo {
-
-constexpr int kThreads = 256, kWarps = kThreads / kWarp;
-constexpr int64_t kMaxBlocks = 512;
 
 // Sums that a lane keeps in float, in the order of their metrics.
 enum Sum { kX, kXSquare, kDeviation, kDeviationSquare, kS, kSSquare, kK3, kEntropySum };

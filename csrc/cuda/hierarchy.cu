@@ -1,11 +1,13 @@
 // policy_loss under a hierarchy of gates in three launches: one that prepares, one that sums the log-ratios of every segment,
-// one sweep that gates tokens, writes their gradient and whose last block adds up loss and metrics. Two more follow where a
-// level hands gradient through its aggregate: what tiles hand up is added over segments, and what arrives goes to the tokens of
-// those pieces that get any. The definition is hpo_core/reference/gates.py.
+// one sweep that gates tokens, writes their gradient and whose last block adds up loss and metrics. Without levels there is
+// nothing to sum, and two do. Two more follow where a level hands gradient through its aggregate: what tiles hand up is added
+// over segments, and what arrives goes to the tokens of those pieces that get any. The definition is
+// hpo_core/reference/gates.py.
 //
 // A warp takes a tile of a piece (pieces.cuh). What tiles give to segments is added as integers, so it has no order; inside a
 // tile the order depends on positions in the piece. So where the piece lies and beside what changes no bit of its gradient.
 #include "gates_sweep.cuh"
+#include "hpo/terms.h"
 #include "pieces.cuh"
 
 namespace hpo {
@@ -20,13 +22,10 @@ struct Workspace {
   uint64_t* largest;  // [..][channel]: the largest magnitude that a tile hands up, the bits of a double
   int64_t* arriving;  // [..][channel]: what all tiles hand up, in steps that `largest` fixes
   double* handed;  // [units][kHanded]
-  int64_t* begin;  // [pieces]: of the pieces that count, where not all do
-  int* list;  // [pieces]: these pieces
-  int* count;  // how many
   double* partials;  // [blocks][kMetrics]
   int* seen;  // [rows]: 1 where a valid token was met
-  int* broken;  // [blocks of the first launch]: whether it met a piece that does not count
   unsigned* ticket;  // blocks of the sweep that are done
+  Counted counted;
 
   int64_t place(void* base, int64_t tokens, int64_t rows, int64_t pieces) {
     Placement placement(base);
@@ -34,13 +33,10 @@ struct Workspace {
     placement.take(largest, kMostLevels * pieces * 2);
     placement.take(arriving, kMostLevels * pieces * 2);
     placement.take(handed, units_of(tokens, pieces) * kHanded);
-    placement.take(begin, pieces);
-    placement.take(list, pieces);
-    placement.take(count, 1);
     placement.take(partials, kMaxBlocks * kMetrics);
     placement.take(seen, rows);
-    placement.take(broken, kMaxBlocks);
     placement.take(ticket, 1);
+    counted.take(placement, pieces);
     return placement.bytes();
   }
 };
@@ -48,6 +44,7 @@ struct Workspace {
 struct Call {
   Gate gate;
   Hierarchy hierarchy;
+  TermNumbers term;
   Workspace workspace;
   float token_low[2], token_high[2];  // of the token gate, log space
   const float *low, *high;  // per token, where a clip has them
@@ -56,7 +53,7 @@ struct Call {
   int first_blocks;  // blocks of the first launch
 
   Call(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers, const Hierarchy& hierarchy)
-      : gate(args, structure, numbers), hierarchy(hierarchy), workspace(), first_blocks(0) {
+      : gate(args, structure, numbers), hierarchy(hierarchy), term(hierarchy.term), workspace(), first_blocks(0) {
     const bool clips = structure.token == TokenGate::clip;
     bool through = false;
     for (int k = 0; k < hierarchy.depth; ++k) through |= hierarchy.levels[k].routing == Routing::through;
@@ -66,8 +63,8 @@ struct Call {
     }
     low = clips ? args.low : nullptr;
     high = clips ? args.high : nullptr;
-    keep = hierarchy.levels[0].routing == Routing::self ? 0.0f : 1.0f;
-    carries = through && structure.head == Head::linear && args.grad;
+    keep = hierarchy.depth > 0 && hierarchy.levels[0].routing == Routing::self ? 0.0f : 1.0f;
+    carries = through && structure.head != Head::score && args.grad;
     workspace.place(args.workspace, args.tokens, args.rows, hierarchy.pieces);
   }
 
@@ -80,44 +77,20 @@ struct Call {
     return {words[0], {words[1], words[2]}};
   }
 
-  __device__ __forceinline__ Pieces pieces(bool broken) const {
-    const int all = int(hierarchy.pieces);
-    return {broken ? workspace.begin : hierarchy.piece_begin,
-            hierarchy.piece_end,
-            hierarchy.piece_row,
-            broken ? workspace.list : nullptr,
-            all,
-            broken ? *workspace.count : all,
-            int(units_of(gate.args.tokens, all)),
-            gate.args.tokens};
+  __device__ __forceinline__ bool broken() const { return any_of(workspace.counted.broken, first_blocks); }
+
+  __device__ __forceinline__ Pieces pieces(bool broken, int blocks) const {
+    return get_pieces(hierarchy, gate.args, workspace.counted, broken, blocks);
+  }
+
+  // The log-ratio of a token as it enters aggregates.
+  template <bool PRE_GATED>
+  __device__ __forceinline__ float entering(const Token& token) const {
+    return PRE_GATED ? pre_gate(term, token.negative, token.x) : token.x;
   }
 };
 
-// Calls `visit(index, unit)` with the units of this warp, if `blocks` blocks share them.
-template <class Visit>
-__device__ __forceinline__ void for_each_unit(const Pieces& pieces, int blocks, Visit visit) {
-#pragma unroll 1
-  for (int index = int(blockIdx.x) * kWarps + warp_in_block(); index < pieces.units; index += blocks * kWarps) {
-    const PieceUnit unit = get_unit(pieces, index);
-    if (unit.tile.length > 0) visit(index, unit);
-  }
-}
-
 // ------------------------------------------------------------------------------------------------------- first launch
-
-template <class T>
-__device__ __forceinline__ void clear(T* array, int64_t count) {
-#pragma unroll 1
-  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < count; i += int64_t(gridDim.x) * kThreads) array[i] = {};
-}
-
-// Tokens outside every piece get 0: written for all of them, which is cheaper than to look for those.
-__device__ __forceinline__ void clear_tokens(float* array, int64_t tokens, bool groupable) {
-  if (!array) return;
-  const int64_t groups = groupable ? tokens / 4 : 0;
-  clear(reinterpret_cast<float4*>(array), groups);
-  clear(array + groups * 4, tokens - groups * 4);
-}
 
 __global__ void __launch_bounds__(kThreads) prepare_pieces(const Call call) {
   const PolicyLossArgs& args = call.gate.args;
@@ -128,77 +101,43 @@ __global__ void __launch_bounds__(kThreads) prepare_pieces(const Call call) {
   clear(workspace.largest, coupled * 2);
   clear(workspace.arriving, coupled * 2);
   clear(workspace.seen, args.rows);
-  clear_tokens(args.grad, args.tokens, call.gate.groupable);
-  clear_tokens(args.token_loss, args.tokens, call.gate.groupable);
-  // All pieces count if each is good by itself and behind its neighbour.
-  bool bad = false;
-#pragma unroll 1
-  for (int64_t p = int64_t(blockIdx.x) * kThreads + threadIdx.x; p < hierarchy.pieces; p += int64_t(gridDim.x) * kThreads) {
-    bad |= piece_range(hierarchy, args, p).bad || (p > 0 && hierarchy.piece_begin[p] < hierarchy.piece_end[p - 1]);
-  }
-  const bool any = __syncthreads_or(bad);
-  if (threadIdx.x == 0) workspace.broken[blockIdx.x] = any;
+  fill_tokens(args.grad, args.tokens, call.gate.groupable, 0.0f);
+  fill_tokens(args.token_loss, args.tokens, call.gate.groupable, 0.0f);
+  check_pieces(hierarchy, args, workspace.counted);
   if (blockIdx.x == 0 && threadIdx.x == 0) *workspace.ticket = 0;
 }
 
 // ------------------------------------------------------------------------------------------------------ second launch
 
-// One warp lists the pieces that count: those that are good and begin at or behind the end of every one listed before.
-__device__ __forceinline__ void list_pieces(const Call& call) {
-  const int pieces = int(call.hierarchy.pieces);
-  int64_t covered = 0;
-  int count = 0;
-#pragma unroll 1
-  for (int base = 0; base < pieces; base += kWarp) {
-    const int piece = base + lane();
-    const Range own = piece < pieces ? piece_range(call.hierarchy, call.gate.args, piece) : Range{0, 0, true};
-    bool counts = false;
-#pragma unroll 1
-    for (int source = 0; source < kWarp; ++source) {
-      const int64_t begin = __shfl_sync(kFullWarp, own.begin, source), end = __shfl_sync(kFullWarp, own.end, source);
-      const bool fits = !__shfl_sync(kFullWarp, int(own.bad), source) && begin >= covered;
-      covered = fits ? end : covered;
-      counts = source == lane() ? fits : counts;
-    }
-    const unsigned all = __ballot_sync(kFullWarp, counts);
-    if (counts) {
-      const int at = count + __popc(all & ((1u << lane()) - 1));
-      call.workspace.list[at] = piece;
-      call.workspace.begin[at] = own.begin;
-    }
-    count += __popc(all);
-  }
-  if (lane() == 0) *call.workspace.count = count;
-}
-
+template <bool PRE_GATED>
 __device__ __forceinline__ LogRatios sum_tile(const Call& call, const Unit& tile) {
+  const RowTerms row = PRE_GATED ? call.gate.row_terms(tile.row) : RowTerms{};
   const bool split = call.hierarchy.split;
   int valid = 0;
   int64_t fixed[2] = {};
   for_each_window(tile, call.gate.groupable, [&](const Group<4>& group) {
-    const Inputs<4> inputs = read_inputs<true, false>(call.gate, group);
+    const Inputs<4> inputs = read_inputs<true, PRE_GATED>(call.gate.args, group);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const Token token = judge<true, false>(call.gate, RowTerms{}, inputs, i);
-      const float up = rising_part(split, token.x);
+      const Token token = judge<true, PRE_GATED>(call.gate, row, inputs, i);
+      const float x = call.entering<PRE_GATED>(token), up = rising_part(split, x);
       valid += token.valid;
       fixed[0] += to_fixed(up);
-      fixed[1] += to_fixed(up - token.x);
+      fixed[1] += to_fixed(up - x);
     }
   });
   return {warp_sum(valid), {warp_sum(fixed[0]), warp_sum(fixed[1])}};
 }
 
-// Where pieces are broken one block does it all, in the sequence that says which of them count.
+template <bool PRE_GATED>
 __global__ void __launch_bounds__(kThreads) sum_pieces(const Call call) {
-  const bool broken = any_of(call.workspace.broken, call.first_blocks);
+  const bool broken = call.broken();
   if (broken && blockIdx.x != 0) return;
-  if (broken && warp_in_block() == 0) list_pieces(call);
-  __syncthreads();
+  if (broken) list_broken(call.hierarchy, call.gate.args, call.workspace.counted);
   const int level = lane() / kWords, word = lane() % kWords;
   Carrier carrier = {};
-  for_each_unit(call.pieces(broken), broken ? 1 : int(gridDim.x), [&](int, const PieceUnit& unit) {
-    const LogRatios sums = sum_tile(call, unit.tile);
+  for_each_unit(call.pieces(broken, broken ? 1 : int(gridDim.x)), [&](int, const PieceUnit& unit) {
+    const LogRatios sums = sum_tile<PRE_GATED>(call, unit.tile);
     if (level >= call.hierarchy.depth || sums.valid == 0) return;
     const int64_t mine = word == 0 ? sums.valid : (word == 1 ? sums.fixed[0] : sums.fixed[1]);
     carrier.add(call.workspace.segments + call.segment_of(level, unit.piece) * kWords + word, mine);
@@ -232,7 +171,7 @@ __device__ __forceinline__ void begin_work(const Call& call, const PieceUnit& un
   __syncwarp();  // the tile before is done
   if (lane() == 0) work.unit = unit;
   GateColumn column = {};
-  if (channel <= call.hierarchy.split) {
+  if (channel <= call.hierarchy.split && call.hierarchy.depth > 0) {
     column = gate_column(
         call.hierarchy, channel, sign, [&](int k) { return call.log_ratios(k, unit.piece); },
         [&](int k, double slope) {
@@ -251,33 +190,102 @@ __device__ __forceinline__ void begin_work(const Call& call, const PieceUnit& un
   __syncwarp();
 }
 
+// What the gate makes of a token, whether it is selected or not.
+struct PolicyTerm {
+  float loss;   // of an infinite log-ratio: no value that logp would enter
+  float slope;  // d loss / d z
+  float grad;   // d loss / d logp, if the log-ratio is finite
+};
+
+__device__ __forceinline__ PolicyTerm plain_term(const Gate& gate, const GatedToken& gated, const Token& token, float a,
+                                                 float logp) {
+  const float value = token_value(a, gated.z);
+  if (gate.structure.head == Head::score) return {token.infinite ? 0.0f : value * logp, value, value};
+  return {value, value, value * gated.slope};
+}
+
+// `passes`: the pre-gate did not clip the token.
+__device__ __forceinline__ PolicyTerm general_term(const Call& call, const GatedToken& gated, const Token& token, bool passes,
+                                                   float a, float kept, float logp, float target) {
+  const TermNumbers& numbers = call.term;
+  const Head head = call.gate.structure.head;
+  const bool negative = token.negative;
+  const float most = saturation_of(head);
+  const float factor = gated.above   ? by_sign(numbers.weight_high, negative)
+                       : gated.below ? by_sign(numbers.weight_low, negative)
+                                     : 1.0f;
+  const HeadTerm<float> term = head_term(head, negative, by_sign(numbers.head, negative), clamp(gated.z, -most, most),
+                                         a * factor, kept * factor, token.infinite ? 0.0f : logp, target);
+  return {token.infinite && head == Head::score ? 0.0f : term.loss, term.slope,
+          (passes ? term.slope * gated.slope : 0.0f) + term.direct};
+}
+
+// A target that is not finite counts as such an advantage does.
+__device__ __forceinline__ float judge_target(const Gate& gate, int row, const Inputs<4>& inputs, int i, Token& token) {
+  const PolicyLossArgs& args = gate.args;
+  if (!args.target) return 0.0f;
+  const float target = args.target_per_token ? inputs.one(args.target, i) : args.target[row];
+  if (fabsf(target) <= FLT_MAX) return target;
+  token.bad = token.valid;
+  token.selected = false;
+  token.a = token.unweighted = 0.0f;
+  return 0.0f;
+}
+
+// The penalty on the token's own log-ratio: counts it and returns its gradient.
+__device__ __forceinline__ float pay_own_penalty(const Call& call, const RowTerms& row, const Inputs<4>& inputs, int i,
+                                                 const Token& token, Totals& totals) {
+  const PolicyLossArgs& args = call.gate.args;
+  const Penalty penalty = call.hierarchy.term.penalty;
+  if (penalty == Penalty::none || !token.valid) return 0.0f;
+  const int64_t at = inputs.group.token + i;
+  if (args.penalty_mask && !args.penalty_mask[at]) return 0.0f;
+  const OwnPenalty own = own_penalty(penalty, token.x);
+  const float coefficient = call.term.penalty_coefficient, value = coefficient * own.value;
+  totals.penalty += double(row.penalty_weight() * value);
+  if (args.token_loss) args.token_loss[at] += value;
+  return token.infinite ? 0.0f : row.penalty_weight() * (coefficient * own.slope);
+}
+
 // One token: returns its gradient, leaves what it hands up.
-template <bool EXTRAS>
-__device__ __forceinline__ float sweep_token(const Call& call, const RowTerms& row, const PieceGate& piece,
-                                             const Inputs<4>& inputs, int i, HPO_SHARED_POINTER(float) stage, TileTotals& tile,
-                                             Totals& totals) {
+template <bool EXTRAS, bool TERMS>
+__device__ __forceinline__ float sweep_token(const Call& call, const Work& work, const RowTerms& row, const Inputs<4>& inputs,
+                                             int i, HPO_SHARED_POINTER(float) stage, TileTotals& tile, Totals& totals) {
   const Gate& gate = call.gate;
-  const Token token = judge<EXTRAS, EXTRAS>(gate, row, inputs, i);
-  const bool score_head = gate.structure.head == Head::score, drop = gate.structure.token == TokenGate::drop;
+  Token token = judge<EXTRAS, EXTRAS>(gate, row, inputs, i);
+  const float target = TERMS ? judge_target(gate, work.unit.tile.row, inputs, i, token) : 0.0f;
+  const bool drop = gate.structure.token == TokenGate::drop;
   float low = by_sign(call.token_low, token.negative), high = by_sign(call.token_high, token.negative);
   if constexpr (EXTRAS) {
     if (call.low && by_sign(gate.structure.low_driven, token.negative)) low = log_bound(inputs.one(call.low, i));
     if (call.high && by_sign(gate.structure.high_driven, token.negative)) high = log_bound(inputs.one(call.high, i));
   }
-  const GatedToken gated = gate_token(piece, call.hierarchy.split, drop, call.keep, token.negative, token.x, low, high);
-  const float value = token_value(token.a, gated.z);
+  const float entering = call.entering<TERMS>(token);
+  const float slope_low = TERMS ? by_sign(call.term.slope_low, token.negative) : 0.0f;
+  const float slope_high = TERMS ? by_sign(call.term.slope_high, token.negative) : 0.0f;
+  const GatedToken gated =
+      gate_token(work.gate, call.hierarchy.split, drop, call.keep, token.negative, entering, low, high, slope_low, slope_high);
+  const auto term_of = [&](float a, float weight) {
+    if constexpr (TERMS) {
+      const float kept = gate.args.token_weight ? weight * inputs.one(gate.args.token_weight, i) : weight;
+      return general_term(call, gated, token, entering == token.x, a, kept, inputs.logp[i], target);
+    } else {
+      return plain_term(gate, gated, token, a, inputs.logp[i]);
+    }
+  };
+  const PolicyTerm term = term_of(token.a, row.weight);
   if (call.carries) {
-    stage[stage_at(kRisingFlow, i, lane())] = token.selected ? value * gated.rising_step : 0.0f;
-    stage[stage_at(kFallingFlow, i, lane())] = token.selected ? value * gated.falling_step : 0.0f;
-    stage[stage_at(kPositiveFlow, i, lane())] = token.selected && !token.negative ? value : 0.0f;
-    stage[stage_at(kNegativeFlow, i, lane())] = token.selected && token.negative ? value : 0.0f;
+    stage[stage_at(kRisingFlow, i, lane())] = token.selected ? term.slope * gated.rising_step : 0.0f;
+    stage[stage_at(kFallingFlow, i, lane())] = token.selected ? term.slope * gated.falling_step : 0.0f;
+    stage[stage_at(kPositiveFlow, i, lane())] = token.selected && !token.negative ? term.slope : 0.0f;
+    stage[stage_at(kNegativeFlow, i, lane())] = token.selected && token.negative ? term.slope : 0.0f;
   }
-  // Of an infinite log-ratio: no derivative, and no value that logp would enter.
-  const auto loss_of = [&](float value) { return score_head ? (token.infinite ? 0.0f : value * inputs.logp[i]) : value; };
-  const float grad = token.selected && !token.infinite ? (score_head ? value : value * gated.slope) : 0.0f;
-  const Outcome outcome = {loss_of(value), grad, gated.below != 0, gated.above != 0};
-  const auto unweighted = [&] { return loss_of(token_value(token.unweighted, gated.z)); };
-  return complete_token<EXTRAS, EXTRAS>(gate, row, inputs, i, token, exp(token.x), outcome, unweighted, tile, totals);
+  const float own_grad = token.selected && !token.infinite ? term.grad : 0.0f;
+  const Outcome outcome = {term.loss, own_grad, gated.below != 0, gated.above != 0};
+  const auto unweighted = [&] { return term_of(token.unweighted, 1.0f).loss; };
+  const float grad =
+      complete_token<EXTRAS, EXTRAS>(gate, row, inputs, i, token, exp(token.x), outcome, unweighted, tile, totals);
+  return TERMS ? grad + pay_own_penalty(call, row, inputs, i, token, totals) : grad;
 }
 
 // Each of a kind's eight lanes adds every eighth token of the tile, in order. Where the pack put the tile turns the lanes by up
@@ -304,7 +312,7 @@ __device__ __forceinline__ Flow sum_flow(double share) {
 }
 
 // Leaves this lane's share of the tile's flow: not in a register, which tokens need more.
-template <bool EXTRAS>
+template <bool EXTRAS, bool TERMS>
 __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, HPO_SHARED_POINTER(float) stage,
                                            HPO_SHARED_POINTER(double) slots, HPO_SHARED_POINTER(int) events, Totals& totals,
                                            double& share) {
@@ -313,10 +321,12 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, H
   TileTotals tile = {};
   share = 0.0;
   for_each_window(work.unit.tile, gate.groupable, [&](const Group<4>& group) {
-    const Inputs<4> inputs = read_inputs<EXTRAS, EXTRAS>(gate, group);
+    const Inputs<4> inputs = read_inputs<EXTRAS, EXTRAS>(gate.args, group);
     float grad[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) grad[i] = sweep_token<EXTRAS>(call, row, work.gate, inputs, i, stage, tile, totals);
+    for (int i = 0; i < 4; ++i) {
+      grad[i] = sweep_token<EXTRAS, TERMS>(call, work, row, inputs, i, stage, tile, totals);
+    }
     if (gate.args.grad) write(gate.args.grad, group, grad);
     if (call.carries) add_window(stage, share);
   });
@@ -351,7 +361,7 @@ __device__ __forceinline__ void hand_up(const Call& call, const Way& way, int in
   if (*largest < magnitude) atomicMax(largest, magnitude);  // it only grows: few get past the question
 }
 
-template <bool EXTRAS>
+template <bool EXTRAS, bool TERMS>
 __global__ void __launch_bounds__(kThreads, 2) sweep_pieces(const Call call) {
   HPO_SHARED(double, warps, [kWarps * kMetrics]);
   HPO_SHARED(int, events, [kMetrics]);
@@ -362,9 +372,12 @@ __global__ void __launch_bounds__(kThreads, 2) sweep_pieces(const Call call) {
   HPO_SHARED(Totals, waiting, [EXTRAS ? kThreads : 1]);  // where tokens with all their inputs leave no registers
   const PolicyLossArgs& args = call.gate.args;
   if (threadIdx.x < kMetrics) events[threadIdx.x] = 0;
-  const bool broken = any_of(call.workspace.broken, call.first_blocks);
+  const bool broken = call.broken();
+  const bool lists = TERMS && broken && call.hierarchy.depth == 0;  // no launch has done it before
+  if (lists && blockIdx.x == 0) list_broken(call.hierarchy, args, call.workspace.counted);
   if (threadIdx.x == 0) {
-    pieces = call.pieces(broken);  // for the whole block: registers are short here
+    // For the whole block: registers are short here.
+    pieces = lists && blockIdx.x != 0 ? Pieces{} : call.pieces(broken, lists ? 1 : int(gridDim.x));
     if (blockIdx.x == 0) atomicAdd(&events[kBadOffsets], pieces.pieces - pieces.count);
   }
   __syncthreads();
@@ -376,11 +389,11 @@ __global__ void __launch_bounds__(kThreads, 2) sweep_pieces(const Call call) {
   Totals own;
   Totals& totals = EXTRAS ? waiting[threadIdx.x] : own;
   totals = Totals::empty(slots);
-  for_each_unit(pieces, int(gridDim.x), [&](int index, const PieceUnit& unit) {
+  for_each_unit(pieces, [&](int index, const PieceUnit& unit) {
     Work& work = works[warp_in_block()];
     double& share = shares[threadIdx.x];
     begin_work(call, unit, work);
-    sweep_tile<EXTRAS>(call, work, stage + warp_in_block() * kStage, slots, events, totals, share);
+    sweep_tile<EXTRAS, TERMS>(call, work, stage + warp_in_block() * kStage, slots, events, totals, share);
     if (call.carries) hand_up(call, Way(call), index, work, share);
   });
   finish_block(call.gate, totals, warps, events, call.workspace.partials, call.workspace.ticket);
@@ -399,10 +412,9 @@ __device__ __forceinline__ double step_of(int exponent) { return power_of_two(ex
 __device__ __forceinline__ double steps_in_one(int exponent) { return power_of_two(2082 - exponent); }
 
 __global__ void __launch_bounds__(kThreads) couple_segments(const Call call) {
-  const bool broken = any_of(call.workspace.broken, call.first_blocks);
   const Way way(call);
   Carrier carrier = {};
-  for_each_unit(call.pieces(broken), int(gridDim.x), [&](int index, const PieceUnit& unit) {
+  for_each_unit(call.pieces(call.broken(), int(gridDim.x)), [&](int index, const PieceUnit& unit) {
     if (!way.open) return;
     const int64_t at = way.at(call, unit.piece);
     const int exponent = exponent_of(call.workspace.largest[at]);
@@ -424,9 +436,11 @@ __device__ __forceinline__ double arriving(const Call& call, const Way& way, int
   return double(call.workspace.arriving[at]) * step_of(exponent) / divisor(call.hierarchy.levels[way.level], valid);
 }
 
+template <bool PRE_GATED>
 __device__ __forceinline__ void deliver_tile(const Call& call, const Unit& tile, float rising, float falling) {
+  const RowTerms row = PRE_GATED ? call.gate.row_terms(tile.row) : RowTerms{};
   for_each_window(tile, call.gate.groupable, [&](const Group<4>& group) {
-    const Inputs<4> inputs = read_inputs<true, false>(call.gate, group);
+    const Inputs<4> inputs = read_inputs<true, PRE_GATED>(call.gate.args, group);
     float* const to = call.gate.args.grad + group.token;
     float grad[4] = {};
     if (group.whole) {
@@ -435,18 +449,19 @@ __device__ __forceinline__ void deliver_tile(const Call& call, const Unit& tile,
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const Token token = judge<true, false>(call.gate, RowTerms{}, inputs, i);
+      const Token token = judge<true, PRE_GATED>(call.gate, row, inputs, i);
       if (!group.whole && group.has(i)) grad[i] = to[i];
-      if (token.valid && !token.infinite) grad[i] += token.x < 0.0f ? falling : rising;
+      const bool receives = token.valid && !token.infinite && call.entering<PRE_GATED>(token) == token.x;
+      if (receives) grad[i] += token.x < 0.0f ? falling : rising;
     }
     write(call.gate.args.grad, group, grad);
   });
 }
 
-__global__ void __launch_bounds__(kThreads) deliver_gradient(const Call call) {
-  const bool broken = any_of(call.workspace.broken, call.first_blocks);
+template <bool PRE_GATED>
+__global__ void __launch_bounds__(kThreads, 4) deliver_gradient(const Call call) {
   const Way way(call);
-  for_each_unit(call.pieces(broken), int(gridDim.x), [&](int, const PieceUnit& unit) {
+  for_each_unit(call.pieces(call.broken(), int(gridDim.x)), [&](int, const PieceUnit& unit) {
     const double mine = arriving(call, way, unit.piece);
     double sums[2] = {};
 #pragma unroll
@@ -456,7 +471,7 @@ __global__ void __launch_bounds__(kThreads) deliver_gradient(const Call call) {
     }
     const float rising = float(sums[0]), falling = call.hierarchy.split ? float(sums[1]) : rising;
     if (rising == 0.0f && falling == 0.0f) return;  // nothing saturated: what is written stands, to the bit
-    deliver_tile(call, unit.tile, rising, falling);
+    deliver_tile<PRE_GATED>(call, unit.tile, rising, falling);
   });
 }
 
@@ -475,15 +490,22 @@ extern "C" int hpo_hierarchy(const hpo::PolicyLossArgs* args, const hpo::GateStr
   call.first_blocks = blocks_for(std::max({args->tokens / 4, args->rows, hierarchy->depth * hierarchy->pieces * kWords}));
   const dim3 first(call.first_blocks), blocks(blocks_for(kWarp * units_of(args->tokens, hierarchy->pieces))), block(kThreads);
   HPO_LAUNCH(prepare_pieces, first, block, 0, stream, call);
-  HPO_LAUNCH(sum_pieces, blocks, block, 0, stream, call);
-  if (call.gate.has_extras() || args->ref_logp) {
-    HPO_LAUNCH((sweep_pieces<true>), blocks, block, 0, stream, call);
+  const bool pre_gated = pre_gates(hierarchy->term);
+  if (hierarchy->depth > 0) {
+    if (pre_gated) HPO_LAUNCH((sum_pieces<true>), blocks, block, 0, stream, call);
+    else HPO_LAUNCH((sum_pieces<false>), blocks, block, 0, stream, call);
+  }
+  if (hierarchy->term.present) {
+    HPO_LAUNCH((sweep_pieces<true, true>), blocks, block, 0, stream, call);
+  } else if (call.gate.has_extras() || args->ref_logp) {
+    HPO_LAUNCH((sweep_pieces<true, false>), blocks, block, 0, stream, call);
   } else {
-    HPO_LAUNCH((sweep_pieces<false>), blocks, block, 0, stream, call);
+    HPO_LAUNCH((sweep_pieces<false, false>), blocks, block, 0, stream, call);
   }
   if (call.carries) {
     HPO_LAUNCH(couple_segments, blocks, block, 0, stream, call);
-    HPO_LAUNCH(deliver_gradient, blocks, block, 0, stream, call);
+    if (pre_gated) HPO_LAUNCH((deliver_gradient<true>), blocks, block, 0, stream, call);
+    else HPO_LAUNCH((deliver_gradient<false>), blocks, block, 0, stream, call);
   }
   return int(cudaGetLastError());
 }

@@ -4,10 +4,26 @@
 //   unit i < pieces    is the first tile of the i-th piece that counts;
 //   unit pieces + j    is the further tile that goes with token (j + 1) * kTile of the pack.
 #pragma once
+#include "grid.cuh"
 #include "hpo/hierarchy.h"
 #include "units.cuh"
 
 namespace hpo {
+
+// Which pieces count, as one launch tells the next.
+struct Counted {
+  int64_t* begin;  // [pieces]: of the pieces that count, where not all do
+  int* list;  // [pieces]: these pieces
+  int* count;  // how many
+  int* broken;  // [blocks of the first launch]: whether it met a piece that does not count
+
+  void take(Placement& placement, int64_t pieces) {
+    placement.take(begin, pieces);
+    placement.take(list, pieces);
+    placement.take(count, 1);
+    placement.take(broken, kMaxBlocks);
+  }
+};
 
 // The pieces that count. If all do, as they should, their list is the input itself.
 struct Pieces {
@@ -16,8 +32,69 @@ struct Pieces {
   const int64_t* row;  // [pieces]
   const int* list;  // [count], the pieces that count; null: all
   int pieces, count, units;
+  int blocks;  // that share the units
   int64_t tokens;
 };
+
+// All pieces count if each is good by itself and behind its neighbour.
+__device__ __forceinline__ void check_pieces(const Hierarchy& hierarchy, const PolicyLossArgs& args, const Counted& counted) {
+  bool bad = false;
+#pragma unroll 1
+  for (int64_t p = int64_t(blockIdx.x) * kThreads + threadIdx.x; p < hierarchy.pieces; p += int64_t(gridDim.x) * kThreads) {
+    bad |= piece_range(hierarchy, args, p).bad || (p > 0 && hierarchy.piece_begin[p] < hierarchy.piece_end[p - 1]);
+  }
+  const bool any = __syncthreads_or(bad);
+  if (threadIdx.x == 0) counted.broken[blockIdx.x] = any;
+}
+
+// One warp lists the pieces that count: those that are good and begin at or behind the end of every one listed before.
+__device__ __forceinline__ void list_pieces(const Hierarchy& hierarchy, const PolicyLossArgs& args, const Counted& counted) {
+  const int pieces = int(hierarchy.pieces);
+  int64_t covered = 0;
+  int count = 0;
+#pragma unroll 1
+  for (int base = 0; base < pieces; base += kWarp) {
+    const int piece = base + lane();
+    const Range own = piece < pieces ? piece_range(hierarchy, args, piece) : Range{0, 0, true};
+    bool counts = false;
+#pragma unroll 1
+    for (int source = 0; source < kWarp; ++source) {
+      const int64_t begin = __shfl_sync(kFullWarp, own.begin, source), end = __shfl_sync(kFullWarp, own.end, source);
+      const bool fits = !__shfl_sync(kFullWarp, int(own.bad), source) && begin >= covered;
+      covered = fits ? end : covered;
+      counts = source == lane() ? fits : counts;
+    }
+    const unsigned all = __ballot_sync(kFullWarp, counts);
+    if (counts) {
+      const int at = count + __popc(all & ((1u << lane()) - 1));
+      counted.list[at] = piece;
+      counted.begin[at] = own.begin;
+    }
+    count += __popc(all);
+  }
+  if (lane() == 0) *counted.count = count;
+}
+
+// In the launch behind the one that checked them. Where pieces are broken the first block does it all, in the sequence that
+// says which of them count: the others have nothing to do there. A barrier.
+__device__ __forceinline__ void list_broken(const Hierarchy& hierarchy, const PolicyLossArgs& args, const Counted& counted) {
+  if (warp_in_block() == 0) list_pieces(hierarchy, args, counted);
+  __syncthreads();
+}
+
+__device__ __forceinline__ Pieces get_pieces(const Hierarchy& hierarchy, const PolicyLossArgs& args, const Counted& counted,
+                                             bool broken, int blocks) {
+  const int all = int(hierarchy.pieces);
+  return {broken ? counted.begin : hierarchy.piece_begin,
+          hierarchy.piece_end,
+          hierarchy.piece_row,
+          broken ? counted.list : nullptr,
+          all,
+          broken ? *counted.count : all,
+          int(units_of(args.tokens, all)),
+          blocks,
+          args.tokens};
+}
 
 struct PieceUnit {
   int piece;
@@ -42,6 +119,16 @@ __device__ __forceinline__ PieceUnit get_unit(const Pieces& pieces, int index) {
     begin = token + begin % kTile;  // as many tiles behind the first token as there are multiples of kTile
   }
   return {piece, {int(pieces.row[piece]), begin, min(max(end - begin, int64_t(0)), int64_t(kTile))}};
+}
+
+// Calls `visit(index, unit)` with the units of this warp.
+template <class Visit>
+__device__ __forceinline__ void for_each_unit(const Pieces& pieces, Visit visit) {
+#pragma unroll 1
+  for (int index = int(blockIdx.x) * kWarps + warp_in_block(); index < pieces.units; index += pieces.blocks * kWarps) {
+    const PieceUnit unit = get_unit(pieces, index);
+    if (unit.tile.length > 0) visit(index, unit);
+  }
 }
 
 // The four neighbouring tokens of each lane; all lanes together take a window.

@@ -29,6 +29,28 @@ HPO_INLINE float statistic_of(Statistic statistic, float first, float second) {
   return clamp(value, -kSaturation, kSaturation);
 }
 
+// Of the valid tokens of a piece or a segment, in any order: sums are integers (see to_fixed).
+struct Reduced {
+  int64_t valid = 0, fixed = 0;
+  float smallest = INFINITY, largest = -INFINITY;
+
+  HPO_INLINE void add(const Reduced& other) {
+    valid += other.valid, fixed += other.fixed;
+    smallest = other.smallest < smallest ? other.smallest : smallest;
+    largest = other.largest > largest ? other.largest : largest;
+  }
+
+  HPO_INLINE void add(float v) { add(Reduced{1, to_fixed(v), v, v}); }
+
+  HPO_INLINE float as(Reduction reduction) const {
+    if (valid == 0) return 0.0f;
+    if (reduction == Reduction::min) return smallest;
+    if (reduction == Reduction::max) return largest;
+    const double sum = from_fixed(fixed);
+    return float(reduction == Reduction::mean ? sum / double(valid) : sum);
+  }
+};
+
 // The factor for a statistic v under one sign of the advantage.
 HPO_INLINE float factor_of(const Correction& correction, int sign, float v) {
   const float low = float(correction.low[sign]), high = float(correction.high[sign]);

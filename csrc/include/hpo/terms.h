@@ -20,6 +20,17 @@ struct TermNumbers {
   }
 };
 
+// Whether the log-ratio is clipped before any aggregate.
+HPO_INLINE bool pre_gates(const TokenTerm& term) {
+  bool bounded = false;
+  for (int sign = 0; sign < 2; ++sign) bounded |= term.pre_low[sign] > -INFINITY || term.pre_high[sign] < INFINITY;
+  return term.present && bounded;
+}
+
+HPO_INLINE float pre_gate(const TermNumbers& numbers, bool negative, float x) {
+  return clamp(x, negative ? numbers.pre_low[1] : numbers.pre_low[0], negative ? numbers.pre_high[1] : numbers.pre_high[0]);
+}
+
 // Heads that square the ratio saturate earlier than e^60.
 constexpr float kSquareSaturation = 30.0f;
 

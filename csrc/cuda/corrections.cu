@@ -1,0 +1,173 @@
+// correction in two launches: one that prepares, one that writes the factor of every token. Between them, where the statistic
+// is a segment's, a third reduces it; what tiles give to segments are integers, so it has no order. The definition is
+// hpo_core/reference/corrections.py.
+#include "hpo/corrections.h"
+
+#include "gates_tokens.cuh"
+#include "pieces.cuh"
+
+namespace hpo {
+namespace {
+
+constexpr int kWords = 2;  // of a segment: valid tokens, and what the reduction makes of them
+
+struct Workspace {
+  int64_t* segments;  // [pieces][kWords], 0 after the first launch
+  Counted counted;
+
+  int64_t place(void* base, int64_t pieces) {
+    Placement placement(base);
+    placement.take(segments, pieces * kWords);
+    counted.take(placement, pieces);
+    return placement.bytes();
+  }
+};
+
+struct Call {
+  PolicyLossArgs args;
+  Hierarchy hierarchy;
+  Correction correction;
+  Workspace workspace;
+  bool groupable;  // groups of four tokens may be read and written at once
+  int first_blocks;  // blocks of the first launch
+
+  Call(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Correction& correction)
+      : args(args),
+        hierarchy(hierarchy),
+        correction(correction),
+        workspace(),
+        groupable(hpo::groupable(args.mask, 4)),
+        first_blocks(blocks_for(std::max(args.tokens / 4, hierarchy.pieces * kWords))) {
+    const float* per_token = args.advantage_per_token ? args.advantages : nullptr;
+    for (const float* array : {args.logp, args.old_logp, per_token, static_cast<const float*>(correction.factor)}) {
+      groupable &= hpo::groupable(array, 16);
+    }
+    workspace.place(args.workspace, hierarchy.pieces);
+  }
+
+  __device__ __forceinline__ bool broken() const { return any_of(workspace.counted.broken, first_blocks); }
+
+  __device__ __forceinline__ Pieces pieces(bool broken, int blocks) const {
+    return get_pieces(hierarchy, args, workspace.counted, broken, blocks);
+  }
+
+  __device__ __forceinline__ int64_t* words_of(int piece) const {
+    return workspace.segments + hierarchy.ancestors[piece] * kWords;
+  }
+
+  __device__ __forceinline__ bool valid(const Inputs<4>& inputs, int i) const {
+    return inputs.group.has(i) && (!args.mask || byte_of(inputs.mask, i));
+  }
+
+  __device__ __forceinline__ float statistic(const Inputs<4>& inputs, int i) const {
+    return statistic_of(correction.statistic, inputs.logp[i], inputs.old_logp[i]);
+  }
+};
+
+__global__ void __launch_bounds__(kThreads) prepare_correction(const Call call) {
+  if (call.hierarchy.depth > 0) clear(call.workspace.segments, call.hierarchy.pieces * kWords);
+  fill_tokens(call.correction.factor, call.args.tokens, call.groupable, 1.0f);
+  check_pieces(call.hierarchy, call.args, call.workspace.counted);
+}
+
+// Floats as integers in the same order, all above 0, and back.
+__device__ __forceinline__ int64_t ordered(float v) {
+  const int32_t bits = to_bits(v);
+  return uint32_t(bits < 0 ? ~bits : bits ^ INT32_MIN);
+}
+
+__device__ __forceinline__ float from_ordered(int64_t word) {
+  const int32_t bits = int32_t(uint32_t(word));
+  return from_bits(bits < 0 ? bits ^ INT32_MIN : ~bits);
+}
+
+__device__ __forceinline__ Reduced reduce_tile(const Call& call, const Unit& tile) {
+  Reduced found;
+  for_each_window(tile, call.groupable, [&](const Group<4>& group) {
+    const Inputs<4> inputs = read_inputs<false, false>(call.args, group);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float v = call.statistic(inputs, i);
+      if (call.valid(inputs, i) && v == v) found.add(v);
+    }
+  });
+  return {warp_sum(found.valid), warp_sum(found.fixed), warp_min(found.smallest), warp_max(found.largest)};
+}
+
+__global__ void __launch_bounds__(kThreads, 2) reduce_pieces(const Call call) {
+  const Reduction reduction = call.correction.reduction;
+  const bool is_sum = reduction == Reduction::mean || reduction == Reduction::sum;
+  const bool broken = call.broken();
+  if (broken && blockIdx.x != 0) return;
+  if (broken) list_broken(call.hierarchy, call.args, call.workspace.counted);
+  Carrier carrier = {};
+  for_each_unit(call.pieces(broken, broken ? 1 : int(gridDim.x)), [&](int, const PieceUnit& unit) {
+    const Reduced found = reduce_tile(call, unit.tile);
+    if (lane() >= kWords || found.valid == 0) return;
+    int64_t* const word = call.words_of(unit.piece) + lane();
+    if (lane() == 0) return carrier.add(word, found.valid);
+    if (is_sum) return carrier.add(word, found.fixed);
+    const int64_t most = ordered(reduction == Reduction::min ? -found.smallest : found.largest);
+    if (*word < most) atomicMax(word, most);  // it only grows: few get past the question
+  });
+  carrier.flush();
+}
+
+__device__ __forceinline__ float reduced(const Call& call, int piece) {
+  const int64_t* const words = call.words_of(piece);
+  const float most = from_ordered(words[1]);
+  return Reduced{words[0], words[1], -most, most}.as(call.correction.reduction);
+}
+
+template <bool OF_SEGMENTS>
+__global__ void __launch_bounds__(kThreads) correct_tokens(const Call call) {
+  const PolicyLossArgs& args = call.args;
+  const Correction& correction = call.correction;
+  const bool broken = call.broken(), lists = broken && !OF_SEGMENTS;
+  if (lists && blockIdx.x != 0) return;
+  if (lists) list_broken(call.hierarchy, args, call.workspace.counted);
+  for_each_unit(call.pieces(broken, lists ? 1 : int(gridDim.x)), [&](int, const PieceUnit& unit) {
+    float of_segment[2] = {};
+    if constexpr (OF_SEGMENTS) {
+      const float v = reduced(call, unit.piece);
+      for (int sign = 0; sign < 2; ++sign) of_segment[sign] = factor_of(correction, sign, v);
+    }
+    const float advantage = args.advantage_per_token ? 0.0f : args.advantages[unit.tile.row];
+    for_each_window(unit.tile, call.groupable, [&](const Group<4>& group) {
+      const Inputs<4> inputs = read_inputs<false, true>(args, group);
+      float factor[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool negative = (args.advantage_per_token ? inputs.advantage[i] : advantage) < 0.0f;
+        const float v = call.statistic(inputs, i);
+        factor[i] = v != v ? v : (OF_SEGMENTS ? by_sign(of_segment, negative) : factor_of(correction, negative, v));
+        if (args.token_weight) factor[i] *= inputs.one(args.token_weight, i);
+        if (!call.valid(inputs, i)) factor[i] = 1.0f;
+      }
+      write(correction.factor, group, factor);
+    });
+  });
+}
+
+}  // namespace
+}  // namespace hpo
+
+extern "C" int64_t hpo_correction_workspace(int64_t, int64_t, int64_t pieces) {
+  return hpo::Workspace().place(nullptr, pieces);
+}
+
+extern "C" int hpo_correction(const hpo::PolicyLossArgs* args, const hpo::Hierarchy* hierarchy,
+                              const hpo::Correction* correction, int64_t context) {
+  using namespace hpo;
+  const cudaStream_t stream = reinterpret_cast<cudaStream_t>(context);
+  const Call call(*args, *hierarchy, *correction);
+  const dim3 first(call.first_blocks), blocks(blocks_for(kWarp * units_of(args->tokens, hierarchy->pieces))), block(kThreads);
+  HPO_LAUNCH(prepare_correction, first, block, 0, stream, call);
+  if (hierarchy->depth > 0) {
+    HPO_LAUNCH(reduce_pieces, blocks, block, 0, stream, call);
+    HPO_LAUNCH((correct_tokens<true>), blocks, block, 0, stream, call);
+  } else {
+    HPO_LAUNCH((correct_tokens<false>), blocks, block, 0, stream, call);
+  }
+  return int(cudaGetLastError());
+}

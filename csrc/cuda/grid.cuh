@@ -1,0 +1,61 @@
+// What the launches of one call share: their grid, and workspace that an earlier launch leaves to a later one.
+#pragma once
+#include <algorithm>
+
+#include "warp.cuh"
+
+namespace hpo {
+
+constexpr int kThreads = 256, kWarps = kThreads / kWarp;
+constexpr int64_t kMaxBlocks = 512;
+
+inline int blocks_for(int64_t threads) {
+  return int(std::min(kMaxBlocks, std::max(int64_t(1), (threads + kThreads - 1) / kThreads)));
+}
+
+// Places arrays of a workspace behind each other; from nullptr it only measures.
+class Placement {
+ public:
+  explicit Placement(void* base) : base_(static_cast<char*>(base)), at_(base_) {}
+
+  template <class T>
+  void take(T*& array, int64_t count) {
+    array = reinterpret_cast<T*>(at_);
+    at_ += (count * int64_t(sizeof *array) + 15) / 16 * 16;
+  }
+
+  int64_t bytes() const { return at_ - base_; }
+
+ private:
+  char *base_, *at_;
+};
+
+// Whether the blocks of an earlier launch raised any of their flags; a barrier.
+__device__ __forceinline__ bool any_of(const int* flags, int count) {
+  int any = 0;
+#pragma unroll 1
+  for (int i = int(threadIdx.x); i < count; i += kThreads) any |= flags[i];
+  return __syncthreads_or(any);
+}
+
+template <class T>
+__device__ __forceinline__ void fill(T* array, int64_t count, T value) {
+#pragma unroll 1
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < count; i += int64_t(gridDim.x) * kThreads)
+    array[i] = value;
+}
+
+template <class T>
+__device__ __forceinline__ void clear(T* array, int64_t count) {
+  fill(array, count, T{});
+}
+
+// Tokens outside every piece get `value`: written for all of them, which is cheaper than to look for those.
+__device__ __forceinline__ void fill_tokens(float* array, int64_t tokens, bool groupable, float value) {
+  if (!array) return;
+  const int64_t groups = groupable ? tokens / 4 : 0;
+  fill(reinterpret_cast<float4*>(array), groups, make_float4(value, value, value, value));
+  fill(array + groups * 4, tokens - groups * 4, value);
+}
+
+}  // namespace hpo

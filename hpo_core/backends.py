@@ -23,7 +23,7 @@ from .native import Native
 
 __all__ = ["Availability", "backends", "choice", "resolve"]
 
-OPS = ("segments", "advantages", "entropy", "gates")
+OPS = ("segments", "advantages", "entropy", "gates", "corrections")
 
 # What serves a CUDA tensor when nothing was asked, in order of preference. The order of an entry changes only with a
 # measured figure in docs/; cuda comes first because it shares its arithmetic with the CPU backend and has no first-call

@@ -356,7 +356,7 @@ def index_inputs(example, gate):
 def raw(example, gate, backend, **replaced):
     """The op itself, which checks nothing."""
     inputs, spec = sys.modules["hpo_core.losses"]._prepare(
-        example.logp, example.old_logp, example.advantages, example.batch, gate, example.weights, *[None] * 10, "row",
+        example.logp, example.old_logp, example.advantages, example.batch, gate, example.weights, *[None] * 12, "row",
         None, backend,
     )  # fmt: skip
     return (

@@ -177,17 +177,16 @@ def _levels(name: str, inputs: PolicyLossInputs, levels: tuple[LevelSpec, ...], 
     return _gate(name, _pieces(inputs, levels), PolicyLossSpec(levels=levels, **spec))
 
 
-def _term(head: Head, depth: int) -> Path_:
-    """The light end without a level, the heavy one with levels."""
-    inputs, numbers = _masked(), (1.0, 1.0)
-    if depth == 0:
-        target = torch.ones(ROWS) if head in (Head.TARGET, Head.NEGATIVE_AWARE) else None
-        spec = {"term": TermSpec(head_numbers=numbers), "head": head}
-        return _levels(f"term: {head.name}", inputs._replace(target=target), (), **spec)
+def _light_term(head: Head) -> Path_:
+    target = torch.ones(ROWS) if head in (Head.TARGET, Head.NEGATIVE_AWARE) else None
+    term = TermSpec(head_numbers=(1.0, 1.0))
+    return _levels(f"term: {head.name}", _masked()._replace(target=target), (), term=term, head=head)
+
+
+def _heavy_term(head: Head) -> Path_:
     floats, bools = torch.ones(TOKENS), torch.ones(TOKENS, dtype=torch.bool)
-    inputs = inputs._replace(token_weight=floats, target=floats, target_per_token=True, penalty_mask=bools)
-    name = f"term: {head.name}, two levels, pre-gate, slopes, weights, penalty"
-    return _levels(name, inputs, TWO[:depth], term=FULL_TERM, head=head)
+    inputs = _masked()._replace(token_weight=floats, target=floats, target_per_token=True, penalty_mask=bools)
+    return _levels(f"term: {head.name}, two levels, everything", inputs, TWO, term=FULL_TERM, head=head)
 
 
 def _correction(statistic: Statistic, reduction: Reduction, action: Action, of_segments: bool) -> Path_:
@@ -210,9 +209,9 @@ def paths() -> Iterator[Path_]:
     yield _levels("hierarchy: score", _masked(), TWO, head=Head.SCORE, split=True)
     yield _levels("hierarchy: four levels, all inputs", _everything(False, True), FOUR, split=True, **HEAVIEST_PENALTY)
     for head in Head:
-        yield _term(head, 0)
-    yield _term(Head.MIRROR, 2)
-    yield _term(Head.NEGATIVE_AWARE, 2)
+        yield _light_term(head)
+    yield _heavy_term(Head.MIRROR)
+    yield _heavy_term(Head.NEGATIVE_AWARE)
     yield _correction(Statistic.LOG_RATIO, Reduction.MEAN, Action.CLAMP, True)
     yield _correction(Statistic.K3, Reduction.SUM, Action.MASK, True)
     yield _correction(Statistic.PROBABILITY, Reduction.MIN, Action.MASK, True)

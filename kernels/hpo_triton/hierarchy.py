@@ -406,7 +406,9 @@ def _return_flows(
         loaded = load_tokens(inputs, token, tokens, tl.max(token) < tokens, READING)
         t = read_tokens(inputs, loaded, of_row, rows, slots.inside, READING)
         arriving = tl.where(t.x < 0.0, falling, rising)
-        receives = t.valid & t.flows & (arriving != 0.0) & (entering(t.x, t.negative, pre) == t.x)
+        receives = t.valid & t.flows & (arriving != 0.0)
+        if pre is not None:
+            receives &= entering(t.x, t.negative, pre) == t.x
         received = tl.load(grad + token, mask=receives, other=0.0) + arriving
         tl.store(grad + token, clamp(received, -LARGEST, LARGEST), mask=receives)
 

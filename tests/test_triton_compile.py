@@ -72,7 +72,7 @@ REGISTERS = {
     ("term: MIRROR, two levels, everything", "_add_flows"): 32,
     ("term: MIRROR, two levels, everything", "_return_flows"): 59,
     ("term: NEGATIVE_AWARE, two levels, everything", "_gate_pieces"): 32,
-    ("term: NEGATIVE_AWARE, two levels, everything", "_sweep_pieces"): 165,
+    ("term: NEGATIVE_AWARE, two levels, everything", "_sweep_pieces"): 173,
     ("term: NEGATIVE_AWARE, two levels, everything", "_add_flows"): 32,
     ("term: NEGATIVE_AWARE, two levels, everything", "_return_flows"): 59,
     ("correction: LOG_RATIO MEAN CLAMP", "_reduce_pieces"): 34,

@@ -88,7 +88,7 @@ def _gate_residual(u, size, low, high, slope, GATE: tl.constexpr):
         value = tl.where(u < 0.0, -high, high) * size_of_bend
         derivative = 1.0 - size_of_bend * size_of_bend
     elif GATE == GAMMA:
-        rise = high * tl.exp(u)
+        rise = high * tl.exp(tl.minimum(u, 80.0))  # as a float; z has long saturated there
         value = high + low * u - rise
         derivative = low - rise
     return Residual(value, derivative, below.to(tl.int32) + 2 * above.to(tl.int32))

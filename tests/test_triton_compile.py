@@ -54,6 +54,39 @@ REGISTERS = {
     ("hierarchy: four levels, all inputs", "_sweep_pieces"): 204,
     ("hierarchy: four levels, all inputs", "_add_flows"): 40,
     ("hierarchy: four levels, all inputs", "_return_flows"): 112,
+    ("term: LINEAR", "_check_pieces"): 62,
+    ("term: LINEAR", "_repair_pieces"): 32,
+    ("term: LINEAR", "_sum_pieces"): 32,
+    ("term: LINEAR", "_sweep_pieces"): 136,
+    ("term: SCORE", "_sweep_pieces"): 127,
+    ("term: LOG", "_sweep_pieces"): 142,
+    ("term: MIRROR", "_sweep_pieces"): 136,
+    ("term: SIGMOID", "_sweep_pieces"): 132,
+    ("term: SIMPLE", "_sweep_pieces"): 128,
+    ("term: TARGET", "_sweep_pieces"): 141,
+    ("term: NEGATIVE_AWARE", "_sweep_pieces"): 128,
+    ("term: FLIPPED", "_sweep_pieces"): 118,
+    ("term: MIRROR, two levels, everything", "_sum_pieces"): 38,
+    ("term: MIRROR, two levels, everything", "_gate_pieces"): 32,
+    ("term: MIRROR, two levels, everything", "_sweep_pieces"): 164,
+    ("term: MIRROR, two levels, everything", "_add_flows"): 32,
+    ("term: MIRROR, two levels, everything", "_return_flows"): 59,
+    ("term: NEGATIVE_AWARE, two levels, everything", "_gate_pieces"): 32,
+    ("term: NEGATIVE_AWARE, two levels, everything", "_sweep_pieces"): 173,
+    ("term: NEGATIVE_AWARE, two levels, everything", "_add_flows"): 32,
+    ("term: NEGATIVE_AWARE, two levels, everything", "_return_flows"): 59,
+    ("correction: LOG_RATIO MEAN CLAMP", "_reduce_pieces"): 34,
+    ("correction: LOG_RATIO MEAN CLAMP", "_correct"): 58,
+    ("correction: K3 SUM MASK", "_reduce_pieces"): 32,
+    ("correction: K3 SUM MASK", "_correct"): 54,
+    ("correction: PROBABILITY MIN MASK", "_reduce_pieces"): 56,
+    ("correction: PROBABILITY MIN MASK", "_correct"): 67,
+    ("correction: BINARY_KL MAX MASK", "_reduce_pieces"): 90,
+    ("correction: BINARY_KL MAX MASK", "_correct"): 99,
+    ("correction: K2 TOKEN MASK", "_reduce_pieces"): 31,
+    ("correction: K2 TOKEN MASK", "_correct"): 48,
+    ("correction: LOG_RATIO TOKEN BAND", "_reduce_pieces"): 31,
+    ("correction: LOG_RATIO TOKEN BAND", "_correct"): 47,
     ("row_counts", "_count_rows"): 46,
     ("group_normalise, batch", "_sum_tiles"): 32,
     ("row_counts", "_begin_counts"): 28,
@@ -81,6 +114,10 @@ WIDE_LOADS = {
     ("hierarchy: one level", "_return_flows"): 2,
     ("hierarchy: score", "_sum_pieces"): 2,
     ("hierarchy: score", "_sweep_pieces"): 2,  # where gradient flows, a slot begins where its piece does
+    ("term: LINEAR", "_sweep_pieces"): 2,
+    ("term: MIRROR, two levels, everything", "_return_flows"): 2,
+    ("correction: LOG_RATIO MEAN CLAMP", "_reduce_pieces"): 2,
+    ("correction: LOG_RATIO MEAN CLAMP", "_correct"): 3,
     ("window_score", "_score_windows"): 1,
     ("order_statistic", "_count_digits"): 2,  # a step is twice as long
     ("select", "_select"): 1,
@@ -144,7 +181,7 @@ def test_every_structure_compiles_for_every_target_without_spilling():
 COUNT_COMPILATIONS = """
 import collections, itertools, json, math
 import torch
-from hpo_core._triton import advantages, compile, entropy, gates, segments
+from hpo_core._triton import advantages, compile, corrections, entropy, gates, segments
 from hpo_core.specs import *
 
 def row_values(rows, dtype=torch.float32):
@@ -166,6 +203,10 @@ def sweep():
         pieces = batch._replace(**ranges, ancestors=torch.empty((1, rows), dtype=torch.int64, device="meta"))
         steps = LevelSpec(Unit.STEP, LevelKind.CLIP, low=(-low,) * 4, high=(high,) * 4, slope=low)
         gates.policy_loss(pieces, PolicyLossSpec(levels=(steps,), token_log_high=(low, high)), True, False)
+        term = TermSpec((low + 1, high), (low, 0.5), pre_high=(high, low), penalty=Penalty.K1, penalty_coefficient=low)
+        gates.policy_loss(pieces, PolicyLossSpec(levels=(steps,), head=Head.SIMPLE, term=term), True, False)
+        mean = Statistic.LOG_RATIO, Reduction.MEAN, Action.BAND
+        corrections.correction(pieces, CorrectionSpec(*mean, True, False, (-low, low), (high, 1.0)))
         segments.row_counts(mask, offsets, tokens)
         for first, last in ((0, 0), (1, 4), (-16, 0)):
             entropy.window_score(batch.logp, mask, offsets, first, last, Boundary.FULL, Invalid.SKIP)
@@ -193,11 +234,13 @@ def test_sizes_and_numbers_never_compile_again():
         "_finalise": 1,
         "_check_pieces": 1,
         "_repair_pieces": 1,
-        "_sum_pieces": 1,
-        "_gate_pieces": 1,
-        "_sweep_pieces": 1,
-        "_add_flows": 1,
-        "_return_flows": 1,
+        "_sum_pieces": 2,  # with and without a pre-gate
+        "_gate_pieces": 2,  # with and without a term
+        "_sweep_pieces": 2,
+        "_add_flows": 2,
+        "_return_flows": 2,
+        "_reduce_pieces": 1,
+        "_correct": 1,
         "_sum_slots": 1,
         "_gate_trajectories": 1,
         "_begin_counts": 1,

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import re
 import subprocess
 import tempfile
@@ -27,9 +28,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from ..specs import (
+    Action,
     Aggregate,
     Boundary,
     Center,
+    CorrectionSpec,
     EpsMode,
     GroupNormalisation,
     Head,
@@ -39,14 +42,18 @@ from ..specs import (
     LevelKind,
     LevelSpec,
     OrderRule,
+    Penalty,
     PolicyLossInputs,
     PolicyLossSpec,
+    Reduction,
     Routing,
     Scale,
+    Statistic,
+    TermSpec,
     TokenGate,
     Unit,
 )
-from . import advantages, entropy, gates, launch, segments
+from . import advantages, corrections, entropy, gates, launch, segments
 
 __all__ = ["TARGETS", "Report", "compiling", "every_path", "paths", "report"]
 
@@ -138,11 +145,19 @@ def _everything(trajectories: bool, advantage_per_token: bool) -> PolicyLossInpu
 LEVEL = PolicyLossSpec(token=TokenGate.DROP, has_level=True, level_clips=True)
 # The published ones: a step, and a step in a trajectory; and the most there can be.
 ONE = (LevelSpec(Unit.STEP, LevelKind.CLIP),)
-TWO = (LevelSpec(Unit.STEP, LevelKind.CLIP, Routing.SELF), LevelSpec(Unit.TRAJECTORY, LevelKind.ROLLBACK, slope=-1.0))
+TWO = (
+    LevelSpec(Unit.STEP, LevelKind.CLIP, Routing.SELF),
+    LevelSpec(Unit.TRAJECTORY, LevelKind.ROLLBACK, slope=-math.inf),
+)
 FOUR = (
     LevelSpec(Unit.STEP, LevelKind.TANH, high=(0.1,) * 4), LevelSpec(Unit.TRAJECTORY, LevelKind.ROLLBACK),
     LevelSpec(Unit.GROUP, LevelKind.TANH, high=(0.1,) * 4, aggregate=Aggregate.SUM),
     LevelSpec(Unit.DOMAIN, LevelKind.ROLLBACK),
+)  # fmt: skip
+# Every number that a kernel of a term can be made for.
+FULL_TERM = TermSpec(
+    head_numbers=(1.0, 1.0), slope_low=(0.5, 0.5), weight_high=(0.5, 0.5), pre_high=(0.1, 0.1), penalty=Penalty.K3,
+    penalty_coefficient=0.1,
 )  # fmt: skip
 HEAVIEST_PENALTY = {"kl": KLEstimator.K3, "kl_gradient": KLGradient.IMPORTANCE, "kl_beta": 0.1}
 Path_ = tuple[str, Callable[[], object]]
@@ -162,6 +177,25 @@ def _levels(name: str, inputs: PolicyLossInputs, levels: tuple[LevelSpec, ...], 
     return _gate(name, _pieces(inputs, levels), PolicyLossSpec(levels=levels, **spec))
 
 
+def _light_term(head: Head) -> Path_:
+    target = torch.ones(ROWS) if head in (Head.TARGET, Head.NEGATIVE_AWARE) else None
+    term = TermSpec(head_numbers=(1.0, 1.0))
+    return _levels(f"term: {head.name}", _masked()._replace(target=target), (), term=term, head=head)
+
+
+def _heavy_term(head: Head) -> Path_:
+    floats, bools = torch.ones(TOKENS), torch.ones(TOKENS, dtype=torch.bool)
+    inputs = _masked()._replace(token_weight=floats, target=floats, target_per_token=True, penalty_mask=bools)
+    return _levels(f"term: {head.name}, two levels, everything", inputs, TWO, term=FULL_TERM, head=head)
+
+
+def _correction(statistic: Statistic, reduction: Reduction, action: Action, of_segments: bool) -> Path_:
+    spec = CorrectionSpec(statistic, reduction, action, of_segments, False, (-0.1, -0.1), (0.1, 0.1))
+    inputs = _pieces(_masked(), TWO[: int(of_segments)])._replace(token_weight=torch.ones(TOKENS))
+    name = f"correction: {statistic.name} {reduction.name if of_segments else 'TOKEN'} {action.name}"
+    return name, lambda: corrections.correction(inputs, spec)
+
+
 def paths() -> Iterator[Path_]:
     """A name and a call for each path through the kernels: the light and the heavy end of every sweep."""
     yield _gate("gate: clip", _masked(), PolicyLossSpec())
@@ -174,6 +208,16 @@ def paths() -> Iterator[Path_]:
     yield _levels("hierarchy: two levels", _masked(), TWO)
     yield _levels("hierarchy: score", _masked(), TWO, head=Head.SCORE, split=True)
     yield _levels("hierarchy: four levels, all inputs", _everything(False, True), FOUR, split=True, **HEAVIEST_PENALTY)
+    for head in Head:
+        yield _light_term(head)
+    yield _heavy_term(Head.MIRROR)
+    yield _heavy_term(Head.NEGATIVE_AWARE)
+    yield _correction(Statistic.LOG_RATIO, Reduction.MEAN, Action.CLAMP, True)
+    yield _correction(Statistic.K3, Reduction.SUM, Action.MASK, True)
+    yield _correction(Statistic.PROBABILITY, Reduction.MIN, Action.MASK, True)
+    yield _correction(Statistic.BINARY_KL, Reduction.MAX, Action.MASK, True)
+    yield _correction(Statistic.K2, Reduction.MEAN, Action.MASK, False)
+    yield _correction(Statistic.LOG_RATIO, Reduction.MEAN, Action.BAND, False)
     yield "row_counts", lambda: segments.row_counts(_masked().mask, _masked().cu_seqlens, TOKENS)
     yield "window_score", lambda: _window(Boundary.FULL, Invalid.SKIP, masked=True)
     yield "order_statistic", lambda: entropy.order_statistic(torch.ones(TOKENS), 4, 5, OrderRule.NEAREST)
@@ -197,7 +241,7 @@ def every_path() -> Iterator[Path_]:
         LEVEL._replace(level_clips=False),
     ]
     penalties = [{"kl": k, "kl_gradient": g} for k in KLEstimator if k for g in KLGradient]
-    for shape, head in itertools.product(shapes, Head):
+    for shape, head in itertools.product(shapes, (Head.LINEAR, Head.SCORE)):
         spec = shape._replace(head=head)
         name = f"gate: {spec.token.name} {spec.routing.name} {head.name}"
         yield _gate(name, _masked(), spec)

@@ -4,7 +4,7 @@
     _sweep         every token once: loss, gradient and metrics
     _finalise      the sums of all programs, added in their order (sums.py)
 
-Gates on several levels are in hierarchy.py.
+Gates on several levels, and those with a term of their own, are in hierarchy.py.
 
 The definition is hpo_core/reference/gates.py; the arithmetic of one token is that of csrc/include/hpo/gates.h.
 """
@@ -180,7 +180,7 @@ def policy_loss(
     inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool, want_tokens: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Loss (0-dim float32), metrics (float64), dL/dlogp ``[T]`` and loss_t ``[T]`` where wanted."""
-    if spec.levels:
+    if spec.of_pieces:
         return hierarchy.policy_loss(inputs, spec, want_grad, want_tokens)
     logp, device = inputs.logp, inputs.logp.device
     tokens, rows, programs = logp.numel(), inputs.weights.numel(), programs_for(logp.numel(), TILE)

@@ -1,7 +1,8 @@
-"""The policy loss under gates on several levels, any depth in two sweeps over the tokens:
+"""The policy loss under gates on several levels, any depth in two sweeps over the tokens, and under gates with a term
+of their own (terms.py), on any number of levels, none included:
 
     check_pieces, sum_pieces    three launches: the log-ratios of all segments (pieces.py)
-    _gate_pieces                what the levels above a piece tell its tokens, by channel and sign of the advantage
+    gate_pieces                 with a level: what the levels above a piece tell its tokens (told.py)
     _sweep_pieces               every token of a piece once: loss, gradient and metrics, and what flows into aggregates
     _add_flows                  with a level that hands gradient through its aggregate: to segments
     _return_flows               and back to tokens, with the sums of all programs; else _finalise alone
@@ -27,21 +28,17 @@ from ..specs import (
     Head,
     KLEstimator,
     KLGradient,
-    LevelKind,
-    LevelSpec,
+    Penalty,
     PolicyLossInputs,
     PolicyLossSpec,
     Routing,
     TokenGate,
-    Unit,
 )
 from .launch import kernel, launch, programs_for
-from .levels import FIXED_POINT
 from .math import SATURATION, clamp, exp
 from .pieces import (
     EXPONENT,
     FIELDS,
-    FIXED,
     FLOW,
     VALID,
     Pieces,
@@ -67,180 +64,42 @@ from .sums import (
     total,
     with_penalty,
 )
+from .terms import Pre, entering, general_term, numbers_of, pre_of, term_of, with_own_penalty, with_slopes
 from .tokens import Reading, bits, load_tokens, read_tokens, reading_of
+from .told import KINDS, MEAN, OWN, SIDE, SLOPE, TOLD, Shape, Z, gate_pieces
 
 __all__ = ["policy_loss"]
 
-GATED = 64  # pieces of one program
 FLOWS = 512  # slots of one program
-MOST_LEVELS = 4
 
-CLIP = tl.constexpr(int(LevelKind.CLIP))
-ROLLBACK = tl.constexpr(int(LevelKind.ROLLBACK))
-TANH = tl.constexpr(int(LevelKind.TANH))
+NO_OWN_PENALTY = tl.constexpr(int(Penalty.NONE))
 THROUGH = tl.constexpr(int(Routing.THROUGH))
-SELF = tl.constexpr(int(Routing.SELF))
 
-# What a piece tells its tokens, by kind: 2 channel + (the advantage is negative). A side is 1 below, 2 above or 3.
-KINDS = tl.constexpr(4)
-TOLD = tl.constexpr(5)
-Z, MEAN, SLOPE, OWN, SIDE = (tl.constexpr(field) for field in range(5))
-
-LARGEST_DOUBLE = tl.constexpr(torch.finfo(torch.float64).max)
 LARGEST_FLOW = tl.constexpr(1e300)
 EXPONENT_BIAS = tl.constexpr(1023)  # of a double
-
-
-class Shape(NamedTuple):
-    """What of a hierarchy specialises kernels, beside the reading of tokens and which optional tensors exist."""
-
-    gates: tuple[int, ...]  # by level, finest first
-    routings: tuple[int, ...]
-    means: tuple[bool, ...]  # or sums
-    channels: int
-    drop: bool  # the token gate; else it clips
-    score_head: bool
-    carries: bool  # gradient flows through some aggregate
-    kl: int
-    kl_gradient: int
-
-
-# ------------------------------------------------------------------------------------------------------------- levels
-
-
-class Residual(NamedTuple):
-    value: tl.tensor
-    slope: tl.tensor
-    side: tl.tensor  # int32: 1 below its bounds, 2 above
-
-
-@triton.jit
-def _gate_residual(u, size, low, high, slope, GATE: tl.constexpr):
-    """A level's gate on the residual of a segment with ``size`` tokens, all in double."""
-    one = tl.full(u.shape, 1.0, tl.float64)
-    zero = tl.zeros(u.shape, tl.float64)
-    below, above = u < u, u < u
-    value, derivative = u, one
-    if GATE == CLIP:
-        below, above = u < low, u > high
-        value = tl.where(above, high, tl.where(below, low, u))
-        derivative = tl.where(below | above, zero, one)
-    elif GATE == ROLLBACK:
-        towards = tl.where(u < 0.0, -one, one)
-        beyond = tl.abs(u) > high
-        down = tl.where(slope < 0.0, size, one * slope)
-        at_once = down > LARGEST_DOUBLE
-        down = tl.where(at_once, one, down)
-        back = tl.where(at_once, -one, (down + 1.0) * high - down * tl.abs(u))
-        rolled = tl.where(back > 0.0, towards * back, zero)
-        rolled_slope = tl.where(back > 0.0, -down, zero)
-        flat = down == 0.0  # a clip: no zone to roll back in
-        value = tl.where(beyond, tl.where(flat, towards * high, rolled), u)
-        derivative = tl.where(beyond, tl.where(flat, zero, rolled_slope), one)
-        below, above = beyond & (u < 0.0), beyond & (u > 0.0)
-    elif GATE == TANH:
-        decay = tl.exp(-2.0 * tl.abs(u / high))
-        size_of_bend = (1.0 - decay) / (1.0 + decay)
-        value = tl.where(u < 0.0, -high, high) * size_of_bend
-        derivative = 1.0 - size_of_bend * size_of_bend
-    return Residual(value, derivative, below.to(tl.int32) + 2 * above.to(tl.int32))
-
-
-@triton.jit
-def _by_kind(kind, values):
-    first, second, third, fourth = values
-    return tl.where(kind == 0, first, tl.where(kind == 1, second, tl.where(kind == 2, third, fourth)))
-
-
-@triton.jit
-def _aggregate(segments, segment, channel, exists, MEAN_OF: tl.constexpr):
-    """Of the log-ratios of each segment, and its size."""
-    at = segments + segment * FIELDS
-    size = tl.maximum(tl.load(at + VALID, mask=exists, other=0), 1).to(tl.float64)
-    sum = tl.load(at + FIXED + channel, mask=exists, other=0).to(tl.float64) / FIXED_POINT
-    return (sum / size if MEAN_OF else sum), size
-
-
-@kernel
-def _gate_pieces(
-    begin,
-    end,
-    ancestors,
-    segments,
-    told,  # [P, TOLD, KINDS] float32
-    steps,  # [P, DEPTH, KINDS] float64: the slope of a level less that of the finer one
-    pieces: tl.int64,
-    # by level: bounds by kind, and the slope
-    low_00: tl.float64, low_01: tl.float64, low_02: tl.float64, low_03: tl.float64,
-    high_00: tl.float64, high_01: tl.float64, high_02: tl.float64, high_03: tl.float64, slope_0: tl.float64,
-    low_10: tl.float64, low_11: tl.float64, low_12: tl.float64, low_13: tl.float64,
-    high_10: tl.float64, high_11: tl.float64, high_12: tl.float64, high_13: tl.float64, slope_1: tl.float64,
-    low_20: tl.float64, low_21: tl.float64, low_22: tl.float64, low_23: tl.float64,
-    high_20: tl.float64, high_21: tl.float64, high_22: tl.float64, high_23: tl.float64, slope_2: tl.float64,
-    low_30: tl.float64, low_31: tl.float64, low_32: tl.float64, low_33: tl.float64,
-    high_30: tl.float64, high_31: tl.float64, high_32: tl.float64, high_33: tl.float64, slope_3: tl.float64,
-    SHAPE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PIECES: tl.constexpr,
-):  # fmt: skip
-    lows = (
-        (low_00, low_01, low_02, low_03), (low_10, low_11, low_12, low_13),
-        (low_20, low_21, low_22, low_23), (low_30, low_31, low_32, low_33),
-    )  # fmt: skip
-    highs = (
-        (high_00, high_01, high_02, high_03), (high_10, high_11, high_12, high_13),
-        (high_20, high_21, high_22, high_23), (high_30, high_31, high_32, high_33),
-    )  # fmt: skip
-    slopes = (slope_0, slope_1, slope_2, slope_3)
-    piece = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)[:, None]
-    exists = piece < pieces
-    first, last = tl.load(begin + piece, mask=exists, other=0), tl.load(end + piece, mask=exists, other=0)
-    exists &= first < last  # what is not good is empty
-    kind = tl.arange(0, 2 * SHAPE.channels)[None, :]
-    channel = kind // 2
-    exists = tl.broadcast_to(exists, [PIECES, 2 * SHAPE.channels])
-
-    z = tl.zeros([PIECES, 2 * SHAPE.channels], tl.float64)
-    finer_slope = z
-    own = z.to(tl.float32)
-    side = z.to(tl.int32)
-    here, size = _aggregate(segments, segment_of(ancestors, 0, piece, pieces, exists), channel, exists, SHAPE.means[0])
-    at = told + piece * TOLD * KINDS + kind
-    tl.store(at + MEAN * KINDS, here.to(tl.float32), mask=exists)
-    for k in tl.static_range(DEPTH):
-        u, size_here = here, size
-        if k + 1 < DEPTH:
-            parent = segment_of(ancestors, k + 1, piece, pieces, exists)
-            here, size = _aggregate(segments, parent, channel, exists, SHAPE.means[k + 1])
-            u -= here
-        gated = _gate_residual(
-            u, size_here, _by_kind(kind, lows[k]), _by_kind(kind, highs[k]), slopes[k], SHAPE.gates[k]
-        )
-        z += gated.value
-        side |= gated.side
-        step = gated.slope - finer_slope  # at the finest level the token subtracts its own slope
-        finer_slope = gated.slope
-        if SHAPE.routings[k] == SELF:
-            own += step.to(tl.float32)
-        if k == 0:
-            tl.store(at + SLOPE * KINDS, gated.slope.to(tl.float32), mask=exists)
-        if steps is not None:
-            tl.store(steps + (piece * DEPTH + k) * KINDS + kind, step, mask=exists)
-    falls = channel == 1  # what is below there is above in the log-ratio
-    side = tl.where(falls, side // 2 + side % 2 * 2, side)
-    tl.store(at + Z * KINDS, tl.where(falls, -z, z).to(tl.float32), mask=exists)
-    tl.store(at + OWN * KINDS, own, mask=exists)
-    tl.store(at + SIDE * KINDS, side.to(tl.float32), mask=exists)
 
 
 # ------------------------------------------------------------------------------------------------------------- tokens
 
 
 @triton.jit
+def _mean_told(told, piece, held, CHANNEL: tl.constexpr):
+    if told is None:  # no level above the token
+        mean = tl.zeros(piece.shape, tl.float32)
+    else:
+        mean = tl.load(told + (piece * TOLD + MEAN) * KINDS + 2 * CHANNEL, mask=held, other=0.0)
+    return mean
+
+
+@triton.jit
 def _told(told, piece, held, negative, FIELD: tl.constexpr, CHANNEL: tl.constexpr):
-    at = told + (piece * TOLD + FIELD) * KINDS + 2 * CHANNEL
-    positive = tl.load(at, mask=held, other=0.0)
-    return tl.where(negative, tl.load(at + 1, mask=held, other=0.0), positive)
+    if told is None:
+        value = tl.zeros(negative.shape, tl.float32)
+    else:
+        at = told + (piece * TOLD + FIELD) * KINDS + 2 * CHANNEL
+        positive = tl.load(at, mask=held, other=0.0)
+        value = tl.where(negative, tl.load(at + 1, mask=held, other=0.0), positive)
+    return value
 
 
 @triton.jit
@@ -258,7 +117,7 @@ class Gated(NamedTuple):
     """The gate on the residuals of a block of tokens in one channel."""
 
     value: tl.tensor
-    inside: tl.tensor  # float: the derivative
+    inside: tl.tensor  # float: 1 within the bounds, else 0
     below: tl.tensor
     above: tl.tensor
 
@@ -296,6 +155,10 @@ def _sweep_pieces(
     token_weight,
     low,
     high,
+    target,
+    penalty_mask,
+    pre,
+    numbers,  # of the term
     begin,
     end,
     row,
@@ -331,7 +194,7 @@ def _sweep_pieces(
 ):
     inputs = PolicyLossInputs(
         logp, old_logp, advantages, weights, cu_seqlens, mask, ref_logp, entropy, score, threshold, token_mask,
-        token_weight,
+        token_weight, target=target,
     )  # fmt: skip
     ALIGNED: tl.constexpr = READING.aligned
     SPLIT: tl.constexpr = SHAPE.channels == 2
@@ -351,19 +214,20 @@ def _sweep_pieces(
         negative = t.negative
         lowest = _bound(low, low_positive, low_negative, low_driven, t, token, tokens, whole, ALIGNED)
         highest = _bound(high, high_positive, high_negative, high_driven, t, token, tokens, whole, ALIGNED)
-        falls = t.x < 0.0  # +0 and -0 rise: one channel has the whole derivative at 0
-        up = tl.where(falls, 0.0, t.x) if SPLIT else t.x
-        mean = tl.load(told + (piece * TOLD + MEAN) * KINDS, mask=held, other=0.0)
-        rising = _gate_tokens(up - mean, lowest, highest, SHAPE.drop)
+        x = entering(t.x, negative, pre)
+        falls = x < 0.0  # +0 and -0 rise: one channel has the whole derivative at 0
+        up = tl.where(falls, 0.0, x) if SPLIT else x
+        rising = _gate_tokens(up - _mean_told(told, piece, held, 0), lowest, highest, SHAPE.drop)
         z = _told(told, piece, held, negative, Z, 0)
         slope = _told(told, piece, held, negative, SLOPE, 0)
         own = _told(told, piece, held, negative, OWN, 0)
         side = _told(told, piece, held, negative, SIDE, 0).to(tl.int32)
-        inside, below, above = rising.inside, rising.below, rising.above
+        below, above = rising.below, rising.above
+        rising_inside = with_slopes(rising.inside, below, above, negative, numbers)
+        inside = rising_inside
         falling, falling_slope = rising, slope
         if SPLIT:
-            mean = tl.load(told + (piece * TOLD + MEAN) * KINDS + 2, mask=held, other=0.0)
-            falling = _gate_tokens((up - t.x) - mean, lowest, highest, SHAPE.drop)
+            falling = _gate_tokens((up - x) - _mean_told(told, piece, held, 1), lowest, highest, SHAPE.drop)
             z += _told(told, piece, held, negative, Z, 1)
             falling_slope = _told(told, piece, held, negative, SLOPE, 1)
             own = tl.where(falls, _told(told, piece, held, negative, OWN, 1), own)
@@ -377,13 +241,28 @@ def _sweep_pieces(
         below |= side % 2 == 1
         above |= side // 2 == 1
 
-        policy = policy_term(t, exp(clamp(z, -SATURATION, SATURATION)), SHAPE.score_head)
+        if SHAPE.term is None:
+            policy = policy_term(t, exp(clamp(z, -SATURATION, SATURATION)), SHAPE.score_head)
+        else:
+            given_weight = None if token_weight is None else loaded.token_weight
+            policy = general_term(t, given_weight, z, below, above, numbers, SHAPE.term.head)
         derivative = policy.value
         if SHAPE.score_head == False:  # noqa: E712 (a constexpr)
             # Where the finest level takes the place of the token, its own slope does not count.
-            derivative = derivative * (own if SHAPE.routings[0] == SELF else inside + own)
+            derivative = derivative * (own if SHAPE.takes_place else inside + own)
+        if pre is not None:
+            derivative = tl.where(x == t.x, derivative, 0.0)
+        if SHAPE.term is not None:
+            derivative += policy.direct
         derivative = tl.where(t.flows, derivative, 0.0)
         penalty, loss_t, derivative = with_penalty(t, policy.loss_t, derivative, kl_beta, SHAPE.kl, SHAPE.kl_gradient)
+        if SHAPE.term is not None and SHAPE.term.penalty != NO_OWN_PENALTY:
+            pays = t.valid
+            if penalty_mask is not None:
+                pays &= load(penalty_mask, token, tokens, whole, ALIGNED)
+            penalty, loss_t, derivative = with_own_penalty(
+                t, pays, penalty, loss_t, derivative, numbers.penalty, SHAPE.term.penalty
+            )
         if grad is not None:
             tl.store(grad + token, tl.where(t.valid, derivative, 0.0), mask=slots.inside)
         if token_loss is not None:
@@ -407,7 +286,7 @@ def _sweep_pieces(
                             flow += tl.load(step + 1, mask=held, other=0.0) * of_negative
                             flow = clamp(flow, -LARGEST_FLOW, LARGEST_FLOW)
                         elif channel == 0:
-                            flow = _flow(value, slope, rising.inside)
+                            flow = _flow(value, slope, rising_inside)
                         else:
                             flow = _flow(value, falling_slope, falling.inside)
                         tl.store(flows + (slot[:, None] * DEPTH + k) * 2 + channel, flow)
@@ -497,6 +376,7 @@ def _return_flows(
     grad,
     loss,
     metrics,
+    pre,
     tokens: tl.int64,
     rows: tl.int64,
     pieces: tl.int64,
@@ -527,6 +407,8 @@ def _return_flows(
         t = read_tokens(inputs, loaded, of_row, rows, slots.inside, READING)
         arriving = tl.where(t.x < 0.0, falling, rising)
         receives = t.valid & t.flows & (arriving != 0.0)
+        if pre is not None:
+            receives &= entering(t.x, t.negative, pre) == t.x
         received = tl.load(grad + token, mask=receives, other=0.0) + arriving
         tl.store(grad + token, clamp(received, -LARGEST, LARGEST), mask=receives)
 
@@ -537,7 +419,7 @@ def _return_flows(
 def policy_loss(
     inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool, want_tokens: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """As gates.policy_loss, which calls this where ``spec.levels`` is not empty."""
+    """As gates.policy_loss, which calls this where ``spec.of_pieces``."""
     logp, device = inputs.logp, inputs.logp.device
     loss = torch.empty((), dtype=torch.float32, device=device)
     metrics = torch.empty(len(METRICS), dtype=torch.float64, device=device)
@@ -547,28 +429,30 @@ def policy_loss(
     # What has no influence is not part of the specialisation either.
     if spec.token is not TokenGate.CLIP:
         inputs = inputs._replace(low=None, high=None)
-    shape, reading = _shape_of(inputs, spec, want_grad), reading_of(inputs, spec)
+    shape, reading, pre = _shape_of(inputs, spec, want_grad), reading_of(inputs, spec), pre_of(spec.term)
 
     pieces = check_pieces(inputs)
-    sum_pieces(inputs, pieces, reading, spec.split, grad, token_loss, seen)
-    sums, flows = _sweep(inputs, spec, pieces, shape, reading, grad, token_loss, seen)
+    sum_pieces(inputs, pieces, reading, spec.split, pre, grad, token_loss, seen)
+    sums, flows = _sweep(inputs, spec, pieces, shape, reading, pre, grad, token_loss, seen)
     if flows is None:
         finalise(sums, seen, loss, metrics, inputs.weights.numel())
     else:
-        _return(inputs, pieces, shape, reading, flows, sums, seen, grad, loss, metrics)
+        _return(inputs, pieces, shape, reading, pre, flows, sums, seen, grad, loss, metrics)
     return loss, metrics, grad, token_loss
 
 
 def _shape_of(inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool) -> Shape:
-    linear = spec.head is Head.LINEAR
+    routings = tuple(int(level.routing) for level in spec.levels)
     return Shape(
         gates=tuple(int(level.gate) for level in spec.levels),
-        routings=tuple(int(level.routing) for level in spec.levels),
+        routings=routings,
         means=tuple(level.aggregate is Aggregate.MEAN for level in spec.levels),
         channels=2 if spec.split else 1,
+        takes_place=routings[:1] == (Routing.SELF,),
         drop=spec.token is TokenGate.DROP,
-        score_head=not linear,
-        carries=linear and want_grad and any(level.routing is Routing.THROUGH for level in spec.levels),
+        score_head=spec.head is Head.SCORE,
+        term=term_of(spec),
+        carries=spec.head is not Head.SCORE and want_grad and Routing.THROUGH in routings,
         kl=int(spec.kl if inputs.ref_logp is not None else KLEstimator.NONE),
         kl_gradient=int(spec.kl_gradient if inputs.ref_logp is not None else KLGradient.VALUE),
     )
@@ -580,21 +464,15 @@ def _sweep(
     pieces: Pieces,
     shape: Shape,
     reading: Reading,
+    pre: Pre | None,
     grad: torch.Tensor | None,
     token_loss: torch.Tensor | None,
     seen: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The sums of all programs, and what every slot sends up where that is wanted."""
     (depth, count), slots, device = pieces.ancestors.shape, pieces.owner.numel(), inputs.logp.device
-    told = torch.empty((count, TOLD.value, KINDS.value), dtype=torch.float32, device=device)
-    steps = torch.empty((count, depth, KINDS.value), dtype=torch.float64, device=device) if shape.carries else None
+    told, steps = gate_pieces(spec, pieces, shape)
     flows = torch.empty((slots, depth, 2), dtype=torch.float64, device=device) if shape.carries else None
-    spare = [LevelSpec(Unit.TRAJECTORY, LevelKind.IDENTITY)] * (MOST_LEVELS - depth)
-    numbers = [number for level in (*spec.levels, *spare) for number in (*level.low, *level.high, level.slope)]
-    launch(
-        _gate_pieces, triton.cdiv(count, GATED), pieces.begin, pieces.end, pieces.ancestors, pieces.segments, told,
-        steps, count, *numbers, SHAPE=shape, DEPTH=depth, PIECES=GATED,
-    )  # fmt: skip
 
     # Sums of floats have an order to keep: where some flow, a token's place in a slot is its place in the piece.
     align = 1 if shape.carries else 4
@@ -604,9 +482,9 @@ def _sweep(
     launch(
         _sweep_pieces, programs, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights, inputs.cu_seqlens,
         inputs.mask, inputs.ref_logp, inputs.entropy, inputs.score, inputs.threshold, inputs.token_mask,
-        inputs.token_weight, inputs.low, inputs.high, pieces.begin, pieces.end, pieces.row, pieces.ancestors,
-        pieces.owner, pieces.broken, pieces.segments, told, steps, flows, seen, sums, grad, token_loss,
-        inputs.logp.numel(), inputs.weights.numel(), count, slots // SLOTS,
+        inputs.token_weight, inputs.low, inputs.high, inputs.target, inputs.penalty_mask, pre, numbers_of(spec.term),
+        pieces.begin, pieces.end, pieces.row, pieces.ancestors, pieces.owner, pieces.broken, pieces.segments, told,
+        steps, flows, seen, sums, grad, token_loss, inputs.logp.numel(), inputs.weights.numel(), count, slots // SLOTS,
         *(spec.token_log_low if clips else NO_LOW), *(spec.token_log_high if clips else NO_HIGH),
         bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
         READING=reading._replace(aligned=reading.aligned and align > 1), SHAPE=shape, DEPTH=depth, SLOT=SLOT_TOKENS,
@@ -620,6 +498,7 @@ def _return(
     pieces: Pieces,
     shape: Shape,
     reading: Reading,
+    pre: Pre | None,
     flows: torch.Tensor,
     sums: torch.Tensor,
     seen: torch.Tensor,
@@ -636,8 +515,9 @@ def _return(
     launch(
         _return_flows, slots // SLOTS, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights,
         inputs.cu_seqlens, inputs.mask, inputs.ref_logp, pieces.begin, pieces.end, pieces.row, pieces.ancestors,
-        pieces.owner, pieces.segments, seen, sums, grad, loss, metrics, inputs.logp.numel(), inputs.weights.numel(),
-        count, sums.shape[0], digits, READING=reading, SHAPE=shape, DEPTH=depth, SLOT=SLOT_TOKENS, SLOTS=SLOTS, **TOTAL,
+        pieces.owner, pieces.segments, seen, sums, grad, loss, metrics, pre, inputs.logp.numel(),
+        inputs.weights.numel(), count, sums.shape[0], digits, READING=reading, SHAPE=shape, DEPTH=depth,
+        SLOT=SLOT_TOKENS, SLOTS=SLOTS, **TOTAL,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from ..specs import PolicyLossInputs
 from .launch import kernel, launch
 from .levels import to_fixed
 from .segments import SLOT_TOKENS, SLOTS, number_of_slots, row_range, slot_owner, tokens_of_slots
+from .terms import Pre, entering
 from .tokens import Reading, load_tokens, read_tokens
 
 __all__ = [
@@ -219,6 +220,7 @@ def _sum_pieces(
     grad,  # set to 0, as are the next two: tokens outside of all pieces keep that
     token_loss,
     seen,
+    pre,
     tokens: tl.int64,
     rows: tl.int64,
     pieces: tl.int64,
@@ -248,10 +250,11 @@ def _sum_pieces(
     loaded = load_tokens(inputs, slots.token, tokens, whole, READING)
     of_row = tl.load(row + slots.row, mask=slots.row < pieces, other=0)
     t = read_tokens(inputs, loaded, of_row, rows, slots.inside, READING)
-    rising = tl.maximum(t.x, 0.0) if SPLIT else t.x
+    x = entering(t.x, t.negative, pre)
+    rising = tl.maximum(x, 0.0) if SPLIT else x
     valid = tl.sum(t.valid.to(tl.int64), axis=1, keep_dims=True)
     rose = tl.sum(to_fixed(rising), axis=1, keep_dims=True)
-    fell = tl.sum(to_fixed(rising - t.x), axis=1, keep_dims=True)
+    fell = tl.sum(to_fixed(rising - x), axis=1, keep_dims=True)
     some = valid > 0
     for k in tl.static_range(DEPTH):
         segment = segment_of(ancestors, k, slots.row, pieces, some)
@@ -292,6 +295,7 @@ def sum_pieces(
     pieces: Pieces,
     reading: Reading,
     split: bool,
+    pre: Pre | None,
     grad: torch.Tensor | None,
     token_loss: torch.Tensor | None,
     seen: torch.Tensor,
@@ -301,6 +305,6 @@ def sum_pieces(
     launch(
         _sum_pieces, pieces.owner.numel() // SLOTS, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights,
         inputs.cu_seqlens, inputs.mask, inputs.ref_logp, pieces.begin, pieces.end, pieces.row, pieces.ancestors,
-        pieces.owner, pieces.segments, grad, token_loss, seen, inputs.logp.numel(), inputs.weights.numel(), count,
-        READING=reading, DEPTH=depth, SPLIT=split, SLOT=SLOT_TOKENS, SLOTS=SLOTS,
+        pieces.owner, pieces.segments, grad, token_loss, seen, pre, inputs.logp.numel(), inputs.weights.numel(),
+        count, READING=reading, DEPTH=depth, SPLIT=split, SLOT=SLOT_TOKENS, SLOTS=SLOTS,
     )  # fmt: skip

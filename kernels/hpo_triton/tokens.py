@@ -22,6 +22,7 @@ class Reading(NamedTuple):
     strict: bool  # score > threshold instead of >=
     advantage_per_token: bool
     aligned: bool  # every tensor of tokens allows 128-bit loads
+    target_per_token: bool
 
 
 class Loaded(NamedTuple):
@@ -36,6 +37,7 @@ class Loaded(NamedTuple):
     score: tl.tensor
     mask: tl.tensor
     token_mask: tl.tensor
+    target: tl.tensor
 
 
 class Tokens(NamedTuple):
@@ -55,6 +57,7 @@ class Tokens(NamedTuple):
     nan: tl.tensor
     infinite: tl.tensor
     bad: tl.tensor
+    target: tl.tensor
 
 
 @triton.jit
@@ -69,6 +72,7 @@ def load_tokens(inputs, token, tokens, whole, READING: tl.constexpr):
     ALIGNED: tl.constexpr = READING.aligned
     logp = load(inputs.logp, token, tokens, whole, ALIGNED)
     advantage = inputs.advantages if READING.advantage_per_token else None
+    target = inputs.target if READING.target_per_token else None
     return Loaded(
         logp=logp,
         old_logp=_load_or(logp, inputs.old_logp, token, tokens, whole, ALIGNED),
@@ -78,6 +82,7 @@ def load_tokens(inputs, token, tokens, whole, READING: tl.constexpr):
         score=_load_or(logp, inputs.score, token, tokens, whole, ALIGNED),
         mask=_load_or(logp, inputs.mask, token, tokens, whole, ALIGNED),
         token_mask=_load_or(logp, inputs.token_mask, token, tokens, whole, ALIGNED),
+        target=_load_or(logp, target, token, tokens, whole, ALIGNED),
     )
 
 
@@ -109,7 +114,13 @@ def read_tokens(inputs, loaded, row, rows, inside, READING: tl.constexpr):
         scaled = scaled * loaded.token_weight
         unweighted = unweighted * loaded.token_weight
 
-    selected = valid & is_finite(scaled)
+    usable = is_finite(scaled)
+    target = 0.0
+    if inputs.target is not None:
+        of_row = inputs.target + row
+        target = loaded.target if READING.target_per_token else tl.load(of_row, mask=row < rows, other=0.0)
+        usable &= is_finite(target)
+    selected = valid & usable
     bad = valid & (selected == False)  # noqa: E712
     if inputs.token_mask is not None:
         selected &= loaded.token_mask
@@ -134,6 +145,7 @@ def read_tokens(inputs, loaded, row, rows, inside, READING: tl.constexpr):
         nan=unknown,
         infinite=valid & infinite,
         bad=bad,
+        target=tl.where(selected, target, 0.0),
     )
 
 
@@ -145,13 +157,15 @@ def reading_of(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Reading:
         strict=spec.strict and inputs.score is not None,
         advantage_per_token=inputs.advantage_per_token,
         aligned=aligned(*_of_tokens(inputs)),
+        target_per_token=inputs.target_per_token and inputs.target is not None,
     )
 
 
 def _of_tokens(inputs: PolicyLossInputs) -> tuple[torch.Tensor | None, ...]:
     return (
         inputs.logp, inputs.old_logp, inputs.ref_logp, inputs.entropy, inputs.score, inputs.token_weight, inputs.low,
-        inputs.high, inputs.mask, inputs.token_mask, inputs.advantages if inputs.advantage_per_token else None,
+        inputs.high, inputs.mask, inputs.token_mask, inputs.penalty_mask,
+        inputs.advantages if inputs.advantage_per_token else None, inputs.target if inputs.target_per_token else None,
     )  # fmt: skip
 
 

@@ -1,0 +1,242 @@
+"""Corrections: masks and weights on tokens from log-ratios that are constants of the differentiation.
+
+    check_pieces       two launches (pieces.py)
+    _reduce_pieces     a factor of 1 for every token; what the segments of pieces add up
+    _correct           the factors of the tokens of all pieces
+
+The definition is hpo_core/reference/corrections.py; the arithmetic of one token is that of
+csrc/include/hpo/corrections.h. Segments add up in integers: their bits do not depend on what lies beside them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..specs import Action, CorrectionSpec, PolicyLossInputs, PolicyLossSpec, Reduction, Statistic
+from .launch import kernel, launch
+from .levels import FIXED_POINT, to_fixed
+from .math import SATURATION, clamp, exp, k3
+from .pieces import (
+    EXPONENT,
+    FIELDS,
+    FIXED,
+    VALID,
+    add_to_segments,
+    check_pieces,
+    raise_segments,
+    segment_of,
+    slots_of_pieces,
+)
+from .segments import SLOT_TOKENS, SLOTS, slot_owner, tokens_of_slots
+from .terms import by_sign
+from .tokens import load_tokens, reading_of
+
+__all__ = ["correction"]
+
+LOG_RATIO = tl.constexpr(int(Statistic.LOG_RATIO))
+K2 = tl.constexpr(int(Statistic.K2))
+K3 = tl.constexpr(int(Statistic.K3))
+BINARY_KL = tl.constexpr(int(Statistic.BINARY_KL))
+MEAN = tl.constexpr(int(Reduction.MEAN))
+MIN = tl.constexpr(int(Reduction.MIN))
+MASK = tl.constexpr(int(Action.MASK))
+CLAMP = tl.constexpr(int(Action.CLAMP))
+
+EXPONENT_BOUND = tl.constexpr(20.0)
+GUARD = tl.constexpr(1e-8)  # keeps the logarithm of a binary KL finite
+
+# The extremum of a segment is the largest key there, above that of a segment without any token, which is 0.
+EXTREMUM = EXPONENT
+KEYS = tl.constexpr(2**32)
+
+
+class Rule(NamedTuple):
+    """What specialises kernels."""
+
+    statistic: int
+    reduction: int
+    extremum: bool  # the reduction is one; else it adds
+    action: int
+    strict: bool
+
+
+class Bounds(NamedTuple):
+    """Of the statistic, for advantages >= 0 and < 0."""
+
+    low: tuple[float, float]
+    high: tuple[float, float]
+
+
+# ------------------------------------------------------------------------------------------------------------- tokens
+
+
+@triton.jit
+def _statistic_of(first, second, STATISTIC: tl.constexpr):
+    """Within +-60; NaN where a token has none."""
+    u = first - second
+    if STATISTIC == LOG_RATIO:
+        value = u
+    elif STATISTIC == K2:
+        value = 0.5 * u * u
+    elif STATISTIC == K3:
+        value = k3(-clamp(u, -SATURATION, SATURATION))
+    else:
+        p, q = tl.exp(first.to(tl.float64)), tl.exp(second.to(tl.float64))
+        value = (p - q).to(tl.float32)
+        if STATISTIC == BINARY_KL:
+            other = tl.log((1.0 - q + GUARD) / (1.0 - p + GUARD))
+            kl = (1.0 - q) * other - q * u.to(tl.float64)
+            value = tl.where(p > q, kl, tl.where(p < q, -kl, 0.0)).to(tl.float32)
+    return tl.where(u == u, clamp(value, -SATURATION, SATURATION), u)
+
+
+@triton.jit
+def _factor_of(v, low, high, RULE: tl.constexpr):
+    if RULE.action == CLAMP:
+        return exp(clamp(clamp(v, low, high), -EXPONENT_BOUND, EXPONENT_BOUND))
+    inside = (low < v) & (v < high) if RULE.strict else (low <= v) & (v <= high)
+    kept = 1.0 if RULE.action == MASK else exp(clamp(v, -EXPONENT_BOUND, EXPONENT_BOUND))
+    return tl.where(inside, kept, 0.0)
+
+
+# ----------------------------------------------------------------------------------------------------------- segments
+
+
+@triton.jit
+def _key_of(v, REDUCTION: tl.constexpr):
+    """An integer above 0 that is the larger, the larger v is, or the smaller where the minimum is sought."""
+    bits = v.to(tl.int32, bitcast=True)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    return (-ordered if REDUCTION == MIN else ordered) + KEYS
+
+
+@triton.jit
+def _from_key(key, REDUCTION: tl.constexpr):
+    ordered = (-key + KEYS if REDUCTION == MIN else key - KEYS).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _of_segment(segments, segment, held, RULE: tl.constexpr):
+    at = segments + segment * FIELDS
+    if RULE.extremum:
+        return _from_key(tl.load(at + EXTREMUM, mask=held, other=0), RULE.reduction)
+    sum = tl.load(at + FIXED, mask=held, other=0).to(tl.float64) / FIXED_POINT
+    if RULE.reduction == MEAN:
+        sum = sum / tl.maximum(tl.load(at + VALID, mask=held, other=0), 1).to(tl.float64)
+    return sum.to(tl.float32)
+
+
+@kernel
+def _reduce_pieces(
+    logp,
+    old_logp,
+    mask,
+    begin,
+    end,
+    ancestors,
+    owner,  # [slots], written here
+    segments,
+    factor,  # set to 1
+    tokens: tl.int64,
+    pieces: tl.int64,
+    READING: tl.constexpr,
+    RULE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SLOT: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    inputs = PolicyLossInputs(logp, old_logp, None, None, None, mask)
+    program = tl.program_id(0).to(tl.int64)
+    token = program * SLOTS * SLOT + tl.arange(0, SLOTS * SLOT)
+    tl.store(factor + token, tl.full([SLOTS * SLOT], 1.0, tl.float32), mask=token < tokens)
+    slot = program * SLOTS + tl.arange(0, SLOTS)
+    found = slot_owner(begin, pieces, tokens, slot, SLOT)
+    tl.store(owner + slot, found)
+    if DEPTH > 0:
+        slots = tokens_of_slots(begin, end, found, pieces, tokens, slot, SLOT, 4)
+        loaded = load_tokens(inputs, slots.token, tokens, tl.max(slots.token) < tokens, READING)
+        v = _statistic_of(loaded.logp, loaded.old_logp, RULE.statistic)
+        valid = slots.inside & (v == v)
+        if mask is not None:
+            valid &= loaded.mask
+        count = tl.sum(valid.to(tl.int64), axis=1, keep_dims=True)
+        segment = segment_of(ancestors, 0, slots.row, pieces, count > 0)
+        if RULE.extremum:
+            keys = tl.where(valid, _key_of(v, RULE.reduction), 0)
+            raise_segments(segments, segment, tl.max(keys, axis=1, keep_dims=True), EXTREMUM, count > 0)
+        else:
+            fixed = tl.sum(to_fixed(tl.where(valid, v, 0.0)), axis=1, keep_dims=True)
+            add_to_segments(segments, segment, fixed, FIXED, count > 0)
+            add_to_segments(segments, segment, count, VALID, count > 0)
+
+
+@kernel
+def _correct(
+    logp,
+    old_logp,
+    advantages,
+    mask,
+    token_weight,
+    begin,
+    end,
+    row,
+    ancestors,
+    owner,
+    segments,
+    factor,
+    bounds,
+    tokens: tl.int64,
+    rows: tl.int64,
+    pieces: tl.int64,
+    READING: tl.constexpr,
+    RULE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SLOT: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    inputs = PolicyLossInputs(logp, old_logp, advantages, None, None, mask, token_weight=token_weight)
+    slot = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
+    slots, piece, of_row, held = slots_of_pieces(begin, end, row, owner, slot, pieces, tokens, SLOT, 4)
+    loaded = load_tokens(inputs, slots.token, tokens, tl.max(slots.token) < tokens, READING)
+    if READING.advantage_per_token:
+        negative = loaded.advantage < 0.0
+    else:
+        negative = tl.load(advantages + of_row, mask=held & (of_row < rows), other=0.0) < 0.0
+    own = _statistic_of(loaded.logp, loaded.old_logp, RULE.statistic)
+    v = own
+    if DEPTH > 0:
+        v = _of_segment(segments, segment_of(ancestors, 0, piece, pieces, held), held, RULE)
+    value = _factor_of(v, by_sign(negative, bounds.low), by_sign(negative, bounds.high), RULE)
+    value = tl.where(own == own, value, own)
+    if token_weight is not None:
+        value = value * loaded.token_weight
+    given = slots.inside if mask is None else slots.inside & loaded.mask
+    tl.store(factor + slots.token, value, mask=given)
+
+
+# --------------------------------------------------------------------------------------------------------------- host
+
+
+def correction(inputs: PolicyLossInputs, spec: CorrectionSpec) -> torch.Tensor:
+    """The factor ``[T]`` of ``logp - old_logp``, times ``token_weight``."""
+    pieces, reading = check_pieces(inputs), reading_of(inputs, PolicyLossSpec())
+    (depth, count), programs = pieces.ancestors.shape, pieces.owner.numel() // SLOTS
+    tokens, rows, factor = inputs.logp.numel(), inputs.cu_seqlens.numel() - 1, torch.empty_like(inputs.logp)
+    extremum = spec.reduction in (Reduction.MIN, Reduction.MAX)
+    rule = Rule(int(spec.statistic), int(spec.reduction), extremum, int(spec.action), spec.strict)
+    structure = {"READING": reading, "RULE": rule, "DEPTH": depth, "SLOT": SLOT_TOKENS, "SLOTS": SLOTS}
+    launch(
+        _reduce_pieces, programs, inputs.logp, inputs.old_logp, inputs.mask, pieces.begin, pieces.end,
+        pieces.ancestors, pieces.owner, pieces.segments, factor, tokens, count, **structure,
+    )  # fmt: skip
+    launch(
+        _correct, programs, inputs.logp, inputs.old_logp, inputs.advantages, inputs.mask, inputs.token_weight,
+        pieces.begin, pieces.end, pieces.row, pieces.ancestors, pieces.owner, pieces.segments, factor,
+        Bounds(spec.low, spec.high), tokens, rows, count, **structure,
+    )  # fmt: skip
+    return factor

@@ -1,0 +1,231 @@
+"""The term of a token whose gate asks for more than a clip and A e^z (TermSpec): the heads, the pre-gate, slopes and
+weights beyond the bounds, the penalty on the token's own log-ratio.
+
+The definition is hpo_core/reference/gates.py; the arithmetic is that of csrc/include/hpo/terms.h in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..specs import Head, Penalty, PolicyLossSpec, TermSpec
+from .math import SATURATION, clamp, exp, k3, k3_slope, log
+
+__all__ = [
+    "Numbers",
+    "Pre",
+    "Term",
+    "by_sign",
+    "entering",
+    "general_term",
+    "numbers_of",
+    "pre_of",
+    "term_of",
+    "with_own_penalty",
+    "with_slopes",
+]
+
+SCORE = tl.constexpr(int(Head.SCORE))
+LOG = tl.constexpr(int(Head.LOG))
+MIRROR = tl.constexpr(int(Head.MIRROR))
+SIGMOID = tl.constexpr(int(Head.SIGMOID))
+SIMPLE = tl.constexpr(int(Head.SIMPLE))
+TARGET = tl.constexpr(int(Head.TARGET))
+NEGATIVE_AWARE = tl.constexpr(int(Head.NEGATIVE_AWARE))
+FLIPPED = tl.constexpr(int(Head.FLIPPED))
+
+K1 = tl.constexpr(int(Penalty.K1))
+K2 = tl.constexpr(int(Penalty.K2))
+ABSOLUTE = tl.constexpr(int(Penalty.ABSOLUTE))
+
+SQUARE_SATURATION = tl.constexpr(30.0)  # of z, for the head that squares the ratio
+
+Pair = tuple[float, float]  # for advantages >= 0 and < 0
+
+
+class Term(NamedTuple):
+    """What specialises kernels, beside which of the numbers exist."""
+
+    head: int
+    penalty: int
+
+
+class Beyond(NamedTuple):
+    """Outside the bounds of the token gate."""
+
+    slope_low: Pair
+    slope_high: Pair
+    weight_low: Pair
+    weight_high: Pair
+
+
+class Numbers(NamedTuple):
+    head: Pair
+    beyond: Beyond | None
+    penalty: float
+
+
+class Pre(NamedTuple):
+    """Bounds of the log-ratio before it is aggregated."""
+
+    low: Pair
+    high: Pair
+
+
+@triton.jit
+def by_sign(negative, pair):
+    return tl.where(negative, pair[1], pair[0])
+
+
+@triton.jit
+def entering(x, negative, pre):
+    """The log-ratios that are aggregated; where they are not ``x``, no gradient arrives."""
+    return x if pre is None else clamp(x, by_sign(negative, pre.low), by_sign(negative, pre.high))
+
+
+@triton.jit
+def with_slopes(inside, below, above, negative, numbers):
+    """The derivative of the token gate, which is ``inside`` within its bounds."""
+    if numbers is not None and numbers.beyond is not None:
+        of_low = by_sign(negative, numbers.beyond.slope_low)
+        inside = tl.where(above, by_sign(negative, numbers.beyond.slope_high), tl.where(below, of_low, inside))
+    return inside
+
+
+# -------------------------------------------------------------------------------------------------------------- heads
+
+
+class HeadTerm(NamedTuple):
+    loss: tl.tensor
+    slope: tl.tensor  # d loss / d z
+    direct: tl.tensor  # d loss / d logp, past z
+
+
+@triton.jit
+def _head_term(negative, number, z, a, kept, logp, target, HEAD: tl.constexpr):
+    """``a``: weight * advantage * token weight, and ``kept``: weight * token weight, both 0 where the token is not
+    selected. On-policy, z = 0, slope + direct is -a to the bit under every head that promises it: hence the divisions
+    that round."""
+    zero = tl.zeros_like(z)
+    ratio = exp(z)
+    linear = -(a * ratio)
+    size = tl.abs(a)
+    loss, slope, direct = linear, linear, zero
+    if HEAD == SCORE:
+        loss, slope, direct = linear * logp, zero, linear
+    elif HEAD == LOG:
+        loss = tl.fma(0.5 * kept * number, z * z, -(a * logp))
+        slope, direct = kept * number * z, -a
+    elif HEAD == MIRROR:
+        pull = kept * number
+        loss = tl.fma(pull, tl.fma(z, ratio, 1.0 - ratio), linear)
+        slope = ratio * tl.fma(pull, z, -a)
+    elif HEAD == SIGMOID:
+        t = clamp(number * (ratio - 1.0), -87.0, 87.0)
+        e = exp(-tl.abs(t))
+        both = 1.0 + e
+        loss = -(a * tl.div_rn(zero + 4.0, number) * tl.div_rn(tl.where(t < 0.0, e, 1.0), both))
+        slope = linear * tl.div_rn(4.0 * e, both * both)
+    elif HEAD == SIMPLE:
+        step = ratio - 1.0
+        pull = tl.div_rn(size, number)
+        loss = tl.fma(0.5 * pull, step * step, linear)
+        slope = -(ratio * tl.fma(-pull, step, a))
+    elif HEAD == TARGET:
+        gap = ratio - target
+        loss = size * tl.abs(gap)
+        slope = size * tl.where(gap > 0.0, 1.0, tl.where(gap < 0.0, -1.0, 0.0)) * ratio
+    elif HEAD == NEGATIVE_AWARE:
+        left = 1.0 - target
+        implied = tl.where(negative, tl.div_rn(1.0 - target * ratio, left), ratio)
+        bounded = tl.where(implied < number, number, implied)
+        rise = tl.where(negative, -tl.div_rn(target * ratio, left), ratio)
+        loss = -(size * log(bounded))
+        slope = -(size * tl.div_rn(rise, bounded))
+    elif HEAD == FLIPPED:
+        factor = exp(tl.where(negative, z, -z))
+        beyond = factor > number
+        value, fixed = -(a * factor), -(a * number)
+        loss = tl.where(beyond, fixed * logp, value)
+        slope, direct = tl.where(beyond, 0.0, value), tl.where(beyond, fixed, 0.0)
+    return HeadTerm(loss, slope, direct)
+
+
+class General(NamedTuple):
+    """The policy term of a block of tokens under any head."""
+
+    value: tl.tensor  # d loss / d z
+    direct: tl.tensor  # d loss / d logp, past z
+    loss: tl.tensor  # float64
+    loss_t: tl.tensor  # the same without the row's weight
+
+
+@triton.jit
+def general_term(t, token_weight, z, below, above, numbers, HEAD: tl.constexpr):
+    """``token_weight``: loaded, or None; ``below`` and ``above``: the token is beyond a bound of its gate."""
+    most: tl.constexpr = SQUARE_SATURATION if HEAD == SIMPLE else SATURATION
+    z = clamp(z, -most, most)
+    number = by_sign(t.negative, numbers.head)
+    logp = tl.where(t.flows, t.logp, 0.0)
+    a, kept, a_t, kept_t = t.a, t.weight, t.unweighted, tl.full(z.shape, 1.0, tl.float32)
+    if token_weight is not None:
+        kept, kept_t = kept * token_weight, token_weight
+    if numbers.beyond is not None:
+        of_low = by_sign(t.negative, numbers.beyond.weight_low)
+        factor = tl.where(above, by_sign(t.negative, numbers.beyond.weight_high), tl.where(below, of_low, 1.0))
+        a, kept, a_t, kept_t = a * factor, kept * factor, a_t * factor, kept_t * factor
+    weighted = _head_term(t.negative, number, z, a, kept, logp, t.target, HEAD)
+    plain = _head_term(t.negative, number, z, a_t, kept_t, logp, t.target, HEAD)
+    return General(
+        value=tl.where(t.selected, weighted.slope, 0.0),
+        direct=tl.where(t.selected, weighted.direct, 0.0),
+        loss=tl.where(t.selected, weighted.loss, 0.0).to(tl.float64),
+        loss_t=tl.where(t.selected, plain.loss, 0.0).to(tl.float64),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ penalty
+
+
+@triton.jit
+def with_own_penalty(t, pays, penalty, loss_t, derivative, strength, PENALTY: tl.constexpr):
+    """The penalties so far, loss_t and the derivative with the penalty on x of the tokens that pay it."""
+    x = t.x
+    if PENALTY == K1:
+        value, slope = -x, tl.full(x.shape, -1.0, tl.float32)
+    elif PENALTY == K2:
+        value, slope = 0.5 * x * x, x
+    elif PENALTY == ABSOLUTE:
+        value, slope = tl.abs(x), tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0))
+    else:  # e^x - 1 - x
+        value, slope = k3(-x), -k3_slope(-x, exp(x))
+    value = tl.where(pays, strength * value, 0.0)
+    penalty += t.weight.to(tl.float64) * value.to(tl.float64)
+    derivative += tl.where(pays & t.flows, t.weight * (strength * slope), 0.0)
+    return penalty, loss_t + value.to(tl.float64), derivative
+
+
+# --------------------------------------------------------------------------------------------------------------- host
+
+PLAIN = TermSpec()
+
+
+def term_of(spec: PolicyLossSpec) -> Term | None:
+    return None if spec.term is None else Term(int(spec.head), int(spec.term.penalty))
+
+
+def numbers_of(term: TermSpec | None) -> Numbers | None:
+    if term is None:
+        return None
+    beyond = Beyond(term.slope_low, term.slope_high, term.weight_low, term.weight_high)
+    changes = beyond != Beyond(PLAIN.slope_low, PLAIN.slope_high, PLAIN.weight_low, PLAIN.weight_high)
+    return Numbers(term.head_numbers, beyond if changes else None, term.penalty_coefficient)
+
+
+def pre_of(term: TermSpec | None) -> Pre | None:
+    if term is None or (term.pre_low, term.pre_high) == (PLAIN.pre_low, PLAIN.pre_high):
+        return None
+    return Pre(term.pre_low, term.pre_high)

@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import pickle
+from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -434,3 +435,24 @@ def test_the_score_head_has_no_gradient_through_the_ratio():
     out = example.run(gate, "cpu")
     assert gate.first_order is FirstOrder.EXACT
     torch.testing.assert_close(out.grad.double(), example.run(gate, "reference").grad, rtol=1e-5, atol=1e-7)
+
+
+def test_a_readers_first_attempt(backend):
+    """examples/own_gate.py, as it was written from docs/gates.md alone; the page quotes it, and every backend runs it."""
+    root = Path(__file__).parents[1]
+    written = (root / "examples" / "own_gate.py").read_text()
+    assert written.rstrip() in (root / "docs" / "gates.md").read_text()
+    assert len(written.strip().splitlines()) <= 15
+    found = {}
+    exec(written, found)
+    logp, old, batch, gate = (found[name] for name in ("logp", "old", "batch", "soft_turn_budget"))
+    run = functools.partial(hpo.policy_loss_and_grad, batch=batch, gate=gate())
+    advantages = torch.tensor([1.0, -1.0])
+    out = run(logp.detach(), old, advantages, rollout_logp=old - 0.02, backend=backend)
+    exact = run(
+        logp.detach().double(), old.double(), advantages.double(), rollout_logp=(old - 0.02).double(),
+        backend="reference",
+    )  # fmt: skip
+    torch.testing.assert_close(out.grad.double(), exact.grad, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found["logp"].grad, out.grad)
+    assert out.grad.abs().min() > 0

@@ -85,7 +85,8 @@ def _statistic_of(first, second, STATISTIC: tl.constexpr):
     elif STATISTIC == K3:
         value = k3(-clamp(u, -SATURATION, SATURATION))
     else:
-        p, q = tl.exp(first.to(tl.float64)), tl.exp(second.to(tl.float64))
+        p = tl.exp(tl.minimum(first, 0.0).to(tl.float64))  # rounding may lift a log-probability above 0
+        q = tl.exp(tl.minimum(second, 0.0).to(tl.float64))
         value = (p - q).to(tl.float32)
         if STATISTIC == BINARY_KL:
             other = tl.log((1.0 - q + GUARD) / (1.0 - p + GUARD))

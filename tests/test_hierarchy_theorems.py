@@ -438,7 +438,7 @@ def test_the_score_head_has_no_gradient_through_the_ratio():
 
 
 def test_a_readers_first_attempt(backend):
-    """examples/own_gate.py, as it was written from docs/gates.md alone; the page quotes it, and every backend runs it."""
+    """examples/own_gate.py, as written from docs/gates.md alone: the page quotes it, and every backend runs it."""
     root = Path(__file__).parents[1]
     written = (root / "examples" / "own_gate.py").read_text()
     assert written.rstrip() in (root / "docs" / "gates.md").read_text()

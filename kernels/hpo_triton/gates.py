@@ -30,6 +30,7 @@ from .sums import (
     LARGEST,
     add_tokens,
     bad_rows,
+    count_tokens,
     finalise,
     no_sums,
     policy_term,
@@ -43,6 +44,10 @@ __all__ = ["policy_loss"]
 DROP = tl.constexpr(int(TokenGate.DROP))
 THROUGH = tl.constexpr(int(Routing.THROUGH))
 SELF = tl.constexpr(int(Routing.SELF))
+
+# Registers of a thread: with 128 two programs fit on a multiprocessor. The assembler aims there by itself, but where
+# it takes a few more it would rather spill than have one program. Bounds of tokens and narrow loads do take more.
+REGISTERS, MOST_REGISTERS = 128, 255
 
 
 class Gate(NamedTuple):
@@ -101,7 +106,7 @@ def _sweep(
     ALIGNED: tl.constexpr = READING.aligned
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
-    total = no_sums(LANES)
+    counts, total = no_sums(LANES)
     for tile in range(program, tl.cdiv(tokens, TILE), programs):
         start = tile * TILE
         whole = start + TILE <= tokens
@@ -140,6 +145,7 @@ def _sweep(
             below = ratio < lowest
             above = ratio > highest
             ratio = tl.where(above, highest, tl.where(below, lowest, ratio))
+        counts = count_tokens(counts, t, below, above, LANES)
 
         policy = policy_term(t, ratio, GATE.score_head)
         if GATE.score_head:
@@ -162,7 +168,7 @@ def _sweep(
             store(token_loss, token, tl.where(t.valid, bounded, 0.0), tokens, whole, ALIGNED)
 
         h = None if entropy is None else load(entropy, token, tokens, whole, ALIGNED)
-        total = add_tokens(total, t, policy.loss, penalty, below, above, h, LANES, ref_logp is not None)
+        total = add_tokens(total, t, policy.loss, penalty, h, LANES, ref_logp is not None)
 
     bad_offsets = bad_rows(cu_seqlens, tokens, rows, LANES)
     if row_trajectory is not None:
@@ -170,7 +176,7 @@ def _sweep(
             row = first_row + tl.arange(0, LANES)
             trajectory = tl.load(row_trajectory + row, mask=row < rows, other=0)
             bad_offsets += ((trajectory < 0) | (trajectory >= rows)).to(tl.float64)
-    store_sums(sums, total, bad_offsets, LANES)
+    store_sums(sums, counts, total, bad_offsets, LANES)
 
 
 # --------------------------------------------------------------------------------------------------------------- host
@@ -212,12 +218,14 @@ def policy_loss(
         levels, seen = gate_levels(inputs, spec, reading, want_slope)
     else:
         seen = torch.zeros(rows, dtype=torch.uint8, device=device)
+    light = reading.aligned and inputs.low is None and inputs.high is None
     launch(
         _sweep, programs, logp, inputs.old_logp, inputs.advantages, inputs.weights, inputs.cu_seqlens, inputs.mask,
         inputs.ref_logp, inputs.entropy, inputs.score, inputs.threshold, inputs.token_mask, inputs.token_weight,
         inputs.low, inputs.high, inputs.row_trajectory, *levels, seen, sums, grad, token_loss, tokens, rows,
         *spec.token_low, *spec.token_high, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
         READING=reading, GATE=gate, TILE=TILE, LANES=LANES,
+        maxnreg=REGISTERS if light else MOST_REGISTERS,
     )  # fmt: skip
     finalise(sums, seen, loss, metrics, rows)
     return loss, metrics, grad, token_loss

@@ -57,6 +57,7 @@ from .sums import (
     TOTAL,
     add_tokens,
     bad_rows,
+    count_tokens,
     finalise,
     no_sums,
     policy_term,
@@ -199,7 +200,7 @@ def _sweep_pieces(
     ALIGNED: tl.constexpr = READING.aligned
     SPLIT: tl.constexpr = SHAPE.channels == 2
     program = tl.program_id(0).to(tl.int64)
-    total = no_sums(LANES)
+    counts, total = no_sums(LANES)
     for block in range(program, blocks, tl.num_programs(0).to(tl.int64)):
         slot = block * SLOTS + tl.arange(0, SLOTS)
         slots, piece, of_row, held = slots_of_pieces(begin, end, row, owner, slot, pieces, tokens, SLOT, ALIGN)
@@ -240,6 +241,7 @@ def _sweep_pieces(
             z -= falling.value
         below |= side % 2 == 1
         above |= side // 2 == 1
+        counts = count_tokens(counts, t, below, above, LANES)
 
         if SHAPE.term is None:
             policy = policy_term(t, exp(clamp(z, -SATURATION, SATURATION)), SHAPE.score_head)
@@ -269,7 +271,7 @@ def _sweep_pieces(
             bounded = clamp(loss_t, -LARGEST, LARGEST).to(tl.float32)
             tl.store(token_loss + token, tl.where(t.valid, bounded, 0.0), mask=slots.inside)
         h = None if entropy is None else load(entropy, token, tokens, whole, ALIGNED)
-        total = add_tokens(total, t, policy.loss, penalty, below, above, h, LANES, ref_logp is not None)
+        total = add_tokens(total, t, policy.loss, penalty, h, LANES, ref_logp is not None)
 
         # What every slot sends up, by level and channel.
         if SHAPE.carries:
@@ -296,7 +298,7 @@ def _sweep_pieces(
     bad_offsets = bad_rows(cu_seqlens, tokens, rows, LANES)
     first = (tl.arange(0, LANES) + program) == 0
     bad_offsets += tl.where(first, tl.load(broken).to(tl.float64), 0.0)
-    store_sums(sums, total, bad_offsets, LANES)
+    store_sums(sums, counts, total, bad_offsets, LANES)
 
 
 # -------------------------------------------------------------------------------------------------------------- flows

@@ -20,9 +20,11 @@ __all__ = [
     "LANES",
     "LARGEST",
     "TOTAL",
+    "Counts",
     "Sums",
     "add_tokens",
     "bad_rows",
+    "count_tokens",
     "finalise",
     "no_sums",
     "policy_term",
@@ -121,14 +123,37 @@ def with_penalty(t, loss_t, derivative, kl_beta, KL: tl.constexpr, KL_GRADIENT: 
 # -------------------------------------------------------------------------------------------------------------- sums
 
 
-class Sums(NamedTuple):
-    """Of one program: metrics 0 to 7, 8 to 15 and 16 to 23, and the extrema, by lane."""
+class Counts(NamedTuple):
+    """Of one program, by lane ``[LANES]``. Counts are int32: half as wide as double and as exact, as no lane meets 2^31
+    tokens."""
 
-    first_8: tl.tensor  # [LANES, 2, 2, 2]
-    next_8: tl.tensor
-    last_8: tl.tensor
-    smallest: tl.tensor
+    valid: tl.tensor
+    selected: tl.tensor
+    high_positive: tl.tensor  # of those, beyond that bound with an advantage of that sign
+    low_positive: tl.tensor
+    low_negative: tl.tensor
+    high_negative: tl.tensor
+    nan: tl.tensor
+    infinite: tl.tensor
+    bad: tl.tensor
+    smallest: tl.tensor  # float32, of x
     largest: tl.tensor
+
+
+class Sums(NamedTuple):
+    """Of one program, float64 by lane ``[LANES]``."""
+
+    loss: tl.tensor
+    penalty: tl.tensor
+    x: tl.tensor
+    x_square: tl.tensor
+    deviation: tl.tensor
+    deviation_square: tl.tensor
+    s: tl.tensor
+    s_square: tl.tensor
+    s_k3: tl.tensor
+    entropy: tl.tensor
+    entropy_tokens: tl.tensor  # int32
 
 
 @triton.jit
@@ -144,72 +169,64 @@ def _lanes(x, LANES: tl.constexpr):
 
 @triton.jit
 def _count(condition, LANES: tl.constexpr):
-    return _lanes(condition.to(tl.float32), LANES)
-
-
-@triton.jit
-def _stack(a, b, c, d, e, f, g, h):
-    """Eight [LANES] -> [LANES, 2, 2, 2] in this order: one reduction then serves all of them."""
-    even = tl.join(tl.join(a, e), tl.join(c, g))
-    odd = tl.join(tl.join(b, f), tl.join(d, h))
-    return tl.join(even, odd)
+    return tl.sum(_of_lanes(condition.to(tl.int32), LANES), axis=1)
 
 
 @triton.jit
 def no_sums(LANES: tl.constexpr):
-    zero = tl.zeros([LANES], tl.float64)
-    zeros = _stack(zero, zero, zero, zero, zero, zero, zero, zero)
-    smallest = tl.full([LANES], float("inf"), tl.float32)
-    return Sums(zeros, zeros, zeros, smallest, tl.full([LANES], float("-inf"), tl.float32))
+    zero, none = tl.zeros([LANES], tl.float64), tl.zeros([LANES], tl.int32)
+    infinity = tl.full([LANES], float("inf"), tl.float32)
+    counts = Counts(none, none, none, none, none, none, none, none, none, infinity, -infinity)
+    return counts, Sums(zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, none)
 
 
 @triton.jit
-def add_tokens(sums, t, loss, penalty, below, above, entropy, LANES: tl.constexpr, REFERENCE: tl.constexpr):
-    """``below`` and ``above``: the token is beyond a bound of its gate; ``entropy``: loaded, or None. Where a token is
-    not valid x and s are 0, and with them all that is made of them."""
-    zero = tl.zeros([LANES], tl.float64)
-    smallest = tl.minimum(sums.smallest, tl.min(_of_lanes(tl.where(t.valid, t.x, float("inf")), LANES), axis=1))
-    largest = tl.maximum(sums.largest, tl.max(_of_lanes(tl.where(t.valid, t.x, float("-inf")), LANES), axis=1))
-    deviation = exp(clamp(t.x, -STATISTIC_SATURATION, STATISTIC_SATURATION)) - 1.0
-    first_8 = sums.first_8 + _stack(
-        _count(t.valid, LANES),
-        _count(t.selected, LANES),
-        zero,  # rows, from `seen`
-        _lanes(loss + penalty, LANES),
-        _lanes(t.x, LANES),
-        _lanes(t.x * t.x, LANES),
-        _lanes(deviation, LANES),
-        _lanes(deviation * deviation, LANES),
-    )
-    s, s_square, s_k3 = zero, zero, zero
-    if REFERENCE:
-        s, s_square, s_k3 = _lanes(t.s, LANES), _lanes(t.s * t.s, LANES), _lanes(k3(t.s), LANES)
+def count_tokens(counts, t, below, above, LANES: tl.constexpr):
+    """``below`` and ``above``: the token is beyond a bound of its gate. To be called as soon as that is known: until
+    they are counted, masks hold on to registers of every token."""
     positive = t.negative == False  # noqa: E712 (`not` is for scalars)
-    next_8 = sums.next_8 + _stack(
-        zero,  # log_ratio_min
-        zero,  # log_ratio_max
-        _count(t.selected & above & positive, LANES),
-        _count(t.selected & below & positive, LANES),
-        _count(t.selected & below & t.negative, LANES),
-        _count(t.selected & above & t.negative, LANES),
-        s,
-        s_square,
+    return Counts(
+        valid=counts.valid + _count(t.valid, LANES),
+        selected=counts.selected + _count(t.selected, LANES),
+        high_positive=counts.high_positive + _count(t.selected & above & positive, LANES),
+        low_positive=counts.low_positive + _count(t.selected & below & positive, LANES),
+        low_negative=counts.low_negative + _count(t.selected & below & t.negative, LANES),
+        high_negative=counts.high_negative + _count(t.selected & above & t.negative, LANES),
+        nan=counts.nan + _count(t.nan, LANES),
+        infinite=counts.infinite + _count(t.infinite, LANES),
+        bad=counts.bad + _count(t.bad, LANES),
+        smallest=tl.minimum(counts.smallest, tl.min(_of_lanes(tl.where(t.valid, t.x, float("inf")), LANES), axis=1)),
+        largest=tl.maximum(counts.largest, tl.max(_of_lanes(tl.where(t.valid, t.x, float("-inf")), LANES), axis=1)),
     )
-    entropies, entropy_tokens = zero, zero
+
+
+@triton.jit
+def add_tokens(sums, t, loss, penalty, entropy, LANES: tl.constexpr, REFERENCE: tl.constexpr):
+    """``entropy``: loaded, or None. Where a token is not valid x and s are 0, and with them what is made of them."""
+    deviation = exp(clamp(t.x, -STATISTIC_SATURATION, STATISTIC_SATURATION)) - 1.0
+    s, s_square, s_k3 = sums.s, sums.s_square, sums.s_k3
+    if REFERENCE:
+        s += _lanes(t.s, LANES)
+        s_square += _lanes(t.s * t.s, LANES)
+        s_k3 += _lanes(k3(t.s), LANES)
+    entropies, entropy_tokens = sums.entropy, sums.entropy_tokens
     if entropy is not None:
         counted = t.valid & is_finite(entropy)
-        entropies, entropy_tokens = _lanes(tl.where(counted, entropy, 0.0), LANES), _count(counted, LANES)
-    last_8 = sums.last_8 + _stack(
-        s_k3,
-        _lanes(penalty, LANES),
-        entropies,
-        entropy_tokens,
-        _count(t.nan, LANES),
-        _count(t.infinite, LANES),
-        zero,  # bad_offsets, see store_sums
-        _count(t.bad, LANES),
+        entropies += _lanes(tl.where(counted, entropy, 0.0), LANES)
+        entropy_tokens += _count(counted, LANES)
+    return Sums(
+        loss=sums.loss + _lanes(loss + penalty, LANES),
+        penalty=sums.penalty + _lanes(penalty, LANES),
+        x=sums.x + _lanes(t.x, LANES),
+        x_square=sums.x_square + _lanes(t.x * t.x, LANES),
+        deviation=sums.deviation + _lanes(deviation, LANES),
+        deviation_square=sums.deviation_square + _lanes(deviation * deviation, LANES),
+        s=s,
+        s_square=s_square,
+        s_k3=s_k3,
+        entropy=entropies,
+        entropy_tokens=entropy_tokens,
     )
-    return Sums(first_8, next_8, last_8, smallest, largest)
 
 
 @triton.jit
@@ -224,17 +241,38 @@ def bad_rows(cu_seqlens, tokens, rows, LANES: tl.constexpr):
 
 
 @triton.jit
-def store_sums(to, sums, bad_offsets, LANES: tl.constexpr):
-    """``to``: [programs, COLUMNS] float64; ``bad_offsets``: [LANES] of this program."""
+def _join(a, b):
+    return tl.join(a.to(tl.float64), b.to(tl.float64))
+
+
+@triton.jit
+def _store_eight(to, a, b, c, d, e, f, g, h):
+    """The sums of eight [LANES], in this order: one reduction serves all of them."""
+    even = tl.join(_join(a, e), _join(c, g))
+    odd = tl.join(_join(b, f), _join(d, h))
+    tl.store(to + tl.arange(0, 8), tl.reshape(tl.sum(tl.join(even, odd), axis=0), [8]))
+
+
+@triton.jit
+def store_sums(to, counts, sums, bad_offsets, LANES: tl.constexpr):
+    """``to``: [programs, COLUMNS] float64; ``bad_offsets``: [LANES] of this program. The slots of ``rows`` and of the
+    extrema stay 0: these are not sums."""
     zero = tl.zeros([LANES], tl.float64)
-    last_8 = sums.last_8 + _stack(zero, zero, zero, zero, zero, zero, bad_offsets, zero)
     of_program = to + tl.program_id(0).to(tl.int64) * COLUMNS
-    column = of_program + tl.arange(0, 8)
-    tl.store(column, tl.reshape(tl.sum(sums.first_8, axis=0), [8]))
-    tl.store(column + 8, tl.reshape(tl.sum(sums.next_8, axis=0), [8]))
-    tl.store(column + 16, tl.reshape(tl.sum(last_8, axis=0), [8]))
-    tl.store(of_program + 24, tl.min(sums.smallest).to(tl.float64))
-    tl.store(of_program + 25, tl.max(sums.largest).to(tl.float64))
+    _store_eight(
+        of_program, counts.valid, counts.selected, zero, sums.loss, sums.x, sums.x_square, sums.deviation,
+        sums.deviation_square,
+    )  # fmt: skip
+    _store_eight(
+        of_program + 8, zero, zero, counts.high_positive, counts.low_positive, counts.low_negative,
+        counts.high_negative, sums.s, sums.s_square,
+    )  # fmt: skip
+    _store_eight(
+        of_program + 16, sums.s_k3, sums.penalty, sums.entropy, sums.entropy_tokens, counts.nan, counts.infinite,
+        bad_offsets, counts.bad,
+    )  # fmt: skip
+    tl.store(of_program + 24, tl.min(counts.smallest).to(tl.float64))
+    tl.store(of_program + 25, tl.max(counts.largest).to(tl.float64))
 
 
 @triton.jit

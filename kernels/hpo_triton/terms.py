@@ -112,7 +112,7 @@ def _head_term(negative, number, z, a, kept, logp, target, HEAD: tl.constexpr):
     zero = tl.zeros_like(z)
     ratio = exp(z)
     linear = -(a * ratio)
-    size = tl.abs(a)
+    size = tl.where(negative, -a, a)  # weight * |advantage|
     loss, slope, direct = linear, linear, zero
     if HEAD == SCORE:
         loss, slope, direct = linear * logp, zero, linear

@@ -83,6 +83,9 @@ HPO_INLINE LevelGate level_gate(double mean, bool clips, double low, double high
   return {exp(clamp(float(above ? high : (below ? low : mean)), -kSaturation, kSaturation)), !(below || above)};
 }
 
+// Beyond it a gamma gate is far below -kSaturation anyway, and infinite it would be 0 * inf = NaN where nothing flows.
+constexpr double kGammaSaturation = 80.0;
+
 // The gate of a level on the residual u of a segment with n tokens.
 struct Residual {
   double value, slope;
@@ -108,7 +111,7 @@ HPO_INLINE Residual gate_residual(const HierarchyLevel& level, int channel, int 
     return {high * bent, 1.0 - bent * bent, 0};
   }
   if (level.gate == LevelKind::gamma) {
-    const double rise = high * ::exp(u);
+    const double rise = high * ::exp(u < kGammaSaturation ? u : kGammaSaturation);
     return {high + low * u - rise, low - rise, 0};
   }
   return {u, 1.0, 0};

@@ -50,7 +50,7 @@ template <class F>
 HPO_INLINE HeadTerm<F> head_term(Head head, typename Number<F>::Int negative, F number, F z, F a, F kept, F logp, F target) {
   using N = Number<F>;
   const F zero = {}, one = all<F>(1.0f), half = all<F>(0.5f);
-  const F size = a < zero ? -a : a;
+  const F size = negative ? -a : a;  // weight * |advantage|
   if (head == Head::log) return {N::fused(half * kept * number, z * z, -(a * logp)), kept * number * z, -a};
   const F ratio = exp(z);
   const F linear = -(a * ratio);

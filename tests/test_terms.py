@@ -1,0 +1,169 @@
+"""Heads, pre-gates, slopes and weights beyond bounds, penalties and corrections, in combinations that presets do not have:
+every backend against the definition."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from test_hierarchy import Example
+
+import hpo_core as hpo
+from hpo_core.gates import (
+    Action,
+    Aggregate,
+    Channel,
+    Clip,
+    Correction,
+    Drop,
+    Gamma,
+    Head,
+    Identity,
+    Level,
+    LogClip,
+    Penalty,
+    RatioGate,
+    Reduction,
+    Rollback,
+    Routing,
+    Statistic,
+    Tanh,
+    Unit,
+)
+
+INF = math.inf
+NUMBERS = {Head.FLIPPED: (1.05, 1.06)}
+# Both bounds of both signs, each with a slope and a weight of its own.
+BEYOND = Clip((0.93, 0.9), (1.08, 1.05), (0.5, 0.25), (0.3, 1.0), (1.1, 0.75), (0.6, 1.2))
+SLOPES = Clip((0.93, 0.9), (1.08, 1.05), (0.5, 0.25), (0.3, 1.0))
+SMALL = LogClip((-0.05, -0.08), (0.06, 0.04))
+BUDGETS = Level(Rollback((0.03, 0.02), most=3.0))
+
+
+def gate_of(head, kind):
+    numbers = NUMBERS.get(head, (0.7, 1.3))
+    shared = {"head": head, "head_numbers": numbers, "penalty": Penalty.K3, "penalty_coefficient": 0.1}
+    if kind == "token":
+        return RatioGate("token", BEYOND, **shared)
+    if kind == "split":
+        levels = (BUDGETS, Level(Tanh(0.02), unit=Unit.GROUP))
+        return RatioGate("split", SMALL, levels, split=True, **(shared | {"penalty": Penalty.ABSOLUTE}))
+    pre = LogClip((-0.05, -0.1), (0.06, 0.04))
+    levels = (Level(Identity(), Routing.SELF, Unit.STEP), BUDGETS)
+    return RatioGate("pre-gated", SLOPES, levels, pre=pre, **(shared | {"penalty": Penalty.K2}))
+
+
+GATES = {
+    **{
+        f"{head.name}, {kind}": gate_of(head, kind)
+        for head, kind in itertools.product(Head, ("token", "split", "pre-gated"))
+    },
+    "GAMMA": RatioGate("gamma", Drop(), (Level(Gamma((2.0, 3.0), (3.0, 2.0)), aggregate=Aggregate.SUM),), Head.SCORE),
+}
+
+
+def inputs_of(gate, example, seed):
+    """What the gate takes, per row or per token."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens, rows = example.logp.numel(), example.weights.numel()
+    given = {}
+    if gate.takes_target:
+        target = torch.rand(rows if seed % 2 else tokens, generator=draw)
+        given["target"] = 0.2 + 0.6 * target if gate.head is Head.NEGATIVE_AWARE else 0.9 + 0.2 * target
+    if gate.penalty_coefficient and seed % 2:
+        given["penalty_mask"] = torch.rand(tokens, generator=draw) < 0.5
+    if seed == 2:
+        given["token_weight"] = torch.rand(tokens, generator=draw)
+        given["token_mask"] = torch.rand(tokens, generator=draw) < 0.7
+    if seed == 3:
+        example.logp[3], example.logp[7] = -INF, INF
+    if seed % 2:
+        given["advantages"] = example.token_advantages
+    return given
+
+
+def both(example, gate, backend, **given):
+    """What a backend computes, and the definition, with the losses of tokens."""
+    results = []
+    for name, dtype in ((backend, torch.float32), ("reference", torch.float64)):
+        cast = {
+            key: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            for key, value in {
+                "logp": example.logp, "old_logp": example.old_logp, "advantages": example.advantages,
+                "weights": example.weights, "advantage_level": "token" if "advantages" in given else "row", **given,
+            }.items()
+        }  # fmt: skip
+        level = cast.pop("advantage_level")
+        arguments = {"batch": example.batch, "gate": gate, "backend": name, "advantage_level": level, **cast}
+        results.append((hpo.policy_loss_and_grad(**arguments), hpo.policy_loss(return_tokens=True, **arguments).tokens))
+    return results
+
+
+def assert_near(got, wanted, near=3e-6):
+    size = wanted.abs().max().clamp(min=1e-3)
+    assert ((got.double() - wanted).abs().max() <= near * size).item()
+
+
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("seed", range(4))
+def test_every_combination(name, seed, backend):
+    gate = GATES[name]
+    example = Example(seed, (5, 0, 9, 1, 40, 12, 3, 33))
+    (out, tokens), (exact, exact_tokens) = both(example, gate, backend, **inputs_of(gate, example, seed))
+    assert_near(out.loss, exact.loss)
+    assert_near(out.grad, exact.grad)
+    assert_near(tokens, exact_tokens)
+    for name in ("tokens", "selected", "penalty", "bad_advantages", "clipped_low_negative", "clipped_high_positive"):
+        slot = hpo.metrics.slot(name)
+        assert out.metrics.vector[slot].item() == pytest.approx(exact.metrics.vector[slot].item(), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("head", Head)
+def test_a_row_longer_than_any_tile(head, backend):
+    lengths = (20000, 3, 9000) if backend != "triton" else (2100, 3, 900)
+    example = Example(1, lengths, several=False)
+    gate = gate_of(head, "token")
+    (out, _), (exact, _) = both(example, gate, backend, **inputs_of(gate, example, 1))
+    assert_near(out.loss, exact.loss)
+    assert_near(out.grad, exact.grad)
+
+
+@pytest.mark.parametrize("head", [Head.SIMPLE, Head.TARGET, Head.NEGATIVE_AWARE])
+def test_weights_below_zero_turn_the_sign_of_the_loss(head, backend):
+    gate, example = gate_of(head, "token"), Example(0)
+    given = inputs_of(gate, example, 0)
+    (out, _), _ = both(example, gate, backend, **given)
+    (turned, _), (exact, _) = both(example, gate, backend, **given, weights=-example.weights)
+    assert_near(turned.grad, exact.grad)
+    torch.testing.assert_close(turned.grad, -out.grad)
+
+
+@pytest.mark.parametrize("routing", Routing)
+def test_a_gamma_weight_of_huge_ratios_leaves_no_nan(routing, backend):
+    level = Level(Gamma((2.0, 3.0), (3.0, 2.0)), routing, aggregate=Aggregate.SUM)
+    gate = RatioGate("x", Drop(), (level,), Head.SCORE, penalty=Penalty.K2, penalty_coefficient=0.1)
+    example = Example(0, masked=False)
+    example.logp = example.logp + 50
+    (out, _), (exact, _) = both(example, gate, backend)
+    assert_near(out.grad, exact.grad)
+
+
+CORRECTIONS = [
+    Correction(action, (-0.03, -0.05), (0.04, 0.02), unit, reduction, Channel.TOTAL, statistic, strict)
+    for statistic, reduction, action, unit, strict in itertools.product(
+        Statistic, Reduction, Action, (None, Unit.STEP, Unit.TRAJECTORY, Unit.GROUP), (False, True)
+    )
+    if (action is Action.MASK or statistic is Statistic.LOG_RATIO) and (unit or reduction is Reduction.MEAN)
+]
+
+
+def test_every_correction(backend):
+    example = Example(3)
+    rollout = example.old_logp + 0.05 * torch.randn(example.logp.shape, generator=torch.Generator().manual_seed(1))
+    rollout[4] = math.nan  # a token the sampler did not score is counted and left out
+    for correction in CORRECTIONS if backend != "triton" else CORRECTIONS[::5]:
+        gate = RatioGate("x", Clip((0.0, 0.9), (1.08, INF)), corrections=(correction,))
+        (out, _), (exact, _) = both(example, gate, backend, rollout_logp=rollout)
+        assert_near(out.grad, exact.grad)
+        slot = hpo.metrics.slot("bad_advantages")
+        assert out.metrics.vector[slot] == exact.metrics.vector[slot]

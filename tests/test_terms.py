@@ -1,5 +1,4 @@
-"""Heads, pre-gates, slopes and weights beyond bounds, penalties and corrections, in combinations that presets do not have:
-every backend against the definition."""
+"""Heads, pre-gates, slopes, weights, penalties and corrections in combinations that no preset has, on every backend."""
 
 import itertools
 import math

@@ -378,7 +378,7 @@ def verdicts(fn, op, gate):
         asked = fn if promise == NOTHING or gate is None else spared(fn)
         try:
             report = testing.check(
-                asked, op, gate=gate, examples=50, only=[promise], features=["on_policy"] if gate else None
+                asked, op, gate=gate, examples=200, only=[promise], features=["on_policy"] if gate else None
             )
             found[promise] = "" if report.promises else None
         except AssertionError as error:

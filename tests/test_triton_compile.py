@@ -80,7 +80,7 @@ REGISTERS = {
     ("correction: K3 SUM MASK", "_reduce_pieces"): 32,
     ("correction: K3 SUM MASK", "_correct"): 54,
     ("correction: PROBABILITY MIN MASK", "_reduce_pieces"): 56,
-    ("correction: PROBABILITY MIN MASK", "_correct"): 67,
+    ("correction: PROBABILITY MIN MASK", "_correct"): 69,
     ("correction: BINARY_KL MAX MASK", "_reduce_pieces"): 90,
     ("correction: BINARY_KL MAX MASK", "_correct"): 99,
     ("correction: K2 TOKEN MASK", "_reduce_pieces"): 31,

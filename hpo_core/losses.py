@@ -389,7 +389,7 @@ def _correct(
     """The token weights so far, times the correction."""
     first, second = pair
     read = PolicyLossInputs(
-        first.contiguous(), second, inputs.advantages, inputs.weights, inputs.cu_seqlens, inputs.mask,
+        first.contiguous(), second.contiguous(), inputs.advantages, inputs.weights, inputs.cu_seqlens, inputs.mask,
         token_weight=inputs.token_weight, advantage_per_token=inputs.advantage_per_token, piece_begin=hierarchy.begin,
         piece_end=hierarchy.end, piece_row=hierarchy.row, ancestors=hierarchy.ancestors,
     )  # fmt: skip

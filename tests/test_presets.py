@@ -284,6 +284,15 @@ def test_bits_do_not_depend_on_threads_or_packing(name, backend):
     assert torch.equal(turned.run(gate, given, backend).grad, grads[0][tokens])
 
 
+@pytest.mark.parametrize("name", [name for name, (_, _, given) in PRESETS.items() if given in ("", "roll")])
+def test_check_finds_nothing(name):
+    """Batches, features and promises of :func:`hpo_core.testing.check`, on the CPU."""
+    gate = PRESETS[name][0]
+    fn = functools.partial(hpo.policy_loss, gate=gate, backend="cpu")
+    report = hpo.testing.check(fn, "policy_loss", gate=gate, examples=8)
+    assert len(report.promises) >= 10
+
+
 # ------------------------------------------------------------------------------------------------------ worked numbers
 
 SEVEN = {

@@ -38,7 +38,7 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec) -> torch.Tensor:
     v = own
     if spec.of_segments:
         assert inputs.ancestors is not None
-        v = _reduce(spec.reduction, own, known, inputs.ancestors[0][piece.clamp(min=0)])
+        v = _reduce(spec.reduction, own, known, of_row(inputs.ancestors[0], piece.clamp(min=0)))
     advantage = inputs.advantages if inputs.advantage_per_token else of_row(inputs.advantages, row)
     negative = (advantage < 0).long()
     low, high = (v.new_tensor(bound)[negative] for bound in (spec.low, spec.high))

@@ -243,7 +243,7 @@ def _gated_hierarchy(
     channels = [(1, torch.where(rising, x, zero)), (-1, torch.where(rising, zero, -x))] if spec.split else [(1, x)]
     for channel, (sign, of_token) in enumerate(channels):
         aggregates = [
-            _aggregate(of_token, valid, inputs.ancestors[index][piece], level)
+            _aggregate(of_token, valid, of_row(inputs.ancestors[index], piece), level)
             for index, level in enumerate(spec.levels)
         ]
         values = [of_token, *(value for value, _ in aggregates), zero]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..batch import PackedBatch
-from ..gates import Clip, FirstOrder
+from ..gates import Clip, FirstOrder, Penalty
 from ..reference.entropy import order_statistic
 from ..specs import OrderRule
 from .budget import Expected, assert_within_budget
@@ -135,6 +135,8 @@ def _(run: Run, example: PolicyLossExample) -> None:
 def _on_policy(example: PolicyLossExample) -> tuple[PolicyLossExample, torch.Tensor] | None:
     """``logp == old_logp``, and -w A where the reference has a gradient; None where the promise is another."""
     example = example.without("kl", "ref_logp", "token_weight")
+    if example.gate.first_order in (FirstOrder.SCALED, FirstOrder.SEGMENT_SUM) or example.gate.penalty is Penalty.K1:
+        return None
     if example.gate.first_order is FirstOrder.SEGMENT_MEAN:  # -w A only where w and A are constant on the trajectory
         if example.per_token:
             return None

@@ -125,7 +125,7 @@ def _head_term(negative, number, z, a, kept, logp, target, HEAD: tl.constexpr):
         slope = ratio * tl.fma(pull, z, -a)
     elif HEAD == SIGMOID:
         t = clamp(number * (ratio - 1.0), -87.0, 87.0)
-        e = exp(-tl.abs(t))
+        e = tl.where(tl.abs(t) < 87.0, exp(-tl.abs(t)), 0.0)  # of a huge ratio nothing may be left
         both = 1.0 + e
         loss = -(a * tl.div_rn(zero + 4.0, number) * tl.div_rn(tl.where(t < 0.0, e, 1.0), both))
         slope = linear * tl.div_rn(4.0 * e, both * both)

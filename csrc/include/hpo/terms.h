@@ -60,8 +60,8 @@ HPO_INLINE HeadTerm<F> head_term(Head head, typename Number<F>::Int negative, F 
     return {N::fused(pull, bracket, linear), ratio * N::fused(pull, z, -a), zero};
   }
   if (head == Head::sigmoid) {
-    const F t = clamp(number * (ratio - one), all<F>(-87.0f), all<F>(87.0f));
-    const F e = exp(t < zero ? t : -t), sum = one + e;
+    const F t = clamp(number * (ratio - one), all<F>(-87.0f), all<F>(87.0f)), down = t < zero ? t : -t;
+    const F e = down > all<F>(-87.0f) ? exp(down) : zero, sum = one + e;  // of a huge ratio nothing may be left
     const F p = (t < zero ? e : one) / sum;
     return {-(a * (4.0f / number) * p), linear * (4.0f * e / (sum * sum)), zero};
   }

@@ -18,7 +18,10 @@ ROOT = Path(__file__).resolve().parents[1]
 ISAS = ("avx512", "avx2", "generic")
 TESTS = [
     f"tests/test_{name}.py"
-    for name in ("segments", "advantages", "entropy", "select_top", "gates", "hierarchy", "losses", "metrics", "ops")
+    for name in (
+        *("segments", "advantages", "entropy", "select_top", "gates", "hierarchy", "terms", "presets"),
+        *("losses", "metrics", "ops"),
+    )
 ]
 EMULATION = "tests/test_emulation.py"
 # Triton has nothing to instrument. raw_overflow is a planted fault that ends the process, as test_emulation.py itself

@@ -77,17 +77,13 @@ void add_log_ratios(const Tile& tile, const float* entering, int n, bool split, 
 
 // ---------------------------------------------------------------------------------------------------------------- gates
 
-// The levels above the tokens of one piece.
-void gate_piece(const Pieces& pieces, const Workspace& space, int64_t p) {
-  PieceGate& gate = space.gates[p] = {};
-  LevelSlopes& slopes = space.slopes[p] = {};
-  space.delivered[p][0] = space.delivered[p][1] = 0.0f;
-  if (space.log_ratios[p].valid == 0) return;
+// The levels above the tokens of one piece, which has some. segment(k): the sums of its segment at level k.
+template <class SegmentAt>
+void gate_piece(const Pieces& pieces, int64_t p, const SegmentAt& segment, PieceGate& gate, LevelSlopes& slopes) {
   // Advantages of rows have one sign here.
   const PolicyLossArgs& args = pieces.args;
   const int negative = !args.advantage_per_token && args.advantages[pieces.row(p)] < 0.0f;
   const int first_sign = args.advantage_per_token ? 0 : negative, last_sign = args.advantage_per_token ? 1 : negative;
-  const auto segment = [&](int k) { return space.segments[k * pieces.count() + pieces.ancestor(k, p)]; };
   for (int channel = 0; channel <= pieces.hierarchy.split; ++channel) {
     for (int sign = first_sign; sign <= last_sign; ++sign) {
       const auto put_slope = [&](int k, double slope) { slopes.slope[k][channel][sign] = slope; };
@@ -431,7 +427,10 @@ void couple(const Pieces& pieces, const Workspace& space, int threads) {
 void gate_pieces(const Pieces& pieces, const Workspace& space, int threads) {
   for_each_piece(pieces.count(), threads, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
-      if (pieces.length(p) > 0 && !pieces.stands_alone(p)) gate_piece(pieces, space, p);
+      if (pieces.length(p) == 0 || pieces.stands_alone(p)) continue;
+      space.gates[p] = {}, space.slopes[p] = {};
+      const auto segment = [&](int k) { return space.segments[k * pieces.count() + pieces.ancestor(k, p)]; };
+      if (space.log_ratios[p].valid > 0) gate_piece(pieces, p, segment, space.gates[p], space.slopes[p]);
     }
   });
 }
@@ -467,11 +466,9 @@ struct Sweeps {
   }
 
   // The second: loss, gradient of the token's own path, and the flow into aggregates.
-  void finish(const Block& block, bool plain, Scratch& scratch, Partial& partial, Flow& flow) const {
+  void finish(const Block& block, const PieceGate& piece, bool plain, Scratch& scratch, Partial& partial, Flow& flow) const {
     FlowLanes lanes;
-    static const PieceGate none = {};
-    const bool levels = plan.hierarchy.depth > 0;
-    const BlockGate gate = {plan, levels ? space.gates[block.piece] : none, block.row, scratch.terms, lanes};
+    const BlockGate gate = {plan, piece, block.row, scratch.terms, lanes};
     for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
       if (plain && has_whole_vectors(call.args, at, n)) return gate.finish_plain(call, at, n, scratch.tile, partial);
       load(call, at, n, scratch.whole, true, scratch.tile, scratch.counted);
@@ -486,8 +483,7 @@ struct Sweeps {
   }
 
   // The third, where something saturated: the gradient that arrives through aggregates. Elsewhere what is written stands.
-  void receive(const Block& block, bool plain, Scratch& scratch) const {
-    const float rising = space.delivered[block.piece][0], falling = space.delivered[block.piece][1];
+  void receive(const Block& block, float rising, float falling, bool plain, Scratch& scratch) const {
     if (rising == 0.0f && falling == 0.0f) return;
     Tile& tile = scratch.tile;
     for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
@@ -504,19 +500,17 @@ struct Sweeps {
 
   // All that is left for a piece that shares its one level with no other, while its tokens are in the cache.
   void settle(const Block& block, const LogRatios& sums, bool plain, Scratch& scratch, Partial& partial) const {
-    const int64_t p = block.piece;
-    if (plan.hierarchy.depth > 0) {
-      space.log_ratios[p] = space.segments[p] = sums;
-      gate_piece(pieces, space, p);
+    PieceGate gate = {};
+    LevelSlopes slopes = {};
+    if (plan.hierarchy.depth > 0 && sums.valid > 0) {
+      gate_piece(pieces, block.piece, [&](int) { return sums; }, gate, slopes);
     }
     Flow flow = {};
-    finish(block, plain, scratch, partial, flow);
+    finish(block, gate, plain, scratch, partial, flow);
     if (!plan.carries || plan.hierarchy.levels[0].routing != Routing::through) return;
-    for (int channel = 0; channel < 2; ++channel) {
-      const int of = plan.hierarchy.split ? channel : 0;
-      space.delivered[p][channel] = float(flow.past_token[of] / divisor(plan.hierarchy.levels[0], sums.valid));
-    }
-    receive(block, plain, scratch);
+    const double tokens = divisor(plan.hierarchy.levels[0], sums.valid);
+    const float rising = float(flow.past_token[0] / tokens), falling = float(flow.past_token[1] / tokens);
+    receive(block, rising, plan.hierarchy.split ? falling : rising, plain, scratch);
   }
 };
 
@@ -566,14 +560,16 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
     gate_pieces(pieces, space, threads);
     for_each_block([&](int64_t task, const Block& block, Scratch& scratch) {
       Flow flow = {};
-      sweeps.finish(block, space.plain[task], scratch, space.partials[task], flow);
+      sweeps.finish(block, space.gates[block.piece], space.plain[task], scratch, space.partials[task], flow);
       (block.begins ? space.flows[block.piece] : space.flows_of_blocks[task]) = flow;
     });
     if (plan.carries) {
       gather_blocks(pieces, space.flows_of_blocks, space.flows);
       couple(pieces, space, threads);
-      for_each_block(
-          [&](int64_t task, const Block& block, Scratch& scratch) { sweeps.receive(block, space.plain[task], scratch); });
+      for_each_block([&](int64_t task, const Block& block, Scratch& scratch) {
+        const auto& delivered = space.delivered[block.piece];
+        sweeps.receive(block, delivered[0], delivered[1], space.plain[task], scratch);
+      });
     }
   }
 

@@ -92,14 +92,12 @@ inline void gather_blocks(const Pieces& pieces, const Sums* of_blocks, Sums* of_
   }
 }
 
-// Calls body(first token, number of tokens) for the tiles of a block, `whole` being the tile as one segment. What is left at
-// the end, less than a vector, is a tile of its own, so that all others are whole vectors.
+// Calls body(first token, number of tokens) for the tiles of a block, `whole` being the tile as one segment.
 template <class Body>
 inline void for_each_tile_of(const Block& block, Segments& whole, const Body& body) {
   const int64_t end = block.first + block.tokens;
   for (int64_t tile = block.first; tile < end;) {
-    int n = int(end - tile < kTile ? end - tile : kTile);
-    if (n > kLanes) n -= n % kLanes;
+    const int n = int(end - tile < kTile ? end - tile : kTile);
     whole.count = 1;
     whole.list[0] = {block.row, 0, n};
     body(tile, n);

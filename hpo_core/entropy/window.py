@@ -197,8 +197,9 @@ class EntropyWindow:
             threshold, counts, selected = reference.select_top(values, *quantile, self.strict, mask, cu_seqlens)
         else:
             threshold, counts, selected = ops.select_top(values, *quantile, self.strict, backend, mask, cu_seqlens)
-        population, errors = counts.split(1)
-        return WindowState(threshold, population, errors), selected.reshape(entropy.shape)
+        if selected.shape != entropy.shape:  # each view is two microseconds, a hundredth of what a million tokens take
+            selected = selected.reshape(entropy.shape)
+        return WindowState(threshold, counts[:1], counts[1:]), selected
 
     def _compared(self, entropy: torch.Tensor, batch: PackedBatch, backend: str | None) -> _Compared:
         """What stands beside the threshold: scores, or, without writing them, the tokens of windows of one token."""
@@ -215,8 +216,7 @@ class EntropyWindow:
             threshold, counts = reference.order_statistic(values, *quantile, mask, cu_seqlens)
         else:
             threshold, counts = ops.order_statistic(values, *quantile, backend, mask, cu_seqlens)
-        population, errors = counts.split(1)
-        return WindowState(threshold, population, errors)
+        return WindowState(threshold, counts[:1], counts[1:])
 
 
 def forking_tokens(ratio: str | Fraction | float = "0.2", *, scope: str = "batch") -> EntropyWindow:
@@ -271,7 +271,8 @@ def _flat(name: str, tensor: torch.Tensor, batch: PackedBatch, keep_dtype: bool)
     if tuple(tensor.shape) != (batch.total_tokens,):
         check_shape(name, tensor, shape, "[T] (or the padded [B, L])")
     check(tensor.device == batch.device, "{}: expected device {}, got {}", name, batch.device, tensor.device)
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach() if tensor.requires_grad else tensor
+    flat = flat if flat.dim() == 1 else flat.reshape(-1)
     return flat if keep_dtype else flat.float().contiguous()
 
 

@@ -35,6 +35,8 @@ def main() -> int:
 
     modules = (bench_gates, bench_losses, bench_advantages, bench_entropy, bench_segments)
     plans = [plan for module in modules for plan in module.plans(arguments.quick) if arguments.only in plan.name]
+    if not plans:
+        parser.error(f"--only: no case has {arguments.only!r} in its name")
     facts = report.environment()
     print("\n".join(f"{name:12} {value}" for name, value in facts.items()))
     limits = ceilings()

@@ -119,7 +119,7 @@ def ours(
         return {"loss": result.loss, "grad": result.grad}
 
     found = [("hpo_core", with_autograd), ("hpo_core, no autograd", without_autograd)]
-    if objective.keep == 1 and not objective.beta and not gate.spec().levels:
+    if objective.keep == 1 and not objective.beta and not gate.spec().of_pieces:
         found.append(("hpo_core, kernel alone", kernel_alone(gate, data, batch, backend)))
     return [Contestant(name, run, goals.get(name), tolerance=2e-6) for name, run in found]
 

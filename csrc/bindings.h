@@ -50,6 +50,17 @@ inline void check(int status) {
   if (status != 0) throw std::runtime_error(std::string("hpo_core: ") + hpo_error(status));
 }
 
+// Other threads of Python may go on meanwhile.
+template <class Call>
+void run(const Call& call) {
+  int status;
+  {
+    py::gil_scoped_release release;
+    status = call();
+  }
+  check(status);
+}
+
 struct PolicyLossSpec {
   GateStructure structure;
   GateNumbers numbers;
@@ -195,12 +206,7 @@ inline void bind(py::module_& m) {
   m.def("policy_loss", [](const PolicyLossSpec& spec, int64_t tokens, int64_t rows, const py::tuple& inputs, Address loss,
                           Address metrics, Address grad, Address token_loss, Address workspace, int64_t context) {
     const PolicyLossArgs args = make_args(tokens, rows, inputs, {loss, metrics, grad, token_loss, workspace});
-    int status;
-    {
-      py::gil_scoped_release release;
-      status = hpo_policy_loss(&args, &spec.structure, &spec.numbers, context);
-    }
-    check(status);
+    run([&] { return hpo_policy_loss(&args, &spec.structure, &spec.numbers, context); });
   });
 
   py::class_<Hierarchy>(m, "Hierarchy", py::module_local()).def(py::init(&make_hierarchy));
@@ -211,12 +217,7 @@ inline void bind(py::module_& m) {
     const PolicyLossArgs args = make_args(tokens, rows, inputs, {loss, metrics, grad, token_loss, workspace});
     Hierarchy hierarchy = levels;
     add_pieces(hierarchy, pieces, inputs);
-    int status;
-    {
-      py::gil_scoped_release release;
-      status = hpo_hierarchy(&args, &spec.structure, &spec.numbers, &hierarchy, context);
-    }
-    check(status);
+    run([&] { return hpo_hierarchy(&args, &spec.structure, &spec.numbers, &hierarchy, context); });
   });
 
   m.def("correction_workspace", &hpo_correction_workspace);
@@ -232,12 +233,7 @@ inline void bind(py::module_& m) {
     Correction correction{Statistic(statistic), Reduction(reduction), Action(action), strict, {}, {}, pointer<float>(factor)};
     copy_pair(correction.low, low);
     copy_pair(correction.high, high);
-    int status;
-    {
-      py::gil_scoped_release release;
-      status = hpo_correction(&args, &hierarchy, &correction, context);
-    }
-    check(status);
+    run([&] { return hpo_correction(&args, &hierarchy, &correction, context); });
   });
 
   m.def("group_normalise_workspace", &hpo_group_normalise_workspace);
@@ -258,12 +254,7 @@ inline void bind(py::module_& m) {
           args.singleton_raw = singleton_raw;
           args.advantages = pointer<float>(advantages);
           args.workspace = pointer<void>(workspace);
-          int status;
-          {
-            py::gil_scoped_release release;
-            status = hpo_group_normalise(&args, context);
-          }
-          check(status);
+          run([&] { return hpo_group_normalise(&args, context); });
         });
 
   m.def("window_score_workspace", &hpo_window_score_workspace);
@@ -281,12 +272,7 @@ inline void bind(py::module_& m) {
     args.invalid = Invalid(invalid);
     args.score = pointer<float>(score);
     args.workspace = pointer<void>(workspace);
-    int status;
-    {
-      py::gil_scoped_release release;
-      status = hpo_window_score(&args, context);
-    }
-    check(status);
+    run([&] { return hpo_window_score(&args, context); });
   });
 
   m.def("order_statistic_workspace", &hpo_order_statistic_workspace);
@@ -307,12 +293,7 @@ inline void bind(py::module_& m) {
     args.strict = strict;
     args.selected = pointer<uint8_t>(selected);
     args.workspace = pointer<void>(workspace);
-    int status;
-    {
-      py::gil_scoped_release release;
-      status = hpo_order_statistic(&args, context);
-    }
-    check(status);
+    run([&] { return hpo_order_statistic(&args, context); });
   });
 
   m.def("select", [](int64_t tokens, int64_t rows, Address values, Address mask, Address cu_seqlens, Address threshold,
@@ -326,12 +307,7 @@ inline void bind(py::module_& m) {
     args.threshold = pointer<const float>(threshold);
     args.strict = strict;
     args.selected = pointer<uint8_t>(selected);
-    int status;
-    {
-      py::gil_scoped_release release;
-      status = hpo_select(&args, context);
-    }
-    check(status);
+    run([&] { return hpo_select(&args, context); });
   });
 
   m.def("row_counts", [](int64_t tokens, int64_t rows, Address mask, Address cu_seqlens, Address counts, int64_t context) {
@@ -341,12 +317,7 @@ inline void bind(py::module_& m) {
     args.mask = pointer<const uint8_t>(mask);
     args.cu_seqlens = pointer<const int64_t>(cu_seqlens);
     args.counts = pointer<int64_t>(counts);
-    int status;
-    {
-      py::gil_scoped_release release;
-      status = hpo_row_counts(&args, context);
-    }
-    check(status);
+    run([&] { return hpo_row_counts(&args, context); });
   });
 }
 

@@ -19,7 +19,17 @@ ISAS = ("avx512", "avx2", "generic")
 TESTS = [
     f"tests/test_{name}.py"
     for name in (
-        *("segments", "advantages", "entropy", "select_top", "gates", "hierarchy", "terms", "presets"),
+        *(
+            "segments",
+            "advantages",
+            "entropy",
+            "entropy_selection",
+            "select_top",
+            "gates",
+            "hierarchy",
+            "terms",
+            "presets",
+        ),
         *("losses", "metrics", "ops"),
     )
 ]

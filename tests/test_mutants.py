@@ -38,12 +38,12 @@ MUTANTS = {
     "cuda: quantile rounds down": (
         "cuda_emulated", "cuda/entropy.cu", "cuda/entropy.cu",
         "args.denominator, args.rule, population", "args.denominator, OrderRule::floor, population",
-        "test_entropy.test_index_is_exact_where_floats_fail", {},
+        "test_entropy_selection.test_index_is_exact_where_floats_fail", {},
     ),
     "cuda: masked entropies are selected": (
         "cuda_emulated", "cuda/entropy.cu", "cuda/entropy.cu",
         "const bool valid = window.exists && (!args.mask || args.mask[token]);", "const bool valid = window.exists;",
-        "test_entropy.test_garbage_under_the_mask_is_never_read", {"bad": 99.0},
+        "test_entropy_selection.test_garbage_under_the_mask_is_never_read", {"bad": 99.0},
     ),
     "cuda: missing barrier before warps are added up": (
         "cuda_emulated", "cuda/advantages.cu", "cuda/advantages.cu",
@@ -94,17 +94,17 @@ MUTANTS = {
     "cpu: masked entropies are in the population": (
         "cpu", "cpu/entropy_selection.cpp", "cpu/entropy_scores.h",
         "masked |= mask_[t] == 0;", "masked |= false;",
-        "test_entropy.test_garbage_under_the_mask_is_never_read", {"bad": 99.0},
+        "test_entropy_selection.test_garbage_under_the_mask_is_never_read", {"bad": 99.0},
     ),
     "cpu: infinite entropies are selected": (
         "cpu", "cpu/entropy_selection.cpp", "cpu/entropy_selection.cpp",
         "n, threshold, selected) || scores.given))", "n, threshold, selected) || true))",
-        "test_entropy.test_many_tokens", {"masked": "none"},
+        "test_entropy_selection.test_many_tokens", {"masked": "none"},
     ),
     "cpu: a bracket that missed goes unnoticed": (
         "cpu", "cpu/entropy_selection.cpp", "cpu/entropy_selection.cpp",
         "if (index < below || index >= below + kept) {", "if (false) {",
-        "test_entropy.test_sample_that_misleads", {"planted": 0.5},
+        "test_entropy_selection.test_sample_that_misleads", {"planted": 0.5},
     ),
     "cpu: what was marked before the threshold was known stays": (
         "cpu", "cpu/entropy_selection.cpp", "cpu/entropy_selection.cpp",

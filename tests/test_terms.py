@@ -166,3 +166,18 @@ def test_every_correction(backend):
         assert_near(out.grad, exact.grad)
         slot = hpo.metrics.slot("bad_advantages")
         assert out.metrics.vector[slot] == exact.metrics.vector[slot]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("unit", [None, Unit.TRAJECTORY])
+@pytest.mark.parametrize("side", [0.25, -0.25])
+def test_what_lies_on_a_bound_is_inside_unless_strict(strict, unit, side, backend):
+    """Every log-ratio, and so every mean, is the bound to the bit."""
+    correction = Correction(Action.MASK, (-0.25, -0.25), (0.25, 0.25), unit, strict=strict)
+    gate, batch = RatioGate("x", Identity(), corrections=(correction,)), hpo.PackedBatch.from_lengths([3, 2])
+    old = torch.full((5,), -1.0)
+    for engine in (backend, "reference"):
+        out = hpo.policy_loss_and_grad(
+            old, old, torch.tensor([1.0, -1.0]), batch, gate, rollout_logp=old - side, backend=engine
+        )
+        assert (out.grad == 0).all() if strict else (out.grad != 0).all()

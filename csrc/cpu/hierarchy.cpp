@@ -322,9 +322,10 @@ struct BlockGate {
 
   GateCounts run_terms(const Call& call, int64_t first, int n, bool weighted, Tile& tile, const float* coefficient, float* loss,
                        float* grad) const {
-    load_terms(call, plan.term, first, n, row, weighted ? call.args.weights[row] : 1.0f, tile, terms);
+    const float* entering = load_entering(plan.term, tile, n, terms);
+    load_terms(call, first, n, row, weighted ? call.args.weights[row] : 1.0f, tile, terms);
     alignas(64) float own_loss[kPadded], own_grad[kPadded];
-    const GateCounts counts = plan.term_loop(plan.term, piece, tile, coefficient, terms, own_loss, own_grad, n);
+    const GateCounts counts = plan.term_loop(plan.term, piece, tile, entering, coefficient, terms, own_loss, own_grad, n);
     std::memcpy(loss, own_loss, size_t(n) * sizeof(float));
     std::memcpy(grad, own_grad, size_t(n) * sizeof(float));
     return counts;

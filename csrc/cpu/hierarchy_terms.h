@@ -47,11 +47,8 @@ inline const float* load_entering(const TermPlan& plan, const Tile& tile, int n,
 }
 
 // What is not in the tile; what lies behind its n tokens is absent.
-inline void load_terms(const Call& call, const TermPlan& plan, int64_t first, int n, int64_t row, float weight, Tile& tile,
-                       TokenTerms& terms) {
+inline void load_terms(const Call& call, int64_t first, int n, int64_t row, float weight, Tile& tile, TokenTerms& terms) {
   const PolicyLossArgs& args = call.args;
-  const float* entering = load_entering(plan, tile, n, terms);
-  if (!plan.pre_gated) std::memcpy(terms.entering, entering, size_t(n) * sizeof(float));
   for (int i = 0; i < n; ++i) terms.kept[i] = args.token_weight ? weight * args.token_weight[first + i] : weight;
   for (int i = 0; i < n; ++i) terms.logp[i] = tile.infinite[i] ? 0.0f : args.logp[first + i];
   if (args.target) {
@@ -64,19 +61,19 @@ inline void load_terms(const Call& call, const TermPlan& plan, int64_t first, in
   }
 }
 
-using TermLoop = GateCounts (*)(const TermPlan&, const PieceGate&, const Tile&, const float* coefficient, TokenTerms&,
-                                float* loss, float* grad, int n);
+using TermLoop = GateCounts (*)(const TermPlan&, const PieceGate&, const Tile&, const float* entering, const float* coefficient,
+                                TokenTerms&, float* loss, float* grad, int n);
 
 // Whole vectors: loss and grad have room behind n.
 template <Head kHead>
-GateCounts term_loop(const TermPlan& plan, const PieceGate& piece, const Tile& tile, const float* coefficient,
-                     TokenTerms& terms, float* loss, float* grad, int n) {
+GateCounts term_loop(const TermPlan& plan, const PieceGate& piece, const Tile& tile, const float* entering_logs,
+                     const float* coefficient, TokenTerms& terms, float* loss, float* grad, int n) {
   const TermNumbers& numbers = plan.numbers;
   const Floats most = all<Floats>(saturation_of(kHead));
   Ints chosen = {}, below = {}, above = {}, flows = {};
   for (int i = 0; i < n; i += kWidth) {
     const Ints kind = load_lanes<Ints>(tile.chosen + i), present = kind != kAbsent, negative = kind == kNegative;
-    const Floats entering = load_lanes<Floats>(terms.entering + i);
+    const Floats entering = load_lanes<Floats>(entering_logs + i);
     const GatedTokenNumber<Floats> token =
         gate_token<Floats>(piece, plan.split, plan.drop, plan.keep, negative, entering, load_lanes<Floats>(terms.low + i),
                            load_lanes<Floats>(terms.high + i), by_sign<Floats>(negative, numbers.slope_low),

@@ -199,7 +199,8 @@ class EntropyWindow:
             threshold, counts, selected = ops.select_top(values, *quantile, self.strict, backend, mask, cu_seqlens)
         if selected.shape != entropy.shape:  # each view is two microseconds, a hundredth of what a million tokens take
             selected = selected.reshape(entropy.shape)
-        return WindowState(threshold, counts[:1], counts[1:]), selected
+        population, errors = counts.split(1)
+        return WindowState(threshold, population, errors), selected
 
     def _compared(self, entropy: torch.Tensor, batch: PackedBatch, backend: str | None) -> _Compared:
         """What stands beside the threshold: scores, or, without writing them, the tokens of windows of one token."""
@@ -216,7 +217,8 @@ class EntropyWindow:
             threshold, counts = reference.order_statistic(values, *quantile, mask, cu_seqlens)
         else:
             threshold, counts = ops.order_statistic(values, *quantile, backend, mask, cu_seqlens)
-        return WindowState(threshold, counts[:1], counts[1:])
+        population, errors = counts.split(1)
+        return WindowState(threshold, population, errors)
 
 
 def forking_tokens(ratio: str | Fraction | float = "0.2", *, scope: str = "batch") -> EntropyWindow:

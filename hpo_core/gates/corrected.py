@@ -38,7 +38,7 @@ def decoupled(low: float = 0.2, high: float = 0.2, cap: float | None = None) -> 
     >>> decoupled().corrections[0].action.name
     'CLAMP'
     """
-    gate = compose(ppo_clip(low, high), _truncated(cap, None, Reduction.SUM))
+    gate = compose(ppo_clip(low, high), _truncated(cap))
     return replace(gate, name="decoupled", source="arXiv 2110.00641")
 
 
@@ -197,7 +197,7 @@ def _dppo(name: str, statistic: Statistic, low: float, high: float, cap: float, 
     return RatioGate(name, clip, head=Head.SCORE, channel=channel, corrections=(mask,), source="arXiv 2602.04879")
 
 
-def _truncated(cap: float | None, unit: Unit | None, reduction: Reduction) -> Correction:
+def _truncated(cap: float | None, unit: Unit | None = None, reduction: Reduction = Reduction.SUM) -> Correction:
     check(cap is None or cap > 0, "cap: expected an absolute ratio > 0 or None, got {}", cap)
     return Correction(Action.CLAMP, high=_log_pair(math.inf if cap is None else cap), unit=unit, reduction=reduction)
 

@@ -354,7 +354,8 @@ class RatioGate:
 
     @property
     def first_order(self) -> FirstOrder:
-        """Which promise the on-policy gradient of the policy term keeps, where no correction takes the token out."""
+        """Which promise the on-policy gradient of the policy term keeps, where no correction takes the token out; under
+        Head.TARGET where the target lies on A's side of 1."""
         if self.head is Head.NEGATIVE_AWARE or self.advantage_weights != (1.0, 1.0):
             return FirstOrder.SCALED
         if (

@@ -9,6 +9,8 @@
 //   gates_levels.h   gates on trajectories
 //   hierarchy.cpp    gates on several levels at once
 //   here             gates on tokens, and one call from begin to end
+#include <type_traits>
+
 #include "gates_call.h"
 #include "gates_levels.h"
 #include "gates_plain.h"
@@ -144,82 +146,150 @@ struct Gate {
   }
 };
 
-// A plain tile under a gate on tokens, gradient and all: what sweep_plain calls for every vector.
+// What sweep_plain calls for every vector of a plain tile under a gate on tokens, gradient and all.
 template <bool kScoreHead, BoundsKind kBounds>
 struct PlainTokenGate {
   const Bounds& bounds;
-  const float *coefficient, *logp;
+  const float* logp;
   float *loss, *grad;
   Ints below[kParts] = {}, above[kParts] = {};
 
-  HPO_INLINE void operator()(int i, int part, Ints kind, Floats, Floats ratio) {
+  HPO_INLINE void operator()(int i, int part, Mask present, Ints kind, Floats coefficient, Floats, Floats ratio) {
     Floats low = all<Floats>(bounds.low[0]), high = all<Floats>(bounds.high[0]);
     if (kBounds == BoundsKind::by_sign) {
       low = kind == kNegative ? all<Floats>(bounds.low[1]) : low;
       high = kind == kNegative ? all<Floats>(bounds.high[1]) : high;
     }
-    GatedNumber<Floats> gated = {all<Floats>(1.0f), Ints{}};
+    Mask inside = {};
+    Floats clipped = all<Floats>(1.0f);
     if (kBounds != BoundsKind::none) {
-      gated = clip_ratio(ratio, low, high);
-      gated.inside &= kind != kAbsent;
-      below[part] = add_where(ratio < low, kind, below[part]);
-      above[part] = add_where(ratio > high, kind, above[part]);
+      clipped = clamp(ratio, low, high);
+      inside = both(present, equal(clipped, ratio));
+      below[part] = add_where(both(present, less(ratio, low)), kind, below[part]);
+      above[part] = add_where(both(present, less(high, ratio)), kind, above[part]);
     }
-    const Floats own = kScoreHead ? load_lanes<Floats>(logp + i) : Floats{};
-    const TermNumber<Floats> term = policy_term(kScoreHead, load_lanes<Floats>(coefficient + i), gated, own);
-    store_lanes(keep_if(kind != kAbsent, term.loss), loss + i);
-    store_lanes(keep_if(kind != kAbsent, term.grad), grad + i);
+    store_term<kScoreHead>(present, inside, policy_value(coefficient, clipped), logp + i, loss + i, grad + i);
   }
 
-  GateCounts counts() const {
+  void count(double, double* slots) const {
     GateCounts found;
-    for (int part = 0; part < kParts; ++part) {
-      for (int lane = 0; lane < kWidth; ++lane) found.below += below[part][lane], found.above += above[part][lane];
-    }
-    return found;
+    for (int part = 0; part < kParts; ++part) found.below += sum_lanes(below[part]), found.above += sum_lanes(above[part]);
+    found.add_to(slots);
+  }
+};
+
+// The same in a tile of one row: its tokens have one sign of the advantage, and under most gates one bound.
+template <bool kScoreHead, bool kLow, bool kHigh>
+struct PlainRowGate {
+  const int sign;
+  const Floats low, high;
+  const float* logp;
+  float *loss, *grad;
+  Ints inside_sum[kParts] = {}, below_sum[kParts] = {};
+
+  HPO_INLINE void operator()(int i, int part, Mask present, Ints, Floats coefficient, Floats, Floats ratio) {
+    Floats clipped = ratio;
+    if (kLow) clipped = clipped < low ? low : clipped;
+    if (kHigh) clipped = clipped > high ? high : clipped;
+    const Mask inside = kLow || kHigh ? both(present, equal(clipped, ratio)) : present;
+    const Ints one = Ints{} + 1;
+    if (kLow || kHigh) inside_sum[part] = add_where(inside, one, inside_sum[part]);
+    if (kLow && kHigh) below_sum[part] = add_where(both(present, less(ratio, low)), one, below_sum[part]);
+    store_term<kScoreHead>(present, inside, policy_value(coefficient, clipped), logp + i, loss + i, grad + i);
+  }
+
+  void count(double tokens, double* slots) const {
+    if (!(kLow || kHigh)) return;
+    int64_t inside = 0, below = 0;
+    for (int part = 0; part < kParts; ++part) inside += sum_lanes(inside_sum[part]), below += sum_lanes(below_sum[part]);
+    const double outside = tokens - double(inside);
+    const double under = kHigh ? double(below) : outside;
+    slots[sign ? kClippedLowNegative : kClippedLowPositive] += under;
+    slots[sign ? kClippedHighNegative : kClippedHighPositive] += outside - under;
   }
 };
 
 // False: not plain, and nothing happened that matters.
-using PlainTile = bool (*)(const Call&, int64_t first, int n, const Segments&, Tile&, uint8_t* seen, Partial&);
-
-template <bool kScoreHead, BoundsKind kBounds, bool kMasked>
-bool run_plain_tile(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
+template <class Rows, class TokenGate>
+bool run_plain_tile(const PolicyLossArgs& args, int64_t first, int n, const Rows& rows, TokenGate gate, Tile& tile,
                     Partial& partial) {
-  const PolicyLossArgs& args = call.args;
-  if (n % kLanes != 0 || load_rows(args, first, n, segments, tile)) return false;
-  const Bounds bounds = tile_bounds(call, first);
-  float* grad = args.grad ? args.grad + first : tile.grad;
-  PlainTokenGate<kScoreHead, kBounds> gate = {bounds, tile.coefficient, args.logp + first, tile.loss, grad};
   const double tokens_before = partial.slots[kTokens];
-  if (!sweep_plain<kMasked>(args, first, n, tile, partial, gate)) return false;
-  partial.slots[kSelected] += partial.slots[kTokens] - tokens_before;
-  gate.counts().add_to(partial.slots);
-  add_terms(tile.loss, n, partial.sums[kLossSum]);
-  mark_rows(segments, tile.kind, seen);
+  if (!sweep_plain(args, first, n, rows, partial, gate)) return false;
+  const double tokens = partial.slots[kTokens] - tokens_before;
+  partial.slots[kSelected] += tokens;
+  gate.count(tokens, partial.slots);
+  add_pairs(tile.loss, n, partial.sums[kLossSum]);
   return true;
 }
 
-template <bool kScoreHead, BoundsKind kBounds>
-PlainTile pick_plain_tile(const Call& call) {
-  return call.args.mask ? run_plain_tile<kScoreHead, kBounds, true> : run_plain_tile<kScoreHead, kBounds, false>;
-}
+// Plain tiles of one call, each in the form that does least.
+template <bool kScoreHead, bool kMasked>
+struct PlainTiles {
+  using Run = bool (*)(const Call&, int64_t first, int n, const Segments&, Tile&, uint8_t* seen, Partial&);
 
-template <bool kScoreHead>
-PlainTile pick_plain_tile(const Call& call, BoundsKind kind) {
-  switch (kind) {
-    case BoundsKind::none: return pick_plain_tile<kScoreHead, BoundsKind::none>(call);
-    case BoundsKind::common: return pick_plain_tile<kScoreHead, BoundsKind::common>(call);
-    case BoundsKind::by_sign: return pick_plain_tile<kScoreHead, BoundsKind::by_sign>(call);
-    default: return nullptr;
+  template <BoundsKind kBounds>
+  static bool many_rows(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
+                        Partial& partial) {
+    const PolicyLossArgs& args = call.args;
+    if (n % kLanes != 0) return false;
+    if (kBounds != BoundsKind::none && segments.one_row(n)) {
+      return one_row(call, first, n, segments.list[0].row, tile, seen, partial);
+    }
+    if (load_rows(args, first, n, segments, tile)) return false;
+    const Bounds bounds = tile_bounds(call, first);
+    const PlainTokenGate<kScoreHead, kBounds> gate = {bounds, args.logp + first, tile.loss, gradient(args, first, tile)};
+    const ManyRows<kMasked> rows = {tile, kMasked ? args.mask + first : nullptr};
+    if (!run_plain_tile(args, first, n, rows, gate, tile, partial)) return false;
+    mark_rows(segments, tile.kind, seen);
+    return true;
   }
-}
+
+  static bool one_row(const Call& call, int64_t first, int n, int64_t row, Tile& tile, uint8_t* seen, Partial& partial) {
+    const PolicyLossArgs& args = call.args;
+    const float advantage = args.advantages[row], coefficient = args.weights[row] * advantage;
+    if (!finite(coefficient)) return false;
+    const Bounds bounds = tile_bounds(call, first);
+    const int sign = advantage < 0.0f;
+    const float low = bounds.low[sign], high = bounds.high[sign];
+    const OneRow<kMasked> rows = {kMasked ? args.mask + first : nullptr, Ints{} + (sign ? kNegative : kPositive),
+                                  all<Floats>(coefficient)};
+    const double tokens_before = partial.slots[kTokens];
+    const auto run = [&](auto gate) { return run_plain_tile(args, first, n, rows, gate, tile, partial); };
+    const auto with = [&](auto has_low, auto has_high) {
+      return run(PlainRowGate<kScoreHead, decltype(has_low)::value, decltype(has_high)::value>{
+          sign, all<Floats>(low), all<Floats>(high), args.logp + first, tile.loss, gradient(args, first, tile)});
+    };
+    const std::true_type yes;
+    const std::false_type no;
+    const bool has_low = low > 0.0f, has_high = high < INFINITY;
+    const bool plain = has_low ? (has_high ? with(yes, yes) : with(yes, no)) : (has_high ? with(no, yes) : with(no, no));
+    if (plain && partial.slots[kTokens] > tokens_before) __atomic_store_n(&seen[row], uint8_t(1), __ATOMIC_RELAXED);
+    return plain;
+  }
+
+  static float* gradient(const PolicyLossArgs& args, int64_t first, Tile& tile) {
+    return args.grad ? args.grad + first : tile.grad;
+  }
+
+  static Run pick(BoundsKind kind) {
+    switch (kind) {
+      case BoundsKind::none: return many_rows<BoundsKind::none>;
+      case BoundsKind::common: return many_rows<BoundsKind::common>;
+      case BoundsKind::by_sign: return many_rows<BoundsKind::by_sign>;
+      default: return nullptr;
+    }
+  }
+};
 
 void run_token_gate(const Call& call, int threads, const Workspace& space) {
   const bool score = call.structure.head == Head::score;
   const BoundsKind kind = bounds_kind(call);
   const Gate gate = {score ? pick_token_gate<true>(kind) : pick_token_gate<false>(kind), nullptr, nullptr, false};
-  const PlainTile plain = score ? pick_plain_tile<true>(call, kind) : pick_plain_tile<false>(call, kind);
+  const auto pick = [&](auto head) {
+    constexpr bool kScore = decltype(head)::value;
+    return call.args.mask ? PlainTiles<kScore, true>::pick(kind) : PlainTiles<kScore, false>::pick(kind);
+  };
+  const auto plain = score ? pick(std::true_type()) : pick(std::false_type());
   const bool may = plain && may_be_plain(call.args);
   parallel_for(pieces(call.args.tokens, kChunk), threads, [&](int64_t chunk) {
     Tile tile;
@@ -245,6 +315,11 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
     Partial partial;
     bool reload = args.ref_logp != nullptr;
     for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
+      RowLogRatios sums;
+      const int64_t row = segments.list[0].row;
+      if (may && segments.one_row(n) && measure_plain_row<false>(args, first, n, row, tile, space.seen, partial, sums)) {
+        return add_row_sums(call, chunk, row, sums, space.rows);
+      }
       if (!may || !measure_plain(call, first, n, segments, tile, space.seen, partial)) {
         measure(call, first, n, segments, tile, space.seen, partial);
       }

@@ -1,7 +1,7 @@
 // Gates on the mean log-ratio of a trajectory. Everything behind that mean is the same for all its tokens of one advantage
 // sign, so the work is: sums of every row, one Level per trajectory from them, and the tokens once more.
 #pragma once
-#include "gates_tile.h"
+#include "gates_plain.h"
 
 namespace hpo::HPO_ISA {
 
@@ -94,6 +94,15 @@ inline void add_row_sums(const Call& call, int64_t chunk, int n, const Segments&
       sums.store(row.advantage);
     }
   }
+}
+
+// The same of a plain tile of one row.
+inline void add_row_sums(const Call& call, int64_t chunk, int64_t of_row, const RowLogRatios& sums, RowSums* rows) {
+  RowSums& row = rows[of_row];
+  const bool shared = call.rows.continues_elsewhere(of_row, chunk);
+  add_to_row(row.fixed, sums.fixed, shared);
+  add_to_row(row.valid, sums.valid, shared);
+  add_to_row(row.chosen[call.args.advantages[of_row] < 0.0f], sums.valid, shared);
 }
 
 // The advantages of a row that does not lie in one tile: tiles of its own, from its first token on.
@@ -246,6 +255,13 @@ inline float row_gradient(const Call& call, int64_t row, const Level& level) {
 inline void spread_gradient(const Call& call, int64_t first, int n, const Segments& segments, const Level* levels, Tile& tile,
                             float* __restrict grad) {
   const PolicyLossArgs& args = call.args;
+  if (segments.one_row(n) && n % kLanes == 0) {
+    const int64_t row = segments.list[0].row;
+    const Floats each = all<Floats>(row_gradient(call, row, levels[trajectory_of(args, row)]));
+    for (int i = 0; i < n; i += kWidth)
+      store_lanes(args.mask ? keep_if(present_bytes(args.mask + first + i), each) : each, grad + i);
+    return;
+  }
   float* __restrict each = tile.spread[0];
   spread_rows(segments, each, [&](int64_t row) { return row_gradient(call, row, levels[trajectory_of(args, row)]); });
   int covered = 0;

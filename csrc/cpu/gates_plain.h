@@ -25,12 +25,12 @@ struct PlainSums {
     }
   }
 
-  HPO_INLINE void add(int part, Ints kind, Floats x, Floats ratio) {
+  HPO_INLINE void add(int part, Mask present, Ints kind, Floats x, Floats ratio) {
     sum[part] += x;
     square[part] = Number<Floats>::fused(x, x, square[part]);
-    smallest[part] = smaller_where(kind != kAbsent, x, smallest[part]);
-    largest[part] = larger_where(kind != kAbsent, x, largest[part]);
-    kinds[part] += kind;
+    smallest[part] = smaller_where(present, x, smallest[part]);
+    largest[part] = larger_where(present, x, largest[part]);
+    kinds[part] = add_where(present, kind, kinds[part]);
     const Floats d = ratio - 1.0f;  // centred, what is summed stays small
     deviation[part] += d;
     deviation_square[part] = Number<Floats>::fused(d, d, deviation_square[part]);
@@ -59,39 +59,75 @@ struct PlainSums {
         partial.sums[kDeviationSquare][at] += double(deviation_square[part][lane]);
         low[at] = smallest[part][lane];
         high[at] = largest[part][lane];
-        all_kinds += kinds[part][lane];
       }
+      all_kinds += sum_lanes(kinds[part]);
     }
     partial.extend(low, high);
     partial.slots[kTokens] += positives(all_kinds) + negatives(all_kinds);
   }
 };
 
-// Goes through a tile whose rows are loaded (see load_rows) and calls each(i, part, kind, x, ratio) for every vector. False:
-// the tile is not plain after all, and nothing was counted.
-template <bool kMasked, class Each>
-HPO_INLINE bool sweep_plain(const PolicyLossArgs& args, int64_t first, int n, Tile& tile, Partial& partial, Each& each) {
+// What rows say about the tokens of a vector: with several rows in the tile it stands in arrays (see load_rows), in which the
+// kinds of masked tokens are put right. What lies behind the tile's n tokens is absent.
+template <bool kMasked>
+struct ManyRows {
+  Tile& tile;
+  const uint8_t* mask;
+
+  HPO_INLINE Mask present(int i) const {
+    if (!kMasked) return present_lanes(kind(i));
+    const Ints here = keep_where(mask + i, kind(i));
+    store_lanes(here, tile.kind + i);
+    return present_lanes(here);
+  }
+  HPO_INLINE Ints kind(int i) const { return load_lanes<Ints>(tile.kind + i); }
+  HPO_INLINE Floats coefficient(int i) const { return load_lanes<Floats>(tile.coefficient + i); }
+};
+
+// With one row it is the same for all of them.
+template <bool kMasked>
+struct OneRow {
+  const uint8_t* mask;
+  Ints row_kind;
+  Floats row_coefficient;
+
+  HPO_INLINE Mask present(int i) const { return kMasked ? present_bytes(mask + i) : all_lanes(); }
+  HPO_INLINE Ints kind(int) const { return row_kind; }
+  HPO_INLINE Floats coefficient(int) const { return row_coefficient; }
+};
+
+// Goes through a tile and calls each(i, part, present, kind, coefficient, x, ratio) for every vector; kind and coefficient are
+// anything where no token is present. False: the tile is not plain after all, and nothing was counted.
+template <class Rows, class Each>
+HPO_INLINE bool sweep_plain(const PolicyLossArgs& args, int64_t first, int n, const Rows& rows, Partial& partial, Each& each) {
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;  // on-policy: x = 0, or NaN where logp is
-  const uint8_t* mask = kMasked ? args.mask + first : nullptr;
   PlainSums sums;
-  for (int tokens = 0; tokens < n; tokens += kLanes) {  // what lies behind n is absent
-    for (int part = 0; part < kParts; ++part) {
-      const int i = tokens + part * kWidth;
-      Ints kind = load_lanes<Ints>(tile.kind + i);
-      if (kMasked) {
-        kind = keep_where(mask + i, kind);
-        store_lanes(kind, tile.kind + i);
-      }
-      const Floats x = keep_if(kind != kAbsent, load_lanes<Floats>(logp + i) - load_lanes<Floats>(old_logp + i));
-      const Floats ratio = exp(x);
-      sums.add(part, kind, x, ratio);
-      each(i, part, kind, x, ratio);
-    }
+  const auto step = [&](int i, int part, Mask present) __attribute__((always_inline)) {
+    const Ints kind = rows.kind(i);
+    const Floats x = difference(present, load_lanes<Floats>(logp + i), load_lanes<Floats>(old_logp + i));
+    const Floats ratio = exp(x);
+    sums.add(part, present, kind, x, ratio);
+    each(i, part, present, kind, rows.coefficient(i), x, ratio);
+  };
+  const int whole = n / kLanes * kLanes;
+  for (int tokens = 0; tokens < whole; tokens += kLanes) {
+    for (int part = 0; part < kParts; ++part) step(tokens + part * kWidth, part, rows.present(tokens + part * kWidth));
+  }
+  for (int part = 0; whole < n && part < kParts; ++part) {
+    const int i = whole + part * kWidth;
+    step(i, part, both(rows.present(i), leading_lanes(n - i)));
   }
   if (!sums.ordinary()) return false;
   sums.add_to(partial);
   return true;
+}
+
+// Loss and gradient of the tokens of a vector; `inside`: present, and the gate has the derivative 1.
+template <bool kScoreHead>
+HPO_INLINE void store_term(Mask present, Mask inside, Floats value, const float* logp, float* loss, float* grad) {
+  store_lanes(keep_if(present, kScoreHead ? value * load_lanes<Floats>(logp) : value), loss);
+  store_lanes(keep_if(kScoreHead ? present : inside, value), grad);
 }
 
 // Whether a tile can be read by whole vectors: what lies behind it is other tokens, which are absent here.
@@ -101,8 +137,8 @@ inline bool has_whole_vectors(const PolicyLossArgs& args, int64_t first, int n) 
 
 // A plain tile of the first of two sweeps: its log-ratios are kept.
 struct PlainLogRatios {
-  float* x;
-  HPO_INLINE void operator()(int i, int, Ints, Floats each, Floats) { store_lanes(each, x + i); }
+  float* log_ratios;
+  HPO_INLINE void operator()(int i, int, Mask, Ints, Floats, Floats x, Floats) { store_lanes(x, log_ratios + i); }
 };
 
 inline bool measure_plain(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
@@ -111,12 +147,46 @@ inline bool measure_plain(const Call& call, int64_t first, int n, const Segments
   if (!has_whole_vectors(args, first, n) || load_rows(args, first, n, segments, tile)) return false;
   for (int i = n; i % kLanes != 0; ++i) tile.kind[i] = kAbsent;
   PlainLogRatios keep = {tile.x};
-  const bool plain = args.mask ? sweep_plain<true>(args, first, n, tile, partial, keep)
-                               : sweep_plain<false>(args, first, n, tile, partial, keep);
+  const bool plain = args.mask ? sweep_plain(args, first, n, ManyRows<true>{tile, args.mask + first}, partial, keep)
+                               : sweep_plain(args, first, n, ManyRows<false>{tile, nullptr}, partial, keep);
   if (!plain) return false;
   tile.exceptional = false;
   tile.chosen = tile.kind;
   mark_rows(segments, tile.kind, seen);
+  return true;
+}
+
+// What the first of two sweeps asks of a plain tile of one row.
+struct RowLogRatios {
+  int64_t valid = 0, fixed = 0, rising = 0;  // log-ratios in fixed point, and those of them that are not negative
+};
+
+template <bool kSplit>
+inline RowLogRatios add_log_ratios(const float* x, int n) {
+  uint64_t fixed = 0, rising = 0;  // what stands above the bits wraps around, and is taken off at the end
+  for (int i = 0; i < n; ++i) {
+    const uint64_t bits = uint64_t(fixed_bits(x[i]));
+    fixed += bits;
+    if (kSplit) rising += x[i] < 0.0f ? uint64_t(kZeroBits) : bits;
+  }
+  const uint64_t zero = uint64_t(n) * uint64_t(kZeroBits);
+  return {0, int64_t(fixed - zero), kSplit ? int64_t(rising - zero) : 0};
+}
+
+template <bool kSplit>
+inline bool measure_plain_row(const PolicyLossArgs& args, int64_t first, int n, int64_t row, Tile& tile, uint8_t* seen,
+                              Partial& partial, RowLogRatios& sums) {
+  const float advantage = args.advantages[row];
+  if (!has_whole_vectors(args, first, n) || !finite(args.weights[row] * advantage)) return false;
+  const Ints kind = Ints{} + (advantage < 0.0f ? kNegative : kPositive);
+  PlainLogRatios keep = {tile.x};
+  const double tokens_before = partial.slots[kTokens];
+  const bool plain = args.mask ? sweep_plain(args, first, n, OneRow<true>{args.mask + first, kind, {}}, partial, keep)
+                               : sweep_plain(args, first, n, OneRow<false>{nullptr, kind, {}}, partial, keep);
+  if (!plain) return false;
+  sums = add_log_ratios<kSplit>(tile.x, n);
+  sums.valid = int64_t(partial.slots[kTokens] - tokens_before);
+  if (sums.valid > 0) __atomic_store_n(&seen[row], uint8_t(1), __ATOMIC_RELAXED);
   return true;
 }
 

@@ -70,17 +70,34 @@ inline void pad(T* values, int n, T neutral) {
   for (; n % kLanes != 0; ++n) values[n] = neutral;
 }
 
-// In float64 from the start: a single term may be as large as FLT_MAX / 3.
+// Adds from(i) to the lane of i, for all i of the n, a multiple of kLanes. Two chains of additions, neither of which waits for
+// the other.
+template <class From>
+inline void add_lanes(int n, double* sums, const From& from) {
+  int i = 0;
+  if (n > kLanes) {
+    double odd[kLanes] = {};
+    for (; i + kLanes < n; i += 2 * kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) sums[lane] += from(i + lane);
+      for (int lane = 0; lane < kLanes; ++lane) odd[lane] += from(i + kLanes + lane);
+    }
+    for (int lane = 0; lane < kLanes; ++lane) sums[lane] += odd[lane];
+  }
+  for (int lane = 0; i < n && lane < kLanes; ++lane) sums[lane] += from(i + lane);
+}
+
+// In float64 from the start.
 inline void add_terms(float* terms, int n, double* sums) {
   pad(terms, n, 0.0f);
-  double odd[kLanes] = {};  // two chains of additions, neither of which waits for the other
-  int i = 0;
-  for (; i + kLanes < n; i += 2 * kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) sums[lane] += double(terms[i + lane]);
-    for (int lane = 0; lane < kLanes; ++lane) odd[lane] += double(terms[i + kLanes + lane]);
-  }
-  for (int lane = 0; i < n && lane < kLanes; ++lane) sums[lane] += double(terms[i + lane]);
-  for (int lane = 0; lane < kLanes; ++lane) sums[lane] += odd[lane];
+  add_lanes(n, sums, [=](int i) { return double(terms[i]); });
+}
+
+// Terms of at most FLT_MAX / 3, as losses of tokens are: two of them meet in float, which rounds once and halves the
+// conversions.
+inline void add_pairs(float* terms, int n, double* sums) {
+  for (; n % (2 * kLanes) != 0; ++n) terms[n] = 0.0f;
+  const int half = n / 2;
+  add_lanes(half, sums, [=](int i) { return double(terms[i] + terms[half + i]); });
 }
 
 // Of the log-ratios of one tile, 0 where a token is absent.

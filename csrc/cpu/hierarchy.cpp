@@ -6,7 +6,7 @@
 // pieces: sums of log-ratios up, gates, sums of gradients up, and what flows back down.
 #include "gates_plain.h"
 #include "hierarchy_pieces.h"
-#include "hierarchy_terms.h"
+#include "hierarchy_plain.h"
 #include "kernels.h"
 
 HPO_DECLARE_KERNELS(HPO_ISA)
@@ -137,10 +137,8 @@ struct TokenGates {
   GateCounts counts() const {
     GateCounts found;
     int32_t some_flow = 0;
-    for (int lane = 0; lane < kWidth; ++lane) {
-      found.chosen += chosen[lane], found.below += below_sum[lane], found.above += above_sum[lane];
-      some_flow |= flows[lane];
-    }
+    found.chosen = sum_lanes(chosen), found.below = sum_lanes(below_sum), found.above = sum_lanes(above_sum);
+    for (int lane = 0; lane < kWidth; ++lane) some_flow |= flows[lane];
     terms.flows = some_flow != 0;
     return found;
   }
@@ -219,10 +217,12 @@ struct TokenPlan {
   bool driven;  // tokens have bounds of their own
   bool carries;  // some level hands gradient through its aggregate
   bool by_sign;  // and it is not the finest
+  OpenLoop open_loop;  // of plain tiles where it can be used; null: this gate is none that it knows
   TermPlan term;
   TermLoop term_loop;  // null: the gate asks for no more than the loops above
 
-  TokenPlan(const Call& call, const Hierarchy& hierarchy) : hierarchy(hierarchy), term(call, hierarchy), term_loop(nullptr) {
+  TokenPlan(const Call& call, const Hierarchy& hierarchy)
+      : hierarchy(hierarchy), open_loop(nullptr), term(call, hierarchy), term_loop(nullptr) {
     const GateStructure& structure = call.structure;
     if (hierarchy.term.present) term_loop = pick_term_loop(structure.head);
     const bool clips = structure.token == TokenGate::clip;
@@ -243,6 +243,7 @@ struct TokenPlan {
     by_sign &= carries;
     loop = pick_token_loop(structure, hierarchy.split, driven);
     plain_loop = pick_plain_loop(structure, hierarchy.split);
+    if (clips && keep != 0.0f && structure.head == Head::linear) open_loop = pick_open_loop(hierarchy.split, call.args.mask);
   }
 };
 
@@ -261,12 +262,18 @@ void load_bounds(const Call& call, const TokenBounds& bounds, int64_t first, int
 struct FlowLanes {
   double by_sign[2][kLanes] = {}, past_token[2][kLanes] = {};
 
-  Flow total() const {
+  Flow total() {
     Flow flow = {};
-    for (int lane = 0; lane < kLanes; ++lane) {
-      for (int i = 0; i < 2; ++i) flow.by_sign[i] += by_sign[i][lane], flow.past_token[i] += past_token[i][lane];
-    }
+    for (int i = 0; i < 2; ++i) flow.by_sign[i] = total(by_sign[i]), flow.past_token[i] = total(past_token[i]);
     return flow;
+  }
+
+ private:
+  static double total(double* lanes) {
+    for (int width = kLanes / 2; width > 0; width /= 2) {
+      for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+    }
+    return lanes[0];
   }
 };
 
@@ -296,10 +303,15 @@ struct BlockGate {
     // The loop goes on to the end of a vector, where the next row's gradient lies, perhaps written by another thread.
     float* grad = call.args.grad && n % kLanes == 0 ? call.args.grad + first : tile.grad;
     const int32_t kind = advantage < 0.0f ? kNegative : kPositive;
-    plan.plain_loop(piece, plan.keep, plan.bounds, call.args, first, coefficient, kind, terms, tile.loss, grad, n)
-        .add_to(partial.slots);
+    const int sign = kind == kNegative;
+    const OpenLevels levels(piece, sign, plan.hierarchy.split, plan.bounds.low[sign], plan.bounds.high[sign]);
+    const GateCounts counts =
+        plan.open_loop && levels.open
+            ? plan.open_loop(levels, call.args, first, coefficient, kind, terms, tile.loss, grad, n)
+            : plan.plain_loop(piece, plan.keep, plan.bounds, call.args, first, coefficient, kind, terms, tile.loss, grad, n);
+    counts.add_to(partial.slots);
     if (call.args.grad && n % kLanes != 0) std::memcpy(call.args.grad + first, tile.grad, size_t(n) * sizeof(float));
-    add_terms(tile.loss, n, partial.sums[kLossSum]);
+    add_pairs(tile.loss, n, partial.sums[kLossSum]);
     if (!plan.carries) return;
     if (terms.flows) add_past_token(n);
     if (plan.by_sign) add_terms(tile.loss, n, lanes.by_sign[kind == kNegative]);
@@ -332,7 +344,7 @@ struct BlockGate {
   }
 
   void add_past_token(int n) const {
-    for (int i = 0; i <= plan.hierarchy.split; ++i) add_terms(terms.past_token[i], n, lanes.past_token[i]);
+    for (int i = 0; i <= plan.hierarchy.split; ++i) add_pairs(terms.past_token[i], n, lanes.past_token[i]);
   }
 
   // slope: d loss / d z of each token.
@@ -455,13 +467,19 @@ struct Sweeps {
     const bool may = may_be_plain(call.args) && !call.args.target;
     Tile& tile = scratch.tile;
     bool plain = may && !plan.term_loop && !plan.driven;
+    const bool as_they_are = may && !pre_gates(plan.hierarchy.term), split = plan.hierarchy.split;
     for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
+      RowLogRatios row;
+      const auto measure_row = split ? measure_plain_row<true> : measure_plain_row<false>;
+      if (as_they_are && measure_row(call.args, at, n, block.row, tile, space.seen, partial, row)) {
+        return sums.add({row.valid, {split ? row.rising : row.fixed, row.rising - row.fixed}});
+      }
       if (!may || !measure_plain(call, at, n, scratch.whole, tile, space.seen, partial)) {
         hpo::HPO_ISA::measure(call, at, n, scratch.whole, tile, space.seen, partial);
         plain &= !tile.exceptional && tile.chosen == tile.kind;
       }
       if (plan.hierarchy.depth == 0) return;
-      add_log_ratios(tile, load_entering(plan.term, tile, n, scratch.terms), n, plan.hierarchy.split, sums);
+      add_log_ratios(tile, load_entering(plan.term, tile, n, scratch.terms), n, split, sums);
     });
     return plain;
   }

@@ -20,6 +20,7 @@ struct Segments {
   int count;
   Segment list[kTile];
 
+  bool one_row(int n) const { return count == 1 && list[0].end - list[0].begin == n; }  // all n tokens of the tile
   const Segment* begin() const { return list; }
   const Segment* end() const { return list + count; }
 };

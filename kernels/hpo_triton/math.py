@@ -34,14 +34,13 @@ def exp(x):
     k = shifted - 12582912.0
     r = tl.fma(k, -0.693359375, x)  # ln 2 in two parts: r = x - k ln 2
     r = tl.fma(k, 2.12194440e-4, r)
-    p = tl.fma(r, 1.9875691500e-4, 1.3981999507e-3)  # minimax polynomial of (e^r - 1 - r) / r^2 on |r| <= ln 2 / 2
-    p = tl.fma(p, r, 8.3334519073e-3)
-    p = tl.fma(p, r, 4.1665795894e-2)
-    p = tl.fma(p, r, 1.6666665459e-1)
-    p = tl.fma(p, r, 5.0000001201e-1)
-    value = tl.fma(p, r * r, r) + 1.0
-    exponent = shifted.to(tl.int32, bitcast=True) - 0x4B400000  # the integer k sits in the low bits of `shifted`
-    return value * ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    p = tl.fma(r, 1.3814327850e-3, 8.3688531769e-3)  # minimax polynomial of (e^r - 1 - r) / r^2 on |r| <= ln 2 / 2
+    p = tl.fma(p, r, 4.1668401138e-2)
+    p = tl.fma(p, r, 1.6666519507e-1)
+    p = tl.fma(p, r, 4.9999993372e-1)
+    value = tl.fma(tl.fma(p, r, 1.0), r, 1.0)
+    # The integer k sits in the low bits of `shifted`; what stands above it the shift drops.
+    return value * ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -43,8 +43,13 @@ struct TermNumber {
 using Term = TermNumber<float>;
 
 template <class F>
+HPO_INLINE F policy_value(F a, F ratio) {
+  return -a * ratio;  // at ratio 1 this is -a to the bit: the on-policy promise
+}
+
+template <class F>
 HPO_INLINE TermNumber<F> policy_term(bool score_head, F a, GatedNumber<F> gated, F logp) {
-  const F value = -(a * gated.ratio);  // at ratio 1 this is -a to the bit: the on-policy promise
+  const F value = policy_value(a, gated.ratio);
   if (score_head) return {value * logp, value};
   return {value, gated.inside ? value : F{}};
 }
@@ -121,20 +126,26 @@ HPO_INLINE Residual gate_residual(const HierarchyLevel& level, int channel, int 
 // is bitwise the same in any tiling, on any number of threads and beside any neighbour. 60 * 2^32 leaves room for 2^25 tokens.
 constexpr double kFixedPoint = 4294967296.0;
 
-HPO_INLINE int64_t to_fixed(float x) {
-  // Adding 1.5 * 2^52 rounds to an integer without a conversion instruction that AVX2 lacks.
+// Adding 1.5 * 2^52 rounds to an integer without a conversion instruction that AVX2 lacks; it stands above these bits.
+constexpr int64_t kZeroBits = 0x4338000000000000;
+
+HPO_INLINE int64_t fixed_bits(float x) {
   const double shifter = 6755399441055744.0;
-  const double shifted = double(x) * kFixedPoint + shifter;
-  int64_t bits, zero;
-#if defined(__CUDA_ARCH__)
-  bits = __double_as_longlong(shifted);
-  zero = __double_as_longlong(shifter);
+#if defined(__FMA__) || defined(__CUDA_ARCH__)
+  const double shifted = ::fma(double(x), kFixedPoint, shifter);  // the product is exact, so this changes no bit
 #else
-  std::memcpy(&bits, &shifted, sizeof bits);
-  std::memcpy(&zero, &shifter, sizeof zero);
+  const double shifted = double(x) * kFixedPoint + shifter;
 #endif
-  return bits - zero;
+#if defined(__CUDA_ARCH__)
+  return __double_as_longlong(shifted);
+#else
+  int64_t bits;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  return bits;
+#endif
 }
+
+HPO_INLINE int64_t to_fixed(float x) { return fixed_bits(x) - kZeroBits; }
 
 HPO_INLINE double from_fixed(int64_t sum) { return double(sum) / kFixedPoint; }
 

@@ -51,6 +51,7 @@ struct Number<float> {
   static HPO_INLINE int32_t mask(bool condition) { return condition ? -1 : 0; }
   static HPO_INLINE int32_t to_bits(float x) { return hpo::to_bits(x); }
   static HPO_INLINE float from_bits(int32_t bits) { return hpo::from_bits(bits); }
+  static HPO_INLINE int32_t shift_left(int32_t bits, int by) { return int32_t(uint32_t(bits) << by); }
 };
 
 template <class F>
@@ -69,20 +70,19 @@ HPO_INLINE F clamp(F x, F low, F high) {
 template <class F>
 HPO_INLINE F exp(F x) {
   using N = Number<F>;
-  const F shifter = all<F>(12582912.0f);                   // 1.5 * 2^23: adding it rounds to an integer
+  const F one = all<F>(1.0f), shifter = all<F>(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const F shifted = N::fused(x, all<F>(1.44269504f), shifter);
   const F k = shifted - shifter;
   F r = N::fused(k, all<F>(-0.693359375f), x);             // ln 2 in two parts: r = x - k ln 2
   r = N::fused(k, all<F>(2.12194440e-4f), r);
-  F p = all<F>(1.9875691500e-4f);                          // minimax polynomial of (e^r - 1 - r) / r^2 on |r| <= ln 2 / 2
-  p = N::fused(p, r, all<F>(1.3981999507e-3f));
-  p = N::fused(p, r, all<F>(8.3334519073e-3f));
-  p = N::fused(p, r, all<F>(4.1665795894e-2f));
-  p = N::fused(p, r, all<F>(1.6666665459e-1f));
-  p = N::fused(p, r, all<F>(5.0000001201e-1f));
-  const F value = N::fused(p, r * r, r) + 1.0f;
-  const auto exponent = N::to_bits(shifted) - 0x4B400000;  // the integer k sits in the low bits of `shifted`
-  return value * N::from_bits((exponent + 127) << 23);
+  F p = all<F>(1.3814327850e-3f);                          // minimax polynomial of (e^r - 1 - r) / r^2 on |r| <= ln 2 / 2
+  p = N::fused(p, r, all<F>(8.3688531769e-3f));
+  p = N::fused(p, r, all<F>(4.1668401138e-2f));
+  p = N::fused(p, r, all<F>(1.6666519507e-1f));
+  p = N::fused(p, r, all<F>(4.9999993372e-1f));
+  const F value = N::fused(N::fused(p, r, one), r, one);
+  // The integer k sits in the low bits of `shifted`; what stands above it the shift drops.
+  return value * N::from_bits(N::shift_left(N::to_bits(shifted), 23) + 0x3F800000);
 }
 
 // Natural logarithm of a normal x > 0, within 2 ulp; log(1) is exactly 0.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,6 +22,7 @@ __all__ = [
     "Center",
     "CorrectionSpec",
     "EpsMode",
+    "Exchange",
     "GroupNormalisation",
     "Head",
     "Invalid",
@@ -36,6 +37,7 @@ __all__ = [
     "Reduction",
     "Routing",
     "Scale",
+    "Stage",
     "Statistic",
     "TermSpec",
     "TokenGate",
@@ -228,6 +230,30 @@ class PolicyLossSpec(NamedTuple):
     def of_pieces(self) -> bool:
         """Whether kernels go through the pieces of a hierarchy."""
         return bool(self.levels) or self.term is not None
+
+
+class Stage(enum.IntEnum):
+    """Of a call under levels: all at once, or one after the other, with an :class:`Exchange` between them."""
+
+    WHOLE = 0
+    SUMS = 1
+    SWEEP = 2
+    COUPLE = 3
+    DELIVER = 4
+
+
+class Exchange(Protocol):
+    """Changes in place what the segments of each level have added up, all integers: to add what other processes have,
+    or to put something else in its place. Segment s of level k stands at ``[k, s]``."""
+
+    def sums(self, table: torch.Tensor) -> None:
+        """``[levels, P, 3]``: valid tokens, and by channel the sum of their log-ratios, times 2^32."""
+
+    def largest(self, table: torch.Tensor) -> None:
+        """``[levels, P, 2]``: by channel how large the largest gradient is that is handed up; grows with it."""
+
+    def arriving(self, table: torch.Tensor) -> None:
+        """``[levels, P, 2]``: by channel all gradient that is handed up, in a unit that ``largest`` fixes."""
 
 
 class PolicyLossInputs(NamedTuple):

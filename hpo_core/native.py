@@ -104,7 +104,8 @@ class Native:
         want_tokens: bool,
         exchange: Exchange | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Loss (0-dim float32), metrics (float64), dL/dlogp ``[T]`` and loss_t ``[T]`` where wanted."""
+        """Loss (0-dim float32), metrics (float64), dL/dlogp ``[T]`` and loss_t ``[T]`` where wanted; ``exchange``: for
+        ``spec.levels``."""
         logp = inputs.logp
         tokens, rows = logp.numel(), inputs.weights.numel()
         if self._on_cuda:
@@ -144,6 +145,8 @@ class Native:
         self._call(*call, workspace, Stage.SUMS, sums, largest, arriving)
         exchange.sums(sums)
         self._call(*call, workspace, Stage.SWEEP, sums, largest, arriving)
+        if outputs[2] is None or not spec.hands_up:  # no gradient, or none through an aggregate
+            return
         exchange.largest(largest)
         self._call(*call, workspace, Stage.COUPLE, sums, largest, arriving)
         exchange.arriving(arriving)

@@ -344,18 +344,16 @@ def _prepare(
     spec = gate.spec(kl, window is not None and window.strict)
     beyond = process_group is not None or aggregates is not None
     if beyond:
-        spec = spec.with_levels()
-    trajectories = batch.trajectories if spec.has_level else None
-    row_trajectory, start, rows = trajectories if trajectories is not None else (None, None, None)
-    hierarchy = batch.hierarchy(tuple(level.unit for level in spec.levels)) if spec.of_pieces else ()
-    exchange = None
-    if beyond:
         check(
             not ops.watched(logp),
             "{}: only eager calls know it; call the loss outside torch.compile, dispatch modes and torch.func",
             "aggregates" if process_group is None else "process_group",
         )
-        exchange = exchange_of(batch, spec, gate.name, process_group, aggregates)
+        spec = spec.with_levels()
+    trajectories = batch.trajectories if spec.has_level else None
+    row_trajectory, start, rows = trajectories if trajectories is not None else (None, None, None)
+    hierarchy = batch.hierarchy(tuple(level.unit for level in spec.levels)) if spec.of_pieces else ()
+    exchange = exchange_of(batch, spec, gate.name, process_group, aggregates) if beyond else None
     if weights is None:
         weights = batch.once(aggregation.token_mean)
     inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond

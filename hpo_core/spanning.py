@@ -182,7 +182,7 @@ class _Given(NamedTuple):
 
     def put(self, table: torch.Tensor, one: float) -> None:
         """Writes the sums they come from into ``[levels, P, 3]``, as multiples of ``1 / one``."""
-        size, own = table[self.level, :, :1], table[self.level, :, 1:]
+        size, own = table[self.level, :, :1].detach(), table[self.level, :, 1:]
         sums = self.values * one * (size.clamp(min=1) if self.is_mean else 1)
         sums = sums.nan_to_num().clamp(-_LARGEST, _LARGEST)
         sums = sums.to(table.dtype) if table.is_floating_point() else sums.round().to(table.dtype)

@@ -213,10 +213,12 @@ inline void bind(py::module_& m) {
   m.def("hierarchy_workspace", &hpo_hierarchy_workspace);
   m.def("hierarchy", [](const PolicyLossSpec& spec, const Hierarchy& levels, int64_t tokens, int64_t rows, int64_t pieces,
                         const py::tuple& inputs, Address loss, Address metrics, Address grad, Address token_loss,
-                        Address workspace, int64_t context) {
+                        Address workspace, int stage, Address sums, Address largest, Address arriving, int64_t context) {
     const PolicyLossArgs args = make_args(tokens, rows, inputs, {loss, metrics, grad, token_loss, workspace});
     Hierarchy hierarchy = levels;
     add_pieces(hierarchy, pieces, inputs);
+    hierarchy.stage = Stage(stage);
+    hierarchy.tables = {pointer<int64_t>(sums), pointer<int64_t>(largest), pointer<int64_t>(arriving)};
     run([&] { return hpo_hierarchy(&args, &spec.structure, &spec.numbers, &hierarchy, context); });
   });
 

@@ -206,12 +206,13 @@ class PackedBatch:
         counts: torch.Tensor = self.once(_row_counts)
         return counts
 
-    def once(self, make: Callable[[PackedBatch], Any]) -> Any:
-        """``make(self)``, computed once per batch: counts and default weights are asked for again by every loss
-        call."""
-        if make not in self._cache:
-            self._cache[make] = make(self)
-        return self._cache[make]
+    def once(self, make: Callable[..., Any], *arguments: Any) -> Any:
+        """``make(self, *arguments)``, computed once per batch and arguments: counts and default weights are asked for
+        again by every loss call."""
+        key = (make, *arguments)
+        if key not in self._cache:
+            self._cache[key] = make(self, *arguments)
+        return self._cache[key]
 
     @property
     def trajectories(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -232,11 +233,14 @@ class PackedBatch:
         Raises:
             ValueError: a unit this batch does not describe.
         """
-        key = ("hierarchy", units)
-        if key not in self._cache:
-            self._cache[key] = _hierarchy(self, units)
-        result: Hierarchy = self._cache[key]
+        result: Hierarchy = self.once(_hierarchy, units)
         return result
+
+    def ids(self, unit: Unit) -> torch.Tensor | None:
+        """The ids ``[S]`` that name segments of this kind; None where they have none."""
+        name = {Unit.TRAJECTORY: "trajectory_ids", Unit.GROUP: "group_ids", Unit.DOMAIN: "domain_ids"}.get(unit)
+        found: torch.Tensor | None = None if name is None else getattr(self, name)
+        return found
 
     def step_of_token(self) -> torch.Tensor:
         """Step of every token ``[T]`` int64, -1 outside all steps. Needs ``cu_steps`` or ``steps``."""

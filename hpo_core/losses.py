@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +17,13 @@ from .entropy import EntropyWindow, WindowState
 from .gates import Channel, Correction, RatioGate
 from .kl import KLPenalty
 from .metrics import Metrics, observed
-from .specs import PolicyLossInputs, PolicyLossSpec
+from .spanning import check_on_one_rank, exchange_of
+from .specs import Exchange, PolicyLossInputs, PolicyLossSpec
 
 __all__ = ["PolicyLoss", "PolicyLossAndGrad", "hierarchical_policy_loss", "policy_loss", "policy_loss_and_grad"]
 
 Bounds = tuple[torch.Tensor | None, torch.Tensor | None]
+Aggregates = Mapping[str, torch.Tensor]  # by level
 
 _ROUNDING = (
     "16-bit rounding of a log-probability is up to 1.6e-2 a token, more than most clips; compute log-probabilities in "
@@ -69,6 +71,7 @@ def policy_loss(
     penalty_mask: torch.Tensor | None = None,
     advantage_level: str | None = None,
     return_tokens: bool = False,
+    aggregates: Aggregates | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> PolicyLoss:
@@ -100,7 +103,16 @@ def policy_loss(
         target: ``[S]`` or ``[T]``: what the heads TARGET and NEGATIVE_AWARE compare the ratio with; only those take it.
         penalty_mask: bool ``[T]``: who pays the gate's own penalty. Default: every valid token.
         return_tokens: also return loss_t ``[T]`` (detached; not multiplied by ``weights``).
-        process_group: ranks a level spans; no level does yet: raises.
+        aggregates: by level (``"trajectory"``, ``"group"``, ``"domain"``), what stands in the place of the aggregates
+            of this call's tokens, for a level routed STOPPED whose segments other micro-batches have, too: float
+            ``[G]``, entry i the log-ratio (a mean or sum, as the level says) of the segment with id i; with a split
+            ``[2, G]``, of x+ and x-. An id without an entry, or with NaN, keeps its own.
+        process_group: ranks over which levels named by ids span: rows with equal ``trajectory_ids``, ``group_ids`` or
+            ``domain_ids`` form one segment wherever they lie (a trajectory cut over ranks is sequence parallelism).
+            All ranks make the same calls in the same order, each on a batch of its own that all make anew together:
+            the first call with a batch gathers the ids. ``loss`` is the sum over this rank's tokens, the gradient that
+            of the sum of all ranks' losses; ``weights`` must count the tokens of all ranks (``process_group=`` or
+            ``total=`` of :mod:`hpo_core.aggregation`).
         backend: a name from ``hpo_core.backends()``. Default: by device.
 
     Raises:
@@ -114,11 +126,12 @@ def policy_loss(
     >>> round(out.loss.item(), 4), logp.grad
     (-0.2, tensor([-0.2000, -0.2000, -0.2000,  0.2000,  0.2000]))
     """
-    inputs, spec = _prepare(
+    inputs, spec, exchange = _prepare(
         logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, None,
-        token_mask, token_weight, bounds, target, penalty_mask, advantage_level, process_group, backend,
+        token_mask, token_weight, bounds, target, penalty_mask, advantage_level, aggregates,
+        process_group, backend,
     )  # fmt: skip
-    return _run(inputs, spec, return_tokens, backend)
+    return _run(inputs, spec, return_tokens, backend, exchange)
 
 
 def policy_loss_and_grad(
@@ -141,6 +154,7 @@ def policy_loss_and_grad(
     target: torch.Tensor | None = None,
     penalty_mask: torch.Tensor | None = None,
     advantage_level: str | None = None,
+    aggregates: Aggregates | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> PolicyLossAndGrad:
@@ -151,18 +165,19 @@ def policy_loss_and_grad(
     >>> out.grad
     tensor([-0.5000, -0.5000])
     """
-    inputs, spec = _prepare(
+    inputs, spec, exchange = _prepare(
         logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, None,
-        token_mask, token_weight, bounds, target, penalty_mask, advantage_level, process_group, backend,
+        token_mask, token_weight, bounds, target, penalty_mask, advantage_level, aggregates,
+        process_group, backend,
     )  # fmt: skip
     if backend == "reference":
         with torch.enable_grad():
             leaf = inputs.logp.detach().clone().requires_grad_()
             op = resolve("gates", leaf, backend)
-            loss, vector, _ = op.policy_loss(_flat(inputs._replace(logp=leaf)), spec)
+            loss, vector, _ = op.policy_loss(_flat(inputs._replace(logp=leaf)), spec, exchange)
             (grad,) = torch.autograd.grad(loss, leaf)
         return PolicyLossAndGrad(loss.detach(), observed(vector), grad)
-    loss, vector, grad = ops.policy_loss_and_grad(inputs, spec, backend)
+    loss, vector, grad = ops.policy_loss_and_grad(inputs, spec, backend, exchange)
     return PolicyLossAndGrad(loss, observed(vector), grad)
 
 
@@ -188,6 +203,7 @@ def hierarchical_policy_loss(
     penalty_mask: torch.Tensor | None = None,
     advantage_level: str | None = None,
     return_tokens: bool = False,
+    aggregates: Aggregates | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> PolicyLoss:
@@ -220,21 +236,28 @@ def hierarchical_policy_loss(
         assert entropy is not None
         score = window.score(entropy, batch, backend=backend)
         threshold = window.fit_score(score, backend=backend)
-    inputs, spec = _prepare(
+    inputs, spec, exchange = _prepare(
         logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, score,
-        token_mask, token_weight, bounds, target, penalty_mask, advantage_level, process_group, backend,
+        token_mask, token_weight, bounds, target, penalty_mask, advantage_level, aggregates,
+        process_group, backend,
     )  # fmt: skip
-    return _run(inputs, spec, return_tokens, backend)
+    return _run(inputs, spec, return_tokens, backend, exchange)
 
 
 # --------------------------------------------------------------------------------------------------- the call
 
 
-def _run(inputs: PolicyLossInputs, spec: PolicyLossSpec, return_tokens: bool, backend: str | None) -> PolicyLoss:
+def _run(
+    inputs: PolicyLossInputs,
+    spec: PolicyLossSpec,
+    return_tokens: bool,
+    backend: str | None,
+    exchange: Exchange | None,
+) -> PolicyLoss:
     if backend == "reference":
-        loss, vector, tokens = resolve("gates", inputs.logp, backend).policy_loss(_flat(inputs), spec)
+        loss, vector, tokens = resolve("gates", inputs.logp, backend).policy_loss(_flat(inputs), spec, exchange)
     else:
-        loss, vector, tokens = ops.policy_loss(inputs, spec, backend, return_tokens)
+        loss, vector, tokens = ops.policy_loss(inputs, spec, backend, return_tokens, exchange)
     if tokens is None or not return_tokens:
         return PolicyLoss(loss, observed(vector), None)
     return PolicyLoss(loss, observed(vector), tokens.reshape(inputs.logp.shape))
@@ -270,9 +293,10 @@ def _prepare(
     target: torch.Tensor | None,
     penalty_mask: torch.Tensor | None,
     advantage_level: str | None,
+    aggregates: Aggregates | None,
     process_group: torch.distributed.ProcessGroup | None,
     backend: str | None,
-) -> tuple[PolicyLossInputs, PolicyLossSpec]:
+) -> tuple[PolicyLossInputs, PolicyLossSpec, Exchange | None]:
     """Check every argument once and bring it to what kernels take: contiguous, float32, one device."""
     check_type(isinstance(logp, torch.Tensor), "logp: expected a tensor [T], got {}", type(logp))
     batch = _as_batch(batch)
@@ -293,7 +317,6 @@ def _prepare(
         "penalty_mask: the gate {!r} has no penalty of its own; drop it",
         gate.name,
     )
-    check(process_group is None, "process_group: no level of the gate {!r} spans ranks; drop it", gate.name)
     check_type(
         kl is None or isinstance(kl, KLPenalty), "kl: expected a penalty such as hpo_core.kl.k3(beta), got {!r}", kl
     )
@@ -318,10 +341,19 @@ def _prepare(
         score, value = _selection(window, threshold, score, entropy, batch, backend)
         limit = _constant("threshold", value, (1,), "[1] (what window.fit returned)", dtype, device)
     per_token, level_advantages = _advantage_level(advantages, advantage_level, batch, shape)
-    trajectories = batch.trajectories if gate.level is not None else None
-    row_trajectory, start, rows = trajectories if trajectories is not None else (None, None, None)
     spec = gate.spec(kl, window is not None and window.strict)
+    beyond = process_group is not None or aggregates is not None
+    if beyond:
+        check(
+            not ops.watched(logp),
+            "{}: only eager calls know it; call the loss outside torch.compile, dispatch modes and torch.func",
+            "aggregates" if process_group is None else "process_group",
+        )
+        spec = spec.with_levels()
+    trajectories = batch.trajectories if spec.has_level else None
+    row_trajectory, start, rows = trajectories if trajectories is not None else (None, None, None)
     hierarchy = batch.hierarchy(tuple(level.unit for level in spec.levels)) if spec.of_pieces else ()
+    exchange = exchange_of(batch, spec, gate.name, process_group, aggregates) if beyond else None
     if weights is None:
         weights = batch.once(aggregation.token_mean)
     inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond
@@ -346,7 +378,7 @@ def _prepare(
         *hierarchy,
     )
     if gate.plain:  # nearly always, and it saves what follows
-        return inputs, spec
+        return inputs, spec, exchange
     if target is not None:
         per_token = target.shape == shape != (batch.rows,)
         expected = shape if per_token else (batch.rows,)
@@ -362,11 +394,13 @@ def _prepare(
     for correction in gate.corrections:
         pair = _channel(correction.channel, inputs.logp.detach(), inputs.old_logp, rollout)
         if pair is not None:
+            if process_group is not None and correction.unit is not None:
+                check_on_one_rank(batch, correction.unit, gate.name, process_group)
             units = () if correction.unit is None else (correction.unit,)
             inputs = inputs._replace(token_weight=_correct(inputs, pair, correction, batch.hierarchy(units), backend))
     if gate.channel is Channel.TOTAL and rollout is not None:
         inputs = inputs._replace(old_logp=rollout)
-    return inputs, spec
+    return inputs, spec, exchange
 
 
 def _channel(

@@ -15,7 +15,17 @@ from typing import Any
 
 import torch
 
-from .specs import Boundary, CorrectionSpec, GroupNormalisation, Invalid, OrderRule, PolicyLossInputs, PolicyLossSpec
+from .specs import (
+    Boundary,
+    CorrectionSpec,
+    Exchange,
+    GroupNormalisation,
+    Invalid,
+    OrderRule,
+    PolicyLossInputs,
+    PolicyLossSpec,
+    Stage,
+)
 
 __all__ = ["Native"]
 
@@ -87,9 +97,15 @@ class Native:
         return self.module.Hierarchy(spec.split, spec.token_log_low, spec.token_log_high, levels, term)
 
     def policy_loss(
-        self, inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool, want_tokens: bool
+        self,
+        inputs: PolicyLossInputs,
+        spec: PolicyLossSpec,
+        want_grad: bool,
+        want_tokens: bool,
+        exchange: Exchange | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Loss (0-dim float32), metrics (float64), dL/dlogp ``[T]`` and loss_t ``[T]`` where wanted."""
+        """Loss (0-dim float32), metrics (float64), dL/dlogp ``[T]`` and loss_t ``[T]`` where wanted; ``exchange``: for
+        ``spec.levels``."""
         logp = inputs.logp
         tokens, rows = logp.numel(), inputs.weights.numel()
         if self._on_cuda:
@@ -100,22 +116,41 @@ class Native:
         token_loss = torch.empty_like(logp) if want_tokens else None
         outputs = (loss, metrics, grad, token_loss)
         if spec.of_pieces:
-            self._hierarchy(inputs, spec, tokens, rows, outputs)
+            self._hierarchy(inputs, spec, tokens, rows, outputs, exchange)
         else:
             workspace = self._workspace(self.module.policy_loss_workspace(tokens, rows), logp)
             self._call(self.module.policy_loss, logp, self._spec(spec), tokens, rows, inputs, *outputs, workspace)
         return outputs
 
     def _hierarchy(
-        self, inputs: PolicyLossInputs, spec: PolicyLossSpec, tokens: int, rows: int, outputs: tuple[Any, ...]
+        self,
+        inputs: PolicyLossInputs,
+        spec: PolicyLossSpec,
+        tokens: int,
+        rows: int,
+        outputs: tuple[torch.Tensor | None, ...],
+        exchange: Exchange | None,
     ) -> None:
         assert inputs.piece_begin is not None
-        pieces = inputs.piece_begin.numel()
-        workspace = self._workspace(self.module.hierarchy_workspace(tokens, rows, pieces), inputs.logp)
-        self._call(
-            self.module.hierarchy, inputs.logp, self._spec(spec), self._levels(spec), tokens, rows, pieces,
-            inputs, *outputs, workspace,
-        )  # fmt: skip
+        logp, pieces = inputs.logp, inputs.piece_begin.numel()
+        size = self.module.hierarchy_workspace(tokens, rows, pieces)
+        levels = (self._spec(spec), self._levels(spec))
+        call = (self.module.hierarchy, logp, *levels, tokens, rows, pieces, inputs, *outputs)
+        if exchange is None:
+            self._call(*call, self._workspace(size, logp), Stage.WHOLE, None, None, None)
+            return
+        # Not the scratch of small calls: an exchange may make some.
+        workspace = logp.new_empty(size, dtype=torch.uint8)
+        sums, largest, arriving = (logp.new_empty(len(spec.levels), pieces, n, dtype=torch.int64) for n in (3, 2, 2))
+        self._call(*call, workspace, Stage.SUMS, sums, largest, arriving)
+        exchange.sums(sums)
+        self._call(*call, workspace, Stage.SWEEP, sums, largest, arriving)
+        if outputs[2] is None or not spec.hands_up:  # no gradient, or none through an aggregate
+            return
+        exchange.largest(largest)
+        self._call(*call, workspace, Stage.COUPLE, sums, largest, arriving)
+        exchange.arriving(arriving)
+        self._call(*call, workspace, Stage.DELIVER, sums, largest, arriving)
 
     def correction(self, inputs: PolicyLossInputs, spec: CorrectionSpec) -> torch.Tensor:
         """The factor ``[T]`` of ``logp - old_logp``, times ``token_weight``."""

@@ -21,6 +21,7 @@ from .specs import (
     Center,
     CorrectionSpec,
     EpsMode,
+    Exchange,
     GroupNormalisation,
     Head,
     Invalid,
@@ -51,6 +52,7 @@ __all__ = [
     "row_counts",
     "select",
     "select_top",
+    "watched",
     "window_score",
 ]
 
@@ -63,7 +65,7 @@ _LIBRARY: Any = torch.library.Library("hpo_core", "DEF")  # type: ignore[no-unty
 _OPERATORS = torch.ops.hpo_core
 
 
-def _watched(tensor: torch.Tensor) -> bool:
+def watched(tensor: torch.Tensor) -> bool:
     """Whether a tracer, a transform, a dispatch mode or the tensor's own class must see the call."""
     return (
         torch.compiler.is_compiling()
@@ -79,44 +81,54 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | 
 
 
 def policy_loss(
-    inputs: PolicyLossInputs, spec: PolicyLossSpec, backend: str | None, want_tokens: bool
+    inputs: PolicyLossInputs,
+    spec: PolicyLossSpec,
+    backend: str | None,
+    want_tokens: bool,
+    exchange: Exchange | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Loss (differentiable in ``inputs.logp``), metrics vector, and loss_t in the shape of logp if wanted; not for the
-    reference backend."""
+    reference backend. ``exchange``: only where nothing is :func:`watched`."""
     logp = inputs.logp
     want_grad = logp.requires_grad and torch.is_grad_enabled()
-    watched = _watched(logp)
-    in_transform = watched and torch._C._are_functorch_transforms_active()
-    if in_transform or (want_grad and not watched):
+    others_watch = watched(logp)
+    in_transform = others_watch and torch._C._are_functorch_transforms_active()
+    if in_transform or (want_grad and not others_watch):
         constants = _Constants()
         apply = _apply_in_transform if in_transform else _apply
-        loss, _ = apply(logp, inputs, spec, backend, want_tokens, constants)
+        loss, _ = apply(logp, inputs, spec, backend, want_tokens, exchange, constants)
         metrics, tokens = constants.metrics, constants.tokens
     else:
-        loss, metrics, _, tokens = _run(_contiguous(inputs), spec, backend, want_grad, want_tokens)
+        loss, metrics, _, tokens = _run(_contiguous(inputs), spec, backend, want_grad, want_tokens, exchange)
     return loss, metrics, tokens if want_tokens else None
 
 
 def policy_loss_and_grad(
-    inputs: PolicyLossInputs, spec: PolicyLossSpec, backend: str | None
+    inputs: PolicyLossInputs, spec: PolicyLossSpec, backend: str | None, exchange: Exchange | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss, metrics vector and dL/dlogp in its shape, without autograd; not for the reference backend."""
     if inputs.logp.requires_grad:
         inputs = inputs._replace(logp=inputs.logp.detach())
     inputs = _contiguous(inputs)
-    loss, metrics, grad, _ = _run(inputs, spec, backend, True, False)
+    loss, metrics, grad, _ = _run(inputs, spec, backend, True, False, exchange)
     assert grad is not None
     return loss, metrics, grad
 
 
 def _run(
-    inputs: PolicyLossInputs, spec: PolicyLossSpec, backend: str | None, want_grad: bool, want_tokens: bool
+    inputs: PolicyLossInputs,
+    spec: PolicyLossSpec,
+    backend: str | None,
+    want_grad: bool,
+    want_tokens: bool,
+    exchange: Exchange | None,
 ) -> Outputs:
     outputs: Outputs
-    if _watched(inputs.logp):
+    if watched(inputs.logp):
         outputs = _OPERATORS.policy_loss(*inputs, *_numbers_of(spec), backend or "", want_grad, want_tokens)
     else:
-        outputs = resolve("gates", inputs.logp, backend).policy_loss(inputs, spec, want_grad, want_tokens)
+        run = resolve("gates", inputs.logp, backend).policy_loss
+        outputs = run(inputs, spec, want_grad, want_tokens, exchange)
     return outputs
 
 
@@ -146,10 +158,11 @@ class _PolicyLoss(torch.autograd.Function):
         spec: PolicyLossSpec,
         backend: str | None,
         want_tokens: bool,
+        exchange: Exchange | None,
         constants: _Constants,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         run = resolve("gates", logp, backend).policy_loss
-        loss, constants.metrics, grad, constants.tokens = run(_contiguous(inputs), spec, True, want_tokens)
+        loss, constants.metrics, grad, constants.tokens = run(_contiguous(inputs), spec, True, want_tokens, exchange)
         return loss, grad
 
     @staticmethod
@@ -160,7 +173,7 @@ class _PolicyLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: torch.Tensor | None, grad_gradient: torch.Tensor | None) -> Any:
-        return _scaled(ctx, loss_gradient, grad_gradient), None, None, None, None, None
+        return _scaled(ctx, loss_gradient, grad_gradient), None, None, None, None, None, None
 
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -185,7 +198,7 @@ def _hands_on(factor: torch.Tensor) -> bool:
 
     1 is what a plain ``backward()`` sends, and on a CPU reading it is no synchronisation.
     """
-    if not factor.is_cpu or factor.requires_grad or _watched(factor):
+    if not factor.is_cpu or factor.requires_grad or watched(factor):
         return False
     return factor.item() == 1.0 and not _keeps_graph()
 
@@ -303,7 +316,7 @@ def group_normalise(
     backend: str | None,
 ) -> torch.Tensor:
     result: torch.Tensor
-    if _watched(values):
+    if watched(values):
         kinds = (int(spec.center), int(spec.scale), spec.ddof, spec.eps, int(spec.eps_mode), spec.keep_singletons)
         result = _OPERATORS.group_normalise(values, ids, mask, apply_mask, *kinds, backend or "")
     else:
@@ -338,7 +351,7 @@ def _group_normalise(
 def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, backend: str | None) -> torch.Tensor:
     """The factor ``[T]`` of ``inputs.logp - inputs.old_logp``, times ``inputs.token_weight``."""
     result: torch.Tensor
-    if _watched(inputs.logp):
+    if watched(inputs.logp):
         kinds = (int(spec.statistic), int(spec.reduction), int(spec.action), spec.of_segments, spec.strict)
         result = _OPERATORS.correction(*inputs, *kinds, [*spec.low, *spec.high], backend or "")
     else:
@@ -373,7 +386,7 @@ def window_score(
     backend: str | None,
 ) -> torch.Tensor:
     result: torch.Tensor
-    if _watched(values):
+    if watched(values):
         kinds = (int(boundary), int(invalid))
         result = _OPERATORS.window_score(values, mask, cu_seqlens, first, last, *kinds, backend or "")
     else:
@@ -413,7 +426,7 @@ def order_statistic(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of scores, or with ``cu_seqlens`` of the values of tokens, each its own score."""
     result: tuple[torch.Tensor, torch.Tensor]
-    if _watched(values):
+    if watched(values):
         quantile = (numerator, denominator, int(rule))
         result = _OPERATORS.order_statistic(values, *quantile, backend or "", mask, cu_seqlens)
     else:
@@ -451,7 +464,7 @@ def select(
 ) -> torch.Tensor:
     """Which scores, those of :func:`order_statistic`, are at or above the threshold ``[1]``; strictly: above it."""
     result: torch.Tensor
-    if _watched(values):
+    if watched(values):
         result = _OPERATORS.select(values, threshold, strict, backend or "", mask, cu_seqlens)
     else:
         result = resolve("entropy", values, backend).select(values, threshold, strict, mask, cu_seqlens)
@@ -487,7 +500,7 @@ def select_top(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`order_statistic`, and what :func:`select` selects with its threshold."""
     result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    if _watched(values):
+    if watched(values):
         quantile = (numerator, denominator, int(rule))
         result = _OPERATORS.select_top(values, *quantile, strict, backend or "", mask, cu_seqlens)
     else:
@@ -520,7 +533,7 @@ def row_counts(
     mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int, backend: str | None
 ) -> torch.Tensor:
     result: torch.Tensor
-    if _watched(cu_seqlens):
+    if watched(cu_seqlens):
         result = _OPERATORS.row_counts(mask, cu_seqlens, total_tokens, backend or "")
     else:
         result = resolve("segments", cu_seqlens, backend).row_counts(mask, cu_seqlens, total_tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,6 +22,7 @@ __all__ = [
     "Center",
     "CorrectionSpec",
     "EpsMode",
+    "Exchange",
     "GroupNormalisation",
     "Head",
     "Invalid",
@@ -36,6 +37,7 @@ __all__ = [
     "Reduction",
     "Routing",
     "Scale",
+    "Stage",
     "Statistic",
     "TermSpec",
     "TokenGate",
@@ -228,6 +230,58 @@ class PolicyLossSpec(NamedTuple):
     def of_pieces(self) -> bool:
         """Whether kernels go through the pieces of a hierarchy."""
         return bool(self.levels) or self.term is not None
+
+    @property
+    def hands_up(self) -> bool:
+        """Whether gradient goes through the aggregate of some level."""
+        return self.head is not Head.SCORE and any(level.routing is Routing.THROUGH for level in self.levels)
+
+    def with_levels(self) -> PolicyLossSpec:
+        """The same gate with ``levels`` in the place of ``has_level``: they alone know an :class:`Exchange`."""
+        if not self.has_level:
+            return self
+        kind = LevelKind.CLIP if self.level_clips else LevelKind.IDENTITY
+        low, high = self.level_log_low, self.level_log_high
+        level = LevelSpec(Unit.TRAJECTORY, kind, self.routing, Aggregate.MEAN, low * 2, high * 2)
+        plain = PolicyLossSpec()
+        return self._replace(
+            has_level=False,
+            level_clips=False,
+            level_log_low=plain.level_log_low,
+            level_log_high=plain.level_log_high,
+            routing=plain.routing,
+            levels=(level,),
+        )
+
+
+class Stage(enum.IntEnum):
+    """Of a call under levels: all at once, or one after the other, with an :class:`Exchange` between them."""
+
+    WHOLE = 0
+    SUMS = 1
+    SWEEP = 2
+    COUPLE = 3
+    DELIVER = 4
+
+
+class Exchange(Protocol):
+    """Changes what the segments of each level have added up: to add what other processes have, or to put something else
+    in its place. Segment s of level k stands at ``[k, s]``. The first three change integers in place, the last two of
+    them where the spec ``hands_up`` and a gradient is wanted; whether they are called depends on nothing else.
+    """
+
+    def sums(self, table: torch.Tensor) -> None:
+        """``[levels, P, 3]``: valid tokens, and by channel the sum of their log-ratios, times 2^32."""
+
+    def largest(self, table: torch.Tensor) -> None:
+        """``[levels, P, 2]``: by channel how large the largest gradient is that is handed up; grows with it."""
+
+    def arriving(self, table: torch.Tensor) -> None:
+        """``[levels, P, 2]``: by channel all gradient that is handed up, in a unit that ``largest`` fixes."""
+
+    def differentiable_sums(self, table: torch.Tensor) -> torch.Tensor:
+        """For the reference: what ``sums`` does, of floating-point numbers that are not multiplied by anything, as a
+        function of the table ``[levels, P, 3]`` whose derivative is that of all processes' losses."""
 
 
 class PolicyLossInputs(NamedTuple):

@@ -360,9 +360,9 @@ def index_inputs(example, gate):
 
 def raw(example, gate, backend, **replaced):
     """The op itself, which checks nothing."""
-    inputs, spec = sys.modules["hpo_core.losses"]._prepare(
+    inputs, spec, _ = sys.modules["hpo_core.losses"]._prepare(
         example.logp, example.old_logp, example.advantages, example.batch, gate, example.weights, *[None] * 12, "row",
-        None, backend,
+        None, None, backend,
     )  # fmt: skip
     return (
         sys.modules["hpo_core.backends"]

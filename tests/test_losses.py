@@ -308,7 +308,7 @@ def error_cases():
         ({**selecting, "threshold": state.to("meta")}, ValueError, "threshold: expected device cpu"),
         ({**selecting, "window": 0.2}, TypeError, "window: expected one of hpo_core.entropy, got 0.2"),
         ({**selecting, "entropy": example.entropy.half()}, TypeError, "entropy: expected dtype float32 or float64"),
-        # what no gate reads yet
+        # what this gate does not read
         ({"rollout_logp": logp}, ValueError, "rollout_logp: the gate 'ppo_clip' does not read"),
         ({"process_group": object()}, ValueError, "process_group: no level of the gate 'ppo_clip' spans ranks"),
         # advantages

@@ -33,9 +33,8 @@ struct Workspace {
   uint8_t* plain;  // [tasks], 1 where the later sweeps may take every tile for plain
   int64_t* start;  // [pieces + 1]
   LogRatios *log_ratios, *log_ratios_of_blocks;  // [pieces], [tasks]: the rest of a piece that other tasks began
-  LogRatios* segments;  // [levels][pieces]
+  SegmentTables tables;
   Flow *flows, *flows_of_blocks;  // [pieces], [tasks]
-  double (*arriving)[2];  // [levels][pieces]
   PieceGate* gates;  // [pieces]
   LevelSlopes* slopes;  // [pieces]
   float (*delivered)[2];  // [pieces]: the gradient that arrives through aggregates, by channel
@@ -49,14 +48,21 @@ struct Workspace {
     start = arena.take<int64_t>(count + 1);
     log_ratios = arena.take<LogRatios>(count);
     log_ratios_of_blocks = arena.take<LogRatios>(tasks);
-    segments = arena.take<LogRatios>(kMostLevels * count);
+    tables.sums = arena.take<int64_t>(3 * kMostLevels * count);
+    tables.largest = arena.take<int64_t>(2 * kMostLevels * count);
+    tables.arriving = arena.take<int64_t>(2 * kMostLevels * count);
     flows = arena.take<Flow>(count);
     flows_of_blocks = arena.take<Flow>(tasks);
-    arriving = arena.take<double[2]>(kMostLevels * count);
     gates = arena.take<PieceGate>(count);
     slopes = arena.take<LevelSlopes>(count);
     delivered = arena.take<float[2]>(count);
     bytes = arena.bytes();
+  }
+
+  // Of segment s at level k at [k * pieces + s].
+  LogRatios* segments() const {
+    static_assert(sizeof(LogRatios) == 3 * sizeof(int64_t), "the layout of SegmentTables::sums");
+    return reinterpret_cast<LogRatios*>(tables.sums);
   }
 };
 
@@ -361,7 +367,7 @@ struct BlockGate {
 
 void sum_segments(const Pieces& pieces, const Workspace& space) {
   for (int k = 0; k < pieces.hierarchy.depth; ++k) {
-    LogRatios* segments = space.segments + k * pieces.count();
+    LogRatios* segments = space.segments() + k * pieces.count();
     std::memset(segments, 0, size_t(pieces.count()) * sizeof *segments);
     for (int64_t p = 0; p < pieces.count(); ++p) {
       if (pieces.length(p) > 0) segments[pieces.ancestor(k, p)].add(space.log_ratios[p]);
@@ -406,29 +412,56 @@ void add_flow_to_plain(const PolicyLossArgs& args, int64_t first, int n, float r
   }
 }
 
-// From the flows of pieces to the gradient that each of their tokens receives through aggregates.
-void couple(const Pieces& pieces, const Workspace& space, int threads) {
+// Calls body(place, gradient) for all that pieces hand up to their segments, unless it is 0; the place is that of the segment
+// and the channel in SegmentTables.
+template <class Body>
+void for_each_handed_up(const Pieces& pieces, const Workspace& space, const Body& body) {
   const Hierarchy& hierarchy = pieces.hierarchy;
   for (int k = 0; k < hierarchy.depth; ++k) {
-    double (*arriving)[2] = space.arriving + k * pieces.count();
-    std::memset(arriving, 0, size_t(pieces.count()) * sizeof *arriving);
     if (hierarchy.levels[k].routing != Routing::through) continue;
     for (int64_t p = 0; p < pieces.count(); ++p) {
       if (pieces.length(p) == 0) continue;
-      double* here = arriving[pieces.ancestor(k, p)];
+      const int64_t segment = k * pieces.count() + pieces.ancestor(k, p);
       for (int channel = 0; channel <= hierarchy.split; ++channel) {
-        here[channel] += handed_up(space.slopes[p], k, channel, space.flows[p]);
+        const double handed = handed_up(space.slopes[p], k, channel, space.flows[p]);
+        if (handed != 0.0) body(2 * segment + channel, handed);
       }
     }
   }
+}
+
+int64_t* clear_by_channel(const Pieces& pieces, int64_t* table) {
+  std::memset(table, 0, size_t(2 * pieces.hierarchy.depth * pieces.count()) * sizeof *table);
+  return table;
+}
+
+void find_largest(const Pieces& pieces, const Workspace& space) {
+  int64_t* largest = clear_by_channel(pieces, space.tables.largest);
+  for_each_handed_up(pieces, space, [&](int64_t at, double handed) {
+    const int64_t magnitude = magnitude_of(handed);
+    if (largest[at] < magnitude) largest[at] = magnitude;
+  });
+}
+
+void add_arriving(const Pieces& pieces, const Workspace& space) {
+  int64_t* arriving = clear_by_channel(pieces, space.tables.arriving);
+  for_each_handed_up(pieces, space,
+                     [&](int64_t at, double handed) { arriving[at] += in_steps(handed, space.tables.largest[at]); });
+}
+
+// From what arrives at segments to the gradient that each token of a piece receives.
+void deliver(const Pieces& pieces, const Workspace& space, int threads) {
+  const Hierarchy& hierarchy = pieces.hierarchy;
   for_each_piece(pieces.count(), threads, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
       if (pieces.length(p) == 0) continue;
       for (int channel = 0; channel <= hierarchy.split; ++channel) {
         double sum = 0.0;
         for (int k = 0; k < hierarchy.depth; ++k) {
-          const int64_t at = k * pieces.count() + pieces.ancestor(k, p);
-          sum += space.arriving[at][channel] / divisor(hierarchy.levels[k], space.segments[at].valid);
+          if (hierarchy.levels[k].routing != Routing::through) continue;
+          const int64_t segment = k * pieces.count() + pieces.ancestor(k, p), at = 2 * segment + channel;
+          sum += arrived(space.tables.arriving[at], space.tables.largest[at]) /
+                 divisor(hierarchy.levels[k], space.segments()[segment].valid);
         }
         space.delivered[p][channel] = float(sum);
       }
@@ -442,7 +475,7 @@ void gate_pieces(const Pieces& pieces, const Workspace& space, int threads) {
     for (int64_t p = begin; p < end; ++p) {
       if (pieces.length(p) == 0 || pieces.stands_alone(p)) continue;
       space.gates[p] = {}, space.slopes[p] = {};
-      const auto segment = [&](int k) { return space.segments[k * pieces.count() + pieces.ancestor(k, p)]; };
+      const auto segment = [&](int k) { return space.segments()[k * pieces.count() + pieces.ancestor(k, p)]; };
       if (space.log_ratios[p].valid > 0) gate_piece(pieces, p, segment, space.gates[p], space.slopes[p]);
     }
   });
@@ -528,7 +561,11 @@ struct Sweeps {
     finish(block, gate, plain, scratch, partial, flow);
     if (!plan.carries || plan.hierarchy.levels[0].routing != Routing::through) return;
     const double tokens = divisor(plan.hierarchy.levels[0], sums.valid);
-    const float rising = float(flow.past_token[0] / tokens), falling = float(flow.past_token[1] / tokens);
+    const auto arriving = [&](double handed) {  // as if in tables
+      const int64_t largest = magnitude_of(handed);
+      return float(arrived(in_steps(handed, largest), largest) / tokens);
+    };
+    const float rising = arriving(flow.past_token[0]), falling = arriving(flow.past_token[1]);
     receive(block, rising, plan.hierarchy.split ? falling : rising, plain, scratch);
   }
 };
@@ -542,61 +579,76 @@ int64_t hierarchy_workspace(int64_t tokens, int64_t rows, int64_t pieces) {
 void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers,
                const Hierarchy& hierarchy, int threads) {
   const Call call = {args, structure, numbers, Rows(args.cu_seqlens, args.rows, args.tokens)};
-  const Workspace space(args.workspace, args.tokens, args.rows, hierarchy.pieces);
+  Workspace space(args.workspace, args.tokens, args.rows, hierarchy.pieces);
   const Pieces pieces(hierarchy, args, space.start);
   const TokenPlan plan(call, hierarchy);
   const Sweeps sweeps = {call, pieces, space, plan};
+  const bool whole = hierarchy.stage == Stage::whole;
+  if (!whole) space.tables = hierarchy.tables;
+  const auto reaches = [&](Stage stage) { return whole || hierarchy.stage == stage; };
+  const bool some_together = pieces.together > 0 || !whole;  // a process without tokens fills its tables too
   threads = worthwhile(threads, args.tokens + hierarchy.pieces);
-  std::memset(space.seen, 0, size_t(args.rows));
-  clear_gaps(pieces);
-
-  parallel_for(pieces.tasks(), threads, [&](int64_t task) {
-    Scratch scratch;
-    Partial partial;
-    bool all_plain = true;
-    pieces.for_each_block(task, [&](const Block& block) {
-      LogRatios sums = {};
-      const bool plain = sweeps.measure(block, scratch, partial, sums);
-      if (pieces.stands_alone(block.piece)) return sweeps.settle(block, sums, plain, scratch, partial);
-      (block.begins ? space.log_ratios[block.piece] : space.log_ratios_of_blocks[task]) = sums;
-      all_plain &= plain;
-    });
-    space.partials[task] = partial;
-    space.plain[task] = all_plain;
-  });
-
-  if (pieces.together > 0) {
-    const auto for_each_block = [&](const auto& body) {
-      parallel_for(pieces.tasks(), threads, [&](int64_t task) {
-        Scratch scratch;
-        pieces.for_each_block(task, [&](const Block& block) {
-          if (!pieces.stands_alone(block.piece)) body(task, block, scratch);
-        });
+  const auto for_each_block_together = [&](const auto& body) {
+    parallel_for(pieces.tasks(), threads, [&](int64_t task) {
+      Scratch scratch;
+      pieces.for_each_block(task, [&](const Block& block) {
+        if (!pieces.stands_alone(block.piece)) body(task, block, scratch);
       });
-    };
-    gather_blocks(pieces, space.log_ratios_of_blocks, space.log_ratios);
-    sum_segments(pieces, space);
-    gate_pieces(pieces, space, threads);
-    for_each_block([&](int64_t task, const Block& block, Scratch& scratch) {
-      Flow flow = {};
-      sweeps.finish(block, space.gates[block.piece], space.plain[task], scratch, space.partials[task], flow);
-      (block.begins ? space.flows[block.piece] : space.flows_of_blocks[task]) = flow;
     });
-    if (plan.carries) {
-      gather_blocks(pieces, space.flows_of_blocks, space.flows);
-      couple(pieces, space, threads);
-      for_each_block([&](int64_t task, const Block& block, Scratch& scratch) {
-        const auto& delivered = space.delivered[block.piece];
-        sweeps.receive(block, delivered[0], delivered[1], space.plain[task], scratch);
+  };
+
+  if (reaches(Stage::sums)) {
+    std::memset(space.seen, 0, size_t(args.rows));
+    clear_gaps(pieces);
+    parallel_for(pieces.tasks(), threads, [&](int64_t task) {
+      Scratch scratch;
+      Partial partial;
+      bool all_plain = true;
+      pieces.for_each_block(task, [&](const Block& block) {
+        LogRatios sums = {};
+        const bool plain = sweeps.measure(block, scratch, partial, sums);
+        if (pieces.stands_alone(block.piece)) return sweeps.settle(block, sums, plain, scratch, partial);
+        (block.begins ? space.log_ratios[block.piece] : space.log_ratios_of_blocks[task]) = sums;
+        all_plain &= plain;
       });
+      space.partials[task] = partial;
+      space.plain[task] = all_plain;
+    });
+    if (some_together) {
+      gather_blocks(pieces, space.log_ratios_of_blocks, space.log_ratios);
+      sum_segments(pieces, space);
     }
   }
 
-  Partial total;
-  for (int64_t task = 0; task < pieces.tasks(); ++task) total.add(space.partials[task]);
-  int64_t seen = 0;
-  for (int64_t row = 0; row < args.rows; ++row) seen += space.seen[row];
-  finish(call, total, seen, call.rows.broken + pieces.broken);
+  if (reaches(Stage::sweep)) {
+    if (some_together) {
+      gate_pieces(pieces, space, threads);
+      for_each_block_together([&](int64_t task, const Block& block, Scratch& scratch) {
+        Flow flow = {};
+        sweeps.finish(block, space.gates[block.piece], space.plain[task], scratch, space.partials[task], flow);
+        (block.begins ? space.flows[block.piece] : space.flows_of_blocks[task]) = flow;
+      });
+    }
+    if (some_together && plan.carries) {
+      gather_blocks(pieces, space.flows_of_blocks, space.flows);
+      find_largest(pieces, space);
+    }
+    Partial total;
+    for (int64_t task = 0; task < pieces.tasks(); ++task) total.add(space.partials[task]);
+    int64_t seen = 0;
+    for (int64_t row = 0; row < args.rows; ++row) seen += space.seen[row];
+    finish(call, total, seen, call.rows.broken + pieces.broken);
+  }
+
+  if (!some_together || !plan.carries) return;
+  if (reaches(Stage::couple)) add_arriving(pieces, space);
+  if (reaches(Stage::deliver)) {
+    deliver(pieces, space, threads);
+    for_each_block_together([&](int64_t task, const Block& block, Scratch& scratch) {
+      const auto& delivered = space.delivered[block.piece];
+      sweeps.receive(block, delivered[0], delivered[1], space.plain[task], scratch);
+    });
+  }
 }
 
 }  // namespace hpo::HPO_ISA

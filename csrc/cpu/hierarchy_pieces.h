@@ -24,10 +24,10 @@ struct Pieces {
   int64_t* start;  // [pieces + 1], tokens of the pieces before
   int64_t broken = 0;
   int64_t together = 0;  // pieces that share a segment with others, or are more than one block
-  bool alone;  // at most one level, and every piece is a segment of it
+  bool alone;  // at most one level, every piece is a segment of it, and nobody asks for what segments add up
 
   Pieces(const Hierarchy& hierarchy, const PolicyLossArgs& args, int64_t* start)
-      : hierarchy(hierarchy), args(args), start(start), alone(hierarchy.depth <= 1) {
+      : hierarchy(hierarchy), args(args), start(start), alone(hierarchy.depth <= 1 && hierarchy.stage == Stage::whole) {
     int64_t covered = 0;
     start[0] = 0;
     for (int64_t p = 0; p < hierarchy.pieces; ++p) {

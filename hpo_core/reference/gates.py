@@ -25,6 +25,7 @@ import torch
 from ..metrics import empty_metrics, slot
 from ..specs import (
     Aggregate,
+    Exchange,
     Head,
     KLEstimator,
     KLGradient,
@@ -46,11 +47,14 @@ SQUARE_SATURATION = 30.0  # of z, for the head that squares the ratio
 STATISTIC_SATURATION = 40.0  # ratio statistics, not the loss
 
 
-def policy_loss(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def policy_loss(
+    inputs: PolicyLossInputs, spec: PolicyLossSpec, exchange: Exchange | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the loss (0-dim, differentiable in ``logp``), the metrics vector (float64) and ``loss_t`` ``[T]``
     (detached).
 
-    Computes in the dtype of ``logp``; float64 is the definition.
+    Computes in the dtype of ``logp``; float64 is the definition. With an ``exchange``, n and the sums of x of every
+    segment of ``spec.levels`` are what it makes of them.
     """
     logp, metrics = inputs.logp, empty_metrics(inputs.logp.device)
     row = row_of_token(inputs.cu_seqlens, logp.numel())
@@ -102,7 +106,7 @@ def policy_loss(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> tuple[torch.T
         z, clipped_low, clipped_high = _gated_log_ratio(x, valid, row, negative, given, inputs, spec)
     else:
         entering = x if spec.term is None else _pre_gate(x, negative, spec.term)
-        z, clipped_low, clipped_high = _gated_hierarchy(entering, valid, piece, negative, given, inputs, spec)
+        z, clipped_low, clipped_high = _gated_hierarchy(entering, valid, piece, negative, given, inputs, spec, exchange)
     z = _saturate(z, valid, SQUARE_SATURATION if spec.head is Head.SIMPLE else SATURATION)
     own = torch.where(raw.isinf(), torch.zeros_like(logp), logp)
     if spec.term is None:
@@ -234,22 +238,32 @@ def _gated_hierarchy(
     given: torch.Tensor,
     inputs: PolicyLossInputs,
     spec: PolicyLossSpec,
+    exchange: Exchange | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sum of the gated residuals over all levels and channels."""
     assert inputs.ancestors is not None
     z = torch.zeros_like(x)
     below = above = torch.zeros_like(valid)
     rising, zero = x >= 0, torch.zeros_like(x)  # +0 and -0 rise: one channel has the whole derivative at 0
-    channels = [(1, torch.where(rising, x, zero)), (-1, torch.where(rising, zero, -x))] if spec.split else [(1, x)]
-    for channel, (sign, of_token) in enumerate(channels):
-        aggregates = [
-            _aggregate(of_token, valid, of_row(inputs.ancestors[index], piece), level)
-            for index, level in enumerate(spec.levels)
-        ]
-        values = [of_token, *(value for value, _ in aggregates), zero]
+    channels = [x, zero]
+    if spec.split:
+        channels = [torch.where(rising, x, zero), torch.where(rising, zero, -x)]
+    sums = _sums(channels, valid, piece, inputs.ancestors)
+    if exchange is not None:  # all levels and channels at once: processes must ask in one order
+        sums = exchange.differentiable_sums(sums)
+    sums = torch.nn.functional.pad(sums, (0, 0, 0, 1))  # no segment, for tokens that are in none
+    for channel in range(1 + spec.split):
+        sign, of_token = 1 - 2 * channel, channels[channel]
+        aggregates, counts = [], []
+        for index, level in enumerate(spec.levels):
+            segment = torch.where(valid, of_row(inputs.ancestors[index], piece), -1)
+            count, total = sums[index, segment, 0], sums[index, segment, 1 + channel]
+            aggregates.append(_aggregate(of_token, count, total, level))
+            counts.append(count)
+        values = [of_token, *aggregates, zero]
         residuals = [finer - coarser for finer, coarser in itertools.pairwise(values)]
         gated = [_gate_token(residuals[0], negative, given, inputs, spec)]
-        for residual, (_, count), level in zip(residuals[1:], aggregates, spec.levels, strict=True):
+        for residual, count, level in zip(residuals[1:], counts, spec.levels, strict=True):
             gated.append(_gate_level(residual, negative + 2 * channel, count, level))
         for value, low, high in gated:
             z = z + sign * value
@@ -257,22 +271,23 @@ def _gated_hierarchy(
     return z, below, above
 
 
-def _aggregate(
-    x: torch.Tensor, valid: torch.Tensor, segment: torch.Tensor, level: LevelSpec
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean or sum of x over the valid tokens of each token's segment, with the derivative it is routed; and their
-    number."""
-    zeros = x.new_zeros(int(segment.max()) + 1 if segment.numel() else 1)
-    count = zeros.index_add(0, segment, valid.to(x.dtype))
-    total = zeros.index_add(0, segment, torch.where(valid, x, torch.zeros_like(x)))
-    if level.aggregate is Aggregate.MEAN:
-        total = total / count.clamp(min=1)
-    aggregate = total[segment]
+def _sums(
+    channels: list[torch.Tensor], valid: torch.Tensor, piece: torch.Tensor, ancestors: torch.Tensor
+) -> torch.Tensor:
+    """``[levels, P, 3]``: the valid tokens of each segment, and their sum by channel."""
+    levels, pieces = ancestors.shape
+    entering = torch.stack((torch.ones_like(channels[0]), *channels), 1)[valid]
+    place = ancestors[:, piece[valid]] + pieces * torch.arange(levels, device=piece.device)[:, None]
+    sums = entering.new_zeros(levels * pieces, 3).index_add(0, place.flatten(), entering.repeat(levels, 1))
+    return sums.reshape(levels, pieces, 3)
+
+
+def _aggregate(x: torch.Tensor, count: torch.Tensor, total: torch.Tensor, level: LevelSpec) -> torch.Tensor:
+    """Mean or sum over each token's segment, with the derivative it is routed."""
+    aggregate = total / count.clamp(min=1) if level.aggregate is Aggregate.MEAN else total
     if level.routing is not Routing.THROUGH:
         aggregate = aggregate.detach()
-    if level.routing is Routing.SELF:
-        aggregate = aggregate + (x - x.detach())
-    return aggregate, count[segment]
+    return aggregate + (x - x.detach()) if level.routing is Routing.SELF else aggregate
 
 
 def _gate_token(

@@ -18,7 +18,7 @@ import torch
 import triton.language as tl
 
 from ..metrics import SLOTS as METRICS
-from ..specs import Head, KLEstimator, KLGradient, PolicyLossInputs, PolicyLossSpec, Routing, TokenGate
+from ..specs import Exchange, Head, KLEstimator, KLGradient, PolicyLossInputs, PolicyLossSpec, Routing, TokenGate
 from . import hierarchy
 from .launch import kernel, launch, programs_for
 from .levels import Levels, gate_levels
@@ -183,11 +183,16 @@ def _sweep(
 
 
 def policy_loss(
-    inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool, want_tokens: bool
+    inputs: PolicyLossInputs,
+    spec: PolicyLossSpec,
+    want_grad: bool,
+    want_tokens: bool,
+    exchange: Exchange | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Loss (0-dim float32), metrics (float64), dL/dlogp ``[T]`` and loss_t ``[T]`` where wanted."""
+    """Loss (0-dim float32), metrics (float64), dL/dlogp ``[T]`` and loss_t ``[T]`` where wanted; ``exchange``: for
+    ``spec.levels``."""
     if spec.of_pieces:
-        return hierarchy.policy_loss(inputs, spec, want_grad, want_tokens)
+        return hierarchy.policy_loss(inputs, spec, want_grad, want_tokens, exchange)
     logp, device = inputs.logp, inputs.logp.device
     tokens, rows, programs = logp.numel(), inputs.weights.numel(), programs_for(logp.numel(), TILE)
     loss = torch.empty((), dtype=torch.float32, device=device)

@@ -11,6 +11,8 @@ What flows is added in double within a slot, in the order of its tokens, and abo
 largest exponent that arrives at a segment. So its bits depend on the segment only. Where nothing saturates every term
 is 0 and no gradient is touched: the on-policy promise.
 
+An Exchange changes what segments have added up, between the launches that add and those that read.
+
 The definition is hpo_core/reference/gates.py; csrc/cpu/hierarchy.cpp is the same in the same order.
 """
 
@@ -25,6 +27,7 @@ import triton.language as tl
 from ..metrics import SLOTS as METRICS
 from ..specs import (
     Aggregate,
+    Exchange,
     Head,
     KLEstimator,
     KLGradient,
@@ -78,6 +81,9 @@ THROUGH = tl.constexpr(int(Routing.THROUGH))
 
 LARGEST_FLOW = tl.constexpr(1e300)
 EXPONENT_BIAS = tl.constexpr(1023)  # of a double
+# Of what flows, in fixed point: the sum of 2^25 slots, of all processes, is below 2^62. Not the number of this process'
+# own slots: they add to each other's.
+DIGITS = tl.constexpr(37)
 
 
 # ------------------------------------------------------------------------------------------------------------- tokens
@@ -305,9 +311,9 @@ def _sweep_pieces(
 
 
 @triton.jit
-def _scale_exponent(largest, digits):
-    """The biased exponent of the power of two that takes what is below 2^(largest + 1) to below 2^digits."""
-    return clamp(digits - largest + (2 * EXPONENT_BIAS - 1), 1, 2 * EXPONENT_BIAS)
+def _scale_exponent(largest):
+    """The biased exponent of the power of two that takes what is below 2^(largest + 1) to below 2^DIGITS."""
+    return clamp(-largest + (DIGITS + 2 * EXPONENT_BIAS - 1), 1, 2 * EXPONENT_BIAS)
 
 
 @triton.jit
@@ -323,7 +329,6 @@ def _add_flows(
     segments,
     pieces: tl.int64,
     slots: tl.int64,
-    digits: tl.int64,
     SHAPE: tl.constexpr,
     DEPTH: tl.constexpr,
     FLOWS: tl.constexpr,
@@ -338,12 +343,12 @@ def _add_flows(
                 some = flow != 0.0
                 segment = segment_of(ancestors, k, piece, pieces, some)
                 largest = tl.load(segments + segment * FIELDS + EXPONENT + channel, mask=some, other=0)
-                fixed = (flow * _power(_scale_exponent(largest, digits))).to(tl.int64)
+                fixed = (flow * _power(_scale_exponent(largest))).to(tl.int64)
                 add_to_segments(segments, segment, fixed, FLOW + channel, some)
 
 
 @triton.jit
-def _arriving(segments, ancestors, piece, pieces, held, digits, channel, SHAPE: tl.constexpr, DEPTH: tl.constexpr):
+def _arriving(segments, ancestors, piece, pieces, held, channel, SHAPE: tl.constexpr, DEPTH: tl.constexpr):
     """``[K, 1]``: the gradient that every token of a piece receives through the aggregates above it."""
     arriving = tl.zeros(piece.shape, tl.float64)
     for k in tl.static_range(DEPTH):
@@ -351,7 +356,7 @@ def _arriving(segments, ancestors, piece, pieces, held, digits, channel, SHAPE: 
             at = segments + segment_of(ancestors, k, piece, pieces, held) * FIELDS
             largest = tl.load(at + EXPONENT + channel, mask=held, other=0)
             fixed = tl.load(at + FLOW + channel, mask=held, other=0)
-            sum = fixed.to(tl.float64) * _power(-_scale_exponent(largest, digits) + 2 * EXPONENT_BIAS)
+            sum = fixed.to(tl.float64) * _power(-_scale_exponent(largest) + 2 * EXPONENT_BIAS)
             if SHAPE.means[k]:
                 sum = sum / tl.maximum(tl.load(at + VALID, mask=held, other=0), 1).to(tl.float64)
             arriving += sum
@@ -383,7 +388,6 @@ def _return_flows(
     rows: tl.int64,
     pieces: tl.int64,
     programs: tl.int64,  # of the sweep
-    digits: tl.int64,
     READING: tl.constexpr,
     SHAPE: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -399,10 +403,10 @@ def _return_flows(
         total(sums, seen, loss, metrics, programs, rows, METRICS, PROGRAMS, ROWS_AT_ONCE)
     slot = program * SLOTS + tl.arange(0, SLOTS)
     slots, piece, of_row, held = slots_of_pieces(begin, end, row, owner, slot, pieces, tokens, SLOT, 4)
-    rising = _arriving(segments, ancestors, piece, pieces, held, digits, 0, SHAPE, DEPTH)
+    rising = _arriving(segments, ancestors, piece, pieces, held, 0, SHAPE, DEPTH)
     falling = rising
     if SHAPE.channels == 2:
-        falling = _arriving(segments, ancestors, piece, pieces, held, digits, 1, SHAPE, DEPTH)
+        falling = _arriving(segments, ancestors, piece, pieces, held, 1, SHAPE, DEPTH)
     if tl.max(tl.abs(rising)) + tl.max(tl.abs(falling)) > 0.0:  # else what is written stands, to the bit
         token = slots.token
         loaded = load_tokens(inputs, token, tokens, tl.max(token) < tokens, READING)
@@ -419,7 +423,7 @@ def _return_flows(
 
 
 def policy_loss(
-    inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool, want_tokens: bool
+    inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool, want_tokens: bool, exchange: Exchange | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """As gates.policy_loss, which calls this where ``spec.of_pieces``."""
     logp, device = inputs.logp, inputs.logp.device
@@ -435,12 +439,23 @@ def policy_loss(
 
     pieces = check_pieces(inputs)
     sum_pieces(inputs, pieces, reading, spec.split, pre, grad, token_loss, seen)
+    if exchange is not None:
+        exchange.sums(_fields(pieces, VALID, 3))
     sums, flows = _sweep(inputs, spec, pieces, shape, reading, pre, grad, token_loss, seen)
     if flows is None:
         finalise(sums, seen, loss, metrics, inputs.weights.numel())
-    else:
-        _return(inputs, pieces, shape, reading, pre, flows, sums, seen, grad, loss, metrics)
+        return loss, metrics, grad, token_loss
+    if exchange is not None:
+        exchange.largest(_fields(pieces, EXPONENT, 2))
+    _add(flows, pieces, shape)
+    if exchange is not None:
+        exchange.arriving(_fields(pieces, FLOW, 2))
+    _return(inputs, pieces, shape, reading, pre, sums, seen, grad, loss, metrics)
     return loss, metrics, grad, token_loss
+
+
+def _fields(pieces: Pieces, first: tl.constexpr, count: int) -> torch.Tensor:
+    return pieces.segments[..., first.value : first.value + count]
 
 
 def _shape_of(inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool) -> Shape:
@@ -454,7 +469,7 @@ def _shape_of(inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool) -
         drop=spec.token is TokenGate.DROP,
         score_head=spec.head is Head.SCORE,
         term=term_of(spec),
-        carries=spec.head is not Head.SCORE and want_grad and Routing.THROUGH in routings,
+        carries=want_grad and spec.hands_up,
         kl=int(spec.kl if inputs.ref_logp is not None else KLEstimator.NONE),
         kl_gradient=int(spec.kl_gradient if inputs.ref_logp is not None else KLGradient.VALUE),
     )
@@ -495,13 +510,20 @@ def _sweep(
     return sums, flows
 
 
+def _add(flows: torch.Tensor, pieces: Pieces, shape: Shape) -> None:
+    (depth, count), slots = pieces.ancestors.shape, pieces.owner.numel()
+    launch(
+        _add_flows, triton.cdiv(slots, FLOWS), flows, pieces.owner, pieces.ancestors, pieces.segments, count, slots,
+        SHAPE=shape, DEPTH=depth, FLOWS=FLOWS,
+    )  # fmt: skip
+
+
 def _return(
     inputs: PolicyLossInputs,
     pieces: Pieces,
     shape: Shape,
     reading: Reading,
     pre: Pre | None,
-    flows: torch.Tensor,
     sums: torch.Tensor,
     seen: torch.Tensor,
     grad: torch.Tensor | None,
@@ -509,16 +531,11 @@ def _return(
     metrics: torch.Tensor,
 ) -> None:
     (depth, count), slots = pieces.ancestors.shape, pieces.owner.numel()
-    digits = 62 - slots.bit_length()  # a sum of as many as there are slots is below 2^62
-    launch(
-        _add_flows, triton.cdiv(slots, FLOWS), flows, pieces.owner, pieces.ancestors, pieces.segments, count, slots,
-        digits, SHAPE=shape, DEPTH=depth, FLOWS=FLOWS,
-    )  # fmt: skip
     launch(
         _return_flows, slots // SLOTS, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights,
         inputs.cu_seqlens, inputs.mask, inputs.ref_logp, pieces.begin, pieces.end, pieces.row, pieces.ancestors,
         pieces.owner, pieces.segments, seen, sums, grad, loss, metrics, pre, inputs.logp.numel(),
-        inputs.weights.numel(), count, sums.shape[0], digits, READING=reading, SHAPE=shape, DEPTH=depth,
+        inputs.weights.numel(), count, sums.shape[0], READING=reading, SHAPE=shape, DEPTH=depth,
         SLOT=SLOT_TOKENS, SLOTS=SLOTS, **TOTAL,
     )  # fmt: skip
 

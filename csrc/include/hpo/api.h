@@ -104,6 +104,18 @@ struct TokenTerm {
 
 constexpr int kMostLevels = 4;  // step, trajectory, group, domain
 
+// A call at once, or in stages, in this order, between which the caller may change what segments have added up: to add what
+// other processes have, or to put something else in its place. Later stages do nothing where nothing flows through aggregates.
+enum class Stage : int32_t { whole = 0, sums = 1, sweep = 2, couple = 3, deliver = 4 };
+
+// What segments add up, all in integers: of segment s at level k at [k][s], 0 for those that have no token. Of the caller where
+// the call is in stages; null: in the workspace.
+struct SegmentTables {
+  int64_t* sums;      // [depth][pieces][3]: valid tokens, and by channel their log-ratios, see to_fixed. After `sums`
+  int64_t* largest;   // [depth][pieces][2]: by channel the largest magnitude handed up, the bits of a double. After `sweep`
+  int64_t* arriving;  // [depth][pieces][2]: by channel all that is handed up, in steps that `largest` fixes. After `couple`
+};
+
 // Levels above the tokens, finest first, none at depth 0. Pieces are ranges of tokens that tile the finest level, each inside
 // its row and behind the piece before it; what breaks this is left out and counted.
 struct Hierarchy {
@@ -117,6 +129,8 @@ struct Hierarchy {
   const int64_t* piece_end;
   const int64_t* piece_row;
   const int64_t* ancestors;    // [depth][pieces], in [0, pieces)
+  Stage stage;
+  SegmentTables tables;
 };
 
 enum class Statistic : int32_t { log_ratio = 0, k2 = 1, k3 = 2, probability = 3, binary_kl = 4 };

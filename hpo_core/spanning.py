@@ -1,0 +1,285 @@
+"""Levels that reach beyond a call: segments that lie on several ranks, and aggregates from elsewhere.
+
+Levels whose segments are named by ids (``trajectory_ids``, ``group_ids``, ``domain_ids``) span the ranks of a process
+group: rows with equal ids form one segment, wherever they lie. Steps, and rows without ``trajectory_ids``, lie on one
+rank. What a rank knows of a segment is a few integers, so adding those of all ranks has no order, and every rank sees
+the same bits: one all-reduce for the sums of log-ratios, and two more for the gradient where a level hands any through
+its aggregate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+
+from .batch import PackedBatch
+from .checks import check, check_type
+from .specs import Aggregate, Exchange, LevelSpec, PolicyLossSpec, Routing, Unit
+
+__all__ = ["check_on_one_rank", "exchange_of"]
+
+Group = torch.distributed.ProcessGroup
+
+_FIXED_POINT = 2.0**32  # of Exchange.sums
+_LARGEST = 2.0**62  # of an integer there
+
+
+def exchange_of(
+    batch: PackedBatch,
+    spec: PolicyLossSpec,
+    gate: str,
+    process_group: Group | None,
+    aggregates: Mapping[str, torch.Tensor] | None,
+) -> Exchange:
+    """The exchange of one call; ``gate`` is a name for errors.
+
+    Raises:
+        ValueError, TypeError: nothing spans ranks, or aggregates that do not fit the levels of ``spec``.
+    """
+    units = tuple(level.unit for level in spec.levels)
+    span = None
+    if process_group is not None:
+        if all(batch.ids(unit) is None for unit in units):
+            check(
+                Unit.TRAJECTORY in units,
+                "process_group: no level of the gate {!r} spans ranks; drop it",
+                gate,
+            )
+            check(
+                False,
+                "process_group: no level of the gate {!r} has ids, and without them a trajectory lies on one rank; "
+                "pass trajectory_ids= to PackedBatch, or drop it",
+                gate,
+            )
+        span = _span_of(batch, units, process_group)
+    given = [] if aggregates is None else _check_aggregates(batch, spec, gate, aggregates)
+    return _Beyond(span, given)
+
+
+def check_on_one_rank(batch: PackedBatch, unit: Unit, gate: str, process_group: Group) -> None:
+    """That no segment of this kind lies on several ranks: for what is reduced over segments outside the levels."""
+    if batch.ids(unit) is not None:
+        name = unit.name.lower()
+        check(
+            _span_of(batch, (unit,), process_group).slots == 0,
+            "process_group: a correction of the gate {!r} takes the statistic of a {}, and some lie on several ranks; "
+            "keep the rows of a {} on one rank, or compose the gate without it and pass the factor as token_weight",
+            gate,
+            name,
+            name,
+        )
+
+
+# ------------------------------------------------------------------------------------------------ over ranks
+
+
+class _Span(NamedTuple):
+    """The M segments of a rank of which other ranks have rows, too."""
+
+    level: torch.Tensor  # [M] int64
+    segment: torch.Tensor  # [M] int64 in [0, P)
+    slot: torch.Tensor  # [M] int64 in [0, slots): the same on every rank that has the segment
+    slots: int
+    group: Group
+
+    def reduce(self, table: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> None:
+        """Of each of these segments in ``[levels, P, n]``, what all ranks have; all numbers are at least 0 if ``op``
+        is a maximum."""
+        if self.slots == 0:  # as every rank knows
+            return
+        of_all = table.new_zeros(self.slots, table.shape[-1])
+        of_all[self.slot] = table[self.level, self.segment]
+        torch.distributed.all_reduce(of_all, op, group=self.group)
+        table[self.level, self.segment] = of_all[self.slot]
+
+
+def _span_of(batch: PackedBatch, units: tuple[Unit, ...], group: Group) -> _Span:
+    check_type(
+        isinstance(group, Group),
+        "process_group: expected a torch.distributed.ProcessGroup this process is in, such as "
+        "torch.distributed.group.WORLD, got {}",
+        type(group),
+    )
+    span: _Span = batch.once(_make_span, units, group)
+    return span
+
+
+def _make_span(batch: PackedBatch, units: tuple[Unit, ...], group: Group) -> _Span:
+    """Gathers the names of all segments of all ranks: synchronises."""
+    own = _named_segments(batch, units)
+    names = _gather(own[:, :3].contiguous(), group)
+    _, name, ranks = torch.unique(torch.cat(names), dim=0, return_inverse=True, return_counts=True)
+    shared = ranks > 1  # a rank names each of its segments once
+    before = sum(len(each) for each in names[: torch.distributed.get_rank(group)])
+    name = name[before : before + len(own)]
+    kept = shared[name]
+    slot = (shared.cumsum(0) - 1)[name]
+    return _Span(own[kept, 0], own[kept, 3], slot[kept], int(shared.sum()), group)
+
+
+def _named_segments(batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor:
+    """``[n, 4]``: level, whether the id is that of a trajectory, the id, and the segment it names on this rank."""
+    hierarchy = batch.hierarchy(units)
+    found = [hierarchy.ancestors.new_empty(0, 4)]
+    for level, unit in enumerate(units):
+        ids = batch.ids(unit)
+        if ids is None:
+            continue
+        nameless = torch.zeros_like(ids, dtype=torch.bool)
+        of_trajectory = torch.full_like(nameless, unit is Unit.TRAJECTORY)
+        if unit is not Unit.TRAJECTORY and batch.trajectory_ids is None:
+            nameless = ids < 0
+        elif unit is not Unit.TRAJECTORY:  # a trajectory that is in no group is one by itself, on all its ranks
+            of_trajectory = ids < 0
+            assert batch.trajectory_ids is not None
+            ids = torch.where(of_trajectory, batch.trajectory_ids, ids)
+        columns = (torch.full_like(ids, level), of_trajectory.to(ids.dtype), ids)
+        of_piece = torch.stack((*(column[hierarchy.row] for column in columns), hierarchy.ancestors[level]), 1)
+        found.append(of_piece[~nameless[hierarchy.row]])
+    names: torch.Tensor = torch.unique(torch.cat(found), dim=0)
+    return names
+
+
+def _gather(own: torch.Tensor, group: Group) -> list[torch.Tensor]:
+    """``own`` ``[n, ...]`` of every rank, in their order; n may differ."""
+    ranks = torch.distributed.get_world_size(group)
+    sizes = own.new_empty(ranks)
+    torch.distributed.all_gather(list(sizes[:, None]), own.new_full((1,), len(own)), group=group)
+    padded = own.new_zeros(int(sizes.max()), *own.shape[1:])
+    padded[: len(own)] = own
+    gathered = [torch.empty_like(padded) for _ in range(ranks)]
+    torch.distributed.all_gather(gathered, padded, group=group)
+    return [each[:size] for each, size in zip(gathered, sizes.tolist(), strict=True)]
+
+
+class _Reduced(torch.autograd.Function):
+    """A sum over ranks, whose derivative is one, too: every rank's loss reads what every rank has added."""
+
+    @staticmethod
+    def forward(ctx: Any, table: torch.Tensor, span: _Span) -> torch.Tensor:
+        ctx.span = span
+        table = table.clone()
+        span.reduce(table)
+        return table
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _Reduced.apply(gradients[0], ctx.span), None  # type: ignore[no-untyped-call]
+
+
+# --------------------------------------------------------------------------------------- aggregates from elsewhere
+
+
+class _Given(NamedTuple):
+    """Aggregates that stand in the place of those of a level."""
+
+    level: int
+    is_mean: bool
+    values: torch.Tensor  # [P, 2] float64, by channel; NaN: none is given
+
+    def put(self, table: torch.Tensor, one: float) -> None:
+        """Writes the sums they come from into ``[levels, P, 3]``, as multiples of ``1 / one``."""
+        size, own = table[self.level, :, :1].detach(), table[self.level, :, 1:]
+        sums = self.values * one * (size.clamp(min=1) if self.is_mean else 1)
+        sums = sums.nan_to_num().clamp(-_LARGEST, _LARGEST)
+        sums = sums.to(table.dtype) if table.is_floating_point() else sums.round().to(table.dtype)
+        table[self.level, :, 1:] = torch.where(self.values.isnan(), own, sums)
+
+
+def _check_aggregates(
+    batch: PackedBatch, spec: PolicyLossSpec, gate: str, aggregates: Mapping[str, torch.Tensor]
+) -> list[_Given]:
+    check_type(
+        isinstance(aggregates, Mapping),
+        "aggregates: expected a dict from the name of a level to a tensor, got {}",
+        type(aggregates),
+    )
+    levels = {level.unit.name.lower(): index for index, level in enumerate(spec.levels)}
+    given = []
+    for name, values in aggregates.items():
+        known = ", ".join(map(repr, levels)) or "none"
+        check(name in levels, "aggregates: the gate {!r} has no level {!r}; its levels: {}", gate, name, known)
+        index = levels[name]
+        level = spec.levels[index]
+        ids = batch.ids(level.unit)
+        check(level.unit is not Unit.STEP, "aggregates: steps have no ids to find an entry by; drop {!r}", name)
+        check(ids is not None, "aggregates: {!r} needs {}_ids in the batch", name, name)
+        check(
+            level.routing is Routing.STOPPED,
+            "aggregates: the level {!r} of the gate {!r} carries gradient to its tokens, which another aggregate does "
+            "not; build it with routing=Routing.STOPPED",
+            name,
+            gate,
+        )
+        check_type(
+            isinstance(values, torch.Tensor) and values.is_floating_point(),
+            "aggregates[{!r}]: expected a tensor of log-ratios, got {}",
+            name,
+            getattr(values, "dtype", type(values)),
+        )
+        fits = values.dim() == 2 and values.shape[0] == 2 if spec.split else values.dim() == 1
+        shape = "[2, G], of positive and negative log-ratios (the gate has a split)" if spec.split else "[G]"
+        check(fits, "aggregates[{!r}]: expected shape {}, got {}", name, shape, list(values.shape))
+        check(
+            values.device == batch.device,
+            "aggregates[{!r}]: expected device {} (that of the batch), got {}",
+            name,
+            batch.device,
+            values.device,
+        )
+        check(not values.requires_grad, "aggregates[{!r}]: they are constants; pass them detached", name)
+        units = tuple(level.unit for level in spec.levels)
+        of_segment = batch.once(_ids_of_segments, units, index)
+        given.append(_given(index, level, values, of_segment))
+    return given
+
+
+def _given(index: int, level: LevelSpec, values: torch.Tensor, of_segment: torch.Tensor) -> _Given:
+    entries = values.shape[-1]
+    by_channel = torch.nn.functional.pad(values.double().expand(2, entries), (0, 1), value=torch.nan)
+    entry = torch.where((of_segment >= 0) & (of_segment < entries), of_segment, entries)
+    return _Given(index, level.aggregate is Aggregate.MEAN, by_channel[:, entry].T)
+
+
+def _ids_of_segments(batch: PackedBatch, units: tuple[Unit, ...], level: int) -> torch.Tensor:
+    """``[P]``: the id of each segment of a level, -1 where there is none."""
+    hierarchy, ids = batch.hierarchy(units), batch.ids(units[level])
+    assert ids is not None
+    return torch.full_like(hierarchy.row, -1).scatter_(0, hierarchy.ancestors[level], ids[hierarchy.row])
+
+
+# ------------------------------------------------------------------------------------------------------- of one call
+
+
+class _Beyond:
+    """An :class:`Exchange`: what other ranks have is added, then what is given takes its place."""
+
+    def __init__(self, span: _Span | None, given: list[_Given]) -> None:
+        self._span = span
+        self._given = given
+
+    def sums(self, table: torch.Tensor) -> None:
+        if self._span is not None:
+            self._span.reduce(table)
+        for each in self._given:
+            each.put(table, _FIXED_POINT)
+
+    def largest(self, table: torch.Tensor) -> None:
+        if self._span is not None:
+            self._span.reduce(table, torch.distributed.ReduceOp.MAX)
+
+    def arriving(self, table: torch.Tensor) -> None:
+        if self._span is not None:
+            self._span.reduce(table)
+
+    def differentiable_sums(self, table: torch.Tensor) -> torch.Tensor:
+        if self._span is not None:
+            table = _Reduced.apply(table, self._span)  # type: ignore[no-untyped-call]
+        if self._given:
+            table = table.clone()
+        for each in self._given:
+            each.put(table, 1.0)
+        return table

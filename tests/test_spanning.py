@@ -1,0 +1,631 @@
+"""Segments that lie on several ranks, and aggregates from elsewhere: what many processes compute is what one does."""
+
+import datetime
+import functools
+import itertools
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # this file is a program, too, which no conftest.py serves
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_hierarchy import DOMAIN, FOUR, GROUP, SMALL, STEP, Example, clear_of_branches, levels
+from test_hierarchy import GATES as HIERARCHIES
+
+import hpo_core as hpo
+from hpo_core import gates
+from hpo_core.backends import resolve
+from hpo_core.gates import Aggregate, Drop, Head, Identity, Level, LogClip, RatioGate, Rollback, Routing, Tanh, Unit
+
+TRAJECTORY = Unit.TRAJECTORY
+NATIVE = [name for name, available in hpo.backends().items() if available and name != "reference"]
+TANH = RatioGate("tanh", LogClip((-0.1, -0.1), (0.15, 0.15)), levels((Tanh(0.05), TRAJECTORY), (Tanh(0.03), GROUP)))
+GATES = {
+    "gspo": gates.gspo(0.01, 0.01),
+    "fiberpo": gates.fiberpo(0.05, (0.03, 0.02)),
+    "fiberpo_domain": gates.reconstructed.fiberpo_domain(0.05, 0.03, 0.01, 0.01),
+    "tanh": TANH,
+    "mixed": RatioGate(
+        "mixed",
+        Identity(),
+        (
+            Level(Rollback((0.02, 0.015), 2.0), Routing.SELF),
+            Level(Tanh(0.02), Routing.STOPPED, GROUP),
+            Level(Tanh(0.02), Routing.THROUGH, DOMAIN, Aggregate.SUM),
+        ),
+        split=True,
+    ),
+    "score": RatioGate("score", SMALL, levels(*FOUR[1:]), Head.SCORE),
+    "pre-gated": gates.gmpo(0.1, 0.1),
+}
+STEPS = {
+    "steps": RatioGate("steps", Drop(), levels((Tanh(0.05), STEP), (Tanh(0.03), TRAJECTORY), (Tanh(0.02), DOMAIN))),
+    "four levels": HIERARCHIES["four levels, through, split"],
+}
+
+
+# --------------------------------------------------------------------------------------------------------- one step
+
+LENGTHS = (5, 0, 9, 1, 7, 12, 3, 6)
+TRAJECTORIES = (3, 3, -2, 5, 5, 4, 9, 9)  # rows of a trajectory may lie apart, and any integer names one
+GROUPS = (1, 1, 1, 4, 4, -1, -1, -1)  # a trajectory in no group is a group by itself, also that with the id 4
+DOMAINS = (0, 0, 7, 7, 7, 0, 0, 0)
+
+
+class Step(NamedTuple):
+    """One optimiser step, the same in every process."""
+
+    logp: torch.Tensor
+    old_logp: torch.Tensor
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    batch: hpo.PackedBatch
+
+    @staticmethod
+    def make(seed=0):
+        draw = torch.Generator().manual_seed(seed)
+        tokens, rows = sum(LENGTHS), len(LENGTHS)
+        old_logp = -torch.rand(tokens, generator=draw) * 3 - 0.1
+        logp = old_logp + 0.1 * torch.randn(tokens, generator=draw)
+        mask = torch.rand(tokens, generator=draw) < 0.85
+        advantages, weights = torch.randn(rows, generator=draw), torch.rand(rows, generator=draw) + 0.1
+        ends = torch.tensor(LENGTHS).cumsum(0).tolist()
+        steps = [
+            (at, min(at + 3, end))
+            for end, length in zip(ends, LENGTHS, strict=True)
+            for at in range(end - length, end, 4)  # with gaps
+        ]
+        ids = {"trajectory_ids": TRAJECTORIES, "group_ids": GROUPS, "domain_ids": DOMAINS}
+        batch = hpo.PackedBatch.from_lengths(
+            LENGTHS, mask=mask, steps=torch.tensor(steps), **{name: torch.tensor(each) for name, each in ids.items()}
+        )
+        return Step(logp, old_logp, advantages, weights, batch)
+
+    def whole_rows(self, rows):
+        """These rows, and the tokens they take."""
+        batch, tokens = self.batch.select(rows)
+        part = Step(self.logp[tokens], self.old_logp[tokens], self.advantages[rows], self.weights[rows], batch)
+        return part, tokens
+
+    def cut(self, rank, ranks):
+        """A part of every row, as sequence parallelism cuts them."""
+        begin, length = self.batch.cu_seqlens[:-1], self.batch.cu_seqlens.diff()
+        first, last = begin + length * rank // ranks, begin + length * (rank + 1) // ranks
+        tokens = torch.cat([torch.arange(*each) for each in zip(first.tolist(), last.tolist(), strict=True)])
+        batch = hpo.PackedBatch.from_lengths(
+            last - first, mask=self.batch.mask[tokens], trajectory_ids=self.batch.trajectory_ids,
+            group_ids=self.batch.group_ids, domain_ids=self.batch.domain_ids,
+        )  # fmt: skip
+        return Step(self.logp[tokens], self.old_logp[tokens], self.advantages, self.weights, batch), tokens
+
+    def run(self, gate, backend, **keywords):
+        reals = {name: getattr(self, name) for name in ("logp", "old_logp", "advantages", "weights")}
+        if backend == "reference":
+            reals = {name: values.double() for name, values in reals.items()}
+        arguments = {"batch": self.batch, "advantage_level": "row", **reals, **keywords}
+        return hpo.policy_loss_and_grad(gate=gate, backend=backend, **arguments)
+
+
+# A layout: which rows a rank has (all of them, or none; None: a part of every row).
+LAYOUTS = {
+    2: {"rows": ([0, 2, 4, 6], [1, 3, 5, 7]), "cut": None, "all on one": ([], list(range(8)))},
+    4: {"rows": ([7, 0], [], [2, 5, 6, 3], [4, 1]), "cut": None},
+}
+CASES = [
+    (ranks, layout, name)
+    for ranks, layouts in LAYOUTS.items()
+    for layout in layouts
+    for name in ([*GATES] if layout == "cut" else [*GATES, *STEPS])
+    if ranks == 2 or name in ("fiberpo_domain", "mixed", "four levels")
+]
+GATE_OF = {**GATES, **STEPS}
+
+
+def part_of(step, ranks, layout, rank):
+    rows = LAYOUTS[ranks][layout]
+    return step.cut(rank, ranks) if rows is None else step.whole_rows(rows[rank])
+
+
+# --------------------------------------------------------------------------------------------- what one rank does
+
+
+def compute(rank, ranks):
+    step, world, found = Step.make(), dist.group.WORLD, {}
+    for case in CASES:
+        if case[0] == ranks:
+            part, tokens = part_of(step, *case[:2], rank)
+            for backend in ("reference", *NATIVE):
+                out = part.run(GATE_OF[case[2]], backend, process_group=world)
+                found[case, backend] = tokens, out.loss, out.grad, out.metrics.vector
+    part, _ = step.cut(rank, ranks)
+    for backend in NATIVE:
+        on_policy = part.run(GATES["fiberpo_domain"], backend, old_logp=part.logp, process_group=world)
+        given = {"group": torch.tensor([0.5, 0.02, -0.1])}
+        both = part.run(stopped_group(), backend, process_group=world, aggregates=given)
+        found["on-policy", backend], found["given", backend] = on_policy.grad, both.grad
+    found["autograd"] = {backend: by_autograd(part, backend) for backend in ("reference", "cpu")}
+    found["single call"] = single_call(step, rank, ranks)
+    found["collectives"] = collectives(step, rank, ranks)
+    found["corrections"] = corrections(step, rank, ranks)
+    return found
+
+
+def by_autograd(part, backend):
+    """A loss whose backward starts from 3."""
+    logp = part.logp.clone().to(torch.float64 if backend == "reference" else torch.float32).requires_grad_()
+    out = hpo.policy_loss(
+        logp, part.old_logp, part.advantages, part.batch, GATES["fiberpo"], weights=part.weights,
+        advantage_level="row", process_group=dist.group.WORLD, backend=backend,
+    )  # fmt: skip
+    (3 * out.loss).backward()
+    return out.loss.detach(), logp.grad
+
+
+def single_call(step, rank, ranks):
+    part, _ = step.whole_rows(list(range(rank, len(LENGTHS), ranks)))
+    rewards, world = part.advantages, dist.group.WORLD
+    out = hpo.hierarchical_policy_loss(
+        part.logp, part.old_logp, rewards, part.batch, gate=TANH, weights=part.weights, process_group=world
+    )
+    advantages = hpo.advantages.grpo(rewards, part.batch.group_ids)
+    three = hpo.policy_loss(
+        part.logp, part.old_logp, advantages, part.batch, TANH, weights=part.weights, process_group=world
+    )
+    return out.loss, three.loss
+
+
+def collectives(step, rank, ranks):
+    """How many there are in a first call, in a second, and where nothing flows."""
+    counts, originals = [], (dist.all_reduce, dist.all_gather)
+
+    def counted(function, *arguments, **keywords):
+        counts[-1] += 1
+        return function(*arguments, **keywords)
+
+    dist.all_reduce, dist.all_gather = (functools.partial(counted, each) for each in originals)
+    try:
+        part, _ = step.cut(rank, ranks)
+        for gate in (TANH, TANH, stopped_group(), GATES["score"], GATES["score"]):
+            counts.append(0)
+            part.run(gate, "cpu", process_group=dist.group.WORLD)
+        counts.append(0)
+        arguments = (part.logp, part.old_logp, part.advantages, part.batch, TANH)
+        hpo.policy_loss(*arguments, advantage_level="row", process_group=dist.group.WORLD)  # wants no gradient
+    finally:
+        dist.all_reduce, dist.all_gather = originals
+    return counts
+
+
+def corrections(step, rank, ranks):
+    """What a correction over trajectories says where they are cut, and its gradient where they are not."""
+    gate = gates.mis(gate=GATES["tanh"])
+    said = ""
+    part, _ = step.cut(rank, ranks)
+    try:
+        part.run(gate, "cpu", rollout_logp=part.old_logp - 0.01, process_group=dist.group.WORLD)
+    except ValueError as error:
+        said = str(error)
+    part, tokens = step.whole_rows([[0, 1, 2], [3, 4, 5, 6, 7], [], []][rank])
+    out = part.run(gate, "cpu", rollout_logp=part.old_logp - 0.01, process_group=dist.group.WORLD)
+    return said, tokens, out.grad
+
+
+def run(rank, ranks, folder):
+    torch.set_num_threads(1)
+    patience = datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=patience)
+    torch.save(compute(rank, ranks), f"{folder}/{rank}")
+    dist.destroy_process_group()
+
+
+# --------------------------------------------------------------------------------------------------- ranks against one
+
+
+@functools.cache
+def found_by(ranks, folder):
+    programs = [
+        subprocess.Popen([sys.executable, __file__, str(rank), str(ranks), folder], stderr=subprocess.PIPE, text=True)
+        for rank in range(ranks)
+    ]
+    try:
+        errors = [program.communicate(timeout=300)[1] for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+    assert not any(program.returncode for program in programs), "\n".join(errors)
+    return [torch.load(f"{folder}/{rank}", weights_only=True) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each of some ranks found: this file, run as a program, that many times."""
+    folders = {ranks: str(tmp_path_factory.mktemp(f"ranks{ranks}")) for ranks in LAYOUTS}
+    return lambda ranks: found_by(ranks, folders[ranks])
+
+
+def gathered(results, step):
+    """The loss, the gradient and the metrics of all ranks."""
+    grad = torch.zeros_like(step.logp, dtype=results[0][2].dtype)
+    for tokens, _, mine, _ in results:
+        grad[tokens] = mine
+    metrics = functools.reduce(lambda a, b: a + b, (hpo.Metrics(vector) for *_, vector in results))
+    return torch.stack([loss for _, loss, _, _ in results]).sum(), grad, metrics
+
+
+every_case = pytest.mark.parametrize(("ranks", "layout", "name"), CASES, ids=[f"{n} {on} {of}" for n, on, of in CASES])
+
+
+@every_case
+def test_the_definition_of_many_ranks_is_that_of_one(ranks, layout, name, found):
+    step = Step.make()
+    results = [each[(ranks, layout, name), "reference"] for each in found(ranks)]
+    loss, grad, metrics = gathered(results, step)
+    one = step.run(GATE_OF[name], "reference")
+    torch.testing.assert_close(loss, one.loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad, one.grad, rtol=1e-12, atol=1e-12)
+    if LAYOUTS[ranks][layout]:
+        torch.testing.assert_close(metrics.vector, one.metrics.vector, rtol=1e-12, atol=1e-12)
+
+
+@every_case
+def test_many_ranks_compute_what_one_does(ranks, layout, name, found, backend):
+    """Within the budget; where rows stay together to the bit, wherever they lie."""
+    step, gate = Step.make(), GATE_OF[name]
+    results = [each[(ranks, layout, name), backend] for each in found(ranks)]
+    loss, grad, _ = gathered(results, step)
+    exact = step.run(gate, "reference")
+    largest = (step.weights * step.advantages.abs()).max()
+    assert (grad.double() - exact.grad).abs().max() <= 1e-5 * max(exact.grad.abs().max(), largest)
+    assert (loss.double() - exact.loss).abs() <= 1e-5 * (
+        step.weights * step.advantages.abs() * step.batch.row_counts
+    ).sum()
+    if LAYOUTS[ranks][layout] and gate.level is None:  # else one process takes a way that ranks do not
+        assert torch.equal(grad, step.run(gate, backend).grad)
+
+
+@pytest.mark.parametrize("name", GATE_OF)
+def test_the_step_keeps_off_the_branches(name):
+    step = Step.make()
+    runs = [step.run(GATE_OF[name], "reference", logp=step.logp.double() + shift).grad for shift in (0.0, 2e-6, -2e-6)]
+    assert all((run - runs[0]).abs().max() < 1e-3 * runs[0].abs().max() for run in runs)
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_without_saturation_the_gradient_is_minus_w_a(ranks, found, backend):
+    step = Step.make()
+    for rank, each in enumerate(found(ranks)):
+        part, _ = step.cut(rank, ranks)
+        row = torch.repeat_interleave(part.batch.cu_seqlens.diff())
+        expected = torch.where(part.batch.mask, -(step.weights * step.advantages)[row], 0.0)
+        assert torch.equal(each["on-policy", backend], expected)
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_aggregates_over_ranks(ranks, found, backend):
+    step = Step.make()
+    one = step.run(stopped_group(), backend, aggregates={"group": torch.tensor([0.5, 0.02, -0.1])}).grad
+    for rank, each in enumerate(found(ranks)):
+        _, tokens = step.cut(rank, ranks)
+        torch.testing.assert_close(each["given", backend], one[tokens], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_the_backward_of_all_ranks(ranks, found):
+    step = Step.make()
+    one = step.run(GATES["fiberpo"], "reference")
+    for backend, tolerance in (("reference", 1e-12), ("cpu", 1e-5)):
+        loss = 0
+        for rank, each in enumerate(found(ranks)):
+            _, tokens = step.cut(rank, ranks)
+            mine, grad = each["autograd"][backend]
+            torch.testing.assert_close(grad.double(), 3 * one.grad[tokens], rtol=tolerance, atol=tolerance)
+            loss += mine.double()
+        torch.testing.assert_close(loss, one.loss, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_the_single_call_is_the_three_calls(ranks, found):
+    for each in found(ranks):
+        one, three = each["single call"]
+        assert torch.equal(one, three)
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_collectives(ranks, found):
+    """Two gather the ids of the levels, once for a batch; one adds log-ratios, two more what flows through
+    aggregates."""
+    for each in found(ranks):
+        assert each["collectives"] == [5, 3, 3, 3, 1, 1]
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_corrections_over_trajectories(ranks, found):
+    step = Step.make()
+    gate = gates.mis(gate=GATES["tanh"])
+    one = step.run(gate, "cpu", rollout_logp=step.old_logp - 0.01).grad
+    for each in found(ranks):
+        said, tokens, grad = each["corrections"]
+        assert said.startswith(
+            "process_group: a correction of the gate 'mis' takes the statistic of a trajectory, and some lie on "
+            "several ranks; keep the rows of a trajectory on one rank, or"
+        )
+        assert torch.equal(grad, one[tokens])
+
+
+# ------------------------------------------------------------------------------------------------------ in stages
+
+
+class Nothing:
+    """An exchange that changes nothing, and says what it was asked."""
+
+    def __init__(self):
+        self.calls = []
+
+    def _see(self, name, table):
+        assert table.dtype == torch.int64
+        self.calls.append((name, *table.shape))
+
+    def sums(self, table):
+        self._see("sums", table)
+
+    def largest(self, table):
+        self._see("largest", table)
+
+    def arriving(self, table):
+        self._see("arriving", table)
+
+
+@pytest.mark.parametrize("name", ["fiberpo", "fiberpo_domain", "mixed", "four levels", "score", "pre-gated", "steps"])
+def test_in_stages_is_at_once(name, backend):
+    """To the bit, for pieces that stand alone and for long ones; a process without tokens asks the same."""
+    spec = GATE_OF[name].spec()
+    units = tuple(level.unit for level in spec.levels)
+    op = resolve("gates", torch.zeros(0), backend).policy_loss
+    few = [((5, 0, 9, 1, 7), True, True), ((5, 2), False, False), ((), True, True)]  # interpreted Triton is slow
+    many = itertools.product([(5, 0, 9, 1, 7, 12, 3), (600, 2, 4500), (0,), ()], (True, False), (True, False))
+    for lengths, several, want_grad in few if backend == "triton" else many:
+        example = Example(3, lengths, spread=0.3, several=several) if sum(lengths) else None
+        inputs = inputs_of(example, example.batch if example else nobody(len(lengths)), units)
+        exchange = Nothing()
+        whole, staged = op(inputs, spec, want_grad, True), op(inputs, spec, want_grad, True, exchange)
+        for one, other in zip(whole, staged, strict=True):
+            assert (one is None and other is None) or torch.equal(one, other)
+        flows = want_grad and name != "score"
+        depth, pieces = inputs.ancestors.shape
+        asked = [("sums", 3), ("largest", 2), ("arriving", 2)][: 3 if flows else 1]
+        assert exchange.calls == [(what, depth, pieces, n) for what, n in asked]
+
+
+def nobody(rows):
+    """A batch that has no tokens."""
+    ids = torch.arange(rows)
+    return hpo.PackedBatch.from_lengths(
+        [0] * rows, steps=torch.zeros(0, 2, dtype=torch.int64), trajectory_ids=ids, group_ids=ids, domain_ids=ids
+    )
+
+
+def inputs_of(example, batch, units):
+    rows = torch.zeros(batch.rows)
+    tokens = torch.zeros(0)
+    logp, old_logp, advantages, weights = (
+        (example.logp, example.old_logp, example.advantages, example.weights)
+        if example
+        else (tokens, tokens, rows, rows)
+    )
+    pieces = batch.hierarchy(units)
+    return hpo.specs.PolicyLossInputs(
+        logp, old_logp, advantages, weights, batch.cu_seqlens, batch.mask,
+        piece_begin=pieces.begin, piece_end=pieces.end, piece_row=pieces.row, ancestors=pieces.ancestors,
+    )  # fmt: skip
+
+
+class Doubled(Nothing):
+    """As if a second process had the same."""
+
+    def sums(self, table):
+        table *= 2
+
+    def arriving(self, table):
+        table *= 2
+
+
+@pytest.mark.parametrize("name", ["fiberpo", "four levels"])
+def test_what_an_exchange_adds_counts(name, backend):
+    """Twice the same tokens leave every mean where it is, and double what each hands up and its divisor."""
+    gate = GATE_OF[name]
+    example = Example(3, spread=0.3)
+    inputs = inputs_of(example, example.batch, tuple(level.unit for level in gate.spec().levels))
+    gate = RatioGate("fixed", gate.token, tuple(fixed_slope(level) for level in gate.levels), split=gate.split)
+    op = resolve("gates", inputs.logp, backend).policy_loss
+    once, doubled = op(inputs, gate.spec(), True, True), op(inputs, gate.spec(), True, True, Doubled())
+    for one, other in zip(once, doubled, strict=True):
+        assert torch.equal(one, other)
+
+
+def fixed_slope(level):
+    """A rollback that does not read the number of tokens."""
+    known = isinstance(level.gate, Rollback) and level.gate.slope is None
+    return Level(Rollback(level.gate.budgets, 2.0), level.routing, level.unit) if known else level
+
+
+# -------------------------------------------------------------------------------------------- aggregates from elsewhere
+
+
+def stopped_group(aggregate=Aggregate.MEAN, split=False):
+    trajectory, group = Level(Tanh(0.05)), Level(Tanh(0.03), Routing.STOPPED, GROUP, aggregate)
+    return RatioGate("stopped", LogClip((-0.1, -0.1), (0.15, 0.15)), (trajectory, group), split=split)
+
+
+def given_loss(step, aggregate, split, given):
+    """The loss under ``stopped_group`` in float64, written out; given: by channel and group id."""
+    logp = step.logp.double().requires_grad_()
+    row = torch.repeat_interleave(step.batch.cu_seqlens.diff())
+    valid = step.batch.mask.double()
+    trajectory, group = step.batch.trajectory_ids[row], step.batch.group_ids[row]
+    trajectory = trajectory - trajectory.min()
+    group = torch.where(group < 0, 10 + trajectory, group)  # each in no group by itself
+    x = logp - step.old_logp.double()
+
+    def total(of, ids):
+        return torch.zeros(40, dtype=torch.float64).index_add(0, ids, of * valid)[ids]
+
+    z = torch.zeros_like(x)
+    for channel, sign in enumerate((1, -1) if split else (1,)):
+        own = (sign * x).clamp(min=0) if split else x
+        mean = total(own, trajectory) / total(torch.ones_like(x), trajectory).clamp(min=1)
+        of_group = total(own, group)
+        if aggregate is Aggregate.MEAN:
+            of_group = of_group / total(torch.ones_like(x), group).clamp(min=1)
+        table = torch.full((40,), torch.nan, dtype=torch.float64)
+        table[: given.shape[-1]] = given[channel] if split else given
+        of_group = torch.where(table[group].isnan(), of_group, table[group]).detach()
+        gated = (
+            (own - mean).clamp(-0.1, 0.15) + 0.05 * ((mean - of_group) / 0.05).tanh() + 0.03 * (of_group / 0.03).tanh()
+        )
+        z = z + sign * gated
+    loss = -(valid * (step.weights.double() * step.advantages.double())[row] * z.exp()).sum()
+    return loss.detach(), torch.autograd.grad(loss, logp)[0]
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["", "split"])
+@pytest.mark.parametrize("aggregate", Aggregate)
+def test_given_aggregates_stand_in_place_of_those_of_tokens(aggregate, split):
+    step, gate = Step.make(), stopped_group(aggregate, split)
+    nan = torch.nan
+    for given in ([0.5, 0.02, -0.1], [0.0] * 9, [0.3, nan, 0.0, 0.0, -0.04], []):
+        given = torch.tensor(given, dtype=torch.float64)
+        given = torch.stack((given.abs(), 2 * given.abs())) if split else given
+        loss, grad = given_loss(step, aggregate, split, given)
+        exact = step.run(gate, "reference", aggregates={"group": given})
+        torch.testing.assert_close(exact.loss, loss, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(exact.grad, grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["", "split"])
+@pytest.mark.parametrize("aggregate", Aggregate)
+def test_given_aggregates_on_every_backend(aggregate, split, backend):
+    step, gate = Step.make(), stopped_group(aggregate, split)
+    own = step.run(gate, backend).grad
+    for given in ([0.5, 0.02, -0.1], [0.3, torch.nan, 0.0, 0.0, -0.04], [torch.inf] * 5):
+        given = torch.tensor(given)
+        given = torch.stack((given.abs(), 2 * given.abs())) if split else given
+        out, exact = (step.run(gate, name, aggregates={"group": given}) for name in (backend, "reference"))
+        torch.testing.assert_close(out.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(out.loss.double(), exact.loss, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(out.grad, own)
+    nothing = {"group": torch.empty(2, 0) if split else torch.empty(0)}
+    assert torch.equal(step.run(gate, backend, aggregates=nothing).grad, own)
+
+
+def test_micro_batches_under_aggregates_of_the_whole_step(backend):
+    """Groups that micro-batches tear: with the means of all tokens each part has its share of the gradient."""
+    step, gate = Step.make(), stopped_group()
+    row = torch.repeat_interleave(step.batch.cu_seqlens.diff())
+    group = step.batch.group_ids[row]
+    counted = step.batch.mask & (group >= 0)
+    x = (step.logp - step.old_logp).double()[counted]
+    means = torch.zeros(5, dtype=torch.float64).index_add(0, group[counted], x)
+    means = means / torch.zeros_like(means).index_add(0, group[counted], torch.ones_like(x)).clamp(min=1)
+    whole = step.run(gate, backend).grad
+    for rows in ([0, 1, 3, 4], [2], [5, 6, 7]):
+        part, tokens = step.whole_rows(rows)
+        torch.testing.assert_close(part.run(gate, backend, aggregates={"group": means}).grad, whole[tokens])
+        assert 5 in rows or not torch.allclose(part.run(gate, backend).grad, whole[tokens])
+
+
+def test_a_level_of_its_own_kernels_takes_given_aggregates(backend):
+    """A trajectory's mean with its residual dropped has a quick way, which knows no exchange."""
+    gate = RatioGate("quick", Drop(), (Level(Identity(), Routing.STOPPED),), Head.SCORE)
+    assert gate.level is not None
+    step = Step.make()
+    given = {"trajectory": torch.linspace(-0.2, 0.2, 10)}
+    out, exact = (step.run(gate, name, aggregates=given) for name in (backend, "reference"))
+    row = torch.repeat_interleave(step.batch.cu_seqlens.diff())
+    own = exact.grad / -(step.weights * step.advantages).double()[row]
+    ids = step.batch.trajectory_ids[row]
+    known = step.batch.mask & (ids >= 0)
+    torch.testing.assert_close(own[known].log(), given["trajectory"].double()[ids[known]], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_errors():
+    step = Step.make()
+    bare = hpo.PackedBatch.from_lengths(LENGTHS, group_ids=step.batch.group_ids)
+    one = torch.zeros(3)
+
+    def refused(message, gate=None, error=ValueError, batch=step.batch, **keywords):
+        arguments = (step.logp, step.old_logp, step.advantages, batch, gate)
+        with pytest.raises(error, match=f"^{message}"):
+            hpo.policy_loss(*arguments, advantage_level="row", **keywords)
+
+    group = object()
+    refused("process_group: no level of the gate 'ppo_clip' spans ranks; drop it", process_group=group)
+    refused("process_group: no level of the gate 'step_gspo' spans ranks", gates.step_gspo(), process_group=group)
+    refused(
+        "process_group: no level of the gate 'gspo' has ids, and without them a trajectory lies on one rank; pass "
+        "trajectory_ids= to PackedBatch, or drop it",
+        gates.gspo(), batch=bare, process_group=group,
+    )  # fmt: skip
+    refused(r"process_group: expected a torch\.distributed\.ProcessGroup", gates.gspo(), TypeError, process_group=group)
+    refused(
+        r"aggregates: the gate 'stopped' has no level 'domain'; its levels: 'trajectory', 'group'",
+        stopped_group(), aggregates={"domain": one},
+    )  # fmt: skip
+    refused("aggregates: the gate 'ppo_clip' has no level 'group'; its levels: none", aggregates={"group": one})
+    refused(
+        "aggregates: the level 'trajectory' of the gate 'stopped' carries gradient",
+        stopped_group(), aggregates={"trajectory": one},
+    )  # fmt: skip
+    stopped = RatioGate(
+        "steps", Identity(), levels((Tanh(0.1), STEP), (Tanh(0.1), TRAJECTORY), routing=Routing.STOPPED)
+    )
+    refused("aggregates: steps have no ids", stopped, aggregates={"step": one})
+    rows = RatioGate("rows", Identity(), levels((Tanh(0.1), TRAJECTORY), routing=Routing.STOPPED))
+    refused("aggregates: 'trajectory' needs trajectory_ids", rows, batch=bare, aggregates={"trajectory": one})
+    refused("aggregates: expected a dict", stopped_group(), TypeError, aggregates=one)
+    for values in ([0.1], one.long()):
+        refused(r"aggregates\['group'\]: expected a tensor", stopped_group(), TypeError, aggregates={"group": values})
+    refused(
+        r"aggregates\['group'\]: expected shape \[G\], got \[2, 3\]",
+        stopped_group(), aggregates={"group": torch.zeros(2, 3)},
+    )  # fmt: skip
+    refused(
+        r"aggregates\['group'\]: expected shape \[2, G\], of positive and negative log-ratios \(the gate has a split\)"
+        r", got \[3\]",
+        stopped_group(split=True), aggregates={"group": one},
+    )  # fmt: skip
+    refused(r"aggregates\['group'\]: expected device", stopped_group(), aggregates={"group": one.to("meta")})
+    asked = one.clone().requires_grad_()
+    refused(r"aggregates\['group'\]: they are constants", stopped_group(), aggregates={"group": asked})
+
+
+def test_only_eager_calls_know_it():
+    step, gate = Step.make(), stopped_group()
+
+    def loss(logp):
+        out = hpo.policy_loss(
+            logp, step.old_logp, step.advantages, step.batch, gate, advantage_level="row",
+            aggregates={"group": torch.zeros(3)},
+        )  # fmt: skip
+        return out.loss
+
+    with pytest.raises(ValueError, match="aggregates: only eager calls know it; call the loss"):
+        torch.func.grad(loss)(step.logp)
+    with pytest.raises(Exception, match="aggregates: only eager calls know it"):
+        torch.compile(loss, fullgraph=True, backend="eager")(step.logp)
+    assert loss(step.logp).isfinite()
+
+
+def test_an_example_keeps_off_the_branches():
+    assert clear_of_branches(Example(3, spread=0.3), GATES["fiberpo"])
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -8,7 +8,6 @@ import pytest
 import torch
 from test_hierarchy import GATES, Example
 
-import hpo_core as hpo
 from hpo_core.gates import Head, Identity, RatioGate, Routing
 
 STAGED = {**GATES, "flat": RatioGate("flat", Identity(), head=Head.LOG, head_numbers=(0.7, 1.3))}
@@ -87,7 +86,7 @@ def test_what_segments_have_added_up(gate, backend):
         expected = torch.stack([valid, positive, negative], 1)
         assert sorted(sums[sums[:, 0] > 0].tolist()) == sorted(expected.tolist())
         flows = level.routing is Routing.THROUGH and gate in THROUGH.values()
-        assert flows or not largest.any() and not arriving.any()
+        assert flows or (not largest.any() and not arriving.any())
         assert not sums[sums[:, 0] == 0].any() and not largest[sums[:, 0] == 0].any()
 
 

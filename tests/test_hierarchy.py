@@ -373,7 +373,7 @@ def raw(example, gate, backend, **replaced):
 
 @several_gates
 def test_broken_pieces_are_left_out_and_counted(gate, backend):
-    example = Example(0, masked=False)
+    example = Example(0, lengths=(5, 0, 9, 1, 7, 12, 3) * 6, masked=False)
     inputs = index_inputs(example, gate)
     begin, end, row = (inputs[name].clone() for name in ("piece_begin", "piece_end", "piece_row"))
     ancestors = inputs["ancestors"].clone()

@@ -148,7 +148,7 @@ SLACK = 4  # registers that come and go with any edit
 
 # Kernels that read every token or score: 16 bytes at once, or they leave bandwidth unused.
 WIDE = {
-    "sweep", "sum_tiles<4>", "sum_pieces", "sweep_pieces", "deliver_gradient", "reduce_pieces", "correct_tokens",
+    "sweep", "sum_tiles<4>", "prepare_pieces", "sweep_pieces", "deliver_gradient", "correct_tokens",
     "count_top", "count_middle", "count_low", "count_rows",
 }  # fmt: skip
 

@@ -150,6 +150,24 @@ def test_every_warp_and_block_primitive(monkeypatch):
     assert list(atomics[7:].view(np.int32)) == [threads, 7]
 
 
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_blocks_that_wait_for_each_other(monkeypatch, blocks):
+    monkeypatch.setenv("HPO_EMULATION_PROCESSORS", str(blocks))
+    threads, rounds = 70, 3
+
+    def run():
+        sums, out = np.full(blocks, -1, np.int32), np.full((blocks, threads), -1, np.int32)
+        cuda.rounds(address(sums), address(out), rounds, blocks, threads)
+        return [out]
+
+    [out] = in_every_order(monkeypatch, run)
+    expected = np.arange(blocks * threads).reshape(blocks, threads)
+    for _ in range(rounds):
+        total = (np.arange(1, blocks + 1) * expected.sum(1)).sum()
+        expected = np.broadcast_to((np.arange(threads) + total) % 1000, (blocks, threads))
+    np.testing.assert_array_equal(out, expected)
+
+
 # ---- planted bugs ----
 
 
@@ -166,6 +184,8 @@ RACES = [
     "same_address",
     "racing_blocks",
     "order_of_arrival",
+    "missing_grid_barrier",
+    "missing_second_grid_barrier",
 ]
 
 
@@ -187,6 +207,11 @@ FAULTS = {
     "early_return": "",
     "late_return": "",
     "divergent_barrier": "a barrier, while other threads of the block wait at the one of",
+    "absent_block": "a grid barrier, while block (1, 0, 0) has returned",
+    "absent_thread": "",
+    "divergent_grid_barrier": "a grid barrier, while block (1, 0, 0) waits at the one of",
+    "barriers_of_both_kinds": "a barrier, while other threads of the block wait at the one of",
+    "grid_barrier_of_no_grid": "a grid barrier, which only a cooperative launch has",
     "deadlock": "a deadlock: no thread can go on; thread (0, 0, 0) waits at",
     "lane_outside_mask": "a warp operation by a lane outside its own mask",
     "source_outside_mask": "a shuffle that reads lane 20, which is outside its mask",
@@ -206,6 +231,7 @@ REFUSED = {
     "no_threads": "blocks of (0, 1, 1) threads",
     "too_many_threads": "blocks of (64, 32, 1) threads",
     "too_many_blocks": "a grid of (1, 65536, 1) blocks",
+    "too_many_together": "4 blocks together, over 3",
     "too_much_shared": "50176 bytes of dynamic shared memory, over 49152",
 }
 

@@ -373,7 +373,7 @@ def raw(example, gate, backend, **replaced):
 
 @several_gates
 def test_broken_pieces_are_left_out_and_counted(gate, backend):
-    example = Example(0, masked=False)
+    example = Example(0, lengths=(5, 0, 9, 1, 7, 12, 3) * 6, masked=False)
     inputs = index_inputs(example, gate)
     begin, end, row = (inputs[name].clone() for name in ("piece_begin", "piece_end", "piece_row"))
     ancestors = inputs["ancestors"].clone()
@@ -404,11 +404,13 @@ def test_no_value_of_offsets_and_pieces_is_dangerous(gate, backend):
 
 @several_gates
 def test_bits_depend_on_nothing_else(gate, backend, monkeypatch):
-    """Not on what the workspace held, not on the order of emulated threads."""
+    """Not on what the workspace held, not on the order of emulated threads or on how many blocks find room."""
     example = Example(8, lengths=(5, 0, 9, 1500, 7, 12, 3), spread=0.3)
     runs = []
-    for order in ("forward", "reverse", "random:1", "random:2") if backend == "cuda_emulated" else ("", ""):
+    emulated = (("forward", 3), ("reverse", 4), ("random:1", 3), ("random:2", 1))
+    for order, processors in emulated if backend == "cuda_emulated" else (("", 0), ("", 0)):
         monkeypatch.setenv("HPO_EMULATION_ORDER", order)
+        monkeypatch.setenv("HPO_EMULATION_PROCESSORS", str(processors))
         runs.append(bits(example.run(gate, backend, advantages=example.token_advantages, entropy=-example.logp)))
     assert all(run == runs[0] for run in runs[1:])
 
@@ -422,21 +424,40 @@ def corrected(unit):
     )
 
 
-def test_launches_on_cuda():
-    """Three, without levels two; two more where gradient flows through aggregates. A correction: two, or three."""
+def launches_on_cuda(call):
     module = pytest.importorskip("hpo_core._cuda_emulated")
-    plain = ["prepare_pieces", "sum_pieces", "sweep_pieces"]
-    coupled = [*plain, "couple_segments", "deliver_gradient"]
+    before = module.launches()
+    call()
+    launched = {kernel: n - before.get(kernel, 0) for kernel, n in module.launches().items()}
+    return {kernel: n for kernel, n in launched.items() if n}
+
+
+def test_launches_on_cuda():
+    """Two, and a third where gradient flows through aggregates. A correction: one."""
+    plain = ["prepare_pieces", "sweep_pieces"]
+    coupled = [*plain, "deliver_gradient"]
     for gate, expected in (
         (GATES["fiberpo"], coupled),
         (GATES["fiberpo_domain, stopped"], coupled),
         (GATES["score"], plain),
         (GATES["dropped, self"], plain),
-        (RatioGate("log", Identity(), head=Head.LOG, head_numbers=(0.7, 1.3)), ["prepare_pieces", "sweep_pieces"]),
-        (corrected(None), [*coupled, "prepare_correction", "correct_tokens"]),
-        (corrected(STEP), [*coupled, "prepare_correction", "reduce_pieces", "correct_tokens"]),
+        (RatioGate("log", Identity(), head=Head.LOG, head_numbers=(0.7, 1.3)), plain),
+        (corrected(None), [*coupled, "correct_tokens"]),
+        (corrected(STEP), [*coupled, "correct_tokens"]),
     ):
-        before = module.launches()
-        Example(0).run(gate, "cuda_emulated")
-        launched = {kernel: n - before.get(kernel, 0) for kernel, n in module.launches().items()}
-        assert {kernel: n for kernel, n in launched.items() if n} == dict.fromkeys(expected, 1)
+        launched = launches_on_cuda(functools.partial(Example(0).run, gate, "cuda_emulated"))
+        assert launched == dict.fromkeys(expected, 1)
+
+
+def test_launches_of_the_single_call():
+    example = Example(0)
+
+    def call():
+        logp = example.logp.clone().requires_grad_()
+        hpo.hierarchical_policy_loss(
+            logp, example.old_logp, example.advantages, example.batch, advantage=hpo.advantages.grpo,
+            gate=gates.fiberpo(), window=hpo.entropy.ares(), entropy=-example.logp, weights=example.weights,
+            backend="cuda_emulated",
+        ).loss.backward()  # fmt: skip
+
+    assert sum(launches_on_cuda(call).values()) <= 8

@@ -76,6 +76,16 @@ MUTANTS = {
         "begin = token + begin % kTile;", "begin = token;",
         "test_hierarchy.test_a_long_piece_is_shared_by_many_workers", {"gate": gates.fiberpo(0.05, (0.03, 0.02))},
     ),
+    "cuda: sums begin before every block has cleared its share": (
+        "cuda_emulated", "cuda/hierarchy.cu", "cuda/hierarchy.cu",
+        "prepare(call);\n  sync_grid();", "prepare(call);",
+        "test_hierarchy.test_many_short_pieces", {"routing": gates.Routing.THROUGH},
+    ),
+    "cuda: gradient is delivered before all has arrived": (
+        "cuda_emulated", "cuda/hierarchy.cu", "cuda/hierarchy.cu",
+        "if (call.hierarchy.stage == Stage::whole) sync_grid();", "",
+        "test_hierarchy.test_many_short_pieces", {"routing": gates.Routing.THROUGH},
+    ),
     "cpu: window crosses the border": (
         "cpu", "cpu/entropy.cpp", "cpu/entropy.cpp",
         "args.cu_seqlens[row + 1] - rule.last", "args.cu_seqlens[row + 1]",

@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
-from test_hierarchy import Example
+from test_hierarchy import Example, index_inputs, raw
 
 import hpo_core as hpo
+from hpo_core import ops
 from hpo_core.gates import (
     Action,
     Aggregate,
@@ -29,6 +30,7 @@ from hpo_core.gates import (
     Tanh,
     Unit,
 )
+from hpo_core.specs import PolicyLossInputs
 
 INF = math.inf
 NUMBERS = {Head.FLIPPED: (1.05, 1.06)}
@@ -166,6 +168,59 @@ def test_every_correction(backend):
         assert_near(out.grad, exact.grad)
         slot = hpo.metrics.slot("bad_advantages")
         assert out.metrics.vector[slot] == exact.metrics.vector[slot]
+
+
+def in_every_order(monkeypatch, backend):
+    for order in ("forward", "reverse") if backend == "cuda_emulated" else ("",):
+        monkeypatch.setenv("HPO_EMULATION_ORDER", order)
+        yield
+
+
+def broken_pieces(gate):
+    """Rows in many pieces of which a few do not count, and the same as garbage."""
+    example = Example(0, (5, 0, 9, 1, 7, 12, 3) * 12, masked=False)
+    inputs = index_inputs(example, gate)
+    broken = {name: value.clone() for name, value in inputs.items()}
+    broken["piece_end"][0] = broken["piece_end"][1] + 1  # runs into the next, or leaves its row
+    broken["piece_row"][3] = -1
+    draw = torch.Generator().manual_seed(0)
+    garbage = [
+        {name: torch.randint(-size, size, value.shape, generator=draw) for name, value in inputs.items()}
+        for size in (3, 60, 1 << 40)
+    ]
+    return example, broken, garbage
+
+
+def test_a_gate_without_levels_leaves_broken_pieces_out(backend, monkeypatch):
+    gate = gate_of(Head.LOG, "token")
+    example, broken, garbage = broken_pieces(gate)
+    expected = raw(example, gate, "cpu", **broken)
+    for _ in in_every_order(monkeypatch, backend):
+        for anything in garbage:  # whose list of pieces is in the workspace then
+            assert bool(torch.isfinite(raw(example, gate, backend, **anything)[2]).all())
+        got = raw(example, gate, backend, **broken)
+        for mine, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+        assert got[1][hpo.metrics.slot("bad_offsets")] >= 2
+
+
+@pytest.mark.parametrize("unit", [None, Unit.STEP, Unit.GROUP])
+def test_a_correction_leaves_broken_pieces_out(unit, backend, monkeypatch):
+    correction = Correction(Action.CLAMP, (-0.02, -0.01), (0.03, 0.02), unit)
+    units = () if unit is None else (Level(Identity(), unit=unit),)
+    example, broken, garbage = broken_pieces(RatioGate("x", Identity(), units))
+
+    def factor(on, pieces):
+        given = {"cu_seqlens": example.batch.cu_seqlens, **pieces}
+        inputs = PolicyLossInputs(example.logp, example.old_logp, example.advantages, example.weights, **given)
+        return ops.correction(inputs, correction.spec(), on)
+
+    for _ in in_every_order(monkeypatch, backend):
+        for anything in garbage:
+            assert bool(torch.isfinite(factor(backend, anything)).all())
+        got = factor(backend, broken)
+        torch.testing.assert_close(got, factor("cpu", broken), rtol=1e-6, atol=0)
+        assert (got != 1).any()
 
 
 @pytest.mark.parametrize("strict", [False, True])

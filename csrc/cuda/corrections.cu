@@ -1,6 +1,6 @@
-// correction in two launches: one that prepares, one that writes the factor of every token. Between them, where the statistic
-// is a segment's, a third reduces it; what tiles give to segments are integers, so it has no order. The definition is
-// hpo_core/reference/corrections.py.
+// correction in one launch, in parts with a grid barrier between them: one that prepares, one that writes the factor of every
+// token, and between them, where the statistic is a segment's, one that reduces it. What tiles give to segments are integers,
+// so it has no order. The definition is hpo_core/reference/corrections.py.
 #include "hpo/corrections.h"
 
 #include "gates_tokens.cuh"
@@ -12,7 +12,7 @@ namespace {
 constexpr int kWords = 2;  // of a segment: valid tokens, and what the reduction makes of them
 
 struct Workspace {
-  int64_t* segments;  // [pieces][kWords], 0 after the first launch
+  int64_t* segments;  // [pieces][kWords], 0 before the first grid barrier
   Counted counted;
 
   int64_t place(void* base, int64_t pieces) {
@@ -29,15 +29,9 @@ struct Call {
   Correction correction;
   Workspace workspace;
   bool groupable;  // groups of four tokens may be read and written at once
-  int first_blocks;  // blocks of the first launch
 
   Call(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Correction& correction)
-      : args(args),
-        hierarchy(hierarchy),
-        correction(correction),
-        workspace(),
-        groupable(hpo::groupable(args.mask, 4)),
-        first_blocks(blocks_for(std::max(args.tokens / 4, hierarchy.pieces * kWords))) {
+      : args(args), hierarchy(hierarchy), correction(correction), workspace(), groupable(hpo::groupable(args.mask, 4)) {
     const float* per_token = args.advantage_per_token ? args.advantages : nullptr;
     for (const float* array : {args.logp, args.old_logp, per_token, static_cast<const float*>(correction.factor)}) {
       groupable &= hpo::groupable(array, 16);
@@ -45,7 +39,7 @@ struct Call {
     workspace.place(args.workspace, hierarchy.pieces);
   }
 
-  __device__ __forceinline__ bool broken() const { return any_of(workspace.counted.broken, first_blocks); }
+  __device__ __forceinline__ bool broken() const { return any_of(workspace.counted.broken, int(gridDim.x)); }
 
   __device__ __forceinline__ Pieces pieces(bool broken, int blocks) const {
     return get_pieces(hierarchy, args, workspace.counted, broken, blocks);
@@ -64,7 +58,7 @@ struct Call {
   }
 };
 
-__global__ void __launch_bounds__(kThreads) prepare_correction(const Call call) {
+__device__ __forceinline__ void prepare(const Call& call) {
   if (call.hierarchy.depth > 0) clear(call.workspace.segments, call.hierarchy.pieces * kWords);
   fill_tokens(call.correction.factor, call.args.tokens, call.groupable, 1.0f);
   check_pieces(call.hierarchy, call.args, call.workspace.counted);
@@ -94,14 +88,11 @@ __device__ __forceinline__ Reduced reduce_tile(const Call& call, const Unit& til
   return {warp_sum(found.valid), warp_sum(found.fixed), warp_min(found.smallest), warp_max(found.largest)};
 }
 
-__global__ void __launch_bounds__(kThreads, 2) reduce_pieces(const Call call) {
+__device__ __forceinline__ void reduce_pieces(const Call& call, const Pieces& pieces) {
   const Reduction reduction = call.correction.reduction;
   const bool is_sum = reduction == Reduction::mean || reduction == Reduction::sum;
-  const bool broken = call.broken();
-  if (broken && blockIdx.x != 0) return;
-  if (broken) list_broken(call.hierarchy, call.args, call.workspace.counted);
   Carrier carrier = {};
-  for_each_unit(call.pieces(broken, broken ? 1 : int(gridDim.x)), [&](int, const PieceUnit& unit) {
+  for_each_unit(pieces, [&](int, const PieceUnit& unit) {
     const Reduced found = reduce_tile(call, unit.tile);
     if (lane() >= kWords || found.valid == 0) return;
     int64_t* const word = call.words_of(unit.piece) + lane();
@@ -120,13 +111,10 @@ __device__ __forceinline__ float reduced(const Call& call, int piece) {
 }
 
 template <bool OF_SEGMENTS>
-__global__ void __launch_bounds__(kThreads) correct_tokens(const Call call) {
+__device__ __forceinline__ void write_factors(const Call& call, const Pieces& pieces) {
   const PolicyLossArgs& args = call.args;
   const Correction& correction = call.correction;
-  const bool broken = call.broken(), lists = broken && !OF_SEGMENTS;
-  if (lists && blockIdx.x != 0) return;
-  if (lists) list_broken(call.hierarchy, args, call.workspace.counted);
-  for_each_unit(call.pieces(broken, lists ? 1 : int(gridDim.x)), [&](int, const PieceUnit& unit) {
+  for_each_unit(pieces, [&](int, const PieceUnit& unit) {
     float of_segment[2] = {};
     if constexpr (OF_SEGMENTS) {
       const float v = reduced(call, unit.piece);
@@ -149,6 +137,25 @@ __global__ void __launch_bounds__(kThreads) correct_tokens(const Call call) {
   });
 }
 
+template <bool OF_SEGMENTS>
+__global__ void __launch_bounds__(kThreads, 3) correct_tokens(const Call call) {
+  prepare(call);
+  sync_grid();
+  const bool broken = call.broken(), first = blockIdx.x == 0;
+  if (broken && first) list_broken(call.hierarchy, call.args, call.workspace.counted);
+  if (OF_SEGMENTS && (!broken || first)) reduce_pieces(call, call.pieces(broken, broken ? 1 : int(gridDim.x)));
+  if (OF_SEGMENTS || broken) sync_grid();
+  write_factors<OF_SEGMENTS>(call, call.pieces(broken, int(gridDim.x)));
+}
+
+template <bool OF_SEGMENTS>
+void launch(const Call& call, cudaStream_t stream) {
+  const int64_t units = units_of(call.args.tokens, call.hierarchy.pieces);
+  const int64_t threads = std::max({call.args.tokens / 4, call.hierarchy.pieces * kWords, kWarp * units});
+  const dim3 blocks(blocks_together<correct_tokens<OF_SEGMENTS>>(threads)), block(kThreads);
+  HPO_LAUNCH_TOGETHER((correct_tokens<OF_SEGMENTS>), blocks, block, 0, stream, call);
+}
+
 }  // namespace
 }  // namespace hpo
 
@@ -161,13 +168,6 @@ extern "C" int hpo_correction(const hpo::PolicyLossArgs* args, const hpo::Hierar
   using namespace hpo;
   const cudaStream_t stream = reinterpret_cast<cudaStream_t>(context);
   const Call call(*args, *hierarchy, *correction);
-  const dim3 first(call.first_blocks), blocks(blocks_for(kWarp * units_of(args->tokens, hierarchy->pieces))), block(kThreads);
-  HPO_LAUNCH(prepare_correction, first, block, 0, stream, call);
-  if (hierarchy->depth > 0) {
-    HPO_LAUNCH(reduce_pieces, blocks, block, 0, stream, call);
-    HPO_LAUNCH((correct_tokens<true>), blocks, block, 0, stream, call);
-  } else {
-    HPO_LAUNCH((correct_tokens<false>), blocks, block, 0, stream, call);
-  }
+  hierarchy->depth > 0 ? launch<true>(call, stream) : launch<false>(call, stream);
   return int(cudaGetLastError());
 }

@@ -1,6 +1,7 @@
 // What the launches of one call share: their grid, and workspace that an earlier launch leaves to a later one.
 #pragma once
 #include <algorithm>
+#include <map>
 
 #include "warp.cuh"
 
@@ -11,6 +12,18 @@ constexpr int64_t kMaxBlocks = 512;
 
 inline int blocks_for(int64_t threads) {
   return int(std::min(kMaxBlocks, std::max(int64_t(1), (threads + kThreads - 1) / kThreads)));
+}
+
+// The same for a cooperative launch, whose blocks must all be on the device at once.
+template <auto kernel>
+int blocks_together(int64_t threads) {
+  static thread_local std::map<int, int> per_processor;  // by device: never changes, and takes long to ask for
+  int device = 0, processors = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  int& resident = per_processor[device];
+  if (resident == 0) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, 0);
+  return std::max(1, std::min(blocks_for(threads), resident * processors));
 }
 
 // Places arrays of a workspace behind each other; from nullptr it only measures.
@@ -30,7 +43,7 @@ class Placement {
   char *base_, *at_;
 };
 
-// Whether the blocks of an earlier launch raised any of their flags; a barrier.
+// Whether the blocks of an earlier launch, or those of this one before a grid barrier, raised any of their flags; a barrier.
 __device__ __forceinline__ bool any_of(const int* flags, int count) {
   int any = 0;
 #pragma unroll 1

@@ -1,8 +1,9 @@
-// policy_loss under a hierarchy of gates in three launches: one that prepares, one that sums the log-ratios of every segment,
-// one sweep that gates tokens, writes their gradient and whose last block adds up loss and metrics. Without levels there is
-// nothing to sum, and two do. Two more follow where a level hands gradient through its aggregate: what tiles hand up is added
-// over segments, and what arrives goes to the tokens of those pieces that get any. The definition is
-// hpo_core/reference/gates.py.
+// policy_loss under a hierarchy of gates in two launches: one that prepares and sums the log-ratios of every segment, one sweep
+// that gates tokens, writes their gradient and whose last block adds up loss and metrics. A third follows where a level hands
+// gradient through its aggregate: what tiles hand up is added over segments, and what arrives goes to the tokens of those
+// pieces that get any. The first and the third are in two parts with a grid barrier between them; a call in stages has a launch
+// for each part of the third. The sweep stands alone, since it needs registers that would leave the others too few blocks. The
+// definition is hpo_core/reference/gates.py.
 //
 // A warp takes a tile of a piece (pieces.cuh). What tiles give to segments is added as integers, so it has no order; inside a
 // tile the order depends on positions in the piece. So where the piece lies and beside what changes no bit of its gradient.
@@ -17,7 +18,7 @@ constexpr int kWords = 3;  // of a segment's LogRatios: valid, fixed[2]
 constexpr int kHanded = 2 * kMostLevels;  // what a tile hands up: [level][channel]
 
 struct Workspace {
-  // Of segment s at level k at [k * pieces + s], 0 after the first launch.
+  // Of segment s at level k at [k * pieces + s], 0 before the first grid barrier. In the caller's tables, if there are any.
   int64_t* segments;  // [..][kWords]
   uint64_t* largest;  // [..][channel]: the largest magnitude that a tile hands up, the bits of a double
   int64_t* arriving;  // [..][channel]: what all tiles hand up, in steps that `largest` fixes
@@ -66,7 +67,13 @@ struct Call {
     keep = hierarchy.depth > 0 && hierarchy.levels[0].routing == Routing::self ? 0.0f : 1.0f;
     carries = through && structure.head != Head::score && args.grad;
     workspace.place(args.workspace, args.tokens, args.rows, hierarchy.pieces);
+    const SegmentTables& tables = hierarchy.tables;
+    if (tables.sums) workspace.segments = tables.sums;
+    if (tables.largest) workspace.largest = reinterpret_cast<uint64_t*>(tables.largest);
+    if (tables.arriving) workspace.arriving = tables.arriving;
   }
+
+  HPO_INLINE bool does(Stage stage) const { return hierarchy.stage == Stage::whole || hierarchy.stage == stage; }
 
   __device__ __forceinline__ int64_t segment_of(int k, int piece) const {
     return k * hierarchy.pieces + hierarchy.ancestors[k * hierarchy.pieces + piece];
@@ -92,11 +99,12 @@ struct Call {
 
 // ------------------------------------------------------------------------------------------------------- first launch
 
-__global__ void __launch_bounds__(kThreads) prepare_pieces(const Call call) {
+__device__ __forceinline__ void prepare(const Call& call) {
   const PolicyLossArgs& args = call.gate.args;
   const Hierarchy& hierarchy = call.hierarchy;
   const Workspace& workspace = call.workspace;
-  const int64_t segments = hierarchy.depth * hierarchy.pieces, coupled = call.carries ? segments : 0;
+  const int64_t segments = hierarchy.depth * hierarchy.pieces;
+  const int64_t coupled = call.carries || hierarchy.stage != Stage::whole ? segments : 0;  // in stages the caller reads them
   clear(workspace.segments, segments * kWords);
   clear(workspace.largest, coupled * 2);
   clear(workspace.arriving, coupled * 2);
@@ -106,8 +114,6 @@ __global__ void __launch_bounds__(kThreads) prepare_pieces(const Call call) {
   check_pieces(hierarchy, args, workspace.counted);
   if (blockIdx.x == 0 && threadIdx.x == 0) *workspace.ticket = 0;
 }
-
-// ------------------------------------------------------------------------------------------------------ second launch
 
 template <bool PRE_GATED>
 __device__ __forceinline__ LogRatios sum_tile(const Call& call, const Unit& tile) {
@@ -130,19 +136,26 @@ __device__ __forceinline__ LogRatios sum_tile(const Call& call, const Unit& tile
 }
 
 template <bool PRE_GATED>
-__global__ void __launch_bounds__(kThreads) sum_pieces(const Call call) {
-  const bool broken = call.broken();
-  if (broken && blockIdx.x != 0) return;
-  if (broken) list_broken(call.hierarchy, call.gate.args, call.workspace.counted);
+__device__ __forceinline__ void sum_pieces(const Call& call, const Pieces& pieces) {
   const int level = lane() / kWords, word = lane() % kWords;
   Carrier carrier = {};
-  for_each_unit(call.pieces(broken, broken ? 1 : int(gridDim.x)), [&](int, const PieceUnit& unit) {
+  for_each_unit(pieces, [&](int, const PieceUnit& unit) {
     const LogRatios sums = sum_tile<PRE_GATED>(call, unit.tile);
     if (level >= call.hierarchy.depth || sums.valid == 0) return;
     const int64_t mine = word == 0 ? sums.valid : (word == 1 ? sums.fixed[0] : sums.fixed[1]);
     carrier.add(call.workspace.segments + call.segment_of(level, unit.piece) * kWords + word, mine);
   });
   carrier.flush();
+}
+
+template <bool PRE_GATED>
+__global__ void __launch_bounds__(kThreads) prepare_pieces(const Call call) {
+  prepare(call);
+  sync_grid();
+  const bool broken = call.broken();
+  if (broken && blockIdx.x != 0) return;
+  if (broken) list_broken(call.hierarchy, call.gate.args, call.workspace.counted);
+  if (call.hierarchy.depth > 0) sum_pieces<PRE_GATED>(call, call.pieces(broken, broken ? 1 : int(gridDim.x)));
 }
 
 // ---------------------------------------------------------------------------------------------------------------- sweep
@@ -192,9 +205,9 @@ __device__ __forceinline__ void begin_work(const Call& call, const PieceUnit& un
 
 // What the gate makes of a token, whether it is selected or not.
 struct PolicyTerm {
-  float loss;   // of an infinite log-ratio: no value that logp would enter
+  float loss;  // of an infinite log-ratio: no value that logp would enter
   float slope;  // d loss / d z
-  float grad;   // d loss / d logp, if the log-ratio is finite
+  float grad;  // d loss / d logp, if the log-ratio is finite
 };
 
 __device__ __forceinline__ PolicyTerm plain_term(const Gate& gate, const GatedToken& gated, const Token& token, float a,
@@ -373,11 +386,8 @@ __global__ void __launch_bounds__(kThreads, 2) sweep_pieces(const Call call) {
   const PolicyLossArgs& args = call.gate.args;
   if (threadIdx.x < kMetrics) events[threadIdx.x] = 0;
   const bool broken = call.broken();
-  const bool lists = TERMS && broken && call.hierarchy.depth == 0;  // no launch has done it before
-  if (lists && blockIdx.x == 0) list_broken(call.hierarchy, args, call.workspace.counted);
   if (threadIdx.x == 0) {
-    // For the whole block: registers are short here.
-    pieces = lists && blockIdx.x != 0 ? Pieces{} : call.pieces(broken, lists ? 1 : int(gridDim.x));
+    pieces = call.pieces(broken, int(gridDim.x));  // for the whole block: registers are short here
     if (blockIdx.x == 0) atomicAdd(&events[kBadOffsets], pieces.pieces - pieces.count);
   }
   __syncthreads();
@@ -411,10 +421,10 @@ __device__ __forceinline__ double power_of_two(int exponent) { return __longlong
 __device__ __forceinline__ double step_of(int exponent) { return power_of_two(exponent - 36); }
 __device__ __forceinline__ double steps_in_one(int exponent) { return power_of_two(2082 - exponent); }
 
-__global__ void __launch_bounds__(kThreads) couple_segments(const Call call) {
+__device__ __forceinline__ void couple_segments(const Call& call, bool broken) {
   const Way way(call);
   Carrier carrier = {};
-  for_each_unit(call.pieces(call.broken(), int(gridDim.x)), [&](int index, const PieceUnit& unit) {
+  for_each_unit(call.pieces(broken, int(gridDim.x)), [&](int index, const PieceUnit& unit) {
     if (!way.open) return;
     const int64_t at = way.at(call, unit.piece);
     const int exponent = exponent_of(call.workspace.largest[at]);
@@ -460,8 +470,12 @@ __device__ __forceinline__ void deliver_tile(const Call& call, const Unit& tile,
 
 template <bool PRE_GATED>
 __global__ void __launch_bounds__(kThreads, 4) deliver_gradient(const Call call) {
+  const bool broken = call.broken();
+  if (call.does(Stage::couple)) couple_segments(call, broken);
+  if (!call.does(Stage::deliver)) return;
+  if (call.hierarchy.stage == Stage::whole) sync_grid();
   const Way way(call);
-  for_each_unit(call.pieces(call.broken(), int(gridDim.x)), [&](int, const PieceUnit& unit) {
+  for_each_unit(call.pieces(broken, int(gridDim.x)), [&](int, const PieceUnit& unit) {
     const double mine = arriving(call, way, unit.piece);
     double sums[2] = {};
 #pragma unroll
@@ -473,6 +487,32 @@ __global__ void __launch_bounds__(kThreads, 4) deliver_gradient(const Call call)
     if (rising == 0.0f && falling == 0.0f) return;  // nothing saturated: what is written stands, to the bit
     deliver_tile<PRE_GATED>(call, unit.tile, rising, falling);
   });
+}
+
+// ----------------------------------------------------------------------------------------------------------------- host
+
+template <bool PRE_GATED>
+void launch(Call& call, cudaStream_t stream) {
+  const PolicyLossArgs& args = call.gate.args;
+  const Hierarchy& hierarchy = call.hierarchy;
+  const int64_t swept = kWarp * units_of(args.tokens, hierarchy.pieces);
+  const int64_t prepared = std::max({args.tokens / 4, args.rows, hierarchy.depth * hierarchy.pieces * kWords, swept});
+  call.first_blocks = blocks_together<prepare_pieces<PRE_GATED>>(prepared);
+  const dim3 first(call.first_blocks), blocks(blocks_for(swept)), block(kThreads);
+  if (call.does(Stage::sums)) HPO_LAUNCH_TOGETHER((prepare_pieces<PRE_GATED>), first, block, 0, stream, call);
+  if (call.does(Stage::sweep)) {
+    if (hierarchy.term.present) {
+      HPO_LAUNCH((sweep_pieces<true, true>), blocks, block, 0, stream, call);
+    } else if (call.gate.has_extras() || args.ref_logp) {
+      HPO_LAUNCH((sweep_pieces<true, false>), blocks, block, 0, stream, call);
+    } else {
+      HPO_LAUNCH((sweep_pieces<false, false>), blocks, block, 0, stream, call);
+    }
+  }
+  if (call.carries && (call.does(Stage::couple) || call.does(Stage::deliver))) {
+    const dim3 last(blocks_together<deliver_gradient<PRE_GATED>>(swept));
+    HPO_LAUNCH_TOGETHER((deliver_gradient<PRE_GATED>), last, block, 0, stream, call);
+  }
 }
 
 }  // namespace
@@ -487,25 +527,6 @@ extern "C" int hpo_hierarchy(const hpo::PolicyLossArgs* args, const hpo::GateStr
   using namespace hpo;
   const cudaStream_t stream = reinterpret_cast<cudaStream_t>(context);
   Call call(*args, *structure, *numbers, *hierarchy);
-  call.first_blocks = blocks_for(std::max({args->tokens / 4, args->rows, hierarchy->depth * hierarchy->pieces * kWords}));
-  const dim3 first(call.first_blocks), blocks(blocks_for(kWarp * units_of(args->tokens, hierarchy->pieces))), block(kThreads);
-  HPO_LAUNCH(prepare_pieces, first, block, 0, stream, call);
-  const bool pre_gated = pre_gates(hierarchy->term);
-  if (hierarchy->depth > 0) {
-    if (pre_gated) HPO_LAUNCH((sum_pieces<true>), blocks, block, 0, stream, call);
-    else HPO_LAUNCH((sum_pieces<false>), blocks, block, 0, stream, call);
-  }
-  if (hierarchy->term.present) {
-    HPO_LAUNCH((sweep_pieces<true, true>), blocks, block, 0, stream, call);
-  } else if (call.gate.has_extras() || args->ref_logp) {
-    HPO_LAUNCH((sweep_pieces<true, false>), blocks, block, 0, stream, call);
-  } else {
-    HPO_LAUNCH((sweep_pieces<false, false>), blocks, block, 0, stream, call);
-  }
-  if (call.carries) {
-    HPO_LAUNCH(couple_segments, blocks, block, 0, stream, call);
-    if (pre_gated) HPO_LAUNCH((deliver_gradient<true>), blocks, block, 0, stream, call);
-    else HPO_LAUNCH((deliver_gradient<false>), blocks, block, 0, stream, call);
-  }
+  pre_gates(hierarchy->term) ? launch<true>(call, stream) : launch<false>(call, stream);
   return int(cudaGetLastError());
 }

@@ -10,12 +10,12 @@
 
 namespace hpo {
 
-// Which pieces count, as one launch tells the next.
+// Which pieces count, as those who checked them tell the rest.
 struct Counted {
   int64_t* begin;  // [pieces]: of the pieces that count, where not all do
   int* list;  // [pieces]: these pieces
   int* count;  // how many
-  int* broken;  // [blocks of the first launch]: whether it met a piece that does not count
+  int* broken;  // [blocks of the launch that checks]: whether it met a piece that does not count
 
   void take(Placement& placement, int64_t pieces) {
     placement.take(begin, pieces);
@@ -75,8 +75,8 @@ __device__ __forceinline__ void list_pieces(const Hierarchy& hierarchy, const Po
   if (lane() == 0) *counted.count = count;
 }
 
-// In the launch behind the one that checked them. Where pieces are broken the first block does it all, in the sequence that
-// says which of them count: the others have nothing to do there. A barrier.
+// By the first block, behind the grid barrier after they were checked. Until every block has seen the list it does all there
+// is to do: the sequence of pieces says which of them count, and blocks cannot share that. A barrier.
 __device__ __forceinline__ void list_broken(const Hierarchy& hierarchy, const PolicyLossArgs& args, const Counted& counted) {
   if (warp_in_block() == 0) list_pieces(hierarchy, args, counted);
   __syncthreads();

@@ -3,8 +3,9 @@
 // HPO_EMULATION_ORDER=forward|reverse|random:SEED, read at each launch, is the order of blocks and threads: a data race
 // shows as a difference. A divergent or unreachable barrier, a warp operation outside its mask, a shared index out of
 // bounds, a deadlock or an impossible launch throws an exception that names the kernel, block, thread and line; shared
-// memory starts as NaN. Not emulated: the memory model, concurrency between blocks, alignment, and the error of
-// approximate functions (__expf and its like), which here are the accurate ones.
+// memory starts as NaN. A cooperative launch holds HPO_EMULATION_PROCESSORS blocks (3). Not emulated: the memory model,
+// concurrency between blocks, alignment, and the error of approximate functions (__expf and its like), which here are the
+// accurate ones.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -62,7 +63,7 @@ class SharedPointer {
 template <class T>
 decltype(auto) shared_array(SharedSlot& slot, const char* name, Site site) {
   static_assert(std::is_trivially_default_constructible_v<T>, "CUDA runs no constructors in shared memory");
-  T* address = reinterpret_cast<T*>(machine.shared.find(slot, name, sizeof(T), site));
+  T* address = reinterpret_cast<T*>(machine.shared().find(slot, name, sizeof(T), site));
   if (!address) machine.fail(std::string("no room for shared ") + name + ": 48 KiB static, 99 KiB with the dynamic", site);
   if constexpr (std::is_array_v<T>) {
     return SharedPointer<std::remove_extent_t<T>>(*address, std::extent_v<T>, name);
@@ -73,19 +74,19 @@ decltype(auto) shared_array(SharedSlot& slot, const char* name, Site site) {
 
 template <class T>
 SharedPointer<T> dynamic_shared(const char* name, size_t byte_offset, Site site) {
-  const size_t bytes = machine.shared.dynamic_bytes();
+  const size_t bytes = machine.shared().dynamic_bytes();
   if (byte_offset % alignof(T)) machine.fail(std::string("misaligned shared ") + name, site);
   const size_t size = byte_offset < bytes ? (bytes - byte_offset) / sizeof(T) : 0;
-  return {reinterpret_cast<T*>(machine.shared.dynamic() + byte_offset), int64_t(size), name};
+  return {reinterpret_cast<T*>(machine.shared().dynamic() + byte_offset), int64_t(size), name};
 }
 
 template <class... Parameters, class... Arguments>
-void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t dynamic_bytes, cudaStream_t,
-            Arguments&&... arguments) {
+void launch(const char* name, bool together, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t dynamic_bytes,
+            cudaStream_t, Arguments&&... arguments) {
   std::tuple<Parameters...> values(std::forward<Arguments>(arguments)...);
   auto call = [&] { std::apply(kernel, values); };
   machine.launch(
-      name, reinterpret_cast<const void*>(kernel), grid, block, dynamic_bytes,
+      name, reinterpret_cast<const void*>(kernel), grid, block, dynamic_bytes, together,
       [](void* closure) { (*static_cast<decltype(call)*>(closure))(); }, &call);
 }
 
@@ -105,12 +106,14 @@ inline unsigned ballot(unsigned mask, bool predicate, Site site) {
 
 }  // namespace hpo::emulation
 
-#define HPO_LAUNCH(kernel, grid, block, dynamic_shared_bytes, stream, ...)                               \
-  do {                                                                                                   \
-    static ::hpo::LaunchCounter hpo_launch_counter(#kernel);                                             \
-    hpo_launch_counter.add();                                                                            \
-    ::hpo::emulation::launch(#kernel, kernel, grid, block, dynamic_shared_bytes, stream, ##__VA_ARGS__); \
+#define HPO_LAUNCH_AS(together, kernel, grid, block, dynamic_shared_bytes, stream, ...)                            \
+  do {                                                                                                             \
+    static ::hpo::LaunchCounter hpo_launch_counter(#kernel);                                                       \
+    hpo_launch_counter.add();                                                                                      \
+    ::hpo::emulation::launch(#kernel, together, kernel, grid, block, dynamic_shared_bytes, stream, ##__VA_ARGS__); \
   } while (0)
+#define HPO_LAUNCH(...) HPO_LAUNCH_AS(false, __VA_ARGS__)
+#define HPO_LAUNCH_TOGETHER(...) HPO_LAUNCH_AS(true, __VA_ARGS__)
 
 #define HPO_SHARED(type, name, dimensions)         \
   typedef type name##_declared dimensions;         \
@@ -139,6 +142,9 @@ inline int __syncthreads_and(int predicate, HPO_SITE) { return __syncthreads_cou
 inline void __syncwarp(unsigned mask = ~0u, HPO_SITE) {
   hpo::emulation::machine.meet(hpo::emulation::WarpOperation::kSync, mask, 0, 0, site);
 }
+namespace hpo {
+inline void sync_grid(HPO_SITE) { emulation::machine.grid_barrier(site); }
+}  // namespace hpo
 inline void __threadfence() { hpo::emulation::machine.perhaps_yield(); }
 inline void __threadfence_block() { hpo::emulation::machine.perhaps_yield(); }
 
@@ -193,6 +199,20 @@ T atomicCAS(T* address, std::common_type_t<T> compare, std::common_type_t<T> val
   const T old = *address;
   if (old == compare) *address = value;
   return old;
+}
+
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = hpo::emulation::Machine::processors();
+  return cudaSuccess;
+}
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int, size_t) {
+  *blocks = 1;
+  return cudaSuccess;
 }
 
 template <class Kernel>

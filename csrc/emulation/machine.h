@@ -1,6 +1,7 @@
 // The emulated device. Blocks run one after another, and the threads of a block as fibers that change only where a thread
 // waits: after a barrier the first thread runs to the next one before the second starts, in the order asked for. Two
-// threads that race therefore meet one way round under `forward` and the other way round under `reverse`.
+// threads that race therefore meet one way round under `forward` and the other way round under `reverse`. So it is with the
+// blocks of a cooperative launch: all of them exist at once, and each runs to the grid barrier before the next one starts.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -60,63 +61,81 @@ struct Warp {
   std::vector<Meeting> meetings;
 };
 
+// A block that has begun and not returned.
+struct Block {
+  uint3 index{};
+  SharedMemory shared;
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  std::vector<size_t> turns;  // the order of the threads
+  size_t turn = 0;
+  size_t waiting = 0, returned = 0;
+  unsigned votes = 0;
+  Site barrier_site;
+  bool at_grid_barrier = false;  // with every thread
+};
+
 class Machine {
  public:
-  SharedMemory shared;
+  SharedMemory& shared() { return block_->shared; }
 
   void set_dynamic_shared_limit(const void* kernel, size_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     dynamic_limits_[kernel] = bytes;
   }
 
-  // Runs `call(closure)` as every thread of the grid. Throws what the kernel did wrong; the next launch starts afresh.
-  void launch(const char* name, const void* kernel, dim3 grid, dim3 block, size_t dynamic_bytes, void (*call)(void*),
-              void* closure) {
+  // Multiprocessors of the device. Each holds one block of a cooperative launch.
+  static int processors() {
+    const char* variable = std::getenv("HPO_EMULATION_PROCESSORS");
+    return variable ? std::atoi(variable) : 3;
+  }
+
+  // Runs `call(closure)` as every thread of the grid, all blocks `together` or one by one. Throws what the kernel did wrong;
+  // the next launch starts afresh.
+  void launch(const char* name, const void* kernel, dim3 grid, dim3 block, size_t dynamic_bytes, bool together,
+              void (*call)(void*), void* closure) {
     std::lock_guard<std::mutex> lock(mutex_);
     name_ = name;
-    check_configuration(kernel, grid, block, dynamic_bytes);
+    check_configuration(kernel, grid, block, dynamic_bytes, together);
     read_order();
     call_ = call;
     closure_ = closure;
     gridDim = grid;
     blockDim = block;
-    make_threads(block);
-    for (size_t number : permutation(size_t(grid.x) * grid.y * grid.z)) {
-      blockIdx = unflatten(number, grid);
-      shared.begin_block(dynamic_bytes);
-      run_block();
+    dynamic_bytes_ = dynamic_bytes;
+    together_ = together;
+    const size_t blocks = size_t(grid.x) * grid.y * grid.z;
+    make_blocks(together ? blocks : 1);
+    try {
+      if (together) {
+        run_blocks(0, blocks);
+      } else {
+        for (size_t number : permutation(blocks)) run_blocks(number, 1);
+      }
+    } catch (...) {
+      forget_fibers();
+      throw;
     }
   }
 
   // __syncthreads: waits for every thread of the block; how many of them came with a true predicate.
   unsigned barrier(bool predicate, Site site) {
-    Thread& me = *current_;
-    if (returned_) fail("a barrier that not every thread will reach, since some have returned", site);
-    if (waiting_ == 0) {
-      barrier_site_ = site;
-      votes_ = 0;
-    } else if (barrier_site_ != site) {
-      fail("a barrier, while other threads of the block wait at the one of " + barrier_site_.text(), site);
-    }
-    me.site = site;
-    me.state = Thread::kWaiting;
-    votes_ += predicate;
-    if (++waiting_ == threads_.size()) {
-      waiting_ = 0;
-      for (Thread& thread : threads_) {
-        thread.state = Thread::kReady;
-        thread.result = votes_;
-      }
-      restart_turns();
-    }
+    if (arrive(predicate, site)) release(*block_);
     yield();
-    return unsigned(me.result);
+    return unsigned(current_->result);
+  }
+
+  // Waits for every thread of every block.
+  void grid_barrier(Site site) {
+    if (!together_) fail("a grid barrier, which only a cooperative launch has", site);
+    if (arrive(false, site)) block_->at_grid_barrier = true;
+    yield();
   }
 
   // Waits for the lanes of `mask`. A shuffle returns the value of lane `source`, a ballot the lanes with a value.
   uint64_t meet(WarpOperation operation, unsigned mask, uint64_t value, unsigned source, Site site) {
     Thread& me = *current_;
-    Warp& warp = warps_[me.warp];
+    Warp& warp = block_->warps[me.warp];
     mask &= warp.present;  // the last warp of a block may be incomplete
     if (!(mask >> me.lane & 1)) fail("a warp operation by a lane outside its own mask", site);
     if (mask & warp.returned) fail("a warp operation that names a lane that has returned", site);
@@ -136,7 +155,7 @@ class Machine {
     meeting->arrived |= 1u << me.lane;
     if (meeting->arrived == mask) {
       warp.meetings.erase(meeting);
-      release(operation, mask, &threads_[me.warp * warpSize]);
+      release(operation, mask, &block_->threads[me.warp * warpSize]);
       restart_turns(me.warp);
     }
     yield();
@@ -166,7 +185,7 @@ class Machine {
     return {unsigned(number % shape.x), unsigned(number / shape.x % shape.y), unsigned(number / shape.x / shape.y)};
   }
 
-  void check_configuration(const void* kernel, dim3 grid, dim3 block, size_t dynamic_bytes) {
+  void check_configuration(const void* kernel, dim3 grid, dim3 block, size_t dynamic_bytes, bool together) {
     const size_t threads = size_t(block.x) * block.y * block.z, blocks = size_t(grid.x) * grid.y * grid.z;
     const auto limit = dynamic_limits_.find(kernel);
     const size_t dynamic_limit = limit == dynamic_limits_.end() ? SharedMemory::kDefaultLimit : limit->second;
@@ -177,6 +196,9 @@ class Machine {
     }
     if (dynamic_bytes > dynamic_limit) {
       what = std::to_string(dynamic_bytes) + " bytes of dynamic shared memory, over " + std::to_string(dynamic_limit);
+    }
+    if (together && blocks > size_t(processors())) {
+      what = std::to_string(blocks) + " blocks together, over " + std::to_string(processors());
     }
     if (!what.empty()) throw std::runtime_error("emulated kernel " + name_ + ": invalid launch with " + what);
   }
@@ -201,58 +223,126 @@ class Machine {
     return numbers;
   }
 
-  void make_threads(dim3 block) {
-    const size_t count = size_t(block.x) * block.y * block.z;
-    threads_.assign(count, Thread());
-    warps_.assign((count + warpSize - 1) / warpSize, Warp());
-    for (size_t i = 0; i < count; ++i) {
-      threads_[i].index = unflatten(i, block);
-      threads_[i].warp = uint16_t(i / warpSize);
-      threads_[i].lane = uint8_t(i % warpSize);
-      warps_[i / warpSize].present |= 1u << i % warpSize;
+  void make_blocks(size_t blocks) {
+    const size_t count = size_t(blockDim.x) * blockDim.y * blockDim.z;
+    while (blocks_.size() < blocks) blocks_.push_back(std::make_unique<Block>());
+    for (size_t number = 0; number < blocks; ++number) {
+      Block& block = *blocks_[number];
+      block.threads.assign(count, Thread());
+      block.warps.assign((count + warpSize - 1) / warpSize, Warp());
+      for (size_t i = 0; i < count; ++i) {
+        block.threads[i].index = unflatten(i, blockDim);
+        block.threads[i].warp = uint16_t(i / warpSize);
+        block.threads[i].lane = uint8_t(i % warpSize);
+        block.warps[i / warpSize].present |= 1u << i % warpSize;
+      }
+      block.turns = permutation(count);
     }
-    turns_ = permutation(count);
   }
 
-  void run_block() {
-    for (Thread& thread : threads_) thread.state = Thread::kNew;
-    for (Warp& warp : warps_) warp.returned = 0;
-    waiting_ = returned_ = 0;
-    restart_turns();
+  void begin(Block& block, uint3 index) {
+    block.index = index;
+    block.shared.begin_block(dynamic_bytes_);
+    for (Thread& thread : block.threads) thread.state = Thread::kNew;
+    for (Warp& warp : block.warps) warp.returned = 0;
+    block.waiting = block.returned = 0;
+    block.at_grid_barrier = false;
+    restart_turns(block);
+  }
+
+  // Runs `count` blocks from number `first` on, which wait for each other at every grid barrier.
+  void run_blocks(size_t first, size_t count) {
+    for (size_t i = 0; i < count; ++i) begin(*blocks_[i], unflatten(first + i, gridDim));
+    do {
+      for (size_t i : permutation(count)) run_block(*blocks_[i]);
+    } while (leave_grid_barrier(count));
+  }
+
+  // Until every thread has returned or waits at a grid barrier.
+  void run_block(Block& block) {
+    block_ = &block;
+    blockIdx = block.index;
     enter(*next_thread(), host_);
-    if (error_) {
-      for (Warp& warp : warps_) warp.meetings.clear();
-      idle_.clear();
-      for (auto& fiber : fibers_) {
-        fiber->restart();
-        idle_.push_back(fiber.get());
-      }
-      std::rethrow_exception(std::exchange(error_, nullptr));
+    if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+    const std::string array = block.shared.overrun();
+    if (!array.empty()) throw std::runtime_error(in_block(block) + ": a write past the end of shared array " + array);
+  }
+
+  // Whether the first `count` blocks, which cannot go on alone, go on together: false if they have returned.
+  bool leave_grid_barrier(size_t count) {
+    const auto end = blocks_.begin() + std::ptrdiff_t(count);
+    const auto found = std::find_if(blocks_.begin(), end, [](const auto& block) { return block->at_grid_barrier; });
+    if (found == end) return false;
+    const Block& waiting = **found;
+    for (auto block = blocks_.begin(); block != end; ++block) {
+      const Block& other = **block;
+      if (other.at_grid_barrier && !(other.barrier_site != waiting.barrier_site)) continue;
+      const std::string does = other.at_grid_barrier ? " waits at the one of " + other.barrier_site.text() : " has returned";
+      throw std::runtime_error(in_block(waiting) + ": a grid barrier, while block " + text(other.index) + does + ", at " +
+                               waiting.barrier_site.text());
     }
-    const std::string array = shared.overrun();
-    if (!array.empty()) {
-      throw std::runtime_error("emulated kernel " + name_ + ", block " + text(blockIdx) +
-                               ": a write past the end of shared array " + array);
+    for (auto block = blocks_.begin(); block != end; ++block) release(**block);
+    return true;
+  }
+
+  std::string in_block(const Block& block) const { return "emulated kernel " + name_ + ", block " + text(block.index); }
+
+  void forget_fibers() {
+    for (auto& block : blocks_) {
+      for (Warp& warp : block->warps) warp.meetings.clear();
     }
+    idle_.clear();
+    for (auto& fiber : fibers_) {
+      fiber->restart();
+      idle_.push_back(fiber.get());
+    }
+  }
+
+  // The current thread comes to a barrier of its block; whether it is the last one.
+  bool arrive(bool predicate, Site site) {
+    Block& block = *block_;
+    if (block.returned) fail("a barrier that not every thread will reach, since some have returned", site);
+    if (block.waiting == 0) {
+      block.barrier_site = site;
+      block.votes = 0;
+    } else if (block.barrier_site != site) {
+      fail("a barrier, while other threads of the block wait at the one of " + block.barrier_site.text(), site);
+    }
+    current_->site = site;
+    current_->state = Thread::kWaiting;
+    block.votes += predicate;
+    return ++block.waiting == block.threads.size();
+  }
+
+  void release(Block& block) {
+    block.waiting = 0;
+    block.at_grid_barrier = false;
+    for (Thread& thread : block.threads) {
+      thread.state = Thread::kReady;
+      thread.result = block.votes;
+    }
+    restart_turns(block);
   }
 
   // After a barrier all threads take turns from the first again, after a warp operation those of the warp.
-  void restart_turns() { turn_ = order_ == kRandom ? turns_.size() : 0; }
+  void restart_turns(Block& block) { block.turn = order_ == kRandom ? block.turns.size() : 0; }
   void restart_turns(size_t warp) {
-    const size_t first = warp * warpSize, end = std::min(first + warpSize, turns_.size());
-    if (order_ == kForward) turn_ = first;
-    if (order_ == kReverse) turn_ = turns_.size() - end;
+    Block& block = *block_;
+    const size_t first = warp * warpSize, end = std::min(first + warpSize, block.turns.size());
+    if (order_ == kForward) block.turn = first;
+    if (order_ == kReverse) block.turn = block.turns.size() - end;
   }
 
   // Whose turn it is; nobody's if every thread waits or has returned.
   Thread* next_thread() {
+    Block& block = *block_;
     for (int pass = 0; pass < 2; ++pass) {
-      while (turn_ < turns_.size()) {
-        Thread& thread = threads_[turns_[turn_++]];
+      while (block.turn < block.turns.size()) {
+        Thread& thread = block.threads[block.turns[block.turn++]];
         if (thread.state == Thread::kNew || thread.state == Thread::kReady) return &thread;
       }
-      turn_ = 0;
-      if (order_ == kRandom) std::shuffle(turns_.begin(), turns_.end(), random_);
+      block.turn = 0;
+      if (order_ == kRandom) std::shuffle(block.turns.begin(), block.turns.end(), random_);
     }
     return nullptr;
   }
@@ -261,8 +351,13 @@ class Machine {
   void yield() {
     Thread& me = *current_;
     Thread* next = next_thread();
-    if (!next) fail_deadlocked();
-    if (next != &me) enter(*next, *me.fiber);
+    if (next) {
+      if (next != &me) enter(*next, *me.fiber);
+    } else if (block_->at_grid_barrier) {
+      me.fiber->switch_to(host_);
+    } else {
+      fail_deadlocked();
+    }
   }
 
   void enter(Thread& thread, Fiber& from) {
@@ -293,11 +388,12 @@ class Machine {
   // The current thread has returned; gives its fiber a thread that has not begun, or lets another fiber go on.
   void finish_thread() {
     Thread& me = *current_;
-    Warp& warp = warps_[me.warp];
+    Block& block = *block_;
+    Warp& warp = block.warps[me.warp];
     me.state = Thread::kReturned;
     warp.returned |= 1u << me.lane;
-    ++returned_;
-    if (waiting_) fail("returned, while other threads of the block wait at a barrier", barrier_site_);
+    ++block.returned;
+    if (block.waiting) fail("returned, while other threads of the block wait at a barrier", block.barrier_site);
     for (const Meeting& meeting : warp.meetings) {
       if (meeting.mask & warp.returned) fail("returned, while lanes wait for it at a warp operation", meeting.site);
     }
@@ -307,7 +403,7 @@ class Machine {
       make_current(*next);
       return;
     }
-    if (!next && returned_ < threads_.size()) fail_deadlocked();
+    if (!next && block.returned < block.threads.size()) fail_deadlocked();
     idle_.push_back(me.fiber);
     if (next) {
       enter(*next, *me.fiber);
@@ -319,7 +415,7 @@ class Machine {
   [[noreturn]] void fail_deadlocked() {
     std::string what = "a deadlock: no thread can go on";
     int shown = 0;
-    for (const Thread& thread : threads_) {
+    for (const Thread& thread : block_->threads) {
       if (thread.state != Thread::kWaiting) continue;
       if (shown++ == 4) break;
       what += "; thread " + text(thread.index) + " waits at " + thread.site.text();
@@ -352,14 +448,11 @@ class Machine {
   Order order_ = kForward;
   std::minstd_rand random_;
 
-  std::vector<Thread> threads_;
-  std::vector<Warp> warps_;
-  std::vector<size_t> turns_;  // the order of the threads
-  size_t turn_ = 0;
+  size_t dynamic_bytes_ = 0;
+  bool together_ = false;
+  std::vector<std::unique_ptr<Block>> blocks_;
+  Block* block_ = nullptr;
   Thread* current_ = nullptr;
-  size_t waiting_ = 0, returned_ = 0;
-  unsigned votes_ = 0;
-  Site barrier_site_;
 
   Fiber host_;
   std::vector<std::unique_ptr<Fiber>> fibers_;

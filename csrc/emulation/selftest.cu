@@ -166,6 +166,25 @@ __global__ void primitives_kernel(double* out, int64_t* atomics) {
   if (thread == 0) atomicExch(counter + 1, 7);
 }
 
+// Every block adds up what its own threads bring, then those sums of all blocks, `rounds` times.
+__global__ void rounds_kernel(int* sums, int* out, int rounds) {
+  HPO_SHARED(int, mine, );
+  const int block = int(blockIdx.x), blocks = int(gridDim.x);
+  int value = block * int(blockDim.x) + int(threadIdx.x);
+  for (int round = 0; round < rounds; ++round) {
+    if (threadIdx.x == 0) mine = 0;
+    __syncthreads();
+    atomicAdd(&mine, value);
+    sync_grid();
+    if (threadIdx.x == 0) sums[block] = mine;
+    sync_grid();
+    value = int(threadIdx.x);
+    for (int other = 0; other < blocks; ++other) value += (other + 1) * sums[other];
+    value %= 1000;
+  }
+  out[block * int(blockDim.x) + int(threadIdx.x)] = value;
+}
+
 // ---- planted bugs ----
 
 __global__ void missing_barrier(float* out) {
@@ -202,6 +221,18 @@ __global__ void order_of_arrival(float* out) {
   out[threadIdx.x] = float(atomicAdd(&arrived, 1));
 }
 
+__global__ void missing_grid_barrier(float* out) {
+  out[blockIdx.x] = 1.0f;
+  out[32 + blockIdx.x] = out[1 - blockIdx.x];
+}
+
+__global__ void missing_second_grid_barrier(float* out) {
+  out[blockIdx.x] = float(blockIdx.x);
+  sync_grid();
+  out[32 + blockIdx.x] = out[1 - blockIdx.x];
+  out[blockIdx.x] = -1.0f;
+}
+
 __global__ void early_return(float* out) {
   if (threadIdx.x == 5) return;
   __syncthreads();
@@ -230,6 +261,42 @@ __global__ void deadlock(float* out) {
   } else {
     __syncthreads();
   }
+  out[threadIdx.x] = 1.0f;
+}
+
+__global__ void absent_block(float* out) {
+  if (blockIdx.x == 1) return;
+  sync_grid();
+  out[threadIdx.x] = 1.0f;
+}
+
+__global__ void absent_thread(float* out) {
+  if (threadIdx.x == 5) return;
+  sync_grid();
+  out[threadIdx.x] = 1.0f;
+}
+
+__global__ void divergent_grid_barrier(float* out) {
+  if (blockIdx.x == 0) {
+    sync_grid();
+    out[threadIdx.x] = 1.0f;
+  } else {
+    sync_grid();
+    out[threadIdx.x] = 2.0f;
+  }
+}
+
+__global__ void barriers_of_both_kinds(float* out) {
+  if (threadIdx.x < 32) {
+    __syncthreads();
+  } else {
+    sync_grid();
+  }
+  out[threadIdx.x] = 1.0f;
+}
+
+__global__ void grid_barrier_of_no_grid(float* out) {
+  sync_grid();
   out[threadIdx.x] = 1.0f;
 }
 
@@ -296,6 +363,7 @@ __global__ void uninitialised_shared(float* out) {
 __global__ void nothing(float* out) { out[threadIdx.x] = 1.0f; }
 
 #define PLANT(kernel, grid, block, bytes) {#kernel, [](float* out) { HPO_LAUNCH(kernel, grid, block, bytes, nullptr, out); }}
+#define PLANT_TOGETHER(kernel, grid) {#kernel, [](float* out) { HPO_LAUNCH_TOGETHER(kernel, grid, 64, 0, nullptr, out); }}
 const std::map<std::string, void (*)(float*)>& planted() {
   static const std::map<std::string, void (*)(float*)> table{
       PLANT(missing_barrier, 1, 64, 0),
@@ -304,6 +372,13 @@ const std::map<std::string, void (*)(float*)>& planted() {
       PLANT(same_address, 1, 64, 0),
       PLANT(racing_blocks, 4, 64, 0),
       PLANT(order_of_arrival, 1, 64, 0),
+      PLANT_TOGETHER(missing_grid_barrier, 2),
+      PLANT_TOGETHER(missing_second_grid_barrier, 2),
+      PLANT_TOGETHER(absent_block, 2),
+      PLANT_TOGETHER(absent_thread, 1),
+      PLANT_TOGETHER(divergent_grid_barrier, 2),
+      PLANT_TOGETHER(barriers_of_both_kinds, 1),
+      PLANT(grid_barrier_of_no_grid, 1, 64, 0),
       PLANT(early_return, 1, 64, 0),
       PLANT(late_return, 1, 64, 0),
       PLANT(divergent_barrier, 1, 64, 0),
@@ -324,6 +399,7 @@ const std::map<std::string, void (*)(float*)>& planted() {
       {"no_threads", [](float* out) { HPO_LAUNCH(nothing, 1, 0, 0, nullptr, out); }},
       {"too_many_threads", [](float* out) { HPO_LAUNCH(nothing, 1, dim3(64, 32), 0, nullptr, out); }},
       {"too_many_blocks", [](float* out) { HPO_LAUNCH(nothing, dim3(1, 65536), 64, 0, nullptr, out); }},
+      {"too_many_together", [](float* out) { HPO_LAUNCH_TOGETHER(nothing, 4, 64, 0, nullptr, out); }},
       {"too_much_shared", [](float* out) { HPO_LAUNCH(nothing, 1, 64, 49 << 10, nullptr, out); }},
       {"far_too_much_shared",
        [](float* out) {
@@ -335,6 +411,7 @@ const std::map<std::string, void (*)(float*)>& planted() {
   };
   return table;
 }
+#undef PLANT_TOGETHER
 #undef PLANT
 
 }  // namespace
@@ -367,6 +444,10 @@ void sliding_mean(const float* values, float* means, int count, int radius) {
 
 void primitives(double* out, int64_t* atomics, int threads) {
   HPO_LAUNCH(primitives_kernel, 1, threads, 0, nullptr, out, atomics);
+}
+
+void rounds(int* sums, int* out, int rounds, int blocks, int threads) {
+  HPO_LAUNCH_TOGETHER(rounds_kernel, blocks, threads, 0, nullptr, sums, out, rounds);
 }
 
 void bug(const std::string& name, float* out) { planted().at(name)(out); }

@@ -37,6 +37,9 @@ PYBIND11_MODULE(HPO_MODULE, m) {
   m.def("primitives", [](Address out, Address atomics, int threads) {
     selftest::primitives(at<double>(out), at<int64_t>(atomics), threads);
   });
+  m.def("rounds", [](Address sums, Address out, int rounds, int blocks, int threads) {
+    selftest::rounds(at<int>(sums), at<int>(out), rounds, blocks, threads);
+  });
   m.def("bug", [](const std::string& name, Address out) { selftest::bug(name, at<float>(out)); });
   m.def("bugs", &selftest::bugs);
 }

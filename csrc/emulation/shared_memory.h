@@ -1,4 +1,4 @@
-// Shared memory of the running block: the arrays that its kernel declared, with guard bytes behind each, since not every
+// Shared memory of a block: the arrays that its kernel declared, with guard bytes behind each, since not every
 // access goes through a checked pointer.
 #pragma once
 #include <algorithm>
@@ -24,7 +24,7 @@ struct Site {
   std::string text() const { return std::string(file) + ":" + std::to_string(line); }
 };
 
-// One per HPO_SHARED in the source: where the array lies in the block that last ran there.
+// One per HPO_SHARED in the source: where the array lies in the block that last came by.
 struct SharedSlot {
   uint64_t block = 0;
   char* address = nullptr;
@@ -38,11 +38,11 @@ class SharedMemory {
   static constexpr size_t kDefaultLimit = 48 << 10;
 
   void begin_block(size_t dynamic_bytes) {
-    ++block_;
+    block_ = ++begun_;
     arrays_.clear();
     top_ = static_bytes_ = 0;
     dynamic_bytes_ = dynamic_bytes;
-    dynamic_ = place("dynamic shared memory", dynamic_bytes, Site("the launch", 0));
+    dynamic_ = place(nullptr, "dynamic shared memory", dynamic_bytes, Site("the launch", 0));
   }
 
   char* dynamic() const { return dynamic_; }
@@ -50,11 +50,15 @@ class SharedMemory {
 
   // The array of this slot in this block, which the first thread to come by places; null where none fits.
   char* find(SharedSlot& slot, const char* name, size_t bytes, Site site) {
-    if (slot.block != block_) {
-      static_bytes_ += bytes;
-      if (static_bytes_ > kDefaultLimit || static_bytes_ + dynamic_bytes_ > kLimit) return nullptr;
-      slot = {block_, place(name, bytes, site)};
+    if (slot.block == block_) return slot.address;
+    const auto known = std::find_if(arrays_.begin(), arrays_.end(), [&](const Array& array) { return array.slot == &slot; });
+    if (known != arrays_.end()) {  // another block has come by since
+      slot = {block_, known->address};
+      return slot.address;
     }
+    static_bytes_ += bytes;
+    if (static_bytes_ > kDefaultLimit || static_bytes_ + dynamic_bytes_ > kLimit) return nullptr;
+    slot = {block_, place(&slot, name, bytes, site)};
     return slot.address;
   }
 
@@ -73,6 +77,7 @@ class SharedMemory {
 
  private:
   struct Array {
+    const SharedSlot* slot;  // null: dynamic
     const char* name;
     char* address;
     size_t bytes;
@@ -83,7 +88,7 @@ class SharedMemory {
   static constexpr size_t kArena = 4 * kLimit;  // room for guards
   static constexpr char kGuardByte = char(0xA5);
 
-  char* place(const char* name, size_t bytes, Site site) {
+  char* place(const SharedSlot* slot, const char* name, size_t bytes, Site site) {
     const size_t size = (bytes + kGuard + kAlignment - 1) / kAlignment * kAlignment;
     if (top_ + size > kArena) return nullptr;
     char* address = arena_ + top_;
@@ -95,13 +100,14 @@ class SharedMemory {
     std::memset(address + bytes, kGuardByte, kGuard);
 #endif
     std::memset(address, 0xFF, bytes);  // NaN as a float, -1 as an integer: nobody may count on a start value
-    arrays_.push_back({name, address, bytes, site});
+    arrays_.push_back({slot, name, address, bytes, site});
     return address;
   }
 
   alignas(kAlignment) char arena_[kArena];
   std::vector<Array> arrays_;
   char* dynamic_ = nullptr;
+  inline static uint64_t begun_ = 0;  // blocks, of all launches
   uint64_t block_ = 0;
   size_t top_ = 0, static_bytes_ = 0, dynamic_bytes_ = 0;
 };

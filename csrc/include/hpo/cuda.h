@@ -1,7 +1,8 @@
 // The one header of every .cu file. nvcc sees CUDA; g++ with -DHPO_EMULATE sees an emulation of it that runs the same
-// source on the CPU, for tests. Three things are written the same way for both:
+// source on the CPU, for tests. Four things are written the same way for both:
 //
 //   HPO_LAUNCH(kernel, grid, block, dynamic_shared_bytes, stream, arguments...);   // templates: (kernel<float, 256>)
+//   HPO_LAUNCH_TOGETHER(the same);   // a cooperative launch: inside, hpo::sync_grid() is a barrier of all its blocks
 //   HPO_SHARED(float, partial, [WARPS]);        HPO_SHARED(bool, last, );
 //   HPO_DYN_SHARED(float, tile);                HPO_DYN_SHARED_AT(int, counts, byte_offset);
 //
@@ -14,15 +15,47 @@
 #if defined(HPO_EMULATE)
 #include "cuda_emulation.h"
 #else
+#include <cooperative_groups.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+
+#include <utility>
+
+namespace hpo {
+
+template <class... Parameters, class... Arguments>
+void launch_together(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t dynamic_shared_bytes, cudaStream_t stream,
+                     Arguments&&... arguments) {
+  cudaLaunchAttribute together{};
+  together.id = cudaLaunchAttributeCooperative;
+  together.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = dynamic_shared_bytes;
+  config.stream = stream;
+  config.attrs = &together;
+  config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);  // cudaGetLastError knows how it went
+}
+
+// Its state is the launch's own, set up by the driver: no workspace that something would have to clear first.
+__device__ __forceinline__ void sync_grid() { cooperative_groups::this_grid().sync(); }
+
+}  // namespace hpo
 
 #define HPO_LAUNCH(kernel, grid, block, dynamic_shared_bytes, stream, ...)      \
   do {                                                                          \
     static ::hpo::LaunchCounter hpo_launch_counter(#kernel);                    \
     hpo_launch_counter.add();                                                   \
     kernel<<<(grid), (block), (dynamic_shared_bytes), (stream)>>>(__VA_ARGS__); \
+  } while (0)
+#define HPO_LAUNCH_TOGETHER(kernel, grid, block, dynamic_shared_bytes, stream, ...)           \
+  do {                                                                                        \
+    static ::hpo::LaunchCounter hpo_launch_counter(#kernel);                                  \
+    hpo_launch_counter.add();                                                                 \
+    ::hpo::launch_together(kernel, grid, block, dynamic_shared_bytes, stream, ##__VA_ARGS__); \
   } while (0)
 
 #define HPO_SHARED(type, name, dimensions) __shared__ type name dimensions

@@ -7,6 +7,7 @@ from .hierarchical import fiberpo, step_gspo
 from .inputs import (
     archer_bounds,
     bpo_target,
+    chord_weight,
     clip_cov_mask,
     dcpo_bounds,
     gbpo_target,
@@ -76,6 +77,7 @@ __all__ = [
     "bpo_target",
     "capo",
     "ce_gppo",
+    "chord_weight",
     "cispo",
     "clip_cov",
     "clip_cov_mask",

@@ -188,6 +188,14 @@ def fiberpo(s, epsilon=0.2, plus=0.2, minus=0.2, slope=None):
     return base * fiber * s.A
 
 
+def apc(s, delta=0.1):
+    """Definition 3.2: what a token may deviate is what the others leave of the budget."""
+    deviation = ratio(s) - 1
+    others = deviation.abs().sum() - deviation.abs()
+    budget = (deviation.numel() * delta - others).clamp(min=0)
+    return (torch.minimum(torch.maximum(deviation, -budget), budget) + 1) * s.A
+
+
 def p3o(s, epsilon=0.2):
     """The log-probability of a sequence is the sum over its tokens, so each of them has the weight of the pair."""
     joint = product(s) if s.other is None else product(s) * product(s.other)

@@ -84,6 +84,8 @@ PRESETS = {
         functools.partial(paper.fiberpo, epsilon=0.1, plus=0.06, minus=0.05, slope=2.0),
         "",
     ),
+    "apc": (gates.reconstructed.apc(0.12), functools.partial(paper.apc, delta=0.12), ""),
+    "apc, censored": (gates.reconstructed.apc(0.02), functools.partial(paper.apc, delta=0.02), ""),
     "p3o": (gates.reconstructed.p3o(), paper.p3o, "pairs"),
     "chord, rows of an expert": (gates.reinforce(), paper.chord_expert, "chord_weight"),
     "hispo": (gates.hispo(0.05, 0.2), functools.partial(paper.hispo, sequence=0.05, token=0.2), "roll"),
@@ -365,6 +367,9 @@ WORKED = {  # (gate, weights, loss, gradient), advantages 1 and -.5
     "ppo_penalty": (
         gates.ppo_penalty(), MEAN, -0.189558,
         (-0.187839, -0.130622, -0.149449, 0.043170, 0.095774, 0.073160, 0.067248),
+    ),
+    "apc": (
+        gates.reconstructed.apc(), SMTM, -0.278448, (0, -0.150806, 0.175212, 0.041895, 0.080252, 0, 0)
     ),
     "bpo": (
         gates.bpo(), MEAN, 0.155188, (0.192837, -0.129262, -0.150182, -0.047880, 0.091716, 0.072872, 0.067945)

@@ -86,7 +86,15 @@ struct Call {
   // The log-ratio of a token as it enters aggregates.
   template <bool PRE_GATED>
   __device__ __forceinline__ float entering(const Token& token) const {
-    return PRE_GATED ? pre_gate(term, token.negative, token.x) : token.x;
+    return PRE_GATED ? pre_gate(term, gate.structure.head, token.negative, token.x) : token.x;
+  }
+
+  // Of what aggregates hand to a token, what arrives at its log-ratio.
+  template <bool PRE_GATED>
+  __device__ __forceinline__ float through_pre_gate(const Token& token, float flow) const {
+    if (!PRE_GATED) return flow;
+    const float slope = pre_gate_slope(term, gate.structure.head, token.negative, token.x);
+    return slope == 0.0f ? 0.0f : slope * flow;
   }
 };
 
@@ -215,7 +223,7 @@ __device__ __forceinline__ PolicyTerm general_term(const Call& call, const Gated
                        : gated.below ? by_sign(numbers.weight_low, negative)
                                      : 1.0f;
   const HeadTerm<float> term = head_term(head, negative, by_sign(numbers.head, negative), clamp(gated.z, -most, most),
-                                         a * factor, kept * factor, token.infinite ? 0.0f : logp, target);
+                                         token.x, a * factor, kept * factor, token.infinite ? 0.0f : logp, target);
   return {token.infinite && head == Head::score ? 0.0f : term.loss, term.slope,
           (passes ? term.slope * gated.slope : 0.0f) + term.direct};
 }
@@ -451,8 +459,7 @@ __device__ __forceinline__ void deliver_tile(const Call& call, const Unit& tile,
     for (int i = 0; i < 4; ++i) {
       const Token token = judge<true, PRE_GATED>(call.gate, row, inputs, i);
       if (!group.whole && group.has(i)) grad[i] = to[i];
-      const bool receives = token.valid && !token.infinite && call.entering<PRE_GATED>(token) == token.x;
-      if (receives) grad[i] += token.x < 0.0f ? falling : rising;
+      if (token.valid && !token.infinite) grad[i] += call.through_pre_gate<PRE_GATED>(token, token.x < 0.0f ? falling : rising);
     }
     write(call.gate.args.grad, group, grad);
   });
@@ -490,7 +497,7 @@ extern "C" int hpo_hierarchy(const hpo::PolicyLossArgs* args, const hpo::GateStr
   call.first_blocks = blocks_for(std::max({args->tokens / 4, args->rows, hierarchy->depth * hierarchy->pieces * kWords}));
   const dim3 first(call.first_blocks), blocks(blocks_for(kWarp * units_of(args->tokens, hierarchy->pieces))), block(kThreads);
   HPO_LAUNCH(prepare_pieces, first, block, 0, stream, call);
-  const bool pre_gated = pre_gates(hierarchy->term);
+  const bool pre_gated = pre_gates(hierarchy->term, structure->head);
   if (hierarchy->depth > 0) {
     if (pre_gated) HPO_LAUNCH((sum_pieces<true>), blocks, block, 0, stream, call);
     else HPO_LAUNCH((sum_pieces<false>), blocks, block, 0, stream, call);

@@ -5,9 +5,36 @@ from __future__ import annotations
 from ..checks import check
 from ..specs import Aggregate, Head, Routing, Unit
 from .hierarchical import _pessimistic, _residual_clip
-from .ratio_gate import Clip, Drop, Identity, Level, Provenance, RatioGate, Rollback
+from .ratio_gate import Clip, Drop, Excess, Identity, Level, Provenance, RatioGate, Rollback
 
-__all__ = ["fiberpo_domain", "mdpo", "p3o", "two_scale"]
+__all__ = ["apc", "fiberpo_domain", "mdpo", "p3o", "two_scale"]
+
+
+def apc(delta: float = 0.1) -> RatioGate:
+    """APC-Obj, aggregational policy censoring: ``loss_t = -A (1 + clip(r - 1, -B, B))``, B what the other tokens of the
+    trajectory leave of a budget of deviations (arXiv 2603.08239, definition 3.2 as a reproduction quotes it).
+
+    ``B_t = max(n delta - sum_{u != t} |r_u - 1|, 0)``, n the trajectory's tokens, is differentiated too. So while the
+    mean of ``|r - 1|`` is at most ``delta`` the objective is ``r A``; beyond, each deviation shrinks by the excess of
+    their sum over ``n delta``, and vanishes where it is smaller. What is left of token t then has no gradient through
+    t's own ratio, only through those of the others: each may move towards 1 in favour of the rest.
+
+    Args:
+        delta: of the mean deviation. No number could be verified; 0.1 is that of the worked example.
+
+    Assumed: tokens of the same state, of which the definition speaks, are those of the same trajectory.
+
+    Traps: the excess is a sum. At n = 4096 and delta = 0.1, a mean of 0.101 takes 4 off every deviation: the whole
+    trajectory is censored at once. Aggregate by ``aggregation.seq_mean_token_mean``. In sums a deviation counts for at
+    most 2048.
+
+    >>> apc().first_order.name
+    'EXACT'
+    """
+    level = Level(Excess(delta), aggregate=Aggregate.SUM)
+    return RatioGate(
+        "apc", Drop(), (level,), Head.CENSORED, source="arXiv 2603.08239", provenance=Provenance.RECONSTRUCTED
+    )
 
 
 def fiberpo_domain(

@@ -408,6 +408,24 @@ def test_worked_numbers_of_nft():
     assert out.grad.tolist() == pytest.approx(wanted, abs=1e-6)
 
 
+def test_one_token_that_takes_the_whole_budget(backend):
+    """Its own gradient is 0 to the bit, and the others make room for what they leave it."""
+    x, old = torch.tensor([120.0, 0.1, -0.2, 0.0]), torch.tensor([-121.0, -1.0, -1.0, -1.0])
+    run = functools.partial(
+        hpo.policy_loss_and_grad, old + x, old, torch.tensor([2.0]), hpo.PackedBatch.from_lengths([4]),
+        weights=torch.ones(1), backend=backend,
+    )  # fmt: skip
+    spent = math.exp(0.1) - 1 + 1 - math.exp(-0.2)
+    left = 4 * 0.5 - spent
+    out = run(gate=gates.reconstructed.apc(0.5))
+    assert out.grad.tolist() == pytest.approx([0, 2 * math.exp(0.1), -2 * math.exp(-0.2), 0], rel=1e-6)
+    assert out.grad[0] == out.grad[3] == 0
+    assert out.loss.item() == pytest.approx(-2 * (4 + left), rel=1e-4)
+    out = run(gate=gates.reconstructed.apc(spent / 4 - 0.01))  # they leave nothing
+    assert not out.grad.any()
+    assert out.loss.item() == -8
+
+
 # ---------------------------------------------------------------------------------------- more than one call, or a row
 
 

@@ -65,6 +65,7 @@ class LevelKind(enum.IntEnum):
     )
     TANH = 3  # C tanh(u / C), C = high
     GAMMA = 4  # high + low u - high e^u: the logarithm of a gamma density in e^u
+    EXCESS = 5  # 0 up to n high, n the segment's size; beyond, n high - u
 
 
 class Unit(enum.IntEnum):
@@ -103,6 +104,7 @@ class Head(enum.IntEnum):
     TARGET = 6  # -|A| |r - target|
     NEGATIVE_AWARE = 7  # |A| log max(R, p), straight through; R = r, for A < 0 R = (1 - target r) / (1 - target)
     FLIPPED = 8  # A s, s = r, for A >= 0 s = sg[1 / r^2] r; where s > p: p A logp
+    CENSORED = 9  # A (1 + sign(x) max(|e^x - 1| + z, 0)), x the token's own log-ratio; levels aggregate |e^x - 1|
 
 
 class Penalty(enum.IntEnum):

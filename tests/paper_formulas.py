@@ -1,7 +1,8 @@
 """Ratio methods as their papers and official codes state them: the objective J of one sequence, token by token, to be
 maximised, differentiable by autograd. Nothing here knows hpo_core.
 
-``s``: a sequence with ``l``, ``old``, ``roll``, ``A`` ``[n]`` and whatever else a method needs, valid tokens only.
+``s``: a sequence with ``l``, ``old``, ``roll``, ``A`` ``[n]`` and whatever else a method needs, valid tokens only;
+``s.other``: the sequence it makes a pair with, or None.
 """
 
 import torch
@@ -185,6 +186,25 @@ def fiberpo(s, epsilon=0.2, plus=0.2, minus=0.2, slope=None):
     opposite = torch.where(label > 0, log_minus, log_plus)
     fiber = log_clip(-label * same + x) / log_clip(-label * opposite)
     return base * fiber * s.A
+
+
+def apc(s, delta=0.1):
+    """Definition 3.2: what a token may deviate is what the others leave of the budget."""
+    deviation = ratio(s) - 1
+    others = deviation.abs().sum() - deviation.abs()
+    budget = (deviation.numel() * delta - others).clamp(min=0)
+    return (torch.minimum(torch.maximum(deviation, -budget), budget) + 1) * s.A
+
+
+def p3o(s, epsilon=0.2):
+    """The log-probability of a sequence is the sum over its tokens, so each of them has the weight of the pair."""
+    joint = product(s) if s.other is None else product(s) * product(s.other)
+    return sg(clip(joint, epsilon, epsilon)) * s.A * s.l
+
+
+def chord_expert(s):
+    p = sg(torch.exp(s.l))
+    return p * (1 - p) * s.A * s.l
 
 
 def hispo(s, sequence=0.1, token=0.5, triplet=(0.2, 3.0, 0.28)):

@@ -17,6 +17,7 @@ from hpo_core.gates import (
     Clip,
     Correction,
     Drop,
+    Excess,
     Head,
     Identity,
     Level,
@@ -67,6 +68,13 @@ GATES = {
     "dropped, self": RatioGate("dropped", Drop(), levels(*FOUR[:2], routing=Routing.SELF)),
     "zeroed at once": RatioGate("zeroed", Clip((0.9, 0.95), (1.1, 1.05)), (Level(Rollback((0.01, 0.02), math.inf)),)),
     "score": RatioGate("score", SMALL, levels(*FOUR), Head.SCORE),
+    **{
+        f"censored, {unit.name.lower()}": RatioGate(
+            "censored", Drop(), (Level(Excess(0.07), unit=unit, aggregate=Aggregate.SUM),), Head.CENSORED
+        )
+        for unit in (STEP, Unit.TRAJECTORY, GROUP)
+    },
+    "p3o": gates.reconstructed.p3o(),
 }
 EXACT = {name: gate for name, gate in GATES.items() if gate.first_order is gates.FirstOrder.EXACT}
 every_gate = pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
@@ -160,6 +168,13 @@ def naive_gate(gate, u, sign, channel, n):
     return torch.zeros_like(u) if isinstance(gate, Drop) else u
 
 
+def naive_censored(x, t, members, gate):
+    """The deviation of a token's ratio from 1, within what the others leave of the budget."""
+    spent = sum((torch.exp(x[u]) - 1).abs() for u in members if u != t)
+    left = (len(members) * gate.levels[0].gate.budget - spent + 0 * x[t]).clamp(min=0)
+    return torch.minimum(torch.maximum(torch.exp(x[t]) - 1, -left), left)
+
+
 def naive(example, gate, advantages=None):
     """Loss and gradient in float64 from loops over tokens and segments; knows nothing of the package's own code."""
     logp = example.logp.double().requires_grad_()
@@ -192,6 +207,8 @@ def naive(example, gate, advantages=None):
                 z = z + (1 if channel == 0 else -1) * gated
         ratio = torch.exp(z)
         objective = ratio if gate.head is Head.LINEAR else ratio.detach() * logp[t]
+        if gate.head is Head.CENSORED:
+            objective = 1 + naive_censored(x, t, [u for u in valid if segments[0][u] == segments[0][t]], gate)
         loss = loss - example.weights[row[t]].double() * advantages[t] * objective
     (grad,) = torch.autograd.grad(loss, logp) if loss.requires_grad else (torch.zeros_like(logp),)
     return loss.detach(), grad

@@ -84,6 +84,10 @@ PRESETS = {
         functools.partial(paper.fiberpo, epsilon=0.1, plus=0.06, minus=0.05, slope=2.0),
         "",
     ),
+    "apc": (gates.reconstructed.apc(0.12), functools.partial(paper.apc, delta=0.12), ""),
+    "apc, censored": (gates.reconstructed.apc(0.02), functools.partial(paper.apc, delta=0.02), ""),
+    "p3o": (gates.reconstructed.p3o(), paper.p3o, "pairs"),
+    "chord, rows of an expert": (gates.reinforce(), paper.chord_expert, "chord_weight"),
     "hispo": (gates.hispo(0.05, 0.2), functools.partial(paper.hispo, sequence=0.05, token=0.2), "roll"),
     "opsm": (gates.opsm(0.01), functools.partial(paper.opsm, delta=0.01), "roll"),
     "decoupled": (gates.decoupled(), paper.decoupled, "roll"),
@@ -130,7 +134,7 @@ class Example:
         self.mask = torch.rand(tokens, generator=draw) < 0.8
         self.mask[5:14] = seed % 2 == 0  # sometimes a whole sequence is masked
         self.batch = hpo.PackedBatch.from_lengths(list(lengths))
-        self.batch = hpo.PackedBatch(self.batch.cu_seqlens, self.mask)
+        self.batch = hpo.PackedBatch(self.batch.cu_seqlens, self.mask, group_ids=torch.arange(self.rows) // 2)
         self.old_logp = -torch.rand(tokens, generator=draw) * 3 - 0.8
         self.logp = self.old_logp + spread * torch.randn(tokens, generator=draw)
         self.rollout_logp = self.old_logp + spread / 3 * torch.randn(tokens, generator=draw)
@@ -150,6 +154,8 @@ class Example:
             "penalty_mask": {"penalty_mask": self.penalty_mask},
             "target": {"target": self.target},
             "roll": {"rollout_logp": self.rollout_logp},
+            "pairs": {},
+            "chord_weight": {"token_weight": gates.chord_weight(self.logp.double())},
         }
         return {"old_logp": self.old_logp, **taken[given]}
 
@@ -170,13 +176,12 @@ class Example:
     def naive(self, objective, given, dtype=torch.float64):
         """Loss and gradient from the paper's formula, sequence by sequence."""
         logp = self.logp.to(dtype).requires_grad_()
-        loss, begin = logp.sum() * 0, 0
+        sequences, begin = [], 0
         for row, length in enumerate(self.lengths):
             here = torch.arange(begin, begin + length)[self.mask[begin : begin + length]]
             begin += length
-            if here.numel() == 0:
-                continue
             s = SimpleNamespace(
+                here=here,
                 l=logp[here],
                 old=self.old_logp.to(dtype)[here],
                 roll=self.rollout_logp.to(dtype)[here],
@@ -185,10 +190,18 @@ class Example:
                 high=self.high.to(dtype)[here],
                 target=self.target.to(dtype)[row],
                 pays=self.penalty_mask[here],
+                other=None,
             )
+            sequences.append(s)
+        for first, second in zip(sequences[::2], sequences[1::2], strict=False):
+            first.other, second.other = second, first
+        loss = logp.sum() * 0
+        for row, s in enumerate(sequences):
+            if s.here.numel() == 0:
+                continue
             term = objective(s)
             if given == "token_mask":
-                term = torch.where(self.token_mask[here], term, torch.zeros_like(term))
+                term = torch.where(self.token_mask[s.here], term, torch.zeros_like(term))
             loss = loss - self.weights.to(dtype)[row] * term.sum()
         (grad,) = torch.autograd.grad(loss, logp)
         return loss.detach(), grad
@@ -243,7 +256,9 @@ def test_extreme_log_ratios_stay_finite(name, backend):
 EXACT = [
     name
     for name, (gate, _, given) in PRESETS.items()
-    if gate.first_order is FirstOrder.EXACT and gate.penalty is not Penalty.K1 and given != "target"
+    if gate.first_order is FirstOrder.EXACT
+    and gate.penalty is not Penalty.K1
+    and given not in ("target", "chord_weight")
 ]
 
 
@@ -353,6 +368,9 @@ WORKED = {  # (gate, weights, loss, gradient), advantages 1 and -.5
         gates.ppo_penalty(), MEAN, -0.189558,
         (-0.187839, -0.130622, -0.149449, 0.043170, 0.095774, 0.073160, 0.067248),
     ),
+    "apc": (
+        gates.reconstructed.apc(), SMTM, -0.278448, (0, -0.150806, 0.175212, 0.041895, 0.080252, 0, 0)
+    ),
     "bpo": (
         gates.bpo(), MEAN, 0.155188, (0.192837, -0.129262, -0.150182, -0.047880, 0.091716, 0.072872, 0.067945)
     ),
@@ -388,6 +406,86 @@ def test_worked_numbers_of_nft():
     assert out.loss.item() == pytest.approx(-0.291278, abs=1e-6)
     wanted = (-0.5, -0.5, -0.5, 0.252061, 0.642013, 0.510101, 0.453497)
     assert out.grad.tolist() == pytest.approx(wanted, abs=1e-6)
+
+
+def test_one_token_that_takes_the_whole_budget(backend):
+    """Its own gradient is 0 to the bit, and the others make room for what they leave it."""
+    x, old = torch.tensor([120.0, 0.1, -0.2, 0.0]), torch.tensor([-121.0, -1.0, -1.0, -1.0])
+    run = functools.partial(
+        hpo.policy_loss_and_grad, old + x, old, torch.tensor([2.0]), hpo.PackedBatch.from_lengths([4]),
+        weights=torch.ones(1), backend=backend,
+    )  # fmt: skip
+    spent = math.exp(0.1) - 1 + 1 - math.exp(-0.2)
+    left = 4 * 0.5 - spent
+    out = run(gate=gates.reconstructed.apc(0.5))
+    assert out.grad.tolist() == pytest.approx([0, 2 * math.exp(0.1), -2 * math.exp(-0.2), 0], rel=1e-6)
+    assert out.grad[0] == out.grad[3] == 0
+    assert out.loss.item() == pytest.approx(-2 * (4 + left), rel=1e-4)
+    out = run(gate=gates.reconstructed.apc(spent / 4 - 0.01))  # they leave nothing
+    assert not out.grad.any()
+    assert out.loss.item() == -8
+
+
+# ---------------------------------------------------------------------------------------- more than one call, or a row
+
+
+def test_p3o_from_rewards(backend):
+    """The gradient of the paper: ``E[clip(W) (R_1 - R_2) / 2 grad log(pi(y_1) / pi(y_2))]`` over pairs."""
+    example, rewards = Example(1), torch.tensor([1.0, 0.0, 0.5, 2.0, -1.0, 1.5])
+    rows = slice(0, sum(example.lengths[:6]))
+    batch, _ = example.batch.select([0, 1, 2, 3, 4, 5])
+    advantages = hpo.advantages.dr_grpo(rewards, batch.group_ids)
+    weights = hpo.aggregation.seq_mean_token_sum(batch, total=3)
+    logp, old_logp = example.logp[rows], example.old_logp[rows]
+    out = hpo.policy_loss_and_grad(
+        logp, old_logp, advantages, batch, gates.reconstructed.p3o(), weights=weights, backend=backend
+    )
+    leaf = logp.double().requires_grad_()
+    valid = torch.where(example.mask[rows], 1.0, 0.0).double()
+    of_row = torch.stack([part.sum() for part in (leaf * valid).split(example.lengths[:6])])
+    ratio = of_row - torch.stack([part.sum() for part in (old_logp * valid).split(example.lengths[:6])])
+    loss = torch.zeros((), dtype=torch.float64)
+    for one, two in ((0, 1), (2, 3), (4, 5)):
+        joint = torch.exp(ratio[one] + ratio[two]).detach().clamp(0.8, 1.2)
+        loss = loss - joint * (rewards[one] - rewards[two]) / 2 * (of_row[one] - of_row[two]) / 3
+    (grad,) = torch.autograd.grad(loss, leaf)
+    torch.testing.assert_close(out.grad.double(), grad, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(out.loss.double(), loss.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_chord(backend):
+    """``(1 - mu) L_GRPO + mu L_SFT`` in two calls, each with the mean over its own tokens."""
+    example, mu = Example(1), 0.3
+    expert = torch.tensor([False, True, False, True, False, True, False])
+    row = torch.repeat_interleave(torch.arange(example.rows), torch.tensor(example.lengths))
+    logp = example.logp.clone().requires_grad_()
+    mean = functools.partial(hpo.aggregation.token_mean, example.batch)
+    grpo = hpo.policy_loss(
+        logp, example.old_logp, example.advantages, example.batch, backend=backend,
+        weights=mean(selected=~expert[row]) * (1 - mu) * ~expert,
+    )  # fmt: skip
+    sft = hpo.policy_loss(
+        logp, None, torch.ones(example.rows), example.batch, gates.reinforce(), backend=backend,
+        weights=mean(selected=expert[row]) * mu * expert, token_weight=gates.chord_weight(logp),
+    )  # fmt: skip
+    (grpo.loss + sft.loss).backward()
+    leaf = example.logp.double().requires_grad_()
+    usual, others = (example.mask & kind for kind in (~expert[row], expert[row]))
+    s = SimpleNamespace(l=leaf[usual], old=example.old_logp.double()[usual], A=example.advantages.double()[row[usual]])
+    p = leaf.detach().exp()[others]
+    loss = -(1 - mu) * paper.ppo_clip(s).mean() - mu * (p * (1 - p) * leaf[others]).mean()
+    (grad,) = torch.autograd.grad(loss, leaf)
+    torch.testing.assert_close((grpo.loss + sft.loss).double(), loss.detach(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(logp.grad.double(), grad, rtol=1e-6, atol=1e-9)
+
+
+def test_the_weight_of_an_expert_token():
+    """Exact where p is nearly 1, never negative, 0 at both ends."""
+    logp = torch.tensor([-1e-6, 0.0, 1e-6, -torch.inf, math.log(0.5), math.nan])
+    weight = gates.chord_weight(logp.requires_grad_())
+    torch.testing.assert_close(weight[:5], torch.tensor([1e-6, 0.0, 0.0, 0.0, 0.25]), rtol=2e-6, atol=0)
+    assert weight[5].isnan()
+    assert not weight.requires_grad
 
 
 # --------------------------------------------------------------------------------------------------------- constructors

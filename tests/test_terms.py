@@ -16,6 +16,7 @@ from hpo_core.gates import (
     Clip,
     Correction,
     Drop,
+    Excess,
     Gamma,
     Head,
     Identity,
@@ -38,12 +39,20 @@ NUMBERS = {Head.FLIPPED: (1.05, 1.06)}
 BEYOND = Clip((0.93, 0.9), (1.08, 1.05), (0.5, 0.25), (0.3, 1.0), (1.1, 0.75), (0.6, 1.2))
 SLOPES = Clip((0.93, 0.9), (1.08, 1.05), (0.5, 0.25), (0.3, 1.0))
 SMALL = LogClip((-0.05, -0.08), (0.06, 0.04))
+CENSORED = {
+    "token": (Unit.TRAJECTORY, Routing.THROUGH),
+    "split": (Unit.GROUP, Routing.THROUGH),
+    "pre-gated": (Unit.STEP, Routing.STOPPED),
+}
 BUDGETS = Level(Rollback((0.03, 0.02), most=3.0))
 
 
 def gate_of(head, kind):
     numbers = NUMBERS.get(head, (0.7, 1.3))
     shared = {"head": head, "head_numbers": numbers, "penalty": Penalty.K3, "penalty_coefficient": 0.1}
+    if head is Head.CENSORED:  # it knows no other levels
+        unit, routing = CENSORED[kind]
+        return RatioGate(kind, Drop(), (Level(Excess(0.07), routing, unit, Aggregate.SUM),), **shared)
     if kind == "token":
         return RatioGate("token", BEYOND, **shared)
     if kind == "split":

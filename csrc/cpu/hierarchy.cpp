@@ -500,7 +500,7 @@ struct Sweeps {
     const bool may = may_be_plain(call.args) && !call.args.target;
     Tile& tile = scratch.tile;
     bool plain = may && !plan.term_loop && !plan.driven;
-    const bool as_they_are = may && !pre_gates(plan.hierarchy.term), split = plan.hierarchy.split;
+    const bool as_they_are = may && !plan.term.pre_gated, split = plan.hierarchy.split;
     for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
       RowLogRatios row;
       const auto measure_row = split ? measure_plain_row<true> : measure_plain_row<false>;
@@ -541,11 +541,10 @@ struct Sweeps {
     for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
       if (plain) return add_flow_to_plain(call.args, at, n, rising, falling);
       load(call, at, n, scratch.whole, true, tile, scratch.counted);
-      const float* entering = load_entering(plan.term, tile, n, scratch.terms);
       float* __restrict grad = call.args.grad + at;
       for (int i = 0; i < n; ++i) {
-        const bool receives = tile.kind[i] != kAbsent && tile.infinite[i] == 0 && entering[i] == tile.x[i];
-        grad[i] += keep_if(receives, tile.x[i] < 0.0f ? falling : rising);
+        const bool receives = tile.kind[i] != kAbsent && tile.infinite[i] == 0;
+        grad[i] += keep_if(receives, plan.term.through_pre_gate(tile, i, tile.x[i] < 0.0f ? falling : rising));
       }
     });
   }

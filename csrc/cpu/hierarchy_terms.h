@@ -36,13 +36,20 @@ struct TermPlan {
         split(hierarchy.split),
         drop(call.structure.token == TokenGate::drop),
         keep(hierarchy.depth > 0 && hierarchy.levels[0].routing == Routing::self ? 0.0f : 1.0f),
-        pre_gated(pre_gates(hierarchy.term)) {}
+        pre_gated(pre_gates(hierarchy.term, head)) {}
+
+  // Of what aggregates hand to a token, what arrives at its log-ratio.
+  float through_pre_gate(const Tile& tile, int i, float flow) const {
+    if (!pre_gated) return flow;
+    const float slope = pre_gate_slope(numbers, head, tile.kind[i] == kNegative, tile.x[i]);
+    return keep_if(slope != 0.0f, slope * flow);
+  }
 };
 
-// The log-ratios that are aggregated.
+// What is aggregated of the log-ratios.
 inline const float* load_entering(const TermPlan& plan, const Tile& tile, int n, TokenTerms& terms) {
   if (!plan.pre_gated) return tile.x;
-  for (int i = 0; i < n; ++i) terms.entering[i] = pre_gate(plan.numbers, tile.kind[i] == kNegative, tile.x[i]);
+  for (int i = 0; i < n; ++i) terms.entering[i] = pre_gate(plan.numbers, plan.head, tile.kind[i] == kNegative, tile.x[i]);
   return terms.entering;
 }
 
@@ -73,7 +80,7 @@ GateCounts term_loop(const TermPlan& plan, const PieceGate& piece, const Tile& t
   Ints chosen = {}, below = {}, above = {}, flows = {};
   for (int i = 0; i < n; i += kWidth) {
     const Ints kind = load_lanes<Ints>(tile.chosen + i), present = kind != kAbsent, negative = kind == kNegative;
-    const Floats entering = load_lanes<Floats>(entering_logs + i);
+    const Floats entering = load_lanes<Floats>(entering_logs + i), x = load_lanes<Floats>(tile.x + i);
     const GatedTokenNumber<Floats> token =
         gate_token<Floats>(piece, plan.split, plan.drop, plan.keep, negative, entering, load_lanes<Floats>(terms.low + i),
                            load_lanes<Floats>(terms.high + i), by_sign<Floats>(negative, numbers.slope_low),
@@ -83,11 +90,11 @@ GateCounts term_loop(const TermPlan& plan, const PieceGate& piece, const Tile& t
     const Floats outside_high = by_sign<Floats>(negative, numbers.weight_high);
     const Floats factor = token.above ? outside_high : (token.below ? outside_low : one);
     const HeadTerm<Floats> term =
-        head_term<Floats>(kHead, negative, by_sign<Floats>(negative, numbers.head), clamp(token.z, -most, most),
+        head_term<Floats>(kHead, negative, by_sign<Floats>(negative, numbers.head), clamp(token.z, -most, most), x,
                           load_lanes<Floats>(coefficient + i) * factor, load_lanes<Floats>(terms.kept + i) * factor,
                           load_lanes<Floats>(terms.logp + i), load_lanes<Floats>(terms.target + i));
     const Floats slope = keep_if(present, term.slope);
-    const Floats through = keep_if(entering == load_lanes<Floats>(tile.x + i), slope * token.slope);
+    const Floats through = keep_if(entering == x, slope * token.slope);
     store_lanes(keep_if(present, term.loss), loss + i);
     store_lanes(keep_if(present, through + term.direct), grad + i);
     store_lanes(slope, terms.slope + i);
@@ -119,6 +126,7 @@ inline TermLoop pick_term_loop(Head head) {
     case Head::target: return term_loop<Head::target>;
     case Head::negative_aware: return term_loop<Head::negative_aware>;
     case Head::flipped: return term_loop<Head::flipped>;
+    case Head::censored: return term_loop<Head::censored>;
     default: return term_loop<Head::linear>;
   }
 }

@@ -93,7 +93,15 @@ struct Call {
   // The log-ratio of a token as it enters aggregates.
   template <bool PRE_GATED>
   __device__ __forceinline__ float entering(const Token& token) const {
-    return PRE_GATED ? pre_gate(term, token.negative, token.x) : token.x;
+    return PRE_GATED ? pre_gate(term, gate.structure.head, token.negative, token.x) : token.x;
+  }
+
+  // Of what aggregates hand to a token, what arrives at its log-ratio.
+  template <bool PRE_GATED>
+  __device__ __forceinline__ float through_pre_gate(const Token& token, float flow) const {
+    if (!PRE_GATED) return flow;
+    const float slope = pre_gate_slope(term, gate.structure.head, token.negative, token.x);
+    return slope == 0.0f ? 0.0f : slope * flow;
   }
 };
 
@@ -228,7 +236,7 @@ __device__ __forceinline__ PolicyTerm general_term(const Call& call, const Gated
                        : gated.below ? by_sign(numbers.weight_low, negative)
                                      : 1.0f;
   const HeadTerm<float> term = head_term(head, negative, by_sign(numbers.head, negative), clamp(gated.z, -most, most),
-                                         a * factor, kept * factor, token.infinite ? 0.0f : logp, target);
+                                         token.x, a * factor, kept * factor, token.infinite ? 0.0f : logp, target);
   return {token.infinite && head == Head::score ? 0.0f : term.loss, term.slope,
           (passes ? term.slope * gated.slope : 0.0f) + term.direct};
 }
@@ -369,7 +377,7 @@ __device__ __forceinline__ void hand_up(const Call& call, const Way& way, int in
   if (!way.open) return;
   const double mine = handed_up(work.slopes, way.level, way.channel, flow);
   call.workspace.handed[int64_t(index) * kHanded + lane()] = mine;
-  const uint64_t magnitude = uint64_t(__double_as_longlong(fabs(mine)));
+  const uint64_t magnitude = uint64_t(magnitude_of(mine));
   uint64_t* const largest = call.workspace.largest + way.at(call, work.unit.piece);
   if (*largest < magnitude) atomicMax(largest, magnitude);  // it only grows: few get past the question
 }
@@ -410,16 +418,6 @@ __global__ void __launch_bounds__(kThreads, 2) sweep_pieces(const Call call) {
 }
 
 // ------------------------------------------------------------------------------------- gradient through aggregates
-//
-// Gradients have no range that fixed point could have been made for, so a segment's unit follows the largest magnitude handed
-// to it: 2^37 of them reach the next power of two, and there are fewer than 2^25 tiles (see to_fixed).
-
-constexpr int kSmallest = 100, kOverflow = 2047;  // exponents of doubles: below the first, steps stay as they are
-
-__device__ __forceinline__ int exponent_of(uint64_t largest) { return max(int(largest >> 52), kSmallest); }
-__device__ __forceinline__ double power_of_two(int exponent) { return __longlong_as_double(int64_t(exponent) << 52); }
-__device__ __forceinline__ double step_of(int exponent) { return power_of_two(exponent - 36); }
-__device__ __forceinline__ double steps_in_one(int exponent) { return power_of_two(2082 - exponent); }
 
 __device__ __forceinline__ void couple_segments(const Call& call, bool broken) {
   const Way way(call);
@@ -427,23 +425,19 @@ __device__ __forceinline__ void couple_segments(const Call& call, bool broken) {
   for_each_unit(call.pieces(broken, int(gridDim.x)), [&](int index, const PieceUnit& unit) {
     if (!way.open) return;
     const int64_t at = way.at(call, unit.piece);
-    const int exponent = exponent_of(call.workspace.largest[at]);
-    if (exponent == kOverflow) return;
     const double mine = call.workspace.handed[int64_t(index) * kHanded + lane()];
-    carrier.add(call.workspace.arriving + at, int64_t(rint(mine * steps_in_one(exponent))));
+    carrier.add(call.workspace.arriving + at, in_steps(mine, int64_t(call.workspace.largest[at])));
   });
   carrier.flush();
 }
 
-// What arrives at one level and channel for each token of the piece. Infinity and NaN stay what they are.
+// What arrives at one level and channel for each token of the piece.
 __device__ __forceinline__ double arriving(const Call& call, const Way& way, int piece) {
   if (!way.open) return 0.0;
   const int64_t at = way.at(call, piece);
-  const uint64_t largest = call.workspace.largest[at];
-  const int exponent = exponent_of(largest);
-  if (exponent == kOverflow) return __longlong_as_double(int64_t(largest));
   const int64_t valid = call.workspace.segments[call.segment_of(way.level, piece) * kWords];
-  return double(call.workspace.arriving[at]) * step_of(exponent) / divisor(call.hierarchy.levels[way.level], valid);
+  const double sum = arrived(call.workspace.arriving[at], int64_t(call.workspace.largest[at]));
+  return sum / divisor(call.hierarchy.levels[way.level], valid);
 }
 
 template <bool PRE_GATED>
@@ -461,8 +455,7 @@ __device__ __forceinline__ void deliver_tile(const Call& call, const Unit& tile,
     for (int i = 0; i < 4; ++i) {
       const Token token = judge<true, PRE_GATED>(call.gate, row, inputs, i);
       if (!group.whole && group.has(i)) grad[i] = to[i];
-      const bool receives = token.valid && !token.infinite && call.entering<PRE_GATED>(token) == token.x;
-      if (receives) grad[i] += token.x < 0.0f ? falling : rising;
+      if (token.valid && !token.infinite) grad[i] += call.through_pre_gate<PRE_GATED>(token, token.x < 0.0f ? falling : rising);
     }
     write(call.gate.args.grad, group, grad);
   });
@@ -527,6 +520,6 @@ extern "C" int hpo_hierarchy(const hpo::PolicyLossArgs* args, const hpo::GateStr
   using namespace hpo;
   const cudaStream_t stream = reinterpret_cast<cudaStream_t>(context);
   Call call(*args, *structure, *numbers, *hierarchy);
-  pre_gates(hierarchy->term) ? launch<true>(call, stream) : launch<false>(call, stream);
+  pre_gates(hierarchy->term, structure->head) ? launch<true>(call, stream) : launch<false>(call, stream);
   return int(cudaGetLastError());
 }

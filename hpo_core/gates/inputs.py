@@ -16,6 +16,7 @@ from ..specs import OrderRule
 __all__ = [
     "archer_bounds",
     "bpo_target",
+    "chord_weight",
     "clip_cov_mask",
     "dcpo_bounds",
     "gbpo_target",
@@ -102,6 +103,36 @@ def hapo_bounds(
     lower = torch.where(relative <= 0, low * (1 - alpha * relative), torch.full_like(h, low))
     upper = torch.where(relative > 0, high * (1 + alpha * relative), torch.full_like(h, high))
     return (1 - lower).clamp(min=0), 1 + upper
+
+
+def chord_weight(logp: torch.Tensor) -> torch.Tensor:
+    """``token_weight`` ``[T]`` for CHORD's expert rows: ``p (1 - p)``, p the token's probability (arXiv 2508.11408).
+
+    CHORD is ``(1 - mu) L_GRPO + mu L_SFT``, ``L_SFT = -w p (1 - p) logp`` on rows an expert wrote: two calls of the
+    loss, with weights that are 0 on the rows of the other, under ``reinforce()`` with advantages of 1 for the expert's.
+    What the model is already sure of, or thinks impossible, hardly counts.
+
+    Args:
+        logp: ``[T]`` or ``[B, L]``; a constant here.
+
+    Traps: mu is the trainer's, and follows its schedule: Trinity-RFT takes 0.1, or a linear warm-up and a cosine decay.
+    Each term has a denominator of its own: that of its own rows.
+
+    >>> import hpo_core as hpo
+    >>> batch, mu, expert = PackedBatch.from_lengths([2, 2]), 0.1, torch.tensor([False, True])
+    >>> logp, old_logp = torch.tensor([0.9, 0.5, 0.9, 0.5]).log().requires_grad_(), torch.tensor([0.8, 0.5, 1, 1]).log()
+    >>> of_token = expert.repeat_interleave(2)
+    >>> usual = hpo.aggregation.token_mean(batch, selected=~of_token) * (1 - mu) * ~expert
+    >>> others = hpo.aggregation.token_mean(batch, selected=of_token) * mu * expert
+    >>> grpo = hpo.policy_loss(logp, old_logp, torch.tensor([1.0, 0.0]), batch, weights=usual)
+    >>> weight, ones = chord_weight(logp), torch.ones(2)
+    >>> sft = hpo.policy_loss(logp, None, ones, batch, hpo.gates.reinforce(), weights=others, token_weight=weight)
+    >>> (grpo.loss + sft.loss).backward()
+    >>> logp.grad
+    tensor([-0.5062, -0.4500, -0.0045, -0.0125])
+    """
+    certain = logp.detach().clamp(max=0)  # rounding may lift a log-probability above 0
+    return certain.exp() * -certain.expm1()
 
 
 def clip_cov_mask(

@@ -36,6 +36,7 @@ __all__ = [
     "Clip",
     "Correction",
     "Drop",
+    "Excess",
     "FirstOrder",
     "Gamma",
     "Identity",
@@ -187,10 +188,22 @@ class Gamma:
 
 
 @dataclass(frozen=True)
+class Excess:
+    """``g(u) = -max(u - n budget, 0)``, n the segment's number of tokens: how far a sum is above its budget. For the
+    censored head, whose levels add up ``|r - 1|``.
+    """
+
+    budget: float
+
+    def __post_init__(self) -> None:
+        check(0 <= self.budget < math.inf, "budget: expected a finite number >= 0, got {}", self.budget)
+
+
+@dataclass(frozen=True)
 class Level:
     """A gate on the aggregate log-ratio of each segment of one kind, and how that aggregate carries gradient."""
 
-    gate: Identity | Clip | LogClip | Rollback | Tanh | Gamma
+    gate: Identity | Clip | LogClip | Rollback | Tanh | Gamma | Excess
     routing: Routing = Routing.THROUGH
     unit: Unit = Unit.TRAJECTORY
     aggregate: Aggregate = Aggregate.MEAN
@@ -303,6 +316,14 @@ class RatioGate:
             self.head is Head.SCORE or not any(isinstance(level.gate, Gamma) for level in self.levels),
             "levels: Gamma does not agree with the ratio to first order, so it is a weight; use Head.SCORE",
         )
+        check(
+            self._adds_up_deviations()
+            or not (self.head is Head.CENSORED or any(isinstance(level.gate, Excess) for level in self.levels)),
+            "head: Head.CENSORED goes with one level, Level(Excess(...), aggregate=Aggregate.SUM), over Drop(), and "
+            "Excess with no other head; Routing.SELF, split= and pre= with neither; got Head.{} and levels {}",
+            self.head.name,
+            self.levels,
+        )
         beyond = self.token if isinstance(self.token, Clip) else Clip()
         check(
             not self.split or beyond.slope_low == beyond.slope_high == (0.0, 0.0),
@@ -331,7 +352,7 @@ class RatioGate:
             self.advantage_weights,
         )
         check(
-            self.head in (Head.SCORE, Head.LOG)
+            self.head in _OWN_GRADIENT
             or not isinstance(self.token, Drop)
             or (bool(self.levels) and self.levels[0].routing is not Routing.STOPPED),
             "token: Drop() under the linear head has no gradient unless the finest level carries it; use Head.SCORE",
@@ -358,11 +379,7 @@ class RatioGate:
         Head.TARGET where the target lies on A's side of 1."""
         if self.head is Head.NEGATIVE_AWARE or self.advantage_weights != (1.0, 1.0):
             return FirstOrder.SCALED
-        if (
-            self.head in (Head.SCORE, Head.LOG)
-            or not isinstance(self.token, Drop)
-            or self.levels[0].routing is Routing.SELF
-        ):
+        if self.head in _OWN_GRADIENT or not isinstance(self.token, Drop) or self.levels[0].routing is Routing.SELF:
             return FirstOrder.EXACT
         return FirstOrder.SEGMENT_SUM if self.levels[0].aggregate is Aggregate.SUM else FirstOrder.SEGMENT_MEAN
 
@@ -423,6 +440,15 @@ class RatioGate:
         """Whether the loss needs ``target``."""
         return self.head in (Head.TARGET, Head.NEGATIVE_AWARE)
 
+    def _adds_up_deviations(self) -> bool:
+        """Whether all is as the censored head needs it."""
+        if self.head is not Head.CENSORED or len(self.levels) != 1:
+            return False
+        (level,) = self.levels
+        sums = isinstance(level.gate, Excess) and level.aggregate is Aggregate.SUM
+        alone = isinstance(self.token, Drop) and self.pre is None and not self.split
+        return sums and alone and level.routing is not Routing.SELF
+
     def _term(self) -> TermSpec | None:
         clip = self.token if isinstance(self.token, Clip) else Clip()
         pre_low, pre_high = _log_bounds(self.pre)
@@ -433,6 +459,7 @@ class RatioGate:
         return None if term == TermSpec() and self.head in (Head.LINEAR, Head.SCORE) else term
 
 
+_OWN_GRADIENT = (Head.SCORE, Head.LOG, Head.CENSORED)  # past z, so that the token's own log-ratio may be dropped
 _POSITIVE_NUMBERS = (Head.SIGMOID, Head.SIMPLE, Head.FLIPPED)
 
 
@@ -450,6 +477,8 @@ def _level_spec(level: Level) -> LevelSpec:
         return spec._replace(gate=LevelKind.TANH, high=(gate.bound,) * 4)
     if isinstance(gate, Gamma):
         return spec._replace(gate=LevelKind.GAMMA, low=gate.k * 2, high=gate.lam * 2)
+    if isinstance(gate, Excess):
+        return spec._replace(gate=LevelKind.EXCESS, high=(gate.budget,) * 4)
     return spec
 
 

@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
-from ..specs import Head, Routing, Unit
+from ..checks import check
+from ..specs import Aggregate, Head, Routing, Unit
 from .hierarchical import _pessimistic, _residual_clip
-from .ratio_gate import Drop, Identity, Level, Provenance, RatioGate, Rollback
+from .ratio_gate import Clip, Drop, Excess, Identity, Level, Provenance, RatioGate, Rollback
 
-__all__ = ["fiberpo_domain", "mdpo", "two_scale"]
+__all__ = ["apc", "fiberpo_domain", "mdpo", "p3o", "two_scale"]
+
+
+def apc(delta: float = 0.1) -> RatioGate:
+    """APC-Obj, aggregational policy censoring: ``loss_t = -A (1 + clip(r - 1, -B, B))``, B what the other tokens of the
+    trajectory leave of a budget of deviations (arXiv 2603.08239, definition 3.2 as a reproduction quotes it).
+
+    ``B_t = max(n delta - sum_{u != t} |r_u - 1|, 0)``, n the trajectory's tokens, is differentiated too. So while the
+    mean of ``|r - 1|`` is at most ``delta`` the objective is ``r A``; beyond, each deviation shrinks by the excess of
+    their sum over ``n delta``, and vanishes where it is smaller. What is left of token t then has no gradient through
+    t's own ratio, only through those of the others: each may move towards 1 in favour of the rest.
+
+    Args:
+        delta: of the mean deviation. No number could be verified; 0.1 is that of the worked example.
+
+    Assumed: tokens of the same state, of which the definition speaks, are those of the same trajectory.
+
+    Traps: the excess is a sum. At n = 4096 and delta = 0.1, a mean of 0.101 takes 4 off every deviation: the whole
+    trajectory is censored at once. Aggregate by ``aggregation.seq_mean_token_mean``. In sums a deviation counts for at
+    most 2048.
+
+    >>> apc().first_order.name
+    'EXACT'
+    """
+    level = Level(Excess(delta), aggregate=Aggregate.SUM)
+    return RatioGate(
+        "apc", Drop(), (level,), Head.CENSORED, source="arXiv 2603.08239", provenance=Provenance.RECONSTRUCTED
+    )
 
 
 def fiberpo_domain(
@@ -59,6 +87,33 @@ def mdpo(tau: float = 0.1) -> RatioGate:
         "mdpo", Identity(), head=Head.MIRROR, head_numbers=(tau, tau), source="arXiv 2005.09814",
         provenance=Provenance.RECONSTRUCTED,
     )  # fmt: skip
+
+
+def p3o(epsilon: float = 0.2) -> RatioGate:
+    """P3O, pairwise PPO with a joint clip: ``loss_t = -sg[clip(W)] A logp``, W the product of all token ratios of the
+    two answers of a pair (arXiv 2310.00212, V2; read in other people's summaries).
+
+    The gradient of a pair is ``-w clip(W) (R_1 - R_2) / 2`` times that of ``log pi(y_1) - log pi(y_2)``. The pair is
+    the group: give the batch ``group_ids`` with two rows each, and as advantages ``+-(R_1 - R_2) / 2``, which is
+    ``advantages.dr_grpo(rewards, group_ids)``.
+
+    Args:
+        epsilon: on W. No number could be verified; 0.2 is PPO's.
+
+    Assumed: the clip holds W within ``[1 - epsilon, 1 + epsilon]`` whatever the sign of A, and is a constant. V1, which
+    clips the ratio of each answer before they are multiplied, is not given: how was not to be found out, and a product
+    of clipped ratios is no level.
+
+    Traps: weights are per row: ``aggregation.seq_mean_token_sum(batch)`` gives half the mean over pairs. With more than
+    two rows in a group the product is over all of them. A pair must not be cut into micro-batches.
+
+    >>> p3o().levels[0].unit.name
+    'GROUP'
+    """
+    check(0 <= epsilon < 1, "epsilon: expected a number in [0, 1), got {}", epsilon)
+    low, high = 1.0 - epsilon, 1.0 + epsilon
+    pair = Level(Clip((low, low), (high, high)), Routing.STOPPED, Unit.GROUP, Aggregate.SUM)
+    return RatioGate("p3o", Drop(), (pair,), Head.SCORE, source="arXiv 2310.00212", provenance=Provenance.RECONSTRUCTED)
 
 
 def two_scale(

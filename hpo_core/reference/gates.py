@@ -10,7 +10,8 @@ For token t of row s in trajectory i, with ``m`` the validity mask and ``w`` the
     loss_t = -M_t W_t Phi(z_t, A_t) + beta k(logp_t - ref_logp_t) + kappa p(x_t)
     loss   = sum_t m_t w_s loss_t
 
-``Phi`` is the head, ``A e^z`` for the linear one; p is the term's penalty. A pre-gate clips x before it is aggregated.
+``Phi`` is the head, ``A e^z`` for the linear one; p is the term's penalty. A pre-gate clips x before it is aggregated;
+under the censored head it is ``|e^x - 1|``, at most 2048 with its derivative kept, that is.
 A NaN log-ratio takes its token out of m; an infinite
 one saturates with derivative 0. With a split, x+ = max(x, 0) and x- = max(-x, 0) each go through the gates by
 themselves, and z is the difference. Where steps are a level, a token outside every step is masked.
@@ -44,6 +45,7 @@ __all__ = ["SATURATION", "of_row", "piece_of_token", "policy_loss"]
 
 SATURATION = 60.0
 SQUARE_SATURATION = 30.0  # of z, for the head that squares the ratio
+DEVIATION_SATURATION = 2048.0  # of a ratio's deviation from 1, where deviations are added up
 STATISTIC_SATURATION = 40.0  # ratio statistics, not the loss
 
 
@@ -105,9 +107,14 @@ def policy_loss(
     if piece is None:
         z, clipped_low, clipped_high = _gated_log_ratio(x, valid, row, negative, given, inputs, spec)
     else:
-        entering = x if spec.term is None else _pre_gate(x, negative, spec.term)
+        entering = x
+        if spec.head is Head.CENSORED:
+            entering = _deviation(x).abs()
+        elif spec.term is not None:
+            entering = _pre_gate(x, negative, spec.term)
         z, clipped_low, clipped_high = _gated_hierarchy(entering, valid, piece, negative, given, inputs, spec, exchange)
-    z = _saturate(z, valid, SQUARE_SATURATION if spec.head is Head.SIMPLE else SATURATION)
+    most = {Head.SIMPLE: SQUARE_SATURATION, Head.CENSORED: 2 * DEVIATION_SATURATION}
+    z = _saturate(z, valid, most.get(spec.head, SATURATION))
     own = torch.where(raw.isinf(), torch.zeros_like(logp), logp)
     if spec.term is None:
         policy = _policy_term(spec.head, z, unweighted, own)
@@ -116,7 +123,7 @@ def policy_loss(
         unweighted, kept = unweighted * factor, torch.where(selected, token_weight * factor, torch.zeros_like(logp))
         target = torch.where(selected, target, torch.zeros_like(logp))
         number = logp.new_tensor(spec.term.head_numbers)[negative]
-        policy = _general_term(spec.head, z, unweighted, kept, own, target, number, negative)
+        policy = _general_term(spec.head, z, x, unweighted, kept, own, target, number, negative)
     loss_t = torch.where(valid, policy, torch.zeros_like(policy))
 
     if spec.term is not None and spec.term.penalty is not Penalty.NONE:
@@ -335,6 +342,12 @@ def _beyond(
     return _of_side(below, above, negative, term.weight_low, term.weight_high, torch.ones_like(like))
 
 
+def _deviation(x: torch.Tensor) -> torch.Tensor:
+    """Of the ratio e^x from 1."""
+    deviation = torch.expm1(x)
+    return deviation.detach().clamp(max=DEVIATION_SATURATION) + (deviation - deviation.detach())
+
+
 def _pre_gate(x: torch.Tensor, negative: torch.Tensor, term: TermSpec) -> torch.Tensor:
     low, high = (x.new_tensor(bound)[negative] for bound in (term.pre_low, term.pre_high))
     return _clip(x, low, high)[0]
@@ -349,6 +362,7 @@ def _policy_term(head: Head, z: torch.Tensor, a: torch.Tensor, logp: torch.Tenso
 def _general_term(
     head: Head,
     z: torch.Tensor,
+    x: torch.Tensor,
     a: torch.Tensor,
     kept: torch.Tensor,
     logp: torch.Tensor,
@@ -357,6 +371,10 @@ def _general_term(
     negative: torch.Tensor,
 ) -> torch.Tensor:
     """The same of every head; kept: the token weight, 0 where not selected."""
+    if head is Head.CENSORED:
+        deviation = _deviation(x)
+        left = deviation + torch.sign(deviation) * z  # of it; z is what the segment is above its budget, negative
+        return -a * (1 + torch.where(deviation.abs() + z >= 0, left, torch.zeros_like(z)))
     ratio = torch.exp(z)
     if head is Head.LOG:
         return -a * logp + 0.5 * kept * number * z.square()
@@ -406,6 +424,9 @@ def _gate_level(
     nowhere = torch.zeros_like(u, dtype=torch.bool)
     if level.gate is LevelKind.GAMMA:
         return high + low * u - high * torch.exp(u), nowhere, nowhere
+    if level.gate is LevelKind.EXCESS:
+        excess = u - count * high
+        return torch.where(excess > 0, -excess, torch.zeros_like(u)), nowhere, excess > 0
     return u, nowhere, nowhere
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from ..entropy import window_mean
 from ..kl import KLPenalty
 from ..losses import policy_loss
 from ..metrics import SLOTS, Metrics
-from ..specs import KLEstimator, KLGradient, Routing
+from ..specs import Head, KLEstimator, KLGradient, Routing
 from .budget import Expected
 from .examples import PolicyLossExample, RewardsExample, WindowExample, move
 
@@ -76,7 +77,8 @@ def _reference(example: PolicyLossExample, dtype: torch.dtype) -> Outcome:
 def _magnitudes(example: PolicyLossExample, exact: Outcome) -> dict[str, torch.Tensor]:
     """Sums of absolute values of terms. An element of the gradient or of loss_t is one term, or a few:
 
-    the policy term, which is itself a sum over the trajectory where its mean carries the gradient; and the penalty.
+    the policy term, which is itself a sum over the trajectory where its mean carries the gradient, and two terms that
+    may cancel, through the token's own ratio and through the trajectory's sum, under a censored head; and the penalty.
     """
     valid, x = example.valid(), example.log_ratio()
     x = torch.where(torch.isfinite(x), x, 0.0).clamp(-60, 60)
@@ -91,6 +93,10 @@ def _magnitudes(example: PolicyLossExample, exact: Outcome) -> dict[str, torch.T
     for part in parts:
         assert part.tokens is not None
         tokens, grad = tokens + part.tokens.abs(), grad + part.grad.abs()
+    if example.gate.head is Head.CENSORED:
+        levels = tuple(dataclasses.replace(each, routing=Routing.STOPPED) for each in example.gate.levels)
+        own = alone._replace(gate=dataclasses.replace(example.gate, levels=levels))
+        grad = grad + _reference(own, torch.float64).grad.abs()
 
     weights = example.spread(example.weights().double())
     weights = torch.where(valid & torch.isfinite(weights), weights, 0.0).abs()

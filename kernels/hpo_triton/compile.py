@@ -154,6 +154,7 @@ FOUR = (
     LevelSpec(Unit.GROUP, LevelKind.TANH, high=(0.1,) * 4, aggregate=Aggregate.SUM),
     LevelSpec(Unit.DOMAIN, LevelKind.ROLLBACK),
 )  # fmt: skip
+EXCESS = (LevelSpec(Unit.TRAJECTORY, LevelKind.EXCESS, aggregate=Aggregate.SUM, high=(0.1,) * 4),)
 # Every number that a kernel of a term can be made for.
 FULL_TERM = TermSpec(
     head_numbers=(1.0, 1.0), slope_low=(0.5, 0.5), weight_high=(0.5, 0.5), pre_high=(0.1, 0.1), penalty=Penalty.K3,
@@ -179,8 +180,9 @@ def _levels(name: str, inputs: PolicyLossInputs, levels: tuple[LevelSpec, ...], 
 
 def _light_term(head: Head) -> Path_:
     target = torch.ones(ROWS) if head in (Head.TARGET, Head.NEGATIVE_AWARE) else None
-    term = TermSpec(head_numbers=(1.0, 1.0))
-    return _levels(f"term: {head.name}", _masked()._replace(target=target), (), term=term, head=head)
+    term, levels = TermSpec(head_numbers=(1.0, 1.0)), EXCESS if head is Head.CENSORED else ()
+    token = TokenGate.DROP if levels else TokenGate.CLIP
+    return _levels(f"term: {head.name}", _masked()._replace(target=target), levels, token=token, term=term, head=head)
 
 
 def _heavy_term(head: Head) -> Path_:

@@ -68,7 +68,7 @@ from .sums import (
     total,
     with_penalty,
 )
-from .terms import Pre, entering, general_term, numbers_of, pre_of, term_of, with_own_penalty, with_slopes
+from .terms import Pre, entering, general_term, numbers_of, pre_of, term_of, through_pre, with_own_penalty, with_slopes
 from .tokens import Reading, bits, load_tokens, read_tokens, reading_of
 from .told import KINDS, MEAN, OWN, SIDE, SLOPE, TOLD, Shape, Z, gate_pieces
 
@@ -411,11 +411,9 @@ def _return_flows(
         token = slots.token
         loaded = load_tokens(inputs, token, tokens, tl.max(token) < tokens, READING)
         t = read_tokens(inputs, loaded, of_row, rows, slots.inside, READING)
-        arriving = tl.where(t.x < 0.0, falling, rising)
-        receives = t.valid & t.flows & (arriving != 0.0)
-        if pre is not None:
-            receives &= entering(t.x, t.negative, pre) == t.x
-        received = tl.load(grad + token, mask=receives, other=0.0) + arriving
+        flow = through_pre(tl.where(t.x < 0.0, falling, rising), t.x, t.negative, pre)
+        receives = t.valid & t.flows & (flow != 0.0)
+        received = tl.load(grad + token, mask=receives, other=0.0) + flow
         tl.store(grad + token, clamp(received, -LARGEST, LARGEST), mask=receives)
 
 
@@ -435,7 +433,7 @@ def policy_loss(
     # What has no influence is not part of the specialisation either.
     if spec.token is not TokenGate.CLIP:
         inputs = inputs._replace(low=None, high=None)
-    shape, reading, pre = _shape_of(inputs, spec, want_grad), reading_of(inputs, spec), pre_of(spec.term)
+    shape, reading, pre = _shape_of(inputs, spec, want_grad), reading_of(inputs, spec), pre_of(spec)
 
     pieces = check_pieces(inputs)
     sum_pieces(inputs, pieces, reading, spec.split, pre, grad, token_loss, seen)

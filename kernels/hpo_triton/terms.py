@@ -24,6 +24,7 @@ __all__ = [
     "numbers_of",
     "pre_of",
     "term_of",
+    "through_pre",
     "with_own_penalty",
     "with_slopes",
 ]
@@ -36,12 +37,14 @@ SIMPLE = tl.constexpr(int(Head.SIMPLE))
 TARGET = tl.constexpr(int(Head.TARGET))
 NEGATIVE_AWARE = tl.constexpr(int(Head.NEGATIVE_AWARE))
 FLIPPED = tl.constexpr(int(Head.FLIPPED))
+CENSORED = tl.constexpr(int(Head.CENSORED))
 
 K1 = tl.constexpr(int(Penalty.K1))
 K2 = tl.constexpr(int(Penalty.K2))
 ABSOLUTE = tl.constexpr(int(Penalty.ABSOLUTE))
 
 SQUARE_SATURATION = tl.constexpr(30.0)  # of z, for the head that squares the ratio
+DEVIATION_SATURATION = tl.constexpr(2048.0)  # leaves room for 2^20 tokens, see levels.py
 
 Pair = tuple[float, float]  # for advantages >= 0 and < 0
 
@@ -68,11 +71,15 @@ class Numbers(NamedTuple):
     penalty: float
 
 
-class Pre(NamedTuple):
-    """Bounds of the log-ratio before it is aggregated."""
-
+class Bounds(NamedTuple):
     low: Pair
     high: Pair
+
+
+class Pre(NamedTuple):
+    """What the log-ratio becomes before it is aggregated."""
+
+    bounds: Bounds | None  # it is clipped; None: the deviation of the ratio from 1 takes its place
 
 
 @triton.jit
@@ -80,10 +87,41 @@ def by_sign(negative, pair):
     return tl.where(negative, pair[1], pair[0])
 
 
+class Deviation(NamedTuple):
+    size: tl.tensor
+    sign: tl.tensor
+
+
+@triton.jit
+def _deviation_of(x, ratio):
+    """Of the ratio e^x from 1, and its sign, that of x."""
+    sign = tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0))
+    return Deviation(sign * (tl.minimum(ratio, 1.0 + DEVIATION_SATURATION) - 1.0), sign)
+
+
 @triton.jit
 def entering(x, negative, pre):
-    """The log-ratios that are aggregated; where they are not ``x``, no gradient arrives."""
-    return x if pre is None else clamp(x, by_sign(negative, pre.low), by_sign(negative, pre.high))
+    """What is aggregated of the log-ratios."""
+    value = x
+    if pre is not None:
+        if pre.bounds is None:
+            value = _deviation_of(x, exp(x)).size
+        else:
+            value = clamp(x, by_sign(negative, pre.bounds.low), by_sign(negative, pre.bounds.high))
+    return value
+
+
+@triton.jit
+def through_pre(flow, x, negative, pre):
+    """Of what aggregates hand to a token, what arrives at its log-ratio."""
+    value = flow
+    if pre is not None:
+        if pre.bounds is None:
+            ratio = exp(x)
+            value = _deviation_of(x, ratio).sign * ratio * flow
+        else:
+            value = tl.where(entering(x, negative, pre) == x, flow, 0.0)
+    return value
 
 
 @triton.jit
@@ -105,12 +143,12 @@ class HeadTerm(NamedTuple):
 
 
 @triton.jit
-def _head_term(negative, number, z, a, kept, logp, target, HEAD: tl.constexpr):
+def _head_term(negative, number, z, x, a, kept, logp, target, HEAD: tl.constexpr):
     """``a``: weight * advantage * token weight, and ``kept``: weight * token weight, both 0 where the token is not
     selected. On-policy, z = 0, slope + direct is -a to the bit under every head that promises it: hence the divisions
     that round."""
     zero = tl.zeros_like(z)
-    ratio = exp(z)
+    ratio = exp(x if HEAD == CENSORED else z)
     linear = -(a * ratio)
     size = tl.where(negative, -a, a)  # weight * |advantage|
     loss, slope, direct = linear, linear, zero
@@ -151,6 +189,12 @@ def _head_term(negative, number, z, a, kept, logp, target, HEAD: tl.constexpr):
         value, fixed = -(a * factor), -(a * number)
         loss = tl.where(beyond, fixed * logp, value)
         slope, direct = tl.where(beyond, 0.0, value), tl.where(beyond, fixed, 0.0)
+    elif HEAD == CENSORED:
+        deviation = _deviation_of(x, ratio)
+        left = deviation.size + z
+        some = left >= 0.0  # of 0 there is nothing left, but its derivative
+        loss = -(a * (1.0 + deviation.sign * tl.where(some, left, 0.0)))
+        slope, direct = tl.where(some, -(a * deviation.sign), 0.0), tl.where(some, linear, 0.0)
     return HeadTerm(loss, slope, direct)
 
 
@@ -166,7 +210,8 @@ class General(NamedTuple):
 @triton.jit
 def general_term(t, token_weight, z, below, above, numbers, HEAD: tl.constexpr):
     """``token_weight``: loaded, or None; ``below`` and ``above``: the token is beyond a bound of its gate."""
-    most: tl.constexpr = SQUARE_SATURATION if HEAD == SIMPLE else SATURATION
+    of_others: tl.constexpr = SQUARE_SATURATION if HEAD == SIMPLE else SATURATION
+    most: tl.constexpr = 2 * DEVIATION_SATURATION if HEAD == CENSORED else of_others  # above it nothing is left
     z = clamp(z, -most, most)
     number = by_sign(t.negative, numbers.head)
     logp = tl.where(t.flows, t.logp, 0.0)
@@ -177,8 +222,8 @@ def general_term(t, token_weight, z, below, above, numbers, HEAD: tl.constexpr):
         of_low = by_sign(t.negative, numbers.beyond.weight_low)
         factor = tl.where(above, by_sign(t.negative, numbers.beyond.weight_high), tl.where(below, of_low, 1.0))
         a, kept, a_t, kept_t = a * factor, kept * factor, a_t * factor, kept_t * factor
-    weighted = _head_term(t.negative, number, z, a, kept, logp, t.target, HEAD)
-    plain = _head_term(t.negative, number, z, a_t, kept_t, logp, t.target, HEAD)
+    weighted = _head_term(t.negative, number, z, t.x, a, kept, logp, t.target, HEAD)
+    plain = _head_term(t.negative, number, z, t.x, a_t, kept_t, logp, t.target, HEAD)
     return General(
         value=tl.where(t.selected, weighted.slope, 0.0),
         direct=tl.where(t.selected, weighted.direct, 0.0),
@@ -225,7 +270,10 @@ def numbers_of(term: TermSpec | None) -> Numbers | None:
     return Numbers(term.head_numbers, beyond if changes else None, term.penalty_coefficient)
 
 
-def pre_of(term: TermSpec | None) -> Pre | None:
+def pre_of(spec: PolicyLossSpec) -> Pre | None:
+    if spec.head is Head.CENSORED:
+        return Pre(None)
+    term = spec.term
     if term is None or (term.pre_low, term.pre_high) == (PLAIN.pre_low, PLAIN.pre_high):
         return None
-    return Pre(term.pre_low, term.pre_high)
+    return Pre(Bounds(term.pre_low, term.pre_high))

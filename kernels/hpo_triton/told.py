@@ -23,6 +23,7 @@ CLIP = tl.constexpr(int(LevelKind.CLIP))
 ROLLBACK = tl.constexpr(int(LevelKind.ROLLBACK))
 TANH = tl.constexpr(int(LevelKind.TANH))
 GAMMA = tl.constexpr(int(LevelKind.GAMMA))
+EXCESS = tl.constexpr(int(LevelKind.EXCESS))
 SELF = tl.constexpr(int(Routing.SELF))
 
 # What a piece tells its tokens, by kind: 2 channel + (the advantage is negative). A side is 1 below, 2 above or 3.
@@ -91,6 +92,11 @@ def _gate_residual(u, size, low, high, slope, GATE: tl.constexpr):
         rise = high * tl.exp(tl.minimum(u, 80.0))  # as a float; z has long saturated there
         value = high + low * u - rise
         derivative = low - rise
+    elif GATE == EXCESS:
+        excess = u - size * high
+        above = excess > 0.0
+        value = tl.where(above, -excess, zero)
+        derivative = tl.where(above, -one, zero)
     return Residual(value, derivative, below.to(tl.int32) + 2 * above.to(tl.int32))
 
 

@@ -17,7 +17,8 @@ enum class Head : int32_t {
   simple = 5,
   target = 6,
   negative_aware = 7,
-  flipped = 8
+  flipped = 8,
+  censored = 9
 };
 enum class Penalty : int32_t { none = 0, k1 = 1, k2 = 2, k3 = 3, absolute = 4 };
 enum class KLEstimator : int32_t { none = 0, k1 = 1, k2 = 2, k3 = 3 };
@@ -79,7 +80,7 @@ struct PolicyLossArgs {
   void* workspace;            // policy_loss_workspace(tokens, rows) bytes, 16-byte aligned, any content
 };
 
-enum class LevelKind : int32_t { identity = 0, clip = 1, rollback = 2, tanh = 3, gamma = 4 };
+enum class LevelKind : int32_t { identity = 0, clip = 1, rollback = 2, tanh = 3, gamma = 4, excess = 5 };
 enum class Aggregate : int32_t { mean = 0, sum = 1 };
 
 // One level of a hierarchy. Bounds are in log space, [channel][advantage >= 0, < 0].

@@ -119,6 +119,10 @@ HPO_INLINE Residual gate_residual(const HierarchyLevel& level, int channel, int 
     const double rise = high * ::exp(u < kGammaSaturation ? u : kGammaSaturation);
     return {high + low * u - rise, low - rise, 0};
   }
+  if (level.gate == LevelKind::excess) {
+    const double excess = u - n * high;
+    return {excess > 0.0 ? -excess : 0.0, excess > 0.0 ? -1.0 : 0.0, excess > 0.0 ? 1 : 0};
+  }
   return {u, 1.0, 0};
 }
 

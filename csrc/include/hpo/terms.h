@@ -20,21 +20,49 @@ struct TermNumbers {
   }
 };
 
-// Whether the log-ratio is clipped before any aggregate.
-HPO_INLINE bool pre_gates(const TokenTerm& term) {
-  bool bounded = false;
+// Whether something else than the log-ratio is aggregated.
+HPO_INLINE bool pre_gates(const TokenTerm& term, Head head) {
+  bool bounded = head == Head::censored;
   for (int sign = 0; sign < 2; ++sign) bounded |= term.pre_low[sign] > -INFINITY || term.pre_high[sign] < INFINITY;
   return term.present && bounded;
 }
 
-HPO_INLINE float pre_gate(const TermNumbers& numbers, bool negative, float x) {
+// Sums of deviations have the range of sums of log-ratios, see to_fixed; this leaves room for 2^20 tokens.
+constexpr float kDeviationSaturation = 2048.0f;
+
+// Of the ratio e^x from 1, and its sign, that of x.
+template <class F>
+struct Deviation {
+  F size, sign;
+};
+
+template <class F>
+HPO_INLINE Deviation<F> deviation_of(F x, F ratio) {
+  const F zero = {}, one = all<F>(1.0f), most = all<F>(1.0f + kDeviationSaturation);
+  const F sign = x > zero ? one : (x < zero ? -one : zero);
+  return {sign * ((ratio < most ? ratio : most) - one), sign};
+}
+
+// What is aggregated.
+HPO_INLINE float pre_gate(const TermNumbers& numbers, Head head, bool negative, float x) {
+  if (head == Head::censored) return deviation_of(x, exp(x)).size;
   return clamp(x, negative ? numbers.pre_low[1] : numbers.pre_low[0], negative ? numbers.pre_high[1] : numbers.pre_high[0]);
+}
+
+// Its derivative in the log-ratio.
+HPO_INLINE float pre_gate_slope(const TermNumbers& numbers, Head head, bool negative, float x) {
+  if (head != Head::censored) return pre_gate(numbers, head, negative, x) == x ? 1.0f : 0.0f;
+  const float ratio = exp(x);
+  return deviation_of(x, ratio).sign * ratio;
 }
 
 // Heads that square the ratio saturate earlier than e^60.
 constexpr float kSquareSaturation = 30.0f;
 
-HPO_INLINE float saturation_of(Head head) { return head == Head::simple ? kSquareSaturation : kSaturation; }
+HPO_INLINE float saturation_of(Head head) {
+  if (head == Head::censored) return 2.0f * kDeviationSaturation;  // an excess above it leaves no deviation
+  return head == Head::simple ? kSquareSaturation : kSaturation;
+}
 
 template <class F>
 struct HeadTerm {
@@ -44,13 +72,22 @@ struct HeadTerm {
 };
 
 // `a`: weight * advantage * token weight, and `kept`: weight * token weight, both 0 where the token is not selected; z within
-// saturation_of(head); `number` is the head's for the sign of the advantage. On-policy, z = 0, slope + direct is -a to the bit
-// under every head that promises it.
+// saturation_of(head), x the token's own log-ratio; `number` is the head's for the sign of the advantage. On-policy, z = 0,
+// slope + direct is -a to the bit under every head that promises it.
 template <class F>
-HPO_INLINE HeadTerm<F> head_term(Head head, typename Number<F>::Int negative, F number, F z, F a, F kept, F logp, F target) {
+HPO_INLINE HeadTerm<F> head_term(Head head, typename Number<F>::Int negative, F number, F z, F x, F a, F kept, F logp,
+                                 F target) {
   using N = Number<F>;
   const F zero = {}, one = all<F>(1.0f), half = all<F>(0.5f);
   const F size = negative ? -a : a;  // weight * |advantage|
+  if (head == Head::censored) {
+    const F own = exp(x);
+    const Deviation<F> deviation = deviation_of(x, own);
+    const F left = deviation.size + z;
+    const auto some = N::mask(left >= zero);  // of 0 there is nothing left, but its derivative
+    return {-(a * (one + deviation.sign * (some ? left : zero))), some ? -(a * deviation.sign) : zero,
+            some ? -(a * own) : zero};
+  }
   if (head == Head::log) return {N::fused(half * kept * number, z * z, -(a * logp)), kept * number * z, -a};
   const F ratio = exp(z);
   const F linear = -(a * ratio);

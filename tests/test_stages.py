@@ -14,7 +14,6 @@ STAGED = {**GATES, "flat": RatioGate("flat", Identity(), head=Head.LOG, head_num
 every_gate = pytest.mark.parametrize("gate", STAGED.values(), ids=STAGED)
 THROUGH = {name: gate for name, gate in GATES.items() if any(x.routing is Routing.THROUGH for x in gate.levels)}
 THROUGH.pop("score")  # whose ratio carries no gradient
-IN_STAGES = ("cuda_emulated",)
 
 
 @pytest.fixture(autouse=True)
@@ -26,11 +25,9 @@ def _workspaces_and_tables_come_with_garbage():
 
 def run(example, gate, backend, exchange=None, mask=None, want_grad=True):
     """Loss, metrics, gradient and the loss of every token, by the op itself."""
-    if backend not in IN_STAGES:
-        pytest.skip(f"{backend} knows no stages")
-    inputs, spec = sys.modules["hpo_core.losses"]._prepare(
+    inputs, spec, _ = sys.modules["hpo_core.losses"]._prepare(
         example.logp, example.old_logp, example.advantages, example.batch, gate, example.weights, *[None] * 12, "row",
-        None, backend,
+        None, None, backend,
     )  # fmt: skip
     inputs = inputs if mask is None else inputs._replace(mask=mask)
     op = sys.modules["hpo_core.backends"].resolve("gates", inputs.logp, backend)
@@ -66,28 +63,32 @@ def test_in_stages_is_the_whole(gate, want_grad, backend):
         example, exchange = Example(seed, lengths, spread=0.3), Watched()
         staged = run(example, gate, backend, exchange, want_grad=want_grad)
         assert_same(staged, run(example, gate, backend, want_grad=want_grad))
-        assert list(exchange.seen) == ["sums", "largest", "arriving"]
+        hands_up = want_grad and gate in THROUGH.values()
+        assert list(exchange.seen) == ["sums", "largest", "arriving"][: 3 if hands_up else 1]
 
 
 @every_gate
 def test_what_segments_have_added_up(gate, backend):
     example, exchange = Example(2, spread=0.3), Watched()
     run(example, gate, backend, exchange)
+    seen = exchange.seen
     covered = example.covered(gate)
     x = (example.logp - example.old_logp)[covered].double()
     fixed = (x * 2.0**32).round().long()
     for k, level in enumerate(gate.levels):
         segment = example.segment(level.unit)[covered]
-        sums, largest, arriving = (exchange.seen[name][k] for name in ("sums", "largest", "arriving"))
+        sums = seen["sums"][k]
         numbers, place = segment.unique(return_inverse=True)
         valid = torch.zeros(len(numbers), dtype=torch.int64).index_add(0, place, torch.ones_like(segment))
         positive = torch.zeros_like(valid).index_add(0, place, fixed.clamp(min=0) if gate.split else fixed)
         negative = torch.zeros_like(valid).index_add(0, place, (-fixed).clamp(min=0) if gate.split else 0 * fixed)
         expected = torch.stack([valid, positive, negative], 1)
         assert sorted(sums[sums[:, 0] > 0].tolist()) == sorted(expected.tolist())
-        flows = level.routing is Routing.THROUGH and gate in THROUGH.values()
-        assert flows or (not largest.any() and not arriving.any())
-        assert not sums[sums[:, 0] == 0].any() and not largest[sums[:, 0] == 0].any()
+        assert not sums[sums[:, 0] == 0].any()
+        if gate in THROUGH.values():
+            largest, arriving = seen["largest"][k], seen["arriving"][k]
+            assert level.routing is Routing.THROUGH or (not largest.any() and not arriving.any())
+            assert not largest[sums[:, 0] == 0].any()
 
 
 class Joined:
@@ -116,6 +117,8 @@ class Joined:
 @pytest.mark.parametrize("gate", THROUGH.values(), ids=THROUGH)
 def test_processes_that_share_their_segments_get_the_gradient_of_one(gate, backend):
     """Each knows tokens that the others mask; together they have every bit of a single process."""
+    if backend == "triton":
+        pytest.skip("its interpreter is not made for threads; test_spanning.py has processes")
     processes, moved = 2, False
     for seed in range(3):
         example = Example(seed, spread=0.3)

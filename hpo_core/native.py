@@ -139,9 +139,10 @@ class Native:
         if exchange is None:
             self._call(*call, self._workspace(size, logp), Stage.WHOLE, None, None, None)
             return
-        # Not the scratch of small calls: an exchange may make some.
+        # Not the scratch of small calls: an exchange may make some. Tables begin as zeros because a process without
+        # tokens has a gradient of no elements, whose address is null as if none were wanted: nobody would fill them.
         workspace = logp.new_empty(size, dtype=torch.uint8)
-        sums, largest, arriving = (logp.new_empty(len(spec.levels), pieces, n, dtype=torch.int64) for n in (3, 2, 2))
+        sums, largest, arriving = (logp.new_zeros(len(spec.levels), pieces, n, dtype=torch.int64) for n in (3, 2, 2))
         self._call(*call, workspace, Stage.SUMS, sums, largest, arriving)
         exchange.sums(sums)
         self._call(*call, workspace, Stage.SWEEP, sums, largest, arriving)

@@ -30,7 +30,7 @@ TESTS = [
             "terms",
             "presets",
         ),
-        *("losses", "metrics", "ops"),
+        *("losses", "metrics", "ops", "spanning"),
     )
 ]
 EMULATION = "tests/test_emulation.py"

@@ -91,10 +91,10 @@ class Step(NamedTuple):
         part = Step(self.logp[tokens], self.old_logp[tokens], self.advantages[rows], self.weights[rows], batch)
         return part, tokens
 
-    def cut(self, rank, ranks):
-        """A part of every row, as sequence parallelism cuts them."""
+    def cut(self, start, stop):
+        """From every row what lies between these fractions of it, as sequence parallelism cuts them."""
         begin, length = self.batch.cu_seqlens[:-1], self.batch.cu_seqlens.diff()
-        first, last = begin + length * rank // ranks, begin + length * (rank + 1) // ranks
+        first, last = begin + (length * start).long(), begin + (length * stop).long()
         tokens = torch.cat([torch.arange(*each) for each in zip(first.tolist(), last.tolist(), strict=True)])
         batch = hpo.PackedBatch.from_lengths(
             last - first, mask=self.batch.mask[tokens], trajectory_ids=self.batch.trajectory_ids,
@@ -110,24 +110,36 @@ class Step(NamedTuple):
         return hpo.policy_loss_and_grad(gate=gate, backend=backend, **arguments)
 
 
-# A layout: which rows a rank has (all of them, or none; None: a part of every row).
+# A layout: which rows each rank has, or where every row is cut into one part for each.
 LAYOUTS = {
-    2: {"rows": ([0, 2, 4, 6], [1, 3, 5, 7]), "cut": None, "all on one": ([], list(range(8)))},
-    4: {"rows": ([7, 0], [], [2, 5, 6, 3], [4, 1]), "cut": None},
+    2: {
+        "rows": ([0, 2, 4, 6], [1, 3, 5, 7]),
+        "cut": (0, 0.5, 1),
+        "no rows on one": ([], list(range(8))),
+        "no tokens on one": (0, 0, 1),
+    },
+    4: {"rows": ([7, 0], [], [2, 5, 6, 3], [4, 1]), "cut": (0, 0.25, 0.25, 0.75, 1)},
 }
+
+
+def cuts(ranks, layout):
+    return not isinstance(LAYOUTS[ranks][layout][0], list)
+
+
+def part_of(step, ranks, layout, rank):
+    """The share of a rank, and its tokens."""
+    shares = LAYOUTS[ranks][layout]
+    return step.cut(*shares[rank : rank + 2]) if cuts(ranks, layout) else step.whole_rows(shares[rank])
+
+
 CASES = [
     (ranks, layout, name)
     for ranks, layouts in LAYOUTS.items()
     for layout in layouts
-    for name in ([*GATES] if layout == "cut" else [*GATES, *STEPS])
+    for name in ([*GATES] if cuts(ranks, layout) else [*GATES, *STEPS])
     if ranks == 2 or name in ("fiberpo_domain", "mixed", "four levels")
 ]
 GATE_OF = {**GATES, **STEPS}
-
-
-def part_of(step, ranks, layout, rank):
-    rows = LAYOUTS[ranks][layout]
-    return step.cut(rank, ranks) if rows is None else step.whole_rows(rows[rank])
 
 
 # --------------------------------------------------------------------------------------------- what one rank does
@@ -141,7 +153,7 @@ def compute(rank, ranks):
             for backend in ("reference", *NATIVE):
                 out = part.run(GATE_OF[case[2]], backend, process_group=world)
                 found[case, backend] = tokens, out.loss, out.grad, out.metrics.vector
-    part, _ = step.cut(rank, ranks)
+    part, _ = part_of(step, ranks, "cut", rank)
     for backend in NATIVE:
         on_policy = part.run(GATES["fiberpo_domain"], backend, old_logp=part.logp, process_group=world)
         given = {"group": torch.tensor([0.5, 0.02, -0.1])}
@@ -188,7 +200,7 @@ def collectives(step, rank, ranks):
 
     dist.all_reduce, dist.all_gather = (functools.partial(counted, each) for each in originals)
     try:
-        part, _ = step.cut(rank, ranks)
+        part, _ = part_of(step, ranks, "cut", rank)
         for gate in (TANH, TANH, stopped_group(), GATES["score"], GATES["score"]):
             counts.append(0)
             part.run(gate, "cpu", process_group=dist.group.WORLD)
@@ -204,7 +216,7 @@ def corrections(step, rank, ranks):
     """What a correction over trajectories says where they are cut, and its gradient where they are not."""
     gate = gates.mis(gate=GATES["tanh"])
     said = ""
-    part, _ = step.cut(rank, ranks)
+    part, _ = part_of(step, ranks, "cut", rank)
     try:
         part.run(gate, "cpu", rollout_logp=part.old_logp - 0.01, process_group=dist.group.WORLD)
     except ValueError as error:
@@ -225,26 +237,36 @@ def run(rank, ranks, folder):
 # --------------------------------------------------------------------------------------------------- ranks against one
 
 
-@functools.cache
+@functools.cache  # a failure, too
 def found_by(ranks, folder):
+    """What each rank found, or what they died of: this file, run as a program, that many times."""
     programs = [
         subprocess.Popen([sys.executable, __file__, str(rank), str(ranks), folder], stderr=subprocess.PIPE, text=True)
         for rank in range(ranks)
     ]
     try:
         errors = [program.communicate(timeout=300)[1] for program in programs]
+    except subprocess.TimeoutExpired as error:
+        return str(error)
     finally:
         for program in programs:
             program.kill()
-    assert not any(program.returncode for program in programs), "\n".join(errors)
+    if any(program.returncode for program in programs):
+        return "\n".join(errors)
     return [torch.load(f"{folder}/{rank}", weights_only=True) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each of some ranks found: this file, run as a program, that many times."""
+    """What each of some ranks found."""
     folders = {ranks: str(tmp_path_factory.mktemp(f"ranks{ranks}")) for ranks in LAYOUTS}
-    return lambda ranks: found_by(ranks, folders[ranks])
+
+    def of(ranks):
+        results = found_by(ranks, folders[ranks])
+        assert isinstance(results, list), results
+        return results
+
+    return of
 
 
 def gathered(results, step):
@@ -267,7 +289,7 @@ def test_the_definition_of_many_ranks_is_that_of_one(ranks, layout, name, found)
     one = step.run(GATE_OF[name], "reference")
     torch.testing.assert_close(loss, one.loss, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(grad, one.grad, rtol=1e-12, atol=1e-12)
-    if LAYOUTS[ranks][layout]:
+    if not cuts(ranks, layout):
         torch.testing.assert_close(metrics.vector, one.metrics.vector, rtol=1e-12, atol=1e-12)
 
 
@@ -283,7 +305,8 @@ def test_many_ranks_compute_what_one_does(ranks, layout, name, found, backend):
     assert (loss.double() - exact.loss).abs() <= 1e-5 * (
         step.weights * step.advantages.abs() * step.batch.row_counts
     ).sum()
-    if LAYOUTS[ranks][layout] and gate.level is None:  # else one process takes a way that ranks do not
+    together = layout == "no tokens on one" or not cuts(ranks, layout)
+    if together and gate.level is None:  # else one process takes a way that ranks do not
         assert torch.equal(grad, step.run(gate, backend).grad)
 
 
@@ -298,7 +321,7 @@ def test_the_step_keeps_off_the_branches(name):
 def test_without_saturation_the_gradient_is_minus_w_a(ranks, found, backend):
     step = Step.make()
     for rank, each in enumerate(found(ranks)):
-        part, _ = step.cut(rank, ranks)
+        part, _ = part_of(step, ranks, "cut", rank)
         row = torch.repeat_interleave(part.batch.cu_seqlens.diff())
         expected = torch.where(part.batch.mask, -(step.weights * step.advantages)[row], 0.0)
         assert torch.equal(each["on-policy", backend], expected)
@@ -309,7 +332,7 @@ def test_aggregates_over_ranks(ranks, found, backend):
     step = Step.make()
     one = step.run(stopped_group(), backend, aggregates={"group": torch.tensor([0.5, 0.02, -0.1])}).grad
     for rank, each in enumerate(found(ranks)):
-        _, tokens = step.cut(rank, ranks)
+        _, tokens = part_of(step, ranks, "cut", rank)
         torch.testing.assert_close(each["given", backend], one[tokens], rtol=1e-5, atol=1e-6)
 
 
@@ -320,7 +343,7 @@ def test_the_backward_of_all_ranks(ranks, found):
     for backend, tolerance in (("reference", 1e-12), ("cpu", 1e-5)):
         loss = 0
         for rank, each in enumerate(found(ranks)):
-            _, tokens = step.cut(rank, ranks)
+            _, tokens = part_of(step, ranks, "cut", rank)
             mine, grad = each["autograd"][backend]
             torch.testing.assert_close(grad.double(), 3 * one.grad[tokens], rtol=tolerance, atol=tolerance)
             loss += mine.double()
@@ -364,10 +387,12 @@ class Nothing:
 
     def __init__(self):
         self.calls = []
+        self.found = False  # anything but zeros
 
     def _see(self, name, table):
         assert table.dtype == torch.int64
         self.calls.append((name, *table.shape))
+        self.found |= bool(table.any())
 
     def sums(self, table):
         self._see("sums", table)
@@ -398,6 +423,7 @@ def test_in_stages_is_at_once(name, backend):
         depth, pieces = inputs.ancestors.shape
         asked = [("sums", 3), ("largest", 2), ("arriving", 2)][: 3 if flows else 1]
         assert exchange.calls == [(what, depth, pieces, n) for what, n in asked]
+        assert exchange.found is bool(sum(lengths)), "others would add what memory held"
 
 
 def nobody(rows):

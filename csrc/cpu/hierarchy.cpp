@@ -4,6 +4,8 @@
 //
 // What happens above the tokens depends on a token only through its piece and the sign of its advantage, so it is arithmetic on
 // pieces: sums of log-ratios up, gates, sums of gradients up, and what flows back down.
+#include <algorithm>
+
 #include "gates_plain.h"
 #include "hierarchy_pieces.h"
 #include "hierarchy_plain.h"
@@ -368,7 +370,7 @@ struct BlockGate {
 void sum_segments(const Pieces& pieces, const Workspace& space) {
   for (int k = 0; k < pieces.hierarchy.depth; ++k) {
     LogRatios* segments = space.segments() + k * pieces.count();
-    std::memset(segments, 0, size_t(pieces.count()) * sizeof *segments);
+    std::fill_n(segments, pieces.count(), LogRatios{});
     for (int64_t p = 0; p < pieces.count(); ++p) {
       if (pieces.length(p) > 0) segments[pieces.ancestor(k, p)].add(space.log_ratios[p]);
     }
@@ -431,7 +433,7 @@ void for_each_handed_up(const Pieces& pieces, const Workspace& space, const Body
 }
 
 int64_t* clear_by_channel(const Pieces& pieces, int64_t* table) {
-  std::memset(table, 0, size_t(2 * pieces.hierarchy.depth * pieces.count()) * sizeof *table);
+  std::fill_n(table, 2 * pieces.hierarchy.depth * pieces.count(), int64_t{0});  // of a caller without pieces: null
   return table;
 }
 

@@ -426,6 +426,17 @@ def test_one_token_that_takes_the_whole_budget(backend):
     assert out.loss.item() == -8
 
 
+def test_within_its_budget_a_ratio_is_not_censored(backend):
+    """Deviations up to 2048 are counted as they are."""
+    example = Example(1)
+    example.logp[20] = example.old_logp[20] + 7.6
+    assert example.mask[20]
+    out = example.run(gates.reconstructed.apc(500.0), "", backend)
+    plain = example.run(gates.m2po(), "", backend)
+    assert torch.equal(out.grad, plain.grad)
+    torch.testing.assert_close(out.loss, plain.loss)
+
+
 # ---------------------------------------------------------------------------------------- more than one call, or a row
 
 

@@ -235,8 +235,8 @@ __device__ __forceinline__ PolicyTerm general_term(const Call& call, const Gated
   const float factor = gated.above   ? by_sign(numbers.weight_high, negative)
                        : gated.below ? by_sign(numbers.weight_low, negative)
                                      : 1.0f;
-  const HeadTerm<float> term = head_term(head, negative, by_sign(numbers.head, negative), clamp(gated.z, -most, most),
-                                         token.x, a * factor, kept * factor, token.infinite ? 0.0f : logp, target);
+  const HeadTerm<float> term = head_term(head, negative, by_sign(numbers.head, negative), clamp(gated.z, -most, most), token.x,
+                                         a * factor, kept * factor, token.infinite ? 0.0f : logp, target);
   return {token.infinite && head == Head::score ? 0.0f : term.loss, term.slope,
           (passes ? term.slope * gated.slope : 0.0f) + term.direct};
 }

@@ -11,7 +11,7 @@ For token t of row s in trajectory i, with ``m`` the validity mask and ``w`` the
     loss   = sum_t m_t w_s loss_t
 
 ``Phi`` is the head, ``A e^z`` for the linear one; p is the term's penalty. A pre-gate clips x before it is aggregated;
-under the censored head it is ``|e^x - 1|``, at most 2048 with its derivative kept, that is.
+under the censored head ``|e^x - 1|``, at most 2048 with its derivative kept, is aggregated in its place.
 A NaN log-ratio takes its token out of m; an infinite
 one saturates with derivative 0. With a split, x+ = max(x, 0) and x- = max(-x, 0) each go through the gates by
 themselves, and z is the difference. Where steps are a level, a token outside every step is masked.

@@ -80,7 +80,7 @@ void add_log_ratios(const Tile& tile, const float* entering, int n, bool split, 
   }
   sums.valid += positives(kinds) + negatives(kinds);
   sums.fixed[0] += split ? rising : total;
-  sums.fixed[1] += rising - total;
+  sums.fixed[1] += split ? rising - total : 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------- gates
@@ -507,7 +507,7 @@ struct Sweeps {
       RowLogRatios row;
       const auto measure_row = split ? measure_plain_row<true> : measure_plain_row<false>;
       if (as_they_are && measure_row(call.args, at, n, block.row, tile, space.seen, partial, row)) {
-        return sums.add({row.valid, {split ? row.rising : row.fixed, row.rising - row.fixed}});
+        return sums.add({row.valid, {split ? row.rising : row.fixed, split ? row.rising - row.fixed : 0}});
       }
       if (!may || !measure_plain(call, at, n, scratch.whole, tile, space.seen, partial)) {
         hpo::HPO_ISA::measure(call, at, n, scratch.whole, tile, space.seen, partial);

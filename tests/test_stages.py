@@ -120,8 +120,8 @@ JOINED = {name: gate for name, gate in THROUGH.items() if name in SUMMED}
 
 @pytest.mark.parametrize("gate", JOINED.values(), ids=JOINED)
 def test_processes_that_share_their_segments_get_the_gradient_of_one(gate, backend):
-    """Each knows tokens that the others mask; together they have every bit of a single process (which the two terms of a
-    censored gradient, of which nothing may be left, would have only if nothing was rounded on the way)."""
+    """Each knows tokens that the others mask; together they have every bit of a single process. (The two terms of a
+    censored gradient, of which nothing may be left, would have it only if nothing was rounded on the way.)"""
     if backend == "triton":
         pytest.skip("its interpreter is not made for threads; test_spanning.py has processes")
     processes, moved = 2, False

@@ -157,6 +157,24 @@ def test_loss_and_gradient_and_nothing_per_token(backend, gate, masked):
         assert bits(out.grad) == bits(run(backend, example).grad), "what else is asked for changes no bit"
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@every_gate
+def test_tiles_of_one_row_have_the_bits_of_any_other(gate, masked):
+    """Without anything exceptional the CPU knows tiles of one row by their sign and their bounds alone."""
+    rows, length = 4, 3000
+    draw = torch.Generator().manual_seed(1)
+    mask = torch.rand(rows * length, generator=draw) < (0.7 if masked else 2.0)
+    batch = hpo.PackedBatch.from_lengths([length] * rows, mask=mask if masked else None)
+    old_logp = -torch.rand(rows * length, generator=draw)
+    logp = (old_logp + 0.3 * torch.randn(rows * length, generator=draw)).requires_grad_()
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.25])
+    plain = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, backend="cpu")
+    other = hpo.policy_loss(logp, old_logp, advantages, batch, gate, backend="cpu", return_tokens=True)
+    other.loss.backward()
+    assert bits(plain.grad) == bits(logp.grad) and bits(plain.loss) == bits(other.loss)
+    assert torch.equal(plain.metrics.vector, other.metrics.vector)
+
+
 def test_many_short_rows(backend):
     layout = Layout(tuple(length % 4 for length in range(700)), 3, "some", True, 5)
     for gate in (gates.dapo(), gates.gspo(0.1, 0.2)):

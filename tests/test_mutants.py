@@ -133,8 +133,33 @@ MUTANTS = {
     ),
     "cpu: plain tiles ignore the mask": (
         "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",
-        "kind = keep_where(mask + i, kind);", "kind |= keep_where(mask + i, kind);",
+        "const Ints here = keep_where(mask + i, kind(i));", "const Ints here = kind(i);",
         "test_gates.test_loss_and_gradient_and_nothing_per_token", {"gate": gates.dapo(), "masked": "some"},
+    ),
+    "cpu: plain tiles of one row ignore the mask": (
+        "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",
+        "kMasked ? present_bytes(mask + i) : all_lanes()", "all_lanes()",
+        "test_gates.test_tiles_of_one_row_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": True},
+    ),
+    "cpu: the end of a plain tile of one row runs on": (
+        "cpu", "cpu/hierarchy.cpp", "cpu/gates_plain.h",
+        "both(rows.present(i), leading_lanes(n - i))", "rows.present(i)",
+        "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": True},
+    ),
+    "cpu: a lower bound counts as an upper one": (
+        "cpu", "cpu/gates.cpp", "cpu/gates.cpp",
+        "const double under = kHigh ? double(below) : outside;", "const double under = double(below);",
+        "test_gates.test_tiles_of_one_row_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": True},
+    ),
+    "cpu: a falling token meets the mean of those that rise": (
+        "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_plain.h",
+        "blend(falls, falling_mean, rising_mean)", "rising_mean",
+        "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": True},
+    ),
+    "cpu: levels that saturate are taken for open": (
+        "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_plain.h",
+        "if (piece.below[sign] || piece.above[sign] || !passes(0)) return;", "",
+        "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": True},
     ),
     "cpu: leave-one-out is the plain mean": (
         "cpu", "cpu/advantages.cpp", "include/hpo/advantages.h",

@@ -210,9 +210,12 @@ class PackedBatch:
         """``make(self, *arguments)``, computed once per batch and arguments: counts and default weights are asked for
         again by every loss call."""
         key = (make, *arguments)
-        if key not in self._cache:
-            self._cache[key] = make(self, *arguments)
-        return self._cache[key]
+        if key in self._cache:
+            return self._cache[key]
+        made = make(self, *arguments)
+        if not torch._C._are_functorch_transforms_active():  # what is made in one does not outlive it
+            self._cache[key] = made
+        return made
 
     @property
     def trajectories(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:

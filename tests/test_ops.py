@@ -289,6 +289,19 @@ def test_reference_is_differentiable_twice():
 # -------------------------------------------------------------------------------------------------- transforms
 
 
+def test_a_batch_outlives_the_transform_it_was_first_used_in():
+    batch = hpo.PackedBatch.from_lengths([3, 2], trajectory_ids=torch.tensor([0, 1]))
+    logp, advantages = torch.zeros(5), torch.tensor([1.0, -1.0])
+    for gate in (hpo.gates.gspo(), hpo.gates.fiberpo()):
+
+        def loss(logp, gate=gate):
+            return hpo.policy_loss(logp, torch.zeros(5), advantages, batch, gate).loss
+
+        expected = torch.tensor([-0.2, -0.2, -0.2, 0.2, 0.2])
+        assert torch.equal(torch.func.grad(loss)(logp), expected) and torch.equal(torch.func.grad(loss)(logp), expected)
+        torch.testing.assert_close(loss(logp), torch.tensor(-0.2))
+
+
 def test_functional_gradients():
     given = inputs()
     expected = gradient(given.loss, given)

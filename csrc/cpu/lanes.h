@@ -106,7 +106,7 @@ HPO_INLINE Floats larger_where(Mask mask, Floats x, Floats most) { return mask ?
 
 HPO_INLINE int32_t sum_lanes(Ints values) {
   int32_t lanes[kWidth];
-  std::memcpy(lanes, &values, sizeof lanes);
+  for (int lane = 0; lane < kWidth; ++lane) lanes[lane] = values[lane];
   for (int width = kWidth / 2; width > 0; width /= 2) {
     for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
   }
@@ -135,5 +135,8 @@ struct hpo::Number<hpo::HPO_ISA::Floats> {
   static HPO_INLINE Int mask(Int condition) { return condition; }
   static HPO_INLINE Int to_bits(F x) { return Int(x); }
   static HPO_INLINE F from_bits(Int bits) { return F(bits); }
-  static HPO_INLINE Int shift_left(Int bits, int by) { return bits << by; }
+  static HPO_INLINE F power_of_two(Int bits) {
+    typedef uint32_t Unsigned __attribute__((vector_size(sizeof(Int))));  // which may wrap around
+    return F((Unsigned(bits) << 23) + 0x3F800000u);
+  }
 };

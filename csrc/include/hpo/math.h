@@ -51,7 +51,7 @@ struct Number<float> {
   static HPO_INLINE int32_t mask(bool condition) { return condition ? -1 : 0; }
   static HPO_INLINE int32_t to_bits(float x) { return hpo::to_bits(x); }
   static HPO_INLINE float from_bits(int32_t bits) { return hpo::from_bits(bits); }
-  static HPO_INLINE int32_t shift_left(int32_t bits, int by) { return int32_t(uint32_t(bits) << by); }
+  static HPO_INLINE float power_of_two(int32_t bits) { return hpo::from_bits(int32_t((uint32_t(bits) << 23) + 0x3F800000u)); }
 };
 
 template <class F>
@@ -82,7 +82,7 @@ HPO_INLINE F exp(F x) {
   p = N::fused(p, r, all<F>(4.9999993372e-1f));
   const F value = N::fused(N::fused(p, r, one), r, one);
   // The integer k sits in the low bits of `shifted`; what stands above it the shift drops.
-  return value * N::from_bits(N::shift_left(N::to_bits(shifted), 23) + 0x3F800000);
+  return value * N::power_of_two(N::to_bits(shifted));
 }
 
 // Natural logarithm of a normal x > 0, within 2 ulp; log(1) is exactly 0.

@@ -24,7 +24,7 @@ endif
 
 # A backend that is missing fails the run; it is never skipped. One worker for each core, each with threads of its own:
 # those that wait must not spin.
-PYTEST := HPO_CORE_TEST_BACKENDS=cpu,triton,cuda_emulated OMP_WAIT_POLICY=passive $(BIN)/pytest --numprocesses auto
+PYTEST := HPO_CORE_TEST_BACKENDS=cpu,triton,cuda_emulated OMP_WAIT_POLICY=passive $(BIN)/pytest --numprocesses auto --dist worksteal
 
 export HPO_CORE_EMULATED ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -43,16 +43,10 @@ def exchange_of(
     span = None
     if process_group is not None:
         if all(batch.ids(unit) is None for unit in units):
-            check(
-                Unit.TRAJECTORY in units,
-                "process_group: no level of the gate {!r} spans ranks; drop it",
-                gate,
-            )
-            check(
-                False,
-                "process_group: no level of the gate {!r} has ids, and without them a trajectory lies on one rank; "
-                "pass trajectory_ids= to PackedBatch, or drop it",
-                gate,
+            check(Unit.TRAJECTORY in units, "process_group: no level of the gate {!r} spans ranks; drop it", gate)
+            raise ValueError(
+                f"process_group: no level of the gate {gate!r} has ids, and without them a trajectory lies on one "
+                f"rank; pass trajectory_ids= to PackedBatch, or drop it"
             )
         span = _span_of(batch, units, process_group)
     given = [] if aggregates is None else _check_aggregates(batch, spec, gate, aggregates)

@@ -19,20 +19,10 @@ ISAS = ("avx512", "avx2", "generic")
 TESTS = [
     f"tests/test_{name}.py"
     for name in (
-        *(
-            "segments",
-            "advantages",
-            "entropy",
-            "entropy_selection",
-            "select_top",
-            "gates",
-            "hierarchy",
-            "terms",
-            "presets",
-        ),
-        *("losses", "metrics", "ops", "spanning"),
+        "segments", "advantages", "entropy", "entropy_selection", "select_top", "gates", "gate_promises", "gate_inputs",
+        "presets", "hierarchy", "terms", "stages", "spanning", "aggregates", "losses", "metrics", "ops",
     )
-]
+]  # fmt: skip
 EMULATION = "tests/test_emulation.py"
 # Triton has nothing to instrument. raw_overflow is a planted fault that ends the process, as test_emulation.py itself
 # checks. Compilers do not run with a sanitizer loaded.

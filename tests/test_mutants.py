@@ -63,7 +63,7 @@ MUTANTS = {
     "cuda: masked tokens are read": (
         "cuda_emulated", "cuda/gates.cu", "cuda/gates_tokens.cuh",
         "inputs.group.has(i) && (!args.mask || byte_of(inputs.mask, i))", "inputs.group.has(i)",
-        "test_gates.test_masked_is_never_read", {"gate": gates.dapo()},
+        "test_gate_promises.test_masked_is_never_read", {"gate": gates.dapo()},
     ),
     "cuda: what a tile hands up is added by place in memory": (
         "cuda_emulated", "cuda/hierarchy.cu", "cuda/hierarchy.cu",

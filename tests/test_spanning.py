@@ -1,8 +1,7 @@
-"""Segments that lie on several ranks, and aggregates from elsewhere: what many processes compute is what one does."""
+"""Segments that lie on several ranks: what many processes compute is what one does."""
 
 import datetime
 import functools
-import itertools
 import os
 import subprocess
 import sys
@@ -13,12 +12,11 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # this file is a program, too, w
 import pytest
 import torch
 import torch.distributed as dist
-from test_hierarchy import DOMAIN, FOUR, GROUP, SMALL, STEP, Example, clear_of_branches, levels
+from test_hierarchy import DOMAIN, FOUR, GROUP, SMALL, STEP, levels
 from test_hierarchy import GATES as HIERARCHIES
 
 import hpo_core as hpo
 from hpo_core import gates
-from hpo_core.backends import resolve
 from hpo_core.gates import Aggregate, Drop, Head, Identity, Level, LogClip, RatioGate, Rollback, Routing, Tanh, Unit
 
 TRAJECTORY = Unit.TRAJECTORY
@@ -46,6 +44,11 @@ STEPS = {
     "steps": RatioGate("steps", Drop(), levels((Tanh(0.05), STEP), (Tanh(0.03), TRAJECTORY), (Tanh(0.02), DOMAIN))),
     "four levels": HIERARCHIES["four levels, through, split"],
 }
+
+
+def stopped_group(aggregate=Aggregate.MEAN, split=False):
+    trajectory, group = Level(Tanh(0.05)), Level(Tanh(0.03), Routing.STOPPED, GROUP, aggregate)
+    return RatioGate("stopped", LogClip((-0.1, -0.1), (0.15, 0.15)), (trajectory, group), split=split)
 
 
 # --------------------------------------------------------------------------------------------------------- one step
@@ -379,278 +382,25 @@ def test_corrections_over_trajectories(ranks, found):
         assert torch.equal(grad, one[tokens])
 
 
-# ------------------------------------------------------------------------------------------------------ in stages
-
-
-class Nothing:
-    """An exchange that changes nothing, and says what it was asked."""
-
-    def __init__(self):
-        self.calls = []
-        self.found = False  # anything but zeros
-
-    def _see(self, name, table):
-        assert table.dtype == torch.int64
-        self.calls.append((name, *table.shape))
-        self.found |= bool(table.any())
-
-    def sums(self, table):
-        self._see("sums", table)
-
-    def largest(self, table):
-        self._see("largest", table)
-
-    def arriving(self, table):
-        self._see("arriving", table)
-
-
-@pytest.mark.parametrize("name", ["fiberpo", "fiberpo_domain", "mixed", "four levels", "score", "pre-gated", "steps"])
-def test_in_stages_is_at_once(name, backend):
-    """To the bit, for pieces that stand alone and for long ones; a process without tokens asks the same."""
-    spec = GATE_OF[name].spec()
-    units = tuple(level.unit for level in spec.levels)
-    op = resolve("gates", torch.zeros(0), backend).policy_loss
-    few = [((5, 0, 9, 1, 7), True, True), ((5, 2), False, False), ((), True, True)]  # interpreted Triton is slow
-    many = itertools.product([(5, 0, 9, 1, 7, 12, 3), (600, 2, 4500), (0,), ()], (True, False), (True, False))
-    for lengths, several, want_grad in few if backend == "triton" else many:
-        example = Example(3, lengths, spread=0.3, several=several) if sum(lengths) else None
-        inputs = inputs_of(example, example.batch if example else nobody(len(lengths)), units)
-        exchange = Nothing()
-        whole, staged = op(inputs, spec, want_grad, True), op(inputs, spec, want_grad, True, exchange)
-        for one, other in zip(whole, staged, strict=True):
-            assert (one is None and other is None) or torch.equal(one, other)
-        flows = want_grad and name != "score"
-        depth, pieces = inputs.ancestors.shape
-        asked = [("sums", 3), ("largest", 2), ("arriving", 2)][: 3 if flows else 1]
-        assert exchange.calls == [(what, depth, pieces, n) for what, n in asked]
-        assert exchange.found is bool(sum(lengths)), "others would add what memory held"
-
-
-def nobody(rows):
-    """A batch that has no tokens."""
-    ids = torch.arange(rows)
-    return hpo.PackedBatch.from_lengths(
-        [0] * rows, steps=torch.zeros(0, 2, dtype=torch.int64), trajectory_ids=ids, group_ids=ids, domain_ids=ids
-    )
-
-
-def inputs_of(example, batch, units):
-    rows = torch.zeros(batch.rows)
-    tokens = torch.zeros(0)
-    logp, old_logp, advantages, weights = (
-        (example.logp, example.old_logp, example.advantages, example.weights)
-        if example
-        else (tokens, tokens, rows, rows)
-    )
-    pieces = batch.hierarchy(units)
-    return hpo.specs.PolicyLossInputs(
-        logp, old_logp, advantages, weights, batch.cu_seqlens, batch.mask,
-        piece_begin=pieces.begin, piece_end=pieces.end, piece_row=pieces.row, ancestors=pieces.ancestors,
-    )  # fmt: skip
-
-
-class Doubled(Nothing):
-    """As if a second process had the same."""
-
-    def sums(self, table):
-        table *= 2
-
-    def arriving(self, table):
-        table *= 2
-
-
-@pytest.mark.parametrize("name", ["fiberpo", "four levels"])
-def test_what_an_exchange_adds_counts(name, backend):
-    """Twice the same tokens leave every mean where it is, and double what each hands up and its divisor."""
-    gate = GATE_OF[name]
-    example = Example(3, spread=0.3)
-    inputs = inputs_of(example, example.batch, tuple(level.unit for level in gate.spec().levels))
-    gate = RatioGate("fixed", gate.token, tuple(fixed_slope(level) for level in gate.levels), split=gate.split)
-    op = resolve("gates", inputs.logp, backend).policy_loss
-    once, doubled = op(inputs, gate.spec(), True, True), op(inputs, gate.spec(), True, True, Doubled())
-    for one, other in zip(once, doubled, strict=True):
-        assert torch.equal(one, other)
-
-
-def fixed_slope(level):
-    """A rollback that does not read the number of tokens."""
-    known = isinstance(level.gate, Rollback) and level.gate.slope is None
-    return Level(Rollback(level.gate.budgets, 2.0), level.routing, level.unit) if known else level
-
-
-# -------------------------------------------------------------------------------------------- aggregates from elsewhere
-
-
-def stopped_group(aggregate=Aggregate.MEAN, split=False):
-    trajectory, group = Level(Tanh(0.05)), Level(Tanh(0.03), Routing.STOPPED, GROUP, aggregate)
-    return RatioGate("stopped", LogClip((-0.1, -0.1), (0.15, 0.15)), (trajectory, group), split=split)
-
-
-def given_loss(step, aggregate, split, given):
-    """The loss under ``stopped_group`` in float64, written out; given: by channel and group id."""
-    logp = step.logp.double().requires_grad_()
-    row = torch.repeat_interleave(step.batch.cu_seqlens.diff())
-    valid = step.batch.mask.double()
-    trajectory, group = step.batch.trajectory_ids[row], step.batch.group_ids[row]
-    trajectory = trajectory - trajectory.min()
-    group = torch.where(group < 0, 10 + trajectory, group)  # each in no group by itself
-    x = logp - step.old_logp.double()
-
-    def total(of, ids):
-        return torch.zeros(40, dtype=torch.float64).index_add(0, ids, of * valid)[ids]
-
-    z = torch.zeros_like(x)
-    for channel, sign in enumerate((1, -1) if split else (1,)):
-        own = (sign * x).clamp(min=0) if split else x
-        mean = total(own, trajectory) / total(torch.ones_like(x), trajectory).clamp(min=1)
-        of_group = total(own, group)
-        if aggregate is Aggregate.MEAN:
-            of_group = of_group / total(torch.ones_like(x), group).clamp(min=1)
-        table = torch.full((40,), torch.nan, dtype=torch.float64)
-        table[: given.shape[-1]] = given[channel] if split else given
-        of_group = torch.where(table[group].isnan(), of_group, table[group]).detach()
-        gated = (
-            (own - mean).clamp(-0.1, 0.15) + 0.05 * ((mean - of_group) / 0.05).tanh() + 0.03 * (of_group / 0.03).tanh()
-        )
-        z = z + sign * gated
-    loss = -(valid * (step.weights.double() * step.advantages.double())[row] * z.exp()).sum()
-    return loss.detach(), torch.autograd.grad(loss, logp)[0]
-
-
-@pytest.mark.parametrize("split", [False, True], ids=["", "split"])
-@pytest.mark.parametrize("aggregate", Aggregate)
-def test_given_aggregates_stand_in_place_of_those_of_tokens(aggregate, split):
-    step, gate = Step.make(), stopped_group(aggregate, split)
-    nan = torch.nan
-    for given in ([0.5, 0.02, -0.1], [0.0] * 9, [0.3, nan, 0.0, 0.0, -0.04], []):
-        given = torch.tensor(given, dtype=torch.float64)
-        given = torch.stack((given.abs(), 2 * given.abs())) if split else given
-        loss, grad = given_loss(step, aggregate, split, given)
-        exact = step.run(gate, "reference", aggregates={"group": given})
-        torch.testing.assert_close(exact.loss, loss, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(exact.grad, grad, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("split", [False, True], ids=["", "split"])
-@pytest.mark.parametrize("aggregate", Aggregate)
-def test_given_aggregates_on_every_backend(aggregate, split, backend):
-    step, gate = Step.make(), stopped_group(aggregate, split)
-    own = step.run(gate, backend).grad
-    for given in ([0.5, 0.02, -0.1], [0.3, torch.nan, 0.0, 0.0, -0.04], [torch.inf] * 5):
-        given = torch.tensor(given)
-        given = torch.stack((given.abs(), 2 * given.abs())) if split else given
-        out, exact = (step.run(gate, name, aggregates={"group": given}) for name in (backend, "reference"))
-        torch.testing.assert_close(out.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(out.loss.double(), exact.loss, rtol=1e-5, atol=1e-6)
-        assert not torch.equal(out.grad, own)
-    nothing = {"group": torch.empty(2, 0) if split else torch.empty(0)}
-    assert torch.equal(step.run(gate, backend, aggregates=nothing).grad, own)
-
-
-def test_micro_batches_under_aggregates_of_the_whole_step(backend):
-    """Groups that micro-batches tear: with the means of all tokens each part has its share of the gradient."""
-    step, gate = Step.make(), stopped_group()
-    row = torch.repeat_interleave(step.batch.cu_seqlens.diff())
-    group = step.batch.group_ids[row]
-    counted = step.batch.mask & (group >= 0)
-    x = (step.logp - step.old_logp).double()[counted]
-    means = torch.zeros(5, dtype=torch.float64).index_add(0, group[counted], x)
-    means = means / torch.zeros_like(means).index_add(0, group[counted], torch.ones_like(x)).clamp(min=1)
-    whole = step.run(gate, backend).grad
-    for rows in ([0, 1, 3, 4], [2], [5, 6, 7]):
-        part, tokens = step.whole_rows(rows)
-        torch.testing.assert_close(part.run(gate, backend, aggregates={"group": means}).grad, whole[tokens])
-        assert 5 in rows or not torch.allclose(part.run(gate, backend).grad, whole[tokens])
-
-
-def test_a_level_of_its_own_kernels_takes_given_aggregates(backend):
-    """A trajectory's mean with its residual dropped has a quick way, which knows no exchange."""
-    gate = RatioGate("quick", Drop(), (Level(Identity(), Routing.STOPPED),), Head.SCORE)
-    assert gate.level is not None
-    step = Step.make()
-    given = {"trajectory": torch.linspace(-0.2, 0.2, 10)}
-    out, exact = (step.run(gate, name, aggregates=given) for name in (backend, "reference"))
-    row = torch.repeat_interleave(step.batch.cu_seqlens.diff())
-    own = exact.grad / -(step.weights * step.advantages).double()[row]
-    ids = step.batch.trajectory_ids[row]
-    known = step.batch.mask & (ids >= 0)
-    torch.testing.assert_close(own[known].log(), given["trajectory"].double()[ids[known]], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(out.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
-
-
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
 def test_errors():
     step = Step.make()
     bare = hpo.PackedBatch.from_lengths(LENGTHS, group_ids=step.batch.group_ids)
-    one = torch.zeros(3)
 
-    def refused(message, gate=None, error=ValueError, batch=step.batch, **keywords):
-        arguments = (step.logp, step.old_logp, step.advantages, batch, gate)
-        with pytest.raises(error, match=f"^{message}"):
-            hpo.policy_loss(*arguments, advantage_level="row", **keywords)
+    def refused(message, gate, error=ValueError, batch=step.batch):
+        with pytest.raises(error, match=f"^process_group: {message}"):
+            step.run(gate, "cpu", batch=batch, process_group=object())
 
-    group = object()
-    refused("process_group: no level of the gate 'ppo_clip' spans ranks; drop it", process_group=group)
-    refused("process_group: no level of the gate 'step_gspo' spans ranks", gates.step_gspo(), process_group=group)
+    refused("no level of the gate 'ppo_clip' spans ranks; drop it", gates.ppo_clip())
+    refused("no level of the gate 'step_gspo' spans ranks", gates.step_gspo())
     refused(
-        "process_group: no level of the gate 'gspo' has ids, and without them a trajectory lies on one rank; pass "
+        "no level of the gate 'gspo' has ids, and without them a trajectory lies on one rank; pass "
         "trajectory_ids= to PackedBatch, or drop it",
-        gates.gspo(), batch=bare, process_group=group,
+        gates.gspo(), batch=bare,
     )  # fmt: skip
-    refused(r"process_group: expected a torch\.distributed\.ProcessGroup", gates.gspo(), TypeError, process_group=group)
-    refused(
-        r"aggregates: the gate 'stopped' has no level 'domain'; its levels: 'trajectory', 'group'",
-        stopped_group(), aggregates={"domain": one},
-    )  # fmt: skip
-    refused("aggregates: the gate 'ppo_clip' has no level 'group'; its levels: none", aggregates={"group": one})
-    refused(
-        "aggregates: the level 'trajectory' of the gate 'stopped' carries gradient",
-        stopped_group(), aggregates={"trajectory": one},
-    )  # fmt: skip
-    stopped = RatioGate(
-        "steps", Identity(), levels((Tanh(0.1), STEP), (Tanh(0.1), TRAJECTORY), routing=Routing.STOPPED)
-    )
-    refused("aggregates: steps have no ids", stopped, aggregates={"step": one})
-    rows = RatioGate("rows", Identity(), levels((Tanh(0.1), TRAJECTORY), routing=Routing.STOPPED))
-    refused("aggregates: 'trajectory' needs trajectory_ids", rows, batch=bare, aggregates={"trajectory": one})
-    refused("aggregates: expected a dict", stopped_group(), TypeError, aggregates=one)
-    for values in ([0.1], one.long()):
-        refused(r"aggregates\['group'\]: expected a tensor", stopped_group(), TypeError, aggregates={"group": values})
-    refused(
-        r"aggregates\['group'\]: expected shape \[G\], got \[2, 3\]",
-        stopped_group(), aggregates={"group": torch.zeros(2, 3)},
-    )  # fmt: skip
-    refused(
-        r"aggregates\['group'\]: expected shape \[2, G\], of positive and negative log-ratios \(the gate has a split\)"
-        r", got \[3\]",
-        stopped_group(split=True), aggregates={"group": one},
-    )  # fmt: skip
-    refused(r"aggregates\['group'\]: expected device", stopped_group(), aggregates={"group": one.to("meta")})
-    asked = one.clone().requires_grad_()
-    refused(r"aggregates\['group'\]: they are constants", stopped_group(), aggregates={"group": asked})
-
-
-def test_only_eager_calls_know_it():
-    step, gate = Step.make(), stopped_group()
-
-    def loss(logp):
-        out = hpo.policy_loss(
-            logp, step.old_logp, step.advantages, step.batch, gate, advantage_level="row",
-            aggregates={"group": torch.zeros(3)},
-        )  # fmt: skip
-        return out.loss
-
-    with pytest.raises(ValueError, match="aggregates: only eager calls know it; call the loss"):
-        torch.func.grad(loss)(step.logp)
-    with pytest.raises(Exception, match="aggregates: only eager calls know it"):
-        torch.compile(loss, fullgraph=True, backend="eager")(step.logp)
-    assert loss(step.logp).isfinite()
-
-
-def test_an_example_keeps_off_the_branches():
-    assert clear_of_branches(Example(3, spread=0.3), GATES["fiberpo"])
+    refused(r"expected a torch\.distributed\.ProcessGroup", gates.gspo(), TypeError)
 
 
 if __name__ == "__main__":

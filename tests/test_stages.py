@@ -1,19 +1,27 @@
 """A call in stages: what segments add up stands between them in tables that the caller may change."""
 
+import itertools
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from test_hierarchy import GATES, Example
+from test_hierarchy import GATES, Example, clear_of_branches
 
-from hpo_core.gates import Head, Identity, RatioGate, Routing
+import hpo_core as hpo
+from hpo_core import gates
+from hpo_core.gates import Head, Identity, Level, RatioGate, Rollback, Routing
 
-STAGED = {**GATES, "flat": RatioGate("flat", Identity(), head=Head.LOG, head_numbers=(0.7, 1.3))}
+STAGED = {
+    **GATES,
+    "pre-gated": gates.gmpo(0.1, 0.1),
+    "flat": RatioGate("flat", Identity(), head=Head.LOG, head_numbers=(0.7, 1.3)),
+}
 every_gate = pytest.mark.parametrize("gate", STAGED.values(), ids=STAGED)
-SUMMED = {name: gate for name, gate in STAGED.items() if gate.head is not Head.CENSORED}  # else no log-ratios
-THROUGH = {name: gate for name, gate in GATES.items() if any(x.routing is Routing.THROUGH for x in gate.levels)}
+# Of a censored head and under a pre-gate they are no log-ratios.
+SUMMED = {name: gate for name, gate in STAGED.items() if gate.head is not Head.CENSORED and name != "pre-gated"}
+THROUGH = {name: gate for name, gate in STAGED.items() if any(x.routing is Routing.THROUGH for x in gate.levels)}
 THROUGH.pop("score")  # whose ratio carries no gradient
 
 
@@ -41,14 +49,18 @@ class Watched:
     def __init__(self):
         self.seen = {}
 
+    def _see(self, name, table):
+        assert table.dtype == torch.int64
+        self.seen[name] = table.clone()
+
     def sums(self, table):
-        self.seen["sums"] = table.clone()
+        self._see("sums", table)
 
     def largest(self, table):
-        self.seen["largest"] = table.clone()
+        self._see("largest", table)
 
     def arriving(self, table):
-        self.seen["arriving"] = table.clone()
+        self._see("arriving", table)
 
 
 def assert_same(got, expected):
@@ -57,15 +69,39 @@ def assert_same(got, expected):
         assert mine is None or mine.numpy().tobytes() == theirs.numpy().tobytes()
 
 
+class Nobody:
+    """What a process has that has no token."""
+
+    def __init__(self, rows):
+        ids = {f"{name}_ids": torch.arange(rows) for name in ("trajectory", "group", "domain")}
+        self.batch = hpo.PackedBatch.from_lengths([0] * rows, steps=torch.zeros(0, 2, dtype=torch.int64), **ids)
+        self.logp = self.old_logp = torch.zeros(0)
+        self.advantages = self.weights = torch.zeros(rows)
+
+
+LENGTHS = [(5, 0, 9, 1, 7, 12, 3), (600, 2, 4500)]
+FEW = [((5, 0, 9, 1, 7), True, True), ((5, 2), False, False)]  # interpreted Triton is slow
+ALSO_LONG = ("fiberpo", "mixed routing", "four levels, through, split", "score")
+
+
 @every_gate
-@pytest.mark.parametrize("want_grad", [True, False])
-def test_in_stages_is_the_whole(gate, want_grad, backend):
-    for seed, lengths in enumerate([(5, 0, 9, 1, 7, 12, 3), (700, 2, 40)]):
-        example, exchange = Example(seed, lengths, spread=0.3), Watched()
+def test_in_stages_is_the_whole(gate, backend):
+    """To the bit, for pieces that stand alone and for long ones; a process without tokens asks the same."""
+    several = [*itertools.product(LENGTHS, (True, False), (True, False))]
+    if backend == "triton":
+        several = FEW + [((700, 2, 40), True, True)] * (gate in [STAGED[name] for name in ALSO_LONG])
+    examples = [(Example(3, lengths, 0.3, several=more), want_grad) for lengths, more, want_grad in several]
+    for example, want_grad in [*examples, (Nobody(0), True), (Nobody(1), True), (Nobody(1), False)]:
+        exchange = Watched()
         staged = run(example, gate, backend, exchange, want_grad=want_grad)
         assert_same(staged, run(example, gate, backend, want_grad=want_grad))
-        hands_up = want_grad and gate in THROUGH.values()
-        assert list(exchange.seen) == ["sums", "largest", "arriving"][: 3 if hands_up else 1]
+        asked = [("sums", 3), ("largest", 2), ("arriving", 2)][: 3 if want_grad and gate in THROUGH.values() else 1]
+        depth, pieces = len(gate.levels), exchange.seen["sums"].shape[1]
+        assert [(name, *table.shape) for name, table in exchange.seen.items()] == [
+            (name, depth, pieces, n) for name, n in asked
+        ]
+        # others would add what memory held
+        assert example.logp.numel() or not any(table.any() for table in exchange.seen.values())
 
 
 @pytest.mark.parametrize("gate", SUMMED.values(), ids=SUMMED)
@@ -142,3 +178,28 @@ def test_processes_that_share_their_segments_get_the_gradient_of_one(gate, backe
         assert torch.equal(grad, whole[2]) and torch.equal(token_loss, whole[3])
         torch.testing.assert_close(loss, whole[0], rtol=1e-5, atol=1e-6)
     assert moved
+
+
+class Doubled(Watched):
+    """As if a second process had the same."""
+
+    def sums(self, table):
+        table *= 2
+
+    def arriving(self, table):
+        table *= 2
+
+
+def fixed_slope(level):
+    """A rollback that does not read the number of tokens."""
+    known = isinstance(level.gate, Rollback) and level.gate.slope is None
+    return Level(Rollback(level.gate.budgets, 2.0), level.routing, level.unit) if known else level
+
+
+@pytest.mark.parametrize("name", ["fiberpo", "four levels, through, split"])
+def test_what_an_exchange_adds_counts(name, backend):
+    """Twice the same tokens leave every mean where it is, and double what each hands up and its divisor."""
+    gate, example = GATES[name], Example(3, spread=0.3)
+    gate = RatioGate("fixed", gate.token, tuple(fixed_slope(level) for level in gate.levels), split=gate.split)
+    assert clear_of_branches(example, gate)
+    assert_same(run(example, gate, backend, Doubled()), run(example, gate, backend))

@@ -7,7 +7,7 @@
 //   gates_penalty.h  the penalty on the distance from the reference policy
 //   gates_call.h     what every call does whatever its gate is
 //   gates_levels.h   gates on trajectories
-//   hierarchy.cpp    gates on several levels at once
+//   hierarchy.cpp    gates on several levels at once, hierarchy_tokens.h their tokens
 //   here             gates on tokens, and one call from begin to end
 #include <type_traits>
 
@@ -228,8 +228,8 @@ struct PlainTiles {
   using Run = bool (*)(const Call&, int64_t first, int n, const Segments&, Tile&, uint8_t* seen, Partial&);
 
   template <BoundsKind kBounds>
-  static bool many_rows(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
-                        Partial& partial) {
+  static bool run(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
+                  Partial& partial) {
     const PolicyLossArgs& args = call.args;
     if (n % kLanes != 0) return false;
     if (kBounds != BoundsKind::none && segments.one_row(n)) {
@@ -263,7 +263,7 @@ struct PlainTiles {
     const std::false_type no;
     const bool has_low = low > 0.0f, has_high = high < INFINITY;
     const bool plain = has_low ? (has_high ? with(yes, yes) : with(yes, no)) : (has_high ? with(no, yes) : with(no, no));
-    if (plain && partial.slots[kTokens] > tokens_before) __atomic_store_n(&seen[row], uint8_t(1), __ATOMIC_RELAXED);
+    if (plain && partial.slots[kTokens] > tokens_before) mark_row(row, seen);
     return plain;
   }
 
@@ -273,9 +273,9 @@ struct PlainTiles {
 
   static Run pick(BoundsKind kind) {
     switch (kind) {
-      case BoundsKind::none: return many_rows<BoundsKind::none>;
-      case BoundsKind::common: return many_rows<BoundsKind::common>;
-      case BoundsKind::by_sign: return many_rows<BoundsKind::by_sign>;
+      case BoundsKind::none: return run<BoundsKind::none>;
+      case BoundsKind::common: return run<BoundsKind::common>;
+      case BoundsKind::by_sign: return run<BoundsKind::by_sign>;
       default: return nullptr;
     }
   }
@@ -315,12 +315,13 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
     Partial partial;
     bool reload = args.ref_logp != nullptr;
     for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
-      RowLogRatios sums;
+      const bool one_row = segments.one_row(n);
       const int64_t row = segments.list[0].row;
-      if (may && segments.one_row(n) && measure_plain_row<false>(args, first, n, row, tile, space.seen, partial, sums)) {
+      RowLogRatios sums;
+      if (one_row && may && measure_plain_row<false>(args, first, n, row, tile, space.seen, partial, sums)) {
         return add_row_sums(call, chunk, row, sums, space.rows);
       }
-      if (!may || !measure_plain(call, first, n, segments, tile, space.seen, partial)) {
+      if (one_row || !may || !measure_plain(call, first, n, segments, tile, space.seen, partial)) {
         measure(call, first, n, segments, tile, space.seen, partial);
       }
       add_row_sums(call, chunk, n, segments, tile, space.rows);

@@ -25,12 +25,14 @@ inline void fill_tile_ratios(int n, Tile& tile, Partial& partial) {
   for (int i = 0; i < n; ++i) tile.ratio[i] = exp(tile.x[i]);
 }
 
-// Marks the rows that have a valid token.
+// A row has a valid token. Others may say so of it at the same time.
+inline void mark_row(int64_t row, uint8_t* seen) { __atomic_store_n(&seen[row], uint8_t(1), __ATOMIC_RELAXED); }
+
 inline void mark_rows(const Segments& segments, const int32_t* kind, uint8_t* seen) {
   for (const Segment& segment : segments) {
     int i = segment.begin;
     while (i < segment.end && kind[i] == kAbsent) ++i;
-    if (i < segment.end) __atomic_store_n(&seen[segment.row], uint8_t(1), __ATOMIC_RELAXED);
+    if (i < segment.end) mark_row(segment.row, seen);
   }
 }
 

@@ -186,7 +186,7 @@ inline bool measure_plain_row(const PolicyLossArgs& args, int64_t first, int n, 
   if (!plain) return false;
   sums = add_log_ratios<kSplit>(tile.x, n);
   sums.valid = int64_t(partial.slots[kTokens] - tokens_before);
-  if (sums.valid > 0) __atomic_store_n(&seen[row], uint8_t(1), __ATOMIC_RELAXED);
+  if (sums.valid > 0) mark_row(row, seen);
   return true;
 }
 

@@ -136,16 +136,9 @@ constexpr int64_t kZeroBits = 0x4338000000000000;
 HPO_INLINE int64_t fixed_bits(float x) {
   const double shifter = 6755399441055744.0;
 #if defined(__FMA__) || defined(__CUDA_ARCH__)
-  const double shifted = ::fma(double(x), kFixedPoint, shifter);  // the product is exact, so this changes no bit
+  return to_bits(::fma(double(x), kFixedPoint, shifter));  // the product is exact, so this changes no bit
 #else
-  const double shifted = double(x) * kFixedPoint + shifter;
-#endif
-#if defined(__CUDA_ARCH__)
-  return __double_as_longlong(shifted);
-#else
-  int64_t bits;
-  std::memcpy(&bits, &shifted, sizeof bits);
-  return bits;
+  return to_bits(double(x) * kFixedPoint + shifter);
 #endif
 }
 

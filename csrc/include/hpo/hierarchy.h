@@ -180,29 +180,9 @@ HPO_INLINE double handed_up(const LevelSlopes& slopes, int k, int channel, const
 
 constexpr int kSmallest = 100, kOverflow = 2047;  // exponents of doubles: below the first, steps stay as they are
 
-HPO_INLINE double double_of(int64_t bits) {
-#if defined(__CUDA_ARCH__)
-  return __longlong_as_double(bits);
-#else
-  double value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-#endif
-}
-
-HPO_INLINE int64_t magnitude_of(double value) {
-  const double size = ::fabs(value);
-#if defined(__CUDA_ARCH__)
-  return __double_as_longlong(size);
-#else
-  int64_t bits;
-  std::memcpy(&bits, &size, sizeof bits);
-  return bits;
-#endif
-}
-
+HPO_INLINE int64_t magnitude_of(double value) { return to_bits(::fabs(value)); }
 HPO_INLINE int exponent_of(int64_t largest) { return int(largest >> 52) > kSmallest ? int(largest >> 52) : kSmallest; }
-HPO_INLINE double power_of_two(int exponent) { return double_of(int64_t(exponent) << 52); }
+HPO_INLINE double power_of_two(int exponent) { return double_from_bits(int64_t(exponent) << 52); }
 HPO_INLINE double step_of(int exponent) { return power_of_two(exponent - 36); }
 HPO_INLINE double steps_in_one(int exponent) { return power_of_two(2082 - exponent); }
 
@@ -215,7 +195,7 @@ HPO_INLINE int64_t in_steps(double handed, int64_t largest) {
 // All that arrives. Infinity and NaN stay what they are.
 HPO_INLINE double arrived(int64_t steps, int64_t largest) {
   const int exponent = exponent_of(largest);
-  return exponent == kOverflow ? double_of(largest) : double(steps) * step_of(exponent);
+  return exponent == kOverflow ? double_from_bits(largest) : double(steps) * step_of(exponent);
 }
 
 }  // namespace hpo

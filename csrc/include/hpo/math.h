@@ -38,6 +38,26 @@ HPO_INLINE int32_t to_bits(float value) {
 #endif
 }
 
+HPO_INLINE double double_from_bits(int64_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __longlong_as_double(bits);
+#else
+  double value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+#endif
+}
+
+HPO_INLINE int64_t to_bits(double value) {
+#if defined(__CUDA_ARCH__)
+  return __double_as_longlong(value);
+#else
+  int64_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+#endif
+}
+
 HPO_INLINE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 // What the functions below are written for: a float here, a vector of them in csrc/cpu/lanes.h.

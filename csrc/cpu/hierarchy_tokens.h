@@ -1,0 +1,299 @@
+// The tokens of one piece under what the levels above them say: loss, gradient of the token's own path, what flows into
+// aggregates, and what arrives from them.
+#pragma once
+#include "gates_plain.h"
+#include "hierarchy_plain.h"
+
+namespace hpo::HPO_ISA {
+
+// A gate with what belongs to one sign of the advantage in the place of the other's too.
+inline PieceGate of_sign(const PieceGate& piece, int sign) {
+  PieceGate one = piece;
+  one.z[0] = piece.z[sign], one.below[0] = piece.below[sign], one.above[0] = piece.above[sign];
+  for (int channel = 0; channel < 2; ++channel) {
+    one.slope[channel][0] = piece.slope[channel][sign], one.own[channel][0] = piece.own[channel][sign];
+  }
+  return one;
+}
+
+struct TokenBounds {
+  float low[2], high[2];  // by sign of the advantage
+};
+
+// The gates of the tokens of one piece, vector by vector.
+template <bool kScoreHead, bool kSplit, bool kDrop, bool kOneSign>
+struct TokenGates {
+  const PieceGate piece;
+  const float keep;
+  TokenTerms& terms;
+  float *loss, *grad;
+  Ints chosen = {}, below_sum = {}, above_sum = {}, flows = {};
+
+  TokenGates(const PieceGate& piece, float keep, TokenTerms& terms, float* loss, float* grad)
+      : piece(piece), keep(keep), terms(terms), loss(loss), grad(grad) {}
+
+  HPO_INLINE void step(int i, Ints kind, Floats x, Floats coefficient, Floats low, Floats high, const float* logp) {
+    const Ints present = kind != kAbsent, negative = kOneSign ? Ints{} : Ints(kind == kNegative);
+    const GatedTokenNumber<Floats> token = gate_token<Floats>(piece, kSplit, kDrop, keep, negative, x, low, high);
+    const Floats value = keep_if(present, token_value(coefficient, token.z));
+    if (kScoreHead) {
+      store_lanes(keep_if(present, value * load_lanes<Floats>(logp + i)), loss + i);
+      store_lanes(value, grad + i);
+    } else {
+      store_lanes(value, loss + i);
+      store_lanes(keep_if(present, value * token.slope), grad + i);
+      const Floats rising = value * token.rising_step, falling = value * token.falling_step;
+      store_lanes(rising, terms.past_token[0] + i);
+      if (kSplit) store_lanes(falling, terms.past_token[1] + i);
+      flows |= (rising != 0.0f) | (falling != 0.0f);
+    }
+    chosen += kind;
+    below_sum = add_where(token.below, kind, below_sum);
+    above_sum = add_where(token.above, kind, above_sum);
+  }
+
+  GateCounts counts() const {
+    GateCounts found;
+    int32_t some_flow = 0;
+    found.chosen = sum_lanes(chosen), found.below = sum_lanes(below_sum), found.above = sum_lanes(above_sum);
+    for (int lane = 0; lane < kWidth; ++lane) some_flow |= flows[lane];
+    terms.flows = some_flow != 0;
+    return found;
+  }
+};
+
+// Whole vectors; what lies beyond the tile is absent.
+using TokenLoop = GateCounts (*)(const PieceGate&, float keep, const TokenBounds&, const Tile&, const float* coefficient,
+                                 const float* logp, TokenTerms&, float* loss, float* grad, int n);
+
+template <bool kScoreHead, bool kSplit, bool kDrop, bool kDriven>
+GateCounts token_loop(const PieceGate& piece, float keep, const TokenBounds& bounds, const Tile& tile, const float* coefficient,
+                      const float* logp, TokenTerms& terms, float* loss, float* grad, int n) {
+  TokenGates<kScoreHead, kSplit, kDrop, false> gates(piece, keep, terms, loss, grad);
+  for (int i = 0; i < n; i += kWidth) {
+    const Ints kind = load_lanes<Ints>(tile.chosen + i);
+    const Ints negative = kind == kNegative;
+    const Floats low = kDriven ? load_lanes<Floats>(terms.low + i) : by_sign<Floats>(negative, bounds.low);
+    const Floats high = kDriven ? load_lanes<Floats>(terms.high + i) : by_sign<Floats>(negative, bounds.high);
+    gates.step(i, kind, load_lanes<Floats>(tile.x + i), load_lanes<Floats>(coefficient + i), low, high, logp);
+  }
+  return gates.counts();
+}
+
+// A plain tile: its tokens have one advantage, and are read where they are; what lies behind them is absent.
+using PlainLoop = GateCounts (*)(const PieceGate&, float keep, const TokenBounds&, const PolicyLossArgs&, int64_t first,
+                                 float coefficient, int32_t kind, TokenTerms&, float* loss, float* grad, int n);
+
+template <bool kScoreHead, bool kSplit, bool kDrop>
+GateCounts plain_loop(const PieceGate& piece, float keep, const TokenBounds& bounds, const PolicyLossArgs& args, int64_t first,
+                      float coefficient, int32_t kind, TokenTerms& terms, float* loss, float* grad, int n) {
+  const int sign = kind == kNegative;
+  TokenGates<kScoreHead, kSplit, kDrop, true> gates(of_sign(piece, sign), keep, terms, loss, grad);
+  const float* logp = args.logp + first;
+  const float* old_logp = args.old_logp ? args.old_logp + first : logp;
+  const Floats low = all<Floats>(bounds.low[sign]), high = all<Floats>(bounds.high[sign]), a = all<Floats>(coefficient);
+  for (int i = 0; i < n; i += kWidth) {
+    const Ints given = first_lanes(n - i) & (Ints{} + kind);
+    const Ints here = args.mask ? keep_where(args.mask + first + i, given) : given;
+    const Floats x = keep_if(here != kAbsent, load_lanes<Floats>(logp + i) - load_lanes<Floats>(old_logp + i));
+    gates.step(i, here, x, a, low, high, logp);
+  }
+  return gates.counts();
+}
+
+template <bool kScoreHead, bool kSplit>
+TokenLoop pick_token_loop(bool drop, bool driven) {
+  if (drop) return token_loop<kScoreHead, kSplit, true, false>;
+  return driven ? token_loop<kScoreHead, kSplit, false, true> : token_loop<kScoreHead, kSplit, false, false>;
+}
+
+template <bool kScoreHead, bool kSplit>
+PlainLoop pick_plain_loop(bool drop) {
+  return drop ? plain_loop<kScoreHead, kSplit, true> : plain_loop<kScoreHead, kSplit, false>;
+}
+
+inline PlainLoop pick_plain_loop(const GateStructure& structure, bool split) {
+  const bool drop = structure.token == TokenGate::drop;
+  if (structure.head == Head::score) return split ? pick_plain_loop<true, true>(drop) : pick_plain_loop<true, false>(drop);
+  return split ? pick_plain_loop<false, true>(drop) : pick_plain_loop<false, false>(drop);
+}
+
+inline TokenLoop pick_token_loop(const GateStructure& structure, bool split, bool driven) {
+  const bool drop = structure.token == TokenGate::drop;
+  if (structure.head == Head::score)
+    return split ? pick_token_loop<true, true>(drop, driven) : pick_token_loop<true, false>(drop, driven);
+  return split ? pick_token_loop<false, true>(drop, driven) : pick_token_loop<false, false>(drop, driven);
+}
+
+// Which loss and gradient every call computes, and what its loops need.
+struct TokenPlan {
+  const Hierarchy& hierarchy;
+  TokenLoop loop;
+  PlainLoop plain_loop;
+  TokenBounds bounds;
+  float keep;  // 0 where the finest level takes the place of the token's own slope
+  bool driven;  // tokens have bounds of their own
+  bool carries;  // some level hands gradient through its aggregate
+  bool by_sign;  // and it is not the finest
+  OpenLoop open_loop;  // of plain tiles where it can be used; null: this gate is none that it knows
+  TermPlan term;
+  TermLoop term_loop;  // null: the gate asks for no more than the loops above
+
+  TokenPlan(const Call& call, const Hierarchy& hierarchy)
+      : hierarchy(hierarchy), open_loop(nullptr), term(call, hierarchy), term_loop(nullptr) {
+    const GateStructure& structure = call.structure;
+    if (hierarchy.term.present) term_loop = pick_term_loop(structure.head);
+    const bool clips = structure.token == TokenGate::clip;
+    bool through = false;
+    by_sign = false;
+    driven = false;
+    for (int k = 0; k < hierarchy.depth; ++k) {
+      through |= hierarchy.levels[k].routing == Routing::through;
+      by_sign |= k > 0 && hierarchy.levels[k].routing == Routing::through;
+    }
+    for (int sign = 0; sign < 2; ++sign) {
+      bounds.low[sign] = clips ? float(hierarchy.token_low[sign]) : -INFINITY;
+      bounds.high[sign] = clips ? float(hierarchy.token_high[sign]) : INFINITY;
+      driven |= clips && ((call.args.low && structure.low_driven[sign]) || (call.args.high && structure.high_driven[sign]));
+    }
+    keep = term.keep;
+    carries = through && structure.head != Head::score && call.args.grad;
+    by_sign &= carries;
+    loop = pick_token_loop(structure, hierarchy.split, driven);
+    plain_loop = pick_plain_loop(structure, hierarchy.split);
+    if (clips && keep != 0.0f && structure.head == Head::linear) open_loop = pick_open_loop(hierarchy.split, call.args.mask);
+  }
+};
+
+// The bounds of the token gate, token by token.
+inline void load_bounds(const Call& call, const TokenBounds& bounds, int64_t first, int n, const Tile& tile,
+                        TokenTerms& terms) {
+  for (int i = 0; i < n; ++i) {
+    const int sign = tile.chosen[i] == kNegative;
+    const bool own_low = call.args.low && call.structure.low_driven[sign] && tile.chosen[i] != kAbsent;
+    const bool own_high = call.args.high && call.structure.high_driven[sign] && tile.chosen[i] != kAbsent;
+    terms.low[i] = own_low ? log_bound(call.args.low[first + i]) : bounds.low[sign];
+    terms.high[i] = own_high ? log_bound(call.args.high[first + i]) : bounds.high[sign];
+  }
+}
+
+// Lanes by the position inside the piece.
+struct FlowLanes {
+  double by_sign[2][kLanes] = {}, past_token[2][kLanes] = {};
+
+  Flow total() {
+    Flow flow = {};
+    for (int i = 0; i < 2; ++i) flow.by_sign[i] = total(by_sign[i]), flow.past_token[i] = total(past_token[i]);
+    return flow;
+  }
+
+ private:
+  static double total(double* lanes) {
+    for (int width = kLanes / 2; width > 0; width /= 2) {
+      for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+    }
+    return lanes[0];
+  }
+};
+
+// Loss and gradient of the tiles of one block, as finish_tile asks for them.
+struct BlockGate {
+  const TokenPlan& plan;
+  const PieceGate& piece;
+  int64_t row;
+  TokenTerms& terms;
+  FlowLanes& lanes;
+  static constexpr bool values_by_row = false;
+
+  GateCounts operator()(const Call& call, int64_t first, int n, const Segments&, Tile& tile, const float* coefficient,
+                        float* loss, float* grad) const {
+    const bool weighted = loss == tile.loss;  // else this is the loss of each token, whose gradient nobody wants
+    if (plan.driven || plan.term_loop) load_bounds(call, plan.bounds, first, n, tile, terms);
+    const GateCounts counts = plan.term_loop ? run_terms(call, first, n, weighted, tile, coefficient, loss, grad)
+                                             : run_loop(tile, coefficient, call.args.logp + first, loss, grad, n);
+    if (plan.carries && weighted) add_flows(tile, plan.term_loop ? terms.slope : loss, n);
+    drop_infinite(call, n, tile, loss, grad);
+    return counts;
+  }
+
+  // The same of a plain tile, from begin to end.
+  void finish_plain(const Call& call, int64_t first, int n, Tile& tile, Partial& partial) const {
+    const float advantage = call.args.advantages[row], coefficient = call.args.weights[row] * advantage;
+    // The loop goes on to the end of a vector, where the next row's gradient lies, perhaps written by another thread.
+    float* grad = call.args.grad && n % kLanes == 0 ? call.args.grad + first : tile.grad;
+    const int32_t kind = advantage < 0.0f ? kNegative : kPositive;
+    const int sign = kind == kNegative;
+    const OpenLevels levels(piece, sign, plan.hierarchy.split, plan.bounds.low[sign], plan.bounds.high[sign]);
+    const GateCounts counts =
+        plan.open_loop && levels.open
+            ? plan.open_loop(levels, call.args, first, coefficient, kind, terms, tile.loss, grad, n)
+            : plan.plain_loop(piece, plan.keep, plan.bounds, call.args, first, coefficient, kind, terms, tile.loss, grad, n);
+    counts.add_to(partial.slots);
+    if (call.args.grad && n % kLanes != 0) std::memcpy(call.args.grad + first, tile.grad, size_t(n) * sizeof(float));
+    add_pairs(tile.loss, n, partial.sums[kLossSum]);
+    if (!plan.carries) return;
+    if (terms.flows) add_past_token(n);
+    if (plan.by_sign) add_terms(tile.loss, n, lanes.by_sign[kind == kNegative]);
+  }
+
+ private:
+  // The loop goes on to the end of a vector; tensors may not.
+  GateCounts run_loop(Tile& tile, const float* coefficient, const float* logp, float* loss, float* grad, int n) const {
+    if (n % kLanes == 0) return plan.loop(piece, plan.keep, plan.bounds, tile, coefficient, logp, terms, loss, grad, n);
+    alignas(64) float own_logp[kPadded], own_loss[kPadded], own_grad[kPadded];
+    for (int i = n; i < n + kLanes; ++i)
+      tile.chosen[i] = kAbsent, tile.x[i] = own_logp[i] = terms.low[i] = terms.high[i] = 0.0f;
+    std::memcpy(own_logp, logp, size_t(n) * sizeof(float));
+    const GateCounts counts =
+        plan.loop(piece, plan.keep, plan.bounds, tile, coefficient, own_logp, terms, own_loss, own_grad, n);
+    std::memcpy(loss, own_loss, size_t(n) * sizeof(float));
+    std::memcpy(grad, own_grad, size_t(n) * sizeof(float));
+    return counts;
+  }
+
+  GateCounts run_terms(const Call& call, int64_t first, int n, bool weighted, Tile& tile, const float* coefficient, float* loss,
+                       float* grad) const {
+    const float* entering = load_entering(plan.term, tile, n, terms);
+    load_terms(call, first, n, row, weighted ? call.args.weights[row] : 1.0f, tile, terms);
+    alignas(64) float own_loss[kPadded], own_grad[kPadded];
+    const GateCounts counts = plan.term_loop(plan.term, piece, tile, entering, coefficient, terms, own_loss, own_grad, n);
+    std::memcpy(loss, own_loss, size_t(n) * sizeof(float));
+    std::memcpy(grad, own_grad, size_t(n) * sizeof(float));
+    return counts;
+  }
+
+  void add_past_token(int n) const {
+    for (int i = 0; i <= plan.hierarchy.split; ++i) add_pairs(terms.past_token[i], n, lanes.past_token[i]);
+  }
+
+  // slope: d loss / d z of each token.
+  void add_flows(const Tile& tile, const float* slope, int n) const {
+    if (terms.flows) add_past_token(n);
+    if (!plan.by_sign) return;
+    for (int i = 0; i < n; ++i) terms.by_sign[0][i] = keep_if(tile.chosen[i] == kPositive, slope[i]);
+    for (int i = 0; i < n; ++i) terms.by_sign[1][i] = keep_if(tile.chosen[i] == kNegative, slope[i]);
+    for (int i = 0; i < 2; ++i) add_terms(terms.by_sign[i], n, lanes.by_sign[i]);
+  }
+};
+
+// Adds to the gradient of a plain tile what arrives at its tokens through aggregates.
+inline void add_flow_to_plain(const PolicyLossArgs& args, int64_t first, int n, float rising, float falling) {
+  const float* logp = args.logp + first;
+  const float* old_logp = args.old_logp ? args.old_logp + first : logp;
+  float* grad = args.grad + first;
+  if (n % kLanes != 0) {
+    for (int i = 0; i < n; ++i) {
+      const bool valid = !args.mask || args.mask[first + i] != 0;
+      grad[i] += keep_if(valid, logp[i] - old_logp[i] < 0.0f ? falling : rising);
+    }
+    return;
+  }
+  for (int i = 0; i < n; i += kWidth) {
+    const Floats x = load_lanes<Floats>(logp + i) - load_lanes<Floats>(old_logp + i);
+    const Floats flow = x < 0.0f ? all<Floats>(falling) : all<Floats>(rising);
+    const Ints valid = args.mask ? Ints(keep_where(args.mask + first + i, Ints{} + 1) != 0) : Ints{} - 1;
+    store_lanes(load_lanes<Floats>(grad + i) + keep_if(valid, flow), grad + i);
+  }
+}
+
+}  // namespace hpo::HPO_ISA

@@ -115,17 +115,19 @@ def assert_near(got, wanted, near=3e-6):
 
 
 @pytest.mark.parametrize("name", GATES)
-@pytest.mark.parametrize("seed", range(4))
-def test_every_combination(name, seed, backend):
+def test_every_combination(name, backend):
     gate = GATES[name]
-    example = Example(seed, (5, 0, 9, 1, 40, 12, 3, 33))
-    (out, tokens), (exact, exact_tokens) = both(example, gate, backend, **inputs_of(gate, example, seed))
-    assert_near(out.loss, exact.loss)
-    assert_near(out.grad, exact.grad)
-    assert_near(tokens, exact_tokens)
-    for name in ("tokens", "selected", "penalty", "bad_advantages", "clipped_low_negative", "clipped_high_positive"):
-        slot = hpo.metrics.slot(name)
-        assert out.metrics.vector[slot].item() == pytest.approx(exact.metrics.vector[slot].item(), rel=1e-5, abs=1e-6)
+    compared = ("tokens", "selected", "penalty", "bad_advantages", "clipped_low_negative", "clipped_high_positive")
+    slots = [hpo.metrics.slot(each) for each in compared]
+    for seed in range(2 if backend == "triton" else 8):
+        example = Example(seed, (5, 0, 9, 1, 40, 12, 3, 33))
+        (out, tokens), (exact, exact_tokens) = both(example, gate, backend, **inputs_of(gate, example, seed))
+        assert_near(out.loss, exact.loss)
+        assert_near(out.grad, exact.grad)
+        assert_near(tokens, exact_tokens)
+        assert out.metrics.vector[slots].tolist() == pytest.approx(
+            exact.metrics.vector[slots].tolist(), rel=1e-5, abs=1e-6
+        )
 
 
 @pytest.mark.parametrize("head", Head)

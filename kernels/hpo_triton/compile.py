@@ -244,6 +244,8 @@ def every_path() -> Iterator[Path_]:
     ]
     penalties = [{"kl": k, "kl_gradient": g} for k in KLEstimator if k for g in KLGradient]
     for shape, head in itertools.product(shapes, (Head.LINEAR, Head.SCORE)):
+        if shape.routing is Routing.STOPPED and head is Head.LINEAR:
+            continue  # no gradient at all: RatioGate refuses it
         spec = shape._replace(head=head)
         name = f"gate: {spec.token.name} {spec.routing.name} {head.name}"
         yield _gate(name, _masked(), spec)

@@ -16,6 +16,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler, which counts mem
 import bench_advantages
 import bench_entropy
 import bench_gates
+import bench_hierarchy
 import bench_losses
 import bench_segments
 import report
@@ -33,7 +34,7 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning)
 
-    modules = (bench_gates, bench_losses, bench_advantages, bench_entropy, bench_segments)
+    modules = (bench_gates, bench_hierarchy, bench_losses, bench_advantages, bench_entropy, bench_segments)
     plans = [plan for module in modules for plan in module.plans(arguments.quick) if arguments.only in plan.name]
     if not plans:
         parser.error(f"--only: no case has {arguments.only!r} in its name")

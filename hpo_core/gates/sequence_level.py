@@ -49,9 +49,8 @@ def gmpo(low: float = 0.4, high: float = 0.4) -> RatioGate:
     """GMPO: ``loss = -A exp(mean of the clipped log-ratios)``: each token is clipped before the geometric mean (arXiv
     2507.20673).
 
-    The clip is one-sided, at most ``high`` for ``A >= 0`` and at least ``-low`` for ``A < 0``. The gradient is ``-(s /
-    n)
-    sum_u w_u A_u`` at tokens that are not clipped.
+    The clip is one-sided, at most ``high`` for ``A >= 0`` and at least ``-low`` for ``A < 0``. The gradient is
+    ``-(s / n) sum_u w_u A_u`` at tokens that are not clipped.
 
     Args:
         low, high: log-ratios, 0.4 as in the paper.

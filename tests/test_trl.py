@@ -80,7 +80,8 @@ def build(kind, folder, *, extra=None, callbacks=None, eval_dataset=None, **conf
         "log_level": "error",
     } | config
     tokenizer = demo.build_tokenizer()
-    prompts = datasets.Dataset.from_dict({"prompt": demo.make_prompts(64, random.Random(0))})
+    texts = demo.make_prompts(64, random.Random(0))
+    prompts = datasets.Dataset.from_dict({"prompt": texts, "kind": [text[0] for text in texts]})
     model = demo.build_model(tokenizer, seed=0)
     if config.get("beta"):  # TRL loads the reference model from where the model says it came from
         model.save_pretrained(folder / "model")
@@ -379,6 +380,65 @@ def test_a_gate_on_several_levels_trains(tmp_path):
         assert all(math.isfinite(entry["loss"]) for entry in results[0].logs if "loss" in entry)
 
 
+DEEP = hpo.gates.RatioGate(
+    "deep",
+    hpo.gates.LogClip((-0.1, -0.1), (0.1, 0.1)),
+    tuple(hpo.gates.Level(hpo.gates.Tanh(0.05), unit=unit) for unit in hpo.gates.Unit),
+)
+
+
+def test_ids_follow_their_rows_through_the_shuffle(tmp_path):
+    trainer, seen = build(HPOTrainer, tmp_path, extra={"gate": DEEP, "domain": "kind"}, max_steps=4), []
+    honest = trainer._policy_loss
+
+    def watch(logps, entropies, inputs, aux_loss=None):
+        texts = trainer.processing_class.batch_decode(inputs["prompt_ids"], skip_special_tokens=True)
+        seen.extend(zip(texts, inputs["group_ids"].tolist(), inputs["domain_ids"].tolist(), strict=True))
+        return honest(logps, entropies, inputs, aux_loss)
+
+    trainer._policy_loss = watch
+    trainer.train()
+    assert len(seen) == 64 and sorted(group for _, group, _ in seen) == [row // 8 for row in range(64)]
+    assert [group for _, group, _ in seen] != sorted(group for _, group, _ in seen)
+    assert len({(text, group) for text, group, _ in seen}) == 8
+    kinds = {text.strip()[0] for text, *_ in seen}
+    assert len({(text.strip()[0], domain) for text, _, domain in seen}) == len(kinds) > 1
+
+
+def test_steps_are_what_no_tool_wrote(monkeypatch, tmp_path):
+    module = sys.modules["hpo_core.integrations.trl"]
+    trainer, batches = build(HPOTrainer, tmp_path, extra={"gate": DEEP, "domain": "kind"}), []
+    trainer.current_gradient_accumulation_steps = 4
+    honest = module.policy_loss
+
+    def watch(logps, old, advantages, batch, *rest, **keywords):
+        batches.append(batch)
+        return honest(logps, old, advantages, batch, *rest, **keywords)
+
+    monkeypatch.setattr(module, "policy_loss", watch)
+    inputs, scored = micro_batch()
+    inputs |= {"group_ids": torch.arange(ROWS) // 3, "domain_ids": torch.zeros(ROWS, dtype=torch.long)}
+    loss_of(HPOTrainer._compute_loss, trainer, inputs, scored)
+    steps, valid = [], scored.valid.flatten().tolist()
+    for row in range(ROWS):
+        for at in range(row * LENGTH, (row + 1) * LENGTH):
+            if valid[at] and (at % LENGTH == 0 or not valid[at - 1]):
+                steps.append([at, at])
+            if valid[at]:
+                steps[-1][1] = at + 1
+    assert len(steps) == 6 and batches[0].steps.tolist() == steps
+
+
+def test_domains_need_a_column_and_the_other_way_round(tmp_path):
+    with pytest.raises(ValueError, match="domain: the gate 'deep' has a level of domains; name the dataset's column"):
+        build(HPOTrainer, tmp_path, extra={"gate": DEEP})
+    with pytest.raises(ValueError, match="domain: no level of the gate 'trl_dapo' is one of domains; drop it"):
+        build(HPOTrainer, tmp_path, extra={"domain": "kind"})
+    trainer = build(HPOTrainer, tmp_path, extra={"gate": DEEP, "domain": "genus"})
+    with pytest.raises(ValueError, match="domain: expected a column of the dataset, got 'genus'; it has kind, prompt"):
+        trainer._generate_and_score_completions([{"prompt": "abcdefgh=", "kind": "a"}] * 8)
+
+
 def test_an_estimator_sees_whole_groups(trl_run, tmp_path):
     """TRL's own normalisation, computed by ours: the same run, although micro-batches hold parts of groups."""
     calls = []
@@ -409,7 +469,7 @@ def test_group_ids_reach_the_loss_and_the_log_holds_our_advantages(tmp_path):
 def test_a_completion_nobody_scored_has_no_advantage(tmp_path):
     trainer = build(HPOTrainer, tmp_path, extra={"advantage": hpo.advantages.dr_grpo})
     trainer._hpo_rewards = torch.tensor([[1.0], [math.nan], [0.0], *[[0.0]] * 5])
-    advantages, _ = trainer._advantages(hpo.advantages.dr_grpo, 8)
+    advantages = trainer._advantages(hpo.advantages.dr_grpo, torch.zeros(8, dtype=torch.int64))
     assert advantages[1] == 0
     assert advantages[0] == pytest.approx(1 - 1 / 7)
 
@@ -463,6 +523,8 @@ def compare_in_this_process(folder):
             for metric in expected:
                 if metric.startswith(("clip", "entropy", "reward")):
                     assert entry[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), metric
+    deep = run(HPOTrainer, folder, extra={"gate": DEEP, "domain": "kind"}, **common | {"max_steps": 3})
+    assert all(math.isfinite(entry["loss"]) for entry in deep.logs if "loss" in entry)
     result = run(HPOTrainer, folder, extra={"window": ares}, **common)
     fractions = [entry["hpo_core/selected_fraction"] for entry in result.logs if "hpo_core/selected_fraction" in entry]
     assert sum(fractions[:2]) / 2 == pytest.approx(0.46, abs=0.06)

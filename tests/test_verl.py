@@ -153,6 +153,32 @@ def test_a_gate_on_several_levels():
     assert tight[2]["actor/pg_clipfrac"] > 0.1
 
 
+def test_steps_are_what_no_tool_wrote():
+    """A step is a run of valid tokens inside a response."""
+    batch, gate = Batch(), hpo.gates.step_gspo(0.02, 0.03)
+    register("hpo_step_gspo", gate)
+    loss, grad, _ = run(batch, actor("hpo_step_gspo", loss_agg_mode="token-sum"))
+    steps, begin = [], 0
+    for valid in batch.fields["response_mask"]:
+        for at in range(len(valid)):
+            if valid[at] and (at == 0 or not valid[at - 1]):
+                steps.append([begin + at, begin + at])
+            if valid[at]:
+                steps[-1][1] = begin + at + 1
+        begin += len(valid)
+    packed = hpo.PackedBatch.from_lengths(
+        batch.responses, mask=torch.cat(batch.fields["response_mask"]), steps=torch.tensor(steps)
+    )
+    expected = hpo.policy_loss_and_grad(
+        torch.cat(batch.response(batch.logp.detach())), torch.cat(batch.fields["old_log_probs"]),
+        torch.stack([row[0] for row in batch.fields["advantages"]]), packed, gate, weights=torch.ones(ROWS),
+        advantage_level="row",
+    )  # fmt: skip
+    assert len(steps) > ROWS
+    torch.testing.assert_close(loss, expected.loss)
+    torch.testing.assert_close(torch.cat(batch.response(grad)), expected.grad)
+
+
 def test_gspo_with_token_advantages():
     """verl's gspo is the paper's GSPO-token; the sequence form has another gradient where advantages vary in a row."""
     batch, fields = Batch(per_token=True), PRESETS["hpo_gspo"][1]
@@ -318,6 +344,12 @@ def test_register_a_function_of_the_config():
 def test_register_refuses_what_is_no_gate():
     with pytest.raises(TypeError, match="gate: expected a RatioGate, or a function"):
         register("hpo_wrong", "ppo_clip")
+    deep = hpo.gates.reconstructed.fiberpo_domain()
+    with pytest.raises(ValueError, match="gate: 'fiberpo_domain' has a level of groups, and verl tells its losses of"):
+        register("hpo_deep", deep)
+    register("hpo_deep_later", lambda config: deep)
+    with pytest.raises(ValueError, match="gate: 'fiberpo_domain' has a level of groups"):
+        call("hpo_deep_later", config=actor("hpo_deep_later"))
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ def _normalise(
         ("apply_mask", apply_mask, (torch.bool,), "use apply_mask.bool()"),
     ):
         if tensor is not None:
+            check_type(isinstance(tensor, torch.Tensor), "{}: expected a tensor [S], got {}", name, type(tensor))
             check_dtype(name, tensor, allowed, fix)
             check_shape(name, tensor, rewards.shape, "[S] (that of rewards)")
             check(

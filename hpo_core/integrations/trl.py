@@ -8,6 +8,7 @@ honour, is an error that names it. Shapes: ``B`` completions in a micro-batch, `
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import math
 from collections.abc import Callable
@@ -30,7 +31,8 @@ from ..gates import Clip, Drop, Gamma, Level, RatioGate
 from ..kl import KLPenalty, k3
 from ..losses import policy_loss
 from ..metrics import FLAGS, Metrics
-from ..specs import Head
+from ..specs import Head, Unit
+from .turns import turns
 
 __all__ = ["HPOMixin", "HPOTrainer", "gate_from_config"]
 
@@ -52,6 +54,8 @@ _REPLACED = {
     "advantage": ("scale_rewards", "multi_objective_aggregation"),
     "window": ("top_entropy_quantile",),
 }
+# Levels whose segments have rows on several processes.
+_SPANNING = {Unit.GROUP, Unit.DOMAIN}
 # Reported beyond TRL's own metrics, under "hpo_core/".
 _REPORTED = ("clip_fraction", "selected_fraction", "ratio_max", "effective_sample_size", *FLAGS)
 
@@ -65,9 +69,11 @@ class _Settings(NamedTuple):
     gate: RatioGate
     kl: KLPenalty | None
     advantage: Callable[..., torch.Tensor] | None
+    domain: str | None
     window: EntropyWindow | None
     backend: str | None
     processes: int
+    units: frozenset[Unit]  # of the gate's levels and corrections
 
 
 _Trainer: Any = object  # for the type checker: whatever trainer follows in the order of bases
@@ -82,11 +88,18 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         advantage: an estimator of :mod:`hpo_core.advantages`, or ``functools.partial`` of one. It is called on the
             rewards of the whole generation batch of all processes and the group of each. None: what
             ``args.scale_rewards`` says, computed by TRL.
+        domain: the dataset's column, of integers or strings, that names the domain of a prompt; for gates with a level
+            of domains.
         window: an EntropyWindow: only tokens it selects count in the policy term. ``scope="batch"`` selects once per
             rollout, by the entropies of the policy that sampled it and a threshold over the whole generation batch, at
             the price of one more forward pass; ``scope="call"`` in each micro-batch by the current policy's. Both span
             all processes. None: what ``args.top_entropy_quantile`` says, ``forking_tokens(..., scope="call")``.
         backend: a name from ``hpo_core.backends()``. Default: by device.
+
+    Levels above the tokens: a completion is a trajectory; its steps are the runs of tokens that no tool wrote; a group
+    is the completions of one prompt in this micro-batch, and a domain those of one value of the column ``domain``, on
+    all processes together. Micro-batches tear groups apart: for whole ones let ``per_device_train_batch_size`` times
+    the processes be a rollout.
 
     Raises:
         ValueError: naming the field of ``args`` that cannot be honoured, or that an argument above would silence.
@@ -97,6 +110,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         *args: Any,
         gate: RatioGate | None = None,
         advantage: Callable[..., torch.Tensor] | None = None,
+        domain: str | None = None,
         window: EntropyWindow | None = None,
         backend: str | None = None,
         **keywords: Any,
@@ -115,7 +129,18 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             window = forking_tokens(config.top_entropy_quantile, scope="call")
         resolve("gates", torch.empty(0, device=self.accelerator.device), backend)  # fail now, not after a rollout
         gate = gate or gate_from_config(config)
-        self._hpo = _Settings(gate, kl, advantage, window, backend, self.accelerator.num_processes)
+        units = {level.unit for level in gate.levels}
+        units |= {correction.unit for correction in gate.corrections if correction.unit is not None}
+        check(
+            (Unit.DOMAIN in units) == (domain is not None),
+            "domain: the gate {!r} has a level of domains; name the dataset's column that tells them apart"
+            if domain is None
+            else "domain: no level of the gate {!r} is one of domains; drop it",
+            gate.name,
+        )
+        self._hpo = _Settings(
+            gate, kl, advantage, domain, window, backend, self.accelerator.num_processes, frozenset(units)
+        )
 
     # ------------------------------------------------------------------------------------------ once per generation
 
@@ -126,39 +151,44 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's generation batch with our advantages, group ids and token mask.
+        """TRL's generation batch with our advantages, ids and token mask.
 
         They are made here, before rows are shuffled into micro-batches, where most prompt groups are no longer whole.
         """
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        _, _, advantage, window, backend, _ = self._hpo
+        _, _, advantage, domain, window, backend, _, units = self._hpo
+        rows = len(output["completion_ids"])
+        own = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
+        size = self.num_generations if self.model.training else self.num_generations_eval
+        groups = torch.arange(rows * self._hpo.processes, device=output["completion_ids"].device) // size
         if advantage is not None:
-            output["advantages"], output["group_ids"] = self._advantages(advantage, len(output["completion_ids"]))
+            output["advantages"] = self._advantages(advantage, groups)[own]
+        if advantage is not None or Unit.GROUP in units:
+            output["group_ids"] = groups[own]
+        if domain is not None:
+            output["domain_ids"] = _domain_ids(domain, inputs, groups.device)
         if window is not None and window.scope == "batch":
             training, config = self.model.training, self.args
-            rows = config.per_device_train_batch_size if training else config.per_device_eval_batch_size
+            at_once = config.per_device_train_batch_size if training else config.per_device_eval_batch_size
             with torch.no_grad():
-                _, entropies, _ = self._score(self.model, output, batch_size=rows)
+                _, entropies, _ = self._score(self.model, output, batch_size=at_once)
             state = window.fit(entropies, _mask(output), process_group=self._ranks(), backend=backend)
             output["token_mask"] = window.apply(entropies, _mask(output), state, backend=backend)
         return output
 
-    def _advantages(self, advantage: Callable[..., torch.Tensor], local: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Advantages and group ids of this process's ``local`` completions, from the rewards of all."""
+    def _advantages(self, advantage: Callable[..., torch.Tensor], groups: torch.Tensor) -> torch.Tensor:
+        """Advantages ``[P B]`` from the rewards of all processes."""
         scores = self._hpo_rewards
         rewards = (scores * self.reward_weights.to(scores.device)).nansum(1)
         unscorable = scores.isnan().all(1)  # by every function: in no statistic, advantage 0
         rewards = torch.where(unscorable, torch.nan, rewards)
-        size = self.num_generations if self.model.training else self.num_generations_eval
-        groups = torch.arange(rewards.numel(), device=rewards.device) // size
         asked = {} if self._hpo.backend is None else {"backend": self._hpo.backend}
         advantages = advantage(rewards, groups, **asked)
         logged = self._logs["advantages"]  # ends with TRL's own
         for _ in range(min(len(logged), rewards.numel())):
             logged.pop()
         logged.extend(advantages.tolist())
-        own = slice(self.accelerator.process_index * local, (self.accelerator.process_index + 1) * local)
-        return advantages[own], groups[own]
+        return advantages
 
     # ----------------------------------------------------------------------------------------- once per micro-batch
 
@@ -195,8 +225,14 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             inputs: TRL's micro-batch: masks, advantages, and what else was computed when it was generated.
             aux_loss: 0-dim, the load balancing of a mixture of experts; only logged.
         """
-        gate, kl, _, window, backend, _ = self._hpo
-        batch = PackedBatch.from_padded(_mask(inputs), group_ids=inputs.get("group_ids"))
+        gate, kl, _, _, window, backend, _, units = self._hpo
+        mask = _mask(inputs)
+        batch = PackedBatch.from_padded(
+            mask,
+            steps=turns(mask) if Unit.STEP in units else None,
+            group_ids=inputs.get("group_ids"),
+            domain_ids=inputs.get("domain_ids"),
+        )
         advantages = inputs["advantages"]
         if advantages.dim() == 2 and advantages.shape[1] == 1:
             advantages = advantages.squeeze(1)
@@ -221,6 +257,8 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             threshold=threshold,
             token_mask=inputs.get("token_mask"),
             token_weight=None if token_weight is None else token_weight.expand_as(logps),
+            advantage_level="token" if advantages.dim() == 2 else "row",
+            process_group=self._ranks() if _SPANNING.intersection(level.unit for level in gate.levels) else None,
             backend=backend,
         )
         self._log_loss(metrics, logps.detach(), batch, advantages, inputs, aux_loss)
@@ -262,7 +300,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         aux_loss: torch.Tensor | None,
     ) -> None:
         """TRL's own keys with TRL's own definitions, and ours: one gather over processes, one copy to the host."""
-        gate, kl, *_, processes = self._hpo
+        gate, kl, *_, processes, _ = self._hpo
         old_logps, bounds = inputs.get("old_per_token_logps"), _clip_bounds(gate)
         log_ratio = torch.zeros_like(logps) if old_logps is None else logps - old_logps
         assert batch.mask is not None
@@ -389,6 +427,25 @@ def _check_config(args: Any, given: list[str]) -> None:
         "penalty by the sequence's ratio and hpo_core by the token's; got True with beta {}",
         args.beta,
     )
+
+
+def _domain_ids(column: str, inputs: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
+    """``[B]``, the same on all processes: integers as they are, strings by 63 bits of a hash."""
+    check(
+        all(column in example for example in inputs),
+        "domain: expected a column of the dataset, got {!r}; it has {}",
+        column,
+        ", ".join(sorted(inputs[0])) if inputs else "none",
+    )
+    names = [example[column] for example in inputs]
+    check_type(
+        all(isinstance(name, int | str) for name in names), "domain: expected integers or strings, got {}", names[:1]
+    )
+    ids = [
+        name if isinstance(name, int) else int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1
+        for name in names
+    ]
+    return torch.tensor(ids, dtype=torch.int64, device=device)
 
 
 def _mask(inputs: dict[str, Any]) -> torch.Tensor:

@@ -26,7 +26,8 @@ from ..checks import check, check_type
 from ..gates import RatioGate
 from ..losses import policy_loss
 from ..metrics import FLAGS, SLOTS
-from ..specs import Head
+from ..specs import Head, Unit
+from .turns import turns
 
 __all__ = ["register"]
 
@@ -45,12 +46,19 @@ def register(name: str, gate: RatioGate | Callable[[Any], RatioGate], *, backend
         gate: a RatioGate, or a function that makes one from verl's ActorConfig at each call. A RatioGate carries its
             bounds, so a clip field of the config that is set besides is an error that names it.
         backend: a name from ``hpo_core.backends()``. Default: by device.
+
+    Levels above the tokens: a response is a trajectory, and its steps are the runs of tokens that no tool wrote.
+
+    Raises:
+        ValueError: a gate with a level of groups or domains, of which verl tells its losses nothing.
     """
     check_type(
         isinstance(gate, RatioGate) or callable(gate),
         "gate: expected a RatioGate, or a function of verl's ActorConfig that returns one, got {}",
         gate,
     )
+    if isinstance(gate, RatioGate):
+        _check_levels(gate)
     register_policy_loss(name)(functools.partial(_policy_loss, name, gate, backend))
 
 
@@ -73,7 +81,9 @@ def _policy_loss(
         _refuse(name, config, *_UNSET)
     else:
         gate = gate(config)
-    batch = PackedBatch.from_padded(response_mask)
+        _check_levels(gate)
+    steps = turns(response_mask != 0) if any(level.unit is Unit.STEP for level in gate.levels) else None
+    batch = PackedBatch.from_padded(response_mask, steps=steps)
     result = policy_loss(
         log_prob,
         old_log_prob,
@@ -87,6 +97,17 @@ def _policy_loss(
         backend=backend,
     )
     return result.loss, _metrics(result.metrics.vector, gate)
+
+
+def _check_levels(gate: RatioGate) -> None:
+    for level in gate.levels:
+        check(
+            level.unit not in (Unit.GROUP, Unit.DOMAIN),
+            "gate: {!r} has a level of {}s, and verl tells its losses of none; call hpo_core.policy_loss where they "
+            "are known",
+            gate.name,
+            level.unit.name.lower(),
+        )
 
 
 def _weights(mode: str, batch: PackedBatch, info: Mapping[str, Any]) -> torch.Tensor:

@@ -225,12 +225,14 @@ inline void bind(py::module_& m) {
   m.def("correction_workspace", &hpo_correction_workspace);
   m.def("correction", [](int statistic, int reduction, int action, bool of_segments, bool strict, const py::tuple& low,
                          const py::tuple& high, int64_t tokens, int64_t rows, int64_t pieces, const py::tuple& inputs,
-                         Address factor, Address workspace, int64_t context) {
+                         Address factor, Address workspace, int stage, Address segments, int64_t context) {
     Outputs outputs{};
     outputs.workspace = workspace;
     const PolicyLossArgs args = make_args(tokens, rows, inputs, outputs);
     Hierarchy hierarchy{};
     hierarchy.depth = of_segments;
+    hierarchy.stage = Stage(stage);
+    hierarchy.tables.sums = pointer<int64_t>(segments);
     add_pieces(hierarchy, pieces, inputs);
     Correction correction{Statistic(statistic), Reduction(reduction), Action(action), strict, {}, {}, pointer<float>(factor)};
     copy_pair(correction.low, low);

@@ -11,13 +11,13 @@ import torch.distributed
 from . import aggregation, gates, ops
 from .advantages import grpo
 from .backends import resolve
-from .batch import Hierarchy, PackedBatch
+from .batch import PackedBatch
 from .checks import check, check_dtype, check_shape, check_type
 from .entropy import EntropyWindow, WindowState
 from .gates import Channel, Correction, RatioGate
 from .kl import KLPenalty
 from .metrics import Metrics, observed
-from .spanning import check_on_one_rank, exchange_of
+from .spanning import exchange_of, reduce_over_ranks
 from .specs import Exchange, PolicyLossInputs, PolicyLossSpec
 
 __all__ = ["PolicyLoss", "PolicyLossAndGrad", "hierarchical_policy_loss", "policy_loss", "policy_loss_and_grad"]
@@ -353,7 +353,8 @@ def _prepare(
     trajectories = batch.trajectories if spec.has_level else None
     row_trajectory, start, rows = trajectories if trajectories is not None else (None, None, None)
     hierarchy = batch.hierarchy(tuple(level.unit for level in spec.levels)) if spec.of_pieces else ()
-    exchange = exchange_of(batch, spec, gate.name, process_group, aggregates) if beyond else None
+    corrected = tuple(correction.unit for correction in gate.corrections if correction.unit is not None)
+    exchange = exchange_of(batch, spec, gate.name, corrected, process_group, aggregates) if beyond else None
     if weights is None:
         weights = batch.once(aggregation.token_mean)
     inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond
@@ -394,10 +395,7 @@ def _prepare(
     for correction in gate.corrections:
         pair = _channel(correction.channel, inputs.logp.detach(), inputs.old_logp, rollout)
         if pair is not None:
-            if process_group is not None and correction.unit is not None:
-                check_on_one_rank(batch, correction.unit, gate.name, process_group)
-            units = () if correction.unit is None else (correction.unit,)
-            inputs = inputs._replace(token_weight=_correct(inputs, pair, correction, batch.hierarchy(units), backend))
+            inputs = inputs._replace(token_weight=_correct(inputs, pair, correction, batch, process_group, backend))
     if gate.channel is Channel.TOTAL and rollout is not None:
         inputs = inputs._replace(old_logp=rollout)
     return inputs, spec, exchange
@@ -417,18 +415,23 @@ def _correct(
     inputs: PolicyLossInputs,
     pair: tuple[torch.Tensor, torch.Tensor],
     correction: Correction,
-    hierarchy: Hierarchy,
+    batch: PackedBatch,
+    process_group: torch.distributed.ProcessGroup | None,
     backend: str | None,
 ) -> torch.Tensor:
     """The token weights so far, times the correction."""
     first, second = pair
+    reduce = None
+    if process_group is not None and correction.unit is not None:
+        reduce = reduce_over_ranks(batch, correction.unit, process_group)
+    hierarchy = batch.hierarchy(() if correction.unit is None else (correction.unit,))
     read = PolicyLossInputs(
         first.contiguous(), second.contiguous(), inputs.advantages, inputs.weights, inputs.cu_seqlens, inputs.mask,
         token_weight=inputs.token_weight, advantage_per_token=inputs.advantage_per_token, piece_begin=hierarchy.begin,
         piece_end=hierarchy.end, piece_row=hierarchy.row, ancestors=hierarchy.ancestors,
     )  # fmt: skip
     read = _flat(read) if backend == "reference" else read
-    return ops.correction(read, correction.spec(), backend).reshape(first.shape)
+    return ops.correction(read, correction.spec(), backend, reduce).reshape(first.shape)
 
 
 def _bounds(bounds: Bounds, gate: RatioGate) -> Bounds:

@@ -24,6 +24,7 @@ from .specs import (
     OrderRule,
     PolicyLossInputs,
     PolicyLossSpec,
+    SegmentReduce,
     Stage,
 )
 
@@ -153,16 +154,25 @@ class Native:
         exchange.arriving(arriving)
         self._call(*call, workspace, Stage.DELIVER, sums, largest, arriving)
 
-    def correction(self, inputs: PolicyLossInputs, spec: CorrectionSpec) -> torch.Tensor:
-        """The factor ``[T]`` of ``logp - old_logp``, times ``token_weight``."""
+    def correction(
+        self, inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentReduce | None = None
+    ) -> torch.Tensor:
+        """The factor ``[T]`` of ``logp - old_logp``, times ``token_weight``; ``reduce``: for ``spec.of_segments``."""
         assert inputs.piece_begin is not None
         tokens, rows, pieces = inputs.logp.numel(), inputs.cu_seqlens.numel() - 1, inputs.piece_begin.numel()
         factor = torch.empty_like(inputs.logp)
         workspace = self._workspace(self.module.correction_workspace(tokens, rows, pieces), inputs.logp)
-        self._call(
+        call = (
             self.module.correction, inputs.logp, int(spec.statistic), int(spec.reduction), int(spec.action),
             spec.of_segments, spec.strict, spec.low, spec.high, tokens, rows, pieces, inputs, factor, workspace,
         )  # fmt: skip
+        if reduce is None:
+            self._call(*call, Stage.WHOLE, None)
+        else:
+            segments = inputs.logp.new_zeros(pieces, 2, dtype=torch.int64)
+            self._call(*call, Stage.SUMS, segments)
+            reduce(segments, spec.is_extremum)
+            self._call(*call, Stage.SWEEP, segments)
         return factor
 
     def group_normalise(

@@ -36,6 +36,7 @@ from .specs import (
     Reduction,
     Routing,
     Scale,
+    SegmentReduce,
     Statistic,
     TermSpec,
     TokenGate,
@@ -348,14 +349,17 @@ def _group_normalise(
     return run(values, ids, mask, apply_mask, spec)
 
 
-def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, backend: str | None) -> torch.Tensor:
-    """The factor ``[T]`` of ``inputs.logp - inputs.old_logp``, times ``inputs.token_weight``."""
+def correction(
+    inputs: PolicyLossInputs, spec: CorrectionSpec, backend: str | None, reduce: SegmentReduce | None = None
+) -> torch.Tensor:
+    """The factor ``[T]`` of ``inputs.logp - inputs.old_logp``, times ``inputs.token_weight``. ``reduce``: only where
+    nothing is :func:`watched`."""
     result: torch.Tensor
     if watched(inputs.logp):
         kinds = (int(spec.statistic), int(spec.reduction), int(spec.action), spec.of_segments, spec.strict)
         result = _OPERATORS.correction(*inputs, *kinds, [*spec.low, *spec.high], backend or "")
     else:
-        result = resolve("corrections", inputs.logp, backend).correction(inputs, spec)
+        result = resolve("corrections", inputs.logp, backend).correction(inputs, spec, reduce)
     return result
 
 

@@ -9,7 +9,7 @@ its aggregate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +17,9 @@ import torch.distributed
 
 from .batch import PackedBatch
 from .checks import check, check_type
-from .specs import Aggregate, Exchange, LevelSpec, PolicyLossSpec, Routing, Unit
+from .specs import Aggregate, Exchange, LevelSpec, PolicyLossSpec, Routing, SegmentReduce, Unit
 
-__all__ = ["check_on_one_rank", "exchange_of"]
+__all__ = ["exchange_of", "reduce_over_ranks"]
 
 Group = torch.distributed.ProcessGroup
 
@@ -31,10 +31,11 @@ def exchange_of(
     batch: PackedBatch,
     spec: PolicyLossSpec,
     gate: str,
+    corrected: Sequence[Unit],
     process_group: Group | None,
     aggregates: Mapping[str, torch.Tensor] | None,
 ) -> Exchange:
-    """The exchange of one call; ``gate`` is a name for errors.
+    """The exchange of one call; ``gate`` is a name for errors, ``corrected`` what its corrections have statistics of.
 
     Raises:
         ValueError, TypeError: nothing spans ranks, or aggregates that do not fit the levels of ``spec``.
@@ -42,29 +43,38 @@ def exchange_of(
     units = tuple(level.unit for level in spec.levels)
     span = None
     if process_group is not None:
-        if all(batch.ids(unit) is None for unit in units):
-            check(Unit.TRAJECTORY in units, "process_group: no level of the gate {!r} spans ranks; drop it", gate)
+        if all(batch.ids(unit) is None for unit in (*units, *corrected)):
+            check(
+                Unit.TRAJECTORY in (*units, *corrected),
+                "process_group: no level and no correction of the gate {!r} spans ranks; drop it",
+                gate,
+            )
             raise ValueError(
                 f"process_group: no level of the gate {gate!r} has ids, and without them a trajectory lies on one "
                 f"rank; pass trajectory_ids= to PackedBatch, or drop it"
             )
-        span = _span_of(batch, units, process_group)
+        check_type(
+            isinstance(process_group, Group),
+            "process_group: expected a torch.distributed.ProcessGroup this process is in, such as "
+            "torch.distributed.group.WORLD, got {}",
+            type(process_group),
+        )
+        if any(batch.ids(unit) is not None for unit in units):
+            span = _span_of(batch, units, process_group)
     given = [] if aggregates is None else _check_aggregates(batch, spec, gate, aggregates)
     return _Beyond(span, given)
 
 
-def check_on_one_rank(batch: PackedBatch, unit: Unit, gate: str, process_group: Group) -> None:
-    """That no segment of this kind lies on several ranks: for what is reduced over segments outside the levels."""
-    if batch.ids(unit) is not None:
-        name = unit.name.lower()
-        check(
-            _span_of(batch, (unit,), process_group).slots == 0,
-            "process_group: a correction of the gate {!r} takes the statistic of a {}, and some lie on several ranks; "
-            "keep the rows of a {} on one rank, or compose the gate without it and pass the factor as token_weight",
-            gate,
-            name,
-            name,
-        )
+def reduce_over_ranks(batch: PackedBatch, unit: Unit, process_group: Group) -> SegmentReduce | None:
+    """What the segments of a correction over ``unit`` have on all ranks; None where they lie on one."""
+    if batch.ids(unit) is None:
+        return None
+    span = _span_of(batch, (unit,), process_group)
+
+    def reduce(table: torch.Tensor, extremum: bool) -> None:
+        span.reduce(table[None], torch.distributed.ReduceOp.MAX if extremum else torch.distributed.ReduceOp.SUM)
+
+    return reduce
 
 
 # ------------------------------------------------------------------------------------------------ over ranks
@@ -91,12 +101,6 @@ class _Span(NamedTuple):
 
 
 def _span_of(batch: PackedBatch, units: tuple[Unit, ...], group: Group) -> _Span:
-    check_type(
-        isinstance(group, Group),
-        "process_group: expected a torch.distributed.ProcessGroup this process is in, such as "
-        "torch.distributed.group.WORLD, got {}",
-        type(group),
-    )
     span: _Span = batch.once(_make_span, units, group)
     return span
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -37,6 +38,7 @@ __all__ = [
     "Reduction",
     "Routing",
     "Scale",
+    "SegmentReduce",
     "Stage",
     "Statistic",
     "TermSpec",
@@ -184,6 +186,16 @@ class CorrectionSpec(NamedTuple):
     strict: bool  # what lies on a bound is outside
     low: tuple[float, float]
     high: tuple[float, float]
+
+    @property
+    def is_extremum(self) -> bool:
+        """Whether segments are reduced to a minimum or a maximum, and not by adding."""
+        return self.reduction in (Reduction.MIN, Reduction.MAX)
+
+
+# Changes what segments of a correction have added up, ``[P, n]`` numbers in place: into the sums over all processes, or
+# with True into the maxima. Numbers are integers, floats for the reference; for maxima they are at least 0.
+SegmentReduce = Callable[[torch.Tensor, bool], None]
 
 
 class TermSpec(NamedTuple):

@@ -17,7 +17,22 @@ from test_hierarchy import GATES as HIERARCHIES
 
 import hpo_core as hpo
 from hpo_core import gates
-from hpo_core.gates import Aggregate, Drop, Head, Identity, Level, LogClip, RatioGate, Rollback, Routing, Tanh, Unit
+from hpo_core.gates import (
+    Action,
+    Aggregate,
+    Correction,
+    Drop,
+    Head,
+    Identity,
+    Level,
+    LogClip,
+    RatioGate,
+    Reduction,
+    Rollback,
+    Routing,
+    Tanh,
+    Unit,
+)
 
 TRAJECTORY = Unit.TRAJECTORY
 NATIVE = [name for name, available in hpo.backends().items() if available and name != "reference"]
@@ -43,6 +58,14 @@ GATES = {
 STEPS = {
     "steps": RatioGate("steps", Drop(), levels((Tanh(0.05), STEP), (Tanh(0.03), TRAJECTORY), (Tanh(0.02), DOMAIN))),
     "four levels": HIERARCHIES["four levels, through, split"],
+}
+# One for each reduction, on segments that several ranks share.
+CORRECTED = {
+    "mean and minimum": gates.mis(0.985, 1.01, reduction=Reduction.MEAN, veto=0.89),
+    "sum": gates.tis(1.1, TRAJECTORY),
+    "maximum": gates.compose(
+        gates.ppo_clip(), Correction(Action.MASK, high=(0.06, 0.055), unit=GROUP, reduction=Reduction.MAX)
+    ),
 }
 
 
@@ -215,18 +238,19 @@ def collectives(step, rank, ranks):
     return counts
 
 
+def sampled(part):
+    """Log-probabilities of a sampler that differs from the old policy."""
+    return part.old_logp + 0.4 * (part.logp - part.old_logp)
+
+
 def corrections(step, rank, ranks):
-    """What a correction over trajectories says where they are cut, and its gradient where they are not."""
-    gate = gates.mis(gate=GATES["tanh"])
-    said = ""
+    """The gradients under corrections of trajectories and groups that are cut."""
     part, _ = part_of(step, ranks, "cut", rank)
-    try:
-        part.run(gate, "cpu", rollout_logp=part.old_logp - 0.01, process_group=dist.group.WORLD)
-    except ValueError as error:
-        said = str(error)
-    part, tokens = step.whole_rows([[0, 1, 2], [3, 4, 5, 6, 7], [], []][rank])
-    out = part.run(gate, "cpu", rollout_logp=part.old_logp - 0.01, process_group=dist.group.WORLD)
-    return said, tokens, out.grad
+    return {
+        (name, backend): part.run(gate, backend, rollout_logp=sampled(part), process_group=dist.group.WORLD).grad
+        for name, gate in CORRECTED.items()
+        for backend in ("reference", *NATIVE)
+    }
 
 
 def run(rank, ranks, folder):
@@ -368,18 +392,19 @@ def test_collectives(ranks, found):
         assert each["collectives"] == [5, 3, 3, 3, 1, 1]
 
 
+@pytest.mark.parametrize("name", CORRECTED)
 @pytest.mark.parametrize("ranks", LAYOUTS)
-def test_corrections_over_trajectories(ranks, found):
-    step = Step.make()
-    gate = gates.mis(gate=GATES["tanh"])
-    one = step.run(gate, "cpu", rollout_logp=step.old_logp - 0.01).grad
-    for each in found(ranks):
-        said, tokens, grad = each["corrections"]
-        assert said.startswith(
-            "process_group: a correction of the gate 'mis' takes the statistic of a trajectory, and some lie on "
-            "several ranks; keep the rows of a trajectory on one rank, or"
-        )
-        assert torch.equal(grad, one[tokens])
+def test_corrections_over_cut_segments(ranks, name, found, backend):
+    """Integers have no order: to the bit what one process computes, and not what each would by itself."""
+    step, gate, matters = Step.make(), CORRECTED[name], False
+    one, exact = (step.run(gate, each, rollout_logp=sampled(step)).grad for each in (backend, "reference"))
+    for rank, each in enumerate(found(ranks)):
+        part, tokens = part_of(step, ranks, "cut", rank)
+        assert torch.equal(each["corrections"][name, backend], one[tokens])
+        torch.testing.assert_close(each["corrections"][name, "reference"], exact[tokens], rtol=1e-12, atol=1e-12)
+        alone = part.run(gate, backend, rollout_logp=sampled(part)).grad
+        matters |= not torch.equal(alone, one[tokens])
+    assert matters
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
@@ -393,8 +418,8 @@ def test_errors():
         with pytest.raises(error, match=f"^process_group: {message}"):
             step.run(gate, "cpu", batch=batch, process_group=object())
 
-    refused("no level of the gate 'ppo_clip' spans ranks; drop it", gates.ppo_clip())
-    refused("no level of the gate 'step_gspo' spans ranks", gates.step_gspo())
+    refused("no level and no correction of the gate 'ppo_clip' spans ranks; drop it", gates.ppo_clip())
+    refused("no level and no correction of the gate 'step_gspo' spans ranks", gates.step_gspo())
     refused(
         "no level of the gate 'gspo' has ids, and without them a trajectory lies on one rank; pass "
         "trajectory_ids= to PackedBatch, or drop it",

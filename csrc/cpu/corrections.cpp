@@ -37,7 +37,11 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
   const auto valid = [&](int64_t t) { return !args.mask || args.mask[t] != 0; };
   const auto statistic = [&](int64_t t) { return statistic_of(correction.statistic, args.logp[t], args.old_logp[t]); };
 
-  if (hierarchy.depth > 0) {
+  const bool whole = hierarchy.stage == Stage::whole;
+  const Reduction reduction = correction.reduction;
+  const auto words_of = [&](int64_t segment) { return hierarchy.tables.sums + segment * kWords; };
+
+  if (hierarchy.depth > 0 && (whole || hierarchy.stage == Stage::sums)) {
     parallel_for(pieces.tasks(), threads, [&](int64_t task) {
       pieces.for_each_block(task, [&](const Block& block) {
         Reduced found;
@@ -53,7 +57,12 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
     for (int64_t p = 0; p < pieces.count(); ++p) {
       if (pieces.length(p) > 0) space.segments[pieces.ancestor(0, p)].add(space.of_pieces[p]);
     }
+    for (int64_t s = 0; !whole && s < pieces.count(); ++s) {
+      words_of(s)[0] = space.segments[s].valid;
+      words_of(s)[1] = word_of(space.segments[s], reduction);
+    }
   }
+  if (!whole && hierarchy.stage != Stage::sweep) return;
 
   for_each_piece(args.tokens, threads, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) correction.factor[t] = 1.0f;
@@ -62,7 +71,8 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
     pieces.for_each_block(task, [&](const Block& block) {
       float of_segment[2] = {};  // by sign of the advantage
       if (hierarchy.depth > 0) {
-        const float v = space.segments[pieces.ancestor(0, block.piece)].as(correction.reduction);
+        const int64_t segment = pieces.ancestor(0, block.piece);
+        const float v = whole ? space.segments[segment].as(reduction) : from_words(words_of(segment), reduction);
         for (int sign = 0; sign < 2; ++sign) of_segment[sign] = factor_of(correction, sign, v);
       }
       for (int64_t t = block.first; t < block.first + block.tokens; ++t) {

@@ -9,10 +9,8 @@
 namespace hpo {
 namespace {
 
-constexpr int kWords = 2;  // of a segment: valid tokens, and what the reduction makes of them
-
 struct Workspace {
-  int64_t* segments;  // [pieces][kWords], 0 before the first grid barrier
+  int64_t* segments;  // [pieces][kWords], 0 before the first grid barrier; the caller's table in a call in stages
   Counted counted;
 
   int64_t place(void* base, int64_t pieces) {
@@ -37,6 +35,11 @@ struct Call {
       groupable &= hpo::groupable(array, 16);
     }
     workspace.place(args.workspace, hierarchy.pieces);
+    if (hierarchy.stage != Stage::whole) workspace.segments = hierarchy.tables.sums;
+  }
+
+  __device__ __forceinline__ bool reaches(Stage stage) const {
+    return hierarchy.stage == Stage::whole || hierarchy.stage == stage;
   }
 
   __device__ __forceinline__ bool broken() const { return any_of(workspace.counted.broken, int(gridDim.x)); }
@@ -59,20 +62,9 @@ struct Call {
 };
 
 __device__ __forceinline__ void prepare(const Call& call) {
-  if (call.hierarchy.depth > 0) clear(call.workspace.segments, call.hierarchy.pieces * kWords);
+  if (call.hierarchy.depth > 0 && call.reaches(Stage::sums)) clear(call.workspace.segments, call.hierarchy.pieces * kWords);
   fill_tokens(call.correction.factor, call.args.tokens, call.groupable, 1.0f);
   check_pieces(call.hierarchy, call.args, call.workspace.counted);
-}
-
-// Floats as integers in the same order, all above 0, and back.
-__device__ __forceinline__ int64_t ordered(float v) {
-  const int32_t bits = to_bits(v);
-  return uint32_t(bits < 0 ? ~bits : bits ^ INT32_MIN);
-}
-
-__device__ __forceinline__ float from_ordered(int64_t word) {
-  const int32_t bits = int32_t(uint32_t(word));
-  return from_bits(bits < 0 ? bits ^ INT32_MIN : ~bits);
 }
 
 __device__ __forceinline__ Reduced reduce_tile(const Call& call, const Unit& tile) {
@@ -90,24 +82,17 @@ __device__ __forceinline__ Reduced reduce_tile(const Call& call, const Unit& til
 
 __device__ __forceinline__ void reduce_pieces(const Call& call, const Pieces& pieces) {
   const Reduction reduction = call.correction.reduction;
-  const bool is_sum = reduction == Reduction::mean || reduction == Reduction::sum;
   Carrier carrier = {};
   for_each_unit(pieces, [&](int, const PieceUnit& unit) {
     const Reduced found = reduce_tile(call, unit.tile);
     if (lane() >= kWords || found.valid == 0) return;
     int64_t* const word = call.words_of(unit.piece) + lane();
     if (lane() == 0) return carrier.add(word, found.valid);
-    if (is_sum) return carrier.add(word, found.fixed);
-    const int64_t most = ordered(reduction == Reduction::min ? -found.smallest : found.largest);
-    if (*word < most) atomicMax(word, most);  // it only grows: few get past the question
+    const int64_t mine = word_of(found, reduction);
+    if (!is_extremum(reduction)) return carrier.add(word, mine);
+    if (*word < mine) atomicMax(word, mine);  // it only grows: few get past the question
   });
   carrier.flush();
-}
-
-__device__ __forceinline__ float reduced(const Call& call, int piece) {
-  const int64_t* const words = call.words_of(piece);
-  const float most = from_ordered(words[1]);
-  return Reduced{words[0], words[1], -most, most}.as(call.correction.reduction);
 }
 
 template <bool OF_SEGMENTS>
@@ -117,7 +102,7 @@ __device__ __forceinline__ void write_factors(const Call& call, const Pieces& pi
   for_each_unit(pieces, [&](int, const PieceUnit& unit) {
     float of_segment[2] = {};
     if constexpr (OF_SEGMENTS) {
-      const float v = reduced(call, unit.piece);
+      const float v = from_words(call.words_of(unit.piece), call.correction.reduction);
       for (int sign = 0; sign < 2; ++sign) of_segment[sign] = factor_of(correction, sign, v);
     }
     const float advantage = args.advantage_per_token ? 0.0f : args.advantages[unit.tile.row];
@@ -143,9 +128,10 @@ __global__ void __launch_bounds__(kThreads, 3) correct_tokens(const Call call) {
   sync_grid();
   const bool broken = call.broken(), first = blockIdx.x == 0;
   if (broken && first) list_broken(call.hierarchy, call.args, call.workspace.counted);
-  if (OF_SEGMENTS && (!broken || first)) reduce_pieces(call, call.pieces(broken, broken ? 1 : int(gridDim.x)));
+  if (OF_SEGMENTS && call.reaches(Stage::sums) && (!broken || first))
+    reduce_pieces(call, call.pieces(broken, broken ? 1 : int(gridDim.x)));
   if (OF_SEGMENTS || broken) sync_grid();
-  write_factors<OF_SEGMENTS>(call, call.pieces(broken, int(gridDim.x)));
+  if (call.reaches(Stage::sweep)) write_factors<OF_SEGMENTS>(call, call.pieces(broken, int(gridDim.x)));
 }
 
 template <bool OF_SEGMENTS>

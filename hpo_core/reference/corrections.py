@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from ..specs import Action, CorrectionSpec, PolicyLossInputs, Reduction, Statistic
+from ..specs import Action, CorrectionSpec, PolicyLossInputs, Reduction, SegmentReduce, Statistic
 from .gates import SATURATION, of_row, piece_of_token
 from .segments import row_of_token
 
@@ -24,8 +24,11 @@ EXPONENT = 20.0
 GUARD = 1e-8  # keeps the logarithm of a binary KL finite
 
 
-def correction(inputs: PolicyLossInputs, spec: CorrectionSpec) -> torch.Tensor:
-    """The factor ``[T]`` of ``first = inputs.logp`` and ``second = inputs.old_logp``, times ``inputs.token_weight``."""
+def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentReduce | None = None) -> torch.Tensor:
+    """The factor ``[T]`` of ``first = inputs.logp`` and ``second = inputs.old_logp``, times ``inputs.token_weight``.
+
+    With ``reduce``, what the segments of ``spec.of_segments`` add up is what it makes of it.
+    """
     assert inputs.old_logp is not None
     first, second = inputs.logp, inputs.old_logp.to(inputs.logp.dtype)
     row = row_of_token(inputs.cu_seqlens, first.numel())
@@ -38,7 +41,8 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec) -> torch.Tensor:
     v = own
     if spec.of_segments:
         assert inputs.ancestors is not None
-        v = _reduce(spec.reduction, own, known, of_row(inputs.ancestors[0], piece.clamp(min=0)))
+        segment = of_row(inputs.ancestors[0], piece.clamp(min=0))
+        v = _of_segments(spec, own, known, segment, inputs.ancestors.shape[1], reduce)
     advantage = inputs.advantages if inputs.advantage_per_token else of_row(inputs.advantages, row)
     negative = (advantage < 0).long()
     low, high = (v.new_tensor(bound)[negative] for bound in (spec.low, spec.high))
@@ -69,13 +73,24 @@ def _statistic(statistic: Statistic, first: torch.Tensor, second: torch.Tensor) 
     return torch.sign(p - q) * (-q * u + (1 - q) * other)
 
 
-def _reduce(reduction: Reduction, v: torch.Tensor, known: torch.Tensor, segment: torch.Tensor) -> torch.Tensor:
-    segments = int(segment.max()) + 1 if segment.numel() else 1
-    if reduction in (Reduction.MEAN, Reduction.SUM):
-        total = v.new_zeros(segments).index_add(0, segment, v)
-        if reduction is Reduction.MEAN:
-            total = total / v.new_zeros(segments).index_add(0, segment, known.to(v.dtype)).clamp(min=1)
-        return total[segment]
-    name, neutral = ("amin", SATURATION) if reduction is Reduction.MIN else ("amax", -SATURATION)
-    entering = torch.where(known, v, torch.full_like(v, neutral))
-    return v.new_full((segments,), neutral).scatter_reduce(0, segment, entering, name)[segment]
+def _of_segments(
+    spec: CorrectionSpec,
+    v: torch.Tensor,
+    known: torch.Tensor,
+    segment: torch.Tensor,
+    segments: int,
+    reduce: SegmentReduce | None,
+) -> torch.Tensor:
+    """The statistic of each token's segment."""
+    sign = -1 if spec.reduction is Reduction.MIN else 1
+    if spec.is_extremum:  # at least 0, and 0 where there is no token
+        entering = torch.where(known, sign * v + SATURATION, torch.zeros_like(v))
+        table = v.new_zeros(segments, 1).scatter_reduce(0, segment[:, None], entering[:, None], "amax")
+    else:
+        table = v.new_zeros(segments, 2).index_add(0, segment, torch.stack((known.to(v.dtype), v), 1))
+    if reduce is not None:
+        reduce(table, spec.is_extremum)
+    if spec.is_extremum:
+        return (sign * (table[:, 0] - SATURATION))[segment]
+    count, total = table[segment].unbind(1)
+    return total / count.clamp(min=1) if spec.reduction is Reduction.MEAN else total

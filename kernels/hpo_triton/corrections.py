@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..specs import Action, CorrectionSpec, PolicyLossInputs, PolicyLossSpec, Reduction, Statistic
+from ..specs import Action, CorrectionSpec, PolicyLossInputs, PolicyLossSpec, Reduction, SegmentReduce, Statistic
 from .launch import kernel, launch
 from .levels import FIXED_POINT, to_fixed
 from .math import SATURATION, clamp, exp, k3
@@ -223,18 +223,19 @@ def _correct(
 # --------------------------------------------------------------------------------------------------------------- host
 
 
-def correction(inputs: PolicyLossInputs, spec: CorrectionSpec) -> torch.Tensor:
-    """The factor ``[T]`` of ``logp - old_logp``, times ``token_weight``."""
+def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentReduce | None = None) -> torch.Tensor:
+    """The factor ``[T]`` of ``logp - old_logp``, times ``token_weight``; ``reduce``: for ``spec.of_segments``."""
     pieces, reading = check_pieces(inputs), reading_of(inputs, PolicyLossSpec())
     (depth, count), programs = pieces.ancestors.shape, pieces.owner.numel() // SLOTS
     tokens, rows, factor = inputs.logp.numel(), inputs.cu_seqlens.numel() - 1, torch.empty_like(inputs.logp)
-    extremum = spec.reduction in (Reduction.MIN, Reduction.MAX)
-    rule = Rule(int(spec.statistic), int(spec.reduction), extremum, int(spec.action), spec.strict)
+    rule = Rule(int(spec.statistic), int(spec.reduction), spec.is_extremum, int(spec.action), spec.strict)
     structure = {"READING": reading, "RULE": rule, "DEPTH": depth, "SLOT": SLOT_TOKENS, "SLOTS": SLOTS}
     launch(
         _reduce_pieces, programs, inputs.logp, inputs.old_logp, inputs.mask, pieces.begin, pieces.end,
         pieces.ancestors, pieces.owner, pieces.segments, factor, tokens, count, **structure,
     )  # fmt: skip
+    if reduce is not None:
+        reduce(pieces.segments[0, :, : EXTREMUM.value + 1], spec.is_extremum)
     launch(
         _correct, programs, inputs.logp, inputs.old_logp, inputs.advantages, inputs.mask, inputs.token_weight,
         pieces.begin, pieces.end, pieces.row, pieces.ancestors, pieces.owner, pieces.segments, factor,

@@ -51,6 +51,32 @@ struct Reduced {
   }
 };
 
+// Floats as integers in the same order, all above 0, and back.
+HPO_INLINE int64_t ordered(float v) {
+  const int32_t bits = to_bits(v);
+  return uint32_t(bits < 0 ? ~bits : bits ^ INT32_MIN);
+}
+
+HPO_INLINE float from_ordered(int64_t word) {
+  const int32_t bits = int32_t(uint32_t(word));
+  return from_bits(bits < 0 ? bits ^ INT32_MIN : ~bits);
+}
+
+// A segment in two integers, of which the sums count, or the maxima where an extremum is sought: valid tokens, and this.
+constexpr int kWords = 2;
+
+HPO_INLINE bool is_extremum(Reduction reduction) { return reduction == Reduction::min || reduction == Reduction::max; }
+
+HPO_INLINE int64_t word_of(const Reduced& found, Reduction reduction) {
+  if (!is_extremum(reduction)) return found.fixed;
+  return found.valid == 0 ? 0 : ordered(reduction == Reduction::min ? -found.smallest : found.largest);
+}
+
+HPO_INLINE float from_words(const int64_t* words, Reduction reduction) {
+  const float most = from_ordered(words[1]);
+  return Reduced{words[0], words[1], -most, most}.as(reduction);
+}
+
 // The factor for a statistic v under one sign of the advantage.
 HPO_INLINE float factor_of(const Correction& correction, int sign, float v) {
   const float low = float(correction.low[sign]), high = float(correction.high[sign]);

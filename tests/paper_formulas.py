@@ -166,6 +166,13 @@ def rec(s, low=0.2, high=0.2, one_sided=True, importance=False):
     return torch.where(out, torch.zeros_like(r), r if importance else torch.ones_like(r)) * s.A * s.l
 
 
+def rec_ring(s, low=0.2, high=0.2, far_low=0.6, far_high=2.0, importance=False):
+    r = sg(ratio(s))
+    inside = (1 - low <= r) & (r <= 1 + high)
+    strayed = ((s.A >= 0) & (r <= 1 - far_low)) | ((s.A <= 0) & (r >= 1 + far_high))
+    return torch.where(inside | strayed, r if importance else torch.ones_like(r), torch.zeros_like(r)) * s.A * s.l
+
+
 def fiberpo(s, epsilon=0.2, plus=0.2, minus=0.2, slope=None):
     """Equations 1 to 5 of arXiv 2604.03044, literally; the sign of a log-ratio of 0 is +1."""
     x, T = s.l - s.old, s.l.numel()

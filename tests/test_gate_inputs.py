@@ -137,6 +137,23 @@ def test_gbpo_target_by_hand():
     torch.testing.assert_close(target[2], 0.8 + 0.4 * torch.sigmoid(torch.tensor(3.0)))
 
 
+def test_rec_ring_mask_by_hand():
+    """Bounds belong to the ring; an advantage of 0 counts as positive; what is masked is never in it."""
+    ratio = torch.tensor([0.2, 0.5, 0.79, 0.9, 1.0, 1.21, 2.9, 3.1, math.nan])
+    batch = hpo.PackedBatch.from_lengths([9])
+    batch = hpo.PackedBatch(batch.cu_seqlens, torch.arange(9) < 8)
+    for advantage, kept in ((1.0, [0, 3, 4]), (0.0, [0, 3, 4]), (-1.0, [3, 4, 7])):
+        for given in (torch.tensor([advantage]), torch.full((9,), advantage)):
+            mask = gates.rec_ring_mask(ratio.log(), torch.zeros(9), given, batch)
+            assert mask.nonzero().flatten().tolist() == kept
+    edges = torch.tensor([math.log1p(each) for each in (-0.5, -0.25, 0.25, 1.0)], dtype=torch.float64)
+    run = functools.partial(gates.rec_ring_mask, near=(0.25, 0.25), far=(0.5, 1.0))
+    assert run(edges, edges * 0, edges.new_ones(1), hpo.PackedBatch.from_lengths([4])).tolist() == [1, 1, 1, 0]
+    assert run(edges, edges * 0, -edges.new_ones(1), hpo.PackedBatch.from_lengths([4])).tolist() == [0, 1, 1, 1]
+    with pytest.raises(ValueError, match="far"):
+        run(edges, edges, edges, hpo.PackedBatch.from_lengths([4]), far=(1.0, 2.0))
+
+
 def test_m2po_mask_by_hand():
     generator = torch.Generator().manual_seed(0)
     logp, old_logp = torch.randn(2, 200, generator=generator) * 0.3

@@ -72,6 +72,16 @@ PRESETS = {
         functools.partial(paper.rec, low=0.1, one_sided=False, importance=True),
         "",
     ),
+    "rec_ring": (
+        gates.rec_ring(),
+        functools.partial(paper.rec_ring, low=0.08, high=0.1, far_low=0.13, far_high=0.16),
+        "ring",
+    ),
+    "rec_ring, importance": (
+        gates.rec_ring(importance=True),
+        functools.partial(paper.rec_ring, low=0.08, high=0.1, far_low=0.13, far_high=0.16, importance=True),
+        "ring",
+    ),
     "fiberpo": (
         gates.fiberpo(0.1, (0.08, 0.05)), functools.partial(paper.fiberpo, epsilon=0.1, plus=0.08, minus=0.05), ""
     ),
@@ -141,6 +151,11 @@ class Example:
             "target": {"target": self.target},
             "roll": {"rollout_logp": self.rollout_logp},
             "pairs": {},
+            "ring": {
+                "token_mask": gates.rec_ring_mask(
+                    self.logp, self.old_logp, self.advantages, self.batch, (0.08, 0.1), (0.13, 0.16)
+                )
+            },
             "chord_weight": {"token_weight": gates.chord_weight(self.logp.double())},
         }
         return {"old_logp": self.old_logp, **taken[given]}
@@ -251,10 +266,15 @@ EXACT = [
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_on_policy_gradient(name, zero, backend):
-    """-w A to the bit where the gate promises it, at +0 and at -0; sampler and trainer agree."""
+    """-w A to the bit where the gate promises it, at +0 and at -0; sampler and trainer agree.
+
+    A number less itself is +0: only -0 less +0 is a log-ratio of -0.
+    """
     gate, _, given = PRESETS[name]
     example = Example(0)
-    example.logp = example.old_logp + torch.full_like(example.old_logp, zero)
+    even = torch.arange(example.old_logp.numel()) % 2 == 0
+    example.old_logp = torch.where(even, 0.0, example.old_logp)
+    example.logp = torch.where(even, zero, example.old_logp)
     given = "" if given == "roll" else given
     out = example.run(gate, given, backend)
     counted = example.mask & example.token_mask if given == "token_mask" else example.mask

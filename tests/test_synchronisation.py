@@ -124,6 +124,7 @@ def test_nothing_synchronises():
         gates.hapo_bounds(entropy, batch), gates.dcpo_bounds(old_logp), gates.archer_bounds(mask)
         gates.clip_cov_mask(logp, old_logp, make(8), batch, seed=3)
         gates.kl_cov_mask(logp, make(8), batch), gates.m2po_mask(logp, old_logp, batch)
+        gates.rec_ring_mask(logp, old_logp, make(8), batch)
         gates.gbpo_target(make(8), batch.group_ids)
         for level, count in (("trajectory", 5), ("group", 3), ("domain", 2)):
             hpo.policy_loss(logp, None, make(count), batch, advantage_level=level)

@@ -14,6 +14,7 @@ from .inputs import (
     hapo_bounds,
     kl_cov_mask,
     m2po_mask,
+    rec_ring_mask,
 )
 from .objectives import bpo, dro, gbpo, kimi, kl_cov, m2po, nft, opmd, ppo_penalty, sapo, spo
 from .ratio_gate import (
@@ -32,7 +33,7 @@ from .ratio_gate import (
     Rollback,
     Tanh,
 )
-from .sequence_level import a_lol, gmpo, gspo, gspo_token, rec, topr, vespo
+from .sequence_level import a_lol, gmpo, gspo, gspo_token, rec, rec_ring, topr, vespo
 from .token_level import (
     archer_clip,
     aspo,
@@ -113,6 +114,8 @@ __all__ = [
     "ppo_clip",
     "ppo_penalty",
     "rec",
+    "rec_ring",
+    "rec_ring_mask",
     "reconstructed",
     "reinforce",
     "sapo",

@@ -6,6 +6,8 @@ here synchronises, and nothing is read at masked positions.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .. import ops
@@ -23,6 +25,7 @@ __all__ = [
     "hapo_bounds",
     "kl_cov_mask",
     "m2po_mask",
+    "rec_ring_mask",
 ]
 
 Bounds = tuple[torch.Tensor, torch.Tensor]
@@ -199,6 +202,35 @@ def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, th
     return torch.zeros_like(valid).scatter_(0, order, means < threshold)  # means of ascending numbers ascend
 
 
+def rec_ring_mask(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    advantages: torch.Tensor,
+    batch: PackedBatch,
+    near: tuple[float, float] = (0.2, 0.2),
+    far: tuple[float, float] = (0.6, 2.0),
+) -> torch.Tensor:
+    """``token_mask`` ``[T]`` for :func:`rec_ring`: ``1 - near[0] <= r <= 1 + near[1]``, or for ``A >= 0``
+    ``r <= 1 - far[0]``, for ``A < 0`` ``r >= 1 + far[1]`` (Trinity-RFT).
+
+    Args:
+        advantages: per row ``[S]`` or per token ``[T]``.
+        near, far: epsilons (low, high), 0.2 and 0.2, and 0.6 and 2, as there.
+
+    >>> ratio = torch.tensor([0.3, 0.5, 1.0, 1.5, 3.5])
+    >>> rec_ring_mask(ratio.log(), torch.zeros(5), torch.tensor([1.0]), PackedBatch.from_lengths([5]))
+    tensor([ True, False,  True, False, False])
+    """
+    for name, pair in (("near", near), ("far", far)):
+        check(0 <= pair[0] < 1 and pair[1] >= 0, "{}: expected epsilons (low < 1, high), got {}", name, pair)
+    valid = _valid(batch)
+    advantage = _per_token(advantages, logp, batch)
+    x = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp))
+    inside = (x >= math.log1p(-near[0])) & (x <= math.log1p(near[1]))
+    strayed = torch.where(advantage < 0, x >= math.log1p(far[1]), x <= math.log1p(-far[0]))
+    return valid & (inside | strayed)
+
+
 def bpo_target(advantages: torch.Tensor, epsilon: float = 0.2) -> torch.Tensor:
     """``target`` for :func:`bpo`: ``1 + epsilon sign A``, in the shape of ``advantages`` (arXiv 2604.18578).
 
@@ -257,14 +289,20 @@ def _valid(batch: PackedBatch) -> torch.Tensor:
     return inside if batch.mask is None else inside & batch.mask.reshape(-1)
 
 
+def _per_token(advantages: torch.Tensor, logp: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """``[T]`` from those of rows or of tokens."""
+    if advantages.shape == logp.shape != (batch.rows,):
+        return advantages
+    return advantages[_row_of_token(batch).clamp(max=max(batch.rows - 1, 0))]
+
+
 def _covariance(
     logp: torch.Tensor, advantages: torch.Tensor, batch: PackedBatch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of advantage and log-probability, the advantage ``[T]``, and which tokens are valid."""
     check_shape("logp", logp, (batch.total_tokens,), "[T]")
     valid = _valid(batch)
-    row = _row_of_token(batch).clamp(max=max(batch.rows - 1, 0))
-    advantage = advantages if advantages.shape == logp.shape != (batch.rows,) else advantages[row]
+    advantage = _per_token(advantages, logp, batch)
     n = valid.sum().clamp(min=1)
     centred = []
     for values in (advantage, logp.detach()):

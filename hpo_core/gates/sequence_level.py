@@ -9,7 +9,7 @@ from ..specs import Action, Aggregate, Head, Routing
 from .ratio_gate import Channel, Clip, Correction, Drop, Gamma, Identity, Level, LogClip, RatioGate
 from .token_level import _check_epsilons
 
-__all__ = ["a_lol", "gmpo", "gspo", "gspo_token", "rec", "topr", "vespo"]
+__all__ = ["a_lol", "gmpo", "gspo", "gspo_token", "rec", "rec_ring", "topr", "vespo"]
 
 
 def gspo(low: float = 3e-4, high: float = 4e-4) -> RatioGate:
@@ -129,7 +129,7 @@ def rec(low: float = 0.2, high: float = 0.2, one_sided: bool = True, importance:
         one_sided: only the side to which A pushes: ``r <= 1 + high`` for ``A >= 0``, ``r >= 1 - low`` for ``A < 0``.
         importance: W is the token's ratio; else 1.
 
-    Traps: the variant "ring", whose range is two intervals, is not a value of this gate: pass it as ``token_mask``.
+    Traps: the variant "ring", whose range is two intervals, is :func:`rec_ring`.
 
     >>> rec().corrections[0].channel.name
     'STALENESS'
@@ -140,3 +140,16 @@ def rec(low: float = 0.2, high: float = 0.2, one_sided: bool = True, importance:
     mask = Correction(Action.MASK, lows, highs, channel=Channel.STALENESS)
     token = Identity() if importance else Drop()
     return RatioGate("rec", token, head=Head.SCORE, corrections=(mask,), source="Trinity-RFT")
+
+
+def rec_ring(importance: bool = False) -> RatioGate:
+    """REC with the range "ring": ``loss_t = -sg[W] A logp`` also on tokens whose ratio strayed far to the side to which
+    A does not push: pass ``token_mask=rec_ring_mask(...)`` (Trinity-RFT).
+
+    Args:
+        importance: W is the token's ratio; else 1.
+
+    >>> rec_ring().first_order.name
+    'EXACT'
+    """
+    return RatioGate("rec_ring", Identity() if importance else Drop(), head=Head.SCORE, source="Trinity-RFT")

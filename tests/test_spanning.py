@@ -168,6 +168,11 @@ CASES = [
 GATE_OF = {**GATES, **STEPS}
 
 
+def backends_of(name):
+    """Interpreted, Triton takes a second for each call of each rank."""
+    return [each for each in NATIVE if each != "triton" or name in ("fiberpo", "mixed", "four levels")]
+
+
 # --------------------------------------------------------------------------------------------- what one rank does
 
 
@@ -176,7 +181,7 @@ def compute(rank, ranks):
     for case in CASES:
         if case[0] == ranks:
             part, tokens = part_of(step, *case[:2], rank)
-            for backend in ("reference", *NATIVE):
+            for backend in ("reference", *backends_of(case[2])):
                 out = part.run(GATE_OF[case[2]], backend, process_group=world)
                 found[case, backend] = tokens, out.loss, out.grad, out.metrics.vector
     part, _ = part_of(step, ranks, "cut", rank)
@@ -321,20 +326,19 @@ def test_the_definition_of_many_ranks_is_that_of_one(ranks, layout, name, found)
 
 
 @every_case
-def test_many_ranks_compute_what_one_does(ranks, layout, name, found, backend):
+def test_many_ranks_compute_what_one_does(ranks, layout, name, found):
     """Within the budget; where rows stay together to the bit, wherever they lie."""
     step, gate = Step.make(), GATE_OF[name]
-    results = [each[(ranks, layout, name), backend] for each in found(ranks)]
-    loss, grad, _ = gathered(results, step)
     exact = step.run(gate, "reference")
-    largest = (step.weights * step.advantages.abs()).max()
-    assert (grad.double() - exact.grad).abs().max() <= 1e-5 * max(exact.grad.abs().max(), largest)
-    assert (loss.double() - exact.loss).abs() <= 1e-5 * (
-        step.weights * step.advantages.abs() * step.batch.row_counts
-    ).sum()
+    largest = max(exact.grad.abs().max(), (step.weights * step.advantages.abs()).max())
+    terms = (step.weights * step.advantages.abs() * step.batch.row_counts).sum()
     together = layout == "no tokens on one" or not cuts(ranks, layout)
-    if together and gate.level is None:  # else one process takes a way that ranks do not
-        assert torch.equal(grad, step.run(gate, backend).grad)
+    for backend in backends_of(name):
+        loss, grad, _ = gathered([each[(ranks, layout, name), backend] for each in found(ranks)], step)
+        assert (grad.double() - exact.grad).abs().max() <= 1e-5 * largest, backend
+        assert (loss.double() - exact.loss).abs() <= 1e-5 * terms, backend
+        if together and gate.level is None:  # else one process takes a way that ranks do not
+            assert torch.equal(grad, step.run(gate, backend).grad), backend
 
 
 @pytest.mark.parametrize("name", GATE_OF)

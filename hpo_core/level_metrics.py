@@ -210,7 +210,8 @@ def _tokens_by_sign(inputs: PolicyLossInputs, batch: PackedBatch, units: tuple[U
     if inputs.advantage_per_token:
         negative = _marked_in_pieces(below if batch.mask is None else below & batch.mask, batch, units)
     else:
-        negative = counts * below[batch.hierarchy(units).row]
+        of_row = torch.nn.functional.pad(below, (0, 1))  # a batch without rows may have steps, which are empty
+        negative = counts * of_row[batch.hierarchy(units).row]
     return torch.stack((counts - negative, negative), 1)
 
 

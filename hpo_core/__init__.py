@@ -14,10 +14,12 @@ from . import advantages, aggregation, entropy, gates, kl
 from ._version import __version__
 from .backends import backends
 from .batch import PackedBatch
+from .level_metrics import LevelMetrics
 from .losses import PolicyLoss, PolicyLossAndGrad, hierarchical_policy_loss, policy_loss, policy_loss_and_grad
 from .metrics import Metrics
 
 __all__ = [
+    "LevelMetrics",
     "Metrics",
     "PackedBatch",
     "PolicyLoss",

@@ -16,9 +16,10 @@ from .checks import check, check_dtype, check_shape, check_type
 from .entropy import EntropyWindow, WindowState
 from .gates import Channel, Correction, RatioGate
 from .kl import KLPenalty
+from .level_metrics import LevelMetrics, observed_levels
 from .metrics import Metrics, observed
-from .spanning import exchange_of, reduce_over_ranks
-from .specs import Exchange, PolicyLossInputs, PolicyLossSpec
+from .spanning import Beyond, exchange_of, reduce_over_ranks
+from .specs import PolicyLossInputs, PolicyLossSpec
 
 __all__ = ["PolicyLoss", "PolicyLossAndGrad", "hierarchical_policy_loss", "policy_loss", "policy_loss_and_grad"]
 
@@ -34,20 +35,22 @@ _LEVELS = ("token", "step", "row", "trajectory", "group", "domain")
 
 
 class PolicyLoss(NamedTuple):
-    """The result: ``loss`` 0-dim, differentiable in logp; ``metrics`` still on the device; ``tokens`` loss_t where
-    asked for."""
+    """The result: ``loss`` 0-dim, differentiable in logp; ``metrics`` still on the device; ``tokens`` loss_t and
+    ``levels`` the metrics of each level where asked for."""
 
     loss: torch.Tensor
     metrics: Metrics
     tokens: torch.Tensor | None
+    levels: LevelMetrics | None
 
 
 class PolicyLossAndGrad(NamedTuple):
-    """The result without autograd: ``grad`` is dL/dlogp in the shape of logp."""
+    """The result without autograd: ``grad`` is dL/dlogp in the shape of logp; the rest as in :class:`PolicyLoss`."""
 
     loss: torch.Tensor
     metrics: Metrics
     grad: torch.Tensor
+    levels: LevelMetrics | None
 
 
 def policy_loss(
@@ -73,6 +76,7 @@ def policy_loss(
     return_tokens: bool = False,
     aggregates: Aggregates | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
+    level_metrics: bool = False,
     backend: str | None = None,
 ) -> PolicyLoss:
     """The policy loss of a packed (or padded) batch under a ratio gate: ``loss = sum_t m_t w[s(t)] loss_t``.
@@ -113,6 +117,9 @@ def policy_loss(
             the first call with a batch gathers the ids. ``loss`` is the sum over this rank's tokens, the gradient that
             of the sum of all ranks' losses; ``weights`` must count the tokens of all ranks (``process_group=`` or
             ``total=`` of :mod:`hpo_core.aggregation`).
+        level_metrics: also return what each level of the gate observed, a :class:`~hpo_core.LevelMetrics`: made of the
+            sums of its segments, without another sweep over log-probabilities; nothing else changes. ``gspo`` and
+            others with quick kernels take the way of all levels for it, within rounding of the same gradient.
         backend: a name from ``hpo_core.backends()``. Default: by device.
 
     Raises:
@@ -129,9 +136,9 @@ def policy_loss(
     inputs, spec, exchange = _prepare(
         logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, None,
         token_mask, token_weight, bounds, target, penalty_mask, advantage_level, aggregates,
-        process_group, backend,
+        process_group, level_metrics, backend,
     )  # fmt: skip
-    return _run(inputs, spec, return_tokens, backend, exchange)
+    return _run(inputs, spec, return_tokens, level_metrics, backend, exchange)
 
 
 def policy_loss_and_grad(
@@ -156,6 +163,7 @@ def policy_loss_and_grad(
     advantage_level: str | None = None,
     aggregates: Aggregates | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
+    level_metrics: bool = False,
     backend: str | None = None,
 ) -> PolicyLossAndGrad:
     """:func:`policy_loss` without autograd: loss, metrics and dL/dlogp (in the shape of logp) from one call.
@@ -168,7 +176,7 @@ def policy_loss_and_grad(
     inputs, spec, exchange = _prepare(
         logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, None,
         token_mask, token_weight, bounds, target, penalty_mask, advantage_level, aggregates,
-        process_group, backend,
+        process_group, level_metrics, backend,
     )  # fmt: skip
     if backend == "reference":
         with torch.enable_grad():
@@ -176,9 +184,12 @@ def policy_loss_and_grad(
             op = resolve("gates", leaf, backend)
             loss, vector, _ = op.policy_loss(_flat(inputs._replace(logp=leaf)), spec, exchange)
             (grad,) = torch.autograd.grad(loss, leaf)
-        return PolicyLossAndGrad(loss.detach(), observed(vector), grad)
-    loss, vector, grad = ops.policy_loss_and_grad(inputs, spec, backend, exchange)
-    return PolicyLossAndGrad(loss, observed(vector), grad)
+        loss = loss.detach()
+    else:
+        loss, vector, grad = ops.policy_loss_and_grad(inputs, spec, backend, exchange)
+    metrics = observed(vector)
+    levels = _levels(inputs, spec, metrics, exchange) if level_metrics else None
+    return PolicyLossAndGrad(loss, metrics, grad, levels)
 
 
 def hierarchical_policy_loss(
@@ -205,6 +216,7 @@ def hierarchical_policy_loss(
     return_tokens: bool = False,
     aggregates: Aggregates | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
+    level_metrics: bool = False,
     backend: str | None = None,
 ) -> PolicyLoss:
     """The single call over the three pillars: ``advantage``, then ``window.fit``, then :func:`policy_loss`, and nothing
@@ -239,9 +251,9 @@ def hierarchical_policy_loss(
     inputs, spec, exchange = _prepare(
         logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, score,
         token_mask, token_weight, bounds, target, penalty_mask, advantage_level, aggregates,
-        process_group, backend,
+        process_group, level_metrics, backend,
     )  # fmt: skip
-    return _run(inputs, spec, return_tokens, backend, exchange)
+    return _run(inputs, spec, return_tokens, level_metrics, backend, exchange)
 
 
 # --------------------------------------------------------------------------------------------------- the call
@@ -251,16 +263,24 @@ def _run(
     inputs: PolicyLossInputs,
     spec: PolicyLossSpec,
     return_tokens: bool,
+    level_metrics: bool,
     backend: str | None,
-    exchange: Exchange | None,
+    exchange: Beyond | None,
 ) -> PolicyLoss:
     if backend == "reference":
         loss, vector, tokens = resolve("gates", inputs.logp, backend).policy_loss(_flat(inputs), spec, exchange)
     else:
         loss, vector, tokens = ops.policy_loss(inputs, spec, backend, return_tokens, exchange)
+    metrics = observed(vector)
+    levels = _levels(inputs, spec, metrics, exchange) if level_metrics else None
     if tokens is None or not return_tokens:
-        return PolicyLoss(loss, observed(vector), None)
-    return PolicyLoss(loss, observed(vector), tokens.reshape(inputs.logp.shape))
+        return PolicyLoss(loss, metrics, None, levels)
+    return PolicyLoss(loss, metrics, tokens.reshape(inputs.logp.shape), levels)
+
+
+def _levels(inputs: PolicyLossInputs, spec: PolicyLossSpec, metrics: Metrics, exchange: Beyond | None) -> LevelMetrics:
+    assert exchange is not None  # who asks for metrics of levels has one
+    return observed_levels(inputs, spec, exchange, metrics["tokens"])
 
 
 def _flat(inputs: PolicyLossInputs) -> PolicyLossInputs:
@@ -295,8 +315,9 @@ def _prepare(
     advantage_level: str | None,
     aggregates: Aggregates | None,
     process_group: torch.distributed.ProcessGroup | None,
+    level_metrics: bool,
     backend: str | None,
-) -> tuple[PolicyLossInputs, PolicyLossSpec, Exchange | None]:
+) -> tuple[PolicyLossInputs, PolicyLossSpec, Beyond | None]:
     """Check every argument once and bring it to what kernels take: contiguous, float32, one device."""
     check_type(isinstance(logp, torch.Tensor), "logp: expected a tensor [T], got {}", type(logp))
     batch = _as_batch(batch)
@@ -342,14 +363,20 @@ def _prepare(
         limit = _constant("threshold", value, (1,), "[1] (what window.fit returned)", dtype, device)
     per_token, level_advantages = _advantage_level(advantages, advantage_level, batch, shape)
     spec = gate.spec(kl, window is not None and window.strict)
-    beyond = process_group is not None or aggregates is not None
+    beyond = process_group is not None or aggregates is not None or level_metrics
     if beyond:
+        asked = {"process_group": process_group, "aggregates": aggregates, "level_metrics": level_metrics or None}
         check(
             not ops.watched(logp),
             "{}: only eager calls know it; call the loss outside torch.compile, dispatch modes and torch.func",
-            "aggregates" if process_group is None else "process_group",
+            next(name for name, value in asked.items() if value is not None),
         )
         spec = spec.with_levels()
+        check(
+            bool(spec.levels) or not level_metrics,
+            "level_metrics: expected a gate with levels, got {!r}, which has none; drop it (metrics has the tokens)",
+            gate.name,
+        )
     trajectories = batch.trajectories if spec.has_level else None
     row_trajectory, start, rows = trajectories if trajectories is not None else (None, None, None)
     hierarchy = batch.hierarchy(tuple(level.unit for level in spec.levels)) if spec.of_pieces else ()

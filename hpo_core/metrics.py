@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -87,14 +88,12 @@ class Metrics:
         return self.vector[_INDEX[name]]
 
     def __add__(self, other: Metrics) -> Metrics:
-        return Metrics(_fold(torch.stack((self.vector, other.vector))))
+        return Metrics(fold(torch.stack((self.vector, other.vector)), SLOTS.values()))
 
     def all_reduce(self, group: torch.distributed.ProcessGroup | None = None) -> Metrics:
         """Combine over the ranks of ``group``: one all-gather and a local fold in rank order, bitwise equal on every
         rank."""
-        gathered = [torch.empty_like(self.vector) for _ in range(torch.distributed.get_world_size(group))]
-        torch.distributed.all_gather(gathered, self.vector, group=group)
-        return Metrics(_fold(torch.stack(gathered)))
+        return Metrics(fold(gathered(self.vector, group), SLOTS.values()))
 
     @property
     def flags(self) -> torch.Tensor:
@@ -115,28 +114,20 @@ class Metrics:
         """Means, fractions and counts as Python floats: the only copy to the host. Empty denominators give NaN."""
         raw = dict(zip(SLOTS, self.vector.tolist(), strict=True))
         tokens, selected = raw["tokens"], raw["selected"]
-        ratio_sum = raw["ratio_deviation"] + tokens
-        ratio_square = raw["ratio_deviation_square"] + 2 * raw["ratio_deviation"] + tokens
         clipped = {side: raw[f"clipped_{side}"] for side in _CLIP_SIDES}
         return {
             "loss": raw["loss"],
             "tokens": tokens,
             "rows": raw["rows"],
-            "selected_fraction": _ratio(selected, tokens),
-            "clip_fraction": _ratio(sum(clipped.values()), selected),
-            **{f"clip_fraction_{side}": _ratio(count, selected) for side, count in clipped.items()},
-            "ratio_mean": _ratio(ratio_sum, tokens),
-            "ratio_min": math.exp(min(raw["log_ratio_min"], 60.0)) if tokens else math.nan,
-            "ratio_max": math.exp(raw["log_ratio_max"]) if tokens else math.nan,
-            "effective_sample_size": _ratio(ratio_sum * ratio_sum, tokens * ratio_square),
-            "kl_old_k1": _ratio(-raw["log_ratio_sum"], tokens),
-            "kl_old_k2": _ratio(0.5 * raw["log_ratio_square"], tokens),
-            "kl_old_k3": _ratio(raw["ratio_deviation"] - raw["log_ratio_sum"], tokens),
-            "kl_reference_k1": _ratio(raw["reference_log_ratio"], tokens),
-            "kl_reference_k2": _ratio(0.5 * raw["reference_log_ratio_square"], tokens),
-            "kl_reference_k3": _ratio(raw["reference_k3"], tokens),
+            "selected_fraction": ratio(selected, tokens),
+            "clip_fraction": ratio(sum(clipped.values()), selected),
+            **{f"clip_fraction_{side}": ratio(count, selected) for side, count in clipped.items()},
+            **of_log_ratios(raw, tokens),
+            "kl_reference_k1": ratio(raw["reference_log_ratio"], tokens),
+            "kl_reference_k2": ratio(0.5 * raw["reference_log_ratio_square"], tokens),
+            "kl_reference_k3": ratio(raw["reference_k3"], tokens),
             "penalty": raw["penalty"],
-            "entropy": _ratio(raw["entropy"], raw["entropy_tokens"]),
+            "entropy": ratio(raw["entropy"], raw["entropy_tokens"]),
             **{name: raw[name] for name in FLAGS},
         }
 
@@ -155,17 +146,40 @@ def observed(vector: torch.Tensor) -> Metrics:
 _CLIP_SIDES = ("high_positive", "low_positive", "low_negative", "high_negative")
 
 
-def _ratio(numerator: float, denominator: float) -> float:
+def ratio(numerator: float, denominator: float) -> float:
+    """NaN where there is nothing to divide by."""
     return numerator / denominator if denominator else math.nan
 
 
-def _fold(rows: torch.Tensor) -> torch.Tensor:
-    """Reduce [R, slots] slot by slot, in row order, so that every rank gets the same bits."""
+def of_log_ratios(raw: dict[str, float], count: float) -> dict[str, float]:
+    """What the sums and extrema of ``count`` log-ratios say of them: of tokens here, of a level's segments there."""
+    ratio_sum = raw["ratio_deviation"] + count
+    ratio_square = raw["ratio_deviation_square"] + 2 * raw["ratio_deviation"] + count
+    return {
+        "ratio_mean": ratio(ratio_sum, count),
+        "ratio_min": math.exp(min(raw["log_ratio_min"], 60.0)) if count else math.nan,
+        "ratio_max": math.exp(min(raw["log_ratio_max"], 60.0)) if count else math.nan,
+        "effective_sample_size": ratio(ratio_sum * ratio_sum, count * ratio_square),
+        "kl_old_k1": ratio(-raw["log_ratio_sum"], count),
+        "kl_old_k2": ratio(0.5 * raw["log_ratio_square"], count),
+        "kl_old_k3": ratio(raw["ratio_deviation"] - raw["log_ratio_sum"], count),
+    }
+
+
+def gathered(slots: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
+    """The same tensor of every rank ``[R, ...]``, in their order."""
+    each = [torch.empty_like(slots) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(each, slots, group=group)
+    return torch.stack(each)
+
+
+def fold(rows: torch.Tensor, reductions: Iterable[str]) -> torch.Tensor:
+    """Reduce ``[R, ..., slots]`` slot by slot, in row order, so that every rank gets the same bits."""
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
-    for index, reduction in enumerate(SLOTS.values()):
+    for index, reduction in enumerate(reductions):
         if reduction != "sum":
-            column = rows[:, index]
-            total[index] = column.amin() if reduction == "min" else column.amax()
+            column = rows[..., index]
+            total[..., index] = column.amin(0) if reduction == "min" else column.amax(0)
     return total

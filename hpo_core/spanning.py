@@ -17,9 +17,9 @@ import torch.distributed
 
 from .batch import PackedBatch
 from .checks import check, check_type
-from .specs import Aggregate, Exchange, LevelSpec, PolicyLossSpec, Routing, SegmentReduce, Unit
+from .specs import Aggregate, LevelSpec, PolicyLossSpec, Routing, SegmentReduce, Unit
 
-__all__ = ["exchange_of", "reduce_over_ranks"]
+__all__ = ["Beyond", "exchange_of", "reduce_over_ranks"]
 
 Group = torch.distributed.ProcessGroup
 
@@ -34,7 +34,7 @@ def exchange_of(
     corrected: Sequence[Unit],
     process_group: Group | None,
     aggregates: Mapping[str, torch.Tensor] | None,
-) -> Exchange:
+) -> Beyond:
     """The exchange of one call; ``gate`` is a name for errors, ``corrected`` what its corrections have statistics of.
 
     Raises:
@@ -62,7 +62,7 @@ def exchange_of(
         if any(batch.ids(unit) is not None for unit in units):
             span = _span_of(batch, units, process_group)
     given = [] if aggregates is None else _check_aggregates(batch, spec, gate, aggregates)
-    return _Beyond(span, given)
+    return Beyond(batch, span, given)
 
 
 def reduce_over_ranks(batch: PackedBatch, unit: Unit, process_group: Group) -> SegmentReduce | None:
@@ -86,6 +86,7 @@ class _Span(NamedTuple):
     level: torch.Tensor  # [M] int64
     segment: torch.Tensor  # [M] int64 in [0, P)
     slot: torch.Tensor  # [M] int64 in [0, slots): the same on every rank that has the segment
+    ranks: torch.Tensor  # [M] int64: how many have it
     slots: int
     group: Group
 
@@ -115,7 +116,7 @@ def _make_span(batch: PackedBatch, units: tuple[Unit, ...], group: Group) -> _Sp
     name = name[before : before + len(own)]
     kept = shared[name]
     slot = (shared.cumsum(0) - 1)[name]
-    return _Span(own[kept, 0], own[kept, 3], slot[kept], int(shared.sum()), group)
+    return _Span(own[kept, 0], own[kept, 3], slot[kept], ranks[name[kept]], int(shared.sum()), group)
 
 
 def _named_segments(batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor:
@@ -252,18 +253,39 @@ def _ids_of_segments(batch: PackedBatch, units: tuple[Unit, ...], level: int) ->
 # ------------------------------------------------------------------------------------------------------- of one call
 
 
-class _Beyond:
-    """An :class:`Exchange`: what other ranks have is added, then what is given takes its place."""
+class Beyond:
+    """A :class:`~hpo_core.specs.Exchange`: what other ranks have is added, then what is given takes its place.
 
-    def __init__(self, span: _Span | None, given: list[_Given]) -> None:
+    ``batch`` is that of the call; ``seen`` is the table of sums that came out, and what they are multiples of.
+    """
+
+    seen: tuple[torch.Tensor, float]
+
+    def __init__(self, batch: PackedBatch, span: _Span | None, given: list[_Given]) -> None:
+        self.batch = batch
         self._span = span
         self._given = given
+
+    def total(self, table: torch.Tensor) -> torch.Tensor:
+        """Of each segment in ``[levels, P, n]``, the sum of what the ranks have that share it: a new table."""
+        table = table.clone()
+        if self._span is not None:
+            self._span.reduce(table)
+        return table
+
+    def shares(self, like: torch.Tensor) -> torch.Tensor:
+        """For each segment, ``[levels, P]`` as ``like``: one part of as many as there are ranks that have it."""
+        shares = torch.ones_like(like)
+        if self._span is not None:
+            shares[self._span.level, self._span.segment] = 1 / self._span.ranks.to(like.dtype)
+        return shares
 
     def sums(self, table: torch.Tensor) -> None:
         if self._span is not None:
             self._span.reduce(table)
         for each in self._given:
             each.put(table, _FIXED_POINT)
+        self.seen = table, 1 / _FIXED_POINT
 
     def largest(self, table: torch.Tensor) -> None:
         if self._span is not None:
@@ -280,4 +302,5 @@ class _Beyond:
             table = table.clone()
         for each in self._given:
             each.put(table, 1.0)
+        self.seen = table.detach(), 1.0
         return table

@@ -401,7 +401,7 @@ def raw(example, gate, backend, **replaced):
     """The op itself, which checks nothing."""
     inputs, spec, _ = sys.modules["hpo_core.losses"]._prepare(
         example.logp, example.old_logp, example.advantages, example.batch, gate, example.weights, *[None] * 12, "row",
-        None, None, backend,
+        None, None, False, backend,
     )  # fmt: skip
     return (
         sys.modules["hpo_core.backends"]

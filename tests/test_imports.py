@@ -12,8 +12,8 @@ import hpo_core
 PACKAGE = Path(hpo_core.__file__).parent
 # Data flows down this list; a module imports from those above it only.
 ORDER = (
-    *("checks", "specs", "metrics", "reference", "native", "backends", "ops", "batch", "spanning", "kl", "gates"),
-    *("advantages", "entropy", "aggregation", "losses", "testing", "integrations", "__main__"),
+    *("checks", "specs", "metrics", "reference", "native", "backends", "ops", "batch", "spanning", "level_metrics"),
+    *("kl", "gates", "advantages", "entropy", "aggregation", "losses", "testing", "integrations", "__main__"),
 )
 
 

@@ -166,6 +166,15 @@ CASES = [
     if ranks == 2 or name in ("fiberpo_domain", "mixed", "four levels")
 ]
 GATE_OF = {**GATES, **STEPS}
+# Of the metrics of levels: what ranks share in rows, in parts of them, and not at all.
+OBSERVED = [
+    (2, "rows", "four levels"),
+    (2, "cut", "mixed"),
+    (2, "cut", "gspo"),
+    (2, "no rows on one", "fiberpo_domain"),
+    (4, "rows", "four levels"),
+    (4, "cut", "fiberpo_domain"),
+]
 
 
 def backends_of(name):
@@ -194,7 +203,23 @@ def compute(rank, ranks):
     found["single call"] = single_call(step, rank, ranks)
     found["collectives"] = collectives(step, rank, ranks)
     found["corrections"] = corrections(step, rank, ranks)
+    for case in OBSERVED:
+        if case[0] == ranks:
+            for backend in ("reference", *NATIVE):
+                out, bits = observed(step, case, rank, backend)
+                found["levels", case, backend] = out, bits
     return found
+
+
+def observed(step, case, rank, backend):
+    """The metrics of levels of all ranks, and whether asking for them left loss and gradient as they were."""
+    part, _ = part_of(step, *case[:2], rank)
+    asked, plain = (
+        part.run(GATE_OF[case[2]], backend, process_group=dist.group.WORLD, level_metrics=level_metrics)
+        for level_metrics in (True, False)
+    )
+    same = torch.equal(asked.loss, plain.loss) and torch.equal(asked.grad, plain.grad)
+    return asked.levels.all_reduce().table, same
 
 
 def by_autograd(part, backend):
@@ -409,6 +434,18 @@ def test_corrections_over_cut_segments(ranks, name, found, backend):
         alone = part.run(gate, backend, rollout_logp=sampled(part)).grad
         matters |= not torch.equal(alone, one[tokens])
     assert matters
+
+
+@pytest.mark.parametrize(("ranks", "layout", "name"), OBSERVED, ids=[f"{n} {on} {of}" for n, on, of in OBSERVED])
+def test_metrics_of_levels(ranks, layout, name, found):
+    """Those of all ranks are those of one process, on every rank to the bit; a segment that ranks share counts once."""
+    step = Step.make()
+    for backend in ("reference", *NATIVE):
+        one = step.run(GATE_OF[name], backend, level_metrics=True).levels.table
+        tables, same = zip(*(each["levels", (ranks, layout, name), backend] for each in found(ranks)), strict=True)
+        assert all(same)
+        assert all(torch.equal(table, tables[0]) for table in tables)
+        torch.testing.assert_close(tables[0], one, rtol=1e-12, atol=1e-12)
 
 
 # --------------------------------------------------------------------------------------------------------------- errors

@@ -36,7 +36,7 @@ def run(example, gate, backend, exchange=None, mask=None, want_grad=True):
     """Loss, metrics, gradient and the loss of every token, by the op itself."""
     inputs, spec, _ = sys.modules["hpo_core.losses"]._prepare(
         example.logp, example.old_logp, example.advantages, example.batch, gate, example.weights, *[None] * 12, "row",
-        None, None, backend,
+        None, None, False, backend,
     )  # fmt: skip
     inputs = inputs if mask is None else inputs._replace(mask=mask)
     op = sys.modules["hpo_core.backends"].resolve("gates", inputs.logp, backend)

@@ -242,7 +242,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         elif window is not None and self._ranks() is not None:
             threshold = window.fit(entropies, batch, process_group=self._ranks(), backend=backend)
         token_weight = inputs.get("importance_sampling_ratio")  # of the trainer's policy to vLLM's: [B, L] or [B, 1]
-        loss, metrics, _ = policy_loss(
+        loss, metrics, *_ = policy_loss(
             logps,
             inputs.get("old_per_token_logps"),
             advantages,

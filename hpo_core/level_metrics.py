@@ -1,0 +1,281 @@
+"""Metrics of each level of a hierarchy: the log-ratios of its segments, and what the level's gate does to them.
+
+Everything is made of the few numbers per segment that the loss adds up anyway; no token's log-ratio is read for it.
+With n valid tokens in a segment and the aggregate of their log-ratios at each level k::
+
+    a_k = sum / n, or the sum        as the level says; with a split a_k = rise_k - fall_k, those of x+ and x-
+    u_k = a_k - a_{k+1}              the residual that the level's gate takes, by channel with a split
+
+A segment counts where n > 0, a residual in one region of its gate for each advantage sign of which it has a token.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed
+
+from .batch import PackedBatch
+from .checks import check
+from .metrics import fold, gathered, of_log_ratios, ratio
+from .spanning import Beyond
+from .specs import Aggregate, LevelKind, LevelSpec, PolicyLossInputs, PolicyLossSpec, Unit
+
+__all__ = ["REGIONS", "LevelMetrics", "observed_levels", "slots"]
+
+# Where a residual is in its gate. The order is that of the codes which _region gives.
+REGIONS = ("pass", "clip_low", "clip_high", "rollback", "zero")
+_PASS, _CLIP_LOW, _CLIP_HIGH, _ROLLBACK, _ZERO = range(len(REGIONS))
+_SIGNS = ("positive", "negative")  # of the advantage: >= 0, < 0
+_CHANNELS = ("_rise", "_fall")  # of a split
+_SATURATION = 40.0  # ratio statistics, as those of tokens
+
+
+@functools.cache
+def slots(split: bool) -> dict[str, str]:
+    """The columns of a LevelMetrics and how each is reduced.
+
+    >>> [name for name in slots(False) if name.endswith("rollback_negative")]
+    ['segments_rollback_negative', 'tokens_rollback_negative']
+    """
+    channels = _CHANNELS if split else ("",)
+    moments = {"sum": "sum", "square": "sum", "min": "min", "max": "max"}
+    return {
+        "segments": "sum",  # with at least one valid token
+        "tokens": "sum",  # valid tokens
+        "ratio_deviation": "sum",  # sum of e^a - 1, a saturated at +-40
+        "ratio_deviation_square": "sum",
+        **{
+            f"log_ratio_{moment}{channel}": reduction
+            for channel in (("", *channels) if split else channels)
+            for moment, reduction in moments.items()
+        },
+        **{
+            f"{counted}_{region}_{sign}{channel}": "sum"
+            for counted in ("segments", "tokens")
+            for sign in _SIGNS
+            for channel in channels
+            for region in REGIONS
+        },
+    }
+
+
+@dataclass(frozen=True)
+class LevelMetrics:
+    """What the levels of a gate observed in one loss call (or several, added up), still on the device.
+
+    ``table`` is float64 ``[levels, len(slots(split))]``, the levels those of ``units``, finest first: sums, minima and
+    maxima, no quotient. Nothing is copied to the host before :meth:`compute`.
+
+    Segments that micro-batches tear are counted in each of them; those that ranks share under ``process_group`` are
+    counted as 1/R by each of R ranks, and their tokens by the rank that has them: :meth:`all_reduce` gives the numbers
+    of one process. Regions by :class:`~hpo_core.specs.LevelKind`, for a residual u:
+
+    * clip: ``clip_low`` below its bounds, ``clip_high`` above; so does a rollback whose slope is 0;
+    * rollback: ``rollback`` beyond the budget C, ``zero`` from ``(1 + 1 / slope) C`` on (slope inf: at once);
+    * excess: ``zero`` beyond the segment's budget;
+    * everything else is ``pass``, and identity, tanh and gamma know nothing but that.
+
+    Tokens and segments are told apart by the sign of the advantage (0 and NaN are positive); a segment that has tokens
+    of both counts for both. Such counts know masks, not values: a token that was left out because its log-ratio is NaN
+    is in them, if anything else of its segment is left, and not in ``tokens``. Where rows of one segment lie in
+    several segments of the next level, the lowest-numbered one of these is its parent.
+
+    >>> import torch, hpo_core as hpo
+    >>> batch = hpo.PackedBatch.from_lengths([2, 1])
+    >>> logp, old_logp = torch.tensor([0.3, 0.1, 0.0]), torch.zeros(3)
+    >>> out = hpo.policy_loss(logp, old_logp, torch.ones(2), batch, hpo.gates.gspo(0.1, 0.1), level_metrics=True)
+    >>> level = out.levels.compute()["trajectory"]
+    >>> level["segments"], level["segment_fraction_clip_high_positive"], level["tokens_positive"]
+    (2.0, 0.5, 3.0)
+    """
+
+    table: torch.Tensor
+    units: tuple[Unit, ...]
+    split: bool
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """One raw slot ``[levels]`` on the device."""
+        names = list(slots(self.split))
+        check(name in names, "level metrics: no slot named {!r}; the slots are {}", name, ", ".join(names))
+        return self.table[:, names.index(name)]
+
+    def __add__(self, other: LevelMetrics) -> LevelMetrics:
+        check(
+            (self.units, self.split) == (other.units, other.split),
+            "level metrics: expected those of the same levels ({}, split={}), got ({}, split={}); add up one gate's",
+            *(_names(self.units), self.split, _names(other.units), other.split),
+        )
+        return self._folded(torch.stack((self.table, other.table)))
+
+    def all_reduce(self, group: torch.distributed.ProcessGroup | None = None) -> LevelMetrics:
+        """Combine over the ranks of ``group``: one all-gather and a local fold in rank order, bitwise equal on every
+        rank."""
+        return self._folded(gathered(self.table, group))
+
+    def _folded(self, tables: torch.Tensor) -> LevelMetrics:
+        return LevelMetrics(fold(tables, slots(self.split).values()), self.units, self.split)
+
+    def compute(self) -> dict[str, dict[str, float]]:
+        """Means, fractions and counts as Python floats by level (``"step"``, ``"trajectory"``, ``"group"``,
+        ``"domain"``): the only copy to the host. Empty denominators give NaN.
+
+        Ratios, KL estimators and ``effective_sample_size`` are those of ``e^a``, every segment alike. With a split
+        ``log_ratio_mean`` and its extrema are also given by channel (``_rise``, ``_fall``). ``segment_fraction_*`` and
+        ``token_fraction_*`` say by region, advantage sign and, with a split, channel where residuals are: the five
+        regions add up to 1.
+        """
+        return {
+            unit.name.lower(): self._computed(dict(zip(slots(self.split), row, strict=True)))
+            for unit, row in zip(self.units, self.table.tolist(), strict=True)
+        }
+
+    def _computed(self, raw: dict[str, float]) -> dict[str, float]:
+        segments = raw["segments"]
+        channels = _CHANNELS if self.split else ("",)
+        computed = {"segments": segments, "tokens": raw["tokens"], **of_log_ratios(raw, segments)}
+        for channel in ("", *channels) if self.split else channels:
+            computed[f"log_ratio_mean{channel}"] = ratio(raw[f"log_ratio_sum{channel}"], segments)
+            for extremum in ("min", "max"):
+                computed[f"log_ratio_{extremum}{channel}"] = (
+                    raw[f"log_ratio_{extremum}{channel}"] if segments else math.nan
+                )
+        for sign in _SIGNS:
+            for one, several in (("segment", "segments"), ("token", "tokens")):
+                # Every channel has all of them; ranks count thirds of a segment, which add up to a whole by rounding.
+                whole = sum(raw[f"{several}_{region}_{sign}{channels[0]}"] for region in REGIONS)
+                computed[f"{several}_{sign}"] = whole
+                for channel in channels:
+                    for region in REGIONS:
+                        name = f"{region}_{sign}{channel}"
+                        computed[f"{one}_fraction_{name}"] = ratio(raw[f"{several}_{name}"], whole)
+        return computed
+
+
+def observed_levels(
+    inputs: PolicyLossInputs, spec: PolicyLossSpec, exchange: Beyond, tokens: torch.Tensor
+) -> LevelMetrics:
+    """The metrics of the call whose sums ``exchange`` has seen; ``tokens``: how many it counted, 0-dim.
+
+    Reads nothing of a token but its mask, once per batch, and with advantages per token their signs.
+    """
+    assert inputs.ancestors is not None
+    units = tuple(level.unit for level in spec.levels)
+    (sums, one), counted = exchange.seen, _tokens_by_sign(inputs, exchange.batch, units)
+    count = sums[..., 0].double()
+    present = count > 0
+    share = exchange.shares(count) * present
+
+    # [levels, P, 2] numbers of tokens, on this rank and on all: whether a segment has a sign is the same everywhere
+    own = _of_segments(counted, inputs.ancestors)
+    has = exchange.total(own) > 0
+
+    channels = _aggregates(count, sums[..., 1:].double() * one, spec)
+    residuals = _residuals(channels, inputs.ancestors)
+    codes = torch.stack(
+        [
+            _region(u, count[k], level, sign + 2 * channel)
+            for k, level in enumerate(spec.levels)
+            for sign in range(len(_SIGNS))
+            for channel, u in enumerate(residuals[k])
+        ]
+    ).reshape(len(units), len(_SIGNS), *residuals.shape[1:])  # [levels, signs, channels, P]
+    weights = torch.stack((share[..., None] * has, own * present[..., None]), 1).movedim(-1, 2)[:, :, :, None]
+    inside = torch.stack([(weights * (codes == code)[:, None]).sum(-1) for code in range(len(REGIONS))], -1)
+
+    whole = channels[:, 0] - channels[:, 1] if spec.split else channels[:, 0]
+    deviation = torch.expm1(whole.clamp(-_SATURATION, _SATURATION))
+    several = torch.cat((whole[:, None], channels), 1) if spec.split else channels
+    table = torch.cat(
+        (
+            share.sum(-1, keepdim=True),
+            tokens.detach().expand(len(units), 1),
+            (share * deviation).sum(-1, keepdim=True),
+            (share * deviation.square()).sum(-1, keepdim=True),
+            _moments(several, share[:, None], present[:, None]).flatten(1),
+            inside.flatten(1),
+        ),
+        1,
+    )
+    return LevelMetrics(table, units, spec.split)
+
+
+def _tokens_by_sign(inputs: PolicyLossInputs, batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor:
+    """``[P, 2]``: the tokens of each piece that are not masked, with an advantage >= 0 and < 0."""
+    counts: torch.Tensor = batch.once(_tokens_of_pieces, units)
+    below = inputs.advantages.flatten() < 0
+    if inputs.advantage_per_token:
+        negative = _marked_in_pieces(below if batch.mask is None else below & batch.mask, batch, units)
+    else:
+        of_row = torch.nn.functional.pad(below, (0, 1))  # a batch without rows may have steps, which are empty
+        negative = counts * of_row[batch.hierarchy(units).row]
+    return torch.stack((counts - negative, negative), 1)
+
+
+def _tokens_of_pieces(batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor:
+    every = torch.ones(batch.total_tokens, dtype=torch.bool, device=batch.device) if batch.mask is None else batch.mask
+    return _marked_in_pieces(every, batch, units)
+
+
+def _marked_in_pieces(marked: torch.Tensor, batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor:
+    """``[P]``: how many tokens of each piece are marked in ``[T]``."""
+    hierarchy = batch.hierarchy(units)
+    before = torch.nn.functional.pad(marked.cumsum(0), (1, 0))
+    begin, end = (offsets.clamp(0, marked.numel()) for offsets in (hierarchy.begin, hierarchy.end))
+    return (before[end] - before[begin]).clamp(min=0)
+
+
+def _of_segments(of_piece: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
+    """``[levels, P, n]``: what the pieces ``[P, n]`` of each segment add up to, in integers."""
+    several = of_piece.expand(*ancestors.shape, -1)
+    return torch.zeros_like(several).scatter_add_(1, ancestors[..., None].expand_as(several), several)
+
+
+def _aggregates(count: torch.Tensor, totals: torch.Tensor, spec: PolicyLossSpec) -> torch.Tensor:
+    """``[levels, channels, P]``: the aggregate of each segment, one channel without a split."""
+    by_channel = totals.movedim(-1, 1)[:, : 1 + spec.split]
+    each = [
+        total / size.clamp(min=1) if level.aggregate is Aggregate.MEAN else total
+        for total, size, level in zip(by_channel, count, spec.levels, strict=True)
+    ]
+    return torch.stack(each)
+
+
+def _residuals(aggregates: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
+    """``[levels, channels, P]``: of each segment's aggregate that of its segment at the next level is taken away."""
+    nowhere = torch.full_like(ancestors[:1], ancestors.shape[1])  # above the last level, where every aggregate is 0
+    above = torch.cat((ancestors[1:], nowhere))
+    parent = torch.full_like(ancestors, ancestors.shape[1]).scatter_reduce_(1, ancestors, above, "amin")
+    coarser = torch.nn.functional.pad(torch.cat((aggregates[1:], torch.zeros_like(aggregates[:1]))), (0, 1))
+    return aggregates - coarser.gather(2, parent[:, None].expand_as(aggregates))
+
+
+def _region(u: torch.Tensor, count: torch.Tensor, level: LevelSpec, kind: int) -> torch.Tensor:
+    """The index in ``REGIONS`` of each residual ``[P]``; kind: that of the bounds in the level's four."""
+    low, high = level.low[kind], level.high[kind]
+    if level.gate is LevelKind.ROLLBACK:
+        if level.slope == 0:
+            return _CLIP_LOW * (u < -high) + _CLIP_HIGH * (u > high)
+        slope = count.clamp(max=-level.slope) if level.slope < 0 else level.slope
+        beyond = u.abs() > high
+        return _ROLLBACK * beyond + (_ZERO - _ROLLBACK) * (beyond & (u.abs() >= high + high / slope))
+    if level.gate is LevelKind.EXCESS:
+        return _ZERO * (u > count * high)
+    if level.gate is LevelKind.CLIP:
+        return _CLIP_LOW * (u < low) + _CLIP_HIGH * (u > high)
+    return torch.zeros_like(u, dtype=torch.int64)
+
+
+def _moments(values: torch.Tensor, share: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+    """Sum, sum of squares, minimum and maximum over the last dimension, which may be empty."""
+    pad = torch.nn.functional.pad
+    least = pad(torch.where(present, values, math.inf), (0, 1), value=math.inf).amin(-1)
+    largest = pad(torch.where(present, values, -math.inf), (0, 1), value=-math.inf).amax(-1)
+    return torch.stack(((share * values).sum(-1), (share * values.square()).sum(-1), least, largest), -1)
+
+
+def _names(units: tuple[Unit, ...]) -> str:
+    return ", ".join(unit.name.lower() for unit in units)

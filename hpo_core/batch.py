@@ -455,7 +455,7 @@ class Hierarchy(NamedTuple):
 
 
 def _hierarchy(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
-    if Unit.STEP in units:
+    if Unit.STEP in units and batch.rows > 0:  # a step without any row is empty, and belongs to nothing
         begin, end = batch._step_ranges()
         row = torch.searchsorted(batch.cu_seqlens[1:].contiguous(), begin, right=True).clamp(max=max(batch.rows - 1, 0))
     else:

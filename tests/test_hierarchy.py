@@ -313,6 +313,16 @@ def test_many_short_pieces(routing, backend):
     assert_the_definition(example, gate, backend)
 
 
+def test_an_empty_step_of_no_row(backend):
+    none = torch.zeros(0)
+    ids = {f"{name}_ids": torch.zeros(0, dtype=torch.int64) for name in ("trajectory", "group", "domain")}
+    batch = hpo.PackedBatch(torch.tensor([0]), steps=torch.tensor([[0, 0]]), **ids)
+    for gate in (GATES["two_scale"], GATES["four levels, through, split"]):
+        out = hpo.policy_loss_and_grad(none, none, none, batch, gate, backend=backend, advantage_level="row")
+        assert out.loss == 0
+        assert out.grad.shape == (0,)
+
+
 @every_gate
 def test_masked_is_never_read(gate, backend):
     example = Example(4)

@@ -32,9 +32,9 @@ class PackedBatch:
         trajectory_ids: ``[S]`` any integers: rows with equal ids form one trajectory. Default: each row is its own.
         group_ids: ``[S]`` any integers: the prompt group of each row (advantages); negative: in no group.
         domain_ids: ``[S]`` any integers.
-        validate: check the *values* of offsets, steps and ids. The only place in the library that synchronises with the
-            device. With ``False`` wrong values never cause a bad memory access: they are clamped and flagged in the
-            metrics.
+        validate: check the *values* of offsets, steps and ids, and that trajectories, groups and domains nest. The only
+            place in the library that synchronises with the device. With ``False`` wrong values never cause a bad memory
+            access: they are clamped and flagged in the metrics.
 
     Raises:
         ValueError: a wrong shape, device or value; TypeError: a wrong dtype. Both name the argument and the fix.
@@ -427,6 +427,26 @@ class PackedBatch:
         if self.steps is not None:
             ranges = self.steps.cpu()
             _check_steps("steps", ranges[:, 0], ranges[:, 1], offsets)
+        _check_nested("trajectory", self.trajectory_ids, "group", self.group_ids)
+        _check_nested("trajectory", self.trajectory_ids, "domain", self.domain_ids)
+        _check_nested("group", self.group_ids, "domain", self.domain_ids)
+
+
+def _check_nested(finer: str, ids: torch.Tensor | None, coarser: str, parents: torch.Tensor | None) -> None:
+    if ids is None or parents is None:
+        return
+    ids, order = ids.cpu().sort(stable=True)
+    parents = parents.cpu()[order]
+    torn = (ids[1:] == ids[:-1]) & (parents[1:] != parents[:-1])
+    if finer == "group":  # a negative one names none: each trajectory is then by itself
+        torn &= ids[1:] >= 0
+    place = _first(torn)
+    if place is not None:
+        raise ValueError(
+            f"{coarser}_ids: expected one {coarser} for all rows of {finer} {int(ids[place])}, got "
+            f"{int(parents[place])} and {int(parents[place + 1])}; levels nest: mend the ids, or pass validate=False "
+            f"where no gate has both levels"
+        )
 
 
 def _check_steps(name: str, begin: torch.Tensor, end: torch.Tensor, offsets: torch.Tensor) -> None:

@@ -24,8 +24,8 @@ def full():
         torch.tensor([1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1], dtype=torch.bool),
         steps=torch.tensor([[0, 2], [3, 4], [4, 5], [6, 6], [6, 9]]),
         trajectory_ids=longs(7, 7, -3, -3),
-        group_ids=longs(5, 5, 5, -1),
-        domain_ids=longs(2**40, 0, 0, 1),
+        group_ids=longs(5, 5, -1, -1),
+        domain_ids=longs(2**40, 2**40, 1, 1),
     )
 
 
@@ -47,7 +47,7 @@ def test_integers_are_kept_as_int64(dtype):
     batch = PackedBatch(
         longs(0, 2, 3).to(dtype),
         cu_steps=longs(0, 1, 2, 3).to(dtype),
-        trajectory_ids=longs(1, 1).to(dtype),
+        trajectory_ids=longs(1, 2).to(dtype),
         group_ids=longs(0, -1).to(dtype),
         domain_ids=longs(9, 9).to(dtype),
     )
@@ -382,6 +382,23 @@ def test_copies(make, copied):
 def test_errors_name_argument_expectation_value_and_fix(arguments, error, message):
     with pytest.raises(error, match=message):
         PackedBatch(**{"cu_seqlens": longs(0, 2), **arguments})
+
+
+def test_levels_nest():
+    rows = [1, 1, 1]
+    for ids, message in (
+        (
+            {"trajectory_ids": longs(4, 9, 4), "group_ids": longs(0, 0, 1)},
+            "group_ids: .* trajectory 4, got 0 and 1; l",
+        ),
+        ({"trajectory_ids": longs(4, 9, 4), "group_ids": longs(0, 0, -1)}, "group_ids: .* trajectory 4, got 0 and -1"),
+        ({"trajectory_ids": longs(4, 9, 4), "domain_ids": longs(0, 0, 1)}, "domain_ids: .* trajectory 4, got 0 and 1"),
+        ({"group_ids": longs(4, 9, 4), "domain_ids": longs(0, 0, 1)}, "domain_ids: .* group 4, got 0 and 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PackedBatch.from_lengths(rows, **ids)
+        PackedBatch.from_lengths(rows, total_tokens=3, validate=False, **ids)
+    PackedBatch.from_lengths(rows, group_ids=longs(-1, 9, -1), domain_ids=longs(0, 0, 1))  # -1 names no group
 
 
 @pytest.mark.parametrize(

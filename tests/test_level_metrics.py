@@ -371,7 +371,7 @@ def test_a_segment_that_lies_in_several_others(backend):
     gate = RatioGate("torn", Identity(), levels((SMALL, Unit.TRAJECTORY), (Tanh(0.1), GROUP)))
     for groups, expected in (([3, 5], "clip_high"), ([5, 3], "clip_low")):
         batch = hpo.PackedBatch.from_lengths(
-            [1, 1], trajectory_ids=torch.tensor([0, 0]), group_ids=torch.tensor(groups)
+            [1, 1], total_tokens=2, trajectory_ids=torch.tensor([0, 0]), group_ids=torch.tensor(groups), validate=False
         )
         out = hpo.policy_loss(torch.tensor([0.0, 1.0]), torch.zeros(2), torch.ones(2), batch, gate,
                               advantage_level="row", backend=backend, level_metrics=True)  # fmt: skip

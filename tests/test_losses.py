@@ -310,7 +310,11 @@ def error_cases():
         ({**selecting, "entropy": example.entropy.half()}, TypeError, "entropy: expected dtype float32 or float64"),
         # what this gate does not read
         ({"rollout_logp": logp}, ValueError, "rollout_logp: the gate 'ppo_clip' does not read"),
-        ({"process_group": object()}, ValueError, "process_group: no level of the gate 'ppo_clip' spans ranks"),
+        (
+            {"process_group": object()},
+            ValueError,
+            "process_group: no level and no correction of the gate 'ppo_clip' spans ranks",
+        ),
         # advantages
         ({"advantages": [1.0]}, TypeError, "advantages: expected a tensor [S], got <class 'list'>"),
         (

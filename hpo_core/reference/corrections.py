@@ -42,7 +42,7 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentRe
     if spec.of_segments:
         assert inputs.ancestors is not None
         segment = of_row(inputs.ancestors[0], piece.clamp(min=0))
-        v = _of_segments(spec, own, known, segment, inputs.ancestors.shape[1], reduce)
+        v = _of_segments(spec, own, known, segment, max(inputs.ancestors.shape[1], 1), reduce)
     advantage = inputs.advantages if inputs.advantage_per_token else of_row(inputs.advantages, row)
     negative = (advantage < 0).long()
     low, high = (v.new_tensor(bound)[negative] for bound in (spec.low, spec.high))

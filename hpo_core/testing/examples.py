@@ -77,13 +77,18 @@ class Layout:
         mask = torch.rand(self.tokens, generator=draw) > (1.0 if self.masked == "all" else 0.3)
         if self.masked == "row" and rows:
             mask[ends[rows // 2] : ends[rows // 2 + 1]] = False
+        steps = _steps(ends, draw)
+        trajectories = _ids(rows, rows - 2, draw) if self.shared else None
+        groups = _ids(rows, rows // 2, draw)
+        if trajectories is not None:  # all rows of a trajectory are in the group of its first one
+            groups = groups[(trajectories == trajectories[:, None]).int().argmax(1)] if rows else groups
         return PackedBatch(
             ends,
             None if self.masked == "none" else mask,
             total_tokens=self.tokens,
-            steps=_steps(ends, draw),
-            trajectory_ids=_ids(rows, rows - 2, draw) if self.shared else None,
-            group_ids=_ids(rows, rows // 2, draw),
+            steps=steps,
+            trajectory_ids=trajectories,
+            group_ids=groups,
         )
 
 

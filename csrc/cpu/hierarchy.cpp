@@ -98,10 +98,10 @@ void gate_piece(const Pieces& pieces, int64_t p, const SegmentAt& segment, Piece
 // ----------------------------------------------------------------------------------------------------------- one call
 
 void add_children(const Pieces& pieces, const Workspace& space, int k) {
-  const auto segment = [&](int level, int64_t s) -> LogRatios& { return space.segments()[level * pieces.count() + s]; };
-  for (int64_t p = 0; p < pieces.count(); ++p) {
-    const Child child = child_at(pieces.hierarchy, k, p, segment);
-    if (child.parent >= 0) segment(k, child.parent).add(child.sums);
+  LogRatios *segments = space.segments() + k * pieces.count(), *finer = segments - pieces.count();
+  for (int64_t s = 0; s < pieces.count(); ++s) {
+    const Child child = child_at(pieces.hierarchy, k, s, finer[s]);
+    if (child.parent >= 0) segments[child.parent].add(child.sums);
   }
 }
 

@@ -42,7 +42,7 @@ struct Workspace {
   }
 };
 
-// What enters the aggregates, and whether some level is balanced: known when a kernel is compiled, as registers are short.
+// What enters the aggregates. Kernels are compiled for each, and for gates with a balanced level: registers are short.
 enum Entering { kLogRatio, kPreGated, kMeanExp };
 
 struct Call {
@@ -171,13 +171,12 @@ __device__ __forceinline__ void sum_pieces(const Call& call, const Pieces& piece
   carrier.flush();
 }
 
-// What the segments of a balanced level have: the finer ones, each of which its first piece speaks for.
+// What the segments of a balanced level have: the finer ones that have tokens.
 __device__ __forceinline__ void add_children(const Call& call, int k) {
   const int64_t pieces = call.hierarchy.pieces;
-  const auto segment = [&](int level, int64_t s) { return call.segment(level * pieces + s); };
 #pragma unroll 1
-  for (int64_t p = int64_t(blockIdx.x) * kThreads + threadIdx.x; p < pieces; p += int64_t(gridDim.x) * kThreads) {
-    const Child child = child_at(call.hierarchy, k, p, segment);
+  for (int64_t s = int64_t(blockIdx.x) * kThreads + threadIdx.x; s < pieces; s += int64_t(gridDim.x) * kThreads) {
+    const Child child = child_at(call.hierarchy, k, s, call.segment((k - 1) * pieces + s));
     if (child.parent < 0) continue;
     int64_t* const to = call.workspace.segments + (k * pieces + child.parent) * kWords;
     atomicAdd(to, child.sums.valid);
@@ -505,7 +504,7 @@ __device__ __forceinline__ void deliver_tile(const Call& call, const Unit& tile,
   });
 }
 
-template <int ENTERING, bool BALANCED>
+template <int ENTERING, bool SIMPLE>
 __global__ void __launch_bounds__(kThreads, 4) deliver_gradient(const Call call) {
   const bool broken = call.broken();
   if (call.does(Stage::couple)) couple_segments(call, broken);
@@ -513,7 +512,7 @@ __global__ void __launch_bounds__(kThreads, 4) deliver_gradient(const Call call)
   if (call.hierarchy.stage == Stage::whole) sync_grid();
   const Way way(call);
   for_each_unit(call.pieces(broken, int(gridDim.x)), [&](int, const PieceUnit& unit) {
-    const double mine = arriving < ENTERING != kMeanExp && !BALANCED > (call, way, unit.piece);
+    const double mine = arriving<SIMPLE>(call, way, unit.piece);
     double sums[2] = {};
 #pragma unroll
     for (int k = 0; k < kMostLevels; ++k) {
@@ -547,8 +546,9 @@ void launch(Call& call, cudaStream_t stream) {
     }
   }
   if (call.carries && (call.does(Stage::couple) || call.does(Stage::deliver))) {
-    const dim3 last(blocks_together<deliver_gradient<ENTERING, BALANCED>>(swept));
-    HPO_LAUNCH_TOGETHER((deliver_gradient<ENTERING, BALANCED>), last, block, 0, stream, call);
+    constexpr bool SIMPLE = ENTERING != kMeanExp && !BALANCED;
+    const dim3 last(blocks_together<deliver_gradient<ENTERING, SIMPLE>>(swept));
+    HPO_LAUNCH_TOGETHER((deliver_gradient<ENTERING, SIMPLE>), last, block, 0, stream, call);
   }
 }
 

@@ -298,14 +298,14 @@ def _sums(
 
 def _with_children(sums: torch.Tensor, ancestors: torch.Tensor, levels: tuple[LevelSpec, ...]) -> torch.Tensor:
     """The sums where a balanced level has, in place of tokens, the finer segments that have any. A segment's number is
-    that of its first piece, which speaks for it."""
+    that of its first piece, which has its parent."""
     by_level = list(sums.unbind(0))
     for k, (level, finer) in enumerate(zip(levels[1:], levels, strict=False), 1):
         if level.aggregate is Aggregate.BALANCED:
             count, totals = by_level[k - 1][:, :1], by_level[k - 1][:, 1:]
-            leads = (ancestors[k - 1] == torch.arange(len(count), device=count.device)) & (count[:, 0] > 0)
+            some = count[:, 0] > 0
             children = torch.cat((torch.ones_like(count), _of_segment(count, totals, finer)), 1)
-            by_level[k] = torch.zeros_like(children).index_add(0, ancestors[k, leads], children[leads])
+            by_level[k] = torch.zeros_like(children).index_add(0, ancestors[k, some], children[some])
     return torch.stack(by_level) if levels else sums
 
 

@@ -206,19 +206,19 @@ def _add_children(
     PIECES: tl.constexpr,
 ):
     """To the segments of a balanced level the finer ones that have tokens. A segment's number is that of its first
-    piece, which speaks for it."""
-    piece = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
-    exists = piece < pieces
-    leads = exists & (tl.load(ancestors + (LEVEL - 1) * pieces + piece, mask=exists, other=-1) == piece)
-    parent = tl.load(ancestors + LEVEL * pieces + piece, mask=exists, other=-1)
-    own = (LEVEL - 1) * pieces + piece
-    leads &= (parent >= 0) & (parent < pieces)
-    leads &= tl.load(segments + own * FIELDS + VALID, mask=leads, other=0) > 0
-    parent = LEVEL * pieces + tl.where(leads, parent, 0)
-    add_to_segments(segments, parent, leads.to(tl.int64), VALID, leads)
+    piece, which has its parent; this exists, whatever the ancestors are."""
+    segment = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
+    exists = segment < pieces
+    parent = tl.load(ancestors + LEVEL * pieces + segment, mask=exists, other=-1)
+    segment += (LEVEL - 1) * pieces
+    counts = (
+        (tl.load(segments + segment * FIELDS + VALID, mask=exists, other=0) > 0) & (parent >= 0) & (parent < pieces)
+    )
+    parent = LEVEL * pieces + tl.where(counts, parent, 0)
+    add_to_segments(segments, parent, counts.to(tl.int64), VALID, counts)
     for channel in tl.static_range(CHANNELS):
-        value, _ = _aggregate(segments, own, channel, leads, AGGREGATE)
-        add_to_segments(segments, parent, (value * FIXED_POINT).to(tl.int64), FIXED + channel, leads)
+        value, _ = _aggregate(segments, segment, channel, counts, AGGREGATE)
+        add_to_segments(segments, parent, (value * FIXED_POINT).to(tl.int64), FIXED + channel, counts)
 
 
 # --------------------------------------------------------------------------------------------------------------- host

@@ -59,20 +59,16 @@ HPO_INLINE double aggregate(const HierarchyLevel& level, const LogRatios& sums, 
   return mean;
 }
 
-// What a segment at level k - 1, which has piece p as its first, is to its balanced segment at level k.
+// What a segment at level k - 1 is to its balanced segment at level k.
 struct Child {
-  int64_t parent;  // -1: there is none
+  int64_t parent;  // -1: it has no tokens
   LogRatios sums;  // itself, and its aggregates
 };
 
-// segment(k, s): the sums of segment s at level k. Whatever the ancestors are, these and the parent exist.
-template <class SegmentAt>
-HPO_INLINE Child child_at(const Hierarchy& hierarchy, int k, int64_t p, const SegmentAt& segment) {
-  const int64_t *parents = hierarchy.ancestors + k * hierarchy.pieces, *own = parents - hierarchy.pieces;
-  const int64_t parent = parents[p];
-  if (own[p] != p || parent < 0 || parent >= hierarchy.pieces) return {-1, {}};
-  const LogRatios sums = segment(k - 1, p);
-  if (sums.valid == 0) return {-1, {}};
+// Of segment s, whose number is that of its first piece: this has the parent, which exists, whatever the ancestors are.
+HPO_INLINE Child child_at(const Hierarchy& hierarchy, int k, int64_t s, const LogRatios& sums) {
+  const int64_t parent = hierarchy.ancestors[k * hierarchy.pieces + s];
+  if (sums.valid == 0 || parent < 0 || parent >= hierarchy.pieces) return {-1, {}};
   const HierarchyLevel& level = hierarchy.levels[k - 1];
   return {parent, {1, {to_fixed(aggregate<true>(level, sums, 0)), to_fixed(aggregate<true>(level, sums, 1))}}};
 }

@@ -471,7 +471,7 @@ class Hierarchy(NamedTuple):
     begin: torch.Tensor  # [P] int64
     end: torch.Tensor  # [P] int64
     row: torch.Tensor  # [P] int64, the row of each piece
-    ancestors: torch.Tensor  # [levels, P] int64 in [0, P): the segment of each piece at every level
+    ancestors: torch.Tensor  # [levels, P] int64 in [0, P): the first piece of the segment of each piece at every level
 
 
 def _hierarchy(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
@@ -489,10 +489,16 @@ def _hierarchy(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
             check(ids is not None, "batch: the gate has a level of {}s; pass {}_ids to PackedBatch", name, name)
             assert ids is not None
             # Below 0 an id means "in none": such a trajectory is a segment of its own.
-            segments[unit] = renumber(torch.where(ids < 0, -1 - trajectory, ids))[0]
+            segments[unit] = torch.where(ids < 0, -1 - trajectory, ids)
     piece = torch.arange(begin.numel(), device=batch.device)
-    ancestors = [piece if unit is Unit.STEP else renumber(segments[unit][row])[0] for unit in units]
+    ancestors = [piece if unit is Unit.STEP else _first_of_each(segments[unit][row]) for unit in units]
     return Hierarchy(begin, end, row, torch.stack(ancestors) if units else piece.new_empty((0, piece.numel())))
+
+
+def _first_of_each(ids: torch.Tensor) -> torch.Tensor:
+    """For every id, where it stands first."""
+    numbers, ranks, order = renumber(ids)
+    return order[torch.searchsorted(ranks, numbers)]
 
 
 def _trajectories(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

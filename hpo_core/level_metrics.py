@@ -3,7 +3,7 @@
 Everything is made of the few numbers per segment that the loss adds up anyway; no token's log-ratio is read for it.
 With n valid tokens in a segment and the aggregate of their log-ratios at each level k::
 
-    a_k = sum / n, or the sum        as the level says; with a split a_k = rise_k - fall_k, those of x+ and x-
+    a_k = sum / n, or another        as the level says; with a split a_k = rise_k - fall_k, those of x+ and x-
     u_k = a_k - a_{k+1}              the residual that the level's gate takes, by channel with a split
 
 A segment counts where n > 0, a residual in one region of its gate for each advantage sign of which it has a token.
@@ -82,7 +82,7 @@ class LevelMetrics:
     Tokens and segments are told apart by the sign of the advantage (0 and NaN are positive); a segment that has tokens
     of both counts for both. Such counts know masks, not values: a token that was left out because its log-ratio is NaN
     is in them, if anything else of its segment is left, and not in ``tokens``. Where rows of one segment lie in
-    several segments of the next level, the lowest-numbered one of these is its parent.
+    several segments of the next level, that of the first of them is its parent.
 
     >>> import torch, hpo_core as hpo
     >>> batch = hpo.PackedBatch.from_lengths([2, 1])
@@ -237,10 +237,10 @@ def _of_segments(of_piece: torch.Tensor, ancestors: torch.Tensor) -> torch.Tenso
 def _aggregates(count: torch.Tensor, totals: torch.Tensor, spec: PolicyLossSpec) -> torch.Tensor:
     """``[levels, channels, P]``: the aggregate of each segment, one channel without a split."""
     by_channel = totals.movedim(-1, 1)[:, : 1 + spec.split]
-    each = [
-        total / size.clamp(min=1) if level.aggregate is Aggregate.MEAN else total
-        for total, size, level in zip(by_channel, count, spec.levels, strict=True)
-    ]
+    each = []
+    for total, size, level in zip(by_channel, count, spec.levels, strict=True):
+        mean = total if level.aggregate is Aggregate.SUM else total / size.clamp(min=1)
+        each.append(mean.log1p() if level.aggregate is Aggregate.LOG_MEAN_EXP else mean)
     return torch.stack(each)
 
 

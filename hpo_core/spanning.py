@@ -17,6 +17,7 @@ import torch.distributed
 
 from .batch import PackedBatch
 from .checks import check, check_type
+from .reference.gates import EXPONENT_SATURATION
 from .specs import Aggregate, LevelSpec, PolicyLossSpec, Routing, SegmentReduce, Unit
 
 __all__ = ["Beyond", "exchange_of", "reduce_over_ranks"]
@@ -40,6 +41,16 @@ def exchange_of(
     Raises:
         ValueError, TypeError: nothing spans ranks, or aggregates that do not fit the levels of ``spec``.
     """
+    asked = "level_metrics" if aggregates is None else "aggregates"
+    for level in spec.levels:
+        check(
+            level.aggregate is not Aggregate.BALANCED,
+            "{}: the level {!r} of the gate {!r} counts segments, and which of them lie elsewhere, too, no process "
+            "knows; take another aggregate than Aggregate.BALANCED",
+            asked if process_group is None else "process_group",
+            level.unit.name.lower(),
+            gate,
+        )
     units = tuple(level.unit for level in spec.levels)
     span = None
     if process_group is not None:
@@ -177,7 +188,7 @@ class _Given(NamedTuple):
 
     level: int
     is_mean: bool
-    values: torch.Tensor  # [P, 2] float64, by channel; NaN: none is given
+    values: torch.Tensor  # [P, 2] float64, by channel: of what segments add up; NaN: none is given
 
     def put(self, table: torch.Tensor, one: float) -> None:
         """Writes the sums they come from into ``[levels, P, 3]``, as multiples of ``1 / one``."""
@@ -238,9 +249,11 @@ def _check_aggregates(
 
 def _given(index: int, level: LevelSpec, values: torch.Tensor, of_segment: torch.Tensor) -> _Given:
     entries = values.shape[-1]
+    if level.aggregate is Aggregate.LOG_MEAN_EXP:
+        values = values.double().clamp(-EXPONENT_SATURATION, EXPONENT_SATURATION).expm1()
     by_channel = torch.nn.functional.pad(values.double().expand(2, entries), (0, 1), value=torch.nan)
     entry = torch.where((of_segment >= 0) & (of_segment < entries), of_segment, entries)
-    return _Given(index, level.aggregate is Aggregate.MEAN, by_channel[:, entry].T)
+    return _Given(index, level.aggregate is not Aggregate.SUM, by_channel[:, entry].T)
 
 
 def _ids_of_segments(batch: PackedBatch, units: tuple[Unit, ...], level: int) -> torch.Tensor:

@@ -84,6 +84,8 @@ class Aggregate(enum.IntEnum):
 
     MEAN = 0
     SUM = 1
+    LOG_MEAN_EXP = 2  # log((1 / n) sum e^x): the mean of ratios, whose logarithm it is
+    BALANCED = 3  # the mean of the aggregates of the next finer level's segments, as far as they have tokens
 
 
 class Routing(enum.IntEnum):
@@ -246,6 +248,11 @@ class PolicyLossSpec(NamedTuple):
         return bool(self.levels) or self.term is not None
 
     @property
+    def mean_exp(self) -> bool:
+        """Whether the exponentials of log-ratios are what segments add up."""
+        return any(level.aggregate is Aggregate.LOG_MEAN_EXP for level in self.levels)
+
+    @property
     def hands_up(self) -> bool:
         """Whether gradient goes through the aggregate of some level."""
         return self.head is not Head.SCORE and any(level.routing is Routing.THROUGH for level in self.levels)
@@ -285,7 +292,8 @@ class Exchange(Protocol):
     """
 
     def sums(self, table: torch.Tensor) -> None:
-        """``[levels, P, 3]``: valid tokens, and by channel the sum of their log-ratios, times 2^32."""
+        """``[levels, P, 3]``: valid tokens, and by channel the sum of what the level aggregates of them, times 2^32:
+        their log-ratios, of which :attr:`Aggregate.LOG_MEAN_EXP` takes ``e^x - 1``."""
 
     def largest(self, table: torch.Tensor) -> None:
         """``[levels, P, 2]``: by channel how large the largest gradient is that is handed up; grows with it."""
@@ -323,7 +331,7 @@ class PolicyLossInputs(NamedTuple):
     piece_begin: torch.Tensor | None = None  # [P] int64
     piece_end: torch.Tensor | None = None
     piece_row: torch.Tensor | None = None  # [P] int64 in [0, S)
-    ancestors: torch.Tensor | None = None  # [levels, P] int64 in [0, P)
+    ancestors: torch.Tensor | None = None  # [levels, P] int64 in [0, P): a segment's number is that of its first piece
     # with spec.term
     target: torch.Tensor | None = None  # [S], or [T] with target_per_token: what some heads compare the ratio with
     target_per_token: bool = False

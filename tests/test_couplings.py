@@ -24,7 +24,11 @@ from hpo_core.gates import (
 
 # --------------------------------------------------------------------------------------------------- the closed form
 
-LINEAR = {name: gate for name, gate in GATES.items() if gate.head is Head.LINEAR}
+LINEAR = {
+    name: gate
+    for name, gate in GATES.items()
+    if gate.head is Head.LINEAR and not any(level.aggregate is Aggregate.BALANCED for level in gate.levels)
+}
 
 
 def value_and_slope(gate, u, *which):
@@ -47,16 +51,19 @@ def by_abel_summation(example, gate):
     for t in valid:
         sign, z = int(example.advantages[row[t]] < 0), 0.0
         members = [[u for u in valid if segment[u] == segment[t]] for segment in segments]
-        slopes = {}
+        slopes, aggregates = {}, {}
         for c in channels:
             entering = {u: (-x[u] if c else x[u]) * (channel_of[u] == c) for u in valid}
             values, sizes = [entering[t]], [1]
             for level, inside in zip(gate.levels, members, strict=True):
-                total = math.fsum(entering[u] for u in inside)
-                values.append(total if level.aggregate is Aggregate.SUM else total / len(inside))
+                if level.aggregate is Aggregate.LOG_MEAN_EXP:
+                    values.append(math.log(math.fsum(math.exp(entering[u]) for u in inside) / len(inside)))
+                else:
+                    total = math.fsum(entering[u] for u in inside)
+                    values.append(total if level.aggregate is Aggregate.SUM else total / len(inside))
                 sizes.append(len(inside))
             values.append(0.0)
-            slopes[c] = []
+            slopes[c], aggregates[c] = [], values
             for k, each in enumerate([gate.token, *(level.gate for level in gate.levels)]):
                 gated, slope = value_and_slope(each, values[k] - values[k + 1], sign, c, sizes[k])
                 z += -gated if c else gated
@@ -65,11 +72,14 @@ def by_abel_summation(example, gate):
         loss += term
         grad[t] += term * slopes[channel_of[t]][0]
         for k, (level, inside) in enumerate(zip(gate.levels, members, strict=True), 1):
-            share = len(inside) if level.aggregate is Aggregate.MEAN else 1
+            share = 1 if level.aggregate is Aggregate.SUM else len(inside)
             reached = {Routing.THROUGH: inside, Routing.SELF: [t], Routing.STOPPED: []}[level.routing]
             for u in reached:
                 slope = slopes[channel_of[u]]
-                grad[u] += term * (slope[k] - slope[k - 1]) / (share if level.routing is Routing.THROUGH else 1)
+                part = 1 / share if level.routing is Routing.THROUGH else 1
+                if level.routing is Routing.THROUGH and level.aggregate is Aggregate.LOG_MEAN_EXP:
+                    part *= math.exp(abs(x[u]) * (1 if gate.split or x[u] > 0 else -1) - aggregates[channel_of[u]][k])
+                grad[u] += term * (slope[k] - slope[k - 1]) * part
     return loss, torch.tensor(grad, dtype=torch.float64)
 
 

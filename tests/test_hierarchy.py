@@ -37,6 +37,18 @@ def levels(*gates_and_units, routing=Routing.THROUGH):
     return tuple(Level(gate, routing, unit) for gate, unit in gates_and_units)
 
 
+AGGREGATES = {  # of the finest level, and of the others
+    "mean exp": (Aggregate.LOG_MEAN_EXP, Aggregate.LOG_MEAN_EXP),
+    "balanced": (Aggregate.MEAN, Aggregate.BALANCED),
+    "balanced mean exp": (Aggregate.LOG_MEAN_EXP, Aggregate.BALANCED),
+}
+
+
+def aggregated(name, gates_and_units, routing):
+    finest, others = AGGREGATES[name]
+    return tuple(Level(gate, routing, unit, others if k else finest) for k, (gate, unit) in enumerate(gates_and_units))
+
+
 BUDGETS = Rollback((0.02, 0.015))
 GENTLE = Rollback((0.02, 0.03), 2.0)
 FOUR = ((Clip((0.0, 0.9), (1.05, 1.2)), STEP), (BUDGETS, Unit.TRAJECTORY), (Tanh(0.02), GROUP), (GENTLE, DOMAIN))
@@ -75,6 +87,38 @@ GATES = {
         for unit in (STEP, Unit.TRAJECTORY, GROUP)
     },
     "p3o": gates.reconstructed.p3o(),
+    **{
+        f"{aggregates}, {depth} levels, {routing.name.lower()}{', split' if split else ''}": RatioGate(
+            aggregates, SMALL, aggregated(aggregates, FOUR[-depth:], routing), split=split
+        )
+        for aggregates, depth, routing, split in (
+            ("mean exp", 1, Routing.THROUGH, False),
+            ("mean exp", 2, Routing.SELF, True),
+            ("mean exp", 3, Routing.STOPPED, False),
+            ("mean exp", 4, Routing.THROUGH, True),
+            ("balanced", 2, Routing.THROUGH, False),
+            ("balanced", 2, Routing.STOPPED, True),
+            ("balanced", 3, Routing.SELF, False),
+            ("balanced", 4, Routing.THROUGH, True),
+            ("balanced mean exp", 3, Routing.THROUGH, True),
+        )
+    },
+    "balanced, mixed routing": RatioGate(
+        "balanced",
+        Identity(),
+        (
+            Level(Tanh(0.05), Routing.STOPPED, STEP, Aggregate.SUM),
+            Level(BUDGETS, Routing.THROUGH, aggregate=Aggregate.BALANCED),
+            Level(GENTLE, Routing.SELF, GROUP, Aggregate.MEAN),
+            Level(Tanh(0.02), Routing.THROUGH, DOMAIN, Aggregate.BALANCED),
+        ),
+    ),
+    "mean exp, dropped": RatioGate("mean exp", Drop(), aggregated("mean exp", FOUR[1:3], Routing.THROUGH)),
+    "mean exp, score": RatioGate("mean exp", SMALL, aggregated("mean exp", FOUR, Routing.THROUGH), Head.SCORE),
+    "balanced, score": RatioGate("balanced", SMALL, aggregated("balanced", FOUR, Routing.SELF), Head.SCORE),
+    "balanced, log": RatioGate(
+        "balanced", Drop(), aggregated("balanced", FOUR[1:], Routing.THROUGH), Head.LOG, head_numbers=(0.7, 1.3)
+    ),
 }
 EXACT = {name: gate for name, gate in GATES.items() if gate.first_order is gates.FirstOrder.EXACT}
 every_gate = pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
@@ -175,6 +219,19 @@ def naive_censored(x, t, members, gate):
     return torch.minimum(torch.maximum(torch.exp(x[t]) - 1, -left), left)
 
 
+def naive_aggregate(levels, segments, k, t, valid, of_token):
+    """That of the segment of token t at level k, and the segment's size."""
+    members = [u for u in valid if segments[k][u] == segments[k][t]]
+    values = torch.stack([of_token[u] for u in members])
+    if levels[k].aggregate is Aggregate.BALANCED:
+        children = {segments[k - 1][u]: u for u in members}
+        values = [naive_aggregate(levels, segments, k - 1, u, valid, of_token)[0] for u in children.values()]
+        return sum(values) / len(children), len(children)
+    if levels[k].aggregate is Aggregate.LOG_MEAN_EXP:
+        return torch.logsumexp(values, 0) - math.log(len(members)), len(members)
+    return values.sum() / (len(members) if levels[k].aggregate is Aggregate.MEAN else 1), len(members)
+
+
 def naive(example, gate, advantages=None):
     """Loss and gradient in float64 from loops over tokens and segments; knows nothing of the package's own code."""
     logp = example.logp.double().requires_grad_()
@@ -192,21 +249,24 @@ def naive(example, gate, advantages=None):
         sign, z = int(advantages[t] < 0), torch.zeros((), dtype=torch.float64)
         for channel in channels[t]:
             values, sizes = [channels[t][channel]], [1]
-            for level, segment in zip(gate.levels, segments, strict=True):
-                members = [channels[u][channel] for u in valid if segment[u] == segment[t]]
-                value = torch.stack(members).sum() / (len(members) if level.aggregate is Aggregate.MEAN else 1)
+            of_token = {u: channels[u][channel] for u in valid}
+            for k, level in enumerate(gate.levels):
+                value, size = naive_aggregate(gate.levels, segments, k, t, valid, of_token)
                 if level.routing is not Routing.THROUGH:
                     value = value.detach()
                 if level.routing is Routing.SELF:
                     value = straight(value, channels[t][channel])
                 values.append(value)
-                sizes.append(len(members))
+                sizes.append(size)
             values.append(torch.zeros((), dtype=torch.float64))
             for k, each in enumerate([gate.token, *(level.gate for level in gate.levels)]):
                 gated = naive_gate(each, values[k] - values[k + 1], sign, channel, sizes[k])
                 z = z + (1 if channel == 0 else -1) * gated
         ratio = torch.exp(z)
         objective = ratio if gate.head is Head.LINEAR else ratio.detach() * logp[t]
+        if gate.head is Head.LOG:
+            number = gate.head_numbers[sign]
+            objective = logp[t] - number * z.square() / (2 * advantages[t])
         if gate.head is Head.CENSORED:
             objective = 1 + naive_censored(x, t, [u for u in valid if segments[0][u] == segments[0][t]], gate)
         loss = loss - example.weights[row[t]].double() * advantages[t] * objective
@@ -490,6 +550,9 @@ def test_launches_on_cuda():
         (GATES["fiberpo_domain, stopped"], coupled),
         (GATES["score"], plain),
         (GATES["dropped, self"], plain),
+        (GATES["mean exp, 4 levels, through, split"], coupled),
+        (GATES["balanced, 4 levels, through, split"], coupled),
+        (GATES["balanced, score"], plain),
         (RatioGate("log", Identity(), head=Head.LOG, head_numbers=(0.7, 1.3)), plain),
         (corrected(None), [*coupled, "correct_tokens"]),
         (corrected(STEP), [*coupled, "correct_tokens"]),

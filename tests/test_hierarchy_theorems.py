@@ -16,6 +16,7 @@ from test_hierarchy import DOMAIN, FOUR, GATES, GROUP, SEVERAL, SMALL, STEP, Exa
 import hpo_core as hpo
 from hpo_core import gates
 from hpo_core.gates import (
+    Aggregate,
     Clip,
     Drop,
     FirstOrder,
@@ -30,6 +31,7 @@ from hpo_core.gates import (
     Unit,
 )
 
+MEAN_EXP = Aggregate.LOG_MEAN_EXP
 X = torch.tensor([0.30, -0.10, 0.05, -0.40, 0.25, 0.02, -0.05], dtype=torch.float64)
 IDENTITIES = [(Identity(), unit) for _, unit in FOUR]
 ROUTED = list(itertools.product(Routing, (False, True)))
@@ -389,6 +391,46 @@ def test_autograd_compile_and_pickle(gate):
     assert bits(leaf.grad) == bits(direct.grad)
 
 
+# ----------------------------------------------------------------------------------------------------------- aggregates
+
+
+def test_a_log_mean_exp_by_hand():
+    """Two tokens with the ratios 1 and 3: their mean is 2, and they have a quarter and three quarters of its slope."""
+    gate = RatioGate("mean exp", Drop(), (Level(Identity(), aggregate=MEAN_EXP),))
+    x = torch.tensor([0.0, math.log(3.0)])
+    out = hpo.policy_loss_and_grad(
+        x, torch.zeros(2), torch.ones(1), hpo.PackedBatch.from_lengths([2]), gate, weights=torch.ones(1)
+    )
+    assert out.loss.item() == pytest.approx(-4.0) and out.grad.tolist() == pytest.approx([-1.0, -3.0])
+
+
+@pytest.mark.parametrize("on", ["reference", "cpu"])
+def test_a_log_mean_exp_saturates_with_its_slope(on):
+    """Beyond +-7.5 a token counts as one that lies there, and the slopes of all still add up to 1."""
+    gate = RatioGate("mean exp", Drop(), (Level(Identity(), aggregate=MEAN_EXP),))
+    dtype, runs = torch.float64 if on == "reference" else torch.float32, []
+    for most in (7.5, 50.0, 1e30):
+        x = torch.tensor([most, 0.1, -most], dtype=dtype)
+        ones, batch = torch.ones(1, dtype=dtype), hpo.PackedBatch.from_lengths([3])
+        runs.append(hpo.policy_loss_and_grad(x, x * 0, ones, batch, gate, weights=ones, backend=on))
+    assert bits(runs[0].grad) == bits(runs[1].grad) == bits(runs[2].grad)
+    assert runs[0].grad.sum().item() == pytest.approx(runs[0].loss.item()) and bool((runs[0].grad < 0).all())
+
+
+@pytest.mark.parametrize("on", ["reference", "cpu"])
+def test_a_child_counts_once_whatever_its_length(on):
+    """Steps of one token, of four and of none: the first two give half of the mean each, and take half of its slope."""
+    closed = Level(LogClip((0.0, 0.0), (0.0, 0.0)), unit=STEP)
+    gate = RatioGate("balanced", Drop(), (closed, Level(Identity(), aggregate=Aggregate.BALANCED)))
+    dtype = torch.float64 if on == "reference" else torch.float32
+    x, ones = torch.tensor([0.4, 0.0, 0.2, 0.1, 0.1, 9.0], dtype=dtype), torch.ones(1, dtype=dtype)
+    batch = hpo.PackedBatch.from_lengths([6], mask=torch.arange(6) < 5, steps=torch.tensor([[0, 1], [1, 5], [5, 6]]))
+    out = hpo.policy_loss_and_grad(x, x * 0, ones, batch, gate, weights=ones, backend=on)
+    whole = -5 * math.exp((0.4 + 0.1) / 2)
+    assert out.loss.item() == pytest.approx(whole)
+    assert out.grad.tolist() == pytest.approx([whole / 2, *[whole / 8] * 4, 0.0])
+
+
 # ----------------------------------------------------------------------------------------------------- degenerate cases
 
 
@@ -517,6 +559,22 @@ def test_steps_that_are_none(broken, on):
         (lambda: LogClip((0.1, 0.1), (0.2, 0.2)), "log_clip"),
         (lambda: Tanh(0.0), "bound"),
         (lambda: gates.fiberpo(-0.1), "epsilon"),
+        (
+            lambda: RatioGate("g", SMALL, (Level(Identity(), aggregate=Aggregate.BALANCED),)),
+            "below the finest \\(trajectory\\) are tokens; take Aggregate.MEAN there",
+        ),
+        (
+            lambda: RatioGate("g", SMALL, (Level(Identity(), aggregate=MEAN_EXP), Level(Identity(), unit=GROUP))),
+            "one of them for all levels: give all of them Aggregate.LOG_MEAN_EXP or none, got LOG_MEAN_EXP, MEAN",
+        ),
+        (
+            lambda: RatioGate("g", SMALL, (Level(Identity(), aggregate=MEAN_EXP),), pre=SMALL),
+            "pre: a clip of x takes the place of what is aggregated, and so does e\\^x",
+        ),
+        (
+            lambda: RatioGate("g", Drop(), (Level(Identity(), aggregate=MEAN_EXP),), Head.CENSORED),
+            "head: Head.CENSORED goes with one level",
+        ),
     ],
 )  # fmt: skip
 def test_what_a_gate_refuses(make, message):

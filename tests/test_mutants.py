@@ -13,6 +13,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from test_hierarchy import GATES as HIERARCHIES
 
 import hpo_core as hpo
 from hpo_core import gates
@@ -85,6 +86,26 @@ MUTANTS = {
         "cuda_emulated", "cuda/hierarchy.cu", "cuda/hierarchy.cu",
         "if (call.hierarchy.stage == Stage::whole) sync_grid();", "",
         "test_hierarchy.test_many_short_pieces", {"routing": gates.Routing.THROUGH},
+    ),
+    "cuda: children are counted before all of them are complete": (
+        "cuda_emulated", "cuda/hierarchy.cu", "cuda/hierarchy.cu",
+        "      sync_grid();\n      add_children(call, k);", "      add_children(call, k);",
+        "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["balanced, 3 levels, self"]},
+    ),
+    "cpu: what arrives at a balanced level is not divided by its children": (
+        "cpu", "cpu/hierarchy.cpp", "include/hpo/hierarchy.h",
+        " children *= divisor(hierarchy.levels[k], segment(k).valid);", ";",
+        "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["balanced, 2 levels, through"]},
+    ),
+    "cpu: what arrives at a log mean exp goes to all tokens alike": (
+        "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_terms.h",
+        "return flow * mean_exp_slope(split, tile.x[i]);", "return flow;",
+        "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["mean exp, 1 levels, through"]},
+    ),
+    "triton: a child without tokens counts": (
+        "triton", None, "told.py",
+        "mask=exists, other=0) > 0)", "mask=exists, other=0) >= 0)",
+        "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["balanced, 3 levels, self"]},
     ),
     "cpu: window crosses the border": (
         "cpu", "cpu/entropy.cpp", "cpu/entropy.cpp",

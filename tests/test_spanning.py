@@ -12,7 +12,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # this file is a program, too, w
 import pytest
 import torch
 import torch.distributed as dist
-from test_hierarchy import DOMAIN, FOUR, GROUP, SMALL, STEP, levels
+from test_hierarchy import DOMAIN, FOUR, GROUP, SMALL, STEP, aggregated, levels
 from test_hierarchy import GATES as HIERARCHIES
 
 import hpo_core as hpo
@@ -54,6 +54,7 @@ GATES = {
     ),
     "score": RatioGate("score", SMALL, levels(*FOUR[1:]), Head.SCORE),
     "pre-gated": gates.gmpo(0.1, 0.1),
+    "mean exp": RatioGate("mean exp", SMALL, aggregated("mean exp", FOUR[1:], Routing.THROUGH), split=True),
 }
 STEPS = {
     "steps": RatioGate("steps", Drop(), levels((Tanh(0.05), STEP), (Tanh(0.03), TRAJECTORY), (Tanh(0.02), DOMAIN))),
@@ -70,7 +71,8 @@ CORRECTED = {
 
 
 def stopped_group(aggregate=Aggregate.MEAN, split=False):
-    trajectory, group = Level(Tanh(0.05)), Level(Tanh(0.03), Routing.STOPPED, GROUP, aggregate)
+    own = aggregate if aggregate is Aggregate.LOG_MEAN_EXP else Aggregate.MEAN  # all levels have it or none
+    trajectory, group = Level(Tanh(0.05), aggregate=own), Level(Tanh(0.03), Routing.STOPPED, GROUP, aggregate)
     return RatioGate("stopped", LogClip((-0.1, -0.1), (0.15, 0.15)), (trajectory, group), split=split)
 
 
@@ -467,6 +469,10 @@ def test_errors():
         gates.gspo(), batch=bare,
     )  # fmt: skip
     refused(r"expected a torch\.distributed\.ProcessGroup", gates.gspo(), TypeError)
+    refused(
+        "the level 'trajectory' of the gate 'balanced' counts segments, and which of them lie elsewhere, too",
+        HIERARCHIES["balanced, 4 levels, through, split"],
+    )
 
 
 if __name__ == "__main__":

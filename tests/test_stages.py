@@ -11,7 +11,7 @@ from test_hierarchy import GATES, Example, clear_of_branches
 
 import hpo_core as hpo
 from hpo_core import gates
-from hpo_core.gates import Head, Identity, Level, RatioGate, Rollback, Routing
+from hpo_core.gates import Aggregate, Head, Identity, Level, RatioGate, Rollback, Routing
 
 STAGED = {
     **GATES,
@@ -19,10 +19,18 @@ STAGED = {
     "flat": RatioGate("flat", Identity(), head=Head.LOG, head_numbers=(0.7, 1.3)),
 }
 every_gate = pytest.mark.parametrize("gate", STAGED.values(), ids=STAGED)
+
+
+def aggregates_of(gate):
+    return {level.aggregate for level in gate.levels}
+
+
 # Of a censored head and under a pre-gate they are no log-ratios.
-SUMMED = {name: gate for name, gate in STAGED.items() if gate.head is not Head.CENSORED and name != "pre-gated"}
+PLAIN = {name: gate for name, gate in STAGED.items() if gate.head is not Head.CENSORED and name != "pre-gated"}
+SUMMED = {name: gate for name, gate in PLAIN.items() if aggregates_of(gate) <= {Aggregate.MEAN, Aggregate.SUM}}
 THROUGH = {name: gate for name, gate in STAGED.items() if any(x.routing is Routing.THROUGH for x in gate.levels)}
-THROUGH.pop("score")  # whose ratio carries no gradient
+for name in [name for name, gate in THROUGH.items() if gate.head is Head.SCORE]:  # whose ratio carries no gradient
+    THROUGH.pop(name)
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +159,10 @@ class Joined:
         self._reduce(table, lambda tables: tables.sum(0))
 
 
-JOINED = {name: gate for name, gate in THROUGH.items() if name in SUMMED}
+# Which segments a balanced one has with others, they do not know.
+JOINED = {
+    name: gate for name, gate in THROUGH.items() if name in PLAIN and Aggregate.BALANCED not in aggregates_of(gate)
+}
 
 
 @pytest.mark.parametrize("gate", JOINED.values(), ids=JOINED)

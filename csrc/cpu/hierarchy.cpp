@@ -84,7 +84,7 @@ void gate_piece(const Pieces& pieces, int64_t p, const SegmentAt& segment, Piece
   for (int channel = 0; channel <= pieces.hierarchy.split; ++channel) {
     for (int sign = first_sign; sign <= last_sign; ++sign) {
       const auto put_slope = [&](int k, double slope) { slopes.slope[k][channel][sign] = slope; };
-      const GateColumn column = gate_column(pieces.hierarchy, channel, sign, segment, put_slope);
+      const GateColumn column = gate_column<true>(pieces.hierarchy, channel, sign, segment, put_slope);
       gate.z[sign] += column.z;
       gate.mean[channel] = column.mean;
       gate.slope[channel][sign] = column.slope;
@@ -97,10 +97,22 @@ void gate_piece(const Pieces& pieces, int64_t p, const SegmentAt& segment, Piece
 
 // ----------------------------------------------------------------------------------------------------------- one call
 
+void add_children(const Pieces& pieces, const Workspace& space, int k) {
+  LogRatios *segments = space.segments() + k * pieces.count(), *finer = segments - pieces.count();
+  for (int64_t s = 0; s < pieces.count(); ++s) {
+    const Child child = child_at(pieces.hierarchy, k, s, finer[s]);
+    if (child.parent >= 0) segments[child.parent].add(child.sums);
+  }
+}
+
 void sum_segments(const Pieces& pieces, const Workspace& space) {
   for (int k = 0; k < pieces.hierarchy.depth; ++k) {
     LogRatios* segments = space.segments() + k * pieces.count();
     std::fill_n(segments, pieces.count(), LogRatios{});
+    if (pieces.hierarchy.levels[k].aggregate == Aggregate::balanced) {
+      add_children(pieces, space, k);
+      continue;
+    }
     for (int64_t p = 0; p < pieces.count(); ++p) {
       if (pieces.length(p) > 0) segments[pieces.ancestor(k, p)].add(space.log_ratios[p]);
     }
@@ -171,9 +183,9 @@ void deliver(const Pieces& pieces, const Workspace& space, int threads) {
         double sum = 0.0;
         for (int k = 0; k < hierarchy.depth; ++k) {
           if (hierarchy.levels[k].routing != Routing::through) continue;
-          const int64_t segment = k * pieces.count() + pieces.ancestor(k, p), at = 2 * segment + channel;
-          sum += arrived(space.tables.arriving[at], space.tables.largest[at]) /
-                 divisor(hierarchy.levels[k], space.segments()[segment].valid);
+          const int64_t at = 2 * (k * pieces.count() + pieces.ancestor(k, p)) + channel;
+          const auto segment = [&](int level) { return space.segments()[level * pieces.count() + pieces.ancestor(level, p)]; };
+          sum += arrived(space.tables.arriving[at], space.tables.largest[at]) / shares(hierarchy, k, channel, segment);
         }
         space.delivered[p][channel] = float(sum);
       }
@@ -212,19 +224,19 @@ struct Sweeps {
     const bool may = may_be_plain(call.args) && !call.args.target;
     Tile& tile = scratch.tile;
     bool plain = may && !plan.term_loop && !plan.driven;
-    const bool pre_gated = plan.term.pre_gated, split = plan.hierarchy.split;
+    const bool as_they_are = !plan.term.pre_gated && !plan.term.mean_exp, split = plan.hierarchy.split;
     const auto measure_row = split ? measure_plain_row<true> : measure_plain_row<false>;
     for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
       RowLogRatios row;
-      if (may && !pre_gated && measure_row(call.args, at, n, block.row, tile, space.seen, partial, row)) {
+      if (may && as_they_are && measure_row(call.args, at, n, block.row, tile, space.seen, partial, row)) {
         return sums.add({row.valid, {split ? row.rising : row.fixed, split ? row.rising - row.fixed : 0}});
       }
-      if (!pre_gated || !may || !measure_plain(call, at, n, scratch.whole, tile, space.seen, partial)) {
+      if (as_they_are || !may || !measure_plain(call, at, n, scratch.whole, tile, space.seen, partial)) {
         hpo::HPO_ISA::measure(call, at, n, scratch.whole, tile, space.seen, partial);
         plain &= !tile.exceptional && tile.chosen == tile.kind;
       }
       if (plan.hierarchy.depth == 0) return;
-      add_log_ratios(tile, load_entering(plan.term, tile, n, scratch.terms), n, split, sums);
+      add_log_ratios(tile, load_aggregated(plan.term, tile, n, scratch.terms), n, split, sums);
     });
     return plain;
   }
@@ -271,12 +283,12 @@ struct Sweeps {
     Flow flow = {};
     finish(block, gate, plain, scratch, partial, flow);
     if (!plan.carries || plan.hierarchy.levels[0].routing != Routing::through) return;
-    const double tokens = divisor(plan.hierarchy.levels[0], sums.valid);
-    const auto arriving = [&](double handed) {  // as if in tables
+    const auto arriving = [&](int channel) {  // as if in tables
+      const double handed = flow.past_token[channel];
       const int64_t largest = magnitude_of(handed);
-      return float(arrived(in_steps(handed, largest), largest) / tokens);
+      return float(arrived(in_steps(handed, largest), largest) / shares(plan.hierarchy, 0, channel, [&](int) { return sums; }));
     };
-    const float rising = arriving(flow.past_token[0]), falling = arriving(flow.past_token[1]);
+    const float rising = arriving(0), falling = arriving(1);
     receive(block, rising, plan.hierarchy.split ? falling : rising, plain, scratch);
   }
 };

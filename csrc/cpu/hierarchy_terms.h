@@ -13,7 +13,7 @@ struct TokenTerms {
   alignas(64) float high[kPadded];
   alignas(64) float past_token[2][kPadded];
   alignas(64) float by_sign[2][kPadded];
-  alignas(64) float entering[kPadded];  // log-ratios behind the pre-gate
+  alignas(64) float entering[kPadded];  // log-ratios behind the pre-gate, or what of them is aggregated
   alignas(64) float kept[kPadded];      // weight * token weight
   alignas(64) float target[kPadded];
   alignas(64) float logp[kPadded];      // 0 where the log-ratio is infinite
@@ -27,7 +27,7 @@ struct TermPlan {
   Head head;
   bool split, drop;
   float keep;  // 0 where the finest level takes the place of the token's own slope
-  bool pre_gated;
+  bool pre_gated, mean_exp;
 
   TermPlan(const Call& call, const Hierarchy& hierarchy)
       : term(hierarchy.term),
@@ -36,20 +36,29 @@ struct TermPlan {
         split(hierarchy.split),
         drop(call.structure.token == TokenGate::drop),
         keep(hierarchy.depth > 0 && hierarchy.levels[0].routing == Routing::self ? 0.0f : 1.0f),
-        pre_gated(pre_gates(hierarchy.term, head)) {}
+        pre_gated(pre_gates(hierarchy.term, head)),
+        mean_exp(adds_exponentials(hierarchy)) {}
 
   // Of what aggregates hand to a token, what arrives at its log-ratio.
   float through_pre_gate(const Tile& tile, int i, float flow) const {
+    if (mean_exp) return flow * mean_exp_slope(split, tile.x[i]);
     if (!pre_gated) return flow;
     const float slope = pre_gate_slope(numbers, head, tile.kind[i] == kNegative, tile.x[i]);
     return keep_if(slope != 0.0f, slope * flow);
   }
 };
 
-// What is aggregated of the log-ratios.
+// The log-ratios as they enter the gates.
 inline const float* load_entering(const TermPlan& plan, const Tile& tile, int n, TokenTerms& terms) {
   if (!plan.pre_gated) return tile.x;
   for (int i = 0; i < n; ++i) terms.entering[i] = pre_gate(plan.numbers, plan.head, tile.kind[i] == kNegative, tile.x[i]);
+  return terms.entering;
+}
+
+// What of them is aggregated.
+inline const float* load_aggregated(const TermPlan& plan, const Tile& tile, int n, TokenTerms& terms) {
+  if (!plan.mean_exp) return load_entering(plan, tile, n, terms);
+  for (int i = 0; i < n; ++i) terms.entering[i] = mean_exp_part(plan.split, tile.x[i]);
   return terms.entering;
 }
 

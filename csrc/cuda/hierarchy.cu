@@ -1,9 +1,9 @@
 // policy_loss under a hierarchy of gates in two launches: one that prepares and sums the log-ratios of every segment, one sweep
 // that gates tokens, writes their gradient and whose last block adds up loss and metrics. A third follows where a level hands
 // gradient through its aggregate: what tiles hand up is added over segments, and what arrives goes to the tokens of those
-// pieces that get any. The first and the third are in two parts with a grid barrier between them; a call in stages has a launch
-// for each part of the third. The sweep stands alone, since it needs registers that would leave the others too few blocks. The
-// definition is hpo_core/reference/gates.py.
+// pieces that get any. The first and the third are in two parts with a grid barrier between them, and the first has one more of
+// each for a level that is balanced; a call in stages has a launch for each part of the third. The sweep stands alone, since it
+// needs registers that would leave the others too few blocks. The definition is hpo_core/reference/gates.py.
 //
 // A warp takes a tile of a piece (pieces.cuh). What tiles give to segments is added as integers, so it has no order; inside a
 // tile the order depends on positions in the piece. So where the piece lies and beside what changes no bit of its gradient.
@@ -42,6 +42,9 @@ struct Workspace {
   }
 };
 
+// What enters the aggregates. Kernels are compiled for each, and for gates with a balanced level: registers are short.
+enum Entering { kLogRatio, kPreGated, kMeanExp };
+
 struct Call {
   Gate gate;
   Hierarchy hierarchy;
@@ -79,8 +82,10 @@ struct Call {
     return k * hierarchy.pieces + hierarchy.ancestors[k * hierarchy.pieces + piece];
   }
 
-  __device__ __forceinline__ LogRatios log_ratios(int k, int piece) const {
-    const int64_t* words = workspace.segments + segment_of(k, piece) * kWords;
+  __device__ __forceinline__ LogRatios log_ratios(int k, int piece) const { return segment(segment_of(k, piece)); }
+
+  __device__ __forceinline__ LogRatios segment(int64_t at) const {
+    const int64_t* words = workspace.segments + at * kWords;
     return {words[0], {words[1], words[2]}};
   }
 
@@ -90,16 +95,24 @@ struct Call {
     return get_pieces(hierarchy, gate.args, workspace.counted, broken, blocks);
   }
 
-  // The log-ratio of a token as it enters aggregates.
+  // The log-ratio of a token as it enters the gates.
   template <bool PRE_GATED>
   __device__ __forceinline__ float entering(const Token& token) const {
     return PRE_GATED ? pre_gate(term, gate.structure.head, token.negative, token.x) : token.x;
   }
 
+  // What of it is aggregated.
+  template <int ENTERING>
+  __device__ __forceinline__ float aggregated(const Token& token) const {
+    if (ENTERING == kMeanExp) return mean_exp_part(hierarchy.split, token.x);
+    return entering<ENTERING == kPreGated>(token);
+  }
+
   // Of what aggregates hand to a token, what arrives at its log-ratio.
-  template <bool PRE_GATED>
+  template <int ENTERING>
   __device__ __forceinline__ float through_pre_gate(const Token& token, float flow) const {
-    if (!PRE_GATED) return flow;
+    if (ENTERING == kLogRatio) return flow;
+    if (ENTERING == kMeanExp) return flow * mean_exp_slope(hierarchy.split, token.x);
     const float slope = pre_gate_slope(term, gate.structure.head, token.negative, token.x);
     return slope == 0.0f ? 0.0f : slope * flow;
   }
@@ -123,8 +136,9 @@ __device__ __forceinline__ void prepare(const Call& call) {
   if (blockIdx.x == 0 && threadIdx.x == 0) *workspace.ticket = 0;
 }
 
-template <bool PRE_GATED>
+template <int ENTERING>
 __device__ __forceinline__ LogRatios sum_tile(const Call& call, const Unit& tile) {
+  constexpr bool PRE_GATED = ENTERING == kPreGated;
   const RowTerms row = PRE_GATED ? call.gate.row_terms(tile.row) : RowTerms{};
   const bool split = call.hierarchy.split;
   int valid = 0;
@@ -134,7 +148,7 @@ __device__ __forceinline__ LogRatios sum_tile(const Call& call, const Unit& tile
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const Token token = judge<true, PRE_GATED>(call.gate, row, inputs, i);
-      const float x = call.entering<PRE_GATED>(token), up = rising_part(split, x);
+      const float x = call.aggregated<ENTERING>(token), up = rising_part(split, x);
       valid += token.valid;
       fixed[0] += to_fixed(up);
       fixed[1] += to_fixed(up - x);
@@ -143,27 +157,52 @@ __device__ __forceinline__ LogRatios sum_tile(const Call& call, const Unit& tile
   return {warp_sum(valid), {warp_sum(fixed[0]), warp_sum(fixed[1])}};
 }
 
-template <bool PRE_GATED>
+template <int ENTERING, bool BALANCED>
 __device__ __forceinline__ void sum_pieces(const Call& call, const Pieces& pieces) {
   const int level = lane() / kWords, word = lane() % kWords;
   Carrier carrier = {};
   for_each_unit(pieces, [&](int, const PieceUnit& unit) {
-    const LogRatios sums = sum_tile<PRE_GATED>(call, unit.tile);
+    const LogRatios sums = sum_tile<ENTERING>(call, unit.tile);
     if (level >= call.hierarchy.depth || sums.valid == 0) return;
+    if (BALANCED && call.hierarchy.levels[level].aggregate == Aggregate::balanced) return;
     const int64_t mine = word == 0 ? sums.valid : (word == 1 ? sums.fixed[0] : sums.fixed[1]);
     carrier.add(call.workspace.segments + call.segment_of(level, unit.piece) * kWords + word, mine);
   });
   carrier.flush();
 }
 
-template <bool PRE_GATED>
+// What the segments of a balanced level have: the finer ones that have tokens.
+__device__ __forceinline__ void add_children(const Call& call, int k) {
+  const int64_t pieces = call.hierarchy.pieces;
+#pragma unroll 1
+  for (int64_t s = int64_t(blockIdx.x) * kThreads + threadIdx.x; s < pieces; s += int64_t(gridDim.x) * kThreads) {
+    const Child child = child_at(call.hierarchy, k, s, call.segment((k - 1) * pieces + s));
+    if (child.parent < 0) continue;
+    int64_t* const to = call.workspace.segments + (k * pieces + child.parent) * kWords;
+    atomicAdd(to, child.sums.valid);
+    atomicAdd(to + 1, child.sums.fixed[0]);
+    atomicAdd(to + 2, child.sums.fixed[1]);
+  }
+}
+
+template <int ENTERING, bool BALANCED>
 __global__ void __launch_bounds__(kThreads) prepare_pieces(const Call call) {
   prepare(call);
   sync_grid();
-  const bool broken = call.broken();
-  if (broken && blockIdx.x != 0) return;
-  if (broken) list_broken(call.hierarchy, call.gate.args, call.workspace.counted);
-  if (call.hierarchy.depth > 0) sum_pieces<PRE_GATED>(call, call.pieces(broken, broken ? 1 : int(gridDim.x)));
+  const bool broken = call.broken(), idle = broken && blockIdx.x != 0;
+  if (!BALANCED && idle) return;
+  if (broken && !idle) list_broken(call.hierarchy, call.gate.args, call.workspace.counted);
+  if (call.hierarchy.depth > 0 && !idle) {
+    sum_pieces<ENTERING, BALANCED>(call, call.pieces(broken, broken ? 1 : int(gridDim.x)));
+  }
+  if constexpr (BALANCED) {
+#pragma unroll 1
+    for (int k = 1; k < call.hierarchy.depth; ++k) {
+      if (call.hierarchy.levels[k].aggregate != Aggregate::balanced) continue;
+      sync_grid();
+      add_children(call, k);
+    }
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------------- sweep
@@ -186,6 +225,7 @@ struct Work {
 };
 
 // Four lanes gate a channel and a sign each.
+template <bool MEAN_EXP>
 __device__ __forceinline__ void begin_work(const Call& call, const PieceUnit& unit, Work& work) {
   const int sign = lane() % 2, channel = lane() / 2 % 2;
   const bool writes = lane() < 4;
@@ -193,7 +233,7 @@ __device__ __forceinline__ void begin_work(const Call& call, const PieceUnit& un
   if (lane() == 0) work.unit = unit;
   GateColumn column = {};
   if (channel <= call.hierarchy.split && call.hierarchy.depth > 0) {
-    column = gate_column(
+    column = gate_column<MEAN_EXP>(
         call.hierarchy, channel, sign, [&](int k) { return call.log_ratios(k, unit.piece); },
         [&](int k, double slope) {
           if (writes) work.slopes.slope[k][channel][sign] = slope;
@@ -382,7 +422,7 @@ __device__ __forceinline__ void hand_up(const Call& call, const Way& way, int in
   if (*largest < magnitude) atomicMax(largest, magnitude);  // it only grows: few get past the question
 }
 
-template <bool EXTRAS, bool TERMS>
+template <bool EXTRAS, bool TERMS, bool MEAN_EXP>
 __global__ void __launch_bounds__(kThreads, 2) sweep_pieces(const Call call) {
   HPO_SHARED(double, warps, [kWarps * kMetrics]);
   HPO_SHARED(int, events, [kMetrics]);
@@ -410,7 +450,7 @@ __global__ void __launch_bounds__(kThreads, 2) sweep_pieces(const Call call) {
   for_each_unit(pieces, [&](int index, const PieceUnit& unit) {
     Work& work = works[warp_in_block()];
     double& share = shares[threadIdx.x];
-    begin_work(call, unit, work);
+    begin_work<MEAN_EXP>(call, unit, work);
     sweep_tile<EXTRAS, TERMS>(call, work, stage + warp_in_block() * kStage, slots, events, totals, share);
     if (call.carries) hand_up(call, Way(call), index, work, share);
   });
@@ -431,17 +471,20 @@ __device__ __forceinline__ void couple_segments(const Call& call, bool broken) {
   carrier.flush();
 }
 
-// What arrives at one level and channel for each token of the piece.
+// What arrives at one level and channel for each token of the piece. SIMPLE: no level is a log mean exp or balanced.
+template <bool SIMPLE>
 __device__ __forceinline__ double arriving(const Call& call, const Way& way, int piece) {
   if (!way.open) return 0.0;
   const int64_t at = way.at(call, piece);
-  const int64_t valid = call.workspace.segments[call.segment_of(way.level, piece) * kWords];
+  const auto segment = [&](int k) { return call.log_ratios(k, piece); };
   const double sum = arrived(call.workspace.arriving[at], int64_t(call.workspace.largest[at]));
-  return sum / divisor(call.hierarchy.levels[way.level], valid);
+  return sum / (SIMPLE ? divisor(call.hierarchy.levels[way.level], segment(way.level).valid)
+                       : shares(call.hierarchy, way.level, way.channel, segment));
 }
 
-template <bool PRE_GATED>
+template <int ENTERING>
 __device__ __forceinline__ void deliver_tile(const Call& call, const Unit& tile, float rising, float falling) {
+  constexpr bool PRE_GATED = ENTERING == kPreGated;
   const RowTerms row = PRE_GATED ? call.gate.row_terms(tile.row) : RowTerms{};
   for_each_window(tile, call.gate.groupable, [&](const Group<4>& group) {
     const Inputs<4> inputs = read_inputs<true, PRE_GATED>(call.gate.args, group);
@@ -455,13 +498,13 @@ __device__ __forceinline__ void deliver_tile(const Call& call, const Unit& tile,
     for (int i = 0; i < 4; ++i) {
       const Token token = judge<true, PRE_GATED>(call.gate, row, inputs, i);
       if (!group.whole && group.has(i)) grad[i] = to[i];
-      if (token.valid && !token.infinite) grad[i] += call.through_pre_gate<PRE_GATED>(token, token.x < 0.0f ? falling : rising);
+      if (token.valid && !token.infinite) grad[i] += call.through_pre_gate<ENTERING>(token, token.x < 0.0f ? falling : rising);
     }
     write(call.gate.args.grad, group, grad);
   });
 }
 
-template <bool PRE_GATED>
+template <int ENTERING, bool SIMPLE>
 __global__ void __launch_bounds__(kThreads, 4) deliver_gradient(const Call call) {
   const bool broken = call.broken();
   if (call.does(Stage::couple)) couple_segments(call, broken);
@@ -469,7 +512,7 @@ __global__ void __launch_bounds__(kThreads, 4) deliver_gradient(const Call call)
   if (call.hierarchy.stage == Stage::whole) sync_grid();
   const Way way(call);
   for_each_unit(call.pieces(broken, int(gridDim.x)), [&](int, const PieceUnit& unit) {
-    const double mine = arriving(call, way, unit.piece);
+    const double mine = arriving<SIMPLE>(call, way, unit.piece);
     double sums[2] = {};
 #pragma unroll
     for (int k = 0; k < kMostLevels; ++k) {
@@ -478,34 +521,42 @@ __global__ void __launch_bounds__(kThreads, 4) deliver_gradient(const Call call)
     }
     const float rising = float(sums[0]), falling = call.hierarchy.split ? float(sums[1]) : rising;
     if (rising == 0.0f && falling == 0.0f) return;  // nothing saturated: what is written stands, to the bit
-    deliver_tile<PRE_GATED>(call, unit.tile, rising, falling);
+    deliver_tile<ENTERING>(call, unit.tile, rising, falling);
   });
 }
 
 // ----------------------------------------------------------------------------------------------------------------- host
 
-template <bool PRE_GATED>
+template <int ENTERING, bool BALANCED>
 void launch(Call& call, cudaStream_t stream) {
   const PolicyLossArgs& args = call.gate.args;
   const Hierarchy& hierarchy = call.hierarchy;
   const int64_t swept = kWarp * units_of(args.tokens, hierarchy.pieces);
   const int64_t prepared = std::max({args.tokens / 4, args.rows, hierarchy.depth * hierarchy.pieces * kWords, swept});
-  call.first_blocks = blocks_together<prepare_pieces<PRE_GATED>>(prepared);
+  call.first_blocks = blocks_together<prepare_pieces<ENTERING, BALANCED>>(prepared);
   const dim3 first(call.first_blocks), blocks(blocks_for(swept)), block(kThreads);
-  if (call.does(Stage::sums)) HPO_LAUNCH_TOGETHER((prepare_pieces<PRE_GATED>), first, block, 0, stream, call);
+  if (call.does(Stage::sums)) HPO_LAUNCH_TOGETHER((prepare_pieces<ENTERING, BALANCED>), first, block, 0, stream, call);
   if (call.does(Stage::sweep)) {
     if (hierarchy.term.present) {
-      HPO_LAUNCH((sweep_pieces<true, true>), blocks, block, 0, stream, call);
+      HPO_LAUNCH((sweep_pieces<true, true, ENTERING == kMeanExp>), blocks, block, 0, stream, call);
     } else if (call.gate.has_extras() || args.ref_logp) {
-      HPO_LAUNCH((sweep_pieces<true, false>), blocks, block, 0, stream, call);
+      HPO_LAUNCH((sweep_pieces<true, false, false>), blocks, block, 0, stream, call);
     } else {
-      HPO_LAUNCH((sweep_pieces<false, false>), blocks, block, 0, stream, call);
+      HPO_LAUNCH((sweep_pieces<false, false, false>), blocks, block, 0, stream, call);
     }
   }
   if (call.carries && (call.does(Stage::couple) || call.does(Stage::deliver))) {
-    const dim3 last(blocks_together<deliver_gradient<PRE_GATED>>(swept));
-    HPO_LAUNCH_TOGETHER((deliver_gradient<PRE_GATED>), last, block, 0, stream, call);
+    constexpr bool SIMPLE = ENTERING != kMeanExp && !BALANCED;
+    const dim3 last(blocks_together<deliver_gradient<ENTERING, SIMPLE>>(swept));
+    HPO_LAUNCH_TOGETHER((deliver_gradient<ENTERING, SIMPLE>), last, block, 0, stream, call);
   }
+}
+
+template <bool BALANCED>
+void launch(Call& call, cudaStream_t stream) {
+  if (adds_exponentials(call.hierarchy)) return launch<kMeanExp, BALANCED>(call, stream);
+  const bool pre_gated = pre_gates(call.hierarchy.term, call.gate.structure.head);
+  pre_gated ? launch<kPreGated, BALANCED>(call, stream) : launch<kLogRatio, BALANCED>(call, stream);
 }
 
 }  // namespace
@@ -520,6 +571,8 @@ extern "C" int hpo_hierarchy(const hpo::PolicyLossArgs* args, const hpo::GateStr
   using namespace hpo;
   const cudaStream_t stream = reinterpret_cast<cudaStream_t>(context);
   Call call(*args, *structure, *numbers, *hierarchy);
-  pre_gates(hierarchy->term, structure->head) ? launch<true>(call, stream) : launch<false>(call, stream);
+  bool balanced = false;
+  for (int k = 0; k < hierarchy->depth; ++k) balanced |= hierarchy->levels[k].aggregate == Aggregate::balanced;
+  balanced ? launch<true>(call, stream) : launch<false>(call, stream);
   return int(cudaGetLastError());
 }

@@ -146,7 +146,8 @@ class Rollback:
     Args:
         budgets: C in log space, for the channels of positive and of negative log-ratios; without a split the first.
         slope: how steeply the gate rolls back. None: the number of the segment's tokens, as in the paper, which
-            multiplies the gradient by that number in a zone ``C / n`` wide; 0: a hard clip at C; inf: 0 beyond C.
+            multiplies the gradient by that number in a zone ``C / n`` wide (under ``Aggregate.BALANCED`` the number of
+            segments it is the mean of); 0: a hard clip at C; inf: 0 beyond C.
         most: with ``slope`` None, the slope is at most this: ``min(n, most)``.
     """
 
@@ -201,7 +202,16 @@ class Excess:
 
 @dataclass(frozen=True)
 class Level:
-    """A gate on the aggregate log-ratio of each segment of one kind, and how that aggregate carries gradient."""
+    """A gate on the aggregate log-ratio of each segment of one kind, and how that aggregate carries gradient.
+
+    The aggregate of the n valid tokens of a segment, with a split of each channel:
+
+    * ``MEAN``: ``a = sum x / n``; ``SUM``: ``a = sum x``.
+    * ``LOG_MEAN_EXP``: ``a = log(sum e^x / n)``, the logarithm of the mean ratio; ``da/dx_j = e^{x_j - a} / n``. In it
+      x saturates at +-7.5, with its derivative kept. All levels of a gate have it or none, ``BALANCED`` ones apart.
+    * ``BALANCED``: the mean of the aggregates of the next finer level's segments, as far as they have tokens: each
+      counts once, however long it is. What a rollback takes for the number of tokens is then how many they are.
+    """
 
     gate: Identity | Clip | LogClip | Rollback | Tanh | Gamma | Excess
     routing: Routing = Routing.THROUGH
@@ -311,6 +321,24 @@ class RatioGate:
         check(
             bool(self.levels) or not isinstance(self.token, LogClip),
             "token: LogClip is for residuals below a level; a token's own ratio takes Clip, whose bounds are ratios",
+        )
+        check(
+            not self.levels or self.levels[0].aggregate is not Aggregate.BALANCED,
+            "levels: Aggregate.BALANCED is the mean of the aggregates of the next finer level, and below the finest "
+            "({}) are tokens; take Aggregate.MEAN there",
+            self.levels[0].unit.name.lower() if self.levels else "",
+        )
+        aggregates = {level.aggregate for level in self.levels} - {Aggregate.BALANCED}
+        check(
+            Aggregate.LOG_MEAN_EXP not in aggregates or len(aggregates) == 1,
+            "levels: segments add up e^x or x, one of them for all levels: give all of them Aggregate.LOG_MEAN_EXP or "
+            "none, got {}",
+            ", ".join(level.aggregate.name for level in self.levels),
+        )
+        check(
+            Aggregate.LOG_MEAN_EXP not in aggregates or self.pre is None,
+            "pre: a clip of x takes the place of what is aggregated, and so does e^x under Aggregate.LOG_MEAN_EXP; "
+            "drop pre= or take Aggregate.MEAN",
         )
         check(
             self.head is Head.SCORE or not any(isinstance(level.gate, Gamma) for level in self.levels),
@@ -456,7 +484,8 @@ class RatioGate:
             self.head_numbers, clip.slope_low, clip.slope_high, clip.weight_low, clip.weight_high, pre_low, pre_high,
             self.penalty, self.penalty_coefficient,
         )  # fmt: skip
-        return None if term == TermSpec() and self.head in (Head.LINEAR, Head.SCORE) else term
+        mean_exp = any(level.aggregate is Aggregate.LOG_MEAN_EXP for level in self.levels)
+        return None if term == TermSpec() and self.head in (Head.LINEAR, Head.SCORE) and not mean_exp else term
 
 
 _OWN_GRADIENT = (Head.SCORE, Head.LOG, Head.CENSORED)  # past z, so that the token's own log-ratio may be dropped

@@ -4,14 +4,16 @@ formula.
 For token t of row s in trajectory i, with ``m`` the validity mask and ``w`` the row weights::
 
     x_t = logp_t - old_logp_t                              saturated at +-60 with its derivative kept
-    a_k = mean (or sum) of x over the valid tokens of t's segment at level k;  a_0 = x_t,  a_{K+1} = 0
+    a_k = mean (or another aggregate) of x over the valid tokens of t's segment at level k;  a_0 = x_t,  a_{K+1} = 0
     z_t = sum_k g_k(a_k - a_{k+1})                         gates chosen by the sign of A_t
     M_t = token_mask_t  and  score_t >= threshold  and  A_t finite
     loss_t = -M_t W_t Phi(z_t, A_t) + beta k(logp_t - ref_logp_t) + kappa p(x_t)
     loss   = sum_t m_t w_s loss_t
 
 ``Phi`` is the head, ``A e^z`` for the linear one; p is the term's penalty. A pre-gate clips x before it is aggregated;
-under the censored head ``|e^x - 1|``, at most 2048 with its derivative kept, is aggregated in its place.
+under the censored head ``|e^x - 1|``, at most 2048 with its derivative kept, is aggregated in its place. The log mean
+exp is ``log(1 + mean of e^x - 1)``, x within +-7.5 with its derivative kept, so that no weight e^x can outgrow the sum.
+A balanced aggregate is the mean over those segments of the next finer level that have tokens.
 A NaN log-ratio takes its token out of m; an infinite
 one saturates with derivative 0. With a split, x+ = max(x, 0) and x- = max(-x, 0) each go through the gates by
 themselves, and z is the difference. Where steps are a level, a token outside every step is masked.
@@ -46,6 +48,7 @@ __all__ = ["SATURATION", "of_row", "piece_of_token", "policy_loss"]
 SATURATION = 60.0
 SQUARE_SATURATION = 30.0  # of z, for the head that squares the ratio
 DEVIATION_SATURATION = 2048.0  # of a ratio's deviation from 1, where deviations are added up
+EXPONENT_SATURATION = 7.5  # of x, where its exponentials are added up: e^7.5 < 2048
 STATISTIC_SATURATION = 40.0  # ratio statistics, not the loss
 
 
@@ -255,9 +258,13 @@ def _gated_hierarchy(
     channels = [x, zero]
     if spec.split:
         channels = [torch.where(rising, x, zero), torch.where(rising, zero, -x)]
-    sums = _sums(channels, valid, piece, inputs.ancestors)
+    entering = channels
+    if spec.mean_exp:
+        entering = [torch.expm1(_saturate(channel, valid, EXPONENT_SATURATION)) for channel in channels]
+    sums = _sums(entering, valid, piece, inputs.ancestors)
     if exchange is not None:  # all levels and channels at once: processes must ask in one order
         sums = exchange.differentiable_sums(sums)
+    sums = _with_children(sums, inputs.ancestors, spec.levels)
     sums = torch.nn.functional.pad(sums, (0, 0, 0, 1))  # no segment, for tokens that are in none
     for channel in range(1 + spec.split):
         sign, of_token = 1 - 2 * channel, channels[channel]
@@ -289,9 +296,28 @@ def _sums(
     return sums.reshape(levels, pieces, 3)
 
 
+def _with_children(sums: torch.Tensor, ancestors: torch.Tensor, levels: tuple[LevelSpec, ...]) -> torch.Tensor:
+    """The sums where a balanced level has, in place of tokens, the finer segments that have any. A segment's number is
+    that of its first piece, which has its parent."""
+    by_level = list(sums.unbind(0))
+    for k, (level, finer) in enumerate(zip(levels[1:], levels, strict=False), 1):
+        if level.aggregate is Aggregate.BALANCED:
+            count, totals = by_level[k - 1][:, :1], by_level[k - 1][:, 1:]
+            some = count[:, 0] > 0
+            children = torch.cat((torch.ones_like(count), _of_segment(count, totals, finer)), 1)
+            by_level[k] = torch.zeros_like(children).index_add(0, ancestors[k, some], children[some])
+    return torch.stack(by_level) if levels else sums
+
+
+def _of_segment(count: torch.Tensor, total: torch.Tensor, level: LevelSpec) -> torch.Tensor:
+    """The aggregate that comes of what segments add up."""
+    mean = total if level.aggregate is Aggregate.SUM else total / count.clamp(min=1)
+    return mean.log1p() if level.aggregate is Aggregate.LOG_MEAN_EXP else mean
+
+
 def _aggregate(x: torch.Tensor, count: torch.Tensor, total: torch.Tensor, level: LevelSpec) -> torch.Tensor:
-    """Mean or sum over each token's segment, with the derivative it is routed."""
-    aggregate = total / count.clamp(min=1) if level.aggregate is Aggregate.MEAN else total
+    """The aggregate of each token's segment, with the derivative it is routed."""
+    aggregate = _of_segment(count, total, level)
     if level.routing is not Routing.THROUGH:
         aggregate = aggregate.detach()
     return aggregate + (x - x.detach()) if level.routing is Routing.SELF else aggregate

@@ -154,6 +154,8 @@ FOUR = (
     LevelSpec(Unit.GROUP, LevelKind.TANH, high=(0.1,) * 4, aggregate=Aggregate.SUM),
     LevelSpec(Unit.DOMAIN, LevelKind.ROLLBACK),
 )  # fmt: skip
+MEAN_EXP = tuple(level._replace(aggregate=Aggregate.LOG_MEAN_EXP) for level in TWO)
+BALANCED = (FOUR[0], *(level._replace(aggregate=Aggregate.BALANCED) for level in FOUR[1:]))
 EXCESS = (LevelSpec(Unit.TRAJECTORY, LevelKind.EXCESS, aggregate=Aggregate.SUM, high=(0.1,) * 4),)
 # Every number that a kernel of a term can be made for.
 FULL_TERM = TermSpec(
@@ -212,6 +214,8 @@ def paths() -> Iterator[Path_]:
     yield _levels("hierarchy: four levels, all inputs", _everything(False, True), FOUR, split=True, **HEAVIEST_PENALTY)
     for head in Head:
         yield _light_term(head)
+    yield _levels("term: log mean exp", _masked(), MEAN_EXP, term=TermSpec())
+    yield _levels("hierarchy: balanced", _masked(), BALANCED, split=True)
     yield _heavy_term(Head.MIRROR)
     yield _heavy_term(Head.NEGATIVE_AWARE)
     yield _correction(Statistic.LOG_RATIO, Reduction.MEAN, Action.CLAMP, True)

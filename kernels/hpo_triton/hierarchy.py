@@ -2,6 +2,7 @@
 of their own (terms.py), on any number of levels, none included:
 
     check_pieces, sum_pieces    three launches: the log-ratios of all segments (pieces.py)
+    add_children                a launch for each balanced level: the aggregates of finer ones (told.py)
     gate_pieces                 with a level: what the levels above a piece tell its tokens (told.py)
     _sweep_pieces               every token of a piece once: loss, gradient and metrics, and what flows into aggregates
     _add_flows                  with a level that hands gradient through its aggregate: to segments
@@ -31,6 +32,7 @@ from ..specs import (
     Head,
     KLEstimator,
     KLGradient,
+    LevelSpec,
     Penalty,
     PolicyLossInputs,
     PolicyLossSpec,
@@ -38,10 +40,12 @@ from ..specs import (
     TokenGate,
 )
 from .launch import kernel, launch, programs_for
+from .levels import FIXED_POINT
 from .math import SATURATION, clamp, exp
 from .pieces import (
     EXPONENT,
     FIELDS,
+    FIXED,
     FLOW,
     VALID,
     Pieces,
@@ -68,9 +72,20 @@ from .sums import (
     total,
     with_penalty,
 )
-from .terms import Pre, entering, general_term, numbers_of, pre_of, term_of, through_pre, with_own_penalty, with_slopes
+from .terms import (
+    Pre,
+    entering,
+    general_term,
+    mean_exp_slope,
+    numbers_of,
+    pre_of,
+    term_of,
+    through_pre,
+    with_own_penalty,
+    with_slopes,
+)
 from .tokens import Reading, bits, load_tokens, read_tokens, reading_of
-from .told import KINDS, MEAN, OWN, SIDE, SLOPE, TOLD, Shape, Z, gate_pieces
+from .told import KINDS, LOG_MEAN_EXP, MEAN, OWN, SIDE, SLOPE, TOLD, Shape, Z, add_children, gate_pieces
 
 __all__ = ["policy_loss"]
 
@@ -357,8 +372,13 @@ def _arriving(segments, ancestors, piece, pieces, held, channel, SHAPE: tl.const
             largest = tl.load(at + EXPONENT + channel, mask=held, other=0)
             fixed = tl.load(at + FLOW + channel, mask=held, other=0)
             sum = fixed.to(tl.float64) * _power(-_scale_exponent(largest) + 2 * EXPONENT_BIAS)
-            if SHAPE.means[k]:
-                sum = sum / tl.maximum(tl.load(at + VALID, mask=held, other=0), 1).to(tl.float64)
+            for level in tl.static_range(DEPTH):
+                if SHAPE.divisors[k][level]:
+                    at = segments + segment_of(ancestors, level, piece, pieces, held) * FIELDS
+                    size = tl.maximum(tl.load(at + VALID, mask=held, other=0), 1).to(tl.float64)
+                    if SHAPE.aggregates[level] == LOG_MEAN_EXP:
+                        size += tl.load(at + FIXED + channel, mask=held, other=0).to(tl.float64) / FIXED_POINT
+                    sum = sum / size
             arriving += sum
     return clamp(arriving, -LARGEST, LARGEST).to(tl.float32)
 
@@ -412,6 +432,8 @@ def _return_flows(
         loaded = load_tokens(inputs, token, tokens, tl.max(token) < tokens, READING)
         t = read_tokens(inputs, loaded, of_row, rows, slots.inside, READING)
         flow = through_pre(tl.where(t.x < 0.0, falling, rising), t.x, t.negative, pre)
+        if SHAPE.aggregates[0] == LOG_MEAN_EXP:
+            flow *= mean_exp_slope(t.x, SHAPE.channels == 2)
         receives = t.valid & t.flows & (flow != 0.0)
         received = tl.load(grad + token, mask=receives, other=0.0) + flow
         tl.store(grad + token, clamp(received, -LARGEST, LARGEST), mask=receives)
@@ -436,7 +458,8 @@ def policy_loss(
     shape, reading, pre = _shape_of(inputs, spec, want_grad), reading_of(inputs, spec), pre_of(spec)
 
     pieces = check_pieces(inputs)
-    sum_pieces(inputs, pieces, reading, spec.split, pre, grad, token_loss, seen)
+    sum_pieces(inputs, pieces, reading, shape.aggregates, spec.split, pre, grad, token_loss, seen)
+    add_children(pieces, shape)
     if exchange is not None:
         exchange.sums(_fields(pieces, VALID, 3))
     sums, flows = _sweep(inputs, spec, pieces, shape, reading, pre, grad, token_loss, seen)
@@ -461,7 +484,8 @@ def _shape_of(inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool) -
     return Shape(
         gates=tuple(int(level.gate) for level in spec.levels),
         routings=routings,
-        means=tuple(level.aggregate is Aggregate.MEAN for level in spec.levels),
+        aggregates=tuple(int(level.aggregate) for level in spec.levels),
+        divisors=tuple(_divisors(spec.levels, level) for level in range(len(spec.levels))),
         channels=2 if spec.split else 1,
         takes_place=routings[:1] == (Routing.SELF,),
         drop=spec.token is TokenGate.DROP,
@@ -471,6 +495,16 @@ def _shape_of(inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool) -
         kl=int(spec.kl if inputs.ref_logp is not None else KLEstimator.NONE),
         kl_gradient=int(spec.kl_gradient if inputs.ref_logp is not None else KLGradient.VALUE),
     )
+
+
+def _divisors(levels: tuple[LevelSpec, ...], level: int) -> tuple[bool, ...]:
+    """A balanced level hands on to the finer one, a sum divides nothing."""
+    divides = [False] * len(levels)
+    divides[level] = levels[level].aggregate is not Aggregate.SUM
+    while levels[level].aggregate is Aggregate.BALANCED:
+        level -= 1
+        divides[level] = levels[level].aggregate is not Aggregate.SUM
+    return tuple(divides)
 
 
 def _sweep(

@@ -15,11 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..specs import PolicyLossInputs
+from ..specs import Aggregate, PolicyLossInputs
 from .launch import kernel, launch
 from .levels import to_fixed
 from .segments import SLOT_TOKENS, SLOTS, number_of_slots, row_range, slot_owner, tokens_of_slots
-from .terms import Pre, entering
+from .terms import Pre, entering, mean_exp_part
 from .tokens import Reading, load_tokens, read_tokens
 
 __all__ = [
@@ -38,6 +38,9 @@ __all__ = [
 ]
 
 PIECES = 1024  # of one program
+
+BALANCED = tl.constexpr(int(Aggregate.BALANCED))
+LOG_MEAN_EXP = tl.constexpr(int(Aggregate.LOG_MEAN_EXP))
 
 # What a segment adds up, int64: valid tokens; by channel, log-ratios in fixed point, what flows back to its tokens, and
 # the largest exponent of what does.
@@ -225,6 +228,7 @@ def _sum_pieces(
     rows: tl.int64,
     pieces: tl.int64,
     READING: tl.constexpr,
+    AGGREGATES: tl.constexpr,
     DEPTH: tl.constexpr,
     SPLIT: tl.constexpr,
     SLOT: tl.constexpr,
@@ -251,17 +255,20 @@ def _sum_pieces(
     of_row = tl.load(row + slots.row, mask=slots.row < pieces, other=0)
     t = read_tokens(inputs, loaded, of_row, rows, slots.inside, READING)
     x = entering(t.x, t.negative, pre)
+    if DEPTH > 0 and AGGREGATES[0] == LOG_MEAN_EXP:
+        x = mean_exp_part(x, SPLIT)
     rising = tl.maximum(x, 0.0) if SPLIT else x
     valid = tl.sum(t.valid.to(tl.int64), axis=1, keep_dims=True)
     rose = tl.sum(to_fixed(rising), axis=1, keep_dims=True)
     fell = tl.sum(to_fixed(rising - x), axis=1, keep_dims=True)
     some = valid > 0
     for k in tl.static_range(DEPTH):
-        segment = segment_of(ancestors, k, slots.row, pieces, some)
-        add_to_segments(segments, segment, valid, VALID, some)
-        add_to_segments(segments, segment, rose, FIXED, some)
-        if SPLIT:
-            add_to_segments(segments, segment, fell, FIXED + 1, some)
+        if AGGREGATES[k] != BALANCED:
+            segment = segment_of(ancestors, k, slots.row, pieces, some)
+            add_to_segments(segments, segment, valid, VALID, some)
+            add_to_segments(segments, segment, rose, FIXED, some)
+            if SPLIT:
+                add_to_segments(segments, segment, fell, FIXED + 1, some)
 
 
 # --------------------------------------------------------------------------------------------------------------- host
@@ -294,17 +301,18 @@ def sum_pieces(
     inputs: PolicyLossInputs,
     pieces: Pieces,
     reading: Reading,
+    aggregates: tuple[int, ...],
     split: bool,
     pre: Pre | None,
     grad: torch.Tensor | None,
     token_loss: torch.Tensor | None,
     seen: torch.Tensor,
 ) -> None:
-    """Valid tokens and log-ratios of all segments; zeros for what the sweep may not reach."""
+    """Valid tokens and log-ratios of all segments, unless they are balanced; zeros for what the sweep may not reach."""
     depth, count = pieces.ancestors.shape
     launch(
         _sum_pieces, pieces.owner.numel() // SLOTS, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights,
         inputs.cu_seqlens, inputs.mask, inputs.ref_logp, pieces.begin, pieces.end, pieces.row, pieces.ancestors,
         pieces.owner, pieces.segments, grad, token_loss, seen, pre, inputs.logp.numel(), inputs.weights.numel(),
-        count, READING=reading, DEPTH=depth, SPLIT=split, SLOT=SLOT_TOKENS, SLOTS=SLOTS,
+        count, READING=reading, AGGREGATES=aggregates, DEPTH=depth, SPLIT=split, SLOT=SLOT_TOKENS, SLOTS=SLOTS,
     )  # fmt: skip

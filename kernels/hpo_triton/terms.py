@@ -21,6 +21,8 @@ __all__ = [
     "by_sign",
     "entering",
     "general_term",
+    "mean_exp_part",
+    "mean_exp_slope",
     "numbers_of",
     "pre_of",
     "term_of",
@@ -44,6 +46,7 @@ K2 = tl.constexpr(int(Penalty.K2))
 ABSOLUTE = tl.constexpr(int(Penalty.ABSOLUTE))
 
 SQUARE_SATURATION = tl.constexpr(30.0)  # of z, for the head that squares the ratio
+EXPONENT_SATURATION = tl.constexpr(7.5)  # of x, where its exponentials are added up: e^7.5 < 2048
 DEVIATION_SATURATION = tl.constexpr(2048.0)  # leaves room for 2^20 tokens, see levels.py
 
 Pair = tuple[float, float]  # for advantages >= 0 and < 0
@@ -122,6 +125,27 @@ def through_pre(flow, x, negative, pre):
         else:
             value = tl.where(entering(x, negative, pre) == x, flow, 0.0)
     return value
+
+
+@triton.jit
+def _exponent(x, SPLIT: tl.constexpr):
+    """The log-ratio as it enters its channel: that of falling ones takes it with its sign turned."""
+    saturated = clamp(x, -EXPONENT_SATURATION, EXPONENT_SATURATION)
+    return tl.abs(saturated) if SPLIT else saturated
+
+
+@triton.jit
+def mean_exp_part(x, SPLIT: tl.constexpr):
+    """e^x - 1, what segments add up for a log mean exp; with the sign that separates the channels of a split."""
+    up = _exponent(x, SPLIT)
+    part = -k3_slope(-up, exp(up))
+    return tl.where(x < 0.0, -part, part) if SPLIT else part
+
+
+@triton.jit
+def mean_exp_slope(x, SPLIT: tl.constexpr):
+    """Its derivative in the log-ratio."""
+    return exp(_exponent(x, SPLIT))
 
 
 @triton.jit

@@ -8,13 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..specs import LevelKind, LevelSpec, PolicyLossSpec, Routing, Unit
+from ..specs import Aggregate, LevelKind, LevelSpec, PolicyLossSpec, Routing, Unit
 from .launch import kernel, launch
 from .levels import FIXED_POINT
-from .pieces import FIELDS, FIXED, VALID, Pieces, segment_of
+from .pieces import FIELDS, FIXED, VALID, Pieces, add_to_segments, segment_of
 from .terms import Term
 
-__all__ = ["KINDS", "MEAN", "OWN", "SIDE", "SLOPE", "TOLD", "Shape", "Z", "gate_pieces"]
+__all__ = ["KINDS", "MEAN", "OWN", "SIDE", "SLOPE", "TOLD", "Shape", "Z", "add_children", "gate_pieces"]
 
 GATED = 64  # pieces of one program
 MOST_LEVELS = 4
@@ -25,6 +25,8 @@ TANH = tl.constexpr(int(LevelKind.TANH))
 GAMMA = tl.constexpr(int(LevelKind.GAMMA))
 EXCESS = tl.constexpr(int(LevelKind.EXCESS))
 SELF = tl.constexpr(int(Routing.SELF))
+SUM = tl.constexpr(int(Aggregate.SUM))
+LOG_MEAN_EXP = tl.constexpr(int(Aggregate.LOG_MEAN_EXP))
 
 # What a piece tells its tokens, by kind: 2 channel + (the advantage is negative). A side is 1 below, 2 above or 3.
 KINDS = tl.constexpr(4)
@@ -39,7 +41,8 @@ class Shape(NamedTuple):
 
     gates: tuple[int, ...]  # by level, finest first
     routings: tuple[int, ...]
-    means: tuple[bool, ...]  # or sums
+    aggregates: tuple[int, ...]
+    divisors: tuple[tuple[bool, ...], ...]  # by level, which levels' sizes divide what arrives at it
     channels: int
     takes_place: bool  # the finest level takes the place of the token's own slope
     drop: bool  # the token gate; else it clips
@@ -107,12 +110,15 @@ def _by_kind(kind, values):
 
 
 @triton.jit
-def _aggregate(segments, segment, channel, exists, MEAN_OF: tl.constexpr):
-    """Of the log-ratios of each segment, and its size."""
+def _aggregate(segments, segment, channel, exists, AGGREGATE: tl.constexpr):
+    """Of each segment, and its size."""
     at = segments + segment * FIELDS
     size = tl.maximum(tl.load(at + VALID, mask=exists, other=0), 1).to(tl.float64)
     sum = tl.load(at + FIXED + channel, mask=exists, other=0).to(tl.float64) / FIXED_POINT
-    return (sum / size if MEAN_OF else sum), size
+    value = sum if AGGREGATE == SUM else sum / size
+    if AGGREGATE == LOG_MEAN_EXP:
+        value = tl.log(1.0 + value)
+    return value, size
 
 
 @kernel
@@ -158,14 +164,16 @@ def _gate_pieces(
     finer_slope = z
     own = z.to(tl.float32)
     side = z.to(tl.int32)
-    here, size = _aggregate(segments, segment_of(ancestors, 0, piece, pieces, exists), channel, exists, SHAPE.means[0])
+    here, size = _aggregate(
+        segments, segment_of(ancestors, 0, piece, pieces, exists), channel, exists, SHAPE.aggregates[0]
+    )
     at = told + piece * TOLD * KINDS + kind
     tl.store(at + MEAN * KINDS, here.to(tl.float32), mask=exists)
     for k in tl.static_range(DEPTH):
         u, size_here = here, size
         if k + 1 < DEPTH:
             parent = segment_of(ancestors, k + 1, piece, pieces, exists)
-            here, size = _aggregate(segments, parent, channel, exists, SHAPE.means[k + 1])
+            here, size = _aggregate(segments, parent, channel, exists, SHAPE.aggregates[k + 1])
             u -= here
         gated = _gate_residual(
             u, size_here, _by_kind(kind, lows[k]), _by_kind(kind, highs[k]), slopes[k], SHAPE.gates[k]
@@ -187,7 +195,44 @@ def _gate_pieces(
     tl.store(at + SIDE * KINDS, side.to(tl.float32), mask=exists)
 
 
+@kernel
+def _add_children(
+    ancestors,
+    segments,
+    pieces: tl.int64,
+    LEVEL: tl.constexpr,
+    AGGREGATE: tl.constexpr,  # of the finer level
+    CHANNELS: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """To the segments of a balanced level the finer ones that have tokens. A segment's number is that of its first
+    piece, which has its parent; this exists, whatever the ancestors are."""
+    segment = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
+    exists = segment < pieces
+    parent = tl.load(ancestors + LEVEL * pieces + segment, mask=exists, other=-1)
+    segment += (LEVEL - 1) * pieces
+    counts = (
+        (tl.load(segments + segment * FIELDS + VALID, mask=exists, other=0) > 0) & (parent >= 0) & (parent < pieces)
+    )
+    parent = LEVEL * pieces + tl.where(counts, parent, 0)
+    add_to_segments(segments, parent, counts.to(tl.int64), VALID, counts)
+    for channel in tl.static_range(CHANNELS):
+        value, _ = _aggregate(segments, segment, channel, counts, AGGREGATE)
+        add_to_segments(segments, parent, (value * FIXED_POINT).to(tl.int64), FIXED + channel, counts)
+
+
 # --------------------------------------------------------------------------------------------------------------- host
+
+
+def add_children(pieces: Pieces, shape: Shape) -> None:
+    """A launch for each balanced level, finest first: each reads what the one before it has added up."""
+    depth, count = pieces.ancestors.shape
+    for level in range(1, depth):
+        if shape.aggregates[level] == Aggregate.BALANCED:
+            launch(
+                _add_children, triton.cdiv(count, GATED), pieces.ancestors, pieces.segments, count, LEVEL=level,
+                AGGREGATE=shape.aggregates[level - 1], CHANNELS=shape.channels, PIECES=GATED,
+            )  # fmt: skip
 
 
 def gate_pieces(spec: PolicyLossSpec, pieces: Pieces, shape: Shape) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -81,13 +81,13 @@ struct PolicyLossArgs {
 };
 
 enum class LevelKind : int32_t { identity = 0, clip = 1, rollback = 2, tanh = 3, gamma = 4, excess = 5 };
-enum class Aggregate : int32_t { mean = 0, sum = 1 };
+enum class Aggregate : int32_t { mean = 0, sum = 1, log_mean_exp = 2, balanced = 3 };
 
 // One level of a hierarchy. Bounds are in log space, [channel][advantage >= 0, < 0].
 struct HierarchyLevel {
   LevelKind gate;
   Routing routing;
-  Aggregate aggregate;
+  Aggregate aggregate;  // log_mean_exp: of all levels that are not balanced, and with a term; balanced: never of the finest
   double low[2][2], high[2][2];
   double slope;  // of the rollback; negative: the number of the segment's tokens, at most -slope
 };
@@ -112,7 +112,9 @@ enum class Stage : int32_t { whole = 0, sums = 1, sweep = 2, couple = 3, deliver
 // What segments add up, all in integers: of segment s at level k at [k][s], 0 for those that have no token. Of the caller where
 // the call is in stages; null: in the workspace.
 struct SegmentTables {
-  int64_t* sums;      // [depth][pieces][3]: valid tokens, and by channel their log-ratios, see to_fixed. After `sums`
+  // [depth][pieces][3]: valid tokens, and by channel their log-ratios, or e^x - 1 for log_mean_exp, see to_fixed; of a balanced
+  // level the finer segments that have tokens, and their aggregates. After `sums`
+  int64_t* sums;
   int64_t* largest;   // [depth][pieces][2]: by channel the largest magnitude handed up, the bits of a double. After `sweep`
   int64_t* arriving;  // [depth][pieces][2]: by channel all that is handed up, in steps that `largest` fixes. After `couple`
 };
@@ -129,7 +131,7 @@ struct Hierarchy {
   const int64_t* piece_begin;  // [pieces]
   const int64_t* piece_end;
   const int64_t* piece_row;
-  const int64_t* ancestors;    // [depth][pieces], in [0, pieces)
+  const int64_t* ancestors;    // [depth][pieces], in [0, pieces): a segment's number is that of its first piece
   Stage stage;
   SegmentTables tables;
 };

@@ -144,6 +144,8 @@ HPO_INLINE int64_t fixed_bits(float x) {
 
 HPO_INLINE int64_t to_fixed(float x) { return fixed_bits(x) - kZeroBits; }
 
+HPO_INLINE int64_t to_fixed(double x) { return int64_t(::rint(x * kFixedPoint)); }
+
 HPO_INLINE double from_fixed(int64_t sum) { return double(sum) / kFixedPoint; }
 
 // Offsets are data: whatever they say, a row is a range inside [0, tokens], in order.

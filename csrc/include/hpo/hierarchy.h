@@ -26,7 +26,8 @@ HPO_INLINE Range piece_range(const Hierarchy& hierarchy, const PolicyLossArgs& a
 // the whole derivative at 0.
 HPO_INLINE float rising_part(bool split, float x) { return split && x < 0.0f ? 0.0f : x; }
 
-// Log-ratios of a piece or a segment, by channel, see to_fixed.
+// Log-ratios of a piece or a segment, by channel, see to_fixed. Under other aggregates than their mean and their sum something
+// else stands in their place, see SegmentTables.
 struct LogRatios {
   int64_t valid, fixed[2];
 
@@ -36,14 +37,52 @@ struct LogRatios {
   }
 };
 
-// By how much sums over a segment are divided.
-HPO_INLINE double divisor(const HierarchyLevel& level, int64_t valid) {
-  return level.aggregate == Aggregate::mean && valid > 0 ? double(valid) : 1.0;
+// Whether segments add up exponentials of log-ratios, see mean_exp_part.
+HPO_INLINE bool adds_exponentials(const Hierarchy& hierarchy) {
+  return hierarchy.depth > 0 && hierarchy.levels[0].aggregate == Aggregate::log_mean_exp;
 }
 
+// By how much sums over a segment are divided.
+HPO_INLINE double divisor(const HierarchyLevel& level, int64_t valid) {
+  return level.aggregate != Aggregate::sum && valid > 0 ? double(valid) : 1.0;
+}
+
+HPO_INLINE double sum_of(const LogRatios& sums, int channel) {
+  return from_fixed(channel == 0 ? sums.fixed[0] : sums.fixed[1]);  // an index would put the sums into memory
+}
+
+// kMeanExp: whether the level may be a log mean exp, whose logarithm would cost the others registers.
+template <bool kMeanExp>
 HPO_INLINE double aggregate(const HierarchyLevel& level, const LogRatios& sums, int channel) {
-  const int64_t fixed = channel == 0 ? sums.fixed[0] : sums.fixed[1];  // an index would put the sums into memory
-  return from_fixed(fixed) / divisor(level, sums.valid);
+  const double mean = sum_of(sums, channel) / divisor(level, sums.valid);
+  if (kMeanExp && level.aggregate == Aggregate::log_mean_exp) return ::log1p(mean);
+  return mean;
+}
+
+// What a segment at level k - 1 is to its balanced segment at level k.
+struct Child {
+  int64_t parent;  // -1: it has no tokens
+  LogRatios sums;  // itself, and its aggregates
+};
+
+// Of segment s, whose number is that of its first piece: this has the parent, which exists, whatever the ancestors are.
+HPO_INLINE Child child_at(const Hierarchy& hierarchy, int k, int64_t s, const LogRatios& sums) {
+  const int64_t parent = hierarchy.ancestors[k * hierarchy.pieces + s];
+  if (sums.valid == 0 || parent < 0 || parent >= hierarchy.pieces) return {-1, {}};
+  const HierarchyLevel& level = hierarchy.levels[k - 1];
+  return {parent, {1, {to_fixed(aggregate<true>(level, sums, 0)), to_fixed(aggregate<true>(level, sums, 1))}}};
+}
+
+// By how much what arrives at level k is divided on its way to the log-ratio of a token, e^x apart that stands before each in a
+// log mean exp. segment(k): the sums of the token's segment at level k.
+template <class SegmentAt>
+HPO_INLINE double shares(const Hierarchy& hierarchy, int k, int channel, const SegmentAt& segment) {
+  double children = 1.0;
+  for (; hierarchy.levels[k].aggregate == Aggregate::balanced; --k) children *= divisor(hierarchy.levels[k], segment(k).valid);
+  const HierarchyLevel& level = hierarchy.levels[k];
+  const LogRatios sums = segment(k);
+  const double ones = divisor(level, sums.valid);
+  return children * (level.aggregate == Aggregate::log_mean_exp ? ones + sum_of(sums, channel) : ones);
 }
 
 // What a piece tells its tokens. [channel][sign of the advantage]
@@ -66,18 +105,18 @@ struct GateColumn {
 };
 
 // segment(k): the sums of the piece's segment at level k, which has tokens. put_slope(k, slope) takes each level's slope.
-template <class SegmentAt, class PutSlope>
+template <bool kMeanExp, class SegmentAt, class PutSlope>
 HPO_INLINE GateColumn gate_column(const Hierarchy& hierarchy, int channel, int sign, const SegmentAt& segment,
                                   const PutSlope& put_slope) {
   GateColumn column = {};
   LogRatios sums = segment(0);
-  double here = aggregate(hierarchy.levels[0], sums, channel), z = 0.0, finer_slope = 0.0;
+  double here = aggregate<kMeanExp>(hierarchy.levels[0], sums, channel), z = 0.0, finer_slope = 0.0;
   column.mean = float(here);
   for (int k = 0; k < hierarchy.depth; ++k) {
     const HierarchyLevel& level = hierarchy.levels[k];
     const bool top = k + 1 == hierarchy.depth;
     const LogRatios coarser = top ? LogRatios{} : segment(k + 1);
-    const double above = top ? 0.0 : aggregate(hierarchy.levels[k + 1], coarser, channel);
+    const double above = top ? 0.0 : aggregate<kMeanExp>(hierarchy.levels[k + 1], coarser, channel);
     const Residual gated = gate_residual(level, channel, sign, here - above, double(sums.valid));
     z += gated.value;
     put_slope(k, gated.slope);

@@ -56,6 +56,25 @@ HPO_INLINE float pre_gate_slope(const TermNumbers& numbers, Head head, bool nega
   return deviation_of(x, ratio).sign * ratio;
 }
 
+// Where exponentials of log-ratios are added up, these stay within it: no token outweighs a sum, and e^7.5 < 2048 leaves as
+// much room as deviations have.
+constexpr float kExponentSaturation = 7.5f;
+
+// The log-ratio as it enters its channel: that of falling ones takes it with its sign turned.
+HPO_INLINE float exponent(bool split, float x) {
+  const float saturated = clamp(x, -kExponentSaturation, kExponentSaturation);
+  return split && x < 0.0f ? -saturated : saturated;
+}
+
+// e^x - 1, with the sign that rising_part separates channels by.
+HPO_INLINE float mean_exp_part(bool split, float x) {
+  const float up = exponent(split, x), part = -k3_slope(-up, exp(up));
+  return split && x < 0.0f ? -part : part;
+}
+
+// Its derivative in the log-ratio.
+HPO_INLINE float mean_exp_slope(bool split, float x) { return exp(exponent(split, x)); }
+
 // Heads that square the ratio saturate earlier than e^60.
 constexpr float kSquareSaturation = 30.0f;
 

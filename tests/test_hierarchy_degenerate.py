@@ -1,0 +1,225 @@
+"""Gates on several levels where there is next to nothing: empty segments, one token, no advantage; what is refused; and
+a new user's own gate."""
+
+import functools
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import NATIVE
+from test_hierarchy import FOUR, GATES, GROUP, SMALL, STEP, Example, levels
+from test_hierarchy_theorems import MEAN_EXP, X, bits
+
+import hpo_core as hpo
+from hpo_core import gates
+from hpo_core.gates import (
+    Aggregate,
+    Clip,
+    Drop,
+    FirstOrder,
+    Head,
+    Identity,
+    Level,
+    LogClip,
+    RatioGate,
+    Rollback,
+    Routing,
+    Tanh,
+    Unit,
+)
+
+
+def test_a_group_of_one_trajectory_leaves_no_residual(backend):
+    batch = hpo.PackedBatch.from_lengths([3, 4], group_ids=torch.tensor([5, 9]))
+    tight, wide = (Rollback((0.0, 0.0)), Unit.TRAJECTORY), (Rollback((0.5, 0.5)), GROUP)
+    two = RatioGate("two", SMALL, levels(tight, wide), split=True)
+    one = RatioGate("one", SMALL, levels((Rollback((0.5, 0.5)), Unit.TRAJECTORY)), split=True)
+    x, old = X.float(), torch.zeros(7)
+    results = [hpo.policy_loss_and_grad(x, old, torch.ones(2), batch, gate, backend=backend) for gate in (two, one)]
+    torch.testing.assert_close(results[0].grad, results[1].grad)
+    torch.testing.assert_close(results[0].loss, results[1].loss)
+
+
+def test_rows_in_no_group_stand_alone(backend):
+    ids = (torch.tensor([-1, -1, 3]), torch.tensor([0, 1, 2]))
+    gate = RatioGate("group", SMALL, levels((Rollback((0.01, 0.01), 1.0), GROUP)))
+    old = torch.zeros(7)
+    grads = [
+        hpo.policy_loss_and_grad(
+            X.float(), old, torch.ones(3), hpo.PackedBatch.from_lengths([2, 3, 2], group_ids=each), gate,
+            backend=backend,
+        ).grad
+        for each in ids
+    ]  # fmt: skip
+    assert bits(grads[0]) == bits(grads[1])
+
+
+@pytest.mark.parametrize("on", ["reference", *NATIVE])
+def test_a_trajectory_of_one_token(on):
+    """FiberPO: no residual is left, and the rollback has slope -1."""
+    gate, batch = gates.fiberpo(0.1, (0.2, 0.2)), hpo.PackedBatch.from_lengths([1])
+    x = torch.tensor([0.3], dtype=torch.float64 if on == "reference" else torch.float32)
+    out = hpo.policy_loss_and_grad(x, x * 0, x * 0 + 1, batch, gate, backend=on, advantage_level="row")
+    assert out.loss.item() == pytest.approx(-math.exp(0.1)) and out.grad.item() == pytest.approx(math.exp(0.1))
+
+
+@pytest.mark.parametrize("name", ["fiberpo", "score"])
+def test_an_advantage_of_zero(name, backend):
+    """No objective and no gradient of its own; penalties act, and its log-ratio is in the aggregates."""
+    gate, example = GATES[name], Example(0)
+    for zero in (0.0, -0.0):
+        out = example.run(gate, backend, advantages=example.advantages * 0 + zero)
+        assert out.loss == 0 and bool((out.grad == 0).all())
+    pulled = {"ref_logp": example.old_logp + 0.5, "kl": hpo.kl.k2(0.1)}
+    out = example.run(gate, backend, advantages=example.advantages * 0, **pulled)
+    covered = example.covered(gate)
+    assert out.loss > 0 and bool((out.grad[covered] != 0).all())
+    first = int(covered.nonzero()[0])
+    advantages = example.token_advantages.clone()
+    advantages[first] = 0
+    runs = []
+    for shift in (0.0, 0.3):
+        logp = example.logp.clone()
+        logp[first] += shift
+        runs.append(example.run(gate, backend, logp=logp, advantages=advantages).grad)
+    others = covered & (torch.arange(covered.numel()) != first)
+    assert not torch.equal(runs[0][others], runs[1][others])
+
+
+@pytest.mark.parametrize(
+    "gate", [GATES["fiberpo"], RatioGate("four", SMALL, levels(*FOUR), split=True)], ids=["1", "4"]
+)
+def test_empty_segments_do_nothing(gate, backend):
+    """Rows without tokens, and rows, steps, trajectories, groups and domains that are masked throughout."""
+    draw = torch.Generator().manual_seed(3)
+    logp, old = torch.rand(7, generator=draw) * 0.2 - 1, torch.full((7,), -0.9)
+    runs = []
+    for surrounded in (False, True):
+        lengths = [2, 0, 3, 4, 3] if surrounded else [3, 4]
+        ids = torch.tensor([5, 6, 7, 7, 8] if surrounded else [7, 7])
+        steps = [(0, 2), (2, 3), (3, 5), (5, 9), (9, 12)] if surrounded else [(0, 1), (1, 3), (3, 7)]
+        inside = slice(2, 9) if surrounded else slice(0, 7)
+        mask = torch.zeros(sum(lengths), dtype=torch.bool)
+        mask[inside] = True
+        of_tokens = [torch.full((sum(lengths),), math.nan) for _ in range(2)]
+        of_tokens[0][inside], of_tokens[1][inside] = logp, old
+        rows = slice(2, 4) if surrounded else slice(0, 2)
+        advantages, weights = torch.full((2, len(lengths)), 3.0)
+        advantages[rows], weights[rows] = torch.tensor([1.0, -0.5]), torch.tensor([0.2, 0.1])
+        batch = hpo.PackedBatch(
+            torch.tensor([0, *itertools.accumulate(lengths)]), mask, steps=torch.tensor(steps), trajectory_ids=ids,
+            group_ids=ids, domain_ids=ids,
+        )  # fmt: skip
+        out = hpo.policy_loss_and_grad(
+            *of_tokens, advantages, batch, gate, weights=weights, advantage_level="row", backend=backend
+        )
+        assert not out.grad[~mask].any()
+        runs.append((bits(out.loss), bits(out.grad[inside]), out.metrics["rows"].item(), out.metrics["tokens"].item()))
+    assert runs[0] == runs[1]
+    assert runs[0][2:] == (2, 7)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [[[0, 2], [1, 5]], [[-1, 2], [2, 5]], [[0, 2], [2, 99]], [[0, 9], [9, 9]], [[4, 2], [5, 5]], [[2, 5], [0, 2]]],
+)
+@pytest.mark.parametrize("on", ["reference", *NATIVE])
+def test_steps_that_are_none(broken, on):
+    """Out of their row, overlapping or out of order: left out, counted, never followed."""
+    batch = hpo.PackedBatch(torch.tensor([0, 5, 7]), total_tokens=7, steps=torch.tensor(broken), validate=False)
+    dtype = torch.float64 if on == "reference" else torch.float32
+    gate, ones = gates.step_gspo(), torch.ones(2, dtype=dtype)
+    out = hpo.policy_loss_and_grad(
+        X.to(dtype),
+        torch.zeros(7, dtype=dtype),
+        ones,
+        batch,
+        gate,
+        weights=ones,
+        advantage_level="row",
+        backend=on,
+    )
+    assert out.metrics["bad_offsets"] > 0 and bool(torch.isfinite(out.grad).all())
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: RatioGate("g", Drop(), (Level(Identity(), unit=GROUP), Level(Identity()))), "from the finest"),
+        (lambda: RatioGate("g", Identity(), split=True), "without a level"),
+        (lambda: RatioGate("g", SMALL), "LogClip is for residuals"),
+        (lambda: RatioGate("g", Drop(), (Level(Identity(), Routing.STOPPED, STEP), Level(Identity()))), "no gradient"),
+        (lambda: Rollback((-0.1, 0.1)), "budgets"),
+        (lambda: Rollback((0.1, 0.1), -1.0), "slope"),
+        (lambda: LogClip((0.1, 0.1), (0.2, 0.2)), "log_clip"),
+        (lambda: Tanh(0.0), "bound"),
+        (lambda: gates.fiberpo(-0.1), "epsilon"),
+        (
+            lambda: RatioGate("g", SMALL, (Level(Identity(), aggregate=Aggregate.BALANCED),)),
+            "below the finest \\(trajectory\\) are tokens; take Aggregate.MEAN there",
+        ),
+        (
+            lambda: RatioGate("g", SMALL, (Level(Identity(), aggregate=MEAN_EXP), Level(Identity(), unit=GROUP))),
+            "one of them for all levels: give all of them Aggregate.LOG_MEAN_EXP or none, got LOG_MEAN_EXP, MEAN",
+        ),
+        (
+            lambda: RatioGate("g", SMALL, (Level(Identity(), aggregate=MEAN_EXP),), pre=SMALL),
+            "pre: a clip of x takes the place of what is aggregated, and so does e\\^x",
+        ),
+        (
+            lambda: RatioGate("g", Drop(), (Level(Identity(), aggregate=MEAN_EXP),), Head.CENSORED),
+            "head: Head.CENSORED goes with one level",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_gate_refuses(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_levels_are_a_tuple():
+    with pytest.raises(TypeError, match="expected a tuple of Level"):
+        RatioGate("g", Drop(), Level(Identity()))
+
+
+@pytest.mark.parametrize(
+    "gate, missing",
+    [(gates.step_gspo(), "steps"), (gates.reconstructed.fiberpo_domain(), "group_ids")],
+    ids=["steps", "groups"],
+)
+def test_what_the_batch_lacks_is_named(gate, missing):
+    with pytest.raises(ValueError, match=missing):
+        hpo.policy_loss(torch.zeros(3), None, torch.zeros(1), hpo.PackedBatch.from_lengths([3]), gate)
+
+
+def test_the_score_head_has_no_gradient_through_the_ratio():
+    gate = RatioGate(
+        "score", Clip((0.9, 0.9), (1.1, 1.1)), levels((Clip((0.95, 0.95), (1.05, 1.05)), Unit.TRAJECTORY)), Head.SCORE
+    )
+    example = Example(0)
+    out = example.run(gate, "cpu")
+    assert gate.first_order is FirstOrder.EXACT
+    torch.testing.assert_close(out.grad.double(), example.run(gate, "reference").grad, rtol=1e-5, atol=1e-7)
+
+
+def test_a_readers_first_attempt(backend):
+    """examples/own_gate.py, as written from docs/gates.md alone: the page quotes it, and every backend runs it."""
+    root = Path(__file__).parents[1]
+    written = (root / "examples" / "own_gate.py").read_text()
+    assert written.rstrip() in (root / "docs" / "gates.md").read_text()
+    assert len(written.strip().splitlines()) <= 15
+    found = {}
+    exec(written, found)
+    logp, old, batch, gate = (found[name] for name in ("logp", "old", "batch", "soft_turn_budget"))
+    run = functools.partial(hpo.policy_loss_and_grad, batch=batch, gate=gate())
+    advantages = torch.tensor([1.0, -1.0])
+    out = run(logp.detach(), old, advantages, rollout_logp=old - 0.02, backend=backend)
+    exact = run(
+        logp.detach().double(), old.double(), advantages.double(), rollout_logp=(old - 0.02).double(),
+        backend="reference",
+    )  # fmt: skip
+    torch.testing.assert_close(out.grad.double(), exact.grad, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found["logp"].grad, out.grad)
+    assert out.grad.abs().min() > 0

@@ -20,8 +20,8 @@ TESTS = [
     f"tests/test_{name}.py"
     for name in (
         "segments", "advantages", "entropy", "entropy_selection", "select_top", "gates", "gate_promises", "gate_inputs",
-        "presets", "hierarchy", "hierarchy_theorems", "hierarchy_degenerate", "level_metrics", "terms", "stages", "spanning",
-        "aggregates", "losses", "metrics", "ops",
+        "presets", "hierarchy", "hierarchy_theorems", "hierarchy_degenerate", "level_metrics", "terms", "stages",
+        "spanning", "aggregates", "losses", "metrics", "ops",
     )
 ]  # fmt: skip
 EMULATION = "tests/test_emulation.py"

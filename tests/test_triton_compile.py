@@ -73,7 +73,7 @@ REGISTERS = {
     ("term: CENSORED", "_return_flows"): 48,
     ("term: log mean exp", "_sum_pieces"): 32,
     ("term: log mean exp", "_gate_pieces"): 36,
-    ("term: log mean exp", "_sweep_pieces"): 123,
+    ("term: log mean exp", "_sweep_pieces"): 133,
     ("term: log mean exp", "_add_flows"): 32,
     ("term: log mean exp", "_return_flows"): 58,
     ("hierarchy: balanced", "_sum_pieces"): 32,

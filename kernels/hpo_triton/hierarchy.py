@@ -161,6 +161,10 @@ def _flow(value, slope, inside):
     return tl.sum(value * (slope - inside).to(tl.float64), axis=1, keep_dims=True)
 
 
+# Of itself the assembler keeps a log mean exp within 128 registers, and spills for it on sm_120.
+UNBOUND_REGISTERS = 168
+
+
 @kernel
 def _sweep_pieces(
     logp,
@@ -537,7 +541,7 @@ def _sweep(
         *(spec.token_log_low if clips else NO_LOW), *(spec.token_log_high if clips else NO_HIGH),
         bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
         READING=reading._replace(aligned=reading.aligned and align > 1), SHAPE=shape, DEPTH=depth, SLOT=SLOT_TOKENS,
-        SLOTS=SLOTS, ALIGN=align, LANES=LANES,
+        SLOTS=SLOTS, ALIGN=align, LANES=LANES, **({"maxnreg": UNBOUND_REGISTERS} if spec.mean_exp else {}),
     )  # fmt: skip
     return sums, flows
 

@@ -103,11 +103,15 @@ def weights(objective: Objective, batch: hpo.PackedBatch) -> torch.Tensor:
 
 
 def ours(
-    objective: Objective, data: Padded | Packed, batch: hpo.PackedBatch, backend: str | None, goals: dict[str, Goal]
+    gate: hpo.gates.RatioGate,
+    data: Padded | Packed,
+    batch: hpo.PackedBatch,
+    backend: str | None,
+    goals: dict[str, Goal],
+    **options: Any,
 ) -> list[Contestant]:
     """The loss with autograd, the same without, and the kernel alone with everything checked and prepared."""
-    gate = gate_of(objective)
-    options = {"weights": data.weights, "backend": backend, **extras(objective, data)}
+    options |= {"weights": data.weights, "backend": backend}
 
     def with_autograd() -> Tensors:
         return peers.differentiate(
@@ -119,7 +123,7 @@ def ours(
         return {"loss": result.loss, "grad": result.grad}
 
     found = [("hpo_core", with_autograd), ("hpo_core, no autograd", without_autograd)]
-    if objective.keep == 1 and not objective.beta and not gate.spec().of_pieces:
+    if gate.plain and not {"window", "kl"} & options.keys() and not gate.spec().of_pieces:
         found.append(("hpo_core, kernel alone", kernel_alone(gate, data, batch, backend)))
     return [Contestant(name, run, goals.get(name), tolerance=2e-6) for name, run in found]
 
@@ -148,13 +152,16 @@ def kernel_alone(
     return run
 
 
-def truth(objective: Objective, data: Padded | Packed, batch: hpo.PackedBatch) -> Tensors:
+def truth(gate: hpo.gates.RatioGate, data: Padded | Packed, batch: hpo.PackedBatch, **options: Any) -> Tensors:
     """The float64 definition. Weights are rounded to float32 by everybody, and exact from there."""
     exact = type(data)(*(tensor.double() if tensor.is_floating_point() else tensor for tensor in data))
+    options = {
+        name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in options.items()
+    }
     result = hpo.policy_loss_and_grad(
-        exact.logp, exact.old_logp, exact.advantages, batch, gate_of(objective), weights=exact.weights,
-        backend="reference", **extras(objective, exact),
-    )  # fmt: skip
+        exact.logp, exact.old_logp, exact.advantages, batch, gate, weights=exact.weights, backend="reference", **options
+    )
     return {"loss": result.loss, "grad": result.grad}
 
 
@@ -192,10 +199,10 @@ def padded_case(
         units=rows * length,
         bytes_per_unit=bytes_per_token(objective) + 1,  # the mask
         flops_per_unit=flops_per_token(objective),
-        ours=ours(objective, data, batch, backend, goals),
+        ours=ours(gate_of(objective), data, batch, backend, goals, **extras(objective, data)),
         peers=others,
         floor=floor(objective, data),
-        truth=None if full else functools.partial(truth, objective, data, batch),
+        truth=None if full else functools.partial(truth, gate_of(objective), data, batch, **extras(objective, data)),
     )
 
 
@@ -231,10 +238,10 @@ def packed_case(
         units=tokens,
         bytes_per_unit=bytes_per_token(objective),
         flops_per_unit=flops_per_token(objective),
-        ours=ours(objective, data, batch, backend, goals),
+        ours=ours(gate_of(objective), data, batch, backend, goals, **extras(objective, data)),
         peers=others,
         floor=floor(objective, data),
-        truth=None if full else functools.partial(truth, objective, data, batch),
+        truth=None if full else functools.partial(truth, gate_of(objective), data, batch, **extras(objective, data)),
         cold=cold,
     )
 

@@ -10,8 +10,9 @@ import peers_entropy
 import peers_gates
 import pytest
 import torch
-from bench_gates import GSPO, SEQUENCE_GATE, STATISTICS, gate_of, log_probabilities
+from bench_gates import FIBERPO, GSPO, SEQUENCE_GATE, STATISTICS, TOKEN_GATE, gate_of, padded_batch
 from harness import Case, Contestant, Plan, Tensors, check
+from peers_gates import Objective, Packed, Padded
 
 import hpo_core as hpo
 
@@ -19,59 +20,83 @@ WIDTH, KEEP = 4, 0.05
 GROUP = 8
 
 
-def case(*, rows: int, length: int, full: bool, backend: str | None) -> Case:
-    generator = torch.Generator().manual_seed(0)
-    everything = torch.ones(rows, length, dtype=torch.bool)
-    logp, old_logp = log_probabilities(GSPO, everything)
-    entropy = torch.rand(rows, length, generator=generator)
-    rewards = torch.randn(rows, generator=generator)
-    ids = torch.arange(rows) // GROUP
+def formula(objective: Objective, data: Padded, advantages: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """Score, threshold and loss by hand on ``[B, L]``."""
+    score = peers_entropy.average_pool(data.entropy, WIDTH)["score"].view(data.entropy.shape)
+    defined = score[:, : score.shape[1] - WIDTH + 1].flatten()
+    threshold = defined.kthvalue(peers_entropy.rank(defined.numel(), KEEP)).values
+    if objective.gate == "fiberpo":
+        rows, length = data.mask.shape
+        row = torch.repeat_interleave(torch.arange(rows), length)
+        packed = Packed(
+            leaf.flatten(), data.old_logp.flatten(), row, torch.full((rows,), length), advantages, data.weights
+        )
+        log_ratio = packed.logp - packed.old_logp
+        peers_gates.logged(objective, log_ratio, advantages[row], None)
+        z = peers_gates.fiberpo_log_ratio(objective, log_ratio, packed)
+        loss = -(z.exp().view(leaf.shape) * advantages[:, None] * (score >= threshold))
+        return (data.weights * loss.sum(-1)).sum()
+    of_windows = data._replace(logp=leaf, entropy=score)
+    return peers_gates.padded_formula(objective)(leaf, of_windows, advantages[:, None], threshold)[0]
+
+
+def case(objective: Objective, *, rows: int, length: int, full: bool, backend: str | None) -> Case:
+    draw = torch.Generator().manual_seed(0)
+    rewards = torch.randn(rows, generator=draw)
+    ids, gate, window = torch.arange(rows) // GROUP, gate_of(objective), hpo.entropy.ares(WIDTH)
+    data, _ = padded_batch(objective, rows, length, ragged=False)
     batch = hpo.PackedBatch(torch.arange(rows + 1) * length, group_ids=ids)
-    weights = hpo.aggregation.seq_mean_token_mean(batch)
+    entropy, old_logp = data.entropy.flatten(), data.old_logp.flatten()
 
     def single_call(kind: torch.dtype = torch.float32, chosen: str | None = backend) -> Tensors:
         return peers_gates.differentiate(
-            logp.flatten().to(kind),
+            data.logp.flatten().to(kind),
             lambda leaf: hpo.hierarchical_policy_loss(
-                leaf, old_logp.flatten().to(kind), rewards.to(kind), batch, gate=gate_of(GSPO),
-                window=hpo.entropy.ares(WIDTH), entropy=entropy.flatten().to(kind), weights=weights, backend=chosen,
+                leaf, old_logp.to(kind), rewards.to(kind), batch, gate=gate, window=window, entropy=entropy.to(kind),
+                weights=data.weights, backend=chosen,
             ).loss,
         )  # fmt: skip
 
-    formula = peers_gates.padded_formula(GSPO)
+    def three_calls() -> Tensors:
+        advantages = hpo.advantages.grpo(rewards, ids, backend=backend)
+        threshold = window.fit(entropy, batch, backend=backend)
+        return peers_gates.differentiate(
+            data.logp.flatten(),
+            lambda leaf: hpo.policy_loss(
+                leaf, old_logp, advantages, batch, gate, window=window, entropy=entropy, threshold=threshold,
+                weights=data.weights, backend=backend,
+            ).loss,
+        )  # fmt: skip
 
-    def by_hand(leaf: torch.Tensor) -> torch.Tensor:
-        advantages = peers_advantages.scatter(rewards, ids, rows // GROUP)
-        score = peers_entropy.average_pool(entropy, WIDTH)["score"].view(rows, length)
-        defined = score[:, : length - WIDTH + 1].flatten()
-        threshold = defined.kthvalue(peers_entropy.rank(defined.numel(), KEEP)).values
-        data = peers_gates.Padded(leaf, old_logp, old_logp, score, everything, advantages, weights)
-        return formula(leaf, data, advantages[:, None], threshold)[0]
+    def by_hand(loss_of: Any = formula) -> Tensors:
+        def loss(leaf: torch.Tensor) -> torch.Tensor:
+            return loss_of(objective, data, peers_advantages.scatter(rewards, ids, rows // GROUP), leaf)
 
-    def flat(loss_of: Any) -> Tensors:
-        result = peers_gates.differentiate(logp, loss_of)
+        result = peers_gates.differentiate(data.logp, loss)
         return {"loss": result["loss"], "grad": result["grad"].flatten()}
 
-    others = [Contestant("eager", lambda: flat(by_hand))]
+    others = [Contestant("eager", by_hand)]
     if full:
-        compiled = torch.compile(by_hand, dynamic=False)
-        others.append(Contestant("compile", lambda: flat(compiled)))
-    score, inputs = torch.empty_like(entropy), (logp, old_logp)
-    out = torch.empty_like(entropy)
+        others.append(Contestant("compile", functools.partial(by_hand, torch.compile(formula, dynamic=False))))
+    score, out = torch.empty_like(entropy), torch.empty_like(entropy)
 
     def floor() -> None:
         torch.neg(entropy, out=score)
         score.sum()
-        torch.addcmul(*inputs, score, out=out)
+        torch.addcmul(data.logp.flatten(), old_logp, score, out=out)
 
     return Case(
         op="hierarchical_policy_loss",
-        name=f"grpo + gspo + ares, {rows:,} rows of {length:,}",
+        name=f"grpo + {objective.gate} + ares, {rows:,} rows of {length:,}",
         unit="token",
         units=rows * length,
         bytes_per_unit=28,  # entropy to score; the score for the threshold; logp, old_logp and score to the gradient
-        flops_per_unit=WIDTH + 2 + SEQUENCE_GATE + STATISTICS,
-        ours=[Contestant("hpo_core", single_call, tolerance=2e-6)],
+        flops_per_unit=WIDTH + 2 + STATISTICS + (SEQUENCE_GATE if objective.of_sequences else TOKEN_GATE),
+        ours=[
+            Contestant("hpo_core", single_call, tolerance=2e-6),
+            # to the bit: the single call is these three
+            Contestant("hpo_core, three calls", three_calls, tolerance=0.0 if full else 2e-6),
+        ],
         peers=others,
         floor=floor,
         truth=None if full else functools.partial(single_call, torch.float64, "reference"),
@@ -79,8 +104,11 @@ def case(*, rows: int, length: int, full: bool, backend: str | None) -> Case:
 
 
 def plans(quick: bool) -> list[Plan]:
-    del quick  # the one case everybody wants to see
-    return [Plan("single call", case, {"rows": 512, "length": 2048}, {"rows": 16, "length": 30})]
+    sizes = {"rows": 512, "length": 2048}, {"rows": 16, "length": 30}
+    return [
+        Plan(f"single call {objective.gate}", functools.partial(case, objective), *sizes)
+        for objective in ((GSPO,) if quick else (GSPO, FIBERPO))
+    ]
 
 
 @pytest.mark.parametrize("plan", plans(quick=True), ids=lambda plan: plan.name)

@@ -58,7 +58,8 @@ def losses(backend: str) -> Iterator[Run]:
                 yield Run(case, "eager", peers_gates.eager(objective, data), size)
                 yield Run(case, "compile", peers_gates.compiled(objective, data, expanded=True), size)
                 continue
-            for name, call, *_ in gates.ours(objective, data, batch, backend, {}):
+            gate, options = gates.gate_of(objective), gates.extras(objective, data)
+            for name, call, *_ in gates.ours(gate, data, batch, backend, {}, **options):
                 yield Run(case, f"{backend}: {name}", call, size, LAUNCHES[backend])
 
 
@@ -107,8 +108,11 @@ def exercise(backend: str, device: str) -> int:
     """Every op on small ragged batches; returns how many differ from the reference."""
     failures = 0
     for objective in CHECKED:
-        expected = gates.truth(objective, *on("cpu", objective, 6, 44, ragged=True))
-        for contestant in gates.ours(objective, *on(device, objective, 6, 44, ragged=True), backend, {}):
+        gate = gates.gate_of(objective)
+        data, batch = on("cpu", objective, 6, 44, ragged=True)
+        expected = gates.truth(gate, data, batch, **gates.extras(objective, data))
+        data, batch = on(device, objective, 6, 44, ragged=True)
+        for contestant in gates.ours(gate, data, batch, backend, {}, **gates.extras(objective, data)):
             failures += differs(f"{gates.describe(objective)}, {contestant.name}", contestant, expected)
     for run, reference in zip(others(backend, 400, device), others("reference", 400, "cpu"), strict=True):
         failures += differs(run.case, Contestant("", run.call), reference.call())

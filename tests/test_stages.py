@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from conftest import NATIVE
 from test_hierarchy import GATES, Example, clear_of_branches
 
 import hpo_core as hpo
@@ -165,13 +166,15 @@ JOINED = {
 }
 
 
-@pytest.mark.parametrize("gate", JOINED.values(), ids=JOINED)
-def test_processes_that_share_their_segments_get_the_gradient_of_one(gate, backend):
+# Triton's interpreter is not made for threads; test_spanning.py has processes.
+THREADED = [(name, where) for name in JOINED for where in NATIVE if where != "triton"]
+
+
+@pytest.mark.parametrize(("name", "where"), THREADED, ids=[f"{where}-{name}" for name, where in THREADED])
+def test_processes_that_share_their_segments_get_the_gradient_of_one(name, where):
     """Each knows tokens that the others mask; together they have every bit of a single process. (The two terms of a
     censored gradient, of which nothing may be left, would have it only if nothing was rounded on the way.)"""
-    if backend == "triton":
-        pytest.skip("its interpreter is not made for threads; test_spanning.py has processes")
-    processes, moved = 2, False
+    gate, backend, processes, moved = JOINED[name], where, 2, False
     for seed in range(3):
         example = Example(seed, spread=0.3)
         owner = torch.randint(0, processes, (len(example.lengths),), generator=torch.Generator().manual_seed(seed))

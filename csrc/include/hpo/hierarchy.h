@@ -221,7 +221,7 @@ constexpr int kSmallest = 100, kOverflow = 2047;  // exponents of doubles: below
 
 HPO_INLINE int64_t magnitude_of(double value) { return to_bits(::fabs(value)); }
 HPO_INLINE int exponent_of(int64_t largest) { return int(largest >> 52) > kSmallest ? int(largest >> 52) : kSmallest; }
-HPO_INLINE double power_of_two(int exponent) { return double_from_bits(int64_t(exponent) << 52); }
+HPO_INLINE double power_of_two(int exponent) { return from_bits(int64_t(exponent) << 52); }
 HPO_INLINE double step_of(int exponent) { return power_of_two(exponent - 36); }
 HPO_INLINE double steps_in_one(int exponent) { return power_of_two(2082 - exponent); }
 
@@ -234,7 +234,7 @@ HPO_INLINE int64_t in_steps(double handed, int64_t largest) {
 // All that arrives. Infinity and NaN stay what they are.
 HPO_INLINE double arrived(int64_t steps, int64_t largest) {
   const int exponent = exponent_of(largest);
-  return exponent == kOverflow ? double_from_bits(largest) : double(steps) * step_of(exponent);
+  return exponent == kOverflow ? from_bits(largest) : double(steps) * step_of(exponent);
 }
 
 }  // namespace hpo

@@ -18,45 +18,19 @@ constexpr float kSaturation = 60.0f;
 // Ratio statistics (not the loss) saturate earlier: their squares are summed in float.
 constexpr float kStatisticSaturation = 40.0f;
 
-HPO_INLINE float from_bits(int32_t bits) {
-#if defined(__CUDA_ARCH__)
-  return __int_as_float(bits);
-#else
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-#endif
+// The same bits as another type.
+template <class To, class From>
+HPO_INLINE To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From), "all bits");
+  To to;
+  memcpy(&to, &from, sizeof to);  // on a GPU a move between registers
+  return to;
 }
 
-HPO_INLINE int32_t to_bits(float value) {
-#if defined(__CUDA_ARCH__)
-  return __float_as_int(value);
-#else
-  int32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-#endif
-}
-
-HPO_INLINE double double_from_bits(int64_t bits) {
-#if defined(__CUDA_ARCH__)
-  return __longlong_as_double(bits);
-#else
-  double value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-#endif
-}
-
-HPO_INLINE int64_t to_bits(double value) {
-#if defined(__CUDA_ARCH__)
-  return __double_as_longlong(value);
-#else
-  int64_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-#endif
-}
+HPO_INLINE float from_bits(int32_t bits) { return bits_as<float>(bits); }
+HPO_INLINE double from_bits(int64_t bits) { return bits_as<double>(bits); }
+HPO_INLINE int32_t to_bits(float value) { return bits_as<int32_t>(value); }
+HPO_INLINE int64_t to_bits(double value) { return bits_as<int64_t>(value); }
 
 HPO_INLINE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 

@@ -55,7 +55,7 @@ test: build
 	$(PYTEST) -m "not long"
 
 test-long: build
-	$(PYTEST) --all-examples
+	$(PYTEST) --examples 1000
 
 coverage: build
 	$(PYTEST) -m "not long" --cov=hpo_core --cov-report=term-missing:skip-covered --cov-fail-under=95

@@ -95,10 +95,9 @@ def policy_loss(
     others_watch = watched(logp)
     in_transform = others_watch and torch._C._are_functorch_transforms_active()
     if in_transform or (want_grad and not others_watch):
-        constants = _Constants()
-        apply = _apply_in_transform if in_transform else _apply
-        loss, _ = apply(logp, inputs, spec, backend, want_tokens, exchange, constants)
-        metrics, tokens = constants.metrics, constants.tokens
+        call = _Call(spec, backend, want_tokens, exchange)
+        loss, _ = (_apply_in_transform if in_transform else _apply)(logp, inputs, call)
+        metrics, tokens = call.metrics, call.tokens
     else:
         loss, metrics, _, tokens = _run(_contiguous(inputs), spec, backend, want_grad, want_tokens, exchange)
     return loss, metrics, tokens if want_tokens else None
@@ -138,12 +137,23 @@ def _contiguous(inputs: PolicyLossInputs) -> PolicyLossInputs:
     return inputs if inputs.logp.is_contiguous() else inputs._replace(logp=inputs.logp.contiguous())
 
 
-class _Constants:
-    """What leaves the node without a gradient: as outputs of the node they would cost microseconds."""
+class _Call:
+    """One call on its way through a node: an argument of the node costs time, and so does an output."""
 
-    __slots__ = ("metrics", "tokens")
+    __slots__ = ("backend", "exchange", "metrics", "spec", "tokens", "want_tokens")
     metrics: torch.Tensor
     tokens: torch.Tensor | None
+
+    def __init__(self, spec: PolicyLossSpec, backend: str | None, want_tokens: bool, exchange: Exchange | None) -> None:
+        self.spec, self.backend, self.want_tokens, self.exchange = spec, backend, want_tokens, exchange
+
+    def __call__(self, inputs: PolicyLossInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and dL/dlogp."""
+        run = resolve("gates", inputs.logp, self.backend).policy_loss
+        loss, self.metrics, grad, self.tokens = run(
+            _contiguous(inputs), self.spec, True, self.want_tokens, self.exchange
+        )
+        return loss, grad
 
 
 class _PolicyLoss(torch.autograd.Function):
@@ -154,31 +164,39 @@ class _PolicyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        logp: torch.Tensor,
-        inputs: PolicyLossInputs,
-        spec: PolicyLossSpec,
-        backend: str | None,
-        want_tokens: bool,
-        exchange: Exchange | None,
-        constants: _Constants,
+        ctx: Any, logp: torch.Tensor, inputs: PolicyLossInputs, call: _Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        run = resolve("gates", logp, backend).policy_loss
-        loss, constants.metrics, grad, constants.tokens = run(_contiguous(inputs), spec, True, want_tokens, exchange)
-        return loss, grad
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        # grad stays differentiable on purpose: who differentiates the backward again arrives in it, and is told.
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(output[1])
+        output = call(inputs)
+        _remember(ctx, output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: torch.Tensor | None, grad_gradient: torch.Tensor | None) -> Any:
-        return _scaled(ctx, loss_gradient, grad_gradient), None, None, None, None, None, None
+        return _scaled(ctx, loss_gradient, grad_gradient), None, None
+
+
+class _PolicyLossInTransform(_PolicyLoss):
+    """The same in two parts, as torch.func wants them (which costs microseconds); it takes its wrappers off inputs."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        logp: torch.Tensor, inputs: PolicyLossInputs, call: _Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return call(inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        _remember(ctx, output)
+
+
+def _remember(ctx: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    # grad stays differentiable on purpose: who differentiates the backward again arrives in it, and is told.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1])
 
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
-_apply_in_transform: Any = _PolicyLoss.apply
+_apply_in_transform: Any = _PolicyLossInTransform.apply
 # The same without what torch.func needs: Function.apply inspects the signature of forward at every call, which takes as
 # long as all the rest.
 _apply: Any = super(torch.autograd.Function, _PolicyLoss).apply

@@ -48,16 +48,19 @@ INTERPRETED_EXAMPLES = 25
 
 @pytest.fixture(autouse=True)
 def fewer_examples(request, monkeypatch):
-    """Triton's interpreter takes milliseconds for what the others do in microseconds; `--all-examples` gives it all."""
+    """Triton's interpreter takes milliseconds for what the others do in microseconds."""
     run = getattr(request.function, "_hypothesis_internal_use_settings", None)
     parameters = getattr(getattr(request.node, "callspec", None), "params", {})
-    if run and parameters.get("backend") == "triton" and not request.config.getoption("--all-examples"):
-        fewer = hypothesis.settings(run, max_examples=min(run.max_examples, INTERPRETED_EXAMPLES))
+    most = request.config.getoption("--examples")
+    if most is None and parameters.get("backend") == "triton":
+        most = INTERPRETED_EXAMPLES
+    if run and most is not None and most < run.max_examples:
+        fewer = hypothesis.settings(run, max_examples=most)
         monkeypatch.setattr(request.function, "_hypothesis_internal_use_settings", fewer)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all-examples", action="store_true", help="hypothesis draws as many for slow backends, too")
+    parser.addoption("--examples", type=int, help="at most so many generated examples in a test")
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,8 @@ TESTS = [
     )
 ]  # fmt: skip
 EMULATION = "tests/test_emulation.py"
+# Few examples: a bad access shows in the first ones, and that values are right is for `make test` to say.
+OPTIONS = ["-p", "no:cacheprovider", "-m", "not long", "--examples", "20"]
 # Triton has nothing to instrument. raw_overflow is a planted fault that ends the process, as test_emulation.py itself
 # checks. Compilers do not run with a sanitizer loaded.
 LEFT_OUT = "not triton and not raw_overflow and not nvcc and not inductor"
@@ -103,7 +105,7 @@ def main() -> int:
         find_planted_faults(folder, isa)
         # The emulation has no instruction sets: once is enough.
         selection = [*TESTS, "-k", f"{LEFT_OUT} and not cuda_emulated"] if runs else [*TESTS, EMULATION, "-k", LEFT_OUT]
-        pytest = [Path(sys.executable).with_name("pytest"), "-p", "no:cacheprovider", "-m", "not long"]
+        pytest = [Path(sys.executable).with_name("pytest"), *OPTIONS]
         runs.append(subprocess.call([*pytest, *selection, *options], cwd=ROOT, env=environment(folder, isa)))
     reports = take_reports(folder)
     print(reports or f"sanitizers: nothing found in {len(runs)} runs")

@@ -151,7 +151,8 @@ template <bool kScoreHead, BoundsKind kBounds>
 struct PlainTokenGate {
   const Bounds& bounds;
   const float* logp;
-  float *loss, *grad;
+  float* grad;
+  GroupSum loss = {};
   Ints below[kParts] = {}, above[kParts] = {};
 
   HPO_INLINE void operator()(int i, int part, Mask present, Ints kind, Floats coefficient, Floats, Floats ratio) {
@@ -168,8 +169,9 @@ struct PlainTokenGate {
       below[part] = add_where(both(present, less(ratio, low)), kind, below[part]);
       above[part] = add_where(both(present, less(high, ratio)), kind, above[part]);
     }
-    store_term<kScoreHead>(present, inside, policy_value(coefficient, clipped), logp + i, loss + i, grad + i);
+    put_term<kScoreHead>(present, inside, policy_value(coefficient, clipped), logp + i, loss.group[part], grad + i);
   }
+  HPO_INLINE void end_group() { loss.end_group(); }
 
   void count(double, double* slots) const {
     GateCounts found;
@@ -184,7 +186,8 @@ struct PlainRowGate {
   const int sign;
   const Floats low, high;
   const float* logp;
-  float *loss, *grad;
+  float* grad;
+  GroupSum loss = {};
   Ints inside_sum[kParts] = {}, below_sum[kParts] = {};
 
   HPO_INLINE void operator()(int i, int part, Mask present, Ints, Floats coefficient, Floats, Floats ratio) {
@@ -195,8 +198,9 @@ struct PlainRowGate {
     const Ints one = Ints{} + 1;
     if (kLow || kHigh) inside_sum[part] = add_where(inside, one, inside_sum[part]);
     if (kLow && kHigh) below_sum[part] = add_where(both(present, less(ratio, low)), one, below_sum[part]);
-    store_term<kScoreHead>(present, inside, policy_value(coefficient, clipped), logp + i, loss + i, grad + i);
+    put_term<kScoreHead>(present, inside, policy_value(coefficient, clipped), logp + i, loss.group[part], grad + i);
   }
+  HPO_INLINE void end_group() { loss.end_group(); }
 
   void count(double tokens, double* slots) const {
     if (!(kLow || kHigh)) return;
@@ -211,14 +215,13 @@ struct PlainRowGate {
 
 // False: not plain, and nothing happened that matters.
 template <class Rows, class TokenGate>
-bool run_plain_tile(const PolicyLossArgs& args, int64_t first, int n, const Rows& rows, TokenGate gate, Tile& tile,
-                    Partial& partial) {
+bool run_plain_tile(const PolicyLossArgs& args, int64_t first, int n, const Rows& rows, TokenGate gate, Partial& partial) {
   const double tokens_before = partial.slots[kTokens];
   if (!sweep_plain(args, first, n, rows, partial, gate)) return false;
   const double tokens = partial.slots[kTokens] - tokens_before;
   partial.slots[kSelected] += tokens;
   gate.count(tokens, partial.slots);
-  add_pairs(tile.loss, n, partial.sums[kLossSum]);
+  add_to_lanes(gate.loss.lanes, partial.sums[kLossSum]);
   return true;
 }
 
@@ -237,9 +240,9 @@ struct PlainTiles {
     }
     if (load_rows(args, first, n, segments, tile)) return false;
     const Bounds bounds = tile_bounds(call, first);
-    const PlainTokenGate<kScoreHead, kBounds> gate = {bounds, args.logp + first, tile.loss, gradient(args, first, tile)};
+    const PlainTokenGate<kScoreHead, kBounds> gate = {bounds, args.logp + first, gradient(args, first, tile)};
     const ManyRows<kMasked> rows = {tile, kMasked ? args.mask + first : nullptr};
-    if (!run_plain_tile(args, first, n, rows, gate, tile, partial)) return false;
+    if (!run_plain_tile(args, first, n, rows, gate, partial)) return false;
     mark_rows(segments, tile.kind, seen);
     return true;
   }
@@ -254,10 +257,10 @@ struct PlainTiles {
     const OneRow<kMasked> rows = {kMasked ? args.mask + first : nullptr, Ints{} + (sign ? kNegative : kPositive),
                                   all<Floats>(coefficient)};
     const double tokens_before = partial.slots[kTokens];
-    const auto run = [&](auto gate) { return run_plain_tile(args, first, n, rows, gate, tile, partial); };
+    const auto run = [&](auto gate) { return run_plain_tile(args, first, n, rows, gate, partial); };
     const auto with = [&](auto has_low, auto has_high) {
       return run(PlainRowGate<kScoreHead, decltype(has_low)::value, decltype(has_high)::value>{
-          sign, all<Floats>(low), all<Floats>(high), args.logp + first, tile.loss, gradient(args, first, tile)});
+          sign, all<Floats>(low), all<Floats>(high), args.logp + first, gradient(args, first, tile)});
     };
     const std::true_type yes;
     const std::false_type no;
@@ -318,7 +321,7 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
       const bool one_row = segments.one_row(n);
       const int64_t row = segments.list[0].row;
       RowLogRatios sums;
-      if (one_row && may && measure_plain_row<false>(args, first, n, row, tile, space.seen, partial, sums)) {
+      if (one_row && may && measure_plain_row<false>(args, first, n, row, space.seen, partial, sums)) {
         return add_row_sums(call, chunk, row, sums, space.rows);
       }
       if (one_row || !may || !measure_plain(call, first, n, segments, tile, space.seen, partial)) {

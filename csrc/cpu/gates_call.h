@@ -71,7 +71,7 @@ void finish_tile(const Call& call, const Gate& gate, int64_t first, int n, const
   float* grad = args.grad ? args.grad + first : tile.grad;
   float* token_loss = args.token_loss ? args.token_loss + first : nullptr;
   gate(call, first, n, segments, tile, tile.coefficient, tile.loss, grad).add_to(partial.slots);
-  if (!gate.values_by_row) add_pairs(tile.loss, n, partial.sums[kLossSum]);
+  if (!gate.values_by_row) add_groups(tile.loss, n, partial.sums[kLossSum]);
   if (token_loss) {  // the same gate without the weight of the row
     float* coefficient = tile.coefficient;
     spread_rows(segments, coefficient, [&](int64_t row) { return args.advantage_per_token ? 1.0f : args.advantages[row]; });

@@ -16,7 +16,6 @@ inline bool may_be_plain(const PolicyLossArgs& args) {
 struct PlainSums {
   Floats sum[kParts] = {}, square[kParts] = {}, deviation[kParts] = {}, deviation_square[kParts] = {};
   Floats smallest[kParts], largest[kParts];
-  Ints kinds[kParts] = {};
 
   PlainSums() {
     for (int part = 0; part < kParts; ++part) {
@@ -25,12 +24,11 @@ struct PlainSums {
     }
   }
 
-  HPO_INLINE void add(int part, Mask present, Ints kind, Floats x, Floats ratio) {
+  HPO_INLINE void add(int part, Mask present, Floats x, Floats ratio) {
     sum[part] += x;
     square[part] = Number<Floats>::fused(x, x, square[part]);
     smallest[part] = smaller_where(present, x, smallest[part]);
     largest[part] = larger_where(present, x, largest[part]);
-    kinds[part] = add_where(present, kind, kinds[part]);
     const Floats d = ratio - 1.0f;  // centred, what is summed stays small
     deviation[part] += d;
     deviation_square[part] = Number<Floats>::fused(d, d, deviation_square[part]);
@@ -48,7 +46,6 @@ struct PlainSums {
   }
 
   void add_to(Partial& partial) const {
-    int32_t all_kinds = 0;
     float low[kLanes], high[kLanes];
     for (int part = 0; part < kParts; ++part) {
       for (int lane = 0; lane < kWidth; ++lane) {
@@ -60,10 +57,8 @@ struct PlainSums {
         low[at] = smallest[part][lane];
         high[at] = largest[part][lane];
       }
-      all_kinds += sum_lanes(kinds[part]);
     }
     partial.extend(low, high);
-    partial.slots[kTokens] += positives(all_kinds) + negatives(all_kinds);
   }
 };
 
@@ -71,6 +66,7 @@ struct PlainSums {
 // kinds of masked tokens are put right. What lies behind the tile's n tokens is absent.
 template <bool kMasked>
 struct ManyRows {
+  static constexpr bool all_present = false;
   Tile& tile;
   const uint8_t* mask;
 
@@ -87,6 +83,7 @@ struct ManyRows {
 // With one row it is the same for all of them.
 template <bool kMasked>
 struct OneRow {
+  static constexpr bool all_present = !kMasked;
   const uint8_t* mask;
   Ints row_kind;
   Floats row_coefficient;
@@ -96,37 +93,44 @@ struct OneRow {
   HPO_INLINE Floats coefficient(int) const { return row_coefficient; }
 };
 
-// Goes through a tile and calls each(i, part, present, kind, coefficient, x, ratio) for every vector; kind and coefficient are
-// anything where no token is present. False: the tile is not plain after all, and nothing was counted.
+// Goes through a tile and calls each(i, part, present, kind, coefficient, x, ratio) for every vector, and each.end_group() after
+// those of a group; kind and coefficient are anything where no token is present. False: the tile is not plain after all, and
+// nothing was counted.
 template <class Rows, class Each>
 HPO_INLINE bool sweep_plain(const PolicyLossArgs& args, int64_t first, int n, const Rows& rows, Partial& partial, Each& each) {
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;  // on-policy: x = 0, or NaN where logp is
   PlainSums sums;
+  Ints present_sum = {};
   const auto step = [&](int i, int part, Mask present) __attribute__((always_inline)) {
     const Ints kind = rows.kind(i);
     const Floats x = difference(present, load_lanes<Floats>(logp + i), load_lanes<Floats>(old_logp + i));
     const Floats ratio = exp(x);
-    sums.add(part, present, kind, x, ratio);
+    sums.add(part, present, x, ratio);
+    if (!Rows::all_present) present_sum = add_where(present, Ints{} + 1, present_sum);
     each(i, part, present, kind, rows.coefficient(i), x, ratio);
   };
-  const int whole = n / kLanes * kLanes;
-  for (int tokens = 0; tokens < whole; tokens += kLanes) {
-    for (int part = 0; part < kParts; ++part) step(tokens + part * kWidth, part, rows.present(tokens + part * kWidth));
-  }
-  for (int part = 0; whole < n && part < kParts; ++part) {
-    const int i = whole + part * kWidth;
-    step(i, part, both(rows.present(i), leading_lanes(n - i)));
+  for (int group = 0; group < n; group += kGroup) {
+    const int end = n - group < kGroup ? n : group + kGroup, whole = end / kLanes * kLanes;
+    for (int tokens = group; tokens < whole; tokens += kLanes) {
+      for (int part = 0; part < kParts; ++part) step(tokens + part * kWidth, part, rows.present(tokens + part * kWidth));
+    }
+    for (int part = 0; whole < end && part < kParts; ++part) {
+      const int i = whole + part * kWidth;
+      step(i, part, both(rows.present(i), leading_lanes(n - i)));
+    }
+    each.end_group();
   }
   if (!sums.ordinary()) return false;
   sums.add_to(partial);
+  partial.slots[kTokens] += Rows::all_present ? n : sum_lanes(present_sum);
   return true;
 }
 
 // Loss and gradient of the tokens of a vector; `inside`: present, and the gate has the derivative 1.
 template <bool kScoreHead>
-HPO_INLINE void store_term(Mask present, Mask inside, Floats value, const float* logp, float* loss, float* grad) {
-  store_lanes(keep_if(present, kScoreHead ? value * load_lanes<Floats>(logp) : value), loss);
+HPO_INLINE void put_term(Mask present, Mask inside, Floats value, const float* logp, Floats& loss, float* grad) {
+  loss = add_where(present, kScoreHead ? value * load_lanes<Floats>(logp) : value, loss);
   store_lanes(keep_if(kScoreHead ? present : inside, value), grad);
 }
 
@@ -139,6 +143,7 @@ inline bool has_whole_vectors(const PolicyLossArgs& args, int64_t first, int n) 
 struct PlainLogRatios {
   float* log_ratios;
   HPO_INLINE void operator()(int i, int, Mask, Ints, Floats, Floats x, Floats) { store_lanes(x, log_ratios + i); }
+  HPO_INLINE void end_group() {}
 };
 
 inline bool measure_plain(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
@@ -161,31 +166,67 @@ struct RowLogRatios {
   int64_t valid = 0, fixed = 0, rising = 0;  // log-ratios in fixed point, and those of them that are not negative
 };
 
-template <bool kSplit>
-inline RowLogRatios add_log_ratios(const float* x, int n) {
-  uint64_t fixed = 0, rising = 0;  // what stands above the bits wraps around, and is taken off at the end
-  for (int i = 0; i < n; ++i) {
-    const uint64_t bits = uint64_t(fixed_bits(x[i]));
-    fixed += bits;
-    if (kSplit) rising += x[i] < 0.0f ? uint64_t(kZeroBits) : bits;
+// A sum of numbers of at most kStatisticSaturation in fixed point, equal to that of to_fixed without its doubles: a first
+// shifter rounds each to 16 binary digits, a second what that leaves to 32, and what stands above these bits is taken off at
+// the end.
+struct FixedSum {
+  static constexpr float kCoarse = 192.0f, kFine = 0.0029296875f;  // 1.5 * 2^7 and 1.5 * 2^-9
+  Unsigned coarse[kParts] = {}, fine[kParts] = {};
+
+  HPO_INLINE void add(int part, Mask mask, Unsigned coarse_bits, Unsigned fine_bits) {
+    coarse[part] = Unsigned(add_where(mask, Ints(coarse_bits), Ints(coarse[part])));
+    fine[part] = Unsigned(add_where(mask, Ints(fine_bits), Ints(fine[part])));
   }
-  const uint64_t zero = uint64_t(n) * uint64_t(kZeroBits);
-  return {0, int64_t(fixed - zero), kSplit ? int64_t(rising - zero) : 0};
-}
+
+  // `added`: how many, by lane.
+  int64_t total(const Unsigned added[kParts]) const {
+    int64_t sum = 0;
+    for (int part = 0; part < kParts; ++part) {
+      const Ints high = Ints(coarse[part] - added[part] * uint32_t(to_bits(kCoarse)));
+      const Ints low = Ints(fine[part] - added[part] * uint32_t(to_bits(kFine)));
+      for (int lane = 0; lane < kWidth; ++lane) sum += int64_t(high[lane]) * 65536 + low[lane];
+    }
+    return sum;
+  }
+};
 
 template <bool kSplit>
-inline bool measure_plain_row(const PolicyLossArgs& args, int64_t first, int n, int64_t row, Tile& tile, uint8_t* seen,
-                              Partial& partial, RowLogRatios& sums) {
+struct PlainFixedSums {
+  FixedSum all_sum, rising_sum;
+  Unsigned rising_count[kParts] = {};
+  uint32_t vectors[kParts] = {};
+
+  HPO_INLINE void operator()(int, int part, Mask, Ints, Floats, Floats x, Floats) {
+    const Floats coarse = x + FixedSum::kCoarse, rest = x - (coarse - FixedSum::kCoarse), fine = rest + FixedSum::kFine;
+    all_sum.add(part, all_lanes(), Unsigned(coarse), Unsigned(fine));
+    ++vectors[part];
+    if (!kSplit) return;
+    const Mask rises = but_not(all_lanes(), less(x, Floats{}));
+    rising_sum.add(part, rises, Unsigned(coarse), Unsigned(fine));
+    rising_count[part] = Unsigned(add_where(rises, Ints{} + 1, Ints(rising_count[part])));
+  }
+  HPO_INLINE void end_group() {}
+
+  RowLogRatios sums(int64_t valid) const {
+    Unsigned added[kParts];
+    for (int part = 0; part < kParts; ++part) added[part] = Unsigned{} + vectors[part];
+    return {valid, all_sum.total(added), kSplit ? rising_sum.total(rising_count) : 0};
+  }
+};
+static_assert(kTile / kLanes * int64_t(kStatisticSaturation) * 65536 < (int64_t(1) << 31), "a lane of FixedSum");
+
+template <bool kSplit>
+inline bool measure_plain_row(const PolicyLossArgs& args, int64_t first, int n, int64_t row, uint8_t* seen, Partial& partial,
+                              RowLogRatios& sums) {
   const float advantage = args.advantages[row];
   if (!has_whole_vectors(args, first, n) || !finite(args.weights[row] * advantage)) return false;
   const Ints kind = Ints{} + (advantage < 0.0f ? kNegative : kPositive);
-  PlainLogRatios keep = {tile.x};
+  PlainFixedSums<kSplit> fixed;
   const double tokens_before = partial.slots[kTokens];
-  const bool plain = args.mask ? sweep_plain(args, first, n, OneRow<true>{args.mask + first, kind, {}}, partial, keep)
-                               : sweep_plain(args, first, n, OneRow<false>{nullptr, kind, {}}, partial, keep);
+  const bool plain = args.mask ? sweep_plain(args, first, n, OneRow<true>{args.mask + first, kind, {}}, partial, fixed)
+                               : sweep_plain(args, first, n, OneRow<false>{nullptr, kind, {}}, partial, fixed);
   if (!plain) return false;
-  sums = add_log_ratios<kSplit>(tile.x, n);
-  sums.valid = int64_t(partial.slots[kTokens] - tokens_before);
+  sums = fixed.sums(int64_t(partial.slots[kTokens] - tokens_before));
   if (sums.valid > 0) mark_row(row, seen);
   return true;
 }

@@ -92,13 +92,43 @@ inline void add_terms(float* terms, int n, double* sums) {
   add_lanes(n, sums, [=](int i) { return double(terms[i]); });
 }
 
-// Terms of at most FLT_MAX / 3, as losses of tokens are: two of them meet in float, which rounds once and halves the
-// conversions.
-inline void add_pairs(float* terms, int n, double* sums) {
-  for (; n % (2 * kLanes) != 0; ++n) terms[n] = 0.0f;
-  const int half = n / 2;
-  add_lanes(half, sums, [=](int i) { return double(terms[i] + terms[half + i]); });
+inline void add_to_lanes(const double* lanes, double* sums) {
+  for (int lane = 0; lane < kLanes; ++lane) sums[lane] += lanes[lane];
 }
+
+// Conversions cost more than what they spare of rounding: the tokens of a group meet in float, by lane, and groups in double.
+constexpr int kGroup = 8 * kLanes;
+
+// A group that would overflow, which takes log-ratios or advantages beyond all reason, meets in double.
+inline void add_groups(float* terms, int n, double* sums) {
+  for (; n % kLanes != 0; ++n) terms[n] = 0.0f;
+  double of_tile[kLanes] = {};
+  for (int first = 0; first < n; first += kGroup) {
+    const int end = n - first < kGroup ? n : first + kGroup;
+    float lanes[kLanes] = {};
+    for (int i = first; i < end; i += kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += terms[i + lane];
+    }
+    int32_t in_range = -1;
+    for (int lane = 0; lane < kLanes; ++lane) in_range &= mask_of(finite(lanes[lane]));
+    for (int lane = 0; in_range && lane < kLanes; ++lane) of_tile[lane] += double(lanes[lane]);
+    if (!in_range) add_lanes(end - first, of_tile, [=](int i) { return double(terms[first + i]); });
+  }
+  add_to_lanes(of_tile, sums);
+}
+
+// The same of vectors as they come, none of which is beyond reason.
+struct GroupSum {
+  Floats group[kParts] = {};
+  double lanes[kLanes] = {};  // of the groups that have ended
+
+  HPO_INLINE void end_group() {
+    for (int part = 0; part < kParts; ++part) {
+      for (int lane = 0; lane < kWidth; ++lane) lanes[part * kWidth + lane] += double(group[part][lane]);
+      group[part] = Floats{};
+    }
+  }
+};
 
 // Of the log-ratios of one tile, 0 where a token is absent.
 struct LogRatioSums {

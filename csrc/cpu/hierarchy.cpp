@@ -228,7 +228,7 @@ struct Sweeps {
     const auto measure_row = split ? measure_plain_row<true> : measure_plain_row<false>;
     for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
       RowLogRatios row;
-      if (may && as_they_are && measure_row(call.args, at, n, block.row, tile, space.seen, partial, row)) {
+      if (may && as_they_are && measure_row(call.args, at, n, block.row, space.seen, partial, row)) {
         return sums.add({row.valid, {split ? row.rising : row.fixed, split ? row.rising - row.fixed : 0}});
       }
       if (as_they_are || !may || !measure_plain(call, at, n, scratch.whole, tile, space.seen, partial)) {

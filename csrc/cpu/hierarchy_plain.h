@@ -24,49 +24,69 @@ struct OpenLevels {
   }
 };
 
+// What the tokens of a tile add up to; the loss is what flows into levels above them, too.
+struct OpenSums {
+  GroupSum loss, past_token[2];
+
+  HPO_INLINE void end_group(bool split) {
+    loss.end_group(), past_token[0].end_group();
+    if (split) past_token[1].end_group();
+  }
+};
+
 template <bool kSplit, bool kMasked>
 GateCounts open_loop(const OpenLevels& levels, const PolicyLossArgs& args, int64_t first, float coefficient, int32_t kind,
-                     TokenTerms& terms, float* loss, float* grad, int n) {
+                     OpenSums& out, float* grad, int n) {
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   const uint8_t* mask = kMasked ? args.mask + first : nullptr;
   const Floats a = all<Floats>(coefficient), low = all<Floats>(levels.low), high = all<Floats>(levels.high);
   const Floats rising_mean = all<Floats>(levels.mean[0]), falling_mean = all<Floats>(-levels.mean[1]);
   const Floats rising_z = all<Floats>(levels.z), falling_z = all<Floats>(levels.z - levels.mean[0]);
-  const Floats other = all<Floats>(levels.mean[1]), one = all<Floats>(1.0f);
+  const Floats other = all<Floats>(levels.mean[1]);
   const Ints each = Ints{} + 1;
+  OpenSums sums;  // where the compiler sees that nobody else holds it
   Ints chosen = {}, inside_sum = {}, below_sum = {};
-  const auto step = [&](int i, Mask present) __attribute__((always_inline)) {
+  const auto step = [&](int i, int part, Mask present) __attribute__((always_inline)) {
     const Floats x = difference(present, load_lanes<Floats>(logp + i), load_lanes<Floats>(old_logp + i));
-    const Mask falls = kSplit ? less(x, Floats{}) : Mask{};
+    const Mask falls = kSplit ? less(x, Floats{}) : Mask{}, rises = but_not(all_lanes(), falls);
     const Floats u = x - (kSplit ? blend(falls, falling_mean, rising_mean) : rising_mean);
     const Floats raised = u < low ? low : u, v = raised > high ? high : raised;
-    const Mask inside = both(present, equal(u, v));
+    const Mask inside = both(present, equal(u, v)), past = but_not(present, inside);
     Floats z = (kSplit ? blend(falls, falling_z, rising_z) : rising_z) + v;
-    if (kSplit) z = blend(falls, z, z + other);
-    const Floats value = keep_if(present, policy_value(a, exp(z)));
-    store_lanes(value, loss + i);
-    store_lanes(value * keep_if(inside, one), grad + i);
-    const Floats past = keep_if(but_not(present, inside), value);
-    store_lanes(kSplit ? keep_if(but_not(all_lanes(), falls), past) : past, terms.past_token[0] + i);
-    if (kSplit) store_lanes(keep_if(falls, past), terms.past_token[1] + i);
-    chosen = add_where(present, each, chosen);
+    if (kSplit) z = add_where(rises, other, z);
+    const Floats value = policy_value(a, exp(z));
+    store_lanes(keep_if(inside, value), grad + i);
+    sums.loss.group[part] = add_where(present, value, sums.loss.group[part]);
+    Floats& rising = sums.past_token[0].group[part];
+    rising = add_where(kSplit ? both(past, rises) : past, value, rising);
+    Floats& falling = sums.past_token[1].group[part];
+    if (kSplit) falling = add_where(both(past, falls), value, falling);
+    if (kMasked) chosen = add_where(present, each, chosen);
     inside_sum = add_where(inside, each, inside_sum);
     below_sum = add_where(both(present, less(u, low)), each, below_sum);
   };
   const auto present = [&](int i) __attribute__((always_inline)) { return kMasked ? present_bytes(mask + i) : all_lanes(); };
-  const int whole = n / kWidth * kWidth;
-  for (int i = 0; i < whole; i += kWidth) step(i, present(i));
-  for (int i = whole; i < n; i += kWidth) step(i, both(present(i), leading_lanes(n - i)));
-  const int32_t all_chosen = sum_lanes(chosen), inside = sum_lanes(inside_sum), below = sum_lanes(below_sum);
-  terms.flows = inside != all_chosen;
+  for (int group = 0; group < n; group += kGroup) {
+    const int end = n - group < kGroup ? n : group + kGroup, whole = end / kLanes * kLanes;
+    for (int tokens = group; tokens < whole; tokens += kLanes) {
+      for (int part = 0; part < kParts; ++part) step(tokens + part * kWidth, part, present(tokens + part * kWidth));
+    }
+    for (int part = 0; whole < end && part < kParts; ++part) {
+      const int i = whole + part * kWidth;
+      step(i, part, both(present(i), leading_lanes(n - i)));
+    }
+    sums.end_group(kSplit);
+  }
+  out = sums;
+  const int32_t all_chosen = kMasked ? sum_lanes(chosen) : n, inside = sum_lanes(inside_sum), below = sum_lanes(below_sum);
   GateCounts found;
   found.chosen = all_chosen * kind, found.below = below * kind, found.above = (all_chosen - inside - below) * kind;
   return found;
 }
 
 using OpenLoop = GateCounts (*)(const OpenLevels&, const PolicyLossArgs&, int64_t first, float coefficient, int32_t kind,
-                                TokenTerms&, float* loss, float* grad, int n);
+                                OpenSums&, float* grad, int n);
 
 inline OpenLoop pick_open_loop(bool split, bool masked) {
   if (split) return masked ? open_loop<true, true> : open_loop<true, false>;

@@ -41,7 +41,7 @@ struct TokenGates {
       store_lanes(value, grad + i);
     } else {
       store_lanes(value, loss + i);
-      store_lanes(keep_if(present, value * token.slope), grad + i);
+      store_lanes(keep_if(present & (token.slope != 0.0f), value * token.slope), grad + i);  // never -0
       const Floats rising = value * token.rising_step, falling = value * token.falling_step;
       store_lanes(rising, terms.past_token[0] + i);
       if (kSplit) store_lanes(falling, terms.past_token[1] + i);
@@ -224,16 +224,24 @@ struct BlockGate {
     const int32_t kind = advantage < 0.0f ? kNegative : kPositive;
     const int sign = kind == kNegative;
     const OpenLevels levels(piece, sign, plan.hierarchy.split, plan.bounds.low[sign], plan.bounds.high[sign]);
+    const bool open = plan.open_loop && levels.open;
+    OpenSums sums;
     const GateCounts counts =
-        plan.open_loop && levels.open
-            ? plan.open_loop(levels, call.args, first, coefficient, kind, terms, tile.loss, grad, n)
-            : plan.plain_loop(piece, plan.keep, plan.bounds, call.args, first, coefficient, kind, terms, tile.loss, grad, n);
+        open ? plan.open_loop(levels, call.args, first, coefficient, kind, sums, grad, n)
+             : plan.plain_loop(piece, plan.keep, plan.bounds, call.args, first, coefficient, kind, terms, tile.loss, grad, n);
     counts.add_to(partial.slots);
     if (call.args.grad && n % kLanes != 0) std::memcpy(call.args.grad + first, tile.grad, size_t(n) * sizeof(float));
-    add_pairs(tile.loss, n, partial.sums[kLossSum]);
-    if (!plan.carries) return;
-    if (terms.flows) add_past_token(n);
-    if (plan.by_sign) add_terms(tile.loss, n, lanes.by_sign[kind == kNegative]);
+    if (open) {
+      add_to_lanes(sums.loss.lanes, partial.sums[kLossSum]);
+      if (!plan.carries) return;
+      for (int i = 0; i <= plan.hierarchy.split; ++i) add_to_lanes(sums.past_token[i].lanes, lanes.past_token[i]);
+      if (plan.by_sign) add_to_lanes(sums.loss.lanes, lanes.by_sign[sign]);
+    } else {
+      add_groups(tile.loss, n, partial.sums[kLossSum]);
+      if (!plan.carries) return;
+      if (terms.flows) add_past_token(n);
+      if (plan.by_sign) add_groups(tile.loss, n, lanes.by_sign[sign]);
+    }
   }
 
  private:
@@ -263,7 +271,7 @@ struct BlockGate {
   }
 
   void add_past_token(int n) const {
-    for (int i = 0; i <= plan.hierarchy.split; ++i) add_pairs(terms.past_token[i], n, lanes.past_token[i]);
+    for (int i = 0; i <= plan.hierarchy.split; ++i) add_groups(terms.past_token[i], n, lanes.past_token[i]);
   }
 
   // slope: d loss / d z of each token.
@@ -272,7 +280,7 @@ struct BlockGate {
     if (!plan.by_sign) return;
     for (int i = 0; i < n; ++i) terms.by_sign[0][i] = keep_if(tile.chosen[i] == kPositive, slope[i]);
     for (int i = 0; i < n; ++i) terms.by_sign[1][i] = keep_if(tile.chosen[i] == kNegative, slope[i]);
-    for (int i = 0; i < 2; ++i) add_terms(terms.by_sign[i], n, lanes.by_sign[i]);
+    for (int i = 0; i < 2; ++i) add_groups(terms.by_sign[i], n, lanes.by_sign[i]);
   }
 };
 

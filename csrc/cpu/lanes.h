@@ -21,6 +21,7 @@ constexpr int kParts = kLanes / kWidth;
 
 typedef float Floats __attribute__((vector_size(4 * kWidth)));
 typedef int32_t Ints __attribute__((vector_size(4 * kWidth)));
+typedef uint32_t Unsigned __attribute__((vector_size(4 * kWidth)));  // which may wrap around
 
 template <class Vector, class T>
 HPO_INLINE Vector load_lanes(const T* from) {
@@ -81,6 +82,9 @@ HPO_INLINE Floats difference(Mask mask, Floats x, Floats y) { return Floats(_mm5
 HPO_INLINE Ints add_where(Mask mask, Ints value, Ints sum) {
   return Ints(_mm512_mask_add_epi32(__m512i(sum), mask, __m512i(sum), __m512i(value)));
 }
+HPO_INLINE Floats add_where(Mask mask, Floats value, Floats sum) {
+  return Floats(_mm512_mask_add_ps(__m512(sum), mask, __m512(sum), __m512(value)));
+}
 HPO_INLINE Floats smaller_where(Mask mask, Floats x, Floats least) {
   return Floats(_mm512_mask_min_ps(__m512(least), mask, __m512(x), __m512(least)));
 }
@@ -100,6 +104,7 @@ HPO_INLINE Mask less(Floats x, Floats y) { return x < y; }
 HPO_INLINE Mask equal(Floats x, Floats y) { return x == y; }
 HPO_INLINE Ints keep_if(Mask mask, Ints x) { return x & mask; }
 HPO_INLINE Floats difference(Mask mask, Floats x, Floats y) { return keep_if(mask, x - y); }
+HPO_INLINE Floats add_where(Mask mask, Floats value, Floats sum) { return mask ? sum + value : sum; }
 HPO_INLINE Floats smaller_where(Mask mask, Floats x, Floats least) { return mask ? (x < least ? x : least) : least; }
 HPO_INLINE Floats larger_where(Mask mask, Floats x, Floats most) { return mask ? (x > most ? x : most) : most; }
 #endif
@@ -136,7 +141,6 @@ struct hpo::Number<hpo::HPO_ISA::Floats> {
   static HPO_INLINE Int to_bits(F x) { return Int(x); }
   static HPO_INLINE F from_bits(Int bits) { return F(bits); }
   static HPO_INLINE F power_of_two(Int bits) {
-    typedef uint32_t Unsigned __attribute__((vector_size(sizeof(Int))));  // which may wrap around
-    return F((Unsigned(bits) << 23) + 0x3F800000u);
+    return F((hpo::HPO_ISA::Unsigned(bits) << 23) + 0x3F800000u);
   }
 };

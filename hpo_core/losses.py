@@ -380,8 +380,10 @@ def _prepare(
     trajectories = batch.trajectories if spec.has_level else None
     row_trajectory, start, rows = trajectories if trajectories is not None else (None, None, None)
     hierarchy = batch.hierarchy(tuple(level.unit for level in spec.levels)) if spec.of_pieces else ()
-    corrected = tuple(correction.unit for correction in gate.corrections if correction.unit is not None)
-    exchange = exchange_of(batch, spec, gate.name, corrected, process_group, aggregates) if beyond else None
+    exchange: Beyond | None = None
+    if beyond:
+        corrected = tuple(correction.unit for correction in gate.corrections if correction.unit is not None)
+        exchange = exchange_of(batch, spec, gate.name, corrected, process_group, aggregates)
     if weights is None:
         weights = batch.once(aggregation.token_mean)
     inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond

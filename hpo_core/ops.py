@@ -217,9 +217,9 @@ def _hands_on(factor: torch.Tensor) -> bool:
 
     1 is what a plain ``backward()`` sends, and on a CPU reading it is no synchronisation.
     """
-    if not factor.is_cpu or factor.requires_grad or watched(factor):
+    if _keeps_graph() or not factor.is_cpu or factor.requires_grad or watched(factor):
         return False
-    return factor.item() == 1.0 and not _keeps_graph()
+    return factor.item() == 1.0
 
 
 def _save(ctx: Any, inputs: Any, output: Outputs) -> None:

@@ -11,6 +11,7 @@ import enum
 import itertools
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..checks import check, check_type
 from ..kl import KLPenalty
@@ -450,20 +451,20 @@ class RatioGate:
             routing=self.level.routing,
         )
 
-    @property
+    @cached_property
     def reads_rollout(self) -> bool:
         """Whether the loss can make use of ``rollout_logp``."""
         channels = {self.channel, *(correction.channel for correction in self.corrections)}
         return channels != {Channel.STALENESS}
 
-    @property
+    @cached_property
     def plain(self) -> bool:
         """Whether nothing has to be prepared for kernels but what every gate takes."""
         spec: PolicyLossSpec = self._spec  # type: ignore[attr-defined]
         same = self.channel is Channel.STALENESS and self.advantage_weights == (1.0, 1.0)
         return spec.term is None and same and not self.corrections
 
-    @property
+    @cached_property
     def takes_target(self) -> bool:
         """Whether the loss needs ``target``."""
         return self.head in (Head.TARGET, Head.NEGATIVE_AWARE)

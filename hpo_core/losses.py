@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed
@@ -13,12 +13,13 @@ from .advantages import grpo
 from .backends import resolve
 from .batch import PackedBatch
 from .checks import check, check_dtype, check_shape, check_type
+from .corrections import corrected
 from .entropy import EntropyWindow, WindowState
-from .gates import Channel, Correction, RatioGate
+from .gates import Channel, RatioGate
 from .kl import KLPenalty
 from .level_metrics import LevelMetrics, observed_levels
 from .metrics import Metrics, observed
-from .spanning import Beyond, exchange_of, reduce_over_ranks
+from .spanning import Beyond, exchange_of
 from .specs import PolicyLossInputs, PolicyLossSpec
 
 __all__ = ["PolicyLoss", "PolicyLossAndGrad", "hierarchical_policy_loss", "policy_loss", "policy_loss_and_grad"]
@@ -35,13 +36,14 @@ _LEVELS = ("token", "step", "row", "trajectory", "group", "domain")
 
 
 class PolicyLoss(NamedTuple):
-    """The result: ``loss`` 0-dim, differentiable in logp; ``metrics`` still on the device; ``tokens`` loss_t and
-    ``levels`` the metrics of each level where asked for."""
+    """The result: ``loss`` 0-dim, differentiable in logp; ``metrics`` still on the device; where asked for ``tokens``
+    loss_t, ``levels`` the metrics of each level, and ``corrections`` those of each correction."""
 
     loss: torch.Tensor
     metrics: Metrics
     tokens: torch.Tensor | None
     levels: LevelMetrics | None
+    corrections: tuple[Metrics, ...]
 
 
 class PolicyLossAndGrad(NamedTuple):
@@ -51,6 +53,7 @@ class PolicyLossAndGrad(NamedTuple):
     metrics: Metrics
     grad: torch.Tensor
     levels: LevelMetrics | None
+    corrections: tuple[Metrics, ...]
 
 
 def policy_loss(
@@ -77,6 +80,7 @@ def policy_loss(
     aggregates: Aggregates | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
     level_metrics: bool = False,
+    correction_metrics: bool = False,
     backend: str | None = None,
 ) -> PolicyLoss:
     """The policy loss of a packed (or padded) batch under a ratio gate: ``loss = sum_t m_t w[s(t)] loss_t``.
@@ -120,6 +124,9 @@ def policy_loss(
         level_metrics: also return what each level of the gate observed, a :class:`~hpo_core.LevelMetrics`: made of the
             sums of its segments, without another sweep over log-probabilities; nothing else changes. ``gspo`` and
             others with quick kernels take the way of all levels for it, within rounding of the same gradient.
+        correction_metrics: also return what each of the gate's corrections saw, :class:`~hpo_core.Metrics` in their
+            order: log-ratios, KL and effective sample size of its channel, and ``selected_fraction``, the part of the
+            tokens whose factor is not 0. One more sweep for each of them; empty where ``rollout_logp`` is missing.
         backend: a name from ``hpo_core.backends()``. Default: by device.
 
     Raises:
@@ -133,12 +140,12 @@ def policy_loss(
     >>> round(out.loss.item(), 4), logp.grad
     (-0.2, tensor([-0.2000, -0.2000, -0.2000,  0.2000,  0.2000]))
     """
-    inputs, spec, exchange = _prepare(
+    inputs, spec, exchange, corrections = _prepare(
         logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, None,
         token_mask, token_weight, bounds, target, penalty_mask, advantage_level, aggregates,
-        process_group, level_metrics, backend,
+        process_group, level_metrics, correction_metrics, backend,
     )  # fmt: skip
-    return _run(inputs, spec, return_tokens, level_metrics, backend, exchange)
+    return _run(inputs, spec, return_tokens, level_metrics, backend, exchange, corrections)
 
 
 def policy_loss_and_grad(
@@ -164,6 +171,7 @@ def policy_loss_and_grad(
     aggregates: Aggregates | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
     level_metrics: bool = False,
+    correction_metrics: bool = False,
     backend: str | None = None,
 ) -> PolicyLossAndGrad:
     """:func:`policy_loss` without autograd: loss, metrics and dL/dlogp (in the shape of logp) from one call.
@@ -173,23 +181,23 @@ def policy_loss_and_grad(
     >>> out.grad
     tensor([-0.5000, -0.5000])
     """
-    inputs, spec, exchange = _prepare(
+    inputs, spec, exchange, corrections = _prepare(
         logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, None,
         token_mask, token_weight, bounds, target, penalty_mask, advantage_level, aggregates,
-        process_group, level_metrics, backend,
+        process_group, level_metrics, correction_metrics, backend,
     )  # fmt: skip
     if backend == "reference":
         with torch.enable_grad():
             leaf = inputs.logp.detach().clone().requires_grad_()
             op = resolve("gates", leaf, backend)
-            loss, vector, _ = op.policy_loss(_flat(inputs._replace(logp=leaf)), spec, exchange)
+            loss, vector, _ = op.policy_loss(inputs._replace(logp=leaf), spec, exchange)
             (grad,) = torch.autograd.grad(loss, leaf)
         loss = loss.detach()
     else:
         loss, vector, grad = ops.policy_loss_and_grad(inputs, spec, backend, exchange)
     metrics = observed(vector)
     levels = _levels(inputs, spec, metrics, exchange) if level_metrics else None
-    return PolicyLossAndGrad(loss, metrics, grad, levels)
+    return PolicyLossAndGrad(loss, metrics, grad, levels, corrections)
 
 
 def hierarchical_policy_loss(
@@ -217,6 +225,7 @@ def hierarchical_policy_loss(
     aggregates: Aggregates | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
     level_metrics: bool = False,
+    correction_metrics: bool = False,
     backend: str | None = None,
 ) -> PolicyLoss:
     """The single call over the three pillars: ``advantage``, then ``window.fit``, then :func:`policy_loss`, and nothing
@@ -248,12 +257,12 @@ def hierarchical_policy_loss(
         assert entropy is not None
         score = window.score(entropy, batch, backend=backend)
         threshold = window.fit_score(score, backend=backend)
-    inputs, spec, exchange = _prepare(
+    inputs, spec, exchange, corrections = _prepare(
         logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, score,
         token_mask, token_weight, bounds, target, penalty_mask, advantage_level, aggregates,
-        process_group, level_metrics, backend,
+        process_group, level_metrics, correction_metrics, backend,
     )  # fmt: skip
-    return _run(inputs, spec, return_tokens, level_metrics, backend, exchange)
+    return _run(inputs, spec, return_tokens, level_metrics, backend, exchange, corrections)
 
 
 # --------------------------------------------------------------------------------------------------- the call
@@ -266,31 +275,22 @@ def _run(
     level_metrics: bool,
     backend: str | None,
     exchange: Beyond | None,
+    corrections: tuple[Metrics, ...],
 ) -> PolicyLoss:
     if backend == "reference":
-        loss, vector, tokens = resolve("gates", inputs.logp, backend).policy_loss(_flat(inputs), spec, exchange)
+        loss, vector, tokens = resolve("gates", inputs.logp, backend).policy_loss(inputs, spec, exchange)
     else:
         loss, vector, tokens = ops.policy_loss(inputs, spec, backend, return_tokens, exchange)
     metrics = observed(vector)
     levels = _levels(inputs, spec, metrics, exchange) if level_metrics else None
     if tokens is None or not return_tokens:
-        return PolicyLoss(loss, metrics, None, levels)
-    return PolicyLoss(loss, metrics, tokens.reshape(inputs.logp.shape), levels)
+        return PolicyLoss(loss, metrics, None, levels, corrections)
+    return PolicyLoss(loss, metrics, tokens.reshape(inputs.logp.shape), levels, corrections)
 
 
 def _levels(inputs: PolicyLossInputs, spec: PolicyLossSpec, metrics: Metrics, exchange: Beyond | None) -> LevelMetrics:
     assert exchange is not None  # who asks for metrics of levels has one
     return observed_levels(inputs, spec, exchange, metrics["tokens"])
-
-
-def _flat(inputs: PolicyLossInputs) -> PolicyLossInputs:
-    """The reference counts rows in ``[T]``; kernels count tokens in any shape."""
-    padded: dict[str, Any] = {
-        name: field.reshape(-1)
-        for name, field in inputs._asdict().items()
-        if isinstance(field, torch.Tensor) and field.dim() > 1 and name != "ancestors"
-    }
-    return inputs._replace(**padded)
 
 
 def _prepare(
@@ -316,8 +316,9 @@ def _prepare(
     aggregates: Aggregates | None,
     process_group: torch.distributed.ProcessGroup | None,
     level_metrics: bool,
+    correction_metrics: bool,
     backend: str | None,
-) -> tuple[PolicyLossInputs, PolicyLossSpec, Beyond | None]:
+) -> tuple[PolicyLossInputs, PolicyLossSpec, Beyond | None, tuple[Metrics, ...]]:
     """Check every argument once and bring it to what kernels take: contiguous, float32, one device."""
     check_type(isinstance(logp, torch.Tensor), "logp: expected a tensor [T], got {}", type(logp))
     batch = _as_batch(batch)
@@ -326,6 +327,11 @@ def _prepare(
     check(
         rollout_logp is None or gate.reads_rollout,
         "rollout_logp: the gate {!r} does not read the sampler's log-probabilities; drop it, or pass them as old_logp",
+        gate.name,
+    )
+    check(
+        not correction_metrics or bool(gate.corrections),
+        "correction_metrics: expected a gate with corrections, got {!r}, which has none; drop it",
         gate.name,
     )
     check(
@@ -382,8 +388,8 @@ def _prepare(
     hierarchy = batch.hierarchy(tuple(level.unit for level in spec.levels)) if spec.of_pieces else ()
     exchange: Beyond | None = None
     if beyond:
-        corrected = tuple(correction.unit for correction in gate.corrections if correction.unit is not None)
-        exchange = exchange_of(batch, spec, gate.name, corrected, process_group, aggregates)
+        units = tuple(correction.unit for correction in gate.corrections if correction.unit is not None)
+        exchange = exchange_of(batch, spec, gate.name, units, process_group, aggregates)
     if weights is None:
         weights = batch.once(aggregation.token_mean)
     inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond
@@ -408,7 +414,7 @@ def _prepare(
         *hierarchy,
     )
     if gate.plain:  # nearly always, and it saves what follows
-        return inputs, spec, exchange
+        return inputs, spec, exchange, ()
     if target is not None:
         per_token = target.shape == shape != (batch.rows,)
         expected = shape if per_token else (batch.rows,)
@@ -421,46 +427,10 @@ def _prepare(
         signed = inputs.advantages
         inputs = inputs._replace(advantages=torch.where(signed < 0, signed * negative, signed * positive))
     rollout = None if rollout_logp is None else token("rollout_logp", rollout_logp)
-    for correction in gate.corrections:
-        pair = _channel(correction.channel, inputs.logp.detach(), inputs.old_logp, rollout)
-        if pair is not None:
-            inputs = inputs._replace(token_weight=_correct(inputs, pair, correction, batch, process_group, backend))
+    inputs, seen = corrected(inputs, gate, batch, rollout, process_group, correction_metrics, backend)
     if gate.channel is Channel.TOTAL and rollout is not None:
         inputs = inputs._replace(old_logp=rollout)
-    return inputs, spec, exchange
-
-
-def _channel(
-    channel: Channel, logp: torch.Tensor, old_logp: torch.Tensor | None, rollout: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The two policies of a log-ratio; None where they are the same."""
-    old = logp if old_logp is None else old_logp
-    if channel is Channel.DISCREPANCY:
-        return None if rollout is None else (old, rollout)
-    return logp, old if channel is Channel.STALENESS or rollout is None else rollout
-
-
-def _correct(
-    inputs: PolicyLossInputs,
-    pair: tuple[torch.Tensor, torch.Tensor],
-    correction: Correction,
-    batch: PackedBatch,
-    process_group: torch.distributed.ProcessGroup | None,
-    backend: str | None,
-) -> torch.Tensor:
-    """The token weights so far, times the correction."""
-    first, second = pair
-    reduce = None
-    if process_group is not None and correction.unit is not None:
-        reduce = reduce_over_ranks(batch, correction.unit, process_group)
-    hierarchy = batch.hierarchy(() if correction.unit is None else (correction.unit,))
-    read = PolicyLossInputs(
-        first.contiguous(), second.contiguous(), inputs.advantages, inputs.weights, inputs.cu_seqlens, inputs.mask,
-        token_weight=inputs.token_weight, advantage_per_token=inputs.advantage_per_token, piece_begin=hierarchy.begin,
-        piece_end=hierarchy.end, piece_row=hierarchy.row, ancestors=hierarchy.ancestors,
-    )  # fmt: skip
-    read = _flat(read) if backend == "reference" else read
-    return ops.correction(read, correction.spec(), backend, reduce).reshape(first.shape)
+    return inputs, spec, exchange, seen
 
 
 def _bounds(bounds: Bounds, gate: RatioGate) -> Bounds:

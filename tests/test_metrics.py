@@ -169,3 +169,60 @@ def test_ranks_agree_to_the_bit(three_ranks):
     for slot, (reduction, got) in enumerate(zip(SLOTS.values(), vectors[0], strict=True)):
         a, b = slot / 3, slot / 3 * 3
         assert got == {"sum": a + b, "min": min(a, b), "max": max(a, b)}[reduction]
+
+
+def corrected_call(backend, correction_metrics, **given):
+    """Two corrections on the discrepancy and one on the staleness; one token masked, with NaN in every tensor."""
+    device = testing.device_of(backend)
+    discrepancy = torch.tensor([0.1, -0.3, 0.2, math.nan, 0.0, 1.0])
+    staleness = torch.tensor([0.0, 0.5, -0.2, math.nan, 0.1, 0.0])
+    rollout = torch.full((6,), -2.0)
+    old = rollout + discrepancy
+    token = gates.Correction(gates.Action.MASK, (-0.25, -0.25), (0.25, 0.25))
+    row = gates.Correction(gates.Action.BAND, (-9.0, -9.0), (0.2, 0.2), unit=hpo.specs.Unit.TRAJECTORY)
+    stale = gates.Correction(gates.Action.MASK, (-0.3, -0.3), (0.3, 0.3), channel=gates.Channel.STALENESS)
+    gate = gates.RatioGate("three", gates.Clip((0.8, 0.8), (1.2, 1.2)), corrections=(token, row, stale))
+    tensors = [tensor.to(device) for tensor in (old + staleness, old, torch.tensor([1.0, -1.0]), rollout)]
+    mask = torch.tensor([True, True, True, False, True, True])
+    batch = hpo.PackedBatch(torch.tensor([0, 4, 6]), mask).to(device)
+    keywords = {"gate": gate, "rollout_logp": tensors[3], "backend": backend} | given
+    return hpo.policy_loss(*tensors[:3], batch, correction_metrics=correction_metrics, **keywords)
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_what_each_correction_saw(reference, backend):
+    out = corrected_call("reference" if reference else backend, True)
+    token, row, stale = (metrics.compute() for metrics in out.corrections)
+    assert [seen["tokens"] for seen in (token, row, stale)] == [5.0] * 3
+    assert token["selected_fraction"] == pytest.approx(3 / 5)  # -0.3 and 1.0 are outside
+    assert row["selected_fraction"] == pytest.approx(3 / 5)  # means 0 and 0.5
+    assert stale["selected_fraction"] == pytest.approx(4 / 5)
+    d = torch.tensor([0.1, -0.3, 0.2, 0.0, 1.0], dtype=torch.float64)
+    s = torch.tensor([0.0, 0.5, -0.2, 0.1, 0.0], dtype=torch.float64)
+    for seen, x in ((token, d), (row, d), (stale, s)):
+        ratios = x.exp()
+        assert seen["kl_old_k1"] == pytest.approx(-x.mean().item(), abs=1e-6)
+        assert seen["kl_old_k2"] == pytest.approx(0.5 * x.square().mean().item(), abs=1e-6)
+        assert seen["kl_old_k3"] == pytest.approx((ratios - 1 - x).mean().item(), abs=1e-6)
+        assert seen["effective_sample_size"] == pytest.approx((ratios.sum() ** 2 / (5 * (ratios**2).sum())).item())
+        assert seen["loss"] == seen["penalty"] == seen["nan_tokens"] == 0.0
+
+
+@pytest.mark.parametrize("given", [{}, {"token_weight": torch.tensor([1.0, 0.0, 3.0, math.nan, 0.5, 1.0])}])
+def test_asking_what_corrections_saw_changes_no_bit(given, backend):
+    given = {name: tensor.to(testing.device_of(backend)) for name, tensor in given.items()}
+    asked, plain = (corrected_call(backend, want, **given) for want in (True, False))
+    assert asked.loss.equal(plain.loss) and asked.metrics.vector.equal(plain.metrics.vector)
+    assert plain.corrections == ()
+
+
+def test_a_correction_without_its_channel_saw_nothing(backend):
+    token, row, stale = corrected_call(backend, True, rollout_logp=None).corrections
+    assert token.vector.equal(empty_metrics(token.vector.device)) and row["tokens"] == 0.0
+    assert stale["tokens"] == 5.0
+
+
+def test_who_has_no_corrections_is_told():
+    batch = hpo.PackedBatch.from_lengths([1])
+    with pytest.raises(ValueError, match=r"correction_metrics: expected a gate with corrections, got 'ppo_clip'"):
+        hpo.policy_loss(torch.zeros(1), None, torch.ones(1), batch, correction_metrics=True)

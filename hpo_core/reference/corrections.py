@@ -16,7 +16,7 @@ import torch
 
 from ..specs import Action, CorrectionSpec, PolicyLossInputs, Reduction, SegmentReduce, Statistic
 from .gates import SATURATION, of_row, piece_of_token
-from .segments import row_of_token
+from .segments import flat, row_of_token
 
 __all__ = ["correction"]
 
@@ -29,6 +29,7 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentRe
 
     With ``reduce``, what the segments of ``spec.of_segments`` add up is what it makes of it.
     """
+    inputs = flat(inputs)
     assert inputs.old_logp is not None
     first, second = inputs.logp, inputs.old_logp.to(inputs.logp.dtype)
     row = row_of_token(inputs.cu_seqlens, first.numel())

@@ -41,7 +41,7 @@ from ..specs import (
     TermSpec,
     TokenGate,
 )
-from .segments import row_of_token
+from .segments import flat, row_of_token
 
 __all__ = ["SATURATION", "of_row", "piece_of_token", "policy_loss"]
 
@@ -61,6 +61,7 @@ def policy_loss(
     Computes in the dtype of ``logp``; float64 is the definition. With an ``exchange``, n and the sums of x of every
     segment of ``spec.levels`` are what it makes of them.
     """
+    inputs = flat(inputs)
     logp, metrics = inputs.logp, empty_metrics(inputs.logp.device)
     row = row_of_token(inputs.cu_seqlens, logp.numel())
     offsets = inputs.cu_seqlens

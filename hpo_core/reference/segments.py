@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-__all__ = ["row_counts", "row_of_token"]
+from ..specs import PolicyLossInputs
+
+__all__ = ["flat", "row_counts", "row_of_token"]
+
+
+def flat(inputs: PolicyLossInputs) -> PolicyLossInputs:
+    """Padded tensors ``[B, L]`` as ``[T]``: formulas count tokens in one dimension."""
+    padded: dict[str, Any] = {
+        name: field.reshape(-1)
+        for name, field in inputs._asdict().items()
+        if isinstance(field, torch.Tensor) and field.dim() > 1 and name != "ancestors"
+    }
+    return inputs._replace(**padded)
 
 
 def row_of_token(cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:

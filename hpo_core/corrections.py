@@ -1,0 +1,93 @@
+"""What the corrections of a gate make of a call: a factor on each token, and, on request, what each of them saw."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed
+
+from . import gates, ops
+from .backends import resolve
+from .batch import PackedBatch
+from .gates import Channel, Correction, RatioGate
+from .metrics import Metrics, empty_metrics, observed
+from .spanning import reduce_over_ranks
+from .specs import PolicyLossInputs
+
+__all__ = ["corrected"]
+
+_OBSERVER = gates.reinforce().spec()
+
+
+def corrected(
+    inputs: PolicyLossInputs,
+    gate: RatioGate,
+    batch: PackedBatch,
+    rollout: torch.Tensor | None,
+    process_group: torch.distributed.ProcessGroup | None,
+    want_metrics: bool,
+    backend: str | None,
+) -> tuple[PolicyLossInputs, tuple[Metrics, ...]]:
+    """The inputs with all corrections in their token weights, and the metrics of each, if they are wanted."""
+    seen = []
+    for correction in gate.corrections:
+        pair = _channel(correction.channel, inputs.logp.detach(), inputs.old_logp, rollout)
+        if pair is None:
+            seen.append(Metrics(empty_metrics(inputs.logp.device)))
+            continue
+        read = _read(inputs, pair, correction, batch)
+        if want_metrics:  # which tokens it takes out can only be told before other factors join its own
+            own = _factor(read._replace(token_weight=None), correction, batch, process_group, backend)
+            seen.append(_observed(read, own != 0, backend))
+            weight = own if inputs.token_weight is None else own * inputs.token_weight
+        else:
+            weight = _factor(read, correction, batch, process_group, backend)
+        inputs = inputs._replace(token_weight=weight)
+    return inputs, tuple(seen) if want_metrics else ()
+
+
+def _channel(
+    channel: Channel, logp: torch.Tensor, old_logp: torch.Tensor | None, rollout: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The two policies of a log-ratio; None where they are the same."""
+    old = logp if old_logp is None else old_logp
+    if channel is Channel.DISCREPANCY:
+        return None if rollout is None else (old, rollout)
+    return logp, old if channel is Channel.STALENESS or rollout is None else rollout
+
+
+def _read(
+    inputs: PolicyLossInputs, pair: tuple[torch.Tensor, torch.Tensor], correction: Correction, batch: PackedBatch
+) -> PolicyLossInputs:
+    """What the op of a correction reads."""
+    first, second = pair
+    hierarchy = batch.hierarchy(() if correction.unit is None else (correction.unit,))
+    return PolicyLossInputs(
+        first.contiguous(), second.contiguous(), inputs.advantages, inputs.weights, inputs.cu_seqlens, inputs.mask,
+        token_weight=inputs.token_weight, advantage_per_token=inputs.advantage_per_token, piece_begin=hierarchy.begin,
+        piece_end=hierarchy.end, piece_row=hierarchy.row, ancestors=hierarchy.ancestors,
+    )  # fmt: skip
+
+
+def _factor(
+    read: PolicyLossInputs,
+    correction: Correction,
+    batch: PackedBatch,
+    process_group: torch.distributed.ProcessGroup | None,
+    backend: str | None,
+) -> torch.Tensor:
+    """The correction, times the token weights in ``read``, in the shape of logp."""
+    reduce = None
+    if process_group is not None and correction.unit is not None:
+        reduce = reduce_over_ranks(batch, correction.unit, process_group)
+    return ops.correction(read, correction.spec(), backend, reduce).reshape(read.logp.shape)
+
+
+def _observed(read: PolicyLossInputs, kept: torch.Tensor, backend: str | None) -> Metrics:
+    """The metrics of a loss that is 0: the log-ratios of the channel, and how many tokens are kept."""
+    nothing = torch.zeros_like(read.weights)
+    inputs = PolicyLossInputs(
+        read.logp, read.old_logp, nothing, nothing, read.cu_seqlens, read.mask, token_mask=kept.contiguous()
+    )
+    if backend == "reference":
+        return observed(resolve("gates", read.logp, backend).policy_loss(inputs, _OBSERVER)[1])
+    return observed(ops.policy_loss(inputs, _OBSERVER, backend, False)[1])

@@ -469,9 +469,9 @@ def index_inputs(example, gate):
 
 def raw(example, gate, backend, **replaced):
     """The op itself, which checks nothing."""
-    inputs, spec, _ = sys.modules["hpo_core.losses"]._prepare(
+    inputs, spec, _, _ = sys.modules["hpo_core.losses"]._prepare(
         example.logp, example.old_logp, example.advantages, example.batch, gate, example.weights, *[None] * 12, "row",
-        None, None, False, backend,
+        None, None, False, False, backend,
     )  # fmt: skip
     return (
         sys.modules["hpo_core.backends"]

@@ -43,9 +43,9 @@ def _workspaces_and_tables_come_with_garbage():
 
 def run(example, gate, backend, exchange=None, mask=None, want_grad=True):
     """Loss, metrics, gradient and the loss of every token, by the op itself."""
-    inputs, spec, _ = sys.modules["hpo_core.losses"]._prepare(
+    inputs, spec, _, _ = sys.modules["hpo_core.losses"]._prepare(
         example.logp, example.old_logp, example.advantages, example.batch, gate, example.weights, *[None] * 12, "row",
-        None, None, False, backend,
+        None, None, False, False, backend,
     )  # fmt: skip
     inputs = inputs if mask is None else inputs._replace(mask=mask)
     op = sys.modules["hpo_core.backends"].resolve("gates", inputs.logp, backend)

@@ -29,6 +29,8 @@ class PackedBatch:
             read).
         cu_steps: ``[N + 1]`` offsets of steps that tile every row. At most one of ``cu_steps`` and ``steps``.
         steps: ``[N, 2]`` half-open token ranges, in order, with gaps allowed; each inside one row.
+        step_ids: ``[N]`` any integers: ranges with equal ids form one step, which so may have gaps, or go on in another
+            row or on another rank; negative: by itself. Default: each range is a step.
         trajectory_ids: ``[S]`` any integers: rows with equal ids form one trajectory. Default: each row is its own.
         group_ids: ``[S]`` any integers: the prompt group of each row (advantages); negative: in no group.
         domain_ids: ``[S]`` any integers.
@@ -55,6 +57,7 @@ class PackedBatch:
         "group_ids",
         "mask",
         "padded_shape",
+        "step_ids",
         "steps",
         "total_tokens",
         "trajectory_ids",
@@ -65,6 +68,7 @@ class PackedBatch:
     total_tokens: int
     cu_steps: torch.Tensor | None
     steps: torch.Tensor | None
+    step_ids: torch.Tensor | None
     trajectory_ids: torch.Tensor | None
     group_ids: torch.Tensor | None
     domain_ids: torch.Tensor | None
@@ -78,13 +82,14 @@ class PackedBatch:
         total_tokens: int | None = None,
         cu_steps: torch.Tensor | None = None,
         steps: torch.Tensor | None = None,
+        step_ids: torch.Tensor | None = None,
         trajectory_ids: torch.Tensor | None = None,
         group_ids: torch.Tensor | None = None,
         domain_ids: torch.Tensor | None = None,
         validate: bool = True,
     ) -> None:
         ids = {"trajectory_ids": trajectory_ids, "group_ids": group_ids, "domain_ids": domain_ids}
-        steps_or_ids = {"cu_steps": cu_steps, "steps": steps, **ids}
+        steps_or_ids = {"cu_steps": cu_steps, "steps": steps, "step_ids": step_ids, **ids}
         for name, tensor in {"cu_seqlens": cu_seqlens, "mask": mask, **steps_or_ids}.items():
             if tensor is None and name != "cu_seqlens":
                 continue
@@ -140,11 +145,15 @@ class PackedBatch:
         self.total_tokens = total_tokens
         self.cu_steps = None if cu_steps is None else _as_int64(cu_steps)
         self.steps = None if steps is None else _as_int64(steps)
+        self.step_ids = None if step_ids is None else _as_int64(step_ids)
         self.trajectory_ids = None if trajectory_ids is None else _as_int64(trajectory_ids)
         self.group_ids = None if group_ids is None else _as_int64(group_ids)
         self.domain_ids = None if domain_ids is None else _as_int64(domain_ids)
         self.padded_shape = None
         self._cache: dict[Any, Any] = {}
+        if self.step_ids is not None:
+            check(self.num_steps is not None, "step_ids: there are no steps to name; pass cu_steps or steps, too")
+            check_shape("step_ids", self.step_ids, (self.num_steps or 0,), "[N] (one per range)")
         if validate:
             self._validate()
 
@@ -240,7 +249,9 @@ class PackedBatch:
         return result
 
     def ids(self, unit: Unit) -> torch.Tensor | None:
-        """The ids ``[S]`` that name segments of this kind; None where they have none."""
+        """The ids ``[S]`` (of steps ``[N]``) that name segments of this kind; None where they have none."""
+        if unit is Unit.STEP:
+            return self.step_ids
         name = {Unit.TRAJECTORY: "trajectory_ids", Unit.GROUP: "group_ids", Unit.DOMAIN: "domain_ids"}.get(unit)
         found: torch.Tensor | None = None if name is None else getattr(self, name)
         return found
@@ -300,8 +311,8 @@ class PackedBatch:
             offsets,
             None if self.mask is None else self.mask[tokens],
             total_tokens=tokens.numel(),
-            steps=self._select_steps(index, begin - offsets[:-1]),
             validate=False,
+            **self._select_steps(index, begin - offsets[:-1]),
             **pick,
         )
         return part, tokens
@@ -366,29 +377,26 @@ class PackedBatch:
             parts.append(f"steps={self.num_steps}")
         if self.padded_shape is not None:
             parts.append(f"padded={self.padded_shape}")
-        parts += [
-            name for name in ("mask", "trajectory_ids", "group_ids", "domain_ids") if getattr(self, name) is not None
-        ]
+        known = ("mask", "step_ids", "trajectory_ids", "group_ids", "domain_ids")
+        parts += [name for name in known if getattr(self, name) is not None]
         if self.device.type != "cpu":
             parts.append(f"device={self.device}")
         return f"PackedBatch({', '.join(parts)})"
 
     # ----------------------------------------------------------------------------------------------------- internals
 
-    def _select_steps(self, index: torch.Tensor, shift: torch.Tensor) -> torch.Tensor | None:
-        """The steps of these rows; ``shift`` of a row is its old position minus its new one."""
+    def _select_steps(self, index: torch.Tensor, shift: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """The steps of these rows and their ids; ``shift`` of a row is its old position minus its new one."""
         if self.num_steps is None:
-            return None
-        if self.steps is not None:
-            begin, end = self.steps[:, 0], self.steps[:, 1]
-        else:
-            assert self.cu_steps is not None
-            begin, end = self.cu_steps[:-1], self.cu_steps[1:]
-        begin, end = begin[end > begin], end[end > begin]  # an empty step belongs to no row
+            return {}
+        begin, end = self._step_ranges()
+        filled = (end > begin).nonzero().flatten()  # an empty step belongs to no row
+        begin, end = begin[filled], end[filled]
         row = torch.searchsorted(self.cu_seqlens, begin, right=True) - 1  # [N], ascending as the steps are
         first, last = torch.searchsorted(row, index), torch.searchsorted(row, index, right=True)
         chosen, owner = _laid_out(first, last - first)
-        return torch.stack((begin[chosen], end[chosen]), 1) - shift[owner, None]
+        ranges = torch.stack((begin[chosen], end[chosen]), 1) - shift[owner, None]
+        return {"steps": ranges, "step_ids": None if self.step_ids is None else self.step_ids[filled[chosen]]}
 
     def _validate(self) -> None:
         offsets = self.cu_seqlens.cpu()
@@ -427,6 +435,12 @@ class PackedBatch:
         if self.steps is not None:
             ranges = self.steps.cpu()
             _check_steps("steps", ranges[:, 0], ranges[:, 1], offsets)
+        if self.step_ids is not None:
+            begin, end = (offsets.cpu() for offsets in self._step_ranges())
+            filled = end > begin
+            holder = torch.searchsorted(offsets, begin[filled], right=True) - 1
+            of_row = torch.arange(self.rows) if self.trajectory_ids is None else self.trajectory_ids.cpu()
+            _check_nested("step", self.step_ids.cpu()[filled], "trajectory", of_row[holder])
         _check_nested("trajectory", self.trajectory_ids, "group", self.group_ids)
         _check_nested("trajectory", self.trajectory_ids, "domain", self.domain_ids)
         _check_nested("group", self.group_ids, "domain", self.domain_ids)
@@ -438,12 +452,12 @@ def _check_nested(finer: str, ids: torch.Tensor | None, coarser: str, parents: t
     ids, order = ids.cpu().sort(stable=True)
     parents = parents.cpu()[order]
     torn = (ids[1:] == ids[:-1]) & (parents[1:] != parents[:-1])
-    if finer == "group":  # a negative one names none: each trajectory is then by itself
+    if finer in ("step", "group"):  # a negative one names none: each is then by itself
         torn &= ids[1:] >= 0
     place = _first(torn)
     if place is not None:
         raise ValueError(
-            f"{coarser}_ids: expected one {coarser} for all rows of {finer} {int(ids[place])}, got "
+            f"{coarser}_ids: expected one {coarser} for all of {finer} {int(ids[place])}, got "
             f"{int(parents[place])} and {int(parents[place + 1])}; levels nest: mend the ids, or pass validate=False "
             f"where no gate has both levels"
         )
@@ -491,7 +505,10 @@ def _hierarchy(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
             # Below 0 an id means "in none": such a trajectory is a segment of its own.
             segments[unit] = torch.where(ids < 0, -1 - trajectory, ids)
     piece = torch.arange(begin.numel(), device=batch.device)
-    ancestors = [piece if unit is Unit.STEP else _first_of_each(segments[unit][row]) for unit in units]
+    step = piece
+    if batch.step_ids is not None and Unit.STEP in units and batch.rows > 0:
+        step = _first_of_each(torch.where(batch.step_ids < 0, -1 - piece, batch.step_ids))
+    ancestors = [step if unit is Unit.STEP else _first_of_each(segments[unit][row]) for unit in units]
     return Hierarchy(begin, end, row, torch.stack(ancestors) if units else piece.new_empty((0, piece.numel())))
 
 

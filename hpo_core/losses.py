@@ -111,12 +111,13 @@ def policy_loss(
         target: ``[S]`` or ``[T]``: what the heads TARGET and NEGATIVE_AWARE compare the ratio with; only those take it.
         penalty_mask: bool ``[T]``: who pays the gate's own penalty. Default: every valid token.
         return_tokens: also return loss_t ``[T]`` (detached; not multiplied by ``weights``).
-        aggregates: by level (``"trajectory"``, ``"group"``, ``"domain"``), what stands in the place of the aggregates
-            of this call's tokens, for a level routed STOPPED whose segments other micro-batches have, too: float
-            ``[G]``, entry i the log-ratio (a mean or sum, as the level says) of the segment with id i; with a split
-            ``[2, G]``, of x+ and x-. An id without an entry, or with NaN, keeps its own.
+        aggregates: by level (``"step"``, ``"trajectory"``, ``"group"``, ``"domain"``), what stands in the place of the
+            aggregates of this call's tokens, for a level routed STOPPED whose segments other micro-batches have, too:
+            float ``[G]``, entry i the log-ratio (a mean or sum, as the level says) of the segment with id i; with a
+            split ``[2, G]``, of x+ and x-. An id without an entry, or with NaN, keeps its own.
         process_group: ranks over which levels named by ids span: rows with equal ``trajectory_ids``, ``group_ids`` or
-            ``domain_ids`` form one segment wherever they lie (a trajectory cut over ranks is sequence parallelism).
+            ``domain_ids``, and steps with equal ``step_ids``, form one segment wherever they lie (a trajectory cut over
+            ranks is sequence parallelism).
             All ranks make the same calls in the same order, each on a batch of its own that all make anew together:
             the first call with a batch gathers the ids. ``loss`` is the sum over this rank's tokens, the gradient that
             of the sum of all ranks' losses; ``weights`` must count the tokens of all ranks (``process_group=`` or

@@ -1,10 +1,10 @@
 """Levels that reach beyond a call: segments that lie on several ranks, and aggregates from elsewhere.
 
-Levels whose segments are named by ids (``trajectory_ids``, ``group_ids``, ``domain_ids``) span the ranks of a process
-group: rows with equal ids form one segment, wherever they lie. Steps, and rows without ``trajectory_ids``, lie on one
-rank. What a rank knows of a segment is a few integers, so adding those of all ranks has no order, and every rank sees
-the same bits: one all-reduce for the sums of log-ratios, and two more for the gradient where a level hands any through
-its aggregate.
+Levels whose segments are named by ids (``step_ids``, ``trajectory_ids``, ``group_ids``, ``domain_ids``) span the ranks
+of a process group: what has equal ids forms one segment, wherever it lies. Steps and rows without ids lie on one rank.
+What a rank knows of a segment is a few integers, so adding those of all ranks has no order, and every rank sees the
+same bits: one all-reduce for the sums of log-ratios, and two more for the gradient where a level hands any through its
+aggregate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed
 
-from .batch import PackedBatch
+from .batch import Hierarchy, PackedBatch
 from .checks import check, check_type
 from .reference.gates import EXPONENT_SATURATION
 from .specs import Aggregate, LevelSpec, PolicyLossSpec, Routing, SegmentReduce, Unit
@@ -135,22 +135,30 @@ def _named_segments(batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor
     hierarchy = batch.hierarchy(units)
     found = [hierarchy.ancestors.new_empty(0, 4)]
     for level, unit in enumerate(units):
-        ids = batch.ids(unit)
+        ids = _ids_of_pieces(batch, unit, hierarchy)
         if ids is None:
             continue
         nameless = torch.zeros_like(ids, dtype=torch.bool)
         of_trajectory = torch.full_like(nameless, unit is Unit.TRAJECTORY)
-        if unit is not Unit.TRAJECTORY and batch.trajectory_ids is None:
+        trajectories = _ids_of_pieces(batch, Unit.TRAJECTORY, hierarchy)
+        if unit is Unit.STEP or (unit is not Unit.TRAJECTORY and trajectories is None):
             nameless = ids < 0
         elif unit is not Unit.TRAJECTORY:  # a trajectory that is in no group is one by itself, on all its ranks
             of_trajectory = ids < 0
-            assert batch.trajectory_ids is not None
-            ids = torch.where(of_trajectory, batch.trajectory_ids, ids)
-        columns = (torch.full_like(ids, level), of_trajectory.to(ids.dtype), ids)
-        of_piece = torch.stack((*(column[hierarchy.row] for column in columns), hierarchy.ancestors[level]), 1)
-        found.append(of_piece[~nameless[hierarchy.row]])
+            assert trajectories is not None
+            ids = torch.where(of_trajectory, trajectories, ids)
+        columns = (torch.full_like(ids, level), of_trajectory.to(ids.dtype), ids, hierarchy.ancestors[level])
+        found.append(torch.stack(columns, 1)[~nameless])
     names: torch.Tensor = torch.unique(torch.cat(found), dim=0)
     return names
+
+
+def _ids_of_pieces(batch: PackedBatch, unit: Unit, hierarchy: Hierarchy) -> torch.Tensor | None:
+    """``[P]``: by what id the segment of each piece is named."""
+    ids = batch.ids(unit)
+    if ids is None or unit is not Unit.STEP:
+        return None if ids is None else ids[hierarchy.row]
+    return ids[: hierarchy.row.numel()]  # none in a batch without rows, whose steps are no pieces
 
 
 def _gather(own: torch.Tensor, group: Group) -> list[torch.Tensor]:
@@ -215,7 +223,6 @@ def _check_aggregates(
         index = levels[name]
         level = spec.levels[index]
         ids = batch.ids(level.unit)
-        check(level.unit is not Unit.STEP, "aggregates: steps have no ids to find an entry by; drop {!r}", name)
         check(ids is not None, "aggregates: {!r} needs {}_ids in the batch", name, name)
         check(
             level.routing is Routing.STOPPED,
@@ -258,9 +265,10 @@ def _given(index: int, level: LevelSpec, values: torch.Tensor, of_segment: torch
 
 def _ids_of_segments(batch: PackedBatch, units: tuple[Unit, ...], level: int) -> torch.Tensor:
     """``[P]``: the id of each segment of a level, -1 where there is none."""
-    hierarchy, ids = batch.hierarchy(units), batch.ids(units[level])
+    hierarchy = batch.hierarchy(units)
+    ids = _ids_of_pieces(batch, units[level], hierarchy)
     assert ids is not None
-    return torch.full_like(hierarchy.row, -1).scatter_(0, hierarchy.ancestors[level], ids[hierarchy.row])
+    return torch.full_like(hierarchy.row, -1).scatter_(0, hierarchy.ancestors[level], ids)
 
 
 # ------------------------------------------------------------------------------------------------------- of one call

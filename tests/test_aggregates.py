@@ -132,7 +132,8 @@ def test_errors():
         "aggregates: the level 'group' of the gate 'stopped' counts segments",
         stopped_group(Aggregate.BALANCED), aggregates={"group": one},
     )  # fmt: skip
-    refused("aggregates: steps have no ids", stopped, aggregates={"step": one})
+    nameless = hpo.PackedBatch.from_lengths(LENGTHS, steps=step.batch.steps)
+    refused("aggregates: 'step' needs step_ids", stopped, batch=nameless, aggregates={"step": one})
     rows = RatioGate("rows", Identity(), levels((Tanh(0.1), TRAJECTORY), routing=Routing.STOPPED))
     refused("aggregates: 'trajectory' needs trajectory_ids", rows, batch=bare, aggregates={"trajectory": one})
     refused("aggregates: expected a dict", stopped_group(), TypeError, aggregates=one)

@@ -23,13 +23,14 @@ def full():
         longs(0, 4, 4, 5, 9),
         torch.tensor([1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1], dtype=torch.bool),
         steps=torch.tensor([[0, 2], [3, 4], [4, 5], [6, 6], [6, 9]]),
+        step_ids=longs(20, -1, 30, 20, 30),
         trajectory_ids=longs(7, 7, -3, -3),
         group_ids=longs(5, 5, -1, -1),
         domain_ids=longs(2**40, 2**40, 1, 1),
     )
 
 
-FIELDS = ("cu_seqlens", "mask", "steps", "trajectory_ids", "group_ids", "domain_ids")
+FIELDS = ("cu_seqlens", "mask", "steps", "step_ids", "trajectory_ids", "group_ids", "domain_ids")
 
 
 def same(one, other):
@@ -47,11 +48,12 @@ def test_integers_are_kept_as_int64(dtype):
     batch = PackedBatch(
         longs(0, 2, 3).to(dtype),
         cu_steps=longs(0, 1, 2, 3).to(dtype),
+        step_ids=longs(4, 4, -1).to(dtype),
         trajectory_ids=longs(1, 2).to(dtype),
         group_ids=longs(0, -1).to(dtype),
         domain_ids=longs(9, 9).to(dtype),
     )
-    for name in ("cu_seqlens", "cu_steps", "trajectory_ids", "group_ids", "domain_ids"):
+    for name in ("cu_seqlens", "cu_steps", "step_ids", "trajectory_ids", "group_ids", "domain_ids"):
         assert getattr(batch, name).dtype == LONG and getattr(batch, name).is_contiguous()
     assert PackedBatch(longs(0, 2), steps=torch.tensor([[0, 2]], dtype=dtype)).steps.dtype == LONG
 
@@ -61,7 +63,7 @@ def test_sizes():
     assert (batch.rows, batch.total_tokens, batch.num_steps) == (4, 11, 5)
     assert batch.device == torch.device("cpu") and batch.padded_shape is None
     assert PackedBatch(longs(0, 2)).num_steps is None
-    assert "rows=4, tokens=11, steps=5, mask, trajectory_ids, group_ids, domain_ids" in repr(batch)
+    assert "rows=4, tokens=11, steps=5, mask, step_ids, trajectory_ids, group_ids, domain_ids" in repr(batch)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +187,7 @@ def test_select():
     assert part.cu_seqlens.tolist() == [0, 4, 8] and part.total_tokens == 8
     assert torch.equal(part.mask, batch.mask[tokens])
     assert part.steps.tolist() == [[1, 4], [4, 6], [7, 8]]  # the empty step 3 belongs to no row
+    assert part.step_ids.tolist() == [30, 20, -1]
     assert part.group_ids.tolist() == [-1, 5] and part.trajectory_ids.tolist() == [-3, 7]
     assert part.domain_ids.tolist() == [1, 2**40]
     part._validate()
@@ -195,8 +198,14 @@ def test_select():
 def test_select_from_tiling_steps():
     batch = PackedBatch(longs(0, 3, 5), cu_steps=longs(0, 1, 3, 4, 5))
     part, _ = batch.select([1, 0, 1])
-    assert part.steps.tolist() == [[0, 1], [1, 2], [2, 3], [3, 5], [5, 6], [6, 7]]
+    assert part.steps.tolist() == [[0, 1], [1, 2], [2, 3], [3, 5], [5, 6], [6, 7]] and part.step_ids is None
     part._validate()
+
+
+def test_ranges_with_equal_ids_are_one_step():
+    step, trajectory = full().hierarchy((hpo.gates.Unit.STEP, hpo.gates.Unit.TRAJECTORY)).ancestors.tolist()
+    assert step == [0, 1, 2, 0, 2]  # a segment has the number of its first range; -1 names none
+    assert trajectory == [0, 0, 2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -359,6 +368,12 @@ def test_copies(make, copied):
             ValueError,
             "cu_steps: expected begin <= end at every step, not so at step 1",
         ),
+        ({"step_ids": longs(0)}, ValueError, "step_ids: there are no steps to name; pass cu_steps or steps, too"),
+        (
+            {"cu_steps": longs(0, 1, 2), "step_ids": longs(3)},
+            ValueError,
+            r"step_ids: expected shape \[N\] \(one per range\) = \[2\], got \[1\]",
+        ),
         ({"steps": longs(0, 2)}, ValueError, r"steps: expected shape \[N, 2\] of half-open token ranges, got \[2\]"),
         ({"steps": torch.tensor([[1, 0]])}, ValueError, "steps: expected begin <= end at every step, not so at step 0"),
         ({"steps": torch.tensor([[0, 2], [1, 2]])}, ValueError, "steps: .* without overlap, not so after step 0"),
@@ -398,6 +413,10 @@ def test_levels_nest():
         with pytest.raises(ValueError, match=message):
             PackedBatch.from_lengths(rows, **ids)
         PackedBatch.from_lengths(rows, total_tokens=3, validate=False, **ids)
+    tiles = {"cu_steps": longs(0, 1, 2, 3), "step_ids": longs(5, 6, 5)}
+    with pytest.raises(ValueError, match="trajectory_ids: expected one trajectory for all of step 5, got 0 and 2"):
+        PackedBatch.from_lengths(rows, **tiles)
+    PackedBatch.from_lengths(rows, **tiles, trajectory_ids=longs(4, 9, 4))
     PackedBatch.from_lengths(rows, group_ids=longs(-1, 9, -1), domain_ids=longs(0, 0, 1))  # -1 names no group
 
 

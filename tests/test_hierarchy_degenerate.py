@@ -56,6 +56,31 @@ def test_rows_in_no_group_stand_alone(backend):
     assert bits(grads[0]) == bits(grads[1])
 
 
+@pytest.mark.parametrize("name", [name for name, gate in GATES.items() if STEP in [each.unit for each in gate.levels]])
+def test_a_step_in_two_ranges_is_one_around_masked_tokens(name, backend):
+    ids = {"trajectory_ids": torch.tensor([6]), "group_ids": torch.tensor([2]), "domain_ids": torch.tensor([1])}
+    x = 0.06 * torch.sin(torch.arange(12.0) ** 2)
+    offsets, mask = torch.tensor([0, 12]), torch.ones(12, dtype=torch.bool)
+    mask[2:4] = False
+    masked = hpo.PackedBatch(offsets, mask, steps=torch.tensor([[0, 9], [9, 12]]), **ids)
+    ranges = torch.tensor([[0, 2], [4, 9], [9, 12]])
+    named, nameless = (
+        hpo.PackedBatch(offsets, steps=ranges, step_ids=None if each is None else torch.tensor(each), **ids)
+        for each in ([8, 8, -1], None)
+    )
+    old, one = torch.full((12,), -1.0), torch.ones(1)
+    results, other, exact = (
+        hpo.policy_loss_and_grad(
+            old + x, old, one, batch, GATES[name], weights=one, advantage_level="row", backend=on
+        )
+        for batch, on in ((named, backend), (nameless, backend), (masked, "reference"))
+    )  # fmt: skip
+    torch.testing.assert_close(results.grad, exact.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(results.loss, exact.loss, rtol=1e-5, atol=1e-6)
+    if name == "four levels, through, whole":  # others pass what is inside their bounds on as it is
+        assert not torch.allclose(other.grad, exact.grad, rtol=1e-4)
+
+
 @pytest.mark.parametrize("on", ["reference", *NATIVE])
 def test_a_trajectory_of_one_token(on):
     """FiberPO: no residual is left, and the rollback has slope -1."""

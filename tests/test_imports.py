@@ -13,7 +13,18 @@ PACKAGE = Path(hpo_core.__file__).parent
 # Data flows down this list; a module imports from those above it only.
 ORDER = (
     *("checks", "specs", "metrics", "reference", "native", "backends", "ops", "batch", "spanning", "level_metrics"),
-    *("kl", "gates", "corrections", "advantages", "entropy", "aggregation", "losses", "testing", "integrations", "__main__"),
+    *(
+        "kl",
+        "gates",
+        "corrections",
+        "advantages",
+        "entropy",
+        "aggregation",
+        "losses",
+        "testing",
+        "integrations",
+        "__main__",
+    ),
 )
 
 

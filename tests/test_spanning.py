@@ -64,6 +64,7 @@ STEPS = {
 CORRECTED = {
     "mean and minimum": gates.mis(0.985, 1.01, reduction=Reduction.MEAN, veto=0.89),
     "sum": gates.tis(1.1, TRAJECTORY),
+    "steps": gates.compose(gates.ppo_clip(), Correction(Action.MASK, (-0.012, -0.01), (0.01, 0.008), unit=STEP)),
     "maximum": gates.compose(
         gates.ppo_clip(), Correction(Action.MASK, high=(0.06, 0.055), unit=GROUP, reduction=Reduction.MAX)
     ),
@@ -102,15 +103,18 @@ class Step(NamedTuple):
         mask = torch.rand(tokens, generator=draw) < 0.85
         advantages, weights = torch.randn(rows, generator=draw), torch.rand(rows, generator=draw) + 0.1
         ends = torch.tensor(LENGTHS).cumsum(0).tolist()
-        steps = [
-            (at, min(at + 3, end))
-            for end, length in zip(ends, LENGTHS, strict=True)
-            for at in range(end - length, end, 4)  # with gaps
-        ]
+        steps, step_ids = [], []
+        for end, length, trajectory in zip(ends, LENGTHS, TRAJECTORIES, strict=True):
+            for at in range(end - length, end, 4):  # with gaps
+                steps.append((at, min(at + 3, end)))
+                # Two ranges to some steps, with one between them, and in rows one after the other.
+                own, shared = 10**6 + len(steps), 100 * (trajectory + 5) + (at - end + length) // 9
+                step_ids.append(own if at - end + length == 4 else shared)
         ids = {"trajectory_ids": TRAJECTORIES, "group_ids": GROUPS, "domain_ids": DOMAINS}
         batch = hpo.PackedBatch.from_lengths(
-            LENGTHS, mask=mask, steps=torch.tensor(steps), **{name: torch.tensor(each) for name, each in ids.items()}
-        )
+            LENGTHS, mask=mask, steps=torch.tensor(steps), step_ids=torch.tensor(step_ids),
+            **{name: torch.tensor(each) for name, each in ids.items()},
+        )  # fmt: skip
         return Step(logp, old_logp, advantages, weights, batch)
 
     def whole_rows(self, rows):
@@ -123,10 +127,20 @@ class Step(NamedTuple):
         """From every row what lies between these fractions of it, as sequence parallelism cuts them."""
         begin, length = self.batch.cu_seqlens[:-1], self.batch.cu_seqlens.diff()
         first, last = begin + (length * start).long(), begin + (length * stop).long()
-        tokens = torch.cat([torch.arange(*each) for each in zip(first.tolist(), last.tolist(), strict=True)])
+        parts = list(zip(first.tolist(), last.tolist(), strict=True))
+        tokens = torch.cat([torch.arange(*each) for each in parts])
+        place = {token: at for at, token in enumerate(tokens.tolist())}
+        steps, step_ids = [], []
+        for (start_of, stop_of), name in zip(self.batch.steps.tolist(), self.batch.step_ids.tolist(), strict=True):
+            kept = [place[token] for token in range(start_of, stop_of) if token in place]
+            if kept:
+                steps.append((kept[0], kept[-1] + 1))
+                step_ids.append(name)
         batch = hpo.PackedBatch.from_lengths(
             last - first, mask=self.batch.mask[tokens], trajectory_ids=self.batch.trajectory_ids,
             group_ids=self.batch.group_ids, domain_ids=self.batch.domain_ids,
+            steps=torch.tensor(steps, dtype=torch.int64).reshape(-1, 2),
+            step_ids=torch.tensor(step_ids, dtype=torch.int64),
         )  # fmt: skip
         return Step(self.logp[tokens], self.old_logp[tokens], self.advantages, self.weights, batch), tokens
 
@@ -164,7 +178,7 @@ CASES = [
     (ranks, layout, name)
     for ranks, layouts in LAYOUTS.items()
     for layout in layouts
-    for name in ([*GATES] if cuts(ranks, layout) else [*GATES, *STEPS])
+    for name in (*GATES, *STEPS)
     if ranks == 2 or name in ("fiberpo_domain", "mixed", "four levels")
 ]
 GATE_OF = {**GATES, **STEPS}
@@ -173,6 +187,7 @@ OBSERVED = [
     (2, "rows", "four levels"),
     (2, "cut", "mixed"),
     (2, "cut", "gspo"),
+    (2, "cut", "four levels"),
     (2, "no rows on one", "fiberpo_domain"),
     (4, "rows", "four levels"),
     (4, "cut", "fiberpo_domain"),
@@ -462,7 +477,8 @@ def test_errors():
             step.run(gate, "cpu", batch=batch, process_group=object())
 
     refused("no level and no correction of the gate 'ppo_clip' spans ranks; drop it", gates.ppo_clip())
-    refused("no level and no correction of the gate 'step_gspo' spans ranks", gates.step_gspo())
+    nameless = hpo.PackedBatch.from_lengths(LENGTHS, steps=step.batch.steps)
+    refused("no level and no correction of the gate 'step_gspo' spans ranks", gates.step_gspo(), batch=nameless)
     refused(
         "no level of the gate 'gspo' has ids, and without them a trajectory lies on one rank; pass "
         "trajectory_ids= to PackedBatch, or drop it",

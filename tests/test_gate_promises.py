@@ -176,6 +176,17 @@ def test_overflow(backend, gate):
     assert torch.isfinite(out.loss) and torch.isfinite(out.grad).all()
 
 
+@pytest.mark.parametrize("levels", [(), (gates.Level(gates.Identity()),)], ids=["token", "trajectory"])
+def test_huge_losses_of_both_signs_cancel(levels, backend):
+    """Three of these would overflow a float32: what is added up in it knows when to stop."""
+    gate = gates.RatioGate("identity", gates.Identity(), levels)
+    batch = hpo.PackedBatch.from_lengths([48, 47]).to(testing.device_of(backend))
+    logp, one = torch.full((95,), -0.5, device=batch.device), torch.ones(2, device=batch.device)
+    advantages = torch.tensor([1e12, -1e12], device=batch.device)
+    out = hpo.policy_loss_and_grad(logp, logp - 61, advantages, batch, gate, weights=one, backend=backend)
+    assert out.loss.item() == pytest.approx(-1e12 * math.exp(60), rel=2e-6)
+
+
 def test_saturation_keeps_the_slope(backend):
     example = testing.random_policy_loss(0, TOKEN_GATES["identity"], {"weights"}, layout=Layout((4,), 0, "none"))
     example = example._replace(logp=torch.full((4,), -0.5), old_logp=torch.tensor([-60.5, -61.5, -100.5, -1e20]))

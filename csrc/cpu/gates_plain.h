@@ -174,8 +174,8 @@ struct FixedSum {
   Unsigned coarse[kParts] = {}, fine[kParts] = {};
 
   HPO_INLINE void add(int part, Mask mask, Unsigned coarse_bits, Unsigned fine_bits) {
-    coarse[part] = Unsigned(add_where(mask, Ints(coarse_bits), Ints(coarse[part])));
-    fine[part] = Unsigned(add_where(mask, Ints(fine_bits), Ints(fine[part])));
+    coarse[part] = add_where(mask, coarse_bits, coarse[part]);
+    fine[part] = add_where(mask, fine_bits, fine[part]);
   }
 
   // `added`: how many, by lane.
@@ -203,7 +203,7 @@ struct PlainFixedSums {
     if (!kSplit) return;
     const Mask rises = but_not(all_lanes(), less(x, Floats{}));
     rising_sum.add(part, rises, Unsigned(coarse), Unsigned(fine));
-    rising_count[part] = Unsigned(add_where(rises, Ints{} + 1, Ints(rising_count[part])));
+    rising_count[part] = add_where(rises, Unsigned{} + 1, rising_count[part]);
   }
   HPO_INLINE void end_group() {}
 

@@ -82,6 +82,9 @@ HPO_INLINE Floats difference(Mask mask, Floats x, Floats y) { return Floats(_mm5
 HPO_INLINE Ints add_where(Mask mask, Ints value, Ints sum) {
   return Ints(_mm512_mask_add_epi32(__m512i(sum), mask, __m512i(sum), __m512i(value)));
 }
+HPO_INLINE Unsigned add_where(Mask mask, Unsigned value, Unsigned sum) {
+  return Unsigned(_mm512_mask_add_epi32(__m512i(sum), mask, __m512i(sum), __m512i(value)));
+}
 HPO_INLINE Floats add_where(Mask mask, Floats value, Floats sum) {
   return Floats(_mm512_mask_add_ps(__m512(sum), mask, __m512(sum), __m512(value)));
 }
@@ -120,6 +123,9 @@ HPO_INLINE int32_t sum_lanes(Ints values) {
 
 // sum + value where the condition holds.
 HPO_INLINE Ints add_where(Ints condition, Ints value, Ints sum) { return condition ? sum + value : sum; }
+#if !defined(__AVX512F__)
+HPO_INLINE Unsigned add_where(Ints condition, Unsigned value, Unsigned sum) { return condition ? sum + value : sum; }
+#endif
 
 }  // namespace hpo::HPO_ISA
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from ..checks import check, check_type
 from ..kl import KLPenalty
@@ -305,6 +304,9 @@ class RatioGate:
     penalty_coefficient: float = 0.0
     source: str = ""
     provenance: Provenance = Provenance.VERIFIED
+    # Made once: every loss call asks for them.
+    _spec: PolicyLossSpec = field(init=False, repr=False, compare=False)
+    _facts: tuple[bool, bool, bool] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_type(
@@ -391,7 +393,8 @@ class RatioGate:
             "corrections: expected a tuple of Correction, got {!r}",
             self.corrections,
         )
-        object.__setattr__(self, "_spec", self._make_spec())  # once: every loss call asks for it
+        object.__setattr__(self, "_spec", self._make_spec())
+        object.__setattr__(self, "_facts", self._make_facts())
 
     @property
     def level(self) -> Level | None:
@@ -419,10 +422,9 @@ class RatioGate:
 
     def spec(self, kl: KLPenalty | None = None, strict: bool = False) -> PolicyLossSpec:
         """The gate, a KL penalty and the window's comparison, as kernels take them."""
-        spec: PolicyLossSpec = self._spec  # type: ignore[attr-defined]
         if kl is None:
-            return spec._replace(strict=True) if strict else spec
-        return spec._replace(kl=kl.estimator, kl_gradient=kl.gradient, kl_beta=kl.beta, strict=strict)
+            return self._spec._replace(strict=True) if strict else self._spec
+        return self._spec._replace(kl=kl.estimator, kl_gradient=kl.gradient, kl_beta=kl.beta, strict=strict)
 
     def _make_spec(self) -> PolicyLossSpec:
         clip = self.token if isinstance(self.token, Clip) else Clip()
@@ -451,23 +453,26 @@ class RatioGate:
             routing=self.level.routing,
         )
 
-    @cached_property
+    @property
     def reads_rollout(self) -> bool:
         """Whether the loss can make use of ``rollout_logp``."""
-        channels = {self.channel, *(correction.channel for correction in self.corrections)}
-        return channels != {Channel.STALENESS}
+        return self._facts[0]
 
-    @cached_property
+    @property
     def plain(self) -> bool:
         """Whether nothing has to be prepared for kernels but what every gate takes."""
-        spec: PolicyLossSpec = self._spec  # type: ignore[attr-defined]
-        same = self.channel is Channel.STALENESS and self.advantage_weights == (1.0, 1.0)
-        return spec.term is None and same and not self.corrections
+        return self._facts[1]
 
-    @cached_property
+    @property
     def takes_target(self) -> bool:
         """Whether the loss needs ``target``."""
-        return self.head in (Head.TARGET, Head.NEGATIVE_AWARE)
+        return self._facts[2]
+
+    def _make_facts(self) -> tuple[bool, bool, bool]:
+        channels = {self.channel, *(correction.channel for correction in self.corrections)}
+        unweighted = self.channel is Channel.STALENESS and self.advantage_weights == (1.0, 1.0)
+        plain = self._spec.term is None and unweighted and not self.corrections
+        return channels != {Channel.STALENESS}, plain, self.head in (Head.TARGET, Head.NEGATIVE_AWARE)
 
     def _adds_up_deviations(self) -> bool:
         """Whether all is as the censored head needs it."""

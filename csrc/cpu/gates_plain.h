@@ -93,9 +93,9 @@ struct OneRow {
   HPO_INLINE Floats coefficient(int) const { return row_coefficient; }
 };
 
-// Goes through a tile and calls each(i, part, present, kind, coefficient, x, ratio) for every vector, and each.end_group() after
-// those of a group; kind and coefficient are anything where no token is present. False: the tile is not plain after all, and
-// nothing was counted.
+// Goes through a tile and calls each(i, part, present, kind, coefficient, x, ratio) for every vector, and each.end_group()
+// after those of a group; kind and coefficient are anything where no token is present. False: the tile is not plain after all,
+// and nothing was counted.
 template <class Rows, class Each>
 HPO_INLINE bool sweep_plain(const PolicyLossArgs& args, int64_t first, int n, const Rows& rows, Partial& partial, Each& each) {
   const float* logp = args.logp + first;

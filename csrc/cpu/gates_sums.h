@@ -99,7 +99,7 @@ inline void add_to_lanes(const double* lanes, double* sums) {
 // Conversions cost more than what they spare of rounding: the tokens of a group meet in float, by lane, and groups in double.
 constexpr int kGroup = 8 * kLanes;
 
-// A group that would overflow, which takes log-ratios or advantages beyond all reason, meets in double.
+// A group that would overflow, as losses around |w A| e^60 do, meets in double.
 inline void add_groups(float* terms, int n, double* sums) {
   for (; n % kLanes != 0; ++n) terms[n] = 0.0f;
   double of_tile[kLanes] = {};
@@ -117,7 +117,7 @@ inline void add_groups(float* terms, int n, double* sums) {
   add_to_lanes(of_tile, sums);
 }
 
-// The same of vectors as they come, none of which is beyond reason.
+// The same of vectors as they come, of at most |w A| e^kStatisticSaturation.
 struct GroupSum {
   Floats group[kParts] = {};
   double lanes[kLanes] = {};  // of the groups that have ended

@@ -17,10 +17,10 @@ struct OpenLevels {
       : open(false), z(piece.z[sign]), mean{piece.mean[0], piece.mean[1]}, low(low), high(high) {
     const auto passes = [&](int channel) { return piece.slope[channel][sign] == 1.0f && piece.own[channel][sign] == 0.0f; };
     if (piece.below[sign] || piece.above[sign] || !passes(0)) return;
-    // Nothing here may saturate: neither the channel that a token is not in, nor the exponent.
+    // Nothing here may saturate, neither the channel that a token is not in nor the exponent, or overflow in a GroupSum.
     const float most = __builtin_fabsf(low) > __builtin_fabsf(high) ? __builtin_fabsf(low) : __builtin_fabsf(high);
     if (split && !(passes(1) && low == -high && __builtin_fabsf(mean[0]) <= high && __builtin_fabsf(mean[1]) <= high)) return;
-    open = __builtin_fabsf(z) + (split ? 3.0f : 1.0f) * most <= kSaturation;
+    open = __builtin_fabsf(z) + (split ? 3.0f : 1.0f) * most <= kStatisticSaturation;
   }
 };
 

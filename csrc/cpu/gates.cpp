@@ -152,7 +152,7 @@ struct PlainTokenGate {
   const Bounds& bounds;
   const float* logp;
   float* grad;
-  GroupSum loss = {};
+  GroupSum loss;
   Ints below[kParts] = {}, above[kParts] = {};
 
   HPO_INLINE void operator()(int i, int part, Mask present, Ints kind, Floats coefficient, Floats, Floats ratio) {
@@ -169,9 +169,9 @@ struct PlainTokenGate {
       below[part] = add_where(both(present, less(ratio, low)), kind, below[part]);
       above[part] = add_where(both(present, less(high, ratio)), kind, above[part]);
     }
-    put_term<kScoreHead>(present, inside, policy_value(coefficient, clipped), logp + i, loss.group[part], grad + i);
+    put_term<kScoreHead>(part, present, inside, policy_value(coefficient, clipped), logp + i, loss, grad + i);
   }
-  HPO_INLINE void end_group() { loss.end_group(); }
+  HPO_INLINE void end_group() { loss.end(); }
 
   void count(double, double* slots) const {
     GateCounts found;
@@ -187,7 +187,7 @@ struct PlainRowGate {
   const Floats low, high;
   const float* logp;
   float* grad;
-  GroupSum loss = {};
+  GroupSum loss;
   Ints inside_sum[kParts] = {}, below_sum[kParts] = {};
 
   HPO_INLINE void operator()(int i, int part, Mask present, Ints, Floats coefficient, Floats, Floats ratio) {
@@ -198,9 +198,9 @@ struct PlainRowGate {
     const Ints one = Ints{} + 1;
     if (kLow || kHigh) inside_sum[part] = add_where(inside, one, inside_sum[part]);
     if (kLow && kHigh) below_sum[part] = add_where(both(present, less(ratio, low)), one, below_sum[part]);
-    put_term<kScoreHead>(present, inside, policy_value(coefficient, clipped), logp + i, loss.group[part], grad + i);
+    put_term<kScoreHead>(part, present, inside, policy_value(coefficient, clipped), logp + i, loss, grad + i);
   }
-  HPO_INLINE void end_group() { loss.end_group(); }
+  HPO_INLINE void end_group() { loss.end(); }
 
   void count(double tokens, double* slots) const {
     if (!(kLow || kHigh)) return;
@@ -215,13 +215,14 @@ struct PlainRowGate {
 
 // False: not plain, and nothing happened that matters.
 template <class Rows, class TokenGate>
-bool run_plain_tile(const PolicyLossArgs& args, int64_t first, int n, const Rows& rows, TokenGate gate, Partial& partial) {
+bool run_plain_tile(const PolicyLossArgs& args, int64_t first, int n, const Rows& rows, TokenGate gate, const double* loss,
+                    Partial& partial) {
   const double tokens_before = partial.slots[kTokens];
   if (!sweep_plain(args, first, n, rows, partial, gate)) return false;
   const double tokens = partial.slots[kTokens] - tokens_before;
   partial.slots[kSelected] += tokens;
   gate.count(tokens, partial.slots);
-  add_to_lanes(gate.loss.lanes, partial.sums[kLossSum]);
+  add_to_lanes(loss, partial.sums[kLossSum]);
   return true;
 }
 
@@ -240,9 +241,10 @@ struct PlainTiles {
     }
     if (load_rows(args, first, n, segments, tile)) return false;
     const Bounds bounds = tile_bounds(call, first);
-    const PlainTokenGate<kScoreHead, kBounds> gate = {bounds, args.logp + first, gradient(args, first, tile)};
+    double loss[kLanes] = {};
+    const PlainTokenGate<kScoreHead, kBounds> gate = {bounds, args.logp + first, gradient(args, first, tile), GroupSum(loss)};
     const ManyRows<kMasked> rows = {tile, kMasked ? args.mask + first : nullptr};
-    if (!run_plain_tile(args, first, n, rows, gate, partial)) return false;
+    if (!run_plain_tile(args, first, n, rows, gate, loss, partial)) return false;
     mark_rows(segments, tile.kind, seen);
     return true;
   }
@@ -257,10 +259,11 @@ struct PlainTiles {
     const OneRow<kMasked> rows = {kMasked ? args.mask + first : nullptr, Ints{} + (sign ? kNegative : kPositive),
                                   all<Floats>(coefficient)};
     const double tokens_before = partial.slots[kTokens];
-    const auto run = [&](auto gate) { return run_plain_tile(args, first, n, rows, gate, partial); };
+    double loss[kLanes] = {};
+    const auto run = [&](auto gate) { return run_plain_tile(args, first, n, rows, gate, loss, partial); };
     const auto with = [&](auto has_low, auto has_high) {
       return run(PlainRowGate<kScoreHead, decltype(has_low)::value, decltype(has_high)::value>{
-          sign, all<Floats>(low), all<Floats>(high), args.logp + first, gradient(args, first, tile)});
+          sign, all<Floats>(low), all<Floats>(high), args.logp + first, gradient(args, first, tile), GroupSum(loss)});
     };
     const std::true_type yes;
     const std::false_type no;

@@ -129,8 +129,8 @@ HPO_INLINE bool sweep_plain(const PolicyLossArgs& args, int64_t first, int n, co
 
 // Loss and gradient of the tokens of a vector; `inside`: present, and the gate has the derivative 1.
 template <bool kScoreHead>
-HPO_INLINE void put_term(Mask present, Mask inside, Floats value, const float* logp, Floats& loss, float* grad) {
-  loss = add_where(present, kScoreHead ? value * load_lanes<Floats>(logp) : value, loss);
+HPO_INLINE void put_term(int part, Mask present, Mask inside, Floats value, const float* logp, GroupSum& loss, float* grad) {
+  loss.add(part, present, kScoreHead ? value * load_lanes<Floats>(logp) : value);
   store_lanes(keep_if(kScoreHead ? present : inside, value), grad);
 }
 

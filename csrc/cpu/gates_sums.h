@@ -119,10 +119,14 @@ inline void add_groups(float* terms, int n, double* sums) {
 
 // The same of vectors as they come, of at most |w A| e^kStatisticSaturation.
 struct GroupSum {
+  double* lanes;  // of the groups that have ended
   Floats group[kParts] = {};
-  double lanes[kLanes] = {};  // of the groups that have ended
 
-  HPO_INLINE void end_group() {
+  explicit GroupSum(double* lanes) : lanes(lanes) {}
+
+  HPO_INLINE void add(int part, Mask present, Floats value) { group[part] = add_where(present, value, group[part]); }
+
+  HPO_INLINE void end() {
     for (int part = 0; part < kParts; ++part) {
       for (int lane = 0; lane < kWidth; ++lane) lanes[part * kWidth + lane] += double(group[part][lane]);
       group[part] = Floats{};

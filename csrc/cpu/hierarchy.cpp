@@ -255,7 +255,7 @@ struct Sweeps {
         add_own_penalty(call, plan.term, at, n, block.row, scratch.tile, grad, token_loss, partial);
       }
     });
-    if (plan.carries) flow = lanes.total();
+    if (plan.carries) flow = lanes.total(plan.hierarchy.split, plan.by_sign);
   }
 
   // The third, where something saturated: the gradient that arrives through aggregates. Elsewhere what is written stands.
@@ -285,6 +285,7 @@ struct Sweeps {
     if (!plan.carries || plan.hierarchy.levels[0].routing != Routing::through) return;
     const auto arriving = [&](int channel) {  // as if in tables
       const double handed = flow.past_token[channel];
+      if (handed == 0.0) return 0.0f;
       const int64_t largest = magnitude_of(handed);
       return float(arrived(in_steps(handed, largest), largest) / shares(plan.hierarchy, 0, channel, [&](int) { return sums; }));
     };

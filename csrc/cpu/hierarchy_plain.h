@@ -26,17 +26,12 @@ struct OpenLevels {
 
 // What the tokens of a tile add up to; the loss is what flows into levels above them, too.
 struct OpenSums {
-  GroupSum loss, past_token[2];
-
-  HPO_INLINE void end_group(bool split) {
-    loss.end_group(), past_token[0].end_group();
-    if (split) past_token[1].end_group();
-  }
+  double loss[kLanes] = {}, past_token[2][kLanes] = {};
 };
 
 template <bool kSplit, bool kMasked>
 GateCounts open_loop(const OpenLevels& levels, const PolicyLossArgs& args, int64_t first, float coefficient, int32_t kind,
-                     OpenSums& out, float* grad, int n) {
+                     OpenSums& sums, float* grad, int n) {
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   const uint8_t* mask = kMasked ? args.mask + first : nullptr;
@@ -44,10 +39,10 @@ GateCounts open_loop(const OpenLevels& levels, const PolicyLossArgs& args, int64
   const Floats rising_mean = all<Floats>(levels.mean[0]), falling_mean = all<Floats>(-levels.mean[1]);
   const Floats rising_z = all<Floats>(levels.z), falling_z = all<Floats>(levels.z - levels.mean[0]);
   const Floats other = all<Floats>(levels.mean[1]);
-  const Ints each = Ints{} + 1;
-  OpenSums sums;  // where the compiler sees that nobody else holds it
-  Ints chosen = {}, inside_sum = {}, below_sum = {};
-  const auto step = [&](int i, int part, Mask present) __attribute__((always_inline)) {
+  constexpr int32_t kBelow = 1 << 16;  // a tile's tokens inside the bounds and below them, counted at once
+  GroupSum loss(sums.loss), rising(sums.past_token[0]), falling(sums.past_token[1]);
+  Ints chosen = {}, counted = {};
+  const auto gradient = [&](int i, int part, Mask present) __attribute__((always_inline)) {
     const Floats x = difference(present, load_lanes<Floats>(logp + i), load_lanes<Floats>(old_logp + i));
     const Mask falls = kSplit ? less(x, Floats{}) : Mask{}, rises = but_not(all_lanes(), falls);
     const Floats u = x - (kSplit ? blend(falls, falling_mean, rising_mean) : rising_mean);
@@ -56,30 +51,32 @@ GateCounts open_loop(const OpenLevels& levels, const PolicyLossArgs& args, int64
     Floats z = (kSplit ? blend(falls, falling_z, rising_z) : rising_z) + v;
     if (kSplit) z = add_where(rises, other, z);
     const Floats value = policy_value(a, exp(z));
-    store_lanes(keep_if(inside, value), grad + i);
-    sums.loss.group[part] = add_where(present, value, sums.loss.group[part]);
-    Floats& rising = sums.past_token[0].group[part];
-    rising = add_where(kSplit ? both(past, rises) : past, value, rising);
-    Floats& falling = sums.past_token[1].group[part];
-    if (kSplit) falling = add_where(both(past, falls), value, falling);
-    if (kMasked) chosen = add_where(present, each, chosen);
-    inside_sum = add_where(inside, each, inside_sum);
-    below_sum = add_where(both(present, less(u, low)), each, below_sum);
+    loss.add(part, present, value);
+    rising.add(part, kSplit ? both(past, rises) : past, value);
+    if (kSplit) falling.add(part, both(past, falls), value);
+    if (kMasked) chosen = add_where(present, Ints{} + 1, chosen);
+    counted = add_where(inside, Ints{} + 1, counted);
+    counted = add_where(both(present, less(u, low)), Ints{} + kBelow, counted);
+    return keep_if(inside, value);
   };
   const auto present = [&](int i) __attribute__((always_inline)) { return kMasked ? present_bytes(mask + i) : all_lanes(); };
   for (int group = 0; group < n; group += kGroup) {
     const int end = n - group < kGroup ? n : group + kGroup, whole = end / kLanes * kLanes;
     for (int tokens = group; tokens < whole; tokens += kLanes) {
-      for (int part = 0; part < kParts; ++part) step(tokens + part * kWidth, part, present(tokens + part * kWidth));
+      for (int part = 0; part < kParts; ++part) {
+        const int i = tokens + part * kWidth;
+        store_lanes(gradient(i, part, present(i)), grad + i);
+      }
     }
-    for (int part = 0; whole < end && part < kParts; ++part) {
-      const int i = whole + part * kWidth;
-      step(i, part, both(present(i), leading_lanes(n - i)));
+    for (int part = 0; part < kParts && whole + part * kWidth < end; ++part) {
+      const int i = whole + part * kWidth, left = end - i < kWidth ? end - i : kWidth;
+      store_leading(gradient(i, part, both(present(i), leading_lanes(left))), grad + i, left);
     }
-    sums.end_group(kSplit);
+    loss.end(), rising.end();
+    if (kSplit) falling.end();
   }
-  out = sums;
-  const int32_t all_chosen = kMasked ? sum_lanes(chosen) : n, inside = sum_lanes(inside_sum), below = sum_lanes(below_sum);
+  const int32_t counts = sum_lanes(counted), inside = counts % kBelow, below = counts / kBelow;
+  const int32_t all_chosen = kMasked ? sum_lanes(chosen) : n;
   GateCounts found;
   found.chosen = all_chosen * kind, found.below = below * kind, found.above = (all_chosen - inside - below) * kind;
   return found;

@@ -181,9 +181,10 @@ inline void load_bounds(const Call& call, const TokenBounds& bounds, int64_t fir
 struct FlowLanes {
   double by_sign[2][kLanes] = {}, past_token[2][kLanes] = {};
 
-  Flow total() {
+  Flow total(bool split, bool with_signs) {
     Flow flow = {};
-    for (int i = 0; i < 2; ++i) flow.by_sign[i] = total(by_sign[i]), flow.past_token[i] = total(past_token[i]);
+    for (int i = 0; i <= split; ++i) flow.past_token[i] = total(past_token[i]);
+    for (int i = 0; with_signs && i < 2; ++i) flow.by_sign[i] = total(by_sign[i]);
     return flow;
   }
 
@@ -219,24 +220,24 @@ struct BlockGate {
   // The same of a plain tile, from begin to end.
   void finish_plain(const Call& call, int64_t first, int n, Tile& tile, Partial& partial) const {
     const float advantage = call.args.advantages[row], coefficient = call.args.weights[row] * advantage;
-    // The loop goes on to the end of a vector, where the next row's gradient lies, perhaps written by another thread.
-    float* grad = call.args.grad && n % kLanes == 0 ? call.args.grad + first : tile.grad;
     const int32_t kind = advantage < 0.0f ? kNegative : kPositive;
     const int sign = kind == kNegative;
     const OpenLevels levels(piece, sign, plan.hierarchy.split, plan.bounds.low[sign], plan.bounds.high[sign]);
-    const bool open = plan.open_loop && levels.open;
-    OpenSums sums;
-    const GateCounts counts =
-        open ? plan.open_loop(levels, call.args, first, coefficient, kind, sums, grad, n)
-             : plan.plain_loop(piece, plan.keep, plan.bounds, call.args, first, coefficient, kind, terms, tile.loss, grad, n);
-    counts.add_to(partial.slots);
-    if (call.args.grad && n % kLanes != 0) std::memcpy(call.args.grad + first, tile.grad, size_t(n) * sizeof(float));
-    if (open) {
-      add_to_lanes(sums.loss.lanes, partial.sums[kLossSum]);
+    if (plan.open_loop && levels.open) {
+      float* grad = call.args.grad ? call.args.grad + first : tile.grad;
+      OpenSums sums;
+      plan.open_loop(levels, call.args, first, coefficient, kind, sums, grad, n).add_to(partial.slots);
+      add_to_lanes(sums.loss, partial.sums[kLossSum]);
       if (!plan.carries) return;
-      for (int i = 0; i <= plan.hierarchy.split; ++i) add_to_lanes(sums.past_token[i].lanes, lanes.past_token[i]);
-      if (plan.by_sign) add_to_lanes(sums.loss.lanes, lanes.by_sign[sign]);
+      for (int i = 0; i <= plan.hierarchy.split; ++i) add_to_lanes(sums.past_token[i], lanes.past_token[i]);
+      if (plan.by_sign) add_to_lanes(sums.loss, lanes.by_sign[sign]);
     } else {
+      // This loop goes on to the end of a vector, where the next row's gradient lies, perhaps written by another thread.
+      const bool whole = n % kLanes == 0;
+      float* grad = call.args.grad && whole ? call.args.grad + first : tile.grad;
+      plan.plain_loop(piece, plan.keep, plan.bounds, call.args, first, coefficient, kind, terms, tile.loss, grad, n)
+          .add_to(partial.slots);
+      if (call.args.grad && !whole) std::memcpy(call.args.grad + first, tile.grad, size_t(n) * sizeof(float));
       add_groups(tile.loss, n, partial.sums[kLossSum]);
       if (!plan.carries) return;
       if (terms.flows) add_past_token(n);
@@ -289,19 +290,21 @@ inline void add_flow_to_plain(const PolicyLossArgs& args, int64_t first, int n, 
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   float* grad = args.grad + first;
-  if (n % kLanes != 0) {
+  if (!has_whole_vectors(args, first, n)) {
     for (int i = 0; i < n; ++i) {
       const bool valid = !args.mask || args.mask[first + i] != 0;
       grad[i] += keep_if(valid, logp[i] - old_logp[i] < 0.0f ? falling : rising);
     }
     return;
   }
-  for (int i = 0; i < n; i += kWidth) {
+  const auto flow = [&](int i) __attribute__((always_inline)) {
     const Floats x = load_lanes<Floats>(logp + i) - load_lanes<Floats>(old_logp + i);
-    const Floats flow = x < 0.0f ? all<Floats>(falling) : all<Floats>(rising);
-    const Ints valid = args.mask ? Ints(keep_where(args.mask + first + i, Ints{} + 1) != 0) : Ints{} - 1;
-    store_lanes(load_lanes<Floats>(grad + i) + keep_if(valid, flow), grad + i);
-  }
+    const Mask valid = args.mask ? present_bytes(args.mask + first + i) : all_lanes();
+    return keep_if(valid, blend(less(x, Floats{}), all<Floats>(falling), all<Floats>(rising)));
+  };
+  const int whole = n / kWidth * kWidth;
+  for (int i = 0; i < whole; i += kWidth) store_lanes(load_lanes<Floats>(grad + i) + flow(i), grad + i);
+  if (whole < n) store_leading(load_leading(grad + whole, n - whole) + flow(whole), grad + whole, n - whole);
 }
 
 }  // namespace hpo::HPO_ISA

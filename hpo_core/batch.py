@@ -250,11 +250,13 @@ class PackedBatch:
 
     def ids(self, unit: Unit) -> torch.Tensor | None:
         """The ids ``[S]`` (of steps ``[N]``) that name segments of this kind; None where they have none."""
-        if unit is Unit.STEP:
-            return self.step_ids
-        name = {Unit.TRAJECTORY: "trajectory_ids", Unit.GROUP: "group_ids", Unit.DOMAIN: "domain_ids"}.get(unit)
-        found: torch.Tensor | None = None if name is None else getattr(self, name)
-        return found
+        of_unit = {
+            Unit.STEP: self.step_ids,
+            Unit.TRAJECTORY: self.trajectory_ids,
+            Unit.GROUP: self.group_ids,
+            Unit.DOMAIN: self.domain_ids,
+        }
+        return of_unit[unit]
 
     def step_of_token(self) -> torch.Tensor:
         """Step of every token ``[T]`` int64, -1 outside all steps. Needs ``cu_steps`` or ``steps``."""

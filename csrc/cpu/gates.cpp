@@ -256,8 +256,7 @@ struct PlainTiles {
     const Bounds bounds = tile_bounds(call, first);
     const int sign = advantage < 0.0f;
     const float low = bounds.low[sign], high = bounds.high[sign];
-    const OneRow<kMasked> rows = {kMasked ? args.mask + first : nullptr, Ints{} + (sign ? kNegative : kPositive),
-                                  all<Floats>(coefficient)};
+    const OneRow<kMasked> rows = {kMasked ? args.mask + first : nullptr, all<Floats>(coefficient)};
     const double tokens_before = partial.slots[kTokens];
     double loss[kLanes] = {};
     const auto run = [&](auto gate) { return run_plain_tile(args, first, n, rows, gate, loss, partial); };

@@ -85,11 +85,10 @@ template <bool kMasked>
 struct OneRow {
   static constexpr bool all_present = !kMasked;
   const uint8_t* mask;
-  Ints row_kind;
   Floats row_coefficient;
 
   HPO_INLINE Mask present(int i) const { return kMasked ? present_bytes(mask + i) : all_lanes(); }
-  HPO_INLINE Ints kind(int) const { return row_kind; }
+  HPO_INLINE Ints kind(int) const { return Ints{}; }  // who takes one row knows it
   HPO_INLINE Floats coefficient(int) const { return row_coefficient; }
 };
 
@@ -102,7 +101,8 @@ HPO_INLINE bool sweep_plain(const PolicyLossArgs& args, int64_t first, int n, co
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;  // on-policy: x = 0, or NaN where logp is
   PlainSums sums;
   Ints present_sum = {};
-  const auto step = [&](int i, int part, Mask present) __attribute__((always_inline)) {
+  const auto step = [&](int i, int part, int left) __attribute__((always_inline)) {
+    const Mask given = rows.present(i), present = left == kWidth ? given : both(given, leading_lanes(left));
     const Ints kind = rows.kind(i);
     const Floats x = difference(present, load_lanes<Floats>(logp + i), load_lanes<Floats>(old_logp + i));
     const Floats ratio = exp(x);
@@ -110,17 +110,7 @@ HPO_INLINE bool sweep_plain(const PolicyLossArgs& args, int64_t first, int n, co
     if (!Rows::all_present) present_sum = add_where(present, Ints{} + 1, present_sum);
     each(i, part, present, kind, rows.coefficient(i), x, ratio);
   };
-  for (int group = 0; group < n; group += kGroup) {
-    const int end = n - group < kGroup ? n : group + kGroup, whole = end / kLanes * kLanes;
-    for (int tokens = group; tokens < whole; tokens += kLanes) {
-      for (int part = 0; part < kParts; ++part) step(tokens + part * kWidth, part, rows.present(tokens + part * kWidth));
-    }
-    for (int part = 0; whole < end && part < kParts; ++part) {
-      const int i = whole + part * kWidth;
-      step(i, part, both(rows.present(i), leading_lanes(n - i)));
-    }
-    each.end_group();
-  }
+  for_each_vector(n, step, [&]() __attribute__((always_inline)) { each.end_group(); });
   if (!sums.ordinary()) return false;
   sums.add_to(partial);
   partial.slots[kTokens] += Rows::all_present ? n : sum_lanes(present_sum);
@@ -194,12 +184,10 @@ template <bool kSplit>
 struct PlainFixedSums {
   FixedSum all_sum, rising_sum;
   Unsigned rising_count[kParts] = {};
-  uint32_t vectors[kParts] = {};
 
   HPO_INLINE void operator()(int, int part, Mask, Ints, Floats, Floats x, Floats) {
     const Floats coarse = x + FixedSum::kCoarse, rest = x - (coarse - FixedSum::kCoarse), fine = rest + FixedSum::kFine;
     all_sum.add(part, all_lanes(), Unsigned(coarse), Unsigned(fine));
-    ++vectors[part];
     if (!kSplit) return;
     const Mask rises = but_not(all_lanes(), less(x, Floats{}));
     rising_sum.add(part, rises, Unsigned(coarse), Unsigned(fine));
@@ -207,9 +195,10 @@ struct PlainFixedSums {
   }
   HPO_INLINE void end_group() {}
 
-  RowLogRatios sums(int64_t valid) const {
+  // Of n tokens; those that are absent added 0.
+  RowLogRatios sums(int n, int64_t valid) const {
     Unsigned added[kParts];
-    for (int part = 0; part < kParts; ++part) added[part] = Unsigned{} + vectors[part];
+    for (int part = 0; part < kParts; ++part) added[part] = Unsigned{} + uint32_t((n + kLanes - 1) / kLanes);
     return {valid, all_sum.total(added), kSplit ? rising_sum.total(rising_count) : 0};
   }
 };
@@ -220,13 +209,12 @@ inline bool measure_plain_row(const PolicyLossArgs& args, int64_t first, int n, 
                               RowLogRatios& sums) {
   const float advantage = args.advantages[row];
   if (!has_whole_vectors(args, first, n) || !finite(args.weights[row] * advantage)) return false;
-  const Ints kind = Ints{} + (advantage < 0.0f ? kNegative : kPositive);
   PlainFixedSums<kSplit> fixed;
   const double tokens_before = partial.slots[kTokens];
-  const bool plain = args.mask ? sweep_plain(args, first, n, OneRow<true>{args.mask + first, kind, {}}, partial, fixed)
-                               : sweep_plain(args, first, n, OneRow<false>{nullptr, kind, {}}, partial, fixed);
+  const bool plain = args.mask ? sweep_plain(args, first, n, OneRow<true>{args.mask + first, {}}, partial, fixed)
+                               : sweep_plain(args, first, n, OneRow<false>{nullptr, {}}, partial, fixed);
   if (!plain) return false;
-  sums = fixed.sums(int64_t(partial.slots[kTokens] - tokens_before));
+  sums = fixed.sums(n, int64_t(partial.slots[kTokens] - tokens_before));
   if (sums.valid > 0) mark_row(row, seen);
   return true;
 }

@@ -99,6 +99,23 @@ inline void add_to_lanes(const double* lanes, double* sums) {
 // Conversions cost more than what they spare of rounding: the tokens of a group meet in float, by lane, and groups in double.
 constexpr int kGroup = 8 * kLanes;
 
+// Calls step(i, part, left) for every vector of n tokens and end() after those of a group; `left`: how many tokens begin there,
+// kWidth where there are more.
+template <class Step, class End>
+HPO_INLINE void for_each_vector(int n, const Step& step, const End& end) {
+  for (int group = 0; group < n; group += kGroup) {
+    const int stop = n - group < kGroup ? n : group + kGroup, whole = stop / kLanes * kLanes;
+    for (int tokens = group; tokens < whole; tokens += kLanes) {
+      for (int part = 0; part < kParts; ++part) step(tokens + part * kWidth, part, kWidth);
+    }
+    for (int part = 0; whole < stop && part < kParts; ++part) {
+      const int i = whole + part * kWidth;
+      step(i, part, stop - i < kWidth ? stop - i : kWidth);
+    }
+    end();
+  }
+}
+
 // A group that would overflow, as losses around |w A| e^60 do, meets in double.
 inline void add_groups(float* terms, int n, double* sums) {
   for (; n % kLanes != 0; ++n) terms[n] = 0.0f;

@@ -1,6 +1,6 @@
 // Plain tiles under open gates: every level above their tokens passes its residual on as it is, and the token gate is a clip.
 // That is most of a batch most of the time. One channel of a split is then the same for all tokens of a sign of x, so that each
-// token has one residual to clip; what the loops of hierarchy.cpp compute has the same bits.
+// token has one residual to clip; what the loops of hierarchy_tokens.h compute has the same bits.
 #pragma once
 #include "gates_call.h"
 #include "hierarchy_terms.h"
@@ -42,7 +42,9 @@ GateCounts open_loop(const OpenLevels& levels, const PolicyLossArgs& args, int64
   constexpr int32_t kBelow = 1 << 16;  // a tile's tokens inside the bounds and below them, counted at once
   GroupSum loss(sums.loss), rising(sums.past_token[0]), falling(sums.past_token[1]);
   Ints chosen = {}, counted = {};
-  const auto gradient = [&](int i, int part, Mask present) __attribute__((always_inline)) {
+  const auto step = [&](int i, int part, int left) __attribute__((always_inline)) {
+    const Mask given = kMasked ? present_bytes(mask + i) : all_lanes();
+    const Mask present = left == kWidth ? given : both(given, leading_lanes(left));
     const Floats x = difference(present, load_lanes<Floats>(logp + i), load_lanes<Floats>(old_logp + i));
     const Mask falls = kSplit ? less(x, Floats{}) : Mask{}, rises = but_not(all_lanes(), falls);
     const Floats u = x - (kSplit ? blend(falls, falling_mean, rising_mean) : rising_mean);
@@ -57,24 +59,12 @@ GateCounts open_loop(const OpenLevels& levels, const PolicyLossArgs& args, int64
     if (kMasked) chosen = add_where(present, Ints{} + 1, chosen);
     counted = add_where(inside, Ints{} + 1, counted);
     counted = add_where(both(present, less(u, low)), Ints{} + kBelow, counted);
-    return keep_if(inside, value);
+    store_leading(keep_if(inside, value), grad + i, left);
   };
-  const auto present = [&](int i) __attribute__((always_inline)) { return kMasked ? present_bytes(mask + i) : all_lanes(); };
-  for (int group = 0; group < n; group += kGroup) {
-    const int end = n - group < kGroup ? n : group + kGroup, whole = end / kLanes * kLanes;
-    for (int tokens = group; tokens < whole; tokens += kLanes) {
-      for (int part = 0; part < kParts; ++part) {
-        const int i = tokens + part * kWidth;
-        store_lanes(gradient(i, part, present(i)), grad + i);
-      }
-    }
-    for (int part = 0; part < kParts && whole + part * kWidth < end; ++part) {
-      const int i = whole + part * kWidth, left = end - i < kWidth ? end - i : kWidth;
-      store_leading(gradient(i, part, both(present(i), leading_lanes(left))), grad + i, left);
-    }
+  for_each_vector(n, step, [&]() __attribute__((always_inline)) {
     loss.end(), rising.end();
     if (kSplit) falling.end();
-  }
+  });
   const int32_t counts = sum_lanes(counted), inside = counts % kBelow, below = counts / kBelow;
   const int32_t all_chosen = kMasked ? sum_lanes(chosen) : n;
   GateCounts found;

@@ -35,25 +35,6 @@ HPO_INLINE void store_lanes(Vector vector, T* to) {
   std::memcpy(to, &vector, sizeof vector);
 }
 
-// The first `count` lanes, where what lies behind them is somebody else's.
-HPO_INLINE Floats load_leading(const float* from, int count) {
-#if defined(__AVX512F__)
-  return Floats(_mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), from));
-#else
-  Floats vector = {};
-  std::memcpy(&vector, from, size_t(count) * sizeof(float));
-  return vector;
-#endif
-}
-
-HPO_INLINE void store_leading(Floats vector, float* to, int count) {
-#if defined(__AVX512F__)
-  _mm512_mask_storeu_ps(to, __mmask16((1u << count) - 1), __m512(vector));
-#else
-  std::memcpy(to, &vector, size_t(count) * sizeof(float));
-#endif
-}
-
 // Selects by bits: what is masked may be NaN and must reach no arithmetic that is kept.
 HPO_INLINE Floats keep_if(Ints condition, Floats x) { return Floats(Ints(x) & condition); }
 
@@ -130,6 +111,27 @@ HPO_INLINE Floats add_where(Mask mask, Floats value, Floats sum) { return mask ?
 HPO_INLINE Floats smaller_where(Mask mask, Floats x, Floats least) { return mask ? (x < least ? x : least) : least; }
 HPO_INLINE Floats larger_where(Mask mask, Floats x, Floats most) { return mask ? (x > most ? x : most) : most; }
 #endif
+
+// The first `count` lanes, where what lies behind them is somebody else's.
+HPO_INLINE Floats load_leading(const float* from, int count) {
+#if defined(__AVX512F__)
+  return Floats(_mm512_maskz_loadu_ps(leading_lanes(count), from));
+#else
+  Floats vector = {};
+  std::memcpy(&vector, from, size_t(count) * sizeof(float));
+  return vector;
+#endif
+}
+
+// All of them where `count` is kWidth or more, none where it is not above 0.
+HPO_INLINE void store_leading(Floats vector, float* to, int count) {
+  if (count >= kWidth) return store_lanes(vector, to);
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(to, leading_lanes(count), __m512(vector));
+#else
+  if (count > 0) std::memcpy(to, &vector, size_t(count) * sizeof(float));
+#endif
+}
 
 HPO_INLINE int32_t sum_lanes(Ints values) {
   int32_t lanes[kWidth];

@@ -130,19 +130,16 @@ HPO_INLINE Residual gate_residual(const HierarchyLevel& level, int channel, int 
 // is bitwise the same in any tiling, on any number of threads and beside any neighbour. 60 * 2^32 leaves room for 2^25 tokens.
 constexpr double kFixedPoint = 4294967296.0;
 
-// Adding 1.5 * 2^52 rounds to an integer without a conversion instruction that AVX2 lacks; it stands above these bits.
-constexpr int64_t kZeroBits = 0x4338000000000000;
-
-HPO_INLINE int64_t fixed_bits(float x) {
+// Adding 1.5 * 2^52 rounds to an integer without a conversion instruction that AVX2 lacks; its own bits are taken off.
+HPO_INLINE int64_t to_fixed(float x) {
   const double shifter = 6755399441055744.0;
 #if defined(__FMA__) || defined(__CUDA_ARCH__)
-  return to_bits(::fma(double(x), kFixedPoint, shifter));  // the product is exact, so this changes no bit
+  const double shifted = ::fma(double(x), kFixedPoint, shifter);  // the product is exact, so this changes no bit
 #else
-  return to_bits(double(x) * kFixedPoint + shifter);
+  const double shifted = double(x) * kFixedPoint + shifter;
 #endif
+  return to_bits(shifted) - 0x4338000000000000;
 }
-
-HPO_INLINE int64_t to_fixed(float x) { return fixed_bits(x) - kZeroBits; }
 
 HPO_INLINE int64_t to_fixed(double x) { return int64_t(::rint(x * kFixedPoint)); }
 

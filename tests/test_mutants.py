@@ -164,7 +164,7 @@ MUTANTS = {
     ),
     "cpu: the end of a plain tile of one row runs on": (
         "cpu", "cpu/hierarchy.cpp", "cpu/gates_plain.h",
-        "both(rows.present(i), leading_lanes(n - i))", "rows.present(i)",
+        "left == kWidth ? given : both(given, leading_lanes(left))", "given",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": True},
     ),
     "cpu: a lower bound counts as an upper one": (

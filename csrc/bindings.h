@@ -91,6 +91,30 @@ inline PolicyLossSpec make_spec(int token, bool has_level, bool level_clips, int
   return spec;
 }
 
+// terms: of a GroupTerm of hpo_core/specs.py its fields, in order.
+inline GroupNormaliseArgs make_groups(const py::sequence& terms, int share, double share_eps, double share_least) {
+  GroupNormaliseArgs args{};
+  args.count = int32_t(terms.size());
+  if (args.count < 1 || args.count > kMostTerms) throw std::invalid_argument("terms: expected 1 to 8 of them");
+  for (int32_t i = 0; i < args.count; ++i) {
+    const auto fields = terms[i].cast<py::tuple>();
+    GroupTerm& term = args.terms[i];
+    term.center = Center(fields[0].cast<int>());
+    term.scale = Scale(fields[1].cast<int>());
+    term.ddof = fields[2].cast<int>();
+    term.eps = fields[3].cast<double>();
+    term.eps_mode = EpsMode(fields[4].cast<int>());
+    term.singleton_raw = fields[5].cast<bool>();
+    term.part = Part(fields[6].cast<int>());
+    term.presence = Presence(fields[7].cast<int>());
+    term.coefficient = fields[8].cast<double>();
+  }
+  args.share = Share(share);
+  args.share_eps = share_eps;
+  args.share_least = share_least;
+  return args;
+}
+
 struct Outputs {
   Address loss, metrics, grad, token_loss, workspace;
 };
@@ -241,24 +265,46 @@ inline void bind(py::module_& m) {
   });
 
   m.def("group_normalise_workspace", &hpo_group_normalise_workspace);
-  m.def("group_normalise",
-        [](int64_t units, Address values, Address ids, Address mask, Address apply_mask, int center, int scale, int ddof,
-           int eps_mode, double eps, bool singleton_raw, Address advantages, Address workspace, int64_t context) {
-          GroupNormaliseArgs args{};
-          args.units = units;
-          args.values = pointer<const float>(values);
-          args.ids = pointer<const int64_t>(ids);
-          args.mask = pointer<const uint8_t>(mask);
-          args.apply_mask = pointer<const uint8_t>(apply_mask);
-          args.center = Center(center);
-          args.scale = Scale(scale);
-          args.ddof = ddof;
-          args.eps_mode = EpsMode(eps_mode);
-          args.eps = eps;
-          args.singleton_raw = singleton_raw;
-          args.advantages = pointer<float>(advantages);
-          args.workspace = pointer<void>(workspace);
-          run([&] { return hpo_group_normalise(&args, context); });
+  py::class_<GroupNormaliseArgs>(m, "GroupNormalisation", py::module_local()).def(py::init(&make_groups));
+  m.def("group_normalise", [](GroupNormaliseArgs args, int64_t units, const py::tuple& inputs, Address advantages,
+                              Address workspace, int64_t context) {
+    args.units = units;
+    const auto given = [&](size_t field) { return inputs[field].cast<py::tuple>(); };
+    const py::tuple values = given(0), ids = given(1), weights = given(2);
+    for (int32_t i = 0; i < args.count; ++i) {
+      args.terms[i].values = pointer<const float>(address_of(values[i]));
+      args.terms[i].ids = pointer<const int64_t>(address_of(ids[i]));
+      args.terms[i].weights = pointer<const float>(address_of(weights[i]));
+    }
+    args.mask = pointer<const uint8_t>(address_of(inputs[3]));
+    args.apply_mask = pointer<const uint8_t>(address_of(inputs[4]));
+    args.advantages = pointer<float>(advantages);
+    args.workspace = pointer<void>(workspace);
+    run([&] { return hpo_group_normalise(&args, context); });
+  });
+
+  m.def("group_statistics_workspace", &hpo_group_statistics_workspace);
+  m.def("group_statistics", [](int64_t units, Address values, Address ids, Address weights, Address mask, Address statistics,
+                               Address workspace, int64_t context) {
+    const GroupStatisticsArgs args = {units,
+                                      pointer<const float>(values),
+                                      pointer<const int64_t>(ids),
+                                      pointer<const float>(weights),
+                                      pointer<const uint8_t>(mask),
+                                      pointer<double>(statistics),
+                                      pointer<void>(workspace)};
+    run([&] { return hpo_group_statistics(&args, context); });
+  });
+
+  m.def("recurrence",
+        [](int64_t units, int64_t rows, Address values, Address gains, Address cu_seqlens, Address scanned, int64_t context) {
+          const RecurrenceArgs args = {units,
+                                       rows,
+                                       pointer<const float>(values),
+                                       pointer<const float>(gains),
+                                       pointer<const int64_t>(cu_seqlens),
+                                       pointer<float>(scanned)};
+          run([&] { return hpo_recurrence(&args, context); });
         });
 
   m.def("window_score_workspace", &hpo_window_score_workspace);

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from dataclasses import astuple
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,7 @@ from .specs import (
     Boundary,
     CorrectionSpec,
     Exchange,
+    GroupInputs,
     GroupNormalisation,
     Invalid,
     OrderRule,
@@ -66,6 +68,7 @@ class Native:
         self._metrics = torch.empty(module.metrics, dtype=torch.float64)
         self._spec = functools.lru_cache(maxsize=None)(self._make_spec)
         self._levels = functools.lru_cache(maxsize=None)(self._make_levels)
+        self._groups = functools.lru_cache(maxsize=None)(self._make_groups)
 
     def _call(self, function: Any, tensor: torch.Tensor, *arguments: Any) -> None:
         """``function(*arguments, context)``: the context is the CUDA stream, or the number of threads on the CPU."""
@@ -96,6 +99,10 @@ class Native:
         ]
         term = None if spec.term is None else (int(spec.term.penalty), spec.term.penalty_coefficient, *spec.term[:7])
         return self.module.Hierarchy(spec.split, spec.token_log_low, spec.token_log_high, levels, term)
+
+    def _make_groups(self, spec: GroupNormalisation) -> Any:
+        terms = [astuple(term) for term in spec.terms]
+        return self.module.GroupNormalisation(terms, int(spec.share), spec.share_eps, spec.share_least)
 
     def policy_loss(
         self,
@@ -175,21 +182,13 @@ class Native:
             self._call(*call, Stage.SWEEP, segments)
         return factor
 
-    def group_normalise(
-        self,
-        values: torch.Tensor,
-        ids: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        apply_mask: torch.Tensor | None,
-        spec: GroupNormalisation,
-    ) -> torch.Tensor:
+    def group_normalise(self, inputs: GroupInputs, spec: GroupNormalisation) -> torch.Tensor:
+        """``A_u = sum_m k_m(u) a_m(u)`` for every unit u, ``[U]``."""
+        values = inputs.values[0]
         units = values.numel()
         out = torch.empty_like(values)
-        workspace = self._workspace(self.module.group_normalise_workspace(units), values)
-        self._call(
-            self.module.group_normalise, values, units, values, ids, mask, apply_mask, int(spec.center),
-            int(spec.scale), spec.ddof, int(spec.eps_mode), spec.eps, spec.keep_singletons, out, workspace,
-        )  # fmt: skip
+        workspace = self._workspace(self.module.group_normalise_workspace(units, len(spec.terms)), values)
+        self._call(self.module.group_normalise, values, self._groups(spec), units, inputs, out, workspace)
         return out
 
     def window_score(
@@ -272,6 +271,27 @@ class Native:
             threshold, strict, selected,
         )  # fmt: skip
         return selected
+
+    def group_statistics(
+        self,
+        values: torch.Tensor,
+        ids: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        units = values.numel()
+        statistics = values.new_empty((6, units), dtype=torch.float64)
+        workspace = self._workspace(self.module.group_statistics_workspace(units), values)
+        self._call(
+            self.module.group_statistics, values, units, values, ids, weights, mask, statistics, workspace
+        )  # fmt: skip
+        return statistics
+
+    def recurrence(self, values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        scanned = torch.empty_like(values)
+        sizes = (values.numel(), cu_seqlens.numel() - 1)
+        self._call(self.module.recurrence, values, *sizes, values, gains, cu_seqlens, scanned)
+        return scanned
 
     def row_counts(self, mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:
         rows = cu_seqlens.numel() - 1

@@ -17,6 +17,7 @@ ORDER = (
         "kl",
         "gates",
         "corrections",
+        "segments",
         "advantages",
         "entropy",
         "aggregation",

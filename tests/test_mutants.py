@@ -17,6 +17,7 @@ from test_hierarchy import GATES as HIERARCHIES
 
 import hpo_core as hpo
 from hpo_core import gates
+from hpo_core.advantages import Share
 from hpo_core.native import Native
 
 backends = sys.modules["hpo_core.backends"]
@@ -47,13 +48,14 @@ MUTANTS = {
         "test_entropy_selection.test_garbage_under_the_mask_is_never_read", {"bad": 99.0},
     ),
     "cuda: missing barrier before warps are added up": (
-        "cuda_emulated", "cuda/advantages.cu", "cuda/advantages.cu",
-        "of_warp[warp_in_block()] = sums;\n  __syncthreads();", "of_warp[warp_in_block()] = sums;",
+        "cuda_emulated", "cuda/advantages.cu", "cuda/groups.cuh",
+        "of_warp[lane() / kLanes][warp_in_block()] = sum;\n  __syncthreads();",
+        "of_warp[lane() / kLanes][warp_in_block()] = sum;",
         "test_advantages.test_many_units", {"units": 1000},
     ),
     "cuda: biased standard deviation": (
         "cuda_emulated", "cuda/advantages.cu", "include/hpo/advantages.h",
-        "squares / (n - ddof)", "squares / n",
+        "squares / (group.weight - ddof)", "squares / group.weight",
         "test_advantages.test_p3_second_moment", {"ddof": 1},
     ),
     "cuda: a ratio at its bound is clipped": (
@@ -184,8 +186,18 @@ MUTANTS = {
     ),
     "cpu: leave-one-out is the plain mean": (
         "cpu", "cpu/advantages.cpp", "include/hpo/advantages.h",
-        "? n / (n - 1.0) : 1.0", "? 1.0 : 1.0",
+        "map.weight / others : 1.0", "1.0 : 1.0",
         "test_advantages.test_p7_reductions", {},
+    ),
+    "cpu: shares are not divided by their sum": (
+        "cpu", "cpu/advantages.cpp", "include/hpo/advantages.h",
+        "total / (shares + args.share_eps)", "total",
+        "test_group_terms.test_many_units", {"units": 700, "share": Share.COUNT},
+    ),
+    "cpu: a row's scan goes on into the row before": (
+        "cpu", "cpu/segments.cpp", "cpu/segments.cpp",
+        "double following = 0.0;\n      for", "static double following = 0.0;\n      for",
+        "test_segments.test_a_row_scans_alone", {},
     ),
     "triton: window crosses the border": (
         "triton", None, "entropy.py",
@@ -204,13 +216,13 @@ MUTANTS = {
     ),
     "triton: biased standard deviation": (
         "triton", None, "advantages.py",
-        "squares / tl.maximum(sums.n - ddof, 1.0)", "squares / tl.maximum(sums.n, 1.0)",
+        "group.weight - ddof, 1.0", "group.weight, 1.0",
         "test_advantages.test_worked_numbers",
         {"op": "grpo", "options": {}, "binary": [0.866024, -0.866024, -0.866024, 0.866024], "other": [-1.0, 0.0, 1.0]},
     ),
     "triton: masked rewards enter the statistics": (
-        "triton", None, "advantages.py",
-        "member &= tl.load(mask + unit, mask=exists, other=False)", "member &= exists",
+        "triton", None, "groups.py",
+        "counted &= tl.load(given.mask + unit, mask=exists, other=False)", "counted &= exists",
         "test_advantages.test_masks_of_statistics_and_of_receivers_are_two", {},
     ),
 }  # fmt: skip

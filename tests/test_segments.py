@@ -1,4 +1,6 @@
-"""row_counts on every backend, by the batch and by itself: exact integers on any content of the offsets."""
+"""Rows and groups on every backend: counts on any content of the offsets, statistics of groups, scans along rows."""
+
+import math
 
 import hypothesis
 import pytest
@@ -9,6 +11,7 @@ import hpo_core as hpo
 from hpo_core import ops, testing
 from hpo_core.reference import segments as reference
 from hpo_core.testing import Layout
+from hpo_core.testing.budget import UNIT
 
 anything = st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 12)
 
@@ -64,3 +67,86 @@ def test_the_batch_counts_its_rows():
 
 def test_reference_row_of_token():
     assert reference.row_of_token(torch.tensor([1, 3, 3, 4, 9, 4]), 6).tolist() == [-1, 0, 0, 2, -1, -1]
+
+
+# ----------------------------------------------------------------------------------------------------------- groups
+
+
+def random_units(seed, units):
+    draw = torch.Generator().manual_seed(seed)
+    values = 100 + torch.randn(units, generator=draw)
+    values[torch.randint(0, 9, (units,), generator=draw) == 0] = math.nan
+    ids = torch.randint(-1, units // 5 + 1, (units,), generator=draw)
+    weights = torch.randint(0, 4, (units,), generator=draw) / 2.0
+    return values, ids, weights, torch.randint(0, 4, (units,), generator=draw) > 0
+
+
+@pytest.mark.parametrize("units", [0, 1, 40, 9000])
+@pytest.mark.parametrize("left_out", [(), (1,), (2,), (3,), (1, 2, 3)], ids=str)
+def test_group_statistics(backend, units, left_out):
+    given = [None if i in left_out else tensor for i, tensor in enumerate(random_units(units, units))]
+    if units == 9000:  # groups as large as sizes of the grid, and few of them: the reference is a loop
+        given[1] = None if given[1] is None else given[1] % 7 * (1 << 40)
+    expected = ops.group_statistics(*given, "reference")
+    moved = [None if tensor is None else tensor.to(testing.device_of(backend)) for tensor in given]
+    got = ops.group_statistics(*moved, backend).cpu()
+    assert got.dtype == torch.float64 and got.shape == (6, units)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[4:], expected[4:])
+    assert torch.allclose(got, expected, rtol=1e-12, atol=1e-9)
+
+
+def test_equal_values_deviate_by_nothing(backend):
+    values, ids = torch.full((999,), 0.1), torch.arange(999) % 4
+    table = ops.group_statistics(*(each.to(testing.device_of(backend)) for each in (values, ids)), None, None, backend)
+    assert not table[3].any() and torch.equal(table[2].cpu(), values.double())
+
+
+# ------------------------------------------------------------------------------------------------------------ scans
+
+
+@hypothesis.given(layout=testing.layouts(rows=6, longest=70), seed=st.integers(0, 999))
+def test_recurrence(backend, layout, seed):
+    batch = layout.batch()
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.randn(batch.total_tokens, generator=draw)
+    gains = torch.rand(batch.total_tokens, generator=draw) * 1.1
+    gains[gains < 0.2] = 0.0
+    arguments = (values, gains, batch.cu_seqlens)
+    expected = ops.recurrence(values.double(), gains.double(), batch.cu_seqlens, "reference")
+    size = ops.recurrence(values.double().abs(), gains.double(), batch.cu_seqlens, "reference")
+    got = ops.recurrence(*(each.to(testing.device_of(backend)) for each in arguments), backend).cpu()
+    assert got.dtype == torch.float32
+    assert bool(((got.double() - expected).abs() <= 8 * UNIT * size).all())
+
+
+def test_a_long_recurrence(backend):
+    units = 5000
+    ones, cu_seqlens = torch.ones(units), torch.tensor([0, 3, units])
+    given = (each.to(testing.device_of(backend)) for each in (ones, ones, cu_seqlens))
+    got = ops.recurrence(*given, backend).cpu()
+    assert torch.equal(got, torch.cat([torch.arange(3, 0, -1.0), torch.arange(units - 3, 0, -1.0)]))
+
+
+@pytest.mark.parametrize("cu_seqlens", [[0, 9], [-3, 2], [3, 1], [0, 2, 5, 4], [5, 5]])
+def test_broken_offsets_are_no_rows(backend, cu_seqlens):
+    """Whatever offsets say, nothing outside is read or written; rows that are ranges stay what they are."""
+    given = (torch.arange(4.0), torch.ones(4), torch.tensor(cu_seqlens))
+    expected = ops.recurrence(*given, "reference")
+    got = ops.recurrence(*(each.to(testing.device_of(backend)) for each in given), backend)
+    assert torch.equal(got.cpu(), expected)
+
+
+def test_a_row_scans_alone(backend):
+    """The bits of a row do not depend on where it lies."""
+    draw = torch.Generator().manual_seed(0)
+    values, gains = torch.randn(100, generator=draw), torch.rand(100, generator=draw)
+    device = testing.device_of(backend)
+    alone = ops.recurrence(values[30:].to(device), gains[30:].to(device), torch.tensor([0, 70]).to(device), backend)
+    cu_seqlens = torch.tensor([0, 30, 100]).to(device)
+    assert torch.equal(ops.recurrence(values.to(device), gains.to(device), cu_seqlens, backend)[30:], alone)
+
+
+def test_opcheck():
+    values, ids, weights, mask = random_units(1, 12)
+    torch.library.opcheck(torch.ops.hpo_core.group_statistics, (values, ids, weights, mask, ""))
+    torch.library.opcheck(torch.ops.hpo_core.recurrence, (weights, weights, torch.tensor([0, 5, 12]), ""))

@@ -104,18 +104,27 @@ REGISTERS = {
     ("correction: LOG_RATIO TOKEN BAND", "_reduce_pieces"): 31,
     ("correction: LOG_RATIO TOKEN BAND", "_correct"): 47,
     ("row_counts", "_count_rows"): 46,
-    ("group_normalise, batch", "_sum_tiles"): 32,
     ("row_counts", "_begin_counts"): 28,
     ("window_score", "_score_windows"): 70,
     ("order_statistic", "_count_digits"): 64,
     ("order_statistic", "_read_statistic"): 64,
     ("select", "_select"): 40,
-    ("group_normalise", "_normalise_few"): 58,
-    ("group_normalise, batch", "_normalise_few"): 53,
+    ("group_normalise", "_normalise_few"): 72,
+    ("group_normalise, batch", "_normalise_few"): 77,
+    ("group_normalise, all terms", "_normalise_few"): 115,
     ("group_normalise, many units", "_sum_tiles"): 32,
-    ("group_normalise, many units", "_normalise_runs"): 121,
+    ("group_normalise, many units", "_merge_tiles"): 80,
+    ("group_normalise, many units", "_normalise_runs"): 66,
+    ("group_normalise, many units, terms", "_sum_tiles"): 35,
+    ("group_normalise, many units, terms", "_normalise_runs"): 85,  # of two; the first has none before it
     ("group_normalise, one group of many", "_sum_tiles"): 30,
-    ("group_normalise, one group of many", "_normalise_one_group"): 66,
+    ("group_normalise, one group of many", "_sum_absolute_tiles"): 32,
+    ("group_normalise, one group of many", "_normalise_everybody"): 55,
+    ("group_statistics, 4 units", "_statistics_of_few"): 101,
+    ("group_statistics, 8193 units", "_statistics_of_runs"): 76,
+    ("group_statistics, 8193 units, one group", "_sum_tiles"): 40,
+    ("group_statistics, 8193 units, one group", "_statistics_of_everybody"): 32,
+    ("recurrence", "_scan_rows"): 64,
 }
 
 # 128-bit loads of a program's step on sm_90: one for each tensor of float tokens that the path reads.
@@ -229,9 +238,13 @@ def sweep():
         for quantile in ((1, 1), (16, 32), (3602879701896397, 2**52)):
             threshold, _ = entropy.order_statistic(batch.logp, *quantile, OrderRule.CEIL, mask, offsets)
             entropy.select(batch.logp, threshold, False, mask, offsets)
-        for ddof, eps, keep in ((0, 0.0, False), (1, 1e-6, True), (1, 16.0, False)):
-            rule = GroupNormalisation(ddof=ddof, eps=eps, keep_singletons=keep)
-            advantages.group_normalise(batch.weights, row_values(rows, torch.int64), None, None, rule)
+        for ddof, eps, keep, size in ((0, 0.0, False, 1.0), (1, 1e-6, True, -0.5), (1, 16.0, False, 0.0)):
+            rule = GroupTerm(ddof=ddof, eps=eps, keep_singletons=keep, coefficient=size)
+            ids = row_values(rows, torch.int64)
+            groups = GroupInputs((batch.weights,) * 2, (ids, None), (None, batch.weights))
+            advantages.group_normalise(groups, GroupNormalisation((rule, rule), share_eps=eps, share_least=eps))
+        segments.group_statistics(batch.weights, ids, None, None)
+        segments.recurrence(batch.logp, batch.logp, offsets)
 
 SIZES = [(0, 0), (0, 1), (1, 1), (15, 2), (16, 16), (1024, 17), (4097, 4096), (2**33, 2**20)]
 with compile.compiling(90) as compiled:
@@ -266,6 +279,12 @@ def test_sizes_and_numbers_never_compile_again():
         "_read_statistic": 1,
         "_select": 1,
         "_normalise_few": 1,
-        "_normalise_runs": 1,  # beyond advantages.SCANNED units
+        "_sum_tiles": 1,  # from here on, beyond groups.SCANNED units
+        "_merge_tiles": 1,
+        "_normalise_runs": 1,
+        "_normalise_everybody": 1,
+        "_statistics_of_few": 1,
+        "_statistics_of_runs": 1,
+        "_scan_rows": 1,
     }
     assert all(launches[kernel] >= 3 * count for kernel, count in kernels.items())

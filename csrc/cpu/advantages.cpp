@@ -1,4 +1,5 @@
-// group_normalise: statistics per group, then one affine map per unit. The definition is hpo_core/reference/advantages.py.
+// group_normalise: per term statistics of each group, then one affine map per unit; and group_statistics, which hands them out.
+// The definitions are hpo_core/reference/advantages.py and segments.py.
 #include "hpo/advantages.h"
 
 #include "hpo/entropy.h"
@@ -13,9 +14,14 @@ namespace {
 constexpr int kLanes = 8;
 constexpr int64_t kNoGroup = -1;
 
-// A group is first a sum, then a map, in the same place.
-union Group {
+// A group is first sums, then a map, in the same place.
+struct GroupTotals {
   GroupSums sums;
+  double absolute;  // of w |x - mean|, where asked for
+};
+
+union Group {
+  GroupTotals totals;
   GroupMap map;
 };
 
@@ -27,21 +33,35 @@ int hash_bits(int64_t units) {
   return bits;
 }
 
+struct Extremes {
+  float least = INFINITY, greatest = -INFINITY;
+
+  void add(float x) {
+    least = x < least ? x : least;
+    greatest = x > greatest ? x : greatest;
+  }
+};
+
 struct Workspace {
   Arena arena;
-  Group* groups;     // [dense_limit(units)]
-  int64_t* keys;     // [1 << hash_bits(units)], the id that owns a place in the hash table
-  int64_t* owned;    // [1 << hash_bits(units)], the number of its group
+  Group* groups;  // [dense_limit(units)]
+  int64_t* keys;  // [1 << hash_bits(units)], the id that owns a place in the hash table
+  int64_t* owned;  // [1 << hash_bits(units)], the number of its group
   int64_t* numbers;  // [units], each unit's group as the hash table numbers it
-  int64_t* codes;    // [units], see encode
+  int64_t* codes;  // [units], see encode
+  Shares* shares;  // [units], of the terms so far, where there are several
+  Extremes* extremes;  // [dense_limit(units)], for statistics
   int64_t bytes;
 
-  Workspace(void* base, int64_t units) : arena(base) {
+  // terms: of group_normalise; 0 for group_statistics.
+  Workspace(void* base, int64_t units, int32_t terms) : arena(base) {
     groups = arena.take<Group>(dense_limit(units));
     keys = arena.take<int64_t>(int64_t(1) << hash_bits(units));
     owned = arena.take<int64_t>(int64_t(1) << hash_bits(units));
     numbers = arena.take<int64_t>(units);
     codes = arena.take<int64_t>(units);
+    shares = arena.take<Shares>(terms > 1 ? units : 0);
+    extremes = arena.take<Extremes>(terms == 0 ? dense_limit(units) : 0);
     bytes = arena.bytes();
   }
 };
@@ -49,7 +69,7 @@ struct Workspace {
 // Which group each unit is in.
 struct Numbering {
   const int64_t* numbers;  // [units], < 0: in none; null: all in group 0
-  int64_t smallest;        // what to subtract from a number
+  int64_t smallest;  // what to subtract from a number
   int64_t groups;
 };
 
@@ -76,9 +96,8 @@ int64_t number_by_hash(const int64_t* ids, int64_t count, const Workspace& space
 }
 
 // Ids that lie close together are numbers already.
-Numbering number_groups(const GroupNormaliseArgs& args, const Workspace& space) {
-  if (!args.ids) return {nullptr, 0, 1};
-  const int64_t *ids = args.ids, count = args.units;
+Numbering number_groups(const int64_t* ids, int64_t count, const Workspace& space) {
+  if (!ids) return {nullptr, 0, 1};
   uint64_t smallest = UINT64_MAX;  // unsigned: ids < 0 are the largest
   int64_t largest = kNoGroup;
   for (int64_t unit = 0; unit < count; ++unit) {
@@ -92,11 +111,12 @@ Numbering number_groups(const GroupNormaliseArgs& args, const Workspace& space) 
 
 // One number per unit for the loops that cannot be vectorised: twice its group, plus 1 if it is not a member of the group;
 // kNoGroup where it is left out. Either all members, or all who receive an advantage.
-void encode(const GroupNormaliseArgs& args, const Numbering& numbering, bool receivers, int threads, int64_t* all_codes) {
-  const uint8_t* mask = receivers ? args.apply_mask : args.mask;
-  const bool mark_members = receivers && args.mask;
+void encode(const GroupNormaliseArgs& args, const GroupTerm& term, const Numbering& numbering, bool receivers, int threads,
+            int64_t* all_codes) {
+  const uint8_t* mask = receivers && args.apply_mask ? args.apply_mask : args.mask;
   for_each_piece(args.units, threads, [&](int64_t first, int64_t end) {
-    const float* __restrict values = args.values;
+    const float* __restrict values = term.values;
+    const float* __restrict weights = term.weights;
     const int64_t* __restrict numbers = numbering.numbers;
     int64_t* __restrict codes = all_codes;
     const int64_t smallest = numbering.smallest;
@@ -104,7 +124,11 @@ void encode(const GroupNormaliseArgs& args, const Numbering& numbering, bool rec
       const int64_t number = numbers ? numbers[unit] : 0;
       codes[unit] = number >= 0 && is_finite(values[unit]) ? 2 * (number - smallest) : kNoGroup;
     }
-    if (mark_members) {
+    if (weights) {
+      const int64_t otherwise = receivers ? 1 : kNoGroup;
+      for (int64_t unit = first; unit < end; ++unit) codes[unit] |= counts(weights[unit]) ? 0 : otherwise;
+    }
+    if (receivers && args.apply_mask && args.mask) {
       for (int64_t unit = first; unit < end; ++unit) codes[unit] |= args.mask[unit] ? 0 : 1;  // kNoGroup stays
     }
     if (mask) {
@@ -114,26 +138,30 @@ void encode(const GroupNormaliseArgs& args, const Numbering& numbering, bool rec
 }
 
 // All members as one group, in lanes.
-GroupSums sum_everybody(const float* __restrict values, const int64_t* __restrict codes, int64_t count) {
+GroupSums sum_everybody(const GroupTerm& term, const int64_t* __restrict codes, int64_t count) {
+  const float* __restrict values = term.values, * __restrict weights = term.weights;
   int64_t unit = 0;
   while (unit < count && codes[unit] < 0) ++unit;
   if (unit == count) return {};
   const double pivot = double(values[unit]);
-  double sum[kLanes] = {}, squares[kLanes] = {};
+  double weight[kLanes] = {}, sum[kLanes] = {}, squares[kLanes] = {};
   int64_t members[kLanes] = {};
   const auto add = [&](int64_t each, int lane) {
     const bool member = codes[each] >= 0;
+    const double w = member ? (weights ? double(weights[each]) : 1.0) : 0.0;
     const double offset = member ? double(values[each]) - pivot : 0.0;
-    sum[lane] += offset;
-    squares[lane] += offset * offset;
+    weight[lane] += w;
+    sum[lane] += w * offset;
+    squares[lane] += w * offset * offset;
     members[lane] += member ? 1 : 0;
   };
   for (; unit + kLanes <= count; unit += kLanes) {
     for (int lane = 0; lane < kLanes; ++lane) add(unit + lane, lane);
   }
   for (int lane = 0; unit < count; ++unit, ++lane) add(unit, lane);
-  GroupSums total = {pivot, 0, 0.0, 0.0};
+  GroupSums total = {pivot, 0, 0.0, 0.0, 0.0};
   for (int lane = 0; lane < kLanes; ++lane) {
+    total.weight += weight[lane];
     total.sum += sum[lane];
     total.squares += squares[lane];
     total.count += members[lane];
@@ -142,53 +170,115 @@ GroupSums sum_everybody(const float* __restrict values, const int64_t* __restric
 }
 
 // In index order, whatever the number of threads. Units of one group mostly follow each other: their sums stay in registers.
-void sum_groups(const float* __restrict values, const int64_t* __restrict codes, int64_t count, Group* __restrict groups) {
+template <bool kWeighted>
+void sum_groups(const GroupTerm& term, const int64_t* __restrict codes, int64_t count, Group* __restrict groups) {
+  const float* __restrict values = term.values, * __restrict weights = term.weights;
   int64_t current = kNoGroup;
   GroupSums sums = {};
   for (int64_t unit = 0; unit < count; ++unit) {
     if (codes[unit] < 0) continue;
     if (codes[unit] != current) {
-      if (current >= 0) groups[current >> 1].sums = sums;
+      if (current >= 0) groups[current >> 1].totals.sums = sums;
       current = codes[unit];
-      sums = groups[current >> 1].sums;
+      sums = groups[current >> 1].totals.sums;
     }
-    add_member(sums, values[unit]);
+    sums.add(values[unit], kWeighted ? double(weights[unit]) : 1.0);
   }
-  if (current >= 0) groups[current >> 1].sums = sums;
+  if (current >= 0) groups[current >> 1].totals.sums = sums;
+}
+
+void sum_absolute(const GroupTerm& term, const int64_t* codes, int64_t count, Group* groups) {
+  for (int64_t unit = 0; unit < count; ++unit) {
+    if (codes[unit] < 0) continue;
+    GroupTotals& group = groups[codes[unit] >> 1].totals;
+    const double offset = (double(term.values[unit]) - group.sums.pivot) - group.sums.center();
+    group.absolute += (term.weights ? double(term.weights[unit]) : 1.0) * (offset < 0.0 ? -offset : offset);
+  }
+}
+
+// Leaves the maps of the groups of a term, and the codes of its receivers.
+void map_groups(const GroupNormaliseArgs& args, const GroupTerm& term, const Numbering& numbering, const Workspace& space,
+                int threads) {
+  Group* groups = space.groups;
+  int64_t* codes = space.codes;
+  encode(args, term, numbering, false, threads, codes);
+  const bool batch_scale = term.scale == Scale::batch;
+  const GroupSums everybody = batch_scale || !term.ids ? sum_everybody(term, codes, args.units) : GroupSums{};
+  const double batch_deviation = batch_scale ? deviation(everybody, term.ddof) : 0.0;
+  for (int64_t group = 0; group < numbering.groups; ++group) groups[group].totals = {};
+  if (!term.ids) groups[0].totals.sums = everybody;
+  else (term.weights ? sum_groups<true> : sum_groups<false>)(term, codes, args.units, groups);
+  if (term.scale == Scale::absolute) sum_absolute(term, codes, args.units, groups);
+
+  const GroupTerm rule = term;
+  for_each_piece(numbering.groups, threads, [&](int64_t first, int64_t end) {
+    for (int64_t group = first; group < end; ++group) {
+      const GroupTotals totals = groups[group].totals;
+      groups[group].map = group_map(totals.sums, totals.absolute, batch_deviation, rule, args.share);
+    }
+  });
+  if (args.apply_mask || term.weights) encode(args, term, numbering, true, threads, codes);
 }
 
 }  // namespace
 
-int64_t group_normalise_workspace(int64_t units) { return Workspace(nullptr, units).bytes; }
+int64_t group_normalise_workspace(int64_t units, int32_t terms) { return Workspace(nullptr, units, terms).bytes; }
 
 void group_normalise(const GroupNormaliseArgs& args, int threads) {
-  const Workspace space(args.workspace, args.units);
-  Group* groups = space.groups;
-  int64_t* codes = space.codes;
+  const Workspace space(args.workspace, args.units, args.count);
   threads = worthwhile(threads, args.units);
+  Numbering numbering = {};
+  for (int index = 0; index < args.count; ++index) {
+    const GroupTerm term = args.terms[index];
+    if (index == 0 || term.ids != args.terms[index - 1].ids) numbering = number_groups(term.ids, args.units, space);
+    map_groups(args, term, numbering, space, threads);
+    const bool begins = index == 0, ends = index + 1 == args.count;
+    for_each_piece(args.units, threads, [&](int64_t first, int64_t end) {
+      const float* __restrict values = term.values, * __restrict weights = term.weights;
+      const Group* __restrict groups = space.groups;
+      float* __restrict advantages = args.advantages;
+      for (int64_t unit = first; unit < end; ++unit) {
+        const int64_t code = space.codes[unit];
+        Shares shares = begins ? Shares{} : space.shares[unit];
+        if (code >= 0) {
+          const GroupMap& map = groups[code >> 1].map;
+          const double own = code & 1 ? 0.0 : (weights ? double(weights[unit]) : 1.0);
+          shares.add(map, term, args.share, amount(map, values[unit], own));
+        }
+        if (ends) advantages[unit] = shares.advantage(args);
+        else space.shares[unit] = shares;
+      }
+    });
+  }
+}
 
-  const Numbering numbering = number_groups(args, space);
-  encode(args, numbering, false, threads, codes);
-  const bool batch_scale = args.scale == Scale::batch;
-  const GroupSums everybody = batch_scale || !args.ids ? sum_everybody(args.values, codes, args.units) : GroupSums{};
-  const double batch_deviation = batch_scale ? deviation(everybody, args.ddof) : 0.0;
-  for (int64_t group = 0; group < numbering.groups; ++group) groups[group].sums = {};
-  if (args.ids) sum_groups(args.values, codes, args.units, groups);
-  else groups[0].sums = everybody;
+int64_t group_statistics_workspace(int64_t units) { return Workspace(nullptr, units, 0).bytes; }
 
-  const GroupNormaliseArgs rule = args;
-  for_each_piece(numbering.groups, threads, [&](int64_t first, int64_t end) {
-    for (int64_t group = first; group < end; ++group) {
-      groups[group].map = group_map(groups[group].sums, batch_deviation, rule);
-    }
-  });
-  if (args.apply_mask) encode(args, numbering, true, threads, codes);
+void group_statistics(const GroupStatisticsArgs& args, int threads) {
+  const Workspace space(args.workspace, args.units, 0);
+  threads = worthwhile(threads, args.units);
+  GroupNormaliseArgs call = {};
+  call.units = args.units, call.mask = args.mask;
+  GroupTerm term = {};
+  term.values = args.values, term.ids = args.ids, term.weights = args.weights;
+
+  const Numbering numbering = number_groups(term.ids, args.units, space);
+  encode(call, term, numbering, false, threads, space.codes);
+  Extremes* extremes = space.extremes;
+  for (int64_t group = 0; group < numbering.groups; ++group) space.groups[group].totals = {}, extremes[group] = {};
+  (term.weights ? sum_groups<true> : sum_groups<false>)(term, space.codes, args.units, space.groups);
+  for (int64_t unit = 0; unit < args.units; ++unit) {
+    if (space.codes[unit] >= 0) extremes[space.codes[unit] >> 1].add(args.values[unit]);
+  }
   for_each_piece(args.units, threads, [&](int64_t first, int64_t end) {
-    const float* __restrict values = args.values;
-    float* __restrict advantages = args.advantages;
     for (int64_t unit = first; unit < end; ++unit) {
-      const int64_t code = codes[unit];
-      advantages[unit] = code < 0 ? 0.0f : advantage(groups[code >> 1].map, values[unit], !(code & 1));
+      const int64_t number = numbering.numbers ? numbering.numbers[unit] : 0;
+      double numbers[6] = {};
+      if (number >= 0) {
+        const int64_t group = number - numbering.smallest;
+        put_statistics(space.groups[group].totals.sums, extremes[group].least, extremes[group].greatest, numbers);
+      }
+      for (int i = 0; i < 6; ++i) args.statistics[i * args.units + unit] = numbers[i];
     }
   });
 }

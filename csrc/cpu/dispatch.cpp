@@ -27,6 +27,9 @@ struct Kernels {
   decltype(&hpo::generic::correction) correction;
   decltype(&hpo::generic::group_normalise_workspace) group_normalise_workspace;
   decltype(&hpo::generic::group_normalise) group_normalise;
+  decltype(&hpo::generic::group_statistics_workspace) group_statistics_workspace;
+  decltype(&hpo::generic::group_statistics) group_statistics;
+  decltype(&hpo::generic::recurrence) recurrence;
   decltype(&hpo::generic::window_score_workspace) window_score_workspace;
   decltype(&hpo::generic::window_score) window_score;
   decltype(&hpo::generic::order_statistic_workspace) order_statistic_workspace;
@@ -47,6 +50,9 @@ struct Kernels {
    hpo::isa::correction,                         \
    hpo::isa::group_normalise_workspace,          \
    hpo::isa::group_normalise,                    \
+   hpo::isa::group_statistics_workspace,         \
+   hpo::isa::group_statistics,                   \
+   hpo::isa::recurrence,                         \
    hpo::isa::window_score_workspace,             \
    hpo::isa::window_score,                       \
    hpo::isa::order_statistic_workspace,          \
@@ -138,13 +144,26 @@ int hpo_correction(const hpo::PolicyLossArgs* args, const hpo::Hierarchy* hierar
              [&](const Kernels& kernels, int threads) { kernels.correction(*args, *hierarchy, *correction, threads); });
 }
 
-int64_t hpo_group_normalise_workspace(int64_t units) {
+int64_t hpo_group_normalise_workspace(int64_t units, int32_t terms) {
   const Kernels* kernels = choice().kernels;
-  return kernels ? kernels->group_normalise_workspace(units) : 0;
+  return kernels ? kernels->group_normalise_workspace(units, terms) : 0;
 }
 
 int hpo_group_normalise(const hpo::GroupNormaliseArgs* args, int64_t context) {
   return run(context, [&](const Kernels& kernels, int threads) { kernels.group_normalise(*args, threads); });
+}
+
+int64_t hpo_group_statistics_workspace(int64_t units) {
+  const Kernels* kernels = choice().kernels;
+  return kernels ? kernels->group_statistics_workspace(units) : 0;
+}
+
+int hpo_group_statistics(const hpo::GroupStatisticsArgs* args, int64_t context) {
+  return run(context, [&](const Kernels& kernels, int threads) { kernels.group_statistics(*args, threads); });
+}
+
+int hpo_recurrence(const hpo::RecurrenceArgs* args, int64_t context) {
+  return run(context, [&](const Kernels& kernels, int threads) { kernels.recurrence(*args, threads); });
 }
 
 int64_t hpo_window_score_workspace(int64_t tokens, int64_t width) {

@@ -12,8 +12,11 @@
                  const Hierarchy& hierarchy, int threads);                                                               \
   int64_t correction_workspace(int64_t tokens, int64_t rows, int64_t pieces);                                            \
   void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Correction& correction, int threads);    \
-  int64_t group_normalise_workspace(int64_t units);                                                                      \
+  int64_t group_normalise_workspace(int64_t units, int32_t terms);                                                       \
   void group_normalise(const GroupNormaliseArgs& args, int threads);                                                     \
+  int64_t group_statistics_workspace(int64_t units);                                                                     \
+  void group_statistics(const GroupStatisticsArgs& args, int threads);                                                   \
+  void recurrence(const RecurrenceArgs& args, int threads);                                                              \
   int64_t window_score_workspace(int64_t tokens, int64_t width);                                                         \
   void window_score(const WindowArgs& args, int threads);                                                                \
   int64_t order_statistic_workspace(int64_t tokens);                                                                     \

@@ -1,4 +1,6 @@
-// row_counts: the valid tokens of every row.
+// row_counts: the valid tokens of every row; recurrence: a scan from the end of every row to its begin.
+#include <algorithm>
+
 #include "kernels.h"
 #include "rows.h"
 
@@ -20,6 +22,21 @@ void row_counts(const RowCountsArgs& args, int threads) {
         add_to_row(args.counts[segment.row], valid, rows.continues_elsewhere(segment.row, chunk));
       }
     });
+  });
+}
+
+// A row is one chain: what it computes depends on the row alone.
+void recurrence(const RecurrenceArgs& args, int threads) {
+  std::fill_n(args.scanned, args.units, 0.0f);
+  for_each_piece(args.rows, worthwhile(threads, args.units), [&](int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; ++row) {
+      const Range range = row_range(args.cu_seqlens, row, args.units);
+      double following = 0.0;
+      for (int64_t unit = range.end - 1; unit >= range.begin; --unit) {
+        following = double(args.values[unit]) + double(args.gains[unit]) * following;
+        args.scanned[unit] = float(following) + 0.0f;  // never -0
+      }
+    }
   });
 }
 

@@ -1,240 +1,160 @@
-// group_normalise. Up to kFewUnits in one launch: every block looks through all ids for the groups of its own units. Beyond,
-// in five: a hash table of groups, and sums as integers, which have no order. The definition is
-// hpo_core/reference/advantages.py.
+// group_normalise and group_statistics, each in one launch: up to kFewUnits without any workspace, beyond in parts with grid
+// barriers between them, one term after the other over one table of groups. The definitions are
+// hpo_core/reference/advantages.py and segments.py.
 #include "hpo/advantages.h"
 
-#include "hpo/entropy.h"
-#include "warp.cuh"
+#include "groups.cuh"
 
 namespace hpo {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / kWarp;
-constexpr int64_t kFewUnits = 4096;
-
-__device__ __forceinline__ bool is_grouped(const GroupNormaliseArgs& args, int64_t unit) {
-  return (!args.ids || args.ids[unit] >= 0) && is_finite(args.values[unit]);
+__device__ __forceinline__ Members members_of(const GroupNormaliseArgs& args, const GroupTerm& term) {
+  return {args.units, term.values, term.ids, term.weights, args.mask};
 }
 
-__device__ __forceinline__ bool is_member(const GroupNormaliseArgs& args, int64_t unit) {
-  return is_grouped(args, unit) && (!args.mask || args.mask[unit]);
+__device__ __forceinline__ bool receives(const GroupNormaliseArgs& args, const Members& members, int64_t unit) {
+  const uint8_t* const mask = args.apply_mask ? args.apply_mask : args.mask;
+  return members.in_group(unit) && is_finite(members.values[unit]) && (!mask || mask[unit]);
 }
 
-__device__ __forceinline__ bool receives(const GroupNormaliseArgs& args, int64_t unit) {
-  return args.apply_mask ? is_grouped(args, unit) && args.apply_mask[unit] : is_member(args, unit);
+__device__ __forceinline__ void add_term(Shares& shares, const GroupMap& map, const GroupTerm& term, Share share,
+                                         const Members& members, int64_t unit) {
+  const double own = members.has(unit) ? members.weight(unit) : 0.0;
+  shares.add(map, term, share, amount(map, members.values[unit], own));
 }
 
-__device__ __forceinline__ float advantage_of(const GroupNormaliseArgs& args, int64_t unit, const GroupMap& map) {
-  return receives(args, unit) ? advantage(map, args.values[unit], is_member(args, unit)) : 0.0f;
+struct Statistics {
+  double numbers[6];
+};
+
+__device__ __forceinline__ Statistics statistics_of(const GroupSums& sums, const Extremes& extremes) {
+  Statistics statistics = {};
+  put_statistics(sums, extremes.least, extremes.greatest, statistics.numbers);
+  return statistics;
+}
+
+__device__ __forceinline__ void write_statistics(const GroupStatisticsArgs& args, int64_t unit, const Statistics& statistics) {
+#pragma unroll
+  for (int i = 0; i < 6; ++i) args.statistics[i * args.units + unit] = statistics.numbers[i];
 }
 
 // ------------------------------------------------------------------------------------------------------------ few units
 
-constexpr int kBlockUnits = kWarp;
-
-// Sums over the members with this id, or over all members, by the whole block; the result in thread 0.
-__device__ __forceinline__ GroupSums sum_members(const GroupNormaliseArgs& args, bool everybody, int64_t id) {
-  HPO_SHARED(int, first, );
-  HPO_SHARED(GroupSums, of_warp, [kWarps]);
-  const int units = int(args.units);
-  const auto counts = [&](int unit) { return is_member(args, unit) && (everybody || !args.ids || args.ids[unit] == id); };
-
-  if (threadIdx.x == 0) first = units;
-  __syncthreads();
-  for (int unit = int(threadIdx.x); unit < units; unit += kThreads) {
-    if (!counts(unit)) continue;
-    atomicMin(&first, unit);
-    break;
+// A block or fewer to a multiprocessor: registers cost nothing.
+__global__ void __launch_bounds__(kThreads, 2) normalise_few(const GroupNormaliseArgs args) {
+  HPO_SHARED(GroupMap, maps, [kBlockUnits]);
+  const int unit = int(blockIdx.x) * kBlockUnits + int(threadIdx.x);
+  const bool owns = threadIdx.x < kBlockUnits && unit < int(args.units);
+  Shares shares = {};
+#pragma unroll 1
+  for (int index = 0; index < args.count; ++index) {
+    const GroupTerm& term = args.terms[index];
+    const Members members = members_of(args, term);
+    const double batch_deviation = term.scale == Scale::batch ? deviation(sum_members(members, kEverybody), term.ddof) : 0.0;
+    const bool wanted = owns && receives(args, members, unit);
+    const int own = for_each_group(members, unit, wanted, [&](int place, int64_t id) {
+      const GroupSums sums = sum_members(members, id);
+      const double absolute = term.scale == Scale::absolute ? sum_absolute(members, id, sums) : 0.0;
+      if (threadIdx.x == 0) maps[place] = group_map(sums, absolute, batch_deviation, term, args.share);
+    });
+    if (own >= 0) add_term(shares, maps[own], term, args.share, members, unit);
   }
-  __syncthreads();
-  const int pivot_unit = first;
-  __syncthreads();  // before the next call writes `first`
-  if (pivot_unit == units) return {};
-
-  GroupSums sums = {double(args.values[pivot_unit]), 0, 0.0, 0.0};
-  for (int unit = pivot_unit / kThreads * kThreads + int(threadIdx.x); unit < units; unit += kThreads) {
-    const double offset = counts(unit) ? double(args.values[unit]) - sums.pivot : 0.0;
-    sums.count += counts(unit);
-    sums.sum += offset;
-    sums.squares += offset * offset;
-  }
-  sums.count = warp_sum(sums.count);
-  sums.sum = warp_sum(sums.sum);
-  sums.squares = warp_sum(sums.squares);
-  if (lane() == 0) of_warp[warp_in_block()] = sums;
-  __syncthreads();
-  GroupSums total = of_warp[0];
-  for (int warp = 1; warp < kWarps; ++warp) {
-    const GroupSums more = of_warp[warp];
-    total.count += more.count;
-    total.sum += more.sum;
-    total.squares += more.squares;
-  }
-  __syncthreads();
-  return total;
+  if (owns) args.advantages[unit] = shares.advantage(args);
 }
 
-__global__ void __launch_bounds__(kThreads) normalise_few(const GroupNormaliseArgs args) {
-  HPO_SHARED(int64_t, ids, [kBlockUnits]);
-  HPO_SHARED(int, leader, [kBlockUnits]);  // the first unit of the block with the same id; -1: the unit receives nothing
-  HPO_SHARED(GroupMap, maps, [kBlockUnits]);
-  const int base = int(blockIdx.x) * kBlockUnits;
-  if (threadIdx.x < kBlockUnits) {
-    const int unit = base + lane();
-    const bool wanted = unit < int(args.units) && receives(args, unit);
-    const int64_t id = wanted && args.ids ? args.ids[unit] : 0;
-    int same = wanted ? lane() : -1;
-    for (int other = kBlockUnits - 1; other >= 0; --other) {
-      const bool other_wanted = __shfl_sync(kFullWarp, int(wanted), other);
-      const bool equal = __shfl_sync(kFullWarp, id, other) == id;
-      if (wanted && other_wanted && equal && other < same) same = other;
-    }
-    ids[lane()] = id;
-    leader[lane()] = same;
-  }
-  double batch_deviation = 0.0;
-  if (args.scale == Scale::batch) batch_deviation = deviation(sum_members(args, true, 0), args.ddof);
-  __syncthreads();
-  for (int i = 0; i < kBlockUnits; ++i) {
-    if (leader[i] != i) continue;
-    const GroupSums sums = sum_members(args, false, ids[i]);
-    if (threadIdx.x == 0) maps[i] = group_map(sums, batch_deviation, args);
-  }
-  __syncthreads();
-  if (threadIdx.x < kBlockUnits && base + lane() < int(args.units)) {
-    const int same = leader[lane()];
-    args.advantages[base + lane()] = same < 0 ? 0.0f : advantage_of(args, base + lane(), maps[same]);
-  }
+__global__ void __launch_bounds__(kThreads, 2) statistics_few(const GroupStatisticsArgs args) {
+  HPO_SHARED(Statistics, found, [kBlockUnits]);
+  const Members members = {args.units, args.values, args.ids, args.weights, args.mask};
+  const int unit = int(blockIdx.x) * kBlockUnits + int(threadIdx.x);
+  const bool owns = threadIdx.x < kBlockUnits && unit < int(args.units);
+  const int own = for_each_group(members, unit, owns && members.in_group(unit), [&](int place, int64_t id) {
+    const GroupSums sums = sum_members(members, id);
+    const Extremes extremes = find_extremes(members, id);
+    if (threadIdx.x == 0) found[place] = statistics_of(sums, extremes);
+  });
+  if (owns) write_statistics(args, unit, own >= 0 ? found[own] : Statistics{});
 }
 
 // ----------------------------------------------------------------------------------------------------------- many units
-//
-// A float32 offset from the pivot is written as a fixed-point number whose unit depends on the largest offset of its group,
-// so that the sum of all fits into 62 bits: for 10^5 members that keeps 2^-44 of the largest.
 
-constexpr int64_t kNoGroup = -1;
-constexpr int kSumBits = 61;
+struct Workspace {
+  Table table;
+  Shares* shares;  // [units], of the terms so far, where there are several
+  int64_t bytes;
 
-struct Table {
-  int64_t capacity;  // a power of two; entry [capacity] is the whole batch
-  int64_t* keys;     // [capacity], the id that owns the entry
-  int64_t* first;    // [capacity + 1], the first member
-  int64_t* count;    // members
-  int* exponent;     // biased exponent of the largest offset from the first member
-  int64_t* sum;      // of the offsets, and of their squares, in units of the fixed point
-  int64_t* squares;
-  int64_t* entry;    // [units], the entry of each unit's group
-
-  int64_t place(void* base, int64_t units) {
-    capacity = 64;
-    while (capacity < 2 * units) capacity *= 2;
-    char* at = static_cast<char*>(base);
-    const auto take = [&](auto*& array, int64_t entries) {
-      array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(at);
-      at += (entries * int64_t(sizeof *array) + 15) / 16 * 16;
-    };
-    take(keys, capacity), take(first, capacity + 1), take(count, capacity + 1), take(exponent, capacity + 1);
-    take(sum, capacity + 1), take(squares, capacity + 1), take(entry, units);
-    return at - static_cast<char*>(base);
+  // terms: of group_normalise; 0 for group_statistics.
+  Workspace(void* base, int64_t units, int32_t terms) {
+    Placement placement(base);
+    table.take(placement, units);
+    placement.take(shares, terms > 1 ? units : 0);
+    bytes = placement.bytes();
   }
 };
 
-__device__ __forceinline__ int64_t thread_in_grid() { return int64_t(blockIdx.x) * kThreads + threadIdx.x; }
-__device__ __forceinline__ int64_t threads_in_grid() { return int64_t(gridDim.x) * kThreads; }
-
-__global__ void __launch_bounds__(kThreads) clear_table(const Table table) {
-  for (int64_t entry = thread_in_grid(); entry <= table.capacity; entry += threads_in_grid()) {
-    if (entry < table.capacity) table.keys[entry] = kNoGroup;
-    table.first[entry] = INT64_MAX;
-    table.count[entry] = table.sum[entry] = table.squares[entry] = 0;
-    table.exponent[entry] = 0;
+__global__ void __launch_bounds__(kThreads) normalise_many(const GroupNormaliseArgs args, const Workspace workspace) {
+  const Table& table = workspace.table;
+  table.clear_entries();
+  sync_grid();
+#pragma unroll 1
+  for (int index = 0; index < args.count; ++index) {
+    const GroupTerm& term = args.terms[index];
+    const Members members = members_of(args, term);
+    const bool of_batch = term.scale == Scale::batch, of_absolutes = term.scale == Scale::absolute;
+    const bool begins = index == 0, ends = index + 1 == args.count;
+    sum_groups(table, members, of_batch, false);
+    if (of_absolutes) {
+      sum_absolutes(table, members);
+      sync_grid();
+    }
+    // A deviation needs no pivot.
+    const double batch_deviation = of_batch ? deviation(table.groups[table.units].sums(0.0), term.ddof) : 0.0;
+    for_each_unit(args.units, [&](int64_t unit) {
+      if (unit >= args.units) return;
+      Shares shares = begins ? Shares{} : workspace.shares[unit];
+      const int64_t leader = table.leaders[unit];
+      if (leader >= 0 && receives(args, members, unit)) {
+        const Group& group = table.groups[leader];
+        const GroupSums sums = group.sums(double(term.values[leader]));
+        const double absolute = of_absolutes ? group.absolute_sum(sums) : 0.0;
+        const GroupMap map = group_map(sums, absolute, batch_deviation, term, args.share);
+        add_term(shares, map, term, args.share, members, unit);
+      }
+      if (ends) args.advantages[unit] = shares.advantage(args);
+      else workspace.shares[unit] = shares;
+    });
+    if (ends) return;
+    table.clear_entries();
+    sync_grid();
   }
 }
 
-// The entry of an id, made if there is none. The table is never full: it has twice as many entries as there are units.
-__device__ __forceinline__ int64_t find_entry(const Table& table, int64_t id) {
-  const uint64_t mixed = uint64_t(id) * 0x9E3779B97F4A7C15u;
-  for (int64_t entry = int64_t((mixed ^ mixed >> 32) & uint64_t(table.capacity - 1));;
-       entry = (entry + 1) & (table.capacity - 1)) {
-    auto* const key = reinterpret_cast<unsigned long long*>(table.keys + entry);
-    const int64_t owner =
-        int64_t(atomicCAS(key, static_cast<unsigned long long>(kNoGroup), static_cast<unsigned long long>(id)));
-    if (owner == kNoGroup || owner == id) return entry;
-  }
-}
-
-// Calls `visit(entry, unit, ...)` for the group of every member; for the whole batch too where its statistics are wanted.
-template <class Visit>
-__device__ __forceinline__ void for_each_membership(const GroupNormaliseArgs& args, const Table& table, Visit visit) {
-  for (int64_t unit = thread_in_grid(); unit < args.units; unit += threads_in_grid()) {
-    if (!is_member(args, unit)) continue;
-    visit(table.entry[unit], unit);
-    if (args.scale == Scale::batch && args.ids) visit(table.capacity, unit);
-  }
-}
-
-__global__ void __launch_bounds__(kThreads) number_groups(const GroupNormaliseArgs args, const Table table) {
-  for (int64_t unit = thread_in_grid(); unit < args.units; unit += threads_in_grid()) {
-    if (is_grouped(args, unit)) table.entry[unit] = args.ids ? find_entry(table, args.ids[unit]) : table.capacity;
-  }
-  for_each_membership(args, table, [&](int64_t entry, int64_t unit) {
-    atomicMin(table.first + entry, unit);
-    atomicAdd(table.count + entry, int64_t(1));
+__global__ void __launch_bounds__(kThreads) statistics_many(const GroupStatisticsArgs args, const Table table) {
+  const Members members = {args.units, args.values, args.ids, args.weights, args.mask};
+  table.clear_entries();
+  sync_grid();
+  sum_groups(table, members, false, true);
+  for_each_unit(args.units, [&](int64_t unit) {
+    if (unit >= args.units) return;
+    const int64_t leader = table.leaders[unit];
+    Statistics statistics = {};
+    if (leader >= 0) {
+      const Group& group = table.groups[leader];
+      statistics = statistics_of(group.sums(double(args.values[leader])), group.extremes());
+    }
+    write_statistics(args, unit, statistics);
   });
 }
 
-__device__ __forceinline__ double pivot_of(const GroupNormaliseArgs& args, const Table& table, int64_t entry) {
-  return double(args.values[table.first[entry]]);
+int64_t workspace_bytes(int64_t units, int32_t terms) {
+  return units <= kFewUnits ? 0 : Workspace(nullptr, units, terms).bytes;
 }
 
-__global__ void __launch_bounds__(kThreads) find_spread(const GroupNormaliseArgs args, const Table table) {
-  for_each_membership(args, table, [&](int64_t entry, int64_t unit) {
-    const double offset = fabs(double(args.values[unit]) - pivot_of(args, table, entry));
-    atomicMax(table.exponent + entry, int(__double_as_longlong(offset) >> 52));
-  });
-}
-
-// What an offset, and a square, is multiplied by: 2 to this power.
-struct FixedPoint {
-  int offset, square;
-};
-
-__device__ __forceinline__ FixedPoint fixed_point(const Table& table, int64_t entry) {
-  const int bits = kSumBits - (64 - __clzll(table.count[entry])), bound = table.exponent[entry] - 1022;
-  return {bits - bound, bits - 2 * bound};
-}
-
-__global__ void __launch_bounds__(kThreads) sum_offsets(const GroupNormaliseArgs args, const Table table) {
-  for_each_membership(args, table, [&](int64_t entry, int64_t unit) {
-    const double offset = double(args.values[unit]) - pivot_of(args, table, entry);
-    const FixedPoint power = fixed_point(table, entry);
-    atomicAdd(table.sum + entry, int64_t(rint(ldexp(offset, power.offset))));
-    atomicAdd(table.squares + entry, int64_t(rint(ldexp(offset * offset, power.square))));
-  });
-}
-
-__device__ __forceinline__ GroupSums sums_of(const GroupNormaliseArgs& args, const Table& table, int64_t entry) {
-  if (table.count[entry] == 0) return {};
-  const FixedPoint power = fixed_point(table, entry);
-  return {pivot_of(args, table, entry), table.count[entry], ldexp(double(table.sum[entry]), -power.offset),
-          ldexp(double(table.squares[entry]), -power.square)};
-}
-
-__global__ void __launch_bounds__(kThreads) normalise_many(const GroupNormaliseArgs args, const Table table) {
-  const double batch_deviation = args.scale == Scale::batch ? deviation(sums_of(args, table, table.capacity), args.ddof) : 0.0;
-  for (int64_t unit = thread_in_grid(); unit < args.units; unit += threads_in_grid()) {
-    GroupMap map = {};
-    if (receives(args, unit)) map = group_map(sums_of(args, table, table.entry[unit]), batch_deviation, args);
-    args.advantages[unit] = advantage_of(args, unit, map);
-  }
-}
+dim3 few_blocks(int64_t units) { return dim3(unsigned((units + kBlockUnits - 1) / kBlockUnits)); }
 
 }  // namespace
 }  // namespace hpo
 
-extern "C" int64_t hpo_group_normalise_workspace(int64_t units) {
-  return units <= hpo::kFewUnits ? 0 : hpo::Table().place(nullptr, units);
-}
+extern "C" int64_t hpo_group_normalise_workspace(int64_t units, int32_t terms) { return hpo::workspace_bytes(units, terms); }
 
 extern "C" int hpo_group_normalise(const hpo::GroupNormaliseArgs* args, int64_t context) {
   using namespace hpo;
@@ -242,16 +162,28 @@ extern "C" int hpo_group_normalise(const hpo::GroupNormaliseArgs* args, int64_t 
   const cudaStream_t stream = reinterpret_cast<cudaStream_t>(context);
   const dim3 block(kThreads);
   if (args->units <= kFewUnits) {
-    HPO_LAUNCH(normalise_few, dim3(unsigned((args->units + kBlockUnits - 1) / kBlockUnits)), block, 0, stream, *args);
-    return int(cudaGetLastError());
+    HPO_LAUNCH(normalise_few, few_blocks(args->units), block, 0, stream, *args);
+  } else {
+    const Workspace workspace(args->workspace, args->units, args->count);
+    const dim3 grid(unsigned(blocks_together<normalise_many>(args->units)));
+    HPO_LAUNCH_TOGETHER(normalise_many, grid, block, 0, stream, *args, workspace);
   }
-  Table table;
-  table.place(args->workspace, args->units);
-  const dim3 grid(unsigned(std::min((args->units + kThreads - 1) / kThreads, int64_t(2048))));
-  HPO_LAUNCH(clear_table, grid, block, 0, stream, table);
-  HPO_LAUNCH(number_groups, grid, block, 0, stream, *args, table);
-  HPO_LAUNCH(find_spread, grid, block, 0, stream, *args, table);
-  HPO_LAUNCH(sum_offsets, grid, block, 0, stream, *args, table);
-  HPO_LAUNCH(normalise_many, grid, block, 0, stream, *args, table);
+  return int(cudaGetLastError());
+}
+
+extern "C" int64_t hpo_group_statistics_workspace(int64_t units) { return hpo::workspace_bytes(units, 0); }
+
+extern "C" int hpo_group_statistics(const hpo::GroupStatisticsArgs* args, int64_t context) {
+  using namespace hpo;
+  if (args->units == 0) return 0;
+  const cudaStream_t stream = reinterpret_cast<cudaStream_t>(context);
+  const dim3 block(kThreads);
+  if (args->units <= kFewUnits) {
+    HPO_LAUNCH(statistics_few, few_blocks(args->units), block, 0, stream, *args);
+  } else {
+    const Workspace workspace(args->workspace, args->units, 0);
+    const dim3 grid(unsigned(blocks_together<statistics_many>(args->units)));
+    HPO_LAUNCH_TOGETHER(statistics_many, grid, block, 0, stream, *args, workspace.table);
+  }
   return int(cudaGetLastError());
 }

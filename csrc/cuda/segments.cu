@@ -1,13 +1,13 @@
-// row_counts in one launch: valid tokens of every row. The definition is hpo_core/reference/segments.py.
+// row_counts and recurrence, each in one launch. The definitions are hpo_core/reference/segments.py.
 //
-// A block takes eight neighbouring rows. Each of its warps counts one of them if it is short; long ones all warps count
-// together, so that one long row among short ones does not keep a single warp busy.
+// Of row_counts a block takes eight neighbouring rows. Each of its warps counts one of them if it is short; long ones all warps
+// count together, so that one long row among short ones does not keep a single warp busy.
+#include "grid.cuh"
 #include "units.cuh"
 
 namespace hpo {
 namespace {
 
-constexpr int kWarps = 8, kThreads = kWarps * kWarp;
 constexpr int64_t kLong = 16384;  // masks of this many tokens are 32 loads of a warp
 
 // Bytes that are not 0. Adding 0x7F carries into the top bit of a byte unless its lower bits are 0.
@@ -80,6 +80,70 @@ __global__ void __launch_bounds__(kThreads) count_rows(const RowCountsArgs args)
   }
 }
 
+// What units, from the last one to the first, make of the y behind them: add + gain * y.
+struct Affine {
+  double add, gain;
+
+  __device__ __forceinline__ double operator()(double following) const { return add + gain * following; }
+
+  __device__ __forceinline__ Affine after(const Affine& earlier) const {
+    return {(*this)(earlier.add), clamp(gain * earlier.gain, -DBL_MAX, DBL_MAX)};  // 0 times it stays 0
+  }
+};
+
+__device__ __forceinline__ Affine shuffle_up(const Affine& map, int step) {
+  return {__shfl_up_sync(kFullWarp, map.add, step), __shfl_up_sync(kFullWarp, map.gain, step)};
+}
+
+constexpr int kSteps = 4;  // units of a lane, neighbours
+constexpr int kChunk = kWarp * kSteps;
+
+// By one warp. Chunks are counted from the row's end, so that where the row lies changes no bit.
+__device__ __forceinline__ void scan_row(const RecurrenceArgs& args, const Pack& pack, int index) {
+  const Range row = row_range(pack.cu_seqlens, index, pack.tokens);
+  bool ascending = true;
+  find_row(pack, row.begin, ascending);
+  double following = 0.0;
+#pragma unroll 1
+  for (int64_t end = row.end; end > row.begin; end -= kChunk) {
+    const int64_t last = end - 1 - lane() * kSteps;
+    Affine steps[kSteps], all = {0.0, 1.0};
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int64_t unit = last - i;
+      steps[i] = {0.0, 0.0};
+      if (unit >= row.begin) steps[i] = {double(__ldg(args.values + unit)), double(__ldg(args.gains + unit))};
+      all = steps[i].after(all);
+    }
+#pragma unroll
+    for (int step = 1; step < kWarp; step *= 2) {
+      const Affine earlier = shuffle_up(all, step);
+      if (lane() >= step) all = all.after(earlier);
+    }
+    const Affine before = shuffle_up(all, 1);
+    double scanned = lane() == 0 ? following : before(following);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      scanned = steps[i](scanned);
+      const int64_t unit = last - i;
+      if (unit < row.begin || (!ascending && find_owner(pack, unit) != index)) continue;
+      args.scanned[unit] = float(scanned) + 0.0f;  // never -0
+    }
+    following = __shfl_sync(kFullWarp, scanned, kWarp - 1);
+  }
+}
+
+// Offsets are data: which units are in no row is not known before all rows are, and so zeros are written everywhere first.
+__global__ void __launch_bounds__(kThreads) scan_rows(const RecurrenceArgs args) {
+  clear(args.scanned, args.units);
+  sync_grid();
+  const Pack pack = {args.cu_seqlens, args.units, int(args.rows)};
+#pragma unroll 1
+  for (int row = int(blockIdx.x) * kWarps + warp_in_block(); row < pack.rows; row += int(gridDim.x) * kWarps) {
+    scan_row(args, pack, row);
+  }
+}
+
 }  // namespace
 }  // namespace hpo
 
@@ -88,5 +152,13 @@ extern "C" int hpo_row_counts(const hpo::RowCountsArgs* args, int64_t context) {
   if (args->rows == 0) return 0;
   const int64_t blocks = std::min((args->rows + kWarps - 1) / kWarps, int64_t(1) << 16);
   HPO_LAUNCH(count_rows, dim3(unsigned(blocks)), dim3(kThreads), 0, reinterpret_cast<cudaStream_t>(context), *args);
+  return int(cudaGetLastError());
+}
+
+extern "C" int hpo_recurrence(const hpo::RecurrenceArgs* args, int64_t context) {
+  using namespace hpo;
+  if (args->units == 0) return 0;
+  const dim3 blocks(unsigned(blocks_together<scan_rows>(std::max(args->units / kSteps, args->rows * kWarp))));
+  HPO_LAUNCH_TOGETHER(scan_rows, blocks, dim3(kThreads), 0, reinterpret_cast<cudaStream_t>(context), *args);
   return int(cudaGetLastError());
 }

@@ -19,16 +19,31 @@ from __future__ import annotations
 
 import torch
 
-from .. import ops
-from ..backends import resolve
-from ..checks import check, check_dtype, check_shape, check_type
-from ..specs import Center, EpsMode, GroupNormalisation, Scale
+from .. import segments
+from ..checks import check
+from ..specs import Center, EpsMode, GroupTerm, Provenance, Scale
+from .terms import Term, as_advantages, check_compat, check_units, combine, estimator, members_of, total
 
-__all__ = ["dr_grpo", "grpo", "lite_ppo", "rloo"]
+__all__ = [
+    "bnpo",
+    "dgpo",
+    "dr_grpo",
+    "gpg",
+    "grpo",
+    "lite_ppo",
+    "maxrl",
+    "ngrpo",
+    "opo",
+    "reinforce_pp_baseline",
+    "rloo",
+    "v05",
+    "whiten",
+]
 
 _EPS_MODES = {"add": EpsMode.ADD, "sqrt": EpsMode.SQRT, "floor": EpsMode.FLOOR}
 
 
+@estimator(Provenance.VERIFIED)
 def grpo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -54,10 +69,11 @@ def grpo(
     tensor([ 1., -1., -1.,  1.])
     """
     check(eps_mode in _EPS_MODES, "eps_mode: expected one of {}, got {!r}", ", ".join(_EPS_MODES), eps_mode)
-    spec = GroupNormalisation(Center.MEAN, Scale.GROUP, ddof, eps, _EPS_MODES[eps_mode], _keeps(singleton))
-    return _normalise(rewards, group_ids, mask, apply_mask, spec, backend)
+    rule = GroupTerm(Center.MEAN, Scale.GROUP, ddof, eps, _EPS_MODES[eps_mode], _keeps(singleton))
+    return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
 
 
+@estimator(Provenance.VERIFIED)
 def dr_grpo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -74,10 +90,11 @@ def dr_grpo(
     >>> dr_grpo(torch.tensor([2.0, 4.0, 6.0]), torch.tensor([1, 1, 1]))
     tensor([-2.,  0.,  2.])
     """
-    spec = GroupNormalisation(Center.MEAN, Scale.NONE, eps=0.0, keep_singletons=_keeps(singleton))
-    return _normalise(rewards, group_ids, mask, apply_mask, spec, backend)
+    rule = GroupTerm(Center.MEAN, Scale.NONE, eps=0.0, keep_singletons=_keeps(singleton))
+    return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
 
 
+@estimator(Provenance.VERIFIED)
 def rloo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -94,10 +111,11 @@ def rloo(
     >>> rloo(torch.tensor([2.0, 4.0, 6.0]), torch.tensor([1, 1, 1]))
     tensor([-3.,  0.,  3.])
     """
-    spec = GroupNormalisation(Center.LEAVE_ONE_OUT, Scale.NONE, eps=0.0, keep_singletons=_keeps(singleton))
-    return _normalise(rewards, group_ids, mask, apply_mask, spec, backend)
+    rule = GroupTerm(Center.LEAVE_ONE_OUT, Scale.NONE, eps=0.0, keep_singletons=_keeps(singleton))
+    return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
 
 
+@estimator(Provenance.VERIFIED)
 def lite_ppo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -117,8 +135,305 @@ def lite_ppo(
     >>> lite_ppo(torch.tensor([1.0, 0.0, 2.0, 6.0]), torch.tensor([0, 0, 1, 1]), eps=0.0)
     tensor([ 0.1901, -0.1901, -0.7605,  0.7605])
     """
-    spec = GroupNormalisation(Center.MEAN, Scale.BATCH, ddof, eps, EpsMode.ADD, _keeps(singleton))
-    return _normalise(rewards, group_ids, mask, apply_mask, spec, backend)
+    rule = GroupTerm(Center.MEAN, Scale.BATCH, ddof, eps, EpsMode.ADD, _keeps(singleton))
+    return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
+
+
+@estimator(Provenance.VERIFIED)
+def opo(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    lengths: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    apply_mask: torch.Tensor | None = None,
+    singleton: str = "zero",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """OPO: ``A = r - sum_g L r / sum_g L``, the optimal baseline weighs rewards by length (arXiv 2505.23585). Returns
+    ``[S]`` float32.
+
+    Args:
+        lengths: ``[S]`` floating point, tokens of each response; units without tokens enter no baseline.
+
+    Traps: ``sum_g L A`` is 0, ``sum_g A`` is not. For a group of one verl keeps the raw reward (``singleton="raw"``).
+
+    >>> opo(torch.tensor([2.0, 4.0, 6.0]), None, torch.tensor([5.0, 1.0, 2.0]))
+    tensor([-1.2500,  0.7500,  2.7500])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, lengths=lengths, mask=mask, apply_mask=apply_mask)
+    rule = GroupTerm(scale=Scale.NONE, keep_singletons=_keeps(singleton))
+    return combine([Term(rewards, group_ids, rule, lengths)], mask=mask, apply_mask=apply_mask, backend=backend)
+
+
+@estimator(Provenance.VERIFIED)
+def maxrl(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    eps: float = 1e-6,
+    least_mean: float | None = None,
+    root: bool = False,
+    mask: torch.Tensor | None = None,
+    apply_mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """MaxRL: ``A = (r - mean_g) / (mean_g + eps)`` for rewards >= 0 (arXiv 2602.02710). Returns ``[S]`` float32.
+
+    Binary rewards with success rate p: ``(1 - p) / p`` and -1. A group without a success gets 0, as does one of mean
+    below 0.
+
+    Args:
+        least_mean: divide by ``max(mean_g, least_mean)`` instead, .125 in the authors' clipped form.
+        root: divide by ``sqrt(mean_g) + eps``, the authors' one-sided form.
+
+    Assumed: a group of one gets 0, of which the paper does not speak.
+
+    >>> maxrl(torch.tensor([1.0, 0.0, 0.0, 0.0]), None)
+    tensor([ 3.0000, -1.0000, -1.0000, -1.0000])
+    """
+    check(least_mean is None or not root, "least_mean: the one-sided form (root=True) knows none; drop one of them")
+    scale = Scale.ROOT_MEAN if root else Scale.MEAN
+    guard = (eps, EpsMode.ADD) if least_mean is None else (least_mean, EpsMode.FLOOR)
+    rule = GroupTerm(scale=scale, eps=guard[0], eps_mode=guard[1])
+    return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
+
+
+@estimator(Provenance.VERIFIED)
+def dgpo(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    accuracy: torch.Tensor | None = None,
+    temperature: float = 2.0,
+    eps: float = 1e-4,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """DGPO (MathForge): ``A = lambda_g n (r - mean_g) / (sum_g |r - mean_g| + eps)`` (arXiv 2601.20614). Returns
+    ``[S]`` float32.
+
+    The mean absolute deviation makes ``sum_g |A|`` the size of the group whatever its difficulty. With ``accuracy``
+    hard groups weigh more: ``lambda_g = B softmax(-acc_g / temperature)`` over the B groups whose rewards differ, 1 for
+    others; the mean of lambda over those B groups is 1.
+
+    Args:
+        accuracy: ``[S]`` the main reward, whose group mean is the accuracy; a group that gets none right although its
+            rewards differ counts as accurate, so that other rewards do not make it the hardest. None: lambda is 1.
+
+    Traps: the scale is the *mean* absolute deviation, not a standard deviation; eps stands beside the sum. The authors
+    further multiply by ratios of lengths that undo the loss's mean over tokens of one rank: ``aggregation`` with
+    ``process_group=`` needs no such factor.
+
+    >>> dgpo(torch.tensor([1.0, 0.0, 0.0, 0.0]), None)
+    tensor([ 1.9999, -0.6666, -0.6666, -0.6666])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, accuracy=accuracy, mask=mask)
+    rule = GroupTerm(scale=Scale.ABSOLUTE, eps=eps, eps_mode=EpsMode.ADD_SHARE)
+    advantages = combine([Term(rewards, group_ids, rule)], mask=mask, backend=backend)
+    if accuracy is None:
+        return advantages
+    check(temperature > 0, "temperature: expected a number above 0, got {}", temperature)
+    group = segments.statistics(rewards, group_ids, mask=mask, backend=backend)
+    right = segments.statistics(accuracy, group_ids, mask=mask, backend=backend).mean
+    member = members_of(rewards, group, mask)
+    differs = member & (group.least < group.greatest)
+    # Once per group: each of its n members stands for 1 / n of it.
+    share = torch.where(differs, 1 / group.members.clamp(min=1), 0.0)
+    hardness = torch.exp(-torch.where(right == 0, 1.0, right) / temperature)
+    balance = total(share) / total(torch.where(differs, share * hardness, 0.0))
+    return as_advantages(torch.where(differs, advantages * balance * hardness, advantages), rewards, backend)
+
+
+@estimator(Provenance.VERIFIED)
+def gpg(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    compat: str = "paper",
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """GPG: ``A = alpha (r - mean_g)``, alpha = B / (B - M) over B units, M of them in groups of equal rewards (arXiv
+    2504.02546). Returns ``[S]`` float32.
+
+    Args:
+        compat: ``"paper"``; or ``"code"``, as in verl: alpha = B / (units whose raw reward is not 0), groups of one
+            keep their raw reward.
+
+    >>> gpg(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
+    tensor([ 1., -1.,  0.,  0.])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, mask=mask)
+    as_code = check_compat(compat)
+    rule = GroupTerm(scale=Scale.NONE, keep_singletons=as_code)
+    centred = combine([Term(rewards, group_ids, rule)], mask=mask, backend=backend)
+    group = segments.statistics(rewards, group_ids, mask=mask, backend=backend)
+    member = members_of(rewards, group, mask)
+    informative = rewards != 0 if as_code else group.least < group.greatest
+    alpha = member.sum().double() / (member & informative).sum().clamp(min=1)
+    return as_advantages(centred * alpha, rewards, backend)
+
+
+@estimator(Provenance.VERIFIED)
+def bnpo(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    most: float = 1e6,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """BNPO: ``A = w_g (r - p_g)`` for rewards in [0, 1], w_g one over the density of a Beta distribution at the group's
+    mean p_g (arXiv 2506.02864). Returns ``[S]`` float32.
+
+    With mean m and variance v (n - 1) of p_g over the groups: ``a = (m (1 - m) / v - 1) m``, ``b`` with 1 - m, alpha =
+    ``max(1 + a / 3, 1)``, beta likewise, ``w_g = clamp(1 / Beta(alpha, beta)(p_g), 0, most)``. A single group takes v =
+    1. alpha = beta = 1 gives Dr.GRPO, 3/2 a multiple of GRPO without eps.
+
+    Traps: groups are coupled through m and v; groups of equal rewards get 0 although their weight is ``most``. Assumed:
+    where several groups have one and the same mean (v = 0) v is 1, too, as for one group.
+
+    >>> r = torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0])
+    >>> bnpo(r, torch.arange(12) // 4)[:4]
+    tensor([ 0.6802, -0.2267, -0.2267, -0.2267])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, mask=mask)
+    group = segments.statistics(rewards, group_ids, mask=mask, backend=backend)
+    means, once = group.mean, 1 / group.members
+    member = members_of(rewards, group, mask)
+    once = torch.where(member, once, 0.0)
+    groups = total(once)
+    # A group of one has p = 0 there, as in the authors' code.
+    means = torch.where(group.members > 1, means, 0.0)
+    center = total(once * means) / groups
+    spread = total(once * (means - center).square()) / (groups - 1)
+    spread = torch.where((groups > 1.5) & (spread > 0), spread, 1.0)
+    room = center * (1 - center) / spread - 1
+    alpha, beta = (torch.clamp(1 + room * part / 3, min=1) for part in (center, 1 - center))
+    log_norm = torch.lgamma(alpha) + torch.lgamma(beta) - torch.lgamma(alpha + beta)
+    density = torch.xlogy(alpha - 1, means) + torch.xlogy(beta - 1, 1 - means)
+    weights = torch.exp(log_norm - density).clamp(0, most)
+    rule = GroupTerm(scale=Scale.NONE)
+    centred = combine([Term(rewards, group_ids, rule)], mask=mask, backend=backend)
+    return as_advantages(torch.where(centred == 0, 0.0, weights * centred), rewards, backend)
+
+
+@estimator(Provenance.VERIFIED)
+def ngrpo(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    best: float = 1.0,
+    virtual: int = 1,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """NGRPO: GRPO whose statistics contain ``virtual`` further rewards ``best`` (arXiv 2509.18851). Returns ``[S]``
+    float32.
+
+    A group that got everything wrong gets a negative advantage instead of none: n binary rewards of 0 give
+    ``-1 / sqrt(n + 1)``; all right gives 0. ``virtual=0`` is GRPO.
+
+    >>> ngrpo(torch.zeros(4), None)
+    tensor([-0.4472, -0.4472, -0.4472, -0.4472])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, mask=mask)
+    check(virtual >= 0, "virtual: expected a count >= 0, got {}", virtual)
+    check(ddof in (0, 1), "ddof: expected 0 or 1, got {}", ddof)
+    group = segments.statistics(rewards, group_ids, mask=mask, backend=backend)
+    gap, total = best - group.mean, group.members + virtual
+    shift = gap * virtual / total
+    squares = group.squares + gap.square() * group.members * virtual / total
+    deviation = (squares / (total - ddof).clamp(min=1)).sqrt()
+    member = members_of(rewards, group, mask) & (total > 1)
+    centred = torch.where(member, (rewards.double() - group.mean) - shift, 0.0)
+    return as_advantages(torch.where(centred == 0, 0.0, centred / (deviation + eps)), rewards, backend)
+
+
+def whiten(
+    advantages: torch.Tensor,
+    lengths: torch.Tensor | None = None,
+    *,
+    mask: torch.Tensor | None = None,
+    eps: float = 1e-8,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Advantages of units centred and scaled over the batch, ddof 1: ``(A - mean) / (std + eps)``. Returns ``[S]``
+    float32.
+
+    With ``lengths`` ``[S]`` statistics are those of the tokens, of which a unit has as many: ``(A - mean) / sqrt(var +
+    1e-8)``. That is what trainers do to token advantages (verl's ``masked_whiten``, but for its 1e-8 beside counts):
+    what is constant on a unit needs no ``[T]``.
+
+    >>> whiten(torch.tensor([1.0, 2.0, 3.0]))
+    tensor([-1.,  0.,  1.])
+    """
+    rule = GroupTerm(eps=eps) if lengths is None else GroupTerm(eps=1e-8, eps_mode=EpsMode.SQRT)
+    check_units(advantages=advantages, lengths=lengths, mask=mask)
+    return combine([Term(advantages, None, rule, lengths)], mask=mask, backend=backend)
+
+
+@estimator(Provenance.VERIFIED)
+def reinforce_pp_baseline(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    lengths: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    singleton: str = "raw",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """REINFORCE++-baseline: ``a = r - mean_g``, whitened over the batch's tokens (arXiv 2501.03262). Returns ``[S]``
+    float32.
+
+    Args:
+        lengths: ``[S]`` floating point, tokens of each response: the batch's statistics are those of tokens.
+        singleton: verl keeps the raw reward of a group of one; ``"zero"`` starts from 0.
+
+    >>> r, ids = torch.tensor([1.0, 0, 0, 1, 2, 4, 6]), torch.tensor([0, 0, 0, 0, 1, 1, 1])
+    >>> reinforce_pp_baseline(r, ids, torch.tensor([3.0, 1, 2, 4, 5, 1, 2]))
+    tensor([ 0.5472, -0.2105, -0.2105,  0.5472, -1.3470,  0.1684,  1.6838])
+    """
+    centred = dr_grpo(rewards, group_ids, mask=mask, singleton=singleton, backend=backend)
+    member = torch.isfinite(rewards) if mask is None else torch.isfinite(rewards) & mask
+    return whiten(centred, lengths, mask=member, backend=backend)
+
+
+@estimator(Provenance.PAPER)
+def v05(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    prior: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """V_0.5: ``A = r - (w mean_g + (1 - w) V)``, the group's mean shrunk towards a value model's prior (arXiv
+    2603.10848). Returns ``[S]`` float32.
+
+    For rewards of -1 and 1 over k rollouts: ``D = max(0, (mean_g - V)^2 - 1 / k)``, ``w = D / (D + 1 / k)``. A prior
+    that the rollouts do not contradict is the baseline; many rollouts or a strong conflict give Dr.GRPO.
+
+    Args:
+        prior: ``[S]`` in [-1, 1], V of each unit's prompt.
+
+    Traps: identical rewards do not give 0, for the baseline is not their mean.
+
+    >>> v05(torch.tensor([1.0, -1.0, -1.0, 1.0]), None, torch.full((4,), -0.9))
+    tensor([ 1.2778, -0.7222, -0.7222,  1.2778])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, prior=prior, mask=mask)
+    group = segments.statistics(rewards, group_ids, mask=mask, backend=backend)
+    variance = 1 / group.members
+    conflict = ((group.mean - prior.double()).square() - variance).clamp(min=0)
+    shrink = conflict / (conflict + variance)
+    baseline = shrink * group.mean + (1 - shrink) * prior.double()
+    return as_advantages(
+        torch.where(members_of(rewards, group, mask), rewards.double() - baseline, 0.0), rewards, backend
+    )
 
 
 def _keeps(singleton: str) -> bool:
@@ -131,28 +446,8 @@ def _normalise(
     group_ids: torch.Tensor | None,
     mask: torch.Tensor | None,
     apply_mask: torch.Tensor | None,
-    spec: GroupNormalisation,
+    rule: GroupTerm,
     backend: str | None,
 ) -> torch.Tensor:
-    check_type(isinstance(rewards, torch.Tensor), "rewards: expected a tensor [S], got {}", type(rewards))
-    check(rewards.dim() == 1, "rewards: expected shape [S] (one per unit), got {}", list(rewards.shape))
-    check_type(rewards.is_floating_point(), "rewards: expected floating point, got {}; use .float()", rewards.dtype)
-    for name, tensor, allowed, fix in (
-        ("group_ids", group_ids, (torch.int32, torch.int64), "renumber or hash them to int64 first"),
-        ("mask", mask, (torch.bool,), "use mask.bool()"),
-        ("apply_mask", apply_mask, (torch.bool,), "use apply_mask.bool()"),
-    ):
-        if tensor is not None:
-            check_type(isinstance(tensor, torch.Tensor), "{}: expected a tensor [S], got {}", name, type(tensor))
-            check_dtype(name, tensor, allowed, fix)
-            check_shape(name, tensor, rewards.shape, "[S] (that of rewards)")
-            check(
-                tensor.device == rewards.device, "{}: expected device {}, got {}", name, rewards.device, tensor.device
-            )
-    ids = None if group_ids is None else group_ids.to(torch.int64).contiguous()
-    enters, receives = (None if tensor is None else tensor.contiguous() for tensor in (mask, apply_mask))
-    values = rewards.detach()
-    if backend == "reference":
-        reference = resolve("advantages", values, backend)
-        return reference.group_normalise(values, ids, enters, receives, spec)  # type: ignore[no-any-return]
-    return ops.group_normalise(values.float().contiguous(), ids, enters, receives, spec, backend)
+    check_units(rewards=rewards, group_ids=group_ids, mask=mask, apply_mask=apply_mask)
+    return combine([Term(rewards, group_ids, rule)], mask=mask, apply_mask=apply_mask, backend=backend)

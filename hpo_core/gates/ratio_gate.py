@@ -23,6 +23,7 @@ from ..specs import (
     LevelSpec,
     Penalty,
     PolicyLossSpec,
+    Provenance,
     Reduction,
     Routing,
     Statistic,
@@ -49,14 +50,6 @@ __all__ = [
 ]
 
 Pair = tuple[float, float]  # (advantage >= 0, advantage < 0)
-
-
-class Provenance(enum.Enum):
-    """Where a preset's formula comes from."""
-
-    VERIFIED = "official code run, or the paper's equations and independent numbers"
-    PAPER = "the paper's equations"
-    RECONSTRUCTED = "reconstructed from partial sources"
 
 
 class FirstOrder(enum.Enum):

@@ -1,4 +1,4 @@
-"""Rows of a packed batch: where each token belongs, and how many valid tokens each row has."""
+"""Rows of a packed batch and groups of units: where each token belongs, what rows and groups add up to, and scans."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from ..specs import PolicyLossInputs
 
-__all__ = ["flat", "row_counts", "row_of_token"]
+__all__ = ["flat", "group_statistics", "recurrence", "row_counts", "row_of_token"]
 
 
 def flat(inputs: PolicyLossInputs) -> PolicyLossInputs:
@@ -41,3 +41,42 @@ def row_counts(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens
     valid = row >= 0 if mask is None else mask & (row >= 0)
     counts = torch.zeros(cu_seqlens.numel() - 1, dtype=torch.int64, device=cu_seqlens.device)
     return counts.index_add(0, row[valid], torch.ones_like(row[valid]))
+
+
+def group_statistics(
+    values: torch.Tensor, ids: torch.Tensor | None, weights: torch.Tensor | None, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """What the members of its group amount to, for every unit: ``[6, U]`` float64.
+
+    The rows: how many they are, the sum of their weights w, the mean ``sum w x / W``, ``sum w (x - mean)^2``, the least
+    and the greatest value. Members are units with ``mask``, ``id >= 0``, a finite weight above 0 and a finite value; a
+    unit with ``id < 0``, or in a group without members, gets zeros.
+    """
+    exact = values.detach().double()
+    weights = torch.ones_like(exact) if weights is None else weights.double()
+    keys = torch.zeros(values.shape, dtype=torch.int64, device=values.device) if ids is None else ids
+    member = (keys >= 0) & torch.isfinite(exact) & torch.isfinite(weights) & (weights > 0)
+    member = member if mask is None else member & mask
+    table = exact.new_zeros(6, values.numel())
+    for key in keys[member].unique().tolist():  # type: ignore[no-untyped-call]
+        x, w = exact[member & (keys == key)], weights[member & (keys == key)]
+        offset = (w * (x - x[0])).sum() / w.sum()  # from a member: identical values have no deviation
+        squares = (w * ((x - x[0]) - offset).square()).sum()
+        numbers = torch.stack([w.new_tensor(w.numel()), w.sum(), x[0] + offset, squares, x.min(), x.max()])
+        table[:, keys == key] = numbers[:, None]
+    return table
+
+
+def recurrence(values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its begin, ``[U]``; behind a row y is 0.
+
+    Units in no row get 0.
+    """
+    scanned = torch.zeros_like(values)
+    for begin, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        if 0 <= begin <= end <= values.numel():
+            following = values.new_zeros(())
+            for unit in reversed(range(begin, end)):
+                following = values[unit] + gains[unit] * following
+                scanned[unit] = following
+    return scanned

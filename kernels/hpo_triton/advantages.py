@@ -1,8 +1,8 @@
-"""Group normalisation: one centred, scaled value per unit, from the statistics of its group.
+"""Group normalisation: terms, each centred and scaled by the statistics of a grouping, put together per unit.
 
-Up to SCANNED units every program looks at all of them: one launch, no sorting, and the cost does not show. Beyond,
-units are sorted by group and each group is read as one run. Statistics of everybody, for one group of all or for the
-scale of the batch, come from tiles, in a launch of their own.
+Up to SCANNED units one launch does it: every program looks at all of them, without sorting, and the cost does not show.
+Beyond, term after term: units are sorted by group, once for each grouping, and each group is read as one run. Of
+everybody, as one group or for the scale of the batch, tiles are summed first.
 
 The definition is hpo_core/reference/advantages.py; the arithmetic of one group is that of
 csrc/include/hpo/advantages.h.
@@ -16,340 +16,426 @@ import torch
 import triton
 import triton.language as tl
 
-from ..specs import Center, EpsMode, GroupNormalisation, Scale
-from .launch import INTERPRETED, kernel, launch
-from .math import is_finite
+from ..specs import (
+    MOST_TERMS,
+    Center,
+    EpsMode,
+    GroupInputs,
+    GroupNormalisation,
+    GroupTerm,
+    Part,
+    Presence,
+    Scale,
+    Share,
+)
+from .groups import (
+    AT_ONCE,
+    REGISTERS,
+    RUNS,
+    SCANNED,
+    TILE_UNITS,
+    Given,
+    add_absolute,
+    center_of,
+    deviate,
+    everybody,
+    few_blocks,
+    load_everybody,
+    load_units,
+    run_of,
+    squares_of,
+    sum_absolute,
+    sum_group,
+)
+from .launch import kernel, launch
 
 __all__ = ["group_normalise"]
 
-SCANNED = 8192
-UNITS = 16  # of one program that scans
-OTHERS = 64  # units it looks at together
-TILE = 1024  # units whose sums are one piece of everybody's
-RUNS = 128 if INTERPRETED else 8  # sorted units of one program; those that begin a group do the work of it
-AT_ONCE = 128  # units of a run, or sums of tiles, that a program looks at together
-
-NONE = tl.constexpr(int(Scale.NONE))
-BATCH = tl.constexpr(int(Scale.BATCH))
-ADD = tl.constexpr(int(EpsMode.ADD))
-SQRT = tl.constexpr(int(EpsMode.SQRT))
 LEAVE_ONE_OUT = tl.constexpr(int(Center.LEAVE_ONE_OUT))
+NONE, GROUP, BATCH, ABSOLUTE, OF_MEAN = (
+    tl.constexpr(int(scale)) for scale in (Scale.NONE, Scale.GROUP, Scale.BATCH, Scale.ABSOLUTE, Scale.MEAN)
+)
+ADD, SQRT, FLOOR = (tl.constexpr(int(mode)) for mode in (EpsMode.ADD, EpsMode.SQRT, EpsMode.FLOOR))
+MEAN = tl.constexpr(int(Part.MEAN))
+SPREAD, NONZERO = tl.constexpr(int(Presence.SPREAD)), tl.constexpr(int(Presence.NONZERO))
+SUM, COUNT, DEVIATION = (tl.constexpr(int(share)) for share in (Share.SUM, Share.COUNT, Share.DEVIATION))
 
-
-class Units(NamedTuple):
-    value: tl.tensor  # 0 where it is not finite
-    id: tl.tensor
-    member: tl.tensor  # enters the statistics
-    receives: tl.tensor  # gets an advantage
-
-
-class Sums(NamedTuple):
-    """Of the members of a group, relative to its first one: identical values cancel exactly, and an offset common to
-    the group costs no digits. All float64."""
-
-    pivot: tl.tensor
-    n: tl.tensor
-    sum: tl.tensor  # of x - pivot
-    squares: tl.tensor  # of (x - pivot)^2
+LARGEST_DOUBLE = tl.constexpr(torch.finfo(torch.float64).max)
 
 
 class Rule(NamedTuple):
-    """What may specialise a kernel."""
+    """What of a term may specialise a kernel."""
 
     center: int
     scale: int
     eps_mode: int
+    part: int
+    presence: int
+
+
+class Numbers(NamedTuple):
+    ddof: tl.tensor
+    eps: tl.tensor
+    coefficient: tl.tensor
+    keeps: tl.tensor  # 1: a group of one keeps its raw value
+
+
+class Map(NamedTuple):
+    """What a group does to its units: ((x - pivot) - center) * slope + offset, times weight / (weight - own weight)
+    where the centre is that of the others."""
+
+    pivot: tl.tensor
+    center: tl.tensor
+    slope: tl.tensor
+    offset: tl.tensor
+    weight: tl.tensor  # 0: the centre is that of all
+    share: tl.tensor  # 0: the group says nothing where terms share
+
+
+class Shares(NamedTuple):
+    """The terms of a unit so far."""
+
+    total: tl.tensor
+    shares: tl.tensor
 
 
 @triton.jit
-def _load_units(values, ids, mask, apply_mask, unit, exists):
-    value = tl.load(values + unit, mask=exists, other=0.0)
-    grouped = exists & is_finite(value)
-    id = unit * 0
-    if ids is not None:
-        id = tl.load(ids + unit, mask=exists, other=-1)
-        grouped &= id >= 0
-    member = grouped
-    if mask is not None:
-        member &= tl.load(mask + unit, mask=exists, other=False)
-    receives = member
-    if apply_mask is not None:
-        receives = grouped & tl.load(apply_mask + unit, mask=exists, other=False)
-    return Units(tl.where(grouped, value, 0.0), id, member, receives)
-
-
-@triton.jit
-def _deviation(sums, ddof):
+def _deviation(group, ddof):
     """Standard deviation; 0 where there are too few members."""
-    squares = sums.squares - sums.sum * (sums.sum / tl.maximum(sums.n, 1.0))
-    variance = squares / tl.maximum(sums.n - ddof, 1.0)
-    return tl.where((sums.n > ddof) & (squares > 0.0), tl.sqrt(tl.maximum(variance, 0.0)), 0.0)
+    several = (group.members > 0.0) & (group.weight > ddof)
+    return tl.sqrt(tl.where(several, squares_of(group) / tl.where(several, group.weight - ddof, 1.0), 0.0))
 
 
 @triton.jit
-def _advantage(value, member, sums, batch_deviation, ddof, eps, keep_singletons, RULE: tl.constexpr):
-    single = sums.n == 1.0
-    deviation = batch_deviation if RULE.scale == BATCH else tl.where(single, 1.0, _deviation(sums, ddof))
-    if RULE.scale == NONE:
-        scale = deviation * 0.0 + 1.0
-    elif RULE.eps_mode == ADD:
-        scale = deviation + eps
-    elif RULE.eps_mode == SQRT:
-        scale = tl.sqrt(deviation * deviation + eps)
+def _slope(group, absolute, batch, single, numbers, RULE: tl.constexpr):
+    """What a deviation from the centre is multiplied by."""
+    one = tl.full(group.weight.shape, 1.0, tl.float64)
+    weight = tl.where(single | (group.members == 0.0), one, group.weight)
+    scale = one
+    if RULE.scale == BATCH:
+        scale = one * _deviation(batch, numbers.ddof)
+    elif RULE.scale == GROUP:
+        scale = tl.where(single, one, _deviation(group, numbers.ddof))
+    elif RULE.scale == ABSOLUTE:
+        scale = tl.where(single, one, absolute / weight)
+    elif RULE.scale != NONE:
+        mean = group.pivot + center_of(group)
+        scale = tl.where(single, one, mean if RULE.scale == OF_MEAN else tl.sqrt(tl.maximum(mean, 0.0)))
+    if RULE.scale != NONE:
+        if RULE.eps_mode == ADD:
+            scale += numbers.eps
+        elif RULE.eps_mode == SQRT:
+            scale = tl.sqrt(scale * scale + numbers.eps)
+        elif RULE.eps_mode == FLOOR:
+            scale = tl.maximum(scale, numbers.eps)
+        else:
+            scale += numbers.eps / weight
+    # 0 times it stays 0.
+    return tl.where(scale > 0.0, tl.minimum(one / tl.where(scale > 0.0, scale, one), LARGEST_DOUBLE), 0.0)
+
+
+@triton.jit
+def _share_of(group, silent, numbers, RULE: tl.constexpr, SHARE: tl.constexpr):
+    size = tl.full(group.members.shape, 1.0, tl.float64)
+    if SHARE == COUNT:
+        size = group.members
+    elif SHARE == DEVIATION:
+        size = _deviation(group, numbers.ddof)
+    if RULE.presence == SPREAD:
+        silent |= group.squares == 0.0
+    return tl.where(silent, 0.0, size)
+
+
+@triton.jit
+def _sums(given, order, begin, length, id, RULE: tl.constexpr, WIDTH: tl.constexpr):
+    """Of groups, and where the scale asks for it their sum of w |x - mean|."""
+    group = sum_group(given, order, begin, length, id, WIDTH, False)
+    absolute = group.sum
+    if RULE.scale == ABSOLUTE:
+        absolute = sum_absolute(given, order, begin, length, id, group, WIDTH)
+    return group, absolute
+
+
+@triton.jit
+def _map_of(group, absolute, batch, numbers, RULE: tl.constexpr, SHARE: tl.constexpr):
+    """``absolute``: the sum of w |x - mean|, and ``batch``: everybody, where the scale asks for them."""
+    zero = tl.zeros(group.weight.shape, tl.float64)
+    single = group.members == 1.0
+    silent = group.members == 0.0
+    if RULE.part == MEAN:
+        pivot, center, slope, weight = zero, zero, zero, zero
+        offset = tl.where(silent, 0.0, group.pivot + center_of(group))
     else:
-        scale = tl.maximum(deviation, eps)
-    x = value.to(tl.float64)
-    centred = (x - sums.pivot) - sums.sum / tl.maximum(sums.n, 1.0)
-    if RULE.center == LEAVE_ONE_OUT:  # a unit that is not a member has all members as its "others"
-        centred = tl.where(member, centred * (sums.n / tl.maximum(sums.n - 1.0, 1.0)), centred)
-    centred = tl.where(single, tl.where(keep_singletons != 0, x, 0.0), centred)
-    defined = (sums.n > 0.0) & (centred != 0.0) & (scale > 0.0)
-    return tl.where(defined, centred / tl.where(defined, scale, 1.0), 0.0).to(tl.float32)
-
-
-# -------------------------------------------------------------------------------------------------------- everybody
+        silent |= group.members + numbers.keeps == 1.0
+        slope = tl.where(silent, 0.0, _slope(group, absolute, batch, single, numbers, RULE))
+        pivot = tl.where(single, 0.0, group.pivot)
+        center = tl.where(single, 0.0, center_of(group))
+        weight = tl.where(single, 0.0, group.weight) if RULE.center == LEAVE_ONE_OUT else zero
+        offset = zero
+    return Map(pivot, center, slope, offset, weight, _share_of(group, silent, numbers, RULE, SHARE))
 
 
 @triton.jit
-def _add_up(pivot, n, sum, squares):
-    """Of each row."""
-    return Sums(
-        pivot,
-        tl.sum(n, axis=1).to(tl.float64)[:, None],
-        tl.sum(sum, axis=1)[:, None],
-        tl.sum(squares, axis=1)[:, None],
-    )
-
-
-@kernel
-def _sum_tiles(
-    values,
-    ids,
-    mask,
-    sums,  # [tiles, 4] float64
-    units: tl.int64,
-    TILE: tl.constexpr,
-):
-    tile = tl.program_id(0).to(tl.int64)
-    unit = tile * TILE + tl.arange(0, TILE)
-    u = _load_units(values, ids, mask, None, unit, unit < units)
-    first = tl.min(tl.where(u.member, unit, units))
-    pivot = tl.load(values + first, mask=first < units, other=0.0).to(tl.float64)
-    offset = tl.where(u.member, u.value.to(tl.float64) - pivot, 0.0)
-    tl.store(sums + 4 * tile, pivot)
-    tl.store(sums + 4 * tile + 1, tl.sum(u.member.to(tl.int32)).to(tl.float64))
-    tl.store(sums + 4 * tile + 2, tl.sum(offset))
-    tl.store(sums + 4 * tile + 3, tl.sum(offset * offset))
+def _amount(map, units, RULE: tl.constexpr):
+    centred = (units.value - map.pivot) - map.center
+    if RULE.center == LEAVE_ONE_OUT:  # a unit that is not a member has all members as its others
+        others = map.weight - units.weight  # 0 too where rounding has taken them away
+        centred *= tl.where(others > 0.0, map.weight / tl.where(others > 0.0, others, 1.0), 1.0)
+    return centred * map.slope + map.offset
 
 
 @triton.jit
-def _merge_tiles(sums, tiles, WIDTH: tl.constexpr):
-    """The sums of all tiles, moved to the pivot of the first tile that has a member."""
-    lane = tl.arange(0, WIDTH)[None, :].to(tl.int64)
-    first = tl.zeros([1, WIDTH], tl.int64) + tiles
-    for start in range(0, tiles, WIDTH):
-        tile = start + lane
-        n = tl.load(sums + 4 * tile + 1, mask=tile < tiles, other=0.0)
-        first = tl.minimum(first, tl.where(n > 0.0, tile, tiles))
-    first = tl.min(first, axis=1)[:, None]
-    pivot = tl.load(sums + 4 * first, mask=first < tiles, other=0.0)
-    n = tl.zeros([1, WIDTH], tl.float64)
-    sum = tl.zeros([1, WIDTH], tl.float64)
-    squares = tl.zeros([1, WIDTH], tl.float64)
-    for start in range(0, tiles, WIDTH):
-        tile = start + lane
-        exists = tile < tiles
-        tile_n = tl.load(sums + 4 * tile + 1, mask=exists, other=0.0)
-        tile_sum = tl.load(sums + 4 * tile + 2, mask=exists, other=0.0)
-        shift = tl.load(sums + 4 * tile, mask=exists, other=0.0) - pivot
-        shift = tl.where(tile_n > 0.0, shift, 0.0)
-        n += tile_n
-        sum += tile_sum + tile_n * shift
-        squares += tl.load(sums + 4 * tile + 3, mask=exists, other=0.0) + shift * (2.0 * tile_sum + tile_n * shift)
-    return _add_up(pivot, n, sum, squares)
+def _add_term(so_far, map, units, receives, numbers, RULE: tl.constexpr, SHARE: tl.constexpr):
+    amount = _amount(map, units, RULE)
+    size = tl.where(receives, map.share, 0.0) if SHARE != SUM else tl.where(receives, 1.0, 0.0).to(tl.float64)
+    if SHARE != SUM and RULE.presence == NONZERO:
+        size = tl.where(amount == 0.0, 0.0, size)
+    weighed = numbers.coefficient * size
+    return Shares(so_far.total + tl.where(size > 0.0, weighed * amount, 0.0), so_far.shares + weighed)
 
 
-@kernel
-def _normalise_one_group(
-    values,
-    mask,
-    apply_mask,
-    sums,
-    advantages,
-    units: tl.int64,
-    tiles: tl.int64,
-    ddof: tl.float64,
-    eps: tl.float64,
-    keep_singletons: tl.int64,
-    RULE: tl.constexpr,
-    TILE: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    group = _merge_tiles(sums, tiles, WIDTH)
-    unit = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
-    u = _load_units(values, None, mask, apply_mask, unit, unit < units)
-    advantage = _advantage(u.value, u.member, group, _deviation(group, ddof), ddof, eps, keep_singletons, RULE)
-    tl.store(advantages + unit, tl.where(u.receives, advantage, 0.0), mask=unit < units)
+@triton.jit
+def _nothing(unit):
+    zero = tl.zeros(unit.shape, tl.float64)
+    return Shares(zero, zero)
 
 
-# ------------------------------------------------------------------------------------------------------- few units
+@triton.jit
+def _advantage(of_terms, share_eps, share_least, SHARE: tl.constexpr):
+    total = of_terms.total
+    if SHARE != SUM:
+        some = of_terms.shares > share_least
+        total = tl.where(some, total / tl.where(some, of_terms.shares + share_eps, 1.0), 0.0)
+    return total.to(tl.float32) + 0.0  # never -0, not even of what is too small for a float
+
+
+@triton.jit
+def _receives(units, apply_mask, unit, exists):
+    receives = units.counted
+    if apply_mask is not None:
+        receives = units.grouped & tl.load(apply_mask + unit, mask=exists, other=False)
+    return receives
+
+
+# ---------------------------------------------------------------------------------------------------------- few units
 
 
 @kernel
 def _normalise_few(
-    values,
+    advantages,
+    values,  # by term, as ids and weights
     ids,
+    weights,
     mask,
     apply_mask,
-    sums,  # of all tiles; None: not needed
-    advantages,
     units: tl.int64,
-    tiles: tl.int64,
-    ddof: tl.float64,
-    eps: tl.float64,
-    keep_singletons: tl.int64,
-    RULE: tl.constexpr,
+    share_eps: tl.float64,
+    share_least: tl.float64,
+    eps_0: tl.float64, eps_1: tl.float64, eps_2: tl.float64, eps_3: tl.float64,
+    eps_4: tl.float64, eps_5: tl.float64, eps_6: tl.float64, eps_7: tl.float64,
+    coefficient_0: tl.float64, coefficient_1: tl.float64, coefficient_2: tl.float64, coefficient_3: tl.float64,
+    coefficient_4: tl.float64, coefficient_5: tl.float64, coefficient_6: tl.float64, coefficient_7: tl.float64,
+    ddofs: tl.int64,  # a bit for each term, as the next
+    keeps: tl.int64,
+    RULES: tl.constexpr,
+    SHARE: tl.constexpr,
+    TERMS: tl.constexpr,
     UNITS: tl.constexpr,
     OTHERS: tl.constexpr,
-):
+    TILE: tl.constexpr,
+):  # fmt: skip
+    eps = (eps_0, eps_1, eps_2, eps_3, eps_4, eps_5, eps_6, eps_7)
+    coefficients = (
+        coefficient_0, coefficient_1, coefficient_2, coefficient_3, coefficient_4, coefficient_5, coefficient_6,
+        coefficient_7,
+    )  # fmt: skip
     unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)[:, None]  # [UNITS, 1]; few units: 32 bits are enough
-    mine = _load_units(values, ids, mask, apply_mask, unit, unit < units)
-    lane = tl.arange(0, OTHERS)[None, :]  # [1, OTHERS]; a lane adds every OTHERS-th unit
-
-    nobody = tl.cast(units, tl.int32)
-    first = tl.zeros([UNITS, OTHERS], tl.int32) + nobody
-    for start in range(0, nobody, OTHERS):
-        other = start + lane
-        theirs = _load_units(values, ids, mask, None, other, other < nobody)
-        first = tl.minimum(first, tl.where(theirs.member & (theirs.id == mine.id), other, nobody))
-    first = tl.min(first, axis=1)[:, None]
-    pivot = tl.load(values + first, mask=first < nobody, other=0.0).to(tl.float64)
-
-    n = tl.zeros([UNITS, OTHERS], tl.int32)
-    sum = tl.zeros([UNITS, OTHERS], tl.float64)
-    squares = tl.zeros([UNITS, OTHERS], tl.float64)
-    for start in range(0, nobody, OTHERS):
-        other = start + lane
-        theirs = _load_units(values, ids, mask, None, other, other < nobody)
-        same = theirs.member & (theirs.id == mine.id)
-        offset = tl.where(same, theirs.value.to(tl.float64) - pivot, 0.0)
-        n += same.to(tl.int32)
-        sum += offset
-        squares += offset * offset
-    group = _add_up(pivot, n, sum, squares)
-    batch_deviation = pivot * 0.0
-    if sums is not None:
-        batch_deviation += _deviation(_merge_tiles(sums, tiles, OTHERS), ddof)
-    advantage = _advantage(mine.value, mine.member, group, batch_deviation, ddof, eps, keep_singletons, RULE)
-    tl.store(advantages + unit, tl.where(mine.receives, advantage, 0.0), mask=unit < units)
+    exists = unit < units
+    begin = tl.zeros([1, 1], tl.int32)
+    length = begin + tl.cast(units, tl.int32)
+    so_far = _nothing(unit)
+    for k in tl.static_range(TERMS):
+        given = Given(values[k], ids[k], weights[k], mask)
+        mine = load_units(given, unit, exists)
+        numbers = Numbers(
+            tl.cast((ddofs >> k) & 1, tl.float64), eps[k], coefficients[k], tl.cast((keeps >> k) & 1, tl.float64)
+        )
+        receives = _receives(mine, apply_mask, unit, exists)
+        if tl.max(receives.to(tl.int32)) > 0:  # also ends the term here: without it all of them are finished together
+            if ids[k] is None:
+                group, absolute = _sums(given, None, begin, length, None, RULES[k], TILE)
+                batch = group
+            else:
+                group, absolute = _sums(given, None, begin, length, mine.id, RULES[k], OTHERS)
+                batch = group
+                if RULES[k].scale == BATCH:
+                    batch = sum_group(given, None, begin, length, None, TILE, False)
+            map = _map_of(group, absolute, batch, numbers, RULES[k], SHARE)
+            so_far = _add_term(so_far, map, mine, receives, numbers, RULES[k], SHARE)
+    tl.store(advantages + unit, _advantage(so_far, share_eps, share_least, SHARE), mask=exists)
 
 
-# ----------------------------------------------------------------------------------------------- many units, sorted
+# ---------------------------------------------------------------------------------------------- many units, by term
+
+
+@triton.jit
+def _pass_on(
+    advantages, before, after, unit, exists, map, given, apply_mask, units, share_eps, share_least, numbers,
+    RULE: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """A term of its receivers, added to the terms before it; beyond the last term, their advantages."""
+    its = load_units(given, unit, exists)
+    so_far = _nothing(unit)
+    if before is not None:
+        so_far = Shares(
+            tl.load(before + unit, mask=exists, other=0.0), tl.load(before + units + unit, mask=exists, other=0.0)
+        )
+    receives = _receives(its, apply_mask, unit, exists)
+    so_far = _add_term(so_far, map, its, receives, numbers, RULE, SHARE)
+    if after is not None:
+        tl.store(after + unit, so_far.total, mask=exists)
+        tl.store(after + units + unit, so_far.shares, mask=exists)
+    else:
+        tl.store(advantages + unit, _advantage(so_far, share_eps, share_least, SHARE), mask=exists)
+
+
+@kernel
+def _normalise_everybody(
+    advantages,
+    before,  # [2, U] float64, totals and shares of the terms before; None: this is the first
+    after,  # the same with this one; None: this is the last
+    values,
+    weights,
+    mask,
+    apply_mask,
+    totals,
+    absolute,  # [tiles]; None: not needed
+    units: tl.int64,
+    tiles: tl.int64,
+    share_eps: tl.float64,
+    share_least: tl.float64,
+    ddof: tl.float64,
+    eps: tl.float64,
+    coefficient: tl.float64,
+    keeps: tl.float64,
+    RULE: tl.constexpr,
+    SHARE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    numbers = Numbers(ddof, eps, coefficient, keeps)
+    group = load_everybody(totals)
+    sum = group.sum
+    if absolute is not None:
+        sum = add_absolute(absolute, tiles, TILE)
+    map = _map_of(group, sum, group, numbers, RULE, SHARE)
+    unit = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
+    given = Given(values, None, weights, mask)
+    _pass_on(
+        advantages, before, after, unit, unit < units, map, given, apply_mask, units, share_eps, share_least, numbers,
+        RULE, SHARE,
+    )  # fmt: skip
 
 
 @kernel
 def _normalise_runs(
+    advantages,
+    before,
+    after,
     values,
     ids,
+    weights,
     mask,
     apply_mask,
     sorted_ids,
     order,  # unit at each sorted position, groups in one piece and their units in index order
-    sums,  # of all tiles; None: not needed
-    advantages,
+    totals,  # of everybody; None: not needed
     units: tl.int64,
-    tiles: tl.int64,
+    share_eps: tl.float64,
+    share_least: tl.float64,
     ddof: tl.float64,
     eps: tl.float64,
-    keep_singletons: tl.int64,
+    coefficient: tl.float64,
+    keeps: tl.float64,
     RULE: tl.constexpr,
+    SHARE: tl.constexpr,
     RUNS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    begin = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)[:, None]  # [RUNS, 1]
-    exists = begin < units
-    id = tl.load(sorted_ids + begin, mask=exists, other=-1)
-    previous = tl.load(sorted_ids + begin - 1, mask=exists & (begin > 0), other=0)
-    begins = exists & ((begin == 0) | (id != previous))
-
-    lane = tl.arange(0, WIDTH)[None, :]
-    length = tl.zeros([RUNS, 1], tl.int64)
-    first = tl.zeros([RUNS, WIDTH], tl.int64) + units  # sorted position of the first member
-    searching = tl.max(begins.to(tl.int32))
-    while searching > 0:
-        position = begin + length + lane
-        here = begins & (position < units)
-        here &= tl.load(sorted_ids + position, mask=here, other=-1) == id
-        u = _load_units(values, ids, mask, None, tl.load(order + position, mask=here, other=0), here)
-        first = tl.minimum(first, tl.where(u.member, position, units))
-        found = tl.sum(here.to(tl.int64), axis=1)[:, None]
-        begins &= found == WIDTH
-        length += found
-        searching = tl.max(begins.to(tl.int32))
-    first = tl.min(first, axis=1)[:, None]
-    unit = tl.load(order + first, mask=first < units, other=0)
-    pivot = tl.load(values + unit, mask=first < units, other=0.0).to(tl.float64)
-
-    n = tl.zeros([RUNS, WIDTH], tl.int32)
-    sum = tl.zeros([RUNS, WIDTH], tl.float64)
-    squares = tl.zeros([RUNS, WIDTH], tl.float64)
-    longest = tl.max(length)
-    for start in range(0, longest, WIDTH):
-        here = start + lane < length
-        u = _load_units(values, ids, mask, None, tl.load(order + begin + start + lane, mask=here, other=0), here)
-        offset = tl.where(u.member, u.value.to(tl.float64) - pivot, 0.0)
-        n += u.member.to(tl.int32)
-        sum += offset
-        squares += offset * offset
-    group = _add_up(pivot, n, sum, squares)
-    batch_deviation = group.pivot * 0.0
-    if sums is not None:
-        batch_deviation += _deviation(_merge_tiles(sums, tiles, WIDTH), ddof)
-
-    for start in range(0, longest, WIDTH):
-        here = start + lane < length
-        receiver = tl.load(order + begin + start + lane, mask=here, other=0)
-        its = _load_units(values, ids, mask, apply_mask, receiver, here)
-        advantage = _advantage(its.value, its.member, group, batch_deviation, ddof, eps, keep_singletons, RULE)
-        tl.store(advantages + receiver, tl.where(its.receives, advantage, 0.0), mask=here)
-
-
-# -------------------------------------------------------------------------------------------------------------- host
-
-
-def group_normalise(
-    values: torch.Tensor,
-    ids: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    apply_mask: torch.Tensor | None,
-    spec: GroupNormalisation,
-) -> torch.Tensor:
-    """``A_u = lambda (x_u - mean_g) / scale_g`` for every unit u of group g, ``[U]``."""
-    units = values.numel()
-    advantages = torch.empty_like(values)
-    rule = Rule(int(spec.center), int(spec.scale), int(spec.eps_mode))
-    numbers = (float(spec.ddof), spec.eps, int(spec.keep_singletons))
-    tiles, sums = triton.cdiv(units, TILE), None
-    if ids is None or spec.scale is Scale.BATCH:
-        sums = torch.empty((tiles, 4), dtype=torch.float64, device=values.device)
-        launch(_sum_tiles, tiles, values, ids, mask, sums, units, TILE=TILE)
-    if ids is None:
-        launch(
-            _normalise_one_group, tiles, values, mask, apply_mask, sums, advantages, units, tiles, *numbers,
-            RULE=rule, TILE=TILE, WIDTH=AT_ONCE,
+    numbers = Numbers(ddof, eps, coefficient, keeps)
+    given = Given(values, ids, weights, mask)
+    begin, length = run_of(sorted_ids, units, RUNS, WIDTH)
+    group, absolute = _sums(given, order, begin, length, None, RULE, WIDTH)
+    batch = group
+    if totals is not None:
+        batch = load_everybody(totals)
+    map = _map_of(group, absolute, batch, numbers, RULE, SHARE)
+    for start in range(0, tl.max(length), WIDTH):
+        position = begin + start + tl.arange(0, WIDTH)[None, :]
+        here = position < begin + length
+        unit = tl.load(order + position, mask=here, other=0)
+        _pass_on(
+            advantages, before, after, unit, here, map, given, apply_mask, units, share_eps, share_least, numbers,
+            RULE, SHARE,
         )  # fmt: skip
-    elif units <= SCANNED:
-        block, others = UNITS, OTHERS
-        if INTERPRETED:  # what a program computes twice costs less there than another program
-            block, others = (min(max(size, triton.next_power_of_2(units)), 16 * size) for size in (UNITS, OTHERS))
-        launch(
-            _normalise_few, triton.cdiv(units, block), values, ids, mask, apply_mask, sums, advantages, units, tiles,
-            *numbers, RULE=rule, UNITS=block, OTHERS=others,
-        )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------------- host
+
+
+def group_normalise(inputs: GroupInputs, spec: GroupNormalisation) -> torch.Tensor:
+    """``A_u = sum_m k_m(u) a_m(u)`` for every unit u, ``[U]`` float32; see :class:`~hpo_core.specs.Share`."""
+    advantages = torch.empty_like(inputs.values[0])
+    if advantages.numel() <= SCANNED:
+        _normalise_at_once(inputs, spec, advantages)
     else:
-        sorted_ids, order = torch.sort(ids, stable=True)
-        launch(
-            _normalise_runs, triton.cdiv(units, RUNS), values, ids, mask, apply_mask, sorted_ids, order, sums,
-            advantages, units, tiles, *numbers, RULE=rule, RUNS=RUNS, WIDTH=AT_ONCE,
-        )  # fmt: skip
+        _normalise_by_term(inputs, spec, advantages)
     return advantages
+
+
+def _normalise_at_once(inputs: GroupInputs, spec: GroupNormalisation, advantages: torch.Tensor) -> None:
+    units, terms = advantages.numel(), spec.terms
+    unused = [0.0] * (MOST_TERMS - len(terms))
+    block, others = few_blocks(units)
+    launch(
+        _normalise_few, triton.cdiv(units, block), advantages, tuple(inputs.values), tuple(inputs.ids),
+        tuple(inputs.weights), inputs.mask, inputs.apply_mask, units, spec.share_eps, spec.share_least,
+        *(term.eps for term in terms), *unused, *(term.coefficient for term in terms), *unused,
+        sum(term.ddof << k for k, term in enumerate(terms)),
+        sum(int(term.keep_singletons) << k for k, term in enumerate(terms)),
+        RULES=tuple(_rule(term) for term in terms), SHARE=int(spec.share), TERMS=len(terms), UNITS=block, OTHERS=others,
+        TILE=TILE_UNITS, maxnreg=REGISTERS,
+    )  # fmt: skip
+
+
+def _normalise_by_term(inputs: GroupInputs, spec: GroupNormalisation, advantages: torch.Tensor) -> None:
+    units, several = advantages.numel(), len(spec.terms) > 1
+    so_far = torch.empty((2, units), dtype=torch.float64, device=advantages.device) if several else None
+    groupings = [Given(*tensors, inputs.mask) for tensors in zip(*inputs[:3], strict=True)]
+    wanted = [k for k, term in enumerate(spec.terms) if groupings[k].ids is None or term.scale is Scale.BATCH]
+    totals = dict(zip(wanted, everybody([groupings[k] for k in wanted]), strict=True)) if wanted else {}
+    sorted_by: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # terms share groupings
+    for k, (given, term) in enumerate(zip(groupings, spec.terms, strict=True)):
+        before, after = None if k == 0 else so_far, None if k + 1 == len(spec.terms) else so_far
+        numbers = (
+            spec.share_eps, spec.share_least, float(term.ddof), term.eps, term.coefficient, float(term.keep_singletons),
+        )  # fmt: skip
+        if given.ids is None:
+            absolute = deviate(given, totals[k]) if term.scale is Scale.ABSOLUTE else None
+            tiles = triton.cdiv(units, TILE_UNITS)
+            launch(
+                _normalise_everybody, tiles, advantages, before, after, given.x, given.weights, given.mask,
+                inputs.apply_mask, totals[k], absolute, units, tiles, *numbers, RULE=_rule(term),
+                SHARE=int(spec.share), TILE=TILE_UNITS,
+            )  # fmt: skip
+            continue
+        if id(given.ids) not in sorted_by:
+            sorted_by[id(given.ids)] = torch.sort(given.ids, stable=True)
+        launch(
+            _normalise_runs, triton.cdiv(units, RUNS), advantages, before, after, *given, inputs.apply_mask,
+            *sorted_by[id(given.ids)], totals.get(k), units, *numbers, RULE=_rule(term), SHARE=int(spec.share),
+            RUNS=RUNS, WIDTH=AT_ONCE, maxnreg=REGISTERS,
+        )  # fmt: skip
+
+
+def _rule(term: GroupTerm) -> Rule:
+    return Rule(int(term.center), int(term.scale), int(term.eps_mode), int(term.part), int(term.presence))

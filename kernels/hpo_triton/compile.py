@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -28,13 +29,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from ..specs import (
+    MOST_TERMS,
     Action,
     Aggregate,
     Boundary,
     Center,
     CorrectionSpec,
     EpsMode,
+    GroupInputs,
     GroupNormalisation,
+    GroupTerm,
     Head,
     Invalid,
     KLEstimator,
@@ -42,18 +46,21 @@ from ..specs import (
     LevelKind,
     LevelSpec,
     OrderRule,
+    Part,
     Penalty,
     PolicyLossInputs,
     PolicyLossSpec,
+    Presence,
     Reduction,
     Routing,
     Scale,
+    Share,
     Statistic,
     TermSpec,
     TokenGate,
     Unit,
 )
-from . import advantages, corrections, entropy, gates, launch, segments
+from . import advantages, corrections, entropy, gates, groups, launch, segments
 
 __all__ = ["TARGETS", "Report", "compiling", "every_path", "paths", "report"]
 
@@ -157,6 +164,10 @@ FOUR = (
 MEAN_EXP = tuple(level._replace(aggregate=Aggregate.LOG_MEAN_EXP) for level in TWO)
 BALANCED = (FOUR[0], *(level._replace(aggregate=Aggregate.BALANCED) for level in FOUR[1:]))
 EXCESS = (LevelSpec(Unit.TRAJECTORY, LevelKind.EXCESS, aggregate=Aggregate.SUM, high=(0.1,) * 4),)
+BATCH = GroupTerm(Center.LEAVE_ONE_OUT, Scale.BATCH, eps_mode=EpsMode.SQRT, presence=Presence.NONZERO)
+DEVIATED = GroupTerm(Center.LEAVE_ONE_OUT, Scale.ABSOLUTE, eps_mode=EpsMode.ADD_SHARE, presence=Presence.SPREAD)
+ALL_TERMS = (BATCH, DEVIATED) * (MOST_TERMS // 2)
+MANY = groups.SCANNED + 1
 # Every number that a kernel of a term can be made for.
 FULL_TERM = TermSpec(
     head_numbers=(1.0, 1.0), slope_low=(0.5, 0.5), weight_high=(0.5, 0.5), pre_high=(0.1, 0.1), penalty=Penalty.K3,
@@ -228,14 +239,19 @@ def paths() -> Iterator[Path_]:
     yield "window_score", lambda: _window(Boundary.FULL, Invalid.SKIP, masked=True)
     yield "order_statistic", lambda: entropy.order_statistic(torch.ones(TOKENS), 4, 5, OrderRule.NEAREST)
     yield "select", lambda: _select(strict=False, tokens=True)
-    yield "group_normalise", lambda: _groups(ROWS, GroupNormalisation(), False, False)
-    batch = GroupNormalisation(center=Center.LEAVE_ONE_OUT, scale=Scale.BATCH, eps_mode=EpsMode.SQRT)
-    yield "group_normalise, batch", lambda: _groups(ROWS, batch, True, True)
-    yield "group_normalise, many units", lambda: _groups(advantages.SCANNED + 1, batch, True, True)
+    yield "group_normalise", lambda: _groups(ROWS, (GroupTerm(),))
+    yield "group_normalise, batch", lambda: _groups(ROWS, (BATCH,), masked=True)
+    yield "group_normalise, all terms", lambda: _groups(ROWS, ALL_TERMS, Share.DEVIATION, masked=True, weighted=True)
+    yield "group_normalise, many units", lambda: _groups(MANY, (BATCH,), masked=True)
     yield (
-        "group_normalise, one group of many",
-        lambda: _groups(advantages.SCANNED + 1, batch, True, True, grouped=False),
+        "group_normalise, many units, terms",
+        lambda: _groups(MANY, (BATCH, DEVIATED), Share.DEVIATION, masked=True, weighted=True),
     )
+    yield "group_normalise, one group of many", lambda: _groups(MANY, (DEVIATED,), masked=True, grouped=False)
+    for units, grouped in ((ROWS, True), (MANY, True), (MANY, False)):
+        name = f"group_statistics, {units} units{'' if grouped else ', one group'}"
+        yield name, lambda a=(units, grouped): _statistics(*a)
+    yield "recurrence", lambda: segments.recurrence(torch.ones(TOKENS), torch.ones(TOKENS), _masked().cu_seqlens)
 
 
 def every_path() -> Iterator[Path_]:
@@ -268,11 +284,15 @@ def every_path() -> Iterator[Path_]:
     for strict, tokens in itertools.product((False, True), repeat=2):
         yield f"select {strict} {tokens}", lambda a=(strict, tokens): _select(*a)
     yield "row_counts", lambda: segments.row_counts(None, _masked().cu_seqlens, TOKENS)
-    for center, scale, mode, masked in itertools.product(Center, Scale, EpsMode, (False, True)):
-        rule = GroupNormalisation(center=center, scale=scale, eps_mode=mode)
-        for units, grouped in itertools.product((ROWS, advantages.SCANNED + 1), (False, True)):
-            name = f"groups {center.name} {scale.name} {mode.name} {masked} {units} {grouped}"
-            yield name, lambda a=(units, rule, masked, masked, grouped): _groups(*a)
+    rules = itertools.product(Center, Scale, EpsMode)
+    terms = [GroupTerm(center, scale, eps_mode=mode) for center, scale, mode in rules] + [GroupTerm(part=Part.MEAN)]
+    for term, masked, units, grouped in itertools.product(terms, (False, True), (ROWS, MANY), (False, True)):
+        name = f"groups {term} {masked} {units} {grouped}"
+        yield name, lambda a=(units, (term,), Share.SUM, masked, grouped): _groups(*a)
+    for term, units, grouped in itertools.product(terms, (ROWS, MANY), (False, True)):
+        shared = (dataclasses.replace(term, presence=Presence.SPREAD),) * 3
+        name = f"groups {term} {units} {grouped}, thrice"
+        yield name, lambda a=(units, shared, Share.DEVIATION, True, grouped, True): _groups(*a)
     yield from paths()
 
 
@@ -288,11 +308,23 @@ def _select(strict: bool, tokens: bool) -> torch.Tensor:
 
 
 def _groups(
-    units: int, spec: GroupNormalisation, masked: bool, apply_masked: bool, grouped: bool = True
+    units: int,
+    terms: tuple[GroupTerm, ...],
+    share: Share = Share.SUM,
+    masked: bool = False,
+    grouped: bool = True,
+    weighted: bool = False,
 ) -> torch.Tensor:
-    bools, ids = torch.ones(units, dtype=torch.bool), torch.zeros(units, dtype=torch.int64)
-    arguments = (ids if grouped else None, bools if masked else None, bools if apply_masked else None)
-    return advantages.group_normalise(torch.ones(units), *arguments, spec)
+    bools = torch.ones(units, dtype=torch.bool) if masked else None
+    ids, weights = torch.zeros(units, dtype=torch.int64) if grouped else None, torch.ones(units) if weighted else None
+    count = len(terms)
+    inputs = GroupInputs((torch.ones(units),) * count, (ids,) * count, (weights,) * count, bools, bools)
+    return advantages.group_normalise(inputs, GroupNormalisation(terms, share))
+
+
+def _statistics(units: int, grouped: bool) -> torch.Tensor:
+    ids = torch.zeros(units, dtype=torch.int64) if grouped else None
+    return segments.group_statistics(torch.ones(units), ids, torch.ones(units), torch.ones(units, dtype=torch.bool))
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Rows of a packed batch: how kernels read it, where a token belongs, and how many valid tokens each row has.
+"""Rows of a packed batch: how kernels read it, where a token belongs, how many valid tokens each row has, and scans
+along rows; and what groups of units amount to.
 
 Two ways through the tokens. A *tile* is TILE consecutive tokens of the pack, whatever rows they are in: each token is
 in exactly one, and loads are aligned. A *slot* is a piece of one row: sums over slots know nothing of its neighbours.
@@ -15,7 +16,22 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import kernel, launch
+from .groups import (
+    AT_ONCE,
+    REGISTERS,
+    RUNS,
+    SCANNED,
+    TILE_UNITS,
+    Given,
+    center_of,
+    everybody,
+    few_blocks,
+    load_everybody,
+    run_of,
+    squares_of,
+    sum_group,
+)
+from .launch import INTERPRETED, kernel, launch
 
 __all__ = [
     "SLOTS",
@@ -23,8 +39,10 @@ __all__ = [
     "TILE",
     "Range",
     "Slots",
+    "group_statistics",
     "load",
     "number_of_slots",
+    "recurrence",
     "row_counts",
     "row_of_token",
     "row_range",
@@ -39,6 +57,8 @@ TILE = 1024
 SLOT_TOKENS = 64
 SLOTS = 16  # of one program
 ROWS = 1024  # of one program
+# Rows of one program that scans, and units of each that it scans at once, which the interpreter does one by one.
+SCANNED_ROWS, CHUNK = (1, 16) if INTERPRETED else (4, 256)
 
 # ------------------------------------------------------------------------------------------------------------- tokens
 
@@ -281,3 +301,139 @@ def row_counts(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens
         SLOT=SLOT_TOKENS, SLOTS=SLOTS,
     )  # fmt: skip
     return counts
+
+
+# --------------------------------------------------------------------------------------------------- group_statistics
+
+
+@triton.jit
+def _put_statistics(statistics, group, unit, units, exists):
+    some = group.members > 0.0
+    numbers = (
+        group.members, group.weight, group.pivot + center_of(group), squares_of(group), group.least, group.greatest,
+    )  # fmt: skip
+    for k in tl.static_range(6):
+        number = tl.where(some, numbers[k], 0.0) + tl.zeros(unit.shape, tl.float64)
+        tl.store(statistics + k * units + unit, number, mask=exists)
+
+
+@kernel
+def _statistics_of_few(
+    statistics,  # [6, U] float64
+    values,
+    ids,
+    weights,
+    mask,
+    units: tl.int64,
+    UNITS: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)[:, None]
+    begin = tl.zeros([1, 1], tl.int32)
+    id = tl.load(ids + unit, mask=unit < units, other=-1)
+    given = Given(values, ids, weights, mask)
+    group = sum_group(given, None, begin, begin + tl.cast(units, tl.int32), id, OTHERS, True)
+    _put_statistics(statistics, group, unit, units, unit < units)
+
+
+@kernel
+def _statistics_of_runs(
+    statistics,
+    values,
+    ids,
+    weights,
+    mask,
+    sorted_ids,
+    order,
+    units: tl.int64,
+    RUNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    begin, length = run_of(sorted_ids, units, RUNS, WIDTH)
+    group = sum_group(Given(values, ids, weights, mask), order, begin, length, None, WIDTH, True)
+    for start in range(0, tl.max(length), WIDTH):
+        position = begin + start + tl.arange(0, WIDTH)[None, :]
+        here = position < begin + length
+        _put_statistics(statistics, group, tl.load(order + position, mask=here, other=0), units, here)
+
+
+@kernel
+def _statistics_of_everybody(
+    statistics,
+    totals,
+    units: tl.int64,
+    TILE: tl.constexpr,
+):
+    unit = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
+    _put_statistics(statistics, load_everybody(totals), unit, units, unit < units)
+
+
+def group_statistics(
+    values: torch.Tensor, ids: torch.Tensor | None, weights: torch.Tensor | None, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Of the members of its group, for every unit ``[6, U]`` float64: count, weight, mean, squares, least, greatest."""
+    units, given = values.numel(), Given(values, ids, weights, mask)
+    statistics = torch.empty((6, units), dtype=torch.float64, device=values.device)
+    if ids is None:
+        totals = everybody([given], extremes=True)
+        programs = triton.cdiv(units, TILE_UNITS)
+        launch(_statistics_of_everybody, programs, statistics, totals, units, TILE=TILE_UNITS)
+    elif units <= SCANNED:
+        block, others = few_blocks(units)
+        launch(
+            _statistics_of_few, triton.cdiv(units, block), statistics, *given, units, UNITS=block, OTHERS=others,
+            maxnreg=REGISTERS,
+        )  # fmt: skip
+    else:
+        launch(
+            _statistics_of_runs, triton.cdiv(units, RUNS), statistics, *given, *torch.sort(ids, stable=True), units,
+            RUNS=RUNS, WIDTH=AT_ONCE, maxnreg=REGISTERS,
+        )  # fmt: skip
+    return statistics
+
+
+# --------------------------------------------------------------------------------------------------------- recurrence
+
+
+@triton.jit
+def _then(gain, value, next_gain, next_value):
+    """y -> gain y + value, and after it the next."""
+    return next_gain * gain, next_gain * value + next_value
+
+
+@kernel
+def _scan_rows(
+    values,
+    gains,
+    cu_seqlens,
+    scanned,
+    units: tl.int64,
+    rows: tl.int64,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Chunks begin at the end of a row: what it computes depends on the row alone."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    range_ = row_range(cu_seqlens, row, rows, units)
+    length = range_.end - range_.begin
+    lane = tl.arange(0, CHUNK)[None, :]
+    following = tl.zeros([ROWS, 1], tl.float64)
+    for start in range(0, tl.max(length), CHUNK):
+        unit = range_.end - 1 - start - lane
+        here = unit >= range_.begin
+        value = tl.load(values + unit, mask=here, other=0.0).to(tl.float64)
+        gain = tl.load(gains + unit, mask=here, other=0.0).to(tl.float64)
+        value = tl.where(lane == 0, gain * following + value, value)
+        _, value = tl.associative_scan((gain, value), 1, _then)
+        tl.store(scanned + unit, value.to(tl.float32) + 0.0, mask=here)  # never -0
+        following = tl.sum(tl.where(lane == CHUNK - 1, value, 0.0), axis=1, keep_dims=True)
+
+
+def recurrence(values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its begin, ``[U]``; 0 in no row."""
+    rows, scanned = cu_seqlens.numel() - 1, torch.zeros_like(values)
+    launch(
+        _scan_rows, triton.cdiv(rows, SCANNED_ROWS), values, gains, cu_seqlens, scanned, values.numel(), rows,
+        ROWS=SCANNED_ROWS, CHUNK=CHUNK,
+    )  # fmt: skip
+    return scanned

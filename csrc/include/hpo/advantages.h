@@ -13,54 +13,111 @@ namespace hpo {
 struct GroupSums {
   double pivot;
   int64_t count;
-  double sum, squares;  // of x - pivot, and of its square
+  double weight, sum, squares;  // of the weights w, of w (x - pivot) and of w (x - pivot)^2
+
+  HPO_INLINE void add(float x, double w) {
+    if (count == 0) pivot = double(x);
+    const double offset = double(x) - pivot;
+    ++count;
+    weight += w;
+    sum += w * offset;
+    squares += w * offset * offset;
+  }
+
+  HPO_INLINE double center() const { return sum / weight; }  // mean - pivot, of a group with members
 };
 
-HPO_INLINE void add_member(GroupSums& group, float x) {
-  if (group.count == 0) group.pivot = double(x);
-  const double offset = double(x) - group.pivot;
-  ++group.count;
-  group.sum += offset;
-  group.squares += offset * offset;
+// What group_statistics says of the units of a group.
+HPO_INLINE void put_statistics(const GroupSums& group, float least, float greatest, double statistics[6]) {
+  if (group.count == 0) return;
+  const double squares = group.squares - group.sum * group.center();
+  statistics[0] = double(group.count), statistics[1] = group.weight, statistics[2] = group.pivot + group.center();
+  statistics[3] = squares > 0.0 ? squares : 0.0, statistics[4] = double(least), statistics[5] = double(greatest);
 }
+
+// Whether a unit with this weight may be a member.
+HPO_INLINE bool counts(float weight) { return weight > 0.0f && weight <= FLT_MAX; }
 
 // Standard deviation; 0 where there are too few members.
 HPO_INLINE double deviation(const GroupSums& group, int32_t ddof) {
-  if (group.count <= ddof) return 0.0;
-  const double n = double(group.count);
-  const double squares = group.squares - group.sum * (group.sum / n);
-  return squares > 0.0 ? ::sqrt(squares / (n - ddof)) : 0.0;
+  if (group.count == 0 || group.weight <= ddof) return 0.0;
+  const double squares = group.squares - group.sum * group.center();
+  return squares > 0.0 ? ::sqrt(squares / (group.weight - ddof)) : 0.0;
 }
 
-HPO_INLINE double guarded_scale(double sigma, const GroupNormaliseArgs& args) {
-  if (args.scale == Scale::none) return 1.0;
-  if (args.eps_mode == EpsMode::add) return sigma + args.eps;
-  if (args.eps_mode == EpsMode::sqrt) return ::sqrt(sigma * sigma + args.eps);
-  return sigma < args.eps ? args.eps : sigma;
+HPO_INLINE double guarded_scale(double scale, double weight, const GroupTerm& term) {
+  if (term.scale == Scale::none) return 1.0;
+  if (term.eps_mode == EpsMode::add) return scale + term.eps;
+  if (term.eps_mode == EpsMode::sqrt) return ::sqrt(scale * scale + term.eps);
+  if (term.eps_mode == EpsMode::add_share) return scale + term.eps / weight;
+  return scale < term.eps ? term.eps : scale;
 }
 
-// What one group does to its units: ((x - pivot) - center) * slope, one slope for members and one for everybody else (they
-// differ under leave-one-out, where a unit that is not a member has all members as its "others").
+// What one group does to its units: ((x - pivot) - center) * slope + offset, times weight / (weight - own weight) where the
+// centre is that of the others.
 struct GroupMap {
-  double pivot, center, member_slope, other_slope;
+  double pivot, center, slope, offset;
+  double weight;  // 0: the centre is that of all
+  double share;   // 0: the group says nothing where terms share
 };
 
-HPO_INLINE GroupMap group_map(const GroupSums& group, double batch_deviation, const GroupNormaliseArgs& args) {
-  const bool single = group.count == 1;
-  if (group.count == 0 || (single && !args.singleton_raw)) return {0.0, 0.0, 0.0, 0.0};
-  const double own_deviation = single ? 1.0 : deviation(group, args.ddof);
-  const double scale = guarded_scale(args.scale == Scale::batch ? batch_deviation : own_deviation, args);
-  double slope = scale > 0.0 ? 1.0 / scale : 0.0;
-  if (slope > DBL_MAX) slope = DBL_MAX;  // 0 times it stays 0
-  if (single) return {0.0, 0.0, slope, slope};
-  const double n = double(group.count);
-  const double leave_out = args.center == Center::leave_one_out ? n / (n - 1.0) : 1.0;
-  return {group.pivot, group.sum / n, leave_out * slope, slope};
+HPO_INLINE double share_of(const GroupSums& group, const GroupTerm& term, Share share) {
+  const bool silent = term.part == Part::normalised && group.count == 1 && !term.singleton_raw;
+  if (silent || (term.presence == Presence::spread && group.squares == 0.0)) return 0.0;
+  if (share == Share::count) return double(group.count);
+  return share == Share::deviation ? deviation(group, term.ddof) : 1.0;
 }
 
-HPO_INLINE float advantage(const GroupMap& group, float x, bool member) {
-  const double centred = (double(x) - group.pivot) - group.center;
-  return float(centred * (member ? group.member_slope : group.other_slope) + 0.0);  // + 0.0: never -0
+// absolute: the sum of w |x - mean| over the members, where the scale asks for it.
+HPO_INLINE GroupMap group_map(const GroupSums& group, double absolute, double batch_deviation, const GroupTerm& term,
+                              Share share) {
+  GroupMap map = {};
+  if (group.count == 0) return map;
+  map.share = share_of(group, term, share);
+  const bool single = group.count == 1;
+  const double mean = group.pivot + group.center();
+  if (term.part == Part::mean) {
+    map.offset = mean;
+    return map;
+  }
+  if (single && !term.singleton_raw) return map;
+  double scale = 1.0;
+  if (term.scale == Scale::batch) scale = batch_deviation;
+  else if (!single && term.scale == Scale::group) scale = deviation(group, term.ddof);
+  else if (!single && term.scale == Scale::absolute) scale = absolute / group.weight;
+  else if (!single && term.scale == Scale::mean) scale = mean;
+  else if (!single && term.scale == Scale::root_mean) scale = mean > 0.0 ? ::sqrt(mean) : 0.0;
+  scale = guarded_scale(scale, single ? 1.0 : group.weight, term);
+  const double slope = scale > 0.0 ? 1.0 / scale : 0.0;
+  map.slope = slope > DBL_MAX ? DBL_MAX : slope;  // 0 times it stays 0
+  if (single) return map;
+  map.pivot = group.pivot, map.center = group.center();
+  if (term.center == Center::leave_one_out) map.weight = group.weight;
+  return map;
 }
+
+// own: the weight of the unit itself in its group, 0 where it is no member.
+HPO_INLINE double amount(const GroupMap& map, float x, double own) {
+  const double centred = (double(x) - map.pivot) - map.center;
+  const double others = map.weight - own;  // 0 too where rounding has taken them away
+  return (others > 0.0 ? map.weight / others : 1.0) * centred * map.slope + map.offset;
+}
+
+// The terms of one unit, put together.
+struct Shares {
+  double total, shares;
+
+  HPO_INLINE void add(const GroupMap& map, const GroupTerm& term, Share share, double amount) {
+    const double size = share == Share::sum ? 1.0 : (term.presence == Presence::nonzero && amount == 0.0 ? 0.0 : map.share);
+    const double weighed = term.coefficient * size;
+    if (size > 0.0) total += weighed * amount;
+    shares += weighed;
+  }
+
+  HPO_INLINE float advantage(const GroupNormaliseArgs& args) const {
+    if (args.share == Share::sum) return float(total + 0.0);  // + 0.0: never -0
+    return shares > args.share_least ? float(total / (shares + args.share_eps) + 0.0) : 0.0f;
+  }
+};
 
 }  // namespace hpo

@@ -1,0 +1,363 @@
+// Groups of units with the same id, and sums over their members. Of few units every block looks through all of them for the
+// groups of its own. Of many a table is made, in parts with a grid barrier between them, and sums are integers, which have no
+// order.
+#pragma once
+#include "grid.cuh"
+#include "hpo/advantages.h"
+#include "hpo/entropy.h"
+
+namespace hpo {
+
+constexpr int64_t kFewUnits = 4096;
+
+// Who is in the groups of a term.
+struct Members {
+  int64_t units;
+  const float* values;
+  const int64_t* ids;
+  const float* weights;
+  const uint8_t* mask;
+
+  __device__ __forceinline__ bool in_group(int64_t unit) const { return !ids || ids[unit] >= 0; }
+
+  // Of a unit in a group, whether it is a member.
+  __device__ __forceinline__ bool enters(int64_t unit) const {
+    return is_finite(values[unit]) && (!mask || mask[unit]) && (!weights || counts(weights[unit]));
+  }
+
+  __device__ __forceinline__ bool has(int64_t unit) const { return in_group(unit) && enters(unit); }
+
+  __device__ __forceinline__ double weight(int64_t unit) const { return weights ? double(weights[unit]) : 1.0; }
+};
+
+// ------------------------------------------------------------------------------------------------------------ few units
+
+constexpr int kBlockUnits = kWarp;  // one to each thread of the first warp
+constexpr int64_t kEverybody = -1;  // the id of all groups together
+
+__device__ __forceinline__ bool belongs(const Members& members, int unit, int64_t id) {
+  const bool in_group = id == kEverybody ? members.in_group(unit) : !members.ids || members.ids[unit] == id;
+  return in_group && members.enters(unit);  // of most units no more than the id is read
+}
+
+// Sums over the block, COUNT a power of two, in every thread.
+template <int COUNT>
+__device__ __forceinline__ void block_sums(double (&values)[COUNT]) {
+  HPO_SHARED(double, of_warp, [COUNT][kWarps]);
+  constexpr int kLanes = kWarp / COUNT;
+  const double sum = warp_sums(values);
+  if (lane() % kLanes == 0) of_warp[lane() / kLanes][warp_in_block()] = sum;
+  __syncthreads();
+  for (int i = 0; i < COUNT; ++i) {
+    values[i] = of_warp[i][0];
+    for (int warp = 1; warp < kWarps; ++warp) values[i] += of_warp[i][warp];
+  }
+  __syncthreads();  // before the next call writes `of_warp`
+}
+
+// `units` where there is none.
+__device__ __forceinline__ int first_member(const Members& members, int64_t id) {
+  HPO_SHARED(int, first, );
+  const int units = int(members.units);
+  if (threadIdx.x == 0) first = units;
+  __syncthreads();
+  for (int unit = int(threadIdx.x); unit < units; unit += kThreads) {
+    if (!belongs(members, unit, id)) continue;
+    atomicMin(&first, unit);
+    break;
+  }
+  __syncthreads();
+  const int found = first;
+  __syncthreads();  // before the next call writes `first`
+  return found;
+}
+
+// By the whole block, like all that follow.
+__device__ __forceinline__ GroupSums sum_members(const Members& members, int64_t id) {
+  const int first = first_member(members, id);
+  if (first == int(members.units)) return {};
+  const double pivot = double(members.values[first]);
+  double sums[4] = {};
+  for (int unit = first / kThreads * kThreads + int(threadIdx.x); unit < int(members.units); unit += kThreads) {
+    if (!belongs(members, unit, id)) continue;
+    const double weight = members.weight(unit), offset = double(members.values[unit]) - pivot;
+    sums[0] += 1.0;
+    sums[1] += weight;
+    sums[2] += weight * offset;
+    sums[3] += weight * offset * offset;
+  }
+  block_sums(sums);
+  return {pivot, int64_t(sums[0]), sums[1], sums[2], sums[3]};
+}
+
+// Of w |x - mean|.
+__device__ __forceinline__ double sum_absolute(const Members& members, int64_t id, const GroupSums& sums) {
+  double absolute[1] = {};
+  for (int unit = int(threadIdx.x); unit < int(members.units); unit += kThreads) {
+    if (!belongs(members, unit, id)) continue;
+    absolute[0] += members.weight(unit) * fabs((double(members.values[unit]) - sums.pivot) - sums.center());
+  }
+  block_sums(absolute);
+  return absolute[0];
+}
+
+struct Extremes {
+  float least, greatest;
+};
+
+// Of a group with members.
+__device__ __forceinline__ Extremes find_extremes(const Members& members, int64_t id) {
+  HPO_SHARED(uint32_t, least, );
+  HPO_SHARED(uint32_t, greatest, );
+  if (threadIdx.x == 0) least = UINT32_MAX, greatest = 0;
+  __syncthreads();
+  for (int unit = int(threadIdx.x); unit < int(members.units); unit += kThreads) {
+    if (!belongs(members, unit, id)) continue;
+    const uint32_t key = order_key(members.values[unit]);
+    if (key < least) atomicMin(&least, key);
+    if (key > greatest) atomicMax(&greatest, key);
+  }
+  __syncthreads();
+  const Extremes found = {from_order_key(least), from_order_key(greatest)};
+  __syncthreads();  // before the next call writes them
+  return found;
+}
+
+// Calls `visit(place, id)`, between barriers, for every group that has any of the units wanted by the first warp. Returns the
+// place of the own unit's group; -1: not wanted.
+template <class Visit>
+__device__ __forceinline__ int for_each_group(const Members& members, int unit, bool wanted, Visit visit) {
+  HPO_SHARED(int64_t, ids, [kBlockUnits]);
+  HPO_SHARED(int, places, [kBlockUnits]);
+  int own = -1;
+  if (warp_in_block() == 0) {
+    const int64_t id = wanted && members.ids ? members.ids[unit] : 0;
+    own = wanted ? lane() : -1;
+    for (int other = kBlockUnits - 1; other >= 0; --other) {
+      const bool other_wanted = __shfl_sync(kFullWarp, int(wanted), other);
+      const bool equal = __shfl_sync(kFullWarp, id, other) == id;
+      if (wanted && other_wanted && equal && other < own) own = other;
+    }
+    ids[lane()] = id;
+    places[lane()] = own;
+  }
+  __syncthreads();
+  for (int place = 0; place < kBlockUnits; ++place) {
+    if (places[place] == place) visit(place, ids[place]);
+  }
+  __syncthreads();
+  return own;
+}
+
+// ----------------------------------------------------------------------------------------------------------- many units
+//
+// What members add to a sum is written as a fixed-point number whose unit depends on the largest of them, so that the sum of
+// all fits into 62 bits: for 10^5 members that keeps 2^-44 of the largest.
+
+constexpr int kSumBits = 61;
+
+// Of the bits of a positive number, which is below 2^(exponent - 1022).
+__device__ __forceinline__ int exponent_of(double x) { return int(to_bits(x) >> 52); }
+
+// x times 2 to this power, in two steps: a double has no 2^1083, which the exponent of 0 leads to.
+__device__ __forceinline__ double scaled(double x, int power) {
+  const int first = power / 2, second = power - first;
+  return x * from_bits(int64_t(first + 1023) << 52) * from_bits(int64_t(second + 1023) << 52);
+}
+
+__device__ __forceinline__ int64_t fixed(double x, int power) { return int64_t(rint(scaled(x, power))); }
+
+// All 0 at first.
+struct Group {
+  int64_t count;  // members
+  int64_t weight, sum, squares, absolute;  // as in GroupSums, and of w |x - mean|, in fixed point
+  int weight_exponent, sum_exponent, squares_exponent;  // of the largest that is added
+  uint32_t not_least, greatest;  // the order keys of the extreme values; of the least its complement, which grows too
+
+  // 2 to this power is what a number in a sum is multiplied by.
+  __device__ __forceinline__ int power(int exponent) const { return kSumBits - (64 - __clzll(count)) - (exponent - 1022); }
+
+  __device__ __forceinline__ GroupSums sums(double pivot) const {
+    return {pivot, count, scaled(double(weight), -power(weight_exponent)), scaled(double(sum), -power(sum_exponent)),
+            scaled(double(squares), -power(squares_exponent))};
+  }
+
+  __device__ __forceinline__ Extremes extremes() const { return {from_order_key(~not_least), from_order_key(greatest)}; }
+
+  // w |x - mean| is at most w |x - pivot| and the largest w times |mean - pivot|.
+  __device__ __forceinline__ int absolute_power(const GroupSums& sums) const {
+    return power(max(sum_exponent, weight_exponent + exponent_of(fabs(sums.center())) - 1022) + 1);
+  }
+
+  __device__ __forceinline__ double absolute_sum(const GroupSums& sums) const {
+    return scaled(double(absolute), -absolute_power(sums));
+  }
+};
+
+struct Entry {
+  unsigned long long key;  // 1 + the id that owns the entry; 0: nobody
+  int64_t from_end;  // units behind and with the first member; 0: no member
+};
+
+struct Table {
+  int64_t units, capacity;  // a power of two
+  Entry* entries;  // [capacity + 1], by hash; the last one is everybody's
+  int64_t* leaders;  // [units], of each unit's group the entry, then the first member; -1: none
+  Group* groups;  // [units + 1], by first member; the last one is everybody's
+
+  void take(Placement& placement, int64_t of_units) {
+    units = of_units, capacity = 64;
+    while (capacity < 2 * units) capacity *= 2;
+    placement.take(entries, capacity + 1);
+    placement.take(leaders, units);
+    placement.take(groups, units + 1);
+  }
+
+  __device__ __forceinline__ void clear_entries() const { clear(entries, capacity + 1); }
+
+  __device__ __forceinline__ int64_t first_member(int64_t entry) const {
+    const int64_t from_end = entries[entry].from_end;
+    return from_end ? units - from_end : -1;
+  }
+};
+
+// The same units for the same threads in every part of a launch. Warps stay together: of the last one some are beyond `units`.
+template <class Visit>
+__device__ __forceinline__ void for_each_unit(int64_t units, Visit visit) {
+  const int64_t begin = int64_t(blockIdx.x) * kThreads + threadIdx.x - lane();
+#pragma unroll 1
+  for (int64_t base = begin; base < units; base += int64_t(gridDim.x) * kThreads) visit(base + lane());
+}
+
+// The entry of an id, made if there is none. The table is never full: it has twice as many entries as there are units.
+__device__ __forceinline__ int64_t find_entry(const Table& table, int64_t id) {
+  const uint64_t mixed = uint64_t(id) * 0x9E3779B97F4A7C15u;
+  const unsigned long long key = uint64_t(id) + 1;
+  for (int64_t entry = int64_t((mixed ^ mixed >> 32) & uint64_t(table.capacity - 1));;
+       entry = (entry + 1) & (table.capacity - 1)) {
+    unsigned long long* const owned = &table.entries[entry].key;
+    if (*owned == key) return entry;  // a key stays: few get past the question
+    const unsigned long long owner = atomicCAS(owned, 0ull, key);
+    if (owner == 0 || owner == key) return entry;
+  }
+}
+
+// What the lanes of a warp have for their records; null: nothing, 0. Neighbours are mostly of one group: then one of them gives
+// what all have.
+template <class Record>
+class Giver {
+ public:
+  __device__ __forceinline__ explicit Giver(Record* to) : to_(to) {
+    const unsigned giving = __ballot_sync(kFullWarp, to != nullptr);
+    const int first = max(__ffs(int(giving)) - 1, 0);
+    const int64_t common = __shfl_sync(kFullWarp, int64_t(to), first);
+    alike_ = __all_sync(kFullWarp, !to || int64_t(to) == common);
+    gives_ = to && (!alike_ || lane() == first);
+  }
+
+  __device__ __forceinline__ void add(int64_t Record::* field, int64_t value) const {
+    if (alike_) value = warp_sum(value);
+    if (gives_ && value != 0) atomicAdd(&(to_->*field), value);
+  }
+
+  template <class T>
+  __device__ __forceinline__ void raise(T Record::* field, T value) const {
+    for (int step = kWarp / 2; alike_ && step > 0; step /= 2) value = max(value, __shfl_xor_sync(kFullWarp, value, step));
+    if (gives_ && to_->*field < value) atomicMax(&(to_->*field), value);  // it only grows
+  }
+
+ private:
+  Record* to_;
+  bool alike_, gives_;
+};
+
+// Behind it the entries are known, and the groups cleared.
+__device__ __forceinline__ void number_groups(const Table& table, const Members& members, bool everybody) {
+  clear(table.groups, table.units + 1);
+  for_each_unit(table.units, [&](int64_t unit) {
+    int64_t entry = -1;
+    if (unit < table.units) {
+      if (members.in_group(unit)) entry = members.ids ? find_entry(table, members.ids[unit]) : table.capacity;
+      table.leaders[unit] = entry;
+    }
+    const bool member = entry >= 0 && members.has(unit);
+    const int64_t from_end = member ? table.units - unit : 0;
+    Giver<Entry>(member ? table.entries + entry : nullptr).raise(&Entry::from_end, from_end);
+    if (everybody) Giver<Entry>(member ? table.entries + table.capacity : nullptr).raise(&Entry::from_end, from_end);
+  });
+}
+
+// Calls `visit(group, giver, unit, weight, offset)`; null and 0 for who is no member. For everybody as one group too where that
+// is wanted.
+template <class Visit>
+__device__ __forceinline__ void for_each_membership(const Table& table, const Members& members, bool everybody, Visit visit) {
+  for_each_unit(table.units, [&](int64_t unit) {
+    const bool member = unit < table.units && members.has(unit);
+    const double weight = member ? members.weight(unit) : 0.0;
+    const auto visit_group = [&](int64_t at, int64_t pivot) {
+      const double offset = member ? double(members.values[unit]) - double(members.values[pivot]) : 0.0;
+      Group* const group = member ? table.groups + at : nullptr;
+      visit(group, Giver<Group>(group), unit, weight, offset);
+    };
+    const int64_t leader = member ? table.leaders[unit] : -1;
+    visit_group(leader, leader);
+    if (everybody) visit_group(table.units, table.first_member(table.capacity));
+  });
+}
+
+__device__ __forceinline__ void find_spread(const Table& table, const Members& members, bool everybody, bool extremes) {
+  for_each_unit(table.units, [&](int64_t unit) {
+    if (unit < table.units && table.leaders[unit] >= 0) table.leaders[unit] = table.first_member(table.leaders[unit]);
+  });
+  const auto give = [&](const Group* group, const Giver<Group>& giver, int64_t unit, double weight, double offset) {
+    giver.add(&Group::count, group != nullptr);
+    giver.raise(&Group::weight_exponent, exponent_of(weight));
+    giver.raise(&Group::sum_exponent, exponent_of(weight * fabs(offset)));
+    giver.raise(&Group::squares_exponent, exponent_of(weight * offset * offset));
+    if (!extremes) return;
+    const uint32_t key = group ? order_key(members.values[unit]) : 0;
+    giver.raise(&Group::greatest, key);
+    giver.raise(&Group::not_least, group ? ~key : 0);
+  };
+  for_each_membership(table, members, everybody, give);
+}
+
+__device__ __forceinline__ void sum_offsets(const Table& table, const Members& members, bool everybody) {
+  const auto give = [&](const Group* group, const Giver<Group>& giver, int64_t, double weight, double offset) {
+    int64_t of_weight = 0, of_sum = 0, of_squares = 0;
+    if (group) {
+      of_weight = fixed(weight, group->power(group->weight_exponent));
+      of_sum = fixed(weight * offset, group->power(group->sum_exponent));
+      of_squares = fixed(weight * offset * offset, group->power(group->squares_exponent));
+    }
+    giver.add(&Group::weight, of_weight);
+    giver.add(&Group::sum, of_sum);
+    giver.add(&Group::squares, of_squares);
+  };
+  for_each_membership(table, members, everybody, give);
+}
+
+// The sums of all groups, of everybody as one group too where that is wanted. The entries are cleared, three grid barriers are
+// inside, and behind the last nobody reads entries.
+__device__ __forceinline__ void sum_groups(const Table& table, const Members& members, bool everybody, bool extremes) {
+  number_groups(table, members, everybody);
+  sync_grid();
+  find_spread(table, members, everybody, extremes);
+  sync_grid();
+  sum_offsets(table, members, everybody);
+  sync_grid();
+}
+
+__device__ __forceinline__ void sum_absolutes(const Table& table, const Members& members) {
+  const auto give = [&](const Group* group, const Giver<Group>& giver, int64_t, double weight, double offset) {
+    int64_t of_absolute = 0;
+    if (group) {
+      const GroupSums sums = group->sums(0.0);
+      of_absolute = fixed(weight * fabs(offset - sums.center()), group->absolute_power(sums));
+    }
+    giver.add(&Group::absolute, of_absolute);
+  };
+  for_each_membership(table, members, false, give);
+}
+
+}  // namespace hpo

@@ -1,0 +1,183 @@
+"""The operator behind every estimator: terms, each over values and a grouping of its own, put together per unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from .. import ops
+from ..backends import resolve
+from ..checks import check, check_dtype, check_shape, check_type
+from ..segments import GroupStatistics
+from ..specs import GroupInputs, GroupNormalisation, GroupTerm, Provenance, Share
+
+__all__ = [
+    "Term",
+    "as_advantages",
+    "check_channels",
+    "check_compat",
+    "check_units",
+    "combine",
+    "estimator",
+    "level_of",
+    "members_of",
+    "total",
+]
+
+Estimator = TypeVar("Estimator", bound=Callable[..., Any])
+
+
+class Term(NamedTuple):
+    """Values ``[U]`` of units, what groups them ``[U]`` (a negative id: in no group; None: all are one group), the rule
+    by which the statistics of a group reach its units, and the weights ``[U]`` of units in the statistics."""
+
+    values: torch.Tensor
+    ids: torch.Tensor | None
+    rule: GroupTerm = GroupTerm()
+    weights: torch.Tensor | None = None
+
+
+def combine(
+    terms: Sequence[Term],
+    *,
+    mask: torch.Tensor | None = None,
+    apply_mask: torch.Tensor | None = None,
+    share: Share = Share.SUM,
+    share_eps: float = 0.0,
+    share_least: float = 0.0,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """``A_u = sum_m k_m(u) a_m(u)``, up to 8 terms ``a_m = lambda (x - center) / scale``. Returns ``[U]`` float32.
+
+    With ``Share.SUM`` k is the term's coefficient c. Otherwise terms share: ``k_m = c_m s_m / (sum_j c_j s_j +
+    share_eps)`` over the terms that are present at the unit (see :class:`Presence`), s being 1, the number of members
+    of the group or its standard deviation; 0 where that sum does not exceed ``share_least``.
+
+    Args:
+        mask: ``[U]`` bool, who enters the statistics of all terms. Default: everybody.
+        apply_mask: ``[U]`` bool, who receives an advantage. Default: the same as ``mask``.
+
+    A value that is not finite enters no statistic, and its term says nothing of that unit. Computed in float64 relative
+    to a member of each group: members with equal values get exactly 0.
+
+    >>> rewards, ids = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([3, 3, 3, 3])
+    >>> combine([Term(rewards, ids, GroupTerm(ddof=0, eps=0.0))])
+    tensor([ 1., -1., -1.,  1.])
+    """
+    check(len(terms) > 0, "terms: expected at least one Term, got none")
+    first = terms[0].values
+    for term in terms:
+        check_type(isinstance(term, Term), "terms: expected Term(values, ids, ...), got {}", type(term))
+        check_units(values=term.values, ids=term.ids, weights=term.weights)
+        check_shape("values", term.values, first.shape, "[U] (that of the first term)")
+    check_units(values=first, mask=mask, apply_mask=apply_mask)
+    exact = backend == "reference"
+
+    def number(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach() if exact else tensor.detach().float().contiguous()
+
+    inputs = GroupInputs(
+        tuple(number(term.values) for term in terms),
+        _once([term.ids for term in terms], lambda ids: ids.to(torch.int64).contiguous()),
+        _once([term.weights for term in terms], number),
+        None if mask is None else mask.contiguous(),
+        None if apply_mask is None else apply_mask.contiguous(),
+    )
+    spec = GroupNormalisation(tuple(term.rule for term in terms), share, share_eps, share_least)
+    if exact:
+        reference = resolve("advantages", first, backend)
+        return reference.group_normalise(inputs, spec)  # type: ignore[no-any-return]
+    return ops.group_normalise(inputs, spec, backend)
+
+
+def _once(
+    tensors: list[torch.Tensor | None], convert: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """Each converted; one tensor given to several terms stays one, by which kernels know that they share a grouping."""
+    found: list[torch.Tensor | None] = []
+    for index, tensor in enumerate(tensors):
+        earlier = [found[other] for other in range(index) if tensors[other] is tensor]
+        found.append(None if tensor is None else earlier[0] if earlier else convert(tensor))
+    return tuple(found)
+
+
+def check_units(**given: torch.Tensor | None) -> None:
+    """Checks tensors of one value per unit by name: the first has the shape and the device of the others.
+
+    ``..._ids`` are integers, ``..._mask`` and ``is_...`` bools, everything else floating point.
+    """
+    (first_name, first), *_ = given.items()
+    check_type(isinstance(first, torch.Tensor), "{}: expected a tensor [U], got {}", first_name, type(first))
+    assert first is not None
+    check(first.dim() == 1, "{}: expected shape [U] (one per unit), got {}", first_name, list(first.shape))
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        check_type(isinstance(tensor, torch.Tensor), "{}: expected a tensor [U], got {}", name, type(tensor))
+        if name.endswith("ids"):
+            check_dtype(name, tensor, (torch.int32, torch.int64), "renumber or hash them to int64 first")
+        elif name.endswith("mask") or name.startswith("is_"):
+            check_dtype(name, tensor, (torch.bool,), f"use {name}.bool()")
+        else:
+            check_type(
+                tensor.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, tensor.dtype
+            )
+        check_shape(name, tensor, first.shape, f"[U] (that of {first_name})")
+        check(tensor.device == first.device, "{}: expected device {}, got {}", name, first.device, tensor.device)
+
+
+def estimator(provenance: Provenance, *, level: str = "row") -> Callable[[Estimator], Estimator]:
+    """Marks a function as a published estimator: where its formula comes from, and what its advantages belong to
+    (``"row"``: ``[S]``, ``"step"``: ``[N]``, ``"token"``: ``[T]``)."""
+
+    def mark(function: Estimator) -> Estimator:
+        marked: Any = function
+        marked.provenance, marked.level = provenance, level
+        return function
+
+    return mark
+
+
+def level_of(estimator: Callable[..., Any]) -> str:
+    """What an estimator's advantages belong to; ``functools.partial`` hides it."""
+    inner = getattr(estimator, "func", estimator)
+    level: str = getattr(estimator, "level", getattr(inner, "level", "row"))
+    return level
+
+
+def check_compat(compat: str) -> bool:
+    """Whether the code of the authors is meant, where it differs from their paper."""
+    check(compat in ("paper", "code"), "compat: expected 'paper' or 'code', got {!r}", compat)
+    return compat == "code"
+
+
+def check_channels(rewards: torch.Tensor, weights: Sequence[float] | None) -> list[float]:
+    """The weights of several rewards ``[C, U]``; 1 each by default."""
+    check_type(isinstance(rewards, torch.Tensor), "rewards: expected a tensor [C, U], got {}", type(rewards))
+    check(rewards.dim() == 2, "rewards: expected shape [C, U] (one row per reward), got {}", list(rewards.shape))
+    weights = [1.0] * rewards.shape[0] if weights is None else [float(weight) for weight in weights]
+    check(
+        len(weights) == rewards.shape[0],
+        "weights: expected {} numbers (one per reward), got {}",
+        rewards.shape[0],
+        len(weights),
+    )
+    return weights
+
+
+def total(values: torch.Tensor) -> torch.Tensor:
+    """The sum of all units, added in their order: ``sum`` depends on the number of threads."""
+    return values.cumsum(0)[-1] if values.numel() else values.sum()
+
+
+def as_advantages(exact: torch.Tensor, rewards: torch.Tensor, backend: str | None) -> torch.Tensor:
+    """What was computed in float64 in the precision of the result: float32, or what the reference was given."""
+    return exact.to(rewards.dtype if backend == "reference" else torch.float32)
+
+
+def members_of(values: torch.Tensor, group: GroupStatistics, mask: torch.Tensor | None) -> torch.Tensor:
+    """Which units ``[U]`` entered the statistics of these values."""
+    members = torch.isfinite(values) & (group.members > 0)
+    return members if mask is None else members & mask

@@ -1,0 +1,24 @@
+"""The ops: straight to the backend on plain tensors, through ``torch.library`` operators where something watches."""
+
+from .advantages import group_normalise
+from .corrections import correction
+from .entropy import order_statistic, select, select_top, window_score
+from .gates import SECOND_DERIVATIVE, policy_loss, policy_loss_and_grad
+from .library import watched
+from .segments import group_statistics, recurrence, row_counts
+
+__all__ = [
+    "SECOND_DERIVATIVE",
+    "correction",
+    "group_normalise",
+    "group_statistics",
+    "order_statistic",
+    "policy_loss",
+    "policy_loss_and_grad",
+    "recurrence",
+    "row_counts",
+    "select",
+    "select_top",
+    "watched",
+    "window_score",
+]

@@ -1,0 +1,54 @@
+"""Factors on tokens from log-ratios."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..backends import resolve
+from ..specs import (
+    Action,
+    CorrectionSpec,
+    PolicyLossInputs,
+    Reduction,
+    SegmentReduce,
+    Statistic,
+)
+from .gates import INPUTS
+from .library import OPERATORS, define, register, watched
+
+__all__ = ["correction"]
+
+
+def correction(
+    inputs: PolicyLossInputs, spec: CorrectionSpec, backend: str | None, reduce: SegmentReduce | None = None
+) -> torch.Tensor:
+    """The factor ``[T]`` of ``inputs.logp - inputs.old_logp``, times ``inputs.token_weight``. ``reduce``: only where
+    nothing is :func:`watched`."""
+    result: torch.Tensor
+    if watched(inputs.logp):
+        kinds = (int(spec.statistic), int(spec.reduction), int(spec.action), spec.of_segments, spec.strict)
+        result = OPERATORS.correction(*inputs, *kinds, [*spec.low, *spec.high], backend or "")
+    else:
+        result = resolve("corrections", inputs.logp, backend).correction(inputs, spec, reduce)
+    return result
+
+
+define(
+    f"correction({INPUTS}int statistic, int reduction, int action, bool of_segments, bool strict, float[] bounds, "
+    "str backend) -> Tensor"
+)
+
+
+def _correction(*arguments: Any) -> Any:
+    *tensors, statistic, reduction, action, of_segments, strict, bounds, backend = arguments
+    inputs = PolicyLossInputs(*tensors)
+    low, high = (bounds[0], bounds[1]), (bounds[2], bounds[3])
+    spec = CorrectionSpec(
+        Statistic(statistic), Reduction(reduction), Action(action), of_segments, strict, low, high
+    )  # fmt: skip
+    return resolve("corrections", inputs.logp, backend or None).correction(inputs, spec)
+
+
+register("correction", _correction, lambda logp, *_: torch.empty_like(logp))

@@ -1,0 +1,185 @@
+"""Window scores, order statistics and what they select."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..backends import resolve
+from ..specs import (
+    Boundary,
+    Invalid,
+    OrderRule,
+)
+from .library import OPERATORS, define, register, watched
+
+__all__ = ["order_statistic", "select", "select_top", "window_score"]
+
+
+def window_score(
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    first: int,
+    last: int,
+    boundary: Boundary,
+    invalid: Invalid,
+    backend: str | None,
+) -> torch.Tensor:
+    result: torch.Tensor
+    if watched(values):
+        kinds = (int(boundary), int(invalid))
+        result = OPERATORS.window_score(values, mask, cu_seqlens, first, last, *kinds, backend or "")
+    else:
+        run = resolve("entropy", values, backend).window_score
+        result = run(values, mask, cu_seqlens, first, last, boundary, invalid)
+    return result
+
+
+define(
+    "window_score(Tensor values, Tensor? mask, Tensor cu_seqlens, int first, int last, int boundary, int invalid, "
+    "str backend) -> Tensor"
+)
+
+
+def _window_score(
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    first: int,
+    last: int,
+    boundary: int,
+    invalid: int,
+    backend: str,
+) -> Any:
+    run = resolve("entropy", values, backend or None).window_score
+    return run(values, mask, cu_seqlens, first, last, Boundary(boundary), Invalid(invalid))
+
+
+def order_statistic(
+    values: torch.Tensor,
+    numerator: int,
+    denominator: int,
+    rule: OrderRule,
+    backend: str | None,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of scores, or with ``cu_seqlens`` of the values of tokens, each its own score."""
+    result: tuple[torch.Tensor, torch.Tensor]
+    if watched(values):
+        quantile = (numerator, denominator, int(rule))
+        result = OPERATORS.order_statistic(values, *quantile, backend or "", mask, cu_seqlens)
+    else:
+        run = resolve("entropy", values, backend).order_statistic
+        result = run(values, numerator, denominator, rule, mask, cu_seqlens)
+    return result
+
+
+define(
+    "order_statistic(Tensor values, int numerator, int denominator, int rule, str backend, Tensor? mask=None, "
+    "Tensor? cu_seqlens=None) -> (Tensor threshold, Tensor counts)"
+)
+
+
+def _order_statistic(
+    values: torch.Tensor,
+    numerator: int,
+    denominator: int,
+    rule: int,
+    backend: str,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> Any:
+    run = resolve("entropy", values, backend or None).order_statistic
+    return run(values, numerator, denominator, OrderRule(rule), mask, cu_seqlens)
+
+
+def select(
+    values: torch.Tensor,
+    threshold: torch.Tensor,
+    strict: bool,
+    backend: str | None,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Which scores, those of :func:`order_statistic`, are at or above the threshold ``[1]``; strictly: above it."""
+    result: torch.Tensor
+    if watched(values):
+        result = OPERATORS.select(values, threshold, strict, backend or "", mask, cu_seqlens)
+    else:
+        result = resolve("entropy", values, backend).select(values, threshold, strict, mask, cu_seqlens)
+    return result
+
+
+define(
+    "select(Tensor values, Tensor threshold, bool strict, str backend, Tensor? mask=None, Tensor? cu_seqlens=None) "
+    "-> Tensor"
+)
+
+
+def _select(
+    values: torch.Tensor,
+    threshold: torch.Tensor,
+    strict: bool,
+    backend: str,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> Any:
+    return resolve("entropy", values, backend or None).select(values, threshold, strict, mask, cu_seqlens)
+
+
+def select_top(
+    values: torch.Tensor,
+    numerator: int,
+    denominator: int,
+    rule: OrderRule,
+    strict: bool,
+    backend: str | None,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`order_statistic`, and what :func:`select` selects with its threshold."""
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    if watched(values):
+        quantile = (numerator, denominator, int(rule))
+        result = OPERATORS.select_top(values, *quantile, strict, backend or "", mask, cu_seqlens)
+    else:
+        run = resolve("entropy", values, backend).select_top
+        result = run(values, numerator, denominator, rule, strict, mask, cu_seqlens)
+    return result
+
+
+define(
+    "select_top(Tensor values, int numerator, int denominator, int rule, bool strict, str backend, Tensor? mask=None, "
+    "Tensor? cu_seqlens=None) -> (Tensor threshold, Tensor counts, Tensor selected)"
+)
+
+
+def _select_top(
+    values: torch.Tensor,
+    numerator: int,
+    denominator: int,
+    rule: int,
+    strict: bool,
+    backend: str,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> Any:
+    run = resolve("entropy", values, backend or None).select_top
+    return run(values, numerator, denominator, OrderRule(rule), strict, mask, cu_seqlens)
+
+
+def _order_statistic_fake(values: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return values.new_empty(1), values.new_empty(2, dtype=torch.int64)
+
+
+def _select_fake(values: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(values, dtype=torch.bool)
+
+
+register("window_score", _window_score, lambda values, *_: torch.empty_like(values))
+register("order_statistic", _order_statistic, _order_statistic_fake)
+register("select", _select, _select_fake)
+register("select_top", _select_top, lambda values, *_: (*_order_statistic_fake(values), _select_fake(values)))

@@ -1,0 +1,283 @@
+"""The policy loss: straight to the backend, as a node of autograd, or as an operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..backends import resolve
+from ..metrics import SLOTS
+from ..specs import (
+    Aggregate,
+    Exchange,
+    Head,
+    KLEstimator,
+    KLGradient,
+    LevelKind,
+    LevelSpec,
+    Penalty,
+    PolicyLossInputs,
+    PolicyLossSpec,
+    Routing,
+    TermSpec,
+    TokenGate,
+    Unit,
+)
+from .library import LIBRARY, OPERATORS, define, register, watched
+
+__all__ = ["INPUTS", "SECOND_DERIVATIVE", "policy_loss", "policy_loss_and_grad"]
+
+SECOND_DERIVATIVE = (
+    "hpo_core.policy_loss: second derivatives are not supported (the backward holds dL/dlogp, not a graph); "
+    "use backend='reference' to differentiate twice"
+)
+
+
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # loss, metrics, grad, loss_t
+
+
+def policy_loss(
+    inputs: PolicyLossInputs,
+    spec: PolicyLossSpec,
+    backend: str | None,
+    want_tokens: bool,
+    exchange: Exchange | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Loss (differentiable in ``inputs.logp``), metrics vector, and loss_t in the shape of logp if wanted; not for the
+    reference backend. ``exchange``: only where nothing is :func:`watched`."""
+    logp = inputs.logp
+    want_grad = logp.requires_grad and torch.is_grad_enabled()
+    others_watch = watched(logp)
+    in_transform = others_watch and torch._C._are_functorch_transforms_active()
+    if in_transform or (want_grad and not others_watch):
+        call = _Call(spec, backend, want_tokens, exchange)
+        loss, _ = (_apply_in_transform if in_transform else _apply)(logp, inputs, call)
+        metrics, tokens = call.metrics, call.tokens
+    else:
+        loss, metrics, _, tokens = _run(_contiguous(inputs), spec, backend, want_grad, want_tokens, exchange)
+    return loss, metrics, tokens if want_tokens else None
+
+
+def policy_loss_and_grad(
+    inputs: PolicyLossInputs, spec: PolicyLossSpec, backend: str | None, exchange: Exchange | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss, metrics vector and dL/dlogp in its shape, without autograd; not for the reference backend."""
+    if inputs.logp.requires_grad:
+        inputs = inputs._replace(logp=inputs.logp.detach())
+    inputs = _contiguous(inputs)
+    loss, metrics, grad, _ = _run(inputs, spec, backend, True, False, exchange)
+    assert grad is not None
+    return loss, metrics, grad
+
+
+def _run(
+    inputs: PolicyLossInputs,
+    spec: PolicyLossSpec,
+    backend: str | None,
+    want_grad: bool,
+    want_tokens: bool,
+    exchange: Exchange | None,
+) -> Outputs:
+    outputs: Outputs
+    if watched(inputs.logp):
+        outputs = OPERATORS.policy_loss(*inputs, *_numbers_of(spec), backend or "", want_grad, want_tokens)
+    else:
+        run = resolve("gates", inputs.logp, backend).policy_loss
+        outputs = run(inputs, spec, want_grad, want_tokens, exchange)
+    return outputs
+
+
+def _contiguous(inputs: PolicyLossInputs) -> PolicyLossInputs:
+    """Kernels count tokens and know no shapes, but they need them one after the other."""
+    return inputs if inputs.logp.is_contiguous() else inputs._replace(logp=inputs.logp.contiguous())
+
+
+class _Call:
+    """One call on its way through a node: an argument of the node costs time, and so does an output."""
+
+    __slots__ = ("backend", "exchange", "metrics", "spec", "tokens", "want_tokens")
+    metrics: torch.Tensor
+    tokens: torch.Tensor | None
+
+    def __init__(self, spec: PolicyLossSpec, backend: str | None, want_tokens: bool, exchange: Exchange | None) -> None:
+        self.spec, self.backend, self.want_tokens, self.exchange = spec, backend, want_tokens, exchange
+
+    def __call__(self, inputs: PolicyLossInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and dL/dlogp."""
+        run = resolve("gates", inputs.logp, self.backend).policy_loss
+        loss, self.metrics, grad, self.tokens = run(
+            _contiguous(inputs), self.spec, True, self.want_tokens, self.exchange
+        )
+        return loss, grad
+
+
+class _PolicyLoss(torch.autograd.Function):
+    """Saves dL/dlogp and nothing else; the backward is one multiplication, or none.
+
+    logp comes as it is, ``[B, L]`` too: a view of it in the graph would cost as much again as this node.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logp: torch.Tensor, inputs: PolicyLossInputs, call: _Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        output = call(inputs)
+        _remember(ctx, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, loss_gradient: torch.Tensor | None, grad_gradient: torch.Tensor | None) -> Any:
+        return _scaled(ctx, loss_gradient, grad_gradient), None, None
+
+
+class _PolicyLossInTransform(_PolicyLoss):
+    """The same in two parts, as torch.func wants them (which costs microseconds); it takes its wrappers off inputs."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        logp: torch.Tensor, inputs: PolicyLossInputs, call: _Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return call(inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        _remember(ctx, output)
+
+
+def _remember(ctx: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    # grad stays differentiable on purpose: who differentiates the backward again arrives in it, and is told.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1])
+
+
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+_apply_in_transform: Any = _PolicyLossInTransform.apply
+# The same without what torch.func needs: Function.apply inspects the signature of forward at every call, which takes as
+# long as all the rest.
+_apply: Any = super(torch.autograd.Function, _PolicyLoss).apply
+
+
+def _scaled(ctx: Any, loss_gradient: torch.Tensor | None, grad_gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """dL/dlogp times the incoming gradient."""
+    if grad_gradient is not None:
+        raise RuntimeError(SECOND_DERIVATIVE)
+    if loss_gradient is None:
+        return None
+    grad: torch.Tensor = ctx.saved_tensors[0]
+    return grad if _hands_on(loss_gradient) else loss_gradient * grad
+
+
+def _hands_on(factor: torch.Tensor) -> bool:
+    """Whether the product with the saved tensor can be the saved tensor itself, which nobody will ask for again.
+
+    1 is what a plain ``backward()`` sends, and on a CPU reading it is no synchronisation.
+    """
+    if _keeps_graph() or not factor.is_cpu or factor.requires_grad or watched(factor):
+        return False
+    return factor.item() == 1.0
+
+
+def _save(ctx: Any, inputs: Any, output: Outputs) -> None:
+    """For the operator, which has four outputs."""
+    _, metrics, grad, tokens = output
+    ctx.mark_non_differentiable(*(tensor for tensor in (metrics, tokens) if tensor is not None))
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(grad)
+
+
+def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    loss_gradient, _, grad_gradient, _ = gradients
+    return _scaled(ctx, loss_gradient, grad_gradient), *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+INPUTS = (
+    "Tensor logp, Tensor? old_logp, Tensor advantages, Tensor weights, Tensor cu_seqlens, Tensor? mask, "
+    "Tensor? ref_logp, Tensor? entropy, Tensor? score, Tensor? threshold, Tensor? token_mask, Tensor? token_weight, "
+    "Tensor? low, Tensor? high, Tensor? row_trajectory, Tensor? trajectory_start, Tensor? trajectory_rows, "
+    "bool advantage_per_token, Tensor? piece_begin, Tensor? piece_end, Tensor? piece_row, Tensor? ancestors, "
+    "Tensor? target, bool target_per_token, Tensor? penalty_mask, "
+)
+define(
+    f"policy_loss({INPUTS}int[] structure, float[] numbers, str backend, bool want_grad, bool want_tokens) "
+    "-> (Tensor loss, Tensor metrics, Tensor grad, Tensor tokens)"
+)
+
+
+def _policy_loss(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    *tensors, structure, numbers, backend, want_grad, want_tokens = arguments
+    inputs = PolicyLossInputs(*tensors)
+    run = resolve("gates", inputs.logp, backend or None).policy_loss
+    loss, metrics, grad, tokens = run(inputs, _spec_of(structure, numbers), want_grad, want_tokens)
+    nothing = inputs.logp.new_empty(0)
+    return loss, metrics, nothing if grad is None else grad, nothing.clone() if tokens is None else tokens
+
+
+def _policy_loss_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    logp, want_grad, want_tokens = arguments[0], *arguments[-2:]
+    metrics = logp.new_empty(len(SLOTS), dtype=torch.float64)
+    grad, tokens = (torch.empty_like(logp) if want else logp.new_empty(0) for want in (want_grad, want_tokens))
+    return logp.new_empty(()), metrics, grad, tokens
+
+
+def _numbers_of(spec: PolicyLossSpec) -> tuple[list[int], list[float]]:
+    """A spec as operator arguments: its structure, and its numbers."""
+    term = TermSpec() if spec.term is None else spec.term
+    flags = (*spec.low_driven, *spec.high_driven, spec.has_level, spec.level_clips, spec.strict, spec.split)
+    kinds = (spec.token, spec.routing, spec.head, spec.kl, spec.kl_gradient, term.penalty, spec.term is not None)
+    levels = (kind for level in spec.levels for kind in (level.unit, level.gate, level.routing, level.aggregate))
+    pairs = (
+        spec.token_low, spec.token_high, spec.level_log_low, spec.level_log_high, spec.token_log_low,
+        spec.token_log_high, term.head_numbers, term.slope_low, term.slope_high, term.weight_low, term.weight_high,
+        term.pre_low, term.pre_high,
+    )  # fmt: skip
+    bounds = (number for level in spec.levels for number in (*level.low, *level.high, level.slope))
+    numbers = [*(number for pair in pairs for number in pair), spec.kl_beta, term.penalty_coefficient, *bounds]
+    return [int(kind) for kind in (*kinds, *flags, *levels)], numbers
+
+
+def _spec_of(structure: list[int], numbers: list[float]) -> PolicyLossSpec:
+    token, routing, head, kl, kl_gradient, penalty, has_term = structure[:7]
+    low_1, low_2, high_1, high_2, has_level, level_clips, strict, split = map(bool, structure[7:15])
+    kinds = iter(structure[15:])
+    pairs = [(numbers[at], numbers[at + 1]) for at in range(0, 26, 2)]
+    kl_beta, coefficient, *bounds = numbers[26:]
+    levels = []
+    for index, (unit, gate, level_routing, aggregate) in enumerate(zip(kinds, kinds, kinds, kinds, strict=True)):
+        low_3, low_4, low_5, low_6, high_3, high_4, high_5, high_6, slope = bounds[9 * index : 9 * index + 9]
+        levels.append(
+            LevelSpec(
+                Unit(unit), LevelKind(gate), Routing(level_routing), Aggregate(aggregate), (low_3, low_4, low_5, low_6),
+                (high_3, high_4, high_5, high_6), slope,
+            )
+        )  # fmt: skip
+    return PolicyLossSpec(
+        token=TokenGate(token),
+        token_low=pairs[0],
+        token_high=pairs[1],
+        low_driven=(low_1, low_2),
+        high_driven=(high_1, high_2),
+        has_level=has_level,
+        level_clips=level_clips,
+        level_log_low=pairs[2],
+        level_log_high=pairs[3],
+        routing=Routing(routing),
+        head=Head(head),
+        kl=KLEstimator(kl),
+        kl_gradient=KLGradient(kl_gradient),
+        token_log_low=pairs[4],
+        token_log_high=pairs[5],
+        kl_beta=kl_beta,
+        strict=strict,
+        levels=tuple(levels),
+        split=split,
+        term=TermSpec(
+            pairs[6], pairs[7], pairs[8], pairs[9], pairs[10], pairs[11], pairs[12], Penalty(penalty), coefficient
+        )
+        if has_term
+        else None,
+    )
+
+
+register("policy_loss", _policy_loss, _policy_loss_fake)
+torch.library.register_autograd("hpo_core::policy_loss", _backward, setup_context=_save, lib=LIBRARY)

@@ -1,0 +1,87 @@
+"""What rows and groups add up to, and scans along rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..backends import resolve
+from .library import OPERATORS, define, register, watched
+
+__all__ = ["group_statistics", "recurrence", "row_counts"]
+
+
+def row_counts(
+    mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int, backend: str | None
+) -> torch.Tensor:
+    result: torch.Tensor
+    if watched(cu_seqlens):
+        result = OPERATORS.row_counts(mask, cu_seqlens, total_tokens, backend or "")
+    else:
+        result = resolve("segments", cu_seqlens, backend).row_counts(mask, cu_seqlens, total_tokens)
+    return result
+
+
+define("row_counts(Tensor? mask, Tensor cu_seqlens, SymInt total_tokens, str backend) -> Tensor")
+
+
+def _row_counts(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int, backend: str) -> Any:
+    return resolve("segments", cu_seqlens, backend or None).row_counts(mask, cu_seqlens, total_tokens)
+
+
+def group_statistics(
+    values: torch.Tensor,
+    ids: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    backend: str | None,
+) -> torch.Tensor:
+    """Of the members of its group, for every unit ``[6, U]`` float64: count, weight, mean, squares, least, greatest."""
+    result: torch.Tensor
+    if watched(values):
+        result = OPERATORS.group_statistics(values, ids, weights, mask, backend or "")
+    else:
+        result = resolve("segments", values, backend).group_statistics(values, ids, weights, mask)
+    return result
+
+
+define("group_statistics(Tensor values, Tensor? ids, Tensor? weights, Tensor? mask, str backend) -> Tensor")
+
+
+def _group_statistics(
+    values: torch.Tensor,
+    ids: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    backend: str,
+) -> Any:
+    return resolve("segments", values, backend or None).group_statistics(values, ids, weights, mask)
+
+
+def recurrence(
+    values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor, backend: str | None
+) -> torch.Tensor:
+    """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its begin, ``[U]``."""
+    result: torch.Tensor
+    if watched(values):
+        result = OPERATORS.recurrence(values, gains, cu_seqlens, backend or "")
+    else:
+        result = resolve("segments", values, backend).recurrence(values, gains, cu_seqlens)
+    return result
+
+
+define("recurrence(Tensor values, Tensor gains, Tensor cu_seqlens, str backend) -> Tensor")
+
+
+def _recurrence(values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor, backend: str) -> Any:
+    return resolve("segments", values, backend or None).recurrence(values, gains, cu_seqlens)
+
+
+def _statistics_fake(values: torch.Tensor, *_: Any) -> torch.Tensor:
+    return values.new_empty((6, values.shape[0]), dtype=torch.float64)
+
+
+register("row_counts", _row_counts, lambda mask, cu_seqlens, *_: cu_seqlens.new_empty(cu_seqlens.shape[0] - 1))
+register("group_statistics", _group_statistics, _statistics_fake)
+register("recurrence", _recurrence, lambda values, *_: torch.empty_like(values))

@@ -1,0 +1,173 @@
+"""Statistics of units over integer ids, and scans along rows: what estimators are made of besides their operator."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from . import ops
+from .checks import check, check_dtype, check_shape, check_type
+
+__all__ = ["Chains", "GroupStatistics", "chains", "dense_ids", "recurrence", "statistics"]
+
+
+class GroupStatistics(NamedTuple):
+    """What the members of its group amount to, for every unit: all ``[U]`` float64, zeros where a unit has no group."""
+
+    members: torch.Tensor  # n, how many they are
+    weight: torch.Tensor  # W, the sum of their weights w
+    mean: torch.Tensor  # sum of w x / W
+    squares: torch.Tensor  # sum of w (x - mean)^2; exactly 0 where all members are equal
+    least: torch.Tensor
+    greatest: torch.Tensor
+
+    def deviation(self, ddof: int) -> torch.Tensor:
+        """The standard deviation ``sqrt(squares / (W - ddof))``; 0 where there are too few members."""
+        enough = self.weight > ddof
+        return torch.where(enough, self.squares / torch.where(enough, self.weight - ddof, 1.0), 0.0).sqrt()
+
+
+def statistics(
+    values: torch.Tensor,
+    ids: torch.Tensor | None,
+    *,
+    weights: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> GroupStatistics:
+    """Statistics of the group of every unit.
+
+    Args:
+        values: ``[U]`` floating point; what is not finite is no member.
+        ids: ``[U]`` int32 or int64 in any order, negative: in no group. None: one group.
+        weights: ``[U]`` floating point; a unit without a finite weight above 0 is no member. Default: 1 each.
+        mask: ``[U]`` bool, who is a member. Default: everybody.
+
+    >>> statistics(torch.tensor([1.0, 5.0, 3.0]), torch.tensor([4, 7, 4])).mean
+    tensor([2., 5., 2.], dtype=torch.float64)
+    """
+    check_type(isinstance(values, torch.Tensor), "values: expected a tensor [U], got {}", type(values))
+    check(values.dim() == 1, "values: expected shape [U] (one per unit), got {}", list(values.shape))
+    for name, tensor in (("ids", ids), ("weights", weights), ("mask", mask)):
+        if tensor is not None:
+            check_shape(name, tensor, values.shape, "[U] (that of values)")
+    if ids is not None:
+        check_dtype("ids", ids, (torch.int32, torch.int64), "renumber or hash them to int64 first")
+        ids = ids.to(torch.int64).contiguous()
+    if mask is not None:
+        check_dtype("mask", mask, (torch.bool,), "use mask.bool()")
+        mask = mask.contiguous()
+    exact = backend == "reference"
+    values, weights = _number(values, exact), None if weights is None else _number(weights, exact)
+    return GroupStatistics(*ops.group_statistics(values, ids, weights, mask, backend))
+
+
+def recurrence(
+    values: torch.Tensor,
+    gains: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    forward: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its begin, ``[U]`` float32; behind a row y is 0.
+
+    Discounted returns are the recurrence of rewards with the gain gamma, advantages of GAE that of temporal differences
+    with ``gamma lambda``; a gain of 0 ends a segment.
+
+    Args:
+        values, gains: ``[U]`` floating point.
+        cu_seqlens: ``[R + 1]`` int32 or int64, the rows.
+        forward: ``y_i = x_i + g_i y_{i-1}`` instead, from the begin of every row to its end.
+
+    >>> recurrence(torch.tensor([0.0, 0.0, 1.0]), torch.full((3,), 0.5), torch.tensor([0, 3]))
+    tensor([0.2500, 0.5000, 1.0000])
+    """
+    check_shape("gains", gains, values.shape, "[U] (that of values)")
+    check_dtype("cu_seqlens", cu_seqlens, (torch.int32, torch.int64), "offsets are integers")
+    values, gains = (_number(tensor, backend == "reference") for tensor in (values, gains))
+    rows = cu_seqlens.to(torch.int64).contiguous()
+    if forward:
+        backwards = ops.recurrence(values.flip(0), gains.flip(0), values.numel() - rows.flip(0), backend)
+        return backwards.flip(0)
+    return ops.recurrence(values, gains, rows, backend)
+
+
+def _number(tensor: torch.Tensor, exact: bool) -> torch.Tensor:
+    """As kernels take it; the reference takes any precision."""
+    return (tensor.detach() if exact else tensor.detach().float()).contiguous()
+
+
+def dense_ids(*keys: torch.Tensor) -> torch.Tensor:
+    """One id per distinct combination of keys, ``[U]`` int64: groups of groups, such as (prompt, observation).
+
+    A unit with a negative key gets -1. The numbers say nothing but which units are together.
+
+    >>> dense_ids(torch.tensor([0, 0, 1, 0]), torch.tensor([5, 7, 5, 5]))
+    tensor([0, 1, 2, 0])
+    """
+    check(len(keys) > 0, "keys: expected at least one tensor of ids")
+    valid = torch.stack([key >= 0 for key in keys]).all(dim=0)
+    order = torch.arange(valid.numel(), device=valid.device)
+    for key in reversed(keys):  # stable sorts from the last key to the first; unique() would synchronise
+        order = order[torch.sort(key[order], stable=True).indices]
+    begins = torch.zeros_like(valid)
+    for key in keys:
+        begins[1:] |= key[order][1:] != key[order][:-1]
+    ids = torch.empty_like(order)
+    ids[order] = begins.cumsum(0)
+    return torch.where(valid, ids, -1)
+
+
+class Chains(NamedTuple):
+    """Units brought into the order of their chains, one chain after the other."""
+
+    order: torch.Tensor  # [U] int64, the unit at each place; units in no chain come first
+    cu_seqlens: torch.Tensor  # [U + 1] int64, where each chain begins; those behind the last are empty
+    chain: torch.Tensor  # [U] int64, the chain at each place, -1: none
+
+    def sorted(self, values: torch.Tensor) -> torch.Tensor:
+        """Values ``[U]`` of units, in the order of places."""
+        return values[self.order]
+
+    def unsorted(self, values: torch.Tensor) -> torch.Tensor:
+        """Values ``[U]`` at places, in the order of units."""
+        back = torch.empty_like(values)
+        back[self.order] = values
+        return back
+
+    def ends(self) -> torch.Tensor:
+        """Whether a chain ends at each place ``[U]`` bool."""
+        ends = torch.ones_like(self.chain, dtype=torch.bool)
+        ends[:-1] = self.chain[1:] != self.chain[:-1]
+        return ends
+
+    def first(self, values: torch.Tensor) -> torch.Tensor:
+        """For every place its chain's first value ``[U]``, of values at places; anything where there is no chain."""
+        return values[self.cu_seqlens[self.chain.clamp(min=0)].clamp(max=max(values.numel() - 1, 0))]
+
+
+def chains(ids: torch.Tensor, positions: torch.Tensor | None = None) -> Chains:
+    """Units with equal ids are a chain, such as the steps of a trajectory; negative: in none. Never synchronises.
+
+    Args:
+        ids: ``[U]`` int32 or int64, in any order.
+        positions: ``[U]``, the order inside a chain. Default: that in which units stand here.
+
+    >>> chains(torch.tensor([5, 2, 5])).order
+    tensor([1, 0, 2])
+    """
+    check_dtype("ids", ids, (torch.int32, torch.int64), "renumber or hash them to int64 first")
+    order = torch.arange(ids.numel(), device=ids.device)
+    if positions is not None:
+        check_shape("positions", positions, ids.shape, "[U] (that of ids)")
+        order = torch.sort(positions, stable=True).indices
+    order = order[torch.sort(ids[order].clamp(min=-1), stable=True).indices]
+    along = ids[order].clamp(min=-1)
+    begins = torch.zeros_like(along)
+    begins[:1] = along[:1] >= 0
+    begins[1:] = along[1:] != along[:-1]
+    chain = begins.cumsum(0) - 1
+    numbers = torch.arange(ids.numel() + 1, device=ids.device)
+    return Chains(order, torch.searchsorted(chain, numbers), chain)

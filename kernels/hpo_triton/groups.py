@@ -1,0 +1,380 @@
+"""What the members of a group add up to: one way of looking at units, for groups that are searched for among all units,
+for groups that are runs of a sorted order, and for everybody.
+
+Everything is float64 and relative to the first member of the group, the pivot: identical values cancel exactly, and an
+offset common to the group costs no digits. The arithmetic is that of csrc/include/hpo/advantages.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import INTERPRETED, kernel, launch
+from .math import is_finite
+
+__all__ = [
+    "AT_ONCE",
+    "REGISTERS",
+    "RUNS",
+    "SCANNED",
+    "TILE_UNITS",
+    "Given",
+    "Group",
+    "add_absolute",
+    "center_of",
+    "deviate",
+    "everybody",
+    "few_blocks",
+    "load_everybody",
+    "load_units",
+    "run_of",
+    "squares_of",
+    "sum_absolute",
+    "sum_group",
+]
+
+SCANNED = 8192  # units, up to which every program looks at all of them
+UNITS = 16  # of one program that scans
+OTHERS = 64  # units it looks at together
+TILE_UNITS = 1024  # units whose sums are one piece of everybody's
+RUNS = 128 if INTERPRETED else 8  # sorted units of one program; those that begin a group do the work of it
+AT_ONCE = 64  # units of a run that a program looks at together
+REGISTERS = 128  # of itself the assembler keeps some structures within 64 or 80, and spills for it
+
+PIVOT, MEMBERS, WEIGHT, SUM, SQUARES, LEAST, GREATEST = (tl.constexpr(field) for field in range(7))
+FIELDS = tl.constexpr(7)
+
+
+class Given(NamedTuple):
+    """The tensors of one grouping."""
+
+    x: torch.Tensor  # the values: a tuple of Triton has `values` of its own
+    ids: torch.Tensor | None
+    weights: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+class Units(NamedTuple):
+    value: tl.tensor  # float64; 0 where it is not finite
+    id: tl.tensor
+    weight: tl.tensor  # float64; 0 where the unit is no member
+    grouped: tl.tensor  # has a group and a value
+    counted: tl.tensor  # of these, those of the mask
+    member: tl.tensor  # of these, those with a weight
+
+
+class Group(NamedTuple):
+    """Of its members. All float64."""
+
+    pivot: tl.tensor
+    members: tl.tensor
+    weight: tl.tensor  # the sum of the weights w
+    sum: tl.tensor  # of w (x - pivot)
+    squares: tl.tensor  # of w (x - pivot)^2
+    least: tl.tensor  # where asked for, as the next
+    greatest: tl.tensor
+
+
+# -------------------------------------------------------------------------------------------------------------- units
+
+
+@triton.jit
+def load_units(given, unit, exists):
+    value = tl.load(given.x + unit, mask=exists, other=0.0)
+    grouped = exists & is_finite(value)
+    id = unit * 0
+    if given.ids is not None:
+        id = tl.load(given.ids + unit, mask=exists, other=-1)
+        grouped &= id >= 0
+    counted = grouped
+    if given.mask is not None:
+        counted &= tl.load(given.mask + unit, mask=exists, other=False)
+    member = counted
+    weight = tl.full(value.shape, 1.0, tl.float32)
+    if given.weights is not None:
+        weight = tl.load(given.weights + unit, mask=exists, other=0.0)
+        member &= (weight > 0.0) & is_finite(weight)
+    return Units(
+        value=tl.where(grouped, value, 0.0).to(tl.float64),
+        id=id,
+        weight=tl.where(member, weight, 0.0).to(tl.float64),
+        grouped=grouped,
+        counted=counted,
+        member=member,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- groups
+# Where its members are: among the ``length`` positions from ``begin`` on, both [K, 1] or [1, 1], the units at these
+# positions of an order, None: the positions themselves; with an id [K, 1] only units of this id, None: all.
+
+
+@triton.jit
+def _look(given, order, position, here, id):
+    """Units [.., WIDTH], and which of them are members of each group [K, WIDTH]."""
+    unit = position
+    if order is not None:
+        unit = tl.load(order + position, mask=here, other=0)
+    units = load_units(given, unit, here)
+    member = units.member
+    if id is not None:
+        member &= units.id == id
+    return units, member
+
+
+@triton.jit
+def _pivot(given, order, begin, length, id, WIDTH: tl.constexpr):
+    ROWS: tl.constexpr = begin.shape[0] if id is None else id.shape[0]
+    end = begin + length
+    lane = tl.arange(0, WIDTH)[None, :]
+    first = tl.broadcast_to(end, [ROWS, WIDTH])
+    for start in range(0, tl.max(length), WIDTH):
+        position = begin + start + lane
+        _, member = _look(given, order, position, position < end, id)
+        first = tl.minimum(first, tl.where(member, position, end))
+    first = tl.min(first, axis=1, keep_dims=True)
+    unit = first if order is None else tl.load(order + first, mask=first < end, other=0)
+    return tl.load(given.x + unit, mask=first < end, other=0.0).to(tl.float64)
+
+
+@triton.jit
+def sum_group(given, order, begin, length, id, WIDTH: tl.constexpr, EXTREMES: tl.constexpr):
+    """``[ROWS, 1]``. A lane adds every WIDTH-th unit."""
+    ROWS: tl.constexpr = begin.shape[0] if id is None else id.shape[0]
+    pivot = _pivot(given, order, begin, length, id, WIDTH)
+    end = begin + length
+    lane = tl.arange(0, WIDTH)[None, :]
+    members = tl.zeros([ROWS, WIDTH], tl.int32)
+    weight = tl.zeros([ROWS, WIDTH], tl.float64)
+    sum = tl.zeros([ROWS, WIDTH], tl.float64)
+    squares = tl.zeros([ROWS, WIDTH], tl.float64)
+    least = tl.full([ROWS, WIDTH], float("inf"), tl.float64)
+    greatest = tl.full([ROWS, WIDTH], float("-inf"), tl.float64)
+    for start in range(0, tl.max(length), WIDTH):
+        position = begin + start + lane
+        units, member = _look(given, order, position, position < end, id)
+        offset = tl.where(member, units.value - pivot, 0.0)
+        weighted = units.weight * offset
+        members += member.to(tl.int32)
+        if given.weights is not None:
+            weight += tl.where(member, units.weight, 0.0)
+        sum += weighted
+        squares += weighted * offset
+        if EXTREMES:
+            least = tl.minimum(least, tl.where(member, units.value, float("inf")))
+            greatest = tl.maximum(greatest, tl.where(member, units.value, float("-inf")))
+    count = tl.sum(members, axis=1, keep_dims=True).to(tl.float64)
+    total_weight = count
+    if given.weights is not None:
+        total_weight = tl.sum(weight, axis=1, keep_dims=True)
+    return Group(
+        pivot=pivot,
+        members=count,
+        weight=total_weight,
+        sum=tl.sum(sum, axis=1, keep_dims=True),
+        squares=tl.sum(squares, axis=1, keep_dims=True),
+        least=tl.min(least, axis=1, keep_dims=True),
+        greatest=tl.max(greatest, axis=1, keep_dims=True),
+    )
+
+
+@triton.jit
+def center_of(group):
+    """The mean less the pivot; 0 without members."""
+    return group.sum / tl.where(group.members > 0.0, group.weight, 1.0)
+
+
+@triton.jit
+def squares_of(group):
+    """The sum of w (x - mean)^2."""
+    return tl.maximum(group.squares - group.sum * center_of(group), 0.0)
+
+
+@triton.jit
+def sum_absolute(given, order, begin, length, id, group, WIDTH: tl.constexpr):
+    """The sum of w |x - mean| over the members of ``group``."""
+    ROWS: tl.constexpr = begin.shape[0] if id is None else id.shape[0]
+    center = center_of(group)
+    end = begin + length
+    lane = tl.arange(0, WIDTH)[None, :]
+    absolute = tl.zeros([ROWS, WIDTH], tl.float64)
+    for start in range(0, tl.max(length), WIDTH):
+        position = begin + start + lane
+        units, member = _look(given, order, position, position < end, id)
+        absolute += tl.where(member, units.weight * tl.abs((units.value - group.pivot) - center), 0.0)
+    return tl.sum(absolute, axis=1, keep_dims=True)
+
+
+@triton.jit
+def run_of(sorted_ids, units, RUNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Where runs of equal ids begin among the positions of this program ``[RUNS, 1]``: their lengths, 0 elsewhere."""
+    begin = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)[:, None]
+    id = tl.load(sorted_ids + begin, mask=begin < units, other=-1)
+    previous = tl.load(sorted_ids + begin - 1, mask=(begin < units) & (begin > 0), other=0)
+    goes_on = (begin < units) & ((begin == 0) | (id != previous))
+    length = tl.zeros([RUNS, 1], tl.int64)
+    searching = tl.max(goes_on.to(tl.int32))
+    while searching > 0:
+        position = begin + length + tl.arange(0, WIDTH)[None, :]
+        here = goes_on & (position < units)
+        here &= tl.load(sorted_ids + position, mask=here, other=-1) == id
+        found = tl.sum(here.to(tl.int64), axis=1, keep_dims=True)
+        goes_on &= found == WIDTH
+        length += found
+        searching = tl.max(goes_on.to(tl.int32))
+    return begin, length
+
+
+# ---------------------------------------------------------------------------------------------------------- everybody
+
+
+@kernel
+def _sum_tiles(
+    sums,  # [groupings, tiles, FIELDS] float64
+    values,  # by grouping, as ids and weights
+    ids,
+    weights,
+    mask,
+    units: tl.int64,
+    tiles: tl.int64,
+    GROUPINGS: tl.constexpr,
+    TILE: tl.constexpr,
+    EXTREMES: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    begin = tl.zeros([1, 1], tl.int64) + program % tiles * TILE
+    length = tl.minimum(units - begin, TILE)
+    for k in tl.static_range(GROUPINGS):
+        if program // tiles == k:
+            given = Given(values[k], ids[k], weights[k], mask)
+            group = sum_group(given, None, begin, length, None, TILE, EXTREMES)
+            at = sums + program * FIELDS + tl.zeros([1, 1], tl.int32)
+            for field in tl.static_range(FIELDS):
+                tl.store(at + field, group[field])
+
+
+@kernel
+def _merge_tiles(
+    sums,
+    totals,  # [groupings, FIELDS] float64
+    tiles: tl.int64,
+    WIDTH: tl.constexpr,
+):
+    """The sums of all tiles of a grouping, moved to the pivot of the first one that has a member."""
+    grouping = tl.program_id(0).to(tl.int64)
+    sums += grouping * tiles * FIELDS
+    lane = tl.arange(0, WIDTH)[None, :].to(tl.int64)
+    first = tl.zeros([1, WIDTH], tl.int64) + tiles
+    for start in range(0, tiles, WIDTH):
+        tile = start + lane
+        members = tl.load(sums + tile * FIELDS + MEMBERS, mask=tile < tiles, other=0.0)
+        first = tl.minimum(first, tl.where(members > 0.0, tile, tiles))
+    first = tl.min(first, axis=1, keep_dims=True)
+    pivot = tl.load(sums + first * FIELDS + PIVOT, mask=first < tiles, other=0.0)
+
+    members = tl.zeros([1, WIDTH], tl.float64)
+    weight = tl.zeros([1, WIDTH], tl.float64)
+    sum = tl.zeros([1, WIDTH], tl.float64)
+    squares = tl.zeros([1, WIDTH], tl.float64)
+    least = tl.full([1, WIDTH], float("inf"), tl.float64)
+    greatest = tl.full([1, WIDTH], float("-inf"), tl.float64)
+    for start in range(0, tiles, WIDTH):
+        tile = start + lane
+        exists = tile < tiles
+        at = sums + tile * FIELDS
+        of_tile = tl.load(at + MEMBERS, mask=exists, other=0.0)
+        its_weight = tl.load(at + WEIGHT, mask=exists, other=0.0)
+        its_sum = tl.load(at + SUM, mask=exists, other=0.0)
+        shift = tl.where(of_tile > 0.0, tl.load(at + PIVOT, mask=exists, other=0.0) - pivot, 0.0)
+        members += of_tile
+        weight += its_weight
+        sum += its_sum + its_weight * shift
+        squares += tl.load(at + SQUARES, mask=exists, other=0.0) + shift * (2.0 * its_sum + its_weight * shift)
+        least = tl.minimum(least, tl.load(at + LEAST, mask=exists, other=float("inf")))
+        greatest = tl.maximum(greatest, tl.load(at + GREATEST, mask=exists, other=float("-inf")))
+    at = totals + grouping * FIELDS + tl.zeros([1, 1], tl.int32)
+    tl.store(at + PIVOT, pivot)
+    tl.store(at + MEMBERS, tl.sum(members, axis=1, keep_dims=True))
+    tl.store(at + WEIGHT, tl.sum(weight, axis=1, keep_dims=True))
+    tl.store(at + SUM, tl.sum(sum, axis=1, keep_dims=True))
+    tl.store(at + SQUARES, tl.sum(squares, axis=1, keep_dims=True))
+    tl.store(at + LEAST, tl.min(least, axis=1, keep_dims=True))
+    tl.store(at + GREATEST, tl.max(greatest, axis=1, keep_dims=True))
+
+
+@triton.jit
+def load_everybody(totals):
+    """``[1, 1]``."""
+    at = totals + tl.zeros([1, 1], tl.int32)
+    return Group(
+        tl.load(at + PIVOT), tl.load(at + MEMBERS), tl.load(at + WEIGHT), tl.load(at + SUM), tl.load(at + SQUARES),
+        tl.load(at + LEAST), tl.load(at + GREATEST),
+    )  # fmt: skip
+
+
+@kernel
+def _sum_absolute_tiles(
+    values,
+    weights,
+    mask,
+    totals,
+    absolute,  # [tiles] float64
+    units: tl.int64,
+    TILE: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    begin = tl.zeros([1, 1], tl.int64) + program * TILE
+    length = tl.minimum(units - begin, TILE)
+    given = Given(values, None, weights, mask)
+    total = sum_absolute(given, None, begin, length, None, load_everybody(totals), TILE)
+    tl.store(absolute + program + tl.zeros([1, 1], tl.int32), total)
+
+
+@triton.jit
+def add_absolute(absolute, tiles, WIDTH: tl.constexpr):
+    """Of all tiles, ``[1, 1]``."""
+    total = tl.zeros([1, WIDTH], tl.float64)
+    for start in range(0, tiles, WIDTH):
+        tile = start + tl.arange(0, WIDTH)[None, :]
+        total += tl.load(absolute + tile, mask=tile < tiles, other=0.0)
+    return tl.sum(total, axis=1, keep_dims=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- host
+
+
+def few_blocks(units: int) -> tuple[int, int]:
+    """Units of a program that scans, and how many it looks at together."""
+    if INTERPRETED:  # what a program computes twice costs less there than another program
+        units = triton.next_power_of_2(units)
+        return min(max(UNITS, units), 16 * UNITS), min(max(OTHERS, units), 16 * OTHERS)
+    return UNITS, OTHERS
+
+
+def everybody(groupings: Sequence[Given], extremes: bool = False) -> torch.Tensor:
+    """What all members add up to, whatever their groups, ``[groupings, FIELDS]`` float64: two launches."""
+    first, count = groupings[0].x, len(groupings)
+    values, ids, weights, masks = zip(*groupings, strict=True)
+    tiles = triton.cdiv(first.numel(), TILE_UNITS)
+    sums = torch.empty((count, tiles, FIELDS.value), dtype=torch.float64, device=first.device)
+    totals = torch.empty((count, FIELDS.value), dtype=torch.float64, device=first.device)
+    launch(
+        _sum_tiles, count * tiles, sums, values, ids, weights, masks[0], first.numel(), tiles, GROUPINGS=count,
+        TILE=TILE_UNITS, EXTREMES=extremes,
+    )  # fmt: skip
+    launch(_merge_tiles, count, sums, totals, tiles, WIDTH=TILE_UNITS)
+    return totals
+
+
+def deviate(given: Given, totals: torch.Tensor) -> torch.Tensor:
+    """Of everybody the sums of w |x - mean|, ``[tiles]`` float64."""
+    units = given.x.numel()
+    tiles = triton.cdiv(units, TILE_UNITS)
+    absolute = torch.empty(tiles, dtype=torch.float64, device=given.x.device)
+    launch(_sum_absolute_tiles, tiles, given.x, given.weights, given.mask, totals, absolute, units, TILE=TILE_UNITS)
+    return absolute

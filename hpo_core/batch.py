@@ -258,6 +258,12 @@ class PackedBatch:
         }
         return of_unit[unit]
 
+    def row_of_token(self) -> torch.Tensor:
+        """Row of every token ``[T]`` int64, -1 for tokens beyond the last offset."""
+        token = torch.arange(self.total_tokens, device=self.device)
+        row = torch.searchsorted(self.cu_seqlens[1:].contiguous(), token, right=True)  # empty rows hold no token
+        return torch.where(row < self.rows, row, -1)
+
     def step_of_token(self) -> torch.Tensor:
         """Step of every token ``[T]`` int64, -1 outside all steps. Needs ``cu_steps`` or ``steps``."""
         begin, end = self._step_ranges()
@@ -267,6 +273,21 @@ class PackedBatch:
         step = torch.searchsorted(begin, token, right=True) - 1  # the last step that begins at or before the token
         inside = (step >= 0) & (token < end[step.clamp(min=0)])
         return torch.where(inside, step, -1)
+
+    def row_of_step(self) -> torch.Tensor:
+        """Row of every step ``[N]`` int64, -1 for empty steps. Needs ``cu_steps`` or ``steps``."""
+        begin, end = self._step_ranges()
+        row = torch.searchsorted(self.cu_seqlens, begin, right=True) - 1
+        return torch.where(end > begin, row, -1)
+
+    def ids_of_steps(self) -> dict[str, torch.Tensor]:
+        """``group_ids`` and ``trajectory_ids`` of every step ``[N]``, as estimators of steps take them; without groups
+        the batch is one, without trajectories each row is one."""
+        row = self.row_of_step()
+        ids = {"group_ids": self.group_ids, "trajectory_ids": self.trajectory_ids}
+        default = {"group_ids": torch.zeros_like(row), "trajectory_ids": row}
+        found = {name: default[name] if of is None else of[row.clamp(min=0)] for name, of in ids.items()}
+        return {name: torch.where(row >= 0, of, -1) for name, of in found.items()}
 
     def _step_ranges(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The first token of every step, and the one behind its last, each ``[N]``."""

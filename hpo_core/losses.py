@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
 
 from . import aggregation, gates, ops
 from .advantages import grpo
+from .advantages.terms import level_of
 from .backends import resolve
 from .batch import PackedBatch
 from .checks import check, check_dtype, check_shape, check_type
@@ -236,9 +238,11 @@ def hierarchical_policy_loss(
     made.
 
     Args:
-        rewards: ``[S]``, or what the estimator takes.
+        rewards: ``[S]``, ``[N]`` with an estimator of steps, or what the estimator takes.
         batch: with ``group_ids`` (without them the batch is one group).
-        advantage: an estimator, or ``functools.partial`` of one, called as ``advantage(rewards, batch.group_ids)``.
+        advantage: an estimator, or ``functools.partial`` of one, called as ``advantage(rewards, batch.group_ids)``; one
+            of steps with those of ``group_ids`` and ``trajectory_ids`` ``[N]`` that it takes, one of tokens with
+            ``batch=``. What else it needs, such as ``anchor_ids``, comes with the partial.
         threshold: what ``window.fit`` returned for the whole optimiser step. Default: fitted on this batch.
         everything else: as in :func:`policy_loss`.
 
@@ -250,8 +254,10 @@ def hierarchical_policy_loss(
     """
     check_type(callable(advantage), "advantage: expected an estimator of hpo_core.advantages, got {!r}", advantage)
     batch = _as_batch(batch)
-    asked = {} if backend is None else {"backend": backend}
-    advantages = advantage(rewards, batch.group_ids, **asked)
+    level = level_of(advantage)
+    advantages = _advantages(advantage, level, rewards, batch, backend)
+    if advantage_level is None and level != "row":
+        advantage_level = level
     score = None
     if window is not None and threshold is None:
         check(entropy is not None, "entropy: a window needs the entropies [T]; pass entropy=")
@@ -267,6 +273,27 @@ def hierarchical_policy_loss(
 
 
 # --------------------------------------------------------------------------------------------------- the call
+
+
+def _advantages(
+    estimator: Callable[..., torch.Tensor], level: str, rewards: torch.Tensor, batch: PackedBatch, backend: str | None
+) -> torch.Tensor:
+    asked: dict[str, Any] = {} if backend is None else {"backend": backend}
+    if level == "row":
+        return estimator(rewards, batch.group_ids, **asked)
+    given: dict[str, Any] = {"batch": batch} if level == "token" else {**batch.ids_of_steps()}
+    if level == "token" and batch.group_ids is not None:
+        given["group_ids"] = batch.group_ids
+    taken = inspect.signature(estimator).parameters
+    fixed = getattr(estimator, "keywords", {})
+    asked.update({name: value for name, value in given.items() if name in taken and name not in fixed})
+    advantages = estimator(rewards, **asked)
+    check_type(
+        isinstance(advantages, torch.Tensor),
+        "advantage: expected an estimator of one tensor, got {}; take a stream of it and call policy_loss",
+        type(advantages),
+    )
+    return advantages
 
 
 def _run(

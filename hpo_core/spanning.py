@@ -120,7 +120,7 @@ def _span_of(batch: PackedBatch, units: tuple[Unit, ...], group: Group) -> _Span
 def _make_span(batch: PackedBatch, units: tuple[Unit, ...], group: Group) -> _Span:
     """Gathers the names of all segments of all ranks: synchronises."""
     own = _named_segments(batch, units)
-    names = _gather(own[:, :3].contiguous(), group)
+    names = gather(own[:, :3].contiguous(), group)
     _, name, ranks = torch.unique(torch.cat(names), dim=0, return_inverse=True, return_counts=True)
     shared = ranks > 1  # a rank names each of its segments once
     before = sum(len(each) for each in names[: torch.distributed.get_rank(group)])
@@ -161,11 +161,11 @@ def _ids_of_pieces(batch: PackedBatch, unit: Unit, hierarchy: Hierarchy) -> torc
     return ids[: hierarchy.row.numel()]  # none in a batch without rows, whose steps are no pieces
 
 
-def _gather(own: torch.Tensor, group: Group) -> list[torch.Tensor]:
-    """``own`` ``[n, ...]`` of every rank, in their order; n may differ."""
+def gather(own: torch.Tensor, group: Group) -> list[torch.Tensor]:
+    """``own`` ``[n, ...]`` of every rank, in their order; n may differ. Synchronises: sizes are read."""
     ranks = torch.distributed.get_world_size(group)
-    sizes = own.new_empty(ranks)
-    torch.distributed.all_gather(list(sizes[:, None]), own.new_full((1,), len(own)), group=group)
+    sizes = torch.empty(ranks, dtype=torch.int64, device=own.device)
+    torch.distributed.all_gather(list(sizes[:, None]), sizes.new_full((1,), len(own)), group=group)
     padded = own.new_zeros(int(sizes.max()), *own.shape[1:])
     padded[: len(own)] = own
     gathered = [torch.empty_like(padded) for _ in range(ranks)]

@@ -434,8 +434,8 @@ def test_the_single_call_takes_a_padded_mask():
     ("keywords", "error", "message"),
     [
         ({"advantage": "grpo"}, TypeError, "advantage: expected an estimator of hpo_core.advantages, got 'grpo'"),
-        ({"rewards": torch.ones(3)}, ValueError, "group_ids: expected shape [S] (that of rewards) = [3], got [4]"),
-        ({"rewards": [1.0]}, TypeError, "rewards: expected a tensor [S], got <class 'list'>"),
+        ({"rewards": torch.ones(3)}, ValueError, "group_ids: expected shape [U] (that of rewards) = [3], got [4]"),
+        ({"rewards": [1.0]}, TypeError, "rewards: expected a tensor [U], got <class 'list'>"),
         ({"window": entropy.ares()}, ValueError, "entropy: a window needs the entropies [T]; pass entropy="),
         ({"batch": "all"}, TypeError, "batch: expected a PackedBatch or a mask [B, L], got <class 'str'>"),
         ({"logp": torch.zeros(12).half()}, TypeError, "logp: expected float32, got float16"),
@@ -447,3 +447,50 @@ def test_errors_of_the_single_call(example, keywords, error, message):
     with pytest.raises(error) as raised:
         hpo.hierarchical_policy_loss(**{**given, **keywords})
     assert message in str(raised.value)
+
+
+# ------------------------------------------------------------------------------------------- estimators in the call
+
+
+def test_the_single_call_takes_estimators_of_steps(backend):
+    """Bitwise the three calls, the ids of steps read off the batch; a step is several rows' apart or inside one."""
+    device = testing.device_of(backend)
+    draw = torch.Generator().manual_seed(5)
+    batch = hpo.PackedBatch(
+        torch.tensor([0, 5, 9, 14, 16]), cu_steps=torch.tensor([0, 2, 5, 7, 9, 14, 14, 16]),
+        trajectory_ids=torch.tensor([3, 3, 8, 9]), group_ids=torch.tensor([1, 1, 1, 2]),
+    ).to(device)  # fmt: skip
+    logp, old = (torch.randn(16, generator=draw).to(device) for _ in range(2))
+    rewards, anchors = torch.rand(7, generator=draw).to(device), torch.tensor([0, 1, 1, 2, 0, 0, 1], device=device)
+    ids = batch.ids_of_steps()
+    assert ids["trajectory_ids"].tolist() == [3, 3, 3, 3, 8, -1, 9]
+    assert ids["group_ids"].tolist() == [1, 1, 1, 1, 1, -1, 2]
+    for estimator in (hpo.advantages.gigpo, hpo.advantages.hgpo):
+        whole = hpo.hierarchical_policy_loss(
+            logp, old, rewards, batch, advantage=functools.partial(estimator, anchor_ids=anchors),
+            gate=hpo.gates.fiberpo(), backend=backend,
+        )  # fmt: skip
+        advantages = estimator(rewards, anchor_ids=anchors, **ids, backend=backend)
+        parts = hpo.policy_loss(
+            logp, old, advantages, batch, hpo.gates.fiberpo(), advantage_level="step", backend=backend
+        )
+        assert torch.equal(whole.loss, parts.loss) and float(whole.loss) != 0.0
+
+
+def test_the_single_call_takes_estimators_of_tokens(backend):
+    device = testing.device_of(backend)
+    batch = hpo.PackedBatch.from_lengths([3, 4]).to(device)
+    logp, rewards = torch.zeros(7, device=device), torch.arange(7.0, device=device)
+    whole = hpo.hierarchical_policy_loss(
+        logp, None, rewards, batch, advantage=hpo.advantages.reinforce_pp, backend=backend
+    )
+    advantages = hpo.advantages.reinforce_pp(rewards, batch, backend=backend)
+    assert torch.equal(whole.loss, hpo.policy_loss(logp, None, advantages, batch, backend=backend).loss)
+
+
+def test_an_estimator_of_several_streams_is_refused_by_the_single_call():
+    batch = hpo.PackedBatch(torch.tensor([0, 2]), cu_steps=torch.tensor([0, 1, 2]))
+    ones = torch.ones(2)
+    estimator = functools.partial(hpo.advantages.hiper, switches=ones > 0, low_values=ones, high_values=ones)
+    with pytest.raises(TypeError, match="advantage: expected an estimator of one tensor"):
+        hpo.hierarchical_policy_loss(ones, None, ones, batch, advantage=estimator)

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from naive_estimators import draw
+from test_estimators import CASES, Given
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -175,3 +177,67 @@ def test_single_call_on_fake_cuda_tensors():
             assert mode(batch, total=7).device.type == mode(batch).device.type == "cuda"
         with pytest.raises(DataDependentOutputException):
             result.loss.item()
+
+
+class Dataless(Given):
+    """A drawn batch of estimators, of which nothing but shapes and dtypes is there."""
+
+    def __init__(self, units):
+        def tensor(array):
+            dtypes = {"f": torch.float32, "b": torch.bool, "i": torch.int64}
+            return torch.empty(array.shape, dtype=dtypes[array.dtype.kind], device="meta")
+
+        for name, array in units._asdict().items():
+            setattr(self, name, tensor(array))
+        self.units, self.backend, self.tensor = units, None, tensor
+        self.rest = {"mask": self.mask}
+        self.steps = (self.reward, self.group, self.trajectory, self.anchor)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_estimator_synchronises(name):
+    units = Dataless(draw(1))
+    with OnDevice(), NoHostData():
+        assert CASES[name](units).device.type == "meta"
+
+
+def test_no_estimator_of_tokens_and_no_selection_synchronises():
+    make = Device()
+    with OnDevice(), NoHostData():
+        batch = make.batch(group_ids=make.ids())
+        tokens, rows, flags = make(64), make(8), make(8, dtype=torch.bool)
+        advantages = hpo.advantages
+        advantages.reinforce_pp(tokens, batch, gamma=0.9)
+        advantages.remax(tokens, rows, batch)
+        advantages.hicra(rows, make(64, dtype=torch.bool), batch)
+        advantages.rl_zvp(rows, batch.group_ids, tokens, batch, rows)
+        advantages.otb(tokens, batch.group_ids, batch, tokens, tokens)
+        advantages.t_ppo(tokens, tokens, batch, flags)
+        advantages.poise(rows, rows, make.ids())
+        advantages.dcpo(rows, make.ids(), advantages.GroupHistory(*(make(5, dtype=torch.float64) for _ in range(3))))
+        advantages.BetaTracker(make(5), make(5)).updated(rows, make.ids(), rows)
+        advantages.d3s_samples(rows, batch.group_ids, 2), advantages.pf_ppo(rows, batch.group_ids)
+        advantages.vpo(make(8, 3, 2), batch.group_ids, make(4, 2))
+        stepped = make.batch(steps=make(5, 2, dtype=torch.int64))
+        estimator = functools.partial(advantages.hgpo, anchor_ids=make(5, dtype=torch.int64))
+        hpo.hierarchical_policy_loss(tokens, None, make(5), stepped, advantage=estimator)
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", "rloo", "dvao", "m_grpo", "stratified", "treepo", "peco", "opo", "maxrl", "lite_ppo", "flow_grpo"]
+)
+def test_estimators_inside_groups_are_one_kernel(name):
+    """Of ours; the kernels of torch are those that renumber ids and stack what is given."""
+    units = Dataless(draw(1))
+    with OnDevice() as device, NoHostData():
+        CASES[name](units)
+    assert device.kernels.count("hpo_core::group_normalise") == 1
+    assert sum(kernel.startswith("hpo_core::") for kernel in device.kernels) == 1
+
+
+@pytest.mark.parametrize(("name", "kernels"), [("gigpo", 3), ("hgpo", 2), ("gdpo", 2), ("reinforce_pp_baseline", 2)])
+def test_kernels_of_estimators_with_returns_or_a_second_stage(name, kernels):
+    units = Dataless(draw(1))
+    with OnDevice() as device, NoHostData():
+        CASES[name](units)
+    assert sum(kernel.startswith("hpo_core::") for kernel in device.kernels) == kernels

@@ -278,14 +278,8 @@ def gbpo_target(
     return (1 - low + (low + high) * torch.sigmoid(relative / temperature)).to(scores.dtype)
 
 
-def _row_of_token(batch: PackedBatch) -> torch.Tensor:
-    """``[T]``; the number of rows behind the last one."""
-    token = torch.arange(batch.total_tokens, device=batch.device)
-    return torch.searchsorted(batch.cu_seqlens[1:].contiguous(), token, right=True)
-
-
 def _valid(batch: PackedBatch) -> torch.Tensor:
-    inside = _row_of_token(batch) < batch.rows
+    inside = batch.row_of_token() >= 0
     return inside if batch.mask is None else inside & batch.mask.reshape(-1)
 
 
@@ -293,7 +287,7 @@ def _per_token(advantages: torch.Tensor, logp: torch.Tensor, batch: PackedBatch)
     """``[T]`` from those of rows or of tokens."""
     if advantages.shape == logp.shape != (batch.rows,):
         return advantages
-    return advantages[_row_of_token(batch).clamp(max=max(batch.rows - 1, 0))]
+    return advantages[batch.row_of_token().clamp(min=0)]
 
 
 def _covariance(

@@ -1,26 +1,32 @@
-"""verl: ratio gates of hpo_core as policy losses that verl's configuration names.
+"""verl: ratio gates and advantage estimators of hpo_core that verl's configuration names.
 
-Importing this module registers ``hpo_ppo_clip``, ``hpo_dapo``, ``hpo_cispo``, ``hpo_gspo`` and ``hpo_gspo_token``. verl
-imports it by itself wherever hpo_core is installed (entry point ``verl.plugins``), or through
+Importing this module registers the losses ``hpo_ppo_clip``, ``hpo_dapo``, ``hpo_cispo``, ``hpo_gspo`` and
+``hpo_gspo_token``, and as advantage estimators those of ``ESTIMATORS`` under ``hpo_`` and their name. verl imports it
+by itself wherever hpo_core is installed (entry point ``verl.plugins``), or through
 ``VERL_USE_EXTERNAL_MODULES=hpo_core.integrations.verl``; then
-``actor_rollout_ref.actor.policy_loss.loss_mode=hpo_gspo`` selects one. Shapes: ``B`` responses in a micro-batch, ``L``
-tokens each, padded on the right.
+``actor_rollout_ref.actor.policy_loss.loss_mode=hpo_gspo`` and ``algorithm.adv_estimator=hpo_lite_ppo`` select one.
+Shapes: ``B`` responses in a micro-batch, ``L`` tokens each, padded on the right.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 try:
-    from verl.trainer.ppo.core_algos import register_policy_loss  # type: ignore[import-not-found,unused-ignore]
+    from verl.trainer.ppo.core_algos import (  # type: ignore[import-not-found,unused-ignore]
+        register_adv_est,
+        register_policy_loss,
+    )
 except ImportError as error:
     raise ImportError("hpo_core.integrations.verl needs verl 0.9.1: pip install 'hpo-core[verl]'") from error
 
-from .. import aggregation, gates
+from .. import advantages, aggregation, gates
+from ..advantages.terms import level_of
 from ..batch import PackedBatch
 from ..checks import check, check_type
 from ..gates import RatioGate
@@ -29,7 +35,13 @@ from ..metrics import FLAGS, SLOTS
 from ..specs import Head, Unit
 from .turns import turns
 
-__all__ = ["register"]
+__all__ = ["ESTIMATORS", "register", "register_advantage"]
+
+# Estimators that need no more than verl gives: outcomes or token rewards, the mask, and the prompt of each response.
+ESTIMATORS = (
+    *("bnpo", "dgpo", "dr_grpo", "g2rpo", "gpg", "grpo", "lite_ppo", "maxrl", "mc_grpo", "ngrpo", "opo"),
+    *("reinforce_pp", "reinforce_pp_baseline", "rloo"),
+)
 
 # verl's own values of the clip fields. A field that holds them is taken as not set.
 _UNSET = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
@@ -149,6 +161,58 @@ def _metrics(vector: torch.Tensor, gate: RatioGate) -> dict[str, float]:
     }
 
 
+# -------------------------------------------------------------------------------------------------- advantages
+
+
+def register_advantage(name: str, estimator: Callable[..., torch.Tensor], *, backend: str | None = None) -> None:
+    """Make an estimator of rows or tokens one of verl's, under ``algorithm.adv_estimator=name``, in this process.
+
+    It is called on the rewards of responses ``[B]`` (of tokens ``[B L]`` where it says so), with those of ``group_ids``
+    (verl's ``uid``), ``lengths`` and ``batch`` that it takes; fix the rest with ``functools.partial``. verl asks for
+    advantages in its driver, so this must run there.
+
+    Raises:
+        ValueError: a name that verl has for another estimator.
+    """
+    check_type(callable(estimator), "estimator: expected one of hpo_core.advantages, got {!r}", estimator)
+    level = level_of(estimator)
+    check(
+        level in ("row", "token"),
+        "estimator: expected one of rows or tokens, got one of {}s, whose observations verl does not tell; call it in "
+        "your own loop",
+        level,
+    )
+    register_adv_est(name)(functools.partial(_advantage, estimator, level, backend))
+
+
+def _advantage(
+    estimator: Callable[..., torch.Tensor],
+    level: str,
+    backend: str | None,
+    /,
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Any = None,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What verl calls, by keyword: tensors ``[B, L]``; advantages and returns of the same shape."""
+    mask = response_mask != 0
+    groups = torch.arange(mask.shape[0])
+    if index is not None:  # ids of any kind, by the order in which they come
+        numbers: dict[Any, int] = {}
+        groups = torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in index], dtype=torch.int64)
+    groups = groups.to(mask.device)
+    given = {"group_ids": groups, "lengths": mask.sum(-1).float(), "batch": PackedBatch.from_padded(mask)}
+    taken, fixed = inspect.signature(estimator).parameters, getattr(estimator, "keywords", {})
+    chosen = {key: value for key, value in given.items() if key in taken and key not in fixed}
+    asked = {"backend": backend} if "backend" in taken and backend is not None else {}
+    if level == "token":
+        found = estimator(token_level_rewards.reshape(-1), **chosen, **asked).reshape(mask.shape)
+        return found, token_level_rewards
+    found = estimator(token_level_rewards.sum(-1), **chosen, **asked)[:, None] * mask
+    return found, found
+
+
 # --------------------------------------------------------------------------------- gates from verl's configuration
 
 
@@ -219,3 +283,5 @@ for _name, _gate in {
     "hpo_gspo_token": _gspo_token,
 }.items():
     register(_name, _gate)
+for _name in ESTIMATORS:
+    register_advantage(f"hpo_{_name}", getattr(advantages, _name))

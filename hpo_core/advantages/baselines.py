@@ -1,0 +1,201 @@
+"""Estimators whose baseline comes from outside the group, or is remembered from step to step; the rest is as in
+:mod:`.flat`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..checks import check, check_dtype, check_shape
+from ..segments import statistics
+from ..specs import Provenance
+from .flat import whiten
+from .terms import as_advantages, check_units, estimator
+
+__all__ = ["BetaTracker", "GroupHistory", "dcpo", "poise", "spo_single_stream"]
+
+
+class BetaTracker(NamedTuple):
+    """What is remembered of each prompt's success rate: alpha and beta of a Beta distribution, ``[P]`` float32 each."""
+
+    alpha: torch.Tensor
+    beta: torch.Tensor
+
+    @staticmethod
+    def start(successes: torch.Tensor, samples: int, *, least_memory: float = 0.875) -> BetaTracker:
+        """From the successes s ``[P]`` of n = ``samples`` responses to each prompt: ``alpha = N (s + 1/2) / (n + 1)``,
+        ``beta = N (n - s + 1/2) / (n + 1)``, ``N = 1 / (1 - least_memory)``; without samples 1/2 each.
+
+        >>> BetaTracker.start(torch.tensor([3.0]), 8).value
+        tensor([0.3889])
+        """
+        check(samples >= 0, "samples: expected a count >= 0, got {}", samples)
+        check(0 <= least_memory < 1, "least_memory: expected a number in [0, 1), got {}", least_memory)
+        size = 1 / (1 - least_memory) if samples else 1.0
+        alpha = size * (successes.float() + 0.5) / (samples + 1)
+        return BetaTracker(alpha, size * (samples - successes.float() + 0.5) / (samples + 1))
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The mean ``[P]``."""
+        return self.alpha / (self.alpha + self.beta)
+
+    @property
+    def sampling_weights(self) -> torch.Tensor:
+        """How much a prompt has to teach ``[P]``: ``sqrt(v (1 - v)) + 0.05``."""
+        return (self.value * (1 - self.value)).sqrt() + 0.05
+
+    def updated(
+        self,
+        rewards: torch.Tensor,
+        prompts: torch.Tensor,
+        divergence: torch.Tensor,
+        *,
+        half_life: float = 0.06,
+        least_memory: float = 0.875,
+        most_memory: float = 0.96,
+    ) -> BetaTracker:
+        """After rewards in [0, 1]: ``alpha <- rho alpha + r``, ``beta <- rho beta + 1 - r``, ``rho = clamp(2^(-D /
+        half_life), least_memory, most_memory)``.
+
+        Args:
+            rewards: ``[S]``, at most one per prompt.
+            prompts: ``[S]`` int64, the place of each unit's prompt.
+            divergence: ``[S]`` D, the mean ``|logp - old_logp|`` on the prompt's last stored response.
+        """
+        check_units(rewards=rewards, divergence=divergence)
+        check_dtype("prompts", prompts, (torch.int32, torch.int64), "places of prompts are integers")
+        check_shape("prompts", prompts, rewards.shape, "[S] (that of rewards)")
+        places = prompts.to(torch.int64)
+        memory = torch.exp2(-divergence / half_life).clamp(least_memory, most_memory)
+        alpha = self.alpha.scatter(0, places, memory * self.alpha[places] + rewards)
+        return BetaTracker(alpha, self.beta.scatter(0, places, memory * self.beta[places] + 1 - rewards))
+
+
+@estimator(Provenance.VERIFIED)
+def spo_single_stream(
+    rewards: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    eps: float = 1e-8,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """SPO: ``a = r - v`` of one response per prompt, normalised over the batch, ddof 1 (arXiv 2509.13232). Returns
+    ``[S]`` float32.
+
+    Args:
+        value: ``[S]``, what the :class:`BetaTracker` says of each unit's prompt *before* it is updated.
+
+    There are no groups; identical rewards do not give 0. The gate :func:`hpo_core.gates.spo` is another paper's.
+
+    >>> spo_single_stream(torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0.388889, 0.25, 0.9, 0.5]))
+    tensor([ 1.2893, -0.4990,  0.2279, -1.0182])
+    """
+    check_units(rewards=rewards, value=value, mask=mask)
+    exact = as_advantages(rewards.double() - value.double(), rewards, backend)
+    return whiten(exact, mask=mask, eps=eps, backend=backend)
+
+
+@estimator(Provenance.PAPER)
+def poise(
+    rewards: torch.Tensor,
+    predictions: torch.Tensor,
+    sources: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """POISE: ``A_i = r_i - V_j``, the reward that a probe predicts from *another* rollout j of the prompt (arXiv
+    2605.07579). Returns ``[S]`` float32.
+
+    A prediction from the rollout's own features would bias the gradient, so a unit that is its own source gets NaN,
+    which the loss leaves out and counts.
+
+    Args:
+        predictions: ``[S]``, what the probe makes of each rollout's features.
+        sources: ``[S]`` int64, the place of the rollout whose prediction each unit takes.
+
+    >>> poise(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.75]), torch.tensor([1, 0]))
+    tensor([ 0.2500, -0.2500])
+    """
+    check_units(rewards=rewards, predictions=predictions, mask=mask)
+    check_dtype("sources", sources, (torch.int32, torch.int64), "places of rollouts are integers")
+    check_shape("sources", sources, rewards.shape, "[S] (that of rewards)")
+    own = torch.arange(rewards.numel(), device=rewards.device)
+    wrong = (sources == own) | (sources < 0) | (sources >= rewards.numel())
+    chosen = torch.where(wrong, torch.nan, predictions[torch.where(wrong, own, sources)])
+    known = torch.isfinite(rewards) if mask is None else torch.isfinite(rewards) & mask
+    return as_advantages(torch.where(known, rewards.double() - chosen, 0.0), rewards, backend)
+
+
+class GroupHistory(NamedTuple):
+    """What DCPO remembers of each prompt ``[P]``: steps seen, and mean and variance (ddof 0) over all of them."""
+
+    steps: torch.Tensor
+    mean: torch.Tensor
+    variance: torch.Tensor
+
+    @staticmethod
+    def start(prompts: int) -> GroupHistory:
+        """Nothing seen yet."""
+        return GroupHistory(*(torch.zeros(prompts, dtype=torch.float64) for _ in range(3)))
+
+    def merged(self, prompts: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> GroupHistory:
+        """With one more step of equally many samples of these prompts: ``mean <- (t mean + m) / (t + 1)``,
+        ``variance <- (t variance + v + t / (t + 1) (m - mean)^2) / (t + 1)``.
+
+        >>> old = GroupHistory(*(torch.tensor([x], dtype=torch.float64) for x in (1, 0.5, 0.25)))
+        >>> old.merged(torch.tensor([0]), torch.tensor([0.25]), torch.tensor([0.1875])).variance
+        tensor([0.2344], dtype=torch.float64)
+        """
+        t, before, spread = (field[prompts] for field in self)
+        mean, variance = mean.double(), variance.double()
+        merged = (t * spread + variance + t / (t + 1) * (mean - before).square()) / (t + 1)
+        news = (t + 1, (t * before + mean) / (t + 1), merged)
+        return GroupHistory(*(old.scatter(0, prompts, new) for old, new in zip(self, news, strict=True)))
+
+
+@estimator(Provenance.PAPER)
+def dcpo(
+    rewards: torch.Tensor,
+    prompts: torch.Tensor,
+    history: GroupHistory,
+    *,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, GroupHistory]:
+    """DCPO: this step's normalised reward mixed with that over all steps so far, the smaller of two mixes (arXiv
+    2509.02333). Returns ``[S]`` float32, and the history with this step in it.
+
+    ``A_new = (r - mean) / std`` in the group, ``A_all`` with mean and std over all steps, ddof 0, no eps, 0 where a std
+    is 0; with i the steps of the prompt so far, this one included: ``A_new / i + (1 - 1 / i) A_all`` or ``(1 - 1 / i)
+    A_new + A_all / i``, whichever has the smaller absolute value.
+
+    Args:
+        prompts: ``[S]`` int64, the place of each unit's prompt in the history, which is its group.
+
+    Assumed, the paper being silent: ddof 0 in both, and i counted per prompt.
+
+    >>> advantages, history = dcpo(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), GroupHistory.start(1))
+    >>> advantages, history.mean
+    (tensor([ 1., -1.]), tensor([0.5000], dtype=torch.float64))
+    """
+    check_units(rewards=rewards, mask=mask)
+    check_dtype("prompts", prompts, (torch.int32, torch.int64), "places of prompts are integers")
+    check_shape("prompts", prompts, rewards.shape, "[S] (that of rewards)")
+    group = statistics(rewards, prompts, mask=mask, backend=backend)
+    variance = group.deviation(0).square()
+    places = prompts.to(torch.int64)
+    merged = history.merged(places, group.mean, variance)
+    steps, mean, spread = (field[places] for field in merged)
+
+    def normalised(center: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
+        return torch.where(square > 0, (rewards.double() - center) / square.sqrt(), 0.0)
+
+    new, overall, part = normalised(group.mean, variance), normalised(mean, spread), 1 / steps
+    first, second = part * new + (1 - part) * overall, (1 - part) * new + part * overall
+    smaller = torch.where(first.abs() <= second.abs(), first, second)
+    known = torch.isfinite(rewards) if mask is None else torch.isfinite(rewards) & mask
+    return as_advantages(torch.where(known, smaller, 0.0), rewards, backend), merged

@@ -1,0 +1,206 @@
+"""Estimators that take the values of a critic, per step or per token; common arguments of steps as in
+:mod:`.hierarchical`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..batch import PackedBatch
+from ..checks import check, check_shape
+from ..segments import chains, recurrence
+from ..specs import GroupTerm, Provenance
+from .flat import whiten
+from .returns import generalised_advantages
+from .terms import Term, as_advantages, check_units, combine, estimator
+
+__all__ = ["HierarchicalAdvantages", "archer_td", "hiper", "step_gae", "t_ppo"]
+
+
+@estimator(Provenance.VERIFIED, level="step")
+def step_gae(
+    step_rewards: torch.Tensor,
+    values: torch.Tensor,
+    trajectory_ids: torch.Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    whitened: bool = True,
+    eps: float = 1e-8,
+    positions: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """StepPO: GAE over the steps of each trajectory, whitened over *steps*, not tokens (arXiv 2604.18401). Returns
+    ``[N]`` float32.
+
+    ``d_j = r_j + gamma V_{j+1} - V_j``, ``A_j = d_j + gamma lambda A_{j+1}``, V 0 behind the last step; then
+    ``(A - mean) / (std + eps)``, ddof 1.
+
+    Args:
+        values: ``[N]``, the critic at the last prompt token of each step, before its first response token.
+        whitened: False leaves the advantages as they are; returns for the critic are those plus ``values``.
+
+    Traps: discounts count steps; the same numbers per token discount far more.
+
+    >>> step_gae(torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.5]), torch.tensor([0, 0]), whitened=False)
+    tensor([0.5000, 0.5000])
+    """
+    check_units(step_rewards=step_rewards, values=values, trajectory_ids=trajectory_ids)
+    steps = chains(trajectory_ids, positions)
+    advantages = generalised_advantages(step_rewards, values, steps, gamma, lam, backend=backend)
+    return whiten(advantages, mask=trajectory_ids >= 0, eps=eps, backend=backend) if whitened else advantages
+
+
+@estimator(Provenance.VERIFIED, level="step")
+def archer_td(
+    first_critic: torch.Tensor, second_critic: torch.Tensor, values: torch.Tensor, *, backend: str | None = None
+) -> torch.Tensor:
+    """ArCHer: ``A = min(Q1, Q2) - V`` of utterances, all from target critics (arXiv 2402.19446). Returns ``[N]``
+    float32.
+
+    A token baseline goes in by ``policy_loss(advantages=)`` per token: subtract it from what this gives.
+
+    >>> archer_td(torch.tensor([1.0]), torch.tensor([0.5]), torch.tensor([0.25]))
+    tensor([0.2500])
+    """
+    check_units(first_critic=first_critic, second_critic=second_critic, values=values)
+    exact = torch.minimum(first_critic, second_critic).double() - values.double()
+    return as_advantages(exact, first_critic, backend)
+
+
+class HierarchicalAdvantages(NamedTuple):
+    """HiPER's streams, ``[N]`` float32 each: for the tokens of actions, for those of sub-goals (0 but where a segment
+    begins), and for those of the switch (None without a critic of it)."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+    switch: torch.Tensor | None
+
+
+@estimator(Provenance.VERIFIED, level="step")
+def hiper(
+    step_rewards: torch.Tensor,
+    trajectory_ids: torch.Tensor,
+    switches: torch.Tensor,
+    low_values: torch.Tensor,
+    high_values: torch.Tensor,
+    *,
+    switch_values: torch.Tensor | None = None,
+    gamma: float = 0.95,
+    low_lam: float = 0.95,
+    high_lam: float = 0.95,
+    normalised: bool = True,
+    eps: float = 1e-8,
+    positions: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> HierarchicalAdvantages:
+    """HiPER's hierarchical advantage estimation: GAE inside sub-goals, and over sub-goals as single steps (arXiv
+    2602.16165).
+
+    A trajectory's turns are cut into segments where the policy switches its sub-goal. Inside one: ``d_t = r_t +
+    gamma V+ - V_low_t``, V+ the next turn's V_low, or behind the segment's last turn V_high of the next segment, 0
+    behind the trajectory; the recursion with gamma lambda ends with the segment. Over segments of n turns: ``R = sum
+    gamma^i r``, ``D = R + gamma^n V_high' - V_high``, ``A = D + gamma^n lambda A'``. With a critic of the switch its
+    advantage is the return inside the segment, followed by V_high, minus that critic.
+
+    Args:
+        switches: ``[N]`` bool, whether a turn begins a sub-goal; the first turn of a trajectory always does.
+        low_values, high_values: ``[N]``, the critics; of the second only what stands at switches counts.
+        switch_values: ``[N]``, of the switch; None: no such stream.
+        normalised: each stream centred and scaled over its own turns, ddof 0: ``(A - mean) / (std + eps)``.
+
+    Trajectories are taken to be complete: nothing stands in for the value behind their end.
+
+    >>> out = hiper(torch.tensor([0.0, 0.1, 0.0, 1.0]), torch.zeros(4, dtype=torch.int64),
+    ...             torch.tensor([True, False, True, False]), torch.tensor([0.3, 0.4, 0.5, 0.7]),
+    ...             torch.tensor([0.35, 0.0, 0.55, 0.0]), normalised=False)
+    >>> out.low, out.high
+    (tensor([0.2808, 0.2225, 0.4357, 0.3000]), tensor([0.5843, 0.0000, 0.4000, 0.0000]))
+    """
+    check_units(
+        step_rewards=step_rewards, trajectory_ids=trajectory_ids, low_values=low_values, high_values=high_values,
+        switch_values=switch_values,
+    )  # fmt: skip
+    check_shape("switches", switches, step_rewards.shape, "[N] (that of step_rewards)")
+    steps = chains(trajectory_ids, positions)
+    reward, low, high = (steps.sorted(given) for given in (step_rewards, low_values, high_values))
+    last, valid = steps.ends(), steps.chain >= 0
+    begins = steps.sorted(switches).clone()
+    begins[1:] |= last[:-1]
+    begins[:1] = True
+    begins &= valid
+    closes = torch.ones_like(begins)  # the last turn of a segment
+    closes[:-1] = begins[1:]
+
+    def scan(values: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:
+        return recurrence(values, gains, steps.cu_seqlens, backend=backend)
+
+    def behind(values: torch.Tensor) -> torch.Tensor:  # of the next turn; 0 behind a trajectory
+        following = torch.zeros_like(values)
+        following[:-1] = torch.where(last[:-1], 0.0, values[1:])
+        return following
+
+    inside = (~closes).to(reward.dtype)
+    difference = reward + gamma * torch.where(closes, behind(high), behind(low)) - low
+    streams = [scan(difference, gamma * low_lam * inside)]
+    # What a segment is worth at each of its turns, V_high of the next one included.
+    worth = scan(reward + gamma * torch.where(closes, behind(high), 0.0), gamma * inside)
+    # gamma^n and the next segment's difference reach a turn through those between.
+    gains = gamma * (high_lam + (1 - high_lam) * inside)
+    begun = torch.where(begins, worth - high, 0.0)
+    later = scan(torch.where(closes, gamma * high_lam * behind(begun), 0.0), gains)
+    streams.append(torch.where(begins, begun + later, 0.0))
+    if switch_values is not None:
+        streams.append(torch.where(valid, worth - steps.sorted(switch_values), 0.0))
+    if normalised:
+        turns = (valid, begins, valid)
+        streams = [_normalised(stream, own, eps, backend) for stream, own in zip(streams, turns, strict=False)]
+    finished = [steps.unsorted(stream) for stream in streams]
+    return HierarchicalAdvantages(finished[0], finished[1], finished[2] if switch_values is not None else None)
+
+
+def _normalised(stream: torch.Tensor, turns: torch.Tensor, eps: float, backend: str | None) -> torch.Tensor:
+    return combine([Term(stream, None, GroupTerm(ddof=0, eps=eps))], mask=turns, backend=backend)
+
+
+@estimator(Provenance.PAPER, level="token")
+def t_ppo(
+    token_rewards: torch.Tensor,
+    values: torch.Tensor,
+    batch: PackedBatch,
+    is_truncated: torch.Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """T-PPO's EGAE: GAE of tokens, where a response that was cut off takes its last value for the one behind it (arXiv
+    2506.15050). Returns ``[T]`` float32.
+
+    ``d_t = r_t + gamma V_{t+1} - V_t``, ``A_t = d_t + gamma lambda A_{t+1}``; behind a finished response V is 0,
+    behind a truncated one that of its last token.
+
+    Args:
+        token_rewards, values: ``[T]``. Masked tokens are part of the sequence; leave rewards and mask as they are.
+        is_truncated: ``[S]`` bool.
+
+    >>> batch = PackedBatch.from_lengths([2])
+    >>> t_ppo(torch.tensor([0.0, 0.0]), torch.tensor([0.5, 0.25]), batch, torch.tensor([True]))
+    tensor([-0.2500,  0.0000])
+    """
+    check_units(token_rewards=token_rewards, values=values)
+    check_shape("token_rewards", token_rewards, (batch.total_tokens,), "[T] (that of the batch)")
+    check_shape("is_truncated", is_truncated, (batch.rows,), "[S] (one per row)")
+    check(0 <= gamma <= 1 and 0 <= lam <= 1, "gamma, lam: expected numbers in [0, 1], got {} and {}", gamma, lam)
+    row = batch.row_of_token()
+    known = row >= 0
+    last = torch.ones_like(known)
+    last[:-1] = row[1:] != row[:-1]
+    following = torch.zeros_like(values)
+    following[:-1] = values[1:]
+    cut = torch.where(known, is_truncated[row.clamp(min=0)], False) if batch.rows else known
+    following = torch.where(last, torch.where(cut, values, 0.0), following)
+    difference = torch.where(known, token_rewards + gamma * following - values, 0.0)
+    gains = torch.full_like(difference, gamma * lam)
+    return recurrence(difference, gains, batch.cu_seqlens, backend=backend)

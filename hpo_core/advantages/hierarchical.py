@@ -1,0 +1,374 @@
+"""Estimators over nested groupings: steps in trajectories, trajectories in prompts, and what lies between.
+
+Common arguments of estimators of steps, all ``[N]``:
+    step_rewards: floating point, the immediate reward of each step.
+    group_ids: the prompt of each step; negative: in none.
+    trajectory_ids: the trajectory of each step.
+    anchor_ids: the observation a step starts from, hashed to an integer: steps of one prompt with equal anchors are
+        compared with each other.
+    positions: the order of steps inside their trajectory. Default: that in which they stand here.
+Ids are integers in any order. The rest is as in :mod:`.flat`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..checks import check
+from ..segments import chains, dense_ids, statistics
+from ..specs import Center, GroupTerm, Part, Presence, Provenance, Scale, Share
+from .flat import grpo
+from .returns import discounted_returns, episode_returns, once
+from .terms import Term, as_advantages, check_compat, check_units, combine, estimator
+
+__all__ = [
+    "dr_mas",
+    "flow_grpo",
+    "gigpo",
+    "hbpo",
+    "hgpo",
+    "m_grpo",
+    "peco",
+    "sgrpo",
+    "stratified",
+]
+
+
+def _scale(scaled: bool) -> Scale:
+    return Scale.GROUP if scaled else Scale.NONE
+
+
+@estimator(Provenance.VERIFIED, level="step")
+def gigpo(
+    step_rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    trajectory_ids: torch.Tensor,
+    anchor_ids: torch.Tensor,
+    *,
+    gamma: float = 0.95,
+    step_weight: float = 1.0,
+    scaled: bool = True,
+    eps: float = 1e-6,
+    compat: str = "paper",
+    positions: torch.Tensor | None = None,
+    singleton: str = "zero",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """GiGPO: ``A = A_episode + w A_step`` (arXiv 2505.10978). Returns ``[N]`` float32.
+
+    A_episode compares the trajectory's summed reward with those of its prompt's trajectories, A_step the discounted
+    return of a step with those of steps from the same observation; each ``(x - mean) / (std + eps)``, ddof 1.
+
+    Args:
+        gamma, step_weight: .95 and 1 in the paper.
+        scaled: False leaves out the standard deviations ("mean_norm").
+        compat: ``"paper"`` counts a trajectory once in the statistics of episodes, ``"code"`` once per step, so that
+            long ones weigh more (verl-agent's default).
+        singleton: of a prompt with one trajectory; ``"raw"`` keeps its reward, as verl-agent's loops do.
+
+    A step whose observation nobody shares has A_step 0: with all observations distinct this is GRPO, as with w = 0.
+
+    >>> rewards = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0])
+    >>> prompt, trajectory = torch.zeros(5, dtype=torch.int64), torch.tensor([0, 0, 0, 1, 1])
+    >>> gigpo(rewards, prompt, trajectory, torch.tensor([7, 8, 9, 7, 9]), scaled=False)
+    tensor([ 0.9512,  0.5000,  1.0000, -0.9512, -1.0000])
+    """
+    check_units(step_rewards=step_rewards, group_ids=group_ids, trajectory_ids=trajectory_ids, anchor_ids=anchor_ids)
+    check(singleton in ("zero", "raw"), "singleton: expected 'zero' or 'raw', got {!r}", singleton)
+    steps = chains(trajectory_ids, positions)
+    episodes = episode_returns(step_rewards, steps, backend=backend)
+    returns = discounted_returns(step_rewards, trajectory_ids, gamma, positions=positions, backend=backend)
+    of_episode = GroupTerm(scale=_scale(scaled), eps=eps, keep_singletons=singleton == "raw")
+    of_step = GroupTerm(scale=_scale(scaled), eps=eps, coefficient=step_weight)
+    weights = None if check_compat(compat) else once(steps)
+    return combine(
+        [Term(episodes, group_ids, of_episode, weights), Term(returns, dense_ids(group_ids, anchor_ids), of_step)],
+        backend=backend,
+    )
+
+
+@estimator(Provenance.VERIFIED, level="step")
+def hgpo(
+    step_rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    trajectory_ids: torch.Tensor,
+    anchor_ids: torch.Tensor,
+    *,
+    gamma: float = 0.95,
+    history: int = 2,
+    alpha: float = 1.0,
+    scaled: bool = True,
+    base_group: bool = False,
+    drop_zeros: bool = True,
+    eps: float = 1e-6,
+    share_eps: float = 1e-6,
+    compat: str = "paper",
+    positions: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """HGPO: steps compared with those of the same last 1, 2, ... ``history + 1`` observations (arXiv 2602.22817).
+    Returns ``[N]`` float32.
+
+    ``A = sum_k w_k A_k``, A_k the normalised discounted return (ddof 0) in the group of steps whose last k + 1
+    observations are equal, ``w_k = l_k^alpha / (sum_j l_j^alpha + share_eps)`` over the levels with at least two steps.
+
+    Args:
+        history: K, 2 or 4 in the paper.
+        scaled: False leaves out the standard deviations (WebShop).
+        base_group: adds GiGPO's episode advantage, each step counted, as one more level of l = 1.
+        drop_zeros: a level in which a step's advantage is exactly 0 does not count, as in the paper and its code; an
+            element that happens to equal its group's mean is dropped, too, which makes this discontinuous.
+        compat: l_k = k + 1 in the ``"paper"``, k + 2 in the ``"code"``.
+
+    >>> rewards, anchors = torch.tensor([0.0, 1.0, 0.0, 0.0]), torch.tensor([7, 8, 7, 8])
+    >>> hgpo(rewards, torch.zeros(4, dtype=torch.int64), torch.tensor([0, 0, 1, 1]), anchors, history=1)
+    tensor([ 1.0000,  1.0000, -1.0000, -1.0000])
+    """
+    check_units(step_rewards=step_rewards, group_ids=group_ids, trajectory_ids=trajectory_ids, anchor_ids=anchor_ids)
+    check(0 <= history <= 6, "history: expected 0 to 6 earlier observations, got {}", history)
+    offset = 2 if check_compat(compat) else 1
+    steps = chains(trajectory_ids, positions)
+    returns = discounted_returns(step_rewards, trajectory_ids, gamma, positions=positions, backend=backend)
+    presence = Presence.NONZERO if drop_zeros else Presence.ALWAYS
+    anchors = steps.sorted(anchor_ids.to(torch.int64))
+    level = steps.sorted(dense_ids(group_ids, anchor_ids))
+    terms = []
+    for k in range(history + 1):
+        if k > 0:  # the observation k steps before, where the trajectory has one
+            earlier = torch.full_like(anchors, -1)
+            same = steps.chain[k:] == steps.chain[:-k]
+            earlier[k:] = torch.where(same & (steps.chain[k:] >= 0), anchors[:-k], -1)
+            level = dense_ids(level, earlier)
+        rule = GroupTerm(
+            scale=_scale(scaled), ddof=0, eps=eps, presence=presence, coefficient=math.pow(k + offset, alpha)
+        )
+        terms.append(Term(returns, steps.unsorted(level), rule))
+    if base_group:
+        rule = GroupTerm(scale=_scale(scaled), eps=eps, presence=presence)
+        terms.append(Term(episode_returns(step_rewards, steps, backend=backend), group_ids, rule))
+    return combine(terms, share=Share.EQUAL, share_eps=share_eps, backend=backend)
+
+
+@estimator(Provenance.VERIFIED)
+def dr_mas(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    agent_ids: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Dr.MAS: GRPO with statistics per prompt *and agent* (arXiv 2602.08847). Returns ``[S]`` float32.
+
+    Scale and offset of one agent's rewards change nothing for the others; with one agent this is GRPO. For GiGPO with
+    agents pass ``segments.dense_ids(group_ids, agent_ids)`` as its group_ids.
+
+    Args:
+        agent_ids: ``[S]`` which agent produced each unit.
+
+    >>> dr_mas(torch.tensor([1.0, 0.0, 9.0, 5.0]), torch.zeros(4, dtype=torch.int64), torch.tensor([0, 0, 1, 1]))
+    tensor([ 0.7071, -0.7071,  0.7071, -0.7071])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, agent_ids=agent_ids, mask=mask)
+    return grpo(rewards, dense_ids(group_ids, agent_ids), mask=mask, ddof=ddof, eps=eps, backend=backend)
+
+
+@estimator(Provenance.VERIFIED)
+def peco(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    is_planner: torch.Tensor,
+    *,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """PECO (CoDA): GRPO whose statistics are those of planners, for planners and executors (official code). Returns
+    ``[S]`` float32.
+
+    The number of executor rows changes nothing. A prompt with one planner gives 0.
+
+    Args:
+        is_planner: ``[S]`` bool.
+
+    >>> peco(torch.tensor([1.0, 0.0, 1.0, 1.0]), None, torch.tensor([True, True, False, False]))
+    tensor([ 0.7071, -0.7071,  0.7071,  0.7071])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, is_planner=is_planner)
+    everybody = torch.ones_like(is_planner)
+    return grpo(rewards, group_ids, mask=is_planner, apply_mask=everybody, ddof=ddof, eps=eps, backend=backend)
+
+
+@estimator(Provenance.VERIFIED)
+def flow_grpo(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    turns: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Flow-GRPO (AgentFlow): GRPO over turns, each of which has the outcome of its trajectory (arXiv 2510.05592).
+    Returns ``[I]`` float32, the advantage of every turn of trajectory i.
+
+    Mean and deviation weigh a trajectory by its turns. With T turns each this is GRPO times
+    ``sqrt((n T - 1) / (T (n - 1)))``.
+
+    Args:
+        rewards: ``[I]``, one per trajectory.
+        turns: ``[I]`` floating point, the turns of each trajectory.
+
+    >>> flow_grpo(torch.tensor([1.0, 0.0]), None, torch.tensor([3.0, 1.0]))
+    tensor([ 0.5000, -1.5000])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, turns=turns)
+    return combine([Term(rewards, group_ids, GroupTerm(eps=eps), turns)], backend=backend)
+
+
+@estimator(Provenance.PAPER)
+def m_grpo(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    multiplicity: torch.Tensor | None = None,
+    *,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """M-GRPO: ``A = (r - mean) / std``, ddof 0 and no eps, of main trajectories or of the sub-trajectories of all
+    rollouts of a query (arXiv 2511.13288). Returns ``[S]`` float32.
+
+    Call it once for main trajectories and once for sub-trajectories; each belongs to a model of its own.
+
+    Args:
+        multiplicity: ``[S]`` floating point, how often the alignment takes each sub-trajectory: rollouts are brought to
+            a common number d of them by copying and dropping at random. ``d / d_k``, what is expected of a rollout with
+            d_k, makes it deterministic. The loss weighs them the same way. None: once each.
+
+    >>> m_grpo(torch.tensor([1.0, 0.1]), None)
+    tensor([ 1., -1.])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, multiplicity=multiplicity, mask=mask)
+    return combine([Term(rewards, group_ids, GroupTerm(ddof=0, eps=0.0), multiplicity)], mask=mask, backend=backend)
+
+
+@estimator(Provenance.VERIFIED)
+def hbpo(
+    lengths: torch.Tensor,
+    is_correct: torch.Tensor,
+    budgets: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    longest: float = 4096.0,
+    beta: float = 4.0,
+    alpha: float = 1 / 4096,
+    eps: float = 1e-6,
+    compat: str = "paper",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """HBPO: rewards by length budget, compared inside a budget and between budgets (arXiv 2507.15844). Returns ``[S]``
+    float32.
+
+    ``f1(n, b) = beta cos(pi n / 2 L) - alpha |n - b|``, ``f2(b) = beta cos(pi b / 2 L)``; the reward R of a correct
+    response is f1 beyond its budget (n up to L) and f2 within, else 0. ``A = (R - mean_q) / (std_q + eps) +
+    (mean_{q,b} - f2(b))``, ddof 1.
+
+    Args:
+        lengths: n ``[S]`` floating point. budgets: b ``[S]`` floating point. is_correct: ``[S]`` bool.
+        longest, beta, alpha: L, and the constants of the paper.
+        compat: the ``"code"`` takes R = min(f1, f2), adds the part inside a budget twice, and has pi = 3.1416.
+
+    >>> b, n = torch.tensor([512.0, 512, 1024, 1024]), torch.tensor([400.0, 900, 1000, 1500])
+    >>> hbpo(n, torch.tensor([True, True, True, False]), b, torch.zeros(4, dtype=torch.int64))
+    tensor([ 0.4573,  0.3227, -1.3843, -3.3450])
+    """
+    check_units(lengths=lengths, is_correct=is_correct, budgets=budgets, group_ids=group_ids)
+    as_code = check_compat(compat)
+    n, b, quarter = lengths.double(), budgets.double(), (3.1416 if as_code else math.pi) / (2 * longest)
+    beyond, within = beta * torch.cos(quarter * n) - alpha * (n - b).abs(), beta * torch.cos(quarter * b)
+    reward = torch.minimum(beyond, within) if as_code else torch.where(n <= b, within, beyond)
+    rewards = as_advantages(torch.where(is_correct & (n <= longest), reward, 0.0), lengths, backend)
+    # Budgets are compared as the bits they are.
+    subgroup = dense_ids(group_ids, budgets.float().contiguous().view(torch.int32))
+    twice = 2.0 if as_code else 1.0
+    terms = [
+        Term(rewards, group_ids, GroupTerm(eps=eps)),
+        Term(rewards, subgroup, GroupTerm(part=Part.MEAN, coefficient=twice)),
+    ]
+    together = combine(terms, backend=backend)
+    return as_advantages(torch.where(group_ids >= 0, together - twice * within, 0.0), lengths, backend)
+
+
+@estimator(Provenance.PAPER)
+def stratified(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    stratum_ids: torch.Tensor,
+    *,
+    alpha: float = 1.0,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Stratified GRPO: ``A = alpha A_stratum + (1 - alpha) A_group``, both GRPO's (arXiv 2510.06214). Returns ``[S]``
+    float32.
+
+    Args:
+        stratum_ids: ``[S]``, what is alike inside a prompt: say, the number of searches.
+        alpha: 0 is GRPO, 1 (no default of the paper is confirmed) compares inside strata alone. A stratum of one unit
+            adds 0.
+
+    >>> r, strata = torch.tensor([1.0, 0, 0, 1, 1, 0]), torch.tensor([0, 0, 0, 1, 1, 1])
+    >>> stratified(r, torch.zeros(6, dtype=torch.int64), strata)
+    tensor([ 1.1547, -0.5773, -0.5773,  0.5773,  0.5773, -1.1547])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, stratum_ids=stratum_ids, mask=mask)
+    inside = GroupTerm(ddof=ddof, eps=eps, coefficient=alpha)
+    between = GroupTerm(ddof=ddof, eps=eps, coefficient=1 - alpha)
+    terms = [Term(rewards, dense_ids(group_ids, stratum_ids), inside), Term(rewards, group_ids, between)]
+    return combine(terms, mask=mask, backend=backend)
+
+
+@estimator(Provenance.VERIFIED)
+def sgrpo(
+    rewards: torch.Tensor,
+    group_rewards: torch.Tensor,
+    supergroup_ids: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    group_weight: float = 0.5,
+    scaled: bool = False,
+    eps: float = 1e-4,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """SGRPO: ``A = (1 - w) A_rollout + w A_group``, rollouts against those of the whole supergroup, groups against its
+    groups, each leaving itself out (official code). Returns ``[S]`` float32.
+
+    Args:
+        group_rewards: ``[S]``, the reward of each unit's group: equal for its members.
+        group_weight: w; 0 is RLOO over the supergroup.
+        scaled: divide each part by its standard deviation (ddof 1) plus eps.
+
+    >>> r, of_group = torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([0.8, 0.8, 0.2, 0.2])
+    >>> sgrpo(r, of_group, torch.zeros(4, dtype=torch.int64), torch.tensor([0, 0, 1, 1]))
+    tensor([ 0.6333, -0.0333, -0.3000, -0.3000])
+    """
+    check_units(
+        rewards=rewards, group_rewards=group_rewards, supergroup_ids=supergroup_ids, group_ids=group_ids, mask=mask
+    )
+    seen = torch.isfinite(rewards) & (supergroup_ids >= 0)
+    seen = seen if mask is None else seen & mask
+    groups = chains(torch.where(seen, dense_ids(supergroup_ids, group_ids), -1))
+    first = once(groups)
+    rule = GroupTerm(scale=_scale(scaled), eps=eps)
+    of_groups = combine([Term(group_rewards, supergroup_ids, rule, first)], mask=mask, backend=backend)
+    number = statistics(group_rewards, supergroup_ids, weights=first, mask=mask, backend=backend).members
+    left_out = torch.where(number > 1, number / (number - 1).clamp(min=1), 0.0)  # n / (n - 1) for all copies of a group
+    own = GroupTerm(center=Center.LEAVE_ONE_OUT, scale=_scale(scaled), eps=eps, coefficient=1 - group_weight)
+    of_rollouts = combine([Term(rewards, supergroup_ids, own)], mask=mask, backend=backend)
+    return as_advantages(of_rollouts + group_weight * left_out * of_groups, rewards, backend)

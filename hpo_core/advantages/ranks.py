@@ -1,0 +1,159 @@
+"""Estimators that see rewards by rank or as right and wrong; the rest is as in :mod:`.flat`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..checks import check
+from ..segments import chains, statistics
+from ..specs import Provenance
+from .flat import grpo
+from .terms import as_advantages, check_units, estimator
+
+__all__ = ["arena", "g2rpo", "mc_grpo", "pass_at_k"]
+
+
+def _members(
+    rewards: torch.Tensor, group_ids: torch.Tensor | None, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.zeros_like(rewards, dtype=torch.int64) if group_ids is None else group_ids.to(torch.int64)
+    member = torch.isfinite(rewards) & (ids >= 0)
+    return ids, member if mask is None else member & mask
+
+
+@estimator(Provenance.VERIFIED)
+def g2rpo(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """G2RPO: rewards become the normal quantiles of their ranks, ``Phi^-1((k - 1/2) / n)``, ties their mean (arXiv
+    2604.08539). Returns ``[S]`` float32.
+
+    Sums to 0 in each group; any increasing map of the rewards leaves it as it is; at most ``Phi^-1(1 - 1 / 2n)``.
+    >>> g2rpo(torch.tensor([0.3, 0.1, 0.3, 0.9, 0.5]), None)
+    tensor([-0.2622, -1.2816, -0.2622,  1.2816,  0.5244])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, mask=mask)
+    ids, member = _members(rewards, group_ids, mask)
+    groups = chains(torch.where(member, ids, -1), torch.where(member, rewards, 0.0))  # ascending in each group
+    chain, value = groups.chain, groups.sorted(rewards)
+    begin, end = groups.cu_seqlens[chain.clamp(min=0)], groups.cu_seqlens[(chain + 1).clamp(min=0)]
+    rank, size = torch.arange(chain.numel(), device=chain.device) - begin, end - begin
+    quantile = torch.special.ndtri(((rank + 0.5).double() / size.clamp(min=1)).clamp(0, 1))
+    begins = torch.ones_like(chain, dtype=torch.bool)
+    begins[1:] = (chain[1:] != chain[:-1]) | (value[1:] != value[:-1])
+    ties = torch.where(chain >= 0, begins.cumsum(0), -1)
+    tie = statistics(torch.where(chain >= 0, quantile, 0.0), ties, backend=backend)
+    mean = torch.where(tie.members < size, tie.mean, 0.0)  # not the rounding of a sum of all, which is 0
+    return as_advantages(groups.unsorted(mean), rewards, backend)
+
+
+@estimator(Provenance.VERIFIED)
+def arena(
+    ranks: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    eps: float = 1e-6,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """ArenaRL: GRPO of ``1 - rank / (n - 1)``, the ranks of a tournament (official code). Returns ``[S]`` float32.
+
+    Args:
+        ranks: ``[S]`` floating point, 0 the best of its group; ties have the mean of their ranks.
+
+    >>> arena(torch.tensor([0.0, 1.0, 2.0, 3.0]), None)
+    tensor([ 1.1619,  0.3873, -0.3873, -1.1619])
+    """
+    check_units(ranks=ranks, group_ids=group_ids, mask=mask)
+    number = statistics(ranks, group_ids, mask=mask, backend=backend).members
+    worth = as_advantages(1 - ranks.double() / (number - 1).clamp(min=1), ranks, backend)
+    return grpo(worth, group_ids, mask=mask, eps=eps, backend=backend)
+
+
+@estimator(Provenance.VERIFIED)
+def pass_at_k(
+    is_correct: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    k: int,
+    *,
+    eps: float = 1e-6,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Pass@k training: the advantage of a response when any k of the n in its group are rewarded together (arXiv
+    2508.10751). Returns ``[S]`` float32.
+
+    With c of n correct: ``rho = 1 - C(n - c, k) / C(n, k)``, ``sigma = sqrt(rho (1 - rho))``, correct ones get ``(1 -
+    rho) / (sigma + eps)``, the others ``(1 - rho - C(n - c - 1, k - 1) / C(n - 1, k - 1)) / (sigma + eps)``. k = 1 is
+    GRPO with ddof 0. Sums to 0; where k responses always or never hold a correct one, and where n < k, 0.
+
+    Args:
+        is_correct: ``[S]`` bool.
+
+    >>> pass_at_k(torch.arange(8) < 2, None, 4)
+    tensor([ 0.5222,  0.5222, -0.1741, -0.1741, -0.1741, -0.1741, -0.1741, -0.1741])
+    """
+    check_units(is_correct=is_correct, group_ids=group_ids, mask=mask)
+    check(k >= 1, "k: expected a count of at least 1, got {}", k)
+    group = statistics(is_correct.float(), group_ids, mask=mask, backend=backend)
+    n = group.members
+    wrong = n - (group.mean * n).round()
+
+    def choose(of: torch.Tensor, some: int) -> torch.Tensor:  # log C(of, some)
+        of = of.clamp(min=some)
+        return torch.lgamma(of + 1) - torch.lgamma(of - some + 1) - math.lgamma(some + 1)
+
+    # Chances that k of n, and k - 1 of the n - 1 others, are all wrong.
+    none = torch.where(wrong >= k, torch.exp(choose(wrong, k) - choose(n, k)), 0.0)
+    others = torch.where(wrong - 1 >= k - 1, torch.exp(choose(wrong - 1, k - 1) - choose(n - 1, k - 1)), 0.0)
+    scale = (none * (1 - none)).clamp(min=0).sqrt() + eps
+    advantages = torch.where(is_correct, none, none - others) / scale
+    defined = (n >= k) & (wrong < n) & (wrong >= k)
+    defined = defined if mask is None else defined & mask
+    return torch.where(defined, advantages, 0.0).float()
+
+
+@estimator(Provenance.VERIFIED)
+def mc_grpo(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    eps: float = 1e-3,
+    rescaled: bool = True,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """MC-GRPO: ``A = (r - median) / (median |r - median| + eps)``, of an even number the lower median (arXiv
+    2601.22582). Returns ``[S]`` float32.
+
+    The authors sample G + 1 rollouts, drop the one that is the median, and multiply the rest by ``n / n_nonzero``: with
+    ``rescaled`` units whose advantage is 0 receive nothing and the others that factor.
+
+    Traps: where more than half of the rewards are equal the denominator is eps alone: a binary reward gives 1000.
+
+    >>> mc_grpo(torch.tensor([1.0, 2.0, 4.0]), None, rescaled=False)
+    tensor([-0.9990,  0.0000,  1.9980])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, mask=mask)
+    ids, member = _members(rewards, group_ids, mask)
+    exact = torch.where(member, rewards, 0.0).double()
+    centred = torch.where(member, exact - _lower_median(exact, ids, member), 0.0)
+    advantages = torch.where(centred == 0, 0.0, centred / (_lower_median(centred.abs(), ids, member) + eps))
+    if rescaled:
+        left = statistics((advantages != 0).float(), ids, mask=member, backend=backend).mean
+        advantages = torch.where(advantages == 0, 0.0, advantages / left)
+    return as_advantages(advantages, rewards, backend)
+
+
+def _lower_median(values: torch.Tensor, ids: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
+    """The lower median of each unit's group ``[S]``."""
+    groups = chains(torch.where(member, ids, -1), values)
+    begin, end = groups.cu_seqlens[groups.chain.clamp(min=0)], groups.cu_seqlens[(groups.chain + 1).clamp(min=0)]
+    middle = (begin + (end - begin - 1).clamp(min=0) // 2).clamp(max=max(values.numel() - 1, 0))
+    return groups.unsorted(groups.sorted(values)[middle])

@@ -1,0 +1,280 @@
+"""Estimators of which only an abstract or a partial account is public: what was assumed stands in each docstring.
+
+Not here, because they would need more than is known of them: THOR's weight between its two levels and its resampling
+(its step level is :func:`hpo_core.advantages.grpo` over ``segments.dense_ids(prompt, prefix)``); Hi-Agent's foresight
+advantage, whose weights of format, execution and value are not public; and the graphs of GraphGPO and RewardFlow, which
+are built on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..segments import chains, dense_ids, statistics
+from ..specs import GroupTerm, Part, Provenance
+from .flat import grpo
+from .returns import once
+from .selection import ordered
+from .terms import Term, as_advantages, check_units, combine, estimator
+
+__all__ = ["chrpo", "dynamic_contrastive", "graph_grpo", "hc_grpo", "hi_grpo", "himac", "hrpo", "ib_tpo", "salt"]
+
+
+@estimator(Provenance.RECONSTRUCTED)
+def himac(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    is_macro: torch.Tensor,
+    blueprint_ids: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """HiMAC: blueprints of a query compared with each other, and executions of one blueprint (arXiv 2603.00977).
+    Returns ``[S]`` float32.
+
+    Assumed: GRPO's ddof 1 and eps in both phases. The advantage of a macro unit belongs to planner tokens only, that of
+    a micro unit to action tokens: say so with ``token_mask``.
+
+    Args:
+        rewards: ``[S]``; of a macro unit that of one greedy execution of its blueprint.
+        is_macro: ``[S]`` bool. blueprint_ids: ``[S]``, whose execution a micro unit is; of macro units not read.
+
+    >>> r, macro = torch.tensor([1.0, 0.0, 0.5, 0.0]), torch.ones(4, dtype=torch.bool)
+    >>> himac(r, torch.zeros(4, dtype=torch.int64), macro, torch.arange(4))
+    tensor([ 1.3056, -0.7833,  0.2611, -0.7833])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, is_macro=is_macro, blueprint_ids=blueprint_ids)
+    blueprint = torch.where(is_macro, 0, blueprint_ids.to(torch.int64) + 1)  # executions of -1: in no group
+    blueprint = torch.where(~is_macro & (blueprint_ids < 0), -1, blueprint)
+    return grpo(rewards, dense_ids(group_ids, blueprint), eps=eps, backend=backend)
+
+
+@estimator(Provenance.RECONSTRUCTED)
+def hi_grpo(
+    stage_rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    carry: float = 1.0,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Hi-GRPO (3DGen-R1): the plan and the detail of a sample, each normalised in its group on its own (arXiv
+    2512.10949). Returns ``[2, S]`` float32: for the tokens of the first stage, and of the second.
+
+    The reward of the plan is ``R_plan + carry R_detail``. Assumed: GRPO's ddof 1 and eps, and ``carry`` = 1.
+
+    Args:
+        stage_rewards: ``[2, S]``, the rewards of plan and detail, each the mean over its reward models.
+
+    >>> hi_grpo(torch.tensor([[1.0, 0.0], [0.0, 0.0]]), None, carry=0.0)
+    tensor([[ 0.7071, -0.7071],
+            [ 0.0000,  0.0000]])
+    """
+    plan, detail = stage_rewards
+    together = as_advantages(plan.double() + carry * detail.double(), stage_rewards, backend)
+    return torch.stack([grpo(reward, group_ids, eps=eps, backend=backend) for reward in (together, detail)])
+
+
+@estimator(Provenance.RECONSTRUCTED)
+def chrpo(
+    rewards: torch.Tensor,
+    control_rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """CHRPO (Extra-CoT): the main reward for all tokens of a response, a second one for its control token (arXiv
+    2602.08324). Returns ``[2, S]`` float32: for all tokens, and what the control token gets besides.
+
+    Assumed: both normalised as in GRPO and added; the paper's coefficients are not public.
+
+    >>> chrpo(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), None)
+    tensor([[ 0.7071, -0.7071],
+            [-0.7071,  0.7071]])
+    """
+    check_units(rewards=rewards, control_rewards=control_rewards, group_ids=group_ids)
+    return torch.stack([grpo(each, group_ids, eps=eps, backend=backend) for each in (rewards, control_rewards)])
+
+
+@estimator(Provenance.RECONSTRUCTED, level="step")
+def hrpo(
+    action_rewards: torch.Tensor,
+    outcomes: torch.Tensor,
+    group_ids: torch.Tensor,
+    trajectory_ids: torch.Tensor,
+    *,
+    action_weight: float = 1.0,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """HRPO (MasHost): the system's advantage in its group plus the reward of each construction step (arXiv 2506.08507).
+    Returns ``[N]`` float32.
+
+    Assumed: ``A = z_group(R) + weight r_action`` with GRPO's ddof 1 and eps, and weight 1: the paper names the parts.
+
+    Args:
+        action_rewards: ``[N]``. outcomes: ``[N]``, the reward of the system that each step built.
+
+    >>> hrpo(torch.tensor([0.5, 0.0]), torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([0, 1]))
+    tensor([ 1.2071, -0.7071])
+    """
+    check_units(action_rewards=action_rewards, outcomes=outcomes, group_ids=group_ids, trajectory_ids=trajectory_ids)
+    of_system = combine([Term(outcomes, group_ids, GroupTerm(eps=eps), once(chains(trajectory_ids)))], backend=backend)
+    return as_advantages(of_system + action_weight * action_rewards, action_rewards, backend)
+
+
+@estimator(Provenance.RECONSTRUCTED, level="step")
+def salt(
+    outcomes: torch.Tensor,
+    group_ids: torch.Tensor,
+    trajectory_ids: torch.Tensor,
+    edge_ids: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """SALT: a step that several trajectories of a prompt take gets the mean of their advantages (arXiv 2510.20022).
+    Returns ``[N]`` float32.
+
+    Where good and bad outcomes share a step they cancel; a step of one trajectory keeps its advantage. Assumed: GRPO's
+    advantages, and that a trajectory which takes an edge twice counts twice.
+
+    Args:
+        outcomes: ``[N]``, the reward of each step's trajectory. edge_ids: ``[N]``, equal for equivalent steps.
+
+    >>> ids = torch.zeros(3, dtype=torch.int64)
+    >>> salt(torch.tensor([1.0, 1.0, 0.0]), ids, torch.tensor([0, 0, 1]), torch.tensor([5, 6, 5]))
+    tensor([0.0000, 0.7071, 0.0000])
+    """
+    check_units(outcomes=outcomes, group_ids=group_ids, trajectory_ids=trajectory_ids, edge_ids=edge_ids)
+    own = combine([Term(outcomes, group_ids, GroupTerm(eps=eps), once(chains(trajectory_ids)))], backend=backend)
+    return combine([Term(own, dense_ids(group_ids, edge_ids), GroupTerm(part=Part.MEAN))], backend=backend)
+
+
+@estimator(Provenance.RECONSTRUCTED)
+def graph_grpo(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    graph_ids: torch.Tensor,
+    edge_ids: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Graph-GRPO: an edge is worth the mean reward of the sampled graphs that have it, against all graphs of the query
+    (arXiv 2603.02701). Returns ``[P]`` float32, one per pair of a graph and an edge of it.
+
+    ``A(e) = (mean over graphs with e - mean over graphs) / (std over graphs + eps)``. Assumed: that normaliser, ddof 1.
+
+    Args:
+        rewards: ``[P]``, of the pair's graph. graph_ids, edge_ids: ``[P]``.
+
+    >>> q = torch.zeros(3, dtype=torch.int64)
+    >>> graph_grpo(torch.tensor([1.0, 1.0, 0.0]), q, torch.tensor([0, 0, 1]), torch.tensor([4, 5, 4]))
+    tensor([0.0000, 0.7071, 0.0000])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, graph_ids=graph_ids, edge_ids=edge_ids)
+    graphs = statistics(rewards, group_ids, weights=once(chains(dense_ids(group_ids, graph_ids))), backend=backend)
+    worth = statistics(rewards, dense_ids(group_ids, edge_ids), backend=backend).mean
+    spread = graphs.deviation(1)
+    exact = torch.where(spread > 0, (worth - graphs.mean) / (spread + eps), 0.0)
+    return as_advantages(torch.where(torch.isfinite(rewards), exact, 0.0), rewards, backend)
+
+
+@estimator(Provenance.RECONSTRUCTED)
+def hc_grpo(
+    success: torch.Tensor,
+    costs: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """HC-GRPO (ESearch-R1): GRPO of ``success - sum of costs`` of several kinds (arXiv 2512.18571). Returns ``[S]``
+    float32.
+
+    Assumed: GRPO's ddof 1 and eps; costs come weighed. Another HC-GRPO (hint completion, Table-R1) changes what is
+    sampled, not the advantage.
+
+    Args:
+        costs: ``[C, S]``.
+
+    >>> hc_grpo(torch.tensor([1.0, 1.0]), torch.tensor([[0.5, 0.0]]), None)
+    tensor([-0.7071,  0.7071])
+    """
+    check_units(success=success, group_ids=group_ids)
+    worth = as_advantages(success.double() - costs.double().sum(dim=0), success, backend)
+    return grpo(worth, group_ids, eps=eps, backend=backend)
+
+
+@estimator(Provenance.RECONSTRUCTED, level="step")
+def ib_tpo(
+    values: torch.Tensor,
+    parent_values: torch.Tensor,
+    answer_values: torch.Tensor,
+    root_values: torch.Tensor,
+    deviations: torch.Tensor,
+    reference: torch.Tensor,
+    *,
+    beta: float = 5.0,
+    weight: float = 0.1,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """IB-TPO: ``A = (p(a|s) - p(a|q)) / sigma + weight (p(s) / p(parent) - (1 + 1 / beta)) pi_ref(s)``, of a tree's
+    nodes (arXiv 2605.28109). Returns ``[N]`` float32.
+
+    Assumed: sigma, of which the paper says "of the rewards", is given; 0 where it or p(parent) is 0.
+
+    Args:
+        values, parent_values: ``[N]``, estimated chances of each node and of its parent.
+        answer_values, root_values: ``[N]``, chances of the right answer from the node and from the question.
+        deviations: ``[N]`` sigma. reference: ``[N]``, the reference policy's probability of the step.
+
+    >>> ib_tpo(*(torch.tensor([x]) for x in (0.5, 0.25, 0.6, 0.5, 0.5, 0.3)))
+    tensor([0.2240])
+    """
+    given = (values, parent_values, answer_values, root_values, deviations, reference)
+    check_units(
+        values=values, parent_values=parent_values, answer_values=answer_values, root_values=root_values,
+        deviations=deviations, reference=reference,
+    )  # fmt: skip
+    own, parent, answer, root, deviation, chance = (each.double() for each in given)
+    gain = torch.where(deviation > 0, (answer - root) / deviation, 0.0)
+    bottleneck = torch.where(parent > 0, (own / parent - (1 + 1 / beta)) * chance, 0.0)
+    return as_advantages(gain + weight * bottleneck, values, backend)
+
+
+@estimator(Provenance.RECONSTRUCTED)
+def dynamic_contrastive(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    lengths: torch.Tensor,
+    *,
+    best: int,
+    worst: int,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Dynamic contrastive selection (ChatShopBuddy): trajectories by reward, of equal rewards the short ones as good
+    examples and the long ones as bad (arXiv 2603.06065). Returns ``[S]`` bool.
+
+    Assumed: that order; the paper says that reward and reasoning length decide, not how.
+
+    Args:
+        lengths: ``[S]`` floating point, of the reasoning.
+
+    >>> r, n = torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.tensor([9.0, 5.0, 9.0, 5.0])
+    >>> dynamic_contrastive(r, None, n, best=1, worst=1)
+    tensor([False,  True,  True, False])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, lengths=lengths, mask=mask)
+    known = torch.isfinite(lengths) if mask is None else torch.isfinite(lengths) & mask
+    # Long before short, then by reward: stable sorts keep the first where the second ties.
+    order = torch.sort(torch.where(known, lengths, 0.0), descending=True, stable=True).indices
+    ids = None if group_ids is None else group_ids[order]
+    groups, rank, size = ordered(rewards[order], ids, known[order])
+    chosen = groups.unsorted(((rank < worst) | (rank >= size - best)) & (groups.chain >= 0))
+    back = torch.empty_like(chosen)
+    back[order] = chosen
+    return back

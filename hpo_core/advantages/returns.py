@@ -1,0 +1,70 @@
+"""Returns and temporal differences along trajectories: what estimators of steps are made of."""
+
+from __future__ import annotations
+
+import torch
+
+from ..checks import check
+from ..segments import Chains, chains, recurrence
+from .terms import check_units
+
+__all__ = ["discounted_returns", "episode_returns", "generalised_advantages", "once"]
+
+
+def discounted_returns(
+    rewards: torch.Tensor,
+    trajectory_ids: torch.Tensor,
+    gamma: float = 1.0,
+    *,
+    positions: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """``R_t = r_t + gamma R_{t+1}`` along each trajectory. Returns ``[N]``.
+
+    Args:
+        rewards: ``[N]``, one per step.
+        trajectory_ids: ``[N]`` integers in any order; a step with a negative id gets 0.
+        positions: ``[N]``, the order of steps in a trajectory. Default: that in which they stand here.
+
+    >>> discounted_returns(torch.tensor([0.0, 3.0, 1.0]), torch.tensor([0, 1, 0]), 0.5)
+    tensor([0.5000, 3.0000, 1.0000])
+    """
+    check_units(rewards=rewards, trajectory_ids=trajectory_ids)
+    check(0 <= gamma <= 1, "gamma: expected a number in [0, 1], got {}", gamma)
+    steps = chains(trajectory_ids, positions)
+    along = steps.sorted(rewards)
+    return steps.unsorted(recurrence(along, torch.full_like(along, gamma), steps.cu_seqlens, backend=backend))
+
+
+def episode_returns(rewards: torch.Tensor, steps: Chains, *, backend: str | None = None) -> torch.Tensor:
+    """For every step the sum of its trajectory's rewards ``[N]``; 0 for a step in none."""
+    along = steps.sorted(rewards)
+    sums = recurrence(along, torch.ones_like(along), steps.cu_seqlens, backend=backend)
+    return steps.unsorted(torch.where(steps.chain >= 0, steps.first(sums), 0.0))
+
+
+def generalised_advantages(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    steps: Chains,
+    gamma: float,
+    lam: float,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """GAE: ``d_t = r_t + gamma V_{t+1} - V_t``, ``A_t = d_t + gamma lambda A_{t+1}``; V is 0 behind a trajectory.
+    Returns ``[N]``."""
+    along, value = steps.sorted(rewards), steps.sorted(values)
+    following = torch.zeros_like(value)
+    following[:-1] = torch.where(steps.ends()[:-1], 0.0, value[1:])
+    difference = along + gamma * following - value
+    gains = torch.full_like(difference, gamma * lam)
+    return steps.unsorted(recurrence(difference, gains, steps.cu_seqlens, backend=backend))
+
+
+def once(steps: Chains) -> torch.Tensor:
+    """Weights ``[U]`` that count every chain once: 1 for its first unit."""
+    first = torch.zeros_like(steps.chain)
+    first[:1] = steps.chain[:1] >= 0
+    first[1:] = steps.chain[1:] != steps.chain[:-1]
+    return steps.unsorted(first.float())

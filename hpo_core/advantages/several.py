@@ -1,0 +1,124 @@
+"""Estimators over several rewards of one unit, ``[C, S]``; the other arguments are those of :mod:`.flat`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ..checks import check
+from ..specs import GroupTerm, Provenance, Share
+from .flat import grpo, whiten
+from .terms import Term, check_channels, combine, estimator
+
+__all__ = ["dvao", "gdpo", "vpo"]
+
+
+@estimator(Provenance.VERIFIED)
+def dvao(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    weights: Sequence[float] | None = None,
+    *,
+    eps: float = 1e-6,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """DVAO: ``A = sum_k v_k (r_k - mean_k) / (std_k + eps)``, ``v_k = b_k std_k / sum_l b_l std_l`` (arXiv 2605.25604).
+    Returns ``[S]`` float32.
+
+    A reward that does not vary in its group drops out. With one reward this is GRPO with ddof 0; in general GRPO of
+    ``sum b r`` times ``std(sum b r) / sum b std <= 1``.
+
+    Args:
+        rewards: ``[C, S]``, up to 8 rewards.
+        weights: b, C numbers >= 0. Default: 1 each.
+
+    >>> dvao(torch.tensor([[1.0, 0.0, 1.0], [0.2, 0.4, 0.9]]), None)
+    tensor([ 0.0435, -1.0011,  0.9576])
+    """
+    channels = check_channels(rewards, weights)
+    valid = torch.isfinite(rewards).all(0)
+    mask = valid if mask is None else valid & mask
+    rule = GroupTerm(ddof=0, eps=eps)
+    terms = [Term(x, group_ids, replace(rule, coefficient=b)) for x, b in zip(rewards, channels, strict=True)]
+    return combine(terms, mask=mask, share=Share.DEVIATION, share_least=eps, backend=backend)
+
+
+@estimator(Provenance.VERIFIED)
+def gdpo(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    weights: Sequence[float] | None = None,
+    *,
+    lengths: torch.Tensor | None = None,
+    eps: float | None = None,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """GDPO: each reward normalised in its group, their weighted sum normalised over the batch (arXiv 2601.05242).
+    Returns ``[S]`` float32.
+
+    ``S = sum_c w_c (r_c - mean_c) / (std_c + eps)``, ``A = (S - mean_B) / (std_B + eps)``, ddof 1. Tells apart
+    combinations of rewards that GRPO of their sum makes equal; invariant to scale and offset of each reward in each
+    group.
+
+    Args:
+        rewards: ``[C, S]``, up to 8 rewards.
+        weights: w, C numbers. Default: 1 each.
+        lengths: ``[S]`` floating point. With it the batch is normalised over *tokens*, as verl and the authors' code
+            do: ``(S - mean) / sqrt(var + 1e-8)``, units weighing as many as they have. Without it over samples, as in
+            TRL.
+        eps: 1e-4 without lengths (TRL), 1e-6 with them (verl) by default.
+
+    Traps: three frameworks, three second stages; NeMo-RL divides by the deviation without centring, which is not here.
+
+    >>> x = torch.tensor([[1.0, 0, 1, 0, 0, 1], [1, 1, 0, 0, 1, 1]])
+    >>> gdpo(x, torch.tensor([0, 0, 0, 1, 1, 1]))
+    tensor([ 0.9128, -0.4564, -0.4564, -1.3692,  0.0000,  1.3692])
+    """
+    channels = check_channels(rewards, weights)
+    eps = (1e-4 if lengths is None else 1e-6) if eps is None else eps
+    rule = GroupTerm(eps=eps, keep_singletons=lengths is not None)
+    terms = [Term(x, group_ids, replace(rule, coefficient=w)) for x, w in zip(rewards, channels, strict=True)]
+    together = combine(terms, mask=mask, backend=backend)
+    return whiten(together, lengths, mask=mask, eps=eps, backend=backend)
+
+
+@estimator(Provenance.PAPER)
+def vpo(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    directions: torch.Tensor,
+    *,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """VPO: GRPO of sets of candidates, a set being worth ``mean_w max_j w . r(y_j)`` (arXiv 2605.22817). Returns
+    ``[S]`` float32, the advantage of all candidates of set s.
+
+    Raising any reward of a candidate never lowers its set's worth; a candidate that another beats in every reward
+    changes nothing.
+
+    Args:
+        rewards: ``[S, M, C]``, C rewards of the M candidates of each set; a candidate with NaN is none.
+        directions: ``[W, C]``, draws of w from a Dirichlet distribution, the same for all sets of a group.
+
+    >>> sets = torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[0.6, 0.6], [0.5, 0.5]]])
+    >>> vpo(sets, None, torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]]))
+    tensor([ 0.7071, -0.7071])
+    """
+    check(rewards.dim() == 3, "rewards: expected shape [S, M, C] (sets of candidates), got {}", list(rewards.shape))
+    check(
+        directions.dim() == 2 and directions.shape[1] == rewards.shape[2],
+        "directions: expected shape [W, {}] (one weight per reward), got {}",
+        rewards.shape[2],
+        list(directions.shape),
+    )
+    seen = rewards.isfinite().all(dim=-1, keepdim=True)
+    along = torch.where(seen, rewards, 0.0) @ directions.to(rewards.dtype).T  # [S, M, W]
+    best = torch.where(seen, along, -torch.inf).amax(dim=1)
+    return grpo(best.mean(dim=-1), group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)

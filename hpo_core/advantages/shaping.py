@@ -1,0 +1,121 @@
+"""Estimators that shape the advantages of others by sign, length or position; the rest is as in :mod:`.flat`."""
+
+from __future__ import annotations
+
+import torch
+
+from ..checks import check
+from ..segments import statistics
+from ..specs import Provenance
+from .flat import grpo
+from .terms import as_advantages, check_units, estimator
+
+__all__ = ["adora", "aspo_shaping", "negative_sample", "positive_sample"]
+
+
+@estimator(Provenance.VERIFIED)
+def adora(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    lengths: torch.Tensor,
+    is_correct: torch.Tensor,
+    *,
+    damping: float = 0.1,
+    without_success: bool = False,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """ADORA: GRPO, times ``damping`` in groups whose longest correct response is not longer than the mean of the wrong
+    ones (official code). Returns ``[S]`` float32.
+
+    Args:
+        lengths: ``[S]`` floating point. is_correct: ``[S]`` bool.
+        without_success: True leaves groups without a correct response undamped, as the authors do for vision models.
+
+    Assumed: a group without a wrong response is not damped.
+
+    >>> r, n = torch.tensor([1.0, 0.0]), torch.tensor([5.0, 9.0])
+    >>> adora(r, None, n, r > 0)
+    tensor([ 0.0707, -0.0707])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, lengths=lengths, is_correct=is_correct, mask=mask)
+    everybody = torch.ones_like(is_correct) if mask is None else mask
+    right = statistics(lengths, group_ids, mask=everybody & is_correct, backend=backend)
+    wrong = statistics(lengths, group_ids, mask=everybody & ~is_correct, backend=backend)
+    longer = (right.members > 0) & (right.greatest > wrong.mean)
+    kept = longer | (right.members == 0) if without_success else longer
+    advantages = grpo(rewards, group_ids, mask=mask, ddof=ddof, eps=eps, backend=backend)
+    return torch.where(kept, advantages, damping * advantages)
+
+
+@estimator(Provenance.PAPER)
+def aspo_shaping(
+    advantages: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    is_shaped: torch.Tensor,
+    *,
+    slope: float = -2.0,
+    most: float = 0.7,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """ASPO: responses that call code earlier than their group's gain, by at most a part of their advantage (arXiv
+    2508.19201). Returns ``[S]`` float32.
+
+    ``A + clip(slope (p - mean p) / mean L, -most |A|, most |A|)``. The sign stays, since ``most`` < 1. The gate
+    :func:`hpo_core.gates.aspo` is another paper's.
+
+    Args:
+        advantages: ``[S]``, GRPO's in the paper.
+        positions: p ``[S]`` floating point, the place of the first token of code.
+        lengths: L ``[S]`` floating point, tokens of each response.
+        is_shaped: ``[S]`` bool, correct responses that use code. Assumed: mean p is over these, mean L over the group.
+
+    >>> given = (torch.tensor([x, y]) for x, y in ((1.0, -1.0), (200.0, 400.0), (1000.0, 1000.0)))
+    >>> aspo_shaping(next(given), None, *given, torch.tensor([True, True]))
+    tensor([ 1.2000, -1.2000])
+    """
+    check_units(advantages=advantages, group_ids=group_ids, positions=positions, lengths=lengths, is_shaped=is_shaped)
+    check(0 <= most < 1, "most: expected a number in [0, 1), which keeps the sign, got {}", most)
+    mean = statistics(positions, group_ids, mask=is_shaped, backend=backend).mean
+    length = statistics(lengths, group_ids, backend=backend).mean
+    bound = most * advantages.double().abs()
+    shift = torch.where(length > 0, slope * (positions.double() - mean) / length, 0.0)
+    shaped = advantages.double() + torch.minimum(torch.maximum(shift, -bound), bound)
+    return as_advantages(torch.where(is_shaped, shaped, advantages.double()), advantages, backend)
+
+
+@estimator(Provenance.PAPER)
+def negative_sample(
+    is_correct: torch.Tensor, *, positive_weight: float = 0.0, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Negative-sample reinforcement: -1 for wrong responses, ``positive_weight`` for right ones (arXiv 2506.01347).
+    Returns ``[S]`` float32.
+
+    Args:
+        is_correct: ``[S]`` bool.
+        positive_weight: 0 learns from mistakes alone; .1 is the paper's weighted REINFORCE, 1 REINFORCE.
+
+    >>> negative_sample(torch.tensor([True, False]), positive_weight=0.1)
+    tensor([ 0.1000, -1.0000])
+    """
+    check_units(is_correct=is_correct, mask=mask)
+    check(positive_weight >= 0, "positive_weight: expected a number >= 0, got {}", positive_weight)
+    advantages = torch.where(is_correct, positive_weight, -1.0)
+    return advantages if mask is None else torch.where(mask, advantages, 0.0)
+
+
+@estimator(Provenance.PAPER)
+def positive_sample(is_correct: torch.Tensor, *, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Positive-sample reinforcement: 1 for right responses, nothing for wrong ones (arXiv 2506.01347). Returns ``[S]``
+    float32.
+
+    >>> positive_sample(torch.tensor([True, False]))
+    tensor([1., 0.])
+    """
+    check_units(is_correct=is_correct, mask=mask)
+    chosen = is_correct if mask is None else is_correct & mask
+    return chosen.float()

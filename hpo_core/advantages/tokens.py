@@ -1,0 +1,200 @@
+"""Estimators whose advantages differ from token to token, ``[T]`` of a packed batch; the rest is as in :mod:`.flat`."""
+
+from __future__ import annotations
+
+import torch
+
+from ..batch import PackedBatch
+from ..checks import check, check_shape
+from ..segments import dense_ids, recurrence, statistics
+from ..specs import GroupTerm, Provenance, Scale
+from .flat import whiten
+from .terms import Term, check_units, combine, estimator
+
+__all__ = ["hicra", "otb", "reinforce_pp", "remax", "rl_zvp"]
+
+
+def _valid(batch: PackedBatch, row: torch.Tensor) -> torch.Tensor:
+    return row >= 0 if batch.mask is None else (row >= 0) & batch.mask
+
+
+def _of_tokens(values: torch.Tensor, row: torch.Tensor, nowhere: float | bool = 0.0) -> torch.Tensor:
+    """Values of rows ``[S]`` at their tokens ``[T]``."""
+    if values.numel() == 0:
+        return torch.full(row.shape, nowhere, dtype=values.dtype, device=row.device)
+    return torch.where(row >= 0, values[row.clamp(min=0)], nowhere)
+
+
+def _check(batch: PackedBatch, **tokens: torch.Tensor | None) -> None:
+    check_units(**tokens)
+    for name, tensor in tokens.items():
+        if tensor is not None:
+            check_shape(name, tensor, (batch.total_tokens,), "[T] (one per token of the batch)")
+
+
+@estimator(Provenance.VERIFIED, level="token")
+def reinforce_pp(
+    token_rewards: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    gamma: float = 1.0,
+    whitened: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """REINFORCE++: discounted returns of token rewards, whitened over the batch's tokens (arXiv 2501.03262). Returns
+    ``[T]`` float32.
+
+    ``G_t = r_t + gamma G_t'``, t' the next *valid* token of the row: masked tokens are transparent, they neither cut
+    credit nor discount it, and rewards on them do not count. Then ``(G - mean) / sqrt(var + 1e-8)``, ddof 1.
+
+    Args:
+        token_rewards: ``[T]``, the outcome at a row's last token, and a KL penalty where there is one.
+        whitened: False leaves the returns as they are.
+
+    >>> mask = torch.tensor([True, True, False, False, True, True])
+    >>> batch = PackedBatch(torch.tensor([0, 6]), mask)
+    >>> reinforce_pp(torch.tensor([0.0, 0.5, 0, 0, 0, 1]), batch, gamma=0.9, whitened=False)
+    tensor([1.1790, 1.3100, 0.0000, 0.0000, 0.9000, 1.0000])
+    """
+    _check(batch, token_rewards=token_rewards)
+    check(0 <= gamma <= 1, "gamma: expected a number in [0, 1], got {}", gamma)
+    valid = _valid(batch, batch.row_of_token())
+    values = torch.where(valid, token_rewards, 0.0)
+    gains = torch.where(valid, torch.full_like(values, gamma), 1.0)
+    scanned = recurrence(values, gains, batch.cu_seqlens, backend=backend)
+    returns = torch.where(valid, scanned, 0.0)
+    if not whitened:
+        return returns
+    return whiten(returns, torch.ones_like(returns), mask=valid, backend=backend)
+
+
+@estimator(Provenance.VERIFIED, level="token")
+def remax(
+    token_rewards: torch.Tensor, greedy_rewards: torch.Tensor, batch: PackedBatch, *, backend: str | None = None
+) -> torch.Tensor:
+    """ReMax: the return from each token on, minus the reward of the prompt's greedy response (arXiv 2310.10505).
+    Returns ``[T]`` float32.
+
+    Args:
+        token_rewards: ``[T]``; those at masked tokens do not count.
+        greedy_rewards: ``[S]``, of the greedy response to each row's prompt.
+
+    >>> remax(torch.tensor([0.0, 1.0]), torch.tensor([0.25]), PackedBatch.from_lengths([2]))
+    tensor([0.7500, 0.7500])
+    """
+    _check(batch, token_rewards=token_rewards)
+    check_shape("greedy_rewards", greedy_rewards, (batch.rows,), "[S] (one per row)")
+    row = batch.row_of_token()
+    valid = _valid(batch, row)
+    values = torch.where(valid, token_rewards, 0.0)
+    returns = recurrence(values, torch.ones_like(values), batch.cu_seqlens, backend=backend)
+    return torch.where(valid, returns - _of_tokens(greedy_rewards.to(returns.dtype), row), 0.0)
+
+
+@estimator(Provenance.PAPER, level="token")
+def hicra(
+    advantages: torch.Tensor, is_planning: torch.Tensor, batch: PackedBatch, *, alpha: float = 0.2
+) -> torch.Tensor:
+    """HICRA: planning tokens get ``A + alpha |A|`` (arXiv 2509.03646). Returns ``[T]`` float32.
+
+    Args:
+        advantages: ``[S]``, in the paper :func:`dr_grpo`'s.
+        is_planning: ``[T]`` bool, tokens of strategy and not of execution.
+        alpha: .2 in the paper; below 1 no sign flips.
+
+    >>> hicra(torch.tensor([1.0, -1.0]), torch.tensor([True, False, True]), PackedBatch.from_lengths([2, 1]))
+    tensor([ 1.2000,  1.0000, -0.8000])
+    """
+    check_units(advantages=advantages)
+    check_shape("advantages", advantages, (batch.rows,), "[S] (one per row)")
+    _check(batch, is_planning=is_planning)
+    row = batch.row_of_token()
+    own = torch.where(_valid(batch, row), _of_tokens(advantages, row), 0.0)
+    return torch.where(is_planning, own + alpha * own.abs(), own)
+
+
+@estimator(Provenance.PAPER, level="token")
+def rl_zvp(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    entropy: torch.Tensor,
+    batch: PackedBatch,
+    advantages: torch.Tensor,
+    *,
+    alpha: float = 0.1,
+    threshold: float = 0.5,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """RL-ZVP: prompts whose rewards are all equal teach by entropy: ``alpha H_t`` where all are right, ``-alpha (max_k
+    H_k - H_t)`` where all are wrong (arXiv 2509.21880). Returns ``[T]`` float32.
+
+    Args:
+        entropy: ``[T]`` in nats; the maximum is over the valid tokens of the response.
+        advantages: ``[S]``, of the other prompts, as from :func:`grpo`.
+        alpha: .1 to .2 in the paper.
+        threshold: rewards above it are right.
+
+    >>> batch = PackedBatch.from_lengths([2])
+    >>> rl_zvp(torch.tensor([1.0]), None, torch.tensor([0.5, 1.0]), batch, torch.tensor([0.0]))
+    tensor([0.0500, 0.1000])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, advantages=advantages)
+    check_shape("rewards", rewards, (batch.rows,), "[S] (one per row)")
+    _check(batch, entropy=entropy)
+    row = batch.row_of_token()
+    valid = _valid(batch, row)
+    group = statistics(rewards, group_ids, backend=backend)
+    flat = (group.least == group.greatest) & (group.members > 0) & torch.isfinite(rewards)
+    most = statistics(entropy, row, mask=valid, backend=backend).greatest
+    right = _of_tokens(rewards > threshold, row, False)
+    shaped = torch.where(right, alpha * entropy, alpha * (entropy - most)).to(advantages.dtype)
+    shaped = torch.where(_of_tokens(flat, row, False), shaped, _of_tokens(advantages, row))
+    return torch.where(valid, shaped, 0.0)
+
+
+@estimator(Provenance.VERIFIED, level="token")
+def otb(
+    token_rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    batch: PackedBatch,
+    chosen_probability: torch.Tensor,
+    squared_probabilities: torch.Tensor,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Optimal token baseline: ``A_t = G_t - sum_i G_{i,t} W_{i,t} / sum_i W_{i,t}`` over the prompt's responses with a
+    valid token at the position (verl ``optimal_token_baseline``). Returns ``[T]`` float32.
+
+    G is the return from the token on, not discounted, ``W_t = sum_{s <= t} 1 - 2 p_s + sum_v p_s(v)^2`` over valid
+    tokens. Positions count from the first valid token of the row. A response that is alone at a position, as the
+    longest is at its end, has the baseline 0 there.
+
+    Args:
+        chosen_probability, squared_probabilities: ``[T]``, p of the sampled token, and the sum of p^2 over the
+            vocabulary.
+
+    >>> batch = PackedBatch.from_lengths([1, 1], group_ids=torch.tensor([0, 0]))
+    >>> half = torch.full((2,), 0.5)
+    >>> otb(torch.tensor([1.0, 0.0]), batch.group_ids, batch, half, half)
+    tensor([ 0.5000, -0.5000])
+    """
+    _check(
+        batch, token_rewards=token_rewards, chosen_probability=chosen_probability,
+        squared_probabilities=squared_probabilities,
+    )  # fmt: skip
+    row = batch.row_of_token()
+    valid = _valid(batch, row)
+    values = torch.where(valid, token_rewards, 0.0)
+    returns = recurrence(values, torch.ones_like(values), batch.cu_seqlens, backend=backend)
+    energy = torch.where(valid, 1 - 2 * chosen_probability + squared_probabilities, 0.0)
+    weight = recurrence(energy, torch.ones_like(energy), batch.cu_seqlens, forward=True, backend=backend)
+    token = torch.arange(batch.total_tokens, device=row.device)
+    first = torch.full((batch.rows,), batch.total_tokens, device=row.device)
+    if batch.rows:
+        reached = torch.where(valid, token, batch.total_tokens)
+        first = first.scatter_reduce(0, row.clamp(min=0), reached, "amin")
+    position = token - _of_tokens(first, row)
+    groups = torch.zeros_like(row) if group_ids is None else _of_tokens(group_ids.to(torch.int64), row, -1)
+    ids = dense_ids(torch.where(valid, groups, -1), torch.where(valid, position, -1))
+    rule = GroupTerm(scale=Scale.NONE, keep_singletons=True)
+    return combine([Term(returns, ids, rule, weight)], mask=valid, backend=backend)

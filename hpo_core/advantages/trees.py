@@ -1,0 +1,136 @@
+"""Estimators over trees of rollouts that share prefixes; the rest is as in :mod:`.flat`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from ..checks import check, check_shape
+from ..segments import dense_ids, statistics
+from ..specs import GroupTerm, Presence, Provenance, Scale, Share
+from .flat import grpo, whiten
+from .terms import Term, as_advantages, check_units, combine, estimator
+
+__all__ = ["mars2", "rose", "treepo"]
+
+
+@estimator(Provenance.VERIFIED)
+def treepo(
+    rewards: torch.Tensor,
+    prefix_ids: Sequence[torch.Tensor],
+    lengths: torch.Tensor | None = None,
+    *,
+    by_size: bool = True,
+    drop_flat: bool = False,
+    singleton: str = "raw",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """TreePO: a leaf against those that share its prefix, averaged over all depths of the tree (arXiv 2508.17445).
+    Returns ``[S]`` float32.
+
+    ``a_d = r - mean`` over the leaves with the same prefix of depth d, ``A = sum_d n_d a_d / sum_d n_d`` with n_d the
+    number of those leaves; below the root a leaf that shares its prefix with nobody is left out.
+
+    Args:
+        prefix_ids: one ``[S]`` per depth, from the root (the prompt) on, at most 8: what names the prefix of each leaf.
+        lengths: ``[S]`` floating point, tokens: whitens over them, as the authors do. None: not.
+        by_size: False weighs all depths the same.
+        drop_flat: leave out prefixes below the root whose leaves all have the same reward.
+        singleton: of a prompt with one leaf; the authors' code keeps its reward.
+
+    >>> root, branch = torch.zeros(4, dtype=torch.int64), torch.tensor([0, 0, 1, 1])
+    >>> treepo(torch.tensor([1.0, 0.0, 1.0, 1.0]), [root, branch])
+    tensor([ 0.3333, -0.6667,  0.1667,  0.1667])
+    """
+    check(singleton in ("zero", "raw"), "singleton: expected 'zero' or 'raw', got {!r}", singleton)
+    check_units(rewards=rewards, lengths=lengths)
+    terms = []
+    for depth, ids in enumerate(prefix_ids):
+        check_units(rewards=rewards, prefix_ids=ids)
+        presence = Presence.SPREAD if drop_flat and depth > 0 else Presence.ALWAYS
+        rule = GroupTerm(scale=Scale.NONE, keep_singletons=depth == 0 and singleton == "raw", presence=presence)
+        terms.append(Term(rewards, dense_ids(*prefix_ids[: depth + 1]), rule))
+    advantages = combine(terms, share=Share.COUNT if by_size else Share.EQUAL, backend=backend)
+    return advantages if lengths is None else whiten(advantages, lengths, backend=backend)
+
+
+@estimator(Provenance.VERIFIED)
+def rose(
+    rewards: torch.Tensor, prefix_ids: Sequence[torch.Tensor], *, shared: bool = False, backend: str | None = None
+) -> torch.Tensor:
+    """ROSE: the value of a node is the mean reward of the leaves below it, the advantage of a segment the difference of
+    values at its ends (arXiv 2601.05053). Returns ``[D, S]`` float32: row d is the segment below the prefix of depth d.
+
+    Segments of a leaf add up to its reward minus the root's value. Left out: the authors' penalty on long leaves.
+
+    Args:
+        prefix_ids: one ``[S]`` per depth, from the root on: what names the prefix of each leaf.
+        shared: divide by the number of leaves that share the segment.
+
+    >>> root, branch = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 0, 1])
+    >>> rose(torch.tensor([1.0, 0.0, 1.0]), [root, branch])
+    tensor([[-0.1667, -0.1667,  0.3333],
+            [ 0.5000, -0.5000,  0.0000]])
+    """
+    check_units(rewards=rewards)
+    tables = []
+    for depth, ids in enumerate(prefix_ids):
+        check_units(rewards=rewards, prefix_ids=ids)
+        tables.append(statistics(rewards, dense_ids(*prefix_ids[: depth + 1]), backend=backend))
+    values = [*(table.mean for table in tables), rewards.double()]
+    sharing = [*(table.members for table in tables[1:]), torch.ones_like(values[0])]
+    segments = torch.stack([below - above for above, below in itertools.pairwise(values)])
+    if shared:
+        segments = segments / torch.stack(sharing).clamp(min=1)
+    known = torch.isfinite(rewards) & (tables[-1].members > 0)
+    return as_advantages(torch.where(known, segments, 0.0), rewards, backend)
+
+
+@estimator(Provenance.VERIFIED)
+def mars2(
+    rewards: torch.Tensor,
+    parents: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    shaping: float = 0.3,
+    siblings: float = 0.5,
+    eps: float = 1e-9,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """MARS^2: rewards of a tree's nodes shaped by parents and siblings, then GRPO over all nodes of the prompt (arXiv
+    2604.14564). Returns ``[N]`` float32.
+
+    ``b = (1 - l) r_parent + l mean(siblings)``, the one that exists where the other does not; ``r' = r + g (r - b)``,
+    r where neither does.
+
+    Args:
+        parents: ``[N]`` integers, the place of each node's parent among the nodes; negative: the root is its parent,
+            which is none, but makes siblings.
+        group_ids: ``[N]``, the prompt of each tree.
+        shaping, siblings: g (.5 in the authors' class) and l.
+
+    Traps: the authors shape in place while they go through the nodes, so that children see what their parents have
+    become; here all see the rewards as given.
+
+    >>> r, parents = torch.tensor([0.2, 0.6, 0.8, 0.4]), torch.tensor([-1, -1, 0, 0])
+    >>> mars2(r, parents, torch.zeros(4, dtype=torch.int64))
+    tensor([-1.1742,  0.4958,  1.0959, -0.4175])
+    """
+    check(
+        parents.dim() == 1 and not parents.is_floating_point(), "parents: expected integers [N], got {}", parents.dtype
+    )
+    check_shape("parents", parents, rewards.shape, "[N] (that of rewards)")
+    check_units(rewards=rewards, group_ids=group_ids)
+    family = statistics(rewards, dense_ids(group_ids, parents.clamp(min=-1) + 1), backend=backend)
+    exact = rewards.double()
+    others = (family.mean * family.members - exact) / (family.members - 1).clamp(min=1)
+    parent = exact[parents.clamp(0, max(rewards.numel() - 1, 0))] if rewards.numel() else exact
+    has_parent, has_siblings = parents >= 0, family.members > 1
+    mixed = (1 - siblings) * parent + siblings * others
+    baseline = torch.where(
+        has_parent, torch.where(has_siblings, mixed, parent), torch.where(has_siblings, others, exact)
+    )
+    shaped = as_advantages(exact + shaping * (exact - baseline), rewards, backend)
+    return grpo(shaped, group_ids, eps=eps, backend=backend)

@@ -1,0 +1,282 @@
+"""What the algebra of estimators promises, P1 to P16, where test_advantages.py does not show it already."""
+
+import functools
+import math
+
+import naive_estimators as naive
+import numpy as np
+import pytest
+import torch
+from test_estimators import CASES, Given
+
+from hpo_core import PackedBatch, advantages, segments, testing
+from hpo_core.advantages import reconstructed
+from hpo_core.testing.budget import UNIT
+
+A, R = advantages, reconstructed
+SEEDS = range(24)
+LABELS_COUNT = {"sgrpo", "sgrpo_scaled", "hrpo", "salt", "graph_grpo"}  # whose test rewards are made of labels
+PLACES_COUNT = {"mars2"}
+
+
+def seeds(backend):
+    return SEEDS if backend == "cpu" else range(3)
+
+
+def near(got, expected, size=1.0):
+    assert float((got.cpu().double() - expected.cpu().double()).abs().max()) <= 32 * UNIT * max(1.0, size), (
+        got,
+        expected,
+    )
+
+
+def shuffled(units, seed):
+    """Units in another order; steps of a trajectory keep theirs."""
+    random = np.random.default_rng(seed)
+    order = random.permutation(len(units.reward))
+    for own in naive.groups_of(naive.ids(units.trajectory)).values():
+        where = np.flatnonzero(np.isin(order, own))
+        order[where] = np.sort(order[where])
+    return naive.Units(*(field[order] for field in units)), order
+
+
+def relabelled(units):
+    def other(ids, scale, offset):
+        return np.where(ids < 0, ids, ids * scale + offset)
+
+    group, trajectory = other(units.group, 7919, 10**15), other(units.trajectory, 31, 5)
+    return units._replace(group=group, trajectory=trajectory, anchor=other(units.anchor, 3, 8))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in PLACES_COUNT])
+def test_p1_order_and_labels_do_not_matter(backend, name):
+    for seed in seeds(backend):
+        units = naive.draw(seed)
+        plain = CASES[name](Given(units, backend))
+        moved, order = shuffled(units, seed)
+        near(CASES[name](Given(moved, backend)), plain[..., order], float(plain.abs().max()))
+        if name not in LABELS_COUNT:
+            near(CASES[name](Given(relabelled(units), backend)), plain, float(plain.abs().max()))
+
+
+ZERO_SUM = ("grpo", "dr_grpo", "rloo", "dgpo", "gpg", "maxrl", "g2rpo", "pass_at_k", "dvao")
+
+
+@pytest.mark.parametrize("name", ZERO_SUM)
+def test_p2_groups_sum_to_zero(backend, name):
+    for seed in seeds(backend):
+        units = naive.draw(seed)
+        out = CASES[name](Given(units, backend)).cpu().double()
+        for places in naive.groups_of(naive.ids(units.group), units.mask).values():
+            assert abs(float(out[places].sum())) <= 32 * UNIT * max(1.0, float(out.abs().sum()))
+
+
+def test_p2_opo_weighs_the_sum_by_length(backend):
+    for seed in seeds(backend):
+        units = naive.draw(seed)
+        out = CASES["opo"](Given(units, backend)).cpu().double().numpy()
+        for places in naive.groups_of(naive.ids(units.group), units.mask).values():
+            assert abs((units.length * out)[places].sum()) <= 1e-4
+
+
+def test_p4_bounds(backend):
+    for seed in seeds(backend):
+        units = naive.draw(seed)
+        given = Given(units, backend)
+        size = segments.statistics(given.reward, given.group, mask=given.mask, backend=backend).members.cpu()
+        size = size.clamp(min=1)
+        for name, bound in (
+            ("dgpo_plain", size / 2),
+            ("g2rpo", torch.special.ndtri(1 - 1 / (2 * size))),
+            ("m_grpo", (size - 1).sqrt() * 3 + 10),  # weights up to 8 copies: sqrt(8 n)
+        ):
+            call = CASES.get(name, lambda g: A.dgpo(g.reward, g.group, **g.rest))
+            out = call(given).cpu().double().abs()
+            assert bool((out <= bound * (1 + 1e-5) + 1e-6).all()), name
+
+
+def test_p5_ranks_see_order_alone(backend):
+    """Any increasing map of the rewards changes no bit of an estimator of ranks."""
+    for seed in seeds(backend):
+        units = naive.draw(seed)
+        bent = units._replace(reward=np.arctan(units.reward * 3).astype(np.float32).astype(float))
+        assert torch.equal(CASES["g2rpo"](Given(units, backend)), CASES["g2rpo"](Given(bent, backend)))
+
+
+@pytest.mark.parametrize("name", ["gdpo", "dvao"])
+def test_p5_each_reward_has_its_own_scale(backend, name):
+    for seed in seeds(backend):
+        units = naive.draw(seed)._replace(number=np.round(naive.draw(seed).number * 16))
+        g, h = Given(units, backend), Given(units._replace(number=units.number * 4), backend)
+        estimate, weight = getattr(A, name), 1.0 if name == "gdpo" else 4.0  # weights of rewards scale in DVAO
+        rest = {"eps": 1e-6, **g.rest}
+        # Weights that let no two rewards cancel: what is left of them would be eps, made large by the second stage.
+        one = estimate(torch.stack([g.reward, g.number]), g.group, [1.0, 2 * weight], **rest)
+        two = estimate(torch.stack([h.reward, h.number]), h.group, [1.0, 2.0], **rest)
+        near(one, two, 1e3)  # but for eps
+
+
+def test_p6_odd_symmetry(backend):
+    for seed in seeds(backend):
+        units = naive.draw(seed)
+        given, opposite = Given(units, backend), Given(units._replace(reward=-units.reward), backend)
+        for name in ("g2rpo", "opo", "m_grpo", "stratified", "treepo", "gigpo"):
+            near(CASES[name](opposite), -CASES[name](given), 10)
+    # And those that see rewards as more than differences are not odd.
+    given = Given(naive.draw(1), backend)
+    assert not torch.allclose(A.maxrl(1 - given.reward, given.group), -A.maxrl(given.reward, given.group))
+
+
+def test_p7_reductions(backend):
+    for seed in seeds(backend):
+        g = Given(naive.draw(seed), backend)
+        plain = A.grpo(g.reward, g.group, **g.rest)
+        same = torch.zeros_like(g.other)
+        near(A.dr_mas(g.reward, g.group, same, **g.rest), plain)
+        near(A.ngrpo(g.reward, g.group, virtual=0, **g.rest), plain)
+        near(A.stratified(g.reward, g.group, g.other, alpha=0.0, **g.rest), plain)
+        near(A.stratified(g.reward, g.group, same, alpha=1.0, **g.rest), plain)
+        biased = A.grpo(g.reward, g.group, ddof=0, **g.rest)
+        near(A.dvao(g.reward[None], g.group, **g.rest), biased)
+        near(
+            A.m_grpo(g.reward, g.group, torch.ones_like(g.length), **g.rest),
+            A.grpo(g.reward, g.group, ddof=0, eps=0.0, **g.rest),
+        )
+        binary = g.flag.to(g.reward.dtype)
+        near(A.pass_at_k(g.flag, g.group, 1, **g.rest), A.grpo(binary, g.group, ddof=0, **g.rest), 4)
+        zeros = torch.zeros_like(g.reward)
+        near(
+            A.sgrpo(g.reward, zeros, g.group, g.other, group_weight=0.0, **g.rest), A.rloo(g.reward, g.group, **g.rest)
+        )
+        near(
+            A.treepo(g.reward, [g.group], backend=backend),
+            A.dr_grpo(g.reward, g.group, singleton="raw", backend=backend),
+        )
+        # One step per trajectory: an episode is its step.
+        alone = torch.where(g.group >= 0, torch.arange(len(g.group), device=g.group.device), -1)
+        whole = A.grpo(g.reward, g.group, backend=backend)
+        steps = functools.partial(A.gigpo, g.reward, g.group, alone, backend=backend)
+        near(steps(same), 2 * whole, 4)
+        near(steps(same, step_weight=0.0), whole)
+        near(steps(alone.clamp(min=0)), whole)  # every observation is one of its own
+        unweighted = A.hgpo(g.reward, g.group, alone, same, history=0, backend=backend)
+        near(unweighted, A.grpo(g.reward, g.group, ddof=0, backend=backend), 40)  # but for the eps of its weight
+
+
+def test_p7_turns_of_equal_number(backend):
+    """AgentFlow with T turns each is GRPO times sqrt((n T - 1) / (T (n - 1)))."""
+    t = functools.partial(torch.tensor, device=testing.device_of(backend))
+    rewards, turns = t([1.0, 0, 0, 1, 0.5]), 3
+    factor = math.sqrt((5 * turns - 1) / (turns * 4))
+    flow = A.flow_grpo(rewards, None, torch.full_like(rewards, turns), eps=0.0, backend=backend)
+    near(flow, factor * A.grpo(rewards, None, eps=0.0, backend=backend), 2)
+
+
+def test_p8_binary_closed_forms(backend):
+    t = functools.partial(torch.tensor, device=testing.device_of(backend))
+    for n, c in ((4, 1), (8, 3), (16, 15)):
+        p = c / n
+        rewards = t([1.0] * c + [0.0] * (n - c))
+        up, down = math.sqrt((1 - p) / p), -math.sqrt(p / (1 - p))
+        for out, expected in (
+            (A.grpo(rewards, None, ddof=0, eps=0.0, backend=backend), (up, down)),
+            (A.dgpo(rewards, None, eps=0.0, backend=backend), (1 / (2 * p), -1 / (2 * (1 - p)))),
+            (A.maxrl(rewards, None, eps=0.0, backend=backend), ((1 - p) / p, -1.0)),
+        ):
+            near(out[[0, -1]], t(expected), 8)
+
+
+MASKED = (
+    *("grpo", "opo", "maxrl", "dgpo", "gpg", "bnpo", "ngrpo", "v05", "dvao", "gdpo", "gdpo_tokens", "m_grpo"),
+    *("stratified", "g2rpo", "arena", "mc_grpo", "dr_mas", "reinforce_pp_baseline", "spo_single_stream"),
+)
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_p11_masking_is_removal(backend, name):
+    """And what is masked may be anything: NaN there changes no bit elsewhere."""
+    for seed in seeds(backend):
+        units = naive.draw(seed)
+        keep = np.random.default_rng(seed).random(len(units.reward)) < 0.7
+        poisoned = units._replace(
+            mask=units.mask & keep,
+            reward=np.where(keep, units.reward, np.nan),
+            number=np.where(keep, units.number, np.nan),
+        )
+        whole = CASES[name](Given(poisoned, backend))
+        if name == "arena":  # its ranks count within the group that is left
+            whole = CASES[name](Given(poisoned._replace(length=units.length), backend))
+        assert not whole[~torch.tensor(poisoned.mask)].any() and bool(torch.isfinite(whole).all())
+        left = naive.Units(*(field[keep] for field in units))
+        near(whole[torch.tensor(keep)], CASES[name](Given(left, backend)), 10)
+
+
+@pytest.mark.parametrize("constant", [0.1, -7.3, 1e6 + 0.5])
+def test_p12_identical_rewards_are_exactly_zero(backend, constant):
+    n = 24
+    t = functools.partial(torch.tensor, device=testing.device_of(backend))
+    r, ids = torch.full((n,), constant, device=testing.device_of(backend)), t([i % 3 for i in range(n)])
+    other, lengths = t([i % 2 for i in range(n)]), t([1.0 + i % 5 for i in range(n)])
+    alone = t(list(range(n)))
+    b = {"backend": backend}
+    for out in (
+        A.opo(r, ids, lengths, **b), A.maxrl(r, ids, **b), A.dgpo(r, ids, **b), A.gpg(r, ids, **b),
+        A.m_grpo(r, ids, lengths, **b), A.dvao(torch.stack([r, r]), ids, **b), A.gdpo(torch.stack([r, r]), ids, **b),
+        A.stratified(r, ids, other, alpha=0.3, **b), A.treepo(r, [ids, other], **b), A.g2rpo(r, ids, **b),
+        A.mc_grpo(r, ids, **b), A.peco(r, ids, other > 0, **b), A.flow_grpo(r, ids, lengths, **b),
+        A.dr_mas(r, ids, other, **b), A.gigpo(r, ids, alone, other, **b), A.hgpo(r, ids, alone, other, **b),
+        A.reinforce_pp_baseline(r, ids, lengths, **b), A.rose(r, [ids, other], **b),
+    ):  # fmt: skip
+        assert not out.any()
+
+
+def test_p14_roles_do_not_touch_each_other(backend):
+    """Changing the rewards of one role's units leaves those of the other bit for bit."""
+    for seed in seeds(backend):
+        units = naive.draw(seed)
+        macro = torch.tensor(units.flag)
+        changed = units._replace(reward=np.where(units.flag, units.reward, units.reward * 2 + 1))
+        before, after = (CASES["himac"](Given(each, backend)) for each in (units, changed))
+        assert torch.equal(before[macro], after[macro])
+        low = units._replace(number=units.number * 3)
+        assert torch.equal(CASES["chrpo"](Given(units, backend))[0], CASES["chrpo"](Given(low, backend))[0])
+
+
+def test_p15_whitening_tokens_is_whitening_units_by_length(backend):
+    batch = PackedBatch.from_lengths([3, 1, 4, 2])
+    device = testing.device_of(backend)
+    rewards, lengths = torch.tensor([1.0, 0.0, 2.0, 5.0], device=device), torch.tensor([3.0, 1, 4, 2], device=device)
+    of_units = A.whiten(rewards, lengths, backend=backend)
+    row = batch.row_of_token().to(device)
+    of_tokens = A.whiten(rewards[row], torch.ones(10, device=device), backend=backend)
+    near(of_tokens, of_units[row], 2)
+    assert abs(float(of_tokens.double().sum())) < 1e-5
+    assert float(of_tokens.double().var()) == pytest.approx(1, abs=1e-6)
+
+
+def test_p16_dropping_zeros_is_a_jump():
+    """A negative control: HGPO's rule makes an advantage jump where a step meets its group's mean."""
+    prompt, own, anchors = torch.zeros(6, dtype=torch.int64), torch.arange(6) // 2, torch.tensor([0, 1, 0, 1, 2, 1])
+
+    def jump(**options):
+        found = []
+        for reward in (0.5, 0.501):  # the mean of what else starts from there is .5
+            rewards = torch.tensor([0.0, reward, 0.0, 0.0, 0.0, 1.0])
+            found.append(A.hgpo(rewards, prompt, own, anchors, history=1, scaled=False, **options)[1].item())
+        return abs(found[0] - found[1])
+
+    assert jump() > 0.05 and jump(drop_zeros=False) < 0.01
+
+
+def test_p16_kalman_style_order_dependence_would_fail_p1():
+    """A negative control: an estimator that looks at the order of its units is told apart by P1."""
+
+    def ordered(rewards):
+        running = torch.zeros(())
+        for reward in rewards:
+            running = running + 0.5 * (reward - running)
+        return rewards - running
+
+    rewards = torch.tensor([1.0, 0.0, 1.0])
+    assert not torch.allclose(ordered(rewards)[[1, 0, 2]], ordered(rewards[[1, 0, 2]]))
+    assert torch.allclose(A.grpo(rewards, None)[[1, 0, 2]], A.grpo(rewards[[1, 0, 2]], None))

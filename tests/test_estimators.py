@@ -1,0 +1,368 @@
+"""Every estimator against loops over dictionaries, its worked numbers, and what the families promise."""
+
+import inspect
+
+import naive_estimators as naive
+import pytest
+import torch
+
+import hpo_core as hpo
+from hpo_core import advantages, gates, testing
+from hpo_core.advantages import Provenance, reconstructed
+from hpo_core.testing.budget import UNIT
+
+BATCHES = 300
+
+
+class Given:
+    """A drawn batch as tensors."""
+
+    def __init__(self, units, backend):
+        dtype, device = (torch.float64 if backend == "reference" else torch.float32), testing.device_of(backend)
+
+        def tensor(array):
+            kind = dtype if array.dtype.kind == "f" else None
+            return torch.tensor(array, dtype=kind, device=device)
+
+        for name, array in units._asdict().items():
+            setattr(self, name, tensor(array))
+        self.units, self.backend, self.tensor = units, backend, tensor
+        self.rest = {"mask": self.mask, "backend": backend}
+        self.steps = (self.reward, self.group, self.trajectory, self.anchor)
+
+
+def sgrpo(g, **options):
+    of_group = g.tensor(naive.group_rewards(g.units))
+    return advantages.sgrpo(g.reward, of_group, g.group, g.other, group_weight=0.3, **options, **g.rest)
+
+
+def prefixes(g):
+    return [g.group, g.other, g.third]
+
+
+def hiper(g):
+    out = advantages.hiper(
+        g.reward, g.trajectory, g.flag, g.number, g.length / 10, switch_values=g.number / 2, gamma=0.9, low_lam=0.8,
+        high_lam=0.7, normalised=False, backend=g.backend,
+    )  # fmt: skip
+    return torch.stack(out)
+
+
+def several(g):
+    return torch.stack([g.reward, g.number])
+
+
+A, R = advantages, reconstructed
+CASES = {
+    "grpo": lambda g: A.grpo(g.reward, g.group, **g.rest),
+    "dr_grpo": lambda g: A.dr_grpo(g.reward, g.group, **g.rest),
+    "rloo": lambda g: A.rloo(g.reward, g.group, **g.rest),
+    "lite_ppo": lambda g: A.lite_ppo(g.reward, g.group, **g.rest),
+    "opo": lambda g: A.opo(g.reward, g.group, g.length, **g.rest),
+    "maxrl": lambda g: A.maxrl(g.reward, g.group, **g.rest),
+    "dgpo": lambda g: A.dgpo(g.reward, g.group, accuracy=g.flag.to(g.reward.dtype), **g.rest),
+    "gpg": lambda g: A.gpg(g.reward, g.group, **g.rest),
+    "gpg_code": lambda g: A.gpg(g.reward, g.group, compat="code", **g.rest),
+    "bnpo": lambda g: A.bnpo(g.tensor(naive.rates(g.units)), g.group, **g.rest),
+    "ngrpo": lambda g: A.ngrpo(g.reward, g.group, **g.rest),
+    "reinforce_pp_baseline": lambda g: A.reinforce_pp_baseline(g.reward, g.group, g.length, **g.rest),
+    "v05": lambda g: A.v05(g.reward, g.group, g.number, **g.rest),
+    "dvao": lambda g: A.dvao(several(g), g.group, [1.0, 2.0], **g.rest),
+    "gdpo": lambda g: A.gdpo(several(g), g.group, [1.0, 2.0], **g.rest),
+    "gdpo_tokens": lambda g: A.gdpo(several(g), g.group, [1.0, 2.0], lengths=g.length, **g.rest),
+    "gigpo": lambda g: A.gigpo(*g.steps, step_weight=0.5, backend=g.backend),
+    "gigpo_code": lambda g: A.gigpo(*g.steps, step_weight=0.5, scaled=False, compat="code", backend=g.backend),
+    "hgpo": lambda g: A.hgpo(*g.steps, backend=g.backend),
+    "hgpo_code": lambda g: A.hgpo(
+        *g.steps, history=1, drop_zeros=False, base_group=True, compat="code", backend=g.backend
+    ),
+    "dr_mas": lambda g: A.dr_mas(g.reward, g.group, g.other, **g.rest),
+    "peco": lambda g: A.peco(g.reward, g.group, g.flag, backend=g.backend),
+    "flow_grpo": lambda g: A.flow_grpo(g.reward, g.group, g.length, backend=g.backend),
+    "m_grpo": lambda g: A.m_grpo(g.reward, g.group, g.length, **g.rest),
+    "hbpo": lambda g: A.hbpo(g.length * 400, g.flag, 512.0 * (1 + g.other), g.group, backend=g.backend),
+    "hbpo_code": lambda g: A.hbpo(
+        g.length * 400, g.flag, 512.0 * (1 + g.other), g.group, compat="code", backend=g.backend
+    ),
+    "stratified": lambda g: A.stratified(g.reward, g.group, g.other, alpha=0.8, **g.rest),
+    "sgrpo": sgrpo,
+    "sgrpo_scaled": lambda g: sgrpo(g, scaled=True),
+    "treepo": lambda g: A.treepo(g.reward, prefixes(g), backend=g.backend),
+    "treepo_plain": lambda g: A.treepo(g.reward, prefixes(g), by_size=False, drop_flat=True, backend=g.backend),
+    "rose": lambda g: A.rose(g.reward, prefixes(g), backend=g.backend),
+    "rose_shared": lambda g: A.rose(g.reward, prefixes(g), shared=True, backend=g.backend),
+    "mars2": lambda g: A.mars2(g.reward, g.tensor(naive.parents(g.units)), g.group, backend=g.backend),
+    "g2rpo": lambda g: A.g2rpo(g.reward, g.group, **g.rest),
+    "arena": lambda g: A.arena((g.length / 2).floor(), g.group, **g.rest),
+    "pass_at_k": lambda g: A.pass_at_k(g.flag, g.group, 2, **g.rest),
+    "mc_grpo": lambda g: A.mc_grpo(g.reward, g.group, **g.rest),
+    "adora": lambda g: A.adora(g.reward, g.group, g.length, g.flag, **g.rest),
+    "aspo_shaping": lambda g: A.aspo_shaping(g.reward, g.group, g.number, g.length, g.flag, backend=g.backend),
+    "spo_single_stream": lambda g: A.spo_single_stream(g.reward, g.number, **g.rest),
+    "gae": lambda g: A.step_gae(
+        g.reward, g.number, g.trajectory, gamma=0.9, lam=0.8, whitened=False, backend=g.backend
+    ),
+    "step_gae": lambda g: A.step_gae(g.reward, g.number, g.trajectory, gamma=0.9, lam=0.8, backend=g.backend),
+    "hiper": hiper,
+    "himac": lambda g: R.himac(g.reward, g.group, g.flag, g.other, backend=g.backend),
+    "hi_grpo": lambda g: R.hi_grpo(several(g), g.group, backend=g.backend),
+    "chrpo": lambda g: R.chrpo(g.reward, g.number, g.group, backend=g.backend),
+    "hrpo": lambda g: R.hrpo(
+        g.reward, g.tensor(naive.outcomes(g.units)), g.group, g.trajectory, action_weight=0.5, backend=g.backend
+    ),
+    "salt": lambda g: R.salt(
+        g.tensor(naive.outcomes(g.units)), g.group, g.trajectory, g.anchor, backend=g.backend
+    ),
+    "graph_grpo": lambda g: R.graph_grpo(
+        g.tensor(naive.outcomes(g.units)), g.group, g.trajectory, g.anchor, backend=g.backend
+    ),
+    "hc_grpo": lambda g: R.hc_grpo(g.reward, torch.stack([g.number, g.length / 10]), g.group, backend=g.backend),
+}  # fmt: skip
+
+
+def compare(name, backend, seeds, tolerance):
+    for seed in seeds:
+        units = naive.draw(seed)
+        got = CASES[name](Given(units, backend)).cpu().double()
+        expected = torch.tensor(getattr(naive, name)(units))
+        assert got.shape == expected.shape
+        limit = tolerance * max(1.0, float(expected.abs().max()))
+        assert float((got - expected).abs().max()) <= limit, (seed, got, expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_reference_is_the_loop(name):
+    compare(name, "reference", range(BATCHES), 1e-7 if name == "pass_at_k" else 2e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_are_the_loop(backend, name):
+    compare(name, backend, range(BATCHES if backend == "cpu" else 4), 32 * UNIT)
+
+
+# ---------------------------------------------------------------------------------------------------- worked numbers
+
+
+def close(got, expected, tolerance=1.5e-6):
+    got, expected = got.cpu().double(), torch.tensor(expected, dtype=torch.float64)
+    assert got.shape == expected.shape
+    assert bool(((got - expected).abs() <= tolerance * expected.abs().clamp(min=1)).all()), (got, expected)
+
+
+def on(backend):
+    device = testing.device_of(backend)
+    return lambda *values: torch.tensor(values, device=device), {"backend": backend}
+
+
+def test_w1_flat(backend):
+    t, b = on(backend)
+    r, ids = t(1.0, 0, 0, 1, 2, 4, 6), t(0, 0, 0, 0, 1, 1, 1)
+    lengths = t(3.0, 1, 2, 4, 5, 1, 2)
+    close(A.grpo(r, ids, **b), [0.866024, -0.866024, -0.866024, 0.866024, -1, 0, 1])
+    close(A.grpo(r, ids, ddof=0, eps=0.0, **b), [1, -1, -1, 1, -1.224745, 0, 1.224745])
+    close(A.dr_grpo(r, ids, **b), [0.5, -0.5, -0.5, 0.5, -2, 0, 2])
+    close(A.rloo(r, ids, **b), [2 / 3, -2 / 3, -2 / 3, 2 / 3, -3, 0, 3])
+    close(A.lite_ppo(r, ids, **b), [0.223607, -0.223607, -0.223607, 0.223607, -0.894427, 0, 0.894427])
+    close(
+        A.reinforce_pp_baseline(r, ids, lengths, **b),
+        [0.547228, -0.210472, -0.210472, 0.547228, -1.347022, 0.168378, 1.683777],
+    )
+    close(A.opo(r, ids, lengths, **b), [0.3, -0.7, -0.7, 0.3, -1.25, 0.75, 2.75])
+
+
+def test_w2_gigpo(backend):
+    t, b = on(backend)
+    given = (t(0.0, 0, 1, 0, 0, 0, 1), t(*[0] * 7), t(0, 0, 0, 1, 1, 2, 2), t(0, 1, 2, 0, 3, 0, 1))
+    close(A.discounted_returns(given[0], given[2], 0.95, **b), [0.9025, 0.95, 1, 0, 0, 0.95, 1])
+    for options, expected in (
+        ({}, [1.109762, -0.129738, 0.577349, -2.308260, -1.154699, 1.198498, 1.284436]),
+        ({"compat": "code"}, [1.117952, -0.121548, 0.585539, -2.617408, -1.463847, 1.206687, 1.292626]),
+        ({"scaled": False}, [0.618333, 0.308333, 0.333333, -1.284167, -0.666667, 0.665833, 0.358333]),
+        (
+            {"scaled": False, "compat": "code"},
+            [0.570714, 0.260714, 0.285714, -1.331786, -0.714286, 0.618214, 0.310714],
+        ),
+    ):
+        close(A.gigpo(*given, **options, **b), expected, 4e-6)
+
+
+def test_w3_hgpo(backend):
+    t, b = on(backend)
+    rewards = t(0.0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0, 1)
+    given = (rewards, t(*[0] * 12), t(*[i // 3 for i in range(12)]), t(0, 1, 2, 0, 1, 2, 0, 3, 2, 0, 3, 2))
+    first = {"code": [0.577349, -1.732046, 0.577349, 0.577349], "paper": [0.577348, -1.732045, 0.577348, 0.577348]}
+    last = {
+        (0, "code", True): [0.577349, -1.732046, 0.577349, 0.577349],
+        (1, "code", True): [0.830938, -1.292817, 0.577349, 0.577349],
+        (1, "paper", True): [0.859115, -1.244014, 0.577348, 0.577348],
+        (1, "paper", False): [0.859115, -1.244014, 0.192450, 0.192450],
+        (2, "code", True): [0.906076, -1.162675, 0.577349, 0.577349],
+        (2, "paper", True): [0.929556, -1.122006, 0.577348, 0.577348],
+        (2, "paper", False): [0.929556, -1.122006, 0.096225, 0.096225],
+    }
+    for (history, compat, drop), expected in last.items():
+        out = A.hgpo(*given, history=history, compat=compat, drop_zeros=drop, **b)
+        close(out[2::3], expected, 2e-6)
+        close(out[0::3], first[compat], 2e-6)
+    anchors = t(0, 1, 2, 0, 3, 0, 1)
+    out = A.hgpo(t(0.0, 0, 1, 0, 0, 0, 1), t(*[0] * 7), t(0, 0, 0, 1, 1, 2, 2), anchors, history=0, compat="code", **b)
+    close(out, [0.652069, -0.999960, 0, -1.412817, 0, 0.760748, 0.999960], 4e-6)
+
+
+def test_w4_himac(backend):
+    t, b = on(backend)
+    zeros = t(0, 0, 0, 0)
+    close(R.himac(t(1.0, 0, 0.5, 0), zeros, zeros == 0, zeros, **b), [1.305580, -0.783348, 0.261116, -0.783348])
+    close(R.himac(t(1.0, 0, 1, 1), zeros, zeros == 1, zeros, **b), [0.499999, -1.499997, 0.499999, 0.499999], 4e-6)
+
+
+def test_w5_hiper(backend):
+    t, b = on(backend)
+    given = (
+        t(0.0, 0.1, 0, 1), t(0, 0, 0, 0), t(True, False, True, False), t(0.3, 0.4, 0.5, 0.7), t(0.35, 9.0, 0.55, 9.0),
+    )  # fmt: skip
+    out = A.hiper(*given, normalised=False, **b)
+    close(out.low, [0.280806, 0.222500, 0.435750, 0.300000])
+    close(out.high, [0.584325, 0, 0.4, 0])
+    out = A.hiper(*given, **b)
+    close(out.low, [-0.370605, -1.116813, 1.612379, -0.124961], 4e-6)
+    close(out.high, [1, 0, -1, 0], 2e-6)
+    assert out.switch is None
+    close(A.hiper(*given, high_lam=1.0, normalised=False, **b).high[:1], [0.602375])  # the return minus V
+
+
+def test_w6_m_grpo(backend):
+    t, b = on(backend)
+    close(A.m_grpo(t(1.0, 0.1), None, **b), [1, -1])
+    r, c = t(0.9, 0.5, 0.4, 0.1, 0.4, 0.2), t(2.0, 2, 1, 1, 1, 1)
+    close(A.m_grpo(r, None, c, **b), [1.520560, 0.046078, -0.322543, -1.428405, -0.322543, -1.059784])
+    close(A.m_grpo(r, None, **b), [1.899853, 0.327561, -0.065512, -1.244731, -0.065512, -0.851658])
+
+
+def test_w7_hbpo(backend):
+    t, b = on(backend)
+    given = (
+        t(400.0, 900, 1000, 1500, 2000, 3000), t(True, True, True, False, True, True),
+        t(512.0, 512, 1024, 1024, 2560, 2560), t(0, 0, 0, 0, 0, 0),
+    )  # fmt: skip
+    close(A.hbpo(*given, **b), [0.784188, 0.621063, -1.083011, -3.458572, -0.531045, -0.979430])
+    rewards = t(3.923141, 3.669378, 3.695518, 0, 2.222281, 1.524755)
+    inside = A.hbpo(*given, **b) - A.grpo(rewards, given[3], **b)
+    close(inside, [-0.126881, -0.126881, -1.847759, -1.847759, -0.348763, -0.348763], 3e-6)
+
+
+def test_w8_w9_several(backend):
+    t, b = on(backend)
+    close(A.dvao(t([1.0, 0, 1], [0.2, 0.4, 0.9]), None, **b), [0.043528, -1.001134, 0.957606])
+    x, ids = t([1.0, 0, 1, 0, 0, 1], [1.0, 1, 0, 0, 1, 1]), t(0, 0, 0, 1, 1, 1)
+    close(A.gdpo(x, ids, **b), [0.912799, -0.456399, -0.456399, -1.369198, 0, 1.369198])
+    close(A.grpo(x.sum(0), ids, eps=1e-4, **b), [1.154501, -0.577250, -0.577250, -0.999900, 0, 0.999900])
+
+
+def test_w10_g2rpo(backend):
+    t, b = on(backend)
+    close(A.g2rpo(t(0.3, 0.1, 0.3, 0.9, 0.5), None, **b), [-0.262200, -1.281552, -0.262200, 1.281552, 0.524401])
+    close(A.g2rpo(t(0.0, 0, 0, 0, 1), None, **b), [-0.32] * 4 + [1.28], 5e-3)
+    close(A.g2rpo(t(0.81, 0.81, 0.82, 0.82, 0.83), None, **b), [-0.9, -0.9, 0.26, 0.26, 1.28], 5e-3)
+
+
+def test_w11_dgpo(backend):
+    t, b = on(backend)
+    r, ids = t(1.0, 0, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1), t(*[i // 4 for i in range(12)])
+    close(A.dgpo(r, ids, **b), [1.999867, *[-0.666622] * 3, *[0.666622] * 3, -1.999867, *[0] * 4])
+    close(A.dgpo(r, ids, accuracy=r, **b), [2.248556, *[-0.749519] * 3, *[0.583726] * 3, -1.751177, *[0] * 4])
+
+
+def test_w12_sgrpo(backend):
+    t, b = on(backend)
+    given = (t(1.0, 0, 0.5, 0.5), t(0.8, 0.8, 0.2, 0.2), t(0, 0, 0, 0), t(0, 0, 1, 1))
+    close(A.sgrpo(*given, **b), [0.633333, -0.033333, -0.3, -0.3])
+    close(A.sgrpo(*given, scaled=True, **b), [1.523237, -0.109356, -0.706940, -0.706940])
+
+
+def test_w13_spo(backend):
+    t, b = on(backend)
+    tracker = A.BetaTracker.start(t(3.0), 8)
+    close(torch.cat(tracker), [3.111111, 4.888889])
+    close(tracker.value, [0.388889])
+    close(tracker.updated(t(1.0), t(0), t(1.0)).value, [0.465278])
+    memory = [
+        tracker.updated(t(0.0), t(0), t(d)).alpha.item() / tracker.alpha.item() for d in (0.0, 0.003, 0.0116, 9.0)
+    ]
+    close(torch.tensor(memory), [0.96, 0.96, 0.875, 0.875], 2e-4)
+    v = t(0.388889, 0.25, 0.9, 0.5)
+    close(A.spo_single_stream(t(1.0, 0, 1, 0), v, **b), [1.289325, -0.499001, 0.227867, -1.018192])
+    close(A.BetaTracker(v, 1 - v).sampling_weights, [0.537498, 0.483013, 0.35, 0.55])
+
+
+def test_w14_bnpo(backend):
+    t, b = on(backend)
+    r = t(1.0, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0)
+    up, down = [0.680175, 0.392699, 0.226725], [-0.226725, -0.392699, -0.680175]
+    out = A.bnpo(r, t(*[i // 4 for i in range(12)]), **b)
+    close(out[[0, 4, 8]], up)
+    close(out[[1, 6, 11]], down)
+
+
+def test_w15_v05(backend):
+    t, b = on(backend)
+    r = t(1.0, -1, -1, 1)
+    close(A.v05(r, None, t(*[0.5] * 4), **b), [0.5, -1.5, -1.5, 0.5])
+    close(A.v05(r, None, t(*[-0.9] * 4), **b), [1.277778, -0.722222, -0.722222, 1.277778])
+
+
+def test_w16_the_rest(backend):
+    t, b = on(backend)
+    close(A.pass_at_k(t(*[True] * 2, *[False] * 6), None, 4, **b), [0.522232] * 2 + [-0.174077] * 6)
+    close(A.maxrl(t(1.0, 0, 0, 0), None, **b), [2.999988, *[-0.999996] * 3], 4e-6)
+    close(A.ngrpo(t(0.0, 0, 0, 0), None, **b), [-0.447213] * 4)
+    assert not A.ngrpo(t(1.0, 1, 1, 1), None, **b).any()
+    leaves = [t(0, 0, 0, 0), t(0, 0, 1, 1)]
+    close(A.treepo(t(1.0, 0, 1, 1), leaves, **b), [0.333333, -0.666667, 0.166667, 0.166667])
+    strata = A.stratified(t(1.0, 0, 1, 1, 0, 0), t(*[0] * 6), t(0, 0, 0, 1, 1, 1), alpha=0.8, **b)
+    close(strata, [0.644453, -1.106333, 0.644453, 1.106333, -0.644453, -0.644453])
+    tree = (t(0.2, 0.6, 0.8, 0.4), t(-1, -1, 0, 0), t(0, 0, 0, 0))
+    close(A.mars2(*tree, **b), [-1.174224, 0.495783, 1.095942, -0.417502])
+    branches = [t(0, 0, 0), t(0, 0, 1)]
+    rose = A.rose(t(1.0, 0, 1), branches, **b)
+    close(rose, [[-1 / 6, -1 / 6, 1 / 3], [0.5, -0.5, 0]])
+    close(A.arena(t(0.0, 1, 2, 3), None, **b), [1.161892, 0.387297, -0.387297, -1.161892])
+    sets = t([[1.0, 0], [0, 1]], [[0.6, 0.6], [0.5, 0.5]])
+    close(A.vpo(sets, None, t([1.0, 0], [0, 1], [0.5, 0.5]), **b), [0.707102, -0.707102], 4e-6)
+    aspo = A.aspo_shaping(t(1.0, -1), None, t(200.0, 400), t(1000.0, 1000), t(True, True), **b)
+    close(aspo, [1.2, -1.2])
+    close(A.mc_grpo(t(1.0, 0, 0, 1, 0), None, rescaled=False, **b), [1000, 0, 0, 1000, 0])
+    close(R.ib_tpo(*(t(x) for x in (0.5, 0.25, 0.6, 0.5, 0.5, 0.3)), **b), [0.224])
+    history = A.GroupHistory(*(torch.tensor([x], dtype=torch.float64) for x in (1, 0.5, 0.25)))
+    merged = history.merged(torch.tensor([0]), torch.tensor([0.25]), torch.tensor([0.1875]))
+    close(torch.cat(merged), [2, 0.375, 0.234375])
+
+
+# ---------------------------------------------------------------------------------------------------------- families
+
+
+def functions(module):
+    return {name: each for name in module.__all__ if hasattr(each := getattr(module, name), "provenance")}
+
+
+def test_every_estimator_says_where_it_comes_from():
+    for module, allowed in (
+        (advantages, {Provenance.VERIFIED, Provenance.PAPER}),
+        (reconstructed, {Provenance.RECONSTRUCTED}),
+    ):
+        assert len(functions(module)) > 7
+        for name, function in functions(module).items():
+            assert function.provenance in allowed, name
+            assert function.level in ("row", "step", "token"), name
+            assert (">>> " in inspect.getdoc(function) and "Returns" in inspect.getdoc(function)) or name == "hiper", (
+                name
+            )
+
+
+def test_a_name_belongs_to_one_family():
+    """A published name is a gate, an estimator or a window, never two of them."""
+    found = [*functions(advantages), *functions(reconstructed)]
+    found += [name for name in gates.__all__ if callable(getattr(gates, name)) and name.islower()]
+    found += [name for name in hpo.entropy.__all__ if callable(getattr(hpo.entropy, name)) and name.islower()]
+    assert len(found) == len(set(found)), sorted(name for name in found if found.count(name) > 1)
+    assert {"spo", "aspo"} <= set(found) and {"spo_single_stream", "aspo_shaping"} <= set(found)

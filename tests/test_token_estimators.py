@@ -1,0 +1,285 @@
+"""Estimators of tokens, selections of rollouts and what is remembered between steps, each against plain loops."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hpo_core import PackedBatch, advantages, segments, testing
+from hpo_core.advantages import reconstructed
+from hpo_core.testing.budget import UNIT
+
+SEEDS = range(60)
+
+
+def drawn(seed, backend):
+    """Rows with masks, tail tokens and poison where nobody may look; dtype and device of the backend."""
+    batch = testing.random_batch(seed, rows=4)
+    draw = np.random.default_rng(seed)
+    dtype = torch.float64 if backend == "reference" else torch.float32
+    valid = np.zeros(batch.total_tokens, dtype=bool)
+    rows = []
+    for begin, end in itertools.pairwise(batch.cu_seqlens.tolist()):
+        places = [t for t in range(begin, end) if batch.mask is None or bool(batch.mask[t])]
+        rows.append((begin, places))
+        valid[places] = True
+    given = draw.random((3, batch.total_tokens)).astype(np.float32).astype(float)
+    given[:, ~valid] = math.nan
+
+    def tensor(array):
+        kind = dtype if array.dtype.kind == "f" else None
+        return torch.tensor(array, dtype=kind, device=testing.device_of(backend))
+
+    return batch.to(testing.device_of(backend)), rows, given, draw, tensor
+
+
+def agree(backend, got, expected):
+    got, expected = got.cpu().double(), torch.tensor(np.asarray(expected, dtype=float))
+    assert got.shape == expected.shape
+    limit = (
+        (1e-9 if backend == "reference" else 64 * UNIT) * max(1.0, float(expected.abs().max())) if got.numel() else 0
+    )
+    assert bool(((got - expected).abs() <= limit).all()), (got, expected)
+
+
+def on_all(test):
+    """The reference on many batches, each kernel on some."""
+
+    def run(backend):
+        for seed in SEEDS if backend == "cpu" else range(8):
+            test(backend, seed)
+        for seed in SEEDS:
+            test("reference", seed)
+
+    run.__name__ = test.__name__
+    return run
+
+
+@on_all
+def test_reinforce_pp(backend, seed):
+    batch, rows, (rewards, _, _), _, tensor = drawn(seed, backend)
+    expected = np.zeros(batch.total_tokens)
+    for _, places in rows:
+        following = 0.0
+        for t in reversed(places):
+            following = rewards[t] + 0.9 * following
+            expected[t] = following
+    agree(
+        backend, advantages.reinforce_pp(tensor(rewards), batch, gamma=0.9, whitened=False, backend=backend), expected
+    )
+    valid = [t for _, places in rows for t in places]
+    if len(valid) > 1:
+        chosen = expected[valid]
+        expected[valid] = (chosen - chosen.mean()) / math.sqrt(chosen.var(ddof=1) + 1e-8)
+    else:
+        expected[:] = 0
+    agree(backend, advantages.reinforce_pp(tensor(rewards), batch, gamma=0.9, backend=backend), expected)
+
+
+@on_all
+def test_remax(backend, seed):
+    batch, rows, (rewards, _, _), draw, tensor = drawn(seed, backend)
+    greedy = draw.random(len(rows)).astype(np.float32).astype(float)
+    expected = np.zeros(batch.total_tokens)
+    for row, (_, places) in enumerate(rows):
+        for at, t in enumerate(places):
+            expected[t] = rewards[places[at:]].sum() - greedy[row]
+    agree(backend, advantages.remax(tensor(rewards), tensor(greedy), batch, backend=backend), expected)
+
+
+@on_all
+def test_hicra(backend, seed):
+    batch, rows, _, draw, tensor = drawn(seed, backend)
+    own, planning = draw.normal(size=len(rows)).astype(np.float32).astype(float), draw.random(batch.total_tokens) < 0.5
+    expected = np.zeros(batch.total_tokens)
+    for row, (_, places) in enumerate(rows):
+        for t in places:
+            expected[t] = own[row] + (0.2 * abs(own[row]) if planning[t] else 0.0)
+    agree(backend, advantages.hicra(tensor(own), tensor(planning), batch), expected)
+
+
+@on_all
+def test_rl_zvp(backend, seed):
+    batch, rows, (entropy, _, _), draw, tensor = drawn(seed, backend)
+    n = len(rows)
+    rewards, group, own = draw.integers(0, 2, n).astype(float), draw.integers(0, 2, n), draw.random(n).round(2)
+    own = own.astype(np.float32).astype(float)
+    expected = np.zeros(batch.total_tokens)
+    for row, (_, places) in enumerate(rows):
+        same = rewards[group == group[row]]
+        for t in places:
+            flat = same.min() == same.max()
+            shaped = 0.1 * entropy[t] if rewards[row] > 0.5 else 0.1 * (entropy[t] - entropy[places].max())
+            expected[t] = shaped if flat else own[row]
+    got = advantages.rl_zvp(tensor(rewards), tensor(group), tensor(entropy), batch, tensor(own), backend=backend)
+    agree(backend, got, expected)
+
+
+@on_all
+def test_otb(backend, seed):
+    batch, rows, (rewards, chosen, squared), draw, tensor = drawn(seed, backend)
+    group = draw.integers(-1, 2, len(rows))
+    chosen = chosen / 2
+    returns, weight = np.zeros(batch.total_tokens), np.zeros(batch.total_tokens)
+    found = {}
+    for row, (_, places) in enumerate(rows):
+        for at, t in enumerate(places):
+            returns[t] = rewards[places[at:]].sum()
+            weight[t] = (1 - 2 * chosen[places[: at + 1]] + squared[places[: at + 1]]).sum()
+            if group[row] >= 0:
+                found.setdefault((group[row], t - places[0]), []).append(t)
+    expected = np.zeros(batch.total_tokens)
+    for places in found.values():
+        w = weight[places]
+        baseline = (w * returns[places]).sum() / w.sum() if len(places) > 1 else 0.0
+        expected[places] = returns[places] - baseline
+    got = advantages.otb(tensor(rewards), tensor(group), batch, tensor(chosen), tensor(squared), backend=backend)
+    agree(backend, got, expected)
+
+
+@on_all
+def test_t_ppo(backend, seed):
+    batch, rows, _, draw, tensor = drawn(seed, backend)
+    rewards, values = draw.random((2, batch.total_tokens)).astype(np.float32).astype(float)
+    truncated = draw.random(len(rows)) < 0.5
+    expected = np.zeros(batch.total_tokens)
+    for row, (begin, end) in enumerate(itertools.pairwise(batch.cu_seqlens.tolist())):
+        advantage = 0.0
+        following = values[end - 1] if truncated[row] and end > begin else 0.0
+        for t in reversed(range(begin, end)):
+            advantage = rewards[t] + 0.9 * following - values[t] + 0.9 * 0.8 * advantage
+            following = values[t]
+            expected[t] = advantage
+    got = advantages.t_ppo(
+        tensor(rewards), tensor(values), batch, tensor(truncated), gamma=0.9, lam=0.8, backend=backend
+    )
+    agree(backend, got, expected)
+
+
+# ---------------------------------------------------------------------------------------------------------- selection
+
+
+def groups(seed):
+    draw = np.random.default_rng(seed)
+    n = int(draw.integers(1, 14))
+    return draw.integers(0, 5, n) / 4, draw.integers(-1, 3, n), draw.integers(1, 4, n).astype(float)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_d3s_samples(k):
+    for seed in range(120):
+        values, group, _ = groups(seed)
+        got = advantages.d3s_samples(torch.tensor(values), torch.tensor(group), k).numpy()
+        assert not got[group < 0].any()
+        for key in set(group[group >= 0]):
+            own = np.flatnonzero(group == key)
+            assert got[own].sum() == min(k, len(own))
+            if len(own) > k:
+                most = max(values[list(some)].var() for some in itertools.combinations(own, k))
+                assert values[own[got[own]]].var() == pytest.approx(most, abs=1e-12)
+
+
+def test_pf_ppo_and_dynamic_contrastive():
+    for seed in range(120):
+        values, group, length = groups(seed)
+        tensors = torch.tensor(values), torch.tensor(group)
+        expected, contrast = np.zeros(len(values), bool), np.zeros(len(values), bool)
+        for key in set(group[group >= 0]):
+            own = np.flatnonzero(group == key)
+            ordered = sorted(own, key=lambda place: values[place])
+            expected[ordered[:1]] = expected[ordered[-2:]] = True
+            ordered = sorted(own, key=lambda place: (values[place], -length[place]))
+            contrast[ordered[:1]] = contrast[ordered[-2:]] = True
+        assert (advantages.pf_ppo(*tensors, best=2, worst=1).numpy() == expected).all()
+        got = reconstructed.dynamic_contrastive(*tensors, torch.tensor(length), best=2, worst=1)
+        assert (got.numpy() == contrast).all()
+
+
+def test_a_selection_leaves_masked_and_unscorable_units_out():
+    values, keep = torch.tensor([0.0, 1.0, math.nan, 2.0]), torch.tensor([True, True, True, False])
+    assert advantages.d3s_samples(values, None, 2, mask=keep).tolist() == [True, True, False, False]
+    assert advantages.pf_ppo(values, None, mask=keep).tolist() == [True, True, False, False]
+
+
+# ------------------------------------------------------------------------------------------------- memory and others
+
+
+def test_dcpo_over_steps(backend):
+    draw = np.random.default_rng(0)
+    device = testing.device_of(backend)
+    history = advantages.GroupHistory(*(field.to(device) for field in advantages.GroupHistory.start(3)))
+    seen = {0: [], 1: [], 2: []}
+    for _ in range(5):
+        prompts, rewards = draw.permutation([0, 0, 0, 0, 2, 2, 2, 2]), draw.integers(0, 2, 8).astype(float)
+        got, history = advantages.dcpo(
+            torch.tensor(rewards, dtype=torch.float32, device=device), torch.tensor(prompts, device=device), history,
+            backend=backend,
+        )  # fmt: skip
+        for prompt in (0, 2):
+            own = rewards[prompts == prompt]
+            seen[prompt].append(own)
+            everything, i = np.concatenate(seen[prompt]), len(seen[prompt])
+            new = (own - own.mean()) / own.std() if own.std() else 0 * own
+            overall = (own - everything.mean()) / everything.std() if everything.std() else 0 * own
+            mixes = (new / i + (1 - 1 / i) * overall, (1 - 1 / i) * new + overall / i)
+            smaller = np.where(abs(mixes[0]) <= abs(mixes[1]) + 1e-12, *mixes)
+            mine = got.cpu().numpy()[prompts == prompt]
+            assert np.abs(np.abs(mine) - np.abs(smaller)).max() < 1e-6
+        assert history.steps.tolist()[1] == 0
+
+
+def test_poise_refuses_a_rollout_s_own_prediction():
+    rewards, predictions = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.2, 0.4, 0.6])
+    out = advantages.poise(rewards, predictions, torch.tensor([1, 0, 2]))
+    assert out[:2].tolist() == pytest.approx([0.6, -0.2]) and out[2].isnan()
+
+
+def test_positive_and_negative_samples():
+    right, mask = torch.tensor([True, False, True]), torch.tensor([True, True, False])
+    assert advantages.negative_sample(right, mask=mask).tolist() == [0.0, -1.0, 0.0]
+    assert advantages.positive_sample(right, mask=mask).tolist() == [1.0, 0.0, 0.0]
+
+
+def test_a_dominated_candidate_changes_nothing(backend):
+    draw = torch.Generator().manual_seed(0)
+    device = testing.device_of(backend)
+    sets, directions = torch.rand(4, 3, 2, generator=draw), torch.rand(5, 2, generator=draw)
+    more = torch.cat([sets, sets[:, :1] - 0.1], dim=1)
+    nobody = torch.cat([sets, torch.full((4, 1, 2), math.nan)], dim=1)
+    outs = [advantages.vpo(x.to(device), None, directions.to(device), backend=backend) for x in (sets, more, nobody)]
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+# ----------------------------------------------------------------------------------------------------------- keys
+
+
+def test_dense_ids_are_tuples():
+    for seed in range(60):
+        draw = np.random.default_rng(seed)
+        keys = [draw.integers(-1, 3, 20) * scale for scale in (1, 10**12, 7)]
+        got = segments.dense_ids(*(torch.tensor(key) for key in keys)).tolist()
+        tuples = [None if min(key) < 0 else key for key in zip(*(k.tolist() for k in keys), strict=True)]
+        for i, j in itertools.combinations(range(20), 2):
+            if tuples[i] is None:
+                assert got[i] == -1
+            else:
+                assert (got[i] == got[j]) == (tuples[i] == tuples[j])
+
+
+def test_chains_bring_units_together():
+    ids, positions = torch.tensor([7, -1, 7, 2, 7]), torch.tensor([3, 0, 1, 5, 2])
+    chains = segments.chains(ids, positions)
+    assert chains.order.tolist() == [1, 3, 2, 4, 0]
+    assert chains.chain.tolist() == [-1, 0, 1, 1, 1]
+    assert chains.cu_seqlens.tolist() == [1, 2, 5, 5, 5, 5]
+    values = torch.arange(5.0)
+    assert torch.equal(chains.unsorted(chains.sorted(values)), values)
+    assert chains.first(chains.sorted(values)).tolist()[1:] == [3.0, 2.0, 2.0, 2.0]
+    assert chains.ends().tolist() == [True, True, False, False, True]
+
+
+def test_rows_of_tokens():
+    batch = PackedBatch.from_lengths([0, 2, 0, 1], total_tokens=5)
+    assert batch.row_of_token().tolist() == [1, 1, 3, -1, -1]

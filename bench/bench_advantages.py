@@ -80,6 +80,48 @@ def case(dense: bool, loop: bool, *, groups: int, per_group: int, full: bool, ba
     )
 
 
+def steps_case(*, groups: int, per_group: int, full: bool, backend: str | None) -> Case:
+    """GiGPO: trajectories of 10 steps, 8 of a prompt, which meet in the same observations."""
+    generator = torch.Generator().manual_seed(0)
+    length, steps = 10, groups * per_group * 10
+    trajectories = torch.arange(groups * per_group).repeat_interleave(length)
+    prompts = trajectories // per_group
+    rewards = torch.zeros(steps)
+    rewards[length - 1 :: length] = torch.randint(0, 2, (groups * per_group,), generator=generator).float()
+    anchors = torch.randint(0, 6, (steps,), generator=generator)
+    given = (rewards, prompts, trajectories, anchors)
+
+    def ours() -> Tensors:
+        return {"advantages": hpo.advantages.gigpo(*given, backend=backend)}
+
+    others = [
+        Contestant("scatter", functools.partial(_named, lambda: peers.gigpo_scatter(*given)), slower_by(1.5), LOSSY)
+    ]
+    if not full:
+        others.append(
+            Contestant("loop over a dictionary", lambda: _named(lambda: peers.gigpo_loop(*given)), None, LOSSY)
+        )
+    out = torch.empty_like(rewards)
+
+    def floor() -> None:
+        torch.neg(rewards, out=out)
+        for ids in given[1:]:
+            ids.view(torch.float64).sum()
+
+    return Case(
+        op="group_normalise",
+        name=f"gigpo, {steps:,} steps of {groups * per_group:,} trajectories",
+        unit="step",
+        units=steps,
+        bytes_per_unit=32,  # read the reward and three ids, write the advantage
+        flops_per_unit=20,
+        ours=[Contestant("hpo_core", ours, tolerance=LOSSY)],
+        peers=others,
+        floor=floor,
+        truth=lambda: {"advantages": peers.gigpo_scatter(rewards.double(), *given[1:])},
+    )
+
+
 def _named(run: Callable[[], torch.Tensor]) -> Tensors:
     return {"advantages": run()}
 
@@ -89,6 +131,15 @@ def plans(quick: bool) -> list[Plan]:
     found = [Plan("grpo dense ids", functools.partial(case, True, not quick), size, small)]
     if not quick:
         found.append(Plan("grpo any ids", functools.partial(case, False, False), size, small))
+        found.append(
+            Plan(
+                "grpo 10^7 dense ids",
+                functools.partial(case, True, False),
+                {"groups": 1_250_000, "per_group": 8},
+                small,
+            )
+        )
+        found.append(Plan("gigpo", steps_case, {"groups": 1_250, "per_group": 8}, {"groups": 6, "per_group": 4}))
     return found
 
 

@@ -27,6 +27,60 @@ def scatter_any_ids(rewards: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return scatter(rewards, dense, values.numel())
 
 
+def gigpo_scatter(
+    rewards: torch.Tensor, prompts: torch.Tensor, trajectories: torch.Tensor, anchors: torch.Tensor
+) -> torch.Tensor:
+    """GiGPO by sums per group, for steps that stand in the order of trajectories of one length."""
+    per_trajectory = rewards.view(int(trajectories.max()) + 1, -1)
+    returns = torch.zeros_like(per_trajectory)
+    following = torch.zeros_like(per_trajectory[:, 0])
+    for step in reversed(range(per_trajectory.shape[1])):
+        following = per_trajectory[:, step] + 0.95 * following
+        returns[:, step] = following
+    of_episode = _normalised(per_trajectory.sum(1), prompts.view(per_trajectory.shape)[:, 0])
+    _, together = (prompts * (int(anchors.max()) + 1) + anchors).unique(return_inverse=True)
+    return of_episode[trajectories] + _normalised(returns.view(-1), together)
+
+
+def _normalised(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    groups = int(ids.max()) + 1
+    zeros = torch.zeros(groups, dtype=values.dtype)
+    count = zeros.index_add(0, ids, torch.ones_like(values))
+    centred = values - (zeros.index_add(0, ids, values) / count)[ids]
+    deviation = (zeros.index_add(0, ids, centred.square()) / (count - 1).clamp(min=1)).sqrt()
+    return torch.where(count[ids] > 1, centred / (deviation[ids] + EPS), 0.0)
+
+
+def gigpo_loop(
+    rewards: torch.Tensor, prompts: torch.Tensor, trajectories: torch.Tensor, anchors: torch.Tensor
+) -> torch.Tensor:
+    """The same as trainers have it: dictionaries of lists of scalars."""
+    steps: dict[int, list[int]] = {}
+    for place, trajectory in enumerate(trajectories.tolist()):
+        steps.setdefault(trajectory, []).append(place)
+    episode, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
+    for places in steps.values():
+        following = torch.zeros(())
+        for place in reversed(places):
+            following = rewards[place] + 0.95 * following
+            returns[place] = following
+        episode[places] = rewards[places].sum()
+    out = torch.zeros_like(rewards)
+    once = [places[0] for places in steps.values()]
+    for values, keys, members in (
+        (episode, [(p,) for p in prompts.tolist()], once),
+        (returns, list(zip(prompts.tolist(), anchors.tolist(), strict=True)), range(len(rewards))),
+    ):
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for place in members:
+            groups.setdefault(keys[place], []).append(place)
+        for place, key in enumerate(keys):
+            own = values[groups[key]]
+            if len(own) > 1:
+                out[place] += (values[place] - own.mean()) / (own.std() + EPS)
+    return out
+
+
 def verl_vectorised(rewards: torch.Tensor, ids: np.ndarray) -> Run:
     from verl.trainer.ppo.core_algos import compute_grpo_vectorized_outcome_advantage
 

@@ -1,0 +1,195 @@
+"""Estimators next to those that verl registers, on padded batches as it has them, and to TRL's scalings.
+
+docs/advantages.md has the table of where definitions differ.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("verl")
+from verl import DataProto
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.ray_trainer import compute_advantage
+
+from hpo_core import PackedBatch, advantages
+from hpo_core.integrations import verl
+
+pytestmark = pytest.mark.peers
+
+REGISTRY = core_algos.ADV_ESTIMATOR_REGISTRY
+
+
+class Padded:
+    """Responses ``[B, L]`` with tool tokens masked inside, an outcome at the last token, and ids of any kind."""
+
+    def __init__(self, seed, groups=3, tools=True):
+        draw = torch.Generator().manual_seed(seed)
+        rows, length = 8, 7
+        lengths = torch.randint(1, length + 1, (rows,), generator=draw)
+        place = torch.arange(length)
+        self.mask = (place < lengths[:, None]) & (torch.rand(rows, length, generator=draw) > 0.2 * tools)
+        self.mask[torch.arange(rows), lengths - 1] = True
+        self.mask[:, 0] = True
+        scores = torch.randint(0, 9, (rows,), generator=draw) / 4
+        self.rewards = torch.zeros(rows, length)
+        self.rewards[torch.arange(rows), lengths - 1] = scores
+        self.scores, self.lengths = scores, self.mask.sum(-1).float()
+        self.ids = torch.randint(0, groups, (rows,), generator=draw)
+        self.index = np.array([f"prompt {i}" for i in self.ids.tolist()], dtype=object)
+        self.probability, others = (torch.rand(rows, length, generator=draw) for _ in range(2))
+        self.squares = self.probability**2 + others * (1 - self.probability) ** 2
+        self.batch = PackedBatch.from_padded(self.mask)
+
+    def verl(self, name, **keywords):
+        if "index" not in keywords and name not in ("reinforce_plus_plus", "remax"):
+            keywords["index"] = self.index
+        return REGISTRY[name](token_level_rewards=self.rewards, response_mask=self.mask.float(), **keywords)[0]
+
+    def spread(self, of_rows):
+        return of_rows[:, None] * self.mask
+
+    def tokens(self, of_tokens):
+        return of_tokens.reshape(self.mask.shape)
+
+
+class Config(dict):
+    """What verl's estimators read of its configuration."""
+
+    gamma = 0.9
+
+
+A = advantages
+CASES = {
+    "grpo": ("grpo", {}, lambda p: p.spread(A.grpo(p.scores, p.ids, singleton="raw"))),
+    "grpo, vectorised": ("grpo_vectorized", {}, lambda p: p.spread(A.grpo(p.scores, p.ids, singleton="raw"))),
+    "dr_grpo": (
+        "grpo", {"norm_adv_by_std_in_grpo": False}, lambda p: p.spread(A.dr_grpo(p.scores, p.ids, singleton="raw")),
+    ),
+    "rloo": ("rloo", {}, lambda p: p.spread(A.rloo(p.scores, p.ids, singleton="raw"))),
+    "rloo, vectorised": ("rloo_vectorized", {}, lambda p: p.spread(A.rloo(p.scores, p.ids))),
+    "opo": ("opo", {}, lambda p: p.spread(A.opo(p.scores, p.ids, p.lengths, singleton="raw"))),
+    "gpg": ("gpg", {}, lambda p: p.spread(A.gpg(p.scores, p.ids, compat="code"))),
+    "reinforce_pp_baseline": (
+        "reinforce_plus_plus_baseline", {},
+        lambda p: p.spread(A.reinforce_pp_baseline(p.scores, p.ids, p.lengths)),
+    ),
+    "reinforce_pp": (
+        "reinforce_plus_plus", {"config": Config()},
+        lambda p: p.tokens(A.reinforce_pp(p.rewards.reshape(-1), p.batch, gamma=0.9)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_verl(name):
+    theirs, keywords, ours = CASES[name]
+    for seed in range(20):
+        padded = Padded(seed)
+        expected = padded.verl(theirs, **keywords)
+        tolerance = 2e-4 if "reinforce" in theirs else 2e-5  # its 1e-8 beside counts, and float32 sums
+        torch.testing.assert_close(ours(padded) * padded.mask, expected * padded.mask, rtol=tolerance, atol=tolerance)
+
+
+def test_remax_agrees_with_verl():
+    padded = Padded(3)
+    greedy = torch.rand(8, generator=torch.Generator().manual_seed(0))
+    expected = padded.verl("remax", reward_baselines=greedy)
+    ours = A.remax(padded.rewards.reshape(-1), greedy, padded.batch)
+    torch.testing.assert_close(padded.tokens(ours), expected * padded.mask)
+
+
+def test_the_optimal_token_baseline_agrees_with_verl():
+    """Without tool tokens: verl finds the longest response by its valid tokens, we a position's only response."""
+    for seed in range(20):
+        padded = Padded(seed, tools=False)
+        expected = padded.verl(
+            "optimal_token_baseline", old_log_probs=padded.probability.log(), sum_pi_squared=padded.squares
+        )
+        ours = A.otb(
+            padded.rewards.reshape(-1), padded.ids, padded.batch, padded.probability.reshape(-1),
+            padded.squares.reshape(-1),
+        )  # fmt: skip
+        torch.testing.assert_close(padded.tokens(ours), expected * padded.mask, rtol=2e-5, atol=2e-5)
+
+
+def test_equal_rewards_are_noise_there_and_zero_here():
+    """The mean of equal numbers is not that number in float32."""
+    padded, noise = Padded(0, groups=1), 0.0
+    for reward in torch.linspace(0.1, 3, 30).tolist():
+        padded.rewards = torch.zeros_like(padded.rewards)
+        padded.rewards[:, 0] = reward
+        noise = max(noise, float(padded.verl("grpo").abs().max()))
+        assert not A.grpo(padded.rewards.sum(-1), padded.ids).any()
+    assert noise > 1e-3
+
+
+# ------------------------------------------------------------------------------------------------ registered with verl
+
+
+def through_verl(name, padded):
+    """verl's own call, as its trainer makes it."""
+    data = DataProto.from_dict(
+        {"token_level_rewards": padded.rewards, "response_mask": padded.mask.long()}, non_tensors={"uid": padded.index}
+    )
+    return compute_advantage(data, adv_estimator=name, config={}).batch
+
+
+@pytest.mark.parametrize("name", verl.ESTIMATORS)
+def test_every_estimator_is_registered(name):
+    padded = Padded(4)
+    batch = through_verl(f"hpo_{name}", padded)
+    assert batch["advantages"].shape == batch["returns"].shape == padded.mask.shape
+    assert not batch["advantages"][~padded.mask].any() and batch["advantages"].any()
+
+
+def test_verl_s_call_gives_the_estimator_s_numbers():
+    padded = Padded(5)
+    for name, expected in (
+        ("hpo_grpo", padded.spread(A.grpo(padded.scores, padded.ids))),
+        ("hpo_opo", padded.spread(A.opo(padded.scores, padded.ids, padded.lengths))),
+        ("hpo_reinforce_pp", padded.tokens(A.reinforce_pp(padded.rewards.reshape(-1), padded.batch))),
+    ):
+        assert torch.equal(through_verl(name, padded)["advantages"], expected), name
+
+
+def test_registering_an_estimator():
+    before = dict(REGISTRY)
+    try:
+        verl.register_advantage("mine", functools.partial(A.grpo, eps=0.5))
+        padded = Padded(6)
+        expected = padded.spread(A.grpo(padded.scores, padded.ids, eps=0.5))
+        assert torch.equal(through_verl("mine", padded)["advantages"], expected)
+        with pytest.raises(ValueError, match="already been registered"):
+            verl.register_advantage("grpo", A.grpo)
+        with pytest.raises(ValueError, match="estimator: expected one of rows or tokens, got one of steps"):
+            verl.register_advantage("steps", A.gigpo)
+        with pytest.raises(TypeError, match=r"estimator: expected one of hpo_core\.advantages"):
+            verl.register_advantage("none", "grpo")
+    finally:
+        REGISTRY.clear()
+        REGISTRY.update(before)
+
+
+# ------------------------------------------------------------------------------------------------------------ TRL
+
+
+@pytest.mark.parametrize("scaling", ["group", "batch", "none"])
+def test_agrees_with_trl(scaling):
+    """TRL's three scalings of centred rewards, with its eps of 1e-4; a group of one gets 0 in both."""
+    draw = torch.Generator().manual_seed(1)
+    rewards, ids = torch.randint(0, 9, (24,), generator=draw) / 4, torch.arange(24) // 4
+    mean = rewards.view(6, 4).mean(1)[ids]
+    expected = rewards - mean
+    if scaling == "group":
+        expected = expected / (rewards.view(6, 4).std(1)[ids] + 1e-4)
+    elif scaling == "batch":
+        expected = expected / (rewards.std() + 1e-4)
+    ours = {
+        "group": lambda: A.grpo(rewards, ids, eps=1e-4),
+        "batch": lambda: A.lite_ppo(rewards, ids, eps=1e-4),
+        "none": lambda: A.dr_grpo(rewards, ids),
+    }[scaling]()
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)

@@ -29,7 +29,7 @@ PYTEST := HPO_CORE_TEST_BACKENDS=cpu,triton,cuda_emulated OMP_WAIT_POLICY=passiv
 export HPO_CORE_EMULATED ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup build test test-long coverage sanitize test-matrix demo bench lint wheel gpu-check clean
+.PHONY: setup build test test-long coverage sanitize test-matrix demo demo-agent bench lint wheel gpu-check clean
 
 setup: build
 
@@ -72,6 +72,9 @@ test-matrix:
 
 demo: build
 	$(BIN)/python examples/demo.py
+
+demo-agent: build
+	$(BIN)/python examples/demo_agent.py
 
 bench: build
 	$(BIN)/python bench/run.py

@@ -466,6 +466,26 @@ def test_group_ids_reach_the_loss_and_the_log_holds_our_advantages(tmp_path):
     assert list(trainer._logs["advantages"]) == output["advantages"].tolist()
 
 
+def test_an_estimator_of_several_rewards_gets_what_each_function_says(tmp_path):
+    """TRL's own normalize_then_sum is GDPO over samples: the same numbers from the same rewards."""
+    extra = {"advantage": hpo.advantages.gdpo}
+    trainer = build(HPOTrainer, tmp_path, extra=extra)
+    trainer.reward_weights = torch.tensor([1.0, 0.5])
+    draw = torch.Generator().manual_seed(0)
+    trainer._hpo_rewards = torch.randint(0, 4, (16, 2), generator=draw).float()
+    groups = torch.arange(16) // 8
+    got = trainer._advantages(hpo.advantages.gdpo, groups)
+    each = trainer._hpo_rewards.view(2, 8, 2)
+    normal = (each - each.mean(1, keepdim=True)) / (each.std(1, keepdim=True) + 1e-4)
+    together = (normal * trainer.reward_weights).sum(-1).view(-1)
+    torch.testing.assert_close(got, (together - together.mean()) / (together.std() + 1e-4), rtol=1e-5, atol=1e-5)
+
+
+def test_estimators_of_steps_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="advantage: expected an estimator of rows, got one of steps"):
+        build(HPOTrainer, tmp_path, extra={"advantage": hpo.advantages.gigpo})
+
+
 def test_a_completion_nobody_scored_has_no_advantage(tmp_path):
     trainer = build(HPOTrainer, tmp_path, extra={"advantage": hpo.advantages.dr_grpo})
     trainer._hpo_rewards = torch.tensor([[1.0], [math.nan], [0.0], *[[0.0]] * 5])

@@ -25,10 +25,12 @@ void row_counts(const RowCountsArgs& args, int threads) {
   });
 }
 
-// A row is one chain: what it computes depends on the row alone.
+// A row is one chain: what it computes depends on the row alone. Where offsets descend rows may overlap, and the last one
+// counts.
 void recurrence(const RecurrenceArgs& args, int threads) {
+  const bool apart = Rows(args.cu_seqlens, args.rows, args.units).broken == 0;
   std::fill_n(args.scanned, args.units, 0.0f);
-  for_each_piece(args.rows, worthwhile(threads, args.units), [&](int64_t first, int64_t end) {
+  for_each_piece(args.rows, apart ? worthwhile(threads, args.units) : 1, [&](int64_t first, int64_t end) {
     for (int64_t row = first; row < end; ++row) {
       const Range range = row_range(args.cu_seqlens, row, args.units);
       double following = 0.0;

@@ -23,6 +23,7 @@ __all__ = [
     "estimator",
     "level_of",
     "members_of",
+    "takes_several",
     "total",
 ]
 
@@ -128,13 +129,13 @@ def check_units(**given: torch.Tensor | None) -> None:
         check(tensor.device == first.device, "{}: expected device {}, got {}", name, first.device, tensor.device)
 
 
-def estimator(provenance: Provenance, *, level: str = "row") -> Callable[[Estimator], Estimator]:
-    """Marks a function as a published estimator: where its formula comes from, and what its advantages belong to
-    (``"row"``: ``[S]``, ``"step"``: ``[N]``, ``"token"``: ``[T]``)."""
+def estimator(provenance: Provenance, *, level: str = "row", several: bool = False) -> Callable[[Estimator], Estimator]:
+    """Marks a function as a published estimator: where its formula comes from, what its advantages belong to
+    (``"row"``: ``[S]``, ``"step"``: ``[N]``, ``"token"``: ``[T]``), and whether it takes several rewards ``[C, S]``."""
 
     def mark(function: Estimator) -> Estimator:
         marked: Any = function
-        marked.provenance, marked.level = provenance, level
+        marked.provenance, marked.level, marked.several = provenance, level, several
         return function
 
     return mark
@@ -145,6 +146,11 @@ def level_of(estimator: Callable[..., Any]) -> str:
     inner = getattr(estimator, "func", estimator)
     level: str = getattr(estimator, "level", getattr(inner, "level", "row"))
     return level
+
+
+def takes_several(estimator: Callable[..., Any]) -> bool:
+    """Whether an estimator takes several rewards ``[C, S]`` and their ``weights``."""
+    return bool(getattr(getattr(estimator, "func", estimator), "several", False))
 
 
 def check_compat(compat: str) -> bool:

@@ -23,6 +23,7 @@ except ImportError as error:
     raise ImportError("hpo_core.integrations.trl needs TRL 1.16 or newer: pip install 'hpo-core[trl]'") from error
 
 from .. import aggregation, gates
+from ..advantages.terms import level_of, takes_several
 from ..backends import resolve
 from ..batch import PackedBatch
 from ..checks import check, check_type
@@ -85,8 +86,9 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
     Args:
         gate: a RatioGate. None: what ``args`` says, see :func:`gate_from_config`. ``args.loss_type`` still names the
             denominator.
-        advantage: an estimator of :mod:`hpo_core.advantages`, or ``functools.partial`` of one. It is called on the
-            rewards of the whole generation batch of all processes and the group of each. None: what
+        advantage: an estimator of rows of :mod:`hpo_core.advantages`, or ``functools.partial`` of one. It is called on
+            the rewards of the whole generation batch of all processes and the group of each; one of several rewards
+            (``gdpo``, ``dvao``) on what each reward function says, with ``args.reward_weights``. None: what
             ``args.scale_rewards`` says, computed by TRL.
         domain: the dataset's column, of integers or strings, that names the domain of a prompt; for gates with a level
             of domains.
@@ -117,6 +119,11 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
     ) -> None:
         check_type(isinstance(gate, RatioGate | None), "gate: expected a RatioGate from hpo_core.gates, got {}", gate)
         check_type(advantage is None or callable(advantage), "advantage: expected an estimator, got {}", advantage)
+        check(
+            advantage is None or level_of(advantage) == "row",
+            "advantage: expected an estimator of rows, got one of {}s: TRL rewards whole completions",
+            None if advantage is None else level_of(advantage),
+        )
         check_type(isinstance(window, EntropyWindow | None), "window: expected an EntropyWindow, got {}", window)
         super().__init__(*args, **keywords)
         given = {"gate": gate, "advantage": advantage, "window": window}
@@ -179,13 +186,19 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
     def _advantages(self, advantage: Callable[..., torch.Tensor], groups: torch.Tensor) -> torch.Tensor:
         """Advantages ``[P B]`` from the rewards of all processes."""
         scores = self._hpo_rewards
+        asked: dict[str, Any] = {} if self._hpo.backend is None else {"backend": self._hpo.backend}
+        if takes_several(advantage):
+            weights = self.reward_weights.tolist()
+            return self._logged(advantage(scores.T.contiguous(), groups, weights=weights, **asked))
         rewards = (scores * self.reward_weights.to(scores.device)).nansum(1)
         unscorable = scores.isnan().all(1)  # by every function: in no statistic, advantage 0
         rewards = torch.where(unscorable, torch.nan, rewards)
-        asked = {} if self._hpo.backend is None else {"backend": self._hpo.backend}
-        advantages = advantage(rewards, groups, **asked)
-        logged = self._logs["advantages"]  # ends with TRL's own
-        for _ in range(min(len(logged), rewards.numel())):
+        return self._logged(advantage(rewards, groups, **asked))
+
+    def _logged(self, advantages: torch.Tensor) -> torch.Tensor:
+        """In the place of TRL's own, with which its log ends."""
+        logged = self._logs["advantages"]
+        for _ in range(min(len(logged), advantages.numel())):
             logged.pop()
         logged.extend(advantages.tolist())
         return advantages

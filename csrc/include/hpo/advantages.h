@@ -115,8 +115,8 @@ struct Shares {
   }
 
   HPO_INLINE float advantage(const GroupNormaliseArgs& args) const {
-    if (args.share == Share::sum) return float(total + 0.0);  // + 0.0: never -0
-    return shares > args.share_least ? float(total / (shares + args.share_eps) + 0.0) : 0.0f;
+    if (args.share == Share::sum) return float(total) + 0.0f;  // + 0.0f: never -0, which a rounding may leave
+    return shares > args.share_least ? float(total / (shares + args.share_eps)) + 0.0f : 0.0f;
   }
 };
 

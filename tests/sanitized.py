@@ -19,7 +19,7 @@ ISAS = ("avx512", "avx2", "generic")
 TESTS = [
     f"tests/test_{name}.py"
     for name in (
-        "segments", "advantages", "entropy", "entropy_selection", "select_top", "gates", "gate_promises", "gate_inputs",
+        "segments", "group_terms", "advantages", "estimators", "token_estimators", "entropy", "entropy_selection", "select_top", "gates", "gate_promises", "gate_inputs",
         "presets", "hierarchy", "hierarchy_theorems", "hierarchy_degenerate", "level_metrics", "terms", "stages",
         "spanning", "aggregates", "losses", "metrics", "ops",
     )

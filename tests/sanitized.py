@@ -19,9 +19,10 @@ ISAS = ("avx512", "avx2", "generic")
 TESTS = [
     f"tests/test_{name}.py"
     for name in (
-        "segments", "group_terms", "advantages", "estimators", "token_estimators", "entropy", "entropy_selection", "select_top", "gates", "gate_promises", "gate_inputs",
-        "presets", "hierarchy", "hierarchy_theorems", "hierarchy_degenerate", "level_metrics", "terms", "stages",
-        "spanning", "aggregates", "losses", "metrics", "ops",
+        "segments", "group_terms", "advantages", "estimators", "token_estimators", "entropy", "entropy_selection",
+        "select_top", "gates", "gate_promises", "gate_inputs", "presets", "hierarchy", "hierarchy_theorems",
+        "hierarchy_degenerate", "level_metrics", "terms", "stages", "spanning", "aggregates", "losses", "metrics",
+        "ops",
     )
 ]  # fmt: skip
 EMULATION = "tests/test_emulation.py"

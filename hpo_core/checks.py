@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["check", "check_dtype", "check_shape", "check_type"]
+__all__ = ["check", "check_dtype", "check_shape", "check_type", "check_units"]
 
 
 def check(condition: bool, message: str, *values: object) -> None:
@@ -33,3 +33,28 @@ def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype],
     if tensor.dtype not in allowed:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         raise TypeError(f"{name}: expected dtype {names}, got {str(tensor.dtype).removeprefix('torch.')}; {fix}")
+
+
+def check_units(**given: torch.Tensor | None) -> None:
+    """Checks tensors of one value per unit by name: the first has the shape and the device of the others.
+
+    ``..._ids`` are integers, ``..._mask`` and ``is_...`` bools, everything else floating point.
+    """
+    (first_name, first), *_ = given.items()
+    check_type(isinstance(first, torch.Tensor), "{}: expected a tensor [U], got {}", first_name, type(first))
+    assert first is not None
+    check(first.dim() == 1, "{}: expected shape [U] (one per unit), got {}", first_name, list(first.shape))
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        check_type(isinstance(tensor, torch.Tensor), "{}: expected a tensor [U], got {}", name, type(tensor))
+        if name.endswith("ids"):
+            check_dtype(name, tensor, (torch.int32, torch.int64), "renumber or hash them to int64 first")
+        elif name.endswith("mask") or name.startswith("is_"):
+            check_dtype(name, tensor, (torch.bool,), f"use {name}.bool()")
+        else:
+            check_type(
+                tensor.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, tensor.dtype
+            )
+        check_shape(name, tensor, first.shape, f"[U] (that of {first_name})")
+        check(tensor.device == first.device, "{}: expected device {}, got {}", name, first.device, tensor.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import torch.distributed
 
 from . import aggregation, gates, ops
 from .advantages import grpo
-from .advantages.terms import level_of
+from .advantages.terms import given_to, level_of
 from .backends import resolve
 from .batch import PackedBatch
 from .checks import check, check_dtype, check_shape, check_type
@@ -281,13 +280,9 @@ def _advantages(
     asked: dict[str, Any] = {} if backend is None else {"backend": backend}
     if level == "row":
         return estimator(rewards, batch.group_ids, **asked)
-    given: dict[str, Any] = {"batch": batch} if level == "token" else {**batch.ids_of_steps()}
-    if level == "token" and batch.group_ids is not None:
-        given["group_ids"] = batch.group_ids
-    taken = inspect.signature(estimator).parameters
-    fixed = getattr(estimator, "keywords", {})
-    asked.update({name: value for name, value in given.items() if name in taken and name not in fixed})
-    advantages = estimator(rewards, **asked)
+    of_tokens = {"batch": batch, "group_ids": batch.group_ids}
+    given = given_to(estimator, **(of_tokens if level == "token" else batch.ids_of_steps()))
+    advantages = estimator(rewards, **given, **asked)
     check_type(
         isinstance(advantages, torch.Tensor),
         "advantage: expected an estimator of one tensor, got {}; take a stream of it and call policy_loss",

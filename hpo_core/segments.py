@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from . import ops
-from .checks import check, check_dtype, check_shape, check_type
+from .checks import check, check_dtype, check_shape, check_units
 
 __all__ = ["Chains", "GroupStatistics", "chains", "dense_ids", "recurrence", "statistics"]
 
@@ -47,17 +47,9 @@ def statistics(
     >>> statistics(torch.tensor([1.0, 5.0, 3.0]), torch.tensor([4, 7, 4])).mean
     tensor([2., 5., 2.], dtype=torch.float64)
     """
-    check_type(isinstance(values, torch.Tensor), "values: expected a tensor [U], got {}", type(values))
-    check(values.dim() == 1, "values: expected shape [U] (one per unit), got {}", list(values.shape))
-    for name, tensor in (("ids", ids), ("weights", weights), ("mask", mask)):
-        if tensor is not None:
-            check_shape(name, tensor, values.shape, "[U] (that of values)")
-    if ids is not None:
-        check_dtype("ids", ids, (torch.int32, torch.int64), "renumber or hash them to int64 first")
-        ids = ids.to(torch.int64).contiguous()
-    if mask is not None:
-        check_dtype("mask", mask, (torch.bool,), "use mask.bool()")
-        mask = mask.contiguous()
+    check_units(values=values, ids=ids, weights=weights, mask=mask)
+    ids = None if ids is None else ids.to(torch.int64).contiguous()
+    mask = None if mask is None else mask.contiguous()
     exact = backend == "reference"
     values, weights = _number(values, exact), None if weights is None else _number(weights, exact)
     return GroupStatistics(*ops.group_statistics(values, ids, weights, mask, backend))
@@ -137,6 +129,12 @@ class Chains(NamedTuple):
         back[self.order] = values
         return back
 
+    def begins(self) -> torch.Tensor:
+        """Whether a chain begins at each place ``[U]`` bool."""
+        begins = self.chain >= 0
+        begins[1:] &= self.chain[1:] != self.chain[:-1]
+        return begins
+
     def ends(self) -> torch.Tensor:
         """Whether a chain ends at each place ``[U]`` bool."""
         ends = torch.ones_like(self.chain, dtype=torch.bool)
@@ -146,6 +144,18 @@ class Chains(NamedTuple):
     def first(self, values: torch.Tensor) -> torch.Tensor:
         """For every place its chain's first value ``[U]``, of values at places; anything where there is no chain."""
         return values[self.cu_seqlens[self.chain.clamp(min=0)].clamp(max=max(values.numel() - 1, 0))]
+
+    def following(self, values: torch.Tensor) -> torch.Tensor:
+        """For every place the next value of its chain ``[U]``, of values at places; 0 behind the last."""
+        following = torch.zeros_like(values)
+        following[:-1] = torch.where(self.ends()[:-1], 0.0, values[1:])
+        return following
+
+    def ranks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many stand before each place in its chain, and how many the chain has, ``[U]`` int64 each; anything where
+        there is no chain."""
+        begin, end = self.cu_seqlens[self.chain.clamp(min=0)], self.cu_seqlens[(self.chain + 1).clamp(min=0)]
+        return torch.arange(self.chain.numel(), device=begin.device) - begin, end - begin
 
 
 def chains(ids: torch.Tensor, positions: torch.Tensor | None = None) -> Chains:

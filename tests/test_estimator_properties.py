@@ -186,6 +186,23 @@ def test_p8_binary_closed_forms(backend):
             near(out[[0, -1]], t(expected), 8)
 
 
+def test_p9_a_group_is_its_strata(backend):
+    """What lies between strata is the difference of means, and of second moments theirs."""
+    for seed in seeds(backend):
+        g = Given(naive.draw(seed), backend)
+        strata = segments.dense_ids(g.group, g.other)
+        whole, inside = (A.dr_grpo(g.reward, ids, **g.rest) for ids in (g.group, strata))
+        of_group, of_stratum = (
+            segments.statistics(g.reward, ids, mask=g.mask, backend=backend) for ids in (g.group, strata)
+        )
+        between = torch.where(g.mask & (g.group >= 0), of_stratum.mean - of_group.mean, 0.0)
+        near(whole, inside + between, 4)
+        # Once per stratum: each of its members stands for its part.
+        part = (of_stratum.squares / of_stratum.members.clamp(min=1) + between.square()).cpu().numpy()
+        for places in naive.groups_of(naive.ids(g.units.group), g.units.mask).values():
+            assert part[places].sum() == pytest.approx(float(of_group.squares[places[0]]), abs=1e-9, rel=1e-9)
+
+
 MASKED = (
     *("grpo", "opo", "maxrl", "dgpo", "gpg", "bnpo", "ngrpo", "v05", "dvao", "gdpo", "gdpo_tokens", "m_grpo"),
     *("stratified", "g2rpo", "arena", "mc_grpo", "dr_mas", "reinforce_pp_baseline", "spo_single_stream"),

@@ -3,6 +3,7 @@
 import inspect
 
 import naive_estimators as naive
+import naive_hierarchies as hierarchies
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from hpo_core.advantages import Provenance, reconstructed
 from hpo_core.testing.budget import UNIT
 
 BATCHES = 300
+LOOPS = {**vars(naive), **vars(hierarchies)}
 
 
 class Given:
@@ -32,7 +34,7 @@ class Given:
 
 
 def sgrpo(g, **options):
-    of_group = g.tensor(naive.group_rewards(g.units))
+    of_group = g.tensor(hierarchies.group_rewards(g.units))
     return advantages.sgrpo(g.reward, of_group, g.group, g.other, group_weight=0.3, **options, **g.rest)
 
 
@@ -91,7 +93,7 @@ CASES = {
     "treepo_plain": lambda g: A.treepo(g.reward, prefixes(g), by_size=False, drop_flat=True, backend=g.backend),
     "rose": lambda g: A.rose(g.reward, prefixes(g), backend=g.backend),
     "rose_shared": lambda g: A.rose(g.reward, prefixes(g), shared=True, backend=g.backend),
-    "mars2": lambda g: A.mars2(g.reward, g.tensor(naive.parents(g.units)), g.group, backend=g.backend),
+    "mars2": lambda g: A.mars2(g.reward, g.tensor(hierarchies.parents(g.units)), g.group, backend=g.backend),
     "g2rpo": lambda g: A.g2rpo(g.reward, g.group, **g.rest),
     "arena": lambda g: A.arena((g.length / 2).floor(), g.group, **g.rest),
     "pass_at_k": lambda g: A.pass_at_k(g.flag, g.group, 2, **g.rest),
@@ -108,13 +110,13 @@ CASES = {
     "hi_grpo": lambda g: R.hi_grpo(several(g), g.group, backend=g.backend),
     "chrpo": lambda g: R.chrpo(g.reward, g.number, g.group, backend=g.backend),
     "hrpo": lambda g: R.hrpo(
-        g.reward, g.tensor(naive.outcomes(g.units)), g.group, g.trajectory, action_weight=0.5, backend=g.backend
+        g.reward, g.tensor(hierarchies.outcomes(g.units)), g.group, g.trajectory, action_weight=0.5, backend=g.backend
     ),
     "salt": lambda g: R.salt(
-        g.tensor(naive.outcomes(g.units)), g.group, g.trajectory, g.anchor, backend=g.backend
+        g.tensor(hierarchies.outcomes(g.units)), g.group, g.trajectory, g.anchor, backend=g.backend
     ),
     "graph_grpo": lambda g: R.graph_grpo(
-        g.tensor(naive.outcomes(g.units)), g.group, g.trajectory, g.anchor, backend=g.backend
+        g.tensor(hierarchies.outcomes(g.units)), g.group, g.trajectory, g.anchor, backend=g.backend
     ),
     "hc_grpo": lambda g: R.hc_grpo(g.reward, torch.stack([g.number, g.length / 10]), g.group, backend=g.backend),
 }  # fmt: skip
@@ -124,7 +126,7 @@ def compare(name, backend, seeds, tolerance):
     for seed in seeds:
         units = naive.draw(seed)
         got = CASES[name](Given(units, backend)).cpu().double()
-        expected = torch.tensor(getattr(naive, name)(units))
+        expected = torch.tensor(LOOPS[name](units))
         assert got.shape == expected.shape
         limit = tolerance * max(1.0, float(expected.abs().max()))
         assert float((got - expected).abs().max()) <= limit, (seed, got, expected)

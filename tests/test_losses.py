@@ -477,6 +477,17 @@ def test_the_single_call_takes_estimators_of_steps(backend):
         assert torch.equal(whole.loss, parts.loss) and float(whole.loss) != 0.0
 
 
+def test_what_a_partial_has_fixed_stays():
+    """The batch's ids are for what the caller left open."""
+    batch = hpo.PackedBatch(torch.tensor([0, 2, 4]), cu_steps=torch.tensor([0, 2, 4]), group_ids=torch.tensor([0, 0]))
+    rewards, alone, anchors = torch.tensor([1.0, 0.0]), torch.tensor([0, 1]), torch.tensor([0, 0])
+    for fixed, zero in (({}, False), ({"group_ids": alone}, True)):
+        estimator = functools.partial(hpo.advantages.gigpo, anchor_ids=anchors, **fixed)
+        logp = torch.zeros(4, requires_grad=True)
+        hpo.hierarchical_policy_loss(logp, None, rewards, batch, advantage=estimator).loss.backward()
+        assert bool(logp.grad.any()) is not zero
+
+
 def test_the_single_call_takes_estimators_of_tokens(backend):
     device = testing.device_of(backend)
     batch = hpo.PackedBatch.from_lengths([3, 4]).to(device)

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..checks import check, check_dtype, check_shape
+from ..checks import check, check_dtype, check_shape, check_units
 from ..segments import statistics
 from ..specs import Provenance
 from .flat import whiten
-from .terms import as_advantages, check_units, estimator
+from .terms import as_advantages, estimator, scorable
 
 __all__ = ["BetaTracker", "GroupHistory", "dcpo", "poise", "spo_single_stream"]
 
@@ -126,8 +126,7 @@ def poise(
     own = torch.arange(rewards.numel(), device=rewards.device)
     wrong = (sources == own) | (sources < 0) | (sources >= rewards.numel())
     chosen = torch.where(wrong, torch.nan, predictions[torch.where(wrong, own, sources)])
-    known = torch.isfinite(rewards) if mask is None else torch.isfinite(rewards) & mask
-    return as_advantages(torch.where(known, rewards.double() - chosen, 0.0), rewards, backend)
+    return as_advantages(torch.where(scorable(rewards, mask), rewards.double() - chosen, 0.0), rewards, backend)
 
 
 class GroupHistory(NamedTuple):
@@ -197,5 +196,4 @@ def dcpo(
     new, overall, part = normalised(group.mean, variance), normalised(mean, spread), 1 / steps
     first, second = part * new + (1 - part) * overall, (1 - part) * new + part * overall
     smaller = torch.where(first.abs() <= second.abs(), first, second)
-    known = torch.isfinite(rewards) if mask is None else torch.isfinite(rewards) & mask
-    return as_advantages(torch.where(known, smaller, 0.0), rewards, backend), merged
+    return as_advantages(torch.where(scorable(rewards, mask), smaller, 0.0), rewards, backend), merged

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 
 from ..batch import PackedBatch
-from ..checks import check, check_shape
+from ..checks import check, check_shape, check_units
 from ..segments import chains, recurrence
 from ..specs import GroupTerm, Provenance
 from .flat import whiten
 from .returns import generalised_advantages
-from .terms import Term, as_advantages, check_units, combine, estimator
+from .terms import Term, as_advantages, combine, estimator
 
 __all__ = ["HierarchicalAdvantages", "archer_td", "hiper", "step_gae", "t_ppo"]
 
@@ -125,31 +125,23 @@ def hiper(
     check_shape("switches", switches, step_rewards.shape, "[N] (that of step_rewards)")
     steps = chains(trajectory_ids, positions)
     reward, low, high = (steps.sorted(given) for given in (step_rewards, low_values, high_values))
-    last, valid = steps.ends(), steps.chain >= 0
-    begins = steps.sorted(switches).clone()
-    begins[1:] |= last[:-1]
-    begins[:1] = True
-    begins &= valid
+    valid = steps.chain >= 0
+    begins = steps.begins() | (valid & steps.sorted(switches))
     closes = torch.ones_like(begins)  # the last turn of a segment
     closes[:-1] = begins[1:]
 
     def scan(values: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:
         return recurrence(values, gains, steps.cu_seqlens, backend=backend)
 
-    def behind(values: torch.Tensor) -> torch.Tensor:  # of the next turn; 0 behind a trajectory
-        following = torch.zeros_like(values)
-        following[:-1] = torch.where(last[:-1], 0.0, values[1:])
-        return following
-
     inside = (~closes).to(reward.dtype)
-    difference = reward + gamma * torch.where(closes, behind(high), behind(low)) - low
+    difference = reward + gamma * torch.where(closes, steps.following(high), steps.following(low)) - low
     streams = [scan(difference, gamma * low_lam * inside)]
     # What a segment is worth at each of its turns, V_high of the next one included.
-    worth = scan(reward + gamma * torch.where(closes, behind(high), 0.0), gamma * inside)
+    worth = scan(reward + gamma * torch.where(closes, steps.following(high), 0.0), gamma * inside)
     # gamma^n and the next segment's difference reach a turn through those between.
     gains = gamma * (high_lam + (1 - high_lam) * inside)
     begun = torch.where(begins, worth - high, 0.0)
-    later = scan(torch.where(closes, gamma * high_lam * behind(begun), 0.0), gains)
+    later = scan(torch.where(closes, gamma * high_lam * steps.following(begun), 0.0), gains)
     streams.append(torch.where(begins, begun + later, 0.0))
     if switch_values is not None:
         streams.append(torch.where(valid, worth - steps.sorted(switch_values), 0.0))

@@ -20,9 +20,9 @@ from __future__ import annotations
 import torch
 
 from .. import segments
-from ..checks import check
+from ..checks import check, check_units
 from ..specs import Center, EpsMode, GroupTerm, Provenance, Scale
-from .terms import Term, as_advantages, check_compat, check_units, combine, estimator, members_of, total
+from .terms import Term, as_advantages, check_compat, combine, estimator, keeps_singletons, members_of, scorable, total
 
 __all__ = [
     "bnpo",
@@ -69,7 +69,7 @@ def grpo(
     tensor([ 1., -1., -1.,  1.])
     """
     check(eps_mode in _EPS_MODES, "eps_mode: expected one of {}, got {!r}", ", ".join(_EPS_MODES), eps_mode)
-    rule = GroupTerm(Center.MEAN, Scale.GROUP, ddof, eps, _EPS_MODES[eps_mode], _keeps(singleton))
+    rule = GroupTerm(Center.MEAN, Scale.GROUP, ddof, eps, _EPS_MODES[eps_mode], keeps_singletons(singleton))
     return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
 
 
@@ -90,7 +90,7 @@ def dr_grpo(
     >>> dr_grpo(torch.tensor([2.0, 4.0, 6.0]), torch.tensor([1, 1, 1]))
     tensor([-2.,  0.,  2.])
     """
-    rule = GroupTerm(Center.MEAN, Scale.NONE, eps=0.0, keep_singletons=_keeps(singleton))
+    rule = GroupTerm(Center.MEAN, Scale.NONE, eps=0.0, keep_singletons=keeps_singletons(singleton))
     return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
 
 
@@ -111,7 +111,7 @@ def rloo(
     >>> rloo(torch.tensor([2.0, 4.0, 6.0]), torch.tensor([1, 1, 1]))
     tensor([-3.,  0.,  3.])
     """
-    rule = GroupTerm(Center.LEAVE_ONE_OUT, Scale.NONE, eps=0.0, keep_singletons=_keeps(singleton))
+    rule = GroupTerm(Center.LEAVE_ONE_OUT, Scale.NONE, eps=0.0, keep_singletons=keeps_singletons(singleton))
     return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
 
 
@@ -135,7 +135,7 @@ def lite_ppo(
     >>> lite_ppo(torch.tensor([1.0, 0.0, 2.0, 6.0]), torch.tensor([0, 0, 1, 1]), eps=0.0)
     tensor([ 0.1901, -0.1901, -0.7605,  0.7605])
     """
-    rule = GroupTerm(Center.MEAN, Scale.BATCH, ddof, eps, EpsMode.ADD, _keeps(singleton))
+    rule = GroupTerm(Center.MEAN, Scale.BATCH, ddof, eps, EpsMode.ADD, keeps_singletons(singleton))
     return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
 
 
@@ -162,7 +162,7 @@ def opo(
     tensor([-1.2500,  0.7500,  2.7500])
     """
     check_units(rewards=rewards, group_ids=group_ids, lengths=lengths, mask=mask, apply_mask=apply_mask)
-    rule = GroupTerm(scale=Scale.NONE, keep_singletons=_keeps(singleton))
+    rule = GroupTerm(scale=Scale.NONE, keep_singletons=keeps_singletons(singleton))
     return combine([Term(rewards, group_ids, rule, lengths)], mask=mask, apply_mask=apply_mask, backend=backend)
 
 
@@ -344,11 +344,11 @@ def ngrpo(
     check(virtual >= 0, "virtual: expected a count >= 0, got {}", virtual)
     check(ddof in (0, 1), "ddof: expected 0 or 1, got {}", ddof)
     group = segments.statistics(rewards, group_ids, mask=mask, backend=backend)
-    gap, total = best - group.mean, group.members + virtual
-    shift = gap * virtual / total
-    squares = group.squares + gap.square() * group.members * virtual / total
-    deviation = (squares / (total - ddof).clamp(min=1)).sqrt()
-    member = members_of(rewards, group, mask) & (total > 1)
+    gap, number = best - group.mean, group.members + virtual
+    shift = gap * virtual / number
+    squares = group.squares + gap.square() * group.members * virtual / number
+    deviation = (squares / (number - ddof).clamp(min=1)).sqrt()
+    member = members_of(rewards, group, mask) & (number > 1)
     centred = torch.where(member, (rewards.double() - group.mean) - shift, 0.0)
     return as_advantages(torch.where(centred == 0, 0.0, centred / (deviation + eps)), rewards, backend)
 
@@ -398,8 +398,7 @@ def reinforce_pp_baseline(
     tensor([ 0.5472, -0.2105, -0.2105,  0.5472, -1.3470,  0.1684,  1.6838])
     """
     centred = dr_grpo(rewards, group_ids, mask=mask, singleton=singleton, backend=backend)
-    member = torch.isfinite(rewards) if mask is None else torch.isfinite(rewards) & mask
-    return whiten(centred, lengths, mask=member, backend=backend)
+    return whiten(centred, lengths, mask=scorable(rewards, mask), backend=backend)
 
 
 @estimator(Provenance.PAPER)
@@ -434,11 +433,6 @@ def v05(
     return as_advantages(
         torch.where(members_of(rewards, group, mask), rewards.double() - baseline, 0.0), rewards, backend
     )
-
-
-def _keeps(singleton: str) -> bool:
-    check(singleton in ("zero", "raw"), "singleton: expected 'zero' or 'raw', got {!r}", singleton)
-    return singleton == "raw"
 
 
 def _normalise(

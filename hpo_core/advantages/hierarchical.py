@@ -16,12 +16,12 @@ import math
 
 import torch
 
-from ..checks import check
+from ..checks import check, check_units
 from ..segments import chains, dense_ids, statistics
 from ..specs import Center, GroupTerm, Part, Presence, Provenance, Scale, Share
 from .flat import grpo
-from .returns import discounted_returns, episode_returns, once
-from .terms import Term, as_advantages, check_compat, check_units, combine, estimator
+from .returns import episode_returns, once, returns_along
+from .terms import Term, as_advantages, check_compat, combine, estimator, keeps_singletons, scorable
 
 __all__ = [
     "dr_mas",
@@ -76,11 +76,10 @@ def gigpo(
     tensor([ 0.9512,  0.5000,  1.0000, -0.9512, -1.0000])
     """
     check_units(step_rewards=step_rewards, group_ids=group_ids, trajectory_ids=trajectory_ids, anchor_ids=anchor_ids)
-    check(singleton in ("zero", "raw"), "singleton: expected 'zero' or 'raw', got {!r}", singleton)
     steps = chains(trajectory_ids, positions)
     episodes = episode_returns(step_rewards, steps, backend=backend)
-    returns = discounted_returns(step_rewards, trajectory_ids, gamma, positions=positions, backend=backend)
-    of_episode = GroupTerm(scale=_scale(scaled), eps=eps, keep_singletons=singleton == "raw")
+    returns = steps.unsorted(returns_along(step_rewards, steps, gamma, backend=backend))
+    of_episode = GroupTerm(scale=_scale(scaled), eps=eps, keep_singletons=keeps_singletons(singleton))
     of_step = GroupTerm(scale=_scale(scaled), eps=eps, coefficient=step_weight)
     weights = None if check_compat(compat) else once(steps)
     return combine(
@@ -130,7 +129,7 @@ def hgpo(
     check(0 <= history <= 6, "history: expected 0 to 6 earlier observations, got {}", history)
     offset = 2 if check_compat(compat) else 1
     steps = chains(trajectory_ids, positions)
-    returns = discounted_returns(step_rewards, trajectory_ids, gamma, positions=positions, backend=backend)
+    returns = steps.unsorted(returns_along(step_rewards, steps, gamma, backend=backend))
     presence = Presence.NONZERO if drop_zeros else Presence.ALWAYS
     anchors = steps.sorted(anchor_ids.to(torch.int64))
     level = steps.sorted(dense_ids(group_ids, anchor_ids))
@@ -361,10 +360,7 @@ def sgrpo(
     check_units(
         rewards=rewards, group_rewards=group_rewards, supergroup_ids=supergroup_ids, group_ids=group_ids, mask=mask
     )
-    seen = torch.isfinite(rewards) & (supergroup_ids >= 0)
-    seen = seen if mask is None else seen & mask
-    groups = chains(torch.where(seen, dense_ids(supergroup_ids, group_ids), -1))
-    first = once(groups)
+    first = once(chains(torch.where(scorable(rewards, mask), dense_ids(supergroup_ids, group_ids), -1)))
     rule = GroupTerm(scale=_scale(scaled), eps=eps)
     of_groups = combine([Term(group_rewards, supergroup_ids, rule, first)], mask=mask, backend=backend)
     number = statistics(group_rewards, supergroup_ids, weights=first, mask=mask, backend=backend).members

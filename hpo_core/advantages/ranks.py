@@ -6,21 +6,14 @@ import math
 
 import torch
 
-from ..checks import check
+from ..checks import check, check_units
 from ..segments import chains, statistics
 from ..specs import Provenance
 from .flat import grpo
-from .terms import as_advantages, check_units, estimator
+from .selection import ordered
+from .terms import as_advantages, estimator, scorable
 
 __all__ = ["arena", "g2rpo", "mc_grpo", "pass_at_k"]
-
-
-def _members(
-    rewards: torch.Tensor, group_ids: torch.Tensor | None, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = torch.zeros_like(rewards, dtype=torch.int64) if group_ids is None else group_ids.to(torch.int64)
-    member = torch.isfinite(rewards) & (ids >= 0)
-    return ids, member if mask is None else member & mask
 
 
 @estimator(Provenance.VERIFIED)
@@ -39,11 +32,8 @@ def g2rpo(
     tensor([-0.2622, -1.2816, -0.2622,  1.2816,  0.5244])
     """
     check_units(rewards=rewards, group_ids=group_ids, mask=mask)
-    ids, member = _members(rewards, group_ids, mask)
-    groups = chains(torch.where(member, ids, -1), torch.where(member, rewards, 0.0))  # ascending in each group
+    groups, rank, size = ordered(rewards, group_ids, mask)
     chain, value = groups.chain, groups.sorted(rewards)
-    begin, end = groups.cu_seqlens[chain.clamp(min=0)], groups.cu_seqlens[(chain + 1).clamp(min=0)]
-    rank, size = torch.arange(chain.numel(), device=chain.device) - begin, end - begin
     quantile = torch.special.ndtri(((rank + 0.5).double() / size.clamp(min=1)).clamp(0, 1))
     begins = torch.ones_like(chain, dtype=torch.bool)
     begins[1:] = (chain[1:] != chain[:-1]) | (value[1:] != value[:-1])
@@ -141,7 +131,8 @@ def mc_grpo(
     tensor([-0.9990,  0.0000,  1.9980])
     """
     check_units(rewards=rewards, group_ids=group_ids, mask=mask)
-    ids, member = _members(rewards, group_ids, mask)
+    ids = torch.zeros_like(rewards, dtype=torch.int64) if group_ids is None else group_ids
+    member = scorable(rewards, mask) & (ids >= 0)
     exact = torch.where(member, rewards, 0.0).double()
     centred = torch.where(member, exact - _lower_median(exact, ids, member), 0.0)
     advantages = torch.where(centred == 0, 0.0, centred / (_lower_median(centred.abs(), ids, member) + eps))
@@ -154,6 +145,7 @@ def mc_grpo(
 def _lower_median(values: torch.Tensor, ids: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
     """The lower median of each unit's group ``[S]``."""
     groups = chains(torch.where(member, ids, -1), values)
-    begin, end = groups.cu_seqlens[groups.chain.clamp(min=0)], groups.cu_seqlens[(groups.chain + 1).clamp(min=0)]
-    middle = (begin + (end - begin - 1).clamp(min=0) // 2).clamp(max=max(values.numel() - 1, 0))
+    rank, size = groups.ranks()
+    begin = torch.arange(values.numel(), device=values.device) - rank
+    middle = (begin + (size - 1).clamp(min=0) // 2).clamp(max=max(values.numel() - 1, 0))
     return groups.unsorted(groups.sorted(values)[middle])

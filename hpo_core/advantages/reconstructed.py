@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import torch
 
+from ..checks import check_units
 from ..segments import chains, dense_ids, statistics
 from ..specs import GroupTerm, Part, Provenance
 from .flat import grpo
 from .returns import once
 from .selection import ordered
-from .terms import Term, as_advantages, check_units, combine, estimator
+from .terms import Term, as_advantages, combine, estimator, scorable
 
 __all__ = ["chrpo", "dynamic_contrastive", "graph_grpo", "hc_grpo", "hi_grpo", "himac", "hrpo", "ib_tpo", "salt"]
 
@@ -269,7 +270,7 @@ def dynamic_contrastive(
     tensor([False,  True,  True, False])
     """
     check_units(rewards=rewards, group_ids=group_ids, lengths=lengths, mask=mask)
-    known = torch.isfinite(lengths) if mask is None else torch.isfinite(lengths) & mask
+    known = scorable(lengths, mask)
     # Long before short, then by reward: stable sorts keep the first where the second ties.
     order = torch.sort(torch.where(known, lengths, 0.0), descending=True, stable=True).indices
     ids = None if group_ids is None else group_ids[order]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..checks import check
+from ..checks import check, check_units
 from ..segments import Chains, chains, recurrence
-from .terms import check_units
 
-__all__ = ["discounted_returns", "episode_returns", "generalised_advantages", "once"]
+__all__ = ["discounted_returns", "episode_returns", "generalised_advantages", "once", "returns_along"]
 
 
 def discounted_returns(
@@ -32,14 +31,18 @@ def discounted_returns(
     check_units(rewards=rewards, trajectory_ids=trajectory_ids)
     check(0 <= gamma <= 1, "gamma: expected a number in [0, 1], got {}", gamma)
     steps = chains(trajectory_ids, positions)
+    return steps.unsorted(returns_along(rewards, steps, gamma, backend=backend))
+
+
+def returns_along(rewards: torch.Tensor, steps: Chains, gamma: float, *, backend: str | None = None) -> torch.Tensor:
+    """The discounted returns ``[N]`` at places of the chains."""
     along = steps.sorted(rewards)
-    return steps.unsorted(recurrence(along, torch.full_like(along, gamma), steps.cu_seqlens, backend=backend))
+    return recurrence(along, torch.full_like(along, gamma), steps.cu_seqlens, backend=backend)
 
 
 def episode_returns(rewards: torch.Tensor, steps: Chains, *, backend: str | None = None) -> torch.Tensor:
     """For every step the sum of its trajectory's rewards ``[N]``; 0 for a step in none."""
-    along = steps.sorted(rewards)
-    sums = recurrence(along, torch.ones_like(along), steps.cu_seqlens, backend=backend)
+    sums = returns_along(rewards, steps, 1.0, backend=backend)
     return steps.unsorted(torch.where(steps.chain >= 0, steps.first(sums), 0.0))
 
 
@@ -55,16 +58,11 @@ def generalised_advantages(
     """GAE: ``d_t = r_t + gamma V_{t+1} - V_t``, ``A_t = d_t + gamma lambda A_{t+1}``; V is 0 behind a trajectory.
     Returns ``[N]``."""
     along, value = steps.sorted(rewards), steps.sorted(values)
-    following = torch.zeros_like(value)
-    following[:-1] = torch.where(steps.ends()[:-1], 0.0, value[1:])
-    difference = along + gamma * following - value
+    difference = along + gamma * steps.following(value) - value
     gains = torch.full_like(difference, gamma * lam)
     return steps.unsorted(recurrence(difference, gains, steps.cu_seqlens, backend=backend))
 
 
 def once(steps: Chains) -> torch.Tensor:
     """Weights ``[U]`` that count every chain once: 1 for its first unit."""
-    first = torch.zeros_like(steps.chain)
-    first[:1] = steps.chain[:1] >= 0
-    first[1:] = steps.chain[1:] != steps.chain[:-1]
-    return steps.unsorted(first.float())
+    return steps.unsorted(steps.begins().float())

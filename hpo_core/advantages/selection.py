@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from ..checks import check
+from ..checks import check, check_units
 from ..segments import Chains, chains
 from ..specs import Provenance
-from .terms import check_units, estimator
+from .terms import estimator, scorable
 
 __all__ = ["d3s_samples", "ordered", "pf_ppo"]
 
@@ -21,10 +21,9 @@ def ordered(
 ) -> tuple[Chains, torch.Tensor, torch.Tensor]:
     """Units with finite values in ascending order of each group; the rank of each place, and the size of its group."""
     ids = torch.zeros_like(values, dtype=torch.int64) if group_ids is None else group_ids.to(torch.int64)
-    member = torch.isfinite(values) if mask is None else torch.isfinite(values) & mask
+    member = scorable(values, mask)
     groups = chains(torch.where(member, ids, -1), torch.where(member, values, 0.0))
-    begin, end = groups.cu_seqlens[groups.chain.clamp(min=0)], groups.cu_seqlens[(groups.chain + 1).clamp(min=0)]
-    return groups, torch.arange(values.numel(), device=values.device) - begin, end - begin
+    return groups, *groups.ranks()
 
 
 @estimator(Provenance.PAPER)
@@ -50,7 +49,7 @@ def d3s_samples(
     check(k >= 1, "k: expected a count of at least 1, got {}", k)
     groups, rank, size = ordered(advantages, group_ids, mask)
     value = groups.sorted(torch.where(torch.isfinite(advantages), advantages, 0.0)).double()
-    begin = groups.cu_seqlens[groups.chain.clamp(min=0)]
+    begin = torch.arange(value.numel(), device=value.device) - rank
     value = value - value[begin.clamp(max=max(value.numel() - 1, 0))]  # a group's offset costs no digits
     sums = [torch.cat([value.new_zeros(1), power.cumsum(0)]) for power in (value, value.square())]
     best = torch.full_like(value, -1.0)

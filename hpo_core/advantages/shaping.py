@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..checks import check
+from ..checks import check, check_units
 from ..segments import statistics
 from ..specs import Provenance
 from .flat import grpo
-from .terms import as_advantages, check_units, estimator
+from .terms import as_advantages, estimator
 
 __all__ = ["adora", "aspo_shaping", "negative_sample", "positive_sample"]
 

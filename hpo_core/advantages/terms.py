@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -9,7 +10,7 @@ import torch
 
 from .. import ops
 from ..backends import resolve
-from ..checks import check, check_dtype, check_shape, check_type
+from ..checks import check, check_shape, check_type, check_units
 from ..segments import GroupStatistics
 from ..specs import GroupInputs, GroupNormalisation, GroupTerm, Provenance, Share
 
@@ -18,11 +19,13 @@ __all__ = [
     "as_advantages",
     "check_channels",
     "check_compat",
-    "check_units",
     "combine",
     "estimator",
+    "given_to",
+    "keeps_singletons",
     "level_of",
     "members_of",
+    "scorable",
     "takes_several",
     "total",
 ]
@@ -104,31 +107,6 @@ def _once(
     return tuple(found)
 
 
-def check_units(**given: torch.Tensor | None) -> None:
-    """Checks tensors of one value per unit by name: the first has the shape and the device of the others.
-
-    ``..._ids`` are integers, ``..._mask`` and ``is_...`` bools, everything else floating point.
-    """
-    (first_name, first), *_ = given.items()
-    check_type(isinstance(first, torch.Tensor), "{}: expected a tensor [U], got {}", first_name, type(first))
-    assert first is not None
-    check(first.dim() == 1, "{}: expected shape [U] (one per unit), got {}", first_name, list(first.shape))
-    for name, tensor in given.items():
-        if tensor is None:
-            continue
-        check_type(isinstance(tensor, torch.Tensor), "{}: expected a tensor [U], got {}", name, type(tensor))
-        if name.endswith("ids"):
-            check_dtype(name, tensor, (torch.int32, torch.int64), "renumber or hash them to int64 first")
-        elif name.endswith("mask") or name.startswith("is_"):
-            check_dtype(name, tensor, (torch.bool,), f"use {name}.bool()")
-        else:
-            check_type(
-                tensor.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, tensor.dtype
-            )
-        check_shape(name, tensor, first.shape, f"[U] (that of {first_name})")
-        check(tensor.device == first.device, "{}: expected device {}, got {}", name, first.device, tensor.device)
-
-
 def estimator(provenance: Provenance, *, level: str = "row", several: bool = False) -> Callable[[Estimator], Estimator]:
     """Marks a function as a published estimator: where its formula comes from, what its advantages belong to
     (``"row"``: ``[S]``, ``"step"``: ``[N]``, ``"token"``: ``[T]``), and whether it takes several rewards ``[C, S]``."""
@@ -151,6 +129,18 @@ def level_of(estimator: Callable[..., Any]) -> str:
 def takes_several(estimator: Callable[..., Any]) -> bool:
     """Whether an estimator takes several rewards ``[C, S]`` and their ``weights``."""
     return bool(getattr(getattr(estimator, "func", estimator), "several", False))
+
+
+def given_to(estimator: Callable[..., Any], **given: Any) -> dict[str, Any]:
+    """What of this an estimator takes, and no ``functools.partial`` has fixed."""
+    taken, fixed = inspect.signature(estimator).parameters, getattr(estimator, "keywords", {})
+    return {name: value for name, value in given.items() if name in taken and name not in fixed}
+
+
+def keeps_singletons(singleton: str) -> bool:
+    """Whether a group of one keeps its raw value."""
+    check(singleton in ("zero", "raw"), "singleton: expected 'zero' or 'raw', got {!r}", singleton)
+    return singleton == "raw"
 
 
 def check_compat(compat: str) -> bool:
@@ -183,7 +173,11 @@ def as_advantages(exact: torch.Tensor, rewards: torch.Tensor, backend: str | Non
     return exact.to(rewards.dtype if backend == "reference" else torch.float32)
 
 
+def scorable(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Which units ``[U]`` of the mask have a value that says something."""
+    return torch.isfinite(values) if mask is None else torch.isfinite(values) & mask
+
+
 def members_of(values: torch.Tensor, group: GroupStatistics, mask: torch.Tensor | None) -> torch.Tensor:
     """Which units ``[U]`` entered the statistics of these values."""
-    members = torch.isfinite(values) & (group.members > 0)
-    return members if mask is None else members & mask
+    return scorable(values, mask) & (group.members > 0)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..batch import PackedBatch
-from ..checks import check, check_shape
+from ..checks import check, check_shape, check_units
 from ..segments import dense_ids, recurrence, statistics
 from ..specs import GroupTerm, Provenance, Scale
 from .flat import whiten
-from .terms import Term, check_units, combine, estimator
+from .terms import Term, combine, estimator
 
 __all__ = ["hicra", "otb", "reinforce_pp", "remax", "rl_zvp"]
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ..checks import check, check_shape
+from ..checks import check, check_shape, check_units
 from ..segments import dense_ids, statistics
 from ..specs import GroupTerm, Presence, Provenance, Scale, Share
 from .flat import grpo, whiten
-from .terms import Term, as_advantages, check_units, combine, estimator
+from .terms import Term, as_advantages, combine, estimator, keeps_singletons
 
 __all__ = ["mars2", "rose", "treepo"]
 
@@ -44,13 +44,13 @@ def treepo(
     >>> treepo(torch.tensor([1.0, 0.0, 1.0, 1.0]), [root, branch])
     tensor([ 0.3333, -0.6667,  0.1667,  0.1667])
     """
-    check(singleton in ("zero", "raw"), "singleton: expected 'zero' or 'raw', got {!r}", singleton)
+    keeps = keeps_singletons(singleton)
     check_units(rewards=rewards, lengths=lengths)
     terms = []
     for depth, ids in enumerate(prefix_ids):
         check_units(rewards=rewards, prefix_ids=ids)
         presence = Presence.SPREAD if drop_flat and depth > 0 else Presence.ALWAYS
-        rule = GroupTerm(scale=Scale.NONE, keep_singletons=depth == 0 and singleton == "raw", presence=presence)
+        rule = GroupTerm(scale=Scale.NONE, keep_singletons=depth == 0 and keeps, presence=presence)
         terms.append(Term(rewards, dense_ids(*prefix_ids[: depth + 1]), rule))
     advantages = combine(terms, share=Share.COUNT if by_size else Share.EQUAL, backend=backend)
     return advantages if lengths is None else whiten(advantages, lengths, backend=backend)

@@ -11,7 +11,6 @@ Shapes: ``B`` responses in a micro-batch, ``L`` tokens each, padded on the right
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +25,7 @@ except ImportError as error:
     raise ImportError("hpo_core.integrations.verl needs verl 0.9.1: pip install 'hpo-core[verl]'") from error
 
 from .. import advantages, aggregation, gates
-from ..advantages.terms import level_of
+from ..advantages.terms import given_to, level_of
 from ..batch import PackedBatch
 from ..checks import check, check_type
 from ..gates import RatioGate
@@ -202,14 +201,14 @@ def _advantage(
         numbers: dict[Any, int] = {}
         groups = torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in index], dtype=torch.int64)
     groups = groups.to(mask.device)
-    given = {"group_ids": groups, "lengths": mask.sum(-1).float(), "batch": PackedBatch.from_padded(mask)}
-    taken, fixed = inspect.signature(estimator).parameters, getattr(estimator, "keywords", {})
-    chosen = {key: value for key, value in given.items() if key in taken and key not in fixed}
-    asked = {"backend": backend} if "backend" in taken and backend is not None else {}
+    asked = {} if backend is None else {"backend": backend}
+    given = given_to(
+        estimator, group_ids=groups, lengths=mask.sum(-1).float(), batch=PackedBatch.from_padded(mask), **asked
+    )
     if level == "token":
-        found = estimator(token_level_rewards.reshape(-1), **chosen, **asked).reshape(mask.shape)
+        found = estimator(token_level_rewards.reshape(-1), **given).reshape(mask.shape)
         return found, token_level_rewards
-    found = estimator(token_level_rewards.sum(-1), **chosen, **asked)[:, None] * mask
+    found = estimator(token_level_rewards.sum(-1), **given)[:, None] * mask
     return found, found
 
 

@@ -214,7 +214,7 @@ def ngrpo(u):
 
 def reinforce_pp_baseline(u):
     centred = z(u.reward, ids(u.group), u.mask, scale="none", raw=True)
-    return whiten_tokens(centred, u.length, u.mask)
+    return whiten_tokens(centred, u.length, u.mask & (u.group >= 0))
 
 
 def whiten_tokens(x, length, mask):
@@ -256,12 +256,12 @@ def dvao(u):
 
 def gdpo(u):
     together = z(u.reward, ids(u.group), u.mask, eps=1e-4) + 2 * z(u.number, ids(u.group), u.mask, eps=1e-4)
-    return z(together, [0] * len(together), u.mask, eps=1e-4)
+    return z(together, [0] * len(together), u.mask & (u.group >= 0), eps=1e-4)
 
 
 def gdpo_tokens(u):
     together = z(u.reward, ids(u.group), u.mask, raw=True) + 2 * z(u.number, ids(u.group), u.mask, raw=True)
-    return whiten_tokens(together, u.length, u.mask)
+    return whiten_tokens(together, u.length, u.mask & (u.group >= 0))
 
 
 # -------------------------------------------------------------------------------------------------------------- ranks

@@ -228,6 +228,33 @@ def test_p11_masking_is_removal(backend, name):
         near(whole[torch.tensor(keep)], CASES[name](Given(left, backend)), 10)
 
 
+def unscored(units, keep):
+    return units._replace(reward=np.where(keep, units.reward, np.nan), number=np.where(keep, units.number, np.nan))
+
+
+def outside(units, keep):
+    return units._replace(group=np.where(keep, units.group, -1))
+
+
+UNGROUPED = {"spo_single_stream"}
+OTHER_REWARDS = {"arena", "bnpo"}  # the tests make theirs of lengths and flags
+
+
+@pytest.mark.parametrize("absent", [unscored, outside])
+@pytest.mark.parametrize("name", MASKED)
+def test_what_nothing_scores_or_no_group_has_is_as_if_it_were_not_there(backend, name, absent):
+    """It gets 0 and changes nothing elsewhere, in a second stage over the batch neither."""
+    if name in (UNGROUPED if absent is outside else OTHER_REWARDS):
+        return
+    for seed in seeds(backend)[:6]:
+        units = naive.draw(seed)
+        keep = np.random.default_rng(seed).random(len(units.reward)) < 0.7
+        whole = CASES[name](Given(absent(units, keep), backend))
+        assert not whole[~torch.tensor(keep)].any() and bool(torch.isfinite(whole).all())
+        left = naive.Units(*(field[keep] for field in units))
+        near(whole[torch.tensor(keep)], CASES[name](Given(left, backend)), 10)
+
+
 @pytest.mark.parametrize("constant", [0.1, -7.3, 1e6 + 0.5])
 def test_p12_identical_rewards_are_exactly_zero(backend, constant):
     n = 24

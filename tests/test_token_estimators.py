@@ -141,14 +141,14 @@ def test_otb(backend, seed):
 
 @on_all
 def test_t_ppo(backend, seed):
-    batch, rows, _, draw, tensor = drawn(seed, backend)
-    rewards, values = draw.random((2, batch.total_tokens)).astype(np.float32).astype(float)
+    batch, rows, given, draw, tensor = drawn(seed, backend)
+    rewards, values = given[:2]
     truncated = draw.random(len(rows)) < 0.5
     expected = np.zeros(batch.total_tokens)
-    for row, (begin, end) in enumerate(itertools.pairwise(batch.cu_seqlens.tolist())):
+    for row, (_, places) in enumerate(rows):
         advantage = 0.0
-        following = values[end - 1] if truncated[row] and end > begin else 0.0
-        for t in reversed(range(begin, end)):
+        following = values[places[-1]] if truncated[row] and places else 0.0
+        for t in reversed(places):
             advantage = rewards[t] + 0.9 * following - values[t] + 0.9 * 0.8 * advantage
             following = values[t]
             expected[t] = advantage

@@ -1,4 +1,4 @@
-"""Estimators next to those that verl registers, on padded batches as it has them, and to TRL's scalings.
+"""Estimators next to those that verl registers, on padded batches as it has them.
 
 docs/advantages.md has the table of where definitions differ.
 """
@@ -115,6 +115,39 @@ def test_the_optimal_token_baseline_agrees_with_verl():
         torch.testing.assert_close(padded.tokens(ours), expected * padded.mask, rtol=2e-5, atol=2e-5)
 
 
+def test_gdpo_agrees_with_verl():
+    """Its second stage is over tokens."""
+    for seed in range(20):
+        padded = Padded(seed)
+        scores = torch.rand(2, 8, generator=torch.Generator().manual_seed(seed))
+        given = {
+            "prompts": torch.zeros(8, 2),
+            "attention_mask": torch.ones(8, 2 + padded.mask.shape[1], dtype=torch.int64),
+        }
+        expected = padded.verl(
+            "gdpo", config={"gdpo_reward_keys": ["first", "second"], "gdpo_reward_weights": [1.0, 0.5]},
+            non_tensor_batch=dict(zip(("first", "second"), scores.numpy(), strict=True)), batch=given,
+        )  # fmt: skip
+        ours = A.gdpo(scores, padded.ids, [1.0, 0.5], lengths=padded.lengths)
+        torch.testing.assert_close(padded.spread(ours), expected, rtol=2e-4, atol=2e-4)
+
+
+def test_gae_of_finished_responses_agrees_with_verl():
+    """Tool tokens are transparent in both; verl whitens by itself."""
+    for seed in range(20):
+        padded = Padded(seed)
+        values = torch.rand(padded.mask.shape, generator=torch.Generator().manual_seed(seed))
+        given = {"token_level_rewards": padded.rewards, "values": values, "response_mask": padded.mask.float()}
+        expected, returns = REGISTRY["gae"](**given, gamma=0.9, lam=0.8)
+        finished = torch.zeros(8, dtype=torch.bool)
+        flat = padded.rewards.reshape(-1), values.reshape(-1), padded.batch, finished
+        ours = padded.tokens(A.t_ppo(*flat, gamma=0.9, lam=0.8))
+        torch.testing.assert_close(ours + values * padded.mask, returns * padded.mask, rtol=2e-5, atol=2e-5)
+        valid = padded.mask.reshape(-1)
+        whitened = padded.tokens(A.whiten(ours.reshape(-1), torch.ones(valid.numel()), mask=valid))
+        torch.testing.assert_close(whitened, expected * padded.mask, rtol=2e-4, atol=2e-4)
+
+
 def test_equal_rewards_are_noise_there_and_zero_here():
     """The mean of equal numbers is not that number in float32."""
     padded, noise = Padded(0, groups=1), 0.0
@@ -171,25 +204,3 @@ def test_registering_an_estimator():
     finally:
         REGISTRY.clear()
         REGISTRY.update(before)
-
-
-# ------------------------------------------------------------------------------------------------------------ TRL
-
-
-@pytest.mark.parametrize("scaling", ["group", "batch", "none"])
-def test_agrees_with_trl(scaling):
-    """TRL's three scalings of centred rewards, with its eps of 1e-4; a group of one gets 0 in both."""
-    draw = torch.Generator().manual_seed(1)
-    rewards, ids = torch.randint(0, 9, (24,), generator=draw) / 4, torch.arange(24) // 4
-    mean = rewards.view(6, 4).mean(1)[ids]
-    expected = rewards - mean
-    if scaling == "group":
-        expected = expected / (rewards.view(6, 4).std(1)[ids] + 1e-4)
-    elif scaling == "batch":
-        expected = expected / (rewards.std() + 1e-4)
-    ours = {
-        "group": lambda: A.grpo(rewards, ids, eps=1e-4),
-        "batch": lambda: A.lite_ppo(rewards, ids, eps=1e-4),
-        "none": lambda: A.dr_grpo(rewards, ids),
-    }[scaling]()
-    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)

@@ -3,7 +3,7 @@
 from ..specs import Center, EpsMode, GroupTerm, Part, Presence, Provenance, Scale, Share
 from . import reconstructed
 from .baselines import BetaTracker, GroupHistory, dcpo, poise, spo_single_stream
-from .critics import HierarchicalAdvantages, archer_td, hiper, step_gae, t_ppo
+from .critics import HierarchicalAdvantages, archer_td, hiper, step_gae
 from .distributed import over_ranks
 from .flat import (
     bnpo,
@@ -27,7 +27,7 @@ from .selection import d3s_samples, pf_ppo
 from .several import dvao, gdpo, vpo
 from .shaping import adora, aspo_shaping, negative_sample, positive_sample
 from .terms import Term, combine, estimator
-from .tokens import hicra, otb, reinforce_pp, remax, rl_zvp
+from .tokens import hicra, otb, reinforce_pp, remax, rl_zvp, t_ppo
 from .trees import mars2, rose, treepo
 
 __all__ = [

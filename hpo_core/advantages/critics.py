@@ -1,5 +1,4 @@
-"""Estimators that take the values of a critic, per step or per token; common arguments of steps as in
-:mod:`.hierarchical`."""
+"""Estimators of steps that take the values of a critic; common arguments as in :mod:`.hierarchical`."""
 
 from __future__ import annotations
 
@@ -7,15 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-from ..batch import PackedBatch
-from ..checks import check, check_shape, check_units
+from ..checks import check_shape, check_units
 from ..segments import chains, recurrence
 from ..specs import GroupTerm, Provenance
 from .flat import whiten
 from .returns import generalised_advantages
 from .terms import Term, as_advantages, combine, estimator
 
-__all__ = ["HierarchicalAdvantages", "archer_td", "hiper", "step_gae", "t_ppo"]
+__all__ = ["HierarchicalAdvantages", "archer_td", "hiper", "step_gae"]
 
 
 @estimator(Provenance.VERIFIED, level="step")
@@ -154,45 +152,3 @@ def hiper(
 
 def _normalised(stream: torch.Tensor, turns: torch.Tensor, eps: float, backend: str | None) -> torch.Tensor:
     return combine([Term(stream, None, GroupTerm(ddof=0, eps=eps))], mask=turns, backend=backend)
-
-
-@estimator(Provenance.PAPER, level="token")
-def t_ppo(
-    token_rewards: torch.Tensor,
-    values: torch.Tensor,
-    batch: PackedBatch,
-    is_truncated: torch.Tensor,
-    *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    backend: str | None = None,
-) -> torch.Tensor:
-    """T-PPO's EGAE: GAE of tokens, where a response that was cut off takes its last value for the one behind it (arXiv
-    2506.15050). Returns ``[T]`` float32.
-
-    ``d_t = r_t + gamma V_{t+1} - V_t``, ``A_t = d_t + gamma lambda A_{t+1}``; behind a finished response V is 0,
-    behind a truncated one that of its last token.
-
-    Args:
-        token_rewards, values: ``[T]``. Masked tokens are part of the sequence; leave rewards and mask as they are.
-        is_truncated: ``[S]`` bool.
-
-    >>> batch = PackedBatch.from_lengths([2])
-    >>> t_ppo(torch.tensor([0.0, 0.0]), torch.tensor([0.5, 0.25]), batch, torch.tensor([True]))
-    tensor([-0.2500,  0.0000])
-    """
-    check_units(token_rewards=token_rewards, values=values)
-    check_shape("token_rewards", token_rewards, (batch.total_tokens,), "[T] (that of the batch)")
-    check_shape("is_truncated", is_truncated, (batch.rows,), "[S] (one per row)")
-    check(0 <= gamma <= 1 and 0 <= lam <= 1, "gamma, lam: expected numbers in [0, 1], got {} and {}", gamma, lam)
-    row = batch.row_of_token()
-    known = row >= 0
-    last = torch.ones_like(known)
-    last[:-1] = row[1:] != row[:-1]
-    following = torch.zeros_like(values)
-    following[:-1] = values[1:]
-    cut = torch.where(known, is_truncated[row.clamp(min=0)], False) if batch.rows else known
-    following = torch.where(last, torch.where(cut, values, 0.0), following)
-    difference = torch.where(known, token_rewards + gamma * following - values, 0.0)
-    gains = torch.full_like(difference, gamma * lam)
-    return recurrence(difference, gains, batch.cu_seqlens, backend=backend)

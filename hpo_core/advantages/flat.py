@@ -22,7 +22,18 @@ import torch
 from .. import segments
 from ..checks import check, check_units
 from ..specs import Center, EpsMode, GroupTerm, Provenance, Scale
-from .terms import Term, as_advantages, check_compat, combine, estimator, keeps_singletons, members_of, scorable, total
+from .terms import (
+    Term,
+    as_advantages,
+    check_compat,
+    combine,
+    estimator,
+    grouped,
+    keeps_singletons,
+    members_of,
+    scorable,
+    total,
+)
 
 __all__ = [
     "bnpo",
@@ -235,7 +246,7 @@ def dgpo(
         return advantages
     check(temperature > 0, "temperature: expected a number above 0, got {}", temperature)
     group = segments.statistics(rewards, group_ids, mask=mask, backend=backend)
-    right = segments.statistics(accuracy, group_ids, mask=mask, backend=backend).mean
+    right = segments.statistics(accuracy, group_ids, mask=scorable(rewards, mask), backend=backend).mean
     member = members_of(rewards, group, mask)
     differs = member & (group.least < group.greatest)
     # Once per group: each of its n members stands for 1 / n of it.
@@ -398,7 +409,7 @@ def reinforce_pp_baseline(
     tensor([ 0.5472, -0.2105, -0.2105,  0.5472, -1.3470,  0.1684,  1.6838])
     """
     centred = dr_grpo(rewards, group_ids, mask=mask, singleton=singleton, backend=backend)
-    return whiten(centred, lengths, mask=scorable(rewards, mask), backend=backend)
+    return whiten(centred, lengths, mask=grouped(scorable(rewards, mask), group_ids), backend=backend)
 
 
 @estimator(Provenance.PAPER)

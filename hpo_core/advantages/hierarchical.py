@@ -4,8 +4,8 @@ Common arguments of estimators of steps, all ``[N]``:
     step_rewards: floating point, the immediate reward of each step.
     group_ids: the prompt of each step; negative: in none.
     trajectory_ids: the trajectory of each step.
-    anchor_ids: the observation a step starts from, hashed to an integer: steps of one prompt with equal anchors are
-        compared with each other.
+    anchor_ids: the observation a step starts from, as an integer (of texts: :func:`hpo_core.segments.ids_of`): steps of
+        one prompt with equal anchors are compared with each other.
     positions: the order of steps inside their trajectory. Default: that in which they stand here.
 Ids are integers in any order. The rest is as in :mod:`.flat`.
 """

@@ -10,7 +10,7 @@ import torch
 from ..checks import check
 from ..specs import GroupTerm, Provenance, Share
 from .flat import grpo, whiten
-from .terms import Term, check_channels, combine, estimator
+from .terms import Term, check_channels, combine, estimator, grouped
 
 __all__ = ["dvao", "gdpo", "vpo"]
 
@@ -72,6 +72,8 @@ def gdpo(
             TRL.
         eps: 1e-4 without lengths (TRL), 1e-6 with them (verl) by default.
 
+    A unit that one reward does not score has nothing from that reward; what nothing scores is in no statistic.
+
     Traps: three frameworks, three second stages; NeMo-RL divides by the deviation without centring, which is not here.
 
     >>> x = torch.tensor([[1.0, 0, 1, 0, 0, 1], [1, 1, 0, 0, 1, 1]])
@@ -83,7 +85,9 @@ def gdpo(
     rule = GroupTerm(eps=eps, keep_singletons=lengths is not None)
     terms = [Term(x, group_ids, replace(rule, coefficient=w)) for x, w in zip(rewards, channels, strict=True)]
     together = combine(terms, mask=mask, backend=backend)
-    return whiten(together, lengths, mask=mask, eps=eps, backend=backend)
+    scored = torch.isfinite(rewards).any(0)
+    compared = grouped(scored if mask is None else scored & mask, group_ids)
+    return whiten(together, lengths, mask=compared, eps=eps, backend=backend)
 
 
 @estimator(Provenance.PAPER)

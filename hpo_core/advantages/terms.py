@@ -22,6 +22,7 @@ __all__ = [
     "combine",
     "estimator",
     "given_to",
+    "grouped",
     "keeps_singletons",
     "level_of",
     "members_of",
@@ -176,6 +177,11 @@ def as_advantages(exact: torch.Tensor, rewards: torch.Tensor, backend: str | Non
 def scorable(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Which units ``[U]`` of the mask have a value that says something."""
     return torch.isfinite(values) if mask is None else torch.isfinite(values) & mask
+
+
+def grouped(units: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+    """Those of some units ``[U]`` bool that are in a group."""
+    return units if ids is None else units & (ids >= 0)
 
 
 def members_of(values: torch.Tensor, group: GroupStatistics, mask: torch.Tensor | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from ..specs import GroupTerm, Provenance, Scale
 from .flat import whiten
 from .terms import Term, combine, estimator
 
-__all__ = ["hicra", "otb", "reinforce_pp", "remax", "rl_zvp"]
+__all__ = ["hicra", "otb", "reinforce_pp", "remax", "rl_zvp", "t_ppo"]
 
 
 def _valid(batch: PackedBatch, row: torch.Tensor) -> torch.Tensor:
@@ -198,3 +198,53 @@ def otb(
     ids = dense_ids(torch.where(valid, groups, -1), torch.where(valid, position, -1))
     rule = GroupTerm(scale=Scale.NONE, keep_singletons=True)
     return combine([Term(returns, ids, rule, weight)], mask=valid, backend=backend)
+
+
+@estimator(Provenance.PAPER, level="token")
+def t_ppo(
+    token_rewards: torch.Tensor,
+    values: torch.Tensor,
+    batch: PackedBatch,
+    is_truncated: torch.Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """T-PPO's EGAE: GAE of tokens, where a response that was cut off takes its last value for the one behind it (arXiv
+    2506.15050). Returns ``[T]`` float32.
+
+    ``d_t = r_t + gamma V_t' - V_t``, ``A_t = d_t + gamma lambda A_t'``, t' the next *valid* token of the row, as in
+    :func:`reinforce_pp`; behind a finished response V is 0, behind a truncated one that of its last token.
+
+    Args:
+        token_rewards, values: ``[T]``, the critic before each token. Those at masked tokens do not count.
+        is_truncated: ``[S]`` bool.
+
+    Traps: the paper keeps the last tokens of a truncated response out of the policy's loss; that is a mask for the
+    loss, not for the advantages, which need their rewards and values.
+
+    >>> batch = PackedBatch.from_lengths([2])
+    >>> t_ppo(torch.tensor([0.0, 0.0]), torch.tensor([0.5, 0.25]), batch, torch.tensor([True]))
+    tensor([-0.2500,  0.0000])
+    """
+    _check(batch, token_rewards=token_rewards, values=values)
+    check_shape("is_truncated", is_truncated, (batch.rows,), "[S] (one per row)")
+    check(0 <= gamma <= 1 and 0 <= lam <= 1, "gamma, lam: expected numbers in [0, 1], got {} and {}", gamma, lam)
+    row = batch.row_of_token()
+    valid = _valid(batch, row)
+    value = torch.where(valid, values, 0.0)
+    seen = valid.to(value.dtype)
+
+    def behind(tokens: torch.Tensor) -> torch.Tensor:
+        """At every token what stands at the next valid one of its row; 0 behind the last."""
+        found = recurrence(tokens, 1 - seen, batch.cu_seqlens, backend=backend)
+        following = torch.zeros_like(found)
+        following[:-1] = torch.where(row[1:] == row[:-1], found[1:], 0.0)
+        return following
+
+    cut = _of_tokens(is_truncated, row, False) & (behind(seen) == 0)
+    following = torch.where(cut, value, behind(value))
+    difference = torch.where(valid, token_rewards + gamma * following - value, 0.0)
+    gains = torch.where(valid, torch.full_like(value, gamma * lam), 1.0)
+    return torch.where(valid, recurrence(difference, gains, batch.cu_seqlens, backend=backend), 0.0)

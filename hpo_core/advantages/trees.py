@@ -11,7 +11,7 @@ from ..checks import check, check_shape, check_units
 from ..segments import dense_ids, statistics
 from ..specs import GroupTerm, Presence, Provenance, Scale, Share
 from .flat import grpo, whiten
-from .terms import Term, as_advantages, combine, estimator, keeps_singletons
+from .terms import Term, as_advantages, combine, estimator, grouped, keeps_singletons, scorable
 
 __all__ = ["mars2", "rose", "treepo"]
 
@@ -53,7 +53,9 @@ def treepo(
         rule = GroupTerm(scale=Scale.NONE, keep_singletons=depth == 0 and keeps, presence=presence)
         terms.append(Term(rewards, dense_ids(*prefix_ids[: depth + 1]), rule))
     advantages = combine(terms, share=Share.COUNT if by_size else Share.EQUAL, backend=backend)
-    return advantages if lengths is None else whiten(advantages, lengths, backend=backend)
+    if lengths is None:
+        return advantages
+    return whiten(advantages, lengths, mask=grouped(scorable(rewards, None), prefix_ids[0]), backend=backend)
 
 
 @estimator(Provenance.VERIFIED)

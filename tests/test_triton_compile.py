@@ -105,7 +105,7 @@ REGISTERS = {
     ("correction: LOG_RATIO TOKEN BAND", "_correct"): 47,
     ("row_counts", "_count_rows"): 46,
     ("row_counts", "_begin_counts"): 28,
-    ("window_score", "_score_windows"): 70,
+    ("window_score", "_score_windows"): 76,
     ("order_statistic", "_count_digits"): 64,
     ("order_statistic", "_read_statistic"): 64,
     ("select", "_select"): 40,

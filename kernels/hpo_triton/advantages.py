@@ -30,7 +30,6 @@ from ..specs import (
 )
 from .groups import (
     AT_ONCE,
-    REGISTERS,
     RUNS,
     SCANNED,
     TILE_UNITS,
@@ -47,7 +46,7 @@ from .groups import (
     sum_absolute,
     sum_group,
 )
-from .launch import kernel, launch
+from .launch import REGISTERS, kernel, launch
 
 __all__ = ["group_normalise"]
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..specs import Boundary, Invalid, OrderRule
-from .launch import aligned, kernel, launch, programs_for
+from .launch import REGISTERS, aligned, kernel, launch, programs_for
 from .math import is_finite
 from .segments import TILE, load, row_of_token, row_range, store
 
@@ -95,7 +95,7 @@ def window_score(
     launch(
         _score_windows, triton.cdiv(tokens, TILE), values, mask, cu_seqlens, score, tokens, cu_seqlens.numel() - 1,
         max(first, -tokens), min(last, tokens), last - first + 1,
-        BOUNDARY=int(boundary), INVALID=int(invalid), ALIGNED=aligned(values, mask), TILE=TILE,
+        BOUNDARY=int(boundary), INVALID=int(invalid), ALIGNED=aligned(values, mask), TILE=TILE, maxnreg=REGISTERS,
     )  # fmt: skip
     return score
 

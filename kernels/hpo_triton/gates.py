@@ -47,7 +47,7 @@ SELF = tl.constexpr(int(Routing.SELF))
 
 # Registers of a thread: with 128 two programs fit on a multiprocessor. The assembler aims there by itself, but where
 # it takes a few more it would rather spill than have one program. Bounds of tokens and narrow loads do take more.
-REGISTERS, MOST_REGISTERS = 128, 255
+LIGHT_REGISTERS, MOST_REGISTERS = 128, 255
 
 
 class Gate(NamedTuple):
@@ -230,7 +230,7 @@ def policy_loss(
         inputs.low, inputs.high, inputs.row_trajectory, *levels, seen, sums, grad, token_loss, tokens, rows,
         *spec.token_low, *spec.token_high, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
         READING=reading, GATE=gate, TILE=TILE, LANES=LANES,
-        maxnreg=REGISTERS if light else MOST_REGISTERS,
+        maxnreg=LIGHT_REGISTERS if light else MOST_REGISTERS,
     )  # fmt: skip
     finalise(sums, seen, loss, metrics, rows)
     return loss, metrics, grad, token_loss

@@ -19,7 +19,6 @@ from .math import is_finite
 
 __all__ = [
     "AT_ONCE",
-    "REGISTERS",
     "RUNS",
     "SCANNED",
     "TILE_UNITS",
@@ -44,7 +43,6 @@ OTHERS = 64  # units it looks at together
 TILE_UNITS = 1024  # units whose sums are one piece of everybody's
 RUNS = 128 if INTERPRETED else 8  # sorted units of one program; those that begin a group do the work of it
 AT_ONCE = 64  # units of a run that a program looks at together
-REGISTERS = 128  # of itself the assembler keeps some structures within 64 or 80, and spills for it
 
 PIVOT, MEMBERS, WEIGHT, SUM, SQUARES, LEAST, GREATEST = (tl.constexpr(field) for field in range(7))
 FIELDS = tl.constexpr(7)

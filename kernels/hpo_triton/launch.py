@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["INTERPRETED", "WARPS", "aligned", "kernel", "launch", "launches", "programs_for"]
+__all__ = ["INTERPRETED", "REGISTERS", "WARPS", "aligned", "kernel", "launch", "launches", "programs_for"]
 
 # Triton's interpreter runs each operation as one call of NumPy: what counts there is how few, so blocks are larger.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 WARPS = 8  # of every program
+REGISTERS = 128  # of a thread, for kernels far below: of itself the assembler keeps some within 64 or 80, and spills
 # A sweep has at most this many programs, about what the largest GPU holds at once; more tokens are more steps for each.
 MOST_PROGRAMS = 512
 

@@ -18,7 +18,6 @@ import triton.language as tl
 
 from .groups import (
     AT_ONCE,
-    REGISTERS,
     RUNS,
     SCANNED,
     TILE_UNITS,
@@ -31,7 +30,7 @@ from .groups import (
     squares_of,
     sum_group,
 )
-from .launch import INTERPRETED, kernel, launch
+from .launch import INTERPRETED, REGISTERS, kernel, launch
 
 __all__ = [
     "SLOTS",

@@ -2,6 +2,9 @@
 // is where their data is.
 #pragma once
 #include <pybind11/pybind11.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include <iterator>
 #include <stdexcept>
@@ -215,6 +218,18 @@ inline Hierarchy make_hierarchy(bool split, const py::tuple& token_low, const py
   return hierarchy;
 }
 
+// Asks for large pages, of memory of this process that nothing has touched: a kernel may go over a workspace once, and faults
+// on its small pages then take longer than the kernel. Nothing depends on the answer.
+inline void advise_large_pages(Address memory, int64_t bytes) {
+#if defined(__linux__)
+  constexpr uintptr_t kPage = 4096;
+  const uintptr_t first = (memory.value + kPage - 1) / kPage * kPage, end = (memory.value + uintptr_t(bytes)) / kPage * kPage;
+  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+#else
+  (void)memory, (void)bytes;
+#endif
+}
+
 inline void bind(py::module_& m) {
   m.attr("metrics") = int(kMetrics);
   py::list names;
@@ -224,6 +239,7 @@ inline void bind(py::module_& m) {
     if (hpo_description() == nullptr) check(hpo_unusable);
     return std::string(hpo_description());
   });
+  m.def("advise_large_pages", &advise_large_pages);
   py::class_<PolicyLossSpec>(m, "PolicyLossSpec", py::module_local()).def(py::init(&make_spec));
 
   m.def("policy_loss_workspace", &hpo_policy_loss_workspace);

@@ -49,6 +49,9 @@ def _mark_forked() -> None:
 os.register_at_fork(after_in_child=_mark_forked)
 
 
+_LARGE = 1 << 22  # bytes of a workspace on the CPU for which large pages are worth a system call
+
+
 class _Scratch(threading.local):
     """The workspace of small calls on the CPU, one per thread: allocating it anew would take a tenth of such a call."""
 
@@ -83,7 +86,10 @@ class Native:
             scratch = self._scratch.tensor
             if size <= scratch.numel():
                 return scratch
-        return like.new_empty(size, dtype=torch.uint8)  # quicker than torch.empty, which parses a device
+        workspace = like.new_empty(size, dtype=torch.uint8)  # quicker than torch.empty, which parses a device
+        if size >= _LARGE and not self._on_cuda:
+            self.module.advise_large_pages(workspace, size)
+        return workspace
 
     def _make_spec(self, spec: PolicyLossSpec) -> Any:
         return self.module.PolicyLossSpec(

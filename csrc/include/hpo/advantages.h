@@ -96,11 +96,15 @@ HPO_INLINE GroupMap group_map(const GroupSums& group, double absolute, double ba
   return map;
 }
 
+// factor: of a centre of the others.
+HPO_INLINE double mapped(const GroupMap& map, float x, double factor = 1.0) {
+  return factor * ((double(x) - map.pivot) - map.center) * map.slope + map.offset;
+}
+
 // own: the weight of the unit itself in its group, 0 where it is no member.
 HPO_INLINE double amount(const GroupMap& map, float x, double own) {
-  const double centred = (double(x) - map.pivot) - map.center;
   const double others = map.weight - own;  // 0 too where rounding has taken them away
-  return (others > 0.0 ? map.weight / others : 1.0) * centred * map.slope + map.offset;
+  return mapped(map, x, others > 0.0 ? map.weight / others : 1.0);
 }
 
 // The terms of one unit, put together.

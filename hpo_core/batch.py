@@ -57,6 +57,7 @@ class PackedBatch:
         "group_ids",
         "mask",
         "padded_shape",
+        "rows",
         "step_ids",
         "steps",
         "total_tokens",
@@ -64,6 +65,7 @@ class PackedBatch:
     )
 
     cu_seqlens: torch.Tensor
+    rows: int  # S, the number of packed rows
     mask: torch.Tensor | None
     total_tokens: int
     cu_steps: torch.Tensor | None
@@ -141,6 +143,7 @@ class PackedBatch:
                 check_shape(name, tensor, (cu_seqlens.numel() - 1,), "[S] (one per row)")
         # Kernels index in int64 and assume contiguous memory; the copies are made once, here.
         self.cu_seqlens = _as_int64(cu_seqlens)
+        self.rows = cu_seqlens.numel() - 1  # S
         self.mask = mask
         self.total_tokens = total_tokens
         self.cu_steps = None if cu_steps is None else _as_int64(cu_steps)
@@ -192,11 +195,6 @@ class PackedBatch:
         return cls(offsets, total_tokens=total_tokens, **keywords)
 
     # --------------------------------------------------------------------------------------------------- properties
-
-    @property
-    def rows(self) -> int:
-        """S, the number of packed rows."""
-        return self.cu_seqlens.numel() - 1
 
     @property
     def device(self) -> torch.device:
@@ -273,6 +271,10 @@ class PackedBatch:
         step = torch.searchsorted(begin, token, right=True) - 1  # the last step that begins at or before the token
         inside = (step >= 0) & (token < end[step.clamp(min=0)])
         return torch.where(inside, step, -1)
+
+    def spread_steps(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of steps ``[N]`` at their tokens ``[T]``; 0 outside all steps."""
+        return torch.cat((values, values.new_zeros(1)))[self.once(PackedBatch.step_of_token)]  # -1: the zero at the end
 
     def row_of_step(self) -> torch.Tensor:
         """Row of every step ``[N]`` int64, -1 for empty steps. Needs ``cu_steps`` or ``steps``."""

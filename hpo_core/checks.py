@@ -6,7 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["check", "check_dtype", "check_shape", "check_type", "check_units"]
+__all__ = ["check", "check_dtype", "check_precision", "check_shape", "check_type", "check_units", "checked_constant"]
+
+_ROUNDING = (
+    "16-bit rounding of a log-probability is up to 1.6e-2 a token, more than most clips; compute log-probabilities in "
+    "float32 (logits.float() before log_softmax)"
+)
 
 
 def check(condition: bool, message: str, *values: object) -> None:
@@ -58,3 +63,38 @@ def check_units(**given: torch.Tensor | None) -> None:
             )
         check_shape(name, tensor, first.shape, f"[U] (that of {first_name})")
         check(tensor.device == first.device, "{}: expected device {}, got {}", name, first.device, tensor.device)
+
+
+def check_precision(dtype: torch.dtype, backend: str | None) -> None:
+    """That of ``logp``: float32, or for the reference float64."""
+    got = str(dtype).removeprefix("torch.")
+    if dtype in (torch.float16, torch.bfloat16):
+        raise TypeError(f"logp: expected float32, got {got}; {_ROUNDING}")
+    if backend != "reference" or dtype != torch.float64:
+        raise TypeError(f"logp: expected float32, got {got}; use .float(), or backend='reference' for float64")
+
+
+def checked_constant(
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...] | None,
+    meaning: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """A checked constant of the differentiation: contiguous, in the op's dtype, on logp's device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor {meaning}, got {type(tensor)}")
+    if shape is not None and tensor.shape != shape:
+        check_shape(name, tensor, shape, meaning)
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device} (that of logp), got {tensor.device}")
+    if tensor.requires_grad:
+        raise ValueError(f"{name}: it is a constant of the loss but requires a gradient; pass {name}.detach()")
+    if tensor.dtype is not dtype:
+        if dtype == torch.bool or tensor.dtype == torch.bool:
+            check_dtype(name, tensor, (dtype,), "convert it")
+        if tensor.dtype in (torch.float16, torch.bfloat16) and name in ("old_logp", "ref_logp"):
+            raise TypeError(f"{name}: expected float32, got {str(tensor.dtype).removeprefix('torch.')}; {_ROUNDING}")
+        tensor = tensor.to(dtype)
+    return tensor.contiguous()

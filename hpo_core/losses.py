@@ -13,7 +13,7 @@ from .advantages import grpo
 from .advantages.terms import given_to, level_of
 from .backends import resolve
 from .batch import PackedBatch
-from .checks import check, check_dtype, check_shape, check_type
+from .checks import check, check_precision, check_shape, check_type, checked_constant
 from .corrections import corrected
 from .entropy import EntropyWindow, WindowState
 from .gates import Channel, RatioGate
@@ -28,10 +28,6 @@ __all__ = ["PolicyLoss", "PolicyLossAndGrad", "hierarchical_policy_loss", "polic
 Bounds = tuple[torch.Tensor | None, torch.Tensor | None]
 Aggregates = Mapping[str, torch.Tensor]  # by level
 
-_ROUNDING = (
-    "16-bit rounding of a log-probability is up to 1.6e-2 a token, more than most clips; compute log-probabilities in "
-    "float32 (logits.float() before log_softmax)"
-)
 _DEFAULT_GATE = gates.ppo_clip(0.2, 0.2)
 _LEVELS = ("token", "step", "row", "trajectory", "group", "domain")
 
@@ -343,44 +339,26 @@ def _prepare(
     backend: str | None,
 ) -> tuple[PolicyLossInputs, PolicyLossSpec, Beyond | None, tuple[Metrics, ...]]:
     """Check every argument once and bring it to what kernels take: contiguous, float32, one device."""
+    # Below some ten thousand tokens this takes as long as the kernel: what is rarely given costs one comparison.
     check_type(isinstance(logp, torch.Tensor), "logp: expected a tensor [T], got {}", type(logp))
     batch = _as_batch(batch)
     gate = _DEFAULT_GATE if gate is None else gate
     check_type(isinstance(gate, RatioGate), "gate: expected a RatioGate from hpo_core.gates, got {}", gate)
-    check(
-        rollout_logp is None or gate.reads_rollout,
-        "rollout_logp: the gate {!r} does not read the sampler's log-probabilities; drop it, or pass them as old_logp",
-        gate.name,
-    )
-    check(
-        not correction_metrics or bool(gate.corrections),
-        "correction_metrics: expected a gate with corrections, got {!r}, which has none; drop it",
-        gate.name,
-    )
-    check(
-        (target is not None) == gate.takes_target,
-        "target: the gate {!r} needs one, got None" if target is None else "target: the gate {!r} takes none; drop it",
-        gate.name,
-    )
-    check(
-        penalty_mask is None or gate.penalty_coefficient > 0,
-        "penalty_mask: the gate {!r} has no penalty of its own; drop it",
-        gate.name,
-    )
-    check_type(
-        kl is None or isinstance(kl, KLPenalty), "kl: expected a penalty such as hpo_core.kl.k3(beta), got {!r}", kl
-    )
-    check(
-        (kl is None) == (ref_logp is None), "kl: ref_logp and kl go together, got only {}", "kl" if kl else "ref_logp"
-    )
+    plain = gate.plain and rollout_logp is None and target is None and penalty_mask is None and not correction_metrics
+    if not plain:
+        _check_given(gate, rollout_logp, target, penalty_mask, correction_metrics)
+    if kl is not None or ref_logp is not None:
+        _check_penalty(kl, ref_logp)
 
-    dtype, shape, device = _dtype(logp, backend), logp.shape, logp.device
-    if shape not in ((batch.total_tokens,), batch.padded_shape):
+    dtype, shape, device = logp.dtype, logp.shape, logp.device
+    if dtype is not torch.float32:
+        check_precision(dtype, backend)
+    if shape != (batch.total_tokens,) and shape != batch.padded_shape:
         check_shape("logp", logp, batch.padded_shape or (batch.total_tokens,), "[T] (or the padded [B, L])")
     check(device == batch.device, "logp: expected device {} (that of the batch), got {}", batch.device, device)
 
     def token(name: str, tensor: torch.Tensor, kind: torch.dtype = dtype) -> torch.Tensor:
-        return _constant(name, tensor, shape, "[T] (that of logp)", kind, device)
+        return checked_constant(name, tensor, shape, "[T] (that of logp)", kind, device)
 
     low, high = (None, None) if bounds is None else _bounds(bounds, gate)
     limit: torch.Tensor | None = None
@@ -389,7 +367,7 @@ def _prepare(
     else:
         check_type(isinstance(window, EntropyWindow), "window: expected one of hpo_core.entropy, got {!r}", window)
         score, value = _selection(window, threshold, score, entropy, batch, backend)
-        limit = _constant("threshold", value, (1,), "[1] (what window.fit returned)", dtype, device)
+        limit = checked_constant("threshold", value, (1,), "[1] (what window.fit returned)", dtype, device)
     per_token, level_advantages = _advantage_level(advantages, advantage_level, batch, shape)
     spec = gate.spec(kl, window is not None and window.strict)
     beyond = process_group is not None or aggregates is not None or level_metrics
@@ -418,8 +396,8 @@ def _prepare(
     inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond
         logp,
         None if old_logp is None else token("old_logp", old_logp),
-        _constant("advantages", level_advantages, level_advantages.shape, "", dtype, device),
-        _constant("weights", weights, (batch.rows,), "[S] (one per row)", dtype, device),
+        checked_constant("advantages", level_advantages, None, "", dtype, device),
+        checked_constant("weights", weights, (batch.rows,), "[S] (one per row)", dtype, device),
         batch.cu_seqlens,
         batch.mask,
         None if ref_logp is None else token("ref_logp", ref_logp),
@@ -436,12 +414,12 @@ def _prepare(
         per_token,
         *hierarchy,
     )
-    if gate.plain:  # nearly always, and it saves what follows
+    if plain:
         return inputs, spec, exchange, ()
     if target is not None:
         per_token = target.shape == shape != (batch.rows,)
         expected = shape if per_token else (batch.rows,)
-        target = _constant("target", target, expected, "[S] (one per row) or [T] (that of logp)", dtype, device)
+        target = checked_constant("target", target, expected, "[S] (one per row) or [T] (that of logp)", dtype, device)
         inputs = inputs._replace(target=target, target_per_token=per_token)
     if penalty_mask is not None:
         inputs = inputs._replace(penalty_mask=token("penalty_mask", penalty_mask, torch.bool))
@@ -454,6 +432,45 @@ def _prepare(
     if gate.channel is Channel.TOTAL and rollout is not None:
         inputs = inputs._replace(old_logp=rollout)
     return inputs, spec, exchange, seen
+
+
+def _check_given(
+    gate: RatioGate,
+    rollout_logp: torch.Tensor | None,
+    target: torch.Tensor | None,
+    penalty_mask: torch.Tensor | None,
+    correction_metrics: bool,
+) -> None:
+    """That the gate takes what was given and was given what it takes."""
+    check(
+        rollout_logp is None or gate.reads_rollout,
+        "rollout_logp: the gate {!r} does not read the sampler's log-probabilities; drop it, or pass them as old_logp",
+        gate.name,
+    )
+    check(
+        not correction_metrics or bool(gate.corrections),
+        "correction_metrics: expected a gate with corrections, got {!r}, which has none; drop it",
+        gate.name,
+    )
+    check(
+        (target is not None) == gate.takes_target,
+        "target: the gate {!r} needs one, got None" if target is None else "target: the gate {!r} takes none; drop it",
+        gate.name,
+    )
+    check(
+        penalty_mask is None or gate.penalty_coefficient > 0,
+        "penalty_mask: the gate {!r} has no penalty of its own; drop it",
+        gate.name,
+    )
+
+
+def _check_penalty(kl: KLPenalty | None, ref_logp: torch.Tensor | None) -> None:
+    check_type(
+        kl is None or isinstance(kl, KLPenalty), "kl: expected a penalty such as hpo_core.kl.k3(beta), got {!r}", kl
+    )
+    check(
+        (kl is None) == (ref_logp is None), "kl: ref_logp and kl go together, got only {}", "kl" if kl else "ref_logp"
+    )
 
 
 def _bounds(bounds: Bounds, gate: RatioGate) -> Bounds:
@@ -470,43 +487,11 @@ def _bounds(bounds: Bounds, gate: RatioGate) -> Bounds:
     return bounds
 
 
-def _dtype(logp: torch.Tensor, backend: str | None) -> torch.dtype:
-    if logp.dtype == torch.float32:
-        return torch.float32
-    if logp.dtype in (torch.float16, torch.bfloat16):
-        raise TypeError(f"logp: expected float32, got {str(logp.dtype).removeprefix('torch.')}; {_ROUNDING}")
-    if backend == "reference" and logp.dtype == torch.float64:
-        return torch.float64
-    got = str(logp.dtype).removeprefix("torch.")
-    raise TypeError(f"logp: expected float32, got {got}; use .float(), or backend='reference' for float64")
-
-
 def _as_batch(batch: PackedBatch | torch.Tensor) -> PackedBatch:
     if isinstance(batch, PackedBatch):
         return batch
     check_type(isinstance(batch, torch.Tensor), "batch: expected a PackedBatch or a mask [B, L], got {}", type(batch))
     return PackedBatch.from_padded(batch)
-
-
-def _constant(
-    name: str, tensor: torch.Tensor, shape: tuple[int, ...], meaning: str, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """A checked constant of the differentiation: contiguous, in the op's dtype, on logp's device."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: expected a tensor {meaning}, got {type(tensor)}")
-    if tensor.shape != shape:
-        check_shape(name, tensor, shape, meaning)
-    if tensor.device != device:
-        raise ValueError(f"{name}: expected device {device} (that of logp), got {tensor.device}")
-    if tensor.requires_grad:
-        raise ValueError(f"{name}: it is a constant of the loss but requires a gradient; pass {name}.detach()")
-    if tensor.dtype != dtype:
-        if dtype == torch.bool or tensor.dtype == torch.bool:
-            check_dtype(name, tensor, (dtype,), "convert it")
-        if tensor.dtype in (torch.float16, torch.bfloat16) and name in ("old_logp", "ref_logp"):
-            raise TypeError(f"{name}: expected float32, got {str(tensor.dtype).removeprefix('torch.')}; {_ROUNDING}")
-        tensor = tensor.to(dtype)
-    return tensor.contiguous()
 
 
 def _selection(
@@ -563,13 +548,7 @@ def _advantage_level(
             check_shape("advantages", advantages, lengths[level], f"(one per {level})")
         if level != "step":
             return level == "token", advantages
-        step = batch.step_of_token()  # a token outside every step has advantage 0
-        if advantages.numel() == 0:
-            return True, advantages.new_zeros(shape)
-        spread = torch.where(
-            step >= 0, advantages[step.clamp(min=0)], torch.zeros((), dtype=advantages.dtype, device=step.device)
-        )
-        return True, spread.reshape(shape)
+        return True, batch.spread_steps(advantages).reshape(shape)
     ids = {"trajectory": batch.trajectory_ids, "group": batch.group_ids, "domain": batch.domain_ids}.get(level)
     check(ids is not None, "advantage_level: {!r} needs {}_ids in the batch", level, level)
     assert ids is not None

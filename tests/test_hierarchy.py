@@ -561,15 +561,20 @@ def test_launches_on_cuda():
         assert launched == dict.fromkeys(expected, 1)
 
 
-def test_launches_of_the_single_call():
+@pytest.mark.parametrize("of_steps", [False, True], ids=["grpo", "gigpo"])
+def test_launches_of_the_single_call(of_steps):
+    """Steps cost two scans more: the returns of trajectories, discounted and not."""
     example = Example(0)
+    steps = torch.arange(example.batch.num_steps)
+    rewards = (steps % 5).float() if of_steps else example.advantages
+    estimator = functools.partial(hpo.advantages.gigpo, anchor_ids=steps % 3) if of_steps else hpo.advantages.grpo
 
     def call():
         logp = example.logp.clone().requires_grad_()
         hpo.hierarchical_policy_loss(
-            logp, example.old_logp, example.advantages, example.batch, advantage=hpo.advantages.grpo,
-            gate=gates.fiberpo(), window=hpo.entropy.ares(), entropy=-example.logp, weights=example.weights,
-            backend="cuda_emulated",
+            logp, example.old_logp, rewards, example.batch, advantage=estimator, gate=gates.fiberpo(),
+            window=hpo.entropy.ares(), entropy=-example.logp, weights=example.weights, backend="cuda_emulated",
         ).loss.backward()  # fmt: skip
 
-    assert sum(launches_on_cuda(call).values()) <= 8
+    launched = launches_on_cuda(call)
+    assert sum(launched.values()) == (10 if of_steps else 8)

@@ -453,28 +453,35 @@ def test_errors_of_the_single_call(example, keywords, error, message):
 
 
 def test_the_single_call_takes_estimators_of_steps(backend):
-    """Bitwise the three calls, the ids of steps read off the batch; a step is several rows' apart or inside one."""
+    """Bitwise the three calls, ids of steps read off the batch; trajectories of several rows and of several steps."""
     device = testing.device_of(backend)
     draw = torch.Generator().manual_seed(5)
     batch = hpo.PackedBatch(
         torch.tensor([0, 5, 9, 14, 16]), cu_steps=torch.tensor([0, 2, 5, 7, 9, 14, 14, 16]),
         trajectory_ids=torch.tensor([3, 3, 8, 9]), group_ids=torch.tensor([1, 1, 1, 2]),
     ).to(device)  # fmt: skip
-    logp, old = (torch.randn(16, generator=draw).to(device) for _ in range(2))
+    logp, old, entropy = (torch.randn(16, generator=draw).to(device) for _ in range(3))
+    window, gate = hpo.entropy.ares(2, "0.6"), hpo.gates.fiberpo()
     rewards, anchors = torch.rand(7, generator=draw).to(device), torch.tensor([0, 1, 1, 2, 0, 0, 1], device=device)
     ids = batch.ids_of_steps()
     assert ids["trajectory_ids"].tolist() == [3, 3, 3, 3, 8, -1, 9]
     assert ids["group_ids"].tolist() == [1, 1, 1, 1, 1, -1, 2]
     for estimator in (hpo.advantages.gigpo, hpo.advantages.hgpo):
+        leaves = [logp.clone().requires_grad_() for _ in range(2)]
         whole = hpo.hierarchical_policy_loss(
-            logp, old, rewards, batch, advantage=functools.partial(estimator, anchor_ids=anchors),
-            gate=hpo.gates.fiberpo(), backend=backend,
+            leaves[0], old, rewards, batch, advantage=functools.partial(estimator, anchor_ids=anchors), gate=gate,
+            window=window, entropy=entropy, backend=backend,
         )  # fmt: skip
         advantages = estimator(rewards, anchor_ids=anchors, **ids, backend=backend)
+        threshold = window.fit(entropy, batch, backend=backend)
         parts = hpo.policy_loss(
-            logp, old, advantages, batch, hpo.gates.fiberpo(), advantage_level="step", backend=backend
-        )
-        assert torch.equal(whole.loss, parts.loss) and float(whole.loss) != 0.0
+            leaves[1], old, advantages, batch, gate, advantage_level="step", window=window, entropy=entropy,
+            threshold=threshold, backend=backend,
+        )  # fmt: skip
+        assert torch.equal(whole.loss, parts.loss) and float(whole.loss.detach()) != 0.0
+        whole.loss.backward()
+        parts.loss.backward()
+        assert torch.equal(leaves[0].grad, leaves[1].grad) and bool(leaves[0].grad.any())
 
 
 def test_what_a_partial_has_fixed_stays():

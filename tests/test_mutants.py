@@ -325,12 +325,12 @@ def test_rank_local_quantile_is_killed(three_ranks, monkeypatch):
 
 def test_ignored_stride_is_killed(monkeypatch):
     losses = importlib.import_module("hpo_core.losses")
-    honest = losses._constant
+    honest = losses.checked_constant
 
     def constant(name, tensor, *rest):
         return honest(name, tensor.as_strided(tensor.shape, (1,)) if tensor.dim() == 1 else tensor, *rest)
 
-    monkeypatch.setattr(losses, "_constant", constant)
+    monkeypatch.setattr(losses, "checked_constant", constant)
     assert_killed(
         "python: strides of the constants are ignored",
         "test_gates.test_keeps_every_promise",

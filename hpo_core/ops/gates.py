@@ -48,14 +48,17 @@ def policy_loss(
     reference backend. ``exchange``: only where nothing is :func:`watched`."""
     logp = inputs.logp
     want_grad = logp.requires_grad and torch.is_grad_enabled()
-    others_watch = watched(logp)
-    in_transform = others_watch and torch._C._are_functorch_transforms_active()
-    if in_transform or (want_grad and not others_watch):
-        call = _Call(spec, backend, want_tokens, exchange)
-        loss, _ = (_apply_in_transform if in_transform else _apply)(logp, inputs, call)
+    if not watched(logp):
+        run = resolve("gates", logp, backend).policy_loss
+        loss, metrics, grad, tokens = run(_contiguous(inputs), spec, want_grad, want_tokens, exchange)
+        if want_grad:
+            loss, _ = _apply(logp, (loss, grad))
+    elif torch._C._are_functorch_transforms_active():
+        call = _Call(spec, backend, want_tokens)
+        loss, _ = _apply_in_transform(logp, inputs, call)
         metrics, tokens = call.metrics, call.tokens
     else:
-        loss, metrics, _, tokens = _run(_contiguous(inputs), spec, backend, want_grad, want_tokens, exchange)
+        loss, metrics, _, tokens = _through_operator(_contiguous(inputs), spec, backend, want_grad, want_tokens)
     return loss, metrics, tokens if want_tokens else None
 
 
@@ -66,25 +69,18 @@ def policy_loss_and_grad(
     if inputs.logp.requires_grad:
         inputs = inputs._replace(logp=inputs.logp.detach())
     inputs = _contiguous(inputs)
-    loss, metrics, grad, _ = _run(inputs, spec, backend, True, False, exchange)
+    if watched(inputs.logp):
+        loss, metrics, grad, _ = _through_operator(inputs, spec, backend, True, False)
+    else:
+        loss, metrics, grad, _ = resolve("gates", inputs.logp, backend).policy_loss(inputs, spec, True, False, exchange)
     assert grad is not None
     return loss, metrics, grad
 
 
-def _run(
-    inputs: PolicyLossInputs,
-    spec: PolicyLossSpec,
-    backend: str | None,
-    want_grad: bool,
-    want_tokens: bool,
-    exchange: Exchange | None,
+def _through_operator(
+    inputs: PolicyLossInputs, spec: PolicyLossSpec, backend: str | None, want_grad: bool, want_tokens: bool
 ) -> Outputs:
-    outputs: Outputs
-    if watched(inputs.logp):
-        outputs = OPERATORS.policy_loss(*inputs, *_numbers_of(spec), backend or "", want_grad, want_tokens)
-    else:
-        run = resolve("gates", inputs.logp, backend).policy_loss
-        outputs = run(inputs, spec, want_grad, want_tokens, exchange)
+    outputs: Outputs = OPERATORS.policy_loss(*inputs, *_numbers_of(spec), backend or "", want_grad, want_tokens)
     return outputs
 
 
@@ -93,56 +89,51 @@ def _contiguous(inputs: PolicyLossInputs) -> PolicyLossInputs:
     return inputs if inputs.logp.is_contiguous() else inputs._replace(logp=inputs.logp.contiguous())
 
 
-class _Call:
-    """One call on its way through a node: an argument of the node costs time, and so does an output."""
-
-    __slots__ = ("backend", "exchange", "metrics", "spec", "tokens", "want_tokens")
-    metrics: torch.Tensor
-    tokens: torch.Tensor | None
-
-    def __init__(self, spec: PolicyLossSpec, backend: str | None, want_tokens: bool, exchange: Exchange | None) -> None:
-        self.spec, self.backend, self.want_tokens, self.exchange = spec, backend, want_tokens, exchange
-
-    def __call__(self, inputs: PolicyLossInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss and dL/dlogp."""
-        run = resolve("gates", inputs.logp, self.backend).policy_loss
-        loss, self.metrics, grad, self.tokens = run(
-            _contiguous(inputs), self.spec, True, self.want_tokens, self.exchange
-        )
-        return loss, grad
-
-
 class _PolicyLoss(torch.autograd.Function):
-    """Saves dL/dlogp and nothing else; the backward is one multiplication, or none.
+    """Hands on loss and dL/dlogp, computed before, and saves the second and nothing else; the backward is one
+    multiplication, or none.
 
     logp comes as it is, ``[B, L]`` too: a view of it in the graph would cost as much again as this node.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logp: torch.Tensor, inputs: PolicyLossInputs, call: _Call
+        ctx: Any, logp: torch.Tensor, outputs: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        output = call(inputs)
-        _remember(ctx, output)
-        return output
+        _remember(ctx, outputs)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: torch.Tensor | None, grad_gradient: torch.Tensor | None) -> Any:
-        return _scaled(ctx, loss_gradient, grad_gradient), None, None
+        return _scaled(ctx, loss_gradient, grad_gradient), None
 
 
-class _PolicyLossInTransform(_PolicyLoss):
+class _Call:
+    """One call on its way through a transform's node, and what it returns beside the node's outputs."""
+
+    metrics: torch.Tensor
+    tokens: torch.Tensor | None
+
+    def __init__(self, spec: PolicyLossSpec, backend: str | None, want_tokens: bool) -> None:
+        self.spec, self.backend, self.want_tokens = spec, backend, want_tokens
+
+
+class _PolicyLossInTransform(torch.autograd.Function):
     """The same in two parts, as torch.func wants them (which costs microseconds); it takes its wrappers off inputs."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        logp: torch.Tensor, inputs: PolicyLossInputs, call: _Call
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return call(inputs)
+    def forward(logp: torch.Tensor, inputs: PolicyLossInputs, call: _Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+        run = resolve("gates", inputs.logp, call.backend).policy_loss
+        loss, call.metrics, grad, call.tokens = run(_contiguous(inputs), call.spec, True, call.want_tokens)
+        return loss, grad
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         _remember(ctx, output)
+
+    @staticmethod
+    def backward(ctx: Any, loss_gradient: torch.Tensor | None, grad_gradient: torch.Tensor | None) -> Any:
+        return _scaled(ctx, loss_gradient, grad_gradient), None, None
 
 
 def _remember(ctx: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -173,7 +164,7 @@ def _hands_on(factor: torch.Tensor) -> bool:
 
     1 is what a plain ``backward()`` sends, and on a CPU reading it is no synchronisation.
     """
-    if _keeps_graph() or not factor.is_cpu or factor.requires_grad or watched(factor):
+    if factor.requires_grad or not factor.is_cpu or _keeps_graph() or watched(factor):
         return False
     return factor.item() == 1.0
 

@@ -18,12 +18,14 @@ LIBRARY: Any = torch.library.Library("hpo_core", "DEF")  # type: ignore[no-untyp
 OPERATORS = torch.ops.hpo_core
 define = LIBRARY.define
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def watched(tensor: torch.Tensor) -> bool:
     """Whether a tracer, a transform, a dispatch mode or the tensor's own class must see the call."""
     return (
         torch.compiler.is_compiling()
-        or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        or type(tensor) not in _PLAIN
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
     )

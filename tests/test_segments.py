@@ -3,6 +3,7 @@
 import math
 
 import hypothesis
+import numpy
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -150,3 +151,13 @@ def test_opcheck():
     values, ids, weights, mask = random_units(1, 12)
     torch.library.opcheck(torch.ops.hpo_core.group_statistics, (values, ids, weights, mask, ""))
     torch.library.opcheck(torch.ops.hpo_core.recurrence, (weights, weights, torch.tensor([0, 5, 12]), ""))
+
+
+def test_ids_of_names():
+    """Those of texts are fixed numbers, the same in every process; integers stay."""
+    names = ["door closed", b"door closed", 7, numpy.int32(-1), numpy.zeros(2).tobytes()]
+    first, same, seven, none, other = hpo.segments.ids_of(names).tolist()
+    assert (first, same, seven, none) == (8425330602167090695, 8425330602167090695, 7, -1)
+    assert other >= 0 and other != first
+    with pytest.raises(TypeError, match=r"names: expected strings, bytes or integers, got 1\.5"):
+        hpo.segments.ids_of([1.5])

@@ -481,9 +481,27 @@ def test_an_estimator_of_several_rewards_gets_what_each_function_says(tmp_path):
     torch.testing.assert_close(got, (together - together.mean()) / (together.std() + 1e-4), rtol=1e-5, atol=1e-5)
 
 
-def test_estimators_of_steps_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="advantage: expected an estimator of rows, got one of steps"):
-        build(HPOTrainer, tmp_path, extra={"advantage": hpo.advantages.gigpo})
+@pytest.mark.parametrize("scaling", ["group", "batch", "none", "normalize_then_sum"])
+def test_trl_s_own_advantages_agree(scaling, tmp_path, monkeypatch):
+    """As its trainer computes them from the rewards of two functions, one completion scored by nobody."""
+    draw = torch.Generator().manual_seed(3)
+    scores = torch.randint(0, 9, (32, 2), generator=draw) / 4
+    scores[5] = math.nan
+    monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", lambda *_, **__: scores.clone())
+    way = "scale_rewards" if scaling != "normalize_then_sum" else "multi_objective_aggregation"
+    trainer = build(GRPOTrainer, tmp_path, **{way: scaling})
+    trainer.reward_funcs, trainer.reward_func_names = trainer.reward_funcs * 2, ["first", "second"]
+    trainer.reward_weights = weights = torch.tensor([1.0, 0.5])
+    theirs = trainer._generate_and_score_completions([{"prompt": "abcdefgh="}] * 32)["advantages"]
+    ids, rewards = torch.arange(32) // 8, (scores * weights).sum(1)
+    ours = {
+        "group": lambda: hpo.advantages.grpo(rewards, ids, eps=1e-4),
+        "batch": lambda: hpo.advantages.lite_ppo(rewards, ids, eps=1e-4),
+        "none": lambda: hpo.advantages.dr_grpo(rewards, ids),
+        "normalize_then_sum": lambda: hpo.advantages.gdpo(scores.T.contiguous(), ids, weights.tolist()),
+    }[scaling]()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert bool(ours.any()) and ours[5] == 0
 
 
 def test_a_completion_nobody_scored_has_no_advantage(tmp_path):

@@ -8,7 +8,6 @@ honour, is an error that names it. Shapes: ``B`` completions in a micro-batch, `
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import math
 from collections.abc import Callable
@@ -23,7 +22,8 @@ except ImportError as error:
     raise ImportError("hpo_core.integrations.trl needs TRL 1.16 or newer: pip install 'hpo-core[trl]'") from error
 
 from .. import aggregation, gates
-from ..advantages.terms import level_of, takes_several
+from ..advantages.distributed import over_ranks
+from ..advantages.terms import given_to, level_of, takes_several
 from ..backends import resolve
 from ..batch import PackedBatch
 from ..checks import check, check_type
@@ -32,10 +32,11 @@ from ..gates import Clip, Drop, Gamma, Level, RatioGate
 from ..kl import KLPenalty, k3
 from ..losses import policy_loss
 from ..metrics import FLAGS, Metrics
+from ..segments import ids_of
 from ..specs import Head, Unit
-from .turns import turns
+from .turns import Step, steps_of_turns, turns
 
-__all__ = ["HPOMixin", "HPOTrainer", "gate_from_config"]
+__all__ = ["HPOMixin", "HPOTrainer", "Step", "gate_from_config"]
 
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # loss types with PPO's clip; they differ in the denominator
 _KNOWN = (*_CLIPPED, "cispo", "sapo", "vespo")
@@ -70,6 +71,7 @@ class _Settings(NamedTuple):
     gate: RatioGate
     kl: KLPenalty | None
     advantage: Callable[..., torch.Tensor] | None
+    steps: Callable[..., list[list[Step]]] | None
     domain: str | None
     window: EntropyWindow | None
     backend: str | None
@@ -88,8 +90,12 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             denominator.
         advantage: an estimator of rows of :mod:`hpo_core.advantages`, or ``functools.partial`` of one. It is called on
             the rewards of the whole generation batch of all processes and the group of each; one of several rewards
-            (``gdpo``, ``dvao``) on what each reward function says, with ``args.reward_weights``. None: what
-            ``args.scale_rewards`` says, computed by TRL.
+            (``gdpo``, ``dvao``) on what each reward function says, with ``args.reward_weights``. With ``steps`` one of
+            steps. None: what ``args.scale_rewards`` says, computed by TRL.
+        steps: for an estimator of steps (``gigpo``, ``hgpo``): called like a reward function, as ``steps(prompts=,
+            completions=, environments=, examples=)``, it returns a :class:`Step` for each turn of each completion of
+            this process, a turn being a run of tokens that no tool wrote. The completion's own reward goes to its last
+            step. Advantages then are those of turns, one per token.
         domain: the dataset's column, of integers or strings, that names the domain of a prompt; for gates with a level
             of domains.
         window: an EntropyWindow: only tokens it selects count in the policy term. ``scope="batch"`` selects once per
@@ -112,6 +118,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         *args: Any,
         gate: RatioGate | None = None,
         advantage: Callable[..., torch.Tensor] | None = None,
+        steps: Callable[..., list[list[Step]]] | None = None,
         domain: str | None = None,
         window: EntropyWindow | None = None,
         backend: str | None = None,
@@ -119,10 +126,12 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
     ) -> None:
         check_type(isinstance(gate, RatioGate | None), "gate: expected a RatioGate from hpo_core.gates, got {}", gate)
         check_type(advantage is None or callable(advantage), "advantage: expected an estimator, got {}", advantage)
+        level, wanted = "row" if advantage is None else level_of(advantage), "row" if steps is None else "step"
         check(
-            advantage is None or level_of(advantage) == "row",
-            "advantage: expected an estimator of rows, got one of {}s: TRL rewards whole completions",
-            None if advantage is None else level_of(advantage),
+            level == wanted,
+            "advantage: expected an estimator of {}s, got one of {}s; steps= says what the turns of completions are",
+            wanted,
+            level,
         )
         check_type(isinstance(window, EntropyWindow | None), "window: expected an EntropyWindow, got {}", window)
         super().__init__(*args, **keywords)
@@ -146,15 +155,19 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             gate.name,
         )
         self._hpo = _Settings(
-            gate, kl, advantage, domain, window, backend, self.accelerator.num_processes, frozenset(units)
+            gate, kl, advantage, steps, domain, window, backend, self.accelerator.num_processes, frozenset(units)
         )
 
     # ------------------------------------------------------------------------------------------ once per generation
 
-    def _calculate_rewards(self, *args: Any, **keywords: Any) -> torch.Tensor:
-        """Rewards ``[P B, functions]`` of all processes, kept for the advantages."""
-        rewards: torch.Tensor = super()._calculate_rewards(*args, **keywords)
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
+        """Rewards ``[P B, functions]`` of all processes, kept for the advantages, and the steps of our completions."""
+        rewards: torch.Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._hpo_rewards = rewards
+        if self._hpo.steps is not None:
+            self._hpo_steps = self._hpo.steps(
+                prompts=prompts, completions=completions, environments=self.environments, examples=inputs
+            )
         return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -163,12 +176,14 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         They are made here, before rows are shuffled into micro-batches, where most prompt groups are no longer whole.
         """
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        _, _, advantage, domain, window, backend, _, units = self._hpo
+        _, _, advantage, steps, domain, window, backend, _, units = self._hpo
         rows = len(output["completion_ids"])
         own = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
         size = self.num_generations if self.model.training else self.num_generations_eval
         groups = torch.arange(rows * self._hpo.processes, device=output["completion_ids"].device) // size
-        if advantage is not None:
+        if steps is not None:
+            output["advantages"] = self._advantages_of_steps(_mask(output), groups[own], own)
+        elif advantage is not None:
             output["advantages"] = self._advantages(advantage, groups)[own]
         if advantage is not None or Unit.GROUP in units:
             output["group_ids"] = groups[own]
@@ -190,10 +205,26 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         if takes_several(advantage):
             weights = self.reward_weights.tolist()
             return self._logged(advantage(scores.T.contiguous(), groups, weights=weights, **asked))
+        return self._logged(advantage(self._outcomes(), groups, **asked))
+
+    def _outcomes(self) -> torch.Tensor:
+        """The reward of each completion ``[P B]``; NaN, which is in no statistic, where no function gave one."""
+        scores = self._hpo_rewards
         rewards = (scores * self.reward_weights.to(scores.device)).nansum(1)
-        unscorable = scores.isnan().all(1)  # by every function: in no statistic, advantage 0
-        rewards = torch.where(unscorable, torch.nan, rewards)
-        return self._logged(advantage(rewards, groups, **asked))
+        return torch.where(scores.isnan().all(1), torch.nan, rewards)
+
+    def _advantages_of_steps(self, mask: torch.Tensor, groups: torch.Tensor, own: slice) -> torch.Tensor:
+        """Advantages of this process's turns at their tokens ``[B, L]``, from the steps of all processes."""
+        advantage, asked = self._hpo.advantage, {} if self._hpo.backend is None else {"backend": self._hpo.backend}
+        assert advantage is not None
+        batch = PackedBatch.from_padded(mask, steps=turns(mask))
+        rewards, ids = steps_of_turns(batch, self._hpo_steps, self._outcomes()[own])
+        row = ids["trajectory_ids"]
+        given = given_to(advantage, **ids | {"group_ids": groups[row], "trajectory_ids": row + own.start})
+        everywhere = advantage if self._ranks() is None else over_ranks(advantage, self._ranks())
+        of_tokens = batch.spread_steps(everywhere(rewards, **given, **asked)).view(mask.shape)
+        self._logged(self.accelerator.gather(of_tokens.sum(1) / mask.sum(1).clamp(min=1)))  # means over tokens
+        return of_tokens
 
     def _logged(self, advantages: torch.Tensor) -> torch.Tensor:
         """In the place of TRL's own, with which its log ends."""
@@ -238,7 +269,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             inputs: TRL's micro-batch: masks, advantages, and what else was computed when it was generated.
             aux_loss: 0-dim, the load balancing of a mixture of experts; only logged.
         """
-        gate, kl, _, _, window, backend, _, units = self._hpo
+        gate, kl, _, _, _, window, backend, _, units = self._hpo
         mask = _mask(inputs)
         batch = PackedBatch.from_padded(
             mask,
@@ -443,7 +474,7 @@ def _check_config(args: Any, given: list[str]) -> None:
 
 
 def _domain_ids(column: str, inputs: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
-    """``[B]``, the same on all processes: integers as they are, strings by 63 bits of a hash."""
+    """``[B]``, the same on all processes."""
     check(
         all(column in example for example in inputs),
         "domain: expected a column of the dataset, got {!r}; it has {}",
@@ -454,11 +485,7 @@ def _domain_ids(column: str, inputs: list[dict[str, Any]], device: torch.device)
     check_type(
         all(isinstance(name, int | str) for name in names), "domain: expected integers or strings, got {}", names[:1]
     )
-    ids = [
-        name if isinstance(name, int) else int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1
-        for name in names
-    ]
-    return torch.tensor(ids, dtype=torch.int64, device=device)
+    return ids_of(names, device)
 
 
 def _mask(inputs: dict[str, Any]) -> torch.Tensor:

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
-__all__ = ["turns"]
+from ..batch import PackedBatch
+from ..checks import check
+from ..segments import ids_of
+
+__all__ = ["Step", "steps_of_turns", "turns"]
+
+
+class Step(NamedTuple):
+    """One turn of a completion: what the policy saw before it, by which steps of a prompt are compared, and the reward
+    it got at once."""
+
+    observation: str | bytes | int
+    reward: float = 0.0
 
 
 def turns(mask: torch.Tensor) -> torch.Tensor:
@@ -18,3 +33,33 @@ def turns(mask: torch.Tensor) -> torch.Tensor:
     before, behind = torch.nn.functional.pad(mask, (1, -1)), torch.nn.functional.pad(mask, (-1, 1))
     begin, end = (mask & ~before).flatten().nonzero(), (mask & ~behind).flatten().nonzero() + 1
     return torch.cat((begin, end), dim=1)
+
+
+def steps_of_turns(
+    batch: PackedBatch, steps: Sequence[Sequence[Step]], outcomes: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The steps of all completions in a row, as estimators of steps take them: rewards ``[N]``, and ``trajectory_ids``
+    (their rows) and ``anchor_ids``.
+
+    Args:
+        batch: B completions whose steps are their :func:`turns`.
+        steps: for each completion one for each of its turns.
+        outcomes: ``[B]``, the reward of each completion, added to that of its last step.
+
+    >>> mask = torch.tensor([[True, False, True], [True, True, False]])
+    >>> batch = PackedBatch.from_padded(mask, steps=turns(mask))
+    >>> steps = [[Step("door"), Step("hall", 0.5)], [Step("door")]]
+    >>> rewards, ids = steps_of_turns(batch, steps, torch.tensor([1.0, 0.0]))
+    >>> rewards, ids["trajectory_ids"]
+    (tensor([0.0000, 1.5000, 0.0000]), tensor([0, 0, 1]))
+    """
+    row = batch.row_of_step()
+    expected, found = row.bincount(minlength=batch.rows).tolist(), [len(of_row) for of_row in steps]
+    check(found == expected, "steps: expected {} of the completions, one for each turn, got {}", expected, found)
+    flat = [step for of_row in steps for step in of_row]
+    rewards = torch.tensor([step.reward for step in flat], dtype=torch.float32, device=row.device)
+    last = torch.ones_like(row, dtype=torch.bool)
+    last[:-1] = row[1:] != row[:-1]
+    anchors = ids_of((step.observation for step in flat), row.device)
+    rewards = torch.where(last, rewards + outcomes[row], rewards)
+    return rewards, {"trajectory_ids": row, "anchor_ids": anchors}

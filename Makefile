@@ -57,8 +57,9 @@ test: build
 test-long: build
 	$(PYTEST) --examples 1000
 
+# Of Python's lines, which one native backend and few examples reach; minutes instead of the whole run.
 coverage: build
-	$(PYTEST) -m "not long" --cov=hpo_core --cov-report=term-missing:skip-covered --cov-fail-under=95
+	$(PYTEST) -m "not long" -k "not triton and not cuda_emulated" --examples 3 --cov=hpo_core --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 # The C++ code and the emulated CUDA under AddressSanitizer and UBSan, on each instruction set of this machine.
 sanitize: $(VENV)/installed

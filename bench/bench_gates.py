@@ -113,10 +113,9 @@ def ours(
     """The loss with autograd, the same without, and the kernel alone with everything checked and prepared."""
     options |= {"weights": data.weights, "backend": backend}
 
-    def with_autograd() -> Tensors:
-        return peers.differentiate(
-            data.logp, lambda leaf: hpo.policy_loss(leaf, data.old_logp, data.advantages, batch, gate, **options).loss
-        )
+    with_autograd = peers.differentiated(
+        data.logp, lambda leaf: hpo.policy_loss(leaf, data.old_logp, data.advantages, batch, gate, **options).loss
+    )
 
     def without_autograd() -> Tensors:
         result = hpo.policy_loss_and_grad(data.logp, data.old_logp, data.advantages, batch, gate, **options)

@@ -11,8 +11,8 @@ import peers_gates
 import pytest
 import torch
 from bench_gates import FIBERPO, STATISTICS, TOKEN_GATE, floor, ours, packed_batch, padded_batch, truth
-from harness import Case, Contestant, Plan, Tensors, available, check
-from peers_gates import Packed
+from harness import Case, Contestant, Plan, available, check
+from peers_gates import Packed, Run
 
 import hpo_core as hpo
 from hpo_core.gates import Clip, Level, LogClip, RatioGate, Rollback, Unit
@@ -69,12 +69,12 @@ def depth_case(depth: int, *, tokens: int, rows: int, full: bool, backend: str |
     data, batch, segments = tree(tokens, rows)
     gate, options = gate_of_depth(depth), {"advantage_level": "row"}
 
-    def eager(loss_of: Any = formula) -> Tensors:
-        return peers_gates.differentiate(data.logp, lambda leaf: loss_of(depth, data, segments, leaf)[0])
+    def peer(loss_of: Any) -> Run:
+        return peers_gates.differentiated(data.logp, lambda leaf: loss_of(depth, data, segments, leaf)[0])
 
-    others = [Contestant("eager", eager)]
+    others = [Contestant("eager", peer(formula))]
     if full:
-        others.append(Contestant("compile", functools.partial(eager, torch.compile(formula, dynamic=False))))
+        others.append(Contestant("compile", peer(torch.compile(formula, dynamic=False))))
     return Case(
         op="policy_loss",
         name=f"depth {depth}, {tokens:,} tokens in {rows:,} ragged rows",
@@ -120,11 +120,9 @@ def verl_case(name: str, *, rows: int, length: int, full: bool, backend: str | N
         mode = "seq-mean-token-mean" if rows_alike else "token-mean"
         expanded = data.advantages[:, None].expand(rows, length).contiguous()
 
-        def verl() -> Tensors:
-            return peers_gates.differentiate(
-                data.logp, lambda leaf: loss_fn(data.old_logp, leaf, expanded, valid, mode, settings)[0]
-            )
-
+        verl = peers_gates.differentiated(
+            data.logp, lambda leaf: loss_fn(data.old_logp, leaf, expanded, valid, mode, settings)[0]
+        )
         others.append(Contestant("verl", verl))
     return Case(
         op="policy_loss",

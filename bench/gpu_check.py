@@ -6,7 +6,6 @@ Each result is appended to a file of JSON lines before the next begins, so an in
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import statistics
 import sys
@@ -68,19 +67,19 @@ def single_calls(backend: str) -> Iterator[Run]:
         data, _ = on("cuda", gates.GSPO, rows, length, ragged=False)
         offsets = torch.arange(rows + 1, device="cuda") * length
         batch = hpo.PackedBatch(offsets, group_ids=torch.arange(rows, device="cuda") // 8)
-        call = functools.partial(single_call, data, batch, backend)
+        call = single_call(data, batch, backend)
         case, size = f"grpo + gspo + ares, {rows} x {length}", 28 * rows * length
         yield Run(case, f"{backend}: hpo_core", call, size, LAUNCHES_OF_SINGLE_CALL)
 
 
-def single_call(data: Padded, batch: hpo.PackedBatch, backend: str) -> Tensors:
+def single_call(data: Padded, batch: hpo.PackedBatch, backend: str) -> Callable[[], Tensors]:
     def loss_of(leaf: torch.Tensor) -> torch.Tensor:
         return hpo.hierarchical_policy_loss(
             leaf, data.old_logp.view(-1), data.advantages, batch, gate=hpo.gates.gspo(), window=hpo.entropy.ares(),
             entropy=data.entropy.view(-1), weights=data.weights, backend=backend,
         ).loss  # fmt: skip
 
-    return peers_gates.differentiate(data.logp.view(-1), loss_of)
+    return peers_gates.differentiated(data.logp.view(-1), loss_of)
 
 
 def others(backend: str, tokens: int, device: str) -> Iterator[Run]:

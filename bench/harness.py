@@ -151,7 +151,7 @@ class Outcome:
 def compare(name: str, got: Tensors, expected: Tensors, tolerance: float) -> None:
     """Raises Mismatch if a tensor both have differs by more than ``tolerance`` times its largest element."""
     for key in got.keys() & expected.keys():
-        ours, theirs = got[key].double().flatten(), expected[key].double().flatten()
+        ours, theirs = got[key].detach().double().flatten(), expected[key].detach().double().flatten()
         if ours.shape != theirs.shape:
             raise Mismatch(f"{name}: {key} has shape {list(got[key].shape)}, expected {list(expected[key].shape)}")
         finite = torch.isfinite(theirs)

@@ -55,13 +55,19 @@ class Packed(NamedTuple):
     weights: torch.Tensor  # [S]
 
 
-def differentiate(logp: torch.Tensor, loss_of: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
-    """Loss and dL/dlogp: what every contestant is timed for."""
+def differentiated(logp: torch.Tensor, loss_of: Callable[[torch.Tensor], torch.Tensor]) -> Run:
+    """Loss and dL/dlogp, from the call of the loss to the gradient: what every contestant is timed for. The leaf is
+    there before, as the log-probabilities of a model are."""
     leaf = logp.detach().requires_grad_()
-    loss = loss_of(leaf)
-    loss.backward()
-    assert leaf.grad is not None
-    return {"loss": loss.detach(), "grad": leaf.grad}
+
+    def run() -> Tensors:
+        loss = loss_of(leaf)
+        loss.backward()
+        grad, leaf.grad = leaf.grad, None
+        assert grad is not None
+        return {"loss": loss, "grad": grad}
+
+    return run
 
 
 class _Ready(torch.autograd.Function):
@@ -79,7 +85,7 @@ class _Ready(torch.autograd.Function):
 
 def autograd_alone(batch: Padded) -> Run:
     grad = torch.zeros_like(batch.logp)
-    return lambda: differentiate(batch.logp, lambda leaf: _Ready.apply(leaf, grad))
+    return differentiated(batch.logp, lambda leaf: _Ready.apply(leaf, grad))
 
 
 # --------------------------------------------------------------------------------------------------- eager and compiled
@@ -185,19 +191,17 @@ def compiled(objective: Objective, batch: Padded, *, expanded: bool) -> Run:
 
 
 def _padded(formula: Callable[..., Any], objective: Objective, batch: Padded, advantages: torch.Tensor) -> Run:
-    return lambda: differentiate(
-        batch.logp, lambda leaf: formula(leaf, batch, advantages, threshold_of(objective, batch))[0]
-    )
+    return differentiated(batch.logp, lambda leaf: formula(leaf, batch, advantages, threshold_of(objective, batch))[0])
 
 
 def eager_packed(objective: Objective, batch: Packed) -> Run:
     formula = packed_formula(objective)
-    return lambda: differentiate(batch.logp, lambda leaf: formula(leaf, batch)[0])
+    return differentiated(batch.logp, lambda leaf: formula(leaf, batch)[0])
 
 
 def compiled_packed(objective: Objective, batch: Packed) -> Run:
     formula = torch.compile(packed_formula(objective), dynamic=False)
-    return lambda: differentiate(batch.logp, lambda leaf: formula(leaf, batch)[0])
+    return differentiated(batch.logp, lambda leaf: formula(leaf, batch)[0])
 
 
 # -------------------------------------------------------------------------------------------------- trainers' functions
@@ -224,7 +228,7 @@ def verl(objective: Objective, batch: Padded) -> Run:
             loss = loss + objective.beta * agg_loss(penalty, mask, mode)
         return loss
 
-    return lambda: differentiate(batch.logp, loss_of)
+    return differentiated(batch.logp, loss_of)
 
 
 def trl(objective: Objective, batch: Padded) -> Run:
@@ -266,7 +270,7 @@ def trl(objective: Objective, batch: Padded) -> Run:
         loss: torch.Tensor = GRPOTrainer._compute_loss(trainer, None, inputs)
         return loss
 
-    return lambda: differentiate(batch.logp, loss_of)
+    return differentiated(batch.logp, loss_of)
 
 
 def liger(objective: Objective, batch: Padded) -> Run:
@@ -291,4 +295,4 @@ def liger(objective: Objective, batch: Padded) -> Run:
         )
         return loss
 
-    return lambda: differentiate(batch.logp, loss_of)
+    return differentiated(batch.logp, loss_of)

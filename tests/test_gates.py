@@ -175,6 +175,32 @@ def test_tiles_of_one_row_have_the_bits_of_any_other(gate, masked):
     assert torch.equal(plain.metrics.vector, other.metrics.vector)
 
 
+@pytest.mark.parametrize("gate", [*GATES.values(), gates.fiberpo()], ids=[*GATES, "fiberpo"])
+def test_tiles_that_a_mask_leaves_whole_or_empty(gate):
+    """The CPU goes through them without the mask, or not at all: no bit tells."""
+    rows, length = 4, 3000
+    draw = torch.Generator().manual_seed(2)
+    mask = torch.ones(rows, length, dtype=torch.bool)
+    mask[0, 700:], mask[2], mask[3, 2500:] = False, False, torch.rand(500, generator=draw) < 0.5
+    old_logp = -torch.rand(rows, length, generator=draw)
+    logp = (old_logp + 0.3 * torch.randn(rows, length, generator=draw)).where(mask, torch.nan)
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.25])
+
+    def call(logp, batch, **keywords):
+        leaf = logp.clone().requires_grad_()
+        out = hpo.policy_loss(leaf, old_logp, advantages, batch, gate, backend="cpu", **keywords)
+        out.loss.backward()
+        return bits(out.loss), bits(leaf.grad), bits(out.metrics.vector)
+
+    batch = hpo.PackedBatch.from_padded(mask)
+    assert call(logp, batch) == call(logp, batch, return_tokens=True)  # which takes another way
+    assert not hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, backend="cpu").grad[~mask].any()
+    everything, every_logp = torch.ones_like(mask), logp.nan_to_num(-1.0)
+    unmasked = hpo.PackedBatch.from_padded(everything)
+    unmasked.mask = None
+    assert call(every_logp, hpo.PackedBatch.from_padded(everything)) == call(every_logp, unmasked)
+
+
 def test_many_short_rows(backend):
     layout = Layout(tuple(length % 4 for length in range(700)), 3, "some", True, 5)
     for gate in (gates.dapo(), gates.gspo(0.1, 0.2)):

@@ -290,19 +290,21 @@ void run_token_gate(const Call& call, int threads, const Workspace& space) {
   const bool score = call.structure.head == Head::score;
   const BoundsKind kind = bounds_kind(call);
   const Gate gate = {score ? pick_token_gate<true>(kind) : pick_token_gate<false>(kind), nullptr, nullptr, false};
-  const auto pick = [&](auto head) {
-    constexpr bool kScore = decltype(head)::value;
-    return call.args.mask ? PlainTiles<kScore, true>::pick(kind) : PlainTiles<kScore, false>::pick(kind);
-  };
-  const auto plain = score ? pick(std::true_type()) : pick(std::false_type());
-  const bool may = plain && may_be_plain(call.args);
+  const OpenCall open(call);
+  const auto plain_masked = score ? PlainTiles<true, true>::pick(kind) : PlainTiles<false, true>::pick(kind);
+  const auto plain_open = score ? PlainTiles<true, false>::pick(kind) : PlainTiles<false, false>::pick(kind);
+  const bool may = plain_open && may_be_plain(call.args);
   parallel_for(pieces(call.args.tokens, kChunk), threads, [&](int64_t chunk) {
     Tile tile;
     Partial partial;
     for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
-      if (may && plain(call, first, n, segments, tile, space.seen, partial)) return;
-      measure(call, first, n, segments, tile, space.seen, partial);
-      finish_tile(call, gate, first, n, segments, tile, partial);
+      const Masked masked = masked_tokens(call.args.mask, first, n);
+      if (may && masked == Masked::all) return clear_gradient(call.args, first, n);
+      const Call& here = masked == Masked::none ? open.call : call;
+      const auto plain = masked == Masked::none ? plain_open : plain_masked;
+      if (may && plain(here, first, n, segments, tile, space.seen, partial)) return;
+      measure(here, first, n, segments, tile, space.seen, partial);
+      finish_tile(here, gate, first, n, segments, tile, partial);
     });
     space.partials[chunk] = partial;
   });
@@ -313,6 +315,7 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
   const PolicyLossArgs& args = call.args;
   const GateStructure& structure = call.structure;
   const int64_t chunks = pieces(args.tokens, kChunk);
+  const OpenCall open(call);
   const bool may = may_be_plain(args), linear = structure.head == Head::linear;
   std::memset(space.rows, 0, size_t(args.rows) * sizeof(RowSums));
   parallel_for(chunks, threads, [&](int64_t chunk) {
@@ -320,16 +323,19 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
     Partial partial;
     bool reload = args.ref_logp != nullptr;
     for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
+      const Masked masked = masked_tokens(args.mask, first, n);
+      if (may && masked == Masked::all) return;
+      const Call& here = masked == Masked::none ? open.call : call;
       const bool one_row = segments.one_row(n);
       const int64_t row = segments.list[0].row;
       RowLogRatios sums;
-      if (one_row && may && measure_plain_row<false>(args, first, n, row, space.seen, partial, sums)) {
-        return add_row_sums(call, chunk, row, sums, space.rows);
+      if (one_row && may && measure_plain_row<false>(here.args, first, n, row, space.seen, partial, sums)) {
+        return add_row_sums(here, chunk, row, sums, space.rows);
       }
-      if (one_row || !may || !measure_plain(call, first, n, segments, tile, space.seen, partial)) {
-        measure(call, first, n, segments, tile, space.seen, partial);
+      if (one_row || !may || !measure_plain(here, first, n, segments, tile, space.seen, partial)) {
+        measure(here, first, n, segments, tile, space.seen, partial);
       }
-      add_row_sums(call, chunk, n, segments, tile, space.rows);
+      add_row_sums(here, chunk, n, segments, tile, space.rows);
       reload |= tile.exceptional;
     });
     space.partials[chunk] = partial;
@@ -355,7 +361,10 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
     Partial counted;
     for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
       if (by_row && !space.reload[chunk]) {
-        return spread_gradient(call, first, n, segments, space.levels, tile, args.grad + first);
+        const Masked masked = masked_tokens(args.mask, first, n);
+        if (masked == Masked::all) return clear_gradient(args, first, n);
+        const Call& here = masked == Masked::none ? open.call : call;
+        return spread_gradient(here, first, n, segments, space.levels, tile, args.grad + first);
       }
       load(call, first, n, segments, space.reload[chunk], tile, counted);
       finish_tile(call, gate, first, n, segments, tile, space.partials[chunk]);

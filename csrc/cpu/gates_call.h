@@ -55,6 +55,11 @@ inline void measure(const Call& call, int64_t first, int n, const Segments& segm
   fill_tile_ratios(n, tile, partial);
 }
 
+// Of tokens that are masked.
+inline void clear_gradient(const PolicyLossArgs& args, int64_t first, int n) {
+  if (args.grad) std::memset(args.grad + first, 0, size_t(n) * sizeof(float));
+}
+
 // An infinite log-ratio has no derivative and, under the score head, no value that logp would enter.
 inline void drop_infinite(const Call& call, int n, const Tile& tile, float* loss, float* grad) {
   if (!tile.has_infinite) return;

@@ -15,6 +15,38 @@ struct Call {
   Rows rows;
 };
 
+// What the mask says of the tokens of a tile; `some` is always right. Most tiles of a padded batch are of another kind.
+enum class Masked { none, some, all };
+
+inline Masked masked_tokens(const uint8_t* mask, int64_t first, int n) {
+  if (!mask) return Masked::none;
+  if (n % kLanes != 0) return Masked::some;
+  uint64_t not_one = 0, not_zero = 0;  // eight tokens at a time
+  for (int i = 0; i < n; i += 8) {
+    uint64_t bytes;
+    std::memcpy(&bytes, mask + first + i, sizeof bytes);
+    not_one |= bytes ^ 0x0101010101010101u;
+    not_zero |= bytes;
+  }
+  return not_one == 0 ? Masked::none : (not_zero == 0 ? Masked::all : Masked::some);
+}
+
+// The same call for tiles whose tokens are all present.
+struct OpenCall {
+  const PolicyLossArgs args;
+  const Call call;
+
+  explicit OpenCall(const Call& masked)
+      : args(without_mask(masked.args)), call{args, masked.structure, masked.numbers, masked.rows} {}
+  OpenCall(const OpenCall&) = delete;
+
+ private:
+  static PolicyLossArgs without_mask(PolicyLossArgs args) {
+    args.mask = nullptr;
+    return args;
+  }
+};
+
 struct alignas(64) Tile {
   int32_t kind[kPadded];       // of the valid tokens: in a row, not masked, no log-ratio NaN
   int32_t selection[kPadded];  // the same, but absent where the policy term does not count

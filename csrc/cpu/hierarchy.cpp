@@ -214,7 +214,7 @@ struct Scratch {
 
 // What is done to the tokens of one block.
 struct Sweeps {
-  const Call& call;
+  const Call &call, &open;  // open: for tiles whose tokens are all present
   const Pieces& pieces;
   const Workspace& space;
   const TokenPlan& plan;
@@ -227,12 +227,15 @@ struct Sweeps {
     const bool as_they_are = !plan.term.pre_gated && !plan.term.mean_exp, split = plan.hierarchy.split;
     const auto measure_row = split ? measure_plain_row<true> : measure_plain_row<false>;
     for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
+      const Masked masked = masked_tokens(call.args.mask, at, n);
+      if (may && masked == Masked::all) return;
+      const Call& here = masked == Masked::none ? open : call;
       RowLogRatios row;
-      if (may && as_they_are && measure_row(call.args, at, n, block.row, space.seen, partial, row)) {
+      if (may && as_they_are && measure_row(here.args, at, n, block.row, space.seen, partial, row)) {
         return sums.add({row.valid, {split ? row.rising : row.fixed, split ? row.rising - row.fixed : 0}});
       }
-      if (as_they_are || !may || !measure_plain(call, at, n, scratch.whole, tile, space.seen, partial)) {
-        hpo::HPO_ISA::measure(call, at, n, scratch.whole, tile, space.seen, partial);
+      if (as_they_are || !may || !measure_plain(here, at, n, scratch.whole, tile, space.seen, partial)) {
+        hpo::HPO_ISA::measure(here, at, n, scratch.whole, tile, space.seen, partial);
         plain &= !tile.exceptional && tile.chosen == tile.kind;
       }
       if (plan.hierarchy.depth == 0) return;
@@ -246,7 +249,11 @@ struct Sweeps {
     FlowLanes lanes;
     const BlockGate gate = {plan, piece, block.row, scratch.terms, lanes};
     for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
-      if (plain && has_whole_vectors(call.args, at, n)) return gate.finish_plain(call, at, n, scratch.tile, partial);
+      if (plain && has_whole_vectors(call.args, at, n)) {
+        const Masked masked = masked_tokens(call.args.mask, at, n);
+        if (masked == Masked::all) return clear_gradient(call.args, at, n);
+        return gate.finish_plain(masked == Masked::none ? open : call, at, n, scratch.tile, partial);
+      }
       load(call, at, n, scratch.whole, true, scratch.tile, scratch.counted);
       finish_tile(call, gate, at, n, scratch.whole, scratch.tile, partial);
       if (plan.term_loop && plan.term.term.penalty != Penalty::none) {
@@ -263,7 +270,11 @@ struct Sweeps {
     if (rising == 0.0f && falling == 0.0f) return;
     Tile& tile = scratch.tile;
     for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
-      if (plain) return add_flow_to_plain(call.args, at, n, rising, falling);
+      if (plain) {
+        const Masked masked = masked_tokens(call.args.mask, at, n);
+        if (masked == Masked::all) return;
+        return add_flow_to_plain(masked == Masked::none ? open.args : call.args, at, n, rising, falling);
+      }
       load(call, at, n, scratch.whole, true, tile, scratch.counted);
       float* __restrict grad = call.args.grad + at;
       for (int i = 0; i < n; ++i) {
@@ -306,7 +317,8 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
   Workspace space(args.workspace, args.tokens, args.rows, hierarchy.pieces);
   const Pieces pieces(hierarchy, args, space.start);
   const TokenPlan plan(call, hierarchy);
-  const Sweeps sweeps = {call, pieces, space, plan};
+  const OpenCall open(call);
+  const Sweeps sweeps = {call, open.call, pieces, space, plan};
   const bool whole = hierarchy.stage == Stage::whole;
   if (!whole) space.tables = hierarchy.tables;
   const auto reaches = [&](Stage stage) { return whole || hierarchy.stage == stage; };

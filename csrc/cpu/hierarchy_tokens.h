@@ -135,12 +135,12 @@ struct TokenPlan {
   bool driven;  // tokens have bounds of their own
   bool carries;  // some level hands gradient through its aggregate
   bool by_sign;  // and it is not the finest
-  OpenLoop open_loop;  // of plain tiles where it can be used; null: this gate is none that it knows
+  OpenLoop open_loop[2];  // of plain tiles where it can be used, without mask and with; null: this gate is none that it knows
   TermPlan term;
   TermLoop term_loop;  // null: the gate asks for no more than the loops above
 
   TokenPlan(const Call& call, const Hierarchy& hierarchy)
-      : hierarchy(hierarchy), open_loop(nullptr), term(call, hierarchy), term_loop(nullptr) {
+      : hierarchy(hierarchy), open_loop(), term(call, hierarchy), term_loop(nullptr) {
     const GateStructure& structure = call.structure;
     if (hierarchy.term.present) term_loop = pick_term_loop(structure.head);
     const bool clips = structure.token == TokenGate::clip;
@@ -161,7 +161,9 @@ struct TokenPlan {
     by_sign &= carries;
     loop = pick_token_loop(structure, hierarchy.split, driven);
     plain_loop = pick_plain_loop(structure, hierarchy.split);
-    if (clips && keep != 0.0f && structure.head == Head::linear) open_loop = pick_open_loop(hierarchy.split, call.args.mask);
+    for (int masked = 0; masked < 2 && clips && keep != 0.0f && structure.head == Head::linear; ++masked) {
+      open_loop[masked] = pick_open_loop(hierarchy.split, masked);
+    }
   }
 };
 
@@ -223,10 +225,11 @@ struct BlockGate {
     const int32_t kind = advantage < 0.0f ? kNegative : kPositive;
     const int sign = kind == kNegative;
     const OpenLevels levels(piece, sign, plan.hierarchy.split, plan.bounds.low[sign], plan.bounds.high[sign]);
-    if (plan.open_loop && levels.open) {
+    const OpenLoop open_loop = plan.open_loop[call.args.mask != nullptr];
+    if (open_loop && levels.open) {
       float* grad = call.args.grad ? call.args.grad + first : tile.grad;
       OpenSums sums;
-      plan.open_loop(levels, call.args, first, coefficient, kind, sums, grad, n).add_to(partial.slots);
+      open_loop(levels, call.args, first, coefficient, kind, sums, grad, n).add_to(partial.slots);
       add_to_lanes(sums.loss, partial.sums[kLossSum]);
       if (!plan.carries) return;
       for (int i = 0; i <= plan.hierarchy.split; ++i) add_to_lanes(sums.past_token[i], lanes.past_token[i]);

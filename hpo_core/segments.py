@@ -11,6 +11,7 @@ import torch
 
 from . import ops
 from .checks import check, check_dtype, check_shape, check_type, check_units
+from .ranks import common_ids, merged, ranks
 
 __all__ = ["Chains", "GroupStatistics", "chains", "dense_ids", "ids_of", "recurrence", "statistics"]
 
@@ -55,7 +56,9 @@ def statistics(
     mask = None if mask is None else mask.contiguous()
     exact = backend == "reference"
     values, weights = _number(values, exact), None if weights is None else _number(weights, exact)
-    return GroupStatistics(*ops.group_statistics(values, ids, weights, mask, backend))
+    table = ops.group_statistics(values, ids, weights, mask, backend)
+    group = ranks()
+    return GroupStatistics(*(table if group is None else merged(table, ids, group)))
 
 
 def recurrence(
@@ -125,6 +128,9 @@ def dense_ids(*keys: torch.Tensor) -> torch.Tensor:
     """
     check(len(keys) > 0, "keys: expected at least one tensor of ids")
     valid = torch.stack([key >= 0 for key in keys]).all(dim=0)
+    group = ranks()
+    if group is not None:
+        return torch.where(valid, common_ids(torch.stack(keys, dim=1), group), -1)
     order = torch.arange(valid.numel(), device=valid.device)
     for key in reversed(keys):  # stable sorts from the last key to the first; unique() would synchronise
         order = order[torch.sort(key[order], stable=True).indices]

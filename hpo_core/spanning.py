@@ -17,12 +17,11 @@ import torch.distributed
 
 from .batch import Hierarchy, PackedBatch
 from .checks import check, check_type
+from .ranks import Group, gather
 from .reference.gates import EXPONENT_SATURATION
 from .specs import Aggregate, LevelSpec, PolicyLossSpec, Routing, SegmentReduce, Unit
 
 __all__ = ["Beyond", "exchange_of", "reduce_over_ranks"]
-
-Group = torch.distributed.ProcessGroup
 
 _FIXED_POINT = 2.0**32  # of Exchange.sums
 _LARGEST = 2.0**62  # of an integer there
@@ -159,18 +158,6 @@ def _ids_of_pieces(batch: PackedBatch, unit: Unit, hierarchy: Hierarchy) -> torc
     if ids is None or unit is not Unit.STEP:
         return None if ids is None else ids[hierarchy.row]
     return ids[: hierarchy.row.numel()]  # none in a batch without rows, whose steps are no pieces
-
-
-def gather(own: torch.Tensor, group: Group) -> list[torch.Tensor]:
-    """``own`` ``[n, ...]`` of every rank, in their order; n may differ. Synchronises: sizes are read."""
-    ranks = torch.distributed.get_world_size(group)
-    sizes = torch.empty(ranks, dtype=torch.int64, device=own.device)
-    torch.distributed.all_gather(list(sizes[:, None]), sizes.new_full((1,), len(own)), group=group)
-    padded = own.new_zeros(int(sizes.max()), *own.shape[1:])
-    padded[: len(own)] = own
-    gathered = [torch.empty_like(padded) for _ in range(ranks)]
-    torch.distributed.all_gather(gathered, padded, group=group)
-    return [each[:size] for each, size in zip(gathered, sizes.tolist(), strict=True)]
 
 
 class _Reduced(torch.autograd.Function):

@@ -23,8 +23,12 @@ def units():
     rewards[5] = torch.nan
     groups = torch.randint(-1, 5, (UNITS,), generator=draw)
     trajectories = torch.where(groups < 0, -1, groups * 4 + torch.randint(0, 3, (UNITS,), generator=draw))
+    # On one rank each, however the units are shared out.
+    share = torch.bucketize(torch.arange(UNITS), torch.tensor([9, 17, 22]), right=True)
+    local = torch.where(groups < 0, -1, (groups * 4 + share) * 3 + torch.randint(0, 3, (UNITS,), generator=draw))
     return {
         "rewards": rewards,
+        "local": local,
         "several": torch.randn(2, UNITS, generator=draw),
         "groups": groups,
         "trajectories": trajectories,
@@ -48,6 +52,50 @@ CALLS = {
     "peco": lambda wrap, u: wrap(A.peco)(u["rewards"], u["groups"], u["flags"]),
     "equal rewards": lambda wrap, u: wrap(A.grpo)(torch.full_like(u["rewards"], 0.1), u["groups"], eps=0.0),
 }
+# Of which tables of groups are enough.
+TABLES = {
+    "grpo": CALLS["grpo"],
+    "equal rewards": CALLS["equal rewards"],
+    "far from 0": lambda wrap, u: wrap(A.grpo)(u["rewards"] / 64 + 4096, u["groups"]),
+    "one group": lambda wrap, u: wrap(A.grpo)(u["rewards"], None),
+    "dr_grpo": lambda wrap, u: wrap(A.dr_grpo)(u["rewards"], u["groups"]),
+    "maxrl": lambda wrap, u: wrap(A.maxrl)(u["rewards"], u["groups"]),
+    "rloo": lambda wrap, u: wrap(A.rloo)(u["rewards"], u["groups"]),
+    "lite_ppo": CALLS["lite_ppo"],
+    "opo": lambda wrap, u: wrap(A.opo)(u["rewards"], u["groups"], u["lengths"]),
+    "dgpo": lambda wrap, u: wrap(A.dgpo)(u["rewards"], u["groups"], accuracy=u["several"][0].sigmoid()),
+    "bnpo": lambda wrap, u: wrap(A.bnpo)(u["rewards"], u["groups"]),
+    "ngrpo": lambda wrap, u: wrap(A.ngrpo)(u["rewards"], u["groups"]),
+    "reinforce_pp_baseline": lambda wrap, u: wrap(A.reinforce_pp_baseline)(u["rewards"], u["groups"], u["lengths"]),
+    "v05": lambda wrap, u: wrap(A.v05)(u["rewards"], u["groups"], u["several"][0].tanh()),
+    "gdpo": CALLS["gdpo"],
+    "dvao": CALLS["dvao"],
+    "gigpo": lambda wrap, u: wrap(functools.partial(A.gigpo, anchor_ids=u["anchors"]))(
+        u["rewards"].nan_to_num(), u["groups"], u["local"]
+    ),
+    "hgpo": lambda wrap, u: wrap(A.hgpo)(u["rewards"].nan_to_num(), u["groups"], u["local"], u["anchors"]),
+    "dr_mas": lambda wrap, u: wrap(A.dr_mas)(u["rewards"], u["groups"], u["anchors"]),
+    "peco": CALLS["peco"],
+    "m_grpo": lambda wrap, u: wrap(A.m_grpo)(u["rewards"], u["groups"], u["lengths"]),
+    "hbpo": lambda wrap, u: wrap(A.hbpo)(
+        100 * u["lengths"], u["flags"], 256.0 * (1 + u["anchors"]), u["groups"].clamp(min=0)
+    ),
+    "stratified": lambda wrap, u: wrap(A.stratified)(u["rewards"], u["groups"], u["anchors"]),
+    "treepo": CALLS["treepo"],
+    "step_gae": lambda wrap, u: wrap(A.step_gae)(u["rewards"].nan_to_num(), u["several"][0], u["local"]),
+    "flow_grpo": lambda wrap, u: wrap(A.flow_grpo)(u["rewards"], u["groups"], u["lengths"]),
+    "himac": lambda wrap, u: wrap(A.reconstructed.himac)(u["rewards"], u["groups"], u["flags"], u["anchors"]),
+    "aspo_shaping": lambda wrap, u: wrap(A.aspo_shaping)(
+        u["rewards"].nan_to_num(), u["groups"], u["lengths"] / 2, u["lengths"], u["flags"]
+    ),
+    "adora": lambda wrap, u: wrap(A.adora)(u["rewards"], u["groups"], u["lengths"], u["flags"]),
+    "salt": lambda wrap, u: wrap(A.reconstructed.salt)(
+        u["rewards"].nan_to_num(), u["groups"], u["local"], u["anchors"]
+    ),
+    "spo_single_stream": lambda wrap, u: wrap(A.spo_single_stream)(
+        u["rewards"].nan_to_num(), u["several"][0].sigmoid()
+    ),
+}
 
 
 def part(values, begin, end):
@@ -60,7 +108,10 @@ def run(rank, world, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=patience)
     begin = sum(SHARES[world][:rank])
     own = part(units(), begin, begin + SHARES[world][rank])
-    torch.save({name: call(over_ranks, own) for name, call in CALLS.items()}, f"{folder}/{rank}")
+    tables = functools.partial(over_ranks, tables=True)
+    found = {name: call(over_ranks, own) for name, call in CALLS.items()}
+    found |= {f"{name}, tables": call(tables, own) for name, call in TABLES.items()}
+    torch.save(found, f"{folder}/{rank}")
     dist.destroy_process_group()
 
 
@@ -87,6 +138,36 @@ def test_ranks_are_one_process(ranks, name):
     assert torch.equal(torch.cat([each[name] for each in found], dim=-1), alone)
     if name == "equal rewards":
         assert not alone.any()
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_of_groups_are_enough(ranks, name):
+    found, _ = ranks
+    got = torch.cat([each[f"{name}, tables"] for each in found], dim=-1)
+    alone = TABLES[name](lambda estimator: estimator, units())
+    torch.testing.assert_close(got, alone, rtol=2e-6, atol=2e-6)
+    assert alone.any() or name == "equal rewards"
+    if name == "equal rewards":
+        assert not got.any()
+
+
+def test_every_estimator_that_takes_tables_is_tried():
+    estimators = vars(A) | vars(A.reconstructed)
+    assert {name for name, each in estimators.items() if getattr(each, "tables", False)} <= TABLES.keys()
+
+
+def test_tables_say_the_same_on_every_rank(ranks):
+    found, _ = ranks
+    got = torch.cat([each["far from 0, tables"] for each in found])
+    rewards, groups = units()["rewards"], units()["groups"]
+    alike = (rewards[:, None] == rewards) & (groups[:, None] == groups) & (groups >= 0)
+    assert alike.sum() > UNITS + 10
+    assert torch.equal(got[:, None].expand(UNITS, UNITS)[alike], got.expand(UNITS, UNITS)[alike])
+
+
+def test_estimators_that_need_the_units_are_refused():
+    with pytest.raises(ValueError, match="tables: g2rpo needs the units themselves; gather them with tables=False"):
+        over_ranks(advantages.g2rpo, tables=True)
 
 
 def test_what_cannot_be_gathered_is_refused():

@@ -73,7 +73,7 @@ class BetaTracker(NamedTuple):
         return BetaTracker(alpha, self.beta.scatter(0, places, memory * self.beta[places] + 1 - rewards))
 
 
-@estimator(Provenance.VERIFIED)
+@estimator(Provenance.VERIFIED, tables=True)
 def spo_single_stream(
     rewards: torch.Tensor,
     value: torch.Tensor,

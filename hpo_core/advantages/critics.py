@@ -16,7 +16,7 @@ from .terms import Term, as_advantages, combine, estimator
 __all__ = ["HierarchicalAdvantages", "archer_td", "hiper", "step_gae"]
 
 
-@estimator(Provenance.VERIFIED, level="step")
+@estimator(Provenance.VERIFIED, level="step", tables=True)
 def step_gae(
     step_rewards: torch.Tensor,
     values: torch.Tensor,

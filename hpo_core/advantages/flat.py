@@ -54,7 +54,7 @@ __all__ = [
 _EPS_MODES = {"add": EpsMode.ADD, "sqrt": EpsMode.SQRT, "floor": EpsMode.FLOOR}
 
 
-@estimator(Provenance.VERIFIED)
+@estimator(Provenance.VERIFIED, tables=True)
 def grpo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -84,7 +84,7 @@ def grpo(
     return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
 
 
-@estimator(Provenance.VERIFIED)
+@estimator(Provenance.VERIFIED, tables=True)
 def dr_grpo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -105,7 +105,7 @@ def dr_grpo(
     return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
 
 
-@estimator(Provenance.VERIFIED)
+@estimator(Provenance.VERIFIED, tables=True)
 def rloo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -126,7 +126,7 @@ def rloo(
     return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
 
 
-@estimator(Provenance.VERIFIED)
+@estimator(Provenance.VERIFIED, tables=True)
 def lite_ppo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -150,7 +150,7 @@ def lite_ppo(
     return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
 
 
-@estimator(Provenance.VERIFIED)
+@estimator(Provenance.VERIFIED, tables=True)
 def opo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -177,7 +177,7 @@ def opo(
     return combine([Term(rewards, group_ids, rule, lengths)], mask=mask, apply_mask=apply_mask, backend=backend)
 
 
-@estimator(Provenance.VERIFIED)
+@estimator(Provenance.VERIFIED, tables=True)
 def maxrl(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -210,7 +210,7 @@ def maxrl(
     return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
 
 
-@estimator(Provenance.VERIFIED)
+@estimator(Provenance.VERIFIED, tables=True)
 def dgpo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -286,7 +286,7 @@ def gpg(
     return as_advantages(centred * alpha, rewards, backend)
 
 
-@estimator(Provenance.VERIFIED)
+@estimator(Provenance.VERIFIED, tables=True)
 def bnpo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -330,7 +330,7 @@ def bnpo(
     return as_advantages(torch.where(centred == 0, 0.0, weights * centred), rewards, backend)
 
 
-@estimator(Provenance.VERIFIED)
+@estimator(Provenance.VERIFIED, tables=True)
 def ngrpo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -387,7 +387,7 @@ def whiten(
     return combine([Term(advantages, None, rule, lengths)], mask=mask, backend=backend)
 
 
-@estimator(Provenance.VERIFIED)
+@estimator(Provenance.VERIFIED, tables=True)
 def reinforce_pp_baseline(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -412,7 +412,7 @@ def reinforce_pp_baseline(
     return whiten(centred, lengths, mask=grouped(scorable(rewards, mask), group_ids), backend=backend)
 
 
-@estimator(Provenance.PAPER)
+@estimator(Provenance.PAPER, tables=True)
 def v05(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,

@@ -40,7 +40,7 @@ def _scale(scaled: bool) -> Scale:
     return Scale.GROUP if scaled else Scale.NONE
 
 
-@estimator(Provenance.VERIFIED, level="step")
+@estimator(Provenance.VERIFIED, level="step", tables=True)
 def gigpo(
     step_rewards: torch.Tensor,
     group_ids: torch.Tensor,
@@ -88,7 +88,7 @@ def gigpo(
     )
 
 
-@estimator(Provenance.VERIFIED, level="step")
+@estimator(Provenance.VERIFIED, level="step", tables=True)
 def hgpo(
     step_rewards: torch.Tensor,
     group_ids: torch.Tensor,
@@ -150,7 +150,7 @@ def hgpo(
     return combine(terms, share=Share.EQUAL, share_eps=share_eps, backend=backend)
 
 
-@estimator(Provenance.VERIFIED)
+@estimator(Provenance.VERIFIED, tables=True)
 def dr_mas(
     rewards: torch.Tensor,
     group_ids: torch.Tensor,
@@ -176,7 +176,7 @@ def dr_mas(
     return grpo(rewards, dense_ids(group_ids, agent_ids), mask=mask, ddof=ddof, eps=eps, backend=backend)
 
 
-@estimator(Provenance.VERIFIED)
+@estimator(Provenance.VERIFIED, tables=True)
 def peco(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -202,7 +202,7 @@ def peco(
     return grpo(rewards, group_ids, mask=is_planner, apply_mask=everybody, ddof=ddof, eps=eps, backend=backend)
 
 
-@estimator(Provenance.VERIFIED)
+@estimator(Provenance.VERIFIED, tables=True)
 def flow_grpo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -228,7 +228,7 @@ def flow_grpo(
     return combine([Term(rewards, group_ids, GroupTerm(eps=eps), turns)], backend=backend)
 
 
-@estimator(Provenance.PAPER)
+@estimator(Provenance.PAPER, tables=True)
 def m_grpo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -254,7 +254,7 @@ def m_grpo(
     return combine([Term(rewards, group_ids, GroupTerm(ddof=0, eps=0.0), multiplicity)], mask=mask, backend=backend)
 
 
-@estimator(Provenance.VERIFIED)
+@estimator(Provenance.VERIFIED, tables=True)
 def hbpo(
     lengths: torch.Tensor,
     is_correct: torch.Tensor,
@@ -301,7 +301,7 @@ def hbpo(
     return as_advantages(torch.where(group_ids >= 0, together - twice * within, 0.0), lengths, backend)
 
 
-@estimator(Provenance.PAPER)
+@estimator(Provenance.PAPER, tables=True)
 def stratified(
     rewards: torch.Tensor,
     group_ids: torch.Tensor,

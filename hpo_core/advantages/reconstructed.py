@@ -21,7 +21,7 @@ from .terms import Term, as_advantages, combine, estimator, scorable
 __all__ = ["chrpo", "dynamic_contrastive", "graph_grpo", "hc_grpo", "hi_grpo", "himac", "hrpo", "ib_tpo", "salt"]
 
 
-@estimator(Provenance.RECONSTRUCTED)
+@estimator(Provenance.RECONSTRUCTED, tables=True)
 def himac(
     rewards: torch.Tensor,
     group_ids: torch.Tensor,
@@ -126,7 +126,7 @@ def hrpo(
     return as_advantages(of_system + action_weight * action_rewards, action_rewards, backend)
 
 
-@estimator(Provenance.RECONSTRUCTED, level="step")
+@estimator(Provenance.RECONSTRUCTED, level="step", tables=True)
 def salt(
     outcomes: torch.Tensor,
     group_ids: torch.Tensor,

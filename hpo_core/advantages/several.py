@@ -15,7 +15,7 @@ from .terms import Term, check_channels, combine, estimator, grouped
 __all__ = ["dvao", "gdpo", "vpo"]
 
 
-@estimator(Provenance.VERIFIED, several=True)
+@estimator(Provenance.VERIFIED, several=True, tables=True)
 def dvao(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -46,7 +46,7 @@ def dvao(
     return combine(terms, mask=mask, share=Share.DEVIATION, share_least=eps, backend=backend)
 
 
-@estimator(Provenance.VERIFIED, several=True)
+@estimator(Provenance.VERIFIED, several=True, tables=True)
 def gdpo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,

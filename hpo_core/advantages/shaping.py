@@ -13,7 +13,7 @@ from .terms import as_advantages, estimator
 __all__ = ["adora", "aspo_shaping", "negative_sample", "positive_sample"]
 
 
-@estimator(Provenance.VERIFIED)
+@estimator(Provenance.VERIFIED, tables=True)
 def adora(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -50,7 +50,7 @@ def adora(
     return torch.where(kept, advantages, damping * advantages)
 
 
-@estimator(Provenance.PAPER)
+@estimator(Provenance.PAPER, tables=True)
 def aspo_shaping(
     advantages: torch.Tensor,
     group_ids: torch.Tensor | None,

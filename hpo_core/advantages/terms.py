@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -9,9 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .. import ops
-from ..backends import resolve
 from ..checks import check, check_shape, check_type, check_units
-from ..segments import GroupStatistics
+from ..ranks import ranks, sum_of_ranks
+from ..reference.advantages import group_normalise
+from ..segments import GroupStatistics, statistics
 from ..specs import GroupInputs, GroupNormalisation, GroupTerm, Provenance, Share
 
 __all__ = [
@@ -91,10 +93,21 @@ def combine(
         None if apply_mask is None else apply_mask.contiguous(),
     )
     spec = GroupNormalisation(tuple(term.rule for term in terms), share, share_eps, share_least)
+    if ranks() is not None:  # the statistics are those of all ranks, the rest is a unit's own
+        return group_normalise(inputs, spec, functools.partial(_table, backend))
     if exact:
-        reference = resolve("advantages", first, backend)
-        return reference.group_normalise(inputs, spec)  # type: ignore[no-any-return]
+        return group_normalise(inputs, spec)
     return ops.group_normalise(inputs, spec, backend)
+
+
+def _table(
+    backend: str | None,
+    values: torch.Tensor,
+    ids: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    return torch.stack(statistics(values, ids, weights=weights, mask=mask, backend=backend))
 
 
 def _once(
@@ -108,13 +121,16 @@ def _once(
     return tuple(found)
 
 
-def estimator(provenance: Provenance, *, level: str = "row", several: bool = False) -> Callable[[Estimator], Estimator]:
+def estimator(
+    provenance: Provenance, *, level: str = "row", several: bool = False, tables: bool = False
+) -> Callable[[Estimator], Estimator]:
     """Marks a function as a published estimator: where its formula comes from, what its advantages belong to
-    (``"row"``: ``[S]``, ``"step"``: ``[N]``, ``"token"``: ``[T]``), and whether it takes several rewards ``[C, S]``."""
+    (``"row"``: ``[S]``, ``"step"``: ``[N]``, ``"token"``: ``[T]``), whether it takes several rewards ``[C, S]``, and
+    whether tables of its groups say all that it needs to know of units elsewhere."""
 
     def mark(function: Estimator) -> Estimator:
         marked: Any = function
-        marked.provenance, marked.level, marked.several = provenance, level, several
+        marked.provenance, marked.level, marked.several, marked.tables = provenance, level, several, tables
         return function
 
     return mark
@@ -166,7 +182,8 @@ def check_channels(rewards: torch.Tensor, weights: Sequence[float] | None) -> li
 
 def total(values: torch.Tensor) -> torch.Tensor:
     """The sum of all units, added in their order: ``sum`` depends on the number of threads."""
-    return values.cumsum(0)[-1] if values.numel() else values.sum()
+    own, group = values.cumsum(0)[-1] if values.numel() else values.sum(), ranks()
+    return own if group is None else sum_of_ranks(own, group)
 
 
 def as_advantages(exact: torch.Tensor, rewards: torch.Tensor, backend: str | None) -> torch.Tensor:

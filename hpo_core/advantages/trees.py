@@ -16,7 +16,7 @@ from .terms import Term, as_advantages, combine, estimator, grouped, keeps_singl
 __all__ = ["mars2", "rose", "treepo"]
 
 
-@estimator(Provenance.VERIFIED)
+@estimator(Provenance.VERIFIED, tables=True)
 def treepo(
     rewards: torch.Tensor,
     prefix_ids: Sequence[torch.Tensor],

@@ -1,0 +1,97 @@
+"""What units and groups are over several ranks: gathered whole, or as tables of their groups.
+
+Inside :func:`spanned` the primitives of estimators (group statistics, common ids, totals) speak of the units of all
+ranks. A rank sends one row per group, not its units; every rank merges the same rows in the order of ranks, and so
+finds the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+import torch.distributed
+
+__all__ = ["common_ids", "gather", "merged", "ranks", "spanned", "sum_of_ranks"]
+
+Group = torch.distributed.ProcessGroup
+
+_GROUP: ContextVar[Group | None] = ContextVar("hpo_core_ranks", default=None)
+
+
+@contextlib.contextmanager
+def spanned(group: Group) -> Iterator[None]:
+    """Until the end of the block, groups span the ranks of this process group."""
+    token = _GROUP.set(group)
+    try:
+        yield
+    finally:
+        _GROUP.reset(token)
+
+
+def ranks() -> Group | None:
+    """Over which ranks groups span at the moment."""
+    return _GROUP.get()
+
+
+def gather(own: torch.Tensor, group: Group) -> list[torch.Tensor]:
+    """``own`` ``[n, ...]`` of every rank, in their order; n may differ. Synchronises: sizes are read."""
+    count = torch.distributed.get_world_size(group)
+    sizes = torch.empty(count, dtype=torch.int64, device=own.device)
+    torch.distributed.all_gather(list(sizes[:, None]), sizes.new_full((1,), len(own)), group=group)
+    padded = own.new_zeros(int(sizes.max()), *own.shape[1:])
+    padded[: len(own)] = own
+    gathered = [torch.empty_like(padded) for _ in range(count)]
+    torch.distributed.all_gather(gathered, padded, group=group)
+    return [each[:size] for each, size in zip(gathered, sizes.tolist(), strict=True)]
+
+
+def merged(table: torch.Tensor, ids: torch.Tensor | None, group: Group) -> torch.Tensor:
+    """Statistics of groups ``[6, U]`` (:class:`~hpo_core.segments.GroupStatistics`) of the units of this rank, merged
+    with those of all."""
+    keys = torch.zeros_like(table[0], dtype=torch.int64) if ids is None else ids.clamp(min=-1)
+    own, of_unit = torch.unique(keys, return_inverse=True)
+    unit = torch.empty_like(own).scatter_(0, of_unit, torch.arange(len(keys), device=keys.device))  # any: all say it
+    parts = gather(torch.cat((own.view(torch.float64)[:, None], table[:, unit].T), dim=1), group)  # [G of the rank, 7]
+    name, place = torch.unique(torch.cat([_names(part) for part in parts]), return_inverse=True)
+    places = place.split([len(part) for part in parts])
+
+    number, weight, center, squares = table.new_zeros(4, len(name))
+    least = table.new_full((len(name),), torch.inf)
+    greatest = -least
+    # One rank after the other, of which each names a group once: no two additions meet, and their order is fixed.
+    for at, (_, n, w, _, _, low, high) in zip(places, (part.T for part in parts), strict=True):
+        number[at] += n
+        weight[at] += w
+        least[at] = torch.minimum(least[at], torch.where(n > 0, low, torch.inf))
+        greatest[at] = torch.maximum(greatest[at], torch.where(n > 0, high, -torch.inf))
+    for at, (_, n, w, mean, _, _, _) in zip(places, (part.T for part in parts), strict=True):
+        # Relative to a value of the group: where all are equal nothing is left to round.
+        center[at] += torch.where(n > 0, w * (mean - least[at]), 0.0) / weight[at]
+    for at, (_, n, w, mean, inside, _, _) in zip(places, (part.T for part in parts), strict=True):
+        squares[at] += torch.where(n > 0, inside + w * ((mean - least[at]) - center[at]).square(), 0.0)
+
+    whole = torch.where(number > 0, torch.stack((number, weight, least + center, squares, least, greatest)), 0.0)
+    of_own = places[torch.distributed.get_rank(group)]
+    return torch.where(keys >= 0, whole[:, of_own[of_unit]], 0.0)
+
+
+def _names(part: torch.Tensor) -> torch.Tensor:
+    """Ids travel as the bits of doubles."""
+    return part[:, 0].contiguous().view(torch.int64)
+
+
+def common_ids(keys: torch.Tensor, group: Group) -> torch.Tensor:
+    """One number ``[U]`` int64 per distinct combination of keys ``[U, K]``, the same on every rank."""
+    own, of_unit = torch.unique(keys, dim=0, return_inverse=True)
+    parts = gather(own, group)
+    _, place = torch.unique(torch.cat(parts), dim=0, return_inverse=True)
+    of_own: torch.Tensor = place.split([len(part) for part in parts])[torch.distributed.get_rank(group)]
+    return of_own[of_unit]
+
+
+def sum_of_ranks(own: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum of a 0-dim tensor over the ranks, added in their order."""
+    return torch.cat(gather(own[None], group)).cumsum(0)[-1]

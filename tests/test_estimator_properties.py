@@ -172,6 +172,17 @@ def test_p7_turns_of_equal_number(backend):
     near(flow, factor * A.grpo(rewards, None, eps=0.0, backend=backend), 2)
 
 
+def test_p7_all_subgroups_of_a_group(backend):
+    """Groups that overlap are pairs of a unit and a group: the mean over all subsets of 3 is 2/3 of RLOO (MS-GRPO)."""
+    device = testing.device_of(backend)
+    rewards = torch.tensor([1.0, 0, 0.25, 1, 0.5, -2], device=device)
+    subsets = torch.combinations(torch.arange(6), 3).to(device)  # [G, 3]
+    units, groups = subsets.flatten(), torch.arange(len(subsets), device=device).repeat_interleave(3)
+    of_pairs = A.dr_grpo(rewards[units], groups, backend=backend)
+    means = segments.statistics(of_pairs, units, backend=backend).mean
+    near(means, 2 / 3 * A.rloo(rewards, None, backend=backend)[units], 3)
+
+
 def test_p8_binary_closed_forms(backend):
     t = functools.partial(torch.tensor, device=testing.device_of(backend))
     for n, c in ((4, 1), (8, 3), (16, 15)):

@@ -13,7 +13,8 @@ import hpo_core
 PACKAGE = Path(hpo_core.__file__).parent
 # Data flows down this list; a module imports from those above it only.
 ORDER = (
-    *("checks", "specs", "metrics", "reference", "native", "backends", "ops", "batch", "spanning", "level_metrics"),
+    *("checks", "specs", "metrics", "reference", "native", "backends", "ops", "batch", "ranks", "spanning"),
+    "level_metrics",
     *(
         "kl",
         "gates",

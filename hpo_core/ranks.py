@@ -14,6 +14,8 @@ from contextvars import ContextVar
 import torch
 import torch.distributed
 
+from .checks import check
+
 __all__ = ["common_ids", "gather", "merged", "ranks", "spanned", "sum_of_ranks"]
 
 Group = torch.distributed.ProcessGroup
@@ -23,7 +25,8 @@ _GROUP: ContextVar[Group | None] = ContextVar("hpo_core_ranks", default=None)
 
 @contextlib.contextmanager
 def spanned(group: Group) -> Iterator[None]:
-    """Until the end of the block, groups span the ranks of this process group."""
+    """Until the end of the block, groups span the ranks of this process group. Only eagerly."""
+    check(not torch.compiler.is_compiling(), "tables: only eager calls gather; call it outside torch.compile")
     token = _GROUP.set(group)
     try:
         yield
@@ -32,8 +35,8 @@ def spanned(group: Group) -> Iterator[None]:
 
 
 def ranks() -> Group | None:
-    """Over which ranks groups span at the moment."""
-    return _GROUP.get()
+    """Over which ranks groups span at the moment; in what is compiled none, see :func:`spanned`."""
+    return None if torch.compiler.is_compiling() else _GROUP.get()
 
 
 def gather(own: torch.Tensor, group: Group) -> list[torch.Tensor]:

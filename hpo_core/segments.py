@@ -131,8 +131,8 @@ def dense_ids(*keys: torch.Tensor) -> torch.Tensor:
     group = ranks()
     if group is not None:
         return torch.where(valid, common_ids(torch.stack(keys, dim=1), group), -1)
-    order = torch.arange(valid.numel(), device=valid.device)
-    for key in reversed(keys):  # stable sorts from the last key to the first; unique() would synchronise
+    order = torch.sort(keys[-1], stable=True).indices
+    for key in reversed(keys[:-1]):  # stable sorts from the last key to the first; unique() would synchronise
         order = order[torch.sort(key[order], stable=True).indices]
     begins = torch.zeros_like(valid)
     for key in keys:
@@ -199,15 +199,19 @@ def chains(ids: torch.Tensor, positions: torch.Tensor | None = None) -> Chains:
     tensor([1, 0, 2])
     """
     check_dtype("ids", ids, (torch.int32, torch.int64), "renumber or hash them to int64 first")
-    order = torch.arange(ids.numel(), device=ids.device)
-    if positions is not None:
+    if positions is None:
+        along, order = torch.sort(ids.clamp(min=-1), stable=True)
+    else:
         check_shape("positions", positions, ids.shape, "[U] (that of ids)")
-        order = torch.sort(positions, stable=True).indices
-    order = order[torch.sort(ids[order].clamp(min=-1), stable=True).indices]
-    along = ids[order].clamp(min=-1)
-    begins = torch.zeros_like(along)
-    begins[:1] = along[:1] >= 0
+        before = torch.sort(positions, stable=True).indices
+        along, places = torch.sort(ids[before].clamp(min=-1), stable=True)
+        order = before[places]
+    begins = along >= 0
     begins[1:] = along[1:] != along[:-1]
     chain = begins.cumsum(0) - 1
-    numbers = torch.arange(ids.numel() + 1, device=ids.device)
-    return Chains(order, torch.searchsorted(chain, numbers), chain)
+    units = ids.numel()
+    # Places where no chain begins write behind the offsets, where nobody reads.
+    offset = torch.where(begins, chain, units + 1)
+    cu_seqlens = torch.full((units + 2,), units, device=ids.device)
+    cu_seqlens.scatter_(0, offset, torch.arange(units, device=ids.device))
+    return Chains(order, cu_seqlens[: units + 1], chain)

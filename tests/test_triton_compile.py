@@ -119,7 +119,7 @@ REGISTERS = {
     ("group_normalise, many units, terms", "_normalise_runs"): 85,  # of two; the first has none before it
     ("group_normalise, one group of many", "_sum_tiles"): 30,
     ("group_normalise, one group of many", "_sum_absolute_tiles"): 32,
-    ("group_normalise, one group of many", "_normalise_everybody"): 55,
+    ("group_normalise, one group of many", "_normalise_everybody"): 64,
     ("group_statistics, 4 units", "_statistics_of_few"): 101,
     ("group_statistics, 8193 units", "_statistics_of_runs"): 76,
     ("group_statistics, 8193 units, one group", "_sum_tiles"): 40,

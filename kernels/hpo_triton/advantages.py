@@ -424,7 +424,7 @@ def _normalise_by_term(inputs: GroupInputs, spec: GroupNormalisation, advantages
             launch(
                 _normalise_everybody, tiles, advantages, before, after, given.x, given.weights, given.mask,
                 inputs.apply_mask, totals[k], absolute, units, tiles, *numbers, RULE=_rule(term),
-                SHARE=int(spec.share), TILE=TILE_UNITS,
+                SHARE=int(spec.share), TILE=TILE_UNITS, maxnreg=REGISTERS,
             )  # fmt: skip
             continue
         if id(given.ids) not in sorted_by:

@@ -12,24 +12,9 @@ import torch
 from . import ops
 from .checks import check, check_dtype, check_shape, check_type, check_units
 from .ranks import common_ids, merged, ranks
+from .specs import GroupStatistics
 
 __all__ = ["Chains", "GroupStatistics", "chains", "dense_ids", "ids_of", "recurrence", "statistics"]
-
-
-class GroupStatistics(NamedTuple):
-    """What the members of its group amount to, for every unit: all ``[U]`` float64, zeros where a unit has no group."""
-
-    members: torch.Tensor  # n, how many they are
-    weight: torch.Tensor  # W, the sum of their weights w
-    mean: torch.Tensor  # sum of w x / W
-    squares: torch.Tensor  # sum of w (x - mean)^2; exactly 0 where all members are equal
-    least: torch.Tensor
-    greatest: torch.Tensor
-
-    def deviation(self, ddof: int) -> torch.Tensor:
-        """The standard deviation ``sqrt(squares / (W - ddof))``; 0 where there are too few members."""
-        enough = self.weight > ddof
-        return torch.where(enough, self.squares / torch.where(enough, self.weight - ddof, 1.0), 0.0).sqrt()
 
 
 def statistics(

@@ -464,6 +464,22 @@ class GroupNormalisation:
             check(0 <= number < math.inf, "{}: expected a finite number >= 0, got {}", name, number)
 
 
+class GroupStatistics(NamedTuple):
+    """What the members of its group amount to, for every unit: all ``[U]`` float64, zeros where a unit has no group."""
+
+    members: torch.Tensor  # n, how many they are
+    weight: torch.Tensor  # W, the sum of their weights w
+    mean: torch.Tensor  # sum of w x / W
+    squares: torch.Tensor  # sum of w (x - mean)^2; exactly 0 where all members are equal
+    least: torch.Tensor
+    greatest: torch.Tensor
+
+    def deviation(self, ddof: int) -> torch.Tensor:
+        """The standard deviation ``sqrt(squares / (W - ddof))``; 0 where there are too few members."""
+        enough = self.weight > ddof
+        return torch.where(enough, self.squares / torch.where(enough, self.weight - ddof, 1.0), 0.0).sqrt()
+
+
 class GroupInputs(NamedTuple):
     """Tensors of group_normalise: of each term, and common to all of them."""
 

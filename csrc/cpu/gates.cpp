@@ -290,7 +290,7 @@ void run_token_gate(const Call& call, int threads, const Workspace& space) {
   const bool score = call.structure.head == Head::score;
   const BoundsKind kind = bounds_kind(call);
   const Gate gate = {score ? pick_token_gate<true>(kind) : pick_token_gate<false>(kind), nullptr, nullptr, false};
-  const OpenCall open(call);
+  const Calls calls(call);
   const auto plain_masked = score ? PlainTiles<true, true>::pick(kind) : PlainTiles<false, true>::pick(kind);
   const auto plain_open = score ? PlainTiles<true, false>::pick(kind) : PlainTiles<false, false>::pick(kind);
   const bool may = plain_open && may_be_plain(call.args);
@@ -300,8 +300,8 @@ void run_token_gate(const Call& call, int threads, const Workspace& space) {
     for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
       const Masked masked = masked_tokens(call.args.mask, first, n);
       if (may && masked == Masked::all) return clear_gradient(call.args, first, n);
-      const Call& here = masked == Masked::none ? open.call : call;
-      const auto plain = masked == Masked::none ? plain_open : plain_masked;
+      const Call& here = calls.of(masked);
+      const auto plain = here.args.mask ? plain_masked : plain_open;
       if (may && plain(here, first, n, segments, tile, space.seen, partial)) return;
       measure(here, first, n, segments, tile, space.seen, partial);
       finish_tile(here, gate, first, n, segments, tile, partial);
@@ -315,7 +315,7 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
   const PolicyLossArgs& args = call.args;
   const GateStructure& structure = call.structure;
   const int64_t chunks = pieces(args.tokens, kChunk);
-  const OpenCall open(call);
+  const Calls calls(call);
   const bool may = may_be_plain(args), linear = structure.head == Head::linear;
   std::memset(space.rows, 0, size_t(args.rows) * sizeof(RowSums));
   parallel_for(chunks, threads, [&](int64_t chunk) {
@@ -325,7 +325,7 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
     for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
       const Masked masked = masked_tokens(args.mask, first, n);
       if (may && masked == Masked::all) return;
-      const Call& here = masked == Masked::none ? open.call : call;
+      const Call& here = calls.of(masked);
       const bool one_row = segments.one_row(n);
       const int64_t row = segments.list[0].row;
       RowLogRatios sums;
@@ -363,7 +363,7 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
       if (by_row && !space.reload[chunk]) {
         const Masked masked = masked_tokens(args.mask, first, n);
         if (masked == Masked::all) return clear_gradient(args, first, n);
-        const Call& here = masked == Masked::none ? open.call : call;
+        const Call& here = calls.of(masked);
         return spread_gradient(here, first, n, segments, space.levels, tile, args.grad + first);
       }
       load(call, first, n, segments, space.reload[chunk], tile, counted);

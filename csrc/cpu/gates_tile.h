@@ -31,20 +31,25 @@ inline Masked masked_tokens(const uint8_t* mask, int64_t first, int n) {
   return not_one == 0 ? Masked::none : (not_zero == 0 ? Masked::all : Masked::some);
 }
 
-// The same call for tiles whose tokens are all present.
-struct OpenCall {
-  const PolicyLossArgs args;
-  const Call call;
+// A call, and the same without its mask for tiles in which that masks nothing.
+class Calls {
+ public:
+  const Call& masked;
 
-  explicit OpenCall(const Call& masked)
-      : args(without_mask(masked.args)), call{args, masked.structure, masked.numbers, masked.rows} {}
-  OpenCall(const OpenCall&) = delete;
+  explicit Calls(const Call& call)
+      : masked(call), args_(without_mask(call.args)), open_{args_, call.structure, call.numbers, call.rows} {}
+  Calls(const Calls&) = delete;
+
+  const Call& of(Masked tile) const { return tile == Masked::none ? open_ : masked; }
 
  private:
   static PolicyLossArgs without_mask(PolicyLossArgs args) {
     args.mask = nullptr;
     return args;
   }
+
+  const PolicyLossArgs args_;
+  const Call open_;
 };
 
 struct alignas(64) Tile {

@@ -214,10 +214,11 @@ struct Scratch {
 
 // What is done to the tokens of one block.
 struct Sweeps {
-  const Call &call, &open;  // open: for tiles whose tokens are all present
+  const Calls& calls;
   const Pieces& pieces;
   const Workspace& space;
   const TokenPlan& plan;
+  const Call& call = calls.masked;
 
   // The first sweep; returns whether the others may take every tile for plain.
   bool measure(const Block& block, Scratch& scratch, Partial& partial, LogRatios& sums) const {
@@ -229,7 +230,7 @@ struct Sweeps {
     for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
       const Masked masked = masked_tokens(call.args.mask, at, n);
       if (may && masked == Masked::all) return;
-      const Call& here = masked == Masked::none ? open : call;
+      const Call& here = calls.of(masked);
       RowLogRatios row;
       if (may && as_they_are && measure_row(here.args, at, n, block.row, space.seen, partial, row)) {
         return sums.add({row.valid, {split ? row.rising : row.fixed, split ? row.rising - row.fixed : 0}});
@@ -252,7 +253,7 @@ struct Sweeps {
       if (plain && has_whole_vectors(call.args, at, n)) {
         const Masked masked = masked_tokens(call.args.mask, at, n);
         if (masked == Masked::all) return clear_gradient(call.args, at, n);
-        return gate.finish_plain(masked == Masked::none ? open : call, at, n, scratch.tile, partial);
+        return gate.finish_plain(calls.of(masked), at, n, scratch.tile, partial);
       }
       load(call, at, n, scratch.whole, true, scratch.tile, scratch.counted);
       finish_tile(call, gate, at, n, scratch.whole, scratch.tile, partial);
@@ -273,7 +274,7 @@ struct Sweeps {
       if (plain) {
         const Masked masked = masked_tokens(call.args.mask, at, n);
         if (masked == Masked::all) return;
-        return add_flow_to_plain(masked == Masked::none ? open.args : call.args, at, n, rising, falling);
+        return add_flow_to_plain(calls.of(masked).args, at, n, rising, falling);
       }
       load(call, at, n, scratch.whole, true, tile, scratch.counted);
       float* __restrict grad = call.args.grad + at;
@@ -317,8 +318,8 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
   Workspace space(args.workspace, args.tokens, args.rows, hierarchy.pieces);
   const Pieces pieces(hierarchy, args, space.start);
   const TokenPlan plan(call, hierarchy);
-  const OpenCall open(call);
-  const Sweeps sweeps = {call, open.call, pieces, space, plan};
+  const Calls calls(call);
+  const Sweeps sweeps = {calls, pieces, space, plan};
   const bool whole = hierarchy.stage == Stage::whole;
   if (!whole) space.tables = hierarchy.tables;
   const auto reaches = [&](Stage stage) { return whole || hierarchy.stage == stage; };

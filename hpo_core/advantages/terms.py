@@ -30,6 +30,7 @@ __all__ = [
     "members_of",
     "scorable",
     "takes_several",
+    "takes_tables",
     "total",
 ]
 
@@ -94,20 +95,10 @@ def combine(
     )
     spec = GroupNormalisation(tuple(term.rule for term in terms), share, share_eps, share_least)
     if ranks() is not None:  # the statistics are those of all ranks, the rest is a unit's own
-        return group_normalise(inputs, spec, functools.partial(_table, backend))
+        return group_normalise(inputs, spec, functools.partial(statistics, backend=backend))
     if exact:
         return group_normalise(inputs, spec)
     return ops.group_normalise(inputs, spec, backend)
-
-
-def _table(
-    backend: str | None,
-    values: torch.Tensor,
-    ids: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    mask: torch.Tensor,
-) -> torch.Tensor:
-    return torch.stack(statistics(values, ids, weights=weights, mask=mask, backend=backend))
 
 
 def _once(
@@ -146,6 +137,11 @@ def level_of(estimator: Callable[..., Any]) -> str:
 def takes_several(estimator: Callable[..., Any]) -> bool:
     """Whether an estimator takes several rewards ``[C, S]`` and their ``weights``."""
     return bool(getattr(getattr(estimator, "func", estimator), "several", False))
+
+
+def takes_tables(estimator: Callable[..., Any]) -> bool:
+    """Whether an estimator can do with tables of groups in the place of units elsewhere."""
+    return bool(getattr(getattr(estimator, "func", estimator), "tables", False))
 
 
 def given_to(estimator: Callable[..., Any], **given: Any) -> dict[str, Any]:

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
-from ..specs import Center, EpsMode, GroupInputs, GroupNormalisation, GroupTerm, Part, Presence, Scale, Share
+from ..specs import (
+    Center,
+    EpsMode,
+    GroupInputs,
+    GroupNormalisation,
+    GroupStatistics,
+    GroupTerm,
+    Part,
+    Presence,
+    Scale,
+    Share,
+)
 from .segments import group_statistics
 
 __all__ = ["group_normalise"]
 
-# Of values, ids, weights and mask: see group_statistics.
-Statistics = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor], torch.Tensor]
+# Of values and ids, with weights= and mask=: see group_statistics.
+Statistics = Callable[..., GroupStatistics]
+
+
+def _statistics(
+    values: torch.Tensor, ids: torch.Tensor | None, *, weights: torch.Tensor | None, mask: torch.Tensor
+) -> GroupStatistics:
+    return GroupStatistics(*group_statistics(values, ids, weights, mask))
 
 
 def group_normalise(
-    inputs: GroupInputs, spec: GroupNormalisation, statistics: Statistics = group_statistics
+    inputs: GroupInputs, spec: GroupNormalisation, statistics: Statistics = _statistics
 ) -> torch.Tensor:
     r"""``A_u = sum_m k_m(u) a_m(u)`` for every unit u, ``[U]`` in the dtype of the values; see :class:`~..specs.Share`.
 
@@ -45,59 +61,42 @@ def _term(
     grouped = torch.isfinite(values) if ids is None else torch.isfinite(values) & (ids >= 0)
     counted = grouped if inputs.mask is None else grouped & inputs.mask
     receives = counted if inputs.apply_mask is None else grouped & inputs.apply_mask
-    table = _Table(*statistics(values, ids, weights, counted))
-    batch = _Table(*statistics(values, None, weights, counted)).deviation(term.ddof)
+    table = statistics(values, ids, weights=weights, mask=counted)
 
     # From a member: identical values have no deviation, not even by rounding.
     centred = (values - table.least) - (table.mean - table.least)
-    absolute = centred
-    if term.scale is Scale.ABSOLUTE:
-        absolute = _Table(*statistics(centred.abs(), ids, weights, counted)).mean
+    scale = torch.ones_like(centred)
+    if term.scale is Scale.GROUP:
+        scale = table.deviation(term.ddof)
+    elif term.scale is Scale.BATCH:
+        scale = statistics(values, None, weights=weights, mask=counted).deviation(term.ddof)
+    elif term.scale is Scale.ABSOLUTE:
+        scale = statistics(centred.abs(), ids, weights=weights, mask=counted).mean
+    elif term.scale is Scale.MEAN:
+        scale = table.mean
+    elif term.scale is Scale.ROOT_MEAN:
+        scale = table.mean.clamp(min=0).sqrt()
     if term.center is Center.LEAVE_ONE_OUT:  # a unit that is not a member has all members as its "others"
         own = torch.ones_like(centred) if weights is None else weights.double()
         others = table.weight - torch.where(counted & torch.isfinite(own) & (own > 0), own, 0.0)
         centred = centred * torch.where(others > 0, table.weight / others, 1.0)
-    amount = _amount(values.double(), centred, absolute, table, batch, term)
+    amount = _amount(values.double(), centred, scale, table, term)
     receives = receives & (table.members > 0)
     return torch.where(receives, amount, 0.0), torch.where(receives, _share(amount, table, term, share), 0.0)
 
 
-class _Table(NamedTuple):
-    """What the members of its group amount to, for every unit: all ``[U]``."""
-
-    members: torch.Tensor
-    weight: torch.Tensor  # W
-    mean: torch.Tensor
-    squares: torch.Tensor  # sum of w (x - mean)^2
-    least: torch.Tensor
-    greatest: torch.Tensor
-
-    def deviation(self, ddof: int) -> torch.Tensor:
-        """The standard deviation with ``ddof``; 0 where there are too few members."""
-        enough = self.weight > ddof
-        return torch.where(enough, self.squares / (self.weight - ddof), 0.0).sqrt()
-
-
 def _amount(
-    x: torch.Tensor, centred: torch.Tensor, absolute: torch.Tensor, table: _Table, batch: torch.Tensor, term: GroupTerm
+    x: torch.Tensor, centred: torch.Tensor, scale: torch.Tensor, table: GroupStatistics, term: GroupTerm
 ) -> torch.Tensor:
     if term.part is Part.MEAN:
         return table.mean
-    one = torch.ones_like(x)
-    scale = {
-        Scale.NONE: one,
-        Scale.GROUP: table.deviation(term.ddof),
-        Scale.BATCH: batch,
-        Scale.ABSOLUTE: absolute,
-        Scale.MEAN: table.mean,
-        Scale.ROOT_MEAN: table.mean.clamp(min=0).sqrt(),
-    }[term.scale]
-    scale = _guarded(scale, table.weight, term)
-    normalised = torch.where((centred == 0) | (scale <= 0), 0.0, centred / scale)
+    guarded = _guarded(scale, table.weight, term)
+    normalised = torch.where((centred == 0) | (guarded <= 0), 0.0, centred / guarded)
     alone = torch.zeros_like(x)
     if term.keep_singletons:
-        scale = _guarded(batch if term.scale is Scale.BATCH else one, one, term)
-        alone = torch.where(scale > 0, x / scale, 0.0)
+        one = torch.ones_like(x)
+        guarded = _guarded(scale if term.scale is Scale.BATCH else one, one, term)
+        alone = torch.where(guarded > 0, x / guarded, 0.0)
     return torch.where(table.members == 1, alone, normalised)
 
 
@@ -112,7 +111,7 @@ def _guarded(scale: torch.Tensor, weight: torch.Tensor, term: GroupTerm) -> torc
     }[term.eps_mode]
 
 
-def _share(amount: torch.Tensor, table: _Table, term: GroupTerm, share: Share) -> torch.Tensor:
+def _share(amount: torch.Tensor, table: GroupStatistics, term: GroupTerm, share: Share) -> torch.Tensor:
     """Before the coefficient; 0 where the term is not present."""
     if share is Share.SUM:
         return torch.ones_like(amount)

@@ -12,7 +12,7 @@ import torch.distributed
 
 from ..checks import check, check_type
 from ..ranks import gather, spanned
-from .terms import level_of
+from .terms import level_of, takes_tables
 
 __all__ = ["over_ranks"]
 
@@ -46,12 +46,11 @@ def over_ranks(
     check_type(callable(estimator), "estimator: expected one of hpo_core.advantages, got {!r}", estimator)
     level = level_of(estimator)
     check(level != "token", "estimator: expected one of rows or steps, got one of tokens, which stay with their rows")
-    if tables:
-        check(
-            bool(getattr(getattr(estimator, "func", estimator), "tables", False)),
-            "tables: {} needs the units themselves; gather them with tables=False",
-            getattr(getattr(estimator, "func", estimator), "__name__", estimator),
-        )
+    check(
+        not tables or takes_tables(estimator),
+        "tables: {!r} needs the units themselves; gather them with tables=False",
+        estimator,
+    )
     run: Any = functools.partial(_with_tables if tables else _run, estimator, process_group)
     run.level, run.__signature__ = level, inspect.signature(estimator)  # the single call asks for both
     wrapped: Callable[..., torch.Tensor] = run
@@ -74,18 +73,10 @@ def _run(
         estimator = estimator.func
     axis = 1 if first.dim() == 2 else 0  # rewards [C, U], or [U]
     parts = gather(_sent(first.movedim(axis, 0)), group)
-
-    def everywhere(given: Any) -> Any:
-        if isinstance(given, list):
-            return [everywhere(each) for each in given]
-        if not isinstance(given, torch.Tensor) or given.dim() != 1:
-            return given
-        return torch.cat(gather(_sent(given), group)).to(given.dtype)
-
     whole = estimator(
         torch.cat(parts).to(first.dtype).movedim(0, axis),
-        *map(everywhere, rest),
-        **{name: everywhere(keywords[name]) for name in sorted(keywords)},  # all ranks in one order
+        *(_everywhere(each, group) for each in rest),
+        **{name: _everywhere(keywords[name], group) for name in sorted(keywords)},  # all ranks in one order
     )
     check_type(isinstance(whole, torch.Tensor), "estimator: expected one that returns a tensor, got {}", type(whole))
     before = sum(map(len, parts[: torch.distributed.get_rank(group)]))
@@ -102,6 +93,18 @@ def _with_tables(
     group: Any = torch.distributed.group.WORLD if process_group is None else process_group
     with spanned(group):
         return estimator(*arguments, **keywords)
+
+
+def _everywhere(given: Any, group: torch.distributed.ProcessGroup) -> Any:
+    """What belongs to units, of the units of all ranks; the rest as it is.
+
+    Not a closure that calls itself: the cycle would keep the process group, and its threads, beyond its destruction.
+    """
+    if isinstance(given, list):
+        return [_everywhere(each, group) for each in given]
+    if not isinstance(given, torch.Tensor) or given.dim() != 1:
+        return given
+    return torch.cat(gather(_sent(given), group)).to(given.dtype)
 
 
 def _sent(tensor: torch.Tensor) -> torch.Tensor:

@@ -208,6 +208,23 @@ def test_infinite_and_nan_log_ratios(backend, gate):
     assert out.metrics["nan_tokens"].item() == 2 and out.metrics["infinite_tokens"].item() == 3
 
 
+def test_every_nan_leaves(backend):
+    """Whatever its lower bits say, also where whole vectors of a row go through one pass."""
+    for gate in (gates.dapo(), gates.gspo(0.1, 0.2), gates.fiberpo()):
+        batch = hpo.PackedBatch.from_lengths([48, 33]).to(testing.device_of(backend))
+        found = []
+        for nan in (0x7FC00000, 0x7FC00001, 0x7FC000FF, 0x7FD55555, -0x3FFFFF):
+            logp = torch.full((81,), -0.5)
+            logp.view(torch.int32)[[5, 40, 60]] = nan
+            logp = logp.to(batch.device)
+            advantages = torch.tensor([1.0, -2.0], device=batch.device)
+            old_logp = torch.full_like(logp, -0.6)
+            out = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, backend=backend)
+            assert out.metrics["nan_tokens"].item() == 3 and out.grad[[5, 40, 60]].tolist() == [0.0] * 3
+            found.append((bits(out.grad), bits(out.loss)))
+        assert len(set(found)) == 1
+
+
 def test_penalties_at_infinite_log_ratios(backend):
     for penalty in PENALTIES[1:]:
         example = testing.random_policy_loss(

@@ -171,7 +171,7 @@ MUTANTS = {
     ),
     "cpu: a lower bound counts as an upper one": (
         "cpu", "cpu/gates.cpp", "cpu/gates.cpp",
-        "const double under = kHigh ? double(below) : outside;", "const double under = double(below);",
+        "under = kHigh ? double(below_count.total()) : outside", "under = double(below_count.total())",
         "test_gates.test_tiles_of_one_row_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": True},
     ),
     "cpu: a falling token meets the mean of those that rise": (

@@ -110,6 +110,7 @@ struct Workspace {
   Arena arena;
   Partial* partials;             // [chunks]
   uint8_t* reload;               // [chunks], 1 where the second sweep needs the log-ratios again
+  Masked* masked;                // [tiles]
   uint8_t* seen;                 // [rows], 1 where a row has a valid token
   RowSums *rows, *trajectories;  // [rows]
   Level* levels;                 // [rows], of rows or of trajectories
@@ -119,6 +120,7 @@ struct Workspace {
   Workspace(void* base, int64_t tokens, int64_t row_count) : arena(base) {
     partials = arena.take<Partial>(pieces(tokens, kChunk));
     reload = arena.take<uint8_t>(pieces(tokens, kChunk));
+    masked = arena.take<Masked>(pieces(tokens, kTile));
     seen = arena.take<uint8_t>(row_count);
     rows = arena.take<RowSums>(row_count);
     trajectories = arena.take<RowSums>(row_count);
@@ -164,10 +166,11 @@ struct PlainTokenGate {
     Mask inside = {};
     Floats clipped = all<Floats>(1.0f);
     if (kBounds != BoundsKind::none) {
-      clipped = clamp(ratio, low, high);
-      inside = both(present, equal(clipped, ratio));
-      below[part] = add_where(both(present, less(ratio, low)), kind, below[part]);
-      above[part] = add_where(both(present, less(high, ratio)), kind, above[part]);
+      const Mask enough = at_least(ratio, low), little = at_least(high, ratio);
+      clipped = blend(little, blend(enough, ratio, low), high);
+      inside = both(present, both(enough, little));
+      below[part] = add_where(but_not(present, enough), kind, below[part]);
+      above[part] = add_where(but_not(present, little), kind, above[part]);
     }
     put_term<kScoreHead>(part, present, inside, policy_value(coefficient, clipped), logp + i, loss, grad + i);
   }
@@ -188,26 +191,22 @@ struct PlainRowGate {
   const float* logp;
   float* grad;
   GroupSum loss;
-  Ints inside_sum[kParts] = {}, below_sum[kParts] = {};
+  LaneCount inside_count, below_count;
 
   HPO_INLINE void operator()(int i, int part, Mask present, Ints, Floats coefficient, Floats, Floats ratio) {
-    Floats clipped = ratio;
-    if (kLow) clipped = clipped < low ? low : clipped;
-    if (kHigh) clipped = clipped > high ? high : clipped;
-    const Mask inside = kLow || kHigh ? both(present, equal(clipped, ratio)) : present;
-    const Ints one = Ints{} + 1;
-    if (kLow || kHigh) inside_sum[part] = add_where(inside, one, inside_sum[part]);
-    if (kLow && kHigh) below_sum[part] = add_where(both(present, less(ratio, low)), one, below_sum[part]);
+    const Mask enough = kLow ? at_least(ratio, low) : all_lanes(), little = kHigh ? at_least(high, ratio) : all_lanes();
+    const Floats raised = kLow ? blend(enough, ratio, low) : ratio, clipped = kHigh ? blend(little, raised, high) : raised;
+    const Mask inside = both(present, both(enough, little));
+    if (kLow || kHigh) inside_count.add(inside);
+    if (kLow && kHigh) below_count.add(but_not(present, enough));
     put_term<kScoreHead>(part, present, inside, policy_value(coefficient, clipped), logp + i, loss, grad + i);
   }
   HPO_INLINE void end_group() { loss.end(); }
 
   void count(double tokens, double* slots) const {
     if (!(kLow || kHigh)) return;
-    int64_t inside = 0, below = 0;
-    for (int part = 0; part < kParts; ++part) inside += sum_lanes(inside_sum[part]), below += sum_lanes(below_sum[part]);
-    const double outside = tokens - double(inside);
-    const double under = kHigh ? double(below) : outside;
+    const double outside = tokens - double(inside_count.total());
+    const double under = kHigh ? double(below_count.total()) : outside;
     slots[sign ? kClippedLowNegative : kClippedLowPositive] += under;
     slots[sign ? kClippedHighNegative : kClippedHighPositive] += outside - under;
   }
@@ -323,7 +322,7 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
     Partial partial;
     bool reload = args.ref_logp != nullptr;
     for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
-      const Masked masked = masked_tokens(args.mask, first, n);
+      const Masked masked = space.masked[first / kTile] = masked_tokens(args.mask, first, n);
       if (may && masked == Masked::all) return;
       const Call& here = calls.of(masked);
       const bool one_row = segments.one_row(n);
@@ -361,7 +360,7 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
     Partial counted;
     for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
       if (by_row && !space.reload[chunk]) {
-        const Masked masked = masked_tokens(args.mask, first, n);
+        const Masked masked = space.masked[first / kTile];
         if (masked == Masked::all) return clear_gradient(args, first, n);
         const Call& here = calls.of(masked);
         return spread_gradient(here, first, n, segments, space.levels, tile, args.grad + first);

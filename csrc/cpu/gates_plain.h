@@ -100,20 +100,20 @@ HPO_INLINE bool sweep_plain(const PolicyLossArgs& args, int64_t first, int n, co
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;  // on-policy: x = 0, or NaN where logp is
   PlainSums sums;
-  Ints present_sum = {};
+  LaneCount present_count;
   const auto step = [&](int i, int part, int left) __attribute__((always_inline)) {
     const Mask given = rows.present(i), present = left == kWidth ? given : both(given, leading_lanes(left));
     const Ints kind = rows.kind(i);
     const Floats x = difference(present, load_lanes<Floats>(logp + i), load_lanes<Floats>(old_logp + i));
-    const Floats ratio = exp(x);
+    const Floats ratio = exp_of_number(x);  // a tile with NaN is not plain
     sums.add(part, present, x, ratio);
-    if (!Rows::all_present) present_sum = add_where(present, Ints{} + 1, present_sum);
+    if (!Rows::all_present) present_count.add(present);
     each(i, part, present, kind, rows.coefficient(i), x, ratio);
   };
   for_each_vector(n, step, [&]() __attribute__((always_inline)) { each.end_group(); });
   if (!sums.ordinary()) return false;
   sums.add_to(partial);
-  partial.slots[kTokens] += Rows::all_present ? n : sum_lanes(present_sum);
+  partial.slots[kTokens] += Rows::all_present ? n : present_count.total();
   return true;
 }
 

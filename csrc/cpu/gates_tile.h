@@ -16,7 +16,7 @@ struct Call {
 };
 
 // What the mask says of the tokens of a tile; `some` is always right. Most tiles of a padded batch are of another kind.
-enum class Masked { none, some, all };
+enum class Masked : uint8_t { none, some, all };
 
 inline Masked masked_tokens(const uint8_t* mask, int64_t first, int n) {
   if (!mask) return Masked::none;

@@ -39,36 +39,35 @@ GateCounts open_loop(const OpenLevels& levels, const PolicyLossArgs& args, int64
   const Floats rising_mean = all<Floats>(levels.mean[0]), falling_mean = all<Floats>(-levels.mean[1]);
   const Floats rising_z = all<Floats>(levels.z), falling_z = all<Floats>(levels.z - levels.mean[0]);
   const Floats other = all<Floats>(levels.mean[1]);
-  constexpr int32_t kBelow = 1 << 16;  // a tile's tokens inside the bounds and below them, counted at once
   GroupSum loss(sums.loss), rising(sums.past_token[0]), falling(sums.past_token[1]);
-  Ints chosen = {}, counted = {};
+  LaneCount present_count, inside_count, below_count;
   const auto step = [&](int i, int part, int left) __attribute__((always_inline)) {
     const Mask given = kMasked ? present_bytes(mask + i) : all_lanes();
     const Mask present = left == kWidth ? given : both(given, leading_lanes(left));
     const Floats x = difference(present, load_lanes<Floats>(logp + i), load_lanes<Floats>(old_logp + i));
     const Mask falls = kSplit ? less(x, Floats{}) : Mask{}, rises = but_not(all_lanes(), falls);
     const Floats u = x - (kSplit ? blend(falls, falling_mean, rising_mean) : rising_mean);
-    const Floats raised = u < low ? low : u, v = raised > high ? high : raised;
-    const Mask inside = both(present, equal(u, v)), past = but_not(present, inside);
+    const Mask enough = at_least(u, low), little = at_least(high, u);
+    const Floats v = blend(little, blend(enough, u, low), high);
+    const Mask inside = both(present, both(enough, little)), past = but_not(present, inside);
     Floats z = (kSplit ? blend(falls, falling_z, rising_z) : rising_z) + v;
     if (kSplit) z = add_where(rises, other, z);
-    const Floats value = policy_value(a, exp(z));
+    const Floats value = policy_value(a, exp_of_number(z));
     loss.add(part, present, value);
     rising.add(part, kSplit ? both(past, rises) : past, value);
     if (kSplit) falling.add(part, both(past, falls), value);
-    if (kMasked) chosen = add_where(present, Ints{} + 1, chosen);
-    counted = add_where(inside, Ints{} + 1, counted);
-    counted = add_where(both(present, less(u, low)), Ints{} + kBelow, counted);
+    if (kMasked) present_count.add(present);
+    inside_count.add(inside);
+    below_count.add(but_not(present, enough));
     store_leading(keep_if(inside, value), grad + i, left);
   };
   for_each_vector(n, step, [&]() __attribute__((always_inline)) {
     loss.end(), rising.end();
     if (kSplit) falling.end();
   });
-  const int32_t counts = sum_lanes(counted), inside = counts % kBelow, below = counts / kBelow;
-  const int32_t all_chosen = kMasked ? sum_lanes(chosen) : n;
+  const int32_t chosen = kMasked ? present_count.total() : n, inside = inside_count.total(), below = below_count.total();
   GateCounts found;
-  found.chosen = all_chosen * kind, found.below = below * kind, found.above = (all_chosen - inside - below) * kind;
+  found.chosen = chosen * kind, found.below = below * kind, found.above = (chosen - inside - below) * kind;
   return found;
 }
 

@@ -75,7 +75,7 @@ HPO_INLINE Floats blend(Mask mask, Floats x, Floats otherwise) {
   return Floats(_mm512_mask_blend_ps(mask, __m512(otherwise), __m512(x)));
 }
 HPO_INLINE Mask less(Floats x, Floats y) { return _mm512_cmp_ps_mask(__m512(x), __m512(y), _CMP_LT_OQ); }
-HPO_INLINE Mask equal(Floats x, Floats y) { return _mm512_cmp_ps_mask(__m512(x), __m512(y), _CMP_EQ_OQ); }
+HPO_INLINE Mask at_least(Floats x, Floats y) { return _mm512_cmp_ps_mask(__m512(x), __m512(y), _CMP_GE_OQ); }
 HPO_INLINE Floats keep_if(Mask mask, Floats x) { return Floats(_mm512_maskz_mov_ps(mask, __m512(x))); }
 HPO_INLINE Ints keep_if(Mask mask, Ints x) { return Ints(_mm512_maskz_mov_epi32(mask, __m512i(x))); }
 HPO_INLINE Floats difference(Mask mask, Floats x, Floats y) { return Floats(_mm512_maskz_sub_ps(mask, __m512(x), __m512(y))); }
@@ -104,7 +104,7 @@ HPO_INLINE Mask both(Mask a, Mask b) { return a & b; }
 HPO_INLINE Mask but_not(Mask a, Mask b) { return a & ~b; }
 HPO_INLINE Floats blend(Mask mask, Floats x, Floats otherwise) { return mask ? x : otherwise; }
 HPO_INLINE Mask less(Floats x, Floats y) { return x < y; }
-HPO_INLINE Mask equal(Floats x, Floats y) { return x == y; }
+HPO_INLINE Mask at_least(Floats x, Floats y) { return x >= y; }
 HPO_INLINE Ints keep_if(Mask mask, Ints x) { return x & mask; }
 HPO_INLINE Floats difference(Mask mask, Floats x, Floats y) { return keep_if(mask, x - y); }
 HPO_INLINE Floats add_where(Mask mask, Floats value, Floats sum) { return mask ? sum + value : sum; }
@@ -148,6 +148,24 @@ HPO_INLINE Ints add_where(Ints condition, Ints value, Ints sum) { return conditi
 HPO_INLINE Unsigned add_where(Ints condition, Unsigned value, Unsigned sum) { return condition ? sum + value : sum; }
 #endif
 
+// In how many lanes conditions held, over all vectors.
+class LaneCount {
+ public:
+#if defined(__AVX512F__)
+  HPO_INLINE void add(Mask mask) { count_ += __builtin_popcount(mask); }
+  int32_t total() const { return count_; }
+
+ private:
+  int32_t count_ = 0;
+#else
+  HPO_INLINE void add(Mask mask) { lanes_ -= mask; }
+  int32_t total() const { return sum_lanes(lanes_); }
+
+ private:
+  Ints lanes_ = {};
+#endif
+};
+
 }  // namespace hpo::HPO_ISA
 
 template <>
@@ -168,4 +186,5 @@ struct hpo::Number<hpo::HPO_ISA::Floats> {
   static HPO_INLINE Int to_bits(F x) { return Int(x); }
   static HPO_INLINE F from_bits(Int bits) { return F(bits); }
   static HPO_INLINE F power_of_two(Int bits) { return F((hpo::HPO_ISA::Unsigned(bits) << 23) + 0x3F800000u); }
+  static HPO_INLINE F shifted(F x, Int bits) { return F(hpo::HPO_ISA::Unsigned(x) + (hpo::HPO_ISA::Unsigned(bits) << 23)); }
 };

@@ -191,7 +191,7 @@ struct PlainRowGate {
   const float* logp;
   float* grad;
   GroupSum loss;
-  LaneCount inside_count, below_count;
+  LaneCount inside_count = {}, below_count = {};
 
   HPO_INLINE void operator()(int i, int part, Mask present, Ints, Floats coefficient, Floats, Floats ratio) {
     const Mask enough = kLow ? at_least(ratio, low) : all_lanes(), little = kHigh ? at_least(high, ratio) : all_lanes();

@@ -173,9 +173,7 @@ def test_nothing_holds_the_process_group(ranks):
 
 
 def test_estimators_that_need_the_units_are_refused():
-    with pytest.raises(
-        ValueError, match=r"tables: .*g2rpo.* needs the units themselves; gather them with tables=False"
-    ):
+    with pytest.raises(ValueError, match="tables: g2rpo needs the units themselves; gather them with tables=False"):
         over_ranks(advantages.g2rpo, tables=True)
 
 

@@ -110,7 +110,7 @@ struct Workspace {
   Arena arena;
   Partial* partials;             // [chunks]
   uint8_t* reload;               // [chunks], 1 where the second sweep needs the log-ratios again
-  Masked* masked;                // [tiles]
+  Masked* masked;                // [tiles], what the first sweep saw, for the second
   uint8_t* seen;                 // [rows], 1 where a row has a valid token
   RowSums *rows, *trajectories;  // [rows]
   Level* levels;                 // [rows], of rows or of trajectories

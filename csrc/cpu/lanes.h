@@ -186,5 +186,5 @@ struct hpo::Number<hpo::HPO_ISA::Floats> {
   static HPO_INLINE Int to_bits(F x) { return Int(x); }
   static HPO_INLINE F from_bits(Int bits) { return F(bits); }
   static HPO_INLINE F power_of_two(Int bits) { return F((hpo::HPO_ISA::Unsigned(bits) << 23) + 0x3F800000u); }
-  static HPO_INLINE F shifted(F x, Int bits) { return F(hpo::HPO_ISA::Unsigned(x) + (hpo::HPO_ISA::Unsigned(bits) << 23)); }
+  static HPO_INLINE F scaled(F x, Int bits) { return F(hpo::HPO_ISA::Unsigned(x) + (hpo::HPO_ISA::Unsigned(bits) << 23)); }
 };

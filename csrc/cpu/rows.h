@@ -8,7 +8,7 @@
 namespace hpo::HPO_ISA {
 
 constexpr int kTile = 1024;         // tokens: what a plain tile keeps of them stays in the first-level cache
-constexpr int kChunk = 16 * kTile;  // tokens of one task
+constexpr int kChunk = 16 * kTile;  // tokens of one task; to begin and end one takes as long as some hundred of them
 
 // The part of one row inside a tile; positions are relative to the tile.
 struct Segment {

@@ -48,8 +48,8 @@ def over_ranks(
     check(level != "token", "estimator: expected one of rows or steps, got one of tokens, which stay with their rows")
     check(
         not tables or takes_tables(estimator),
-        "tables: {!r} needs the units themselves; gather them with tables=False",
-        estimator,
+        "tables: {} needs the units themselves; gather them with tables=False",
+        getattr(estimator, "__name__", estimator),
     )
     run: Any = functools.partial(_with_tables if tables else _run, estimator, process_group)
     run.level, run.__signature__ = level, inspect.signature(estimator)  # the single call asks for both

@@ -46,7 +46,7 @@ struct Number<float> {
   static HPO_INLINE int32_t to_bits(float x) { return hpo::to_bits(x); }
   static HPO_INLINE float from_bits(int32_t bits) { return hpo::from_bits(bits); }
   static HPO_INLINE float power_of_two(int32_t bits) { return hpo::from_bits(int32_t((uint32_t(bits) << 23) + 0x3F800000u)); }
-  static HPO_INLINE float shifted(float x, int32_t bits) {
+  static HPO_INLINE float scaled(float x, int32_t bits) {
     return hpo::from_bits(int32_t(uint32_t(hpo::to_bits(x)) + (uint32_t(bits) << 23)));
   }
 };
@@ -63,9 +63,10 @@ HPO_INLINE F clamp(F x, F low, F high) {
   return raised > high ? high : raised;
 }
 
-// e^x, but for a factor: scaled(value, bits), in whose low bits stands k, makes value * 2^k of it; what is above k is to go.
-template <class F, class Scaled>
-HPO_INLINE F exp_by(F x, const Scaled& scaled) {
+// e^x = scale(e^r, bits) for x = r + k ln 2: `bits` end in the integer k, and scale multiplies by 2^k. What stands above k has
+// to be shifted out.
+template <class F, class Scale>
+HPO_INLINE F exp_by(F x, const Scale& scale) {
   using N = Number<F>;
   const F one = all<F>(1.0f), shifter = all<F>(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const F shifted = N::fused(x, all<F>(1.44269504f), shifter);
@@ -77,7 +78,7 @@ HPO_INLINE F exp_by(F x, const Scaled& scaled) {
   p = N::fused(p, r, all<F>(4.1668401138e-2f));
   p = N::fused(p, r, all<F>(1.6666519507e-1f));
   p = N::fused(p, r, all<F>(4.9999993372e-1f));
-  return scaled(N::fused(N::fused(p, r, one), r, one), N::to_bits(shifted));
+  return scale(N::fused(N::fused(p, r, one), r, one), N::to_bits(shifted));
 }
 
 // e^x for |x| <= 87, within 1 ulp, NaN for NaN; exp(0) is exactly 1, which the on-policy promise rests on.
@@ -89,7 +90,7 @@ HPO_INLINE F exp(F x) {
 // The same bits, quicker, but anything for NaN: k is added to the exponent, which stays that of a normal number.
 template <class F>
 HPO_INLINE F exp_of_number(F x) {
-  return exp_by(x, [](F value, typename Number<F>::Int bits) { return Number<F>::shifted(value, bits); });
+  return exp_by(x, [](F value, typename Number<F>::Int bits) { return Number<F>::scaled(value, bits); });
 }
 
 // Natural logarithm of a normal x > 0, within 2 ulp; log(1) is exactly 0.

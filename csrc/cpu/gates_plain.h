@@ -35,30 +35,26 @@ struct PlainSums {
   }
 
   bool ordinary() const {
-    Ints exceptions = {};
+    Mask exceptions = {};
     for (int part = 0; part < kParts; ++part) {
-      exceptions |=
-          (smallest[part] < -kStatisticSaturation) | (largest[part] > kStatisticSaturation) | (sum[part] != sum[part]);
+      const Mask small = less(smallest[part], all<Floats>(-kStatisticSaturation));
+      const Mask large = less(all<Floats>(kStatisticSaturation), largest[part]);
+      exceptions = either(exceptions, either(is_nan(sum[part]), either(small, large)));
     }
-    int32_t any = 0;
-    for (int lane = 0; lane < kWidth; ++lane) any |= exceptions[lane];
-    return any == 0;
+    return !any(exceptions);
   }
 
   void add_to(Partial& partial) const {
-    float low[kLanes], high[kLanes];
     for (int part = 0; part < kParts; ++part) {
-      for (int lane = 0; lane < kWidth; ++lane) {
-        const int at = part * kWidth + lane;
-        partial.sums[kX][at] += double(sum[part][lane]);
-        partial.sums[kXSquare][at] += double(square[part][lane]);
-        partial.sums[kDeviation][at] += double(deviation[part][lane]);
-        partial.sums[kDeviationSquare][at] += double(deviation_square[part][lane]);
-        low[at] = smallest[part][lane];
-        high[at] = largest[part][lane];
-      }
+      const int first = part * kWidth;
+      add_as_doubles(sum[part], partial.sums[kX] + first);
+      add_as_doubles(square[part], partial.sums[kXSquare] + first);
+      add_as_doubles(deviation[part], partial.sums[kDeviation] + first);
+      add_as_doubles(deviation_square[part], partial.sums[kDeviationSquare] + first);
+      float *low = partial.smallest + first, *high = partial.largest + first;
+      store_lanes(smaller_where(all_lanes(), smallest[part], load_lanes<Floats>(low)), low);
+      store_lanes(larger_where(all_lanes(), largest[part], load_lanes<Floats>(high)), high);
     }
-    partial.extend(low, high);
   }
 };
 

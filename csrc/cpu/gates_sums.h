@@ -145,7 +145,7 @@ struct GroupSum {
 
   HPO_INLINE void end() {
     for (int part = 0; part < kParts; ++part) {
-      for (int lane = 0; lane < kWidth; ++lane) lanes[part * kWidth + lane] += double(group[part][lane]);
+      add_as_doubles(group[part], lanes + part * kWidth);
       group[part] = Floats{};
     }
   }

@@ -76,6 +76,9 @@ HPO_INLINE Floats blend(Mask mask, Floats x, Floats otherwise) {
 }
 HPO_INLINE Mask less(Floats x, Floats y) { return _mm512_cmp_ps_mask(__m512(x), __m512(y), _CMP_LT_OQ); }
 HPO_INLINE Mask at_least(Floats x, Floats y) { return _mm512_cmp_ps_mask(__m512(x), __m512(y), _CMP_GE_OQ); }
+HPO_INLINE Mask either(Mask a, Mask b) { return a | b; }
+HPO_INLINE Mask is_nan(Floats x) { return _mm512_cmp_ps_mask(__m512(x), __m512(x), _CMP_UNORD_Q); }
+HPO_INLINE bool any(Mask mask) { return mask != 0; }
 HPO_INLINE Floats keep_if(Mask mask, Floats x) { return Floats(_mm512_maskz_mov_ps(mask, __m512(x))); }
 HPO_INLINE Ints keep_if(Mask mask, Ints x) { return Ints(_mm512_maskz_mov_epi32(mask, __m512i(x))); }
 HPO_INLINE Floats difference(Mask mask, Floats x, Floats y) { return Floats(_mm512_maskz_sub_ps(mask, __m512(x), __m512(y))); }
@@ -105,12 +108,37 @@ HPO_INLINE Mask but_not(Mask a, Mask b) { return a & ~b; }
 HPO_INLINE Floats blend(Mask mask, Floats x, Floats otherwise) { return mask ? x : otherwise; }
 HPO_INLINE Mask less(Floats x, Floats y) { return x < y; }
 HPO_INLINE Mask at_least(Floats x, Floats y) { return x >= y; }
+HPO_INLINE Mask either(Mask a, Mask b) { return a | b; }
+HPO_INLINE Mask is_nan(Floats x) { return x != x; }
+HPO_INLINE bool any(Mask mask) {
+  int32_t found = 0;
+  for (int lane = 0; lane < kWidth; ++lane) found |= mask[lane];
+  return found != 0;
+}
 HPO_INLINE Ints keep_if(Mask mask, Ints x) { return x & mask; }
 HPO_INLINE Floats difference(Mask mask, Floats x, Floats y) { return keep_if(mask, x - y); }
 HPO_INLINE Floats add_where(Mask mask, Floats value, Floats sum) { return mask ? sum + value : sum; }
 HPO_INLINE Floats smaller_where(Mask mask, Floats x, Floats least) { return mask ? (x < least ? x : least) : least; }
 HPO_INLINE Floats larger_where(Mask mask, Floats x, Floats most) { return mask ? (x > most ? x : most) : most; }
 #endif
+
+// sums[lane] += values[lane], in double. GCC converts vectors lane by lane; of the intrinsics those that take a mask, because
+// it warns of what is undefined in the others.
+HPO_INLINE void add_as_doubles(Floats values, double* sums) {
+#if defined(__AVX512F__)
+  const __m512d pairs = _mm512_castps_pd(__m512(values));
+  const __m256 low = _mm256_castpd_ps(_mm512_maskz_extractf64x4_pd(0xF, pairs, 0));
+  const __m256 high = _mm256_castpd_ps(_mm512_maskz_extractf64x4_pd(0xF, pairs, 1));
+  _mm512_storeu_pd(sums, _mm512_add_pd(_mm512_loadu_pd(sums), _mm512_maskz_cvtps_pd(0xFF, low)));
+  _mm512_storeu_pd(sums + 8, _mm512_add_pd(_mm512_loadu_pd(sums + 8), _mm512_maskz_cvtps_pd(0xFF, high)));
+#elif defined(__AVX2__)
+  const __m128 low = _mm256_castps256_ps128(__m256(values)), high = _mm256_extractf128_ps(__m256(values), 1);
+  _mm256_storeu_pd(sums, _mm256_add_pd(_mm256_loadu_pd(sums), _mm256_cvtps_pd(low)));
+  _mm256_storeu_pd(sums + 4, _mm256_add_pd(_mm256_loadu_pd(sums + 4), _mm256_cvtps_pd(high)));
+#else
+  for (int lane = 0; lane < kWidth; ++lane) sums[lane] += double(values[lane]);
+#endif
+}
 
 // The first `count` lanes, where what lies behind them is somebody else's.
 HPO_INLINE Floats load_leading(const float* from, int count) {

@@ -1,22 +1,49 @@
 // How the CPU kernels split their work: into pieces whose number depends on the sizes only, never on the threads.
 #pragma once
+#include <omp.h>
+
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
 
 namespace hpo::HPO_ISA {
+
+constexpr size_t kLine = 64;  // bytes of a cache line
 
 inline int64_t pieces(int64_t size, int64_t piece) { return (size + piece - 1) / piece; }
 
 // Waking a second thread can cost more than the work (milliseconds where the cores are busy), so small inputs stay on one.
 inline int worthwhile(int threads, int64_t tokens) { return tokens < 16384 ? 1 : threads; }
 
+// What a thread has not begun of its portion.
+struct alignas(kLine) Portion {
+  std::atomic<int64_t> next;
+  int64_t end;
+};
+
+// Calls body(i) for all i below count. A thread goes through its portion, the same in every call because its caches know it,
+// and then helps the others with theirs: cores are not equally quick, least of all shared ones.
 template <class Body>
 inline void parallel_for(int64_t count, int threads, const Body& body) {
   if (threads <= 1 || count <= 1) {
     for (int64_t i = 0; i < count; ++i) body(i);
     return;
   }
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t i = 0; i < count; ++i) body(i);
+  constexpr int kMost = 64;
+  Portion portions[kMost];
+  const int used = threads < kMost ? threads : kMost;
+  for (int i = 0; i < used; ++i) {
+    portions[i].next.store(count * i / used, std::memory_order_relaxed);
+    portions[i].end = count * (i + 1) / used;
+  }
+#pragma omp parallel num_threads(threads)
+  {
+    const int own = omp_get_thread_num() % used;
+    for (int other = 0; other < used; ++other) {
+      Portion& portion = portions[(own + other) % used];
+      for (int64_t i; (i = portion.next.fetch_add(1, std::memory_order_relaxed)) < portion.end;) body(i);
+    }
+  }
 }
 
 constexpr int64_t kPiece = 1024;
@@ -43,7 +70,6 @@ class Arena {
   int64_t bytes() const { return int64_t(next_ - base_ + kLine); }
 
  private:
-  static constexpr uintptr_t kLine = 64;
   uintptr_t base_, next_;
 };
 

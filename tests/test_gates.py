@@ -176,6 +176,24 @@ def test_tiles_of_one_row_have_the_bits_of_any_other(gate, masked):
 
 
 @pytest.mark.parametrize("gate", [*GATES.values(), gates.fiberpo()], ids=[*GATES, "fiberpo"])
+def test_log_ratios_near_0_have_the_bits_of_any_other(gate):
+    """The CPU takes a tile for near 0 if the last one was, and has another exponential for those."""
+    lengths = [2048, 1024, 1024, 1024, 2048, *[40] * 60, 1024, 1024]
+    spreads = torch.tensor([0.01, 0.01, 0.5, 0.01, 2.0, *[0.01] * 59, 0.4, 0.01, 0.0])
+    batch = hpo.PackedBatch.from_lengths(lengths)
+    draw = torch.Generator().manual_seed(2)
+    old_logp = -torch.rand(sum(lengths), generator=draw)
+    noise = 2 * torch.rand(sum(lengths), generator=draw) - 1
+    logp = (old_logp + spreads.repeat_interleave(torch.tensor(lengths)) * noise).requires_grad_()
+    advantages = torch.randn(len(lengths), generator=draw)
+    plain = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, backend="cpu")
+    other = hpo.policy_loss(logp, old_logp, advantages, batch, gate, backend="cpu", return_tokens=True)
+    other.loss.backward()
+    assert bits(plain.grad) == bits(logp.grad) and bits(plain.loss) == bits(other.loss)
+    assert torch.equal(plain.metrics.vector, other.metrics.vector)
+
+
+@pytest.mark.parametrize("gate", [*GATES.values(), gates.fiberpo()], ids=[*GATES, "fiberpo"])
 def test_tiles_that_a_mask_leaves_whole_or_empty(gate):
     """The CPU goes through them without the mask, or not at all: no bit tells."""
     rows, length = 4, 3000

@@ -174,6 +174,11 @@ MUTANTS = {
         "under = kHigh ? double(below_count.total()) : outside", "under = double(below_count.total())",
         "test_gates.test_tiles_of_one_row_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": True},
     ),
+    "cpu: the exponential near 0 is used too far from it": (
+        "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",
+        "kNear = 0.3465f", "kNear = 0.45f",
+        "test_gates.test_log_ratios_near_0_have_the_bits_of_any_other", {"gate": gates.dapo()},
+    ),
     "cpu: a falling token meets the mean of those that rise": (
         "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_plain.h",
         "blend(falls, falling_mean, rising_mean)", "rising_mean",

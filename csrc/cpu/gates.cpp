@@ -212,17 +212,21 @@ struct PlainRowGate {
   }
 };
 
-// False: not plain, and nothing happened that matters.
-template <class Rows, class TokenGate>
-bool run_plain_tile(const PolicyLossArgs& args, int64_t first, int n, const Rows& rows, TokenGate gate, const double* loss,
+// False: not plain, and nothing happened that matters. make_gate(loss): what sweep_plain calls.
+template <class Rows, class MakeGate>
+bool run_plain_tile(const PolicyLossArgs& args, int64_t first, int n, const Rows& rows, const MakeGate& make_gate, Tile& tile,
                     Partial& partial) {
-  const double tokens_before = partial.slots[kTokens];
-  if (!sweep_plain(args, first, n, rows, partial, gate)) return false;
-  const double tokens = partial.slots[kTokens] - tokens_before;
-  partial.slots[kSelected] += tokens;
-  gate.count(tokens, partial.slots);
-  add_to_lanes(loss, partial.sums[kLossSum]);
-  return true;
+  return guess_near(tile.near, [&](auto near) {
+    const double tokens_before = partial.slots[kTokens];
+    double loss[kLanes] = {};
+    auto gate = make_gate(loss);
+    if (!sweep_plain<decltype(near)::value>(args, first, n, rows, partial, gate, tile.near)) return false;
+    const double tokens = partial.slots[kTokens] - tokens_before;
+    partial.slots[kSelected] += tokens;
+    gate.count(tokens, partial.slots);
+    add_to_lanes(loss, partial.sums[kLossSum]);
+    return true;
+  });
 }
 
 // Plain tiles of one call, each in the form that does least.
@@ -240,10 +244,11 @@ struct PlainTiles {
     }
     if (load_rows(args, first, n, segments, tile)) return false;
     const Bounds bounds = tile_bounds(call, first);
-    double loss[kLanes] = {};
-    const PlainTokenGate<kScoreHead, kBounds> gate = {bounds, args.logp + first, gradient(args, first, tile), GroupSum(loss)};
     const ManyRows<kMasked> rows = {tile, kMasked ? args.mask + first : nullptr};
-    if (!run_plain_tile(args, first, n, rows, gate, loss, partial)) return false;
+    const auto make_gate = [&](double* loss) {
+      return PlainTokenGate<kScoreHead, kBounds>{bounds, args.logp + first, gradient(args, first, tile), GroupSum(loss)};
+    };
+    if (!run_plain_tile(args, first, n, rows, make_gate, tile, partial)) return false;
     mark_rows(segments, tile.kind, seen);
     return true;
   }
@@ -257,11 +262,12 @@ struct PlainTiles {
     const float low = bounds.low[sign], high = bounds.high[sign];
     const OneRow<kMasked> rows = {kMasked ? args.mask + first : nullptr, all<Floats>(coefficient)};
     const double tokens_before = partial.slots[kTokens];
-    double loss[kLanes] = {};
-    const auto run = [&](auto gate) { return run_plain_tile(args, first, n, rows, gate, loss, partial); };
     const auto with = [&](auto has_low, auto has_high) {
-      return run(PlainRowGate<kScoreHead, decltype(has_low)::value, decltype(has_high)::value>{
-          sign, all<Floats>(low), all<Floats>(high), args.logp + first, gradient(args, first, tile), GroupSum(loss)});
+      const auto make_gate = [&](double* loss) {
+        return PlainRowGate<kScoreHead, decltype(has_low)::value, decltype(has_high)::value>{
+            sign, all<Floats>(low), all<Floats>(high), args.logp + first, gradient(args, first, tile), GroupSum(loss)};
+      };
+      return run_plain_tile(args, first, n, rows, make_gate, tile, partial);
     };
     const std::true_type yes;
     const std::false_type no;
@@ -328,7 +334,7 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
       const bool one_row = segments.one_row(n);
       const int64_t row = segments.list[0].row;
       RowLogRatios sums;
-      if (one_row && may && measure_plain_row<false>(here.args, first, n, row, space.seen, partial, sums)) {
+      if (one_row && may && measure_plain_row<false>(here.args, first, n, row, tile, space.seen, partial, sums)) {
         return add_row_sums(here, chunk, row, sums, space.rows);
       }
       if (one_row || !may || !measure_plain(here, first, n, segments, tile, space.seen, partial)) {

@@ -2,6 +2,8 @@
 // to the row, and nothing is selected, penalised or reported by token. That is the loss as it is nearly always called; what
 // the pass does not know, gates_tile.h does in several.
 #pragma once
+#include <type_traits>
+
 #include "gates_call.h"
 
 namespace hpo::HPO_ISA {
@@ -11,6 +13,9 @@ inline bool may_be_plain(const PolicyLossArgs& args) {
   return !(args.advantage_per_token || args.token_weight || args.token_mask || args.score || args.ref_logp || args.entropy ||
            args.token_loss);
 }
+
+// Up to it e^x needs no power of two: just below ln 2 / 2.
+constexpr float kNear = 0.3465f;
 
 // Statistics of a tile, one vector for each part of the lanes. They leave for the Partial when the tile turns out to be plain.
 struct PlainSums {
@@ -34,11 +39,11 @@ struct PlainSums {
     deviation_square[part] = Number<Floats>::fused(d, d, deviation_square[part]);
   }
 
-  bool ordinary() const {
+  // No number is beyond +-limit, and none is NaN.
+  bool within(float limit) const {
     Mask exceptions = {};
     for (int part = 0; part < kParts; ++part) {
-      const Mask small = less(smallest[part], all<Floats>(-kStatisticSaturation));
-      const Mask large = less(all<Floats>(kStatisticSaturation), largest[part]);
+      const Mask small = less(smallest[part], all<Floats>(-limit)), large = less(all<Floats>(limit), largest[part]);
       exceptions = either(exceptions, either(is_nan(sum[part]), either(small, large)));
     }
     return !any(exceptions);
@@ -90,9 +95,10 @@ struct OneRow {
 
 // Goes through a tile and calls each(i, part, present, kind, coefficient, x, ratio) for every vector, and each.end_group()
 // after those of a group; kind and coefficient are anything where no token is present. False: the tile is not plain after all,
-// and nothing was counted.
-template <class Rows, class Each>
-HPO_INLINE bool sweep_plain(const PolicyLossArgs& args, int64_t first, int n, const Rows& rows, Partial& partial, Each& each) {
+// or its log-ratios are not near 0 as they were taken for, and nothing was counted. `near`: whether they are.
+template <bool kTakenForNear, class Rows, class Each>
+HPO_INLINE bool sweep_plain(const PolicyLossArgs& args, int64_t first, int n, const Rows& rows, Partial& partial, Each& each,
+                            bool& near) {
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;  // on-policy: x = 0, or NaN where logp is
   PlainSums sums;
@@ -101,16 +107,23 @@ HPO_INLINE bool sweep_plain(const PolicyLossArgs& args, int64_t first, int n, co
     const Mask given = rows.present(i), present = left == kWidth ? given : both(given, leading_lanes(left));
     const Ints kind = rows.kind(i);
     const Floats x = difference(present, load_lanes<Floats>(logp + i), load_lanes<Floats>(old_logp + i));
-    const Floats ratio = exp_of_number(x);  // a tile with NaN is not plain
+    const Floats ratio = kTakenForNear ? exp_near_0(x) : exp_of_number(x);  // a tile with NaN is not plain
     sums.add(part, present, x, ratio);
     if (!Rows::all_present) present_count.add(present);
     each(i, part, present, kind, rows.coefficient(i), x, ratio);
   };
   for_each_vector(n, step, [&]() __attribute__((always_inline)) { each.end_group(); });
-  if (!sums.ordinary()) return false;
+  near = sums.within(kNear);
+  if (!near && (kTakenForNear || !sums.within(kStatisticSaturation))) return false;
   sums.add_to(partial);
   partial.slots[kTokens] += Rows::all_present ? n : present_count.total();
   return true;
+}
+
+// Log-ratios near 0 come together, so a tile is taken for what the last one was. sweep(taken for near) makes one attempt.
+template <class Sweep>
+HPO_INLINE bool guess_near(bool near, const Sweep& sweep) {
+  return (near && sweep(std::true_type{})) || sweep(std::false_type{});
 }
 
 // Loss and gradient of the tokens of a vector; `inside`: present, and the gate has the derivative 1.
@@ -137,9 +150,12 @@ inline bool measure_plain(const Call& call, int64_t first, int n, const Segments
   const PolicyLossArgs& args = call.args;
   if (!has_whole_vectors(args, first, n) || load_rows(args, first, n, segments, tile)) return false;
   for (int i = n; i % kLanes != 0; ++i) tile.kind[i] = kAbsent;
-  PlainLogRatios keep = {tile.x};
-  const bool plain = args.mask ? sweep_plain(args, first, n, ManyRows<true>{tile, args.mask + first}, partial, keep)
-                               : sweep_plain(args, first, n, ManyRows<false>{tile, nullptr}, partial, keep);
+  const bool plain = guess_near(tile.near, [&](auto near) {
+    constexpr bool kTakenForNear = decltype(near)::value;
+    PlainLogRatios keep = {tile.x};
+    if (!args.mask) return sweep_plain<kTakenForNear>(args, first, n, ManyRows<false>{tile, nullptr}, partial, keep, tile.near);
+    return sweep_plain<kTakenForNear>(args, first, n, ManyRows<true>{tile, args.mask + first}, partial, keep, tile.near);
+  });
   if (!plain) return false;
   tile.exceptional = false;
   tile.chosen = tile.kind;
@@ -185,7 +201,7 @@ struct PlainFixedSums {
     const Floats coarse = x + FixedSum::kCoarse, rest = x - (coarse - FixedSum::kCoarse), fine = rest + FixedSum::kFine;
     all_sum.add(part, all_lanes(), Unsigned(coarse), Unsigned(fine));
     if (!kSplit) return;
-    const Mask rises = but_not(all_lanes(), less(x, Floats{}));
+    const Mask rises = at_least(x, Floats{});
     rising_sum.add(part, rises, Unsigned(coarse), Unsigned(fine));
     rising_count[part] = add_where(rises, Unsigned{} + 1, rising_count[part]);
   }
@@ -201,16 +217,21 @@ struct PlainFixedSums {
 static_assert(kTile / kLanes * int64_t(kStatisticSaturation) * 65536 < (int64_t(1) << 31), "a lane of FixedSum");
 
 template <bool kSplit>
-inline bool measure_plain_row(const PolicyLossArgs& args, int64_t first, int n, int64_t row, uint8_t* seen, Partial& partial,
-                              RowLogRatios& sums) {
+inline bool measure_plain_row(const PolicyLossArgs& args, int64_t first, int n, int64_t row, Tile& tile, uint8_t* seen,
+                              Partial& partial, RowLogRatios& sums) {
   const float advantage = args.advantages[row];
   if (!has_whole_vectors(args, first, n) || !finite(args.weights[row] * advantage)) return false;
-  PlainFixedSums<kSplit> fixed;
-  const double tokens_before = partial.slots[kTokens];
-  const bool plain = args.mask ? sweep_plain(args, first, n, OneRow<true>{args.mask + first, {}}, partial, fixed)
-                               : sweep_plain(args, first, n, OneRow<false>{nullptr, {}}, partial, fixed);
+  const bool plain = guess_near(tile.near, [&](auto near) {
+    constexpr bool kTakenForNear = decltype(near)::value;
+    PlainFixedSums<kSplit> fixed;
+    const double tokens_before = partial.slots[kTokens];
+    const bool swept =
+        args.mask ? sweep_plain<kTakenForNear>(args, first, n, OneRow<true>{args.mask + first, {}}, partial, fixed, tile.near)
+                  : sweep_plain<kTakenForNear>(args, first, n, OneRow<false>{nullptr, {}}, partial, fixed, tile.near);
+    if (swept) sums = fixed.sums(n, int64_t(partial.slots[kTokens] - tokens_before));
+    return swept;
+  });
   if (!plain) return false;
-  sums = fixed.sums(n, int64_t(partial.slots[kTokens] - tokens_before));
   if (sums.valid > 0) mark_row(row, seen);
   return true;
 }

@@ -232,7 +232,7 @@ struct Sweeps {
       if (may && masked == Masked::all) return;
       const Call& here = calls.of(masked);
       RowLogRatios row;
-      if (may && as_they_are && measure_row(here.args, at, n, block.row, space.seen, partial, row)) {
+      if (may && as_they_are && measure_row(here.args, at, n, block.row, tile, space.seen, partial, row)) {
         return sums.add({row.valid, {split ? row.rising : row.fixed, split ? row.rising - row.fixed : 0}});
       }
       if (as_they_are || !may || !measure_plain(here, at, n, scratch.whole, tile, space.seen, partial)) {

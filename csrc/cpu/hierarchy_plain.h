@@ -11,16 +11,19 @@ namespace hpo::HPO_ISA {
 // The levels of one piece, for the sign of its advantage.
 struct OpenLevels {
   bool open;
+  bool near;  // and no token's exponent needs a power of two
   float z, mean[2], low, high;
 
   OpenLevels(const PieceGate& piece, int sign, bool split, float low, float high)
-      : open(false), z(piece.z[sign]), mean{piece.mean[0], piece.mean[1]}, low(low), high(high) {
+      : open(false), near(false), z(piece.z[sign]), mean{piece.mean[0], piece.mean[1]}, low(low), high(high) {
     const auto passes = [&](int channel) { return piece.slope[channel][sign] == 1.0f && piece.own[channel][sign] == 0.0f; };
     if (piece.below[sign] || piece.above[sign] || !passes(0)) return;
     // Nothing here may saturate, neither the channel that a token is not in nor the exponent, or overflow in a GroupSum.
     const float most = __builtin_fabsf(low) > __builtin_fabsf(high) ? __builtin_fabsf(low) : __builtin_fabsf(high);
     if (split && !(passes(1) && low == -high && __builtin_fabsf(mean[0]) <= high && __builtin_fabsf(mean[1]) <= high)) return;
     open = __builtin_fabsf(z) + (split ? 3.0f : 1.0f) * most <= kStatisticSaturation;
+    const float rising = __builtin_fabsf(z + (split ? mean[1] : 0.0f)), falling = __builtin_fabsf(z - (split ? mean[0] : 0.0f));
+    near = rising + most <= kNear && falling + most <= kNear;
   }
 };
 
@@ -29,7 +32,7 @@ struct OpenSums {
   double loss[kLanes] = {}, past_token[2][kLanes] = {};
 };
 
-template <bool kSplit, bool kMasked>
+template <bool kSplit, bool kMasked, bool kAllNear>
 GateCounts open_loop(const OpenLevels& levels, const PolicyLossArgs& args, int64_t first, float coefficient, int32_t kind,
                      OpenSums& sums, float* grad, int n) {
   const float* logp = args.logp + first;
@@ -52,7 +55,7 @@ GateCounts open_loop(const OpenLevels& levels, const PolicyLossArgs& args, int64
     const Mask inside = both(present, both(enough, little)), past = but_not(present, inside);
     Floats z = (kSplit ? blend(falls, falling_z, rising_z) : rising_z) + v;
     if (kSplit) z = add_where(rises, other, z);
-    const Floats value = policy_value(a, exp_of_number(z));
+    const Floats value = policy_value(a, kAllNear ? exp_near_0(z) : exp_of_number(z));
     loss.add(part, present, value);
     rising.add(part, kSplit ? both(past, rises) : past, value);
     if (kSplit) falling.add(part, both(past, falls), value);
@@ -74,9 +77,14 @@ GateCounts open_loop(const OpenLevels& levels, const PolicyLossArgs& args, int64
 using OpenLoop = GateCounts (*)(const OpenLevels&, const PolicyLossArgs&, int64_t first, float coefficient, int32_t kind,
                                 OpenSums&, float* grad, int n);
 
-inline OpenLoop pick_open_loop(bool split, bool masked) {
-  if (split) return masked ? open_loop<true, true> : open_loop<true, false>;
-  return masked ? open_loop<false, true> : open_loop<false, false>;
+template <bool kSplit>
+OpenLoop pick_open_loop(bool masked, bool near) {
+  if (masked) return near ? open_loop<kSplit, true, true> : open_loop<kSplit, true, false>;
+  return near ? open_loop<kSplit, false, true> : open_loop<kSplit, false, false>;
+}
+
+inline OpenLoop pick_open_loop(bool split, bool masked, bool near) {
+  return split ? pick_open_loop<true>(masked, near) : pick_open_loop<false>(masked, near);
 }
 
 }  // namespace hpo::HPO_ISA

@@ -135,12 +135,12 @@ struct TokenPlan {
   bool driven;  // tokens have bounds of their own
   bool carries;  // some level hands gradient through its aggregate
   bool by_sign;  // and it is not the finest
-  OpenLoop open_loop[2];  // of plain tiles where it can be used, without mask and with; null: this gate is none that it knows
+  OpenLoop open_loops[2][2];  // of plain tiles, by mask and OpenLevels::near; null: this gate is none that they know
   TermPlan term;
   TermLoop term_loop;  // null: the gate asks for no more than the loops above
 
   TokenPlan(const Call& call, const Hierarchy& hierarchy)
-      : hierarchy(hierarchy), open_loop(), term(call, hierarchy), term_loop(nullptr) {
+      : hierarchy(hierarchy), open_loops(), term(call, hierarchy), term_loop(nullptr) {
     const GateStructure& structure = call.structure;
     if (hierarchy.term.present) term_loop = pick_term_loop(structure.head);
     const bool clips = structure.token == TokenGate::clip;
@@ -161,8 +161,9 @@ struct TokenPlan {
     by_sign &= carries;
     loop = pick_token_loop(structure, hierarchy.split, driven);
     plain_loop = pick_plain_loop(structure, hierarchy.split);
-    for (int masked = 0; masked < 2 && clips && keep != 0.0f && structure.head == Head::linear; ++masked) {
-      open_loop[masked] = pick_open_loop(hierarchy.split, masked);
+    if (!clips || keep == 0.0f || structure.head != Head::linear) return;
+    for (int masked = 0; masked < 2; ++masked) {
+      for (int near = 0; near < 2; ++near) open_loops[masked][near] = pick_open_loop(hierarchy.split, masked, near);
     }
   }
 };
@@ -225,7 +226,7 @@ struct BlockGate {
     const int32_t kind = advantage < 0.0f ? kNegative : kPositive;
     const int sign = kind == kNegative;
     const OpenLevels levels(piece, sign, plan.hierarchy.split, plan.bounds.low[sign], plan.bounds.high[sign]);
-    const OpenLoop open_loop = plan.open_loop[call.args.mask != nullptr];
+    const OpenLoop open_loop = plan.open_loops[call.args.mask != nullptr][levels.near];
     if (open_loop && levels.open) {
       float* grad = call.args.grad ? call.args.grad + first : tile.grad;
       OpenSums sums;

@@ -63,22 +63,30 @@ HPO_INLINE F clamp(F x, F low, F high) {
   return raised > high ? high : raised;
 }
 
+// e^r for |r| <= ln 2 / 2.
+template <class F>
+HPO_INLINE F exp_near_0(F r) {
+  using N = Number<F>;
+  const F one = all<F>(1.0f);
+  F p = all<F>(1.3814327850e-3f);                          // minimax polynomial of (e^r - 1 - r) / r^2
+  p = N::fused(p, r, all<F>(8.3688531769e-3f));
+  p = N::fused(p, r, all<F>(4.1668401138e-2f));
+  p = N::fused(p, r, all<F>(1.6666519507e-1f));
+  p = N::fused(p, r, all<F>(4.9999993372e-1f));
+  return N::fused(N::fused(p, r, one), r, one);
+}
+
 // e^x = scale(e^r, bits) for x = r + k ln 2: `bits` end in the integer k, and scale multiplies by 2^k. What stands above k has
 // to be shifted out.
 template <class F, class Scale>
 HPO_INLINE F exp_by(F x, const Scale& scale) {
   using N = Number<F>;
-  const F one = all<F>(1.0f), shifter = all<F>(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const F shifter = all<F>(12582912.0f);                   // 1.5 * 2^23: adding it rounds to an integer
   const F shifted = N::fused(x, all<F>(1.44269504f), shifter);
   const F k = shifted - shifter;
   F r = N::fused(k, all<F>(-0.693359375f), x);             // ln 2 in two parts: r = x - k ln 2
   r = N::fused(k, all<F>(2.12194440e-4f), r);
-  F p = all<F>(1.3814327850e-3f);                          // minimax polynomial of (e^r - 1 - r) / r^2 on |r| <= ln 2 / 2
-  p = N::fused(p, r, all<F>(8.3688531769e-3f));
-  p = N::fused(p, r, all<F>(4.1668401138e-2f));
-  p = N::fused(p, r, all<F>(1.6666519507e-1f));
-  p = N::fused(p, r, all<F>(4.9999993372e-1f));
-  return scale(N::fused(N::fused(p, r, one), r, one), N::to_bits(shifted));
+  return scale(exp_near_0(r), N::to_bits(shifted));
 }
 
 // e^x for |x| <= 87, within 1 ulp, NaN for NaN; exp(0) is exactly 1, which the on-policy promise rests on.

@@ -159,7 +159,7 @@ def test_loss_and_gradient_and_nothing_per_token(backend, gate, masked):
 
 @pytest.mark.parametrize("masked", [False, True])
 @every_gate
-def test_tiles_of_one_row_have_the_bits_of_any_other(gate, masked):
+def test_tiles_of_one_row_have_the_bits_of_any_other(gate, masked, backend="cpu"):
     """Without anything exceptional the CPU knows tiles of one row by their sign and their bounds alone."""
     rows, length = 4, 3000
     draw = torch.Generator().manual_seed(1)
@@ -168,15 +168,19 @@ def test_tiles_of_one_row_have_the_bits_of_any_other(gate, masked):
     old_logp = -torch.rand(rows * length, generator=draw)
     logp = (old_logp + 0.3 * torch.randn(rows * length, generator=draw)).requires_grad_()
     advantages = torch.tensor([1.0, -1.0, 0.5, -0.25])
-    plain = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, backend="cpu")
-    other = hpo.policy_loss(logp, old_logp, advantages, batch, gate, backend="cpu", return_tokens=True)
+    plain = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, backend=backend)
+    other = hpo.policy_loss(logp, old_logp, advantages, batch, gate, backend=backend, return_tokens=True)
     other.loss.backward()
     assert bits(plain.grad) == bits(logp.grad) and bits(plain.loss) == bits(other.loss)
     assert torch.equal(plain.metrics.vector, other.metrics.vector)
 
 
-@pytest.mark.parametrize("gate", [*GATES.values(), gates.fiberpo()], ids=[*GATES, "fiberpo"])
-def test_log_ratios_near_0_have_the_bits_of_any_other(gate):
+@pytest.mark.parametrize(
+    "gate",
+    [*GATES.values(), gates.fiberpo(), gates.fiberpo(0.8, (0.8, 0.8))],
+    ids=[*GATES, "fiberpo", "fiberpo, wide bounds"],
+)
+def test_log_ratios_near_0_have_the_bits_of_any_other(gate, backend="cpu"):
     """The CPU takes a tile for near 0 if the last one was, and has another exponential for those."""
     lengths = [2048, 1024, 1024, 1024, 2048, *[40] * 60, 1024, 1024]
     spreads = torch.tensor([0.01, 0.01, 0.5, 0.01, 2.0, *[0.01] * 59, 0.4, 0.01, 0.0])
@@ -186,8 +190,8 @@ def test_log_ratios_near_0_have_the_bits_of_any_other(gate):
     noise = 2 * torch.rand(sum(lengths), generator=draw) - 1
     logp = (old_logp + spreads.repeat_interleave(torch.tensor(lengths)) * noise).requires_grad_()
     advantages = torch.randn(len(lengths), generator=draw)
-    plain = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, backend="cpu")
-    other = hpo.policy_loss(logp, old_logp, advantages, batch, gate, backend="cpu", return_tokens=True)
+    plain = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, backend=backend)
+    other = hpo.policy_loss(logp, old_logp, advantages, batch, gate, backend=backend, return_tokens=True)
     other.loss.backward()
     assert bits(plain.grad) == bits(logp.grad) and bits(plain.loss) == bits(other.loss)
     assert torch.equal(plain.metrics.vector, other.metrics.vector)

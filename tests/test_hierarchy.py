@@ -344,16 +344,16 @@ def test_a_long_piece_is_shared_by_many_workers(gate, backend):
 
 @pytest.mark.parametrize("masked", [False, True])
 @every_gate
-def test_what_else_is_asked_for_changes_no_bit(gate, masked):
+def test_what_else_is_asked_for_changes_no_bit(gate, masked, backend="cpu"):
     """The call that trainers make: the CPU takes its whole vectors in one pass, and those under open levels in another,
     which a call that asks for the loss of tokens does not reach."""
     opened = 0
     for spread in (0.0, 0.01, 0.04, 0.3):  # with 0.04 levels are open that tokens are beyond the clip of
         for several in (False, True):
             example = Example(3, (5, 0, 2500, 1, 130, 1025, 3, 16), spread, masked, several)
-            plain = example.run(gate, "cpu")
+            plain = example.run(gate, backend)
             logp = example.logp.clone().requires_grad_()
-            keywords = {"weights": example.weights, "advantage_level": "row", "return_tokens": True, "backend": "cpu"}
+            keywords = {"weights": example.weights, "advantage_level": "row", "return_tokens": True, "backend": backend}
             other = hpo.policy_loss(logp, example.old_logp, example.advantages, example.batch, gate, **keywords)
             other.loss.backward()
             assert plain.grad.numpy().tobytes() == logp.grad.numpy().tobytes()

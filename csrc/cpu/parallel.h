@@ -21,8 +21,9 @@ struct alignas(kLine) Portion {
   int64_t end;
 };
 
-// Calls body(i) for all i below count. A thread goes through its portion, the same in every call because its caches know it,
-// and then helps the others with theirs: cores are not equally quick, least of all shared ones.
+// Calls body(i) for all i below count; what it writes belongs to i, so that nobody sees who called it. A thread goes through
+// its portion, the same in every call because its caches know it, and then helps the others with theirs: cores are not equally
+// quick, least of all shared ones.
 template <class Body>
 inline void parallel_for(int64_t count, int threads, const Body& body) {
   if (threads <= 1 || count <= 1) {

@@ -193,7 +193,8 @@ MUTANTS = {
     "cpu: levels that saturate are taken for open": (
         "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_plain.h",
         "if (piece.below[sign] || piece.above[sign] || !passes(0)) return;", "",
-        "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(0.2, (0.05, 0.2)), "masked": True},
+        "test_hierarchy.test_what_else_is_asked_for_changes_no_bit",
+        {"gate": gates.fiberpo(0.2, (0.05, 0.2)), "masked": True},
     ),
     "cpu: leave-one-out is the plain mean": (
         "cpu", "cpu/advantages.cpp", "include/hpo/advantages.h",

@@ -159,15 +159,19 @@ def test_loss_and_gradient_and_nothing_per_token(backend, gate, masked):
 
 @pytest.mark.parametrize("masked", [False, True])
 @every_gate
-def test_tiles_of_one_row_have_the_bits_of_any_other(gate, masked, backend="cpu"):
-    """Without anything exceptional the CPU knows tiles of one row by their sign and their bounds alone."""
-    rows, length = 4, 3000
+def test_tiles_of_few_rows_have_the_bits_of_any_other(gate, masked, backend="cpu"):
+    """Without anything exceptional the CPU goes through few rows one by one, each by its sign and its bounds alone.
+
+    They meet inside a vector, in the last one of a group, where a group begins, and where a tile does.
+    """
+    borders = torch.tensor([0, 1020, 1144, 1152, 1400, 1401, 2048, 2500, 2563, 6000, 9001])
+    tokens, lengths = 9001, borders.diff().tolist()
     draw = torch.Generator().manual_seed(1)
-    mask = torch.rand(rows * length, generator=draw) < (0.7 if masked else 2.0)
-    batch = hpo.PackedBatch.from_lengths([length] * rows, mask=mask if masked else None)
-    old_logp = -torch.rand(rows * length, generator=draw)
-    logp = (old_logp + 0.3 * torch.randn(rows * length, generator=draw)).requires_grad_()
-    advantages = torch.tensor([1.0, -1.0, 0.5, -0.25])
+    mask = torch.rand(tokens, generator=draw) < (0.7 if masked else 2.0)
+    batch = hpo.PackedBatch.from_lengths(lengths, mask=mask if masked else None)
+    old_logp = -torch.rand(tokens, generator=draw)
+    logp = (old_logp + 0.3 * torch.randn(tokens, generator=draw)).requires_grad_()
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.25, 2.0, -0.5, -1.5, 0.75, 1.25, -0.125])
     plain = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, backend=backend)
     other = hpo.policy_loss(logp, old_logp, advantages, batch, gate, backend=backend, return_tokens=True)
     other.loss.backward()
@@ -182,8 +186,8 @@ def test_tiles_of_one_row_have_the_bits_of_any_other(gate, masked, backend="cpu"
 )
 def test_log_ratios_near_0_have_the_bits_of_any_other(gate, backend="cpu"):
     """The CPU takes a tile for near 0 if the last one was, and has another exponential for those."""
-    lengths = [2048, 1024, 1024, 1024, 2048, *[40] * 60, 1024, 1024]
-    spreads = torch.tensor([0.01, 0.01, 0.5, 0.01, 2.0, *[0.01] * 59, 0.4, 0.01, 0.0])
+    lengths = [2048, 1024, 1024, 1024, 2048, *[40] * 60, 1024, 1024, 1030, 1100, 500, 2048]
+    spreads = torch.tensor([0.01, 0.01, 0.5, 0.01, 2.0, *[0.01] * 59, 0.4, 0.01, 0.0, 0.3, 0.3, 0.5, 0.3])
     batch = hpo.PackedBatch.from_lengths(lengths)
     draw = torch.Generator().manual_seed(2)
     old_logp = -torch.rand(sum(lengths), generator=draw)

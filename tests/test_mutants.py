@@ -157,23 +157,38 @@ MUTANTS = {
     ),
     "cpu: plain tiles ignore the mask": (
         "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",
-        "const Ints here = keep_where(mask + i, kind(i));", "const Ints here = kind(i);",
+        "kind = keep_where(mask + i, kind);", "",
         "test_gates.test_loss_and_gradient_and_nothing_per_token", {"gate": gates.dapo(), "masked": "some"},
     ),
-    "cpu: plain tiles of one row ignore the mask": (
+    "cpu: plain tiles of few rows ignore the mask": (
         "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",
         "kMasked ? present_bytes(mask + i) : all_lanes()", "all_lanes()",
-        "test_gates.test_tiles_of_one_row_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": True},
+        "test_gates.test_tiles_of_few_rows_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": True},
     ),
-    "cpu: the end of a plain tile of one row runs on": (
+    "cpu: the end of a row in a plain tile runs on": (
         "cpu", "cpu/hierarchy.cpp", "cpu/gates_plain.h",
-        "left == kWidth ? given : both(given, leading_lanes(left))", "given",
+        "all_lanes(), present = whole ? given : both(given, own)", "all_lanes(), present = given",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": True},
     ),
     "cpu: a lower bound counts as an upper one": (
         "cpu", "cpu/gates.cpp", "cpu/gates.cpp",
-        "under = kHigh ? double(below_count.total()) : outside", "under = double(below_count.total())",
-        "test_gates.test_tiles_of_one_row_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": True},
+        "under = kHigh ? below_count.total() : outside", "under = below_count.total()",
+        "test_gates.test_tiles_of_few_rows_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": True},
+    ),
+    "cpu: a row writes to tokens of the one before": (
+        "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",
+        "store_where(own, values, to + i)", "store_lanes(values, to + i)",
+        "test_gates.test_tiles_of_few_rows_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": False},
+    ),
+    "cpu: a group of tokens ends where a row does": (
+        "cpu", "cpu/gates.cpp", "cpu/gates_sums.h",
+        "if (pack % kGroup == 0 && pack > 0) end_group();", "end_group();",
+        "test_gates.test_tiles_of_few_rows_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": False},
+    ),
+    "cpu: what a sum near 0 lost stays lost": (
+        "cpu", "cpu/hierarchy.cpp", "cpu/gates_plain.h",
+        "return rest + int64_t(::rint(near - double(rest) / kFixedPoint)) * (int64_t(1) << 32);", "return rest;",
+        "test_gates.test_log_ratios_near_0_have_the_bits_of_any_other", {"gate": gates.fiberpo()},
     ),
     "cpu: the exponential near 0 is used too far from it": (
         "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",

@@ -148,7 +148,7 @@ struct Gate {
   }
 };
 
-// What sweep_plain calls for every vector of a plain tile under a gate on tokens, gradient and all.
+// A plain tile of many rows under a gate on tokens, gradient and all.
 template <bool kScoreHead, BoundsKind kBounds>
 struct PlainTokenGate {
   const Bounds& bounds;
@@ -157,7 +157,9 @@ struct PlainTokenGate {
   GroupSum loss;
   Ints below[kParts] = {}, above[kParts] = {};
 
-  HPO_INLINE void operator()(int i, int part, Mask present, Ints kind, Floats coefficient, Floats, Floats ratio) {
+  template <class Vector>
+  HPO_INLINE void operator()(const Vector& vector, Ints kind, Floats coefficient) {
+    const Floats ratio = vector.ratio;
     Floats low = all<Floats>(bounds.low[0]), high = all<Floats>(bounds.high[0]);
     if (kBounds == BoundsKind::by_sign) {
       low = kind == kNegative ? all<Floats>(bounds.low[1]) : low;
@@ -168,68 +170,48 @@ struct PlainTokenGate {
     if (kBounds != BoundsKind::none) {
       const Mask enough = at_least(ratio, low), little = at_least(high, ratio);
       clipped = blend(little, blend(enough, ratio, low), high);
-      inside = both(present, both(enough, little));
-      below[part] = add_where(but_not(present, enough), kind, below[part]);
-      above[part] = add_where(but_not(present, little), kind, above[part]);
+      inside = both(vector.present, both(enough, little));
+      below[vector.part] = add_where(but_not(vector.present, enough), kind, below[vector.part]);
+      above[vector.part] = add_where(but_not(vector.present, little), kind, above[vector.part]);
     }
-    put_term<kScoreHead>(part, present, inside, policy_value(coefficient, clipped), logp + i, loss, grad + i);
+    put_term<kScoreHead>(vector, inside, policy_value(coefficient, clipped), logp, loss, grad);
   }
   HPO_INLINE void end_group() { loss.end(); }
 
-  void count(double, double* slots) const {
-    GateCounts found;
-    for (int part = 0; part < kParts; ++part) found.below += sum_lanes(below[part]), found.above += sum_lanes(above[part]);
-    found.add_to(slots);
+  void count(GateCounts& counts) const {
+    for (int part = 0; part < kParts; ++part) counts.below += sum_lanes(below[part]), counts.above += sum_lanes(above[part]);
   }
 };
 
-// The same in a tile of one row: its tokens have one sign of the advantage, and under most gates one bound.
-template <bool kScoreHead, bool kLow, bool kHigh>
+// The same of one of few rows: its tokens have one sign of the advantage, and under most gates one bound.
+template <bool kScoreHead, bool kRatio, bool kLow, bool kHigh>
 struct PlainRowGate {
-  const int sign;
-  const Floats low, high;
+  const Floats coefficient, low, high;
   const float* logp;
   float* grad;
   GroupSum loss;
   LaneCount inside_count = {}, below_count = {};
 
-  HPO_INLINE void operator()(int i, int part, Mask present, Ints, Floats coefficient, Floats, Floats ratio) {
+  template <class Vector>
+  HPO_INLINE void operator()(const Vector& vector) {
+    const Floats ratio = kRatio ? vector.ratio : all<Floats>(1.0f);
     const Mask enough = kLow ? at_least(ratio, low) : all_lanes(), little = kHigh ? at_least(high, ratio) : all_lanes();
     const Floats raised = kLow ? blend(enough, ratio, low) : ratio, clipped = kHigh ? blend(little, raised, high) : raised;
-    const Mask inside = both(present, both(enough, little));
+    const Mask inside = kRatio ? both(vector.present, both(enough, little)) : Mask{};
     if (kLow || kHigh) inside_count.add(inside);
-    if (kLow && kHigh) below_count.add(but_not(present, enough));
-    put_term<kScoreHead>(part, present, inside, policy_value(coefficient, clipped), logp + i, loss, grad + i);
+    if (kLow && kHigh) below_count.add(but_not(vector.present, enough));
+    put_term<kScoreHead>(vector, inside, policy_value(coefficient, clipped), logp, loss, grad);
   }
   HPO_INLINE void end_group() { loss.end(); }
 
-  void count(double tokens, double* slots) const {
+  void count(int32_t present, int32_t kind, GateCounts& counts) const {
     if (!(kLow || kHigh)) return;
-    const double outside = tokens - double(inside_count.total());
-    const double under = kHigh ? double(below_count.total()) : outside;
-    slots[sign ? kClippedLowNegative : kClippedLowPositive] += under;
-    slots[sign ? kClippedHighNegative : kClippedHighPositive] += outside - under;
+    const int32_t outside = present - inside_count.total(), under = kHigh ? below_count.total() : outside;
+    counts.below += under * kind, counts.above += (outside - under) * kind;
   }
 };
 
-// False: not plain, and nothing happened that matters. make_gate(loss): what sweep_plain calls.
-template <class Rows, class MakeGate>
-bool run_plain_tile(const PolicyLossArgs& args, int64_t first, int n, const Rows& rows, const MakeGate& make_gate, Tile& tile,
-                    Partial& partial) {
-  return guess_near(tile.near, [&](auto near) {
-    const double tokens_before = partial.slots[kTokens];
-    double loss[kLanes] = {};
-    auto gate = make_gate(loss);
-    if (!sweep_plain<decltype(near)::value>(args, first, n, rows, partial, gate, tile.near)) return false;
-    const double tokens = partial.slots[kTokens] - tokens_before;
-    partial.slots[kSelected] += tokens;
-    gate.count(tokens, partial.slots);
-    add_to_lanes(loss, partial.sums[kLossSum]);
-    return true;
-  });
-}
-
-// Plain tiles of one call, each in the form that does least.
+// Plain tiles of one call, each in the form that does least. False: not plain, and nothing happened that matters.
 template <bool kScoreHead, bool kMasked>
 struct PlainTiles {
   using Run = bool (*)(const Call&, int64_t first, int n, const Segments&, Tile&, uint8_t* seen, Partial&);
@@ -237,48 +219,67 @@ struct PlainTiles {
   template <BoundsKind kBounds>
   static bool run(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
                   Partial& partial) {
-    const PolicyLossArgs& args = call.args;
     if (n % kLanes != 0) return false;
-    if (kBounds != BoundsKind::none && segments.one_row(n)) {
-      return one_row(call, first, n, segments.list[0].row, tile, seen, partial);
-    }
-    if (load_rows(args, first, n, segments, tile)) return false;
-    const Bounds bounds = tile_bounds(call, first);
-    const ManyRows<kMasked> rows = {tile, kMasked ? args.mask + first : nullptr};
-    const auto make_gate = [&](double* loss) {
-      return PlainTokenGate<kScoreHead, kBounds>{bounds, args.logp + first, gradient(args, first, tile), GroupSum(loss)};
-    };
-    if (!run_plain_tile(args, first, n, rows, make_gate, tile, partial)) return false;
-    mark_rows(segments, tile.kind, seen);
-    return true;
-  }
-
-  static bool one_row(const Call& call, int64_t first, int n, int64_t row, Tile& tile, uint8_t* seen, Partial& partial) {
     const PolicyLossArgs& args = call.args;
-    const float advantage = args.advantages[row], coefficient = args.weights[row] * advantage;
-    if (!finite(coefficient)) return false;
+    const bool few = segments.few(n);
+    if (few ? !finite_coefficients(args, segments) : load_rows(args, first, n, segments, tile)) return false;
     const Bounds bounds = tile_bounds(call, first);
-    const int sign = advantage < 0.0f;
-    const float low = bounds.low[sign], high = bounds.high[sign];
-    const OneRow<kMasked> rows = {kMasked ? args.mask + first : nullptr, all<Floats>(coefficient)};
-    const double tokens_before = partial.slots[kTokens];
-    const auto with = [&](auto has_low, auto has_high) {
-      const auto make_gate = [&](double* loss) {
-        return PlainRowGate<kScoreHead, decltype(has_low)::value, decltype(has_high)::value>{
-            sign, all<Floats>(low), all<Floats>(high), args.logp + first, gradient(args, first, tile), GroupSum(loss)};
-      };
-      return run_plain_tile(args, first, n, rows, make_gate, tile, partial);
-    };
-    const std::true_type yes;
-    const std::false_type no;
-    const bool has_low = low > 0.0f, has_high = high < INFINITY;
-    const bool plain = has_low ? (has_high ? with(yes, yes) : with(yes, no)) : (has_high ? with(no, yes) : with(no, no));
-    if (plain && partial.slots[kTokens] > tokens_before) mark_row(row, seen);
-    return plain;
+    float* grad = args.grad ? args.grad + first : tile.grad;
+    return guess_near(tile.near, [&](auto near) {
+      constexpr bool kNear = decltype(near)::value;
+      double loss[kLanes] = {};
+      GateCounts counts;
+      const double before = partial.slots[kTokens];
+      if (few) {
+        if (!few_rows<kNear, kBounds != BoundsKind::none>(args, first, segments, bounds, grad, tile, seen, partial, loss,
+                                                          counts))
+          return false;
+      } else {
+        PlainTokenGate<kScoreHead, kBounds> gate = {bounds, args.logp + first, grad, GroupSum(loss)};
+        if (!sweep_many_rows<kNear, kMasked>(args, first, n, partial, gate, tile)) return false;
+        gate.loss.end();
+        gate.count(counts);
+        mark_rows(segments, tile.kind, seen);
+      }
+      counts.add_to(partial.slots);
+      partial.slots[kSelected] += partial.slots[kTokens] - before;
+      add_to_lanes(loss, partial.sums[kLossSum]);
+      return true;
+    });
   }
 
-  static float* gradient(const PolicyLossArgs& args, int64_t first, Tile& tile) {
-    return args.grad ? args.grad + first : tile.grad;
+  template <bool kTakenForNear, bool kRatio>
+  static bool few_rows(const PolicyLossArgs& args, int64_t first, const Segments& segments, const Bounds& bounds, float* grad,
+                       Tile& tile, uint8_t* seen, Partial& partial, double* loss, GateCounts& counts) {
+    PlainSums sums;
+    PresentTokens present;
+    GroupSum group(loss);
+    for (int index = 0; index < segments.count; ++index) {
+      const Segment& segment = segments.list[index];
+      const float advantage = args.advantages[segment.row], coefficient = args.weights[segment.row] * advantage;
+      const int sign = advantage < 0.0f;
+      const float low = bounds.low[sign], high = bounds.high[sign];
+      const auto sweep = [&](auto has_low, auto has_high) {
+        PlainRowGate<kScoreHead, kRatio, decltype(has_low)::value, decltype(has_high)::value> gate = {
+            all<Floats>(coefficient), all<Floats>(low), all<Floats>(high), args.logp + first, grad, group};
+        const int32_t count = sweep_row<kTakenForNear, kMasked>(args, first, segment, sums, gate);
+        present.set(index, count);
+        gate.count(count, sign ? kNegative : kPositive, counts);
+        group = gate.loss;
+      };
+      const std::true_type yes;
+      const std::false_type no;
+      if constexpr (kRatio) {
+        const bool has_low = low > 0.0f, has_high = high < INFINITY;
+        has_low ? (has_high ? sweep(yes, yes) : sweep(yes, no)) : (has_high ? sweep(no, yes) : sweep(no, no));
+      } else {
+        sweep(no, no);
+      }
+    }
+    group.end();
+    if (!settle_plain<kTakenForNear>(sums, present.all, partial, tile.near)) return false;
+    present.mark(segments, seen);
+    return true;
   }
 
   static Run pick(BoundsKind kind) {
@@ -331,13 +332,12 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
       const Masked masked = space.masked[first / kTile] = masked_tokens(args.mask, first, n);
       if (may && masked == Masked::all) return;
       const Call& here = calls.of(masked);
-      const bool one_row = segments.one_row(n);
-      const int64_t row = segments.list[0].row;
-      RowLogRatios sums;
-      if (one_row && may && measure_plain_row<false>(here.args, first, n, row, tile, space.seen, partial, sums)) {
-        return add_row_sums(here, chunk, row, sums, space.rows);
+      const bool few = segments.few(n);
+      RowLogRatios of_rows[kFewRows];
+      if (few && may && measure_plain_rows<false>(here.args, first, n, segments, tile, space.seen, partial, of_rows)) {
+        return add_row_sums(here, chunk, segments, of_rows, space.rows);
       }
-      if (one_row || !may || !measure_plain(here, first, n, segments, tile, space.seen, partial)) {
+      if (few || !may || !measure_plain(here, first, n, segments, tile, space.seen, partial)) {
         measure(here, first, n, segments, tile, space.seen, partial);
       }
       add_row_sums(here, chunk, n, segments, tile, space.rows);

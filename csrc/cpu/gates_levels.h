@@ -96,13 +96,17 @@ inline void add_row_sums(const Call& call, int64_t chunk, int n, const Segments&
   }
 }
 
-// The same of a plain tile of one row.
-inline void add_row_sums(const Call& call, int64_t chunk, int64_t of_row, const RowLogRatios& sums, RowSums* rows) {
-  RowSums& row = rows[of_row];
-  const bool shared = call.rows.continues_elsewhere(of_row, chunk);
-  add_to_row(row.fixed, sums.fixed, shared);
-  add_to_row(row.valid, sums.valid, shared);
-  add_to_row(row.chosen[call.args.advantages[of_row] < 0.0f], sums.valid, shared);
+// The same of a plain tile of few rows.
+inline void add_row_sums(const Call& call, int64_t chunk, const Segments& segments, const RowLogRatios* of_rows,
+                         RowSums* rows) {
+  for (int index = 0; index < segments.count; ++index) {
+    const int64_t of_row = segments.list[index].row;
+    RowSums& row = rows[of_row];
+    const bool shared = call.rows.continues_elsewhere(of_row, chunk);
+    add_to_row(row.fixed, of_rows[index].fixed, shared);
+    add_to_row(row.valid, of_rows[index].valid, shared);
+    add_to_row(row.chosen[call.args.advantages[of_row] < 0.0f], of_rows[index].valid, shared);
+  }
 }
 
 // The advantages of a row that does not lie in one tile: tiles of its own, from its first token on.
@@ -255,11 +259,16 @@ inline float row_gradient(const Call& call, int64_t row, const Level& level) {
 inline void spread_gradient(const Call& call, int64_t first, int n, const Segments& segments, const Level* levels, Tile& tile,
                             float* __restrict grad) {
   const PolicyLossArgs& args = call.args;
-  if (segments.one_row(n) && n % kLanes == 0) {
-    const int64_t row = segments.list[0].row;
-    const Floats each = all<Floats>(row_gradient(call, row, levels[trajectory_of(args, row)]));
-    for (int i = 0; i < n; i += kWidth)
-      store_lanes(args.mask ? keep_if(present_bytes(args.mask + first + i), each) : each, grad + i);
+  if (segments.few(n) && (!args.mask || has_whole_vectors(args, first, n))) {
+    for (const Segment& segment : segments) {
+      const Floats each = all<Floats>(row_gradient(call, segment.row, levels[trajectory_of(args, segment.row)]));
+      const auto step = [&](int i, int, Mask own, auto whole) __attribute__((always_inline)) {
+        const Floats here = args.mask ? keep_if(present_bytes(args.mask + first + i), each) : each;
+        if (whole) store_lanes(here, grad + i);
+        else store_where(own, here, grad + i);
+      };
+      for_each_vector(segment.begin, segment.end, step, [] {});
+    }
     return;
   }
   float* __restrict each = tile.spread[0];

@@ -63,74 +63,122 @@ struct PlainSums {
   }
 };
 
-// What rows say about the tokens of a vector: with several rows in the tile it stands in arrays (see load_rows), in which the
-// kinds of masked tokens are put right. What lies behind the tile's n tokens is absent.
-template <bool kMasked>
-struct ManyRows {
-  static constexpr bool all_present = false;
-  Tile& tile;
-  const uint8_t* mask;
-
-  HPO_INLINE Mask present(int i) const {
-    if (!kMasked) return present_lanes(kind(i));
-    const Ints here = keep_where(mask + i, kind(i));
-    store_lanes(here, tile.kind + i);
-    return present_lanes(here);
-  }
-  HPO_INLINE Ints kind(int i) const { return load_lanes<Ints>(tile.kind + i); }
-  HPO_INLINE Floats coefficient(int i) const { return load_lanes<Floats>(tile.coefficient + i); }
-};
-
-// With one row it is the same for all of them.
-template <bool kMasked>
-struct OneRow {
-  static constexpr bool all_present = !kMasked;
-  const uint8_t* mask;
-  Floats row_coefficient;
-
-  HPO_INLINE Mask present(int i) const { return kMasked ? present_bytes(mask + i) : all_lanes(); }
-  HPO_INLINE Ints kind(int) const { return Ints{}; }  // who takes one row knows it
-  HPO_INLINE Floats coefficient(int) const { return row_coefficient; }
-};
-
-// Goes through a tile and calls each(i, part, present, kind, coefficient, x, ratio) for every vector, and each.end_group()
-// after those of a group; kind and coefficient are anything where no token is present. False: the tile is not plain after all,
-// or its log-ratios are not near 0 as they were taken for, and nothing was counted. `near`: whether they are.
-template <bool kTakenForNear, class Rows, class Each>
-HPO_INLINE bool sweep_plain(const PolicyLossArgs& args, int64_t first, int n, const Rows& rows, Partial& partial, Each& each,
-                            bool& near) {
-  const float* logp = args.logp + first;
-  const float* old_logp = args.old_logp ? args.old_logp + first : logp;  // on-policy: x = 0, or NaN where logp is
-  PlainSums sums;
-  LaneCount present_count;
-  const auto step = [&](int i, int part, int left) __attribute__((always_inline)) {
-    const Mask given = rows.present(i), present = left == kWidth ? given : both(given, leading_lanes(left));
-    const Ints kind = rows.kind(i);
-    const Floats x = difference(present, load_lanes<Floats>(logp + i), load_lanes<Floats>(old_logp + i));
-    const Floats ratio = kTakenForNear ? exp_near_0(x) : exp_of_number(x);  // a tile with NaN is not plain
-    sums.add(part, present, x, ratio);
-    if (!Rows::all_present) present_count.add(present);
-    each(i, part, present, kind, rows.coefficient(i), x, ratio);
-  };
-  for_each_vector(n, step, [&]() __attribute__((always_inline)) { each.end_group(); });
-  near = sums.within(kNear);
-  if (!near && (kTakenForNear || !sums.within(kStatisticSaturation))) return false;
-  sums.add_to(partial);
-  partial.slots[kTokens] += Rows::all_present ? n : present_count.total();
-  return true;
-}
-
 // Log-ratios near 0 come together, so a tile is taken for what the last one was. sweep(taken for near) makes one attempt.
 template <class Sweep>
 HPO_INLINE bool guess_near(bool near, const Sweep& sweep) {
   return (near && sweep(std::true_type{})) || sweep(std::false_type{});
 }
 
+// The end of an attempt. False: the tile is not plain after all, or its log-ratios are not near 0 as they were taken for, and
+// nothing was counted. `near`: whether they are.
+template <bool kTakenForNear>
+HPO_INLINE bool settle_plain(const PlainSums& sums, int64_t tokens, Partial& partial, bool& near) {
+  near = sums.within(kNear);
+  if (!near && (kTakenForNear || !sums.within(kStatisticSaturation))) return false;
+  sums.add_to(partial);
+  partial.slots[kTokens] += double(tokens);
+  return true;
+}
+
+// The tokens of one vector of a plain tile: those of them that a sweep is at, and of these the ones that are not masked.
+template <bool kWhole>
+struct PlainVector {
+  static constexpr bool whole = kWhole;  // it is at all of them
+  int i, part;
+  Mask own, present;
+  Floats x, ratio;  // 0 and 1 where none is present
+
+  HPO_INLINE void store(Floats values, float* to) const {
+    if (kWhole) store_lanes(values, to + i);
+    else store_where(own, values, to + i);
+  }
+};
+
+// Where the log-ratios of a tile come from; not seen through the arguments of the call, which what is stored might be.
+struct PlainSource {
+  const float *logp, *old_logp;
+
+  PlainSource(const PolicyLossArgs& args, int64_t first)
+      : logp(args.logp + first),
+        old_logp(args.old_logp ? args.old_logp + first : logp) {}  // on-policy: x = 0, or NaN where logp is
+
+  template <bool kTakenForNear, bool kWhole>
+  HPO_INLINE PlainVector<kWhole> vector(int i, int part, Mask own, Mask present, PlainSums& sums) const {
+    const Floats x = difference(present, load_lanes<Floats>(logp + i), load_lanes<Floats>(old_logp + i));
+    const Floats ratio = kTakenForNear ? exp_near_0(x) : exp_of_number(x);  // a tile with NaN is not plain
+    sums.add(part, present, x, ratio);
+    return {i, part, own, present, x, ratio};
+  }
+};
+
+// A tile of many rows. What they say about tokens stands in arrays (see load_rows), in which the kinds of masked tokens are
+// put right; each(vector, kind, coefficient) is called for every vector, and each.end_group() behind those of a group.
+template <bool kTakenForNear, bool kMasked, class Each>
+HPO_INLINE bool sweep_many_rows(const PolicyLossArgs& args, int64_t first, int n, Partial& partial, Each& each, Tile& tile) {
+  const PlainSource source(args, first);
+  const uint8_t* mask = kMasked ? args.mask + first : nullptr;
+  PlainSums sums;
+  LaneCount present_count;
+  const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
+    Ints kind = load_lanes<Ints>(tile.kind + i);
+    if (kMasked) {
+      kind = keep_where(mask + i, kind);
+      store_lanes(kind, tile.kind + i);
+    }
+    const Mask given = present_lanes(kind), present = whole ? given : both(given, own);
+    present_count.add(present);
+    const auto vector = source.vector<kTakenForNear, decltype(whole)::value>(i, part, own, present, sums);
+    each(vector, kind, load_lanes<Floats>(tile.coefficient + i));
+  };
+  for_each_vector(0, n, step, [&]() __attribute__((always_inline)) { each.end_group(); });
+  return settle_plain<kTakenForNear>(sums, present_count.total(), partial, tile.near);
+}
+
+// With few rows each is gone through by itself: what it says is the same for all its tokens. Two that meet inside a vector
+// both go through it, so that every token is added to the lane in which it stands, whatever row it belongs to. Returns how many
+// tokens of the row are present; each(vector) and each.end_group() are called as above.
+template <bool kTakenForNear, bool kMasked, class Each>
+HPO_INLINE int32_t sweep_row(const PolicyLossArgs& args, int64_t first, const Segment& segment, PlainSums& all_sums,
+                             Each& each) {
+  const PlainSource source(args, first);
+  const uint8_t* mask = kMasked ? args.mask + first : nullptr;
+  PlainSums sums = all_sums;  // in registers meanwhile
+  LaneCount present_count;
+  const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
+    const Mask given = kMasked ? present_bytes(mask + i) : all_lanes(), present = whole ? given : both(given, own);
+    if (kMasked) present_count.add(present);
+    each(source.vector<kTakenForNear, decltype(whole)::value>(i, part, own, present, sums));
+  };
+  for_each_vector(segment.begin, segment.end, step, [&]() __attribute__((always_inline)) { each.end_group(); });
+  all_sums = sums;
+  return kMasked ? present_count.total() : segment.end - segment.begin;
+}
+
+// What a sweep through few rows knows of each.
+struct PresentTokens {
+  int32_t of_row[kFewRows], all = 0;
+
+  void set(int index, int32_t count) { of_row[index] = count, all += count; }
+
+  void mark(const Segments& segments, uint8_t* seen) const {
+    for (int index = 0; index < segments.count; ++index) {
+      if (of_row[index] > 0) mark_row(segments.list[index].row, seen);
+    }
+  }
+};
+
+// Whether rows have coefficients to multiply with.
+inline bool finite_coefficients(const PolicyLossArgs& args, const Segments& segments) {
+  bool all_finite = true;
+  for (const Segment& segment : segments) all_finite &= finite(args.weights[segment.row] * args.advantages[segment.row]);
+  return all_finite;
+}
+
 // Loss and gradient of the tokens of a vector; `inside`: present, and the gate has the derivative 1.
-template <bool kScoreHead>
-HPO_INLINE void put_term(int part, Mask present, Mask inside, Floats value, const float* logp, GroupSum& loss, float* grad) {
-  loss.add(part, present, kScoreHead ? value * load_lanes<Floats>(logp) : value);
-  store_lanes(keep_if(kScoreHead ? present : inside, value), grad);
+template <bool kScoreHead, class Vector>
+HPO_INLINE void put_term(const Vector& vector, Mask inside, Floats value, const float* logp, GroupSum& loss, float* grad) {
+  loss.add(vector.part, vector.present, kScoreHead ? value * load_lanes<Floats>(logp + vector.i) : value);
+  vector.store(keep_if(kScoreHead ? vector.present : inside, value), grad);
 }
 
 // Whether a tile can be read by whole vectors: what lies behind it is other tokens, which are absent here.
@@ -141,7 +189,11 @@ inline bool has_whole_vectors(const PolicyLossArgs& args, int64_t first, int n) 
 // A plain tile of the first of two sweeps: its log-ratios are kept.
 struct PlainLogRatios {
   float* log_ratios;
-  HPO_INLINE void operator()(int i, int, Mask, Ints, Floats, Floats x, Floats) { store_lanes(x, log_ratios + i); }
+
+  template <class Vector>
+  HPO_INLINE void operator()(const Vector& vector, Ints, Floats) {
+    store_lanes(vector.x, log_ratios + vector.i);
+  }
   HPO_INLINE void end_group() {}
 };
 
@@ -153,8 +205,8 @@ inline bool measure_plain(const Call& call, int64_t first, int n, const Segments
   const bool plain = guess_near(tile.near, [&](auto near) {
     constexpr bool kTakenForNear = decltype(near)::value;
     PlainLogRatios keep = {tile.x};
-    if (!args.mask) return sweep_plain<kTakenForNear>(args, first, n, ManyRows<false>{tile, nullptr}, partial, keep, tile.near);
-    return sweep_plain<kTakenForNear>(args, first, n, ManyRows<true>{tile, args.mask + first}, partial, keep, tile.near);
+    return args.mask ? sweep_many_rows<kTakenForNear, true>(args, first, n, partial, keep, tile)
+                     : sweep_many_rows<kTakenForNear, false>(args, first, n, partial, keep, tile);
   });
   if (!plain) return false;
   tile.exceptional = false;
@@ -163,7 +215,7 @@ inline bool measure_plain(const Call& call, int64_t first, int n, const Segments
   return true;
 }
 
-// What the first of two sweeps asks of a plain tile of one row.
+// What the first of two sweeps asks of a row in a plain tile.
 struct RowLogRatios {
   int64_t valid = 0, fixed = 0, rising = 0;  // log-ratios in fixed point, and those of them that are not negative
 };
@@ -191,49 +243,93 @@ struct FixedSum {
     return sum;
   }
 };
+static_assert(kTile / kLanes * int64_t(kStatisticSaturation) * 65536 < (int64_t(1) << 31), "a lane of FixedSum");
 
-template <bool kSplit>
+template <bool kSplit, bool kTakenForNear>
 struct PlainFixedSums {
   FixedSum all_sum, rising_sum;
   Unsigned rising_count[kParts] = {};
 
-  HPO_INLINE void operator()(int, int part, Mask, Ints, Floats, Floats x, Floats) {
-    const Floats coarse = x + FixedSum::kCoarse, rest = x - (coarse - FixedSum::kCoarse), fine = rest + FixedSum::kFine;
-    all_sum.add(part, all_lanes(), Unsigned(coarse), Unsigned(fine));
+  template <class Vector>
+  HPO_INLINE void operator()(const Vector& vector) {
+    const Floats x = vector.x, coarse = x + FixedSum::kCoarse, rest = x - (coarse - FixedSum::kCoarse);
+    const Floats fine = rest + FixedSum::kFine;
+    all_sum.add(vector.part, all_lanes(), Unsigned(coarse), Unsigned(fine));
     if (!kSplit) return;
     const Mask rises = at_least(x, Floats{});
-    rising_sum.add(part, rises, Unsigned(coarse), Unsigned(fine));
-    rising_count[part] = add_where(rises, Unsigned{} + 1, rising_count[part]);
+    rising_sum.add(vector.part, rises, Unsigned(coarse), Unsigned(fine));
+    rising_count[vector.part] = add_where(rises, Unsigned{} + 1, rising_count[vector.part]);
   }
   HPO_INLINE void end_group() {}
 
-  // Of n tokens; those that are absent added 0.
-  RowLogRatios sums(int n, int64_t valid) const {
+  // Tokens that are absent added 0.
+  RowLogRatios sums(const Segment& segment, int64_t valid) const {
+    const int packs = (segment.end - 1) / kLanes - segment.begin / kLanes + 1;
     Unsigned added[kParts];
-    for (int part = 0; part < kParts; ++part) added[part] = Unsigned{} + uint32_t((n + kLanes - 1) / kLanes);
+    for (int part = 0; part < kParts; ++part) added[part] = Unsigned{} + uint32_t(packs);
     return {valid, all_sum.total(added), kSplit ? rising_sum.total(rising_count) : 0};
   }
 };
-static_assert(kTile / kLanes * int64_t(kStatisticSaturation) * 65536 < (int64_t(1) << 31), "a lane of FixedSum");
+
+// The same of numbers near 0, each of which fits into 32 bits: their sum is kept modulo 2^32, and one in float says which
+// multiple of it was lost.
+struct FixedSumNear0 {
+  Unsigned modulo[kParts] = {};
+  Floats about[kParts] = {};
+
+  HPO_INLINE void add(int part, Mask mask, Ints fixed, Floats x) {
+    modulo[part] = add_where(mask, Unsigned(fixed), modulo[part]);
+    about[part] = add_where(mask, x, about[part]);
+  }
+
+  int64_t total() const {
+    uint32_t low = 0;
+    double near = 0.0;  // off by far less than 1/2
+    for (int part = 0; part < kParts; ++part) {
+      low += uint32_t(sum_lanes(Ints(modulo[part])));
+      for (int lane = 0; lane < kWidth; ++lane) near += double(about[part][lane]);
+    }
+    const int64_t rest = int32_t(low);
+    return rest + int64_t(::rint(near - double(rest) / kFixedPoint)) * (int64_t(1) << 32);
+  }
+};
+static_assert(kFixedPoint == 4294967296.0 && kNear < 0.5f, "a number of FixedSumNear0");
 
 template <bool kSplit>
-inline bool measure_plain_row(const PolicyLossArgs& args, int64_t first, int n, int64_t row, Tile& tile, uint8_t* seen,
-                              Partial& partial, RowLogRatios& sums) {
-  const float advantage = args.advantages[row];
-  if (!has_whole_vectors(args, first, n) || !finite(args.weights[row] * advantage)) return false;
-  const bool plain = guess_near(tile.near, [&](auto near) {
+struct PlainFixedSums<kSplit, true> {
+  FixedSumNear0 all_sum, rising_sum;
+
+  template <class Vector>
+  HPO_INLINE void operator()(const Vector& vector) {
+    const Ints fixed = rounded(vector.x * float(kFixedPoint));
+    all_sum.add(vector.part, all_lanes(), fixed, vector.x);
+    if (kSplit) rising_sum.add(vector.part, at_least(vector.x, Floats{}), fixed, vector.x);
+  }
+  HPO_INLINE void end_group() {}
+
+  RowLogRatios sums(const Segment&, int64_t valid) const { return {valid, all_sum.total(), kSplit ? rising_sum.total() : 0}; }
+};
+
+// A plain tile of few rows in the first of two sweeps; of_rows [segments.count].
+template <bool kSplit>
+inline bool measure_plain_rows(const PolicyLossArgs& args, int64_t first, int n, const Segments& segments, Tile& tile,
+                               uint8_t* seen, Partial& partial, RowLogRatios* of_rows) {
+  if (!has_whole_vectors(args, first, n) || !finite_coefficients(args, segments)) return false;
+  return guess_near(tile.near, [&](auto near) {
     constexpr bool kTakenForNear = decltype(near)::value;
-    PlainFixedSums<kSplit> fixed;
-    const double tokens_before = partial.slots[kTokens];
-    const bool swept =
-        args.mask ? sweep_plain<kTakenForNear>(args, first, n, OneRow<true>{args.mask + first, {}}, partial, fixed, tile.near)
-                  : sweep_plain<kTakenForNear>(args, first, n, OneRow<false>{nullptr, {}}, partial, fixed, tile.near);
-    if (swept) sums = fixed.sums(n, int64_t(partial.slots[kTokens] - tokens_before));
-    return swept;
+    PlainSums sums;
+    PresentTokens present;
+    for (int index = 0; index < segments.count; ++index) {
+      const Segment& segment = segments.list[index];
+      PlainFixedSums<kSplit, kTakenForNear> fixed;
+      present.set(index, args.mask ? sweep_row<kTakenForNear, true>(args, first, segment, sums, fixed)
+                                   : sweep_row<kTakenForNear, false>(args, first, segment, sums, fixed));
+      of_rows[index] = fixed.sums(segment, present.of_row[index]);
+    }
+    if (!settle_plain<kTakenForNear>(sums, present.all, partial, tile.near)) return false;
+    present.mark(segments, seen);
+    return true;
   });
-  if (!plain) return false;
-  if (sums.valid > 0) mark_row(row, seen);
-  return true;
 }
 
 }  // namespace hpo::HPO_ISA

@@ -2,6 +2,7 @@
 // order at the end.
 #pragma once
 #include <cfloat>
+#include <type_traits>
 
 #include "hpo/gates.h"
 #include "hpo/metrics.h"
@@ -99,20 +100,25 @@ inline void add_to_lanes(const double* lanes, double* sums) {
 // Conversions cost more than what they spare of rounding: the tokens of a group meet in float, by lane, and groups in double.
 constexpr int kGroup = 8 * kLanes;
 
-// Calls step(i, part, left) for every vector of n tokens and end() after those of a group; `left`: how many tokens begin there,
-// kWidth where there are more.
-template <class Step, class End>
-HPO_INLINE void for_each_vector(int n, const Step& step, const End& end) {
-  for (int group = 0; group < n; group += kGroup) {
-    const int stop = n - group < kGroup ? n : group + kGroup, whole = stop / kLanes * kLanes;
-    for (int tokens = group; tokens < whole; tokens += kLanes) {
-      for (int part = 0; part < kParts; ++part) step(tokens + part * kWidth, part, kWidth);
+// Calls step(i, part, own, whole) for every vector of the tokens [begin, end), and end_group() before those of a new group; the
+// last group is the caller's to end. `own`: the lanes that hold these tokens, all of them where `whole`, a type, says so.
+template <class Step, class EndGroup>
+HPO_INLINE void for_each_vector(int begin, int end, const Step& step, const EndGroup& end_group) {
+  for (int pack = begin / kLanes * kLanes; pack < end;) {
+    const int next_group = (pack / kGroup + 1) * kGroup, stop = next_group < end ? next_group : end;
+    if (pack >= begin) {
+      if (pack % kGroup == 0 && pack > 0) end_group();
+      for (; pack + kLanes <= stop; pack += kLanes) {
+        for (int part = 0; part < kParts; ++part) step(pack + part * kWidth, part, all_lanes(), std::true_type{});
+      }
     }
-    for (int part = 0; whole < stop && part < kParts; ++part) {
-      const int i = whole + part * kWidth;
-      step(i, part, stop - i < kWidth ? stop - i : kWidth);
+    if (pack < stop) {
+      for (int part = 0; part < kParts; ++part) {
+        const int i = pack + part * kWidth;
+        step(i, part, but_not(leading_lanes(end - i), leading_lanes(begin - i)), std::false_type{});
+      }
+      pack += kLanes;
     }
-    end();
   }
 }
 

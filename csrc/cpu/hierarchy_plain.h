@@ -44,9 +44,8 @@ GateCounts open_loop(const OpenLevels& levels, const PolicyLossArgs& args, int64
   const Floats other = all<Floats>(levels.mean[1]);
   GroupSum loss(sums.loss), rising(sums.past_token[0]), falling(sums.past_token[1]);
   LaneCount present_count, inside_count, below_count;
-  const auto step = [&](int i, int part, int left) __attribute__((always_inline)) {
-    const Mask given = kMasked ? present_bytes(mask + i) : all_lanes();
-    const Mask present = left == kWidth ? given : both(given, leading_lanes(left));
+  const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
+    const Mask given = kMasked ? present_bytes(mask + i) : all_lanes(), present = whole ? given : both(given, own);
     const Floats x = difference(present, load_lanes<Floats>(logp + i), load_lanes<Floats>(old_logp + i));
     const Mask falls = kSplit ? less(x, Floats{}) : Mask{}, rises = but_not(all_lanes(), falls);
     const Floats u = x - (kSplit ? blend(falls, falling_mean, rising_mean) : rising_mean);
@@ -62,12 +61,15 @@ GateCounts open_loop(const OpenLevels& levels, const PolicyLossArgs& args, int64
     if (kMasked) present_count.add(present);
     inside_count.add(inside);
     below_count.add(but_not(present, enough));
-    store_leading(keep_if(inside, value), grad + i, left);
+    if (whole) store_lanes(keep_if(inside, value), grad + i);
+    else store_where(own, keep_if(inside, value), grad + i);
   };
-  for_each_vector(n, step, [&]() __attribute__((always_inline)) {
+  const auto end_group = [&]() __attribute__((always_inline)) {
     loss.end(), rising.end();
     if (kSplit) falling.end();
-  });
+  };
+  for_each_vector(0, n, step, end_group);
+  end_group();
   const int32_t chosen = kMasked ? present_count.total() : n, inside = inside_count.total(), below = below_count.total();
   GateCounts found;
   found.chosen = chosen * kind, found.below = below * kind, found.above = (chosen - inside - below) * kind;

@@ -51,6 +51,19 @@ HPO_INLINE Ints keep_where(const uint8_t* bytes, Ints value) {
 #endif
 }
 
+// To the nearest integer, ties to even; what does not fit becomes anything.
+HPO_INLINE Ints rounded(Floats x) {
+#if defined(__AVX512F__)
+  return Ints(_mm512_maskz_cvtps_epi32(0xFFFF, __m512(x)));
+#elif defined(__AVX2__)
+  return Ints(_mm256_cvtps_epi32(__m256(x)));
+#else
+  Ints nearest;
+  for (int lane = 0; lane < kWidth; ++lane) nearest[lane] = int32_t(__builtin_llrintf(x[lane]));
+  return nearest;
+#endif
+}
+
 // -1 in the first `count` lanes, else 0.
 HPO_INLINE Ints first_lanes(int count) {
   Ints lane = {};
@@ -151,14 +164,23 @@ HPO_INLINE Floats load_leading(const float* from, int count) {
 #endif
 }
 
+// Touches no other lane, in which another thread may be writing.
+HPO_INLINE void store_where(Mask mask, Floats vector, float* to) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(to, mask, __m512(vector));
+#elif defined(__AVX2__)
+  _mm256_maskstore_ps(to, __m256i(mask), __m256(vector));
+#else
+  for (int lane = 0; lane < kWidth; ++lane) {
+    if (mask[lane]) to[lane] = vector[lane];
+  }
+#endif
+}
+
 // All of them where `count` is kWidth or more, none where it is not above 0.
 HPO_INLINE void store_leading(Floats vector, float* to, int count) {
   if (count >= kWidth) return store_lanes(vector, to);
-#if defined(__AVX512F__)
-  _mm512_mask_storeu_ps(to, leading_lanes(count), __m512(vector));
-#else
-  if (count > 0) std::memcpy(to, &vector, size_t(count) * sizeof(float));
-#endif
+  store_where(leading_lanes(count), vector, to);
 }
 
 HPO_INLINE int32_t sum_lanes(Ints values) {

@@ -10,6 +10,9 @@ namespace hpo::HPO_ISA {
 constexpr int kTile = 1024;         // tokens: what a plain tile keeps of them stays in the first-level cache
 constexpr int kChunk = 16 * kTile;  // tokens of one task; to begin and end one takes as long as some hundred of them
 
+constexpr int kWorthwhileRow = 64;  // tokens, on average
+constexpr int kFewRows = kTile / kWorthwhileRow;
+
 // The part of one row inside a tile; positions are relative to the tile.
 struct Segment {
   int64_t row;
@@ -20,7 +23,13 @@ struct Segments {
   int count;
   Segment list[kTile];
 
-  bool one_row(int n) const { return count == 1 && list[0].end - list[0].begin == n; }  // all n tokens of the tile
+  // Few enough that each is worth its own loop, and all n tokens of the tile in one of them.
+  bool few(int n) const {
+    if (count == 0 || count > kFewRows || (count > 1 && count * kWorthwhileRow > n)) return false;
+    int covered = 0;
+    for (const Segment& segment : *this) covered += segment.end - segment.begin;
+    return covered == n;
+  }
   const Segment* begin() const { return list; }
   const Segment* end() const { return list + count; }
 };

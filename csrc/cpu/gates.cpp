@@ -226,17 +226,17 @@ struct PlainTiles {
     const Bounds bounds = tile_bounds(call, first);
     float* grad = args.grad ? args.grad + first : tile.grad;
     return guess_near(tile.near, [&](auto near) {
-      constexpr bool kNear = decltype(near)::value;
+      constexpr bool kTakenForNear = decltype(near)::value;
       double loss[kLanes] = {};
       GateCounts counts;
       const double before = partial.slots[kTokens];
       if (few) {
-        if (!few_rows<kNear, kBounds != BoundsKind::none>(args, first, segments, bounds, grad, tile, seen, partial, loss,
-                                                          counts))
+        if (!few_rows<kTakenForNear, kBounds != BoundsKind::none>(args, first, segments, bounds, grad, tile, seen, partial,
+                                                                  loss, counts))
           return false;
       } else {
         PlainTokenGate<kScoreHead, kBounds> gate = {bounds, args.logp + first, grad, GroupSum(loss)};
-        if (!sweep_many_rows<kNear, kMasked>(args, first, n, partial, gate, tile)) return false;
+        if (!sweep_many_rows<kTakenForNear, kMasked>(args, first, n, partial, gate, tile)) return false;
         gate.loss.end();
         gate.count(counts);
         mark_rows(segments, tile.kind, seen);

@@ -286,11 +286,13 @@ struct FixedSumNear0 {
     uint32_t low = 0;
     double near = 0.0;  // off by far less than 1/2
     for (int part = 0; part < kParts; ++part) {
-      low += uint32_t(sum_lanes(Ints(modulo[part])));
+      for (int lane = 0; lane < kWidth; ++lane) low += modulo[part][lane];
       for (int lane = 0; lane < kWidth; ++lane) near += double(about[part][lane]);
     }
     const int64_t rest = int32_t(low);
-    return rest + int64_t(::rint(near - double(rest) / kFixedPoint)) * (int64_t(1) << 32);
+    const double lost = ::rint(near - double(rest) / kFixedPoint);
+    if (!(__builtin_fabs(lost) <= kTile)) return 0;  // the tile was wrongly taken for near, and nobody asks
+    return rest + int64_t(lost) * (int64_t(1) << 32);
   }
 };
 static_assert(kFixedPoint == 4294967296.0 && kNear < 0.5f, "a number of FixedSumNear0");

@@ -185,6 +185,16 @@ MUTANTS = {
         "if (pack % kGroup == 0 && pack > 0) end_group();", "end_group();",
         "test_gates.test_tiles_of_few_rows_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": False},
     ),
+    "cpu: tokens of no row are left as they were": (
+        "cpu", "cpu/gates.cpp", "cpu/rows.h",
+        "return covered == n;", "return true;",
+        "test_gates.test_tiles_of_few_rows_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": False},
+    ),
+    "cpu: a row without valid tokens is counted": (
+        "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",
+        "if (of_row[index] > 0) mark_row", "mark_row",
+        "test_gates.test_tiles_of_few_rows_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": True},
+    ),
     "cpu: what a sum near 0 lost stays lost": (
         "cpu", "cpu/hierarchy.cpp", "cpu/gates_plain.h",
         "return rest + int64_t(lost) * (int64_t(1) << 32);", "return rest;",

@@ -250,16 +250,19 @@ class _Clock:
 def interleave(
     runs: list[Callable[[], object]], seconds: float, before: Callable[[], object] | None = None
 ) -> list[Timing]:
-    """Times all runs in turn until each has enough undisturbed samples, or after ``seconds`` enough of any kind."""
+    """Times all runs in turn until each has enough undisturbed samples, or after ``seconds`` enough of any kind.
+
+    Never for less than half of ``seconds``: a neighbour's burst of some tenths is no median then.
+    """
     clocks = [_Clock(run, before) for run in runs]
-    deadline = time.perf_counter() + seconds
+    begin = time.perf_counter()
     while True:
-        late = time.perf_counter() > deadline
-        pending = [clock for clock in clocks if len(clock.samples if late else clock.clean) < clock.wanted]
-        if not pending:
+        spent = time.perf_counter() - begin
+        pending = [clock for clock in clocks if len(clock.samples if spent > seconds else clock.clean) < clock.wanted]
+        if not pending and spent > seconds / 2:
             return [clock.timing() for clock in clocks]
         for clock in clocks:  # the quick ones go on, so that the slow ones have them as neighbours
-            if clock in pending or clock.spent < seconds / len(clocks) / 4:
+            if not pending or clock in pending or clock.spent < seconds / len(clocks) / 4:
                 clock.sample()
 
 

@@ -198,7 +198,10 @@ def test_log_ratios_near_0_have_the_bits_of_any_other(gate, backend="cpu"):
     draw = torch.Generator().manual_seed(2)
     old_logp = -torch.rand(sum(lengths), generator=draw)
     noise = 2 * torch.rand(sum(lengths), generator=draw) - 1
-    logp = (old_logp + spreads.repeat_interleave(torch.tensor(lengths)) * noise).requires_grad_()
+    logp = old_logp + spreads.repeat_interleave(torch.tensor(lengths)) * noise
+    old_logp[6000:6006] = -32.0  # halves, between two integers, and large ones in the row of 2.0
+    logp[6000:6006] = old_logp[6000:6006] + torch.tensor([0.5, -0.5, 1.5, -2.5, 31.0, -31.0])
+    logp.requires_grad_()
     advantages = torch.randn(len(lengths), generator=draw)
     plain = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, backend=backend)
     other = hpo.policy_loss(logp, old_logp, advantages, batch, gate, backend=backend, return_tokens=True)

@@ -176,8 +176,8 @@ MUTANTS = {
         "test_gates.test_tiles_of_few_rows_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": True},
     ),
     "cpu: a row writes to tokens of the one before": (
-        "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",
-        "store_where(own, values, to + i)", "store_lanes(values, to + i)",
+        "cpu", "cpu/gates.cpp", "cpu/lanes.h",
+        "else store_where(own, vector, to);", "else store_lanes(vector, to);",
         "test_gates.test_tiles_of_few_rows_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": False},
     ),
     "cpu: a group of tokens ends where a row does": (
@@ -205,21 +205,21 @@ MUTANTS = {
         "kNear = 0.3465f", "kNear = 0.45f",
         "test_gates.test_log_ratios_near_0_have_the_bits_of_any_other", {"gate": gates.dapo()},
     ),
-    "cpu: tokens under open levels are taken for near 0": (
-        "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_plain.h",
-        "near = rising + most <= kNear && falling + most <= kNear;", "near = open;",
-        "test_gates.test_log_ratios_near_0_have_the_bits_of_any_other", {"gate": gates.fiberpo(0.8, (0.8, 0.8))},
-    ),
     "cpu: a falling token meets the mean of those that rise": (
         "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_plain.h",
-        "blend(falls, falling_mean, rising_mean)", "rising_mean",
+        "kSplit ? all<Floats>(-levels.mean[1]) : rising_mean", "rising_mean",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": True},
     ),
     "cpu: levels that saturate are taken for open": (
         "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_plain.h",
-        "if (piece.below[sign] || piece.above[sign] || !passes(0)) return;", "",
+        "if (piece.bent[sign] || !passes(0)) return;", "",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit",
         {"gate": gates.fiberpo(0.2, (0.05, 0.2)), "masked": True},
+    ),
+    "cpu: a token keeps its log-ratio whatever levels say": (
+        "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_tokens.h",
+        " | (negative ? Ints{} + piece.bent[1] : Ints{} + piece.bent[0]);", ";",
+        "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["four levels, through, whole"]},
     ),
     "cpu: leave-one-out is the plain mean": (
         "cpu", "cpu/advantages.cpp", "include/hpo/advantages.h",

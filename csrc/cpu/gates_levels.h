@@ -264,8 +264,7 @@ inline void spread_gradient(const Call& call, int64_t first, int n, const Segmen
       const Floats each = all<Floats>(row_gradient(call, segment.row, levels[trajectory_of(args, segment.row)]));
       const auto step = [&](int i, int, Mask own, auto whole) __attribute__((always_inline)) {
         const Floats here = args.mask ? keep_if(present_bytes(args.mask + first + i), each) : each;
-        if (whole) store_lanes(here, grad + i);
-        else store_where(own, here, grad + i);
+        store_own<decltype(whole)::value>(own, here, grad + i);
       };
       for_each_vector(segment.begin, segment.end, step, [] {});
     }

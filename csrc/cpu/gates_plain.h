@@ -2,6 +2,7 @@
 // to the row, and nothing is selected, penalised or reported by token. That is the loss as it is nearly always called; what
 // the pass does not know, gates_tile.h does in several.
 #pragma once
+#include <algorithm>
 #include <type_traits>
 
 #include "gates_call.h"
@@ -88,10 +89,7 @@ struct PlainVector {
   Mask own, present;
   Floats x, ratio;  // 0 and 1 where none is present
 
-  HPO_INLINE void store(Floats values, float* to) const {
-    if (kWhole) store_lanes(values, to + i);
-    else store_where(own, values, to + i);
-  }
+  HPO_INLINE void store(Floats values, float* to) const { store_own<kWhole>(own, values, to + i); }
 };
 
 // Where the log-ratios of a tile come from; not seen through the arguments of the call, which what is stored might be.
@@ -220,69 +218,14 @@ struct RowLogRatios {
   int64_t valid = 0, fixed = 0, rising = 0;  // log-ratios in fixed point, and those of them that are not negative
 };
 
-// A sum of numbers of at most kStatisticSaturation in fixed point, equal to that of to_fixed without its doubles: a first
-// shifter rounds each to 16 binary digits, a second what that leaves to 32, and what stands above these bits is taken off at
-// the end.
+// A sum of numbers in fixed point, equal to that of to_fixed without its doubles: modulo 2^32, of which whole numbers are
+// multiples; the sum in floats says which multiple was lost.
 struct FixedSum {
-  static constexpr float kCoarse = 192.0f, kFine = 0.0029296875f;  // 1.5 * 2^7 and 1.5 * 2^-9
-  Unsigned coarse[kParts] = {}, fine[kParts] = {};
-
-  HPO_INLINE void add(int part, Mask mask, Unsigned coarse_bits, Unsigned fine_bits) {
-    coarse[part] = add_where(mask, coarse_bits, coarse[part]);
-    fine[part] = add_where(mask, fine_bits, fine[part]);
-  }
-
-  // `added`: how many, by lane.
-  int64_t total(const Unsigned added[kParts]) const {
-    int64_t sum = 0;
-    for (int part = 0; part < kParts; ++part) {
-      const Ints high = Ints(coarse[part] - added[part] * uint32_t(to_bits(kCoarse)));
-      const Ints low = Ints(fine[part] - added[part] * uint32_t(to_bits(kFine)));
-      for (int lane = 0; lane < kWidth; ++lane) sum += int64_t(high[lane]) * 65536 + low[lane];
-    }
-    return sum;
-  }
-};
-static_assert(kTile / kLanes * int64_t(kStatisticSaturation) * 65536 < (int64_t(1) << 31), "a lane of FixedSum");
-
-template <bool kSplit, bool kTakenForNear>
-struct PlainFixedSums {
-  FixedSum all_sum, rising_sum;
-  Unsigned rising_count[kParts] = {};
-
-  template <class Vector>
-  HPO_INLINE void operator()(const Vector& vector) {
-    const Floats x = vector.x, coarse = x + FixedSum::kCoarse, rest = x - (coarse - FixedSum::kCoarse);
-    const Floats fine = rest + FixedSum::kFine;
-    all_sum.add(vector.part, all_lanes(), Unsigned(coarse), Unsigned(fine));
-    if (!kSplit) return;
-    const Mask rises = at_least(x, Floats{});
-    rising_sum.add(vector.part, rises, Unsigned(coarse), Unsigned(fine));
-    rising_count[vector.part] = add_where(rises, Unsigned{} + 1, rising_count[vector.part]);
-  }
-  HPO_INLINE void end_group() {}
-
-  // Tokens that are absent added 0.
-  RowLogRatios sums(const Segment& segment, int64_t valid) const {
-    const int packs = (segment.end - 1) / kLanes - segment.begin / kLanes + 1;
-    Unsigned added[kParts];
-    for (int part = 0; part < kParts; ++part) added[part] = Unsigned{} + uint32_t(packs);
-    return {valid, all_sum.total(added), kSplit ? rising_sum.total(rising_count) : 0};
-  }
-};
-
-// The same of numbers near 0, each of which fits into 32 bits: their sum is kept modulo 2^32, and one in float says which
-// multiple of it was lost.
-struct FixedSumNear0 {
   Unsigned modulo[kParts] = {};
-  Floats about[kParts] = {};
 
-  HPO_INLINE void add(int part, Mask mask, Ints fixed, Floats x) {
-    modulo[part] = add_where(mask, Unsigned(fixed), modulo[part]);
-    about[part] = add_where(mask, x, about[part]);
-  }
+  HPO_INLINE void add(int part, Mask mask, Ints fixed) { modulo[part] = add_where(mask, Unsigned(fixed), modulo[part]); }
 
-  int64_t total() const {
+  int64_t total(const Floats about[kParts]) const {
     uint32_t low = 0;
     double near = 0.0;  // off by far less than 1/2
     for (int part = 0; part < kParts; ++part) {
@@ -291,29 +234,58 @@ struct FixedSumNear0 {
     }
     const int64_t rest = int32_t(low);
     const double lost = ::rint(near - double(rest) / kFixedPoint);
-    if (!(__builtin_fabs(lost) <= kTile)) return 0;  // the tile was wrongly taken for near, and nobody asks
+    if (!(__builtin_fabs(lost) <= kTile * kStatisticSaturation)) return 0;  // the tile is not plain after all, and nobody asks
     return rest + int64_t(lost) * (int64_t(1) << 32);
   }
 };
-static_assert(kFixedPoint == 4294967296.0 && kNear < 0.5f, "a number of FixedSumNear0");
+static_assert(kFixedPoint == 4294967296.0, "what FixedSum is modulo of");
 
-template <bool kSplit>
-struct PlainFixedSums<kSplit, true> {
-  FixedSumNear0 all_sum, rising_sum;
+template <bool kSplit, bool kTakenForNear>
+struct PlainFixedSums {
+  FixedSum all_sum, rising_sum;
+  Floats rising_about[kParts] = {};
 
   template <class Vector>
   HPO_INLINE void operator()(const Vector& vector) {
-    const Ints fixed = rounded(vector.x * float(kFixedPoint));
-    all_sum.add(vector.part, all_lanes(), fixed, vector.x);
-    if (kSplit) rising_sum.add(vector.part, at_least(vector.x, Floats{}), fixed, vector.x);
+    const Floats x = vector.x;
+    const Ints fixed = rounded((kTakenForNear ? x : beyond_integer(x)) * float(kFixedPoint));
+    all_sum.add(vector.part, all_lanes(), fixed);
+    if (!kSplit) return;
+    const Mask rises = at_least(x, Floats{});
+    rising_sum.add(vector.part, rises, fixed);
+    rising_about[vector.part] = add_where(rises, x, rising_about[vector.part]);
   }
   HPO_INLINE void end_group() {}
 
-  RowLogRatios sums(const Segment&, int64_t valid) const { return {valid, all_sum.total(), kSplit ? rising_sum.total() : 0}; }
+  // about: the sum of all in floats. Tokens that are absent added 0.
+  RowLogRatios sums(const Floats about[kParts], int64_t valid) const {
+    return {valid, all_sum.total(about), kSplit ? rising_sum.total(rising_about) : 0};
+  }
 };
 
+// The same, and leaves e^x in the place of the gradient for the sweep that will write it.
+template <bool kSplit, bool kTakenForNear>
+struct PlainFixedSumsAndRatios {
+  float* ratios;
+  PlainFixedSums<kSplit, kTakenForNear> fixed;
+
+  template <class Vector>
+  HPO_INLINE void operator()(const Vector& vector) {
+    vector.store(vector.ratio, ratios);
+    fixed(vector);
+  }
+  HPO_INLINE void end_group() {}
+  RowLogRatios sums(const Floats about[kParts], int64_t valid) const { return fixed.sums(about, valid); }
+};
+
+template <bool kSplit, bool kKeepsRatios, bool kTakenForNear>
+HPO_INLINE auto plain_fixed_sums(const PolicyLossArgs& args, int64_t first) {
+  if constexpr (kKeepsRatios) return PlainFixedSumsAndRatios<kSplit, kTakenForNear>{args.grad + first, {}};
+  else return PlainFixedSums<kSplit, kTakenForNear>{};
+}
+
 // A plain tile of few rows in the first of two sweeps; of_rows [segments.count].
-template <bool kSplit>
+template <bool kSplit, bool kKeepsRatios>
 inline bool measure_plain_rows(const PolicyLossArgs& args, int64_t first, int n, const Segments& segments, Tile& tile,
                                uint8_t* seen, Partial& partial, RowLogRatios* of_rows) {
   if (!has_whole_vectors(args, first, n) || !finite_coefficients(args, segments)) return false;
@@ -323,15 +295,26 @@ inline bool measure_plain_rows(const PolicyLossArgs& args, int64_t first, int n,
     PresentTokens present;
     for (int index = 0; index < segments.count; ++index) {
       const Segment& segment = segments.list[index];
-      PlainFixedSums<kSplit, kTakenForNear> fixed;
+      Floats about[kParts];
+      std::copy_n(sums.sum, kParts, about);
+      auto fixed = plain_fixed_sums<kSplit, kKeepsRatios, kTakenForNear>(args, first);
       present.set(index, args.mask ? sweep_row<kTakenForNear, true>(args, first, segment, sums, fixed)
                                    : sweep_row<kTakenForNear, false>(args, first, segment, sums, fixed));
-      of_rows[index] = fixed.sums(segment, present.of_row[index]);
+      for (int part = 0; part < kParts; ++part) about[part] = sums.sum[part] - about[part];
+      of_rows[index] = fixed.sums(about, present.of_row[index]);
     }
     if (!settle_plain<kTakenForNear>(sums, present.all, partial, tile.near)) return false;
     present.mark(segments, seen);
     return true;
   });
+}
+
+using MeasurePlain = bool (*)(const PolicyLossArgs&, int64_t first, int n, const Segments&, Tile&, uint8_t* seen, Partial&,
+                              RowLogRatios* of_rows);
+
+inline MeasurePlain pick_measure_plain(bool split, bool keeps_ratios) {
+  if (split) return keeps_ratios ? measure_plain_rows<true, true> : measure_plain_rows<true, false>;
+  return keeps_ratios ? measure_plain_rows<false, true> : measure_plain_rows<false, false>;
 }
 
 }  // namespace hpo::HPO_ISA

@@ -91,6 +91,7 @@ void gate_piece(const Pieces& pieces, int64_t p, const SegmentAt& segment, Piece
       gate.own[channel][sign] = column.own;
       gate.below[sign] |= column.below;
       gate.above[sign] |= column.above;
+      gate.bent[sign] |= column.bent;
     }
   }
 }
@@ -226,13 +227,12 @@ struct Sweeps {
     Tile& tile = scratch.tile;
     bool plain = may && !plan.term_loop && !plan.driven;
     const bool as_they_are = !plan.term.pre_gated && !plan.term.mean_exp, split = plan.hierarchy.split;
-    const auto measure_rows = split ? measure_plain_rows<true> : measure_plain_rows<false>;
     for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
       const Masked masked = masked_tokens(call.args.mask, at, n);
       if (may && masked == Masked::all) return;
       const Call& here = calls.of(masked);
       RowLogRatios row;
-      if (may && as_they_are && measure_rows(here.args, at, n, scratch.whole, tile, space.seen, partial, &row)) {
+      if (may && as_they_are && plan.measure_plain(here.args, at, n, scratch.whole, tile, space.seen, partial, &row)) {
         return sums.add({row.valid, {split ? row.rising : row.fixed, split ? row.rising - row.fixed : 0}});
       }
       if (as_they_are || !may || !measure_plain(here, at, n, scratch.whole, tile, space.seen, partial)) {

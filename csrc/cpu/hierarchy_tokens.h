@@ -9,7 +9,7 @@ namespace hpo::HPO_ISA {
 // A gate with what belongs to one sign of the advantage in the place of the other's too.
 inline PieceGate of_sign(const PieceGate& piece, int sign) {
   PieceGate one = piece;
-  one.z[0] = piece.z[sign], one.below[0] = piece.below[sign], one.above[0] = piece.above[sign];
+  one.z[0] = piece.z[sign], one.below[0] = piece.below[sign], one.above[0] = piece.above[sign], one.bent[0] = piece.bent[sign];
   for (int channel = 0; channel < 2; ++channel) {
     one.slope[channel][0] = piece.slope[channel][sign], one.own[channel][0] = piece.own[channel][sign];
   }
@@ -35,7 +35,10 @@ struct TokenGates {
   HPO_INLINE void step(int i, Ints kind, Floats x, Floats coefficient, Floats low, Floats high, const float* logp) {
     const Ints present = kind != kAbsent, negative = kOneSign ? Ints{} : Ints(kind == kNegative);
     const GatedTokenNumber<Floats> token = gate_token<Floats>(piece, kSplit, kDrop, keep, negative, x, low, high);
-    const Floats value = keep_if(present, token_value(coefficient, token.z));
+    // What no gate changed adds up to the log-ratio. To say so spares roundings, and plain tiles an exponential (open_loop).
+    const Ints changed = token.below | token.above | (negative ? Ints{} + piece.bent[1] : Ints{} + piece.bent[0]);
+    const Floats z = kDrop ? token.z : (changed ? token.z : x);
+    const Floats value = keep_if(present, token_value(coefficient, z));
     if (kScoreHead) {
       store_lanes(keep_if(present, value * load_lanes<Floats>(logp + i)), loss + i);
       store_lanes(value, grad + i);
@@ -135,12 +138,17 @@ struct TokenPlan {
   bool driven;  // tokens have bounds of their own
   bool carries;  // some level hands gradient through its aggregate
   bool by_sign;  // and it is not the finest
-  OpenLoop open_loops[2][2];  // of plain tiles, by mask and OpenLevels::near; null: this gate is none that they know
+  OpenLoop open_loops[2];  // of plain tiles, by mask; null: this gate is none that they know
+  MeasurePlain measure_plain;  // and what they go by
   TermPlan term;
   TermLoop term_loop;  // null: the gate asks for no more than the loops above
 
   TokenPlan(const Call& call, const Hierarchy& hierarchy)
-      : hierarchy(hierarchy), open_loops(), term(call, hierarchy), term_loop(nullptr) {
+      : hierarchy(hierarchy),
+        open_loops(),
+        measure_plain(pick_measure_plain(hierarchy.split, false)),
+        term(call, hierarchy),
+        term_loop(nullptr) {
     const GateStructure& structure = call.structure;
     if (hierarchy.term.present) term_loop = pick_term_loop(structure.head);
     const bool clips = structure.token == TokenGate::clip;
@@ -162,9 +170,9 @@ struct TokenPlan {
     loop = pick_token_loop(structure, hierarchy.split, driven);
     plain_loop = pick_plain_loop(structure, hierarchy.split);
     if (!clips || keep == 0.0f || structure.head != Head::linear) return;
-    for (int masked = 0; masked < 2; ++masked) {
-      for (int near = 0; near < 2; ++near) open_loops[masked][near] = pick_open_loop(hierarchy.split, masked, near);
-    }
+    const bool keeps = call.args.grad && hierarchy.depth > 0 && !term.pre_gated && !term.mean_exp;
+    for (int masked = 0; masked < 2; ++masked) open_loops[masked] = pick_open_loop(hierarchy.split, masked, keeps);
+    measure_plain = pick_measure_plain(hierarchy.split, keeps);
   }
 };
 
@@ -226,7 +234,7 @@ struct BlockGate {
     const int32_t kind = advantage < 0.0f ? kNegative : kPositive;
     const int sign = kind == kNegative;
     const OpenLevels levels(piece, sign, plan.hierarchy.split, plan.bounds.low[sign], plan.bounds.high[sign]);
-    const OpenLoop open_loop = plan.open_loops[call.args.mask != nullptr][levels.near];
+    const OpenLoop open_loop = plan.open_loops[call.args.mask != nullptr];
     if (open_loop && levels.open) {
       float* grad = call.args.grad ? call.args.grad + first : tile.grad;
       OpenSums sums;
@@ -308,7 +316,10 @@ inline void add_flow_to_plain(const PolicyLossArgs& args, int64_t first, int n, 
   };
   const int whole = n / kWidth * kWidth;
   for (int i = 0; i < whole; i += kWidth) store_lanes(load_lanes<Floats>(grad + i) + flow(i), grad + i);
-  if (whole < n) store_leading(load_leading(grad + whole, n - whole) + flow(whole), grad + whole, n - whole);
+  if (whole < n) {
+    const Mask own = leading_lanes(n - whole);
+    store_where(own, load_where(own, grad + whole) + flow(whole), grad + whole);
+  }
 }
 
 }  // namespace hpo::HPO_ISA

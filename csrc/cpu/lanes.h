@@ -64,6 +64,18 @@ HPO_INLINE Ints rounded(Floats x) {
 #endif
 }
 
+// What is left of a number when the nearest integer, ties to even, is taken off; exact.
+HPO_INLINE Floats beyond_integer(Floats x) {
+#if defined(__AVX512DQ__)
+  return Floats(_mm512_maskz_reduce_ps(0xFFFF, __m512(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__AVX2__)
+  return x - Floats(_mm256_round_ps(__m256(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+  for (int lane = 0; lane < kWidth; ++lane) x[lane] -= __builtin_nearbyintf(x[lane]);
+  return x;
+#endif
+}
+
 // -1 in the first `count` lanes, else 0.
 HPO_INLINE Ints first_lanes(int count) {
   Ints lane = {};
@@ -153,13 +165,17 @@ HPO_INLINE void add_as_doubles(Floats values, double* sums) {
 #endif
 }
 
-// The first `count` lanes, where what lies behind them is somebody else's.
-HPO_INLINE Floats load_leading(const float* from, int count) {
+// 0 in the other lanes, which belong to somebody else.
+HPO_INLINE Floats load_where(Mask mask, const float* from) {
 #if defined(__AVX512F__)
-  return Floats(_mm512_maskz_loadu_ps(leading_lanes(count), from));
+  return Floats(_mm512_maskz_loadu_ps(mask, from));
+#elif defined(__AVX2__)
+  return Floats(_mm256_maskload_ps(from, __m256i(mask)));
 #else
   Floats vector = {};
-  std::memcpy(&vector, from, size_t(count) * sizeof(float));
+  for (int lane = 0; lane < kWidth; ++lane) {
+    if (mask[lane]) vector[lane] = from[lane];
+  }
   return vector;
 #endif
 }
@@ -177,10 +193,16 @@ HPO_INLINE void store_where(Mask mask, Floats vector, float* to) {
 #endif
 }
 
-// All of them where `count` is kWidth or more, none where it is not above 0.
-HPO_INLINE void store_leading(Floats vector, float* to, int count) {
-  if (count >= kWidth) return store_lanes(vector, to);
-  store_where(leading_lanes(count), vector, to);
+// The same, for one who knows of all lanes that they are his.
+template <bool kWhole>
+HPO_INLINE Floats load_own(Mask own, const float* from) {
+  return kWhole ? load_lanes<Floats>(from) : load_where(own, from);
+}
+
+template <bool kWhole>
+HPO_INLINE void store_own(Mask own, Floats vector, float* to) {
+  if (kWhole) store_lanes(vector, to);
+  else store_where(own, vector, to);
 }
 
 HPO_INLINE int32_t sum_lanes(Ints values) {

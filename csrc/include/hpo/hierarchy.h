@@ -92,16 +92,17 @@ struct PieceGate {
   float slope[2][2];  // of the finest level
   float own[2][2];    // what Routing::self adds to the slope of a token's own path
   int32_t below[2], above[2];  // -1: some level is beyond its bound
+  int32_t bent[2];  // -1: some level does not pass its residual on as it is; on the CPU
 };
 
 struct LevelSlopes {
   double slope[kMostLevels][2][2];
 };
 
-// One channel and one sign of the advantage of a PieceGate; z, below and above are to be joined with the other channel's.
+// One channel and one sign of the advantage of a PieceGate; z, below, above and bent are to be joined with the other channel's.
 struct GateColumn {
   float z, mean, slope, own;
-  int32_t below, above;
+  int32_t below, above, bent;
 };
 
 // segment(k): the sums of the piece's segment at level k, which has tokens. put_slope(k, slope) takes each level's slope.
@@ -126,6 +127,7 @@ HPO_INLINE GateColumn gate_column(const Hierarchy& hierarchy, int channel, int s
     const int32_t side = channel == 0 ? gated.side : -gated.side;
     column.below |= side < 0 ? -1 : 0;
     column.above |= side > 0 ? -1 : 0;
+    column.bent |= gated.value == here - above && gated.slope == 1.0 ? 0 : -1;
     finer_slope = gated.slope;
     here = above;
     sums = coarser;

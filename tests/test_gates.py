@@ -191,7 +191,8 @@ def test_tiles_of_few_rows_have_the_bits_of_any_other(gate, masked, backend="cpu
     ids=[*GATES, "fiberpo", "fiberpo, wide bounds"],
 )
 def test_log_ratios_near_0_have_the_bits_of_any_other(gate, backend="cpu"):
-    """The CPU takes a tile for near 0 if the last one was, and has another exponential for those."""
+    """The CPU takes a tile for near 0 if the last one was, and has another exponential for those. A row alone has none
+    before it; and a mask of tokens that masks none sends all of them the long way, which rounds differently."""
     lengths = [2048, 1024, 1024, 1024, 2048, *[40] * 60, 1024, 1024, 1030, 1100, 500, 2048]
     spreads = torch.tensor([0.01, 0.01, 0.5, 0.01, 2.0, *[0.01] * 59, 0.4, 0.01, 0.0, 0.3, 0.3, 0.5, 0.3])
     batch = hpo.PackedBatch.from_lengths(lengths)
@@ -203,11 +204,24 @@ def test_log_ratios_near_0_have_the_bits_of_any_other(gate, backend="cpu"):
     logp[6000:6006] = old_logp[6000:6006] + torch.tensor([0.5, -0.5, 1.5, -2.5, 31.0, -31.0])
     logp.requires_grad_()
     advantages = torch.randn(len(lengths), generator=draw)
-    plain = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, backend=backend)
-    other = hpo.policy_loss(logp, old_logp, advantages, batch, gate, backend=backend, return_tokens=True)
+    weights = hpo.aggregation.token_mean(batch)
+    keywords = {"weights": weights, "backend": backend}
+    plain = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, **keywords)
+    other = hpo.policy_loss(logp, old_logp, advantages, batch, gate, return_tokens=True, **keywords)
     other.loss.backward()
     assert bits(plain.grad) == bits(logp.grad) and bits(plain.loss) == bits(other.loss)
     assert torch.equal(plain.metrics.vector, other.metrics.vector)
+
+    one_by_one = zip(logp.detach().split(lengths), old_logp.split(lengths), plain.grad.split(lengths), strict=True)
+    for row, (new, old, grad) in enumerate(one_by_one):
+        alone, this = hpo.PackedBatch.from_lengths([len(new)]), slice(row, row + 1)
+        out = hpo.policy_loss_and_grad(new, old, advantages[this], alone, gate, weights=weights[this], backend=backend)
+        assert bits(out.grad) == bits(grad)
+
+    everything = torch.ones_like(old_logp, dtype=torch.bool)
+    long_way = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, token_mask=everything, **keywords)
+    torch.testing.assert_close(plain.grad, long_way.grad, rtol=2e-6, atol=1e-12)
+    torch.testing.assert_close(plain.metrics.vector, long_way.metrics.vector, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("gate", [*GATES.values(), gates.fiberpo()], ids=[*GATES, "fiberpo"])

@@ -157,17 +157,17 @@ MUTANTS = {
     ),
     "cpu: plain tiles ignore the mask": (
         "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",
-        "kind = keep_where(mask + i, kind);", "",
+        "kind = keep_if(present_own<kWhole>(own, mask + i), kind);", "",
         "test_gates.test_loss_and_gradient_and_nothing_per_token", {"gate": gates.dapo(), "masked": "some"},
     ),
     "cpu: plain tiles of few rows ignore the mask": (
         "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",
-        "kMasked ? present_bytes(mask + i) : all_lanes()", "all_lanes()",
+        "kMasked ? present_own<kWhole>(own, mask + i) : own", "own",
         "test_gates.test_tiles_of_few_rows_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": True},
     ),
-    "cpu: the end of a row in a plain tile runs on": (
-        "cpu", "cpu/hierarchy.cpp", "cpu/gates_plain.h",
-        "all_lanes(), present = whole ? given : both(given, own)", "all_lanes(), present = given",
+    "cpu: the end of a row in an open tile runs on": (
+        "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_plain.h",
+        "kMasked ? present_own<kWhole>(own, mask + i) : own", "all_lanes()",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": True},
     ),
     "cpu: a lower bound counts as an upper one": (
@@ -216,10 +216,15 @@ MUTANTS = {
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit",
         {"gate": gates.fiberpo(0.2, (0.05, 0.2)), "masked": True},
     ),
-    "cpu: a token keeps its log-ratio whatever levels say": (
-        "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_tokens.h",
-        " | (negative ? Ints{} + piece.bent[1] : Ints{} + piece.bent[0]);", ";",
-        "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["four levels, through, whole"]},
+    "cpu: what is clipped from above is lost twice": (
+        "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_plain.h",
+        "found.below = not_above_count.total()", "found.below = found.present",
+        "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": True},
+    ),
+    "cpu: flows of two tiles reach tokens of the row before": (
+        "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy.cpp",
+        "add_flow_to_plain(calls.of(masked).args, at, begin, n,", "add_flow_to_plain(calls.of(masked).args, at, 0, n,",
+        "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": False},
     ),
     "cpu: leave-one-out is the plain mean": (
         "cpu", "cpu/advantages.cpp", "include/hpo/advantages.h",

@@ -299,7 +299,7 @@ void run_token_gate(const Call& call, int threads, const Workspace& space) {
   const Calls calls(call);
   const auto plain_masked = score ? PlainTiles<true, true>::pick(kind) : PlainTiles<false, true>::pick(kind);
   const auto plain_open = score ? PlainTiles<true, false>::pick(kind) : PlainTiles<false, false>::pick(kind);
-  const bool may = plain_open && may_be_plain(call.args);
+  const bool may = plain_open && may_be_plain(call.args) && !call.args.token_loss;
   parallel_for(pieces(call.args.tokens, kChunk), threads, [&](int64_t chunk) {
     Tile tile;
     Partial partial;
@@ -322,7 +322,7 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
   const GateStructure& structure = call.structure;
   const int64_t chunks = pieces(args.tokens, kChunk);
   const Calls calls(call);
-  const bool may = may_be_plain(args), linear = structure.head == Head::linear;
+  const bool may = may_be_plain(args) && !args.token_loss, linear = structure.head == Head::linear;
   std::memset(space.rows, 0, size_t(args.rows) * sizeof(RowSums));
   parallel_for(chunks, threads, [&](int64_t chunk) {
     Tile tile;
@@ -334,7 +334,7 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
       const Call& here = calls.of(masked);
       const bool few = segments.few(n);
       RowLogRatios of_rows[kFewRows];
-      if (few && may && measure_plain_rows<false, false>(here.args, first, n, segments, tile, space.seen, partial, of_rows)) {
+      if (few && may && measure_plain_rows<false, false>(here.args, first, segments, tile, space.seen, partial, of_rows)) {
         return add_row_sums(here, chunk, segments, of_rows, space.rows);
       }
       if (few || !may || !measure_plain(here, first, n, segments, tile, space.seen, partial)) {

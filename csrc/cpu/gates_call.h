@@ -68,6 +68,16 @@ inline void drop_infinite(const Call& call, int n, const Tile& tile, float* loss
   for (int i = 0; i < n; ++i) loss[i] = tile.infinite[i] && without_value ? 0.0f : loss[i];
 }
 
+// The loss of each token of a tile that is loaded: the same gate without the weight of the row.
+template <class Gate>
+void write_token_loss(const Call& call, const Gate& gate, int64_t first, int n, const Segments& segments, Tile& tile) {
+  const PolicyLossArgs& args = call.args;
+  float* coefficient = tile.coefficient;
+  spread_rows(segments, coefficient, [&](int64_t row) { return args.advantage_per_token ? 1.0f : args.advantages[row]; });
+  multiply_token_factors(args, first, n, coefficient);
+  gate(call, first, n, segments, tile, coefficient, args.token_loss + first, tile.grad);
+}
+
 // Loss and gradient of a tile that is loaded.
 template <class Gate>
 void finish_tile(const Call& call, const Gate& gate, int64_t first, int n, const Segments& segments, Tile& tile,
@@ -77,12 +87,7 @@ void finish_tile(const Call& call, const Gate& gate, int64_t first, int n, const
   float* token_loss = args.token_loss ? args.token_loss + first : nullptr;
   gate(call, first, n, segments, tile, tile.coefficient, tile.loss, grad).add_to(partial.slots);
   if (!gate.values_by_row) add_groups(tile.loss, n, partial.sums[kLossSum]);
-  if (token_loss) {  // the same gate without the weight of the row
-    float* coefficient = tile.coefficient;
-    spread_rows(segments, coefficient, [&](int64_t row) { return args.advantage_per_token ? 1.0f : args.advantages[row]; });
-    multiply_token_factors(args, first, n, coefficient);
-    gate(call, first, n, segments, tile, coefficient, token_loss, tile.grad);
-  }
+  if (token_loss) write_token_loss(call, gate, first, n, segments, tile);
   if (args.ref_logp) {
     add_reference_statistics(args.logp + first, args.ref_logp + first, n, tile, partial);
     if (call.structure.kl != KLEstimator::none) add_penalty(call, first, n, segments, tile, grad, token_loss, partial);

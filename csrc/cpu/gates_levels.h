@@ -259,12 +259,13 @@ inline float row_gradient(const Call& call, int64_t row, const Level& level) {
 inline void spread_gradient(const Call& call, int64_t first, int n, const Segments& segments, const Level* levels, Tile& tile,
                             float* __restrict grad) {
   const PolicyLossArgs& args = call.args;
-  if (segments.few(n) && (!args.mask || has_whole_vectors(args, first, n))) {
+  if (segments.few(n)) {
     for (const Segment& segment : segments) {
       const Floats each = all<Floats>(row_gradient(call, segment.row, levels[trajectory_of(args, segment.row)]));
       const auto step = [&](int i, int, Mask own, auto whole) __attribute__((always_inline)) {
-        const Floats here = args.mask ? keep_if(present_bytes(args.mask + first + i), each) : each;
-        store_own<decltype(whole)::value>(own, here, grad + i);
+        constexpr bool kWhole = decltype(whole)::value;
+        const Floats here = args.mask ? keep_if(present_own<kWhole>(own, args.mask + first + i), each) : each;
+        store_own<kWhole>(own, here, grad + i);
       };
       for_each_vector(segment.begin, segment.end, step, [] {});
     }

@@ -11,8 +11,7 @@ namespace hpo::HPO_ISA {
 
 // What a call must be for its tiles to have a chance.
 inline bool may_be_plain(const PolicyLossArgs& args) {
-  return !(args.advantage_per_token || args.token_weight || args.token_mask || args.score || args.ref_logp || args.entropy ||
-           args.token_loss);
+  return !(args.advantage_per_token || args.token_weight || args.token_mask || args.score || args.ref_logp || args.entropy);
 }
 
 // Up to it e^x needs no power of two: just below ln 2 / 2.
@@ -89,6 +88,7 @@ struct PlainVector {
   Mask own, present;
   Floats x, ratio;  // 0 and 1 where none is present
 
+  HPO_INLINE Floats load(const float* from) const { return load_own<kWhole>(own, from + i); }
   HPO_INLINE void store(Floats values, float* to) const { store_own<kWhole>(own, values, to + i); }
 };
 
@@ -102,7 +102,7 @@ struct PlainSource {
 
   template <bool kTakenForNear, bool kWhole>
   HPO_INLINE PlainVector<kWhole> vector(int i, int part, Mask own, Mask present, PlainSums& sums) const {
-    const Floats x = difference(present, load_lanes<Floats>(logp + i), load_lanes<Floats>(old_logp + i));
+    const Floats x = difference(present, load_own<kWhole>(own, logp + i), load_own<kWhole>(own, old_logp + i));
     const Floats ratio = kTakenForNear ? exp_near_0(x) : exp_of_number(x);  // a tile with NaN is not plain
     sums.add(part, present, x, ratio);
     return {i, part, own, present, x, ratio};
@@ -118,14 +118,15 @@ HPO_INLINE bool sweep_many_rows(const PolicyLossArgs& args, int64_t first, int n
   PlainSums sums;
   LaneCount present_count;
   const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
+    constexpr bool kWhole = decltype(whole)::value;
     Ints kind = load_lanes<Ints>(tile.kind + i);
     if (kMasked) {
-      kind = keep_where(mask + i, kind);
+      kind = keep_if(present_own<kWhole>(own, mask + i), kind);
       store_lanes(kind, tile.kind + i);
     }
-    const Mask given = present_lanes(kind), present = whole ? given : both(given, own);
+    const Mask present = present_lanes(kind);
     present_count.add(present);
-    const auto vector = source.vector<kTakenForNear, decltype(whole)::value>(i, part, own, present, sums);
+    const auto vector = source.vector<kTakenForNear, kWhole>(i, part, own, present, sums);
     each(vector, kind, load_lanes<Floats>(tile.coefficient + i));
   };
   for_each_vector(0, n, step, [&]() __attribute__((always_inline)) { each.end_group(); });
@@ -143,9 +144,10 @@ HPO_INLINE int32_t sweep_row(const PolicyLossArgs& args, int64_t first, const Se
   PlainSums sums = all_sums;  // in registers meanwhile
   LaneCount present_count;
   const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
-    const Mask given = kMasked ? present_bytes(mask + i) : all_lanes(), present = whole ? given : both(given, own);
+    constexpr bool kWhole = decltype(whole)::value;
+    const Mask present = kMasked ? present_own<kWhole>(own, mask + i) : own;
     if (kMasked) present_count.add(present);
-    each(source.vector<kTakenForNear, decltype(whole)::value>(i, part, own, present, sums));
+    each(source.vector<kTakenForNear, kWhole>(i, part, own, present, sums));
   };
   for_each_vector(segment.begin, segment.end, step, [&]() __attribute__((always_inline)) { each.end_group(); });
   all_sums = sums;
@@ -175,13 +177,8 @@ inline bool finite_coefficients(const PolicyLossArgs& args, const Segments& segm
 // Loss and gradient of the tokens of a vector; `inside`: present, and the gate has the derivative 1.
 template <bool kScoreHead, class Vector>
 HPO_INLINE void put_term(const Vector& vector, Mask inside, Floats value, const float* logp, GroupSum& loss, float* grad) {
-  loss.add(vector.part, vector.present, kScoreHead ? value * load_lanes<Floats>(logp + vector.i) : value);
+  loss.add(vector.part, vector.present, kScoreHead ? value * vector.load(logp) : value);
   vector.store(keep_if(kScoreHead ? vector.present : inside, value), grad);
-}
-
-// Whether a tile can be read by whole vectors: what lies behind it is other tokens, which are absent here.
-inline bool has_whole_vectors(const PolicyLossArgs& args, int64_t first, int n) {
-  return first + (n + kLanes - 1) / kLanes * kLanes <= args.tokens;
 }
 
 // A plain tile of the first of two sweeps: its log-ratios are kept.
@@ -198,8 +195,8 @@ struct PlainLogRatios {
 inline bool measure_plain(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
                           Partial& partial) {
   const PolicyLossArgs& args = call.args;
-  if (!has_whole_vectors(args, first, n) || load_rows(args, first, n, segments, tile)) return false;
-  for (int i = n; i % kLanes != 0; ++i) tile.kind[i] = kAbsent;
+  if (load_rows(args, first, n, segments, tile)) return false;
+  pad(tile.kind, n, kAbsent);
   const bool plain = guess_near(tile.near, [&](auto near) {
     constexpr bool kTakenForNear = decltype(near)::value;
     PlainLogRatios keep = {tile.x};
@@ -227,13 +224,13 @@ struct FixedSum {
 
   int64_t total(const Floats about[kParts]) const {
     uint32_t low = 0;
-    double near = 0.0;  // off by far less than 1/2
+    double lanes[kLanes] = {};
     for (int part = 0; part < kParts; ++part) {
-      for (int lane = 0; lane < kWidth; ++lane) low += modulo[part][lane];
-      for (int lane = 0; lane < kWidth; ++lane) near += double(about[part][lane]);
+      low += sum_lanes(modulo[part]);
+      add_as_doubles(about[part], lanes + part * kWidth);
     }
     const int64_t rest = int32_t(low);
-    const double lost = ::rint(near - double(rest) / kFixedPoint);
+    const double lost = ::rint(sum_halves(lanes) - double(rest) / kFixedPoint);  // about is off by far less than 1/2
     if (!(__builtin_fabs(lost) <= kTile * kStatisticSaturation)) return 0;  // the tile is not plain after all, and nobody asks
     return rest + int64_t(lost) * (int64_t(1) << 32);
   }
@@ -286,9 +283,9 @@ HPO_INLINE auto plain_fixed_sums(const PolicyLossArgs& args, int64_t first) {
 
 // A plain tile of few rows in the first of two sweeps; of_rows [segments.count].
 template <bool kSplit, bool kKeepsRatios>
-inline bool measure_plain_rows(const PolicyLossArgs& args, int64_t first, int n, const Segments& segments, Tile& tile,
-                               uint8_t* seen, Partial& partial, RowLogRatios* of_rows) {
-  if (!has_whole_vectors(args, first, n) || !finite_coefficients(args, segments)) return false;
+inline bool measure_plain_rows(const PolicyLossArgs& args, int64_t first, const Segments& segments, Tile& tile, uint8_t* seen,
+                               Partial& partial, RowLogRatios* of_rows) {
+  if (!finite_coefficients(args, segments)) return false;
   return guess_near(tile.near, [&](auto near) {
     constexpr bool kTakenForNear = decltype(near)::value;
     PlainSums sums;
@@ -309,7 +306,7 @@ inline bool measure_plain_rows(const PolicyLossArgs& args, int64_t first, int n,
   });
 }
 
-using MeasurePlain = bool (*)(const PolicyLossArgs&, int64_t first, int n, const Segments&, Tile&, uint8_t* seen, Partial&,
+using MeasurePlain = bool (*)(const PolicyLossArgs&, int64_t first, const Segments&, Tile&, uint8_t* seen, Partial&,
                               RowLogRatios* of_rows);
 
 inline MeasurePlain pick_measure_plain(bool split, bool keeps_ratios) {

@@ -122,6 +122,18 @@ HPO_INLINE void for_each_vector(int begin, int end, const Step& step, const EndG
   }
 }
 
+// The same where nothing is added up: step(i, own, whole).
+template <class Step>
+HPO_INLINE void for_each_vector(int begin, int end, const Step& step) {
+  int i = begin / kWidth * kWidth;
+  if (i < begin) {
+    step(i, but_not(leading_lanes(end - i), leading_lanes(begin - i)), std::false_type{});
+    i += kWidth;
+  }
+  for (; i + kWidth <= end; i += kWidth) step(i, all_lanes(), std::true_type{});
+  if (i < end) step(i, leading_lanes(end - i), std::false_type{});
+}
+
 // A group that would overflow, as losses around |w A| e^60 do, meets in double.
 inline void add_groups(float* terms, int n, double* sums) {
   for (; n % kLanes != 0; ++n) terms[n] = 0.0f;

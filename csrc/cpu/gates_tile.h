@@ -20,14 +20,15 @@ enum class Masked : uint8_t { none, some, all };
 
 inline Masked masked_tokens(const uint8_t* mask, int64_t first, int n) {
   if (!mask) return Masked::none;
-  if (n % kLanes != 0) return Masked::some;
   uint64_t not_one = 0, not_zero = 0;  // eight tokens at a time
-  for (int i = 0; i < n; i += 8) {
+  int i = 0;
+  for (; i + 8 <= n; i += 8) {
     uint64_t bytes;
     std::memcpy(&bytes, mask + first + i, sizeof bytes);
     not_one |= bytes ^ 0x0101010101010101u;
     not_zero |= bytes;
   }
+  for (; i < n; ++i) not_one |= mask[first + i] ^ 1u, not_zero |= mask[first + i];
   return not_one == 0 ? Masked::none : (not_zero == 0 ? Masked::all : Masked::some);
 }
 

@@ -21,9 +21,9 @@ struct Workspace {
   Arena arena;
   Partial* partials;  // [tasks]
   uint8_t* seen;  // [rows]
-  uint8_t* plain;  // [tasks], 1 where the later sweeps may take every tile for plain
   int64_t* start;  // [pieces + 1]
   LogRatios *log_ratios, *log_ratios_of_blocks;  // [pieces], [tasks]: the rest of a piece that other tasks began
+  uint8_t *plain, *plain_blocks;  // [pieces], [tasks], 1 where later sweeps may take all tiles of a block for plain
   SegmentTables tables;
   Flow *flows, *flows_of_blocks;  // [pieces], [tasks]
   PieceGate* gates;  // [pieces]
@@ -35,10 +35,11 @@ struct Workspace {
     const int64_t tasks = tokens / kChunk + 1;
     partials = arena.take<Partial>(tasks);
     seen = arena.take<uint8_t>(rows);
-    plain = arena.take<uint8_t>(tasks);
     start = arena.take<int64_t>(count + 1);
     log_ratios = arena.take<LogRatios>(count);
     log_ratios_of_blocks = arena.take<LogRatios>(tasks);
+    plain = arena.take<uint8_t>(count);
+    plain_blocks = arena.take<uint8_t>(tasks);
     tables.sums = arena.take<int64_t>(3 * kMostLevels * count);
     tables.largest = arena.take<int64_t>(2 * kMostLevels * count);
     tables.arriving = arena.take<int64_t>(2 * kMostLevels * count);
@@ -49,6 +50,8 @@ struct Workspace {
     delivered = arena.take<float[2]>(count);
     bytes = arena.bytes();
   }
+
+  uint8_t& plain_at(int64_t task, const Block& block) const { return block.begins ? plain[block.piece] : plain_blocks[task]; }
 
   // Of segment s at level k at [k * pieces + s].
   LogRatios* segments() const {
@@ -201,7 +204,8 @@ void gate_pieces(const Pieces& pieces, const Workspace& space, int threads) {
       if (pieces.length(p) == 0 || pieces.stands_alone(p)) continue;
       space.gates[p] = {}, space.slopes[p] = {};
       const auto segment = [&](int k) { return space.segments()[k * pieces.count() + pieces.ancestor(k, p)]; };
-      if (space.log_ratios[p].valid > 0) gate_piece(pieces, p, segment, space.gates[p], space.slopes[p]);
+      if (pieces.hierarchy.depth > 0 && space.log_ratios[p].valid > 0)
+        gate_piece(pieces, p, segment, space.gates[p], space.slopes[p]);
     }
   });
 }
@@ -227,12 +231,13 @@ struct Sweeps {
     Tile& tile = scratch.tile;
     bool plain = may && !plan.term_loop && !plan.driven;
     const bool as_they_are = !plan.term.pre_gated && !plan.term.mean_exp, split = plan.hierarchy.split;
-    for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
-      const Masked masked = masked_tokens(call.args.mask, at, n);
+    for_each_tile_of(block, kGridOfLines, [&](int64_t at, int begin, int n) {  // log-ratios are added up as integers
+      const Masked masked = masked_tokens(call.args.mask, at + begin, n - begin);
       if (may && masked == Masked::all) return;
+      scratch.whole.set(block.row, begin, n);
       const Call& here = calls.of(masked);
       RowLogRatios row;
-      if (may && as_they_are && plan.measure_plain(here.args, at, n, scratch.whole, tile, space.seen, partial, &row)) {
+      if (may && as_they_are && plan.measure_plain(here.args, at, scratch.whole, tile, space.seen, partial, &row)) {
         return sums.add({row.valid, {split ? row.rising : row.fixed, split ? row.rising - row.fixed : 0}});
       }
       if (as_they_are || !may || !measure_plain(here, at, n, scratch.whole, tile, space.seen, partial)) {
@@ -249,12 +254,15 @@ struct Sweeps {
   void finish(const Block& block, const PieceGate& piece, bool plain, Scratch& scratch, Partial& partial, Flow& flow) const {
     FlowLanes lanes;
     const BlockGate gate = {plan, piece, block.row, scratch.terms, lanes};
-    for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
-      if (plain && has_whole_vectors(call.args, at, n)) {
+    if (plain && call.args.token_loss) write_token_losses(block, gate, scratch);
+    if (plain && finish_open(block, piece, scratch, partial, flow)) return;
+    for_each_tile_of(block, kGridOfBlock, [&](int64_t at, int, int n) {
+      if (plain) {
         const Masked masked = masked_tokens(call.args.mask, at, n);
         if (masked == Masked::all) return clear_gradient(call.args, at, n);
         return gate.finish_plain(calls.of(masked), at, n, scratch.tile, partial);
       }
+      scratch.whole.set(block.row, 0, n);
       load(call, at, n, scratch.whole, true, scratch.tile, scratch.counted);
       finish_tile(call, gate, at, n, scratch.whole, scratch.tile, partial);
       if (plan.term_loop && plan.term.term.penalty != Penalty::none) {
@@ -266,19 +274,52 @@ struct Sweeps {
     if (plan.carries) flow = lanes.total(plan.hierarchy.split, plan.by_sign);
   }
 
+  // That of a plain block apart from all else, in which it changes no bit.
+  void write_token_losses(const Block& block, const BlockGate& gate, Scratch& scratch) const {
+    for_each_tile_of(block, kGridOfBlock, [&](int64_t at, int, int n) {
+      scratch.whole.set(block.row, 0, n);
+      load(call, at, n, scratch.whole, true, scratch.tile, scratch.counted);
+      write_token_loss(call, gate, at, n, scratch.whole, scratch.tile);
+    });
+  }
+
+  // Loss and gradient of a plain block, if it is under open levels.
+  bool finish_open(const Block& block, const PieceGate& piece, Scratch& scratch, Partial& partial, Flow& flow) const {
+    const float advantage = call.args.advantages[block.row], coefficient = call.args.weights[block.row] * advantage;
+    const int sign = advantage < 0.0f;
+    const bool split = plan.hierarchy.split;
+    const OpenLevels levels(piece, sign, split, plan.bounds.low[sign], plan.bounds.high[sign]);
+    if (!plan.open_loops[0] || !levels.open) return false;
+    for_each_tile_of(block, kGridOfLines, [&](int64_t at, int begin, int end) {
+      const Masked masked = masked_tokens(call.args.mask, at + begin, end - begin);
+      if (masked == Masked::all) return clear_gradient(call.args, at + begin, end - begin);
+      const PolicyLossArgs& args = calls.of(masked).args;
+      float* grad = args.grad ? args.grad + at : scratch.tile.grad;
+      const OpenTile found = plan.open_loops[args.mask != nullptr](levels, args, at, begin, end, coefficient, grad);
+      found.counts(sign ? kNegative : kPositive).add_to(partial.slots);
+      found.add_loss_to(partial.sums[kLossSum]);
+      if (!plan.carries) return;
+      // Multiples of one number, so that their sum has no order. By sign levels with one slope hand nothing up.
+      flow.past_token[0] += split ? found.loss_above : found.loss_above + found.loss_below;
+      flow.past_token[1] += split ? found.loss_below : 0.0;
+    });
+    return true;
+  }
+
   // The third, where something saturated: the gradient that arrives through aggregates. Elsewhere what is written stands.
   void receive(const Block& block, float rising, float falling, bool plain, Scratch& scratch) const {
     if (rising == 0.0f && falling == 0.0f) return;
     Tile& tile = scratch.tile;
-    for_each_tile_of(block, scratch.whole, [&](int64_t at, int n) {
+    for_each_tile_of(block, kGridOfLines, [&](int64_t at, int begin, int n) {
       if (plain) {
-        const Masked masked = masked_tokens(call.args.mask, at, n);
+        const Masked masked = masked_tokens(call.args.mask, at + begin, n - begin);
         if (masked == Masked::all) return;
-        return add_flow_to_plain(calls.of(masked).args, at, n, rising, falling);
+        return add_flow_to_plain(calls.of(masked).args, at, begin, n, rising, falling);
       }
+      scratch.whole.set(block.row, begin, n);
       load(call, at, n, scratch.whole, true, tile, scratch.counted);
       float* __restrict grad = call.args.grad + at;
-      for (int i = 0; i < n; ++i) {
+      for (int i = begin; i < n; ++i) {
         const bool receives = tile.kind[i] != kAbsent && tile.infinite[i] == 0;
         grad[i] += keep_if(receives, plan.term.through_pre_gate(tile, i, tile.x[i] < 0.0f ? falling : rising));
       }
@@ -340,16 +381,14 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
     parallel_for(pieces.tasks(), threads, [&](int64_t task) {
       Scratch scratch;
       Partial partial;
-      bool all_plain = true;
       pieces.for_each_block(task, [&](const Block& block) {
         LogRatios sums = {};
         const bool plain = sweeps.measure(block, scratch, partial, sums);
         if (pieces.stands_alone(block.piece)) return sweeps.settle(block, sums, plain, scratch, partial);
         (block.begins ? space.log_ratios[block.piece] : space.log_ratios_of_blocks[task]) = sums;
-        all_plain &= plain;
+        space.plain_at(task, block) = plain;
       });
       space.partials[task] = partial;
-      space.plain[task] = all_plain;
     });
     if (some_together) {
       gather_blocks(pieces, space.log_ratios_of_blocks, space.log_ratios);
@@ -362,7 +401,7 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
       gate_pieces(pieces, space, threads);
       for_each_block_together([&](int64_t task, const Block& block, Scratch& scratch) {
         Flow flow = {};
-        sweeps.finish(block, space.gates[block.piece], space.plain[task], scratch, space.partials[task], flow);
+        sweeps.finish(block, space.gates[block.piece], space.plain_at(task, block), scratch, space.partials[task], flow);
         (block.begins ? space.flows[block.piece] : space.flows_of_blocks[task]) = flow;
       });
     }
@@ -383,7 +422,7 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
     deliver(pieces, space, threads);
     for_each_block_together([&](int64_t task, const Block& block, Scratch& scratch) {
       const auto& delivered = space.delivered[block.piece];
-      sweeps.receive(block, delivered[0], delivered[1], space.plain[task], scratch);
+      sweeps.receive(block, delivered[0], delivered[1], space.plain_at(task, block), scratch);
     });
   }
 }

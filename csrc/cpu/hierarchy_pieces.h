@@ -92,17 +92,19 @@ inline void gather_blocks(const Pieces& pieces, const Sums* of_blocks, Sums* of_
   }
 }
 
-// Calls body(first token, number of tokens) for the tiles of a block, `whole` being the tile as one segment.
+// Calls body(tile, begin, end) for the tiles of a block: its tokens [begin, end) behind token `tile`, a multiple of `grid`.
 template <class Body>
-inline void for_each_tile_of(const Block& block, Segments& whole, const Body& body) {
-  const int64_t end = block.first + block.tokens;
-  for (int64_t tile = block.first; tile < end;) {
-    const int n = int(end - tile < kTile ? end - tile : kTile);
-    whole.count = 1;
-    whole.list[0] = {block.row, 0, n};
-    body(tile, n);
-    tile += n;
+inline void for_each_tile_of(const Block& block, int grid, const Body& body) {
+  const int64_t block_end = block.first + block.tokens;
+  for (int64_t tile = block.first / grid * grid; tile < block_end; tile += kTile) {
+    const int begin = tile < block.first ? int(block.first - tile) : 0;
+    body(tile, begin, int(block_end - tile < kTile ? block_end - tile : kTile));
   }
 }
+
+// Where the block does, a tile begins: what is summed by lane has the same bits wherever the block lies.
+constexpr int kGridOfBlock = 1;
+// No vector lies in two lines of the cache, if tensors begin with one.
+constexpr int kGridOfLines = kLine / sizeof(float);
 
 }  // namespace hpo::HPO_ISA

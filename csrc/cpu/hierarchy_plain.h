@@ -1,7 +1,6 @@
 // Plain tiles under open gates: every level above their tokens passes its residual on as it is, and the token gate is a clip.
 // That is most of a batch most of the time. What is clipped nowhere keeps its ratio, which the first sweep left, and what is
-// clipped has one value for each bound: there are no exponentials here. What the loops of hierarchy_tokens.h compute has the
-// same bits.
+// clipped has one value for each bound, so that it need only be counted.
 #pragma once
 #include "gates_call.h"
 #include "hierarchy_terms.h"
@@ -25,56 +24,64 @@ struct OpenLevels {
   }
 };
 
-// What the tokens of a tile add up to; the loss is what flows into levels above them, too.
-struct OpenSums {
-  double loss[kLanes] = {}, past_token[2][kLanes] = {};
+// What the tokens of a tile are and add up to.
+struct OpenTile {
+  int32_t present, above, below;
+  double loss_above, loss_below, loss_inside[kLanes];  // what is lost flows into levels above the tokens, too
+
+  GateCounts counts(int32_t kind) const {
+    GateCounts found;
+    found.chosen = present * kind, found.above = above * kind, found.below = below * kind;
+    return found;
+  }
+
+  void add_loss_to(double* sums) const {
+    add_to_lanes(loss_inside, sums);
+    sums[0] += loss_above + loss_below;
+  }
 };
 
 // kKept: e^x stands in the place of the gradient.
 template <bool kSplit, bool kMasked, bool kKept>
-GateCounts open_loop(const OpenLevels& levels, const PolicyLossArgs& args, int64_t first, float coefficient, int32_t kind,
-                     OpenSums& sums, float* grad, int n) {
+OpenTile open_loop(const OpenLevels& levels, const PolicyLossArgs& args, int64_t first, int begin, int end, float coefficient,
+                   float* grad) {
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   const uint8_t* mask = kMasked ? args.mask + first : nullptr;
   const Floats a = all<Floats>(coefficient), low = all<Floats>(levels.low), high = all<Floats>(levels.high);
   // Under a split what rises is never below a bound of its channel, and what falls never above.
   const Floats rising_mean = all<Floats>(levels.mean[0]), falling_mean = kSplit ? all<Floats>(-levels.mean[1]) : rising_mean;
-  const Floats rising_z = all<Floats>(levels.z), falling_z = kSplit ? all<Floats>(levels.z - levels.mean[0]) : rising_z;
-  const Floats other = kSplit ? all<Floats>(levels.mean[1]) : Floats{};
-  const Floats value_above = policy_value(a, exp_of_number(kSplit ? rising_z + high + other : rising_z + high));
-  const Floats value_below = policy_value(a, exp_of_number(falling_z + low));
-  GroupSum loss(sums.loss), rising(sums.past_token[0]), falling(sums.past_token[1]);
-  LaneCount present_count, above_count, below_count;
+  OpenTile found = {};
+  GroupSum loss(found.loss_inside);
+  LaneCount present_count, not_above_count, inside_count;
   const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
     constexpr bool kWhole = decltype(whole)::value;
-    const Mask given = kMasked ? present_bytes(mask + i) : all_lanes(), present = kWhole ? given : both(given, own);
-    const Floats x = difference(present, load_lanes<Floats>(logp + i), load_lanes<Floats>(old_logp + i));
-    const Mask above = both(present, less(high, x - rising_mean)), below = both(present, less(x - falling_mean, low));
-    const Floats inside = policy_value(a, kKept ? load_own<kWhole>(own, grad + i) : exp_of_number(x));
-    const Floats value = blend(below, value_below, blend(above, value_above, inside));
-    loss.add(part, present, value);
-    rising.add(part, kSplit ? above : either(above, below), value);
-    if (kSplit) falling.add(part, below, value);
+    const Mask present = kMasked ? present_own<kWhole>(own, mask + i) : own;
+    const Floats x = load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i);
+    const Mask not_above = both(present, at_least(high, x - rising_mean));
+    const Mask inside = both(not_above, at_least(x - falling_mean, low));
+    const Floats ratio = kKept ? load_own<kWhole>(own, grad + i) : exp_of_number(x);
+    const Floats value = keep_if(inside, policy_value(a, ratio));
+    loss.add(part, all_lanes(), value);
     if (kMasked) present_count.add(present);
-    above_count.add(above);
-    below_count.add(below);
-    store_own<kWhole>(own, keep_if(but_not(present, either(above, below)), value), grad + i);
+    not_above_count.add(not_above), inside_count.add(inside);
+    store_own<kWhole>(own, value, grad + i);
   };
-  const auto end_group = [&]() __attribute__((always_inline)) {
-    loss.end(), rising.end();
-    if (kSplit) falling.end();
+  for_each_vector(begin, end, step, [&]() __attribute__((always_inline)) { loss.end(); });
+  loss.end();
+  found.present = kMasked ? present_count.total() : end - begin;
+  found.above = found.present - not_above_count.total(), found.below = not_above_count.total() - inside_count.total();
+  const auto clipped = [&](int32_t count, float z) {
+    return count == 0 ? 0.0 : double(count) * double(policy_value(coefficient, exp(z)));
   };
-  for_each_vector(0, n, step, end_group);
-  end_group();
-  GateCounts found;
-  found.chosen = (kMasked ? present_count.total() : n) * kind;
-  found.below = below_count.total() * kind, found.above = above_count.total() * kind;
+  found.loss_above = clipped(found.above, levels.z + levels.high + (kSplit ? levels.mean[1] : 0.0f));
+  found.loss_below = clipped(found.below, (kSplit ? levels.z - levels.mean[0] : levels.z) + levels.low);
   return found;
 }
 
-using OpenLoop = GateCounts (*)(const OpenLevels&, const PolicyLossArgs&, int64_t first, float coefficient, int32_t kind,
-                                OpenSums&, float* grad, int n);
+// The tokens [begin, end) behind the first, whose gradient is `grad`.
+using OpenLoop = OpenTile (*)(const OpenLevels&, const PolicyLossArgs&, int64_t first, int begin, int end, float coefficient,
+                              float* grad);
 
 template <bool kSplit>
 OpenLoop pick_open_loop(bool masked, bool kept) {

@@ -9,7 +9,7 @@ namespace hpo::HPO_ISA {
 // A gate with what belongs to one sign of the advantage in the place of the other's too.
 inline PieceGate of_sign(const PieceGate& piece, int sign) {
   PieceGate one = piece;
-  one.z[0] = piece.z[sign], one.below[0] = piece.below[sign], one.above[0] = piece.above[sign], one.bent[0] = piece.bent[sign];
+  one.z[0] = piece.z[sign], one.below[0] = piece.below[sign], one.above[0] = piece.above[sign];
   for (int channel = 0; channel < 2; ++channel) {
     one.slope[channel][0] = piece.slope[channel][sign], one.own[channel][0] = piece.own[channel][sign];
   }
@@ -32,15 +32,12 @@ struct TokenGates {
   TokenGates(const PieceGate& piece, float keep, TokenTerms& terms, float* loss, float* grad)
       : piece(piece), keep(keep), terms(terms), loss(loss), grad(grad) {}
 
-  HPO_INLINE void step(int i, Ints kind, Floats x, Floats coefficient, Floats low, Floats high, const float* logp) {
+  HPO_INLINE void step(int i, Ints kind, Floats x, Floats coefficient, Floats low, Floats high, Floats logp) {
     const Ints present = kind != kAbsent, negative = kOneSign ? Ints{} : Ints(kind == kNegative);
     const GatedTokenNumber<Floats> token = gate_token<Floats>(piece, kSplit, kDrop, keep, negative, x, low, high);
-    // What no gate changed adds up to the log-ratio. To say so spares roundings, and plain tiles an exponential (open_loop).
-    const Ints changed = token.below | token.above | (negative ? Ints{} + piece.bent[1] : Ints{} + piece.bent[0]);
-    const Floats z = kDrop ? token.z : (changed ? token.z : x);
-    const Floats value = keep_if(present, token_value(coefficient, z));
+    const Floats value = keep_if(present, token_value(coefficient, token.z));
     if (kScoreHead) {
-      store_lanes(keep_if(present, value * load_lanes<Floats>(logp + i)), loss + i);
+      store_lanes(keep_if(present, value * logp), loss + i);
       store_lanes(value, grad + i);
     } else {
       store_lanes(value, loss + i);
@@ -78,12 +75,13 @@ GateCounts token_loop(const PieceGate& piece, float keep, const TokenBounds& bou
     const Ints negative = kind == kNegative;
     const Floats low = kDriven ? load_lanes<Floats>(terms.low + i) : by_sign<Floats>(negative, bounds.low);
     const Floats high = kDriven ? load_lanes<Floats>(terms.high + i) : by_sign<Floats>(negative, bounds.high);
-    gates.step(i, kind, load_lanes<Floats>(tile.x + i), load_lanes<Floats>(coefficient + i), low, high, logp);
+    gates.step(i, kind, load_lanes<Floats>(tile.x + i), load_lanes<Floats>(coefficient + i), low, high,
+               kScoreHead ? load_lanes<Floats>(logp + i) : Floats{});
   }
   return gates.counts();
 }
 
-// A plain tile: its tokens have one advantage, and are read where they are; what lies behind them is absent.
+// A plain tile: its tokens have one advantage, and are read where they are.
 using PlainLoop = GateCounts (*)(const PieceGate&, float keep, const TokenBounds&, const PolicyLossArgs&, int64_t first,
                                  float coefficient, int32_t kind, TokenTerms&, float* loss, float* grad, int n);
 
@@ -95,12 +93,13 @@ GateCounts plain_loop(const PieceGate& piece, float keep, const TokenBounds& bou
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   const Floats low = all<Floats>(bounds.low[sign]), high = all<Floats>(bounds.high[sign]), a = all<Floats>(coefficient);
-  for (int i = 0; i < n; i += kWidth) {
-    const Ints given = first_lanes(n - i) & (Ints{} + kind);
-    const Ints here = args.mask ? keep_where(args.mask + first + i, given) : given;
-    const Floats x = keep_if(here != kAbsent, load_lanes<Floats>(logp + i) - load_lanes<Floats>(old_logp + i));
-    gates.step(i, here, x, a, low, high, logp);
-  }
+  for_each_vector(0, n, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
+    constexpr bool kWhole = decltype(whole)::value;
+    const Mask present = args.mask ? present_own<kWhole>(own, args.mask + first + i) : own;
+    const Floats new_logp = load_own<kWhole>(own, logp + i);
+    const Floats x = difference(present, new_logp, load_own<kWhole>(own, old_logp + i));
+    gates.step(i, keep_if(present, Ints{} + kind), x, a, low, high, new_logp);
+  });
   return gates.counts();
 }
 
@@ -194,17 +193,9 @@ struct FlowLanes {
 
   Flow total(bool split, bool with_signs) {
     Flow flow = {};
-    for (int i = 0; i <= split; ++i) flow.past_token[i] = total(past_token[i]);
-    for (int i = 0; with_signs && i < 2; ++i) flow.by_sign[i] = total(by_sign[i]);
+    for (int i = 0; i <= split; ++i) flow.past_token[i] = sum_halves(past_token[i]);
+    for (int i = 0; with_signs && i < 2; ++i) flow.by_sign[i] = sum_halves(by_sign[i]);
     return flow;
-  }
-
- private:
-  static double total(double* lanes) {
-    for (int width = kLanes / 2; width > 0; width /= 2) {
-      for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-    }
-    return lanes[0];
   }
 };
 
@@ -232,29 +223,16 @@ struct BlockGate {
   void finish_plain(const Call& call, int64_t first, int n, Tile& tile, Partial& partial) const {
     const float advantage = call.args.advantages[row], coefficient = call.args.weights[row] * advantage;
     const int32_t kind = advantage < 0.0f ? kNegative : kPositive;
-    const int sign = kind == kNegative;
-    const OpenLevels levels(piece, sign, plan.hierarchy.split, plan.bounds.low[sign], plan.bounds.high[sign]);
-    const OpenLoop open_loop = plan.open_loops[call.args.mask != nullptr];
-    if (open_loop && levels.open) {
-      float* grad = call.args.grad ? call.args.grad + first : tile.grad;
-      OpenSums sums;
-      open_loop(levels, call.args, first, coefficient, kind, sums, grad, n).add_to(partial.slots);
-      add_to_lanes(sums.loss, partial.sums[kLossSum]);
-      if (!plan.carries) return;
-      for (int i = 0; i <= plan.hierarchy.split; ++i) add_to_lanes(sums.past_token[i], lanes.past_token[i]);
-      if (plan.by_sign) add_to_lanes(sums.loss, lanes.by_sign[sign]);
-    } else {
-      // This loop goes on to the end of a vector, where the next row's gradient lies, perhaps written by another thread.
-      const bool whole = n % kLanes == 0;
-      float* grad = call.args.grad && whole ? call.args.grad + first : tile.grad;
-      plan.plain_loop(piece, plan.keep, plan.bounds, call.args, first, coefficient, kind, terms, tile.loss, grad, n)
-          .add_to(partial.slots);
-      if (call.args.grad && !whole) std::memcpy(call.args.grad + first, tile.grad, size_t(n) * sizeof(float));
-      add_groups(tile.loss, n, partial.sums[kLossSum]);
-      if (!plan.carries) return;
-      if (terms.flows) add_past_token(n);
-      if (plan.by_sign) add_groups(tile.loss, n, lanes.by_sign[sign]);
-    }
+    // This loop goes on to the end of a vector, where the next row's gradient lies, perhaps written by another thread.
+    const bool whole = n % kLanes == 0;
+    float* grad = call.args.grad && whole ? call.args.grad + first : tile.grad;
+    plan.plain_loop(piece, plan.keep, plan.bounds, call.args, first, coefficient, kind, terms, tile.loss, grad, n)
+        .add_to(partial.slots);
+    if (call.args.grad && !whole) std::memcpy(call.args.grad + first, tile.grad, size_t(n) * sizeof(float));
+    add_groups(tile.loss, n, partial.sums[kLossSum]);
+    if (!plan.carries) return;
+    if (terms.flows) add_past_token(n);
+    if (plan.by_sign) add_groups(tile.loss, n, lanes.by_sign[kind == kNegative]);
   }
 
  private:
@@ -298,28 +276,17 @@ struct BlockGate {
 };
 
 // Adds to the gradient of a plain tile what arrives at its tokens through aggregates.
-inline void add_flow_to_plain(const PolicyLossArgs& args, int64_t first, int n, float rising, float falling) {
+inline void add_flow_to_plain(const PolicyLossArgs& args, int64_t first, int begin, int end, float rising, float falling) {
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   float* grad = args.grad + first;
-  if (!has_whole_vectors(args, first, n)) {
-    for (int i = 0; i < n; ++i) {
-      const bool valid = !args.mask || args.mask[first + i] != 0;
-      grad[i] += keep_if(valid, logp[i] - old_logp[i] < 0.0f ? falling : rising);
-    }
-    return;
-  }
-  const auto flow = [&](int i) __attribute__((always_inline)) {
-    const Floats x = load_lanes<Floats>(logp + i) - load_lanes<Floats>(old_logp + i);
-    const Mask valid = args.mask ? present_bytes(args.mask + first + i) : all_lanes();
-    return keep_if(valid, blend(less(x, Floats{}), all<Floats>(falling), all<Floats>(rising)));
-  };
-  const int whole = n / kWidth * kWidth;
-  for (int i = 0; i < whole; i += kWidth) store_lanes(load_lanes<Floats>(grad + i) + flow(i), grad + i);
-  if (whole < n) {
-    const Mask own = leading_lanes(n - whole);
-    store_where(own, load_where(own, grad + whole) + flow(whole), grad + whole);
-  }
+  for_each_vector(begin, end, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
+    constexpr bool kWhole = decltype(whole)::value;
+    const Floats x = load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i);
+    const Floats flow = blend(less(x, Floats{}), all<Floats>(falling), all<Floats>(rising));
+    const Floats here = args.mask ? keep_if(present_own<kWhole>(own, args.mask + first + i), flow) : flow;
+    store_own<kWhole>(own, load_own<kWhole>(own, grad + i) + here, grad + i);
+  });
 }
 
 }  // namespace hpo::HPO_ISA

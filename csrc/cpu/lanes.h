@@ -38,19 +38,6 @@ HPO_INLINE void store_lanes(Vector vector, T* to) {
 // Selects by bits: what is masked may be NaN and must reach no arithmetic that is kept.
 HPO_INLINE Floats keep_if(Ints condition, Floats x) { return Floats(Ints(x) & condition); }
 
-// `value` where the byte is not 0. GCC converts vectors of bytes one by one.
-HPO_INLINE Ints keep_where(const uint8_t* bytes, Ints value) {
-#if defined(__AVX512F__)
-  const __m128i mask = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
-  return Ints(_mm512_maskz_mov_epi32(_mm_test_epi8_mask(mask, mask), __m512i(value)));
-#elif defined(__AVX2__)
-  const Ints mask = Ints(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes))));
-  return value & (mask != 0);
-#else
-  return value & (Ints{bytes[0], bytes[1], bytes[2], bytes[3]} != 0);
-#endif
-}
-
 // To the nearest integer, ties to even; what does not fit becomes anything.
 HPO_INLINE Ints rounded(Floats x) {
 #if defined(__AVX512F__)
@@ -124,7 +111,13 @@ HPO_INLINE Floats larger_where(Mask mask, Floats x, Floats most) {
 }
 #else
 using Mask = Ints;  // -1 or 0
-HPO_INLINE Mask present_bytes(const uint8_t* bytes) { return keep_where(bytes, Ints{} - 1); }
+HPO_INLINE Mask present_bytes(const uint8_t* bytes) {  // GCC converts vectors of bytes one by one
+#if defined(__AVX2__)
+  return Ints(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)))) != 0;
+#else
+  return Ints{bytes[0], bytes[1], bytes[2], bytes[3]} != 0;
+#endif
+}
 HPO_INLINE Mask present_lanes(Ints kind) { return kind != 0; }
 HPO_INLINE Mask all_lanes() { return Ints{} - 1; }
 HPO_INLINE Mask leading_lanes(int count) { return first_lanes(count); }
@@ -193,10 +186,29 @@ HPO_INLINE void store_where(Mask mask, Floats vector, float* to) {
 #endif
 }
 
-// The same, for one who knows of all lanes that they are his.
+// In which of these lanes the byte is not 0. Bytes of the others are not read: they may lie behind the tensor.
+HPO_INLINE Mask present_where(Mask mask, const uint8_t* bytes) {
+#if defined(__AVX512F__)
+  const __m128i own = _mm_maskz_loadu_epi8(mask, bytes);
+  return _mm_test_epi8_mask(own, own);
+#else
+  Mask present = {};
+  for (int lane = 0; lane < kWidth; ++lane) {
+    if (mask[lane] && bytes[lane]) present[lane] = -1;
+  }
+  return present;
+#endif
+}
+
+// The same three, for one who knows of all lanes that they are his.
 template <bool kWhole>
 HPO_INLINE Floats load_own(Mask own, const float* from) {
   return kWhole ? load_lanes<Floats>(from) : load_where(own, from);
+}
+
+template <bool kWhole>
+HPO_INLINE Mask present_own(Mask own, const uint8_t* bytes) {
+  return kWhole ? present_bytes(bytes) : present_where(own, bytes);
 }
 
 template <bool kWhole>
@@ -205,13 +217,19 @@ HPO_INLINE void store_own(Mask own, Floats vector, float* to) {
   else store_where(own, vector, to);
 }
 
-HPO_INLINE int32_t sum_lanes(Ints values) {
-  int32_t lanes[kWidth];
-  for (int lane = 0; lane < kWidth; ++lane) lanes[lane] = values[lane];
-  for (int width = kWidth / 2; width > 0; width /= 2) {
+template <int kCount, class T>
+HPO_INLINE T sum_halves(T (&lanes)[kCount]) {
+  for (int width = kCount / 2; width > 0; width /= 2) {
     for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
   }
   return lanes[0];
+}
+
+template <class Vector>
+HPO_INLINE auto sum_lanes(Vector values) {
+  std::remove_reference_t<decltype(values[0])> lanes[kWidth];
+  store_lanes(values, lanes);
+  return sum_halves(lanes);
 }
 
 // sum + value where the condition holds.

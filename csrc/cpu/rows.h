@@ -30,6 +30,8 @@ struct Segments {
     for (const Segment& segment : *this) covered += segment.end - segment.begin;
     return covered == n;
   }
+  void set(int64_t row, int begin, int end) { count = 1, list[0] = {row, begin, end}; }
+
   const Segment* begin() const { return list; }
   const Segment* end() const { return list + count; }
 };

@@ -70,11 +70,12 @@ HPO_INLINE bool guess_near(bool near, const Sweep& sweep) {
 }
 
 // The end of an attempt. False: the tile is not plain after all, or its log-ratios are not near 0 as they were taken for, and
-// nothing was counted. `near`: whether they are.
+// nothing was counted. `near`: whether they are, and are so many that it is no accident: few spare less than a failure costs.
 template <bool kTakenForNear>
 HPO_INLINE bool settle_plain(const PlainSums& sums, int64_t tokens, Partial& partial, bool& near) {
   near = sums.within(kNear);
   if (!near && (kTakenForNear || !sums.within(kStatisticSaturation))) return false;
+  near &= tokens >= kGroup;
   sums.add_to(partial);
   partial.slots[kTokens] += double(tokens);
   return true;
@@ -223,14 +224,11 @@ struct FixedSum {
   HPO_INLINE void add(int part, Mask mask, Ints fixed) { modulo[part] = add_where(mask, Unsigned(fixed), modulo[part]); }
 
   int64_t total(const Floats about[kParts]) const {
-    uint32_t low = 0;
-    double lanes[kLanes] = {};
-    for (int part = 0; part < kParts; ++part) {
-      low += sum_lanes(modulo[part]);
-      add_as_doubles(about[part], lanes + part * kWidth);
-    }
-    const int64_t rest = int32_t(low);
-    const double lost = ::rint(sum_halves(lanes) - double(rest) / kFixedPoint);  // about is off by far less than 1/2
+    Unsigned low = modulo[0];
+    Floats near = about[0];  // off by less than 1/2 even at its largest, kTile kStatisticSaturation
+    for (int part = 1; part < kParts; ++part) low += modulo[part], near += about[part];
+    const int64_t rest = int32_t(sum_lanes(low));
+    const double lost = ::rint(double(sum_lanes(near)) - double(rest) / kFixedPoint);
     if (!(__builtin_fabs(lost) <= kTile * kStatisticSaturation)) return 0;  // the tile is not plain after all, and nobody asks
     return rest + int64_t(lost) * (int64_t(1) << 32);
   }

@@ -252,10 +252,12 @@ struct Sweeps {
 
   // The second: loss, gradient of the token's own path, and the flow into aggregates.
   void finish(const Block& block, const PieceGate& piece, bool plain, Scratch& scratch, Partial& partial, Flow& flow) const {
+    const bool open = plain && finish_open(block, piece, scratch, partial, flow);
+    if (open && !call.args.token_loss) return;
     FlowLanes lanes;
     const BlockGate gate = {plan, piece, block.row, scratch.terms, lanes};
     if (plain && call.args.token_loss) write_token_losses(block, gate, scratch);
-    if (plain && finish_open(block, piece, scratch, partial, flow)) return;
+    if (open) return;
     for_each_tile_of(block, kGridOfBlock, [&](int64_t at, int, int n) {
       if (plain) {
         const Masked masked = masked_tokens(call.args.mask, at, n);

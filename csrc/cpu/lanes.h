@@ -218,11 +218,13 @@ HPO_INLINE void store_own(Mask own, Floats vector, float* to) {
 }
 
 template <int kCount, class T>
-HPO_INLINE T sum_halves(T (&lanes)[kCount]) {
-  for (int width = kCount / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+HPO_INLINE T sum_halves(const T (&lanes)[kCount]) {
+  if constexpr (kCount == 1) return lanes[0];
+  else {
+    T sums[kCount / 2];
+    for (int lane = 0; lane < kCount / 2; ++lane) sums[lane] = lanes[lane] + lanes[lane + kCount / 2];
+    return sum_halves(sums);
   }
-  return lanes[0];
 }
 
 template <class Vector>

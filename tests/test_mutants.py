@@ -163,7 +163,7 @@ MUTANTS = {
     "cpu: plain tiles of few rows ignore the mask": (
         "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",
         "kMasked ? present_own<kWhole>(own, mask + i) : own", "own",
-        "test_gates.test_tiles_of_few_rows_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": True},
+        "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.dapo(), "masked": True},
     ),
     "cpu: the end of a row in an open tile runs on": (
         "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_plain.h",
@@ -172,28 +172,28 @@ MUTANTS = {
     ),
     "cpu: a lower bound counts as an upper one": (
         "cpu", "cpu/gates.cpp", "cpu/gates.cpp",
-        "under = kHigh ? below_count.total() : outside", "under = below_count.total()",
-        "test_gates.test_tiles_of_few_rows_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": True},
+        "under = !kHigh ? outside : ", "under = !kHigh ? 0 : ",
+        "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.dapo(), "masked": True},
     ),
     "cpu: a row writes to tokens of the one before": (
         "cpu", "cpu/gates.cpp", "cpu/lanes.h",
         "else store_where(own, vector, to);", "else store_lanes(vector, to);",
-        "test_gates.test_tiles_of_few_rows_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": False},
+        "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.dapo(), "masked": False},
     ),
-    "cpu: a group of tokens ends where a row does": (
-        "cpu", "cpu/gates.cpp", "cpu/gates_sums.h",
-        "if (pack % kGroup == 0 && pack > 0) end_group();", "end_group();",
-        "test_gates.test_tiles_of_few_rows_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": False},
+    "cpu: a row that is clipped loses nothing": (
+        "cpu", "cpu/gates.cpp", "cpu/gates.cpp",
+        "loss[0] += gate.count(", "gate.count(",
+        "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.dapo(), "masked": False},
     ),
     "cpu: tokens of no row are left as they were": (
         "cpu", "cpu/gates.cpp", "cpu/rows.h",
         "return covered == n;", "return true;",
-        "test_gates.test_tiles_of_few_rows_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": False},
+        "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.dapo(), "masked": False},
     ),
     "cpu: a row without valid tokens is counted": (
         "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",
         "if (of_row[index] > 0) mark_row", "mark_row",
-        "test_gates.test_tiles_of_few_rows_have_the_bits_of_any_other", {"gate": gates.dapo(), "masked": True},
+        "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.dapo(), "masked": True},
     ),
     "cpu: what a sum near 0 lost stays lost": (
         "cpu", "cpu/hierarchy.cpp", "cpu/gates_plain.h",

@@ -183,31 +183,45 @@ struct PlainTokenGate {
   }
 };
 
-// The same of one of few rows: its tokens have one sign of the advantage, and under most gates one bound.
+// The same of one of few rows: its tokens have one sign of the advantage, and under most gates one bound. Beyond it all lose
+// the same, so that they need only be counted.
 template <bool kScoreHead, bool kRatio, bool kLow, bool kHigh>
 struct PlainRowGate {
+  static constexpr bool kCounts = kRatio && !kScoreHead;
   const Floats coefficient, low, high;
   const float* logp;
   float* grad;
   GroupSum loss;
-  LaneCount inside_count = {}, below_count = {};
+  LaneCount inside_count = {}, not_below_count = {};
 
   template <class Vector>
   HPO_INLINE void operator()(const Vector& vector) {
     const Floats ratio = kRatio ? vector.ratio : all<Floats>(1.0f);
     const Mask enough = kLow ? at_least(ratio, low) : all_lanes(), little = kHigh ? at_least(high, ratio) : all_lanes();
-    const Floats raised = kLow ? blend(enough, ratio, low) : ratio, clipped = kHigh ? blend(little, raised, high) : raised;
-    const Mask inside = kRatio ? both(vector.present, both(enough, little)) : Mask{};
+    const Mask not_below = both(vector.present, enough), inside = kRatio ? both(not_below, little) : Mask{};
     if (kLow || kHigh) inside_count.add(inside);
-    if (kLow && kHigh) below_count.add(but_not(vector.present, enough));
-    put_term<kScoreHead>(vector, inside, policy_value(coefficient, clipped), logp, loss, grad);
+    if (kLow && kHigh) not_below_count.add(not_below);
+    if constexpr (kCounts) {
+      const Floats value = keep_if(inside, policy_value(coefficient, ratio));
+      loss.add(vector.part, all_lanes(), value);
+      vector.store(value, grad);
+    } else {
+      const Floats raised = kLow ? blend(enough, ratio, low) : ratio, clipped = kHigh ? blend(little, raised, high) : raised;
+      put_term<kScoreHead>(vector, inside, policy_value(coefficient, clipped), logp, loss, grad);
+    }
   }
   HPO_INLINE void end_group() { loss.end(); }
 
-  void count(int32_t present, int32_t kind, GateCounts& counts) const {
-    if (!(kLow || kHigh)) return;
-    const int32_t outside = present - inside_count.total(), under = kHigh ? below_count.total() : outside;
-    counts.below += under * kind, counts.above += (outside - under) * kind;
+  // Returns what those lose that were only counted.
+  double count(int32_t present, int32_t kind, GateCounts& counts) const {
+    if (!(kLow || kHigh)) return 0.0;
+    const int32_t outside = present - inside_count.total();
+    const int32_t under = !kHigh ? outside : (kLow ? present - not_below_count.total() : 0), over = outside - under;
+    counts.below += under * kind, counts.above += over * kind;
+    const auto loss_of = [&](int32_t tokens, float bound) {
+      return tokens == 0 ? 0.0 : double(tokens) * double(policy_value(coefficient[0], bound));
+    };
+    return kCounts ? loss_of(under, low[0]) + loss_of(over, high[0]) : 0.0;
   }
 };
 
@@ -264,7 +278,7 @@ struct PlainTiles {
             all<Floats>(coefficient), all<Floats>(low), all<Floats>(high), args.logp + first, grad, group};
         const int32_t count = sweep_row<kTakenForNear, kMasked>(args, first, segment, sums, gate);
         present.set(index, count);
-        gate.count(count, sign ? kNegative : kPositive, counts);
+        loss[0] += gate.count(count, sign ? kNegative : kPositive, counts);
         group = gate.loss;
       };
       const std::true_type yes;
@@ -299,16 +313,21 @@ void run_token_gate(const Call& call, int threads, const Workspace& space) {
   const Calls calls(call);
   const auto plain_masked = score ? PlainTiles<true, true>::pick(kind) : PlainTiles<false, true>::pick(kind);
   const auto plain_open = score ? PlainTiles<true, false>::pick(kind) : PlainTiles<false, false>::pick(kind);
-  const bool may = plain_open && may_be_plain(call.args) && !call.args.token_loss;
+  const bool may = plain_open && may_be_plain(call.args);
   parallel_for(pieces(call.args.tokens, kChunk), threads, [&](int64_t chunk) {
     Tile tile;
-    Partial partial;
+    Partial partial, counted;
     for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
       const Masked masked = masked_tokens(call.args.mask, first, n);
-      if (may && masked == Masked::all) return clear_gradient(call.args, first, n);
       const Call& here = calls.of(masked);
       const auto plain = here.args.mask ? plain_masked : plain_open;
-      if (may && plain(here, first, n, segments, tile, space.seen, partial)) return;
+      const bool done = may && (masked == Masked::all || plain(here, first, n, segments, tile, space.seen, partial));
+      if (may && masked == Masked::all) clear_gradient(call.args, first, n);
+      if (done && !call.args.token_loss) return;
+      if (done) {  // the loss of tokens apart from all else, in which it changes no bit
+        measure(here, first, n, segments, tile, space.seen, counted);
+        return write_token_loss(here, gate, first, n, segments, tile);
+      }
       measure(here, first, n, segments, tile, space.seen, partial);
       finish_tile(here, gate, first, n, segments, tile, partial);
     });

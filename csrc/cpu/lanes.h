@@ -230,7 +230,7 @@ HPO_INLINE T sum_halves(const T (&lanes)[kCount]) {
 template <class Vector>
 HPO_INLINE auto sum_lanes(Vector values) {
   std::remove_reference_t<decltype(values[0])> lanes[kWidth];
-  store_lanes(values, lanes);
+  for (int lane = 0; lane < kWidth; ++lane) lanes[lane] = values[lane];  // GCC misaligns whole vectors here under ASan
   return sum_halves(lanes);
 }
 

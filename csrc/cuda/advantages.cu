@@ -91,7 +91,7 @@ struct Workspace {
   }
 };
 
-__global__ void __launch_bounds__(kThreads) normalise_many(const GroupNormaliseArgs args, const Workspace workspace) {
+__global__ void __launch_bounds__(kThreads, 2) normalise_many(const GroupNormaliseArgs args, const Workspace workspace) {
   const Table& table = workspace.table;
   table.clear_entries();
   sync_grid();

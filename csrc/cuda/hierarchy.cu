@@ -185,8 +185,11 @@ __device__ __forceinline__ void add_children(const Call& call, int k) {
   }
 }
 
+// A pre-gate and children need more registers than four blocks leave.
+constexpr int blocks_that_prepare(int entering, bool balanced) { return entering == kPreGated || balanced ? 3 : 4; }
+
 template <int ENTERING, bool BALANCED>
-__global__ void __launch_bounds__(kThreads) prepare_pieces(const Call call) {
+__global__ void __launch_bounds__(kThreads, blocks_that_prepare(ENTERING, BALANCED)) prepare_pieces(const Call call) {
   prepare(call);
   sync_grid();
   const bool broken = call.broken(), idle = broken && blockIdx.x != 0;

@@ -200,7 +200,7 @@ def padded_case(
         flops_per_unit=flops_per_token(objective),
         ours=ours(gate_of(objective), data, batch, backend, goals, **extras(objective, data)),
         peers=others,
-        floor=floor(objective, data),
+        floor=floor(objective, data, data.mask.flatten()),
         truth=None if full else functools.partial(truth, gate_of(objective), data, batch, **extras(objective, data)),
     )
 
@@ -217,14 +217,17 @@ def packed_case(
     goals: dict[str, Goal],
     compiled: bool,
     cold: bool,
+    masked: bool,
     *,
     tokens: int,
     rows: int,
     full: bool,
     backend: str | None,
 ) -> Case:
-    """Rows of any length, no mask. ``cold``: from memory, next to the floor alone."""
+    """Rows of any length. ``cold``: from memory, next to the floor alone. ``masked``: with a mask of ones."""
     data, batch = packed_batch(objective, tokens, rows)
+    if masked:
+        batch = hpo.PackedBatch(batch.cu_seqlens, mask=torch.ones(tokens, dtype=torch.bool))
     size = f"{tokens:,} tokens in {'one row' if rows == 1 else f'{rows:,} ragged rows'}"
     others = [] if cold else [Contestant("eager", peers.eager_packed(objective, data), goals.get("eager"))]
     if full and compiled:
@@ -232,14 +235,14 @@ def packed_case(
         others.append(Contestant(name, peers.compiled_packed(objective, data), goals.get(name)))
     return Case(
         op="policy_loss",
-        name=f"{describe(objective)}, {size}{', cold' if cold else ''}",
+        name=f"{describe(objective)}, {size}{', masked' * masked}{', cold' * cold}",
         unit="token",
         units=tokens,
-        bytes_per_unit=bytes_per_token(objective),
+        bytes_per_unit=bytes_per_token(objective) + masked,
         flops_per_unit=flops_per_token(objective),
         ours=ours(gate_of(objective), data, batch, backend, goals, **extras(objective, data)),
         peers=others,
-        floor=floor(objective, data),
+        floor=floor(objective, data, batch.mask),
         truth=None if full else functools.partial(truth, gate_of(objective), data, batch, **extras(objective, data)),
         cold=cold,
     )
@@ -261,12 +264,11 @@ def flops_per_token(objective: Objective) -> int:
     return gate + STATISTICS + (PENALTY if objective.beta else 0)
 
 
-def floor(objective: Objective, data: Padded | Packed) -> Callable[[], None]:
+def floor(objective: Objective, data: Padded | Packed, mask: torch.Tensor | None = None) -> Callable[[], None]:
     """The same bytes through torch's own loops: inputs added into the gradient's place, the rest summed."""
     out = torch.empty_like(data.logp)
-    summed: list[torch.Tensor] = []
+    summed = [] if mask is None else [mask.view(torch.float32)]
     if isinstance(data, Padded):
-        summed.append(data.mask.flatten().view(torch.float32))
         summed += [data.entropy, data.entropy] if objective.keep < 1 else []
         summed += [data.ref_logp] if objective.beta else []
 
@@ -312,9 +314,10 @@ def packed(
     goals: dict[str, Goal] | None = None,
     compiled: bool = False,
     cold: bool = False,
+    masked: bool = False,
 ) -> Plan:
-    name = f"{describe(objective)} {tokens} tokens in {rows} rows{' cold' * cold}"
-    build = functools.partial(packed_case, objective, goals or {}, compiled, cold)
+    name = f"{describe(objective)} {tokens} tokens in {rows} rows{' masked' * masked}{' cold' * cold}"
+    build = functools.partial(packed_case, objective, goals or {}, compiled, cold, masked)
     return Plan(name, build, {"tokens": tokens, "rows": rows}, {"tokens": 600, "rows": min(rows, 40)})
 
 
@@ -332,7 +335,8 @@ def plans(quick: bool) -> list[Plan]:
         packed(PPO, million, 512, COLD_GOALS, cold=True),
         packed(GSPO, million, 512, COLD_GOALS, cold=True),
         packed(FIBERPO, million, 512, TWO_LEVEL_COLD_GOALS, cold=True),
-        packed(FIBERPO, million, 512, TWO_LEVEL_GOALS, compiled=True),
+        packed(FIBERPO, million, 512, TWO_LEVEL_GOALS, compiled=True, masked=True),
+        packed(FIBERPO, million, 512),
         packed(FIBERPO, million, 50_000),
         packed(PPO, million, 512, compiled=True),
         packed(GSPO, million, 512, compiled=True),

@@ -133,7 +133,7 @@ def verl_case(name: str, *, rows: int, length: int, full: bool, backend: str | N
         flops_per_unit=STATISTICS + TOKEN_GATE,
         ours=ours(gate, data, batch, backend, {}),
         peers=others,
-        floor=floor(FIBERPO, data),
+        floor=floor(FIBERPO, data, data.mask.flatten()),
         truth=None if full else functools.partial(truth, gate, data, batch),
     )
 

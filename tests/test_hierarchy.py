@@ -342,6 +342,24 @@ def test_a_long_piece_is_shared_by_many_workers(gate, backend):
     raise AssertionError("no example keeps off the branches")
 
 
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("gate", [GATES["fiberpo"], GATES["fiberpo_domain"], TRAJECTORIES], ids=lambda gate: gate.name)
+def test_stretches_of_a_long_piece_are_masked_alike(gate, several, backend):
+    """What workers skip, what they need not look up and what they must, in one row."""
+    for seed in range(16):
+        example = Example(seed, (3, 9000, 40), masked=False, several=several, gaps=False)
+        draw = torch.Generator().manual_seed(seed)
+        long_row = example.mask[3:9003]
+        long_row[1500:4200] = False
+        long_row[4200:4900] = torch.rand(700, generator=draw) < 0.5
+        long_row[6141:8189] = False
+        example.logp[~example.mask] = torch.nan
+        if clear_of_branches(example, gate):
+            assert_the_definition(example, gate, backend)
+            return
+    raise AssertionError("no example keeps off the branches")
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @every_gate
 def test_what_else_is_asked_for_changes_no_bit(gate, masked, backend="cpu"):
@@ -350,7 +368,7 @@ def test_what_else_is_asked_for_changes_no_bit(gate, masked, backend="cpu"):
     opened = 0
     for spread in (0.0, 0.01, 0.04, 0.3):  # with 0.04 levels are open that tokens are beyond the clip of
         for several in (False, True):
-            example = Example(3, (5, 0, 2500, 1, 130, 1025, 3, 16), spread, masked, several)
+            example = Example(3, (5, 0, 4500, 1, 130, 1025, 3, 16), spread, masked, several)
             plain = example.run(gate, backend)
             logp = example.logp.clone().requires_grad_()
             keywords = {"weights": example.weights, "advantage_level": "row", "return_tokens": True, "backend": backend}

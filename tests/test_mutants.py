@@ -218,12 +218,22 @@ MUTANTS = {
     ),
     "cpu: what is clipped from above is lost twice": (
         "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_plain.h",
-        "found.below = not_above_count.total()", "found.below = found.present",
+        "counts.below += not_above -", "counts.below += present -",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": True},
+    ),
+    "cpu: falling tokens receive what rising ones do": (
+        "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_plain.h",
+        "blend(falls, fall, rise)", "rise",
+        "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": False},
+    ),
+    "cpu: a stretch goes on in tiles that are masked otherwise": (
+        "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_pieces.h",
+        "next * kTile < end && masked[next] == kind", "next * kTile < end",
+        "test_hierarchy.test_stretches_of_a_long_piece_are_masked_alike", {"gate": gates.fiberpo(), "several": False},
     ),
     "cpu: flows of two tiles reach tokens of the row before": (
         "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy.cpp",
-        "add_flow_to_plain(calls.of(masked).args, at, begin, n,", "add_flow_to_plain(calls.of(masked).args, at, 0, n,",
+        "add_to_plain(calls.of(masked).args, at, begin, n,", "add_to_plain(calls.of(masked).args, at, 0, n,",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": False},
     ),
     "cpu: leave-one-out is the plain mean": (

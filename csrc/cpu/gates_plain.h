@@ -74,7 +74,7 @@ HPO_INLINE bool guess_near(bool near, const Sweep& sweep) {
 template <bool kTakenForNear>
 HPO_INLINE bool settle_plain(const PlainSums& sums, int64_t tokens, Partial& partial, bool& near) {
   near = sums.within(kNear);
-  if (!near && (kTakenForNear || !sums.within(kStatisticSaturation))) return false;
+  if (!near && (kTakenForNear || !sums.within(tokens > kTile ? kStatisticSaturation / 2 : kStatisticSaturation))) return false;
   near &= tokens >= kGroup;
   sums.add_to(partial);
   partial.slots[kTokens] += double(tokens);
@@ -225,7 +225,7 @@ struct FixedSum {
 
   int64_t total(const Floats about[kParts]) const {
     Unsigned low = modulo[0];
-    Floats near = about[0];  // off by less than 1/2 even at its largest, kTile kStatisticSaturation
+    Floats near = about[0];  // off by less than 1/2 even at its largest, kTile kStatisticSaturation; see kLongTile
     for (int part = 1; part < kParts; ++part) low += modulo[part], near += about[part];
     const int64_t rest = int32_t(sum_lanes(low));
     const double lost = ::rint(double(sum_lanes(near)) - double(rest) / kFixedPoint);

@@ -20,16 +20,22 @@ enum class Masked : uint8_t { none, some, all };
 
 inline Masked masked_tokens(const uint8_t* mask, int64_t first, int n) {
   if (!mask) return Masked::none;
-  uint64_t not_one = 0, not_zero = 0;  // eight tokens at a time
-  int i = 0;
-  for (; i + 8 <= n; i += 8) {
-    uint64_t bytes;
-    std::memcpy(&bytes, mask + first + i, sizeof bytes);
-    not_one |= bytes ^ 0x0101010101010101u;
-    not_zero |= bytes;
+  const uint8_t* bytes = mask + first;
+  constexpr int kBytes = sizeof(Unsigned);
+  Unsigned not_one = {}, not_zero = {};
+  const auto look = [&](int i) __attribute__((always_inline)) {
+    const Unsigned tokens = load_lanes<Unsigned>(bytes + i);
+    not_one |= tokens ^ 0x01010101u, not_zero |= tokens;
+  };
+  uint8_t one_not_one = 0, one_not_zero = 0;
+  if (n < kBytes) {
+    for (int i = 0; i < n; ++i) one_not_one |= bytes[i] ^ 1u, one_not_zero |= bytes[i];
+  } else {
+    for (int i = 0; i + kBytes <= n; i += kBytes) look(i);
+    look(n - kBytes);  // some for the second time, which does not matter
   }
-  for (; i < n; ++i) not_one |= mask[first + i] ^ 1u, not_zero |= mask[first + i];
-  return not_one == 0 ? Masked::none : (not_zero == 0 ? Masked::all : Masked::some);
+  if (one_not_one == 0 && !any(present_lanes(Ints(not_one)))) return Masked::none;
+  return one_not_zero == 0 && !any(present_lanes(Ints(not_zero))) ? Masked::all : Masked::some;
 }
 
 // A call, and the same without its mask for tiles in which that masks nothing.

@@ -79,7 +79,7 @@ void add_log_ratios(const Tile& tile, const float* entering, int n, bool split, 
 
 // The levels above the tokens of one piece, which has some. segment(k): the sums of its segment at level k.
 template <class SegmentAt>
-void gate_piece(const Pieces& pieces, int64_t p, const SegmentAt& segment, PieceGate& gate, LevelSlopes& slopes) {
+HPO_INLINE void gate_piece(const Pieces& pieces, int64_t p, const SegmentAt& segment, PieceGate& gate, LevelSlopes& slopes) {
   // Advantages of rows have one sign here.
   const PolicyLossArgs& args = pieces.args;
   const int negative = !args.advantage_per_token && args.advantages[pieces.row(p)] < 0.0f;
@@ -214,6 +214,8 @@ struct Scratch {
   Tile tile;
   Segments whole;
   TokenTerms terms;
+  Masked masked[kTilesOfBlock];  // on the grid of lines
+  OpenTokens open;
   Partial counted;  // what later sweeps count once more
 };
 
@@ -225,39 +227,78 @@ struct Sweeps {
   const TokenPlan& plan;
   const Call& call = calls.masked;
 
-  // The first sweep; returns whether the others may take every tile for plain.
-  bool measure(const Block& block, Scratch& scratch, Partial& partial, LogRatios& sums) const {
-    const bool may = may_be_plain(call.args) && !call.args.target;
-    Tile& tile = scratch.tile;
-    bool plain = may && !plan.term_loop && !plan.driven;
-    const bool as_they_are = !plan.term.pre_gated && !plan.term.mean_exp, split = plan.hierarchy.split;
-    for_each_tile_of(block, kGridOfLines, [&](int64_t at, int begin, int n) {  // log-ratios are added up as integers
-      const Masked masked = masked_tokens(call.args.mask, at + begin, n - begin);
-      if (may && masked == Masked::all) return;
-      scratch.whole.set(block.row, begin, n);
-      const Call& here = calls.of(masked);
-      RowLogRatios row;
-      if (may && as_they_are && plan.measure_plain(here.args, at, scratch.whole, tile, space.seen, partial, &row)) {
-        return sums.add({row.valid, {split ? row.rising : row.fixed, split ? row.rising - row.fixed : 0}});
-      }
-      if (as_they_are || !may || !measure_plain(here, at, n, scratch.whole, tile, space.seen, partial)) {
-        hpo::HPO_ISA::measure(here, at, n, scratch.whole, tile, space.seen, partial);
-        plain &= !tile.exceptional && tile.chosen == tile.kind;
-      }
-      if (plan.hierarchy.depth == 0) return;
-      add_log_ratios(tile, load_aggregated(plan.term, tile, n, scratch.terms), n, split, sums);
+  void look_at_mask(const Block& block, Scratch& scratch) const {
+    if (!call.args.mask) return;
+    int tile = 0;
+    for_each_tile_of(block, kGridOfLines, [&](int64_t at, int begin, int end) {
+      scratch.masked[tile++] = masked_tokens(call.args.mask, at + begin, end - begin);
     });
+  }
+
+  // The first sweep, of a block whose mask was looked at; returns whether the others may take every tile for plain.
+  bool measure(const Block& block, Scratch& scratch, Partial& partial, LogRatios& sums) const {
+    const bool may = plan.may_be_plain;
+    bool plain = may && !plan.term_loop && !plan.driven;
+    for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
+      if (may && masked == Masked::all) return;
+      const Call& here = calls.of(masked);
+      for_each_part(begin, end, kLongTile, [&](int from, int to) {
+        if (measure_plain_part(here, block.row, at, from, to, scratch, partial, sums)) return;
+        for_each_part(from, to, kTile, [&](int first, int stop) {
+          if (stop - first < to - from && measure_plain_part(here, block.row, at, first, stop, scratch, partial, sums)) return;
+          const int tile = first / kTile * kTile;
+          plain &= measure_tile(here, block.row, at + tile, first - tile, stop - tile, scratch, partial, sums);
+        });
+      });
+    });
+    return plain;
+  }
+
+  // The tokens [begin, end) behind the first at once, if they are plain and their log-ratios enter the gates as they are.
+  bool measure_plain_part(const Call& here, int64_t row, int64_t first, int begin, int end, Scratch& scratch, Partial& partial,
+                          LogRatios& sums) const {
+    if (!plan.may_be_plain || !plan.as_they_are) return false;
+    const bool split = plan.hierarchy.split;
+    RowLogRatios found;
+    scratch.whole.set(row, begin, end);
+    if (!plan.measure_plain(here.args, first, scratch.whole, scratch.tile, space.seen, partial, &found)) return false;
+    sums.add({found.valid, {split ? found.rising : found.fixed, split ? found.rising - found.fixed : 0}});
+    return true;
+  }
+
+  // Those of one tile, whatever they are; returns whether they are plain.
+  bool measure_tile(const Call& here, int64_t row, int64_t first, int begin, int end, Scratch& scratch, Partial& partial,
+                    LogRatios& sums) const {
+    Tile& tile = scratch.tile;
+    bool plain = true;
+    scratch.whole.set(row, begin, end);
+    if (plan.as_they_are || !plan.may_be_plain || !measure_plain(here, first, end, scratch.whole, tile, space.seen, partial)) {
+      hpo::HPO_ISA::measure(here, first, end, scratch.whole, tile, space.seen, partial);
+      plain = !tile.exceptional && tile.chosen == tile.kind;
+    }
+    if (plan.hierarchy.depth > 0) {  // log-ratios are added up as integers
+      add_log_ratios(tile, load_aggregated(plan.term, tile, end, scratch.terms), end, plan.hierarchy.split, sums);
+    }
     return plain;
   }
 
   // The second: loss, gradient of the token's own path, and the flow into aggregates.
   void finish(const Block& block, const PieceGate& piece, bool plain, Scratch& scratch, Partial& partial, Flow& flow) const {
-    const bool open = plain && finish_open(block, piece, scratch, partial, flow);
-    if (open && !call.args.token_loss) return;
+    const OpenLevels levels = open_levels(block, piece, plain);
+    if (levels.open) {
+      look_at_mask(block, scratch);
+      count(block, levels, scratch, partial, flow);
+      write(block, piece, Arriving{}, scratch, partial);
+    } else {
+      finish_closed(block, piece, plain, scratch, partial, flow);
+    }
+  }
+
+  void finish_closed(const Block& block, const PieceGate& piece, bool plain, Scratch& scratch, Partial& partial,
+                     Flow& flow) const {
     FlowLanes lanes;
     const BlockGate gate = {plan, piece, block.row, scratch.terms, lanes};
     if (plain && call.args.token_loss) write_token_losses(block, gate, scratch);
-    if (open) return;
     for_each_tile_of(block, kGridOfBlock, [&](int64_t at, int, int n) {
       if (plain) {
         const Masked masked = masked_tokens(call.args.mask, at, n);
@@ -285,45 +326,64 @@ struct Sweeps {
     });
   }
 
-  // Loss and gradient of a plain block, if it is under open levels.
-  bool finish_open(const Block& block, const PieceGate& piece, Scratch& scratch, Partial& partial, Flow& flow) const {
+  OpenLevels open_levels(const Block& block, const PieceGate& piece, bool plain) const {
+    if (!plain || !plan.opens) return {};
+    const int sign = call.args.advantages[block.row] < 0.0f;
+    return OpenLevels(piece, sign, plan.hierarchy.split, plan.bounds.low[sign], plan.bounds.high[sign]);
+  }
+
+  // Of a plain block under open levels, what is clipped, which tokens are not, and what flows into aggregates.
+  void count(const Block& block, const OpenLevels& levels, Scratch& scratch, Partial& partial, Flow& flow) const {
     const float advantage = call.args.advantages[block.row], coefficient = call.args.weights[block.row] * advantage;
-    const int sign = advantage < 0.0f;
     const bool split = plan.hierarchy.split;
-    const OpenLevels levels(piece, sign, split, plan.bounds.low[sign], plan.bounds.high[sign]);
-    if (!plan.open_loops[0] || !levels.open) return false;
-    for_each_tile_of(block, kGridOfLines, [&](int64_t at, int begin, int end) {
-      const Masked masked = masked_tokens(call.args.mask, at + begin, end - begin);
-      if (masked == Masked::all) return clear_gradient(call.args, at + begin, end - begin);
-      const PolicyLossArgs& args = calls.of(masked).args;
-      float* grad = args.grad ? args.grad + at : scratch.tile.grad;
-      const OpenTile found = plan.open_loops[args.mask != nullptr](levels, args, at, begin, end, coefficient, grad);
-      found.counts(sign ? kNegative : kPositive).add_to(partial.slots);
-      found.add_loss_to(partial.sums[kLossSum]);
-      if (!plan.carries) return;
-      // Multiples of one number, so that their sum has no order. By sign levels with one slope hand nothing up.
-      flow.past_token[0] += split ? found.loss_above : found.loss_above + found.loss_below;
-      flow.past_token[1] += split ? found.loss_below : 0.0;
+    const ClippedLoss clipped(levels, split, coefficient);  // ready by the time that it is needed
+    OpenTokens& open = scratch.open;
+    OpenCounts counts;
+    for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
+      if (masked == Masked::all) return;
+      plan.open_loops.count[masked == Masked::some](levels, call.args, at, begin, end, open.inside_and_falling, counts);
     });
-    return true;
+    counts.add_to(partial.slots, advantage < 0.0f);
+    const double above = clipped.of_above(counts), below = clipped.of_below(counts);
+    partial.sums[kLossSum][0] += above + below;
+    if (!plan.carries) return;
+    // Multiples of one number, so that their sum has no order. By sign levels with one slope hand nothing up.
+    flow.past_token[0] = split ? above : above + below;
+    flow.past_token[1] = split ? below : 0.0;
+  }
+
+  // Loss and gradient of a block that is counted.
+  void write(const Block& block, const PieceGate& piece, const Arriving& arriving, Scratch& scratch, Partial& partial) const {
+    const PolicyLossArgs& args = call.args;
+    const float coefficient = args.weights[block.row] * args.advantages[block.row];
+    const OpenTokens& open = scratch.open;
+    for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
+      if (masked == Masked::all) return clear_gradient(args, at + begin, end - begin);
+      plan.open_loops.write[masked == Masked::some][!arriving.nothing()](
+          args, at, begin, end, coefficient, open.inside_and_falling, arriving, partial.sums[kLossSum]);
+    });
+    if (!args.token_loss) return;
+    FlowLanes lanes;
+    write_token_losses(block, BlockGate{plan, piece, block.row, scratch.terms, lanes}, scratch);
   }
 
   // The third, where something saturated: the gradient that arrives through aggregates. Elsewhere what is written stands.
-  void receive(const Block& block, float rising, float falling, bool plain, Scratch& scratch) const {
-    if (rising == 0.0f && falling == 0.0f) return;
+  void receive(const Block& block, const Arriving& arriving, bool plain, Scratch& scratch) const {
+    if (arriving.nothing()) return;
     Tile& tile = scratch.tile;
     for_each_tile_of(block, kGridOfLines, [&](int64_t at, int begin, int n) {
       if (plain) {
         const Masked masked = masked_tokens(call.args.mask, at + begin, n - begin);
         if (masked == Masked::all) return;
-        return add_flow_to_plain(calls.of(masked).args, at, begin, n, rising, falling);
+        return add_to_plain(calls.of(masked).args, at, begin, n, arriving);
       }
       scratch.whole.set(block.row, begin, n);
       load(call, at, n, scratch.whole, true, tile, scratch.counted);
       float* __restrict grad = call.args.grad + at;
       for (int i = begin; i < n; ++i) {
         const bool receives = tile.kind[i] != kAbsent && tile.infinite[i] == 0;
-        grad[i] += keep_if(receives, plan.term.through_pre_gate(tile, i, tile.x[i] < 0.0f ? falling : rising));
+        grad[i] +=
+            keep_if(receives, plan.term.through_pre_gate(tile, i, tile.x[i] < 0.0f ? arriving.falling : arriving.rising));
       }
     });
   }
@@ -335,17 +395,26 @@ struct Sweeps {
     if (plan.hierarchy.depth > 0 && sums.valid > 0) {
       gate_piece(pieces, block.piece, [&](int) { return sums; }, gate, slopes);
     }
+    const OpenLevels levels = open_levels(block, gate, plain);
     Flow flow = {};
-    finish(block, gate, plain, scratch, partial, flow);
-    if (!plan.carries || plan.hierarchy.levels[0].routing != Routing::through) return;
-    const auto arriving = [&](int channel) {  // as if in tables
+    if (levels.open) count(block, levels, scratch, partial, flow);
+    else finish_closed(block, gate, plain, scratch, partial, flow);
+    const Arriving arriving = returning(flow, sums);
+    if (levels.open) write(block, gate, arriving, scratch, partial);
+    else receive(block, arriving, plain, scratch);
+  }
+
+  // What a piece that stands alone hands up comes back to it, as if by way of the tables.
+  Arriving returning(const Flow& flow, const LogRatios& sums) const {
+    if (!plan.carries || plan.hierarchy.levels[0].routing != Routing::through) return {};
+    const auto arriving = [&](int channel) {
       const double handed = flow.past_token[channel];
       if (handed == 0.0) return 0.0f;
       const int64_t largest = magnitude_of(handed);
       return float(arrived(in_steps(handed, largest), largest) / shares(plan.hierarchy, 0, channel, [&](int) { return sums; }));
     };
     const float rising = arriving(0), falling = arriving(1);
-    receive(block, rising, plan.hierarchy.split ? falling : rising, plain, scratch);
+    return {rising, plan.hierarchy.split ? falling : rising};
   }
 };
 
@@ -385,6 +454,7 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
       Partial partial;
       pieces.for_each_block(task, [&](const Block& block) {
         LogRatios sums = {};
+        sweeps.look_at_mask(block, scratch);
         const bool plain = sweeps.measure(block, scratch, partial, sums);
         if (pieces.stands_alone(block.piece)) return sweeps.settle(block, sums, plain, scratch, partial);
         (block.begins ? space.log_ratios[block.piece] : space.log_ratios_of_blocks[task]) = sums;
@@ -424,7 +494,7 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
     deliver(pieces, space, threads);
     for_each_block_together([&](int64_t task, const Block& block, Scratch& scratch) {
       const auto& delivered = space.delivered[block.piece];
-      sweeps.receive(block, delivered[0], delivered[1], space.plain_at(task, block), scratch);
+      sweeps.receive(block, {delivered[0], delivered[1]}, space.plain_at(task, block), scratch);
     });
   }
 }

@@ -6,9 +6,8 @@
 // in it nor in its piece.
 
 #pragma once
+#include "gates_tile.h"
 #include "hpo/hierarchy.h"
-#include "lanes.h"
-#include "rows.h"
 
 namespace hpo::HPO_ISA {
 
@@ -92,6 +91,20 @@ inline void gather_blocks(const Pieces& pieces, const Sums* of_blocks, Sums* of_
   }
 }
 
+// Calls body(from, to) for the parts of [begin, end) between multiples of `size`.
+template <class Body>
+inline void for_each_part(int begin, int end, int size, const Body& body) {
+  for (int to; begin < end; begin = to) {
+    to = (begin / size + 1) * size < end ? (begin / size + 1) * size : end;
+    body(begin, to);
+  }
+}
+
+// Where the block does, a tile begins: what is summed by lane has the same bits wherever the block lies.
+constexpr int kGridOfBlock = 1;
+// No vector lies in two lines of the cache, if tensors begin with one.
+constexpr int kGridOfLines = kLine / sizeof(float);
+
 // Calls body(tile, begin, end) for the tiles of a block: its tokens [begin, end) behind token `tile`, a multiple of `grid`.
 template <class Body>
 inline void for_each_tile_of(const Block& block, int grid, const Body& body) {
@@ -102,9 +115,21 @@ inline void for_each_tile_of(const Block& block, int grid, const Body& body) {
   }
 }
 
-// Where the block does, a tile begins: what is summed by lane has the same bits wherever the block lies.
-constexpr int kGridOfBlock = 1;
-// No vector lies in two lines of the cache, if tensors begin with one.
-constexpr int kGridOfLines = kLine / sizeof(float);
+constexpr int kTilesOfBlock = kChunk / kTile + 1;
+
+// The same for stretches as long as tiles follow one another that are masked alike. Null: there is no mask.
+template <class Body>
+inline void for_each_stretch_of(const Block& block, const Masked* masked, const Body& body) {
+  const int64_t tile = block.first / kGridOfLines * kGridOfLines;
+  const int first = int(block.first - tile), end = first + int(block.tokens);
+  if (!masked) return body(Masked::none, tile, first, end);
+  for (int begin = first, stop; begin < end; begin = stop) {
+    int next = begin / kTile;
+    const Masked kind = masked[next];
+    while (next * kTile < end && masked[next] == kind) ++next;
+    stop = next * kTile < end ? next * kTile : end;
+    body(kind, tile, begin, stop);
+  }
+}
 
 }  // namespace hpo::HPO_ISA

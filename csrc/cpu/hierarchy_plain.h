@@ -1,6 +1,7 @@
 // Plain tiles under open gates: every level above their tokens passes its residual on as it is, and the token gate is a clip.
-// That is most of a batch most of the time. What is clipped nowhere keeps its ratio, which the first sweep left, and what is
-// clipped has one value for each bound, so that it need only be counted.
+// That is most of a batch most of the time. What is clipped has one value for each bound, so that it need only be counted; what
+// is not keeps its ratio, which the first sweep left. One loop counts and says which is which, from that follows what reaches
+// tokens through aggregates, and another loop writes the gradient once, with all that is in it.
 #pragma once
 #include "gates_call.h"
 #include "hierarchy_terms.h"
@@ -10,11 +11,12 @@ namespace hpo::HPO_ISA {
 
 // The levels of one piece, for the sign of its advantage.
 struct OpenLevels {
-  bool open;
+  bool open = false;
   float z, mean[2], low, high;
 
+  OpenLevels() = default;
   OpenLevels(const PieceGate& piece, int sign, bool split, float low, float high)
-      : open(false), z(piece.z[sign]), mean{piece.mean[0], piece.mean[1]}, low(low), high(high) {
+      : z(piece.z[sign]), mean{piece.mean[0], piece.mean[1]}, low(low), high(high) {
     const auto passes = [&](int channel) { return piece.slope[channel][sign] == 1.0f && piece.own[channel][sign] == 0.0f; };
     if (piece.bent[sign] || !passes(0)) return;
     // Nothing here may saturate, neither the channel that a token is not in nor the exponent, or overflow in a GroupSum.
@@ -24,73 +26,115 @@ struct OpenLevels {
   }
 };
 
-// What the tokens of a tile are and add up to.
-struct OpenTile {
-  int32_t present, above, below;
-  double loss_above, loss_below, loss_inside[kLanes];  // what is lost flows into levels above the tokens, too
+// Which tokens of a block pass their own gate, and which fall, by vector.
+struct OpenTokens {
+  MaskPair inside_and_falling[(kChunk + 2 * kLanes) / kWidth];
+};
 
-  GateCounts counts(int32_t kind) const {
-    GateCounts found;
-    found.chosen = present * kind, found.above = above * kind, found.below = below * kind;
-    return found;
-  }
+// Of the tokens of a block.
+struct OpenCounts {
+  int32_t present = 0, above = 0, below = 0;
 
-  void add_loss_to(double* sums) const {
-    add_to_lanes(loss_inside, sums);
-    sums[0] += loss_above + loss_below;
+  // All of one piece, whose advantage has one sign.
+  void add_to(double* slots, bool negative) const {
+    slots[kSelected] += double(present);
+    slots[negative ? kClippedLowNegative : kClippedLowPositive] += double(below);
+    slots[negative ? kClippedHighNegative : kClippedHighPositive] += double(above);
   }
 };
 
-// kKept: e^x stands in the place of the gradient.
-template <bool kSplit, bool kMasked, bool kKept>
-OpenTile open_loop(const OpenLevels& levels, const PolicyLossArgs& args, int64_t first, int begin, int end, float coefficient,
-                   float* grad) {
+// Counts the tokens [begin, end) behind the first, and says which are inside and which fall.
+using CountOpen = void (*)(const OpenLevels&, const PolicyLossArgs&, int64_t first, int begin, int end,
+                           MaskPair* inside_and_falling, OpenCounts&);
+
+template <bool kSplit, bool kMasked>
+void count_open(const OpenLevels& levels, const PolicyLossArgs& args, int64_t first, int begin, int end,
+                MaskPair* inside_and_falling, OpenCounts& counts) {
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   const uint8_t* mask = kMasked ? args.mask + first : nullptr;
-  const Floats a = all<Floats>(coefficient), low = all<Floats>(levels.low), high = all<Floats>(levels.high);
+  const Floats low = all<Floats>(levels.low), high = all<Floats>(levels.high);
   // Under a split what rises is never below a bound of its channel, and what falls never above.
   const Floats rising_mean = all<Floats>(levels.mean[0]), falling_mean = kSplit ? all<Floats>(-levels.mean[1]) : rising_mean;
-  OpenTile found = {};
-  GroupSum loss(found.loss_inside);
-  LaneCount present_count, not_above_count, inside_count;
-  const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
+  LaneCount present_count;
+  Ints not_above_sum = {}, inside_sum = {};  // of few instructions
+  for_each_vector(begin, end, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
     constexpr bool kWhole = decltype(whole)::value;
     const Mask present = kMasked ? present_own<kWhole>(own, mask + i) : own;
     const Floats x = load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i);
     const Mask not_above = both(present, at_least(high, x - rising_mean));
     const Mask inside = both(not_above, at_least(x - falling_mean, low));
-    const Floats ratio = kKept ? load_own<kWhole>(own, grad + i) : exp_of_number(x);
-    const Floats value = keep_if(inside, policy_value(a, ratio));
-    loss.add(part, all_lanes(), value);
     if (kMasked) present_count.add(present);
-    not_above_count.add(not_above), inside_count.add(inside);
-    store_own<kWhole>(own, value, grad + i);
+    not_above_sum = add_where(not_above, Ints{} + 1, not_above_sum);
+    inside_sum = add_where(inside, Ints{} + 1, inside_sum);
+    inside_and_falling[unsigned(i) / kWidth] = {bits_of(inside), bits_of(less(x, Floats{}))};
+  });
+  const int32_t present = kMasked ? present_count.total() : end - begin, not_above = sum_lanes(not_above_sum);
+  counts.present += present, counts.above += present - not_above, counts.below += not_above - sum_lanes(inside_sum);
+}
+
+// What a token loses that is clipped, by bound.
+struct ClippedLoss {
+  float above, below;
+
+  ClippedLoss(const OpenLevels& levels, bool split, float coefficient)
+      : above(policy_value(coefficient, exp(levels.z + levels.high + (split ? levels.mean[1] : 0.0f)))),
+        below(policy_value(coefficient, exp((split ? levels.z - levels.mean[0] : levels.z) + levels.low))) {}
+
+  // Nothing is clipped at a bound that is infinite.
+  double of_above(const OpenCounts& counts) const { return counts.above == 0 ? 0.0 : double(counts.above) * double(above); }
+  double of_below(const OpenCounts& counts) const { return counts.below == 0 ? 0.0 : double(counts.below) * double(below); }
+};
+
+// What reaches the tokens of a piece through aggregates.
+struct Arriving {
+  float rising = 0.0f, falling = 0.0f;
+
+  bool nothing() const { return rising == 0.0f && falling == 0.0f; }
+};
+
+// Writes the gradient of these tokens, if anybody wants it, and adds to the lanes of the loss what those inside lose.
+using WriteOpen = void (*)(const PolicyLossArgs&, int64_t first, int begin, int end, float coefficient,
+                           const MaskPair* inside_and_falling, const Arriving&, double* lost);
+
+// kKept: e^x stands in the place of the gradient. kFlows: something arrives.
+template <bool kMasked, bool kKept, bool kFlows>
+void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, float coefficient,
+                const MaskPair* inside_and_falling, const Arriving& arriving, double* lost) {
+  float* grad = args.grad ? args.grad + first : nullptr;
+  const float* logp = args.logp + first;
+  const float* old_logp = args.old_logp ? args.old_logp + first : logp;
+  const uint8_t* mask = kMasked ? args.mask + first : nullptr;
+  const Floats a = all<Floats>(coefficient), rise = all<Floats>(arriving.rising), fall = all<Floats>(arriving.falling);
+  GroupSum loss(lost);
+  const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
+    constexpr bool kWhole = decltype(whole)::value;
+    const Floats ratio = kKept ? load_own<kWhole>(own, grad + i)
+                               : exp_of_number(load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i));
+    Mask inside, falls;
+    load_masks(inside_and_falling + unsigned(i) / kWidth, inside, falls);
+    Floats value = keep_if(inside, policy_value(a, ratio));
+    loss.add(part, all_lanes(), value);
+    if (kFlows) {
+      const Floats flow = blend(falls, fall, rise);
+      value += kMasked ? keep_if(present_own<kWhole>(own, mask + i), flow) : flow;
+    }
+    if (kKept || grad) store_own<kWhole>(own, value, grad + i);
   };
   for_each_vector(begin, end, step, [&]() __attribute__((always_inline)) { loss.end(); });
   loss.end();
-  found.present = kMasked ? present_count.total() : end - begin;
-  found.above = found.present - not_above_count.total(), found.below = not_above_count.total() - inside_count.total();
-  const auto clipped = [&](int32_t count, float z) {
-    return count == 0 ? 0.0 : double(count) * double(policy_value(coefficient, exp(z)));
-  };
-  found.loss_above = clipped(found.above, levels.z + levels.high + (kSplit ? levels.mean[1] : 0.0f));
-  found.loss_below = clipped(found.below, (kSplit ? levels.z - levels.mean[0] : levels.z) + levels.low);
-  return found;
 }
 
-// The tokens [begin, end) behind the first, whose gradient is `grad`.
-using OpenLoop = OpenTile (*)(const OpenLevels&, const PolicyLossArgs&, int64_t first, int begin, int end, float coefficient,
-                              float* grad);
+// The loops of one call, [by mask] and [by mask, something arrives].
+struct OpenLoops {
+  CountOpen count[2];
+  WriteOpen write[2][2];
 
-template <bool kSplit>
-OpenLoop pick_open_loop(bool masked, bool kept) {
-  if (masked) return kept ? open_loop<kSplit, true, true> : open_loop<kSplit, true, false>;
-  return kept ? open_loop<kSplit, false, true> : open_loop<kSplit, false, false>;
-}
-
-inline OpenLoop pick_open_loop(bool split, bool masked, bool kept) {
-  return split ? pick_open_loop<true>(masked, kept) : pick_open_loop<false>(masked, kept);
-}
+  OpenLoops(bool split, bool kept)
+      : count{split ? count_open<true, false> : count_open<false, false>,
+              split ? count_open<true, true> : count_open<false, true>},
+        write{{kept ? write_open<false, true, false> : write_open<false, false, false>, write_open<false, true, true>},
+              {kept ? write_open<true, true, false> : write_open<true, false, false>, write_open<true, true, true>}} {}
+};
 
 }  // namespace hpo::HPO_ISA

@@ -130,26 +130,35 @@ inline TokenLoop pick_token_loop(const GateStructure& structure, bool split, boo
 // Which loss and gradient every call computes, and what its loops need.
 struct TokenPlan {
   const Hierarchy& hierarchy;
+  TermPlan term;
+  TermLoop term_loop;  // null: the gate asks for no more than the loops below
   TokenLoop loop;
   PlainLoop plain_loop;
+  bool may_be_plain;
+  bool as_they_are;  // log-ratios enter the gates
+  bool opens;  // a plain tile may be under open gates: the token gate is a clip, and the loss A e^z
+  bool keeps_ratios;  // in the place of the gradient, for these tiles
+  OpenLoops open_loops;
+  MeasurePlain measure_plain;
   TokenBounds bounds;
   float keep;  // 0 where the finest level takes the place of the token's own slope
   bool driven;  // tokens have bounds of their own
   bool carries;  // some level hands gradient through its aggregate
   bool by_sign;  // and it is not the finest
-  OpenLoop open_loops[2];  // of plain tiles, by mask; null: this gate is none that they know
-  MeasurePlain measure_plain;  // and what they go by
-  TermPlan term;
-  TermLoop term_loop;  // null: the gate asks for no more than the loops above
 
   TokenPlan(const Call& call, const Hierarchy& hierarchy)
       : hierarchy(hierarchy),
-        open_loops(),
-        measure_plain(pick_measure_plain(hierarchy.split, false)),
         term(call, hierarchy),
-        term_loop(nullptr) {
+        term_loop(hierarchy.term.present ? pick_term_loop(call.structure.head) : nullptr),
+        loop(),
+        plain_loop(pick_plain_loop(call.structure, hierarchy.split)),
+        may_be_plain(HPO_ISA::may_be_plain(call.args) && !call.args.target),
+        as_they_are(!term.pre_gated && !term.mean_exp),
+        opens(call.structure.token == TokenGate::clip && term.keep != 0.0f && call.structure.head == Head::linear),
+        keeps_ratios(opens && call.args.grad && hierarchy.depth > 0 && as_they_are),
+        open_loops(hierarchy.split, keeps_ratios),
+        measure_plain(pick_measure_plain(hierarchy.split, keeps_ratios)) {
     const GateStructure& structure = call.structure;
-    if (hierarchy.term.present) term_loop = pick_term_loop(structure.head);
     const bool clips = structure.token == TokenGate::clip;
     bool through = false;
     by_sign = false;
@@ -167,11 +176,6 @@ struct TokenPlan {
     carries = through && structure.head != Head::score && call.args.grad;
     by_sign &= carries;
     loop = pick_token_loop(structure, hierarchy.split, driven);
-    plain_loop = pick_plain_loop(structure, hierarchy.split);
-    if (!clips || keep == 0.0f || structure.head != Head::linear) return;
-    const bool keeps = call.args.grad && hierarchy.depth > 0 && !term.pre_gated && !term.mean_exp;
-    for (int masked = 0; masked < 2; ++masked) open_loops[masked] = pick_open_loop(hierarchy.split, masked, keeps);
-    measure_plain = pick_measure_plain(hierarchy.split, keeps);
   }
 };
 
@@ -276,14 +280,14 @@ struct BlockGate {
 };
 
 // Adds to the gradient of a plain tile what arrives at its tokens through aggregates.
-inline void add_flow_to_plain(const PolicyLossArgs& args, int64_t first, int begin, int end, float rising, float falling) {
+inline void add_to_plain(const PolicyLossArgs& args, int64_t first, int begin, int end, const Arriving& arriving) {
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   float* grad = args.grad + first;
   for_each_vector(begin, end, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
     constexpr bool kWhole = decltype(whole)::value;
     const Floats x = load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i);
-    const Floats flow = blend(less(x, Floats{}), all<Floats>(falling), all<Floats>(rising));
+    const Floats flow = blend(less(x, Floats{}), all<Floats>(arriving.falling), all<Floats>(arriving.rising));
     const Floats here = args.mask ? keep_if(present_own<kWhole>(own, args.mask + first + i), flow) : flow;
     store_own<kWhole>(own, load_own<kWhole>(own, grad + i) + here, grad + i);
   });

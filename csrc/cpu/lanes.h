@@ -140,6 +140,36 @@ HPO_INLINE Floats smaller_where(Mask mask, Floats x, Floats least) { return mask
 HPO_INLINE Floats larger_where(Mask mask, Floats x, Floats most) { return mask ? (x > most ? x : most) : most; }
 #endif
 
+// Two masks as they are kept, a bit for each lane.
+struct MaskPair {
+  uint16_t first, second;
+};
+
+HPO_INLINE uint16_t bits_of(Mask mask) {
+#if defined(__AVX512F__)
+  return mask;
+#elif defined(__AVX2__)
+  return uint16_t(_mm256_movemask_ps(__m256(mask)));
+#else
+  uint32_t bits = 0;
+  for (int lane = 0; lane < kWidth; ++lane) bits |= uint32_t(mask[lane]) & (1u << lane);
+  return uint16_t(bits);
+#endif
+}
+
+// Both come with one load.
+HPO_INLINE void load_masks(const MaskPair* from, Mask& first, Mask& second) {
+  uint32_t bits;
+  std::memcpy(&bits, from, sizeof bits);
+#if defined(__AVX512F__)
+  first = Mask(bits), second = Mask(_kshiftri_mask32(bits, 16));
+#else
+  Ints bit_of_lane = {};
+  for (int lane = 0; lane < kWidth; ++lane) bit_of_lane[lane] = 1 << lane;
+  first = (bit_of_lane & int32_t(bits)) != 0, second = ((bit_of_lane << 16) & int32_t(bits)) != 0;
+#endif
+}
+
 // sums[lane] += values[lane], in double. GCC converts vectors lane by lane; of the intrinsics those that take a mask, because
 // it warns of what is undefined in the others.
 HPO_INLINE void add_as_doubles(Floats values, double* sums) {

@@ -1,6 +1,6 @@
 // policy_loss under a hierarchy of gates: z = g_0(x - a_1) + g_1(a_1 - a_2) + ... + g_K(a_K), any depth in two sweeps over the
-// tokens. A third one only touches pieces to which a saturated gate hands gradient through an aggregate. The definition is
-// hpo_core/reference/gates.py.
+// tokens. A third one only touches pieces to which a saturated gate hands gradient through an aggregate; under open levels it
+// is part of the second, see hierarchy_plain.h. The definition is hpo_core/reference/gates.py.
 //
 // What happens above the tokens depends on a token only through its piece and the sign of its advantage, so it is arithmetic on
 // pieces: sums of log-ratios up, gates, sums of gradients up, and what flows back down.

@@ -1,6 +1,7 @@
 """Every test of an op runs on every backend of this process; what runs stands in the header.
 
-HPO_CORE_TEST_BACKENDS=cpu,triton,... names the backends that must run: one that is missing fails the run.
+HPO_CORE_TEST_BACKENDS=cpu,triton,... names the native backends that run: one that is missing fails the run. Without it
+the tests run on every native backend found here.
 """
 
 import os
@@ -14,10 +15,16 @@ import torch
 
 import hpo_core as hpo
 
+if hpo.backends()["triton"]:
+    from interpreter import patch_once_per_launch
+
+    patch_once_per_launch()
+
 hypothesis.settings.register_profile("tests", deadline=None, database=None, print_blob=True, derandomize=True)
 hypothesis.settings.load_profile("tests")
 
-NATIVE = [name for name, available in hpo.backends().items() if available and name != "reference"]
+NAMED = [name for name in os.environ.get("HPO_CORE_TEST_BACKENDS", "").split(",") if name]
+NATIVE = NAMED or [name for name, available in hpo.backends().items() if available and name != "reference"]
 
 
 def pytest_report_header():
@@ -26,10 +33,9 @@ def pytest_report_header():
 
 
 def pytest_sessionstart():
-    named = [name for name in os.environ.get("HPO_CORE_TEST_BACKENDS", "").split(",") if name]
     found = hpo.backends()
     missing = [
-        f"{name}: {found[name].reason if name in found else 'no such backend'}" for name in named if not found.get(name)
+        f"{name}: {found[name].reason if name in found else 'no such backend'}" for name in NAMED if not found.get(name)
     ]
     if missing:
         pytest.exit(
@@ -41,6 +47,12 @@ def pytest_generate_tests(metafunc):
     """A test that takes ``backend`` runs on each."""
     if "backend" in metafunc.fixturenames:
         metafunc.parametrize("backend", NATIVE)
+
+
+@pytest.fixture
+def native_backends():
+    """For a test whose expectation costs more than the backends do: it is computed once and judged on all of them."""
+    return NATIVE
 
 
 INTERPRETED_EXAMPLES = 25

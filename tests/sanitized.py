@@ -20,7 +20,7 @@ TESTS = [
     f"tests/test_{name}.py"
     for name in (
         "segments", "group_terms", "advantages", "estimators", "token_estimators", "entropy", "entropy_selection",
-        "select_top", "gates", "gate_promises", "gate_inputs", "presets", "hierarchy", "hierarchy_theorems",
+        "select_top", "gates", "promises", "gate_inputs", "presets", "hierarchy", "hierarchy_theorems",
         "hierarchy_degenerate", "level_metrics", "terms", "stages", "spanning", "aggregates", "losses", "metrics",
         "ops",
     )
@@ -28,9 +28,9 @@ TESTS = [
 EMULATION = "tests/test_emulation.py"
 # Few examples: a bad access shows in the first ones, and that values are right is for `make test` to say.
 OPTIONS = ["-p", "no:cacheprovider", "-m", "not long", "--examples", "20"]
-# Triton has nothing to instrument. raw_overflow is a planted fault that ends the process, as test_emulation.py itself
-# checks. Compilers do not run with a sanitizer loaded.
-LEFT_OUT = "not triton and not raw_overflow and not nvcc and not inductor"
+# raw_overflow is a planted fault that ends the process, as test_emulation.py itself checks. Compilers do not run with a
+# sanitizer loaded.
+LEFT_OUT = "not raw_overflow and not nvcc and not inductor"
 
 FAULTS = {  # three rows where there is one; offsets at an odd address
     "AddressSanitizer: heap-buffer-overflow": "run(rows=3)",
@@ -49,7 +49,7 @@ print("came through")
 """
 
 
-def environment(folder: Path, isa: str) -> dict[str, str]:
+def environment(folder: Path, isa: str, backends: str = "cpu") -> dict[str, str]:
     compiler = shlex.split(os.environ.get("CXX", "g++"))
 
     def library(name: str) -> str:
@@ -57,6 +57,7 @@ def environment(folder: Path, isa: str) -> dict[str, str]:
 
     return os.environ | {
         "PYTHONPATH": str(folder),
+        "HPO_CORE_TEST_BACKENDS": backends,  # Triton has nothing to instrument
         "LD_PRELOAD": f"{library('libasan.so')} {library('libstdc++.so')}",
         # Python never frees all it has. Into files, since pytest would take what is written to the terminal with it.
         "ASAN_OPTIONS": f"detect_leaks=0:detect_stack_use_after_return=1:log_path={folder}/report",
@@ -105,9 +106,9 @@ def main() -> int:
             continue
         find_planted_faults(folder, isa)
         # The emulation has no instruction sets: once is enough.
-        selection = [*TESTS, "-k", f"{LEFT_OUT} and not cuda_emulated"] if runs else [*TESTS, EMULATION, "-k", LEFT_OUT]
-        pytest = [Path(sys.executable).with_name("pytest"), *OPTIONS]
-        runs.append(subprocess.call([*pytest, *selection, *options], cwd=ROOT, env=environment(folder, isa)))
+        tests, backends = (TESTS, "cpu") if runs else ([*TESTS, EMULATION], "cpu,cuda_emulated")
+        command = [Path(sys.executable).with_name("pytest"), *OPTIONS, *tests, "-k", LEFT_OUT, *options]
+        runs.append(subprocess.call(command, cwd=ROOT, env=environment(folder, isa, backends)))
     reports = take_reports(folder)
     print(reports or f"sanitizers: nothing found in {len(runs)} runs")
     return 1 if reports or any(runs) or not runs else 0

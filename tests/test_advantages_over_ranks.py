@@ -1,13 +1,12 @@
 """Groups over 2 and 4 processes: every rank gets, to the bit, what one process computes; ranks without units, too."""
 
-import datetime
 import functools
-import subprocess
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 
 from hpo_core import advantages
 from hpo_core.advantages import over_ranks
@@ -102,10 +101,8 @@ def part(values, begin, end):
     return {name: value[..., begin:end] for name, value in values.items()}
 
 
-def run(rank, world, folder):
-    torch.set_num_threads(1)
-    patience = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=patience)
+def compute(world, rank):
+    """What one rank finds, for the tests to look at."""
     begin = sum(SHARES[world][:rank])
     own = part(units(), begin, begin + SHARES[world][rank])
     tables = functools.partial(over_ranks, tables=True)
@@ -114,23 +111,13 @@ def run(rank, world, folder):
     found |= {f"{name}, tables": call(tables, own) for name, call in TABLES.items()}
     # A process group that is still held outlives its destruction, and its threads end the interpreter badly.
     found["held"] = sys.getrefcount(dist.group.WORLD) - references
-    torch.save(found, f"{folder}/{rank}")
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module", params=SHARES)
-def ranks(request, tmp_path_factory):
-    """What each rank found: this file, run as a program."""
-    world, folder = request.param, tmp_path_factory.mktemp("ranks")
-    programs = [
-        subprocess.Popen(
-            [sys.executable, __file__, *map(str, (rank, world, folder))], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(world)
-    ]
-    errors = [program.communicate(timeout=120)[1] for program in programs]
-    assert not any(program.returncode for program in programs), "\n".join(errors)
-    return [torch.load(folder / str(rank)) for rank in range(world)], SHARES[world]
+def ranks(request):
+    """What each rank found, and how many units it had."""
+    return on_ranks(request.param, functools.partial(compute, request.param)), SHARES[request.param]
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -182,7 +169,3 @@ def test_what_cannot_be_gathered_is_refused():
         over_ranks(advantages.reinforce_pp)
     with pytest.raises(TypeError, match="estimator: expected one of hpo_core"):
         over_ranks("grpo")
-
-
-if __name__ == "__main__":
-    run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from test_hierarchy import STEP, levels
-from test_spanning import LENGTHS, TRAJECTORY, Step, stopped_group
+from hierarchies import LENGTHS, STEP, TRAJECTORY, Step, levels, stopped_group
 
 import hpo_core as hpo
 from hpo_core.gates import Aggregate, Drop, Head, Identity, Level, RatioGate, Routing, Tanh
@@ -61,21 +60,24 @@ def test_given_aggregates_stand_in_place_of_those_of_tokens(aggregate, split):
 
 @pytest.mark.parametrize("split", [False, True], ids=["", "split"])
 @pytest.mark.parametrize("aggregate", KNOWN)
-def test_given_aggregates_on_every_backend(aggregate, split, backend):
+def test_given_aggregates_on_every_backend(aggregate, split, native_backends):
     step, gate = Step.make(), stopped_group(aggregate, split)
-    own = step.run(gate, backend).grad
+    nothing = {"group": torch.empty(2, 0) if split else torch.empty(0)}
+    own = {backend: step.run(gate, backend).grad for backend in native_backends}
     for given in ([0.5, 0.02, -0.1], [0.3, torch.nan, 0.0, 0.0, -0.04], [torch.inf] * 5):
         given = torch.tensor(given)
-        given = torch.stack((given.abs(), 2 * given.abs())) if split else given
-        out, exact = (step.run(gate, name, aggregates={"group": given}) for name in (backend, "reference"))
-        torch.testing.assert_close(out.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(out.loss.double(), exact.loss, rtol=1e-5, atol=1e-6)
-        assert not torch.equal(out.grad, own)
-    nothing = {"group": torch.empty(2, 0) if split else torch.empty(0)}
-    assert torch.equal(step.run(gate, backend, aggregates=nothing).grad, own)
+        given = {"group": torch.stack((given.abs(), 2 * given.abs())) if split else given}
+        exact = step.run(gate, "reference", aggregates=given)
+        for backend in native_backends:
+            out = step.run(gate, backend, aggregates=given)
+            assert torch.allclose(out.grad.double(), exact.grad, rtol=1e-5, atol=1e-6), backend
+            assert torch.allclose(out.loss.double(), exact.loss, rtol=1e-5, atol=1e-6), backend
+            assert not torch.equal(out.grad, own[backend]), backend
+    for backend in native_backends:
+        assert torch.equal(step.run(gate, backend, aggregates=nothing).grad, own[backend]), backend
 
 
-def test_micro_batches_under_aggregates_of_the_whole_step(backend):
+def test_micro_batches_under_aggregates_of_the_whole_step(native_backends):
     """Groups that micro-batches tear: with the means of all tokens each part has its share of the gradient."""
     step, gate = Step.make(), stopped_group()
     row = torch.repeat_interleave(step.batch.cu_seqlens.diff())
@@ -84,26 +86,30 @@ def test_micro_batches_under_aggregates_of_the_whole_step(backend):
     x = (step.logp - step.old_logp).double()[counted]
     means = torch.zeros(5, dtype=torch.float64).index_add(0, group[counted], x)
     means = means / torch.zeros_like(means).index_add(0, group[counted], torch.ones_like(x)).clamp(min=1)
-    whole = step.run(gate, backend).grad
-    for rows in ([0, 1, 3, 4], [2], [5, 6, 7]):
-        part, tokens = step.whole_rows(rows)
-        torch.testing.assert_close(part.run(gate, backend, aggregates={"group": means}).grad, whole[tokens])
-        assert 5 in rows or not torch.allclose(part.run(gate, backend).grad, whole[tokens])
+    for backend in native_backends:
+        whole = step.run(gate, backend).grad
+        for rows in ([0, 1, 3, 4], [2], [5, 6, 7]):
+            part, tokens = step.whole_rows(rows)
+            grad = part.run(gate, backend, aggregates={"group": means}).grad
+            torch.testing.assert_close(grad, whole[tokens], msg=backend)
+            assert 5 in rows or not torch.allclose(part.run(gate, backend).grad, whole[tokens]), backend
 
 
-def test_a_level_of_its_own_kernels_takes_given_aggregates(backend):
+def test_a_level_of_its_own_kernels_takes_given_aggregates(native_backends):
     """A trajectory's mean with its residual dropped has a quick way, which knows no exchange."""
     gate = RatioGate("quick", Drop(), (Level(Identity(), Routing.STOPPED),), Head.SCORE)
     assert gate.level is not None
     step = Step.make()
     given = {"trajectory": torch.linspace(-0.2, 0.2, 10)}
-    out, exact = (step.run(gate, name, aggregates=given) for name in (backend, "reference"))
+    exact = step.run(gate, "reference", aggregates=given)
     row = torch.repeat_interleave(step.batch.cu_seqlens.diff())
     own = exact.grad / -(step.weights * step.advantages).double()[row]
     ids = step.batch.trajectory_ids[row]
     known = step.batch.mask & (ids >= 0)
     torch.testing.assert_close(own[known].log(), given["trajectory"].double()[ids[known]], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(out.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+    for backend in native_backends:
+        out = step.run(gate, backend, aggregates=given)
+        assert torch.allclose(out.grad.double(), exact.grad, rtol=1e-5, atol=1e-6), backend
 
 
 def test_errors():

@@ -1,14 +1,11 @@
 """Two ranks of two micro-batches each compute what one process does: gradients to the bit, sums within the budget."""
 
-import datetime
 import functools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 
 import hpo_core as hpo
 from hpo_core import aggregation, entropy
@@ -116,25 +113,10 @@ def train(step, rank):
     return model.module.table.grad
 
 
-def run(rank, folder):
-    torch.set_num_threads(1)
-    patience = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=patience)
-    torch.save(compute(rank), f"{folder}/{rank}")
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """What each rank found: this file, run as a program, twice."""
-    folder = tmp_path_factory.mktemp("ranks")
-    programs = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(folder)], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    errors = [program.communicate(timeout=120)[1] for program in programs]
-    assert not any(program.returncode for program in programs), "\n".join(errors)
-    return [torch.load(folder / str(rank), weights_only=True) for rank in range(2)]
+def ranks():
+    """What each rank found."""
+    return on_ranks(2, compute)
 
 
 @pytest.fixture(scope="module")
@@ -213,10 +195,3 @@ def test_errors():
         aggregation.token_mean(batch, gradient_reduction="average")
     with pytest.raises(ValueError, match="total: give the global count, or process_group to sum it over, not both"):
         aggregation.token_mean(batch, total=3, process_group=object())
-
-
-if __name__ == "__main__":
-    run(int(sys.argv[1]), sys.argv[2])
-    # torch's DistributedDataParallel keeps the process group beyond its destruction; its threads, when they meet an
-    # interpreter that ends, may abort it.
-    os._exit(0)

@@ -1,18 +1,23 @@
 """Exact order statistics on every backend, and which scores and tokens they select."""
 
+import importlib
 import math
+import re
 from fractions import Fraction
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+from breadth import at_length, at_most, few  # noqa: F401 (the first is a fixture)
 
 import hpo_core as hpo
 from hpo_core import ops, testing
 from hpo_core.entropy import forking_tokens
 from hpo_core.reference.entropy import order_statistic as reference_order_statistic
 from hpo_core.reference.entropy import select as reference_select
-from hpo_core.specs import OrderRule
+from hpo_core.reference.entropy import window_score
+from hpo_core.specs import Boundary, Invalid, OrderRule
 from hpo_core.testing import Layout, ScoresExample
 
 
@@ -30,6 +35,18 @@ def assert_selects(backend, example):
     assert threshold.shape == (1,) and threshold.numpy().tobytes() == expected.numpy().tobytes()  # -0 is given as +0
 
 
+CUDA = Path(__file__).parents[1] / "csrc/cuda/entropy.cu"
+
+
+def test_sizes_for_simulated_backends_cross_what_a_step_takes(native_backends):
+    if "triton" in native_backends:
+        kernels = importlib.import_module("hpo_core._triton.entropy")
+        assert at_most("triton", math.inf) > max(kernels.SCORES, kernels.TILE)
+    if CUDA.exists():
+        [threads] = re.findall(r"constexpr int kThreads = (\d+)", CUDA.read_text())
+        assert at_most("cuda_emulated", math.inf) > 4 * int(threads)
+
+
 # ---------------------------------------------------------------------------------------------------- order statistics
 
 
@@ -39,20 +56,22 @@ def test_generated_order_statistics(backend, example):
     assert_selects(backend, example)
 
 
+@pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("kind", ["distinct", "ties", "equal", "signed", "extreme"])
-@pytest.mark.parametrize("count", [0, 1, 2, 33, 1025, 20000])
+@pytest.mark.parametrize("count", [0, 1, 2, 33, 1025, 20_000])
 def test_order_statistics_of_every_size(backend, count, kind):
-    for seed in range(8):
-        assert_selects(backend, testing.random_scores(seed, count, kind))
+    for seed in few(backend, range(8), 2):
+        assert_selects(backend, testing.random_scores(seed, at_most(backend, count), kind))
 
 
+@pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("planted", [100.0, -100.0, math.inf, -math.inf, math.nan, 0.5])
 def test_sample_that_misleads(backend, planted):
     """One value, at every place that the CPU backend looks at before it decides which scores to keep."""
-    count = 20000
+    count = at_most(backend, 20_000)
     values = torch.rand(count, generator=torch.Generator().manual_seed(0))
     values[[(i * 0x9E3779B9 % 2**32) * count >> 32 for i in range(2048)]] = planted
-    for numerator in (0, 10, 19, 20):
+    for numerator in few(backend, (19, 0, 10, 20)):
         assert_selects(backend, ScoresExample(values, numerator, 20, OrderRule.CEIL))
 
 
@@ -115,29 +134,54 @@ def test_special_scores(backend, values, population, broken):
 # --------------------------------------------------------------------------- tokens by themselves, and what is selected
 
 
+SCORES = {}
+
+
+def scores_of(values, *packed):
+    """The tokens' own values as scores. The definition walks from token to token: once for all backends."""
+    key = tuple(None if tensor is None else tensor.numpy().tobytes() for tensor in (values, *packed))
+    if key not in SCORES:
+        SCORES[key] = window_score(values, *packed, 0, 0, Boundary.FULL, Invalid.SKIP)
+    return SCORES[key]
+
+
 def assert_selects_tokens(backend, values, batch, numerator=4, rule=OrderRule.CEIL):
     """Threshold, counts and masks of the tokens' own values, without and with ties excluded."""
     device, given = testing.device_of(backend), (batch.mask, batch.cu_seqlens)
     moved, packed = values.to(device), [None if tensor is None else tensor.to(device) for tensor in given]
-    expected, population = reference_order_statistic(values, numerator, 5, rule, *given)
+    scores = scores_of(values, *given)
+    expected, population = reference_order_statistic(scores, numerator, 5, rule)
     threshold, counts = ops.order_statistic(moved, numerator, 5, rule, backend, *packed)
     assert counts.tolist() == population.tolist()
     assert threshold.cpu().numpy().tobytes() == expected.numpy().tobytes()
     masks = []
     for strict in (False, True):
         mask = ops.select(moved, threshold, strict, backend, *packed).cpu()
-        assert mask.dtype == torch.bool and torch.equal(mask, reference_select(values, expected, strict, *given))
+        assert mask.dtype == torch.bool and torch.equal(mask, reference_select(scores, expected, strict))
         masks.append(mask)
     return masks
 
 
+def test_the_reference_of_tokens_is_that_of_their_scores():
+    """What the tests below compare with."""
+    layout = Layout((5, 0, 1, 9, 3), 4, "some")
+    values, batch = testing.random_window(layout=layout).values, layout.batch()
+    given = (batch.mask, batch.cu_seqlens)
+    of_tokens = reference_order_statistic(values, 4, 5, OrderRule.CEIL, *given)
+    of_scores = reference_order_statistic(scores_of(values, *given), 4, 5, OrderRule.CEIL)
+    assert all(map(torch.equal, of_tokens, of_scores))
+    selected = reference_select(values, of_tokens[0], False, *given)
+    assert torch.equal(selected, reference_select(scores_of(values, *given), of_tokens[0], False)) and selected.any()
+
+
+@pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("masked", ["none", "some", "row"])
 @pytest.mark.parametrize(
-    "lengths, tail", [((5, 0, 1, 9, 3), 4), ((), 3), ((0, 0), 0), ((700, 1, 0, 2400, 40), 30)], ids=str
+    "lengths, tail", [((5, 0, 1, 9, 3), 4), ((), 3), ((0, 0), 0), ((300, 1, 0, 1800, 40), 30)], ids=str
 )
 def test_tokens_are_their_own_scores(backend, lengths, tail, masked):
     """Values in eighths, so that many are equal to the threshold; from an address that is not aligned, too."""
-    for seed in range(2):
+    for seed in few(backend, range(2)):
         layout = Layout(lengths, tail, masked, seed=seed)
         values = (testing.random_window(layout=layout).values * 8).round() / 8
         for numerator, rule in ((4, OrderRule.CEIL), (0, OrderRule.FLOOR), (5, OrderRule.NEAREST)):
@@ -145,10 +189,11 @@ def test_tokens_are_their_own_scores(backend, lengths, tail, masked):
         assert_selects_tokens(backend, torch.cat((values[:1], values))[1:], layout.batch())
 
 
+@pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 99.0, -99.0])
 def test_garbage_under_the_mask_is_never_read(backend, bad):
     """At masked tokens and behind the last row; at a valid token it is an error, and not selected."""
-    layout = Layout((40, 1, 0, 5500), 9, "some", seed=1)
+    layout = Layout((40, 1, 0, at_most(backend, 5500)), 9, "some", seed=1)
     values, batch = testing.random_window(layout=layout).values, layout.batch()
     valid = batch.mask & (torch.arange(values.numel()) < batch.cu_seqlens[-1])
     clean = assert_selects_tokens(backend, values, batch)
@@ -172,19 +217,23 @@ def test_broken_offsets_select_like_the_reference(backend, offsets):
         assert_selects_tokens(backend, values, batch)
 
 
+@pytest.mark.usefixtures("at_length")
 def test_broken_offsets_of_many_tokens(backend):
     """Enough that the CPU backend would take a sample."""
-    values = torch.rand(20000, generator=torch.Generator().manual_seed(0))
-    batch = hpo.PackedBatch(torch.tensor([0, 300, 200, 9000, 8000, 19000]), total_tokens=20000, validate=False)
-    assert_selects_tokens(backend, values, batch)
+    tokens = at_most(backend, 20_000)
+    values = torch.rand(tokens, generator=torch.Generator().manual_seed(0))
+    offsets = torch.tensor([0, 2, 1, 45, 40, 95]) * tokens // 100
+    assert_selects_tokens(backend, values, hpo.PackedBatch(offsets, total_tokens=tokens, validate=False))
 
 
+@pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("masked", ["none", "some"])
 def test_many_tokens(backend, masked):
     """Enough for a sample and several threads; rows longer and shorter than what the CPU backend looks at together."""
-    layout = Layout((3, 9000, 0, 12000, 1, 2000), 5, masked, seed=3)
+    many = at_most(backend, 21_000) // 7
+    layout = Layout((3, 3 * many, 0, 4 * many, 1, many * 2 // 3), 5, masked, seed=3)
     values = testing.random_window(layout=layout).values
-    values[[2, 9500, 9501, 15000]] = torch.tensor([math.nan, math.inf, -math.inf, math.inf])
+    values[[2, 3 * many + 500, 3 * many + 501, 5 * many]] = torch.tensor([math.nan, math.inf, -math.inf, math.inf])
     assert_selects_tokens(backend, values, layout.batch())
 
 
@@ -203,3 +252,35 @@ def test_threshold_of_the_wrong_shape_is_refused():
     state = window.fit(torch.rand(3), batch)
     with pytest.raises(ValueError, match=r"state\.threshold: expected shape \[1\] \(what fit returned\)"):
         window.apply(torch.rand(3), batch, state._replace(threshold=torch.rand(3)))
+
+
+# --------------------------------------------------------------------------------------------------- threads and blocks
+
+
+@pytest.mark.usefixtures("at_length")
+def test_same_bits_on_any_number_of_threads(backend):
+    scores = testing.random_scores(0, at_most(backend, 20_000), "signed")
+    tokens = at_most(backend, 18_000)
+    layout = Layout((tokens // 6, 1, 0, 5 * tokens // 6, 40), 3, "some", seed=2)
+    values, batch = testing.move(testing.random_window(layout=layout), testing.device_of(backend))[:2]
+    given = (batch.mask, batch.cu_seqlens)
+    outs = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        threshold, counts = ops.order_statistic(values, 4, 5, OrderRule.CEIL, backend, *given)
+        mask = ops.select(values, threshold, False, backend, *given)
+        outs.append((*select(backend, scores), threshold, counts, mask))
+    assert all(torch.equal(a, b) for out in outs for a, b in zip(out, outs[0], strict=True))
+
+
+def test_order_of_blocks_and_threads_does_not_matter(monkeypatch):
+    """A data race in the CUDA kernels shows as a difference between these orders."""
+    if not hpo.backends()["cuda_emulated"]:
+        pytest.skip("cuda_emulated is not built")
+    scores = testing.random_scores(0, 3000, "ties")
+    seen = set()
+    for order in ("forward", "reverse", "random:3"):
+        monkeypatch.setenv("HPO_EMULATION_ORDER", order)
+        threshold, counts = select("cuda_emulated", scores)
+        seen.add((threshold.item(), *counts.tolist()))
+    assert len(seen) == 1

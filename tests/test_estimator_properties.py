@@ -7,27 +7,32 @@ import naive_estimators as naive
 import numpy as np
 import pytest
 import torch
-from test_estimators import CASES, Given
+from breadth import at_length, number  # noqa: F401 (the first is a fixture)
+from estimators import CASES, PATHS, Given
 
 from hpo_core import PackedBatch, advantages, segments, testing
 from hpo_core.advantages import reconstructed
 from hpo_core.testing.budget import UNIT
 
 A, R = advantages, reconstructed
-SEEDS = range(24)
 LABELS_COUNT = {"sgrpo", "sgrpo_scaled", "hrpo", "salt", "graph_grpo"}  # whose test rewards are made of labels
 PLACES_COUNT = {"mars2"}
 
 
-def seeds(backend):
-    return SEEDS if backend == "cpu" else range(1, 3)
+def seeds(backend, name=PATHS[0], most=24):
+    """Of drawn batches; in the interpreter none for an estimator that starts no kernel in a way of its own."""
+    interpreted = 1 if name in PATHS else 0
+    return range(1, 1 + number(backend, at_length=most, machine_code=most, emulated=2, interpreted=interpreted))
 
 
-def near(got, expected, size=1.0):
-    assert float((got.cpu().double() - expected.cpu().double()).abs().max()) <= 32 * UNIT * max(1.0, size), (
-        got,
-        expected,
-    )
+def drawn(backends, *which):
+    """Pairs of a backend and a seed."""
+    return [(backend, seed) for backend in backends for seed in seeds(backend, *which)]
+
+
+def near(got, expected, size=1.0, where=None):
+    error = (got.cpu().double() - expected.cpu().double()).abs().max()
+    assert float(error) <= 32 * UNIT * max(1.0, size), (where, got, expected)
 
 
 def shuffled(units, seed):
@@ -48,29 +53,32 @@ def relabelled(units):
     return units._replace(group=group, trajectory=trajectory, anchor=other(units.anchor, 3, 8))
 
 
+@pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("name", [name for name in CASES if name not in PLACES_COUNT])
-def test_p1_order_and_labels_do_not_matter(backend, name):
-    for seed in seeds(backend):
+def test_p1_order_and_labels_do_not_matter(native_backends, name):
+    for backend, seed in drawn(native_backends, name):
         units = naive.draw(seed)
         plain = CASES[name](Given(units, backend))
         moved, order = shuffled(units, seed)
-        near(CASES[name](Given(moved, backend)), plain[..., order], float(plain.abs().max()))
+        near(CASES[name](Given(moved, backend)), plain[..., order], float(plain.abs().max()), backend)
         if name not in LABELS_COUNT:
-            near(CASES[name](Given(relabelled(units), backend)), plain, float(plain.abs().max()))
+            near(CASES[name](Given(relabelled(units), backend)), plain, float(plain.abs().max()), backend)
 
 
 ZERO_SUM = ("grpo", "dr_grpo", "rloo", "dgpo", "gpg", "maxrl", "g2rpo", "pass_at_k", "dvao")
 
 
+@pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("name", ZERO_SUM)
-def test_p2_groups_sum_to_zero(backend, name):
-    for seed in seeds(backend):
+def test_p2_groups_sum_to_zero(native_backends, name):
+    for backend, seed in drawn(native_backends, name):
         units = naive.draw(seed)
         out = CASES[name](Given(units, backend)).cpu().double()
         for places in naive.groups_of(naive.ids(units.group), units.mask).values():
-            assert abs(float(out[places].sum())) <= 32 * UNIT * max(1.0, float(out.abs().sum()))
+            assert abs(float(out[places].sum())) <= 32 * UNIT * max(1.0, float(out.abs().sum())), backend
 
 
+@pytest.mark.usefixtures("at_length")
 def test_p2_opo_weighs_the_sum_by_length(backend):
     for seed in seeds(backend):
         units = naive.draw(seed)
@@ -79,6 +87,7 @@ def test_p2_opo_weighs_the_sum_by_length(backend):
             assert abs((units.length * out)[places].sum()) <= 1e-4
 
 
+@pytest.mark.usefixtures("at_length")
 def test_p4_bounds(backend):
     for seed in seeds(backend):
         units = naive.draw(seed)
@@ -95,6 +104,7 @@ def test_p4_bounds(backend):
             assert bool((out <= bound * (1 + 1e-5) + 1e-6).all()), name
 
 
+@pytest.mark.usefixtures("at_length")
 def test_p5_ranks_see_order_alone(backend):
     """Any increasing map of the rewards changes no bit of an estimator of ranks."""
     for seed in seeds(backend):
@@ -103,6 +113,7 @@ def test_p5_ranks_see_order_alone(backend):
         assert torch.equal(CASES["g2rpo"](Given(units, backend)), CASES["g2rpo"](Given(bent, backend)))
 
 
+@pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("name", ["gdpo", "dvao"])
 def test_p5_each_reward_has_its_own_scale(backend, name):
     for seed in seeds(backend):
@@ -116,6 +127,7 @@ def test_p5_each_reward_has_its_own_scale(backend, name):
         near(one, two, 1e3)  # but for eps
 
 
+@pytest.mark.usefixtures("at_length")
 def test_p6_odd_symmetry(backend):
     for seed in seeds(backend):
         units = naive.draw(seed)
@@ -127,6 +139,7 @@ def test_p6_odd_symmetry(backend):
     assert not torch.allclose(A.maxrl(1 - given.reward, given.group), -A.maxrl(given.reward, given.group))
 
 
+@pytest.mark.usefixtures("at_length")
 def test_p7_reductions(backend):
     for seed in seeds(backend):
         g = Given(naive.draw(seed), backend)
@@ -197,6 +210,7 @@ def test_p8_binary_closed_forms(backend):
             near(out[[0, -1]], t(expected), 8)
 
 
+@pytest.mark.usefixtures("at_length")
 def test_p9_a_group_is_its_strata(backend):
     """What lies between strata is the difference of means, and of second moments theirs."""
     for seed in seeds(backend):
@@ -220,10 +234,11 @@ MASKED = (
 )
 
 
+@pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("name", MASKED)
-def test_p11_masking_is_removal(backend, name):
+def test_p11_masking_is_removal(native_backends, name):
     """And what is masked may be anything: NaN there changes no bit elsewhere."""
-    for seed in seeds(backend):
+    for backend, seed in drawn(native_backends, name):
         units = naive.draw(seed)
         keep = np.random.default_rng(seed).random(len(units.reward)) < 0.7
         poisoned = units._replace(
@@ -234,9 +249,9 @@ def test_p11_masking_is_removal(backend, name):
         whole = CASES[name](Given(poisoned, backend))
         if name == "arena":  # its ranks count within the group that is left
             whole = CASES[name](Given(poisoned._replace(length=units.length), backend))
-        assert not whole[~torch.tensor(poisoned.mask)].any() and bool(torch.isfinite(whole).all())
+        assert not whole[~torch.tensor(poisoned.mask)].any() and bool(torch.isfinite(whole).all()), backend
         left = naive.Units(*(field[keep] for field in units))
-        near(whole[torch.tensor(keep)], CASES[name](Given(left, backend)), 10)
+        near(whole[torch.tensor(keep)], CASES[name](Given(left, backend)), 10, backend)
 
 
 def unscored(units, keep):
@@ -247,23 +262,23 @@ def outside(units, keep):
     return units._replace(group=np.where(keep, units.group, -1))
 
 
-UNGROUPED = {"spo_single_stream"}
-OTHER_REWARDS = {"arena", "bnpo"}  # the tests make theirs of lengths and flags
+# The tests make the rewards of some of lengths and flags, and one has no groups.
+UNCONCERNED = {unscored: {"arena", "bnpo"}, outside: {"spo_single_stream"}}
 
 
-@pytest.mark.parametrize("absent", [unscored, outside])
-@pytest.mark.parametrize("name", MASKED)
-def test_what_nothing_scores_or_no_group_has_is_as_if_it_were_not_there(backend, name, absent):
+@pytest.mark.usefixtures("at_length")
+@pytest.mark.parametrize(
+    ("absent", "name"), [(absent, name) for absent in UNCONCERNED for name in MASKED if name not in UNCONCERNED[absent]]
+)
+def test_what_nothing_scores_or_no_group_has_is_as_if_it_were_not_there(native_backends, absent, name):
     """It gets 0 and changes nothing elsewhere, in a second stage over the batch neither."""
-    if name in (UNGROUPED if absent is outside else OTHER_REWARDS):
-        return
-    for seed in seeds(backend)[:6]:
+    for backend, seed in drawn(native_backends, name, 6):
         units = naive.draw(seed)
         keep = np.random.default_rng(seed).random(len(units.reward)) < 0.7
         whole = CASES[name](Given(absent(units, keep), backend))
-        assert not whole[~torch.tensor(keep)].any() and bool(torch.isfinite(whole).all())
+        assert not whole[~torch.tensor(keep)].any() and bool(torch.isfinite(whole).all()), backend
         left = naive.Units(*(field[keep] for field in units))
-        near(whole[torch.tensor(keep)], CASES[name](Given(left, backend)), 10)
+        near(whole[torch.tensor(keep)], CASES[name](Given(left, backend)), 10, backend)
 
 
 @pytest.mark.parametrize("constant", [0.1, -7.3, 1e6 + 0.5])
@@ -285,6 +300,7 @@ def test_p12_identical_rewards_are_exactly_zero(backend, constant):
         assert not out.any()
 
 
+@pytest.mark.usefixtures("at_length")
 def test_p14_roles_do_not_touch_each_other(backend):
     """Changing the rewards of one role's units leaves those of the other bit for bit."""
     for seed in seeds(backend):

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from test_presets import PRESETS, Example
+from catalogue import PRESETS, Example
 
 import hpo_core as hpo
 from hpo_core import gates
@@ -81,18 +81,18 @@ def test_arguments_a_gate_does_not_take_are_refused():
 def test_targets_that_are_not_finite_are_counted_and_left_out(backend):
     example = Example(0)
     example.target[4] = math.nan
-    out = example.run(gates.bpo(), "target", backend)
-    begin = sum(example.lengths[:4])
-    here = slice(begin, begin + example.lengths[4])
+    out = example.run(gates.bpo(), backend, target=example.target)
+    here = example.row() == 4
+    here[int(example.batch.cu_seqlens[-1]) :] = False
     assert not out.grad[here].any()
     assert out.metrics.compute()["bad_advantages"] == example.mask[here].sum()
 
 
 def test_without_the_sampler_nothing_is_corrected(backend):
     example = Example(0)
-    bare = example.run(gates.ppo_clip(), "", backend)
+    bare = example.run(gates.ppo_clip(), backend)
     for gate in (gates.icepop(), gates.tis(), gates.decoupled(), gates.mis()):
-        assert torch.equal(example.run(gate, "", backend).grad, bare.grad)
+        assert torch.equal(example.run(gate, backend).grad, bare.grad)
 
 
 def test_corrections_compose(backend):
@@ -100,9 +100,10 @@ def test_corrections_compose(backend):
     example = Example(0)
     gate = gates.compose(gates.gspo(0.02, 0.03), *gates.icepop(0.9, 1.2).corrections, *gates.opsm(0.01).corrections)
     turned = gates.compose(gates.gspo(0.02, 0.03), *reversed(gate.corrections))
-    out = example.run(gate, "roll", backend, token_weight=example.low)
-    torch.testing.assert_close(example.run(turned, "roll", backend, token_weight=example.low).grad, out.grad)
-    exact = example.run(gate, "roll", "reference", token_weight=example.low)
+    given = {"rollout_logp": example.rollout_logp, "token_weight": example.token_weight}
+    out = example.run(gate, backend, **given)
+    torch.testing.assert_close(example.run(turned, backend, **given).grad, out.grad)
+    exact = example.run(gate, "reference", **given)
     torch.testing.assert_close(out.grad.double(), exact.grad, rtol=1e-5, atol=1e-7)
 
 

@@ -1,4 +1,4 @@
-"""policy_loss on every backend: every path against the float64 reference, and the promises beside exactness."""
+"""policy_loss on every backend: every path against the float64 reference, worked numbers, ties, broken structure."""
 
 import functools
 import itertools
@@ -7,74 +7,22 @@ import math
 import hypothesis
 import pytest
 import torch
+from breadth import at_length, number  # noqa: F401 (the first is a fixture)
+from catalogue import KINDS, PENALTIES, assert_exact, bits, run
 from hypothesis import strategies as st
 
 import hpo_core as hpo
-from hpo_core import gates, kl, testing
+from hpo_core import gates, testing
 from hpo_core.backends import resolve
-from hpo_core.gates import Clip, Drop, Identity, Level, RatioGate
+from hpo_core.gates import Clip, Drop, Level, RatioGate
 from hpo_core.specs import Head, PolicyLossInputs, Routing
 from hpo_core.testing import Layout, PolicyLossExample
 
-LOW, HIGH = (0.0, 0.8), (1.2, math.inf)  # PPO's one-sided pair: (advantage >= 0, advantage < 0)
-
-# One gate of every structure that kernels may specialise on, and clips of every shape.
-TOKEN_GATES = {
-    "identity": RatioGate("identity", Identity()),
-    "identity, score": RatioGate("identity, score", Identity(), head=Head.SCORE),
-    "drop, score": gates.reinforce(),
-    "pessimistic clip": gates.dapo(),
-    "dual clip": gates.ppo_clip(0.2, 0.2, dual=1.5),
-    "two-sided clip": RatioGate("two-sided clip", Clip((0.7, 0.8), (1.3, 1.2))),
-    "clip, score": gates.cispo(1.3, 0.8),
-}
-LEVEL_GATES = {
-    f"level {name}, {routing.name.lower()}{', score' * (head is Head.SCORE)}": RatioGate(
-        name, Drop(), (Level(gate, routing),), head
-    )
-    for name, gate in {"identity": Identity(), "clip": Clip(LOW, HIGH)}.items()
-    for routing, head in itertools.product(Routing, (Head.LINEAR, Head.SCORE))
-    if not (routing is Routing.STOPPED and head is Head.LINEAR)  # no gradient at all: RatioGate refuses it
-}
-GATES = (
-    TOKEN_GATES
-    | LEVEL_GATES
-    | {
-        "gspo": gates.gspo(),
-        "level two-sided clip": RatioGate("two-sided", Drop(), (Level(Clip((0.95, 0.9), (1.1, 1.05))),)),
-    }
-)
-PENALTIES = [None] + [
-    make(0.3, gradient)
-    for make, gradient in itertools.product((kl.k1, kl.k2, kl.k3), ("value", "straight_through", "importance"))
-]
 LONG = Layout(
     (0, 1, 2500, 130, 1, 0, 1025, 3), tail=5, masked="some", shared=True, seed=3
 )  # beyond every kernel's tile
 
-every_gate = pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
-some_gates = pytest.mark.parametrize(
-    "gate", [gates.dapo(), gates.cispo(), gates.gspo(0.1, 0.2), gates.gspo_token(0.1, 0.2)], ids=lambda gate: gate.name
-)
-
-
-def run(backend, example, **keywords):
-    """Loss, gradient, loss_t and metrics of an example on a backend."""
-    fn = functools.partial(hpo.policy_loss, backend=backend, return_tokens=True, **keywords)
-    return testing.run_policy_loss(fn, testing.move(example, testing.device_of(backend)))
-
-
-def assert_exact(backend, example):
-    out, expected = run(backend, example), testing.expect_policy_loss(example)
-    for name in ("loss", "grad", "tokens"):
-        testing.assert_within_budget(f"{backend} {name}", getattr(out, name), expected[name])
-    testing.assert_within_budget(f"{backend} metrics", out.metrics.vector, expected["metrics"])
-    return out
-
-
-def bits(tensor):
-    """The bytes of a tensor: +0 and -0 differ, a NaN equals itself."""
-    return tensor.detach().cpu().contiguous().numpy().tobytes()
+every_gate = pytest.mark.parametrize("gate", KINDS.values(), ids=KINDS)
 
 
 def optional_inputs(gate):
@@ -98,63 +46,99 @@ def example_of(number, gate, features, penalty):
 # ---------------------------------------------------------------------------------------------- against the reference
 
 
+@pytest.mark.usefixtures("at_length")
 @every_gate
-def test_every_path(backend, gate):
-    """On cpu every subset of the optional inputs, elsewhere the smallest and largest; penalties in turn."""
+def test_every_path(gate, native_backends):
+    """Every subset of the optional inputs, with penalties in turn. Where kernels are emulated the smallest and the
+    largest with their neighbours, and interpreted the smallest and the largest alone."""
     names = optional_inputs(gate)
-    chosen = subsets(names)
-    if backend != "cpu":
-        sizes = (0, len(names)) if backend == "triton" else (0, 1, len(names) - 1, len(names))  # interpreted: slow
-        chosen = [features for features in chosen if len(features) in sizes]
-    for number, features in enumerate(chosen):
-        assert_exact(backend, example_of(number, gate, features, PENALTIES[number % len(PENALTIES)]))
+    most = len(names)
+    for each, features in enumerate(subsets(names)):
+        middle = min(len(features), most - len(features))  # inputs from the smallest or the largest subset
+        backends = [
+            backend
+            for backend in native_backends
+            if middle <= number(backend, at_length=most, machine_code=most, emulated=1, interpreted=0)
+        ]
+        if backends:
+            example = example_of(each, gate, features, PENALTIES[each % len(PENALTIES)])
+            expected = testing.expect_policy_loss(example)
+            for backend in backends:
+                assert_exact(backend, example, expected)
 
 
 @pytest.mark.long
 @every_gate
-def test_every_path_with_every_penalty(backend, gate):
-    for number, (features, penalty) in enumerate(itertools.product(subsets(optional_inputs(gate)), PENALTIES)):
-        assert_exact(backend, example_of(number, gate, features, penalty))
+def test_every_path_with_every_penalty(gate, native_backends):
+    for each, (features, penalty) in enumerate(itertools.product(subsets(optional_inputs(gate)), PENALTIES)):
+        example = example_of(each, gate, features, penalty)
+        expected = testing.expect_policy_loss(example)
+        for backend in native_backends:
+            assert_exact(backend, example, expected)
 
 
 @pytest.mark.parametrize("penalty", PENALTIES[1:], ids=lambda k: f"{k.estimator.name}-{k.gradient.name}")
-def test_every_penalty(backend, penalty):
-    for number, gate in enumerate((gates.dapo(), gates.reinforce(), gates.gspo(0.1, 0.2), gates.gspo_token(0.1, 0.2))):
-        assert_exact(backend, example_of(number, gate, {"token_mask"}, penalty))
+def test_every_penalty(penalty, native_backends):
+    for each, gate in enumerate((gates.dapo(), gates.reinforce(), gates.gspo(0.1, 0.2), gates.gspo_token(0.1, 0.2))):
+        example = example_of(each, gate, {"token_mask"}, penalty)
+        expected = testing.expect_policy_loss(example)
+        for backend in native_backends:
+            assert_exact(backend, example, expected)
 
 
 @pytest.mark.parametrize(
     "preset", [gates.ppo_clip(), gates.dapo(), gates.cispo(), gates.reinforce(), gates.gspo(), gates.gspo_token()],
     ids=lambda gate: gate.name,
 )  # fmt: skip
-def test_presets(backend, preset):
-    for seed in range(30 if backend == "cpu" else 3):
-        features = [name for name in testing.FEATURES if name != "bounds" or preset.takes_bounds]
-        assert_exact(backend, testing.random_policy_loss(seed, preset, features[: 1 + seed % len(features)]))
+@pytest.mark.usefixtures("at_length")
+def test_presets(preset, native_backends):
+    """On random batches: many of them on the cpu, three elsewhere."""
+    features = [name for name in testing.FEATURES if name != "bounds" or preset.takes_bounds]
+    for seed in range(30):
+        example = testing.random_policy_loss(seed, preset, features[: 1 + seed % len(features)])
+        expected = testing.expect_policy_loss(example)
+        for backend in native_backends:
+            if seed < number(backend, at_length=30, machine_code=30, emulated=3, interpreted=3):
+                assert_exact(backend, example, expected)
 
 
-@some_gates
-def test_rows_longer_than_a_tile(backend, gate):
+@pytest.mark.parametrize(
+    "gate", [gates.dapo(), gates.cispo(), gates.gspo(0.1, 0.2), gates.gspo_token(0.1, 0.2)], ids=lambda gate: gate.name
+)
+def test_rows_longer_than_a_tile(gate, native_backends):
     features = {"weights", "trajectories", "kl", "window", "token_weight", "token_advantages"}
-    assert_exact(backend, testing.random_policy_loss(0, gate, features, layout=LONG))
+    example = testing.random_policy_loss(0, gate, features, layout=LONG)
+    expected = testing.expect_policy_loss(example)
+    for backend in native_backends:
+        assert_exact(backend, example, expected)
+
+
+FEW_TOKENS = (5, 0, 30, 9)
+MANY_TOKENS = ((0, 1, 2500, 130, 1, 0, 1025, 3), tuple(length % 4 for length in range(700)))
 
 
 @pytest.mark.parametrize("masked", ["none", "some", "row"])
 @every_gate
-def test_loss_and_gradient_and_nothing_per_token(backend, gate, masked):
+def test_loss_and_gradient_and_nothing_per_token(gate, masked, native_backends):
     """The call that trainers make: the CPU takes its whole vectors in one pass, which others do not reach."""
-    lengths = [(0, 1, 2500, 130, 1, 0, 1025, 3), tuple(length % 4 for length in range(700))] if backend == "cpu" else []
-    for rows in (*lengths, (5, 0, 30, 9)):
+    for rows in (*MANY_TOKENS, FEW_TOKENS):
+        few, fewest = rows == FEW_TOKENS, rows == FEW_TOKENS and masked == "some"
+        backends = [
+            each
+            for each in native_backends
+            if number(each, at_length=True, machine_code=True, emulated=few, interpreted=fewest)
+        ]
         layout = Layout(rows, 16 - sum(rows) % 16, masked, True, 3)
         features = {"weights"} | ({"trajectories"} if gate.level is not None else set())
         example = testing.random_policy_loss(0, gate, features, layout=layout)
-        fn = functools.partial(hpo.policy_loss, backend=backend)
-        out = testing.run_policy_loss(fn, testing.move(example, testing.device_of(backend)))
         expected = testing.expect_policy_loss(example)
-        testing.assert_within_budget("loss", out.loss, expected["loss"])
-        testing.assert_within_budget("gradient", out.grad, expected["grad"])
-        testing.assert_within_budget("metrics", out.metrics.vector, expected["metrics"])
-        assert bits(out.grad) == bits(run(backend, example).grad), "what else is asked for changes no bit"
+        for backend in backends:
+            fn = functools.partial(hpo.policy_loss, backend=backend)
+            out = testing.run_policy_loss(fn, testing.move(example, testing.device_of(backend)))
+            testing.assert_within_budget(f"{backend} loss", out.loss, expected["loss"])
+            testing.assert_within_budget(f"{backend} gradient", out.grad, expected["grad"])
+            testing.assert_within_budget(f"{backend} metrics", out.metrics.vector, expected["metrics"])
+            assert bits(out.grad) == bits(run(backend, example).grad), f"{backend}: what else is asked for changes bits"
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -191,8 +175,8 @@ def test_tiles_of_few_rows_have_the_gradient_of_any_other(gate, masked, backend=
 
 @pytest.mark.parametrize(
     "gate",
-    [*GATES.values(), gates.fiberpo(), gates.fiberpo(0.8, (0.8, 0.8))],
-    ids=[*GATES, "fiberpo", "fiberpo, wide bounds"],
+    [*KINDS.values(), gates.fiberpo(), gates.fiberpo(0.8, (0.8, 0.8))],
+    ids=[*KINDS, "fiberpo", "fiberpo, wide bounds"],
 )
 def test_log_ratios_near_0_have_the_bits_of_any_other(gate, backend="cpu"):
     """The CPU takes a tile for near 0 if the last one was, and has another exponential for those. A row alone has none
@@ -228,7 +212,7 @@ def test_log_ratios_near_0_have_the_bits_of_any_other(gate, backend="cpu"):
     torch.testing.assert_close(plain.metrics.vector, long_way.metrics.vector, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("gate", [*GATES.values(), gates.fiberpo()], ids=[*GATES, "fiberpo"])
+@pytest.mark.parametrize("gate", [*KINDS.values(), gates.fiberpo()], ids=[*KINDS, "fiberpo"])
 def test_tiles_that_a_mask_leaves_whole_or_empty(gate):
     """The CPU goes through them without the mask, or not at all: no bit tells."""
     rows, length = 4, 3000
@@ -254,40 +238,35 @@ def test_tiles_that_a_mask_leaves_whole_or_empty(gate):
     assert call(every_logp, hpo.PackedBatch.from_padded(everything)) == call(every_logp, unmasked)
 
 
-def test_many_short_rows(backend):
+@pytest.mark.parametrize("gate", [gates.dapo(), gates.gspo(0.1, 0.2)], ids=lambda gate: gate.name)
+def test_many_short_rows(gate, native_backends):
     layout = Layout(tuple(length % 4 for length in range(700)), 3, "some", True, 5)
-    for gate in (gates.dapo(), gates.gspo(0.1, 0.2)):
-        assert_exact(backend, testing.random_policy_loss(0, gate, {"weights", "trajectories"}, layout=layout))
+    example = testing.random_policy_loss(0, gate, {"weights", "trajectories"}, layout=layout)
+    expected = testing.expect_policy_loss(example)
+    for backend in native_backends:
+        assert_exact(backend, example, expected)
 
 
 @hypothesis.settings(max_examples=25)
-@hypothesis.given(name=st.sampled_from(sorted(GATES)), data=st.data())
+@hypothesis.given(name=st.sampled_from(sorted(KINDS)), data=st.data())
 def test_generated(backend, name, data):
-    gate = GATES[name]
+    gate = KINDS[name]
     features = [name for name in testing.FEATURES if name != "bounds" or gate.takes_bounds]
     assert_exact(backend, data.draw(testing.policy_losses(gate, features)))
 
 
 @pytest.mark.long
 @hypothesis.settings(max_examples=1000)
-@hypothesis.given(name=st.sampled_from(sorted(GATES)), data=st.data())
+@hypothesis.given(name=st.sampled_from(sorted(KINDS)), data=st.data())
 def test_generated_at_length(backend, name, data):
-    gate = GATES[name]
+    gate = KINDS[name]
     features = [name for name in testing.FEATURES if name != "bounds" or gate.takes_bounds]
     assert_exact(backend, data.draw(testing.policy_losses(gate, features)))
 
 
-@some_gates
-def test_keeps_every_promise(backend, gate):
-    fn = functools.partial(hpo.policy_loss, backend=backend)
-    examples = {"cpu": 15, "triton": 1}.get(backend, 3)
-    report = testing.check(fn, gate=gate, examples=examples, device=testing.device_of(backend))
-    assert report.promises == testing.promises("policy_loss")
-
-
 def test_loss_and_grad_without_autograd_is_the_same(backend):
-    for number, gate in enumerate(GATES.values()):
-        example = testing.move(example_of(number, gate, {"token_weight"}, PENALTIES[1]), testing.device_of(backend))
+    for each, gate in enumerate(KINDS.values()):
+        example = testing.move(example_of(each, gate, {"token_weight"}, PENALTIES[1]), testing.device_of(backend))
         fn = functools.partial(hpo.policy_loss_and_grad, backend=backend)
         direct, through = testing.run_policy_loss(fn, example), run(backend, example)
         assert bits(direct.loss) == bits(through.loss) and bits(direct.grad) == bits(through.grad)

@@ -7,6 +7,7 @@ import math
 import hypothesis
 import pytest
 import torch
+from breadth import at_length, few, tried  # noqa: F401 (the first is a fixture)
 from hypothesis import strategies as st
 
 from hpo_core import ops, testing
@@ -27,6 +28,8 @@ RULES = [
     ),
     GroupTerm(part=Part.MEAN, coefficient=-0.5),
 ]
+# One rule of each structure: what specialises a kernel. The rest are numbers.
+PATHS = list({(rule.center, rule.scale, rule.eps_mode, rule.part): rule for rule in RULES}.values())
 
 
 def drawn(seed, units, terms, *, weighted=True, masks=True):
@@ -77,10 +80,11 @@ def assert_exact(backend, terms, keywords, **share):
     return got
 
 
-@pytest.mark.parametrize("scale", Scale)
-@pytest.mark.parametrize("part", Part)
-def test_every_rule(backend, scale, part):
-    for seed, rule in enumerate(rule for rule in RULES if rule.scale is scale and rule.part is part):
+@pytest.mark.usefixtures("at_length")
+@pytest.mark.parametrize(("part", "scale"), sorted({(rule.part, rule.scale) for rule in RULES}))
+def test_every_rule(backend, part, scale):
+    rules = tried(backend, RULES, PATHS)
+    for seed, rule in enumerate(rule for rule in rules if rule.scale is scale and rule.part is part):
         terms, keywords = drawn(seed, 24, 1)
         assert_exact(backend, together(terms, [rule]), keywords)
 
@@ -179,18 +183,22 @@ def test_equal_values_get_exactly_zero(backend, constant, size, rule):
         assert not combine(terms, backend=backend).any()
 
 
-def test_the_bits_depend_on_the_groups_alone(backend):
-    """Not on threads, nor on units of other groups."""
-    terms, _ = drawn(8, 3000, 3, masks=False)
-    ids = torch.arange(3000) % 5 * 1000 + 7
+@pytest.mark.usefixtures("at_length")
+def test_same_bits_on_any_number_of_threads(backend):
     rules = [GroupTerm(), GroupTerm(scale=Scale.ABSOLUTE, part=Part.NORMALISED), GroupTerm(part=Part.MEAN)]
-    terms = [Term(values, ids, rule, weights) for (values, _, weights), rule in zip(terms, rules, strict=True)]
-    terms, _ = moved(terms, {}, backend)
-    outs = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        outs.append(combine(terms, share=Share.EQUAL, backend=backend))
-    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    for units in few(backend, (300, 3000)):
+        found, _ = drawn(8, units, 3, masks=False)
+        ids = torch.arange(units) % 5 * 1000 + 7
+        terms, _ = moved(
+            [Term(values, ids, rule, weights) for (values, _, weights), rule in zip(found, rules, strict=True)],
+            {},
+            backend,
+        )
+        outs = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            outs.append(combine(terms, share=Share.EQUAL, backend=backend))
+        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
 def test_errors_name_the_argument():

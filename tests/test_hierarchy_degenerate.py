@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import NATIVE
-from test_hierarchy import FOUR, GATES, GROUP, SMALL, STEP, Example, levels
-from test_hierarchy_theorems import MEAN_EXP, X, bits
+from catalogue import Example, bits
+from hierarchies import FOUR, GATES, GROUP, SEVEN, SMALL, STEP, levels
 
 import hpo_core as hpo
 from hpo_core import gates
@@ -31,6 +30,7 @@ from hpo_core.gates import (
 )
 
 ROOT = Path(__file__).parents[1]
+MEAN_EXP = Aggregate.LOG_MEAN_EXP
 
 
 def test_a_group_of_one_trajectory_leaves_no_residual(backend):
@@ -38,7 +38,7 @@ def test_a_group_of_one_trajectory_leaves_no_residual(backend):
     tight, wide = (Rollback((0.0, 0.0)), Unit.TRAJECTORY), (Rollback((0.5, 0.5)), GROUP)
     two = RatioGate("two", SMALL, levels(tight, wide), split=True)
     one = RatioGate("one", SMALL, levels((Rollback((0.5, 0.5)), Unit.TRAJECTORY)), split=True)
-    x, old = X.float(), torch.zeros(7)
+    x, old = SEVEN.float(), torch.zeros(7)
     results = [hpo.policy_loss_and_grad(x, old, torch.ones(2), batch, gate, backend=backend) for gate in (two, one)]
     torch.testing.assert_close(results[0].grad, results[1].grad)
     torch.testing.assert_close(results[0].loss, results[1].loss)
@@ -50,7 +50,7 @@ def test_rows_in_no_group_stand_alone(backend):
     old = torch.zeros(7)
     grads = [
         hpo.policy_loss_and_grad(
-            X.float(), old, torch.ones(3), hpo.PackedBatch.from_lengths([2, 3, 2], group_ids=each), gate,
+            SEVEN.float(), old, torch.ones(3), hpo.PackedBatch.from_lengths([2, 3, 2], group_ids=each), gate,
             backend=backend,
         ).grad
         for each in ids
@@ -59,7 +59,7 @@ def test_rows_in_no_group_stand_alone(backend):
 
 
 @pytest.mark.parametrize("name", [name for name, gate in GATES.items() if STEP in [each.unit for each in gate.levels]])
-def test_a_step_in_two_ranges_is_one_around_masked_tokens(name, backend):
+def test_a_step_in_two_ranges_is_one_around_masked_tokens(name, native_backends):
     ids = {"trajectory_ids": torch.tensor([6]), "group_ids": torch.tensor([2]), "domain_ids": torch.tensor([1])}
     x = 0.06 * torch.sin(torch.arange(12.0) ** 2)
     offsets, mask = torch.tensor([0, 12]), torch.ones(12, dtype=torch.bool)
@@ -71,25 +71,28 @@ def test_a_step_in_two_ranges_is_one_around_masked_tokens(name, backend):
         for each in ([8, 8, -1], None)
     )
     old, one = torch.full((12,), -1.0), torch.ones(1)
-    results, other, exact = (
-        hpo.policy_loss_and_grad(
-            old + x, old, one, batch, GATES[name], weights=one, advantage_level="row", backend=on
-        )
-        for batch, on in ((named, backend), (nameless, backend), (masked, "reference"))
-    )  # fmt: skip
-    torch.testing.assert_close(results.grad, exact.grad, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(results.loss, exact.loss, rtol=1e-5, atol=1e-6)
-    if name == "four levels, through, whole":  # others pass what is inside their bounds on as it is
-        assert not torch.allclose(other.grad, exact.grad, rtol=1e-4)
+
+    def run(batch, backend):
+        given = {"weights": one, "advantage_level": "row", "backend": backend}
+        return hpo.policy_loss_and_grad(old + x, old, one, batch, GATES[name], **given)
+
+    exact = run(masked, "reference")
+    for backend in native_backends:
+        out = run(named, backend)
+        assert torch.allclose(out.grad, exact.grad, rtol=1e-5, atol=1e-6), backend
+        assert torch.allclose(out.loss, exact.loss, rtol=1e-5, atol=1e-6), backend
+        if name == "four levels, through, whole":  # others pass what is inside their bounds on as it is
+            assert not torch.allclose(run(nameless, backend).grad, exact.grad, rtol=1e-4), backend
 
 
-@pytest.mark.parametrize("on", ["reference", *NATIVE])
-def test_a_trajectory_of_one_token(on):
+def test_a_trajectory_of_one_token(native_backends):
     """FiberPO: no residual is left, and the rollback has slope -1."""
     gate, batch = gates.fiberpo(0.1, (0.2, 0.2)), hpo.PackedBatch.from_lengths([1])
-    x = torch.tensor([0.3], dtype=torch.float64 if on == "reference" else torch.float32)
-    out = hpo.policy_loss_and_grad(x, x * 0, x * 0 + 1, batch, gate, backend=on, advantage_level="row")
-    assert out.loss.item() == pytest.approx(-math.exp(0.1)) and out.grad.item() == pytest.approx(math.exp(0.1))
+    for on in ("reference", *native_backends):
+        x = torch.tensor([0.3], dtype=torch.float64 if on == "reference" else torch.float32)
+        out = hpo.policy_loss_and_grad(x, x * 0, x * 0 + 1, batch, gate, backend=on, advantage_level="row")
+        assert out.loss.item() == pytest.approx(-math.exp(0.1)), on
+        assert out.grad.item() == pytest.approx(math.exp(0.1)), on
 
 
 @pytest.mark.parametrize("name", ["fiberpo", "score"])
@@ -152,23 +155,16 @@ def test_empty_segments_do_nothing(gate, backend):
     "broken",
     [[[0, 2], [1, 5]], [[-1, 2], [2, 5]], [[0, 2], [2, 99]], [[0, 9], [9, 9]], [[4, 2], [5, 5]], [[2, 5], [0, 2]]],
 )
-@pytest.mark.parametrize("on", ["reference", *NATIVE])
-def test_steps_that_are_none(broken, on):
+def test_steps_that_are_none(broken, native_backends):
     """Out of their row, overlapping or out of order: left out, counted, never followed."""
     batch = hpo.PackedBatch(torch.tensor([0, 5, 7]), total_tokens=7, steps=torch.tensor(broken), validate=False)
-    dtype = torch.float64 if on == "reference" else torch.float32
-    gate, ones = gates.step_gspo(), torch.ones(2, dtype=dtype)
-    out = hpo.policy_loss_and_grad(
-        X.to(dtype),
-        torch.zeros(7, dtype=dtype),
-        ones,
-        batch,
-        gate,
-        weights=ones,
-        advantage_level="row",
-        backend=on,
-    )
-    assert out.metrics["bad_offsets"] > 0 and bool(torch.isfinite(out.grad).all())
+    for on in ("reference", *native_backends):
+        dtype = torch.float64 if on == "reference" else torch.float32
+        x, ones = SEVEN.to(dtype), torch.ones(2, dtype=dtype)
+        out = hpo.policy_loss_and_grad(
+            x, 0 * x, ones, batch, gates.step_gspo(), weights=ones, advantage_level="row", backend=on
+        )
+        assert out.metrics["bad_offsets"] > 0 and bool(torch.isfinite(out.grad).all()), on
 
 
 @pytest.mark.parametrize(

@@ -3,71 +3,81 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import hpo_core as hpo
 
-# Everything the backend computes on a few hundred examples, short and long, as one digest.
-DIGEST = """
-import hashlib, torch
+# Everything the backend computes on a few hundred examples, short and long, as one digest for each instruction set.
+DIGESTS = """
+import hashlib, os, sys, torch
 import hpo_core as hpo
+from catalogue import CATALOGUE, Example
 from hpo_core import advantages, entropy, gates, ops, testing
 from hpo_core.specs import OrderRule
 
-digest = hashlib.sha256()
-def add(*tensors):
-    for tensor in tensors:
-        digest.update(tensor.detach().contiguous().numpy().tobytes())
+def results():
+    long = testing.Layout((0, 1, 2500, 130, 1, 0, 1025, 3), tail=5, shared=True, seed=3)
+    presets = [gates.dapo(), gates.ppo_clip(dual=1.5), gates.cispo(1.3, 0.8), gates.reinforce()]
+    presets += [gates.gspo(0.1, 0.2), gates.gspo_token()]
+    for number, gate in enumerate(presets):
+        features = set(testing.FEATURES) - {"on_policy"} - (set() if gate.takes_bounds else {"bounds"})
+        for seed in range(12):
+            penalty = [hpo.kl.k1, hpo.kl.k2, hpo.kl.k3][seed % 3](0.2, ("value", "importance")[seed % 2])
+            layout = long if seed == 0 else None
+            given = sorted(features) if seed % 2 == 0 else ["weights"]
+            example = testing.random_policy_loss(seed, gate, given, penalty=penalty, layout=layout)
+            out = testing.run_policy_loss(hpo.policy_loss, example, return_tokens=True)
+            yield out.loss, out.grad, out.tokens, out.metrics.vector
+    examples = Example(3, spread=0.3), Example(3, (0, 1, 2500, 130, 1, 0, 1025, 3))
+    for gate in CATALOGUE.values():
+        for example in examples:
+            for given in (example.needed(gate), example.everything(gate)):
+                out = example.run(gate, "cpu", **given)
+                yield out.loss, out.grad, out.metrics.vector
+    for seed in range(60):
+        rewards = testing.random_rewards(seed, (12, 3000)[seed % 10 == 0])
+        for op in ("grpo", "lite_ppo", "rloo"):
+            yield (getattr(advantages, op)(rewards.rewards, rewards.group_ids, **rewards.keywords),)
+        window = testing.random_window(seed, layout=long if seed % 20 == 0 else None)
+        yield (entropy.window_mean(*window[:-1], **window.keywords),)
+        tokens = (window.values, 4, 5, OrderRule.CEIL, None, window.batch.mask, window.batch.cu_seqlens)
+        threshold, counts = ops.order_statistic(*tokens)
+        yield threshold, counts, ops.select(window.values, threshold, seed % 2 == 0, *tokens[4:])
+        score, *quantile = testing.random_scores(seed, (40, 50000)[seed % 10 == 0])
+        yield ops.select_top(score, *quantile, seed % 2 == 0, None)
 
-long = testing.Layout((0, 1, 2500, 130, 1, 0, 1025, 3), tail=5, shared=True, seed=3)
-presets = [gates.dapo(), gates.ppo_clip(dual=1.5), gates.cispo(1.3, 0.8), gates.reinforce()]
-presets += [gates.gspo(0.1, 0.2), gates.gspo_token()]
-for number, gate in enumerate(presets):
-    features = set(testing.FEATURES) - {"on_policy"} - (set() if gate.takes_bounds else {"bounds"})
-    for seed in range(12):
-        penalty = [hpo.kl.k1, hpo.kl.k2, hpo.kl.k3][seed % 3](0.2, ("value", "importance")[seed % 2])
-        layout = long if seed == 0 else None
-        given = features if seed % 2 == 0 else {"weights"}
-        example = testing.random_policy_loss(seed, gate, given, penalty=penalty, layout=layout)
-        out = testing.run_policy_loss(hpo.policy_loss, example, return_tokens=True)
-        add(out.loss, out.grad, out.tokens, out.metrics.vector)
-for seed in range(60):
-    rewards = testing.random_rewards(seed, (12, 3000)[seed % 10 == 0])
-    for op in ("grpo", "lite_ppo", "rloo"):
-        add(getattr(advantages, op)(rewards.rewards, rewards.group_ids, **rewards.keywords))
-    window = testing.random_window(seed, layout=long if seed % 20 == 0 else None)
-    add(entropy.window_mean(*window[:-1], **window.keywords))
-    tokens = (window.values, 4, 5, OrderRule.CEIL, None, window.batch.mask, window.batch.cu_seqlens)
-    threshold, counts = ops.order_statistic(*tokens)
-    add(threshold, counts, ops.select(window.values, threshold, seed % 2 == 0, *tokens[4:]))
-    score, *quantile = testing.random_scores(seed, (40, 50000)[seed % 10 == 0])
-    add(*ops.select_top(score, *quantile, seed % 2 == 0, None))
-print(digest.hexdigest())
+def digest():
+    found = hashlib.sha256()
+    for tensors in results():
+        for tensor in tensors:
+            found.update(tensor.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+for isa in sys.argv[1:]:
+    if os.fork() == 0:  # before the backend is loaded, and before any thread is started
+        try:
+            os.environ["HPO_CORE_ISA"] = isa
+            cpu = hpo.backends()["cpu"]
+            print(isa, digest() if cpu else cpu.reason, sep="|", flush=True)
+        finally:
+            os._exit(0)
+    os.wait()
 """
 
 
-def run(isa, program):
-    environment = {**os.environ, "HPO_CORE_ISA": isa}
-    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-
-
 def test_same_bits_on_every_instruction_set():
+    """An unknown one is refused, as is one that this machine lacks."""
     if not hpo.backends()["cpu"]:
         pytest.skip("the cpu backend is not built")
-    digests = {}
-    for isa in ("generic", "avx2", "avx512"):
-        done = run(isa, DIGEST)
-        if done.returncode:
-            assert isa != "generic" and "cannot run on this machine" in done.stderr, done.stderr
-            print(f"{isa}: not on this machine")
-            continue
-        digests[isa] = done.stdout.strip()
-    assert len(digests) >= 1 and len(set(digests.values())) == 1, digests
-
-
-def test_unknown_instruction_set_is_refused():
-    if not hpo.backends()["cpu"]:
-        pytest.skip("the cpu backend is not built")
-    done = run("sse1", "import hpo_core as hpo; print(bool(hpo.backends()['cpu']), hpo.backends()['cpu'].reason)")
-    assert done.stdout.startswith("False") and "HPO_CORE_ISA=sse1 cannot run" in done.stdout
+    isas = ("generic", "avx2", "avx512", "sse1")
+    paths = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    program = [sys.executable, "-c", DIGESTS, *isas]
+    done = subprocess.run(program, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    found = dict(line.split("|", 1) for line in done.stdout.splitlines())
+    assert tuple(found) == isas, done.stderr
+    assert "HPO_CORE_ISA=sse1 cannot run" in found.pop("sse1")
+    refused = {isa for isa, said in found.items() if f"HPO_CORE_ISA={isa} cannot run on this machine" in said}
+    digests = {said for isa, said in found.items() if isa not in refused}
+    assert "generic" not in refused and len(digests) == 1, found

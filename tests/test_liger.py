@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from breadth import at_length, few  # noqa: F401 (the first is a fixture)
 
 pytest.importorskip("liger_kernel")
 from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
@@ -124,12 +125,13 @@ def extras(name, batch):
     return given
 
 
+@pytest.mark.usefixtures("at_length")
 @every_type
 def test_liger_agrees(name, backend):
     loss_type, keywords, gate, weights = SAME[name]
-    for seed in range(1 if backend == "triton" else 3):  # interpreted, that is slow
+    for seed in few(backend, range(3)):
         batch = Batch(seed)
-        for theirs, ours in extras(name, batch)[: 2 if backend == "triton" else None]:
+        for theirs, ours in few(backend, extras(name, batch), 2):
             expected = of_liger(batch, loss_type, **keywords, **theirs)
             for engine, near in (("reference", 3e-7), (backend, 5e-6)):
                 out = of_ours(batch, gate, weights(batch.packed), engine, **ours)

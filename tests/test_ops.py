@@ -1,5 +1,6 @@
 """How the ops sit in torch: autograd, transforms, compilation, operators; what is saved, counted and called."""
 
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -8,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from catalogue import CATALOGUE
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -484,15 +486,10 @@ def test_opcheck_the_others():
 
 
 def test_specs_survive_the_operator():
-    gates = (
-        hpo.gates.ppo_clip(dual=3.0),
-        hpo.gates.gspo(),
-        hpo.gates.gspo_token(),
-        hpo.gates.reinforce(),
-        GATES["score"],
-    )
+    """Those of every gate, with and without a penalty."""
     penalties = (None, hpo.kl.k1(0.1, "importance"), hpo.kl.k3(0.2, "straight_through"))
-    for spec in (gate.spec(kl, strict) for gate in gates for kl in penalties for strict in (False, True)):
+    for gate, kl, strict in itertools.product(CATALOGUE.values(), penalties, (False, True)):
+        spec = gate.spec(kl, strict)
         rebuilt = ops.gates._spec_of(*ops.gates._numbers_of(spec))
         assert rebuilt == spec and [type(field) for field in rebuilt] == [type(field) for field in spec]
 

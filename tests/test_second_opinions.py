@@ -1,9 +1,11 @@
 """verl's own loss functions against our gates, where the definitions agree; docs/gates.md says where they do not."""
 
 import functools
+import itertools
 
 import pytest
 import torch
+from breadth import at_length, few  # noqa: F401 (the first is a fixture)
 
 pytest.importorskip("verl")
 from verl.trainer.ppo import core_algos
@@ -90,16 +92,16 @@ SAME = {
 WITHOUT_WEIGHTS = {"geo_mean", "kl_cov"}  # verl multiplies by their geometric mean, and the penalty too
 
 
+@pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("name", SAME)
-@pytest.mark.parametrize("seed", range(4))
-def test_verl_agrees(name, seed, backend):
+def test_verl_agrees(name, backend):
     gate, mode, config, policy, given = SAME[name]
-    batch = Batch(seed)
-    for is_weights in (None, batch.is_weights):
-        if is_weights is not None and name in WITHOUT_WEIGHTS:
-            continue
+    weights = aggregation.token_mean if mode == TOKEN else aggregation.seq_mean_token_mean
+    weighted = (False,) if name in WITHOUT_WEIGHTS else (False, True)
+    for seed, is_weighted in itertools.product(few(backend, range(4)), weighted):
+        batch = Batch(seed)
+        is_weights = batch.is_weights if is_weighted else None
         loss, grad = of_verl(name, batch, mode, config, policy, is_weights)
-        weights = aggregation.token_mean if mode == TOKEN else aggregation.seq_mean_token_mean
         padded = hpo.PackedBatch.from_padded(batch.mask)
         keywords = {"token_weight": is_weights, "weights": weights(padded), **(given(batch) if given else {})}
         for engine, dtype, near in (("reference", torch.float64, 2e-7), (backend, torch.float32, 3e-6)):

@@ -11,6 +11,7 @@ from fractions import Fraction
 import hypothesis
 import pytest
 import torch
+from breadth import at_length, at_most, few  # noqa: F401 (the first is a fixture)
 
 import hpo_core as hpo
 from hpo_core import ops, testing
@@ -19,7 +20,6 @@ from hpo_core.reference import entropy as reference
 from hpo_core.specs import OrderRule
 from hpo_core.testing import Layout
 
-COUNTS = (0, 1, 15, 16, 17, 5000, 300_000)
 QUANTILES = ((4, 5), (0, 5), (5, 5), (1, 2))
 
 
@@ -53,17 +53,13 @@ def uniform(count, seed=0):
     return torch.rand(count, generator=torch.Generator().manual_seed(seed))
 
 
-def largest(backend, count):
-    """Emulated and interpreted kernels take seconds for what has one path there."""
-    return min(count, 2_500) if backend in ("cuda_emulated", "triton") else count
-
-
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("quantile", QUANTILES, ids=str)
-def test_every_size(backend, count, quantile):
-    count = largest(backend, count)
-    for values, rule in zip((uniform(count), uniform(count) - 0.8, uniform(count).log()), OrderRule, strict=True):
-        assert_selects_top(backend, values, None, quantile, rule)
+@pytest.mark.usefixtures("at_length")
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 5000, 300_000])
+def test_every_size(backend, count):
+    n = at_most(backend, count)
+    for quantile in few(backend, QUANTILES):
+        for values, rule in zip((uniform(n), uniform(n) - 0.8, uniform(n).log()), OrderRule, strict=True):
+            assert_selects_top(backend, values, None, quantile, rule)
 
 
 @hypothesis.given(example=testing.scores(60))
@@ -72,66 +68,75 @@ def test_generated_scores(backend, example):
     assert_selects_top(backend, score, None, (numerator, denominator), rule)
 
 
+@pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("value", [0.25, 0.0, -0.0, -3.0, math.inf, -math.inf, math.nan])
 def test_all_equal(backend, value):
     """More keys in the bracket than there is room for; or none."""
-    for count in (17, largest(backend, 20_000), largest(backend, 300_000)):
+    for count in sorted({17, at_most(backend, 20_000), at_most(backend, 300_000)}):
         mask = assert_selects_top(backend, torch.full((count,), value))
         assert mask.all() if math.isfinite(value) else not mask.any()
 
 
+@pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("levels", [2, 5, 9, 200])
 def test_ties(backend, levels):
-    count = largest(backend, 300_000)
-    for quantile in QUANTILES:
+    count = at_most(backend, 300_000)
+    for quantile in few(backend, QUANTILES):
         assert_selects_top(backend, (uniform(count) * levels).floor() - 1, None, quantile)
 
 
+@pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("planted", [100.0, -100.0, math.inf, -math.inf, math.nan, 0.5])
 def test_bracket_that_misses(backend, planted):
     """One value at every place that the CPU backend may look at before it decides which scores to keep."""
-    count = largest(backend, 300_000)
+    count = at_most(backend, 300_000)
     values = uniform(count)
     values[[(i * 0x9E3779B9 % 2**32) * count >> 32 for i in range(2048)]] = planted
-    for quantile in QUANTILES:
+    for quantile in few(backend, QUANTILES):
         assert_selects_top(backend, values, None, quantile)
 
 
+@pytest.mark.usefixtures("at_length")
 def test_sorted_scores(backend):
     """All that is in the bracket lies in one worker's part."""
-    values = uniform(largest(backend, 300_000)).sort().values
+    values = uniform(at_most(backend, 300_000)).sort().values
     assert_selects_top(backend, values)
     assert_selects_top(backend, values.flip(0))
 
 
+@pytest.mark.usefixtures("at_length")
 def test_misaligned_scores(backend):
-    values = uniform(largest(backend, 40_000))
+    values = uniform(at_most(backend, 40_000))
     assert all(assert_selects_top(backend, values[first:]).sum() > 0 for first in range(1, 4))
 
 
+@pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_scores_that_are_not_finite(backend, broken):
     """One in a while, and many: infinite scores stand above every threshold, NaN above none."""
-    values = uniform(largest(backend, 60_000))
+    values = uniform(at_most(backend, 60_000))
     for step in (7, 9001):
         values[::step] = broken
         mask = assert_selects_top(backend, values)
         assert (mask[::step] == (broken == math.inf)).all()
 
 
+@pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("masked", ["none", "some", "row"])
-@pytest.mark.parametrize("lengths", [(5, 0, 1, 9, 3), (3, 9000, 0, 12000, 1, 2000)], ids=str)
-def test_tokens(backend, lengths, masked):
+@pytest.mark.parametrize("tokens", [18, 21_000])
+def test_tokens(backend, tokens, masked):
     """Rows longer and shorter than what is looked at together, tokens behind the last, and broken ones among them."""
-    layout = Layout(lengths, 5, masked, seed=3)
+    many = at_most(backend, tokens) // 7
+    layout = Layout((3, 3 * many, 0, 4 * many, 1, many * 2 // 3), 5, masked, seed=3)
     values, batch = testing.random_window(layout=layout).values, layout.batch()
-    for bad in (1.0, math.nan, math.inf, -math.inf):
+    for bad in few(backend, (1.0, math.nan, math.inf, -math.inf), 2):
         values[2::3001] = bad
         assert_selects_top(backend, values, batch)
 
 
+@pytest.mark.usefixtures("at_length")
 def test_garbage_under_the_mask_is_never_read(backend):
-    layout = Layout((40, 1, 0, 16500), 9, "some", seed=1)
+    layout = Layout((40, 1, 0, at_most(backend, 16_500)), 9, "some", seed=1)
     values, batch = testing.random_window(layout=layout).values, layout.batch()
     valid = batch.mask & (torch.arange(values.numel()) < batch.cu_seqlens[-1])
     clean = assert_selects_top(backend, values, batch)
@@ -139,15 +144,18 @@ def test_garbage_under_the_mask_is_never_read(backend):
         assert torch.equal(clean, assert_selects_top(backend, torch.where(valid, values, bad), batch))
 
 
-@pytest.mark.parametrize("offsets", [[0, 300, 200, 9000, 8000, 19000], [6, 5, 4, 3, 2], [0, 0]], ids=str)
-def test_broken_offsets(backend, offsets):
-    batch = hpo.PackedBatch(torch.tensor(offsets), total_tokens=20_000, validate=False)
-    assert_selects_top(backend, uniform(20_000), batch)
+@pytest.mark.usefixtures("at_length")
+@pytest.mark.parametrize("percents", [[0, 2, 1, 45, 40, 95], [6, 5, 4, 3, 2], [0, 0]], ids=str)
+def test_broken_offsets(backend, percents):
+    tokens = at_most(backend, 20_000)
+    batch = hpo.PackedBatch(torch.tensor(percents) * tokens // 100, total_tokens=tokens, validate=False)
+    assert_selects_top(backend, uniform(tokens), batch)
 
 
+@pytest.mark.usefixtures("at_length")
 def test_many_rows_and_many_tokens(backend):
     """Against fit and apply alone, since the reference would take minutes."""
-    rows = largest(backend, 300_000) // 1000
+    rows = at_most(backend, 300_000) // 1000
     batch = hpo.PackedBatch(torch.arange(rows + 1) * 1000)
     assert int(assert_selects_top(backend, uniform(rows * 1000), batch).sum()) == 1 + (rows * 1000 - 1) // 5
 

@@ -1,19 +1,14 @@
 """Segments that lie on several ranks: what many processes compute is what one does."""
 
-import datetime
 import functools
-import os
-import subprocess
-import sys
-from typing import NamedTuple
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # this file is a program, too, which no conftest.py serves
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_hierarchy import DOMAIN, FOUR, GROUP, SMALL, STEP, aggregated, levels
-from test_hierarchy import GATES as HIERARCHIES
+from breadth import tried
+from hierarchies import DOMAIN, FOUR, GROUP, LENGTHS, SMALL, STEP, TRAJECTORY, Step, aggregated, levels, stopped_group
+from hierarchies import GATES as HIERARCHIES
+from ranks import on_ranks
 
 import hpo_core as hpo
 from hpo_core import gates
@@ -31,11 +26,8 @@ from hpo_core.gates import (
     Rollback,
     Routing,
     Tanh,
-    Unit,
 )
 
-TRAJECTORY = Unit.TRAJECTORY
-NATIVE = [name for name, available in hpo.backends().items() if available and name != "reference"]
 TANH = RatioGate("tanh", LogClip((-0.1, -0.1), (0.15, 0.15)), levels((Tanh(0.05), TRAJECTORY), (Tanh(0.03), GROUP)))
 GATES = {
     "gspo": gates.gspo(0.01, 0.01),
@@ -71,87 +63,6 @@ CORRECTED = {
 }
 
 
-def stopped_group(aggregate=Aggregate.MEAN, split=False):
-    own = aggregate if aggregate is Aggregate.LOG_MEAN_EXP else Aggregate.MEAN  # all levels have it or none
-    trajectory, group = Level(Tanh(0.05), aggregate=own), Level(Tanh(0.03), Routing.STOPPED, GROUP, aggregate)
-    return RatioGate("stopped", LogClip((-0.1, -0.1), (0.15, 0.15)), (trajectory, group), split=split)
-
-
-# --------------------------------------------------------------------------------------------------------- one step
-
-LENGTHS = (5, 0, 9, 1, 7, 12, 3, 6)
-TRAJECTORIES = (3, 3, -2, 5, 5, 4, 9, 9)  # rows of a trajectory may lie apart, and any integer names one
-GROUPS = (1, 1, 1, 4, 4, -1, -1, -1)  # a trajectory in no group is a group by itself, also that with the id 4
-DOMAINS = (0, 0, 0, 7, 7, 0, 0, 0)
-
-
-class Step(NamedTuple):
-    """One optimiser step, the same in every process."""
-
-    logp: torch.Tensor
-    old_logp: torch.Tensor
-    advantages: torch.Tensor
-    weights: torch.Tensor
-    batch: hpo.PackedBatch
-
-    @staticmethod
-    def make(seed=0):
-        draw = torch.Generator().manual_seed(seed)
-        tokens, rows = sum(LENGTHS), len(LENGTHS)
-        old_logp = -torch.rand(tokens, generator=draw) * 3 - 0.1
-        logp = old_logp + 0.1 * torch.randn(tokens, generator=draw)
-        mask = torch.rand(tokens, generator=draw) < 0.85
-        advantages, weights = torch.randn(rows, generator=draw), torch.rand(rows, generator=draw) + 0.1
-        ends = torch.tensor(LENGTHS).cumsum(0).tolist()
-        steps, step_ids = [], []
-        for end, length, trajectory in zip(ends, LENGTHS, TRAJECTORIES, strict=True):
-            for at in range(end - length, end, 4):  # with gaps
-                steps.append((at, min(at + 3, end)))
-                # Two ranges to some steps, with one between them, and in rows one after the other.
-                own, shared = 10**6 + len(steps), 100 * (trajectory + 5) + (at - end + length) // 9
-                step_ids.append(own if at - end + length == 4 else shared)
-        ids = {"trajectory_ids": TRAJECTORIES, "group_ids": GROUPS, "domain_ids": DOMAINS}
-        batch = hpo.PackedBatch.from_lengths(
-            LENGTHS, mask=mask, steps=torch.tensor(steps), step_ids=torch.tensor(step_ids),
-            **{name: torch.tensor(each) for name, each in ids.items()},
-        )  # fmt: skip
-        return Step(logp, old_logp, advantages, weights, batch)
-
-    def whole_rows(self, rows):
-        """These rows, and the tokens they take."""
-        batch, tokens = self.batch.select(rows)
-        part = Step(self.logp[tokens], self.old_logp[tokens], self.advantages[rows], self.weights[rows], batch)
-        return part, tokens
-
-    def cut(self, start, stop):
-        """From every row what lies between these fractions of it, as sequence parallelism cuts them."""
-        begin, length = self.batch.cu_seqlens[:-1], self.batch.cu_seqlens.diff()
-        first, last = begin + (length * start).long(), begin + (length * stop).long()
-        parts = list(zip(first.tolist(), last.tolist(), strict=True))
-        tokens = torch.cat([torch.arange(*each) for each in parts])
-        place = {token: at for at, token in enumerate(tokens.tolist())}
-        steps, step_ids = [], []
-        for (start_of, stop_of), name in zip(self.batch.steps.tolist(), self.batch.step_ids.tolist(), strict=True):
-            kept = [place[token] for token in range(start_of, stop_of) if token in place]
-            if kept:
-                steps.append((kept[0], kept[-1] + 1))
-                step_ids.append(name)
-        batch = hpo.PackedBatch.from_lengths(
-            last - first, mask=self.batch.mask[tokens], trajectory_ids=self.batch.trajectory_ids,
-            group_ids=self.batch.group_ids, domain_ids=self.batch.domain_ids,
-            steps=torch.tensor(steps, dtype=torch.int64).reshape(-1, 2),
-            step_ids=torch.tensor(step_ids, dtype=torch.int64),
-        )  # fmt: skip
-        return Step(self.logp[tokens], self.old_logp[tokens], self.advantages, self.weights, batch), tokens
-
-    def run(self, gate, backend, **keywords):
-        reals = {name: getattr(self, name) for name in ("logp", "old_logp", "advantages", "weights")}
-        if backend == "reference":
-            reals = {name: values.double() for name, values in reals.items()}
-        arguments = {"batch": self.batch, "advantage_level": "row", **reals, **keywords}
-        return hpo.policy_loss_and_grad(gate=gate, backend=backend, **arguments)
-
-
 # A layout: which rows each rank has, or where every row is cut into one part for each.
 LAYOUTS = {
     2: {
@@ -174,14 +85,17 @@ def part_of(step, ranks, layout, rank):
     return step.cut(*shares[rank : rank + 2]) if cuts(ranks, layout) else step.whole_rows(shares[rank])
 
 
-CASES = [
-    (ranks, layout, name)
-    for ranks, layouts in LAYOUTS.items()
-    for layout in layouts
-    for name in (*GATES, *STEPS)
-    if ranks == 2 or name in ("fiberpo_domain", "mixed", "four levels")
-]
 GATE_OF = {**GATES, **STEPS}
+PLACES = [(ranks, layout) for ranks, layouts in LAYOUTS.items() for layout in layouts]
+every_place = pytest.mark.parametrize(
+    ("ranks", "layout"), PLACES, ids=[f"{ranks} {layout}" for ranks, layout in PLACES]
+)
+
+
+def names_of(ranks):
+    return GATE_OF if ranks == 2 else ("fiberpo_domain", "mixed", "four levels")
+
+
 # Of the metrics of levels: what ranks share in rows, in parts of them, and not at all.
 OBSERVED = [
     (2, "rows", "four levels"),
@@ -194,24 +108,24 @@ OBSERVED = [
 ]
 
 
-def backends_of(name):
-    """Interpreted, Triton takes a second for each call of each rank."""
-    return [each for each in NATIVE if each != "triton" or name in ("fiberpo", "mixed", "four levels")]
+def backends_of(name, backends):
+    """Interpreted, Triton takes a tenth of a second for each call of each rank."""
+    return [each for each in backends if tried(each, True, name in ("fiberpo", "mixed", "four levels"))]
 
 
 # --------------------------------------------------------------------------------------------- what one rank does
 
 
-def compute(rank, ranks):
+def compute(rank, ranks, backends):
     step, world, found = Step.make(), dist.group.WORLD, {}
-    for case in CASES:
-        if case[0] == ranks:
-            part, tokens = part_of(step, *case[:2], rank)
-            for backend in ("reference", *backends_of(case[2])):
-                out = part.run(GATE_OF[case[2]], backend, process_group=world)
-                found[case, backend] = tokens, out.loss, out.grad, out.metrics.vector
+    for name in names_of(ranks):
+        for layout in LAYOUTS[ranks]:
+            part, tokens = part_of(step, ranks, layout, rank)
+            for backend in ("reference", *backends_of(name, backends)):
+                out = part.run(GATE_OF[name], backend, process_group=world)
+                found[layout, name, backend] = tokens, out.loss, out.grad, out.metrics.vector
     part, _ = part_of(step, ranks, "cut", rank)
-    for backend in NATIVE:
+    for backend in backends:
         on_policy = part.run(GATES["fiberpo_domain"], backend, old_logp=part.logp, process_group=world)
         given = {"group": torch.tensor([0.5, 0.02, -0.1])}
         both = part.run(stopped_group(), backend, process_group=world, aggregates=given)
@@ -219,12 +133,11 @@ def compute(rank, ranks):
     found["autograd"] = {backend: by_autograd(part, backend) for backend in ("reference", "cpu")}
     found["single call"] = single_call(step, rank, ranks)
     found["collectives"] = collectives(step, rank, ranks)
-    found["corrections"] = corrections(step, rank, ranks)
+    found["corrections"] = corrections(step, rank, ranks, backends)
     for case in OBSERVED:
         if case[0] == ranks:
-            for backend in ("reference", *NATIVE):
-                out, bits = observed(step, case, rank, backend)
-                found["levels", case, backend] = out, bits
+            for backend in ("reference", *backends_of(case[2], backends)):
+                found["levels", case, backend] = observed(step, case, rank, backend)
     return found
 
 
@@ -290,53 +203,33 @@ def sampled(part):
     return part.old_logp + 0.4 * (part.logp - part.old_logp)
 
 
-def corrections(step, rank, ranks):
+def corrections(step, rank, ranks, backends):
     """The gradients under corrections of trajectories and groups that are cut."""
     part, _ = part_of(step, ranks, "cut", rank)
     return {
         (name, backend): part.run(gate, backend, rollout_logp=sampled(part), process_group=dist.group.WORLD).grad
         for name, gate in CORRECTED.items()
-        for backend in ("reference", *NATIVE)
+        for backend in ("reference", *backends)
     }
-
-
-def run(rank, ranks, folder):
-    torch.set_num_threads(1)
-    patience = datetime.timedelta(seconds=120)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=patience)
-    torch.save(compute(rank, ranks), f"{folder}/{rank}")
-    dist.destroy_process_group()
 
 
 # --------------------------------------------------------------------------------------------------- ranks against one
 
 
 @functools.cache  # a failure, too
-def found_by(ranks, folder):
-    """What each rank found, or what they died of: this file, run as a program, that many times."""
-    programs = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(ranks), folder], stderr=subprocess.PIPE, text=True)
-        for rank in range(ranks)
-    ]
+def outcome(ranks, backends):
     try:
-        errors = [program.communicate(timeout=300)[1] for program in programs]
-    except subprocess.TimeoutExpired as error:
+        return on_ranks(ranks, functools.partial(compute, ranks=ranks, backends=backends))
+    except Exception as error:
         return str(error)
-    finally:
-        for program in programs:
-            program.kill()
-    if any(program.returncode for program in programs):
-        return "\n".join(errors)
-    return [torch.load(f"{folder}/{rank}", weights_only=True) for rank in range(ranks)]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
+@pytest.fixture
+def found(native_backends):
     """What each of some ranks found."""
-    folders = {ranks: str(tmp_path_factory.mktemp(f"ranks{ranks}")) for ranks in LAYOUTS}
 
     def of(ranks):
-        results = found_by(ranks, folders[ranks])
+        results = outcome(ranks, tuple(native_backends))
         assert isinstance(results, list), results
         return results
 
@@ -352,35 +245,34 @@ def gathered(results, step):
     return torch.stack([loss for _, loss, _, _ in results]).sum(), grad, metrics
 
 
-every_case = pytest.mark.parametrize(("ranks", "layout", "name"), CASES, ids=[f"{n} {on} {of}" for n, on, of in CASES])
-
-
-@every_case
-def test_the_definition_of_many_ranks_is_that_of_one(ranks, layout, name, found):
+@every_place
+def test_the_definition_of_many_ranks_is_that_of_one(ranks, layout, found):
     step = Step.make()
-    results = [each[(ranks, layout, name), "reference"] for each in found(ranks)]
-    loss, grad, metrics = gathered(results, step)
-    one = step.run(GATE_OF[name], "reference")
-    torch.testing.assert_close(loss, one.loss, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(grad, one.grad, rtol=1e-12, atol=1e-12)
-    if not cuts(ranks, layout):
-        torch.testing.assert_close(metrics.vector, one.metrics.vector, rtol=1e-12, atol=1e-12)
+    for name in names_of(ranks):
+        loss, grad, metrics = gathered([each[layout, name, "reference"] for each in found(ranks)], step)
+        one = step.run(GATE_OF[name], "reference")
+        torch.testing.assert_close(loss, one.loss, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grad, one.grad, rtol=1e-12, atol=1e-12)
+        if not cuts(ranks, layout):
+            torch.testing.assert_close(metrics.vector, one.metrics.vector, rtol=1e-12, atol=1e-12)
 
 
-@every_case
-def test_many_ranks_compute_what_one_does(ranks, layout, name, found):
+@every_place
+def test_many_ranks_compute_what_one_does(ranks, layout, found, native_backends):
     """Within the budget; where rows stay together to the bit, wherever they lie."""
-    step, gate = Step.make(), GATE_OF[name]
-    exact = step.run(gate, "reference")
-    largest = max(exact.grad.abs().max(), (step.weights * step.advantages.abs()).max())
+    step = Step.make()
     terms = (step.weights * step.advantages.abs() * step.batch.row_counts).sum()
     together = layout == "no tokens on one" or not cuts(ranks, layout)
-    for backend in backends_of(name):
-        loss, grad, _ = gathered([each[(ranks, layout, name), backend] for each in found(ranks)], step)
-        assert (grad.double() - exact.grad).abs().max() <= 1e-5 * largest, backend
-        assert (loss.double() - exact.loss).abs() <= 1e-5 * terms, backend
-        if together and gate.level is None:  # else one process takes a way that ranks do not
-            assert torch.equal(grad, step.run(gate, backend).grad), backend
+    for name in names_of(ranks):
+        gate = GATE_OF[name]
+        exact = step.run(gate, "reference")
+        largest = max(exact.grad.abs().max(), (step.weights * step.advantages.abs()).max())
+        for backend in backends_of(name, native_backends):
+            loss, grad, _ = gathered([each[layout, name, backend] for each in found(ranks)], step)
+            assert (grad.double() - exact.grad).abs().max() <= 1e-5 * largest, (name, backend)
+            assert (loss.double() - exact.loss).abs() <= 1e-5 * terms, (name, backend)
+            if together and gate.level is None:  # else one process takes a way that ranks do not
+                assert torch.equal(grad, step.run(gate, backend).grad), (name, backend)
 
 
 @pytest.mark.parametrize("name", GATE_OF)
@@ -391,22 +283,24 @@ def test_the_step_keeps_off_the_branches(name):
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
-def test_without_saturation_the_gradient_is_minus_w_a(ranks, found, backend):
+def test_without_saturation_the_gradient_is_minus_w_a(ranks, found, native_backends):
     step = Step.make()
     for rank, each in enumerate(found(ranks)):
         part, _ = part_of(step, ranks, "cut", rank)
         row = torch.repeat_interleave(part.batch.cu_seqlens.diff())
         expected = torch.where(part.batch.mask, -(step.weights * step.advantages)[row], 0.0)
-        assert torch.equal(each["on-policy", backend], expected)
+        for backend in native_backends:
+            assert torch.equal(each["on-policy", backend], expected), backend
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
-def test_aggregates_over_ranks(ranks, found, backend):
+def test_aggregates_over_ranks(ranks, found, native_backends):
     step = Step.make()
-    one = step.run(stopped_group(), backend, aggregates={"group": torch.tensor([0.5, 0.02, -0.1])}).grad
-    for rank, each in enumerate(found(ranks)):
-        _, tokens = part_of(step, ranks, "cut", rank)
-        torch.testing.assert_close(each["given", backend], one[tokens], rtol=1e-5, atol=1e-6)
+    for backend in native_backends:
+        one = step.run(stopped_group(), backend, aggregates={"group": torch.tensor([0.5, 0.02, -0.1])}).grad
+        for rank, each in enumerate(found(ranks)):
+            _, tokens = part_of(step, ranks, "cut", rank)
+            assert torch.allclose(each["given", backend], one[tokens], rtol=1e-5, atol=1e-6), backend
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
@@ -439,29 +333,33 @@ def test_collectives(ranks, found):
 
 
 @pytest.mark.parametrize("name", CORRECTED)
-@pytest.mark.parametrize("ranks", LAYOUTS)
-def test_corrections_over_cut_segments(ranks, name, found, backend):
+def test_corrections_over_cut_segments(name, found, native_backends):
     """Integers have no order: to the bit what one process computes, and not what each would by itself."""
-    step, gate, matters = Step.make(), CORRECTED[name], False
-    one, exact = (step.run(gate, each, rollout_logp=sampled(step)).grad for each in (backend, "reference"))
-    for rank, each in enumerate(found(ranks)):
-        part, tokens = part_of(step, ranks, "cut", rank)
-        assert torch.equal(each["corrections"][name, backend], one[tokens])
-        torch.testing.assert_close(each["corrections"][name, "reference"], exact[tokens], rtol=1e-12, atol=1e-12)
-        alone = part.run(gate, backend, rollout_logp=sampled(part)).grad
-        matters |= not torch.equal(alone, one[tokens])
-    assert matters
+    step, gate = Step.make(), CORRECTED[name]
+    ones = {each: step.run(gate, each, rollout_logp=sampled(step)).grad for each in ("reference", *native_backends)}
+    for ranks in LAYOUTS:
+        matters = dict.fromkeys(native_backends, False)
+        for rank, each in enumerate(found(ranks)):
+            part, tokens = part_of(step, ranks, "cut", rank)
+            mine, exact = each["corrections"][name, "reference"], ones["reference"][tokens]
+            torch.testing.assert_close(mine, exact, rtol=1e-12, atol=1e-12)
+            for backend in native_backends:
+                one = ones[backend][tokens]
+                assert torch.equal(each["corrections"][name, backend], one), backend
+                if tried(backend, True, False):
+                    matters[backend] |= not torch.equal(part.run(gate, backend, rollout_logp=sampled(part)).grad, one)
+        assert all(found_so or not tried(backend, True, False) for backend, found_so in matters.items()), matters
 
 
 @pytest.mark.parametrize(("ranks", "layout", "name"), OBSERVED, ids=[f"{n} {on} {of}" for n, on, of in OBSERVED])
-def test_metrics_of_levels(ranks, layout, name, found):
+def test_metrics_of_levels(ranks, layout, name, found, native_backends):
     """Those of all ranks are those of one process, on every rank to the bit; a segment that ranks share counts once."""
     step = Step.make()
-    for backend in ("reference", *NATIVE):
+    for backend in ("reference", *backends_of(name, native_backends)):
         one = step.run(GATE_OF[name], backend, level_metrics=True).levels.table
         tables, same = zip(*(each["levels", (ranks, layout, name), backend] for each in found(ranks)), strict=True)
-        assert all(same)
-        assert all(torch.equal(table, tables[0]) for table in tables)
+        assert all(same), backend
+        assert all(torch.equal(table, tables[0]) for table in tables), backend
         torch.testing.assert_close(tables[0], one, rtol=1e-12, atol=1e-12)
 
 
@@ -489,7 +387,3 @@ def test_errors():
         "the level 'trajectory' of the gate 'balanced' counts segments, and which of them lie elsewhere, too",
         HIERARCHIES["balanced, 4 levels, through, split"],
     )
-
-
-if __name__ == "__main__":
-    run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,14 +1,15 @@
 """A call in stages: what segments add up stands between them in tables that the caller may change."""
 
+import functools
 import itertools
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import NATIVE
-from test_hierarchy import GATES, Example, clear_of_branches
+from breadth import at_length, tried  # noqa: F401 (the first is a fixture)
+from catalogue import Example, bits
+from hierarchies import GATES, exact_off_branches, raw
 
 import hpo_core as hpo
 from hpo_core import gates
@@ -19,7 +20,6 @@ STAGED = {
     "pre-gated": gates.gmpo(0.1, 0.1),
     "flat": RatioGate("flat", Identity(), head=Head.LOG, head_numbers=(0.7, 1.3)),
 }
-every_gate = pytest.mark.parametrize("gate", STAGED.values(), ids=STAGED)
 
 
 def aggregates_of(gate):
@@ -39,17 +39,6 @@ def _workspaces_and_tables_come_with_garbage():
     torch.use_deterministic_algorithms(True)  # fills what torch.empty gives
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def run(example, gate, backend, exchange=None, mask=None, want_grad=True):
-    """Loss, metrics, gradient and the loss of every token, by the op itself."""
-    inputs, spec, _, _ = sys.modules["hpo_core.losses"]._prepare(
-        example.logp, example.old_logp, example.advantages, example.batch, gate, example.weights, *[None] * 12, "row",
-        None, None, False, False, backend,
-    )  # fmt: skip
-    inputs = inputs if mask is None else inputs._replace(mask=mask)
-    op = sys.modules["hpo_core.backends"].resolve("gates", inputs.logp, backend)
-    return op.policy_loss(inputs, spec, want_grad, True, exchange)
 
 
 class Watched:
@@ -72,10 +61,10 @@ class Watched:
         self._see("arriving", table)
 
 
-def assert_same(got, expected):
+def assert_same(got, expected, backend):
     for mine, theirs in zip(got, expected, strict=True):
-        assert (mine is None) == (theirs is None)
-        assert mine is None or mine.numpy().tobytes() == theirs.numpy().tobytes()
+        assert (mine is None) == (theirs is None), backend
+        assert mine is None or bits(mine) == bits(theirs), backend
 
 
 class Nobody:
@@ -88,53 +77,69 @@ class Nobody:
         self.advantages = self.weights = torch.zeros(rows)
 
 
-LENGTHS = [(5, 0, 9, 1, 7, 12, 3), (600, 2, 4500)]
-FEW = [((5, 0, 9, 1, 7), True, True), ((5, 2), False, False)]  # interpreted Triton is slow
-ALSO_LONG = ("fiberpo", "mixed routing", "four levels, through, split", "score")
+# Lengths of rows, whether trajectories have several of them, and whether a gradient is wanted.
+MANY = [*itertools.product([(5, 0, 9, 1, 7, 12, 3), (600, 2, 4500)], (True, False), (True, False))]
+NONE = [(0, True, True), (1, True, True), (1, True, False)]  # that many rows of a process without tokens
+EXAMPLES = {
+    "triton": MANY[:4] + NONE,
+    "cuda_emulated": [*MANY[:4], ((600, 2, 1100), True, True), ((600, 2, 1100), False, True), *NONE],
+}
+INTERPRETED = [((5, 0, 9, 1, 7), True, True)]
+ALSO_INTERPRETED = [((5, 2), False, False), ((140, 2, 40), True, True), *NONE]  # for a few gates
+FEW = ("fiberpo", "mixed routing", "four levels, through, split", "score")
 
 
-@every_gate
-def test_in_stages_is_the_whole(gate, backend):
+@functools.cache
+def example_of(rows, several):
+    return Nobody(rows) if isinstance(rows, int) else Example(3, rows, 0.3, several=several)
+
+
+@pytest.mark.usefixtures("at_length")
+@pytest.mark.parametrize("name", STAGED)
+def test_in_stages_is_the_whole(name, native_backends):
     """To the bit, for pieces that stand alone and for long ones; a process without tokens asks the same."""
-    several = [*itertools.product(LENGTHS, (True, False), (True, False))]
-    if backend == "triton":
-        several = FEW + [((700, 2, 40), True, True)] * (gate in [STAGED[name] for name in ALSO_LONG])
-    examples = [(Example(3, lengths, 0.3, several=more), want_grad) for lengths, more, want_grad in several]
-    for example, want_grad in [*examples, (Nobody(0), True), (Nobody(1), True), (Nobody(1), False)]:
-        exchange = Watched()
-        staged = run(example, gate, backend, exchange, want_grad=want_grad)
-        assert_same(staged, run(example, gate, backend, want_grad=want_grad))
-        asked = [("sums", 3), ("largest", 2), ("arriving", 2)][: 3 if want_grad and gate in THROUGH.values() else 1]
-        depth, pieces = len(gate.levels), exchange.seen["sums"].shape[1]
-        assert [(name, *table.shape) for name, table in exchange.seen.items()] == [
-            (name, depth, pieces, n) for name, n in asked
-        ]
-        # others would add what memory held
-        assert example.logp.numel() or not any(table.any() for table in exchange.seen.values())
+    gate = STAGED[name]
+    for backend in native_backends:
+        examples = tried(backend, EXAMPLES.get(backend, MANY + NONE), INTERPRETED + ALSO_INTERPRETED * (name in FEW))
+        for rows, several, want_grad in examples:
+            example, exchange = example_of(rows, several), Watched()
+            staged = raw(example, gate, backend, exchange, want_grad)
+            assert_same(staged, raw(example, gate, backend, want_grad=want_grad), backend)
+            asked = [("sums", 3), ("largest", 2), ("arriving", 2)][: 3 if want_grad and name in THROUGH else 1]
+            depth, pieces = len(gate.levels), exchange.seen["sums"].shape[1]
+            assert [(table, *seen.shape) for table, seen in exchange.seen.items()] == [
+                (table, depth, pieces, n) for table, n in asked
+            ], backend
+            # others would add what memory held
+            assert example.logp.numel() or not any(table.any() for table in exchange.seen.values()), backend
 
 
-@pytest.mark.parametrize("gate", SUMMED.values(), ids=SUMMED)
-def test_what_segments_have_added_up(gate, backend):
-    example, exchange = Example(2, spread=0.3), Watched()
-    run(example, gate, backend, exchange)
-    seen = exchange.seen
+@pytest.mark.parametrize("name", SUMMED)
+def test_what_segments_have_added_up(name, native_backends):
+    gate, example = SUMMED[name], Example(2, spread=0.3)
     covered = example.covered(gate)
     x = (example.logp - example.old_logp)[covered].double()
     fixed = (x * 2.0**32).round().long()
-    for k, level in enumerate(gate.levels):
+    expected = []
+    for level in gate.levels:
         segment = example.segment(level.unit)[covered]
-        sums = seen["sums"][k]
         numbers, place = segment.unique(return_inverse=True)
         valid = torch.zeros(len(numbers), dtype=torch.int64).index_add(0, place, torch.ones_like(segment))
         positive = torch.zeros_like(valid).index_add(0, place, fixed.clamp(min=0) if gate.split else fixed)
         negative = torch.zeros_like(valid).index_add(0, place, (-fixed).clamp(min=0) if gate.split else 0 * fixed)
-        expected = torch.stack([valid, positive, negative], 1)
-        assert sorted(sums[sums[:, 0] > 0].tolist()) == sorted(expected.tolist())
-        assert not sums[sums[:, 0] == 0].any()
-        if gate in THROUGH.values():
-            largest, arriving = seen["largest"][k], seen["arriving"][k]
-            assert level.routing is Routing.THROUGH or (not largest.any() and not arriving.any())
-            assert not largest[sums[:, 0] == 0].any()
+        expected.append(sorted(torch.stack([valid, positive, negative], 1).tolist()))
+    for backend in native_backends:
+        exchange = Watched()
+        raw(example, gate, backend, exchange)
+        for k, level in enumerate(gate.levels):
+            sums = exchange.seen["sums"][k]
+            empty = sums[:, 0] == 0
+            assert sorted(sums[~empty].tolist()) == expected[k], backend
+            assert not sums[empty].any(), backend
+            if name in THROUGH:
+                largest, arriving = exchange.seen["largest"][k], exchange.seen["arriving"][k]
+                assert level.routing is Routing.THROUGH or (not largest.any() and not arriving.any()), backend
+                assert not largest[empty].any(), backend
 
 
 class Joined:
@@ -166,32 +171,32 @@ JOINED = {
 }
 
 
-# Triton's interpreter is not made for threads; test_spanning.py has processes.
-THREADED = [(name, where) for name in JOINED for where in NATIVE if where != "triton"]
-
-
-@pytest.mark.parametrize(("name", "where"), THREADED, ids=[f"{where}-{name}" for name, where in THREADED])
-def test_processes_that_share_their_segments_get_the_gradient_of_one(name, where):
+@pytest.mark.parametrize("name", JOINED)
+def test_processes_that_share_their_segments_get_the_gradient_of_one(name, native_backends):
     """Each knows tokens that the others mask; together they have every bit of a single process. (The two terms of a
     censored gradient, of which nothing may be left, would have it only if nothing was rounded on the way.)"""
-    gate, backend, processes, moved = JOINED[name], where, 2, False
-    for seed in range(3):
-        example = Example(seed, spread=0.3)
-        owner = torch.randint(0, processes, (len(example.lengths),), generator=torch.Generator().manual_seed(seed))
-        masks = [example.mask & (owner[example.row()] == rank) for rank in range(processes)]
-        tables, barrier = [None] * processes, threading.Barrier(processes, timeout=60)
-        with ThreadPoolExecutor(processes) as pool:
-            waiting = [
-                pool.submit(run, example, gate, backend, Joined(tables, rank, barrier), masks[rank])
-                for rank in range(processes)
-            ]
-            parts = [part.result() for part in waiting]
-        whole = run(example, gate, backend)
-        loss, grad, token_loss = (sum(part[at] for part in parts) for at in (0, 2, 3))
-        moved |= bool(grad.any())
-        assert torch.equal(grad, whole[2]) and torch.equal(token_loss, whole[3])
-        torch.testing.assert_close(loss, whole[0], rtol=1e-5, atol=1e-6)
-    assert moved
+    gate, processes = JOINED[name], 2
+    for backend in native_backends:
+        if backend == "triton":  # its interpreter is not made for threads; test_spanning.py has processes
+            continue
+        moved = False
+        for seed in range(3):
+            example = Example(seed, spread=0.3)
+            owner = torch.randint(0, processes, (len(example.lengths),), generator=torch.Generator().manual_seed(seed))
+            masks = [example.mask & (owner[example.row()] == rank) for rank in range(processes)]
+            tables, barrier = [None] * processes, threading.Barrier(processes, timeout=60)
+            with ThreadPoolExecutor(processes) as pool:
+                waiting = [
+                    pool.submit(raw, example, gate, backend, Joined(tables, rank, barrier), mask=masks[rank])
+                    for rank in range(processes)
+                ]
+                parts = [part.result() for part in waiting]
+            whole = raw(example, gate, backend)
+            loss, grad, token_loss = (sum(part[at] for part in parts) for at in (0, 2, 3))
+            moved |= bool(grad.any())
+            assert torch.equal(grad, whole[2]) and torch.equal(token_loss, whole[3]), backend
+            assert torch.allclose(loss, whole[0], rtol=1e-5, atol=1e-6), backend
+        assert moved, backend
 
 
 class Doubled(Watched):
@@ -211,9 +216,10 @@ def fixed_slope(level):
 
 
 @pytest.mark.parametrize("name", ["fiberpo", "four levels, through, split"])
-def test_what_an_exchange_adds_counts(name, backend):
+def test_what_an_exchange_adds_counts(name, native_backends):
     """Twice the same tokens leave every mean where it is, and double what each hands up and its divisor."""
     gate, example = GATES[name], Example(3, spread=0.3)
     gate = RatioGate("fixed", gate.token, tuple(fixed_slope(level) for level in gate.levels), split=gate.split)
-    assert clear_of_branches(example, gate)
-    assert_same(run(example, gate, backend, Doubled()), run(example, gate, backend))
+    assert exact_off_branches(example, gate) is not None
+    for backend in native_backends:
+        assert_same(raw(example, gate, backend, Doubled()), raw(example, gate, backend), backend)

@@ -1,16 +1,13 @@
 """No synchronisation anywhere: the whole path runs on tensors that hold no data, where reading a value raises."""
 
 import functools
-from typing import NamedTuple
 
 import pytest
 import torch
+from devices import Device, NoHostData, OnDevice
+from estimators import CASES, Given
 from naive_estimators import draw
-from test_estimators import CASES, Given
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import hpo_core as hpo
 
@@ -19,49 +16,6 @@ GATES = {
     "trajectory": hpo.gates.gspo(0.05, 0.05),
     "score": hpo.gates.cispo(1.2),
 }
-
-
-class OnDevice(TorchDispatchMode):
-    """Fails where a tensor on the host takes part, as in a copy. Collects the kernels: no views, no allocations."""
-
-    def __init__(self):
-        super().__init__()
-        self.kernels = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
-        assert all(tensor.device.type == "meta" for tensor in tensors), function
-        is_view = any(output.alias_info and not output.alias_info.is_write for output in function._schema.returns)
-        if not is_view and "empty" not in function._schema.name:
-            self.kernels.append(function._schema.name)
-        return result
-
-
-class NoHostData(TorchFunctionMode):
-    """Fails where a tensor is made of Python numbers: on a GPU that is a copy."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        made = function in (torch.tensor, torch.as_tensor) and not isinstance(args[0], torch.Tensor)
-        assert not made, "a tensor from Python data"
-        return function(*args, **(kwargs or {}))
-
-
-class Device(NamedTuple):
-    """Tensors without data: reading a value of them raises."""
-
-    rows: int = 8
-    tokens: int = 64
-
-    def __call__(self, *shape, dtype=torch.float32):
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    def batch(self, **ids):
-        offsets = self(self.rows + 1, dtype=torch.int64)
-        return hpo.PackedBatch(offsets, self(self.tokens, dtype=torch.bool), validate=False, **ids)
-
-    def ids(self):
-        return self(self.rows, dtype=torch.int64)
 
 
 def test_meta_tensors_raise_where_a_value_is_read():

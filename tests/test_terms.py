@@ -5,10 +5,12 @@ import math
 
 import pytest
 import torch
-from test_hierarchy import Example, index_inputs, raw
+from breadth import at_length, number, tried  # noqa: F401 (the first is a fixture)
+from catalogue import TERMS, Example, assert_exact, gate_of
+from hierarchies import index_inputs, raw
 
 import hpo_core as hpo
-from hpo_core import ops
+from hpo_core import ops, testing
 from hpo_core.gates import (
     Action,
     Aggregate,
@@ -16,60 +18,20 @@ from hpo_core.gates import (
     Clip,
     Correction,
     Drop,
-    Excess,
     Gamma,
     Head,
     Identity,
     Level,
-    LogClip,
     Penalty,
     RatioGate,
     Reduction,
-    Rollback,
     Routing,
     Statistic,
-    Tanh,
     Unit,
 )
 from hpo_core.specs import PolicyLossInputs
 
 INF = math.inf
-NUMBERS = {Head.FLIPPED: (1.05, 1.06)}
-# Both bounds of both signs, each with a slope and a weight of its own.
-BEYOND = Clip((0.93, 0.9), (1.08, 1.05), (0.5, 0.25), (0.3, 1.0), (1.1, 0.75), (0.6, 1.2))
-SLOPES = Clip((0.93, 0.9), (1.08, 1.05), (0.5, 0.25), (0.3, 1.0))
-SMALL = LogClip((-0.05, -0.08), (0.06, 0.04))
-CENSORED = {
-    "token": (Unit.TRAJECTORY, Routing.THROUGH),
-    "split": (Unit.GROUP, Routing.THROUGH),
-    "pre-gated": (Unit.STEP, Routing.STOPPED),
-}
-BUDGETS = Level(Rollback((0.03, 0.02), most=3.0))
-
-
-def gate_of(head, kind):
-    numbers = NUMBERS.get(head, (0.7, 1.3))
-    shared = {"head": head, "head_numbers": numbers, "penalty": Penalty.K3, "penalty_coefficient": 0.1}
-    if head is Head.CENSORED:  # it knows no other levels
-        unit, routing = CENSORED[kind]
-        return RatioGate(kind, Drop(), (Level(Excess(0.07), routing, unit, Aggregate.SUM),), **shared)
-    if kind == "token":
-        return RatioGate("token", BEYOND, **shared)
-    if kind == "split":
-        levels = (BUDGETS, Level(Tanh(0.02), unit=Unit.GROUP))
-        return RatioGate("split", SMALL, levels, split=True, **(shared | {"penalty": Penalty.ABSOLUTE}))
-    pre = LogClip((-0.05, -0.1), (0.06, 0.04))
-    levels = (Level(Identity(), Routing.SELF, Unit.STEP), BUDGETS)
-    return RatioGate("pre-gated", SLOPES, levels, pre=pre, **(shared | {"penalty": Penalty.K2}))
-
-
-GATES = {
-    **{
-        f"{head.name}, {kind}": gate_of(head, kind)
-        for head, kind in itertools.product(Head, ("token", "split", "pre-gated"))
-    },
-    "GAMMA": RatioGate("gamma", Drop(), (Level(Gamma((2.0, 3.0), (3.0, 2.0)), aggregate=Aggregate.SUM),), Head.SCORE),
-}
 
 
 def inputs_of(gate, example, seed):
@@ -92,72 +54,71 @@ def inputs_of(gate, example, seed):
     return given
 
 
-def both(example, gate, backend, **given):
-    """What a backend computes, and the definition, with the losses of tokens."""
-    results = []
-    for name, dtype in ((backend, torch.float32), ("reference", torch.float64)):
-        cast = {
-            key: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-            for key, value in {
-                "logp": example.logp, "old_logp": example.old_logp, "advantages": example.advantages,
-                "weights": example.weights, "advantage_level": "token" if "advantages" in given else "row", **given,
-            }.items()
-        }  # fmt: skip
-        level = cast.pop("advantage_level")
-        arguments = {"batch": example.batch, "gate": gate, "backend": name, "advantage_level": level, **cast}
-        results.append((hpo.policy_loss_and_grad(**arguments), hpo.policy_loss(return_tokens=True, **arguments).tokens))
+def assert_near(got, wanted, backend, near=3e-6):
+    size = wanted.abs().max().clamp(min=1e-3)
+    assert (got.double() - wanted).abs().max() <= near * size, backend
+
+
+def judged(example, gate, backends, **given):
+    """What each backend computes, by its name, within the budget of the definition: loss, gradient, the losses of
+    tokens and metrics."""
+    call = example.call(gate, **given)
+    expected, results = testing.expect_policy_loss(call), {}
+    for backend in backends:
+        results[backend] = assert_exact(backend, call, expected)
+        if tried(backend, True, False):  # the call without autograd, too, which has ways of its own
+            direct = example.run(gate, backend, **given)
+            testing.assert_within_budget(f"{backend} loss", direct.loss, expected["loss"])
+            testing.assert_within_budget(f"{backend} gradient", direct.grad, expected["grad"])
     return results
 
 
-def assert_near(got, wanted, near=3e-6):
-    size = wanted.abs().max().clamp(min=1e-3)
-    assert ((got.double() - wanted).abs().max() <= near * size).item()
-
-
-@pytest.mark.parametrize("name", GATES)
-def test_every_combination(name, backend):
-    gate = GATES[name]
-    compared = ("tokens", "selected", "penalty", "bad_advantages", "clipped_low_negative", "clipped_high_positive")
-    slots = [hpo.metrics.slot(each) for each in compared]
-    for seed in range(2 if backend == "triton" else 8):
+@pytest.mark.usefixtures("at_length")
+@pytest.mark.parametrize("name", TERMS)
+def test_every_combination(name, native_backends):
+    gate = TERMS[name]
+    for seed in range(8):
         example = Example(seed, (5, 0, 9, 1, 40, 12, 3, 33))
-        (out, tokens), (exact, exact_tokens) = both(example, gate, backend, **inputs_of(gate, example, seed))
-        assert_near(out.loss, exact.loss)
-        assert_near(out.grad, exact.grad)
-        assert_near(tokens, exact_tokens)
-        assert out.metrics.vector[slots].tolist() == pytest.approx(
-            exact.metrics.vector[slots].tolist(), rel=1e-5, abs=1e-6
-        )
+        given = inputs_of(gate, example, seed)
+        backends = [
+            each
+            for each in native_backends
+            if seed < number(each, at_length=8, machine_code=8, emulated=8, interpreted=2)
+        ]
+        judged(example, gate, backends, **given)
+
+
+LONG = {"triton": (2100, 900), "cuda_emulated": (1100, 600)}
 
 
 @pytest.mark.parametrize("head", Head)
-def test_a_row_longer_than_any_tile(head, backend):
-    lengths = (20000, 3, 9000) if backend != "triton" else (2100, 3, 900)
-    example = Example(1, lengths, several=False)
+def test_a_row_longer_than_any_tile(head, native_backends):
     gate = gate_of(head, "token")
-    (out, _), (exact, _) = both(example, gate, backend, **inputs_of(gate, example, 1))
-    assert_near(out.loss, exact.loss)
-    assert_near(out.grad, exact.grad)
+    for backend in native_backends:
+        long, other = LONG.get(backend, (20_000, 9000))
+        example = Example(1, (long, 3, other), several=False)
+        judged(example, gate, [backend], **inputs_of(gate, example, 1))
 
 
 @pytest.mark.parametrize("head", [Head.SIMPLE, Head.TARGET, Head.NEGATIVE_AWARE])
-def test_weights_below_zero_turn_the_sign_of_the_loss(head, backend):
+def test_weights_below_zero_turn_the_sign_of_the_loss(head, native_backends):
     gate, example = gate_of(head, "token"), Example(0)
     given = inputs_of(gate, example, 0)
-    (out, _), _ = both(example, gate, backend, **given)
-    (turned, _), (exact, _) = both(example, gate, backend, **given, weights=-example.weights)
-    assert_near(turned.grad, exact.grad)
-    torch.testing.assert_close(turned.grad, -out.grad)
+    turned = judged(example, gate, native_backends, **given, weights=-example.weights)
+    for backend, out in turned.items():
+        grad = example.run(gate, backend, **given).grad
+        torch.testing.assert_close(out.grad.cpu(), -grad, msg=backend)
 
 
 @pytest.mark.parametrize("routing", Routing)
-def test_a_gamma_weight_of_huge_ratios_leaves_no_nan(routing, backend):
+def test_a_gamma_weight_of_huge_ratios_leaves_no_nan(routing, native_backends):
     level = Level(Gamma((2.0, 3.0), (3.0, 2.0)), routing, aggregate=Aggregate.SUM)
     gate = RatioGate("x", Drop(), (level,), Head.SCORE, penalty=Penalty.K2, penalty_coefficient=0.1)
     example = Example(0, masked=False)
     example.logp = example.logp + 50
-    (out, _), (exact, _) = both(example, gate, backend)
-    assert_near(out.grad, exact.grad)
+    exact = example.run(gate, "reference")
+    for backend in native_backends:
+        assert_near(example.run(gate, backend).grad, exact.grad, backend)
 
 
 CORRECTIONS = [
@@ -169,16 +130,24 @@ CORRECTIONS = [
 ]
 
 
-def test_every_correction(backend):
+@pytest.mark.usefixtures("at_length")
+@pytest.mark.parametrize("unit", [None, Unit.STEP, Unit.TRAJECTORY, Unit.GROUP])
+def test_every_correction(unit, native_backends):
+    """On interpreted Triton, which is slow, every fifth."""
     example = Example(3)
     rollout = example.old_logp + 0.05 * torch.randn(example.logp.shape, generator=torch.Generator().manual_seed(1))
     rollout[4] = math.nan  # a token the sampler did not score is counted and left out
-    for correction in CORRECTIONS if backend != "triton" else CORRECTIONS[::5]:
+    slot = hpo.metrics.slot("bad_advantages")
+    for place, correction in enumerate(CORRECTIONS):
+        if correction.unit is not unit:
+            continue
         gate = RatioGate("x", Clip((0.0, 0.9), (1.08, INF)), corrections=(correction,))
-        (out, _), (exact, _) = both(example, gate, backend, rollout_logp=rollout)
-        assert_near(out.grad, exact.grad)
-        slot = hpo.metrics.slot("bad_advantages")
-        assert out.metrics.vector[slot] == exact.metrics.vector[slot]
+        exact = example.run(gate, "reference", rollout_logp=rollout)
+        for backend in native_backends:
+            if place % tried(backend, 1, 5) == 0:
+                out = example.run(gate, backend, rollout_logp=rollout)
+                assert_near(out.grad, exact.grad, (backend, correction))
+                assert out.metrics.vector[slot] == exact.metrics.vector[slot], (backend, correction)
 
 
 def in_every_order(monkeypatch, backend):
@@ -202,21 +171,21 @@ def broken_pieces(gate):
     return example, broken, garbage
 
 
-def test_a_gate_without_levels_leaves_broken_pieces_out(backend, monkeypatch):
+def test_a_gate_without_levels_leaves_broken_pieces_out(native_backends, monkeypatch):
     gate = gate_of(Head.LOG, "token")
     example, broken, garbage = broken_pieces(gate)
     expected = raw(example, gate, "cpu", **broken)
-    for _ in in_every_order(monkeypatch, backend):
-        for anything in garbage:  # whose list of pieces is in the workspace then
-            assert bool(torch.isfinite(raw(example, gate, backend, **anything)[2]).all())
-        got = raw(example, gate, backend, **broken)
-        for mine, theirs in zip(got, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-        assert got[1][hpo.metrics.slot("bad_offsets")] >= 2
+    for backend in native_backends:
+        for _ in in_every_order(monkeypatch, backend):
+            for anything in garbage:  # whose list of pieces is in the workspace then
+                assert bool(torch.isfinite(raw(example, gate, backend, **anything)[2]).all()), backend
+            got = raw(example, gate, backend, **broken)
+            assert all(torch.allclose(*each, rtol=1e-5, atol=1e-5) for each in zip(got, expected, strict=True)), backend
+            assert got[1][hpo.metrics.slot("bad_offsets")] >= 2, backend
 
 
 @pytest.mark.parametrize("unit", [None, Unit.STEP, Unit.GROUP])
-def test_a_correction_leaves_broken_pieces_out(unit, backend, monkeypatch):
+def test_a_correction_leaves_broken_pieces_out(unit, native_backends, monkeypatch):
     correction = Correction(Action.CLAMP, (-0.02, -0.01), (0.03, 0.02), unit)
     units = () if unit is None else (Level(Identity(), unit=unit),)
     example, broken, garbage = broken_pieces(RatioGate("x", Identity(), units))
@@ -226,12 +195,14 @@ def test_a_correction_leaves_broken_pieces_out(unit, backend, monkeypatch):
         inputs = PolicyLossInputs(example.logp, example.old_logp, example.advantages, example.weights, **given)
         return ops.correction(inputs, correction.spec(), on)
 
-    for _ in in_every_order(monkeypatch, backend):
-        for anything in garbage:
-            assert bool(torch.isfinite(factor(backend, anything)).all())
-        got = factor(backend, broken)
-        torch.testing.assert_close(got, factor("cpu", broken), rtol=1e-6, atol=0)
-        assert (got != 1).any()
+    expected = factor("cpu", broken)
+    for backend in native_backends:
+        for _ in in_every_order(monkeypatch, backend):
+            for anything in garbage:
+                assert bool(torch.isfinite(factor(backend, anything)).all()), backend
+            got = factor(backend, broken)
+            torch.testing.assert_close(got, expected, rtol=1e-6, atol=0, msg=backend)
+            assert (got != 1).any(), backend
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -371,14 +371,14 @@ PEERS = {
 }  # fmt: skip
 
 
-def verdicts(fn, op, gate):
+def verdicts(fn, op, gate, examples):
     """Promise -> what breaks it, "" if nothing was found, None where the adapter's keywords leave nothing to ask."""
     found = {}
     for promise in testing.promises(op):
         asked = fn if promise == NOTHING or gate is None else spared(fn)
         try:
             report = testing.check(
-                asked, op, gate=gate, examples=200, only=[promise], features=["on_policy"] if gate else None
+                asked, op, gate=gate, examples=examples, only=[promise], features=["on_policy"] if gate else None
             )
             found[promise] = "" if report.promises else None
         except AssertionError as error:
@@ -397,9 +397,11 @@ def spared(fn):
 
 
 @pytest.mark.peers
+@pytest.mark.parametrize("examples", [60, pytest.param(200, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", PEERS)
-def test_what_check_says_of_the_peers(name):
-    found = verdicts(*PEERS[name]())
+def test_what_check_says_of_the_peers(name, examples):
+    fn, op, gate = PEERS[name]()
+    found = verdicts(fn, op, gate, examples if gate else 200)  # estimators take no time
     for promise, detail in found.items():
         verdict = "-" if detail is None else "BREAKS" if detail else "keeps"
         print(f"{name:20} {verdict:6} {promise}  {(detail or '')[:120]}")

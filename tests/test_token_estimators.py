@@ -6,12 +6,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from breadth import at_length, number  # noqa: F401 (the first is a fixture)
 
 from hpo_core import PackedBatch, advantages, segments, testing
 from hpo_core.advantages import reconstructed
 from hpo_core.testing.budget import UNIT
-
-SEEDS = range(60)
 
 
 def drawn(seed, backend):
@@ -41,17 +40,17 @@ def agree(backend, got, expected):
     limit = (
         (1e-9 if backend == "reference" else 64 * UNIT) * max(1.0, float(expected.abs().max())) if got.numel() else 0
     )
-    assert bool(((got - expected).abs() <= limit).all()), (got, expected)
+    assert bool(((got - expected).abs() <= limit).all()), (backend, got, expected)
 
 
 def on_all(test):
-    """The reference on many batches, each kernel on some."""
+    """The reference and machine code on many batches, the other kernels on some."""
 
-    def run(backend):
-        for seed in SEEDS if backend == "cpu" else range(8):
-            test(backend, seed)
-        for seed in SEEDS:
-            test("reference", seed)
+    @pytest.mark.usefixtures("at_length")
+    def run(native_backends):
+        for backend in ("reference", *native_backends):
+            for seed in range(number(backend, at_length=60, machine_code=60, emulated=8, interpreted=4)):
+                test(backend, seed)
 
     run.__name__ = test.__name__
     return run

@@ -1,9 +1,6 @@
 """Estimators of steps in HPOTrainer: the turns of completions, what they saw and got, on one process and two."""
 
 import functools
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +10,8 @@ import torch.distributed as dist
 import hpo_core as hpo
 
 pytest.importorskip("trl")
-from test_trl import build
+from ranks import on_ranks
+from trainers import build
 from trl import GRPOTrainer
 
 from hpo_core.integrations.trl import HPOMixin, HPOTrainer, Step
@@ -131,20 +129,9 @@ def advantages_of(own, processes):
     return HPOMixin._advantages_of_steps(trainer, mask, (torch.arange(ROWS) // GROUP)[own], own)
 
 
-def test_two_processes_are_one(tmp_path):
-    """A group has rows on both."""
-    programs = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    errors = [program.communicate(timeout=120)[1] for program in programs]
-    assert not any(program.returncode for program in programs), "\n".join(errors)
-    found = torch.cat([torch.load(tmp_path / str(rank)) for rank in range(2)])
+OWN = (slice(0, 6), slice(6, ROWS))  # a group has rows on both
+
+
+def test_two_processes_are_one():
+    found = torch.cat(on_ranks(2, lambda rank: advantages_of(OWN[rank], 2)))
     assert torch.equal(found, advantages_of(slice(0, ROWS), 1)) and bool(found.any())
-
-
-if __name__ == "__main__":
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    torch.save(advantages_of((slice(0, 6), slice(6, ROWS))[rank], 2), folder / str(rank))
-    dist.destroy_process_group()

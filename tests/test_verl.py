@@ -352,22 +352,22 @@ def test_register_refuses_what_is_no_gate():
         call("hpo_deep_later", config=actor("hpo_deep_later"))
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"VERL_USE_EXTERNAL_PLUGINS": "hpo_core"},
-        {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "hpo_core.integrations.verl"},
-    ],
-    ids=["entry point", "external module"],
-)
-def test_verl_finds_us(environment, tmp_path):
-    program = (
-        "import verl\n"
-        "from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY\n"
-        "print(*[name for name in POLICY_LOSS_REGISTRY if name.startswith('hpo_')])"
-    )
+def test_verl_finds_us(tmp_path):
+    """As a plugin, and as an external module; in processes of their own, which share what verl imports."""
+    program = """
+import os, tensordict, transformers
+for environment in (
+    {"VERL_USE_EXTERNAL_PLUGINS": "hpo_core"},
+    {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "hpo_core.integrations.verl"},
+):
+    if os.fork() == 0:
+        os.environ |= environment
+        import verl
+        from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+        print(*[name for name in POLICY_LOSS_REGISTRY if name.startswith("hpo_")], flush=True)
+        os._exit(0)
+    os.wait()
+"""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VERL_USE_EXTERNAL")}
-    found = subprocess.run(
-        [sys.executable, "-c", program], env={**inherited, **environment}, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert found.stdout.split() == ["hpo_ppo_clip", "hpo_dapo", "hpo_cispo", "hpo_gspo", "hpo_gspo_token"], found.stderr
+    found = subprocess.run([sys.executable, "-c", program], env=inherited, cwd=tmp_path, capture_output=True, text=True)
+    assert found.stdout.splitlines() == ["hpo_ppo_clip hpo_dapo hpo_cispo hpo_gspo hpo_gspo_token"] * 2, found.stderr

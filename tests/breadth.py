@@ -1,0 +1,47 @@
+"""Which cases of a test run where: all of them where kernels are machine code, paths where they are not.
+
+Only structure specialises a kernel; numbers are arguments, and sizes take another path where they cross a tile or a
+block. So Triton's interpreter, which takes a hundred times as long as the others, meets every structure and the
+smallest sizes that cross, and the emulated CUDA those sizes. A test that uses the fixture ``at_length`` runs a second
+time in `make test-long`, with every case on every backend.
+"""
+
+import pytest
+
+from hpo_core import testing
+
+# Triton takes 2,048 scores in a step and 1,024 tokens in a tile; a block of CUDA's takes 4,096 scores in a step.
+CROSSING = {"triton": 2_100, "cuda_emulated": 4_200}
+AT_LENGTH = False
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.long)], ids=["paths", "at length"])
+def at_length(request, monkeypatch):
+    monkeypatch.setitem(globals(), "AT_LENGTH", request.param)
+
+
+def is_interpreted(backend):
+    return backend == "triton" and testing.device_of(backend) == "cpu"
+
+
+def tried(backend, every_case, paths):
+    return paths if is_interpreted(backend) and not AT_LENGTH else every_case
+
+
+def few(backend, cases, count=1):
+    """All cases; in the interpreter the first ones, which take all paths."""
+    return tried(backend, cases, cases[:count])
+
+
+def number(backend, *, at_length, machine_code, emulated, interpreted):
+    """How many cases of one kind are enough."""
+    if AT_LENGTH:
+        return at_length
+    return interpreted if is_interpreted(backend) else emulated if backend == "cuda_emulated" else machine_code
+
+
+def at_most(backend, size):
+    """The size, or the smallest that takes the same path on this backend."""
+    if is_interpreted(backend) or backend == "cuda_emulated":
+        return min(size, 20_000 if AT_LENGTH else CROSSING[backend])
+    return size

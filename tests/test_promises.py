@@ -1,0 +1,647 @@
+"""What the README promises of a policy loss, each promise one test over all gates of the catalogue on every backend."""
+
+import contextlib
+import functools
+import math
+import sys
+
+import catalogue
+import hierarchies
+import pytest
+import torch
+from breadth import at_length, tried  # noqa: F401 (the first is a fixture)
+from catalogue import (
+    CATALOGUE,
+    FIRSTS,
+    KINDS,
+    PENALTIES,
+    Example,
+    assert_exact,
+    bits,
+    paths_of,
+    run,
+    running,
+    structure,
+)
+from hierarchies import DOMAIN, GROUP, STEP, TRAJECTORY, exact_off_branches
+
+import hpo_core as hpo
+from hpo_core import gates, testing
+from hpo_core.backends import resolve
+from hpo_core.gates import FirstOrder, Head, Penalty, RatioGate, Tanh
+from hpo_core.testing import Layout
+
+
+def of_every_gate(names=CATALOGUE):
+    """For each of these gates, and at length on every backend that is slow, too."""
+
+    def on_each(test):
+        return pytest.mark.usefixtures("at_length")(pytest.mark.parametrize("name", names)(test))
+
+    return on_each
+
+
+def plain(example, gate, backend, **inputs):
+    """Loss, gradient and metrics of the call without autograd, which on the CPU has quick ways of its own."""
+    out = example.run(gate, backend, **inputs)
+    return [out.loss, out.grad, out.metrics.vector]
+
+
+def complete(example, gate, backend, **inputs):
+    """The same of the call with autograd, and the loss of every token."""
+    out = run(backend, example.call(gate, **inputs))
+    return [out.loss, out.grad, out.metrics.vector, out.tokens]
+
+
+def is_slow(backend):
+    """Triton's interpreter takes a hundred times as long as the others."""
+    return tried(backend, False, True)
+
+
+def ways(example, gate, backend):
+    """Calls, and the inputs they are given: all that the gate takes, and where calls are cheap few as well."""
+    whole = (complete, example.everything(gate))
+    return (whole,) if is_slow(backend) else (whole, (plain, example.needed(gate)))
+
+
+TWELVE = (3, 7, 1, 0, 6, 2, 9, 4, 0, 5, 2, 8)
+
+
+@functools.cache
+def twelve_rows(*longer):
+    """Rows in several domains, the third of these lengths where it is given; nobody changes them."""
+    example = Example(3, (*TWELVE[:2], *longer, *TWELVE[2 + len(longer) :]))
+    assert len(example.batch.domain_ids.unique()) > 1
+    return example
+
+
+@functools.cache
+def of_twelve_rows(name, backend, way, *longer):
+    """What a gate makes of them, which several promises compare with."""
+    example = twelve_rows(*longer)
+    call, inputs = ways(example, CATALOGUE[name], backend)[way]
+    return call(example, CATALOGUE[name], backend, **inputs)
+
+
+# ---------------------------------------------------------------------------------------------- masked is never read
+
+
+def poisoned(inputs, hole, turn):
+    """NaN, infinities and a large number wherever nothing may be read, and masks the other way round there."""
+    poison = torch.tensor([math.nan, math.inf, -math.inf, 1e30])
+
+    def spoil(values, place):
+        if isinstance(values, tuple):
+            return tuple(spoil(each, place + k) for k, each in enumerate(values))
+        if not isinstance(values, torch.Tensor) or values.shape != hole.shape:
+            return values
+        if values.dtype == torch.bool:
+            return values ^ hole
+        return torch.where(hole, poison[(torch.arange(hole.numel()) + turn + place) % 4], values)
+
+    return {name: spoil(values, place) for place, (name, values) in enumerate(inputs.items())}
+
+
+@of_every_gate()
+def test_masked_is_never_read(name, native_backends):
+    """Poison at masked tokens, between steps where they are a level, and beyond the last row changes no bit; the
+    gradient there is +0."""
+    gate, example = CATALOGUE[name], twelve_rows()
+    hole = ~example.covered(gate)
+    assert hole.sum() >= 8
+    for backend in running(name, native_backends):
+        for way, (call, inputs) in enumerate(ways(example, gate, backend)):
+            clean = of_twelve_rows(name, backend, way)
+            assert bits(clean[1][hole]) == [bytes(4 * int(hole.sum()))], backend
+            inputs = {"logp": example.logp, "old_logp": example.old_logp, **inputs}
+            for turn in range(1 if is_slow(backend) else 4):
+                assert bits(*call(example, gate, backend, **poisoned(inputs, hole, turn))) == bits(*clean), backend
+
+
+@of_every_gate()
+def test_nothing_valid_gives_zero(name, native_backends):
+    """Loss and gradient are 0, connected and counted as nothing, whatever stands at the masked tokens."""
+    gate, example = CATALOGUE[name], Example(0)
+    example.mask[:] = False
+    for backend in ("reference", *running(name, native_backends)):
+        for call, inputs in ways(example, gate, backend):
+            inputs = {"logp": example.logp, "old_logp": example.old_logp, **inputs}
+            loss, grad, metrics, *tokens = call(example, gate, backend, **poisoned(inputs, ~example.mask, 0))
+            assert loss.item() == 0.0, backend
+            assert bits(grad, *tokens) == bits(*[torch.zeros_like(grad)] * (1 + len(tokens))), backend
+            assert metrics[[hpo.metrics.slot("tokens"), hpo.metrics.slot("rows")]].tolist() == [0, 0], backend
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(()), Layout((), tail=4), Layout((0, 0)), Layout((1,)), Layout((0, 1, 0), 2)], ids=str
+)
+def test_degenerate_batches(layout, native_backends):
+    for gate in (gates.dapo(), gates.gspo(), gates.cispo()):
+        for features in ({"weights", "kl", "token_weight"}, {"trajectories"}):
+            example = testing.random_policy_loss(0, gate, features, layout=layout)
+            expected = testing.expect_policy_loss(example)
+            for backend in native_backends:
+                assert_exact(backend, example, expected)
+
+
+# -------------------------------------------------------------------------------------------------- first-order true
+
+
+def on_policy(example, gate):
+    """``logp == old_logp``, which differ in the sign of zero at some tokens: a log-ratio of -0 is -0 less +0."""
+    turn = torch.arange(example.logp.numel()) % 3
+    example.logp = torch.where(turn == 0, -0.0, torch.where(turn == 1, 0.0, example.old_logp))
+    example.old_logp = torch.where(turn == 2, example.old_logp, 0.0)
+    example.advantages[1] = example.token_advantages[[3, 5]] = 0.0
+    side = 0.5 * example.advantages.sign(), 0.5 * example.token_advantages.sign()
+    example.target, example.token_target = 1.0 + side[0], 1.0 + side[1]  # the side that the advantage asks for
+    inputs = example.needed(gate)
+    return inputs | ({"rollout_logp": example.old_logp} if gate.reads_rollout else {})
+
+
+def keeps(first_order):
+    return [
+        name for name, gate in CATALOGUE.items() if gate.first_order in first_order and gate.penalty is not Penalty.K1
+    ]
+
+
+@of_every_gate(keeps([FirstOrder.EXACT]))
+def test_on_policy_the_gradient_is_minus_w_a(name, native_backends):
+    """To the bit, with every input that leaves it so, and +0 for tokens that are not selected."""
+    gate = CATALOGUE[name]
+    for backends, lengths in (
+        ([each for each in native_backends if is_slow(each)], (5, 0, 40, 1, 7)),
+        ([each for each in native_backends if not is_slow(each)], (5, 0, 1100, 1, 7)),
+    ):
+        backends = running(name, backends)
+        if not backends:
+            continue
+        example = Example(2, lengths)
+        few = on_policy(example, gate)
+        penalty = ("ref_logp", "kl")
+        all_inputs = {key: value for key, value in example.everything(gate).items() if key not in penalty}
+        if gate.reads_rollout:
+            all_inputs["rollout_logp"] = example.old_logp
+        row, covered = example.row(), example.covered(gate)
+        selected = covered & example.token_mask & (example.entropy >= 0.7)
+        of_rows = -(example.weights * example.advantages)[row]
+        of_tokens = -(example.weights[row] * example.token_advantages)
+        for number, (inputs, expected, chosen) in enumerate(
+            (
+                (all_inputs, of_tokens * example.token_weight, selected),
+                (few | {"old_logp": None}, of_rows, covered),
+                (few, of_rows, covered),
+            )
+        ):
+            for backend in backends:
+                if is_slow(backend) and number > 1:
+                    continue
+                grad = example.run(gate, backend, **inputs).grad
+                assert torch.equal(grad[chosen], expected[chosen]), backend
+                assert bits(grad[~chosen]) == [bytes(4 * int((~chosen).sum()))], backend
+
+
+@of_every_gate(keeps([FirstOrder.SEGMENT_MEAN, FirstOrder.SEGMENT_SUM]))
+def test_on_policy_a_gate_without_residual_gives_its_segment_the_mean(name, native_backends):
+    """Of -w A over the finest level's segment, or its sum, to unselected tokens as well; to the bit where all of a
+    segment's are equal."""
+    gate, example = CATALOGUE[name], Example(2)
+    inputs = on_policy(example, gate)
+    row, covered = example.row(), example.covered(gate)
+    chosen = covered & example.token_mask
+    a = torch.where(chosen, -(example.weights[row].double() * example.token_advantages.double()), 0.0)
+    segment = example.segment(gate.levels[0].unit)
+    expected = torch.zeros_like(a)
+    for each in segment[covered].unique():
+        own = covered & (segment == each)
+        expected[own] = a[own].mean() if gate.first_order is FirstOrder.SEGMENT_MEAN else a[own].sum()
+    same = torch.full_like(example.weights, 0.3711)
+    for backend in running(name, native_backends):
+        given = inputs | {"advantages": example.token_advantages, "token_mask": example.token_mask}
+        grad = example.run(gate, backend, **given).grad
+        torch.testing.assert_close(
+            grad.double(),
+            expected,
+            rtol=4 * 2.0**-24,
+            atol=1e-9,
+            msg=lambda said, backend=backend: f"{backend}: {said}",
+        )
+        if gate.first_order is FirstOrder.SEGMENT_MEAN:
+            grad = example.run(gate, backend, **inputs, weights=same, advantages=same).grad
+            assert torch.equal(grad, torch.where(covered, -(same * same)[0], 0.0)), backend
+
+
+# ------------------------------------------------------------------------------------------------------ deterministic
+
+
+LONGER = {"cpu": (17_000,), "cuda_emulated": (600,)}  # beyond a tile, on the CPU of several workers
+
+
+@contextlib.contextmanager
+def garbage_in_new_memory():
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty gives
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@of_every_gate()
+def test_bits_are_those_of_every_run_and_of_any_number_of_threads(name, native_backends):
+    """Nor does it matter what new memory holds. Interpreted kernels run one after the other, and show that below."""
+    gate = CATALOGUE[name]
+    for backend in running(name, native_backends):
+        if is_slow(backend):
+            continue
+        longer = LONGER.get(backend, ())
+        example = twelve_rows(*longer)
+        for way, (call, inputs) in enumerate(ways(example, gate, backend)):
+            first = bits(*of_twelve_rows(name, backend, way, *longer))
+            for threads in (1, 2, 3) if backend == "cpu" else (1,):
+                torch.set_num_threads(threads)
+                with garbage_in_new_memory():
+                    assert bits(*call(example, gate, backend, **inputs)) == first, (backend, threads)
+
+
+@pytest.mark.parametrize("name", sorted(FIRSTS))
+def test_the_order_of_blocks_and_threads_does_not_matter(name, native_backends, monkeypatch):
+    """A data race in a CUDA kernel shows as a difference between these orders; nor does it matter how many blocks find
+    room."""
+    if "cuda_emulated" not in native_backends:
+        pytest.skip("cuda_emulated is not built")
+    gate, seen = CATALOGUE[name], set()
+    example = twelve_rows(600)
+    for order, processors in (("forward", 3), ("reverse", 4), ("random:1", 3), ("random:2", 1)):
+        monkeypatch.setenv("HPO_EMULATION_ORDER", order)
+        monkeypatch.setenv("HPO_EMULATION_PROCESSORS", str(processors))
+        outcomes = [
+            call(example, gate, "cuda_emulated", **inputs) for call, inputs in ways(example, gate, "cuda_emulated")
+        ]
+        seen.add(tuple(bits(*(each for outcome in outcomes for each in outcome))))
+    assert len(seen) == 1
+
+
+# ------------------------------------------------------------------------------- batch-invariant, micro-batch-invariant
+
+
+def coarsest(example, gate):
+    """The segment of each row within which rows know of each other: of the coarsest unit of a level or a correction."""
+    units = [level.unit for level in gate.levels] + [each.unit for each in gate.corrections if each.unit is not None]
+    unit = max([TRAJECTORY, *units])
+    return {
+        TRAJECTORY: example.trajectory, GROUP: example.batch.group_ids, DOMAIN: example.batch.domain_ids
+    }[unit]  # fmt: skip
+
+
+@of_every_gate()
+def test_a_gradient_does_not_depend_on_packing(name, native_backends):
+    """To the bit, whatever the order of rows, their place and alignment in the pack, and what their neighbours say.
+    Interpreted kernels show it by micro-batches, whose rows are in another order, below."""
+    gate, order = CATALOGUE[name], torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    for backend in running(name, native_backends):
+        if is_slow(backend):
+            continue
+        longer = LONGER.get(backend, ())
+        example = twelve_rows(*longer)
+        shuffled, tokens = example.select(order)
+        segment = coarsest(example, gate)
+        kept = (segment == segment[2])[example.row()]
+        loud = {"logp": torch.where(kept, example.logp, example.logp - 1.0)}
+        for way, (call, inputs) in enumerate(ways(example, gate, backend)):
+            _, grad, _, *of_tokens = of_twelve_rows(name, backend, way, *longer)
+            _, moved, _, *moved_tokens = call(shuffled, gate, backend, **ways(shuffled, gate, backend)[way][1])
+            assert bits(moved, *moved_tokens) == bits(grad[tokens], *(each[tokens] for each in of_tokens)), backend
+            _, other, _, *_ = call(example, gate, backend, **inputs, **loud)
+            assert bits(other[kept]) == bits(grad[kept]), backend
+
+
+@pytest.mark.parametrize("gate", [gates.gspo(0.2, 0.2), gates.dapo()], ids=lambda gate: gate.name)
+def test_a_long_row_does_not_depend_on_its_place(gate, native_backends):
+    """A row of several tiles, moved by 1 to 3 tokens: no tile boundary may be aligned to the pack."""
+    layout = Layout((1, 2, 2600, 3), seed=2, masked="some")
+    example = testing.random_policy_loss(0, gate, {"weights", "token_advantages"}, layout=layout)
+    row, tokens = example.select(torch.tensor([2]))
+    for backend in native_backends:
+        alone = run(backend, row).grad
+        for order in ([2, 0, 1, 3], [0, 2, 1, 3], [0, 1, 2, 3]):
+            moved, index = example.select(torch.tensor(order))
+            inside = torch.isin(index, tokens)
+            assert bits(run(backend, moved).grad[inside]) == bits(alone), (backend, order)
+
+
+def cancelling(length):
+    """A trajectory whose parts cancel where gradient goes through aggregates: the rest of them shows in what order
+    tokens were added."""
+    alone = Example(5, lengths=(length,), several=False, gaps=False, spread=0.3)
+    token, quarter = torch.arange(length), 1 << length.bit_length() - 3
+    large, sign = (token % 4 == 0) & (token < 4 * quarter), 1.0 - 2.0 * (token // quarter % 2)
+    alone.logp[:length][large] = alone.old_logp[:length][large] = -1.0
+    alone.token_advantages[:length][large] = sign[large] * 2.0**39
+    alone.mask[:length][large] = True
+    return alone
+
+
+@pytest.mark.usefixtures("at_length")
+@pytest.mark.parametrize("name", ["fiberpo", "zeroed at once", "two_scale, token", "bent"])
+def test_a_trajectory_does_not_know_where_it_lies(name, native_backends):
+    """Bitwise the same gradient alone and behind any number of tokens, though memory is read in groups of four."""
+    bent = RatioGate("bent", hierarchies.SMALL, hierarchies.levels((Tanh(0.2), TRAJECTORY)))
+    gate = hierarchies.GATES.get(name, bent)
+    short = any(level.unit is STEP for level in gate.levels)  # a step is within a slot, and each of them costs
+    for backend in native_backends:
+        length, *places = tried(backend, (1100, 0, 1, 2, 3, 129, 515), (280, 0, 3, 131) if short else (1100, 0, 3, 515))
+        alone, runs, plain_runs = cancelling(length), [], []
+        for before in places:
+            moved = Example(6, lengths=(before, length, 40), several=False, spread=0.3)
+            inside = slice(before, before + length)
+            moved.batch = hpo.PackedBatch(
+                moved.batch.cu_seqlens, torch.cat([torch.ones(before), alone.mask[:length], torch.ones(43)]).bool(),
+                steps=torch.cat([alone.batch.steps + before, torch.tensor([[before + length, before + length + 40]])]),
+            )  # fmt: skip
+            moved.logp[inside], moved.old_logp[inside] = alone.logp[:length], alone.old_logp[:length]
+            moved.advantages[1], moved.weights[1] = alone.advantages[0], alone.weights[0]
+            moved.token_advantages[inside] = alone.token_advantages[:length]
+            runs.append(moved.run(gate, backend, advantages=moved.token_advantages).grad[inside])
+            plain_runs.append(moved.run(gate, backend).grad[inside])
+        for one, *others in (runs, plain_runs):
+            assert one.abs().sum() > 0
+            assert all(torch.equal(other, one) for other in others), backend
+
+
+@of_every_gate()
+def test_micro_batches_give_the_same_gradient(name, native_backends):
+    """To the bit, of segments that stay whole, of rows in any order, whatever new memory holds; losses and metrics of
+    the parts add up to those of the step."""
+    gate, example = CATALOGUE[name], twelve_rows()
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    place = coarsest(example, gate).unique(return_inverse=True)[1][order] % 2
+    parts = [example.select(order[place == number]) for number in (0, 1)]
+    for way, inputs in enumerate((example.everything(gate), example.needed(gate))):
+        expected = testing.expect_policy_loss(example.call(gate, **inputs))
+        for backend in running(name, native_backends):
+            if way == len(ways(example, gate, backend)):
+                continue
+            _, whole, _, *of_tokens = of_twelve_rows(name, backend, way)
+            loss, metrics = 0.0, hpo.Metrics(hpo.metrics.empty_metrics("cpu"))
+            for part, tokens in parts:
+                call, inputs = ways(part, gate, backend)[way]
+                with garbage_in_new_memory():
+                    of_part, grad, vector, *part_tokens = call(part, gate, backend, **inputs)
+                assert bits(grad, *part_tokens) == bits(whole[tokens], *(each[tokens] for each in of_tokens)), backend
+                loss, metrics = loss + of_part.double().cpu(), metrics + hpo.Metrics(vector.cpu())
+            testing.assert_within_budget(f"{backend} summed loss", loss, expected["loss"])
+            testing.assert_within_budget(f"{backend} added metrics", metrics.vector, expected["metrics"])
+
+
+@pytest.mark.parametrize("gate", [gates.dapo(), gates.cispo(), gates.gspo(0.1, 0.2), gates.gspo_token(0.1, 0.2)])
+def test_micro_batches_of_a_batch(gate, native_backends):
+    """As :meth:`PackedBatch.micro_batches` cuts it."""
+    layout = Layout((5, 2, 0, 7, 1, 4), 0, "some", False, 6)
+    example = testing.random_policy_loss(0, gate, {"weights", "kl", "token_weight"}, layout=layout)
+    for backend in native_backends:
+        whole, grad, begin = run(backend, example).grad.cpu(), torch.empty(0), 0
+        for part, tokens in example.batch.micro_batches(8):
+            micro, index = example.select(torch.arange(begin, begin + part.rows))
+            assert torch.equal(index, tokens)
+            grad, begin = torch.cat((grad, run(backend, micro).grad.cpu())), begin + part.rows
+        assert begin == example.batch.rows
+        assert bits(grad) == bits(whole), backend
+
+
+# ------------------------------------------------------------------------------------------------------- overflow-safe
+
+
+@of_every_gate()
+def test_extreme_log_ratios(name, native_backends):
+    """Far beyond +-60 at every token, and at every third: nothing is NaN or infinite, and the loss is that of the
+    definition. Interpreted kernels meet some of them further below, beside what is not finite."""
+    gate, example = CATALOGUE[name], Example(6)
+    extreme = torch.tensor([120.0, -120.0, 59.0, -61.0, 0.1, 1e30, 88.0, 300.0, 61.0, -1e30])
+    extreme = extreme.repeat(5)[: example.logp.numel()]
+    every_third = torch.arange(example.logp.numel()) % 3 == 0
+    for where in (torch.ones_like(every_third), every_third):
+        x = torch.where(where, extreme, example.logp - example.old_logp)
+        logp, old_logp = torch.where(x > 0, -0.5, x - 0.5), torch.where(x > 0, -x - 0.5, -0.5)
+        inputs = example.needed(gate) | {"logp": logp, "old_logp": old_logp}
+        exact = example.run(gate, "reference", **inputs)
+        for backend in running(name, native_backends):
+            if is_slow(backend):
+                continue
+            out = example.run(gate, backend, **inputs)
+            assert torch.isfinite(out.loss) and torch.isfinite(out.grad).all(), backend
+            assert out.loss.item() == pytest.approx(exact.loss.item(), rel=1e-4, abs=1e-6), backend
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_overflow(name, native_backends):
+    """Log-ratios far beyond +-60 and |w A| = 1e12: slopes stay those of e^60, within the budget."""
+    gate = KINDS[name]
+    example = testing.random_policy_loss(0, gate, {"weights"}, layout=Layout((6, 4), 0, "none", False, 1))
+    x = torch.tensor([120.0, -120.0, 59.0, -61.0, 0.1, 1e30, 88.0, 300.0, 61.0, 120.0])
+    size = 1e9 if gate.head is Head.SCORE else 1e12  # under the score head the loss has a factor logp as well
+    old = torch.where(x > 0, -x, 0.0) - 0.5
+    example = example._replace(
+        logp=torch.where(x > 0, -0.5, x - 0.5), old_logp=old, advantages=torch.tensor([size, -size])
+    )
+    example = example.given(weights=torch.ones(2))
+    expected = testing.expect_policy_loss(example)
+    for backend in native_backends:
+        out = assert_exact(backend, example, expected)
+        assert torch.isfinite(out.loss) and torch.isfinite(out.grad).all()
+
+
+@pytest.mark.parametrize("levels", [(), (gates.Level(gates.Identity()),)], ids=["token", "trajectory"])
+def test_huge_losses_of_both_signs_cancel(levels, native_backends):
+    """Three of these would overflow a float32: what is added up in it knows when to stop."""
+    gate = RatioGate("identity", gates.Identity(), levels)
+    for backend in native_backends:
+        batch = hpo.PackedBatch.from_lengths([48, 47]).to(testing.device_of(backend))
+        logp, one = torch.full((95,), -0.5, device=batch.device), torch.ones(2, device=batch.device)
+        advantages = torch.tensor([1e12, -1e12], device=batch.device)
+        out = hpo.policy_loss_and_grad(logp, logp - 61, advantages, batch, gate, weights=one, backend=backend)
+        assert out.loss.item() == pytest.approx(-1e12 * math.exp(60), rel=2e-6), backend
+
+
+def test_saturation_keeps_the_slope(native_backends):
+    example = testing.random_policy_loss(0, KINDS["identity"], {"weights"}, layout=Layout((4,), 0, "none"))
+    example = example._replace(logp=torch.full((4,), -0.5), old_logp=torch.tensor([-60.5, -61.5, -100.5, -1e20]))
+    for backend in native_backends:
+        grad = run(backend, example).grad.cpu()
+        assert (grad == grad[0]).all() and grad[0] != 0, backend
+
+
+# By place: all at once, each in a row of its own, and one by one.
+STRAY = [
+    {1: math.nan, 7: -math.inf, 14: math.inf, 20: 120.0, 30: -120.0, 35: 1e30},
+    *({7: value} for value in (math.nan, -math.inf, math.inf, 100.0, -100.0)),
+]
+
+
+@of_every_gate()
+def test_log_probabilities_that_are_not_finite(name, native_backends):
+    """NaN takes its token out, infinity saturates without a derivative and large numbers with one; none spoils its
+    segments, and each is counted."""
+    gate = CATALOGUE[name]
+    for stray in STRAY:
+        places, values = torch.tensor(list(stray)), torch.tensor(list(stray.values()))
+        for seed in range(9):
+            example = Example(seed, masked=False, gaps=False)
+            example.logp[places] = values
+            inputs = example.needed(gate)
+            exact = exact_off_branches(example, gate, **inputs)
+            if exact is not None:
+                break
+        else:
+            raise AssertionError("no example keeps off the branches")
+        largest = exact.grad.abs().max().clamp(min=1e-3)
+        for backend in running(name, native_backends):
+            if is_slow(backend) and stray is not STRAY[0]:
+                continue
+            out = example.run(gate, backend, **inputs)
+            assert torch.isfinite(out.loss) and torch.isfinite(out.grad).all(), backend
+            assert out.loss.item() == pytest.approx(exact.loss.item(), rel=1e-4, abs=1e-6), backend
+            assert (out.grad.double() - exact.grad).abs().max() <= 1e-5 * largest, backend
+            assert (out.grad[places][~torch.isfinite(values)] == 0).all(), backend
+            for counter in ("nan_tokens", "infinite_tokens", "tokens", "selected", "bad_advantages", "bad_offsets"):
+                assert out.metrics[counter] == exact.metrics[counter], (backend, counter)
+            assert out.metrics["nan_tokens"] == values.isnan().sum(), backend
+            assert out.metrics["infinite_tokens"] == values.isinf().sum(), backend
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_infinite_and_nan_log_ratios(name, native_backends):
+    """Of the policy and of the reference, within the budget."""
+    example = testing.random_policy_loss(0, KINDS[name], {"weights", "kl"}, layout=Layout((7, 5), 1, "none", False, 9))
+    logp, reference = example.logp.clone(), example.keywords["ref_logp"].clone()
+    logp[1], logp[3], logp[8] = -math.inf, math.nan, -math.inf
+    reference[4], reference[9] = -math.inf, math.nan
+    example = example._replace(logp=logp).given(ref_logp=reference)
+    expected = testing.expect_policy_loss(example)
+    for backend in native_backends:
+        out = assert_exact(backend, example, expected)
+        assert torch.isfinite(out.loss) and torch.isfinite(out.grad).all(), backend
+        assert out.grad[[1, 3, 8, 9]].tolist() == [0.0] * 4, backend
+        assert out.metrics["nan_tokens"].item() == 2 and out.metrics["infinite_tokens"].item() == 3, backend
+
+
+def test_every_nan_leaves(native_backends):
+    """Whatever its lower bits say, also where whole vectors of a row go through one pass."""
+    for gate in (gates.dapo(), gates.gspo(0.1, 0.2), gates.fiberpo()):
+        for backend in native_backends:
+            batch = hpo.PackedBatch.from_lengths([48, 33]).to(testing.device_of(backend))
+            found = []
+            for nan in (0x7FC00000, 0x7FC00001, 0x7FC000FF, 0x7FD55555, -0x3FFFFF):
+                logp = torch.full((81,), -0.5)
+                logp.view(torch.int32)[[5, 40, 60]] = nan
+                logp = logp.to(batch.device)
+                advantages = torch.tensor([1.0, -2.0], device=batch.device)
+                old_logp = torch.full_like(logp, -0.6)
+                out = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, backend=backend)
+                assert out.metrics["nan_tokens"].item() == 3, backend
+                assert out.grad[[5, 40, 60]].tolist() == [0.0] * 3, backend
+                found.append(bits(out.grad, out.loss))
+            assert all(each == found[0] for each in found), backend
+
+
+@pytest.mark.parametrize("penalty", PENALTIES[1:], ids=lambda k: f"{k.estimator.name}-{k.gradient.name}")
+def test_penalties_at_infinite_log_ratios(penalty, native_backends):
+    example = testing.random_policy_loss(
+        0, gates.dapo(), {"weights", "kl"}, penalty=penalty, layout=Layout((6,), 0, "none", False, 9)
+    )
+    old, reference = example.old_logp.clone(), example.keywords["ref_logp"].clone()
+    old[1], old[2], reference[3], reference[4] = -math.inf, math.inf, -math.inf, math.inf
+    example = example._replace(old_logp=old).given(ref_logp=reference)
+    expected = testing.expect_policy_loss(example)
+    for backend in native_backends:
+        assert_exact(backend, example, expected)
+
+
+@pytest.mark.parametrize("gate", [gates.dapo(), gates.gspo(0.1, 0.2), gates.reinforce()], ids=lambda gate: gate.name)
+def test_advantages_and_weights_that_are_not_finite(gate, native_backends):
+    example = testing.random_policy_loss(0, gate, {"weights", "kl"}, layout=Layout((3, 2, 4, 2), 0, "none", False, 3))
+    advantages, weights = example.advantages.clone(), example.keywords["weights"].clone()
+    advantages[0], advantages[1], weights[2] = math.nan, math.inf, math.inf
+    weights[0] = weights[1] = weights[3] = 0.25
+    example = example._replace(advantages=advantages).given(weights=weights)
+    expected = testing.expect_policy_loss(example)
+    for backend in native_backends:
+        out = assert_exact(backend, example, expected)
+        assert out.metrics["bad_advantages"].item() == 9 and torch.isfinite(out.grad).all(), backend
+
+
+# ----------------------------------------------------------------------------------------------- all of them at once
+
+
+@pytest.mark.parametrize(
+    "gate", [gates.dapo(), gates.cispo(), gates.gspo(0.1, 0.2), gates.gspo_token(0.1, 0.2)], ids=lambda gate: gate.name
+)
+def test_the_public_check_finds_nothing(gate, backend):
+    fn = functools.partial(hpo.policy_loss, backend=backend)
+    examples = {"cpu": 15, "triton": 1}.get(backend, 3)
+    report = testing.check(fn, gate=gate, examples=examples, device=testing.device_of(backend))
+    assert report.promises == testing.promises("policy_loss")
+
+
+# Of presets whose rows know of each other only within a trajectory, as generated batches have them, and need no target.
+CHECKED = [
+    name
+    for name, gate in catalogue.FAMILIES["preset"].items()
+    if not gate.takes_target and all(level.unit <= TRAJECTORY for level in gate.levels)
+]
+FEW = [(name, 1) for name in CHECKED if f"preset: {name}" in FIRSTS]
+
+
+@pytest.mark.parametrize(
+    ("name", "examples"), FEW + [pytest.param(name, 20, marks=pytest.mark.long) for name in CHECKED]
+)
+def test_the_public_check_finds_nothing_in_a_preset(name, examples):
+    """On the CPU, whose call is the cheapest; one preset of every structure, and at length all."""
+    gate = catalogue.FAMILIES["preset"][name]
+    fn = functools.partial(hpo.policy_loss, gate=gate, backend="cpu")
+    report = testing.check(fn, "policy_loss", gate=gate, examples=examples)
+    assert len(report.promises) >= 10
+
+
+# ------------------------------------------------------------------------------------------------ which gates run where
+
+
+def test_every_structure_of_the_catalogue_is_a_path_of_every_backend(backend):
+    """Kernels of every structure are run by each backend, and where calls are slow once."""
+    paths = [structure(CATALOGUE[name]) for name in paths_of(backend)]
+    methods = {structure(gate) for name, gate in CATALOGUE.items() if not name.startswith("term: ")}
+    assert methods <= set(paths)
+    if is_slow(backend):
+        assert len(paths) == len(set(paths)) == len(methods)
+    else:
+        assert paths_of(backend) == set(CATALOGUE)
+
+
+def kernels_of(gate, monkeypatch):
+    """What Triton would start for a call: kernels, what they are compiled for, and which arguments exist."""
+    started = []
+
+    def existing(argument):
+        return tuple(map(existing, argument)) if isinstance(argument, tuple) else argument is not None
+
+    def note(kernel, programs, *arguments, **structure):
+        started.append((kernel.fn.__name__, structure, existing(arguments)))
+
+    example = twelve_rows()
+    with monkeypatch.context() as patch:
+        for name in [name for name in sys.modules if name.startswith("hpo_core._triton.")]:
+            if hasattr(sys.modules[name], "launch"):
+                patch.setattr(sys.modules[name], "launch", note)
+        example.run(gate, "triton", **example.everything(gate))
+    return started
+
+
+def test_gates_of_one_structure_start_the_same_kernels(monkeypatch):
+    """So that one of them is a path for all."""
+    if not hpo.backends()["triton"]:
+        pytest.skip("triton is not available")
+    example, first = twelve_rows(), {}
+    for op in ("gates", "corrections", "entropy"):
+        resolve(op, example.logp, "triton")
+    for name, gate in CATALOGUE.items():
+        started = kernels_of(gate, monkeypatch)
+        assert started and first.setdefault(structure(gate), started) == started, name

@@ -1,285 +1,294 @@
-"""Deliberate bugs in every backend, each killed by a named test. A test that cannot fail proves nothing.
+"""Deliberate bugs in every backend, each killed by a named test. A test that cannot fail proves nothing."""
 
-A mutant is one substitution in the sources. Triton's run from a patched copy of the package; of the C++ and CUDA
-sources the one patched file is compiled again (CUDA through the emulation) and linked with the objects of the build.
-"""
-
+import functools
+import importlib
 import importlib.util
 import inspect
 import math
-import shutil
-import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
-from test_hierarchy import GATES as HIERARCHIES
+from changed import affected
+from hierarchies import GATES as HIERARCHIES
+from mutants import Mutant, Mutated, triton
 
 import hpo_core as hpo
 from hpo_core import gates
 from hpo_core.advantages import Share
-from hpo_core.native import Native
 
 backends = sys.modules["hpo_core.backends"]
-ROOT = Path(__file__).resolve().parents[1]
-COMPILER = ("g++", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-O1", "-w")
 
-# name: backend, compiled file, patched file, from, to, the test that kills it, its arguments
 WINDOW_BORDER = "test_entropy.test_no_window_crosses_a_border"
 MUTANTS = {
-    "cuda: window crosses the border": (
-        "cuda_emulated", "cuda/entropy.cu", "cuda/entropy.cu",
+    "cuda: window crosses the border": Mutant(
+        "cuda_emulated", "cuda/entropy.cu",
         "min(token + windows.last, range.end - 1)", "token + windows.last",
         WINDOW_BORDER, {},
     ),
-    "cuda: missing barrier between two doublings": (
-        "cuda_emulated", "cuda/entropy.cu", "cuda/entropy.cu",
-        "    from = to;\n    __syncthreads();", "    from = to;",
+    "cuda: missing barrier between two doublings": Mutant(
+        "cuda_emulated", "cuda/entropy.cu",
+        "from = to;\n    __syncthreads();", "from = to;",
         "test_entropy.test_constant_is_its_own_mean", {"width": 8},
     ),
-    "cuda: quantile rounds down": (
-        "cuda_emulated", "cuda/entropy.cu", "cuda/entropy.cu",
-        "args.denominator, args.rule, population", "args.denominator, OrderRule::floor, population",
+    "cuda: quantile rounds down": Mutant(
+        "cuda_emulated", "cuda/entropy.cu",
+        "order_index(args.numerator, args.denominator, args.rule, population)",
+        "order_index(args.numerator, args.denominator, OrderRule::floor, population)",
         "test_entropy_selection.test_index_is_exact_where_floats_fail", {},
     ),
-    "cuda: masked entropies are selected": (
-        "cuda_emulated", "cuda/entropy.cu", "cuda/entropy.cu",
-        "const bool valid = window.exists && (!args.mask || args.mask[token]);", "const bool valid = window.exists;",
+    "cuda: masked entropies are selected": Mutant(
+        "cuda_emulated", "cuda/entropy.cu",
+        "window.exists && (!args.mask || args.mask[token])", "window.exists",
         "test_entropy_selection.test_garbage_under_the_mask_is_never_read", {"bad": 99.0},
     ),
-    "cuda: missing barrier before warps are added up": (
-        "cuda_emulated", "cuda/advantages.cu", "cuda/groups.cuh",
-        "of_warp[lane() / kLanes][warp_in_block()] = sum;\n  __syncthreads();",
-        "of_warp[lane() / kLanes][warp_in_block()] = sum;",
+    "cuda: missing barrier before warps are added up": Mutant(
+        "cuda_emulated", "cuda/groups.cuh",
+        "if (lane() % kLanes == 0) of_warp[lane() / kLanes][warp_in_block()] = sum;\n  __syncthreads();",
+        "if (lane() % kLanes == 0) of_warp[lane() / kLanes][warp_in_block()] = sum;",
         "test_advantages.test_many_units", {"units": 1000},
     ),
-    "cuda: biased standard deviation": (
-        "cuda_emulated", "cuda/advantages.cu", "include/hpo/advantages.h",
+    "cuda: biased standard deviation": Mutant(
+        "cuda_emulated", "include/hpo/advantages.h",
         "squares / (group.weight - ddof)", "squares / group.weight",
         "test_advantages.test_p3_second_moment", {"ddof": 1},
     ),
-    "cuda: a ratio at its bound is clipped": (
-        "cuda_emulated", "cuda/gates.cu", "include/hpo/gates.h",
-        "{clipped, clipped == ratio}", "{clipped, clipped == ratio && ratio < high}",
+    "cuda: a ratio at its bound is clipped": Mutant(
+        "cuda_emulated", "include/hpo/gates.h",
+        "return {clipped, clipped == ratio};", "return {clipped, clipped == ratio && ratio < high};",
         "test_gates.test_ratio_exactly_at_its_bound_passes_the_gradient", {},
     ),
-    "cuda: masked tokens are read": (
-        "cuda_emulated", "cuda/gates.cu", "cuda/gates_tokens.cuh",
+    "cuda: masked tokens are read": Mutant(
+        "cuda_emulated", "cuda/gates_tokens.cuh",
         "inputs.group.has(i) && (!args.mask || byte_of(inputs.mask, i))", "inputs.group.has(i)",
-        "test_gate_promises.test_masked_is_never_read", {"gate": gates.dapo()},
+        "test_promises.test_masked_is_never_read", {"name": "preset: dapo"},
     ),
-    "cuda: what a tile hands up is added by place in memory": (
-        "cuda_emulated", "cuda/hierarchy.cu", "cuda/hierarchy.cu",
-        "token = unsigned(lane()) % kAdders; token < kWindow; token += kAdders",
-        "token = lane() % kAdders * 16, end = token + 16; token < end; ++token",
-        "test_hierarchy.test_a_trajectory_does_not_know_where_it_lies", {"name": "bent"},
+    "cuda: what a tile hands up is added by place in memory": Mutant(
+        "cuda_emulated", "cuda/hierarchy.cu",
+        "stage_at(kind, token % 4, token / 4)",
+        "stage_at(kind, token / kAdders % 4, token % kAdders * 4 + token / kAdders / 4)",
+        "test_promises.test_a_trajectory_does_not_know_where_it_lies", {"name": "bent"},
     ),
-    "cuda: the further tiles of a piece begin where the pack's do": (
-        "cuda_emulated", "cuda/hierarchy.cu", "cuda/pieces.cuh",
+    "cuda: the further tiles of a piece begin where the pack's do": Mutant(
+        "cuda_emulated", "cuda/pieces.cuh",
         "begin = token + begin % kTile;", "begin = token;",
         "test_hierarchy.test_a_long_piece_is_shared_by_many_workers", {"gate": gates.fiberpo(0.05, (0.03, 0.02))},
     ),
-    "cuda: sums begin before every block has cleared its share": (
-        "cuda_emulated", "cuda/hierarchy.cu", "cuda/hierarchy.cu",
+    "cuda: sums begin before every block has cleared its share": Mutant(
+        "cuda_emulated", "cuda/hierarchy.cu",
         "prepare(call);\n  sync_grid();", "prepare(call);",
         "test_hierarchy.test_many_short_pieces", {"routing": gates.Routing.THROUGH},
     ),
-    "cuda: gradient is delivered before all has arrived": (
-        "cuda_emulated", "cuda/hierarchy.cu", "cuda/hierarchy.cu",
+    "cuda: gradient is delivered before all has arrived": Mutant(
+        "cuda_emulated", "cuda/hierarchy.cu",
         "if (call.hierarchy.stage == Stage::whole) sync_grid();", "",
         "test_hierarchy.test_many_short_pieces", {"routing": gates.Routing.THROUGH},
     ),
-    "cuda: children are counted before all of them are complete": (
-        "cuda_emulated", "cuda/hierarchy.cu", "cuda/hierarchy.cu",
-        "      sync_grid();\n      add_children(call, k);", "      add_children(call, k);",
+    "cuda: children are counted before all of them are complete": Mutant(
+        "cuda_emulated", "cuda/hierarchy.cu",
+        "sync_grid();\n      add_children(call, k);", "add_children(call, k);",
         "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["balanced, 3 levels, self"]},
     ),
-    "cpu: what arrives at a balanced level is not divided by its children": (
-        "cpu", "cpu/hierarchy.cpp", "include/hpo/hierarchy.h",
-        " children *= divisor(hierarchy.levels[k], segment(k).valid);", ";",
+    "cpu: what arrives at a balanced level is not divided by its children": Mutant(
+        "cpu", "include/hpo/hierarchy.h",
+        "children *= divisor(hierarchy.levels[k], segment(k).valid);", "",
         "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["balanced, 2 levels, through"]},
     ),
-    "cpu: what arrives at a log mean exp goes to all tokens alike": (
-        "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_terms.h",
+    "cpu: what arrives at a log mean exp goes to all tokens alike": Mutant(
+        "cpu", "cpu/hierarchy_terms.h",
         "return flow * mean_exp_slope(split, tile.x[i]);", "return flow;",
         "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["mean exp, 1 levels, through"]},
     ),
-    "triton: a child without tokens counts": (
-        "triton", None, "told.py",
+    "triton: a child without tokens counts": Mutant(
+        "triton", "told.py",
         "mask=exists, other=0) > 0)", "mask=exists, other=0) >= 0)",
         "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["balanced, 3 levels, self"]},
     ),
-    "cpu: window crosses the border": (
-        "cpu", "cpu/entropy.cpp", "cpu/entropy.cpp",
+    "cpu: window crosses the border": Mutant(
+        "cpu", "cpu/entropy.cpp",
         "args.cu_seqlens[row + 1] - rule.last", "args.cu_seqlens[row + 1]",
         "test_entropy.test_every_window", {"boundary": "full", "invalid": "skip", "first": 0, "last": 3},
     ),
-    "cpu: off by one at the head of a row": (
-        "cpu", "cpu/entropy.cpp", "cpu/entropy.cpp",
+    "cpu: off by one at the head of a row": Mutant(
+        "cpu", "cpu/entropy.cpp",
         "smaller(t + rule.last + 1, row_end)", "smaller(t + rule.last, row_end)",
         "test_entropy.test_every_window", {"boundary": "shrink", "invalid": "skip", "first": -3, "last": 0},
     ),
-    "cpu: masked entropies are averaged": (
-        "cpu", "cpu/entropy.cpp", "cpu/entropy.cpp",
+    "cpu: masked entropies are averaged": Mutant(
+        "cpu", "cpu/entropy.cpp",
         "args.mask[start + j] ? -1 : 0", "-1",
         "test_entropy.test_boundary_and_invalid_policies_by_hand", {},
     ),
-    "cpu: masked entropies are in the population": (
-        "cpu", "cpu/entropy_selection.cpp", "cpu/entropy_scores.h",
+    "cpu: masked entropies are in the population": Mutant(
+        "cpu", "cpu/entropy_scores.h",
         "masked |= mask_[t] == 0;", "masked |= false;",
         "test_entropy_selection.test_garbage_under_the_mask_is_never_read", {"bad": 99.0},
     ),
-    "cpu: infinite entropies are selected": (
-        "cpu", "cpu/entropy_selection.cpp", "cpu/entropy_selection.cpp",
-        "n, threshold, selected) || scores.given))", "n, threshold, selected) || true))",
+    "cpu: infinite entropies are selected": Mutant(
+        "cpu", "cpu/entropy_selection.cpp",
+        "compare_with(scores.values + first, n, threshold, selected) || scores.given",
+        "compare_with(scores.values + first, n, threshold, selected) || true",
         "test_entropy_selection.test_many_tokens", {"masked": "none"},
     ),
-    "cpu: a bracket that missed goes unnoticed": (
-        "cpu", "cpu/entropy_selection.cpp", "cpu/entropy_selection.cpp",
-        "if (index < below || index >= below + kept) {", "if (false) {",
+    "cpu: a bracket that missed goes unnoticed": Mutant(
+        "cpu", "cpu/entropy_selection.cpp",
+        "index < below || index >= below + kept", "false",
         "test_entropy_selection.test_sample_that_misleads", {"planted": 0.5},
     ),
-    "cpu: what was marked before the threshold was known stays": (
-        "cpu", "cpu/entropy_selection.cpp", "cpu/entropy_selection.cpp",
+    "cpu: what was marked before the threshold was known stays": Mutant(
+        "cpu", "cpu/entropy_selection.cpp",
         "if (low == end) return;", "return;",
         "test_select_top.test_ties", {"levels": 200},
     ),
-    "cpu: marks beyond the room for them are taken for all": (
-        "cpu", "cpu/entropy_selection.cpp", "cpu/entropy_selection.cpp",
+    "cpu: marks beyond the room for them are taken for all": Mutant(
+        "cpu", "cpu/entropy_selection.cpp",
         "return !full;", "return true;",
         "test_select_top.test_all_equal", {"value": 0.25},
     ),
-    "cpu: infinite scores are selected where no threshold is": (
-        "cpu", "cpu/entropy_selection.cpp", "cpu/entropy_selection.cpp",
+    "cpu: infinite scores are selected where no threshold is": Mutant(
+        "cpu", "cpu/entropy_selection.cpp",
         "marked &= population > 0;", "",
         "test_select_top.test_all_equal", {"value": math.inf},
     ),
-    "cpu: plain tiles ignore the mask": (
-        "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",
+    "cpu: plain tiles ignore the mask": Mutant(
+        "cpu", "cpu/gates_plain.h",
         "kind = keep_if(present_own<kWhole>(own, mask + i), kind);", "",
         "test_gates.test_loss_and_gradient_and_nothing_per_token", {"gate": gates.dapo(), "masked": "some"},
     ),
-    "cpu: plain tiles of few rows ignore the mask": (
-        "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",
+    "cpu: plain tiles of few rows ignore the mask": Mutant(
+        "cpu", "cpu/gates_plain.h",
         "kMasked ? present_own<kWhole>(own, mask + i) : own", "own",
         "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.dapo(), "masked": True},
     ),
-    "cpu: the end of a row in an open tile runs on": (
-        "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_plain.h",
+    "cpu: the end of a row in an open tile runs on": Mutant(
+        "cpu", "cpu/hierarchy_plain.h",
         "kMasked ? present_own<kWhole>(own, mask + i) : own", "all_lanes()",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": True},
     ),
-    "cpu: a lower bound counts as an upper one": (
-        "cpu", "cpu/gates.cpp", "cpu/gates.cpp",
-        "under = !kHigh ? outside : ", "under = !kHigh ? 0 : ",
+    "cpu: a lower bound counts as an upper one": Mutant(
+        "cpu", "cpu/gates.cpp",
+        "!kHigh ? outside : (kLow ? present - not_below_count.total() : 0)",
+        "!kHigh ? 0 : (kLow ? present - not_below_count.total() : 0)",
         "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.dapo(), "masked": True},
     ),
-    "cpu: a row writes to tokens of the one before": (
-        "cpu", "cpu/gates.cpp", "cpu/lanes.h",
-        "else store_where(own, vector, to);", "else store_lanes(vector, to);",
+    "cpu: a row writes to tokens of the one before": Mutant(
+        "cpu", "cpu/lanes.h",
+        "store_where(own, vector, to);", "store_lanes(vector, to);",
         "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.dapo(), "masked": False},
     ),
-    "cpu: a row that is clipped loses nothing": (
-        "cpu", "cpu/gates.cpp", "cpu/gates.cpp",
-        "loss[0] += gate.count(", "gate.count(",
+    "cpu: a row that is clipped loses nothing": Mutant(
+        "cpu", "cpu/gates.cpp",
+        "loss[0] += gate.count(count, sign ? kNegative : kPositive, counts);",
+        "gate.count(count, sign ? kNegative : kPositive, counts);",
         "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.dapo(), "masked": False},
     ),
-    "cpu: tokens of no row are left as they were": (
-        "cpu", "cpu/gates.cpp", "cpu/rows.h",
+    "cpu: tokens of no row are left as they were": Mutant(
+        "cpu", "cpu/rows.h",
         "return covered == n;", "return true;",
         "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.dapo(), "masked": False},
     ),
-    "cpu: a row without valid tokens is counted": (
-        "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",
-        "if (of_row[index] > 0) mark_row", "mark_row",
+    "cpu: a row without valid tokens is counted": Mutant(
+        "cpu", "cpu/gates_plain.h",
+        "of_row[index] > 0", "true",
         "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.dapo(), "masked": True},
     ),
-    "cpu: what a sum near 0 lost stays lost": (
-        "cpu", "cpu/hierarchy.cpp", "cpu/gates_plain.h",
+    "cpu: what a sum near 0 lost stays lost": Mutant(
+        "cpu", "cpu/gates_plain.h",
         "return rest + int64_t(lost) * (int64_t(1) << 32);", "return rest;",
         "test_gates.test_log_ratios_near_0_have_the_bits_of_any_other", {"gate": gates.fiberpo()},
     ),
-    "cpu: the exponential near 0 is used too far from it": (
-        "cpu", "cpu/gates.cpp", "cpu/gates_plain.h",
-        "kNear = 0.3465f", "kNear = 0.45f",
+    "cpu: the exponential near 0 is used too far from it": Mutant(
+        "cpu", "cpu/gates_plain.h",
+        "sums.within(kNear)", "sums.within(0.45f)",
         "test_gates.test_log_ratios_near_0_have_the_bits_of_any_other", {"gate": gates.dapo()},
     ),
-    "cpu: a falling token meets the mean of those that rise": (
-        "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_plain.h",
+    "cpu: a falling token meets the mean of those that rise": Mutant(
+        "cpu", "cpu/hierarchy_plain.h",
         "kSplit ? all<Floats>(-levels.mean[1]) : rising_mean", "rising_mean",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": True},
     ),
-    "cpu: levels that saturate are taken for open": (
-        "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_plain.h",
+    "cpu: levels that saturate are taken for open": Mutant(
+        "cpu", "cpu/hierarchy_plain.h",
         "if (piece.bent[sign] || !passes(0)) return;", "",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit",
         {"gate": gates.fiberpo(0.2, (0.05, 0.2)), "masked": True},
     ),
-    "cpu: what is clipped from above is lost twice": (
-        "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_plain.h",
-        "counts.below += not_above -", "counts.below += present -",
+    "cpu: what is clipped from above is lost twice": Mutant(
+        "cpu", "cpu/hierarchy_plain.h",
+        "not_above - sum_lanes(inside_sum)", "present - sum_lanes(inside_sum)",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": True},
     ),
-    "cpu: falling tokens receive what rising ones do": (
-        "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_plain.h",
+    "cpu: falling tokens receive what rising ones do": Mutant(
+        "cpu", "cpu/hierarchy_plain.h",
         "blend(falls, fall, rise)", "rise",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": False},
     ),
-    "cpu: a stretch goes on in tiles that are masked otherwise": (
-        "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy_pieces.h",
+    "cpu: a stretch goes on in tiles that are masked otherwise": Mutant(
+        "cpu", "cpu/hierarchy_pieces.h",
         "next * kTile < end && masked[next] == kind", "next * kTile < end",
         "test_hierarchy.test_stretches_of_a_long_piece_are_masked_alike", {"gate": gates.fiberpo(), "several": False},
     ),
-    "cpu: flows of two tiles reach tokens of the row before": (
-        "cpu", "cpu/hierarchy.cpp", "cpu/hierarchy.cpp",
-        "add_to_plain(calls.of(masked).args, at, begin, n,", "add_to_plain(calls.of(masked).args, at, 0, n,",
+    "cpu: flows of two tiles reach tokens of the row before": Mutant(
+        "cpu", "cpu/hierarchy.cpp",
+        "add_to_plain(calls.of(masked).args, at, begin, n, arriving)",
+        "add_to_plain(calls.of(masked).args, at, 0, n, arriving)",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": False},
     ),
-    "cpu: leave-one-out is the plain mean": (
-        "cpu", "cpu/advantages.cpp", "include/hpo/advantages.h",
-        "map.weight / others : 1.0", "1.0 : 1.0",
+    "cpu: leave-one-out is the plain mean": Mutant(
+        "cpu", "include/hpo/advantages.h",
+        "others > 0.0 ? map.weight / others : 1.0", "1.0",
         "test_advantages.test_p7_reductions", {},
     ),
-    "cpu: shares are not divided by their sum": (
-        "cpu", "cpu/advantages.cpp", "include/hpo/advantages.h",
+    "cpu: shares are not divided by their sum": Mutant(
+        "cpu", "include/hpo/advantages.h",
         "total / (shares + args.share_eps)", "total",
         "test_group_terms.test_many_units", {"units": 700, "share": Share.COUNT},
     ),
-    "cpu: a row's scan goes on into the row before": (
-        "cpu", "cpu/segments.cpp", "cpu/segments.cpp",
-        "double following = 0.0;\n      for", "static double following = 0.0;\n      for",
+    "cpu: a row's scan goes on into the row before": Mutant(
+        "cpu", "cpu/segments.cpp",
+        "following = double(args.values[unit]) + double(args.gains[unit]) * following;",
+        "static double kept = 0.0; following = kept = double(args.values[unit]) + double(args.gains[unit]) * kept;",
         "test_segments.test_a_row_scans_alone", {},
     ),
-    "triton: window crosses the border": (
-        "triton", None, "entropy.py",
+    "triton: window crosses the border": Mutant(
+        "triton", "entropy.py",
         "(neighbour >= range_.begin) & (neighbour < range_.end)", "(neighbour >= 0) & (neighbour < tokens)",
         WINDOW_BORDER, {},
     ),
-    "triton: off by one at the end of a window": (
-        "triton", None, "entropy.py",
+    "triton: off by one at the end of a window": Mutant(
+        "triton", "entropy.py",
         "tl.minimum(last, ahead) + 1)", "tl.minimum(last, ahead))",
         "test_entropy.test_every_window", {"boundary": "shrink", "invalid": "skip", "first": 0, "last": 3},
     ),
-    "triton: ties with the threshold are dropped": (
-        "triton", None, "entropy.py",
+    "triton: ties with the threshold are dropped": Mutant(
+        "triton", "entropy.py",
         "score > limit if STRICT else score >= limit", "score > limit",
         "test_entropy.test_worked_forking_tokens", {},
     ),
-    "triton: biased standard deviation": (
-        "triton", None, "advantages.py",
+    "triton: biased standard deviation": Mutant(
+        "triton", "advantages.py",
         "group.weight - ddof, 1.0", "group.weight, 1.0",
         "test_advantages.test_worked_numbers",
         {"op": "grpo", "options": {}, "binary": [0.866024, -0.866024, -0.866024, 0.866024], "other": [-1.0, 0.0, 1.0]},
     ),
-    "triton: masked rewards enter the statistics": (
-        "triton", None, "groups.py",
+    "triton: masked rewards enter the statistics": Mutant(
+        "triton", "groups.py",
         "counted &= tl.load(given.mask + unit, mask=exists, other=False)", "counted &= exists",
         "test_advantages.test_masks_of_statistics_and_of_receivers_are_two", {},
     ),
 }  # fmt: skip
 
+NATIVE = {name: mutant for name, mutant in MUTANTS.items() if mutant.backend != "triton"}
+NUMBERS = {name: number for number, name in enumerate(NATIVE, 1)}
+KILLERS = {(mutant.backend, mutant.killer, repr(mutant.arguments)): name for name, mutant in NATIVE.items()}
 
+
+@functools.cache
+def mutated(backend):
+    return Mutated(backend, {NUMBERS[name]: mutant for name, mutant in NATIVE.items() if mutant.backend == backend})
+
+
+@functools.cache
 def test_module(name):
     spec = importlib.util.spec_from_file_location(f"mutants_{name}", Path(__file__).with_name(f"{name}.py"))
     module = importlib.util.module_from_spec(spec)
@@ -290,12 +299,21 @@ def test_module(name):
 test_module.__test__ = False
 
 
+def killer(test, arguments):
+    """The call that kills. One that cannot be made would kill everything."""
+    file, name = test.split(".")
+    function = getattr(test_module(file), name)
+    if "native_backends" in inspect.signature(function).parameters:
+        arguments = {"native_backends": [arguments["backend"]], **arguments}
+        del arguments["backend"]
+    inspect.signature(function).bind(**arguments)
+    return functools.partial(function, **arguments)
+
+
 def assert_killed(name, test, arguments):
-    file, name_of_test = test.split(".")
-    function = getattr(test_module(file), name_of_test)
-    inspect.signature(function).bind(**arguments)  # a call that cannot be made kills nothing
+    kill = killer(test, arguments)
     try:
-        function(**arguments)
+        kill()
     except Exception as error:
         reason = " ".join(f"{type(error).__name__} {error}".split())
         print(f"{name:48} killed by {test}: {reason[:90]}")
@@ -303,66 +321,43 @@ def assert_killed(name, test, arguments):
     raise AssertionError(f"the mutant {name!r} survives {test}")
 
 
-def patched(path, before, after):
-    text = path.read_text()
-    assert text.count(before) == 1, (
-        f"the mutant is out of date: {before!r} occurs {text.count(before)} times in {path.name}"
-    )
-    path.write_text(text.replace(before, after))
+@pytest.fixture
+def as_backend(monkeypatch):
+    """Makes what loads ops a backend, of a name of its own: whatever caches backends does so by name."""
+
+    def add(name, load):
+        monkeypatch.setitem(backends._PROBES, name, lambda: backends.Availability(name))
+        monkeypatch.setitem(backends._DEVICES, name, ("cpu",))
+        monkeypatch.setitem(backends._LOADERS, name, load)
+        backends._resolve.cache_clear()
+        return name
+
+    monkeypatch.setenv("HPO_CORE_ISA", "generic")
+    yield add
+    backends._resolve.cache_clear()
 
 
-def native(backend, folder, compiled, file, before, after):
-    """The backend with one file of it patched and compiled again."""
-    shutil.copytree(ROOT / "csrc", folder / "csrc")
-    patched(folder / "csrc" / file, before, after)
-    built = ROOT / "build/native" / sysconfig.get_config_var("SOABI")
-    flags = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-DHPO_ISA=generic") if backend == "cpu" else ()
-    flags += ("-DHPO_EMULATE", f"-I{folder}/csrc/emulation", "-x", "c++") if backend == "cuda_emulated" else ()
-    include = f"-I{folder}/csrc/include"
-    subprocess.run(
-        (*COMPILER, *flags, include, "-c", folder / "csrc" / compiled, "-o", folder / "mutant.o"), check=True
-    )
-    own = f"_{backend}.{Path(compiled).stem}." + ("generic." if backend == "cpu" else "") + "o"
-    objects = [path for path in built.glob(f"_{backend}.*.o") if path.name != own]
-    library = folder / f"_{backend}.so"
-    subprocess.run(("g++", "-shared", "-fopenmp", folder / "mutant.o", *objects, "-o", library), check=True)
-    # A name of its own: pybind11 gives a second module of one name the contents of the first.
-    spec = importlib.util.spec_from_file_location(f"{folder.name}._{backend}", library)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.description()  # the instruction set is chosen now
-    return lambda op: Native(module, on_cuda=False)
-
-
-def triton(folder, file, before, after):
-    """A copy of the Triton package, under another name in hpo_core, so that its imports find what they look for."""
-    package = f"hpo_core._{folder.name.replace('-', '_')}"
-    shutil.copytree(ROOT / "kernels/hpo_triton", folder / "triton")
-    patched(folder / "triton" / file, before, after)
-    spec = importlib.util.spec_from_file_location(
-        package, folder / "triton/__init__.py", submodule_search_locations=[str(folder / "triton")]
-    )
-    sys.modules[package] = importlib.util.module_from_spec(spec)
-    return lambda op: importlib.import_module(f"{package}.{op}")
+def skip_without(backend):
+    if not hpo.backends()[backend]:
+        pytest.skip(f"{backend} is not available")
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_killed(name, tmp_path, monkeypatch):
-    backend, compiled, file, before, after, test, arguments = MUTANTS[name]
-    if not hpo.backends()[backend]:
-        pytest.skip(f"{backend} is not available")
-    monkeypatch.setenv("HPO_CORE_ISA", "generic")
-    if compiled is None:
-        load = triton(tmp_path, file, before, after)
-    else:
-        load = native(backend, tmp_path, compiled, file, before, after)
-    mutant = f"mutant, {name}"  # of its own: whatever caches backends does so by name
-    monkeypatch.setitem(backends._PROBES, mutant, lambda: backends.Availability(mutant))
-    monkeypatch.setitem(backends._DEVICES, mutant, ("cpu",))
-    monkeypatch.setitem(backends._LOADERS, mutant, load)
-    backends._resolve.cache_clear()
-    assert_killed(name, test, {"backend": mutant, **arguments})
-    backends._resolve.cache_clear()
+def test_mutant_is_killed(name, as_backend, tmp_path):
+    mutant = MUTANTS[name]
+    skip_without(mutant.backend)
+    load = triton(mutant, tmp_path) if name not in NATIVE else mutated(mutant.backend).with_bug(NUMBERS[name])
+    backend = as_backend(f"mutant, {name}", load)
+    assert_killed(name, mutant.killer, {"backend": backend, **mutant.arguments})
+
+
+@pytest.mark.parametrize("name", KILLERS.values())
+def test_killer_passes_where_no_mutant_is_switched_on(name, as_backend):
+    """So it is the mutant that fails it, and not the library around all of them."""
+    mutant = NATIVE[name]
+    skip_without(mutant.backend)
+    backend = as_backend(f"no mutant, {name}", mutated(mutant.backend).with_bug(0))
+    killer(mutant.killer, {"backend": backend, **mutant.arguments})()
 
 
 def test_rank_local_quantile_is_killed(three_ranks, monkeypatch):
@@ -387,13 +382,21 @@ def test_ignored_stride_is_killed(monkeypatch):
     monkeypatch.setattr(losses, "checked_constant", constant)
     assert_killed(
         "python: strides of the constants are ignored",
-        "test_gates.test_keeps_every_promise",
+        "test_promises.test_the_public_check_finds_nothing",
         {"backend": "cpu", "gate": gates.dapo()},
     )
 
 
+def test_what_kills_a_mutant_runs_when_its_file_changes():
+    """Of `make test-changed`, whose rules could otherwise leave out a test that would have found a bug."""
+    for name, mutant in MUTANTS.items():
+        folder = "kernels/hpo_triton" if mutant.backend == "triton" else "csrc"
+        modules, on = affected([f"{folder}/{mutant.file}"])
+        assert mutant.killer.partition(".")[0].removeprefix("test_") in modules and mutant.backend in on, name
+
+
 def test_there_are_enough_of_them():
-    assert len(MUTANTS) + 2 >= 12 and {backend for backend, *_ in MUTANTS.values()} == {
+    assert len(MUTANTS) + 2 >= 12 and {mutant.backend for mutant in MUTANTS.values()} == {
         "cpu",
         "cuda_emulated",
         "triton",

@@ -1,19 +1,26 @@
 """The Triton kernels as the assembler sees them, for GPUs that need not be here, and how often they are compiled.
 
-Other tests of this process run in Triton's interpreter, which compiles nothing: these start processes without it.
+Other tests of this process run in Triton's interpreter, which compiles nothing: these start processes without it. What
+they report is kept in build/triton, with the kernels, for as long as no source changes.
 """
 
+import functools
+import hashlib
 import importlib.metadata
 import json
 import os
 import subprocess
 import sys
-from collections import Counter
+from pathlib import Path
 
 import pytest
+from compiled import kept
 
-TARGETS = (80, 90, 100, 120)
-COMPILE = ("-m", "hpo_core._triton.compile", "--json")
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = ROOT / "build/triton"
+OTHERS = (80, 100, 120)
+TARGETS = (90, *OTHERS)
+SHARES, SHARES_OF_ALL = 3, 10  # of the kernels: each takes half a minute to a minute, for workers to divide up
 
 # Registers of a thread on sm_90 with Triton 3.9.0: what a change may not exceed unnoticed.
 REGISTERS = {
@@ -149,58 +156,124 @@ WIDE_LOADS = {
 }
 
 
-def start(*arguments):
+# Of each kernel, the path on which it takes the most registers.
+HEAVIEST = {kernel: path for path, kernel in sorted(REGISTERS, key=REGISTERS.get)}
+
+
+def run(*arguments):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # Line numbers in the binary double the time of the assembler.
-    environment["TRITON_DISABLE_LINE_INFO"] = "1"
-    return subprocess.Popen(
-        [sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    environment |= {"TRITON_DISABLE_LINE_INFO": "1", "TRITON_CACHE_DIR": str(CACHE / "kernels")}
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
-def output_of(process):
-    output, errors = process.communicate()
-    assert process.returncode == 0, errors[-3000:]
-    return output
+@functools.cache
+def fingerprint():
+    """Of all that a report depends on."""
+    settings = sorted(item for item in os.environ.items() if item[0].startswith("TRITON_"))
+    digest = hashlib.sha256(repr((sys.version, settings)).encode())
+    for package in ("triton", "torch"):
+        digest.update(importlib.metadata.version(package).encode())
+    for path in sorted([*ROOT.glob("kernels/hpo_triton/*.py"), *ROOT.glob("hpo_core/**/*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
-def compile_for_all(*options):
-    """Reports of all kernels for all targets, compiled by two processes."""
-    halves = [start(*COMPILE, *options, *map(str, targets)) for targets in (TARGETS[::2], TARGETS[1::2])]
-    return [json.loads(line) for half in halves for line in output_of(half).splitlines()]
+def reports(target, *options):
+    """What became of the kernels on this target."""
+
+    def compile_them():
+        output = run("-m", "hpo_core._triton.compile", "--json", str(target), *options)
+        return [json.loads(line) for line in output.splitlines()]
+
+    name = hashlib.sha256(repr(options).encode()).hexdigest()[:16]
+    return kept(CACHE / f"sm_{target}-{name}.json", fingerprint(), compile_them)
 
 
-@pytest.fixture(scope="module")
-def reports():
-    return compile_for_all()
+def answer(script):
+    """What a script without the interpreter prints."""
+    name = hashlib.sha256(script.encode()).hexdigest()[:16]
+    return kept(CACHE / f"{name}.json", fingerprint(), lambda: json.loads(run("-c", script)))
 
 
-def test_every_kernel_compiles_for_every_target_without_spilling(reports):
-    kernels = Counter(report["target"] for report in reports)
-    assert set(kernels) == set(TARGETS) and len(set(kernels.values())) == 1
-    assert [report for report in reports if report["spilled"]] == []
+def share_on_sm_90(share):
+    return reports(90, "--share", str(share), str(SHARES))
 
 
-def test_sweeps_load_128_bits_at_once(reports):
-    found = {(report["path"], report["kernel"]): report["loads"] for report in reports if report["target"] == 90}
-    assert {path: found[path].get("128", 0) for path in WIDE_LOADS} == WIDE_LOADS
+def assert_no_spills(compiled):
+    assert compiled and [report for report in compiled if report["spilled"]] == []
+
+
+# The three tests of a share come one after another, on one worker: none waits for another.
+of_each_share = pytest.mark.parametrize("share", range(SHARES), scope="module")
+
+
+@of_each_share
+def test_every_kernel_compiles_for_sm_90_without_spilling(share):
+    assert_no_spills(share_on_sm_90(share))
+
+
+@of_each_share
+def test_sweeps_load_128_bits_at_once(share):
+    found = {
+        (report["path"], report["kernel"]): report["loads"].get("128", 0)
+        for report in share_on_sm_90(share)
+        if (report["path"], report["kernel"]) in WIDE_LOADS
+    }
+    assert found and found == {kernel: WIDE_LOADS[kernel] for kernel in found}
 
 
 @pytest.mark.skipif(importlib.metadata.version("triton") != "3.9.0", reason="register counts are those of Triton 3.9.0")
-def test_registers_do_not_grow(reports):
+@of_each_share
+def test_registers_do_not_grow(share):
     grown = {
         (report["path"], report["kernel"]): report["registers"]
-        for report in reports
-        if report["target"] == 90 and report["registers"] > REGISTERS[report["path"], report["kernel"]]
+        for report in share_on_sm_90(share)
+        if report["registers"] > REGISTERS[report["path"], report["kernel"]]
     }
     assert grown == {}
 
 
+NAME_KERNELS = """
+import json
+from hpo_core._triton import compile
+
+paths = {}
+for path, call in compile.paths():
+    with compile.compiling(90, lambda kernel, key: paths.setdefault((kernel, key), path) is None):
+        call()
+print(json.dumps([[path, kernel] for (kernel, _), path in paths.items()]))
+"""
+
+
+def test_every_kernel_is_in_the_tables():
+    kernels = set(map(tuple, answer(NAME_KERNELS)))
+    assert kernels == set(REGISTERS) and kernels >= set(WIDE_LOADS)
+
+
+@pytest.mark.parametrize("target", OTHERS)
+def test_every_kernel_at_its_heaviest_compiles_without_spilling(target):
+    compiled = reports(target, "--only", *(f"{path}/{kernel}" for kernel, path in HEAVIEST.items()))
+    assert {(report["kernel"], report["path"]) for report in compiled} == set(HEAVIEST.items())
+    assert_no_spills(compiled)
+
+
 @pytest.mark.long
-def test_every_structure_compiles_for_every_target_without_spilling():
-    reports = compile_for_all("--all")
-    assert {report["target"] for report in reports} == set(TARGETS)
-    assert [report for report in reports if report["spilled"]] == []
+@pytest.mark.parametrize("target", OTHERS)
+@pytest.mark.parametrize("share", range(SHARES))
+def test_every_kernel_compiles_for_every_target_without_spilling(share, target):
+    compiled = reports(target, "--share", str(share), str(SHARES))
+    assert [report["kernel"] for report in compiled] == [report["kernel"] for report in share_on_sm_90(share)]
+    assert_no_spills(compiled)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("share", range(SHARES_OF_ALL))
+def test_every_structure_compiles_for_every_target_without_spilling(share, target):
+    assert_no_spills(reports(target, "--all", "--share", str(share), str(SHARES_OF_ALL)))
 
 
 COUNT_COMPILATIONS = """
@@ -247,17 +320,18 @@ def sweep():
         segments.recurrence(batch.logp, batch.logp, offsets)
 
 SIZES = [(0, 0), (0, 1), (1, 1), (15, 2), (16, 16), (1024, 17), (4097, 4096), (2**33, 2**20)]
-with compile.compiling(90) as compiled:
+asked = []  # at each launch, for nothing is ever compiled
+with compile.compiling(90, lambda kernel, key: asked.append((kernel, key))):
     sweep()
-launches = collections.Counter(kernel.metadata.name for kernel in compiled)
-kernels = collections.Counter(name for name, _ in {(kernel.metadata.name, id(kernel)) for kernel in compiled})
+launches = collections.Counter(kernel for kernel, _ in asked)
+kernels = collections.Counter(kernel for kernel, _ in set(asked))
 print(json.dumps([launches, kernels]))
 """
 
 
 def test_sizes_and_numbers_never_compile_again():
     """1, multiples of 16 and sizes beyond 32 bits are what Triton would like to compile anew for."""
-    launches, kernels = json.loads(output_of(start("-c", COUNT_COMPILATIONS)))
+    launches, kernels = answer(COUNT_COMPILATIONS)
     assert kernels == {
         "_sweep": 2,  # a clip, a level
         "_finalise": 1,

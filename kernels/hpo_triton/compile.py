@@ -19,7 +19,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,7 +62,7 @@ from ..specs import (
 )
 from . import advantages, corrections, entropy, gates, groups, launch, segments
 
-__all__ = ["TARGETS", "Report", "compiling", "every_path", "paths", "report"]
+__all__ = ["TARGETS", "Report", "compiling", "every_path", "paths", "report", "specialisations"]
 
 TARGETS = (80, 90, 100, 120)
 
@@ -87,15 +87,23 @@ class _Target:
 
 
 @contextlib.contextmanager
-def compiling(capability: int) -> Iterator[list[Any]]:
+def compiling(capability: int, wanted: Callable[[str, str], bool] | None = None) -> Iterator[list[Any]]:
     """Inside, the ops of this package, called with tensors on the CPU, compile what they would launch and compute
-    nothing. Gives the compiled kernels, one per launch: launches of one specialisation give the same object."""
+    nothing. Gives the compiled kernels, one per launch: launches of one specialisation give the same object.
+
+    ``wanted`` is asked, with a kernel's name and Triton's key of the specialisation, at each launch of what is not
+    compiled yet; where it says no, ``None`` stands for the kernel.
+    """
+
+    def declined(*, key: str, fn: Any, **_: Any) -> bool:
+        return wanted is not None and not wanted(fn.name, key)
+
     driver.set_active(_Target(capability))
-    launch.compiled = []
+    launch.compiled, triton.knobs.runtime.jit_cache_hook = [], declined
     try:
         yield launch.compiled
     finally:
-        launch.compiled = None
+        launch.compiled = triton.knobs.runtime.jit_cache_hook = None
         with contextlib.suppress(RuntimeError):  # no GPU, no driver to go back to
             driver.reset_active()
 
@@ -327,31 +335,53 @@ def _statistics(units: int, grouped: bool) -> torch.Tensor:
     return segments.group_statistics(torch.ones(units), ids, torch.ones(units), torch.ones(units, dtype=torch.bool))
 
 
+def specialisations(
+    calls: Iterable[Path_], target: int, names: Container[str] | None = None, share: tuple[int, int] = (0, 1)
+) -> Iterator[tuple[str, Any]]:
+    """Each kernel compiled once, with the first path that launches it.
+
+    ``names`` restricts them to some, as "path/kernel"; a share (i, n) is each n-th of those, from i on.
+    """
+    asked: set[tuple[str, str]] = set()
+    given: set[int] = set()
+    turns = itertools.cycle(range(share[1]))
+    for path, call in calls:
+
+        def wanted(kernel: str, key: str, path: str = path) -> bool:
+            if (kernel, key) in asked:
+                return False
+            asked.add((kernel, key))
+            return (names is None or f"{path}/{kernel}" in names) and next(turns) == share[0]
+
+        with compiling(target, wanted) as compiled:
+            call()
+        for kernel in compiled:
+            if kernel is not None and id(kernel) not in given:
+                given.add(id(kernel))
+                yield path, kernel
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", type=int, default=TARGETS, help="compute capabilities, such as 90")
     parser.add_argument("--all", action="store_true", help="every structure instead of the ends of each path")
+    parser.add_argument("--only", nargs="+", metavar="PATH/KERNEL", help="these alone")
+    parser.add_argument("--share", nargs=2, type=int, default=(0, 1), metavar=("I", "N"), help="each N-th from I")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     arguments = parser.parse_args()
     for target in arguments.targets:
-        seen: set[int] = set()
-        for name, call in every_path() if arguments.all else paths():
-            with compiling(target) as compiled:
-                call()
-            for kernel in compiled:
-                if id(kernel) in seen:
-                    continue
-                seen.add(id(kernel))
-                found = report(kernel)
-                if arguments.json:
-                    print(json.dumps({"target": target, "path": name, **found._asdict()}), flush=True)
-                else:
-                    loads = "  ".join(f"{count} x {bits} bit" for bits, count in sorted(found.loads.items()))
-                    print(
-                        f"sm_{target}  {found.kernel:22} {found.registers:3} registers  {found.spilled} spilled  "
-                        f"{found.shared:5} shared  {loads:60} {name}",
-                        flush=True,
-                    )
+        calls = every_path() if arguments.all else paths()
+        for path, kernel in specialisations(calls, target, arguments.only, arguments.share):
+            found = report(kernel)
+            if arguments.json:
+                print(json.dumps({"target": target, "path": path, **found._asdict()}), flush=True)
+            else:
+                loads = "  ".join(f"{count} x {bits} bit" for bits, count in sorted(found.loads.items()))
+                print(
+                    f"sm_{target}  {found.kernel:22} {found.registers:3} registers  {found.spilled} spilled  "
+                    f"{found.shared:5} shared  {loads:60} {path}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,162 @@
+"""How mutants are made: all those of a C++ or CUDA backend in one library, each behind a number.
+
+A substitution in the sources becomes a choice at run time, between the text as it is and the text with the bug, by
+``hpo_mutant``, which the library exports: the number of one mutant, or 0 for none. Triton's mutants are patched copies
+of the package.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from compiled import locked
+
+from hpo_core.native import Native
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "csrc"
+TRITON = ROOT / "kernels/hpo_triton"
+BUILT = ROOT / "build/native" / sysconfig.get_config_var("SOABI")
+LIBRARIES = ROOT / "build/mutants"
+
+# What is compiled again; the rest is linked as the build has left it.
+UNITS = {
+    "cpu": ["cpu/advantages.cpp", "cpu/entropy.cpp", "cpu/entropy_selection.cpp", "cpu/gates.cpp", "cpu/hierarchy.cpp",
+            "cpu/segments.cpp"],
+    "cuda_emulated": ["cuda/advantages.cu", "cuda/entropy.cu", "cuda/gates.cu", "cuda/hierarchy.cu"],
+}  # fmt: skip
+# Nothing is optimised: the tests that kill take less time than the compiler would.
+COMPILER = (*shlex.split(os.environ.get("CXX", "g++")), "-std=c++17", "-fPIC", "-fvisibility=hidden", "-O0", "-w")
+INCLUDES = ("-ffp-contract=off", "-include", "switch.h", "-Icsrc/include")
+FLAGS = {
+    "cpu": ("-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-DHPO_ISA=generic"),
+    "cuda_emulated": ("-DHPO_EMULATE", "-Icsrc/emulation", "-x", "c++"),
+}
+SWITCH = {
+    "switch.h": 'extern "C" __attribute__((visibility("default"))) int hpo_mutant;\n',
+    "switch.cpp": "int hpo_mutant = 0;\n",
+}
+
+
+class Mutant(NamedTuple):
+    backend: str
+    file: str  # of csrc, or of the Triton package
+    # In C++ and CUDA an expression, or statements up to their semicolon: they declare nothing and follow no `if (...)`.
+    before: str
+    after: str
+    killer: str  # module.test
+    arguments: dict[str, Any]
+
+
+def place_of(mutant: Mutant, text: str) -> int:
+    count = text.count(mutant.before)
+    assert count == 1, f"the mutant is out of date: {mutant.before!r} occurs {count} times in {mutant.file}"
+    return text.index(mutant.before)
+
+
+def switched(number: int, before: str, after: str) -> str:
+    if before.endswith(";"):
+        return f"{{ if (hpo_mutant == {number}) {{ {after} }} else {{ {before} }} }}"
+    return f"(hpo_mutant == {number} ? ({after}) : ({before}))"
+
+
+def with_switches(text: str, mutants: dict[int, Mutant]) -> str:
+    """The text of a file with all its mutants, each behind its number."""
+    end = len(text)
+    for place, number in sorted(((place_of(mutant, text), number) for number, mutant in mutants.items()), reverse=True):
+        mutant = mutants[number]
+        following = place + len(mutant.before)
+        assert following <= end, f"{mutant.before!r} in {mutant.file} overlaps with another mutant"
+        text, end = text[:place] + switched(number, mutant.before, mutant.after) + text[following:], place
+    return text
+
+
+def sources_of(mutants: dict[int, Mutant]) -> dict[str, str]:
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(SOURCES.rglob("*")) if path.is_file()}
+    for file in sorted({mutant.file for mutant in mutants.values()}):
+        of_file = {number: mutant for number, mutant in mutants.items() if mutant.file == file}
+        texts[f"csrc/{file}"] = with_switches(texts[f"csrc/{file}"], of_file)
+    return texts | SWITCH
+
+
+def library(backend: str, mutants: dict[int, Mutant]) -> Path:
+    """The extension with these mutants. It is built once for what sources, compiler and flags are now."""
+    variant = ".generic" if backend == "cpu" else ""
+    again = {f"_{backend}.{Path(unit).stem}{variant}.o" for unit in UNITS[backend]}
+    objects = [path for path in sorted(BUILT.glob(f"_{backend}.*.o")) if path.name not in again]
+    sources = sources_of(mutants)
+    contents = hashlib.sha256(repr((COMPILER, INCLUDES, FLAGS[backend], UNITS[backend], sources)).encode())
+    contents.update(subprocess.check_output([*COMPILER, "--version"]))
+    for path in objects:
+        contents.update(path.read_bytes())
+    folder = LIBRARIES / backend / contents.hexdigest()
+    with locked(folder.with_name("lock")):
+        if not folder.exists():
+            for earlier in folder.parent.glob("*/"):
+                shutil.rmtree(earlier)
+            unfinished = folder.with_suffix(".unfinished")
+            build(backend, sources, objects, unfinished)
+            unfinished.rename(folder)
+    return folder / f"_{backend}.so"
+
+
+def build(backend: str, sources: dict[str, str], objects: list[Path], folder: Path) -> None:
+    for file, text in sources.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text)
+
+    def compiled(source: str) -> Path:
+        target = folder / f"{Path(source).stem}.o"
+        subprocess.run((*COMPILER, *INCLUDES, *FLAGS[backend], "-c", source, "-o", target), cwd=folder, check=True)
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        own = list(pool.map(compiled, ["switch.cpp", *(f"csrc/{unit}" for unit in UNITS[backend])]))
+    # Of an inline function in several objects the linker keeps the first: those with mutants come first.
+    subprocess.run((*COMPILER, "-shared", "-fopenmp", *own, *objects, "-o", folder / f"_{backend}.so"), check=True)
+
+
+class Mutated:
+    """A backend whose bugs are thrown by their numbers."""
+
+    def __init__(self, backend: str, mutants: dict[int, Mutant]) -> None:
+        path = library(backend, mutants)
+        self._switch = ctypes.c_int.in_dll(ctypes.CDLL(str(path)), "hpo_mutant")
+        # A name of its own: pybind11 gives a second module of one name the contents of the first.
+        spec = importlib.util.spec_from_file_location(f"mutants._{backend}", path)
+        self._module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self._module)
+        self._module.description()  # the instruction set is chosen now
+
+    def with_bug(self, number: int) -> Callable[[str], Native]:
+        """Loads the ops with one bug, or with none for 0; whatever was loaded before has the same bug from now on."""
+        self._switch.value = number
+        return lambda op: Native(self._module, on_cuda=False)
+
+
+def triton(mutant: Mutant, folder: Path) -> Callable[[str], Any]:
+    """A copy of the Triton package, under another name in hpo_core, so that its imports find what they look for."""
+    package = f"hpo_core._{folder.name.replace('-', '_')}"
+    shutil.copytree(TRITON, folder / "triton")
+    path = folder / "triton" / mutant.file
+    text = path.read_text()
+    place_of(mutant, text)
+    path.write_text(text.replace(mutant.before, mutant.after))
+    spec = importlib.util.spec_from_file_location(
+        package, folder / "triton/__init__.py", submodule_search_locations=[str(folder / "triton")]
+    )
+    sys.modules[package] = importlib.util.module_from_spec(spec)
+    return lambda op: importlib.import_module(f"{package}.{op}")

@@ -1,20 +1,25 @@
-# `make test`, `make demo` and `make bench` set up what they need first, in a virtual environment.
+# `make help` lists the targets. Each sets up its packages and extensions first, in a virtual environment.
 #
 #   make TARGET PYTHON=python3.12       another interpreter; a torch in range that it has already is used as it is
 #   make TARGET TORCH="torch==2.11.0"   another torch; pip options such as --index-url may follow in the same string
 #   make TARGET VENV=.venv-other        another environment
+#   make TARGET V=1                     every command and all that it prints
+#
+# HPO_CORE_CUDA and the other variables of setup.py can be set, too: a target only chooses their defaults.
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-# For a torch that brings no Triton, as the builds for CPUs do not.
-TRITON ?= triton==3.9.0
-# The trainers and kernels that tests, demo and benchmarks meet.
-PEERS ?= "trl==1.16.0" "liger-kernel==0.8.5" "verl[verl-core]==0.9.1; python_version < '3.13'"
+# A bound: a torch for CUDA requires its own Triton, one for CPUs requires none.
+TRITON ?= triton<=3.9.0
+# The transformers that every trainer here accepts: the demo runs with the versions that the tests run with.
+TRL ?= trl==1.16.0 transformers==5.10.4
+# The trainers and kernels that tests and benchmarks meet.
+PEERS ?= $(TRL) "liger-kernel==0.8.5" "verl[verl-core]==0.9.1; python_version < '3.13'"
 TOOLS ?= clang-format==23.1.5 mypy==2.4.1 ruff==0.17.6
+SINCE ?= HEAD
 
 BIN := $(VENV)/bin
-TORCH_VERSION := import importlib.metadata as m; print(m.version('torch'))
 TORCH_FOLDER := import importlib.metadata as m; print(m.distribution('torch').locate_file(''))
 TORCH_IN_RANGE := import importlib.metadata as m; v = m.version('torch'); print(v * ([*map(int, v.split('.')[:2])] >= [2, 10]))
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
@@ -24,76 +29,137 @@ endif
 
 # A backend that is missing fails the run; it is never skipped. One worker for each core, each with threads of its own:
 # those that wait must not spin.
-PYTEST := HPO_CORE_TEST_BACKENDS=cpu,triton,cuda_emulated OMP_WAIT_POLICY=passive $(BIN)/pytest --numprocesses auto --dist worksteal
+TESTING := HPO_CORE_TEST_BACKENDS=cpu,triton,cuda_emulated OMP_WAIT_POLICY=passive
+WORKERS := --numprocesses auto --dist worksteal
+PYTEST := $(TESTING) $(BIN)/pytest $(WORKERS)
 
-export HPO_CORE_EMULATED ?= 1
+# The extensions that setup.py builds in place. nvcc takes minutes for code that only a GPU runs.
+FOR_TESTS := HPO_CORE_EMULATED=$${HPO_CORE_EMULATED-1} HPO_CORE_CUDA=$${HPO_CORE_CUDA-$$(nvidia-smi -L 2>/dev/null | grep -q GPU || echo 0)}
+WITH_CUDA := HPO_CORE_CUDA=$${HPO_CORE_CUDA-}
+WITHOUT_CUDA := HPO_CORE_CUDA=$${HPO_CORE_CUDA-0}
+CPU_ALONE := HPO_CORE_EMULATED=$${HPO_CORE_EMULATED-0} $(WITHOUT_CUDA)
+SANITIZED := HPO_CORE_SANITIZE=address,undefined HPO_CORE_EMULATED=1 HPO_CORE_CUDA=0
+
+# Python compiles a module when it is first imported: most never are, and compiling all takes longer than unpacking them.
+PIP_INSTALL := $(BIN)/pip install --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup build test test-long coverage sanitize test-matrix demo demo-agent bench lint wheel gpu-check clean
+# $(call stage,NAME,COMMANDS) prints how long the commands took, and their output if one fails.
+ifdef V
+stage = $(2)
+else
+stage = @began=$$(date +%s); if log=$$({ $(2); } 2>&1); then echo "hpo_core: $(1) ... $$(($$(date +%s) - began)) s"; \
+	else printf '%s\n' "$$log" 'hpo_core: $(1) ... failed' >&2; exit 1; fi
+endif
 
-setup: build
+# $(call set-up,PACKAGES,SETTINGS): the compilers need no package that pip downloads, so both run at once. A number of
+# jobs would limit ninja, too.
+set-up = +@$(2) $(MAKE) $(if $(V),,--silent) --no-print-directory --jobs build $(VENV)/$(1)
 
-# The extensions, in place; under a second where nothing has changed.
-build: $(VENV)/installed
-	@$(BIN)/python setup.py -q build_ext --inplace
+.PHONY: help setup build test test-changed test-long coverage sanitize test-matrix demo demo-agent bench gpu-check lint wheel clean
 
-$(VENV)/installed: Makefile pyproject.toml
-	@echo 'hpo_core: setting up $(VENV) with'
-	@echo '  $(if $(FOUND),torch $(FOUND) as $(PYTHON) has it,$(TORCH): 0.2 GB to download if built for CPUs, 3 GB for CUDA, which Linux gets by default)'
-	@echo '  $(TRITON) where torch brings none: 0.3 GB'
-	@echo '  $(subst ",,$(PEERS)) and what they need: 0.3 GB'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --upgrade pip
-	$(if $(FOUND),$(PYTHON) -c "$(TORCH_FOLDER)" > $$($(BIN)/python -c "$(SITE_PACKAGES)")/torch.pth,$(BIN)/pip install $(TORCH))
-	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install "$(TRITON)"
-	$(BIN)/pip install "torch==$$($(BIN)/python -c "$(TORCH_VERSION)")" "setuptools>=77" "pybind11>=3" ninja $(PEERS) $(TOOLS)
-	$(BIN)/pip install --no-build-isolation --editable ".[testing,bench]"
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s%s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: ## the packages and the extensions of the tests
+	$(call set-up,for-tests)
+
+build: $(VENV)/for-building ## the extensions of the tests, in place; under a second if nothing has changed
+	$(call stage,native code,$(FOR_TESTS) $(BIN)/python setup.py -q build_ext --inplace)
+
+$(VENV)/for-building: pyproject.toml
+	$(call stage,$(VENV) with build tools (5 MB to download),$(PYTHON) -m venv $(VENV) \
+	&& $(PIP_INSTALL) --upgrade pip "setuptools>=77" "pybind11>=3" ninja \
+	&& $(if $(FOUND),$(PYTHON) -c "$(TORCH_FOLDER)" >$$($(BIN)/python -c "$(SITE_PACKAGES)")/torch.pth,:))
 	@touch $@
 
+# Options such as --index-url are meant for torch alone: with them torch is installed first, by itself.
+TORCH_FIRST = $(if $(findstring --,$(TORCH)),$(PIP_INSTALL) $(TORCH),:)
+THIS_TORCH = "$(if $(FOUND),torch==$(FOUND),$(firstword $(TORCH)))"
+TORCH_SIZE = $(if $(FOUND),torch $(FOUND) as $(PYTHON) has it,$(TORCH): 0.2 GB to download if built for CPUs, 3 GB for CUDA, which Linux gets by default)
+# Registers the checkout. The C++ backend, which this builds too, is compiled once: a second build waits and finds it.
+EDITABLE := HPO_CORE_EMULATED=0 HPO_CORE_CUDA=0 $(PIP_INSTALL) --editable
+EXTRAS := ".[testing,bench]"
+# Packages that PYTHON has beside its torch bring no commands into BIN: these are installed again.
+COMMANDS = $(if $(FOUND),$(PIP_INSTALL) --ignore-installed --no-deps $(TOOLS) "pytest>=9",:)
+
+$(VENV)/for-tests: $(VENV)/for-building $(VENV)/asked Makefile
+	@echo 'hpo_core: $(VENV) gets'
+	@echo '  $(TORCH_SIZE)'
+	@echo '  $(TRITON) where torch brings none: 0.3 GB'
+	@echo '  $(subst ",,$(PEERS)) $(TOOLS) and what they need: 0.3 GB'
+	$(call stage,packages,$(TORCH_FIRST) && $(COMMANDS) && $(EDITABLE) $(EXTRAS) $(THIS_TORCH) "$(TRITON)" $(PEERS) $(TOOLS))
+	@touch $(VENV)/for-demo $@
+
+# The demo uses no Triton where torch brings none.
+$(VENV)/for-demo: $(VENV)/for-building $(VENV)/asked Makefile
+	@echo 'hpo_core: $(VENV) gets'
+	@echo '  $(TORCH_SIZE)'
+	@echo '  $(TRL) matplotlib and what they need: 0.15 GB'
+	$(call stage,packages,$(TORCH_FIRST) && $(PIP_INSTALL) $(THIS_TORCH) $(TRL) matplotlib \
+	&& $(EDITABLE) . --no-build-isolation --no-deps)
+	@touch $@
+
+# A call that names another TORCH or PEERS than the last one installs it; a call that names none keeps the packages.
+export ASKED = $(strip $(foreach name,TORCH TRITON TRL PEERS TOOLS,$(if $(filter file,$(origin $(name))),,$(name)=$($(name)))))
+$(VENV)/asked: $(VENV)/for-building always
+	@[ -f $@ ] && { [ -z "$$ASKED" ] || echo "$$ASKED" | cmp -s - $@; } || echo "$$ASKED" >$@
+always:
+
 # Plain pytest: `python -m pytest` would put this folder first on the path.
-test: build
+test: ## every test but the long ones
+	$(call set-up,for-tests)
 	$(PYTEST) -m "not long"
 
-test-long: build
+test-changed: ## the tests that changes since SINCE can reach; SINCE=HEAD by default
+	$(call set-up,for-tests)
+	$(TESTING) $(BIN)/python tests/changed.py $(SINCE) $(WORKERS)
+
+test-long: ## every test with 1000 examples, and the CUDA extension built; no time limit
+	$(call set-up,for-tests,$(WITH_CUDA))
 	$(PYTEST) --examples 1000
 
 # Of Python's lines, which one native backend and few examples reach; minutes instead of the whole run.
-coverage: build
-	$(PYTEST) -m "not long" -k "not triton and not cuda_emulated" --examples 3 --cov=hpo_core --cov-report=term-missing:skip-covered --cov-fail-under=95
+coverage: TESTING := HPO_CORE_TEST_BACKENDS=cpu OMP_WAIT_POLICY=passive
+coverage: ## the lines of Python that tests reach
+	$(call set-up,for-tests)
+	$(PYTEST) -m "not long" --examples 3 --cov=hpo_core --cov-report=term-missing:skip-covered --cov-fail-under=95
 
-# The C++ code and the emulated CUDA under AddressSanitizer and UBSan, on each instruction set of this machine.
-sanitize: $(VENV)/installed
-	HPO_CORE_SANITIZE=address,undefined HPO_CORE_EMULATED=1 HPO_CORE_CUDA=0 $(BIN)/python setup.py -q build --build-lib build/sanitized
+sanitize: $(VENV)/for-tests ## C++ and emulated CUDA under AddressSanitizer and UBSan, on each instruction set of this machine
+	$(call stage,instrumented native code,$(SANITIZED) $(BIN)/python setup.py -q build --build-lib build/sanitized)
 	$(BIN)/python tests/sanitized.py build/sanitized --numprocesses auto
 
-# The oldest and the newest torch and Triton that we promise to work with.
-test-matrix:
+test-matrix: ## the oldest and the newest torch and Triton that we promise to work with
 	$(MAKE) test VENV=.venv-oldest TORCH="torch==2.10.*" TRITON="triton==3.6.*" PEERS=
 	$(MAKE) test VENV=.venv-newest TORCH="torch" TRITON="triton" PEERS=
 
-demo: build
+demo: ## a small language model trained by TRL with these losses
+	$(call set-up,for-demo,$(CPU_ALONE))
 	$(BIN)/python examples/demo.py
 
-demo-agent: build
+demo-agent: ## grpo, gigpo and hgpo compared on an agent with many turns
+	$(call set-up,for-demo,$(CPU_ALONE))
 	$(BIN)/python examples/demo_agent.py
 
-bench: build
+bench: ## the benchmarks on this machine
+	$(call set-up,for-tests,$(WITHOUT_CUDA))
 	$(BIN)/python bench/run.py
 
-gpu-check: build
+gpu-check: $(VENV)/for-tests ## build, tests and benchmarks on an NVIDIA GPU
 	PATH="$(abspath $(BIN)):$$PATH" bash bench/gpu_check.sh
 
-lint: $(VENV)/installed
+lint: $(VENV)/for-tests ## ruff, mypy and clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	git ls-files '*.cpp' '*.cu' '*.cuh' '*.h' | xargs $(BIN)/clang-format --dry-run -Werror
 
-# What users get: no test extensions, and no file of an earlier build.
-wheel: $(VENV)/installed
+# Without test extensions, and without files of an earlier build.
+wheel: $(VENV)/for-building ## the wheel for users, in dist/
 	rm -rf build/lib.* build/bdist.*
 	HPO_CORE_EMULATED=0 $(BIN)/pip wheel --no-deps --wheel-dir dist .
 
-clean:
+clean: ## removes everything that these targets made
 	rm -rf build dist *.egg-info hpo_core/*.so hpo_core/_build_info.json .venv .venv-oldest .venv-newest
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -221,19 +221,37 @@ rule link_cuda
   description = $out
 """ + "".join(plan.ninja() for plan in plans)
     path = ROOT / BUILD / "build.ninja"
-    with open(path.parent / "lock", "w") as lock:  # two builds at once would write the same objects
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        path.write_text(manifest)
-        if subprocess.call([os.path.join(ninja.BIN_DIR, "ninja"), "-f", str(path)], cwd=ROOT):
-            raise CompileError("hpo_core: the native extensions did not compile; the compiler's message stands above.")
+    path.write_text(manifest)
+    if subprocess.call([os.path.join(ninja.BIN_DIR, "ninja"), "-f", str(path)], cwd=ROOT):
+        raise CompileError("hpo_core: the native extensions did not compile; the compiler's message stands above.")
+
+
+def up_to_date(package: Path) -> dict[str, dict[str, object]]:
+    """The entries of _build_info.json whose libraries are newer than every source."""
+    info = package / "_build_info.json"
+    known = json.loads(info.read_text())["extensions"] if info.exists() else {}
+    # Folders too: a deleted file changes the date of its folder.
+    changed = max(path.stat().st_mtime for path in [ROOT / "setup.py", *ROOT.glob("csrc/**"), *ROOT.glob("csrc/**/*")])
+    libraries = {name: package / f"{name}{SUFFIX}" for name, facts in known.items() if facts["built"]}
+    return {name: known[name] for name, path in libraries.items() if path.exists() and path.stat().st_mtime > changed}
 
 
 class NinjaBuildExt(build_ext):
-    """Compiles into BUILD, then leaves each library where setuptools expects it, and no library of an earlier build."""
+    """Compiles into BUILD, then leaves each library where setuptools expects it.
+
+    A build in place keeps up-to-date libraries that it is not asked for: `make demo` leaves those of `make test`. No
+    outdated library survives, and no library of an earlier build gets into a wheel.
+    """
 
     def finalize_options(self) -> None:
         super().finalize_options()
         self.force = True  # setuptools would keep an older library that has a newer date, such as an uninstrumented one
+
+    def run(self) -> None:
+        (ROOT / BUILD).mkdir(parents=True, exist_ok=True)
+        with open(ROOT / BUILD / "lock", "w") as lock:  # two builds at once would write the same files
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            super().run()
 
     def build_extensions(self) -> None:
         compiler, nvcc = find_compiler(), find_nvcc()
@@ -247,21 +265,23 @@ class NinjaBuildExt(build_ext):
         if compiler is not None and built:
             compile_all([plan for plan in plans if not plan.reason], compiler, nvcc)
 
-        self.info = json.dumps({"extensions": {plan.name: plan.info() for plan in plans}}, indent=2) + "\n"
+        self.facts = {plan.name: plan.info() for plan in plans}
         self.extensions = [extension for extension in self.extensions if extension.name in built]
-        self.clean(Path(self.build_lib) / "hpo_core")
+        self.clean(Path(self.build_lib) / "hpo_core", kept={})
         for extension in self.extensions:
-            self.copy_file(str(ROOT / built[extension.name]), self.get_ext_fullpath(extension.name))
+            path = self.get_ext_fullpath(extension.name)
+            self.copy_file(str(ROOT / built[extension.name]), path, preserve_times=False)  # newer than its sources
 
     def copy_extensions_to_source(self) -> None:
-        self.clean(ROOT / "hpo_core")
+        self.clean(ROOT / "hpo_core", kept=up_to_date(ROOT / "hpo_core"))
         super().copy_extensions_to_source()
 
-    def clean(self, package: Path) -> None:
+    def clean(self, package: Path, kept: dict[str, dict[str, object]]) -> None:
         package.mkdir(parents=True, exist_ok=True)
-        for name in EXTENSIONS:
+        for name in set(EXTENSIONS) - set(kept):
             (package / f"{name}{SUFFIX}").unlink(missing_ok=True)
-        (package / "_build_info.json").write_text(self.info)
+        facts = self.facts | {name: earlier for name, earlier in kept.items() if not self.facts[name]["built"]}
+        (package / "_build_info.json").write_text(json.dumps({"extensions": facts}, indent=2) + "\n")
 
 
 class FreshBuildPy(build_py):

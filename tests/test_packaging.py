@@ -1,13 +1,17 @@
 """What is built, what is installed, and what must never be: kernels/ as a package, stale libraries, test extensions."""
 
+import fcntl
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as StillWaiting  # Python 3.10 has two
 from pathlib import Path
 
 import pytest
@@ -120,7 +124,7 @@ def tree(tmp_path):
         "csrc/include/twice.h": "inline int twice(int x) { return 2 * x; }",
         "toolkit/bin/nvcc": """#!/bin/sh
 case "$*" in
---list-gpu-arch) echo compute_80; echo compute_90; exit;;
+--list-gpu-arch) for arch in ${KNOWN-80 90}; do echo compute_$arch; done; exit;;
 --version) echo 'Cuda compilation tools, release 13.0, V13.0.88'; exit;;
 esac
 echo "$*" >> calls
@@ -136,17 +140,29 @@ while [ "$1" != -o ]; do shift; done
     return tmp_path
 
 
+def without_settings():
+    """The environment, less what chooses how hpo_core is built and what an outer make hands down."""
+    ours = re.compile("HPO_CORE_|CUDA|CXX|MAKE|MFLAGS|(PYTHON|VENV|TORCH|TRITON|TRL|PEERS|TOOLS|V)$")
+    return {name: value for name, value in os.environ.items() if not ours.match(name)}
+
+
+def build_in_place(tree, **variables):
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    return subprocess.run(command, cwd=tree, env=without_settings() | variables, capture_output=True, text=True)
+
+
+def build_info(tree):
+    """What _build_info.json says of the extensions, after a look at what there is."""
+    info = json.loads((tree / "hpo_core/_build_info.json").read_text())["extensions"]
+    libraries = {path.name for path in (tree / "hpo_core").glob(f"*{SUFFIX}")}
+    assert libraries == {f"{name}{SUFFIX}" for name in built(info)}
+    return info
+
+
 def build(tree, **variables):
     """Builds in place; the finished process and, if it succeeded, what _build_info.json says."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HPO_CORE_", "CUDA", "CXX"))}
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    done = subprocess.run(command, cwd=tree, env=inherited | variables, capture_output=True, text=True)
-    info = {}
-    if done.returncode == 0:
-        info = json.loads((tree / "hpo_core/_build_info.json").read_text())["extensions"]
-        libraries = {path.name for path in (tree / "hpo_core").glob(f"*{SUFFIX}")}
-        assert libraries == {f"{name}{SUFFIX}" for name, facts in info.items() if facts["built"]}
-    return done, info
+    done = build_in_place(tree, **variables)
+    return done, build_info(tree) if done.returncode == 0 else {}
 
 
 def built(info):
@@ -154,10 +170,11 @@ def built(info):
 
 
 @linux_only
-def test_a_library_of_an_earlier_build_does_not_survive(tree):
+def test_an_outdated_library_of_an_earlier_build_does_not_survive(tree):
     toolkit = {"CUDA_HOME": str(tree / "toolkit")}
     _, first = build(tree, HPO_CORE_EMULATED="1", **toolkit)
     assert built(first) == {"_cpu", "_cuda", "_cuda_emulated"}
+    (tree / "csrc/cuda/gates.cu").write_text("// changed")
     _, second = build(tree, HPO_CORE_CUDA="0", **toolkit)
     assert built(second) == {"_cpu"}
     assert second["_cuda"]["reason"] == "hpo_core was built with HPO_CORE_CUDA=0"
@@ -165,6 +182,32 @@ def test_a_library_of_an_earlier_build_does_not_survive(tree):
     shutil.rmtree(tree / "csrc/cpu")
     _, third = build(tree, HPO_CORE_CUDA="0", **toolkit)
     assert built(third) == set()
+
+
+@linux_only
+def test_an_up_to_date_library_stays_where_a_build_in_place_does_not_ask_for_it(tree):
+    toolkit = {"CUDA_HOME": str(tree / "toolkit")}
+    build(tree, HPO_CORE_EMULATED="1", **toolkit)
+    (tree / "csrc/cpu/gates.cpp").touch()  # is newer now than the others, which are not linked again
+    _, everything = build(tree, HPO_CORE_EMULATED="1", **toolkit)
+    _, less = build(tree, HPO_CORE_CUDA="0")
+    assert built(less) == built(everything) == {"_cpu", "_cuda", "_cuda_emulated"}
+    assert [less[name] for name in built(less)] == [everything[name] for name in built(less)]
+
+
+@linux_only
+def test_a_build_waits_for_another_in_the_same_checkout(tree):
+    build(tree, HPO_CORE_CUDA="0")
+    (tree / "csrc/cpu/gates.cpp").write_text("not C++")
+    [lock] = tree.glob("build/native/*/lock")
+    with ThreadPoolExecutor() as pool, open(lock) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        waiting = pool.submit(build_in_place, tree, HPO_CORE_CUDA="0")
+        with pytest.raises(StillWaiting):
+            waiting.result(timeout=3)
+        (tree / "csrc/cpu/gates.cpp").write_text("namespace HPO_ISA { int gates() { return 1; } }")
+        fcntl.flock(held, fcntl.LOCK_UN)
+        assert waiting.result().returncode == 0
 
 
 @linux_only
@@ -191,7 +234,7 @@ def test_only_baseline_code_can_serve_other_objects(tree):
 @pytest.mark.parametrize(
     ("asked", "archs", "targets"),
     [
-        (None, ["80", "90+ptx"], ["code=sm_80", "code=sm_90", "code=compute_90"]),  # all that this nvcc knows
+        (None, ["80", "90+ptx"], ["code=sm_80", "code=sm_90", "code=compute_90"]),  # of ours, all that this nvcc knows
         ("120", ["120"], ["code=sm_120"]),
         ("80, 100+ptx", ["80", "100+ptx"], ["code=sm_80", "code=sm_100", "code=compute_100"]),
     ],
@@ -204,6 +247,12 @@ def test_cuda_architectures(tree, asked, archs, targets):
     compiled = (tree / "calls").read_text().splitlines()[0].split()
     assert [word.partition(",")[2] for word in compiled if word.startswith("arch=")] == targets
     assert "-fmad=false" in compiled
+
+
+@linux_only
+def test_a_new_nvcc_compiles_for_every_architecture(tree):
+    _, info = build(tree, CUDA_HOME=str(tree / "toolkit"), KNOWN="75 80 86 90 100 103 120 121")
+    assert info["_cuda"]["archs"] == ["80", "90+ptx", "100", "120"]
 
 
 @linux_only
@@ -242,3 +291,130 @@ def test_a_sanitizer_build_keeps_out_of_the_other(tree):
     assert "no work to do" in unchanged.stdout
     plain, sanitized = sorted(path.name for path in (tree / "build/native").iterdir())
     assert sanitized == f"{plain}-undefined"
+
+
+# ---- the Makefile, on the same sources and with a pip that installs nothing ----
+
+
+def make(folder, *arguments, **variables):
+    """What make prints, its errors included."""
+    path = os.pathsep.join([str(folder / "toolkit/bin"), os.environ["PATH"]])
+    environment = without_settings() | {"PATH": path} | variables
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(["make", *arguments], cwd=folder, env=environment, text=True, **both)
+    if done.returncode:
+        raise RuntimeError(done.stdout)
+    return done.stdout
+
+
+@pytest.fixture
+def checkout(tree):
+    """A tree in which make finds a Python without torch, no GPU, and a pip that writes down how it was called."""
+    shutil.copy(ROOT / "Makefile", tree)
+    python = f"""#!/bin/sh
+case "$*" in *"import importlib.metadata"*|"-m venv .venv") exit;; esac
+exec {sys.executable} "$@"
+"""
+    scripts = {
+        "toolkit/bin/python3": python,
+        "toolkit/bin/nvidia-smi": "#!/bin/sh\nexit 9\n",
+        ".venv/bin/python": python,
+        ".venv/bin/pip": '#!/bin/sh\necho "$*" >>pip-calls\n',
+    }
+    for name, text in scripts.items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(text)
+        (tree / name).chmod(0o755)
+    (tree / "examples").mkdir()
+    (tree / "examples/demo.py").write_text("print('the demo runs')")
+    return tree
+
+
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+
+@needs_make
+def test_help_lists_every_target():
+    [targets] = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    lines = [line.split() for line in make(ROOT, "help").splitlines()]
+    assert [target for _, target, *_ in lines] == targets.split()
+    assert all(words for _, _, *words in lines)
+
+
+@linux_only
+@needs_make
+def test_the_demo_sets_up_what_it_uses_and_leaves_what_tests_use(checkout):
+    planned = make(checkout, "--dry-run", "demo")
+    assert "setup.py" in planned and "nvcc" not in planned and "_cuda_emulated" not in planned
+
+    assert make(checkout, "demo").endswith("the demo runs\n")
+    assert built(build_info(checkout)) == {"_cpu"}
+    assert not (checkout / "calls").exists()  # of nvcc
+    installed = (checkout / "pip-calls").read_text()
+    assert "torch==" in installed and "trl==" in installed and "matplotlib" in installed
+    assert not [name for name in ("triton", "verl", "liger", "mypy", "ruff", "testing") if name in installed]
+
+    make(checkout, "setup")
+    assert built(build_info(checkout)) == {"_cpu", "_cuda_emulated"}
+    added = (checkout / "pip-calls").read_text().removeprefix(installed)
+    assert "torch==" in added and "verl" in added
+
+    printed = make(checkout, "demo").splitlines()
+    assert re.fullmatch(r"hpo_core: native code \.\.\. \d+ s", printed[0])
+    assert printed[1:] == [".venv/bin/python examples/demo.py", "the demo runs"]
+    assert built(build_info(checkout)) == {"_cpu", "_cuda_emulated"}
+    assert (checkout / "pip-calls").read_text() == installed + added
+
+
+@linux_only
+@needs_make
+def test_what_tests_use_is_resolved_at_once(checkout):
+    make(checkout, "setup")
+    _, everything = (checkout / "pip-calls").read_text().splitlines()  # the first builds the extensions
+    names = ("torch==", "triton", "trl==", "verl", "liger", "mypy", "ruff", "clang-format", ".[testing,bench]")
+    assert [name for name in names if name not in everything] == []
+
+
+@linux_only
+@needs_make
+@pytest.mark.parametrize(
+    ("target", "gpu", "settings", "extensions"),
+    [
+        ("setup", True, {}, {"_cpu", "_cuda", "_cuda_emulated"}),
+        ("setup", False, {"HPO_CORE_CUDA": "1"}, {"_cpu", "_cuda", "_cuda_emulated"}),
+        ("setup", True, {"HPO_CORE_CUDA": "0", "HPO_CORE_EMULATED": "0"}, {"_cpu"}),
+        ("demo", True, {}, {"_cpu"}),
+        ("demo", False, {"HPO_CORE_EMULATED": "1"}, {"_cpu", "_cuda_emulated"}),
+    ],
+)
+def test_nvcc_runs_for_a_gpu_or_where_it_is_asked_for(checkout, target, gpu, settings, extensions):
+    if gpu:
+        (checkout / "toolkit/bin/nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: one'\n")
+    make(checkout, target, **settings)
+    assert built(build_info(checkout)) == extensions
+
+
+@linux_only
+@needs_make
+def test_another_torch_is_installed_where_one_is_asked_for(checkout):
+    calls = checkout / "pip-calls"
+    make(checkout, "demo")
+    before = calls.read_text()
+    make(checkout, "demo", "TORCH=torch==2.11.0 --index-url https://example.org")
+    after = calls.read_text()
+    alone, together, project = after.removeprefix(before).splitlines()
+    assert alone.endswith("torch==2.11.0 --index-url https://example.org")
+    assert "torch==2.11.0 trl==" in together and "example.org" not in together + project
+    make(checkout, "demo")
+    assert calls.read_text() == after
+
+
+@linux_only
+@needs_make
+def test_what_failed_is_shown_in_full(checkout):
+    quiet = make(checkout, "build")
+    assert "ninja" not in quiet
+    assert "ninja: no work to do" in make(checkout, "build", "V=1")
+    (checkout / "csrc/cpu/gates.cpp").write_text("not C++")
+    with pytest.raises(RuntimeError, match=r"gates\.cpp:1:1: error(.|\n)*hpo_core: native code \.\.\. failed"):
+        make(checkout, "build")

@@ -1,0 +1,134 @@
+"""The tests that the files changed since a commit can affect: what `make test-changed` runs.
+
+    python tests/changed.py COMMIT [options of pytest]
+
+A rule says which test modules a change of some files can break, and on which backends. A file can have several rules; a
+file without any runs everything. tests/test_changed.py holds the rules to the tree and to the mutants.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+EVERY_BACKEND = ("cpu", "triton", "cuda_emulated")
+EVERY_MODULE = tuple(sorted(path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")))
+
+LOSS = ("promises", "gates", "hierarchy", "presets", "terms", "stages", "metrics")
+ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators")
+ENTROPY = ("entropy", "entropy_selection", "select_top")
+SEGMENTS = ("segments", "token_estimators")
+OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SEGMENTS)
+MULTIPROCESS = ("distributed", "spanning", "aggregates", "advantages_over_ranks")
+PYTHON = (
+    *("aggregation", "batch", "couplings", "docs", "gate_inputs", "imports", "level_metrics", "losses", "ops"),
+    *("synchronisation", "testing"),
+)
+TRL = ("trl", "trl_contract", "trl_steps")
+VERL = ("verl", "verl_advantages")
+
+
+class Rule(NamedTuple):
+    files: tuple[str, ...]  # patterns; a star matches slashes too
+    modules: tuple[str, ...]
+    backends: tuple[str, ...] = ("cpu",)
+
+
+def kernels(names: str, modules: tuple[str, ...]) -> list[Rule]:
+    """The rules of an op's kernels, which have the same names in every room."""
+    stems = names.split()
+    return [
+        Rule(tuple(f"csrc/cpu/{stem}*" for stem in stems), modules),
+        Rule(tuple(f"csrc/cuda/{stem}*" for stem in stems), (*modules, "cuda_compile"), ("cuda_emulated",)),
+        Rule(tuple(f"csrc/include/hpo/{stem}.h" for stem in stems), modules, ("cpu", "cuda_emulated")),
+        Rule(tuple(f"kernels/hpo_triton/{stem}.py" for stem in stems), modules, ("triton",)),
+        Rule(
+            tuple(f"hpo_core/{room}/{stem}.py" for room in ("reference", "ops") for stem in stems),
+            (*modules, "ops", "imports", "docs"),
+            EVERY_BACKEND,
+        ),
+    ]
+
+
+RULES = [
+    *kernels("gates hierarchy corrections levels pieces sums terms tokens told metrics", LOSS),
+    *kernels("advantages groups units", ADVANTAGES),
+    *kernels("entropy", ENTROPY),
+    *kernels("segments", SEGMENTS),
+    Rule(("csrc/cpu/lanes.h", "csrc/cpu/parallel.h", "csrc/cpu/rows.h"), OPERATORS),
+    Rule(("csrc/cpu/dispatch.cpp", "csrc/cpu/kernels.h", "csrc/bindings_cpu.cpp"), (*OPERATORS, "isas", "backends")),
+    Rule(("csrc/cuda/grid.cuh", "csrc/cuda/warp.cuh", "csrc/cuda/status.cu", "csrc/include/hpo/cuda.h",
+          "csrc/include/hpo/launches.h", "csrc/bindings_cuda.cpp"), (*OPERATORS, "cuda_compile"), ("cuda_emulated",)),
+    Rule(("csrc/include/hpo/math.h", "csrc/include/hpo/api.h", "csrc/bindings.h"), (*OPERATORS, "ops", "cuda_compile"),
+         ("cpu", "cuda_emulated")),
+    Rule(("csrc/emulation/*",), (*OPERATORS, "emulation"), ("cuda_emulated",)),
+    Rule(("kernels/hpo_triton/math.py", "kernels/hpo_triton/launch.py", "kernels/hpo_triton/segments.py",
+          "kernels/hpo_triton/__init__.py"), OPERATORS, ("triton",)),
+    Rule(("kernels/hpo_triton/*",), ("triton_compile",), ("triton",)),
+    Rule(("hpo_core/*.py",), (*PYTHON, *LOSS, "presets", "liger", "second_opinions")),
+    Rule(("hpo_core/native.py", "hpo_core/backends.py", "hpo_core/specs.py"), (*OPERATORS, "backends"), EVERY_BACKEND),
+    Rule(("hpo_core/ranks.py", "hpo_core/spanning.py", "hpo_core/metrics.py", "hpo_core/aggregation.py",
+          "hpo_core/advantages/distributed.py"), MULTIPROCESS),
+    Rule(("hpo_core/advantages/*",), (*ADVANTAGES, "estimator_properties", "imports", "docs", "synchronisation")),
+    Rule(("hpo_core/advantages/ranks.py", "hpo_core/advantages/terms.py"), MULTIPROCESS),
+    Rule(("hpo_core/entropy/*",), (*ENTROPY, "losses", "imports", "docs")),
+    Rule(("hpo_core/gates/*",), (*LOSS, "gate_inputs", "hierarchy_theorems", "imports", "docs")),
+    Rule(("hpo_core/integrations/trl.py", "hpo_core/integrations/turns.py"), (*TRL, "imports")),
+    Rule(("hpo_core/integrations/verl.py", "hpo_core/integrations/turns.py"), (*VERL, "imports")),
+    Rule(("hpo_core/testing/*",), ("testing", "promises", "imports")),
+    Rule(("hpo_core/py.typed", "hpo_core/_version.py", "setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", ".ci/*",
+          "LICENSE", "THIRD_PARTY_NOTICES", ".gitignore"), ("packaging", "backends")),
+    Rule(("README.md", "docs/*"), ("docs",)),
+    Rule(("docs/kernels_sm90.md",), ("cuda_compile",)),
+    Rule(("examples/*",), ("demo", "demo_agent", "docs")),
+    Rule(("bench/*", "*.md", ".clang-format"), ("packaging",)),
+    Rule(("tests/changed.py", "tests/sanitized.py"), ("changed",)),
+    Rule(("tests/mutants.py", "tests/compiled.py"), ("mutants", "cuda_compile", "triton_compile"), EVERY_BACKEND),
+    *(Rule((f"tests/test_{name}.py",), (name,), EVERY_BACKEND) for name in EVERY_MODULE),
+]  # fmt: skip
+
+
+def matches(rule: Rule, file: str) -> bool:
+    return any(fnmatch.fnmatchcase(file, pattern) for pattern in rule.files)
+
+
+def affected(files: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Test modules and backends for changes of these files."""
+    modules: set[str] = set()
+    backends: set[str] = set()
+    for file in files:
+        rules = [rule for rule in RULES if matches(rule, file)] or [Rule((file,), EVERY_MODULE, EVERY_BACKEND)]
+        modules.update(*(rule.modules for rule in rules))
+        backends.update(*(rule.backends for rule in rules))
+    return sorted(modules), [backend for backend in EVERY_BACKEND if backend in backends]
+
+
+def git(*arguments: str) -> list[str]:
+    return subprocess.check_output(("git", *arguments), cwd=ROOT, text=True).splitlines()
+
+
+def changed_since(commit: str) -> list[str]:
+    return git("diff", "--name-only", commit) + git("ls-files", "--others", "--exclude-standard")
+
+
+def main(commit: str, *options: str) -> int:
+    files = changed_since(commit)
+    if not files:
+        print(f"nothing has changed since {commit}")
+        return 0
+    modules, backends = affected(files)
+    print(f"{len(files)} changed files can affect {' '.join(modules)} on {' '.join(backends)}", flush=True)
+    environment = os.environ | {"HPO_CORE_TEST_BACKENDS": ",".join(backends)}
+    tests = [f"tests/test_{module}.py" for module in modules]
+    command = [str(Path(sys.executable).with_name("pytest")), "-m", "not long", *options, *tests]
+    return subprocess.call(command, cwd=ROOT, env=environment)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(*sys.argv[1:]))

@@ -1,0 +1,43 @@
+"""The rules of `make test-changed` know every file and every test; test_mutants.py holds them to what kills a bug."""
+
+import shutil
+import subprocess
+
+import pytest
+from changed import EVERY_BACKEND, EVERY_MODULE, ROOT, RULES, affected, matches
+
+
+def tracked():
+    if not shutil.which("git") or subprocess.run(["git", "rev-parse"], cwd=ROOT, capture_output=True).returncode:
+        pytest.skip("needs the files that git tracks")
+    return subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+
+
+def test_every_source_has_a_rule():
+    sources = [file for file in tracked() if not file.startswith("tests/") or file.startswith("tests/test_")]
+    assert [file for file in sources if not any(matches(rule, file) for rule in RULES)] == []
+
+
+def test_every_rule_has_a_file():
+    files = tracked()
+    assert [rule.files for rule in RULES if not any(matches(rule, file) for file in files)] == []
+
+
+def test_every_test_is_reached_from_a_source():
+    own = {f"tests/test_{name}.py" for name in EVERY_MODULE}
+    reached = {module for rule in RULES if not own.issuperset(rule.files) for module in rule.modules}
+    assert reached == set(EVERY_MODULE)
+
+
+def test_a_kernel_runs_on_its_own_backend_only():
+    for file, backend in (
+        ("csrc/cpu/gates.cpp", "cpu"),
+        ("csrc/cuda/hierarchy.cu", "cuda_emulated"),
+        ("kernels/hpo_triton/entropy.py", "triton"),
+    ):
+        assert affected([file])[1] == [backend]
+    assert affected(["csrc/include/hpo/gates.h"])[1] == ["cpu", "cuda_emulated"]
+
+
+def test_a_file_that_no_rule_knows_runs_everything():
+    assert affected(["tests/conftest.py"]) == (sorted(EVERY_MODULE), list(EVERY_BACKEND))

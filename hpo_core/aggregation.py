@@ -20,7 +20,7 @@ import torch
 import torch.distributed
 
 from . import ops
-from .batch import PackedBatch, renumber
+from .batch import PackedBatch, renumber, row_counts
 from .checks import check, check_dtype, check_shape
 
 __all__ = ["fixed_length", "prompt_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_mean"]
@@ -103,7 +103,7 @@ def fixed_length(
     tensor([0.0500, 0.0500])
     """
     check(length > 0, "length: expected a constant > 0, got {}", length)
-    rows = batch.row_counts.new_full((), batch.rows)
+    rows = batch.cu_seqlens.new_full((), batch.rows)
     scale = _scale(rows, total, process_group, gradient_reduction) / length
     return scale.repeat(batch.rows)
 
@@ -137,7 +137,8 @@ def prompt_mean(
 def _counts(batch: PackedBatch, selected: torch.Tensor | None) -> torch.Tensor:
     """Tokens that count, per row ``[S]``."""
     if selected is None:
-        return batch.row_counts
+        counts: torch.Tensor = batch.once(row_counts)
+        return counts
     shape = batch.padded_shape or (batch.total_tokens,)
     check_dtype("selected", selected, (torch.bool,), "pass a bool mask")
     check_shape("selected", selected, shape, "[T] (or the padded [B, L])")

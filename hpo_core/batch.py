@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -14,10 +14,13 @@ from .specs import Unit
 __all__ = ["PackedBatch"]
 
 _INTEGERS = (torch.int32, torch.int64)
+_STRUCTURE = ("cu_seqlens", "cu_steps", "steps", "step_ids", "trajectory_ids", "group_ids", "domain_ids")
 
 
 class PackedBatch:
     """Rows of tokens packed end to end, and the hierarchy step < row < trajectory < group < domain.
+
+    Immutable: :meth:`replace` makes a batch with other tensors. Tensors may be refilled in place, as CUDA graphs do.
 
     Row s holds the tokens ``cu_seqlens[s] .. cu_seqlens[s + 1] - 1`` of every ``[T]`` tensor. Rows may be empty; tokens
     beyond the last offset (padding of a fixed-size buffer) belong to no row and are never read.
@@ -51,6 +54,8 @@ class PackedBatch:
 
     __slots__ = (
         "_cache",
+        "_is_plain",
+        "_structure",
         "cu_seqlens",
         "cu_steps",
         "domain_ids",
@@ -75,6 +80,9 @@ class PackedBatch:
     group_ids: torch.Tensor | None
     domain_ids: torch.Tensor | None
     padded_shape: tuple[int, int] | None
+    _is_plain: bool  # every tensor has memory of its own; fake ones and other subclasses may not
+    _structure: tuple[torch.Tensor, ...]  # every tensor but the mask
+    _cache: dict[Any, tuple[list[int], Any]]  # what keys of once have made, and the state of the tensors
 
     def __init__(
         self,
@@ -142,18 +150,11 @@ class PackedBatch:
             if tensor is not None:
                 check_shape(name, tensor, (cu_seqlens.numel() - 1,), "[S] (one per row)")
         # Kernels index in int64 and assume contiguous memory; the copies are made once, here.
-        self.cu_seqlens = _as_int64(cu_seqlens)
-        self.rows = cu_seqlens.numel() - 1  # S
-        self.mask = mask
-        self.total_tokens = total_tokens
-        self.cu_steps = None if cu_steps is None else _as_int64(cu_steps)
-        self.steps = None if steps is None else _as_int64(steps)
-        self.step_ids = None if step_ids is None else _as_int64(step_ids)
-        self.trajectory_ids = None if trajectory_ids is None else _as_int64(trajectory_ids)
-        self.group_ids = None if group_ids is None else _as_int64(group_ids)
-        self.domain_ids = None if domain_ids is None else _as_int64(domain_ids)
-        self.padded_shape = None
-        self._cache: dict[Any, Any] = {}
+        integers = {"cu_seqlens": cu_seqlens, **steps_or_ids}
+        self.__setstate__(
+            {name: None if tensor is None else _as_int64(tensor) for name, tensor in integers.items()}
+            | {"rows": cu_seqlens.numel() - 1, "mask": mask, "total_tokens": total_tokens, "padded_shape": None}
+        )
         if self.step_ids is not None:
             check(self.num_steps is not None, "step_ids: there are no steps to name; pass cu_steps or steps, too")
             check_shape("step_ids", self.step_ids, (self.num_steps or 0,), "[N] (one per range)")
@@ -177,7 +178,7 @@ class PackedBatch:
         batch, length = mask.shape
         offsets = torch.arange(batch + 1, dtype=torch.int64, device=mask.device) * length
         result = cls(offsets, _as_bool(mask).reshape(-1), total_tokens=batch * length, validate=False, **ids)
-        result.padded_shape = (batch, length)
+        object.__setattr__(result, "padded_shape", (batch, length))
         return result
 
     @classmethod
@@ -209,20 +210,50 @@ class PackedBatch:
 
     @property
     def row_counts(self) -> torch.Tensor:
-        """Valid tokens of each row ``[S]`` int64, computed once."""
-        counts: torch.Tensor = self.once(_row_counts)
-        return counts
+        """Valid tokens of each row ``[S]`` int64: a copy, so that no change to it reaches a loss."""
+        counts: torch.Tensor = self.once(row_counts)
+        return counts.clone()
 
-    def once(self, make: Callable[..., Any], *arguments: Any) -> Any:
-        """``make(self, *arguments)``, computed once per batch and arguments: counts and default weights are asked for
-        again by every loss call."""
+    def once(self, make: Callable[..., Any], *arguments: Any, static: bool = False) -> Any:
+        """``make(self, *arguments)``, computed once: every loss call asks again for counts and default weights.
+
+        The result is kept for as long as nobody changes the tensors of the batch in place, for the stream that computed
+        it. Inside a CUDA graph, a trace or a transform nothing kept is read, and nothing is kept: a replay has to count
+        the mask anew, and tensors of a trace or of a graph's pool do not outlive it.
+
+        ``static``: ``make`` reads sizes on the host, which a capture cannot, and does not depend on the mask; a graph
+        takes the result of the call before the capture.
+        """
+        if not self._is_plain or ops.watched(self.cu_seqlens):
+            return make(self, *arguments)
+        capturing = _is_capturing(self.cu_seqlens)
+        if capturing and not static:
+            return make(self, *arguments)
+        state = self._state(static)
         key = (make, *arguments)
-        if key in self._cache:
-            return self._cache[key]
+        kept = self._cache.get(key)
+        if kept is not None and kept[0] == state:
+            return kept[1]
+        check(
+            not capturing,
+            "batch: expected a batch that an earlier call has seen, got a new or changed one inside a CUDA graph; "
+            "levels over a process group read sizes on the host: call the loss once before the capture",
+        )
         made = make(self, *arguments)
-        if not torch._C._are_functorch_transforms_active():  # what is made in one does not outlive it
-            self._cache[key] = made
+        if state is not None and not torch.is_inference_mode_enabled():  # autograd cannot save tensors made in it
+            self._cache[key] = (state, made)
         return made
+
+    def _state(self, static: bool) -> list[int] | None:
+        """Equal for as long as the tensors are those that they were; None if nothing tells."""
+        tensors = self._structure if static or self.mask is None else (self.mask, *self._structure)
+        try:
+            state = [tensor._version for tensor in tensors] + [tensor.data_ptr() for tensor in tensors]
+        except RuntimeError:  # tensors made in inference mode count no versions
+            return None
+        if self.cu_seqlens.is_cuda and not static:
+            state.append(torch._C._cuda_getCurrentRawStream(self.cu_seqlens.device.index))
+        return state
 
     @property
     def trajectories(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -377,6 +408,24 @@ class PackedBatch:
         if part:
             yield self.select(part)
 
+    def replace(self, *, validate: bool = True, **changed: torch.Tensor | None) -> PackedBatch:
+        """The batch with some of the constructor's tensors replaced; a padded batch takes its mask as ``[B, L]``, too.
+
+        >>> PackedBatch.from_lengths([2, 1]).replace(mask=torch.tensor([1, 0, 1])).row_counts
+        tensor([1, 1])
+        """
+        names = ("mask", *_STRUCTURE)
+        unknown = sorted(changed.keys() - set(names))
+        check(not unknown, "replace: expected some of {}, got {}", ", ".join(names), ", ".join(unknown))
+        padded = None if "cu_seqlens" in changed else self.padded_shape
+        mask = changed.get("mask")
+        if padded is not None and isinstance(mask, torch.Tensor) and mask.shape == padded:
+            changed["mask"] = mask.reshape(-1)
+        tensors: dict[str, Any] = {name: getattr(self, name) for name in names} | changed
+        result = PackedBatch(**tensors, total_tokens=self.total_tokens, validate=validate)
+        object.__setattr__(result, "padded_shape", padded)
+        return result
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
         """The same batch on another device."""
         moved = object.__new__(PackedBatch)
@@ -389,12 +438,25 @@ class PackedBatch:
         return moved
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__ if name != "_cache"}
+        return {name: getattr(self, name) for name in self.__slots__ if not name.startswith("_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
-            setattr(self, name, value)
-        self._cache = {}
+            object.__setattr__(self, name, value)
+        structure = [tensor for name in _STRUCTURE if (tensor := getattr(self, name)) is not None]
+        object.__setattr__(self, "_structure", tuple(structure))
+        plain = all(type(tensor) is torch.Tensor for tensor in (*structure, self.mask) if tensor is not None)
+        object.__setattr__(self, "_is_plain", plain)
+        object.__setattr__(self, "_cache", {})
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(
+            f"{name}: a PackedBatch is immutable; make a new one with batch.replace({name}=...), or refill the tensor "
+            f"in place"
+        )
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{name}: a PackedBatch is immutable; make a new one without it")
 
     def __repr__(self) -> str:
         parts = [f"rows={self.rows}", f"tokens={self.total_tokens}"]
@@ -500,7 +562,11 @@ def _check_steps(name: str, begin: torch.Tensor, end: torch.Tensor, offsets: tor
     check(step is None, "{}: expected each step inside one row, not so at step {}", name, step)
 
 
-def _row_counts(batch: PackedBatch) -> torch.Tensor:
+def _is_capturing(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def row_counts(batch: PackedBatch) -> torch.Tensor:
     return ops.row_counts(batch.mask, batch.cu_seqlens, batch.total_tokens, None)
 
 

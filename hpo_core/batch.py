@@ -11,9 +11,10 @@ from . import ops
 from .checks import check, check_dtype, check_shape, check_type
 from .specs import Unit
 
-__all__ = ["PackedBatch"]
+__all__ = ["MicroBatch", "PackedBatch"]
 
 _INTEGERS = (torch.int32, torch.int64)
+_LEVELS = ("token", "step", "row", "trajectory", "group", "domain")
 _STRUCTURE = ("cu_seqlens", "cu_steps", "steps", "step_ids", "trajectory_ids", "group_ids", "domain_ids")
 
 
@@ -307,6 +308,37 @@ class PackedBatch:
         """Values of steps ``[N]`` at their tokens ``[T]``; 0 outside all steps."""
         return torch.cat((values, values.new_zeros(1)))[self.once(PackedBatch.step_of_token)]  # -1: the zero at the end
 
+    def of_level(
+        self, name: str, values: torch.Tensor, level: str | None, tokens: Sequence[int]
+    ) -> tuple[bool, torch.Tensor]:
+        """Whether values of a level (None: of rows) are per token, and they themselves per token or per row.
+
+        ``tokens``: the shape of what is per token. ``name``, of the values: their level is called ``advantage_level``.
+        """
+        if level is None or level == "row":
+            if values.shape != (self.rows,):
+                steps = "" if self.num_steps is None else f" 'step' ([{self.num_steps}]),"
+                fix = f"or say advantage_level='token' ({list(tokens)}),{steps} 'trajectory', 'group' or 'domain'"
+                check_shape(name, values, (self.rows,), "[S] (one per row)", fix if level is None else "")
+            return False, values
+        check(level in _LEVELS, "advantage_level: expected one of {}, got {!r}", _LEVELS, level)
+        if level == "token":
+            check_shape(name, values, tokens, "(one per token)")
+            return True, values
+        if level == "step":
+            steps = self.num_steps
+            check(steps is not None, "advantage_level: 'step' needs steps in the batch; pass cu_steps or steps to it")
+            check_shape(name, values, (steps or 0,), "(one per step)")
+            return True, self.spread_steps(values).reshape(*tokens)
+        ids = {"trajectory": self.trajectory_ids, "group": self.group_ids, "domain": self.domain_ids}[level]
+        check(ids is not None, "advantage_level: {!r} needs {}_ids in the batch", level, level)
+        assert ids is not None
+        check(values.dim() == 1, "{}: expected one per {}, got shape {}", name, level, list(values.shape))
+        check_type(values.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, values.dtype)
+        # An id without a value gets NaN: the loss leaves its tokens out and counts them in metrics.bad_advantages.
+        known = torch.nn.functional.pad(values, (0, 1), value=torch.nan)
+        return False, known[torch.where((ids >= 0) & (ids < values.numel()), ids, values.numel())]
+
     def row_of_step(self) -> torch.Tensor:
         """Row of every step ``[N]`` int64, -1 for empty steps. Needs ``cu_steps`` or ``steps``."""
         begin, end = self._step_ranges()
@@ -351,62 +383,34 @@ class PackedBatch:
         check(index.dim() == 1, "rows: expected indices [R] or a bool mask [S], got shape {}", list(index.shape))
         inside = (index >= 0) & (index < self.rows)
         check(bool(inside.all()), "rows: expected indices in [0, {}), got {}", self.rows, index)
-        begin = self.cu_seqlens[index]
-        lengths = self.cu_seqlens[index + 1] - begin
-        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        tokens, _ = _laid_out(begin, lengths)
-        pick = {
-            name: None if tensor is None else tensor[index]
-            for name, tensor in (
-                ("trajectory_ids", self.trajectory_ids),
-                ("group_ids", self.group_ids),
-                ("domain_ids", self.domain_ids),
-            )
-        }
-        part = PackedBatch(
-            offsets,
-            None if self.mask is None else self.mask[tokens],
-            total_tokens=tokens.numel(),
-            validate=False,
-            **self._select_steps(index, begin - offsets[:-1]),
-            **pick,
-        )
-        return part, tokens
+        part = self._part(index)
+        return part.batch, part.tokens
 
-    def micro_batches(self, max_tokens: int) -> Iterator[tuple[PackedBatch, torch.Tensor]]:
-        """Consecutive rows in parts of at most ``max_tokens`` tokens (a longer row stands alone), as :meth:`select`
-        gives them.
+    def micro_batches(self, max_tokens: int, whole: str | None = None) -> Iterator[MicroBatch]:
+        """Consecutive rows in parts of at most ``max_tokens`` tokens.
 
-        Rows of one trajectory stay together: they must be consecutive, and a trajectory longer than ``max_tokens``
-            stands alone.
+        Args:
+            max_tokens: a trajectory, group or domain with more of them stands alone.
+            whole: what no part tears: ``"trajectory"``, ``"group"`` (and its trajectories) or ``"domain"`` (and its
+                groups). Its rows must be consecutive. Default: the coarsest of which the batch has ids. Rows without
+                ids, or with a negative one of a group or domain, belong together with no other.
+
+        >>> batch = PackedBatch.from_lengths([2, 1, 3], group_ids=torch.tensor([5, 5, 8]))
+        >>> [part.rows.tolist() for part in batch.micro_batches(4)]
+        [[0, 1], [2]]
         """
         check(max_tokens > 0, "max_tokens: expected a count > 0, got {}", max_tokens)
         lengths = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist()
-        owner = list(range(self.rows)) if self.trajectory_ids is None else self.trajectory_ids.tolist()
-        blocks: list[list[int]] = []  # rows that must stay together
-        seen: set[int] = set()
-        for row, trajectory in enumerate(owner):
-            if blocks and owner[blocks[-1][0]] == trajectory:
-                blocks[-1].append(row)
-                continue
-            check(
-                trajectory not in seen,
-                "trajectory_ids: the rows of trajectory {} are not consecutive, so micro-batches would tear it; "
-                "sort the rows by trajectory first (batch.select)",
-                trajectory,
-            )
-            seen.add(trajectory)
-            blocks.append([row])
-        part: list[int] = []
+        rows: list[int] = []
         used = 0
-        for block in blocks:
+        for block in self._blocks(whole):
             size = sum(lengths[row] for row in block)
-            if part and used + size > max_tokens:
-                yield self.select(part)
-                part, used = [], 0
-            part, used = part + block, used + size
-        if part:
-            yield self.select(part)
+            if rows and used + size > max_tokens:
+                yield self._part(torch.tensor(rows, device=self.device))
+                rows, used = [], 0
+            rows, used = rows + block, used + size
+        if rows:
+            yield self._part(torch.tensor(rows, device=self.device))
 
     def replace(self, *, validate: bool = True, **changed: torch.Tensor | None) -> PackedBatch:
         """The batch with some of the constructor's tensors replaced; a padded batch takes its mask as ``[B, L]``, too.
@@ -472,10 +476,63 @@ class PackedBatch:
 
     # ----------------------------------------------------------------------------------------------------- internals
 
-    def _select_steps(self, index: torch.Tensor, shift: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """The steps of these rows and their ids; ``shift`` of a row is its old position minus its new one."""
+    def _blocks(self, whole: str | None) -> Iterator[list[int]]:
+        """Rows that stay together, in order."""
+        ids = {"trajectory": self.trajectory_ids, "group": self.group_ids, "domain": self.domain_ids}
+        named = [name for name, of in ids.items() if of is not None]
+        if whole is None:
+            whole = named[-1] if named else "trajectory"
+        check(whole in ids, "whole: expected one of {}, got {!r}", tuple(ids), whole)
+        check(whole == "trajectory" or whole in named, "{}_ids: whole={!r} needs them in the batch", whole, whole)
+        levels = list(ids)[: list(ids).index(whole) + 1]
+        # Of each row, by level, what it may share with others.
+        columns = {name: of.tolist() for name in levels if (of := ids[name]) is not None}
+        names = [
+            {level: of[row] for level, of in columns.items() if level == "trajectory" or of[row] >= 0}
+            for row in range(self.rows)
+        ]
+        block: list[int] = []
+        seen: set[tuple[str, int]] = set()
+        for row in range(self.rows):
+            if block and not names[row].items() & names[row - 1].items():
+                seen |= {name for earlier in block for name in names[earlier].items()}
+                yield block
+                block = []
+            torn = next((name for name in names[row].items() if name in seen), None)
+            check(
+                torn is None,
+                "{0}_ids: the rows of {0} {1} are not consecutive, so micro-batches would tear it; sort the rows first: "
+                "batch.select(batch.{0}_ids.argsort(stable=True))",
+                *(torn or ("", "")),
+            )
+            block.append(row)
+        if block:
+            yield block
+
+    def _part(self, index: torch.Tensor) -> MicroBatch:
+        """The batch of these rows, and where it comes from."""
+        begin = self.cu_seqlens[index]
+        lengths = self.cu_seqlens[index + 1] - begin
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        tokens, _ = _laid_out(begin, lengths)
+        ids = (("trajectory_ids", self.trajectory_ids), ("group_ids", self.group_ids), ("domain_ids", self.domain_ids))
+        steps, given = self._select_steps(index, begin - offsets[:-1])
+        part = PackedBatch(
+            offsets,
+            None if self.mask is None else self.mask[tokens],
+            total_tokens=tokens.numel(),
+            validate=False,
+            **given,
+            **{name: None if tensor is None else tensor[index] for name, tensor in ids},
+        )
+        return MicroBatch(part, index, steps, tokens)
+
+    def _select_steps(
+        self, index: torch.Tensor, shift: torch.Tensor
+    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor | None]]:
+        """The steps of these rows, their ranges and ids; ``shift`` of a row is its old position minus its new one."""
         if self.num_steps is None:
-            return {}
+            return None, {}
         begin, end = self._step_ranges()
         filled = (end > begin).nonzero().flatten()  # an empty step belongs to no row
         begin, end = begin[filled], end[filled]
@@ -483,7 +540,8 @@ class PackedBatch:
         first, last = torch.searchsorted(row, index), torch.searchsorted(row, index, right=True)
         chosen, owner = _laid_out(first, last - first)
         ranges = torch.stack((begin[chosen], end[chosen]), 1) - shift[owner, None]
-        return {"steps": ranges, "step_ids": None if self.step_ids is None else self.step_ids[filled[chosen]]}
+        steps = filled[chosen]
+        return steps, {"steps": ranges, "step_ids": None if self.step_ids is None else self.step_ids[steps]}
 
     def _validate(self) -> None:
         offsets = self.cu_seqlens.cpu()
@@ -531,6 +589,15 @@ class PackedBatch:
         _check_nested("trajectory", self.trajectory_ids, "group", self.group_ids)
         _check_nested("trajectory", self.trajectory_ids, "domain", self.domain_ids)
         _check_nested("group", self.group_ids, "domain", self.domain_ids)
+
+
+class MicroBatch(NamedTuple):
+    """Some rows of a batch, as one of their own: ``advantages[part.rows]``, ``logp[part.tokens]``."""
+
+    batch: PackedBatch
+    rows: torch.Tensor  # [S'] int64: indices of what is [S] in the whole batch
+    steps: torch.Tensor | None  # [N'] int64: of what is [N]; empty steps belong to no row and are left out
+    tokens: torch.Tensor  # [T'] int64: of what is [T]
 
 
 def _check_nested(finer: str, ids: torch.Tensor | None, coarser: str, parents: torch.Tensor | None) -> None:

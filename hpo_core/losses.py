@@ -29,7 +29,6 @@ Bounds = tuple[torch.Tensor | None, torch.Tensor | None]
 Aggregates = Mapping[str, torch.Tensor]  # by level
 
 _DEFAULT_GATE = gates.ppo_clip(0.2, 0.2)
-_LEVELS = ("token", "step", "row", "trajectory", "group", "domain")
 
 
 class PolicyLoss(NamedTuple):
@@ -90,8 +89,8 @@ def policy_loss(
     Args:
         logp: ``[T]`` (or the padded ``[B, L]``) float32, natural log-probabilities of the current policy.
         old_logp: the same shape; those of the policy the ratios are taken to. None: on-policy, every ratio is 1.
-        advantages: ``[S]`` per row, ``[T]`` per token, ``[N]`` per step; for trajectories, groups and domains give
-            ``advantage_level``: then entry i belongs to id i. An ``[S]`` advantage is never expanded in memory.
+        advantages: ``[S]``, one per row, or one of each ``advantage_level``. An ``[S]`` advantage is never expanded in
+            memory.
         batch: a PackedBatch, or a padded mask ``[B, L]``. Values at masked positions are never read.
         gate: a RatioGate. Default: ``gates.ppo_clip(0.2, 0.2)``.
         weights: ``[S]`` float32 from :mod:`hpo_core.aggregation`. Default: ``aggregation.token_mean(batch)``.
@@ -105,8 +104,12 @@ def policy_loss(
         token_mask: bool ``[T]``: tokens whose policy term counts. Denominators stay those of ``weights``.
         token_weight: float ``[T]``: factor on the policy term.
         bounds: ``(low, high)`` each ``[T]`` or None: ratio bounds per token, in place of the gate's where it has them.
-        target: ``[S]`` or ``[T]``: what the heads TARGET and NEGATIVE_AWARE compare the ratio with; only those take it.
-        penalty_mask: bool ``[T]``: who pays the gate's own penalty. Default: every valid token.
+        target: one for each advantage, at their level: what the heads TARGET and NEGATIVE_AWARE compare the ratio with;
+            only those take it.
+        penalty_mask: bool ``[T]``: the tokens that pay the gate's own penalty. Default: every valid token.
+        advantage_level: what advantages belong to: ``"row"``, the default; ``"token"``: ``[T]`` (or ``[B, L]``);
+            ``"step"``: ``[N]``; ``"trajectory"``, ``"group"``, ``"domain"``: entry i belongs to id i. It is said, never
+            read off a shape, which may fit several.
         return_tokens: also return loss_t ``[T]`` (detached; not multiplied by ``weights``).
         aggregates: by level (``"step"``, ``"trajectory"``, ``"group"``, ``"domain"``), what stands in the place of the
             aggregates of this call's tokens, for a level routed STOPPED whose segments other micro-batches have, too:
@@ -238,6 +241,7 @@ def hierarchical_policy_loss(
         advantage: an estimator, or ``functools.partial`` of one, called as ``advantage(rewards, batch.group_ids)``; one
             of steps with those of ``group_ids`` and ``trajectory_ids`` ``[N]`` that it takes, one of tokens with
             ``batch=``. What else it needs, such as ``anchor_ids``, comes with the partial.
+        advantage_level: Default: what the estimator says of itself; ``"row"`` for functions that say nothing.
         threshold: what ``window.fit`` returned for the whole optimiser step. Default: fitted on this batch.
         everything else: as in :func:`policy_loss`.
 
@@ -251,7 +255,7 @@ def hierarchical_policy_loss(
     batch = _as_batch(batch)
     level = level_of(advantage)
     advantages = _advantages(advantage, level, rewards, batch, backend)
-    if advantage_level is None and level != "row":
+    if advantage_level is None:
         advantage_level = level
     score = None
     if window is not None and threshold is None:
@@ -368,7 +372,8 @@ def _prepare(
         check_type(isinstance(window, EntropyWindow), "window: expected one of hpo_core.entropy, got {!r}", window)
         score, value = _selection(window, threshold, score, entropy, batch, backend)
         limit = checked_constant("threshold", value, (1,), "[1] (what window.fit returned)", dtype, device)
-    per_token, level_advantages = _advantage_level(advantages, advantage_level, batch, shape)
+    check_type(isinstance(advantages, torch.Tensor), "advantages: expected a tensor [S], got {}", type(advantages))
+    per_token, level_advantages = batch.of_level("advantages", advantages, advantage_level, shape)
     spec = gate.spec(kl, window is not None and window.strict)
     beyond = process_group is not None or aggregates is not None or level_metrics
     if beyond:
@@ -417,9 +422,9 @@ def _prepare(
     if plain:
         return inputs, spec, exchange, ()
     if target is not None:
-        per_token = target.shape == shape != (batch.rows,)
-        expected = shape if per_token else (batch.rows,)
-        target = checked_constant("target", target, expected, "[S] (one per row) or [T] (that of logp)", dtype, device)
+        check_type(isinstance(target, torch.Tensor), "target: expected a tensor, one for each advantage, got {}", target)
+        _, target = batch.of_level("target", target, advantage_level, shape)
+        target = checked_constant("target", target, None, "", dtype, device)
         inputs = inputs._replace(target=target, target_per_token=per_token)
     if penalty_mask is not None:
         inputs = inputs._replace(penalty_mask=token("penalty_mask", penalty_mask, torch.bool))
@@ -516,48 +521,3 @@ def _selection(
         )
         threshold = window.fit_score(score, backend=backend)
     return score, threshold.threshold if isinstance(threshold, WindowState) else threshold
-
-
-def _advantage_level(
-    advantages: torch.Tensor, level: str | None, batch: PackedBatch, shape: torch.Size
-) -> tuple[bool, torch.Tensor]:
-    """Whether advantages are per token, and they themselves per token or per row."""
-    check_type(isinstance(advantages, torch.Tensor), "advantages: expected a tensor [S], got {}", type(advantages))
-    steps = batch.num_steps
-    if level is None and steps is None and advantages.shape == (batch.rows,) != shape:
-        return False, advantages  # nearly always, and microseconds before what follows
-    lengths: dict[str, tuple[int, ...]] = {"token": shape, "row": (batch.rows,)}
-    if steps is not None:
-        lengths["step"] = (steps,)
-    if level is None:
-        fits = [name for name in lengths if advantages.shape == lengths[name]]
-        if len(fits) != 1:
-            known = ", ".join(f"{name} {list(length)}" for name, length in lengths.items())
-            if fits:
-                raise ValueError(
-                    f"advantage_level: advantages of shape {list(advantages.shape)} fit {' and '.join(fits)}; say which"
-                )
-            raise ValueError(
-                f"advantages: expected one per row, token or step ({known}), got {list(advantages.shape)}; "
-                f"for trajectories, groups and domains give advantage_level"
-            )
-        level = fits[0]
-    check(level in _LEVELS, "advantage_level: expected one of {}, got {!r}", _LEVELS, level)
-    if level in lengths:
-        if advantages.shape != lengths[level]:
-            check_shape("advantages", advantages, lengths[level], f"(one per {level})")
-        if level != "step":
-            return level == "token", advantages
-        return True, batch.spread_steps(advantages).reshape(shape)
-    ids = {"trajectory": batch.trajectory_ids, "group": batch.group_ids, "domain": batch.domain_ids}.get(level)
-    check(ids is not None, "advantage_level: {!r} needs {}_ids in the batch", level, level)
-    assert ids is not None
-    check(advantages.dim() == 1, "advantages: expected one per {}, got shape {}", level, list(advantages.shape))
-    inside = (ids >= 0) & (ids < advantages.numel())
-    chosen = (
-        advantages[ids.clamp(0, max(advantages.numel() - 1, 0))]
-        if advantages.numel()
-        else advantages.new_zeros(batch.rows)
-    )
-    # An id without an advantage gets NaN: the loss leaves its tokens out and counts them in metrics.bad_advantages.
-    return False, torch.where(inside, chosen, torch.full_like(chosen, torch.nan))

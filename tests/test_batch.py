@@ -150,7 +150,7 @@ def test_steps_with_gaps():
 
 def test_step_advantages_reach_their_tokens():
     batch, logp = full(), torch.zeros(11)
-    grad = hpo.policy_loss_and_grad(logp, None, torch.tensor([1.0, 2, 3, 4, 5]), batch).grad
+    grad = hpo.policy_loss_and_grad(logp, None, torch.tensor([1.0, 2, 3, 4, 5]), batch, advantage_level="step").grad
     expected = torch.tensor([1.0, 1, 0, 2, 3, 0, 5, 5, 5, 0, 0]) * batch.mask
     torch.testing.assert_close(grad * -batch.row_counts.sum(), expected)
 
@@ -255,14 +255,14 @@ def test_select_refuses(rows, message):
 def test_micro_batches_cut_between_rows():
     batch = PackedBatch.from_lengths([3, 0, 2, 6, 1, 1])
     parts = list(batch.micro_batches(5))
-    assert [part.row_counts.tolist() for part, _ in parts] == [[3, 0, 2], [6], [1, 1]]  # a longer row stands alone
-    assert torch.cat([tokens for _, tokens in parts]).tolist() == list(range(13))
+    assert [part.batch.row_counts.tolist() for part in parts] == [[3, 0, 2], [6], [1, 1]]  # a longer row stands alone
+    assert torch.cat([part.tokens for part in parts]).tolist() == list(range(13))
     assert list(PackedBatch.from_lengths([]).micro_batches(5)) == []
 
 
 def test_micro_batches_never_tear_a_trajectory():
     batch = PackedBatch.from_lengths([2, 2, 2, 2, 1], trajectory_ids=longs(1, 1, 1, 0, 0))
-    assert [part.rows for part, _ in batch.micro_batches(4)] == [3, 2]
+    assert [part.batch.rows for part in batch.micro_batches(4)] == [3, 2]
     torn = PackedBatch.from_lengths([1, 1, 1], trajectory_ids=longs(1, 0, 1))
     with pytest.raises(ValueError, match="trajectory_ids: the rows of trajectory 1 are not consecutive"):
         list(torn.micro_batches(4))
@@ -281,13 +281,12 @@ def test_micro_batches_leave_the_gradient_as_it_is(gate):
     weights = hpo.aggregation.token_mean(batch)
     whole = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, weights=weights)
     row, loss, metrics = 0, 0.0, None
-    for part, tokens in batch.micro_batches(9):
-        rows = slice(row, row + part.rows)
+    for part, rows, _, tokens in batch.micro_batches(9):
         result = hpo.policy_loss_and_grad(
             logp[tokens], old_logp[tokens], advantages[rows], part, gate, weights=weights[rows]
         )
         assert torch.equal(result.grad, whole.grad[tokens])
-        row, loss = rows.stop, loss + result.loss
+        row, loss = row + part.rows, loss + result.loss
         metrics = result.metrics if metrics is None else metrics + result.metrics
     assert row == batch.rows
     torch.testing.assert_close(loss, whole.loss)

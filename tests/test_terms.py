@@ -78,7 +78,7 @@ def inputs_of(gate, example, seed):
     tokens, rows = example.logp.numel(), example.weights.numel()
     given = {}
     if gate.takes_target:
-        target = torch.rand(rows if seed % 2 else tokens, generator=draw)
+        target = torch.rand(tokens if seed % 2 else rows, generator=draw)  # as many as advantages, below
         given["target"] = 0.2 + 0.6 * target if gate.head is Head.NEGATIVE_AWARE else 0.9 + 0.2 * target
     if gate.penalty_coefficient and seed % 2:
         given["penalty_mask"] = torch.rand(tokens, generator=draw) < 0.5
@@ -135,7 +135,7 @@ def test_a_row_longer_than_any_tile(head, backend):
     lengths = (20000, 3, 9000) if backend != "triton" else (2100, 3, 900)
     example = Example(1, lengths, several=False)
     gate = gate_of(head, "token")
-    (out, _), (exact, _) = both(example, gate, backend, **inputs_of(gate, example, 1))
+    (out, _), (exact, _) = both(example, gate, backend, **inputs_of(gate, example, 5))
     assert_near(out.loss, exact.loss)
     assert_near(out.grad, exact.grad)
 

@@ -105,6 +105,7 @@ def _policy_loss(
         token_weight=rollout_is_weights,
         # for the metrics: verl counts a token with advantage 0 as clipped only in cispo; its term is 0 either way
         token_mask=advantages != 0 if gate.head is Head.LINEAR else None,
+        advantage_level="token",
         backend=backend,
     )
     return result.loss, _metrics(result.metrics.vector, gate)

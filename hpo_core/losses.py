@@ -237,10 +237,11 @@ def hierarchical_policy_loss(
 
     Args:
         rewards: ``[S]``, ``[N]`` with an estimator of steps, or what the estimator takes.
-        batch: with ``group_ids`` (without them the batch is one group).
-        advantage: an estimator, or ``functools.partial`` of one, called as ``advantage(rewards, batch.group_ids)``; one
-            of steps with those of ``group_ids`` and ``trajectory_ids`` ``[N]`` that it takes, one of tokens with
-            ``batch=``. What else it needs, such as ``anchor_ids``, comes with the partial.
+        batch: with ``group_ids``, if the estimator takes them.
+        advantage: an estimator, or ``functools.partial`` of one, or a function of your own. It is called with the rewards
+            and, by name, those of ``group_ids``, ``trajectory_ids`` (of steps ``[N]``), ``batch`` (of tokens) and
+            ``backend`` that it takes. What else it needs, such as ``anchor_ids``, comes with the partial;
+            ``partial(grpo, group_ids=None)`` says that the whole batch is one group, as equal ids do.
         advantage_level: Default: what the estimator says of itself; ``"row"`` for functions that say nothing.
         threshold: what ``window.fit`` returned for the whole optimiser step. Default: fitted on this batch.
         everything else: as in :func:`policy_loss`.
@@ -277,12 +278,22 @@ def hierarchical_policy_loss(
 def _advantages(
     estimator: Callable[..., torch.Tensor], level: str, rewards: torch.Tensor, batch: PackedBatch, backend: str | None
 ) -> torch.Tensor:
-    asked: dict[str, Any] = {} if backend is None else {"backend": backend}
-    if level == "row":
-        return estimator(rewards, batch.group_ids, **asked)
-    of_tokens = {"batch": batch, "group_ids": batch.group_ids}
-    given = given_to(estimator, **(of_tokens if level == "token" else batch.ids_of_steps()))
-    advantages = estimator(rewards, **given, **asked)
+    given: dict[str, Any] = {"group_ids": batch.group_ids}
+    if level == "token":
+        given["batch"] = batch
+    elif level == "step":
+        given |= batch.ids_of_steps()
+    if backend is not None:
+        given["backend"] = backend
+    given = given_to(estimator, **given)
+    name = getattr(getattr(estimator, "func", estimator), "__name__", "estimator")
+    check(
+        "group_ids" not in given or batch.group_ids is not None,
+        "group_ids: {} normalises within prompt groups and the batch has no ids, which would make all prompts one group; "
+        "pass group_ids [S] to PackedBatch, equal for rollouts of one prompt (zeros if all are)",
+        name,
+    )
+    advantages = estimator(rewards, **given)
     check_type(
         isinstance(advantages, torch.Tensor),
         "advantage: expected an estimator of one tensor, got {}; take a stream of it and call policy_loss",

@@ -229,7 +229,7 @@ def test_every_call_observes_the_same(name, backend):
     out.loss.backward()
     with torch.no_grad():
         without = hpo.policy_loss(*arguments, **keywords, advantage_level="row")
-    single = hpo.hierarchical_policy_loss(*arguments, **keywords, advantage=lambda rewards, ids, backend: rewards)
+    single = hpo.hierarchical_policy_loss(*arguments, **keywords, advantage=lambda rewards: rewards)
     for each in (out, without, single):
         assert torch.equal(each.levels.table, expected.table)
         assert (each.levels.units, each.levels.split) == (expected.units, gate.split)

@@ -234,16 +234,18 @@ def test_levels_of_equal_sizes():
         assert (2 * out.grad).tolist() == grad
 
 
-@pytest.mark.parametrize("lengths", [[1, 1], [4, 4], [2, 0], [1]])
-def test_the_single_call_knows_the_level_of_its_estimator(lengths):
+@pytest.mark.parametrize(
+    ("lengths", "cu_steps"),
+    [([1, 1], [0, 1, 2]), ([4, 4], [0, 4, 8]), ([2, 2, 0], [0, 1, 2, 4]), ([3], [0, 1, 3]), ([1], [0, 1]), ([], [0])],
+)
+def test_the_single_call_knows_the_level_of_its_estimator(lengths, cu_steps):
     """Whatever the numbers of tokens, steps and rows happen to be."""
-    batch = hpo.PackedBatch.from_lengths(lengths)
-    batch = batch.replace(
-        cu_steps=batch.cu_seqlens, group_ids=torch.zeros(batch.rows, dtype=torch.int64), validate=False
-    )
-    logp, rewards = torch.zeros(batch.total_tokens), torch.arange(1.0, batch.rows + 1)
-    of_steps = functools.partial(hpo.advantages.gigpo, anchor_ids=torch.zeros(batch.rows, dtype=torch.int64))
-    for estimator, level in ((hpo.advantages.grpo, "row"), (of_steps, "step")):
+    ids = torch.zeros(max(len(lengths), len(cu_steps)), dtype=torch.int64)
+    batch = hpo.PackedBatch.from_lengths(lengths, cu_steps=torch.tensor(cu_steps), group_ids=ids[: len(lengths)])
+    logp = torch.zeros(batch.total_tokens)
+    of_steps = functools.partial(hpo.advantages.gigpo, anchor_ids=ids[: batch.num_steps])
+    for estimator, level, count in ((hpo.advantages.grpo, "row", batch.rows), (of_steps, "step", batch.num_steps)):
+        rewards = torch.arange(1.0, count + 1)
         given = batch.ids_of_steps() if level == "step" else {"group_ids": batch.group_ids}
         expected = hpo.policy_loss(logp, None, estimator(rewards, **given), batch, advantage_level=level)
         got = hpo.hierarchical_policy_loss(logp, None, rewards, batch, advantage=estimator)
@@ -463,13 +465,15 @@ def test_the_single_call_is_the_three_calls(example, advantage, gate, scope, bac
 def test_the_single_call_without_a_window_or_groups(example):
     rewards = torch.tensor([1.0, 0.0, 2.0, 1.0])
     ungrouped = hpo.PackedBatch(example.batch.cu_seqlens, example.mask)
-    result = hpo.hierarchical_policy_loss(example.logp, example.old_logp, rewards, ungrouped)
+    one_group = functools.partial(hpo.advantages.grpo, group_ids=None)
+    result = hpo.hierarchical_policy_loss(example.logp, example.old_logp, rewards, ungrouped, advantage=one_group)
     same(result, example.loss(advantages=hpo.advantages.grpo(rewards, None), batch=ungrouped))
 
 
 def test_the_single_call_takes_a_padded_mask():
     logp, mask, rewards = torch.randn(2, 3), torch.ones(2, 3), torch.tensor([1.0, 0.0])
-    result = hpo.hierarchical_policy_loss(logp, None, rewards, mask)
+    one_group = functools.partial(hpo.advantages.grpo, group_ids=None)
+    result = hpo.hierarchical_policy_loss(logp, None, rewards, mask, advantage=one_group)
     same(result, hpo.policy_loss(logp, None, hpo.advantages.grpo(rewards, None), mask))
 
 
@@ -493,6 +497,50 @@ def test_errors_of_the_single_call(example, keywords, error, message):
 
 
 # ------------------------------------------------------------------------------------------- estimators in the call
+
+
+def of_rows(rewards, group_ids):
+    return rewards
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        hpo.advantages.grpo,
+        functools.partial(hpo.advantages.rloo, singleton="raw"),
+        functools.partial(hpo.advantages.gigpo, anchor_ids=torch.zeros(2, dtype=torch.int64)),
+        hpo.advantages.over_ranks(hpo.advantages.grpo),
+        functools.partial(hpo.advantages.otb, chosen_probability=torch.ones(4), moment=torch.ones(4)),
+        of_rows,
+    ],
+)
+def test_forgotten_groups_are_no_single_group(estimator):
+    """Two prompts of two answers each, with rewards around 0 and around 10."""
+    batch = hpo.PackedBatch.from_lengths([2, 2], cu_steps=torch.tensor([0, 2, 4]))
+    message = r"group_ids: \w+ normalises within prompt groups and the batch has no ids, .*; pass group_ids \[S\] to Packed"
+    with pytest.raises(ValueError, match=message):
+        hpo.hierarchical_policy_loss(torch.zeros(4), None, torch.ones(2), batch, advantage=estimator)
+
+
+def test_one_group_is_said():
+    batch = hpo.PackedBatch.from_lengths([1, 1, 1, 1])
+    rewards, logp = torch.tensor([1.0, 0.0, 11.0, 10.0]), torch.zeros(4)
+    grouped = batch.replace(group_ids=torch.tensor([0, 0, 1, 1]))
+    one = functools.partial(hpo.advantages.dr_grpo, group_ids=None)
+    run = functools.partial(hpo.hierarchical_policy_loss, logp, None, rewards, return_tokens=True)
+    assert run(batch, advantage=one).tokens.tolist() == [4.5, 5.5, -5.5, -4.5]
+    assert run(grouped, advantage=one).tokens.tolist() == [4.5, 5.5, -5.5, -4.5]
+    assert run(grouped, advantage=hpo.advantages.dr_grpo).tokens.tolist() == [-0.5, 0.5, -0.5, 0.5]
+
+
+def test_estimators_without_groups_need_none():
+    """What they take beside rewards is no ids."""
+    batch, rewards, logp = hpo.PackedBatch.from_lengths([2, 2]), torch.tensor([1.0, 0.0]), torch.zeros(4)
+    run = functools.partial(hpo.hierarchical_policy_loss, logp, None, return_tokens=True, backend="cpu")
+    for each in (batch, batch.replace(group_ids=torch.tensor([0, 0]))):
+        out = run(rewards > 0, each, advantage=hpo.advantages.negative_sample)
+        assert out.tokens.tolist() == [0, 0, 1, 1]
+        assert run(rewards, each, advantage=lambda rewards: rewards).tokens.tolist() == [-1, -1, 0, 0]
 
 
 def test_the_single_call_takes_estimators_of_steps(backend):

@@ -52,7 +52,9 @@ def over_ranks(
         getattr(estimator, "__name__", estimator),
     )
     run: Any = functools.partial(_with_tables if tables else _run, estimator, process_group)
-    run.level, run.__signature__ = level, inspect.signature(estimator)  # the single call asks for both
+    run.level, run.__signature__ = level, inspect.signature(estimator)  # the single call asks for both, and for names
+    fixed = getattr(estimator, "keywords", {})
+    run.parameters = tuple(name for name in run.__signature__.parameters if name not in fixed)
     wrapped: Callable[..., torch.Tensor] = run
     return wrapped
 

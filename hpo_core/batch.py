@@ -106,7 +106,7 @@ class PackedBatch:
                 continue
             check_type(isinstance(tensor, torch.Tensor), "{}: expected a tensor, got {}", name, type(tensor))
             assert tensor is not None
-            if name != "mask":
+            if name != "mask" and tensor.numel() > 0:  # an empty list, on a rank without rows, is a tensor of floats
                 check_dtype(name, tensor, _INTEGERS, "offsets and ids are integers: use .to(torch.int64)")
             check(
                 tensor.device == cu_seqlens.device,
@@ -142,6 +142,8 @@ class PackedBatch:
             "cu_steps: expected shape [N + 1], got {}",
             None if cu_steps is None else list(cu_steps.shape),
         )
+        if steps is not None and steps.shape == (0,):
+            steps = steps_or_ids["steps"] = steps.reshape(0, 2)
         check(
             steps is None or (steps.dim() == 2 and steps.shape[1] == 2),
             "steps: expected shape [N, 2] of half-open token ranges, got {}",
@@ -317,8 +319,8 @@ class PackedBatch:
         """
         if level is None or level == "row":
             if values.shape != (self.rows,):
-                steps = "" if self.num_steps is None else f" 'step' ([{self.num_steps}]),"
-                fix = f"or say advantage_level='token' ({list(tokens)}),{steps} 'trajectory', 'group' or 'domain'"
+                among = "" if self.num_steps is None else f" 'step' ([{self.num_steps}]),"
+                fix = f"or say advantage_level='token' ({list(tokens)}),{among} 'trajectory', 'group' or 'domain'"
                 check_shape(name, values, (self.rows,), "[S] (one per row)", fix if level is None else "")
             return False, values
         check(level in _LEVELS, "advantage_level: expected one of {}, got {!r}", _LEVELS, level)
@@ -501,7 +503,7 @@ class PackedBatch:
             torn = next((name for name in names[row].items() if name in seen), None)
             check(
                 torn is None,
-                "{0}_ids: the rows of {0} {1} are not consecutive, so micro-batches would tear it; sort the rows first: "
+                "{0}_ids: the rows of {0} {1} are not consecutive, so micro-batches would tear it; sort them first, "
                 "batch.select(batch.{0}_ids.argsort(stable=True))",
                 *(torn or ("", "")),
             )

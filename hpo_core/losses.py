@@ -146,7 +146,7 @@ def policy_loss(
         token_mask, token_weight, bounds, target, penalty_mask, advantage_level, aggregates,
         process_group, level_metrics, correction_metrics, backend,
     )  # fmt: skip
-    return _run(inputs, spec, return_tokens, level_metrics, backend, exchange, corrections)
+    return _run(inputs, spec, return_tokens, level_metrics, process_group, backend, exchange, corrections)
 
 
 def policy_loss_and_grad(
@@ -196,7 +196,7 @@ def policy_loss_and_grad(
         loss = loss.detach()
     else:
         loss, vector, grad = ops.policy_loss_and_grad(inputs, spec, backend, exchange)
-    metrics = observed(vector)
+    metrics = observed(vector, process_group)
     levels = _levels(inputs, spec, metrics, exchange) if level_metrics else None
     return PolicyLossAndGrad(loss, metrics, grad, levels, corrections)
 
@@ -238,9 +238,9 @@ def hierarchical_policy_loss(
     Args:
         rewards: ``[S]``, ``[N]`` with an estimator of steps, or what the estimator takes.
         batch: with ``group_ids``, if the estimator takes them.
-        advantage: an estimator, or ``functools.partial`` of one, or a function of your own. It is called with the rewards
-            and, by name, those of ``group_ids``, ``trajectory_ids`` (of steps ``[N]``), ``batch`` (of tokens) and
-            ``backend`` that it takes. What else it needs, such as ``anchor_ids``, comes with the partial;
+        advantage: an estimator, or ``functools.partial`` of one, or a function of your own. It is called with the
+            rewards and, by name, those of ``group_ids``, ``trajectory_ids`` (of steps ``[N]``), ``batch`` (of tokens)
+            and ``backend`` that it takes. What else it needs, such as ``anchor_ids``, comes with the partial;
             ``partial(grpo, group_ids=None)`` says that the whole batch is one group, as equal ids do.
         advantage_level: Default: what the estimator says of itself; ``"row"`` for functions that say nothing.
         threshold: what ``window.fit`` returned for the whole optimiser step. Default: fitted on this batch.
@@ -269,7 +269,7 @@ def hierarchical_policy_loss(
         token_mask, token_weight, bounds, target, penalty_mask, advantage_level, aggregates,
         process_group, level_metrics, correction_metrics, backend,
     )  # fmt: skip
-    return _run(inputs, spec, return_tokens, level_metrics, backend, exchange, corrections)
+    return _run(inputs, spec, return_tokens, level_metrics, process_group, backend, exchange, corrections)
 
 
 # --------------------------------------------------------------------------------------------------- the call
@@ -289,7 +289,7 @@ def _advantages(
     name = getattr(getattr(estimator, "func", estimator), "__name__", "estimator")
     check(
         "group_ids" not in given or batch.group_ids is not None,
-        "group_ids: {} normalises within prompt groups and the batch has no ids, which would make all prompts one group; "
+        "group_ids: {} normalises within prompt groups and the batch has no ids, which would make one of all prompts; "
         "pass group_ids [S] to PackedBatch, equal for rollouts of one prompt (zeros if all are)",
         name,
     )
@@ -307,6 +307,7 @@ def _run(
     spec: PolicyLossSpec,
     return_tokens: bool,
     level_metrics: bool,
+    process_group: torch.distributed.ProcessGroup | None,
     backend: str | None,
     exchange: Beyond | None,
     corrections: tuple[Metrics, ...],
@@ -315,7 +316,7 @@ def _run(
         loss, vector, tokens = resolve("gates", inputs.logp, backend).policy_loss(inputs, spec, exchange)
     else:
         loss, vector, tokens = ops.policy_loss(inputs, spec, backend, return_tokens, exchange)
-    metrics = observed(vector)
+    metrics = observed(vector, process_group)
     levels = _levels(inputs, spec, metrics, exchange) if level_metrics else None
     if tokens is None or not return_tokens:
         return PolicyLoss(loss, metrics, None, levels, corrections)
@@ -433,7 +434,7 @@ def _prepare(
     if plain:
         return inputs, spec, exchange, ()
     if target is not None:
-        check_type(isinstance(target, torch.Tensor), "target: expected a tensor, one for each advantage, got {}", target)
+        check_type(isinstance(target, torch.Tensor), "target: expected a tensor like advantages, got {}", type(target))
         _, target = batch.of_level("target", target, advantage_level, shape)
         target = checked_constant("target", target, None, "", dtype, device)
         inputs = inputs._replace(target=target, target_per_token=per_token)

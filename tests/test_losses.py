@@ -263,7 +263,8 @@ def test_a_function_that_says_no_level_is_one_of_rows_unless_the_call_says():
 
 def test_targets_have_the_level_of_the_advantages():
     """One per advantage, whatever sizes happen to be equal."""
-    batch = hpo.PackedBatch(torch.tensor([0, 2, 2]), steps=torch.tensor([[0, 1], [1, 2]]), group_ids=torch.tensor([0, 3]))
+    steps, ids = torch.tensor([[0, 1], [1, 2]]), torch.tensor([0, 3])
+    batch = hpo.PackedBatch(torch.tensor([0, 2, 2]), steps=steps, group_ids=ids)
     advantages = torch.tensor([1.0, -1.0])
     target = hpo.gates.bpo_target(advantages)
     run = functools.partial(hpo.policy_loss_and_grad, torch.zeros(2), None, advantages, batch, hpo.gates.bpo())
@@ -364,7 +365,7 @@ def error_cases():
             "advantages: expected shape [S] (one per row) = [4], got [7]; "
             "or say advantage_level='token' ([12]), 'trajectory', 'group' or 'domain'",
         ),
-        ({"advantages": torch.ones(4, 1)}, ValueError, "advantages: expected shape [S] (one per row) = [4], got [4, 1]"),
+        ({"advantages": torch.ones(4, 1)}, ValueError, "expected shape [S] (one per row) = [4], got [4, 1]"),
         (
             {"advantages": mask, "advantage_level": "token"},
             TypeError,
@@ -517,7 +518,7 @@ def of_rows(rewards, group_ids):
 def test_forgotten_groups_are_no_single_group(estimator):
     """Two prompts of two answers each, with rewards around 0 and around 10."""
     batch = hpo.PackedBatch.from_lengths([2, 2], cu_steps=torch.tensor([0, 2, 4]))
-    message = r"group_ids: \w+ normalises within prompt groups and the batch has no ids, .*; pass group_ids \[S\] to Packed"
+    message = r"group_ids: \w+ normalises within prompt groups and the batch has no ids, .*; pass group_ids \[S\] to"
     with pytest.raises(ValueError, match=message):
         hpo.hierarchical_policy_loss(torch.zeros(4), None, torch.ones(2), batch, advantage=estimator)
 

@@ -59,7 +59,7 @@ def test_levels_that_do_not_nest_are_kept_whole_each():
 @pytest.mark.parametrize("level", ["trajectory", "group", "domain"])
 def test_what_is_scattered_is_refused_by_name(level):
     batch = PackedBatch.from_lengths([1, 1, 1], **{f"{level}_ids": torch.tensor([6, 0, 6])})
-    fix = rf"sort the rows first: batch.select\(batch.{level}_ids.argsort\(stable=True\)\)"
+    fix = rf"sort them first, batch.select\(batch.{level}_ids.argsort\(stable=True\)\)"
     with pytest.raises(ValueError, match=rf"{level}_ids: the rows of {level} 6 are not consecutive, .*; {fix}"):
         parts_of(batch, 1)
     ordered, tokens = batch.select(getattr(batch, f"{level}_ids").argsort(stable=True))
@@ -103,7 +103,8 @@ def test_advantages_of_steps_are_sliced():
 def test_a_gate_on_groups_has_the_gradient_of_the_whole_batch():
     """Torn groups have other means: with ``whole="trajectory"`` the gradient differs by half of its largest element."""
     torch.manual_seed(0)
-    gate = RatioGate("group", LogClip((-0.2, -0.2), (0.2, 0.2)), (Level(Tanh(0.05)), Level(Tanh(0.03), unit=Unit.GROUP)))
+    levels = (Level(Tanh(0.05)), Level(Tanh(0.03), unit=Unit.GROUP))
+    gate = RatioGate("group", LogClip((-0.2, -0.2), (0.2, 0.2)), levels)
     batch = PackedBatch.from_lengths([4] * 6, group_ids=torch.tensor([0, 0, 0, 1, 1, 1]))
     old = -torch.rand(24)
     logp, advantages = old + 0.3 * torch.randn(24), torch.randn(6)

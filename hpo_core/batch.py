@@ -61,6 +61,7 @@ class PackedBatch:
         "cu_steps",
         "domain_ids",
         "group_ids",
+        "is_part",
         "mask",
         "padded_shape",
         "rows",
@@ -81,6 +82,7 @@ class PackedBatch:
     group_ids: torch.Tensor | None
     domain_ids: torch.Tensor | None
     padded_shape: tuple[int, int] | None
+    is_part: bool  # from micro_batches: a larger batch is the optimiser step, and has its counts
     _is_plain: bool  # every tensor has memory of its own; fake ones and other subclasses may not
     _structure: tuple[torch.Tensor, ...]  # every tensor but the mask
     _cache: dict[Any, tuple[list[int], Any]]  # what keys of once have made, and the state of the tensors
@@ -156,7 +158,8 @@ class PackedBatch:
         integers = {"cu_seqlens": cu_seqlens, **steps_or_ids}
         self.__setstate__(
             {name: None if tensor is None else _as_int64(tensor) for name, tensor in integers.items()}
-            | {"rows": cu_seqlens.numel() - 1, "mask": mask, "total_tokens": total_tokens, "padded_shape": None}
+            | {"rows": cu_seqlens.numel() - 1, "mask": mask, "total_tokens": total_tokens}
+            | {"padded_shape": None, "is_part": False}
         )
         if self.step_ids is not None:
             check(self.num_steps is not None, "step_ids: there are no steps to name; pass cu_steps or steps, too")
@@ -386,10 +389,12 @@ class PackedBatch:
         inside = (index >= 0) & (index < self.rows)
         check(bool(inside.all()), "rows: expected indices in [0, {}), got {}", self.rows, index)
         part = self._part(index)
+        object.__setattr__(part.batch, "is_part", self.is_part)
         return part.batch, part.tokens
 
     def micro_batches(self, max_tokens: int, whole: str | None = None) -> Iterator[MicroBatch]:
-        """Consecutive rows in parts of at most ``max_tokens`` tokens.
+        """Consecutive rows in parts of at most ``max_tokens`` tokens. Their losses take slices of the weights of the
+        whole: counts of a part are not those of the step, and default weights refuse them.
 
         Args:
             max_tokens: a trajectory, group or domain with more of them stands alone.
@@ -408,11 +413,11 @@ class PackedBatch:
         for block in self._blocks(whole):
             size = sum(lengths[row] for row in block)
             if rows and used + size > max_tokens:
-                yield self._part(torch.tensor(rows, device=self.device))
+                yield self._micro_batch(rows)
                 rows, used = [], 0
             rows, used = rows + block, used + size
         if rows:
-            yield self._part(torch.tensor(rows, device=self.device))
+            yield self._micro_batch(rows)
 
     def replace(self, *, validate: bool = True, **changed: torch.Tensor | None) -> PackedBatch:
         """The batch with some of the constructor's tensors replaced; a padded batch takes its mask as ``[B, L]``, too.
@@ -430,6 +435,7 @@ class PackedBatch:
         tensors: dict[str, Any] = {name: getattr(self, name) for name in names} | changed
         result = PackedBatch(**tensors, total_tokens=self.total_tokens, validate=validate)
         object.__setattr__(result, "padded_shape", padded)
+        object.__setattr__(result, "is_part", self.is_part)
         return result
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
@@ -510,6 +516,11 @@ class PackedBatch:
             block.append(row)
         if block:
             yield block
+
+    def _micro_batch(self, rows: list[int]) -> MicroBatch:
+        part = self._part(torch.tensor(rows, device=self.device))
+        object.__setattr__(part.batch, "is_part", True)
+        return part
 
     def _part(self, index: torch.Tensor) -> MicroBatch:
         """The batch of these rows, and where it comes from."""

@@ -93,7 +93,8 @@ def policy_loss(
             memory.
         batch: a PackedBatch, or a padded mask ``[B, L]``. Values at masked positions are never read.
         gate: a RatioGate. Default: ``gates.ppo_clip(0.2, 0.2)``.
-        weights: ``[S]`` float32 from :mod:`hpo_core.aggregation`. Default: ``aggregation.token_mean(batch)``.
+        weights: ``[S]`` float32 from :mod:`hpo_core.aggregation`. Default: ``aggregation.token_mean(batch)``, where the
+            batch is the whole optimiser step: on one rank, and no part of ``batch.micro_batches``.
         rollout_logp: the same shape; log-probabilities as the sampler gave them, for gates with corrections or on the
             total ratio. Without it the sampler is taken to be the policy of ``old_logp``: no correction of their
             discrepancy.
@@ -121,7 +122,7 @@ def policy_loss(
             All ranks make the same calls in the same order, each on a batch of its own that all make anew together:
             the first call with a batch gathers the ids. ``loss`` is the sum over this rank's tokens, the gradient that
             of the sum of all ranks' losses; ``weights`` must count the tokens of all ranks (``process_group=`` or
-            ``total=`` of :mod:`hpo_core.aggregation`).
+            ``total=`` of :mod:`hpo_core.aggregation`, with ``gradient_reduction=``).
         level_metrics: also return what each level of the gate observed, a :class:`~hpo_core.LevelMetrics`: made of the
             sums of its segments, without another sweep over log-probabilities; nothing else changes. ``gspo`` and
             others with quick kernels take the way of all levels for it, within rounding of the same gradient.
@@ -409,7 +410,7 @@ def _prepare(
         units = tuple(correction.unit for correction in gate.corrections if correction.unit is not None)
         exchange = exchange_of(batch, spec, gate.name, units, process_group, aggregates)
     if weights is None:
-        weights = batch.once(aggregation.token_mean)
+        weights = aggregation.default(batch)
     inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond
         logp,
         None if old_logp is None else token("old_logp", old_logp),

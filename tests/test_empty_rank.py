@@ -37,7 +37,7 @@ def given(rank, *holders):
 def loss(rank, holders, gate, requires_grad):
     batch, logp, values = given(rank, *holders)
     leaf = logp.requires_grad_(requires_grad or rank in holders)
-    weights = aggregation.token_mean(batch, process_group=dist.group.WORLD)
+    weights = aggregation.token_mean(batch, process_group=dist.group.WORLD, gradient_reduction="sum")
     out = hpo.policy_loss(
         leaf, logp.detach() - 0.3, values, batch, gate, weights=weights, process_group=dist.group.WORLD,
         rollout_logp=logp.detach() - 0.31 if gate.corrections else None, level_metrics=True, backend="cpu",
@@ -94,7 +94,7 @@ def test_estimators_of_several_rewards():
 def single_call(rank, holder):
     batch, logp, rewards = given(rank, holder)
     estimator = advantages.over_ranks(functools.partial(advantages.grpo, singleton="raw"))
-    weights = aggregation.prompt_mean(batch, process_group=dist.group.WORLD)
+    weights = aggregation.prompt_mean(batch, process_group=dist.group.WORLD, gradient_reduction="sum")
     window = hpo.entropy.forking_tokens("0.1")
     state = window.fit(logp.abs(), batch, process_group=dist.group.WORLD)
     out = hpo.hierarchical_policy_loss(

@@ -130,21 +130,21 @@ def _weights(mode: str, batch: PackedBatch, info: Mapping[str, Any]) -> torch.Te
     check(ranks == 1 or tokens is not None or not per_token, "batch_num_tokens: {!r} needs it on {} ranks", mode, ranks)
     check(ranks == 1 or rows is not None or not per_row, "global_batch_size: {!r} needs it on {} ranks", mode, ranks)
     if mode == "token-mean":
-        weights = aggregation.token_mean(batch, total=tokens)
+        weights = aggregation.token_mean(batch, total=tokens, ranks=ranks)
     elif mode == "token-sum":
-        weights = torch.ones(batch.rows, dtype=torch.float32, device=batch.device)
+        weights = torch.full((batch.rows,), float(ranks), dtype=torch.float32, device=batch.device)
     elif mode == "seq-mean-token-mean":
-        weights = aggregation.seq_mean_token_mean(batch, total=rows)
+        weights = aggregation.seq_mean_token_mean(batch, total=rows, ranks=ranks)
     elif mode == "seq-mean-token-sum":
-        weights = aggregation.seq_mean_token_sum(batch, total=rows)
+        weights = aggregation.seq_mean_token_sum(batch, total=rows, ranks=ranks)
     elif mode == "seq-mean-token-sum-norm":
         assert batch.padded_shape is not None
         constant = info.get("loss_scale_factor")
-        weights = aggregation.seq_mean_token_sum(batch, total=rows)
+        weights = aggregation.seq_mean_token_sum(batch, total=rows, ranks=ranks)
         weights = weights / (batch.padded_shape[1] if constant is None else constant)
     else:
         raise ValueError(f"loss_agg_mode: expected one of verl's five aggregation modes, got {mode!r}")
-    return weights * ranks
+    return weights
 
 
 def _metrics(vector: torch.Tensor, gate: RatioGate) -> dict[str, float]:

@@ -18,14 +18,18 @@ Common arguments:
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed
 
 from . import ops
 from .batch import PackedBatch, renumber, row_counts
-from .checks import check, check_dtype, check_shape
+from .checks import check, check_dtype, check_shape, check_type
 
 __all__ = ["default", "fixed_length", "prompt_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_mean"]
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 Total = int | torch.Tensor | None
 Group = torch.distributed.ProcessGroup | None
@@ -131,7 +135,7 @@ def fixed_length(
     >>> fixed_length(PackedBatch.from_lengths([4, 1]), 10)
     tensor([0.0500, 0.0500])
     """
-    check(length > 0, "length: expected a constant > 0, got {}", length)
+    check(0 < length < math.inf, "length: expected a constant > 0, got {}", length)
     rows = batch.cu_seqlens.new_full((), batch.rows)
     scale = _scale(batch, rows, total, process_group, gradient_reduction, ranks) / length
     return scale.repeat(batch.rows)
@@ -195,10 +199,17 @@ def _scale(
     if group is not None:
         own = own.clone()
         torch.distributed.all_reduce(own, group=group)
-    if total is not None:  # a number is filled in: a copy from the host would synchronise
-        own = total.to(own.device) if isinstance(total, torch.Tensor) else own.new_full((), total, dtype=torch.float64)
+    if isinstance(total, torch.Tensor):
+        check(total.numel() == 1, "total: expected a number or a 0-dim tensor, got shape {}", list(total.shape))
+        own = total.to(own.device).reshape(())
+    elif total is not None:  # a number is filled in: a copy from the host would synchronise
+        check_type(isinstance(total, _NUMBERS), "total: expected a number or a 0-dim tensor, got {!r}", total)
+        check(0 <= total < math.inf, "total: expected a count >= 0, got {}", total)
+        own = own.new_full((), total, dtype=torch.float64)
     count = own.to(torch.float64)  # so that counts beyond 2^24 tokens stay exact until the one division
-    return torch.where(count > 0, factor / count, torch.zeros_like(count)).to(torch.float32)
+    # Nobody looks into a tensor here: what is no count, NaN or below 0, makes NaN of the loss.
+    scale = torch.where(count > 0, factor / count, torch.where(count == 0, 0.0, torch.nan))
+    return scale.to(torch.float32)
 
 
 def _ranks_averaged(is_global: bool, group: Group, gradient_reduction: str | None, ranks: float | None) -> float:
@@ -206,7 +217,7 @@ def _ranks_averaged(is_global: bool, group: Group, gradient_reduction: str | Non
     the step, not of this batch."""
     if ranks is not None:
         check(gradient_reduction is None, "ranks: give it, or gradient_reduction, not both")
-        check(ranks > 0, "ranks: expected a number of ranks > 0, got {}", ranks)
+        check(0 < ranks < math.inf, "ranks: expected a number of ranks > 0, got {}", ranks)
         return float(ranks)
     check(
         gradient_reduction in (None, "sum", "mean"),

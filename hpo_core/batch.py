@@ -28,7 +28,8 @@ class PackedBatch:
 
     Args:
         cu_seqlens: ``[S + 1]`` int32 or int64, starting at 0, never decreasing, ending at most at T.
-        mask: ``[T]`` bool (or an integer or float 0/1 mask): which tokens count. Default: all tokens of all rows.
+        mask: ``[T]`` bool, or integers 0 and 1: which tokens count. Floats are refused: as 0 / -inf they would say the
+            opposite. Default: all tokens of all rows.
         total_tokens: T. Default: the length of ``mask``, else the last offset (which needs ``validate=True`` to be
             read).
         cu_steps: ``[N + 1]`` offsets of steps that tile every row. At most one of ``cu_steps`` and ``steps``.
@@ -38,9 +39,9 @@ class PackedBatch:
         trajectory_ids: ``[S]`` any integers: rows with equal ids form one trajectory. Default: each row is its own.
         group_ids: ``[S]`` any integers: the prompt group of each row (advantages); negative: in no group.
         domain_ids: ``[S]`` any integers.
-        validate: check the *values* of offsets, steps and ids, and that trajectories, groups and domains nest. The only
-            place in the library that synchronises with the device. With ``False`` wrong values never cause a bad memory
-            access: they are clamped and flagged in the metrics.
+        validate: check the *values* of offsets, steps, ids and integer masks, and that trajectories, groups and domains
+            nest. The only place in the library that synchronises with the device. With ``False`` wrong values never
+            cause a bad memory access: they are clamped and flagged in the metrics.
 
     Raises:
         ValueError: a wrong shape, device or value; TypeError: a wrong dtype. Both name the argument and the fix.
@@ -137,7 +138,11 @@ class PackedBatch:
             check_shape(
                 "mask", mask, (total_tokens,), "[T]", "for a padded [B, L] mask use PackedBatch.from_padded(mask)"
             )
-            mask = _as_bool(mask)
+            given, mask = mask, _as_bool(mask)
+            if validate and given is not mask:
+                token = _first((given != 0) & (given != 1))
+                got = None if token is None else given[token].item()
+                check(token is None, "mask: expected 0 and 1, got {} at token {}; compare first, mask != 0", got, token)
         check(cu_steps is None or steps is None, "steps: give cu_steps or steps, not both")
         check(
             cu_steps is None or (cu_steps.dim() == 1 and cu_steps.numel() >= 1),
@@ -726,7 +731,15 @@ def _as_indices(name: str, values: torch.Tensor | Sequence[int]) -> torch.Tensor
 
 
 def _as_bool(mask: torch.Tensor) -> torch.Tensor:
-    return mask.contiguous() if mask.dtype == torch.bool else (mask != 0).contiguous()
+    if mask.dtype != torch.bool:
+        check_type(
+            mask.numel() == 0 or not (mask.is_floating_point() or mask.is_complex()),
+            "mask: expected bool or integers 0 and 1, got {}; use mask.bool() if 1.0 marks tokens that count, "
+            "mask == 0 if it is additive (0 and -inf)",
+            str(mask.dtype).removeprefix("torch."),
+        )
+        mask = mask != 0
+    return mask.contiguous()
 
 
 def _as_int64(tensor: torch.Tensor) -> torch.Tensor:

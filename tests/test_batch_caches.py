@@ -83,7 +83,7 @@ def test_replace_keeps_everything_else():
 
 def test_replace_checks():
     with pytest.raises(ValueError, match=r"mask: expected shape \[T\] = \[8\], got \[3\]"):
-        make().replace(mask=torch.ones(3))
+        make().replace(mask=torch.ones(3).bool())
     with pytest.raises(ValueError, match="group_ids: expected one group for all of trajectory 0, got 0 and 1"):
         make().replace(group_ids=torch.tensor([0, 1, 1]))
     assert make().replace(group_ids=torch.tensor([0, 1, 1]), validate=False).group_ids.tolist() == [0, 1, 1]
@@ -92,10 +92,10 @@ def test_replace_checks():
 
 
 def test_replace_of_a_padded_batch():
-    batch = PackedBatch.from_padded(torch.ones(2, 3))
+    batch = PackedBatch.from_padded(torch.ones(2, 3).bool())
     other = batch.replace(mask=torch.tensor([[1, 1, 0], [1, 0, 0]]))
     assert other.padded_shape == (2, 3) and other.row_counts.tolist() == [2, 1]
-    assert batch.replace(mask=torch.ones(6)).padded_shape == (2, 3)
+    assert batch.replace(mask=torch.ones(6).bool()).padded_shape == (2, 3)
     assert batch.replace(cu_seqlens=torch.tensor([0, 6])).padded_shape is None
 
 

@@ -285,7 +285,12 @@ def error_cases():
     window = entropy.forking_tokens()
     state = window.fit(example.entropy, batch)
     stepped = hpo.PackedBatch.from_lengths([2, 2], cu_steps=torch.tensor([0, 1, 2, 4]))
-    padded = {"logp": torch.zeros(2, 3), "old_logp": None, "advantages": torch.ones(2), "batch": torch.ones(2, 3)}
+    padded = {
+        "logp": torch.zeros(2, 3),
+        "old_logp": None,
+        "advantages": torch.ones(2),
+        "batch": torch.ones(2, 3).bool(),
+    }
     elsewhere = torch.zeros(TOKENS, device="meta")
     selecting = {"window": window, "entropy": example.entropy, "threshold": state}
     return [
@@ -472,7 +477,7 @@ def test_the_single_call_without_a_window_or_groups(example):
 
 
 def test_the_single_call_takes_a_padded_mask():
-    logp, mask, rewards = torch.randn(2, 3), torch.ones(2, 3), torch.tensor([1.0, 0.0])
+    logp, mask, rewards = torch.randn(2, 3), torch.ones(2, 3).bool(), torch.tensor([1.0, 0.0])
     one_group = functools.partial(hpo.advantages.grpo, group_ids=None)
     result = hpo.hierarchical_policy_loss(logp, None, rewards, mask, advantage=one_group)
     same(result, hpo.policy_loss(logp, None, hpo.advantages.grpo(rewards, None), mask))

@@ -94,7 +94,7 @@ def _policy_loss(
         gate = gate(config)
         _check_levels(gate)
     steps = turns(response_mask != 0) if any(level.unit is Unit.STEP for level in gate.levels) else None
-    batch = PackedBatch.from_padded(response_mask, steps=steps)
+    batch = PackedBatch.from_padded(response_mask != 0, steps=steps)  # verl's masks are of any dtype
     result = policy_loss(
         log_prob,
         old_log_prob,

@@ -27,7 +27,7 @@ from . import ops
 from .batch import PackedBatch, renumber, row_counts
 from .checks import check, check_dtype, check_shape, check_type
 
-__all__ = ["default", "fixed_length", "prompt_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_mean"]
+__all__ = ["fixed_length", "prompt_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_mean"]
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 

@@ -280,7 +280,7 @@ def collectives(step, rank, ranks):
         counts.append(0)
         arguments = (part.logp, part.old_logp, part.advantages, part.batch, TANH)
         with torch.no_grad():  # wants no gradient
-            hpo.policy_loss(*arguments, advantage_level="row", process_group=dist.group.WORLD)
+            hpo.policy_loss(*arguments, weights=part.weights, advantage_level="row", process_group=dist.group.WORLD)
     finally:
         dist.all_reduce, dist.all_gather = originals
     return counts

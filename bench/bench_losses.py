@@ -68,7 +68,7 @@ def case(objective: Objective, of_steps: bool, *, rows: int, length: int, full: 
         advantages = estimator(rewards, **given, backend=backend)
         threshold = window.fit(entropy, batch, backend=backend)
         return hpo.policy_loss(
-            leaf, old_logp, advantages, batch, gate, advantage_level="step" if of_steps else None, window=window,
+            leaf, old_logp, advantages, batch, gate, advantage_level="step" if of_steps else "row", window=window,
             entropy=entropy, threshold=threshold, weights=data.weights, backend=backend,
         ).loss  # fmt: skip
 

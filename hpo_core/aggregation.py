@@ -2,31 +2,60 @@
 
 ``loss = sum_t m_t w[s(t)] loss_t``: each function returns the ``[S]`` float32 weights ``w`` of one aggregation mode,
 made once per optimiser step from global counts. That makes the loss and its gradient independent of how the step is cut
-into micro-batches and spread over ranks.
+into micro-batches and spread over ranks. docs/data_parallel.md has a recipe for each engine.
 
 Common arguments:
     total: the count of the whole optimiser step (int or 0-dim tensor) instead of this batch's own: tokens, rows or
-    groups.
+        groups. A part from :meth:`PackedBatch.micro_batches` needs it; slices of the weights of the whole do not.
     process_group: sum this batch's own count over these ranks (one all-reduce); not together with ``total``.
-    gradient_reduction: ``"sum"`` if the engine adds gradients over ranks (or there is one rank), ``"mean"`` if it
-        averages them (DDP, FSDP): multiplies the weights by the world size of ``process_group``, or of the default
-        group.
+    gradient_reduction: ``"mean"`` if the engine averages gradients over ranks (DDP, FSDP, DeepSpeed): multiplies the
+        weights by the world size of ``process_group``, or of the default group; ``"sum"`` if it adds them. With more
+        than one rank it has no default: what is unsaid is off by the number of ranks.
+    ranks: in the place of ``gradient_reduction``: over how many ranks the engine averages gradients (1: it adds them),
+        for trainers that say counts and ranks in numbers.
     selected: bool ``[T]``: count only these tokens (the denominators of a window's own tokens).
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed
 
 from . import ops
-from .batch import PackedBatch, renumber
-from .checks import check, check_dtype, check_shape
+from .batch import PackedBatch, renumber, row_counts
+from .checks import check, check_dtype, check_shape, check_type
 
 __all__ = ["fixed_length", "prompt_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_mean"]
 
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+
 Total = int | torch.Tensor | None
 Group = torch.distributed.ProcessGroup | None
+
+
+def default(batch: PackedBatch) -> torch.Tensor:
+    """``token_mean(batch)``, which is what a loss without ``weights`` takes, where the batch is the optimiser step.
+
+    Raises:
+        ValueError: it is known to be less: a part of a larger batch, or what one of several ranks has.
+    """
+    check(
+        not batch.is_part,
+        "weights: this batch is a part of a larger one, and by default would count its own tokens alone; pass "
+        "weights[part.rows] of weights = aggregation.token_mean(batch) of the whole",
+    )
+    ranks = _world_size(None)
+    check(
+        ranks == 1,
+        "weights: {} ranks are initialised, and by default each would count its own tokens alone; pass weights="
+        "aggregation.token_mean(batch, process_group=torch.distributed.group.WORLD, gradient_reduction='mean') "
+        "('sum' if the engine adds gradients)",
+        ranks,
+    )
+    weights: torch.Tensor = batch.once(token_mean)
+    return weights
 
 
 def token_mean(
@@ -34,7 +63,8 @@ def token_mean(
     *,
     total: Total = None,
     process_group: Group = None,
-    gradient_reduction: str = "sum",
+    gradient_reduction: str | None = None,
+    ranks: float | None = None,
     selected: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Mean over tokens, ``w_s = 1 / N`` (DAPO, arXiv 2503.14476). ``total``: N, the valid tokens of the optimiser step.
@@ -43,7 +73,7 @@ def token_mean(
     tensor([0.2500, 0.2500])
     """
     counts = _counts(batch, selected)
-    scale = _scale(counts.sum(), total, process_group, gradient_reduction)
+    scale = _scale(batch, counts.sum(), total, process_group, gradient_reduction, ranks)
     return scale.repeat(batch.rows)
 
 
@@ -52,7 +82,8 @@ def seq_mean_token_mean(
     *,
     total: Total = None,
     process_group: Group = None,
-    gradient_reduction: str = "sum",
+    gradient_reduction: str | None = None,
+    ranks: float | None = None,
     selected: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Mean over rows of the mean over their tokens, ``w_s = 1 / (S n_s)`` (GRPO, arXiv 2402.03300).
@@ -64,7 +95,7 @@ def seq_mean_token_mean(
     tensor([0.1250, 0.5000])
     """
     counts = _counts(batch, selected)
-    scale = _scale((counts > 0).sum(), total, process_group, gradient_reduction)
+    scale = _scale(batch, (counts > 0).sum(), total, process_group, gradient_reduction, ranks)
     return _over(scale, counts)
 
 
@@ -73,7 +104,8 @@ def seq_mean_token_sum(
     *,
     total: Total = None,
     process_group: Group = None,
-    gradient_reduction: str = "sum",
+    gradient_reduction: str | None = None,
+    ranks: float | None = None,
     selected: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Mean over rows of the sum over their tokens, ``w_s = 1 / S`` (LUSPO, arXiv 2602.05261). ``total``: S, as above.
@@ -82,7 +114,7 @@ def seq_mean_token_sum(
     tensor([0.5000, 0.5000])
     """
     counts = _counts(batch, selected)
-    scale = _scale((counts > 0).sum(), total, process_group, gradient_reduction)
+    scale = _scale(batch, (counts > 0).sum(), total, process_group, gradient_reduction, ranks)
     return scale.repeat(batch.rows)
 
 
@@ -92,7 +124,8 @@ def fixed_length(
     *,
     total: Total = None,
     process_group: Group = None,
-    gradient_reduction: str = "sum",
+    gradient_reduction: str | None = None,
+    ranks: float | None = None,
 ) -> torch.Tensor:
     """Sum over tokens divided by a constant, ``w_s = 1 / (S length)`` (Dr.GRPO, arXiv 2503.20783).
 
@@ -102,9 +135,9 @@ def fixed_length(
     >>> fixed_length(PackedBatch.from_lengths([4, 1]), 10)
     tensor([0.0500, 0.0500])
     """
-    check(length > 0, "length: expected a constant > 0, got {}", length)
-    rows = batch.row_counts.new_full((), batch.rows)
-    scale = _scale(rows, total, process_group, gradient_reduction) / length
+    check(0 < length < math.inf, "length: expected a constant > 0, got {}", length)
+    rows = batch.cu_seqlens.new_full((), batch.rows)
+    scale = _scale(batch, rows, total, process_group, gradient_reduction, ranks) / length
     return scale.repeat(batch.rows)
 
 
@@ -113,7 +146,8 @@ def prompt_mean(
     *,
     total: Total = None,
     process_group: Group = None,
-    gradient_reduction: str = "sum",
+    gradient_reduction: str | None = None,
+    ranks: float | None = None,
     selected: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Mean over prompt groups of the mean over all their tokens, ``w_s = 1 / (G sum of n over the group)`` (ScaleRL).
@@ -130,14 +164,15 @@ def prompt_mean(
     counts = _counts(batch, selected)
     group, _, _ = renumber(batch.group_ids)
     tokens = torch.zeros_like(counts).scatter_add_(0, group, counts)  # integers: no order to depend on
-    scale = _scale((tokens > 0).sum(), total, process_group, gradient_reduction)
+    scale = _scale(batch, (tokens > 0).sum(), total, process_group, gradient_reduction, ranks)
     return _over(scale, tokens[group])
 
 
 def _counts(batch: PackedBatch, selected: torch.Tensor | None) -> torch.Tensor:
     """Tokens that count, per row ``[S]``."""
     if selected is None:
-        return batch.row_counts
+        counts: torch.Tensor = batch.once(row_counts)
+        return counts
     shape = batch.padded_shape or (batch.total_tokens,)
     check_dtype("selected", selected, (torch.bool,), "pass a bool mask")
     check_shape("selected", selected, shape, "[T] (or the padded [B, L])")
@@ -145,28 +180,70 @@ def _counts(batch: PackedBatch, selected: torch.Tensor | None) -> torch.Tensor:
     return ops.row_counts(chosen.contiguous(), batch.cu_seqlens, batch.total_tokens, None)
 
 
-def _scale(own: torch.Tensor, total: Total, group: Group, gradient_reduction: str) -> torch.Tensor:
+def _scale(
+    batch: PackedBatch,
+    own: torch.Tensor,
+    total: Total,
+    group: Group,
+    gradient_reduction: str | None,
+    ranks: float | None,
+) -> torch.Tensor:
     """``1 / count`` as a 0-dim float32 tensor; 0 where the count is 0, so that an empty step has loss 0."""
-    check(
-        gradient_reduction in ("sum", "mean"),
-        "gradient_reduction: expected 'sum' or 'mean', got {!r}",
-        gradient_reduction,
-    )
     check(total is None or group is None, "total: give the global count, or process_group to sum it over, not both")
+    check(
+        total is not None or not batch.is_part,
+        "total: this batch is a part of a larger one, whose counts it does not know; take weights[part.rows] of the "
+        "weights of the whole, or pass total=",
+    )
+    factor = _ranks_averaged(total is not None or group is not None, group, gradient_reduction, ranks)
     if group is not None:
         own = own.clone()
         torch.distributed.all_reduce(own, group=group)
-    if total is not None:  # a number is filled in: a copy from the host would synchronise
-        own = total.to(own.device) if isinstance(total, torch.Tensor) else own.new_full((), total, dtype=torch.float64)
+    if isinstance(total, torch.Tensor):
+        check(total.numel() == 1, "total: expected a number or a 0-dim tensor, got shape {}", list(total.shape))
+        own = total.to(own.device).reshape(())
+    elif total is not None:  # a number is filled in: a copy from the host would synchronise
+        check_type(isinstance(total, _NUMBERS), "total: expected a number or a 0-dim tensor, got {!r}", total)
+        check(0 <= total < math.inf, "total: expected a count >= 0, got {}", total)
+        own = own.new_full((), total, dtype=torch.float64)
     count = own.to(torch.float64)  # so that counts beyond 2^24 tokens stay exact until the one division
-    factor = 1.0
-    if gradient_reduction == "mean":
-        check(
-            torch.distributed.is_available() and torch.distributed.is_initialized(),
-            "gradient_reduction: 'mean' needs torch.distributed to be initialised; on one process use 'sum'",
-        )
-        factor = float(torch.distributed.get_world_size(group))
-    return torch.where(count > 0, factor / count, torch.zeros_like(count)).to(torch.float32)
+    # Nobody looks into a tensor here: what is no count, NaN or below 0, makes NaN of the loss.
+    scale = torch.where(count > 0, factor / count, torch.where(count == 0, 0.0, torch.nan))
+    return scale.to(torch.float32)
+
+
+def _ranks_averaged(is_global: bool, group: Group, gradient_reduction: str | None, ranks: float | None) -> float:
+    """Over how many ranks gradients are averaged: what weights are multiplied by. ``is_global``: the count is that of
+    the step, not of this batch."""
+    if ranks is not None:
+        check(gradient_reduction is None, "ranks: give it, or gradient_reduction, not both")
+        check(0 < ranks < math.inf, "ranks: expected a number of ranks > 0, got {}", ranks)
+        return float(ranks)
+    check(
+        gradient_reduction in (None, "sum", "mean"),
+        "gradient_reduction: expected 'sum' or 'mean', got {!r}",
+        gradient_reduction,
+    )
+    check(
+        gradient_reduction != "mean" or _is_distributed(),
+        "gradient_reduction: 'mean' needs torch.distributed to be initialised; on one process use 'sum'",
+    )
+    world = _world_size(group)
+    check(
+        world == 1 or gradient_reduction == "sum" or (is_global and gradient_reduction is not None),
+        "gradient_reduction: {} ranks are initialised: pass process_group= (or total=) to count the tokens of all, and "
+        "gradient_reduction='mean' if the engine averages gradients (DDP, FSDP, DeepSpeed), 'sum' if it adds them",
+        world,
+    )
+    return float(world) if gradient_reduction == "mean" else 1.0
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _world_size(group: Group) -> int:
+    return torch.distributed.get_world_size(group) if _is_distributed() else 1
 
 
 def _over(scale: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

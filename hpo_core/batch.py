@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -11,20 +11,25 @@ from . import ops
 from .checks import check, check_dtype, check_shape, check_type
 from .specs import Unit
 
-__all__ = ["PackedBatch"]
+__all__ = ["MicroBatch", "PackedBatch"]
 
 _INTEGERS = (torch.int32, torch.int64)
+_LEVELS = ("token", "step", "row", "trajectory", "group", "domain")
+_STRUCTURE = ("cu_seqlens", "cu_steps", "steps", "step_ids", "trajectory_ids", "group_ids", "domain_ids")
 
 
 class PackedBatch:
     """Rows of tokens packed end to end, and the hierarchy step < row < trajectory < group < domain.
+
+    Immutable: :meth:`replace` makes a batch with other tensors. Tensors may be refilled in place, as CUDA graphs do.
 
     Row s holds the tokens ``cu_seqlens[s] .. cu_seqlens[s + 1] - 1`` of every ``[T]`` tensor. Rows may be empty; tokens
     beyond the last offset (padding of a fixed-size buffer) belong to no row and are never read.
 
     Args:
         cu_seqlens: ``[S + 1]`` int32 or int64, starting at 0, never decreasing, ending at most at T.
-        mask: ``[T]`` bool (or an integer or float 0/1 mask): which tokens count. Default: all tokens of all rows.
+        mask: ``[T]`` bool, or integers 0 and 1: which tokens count. Floats are refused: as 0 / -inf they would say the
+            opposite. Default: all tokens of all rows.
         total_tokens: T. Default: the length of ``mask``, else the last offset (which needs ``validate=True`` to be
             read).
         cu_steps: ``[N + 1]`` offsets of steps that tile every row. At most one of ``cu_steps`` and ``steps``.
@@ -34,9 +39,9 @@ class PackedBatch:
         trajectory_ids: ``[S]`` any integers: rows with equal ids form one trajectory. Default: each row is its own.
         group_ids: ``[S]`` any integers: the prompt group of each row (advantages); negative: in no group.
         domain_ids: ``[S]`` any integers.
-        validate: check the *values* of offsets, steps and ids, and that trajectories, groups and domains nest. The only
-            place in the library that synchronises with the device. With ``False`` wrong values never cause a bad memory
-            access: they are clamped and flagged in the metrics.
+        validate: check the *values* of offsets, steps, ids and integer masks, and that trajectories, groups and domains
+            nest. The only place in the library that synchronises with the device. With ``False`` wrong values never
+            cause a bad memory access: they are clamped and flagged in the metrics.
 
     Raises:
         ValueError: a wrong shape, device or value; TypeError: a wrong dtype. Both name the argument and the fix.
@@ -51,10 +56,13 @@ class PackedBatch:
 
     __slots__ = (
         "_cache",
+        "_is_plain",
+        "_structure",
         "cu_seqlens",
         "cu_steps",
         "domain_ids",
         "group_ids",
+        "is_part",
         "mask",
         "padded_shape",
         "rows",
@@ -75,6 +83,10 @@ class PackedBatch:
     group_ids: torch.Tensor | None
     domain_ids: torch.Tensor | None
     padded_shape: tuple[int, int] | None
+    is_part: bool  # from micro_batches: a larger batch is the optimiser step, and has its counts
+    _is_plain: bool  # every tensor has memory of its own; fake ones and other subclasses may not
+    _structure: tuple[torch.Tensor, ...]  # every tensor but the mask
+    _cache: dict[Any, tuple[list[int], Any]]  # what keys of once have made, and the state of the tensors
 
     def __init__(
         self,
@@ -97,7 +109,7 @@ class PackedBatch:
                 continue
             check_type(isinstance(tensor, torch.Tensor), "{}: expected a tensor, got {}", name, type(tensor))
             assert tensor is not None
-            if name != "mask":
+            if name != "mask" and tensor.numel() > 0:  # an empty list, on a rank without rows, is a tensor of floats
                 check_dtype(name, tensor, _INTEGERS, "offsets and ids are integers: use .to(torch.int64)")
             check(
                 tensor.device == cu_seqlens.device,
@@ -126,13 +138,19 @@ class PackedBatch:
             check_shape(
                 "mask", mask, (total_tokens,), "[T]", "for a padded [B, L] mask use PackedBatch.from_padded(mask)"
             )
-            mask = _as_bool(mask)
+            given, mask = mask, _as_bool(mask)
+            if validate and given is not mask:
+                token = _first((given != 0) & (given != 1))
+                got = None if token is None else given[token].item()
+                check(token is None, "mask: expected 0 and 1, got {} at token {}; compare first, mask != 0", got, token)
         check(cu_steps is None or steps is None, "steps: give cu_steps or steps, not both")
         check(
             cu_steps is None or (cu_steps.dim() == 1 and cu_steps.numel() >= 1),
             "cu_steps: expected shape [N + 1], got {}",
             None if cu_steps is None else list(cu_steps.shape),
         )
+        if steps is not None and steps.shape == (0,):
+            steps = steps_or_ids["steps"] = steps.reshape(0, 2)
         check(
             steps is None or (steps.dim() == 2 and steps.shape[1] == 2),
             "steps: expected shape [N, 2] of half-open token ranges, got {}",
@@ -142,18 +160,12 @@ class PackedBatch:
             if tensor is not None:
                 check_shape(name, tensor, (cu_seqlens.numel() - 1,), "[S] (one per row)")
         # Kernels index in int64 and assume contiguous memory; the copies are made once, here.
-        self.cu_seqlens = _as_int64(cu_seqlens)
-        self.rows = cu_seqlens.numel() - 1  # S
-        self.mask = mask
-        self.total_tokens = total_tokens
-        self.cu_steps = None if cu_steps is None else _as_int64(cu_steps)
-        self.steps = None if steps is None else _as_int64(steps)
-        self.step_ids = None if step_ids is None else _as_int64(step_ids)
-        self.trajectory_ids = None if trajectory_ids is None else _as_int64(trajectory_ids)
-        self.group_ids = None if group_ids is None else _as_int64(group_ids)
-        self.domain_ids = None if domain_ids is None else _as_int64(domain_ids)
-        self.padded_shape = None
-        self._cache: dict[Any, Any] = {}
+        integers = {"cu_seqlens": cu_seqlens, **steps_or_ids}
+        self.__setstate__(
+            {name: None if tensor is None else _as_int64(tensor) for name, tensor in integers.items()}
+            | {"rows": cu_seqlens.numel() - 1, "mask": mask, "total_tokens": total_tokens}
+            | {"padded_shape": None, "is_part": False}
+        )
         if self.step_ids is not None:
             check(self.num_steps is not None, "step_ids: there are no steps to name; pass cu_steps or steps, too")
             check_shape("step_ids", self.step_ids, (self.num_steps or 0,), "[N] (one per range)")
@@ -177,7 +189,7 @@ class PackedBatch:
         batch, length = mask.shape
         offsets = torch.arange(batch + 1, dtype=torch.int64, device=mask.device) * length
         result = cls(offsets, _as_bool(mask).reshape(-1), total_tokens=batch * length, validate=False, **ids)
-        result.padded_shape = (batch, length)
+        object.__setattr__(result, "padded_shape", (batch, length))
         return result
 
     @classmethod
@@ -209,20 +221,50 @@ class PackedBatch:
 
     @property
     def row_counts(self) -> torch.Tensor:
-        """Valid tokens of each row ``[S]`` int64, computed once."""
-        counts: torch.Tensor = self.once(_row_counts)
-        return counts
+        """Valid tokens of each row ``[S]`` int64: a copy, so that no change to it reaches a loss."""
+        counts: torch.Tensor = self.once(row_counts)
+        return counts.clone()
 
-    def once(self, make: Callable[..., Any], *arguments: Any) -> Any:
-        """``make(self, *arguments)``, computed once per batch and arguments: counts and default weights are asked for
-        again by every loss call."""
+    def once(self, make: Callable[..., Any], *arguments: Any, static: bool = False) -> Any:
+        """``make(self, *arguments)``, computed once: every loss call asks again for counts and default weights.
+
+        The result is kept for as long as nobody changes the tensors of the batch in place, for the stream that computed
+        it. Inside a CUDA graph, a trace or a transform nothing kept is read, and nothing is kept: a replay has to count
+        the mask anew, and tensors of a trace or of a graph's pool do not outlive it.
+
+        ``static``: ``make`` reads sizes on the host, which a capture cannot, and does not depend on the mask; a graph
+        takes the result of the call before the capture.
+        """
+        if not self._is_plain or ops.watched(self.cu_seqlens):
+            return make(self, *arguments)
+        capturing = _is_capturing(self.cu_seqlens)
+        if capturing and not static:
+            return make(self, *arguments)
+        state = self._state(static)
         key = (make, *arguments)
-        if key in self._cache:
-            return self._cache[key]
+        kept = self._cache.get(key)
+        if kept is not None and kept[0] == state:
+            return kept[1]
+        check(
+            not capturing,
+            "batch: expected a batch that an earlier call has seen, got a new or changed one inside a CUDA graph; "
+            "levels over a process group read sizes on the host: call the loss once before the capture",
+        )
         made = make(self, *arguments)
-        if not torch._C._are_functorch_transforms_active():  # what is made in one does not outlive it
-            self._cache[key] = made
+        if state is not None and not torch.is_inference_mode_enabled():  # autograd cannot save tensors made in it
+            self._cache[key] = (state, made)
         return made
+
+    def _state(self, static: bool) -> list[int] | None:
+        """Equal for as long as the tensors are those that they were; None if nothing tells."""
+        tensors = self._structure if static or self.mask is None else (self.mask, *self._structure)
+        try:
+            state = [tensor._version for tensor in tensors] + [tensor.data_ptr() for tensor in tensors]
+        except RuntimeError:  # tensors made in inference mode count no versions
+            return None
+        if self.cu_seqlens.is_cuda and not static:
+            state.append(torch._C._cuda_getCurrentRawStream(self.cu_seqlens.device.index))
+        return state
 
     @property
     def trajectories(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -276,6 +318,37 @@ class PackedBatch:
         """Values of steps ``[N]`` at their tokens ``[T]``; 0 outside all steps."""
         return torch.cat((values, values.new_zeros(1)))[self.once(PackedBatch.step_of_token)]  # -1: the zero at the end
 
+    def of_level(
+        self, name: str, values: torch.Tensor, level: str | None, tokens: Sequence[int]
+    ) -> tuple[bool, torch.Tensor]:
+        """Whether values of a level (None: of rows) are per token, and they themselves per token or per row.
+
+        ``tokens``: the shape of what is per token. ``name``, of the values: their level is called ``advantage_level``.
+        """
+        if level is None or level == "row":
+            if values.shape != (self.rows,):
+                among = "" if self.num_steps is None else f" 'step' ([{self.num_steps}]),"
+                fix = f"or say advantage_level='token' ({list(tokens)}),{among} 'trajectory', 'group' or 'domain'"
+                check_shape(name, values, (self.rows,), "[S] (one per row)", fix if level is None else "")
+            return False, values
+        check(level in _LEVELS, "advantage_level: expected one of {}, got {!r}", _LEVELS, level)
+        if level == "token":
+            check_shape(name, values, tokens, "(one per token)")
+            return True, values
+        if level == "step":
+            steps = self.num_steps
+            check(steps is not None, "advantage_level: 'step' needs steps in the batch; pass cu_steps or steps to it")
+            check_shape(name, values, (steps or 0,), "(one per step)")
+            return True, self.spread_steps(values).reshape(*tokens)
+        ids = {"trajectory": self.trajectory_ids, "group": self.group_ids, "domain": self.domain_ids}[level]
+        check(ids is not None, "advantage_level: {!r} needs {}_ids in the batch", level, level)
+        assert ids is not None
+        check(values.dim() == 1, "{}: expected one per {}, got shape {}", name, level, list(values.shape))
+        check_type(values.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, values.dtype)
+        # An id without a value gets NaN: the loss leaves its tokens out and counts them in metrics.bad_advantages.
+        known = torch.nn.functional.pad(values, (0, 1), value=torch.nan)
+        return False, known[torch.where((ids >= 0) & (ids < values.numel()), ids, values.numel())]
+
     def row_of_step(self) -> torch.Tensor:
         """Row of every step ``[N]`` int64, -1 for empty steps. Needs ``cu_steps`` or ``steps``."""
         begin, end = self._step_ranges()
@@ -320,62 +393,55 @@ class PackedBatch:
         check(index.dim() == 1, "rows: expected indices [R] or a bool mask [S], got shape {}", list(index.shape))
         inside = (index >= 0) & (index < self.rows)
         check(bool(inside.all()), "rows: expected indices in [0, {}), got {}", self.rows, index)
-        begin = self.cu_seqlens[index]
-        lengths = self.cu_seqlens[index + 1] - begin
-        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        tokens, _ = _laid_out(begin, lengths)
-        pick = {
-            name: None if tensor is None else tensor[index]
-            for name, tensor in (
-                ("trajectory_ids", self.trajectory_ids),
-                ("group_ids", self.group_ids),
-                ("domain_ids", self.domain_ids),
-            )
-        }
-        part = PackedBatch(
-            offsets,
-            None if self.mask is None else self.mask[tokens],
-            total_tokens=tokens.numel(),
-            validate=False,
-            **self._select_steps(index, begin - offsets[:-1]),
-            **pick,
-        )
-        return part, tokens
+        part = self._part(index)
+        object.__setattr__(part.batch, "is_part", self.is_part)
+        return part.batch, part.tokens
 
-    def micro_batches(self, max_tokens: int) -> Iterator[tuple[PackedBatch, torch.Tensor]]:
-        """Consecutive rows in parts of at most ``max_tokens`` tokens (a longer row stands alone), as :meth:`select`
-        gives them.
+    def micro_batches(self, max_tokens: int, whole: str | None = None) -> Iterator[MicroBatch]:
+        """Consecutive rows in parts of at most ``max_tokens`` tokens. Their losses take slices of the weights of the
+        whole: counts of a part are not those of the step, and default weights refuse them.
 
-        Rows of one trajectory stay together: they must be consecutive, and a trajectory longer than ``max_tokens``
-            stands alone.
+        Args:
+            max_tokens: a trajectory, group or domain with more of them stands alone.
+            whole: what no part tears: ``"trajectory"``, ``"group"`` (and its trajectories) or ``"domain"`` (and its
+                groups). Its rows must be consecutive. Default: the coarsest of which the batch has ids. Rows without
+                ids, or with a negative one of a group or domain, belong together with no other.
+
+        >>> batch = PackedBatch.from_lengths([2, 1, 3], group_ids=torch.tensor([5, 5, 8]))
+        >>> [part.rows.tolist() for part in batch.micro_batches(4)]
+        [[0, 1], [2]]
         """
         check(max_tokens > 0, "max_tokens: expected a count > 0, got {}", max_tokens)
         lengths = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist()
-        owner = list(range(self.rows)) if self.trajectory_ids is None else self.trajectory_ids.tolist()
-        blocks: list[list[int]] = []  # rows that must stay together
-        seen: set[int] = set()
-        for row, trajectory in enumerate(owner):
-            if blocks and owner[blocks[-1][0]] == trajectory:
-                blocks[-1].append(row)
-                continue
-            check(
-                trajectory not in seen,
-                "trajectory_ids: the rows of trajectory {} are not consecutive, so micro-batches would tear it; "
-                "sort the rows by trajectory first (batch.select)",
-                trajectory,
-            )
-            seen.add(trajectory)
-            blocks.append([row])
-        part: list[int] = []
+        rows: list[int] = []
         used = 0
-        for block in blocks:
+        for block in self._blocks(whole):
             size = sum(lengths[row] for row in block)
-            if part and used + size > max_tokens:
-                yield self.select(part)
-                part, used = [], 0
-            part, used = part + block, used + size
-        if part:
-            yield self.select(part)
+            if rows and used + size > max_tokens:
+                yield self._micro_batch(rows)
+                rows, used = [], 0
+            rows, used = rows + block, used + size
+        if rows:
+            yield self._micro_batch(rows)
+
+    def replace(self, *, validate: bool = True, **changed: torch.Tensor | None) -> PackedBatch:
+        """The batch with some of the constructor's tensors replaced; a padded batch takes its mask as ``[B, L]``, too.
+
+        >>> PackedBatch.from_lengths([2, 1]).replace(mask=torch.tensor([1, 0, 1])).row_counts
+        tensor([1, 1])
+        """
+        names = ("mask", *_STRUCTURE)
+        unknown = sorted(changed.keys() - set(names))
+        check(not unknown, "replace: expected some of {}, got {}", ", ".join(names), ", ".join(unknown))
+        padded = None if "cu_seqlens" in changed else self.padded_shape
+        mask = changed.get("mask")
+        if padded is not None and isinstance(mask, torch.Tensor) and mask.shape == padded:
+            changed["mask"] = mask.reshape(-1)
+        tensors: dict[str, Any] = {name: getattr(self, name) for name in names} | changed
+        result = PackedBatch(**tensors, total_tokens=self.total_tokens, validate=validate)
+        object.__setattr__(result, "padded_shape", padded)
+        object.__setattr__(result, "is_part", self.is_part)
+        return result
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
         """The same batch on another device."""
@@ -389,12 +455,25 @@ class PackedBatch:
         return moved
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__ if name != "_cache"}
+        return {name: getattr(self, name) for name in self.__slots__ if not name.startswith("_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
-            setattr(self, name, value)
-        self._cache = {}
+            object.__setattr__(self, name, value)
+        structure = [tensor for name in _STRUCTURE if (tensor := getattr(self, name)) is not None]
+        object.__setattr__(self, "_structure", tuple(structure))
+        plain = all(type(tensor) is torch.Tensor for tensor in (*structure, self.mask) if tensor is not None)
+        object.__setattr__(self, "_is_plain", plain)
+        object.__setattr__(self, "_cache", {})
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(
+            f"{name}: a PackedBatch is immutable; make a new one with batch.replace({name}=...), or refill the tensor "
+            f"in place"
+        )
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{name}: a PackedBatch is immutable; make a new one without it")
 
     def __repr__(self) -> str:
         parts = [f"rows={self.rows}", f"tokens={self.total_tokens}"]
@@ -410,10 +489,68 @@ class PackedBatch:
 
     # ----------------------------------------------------------------------------------------------------- internals
 
-    def _select_steps(self, index: torch.Tensor, shift: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """The steps of these rows and their ids; ``shift`` of a row is its old position minus its new one."""
+    def _blocks(self, whole: str | None) -> Iterator[list[int]]:
+        """Rows that stay together, in order."""
+        ids = {"trajectory": self.trajectory_ids, "group": self.group_ids, "domain": self.domain_ids}
+        named = [name for name, of in ids.items() if of is not None]
+        if whole is None:
+            whole = named[-1] if named else "trajectory"
+        check(whole in ids, "whole: expected one of {}, got {!r}", tuple(ids), whole)
+        check(whole == "trajectory" or whole in named, "{}_ids: whole={!r} needs them in the batch", whole, whole)
+        levels = list(ids)[: list(ids).index(whole) + 1]
+        # Of each row, by level, what it may share with others.
+        columns = {name: of.tolist() for name in levels if (of := ids[name]) is not None}
+        names = [
+            {level: of[row] for level, of in columns.items() if level == "trajectory" or of[row] >= 0}
+            for row in range(self.rows)
+        ]
+        block: list[int] = []
+        seen: set[tuple[str, int]] = set()
+        for row in range(self.rows):
+            if block and not names[row].items() & names[row - 1].items():
+                seen |= {name for earlier in block for name in names[earlier].items()}
+                yield block
+                block = []
+            torn = next((name for name in names[row].items() if name in seen), None)
+            check(
+                torn is None,
+                "{0}_ids: the rows of {0} {1} are not consecutive, so micro-batches would tear it; sort them first, "
+                "batch.select(batch.{0}_ids.argsort(stable=True))",
+                *(torn or ("", "")),
+            )
+            block.append(row)
+        if block:
+            yield block
+
+    def _micro_batch(self, rows: list[int]) -> MicroBatch:
+        part = self._part(torch.tensor(rows, device=self.device))
+        object.__setattr__(part.batch, "is_part", True)
+        return part
+
+    def _part(self, index: torch.Tensor) -> MicroBatch:
+        """The batch of these rows, and where it comes from."""
+        begin = self.cu_seqlens[index]
+        lengths = self.cu_seqlens[index + 1] - begin
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        tokens, _ = _laid_out(begin, lengths)
+        ids = (("trajectory_ids", self.trajectory_ids), ("group_ids", self.group_ids), ("domain_ids", self.domain_ids))
+        steps, given = self._select_steps(index, begin - offsets[:-1])
+        part = PackedBatch(
+            offsets,
+            None if self.mask is None else self.mask[tokens],
+            total_tokens=tokens.numel(),
+            validate=False,
+            **given,
+            **{name: None if tensor is None else tensor[index] for name, tensor in ids},
+        )
+        return MicroBatch(part, index, steps, tokens)
+
+    def _select_steps(
+        self, index: torch.Tensor, shift: torch.Tensor
+    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor | None]]:
+        """The steps of these rows, their ranges and ids; ``shift`` of a row is its old position minus its new one."""
         if self.num_steps is None:
-            return {}
+            return None, {}
         begin, end = self._step_ranges()
         filled = (end > begin).nonzero().flatten()  # an empty step belongs to no row
         begin, end = begin[filled], end[filled]
@@ -421,7 +558,8 @@ class PackedBatch:
         first, last = torch.searchsorted(row, index), torch.searchsorted(row, index, right=True)
         chosen, owner = _laid_out(first, last - first)
         ranges = torch.stack((begin[chosen], end[chosen]), 1) - shift[owner, None]
-        return {"steps": ranges, "step_ids": None if self.step_ids is None else self.step_ids[filled[chosen]]}
+        steps = filled[chosen]
+        return steps, {"steps": ranges, "step_ids": None if self.step_ids is None else self.step_ids[steps]}
 
     def _validate(self) -> None:
         offsets = self.cu_seqlens.cpu()
@@ -471,6 +609,15 @@ class PackedBatch:
         _check_nested("group", self.group_ids, "domain", self.domain_ids)
 
 
+class MicroBatch(NamedTuple):
+    """Some rows of a batch, as one of their own: ``advantages[part.rows]``, ``logp[part.tokens]``."""
+
+    batch: PackedBatch
+    rows: torch.Tensor  # [S'] int64: indices of what is [S] in the whole batch
+    steps: torch.Tensor | None  # [N'] int64: of what is [N]; empty steps belong to no row and are left out
+    tokens: torch.Tensor  # [T'] int64: of what is [T]
+
+
 def _check_nested(finer: str, ids: torch.Tensor | None, coarser: str, parents: torch.Tensor | None) -> None:
     if ids is None or parents is None:
         return
@@ -500,7 +647,11 @@ def _check_steps(name: str, begin: torch.Tensor, end: torch.Tensor, offsets: tor
     check(step is None, "{}: expected each step inside one row, not so at step {}", name, step)
 
 
-def _row_counts(batch: PackedBatch) -> torch.Tensor:
+def _is_capturing(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def row_counts(batch: PackedBatch) -> torch.Tensor:
     return ops.row_counts(batch.mask, batch.cu_seqlens, batch.total_tokens, None)
 
 
@@ -580,7 +731,15 @@ def _as_indices(name: str, values: torch.Tensor | Sequence[int]) -> torch.Tensor
 
 
 def _as_bool(mask: torch.Tensor) -> torch.Tensor:
-    return mask.contiguous() if mask.dtype == torch.bool else (mask != 0).contiguous()
+    if mask.dtype != torch.bool:
+        check_type(
+            mask.numel() == 0 or not (mask.is_floating_point() or mask.is_complex()),
+            "mask: expected bool or integers 0 and 1, got {}; use mask.bool() if 1.0 marks tokens that count, "
+            "mask == 0 if it is additive (0 and -inf)",
+            str(mask.dtype).removeprefix("torch."),
+        )
+        mask = mask != 0
+    return mask.contiguous()
 
 
 def _as_int64(tensor: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ def corrected(
         read = _read(inputs, pair, correction, batch)
         if want_metrics:  # which tokens it takes out can only be told before other factors join its own
             own = _factor(read._replace(token_weight=None), correction, batch, process_group, backend)
-            seen.append(_observed(read, own != 0, backend))
+            seen.append(_observed(read, own != 0, process_group, backend))
             weight = own if inputs.token_weight is None else own * inputs.token_weight
         else:
             weight = _factor(read, correction, batch, process_group, backend)
@@ -82,12 +82,19 @@ def _factor(
     return ops.correction(read, correction.spec(), backend, reduce).reshape(read.logp.shape)
 
 
-def _observed(read: PolicyLossInputs, kept: torch.Tensor, backend: str | None) -> Metrics:
+def _observed(
+    read: PolicyLossInputs,
+    kept: torch.Tensor,
+    process_group: torch.distributed.ProcessGroup | None,
+    backend: str | None,
+) -> Metrics:
     """The metrics of a loss that is 0: the log-ratios of the channel, and how many tokens are kept."""
     nothing = torch.zeros_like(read.weights)
     inputs = PolicyLossInputs(
         read.logp, read.old_logp, nothing, nothing, read.cu_seqlens, read.mask, token_mask=kept.contiguous()
     )
     if backend == "reference":
-        return observed(resolve("gates", read.logp, backend).policy_loss(inputs, _OBSERVER)[1])
-    return observed(ops.policy_loss(inputs, _OBSERVER, backend, False)[1])
+        vector = resolve("gates", read.logp, backend).policy_loss(inputs, _OBSERVER)[1]
+    else:
+        vector = ops.policy_loss(inputs, _OBSERVER, backend, False)[1]
+    return observed(vector, process_group)

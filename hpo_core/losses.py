@@ -29,7 +29,6 @@ Bounds = tuple[torch.Tensor | None, torch.Tensor | None]
 Aggregates = Mapping[str, torch.Tensor]  # by level
 
 _DEFAULT_GATE = gates.ppo_clip(0.2, 0.2)
-_LEVELS = ("token", "step", "row", "trajectory", "group", "domain")
 
 
 class PolicyLoss(NamedTuple):
@@ -90,11 +89,12 @@ def policy_loss(
     Args:
         logp: ``[T]`` (or the padded ``[B, L]``) float32, natural log-probabilities of the current policy.
         old_logp: the same shape; those of the policy the ratios are taken to. None: on-policy, every ratio is 1.
-        advantages: ``[S]`` per row, ``[T]`` per token, ``[N]`` per step; for trajectories, groups and domains give
-            ``advantage_level``: then entry i belongs to id i. An ``[S]`` advantage is never expanded in memory.
+        advantages: ``[S]``, one per row, or one of each ``advantage_level``. An ``[S]`` advantage is never expanded in
+            memory.
         batch: a PackedBatch, or a padded mask ``[B, L]``. Values at masked positions are never read.
         gate: a RatioGate. Default: ``gates.ppo_clip(0.2, 0.2)``.
-        weights: ``[S]`` float32 from :mod:`hpo_core.aggregation`. Default: ``aggregation.token_mean(batch)``.
+        weights: ``[S]`` float32 from :mod:`hpo_core.aggregation`. Default: ``aggregation.token_mean(batch)``, where the
+            batch is the whole optimiser step: on one rank, and no part of ``batch.micro_batches``.
         rollout_logp: the same shape; log-probabilities as the sampler gave them, for gates with corrections or on the
             total ratio. Without it the sampler is taken to be the policy of ``old_logp``: no correction of their
             discrepancy.
@@ -105,8 +105,12 @@ def policy_loss(
         token_mask: bool ``[T]``: tokens whose policy term counts. Denominators stay those of ``weights``.
         token_weight: float ``[T]``: factor on the policy term.
         bounds: ``(low, high)`` each ``[T]`` or None: ratio bounds per token, in place of the gate's where it has them.
-        target: ``[S]`` or ``[T]``: what the heads TARGET and NEGATIVE_AWARE compare the ratio with; only those take it.
-        penalty_mask: bool ``[T]``: who pays the gate's own penalty. Default: every valid token.
+        target: one for each advantage, at their level: what the heads TARGET and NEGATIVE_AWARE compare the ratio with;
+            only those take it.
+        penalty_mask: bool ``[T]``: the tokens that pay the gate's own penalty. Default: every valid token.
+        advantage_level: what advantages belong to: ``"row"``, the default; ``"token"``: ``[T]`` (or ``[B, L]``);
+            ``"step"``: ``[N]``; ``"trajectory"``, ``"group"``, ``"domain"``: entry i belongs to id i. It is said, never
+            read off a shape, which may fit several.
         return_tokens: also return loss_t ``[T]`` (detached; not multiplied by ``weights``).
         aggregates: by level (``"step"``, ``"trajectory"``, ``"group"``, ``"domain"``), what stands in the place of the
             aggregates of this call's tokens, for a level routed STOPPED whose segments other micro-batches have, too:
@@ -118,7 +122,7 @@ def policy_loss(
             All ranks make the same calls in the same order, each on a batch of its own that all make anew together:
             the first call with a batch gathers the ids. ``loss`` is the sum over this rank's tokens, the gradient that
             of the sum of all ranks' losses; ``weights`` must count the tokens of all ranks (``process_group=`` or
-            ``total=`` of :mod:`hpo_core.aggregation`).
+            ``total=`` of :mod:`hpo_core.aggregation`, with ``gradient_reduction=``).
         level_metrics: also return what each level of the gate observed, a :class:`~hpo_core.LevelMetrics`: made of the
             sums of its segments, without another sweep over log-probabilities; nothing else changes. ``gspo`` and
             others with quick kernels take the way of all levels for it, within rounding of the same gradient.
@@ -143,7 +147,7 @@ def policy_loss(
         token_mask, token_weight, bounds, target, penalty_mask, advantage_level, aggregates,
         process_group, level_metrics, correction_metrics, backend,
     )  # fmt: skip
-    return _run(inputs, spec, return_tokens, level_metrics, backend, exchange, corrections)
+    return _run(inputs, spec, return_tokens, level_metrics, process_group, backend, exchange, corrections)
 
 
 def policy_loss_and_grad(
@@ -193,7 +197,7 @@ def policy_loss_and_grad(
         loss = loss.detach()
     else:
         loss, vector, grad = ops.policy_loss_and_grad(inputs, spec, backend, exchange)
-    metrics = observed(vector)
+    metrics = observed(vector, process_group)
     levels = _levels(inputs, spec, metrics, exchange) if level_metrics else None
     return PolicyLossAndGrad(loss, metrics, grad, levels, corrections)
 
@@ -234,10 +238,12 @@ def hierarchical_policy_loss(
 
     Args:
         rewards: ``[S]``, ``[N]`` with an estimator of steps, or what the estimator takes.
-        batch: with ``group_ids`` (without them the batch is one group).
-        advantage: an estimator, or ``functools.partial`` of one, called as ``advantage(rewards, batch.group_ids)``; one
-            of steps with those of ``group_ids`` and ``trajectory_ids`` ``[N]`` that it takes, one of tokens with
-            ``batch=``. What else it needs, such as ``anchor_ids``, comes with the partial.
+        batch: with ``group_ids``, if the estimator takes them.
+        advantage: an estimator, or ``functools.partial`` of one, or a function of your own. It is called with the
+            rewards and, by name, those of ``group_ids``, ``trajectory_ids`` (of steps ``[N]``), ``batch`` (of tokens)
+            and ``backend`` that it takes. What else it needs, such as ``anchor_ids``, comes with the partial;
+            ``partial(grpo, group_ids=None)`` says that the whole batch is one group, as equal ids do.
+        advantage_level: Default: what the estimator says of itself; ``"row"`` for functions that say nothing.
         threshold: what ``window.fit`` returned for the whole optimiser step. Default: fitted on this batch.
         everything else: as in :func:`policy_loss`.
 
@@ -251,7 +257,7 @@ def hierarchical_policy_loss(
     batch = _as_batch(batch)
     level = level_of(advantage)
     advantages = _advantages(advantage, level, rewards, batch, backend)
-    if advantage_level is None and level != "row":
+    if advantage_level is None:
         advantage_level = level
     score = None
     if window is not None and threshold is None:
@@ -264,7 +270,7 @@ def hierarchical_policy_loss(
         token_mask, token_weight, bounds, target, penalty_mask, advantage_level, aggregates,
         process_group, level_metrics, correction_metrics, backend,
     )  # fmt: skip
-    return _run(inputs, spec, return_tokens, level_metrics, backend, exchange, corrections)
+    return _run(inputs, spec, return_tokens, level_metrics, process_group, backend, exchange, corrections)
 
 
 # --------------------------------------------------------------------------------------------------- the call
@@ -273,12 +279,22 @@ def hierarchical_policy_loss(
 def _advantages(
     estimator: Callable[..., torch.Tensor], level: str, rewards: torch.Tensor, batch: PackedBatch, backend: str | None
 ) -> torch.Tensor:
-    asked: dict[str, Any] = {} if backend is None else {"backend": backend}
-    if level == "row":
-        return estimator(rewards, batch.group_ids, **asked)
-    of_tokens = {"batch": batch, "group_ids": batch.group_ids}
-    given = given_to(estimator, **(of_tokens if level == "token" else batch.ids_of_steps()))
-    advantages = estimator(rewards, **given, **asked)
+    given: dict[str, Any] = {"group_ids": batch.group_ids}
+    if level == "token":
+        given["batch"] = batch
+    elif level == "step":
+        given |= batch.ids_of_steps()
+    if backend is not None:
+        given["backend"] = backend
+    given = given_to(estimator, **given)
+    name = getattr(getattr(estimator, "func", estimator), "__name__", "estimator")
+    check(
+        "group_ids" not in given or batch.group_ids is not None,
+        "group_ids: {} normalises within prompt groups and the batch has no ids, which would make one of all prompts; "
+        "pass group_ids [S] to PackedBatch, equal for rollouts of one prompt (zeros if all are)",
+        name,
+    )
+    advantages = estimator(rewards, **given)
     check_type(
         isinstance(advantages, torch.Tensor),
         "advantage: expected an estimator of one tensor, got {}; take a stream of it and call policy_loss",
@@ -292,6 +308,7 @@ def _run(
     spec: PolicyLossSpec,
     return_tokens: bool,
     level_metrics: bool,
+    process_group: torch.distributed.ProcessGroup | None,
     backend: str | None,
     exchange: Beyond | None,
     corrections: tuple[Metrics, ...],
@@ -300,7 +317,7 @@ def _run(
         loss, vector, tokens = resolve("gates", inputs.logp, backend).policy_loss(inputs, spec, exchange)
     else:
         loss, vector, tokens = ops.policy_loss(inputs, spec, backend, return_tokens, exchange)
-    metrics = observed(vector)
+    metrics = observed(vector, process_group)
     levels = _levels(inputs, spec, metrics, exchange) if level_metrics else None
     if tokens is None or not return_tokens:
         return PolicyLoss(loss, metrics, None, levels, corrections)
@@ -368,7 +385,8 @@ def _prepare(
         check_type(isinstance(window, EntropyWindow), "window: expected one of hpo_core.entropy, got {!r}", window)
         score, value = _selection(window, threshold, score, entropy, batch, backend)
         limit = checked_constant("threshold", value, (1,), "[1] (what window.fit returned)", dtype, device)
-    per_token, level_advantages = _advantage_level(advantages, advantage_level, batch, shape)
+    check_type(isinstance(advantages, torch.Tensor), "advantages: expected a tensor [S], got {}", type(advantages))
+    per_token, level_advantages = batch.of_level("advantages", advantages, advantage_level, shape)
     spec = gate.spec(kl, window is not None and window.strict)
     beyond = process_group is not None or aggregates is not None or level_metrics
     if beyond:
@@ -392,7 +410,7 @@ def _prepare(
         units = tuple(correction.unit for correction in gate.corrections if correction.unit is not None)
         exchange = exchange_of(batch, spec, gate.name, units, process_group, aggregates)
     if weights is None:
-        weights = batch.once(aggregation.token_mean)
+        weights = aggregation.default(batch)
     inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond
         logp,
         None if old_logp is None else token("old_logp", old_logp),
@@ -417,9 +435,9 @@ def _prepare(
     if plain:
         return inputs, spec, exchange, ()
     if target is not None:
-        per_token = target.shape == shape != (batch.rows,)
-        expected = shape if per_token else (batch.rows,)
-        target = checked_constant("target", target, expected, "[S] (one per row) or [T] (that of logp)", dtype, device)
+        check_type(isinstance(target, torch.Tensor), "target: expected a tensor like advantages, got {}", type(target))
+        _, target = batch.of_level("target", target, advantage_level, shape)
+        target = checked_constant("target", target, None, "", dtype, device)
         inputs = inputs._replace(target=target, target_per_token=per_token)
     if penalty_mask is not None:
         inputs = inputs._replace(penalty_mask=token("penalty_mask", penalty_mask, torch.bool))
@@ -516,48 +534,3 @@ def _selection(
         )
         threshold = window.fit_score(score, backend=backend)
     return score, threshold.threshold if isinstance(threshold, WindowState) else threshold
-
-
-def _advantage_level(
-    advantages: torch.Tensor, level: str | None, batch: PackedBatch, shape: torch.Size
-) -> tuple[bool, torch.Tensor]:
-    """Whether advantages are per token, and they themselves per token or per row."""
-    check_type(isinstance(advantages, torch.Tensor), "advantages: expected a tensor [S], got {}", type(advantages))
-    steps = batch.num_steps
-    if level is None and steps is None and advantages.shape == (batch.rows,) != shape:
-        return False, advantages  # nearly always, and microseconds before what follows
-    lengths: dict[str, tuple[int, ...]] = {"token": shape, "row": (batch.rows,)}
-    if steps is not None:
-        lengths["step"] = (steps,)
-    if level is None:
-        fits = [name for name in lengths if advantages.shape == lengths[name]]
-        if len(fits) != 1:
-            known = ", ".join(f"{name} {list(length)}" for name, length in lengths.items())
-            if fits:
-                raise ValueError(
-                    f"advantage_level: advantages of shape {list(advantages.shape)} fit {' and '.join(fits)}; say which"
-                )
-            raise ValueError(
-                f"advantages: expected one per row, token or step ({known}), got {list(advantages.shape)}; "
-                f"for trajectories, groups and domains give advantage_level"
-            )
-        level = fits[0]
-    check(level in _LEVELS, "advantage_level: expected one of {}, got {!r}", _LEVELS, level)
-    if level in lengths:
-        if advantages.shape != lengths[level]:
-            check_shape("advantages", advantages, lengths[level], f"(one per {level})")
-        if level != "step":
-            return level == "token", advantages
-        return True, batch.spread_steps(advantages).reshape(shape)
-    ids = {"trajectory": batch.trajectory_ids, "group": batch.group_ids, "domain": batch.domain_ids}.get(level)
-    check(ids is not None, "advantage_level: {!r} needs {}_ids in the batch", level, level)
-    assert ids is not None
-    check(advantages.dim() == 1, "advantages: expected one per {}, got shape {}", level, list(advantages.shape))
-    inside = (ids >= 0) & (ids < advantages.numel())
-    chosen = (
-        advantages[ids.clamp(0, max(advantages.numel() - 1, 0))]
-        if advantages.numel()
-        else advantages.new_zeros(batch.rows)
-    )
-    # An id without an advantage gets NaN: the loss leaves its tokens out and counts them in metrics.bad_advantages.
-    return False, torch.where(inside, chosen, torch.full_like(chosen, torch.nan))

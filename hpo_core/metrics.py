@@ -135,11 +135,12 @@ class Metrics:
 _DEBUG = os.environ.get("HPO_CORE_DEBUG") == "1"  # once: a call of the loss has no microseconds to spare
 
 
-def observed(vector: torch.Tensor) -> Metrics:
-    """The metrics of one call; under ``HPO_CORE_DEBUG=1`` a flag is an error. Synchronises there and nowhere else."""
+def observed(vector: torch.Tensor, group: torch.distributed.ProcessGroup | None = None) -> Metrics:
+    """The metrics of one call; under ``HPO_CORE_DEBUG=1`` a flag is an error, with a group on all its ranks at once, so
+    that none waits for one that has raised. Synchronises there and nowhere else."""
     metrics = Metrics(vector)
     if _DEBUG and not torch.compiler.is_compiling():
-        metrics.raise_for_flags()
+        (metrics if group is None else metrics.all_reduce(group)).raise_for_flags()
     return metrics
 
 

@@ -14,11 +14,15 @@ from contextvars import ContextVar
 import torch
 import torch.distributed
 
-from .checks import check
+from .checks import check, check_type
 
 __all__ = ["common_ids", "gather", "merged", "ranks", "spanned", "sum_of_ranks"]
 
 Group = torch.distributed.ProcessGroup
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_FORM = 5  # of what a rank gives, in numbers: its length, the place of its dtype, its dimensions, and two more sizes
 
 _GROUP: ContextVar[Group | None] = ContextVar("hpo_core_ranks", default=None)
 
@@ -40,15 +44,35 @@ def ranks() -> Group | None:
 
 
 def gather(own: torch.Tensor, group: Group) -> list[torch.Tensor]:
-    """``own`` ``[n, ...]`` of every rank, in their order; n may differ. Synchronises: sizes are read."""
-    count = torch.distributed.get_world_size(group)
-    sizes = torch.empty(count, dtype=torch.int64, device=own.device)
-    torch.distributed.all_gather(list(sizes[:, None]), sizes.new_full((1,), len(own)), group=group)
-    padded = own.new_zeros(int(sizes.max()), *own.shape[1:])
-    padded[: len(own)] = own
-    gathered = [torch.empty_like(padded) for _ in range(count)]
+    """``own`` ``[n, ...]`` of every rank, in their order; n may differ. Synchronises: sizes are read.
+
+    A rank that has nothing takes dtype and shape from the others: an empty list is a tensor of floats.
+
+    Raises:
+        TypeError: dtypes or shapes that differ, on every rank alike: none is left waiting.
+    """
+    form = torch.zeros(_FORM, dtype=torch.int64)
+    form[: 2 + own.dim()] = torch.tensor([len(own), _DTYPES.index(own.dtype), own.dim(), *own.shape[1:]])
+    forms = torch.empty(torch.distributed.get_world_size(group), _FORM, dtype=torch.int64, device=own.device)
+    torch.distributed.all_gather(list(forms), form.to(own.device), group=group)
+    sizes = forms[:, 0].tolist()
+    given = sorted({tuple(form) for size, *form in forms.tolist() if size > 0})
+    check_type(
+        len(given) <= 1,
+        "process_group: expected tensors of one dtype and one shape behind the first size on all ranks, got {}",
+        " and ".join(f"{_DTYPES[kind]} {shape[: dimensions - 1]}" for kind, dimensions, *shape in given),
+    )
+    if not given:
+        return [own] * len(sizes)
+    kind, dimensions, *shape = given[0]
+    # Collectives do not take bools.
+    sent = torch.uint8 if _DTYPES[kind] is torch.bool else _DTYPES[kind]
+    padded = torch.zeros(max(sizes), *shape[: dimensions - 1], dtype=sent, device=own.device)
+    if len(own):
+        padded[: len(own)] = own.detach()
+    gathered = [torch.empty_like(padded) for _ in sizes]
     torch.distributed.all_gather(gathered, padded, group=group)
-    return [each[:size] for each, size in zip(gathered, sizes.tolist(), strict=True)]
+    return [each[:size].to(_DTYPES[kind]) for each, size in zip(gathered, sizes, strict=True)]
 
 
 def merged(table: torch.Tensor, ids: torch.Tensor | None, group: Group) -> torch.Tensor:

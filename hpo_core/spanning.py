@@ -112,7 +112,7 @@ class _Span(NamedTuple):
 
 
 def _span_of(batch: PackedBatch, units: tuple[Unit, ...], group: Group) -> _Span:
-    span: _Span = batch.once(_make_span, units, group)
+    span: _Span = batch.once(_make_span, units, group, static=True)
     return span
 
 

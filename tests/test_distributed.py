@@ -56,13 +56,13 @@ def compute(rank):
     local, local_tokens, _ = step.part(mine)
 
     for mode, (weights_of, count) in MODES.items():
-        found[mode, "reduced"] = weights_of(local, process_group=world)
+        found[mode, "reduced"] = weights_of(local, process_group=world, gradient_reduction="sum")
         found[mode, "mean"] = weights_of(local, process_group=world, gradient_reduction="mean")
-        found[mode, "given"] = weights_of(local, total=step.totals[count])
+        found[mode, "given"] = weights_of(local, total=step.totals[count], gradient_reduction="sum")
     selected = step.entropy[local_tokens] > 0.5
-    found["selected"] = aggregation.token_mean(local, process_group=world, selected=selected)
+    found["selected"] = aggregation.token_mean(local, process_group=world, gradient_reduction="sum", selected=selected)
 
-    weights = aggregation.token_mean(step.batch, total=step.totals["tokens"])
+    weights = aggregation.token_mean(step.batch, total=step.totals["tokens"], gradient_reduction="sum")
     for name, gate in GATES.items():
         loss, grads, metrics = torch.zeros(()), torch.zeros_like(step.logp), None
         for rows in SHARES[rank]:

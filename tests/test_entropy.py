@@ -354,7 +354,7 @@ def test_micro_batches_share_the_threshold_of_the_step(backend):
         state = window.fit(values, batch, backend=backend)
         whole = window.apply(values, batch, state, backend=backend)
         own = []
-        for part, tokens in batch.micro_batches(7):
+        for part, _, _, tokens in batch.micro_batches(7):
             assert torch.equal(window.apply(values[tokens], part, state, backend=backend), whole[tokens])
             fitted = window.fit(values[tokens], part, backend=backend)
             own.append(window.apply(values[tokens], part, fitted, backend=backend))

@@ -114,8 +114,9 @@ def test_draws_depend_on_the_seed_only():
     generator = torch.Generator().manual_seed(0)
     logp, advantages = torch.randn(2, 4000, generator=generator)
     take = functools.partial(
-        gates.clip_cov_mask, logp, logp, advantages, hpo.PackedBatch.from_lengths([4000]), share=0.02, low=0.1, high=50
-    )
+        gates.clip_cov_mask, logp, logp, advantages, hpo.PackedBatch.from_lengths([4000]), share=0.02, low=0.1, high=50,
+        advantage_level="token",
+    )  # fmt: skip
     first = take(seed=1)
     assert torch.equal(first, take(seed=1))
     assert not torch.equal(first, take(seed=2))
@@ -144,8 +145,8 @@ def test_rec_ring_mask_by_hand():
     batch = hpo.PackedBatch.from_lengths([9])
     batch = hpo.PackedBatch(batch.cu_seqlens, torch.arange(9) < 8)
     for advantage, kept in ((1.0, [0, 3, 4]), (0.0, [0, 3, 4]), (-1.0, [3, 4, 7])):
-        for given in (torch.tensor([advantage]), torch.full((9,), advantage)):
-            mask = gates.rec_ring_mask(ratio.log(), torch.zeros(9), given, batch)
+        for level, given in (("row", torch.tensor([advantage])), ("token", torch.full((9,), advantage))):
+            mask = gates.rec_ring_mask(ratio.log(), torch.zeros(9), given, batch, advantage_level=level)
             assert mask.nonzero().flatten().tolist() == kept
     edges = torch.tensor([math.log1p(each) for each in (-0.5, -0.25, 0.25, 1.0)], dtype=torch.float64)
     run = functools.partial(gates.rec_ring_mask, near=(0.25, 0.25), far=(0.5, 1.0))

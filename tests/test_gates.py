@@ -233,8 +233,7 @@ def test_tiles_that_a_mask_leaves_whole_or_empty(gate):
     assert call(logp, batch) == call(logp, batch, return_tokens=True)  # which takes another way
     assert not hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, backend="cpu").grad[~mask].any()
     everything, every_logp = torch.ones_like(mask), logp.nan_to_num(-1.0)
-    unmasked = hpo.PackedBatch.from_padded(everything)
-    unmasked.mask = None
+    unmasked = hpo.PackedBatch.from_padded(everything).replace(mask=None)
     assert call(every_logp, hpo.PackedBatch.from_padded(everything)) == call(every_logp, unmasked)
 
 

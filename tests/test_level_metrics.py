@@ -236,7 +236,7 @@ def test_every_call_observes_the_same(name, backend):
     out.loss.backward()
     with torch.no_grad():
         without = hpo.policy_loss(*arguments, **keywords, advantage_level="row")
-    single = hpo.hierarchical_policy_loss(*arguments, **keywords, advantage=lambda rewards, ids, backend: rewards)
+    single = hpo.hierarchical_policy_loss(*arguments, **keywords, advantage=lambda rewards: rewards)
     for each in (out, without, single):
         assert torch.equal(each.levels.table, expected.table)
         assert (each.levels.units, each.levels.split) == (expected.units, gate.split)
@@ -335,8 +335,11 @@ def test_no_value_of_offsets_is_dangerous(backend):
         offsets, steps = (torch.randint(-size, size, shape, generator=draw) for shape in ((6,), (7, 2)))
         batch = hpo.PackedBatch(offsets, total_tokens=8, steps=steps, group_ids=offsets[1:], validate=False)
         for gate in (GATES["two_scale"], RatioGate("group", SMALL, levels((Tanh(0.1), GROUP)))):
-            for advantages in (torch.ones(5), torch.ones(8)):
-                out = hpo.policy_loss(torch.ones(8), None, advantages, batch, gate, level_metrics=True, backend=backend)
+            for level, count in (("row", 5), ("token", 8)):
+                out = hpo.policy_loss(
+                    torch.ones(8), None, torch.ones(count), batch, gate, level_metrics=True, backend=backend,
+                    advantage_level=level,
+                )  # fmt: skip
                 found = out.levels.table[:, [name.endswith("_positive") for name in slots(False)]]
                 assert bool((found >= 0).all())
 

@@ -162,8 +162,9 @@ def test_padded_in_and_out(backend):
         assert result.grad.shape == (3, 5) and torch.equal(result.grad.reshape(-1), expected.grad)
     per_token = advantages[:, None].expand(3, 5)
     result = hpo.policy_loss(
-        logp, old_logp, per_token, mask, GATE, bounds=(None, scores.exp() + 1), return_tokens=True, backend=backend
-    )
+        logp, old_logp, per_token, mask, GATE, bounds=(None, scores.exp() + 1), return_tokens=True, backend=backend,
+        advantage_level="token",
+    )  # fmt: skip
     assert result.tokens.shape == (3, 5)
 
 
@@ -197,14 +198,14 @@ def test_float64_is_for_the_reference(example):
 # ---------------------------------------------------------------------------------------------------------- levels
 
 
-def test_levels_are_read_from_the_shape(example):
+def test_levels_within_the_row(example):
     per_row = example.grad()
-    per_token = example.grad(advantages=one_per_token(example, example.advantages))
+    per_token = example.grad(advantages=one_per_token(example, example.advantages), advantage_level="token")
     same(per_row, per_token)
     steps = torch.tensor([[0, 4], [4, 7], [7, 9], [9, 12], [12, 12]])
     batch = hpo.PackedBatch(example.batch.cu_seqlens, example.mask, steps=steps)
     per_step = torch.cat((example.advantages[[0, 1, 3, 3]], torch.ones(1)))
-    same(example.grad(advantages=per_step, batch=batch), per_row)
+    same(example.grad(advantages=per_step, batch=batch, advantage_level="step"), per_row)
 
 
 @pytest.mark.parametrize("level", ["trajectory", "group", "domain"])
@@ -224,14 +225,55 @@ def test_an_id_without_an_advantage_is_counted(example):
         assert result.metrics["bad_advantages"] == left_out and (result.grad[4:] == 0).all()
 
 
-def test_ambiguous_levels():
-    batch = hpo.PackedBatch.from_lengths([1, 1], cu_steps=torch.tensor([0, 1, 2]))
-    logp = torch.zeros(2)
-    message = r"advantage_level: advantages of shape \[2\] fit token and row and step; say which"
-    with pytest.raises(ValueError, match=message):
-        hpo.policy_loss(logp, None, torch.ones(2), batch)
-    for level in ("token", "row", "step"):
-        assert hpo.policy_loss(logp, None, torch.ones(2), batch, advantage_level=level).loss == -1
+def test_levels_of_equal_sizes():
+    """A row of two tokens and an empty one: advantages of rows, unless another level is said."""
+    batch = hpo.PackedBatch(torch.tensor([0, 2, 2]), steps=torch.tensor([[0, 1], [2, 2]]))
+    logp, advantages = torch.zeros(2), torch.tensor([1.0, -3.0])
+    for level, grad in ((None, [-1, -1]), ("row", [-1, -1]), ("token", [-1, 3]), ("step", [-1, 0])):
+        out = hpo.policy_loss_and_grad(logp, None, advantages, batch, advantage_level=level)
+        assert (2 * out.grad).tolist() == grad
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cu_steps"),
+    [([1, 1], [0, 1, 2]), ([4, 4], [0, 4, 8]), ([2, 2, 0], [0, 1, 2, 4]), ([3], [0, 1, 3]), ([1], [0, 1]), ([], [0])],
+)
+def test_the_single_call_knows_the_level_of_its_estimator(lengths, cu_steps):
+    """Whatever the numbers of tokens, steps and rows happen to be."""
+    ids = torch.zeros(max(len(lengths), len(cu_steps)), dtype=torch.int64)
+    batch = hpo.PackedBatch.from_lengths(lengths, cu_steps=torch.tensor(cu_steps), group_ids=ids[: len(lengths)])
+    logp = torch.zeros(batch.total_tokens)
+    of_steps = functools.partial(hpo.advantages.gigpo, anchor_ids=ids[: batch.num_steps])
+    for estimator, level, count in ((hpo.advantages.grpo, "row", batch.rows), (of_steps, "step", batch.num_steps)):
+        rewards = torch.arange(1.0, count + 1)
+        given = batch.ids_of_steps() if level == "step" else {"group_ids": batch.group_ids}
+        expected = hpo.policy_loss(logp, None, estimator(rewards, **given), batch, advantage_level=level)
+        got = hpo.hierarchical_policy_loss(logp, None, rewards, batch, advantage=estimator)
+        assert torch.equal(got.loss, expected.loss)
+        said = hpo.hierarchical_policy_loss(logp, None, rewards, batch, advantage=estimator, advantage_level=level)
+        assert torch.equal(said.loss, expected.loss)
+
+
+def test_a_function_that_says_no_level_is_one_of_rows_unless_the_call_says():
+    batch = hpo.PackedBatch(torch.tensor([0, 2, 2]), group_ids=torch.tensor([0, 0]))
+    run = functools.partial(hpo.hierarchical_policy_loss, torch.zeros(2), None, torch.tensor([1.0, -3.0]), batch)
+    assert run(advantage=lambda rewards, group_ids: rewards).loss == -1
+    assert run(advantage=lambda rewards, group_ids: rewards, advantage_level="token").loss == 1
+
+
+def test_targets_have_the_level_of_the_advantages():
+    """One per advantage, whatever sizes happen to be equal."""
+    steps, ids = torch.tensor([[0, 1], [1, 2]]), torch.tensor([0, 3])
+    batch = hpo.PackedBatch(torch.tensor([0, 2, 2]), steps=steps, group_ids=ids)
+    advantages = torch.tensor([1.0, -1.0])
+    target = hpo.gates.bpo_target(advantages)
+    run = functools.partial(hpo.policy_loss_and_grad, torch.zeros(2), None, advantages, batch, hpo.gates.bpo())
+    for level, grad in ((None, [-1, -1]), ("token", [-1, 1]), ("step", [-1, 1]), ("group", [-1, -1])):
+        assert (2 * run(advantage_level=level, target=target).grad).tolist() == grad
+    with pytest.raises(ValueError, match=r"target: expected shape \(one per token\) = \[2\], got \[1\]"):
+        run(advantage_level="token", target=target[:1])
+    with pytest.raises(ValueError, match=r"target: expected shape \[S\] \(one per row\) = \[2\], got \[3\]"):
+        run(target=torch.ones(3))
 
 
 # ---------------------------------------------------------------------------------------------------------- errors
@@ -243,7 +285,12 @@ def error_cases():
     window = entropy.forking_tokens()
     state = window.fit(example.entropy, batch)
     stepped = hpo.PackedBatch.from_lengths([2, 2], cu_steps=torch.tensor([0, 1, 2, 4]))
-    padded = {"logp": torch.zeros(2, 3), "old_logp": None, "advantages": torch.ones(2), "batch": torch.ones(2, 3)}
+    padded = {
+        "logp": torch.zeros(2, 3),
+        "old_logp": None,
+        "advantages": torch.ones(2),
+        "batch": torch.ones(2, 3).bool(),
+    }
     elsewhere = torch.zeros(TOKENS, device="meta")
     selecting = {"window": window, "entropy": example.entropy, "threshold": state}
     return [
@@ -320,11 +367,15 @@ def error_cases():
         (
             {"advantages": torch.ones(7)},
             ValueError,
-            "advantages: expected one per row, token or step (token [12], row [4]), got [7]; "
-            "for trajectories, groups and domains give advantage_level",
+            "advantages: expected shape [S] (one per row) = [4], got [7]; "
+            "or say advantage_level='token' ([12]), 'trajectory', 'group' or 'domain'",
         ),
-        ({"advantages": torch.ones(4, 1)}, ValueError, "advantages: expected one per row, token or step"),
-        ({"advantages": mask}, TypeError, "advantages: expected dtype float32, got bool"),
+        ({"advantages": torch.ones(4, 1)}, ValueError, "expected shape [S] (one per row) = [4], got [4, 1]"),
+        (
+            {"advantages": mask, "advantage_level": "token"},
+            TypeError,
+            "advantages: expected dtype float32, got bool",
+        ),
         ({"advantages": torch.ones(4, requires_grad=True)}, ValueError, "advantages: it is a constant of the loss"),
         ({"advantages": torch.ones(4, device="meta")}, ValueError, "advantages: expected device cpu"),
         ({"advantage_level": "tokens"}, ValueError, "advantage_level: expected one of ('token', 'step', 'row'"),
@@ -344,7 +395,7 @@ def error_cases():
         (
             {"logp": torch.zeros(4), "old_logp": None, "batch": stepped, "advantages": torch.ones(5)},
             ValueError,
-            "(token [4], row [2], step [3]), got [5]",
+            "(one per row) = [2], got [5]; or say advantage_level='token' ([4]), 'step' ([3]), 'trajectory'",
         ),
         # backend
         ({"backend": "gpu"}, ValueError, "backend: expected one of reference, cpu"),
@@ -420,13 +471,15 @@ def test_the_single_call_is_the_three_calls(example, advantage, gate, scope, bac
 def test_the_single_call_without_a_window_or_groups(example):
     rewards = torch.tensor([1.0, 0.0, 2.0, 1.0])
     ungrouped = hpo.PackedBatch(example.batch.cu_seqlens, example.mask)
-    result = hpo.hierarchical_policy_loss(example.logp, example.old_logp, rewards, ungrouped)
+    one_group = functools.partial(hpo.advantages.grpo, group_ids=None)
+    result = hpo.hierarchical_policy_loss(example.logp, example.old_logp, rewards, ungrouped, advantage=one_group)
     same(result, example.loss(advantages=hpo.advantages.grpo(rewards, None), batch=ungrouped))
 
 
 def test_the_single_call_takes_a_padded_mask():
-    logp, mask, rewards = torch.randn(2, 3), torch.ones(2, 3), torch.tensor([1.0, 0.0])
-    result = hpo.hierarchical_policy_loss(logp, None, rewards, mask)
+    logp, mask, rewards = torch.randn(2, 3), torch.ones(2, 3).bool(), torch.tensor([1.0, 0.0])
+    one_group = functools.partial(hpo.advantages.grpo, group_ids=None)
+    result = hpo.hierarchical_policy_loss(logp, None, rewards, mask, advantage=one_group)
     same(result, hpo.policy_loss(logp, None, hpo.advantages.grpo(rewards, None), mask))
 
 
@@ -450,6 +503,50 @@ def test_errors_of_the_single_call(example, keywords, error, message):
 
 
 # ------------------------------------------------------------------------------------------- estimators in the call
+
+
+def of_rows(rewards, group_ids):
+    return rewards
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        hpo.advantages.grpo,
+        functools.partial(hpo.advantages.rloo, singleton="raw"),
+        functools.partial(hpo.advantages.gigpo, anchor_ids=torch.zeros(2, dtype=torch.int64)),
+        hpo.advantages.over_ranks(hpo.advantages.grpo),
+        functools.partial(hpo.advantages.otb, chosen_probability=torch.ones(4), moment=torch.ones(4)),
+        of_rows,
+    ],
+)
+def test_forgotten_groups_are_no_single_group(estimator):
+    """Two prompts of two answers each, with rewards around 0 and around 10."""
+    batch = hpo.PackedBatch.from_lengths([2, 2], cu_steps=torch.tensor([0, 2, 4]))
+    message = r"group_ids: \w+ normalises within prompt groups and the batch has no ids, .*; pass group_ids \[S\] to"
+    with pytest.raises(ValueError, match=message):
+        hpo.hierarchical_policy_loss(torch.zeros(4), None, torch.ones(2), batch, advantage=estimator)
+
+
+def test_one_group_is_said():
+    batch = hpo.PackedBatch.from_lengths([1, 1, 1, 1])
+    rewards, logp = torch.tensor([1.0, 0.0, 11.0, 10.0]), torch.zeros(4)
+    grouped = batch.replace(group_ids=torch.tensor([0, 0, 1, 1]))
+    one = functools.partial(hpo.advantages.dr_grpo, group_ids=None)
+    run = functools.partial(hpo.hierarchical_policy_loss, logp, None, rewards, return_tokens=True)
+    assert run(batch, advantage=one).tokens.tolist() == [4.5, 5.5, -5.5, -4.5]
+    assert run(grouped, advantage=one).tokens.tolist() == [4.5, 5.5, -5.5, -4.5]
+    assert run(grouped, advantage=hpo.advantages.dr_grpo).tokens.tolist() == [-0.5, 0.5, -0.5, 0.5]
+
+
+def test_estimators_without_groups_need_none():
+    """What they take beside rewards is no ids."""
+    batch, rewards, logp = hpo.PackedBatch.from_lengths([2, 2]), torch.tensor([1.0, 0.0]), torch.zeros(4)
+    run = functools.partial(hpo.hierarchical_policy_loss, logp, None, return_tokens=True, backend="cpu")
+    for each in (batch, batch.replace(group_ids=torch.tensor([0, 0]))):
+        out = run(rewards > 0, each, advantage=hpo.advantages.negative_sample)
+        assert out.tokens.tolist() == [0, 0, 1, 1]
+        assert run(rewards, each, advantage=lambda rewards: rewards).tokens.tolist() == [-1, -1, 0, 0]
 
 
 def test_the_single_call_takes_estimators_of_steps(backend):
@@ -503,7 +600,8 @@ def test_the_single_call_takes_estimators_of_tokens(backend):
         logp, None, rewards, batch, advantage=hpo.advantages.reinforce_pp, backend=backend
     )
     advantages = hpo.advantages.reinforce_pp(rewards, batch, backend=backend)
-    assert torch.equal(whole.loss, hpo.policy_loss(logp, None, advantages, batch, backend=backend).loss)
+    alone = hpo.policy_loss(logp, None, advantages, batch, advantage_level="token", backend=backend)
+    assert torch.equal(whole.loss, alone.loss)
 
 
 def test_an_estimator_of_several_streams_is_refused_by_the_single_call():

@@ -192,7 +192,8 @@ def collectives(step, rank, ranks):
             part.run(gate, "cpu", process_group=dist.group.WORLD)
         counts.append(0)
         arguments = (part.logp, part.old_logp, part.advantages, part.batch, TANH)
-        hpo.policy_loss(*arguments, advantage_level="row", process_group=dist.group.WORLD)  # wants no gradient
+        with torch.no_grad():  # wants no gradient
+            hpo.policy_loss(*arguments, weights=part.weights, advantage_level="row", process_group=dist.group.WORLD)
     finally:
         dist.all_reduce, dist.all_gather = originals
     return counts

@@ -84,11 +84,11 @@ def test_nothing_synchronises():
         gates.gbpo_target(make(8), batch.group_ids)
         for level, count in (("trajectory", 5), ("group", 3), ("domain", 2)):
             hpo.policy_loss(logp, None, make(count), batch, advantage_level=level)
-        hpo.policy_loss_and_grad(logp, old_logp, make(64), batch)
+        hpo.policy_loss_and_grad(logp, old_logp, make(64), batch, advantage_level="token")
         stepped = make.batch(steps=make(5, 2, dtype=torch.int64))
-        hpo.policy_loss(logp, old_logp, make(5), stepped)
+        hpo.policy_loss(logp, old_logp, make(5), stepped, advantage_level="step")
         for gate in (hpo.gates.step_gspo(), hpo.gates.reconstructed.two_scale()):
-            hpo.policy_loss(logp, old_logp, make(5), stepped, gate).loss.backward()
+            hpo.policy_loss(logp, old_logp, make(5), stepped, gate, advantage_level="step").loss.backward()
         hpo.policy_loss(make(8, 8).requires_grad_(), None, make(8), make(8, 8, dtype=torch.bool)).loss.backward()
 
 
@@ -172,7 +172,7 @@ def test_no_estimator_of_tokens_and_no_selection_synchronises():
         advantages.BetaTracker(make(5), make(5)).updated(rows, make.ids(), rows)
         advantages.d3s_samples(rows, batch.group_ids, 2), advantages.pf_ppo(rows, batch.group_ids)
         advantages.vpo(make(8, 3, 2), batch.group_ids, make(4, 2))
-        stepped = make.batch(steps=make(5, 2, dtype=torch.int64))
+        stepped = make.batch(steps=make(5, 2, dtype=torch.int64), group_ids=make.ids())
         estimator = functools.partial(advantages.hgpo, anchor_ids=make(5, dtype=torch.int64))
         hpo.hierarchical_policy_loss(tokens, None, make(5), stepped, advantage=estimator)
 

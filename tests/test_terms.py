@@ -40,7 +40,7 @@ def inputs_of(gate, example, seed):
     tokens, rows = example.logp.numel(), example.weights.numel()
     given = {}
     if gate.takes_target:
-        target = torch.rand(rows if seed % 2 else tokens, generator=draw)
+        target = torch.rand(tokens if seed % 2 else rows, generator=draw)  # as many as advantages, below
         given["target"] = 0.2 + 0.6 * target if gate.head is Head.NEGATIVE_AWARE else 0.9 + 0.2 * target
     if gate.penalty_coefficient and seed % 2:
         given["penalty_mask"] = torch.rand(tokens, generator=draw) < 0.5
@@ -97,7 +97,7 @@ def test_a_row_longer_than_any_tile(head, native_backends):
     for backend in native_backends:
         long, other = LONG.get(backend, (20_000, 9000))
         example = Example(1, (long, 3, other), several=False)
-        judged(example, gate, [backend], **inputs_of(gate, example, 1))
+        judged(example, gate, [backend], **inputs_of(gate, example, 5))
 
 
 @pytest.mark.parametrize("head", [Head.SIMPLE, Head.TARGET, Head.NEGATIVE_AWARE])

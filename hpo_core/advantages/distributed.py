@@ -52,7 +52,9 @@ def over_ranks(
         getattr(estimator, "__name__", estimator),
     )
     run: Any = functools.partial(_with_tables if tables else _run, estimator, process_group)
-    run.level, run.__signature__ = level, inspect.signature(estimator)  # the single call asks for both
+    run.level, run.__signature__ = level, inspect.signature(estimator)  # the single call asks for both, and for names
+    fixed = getattr(estimator, "keywords", {})
+    run.parameters = tuple(name for name in run.__signature__.parameters if name not in fixed)
     wrapped: Callable[..., torch.Tensor] = run
     return wrapped
 
@@ -71,16 +73,15 @@ def _run(
         check(not estimator.args, "estimator: expected a partial of keywords only, got {}", estimator.args)
         keywords = estimator.keywords | keywords
         estimator = estimator.func
-    axis = 1 if first.dim() == 2 else 0  # rewards [C, U], or [U]
-    parts = gather(_sent(first.movedim(axis, 0)), group)
+    parts = gather(first.movedim(-1, 0), group)  # rewards [C, U], or [U]
     whole = estimator(
-        torch.cat(parts).to(first.dtype).movedim(0, axis),
+        torch.cat(parts).movedim(0, -1),
         *(_everywhere(each, group) for each in rest),
         **{name: _everywhere(keywords[name], group) for name in sorted(keywords)},  # all ranks in one order
     )
     check_type(isinstance(whole, torch.Tensor), "estimator: expected one that returns a tensor, got {}", type(whole))
     before = sum(map(len, parts[: torch.distributed.get_rank(group)]))
-    return whole[..., before : before + first.shape[axis]]
+    return whole[..., before : before + first.shape[-1]]
 
 
 def _with_tables(
@@ -104,9 +105,4 @@ def _everywhere(given: Any, group: torch.distributed.ProcessGroup) -> Any:
         return [_everywhere(each, group) for each in given]
     if not isinstance(given, torch.Tensor) or given.dim() != 1:
         return given
-    return torch.cat(gather(_sent(given), group)).to(given.dtype)
-
-
-def _sent(tensor: torch.Tensor) -> torch.Tensor:
-    """As collectives take it."""
-    return (tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor.detach()).contiguous()
+    return torch.cat(gather(given, group))

@@ -122,6 +122,7 @@ def estimator(
     def mark(function: Estimator) -> Estimator:
         marked: Any = function
         marked.provenance, marked.level, marked.several, marked.tables = provenance, level, several, tables
+        marked.parameters = tuple(inspect.signature(function).parameters)  # read in every call: microseconds
         return function
 
     return mark
@@ -146,7 +147,10 @@ def takes_tables(estimator: Callable[..., Any]) -> bool:
 
 def given_to(estimator: Callable[..., Any], **given: Any) -> dict[str, Any]:
     """What of this an estimator takes, and no ``functools.partial`` has fixed."""
-    taken, fixed = inspect.signature(estimator).parameters, getattr(estimator, "keywords", {})
+    inner, fixed = getattr(estimator, "func", estimator), getattr(estimator, "keywords", {})
+    taken = getattr(estimator, "parameters", getattr(inner, "parameters", None))
+    if taken is None:
+        taken = inspect.signature(estimator).parameters
     return {name: value for name, value in given.items() if name in taken and name not in fixed}
 
 

@@ -149,6 +149,7 @@ def clip_cov_mask(
     low: float = 1.0,
     high: float = 5.0,
     epsilons: tuple[float, float] = (0.2, 0.2),
+    advantage_level: str | None = None,
 ) -> torch.Tensor:
     """``token_mask`` ``[T]`` for :func:`clip_cov`: False for a few tokens drawn among those of high covariance.
 
@@ -160,13 +161,14 @@ def clip_cov_mask(
         seed: any integer; give every optimiser step its own.
         share, low, high: 2e-4, 1 and 5 as in verl (arXiv 2505.22617).
         epsilons: of the PPO clip.
+        advantage_level: as in :func:`~hpo_core.policy_loss`.
 
     >>> batch = PackedBatch.from_lengths([2, 2])
     >>> logp = torch.tensor([-0.1, -3.0, -0.1, -3.0])
     >>> clip_cov_mask(logp, logp, torch.tensor([2.0, -2.0]), batch, seed=1).sum().item()
     3
     """
-    covariance, advantage, valid = _covariance(logp, advantages, batch)
+    covariance, advantage, valid = _covariance(logp, advantages, batch, advantage_level)
     ratio = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp)).exp()
     clipped = ((advantage > 0) & (ratio > 1 + epsilons[1])) | ((advantage < 0) & (ratio < 1 - epsilons[0]))
     eligible = valid & (covariance > low) & (covariance < high) & ~clipped
@@ -175,16 +177,21 @@ def clip_cov_mask(
 
 
 def kl_cov_mask(
-    logp: torch.Tensor, advantages: torch.Tensor, batch: PackedBatch, *, share: float = 2e-4
+    logp: torch.Tensor,
+    advantages: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    share: float = 2e-4,
+    advantage_level: str | None = None,
 ) -> torch.Tensor:
     """``penalty_mask`` ``[T]`` for :func:`kl_cov`: the ``max(1, floor(share n))`` tokens of highest covariance (arXiv
-    2505.22617).
+    2505.22617). ``advantage_level``: as in :func:`~hpo_core.policy_loss`.
 
     >>> batch = PackedBatch.from_lengths([2, 2])
     >>> kl_cov_mask(torch.tensor([-0.1, -6.0, -0.1, -5.0]), torch.tensor([2.0, -2.0]), batch)
     tensor([ True, False, False, False])
     """
-    covariance, _, valid = _covariance(logp, advantages, batch)
+    covariance, _, valid = _covariance(logp, advantages, batch, advantage_level)
     return _first_of(-covariance, valid, share, valid)
 
 
@@ -209,12 +216,14 @@ def rec_ring_mask(
     batch: PackedBatch,
     near: tuple[float, float] = (0.2, 0.2),
     far: tuple[float, float] = (0.6, 2.0),
+    *,
+    advantage_level: str | None = None,
 ) -> torch.Tensor:
     """``token_mask`` ``[T]`` for :func:`rec_ring`: ``1 - near[0] <= r <= 1 + near[1]``, or for ``A >= 0``
     ``r <= 1 - far[0]``, for ``A < 0`` ``r >= 1 + far[1]`` (Trinity-RFT).
 
     Args:
-        advantages: per row ``[S]`` or per token ``[T]``.
+        advantages, advantage_level: as in :func:`~hpo_core.policy_loss`.
         near, far: epsilons (low, high), 0.2 and 0.2, and 0.6 and 2, as there.
 
     >>> ratio = torch.tensor([0.3, 0.5, 1.0, 1.5, 3.5])
@@ -224,7 +233,7 @@ def rec_ring_mask(
     for name, pair in (("near", near), ("far", far)):
         check(0 <= pair[0] < 1 and pair[1] >= 0, "{}: expected epsilons (low < 1, high), got {}", name, pair)
     valid = _valid(batch)
-    advantage = _per_token(advantages, logp, batch)
+    advantage = _per_token(advantages, batch, advantage_level)
     x = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp))
     inside = (x >= math.log1p(-near[0])) & (x <= math.log1p(near[1]))
     strayed = torch.where(advantage < 0, x >= math.log1p(far[1]), x <= math.log1p(-far[0]))
@@ -283,20 +292,22 @@ def _valid(batch: PackedBatch) -> torch.Tensor:
     return inside if batch.mask is None else inside & batch.mask.reshape(-1)
 
 
-def _per_token(advantages: torch.Tensor, logp: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """``[T]`` from those of rows or of tokens."""
-    if advantages.shape == logp.shape != (batch.rows,):
-        return advantages
-    return advantages[batch.row_of_token().clamp(min=0)]
+def _per_token(advantages: torch.Tensor, batch: PackedBatch, level: str | None) -> torch.Tensor:
+    """``[T]`` from those of any level."""
+    is_per_token, values = batch.of_level("advantages", advantages, level, (batch.total_tokens,))
+    if is_per_token:
+        return values
+    # Tokens of no row take the 0 at the end: a batch may have no rows at all.
+    return torch.cat((values, values.new_zeros(1)))[batch.row_of_token()]
 
 
 def _covariance(
-    logp: torch.Tensor, advantages: torch.Tensor, batch: PackedBatch
+    logp: torch.Tensor, advantages: torch.Tensor, batch: PackedBatch, level: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of advantage and log-probability, the advantage ``[T]``, and which tokens are valid."""
     check_shape("logp", logp, (batch.total_tokens,), "[T]")
     valid = _valid(batch)
-    advantage = _per_token(advantages, logp, batch)
+    advantage = _per_token(advantages, batch, level)
     n = valid.sum().clamp(min=1)
     centred = []
     for values in (advantage, logp.detach()):

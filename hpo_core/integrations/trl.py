@@ -311,18 +311,20 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
     def _weights(self, batch: PackedBatch, inputs: dict[str, Any]) -> torch.Tensor:
         """Row weights ``[B]``: the denominator of ``loss_type``, and of accumulation, which TRL leaves to the loss."""
         kind, steps = self.loss_type, self._accumulated()
-        rows = batch.rows * steps  # TRL counts rows without a valid token too
+        # Each process counts its own rows, also those without a valid token, and their means are averaged: 1 rank.
+        rows = batch.rows * steps
         if kind in ("grpo", "sapo"):
-            return aggregation.seq_mean_token_mean(batch, total=rows)
+            return aggregation.seq_mean_token_mean(batch, total=rows, ranks=1)
         if kind == "bnpo":
-            return aggregation.token_mean(batch, total=batch.row_counts.sum() * steps)
+            return aggregation.token_mean(batch, total=batch.row_counts.sum() * steps, ranks=1)
         if kind == "dr_grpo":
-            return aggregation.fixed_length(batch, self.max_completion_length, total=rows)
+            return aggregation.fixed_length(batch, self.max_completion_length, total=rows, ranks=1)
         if kind == "luspo":
-            return aggregation.seq_mean_token_sum(batch, total=rows)
+            return aggregation.seq_mean_token_sum(batch, total=rows, ranks=1)
         # Counted over the generation batch and over the processes, whose gradients are averaged.
         share = steps / self.args.steps_per_generation if self.model.training else 1.0
-        return aggregation.token_mean(batch, total=inputs["num_items_in_batch"] * (share / self._hpo.processes))
+        total = inputs["num_items_in_batch"] * share
+        return aggregation.token_mean(batch, total=total, ranks=self._hpo.processes)
 
     def _accumulated(self) -> int:
         """Micro-batches whose losses add up to one optimiser step."""

@@ -94,7 +94,7 @@ def _policy_loss(
         gate = gate(config)
         _check_levels(gate)
     steps = turns(response_mask != 0) if any(level.unit is Unit.STEP for level in gate.levels) else None
-    batch = PackedBatch.from_padded(response_mask, steps=steps)
+    batch = PackedBatch.from_padded(response_mask != 0, steps=steps)  # verl's masks are of any dtype
     result = policy_loss(
         log_prob,
         old_log_prob,
@@ -105,6 +105,7 @@ def _policy_loss(
         token_weight=rollout_is_weights,
         # for the metrics: verl counts a token with advantage 0 as clipped only in cispo; its term is 0 either way
         token_mask=advantages != 0 if gate.head is Head.LINEAR else None,
+        advantage_level="token",
         backend=backend,
     )
     return result.loss, _metrics(result.metrics.vector, gate)
@@ -129,21 +130,21 @@ def _weights(mode: str, batch: PackedBatch, info: Mapping[str, Any]) -> torch.Te
     check(ranks == 1 or tokens is not None or not per_token, "batch_num_tokens: {!r} needs it on {} ranks", mode, ranks)
     check(ranks == 1 or rows is not None or not per_row, "global_batch_size: {!r} needs it on {} ranks", mode, ranks)
     if mode == "token-mean":
-        weights = aggregation.token_mean(batch, total=tokens)
+        weights = aggregation.token_mean(batch, total=tokens, ranks=ranks)
     elif mode == "token-sum":
-        weights = torch.ones(batch.rows, dtype=torch.float32, device=batch.device)
+        weights = torch.full((batch.rows,), float(ranks), dtype=torch.float32, device=batch.device)
     elif mode == "seq-mean-token-mean":
-        weights = aggregation.seq_mean_token_mean(batch, total=rows)
+        weights = aggregation.seq_mean_token_mean(batch, total=rows, ranks=ranks)
     elif mode == "seq-mean-token-sum":
-        weights = aggregation.seq_mean_token_sum(batch, total=rows)
+        weights = aggregation.seq_mean_token_sum(batch, total=rows, ranks=ranks)
     elif mode == "seq-mean-token-sum-norm":
         assert batch.padded_shape is not None
         constant = info.get("loss_scale_factor")
-        weights = aggregation.seq_mean_token_sum(batch, total=rows)
+        weights = aggregation.seq_mean_token_sum(batch, total=rows, ranks=ranks)
         weights = weights / (batch.padded_shape[1] if constant is None else constant)
     else:
         raise ValueError(f"loss_agg_mode: expected one of verl's five aggregation modes, got {mode!r}")
-    return weights * ranks
+    return weights
 
 
 def _metrics(vector: torch.Tensor, gate: RatioGate) -> dict[str, float]:

@@ -50,7 +50,10 @@ def policy_loss(
     want_grad = logp.requires_grad and torch.is_grad_enabled()
     if not watched(logp):
         run = resolve("gates", logp, backend).policy_loss
-        loss, metrics, grad, tokens = run(_contiguous(inputs), spec, want_grad, want_tokens, exchange)
+        # The gradient has collectives of its own, of which all ranks make as many: also one without tokens, whose logp
+        # may require no gradient.
+        computed = want_grad or (exchange is not None and torch.is_grad_enabled())
+        loss, metrics, grad, tokens = run(_contiguous(inputs), spec, computed, want_tokens, exchange)
         if want_grad:
             loss, _ = _apply(logp, (loss, grad))
     elif torch._C._are_functorch_transforms_active():

@@ -1,0 +1,321 @@
+"""Every engine's recipe of docs/data_parallel.md: two ranks have the gradient of one process."""
+
+import contextlib
+import functools
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import in_processes
+
+import hpo_core as hpo
+from hpo_core import aggregation
+
+MODES = {
+    "token_mean": aggregation.token_mean,
+    "seq_mean_token_mean": aggregation.seq_mean_token_mean,
+    "seq_mean_token_sum": aggregation.seq_mean_token_sum,
+    "fixed_length": functools.partial(aggregation.fixed_length, length=9),
+    "prompt_mean": aggregation.prompt_mean,
+}
+# Of each rank: prompts of two answers. No two fit into ten tokens, so that there are three micro-batches, or one.
+LENGTHS = ([4, 3, 1, 5, 6, 2], [5, 5, 3, 4, 2, 7])
+MOST_TOKENS = {1: 1000, 3: 10}
+
+
+class Policy(torch.nn.Module):
+    """Log-probabilities ``[T]`` of tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 1)
+
+    def forward(self, tokens):
+        return -torch.nn.functional.softplus(self.head(self.embedding(tokens).tanh())).squeeze(-1)
+
+
+def policy():
+    torch.manual_seed(0)
+    return Policy()
+
+
+def data(*ranks):
+    """What these ranks have: a batch, token ids, old log-probabilities and advantages."""
+    tokens = [sum(lengths) for lengths in LENGTHS]
+    draw = torch.Generator().manual_seed(1)
+    ids, mask = torch.randint(8, (sum(tokens),), generator=draw), torch.rand(sum(tokens), generator=draw) < 0.8
+    old = -torch.rand(sum(tokens), generator=draw) - 0.3
+    advantages = torch.randn(12, generator=draw)
+    groups = torch.arange(12) // 2
+    kept = [slice(0, tokens[0]), slice(tokens[0], None)]
+    mask, ids, old = (torch.cat([each[kept[rank]] for rank in ranks]) for each in (mask, ids, old))
+    groups, advantages = (torch.cat([each[6 * rank : 6 * rank + 6] for rank in ranks]) for each in (groups, advantages))
+    lengths = [length for rank in ranks for length in LENGTHS[rank]]
+    return hpo.PackedBatch.from_lengths(lengths, mask=mask, group_ids=groups), ids, old, advantages
+
+
+def gradients(model):
+    return [
+        (parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad).tolist()
+        for parameter in model.parameters()
+    ]
+
+
+def losses(model, rank, weights, steps):
+    """That of each micro-batch, and whether it is the last; the forward runs as the loss is asked for."""
+    batch, ids, old, advantages = data(rank)
+    parts = list(batch.micro_batches(MOST_TOKENS[steps]))
+    assert len(parts) == steps
+    for number, part in enumerate(parts, 1):
+        yield (
+            number == steps,
+            lambda part=part: (
+                hpo.policy_loss(
+                    model(ids[part.tokens]),
+                    old[part.tokens],
+                    advantages[part.rows],
+                    part.batch,
+                    weights=weights[part.rows],
+                ).loss
+            ),
+        )
+
+
+def weights_of(mode, rank):
+    return MODES[mode](data(rank)[0], process_group=dist.group.WORLD, gradient_reduction="mean")
+
+
+def ddp(rank, mode, steps):
+    model = torch.nn.parallel.DistributedDataParallel(policy())
+    for is_last, loss in losses(model, rank, weights_of(mode, rank), steps):
+        with contextlib.nullcontext() if is_last else model.no_sync():
+            loss().backward()
+    return gradients(model.module)
+
+
+def fsdp2(rank, mode, steps):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (2,))
+    model = policy()
+    for module in (model.embedding, model.head, model):
+        fully_shard(module, mesh=mesh)
+    for is_last, loss in losses(model, rank, weights_of(mode, rank), steps):
+        model.set_requires_gradient_sync(is_last)
+        loss().backward()
+    return gradients(model)
+
+
+def accelerate(rank, mode, steps):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, PartialState
+
+    # What torchrun says; the process group is there already.
+    os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
+    os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true"}
+    PartialState._reset_state(), AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    assert accelerator.num_processes == 2
+    model = accelerator.prepare(policy())
+    weights = weights_of(mode, rank) * accelerator.gradient_accumulation_steps
+    for is_last, loss in losses(model, rank, weights, steps):
+        with accelerator.accumulate(model):
+            assert accelerator.sync_gradients == is_last
+            accelerator.backward(loss())
+    return gradients(accelerator.unwrap_model(model))
+
+
+class Averaging:
+    """What DeepSpeed does to losses and gradients, and nothing else of it."""
+
+    def __init__(self, model, steps):
+        self.model, self.steps = model, steps
+
+    def backward(self, loss):
+        (loss / self.steps).backward()
+
+    def step(self):
+        for parameter in self.model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+def averaging(rank, mode, steps):
+    engine = Averaging(policy(), steps)
+    weights = weights_of(mode, rank) * engine.steps
+    for _, loss in losses(engine.model, rank, weights, steps):
+        engine.backward(loss())
+    engine.step()
+    return gradients(engine.model)
+
+
+def added(rank, mode, steps):
+    """An engine that adds gradients."""
+    model = policy()
+    weights = MODES[mode](data(rank)[0], process_group=dist.group.WORLD, gradient_reduction="sum")
+    for _, loss in losses(model, rank, weights, steps):
+        loss().backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    return gradients(model)
+
+
+def said(rank, mode, steps):
+    """A trainer that says its counts: tokens, rows and groups of the step, and ranks."""
+    model, (batch, *_), (whole, *_) = policy(), data(rank), data(0, 1)
+    groups = whole.group_ids[whole.row_counts > 0].unique().numel()
+    filled = int((whole.row_counts > 0).sum())
+    totals = {"token_mean": whole.row_counts.sum(), "fixed_length": whole.rows, "prompt_mean": groups}
+    weights = MODES[mode](batch, total=totals.get(mode, filled), ranks=2)
+    assert torch.equal(weights, weights_of(mode, rank))
+    for _, loss in losses(model, rank, weights, steps):
+        loss().backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= 2
+    return gradients(model)
+
+
+ENGINES = {engine.__name__: engine for engine in (ddp, fsdp2, accelerate, averaging, added, said)}
+CASES = [(mode, steps) for mode in MODES for steps in MOST_TOKENS]
+
+
+def every_case(rank, engine):
+    return {case: ENGINES[engine](rank, *case) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """What both ranks of an engine found, once for all cases."""
+    found = {}
+
+    def of(engine):
+        if engine not in found:
+            found[engine] = in_processes(2, every_case, engine)
+        return found[engine]
+
+    return of
+
+
+@pytest.mark.parametrize("steps", MOST_TOKENS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_ranks_have_the_gradient_of_one_process(ranks, engine, mode, steps):
+    if engine == "accelerate":
+        pytest.importorskip("accelerate")
+    model, (batch, ids, old, advantages) = policy(), data(0, 1)
+    hpo.policy_loss(model(ids), old, advantages, batch, weights=MODES[mode](batch)).loss.backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    assert all(grad.abs().max() > 1e-3 for grad in expected)
+    for found in ranks(engine):
+        for got, grad in zip(found[mode, steps], expected, strict=True):
+            torch.testing.assert_close(torch.tensor(got), grad, rtol=2e-6, atol=2e-7)
+
+
+# ------------------------------------------------------------------------------------------------- what is refused
+
+
+def refused(rank, function):
+    batch, ids, old, advantages = data(rank)
+    with pytest.raises(ValueError) as raised:
+        function(batch, policy()(ids), old, advantages)
+    dist.all_reduce(torch.ones(1))  # and on all ranks alike
+    return str(raised.value)
+
+
+def by_default(batch, logp, old, advantages):
+    hpo.policy_loss(logp, old, advantages, batch)
+
+
+def by_default_in_the_single_call(batch, logp, old, advantages):
+    hpo.hierarchical_policy_loss(logp, old, advantages, batch)
+
+
+def unsaid(batch, *_):
+    aggregation.token_mean(batch, process_group=dist.group.WORLD)
+
+
+def unsaid_total(batch, *_):
+    aggregation.seq_mean_token_mean(batch, total=12)
+
+
+def of_this_rank(batch, *_):
+    aggregation.prompt_mean(batch)
+
+
+def averaged_of_this_rank(batch, *_):
+    aggregation.fixed_length(batch, 9, gradient_reduction="mean")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (by_default, "weights: 2 ranks are initialised, .*gradient_reduction='mean'"),
+        (by_default_in_the_single_call, "weights: 2 ranks are initialised"),
+        (unsaid, "gradient_reduction: 2 ranks are initialised: .*'mean' if the engine averages gradients"),
+        (unsaid_total, "gradient_reduction: 2 ranks"),
+        (of_this_rank, "gradient_reduction: 2 ranks .* pass process_group="),
+        (averaged_of_this_rank, "gradient_reduction: 2 ranks .* pass process_group="),
+    ],
+)
+def test_a_step_of_several_ranks_needs_its_counts(function, message):
+    first, second = in_processes(2, refused, function)
+    assert first == second
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(first)
+
+
+def said_to_be_alone(rank):
+    """Weights of this rank's tokens alone, and losses with them, are still to be had."""
+    batch, ids, old, advantages = data(rank)
+    alone = aggregation.token_mean(batch, gradient_reduction="sum")
+    assert torch.equal(alone, aggregation.token_mean(batch, ranks=1))
+    return hpo.policy_loss(policy()(ids), old, advantages, batch, weights=alone).loss.item()
+
+
+def test_one_rank_alone_is_said():
+    for found, rank in zip(in_processes(2, said_to_be_alone), range(2), strict=True):
+        batch, ids, old, advantages = data(rank)
+        assert found == hpo.policy_loss(policy()(ids), old, advantages, batch).loss.item()
+
+
+def test_a_part_does_not_know_the_counts_of_the_step():
+    batch, ids, old, advantages = data(0)
+    model = policy()
+    for part in batch.micro_batches(10):
+        assert part.batch.is_part and not batch.is_part
+        given = (model(ids[part.tokens]), old[part.tokens], advantages[part.rows])
+        with pytest.raises(ValueError, match=r"weights: this batch is a part of a larger one, .* weights\[part.rows\]"):
+            hpo.policy_loss(*given, part.batch)
+        for mode in MODES.values():
+            with pytest.raises(ValueError, match="total: this batch is a part of a larger one"):
+                mode(part.batch)
+        for changed in (part.batch.replace(mask=None), part.batch.select([0])[0], part.batch.to("cpu")):
+            assert changed.is_part
+        assert aggregation.token_mean(part.batch, total=21).tolist() == pytest.approx([1 / 21] * len(part.rows))
+    (only,) = batch.micro_batches(1000)
+    assert only.batch.is_part  # whatever the sizes happen to be
+
+
+def test_micro_batches_add_up_to_the_step():
+    batch, ids, old, advantages = data(0)
+    whole, cut = policy(), policy()
+    hpo.policy_loss(whole(ids), old, advantages, batch).loss.backward()
+    weights = aggregation.token_mean(batch)
+    for part in batch.micro_batches(10):
+        logp = cut(ids[part.tokens])
+        keywords = {"weights": weights[part.rows]}
+        hpo.policy_loss(logp, old[part.tokens], advantages[part.rows], part.batch, **keywords).loss.backward()
+    for got, expected in zip(cut.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, expected.grad, rtol=2e-6, atol=2e-7)
+
+
+def test_ranks_in_numbers():
+    batch = data(0)[0]
+    for mode in MODES.values():
+        torch.testing.assert_close(mode(batch, total=5, ranks=3), 3 * mode(batch, total=5), rtol=2e-7, atol=0)
+    with pytest.raises(ValueError, match="ranks: give it, or gradient_reduction, not both"):
+        aggregation.token_mean(batch, ranks=2, gradient_reduction="sum")
+    with pytest.raises(ValueError, match="ranks: expected a number of ranks > 0, got 0"):
+        aggregation.token_mean(batch, ranks=0)

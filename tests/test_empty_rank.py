@@ -1,0 +1,143 @@
+"""A rank without rows keeps no other waiting: two processes, of which one has nothing."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import in_processes
+
+import hpo_core as hpo
+from hpo_core import advantages, aggregation, gates
+from hpo_core.gates import Action, Correction, Level, LogClip, RatioGate, Routing, Tanh, Unit
+
+GATE = RatioGate(
+    "all",
+    LogClip((-0.2, -0.2), (0.2, 0.2)),
+    (Level(Tanh(0.01), unit=Unit.STEP), Level(Tanh(0.05)), Level(Tanh(0.03), Routing.THROUGH, Unit.GROUP)),
+)
+CORRECTED = gates.compose(GATE, Correction(Action.MASK, (-0.1, -0.1), (0.1, 0.1), unit=Unit.GROUP))
+
+
+def empty(*shape):
+    """Of no list is known what it would hold."""
+    return torch.tensor([])
+
+
+def given(rank, *holders):
+    """Two rows on some ranks; on the others what ``torch.tensor`` makes of empty lists."""
+    has = rank in holders
+    ids = torch.tensor([7, 7] if has else [])
+    steps = torch.tensor([[0, 1], [1, 2], [2, 4]] if has else [])
+    batch = hpo.PackedBatch.from_lengths([2, 2] if has else [], steps=steps, trajectory_ids=ids, group_ids=ids)
+    tokens = torch.tensor([-0.1, -0.4, -0.2, -0.3] if has else [])
+    return batch, tokens, torch.tensor([1.0, -1.0] if has else [])
+
+
+def loss(rank, holders, gate, requires_grad):
+    batch, logp, values = given(rank, *holders)
+    leaf = logp.requires_grad_(requires_grad or rank in holders)
+    weights = aggregation.token_mean(batch, process_group=dist.group.WORLD, gradient_reduction="sum")
+    out = hpo.policy_loss(
+        leaf, logp.detach() - 0.3, values, batch, gate, weights=weights, process_group=dist.group.WORLD,
+        rollout_logp=logp.detach() - 0.31 if gate.corrections else None, level_metrics=True, backend="cpu",
+    )  # fmt: skip
+    if out.loss.requires_grad:
+        out.loss.backward()
+    total = out.metrics.all_reduce(dist.group.WORLD)
+    return out.loss.item(), total["tokens"].item(), None if leaf.grad is None else leaf.grad.tolist()
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+@pytest.mark.parametrize("gate", [GATE, CORRECTED], ids=["levels", "corrected"])
+def test_losses(gate, holder):
+    results = in_processes(2, loss, (holder,), gate, True)
+    (own, tokens, grad), (nothing, also, none) = results[holder], results[1 - holder]
+    assert tokens == also == 4 and nothing == 0 and not none
+    batch, logp, values = given(0, 0)
+    alone = hpo.policy_loss_and_grad(
+        logp, logp - 0.3, values, batch, gate, rollout_logp=logp - 0.31 if gate.corrections else None
+    )
+    assert own == pytest.approx(alone.loss.item()) and grad == pytest.approx(alone.grad.tolist())
+
+
+def test_an_empty_rank_whose_logp_requires_no_gradient():
+    """The gradient of a segment that two ranks share has collectives, in the forward: the third makes them, too."""
+    assert [tokens for _, tokens, _ in in_processes(3, loss, (0, 1), GATE, False)] == [8, 8, 8]
+
+
+def estimated(rank, holder, estimator, keywords):
+    _, _, rewards = given(rank, holder)
+    own = {name: values if rank == holder else empty() for name, values in keywords.items()}
+    return advantages.over_ranks(estimator)(rewards, **own).tolist()
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_estimators(holder):
+    keywords = {"group_ids": torch.tensor([7, 7]), "mask": torch.tensor([True, True])}
+    results = in_processes(2, estimated, holder, advantages.grpo, keywords)
+    assert results[1 - holder] == []
+    assert results[holder] == advantages.grpo(torch.tensor([1.0, -1.0]), **keywords).tolist()
+
+
+def estimated_of_several(rank):
+    rewards = torch.tensor([[1.0, 0.0], [0.5, 2.0]]) if rank == 0 else empty()
+    ids = torch.tensor([7, 7]) if rank == 0 else empty()
+    return advantages.over_ranks(advantages.gdpo)(rewards, ids).tolist()
+
+
+def test_estimators_of_several_rewards():
+    expected = advantages.gdpo(torch.tensor([[1.0, 0.0], [0.5, 2.0]]), torch.tensor([7, 7])).tolist()
+    assert in_processes(2, estimated_of_several) == [expected, []]
+
+
+def single_call(rank, holder):
+    batch, logp, rewards = given(rank, holder)
+    estimator = advantages.over_ranks(functools.partial(advantages.grpo, singleton="raw"))
+    weights = aggregation.prompt_mean(batch, process_group=dist.group.WORLD, gradient_reduction="sum")
+    window = hpo.entropy.forking_tokens("0.1")
+    state = window.fit(logp.abs(), batch, process_group=dist.group.WORLD)
+    out = hpo.hierarchical_policy_loss(
+        logp, None, rewards, batch, advantage=estimator, weights=weights, window=window, entropy=logp.abs(),
+        threshold=state, gate=GATE, process_group=dist.group.WORLD,
+    )  # fmt: skip
+    return out.loss.item(), state.threshold.item()
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_the_single_call(holder):
+    results = in_processes(2, single_call, holder)
+    assert results[0][1] == results[1][1] and results[1 - holder][0] == 0 != results[holder][0]
+
+
+def of_one_kind(rank):
+    ids = torch.tensor([7, 7]) if rank == 0 else torch.tensor([7.0, 7.0])
+    with pytest.raises(TypeError) as raised:
+        advantages.over_ranks(advantages.grpo)(torch.tensor([1.0, 0.0]), ids)
+    return str(raised.value)
+
+
+def test_ranks_that_disagree_raise_together():
+    first, second = in_processes(2, of_one_kind)
+    assert first == second and "on all ranks, got torch.float32 [] and torch.int64 []" in first
+
+
+def flagged(rank):
+    """One rank has a NaN advantage, which HPO_CORE_DEBUG=1 makes an error."""
+    hpo.metrics._DEBUG = True
+    batch, logp, _ = given(0, 0)
+    values = torch.tensor([1.0, torch.nan if rank == 0 else 0.0])
+    with pytest.raises(FloatingPointError, match="bad_advantages = 2") as raised:
+        hpo.policy_loss(logp, None, values, batch, GATE, weights=torch.ones(2), process_group=dist.group.WORLD)
+    dist.all_reduce(torch.ones(1))  # nobody is left behind
+    return str(raised.value)
+
+
+def test_flags_are_an_error_on_all_ranks():
+    first, second = in_processes(2, flagged)
+    assert first == second
+
+
+def test_what_has_no_elements_has_no_dtype():
+    batch = hpo.PackedBatch(torch.tensor([0]), group_ids=empty(), steps=empty(), step_ids=empty(), domain_ids=empty())
+    assert batch.group_ids.dtype == batch.step_ids.dtype == torch.int64 and batch.steps.shape == (0, 2)

@@ -1,0 +1,121 @@
+"""Micro-batches tear nothing that belongs together, and say where their rows, steps and tokens come from."""
+
+import pytest
+import torch
+
+import hpo_core as hpo
+from hpo_core import PackedBatch
+from hpo_core.gates import Level, LogClip, RatioGate, Tanh, Unit
+
+LENGTHS = [2, 1, 3, 2, 2, 1]
+IDS = {
+    "trajectory_ids": torch.tensor([0, 0, 1, 2, 3, 4]),
+    "group_ids": torch.tensor([5, 5, 5, 7, 7, -1]),
+    "domain_ids": torch.tensor([1, 1, 1, 1, 1, 2]),
+}
+
+
+def make(*names, **changed):
+    return PackedBatch.from_lengths(LENGTHS, **{f"{name}_ids": IDS[f"{name}_ids"] for name in names}, **changed)
+
+
+def parts_of(batch, *arguments):
+    return [part.rows.tolist() for part in batch.micro_batches(*arguments)]
+
+
+@pytest.mark.parametrize(
+    ("names", "whole", "parts"),
+    [
+        ((), None, [[0, 1], [2], [3], [4, 5]]),
+        (("trajectory",), None, [[0, 1], [2], [3], [4, 5]]),
+        (("group",), None, [[0, 1, 2], [3, 4], [5]]),
+        (("group",), "trajectory", [[0, 1], [2], [3], [4, 5]]),
+        (("trajectory", "group"), None, [[0, 1, 2], [3, 4], [5]]),
+        (("trajectory", "group", "domain"), None, [[0, 1, 2, 3, 4], [5]]),
+        (("trajectory", "group", "domain"), "group", [[0, 1, 2], [3, 4], [5]]),
+        (("trajectory", "group", "domain"), "trajectory", [[0, 1], [2], [3], [4, 5]]),
+        (("domain",), None, [[0, 1, 2, 3, 4], [5]]),
+    ],
+)
+def test_the_coarsest_level_with_ids_is_kept_whole(names, whole, parts):
+    batch = make(*names)
+    assert parts_of(batch, 3, whole) == parts
+    assert torch.cat([part.tokens for part in batch.micro_batches(3, whole)]).tolist() == list(range(11))
+
+
+def test_negative_ids_belong_together_with_no_other_row():
+    batch = PackedBatch.from_lengths([1] * 4, group_ids=torch.tensor([-1, -1, 2, -1]))
+    assert parts_of(batch, 1) == [[0], [1], [2], [3]]
+    of_one = batch.replace(trajectory_ids=torch.tensor([3, 3, 1, 2]))
+    assert parts_of(of_one, 1) == [[0, 1], [2], [3]]  # whose trajectory stays whole
+    assert parts_of(PackedBatch.from_lengths([1] * 2, trajectory_ids=torch.tensor([-4, -4])), 1) == [[0, 1]]
+
+
+def test_levels_that_do_not_nest_are_kept_whole_each():
+    batch = make("group", total_tokens=11, validate=False, domain_ids=torch.tensor([1, 1, 2, 2, 3, 3]))
+    assert parts_of(batch, 1) == [[0, 1, 2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("level", ["trajectory", "group", "domain"])
+def test_what_is_scattered_is_refused_by_name(level):
+    batch = PackedBatch.from_lengths([1, 1, 1], **{f"{level}_ids": torch.tensor([6, 0, 6])})
+    fix = rf"sort them first, batch.select\(batch.{level}_ids.argsort\(stable=True\)\)"
+    with pytest.raises(ValueError, match=rf"{level}_ids: the rows of {level} 6 are not consecutive, .*; {fix}"):
+        parts_of(batch, 1)
+    ordered, tokens = batch.select(getattr(batch, f"{level}_ids").argsort(stable=True))
+    assert parts_of(ordered, 1) == [[0], [1, 2]] and tokens.tolist() == [1, 0, 2]
+
+
+def test_a_scattered_group_may_be_torn_if_it_is_said():
+    batch = PackedBatch.from_lengths([1, 1, 1], group_ids=torch.tensor([6, 0, 6]))
+    assert parts_of(batch, 1, "trajectory") == [[0], [1], [2]]
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match=r"whole: expected one of \('trajectory', 'group', 'domain'\), got 'row'"):
+        parts_of(make(), 3, "row")
+    with pytest.raises(ValueError, match="group_ids: whole='group' needs them in the batch"):
+        parts_of(make("trajectory"), 3, "group")
+
+
+def test_parts_say_where_rows_steps_and_tokens_come_from():
+    batch = make("group", steps=torch.tensor([[0, 1], [2, 3], [3, 3], [3, 4], [4, 6], [8, 10]]))
+    first, second, third = batch.micro_batches(3)
+    assert (first.steps.tolist(), second.steps.tolist(), third.steps.tolist()) == ([0, 1, 3, 4], [5], [])
+    assert first.batch.steps.tolist() == [[0, 1], [2, 3], [3, 4], [4, 6]]
+    assert second.batch.steps.tolist() == [[2, 4]] and third.tokens.tolist() == [10]
+    assert [part.steps for part in make("group").micro_batches(3)] == [None] * 3
+
+
+def test_advantages_of_steps_are_sliced():
+    steps = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 6], [6, 7], [8, 10], [10, 11]])
+    batch = make("group", steps=steps)
+    advantages, logp = torch.arange(1.0, 8), torch.zeros(11)
+    weights = hpo.aggregation.token_mean(batch)
+    whole = hpo.policy_loss_and_grad(logp, None, advantages, batch, weights=weights, advantage_level="step")
+    for part, rows, of_steps, tokens in batch.micro_batches(3):
+        out = hpo.policy_loss_and_grad(
+            logp[tokens], None, advantages[of_steps], part, weights=weights[rows], advantage_level="step"
+        )
+        assert torch.equal(out.grad, whole.grad[tokens])
+
+
+def test_a_gate_on_groups_has_the_gradient_of_the_whole_batch():
+    """Torn groups have other means: with ``whole="trajectory"`` the gradient differs by half of its largest element."""
+    torch.manual_seed(0)
+    levels = (Level(Tanh(0.05)), Level(Tanh(0.03), unit=Unit.GROUP))
+    gate = RatioGate("group", LogClip((-0.2, -0.2), (0.2, 0.2)), levels)
+    batch = PackedBatch.from_lengths([4] * 6, group_ids=torch.tensor([0, 0, 0, 1, 1, 1]))
+    old = -torch.rand(24)
+    logp, advantages = old + 0.3 * torch.randn(24), torch.randn(6)
+    weights = hpo.aggregation.token_mean(batch)
+    whole = hpo.policy_loss_and_grad(logp, old, advantages, batch, gate, weights=weights).grad
+    for kept, error in ((None, 0.0), ("trajectory", 0.25 * whole.abs().max().item())):
+        grads = [
+            hpo.policy_loss_and_grad(
+                logp[part.tokens], old[part.tokens], advantages[part.rows], part.batch, gate, weights=weights[part.rows]
+            ).grad
+            for part in batch.micro_batches(8, kept)
+        ]
+        largest = (torch.cat(grads) - whole).abs().max().item()
+        assert largest == 0 if kept is None else largest > error

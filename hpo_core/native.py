@@ -56,7 +56,7 @@ class _Scratch(threading.local):
     """The workspace of small calls on the CPU, one per thread: allocating it anew would take a tenth of such a call."""
 
     def __init__(self) -> None:
-        self.tensor = torch.empty(1 << 18, dtype=torch.uint8)
+        self.tensor = torch.empty(1 << 18, dtype=torch.uint8, device="cpu")
 
 
 class Native:
@@ -66,9 +66,10 @@ class Native:
         self.module = module
         self._on_cuda = on_cuda
         self._scratch = _Scratch()
-        # empty_like is the quickest way to a tensor; these are its patterns on the CPU.
-        self._loss = torch.empty(())
-        self._metrics = torch.empty(module.metrics, dtype=torch.float64)
+        # empty_like is the quickest way to a tensor; these are its patterns on the CPU, whatever the defaults are when
+        # a process calls for the first time.
+        self._loss = torch.empty((), dtype=torch.float32, device="cpu")
+        self._metrics = torch.empty(module.metrics, dtype=torch.float64, device="cpu")
         self._spec = functools.lru_cache(maxsize=None)(self._make_spec)
         self._levels = functools.lru_cache(maxsize=None)(self._make_levels)
         self._groups = functools.lru_cache(maxsize=None)(self._make_groups)

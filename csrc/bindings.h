@@ -27,12 +27,22 @@ T* pointer(Address address) {
   return reinterpret_cast<T*>(address.value);
 }
 
-inline Address address_of(py::handle tensor) {
+inline uintptr_t call_for_number(py::handle tensor, PyObject* method) {
+  const py::object number = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), method));
+  if (!number) throw py::error_already_set();
+  return PyLong_AsUnsignedLongLong(number.ptr());
+}
+
+// Kernels take a null pointer for a tensor that is not given: one with elements and without memory never reaches them.
+inline Address address_of(py::handle tensor, const char* name = "a tensor") {
   if (tensor.is_none()) return {};
   static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
-  const py::object address = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), data_ptr));
-  if (!address) throw py::error_already_set();
-  return {PyLong_AsUnsignedLongLong(address.ptr())};
+  static PyObject* const numel = PyUnicode_InternFromString("numel");
+  const Address address{call_for_number(tensor, data_ptr)};
+  if (address.value == 0 && call_for_number(tensor, numel) != 0) {
+    throw py::value_error(std::string(name) + ": expected a tensor with memory, got elements without any; was it freed?");
+  }
+  return address;
 }
 
 }  // namespace hpo::bindings
@@ -135,7 +145,10 @@ constexpr size_t kPieces = 18;  // of piece_begin, which the other three follow
 inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& inputs, const Outputs& outputs) {
   if (inputs.size() != std::size(kInputs)) throw std::invalid_argument("inputs: expected a PolicyLossInputs");
   py::ssize_t next = 0;
-  const auto take = [&] { return address_of(PyTuple_GET_ITEM(inputs.ptr(), next++)); };
+  const auto take = [&] {
+    const py::ssize_t field = next++;
+    return address_of(PyTuple_GET_ITEM(inputs.ptr(), field), kInputs[field]);
+  };
   PolicyLossArgs args{};
   args.tokens = tokens;
   args.rows = rows;
@@ -171,10 +184,10 @@ inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& i
 
 inline void add_pieces(Hierarchy& hierarchy, int64_t pieces, const py::tuple& inputs) {
   hierarchy.pieces = pieces;
-  hierarchy.piece_begin = pointer<const int64_t>(address_of(inputs[kPieces]));
-  hierarchy.piece_end = pointer<const int64_t>(address_of(inputs[kPieces + 1]));
-  hierarchy.piece_row = pointer<const int64_t>(address_of(inputs[kPieces + 2]));
-  hierarchy.ancestors = pointer<const int64_t>(address_of(inputs[kPieces + 3]));
+  hierarchy.piece_begin = pointer<const int64_t>(address_of(inputs[kPieces], kInputs[kPieces]));
+  hierarchy.piece_end = pointer<const int64_t>(address_of(inputs[kPieces + 1], kInputs[kPieces + 1]));
+  hierarchy.piece_row = pointer<const int64_t>(address_of(inputs[kPieces + 2], kInputs[kPieces + 2]));
+  hierarchy.ancestors = pointer<const int64_t>(address_of(inputs[kPieces + 3], kInputs[kPieces + 3]));
 }
 
 inline void copy_pair(double (&to)[2], const py::tuple& pair) {

@@ -21,7 +21,7 @@ import torch.distributed
 
 from . import ops
 from .batch import PackedBatch, renumber
-from .checks import check, check_dtype, check_shape
+from .checks import check, check_device, check_dtype, check_shape, check_type, examines
 
 __all__ = ["fixed_length", "prompt_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_mean"]
 
@@ -29,6 +29,7 @@ Total = int | torch.Tensor | None
 Group = torch.distributed.ProcessGroup | None
 
 
+@examines
 def token_mean(
     batch: PackedBatch,
     *,
@@ -47,6 +48,7 @@ def token_mean(
     return scale.repeat(batch.rows)
 
 
+@examines
 def seq_mean_token_mean(
     batch: PackedBatch,
     *,
@@ -68,6 +70,7 @@ def seq_mean_token_mean(
     return _over(scale, counts)
 
 
+@examines
 def seq_mean_token_sum(
     batch: PackedBatch,
     *,
@@ -86,6 +89,7 @@ def seq_mean_token_sum(
     return scale.repeat(batch.rows)
 
 
+@examines
 def fixed_length(
     batch: PackedBatch,
     length: float,
@@ -108,6 +112,7 @@ def fixed_length(
     return scale.repeat(batch.rows)
 
 
+@examines
 def prompt_mean(
     batch: PackedBatch,
     *,
@@ -141,6 +146,7 @@ def _counts(batch: PackedBatch, selected: torch.Tensor | None) -> torch.Tensor:
     shape = batch.padded_shape or (batch.total_tokens,)
     check_dtype("selected", selected, (torch.bool,), "pass a bool mask")
     check_shape("selected", selected, shape, "[T] (or the padded [B, L])")
+    check_device("selected", selected, batch.device, "the batch")
     chosen = selected.reshape(-1) if batch.mask is None else selected.reshape(-1) & batch.mask
     return ops.row_counts(chosen.contiguous(), batch.cu_seqlens, batch.total_tokens, None)
 
@@ -156,6 +162,17 @@ def _scale(own: torch.Tensor, total: Total, group: Group, gradient_reduction: st
     if group is not None:
         own = own.clone()
         torch.distributed.all_reduce(own, group=group)
+    if isinstance(total, torch.Tensor):
+        check(total.dim() == 0, "total: expected a number or a 0-dim tensor, got shape {}", list(total.shape))
+        check(
+            total.is_cpu or total.device == own.device,
+            "total: expected device cpu or {} (that of the batch), got {}",
+            own.device,
+            total.device,
+        )
+        check_type(not total.is_complex() and total.dtype != torch.bool, "total: expected a count, got {}", total.dtype)
+    elif total is not None:
+        check_type(isinstance(total, (int, float, torch.SymInt)), "total: expected a count, got {!r}", total)
     if total is not None:  # a number is filled in: a copy from the host would synchronise
         own = total.to(own.device) if isinstance(total, torch.Tensor) else own.new_full((), total, dtype=torch.float64)
     count = own.to(torch.float64)  # so that counts beyond 2^24 tokens stay exact until the one division

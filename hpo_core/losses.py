@@ -13,7 +13,17 @@ from .advantages import grpo
 from .advantages.terms import given_to, level_of
 from .backends import resolve
 from .batch import PackedBatch
-from .checks import check, check_precision, check_shape, check_type, checked_constant
+from .checks import (
+    as_constant,
+    check,
+    check_device,
+    check_precision,
+    check_real,
+    check_shape,
+    check_type,
+    checked_constant,
+    examined,
+)
 from .corrections import corrected
 from .entropy import EntropyWindow, WindowState
 from .gates import Channel, RatioGate
@@ -340,7 +350,7 @@ def _prepare(
 ) -> tuple[PolicyLossInputs, PolicyLossSpec, Beyond | None, tuple[Metrics, ...]]:
     """Check every argument once and bring it to what kernels take: contiguous, float32, one device."""
     # Below some ten thousand tokens this takes as long as the kernel: what is rarely given costs one comparison.
-    check_type(isinstance(logp, torch.Tensor), "logp: expected a tensor [T], got {}", type(logp))
+    logp = examined("logp", logp, "[T]")
     batch = _as_batch(batch)
     gate = _DEFAULT_GATE if gate is None else gate
     check_type(isinstance(gate, RatioGate), "gate: expected a RatioGate from hpo_core.gates, got {}", gate)
@@ -396,12 +406,12 @@ def _prepare(
     inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond
         logp,
         None if old_logp is None else token("old_logp", old_logp),
-        checked_constant("advantages", level_advantages, None, "", dtype, device),
+        as_constant("advantages", level_advantages, None, "", dtype, device),
         checked_constant("weights", weights, (batch.rows,), "[S] (one per row)", dtype, device),
         batch.cu_seqlens,
         batch.mask,
         None if ref_logp is None else token("ref_logp", ref_logp),
-        None if entropy is None else token("entropy", entropy.detach()),
+        None if entropy is None else token("entropy", examined("entropy", entropy, "[T]").detach()),
         score,
         limit,
         None if token_mask is None else token("token_mask", token_mask, torch.bool),
@@ -417,9 +427,10 @@ def _prepare(
     if plain:
         return inputs, spec, exchange, ()
     if target is not None:
+        target = examined("target", target)
         per_token = target.shape == shape != (batch.rows,)
         expected = shape if per_token else (batch.rows,)
-        target = checked_constant("target", target, expected, "[S] (one per row) or [T] (that of logp)", dtype, device)
+        target = as_constant("target", target, expected, "[S] (one per row) or [T] (that of logp)", dtype, device)
         inputs = inputs._replace(target=target, target_per_token=per_token)
     if penalty_mask is not None:
         inputs = inputs._replace(penalty_mask=token("penalty_mask", penalty_mask, torch.bool))
@@ -491,7 +502,7 @@ def _as_batch(batch: PackedBatch | torch.Tensor) -> PackedBatch:
     if isinstance(batch, PackedBatch):
         return batch
     check_type(isinstance(batch, torch.Tensor), "batch: expected a PackedBatch or a mask [B, L], got {}", type(batch))
-    return PackedBatch.from_padded(batch)
+    return PackedBatch.from_padded(examined("batch", batch))
 
 
 def _selection(
@@ -522,7 +533,7 @@ def _advantage_level(
     advantages: torch.Tensor, level: str | None, batch: PackedBatch, shape: torch.Size
 ) -> tuple[bool, torch.Tensor]:
     """Whether advantages are per token, and they themselves per token or per row."""
-    check_type(isinstance(advantages, torch.Tensor), "advantages: expected a tensor [S], got {}", type(advantages))
+    advantages = examined("advantages", advantages, "[S]")
     steps = batch.num_steps
     if level is None and steps is None and advantages.shape == (batch.rows,) != shape:
         return False, advantages  # nearly always, and microseconds before what follows
@@ -548,11 +559,17 @@ def _advantage_level(
             check_shape("advantages", advantages, lengths[level], f"(one per {level})")
         if level != "step":
             return level == "token", advantages
+        check_device("advantages", advantages, batch.device, "the batch")
+        check_real("advantages", advantages)
         return True, batch.spread_steps(advantages).reshape(shape)
     ids = {"trajectory": batch.trajectory_ids, "group": batch.group_ids, "domain": batch.domain_ids}.get(level)
     check(ids is not None, "advantage_level: {!r} needs {}_ids in the batch", level, level)
     assert ids is not None
     check(advantages.dim() == 1, "advantages: expected one per {}, got shape {}", level, list(advantages.shape))
+    check_device("advantages", advantages, batch.device, "the batch")
+    check_real("advantages", advantages)
+    if not advantages.is_floating_point():
+        advantages = advantages.float()
     inside = (ids >= 0) & (ids < advantages.numel())
     chosen = (
         advantages[ids.clamp(0, max(advantages.numel() - 1, 0))]

@@ -49,6 +49,7 @@ def _mark_forked() -> None:
 os.register_at_fork(after_in_child=_mark_forked)
 
 
+_SPECS = 256  # that are kept of each kind, some hundred kilobytes: a schedule of epsilons makes one for every step
 _LARGE = 1 << 22  # bytes of a workspace on the CPU for which large pages are worth a system call
 
 
@@ -70,9 +71,10 @@ class Native:
         # a process calls for the first time.
         self._loss = torch.empty((), dtype=torch.float32, device="cpu")
         self._metrics = torch.empty(module.metrics, dtype=torch.float64, device="cpu")
-        self._spec = functools.lru_cache(maxsize=None)(self._make_spec)
-        self._levels = functools.lru_cache(maxsize=None)(self._make_levels)
-        self._groups = functools.lru_cache(maxsize=None)(self._make_groups)
+        self._spec, self._levels, self._groups = (
+            functools.lru_cache(maxsize=_SPECS)(make)
+            for make in (self._make_spec, self._make_levels, self._make_groups)
+        )
 
     def _call(self, function: Any, tensor: torch.Tensor, *arguments: Any) -> None:
         """``function(*arguments, context)``: the context is the CUDA stream, or the number of threads on the CPU."""

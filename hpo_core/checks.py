@@ -106,7 +106,8 @@ def _unwrapped(name: str, tensor: Any, meaning: str) -> torch.Tensor:
     collectives = sys.modules.get("torch.distributed._functional_collectives")
     if collectives is not None and isinstance(tensor, collectives.AsyncCollectiveTensor):
         # A new tensor keeps the graph; what the wrapper holds has none.
-        return tensor.clone() if tensor.requires_grad else tensor.trigger_wait()
+        waited: torch.Tensor = tensor.clone() if tensor.requires_grad else tensor.trigger_wait()
+        return waited
     return tensor
 
 

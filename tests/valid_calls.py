@@ -208,7 +208,8 @@ def _estimators() -> Iterator[Call]:
         "dvao": {"rewards": several, "weights": None},
         "gdpo": {"rewards": several, "weights": None},
         "vpo": {
-            "rewards": floats(*range(24)).reshape(4, 3, 2) / 8, "directions": floats(1, 0, 0, 1, 0.5, 0.5).reshape(3, 2),
+            "rewards": floats(*range(24)).reshape(4, 3, 2) / 8,
+            "directions": floats(1, 0, 0, 1, 0.5, 0.5).reshape(3, 2),
             "group_ids": integers(0, 0, 1, 1), "mask": bools(1, 1, 1, 1),
         },
         "dcpo": {"prompts": _UNITS["group_ids"], "history": history},
@@ -382,25 +383,48 @@ def _operators() -> Iterator[Call]:
     quantile = {"numerator": 1, "denominator": 2, "rule": 0, "backend": ""}
     given: list[tuple[str, dict[str, Any], str]] = [
         ("row_counts", {**tokens, "total_tokens": 11, "backend": ""}, "cu_seqlens"),
-        ("group_statistics", {"values": rewards, "ids": ids, "weights": _UNITS["lengths"], "mask": _UNITS["mask"], "backend": ""}, ""),
-        ("recurrence", {"values": rewards, "gains": _UNITS["values"], "cu_seqlens": integers(0, 3, 8), "backend": ""}, "cu_seqlens"),
-        ("window_score", {"values": _T["entropy"], **tokens, "first": 0, "last": 1, "boundary": 0, "invalid": 0, "backend": ""}, "cu_seqlens"),
+        (
+            "group_statistics",
+            {"values": rewards, "ids": ids, "weights": _UNITS["lengths"], "mask": _UNITS["mask"], "backend": ""},
+            "",
+        ),
+        (
+            "recurrence",
+            {"values": rewards, "gains": _UNITS["values"], "cu_seqlens": integers(0, 3, 8), "backend": ""},
+            "cu_seqlens",
+        ),
+        (
+            "window_score",
+            {"values": _T["entropy"], **tokens, "first": 0, "last": 1, "boundary": 0, "invalid": 0, "backend": ""},
+            "cu_seqlens",
+        ),
         ("order_statistic", {"values": _T["entropy"], **tokens, **quantile}, "cu_seqlens"),
         ("order_statistic", {"values": _T["entropy"], **quantile}, "values"),
-        ("select", {"values": _T["entropy"], "threshold": floats(0.75), "strict": False, "backend": "", **tokens}, "cu_seqlens"),
+        (
+            "select",
+            {"values": _T["entropy"], "threshold": floats(0.75), "strict": False, "backend": "", **tokens},
+            "cu_seqlens",
+        ),
         ("select_top", {"values": _T["entropy"], **tokens, **quantile, "strict": True}, "cu_seqlens"),
         (
             "group_normalise",
             {
-                "values": [rewards, _UNITS["values"]], "ids": [ids, None], "weights": [_UNITS["lengths"], None],
-                "mask": _UNITS["mask"], "apply_mask": _UNITS["mask"],
-                **dict(zip(("structure", "numbers"), _numbers_of_groups(groups), strict=True)), "backend": "",
+                "values": [rewards, _UNITS["values"]],
+                "ids": [ids, None],
+                "weights": [_UNITS["lengths"], None],
+                "mask": _UNITS["mask"],
+                "apply_mask": _UNITS["mask"],
+                **dict(zip(("structure", "numbers"), _numbers_of_groups(groups), strict=True)),
+                "backend": "",
             },
             "",
         ),
-        *(("policy_loss", {**each, "backend": "", "want_grad": True, "want_tokens": True}, "cu_seqlens logp") for each in (inputs, fiber, sequence)),
+        *(
+            ("policy_loss", {**each, "backend": "", "want_grad": True, "want_tokens": True}, "cu_seqlens logp")
+            for each in (inputs, fiber, sequence)
+        ),
         ("correction", {**_correction_inputs(packed), "backend": ""}, "cu_seqlens logp"),
-    ]  # fmt: skip
+    ]
     for name, arguments, free in given:
         yield Call(f"torch.ops.hpo_core.{name}", getattr(operators, name), arguments, frozenset(free.split()))
 

@@ -9,6 +9,7 @@
 #include <iterator>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "hpo/api.h"
 #include "hpo/metrics.h"
@@ -27,12 +28,22 @@ T* pointer(Address address) {
   return reinterpret_cast<T*>(address.value);
 }
 
-inline Address address_of(py::handle tensor) {
+inline uintptr_t call_for_number(py::handle tensor, PyObject* method) {
+  const py::object number = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), method));
+  if (!number) throw py::error_already_set();
+  return PyLong_AsUnsignedLongLong(number.ptr());
+}
+
+// Kernels take a null pointer for a tensor that is not given: one with elements and without memory never reaches them.
+inline Address address_of(py::handle tensor, const char* name = "a tensor") {
   if (tensor.is_none()) return {};
   static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
-  const py::object address = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), data_ptr));
-  if (!address) throw py::error_already_set();
-  return {PyLong_AsUnsignedLongLong(address.ptr())};
+  static PyObject* const numel = PyUnicode_InternFromString("numel");
+  const Address address{call_for_number(tensor, data_ptr)};
+  if (address.value == 0 && call_for_number(tensor, numel) != 0) {
+    throw py::value_error(std::string(name) + ": expected a tensor with memory, got elements without any; was it freed?");
+  }
+  return address;
 }
 
 }  // namespace hpo::bindings
@@ -118,6 +129,23 @@ inline GroupNormaliseArgs make_groups(const py::sequence& terms, int share, doub
   return args;
 }
 
+// Kernels on the host validate offsets, and read them again: they get a copy, which nobody rewrites in between.
+class Offsets {
+ public:
+  Offsets(Address from, int64_t rows) : data_(pointer<const int64_t>(from)) {
+#ifdef HPO_ON_HOST
+    if (data_) copy_.assign(data_, data_ + rows + 1), data_ = copy_.data();
+#else
+    (void)rows;
+#endif
+  }
+  const int64_t* data() const { return data_; }
+
+ private:
+  const int64_t* data_;
+  std::vector<int64_t> copy_;
+};
+
 struct Outputs {
   Address loss, metrics, grad, token_loss, workspace;
 };
@@ -130,12 +158,21 @@ constexpr const char* kInputs[] = {
     "piece_begin",  "piece_end", "piece_row",      "ancestors",        "target",          "target_per_token",
     "penalty_mask",
 };
+constexpr size_t kOffsets = 4;
 constexpr size_t kPieces = 18;  // of piece_begin, which the other three follow
 
-inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& inputs, const Outputs& outputs) {
+inline Offsets offsets_of(const py::tuple& inputs, int64_t rows) {
   if (inputs.size() != std::size(kInputs)) throw std::invalid_argument("inputs: expected a PolicyLossInputs");
+  return {address_of(inputs[kOffsets], kInputs[kOffsets]), rows};
+}
+
+inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& inputs, const Offsets& offsets,
+                                const Outputs& outputs) {
   py::ssize_t next = 0;
-  const auto take = [&] { return address_of(PyTuple_GET_ITEM(inputs.ptr(), next++)); };
+  const auto take = [&] {
+    const py::ssize_t field = next++;
+    return address_of(PyTuple_GET_ITEM(inputs.ptr(), field), kInputs[field]);
+  };
   PolicyLossArgs args{};
   args.tokens = tokens;
   args.rows = rows;
@@ -143,7 +180,7 @@ inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& i
   args.old_logp = pointer<const float>(take());
   args.advantages = pointer<const float>(take());
   args.weights = pointer<const float>(take());
-  args.cu_seqlens = pointer<const int64_t>(take());
+  args.cu_seqlens = offsets.data(), ++next;
   args.mask = pointer<const uint8_t>(take());
   args.ref_logp = pointer<const float>(take());
   args.entropy = pointer<const float>(take());
@@ -171,10 +208,10 @@ inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& i
 
 inline void add_pieces(Hierarchy& hierarchy, int64_t pieces, const py::tuple& inputs) {
   hierarchy.pieces = pieces;
-  hierarchy.piece_begin = pointer<const int64_t>(address_of(inputs[kPieces]));
-  hierarchy.piece_end = pointer<const int64_t>(address_of(inputs[kPieces + 1]));
-  hierarchy.piece_row = pointer<const int64_t>(address_of(inputs[kPieces + 2]));
-  hierarchy.ancestors = pointer<const int64_t>(address_of(inputs[kPieces + 3]));
+  hierarchy.piece_begin = pointer<const int64_t>(address_of(inputs[kPieces], kInputs[kPieces]));
+  hierarchy.piece_end = pointer<const int64_t>(address_of(inputs[kPieces + 1], kInputs[kPieces + 1]));
+  hierarchy.piece_row = pointer<const int64_t>(address_of(inputs[kPieces + 2], kInputs[kPieces + 2]));
+  hierarchy.ancestors = pointer<const int64_t>(address_of(inputs[kPieces + 3], kInputs[kPieces + 3]));
 }
 
 inline void copy_pair(double (&to)[2], const py::tuple& pair) {
@@ -245,7 +282,8 @@ inline void bind(py::module_& m) {
   m.def("policy_loss_workspace", &hpo_policy_loss_workspace);
   m.def("policy_loss", [](const PolicyLossSpec& spec, int64_t tokens, int64_t rows, const py::tuple& inputs, Address loss,
                           Address metrics, Address grad, Address token_loss, Address workspace, int64_t context) {
-    const PolicyLossArgs args = make_args(tokens, rows, inputs, {loss, metrics, grad, token_loss, workspace});
+    const Offsets offsets = offsets_of(inputs, rows);
+    const PolicyLossArgs args = make_args(tokens, rows, inputs, offsets, {loss, metrics, grad, token_loss, workspace});
     run([&] { return hpo_policy_loss(&args, &spec.structure, &spec.numbers, context); });
   });
 
@@ -254,7 +292,8 @@ inline void bind(py::module_& m) {
   m.def("hierarchy", [](const PolicyLossSpec& spec, const Hierarchy& levels, int64_t tokens, int64_t rows, int64_t pieces,
                         const py::tuple& inputs, Address loss, Address metrics, Address grad, Address token_loss,
                         Address workspace, int stage, Address sums, Address largest, Address arriving, int64_t context) {
-    const PolicyLossArgs args = make_args(tokens, rows, inputs, {loss, metrics, grad, token_loss, workspace});
+    const Offsets offsets = offsets_of(inputs, rows);
+    const PolicyLossArgs args = make_args(tokens, rows, inputs, offsets, {loss, metrics, grad, token_loss, workspace});
     Hierarchy hierarchy = levels;
     add_pieces(hierarchy, pieces, inputs);
     hierarchy.stage = Stage(stage);
@@ -268,7 +307,8 @@ inline void bind(py::module_& m) {
                          Address factor, Address workspace, int stage, Address segments, int64_t context) {
     Outputs outputs{};
     outputs.workspace = workspace;
-    const PolicyLossArgs args = make_args(tokens, rows, inputs, outputs);
+    const Offsets offsets = offsets_of(inputs, rows);
+    const PolicyLossArgs args = make_args(tokens, rows, inputs, offsets, outputs);
     Hierarchy hierarchy{};
     hierarchy.depth = of_segments;
     hierarchy.stage = Stage(stage);
@@ -314,11 +354,12 @@ inline void bind(py::module_& m) {
 
   m.def("recurrence",
         [](int64_t units, int64_t rows, Address values, Address gains, Address cu_seqlens, Address scanned, int64_t context) {
+          const Offsets offsets(cu_seqlens, rows);
           const RecurrenceArgs args = {units,
                                        rows,
                                        pointer<const float>(values),
                                        pointer<const float>(gains),
-                                       pointer<const int64_t>(cu_seqlens),
+                                       offsets.data(),
                                        pointer<float>(scanned)};
           run([&] { return hpo_recurrence(&args, context); });
         });
@@ -331,7 +372,8 @@ inline void bind(py::module_& m) {
     args.rows = rows;
     args.values = pointer<const float>(values);
     args.mask = pointer<const uint8_t>(mask);
-    args.cu_seqlens = pointer<const int64_t>(cu_seqlens);
+    const Offsets offsets(cu_seqlens, rows);
+    args.cu_seqlens = offsets.data();
     args.first = first;
     args.last = last;
     args.boundary = Boundary(boundary);
@@ -350,7 +392,8 @@ inline void bind(py::module_& m) {
     args.rows = rows;
     args.values = pointer<const float>(values);
     args.mask = pointer<const uint8_t>(mask);
-    args.cu_seqlens = pointer<const int64_t>(cu_seqlens);
+    const Offsets offsets(cu_seqlens, rows);
+    args.cu_seqlens = offsets.data();
     args.numerator = numerator;
     args.denominator = denominator;
     args.rule = OrderRule(rule);
@@ -369,7 +412,8 @@ inline void bind(py::module_& m) {
     args.rows = rows;
     args.values = pointer<const float>(values);
     args.mask = pointer<const uint8_t>(mask);
-    args.cu_seqlens = pointer<const int64_t>(cu_seqlens);
+    const Offsets offsets(cu_seqlens, rows);
+    args.cu_seqlens = offsets.data();
     args.threshold = pointer<const float>(threshold);
     args.strict = strict;
     args.selected = pointer<uint8_t>(selected);
@@ -381,7 +425,8 @@ inline void bind(py::module_& m) {
     args.tokens = tokens;
     args.rows = rows;
     args.mask = pointer<const uint8_t>(mask);
-    args.cu_seqlens = pointer<const int64_t>(cu_seqlens);
+    const Offsets offsets(cu_seqlens, rows);
+    args.cu_seqlens = offsets.data();
     args.counts = pointer<int64_t>(counts);
     run([&] { return hpo_row_counts(&args, context); });
   });

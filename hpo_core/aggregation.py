@@ -25,7 +25,7 @@ import torch.distributed
 
 from . import ops
 from .batch import PackedBatch, renumber, row_counts
-from .checks import check, check_dtype, check_shape, check_type
+from .checks import check, check_device, check_dtype, check_shape, check_type, examines
 
 __all__ = ["fixed_length", "prompt_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_mean"]
 
@@ -58,6 +58,7 @@ def default(batch: PackedBatch) -> torch.Tensor:
     return weights
 
 
+@examines
 def token_mean(
     batch: PackedBatch,
     *,
@@ -77,6 +78,7 @@ def token_mean(
     return scale.repeat(batch.rows)
 
 
+@examines
 def seq_mean_token_mean(
     batch: PackedBatch,
     *,
@@ -99,6 +101,7 @@ def seq_mean_token_mean(
     return _over(scale, counts)
 
 
+@examines
 def seq_mean_token_sum(
     batch: PackedBatch,
     *,
@@ -118,6 +121,7 @@ def seq_mean_token_sum(
     return scale.repeat(batch.rows)
 
 
+@examines
 def fixed_length(
     batch: PackedBatch,
     length: float,
@@ -141,6 +145,7 @@ def fixed_length(
     return scale.repeat(batch.rows)
 
 
+@examines
 def prompt_mean(
     batch: PackedBatch,
     *,
@@ -176,6 +181,7 @@ def _counts(batch: PackedBatch, selected: torch.Tensor | None) -> torch.Tensor:
     shape = batch.padded_shape or (batch.total_tokens,)
     check_dtype("selected", selected, (torch.bool,), "pass a bool mask")
     check_shape("selected", selected, shape, "[T] (or the padded [B, L])")
+    check_device("selected", selected, batch.device, "the batch")
     chosen = selected.reshape(-1) if batch.mask is None else selected.reshape(-1) & batch.mask
     return ops.row_counts(chosen.contiguous(), batch.cu_seqlens, batch.total_tokens, None)
 
@@ -200,8 +206,15 @@ def _scale(
         own = own.clone()
         torch.distributed.all_reduce(own, group=group)
     if isinstance(total, torch.Tensor):
-        check(total.numel() == 1, "total: expected a number or a 0-dim tensor, got shape {}", list(total.shape))
-        own = total.to(own.device).reshape(())
+        check(total.dim() == 0, "total: expected a number or a 0-dim tensor, got shape {}", list(total.shape))
+        check(
+            total.is_cpu or total.device == own.device,
+            "total: expected device cpu or {} (that of the batch), got {}",
+            own.device,
+            total.device,
+        )
+        check_type(not total.is_complex() and total.dtype != torch.bool, "total: expected a count, got {}", total.dtype)
+        own = total.to(own.device)
     elif total is not None:  # a number is filled in: a copy from the host would synchronise
         check_type(isinstance(total, _NUMBERS), "total: expected a number or a 0-dim tensor, got {!r}", total)
         check(0 <= total < math.inf, "total: expected a count >= 0, got {}", total)

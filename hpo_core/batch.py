@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from . import ops
-from .checks import check, check_dtype, check_shape, check_type
+from .checks import check, check_device, check_dtype, check_real, check_shape, check_type, examined, examines
 from .specs import Unit
 
 __all__ = ["MicroBatch", "PackedBatch"]
@@ -88,6 +88,7 @@ class PackedBatch:
     _structure: tuple[torch.Tensor, ...]  # every tensor but the mask
     _cache: dict[Any, tuple[list[int], Any]]  # what keys of once have made, and the state of the tensors
 
+    @examines
     def __init__(
         self,
         cu_seqlens: torch.Tensor,
@@ -175,6 +176,7 @@ class PackedBatch:
     # ------------------------------------------------------------------------------------------------ constructors
 
     @classmethod
+    @examines
     def from_padded(cls, mask: torch.Tensor, **ids: torch.Tensor | None) -> PackedBatch:
         """The batch of a padded ``[B, L]`` mask: B rows of L tokens, nothing is copied or synchronised.
 
@@ -193,6 +195,7 @@ class PackedBatch:
         return result
 
     @classmethod
+    @examines
     def from_lengths(
         cls, lengths: torch.Tensor | Sequence[int], total_tokens: int | None = None, **keywords: Any
     ) -> PackedBatch:
@@ -314,8 +317,12 @@ class PackedBatch:
         inside = (step >= 0) & (token < end[step.clamp(min=0)])
         return torch.where(inside, step, -1)
 
+    @examines
     def spread_steps(self, values: torch.Tensor) -> torch.Tensor:
         """Values of steps ``[N]`` at their tokens ``[T]``; 0 outside all steps."""
+        check_shape("values", values, (self.num_steps or 0,), "[N] (one per step)")
+        check_device("values", values, self.device, "the batch")
+        check_real("values", values)
         return torch.cat((values, values.new_zeros(1)))[self.once(PackedBatch.step_of_token)]  # -1: the zero at the end
 
     def of_level(
@@ -325,6 +332,9 @@ class PackedBatch:
 
         ``tokens``: the shape of what is per token. ``name``, of the values: their level is called ``advantage_level``.
         """
+        values = examined(name, values, "[S]")
+        check_device(name, values, self.device, "the batch")
+        check_real(name, values)
         if level is None or level == "row":
             if values.shape != (self.rows,):
                 among = "" if self.num_steps is None else f" 'step' ([{self.num_steps}]),"
@@ -374,6 +384,7 @@ class PackedBatch:
 
     # --------------------------------------------------------------------------------------------------- operations
 
+    @examines
     def select(self, rows: torch.Tensor | Sequence[int]) -> tuple[PackedBatch, torch.Tensor]:
         """The batch of these rows (indices ``[R]`` or a bool mask ``[S]``), and the tokens ``[T']`` it takes, in order.
 
@@ -385,7 +396,7 @@ class PackedBatch:
         >>> part, tokens
         (PackedBatch(rows=2, tokens=3), tensor([5, 0, 1]))
         """
-        index = torch.as_tensor(rows, device=self.device)
+        index = (rows if isinstance(rows, torch.Tensor) else torch.tensor(rows, device="cpu")).to(self.device)
         if index.dtype == torch.bool:
             check_shape("rows", index, (self.rows,), "[S] for a bool mask")
             index = index.nonzero().flatten()
@@ -602,7 +613,7 @@ class PackedBatch:
             begin, end = (offsets.cpu() for offsets in self._step_ranges())
             filled = end > begin
             holder = torch.searchsorted(offsets, begin[filled], right=True) - 1
-            of_row = torch.arange(self.rows) if self.trajectory_ids is None else self.trajectory_ids.cpu()
+            of_row = torch.arange(self.rows, device="cpu") if self.trajectory_ids is None else self.trajectory_ids.cpu()
             _check_nested("step", self.step_ids.cpu()[filled], "trajectory", of_row[holder])
         _check_nested("trajectory", self.trajectory_ids, "group", self.group_ids)
         _check_nested("trajectory", self.trajectory_ids, "domain", self.domain_ids)
@@ -724,7 +735,7 @@ def _laid_out(begin: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _as_indices(name: str, values: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    tensor = torch.as_tensor(values)
+    tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, device="cpu")
     if tensor.numel() > 0:  # an empty list is a float tensor
         check_dtype(name, tensor, _INTEGERS, "use integers")
     return tensor.to(torch.int64)

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["check", "check_dtype", "check_precision", "check_shape", "check_type", "check_units", "checked_constant"]
+__all__ = [
+    "as_constant",
+    "check",
+    "check_device",
+    "check_dtype",
+    "check_precision",
+    "check_real",
+    "check_rows",
+    "check_shape",
+    "check_tokens",
+    "check_type",
+    "check_units",
+    "checked_constant",
+    "examined",
+    "examines",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Tensor = torch.Tensor
+is_compiling = torch.compiler.is_compiling
 
 _ROUNDING = (
     "16-bit rounding of a log-probability is up to 1.6e-2 a token, more than most clips; compute log-probabilities in "
@@ -40,6 +63,195 @@ def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype],
         raise TypeError(f"{name}: expected dtype {names}, got {str(tensor.dtype).removeprefix('torch.')}; {fix}")
 
 
+def check_real(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_complex() or tensor.is_quantized:
+        raise TypeError(f"{name}: expected real numbers, got {tensor.dtype}; use .real or .dequantize()")
+
+
+def check_device(name: str, tensor: torch.Tensor, device: torch.device, whose: str) -> None:
+    if tensor.device != device:
+        raise ValueError(
+            f"{name}: expected device {device} (that of {whose}), got {tensor.device}; use {name}.to({str(device)!r})"
+        )
+
+
+# --------------------------------------------------------------------------------------------------------- the gate
+
+
+def examined(name: str, tensor: Any, meaning: str = "") -> torch.Tensor:
+    """The argument as a tensor whose memory kernels can read: the one gate that every tensor argument passes.
+
+    A collective that is still under way is waited for; numbers that are not written down (a negated view, zeros
+    without memory) are written down; tensors that belong to a tracer pass as they are. Everything else without
+    dense memory of its own is refused by name.
+    """
+    if type(tensor) is not Tensor:
+        tensor = _unwrapped(name, tensor, meaning)
+    if is_compiling():
+        return tensor  # type: ignore[no-any-return]
+    try:
+        if tensor.data_ptr() and not tensor.is_neg() and not tensor.is_nested:
+            return tensor  # type: ignore[no-any-return]
+    except RuntimeError:  # it has no address
+        pass
+    return _written_down(name, tensor)
+
+
+def _unwrapped(name: str, tensor: Any, meaning: str) -> torch.Tensor:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"{name}: expected a tensor{meaning and ' ' + meaning}, got {type(tensor)}; convert it with torch.as_tensor"
+        )
+    # What was never imported made no tensor.
+    collectives = sys.modules.get("torch.distributed._functional_collectives")
+    if collectives is not None and isinstance(tensor, collectives.AsyncCollectiveTensor):
+        # A new tensor keeps the graph; what the wrapper holds has none.
+        waited: torch.Tensor = tensor.clone() if tensor.requires_grad else tensor.trigger_wait()
+        return waited
+    return tensor
+
+
+def _written_down(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that has no address, or whose memory holds other numbers than the tensor."""
+    if _is_traced():
+        return tensor
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = "a nested tensor" if tensor.is_nested else str(tensor.layout)
+        fix = f"torch.nested.to_padded_tensor({name}, 0)" if tensor.is_nested else f"{name}.to_dense()"
+        raise TypeError(f"{name}: expected a dense tensor, got {layout}; use {fix}")
+    if tensor.is_meta or tensor.numel() == 0:
+        return tensor  # devices are compared, and there is nothing to read
+    if tensor.is_neg():
+        return tensor.resolve_neg()
+    if tensor._is_zerotensor():
+        return tensor.clone()
+    kind = type(tensor).__name__
+    if kind == "DTensor":
+        raise TypeError(
+            f"{name}: expected a tensor of this rank, got a DTensor; pass {name}.to_local() for this rank's part or "
+            f"{name}.full_tensor() for all of it"
+        )
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        raise TypeError(
+            f"{name}: expected a tensor with memory of its own, got a {kind}; pass the tensor that it stands for"
+        )
+    raise ValueError(
+        f"{name}: expected a tensor with memory, got {tensor.numel()} elements whose storage is freed "
+        f"(untyped_storage().resize_(0), as FSDP frees parameters); gather or copy it before the call"
+    )
+
+
+def _is_traced() -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
+
+
+def examines(function: Function) -> Function:
+    """The function with every tensor argument :func:`examined`; its annotations say which arguments are tensors."""
+    parameters = inspect.signature(function).parameters
+    found = {name: _gate_of(name, str(parameter.annotation), function) for name, parameter in parameters.items()}
+    _GATES[function] = tuple(parameters), {name: gate for name, gate in found.items() if gate is not None}
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        if is_compiling():
+            return function(*arguments, **keywords)
+        return _run_examined(function, arguments, keywords)
+
+    return run  # type: ignore[return-value]
+
+
+# By function: the names of its parameters, and what they pass. Not in the closure, where Dynamo would look at it.
+_GATES: dict[Any, tuple[tuple[str, ...], dict[str, Callable[[str, Any], Any]]]] = {}
+
+
+def _run_examined(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    order, gates = _GATES[function]
+    given = [
+        gates[name](name, value) if name in gates else value for name, value in zip(order, arguments, strict=False)
+    ]
+    named = {name: gates[name](name, value) if name in gates else value for name, value in keywords.items()}
+    return function(*given, *arguments[len(given) :], **named)
+
+
+def _gate_of(name: str, annotation: str, function: Callable[..., Any]) -> Callable[[str, Any], Any] | None:
+    """What an argument with this annotation passes; None: nothing."""
+    if annotation == "torch.Tensor":
+        return examined
+    if annotation == "torch.Tensor | None":
+        return _examined_if_given
+    if annotation in ("Sequence[torch.Tensor]", "Sequence[Term]"):
+        return _examined_sequence
+    if name == "self":
+        return _examined_self
+    if annotation == "Total":
+        return _examined_parts
+    if annotation == "torch.Tensor | Sequence[int]":
+        return _examined_integers
+    if annotation == "PackedBatch | torch.Tensor":
+        return functools.partial(_examined_batch, function)
+    if annotation in ("PackedBatch", "GroupHistory", "WindowState", "Expected"):
+        return functools.partial(_examined_instance, function, annotation)
+    return None
+
+
+def _examined_if_given(name: str, value: Any) -> Any:
+    return None if value is None else examined(name, value)
+
+
+def _examined_parts(name: str, value: Any) -> Any:
+    """A tensor, or those of a named tuple; anything else passes as it is."""
+    if isinstance(value, Tensor):
+        return examined(name, value)
+    if not isinstance(value, tuple) or not hasattr(value, "_fields"):
+        return value
+    fields = zip(value._fields, value, strict=True)
+    return type(value)(*(_examined_parts(f"{name}.{field}", each) for field, each in fields))
+
+
+def _examined_fields(name: str, value: Any) -> Any:
+    """Of a named tuple of tensors, each."""
+    fields = zip(value._fields, value, strict=True)
+    return type(value)(*(examined(f"{name}.{field}", each) for field, each in fields))
+
+
+def _examined_self(name: str, value: Any) -> Any:
+    return _examined_fields(name, value) if isinstance(value, tuple) else value
+
+
+def _examined_integers(name: str, value: Any) -> Any:
+    is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
+    if is_sequence or not isinstance(value, Tensor):
+        check_type(is_sequence, "{}: expected a tensor or a sequence of integers, got {}", name, type(value))
+        return value
+    value = examined(name, value)
+    check(not value.is_meta or _is_traced(), "{}: expected integers that can be read, got a tensor on meta", name)
+    return value
+
+
+def _examined_sequence(name: str, value: Any) -> Any:
+    is_one = isinstance(value, Sequence) and not isinstance(value, str)
+    check_type(is_one, "{}: expected a sequence, got {}", name, type(value))
+    return [
+        _examined_parts(f"{name}[{at}]", each) if isinstance(each, tuple) else examined(f"{name}[{at}]", each)
+        for at, each in enumerate(value)
+    ]
+
+
+# The module of the function knows the class, at the latest when the function is called.
+
+
+def _examined_instance(function: Any, kind: str, name: str, value: Any) -> Any:
+    check_type(isinstance(value, function.__globals__[kind]), "{}: expected a {}, got {}", name, kind, type(value))
+    return _examined_fields(name, value) if isinstance(value, tuple) else value
+
+
+def _examined_batch(function: Any, name: str, value: Any) -> Any:
+    if isinstance(value, function.__globals__["PackedBatch"]):
+        return value
+    check_type(isinstance(value, Tensor), "{}: expected a PackedBatch or a mask [B, L], got {}", name, type(value))
+    return examined(name, value)
+
+
 def check_units(**given: torch.Tensor | None) -> None:
     """Checks tensors of one value per unit by name: the first has the shape and the device of the others.
 
@@ -62,7 +274,25 @@ def check_units(**given: torch.Tensor | None) -> None:
                 tensor.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, tensor.dtype
             )
         check_shape(name, tensor, first.shape, f"[U] (that of {first_name})")
-        check(tensor.device == first.device, "{}: expected device {}, got {}", name, first.device, tensor.device)
+        check_device(name, tensor, first.device, first_name)
+
+
+def check_tokens(batch: Any, **given: torch.Tensor | None) -> None:
+    """:func:`check_units` of one value per token of a batch."""
+    _check_of_batch(batch, batch.total_tokens, "[T] (one per token of the batch)", given)
+
+
+def check_rows(batch: Any, **given: torch.Tensor | None) -> None:
+    """:func:`check_units` of one value per row of a batch."""
+    _check_of_batch(batch, batch.rows, "[S] (one per row)", given)
+
+
+def _check_of_batch(batch: Any, count: int, meaning: str, given: dict[str, torch.Tensor | None]) -> None:
+    check_units(**given)
+    for name, tensor in given.items():
+        if tensor is not None:
+            check_shape(name, tensor, (count,), meaning)
+            check_device(name, tensor, batch.device, "the batch")
 
 
 def check_precision(dtype: torch.dtype, backend: str | None) -> None:
@@ -83,8 +313,18 @@ def checked_constant(
     device: torch.device,
 ) -> torch.Tensor:
     """A checked constant of the differentiation: contiguous, in the op's dtype, on logp's device."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: expected a tensor {meaning}, got {type(tensor)}")
+    return as_constant(name, examined(name, tensor, meaning), shape, meaning, dtype, device)
+
+
+def as_constant(
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...] | None,
+    meaning: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """The same of a tensor that was examined before."""
     if shape is not None and tensor.shape != shape:
         check_shape(name, tensor, shape, meaning)
     if tensor.device != device:
@@ -92,7 +332,7 @@ def checked_constant(
     if tensor.requires_grad:
         raise ValueError(f"{name}: it is a constant of the loss but requires a gradient; pass {name}.detach()")
     if tensor.dtype is not dtype:
-        if dtype == torch.bool or tensor.dtype == torch.bool:
+        if dtype == torch.bool or tensor.dtype == torch.bool or tensor.is_complex() or tensor.is_quantized:
             check_dtype(name, tensor, (dtype,), "convert it")
         if tensor.dtype in (torch.float16, torch.bfloat16) and name in ("old_logp", "ref_logp"):
             raise TypeError(f"{name}: expected float32, got {str(tensor.dtype).removeprefix('torch.')}; {_ROUNDING}")

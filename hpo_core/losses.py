@@ -13,7 +13,15 @@ from .advantages import grpo
 from .advantages.terms import given_to, level_of
 from .backends import resolve
 from .batch import PackedBatch
-from .checks import check, check_precision, check_shape, check_type, checked_constant
+from .checks import (
+    as_constant,
+    check,
+    check_precision,
+    check_shape,
+    check_type,
+    checked_constant,
+    examined,
+)
 from .corrections import corrected
 from .entropy import EntropyWindow, WindowState
 from .gates import Channel, RatioGate
@@ -357,7 +365,7 @@ def _prepare(
 ) -> tuple[PolicyLossInputs, PolicyLossSpec, Beyond | None, tuple[Metrics, ...]]:
     """Check every argument once and bring it to what kernels take: contiguous, float32, one device."""
     # Below some ten thousand tokens this takes as long as the kernel: what is rarely given costs one comparison.
-    check_type(isinstance(logp, torch.Tensor), "logp: expected a tensor [T], got {}", type(logp))
+    logp = examined("logp", logp, "[T]")
     batch = _as_batch(batch)
     gate = _DEFAULT_GATE if gate is None else gate
     check_type(isinstance(gate, RatioGate), "gate: expected a RatioGate from hpo_core.gates, got {}", gate)
@@ -385,7 +393,6 @@ def _prepare(
         check_type(isinstance(window, EntropyWindow), "window: expected one of hpo_core.entropy, got {!r}", window)
         score, value = _selection(window, threshold, score, entropy, batch, backend)
         limit = checked_constant("threshold", value, (1,), "[1] (what window.fit returned)", dtype, device)
-    check_type(isinstance(advantages, torch.Tensor), "advantages: expected a tensor [S], got {}", type(advantages))
     per_token, level_advantages = batch.of_level("advantages", advantages, advantage_level, shape)
     spec = gate.spec(kl, window is not None and window.strict)
     beyond = process_group is not None or aggregates is not None or level_metrics
@@ -414,12 +421,12 @@ def _prepare(
     inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond
         logp,
         None if old_logp is None else token("old_logp", old_logp),
-        checked_constant("advantages", level_advantages, None, "", dtype, device),
+        as_constant("advantages", level_advantages, None, "", dtype, device),
         checked_constant("weights", weights, (batch.rows,), "[S] (one per row)", dtype, device),
         batch.cu_seqlens,
         batch.mask,
         None if ref_logp is None else token("ref_logp", ref_logp),
-        None if entropy is None else token("entropy", entropy.detach()),
+        None if entropy is None else token("entropy", examined("entropy", entropy, "[T]").detach()),
         score,
         limit,
         None if token_mask is None else token("token_mask", token_mask, torch.bool),
@@ -435,9 +442,8 @@ def _prepare(
     if plain:
         return inputs, spec, exchange, ()
     if target is not None:
-        check_type(isinstance(target, torch.Tensor), "target: expected a tensor like advantages, got {}", type(target))
         _, target = batch.of_level("target", target, advantage_level, shape)
-        target = checked_constant("target", target, None, "", dtype, device)
+        target = as_constant("target", target, None, "", dtype, device)
         inputs = inputs._replace(target=target, target_per_token=per_token)
     if penalty_mask is not None:
         inputs = inputs._replace(penalty_mask=token("penalty_mask", penalty_mask, torch.bool))
@@ -509,7 +515,7 @@ def _as_batch(batch: PackedBatch | torch.Tensor) -> PackedBatch:
     if isinstance(batch, PackedBatch):
         return batch
     check_type(isinstance(batch, torch.Tensor), "batch: expected a PackedBatch or a mask [B, L], got {}", type(batch))
-    return PackedBatch.from_padded(batch)
+    return PackedBatch.from_padded(examined("batch", batch))
 
 
 def _selection(

@@ -49,6 +49,7 @@ def _mark_forked() -> None:
 os.register_at_fork(after_in_child=_mark_forked)
 
 
+_SPECS = 256  # that are kept of each kind, some hundred kilobytes: a schedule of epsilons makes one for every step
 _LARGE = 1 << 22  # bytes of a workspace on the CPU for which large pages are worth a system call
 
 
@@ -56,7 +57,7 @@ class _Scratch(threading.local):
     """The workspace of small calls on the CPU, one per thread: allocating it anew would take a tenth of such a call."""
 
     def __init__(self) -> None:
-        self.tensor = torch.empty(1 << 18, dtype=torch.uint8)
+        self.tensor = torch.empty(1 << 18, dtype=torch.uint8, device="cpu")
 
 
 class Native:
@@ -66,12 +67,14 @@ class Native:
         self.module = module
         self._on_cuda = on_cuda
         self._scratch = _Scratch()
-        # empty_like is the quickest way to a tensor; these are its patterns on the CPU.
-        self._loss = torch.empty(())
-        self._metrics = torch.empty(module.metrics, dtype=torch.float64)
-        self._spec = functools.lru_cache(maxsize=None)(self._make_spec)
-        self._levels = functools.lru_cache(maxsize=None)(self._make_levels)
-        self._groups = functools.lru_cache(maxsize=None)(self._make_groups)
+        # empty_like is the quickest way to a tensor; these are its patterns on the CPU, whatever the defaults are when
+        # a process calls for the first time.
+        self._loss = torch.empty((), dtype=torch.float32, device="cpu")
+        self._metrics = torch.empty(module.metrics, dtype=torch.float64, device="cpu")
+        self._spec, self._levels, self._groups = (
+            functools.lru_cache(maxsize=_SPECS)(make)
+            for make in (self._make_spec, self._make_levels, self._make_groups)
+        )
 
     def _call(self, function: Any, tensor: torch.Tensor, *arguments: Any) -> None:
         """``function(*arguments, context)``: the context is the CUDA stream, or the number of threads on the CPU."""

@@ -10,13 +10,27 @@ from typing import NamedTuple
 import torch
 
 from . import ops
-from .checks import check, check_dtype, check_shape, check_type, check_units
+from .checks import (
+    check,
+    check_device,
+    check_dtype,
+    check_real,
+    check_shape,
+    check_type,
+    check_units,
+    examined,
+    examines,
+)
 from .ranks import common_ids, merged, ranks
 from .specs import GroupStatistics
 
 __all__ = ["Chains", "GroupStatistics", "chains", "dense_ids", "ids_of", "recurrence", "statistics"]
 
+_INTEGERS = (torch.int32, torch.int64)
+_HASH = "renumber or hash them to int64 first"
 
+
+@examines
 def statistics(
     values: torch.Tensor,
     ids: torch.Tensor | None,
@@ -46,6 +60,7 @@ def statistics(
     return GroupStatistics(*(table if group is None else merged(table, ids, group)))
 
 
+@examines
 def recurrence(
     values: torch.Tensor,
     gains: torch.Tensor,
@@ -67,8 +82,14 @@ def recurrence(
     >>> recurrence(torch.tensor([0.0, 0.0, 1.0]), torch.full((3,), 0.5), torch.tensor([0, 3]))
     tensor([0.2500, 0.5000, 1.0000])
     """
-    check_shape("gains", gains, values.shape, "[U] (that of values)")
-    check_dtype("cu_seqlens", cu_seqlens, (torch.int32, torch.int64), "offsets are integers")
+    check_units(values=values, gains=gains)
+    check_dtype("cu_seqlens", cu_seqlens, _INTEGERS, "offsets are integers")
+    check(
+        cu_seqlens.dim() == 1 and cu_seqlens.numel() > 0,
+        "cu_seqlens: expected shape [R + 1] with a leading 0, got {}",
+        list(cu_seqlens.shape),
+    )
+    check_device("cu_seqlens", cu_seqlens, values.device, "values")
     values, gains = (_number(tensor, backend == "reference") for tensor in (values, gains))
     rows = cu_seqlens.to(torch.int64).contiguous()
     if forward:
@@ -112,6 +133,12 @@ def dense_ids(*keys: torch.Tensor) -> torch.Tensor:
     tensor([0, 1, 2, 0])
     """
     check(len(keys) > 0, "keys: expected at least one tensor of ids")
+    keys = tuple(examined(f"keys[{at}]", key) for at, key in enumerate(keys))
+    for at, key in enumerate(keys):
+        check_dtype(f"keys[{at}]", key, _INTEGERS, _HASH)
+        check(key.dim() == 1, "keys[{}]: expected shape [U] (one per unit), got {}", at, list(key.shape))
+        check_shape(f"keys[{at}]", key, keys[0].shape, "[U] (that of keys[0])")
+        check_device(f"keys[{at}]", key, keys[0].device, "keys[0]")
     valid = torch.stack([key >= 0 for key in keys]).all(dim=0)
     group = ranks()
     if group is not None:
@@ -134,12 +161,16 @@ class Chains(NamedTuple):
     cu_seqlens: torch.Tensor  # [U + 1] int64, where each chain begins; those behind the last are empty
     chain: torch.Tensor  # [U] int64, the chain at each place, -1: none
 
+    @examines
     def sorted(self, values: torch.Tensor) -> torch.Tensor:
         """Values ``[U]`` of units, in the order of places."""
+        self._check(values)
         return values[self.order]
 
+    @examines
     def unsorted(self, values: torch.Tensor) -> torch.Tensor:
         """Values ``[U]`` at places, in the order of units."""
+        self._check(values)
         back = torch.empty_like(values)
         back[self.order] = values
         return back
@@ -156,12 +187,16 @@ class Chains(NamedTuple):
         ends[:-1] = self.chain[1:] != self.chain[:-1]
         return ends
 
+    @examines
     def first(self, values: torch.Tensor) -> torch.Tensor:
         """For every place its chain's first value ``[U]``, of values at places; anything where there is no chain."""
+        self._check(values)
         return values[self.cu_seqlens[self.chain.clamp(min=0)].clamp(max=max(values.numel() - 1, 0))]
 
+    @examines
     def following(self, values: torch.Tensor) -> torch.Tensor:
         """For every place the next value of its chain ``[U]``, of values at places; 0 behind the last."""
+        self._check(values)
         following = torch.zeros_like(values)
         following[:-1] = torch.where(self.ends()[:-1], 0.0, values[1:])
         return following
@@ -172,7 +207,13 @@ class Chains(NamedTuple):
         begin, end = self.cu_seqlens[self.chain.clamp(min=0)], self.cu_seqlens[(self.chain + 1).clamp(min=0)]
         return torch.arange(self.chain.numel(), device=begin.device) - begin, end - begin
 
+    def _check(self, values: torch.Tensor) -> None:
+        check_shape("values", values, self.order.shape, "[U] (one per unit of the chains)")
+        check_device("values", values, self.order.device, "the chains")
+        check_real("values", values)
 
+
+@examines
 def chains(ids: torch.Tensor, positions: torch.Tensor | None = None) -> Chains:
     """Units with equal ids are a chain, such as the steps of a trajectory; negative: in none. Never synchronises.
 
@@ -183,11 +224,13 @@ def chains(ids: torch.Tensor, positions: torch.Tensor | None = None) -> Chains:
     >>> chains(torch.tensor([5, 2, 5])).order
     tensor([1, 0, 2])
     """
-    check_dtype("ids", ids, (torch.int32, torch.int64), "renumber or hash them to int64 first")
+    check_units(ids=ids)
     if positions is None:
         along, order = torch.sort(ids.clamp(min=-1), stable=True)
     else:
         check_shape("positions", positions, ids.shape, "[U] (that of ids)")
+        check_device("positions", positions, ids.device, "ids")
+        check_real("positions", positions)
         before = torch.sort(positions, stable=True).indices
         along, places = torch.sort(ids[before].clamp(min=-1), stable=True)
         order = before[places]
@@ -197,6 +240,6 @@ def chains(ids: torch.Tensor, positions: torch.Tensor | None = None) -> Chains:
     units = ids.numel()
     # Places where no chain begins write behind the offsets, where nobody reads.
     offset = torch.where(begins, chain, units + 1)
-    cu_seqlens = torch.full((units + 2,), units, device=ids.device)
+    cu_seqlens = torch.full((units + 2,), units, dtype=torch.int64, device=ids.device)
     cu_seqlens.scatter_(0, offset, torch.arange(units, device=ids.device))
     return Chains(order, cu_seqlens[: units + 1], chain)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 
 from .batch import Hierarchy, PackedBatch
-from .checks import check, check_type
+from .checks import check, check_type, examined
 from .ranks import Group, gather
 from .reference.gates import EXPONENT_SATURATION
 from .specs import Aggregate, LevelSpec, PolicyLossSpec, Routing, SegmentReduce, Unit
@@ -218,11 +218,12 @@ def _check_aggregates(
             name,
             gate,
         )
+        values = examined(f"aggregates[{name!r}]", values, "of log-ratios")
         check_type(
-            isinstance(values, torch.Tensor) and values.is_floating_point(),
+            values.is_floating_point(),
             "aggregates[{!r}]: expected a tensor of log-ratios, got {}",
             name,
-            getattr(values, "dtype", type(values)),
+            values.dtype,
         )
         fits = values.dim() == 2 and values.shape[0] == 2 if spec.split else values.dim() == 1
         shape = "[2, G], of positive and negative log-ratios (the gate has a split)" if spec.split else "[G]"

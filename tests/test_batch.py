@@ -421,7 +421,7 @@ def test_levels_nest():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: PackedBatch.from_padded([[1]]), TypeError, r"mask: expected a tensor \[B, L\]"),
+        (lambda: PackedBatch.from_padded([[1]]), TypeError, r"mask: expected a tensor"),
         (
             lambda: PackedBatch.from_padded(torch.ones(3)),
             ValueError,

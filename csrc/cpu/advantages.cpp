@@ -73,6 +73,15 @@ struct Numbering {
   int64_t groups;
 };
 
+// Ids are anybody's, and ids that were chosen to meet in one place would make every search as long as the table. So where an
+// id is looked for depends on where this process lies in memory; what the search finds does not.
+uint64_t scattered(int64_t id) {
+  static const char anchor = 0;
+  uint64_t x = uint64_t(id) ^ (uint64_t(reinterpret_cast<uintptr_t>(&anchor)) * 0xD6E8FEB86659FD93u);
+  x = (x ^ (x >> 32)) * 0xD6E8FEB86659FD93u;
+  return (x ^ (x >> 32)) * 0x9E3779B97F4A7C15u;
+}
+
 // Numbers the groups in the order of their first unit; returns how many there are.
 int64_t number_by_hash(const int64_t* ids, int64_t count, const Workspace& space) {
   const int bits = hash_bits(count);
@@ -84,7 +93,7 @@ int64_t number_by_hash(const int64_t* ids, int64_t count, const Workspace& space
     const int64_t id = ids[unit];
     numbers[unit] = kNoGroup;
     if (id < 0) continue;
-    uint64_t place = (uint64_t(id) * 0x9E3779B97F4A7C15u) >> (64 - bits);
+    uint64_t place = scattered(id) >> (64 - bits);
     while (keys[place] != id && keys[place] != kNoGroup) place = (place + 1) & uint64_t(places - 1);
     if (keys[place] == kNoGroup) {
       keys[place] = id;
@@ -120,9 +129,11 @@ void encode(const GroupNormaliseArgs& args, const GroupTerm& term, const Numberi
     const int64_t* __restrict numbers = numbering.numbers;
     int64_t* __restrict codes = all_codes;
     const int64_t smallest = numbering.smallest;
+    // The numbers may be the caller's ids: what they are now may not be what they were when the groups were counted.
     for (int64_t unit = first; unit < end; ++unit) {
       const int64_t number = numbers ? numbers[unit] : 0;
-      codes[unit] = number >= 0 && is_finite(values[unit]) ? 2 * (number - smallest) : kNoGroup;
+      const bool grouped = number >= smallest && number - smallest < numbering.groups;
+      codes[unit] = grouped && is_finite(values[unit]) ? 2 * (number - smallest) : kNoGroup;
     }
     if (weights) {
       const int64_t otherwise = receivers ? 1 : kNoGroup;
@@ -291,8 +302,8 @@ void group_statistics(const GroupStatisticsArgs& args, int threads) {
     for (int64_t unit = first; unit < end; ++unit) {
       const int64_t number = numbering.numbers ? numbering.numbers[unit] : 0;
       double numbers[6] = {};
-      if (number >= 0) {
-        const int64_t group = number - numbering.smallest;
+      const int64_t group = number - numbering.smallest;
+      if (number >= numbering.smallest && group < numbering.groups) {
         put_statistics(space.groups[group].totals.sums, extremes[group].least, extremes[group].greatest, numbers);
       }
       for (int i = 0; i < 6; ++i) args.statistics[i * args.units + unit] = numbers[i];

@@ -37,15 +37,36 @@ struct Segments {
   const Segment* end() const { return list + count; }
 };
 
+constexpr int kRuns = 256;
+
 struct Rows {
   const int64_t* cu_seqlens;  // [count + 1]
   int64_t count, tokens;
   int64_t broken;  // with broken rows the others may be out of order
+  // With broken rows: of each of kRuns runs of rows, between which tokens they lie. Mostly all but a few are in order, and a
+  // tile has to look into one run or two.
+  int64_t in_run;
+  Range runs[kRuns];
 
   Rows(const int64_t* cu_seqlens, int64_t count, int64_t tokens) : cu_seqlens(cu_seqlens), count(count), tokens(tokens) {
     int64_t bad = 0;
     for (int64_t row = 0; row < count; ++row) bad += row_range(cu_seqlens, row, tokens).bad;
     broken = bad;
+    in_run = (count + kRuns - 1) / kRuns;
+    if (broken) find_runs();
+  }
+
+  void find_runs() {
+    for (int run = 0; run < kRuns; ++run) {
+      Range& whole = runs[run];
+      whole = {tokens, 0, false};
+      for (int64_t row = run * in_run; row < count && row < (run + 1) * in_run; ++row) {
+        const Range range = row_range(cu_seqlens, row, tokens);
+        if (range.begin >= range.end) continue;
+        whole.begin = range.begin < whole.begin ? range.begin : whole.begin;
+        whole.end = range.end > whole.end ? range.end : whole.end;
+      }
+    }
   }
 
   bool continues_elsewhere(int64_t row, int64_t chunk) const {
@@ -85,16 +106,38 @@ class RowWalk {
     return low;
   }
 
+  // Calls body(row, begin, end), in the order of rows, with what each has of a tile; stops where it returns false.
+  template <class Body>
+  bool for_each_part(int64_t tile_begin, int64_t tile_end, const Body& body) const {
+    for (int run = 0; run < kRuns; ++run) {
+      if (rows_.runs[run].begin >= tile_end || rows_.runs[run].end <= tile_begin) continue;
+      for (int64_t row = run * rows_.in_run; row < rows_.count && row < (run + 1) * rows_.in_run; ++row) {
+        const Range range = row_range(rows_.cu_seqlens, row, rows_.tokens);
+        const int64_t begin = range.begin > tile_begin ? range.begin : tile_begin;
+        const int64_t end = range.end < tile_end ? range.end : tile_end;
+        if (begin < end && !body(row, int(begin - tile_begin), int(end - tile_begin))) return false;
+      }
+    }
+    return true;
+  }
+
   // Rows in any order, overlapping perhaps: a token belongs to the last row that claims it, as in the reference.
   void unordered_segments(int64_t tile_begin, int64_t tile_end, Segments& out) const {
     const int tokens = int(tile_end - tile_begin);
+    out.count = 0;
+    int covered = 0;
+    const bool apart = for_each_part(tile_begin, tile_end, [&](int64_t row, int begin, int end) {
+      if (begin < covered) return false;
+      out.list[out.count++] = {row, begin, covered = end};
+      return true;
+    });
+    if (apart) return;
     int64_t owner[kTile];
     for (int i = 0; i < tokens; ++i) owner[i] = -1;
-    for (int64_t row = 0; row < rows_.count; ++row) {
-      const Range range = row_range(rows_.cu_seqlens, row, rows_.tokens);
-      const int64_t end = range.end < tile_end ? range.end : tile_end;
-      for (int64_t t = range.begin > tile_begin ? range.begin : tile_begin; t < end; ++t) owner[t - tile_begin] = row;
-    }
+    for_each_part(tile_begin, tile_end, [&](int64_t row, int begin, int end) {
+      for (int i = begin; i < end; ++i) owner[i] = row;
+      return true;
+    });
     out.count = 0;
     for (int begin = 0, end; begin < tokens; begin = end) {
       for (end = begin + 1; end < tokens && owner[end] == owner[begin]; ++end) continue;

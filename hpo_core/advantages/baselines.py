@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..checks import check, check_dtype, check_shape, check_units
+from ..checks import check, check_device, check_dtype, check_real, check_shape, check_units, examines
 from ..segments import statistics
 from ..specs import Provenance
 from .flat import whiten
@@ -23,6 +23,7 @@ class BetaTracker(NamedTuple):
     beta: torch.Tensor
 
     @staticmethod
+    @examines
     def start(successes: torch.Tensor, samples: int, *, least_memory: float = 0.875) -> BetaTracker:
         """From the successes s ``[P]`` of n = ``samples`` responses to each prompt: ``alpha = N (s + 1/2) / (n + 1)``,
         ``beta = N (n - s + 1/2) / (n + 1)``, ``N = 1 / (1 - least_memory)``; without samples 1/2 each.
@@ -30,6 +31,7 @@ class BetaTracker(NamedTuple):
         >>> BetaTracker.start(torch.tensor([3.0]), 8).value
         tensor([0.3889])
         """
+        check_real("successes", successes)
         check(samples >= 0, "samples: expected a count >= 0, got {}", samples)
         check(0 <= least_memory < 1, "least_memory: expected a number in [0, 1), got {}", least_memory)
         size = 1 / (1 - least_memory) if samples else 1.0
@@ -46,6 +48,7 @@ class BetaTracker(NamedTuple):
         """How much a prompt has to teach ``[P]``: ``sqrt(v (1 - v)) + 0.05``."""
         return (self.value * (1 - self.value)).sqrt() + 0.05
 
+    @examines
     def updated(
         self,
         rewards: torch.Tensor,
@@ -64,13 +67,15 @@ class BetaTracker(NamedTuple):
             prompts: ``[S]`` int64, the place of each unit's prompt.
             divergence: ``[S]`` D, the mean ``|logp - old_logp|`` on the prompt's last stored response.
         """
+        check_units(alpha=self.alpha, beta=self.beta)
         check_units(rewards=rewards, divergence=divergence)
-        check_dtype("prompts", prompts, (torch.int32, torch.int64), "places of prompts are integers")
-        check_shape("prompts", prompts, rewards.shape, "[S] (that of rewards)")
+        _check_places("prompts", prompts, rewards)
+        check_device("rewards", rewards, self.alpha.device, "alpha")
         places = prompts.to(torch.int64)
-        memory = torch.exp2(-divergence / half_life).clamp(least_memory, most_memory)
-        alpha = self.alpha.scatter(0, places, memory * self.alpha[places] + rewards)
-        return BetaTracker(alpha, self.beta.scatter(0, places, memory * self.beta[places] + 1 - rewards))
+        memory = torch.exp2(-divergence.float() / half_life).clamp(least_memory, most_memory)
+        old_alpha, old_beta, rewards, memory = (x.float() for x in (self.alpha, self.beta, rewards, memory))
+        alpha = old_alpha.scatter(0, places, memory * old_alpha[places] + rewards)
+        return BetaTracker(alpha, old_beta.scatter(0, places, memory * old_beta[places] + 1 - rewards))
 
 
 @estimator(Provenance.VERIFIED, tables=True)
@@ -121,8 +126,7 @@ def poise(
     tensor([ 0.2500, -0.2500])
     """
     check_units(rewards=rewards, predictions=predictions, mask=mask)
-    check_dtype("sources", sources, (torch.int32, torch.int64), "places of rollouts are integers")
-    check_shape("sources", sources, rewards.shape, "[S] (that of rewards)")
+    _check_places("sources", sources, rewards)
     own = torch.arange(rewards.numel(), device=rewards.device)
     wrong = (sources == own) | (sources < 0) | (sources >= rewards.numel())
     chosen = torch.where(wrong, torch.nan, predictions[torch.where(wrong, own, sources)])
@@ -139,8 +143,9 @@ class GroupHistory(NamedTuple):
     @staticmethod
     def start(prompts: int) -> GroupHistory:
         """Nothing seen yet."""
-        return GroupHistory(*(torch.zeros(prompts, dtype=torch.float64) for _ in range(3)))
+        return GroupHistory(*(torch.zeros(prompts, dtype=torch.float64, device="cpu") for _ in range(3)))
 
+    @examines
     def merged(self, prompts: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> GroupHistory:
         """With one more step of equally many samples of these prompts: ``mean <- (t mean + m) / (t + 1)``,
         ``variance <- (t variance + v + t / (t + 1) (m - mean)^2) / (t + 1)``.
@@ -149,11 +154,16 @@ class GroupHistory(NamedTuple):
         >>> old.merged(torch.tensor([0]), torch.tensor([0.25]), torch.tensor([0.1875])).variance
         tensor([0.2344], dtype=torch.float64)
         """
-        t, before, spread = (field[prompts] for field in self)
+        check_units(steps=self.steps, mean=self.mean, variance=self.variance)
+        check_units(mean=mean, variance=variance)
+        _check_places("prompts", prompts, mean)
+        check_device("mean", mean, self.steps.device, "the history")
+        prompts = prompts.to(torch.int64)
+        t, before, spread = (field.double()[prompts] for field in self)
         mean, variance = mean.double(), variance.double()
         merged = (t * spread + variance + t / (t + 1) * (mean - before).square()) / (t + 1)
         news = (t + 1, (t * before + mean) / (t + 1), merged)
-        return GroupHistory(*(old.scatter(0, prompts, new) for old, new in zip(self, news, strict=True)))
+        return GroupHistory(*(old.double().scatter(0, prompts, new) for old, new in zip(self, news, strict=True)))
 
 
 @estimator(Provenance.PAPER)
@@ -182,8 +192,7 @@ def dcpo(
     (tensor([ 1., -1.]), tensor([0.5000], dtype=torch.float64))
     """
     check_units(rewards=rewards, mask=mask)
-    check_dtype("prompts", prompts, (torch.int32, torch.int64), "places of prompts are integers")
-    check_shape("prompts", prompts, rewards.shape, "[S] (that of rewards)")
+    _check_places("prompts", prompts, rewards)
     group = statistics(rewards, prompts, mask=mask, backend=backend)
     variance = group.deviation(0).square()
     places = prompts.to(torch.int64)
@@ -197,3 +206,10 @@ def dcpo(
     first, second = part * new + (1 - part) * overall, (1 - part) * new + part * overall
     smaller = torch.where(first.abs() <= second.abs(), first, second)
     return as_advantages(torch.where(scorable(rewards, mask), smaller, 0.0), rewards, backend), merged
+
+
+def _check_places(name: str, places: torch.Tensor, units: torch.Tensor) -> None:
+    """One place ``[S]`` for every unit."""
+    check_dtype(name, places, (torch.int32, torch.int64), "places are integers")
+    check_shape(name, places, units.shape, "[S] (one per unit)")
+    check_device(name, places, units.device, "the units")

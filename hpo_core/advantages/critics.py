@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from ..checks import check_shape, check_units
+from ..checks import check_device, check_dtype, check_shape, check_units
 from ..segments import chains, recurrence
 from ..specs import GroupTerm, Provenance
 from .flat import whiten
 from .returns import generalised_advantages
-from .terms import Term, as_advantages, combine, estimator
+from .terms import Term, as_advantages, combine, estimator, widened
 
 __all__ = ["HierarchicalAdvantages", "archer_td", "hiper", "step_gae"]
 
@@ -120,9 +120,11 @@ def hiper(
         step_rewards=step_rewards, trajectory_ids=trajectory_ids, low_values=low_values, high_values=high_values,
         switch_values=switch_values,
     )  # fmt: skip
+    check_dtype("switches", switches, (torch.bool,), "use switches.bool()")
     check_shape("switches", switches, step_rewards.shape, "[N] (that of step_rewards)")
+    check_device("switches", switches, step_rewards.device, "step_rewards")
     steps = chains(trajectory_ids, positions)
-    reward, low, high = (steps.sorted(given) for given in (step_rewards, low_values, high_values))
+    reward, low, high = (widened(steps.sorted(given)) for given in (step_rewards, low_values, high_values))
     valid = steps.chain >= 0
     begins = steps.begins() | (valid & steps.sorted(switches))
     closes = torch.ones_like(begins)  # the last turn of a segment

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 
 from .. import segments
-from ..checks import check, check_units
+from ..checks import check, check_units, examines
 from ..specs import Center, EpsMode, GroupTerm, Provenance, Scale
 from .terms import (
     Term,
@@ -364,6 +364,7 @@ def ngrpo(
     return as_advantages(torch.where(centred == 0, 0.0, centred / (deviation + eps)), rewards, backend)
 
 
+@examines
 def whiten(
     advantages: torch.Tensor,
     lengths: torch.Tensor | None = None,

@@ -34,7 +34,7 @@ def g2rpo(
     check_units(rewards=rewards, group_ids=group_ids, mask=mask)
     groups, rank, size = ordered(rewards, group_ids, mask)
     chain, value = groups.chain, groups.sorted(rewards)
-    quantile = torch.special.ndtri(((rank + 0.5).double() / size.clamp(min=1)).clamp(0, 1))
+    quantile = torch.special.ndtri(((rank.double() + 0.5) / size.clamp(min=1)).clamp(0, 1))
     begins = torch.ones_like(chain, dtype=torch.bool)
     begins[1:] = (chain[1:] != chain[:-1]) | (value[1:] != value[:-1])
     ties = torch.where(chain >= 0, begins.cumsum(0), -1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ..checks import check_units
+from ..checks import check, check_units
 from ..segments import chains, dense_ids, statistics
 from ..specs import GroupTerm, Part, Provenance
 from .flat import grpo
@@ -72,7 +72,13 @@ def hi_grpo(
     tensor([[ 0.7071, -0.7071],
             [ 0.0000,  0.0000]])
     """
+    check(
+        stage_rewards.dim() == 2 and len(stage_rewards) == 2,
+        "stage_rewards: expected shape [2, S] (plan and detail), got {}",
+        list(stage_rewards.shape),
+    )
     plan, detail = stage_rewards
+    check_units(stage_rewards=plan, group_ids=group_ids)
     together = as_advantages(plan.double() + carry * detail.double(), stage_rewards, backend)
     return torch.stack([grpo(reward, group_ids, eps=eps, backend=backend) for reward in (together, detail)])
 
@@ -205,7 +211,9 @@ def hc_grpo(
     >>> hc_grpo(torch.tensor([1.0, 1.0]), torch.tensor([[0.5, 0.0]]), None)
     tensor([-0.7071,  0.7071])
     """
-    check_units(success=success, group_ids=group_ids)
+    check(costs.dim() == 2, "costs: expected shape [C, S] (one row per kind), got {}", list(costs.shape))
+    for cost in costs:
+        check_units(success=success, group_ids=group_ids, costs=cost)
     worth = as_advantages(success.double() - costs.double().sum(dim=0), success, backend)
     return grpo(worth, group_ids, eps=eps, backend=backend)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ..checks import check, check_units
+from ..checks import check, check_units, examines
 from ..segments import Chains, chains, recurrence
+from .terms import widened
 
 __all__ = ["discounted_returns", "episode_returns", "generalised_advantages", "once", "returns_along"]
 
 
+@examines
 def discounted_returns(
     rewards: torch.Tensor,
     trajectory_ids: torch.Tensor,
@@ -36,7 +38,7 @@ def discounted_returns(
 
 def returns_along(rewards: torch.Tensor, steps: Chains, gamma: float, *, backend: str | None = None) -> torch.Tensor:
     """The discounted returns ``[N]`` at places of the chains."""
-    along = steps.sorted(rewards)
+    along = widened(steps.sorted(rewards))
     return recurrence(along, torch.full_like(along, gamma), steps.cu_seqlens, backend=backend)
 
 
@@ -57,7 +59,7 @@ def generalised_advantages(
 ) -> torch.Tensor:
     """GAE: ``d_t = r_t + gamma V_{t+1} - V_t``, ``A_t = d_t + gamma lambda A_{t+1}``; V is 0 behind a trajectory.
     Returns ``[N]``."""
-    along, value = steps.sorted(rewards), steps.sorted(values)
+    along, value = widened(steps.sorted(rewards)), widened(steps.sorted(values))
     difference = along + gamma * steps.following(value) - value
     gains = torch.full_like(difference, gamma * lam)
     return steps.unsorted(recurrence(difference, gains, steps.cu_seqlens, backend=backend))

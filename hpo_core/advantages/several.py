@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ..checks import check
+from ..checks import check, check_device, check_type
 from ..specs import GroupTerm, Provenance, Share
 from .flat import grpo, whiten
 from .terms import Term, check_channels, combine, estimator, grouped
@@ -38,7 +38,7 @@ def dvao(
     >>> dvao(torch.tensor([[1.0, 0.0, 1.0], [0.2, 0.4, 0.9]]), None)
     tensor([ 0.0435, -1.0011,  0.9576])
     """
-    channels = check_channels(rewards, weights)
+    channels = check_channels(rewards, weights, group_ids=group_ids, mask=mask)
     valid = torch.isfinite(rewards).all(0)
     mask = valid if mask is None else valid & mask
     rule = GroupTerm(ddof=0, eps=eps)
@@ -80,7 +80,7 @@ def gdpo(
     >>> gdpo(x, torch.tensor([0, 0, 0, 1, 1, 1]))
     tensor([ 0.9128, -0.4564, -0.4564, -1.3692,  0.0000,  1.3692])
     """
-    channels = check_channels(rewards, weights)
+    channels = check_channels(rewards, weights, group_ids=group_ids, lengths=lengths, mask=mask)
     eps = (1e-4 if lengths is None else 1e-6) if eps is None else eps
     rule = GroupTerm(eps=eps, keep_singletons=lengths is not None)
     terms = [Term(x, group_ids, replace(rule, coefficient=w)) for x, w in zip(rewards, channels, strict=True)]
@@ -115,6 +115,9 @@ def vpo(
     >>> vpo(sets, None, torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]]))
     tensor([ 0.7071, -0.7071])
     """
+    for name, given in (("rewards", rewards), ("directions", directions)):
+        check_type(given.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, given.dtype)
+    check_device("directions", directions, rewards.device, "rewards")
     check(rewards.dim() == 3, "rewards: expected shape [S, M, C] (sets of candidates), got {}", list(rewards.shape))
     check(
         directions.dim() == 2 and directions.shape[1] == rewards.shape[2],

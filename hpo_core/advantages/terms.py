@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .. import ops
-from ..checks import check, check_shape, check_type, check_units
+from ..checks import check, check_shape, check_type, check_units, examines
 from ..ranks import ranks, sum_of_ranks
 from ..reference.advantages import group_normalise
 from ..segments import GroupStatistics, statistics
@@ -32,6 +32,7 @@ __all__ = [
     "takes_several",
     "takes_tables",
     "total",
+    "widened",
 ]
 
 Estimator = TypeVar("Estimator", bound=Callable[..., Any])
@@ -47,6 +48,7 @@ class Term(NamedTuple):
     weights: torch.Tensor | None = None
 
 
+@examines
 def combine(
     terms: Sequence[Term],
     *,
@@ -75,9 +77,10 @@ def combine(
     tensor([ 1., -1., -1.,  1.])
     """
     check(len(terms) > 0, "terms: expected at least one Term, got none")
-    first = terms[0].values
     for term in terms:
         check_type(isinstance(term, Term), "terms: expected Term(values, ids, ...), got {}", type(term))
+    first = terms[0].values
+    for term in terms:
         check_units(values=term.values, ids=term.ids, weights=term.weights)
         check_shape("values", term.values, first.shape, "[U] (that of the first term)")
     check_units(values=first, mask=mask, apply_mask=apply_mask)
@@ -120,10 +123,10 @@ def estimator(
     whether tables of its groups say all that it needs to know of units elsewhere."""
 
     def mark(function: Estimator) -> Estimator:
-        marked: Any = function
+        marked: Any = examines(function)
         marked.provenance, marked.level, marked.several, marked.tables = provenance, level, several, tables
         marked.parameters = tuple(inspect.signature(function).parameters)  # read in every call: microseconds
-        return function
+        return marked  # type: ignore[no-any-return]
 
     return mark
 
@@ -166,10 +169,15 @@ def check_compat(compat: str) -> bool:
     return compat == "code"
 
 
-def check_channels(rewards: torch.Tensor, weights: Sequence[float] | None) -> list[float]:
-    """The weights of several rewards ``[C, U]``; 1 each by default."""
-    check_type(isinstance(rewards, torch.Tensor), "rewards: expected a tensor [C, U], got {}", type(rewards))
-    check(rewards.dim() == 2, "rewards: expected shape [C, U] (one row per reward), got {}", list(rewards.shape))
+def check_channels(rewards: torch.Tensor, weights: Sequence[float] | None, **units: torch.Tensor | None) -> list[float]:
+    """The weights of several rewards ``[C, U]``; 1 each by default. ``units``: what else there is of units."""
+    check_type(rewards.is_floating_point(), "rewards: expected floating point, got {}; use .float()", rewards.dtype)
+    check(
+        rewards.dim() == 2 and len(rewards) > 0,
+        "rewards: expected shape [C, U] (one row per reward), got {}",
+        list(rewards.shape),
+    )
+    check_units(rewards=rewards[0], **units)
     weights = [1.0] * rewards.shape[0] if weights is None else [float(weight) for weight in weights]
     check(
         len(weights) == rewards.shape[0],
@@ -189,6 +197,11 @@ def total(values: torch.Tensor) -> torch.Tensor:
 def as_advantages(exact: torch.Tensor, rewards: torch.Tensor, backend: str | None) -> torch.Tensor:
     """What was computed in float64 in the precision of the result: float32, or what the reference was given."""
     return exact.to(rewards.dtype if backend == "reference" else torch.float32)
+
+
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """Not 16 bits, in which the numbers of a formula would be rounded, too."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def scorable(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

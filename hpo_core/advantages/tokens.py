@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..batch import PackedBatch
-from ..checks import check, check_shape, check_units
+from ..checks import check, check_rows, check_tokens
 from ..segments import dense_ids, recurrence, statistics
 from ..specs import GroupTerm, Provenance, Scale
 from .flat import whiten
-from .terms import Term, combine, estimator
+from .terms import Term, combine, estimator, widened
 
 __all__ = ["hicra", "otb", "reinforce_pp", "remax", "rl_zvp", "t_ppo"]
 
@@ -18,18 +18,11 @@ def _valid(batch: PackedBatch, row: torch.Tensor) -> torch.Tensor:
     return row >= 0 if batch.mask is None else (row >= 0) & batch.mask
 
 
-def _of_tokens(values: torch.Tensor, row: torch.Tensor, nowhere: float | bool = 0.0) -> torch.Tensor:
+def _of_tokens(values: torch.Tensor, row: torch.Tensor, nowhere: float = 0.0) -> torch.Tensor:
     """Values of rows ``[S]`` at their tokens ``[T]``."""
     if values.numel() == 0:
         return torch.full(row.shape, nowhere, dtype=values.dtype, device=row.device)
     return torch.where(row >= 0, values[row.clamp(min=0)], nowhere)
-
-
-def _check(batch: PackedBatch, **tokens: torch.Tensor | None) -> None:
-    check_units(**tokens)
-    for name, tensor in tokens.items():
-        if tensor is not None:
-            check_shape(name, tensor, (batch.total_tokens,), "[T] (one per token of the batch)")
 
 
 @estimator(Provenance.VERIFIED, level="token")
@@ -56,7 +49,7 @@ def reinforce_pp(
     >>> reinforce_pp(torch.tensor([0.0, 0.5, 0, 0, 0, 1]), batch, gamma=0.9, whitened=False)
     tensor([1.1790, 1.3100, 0.0000, 0.0000, 0.9000, 1.0000])
     """
-    _check(batch, token_rewards=token_rewards)
+    check_tokens(batch, token_rewards=token_rewards)
     check(0 <= gamma <= 1, "gamma: expected a number in [0, 1], got {}", gamma)
     valid = _valid(batch, batch.row_of_token())
     values = torch.where(valid, token_rewards, 0.0)
@@ -82,8 +75,8 @@ def remax(
     >>> remax(torch.tensor([0.0, 1.0]), torch.tensor([0.25]), PackedBatch.from_lengths([2]))
     tensor([0.7500, 0.7500])
     """
-    _check(batch, token_rewards=token_rewards)
-    check_shape("greedy_rewards", greedy_rewards, (batch.rows,), "[S] (one per row)")
+    check_tokens(batch, token_rewards=token_rewards)
+    check_rows(batch, greedy_rewards=greedy_rewards)
     row = batch.row_of_token()
     valid = _valid(batch, row)
     values = torch.where(valid, token_rewards, 0.0)
@@ -105,11 +98,10 @@ def hicra(
     >>> hicra(torch.tensor([1.0, -1.0]), torch.tensor([True, False, True]), PackedBatch.from_lengths([2, 1]))
     tensor([ 1.2000,  1.0000, -0.8000])
     """
-    check_units(advantages=advantages)
-    check_shape("advantages", advantages, (batch.rows,), "[S] (one per row)")
-    _check(batch, is_planning=is_planning)
+    check_rows(batch, advantages=advantages)
+    check_tokens(batch, is_planning=is_planning)
     row = batch.row_of_token()
-    own = torch.where(_valid(batch, row), _of_tokens(advantages, row), 0.0)
+    own = torch.where(_valid(batch, row), _of_tokens(widened(advantages), row), 0.0)
     return torch.where(is_planning, own + alpha * own.abs(), own)
 
 
@@ -138,13 +130,13 @@ def rl_zvp(
     >>> rl_zvp(torch.tensor([1.0]), None, torch.tensor([0.5, 1.0]), batch, torch.tensor([0.0]))
     tensor([0.0500, 0.1000])
     """
-    check_units(rewards=rewards, group_ids=group_ids, advantages=advantages)
-    check_shape("rewards", rewards, (batch.rows,), "[S] (one per row)")
-    _check(batch, entropy=entropy)
+    check_rows(batch, rewards=rewards, group_ids=group_ids, advantages=advantages)
+    check_tokens(batch, entropy=entropy)
     row = batch.row_of_token()
     valid = _valid(batch, row)
     group = statistics(rewards, group_ids, backend=backend)
     flat = (group.least == group.greatest) & (group.members > 0) & torch.isfinite(rewards)
+    entropy, advantages = widened(entropy), widened(advantages)
     most = statistics(entropy, row, mask=valid, backend=backend).greatest
     right = _of_tokens(rewards > threshold, row, False)
     shaped = torch.where(right, alpha * entropy, alpha * (entropy - most)).to(advantages.dtype)
@@ -178,7 +170,9 @@ def otb(
     >>> otb(torch.tensor([1.0, 0.0]), batch.group_ids, batch, half, half)
     tensor([ 0.5000, -0.5000])
     """
-    _check(
+    if group_ids is not None:
+        check_rows(batch, group_ids=group_ids)
+    check_tokens(
         batch, token_rewards=token_rewards, chosen_probability=chosen_probability,
         squared_probabilities=squared_probabilities,
     )  # fmt: skip
@@ -189,11 +183,11 @@ def otb(
     energy = torch.where(valid, 1 - 2 * chosen_probability + squared_probabilities, 0.0)
     weight = recurrence(energy, torch.ones_like(energy), batch.cu_seqlens, forward=True, backend=backend)
     token = torch.arange(batch.total_tokens, device=row.device)
-    first = torch.full((batch.rows,), batch.total_tokens, device=row.device)
+    first = torch.full((batch.rows,), batch.total_tokens, dtype=torch.int64, device=row.device)
     if batch.rows:
         reached = torch.where(valid, token, batch.total_tokens)
         first = first.scatter_reduce(0, row.clamp(min=0), reached, "amin")
-    position = token - _of_tokens(first, row)
+    position = token - _of_tokens(first, row, 0)
     groups = torch.zeros_like(row) if group_ids is None else _of_tokens(group_ids.to(torch.int64), row, -1)
     ids = dense_ids(torch.where(valid, groups, -1), torch.where(valid, position, -1))
     rule = GroupTerm(scale=Scale.NONE, keep_singletons=True)
@@ -228,8 +222,8 @@ def t_ppo(
     >>> t_ppo(torch.tensor([0.0, 0.0]), torch.tensor([0.5, 0.25]), batch, torch.tensor([True]))
     tensor([-0.2500,  0.0000])
     """
-    _check(batch, token_rewards=token_rewards, values=values)
-    check_shape("is_truncated", is_truncated, (batch.rows,), "[S] (one per row)")
+    check_tokens(batch, token_rewards=token_rewards, values=values)
+    check_rows(batch, is_truncated=is_truncated)
     check(0 <= gamma <= 1 and 0 <= lam <= 1, "gamma, lam: expected numbers in [0, 1], got {} and {}", gamma, lam)
     row = batch.row_of_token()
     valid = _valid(batch, row)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..checks import check, check_shape, check_units
+from ..checks import check_device, check_dtype, check_shape, check_units
 from ..segments import dense_ids, statistics
 from ..specs import GroupTerm, Presence, Provenance, Scale, Share
 from .flat import grpo, whiten
@@ -120,10 +120,9 @@ def mars2(
     >>> mars2(r, parents, torch.zeros(4, dtype=torch.int64))
     tensor([-1.1742,  0.4958,  1.0959, -0.4175])
     """
-    check(
-        parents.dim() == 1 and not parents.is_floating_point(), "parents: expected integers [N], got {}", parents.dtype
-    )
+    check_dtype("parents", parents, (torch.int32, torch.int64), "places of nodes are integers")
     check_shape("parents", parents, rewards.shape, "[N] (that of rewards)")
+    check_device("parents", parents, rewards.device, "rewards")
     check_units(rewards=rewards, group_ids=group_ids)
     family = statistics(rewards, dense_ids(group_ids, parents.clamp(min=-1) + 1), backend=backend)
     exact = rewards.double()

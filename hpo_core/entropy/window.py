@@ -16,7 +16,7 @@ import torch.distributed
 from .. import ops
 from ..backends import resolve
 from ..batch import PackedBatch
-from ..checks import check, check_dtype, check_shape
+from ..checks import check, check_device, check_dtype, check_shape, examines
 from ..specs import Boundary, Invalid, OrderRule
 
 __all__ = ["EntropyWindow", "WindowState", "ares", "forking_tokens", "window_mean"]
@@ -24,8 +24,11 @@ __all__ = ["EntropyWindow", "WindowState", "ares", "forking_tokens", "window_mea
 _BOUNDARIES = {"full": Boundary.FULL, "shrink": Boundary.SHRINK, "zero": Boundary.ZERO}
 _INVALID = {"skip": Invalid.SKIP, "break": Invalid.BREAK}
 _SCOPES = ("batch", "call")
+_NUMBERS = (torch.float32, torch.float64)
+_ROUNDING = "thresholds on 16-bit entropies pick wrong tokens; compute and store them in float32"
 
 
+@examines
 def window_mean(
     values: torch.Tensor,
     batch: PackedBatch | torch.Tensor,
@@ -117,11 +120,13 @@ class EntropyWindow:
             self.quantile,
         )
 
+    @examines
     def score(self, entropy: torch.Tensor, batch: PackedBatch, *, backend: str | None = None) -> torch.Tensor:
         """The windowed means ``[T]`` that are compared, -inf where undefined."""
         flat = _flat("entropy", entropy, batch, keep_dtype=backend == "reference")
         return _score(flat, batch, self.first, self.last, self.boundary, self.invalid, backend)
 
+    @examines
     def fit(
         self,
         entropy: torch.Tensor,
@@ -142,6 +147,7 @@ class EntropyWindow:
             return _fit_over_ranks(score, self.quantile, self.rule, process_group)
         return self._fit(*self._compared(entropy, batch, backend), backend)
 
+    @examines
     def fit_score(
         self,
         score: torch.Tensor,
@@ -149,11 +155,16 @@ class EntropyWindow:
         process_group: torch.distributed.ProcessGroup | None = None,
         backend: str | None = None,
     ) -> WindowState:
-        """:meth:`fit` from scores already computed by :meth:`score`."""
+        """:meth:`fit` from scores already computed by :meth:`score`, of any shape."""
+        check_dtype("score", score, _NUMBERS, _ROUNDING)
+        score = score.detach().flatten()
+        if backend != "reference":
+            score = score.float().contiguous()
         if process_group is not None:
             return _fit_over_ranks(score, self.quantile, self.rule, process_group)
         return self._fit(score, None, None, backend)
 
+    @examines
     def apply(
         self,
         entropy: torch.Tensor,
@@ -180,6 +191,7 @@ class EntropyWindow:
             selected = ops.select(values, threshold, self.strict, backend, mask, cu_seqlens)
         return selected.reshape(entropy.shape)
 
+    @examines
     def fit_apply(
         self, entropy: torch.Tensor, batch: PackedBatch | torch.Tensor, *, backend: str | None = None
     ) -> tuple[WindowState, torch.Tensor]:
@@ -267,20 +279,19 @@ def _fraction(name: str, value: str | Fraction | float) -> Fraction:
 
 
 def _flat(name: str, tensor: torch.Tensor, batch: PackedBatch, keep_dtype: bool) -> torch.Tensor:
-    fix = "thresholds on 16-bit entropies pick wrong tokens; compute and store them in float32"
-    check_dtype(name, tensor, (torch.float32, torch.float64), fix)
+    check_dtype(name, tensor, _NUMBERS, _ROUNDING)
     shape = batch.padded_shape or (batch.total_tokens,)
     if tuple(tensor.shape) != (batch.total_tokens,):
         check_shape(name, tensor, shape, "[T] (or the padded [B, L])")
-    check(tensor.device == batch.device, "{}: expected device {}, got {}", name, batch.device, tensor.device)
+    check_device(name, tensor, batch.device, "the batch")
     flat = tensor.detach() if tensor.requires_grad else tensor
     flat = flat if flat.dim() == 1 else flat.reshape(-1)
     return flat if keep_dtype else flat.float().contiguous()
 
 
 def _threshold(threshold: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    if threshold.shape != (1,):
-        check_shape("state.threshold", threshold, (1,), "[1] (what fit returned)")
+    check_dtype("state.threshold", threshold, _NUMBERS, "take the state as fit returned it")
+    check_shape("state.threshold", threshold, (1,), "[1] (what fit returned)")
     check(
         threshold.device == values.device,
         "state: expected device {} (that of entropy), got {}; use state.to(entropy.device)",

@@ -12,7 +12,7 @@ import torch
 
 from .. import ops
 from ..batch import PackedBatch, renumber
-from ..checks import check, check_shape
+from ..checks import check, check_dtype, check_tokens, check_units, examines
 from ..specs import OrderRule
 
 __all__ = [
@@ -30,7 +30,11 @@ __all__ = [
 
 Bounds = tuple[torch.Tensor, torch.Tensor]
 
+_NUMBERS = (torch.float32, torch.float64)
+_ROUNDING = "16-bit log-probabilities and entropies are too coarse; compute them in float32"
 
+
+@examines
 def archer_bounds(
     wide: torch.Tensor, narrow: tuple[float, float] = (0.2, 0.2), wider: tuple[float, float] = (0.4, 0.4)
 ) -> Bounds:
@@ -44,12 +48,13 @@ def archer_bounds(
     >>> archer_bounds(torch.tensor([True, False]))[1]
     tensor([1.4000, 1.2000])
     """
-    check(wide.dtype == torch.bool, "wide: expected a bool tensor [T], got {}", wide.dtype)
-    low = torch.full(wide.shape, 1.0 - narrow[0], device=wide.device).masked_fill(wide, 1.0 - wider[0])
-    high = torch.full(wide.shape, 1.0 + narrow[1], device=wide.device).masked_fill(wide, 1.0 + wider[1])
+    check_dtype("wide", wide, (torch.bool,), "use wide.bool()")
+    low, high = (torch.full_like(wide, 1 + epsilon, dtype=torch.float32) for epsilon in (-narrow[0], narrow[1]))
+    low, high = low.masked_fill(wide, 1.0 - wider[0]), high.masked_fill(wide, 1.0 + wider[1])
     return low, high
 
 
+@examines
 def dcpo_bounds(old_logp: torch.Tensor, low: float = 0.16, high: float = 0.2, cap: float = 10.0) -> Bounds:
     """Bounds that let unlikely tokens move further: for :func:`dcpo_clip` (arXiv 2509.02333; its code).
 
@@ -62,12 +67,14 @@ def dcpo_bounds(old_logp: torch.Tensor, low: float = 0.16, high: float = 0.2, ca
     >>> [round(bound.item(), 6) for bound in dcpo_bounds(torch.tensor([0.9]).log())]
     [0.768742, 1.187184]
     """
+    check_dtype("old_logp", old_logp, _NUMBERS, _ROUNDING)
     q = old_logp.detach().exp()
     below = 0.5 + 0.5 * (1 - 4 * low / q).clamp(min=0).sqrt()
     above = 0.5 + 0.5 * (1 + 4 * high / q).sqrt()
     return below, above.clamp(max=cap)
 
 
+@examines
 def hapo_bounds(
     entropy: torch.Tensor,
     batch: PackedBatch,
@@ -94,9 +101,10 @@ def hapo_bounds(
     [0.6, 0.8, 0.8, 1.2, 1.2, 1.4]
     """
     check(compat in ("paper", "code"), 'compat: expected "paper" or "code", got {!r}', compat)
-    check_shape("entropy", entropy, (batch.total_tokens,), "[T]")
+    check_dtype("entropy", entropy, _NUMBERS, _ROUNDING)
+    check_tokens(batch, entropy=entropy)
     valid = _valid(batch)
-    log_entropy = torch.where(valid, entropy.detach().clamp(min=1e-8), torch.ones_like(entropy)).log()
+    log_entropy = torch.where(valid, entropy.detach().float().clamp(min=1e-8), 1.0).log()
     middle, _ = ops.order_statistic(log_entropy, *pivot, OrderRule.NEAREST, None, valid, batch.cu_seqlens)
     h = torch.where(valid, log_entropy - middle, torch.zeros_like(log_entropy))
     tiny = torch.finfo(h.dtype).tiny
@@ -108,6 +116,7 @@ def hapo_bounds(
     return (1 - lower).clamp(min=0), 1 + upper
 
 
+@examines
 def chord_weight(logp: torch.Tensor) -> torch.Tensor:
     """``token_weight`` ``[T]`` for CHORD's expert rows: ``p (1 - p)``, p the token's probability (arXiv 2508.11408).
 
@@ -134,10 +143,12 @@ def chord_weight(logp: torch.Tensor) -> torch.Tensor:
     >>> logp.grad
     tensor([-0.5062, -0.4500, -0.0045, -0.0125])
     """
+    check_dtype("logp", logp, _NUMBERS, _ROUNDING)
     certain = logp.detach().clamp(max=0)  # rounding may lift a log-probability above 0
     return certain.exp() * -certain.expm1()
 
 
+@examines
 def clip_cov_mask(
     logp: torch.Tensor,
     old_logp: torch.Tensor,
@@ -168,6 +179,7 @@ def clip_cov_mask(
     >>> clip_cov_mask(logp, logp, torch.tensor([2.0, -2.0]), batch, seed=1).sum().item()
     3
     """
+    _check_policies(batch, logp, old_logp)
     covariance, advantage, valid = _covariance(logp, advantages, batch, advantage_level)
     ratio = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp)).exp()
     clipped = ((advantage > 0) & (ratio > 1 + epsilons[1])) | ((advantage < 0) & (ratio < 1 - epsilons[0]))
@@ -176,6 +188,7 @@ def clip_cov_mask(
     return ~_first_of(draw, eligible, share, valid)
 
 
+@examines
 def kl_cov_mask(
     logp: torch.Tensor,
     advantages: torch.Tensor,
@@ -195,6 +208,7 @@ def kl_cov_mask(
     return _first_of(-covariance, valid, share, valid)
 
 
+@examines
 def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, threshold: float = 0.04) -> torch.Tensor:
     """``token_mask`` ``[T]`` for :func:`m2po`: without the largest log-ratios, until the mean of the other squares is
     below ``threshold`` (AReaL; 0.04).
@@ -202,6 +216,7 @@ def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, th
     >>> m2po_mask(torch.tensor([0.1, 0.9, -0.1]), torch.zeros(3), PackedBatch.from_lengths([3]))
     tensor([ True, False,  True])
     """
+    _check_policies(batch, logp, old_logp)
     valid = _valid(batch)
     square = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp)).double().square()
     ordered, order = torch.where(valid, square, torch.full_like(square, torch.inf)).sort(stable=True)
@@ -209,6 +224,7 @@ def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, th
     return torch.zeros_like(valid).scatter_(0, order, means < threshold)  # means of ascending numbers ascend
 
 
+@examines
 def rec_ring_mask(
     logp: torch.Tensor,
     old_logp: torch.Tensor,
@@ -232,6 +248,7 @@ def rec_ring_mask(
     """
     for name, pair in (("near", near), ("far", far)):
         check(0 <= pair[0] < 1 and pair[1] >= 0, "{}: expected epsilons (low < 1, high), got {}", name, pair)
+    _check_policies(batch, logp, old_logp)
     valid = _valid(batch)
     advantage = _per_token(advantages, batch, advantage_level)
     x = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp))
@@ -240,15 +257,18 @@ def rec_ring_mask(
     return valid & (inside | strayed)
 
 
+@examines
 def bpo_target(advantages: torch.Tensor, epsilon: float = 0.2) -> torch.Tensor:
     """``target`` for :func:`bpo`: ``1 + epsilon sign A``, in the shape of ``advantages`` (arXiv 2604.18578).
 
     >>> bpo_target(torch.tensor([2.0, -1.0]))
     tensor([1.2000, 0.8000])
     """
+    check_dtype("advantages", advantages, _NUMBERS, "use advantages.float()")
     return 1 + epsilon * advantages.sign()
 
 
+@examines
 def gbpo_target(
     scores: torch.Tensor,
     group_ids: torch.Tensor | None = None,
@@ -267,6 +287,8 @@ def gbpo_target(
     >>> gbpo_target(torch.tensor([0.0, 1.0, 2.0]))
     tensor([0.9076, 1.0000, 1.0924])
     """
+    check_units(scores=scores, group_ids=group_ids)
+    check_dtype("scores", scores, _NUMBERS, "use scores.float()")
     x = scores.double()
     ids = torch.zeros(x.shape, dtype=torch.int64, device=x.device) if group_ids is None else group_ids
     group, _, _ = renumber(ids)
@@ -287,6 +309,13 @@ def gbpo_target(
     return (1 - low + (low + high) * torch.sigmoid(relative / temperature)).to(scores.dtype)
 
 
+def _check_policies(batch: PackedBatch, logp: torch.Tensor, old_logp: torch.Tensor | None = None) -> None:
+    check_dtype("logp", logp, _NUMBERS, _ROUNDING)
+    if old_logp is not None:
+        check_dtype("old_logp", old_logp, _NUMBERS, _ROUNDING)
+    check_tokens(batch, logp=logp, old_logp=old_logp)
+
+
 def _valid(batch: PackedBatch) -> torch.Tensor:
     inside = batch.row_of_token() >= 0
     return inside if batch.mask is None else inside & batch.mask.reshape(-1)
@@ -294,6 +323,7 @@ def _valid(batch: PackedBatch) -> torch.Tensor:
 
 def _per_token(advantages: torch.Tensor, batch: PackedBatch, level: str | None) -> torch.Tensor:
     """``[T]`` from those of any level."""
+    check_dtype("advantages", advantages, _NUMBERS, "use advantages.float()")
     is_per_token, values = batch.of_level("advantages", advantages, level, (batch.total_tokens,))
     if is_per_token:
         return values
@@ -305,7 +335,7 @@ def _covariance(
     logp: torch.Tensor, advantages: torch.Tensor, batch: PackedBatch, level: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of advantage and log-probability, the advantage ``[T]``, and which tokens are valid."""
-    check_shape("logp", logp, (batch.total_tokens,), "[T]")
+    _check_policies(batch, logp)
     valid = _valid(batch)
     advantage = _per_token(advantages, batch, level)
     n = valid.sum().clamp(min=1)
@@ -321,7 +351,7 @@ def _first_of(key: torch.Tensor, eligible: torch.Tensor, share: float, valid: to
     order = torch.where(eligible, key.double(), torch.full_like(key, torch.inf, dtype=torch.float64)).argsort(
         stable=True
     )
-    wanted = (share * valid.sum()).floor().clamp(min=1)
+    wanted = (share * valid.sum().double()).floor().clamp(min=1)
     taken = torch.arange(key.numel(), device=key.device) < wanted
     return torch.zeros_like(eligible).scatter_(0, order, taken) & eligible
 

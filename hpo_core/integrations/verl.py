@@ -197,10 +197,10 @@ def _advantage(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What verl calls, by keyword: tensors ``[B, L]``; advantages and returns of the same shape."""
     mask = response_mask != 0
-    groups = torch.arange(mask.shape[0])
+    groups = torch.arange(mask.shape[0], device="cpu")
     if index is not None:  # ids of any kind, by the order in which they come
         numbers: dict[Any, int] = {}
-        groups = torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in index], dtype=torch.int64)
+        groups = torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in index], dtype=torch.int64, device="cpu")
     groups = groups.to(mask.device)
     asked = {} if backend is None else {"backend": backend}
     given = given_to(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..backends import resolve
+from ..checks import check
 from ..specs import (
     Center,
     EpsMode,
@@ -18,7 +19,7 @@ from ..specs import (
     Scale,
     Share,
 )
-from .library import OPERATORS, define, register, watched
+from .library import OPERATORS, check_operand, define, numbers_of, register, watched
 
 __all__ = ["group_normalise"]
 
@@ -67,4 +68,29 @@ def _group_normalise(*arguments: Any) -> Any:
     return run(inputs, _groups_of(structure, numbers))
 
 
-register("group_normalise", _group_normalise, lambda values, *_: torch.empty_like(values[0]))
+def _check_terms(*arguments: Any) -> None:
+    values, ids, weights, mask, apply_mask, structure, numbers, backend = arguments
+    check(len(values) > 0, "values: expected at least one tensor, got none")
+    first = values[0]
+    check(first.dim() == 1, "values: expected shape [U] (one per unit), got {}", list(first.shape))
+    for name, several in (("ids", ids), ("weights", weights)):
+        check(len(several) == len(values), "{}: expected {} of them, got {}", name, len(values), len(several))
+    for name, several, dtypes in (
+        ("values", values, numbers_of(backend)),
+        ("ids", ids, (torch.int64,)),
+        ("weights", weights, numbers_of(backend)),
+    ):
+        for at, tensor in enumerate(several):
+            check_operand(f"{name}[{at}]", tensor, first.shape, dtypes, ("values", first))
+    check_operand("mask", mask, first.shape, (torch.bool,), ("values", first))
+    check_operand("apply_mask", apply_mask, first.shape, (torch.bool,), ("values", first))
+    check(
+        (len(structure), len(numbers)) == (1 + 7 * len(values), 2 + 2 * len(values)),
+        "structure: expected that of {} terms, got {} kinds and {} numbers",
+        len(values),
+        len(structure),
+        len(numbers),
+    )
+
+
+register("group_normalise", _group_normalise, lambda values, *_: torch.empty_like(values[0]), _check_terms)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..backends import resolve
+from ..checks import check
 from ..specs import (
     Action,
     CorrectionSpec,
@@ -15,7 +16,7 @@ from ..specs import (
     SegmentReduce,
     Statistic,
 )
-from .gates import INPUTS
+from .gates import INPUTS, check_inputs
 from .library import OPERATORS, define, register, watched
 
 __all__ = ["correction"]
@@ -51,4 +52,10 @@ def _correction(*arguments: Any) -> Any:
     return resolve("corrections", inputs.logp, backend or None).correction(inputs, spec)
 
 
-register("correction", _correction, lambda logp, *_: torch.empty_like(logp))
+def _check_corrected(*arguments: Any) -> None:
+    *tensors, _, _, _, of_segments, _, bounds, _ = arguments
+    check(len(bounds) == 4, "bounds: expected low and high of both signs, got {} numbers", len(bounds))
+    check_inputs(PolicyLossInputs(*tensors), levels=int(of_segments), needs=("old_logp", "piece_begin"))
+
+
+register("correction", _correction, lambda logp, *_: torch.empty_like(logp), _check_corrected)

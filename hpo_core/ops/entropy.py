@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from ..backends import resolve
+from ..checks import check, check_dtype
 from ..specs import (
     Boundary,
     Invalid,
     OrderRule,
 )
-from .library import OPERATORS, define, register, watched
+from .library import OPERATORS, check_offsets, check_operand, define, numbers_of, register, watched
 
 __all__ = ["order_statistic", "select", "select_top", "window_score"]
 
@@ -179,7 +180,61 @@ def _select_fake(values: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(values, dtype=torch.bool)
 
 
-register("window_score", _window_score, lambda values, *_: torch.empty_like(values))
-register("order_statistic", _order_statistic, _order_statistic_fake)
-register("select", _select, _select_fake)
-register("select_top", _select_top, lambda values, *_: (*_order_statistic_fake(values), _select_fake(values)))
+def _check_scores(
+    values: torch.Tensor, mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, backend: str
+) -> None:
+    check(values.dim() == 1, "values: expected shape [T] (one per token), got {}", list(values.shape))
+    check_dtype("values", values, numbers_of(backend), "use values.float()")
+    check_operand("mask", mask, values.shape, (torch.bool,), ("values", values))
+    check_offsets("cu_seqlens", cu_seqlens, ("values", values))
+
+
+def _check_window(values: torch.Tensor, mask: torch.Tensor | None, cu_seqlens: torch.Tensor, *rest: Any) -> None:
+    first, last, *_, backend = rest
+    check(first <= last, "first: expected first <= last, got {} and {}", first, last)
+    _check_scores(values, mask, cu_seqlens, backend)
+
+
+def _check_quantile(
+    values: torch.Tensor,
+    numerator: int,
+    denominator: int,
+    rule: int,
+    backend: str,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> None:
+    check(
+        0 <= numerator <= denominator and denominator > 0,
+        "numerator: expected a fraction in [0, 1], got {} / {}",
+        numerator,
+        denominator,
+    )
+    _check_scores(values, mask, cu_seqlens, backend)
+
+
+def _check_top(values: torch.Tensor, numerator: int, denominator: int, rule: int, strict: bool, *rest: Any) -> None:
+    _check_quantile(values, numerator, denominator, rule, *rest)
+
+
+def _check_selected(
+    values: torch.Tensor,
+    threshold: torch.Tensor,
+    strict: bool,
+    backend: str,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> None:
+    _check_scores(values, mask, cu_seqlens, backend)
+    check_operand("threshold", threshold, (1,), (values.dtype,), ("values", values))
+
+
+register("window_score", _window_score, lambda values, *_: torch.empty_like(values), _check_window)
+register("order_statistic", _order_statistic, _order_statistic_fake, _check_quantile)
+register("select", _select, _select_fake, _check_selected)
+register(
+    "select_top",
+    _select_top,
+    lambda values, *_: (*_order_statistic_fake(values), _select_fake(values)),
+    _check_top,
+)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..backends import resolve
+from ..checks import check, check_dtype, check_shape
 from ..metrics import SLOTS
 from ..specs import (
     Aggregate,
@@ -24,9 +26,9 @@ from ..specs import (
     TokenGate,
     Unit,
 )
-from .library import LIBRARY, OPERATORS, define, register, watched
+from .library import LIBRARY, OPERATORS, check_offsets, check_operand, define, register, watched
 
-__all__ = ["INPUTS", "SECOND_DERIVATIVE", "policy_loss", "policy_loss_and_grad"]
+__all__ = ["INPUTS", "SECOND_DERIVATIVE", "check_inputs", "policy_loss", "policy_loss_and_grad"]
 
 SECOND_DERIVATIVE = (
     "hpo_core.policy_loss: second derivatives are not supported (the backward holds dL/dlogp, not a graph); "
@@ -273,5 +275,70 @@ def _spec_of(structure: list[int], numbers: list[float]) -> PolicyLossSpec:
     )
 
 
-register("policy_loss", _policy_loss, _policy_loss_fake)
+_STRUCTURE, _NUMBERS = 15, 28  # of a spec without levels
+_OF_LEVEL = (4, 9)
+
+
+def _check_loss(*arguments: Any) -> None:
+    *tensors, structure, numbers, backend, _, _ = arguments
+    check(backend != "reference", "backend: expected a native one, got 'reference', which hpo_core.policy_loss serves")
+    levels = (len(structure) - _STRUCTURE) // _OF_LEVEL[0]
+    check(
+        (len(structure), len(numbers)) == (_STRUCTURE + _OF_LEVEL[0] * levels, _NUMBERS + _OF_LEVEL[1] * levels),
+        "structure: expected that of a gate, got {} kinds and {} numbers",
+        len(structure),
+        len(numbers),
+    )
+    spec = _spec_of(structure, numbers)
+    needs = ["piece_begin"] if spec.of_pieces else []
+    needs += ["target"] if spec.head in (Head.TARGET, Head.NEGATIVE_AWARE) else []
+    check_inputs(PolicyLossInputs(*tensors), levels, needs)
+
+
+# What comes together.
+_SETS = (
+    ("score", "threshold"),
+    ("row_trajectory", "trajectory_start", "trajectory_rows"),
+    ("piece_begin", "piece_end", "piece_row", "ancestors"),
+)
+
+
+def check_inputs(inputs: PolicyLossInputs, levels: int, needs: Sequence[str]) -> None:
+    """The tensors of an operator, and that those are there which a spec reads."""
+    logp, rows = inputs.logp, (inputs.weights.numel(),)
+    for names in (*_SETS, *((name,) for name in needs)):
+        given = [name for name in names if getattr(inputs, name) is not None]
+        missing = [name for name in names if name not in given]
+        if missing and (given or names not in _SETS):
+            raise ValueError(f"{missing[0]}: expected a tensor{f' beside {given[0]}' if given else ''}, got None")
+
+    def of_tokens(*names: str, dtype: torch.dtype = torch.float32) -> None:
+        for name in names:
+            tensor = getattr(inputs, name)
+            if tensor is not None:  # one after the other, or in the shape of logp
+                shape = logp.shape if tensor.shape == logp.shape else (logp.numel(),)
+                check_operand(name, tensor, shape, (dtype,), ("logp", logp))
+
+    check_dtype("logp", logp, (torch.float32,), "use logp.float()")
+    of_tokens("old_logp", "ref_logp", "entropy", "score", "token_weight", "low", "high")
+    of_tokens("mask", "token_mask", "penalty_mask", dtype=torch.bool)
+    for name, per_token in (("advantages", inputs.advantage_per_token), ("target", inputs.target_per_token)):
+        if per_token:
+            of_tokens(name)
+        else:
+            check_operand(name, getattr(inputs, name), rows, (torch.float32,), ("logp", logp), "weights")
+    check_operand("weights", inputs.weights, rows, (torch.float32,), ("logp", logp), "weights")
+    check_operand("threshold", inputs.threshold, (1,), (torch.float32,), ("logp", logp))
+    check_offsets("cu_seqlens", inputs.cu_seqlens, ("logp", logp))
+    check_shape("cu_seqlens", inputs.cu_seqlens, (rows[0] + 1,), "[S + 1] (weights are [S])")
+    for name, shape in (("row_trajectory", rows), ("trajectory_start", (rows[0] + 1,)), ("trajectory_rows", rows)):
+        check_operand(name, getattr(inputs, name), shape, (torch.int64,), ("logp", logp), "weights")
+    if inputs.piece_begin is not None:
+        pieces = (inputs.piece_begin.numel(),)
+        for name in ("piece_begin", "piece_end", "piece_row"):
+            check_operand(name, getattr(inputs, name), pieces, (torch.int64,), ("logp", logp), "piece_begin")
+        check_operand("ancestors", inputs.ancestors, (levels, *pieces), (torch.int64,), ("logp", logp), "piece_begin")
+
+
+register("policy_loss", _policy_loss, _policy_loss_fake, _check_loss)
 torch.library.register_autograd("hpo_core::policy_loss", _backward, setup_context=_save, lib=LIBRARY)

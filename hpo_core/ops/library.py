@@ -8,11 +8,14 @@ sizes are not.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["LIBRARY", "OPERATORS", "define", "register", "watched"]
+from ..checks import check, check_device, check_dtype, check_shape, examined
+
+__all__ = ["LIBRARY", "OPERATORS", "check_offsets", "check_operand", "define", "numbers_of", "register", "watched"]
 
 LIBRARY: Any = torch.library.Library("hpo_core", "DEF")  # type: ignore[no-untyped-call]
 OPERATORS = torch.ops.hpo_core
@@ -31,7 +34,62 @@ def watched(tensor: torch.Tensor) -> bool:
     )
 
 
-def register(name: str, implementation: Any, fake: Any) -> None:
+def register(name: str, implementation: Any, fake: Any, check_operands: Callable[..., None]) -> None:
+    """Registers an operator. Anybody can call it, so it checks what the functions of this package have checked before:
+    ``check_operands`` compares dtypes, shapes and devices, also of fakes; kernels get examined, contiguous memory."""
+    parameters = getattr(OPERATORS, name).default._schema.arguments
+
+    def run(*arguments: Any) -> Any:
+        given = [_readable(parameter, value) for parameter, value in zip(parameters, arguments, strict=False)]
+        check_operands(*given)
+        return implementation(*given)
+
+    def shapes(*arguments: Any) -> Any:
+        check_operands(*arguments)
+        return fake(*arguments)
+
     for device in ("CPU", "CUDA"):
-        LIBRARY.impl(name, implementation, device)
-    torch.library.register_fake(f"hpo_core::{name}", fake, lib=LIBRARY)
+        LIBRARY.impl(name, run, device)
+    torch.library.register_fake(f"hpo_core::{name}", shapes, lib=LIBRARY)
+
+
+def _readable(parameter: Any, value: Any) -> Any:
+    """As kernels read it."""
+    kind = str(parameter.type)
+    if kind == "Tensor" or isinstance(value, torch.Tensor):  # one that is not given arrives as None
+        return examined(parameter.name, value).contiguous()
+    if kind.startswith("List[") and "Tensor" in kind:
+        return [
+            each if each is None else examined(f"{parameter.name}[{at}]", each).contiguous()
+            for at, each in enumerate(value)
+        ]
+    return value
+
+
+def check_operand(
+    name: str,
+    tensor: torch.Tensor | None,
+    shape: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    like: tuple[str, torch.Tensor],
+    shaped: str = "",
+) -> None:
+    """``like``: the operand on whose device the others are; ``shaped``: the one whose shape they have, if another."""
+    if tensor is not None:
+        check_dtype(name, tensor, dtypes, f"use {name}.to({dtypes[0]})")
+        check_shape(name, tensor, shape, f"that of {shaped or like[0]}")
+        check_device(name, tensor, like[1].device, like[0])
+
+
+def check_offsets(name: str, offsets: torch.Tensor | None, like: tuple[str, torch.Tensor]) -> None:
+    """Of rows; kernels check, or clamp, what they say."""
+    if offsets is not None:
+        check(
+            offsets.dim() == 1 and offsets.numel() > 0, "{}: expected shape [S + 1], got {}", name, list(offsets.shape)
+        )
+        check_operand(name, offsets, offsets.shape, (torch.int64,), like)
+
+
+def numbers_of(backend: str) -> tuple[torch.dtype, ...]:
+    """What a backend computes with."""
+    return (torch.float32, torch.float64) if backend == "reference" else (torch.float32,)

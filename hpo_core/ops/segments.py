@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ..backends import resolve
-from .library import OPERATORS, define, register, watched
+from ..checks import check, check_dtype
+from .library import OPERATORS, check_offsets, check_operand, define, numbers_of, register, watched
 
 __all__ = ["group_statistics", "recurrence", "row_counts"]
 
@@ -82,6 +83,37 @@ def _statistics_fake(values: torch.Tensor, *_: Any) -> torch.Tensor:
     return values.new_empty((6, values.shape[0]), dtype=torch.float64)
 
 
-register("row_counts", _row_counts, lambda mask, cu_seqlens, *_: cu_seqlens.new_empty(cu_seqlens.shape[0] - 1))
-register("group_statistics", _group_statistics, _statistics_fake)
-register("recurrence", _recurrence, lambda values, *_: torch.empty_like(values))
+def _check_counted(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int, _: str) -> None:
+    check(total_tokens >= 0, "total_tokens: expected a count >= 0, got {}", total_tokens)
+    check_offsets("cu_seqlens", cu_seqlens, ("cu_seqlens", cu_seqlens))
+    check_operand("mask", mask, (total_tokens,), (torch.bool,), ("cu_seqlens", cu_seqlens), "total_tokens")
+
+
+def _check_statistics(
+    values: torch.Tensor,
+    ids: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    backend: str,
+) -> None:
+    check(values.dim() == 1, "values: expected shape [U] (one per unit), got {}", list(values.shape))
+    check_dtype("values", values, numbers_of(backend), "use values.float()")
+    check_operand("ids", ids, values.shape, (torch.int64,), ("values", values))
+    check_operand("weights", weights, values.shape, numbers_of(backend), ("values", values))
+    check_operand("mask", mask, values.shape, (torch.bool,), ("values", values))
+
+
+def _check_scanned(values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor, backend: str) -> None:
+    _check_statistics(values, None, None, None, backend)
+    check_operand("gains", gains, values.shape, (values.dtype,), ("values", values))
+    check_offsets("cu_seqlens", cu_seqlens, ("values", values))
+
+
+register(
+    "row_counts",
+    _row_counts,
+    lambda mask, cu_seqlens, *_: cu_seqlens.new_empty(cu_seqlens.shape[0] - 1),
+    _check_counted,
+)
+register("group_statistics", _group_statistics, _statistics_fake, _check_statistics)
+register("recurrence", _recurrence, lambda values, *_: torch.empty_like(values), _check_scanned)

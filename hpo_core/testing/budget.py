@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..checks import check_device, check_dtype, check_real, check_shape, check_type, examines
+
 __all__ = ["MARGIN", "REGIONS", "UNIT", "Expected", "assert_within_budget", "budget"]
 
 UNIT = 2.0**-24  # half the distance from 1 to the next float32
@@ -25,11 +27,16 @@ class Expected(NamedTuple):
     magnitude: torch.Tensor  # sum of the absolute values of the terms that make each element
 
 
+@examines
 def budget(expected: Expected, region: str | None = None) -> torch.Tensor:
     """``max(2 e, 4 * 2^-24 m)`` per element: e is the largest error of eager float32 in this tensor, m the magnitude.
 
     ``region``: a key of ``REGIONS``, where a wider one is agreed.
     """
+    for name, tensor in expected._asdict().items():
+        check_dtype(f"expected.{name}", tensor, (torch.float64, torch.float32), "compare in float64")
+        check_shape(f"expected.{name}", tensor, expected.exact.shape, "that of expected.exact")
+        check_device(f"expected.{name}", tensor, expected.exact.device, "expected.exact")
     error = (expected.eager - expected.exact).abs()
     known = error[torch.isfinite(error)]
     largest = known.max() if known.numel() else error.new_zeros(())
@@ -37,11 +44,14 @@ def budget(expected: Expected, region: str | None = None) -> torch.Tensor:
     return allowed * (1.0 if region is None else REGIONS[region])
 
 
+@examines
 def assert_within_budget(op: str, got: torch.Tensor, expected: Expected, region: str | None = None) -> float:
     """Raise AssertionError, with op, element, error and budget, unless every element is within its budget.
 
     Infinities and NaN of the exact result must be met exactly. Returns the largest error / budget.
     """
+    check_real("got", got)
+    check_type(not got.is_meta, "got: expected real numbers, got a tensor on {}", got.device)
     got = got.detach().to("cpu", torch.float64)
     exact = expected.exact
     assert got.shape == exact.shape, f"{op}: expected shape {list(exact.shape)}, got {list(got.shape)}"

@@ -69,12 +69,14 @@ class Layout:
 
     def generator(self, purpose: int) -> torch.Generator:
         """An own stream of random numbers for each purpose."""
-        return torch.Generator().manual_seed(1009 * self.seed + purpose)
+        return torch.Generator("cpu").manual_seed(1009 * self.seed + purpose)
 
     def batch(self) -> PackedBatch:
         draw, rows = self.generator(0), len(self.lengths)
-        ends = torch.tensor((0, *self.lengths)).cumsum(0)
-        mask = torch.rand(self.tokens, generator=draw) > (1.0 if self.masked == "all" else 0.3)
+        ends = torch.tensor((0, *self.lengths), dtype=torch.int64, device="cpu").cumsum(0)
+        mask = torch.rand(self.tokens, generator=draw, dtype=torch.float32, device="cpu") > (
+            1.0 if self.masked == "all" else 0.3
+        )
         if self.masked == "row" and rows:
             mask[ends[rows // 2] : ends[rows // 2 + 1]] = False
         steps = _steps(ends, draw)
@@ -94,7 +96,7 @@ class Layout:
 
 def _ids(count: int, kinds: int, draw: torch.Generator) -> torch.Tensor:
     """Ids as users have them: any integers, in any order, with gaps."""
-    return torch.randint(0, max(kinds, 1), (count,), generator=draw) * 1_000_003 + 5
+    return torch.randint(0, max(kinds, 1), (count,), generator=draw, device="cpu") * 1_000_003 + 5
 
 
 def _steps(ends: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
@@ -102,18 +104,18 @@ def _steps(ends: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     ranges = []
     for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
         while begin < end:
-            width = int(torch.randint(1, 4, (), generator=draw))
+            width = int(torch.randint(1, 4, (), generator=draw, device="cpu"))
             ranges.append((begin, min(begin + width, end)))
-            begin += width + int(torch.randint(0, 2, (), generator=draw))
-    return torch.tensor(ranges, dtype=torch.int64).reshape(-1, 2)
+            begin += width + int(torch.randint(0, 2, (), generator=draw, device="cpu"))
+    return torch.tensor(ranges, dtype=torch.int64, device="cpu").reshape(-1, 2)
 
 
 def random_layout(seed: int = 0, rows: int = 6, longest: int = 9) -> Layout:
     """At most ``rows`` rows; the first, the middle and the last are often empty or of one token."""
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator("cpu").manual_seed(seed)
 
     def below(limit: int) -> int:
-        return int(torch.randint(0, limit, (), generator=draw))
+        return int(torch.randint(0, limit, (), generator=draw, device="cpu"))
 
     lengths = [below(longest + 1) for _ in range(below(rows + 1))]
     if lengths:
@@ -197,7 +199,7 @@ class PolicyLossExample(NamedTuple):
 
     def weights(self) -> torch.Tensor:
         """The row weights ``[S]``: those given, or the default, 1 / the number of valid tokens."""
-        default = torch.full((self.batch.rows,), 1.0 / max(int(self.valid().sum()), 1), device=self.logp.device)
+        default = self.logp.new_full((self.batch.rows,), 1.0 / max(int(self.valid().sum()), 1), dtype=torch.float32)
         given: torch.Tensor = self.keywords.get("weights", default)
         return given
 
@@ -267,13 +269,13 @@ def random_policy_loss(
     batch, draw, tokens, rows = layout.batch(), layout.generator(1), layout.tokens, len(layout.lengths)
 
     def uniform(count: int, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
-        return torch.rand(count, generator=draw) * (high - low) + low
+        return torch.rand(count, generator=draw, dtype=torch.float32, device="cpu") * (high - low) + low
 
     def normal(count: int) -> torch.Tensor:
-        return torch.randn(count, generator=draw)
+        return torch.randn(count, generator=draw, dtype=torch.float32, device="cpu")
 
     def choice(*values: float) -> float:
-        return values[int(torch.randint(0, len(values), (), generator=draw))]
+        return values[int(torch.randint(0, len(values), (), generator=draw, device="cpu"))]
 
     units = tokens if "token_advantages" in features else rows
     advantages = torch.where(uniform(units) < 0.1, 0.0, normal(units))
@@ -282,11 +284,11 @@ def random_policy_loss(
         keywords["weights"] = torch.where(uniform(rows) < 0.1, 0.0, uniform(rows, 0.02, 0.3))
     if "window" in features or "entropy" in features:
         # Sixty-fourths, and windows of 1, 2 or 4 tokens: their sums are exact, so a tie is a tie in every precision.
-        keywords["entropy"] = torch.randint(0, 128, (tokens,), generator=draw) / 64
+        keywords["entropy"] = torch.randint(0, 128, (tokens,), generator=draw, device="cpu").float() / 64
     if "window" in features:
         width, strict = int(choice(1, 2, 4)), choice(0, 1) == 1
         keywords["window"] = EntropyWindow("random", Fraction(1, 2), 0, width - 1, strict=strict)
-        keywords["threshold"] = torch.randint(32, 96, (1,), generator=draw) / 64
+        keywords["threshold"] = torch.randint(32, 96, (1,), generator=draw, device="cpu").float() / 64
     if "token_mask" in features:
         keywords["token_mask"] = uniform(tokens) > 0.3
     if "token_weight" in features:
@@ -344,24 +346,24 @@ def random_rewards(seed: int = 0, units: int = 12, kind: str | None = None, mask
             any of them.
         masks: whether some units may leave the statistics (``mask``) or get no advantage (``apply_mask``).
     """
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator("cpu").manual_seed(seed)
 
     def below(limit: int) -> int:
-        return int(torch.randint(0, limit, (), generator=draw))
+        return int(torch.randint(0, limit, (), generator=draw, device="cpu"))
 
     kind = ("normal", "binary", "equal", "offset")[below(4)] if kind is None else kind
-    groups = torch.randint(-1, max(1, units // 2), (units,), generator=draw)
+    groups = torch.randint(-1, max(1, units // 2), (units,), generator=draw, device="cpu")
     rewards = {
-        "normal": torch.randn(units, generator=draw),
-        "binary": torch.randint(0, 2, (units,), generator=draw).float(),
-        "equal": torch.rand(max(1, units), generator=draw)[groups],
-        "offset": 10.0 ** (1 + below(4)) + torch.randn(units, generator=draw),
+        "normal": torch.randn(units, generator=draw, dtype=torch.float32, device="cpu"),
+        "binary": torch.randint(0, 2, (units,), generator=draw, device="cpu").float(),
+        "equal": torch.rand(max(1, units), generator=draw, dtype=torch.float32, device="cpu")[groups],
+        "offset": 10.0 ** (1 + below(4)) + torch.randn(units, generator=draw, dtype=torch.float32, device="cpu"),
     }[kind]
     keywords = {}
     if masks and below(2):
-        keywords["mask"] = torch.rand(units, generator=draw) > 0.2
+        keywords["mask"] = torch.rand(units, generator=draw, dtype=torch.float32, device="cpu") > 0.2
         if below(2):
-            keywords["apply_mask"] = torch.rand(units, generator=draw) > 0.2
+            keywords["apply_mask"] = torch.rand(units, generator=draw, dtype=torch.float32, device="cpu") > 0.2
     ids = groups * torch.where(groups < 0, 1, 2**40 + 3)
     return RewardsExample(rewards, None if below(8) == 0 else ids, keywords)
 
@@ -389,11 +391,11 @@ def random_window(seed: int = 0, *, layout: Layout | None = None, widest: int = 
     draw = layout.generator(2)
 
     def below(limit: int) -> int:
-        return int(torch.randint(0, limit, (), generator=draw))
+        return int(torch.randint(0, limit, (), generator=draw, device="cpu"))
 
     width, first = 1 + below(widest), below(widest) - widest // 2
     keywords = {"boundary": ("full", "shrink", "zero")[below(3)], "invalid": ("skip", "break")[below(2)]}
-    values = 2 * torch.rand(layout.tokens, generator=draw)
+    values = 2 * torch.rand(layout.tokens, generator=draw, dtype=torch.float32, device="cpu")
     return WindowExample(values, layout.batch(), first, first + width - 1, keywords)
 
 
@@ -411,22 +413,24 @@ def random_scores(seed: int = 0, count: int | None = None, kind: str | None = No
 
     ``kind``: "distinct", "ties", "equal", "signed", "extreme". Default: any of them.
     """
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator("cpu").manual_seed(seed)
 
     def below(limit: int) -> int:
-        return int(torch.randint(0, limit, (), generator=draw))
+        return int(torch.randint(0, limit, (), generator=draw, device="cpu"))
 
     kind = ("distinct", "ties", "equal", "signed", "extreme")[below(5)] if kind is None else kind
     count = below(40) if count is None else count
-    extreme = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 3.4028235e38, -3.4028235e38, 1.0, 1.0000001])
+    extreme = torch.tensor(
+        [0.0, -0.0, 1e-45, -1e-45, 3.4028235e38, -3.4028235e38, 1.0, 1.0000001], dtype=torch.float32, device="cpu"
+    )
     score = {
-        "distinct": torch.rand(count, generator=draw),
-        "ties": torch.randint(0, 3, (count,), generator=draw) / 4,
-        "equal": torch.full((count,), 0.7),
-        "signed": torch.randn(count, generator=draw),
-        "extreme": extreme[torch.randint(0, len(extreme), (count,), generator=draw)],
+        "distinct": torch.rand(count, generator=draw, dtype=torch.float32, device="cpu"),
+        "ties": torch.randint(0, 3, (count,), generator=draw, device="cpu").float() / 4,
+        "equal": torch.full((count,), 0.7, dtype=torch.float32, device="cpu"),
+        "signed": torch.randn(count, generator=draw, dtype=torch.float32, device="cpu"),
+        "extreme": extreme[torch.randint(0, len(extreme), (count,), generator=draw, device="cpu")],
     }[kind]
-    left_out = torch.rand(count, generator=draw)
+    left_out = torch.rand(count, generator=draw, dtype=torch.float32, device="cpu")
     score = torch.where(left_out < 0.15, -math.inf, score)
     score = torch.where(left_out > 0.97, math.nan, score)
     quantiles = ((7, 10), (4, 5), (19, 20), (1, 2), (0, 1), (1, 1), (1, 3), (999_999_999, 10**9))

@@ -156,8 +156,8 @@ def expect_rewards(example: RewardsExample, op: str = "grpo", **keywords: Any) -
     # (x - K) / scale = A - A_K, and (mean - K) / scale = -A_K.
     statistics = {name: mask for name, mask in example.keywords.items() if name == "mask"}
     of_members = estimator(example.rewards.double(), example.group_ids, **statistics)
-    enters = torch.isfinite(example.rewards) & statistics.get("mask", torch.tensor(True))
-    ids = torch.zeros(exact.shape, dtype=torch.int64) if example.group_ids is None else example.group_ids
+    enters = torch.isfinite(example.rewards) & statistics.get("mask", torch.tensor(True, device="cpu"))
+    ids = torch.zeros_like(exact, dtype=torch.int64) if example.group_ids is None else example.group_ids
     first = exact.clone()
     for key in set(ids.tolist()):
         found = (enters & (ids == key)).nonzero()

@@ -105,7 +105,7 @@ def _(run: Run, example: PolicyLossExample) -> None:
 @_promise("policy_loss", "packed: rows do not see each other")
 def _(run: Run, example: PolicyLossExample) -> None:
     before, owner, valid = run(example), example.trajectory(), example.valid()
-    trajectory_of_row = torch.arange(example.batch.rows)
+    trajectory_of_row = torch.arange(example.batch.rows, device="cpu")
     if example.batch.trajectories is not None:
         trajectory_of_row = example.batch.trajectories[0]
     for kept in _distinct(owner[valid]):
@@ -126,7 +126,7 @@ def _(run: Run, example: PolicyLossExample) -> None:
 @_promise("policy_loss", "nothing valid: loss 0, gradient 0")
 def _(run: Run, example: PolicyLossExample) -> None:
     batch = example.batch
-    nothing = torch.zeros(batch.total_tokens, dtype=torch.bool)
+    nothing = torch.zeros(batch.total_tokens, dtype=torch.bool, device="cpu")
     empty = PackedBatch(batch.cu_seqlens, nothing, trajectory_ids=batch.trajectory_ids)
     out = run(example._replace(batch=empty))
     _same_outcome(out, Outcome(torch.zeros_like(out.loss), torch.zeros_like(out.grad), None, None), "with all masked")
@@ -146,7 +146,7 @@ def _on_policy(example: PolicyLossExample) -> tuple[PolicyLossExample, torch.Ten
             representative = rows[start[trajectory]]
             example = example.on_rows(lambda x: x[representative])
     if example.old_logp is not None:
-        zero = torch.arange(example.logp.numel()) % 3 == 0  # with zeros of either sign on either side
+        zero = torch.arange(example.logp.numel(), device="cpu") % 3 == 0  # with zeros of either sign on either side
         example = example._replace(
             logp=torch.where(zero, -0.0, example.old_logp), old_logp=torch.where(zero, 0.0, example.old_logp)
         )
@@ -203,8 +203,9 @@ def _(run: Run, example: PolicyLossExample) -> None:
 
 @_promise("policy_loss", "overflow-safe: log-ratios saturate at +-60 and keep their slope")
 def _(run: Run, example: PolicyLossExample) -> float:
-    size = torch.tensor([30.0, 59.0, 61.0, 120.0, 1e4]).repeat(example.logp.numel())[: example.logp.numel()]
-    up = torch.arange(example.logp.numel()) % 2 == 0
+    sizes = torch.tensor([30.0, 59.0, 61.0, 120.0, 1e4], dtype=torch.float32, device="cpu")
+    size = sizes.repeat(example.logp.numel())[: example.logp.numel()]
+    up = torch.arange(example.logp.numel(), device="cpu") % 2 == 0
     old = example.logp if example.old_logp is None else example.old_logp
     example = example.without("kl", "ref_logp")._replace(
         logp=torch.where(up, -0.5, -0.5 - size), old_logp=torch.where(up, -0.5 - size, old.new_tensor(-0.5))
@@ -220,7 +221,7 @@ def _(run: Run, example: PolicyLossExample) -> float:
 @_promise("policy_loss", "batch-invariant: a row's gradient does not depend on its place or its neighbours", "weights")
 def _(run: Run, example: PolicyLossExample) -> None:
     whole, rows = run(example), example.batch.rows
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(rows))
+    order = torch.randperm(rows, generator=torch.Generator("cpu").manual_seed(rows), device="cpu")
     shuffled, tokens = example.select(order)
     _same("the gradient", run(shuffled).grad, whole.grad[tokens], "in another order of the rows")
     trajectory = order if example.batch.trajectories is None else example.batch.trajectories[0]
@@ -231,8 +232,8 @@ def _(run: Run, example: PolicyLossExample) -> None:
 
 @_promise("policy_loss", "micro-batch-invariant: parts add up to the whole", "weights")
 def _(run: Run, example: PolicyLossExample) -> float:
-    whole, loss = run(example), torch.zeros((), dtype=torch.float64)
-    trajectory = torch.arange(example.batch.rows)
+    whole, loss = run(example), torch.zeros((), dtype=torch.float64, device="cpu")
+    trajectory = torch.arange(example.batch.rows, device="cpu")
     if example.batch.trajectories is not None:
         trajectory = example.batch.trajectories[0]
     for part in (0, 1):
@@ -275,7 +276,7 @@ def _on_units(example: RewardsExample, change: Callable[[torch.Tensor], torch.Te
 
 
 def _ids(example: RewardsExample) -> torch.Tensor:
-    return torch.zeros(example.rewards.shape, dtype=torch.int64) if example.group_ids is None else example.group_ids
+    return torch.zeros_like(example.rewards, dtype=torch.int64) if example.group_ids is None else example.group_ids
 
 
 def _group_sizes(example: RewardsExample) -> torch.Tensor:
@@ -399,7 +400,7 @@ def _(run: Run, example: WindowExample) -> None:
 def _(run: Run, example: WindowExample) -> None:
     before = run(example)
     for begin, end in zip(example.batch.cu_seqlens[:-1].tolist(), example.batch.cu_seqlens[1:].tolist(), strict=True):
-        position = torch.arange(example.values.numel())
+        position = torch.arange(example.values.numel(), device="cpu")
         others = example.valid() & ((position < begin) | (position >= end))
         out = run(_changed_values(example, others, 1e6))
         _same("a row's score", out[begin:end], before[begin:end], "after only other rows were changed")
@@ -471,7 +472,7 @@ def _(run: Run, example: ScoresExample) -> None:
 @_promise("order_statistic", "the index is exact in integers")
 def _(run: Run, example: ScoresExample) -> None:
     count = max(example.score.numel(), 11)  # 7/10 of 11 is the smallest where ceil(q (n - 1)) fails in floats
-    drawn = torch.randperm(count, generator=torch.Generator().manual_seed(count)).float()
+    drawn = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(count), device="cpu").float()
     for rule in OrderRule:
         expected = float(rule.index(example.numerator, example.denominator, count))
         got = run(ScoresExample(drawn, example.numerator, example.denominator, rule)).item()

@@ -136,23 +136,35 @@ def report(compiled: Any) -> Report:
 TOKENS, ROWS = 2048, 4
 
 
+def _floats(count: int) -> torch.Tensor:
+    return torch.ones(count, dtype=torch.float32, device="cpu")
+
+
+def _bools(count: int) -> torch.Tensor:
+    return torch.ones(count, dtype=torch.bool, device="cpu")
+
+
+def _integers(count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int64, device="cpu")
+
+
 def _inputs(**given: Any) -> PolicyLossInputs:
-    offsets = torch.linspace(0, TOKENS, ROWS + 1).long()
-    required = PolicyLossInputs(torch.zeros(TOKENS), torch.zeros(TOKENS), torch.ones(ROWS), torch.ones(ROWS), offsets)
+    offsets = torch.linspace(0, TOKENS, ROWS + 1, dtype=torch.float64, device="cpu").long()
+    required = PolicyLossInputs(_floats(TOKENS), _floats(TOKENS), _floats(ROWS), _floats(ROWS), offsets)
     return required._replace(**given)
 
 
 def _masked() -> PolicyLossInputs:
     """What most trainers pass."""
-    return _inputs(mask=torch.ones(TOKENS, dtype=torch.bool))
+    return _inputs(mask=_bools(TOKENS))
 
 
 def _everything(trajectories: bool, advantage_per_token: bool) -> PolicyLossInputs:
-    bools, floats, rows = torch.ones(TOKENS, dtype=torch.bool), torch.ones(TOKENS), torch.arange(ROWS)
-    several = {"row_trajectory": rows, "trajectory_start": torch.arange(ROWS + 1), "trajectory_rows": rows}
+    bools, floats, rows = _bools(TOKENS), _floats(TOKENS), _integers(ROWS)
+    several = {"row_trajectory": rows, "trajectory_start": _integers(ROWS + 1), "trajectory_rows": rows}
     return _inputs(
-        advantages=torch.ones(TOKENS if advantage_per_token else ROWS), mask=bools, ref_logp=floats, entropy=floats,
-        score=floats, threshold=torch.ones(1), token_mask=bools, token_weight=floats, low=floats, high=floats,
+        advantages=_floats(TOKENS if advantage_per_token else ROWS), mask=bools, ref_logp=floats, entropy=floats,
+        score=floats, threshold=_floats(1), token_mask=bools, token_weight=floats, low=floats, high=floats,
         advantage_per_token=advantage_per_token, **(several if trajectories else {}),
     )  # fmt: skip
 
@@ -191,7 +203,7 @@ def _gate(name: str, inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Path_:
 
 def _pieces(inputs: PolicyLossInputs, levels: tuple[LevelSpec, ...]) -> PolicyLossInputs:
     begin, end = inputs.cu_seqlens[:-1].contiguous(), inputs.cu_seqlens[1:].contiguous()
-    rows = torch.arange(ROWS)
+    rows = _integers(ROWS)
     return inputs._replace(piece_begin=begin, piece_end=end, piece_row=rows, ancestors=rows.repeat(len(levels), 1))
 
 
@@ -200,21 +212,21 @@ def _levels(name: str, inputs: PolicyLossInputs, levels: tuple[LevelSpec, ...], 
 
 
 def _light_term(head: Head) -> Path_:
-    target = torch.ones(ROWS) if head in (Head.TARGET, Head.NEGATIVE_AWARE) else None
+    target = _floats(ROWS) if head in (Head.TARGET, Head.NEGATIVE_AWARE) else None
     term, levels = TermSpec(head_numbers=(1.0, 1.0)), EXCESS if head is Head.CENSORED else ()
     token = TokenGate.DROP if levels else TokenGate.CLIP
     return _levels(f"term: {head.name}", _masked()._replace(target=target), levels, token=token, term=term, head=head)
 
 
 def _heavy_term(head: Head) -> Path_:
-    floats, bools = torch.ones(TOKENS), torch.ones(TOKENS, dtype=torch.bool)
+    floats, bools = _floats(TOKENS), _bools(TOKENS)
     inputs = _masked()._replace(token_weight=floats, target=floats, target_per_token=True, penalty_mask=bools)
     return _levels(f"term: {head.name}, two levels, everything", inputs, TWO, term=FULL_TERM, head=head)
 
 
 def _correction(statistic: Statistic, reduction: Reduction, action: Action, of_segments: bool) -> Path_:
     spec = CorrectionSpec(statistic, reduction, action, of_segments, False, (-0.1, -0.1), (0.1, 0.1))
-    inputs = _pieces(_masked(), TWO[: int(of_segments)])._replace(token_weight=torch.ones(TOKENS))
+    inputs = _pieces(_masked(), TWO[: int(of_segments)])._replace(token_weight=_floats(TOKENS))
     name = f"correction: {statistic.name} {reduction.name if of_segments else 'TOKEN'} {action.name}"
     return name, lambda: corrections.correction(inputs, spec)
 
@@ -245,7 +257,7 @@ def paths() -> Iterator[Path_]:
     yield _correction(Statistic.LOG_RATIO, Reduction.MEAN, Action.BAND, False)
     yield "row_counts", lambda: segments.row_counts(_masked().mask, _masked().cu_seqlens, TOKENS)
     yield "window_score", lambda: _window(Boundary.FULL, Invalid.SKIP, masked=True)
-    yield "order_statistic", lambda: entropy.order_statistic(torch.ones(TOKENS), 4, 5, OrderRule.NEAREST)
+    yield "order_statistic", lambda: entropy.order_statistic(_floats(TOKENS), 4, 5, OrderRule.NEAREST)
     yield "select", lambda: _select(strict=False, tokens=True)
     yield "group_normalise", lambda: _groups(ROWS, (GroupTerm(),))
     yield "group_normalise, batch", lambda: _groups(ROWS, (BATCH,), masked=True)
@@ -259,7 +271,7 @@ def paths() -> Iterator[Path_]:
     for units, grouped in ((ROWS, True), (MANY, True), (MANY, False)):
         name = f"group_statistics, {units} units{'' if grouped else ', one group'}"
         yield name, lambda a=(units, grouped): _statistics(*a)
-    yield "recurrence", lambda: segments.recurrence(torch.ones(TOKENS), torch.ones(TOKENS), _masked().cu_seqlens)
+    yield "recurrence", lambda: segments.recurrence(_floats(TOKENS), _floats(TOKENS), _masked().cu_seqlens)
 
 
 def every_path() -> Iterator[Path_]:
@@ -278,7 +290,7 @@ def every_path() -> Iterator[Path_]:
         name = f"gate: {spec.token.name} {spec.routing.name} {head.name}"
         yield _gate(name, _masked(), spec)
         yield _gate(f"{name}, on-policy", _inputs(old_logp=None), spec)
-        unaligned = _masked()._replace(logp=torch.zeros(TOKENS + 1)[1:])
+        unaligned = _masked()._replace(logp=_floats(TOKENS + 1)[1:])
         yield _gate(f"{name}, unaligned", unaligned, spec)
         for trajectories, per_token in itertools.product((False, True), repeat=2):
             everything = _everything(trajectories, per_token)
@@ -288,7 +300,7 @@ def every_path() -> Iterator[Path_]:
     for boundary, invalid, masked in itertools.product(Boundary, Invalid, (False, True)):
         yield f"window {boundary.name} {invalid.name}", lambda a=(boundary, invalid, masked): _window(*a)
     for rule in OrderRule:
-        yield f"order {rule.name}", lambda rule=rule: entropy.order_statistic(torch.ones(TOKENS), 4, 5, rule)
+        yield f"order {rule.name}", lambda rule=rule: entropy.order_statistic(_floats(TOKENS), 4, 5, rule)
     for strict, tokens in itertools.product((False, True), repeat=2):
         yield f"select {strict} {tokens}", lambda a=(strict, tokens): _select(*a)
     yield "row_counts", lambda: segments.row_counts(None, _masked().cu_seqlens, TOKENS)
@@ -312,7 +324,7 @@ def _window(boundary: Boundary, invalid: Invalid, masked: bool) -> torch.Tensor:
 def _select(strict: bool, tokens: bool) -> torch.Tensor:
     batch = _masked()
     packed = (batch.mask, batch.cu_seqlens) if tokens else (None, None)
-    return entropy.select(batch.logp, torch.ones(1), strict, *packed)
+    return entropy.select(batch.logp, _floats(1), strict, *packed)
 
 
 def _groups(
@@ -323,16 +335,16 @@ def _groups(
     grouped: bool = True,
     weighted: bool = False,
 ) -> torch.Tensor:
-    bools = torch.ones(units, dtype=torch.bool) if masked else None
-    ids, weights = torch.zeros(units, dtype=torch.int64) if grouped else None, torch.ones(units) if weighted else None
+    bools = _bools(units) if masked else None
+    ids, weights = _integers(units) if grouped else None, _floats(units) if weighted else None
     count = len(terms)
-    inputs = GroupInputs((torch.ones(units),) * count, (ids,) * count, (weights,) * count, bools, bools)
+    inputs = GroupInputs((_floats(units),) * count, (ids,) * count, (weights,) * count, bools, bools)
     return advantages.group_normalise(inputs, GroupNormalisation(terms, share))
 
 
 def _statistics(units: int, grouped: bool) -> torch.Tensor:
-    ids = torch.zeros(units, dtype=torch.int64) if grouped else None
-    return segments.group_statistics(torch.ones(units), ids, torch.ones(units), torch.ones(units, dtype=torch.bool))
+    ids = _integers(units) if grouped else None
+    return segments.group_statistics(_floats(units), ids, _floats(units), _bools(units))
 
 
 def specialisations(

@@ -1,0 +1,101 @@
+"""Nothing depends on torch's default dtype or default device: neither a process's first calls nor later ones."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+import warnings
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from interpreter import patch_once_per_launch
+from valid_calls import calls, tensors_of
+
+DEFAULTS = ("bfloat16", "meta", *(pytest.param(name, marks=pytest.mark.long) for name in ("float64", "float16")))
+BACKENDS = (None, "reference", "cuda_emulated", "triton")
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return in_a_fresh_process("none")
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_first_calls(default, plain):
+    found = in_a_fresh_process(default)
+    assert {name: bits for name, bits in found.items() if bits != plain[name]} == {}
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_later_calls_in_a_thread_of_their_own(default, plain):
+    found = {}
+
+    def run():
+        with defaults(default):
+            found.update(results((None,)))
+
+    results((None,))
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert {name: bits for name, bits in found.items() if bits != plain[name]} == {}
+    assert found
+
+
+@contextmanager
+def defaults(name: str):
+    dtype = torch.get_default_dtype()
+    if name == "none":
+        yield
+    elif name == "meta":
+        with torch.device("meta"):
+            yield
+    else:
+        torch.set_default_dtype(getattr(torch, name))
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+def in_a_fresh_process(default: str) -> dict[str, str]:
+    worker = subprocess.run([sys.executable, __file__, default], capture_output=True, text=True, check=False)
+    assert worker.returncode == 0, worker.stdout[-2000:] + worker.stderr[-2000:]
+    return json.loads(worker.stdout)
+
+
+def results(backends: tuple[str | None, ...]) -> dict[str, str]:
+    """The bits of what every valid call returns; Triton, which is interpreted, computes one call of each function."""
+    found: dict[str, str] = {}
+    seen = set()
+    for at, call in enumerate(calls()):
+        for backend in backends:
+            given = dict(call.arguments)
+            if backend is not None:
+                if not call.takes_backend() or (backend == "triton" and call.name in seen):
+                    continue
+                given["backend"] = backend
+            try:
+                found[f"{at} {call.name} {backend}"] = _bits(call.run(given))
+            except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+                found[f"{at} {call.name} {backend}"] = f"{type(error).__name__}: {error}"
+        seen.add(call.name)
+    return found
+
+
+def _bits(given: Any) -> str:
+    tensors = [tensor.contiguous() for tensor in tensors_of(given)]
+    described = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors]
+    content = b"".join(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    return f"{described} {hashlib.sha256(content).hexdigest()}"
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    patch_once_per_launch()
+    with defaults(sys.argv[1]):
+        outcome = results(BACKENDS)
+    print(json.dumps(outcome))

@@ -1,0 +1,296 @@
+"""Every public function takes each of its tensors as what it should not be: it names the argument, or is right.
+
+The walk runs in a process of its own, so that a crash is a result like any other.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensor
+from valid_calls import Call, calls, public_functions, takes_tensors, tensors_of
+
+from hpo_core.advantages import Term
+from hpo_core.batch import PackedBatch
+from hpo_core.entropy import WindowState
+
+Place = tuple[Any, ...]  # of a tensor among arguments: a name, and where it is in what holds several
+Made = tuple[Any, Any]  # a wrong argument, and the right one that means the same; None where none does
+
+_NO_TENSORS = {"hpo_core.advantages.distributed.over_ranks"}  # takes an estimator, which is walked itself
+
+
+def test_every_public_function_has_a_valid_call():
+    known = {call.name for call in calls()} | _NO_TENSORS
+    assert [name for name, function in public_functions() if takes_tensors(function) and name not in known] == []
+
+
+@pytest.mark.parametrize("call", calls(), ids=lambda call: call.name.removeprefix("hpo_core."))
+def test_valid_calls_are_valid(call):
+    call.run()
+
+
+def test_wrong_arguments_are_named_or_harmless():
+    outcomes = walk()
+    assert len(outcomes) > 5000
+    assert [f"{where}: {how}" for where, how in outcomes.items() if not how.startswith(("right", "named"))] == []
+
+
+# ------------------------------------------------------------------------------------------------------------ the walk
+
+
+def walk(python: tuple[str, ...] = (sys.executable,)) -> dict[str, str]:
+    """What came of every wrong argument: ``right``, ``named``, ``silent``, ``unnamed`` or ``crash``."""
+    outcomes: dict[str, str] = {}
+    while True:
+        command = [*python, __file__, str(len(outcomes))]
+        worker = subprocess.run(command, capture_output=True, text=True, check=False)
+        begun = ""
+        for line in worker.stdout.splitlines():
+            where, how = json.loads(line)
+            begun = where
+            if how != "begun":
+                outcomes[where], begun = how, ""
+        if worker.returncode == 0:
+            return outcomes
+        assert begun, worker.stderr
+        outcomes[begun] = f"crash: {worker.returncode}"
+
+
+def _work(skip: int) -> None:
+    warnings.simplefilter("ignore")
+    _start_distributed()
+    number = 0
+    for at, call in enumerate(calls()):
+        for place in _places(call.arguments):
+            for kind, make in _WRONG.items():
+                if not _applies(kind, _get(call.arguments, place)) or _is_allowed(call, place, kind):
+                    continue
+                number += 1
+                if number > skip:
+                    where = f"{at} {call.name}({'.'.join(map(str, place))}: {kind})"
+                    print(json.dumps((where, "begun")), flush=True)
+                    print(json.dumps((where, _outcome(call, place, kind, make))), flush=True)
+
+
+def _outcome(call: Call, place: Place, kind: str, make: Callable[[torch.Tensor], Made]) -> str:
+    original = _get(call.arguments, place)
+    try:
+        wrong, meaning = make(original)
+    except (IndexError, RuntimeError, TypeError, ValueError):  # there is no such tensor
+        return "right: impossible"
+    try:
+        got = call.run(_with(call.arguments, place, wrong))
+    except Exception as error:
+        return "named" if _is_named(call, place, error) else f"unnamed: {type(error).__name__}: {error}"
+    if kind in ("meta", "fake"):  # of nothing but a shape nothing but a shape
+        shapes = all(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors_of(got))
+        return "right" if shapes else f"silent: {tensors_of(got)}"
+    if meaning is None:
+        is_free = place[0] in call.free or (kind == "None" and call.is_optional(place[0]))
+        return "right: a shape of its own" if is_free else f"silent: {tensors_of(got)}"
+    expected = tensors_of(call.run(_with(call.arguments, place, meaning)))
+    try:
+        same = [_is_same(one, other) for one, other in zip(tensors_of(got), expected, strict=True)]
+    except (RuntimeError, ValueError):  # nothing that could be compared
+        same = [False]
+    return "right" if all(same) else f"silent: {tensors_of(got)} for {expected}"
+
+
+def _is_named(call: Call, place: Place, error: Exception) -> bool:
+    """Whether the error says which argument is wrong; of shapes and values that do not fit either of the two may be."""
+    if call.name.startswith("torch.ops.") and isinstance(error, RuntimeError | AssertionError):
+        return call.name.removeprefix("torch.ops.") in str(error).replace("::", ".")  # the dispatcher names operators
+    if isinstance(error, AssertionError):
+        return call.name.endswith("assert_within_budget")  # whose finding it is
+    names = {step for step in place if isinstance(step, str)} | ({"mask"} if place == ("batch",) else set())
+    if isinstance(error, ValueError):
+        names |= {*call.arguments, *getattr(_get(call.arguments, place[:-1]), "_fields", ()), *_OF_PARTS}
+    return isinstance(error, TypeError | ValueError) and any(re.search(rf"\b{name}\b", str(error)) for name in names)
+
+
+# What is said of a part of an argument: a batch's mask, the place on which no backend computes.
+_OF_PARTS = ("mask", "backend")
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if isinstance(one, FakeTensor):
+        return False
+    return one.shape == other.shape and torch.allclose(one.double(), other.double(), 1e-6, 1e-6, equal_nan=True)
+
+
+def _applies(kind: str, original: Any) -> bool:
+    if not isinstance(original, torch.Tensor):
+        return kind in _OF_ANYTHING
+    return kind not in _OF_FLOATS or original.is_floating_point()
+
+
+def _is_allowed(call: Call, place: Place, kind: str) -> bool:
+    """Whether None, a number or a list is no wrong argument there."""
+    if kind == "None":
+        holder = _get(call.arguments, place[:-1]) if len(place) > 1 else None
+        is_operator = call.name.startswith("torch.ops.")
+        return isinstance(holder, Term) or place[0] == "bounds" or (call.is_optional(place[0]) and not is_operator)
+    if call.kind_of(place[0]) == "Total":
+        return kind in ("None", "number")
+    return kind in ("list", "numpy") and "Sequence[int]" in call.kind_of(place[0])
+
+
+# ------------------------------------------------------------------------------------------- tensors among arguments
+
+
+def _places(given: Any, place: Place = ()) -> Iterator[Place]:
+    if isinstance(given, torch.Tensor) or (isinstance(given, PackedBatch) and place != ("self",)):
+        yield place
+    elif isinstance(given, WindowState):  # nobody reads the other fields
+        yield (*place, "threshold")
+    elif isinstance(given, tuple) and hasattr(given, "_fields"):
+        for name in given._fields:
+            yield from _places(getattr(given, name), (*place, name))
+    elif isinstance(given, list | tuple):
+        for at, each in enumerate(given):
+            yield from _places(each, (*place, at))
+    elif isinstance(given, dict):
+        for name, each in given.items():
+            yield from _places(each, (*place, name))
+
+
+def _get(given: Any, place: Place) -> Any:
+    for step in place:
+        given = getattr(given, step) if hasattr(given, "_fields") else given[step]
+    return given
+
+
+def _with(given: Any, place: Place, new: Any) -> Any:
+    """The same with another value at a place."""
+    if not place:
+        return new
+    step, *rest = place
+    changed = _with(_get(given, (step,)), tuple(rest), new)
+    if hasattr(given, "_fields"):
+        return given._replace(**{step: changed})
+    if isinstance(given, dict):
+        return {**given, step: changed}
+    return type(given)(changed if at == step else each for at, each in enumerate(given))
+
+
+# ----------------------------------------------------------------------------------------------------- wrong arguments
+
+
+class PlainSubclass(torch.Tensor):
+    """Memory of its own, and nothing else."""
+
+
+class Wrapper(torch.Tensor):
+    """No memory of its own: another tensor holds the numbers."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        unwrapped = torch.utils._pytree.tree_map_only(cls, lambda wrapper: wrapper.inner, (args, kwargs or {}))
+        return function(*unwrapped[0], **unwrapped[1])
+
+
+def _as(dtype: torch.dtype) -> Callable[[torch.Tensor], Made]:
+    return lambda tensor: (tensor.to(dtype), tensor.to(dtype).to(tensor.dtype))
+
+
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    """Every second of twice as many."""
+    wide = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1]), 77, device="cpu").to(tensor.dtype)
+    wide[..., ::2] = tensor
+    return wide[..., ::2]
+
+
+def _negated(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+
+
+def _freed(tensor: torch.Tensor) -> torch.Tensor:
+    freed = tensor.clone()
+    freed.untyped_storage().resize_(0)
+    return freed
+
+
+def _start_distributed() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+
+def _distributed(tensor: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    return DTensor.from_local(tensor, init_device_mesh("cpu", (1,)), [Replicate()])
+
+
+def _asynchronous(tensor: torch.Tensor) -> torch.Tensor:
+    from torch.distributed import _functional_collectives as collectives
+
+    return collectives.all_gather_tensor(tensor, 0, torch.distributed.group.WORLD)
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    from torch._subclasses import FakeTensorMode
+
+    return FakeTensorMode().from_tensor(tensor)
+
+
+_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool", "complex64")
+_WRONG: dict[str, Callable[[torch.Tensor], Made]] = {
+    **{dtype: _as(getattr(torch, dtype)) for dtype in _DTYPES},
+    "meta": lambda tensor: (tensor.to("meta"), tensor),
+    "longer": lambda tensor: (torch.cat((tensor, tensor[-1:])), None),
+    "shorter": lambda tensor: (tensor[:-1], None),
+    "empty": lambda tensor: (tensor[:0], None),
+    "of one more dimension": lambda tensor: (tensor[None], None),
+    "of one dimension less": lambda tensor: (tensor[0], None),
+    "strided": lambda tensor: (_strided(tensor), tensor),
+    "expanded": lambda tensor: (tensor[:1].expand(tensor.shape), tensor[:1].expand(tensor.shape).contiguous()),
+    "negated": lambda tensor: (_negated(tensor), tensor),
+    "zeros without memory": lambda tensor: (
+        torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype, device="cpu"),
+        torch.zeros_like(tensor),
+    ),
+    "freed": lambda tensor: (_freed(tensor), tensor),
+    "sparse": lambda tensor: (tensor.to_sparse(), tensor),
+    "nested": lambda tensor: (torch.nested.nested_tensor([tensor]), tensor),
+    "jagged": lambda tensor: (torch.nested.nested_tensor([tensor], layout=torch.jagged), tensor),
+    "quantised": lambda tensor: (torch.quantize_per_tensor(tensor, 0.125, 0, torch.qint8), tensor),
+    "of another library": lambda tensor: (tensor.to_mkldnn(), tensor),
+    "a plain subclass": lambda tensor: (tensor.as_subclass(PlainSubclass), tensor),
+    "a parameter": lambda tensor: (torch.nn.Parameter(tensor), tensor),
+    "of a graph": lambda tensor: (tensor.clone().requires_grad_() * 1, tensor),
+    "a wrapper": lambda tensor: (Wrapper(tensor), tensor),
+    "distributed": lambda tensor: (_distributed(tensor), tensor),
+    "asynchronous": lambda tensor: (_asynchronous(tensor), tensor),
+    "fake": lambda tensor: (_fake(tensor), tensor),
+    "list": lambda tensor: (tensor.tolist(), tensor),
+    "numpy": lambda tensor: (tensor.numpy(), tensor),
+    "None": lambda _: (None, None),
+    "string": lambda _: ("0.5", None),
+    "number": lambda _: (0.5, None),
+    "function": lambda _: (len, None),
+}  # fmt: skip
+_OF_ANYTHING = ("string", "number", "function", "None")
+_OF_FLOATS = ("negated", "quantised", "of another library", "a parameter", "of a graph")
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["report"]:
+    found = walk()
+    print(Counter(how.split(":")[0] for how in found.values()), "functions:", len({call.name for call in calls()}))
+    Path("walk.json").write_text(json.dumps(found, indent=1))
+elif __name__ == "__main__":
+    _work(int(sys.argv[1]))

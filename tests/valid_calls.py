@@ -1,0 +1,474 @@
+"""Valid calls of every public function that takes tensors: what tests change one argument of.
+
+All numbers are short in binary, so that every floating-point type holds them, and no two of the sizes U, S, T, N differ
+by one.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+import hpo_core as hpo
+from hpo_core import gates
+from hpo_core.advantages import BetaTracker, GroupHistory, GroupTerm, Term
+from hpo_core.batch import PackedBatch
+from hpo_core.entropy import EntropyWindow, WindowState
+from hpo_core.level_metrics import LevelMetrics
+from hpo_core.metrics import Metrics
+from hpo_core.ops.advantages import _numbers_of_groups
+from hpo_core.ops.gates import _numbers_of
+from hpo_core.segments import Chains, GroupStatistics
+from hpo_core.specs import GroupNormalisation, PolicyLossInputs, Share
+
+MODULES = (
+    "hpo_core", "hpo_core.advantages", "hpo_core.advantages.reconstructed", "hpo_core.aggregation", "hpo_core.entropy",
+    "hpo_core.gates", "hpo_core.kl", "hpo_core.segments", "hpo_core.testing",
+)  # fmt: skip
+CLASSES = (
+    PackedBatch,
+    EntropyWindow,
+    WindowState,
+    BetaTracker,
+    GroupHistory,
+    GroupStatistics,
+    Chains,
+    Metrics,
+    LevelMetrics,
+)
+OPERATORS = (
+    "correction", "group_normalise", "group_statistics", "order_statistic", "policy_loss", "recurrence", "row_counts",
+    "select", "select_top", "window_score",
+)  # fmt: skip
+
+
+class Call(NamedTuple):
+    """``free``: the arguments whose shape depends on no other argument."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    free: frozenset[str] = frozenset()
+
+    def kind_of(self, name: str) -> str:
+        """What the signature says of an argument."""
+        if isinstance(self.function, torch._ops.OpOverloadPacket):
+            arguments = self.function.default._schema.arguments
+            kind = next(str(argument.type) for argument in arguments if argument.name == name)
+            return kind.replace("Optional", "None")
+        return next((str(each.annotation) for each in _parameters(self.function) if each.name == name), "")
+
+    def is_optional(self, name: str) -> bool:
+        kind = self.kind_of(name)
+        return "None" in kind or kind in ("", "Total")  # gathered keywords say nothing
+
+    def takes_backend(self) -> bool:
+        return "backend" in self.arguments or any(each.name == "backend" for each in _parameters(self.function))
+
+    def run(self, arguments: dict[str, Any] | None = None) -> Any:
+        arguments = self.arguments if arguments is None else arguments
+        positional, named = [], dict(arguments)
+        for parameter in _parameters(self.function):  # what a function gathers has no name of its own
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                positional = list(named.pop(parameter.name))
+        return self.function(*positional, **named)
+
+
+def takes_tensors(function: Callable[..., Any]) -> bool:
+    """Whether an argument of the function may hold a tensor, as its annotations say."""
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return True
+    holders = ("Tensor", "PackedBatch", "Term", "History", "State", "Bounds", "Aggregates", "Total", "Metrics")
+    return any(holder in str(parameter.annotation) for parameter in _parameters(function) for holder in holders)
+
+
+def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every public function and method, by its name, and every operator."""
+    for name in MODULES:
+        module = importlib.import_module(name)
+        for member in module.__all__:
+            value = getattr(module, member)
+            if inspect.isfunction(value):
+                yield f"{value.__module__}.{member}", value
+    for kind in CLASSES:
+        for member in vars(kind):
+            value = getattr(kind, member)
+            if not member.startswith("_") and callable(value):
+                yield f"{kind.__name__}.{member}", value
+    yield "PackedBatch", PackedBatch
+    for name in OPERATORS:
+        yield f"torch.ops.hpo_core.{name}", getattr(torch.ops.hpo_core, name)
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return []
+    return list(inspect.signature(function).parameters.values())
+
+
+# ------------------------------------------------------------------------------------------------------------- numbers
+
+
+def floats(*numbers: float) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
+
+
+def integers(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def bools(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.bool, device="cpu")
+
+
+def batch(**more: Any) -> PackedBatch:
+    """S = 3 rows, T = 11 tokens, the fifth of them masked, N = 5 steps."""
+    given = {"group_ids": integers(0, 0, 1), "cu_steps": integers(0, 2, 4, 7, 9, 11), **more}
+    return PackedBatch(integers(0, 4, 7, 11), bools(1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1), **given)
+
+
+_T = {
+    "logp": floats(-1, -0.5, -2, -0.25, -1, -1.5, -0.75, -1, -0.5, -2, -1.25),
+    "old_logp": floats(-1.25, -0.5, -1.5, -0.5, -1, -1, -1, -0.75, -0.5, -1, -1.5),
+    "entropy": floats(0.5, 1, 2, 0.25, 0.75, 1.25, 1.75, 0.125, 1.5, 0.625, 0.875),
+    "bools": bools(1, 1, 0, 1, 1, 1, 0, 1, 1, 0, 1),
+    "weight": floats(1, 0.5, 2, 1, 1, 1.5, 1, 0.5, 1, 2, 1),
+    "reward": floats(0, 0, 0, 1, 0, 0, 0.5, 0, 0, 0, -1),
+}
+_S = {"advantages": floats(1, -0.5, 0.25), "weights": floats(0.125, 0.25, 0.125), "bools": bools(1, 0, 1)}
+
+# Of units, U = 8, by the name of the argument.
+_UNITS: dict[str, torch.Tensor] = {
+    "rewards": floats(1, 0, 0.5, 2, 0.25, 1.5, 0.75, -1),
+    "values": floats(0.5, 0.25, 1, 0, 0.75, 0.5, 1, 0.125),
+    "lengths": floats(5, 9, 3, 4, 12, 7, 2, 6),
+    "group_ids": integers(0, 0, 1, 1, 0, 1, 0, 1),
+    "trajectory_ids": integers(0, 1, 2, 2, 0, 3, 1, 3),
+    "anchor_ids": integers(5, 7, 5, 7, 7, 5, 5, 7),
+    "positions": floats(0, 1, 2, 0, 3, 1, 4, 2),
+    "mask": bools(1, 1, 1, 1, 1, 1, 0, 1),
+    "is_correct": bools(1, 0, 1, 1, 0, 0, 1, 0),
+}
+_ALIKE = {
+    "rewards": (
+        "rewards step_rewards action_rewards outcomes success group_rewards control_rewards ranks advantages accuracy "
+        "prior value scores first_critic"
+    ),
+    "values": (
+        "values predictions second_critic low_values high_values switch_values parent_values answer_values "
+        "root_values deviations reference weights gains"
+    ),
+    "lengths": "lengths turns budgets multiplicity",
+    "group_ids": "group_ids supergroup_ids ids stratum_ids agent_ids blueprint_ids graph_ids",
+    "trajectory_ids": "trajectory_ids",
+    "anchor_ids": "anchor_ids edge_ids",
+    "positions": "positions",
+    "mask": "mask apply_mask",
+    "is_correct": "is_correct is_planner is_macro is_shaped switches",
+}
+_BY_NAME = {name: _UNITS[like] for like, names in _ALIKE.items() for name in names.split()}
+
+
+def _of_units(function: Callable[..., Any], **more: Any) -> dict[str, Any]:
+    """What a function of units takes, by the names of its arguments; ``more`` replaces some of it."""
+    given = {}
+    for parameter in _parameters(function):
+        if parameter.name in more:
+            given[parameter.name] = more[parameter.name]
+        elif parameter.name in _BY_NAME and "Tensor" in str(parameter.annotation):
+            given[parameter.name] = _BY_NAME[parameter.name]
+    return given
+
+
+# --------------------------------------------------------------------------------------------------------------- calls
+
+
+def calls() -> list[Call]:
+    return [*_estimators(), *_segments(), *_inputs(), *_windows(), *_aggregations(), *_batches(), *_losses(),
+            *_metrics(), *_operators()]  # fmt: skip
+
+
+def _call(function: Callable[..., Any], free: str = "", /, **arguments: Any) -> Call:
+    return Call(f"{function.__module__}.{function.__name__}", function, arguments, frozenset(free.split()))
+
+
+def _method(kind: type, name: str, free: str = "", /, **arguments: Any) -> Call:
+    return Call(f"{kind.__name__}.{name}", getattr(kind, name), arguments, frozenset(free.split()))
+
+
+def _estimators() -> Iterator[Call]:
+    several = floats(1, 0, 0.5, 2, 0.25, 1.5, 0.75, -1, 0, 1, 1, 0.5, 2, 0.25, 0, 1).reshape(2, 8)
+    prefixes = [_UNITS["group_ids"], _UNITS["anchor_ids"]]
+    parents = integers(-1, -1, 0, 2, 1, 2, 4, 0)
+    history = GroupHistory(*(floats(*x).double() for x in ((1, 2), (0.5, 0.25), (0.25, 0.5))))
+    tokens = {"batch": batch(), "token_rewards": _T["reward"], "entropy": _T["entropy"], "values": _T["weight"]}
+    special: dict[str, dict[str, Any]] = {
+        "dvao": {"rewards": several, "weights": None},
+        "gdpo": {"rewards": several, "weights": None},
+        "vpo": {
+            "rewards": floats(*range(24)).reshape(4, 3, 2) / 8,
+            "directions": floats(1, 0, 0, 1, 0.5, 0.5).reshape(3, 2),
+            "group_ids": integers(0, 0, 1, 1), "mask": bools(1, 1, 1, 1),
+        },
+        "dcpo": {"prompts": _UNITS["group_ids"], "history": history},
+        "poise": {"sources": integers(1, 0, 3, 2, 5, 4, 7, 6)},
+        "mars2": {"parents": parents, "group_ids": integers(0, 0, 0, 0, 0, 0, 0, 0)},
+        "treepo": {"prefix_ids": prefixes},
+        "rose": {"prefix_ids": prefixes},
+        "pass_at_k": {"k": 2},
+        "d3s_samples": {"k": 2},
+        "dynamic_contrastive": {"best": 1, "worst": 1},
+        "hi_grpo": {"stage_rewards": several},
+        "hc_grpo": {"costs": several},
+        "combine": {"terms": [Term(_UNITS["rewards"], _UNITS["group_ids"], GroupTerm(), _UNITS["lengths"])]},
+        "hicra": {"batch": batch(), "advantages": _S["advantages"], "is_planning": _T["bools"]},
+        "otb": {
+            **tokens, "group_ids": integers(0, 0, 1), "chosen_probability": _T["entropy"] / 4,
+            "squared_probabilities": _T["entropy"] / 8,
+        },
+        "reinforce_pp": tokens,
+        "remax": {**tokens, "greedy_rewards": _S["advantages"]},
+        "rl_zvp": {
+            **tokens, "rewards": floats(1, 1, 0), "group_ids": integers(0, 0, 1), "advantages": _S["advantages"],
+        },
+        "t_ppo": {**tokens, "is_truncated": _S["bools"]},
+    }  # fmt: skip
+    free = {
+        "positive_sample": "is_correct", "negative_sample": "is_correct", "vpo": "directions", "dvao": "rewards",
+        "gdpo": "rewards", "hc_grpo": "costs",
+    }  # fmt: skip
+    for module in (hpo.advantages, hpo.advantages.reconstructed):
+        for name in module.__all__:
+            function = getattr(module, name)
+            if hasattr(function, "provenance") or name in ("combine", "discounted_returns", "whiten"):
+                more = special.get(name, {})
+                given = _of_units(function, **more)
+                # A function of one tensor takes every shape of it.
+                yield _call(function, free.get(name, ""), **given)
+    tracker = BetaTracker(floats(1, 2, 3), floats(0.5, 1, 2))
+    yield _method(BetaTracker, "start", "successes", successes=floats(3, 4), samples=8)
+    yield _method(
+        BetaTracker, "updated", self=tracker, rewards=floats(1, 0), prompts=integers(2, 0), divergence=floats(0.25, 0.5)
+    )
+    history = GroupHistory(*(floats(*x).double() for x in ((1, 2, 0), (0.5, 0.25, 0), (0.25, 0.5, 0))))
+    yield _method(
+        GroupHistory, "merged", self=history, prompts=integers(2, 0), mean=floats(0.5, 0.25), variance=floats(0.25, 1)
+    )
+
+
+def _segments() -> Iterator[Call]:
+    segments = hpo.segments if hasattr(hpo, "segments") else importlib.import_module("hpo_core.segments")
+    yield _call(segments.statistics, **_of_units(segments.statistics))
+    yield _call(segments.recurrence, "cu_seqlens", **_of_units(segments.recurrence), cu_seqlens=integers(0, 3, 8))
+    yield _call(
+        segments.recurrence, "cu_seqlens", **_of_units(segments.recurrence), cu_seqlens=integers(0, 3, 8), forward=True
+    )
+    yield _call(segments.dense_ids, keys=[_UNITS["group_ids"], _UNITS["anchor_ids"]])
+    yield _call(segments.chains, **_of_units(segments.chains))
+    steps = segments.chains(_UNITS["trajectory_ids"])
+    for name in ("sorted", "unsorted", "first", "following"):
+        yield Call(f"Chains.{name}", getattr(steps, name), {"values": _UNITS["rewards"]})
+
+
+def _inputs() -> Iterator[Call]:
+    of_loss = {"logp": _T["logp"], "old_logp": _T["old_logp"], "batch": batch()}
+    yield _call(gates.archer_bounds, "wide", wide=_T["bools"])
+    yield _call(gates.dcpo_bounds, "old_logp", old_logp=_T["old_logp"])
+    yield _call(gates.hapo_bounds, entropy=_T["entropy"], batch=batch())
+    yield _call(gates.chord_weight, "logp", logp=_T["logp"])
+    for advantages, level in ((_S["advantages"], "row"), (_T["weight"], "token")):
+        given = {"advantages": advantages, "advantage_level": level}
+        yield _call(gates.clip_cov_mask, **of_loss, **given, seed=1, low=0.0)
+        yield _call(gates.kl_cov_mask, logp=_T["logp"], batch=batch(), **given, share=0.25)
+        yield _call(gates.rec_ring_mask, **of_loss, **given)
+    yield _call(gates.m2po_mask, **of_loss)
+    yield _call(gates.bpo_target, "advantages", advantages=_S["advantages"])
+    yield _call(gates.gbpo_target, **_of_units(gates.gbpo_target))
+
+
+def _windows() -> Iterator[Call]:
+    given = {"entropy": _T["entropy"], "batch": batch()}
+    for window in (hpo.entropy.forking_tokens("0.5"), hpo.entropy.ares(2, "0.5")):
+        state = window.fit(**given)
+        yield _method(EntropyWindow, "score", self=window, **given)
+        yield _method(EntropyWindow, "fit", self=window, **given)
+        yield _method(EntropyWindow, "fit_score", "score", self=window, score=_T["entropy"])
+        yield _method(EntropyWindow, "fit_apply", self=window, **given)
+        yield _method(EntropyWindow, "apply", self=window, **given, state=state)
+    yield _call(hpo.entropy.window_mean, values=_T["entropy"], batch=batch(), first=-1, last=1)
+    padded = {"entropy": _T["entropy"][:8].reshape(2, 4), "batch": bools(1, 1, 1, 0, 1, 1, 0, 0).reshape(2, 4)}
+    yield _method(EntropyWindow, "fit", self=window, **padded)
+
+
+def _aggregations() -> Iterator[Call]:
+    modes = hpo.aggregation
+    for function in (modes.prompt_mean, modes.seq_mean_token_mean, modes.seq_mean_token_sum, modes.token_mean):
+        yield _call(function, batch=batch(), selected=_T["bools"])
+        yield _call(function, batch=batch(), total=integers(16)[0])
+    yield _call(modes.fixed_length, batch=batch(), length=8.0, total=integers(16)[0])
+
+
+def _batches() -> Iterator[Call]:
+    whole = {
+        "cu_seqlens": integers(0, 4, 7, 11),
+        "mask": bools(1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1),
+        "trajectory_ids": integers(0, 0, 0),
+        "group_ids": integers(0, 0, 0),
+        "domain_ids": integers(0, 0, 0),
+    }
+    yield Call(
+        "PackedBatch", PackedBatch, {**whole, "cu_steps": integers(0, 2, 4, 7, 9, 11)}, frozenset(("mask", "cu_steps"))
+    )
+    steps = integers(0, 2, 2, 4, 4, 6, 7, 9, 9, 11).reshape(5, 2)
+    yield Call(
+        "PackedBatch", PackedBatch, {**whole, "steps": steps, "step_ids": integers(0, 1, 2, 3, 3)}, frozenset(("mask",))
+    )
+    yield _method(
+        PackedBatch, "from_padded", "mask", mask=bools(1, 1, 0, 1, 0, 0).reshape(2, 3), group_ids=integers(0, 1)
+    )
+    yield _method(PackedBatch, "from_lengths", "lengths", lengths=integers(3, 0, 2))
+    yield _method(PackedBatch, "select", "rows", self=batch(), rows=integers(2, 0))
+    yield _method(PackedBatch, "spread_steps", self=batch(), values=floats(1, 2, 3, 4, 5))
+    rows = {"name": "values", "values": floats(1, -1, 0.5), "level": "row", "tokens": (11,)}
+    yield _method(PackedBatch, "of_level", self=batch(), **rows)
+    yield _method(PackedBatch, "replace", "mask", self=batch(), mask=bools(1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1))
+
+
+def _losses() -> Iterator[Call]:
+    pairs = gates.reconstructed.p3o()
+    levels = batch(trajectory_ids=integers(0, 0, 1))
+    base = {"logp": _T["logp"], "old_logp": _T["old_logp"], "batch": levels}
+    window, scope = hpo.entropy.ares(2, "0.5"), {"entropy": _T["entropy"]}
+    optional: list[dict[str, Any]] = [
+        {"weights": _S["weights"], "ref_logp": _T["old_logp"] - 0.25, "kl": hpo.kl.k3(0.125), **scope},
+        {"token_mask": _T["bools"], "token_weight": _T["weight"]},
+        {"bounds": (_T["weight"] / 4, _T["weight"] + 1)},
+        {"window": window, "threshold": floats(0.75), **scope},
+        {"window": window, "threshold": window.fit(_T["entropy"], levels), **scope},
+        {"gate": gates.tis(), "rollout_logp": _T["old_logp"] + 0.125},
+        {"gate": gates.kl_cov(), "penalty_mask": _T["bools"]},
+        {"gate": gates.bpo(), "target": floats(1.25, 0.75, 1.5)},
+        {"gate": gates.gspo(), "level_metrics": True},
+        {"gate": pairs, "aggregates": {"group": floats(0.25, -0.5)}},
+    ]
+    for function in (hpo.policy_loss, hpo.policy_loss_and_grad):
+        yield _call(function, **base, advantages=_S["advantages"])
+        yield _call(function, **base, advantages=floats(1, -1, 0.5, 2, 0.25), advantage_level="step")
+        yield _call(function, **base, advantages=_T["weight"], advantage_level="token")
+        yield _call(function, "advantages", **base, advantages=floats(1, -1), advantage_level="group")
+        for more in optional:
+            yield _call(function, "aggregates", **base, advantages=_S["advantages"], **more)
+    yield _call(hpo.hierarchical_policy_loss, **base, rewards=floats(1, 0, 0.5))
+    yield _call(hpo.hierarchical_policy_loss, **base, rewards=floats(1, 0, 0.5), window=window, entropy=_T["entropy"])
+    padded = bools(1, 1, 1, 0, 1, 1, 0, 0).reshape(2, 4)
+    yield _call(
+        hpo.policy_loss, logp=_T["logp"][:8].reshape(2, 4), old_logp=_T["old_logp"][:8].reshape(2, 4), batch=padded,
+        advantages=floats(1, -1),
+    )  # fmt: skip
+
+
+def _metrics() -> Iterator[Call]:
+    expected = hpo.testing.Expected(floats(1, 2).double(), floats(1, 2).double(), floats(1, 2))
+    yield _call(hpo.testing.budget, expected=expected)
+    yield _call(hpo.testing.assert_within_budget, op="loss", got=floats(1, 2), expected=expected)
+
+
+def _operators() -> Iterator[Call]:
+    operators = torch.ops.hpo_core
+    packed = batch(trajectory_ids=integers(0, 0, 1))
+    groups = GroupNormalisation((GroupTerm(), GroupTerm(coefficient=0.5)), Share.SUM)
+    rewards, ids = _UNITS["rewards"], _UNITS["group_ids"]
+    tokens = {"mask": packed.mask, "cu_seqlens": packed.cu_seqlens}
+    inputs = _loss_inputs(packed, gates.ppo_clip())
+    fiber = _loss_inputs(packed, gates.fiberpo())
+    sequence = _loss_inputs(packed, gates.gspo())
+    quantile = {"numerator": 1, "denominator": 2, "rule": 0, "backend": ""}
+    given: list[tuple[str, dict[str, Any], str]] = [
+        ("row_counts", {**tokens, "total_tokens": 11, "backend": ""}, "cu_seqlens"),
+        (
+            "group_statistics",
+            {"values": rewards, "ids": ids, "weights": _UNITS["lengths"], "mask": _UNITS["mask"], "backend": ""},
+            "",
+        ),
+        (
+            "recurrence",
+            {"values": rewards, "gains": _UNITS["values"], "cu_seqlens": integers(0, 3, 8), "backend": ""},
+            "cu_seqlens",
+        ),
+        (
+            "window_score",
+            {"values": _T["entropy"], **tokens, "first": 0, "last": 1, "boundary": 0, "invalid": 0, "backend": ""},
+            "cu_seqlens",
+        ),
+        ("order_statistic", {"values": _T["entropy"], **tokens, **quantile}, "cu_seqlens"),
+        ("order_statistic", {"values": _T["entropy"], **quantile}, "values"),
+        (
+            "select",
+            {"values": _T["entropy"], "threshold": floats(0.75), "strict": False, "backend": "", **tokens},
+            "cu_seqlens",
+        ),
+        ("select_top", {"values": _T["entropy"], **tokens, **quantile, "strict": True}, "cu_seqlens"),
+        (
+            "group_normalise",
+            {
+                "values": [rewards, _UNITS["values"]],
+                "ids": [ids, None],
+                "weights": [_UNITS["lengths"], None],
+                "mask": _UNITS["mask"],
+                "apply_mask": _UNITS["mask"],
+                **dict(zip(("structure", "numbers"), _numbers_of_groups(groups), strict=True)),
+                "backend": "",
+            },
+            "",
+        ),
+        *(
+            ("policy_loss", {**each, "backend": "", "want_grad": True, "want_tokens": True}, "cu_seqlens logp")
+            for each in (inputs, fiber, sequence)
+        ),
+        ("correction", {**_correction_inputs(packed), "backend": ""}, "cu_seqlens logp"),
+    ]
+    for name, arguments, free in given:
+        yield Call(f"torch.ops.hpo_core.{name}", getattr(operators, name), arguments, frozenset(free.split()))
+
+
+def _loss_inputs(packed: PackedBatch, gate: gates.RatioGate) -> dict[str, Any]:
+    spec = gate.spec(hpo.kl.k3(0.125), False)
+    trajectories = packed.trajectories if spec.has_level else None
+    pieces = packed.hierarchy(tuple(level.unit for level in spec.levels)) if spec.of_pieces else (None,) * 4
+    inputs = PolicyLossInputs(
+        _T["logp"], _T["old_logp"], _S["advantages"], _S["weights"], packed.cu_seqlens, packed.mask,
+        _T["old_logp"] - 0.25, _T["entropy"], _T["entropy"], floats(0.5), _T["bools"], _T["weight"], _T["weight"] / 4,
+        _T["weight"] + 1, *(trajectories or (None,) * 3), False, *pieces,
+    )  # fmt: skip
+    if not gate.takes_bounds:
+        inputs = inputs._replace(low=None, high=None)
+    return {**inputs._asdict(), **dict(zip(("structure", "numbers"), _numbers_of(spec), strict=True))}
+
+
+def _correction_inputs(packed: PackedBatch) -> dict[str, Any]:
+    spec = gates.mis().corrections[0].spec()
+    pieces = packed.hierarchy((gates.Unit.TRAJECTORY,))
+    inputs = PolicyLossInputs(
+        _T["logp"], _T["old_logp"], _S["advantages"], _S["weights"], packed.cu_seqlens, packed.mask,
+        token_weight=_T["weight"], piece_begin=pieces.begin, piece_end=pieces.end, piece_row=pieces.row,
+        ancestors=pieces.ancestors,
+    )  # fmt: skip
+    kinds = ("statistic", "reduction", "action", "of_segments", "strict")
+    return {**inputs._asdict(), **{kind: getattr(spec, kind) for kind in kinds}, "bounds": [*spec.low, *spec.high]}
+
+
+def tensors_of(given: Any) -> list[torch.Tensor]:
+    """All tensors in what a call gave."""
+    if isinstance(given, torch.Tensor):
+        return [given.detach()]
+    if isinstance(given, PackedBatch):
+        return [tensor for tensor in given.__getstate__().values() if isinstance(tensor, torch.Tensor)]
+    if isinstance(given, float):
+        return [torch.tensor(given, dtype=torch.float64, device="cpu")]
+    if isinstance(given, list | tuple):
+        return [tensor for each in given for tensor in tensors_of(each)]
+    if isinstance(given, Metrics | LevelMetrics):
+        return [tensor for each in vars(given).values() for tensor in tensors_of(each)]
+    return []

@@ -25,10 +25,10 @@ ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators")
 ENTROPY = ("entropy", "entropy_selection", "select_top")
 SEGMENTS = ("segments", "token_estimators")
 OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SEGMENTS)
-MULTIPROCESS = ("distributed", "spanning", "aggregates", "advantages_over_ranks")
+MULTIPROCESS = ("distributed", "spanning", "aggregates", "advantages_over_ranks", "data_parallel", "empty_rank")
 PYTHON = (
-    *("aggregation", "batch", "couplings", "docs", "gate_inputs", "imports", "level_metrics", "losses", "ops"),
-    *("synchronisation", "testing"),
+    *("aggregation", "batch", "batch_caches", "couplings", "docs", "gate_inputs", "imports", "level_metrics", "losses"),
+    *("masks_and_totals", "micro_batches", "ops", "synchronisation", "testing", "wrong_arguments"),
 )
 TRL = ("trl", "trl_contract", "trl_steps")
 VERL = ("verl", "verl_advantages")
@@ -43,7 +43,7 @@ class Rule(NamedTuple):
 def kernels(names: str, modules: tuple[str, ...]) -> list[Rule]:
     """The rules of an op's kernels, which have the same names in every room."""
     stems = names.split()
-    return [
+    rules = [
         Rule(tuple(f"csrc/cpu/{stem}*" for stem in stems), modules),
         Rule(tuple(f"csrc/cuda/{stem}*" for stem in stems), (*modules, "cuda_compile"), ("cuda_emulated",)),
         Rule(tuple(f"csrc/include/hpo/{stem}.h" for stem in stems), modules, ("cpu", "cuda_emulated")),
@@ -54,6 +54,7 @@ def kernels(names: str, modules: tuple[str, ...]) -> list[Rule]:
             EVERY_BACKEND,
         ),
     ]
+    return [rule for rule in rules if any(any(ROOT.glob(pattern)) for pattern in rule.files)]
 
 
 RULES = [
@@ -73,12 +74,15 @@ RULES = [
     Rule(("kernels/hpo_triton/*",), ("triton_compile",), ("triton",)),
     Rule(("hpo_core/*.py",), (*PYTHON, *LOSS, "presets", "liger", "second_opinions")),
     Rule(("hpo_core/native.py", "hpo_core/backends.py", "hpo_core/specs.py"), (*OPERATORS, "backends"), EVERY_BACKEND),
+    Rule(("hpo_core/native.py", "hpo_core/checks.py", "hpo_core/ops/*", "csrc/bindings.h", "csrc/cpu/rows.h",
+          "csrc/cpu/advantages.cpp"), ("ambient_defaults", "bounded_costs")),
     Rule(("hpo_core/ranks.py", "hpo_core/spanning.py", "hpo_core/metrics.py", "hpo_core/aggregation.py",
           "hpo_core/advantages/distributed.py"), MULTIPROCESS),
     Rule(("hpo_core/advantages/*",), (*ADVANTAGES, "estimator_properties", "imports", "docs", "synchronisation")),
     Rule(("hpo_core/advantages/ranks.py", "hpo_core/advantages/terms.py"), MULTIPROCESS),
     Rule(("hpo_core/entropy/*",), (*ENTROPY, "losses", "imports", "docs")),
-    Rule(("hpo_core/gates/*",), (*LOSS, "gate_inputs", "hierarchy_theorems", "imports", "docs")),
+    Rule(("hpo_core/gates/*",), (*LOSS, "gate_inputs", "hierarchy_theorems", "hierarchy_degenerate", "imports",
+          "docs")),
     Rule(("hpo_core/integrations/trl.py", "hpo_core/integrations/turns.py"), (*TRL, "imports")),
     Rule(("hpo_core/integrations/verl.py", "hpo_core/integrations/turns.py"), (*VERL, "imports")),
     Rule(("hpo_core/testing/*",), ("testing", "promises", "imports")),

@@ -62,7 +62,6 @@ def environment(folder: Path, isa: str, backends: str = "cpu") -> dict[str, str]
         # Python never frees all it has. Into files, since pytest would take what is written to the terminal with it.
         "ASAN_OPTIONS": f"detect_leaks=0:detect_stack_use_after_return=1:log_path={folder}/report",
         "UBSAN_OPTIONS": f"print_stacktrace=1:log_path={folder}/report",
-        "HPO_CORE_TEST_BACKENDS": "cpu,cuda_emulated",
         "HPO_CORE_ISA": isa,
         "OMP_WAIT_POLICY": "passive",
     }

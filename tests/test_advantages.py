@@ -7,7 +7,7 @@ import math
 import hypothesis
 import pytest
 import torch
-from breadth import at_length, at_most, few  # noqa: F401 (the first is a fixture)
+from breadth import at_length, at_most, few, number  # noqa: F401 (the first is a fixture)
 from hypothesis import strategies as st
 
 import hpo_core as hpo
@@ -75,10 +75,12 @@ def test_many_units(backend, units):
         assert_exact(backend, example._replace(group_ids=None), "lite_ppo")
 
 
+@pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("op", ["grpo", "dr_grpo", "rloo", "lite_ppo"])
 def test_keeps_every_promise(backend, op):
     fn = functools.partial(getattr(advantages, op), backend=backend)
-    report = testing.check(fn, op, examples=40 if backend == "cpu" else 4, device=testing.device_of(backend))
+    examples = number(backend, at_length=40, machine_code=40, emulated=6, interpreted=4)
+    report = testing.check(fn, op, examples=examples, device=testing.device_of(backend))
     assert report.promises == testing.promises(op)
 
 

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from processes import in_processes
+from ranks import on_ranks
 
 import hpo_core as hpo
 from hpo_core import aggregation
@@ -116,6 +116,7 @@ def accelerate(rank, mode, steps):
     os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true"}
     PartialState._reset_state(), AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    torch.set_num_threads(1)  # it has set as many as there are cores, of which a forked process has one
     assert accelerator.num_processes == 2
     model = accelerator.prepare(policy())
     weights = weights_of(mode, rank) * accelerator.gradient_accumulation_steps
@@ -192,7 +193,7 @@ def ranks():
 
     def of(engine):
         if engine not in found:
-            found[engine] = in_processes(2, every_case, engine)
+            found[engine] = on_ranks(2, every_case, engine)
         return found[engine]
 
     return of
@@ -260,7 +261,7 @@ def averaged_of_this_rank(batch, *_):
     ],
 )
 def test_a_step_of_several_ranks_needs_its_counts(function, message):
-    first, second = in_processes(2, refused, function)
+    first, second = on_ranks(2, refused, function)
     assert first == second
     with pytest.raises(ValueError, match=message):
         raise ValueError(first)
@@ -275,7 +276,7 @@ def said_to_be_alone(rank):
 
 
 def test_one_rank_alone_is_said():
-    for found, rank in zip(in_processes(2, said_to_be_alone), range(2), strict=True):
+    for found, rank in zip(on_ranks(2, said_to_be_alone), range(2), strict=True):
         batch, ids, old, advantages = data(rank)
         assert found == hpo.policy_loss(policy()(ids), old, advantages, batch).loss.item()
 

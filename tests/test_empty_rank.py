@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from processes import in_processes
+from ranks import on_ranks
 
 import hpo_core as hpo
 from hpo_core import advantages, aggregation, gates
@@ -51,7 +51,7 @@ def loss(rank, holders, gate, requires_grad):
 @pytest.mark.parametrize("holder", [0, 1])
 @pytest.mark.parametrize("gate", [GATE, CORRECTED], ids=["levels", "corrected"])
 def test_losses(gate, holder):
-    results = in_processes(2, loss, (holder,), gate, True)
+    results = on_ranks(2, loss, (holder,), gate, True)
     (own, tokens, grad), (nothing, also, none) = results[holder], results[1 - holder]
     assert tokens == also == 4 and nothing == 0 and not none
     batch, logp, values = given(0, 0)
@@ -63,7 +63,7 @@ def test_losses(gate, holder):
 
 def test_an_empty_rank_whose_logp_requires_no_gradient():
     """The gradient of a segment that two ranks share has collectives, in the forward: the third makes them, too."""
-    assert [tokens for _, tokens, _ in in_processes(3, loss, (0, 1), GATE, False)] == [8, 8, 8]
+    assert [tokens for _, tokens, _ in on_ranks(3, loss, (0, 1), GATE, False)] == [8, 8, 8]
 
 
 def estimated(rank, holder, estimator, keywords):
@@ -75,7 +75,7 @@ def estimated(rank, holder, estimator, keywords):
 @pytest.mark.parametrize("holder", [0, 1])
 def test_estimators(holder):
     keywords = {"group_ids": torch.tensor([7, 7]), "mask": torch.tensor([True, True])}
-    results = in_processes(2, estimated, holder, advantages.grpo, keywords)
+    results = on_ranks(2, estimated, holder, advantages.grpo, keywords)
     assert results[1 - holder] == []
     assert results[holder] == advantages.grpo(torch.tensor([1.0, -1.0]), **keywords).tolist()
 
@@ -88,7 +88,7 @@ def estimated_of_several(rank):
 
 def test_estimators_of_several_rewards():
     expected = advantages.gdpo(torch.tensor([[1.0, 0.0], [0.5, 2.0]]), torch.tensor([7, 7])).tolist()
-    assert in_processes(2, estimated_of_several) == [expected, []]
+    assert on_ranks(2, estimated_of_several) == [expected, []]
 
 
 def single_call(rank, holder):
@@ -106,7 +106,7 @@ def single_call(rank, holder):
 
 @pytest.mark.parametrize("holder", [0, 1])
 def test_the_single_call(holder):
-    results = in_processes(2, single_call, holder)
+    results = on_ranks(2, single_call, holder)
     assert results[0][1] == results[1][1] and results[1 - holder][0] == 0 != results[holder][0]
 
 
@@ -118,7 +118,7 @@ def of_one_kind(rank):
 
 
 def test_ranks_that_disagree_raise_together():
-    first, second = in_processes(2, of_one_kind)
+    first, second = on_ranks(2, of_one_kind)
     assert first == second and "on all ranks, got torch.float32 [] and torch.int64 []" in first
 
 
@@ -134,7 +134,7 @@ def flagged(rank):
 
 
 def test_flags_are_an_error_on_all_ranks():
-    first, second = in_processes(2, flagged)
+    first, second = on_ranks(2, flagged)
     assert first == second
 
 

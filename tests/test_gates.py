@@ -117,6 +117,7 @@ FEW_TOKENS = (5, 0, 30, 9)
 MANY_TOKENS = ((0, 1, 2500, 130, 1, 0, 1025, 3), tuple(length % 4 for length in range(700)))
 
 
+@pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("masked", ["none", "some", "row"])
 @every_gate
 def test_loss_and_gradient_and_nothing_per_token(gate, masked, native_backends):

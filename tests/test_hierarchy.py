@@ -1,6 +1,7 @@
 """Gates on several levels at once, on every backend against the definition, which naive loops check."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -53,41 +54,51 @@ def assert_the_definition(example, gate, backend, exact, **keywords):
     assert torch.allclose(out.metrics.vector, exact.metrics.vector, rtol=1e-5, atol=1e-5), backend
 
 
+WAYS = {  # of giving inputs
+    "few": lambda example, gate: {},
+    "all": lambda example, gate: example.everything(gate),
+    "advantages": lambda example, gate: {"advantages": example.token_advantages},
+    "selection": lambda example, gate: {"token_mask": example.token_mask, "token_weight": example.token_weight},
+    "penalty": lambda example, gate: {"ref_logp": example.ref_logp, "kl": hpo.kl.k3(0.1), "entropy": example.entropy},
+    "window": lambda example, gate: {
+        "entropy": example.entropy, "window": hpo.entropy.forking_tokens(0.5, scope="call")
+    },
+}  # fmt: skip
+SHORT, LONG, TINY = (5, 0, 9, 1, 7, 12, 3), (40, 1, 600), (2, 2, 2, 2, 1)
+CALLS = [  # the first two for interpreted kernels, the first eight for emulated ones
+    (SHORT, "few"), (SHORT, "all"), (LONG, "few"), (LONG, "advantages"), (TINY, "all"), (LONG, "selection"),
+    (TINY, "penalty"), (SHORT, "window"), (SHORT, "advantages"), (SHORT, "selection"), (SHORT, "penalty"),
+    (LONG, "penalty"), (TINY, "few"), (TINY, "window"), (TINY, "selection"),
+]  # fmt: skip
+
+
+def clear_examples(gate, make, inputs=WAYS["few"], seeds=range(16)):
+    """Examples that keep off the branches, their inputs, and what the definition makes of them."""
+    found = 0
+    for example in map(make, seeds):
+        keywords = inputs(example, gate)
+        exact = exact_off_branches(example, gate, **keywords)
+        if exact is not None:
+            found += 1
+            yield example, keywords, exact
+    assert found, "no example keeps off the branches"
+
+
 @pytest.mark.usefixtures("at_length")
 @every_gate
 def test_every_backend_is_the_definition(gate, native_backends):
-    """Optional inputs in turn, on examples that keep off the branches of the gate."""
-    calls = {each: number(each, at_length=60, machine_code=15, emulated=8, interpreted=3) for each in native_backends}
-    seeds = max(calls.values())
-    seen = 0
-    for seed in range(seeds):
-        example = Example(seed, lengths=((5, 0, 9, 1, 7, 12, 3), (40, 1, 600), (2, 2, 2, 2, 1))[seed % 3])
-        keywords = {}
-        if seed % 2:
-            keywords["advantages"] = example.token_advantages
-        if seed % 4 == 2:
-            keywords |= {"token_mask": example.logp > -2, "token_weight": example.token_weight}
-        if seed % 5 == 3:
-            keywords |= {"ref_logp": example.ref_logp, "kl": hpo.kl.k3(0.1), "entropy": example.entropy}
-        if seed % 7 == 4:
-            keywords |= {"entropy": example.entropy, "window": hpo.entropy.forking_tokens(0.5, scope="call")}
-        exact = exact_off_branches(example, gate, **keywords)
-        if exact is None:
-            continue
-        for backend in native_backends:
-            if seen < calls[backend]:
+    """Every way of giving inputs, to rows of every kind."""
+    for place, (lengths, way) in enumerate(CALLS):
+        backends = [
+            each
+            for each in native_backends
+            if place < number(each, at_length=len(CALLS), machine_code=len(CALLS), emulated=8, interpreted=2)
+        ]
+        many = max(number(each, at_length=4, machine_code=1, emulated=1, interpreted=1) for each in native_backends)
+        found = clear_examples(gate, functools.partial(Example, lengths=lengths), WAYS[way], range(place, place + 16))
+        for example, keywords, exact in itertools.islice(found, many):
+            for backend in backends:
                 assert_the_definition(example, gate, backend, exact, **keywords)
-        seen += 1
-    assert seen > seeds // 3
-
-
-def clear_example(gate, make, seeds):
-    """The first example that keeps off the branches, and what the definition makes of it."""
-    for example in map(make, range(seeds)):
-        exact = exact_off_branches(example, gate)
-        if exact is not None:
-            return example, exact
-    raise AssertionError("no example keeps off the branches")
 
 
 TRAJECTORIES = RatioGate("trajectories", SMALL, levels((BUDGETS, TRAJECTORY)), split=True)
@@ -96,11 +107,13 @@ long_pieces = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.usefixtures("at_length")
 @long_pieces
 def test_a_long_piece_is_shared_by_many_workers(gate, native_backends):
     for backend in native_backends:
         lengths = (3, tried(backend, 20_001, 2_101), 1, 513)
-        example, exact = clear_example(gate, lambda seed, rows=lengths: Example(seed, rows, several=seed % 2 == 0), 8)
+        found = clear_examples(gate, lambda seed, rows=lengths: Example(seed, rows, several=seed % 2 == 0))
+        example, _, exact = next(found)
         assert_the_definition(example, gate, backend, exact)
 
 
@@ -116,12 +129,13 @@ def masked_alike(seed, several, scale):
     return example
 
 
+@pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("several", [False, True])
 @long_pieces
 def test_stretches_of_a_long_piece_are_masked_alike(gate, several, native_backends):
     for backend in native_backends:
         make = functools.partial(masked_alike, several=several, scale=tried(backend, 1, 3))
-        example, exact = clear_example(gate, make, 16)
+        example, _, exact = next(clear_examples(gate, make))
         assert_the_definition(example, gate, backend, exact)
 
 
@@ -157,6 +171,7 @@ def test_what_else_is_asked_for_changes_no_bit(gate, masked, backend="cpu"):
     assert opened
 
 
+@pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("routing", Routing)
 def test_many_short_pieces(routing, native_backends):
     """So many segments on a few workers that each works for several, and domains that all share."""

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from breadth import tried
+from breadth import at_length, tried  # noqa: F401 (the first is a fixture)
 from hierarchies import DOMAIN, FOUR, GROUP, LENGTHS, SMALL, STEP, TRAJECTORY, Step, aggregated, levels, stopped_group
 from hierarchies import GATES as HIERARCHIES
 from ranks import on_ranks
@@ -27,6 +27,8 @@ from hpo_core.gates import (
     Routing,
     Tanh,
 )
+
+pytestmark = pytest.mark.usefixtures("at_length")
 
 TANH = RatioGate("tanh", LogClip((-0.1, -0.1), (0.15, 0.15)), levels((Tanh(0.05), TRAJECTORY), (Tanh(0.03), GROUP)))
 GATES = {
@@ -108,9 +110,17 @@ OBSERVED = [
 ]
 
 
-def backends_of(name, backends):
+INTERPRETED = [
+    ("fiberpo", "rows"),
+    ("fiberpo", "cut"),
+    ("four levels", "cut"),
+    *(("mixed", each) for each in LAYOUTS[2]),
+]
+
+
+def backends_of(name, layout, backends):
     """Interpreted, Triton takes a tenth of a second for each call of each rank."""
-    return [each for each in backends if tried(each, True, name in ("fiberpo", "mixed", "four levels"))]
+    return [each for each in backends if tried(each, True, (name, layout) in INTERPRETED)]
 
 
 # --------------------------------------------------------------------------------------------- what one rank does
@@ -121,7 +131,7 @@ def compute(rank, ranks, backends):
     for name in names_of(ranks):
         for layout in LAYOUTS[ranks]:
             part, tokens = part_of(step, ranks, layout, rank)
-            for backend in ("reference", *backends_of(name, backends)):
+            for backend in ("reference", *backends_of(name, layout, backends)):
                 out = part.run(GATE_OF[name], backend, process_group=world)
                 found[layout, name, backend] = tokens, out.loss, out.grad, out.metrics.vector
     part, _ = part_of(step, ranks, "cut", rank)
@@ -136,7 +146,7 @@ def compute(rank, ranks, backends):
     found["corrections"] = corrections(step, rank, ranks, backends)
     for case in OBSERVED:
         if case[0] == ranks:
-            for backend in ("reference", *backends_of(case[2], backends)):
+            for backend in ("reference", *backends_of(case[2], case[1], backends)):
                 found["levels", case, backend] = observed(step, case, rank, backend)
     return found
 
@@ -218,7 +228,7 @@ def corrections(step, rank, ranks, backends):
 
 
 @functools.cache  # a failure, too
-def outcome(ranks, backends):
+def outcome(ranks, backends, everything):
     try:
         return on_ranks(ranks, functools.partial(compute, ranks=ranks, backends=backends))
     except Exception as error:
@@ -230,7 +240,7 @@ def found(native_backends):
     """What each of some ranks found."""
 
     def of(ranks):
-        results = outcome(ranks, tuple(native_backends))
+        results = outcome(ranks, tuple(native_backends), tried("triton", True, False))
         assert isinstance(results, list), results
         return results
 
@@ -268,7 +278,7 @@ def test_many_ranks_compute_what_one_does(ranks, layout, found, native_backends)
         gate = GATE_OF[name]
         exact = step.run(gate, "reference")
         largest = max(exact.grad.abs().max(), (step.weights * step.advantages.abs()).max())
-        for backend in backends_of(name, native_backends):
+        for backend in backends_of(name, layout, native_backends):
             loss, grad, _ = gathered([each[layout, name, backend] for each in found(ranks)], step)
             assert (grad.double() - exact.grad).abs().max() <= 1e-5 * largest, (name, backend)
             assert (loss.double() - exact.loss).abs() <= 1e-5 * terms, (name, backend)
@@ -356,7 +366,7 @@ def test_corrections_over_cut_segments(name, found, native_backends):
 def test_metrics_of_levels(ranks, layout, name, found, native_backends):
     """Those of all ranks are those of one process, on every rank to the bit; a segment that ranks share counts once."""
     step = Step.make()
-    for backend in ("reference", *backends_of(name, native_backends)):
+    for backend in ("reference", *backends_of(name, layout, native_backends)):
         one = step.run(GATE_OF[name], backend, level_metrics=True).levels.table
         tables, same = zip(*(each["levels", (ranks, layout, name), backend] for each in found(ranks)), strict=True)
         assert all(same), backend

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from breadth import at_length, tried  # noqa: F401 (the first is a fixture)
+from breadth import at_length, number  # noqa: F401 (the first is a fixture)
 from catalogue import Example, bits
 from hierarchies import GATES, exact_off_branches, raw
 
@@ -80,13 +80,16 @@ class Nobody:
 # Lengths of rows, whether trajectories have several of them, and whether a gradient is wanted.
 MANY = [*itertools.product([(5, 0, 9, 1, 7, 12, 3), (600, 2, 4500)], (True, False), (True, False))]
 NONE = [(0, True, True), (1, True, True), (1, True, False)]  # that many rows of a process without tokens
-EXAMPLES = {
-    "triton": MANY[:4] + NONE,
-    "cuda_emulated": [*MANY[:4], ((600, 2, 1100), True, True), ((600, 2, 1100), False, True), *NONE],
-}
+EMULATED = [*MANY[:4], ((600, 2, 1100), True, True), ((600, 2, 1100), False, True), *NONE]
 INTERPRETED = [((5, 0, 9, 1, 7), True, True)]
 ALSO_INTERPRETED = [((5, 2), False, False), ((140, 2, 40), True, True), *NONE]  # for a few gates
 FEW = ("fiberpo", "mixed routing", "four levels, through, split", "score")
+
+
+def examples_of(name, backend):
+    interpreted = INTERPRETED + ALSO_INTERPRETED * (name in FEW)
+    everything = MANY + NONE if backend != "triton" else MANY[:4] + interpreted
+    return number(backend, at_length=everything, machine_code=MANY + NONE, emulated=EMULATED, interpreted=interpreted)
 
 
 @functools.cache
@@ -100,8 +103,7 @@ def test_in_stages_is_the_whole(name, native_backends):
     """To the bit, for pieces that stand alone and for long ones; a process without tokens asks the same."""
     gate = STAGED[name]
     for backend in native_backends:
-        examples = tried(backend, EXAMPLES.get(backend, MANY + NONE), INTERPRETED + ALSO_INTERPRETED * (name in FEW))
-        for rows, several, want_grad in examples:
+        for rows, several, want_grad in examples_of(name, backend):
             example, exchange = example_of(rows, several), Watched()
             staged = raw(example, gate, backend, exchange, want_grad)
             assert_same(staged, raw(example, gate, backend, want_grad=want_grad), backend)

@@ -88,14 +88,15 @@ def test_every_combination(name, native_backends):
         judged(example, gate, backends, **given)
 
 
-LONG = {"triton": (2100, 900), "cuda_emulated": (1100, 600)}
+LONG = (20_000, 9000)
 
 
+@pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("head", Head)
 def test_a_row_longer_than_any_tile(head, native_backends):
     gate = gate_of(head, "token")
     for backend in native_backends:
-        long, other = LONG.get(backend, (20_000, 9000))
+        long, other = number(backend, at_length=LONG, machine_code=LONG, emulated=(1100, 600), interpreted=(2100, 900))
         example = Example(1, (long, 3, other), several=False)
         judged(example, gate, [backend], **inputs_of(gate, example, 5))
 

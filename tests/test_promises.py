@@ -424,7 +424,7 @@ def test_micro_batches_of_a_batch(gate, native_backends):
 @of_every_gate()
 def test_extreme_log_ratios(name, native_backends):
     """Far beyond +-60 at every token, and at every third: nothing is NaN or infinite, and the loss is that of the
-    definition. Interpreted kernels meet such log-ratios in the next test but one, beside those that are not finite."""
+    definition. Interpreted kernels meet them in test_log_probabilities_that_are_not_finite."""
     gate, example = CATALOGUE[name], Example(6)
     extreme = torch.tensor([120.0, -120.0, 59.0, -61.0, 0.1, 1e30, 88.0, 300.0, 61.0, -1e30])
     extreme = extreme.repeat(5)[: example.logp.numel()]

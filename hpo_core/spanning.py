@@ -40,7 +40,7 @@ def exchange_of(
     Raises:
         ValueError, TypeError: nothing spans ranks, or aggregates that do not fit the levels of ``spec``.
     """
-    asked = "level_metrics" if aggregates is None else "aggregates"
+    asked = "report" if aggregates is None else "aggregates"
     for level in spec.levels:
         check(
             level.aggregate is not Aggregate.BALANCED,

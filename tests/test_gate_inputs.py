@@ -69,13 +69,33 @@ def test_arguments_a_gate_does_not_take_are_refused():
     run = functools.partial(hpo.policy_loss, logp, None, advantages, batch)
     for keywords, message in (
         ({"rollout_logp": logp}, "does not read the sampler"),
-        ({"target": advantages}, "takes none"),
-        ({"penalty_mask": torch.ones(2, dtype=torch.bool)}, "no penalty of its own"),
+        ({"gate_inputs": gates.GateInputs(target=advantages)}, "takes none"),
+        ({"gate_inputs": gates.GateInputs(penalty_mask=torch.ones(2, dtype=torch.bool))}, "no penalty of its own"),
     ):
         with pytest.raises(ValueError, match=message):
             run(gates.ppo_clip(), **keywords)
-    with pytest.raises(ValueError, match="needs one"):
-        run(gates.bpo())
+    with pytest.raises(TypeError, match="gate_inputs: expected a GateInputs"):
+        run(gates.bpo(), gate_inputs=advantages)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, make in constructors().items() if name != "compose"))
+def test_a_gate_without_what_it_needs_is_refused_with_the_call_that_makes_it(name):
+    """HAPO without its bounds is PPO's clip, and its name would say otherwise."""
+    gate = constructors()[name]()
+    run = functools.partial(hpo.policy_loss, torch.zeros(2), None, torch.ones(1), hpo.PackedBatch.from_lengths([2]))
+    assert ("gate_inputs=" in constructors()[name].__doc__) == bool(gate.required)
+    for field, call in gate.required.items():
+        with pytest.raises(ValueError, match=rf"the gate '{name}' needs {field}, got none; pass gate_inputs=") as error:
+            run(gate)
+        assert call in str(error.value) and hasattr(gates, call.removeprefix("gates.").split("(")[0])
+
+
+def test_the_mask_of_a_method_and_that_of_the_loss_are_both_kept(native_backends):
+    example = Example(0)
+    first, second = example.token_mask, example.penalty_mask
+    for backend in ("reference", *native_backends):
+        both = example.run(gates.ppo_clip(), backend, gate_inputs=gates.GateInputs(token_mask=first), token_mask=second)
+        assert torch.equal(both.grad, example.run(gates.ppo_clip(), backend, token_mask=first & second).grad), backend
 
 
 def test_targets_that_are_not_finite_are_counted_and_left_out(backend):
@@ -117,22 +137,22 @@ def test_draws_depend_on_the_seed_only():
         gates.clip_cov_mask, logp, logp, advantages, hpo.PackedBatch.from_lengths([4000]), share=0.02, low=0.1, high=50,
         advantage_level="token",
     )  # fmt: skip
-    first = take(seed=1)
-    assert torch.equal(first, take(seed=1))
-    assert not torch.equal(first, take(seed=2))
+    first = take(seed=1).token_mask
+    assert torch.equal(first, take(seed=1).token_mask)
+    assert not torch.equal(first, take(seed=2).token_mask)
     assert (~first).sum() == 80
 
 
 def test_hapo_bounds_as_coded_never_tighten():
     entropy = torch.rand(50, generator=torch.Generator().manual_seed(0))
-    low, high = gates.hapo_bounds(entropy, hpo.PackedBatch.from_lengths([50]), compat="code")
+    low, high = gates.hapo_bounds(entropy, hpo.PackedBatch.from_lengths([50]), compat="code").bounds
     assert (high >= 1.2 - 1e-6).all()
     assert torch.equal(low, torch.full_like(low, 0.8))
 
 
 def test_gbpo_target_by_hand():
     scores = torch.tensor([1.0, 0.0, 3.0, 5.0, 2.0])
-    target = gates.gbpo_target(scores, torch.tensor([4, 4, 9, 4, 4]))
+    target = gates.gbpo_target(scores, torch.tensor([4, 4, 9, 4, 4])).target
     group = torch.tensor([1.0, 0.0, 5.0, 2.0])
     relative = (group - 1.5) / (group.std() + 1e-6)
     torch.testing.assert_close(target[[0, 1, 3, 4]], 0.8 + 0.4 * torch.sigmoid(relative))
@@ -146,12 +166,22 @@ def test_rec_ring_mask_by_hand():
     batch = hpo.PackedBatch(batch.cu_seqlens, torch.arange(9) < 8)
     for advantage, kept in ((1.0, [0, 3, 4]), (0.0, [0, 3, 4]), (-1.0, [3, 4, 7])):
         for level, given in (("row", torch.tensor([advantage])), ("token", torch.full((9,), advantage))):
-            mask = gates.rec_ring_mask(ratio.log(), torch.zeros(9), given, batch, advantage_level=level)
+            mask = gates.rec_ring_mask(ratio.log(), torch.zeros(9), given, batch, advantage_level=level).token_mask
             assert mask.nonzero().flatten().tolist() == kept
     edges = torch.tensor([math.log1p(each) for each in (-0.5, -0.25, 0.25, 1.0)], dtype=torch.float64)
     run = functools.partial(gates.rec_ring_mask, near=(0.25, 0.25), far=(0.5, 1.0))
-    assert run(edges, edges * 0, edges.new_ones(1), hpo.PackedBatch.from_lengths([4])).tolist() == [1, 1, 1, 0]
-    assert run(edges, edges * 0, -edges.new_ones(1), hpo.PackedBatch.from_lengths([4])).tolist() == [0, 1, 1, 1]
+    assert run(edges, edges * 0, edges.new_ones(1), hpo.PackedBatch.from_lengths([4])).token_mask.tolist() == [
+        1,
+        1,
+        1,
+        0,
+    ]
+    assert run(edges, edges * 0, -edges.new_ones(1), hpo.PackedBatch.from_lengths([4])).token_mask.tolist() == [
+        0,
+        1,
+        1,
+        1,
+    ]
     with pytest.raises(ValueError, match="far"):
         run(edges, edges, edges, hpo.PackedBatch.from_lengths([4]), far=(1.0, 2.0))
 
@@ -159,7 +189,7 @@ def test_rec_ring_mask_by_hand():
 def test_m2po_mask_by_hand():
     generator = torch.Generator().manual_seed(0)
     logp, old_logp = torch.randn(2, 200, generator=generator) * 0.3
-    kept = gates.m2po_mask(logp, old_logp, hpo.PackedBatch.from_lengths([200]))
+    kept = gates.m2po_mask(logp, old_logp, hpo.PackedBatch.from_lengths([200])).token_mask
     square = (logp - old_logp).double() ** 2
     assert square[kept].mean() < 0.04
     assert torch.cat([square[kept], square[~kept].min()[None]]).mean() >= 0.04

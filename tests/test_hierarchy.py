@@ -156,7 +156,7 @@ def test_what_else_is_asked_for_changes_no_bit(gate, masked, backend="cpu"):
             example = drawn(3, (5, 0, 4500, 1, 130, 1025, 3, 16), spread, masked, several)
             plain = example.run(gate, backend)
             logp = example.logp.clone().requires_grad_()
-            keywords = {"weights": example.weights, "advantage_level": "row", "return_tokens": True, "backend": backend}
+            keywords = {"weights": example.weights, "advantage_level": "row", "report": ("tokens",), "backend": backend}
             other = hpo.policy_loss(logp, example.old_logp, example.advantages, example.batch, gate, **keywords)
             other.loss.backward()
             assert plain.grad.numpy().tobytes() == logp.grad.numpy().tobytes()

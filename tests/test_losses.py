@@ -93,7 +93,7 @@ def test_everything_at_once(example, backend):
         "threshold": window.fit(example.entropy, example.batch),
         "token_mask": example.token_mask,
         "token_weight": example.token_weight,
-        "bounds": (example.low, example.high),
+        "gate_inputs": gates.GateInputs(bounds=(example.low, example.high)),
     }
     whole = example.grad(backend=backend, **keywords)
     exact = example.grad(backend="reference", **keywords)
@@ -105,7 +105,7 @@ def test_everything_at_once(example, backend):
         ("window", "threshold"),
         ("token_mask",),
         ("token_weight",),
-        ("bounds",),
+        ("gate_inputs",),
     ):
         fewer = example.grad(backend=backend, **{name: value for name, value in keywords.items() if name not in names})
         changed = not torch.equal(fewer.grad, whole.grad)
@@ -130,12 +130,12 @@ def test_without_autograd(example, gate, named):
 def test_tokens(example, backend):
     keywords = {"gate": GATE, "kl": kl.k3(0.1), "ref_logp": example.ref_logp, "backend": backend}
     assert example.loss(**keywords).tokens is None
-    result = example.loss(return_tokens=True, **keywords)
+    result = example.loss(report=("tokens",), **keywords)
     assert result.tokens.shape == (TOKENS,) and (result.tokens[~example.mask] == 0).all()
     torch.testing.assert_close((result.tokens / example.mask.sum()).sum(), result.loss)
     for mode in (hpo.aggregation.seq_mean_token_mean, hpo.aggregation.seq_mean_token_sum):
         weights = mode(example.batch)
-        weighted = example.loss(return_tokens=True, weights=weights, **keywords)
+        weighted = example.loss(report=("tokens",), weights=weights, **keywords)
         assert torch.equal(weighted.tokens, result.tokens), "loss_t does not know the weights"
         torch.testing.assert_close((one_per_token(example, weights) * weighted.tokens).sum(), weighted.loss)
 
@@ -161,8 +161,9 @@ def test_padded_in_and_out(backend):
         result = hpo.policy_loss_and_grad(logp, old_logp, advantages, given, GATE, **shaped, **keywords)
         assert result.grad.shape == (3, 5) and torch.equal(result.grad.reshape(-1), expected.grad)
     per_token = advantages[:, None].expand(3, 5)
+    bounds = gates.GateInputs(bounds=(None, scores.exp() + 1))
     result = hpo.policy_loss(
-        logp, old_logp, per_token, mask, GATE, bounds=(None, scores.exp() + 1), return_tokens=True, backend=backend,
+        logp, old_logp, per_token, mask, GATE, gate_inputs=bounds, report=("tokens",), backend=backend,
         advantage_level="token",
     )  # fmt: skip
     assert result.tokens.shape == (3, 5)
@@ -266,14 +267,14 @@ def test_targets_have_the_level_of_the_advantages():
     steps, ids = torch.tensor([[0, 1], [1, 2]]), torch.tensor([0, 3])
     batch = hpo.PackedBatch(torch.tensor([0, 2, 2]), steps=steps, group_ids=ids)
     advantages = torch.tensor([1.0, -1.0])
-    target = hpo.gates.bpo_target(advantages)
+    given = hpo.gates.bpo_target(advantages)
     run = functools.partial(hpo.policy_loss_and_grad, torch.zeros(2), None, advantages, batch, hpo.gates.bpo())
     for level, grad in ((None, [-1, -1]), ("token", [-1, 1]), ("step", [-1, 1]), ("group", [-1, -1])):
-        assert (2 * run(advantage_level=level, target=target).grad).tolist() == grad
+        assert (2 * run(advantage_level=level, gate_inputs=given).grad).tolist() == grad
     with pytest.raises(ValueError, match=r"target: expected shape \(one per token\) = \[2\], got \[1\]"):
-        run(advantage_level="token", target=target[:1])
+        run(advantage_level="token", gate_inputs=given._replace(target=given.target[:1]))
     with pytest.raises(ValueError, match=r"target: expected shape \[S\] \(one per row\) = \[2\], got \[3\]"):
-        run(target=torch.ones(3))
+        run(gate_inputs=hpo.gates.GateInputs(target=torch.ones(3)))
 
 
 # ---------------------------------------------------------------------------------------------------------- errors
@@ -291,7 +292,7 @@ def error_cases():
         "advantages": torch.ones(2),
         "batch": torch.ones(2, 3).bool(),
     }
-    elsewhere = torch.zeros(TOKENS, device="meta")
+    elsewhere, given = torch.zeros(TOKENS, device="meta"), gates.GateInputs
     selecting = {"window": window, "entropy": example.entropy, "threshold": state}
     return [
         # logp
@@ -328,11 +329,15 @@ def error_cases():
         ({"batch": [4, 3, 0, 5]}, TypeError, "batch: expected a PackedBatch or a mask [B, L], got <class 'list'>"),
         ({"batch": mask}, ValueError, "mask: expected a padded mask [B, L], got shape [12]"),
         ({"gate": "ppo"}, TypeError, "gate: expected a RatioGate from hpo_core.gates, got ppo"),
-        # bounds
-        ({"bounds": logp}, TypeError, "bounds: expected a pair (low, high)"),
-        ({"bounds": (logp[:5], None)}, ValueError, "bounds[0]: expected shape"),
-        ({"bounds": (None, elsewhere)}, ValueError, "bounds[1]: expected device"),
-        ({"bounds": (logp, None), "gate": gates.gspo()}, ValueError, "bounds: the gate 'gspo' has no token clip"),
+        # what some gates are given
+        ({"gate_inputs": given(bounds=logp)}, TypeError, "bounds: expected a pair (low, high)"),
+        ({"gate_inputs": given(bounds=(logp[:5], None))}, ValueError, "bounds[0]: expected shape"),
+        ({"gate_inputs": given(bounds=(None, elsewhere))}, ValueError, "bounds[1]: expected device"),
+        (
+            {"gate_inputs": given(bounds=(logp, None)), "gate": gates.gspo()},
+            ValueError,
+            "bounds: the gate 'gspo' has no token clip",
+        ),
         # penalty
         ({"kl": kl.k3(0.1)}, ValueError, "kl: ref_logp and kl go together, got only kl"),
         ({"ref_logp": logp}, ValueError, "kl: ref_logp and kl go together, got only ref_logp"),
@@ -433,7 +438,7 @@ def test_the_single_call_is_the_three_calls(example, advantage, gate, scope, bac
         gate=gate,
         window=window,
         entropy=example.entropy,
-        return_tokens=True,
+        report=("tokens",),
         **others,
     )
     (grad,) = torch.autograd.grad(single.loss, leaf)
@@ -448,7 +453,7 @@ def test_the_single_call_is_the_three_calls(example, advantage, gate, scope, bac
         "entropy": example.entropy,
         **others,
     }
-    three = example.loss(return_tokens=True, **keywords)
+    three = example.loss(report=("tokens",), **keywords)
     same(single, three)
     assert torch.equal(single.tokens, three.tokens)
     assert torch.equal(grad, example.grad(**keywords).grad)
@@ -533,7 +538,7 @@ def test_one_group_is_said():
     rewards, logp = torch.tensor([1.0, 0.0, 11.0, 10.0]), torch.zeros(4)
     grouped = batch.replace(group_ids=torch.tensor([0, 0, 1, 1]))
     one = functools.partial(hpo.advantages.dr_grpo, group_ids=None)
-    run = functools.partial(hpo.hierarchical_policy_loss, logp, None, rewards, return_tokens=True)
+    run = functools.partial(hpo.hierarchical_policy_loss, logp, None, rewards, report=("tokens",))
     assert run(batch, advantage=one).tokens.tolist() == [4.5, 5.5, -5.5, -4.5]
     assert run(grouped, advantage=one).tokens.tolist() == [4.5, 5.5, -5.5, -4.5]
     assert run(grouped, advantage=hpo.advantages.dr_grpo).tokens.tolist() == [-0.5, 0.5, -0.5, 0.5]
@@ -542,7 +547,7 @@ def test_one_group_is_said():
 def test_estimators_without_groups_need_none():
     """What they take beside rewards is no ids."""
     batch, rewards, logp = hpo.PackedBatch.from_lengths([2, 2]), torch.tensor([1.0, 0.0]), torch.zeros(4)
-    run = functools.partial(hpo.hierarchical_policy_loss, logp, None, return_tokens=True, backend="cpu")
+    run = functools.partial(hpo.hierarchical_policy_loss, logp, None, report=("tokens",), backend="cpu")
     for each in (batch, batch.replace(group_ids=torch.tensor([0, 0]))):
         out = run(rewards > 0, each, advantage=hpo.advantages.negative_sample)
         assert out.tokens.tolist() == [0, 0, 1, 1]

@@ -224,7 +224,7 @@ def test_only_the_gradient_is_saved():
     given, saved = inputs(), []
     leaf = given.leaf()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        loss = given.loss(leaf, kl=hpo.kl.k3(0.1), ref_logp=given.old_logp, return_tokens=True)
+        loss = given.loss(leaf, kl=hpo.kl.k3(0.1), ref_logp=given.old_logp, report=("tokens",))
     assert len(saved) == 1
     (grad,) = torch.autograd.grad(loss, leaf)
     assert torch.equal(saved[0], grad)
@@ -232,10 +232,10 @@ def test_only_the_gradient_is_saved():
 
 def test_per_token_loss_and_metrics_carry_no_graph():
     given = inputs()
-    result = hpo.policy_loss(given.leaf(), given.old_logp, given.advantages, given.batch, return_tokens=True)
+    result = hpo.policy_loss(given.leaf(), given.old_logp, given.advantages, given.batch, report=("tokens",))
     assert not result.tokens.requires_grad and not result.metrics.vector.requires_grad
     with Log():
-        watched = hpo.policy_loss(given.leaf(), given.old_logp, given.advantages, given.batch, return_tokens=True)
+        watched = hpo.policy_loss(given.leaf(), given.old_logp, given.advantages, given.batch, report=("tokens",))
     assert not watched.tokens.requires_grad and not watched.metrics.vector.requires_grad
 
 

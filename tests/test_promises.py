@@ -190,13 +190,14 @@ def test_on_policy_the_gradient_is_minus_w_a(name, native_backends):
             all_inputs["rollout_logp"] = example.old_logp
         row, covered = example.row(), example.covered(gate)
         selected = covered & example.token_mask & (example.entropy >= 0.7)
+        kept = covered & few.get("token_mask", covered)
         of_rows = -(example.weights * example.advantages)[row]
         of_tokens = -(example.weights[row] * example.token_advantages)
         for place, (inputs, expected, chosen) in enumerate(
             (
                 (all_inputs, of_tokens * example.token_weight, selected),
-                (few | {"old_logp": None}, of_rows, covered),
-                (few, of_rows, covered),
+                (few | {"old_logp": None}, of_rows, kept),
+                (few, of_rows, kept),
             )
         ):
             for backend in backends:

@@ -51,7 +51,7 @@ def of_verl(name, batch, mode, config, policy, is_weights):
 def kl_cov_inputs(batch, share):
     padded = hpo.PackedBatch.from_padded(batch.mask)
     taken = gates.kl_cov_mask(batch.logp.reshape(-1), batch.advantages, padded, share=share)
-    return {"penalty_mask": taken.view_as(batch.mask)}
+    return {"gate_inputs": gates.GateInputs(penalty_mask=taken.penalty_mask.view_as(batch.mask))}
 
 
 def clip_cov_inputs(batch):
@@ -60,7 +60,7 @@ def clip_cov_inputs(batch):
     kept = gates.clip_cov_mask(
         batch.logp.reshape(-1), batch.old.reshape(-1), batch.advantages, padded, seed=0, share=1.0, low=0.2, high=0.9
     )
-    return {"token_mask": kept.view_as(batch.mask)}
+    return {"gate_inputs": gates.GateInputs(token_mask=kept.token_mask.view_as(batch.mask))}
 
 
 TOKEN, ROW = "token-mean", "seq-mean-token-mean"

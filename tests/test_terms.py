@@ -42,7 +42,7 @@ def inputs_of(gate, example, seed):
     if gate.takes_target:
         target = torch.rand(tokens if seed % 2 else rows, generator=draw)  # as many as advantages, below
         given["target"] = 0.2 + 0.6 * target if gate.head is Head.NEGATIVE_AWARE else 0.9 + 0.2 * target
-    if gate.penalty_coefficient and seed % 2:
+    if gate.penalty_coefficient and (seed % 2 or "penalty_mask" in gate.required):
         given["penalty_mask"] = torch.rand(tokens, generator=draw) < 0.5
     if seed == 2:
         given["token_weight"] = torch.rand(tokens, generator=draw)

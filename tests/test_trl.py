@@ -302,6 +302,46 @@ def test_steps_are_what_no_tool_wrote(monkeypatch, tmp_path):
     assert len(steps) == 6 and batches[0].steps.tolist() == steps
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_gate_gets_the_inputs_it_needs(per_token, tmp_path):
+    """Bounds by entropy and masks by covariance, made of the trainer's micro-batch."""
+    gates, masks = hpo.gates, functools.partial(hpo.gates.clip_cov_mask, share=0.2, low=0.0, high=50.0)
+    inputs, scored = micro_batch(per_token_advantages=per_token)
+    logp, old = scored.logps, inputs["old_per_token_logps"]
+    batch, advantages = hpo.PackedBatch.from_padded(scored.valid), inputs["advantages"]
+    level, flat = "token" if per_token else "row", [each.reshape(-1) for each in (logp, old, advantages)]
+    for gate, make, given in (
+        (gates.hapo_clip(), gates.hapo_bounds, gates.hapo_bounds(scored.entropies.reshape(-1), batch)),
+        (gates.clip_cov(), masks, masks(*flat, batch, seed=0, advantage_level=level)),
+        (gates.bpo(), gates.bpo_target, gates.bpo_target(flat[2])),
+    ):
+        trainer = build(HPOTrainer, tmp_path, extra={"gate": gate, "gate_inputs": make}, loss_type="bnpo")
+        trainer.current_gradient_accumulation_steps = 1
+        _, grad, _ = loss_of(HPOTrainer._compute_loss, trainer, inputs, scored)
+        keywords = {"advantage_level": level, "weights": hpo.aggregation.token_mean(batch)}
+        expected = hpo.policy_loss_and_grad(*flat, batch, gate, gate_inputs=given, **keywords)
+        torch.testing.assert_close(grad, expected.grad.view_as(grad), msg=gate.name)
+        bare = hpo.policy_loss_and_grad(*flat, batch, **keywords)
+        assert not torch.allclose(grad, bare.grad.view_as(grad)), gate.name
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
+def test_corrections_read_what_the_sampler_says(tmp_path):
+    inputs, scored = micro_batch()
+    trainer = build(HPOTrainer, tmp_path, extra={"gate": hpo.gates.icepop(), "rollout_func": lambda *_: {}})
+    trainer.current_gradient_accumulation_steps = 1
+    with pytest.raises(ValueError, match=r"^gate: 'icepop' corrects what the sampler's log-probabilities differ by"):
+        loss_of(HPOTrainer._compute_loss, trainer, inputs, scored)
+    rollout = inputs["old_per_token_logps"] + torch.where(torch.arange(LENGTH) == 2, 3.0, 0.0)  # e^-3 is below 0.5
+    _, grad, _ = loss_of(HPOTrainer._compute_loss, trainer, inputs | {"sampling_per_token_logps": rollout}, scored)
+    expected = hpo.policy_loss_and_grad(
+        scored.logps, inputs["old_per_token_logps"], inputs["advantages"], scored.valid, hpo.gates.icepop(),
+        rollout_logp=rollout,
+    )  # fmt: skip
+    assert not grad[:, 2].any() and grad[:, 3].any()
+    torch.testing.assert_close(grad * expected.grad.sum(), expected.grad * grad.sum())
+
+
 def test_domains_need_a_column_and_the_other_way_round(tmp_path):
     with pytest.raises(ValueError, match="domain: the gate 'deep' has a level of domains; name the dataset's column"):
         build(HPOTrainer, tmp_path, extra={"gate": DEEP})

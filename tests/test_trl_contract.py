@@ -101,6 +101,15 @@ def test_every_key_the_loss_reads_is_known():
         ("scale_rewards: .*advantage= ", {"advantage": hpo.advantages.grpo}, {"scale_rewards": "none"}),
         ("top_entropy_quantile: .*window= ", {"window": hpo.entropy.ares()}, {"top_entropy_quantile": 0.5}),
         ("backend: ", {"backend": "abacus"}, {}),
+        ("gate: 'hapo_clip' needs bounds, as from gates.hapo_bounds", {"gate": hpo.gates.hapo_clip()}, {}),
+        ("gate: 'clip_cov' needs token_mask, as from gates.clip_cov_mask", {"gate": hpo.gates.clip_cov()}, {}),
+        ("gate: 'icepop' corrects .* use_vllm=True", {"gate": hpo.gates.icepop()}, {}),
+        ("gate: 'tis' corrects ", {"gate": hpo.gates.tis()}, {}),
+        (
+            "gate_inputs: expected a function of logp, .* got one that needs scores too",
+            {"gate": hpo.gates.gbpo(), "gate_inputs": hpo.gates.gbpo_target},
+            {},
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(message, extra, config, tmp_path):
@@ -108,7 +117,9 @@ def test_what_cannot_be_honoured_is_refused(message, extra, config, tmp_path):
         build(HPOTrainer, tmp_path, extra=extra, **config)
 
 
-@pytest.mark.parametrize("extra", [{"gate": "dapo"}, {"advantage": "grpo"}, {"window": 0.2}])
+@pytest.mark.parametrize(
+    "extra", [{"gate": "dapo"}, {"advantage": "grpo"}, {"window": 0.2}, {"gate_inputs": hpo.gates.GateInputs()}]
+)
 def test_wrong_types_are_refused(extra, tmp_path):
     (name,) = extra
     with pytest.raises(TypeError, match=f"^{name}: "):

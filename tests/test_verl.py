@@ -1,5 +1,6 @@
 """The losses registered with verl against verl's own, through verl's own ppo_loss, and how verl finds them."""
 
+import functools
 import inspect
 import os
 import pickle
@@ -350,6 +351,35 @@ def test_register_refuses_what_is_no_gate():
     register("hpo_deep_later", lambda config: deep)
     with pytest.raises(ValueError, match="gate: 'fiberpo_domain' has a level of groups"):
         call("hpo_deep_later", config=actor("hpo_deep_later"))
+
+
+def test_register_refuses_what_verl_cannot_give():
+    gates = hpo.gates
+    for gate, given, message in (
+        (gates.icepop(), None, "gate: 'icepop' corrects what the sampler's log-probabilities differ by"),
+        (gates.tis(), None, "gate: 'tis' corrects"),
+        (
+            gates.kl_cov(),
+            None,
+            r"gate: 'kl_cov' needs penalty_mask, as from gates.kl_cov_mask\(logp, advantages, batch",
+        ),
+        (gates.hapo_clip(), gates.hapo_bounds, "gate_inputs: expected a function of logp, .* that needs entropy too"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            register("hpo_wrong", gate, gate_inputs=given)
+        register("hpo_wrong_later", lambda config, gate=gate: gate, gate_inputs=given)
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call("hpo_wrong_later", config=actor("hpo_wrong_later"))
+
+
+def test_a_gate_gets_the_inputs_it_needs():
+    """KL-Cov, with the covariances of the micro-batch, is verl's own."""
+    register("hpo_kl_cov", hpo.gates.kl_cov(1.0), gate_inputs=functools.partial(hpo.gates.kl_cov_mask, share=0.1))
+    batch, fields = Batch(per_token=True), {"kl_cov_ratio": 0.1, "ppo_kl_coef": 1.0}
+    of_verl = actor("kl_cov")
+    for name, value in fields.items():
+        object.__setattr__(of_verl.policy_loss, name, value)
+    close(run(batch, actor("hpo_kl_cov")), run(batch, of_verl))
 
 
 def test_verl_finds_us(tmp_path):

@@ -10,7 +10,11 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
 
 from ..checks import check, check_type
 from ..kl import KLPenalty
@@ -40,6 +44,7 @@ __all__ = [
     "Excess",
     "FirstOrder",
     "Gamma",
+    "GateInputs",
     "Identity",
     "Level",
     "LogClip",
@@ -50,6 +55,32 @@ __all__ = [
 ]
 
 Pair = tuple[float, float]  # (advantage >= 0, advantage < 0)
+
+
+class GateInputs(NamedTuple):
+    """What some gates read beside the batch, made by the functions of :mod:`hpo_core.gates` that end in ``_bounds``,
+    ``_mask`` and ``_target``, or by the caller. All are constants of the differentiation.
+
+    Attributes:
+        bounds: ``(low, high)``, each ``[T]`` or None: ratios per token, in place of the gate's bounds where it has
+            them.
+        target: one for each advantage, at their level: what the heads TARGET and NEGATIVE_AWARE compare the ratio with.
+        token_mask: bool ``[T]``: the tokens that the method keeps, besides those that the loss is told to keep.
+        penalty_mask: bool ``[T]``: the tokens that pay the gate's own penalty. None: every valid token.
+        aggregates: by level (``"step"``, ``"trajectory"``, ``"group"``, ``"domain"``), what stands in the place of the
+            aggregates of this call's tokens, for a level routed STOPPED whose segments other micro-batches have, too:
+            float ``[G]``, entry i the log-ratio (a mean or sum, as the level says) of the segment with id i; with a
+            split ``[2, G]``, of x+ and x-. An id without an entry, or with NaN, keeps its own.
+
+    >>> GateInputs(bounds=(None, torch.tensor([1.2, 1.4]))).bounds[1]
+    tensor([1.2000, 1.4000])
+    """
+
+    bounds: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
+    target: torch.Tensor | None = None
+    token_mask: torch.Tensor | None = None
+    penalty_mask: torch.Tensor | None = None
+    aggregates: Mapping[str, torch.Tensor] | None = None
 
 
 class FirstOrder(enum.Enum):
@@ -280,6 +311,8 @@ class RatioGate:
         corrections: masks and weights that are constants of the differentiation.
         advantage_weights: factors on advantages >= 0 and < 0.
         penalty, penalty_coefficient: on x, whatever the gates do: added to the loss of every valid token.
+        needs: the inputs without which the gate is another method: pairs of a field of :class:`GateInputs` and the call
+            that makes it. With those that the head needs they are ``required``, a mapping.
         source, provenance: where the formula comes from.
     """
 
@@ -295,11 +328,13 @@ class RatioGate:
     advantage_weights: Pair = (1.0, 1.0)
     penalty: Penalty = Penalty.NONE
     penalty_coefficient: float = 0.0
+    needs: tuple[tuple[str, str], ...] = ()
     source: str = ""
     provenance: Provenance = Provenance.VERIFIED
     # Made once: every loss call asks for them.
     _spec: PolicyLossSpec = field(init=False, repr=False, compare=False)
     _facts: tuple[bool, bool, bool] = field(init=False, repr=False, compare=False)
+    required: Mapping[str, str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_type(
@@ -386,8 +421,17 @@ class RatioGate:
             "corrections: expected a tuple of Correction, got {!r}",
             self.corrections,
         )
+        check_type(
+            isinstance(self.needs, tuple)
+            and all(isinstance(pair, tuple) and pair[0] in GateInputs._fields for pair in self.needs),
+            "needs: expected pairs of a field of GateInputs ({}) and the call that makes it, got {!r}",
+            ", ".join(GateInputs._fields),
+            self.needs,
+        )
         object.__setattr__(self, "_spec", self._make_spec())
         object.__setattr__(self, "_facts", self._make_facts())
+        needed = {"target": "gates.GateInputs(target=...)"} if self.takes_target else {}
+        object.__setattr__(self, "required", needed | dict(self.needs))
 
     @property
     def level(self) -> Level | None:
@@ -452,6 +496,12 @@ class RatioGate:
         return self._facts[0]
 
     @property
+    def needs_rollout(self) -> bool:
+        """Whether the gate does nothing of its own without ``rollout_logp``: it corrects what sampler and trainer
+        differ by."""
+        return any(correction.channel is Channel.DISCREPANCY for correction in self.corrections)
+
+    @property
     def plain(self) -> bool:
         """Whether nothing has to be prepared for kernels but what every gate takes."""
         return self._facts[1]
@@ -464,7 +514,7 @@ class RatioGate:
     def _make_facts(self) -> tuple[bool, bool, bool]:
         channels = {self.channel, *(correction.channel for correction in self.corrections)}
         unweighted = self.channel is Channel.STALENESS and self.advantage_weights == (1.0, 1.0)
-        plain = self._spec.term is None and unweighted and not self.corrections
+        plain = self._spec.term is None and unweighted and not self.corrections and not self.needs
         return channels != {Channel.STALENESS}, plain, self.head in (Head.TARGET, Head.NEGATIVE_AWARE)
 
     def _adds_up_deviations(self) -> bool:

@@ -144,7 +144,7 @@ def rec(low: float = 0.2, high: float = 0.2, one_sided: bool = True, importance:
 
 def rec_ring(importance: bool = False) -> RatioGate:
     """REC with the range "ring": ``loss_t = -sg[W] A logp`` also on tokens whose ratio strayed far to the side to which
-    A does not push: pass ``token_mask=rec_ring_mask(...)`` (Trinity-RFT).
+    A does not push: pass ``gate_inputs=rec_ring_mask(...)`` (Trinity-RFT).
 
     Args:
         importance: W is the token's ratio; else 1.
@@ -152,4 +152,6 @@ def rec_ring(importance: bool = False) -> RatioGate:
     >>> rec_ring().first_order.name
     'EXACT'
     """
-    return RatioGate("rec_ring", Identity() if importance else Drop(), head=Head.SCORE, source="Trinity-RFT")
+    token = Identity() if importance else Drop()
+    needs = (("token_mask", "gates.rec_ring_mask(logp, old_logp, advantages, batch)"),)
+    return RatioGate("rec_ring", token, head=Head.SCORE, needs=needs, source="Trinity-RFT")

@@ -143,6 +143,7 @@ def _serves(fn: Callable[..., Any], gate: RatioGate, feature: str) -> bool:
         "kl": ("kl", "ref_logp"),
         "window": ("window", "threshold", "entropy"),
         "token_advantages": ("advantage_level",),
+        "bounds": ("gate_inputs",),
     }
     if feature == "trajectories":
         return gate.level is not None

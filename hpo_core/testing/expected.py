@@ -71,7 +71,7 @@ def expect_policy_loss(example: PolicyLossExample) -> dict[str, Expected]:
 def _reference(example: PolicyLossExample, dtype: torch.dtype) -> Outcome:
     entropy = {name: value.to(dtype) for name, value in example.keywords.items() if name == "entropy"}
     example = example._replace(logp=example.logp.to(dtype)).given(**entropy)
-    return run_policy_loss(policy_loss, example, return_tokens=True, backend="reference")
+    return run_policy_loss(policy_loss, example, report=("tokens",), backend="reference")
 
 
 def _magnitudes(example: PolicyLossExample, exact: Outcome) -> dict[str, torch.Tensor]:

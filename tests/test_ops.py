@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from catalogue import CATALOGUE
-from torch._dynamo.testing import CompileCounterWithBackend
+from lazily import Lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +25,7 @@ GATES = {
     "score": hpo.gates.cispo(1.2),
 }
 OPERATORS = torch.ops.hpo_core
+dynamo = Lazy("torch._dynamo.testing")
 
 
 class Inputs(NamedTuple):
@@ -404,7 +405,7 @@ def compare(compiled, function, given):
 def test_compiled(function):
     """One graph, and one more with sizes as symbols when they change; then none."""
     torch.compiler.reset()
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = dynamo.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, fullgraph=True, backend=counter)
     for shape in SHAPES:
         compare(compiled, function, inputs(*shape))
@@ -414,7 +415,7 @@ def test_compiled(function):
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler")
 def test_single_call_compiled_by_inductor():
     torch.compiler.reset()
-    counter = CompileCounterWithBackend("inductor")
+    counter = dynamo.CompileCounterWithBackend("inductor")
     compiled = torch.compile(single_call, fullgraph=True, backend=counter)
     for shape in SHAPES:
         compare(compiled, single_call, inputs(*shape))
@@ -425,7 +426,7 @@ def test_one_batch_compiled_again_and_again():
     """What a batch caches costs at most one more compilation."""
     torch.compiler.reset()
     given = inputs()
-    counter = CompileCounterWithBackend("eager")
+    counter = dynamo.CompileCounterWithBackend("eager")
     compiled = torch.compile(three_calls, fullgraph=True, backend=counter)
     for _ in range(4):
         compare(compiled, three_calls, given)

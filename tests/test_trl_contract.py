@@ -8,14 +8,13 @@ import textwrap
 
 import pytest
 import torch
+from lazily import Lazy, skip_without
+from trainers import build, loss_of, micro_batch
 
 import hpo_core as hpo
 
-pytest.importorskip("trl")
-from trainers import build, loss_of, micro_batch
-from trl import GRPOConfig, GRPOTrainer
-
-from hpo_core.integrations.trl import HPOTrainer
+skip_without("trl")
+hpo_trl, trl = Lazy("hpo_core.integrations.trl"), Lazy("trl")
 
 pytestmark = pytest.mark.peers
 
@@ -41,7 +40,7 @@ def reads_of_the_loss():
     """Names X of ``self.X`` and ``self.args.X`` in the source of TRL's loss and of the methods it calls."""
     names = set()
     for function in ("_compute_loss", "get_high_entropy_mask", "get_off_policy_mask", "get_gamma_weights"):
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(GRPOTrainer, function))))
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(trl.GRPOTrainer, function))))
         for node in ast.walk(ast.parse(source)):
             name = ast.unparse(node).removeprefix("self.") if isinstance(node, ast.Attribute) else ""
             if name != ast.unparse(node) and name != "args" and name.removeprefix("args.").isidentifier():
@@ -54,14 +53,14 @@ def test_every_field_the_loss_reads_is_honoured_or_refused(tmp_path):
     assert len(reads) > 30, reads
     refused = {name.removeprefix("args.") for name in reads - HONOURED - BONUS_STATE}
     for name in sorted(refused):
-        assert name in GRPOConfig.__dataclass_fields__, f"TRL's loss reads {name}, which HPOTrainer does not know"
+        assert name in trl.GRPOConfig.__dataclass_fields__, f"TRL's loss reads {name}, which HPOTrainer does not know"
         value = OTHER_VALUES.get(name, 0.123)
         with pytest.raises(ValueError, match=f"^{name}: "):
-            build(HPOTrainer, tmp_path, **{name: value})
+            build(hpo_trl.HPOTrainer, tmp_path, **{name: value})
 
 
 def test_neutral_values_are_the_defaults():
-    fields = GRPOConfig.__dataclass_fields__
+    fields = trl.GRPOConfig.__dataclass_fields__
     assert fields["entropy_coef"].default == 0.0
     assert fields["use_adaptive_entropy"].default is False
     assert fields["off_policy_mask_threshold"].default is None
@@ -69,14 +68,14 @@ def test_neutral_values_are_the_defaults():
 
 def test_every_key_the_loss_reads_is_known():
     """``inputs["X"]`` and ``inputs.get("X")`` in TRL's loss: what a new release might add to a micro-batch."""
-    source = textwrap.dedent(inspect.getsource(GRPOTrainer._compute_loss))
+    source = textwrap.dedent(inspect.getsource(trl.GRPOTrainer._compute_loss))
     keys = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "inputs":
             keys.add(ast.literal_eval(node.slice))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "inputs.get":
             keys.add(ast.literal_eval(node.args[0]))
-    scoring = set(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+    scoring = set(inspect.signature(trl.GRPOTrainer._get_per_token_logps_and_entropies).parameters)
     ours = {
         *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"),
         *("num_items_in_batch", "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"),
@@ -114,7 +113,7 @@ def test_every_key_the_loss_reads_is_known():
 )
 def test_what_cannot_be_honoured_is_refused(message, extra, config, tmp_path):
     with pytest.raises(ValueError, match=f"^{message}"):
-        build(HPOTrainer, tmp_path, extra=extra, **config)
+        build(hpo_trl.HPOTrainer, tmp_path, extra=extra, **config)
 
 
 @pytest.mark.parametrize(
@@ -123,22 +122,22 @@ def test_what_cannot_be_honoured_is_refused(message, extra, config, tmp_path):
 def test_wrong_types_are_refused(extra, tmp_path):
     (name,) = extra
     with pytest.raises(TypeError, match=f"^{name}: "):
-        build(HPOTrainer, tmp_path, extra=extra)
+        build(hpo_trl.HPOTrainer, tmp_path, extra=extra)
 
 
 def test_other_denominators_are_usable_with_a_gate(tmp_path):
     for loss_type in ("sapo", "vespo"):
-        trainer = build(HPOTrainer, tmp_path, extra={"gate": hpo.gates.ppo_clip()}, loss_type=loss_type)
+        trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": hpo.gates.ppo_clip()}, loss_type=loss_type)
         trainer.current_gradient_accumulation_steps = 1
         inputs, scored = micro_batch()
-        same = build(HPOTrainer, tmp_path, loss_type={"sapo": "grpo", "vespo": "dapo"}[loss_type])
+        same = build(hpo_trl.HPOTrainer, tmp_path, loss_type={"sapo": "grpo", "vespo": "dapo"}[loss_type])
         same.current_gradient_accumulation_steps = 1
-        results = [loss_of(HPOTrainer._compute_loss, one, inputs, scored)[0] for one in (trainer, same)]
+        results = [loss_of(hpo_trl.HPOTrainer._compute_loss, one, inputs, scored)[0] for one in (trainer, same)]
         assert torch.equal(*results)
 
 
 def test_docstrings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tried = doctest.testmod(sys.modules[HPOTrainer.__module__])
+    tried = doctest.testmod(sys.modules[hpo_trl.HPOTrainer.__module__])
     assert tried.attempted > 0
     assert tried.failed == 0

@@ -37,6 +37,13 @@ _ROUNDING = (
 )
 
 
+# What 16 bits are too coarse for, and why.
+_PRECISE = {
+    **dict.fromkeys(("old_logp", "ref_logp", "rollout_logp"), _ROUNDING),
+    "weights": "16-bit rounding changes the step by up to 0.4 %; compute them in float32",
+}
+
+
 def check(condition: bool, message: str, *values: object) -> None:
     """Raise ``ValueError`` unless ``condition``. ``message`` is formatted only on failure: the happy path stays
     cheap."""
@@ -334,7 +341,9 @@ def as_constant(
     if tensor.dtype is not dtype:
         if dtype == torch.bool or tensor.dtype == torch.bool or tensor.is_complex() or tensor.is_quantized:
             check_dtype(name, tensor, (dtype,), "convert it")
-        if tensor.dtype in (torch.float16, torch.bfloat16) and name in ("old_logp", "ref_logp"):
-            raise TypeError(f"{name}: expected float32, got {str(tensor.dtype).removeprefix('torch.')}; {_ROUNDING}")
+        if tensor.dtype in (torch.float16, torch.bfloat16) and name in _PRECISE:
+            raise TypeError(
+                f"{name}: expected float32, got {str(tensor.dtype).removeprefix('torch.')}; {_PRECISE[name]}"
+            )
         tensor = tensor.to(dtype)
     return tensor.contiguous()

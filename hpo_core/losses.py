@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
@@ -382,7 +383,8 @@ def _prepare(
     def token(name: str, tensor: torch.Tensor, kind: torch.dtype = dtype) -> torch.Tensor:
         return checked_constant(name, tensor, shape, "[T] (that of logp)", kind, device)
 
-    low, high = (None, None) if bounds is None else bounds
+    low: torch.Tensor | None = None
+    high: torch.Tensor | None = None
     limit: torch.Tensor | None = None
     if window is None:
         check(threshold is None, "threshold: given without a window; pass window= too")
@@ -420,6 +422,10 @@ def _prepare(
     if kept is not None:
         kept = token("token_mask", kept, torch.bool)
         token_mask = kept if token_mask is None else token_mask & kept
+    token_weight = None if token_weight is None else token("token_weight", token_weight)
+    if bounds is not None:
+        low, high = (None if each is None else token(f"bounds[{at}]", each) for at, each in enumerate(bounds))
+        token_weight = _possible(low, high, token_weight)
     inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond
         logp,
         None if old_logp is None else token("old_logp", old_logp),
@@ -428,13 +434,13 @@ def _prepare(
         batch.cu_seqlens,
         batch.mask,
         None if ref_logp is None else token("ref_logp", ref_logp),
-        None if entropy is None else token("entropy", examined("entropy", entropy, "[T]").detach()),
+        None if entropy is None else token("entropy", entropy),
         score,
         limit,
         token_mask,
-        None if token_weight is None else token("token_weight", token_weight),
-        None if low is None else token("bounds[0]", low),
-        None if high is None else token("bounds[1]", high),
+        token_weight,
+        low,
+        high,
         row_trajectory,
         start,
         rows,
@@ -507,6 +513,20 @@ def _given(gate_inputs: GateInputs | None, gate: RatioGate) -> GateInputs:
         gate.name,
     )
     return given
+
+
+def _possible(
+    low: torch.Tensor | None, high: torch.Tensor | None, token_weight: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Weights that are NaN, which every backend leaves out and counts, where ``0 <= low <= 1 <= high`` does not hold:
+    epsilons in place of ratios, or what was computed from a broken entropy."""
+    rounding = 1e-6  # of a bound that is meant to be 1
+    possible = [(low >= 0) & (low <= 1 + rounding)] if low is not None else []
+    possible += [high >= 1 - rounding] if high is not None else []
+    if not possible:
+        return token_weight
+    holds = functools.reduce(torch.logical_and, possible)
+    return torch.where(holds, 1.0 if token_weight is None else token_weight, torch.nan)
 
 
 def _check_penalty(kl: KLPenalty | None, ref_logp: torch.Tensor | None) -> None:

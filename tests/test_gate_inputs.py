@@ -90,6 +90,26 @@ def test_a_gate_without_what_it_needs_is_refused_with_the_call_that_makes_it(nam
         assert call in str(error.value) and hasattr(gates, call.removeprefix("gates.").split("(")[0])
 
 
+def test_impossible_bounds_are_counted_and_left_out(native_backends):
+    """Epsilons in place of ratios, NaN, bounds on the wrong side of 1; what is masked is never read."""
+    example = Example(0)
+    low, high = example.low.clone(), example.high.clone()
+    low[0], low[1], low[2], high[3], high[4] = math.nan, -0.1, 1.01, 0.2, math.nan
+    wrong = torch.arange(low.numel()) < 5
+    low[~example.mask] = math.nan
+    inside = wrong & example.mask
+    inside[int(example.batch.cu_seqlens[-1]) :] = False
+    assert 0 < inside.sum() < 5
+    for backend in ("reference", *native_backends):
+        out = example.run(gates.ppo_clip(), backend, bounds=(low, high), token_weight=example.token_weight)
+        clean = {"bounds": (example.low, example.high), "token_weight": example.token_weight}
+        expected = example.run(gates.ppo_clip(), backend, **clean, token_mask=~wrong)
+        assert torch.equal(out.grad, expected.grad), backend
+        assert out.metrics.compute()["bad_advantages"] == inside.sum(), backend
+        only = example.run(gates.ppo_clip(), backend, bounds=(None, high))
+        assert only.metrics.compute()["bad_advantages"] == inside[3:5].sum(), backend
+
+
 def test_the_mask_of_a_method_and_that_of_the_loss_are_both_kept(native_backends):
     example = Example(0)
     first, second = example.token_mask, example.penalty_mask

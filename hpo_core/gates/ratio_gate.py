@@ -63,7 +63,8 @@ class GateInputs(NamedTuple):
 
     Attributes:
         bounds: ``(low, high)``, each ``[T]`` or None: ratios per token, in place of the gate's bounds where it has
-            them.
+            them. A token for which ``0 <= low <= 1 <= high`` does not hold, as of epsilons or NaN, is left out and
+            counted (``bad_advantages``).
         target: one for each advantage, at their level: what the heads TARGET and NEGATIVE_AWARE compare the ratio with.
         token_mask: bool ``[T]``: the tokens that the method keeps, besides those that the loss is told to keep.
         penalty_mask: bool ``[T]``: the tokens that pay the gate's own penalty. None: every valid token.

@@ -1,5 +1,6 @@
 """Every estimator against loops over dictionaries, its worked numbers, and what the families promise."""
 
+import functools
 import importlib
 import inspect
 
@@ -258,6 +259,17 @@ def test_w16_the_rest(backend):
     history = A.GroupHistory(*(torch.tensor([x], dtype=torch.float64) for x in (1, 0.5, 0.25)))
     merged = history.merged(torch.tensor([0]), torch.tensor([0.25]), torch.tensor([0.1875]))
     close(torch.cat(merged), [2, 0.375, 0.234375])
+
+
+# ------------------------------------------------------------------------------------------ no score, and no group
+
+
+@pytest.mark.parametrize("estimator", [A.gigpo, A.hgpo, functools.partial(A.hgpo, base_group=True)])
+def test_a_step_of_no_trajectory_is_in_no_anchor_group(backend, estimator):
+    t, b = on(backend)
+    prompt, anchors = t(0, 0, 0, 0), t(7, 7, 7, 7)
+    out = estimator(t(1.0, 0, 1, 5), prompt, t(0, 1, 2, -1), anchors, **b)
+    assert out.tolist() == [*estimator(t(1.0, 0, 1), prompt[:3], t(0, 1, 2), anchors[:3], **b).tolist(), 0.0]
 
 
 # ---------------------------------------------------------------------------------------------------------- families

@@ -3,11 +3,12 @@
 Common arguments of estimators of steps, all ``[N]``:
     step_rewards: floating point, the immediate reward of each step.
     group_ids: the prompt of each step; negative: in none.
-    trajectory_ids: the trajectory of each step.
+    trajectory_ids: the trajectory of each step; negative: in none, and so in no prompt.
     anchor_ids: the observation a step starts from, as an integer (of texts: :func:`hpo_core.segments.ids_of`): steps of
-        one prompt with equal anchors are compared with each other.
+        one prompt with equal anchors are compared with each other; negative: with none.
     positions: the order of steps inside their trajectory. Default: that in which they stand here.
-Ids are integers in any order. The rest is as in :mod:`.flat`.
+Ids are integers in any order. A reward that is NaN or infinite makes the returns of its step and of the steps before it
+unknown, and the sum of its trajectory: what is unknown is in no statistic and adds 0. The rest is as in :mod:`.flat`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..segments import chains, dense_ids, statistics
 from ..specs import Center, GroupTerm, Part, Presence, Provenance, Scale, Share
 from .flat import grpo
 from .returns import episode_returns, once, returns_along
-from .terms import Term, as_advantages, check_compat, combine, estimator, keeps_singletons, scorable
+from .terms import Term, among, as_advantages, check_compat, combine, estimator, keeps_singletons, scorable
 
 __all__ = [
     "dr_mas",
@@ -82,8 +83,9 @@ def gigpo(
     of_episode = GroupTerm(scale=_scale(scaled), eps=eps, keep_singletons=keeps_singletons(singleton))
     of_step = GroupTerm(scale=_scale(scaled), eps=eps, coefficient=step_weight)
     weights = None if check_compat(compat) else once(steps)
+    prompt = among(group_ids, trajectory_ids >= 0)
     return combine(
-        [Term(episodes, group_ids, of_episode, weights), Term(returns, dense_ids(group_ids, anchor_ids), of_step)],
+        [Term(episodes, prompt, of_episode, weights), Term(returns, dense_ids(prompt, anchor_ids), of_step)],
         backend=backend,
     )
 
@@ -132,7 +134,8 @@ def hgpo(
     returns = steps.unsorted(returns_along(step_rewards, steps, gamma, backend=backend))
     presence = Presence.NONZERO if drop_zeros else Presence.ALWAYS
     anchors = steps.sorted(anchor_ids.to(torch.int64))
-    level = steps.sorted(dense_ids(group_ids, anchor_ids))
+    prompt = among(group_ids, trajectory_ids >= 0)
+    level = steps.sorted(dense_ids(prompt, anchor_ids))
     terms = []
     for k in range(history + 1):
         if k > 0:  # the observation k steps before, where the trajectory has one
@@ -146,7 +149,7 @@ def hgpo(
         terms.append(Term(returns, steps.unsorted(level), rule))
     if base_group:
         rule = GroupTerm(scale=_scale(scaled), eps=eps, presence=presence)
-        terms.append(Term(episode_returns(step_rewards, steps, backend=backend), group_ids, rule))
+        terms.append(Term(episode_returns(step_rewards, steps, backend=backend), prompt, rule))
     return combine(terms, share=Share.EQUAL, share_eps=share_eps, backend=backend)
 
 

@@ -18,6 +18,7 @@ from ..specs import GroupInputs, GroupNormalisation, GroupTerm, Provenance, Shar
 
 __all__ = [
     "Term",
+    "among",
     "as_advantages",
     "check_channels",
     "check_compat",
@@ -207,6 +208,11 @@ def widened(values: torch.Tensor) -> torch.Tensor:
 def scorable(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Which units ``[U]`` of the mask have a value that says something."""
     return torch.isfinite(values) if mask is None else torch.isfinite(values) & mask
+
+
+def among(ids: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
+    """Ids ``[U]`` of some units ``[U]`` bool; -1, which belongs to no group, for the others."""
+    return torch.where(units, ids, -1)
 
 
 def grouped(units: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:

@@ -229,10 +229,43 @@ def test_dcpo_over_steps(backend):
         assert history.steps.tolist()[1] == 0
 
 
+def test_a_prompt_without_a_score_leaves_the_history_as_it_is(backend):
+    """Nor do units of negative places; a place beyond the history is an error that the loss counts."""
+    device = testing.device_of(backend)
+    old = advantages.GroupHistory(
+        *(torch.tensor(x, dtype=torch.float64, device=device) for x in ((1, 2), (3, 4), (5, 6)))
+    )
+    rewards = torch.tensor([1.0, 0, math.nan, math.nan, 7, 8, math.nan, 5], device=device)
+    prompts = torch.tensor([0, 0, 1, 1, -1, -(2**63), 9, 2**63 - 1], device=device)
+    out, history = advantages.dcpo(rewards, prompts, old, backend=backend)
+    alone, expected = advantages.dcpo(rewards[:2], prompts[:2], old, backend=backend)
+    assert torch.equal(out[:2], alone) and alone.any()
+    assert out[2:7].tolist() == [0.0] * 5 and out[7].isnan()
+    assert all(map(torch.equal, history, expected)) and history.steps.tolist() == [2, 2]
+    mask = torch.tensor([True, True, False, False], device=device)
+    masked, history = advantages.dcpo(torch.ones_like(rewards)[:4], prompts[:4], old, mask=mask, backend=backend)
+    assert not masked[2:].any() and history.steps.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("nothing", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_none_leaves_the_tracker_as_it_is(nothing):
+    tracker = advantages.BetaTracker.start(torch.tensor([3.0, 2.0, nothing]), 8)
+    assert [float(each[2]) for each in tracker] == [0.5, 0.5]
+    places = torch.tensor([0, 1, -1, 5])
+    new = tracker.updated(torch.tensor([nothing, 1, 1, 1]), places, torch.full((4,), 0.01))
+    other = tracker.updated(torch.tensor([1.0]), places[1:2], torch.tensor([0.01]))
+    assert all(map(torch.equal, new, other)) and float(new.alpha[0]) == float(tracker.alpha[0])
+    drift = tracker.updated(torch.tensor([1.0, 1.0]), places[:2], torch.tensor([math.nan, 0.01]))
+    assert all(map(torch.equal, drift, other))
+
+
 def test_poise_refuses_a_rollout_s_own_prediction():
     rewards, predictions = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.2, 0.4, 0.6])
     out = advantages.poise(rewards, predictions, torch.tensor([1, 0, 2]))
     assert out[:2].tolist() == pytest.approx([0.6, -0.2]) and out[2].isnan()
+    assert advantages.poise(rewards, predictions, torch.tensor([-1, 3, 2**63 - 1])).isnan().all()
+    predictions[0] = math.nan
+    assert advantages.poise(rewards, predictions, torch.tensor([1, 0, 0])).tolist() == pytest.approx([0.6, 0, 0])
 
 
 def test_positive_and_negative_samples():

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import math
 
 import naive_estimators as naive
 import naive_hierarchies as hierarchies
@@ -270,6 +271,28 @@ def test_a_step_of_no_trajectory_is_in_no_anchor_group(backend, estimator):
     prompt, anchors = t(0, 0, 0, 0), t(7, 7, 7, 7)
     out = estimator(t(1.0, 0, 1, 5), prompt, t(0, 1, 2, -1), anchors, **b)
     assert out.tolist() == [*estimator(t(1.0, 0, 1), prompt[:3], t(0, 1, 2), anchors[:3], **b).tolist(), 0.0]
+
+
+def test_a_unit_without_its_own_or_its_groups_reward_has_no_part_of_the_other(backend):
+    t, b = on(backend)
+    rewards, of_group, whole, groups = t(1.0, 0, 3), t(0.5, 0.5, 0.9), t(0, 0, 0), t(0, 1, 2)
+    for scaled in (False, True):
+        estimator = functools.partial(A.sgrpo, scaled=scaled, **b)
+        alone = estimator(rewards[:2], of_group[:2], whole[:2], groups[:2]).tolist()
+        lacking = t(math.nan, math.nan, math.nan)
+        for own, common in ((lacking, of_group), (rewards, lacking)):
+            own, common = (torch.cat((given[:2], last[2:])) for given, last in ((rewards, own), (of_group, common)))
+            assert estimator(own, common, whole, groups).tolist() == [*alone, 0.0]
+    out = A.sgrpo(rewards, of_group, whole, t(0, 1, -1), **b)  # the third is a rollout of the supergroup
+    close(out, [0.5 * (1 - 1.5), 0.5 * (0 - 2), 0.5 * (3 - 0.5)])
+
+
+@pytest.mark.parametrize("extreme", [0, 2**62, 2**63 - 1])
+def test_the_largest_id_is_an_id_of_a_blueprint(backend, extreme):
+    t, b = on(backend)
+    r, macro = t(1.0, 0, 1, 0, 7), t(True, True, False, False, False)
+    out = R.himac(r, t(0, 0, 0, 0, 0), macro, t(0, 3, extreme, extreme, -1), **b)
+    assert out.tolist() == [*R.himac(r[:2], t(0, 0), macro[:2], t(0, 0), **b).tolist() * 2, 0.0]
 
 
 # ---------------------------------------------------------------------------------------------------------- families

@@ -356,6 +356,9 @@ def sgrpo(
         group_weight: w; 0 is RLOO over the supergroup.
         scaled: divide each part by its standard deviation (ddof 1) plus eps.
 
+    A unit that lacks either reward has none: it is in no statistic and gets 0. A rollout of a supergroup, but of no
+    group, has no group part.
+
     >>> r, of_group = torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([0.8, 0.8, 0.2, 0.2])
     >>> sgrpo(r, of_group, torch.zeros(4, dtype=torch.int64), torch.tensor([0, 0, 1, 1]))
     tensor([ 0.6333, -0.0333, -0.3000, -0.3000])
@@ -363,11 +366,14 @@ def sgrpo(
     check_units(
         rewards=rewards, group_rewards=group_rewards, supergroup_ids=supergroup_ids, group_ids=group_ids, mask=mask
     )
-    first = once(chains(torch.where(scorable(rewards, mask), dense_ids(supergroup_ids, group_ids), -1)))
+    known = scorable(rewards, mask) & torch.isfinite(group_rewards)
+    group = dense_ids(supergroup_ids, group_ids)
+    supergroup = among(supergroup_ids, group >= 0)
+    first = once(chains(among(group, known)))
     rule = GroupTerm(scale=_scale(scaled), eps=eps)
-    of_groups = combine([Term(group_rewards, supergroup_ids, rule, first)], mask=mask, backend=backend)
-    number = statistics(group_rewards, supergroup_ids, weights=first, mask=mask, backend=backend).members
+    of_groups = combine([Term(group_rewards, supergroup, rule, first)], mask=known, backend=backend)
+    number = statistics(group_rewards, supergroup, weights=first, mask=known, backend=backend).members
     left_out = torch.where(number > 1, number / (number - 1).clamp(min=1), 0.0)  # n / (n - 1) for all copies of a group
     own = GroupTerm(center=Center.LEAVE_ONE_OUT, scale=_scale(scaled), eps=eps, coefficient=1 - group_weight)
-    of_rollouts = combine([Term(rewards, supergroup_ids, own)], mask=mask, backend=backend)
+    of_rollouts = combine([Term(rewards, supergroup_ids, own)], mask=known, backend=backend)
     return as_advantages(of_rollouts + group_weight * left_out * of_groups, rewards, backend)

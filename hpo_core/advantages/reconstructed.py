@@ -39,16 +39,16 @@ def himac(
 
     Args:
         rewards: ``[S]``; of a macro unit that of one greedy execution of its blueprint.
-        is_macro: ``[S]`` bool. blueprint_ids: ``[S]``, whose execution a micro unit is; of macro units not read.
+        is_macro: ``[S]`` bool. blueprint_ids: ``[S]``, whose execution a micro unit is, negative: nobody's (its
+            advantage is 0); of macro units not read.
 
     >>> r, macro = torch.tensor([1.0, 0.0, 0.5, 0.0]), torch.ones(4, dtype=torch.bool)
     >>> himac(r, torch.zeros(4, dtype=torch.int64), macro, torch.arange(4))
     tensor([ 1.3056, -0.7833,  0.2611, -0.7833])
     """
     check_units(rewards=rewards, group_ids=group_ids, is_macro=is_macro, blueprint_ids=blueprint_ids)
-    blueprint = torch.where(is_macro, 0, blueprint_ids.to(torch.int64) + 1)  # executions of -1: in no group
-    blueprint = torch.where(~is_macro & (blueprint_ids < 0), -1, blueprint)
-    return grpo(rewards, dense_ids(group_ids, blueprint), eps=eps, backend=backend)
+    blueprint = torch.where(is_macro, 0, blueprint_ids)
+    return grpo(rewards, dense_ids(group_ids, is_macro.to(torch.int32), blueprint), eps=eps, backend=backend)
 
 
 @estimator(Provenance.RECONSTRUCTED)

@@ -138,6 +138,21 @@ def test_otb(backend, seed):
     agree(backend, got, expected)
 
 
+def test_otb_a_certain_token_has_no_weight_but_is_a_response(backend):
+    """verl's optimal_token_baseline says the same."""
+    device = testing.device_of(backend)
+    for rewards, certain, expected in (
+        ([1.0, 2, 0], [True, False, False], [0.0, 1.0, -1.0]),
+        ([1.0, 2], [True, False], [-1.0, 0.0]),
+        ([1.0, 2], [True, True], [1.0, 2.0]),
+        ([1.0], [True], [1.0]),
+    ):
+        batch = PackedBatch.from_lengths([1] * len(rewards)).to(device)
+        p = torch.where(torch.tensor(certain, device=device), 1.0, 0.5)  # W = 1 - 2 p + p
+        out = advantages.otb(torch.tensor(rewards, device=device), None, batch, p, p, backend=backend)
+        assert out.tolist() == expected
+
+
 @on_all
 def test_t_ppo(backend, seed):
     batch, rows, given, draw, tensor = drawn(seed, backend)

@@ -48,7 +48,7 @@ def himac(
     """
     check_units(rewards=rewards, group_ids=group_ids, is_macro=is_macro, blueprint_ids=blueprint_ids)
     blueprint = torch.where(is_macro, 0, blueprint_ids)
-    return grpo(rewards, dense_ids(group_ids, is_macro.to(torch.int32), blueprint), eps=eps, backend=backend)
+    return grpo(rewards, dense_ids(group_ids, is_macro.to(torch.int64), blueprint), eps=eps, backend=backend)
 
 
 @estimator(Provenance.RECONSTRUCTED)

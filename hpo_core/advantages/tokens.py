@@ -7,9 +7,9 @@ import torch
 from ..batch import PackedBatch
 from ..checks import check, check_rows, check_tokens
 from ..segments import dense_ids, recurrence, statistics
-from ..specs import GroupTerm, Provenance, Scale
+from ..specs import Provenance
 from .flat import whiten
-from .terms import Term, combine, estimator, widened
+from .terms import as_advantages, estimator, scorable, widened
 
 __all__ = ["hicra", "otb", "reinforce_pp", "remax", "rl_zvp", "t_ppo"]
 
@@ -159,7 +159,7 @@ def otb(
 
     G is the return from the token on, not discounted, ``W_t = sum_{s <= t} 1 - 2 p_s + sum_v p_s(v)^2`` over valid
     tokens. Positions count from the first valid token of the row. A response that is alone at a position, as the
-    longest is at its end, has the baseline 0 there.
+    longest is at its end, has the baseline 0 there, as has a position whose tokens were all certain (W is 0).
 
     Args:
         chosen_probability, squared_probabilities: ``[T]``, p of the sampled token, and the sum of p^2 over the
@@ -190,8 +190,11 @@ def otb(
     position = token - _of_tokens(first, row, 0)
     groups = torch.zeros_like(row) if group_ids is None else _of_tokens(group_ids.to(torch.int64), row, -1)
     ids = dense_ids(torch.where(valid, groups, -1), torch.where(valid, position, -1))
-    rule = GroupTerm(scale=Scale.NONE, keep_singletons=True)
-    return combine([Term(returns, ids, rule, weight)], mask=valid, backend=backend)
+    # A certain token weighs nothing, but is there: neither are the others alone nor does it lack an advantage.
+    responses = statistics(returns, ids, mask=valid, backend=backend).members
+    mean = statistics(returns, ids, weights=weight, mask=valid, backend=backend).mean
+    exact = returns.double() - torch.where(responses > 1, mean, 0.0)
+    return as_advantages(torch.where((responses > 0) & scorable(returns, valid), exact, 0.0), returns, backend)
 
 
 @estimator(Provenance.PAPER, level="token")

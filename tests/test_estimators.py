@@ -295,6 +295,25 @@ def test_the_largest_id_is_an_id_of_a_blueprint(backend, extreme):
     assert out.tolist() == [*R.himac(r[:2], t(0, 0), macro[:2], t(0, 0), **b).tolist() * 2, 0.0]
 
 
+@pytest.mark.parametrize("beyond", [5, 2**40, 2**63 - 1])
+def test_a_parent_beyond_the_nodes_is_an_error_that_the_loss_counts(backend, beyond):
+    """Not the last node: it is in no statistic, and what it would be compared with is as if it were not there."""
+    t, b = on(backend)
+    rewards, group = t(0.2, 0.6, 0.8, 0.4, 0.9), t(0, 0, 0, 0, 0)
+    out = A.mars2(rewards, t(-1, -1, 0, 0, beyond), group, **b)
+    assert torch.equal(out[:4], A.mars2(rewards[:4], t(-1, -1, 0, 0), group[:4], **b)) and out[4].isnan()
+    assert A.mars2(rewards, t(-1, -1, 0, 0, beyond), t(0, 0, 0, 0, -1), **b)[4] == 0
+
+
+@pytest.mark.parametrize(("reward", "group"), [(math.nan, 0), (math.inf, 0), (7.0, -1)])
+def test_a_parent_without_a_reward_or_a_prompt_is_none(backend, reward, group):
+    t, b = on(backend)
+    out = A.mars2(t(reward, 0.6, 0.8, 0.4), t(-1, -1, 0, 0), t(group, 0, 0, 0), **b)
+    b_of_siblings = [0.6, 0.4, 0.8]  # the second is alone, the others have each other
+    shaped = t(*(r + 0.3 * (r - b) for r, b in zip((0.6, 0.8, 0.4), b_of_siblings, strict=True)))
+    close(out, [0.0, *A.grpo(shaped, None, eps=1e-9, **b).tolist()])
+
+
 # ---------------------------------------------------------------------------------------------------------- families
 
 

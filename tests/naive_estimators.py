@@ -138,7 +138,7 @@ def opo(u):
 
 def maxrl(u):
     def scale(centred, values, mean, _):
-        return 0.0 if mean + 1e-6 <= 0 or centred == 0 else centred / (mean + 1e-6)
+        return 0.0 if mean <= 0 or centred == 0 else centred / (mean + 1e-6)
 
     return z(u.reward, ids(u.group), u.mask, scale=scale)
 

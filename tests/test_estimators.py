@@ -262,6 +262,15 @@ def test_w16_the_rest(backend):
     close(torch.cat(merged), [2, 0.375, 0.234375])
 
 
+@pytest.mark.parametrize("options", [{}, {"root": True}, {"least_mean": 0.125}], ids=str)
+def test_maxrl_of_a_mean_that_is_not_above_0_is_0(backend, options):
+    t, b = on(backend)
+    rewards, ids = t(-1.0, -2, -3, -1, 1, -1e-7, -3e-7, 2, 1), t(0, 0, 0, 1, 1, 2, 2, 3, 3)
+    for own in (b, {"backend": "reference"}):
+        out = A.maxrl(rewards, ids, **options, **own)
+        assert not out[:7].any() and out[7] > 0 > out[8]
+
+
 # ------------------------------------------------------------------------------------------ no score, and no group
 
 

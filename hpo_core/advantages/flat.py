@@ -191,8 +191,8 @@ def maxrl(
 ) -> torch.Tensor:
     """MaxRL: ``A = (r - mean_g) / (mean_g + eps)`` for rewards >= 0 (arXiv 2602.02710). Returns ``[S]`` float32.
 
-    Binary rewards with success rate p: ``(1 - p) / p`` and -1. A group without a success gets 0, as does one of mean
-    below 0.
+    Binary rewards with success rate p: ``(1 - p) / p`` and -1. A group whose mean is not above 0, such as one without a
+    success, gets 0.
 
     Args:
         least_mean: divide by ``max(mean_g, least_mean)`` instead, .125 in the authors' clipped form.

@@ -288,7 +288,7 @@ def of_trajectories(u):
 
 
 def hrpo(u):
-    return of_trajectories(u) + 0.5 * u.reward
+    return np.where(u.group < 0, 0.0, of_trajectories(u) + 0.5 * u.reward)
 
 
 def salt(u):

@@ -323,6 +323,42 @@ def test_a_parent_without_a_reward_or_a_prompt_is_none(backend, reward, group):
     close(out, [0.0, *A.grpo(shaped, None, eps=1e-9, **b).tolist()])
 
 
+@pytest.mark.parametrize(
+    "lacking", [(0, "nan"), (0, "inf"), (1, "nan"), (2, -1), (3, -1)], ids=["action", "inf", "outcome", "group", "own"]
+)
+def test_hrpo_a_step_without_a_reward_a_prompt_or_a_trajectory_has_no_part_of_the_other(backend, lacking):
+    t, b = on(backend)
+    given = [t(0.5, 0, 0.25), t(1.0, 0, 0.5), t(0, 0, 0), t(0, 1, 2)]
+    column, nothing = lacking
+    given[column][2] = float(nothing)
+    alone = R.hrpo(*(each[:2] for each in given), **b)
+    assert R.hrpo(*given, **b).tolist() == [*alone.tolist(), 0.0] and alone.any()
+
+
+@pytest.mark.parametrize("compat", ["paper", "code"])
+@pytest.mark.parametrize("nothing", [math.nan, math.inf])
+def test_hbpo_a_response_without_a_length_or_a_budget_has_no_reward(backend, compat, nothing):
+    t, b = on(backend)
+    for column in (0, 2):
+        given = [t(400.0, 900, 1000, 1500), t(True, True, True, False), t(512.0, 512, 1024, 1024), t(0, 0, 0, 0)]
+        given[column][3] = nothing
+        alone = A.hbpo(*(each[:3] for each in given), compat=compat, **b)
+        assert A.hbpo(*given, compat=compat, **b).tolist() == [*alone.tolist(), 0.0] and alone.any()
+
+
+@pytest.mark.parametrize("lacking", [(0, "nan"), (1, -1), (2, -1)], ids=["outcome", "group", "own"])
+@pytest.mark.parametrize("estimator", [R.salt, R.graph_grpo])
+def test_an_edge_is_worth_what_trajectories_with_an_outcome_say(backend, estimator, lacking):
+    t, b = on(backend)
+    given = [t(1.0, 0, 0.5, 1), t(0, 0, 0, 0), t(0, 1, 2, 3), t(4, 5, 4, 4)]
+    column, nothing = lacking
+    given[column][3] = float(nothing)
+    alone = estimator(*(each[:3] for each in given), **b)
+    assert estimator(*given, **b).tolist() == [*alone.tolist(), 0.0] and alone.any()
+    given[column][3], given[3][3] = given[column][2] + (column == 2), -1  # a trajectory, whose step is no edge
+    assert estimator(*given, **b)[3] == 0 and estimator(*given, **b)[:3].any()
+
+
 # ---------------------------------------------------------------------------------------------------------- families
 
 

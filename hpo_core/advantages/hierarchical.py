@@ -22,7 +22,7 @@ from ..segments import chains, dense_ids, statistics
 from ..specs import Center, GroupTerm, Part, Presence, Provenance, Scale, Share
 from .flat import grpo
 from .returns import episode_returns, once, returns_along
-from .terms import Term, among, as_advantages, check_compat, combine, estimator, keeps_singletons, scorable
+from .terms import Term, among, as_advantages, check_compat, combine, estimator, grouped, keeps_singletons, scorable
 
 __all__ = [
     "dr_mas",
@@ -279,7 +279,9 @@ def hbpo(
     (mean_{q,b} - f2(b))``, ddof 1.
 
     Args:
-        lengths: n ``[S]`` floating point. budgets: b ``[S]`` floating point. is_correct: ``[S]`` bool.
+        lengths: n ``[S]`` floating point. budgets: b ``[S]`` floating point. A response without a finite length and
+            budget has no reward: it is in no statistic and gets 0, whether or not it is correct.
+        is_correct: ``[S]`` bool.
         longest, beta, alpha: L, and the constants of the paper.
         compat: the ``"code"`` takes R = min(f1, f2), adds the part inside a budget twice, and has pi = 3.1416.
 
@@ -292,7 +294,9 @@ def hbpo(
     n, b, quarter = lengths.double(), budgets.double(), (3.1416 if as_code else math.pi) / (2 * longest)
     beyond, within = beta * torch.cos(quarter * n) - alpha * (n - b).abs(), beta * torch.cos(quarter * b)
     reward = torch.minimum(beyond, within) if as_code else torch.where(n <= b, within, beyond)
-    rewards = as_advantages(torch.where(is_correct & (n <= longest), reward, 0.0), lengths, backend)
+    known = scorable(lengths, torch.isfinite(budgets))
+    reward = torch.where(is_correct & (n <= longest), reward, 0.0)
+    rewards = as_advantages(torch.where(known, reward, torch.nan), lengths, backend)
     # Budgets are compared as the bits they are.
     subgroup = dense_ids(group_ids, budgets.float().contiguous().view(torch.int32))
     twice = 2.0 if as_code else 1.0
@@ -301,7 +305,7 @@ def hbpo(
         Term(rewards, subgroup, GroupTerm(part=Part.MEAN, coefficient=twice)),
     ]
     together = combine(terms, backend=backend)
-    return as_advantages(torch.where(group_ids >= 0, together - twice * within, 0.0), lengths, backend)
+    return as_advantages(torch.where(grouped(known, group_ids), together - twice * within, 0.0), lengths, backend)
 
 
 @estimator(Provenance.PAPER, tables=True)

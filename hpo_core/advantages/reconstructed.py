@@ -16,7 +16,7 @@ from ..specs import GroupTerm, Part, Provenance
 from .flat import grpo
 from .returns import once
 from .selection import ordered
-from .terms import Term, as_advantages, combine, estimator, scorable
+from .terms import Term, among, as_advantages, combine, estimator, grouped, scorable
 
 __all__ = ["chrpo", "dynamic_contrastive", "graph_grpo", "hc_grpo", "hi_grpo", "himac", "hrpo", "ib_tpo", "salt"]
 
@@ -122,14 +122,17 @@ def hrpo(
     Assumed: ``A = z_group(R) + weight r_action`` with GRPO's ddof 1 and eps, and weight 1: the paper names the parts.
 
     Args:
-        action_rewards: ``[N]``. outcomes: ``[N]``, the reward of the system that each step built.
+        action_rewards: ``[N]``. outcomes: ``[N]``, the reward of the system that each step built. A step that lacks
+            either is in no statistic and gets 0, as does one of no prompt or trajectory (a negative id).
 
     >>> hrpo(torch.tensor([0.5, 0.0]), torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([0, 1]))
     tensor([ 1.2071, -0.7071])
     """
     check_units(action_rewards=action_rewards, outcomes=outcomes, group_ids=group_ids, trajectory_ids=trajectory_ids)
-    of_system = combine([Term(outcomes, group_ids, GroupTerm(eps=eps), once(chains(trajectory_ids)))], backend=backend)
-    return as_advantages(of_system + action_weight * action_rewards, action_rewards, backend)
+    known = grouped(scorable(outcomes, torch.isfinite(action_rewards)), group_ids) & (trajectory_ids >= 0)
+    of_trajectories = once(chains(among(trajectory_ids, known)))
+    of_system = combine([Term(outcomes, group_ids, GroupTerm(eps=eps), of_trajectories)], mask=known, backend=backend)
+    return as_advantages(torch.where(known, of_system + action_weight * action_rewards, 0.0), action_rewards, backend)
 
 
 @estimator(Provenance.RECONSTRUCTED, level="step", tables=True)
@@ -149,15 +152,20 @@ def salt(
     advantages, and that a trajectory which takes an edge twice counts twice.
 
     Args:
-        outcomes: ``[N]``, the reward of each step's trajectory. edge_ids: ``[N]``, equal for equivalent steps.
+        outcomes: ``[N]``, the reward of each step's trajectory; NaN or infinite: its step is in no mean and gets 0, as
+            does one of no prompt, trajectory or edge (a negative id).
+        edge_ids: ``[N]``, equal for equivalent steps.
 
     >>> ids = torch.zeros(3, dtype=torch.int64)
     >>> salt(torch.tensor([1.0, 1.0, 0.0]), ids, torch.tensor([0, 0, 1]), torch.tensor([5, 6, 5]))
     tensor([0.0000, 0.7071, 0.0000])
     """
     check_units(outcomes=outcomes, group_ids=group_ids, trajectory_ids=trajectory_ids, edge_ids=edge_ids)
-    own = combine([Term(outcomes, group_ids, GroupTerm(eps=eps), once(chains(trajectory_ids)))], backend=backend)
-    return combine([Term(own, dense_ids(group_ids, edge_ids), GroupTerm(part=Part.MEAN))], backend=backend)
+    known = grouped(torch.isfinite(outcomes), trajectory_ids)
+    of_trajectories = once(chains(among(trajectory_ids, known)))
+    own = combine([Term(outcomes, group_ids, GroupTerm(eps=eps), of_trajectories)], mask=known, backend=backend)
+    edges = dense_ids(group_ids, edge_ids)
+    return combine([Term(own, edges, GroupTerm(part=Part.MEAN))], mask=known, backend=backend)
 
 
 @estimator(Provenance.RECONSTRUCTED)
@@ -176,18 +184,22 @@ def graph_grpo(
     ``A(e) = (mean over graphs with e - mean over graphs) / (std over graphs + eps)``. Assumed: that normaliser, ddof 1.
 
     Args:
-        rewards: ``[P]``, of the pair's graph. graph_ids, edge_ids: ``[P]``.
+        rewards: ``[P]``, of the pair's graph; NaN or infinite: the pair is in no mean and gets 0.
+        graph_ids, edge_ids: ``[P]``; a pair of no query or graph (a negative id) is in no mean and gets 0, one of no
+            edge gets 0.
 
     >>> q = torch.zeros(3, dtype=torch.int64)
     >>> graph_grpo(torch.tensor([1.0, 1.0, 0.0]), q, torch.tensor([0, 0, 1]), torch.tensor([4, 5, 4]))
     tensor([0.0000, 0.7071, 0.0000])
     """
     check_units(rewards=rewards, group_ids=group_ids, graph_ids=graph_ids, edge_ids=edge_ids)
-    graphs = statistics(rewards, group_ids, weights=once(chains(dense_ids(group_ids, graph_ids))), backend=backend)
-    worth = statistics(rewards, dense_ids(group_ids, edge_ids), backend=backend).mean
+    known = grouped(torch.isfinite(rewards), graph_ids)
+    of_graphs = once(chains(among(dense_ids(group_ids, graph_ids), known)))
+    graphs = statistics(rewards, group_ids, weights=of_graphs, mask=known, backend=backend)
+    edges = statistics(rewards, dense_ids(group_ids, edge_ids), mask=known, backend=backend)
     spread = graphs.deviation(1)
-    exact = torch.where(spread > 0, (worth - graphs.mean) / (spread + eps), 0.0)
-    return as_advantages(torch.where(torch.isfinite(rewards), exact, 0.0), rewards, backend)
+    exact = torch.where(spread > 0, (edges.mean - graphs.mean) / (spread + eps), 0.0)
+    return as_advantages(torch.where(known & (edges.members > 0), exact, 0.0), rewards, backend)
 
 
 @estimator(Provenance.RECONSTRUCTED)

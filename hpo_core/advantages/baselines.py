@@ -11,7 +11,7 @@ from ..checks import check, check_device, check_dtype, check_real, check_shape, 
 from ..segments import statistics
 from ..specs import Provenance
 from .flat import whiten
-from .terms import as_advantages, estimator, members_of, scorable
+from .terms import as_advantages, estimator, known, members_of, scorable
 
 __all__ = ["BetaTracker", "GroupHistory", "dcpo", "poise", "spo_single_stream"]
 
@@ -37,8 +37,8 @@ class BetaTracker(NamedTuple):
         check(0 <= least_memory < 1, "least_memory: expected a number in [0, 1), got {}", least_memory)
         size = 1 / (1 - least_memory) if samples else 1.0
         both = (successes.float(), samples - successes.float())
-        known = torch.isfinite(both[0])
-        return BetaTracker(*(torch.where(known, size * (each + 0.5) / (samples + 1), 0.5) for each in both))
+        scored = torch.isfinite(both[0])
+        return BetaTracker(*(torch.where(scored, size * (each + 0.5) / (samples + 1), 0.5) for each in both))
 
     @property
     def value(self) -> torch.Tensor:
@@ -139,9 +139,8 @@ def poise(
     own = torch.arange(rewards.numel(), device=rewards.device)
     wrong = (sources == own) | (sources < 0) | (sources >= rewards.numel())
     chosen = predictions[torch.where(wrong, own, sources)].double()
-    lead = torch.where(wrong, torch.nan, rewards.double() - chosen)
-    known = scorable(rewards, mask) & (wrong | torch.isfinite(chosen))
-    return as_advantages(torch.where(known, lead, 0.0), rewards, backend)
+    lead = torch.where(wrong, torch.nan, known(rewards.double() - chosen))
+    return as_advantages(torch.where(scorable(rewards, mask), lead, 0.0), rewards, backend)
 
 
 class GroupHistory(NamedTuple):
@@ -232,9 +231,9 @@ def _check_places(name: str, places: torch.Tensor, units: torch.Tensor) -> None:
     check_device(name, places, units.device, "the units")
 
 
-def _places(places: torch.Tensor, memory: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Places ``[S]`` in a memory ``[P]`` of known units; P, behind it, for the others and for those that have none."""
-    own = known & (places >= 0) & (places < memory.numel())
+def _places(places: torch.Tensor, memory: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
+    """Places ``[S]`` in a memory ``[P]`` of scored units; P, behind it, for the others and for those that have none."""
+    own = scored & (places >= 0) & (places < memory.numel())
     return torch.where(own, places.to(torch.int64), memory.numel())
 
 

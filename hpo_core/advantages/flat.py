@@ -30,6 +30,7 @@ from .terms import (
     estimator,
     grouped,
     keeps_singletons,
+    known,
     members_of,
     scorable,
     total,
@@ -429,7 +430,7 @@ def v05(
     that the rollouts do not contradict is the baseline; many rollouts or a strong conflict give Dr.GRPO.
 
     Args:
-        prior: ``[S]`` in [-1, 1], V of each unit's prompt.
+        prior: ``[S]`` in [-1, 1], V of each unit's prompt; NaN or infinite: the unit gets 0.
 
     Traps: identical rewards do not give 0, for the baseline is not their mean.
 
@@ -442,9 +443,8 @@ def v05(
     conflict = ((group.mean - prior.double()).square() - variance).clamp(min=0)
     shrink = conflict / (conflict + variance)
     baseline = shrink * group.mean + (1 - shrink) * prior.double()
-    return as_advantages(
-        torch.where(members_of(rewards, group, mask), rewards.double() - baseline, 0.0), rewards, backend
-    )
+    member = members_of(rewards, group, mask)
+    return as_advantages(torch.where(member, known(rewards.double() - baseline), 0.0), rewards, backend)
 
 
 def _normalise(

@@ -2,8 +2,9 @@
 
 Common arguments of estimators of steps, all ``[N]``:
     step_rewards: floating point, the immediate reward of each step.
-    group_ids: the prompt of each step; negative: in none.
-    trajectory_ids: the trajectory of each step; negative: in none, and so in no prompt.
+    group_ids: the prompt of each step; of these two a negative id means none.
+    trajectory_ids: the trajectory of each step. A step of no prompt is in no trajectory, nor the other way round: it is
+        as if it were not there.
     anchor_ids: the observation a step starts from, as an integer (of texts: :func:`hpo_core.segments.ids_of`): steps of
         one prompt with equal anchors are compared with each other; negative: with none.
     positions: the order of steps inside their trajectory. Default: that in which they stand here.
@@ -77,7 +78,7 @@ def gigpo(
     tensor([ 0.9512,  0.5000,  1.0000, -0.9512, -1.0000])
     """
     check_units(step_rewards=step_rewards, group_ids=group_ids, trajectory_ids=trajectory_ids, anchor_ids=anchor_ids)
-    steps = chains(trajectory_ids, positions)
+    steps = chains(among(trajectory_ids, group_ids >= 0), positions)
     episodes = episode_returns(step_rewards, steps, backend=backend)
     returns = steps.unsorted(returns_along(step_rewards, steps, gamma, backend=backend))
     of_episode = GroupTerm(scale=_scale(scaled), eps=eps, keep_singletons=keeps_singletons(singleton))
@@ -130,7 +131,7 @@ def hgpo(
     check_units(step_rewards=step_rewards, group_ids=group_ids, trajectory_ids=trajectory_ids, anchor_ids=anchor_ids)
     check(0 <= history <= 6, "history: expected 0 to 6 earlier observations, got {}", history)
     offset = 2 if check_compat(compat) else 1
-    steps = chains(trajectory_ids, positions)
+    steps = chains(among(trajectory_ids, group_ids >= 0), positions)
     returns = steps.unsorted(returns_along(step_rewards, steps, gamma, backend=backend))
     presence = Presence.NONZERO if drop_zeros else Presence.ALWAYS
     anchors = steps.sorted(anchor_ids.to(torch.int64))
@@ -294,9 +295,9 @@ def hbpo(
     n, b, quarter = lengths.double(), budgets.double(), (3.1416 if as_code else math.pi) / (2 * longest)
     beyond, within = beta * torch.cos(quarter * n) - alpha * (n - b).abs(), beta * torch.cos(quarter * b)
     reward = torch.minimum(beyond, within) if as_code else torch.where(n <= b, within, beyond)
-    known = scorable(lengths, torch.isfinite(budgets))
+    scored = scorable(lengths, torch.isfinite(budgets))
     reward = torch.where(is_correct & (n <= longest), reward, 0.0)
-    rewards = as_advantages(torch.where(known, reward, torch.nan), lengths, backend)
+    rewards = as_advantages(torch.where(scored, reward, torch.nan), lengths, backend)
     # Budgets are compared as the bits they are.
     subgroup = dense_ids(group_ids, budgets.float().contiguous().view(torch.int32))
     twice = 2.0 if as_code else 1.0
@@ -305,7 +306,7 @@ def hbpo(
         Term(rewards, subgroup, GroupTerm(part=Part.MEAN, coefficient=twice)),
     ]
     together = combine(terms, backend=backend)
-    return as_advantages(torch.where(grouped(known, group_ids), together - twice * within, 0.0), lengths, backend)
+    return as_advantages(torch.where(grouped(scored, group_ids), together - twice * within, 0.0), lengths, backend)
 
 
 @estimator(Provenance.PAPER, tables=True)
@@ -370,14 +371,14 @@ def sgrpo(
     check_units(
         rewards=rewards, group_rewards=group_rewards, supergroup_ids=supergroup_ids, group_ids=group_ids, mask=mask
     )
-    known = scorable(rewards, mask) & torch.isfinite(group_rewards)
+    scored = scorable(rewards, mask) & torch.isfinite(group_rewards)
     group = dense_ids(supergroup_ids, group_ids)
     supergroup = among(supergroup_ids, group >= 0)
-    first = once(chains(among(group, known)))
+    first = once(chains(among(group, scored)))
     rule = GroupTerm(scale=_scale(scaled), eps=eps)
-    of_groups = combine([Term(group_rewards, supergroup, rule, first)], mask=known, backend=backend)
-    number = statistics(group_rewards, supergroup, weights=first, mask=known, backend=backend).members
+    of_groups = combine([Term(group_rewards, supergroup, rule, first)], mask=scored, backend=backend)
+    number = statistics(group_rewards, supergroup, weights=first, mask=scored, backend=backend).members
     left_out = torch.where(number > 1, number / (number - 1).clamp(min=1), 0.0)  # n / (n - 1) for all copies of a group
     own = GroupTerm(center=Center.LEAVE_ONE_OUT, scale=_scale(scaled), eps=eps, coefficient=1 - group_weight)
-    of_rollouts = combine([Term(rewards, supergroup_ids, own)], mask=known, backend=backend)
+    of_rollouts = combine([Term(rewards, supergroup_ids, own)], mask=scored, backend=backend)
     return as_advantages(of_rollouts + group_weight * left_out * of_groups, rewards, backend)

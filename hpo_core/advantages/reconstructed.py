@@ -129,10 +129,11 @@ def hrpo(
     tensor([ 1.2071, -0.7071])
     """
     check_units(action_rewards=action_rewards, outcomes=outcomes, group_ids=group_ids, trajectory_ids=trajectory_ids)
-    known = grouped(scorable(outcomes, torch.isfinite(action_rewards)), group_ids) & (trajectory_ids >= 0)
-    of_trajectories = once(chains(among(trajectory_ids, known)))
-    of_system = combine([Term(outcomes, group_ids, GroupTerm(eps=eps), of_trajectories)], mask=known, backend=backend)
-    return as_advantages(torch.where(known, of_system + action_weight * action_rewards, 0.0), action_rewards, backend)
+    scored = scorable(outcomes, torch.isfinite(action_rewards))
+    scored = grouped(grouped(scored, group_ids), trajectory_ids)
+    of_trajectories = once(chains(among(trajectory_ids, scored)))
+    of_system = combine([Term(outcomes, group_ids, GroupTerm(eps=eps), of_trajectories)], mask=scored, backend=backend)
+    return as_advantages(torch.where(scored, of_system + action_weight * action_rewards, 0.0), action_rewards, backend)
 
 
 @estimator(Provenance.RECONSTRUCTED, level="step", tables=True)
@@ -161,11 +162,11 @@ def salt(
     tensor([0.0000, 0.7071, 0.0000])
     """
     check_units(outcomes=outcomes, group_ids=group_ids, trajectory_ids=trajectory_ids, edge_ids=edge_ids)
-    known = grouped(torch.isfinite(outcomes), trajectory_ids)
-    of_trajectories = once(chains(among(trajectory_ids, known)))
-    own = combine([Term(outcomes, group_ids, GroupTerm(eps=eps), of_trajectories)], mask=known, backend=backend)
+    scored = grouped(grouped(torch.isfinite(outcomes), group_ids), trajectory_ids)
+    of_trajectories = once(chains(among(trajectory_ids, scored)))
+    own = combine([Term(outcomes, group_ids, GroupTerm(eps=eps), of_trajectories)], mask=scored, backend=backend)
     edges = dense_ids(group_ids, edge_ids)
-    return combine([Term(own, edges, GroupTerm(part=Part.MEAN))], mask=known, backend=backend)
+    return combine([Term(own, edges, GroupTerm(part=Part.MEAN))], mask=scored, backend=backend)
 
 
 @estimator(Provenance.RECONSTRUCTED)
@@ -193,13 +194,13 @@ def graph_grpo(
     tensor([0.0000, 0.7071, 0.0000])
     """
     check_units(rewards=rewards, group_ids=group_ids, graph_ids=graph_ids, edge_ids=edge_ids)
-    known = grouped(torch.isfinite(rewards), graph_ids)
-    of_graphs = once(chains(among(dense_ids(group_ids, graph_ids), known)))
-    graphs = statistics(rewards, group_ids, weights=of_graphs, mask=known, backend=backend)
-    edges = statistics(rewards, dense_ids(group_ids, edge_ids), mask=known, backend=backend)
+    scored = grouped(torch.isfinite(rewards), graph_ids)
+    of_graphs = once(chains(among(dense_ids(group_ids, graph_ids), scored)))
+    graphs = statistics(rewards, group_ids, weights=of_graphs, mask=scored, backend=backend)
+    edges = statistics(rewards, dense_ids(group_ids, edge_ids), mask=scored, backend=backend)
     spread = graphs.deviation(1)
     exact = torch.where(spread > 0, (edges.mean - graphs.mean) / (spread + eps), 0.0)
-    return as_advantages(torch.where(known & (edges.members > 0), exact, 0.0), rewards, backend)
+    return as_advantages(torch.where(scored & (edges.members > 0), exact, 0.0), rewards, backend)
 
 
 @estimator(Provenance.RECONSTRUCTED)
@@ -246,7 +247,8 @@ def ib_tpo(
     """IB-TPO: ``A = (p(a|s) - p(a|q)) / sigma + weight (p(s) / p(parent) - (1 + 1 / beta)) pi_ref(s)``, of a tree's
     nodes (arXiv 2605.28109). Returns ``[N]`` float32.
 
-    Assumed: sigma, of which the paper says "of the rewards", is given; 0 where it or p(parent) is 0.
+    Assumed: sigma, of which the paper says "of the rewards", is given; a part is 0 where its sigma or p(parent) is 0. A
+    node of which anything is NaN or infinite gets 0.
 
     Args:
         values, parent_values: ``[N]``, estimated chances of each node and of its parent.
@@ -264,7 +266,8 @@ def ib_tpo(
     own, parent, answer, root, deviation, chance = (each.double() for each in given)
     gain = torch.where(deviation > 0, (answer - root) / deviation, 0.0)
     bottleneck = torch.where(parent > 0, (own / parent - (1 + 1 / beta)) * chance, 0.0)
-    return as_advantages(gain + weight * bottleneck, values, backend)
+    lacking = torch.stack(given).isfinite().logical_not().any(0)
+    return as_advantages(torch.where(lacking, 0.0, gain + weight * bottleneck), values, backend)
 
 
 @estimator(Provenance.RECONSTRUCTED)

@@ -27,6 +27,7 @@ __all__ = [
     "given_to",
     "grouped",
     "keeps_singletons",
+    "known",
     "level_of",
     "members_of",
     "scorable",
@@ -198,6 +199,11 @@ def total(values: torch.Tensor) -> torch.Tensor:
 def as_advantages(exact: torch.Tensor, rewards: torch.Tensor, backend: str | None) -> torch.Tensor:
     """What was computed in float64 in the precision of the result: float32, or what the reference was given."""
     return exact.to(rewards.dtype if backend == "reference" else torch.float32)
+
+
+def known(values: torch.Tensor) -> torch.Tensor:
+    """Values, and 0 where one is NaN or infinite: it says nothing."""
+    return torch.where(torch.isfinite(values), values, 0.0)
 
 
 def widened(values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,8 @@
-"""Estimators whose advantages differ from token to token, ``[T]`` of a packed batch; the rest is as in :mod:`.flat`."""
+"""Estimators whose advantages differ from token to token, ``[T]`` of a packed batch; the rest is as in :mod:`.flat`.
+
+A token whose advantage is unknown, because a number that it is made of is NaN or infinite, gets 0 and is in no
+statistic; so are the tokens before such a reward or value, whose returns contain it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from ..checks import check, check_rows, check_tokens
 from ..segments import dense_ids, recurrence, statistics
 from ..specs import Provenance
 from .flat import whiten
-from .terms import as_advantages, estimator, scorable, widened
+from .terms import as_advantages, estimator, known, scorable, widened
 
 __all__ = ["hicra", "otb", "reinforce_pp", "remax", "rl_zvp", "t_ppo"]
 
@@ -57,7 +61,7 @@ def reinforce_pp(
     scanned = recurrence(values, gains, batch.cu_seqlens, backend=backend)
     returns = torch.where(valid, scanned, 0.0)
     if not whitened:
-        return returns
+        return known(returns)
     return whiten(returns, torch.ones_like(returns), mask=valid, backend=backend)
 
 
@@ -81,7 +85,7 @@ def remax(
     valid = _valid(batch, row)
     values = torch.where(valid, token_rewards, 0.0)
     returns = recurrence(values, torch.ones_like(values), batch.cu_seqlens, backend=backend)
-    return torch.where(valid, returns - _of_tokens(greedy_rewards.to(returns.dtype), row), 0.0)
+    return torch.where(valid, known(returns - _of_tokens(greedy_rewards.to(returns.dtype), row)), 0.0)
 
 
 @estimator(Provenance.PAPER, level="token")
@@ -101,7 +105,7 @@ def hicra(
     check_rows(batch, advantages=advantages)
     check_tokens(batch, is_planning=is_planning)
     row = batch.row_of_token()
-    own = torch.where(_valid(batch, row), _of_tokens(widened(advantages), row), 0.0)
+    own = torch.where(_valid(batch, row), known(_of_tokens(widened(advantages), row)), 0.0)
     return torch.where(is_planning, own + alpha * own.abs(), own)
 
 
@@ -141,7 +145,7 @@ def rl_zvp(
     right = _of_tokens(rewards > threshold, row, False)
     shaped = torch.where(right, alpha * entropy, alpha * (entropy - most)).to(advantages.dtype)
     shaped = torch.where(_of_tokens(flat, row, False), shaped, _of_tokens(advantages, row))
-    return torch.where(valid, shaped, 0.0)
+    return torch.where(valid, known(shaped), 0.0)
 
 
 @estimator(Provenance.VERIFIED, level="token")
@@ -244,4 +248,4 @@ def t_ppo(
     following = torch.where(cut, value, behind(value))
     difference = torch.where(valid, token_rewards + gamma * following - value, 0.0)
     gains = torch.where(valid, torch.full_like(value, gamma * lam), 1.0)
-    return torch.where(valid, recurrence(difference, gains, batch.cu_seqlens, backend=backend), 0.0)
+    return torch.where(valid, known(recurrence(difference, gains, batch.cu_seqlens, backend=backend)), 0.0)

@@ -597,6 +597,15 @@ def test_a_negative_trajectory_id_of_a_batch_names_a_trajectory():
     assert gradients[0].any() and all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
+def test_rows_of_several_ranks_are_no_trajectories_without_names():
+    """Row 0 of one rank would be a trajectory with row 0 of another."""
+    batch = hpo.PackedBatch(torch.tensor([0, 2, 4]), cu_steps=torch.tensor([0, 2, 4]), group_ids=torch.tensor([0, 0]))
+    everywhere = hpo.advantages.over_ranks(hpo.advantages.gigpo)
+    for estimator in (functools.partial(everywhere, anchor_ids=torch.tensor([0, 0])), everywhere):
+        with pytest.raises(ValueError, match=r"trajectory_ids: gigpo gathers the steps of all ranks .* has no ids"):
+            hpo.hierarchical_policy_loss(torch.zeros(4), None, torch.ones(2), batch, advantage=estimator)
+
+
 def test_what_a_partial_has_fixed_stays():
     """The batch's ids are for what the caller left open."""
     batch = hpo.PackedBatch(torch.tensor([0, 2, 4]), cu_steps=torch.tensor([0, 2, 4]), group_ids=torch.tensor([0, 0]))

@@ -24,12 +24,14 @@ __all__ = [
     "check_compat",
     "combine",
     "estimator",
+    "gathers_units",
     "given_to",
     "grouped",
     "keeps_singletons",
     "known",
     "level_of",
     "members_of",
+    "name_of",
     "scorable",
     "takes_several",
     "takes_tables",
@@ -140,6 +142,12 @@ def level_of(estimator: Callable[..., Any]) -> str:
     return level
 
 
+def name_of(estimator: Callable[..., Any]) -> str:
+    """What errors call an estimator; ``functools.partial`` hides it."""
+    inner = getattr(estimator, "func", None)
+    return str(getattr(estimator, "__name__", getattr(inner, "__name__", "estimator")))
+
+
 def takes_several(estimator: Callable[..., Any]) -> bool:
     """Whether an estimator takes several rewards ``[C, S]`` and their ``weights``."""
     return bool(getattr(getattr(estimator, "func", estimator), "several", False))
@@ -148,6 +156,11 @@ def takes_several(estimator: Callable[..., Any]) -> bool:
 def takes_tables(estimator: Callable[..., Any]) -> bool:
     """Whether an estimator can do with tables of groups in the place of units elsewhere."""
     return bool(getattr(getattr(estimator, "func", estimator), "tables", False))
+
+
+def gathers_units(estimator: Callable[..., Any]) -> bool:
+    """Whether an estimator of :func:`over_ranks` gathers the units of all ranks, by whose ids they are told apart."""
+    return bool(getattr(estimator, "gathers", getattr(getattr(estimator, "func", estimator), "gathers", False)))
 
 
 def given_to(estimator: Callable[..., Any], **given: Any) -> dict[str, Any]:

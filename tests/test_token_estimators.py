@@ -172,6 +172,51 @@ def test_t_ppo(backend, seed):
     agree(backend, got, expected)
 
 
+A = advantages
+# Calls of tokens (one number each) and rows, which of the two holds the NaN, and what it makes unknown: token 1 is the
+# second of three in the first row.
+UNKNOWN = {
+    "reinforce_pp": (lambda b, t, r, o: A.reinforce_pp(t, b, whitened=False, **o), "token", [0, 1]),
+    "remax": (lambda b, t, r, o: A.remax(t, r, b, **o), "token", [0, 1]),
+    "remax, greedy": (lambda b, t, r, o: A.remax(t, r, b, **o), "row", [0, 1, 2]),
+    "hicra": (lambda b, t, r, o: A.hicra(r, t > 0.5, b), "row", [0, 1, 2]),
+    "rl_zvp": (lambda b, t, r, o: A.rl_zvp(r * 0 + 1, None, t, b, r, **o), "token", [1]),
+    "rl_zvp, advantage": (lambda b, t, r, o: A.rl_zvp(r.nan_to_num(2), None, t, b, r, **o), "row", [0, 1, 2]),
+    "otb": (lambda b, t, r, o: A.otb(t, torch.arange(2, device=t.device), b, t * 0, t * 0, **o), "token", [0, 1]),
+    "t_ppo": (lambda b, t, r, o: A.t_ppo(t, t.nan_to_num(0) / 2, b, r > 1, **o), "token", [0, 1]),
+    "t_ppo, value": (lambda b, t, r, o: A.t_ppo(t.nan_to_num(0), t / 2, b, r > 1, **o), "token", [0, 1]),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize("unknown", [math.nan, math.inf])
+def test_what_an_unknown_number_makes_unknown_is_0(backend, name, unknown):
+    device = testing.device_of(backend)
+    estimator, where, zeros = UNKNOWN[name]
+    batch, options = PackedBatch.from_lengths([3, 2]).to(device), {"backend": backend}
+    tokens, rows = torch.tensor([0.25, 0.5, 1, 0.75, 0.125], device=device), torch.tensor([1.25, 0.5], device=device)
+    expected = estimator(batch, tokens, rows, options)
+    assert expected.all()
+    if where == "token":
+        tokens[1] = unknown
+    else:
+        rows[0] = unknown
+    expected[zeros] = 0
+    assert torch.equal(estimator(batch, tokens, rows, options), expected)
+
+
+def test_a_unit_of_which_something_is_unknown_gets_0():
+    ones = torch.ones(2)
+    lacking = torch.tensor([1.0, math.nan])
+    assert A.archer_td(lacking, ones * 3, ones * 0.25).tolist() == [0.75, 0]
+    assert A.archer_td(ones, ones, lacking - 1).tolist() == [1, 0]
+    assert A.v05(ones, None, lacking * 0).tolist() == [0.5, 0]
+    given = [torch.full((2,), each) for each in (0.5, 0.25, 0.6, 0.5, 0.5, 0.3)]
+    for at in range(6):
+        each = [column * lacking if place == at else column for place, column in enumerate(given)]
+        assert reconstructed.ib_tpo(*each).tolist() == pytest.approx([0.224, 0])
+
+
 # ---------------------------------------------------------------------------------------------------------- selection
 
 

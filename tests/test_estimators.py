@@ -271,6 +271,23 @@ def test_maxrl_of_a_mean_that_is_not_above_0_is_0(backend, options):
         assert not out[:7].any() and out[7] > 0 > out[8]
 
 
+@pytest.mark.parametrize("discount", [-0.1, 1.5, math.nan, math.inf])
+def test_a_discount_is_a_number_between_0_and_1(discount):
+    ones, ids = torch.ones(2), torch.zeros(2, dtype=torch.int64)
+    batch = hpo.PackedBatch.from_lengths([2])
+    for name, call in (
+        ("gamma", functools.partial(A.discounted_returns, ones, ids)),
+        ("gamma", functools.partial(A.gigpo, ones, ids, ids, ids)),
+        ("gamma", functools.partial(A.hgpo, ones, ids, ids, ids)),
+        ("lam", functools.partial(A.step_gae, ones, ones, ids)),
+        ("high_lam", functools.partial(A.hiper, ones, ids, ones > 0, ones, ones)),
+        ("gamma", functools.partial(A.reinforce_pp, ones, batch)),
+        ("lam", functools.partial(A.t_ppo, ones, ones, batch, ones[:1] > 0)),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}: expected a number in \[0, 1\], got {discount}"):
+            call(**{name: discount})
+
+
 # ------------------------------------------------------------------------------------------ no score, and no group
 
 

@@ -10,7 +10,7 @@ from ..checks import check_device, check_dtype, check_shape, check_units
 from ..segments import chains, recurrence
 from ..specs import GroupTerm, Provenance
 from .flat import whiten
-from .returns import generalised_advantages
+from .returns import check_discounts, generalised_advantages
 from .terms import Term, as_advantages, combine, estimator, known, widened
 
 __all__ = ["HierarchicalAdvantages", "archer_td", "hiper", "step_gae"]
@@ -126,6 +126,7 @@ def hiper(
         step_rewards=step_rewards, trajectory_ids=trajectory_ids, low_values=low_values, high_values=high_values,
         switch_values=switch_values,
     )  # fmt: skip
+    check_discounts(gamma=gamma, low_lam=low_lam, high_lam=high_lam)
     check_dtype("switches", switches, (torch.bool,), "use switches.bool()")
     check_shape("switches", switches, step_rewards.shape, "[N] (that of step_rewards)")
     check_device("switches", switches, step_rewards.device, "step_rewards")

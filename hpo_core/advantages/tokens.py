@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 
 from ..batch import PackedBatch
-from ..checks import check, check_rows, check_tokens
+from ..checks import check_rows, check_tokens
 from ..segments import dense_ids, recurrence, statistics
 from ..specs import Provenance
 from .flat import whiten
+from .returns import check_discounts
 from .terms import as_advantages, estimator, known, scorable, widened
 
 __all__ = ["hicra", "otb", "reinforce_pp", "remax", "rl_zvp", "t_ppo"]
@@ -54,7 +55,7 @@ def reinforce_pp(
     tensor([1.1790, 1.3100, 0.0000, 0.0000, 0.9000, 1.0000])
     """
     check_tokens(batch, token_rewards=token_rewards)
-    check(0 <= gamma <= 1, "gamma: expected a number in [0, 1], got {}", gamma)
+    check_discounts(gamma=gamma)
     valid = _valid(batch, batch.row_of_token())
     values = torch.where(valid, token_rewards, 0.0)
     gains = torch.where(valid, torch.full_like(values, gamma), 1.0)
@@ -231,7 +232,7 @@ def t_ppo(
     """
     check_tokens(batch, token_rewards=token_rewards, values=values)
     check_rows(batch, is_truncated=is_truncated)
-    check(0 <= gamma <= 1 and 0 <= lam <= 1, "gamma, lam: expected numbers in [0, 1], got {} and {}", gamma, lam)
+    check_discounts(gamma=gamma, lam=lam)
     row = batch.row_of_token()
     valid = _valid(batch, row)
     value = torch.where(valid, values, 0.0)

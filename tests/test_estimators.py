@@ -288,6 +288,38 @@ def test_a_discount_is_a_number_between_0_and_1(discount):
             call(**{name: discount})
 
 
+@pytest.mark.parametrize("eps", [-1e-6, math.nan, math.inf])
+def test_eps_is_finite_and_not_negative(eps):
+    rewards, ids = torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64)
+    for estimator in (
+        functools.partial(A.grpo, rewards, None), functools.partial(A.ngrpo, rewards, None),
+        functools.partial(A.mc_grpo, rewards, None), functools.partial(A.pass_at_k, rewards > 0, None, 1),
+        functools.partial(R.graph_grpo, rewards, ids, ids, ids), functools.partial(A.whiten, rewards),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"^eps: expected a finite number >= 0, got"):
+            estimator(eps=eps)
+    assert A.mc_grpo(torch.tensor([1.0, 1, 0]), None, eps=0.0).tolist() == [0, 0, 0]
+
+
+def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():
+    rewards = torch.tensor([1.0, 0.0])
+    tracker = A.BetaTracker.start(rewards, 1)
+    update = functools.partial(tracker.updated, rewards, torch.tensor([0, 1]), rewards)
+    for call, message in (
+        (lambda: A.ngrpo(rewards, None, best=math.nan), r"best: expected a finite number, got nan"),
+        (lambda: A.treepo(rewards, []), r"prefix_ids: expected 1 to 8 depths, got 0"),
+        (lambda: A.treepo(rewards, [torch.zeros(2).long()] * 9), r"prefix_ids: expected 1 to 8 depths, got 9"),
+        (lambda: A.rose(rewards, []), r"prefix_ids: expected at least one depth, got none"),
+        (lambda: A.vpo(torch.zeros(2, 0, 1), None, torch.ones(1, 1)), r"rewards: expected sets of at least one cand"),
+        (lambda: A.vpo(torch.zeros(2, 1, 1), None, torch.ones(0, 1)), r"directions: .*at least one"),
+        (lambda: update(half_life=0.0), r"half_life: expected a number above 0, got 0"),
+        (lambda: update(least_memory=math.nan), r"least_memory: expected a number in \[0, 1\], got nan"),
+        (lambda: update(most_memory=1.5), r"most_memory: expected a number in \[0, 1\], got 1.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 # ------------------------------------------------------------------------------------------ no score, and no group
 
 

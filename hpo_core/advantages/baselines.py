@@ -79,11 +79,14 @@ class BetaTracker(NamedTuple):
         check_units(rewards=rewards, divergence=divergence)
         _check_places("prompts", prompts, rewards)
         check_device("rewards", rewards, self.alpha.device, "alpha")
+        check(half_life > 0, "half_life: expected a number above 0, got {}", half_life)
+        for name, memory in (("least_memory", least_memory), ("most_memory", most_memory)):
+            check(0 <= memory <= 1, "{}: expected a number in [0, 1], got {}", name, memory)
         places = _places(prompts, self.alpha, torch.isfinite(rewards) & ~torch.isnan(divergence))
-        memory = torch.exp2(-divergence.float() / half_life).clamp(least_memory, most_memory)
+        kept = torch.exp2(-divergence.float() / half_life).clamp(least_memory, most_memory)
         old_alpha, old_beta, rewards = (x.float() for x in (self.alpha, self.beta, rewards))
-        alpha = _written(old_alpha, places, memory * _read(old_alpha, places) + rewards)
-        return BetaTracker(alpha, _written(old_beta, places, memory * _read(old_beta, places) + 1 - rewards))
+        alpha = _written(old_alpha, places, kept * _read(old_alpha, places) + rewards)
+        return BetaTracker(alpha, _written(old_beta, places, kept * _read(old_beta, places) + 1 - rewards))
 
 
 @estimator(Provenance.VERIFIED, tables=True)

@@ -17,6 +17,8 @@ precision.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .. import segments
@@ -26,6 +28,7 @@ from .terms import (
     Term,
     as_advantages,
     check_compat,
+    check_eps,
     combine,
     estimator,
     grouped,
@@ -354,6 +357,8 @@ def ngrpo(
     """
     check_units(rewards=rewards, group_ids=group_ids, mask=mask)
     check(virtual >= 0, "virtual: expected a count >= 0, got {}", virtual)
+    check(math.isfinite(best), "best: expected a finite number, got {}", best)
+    check_eps(eps)
     check(ddof in (0, 1), "ddof: expected 0 or 1, got {}", ddof)
     group = segments.statistics(rewards, group_ids, mask=mask, backend=backend)
     gap, number = best - group.mean, group.members + virtual

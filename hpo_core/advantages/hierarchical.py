@@ -195,6 +195,8 @@ def peco(
 
     The number of executor rows changes nothing. A prompt with one planner gives 0.
 
+    Traps: where all planners of a prompt have one reward an executor with another gets the difference over eps alone.
+
     Args:
         is_planner: ``[S]`` bool.
 

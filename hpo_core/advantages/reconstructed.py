@@ -16,7 +16,7 @@ from ..specs import GroupTerm, Part, Provenance
 from .flat import grpo
 from .returns import once
 from .selection import ordered
-from .terms import Term, among, as_advantages, combine, estimator, grouped, scorable
+from .terms import Term, among, as_advantages, check_eps, combine, estimator, grouped, scorable
 
 __all__ = ["chrpo", "dynamic_contrastive", "graph_grpo", "hc_grpo", "hi_grpo", "himac", "hrpo", "ib_tpo", "salt"]
 
@@ -194,6 +194,7 @@ def graph_grpo(
     tensor([0.0000, 0.7071, 0.0000])
     """
     check_units(rewards=rewards, group_ids=group_ids, graph_ids=graph_ids, edge_ids=edge_ids)
+    check_eps(eps)
     scored = grouped(torch.isfinite(rewards), graph_ids)
     of_graphs = once(chains(among(dense_ids(group_ids, graph_ids), scored)))
     graphs = statistics(rewards, group_ids, weights=of_graphs, mask=scored, backend=backend)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,6 +23,7 @@ __all__ = [
     "as_advantages",
     "check_channels",
     "check_compat",
+    "check_eps",
     "combine",
     "estimator",
     "gathers_units",
@@ -182,6 +184,11 @@ def check_compat(compat: str) -> bool:
     """Whether the code of the authors is meant, where it differs from their paper."""
     check(compat in ("paper", "code"), "compat: expected 'paper' or 'code', got {!r}", compat)
     return compat == "code"
+
+
+def check_eps(eps: float) -> None:
+    """That of a formula outside the operator, which checks its own."""
+    check(0 <= eps < math.inf, "eps: expected a finite number >= 0, got {}", eps)
 
 
 def check_channels(rewards: torch.Tensor, weights: Sequence[float] | None, **units: torch.Tensor | None) -> list[float]:

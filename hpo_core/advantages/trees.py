@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..checks import check_device, check_dtype, check_shape, check_units
+from ..checks import check, check_device, check_dtype, check_shape, check_units
 from ..segments import dense_ids, statistics
-from ..specs import GroupTerm, Presence, Provenance, Scale, Share
+from ..specs import MOST_TERMS, GroupTerm, Presence, Provenance, Scale, Share
 from .flat import grpo, whiten
 from .terms import Term, among, as_advantages, combine, estimator, grouped, keeps_singletons, scorable
 
@@ -46,6 +46,7 @@ def treepo(
     """
     keeps = keeps_singletons(singleton)
     check_units(rewards=rewards, lengths=lengths)
+    check(0 < len(prefix_ids) <= MOST_TERMS, "prefix_ids: expected 1 to {} depths, got {}", MOST_TERMS, len(prefix_ids))
     terms = []
     for depth, ids in enumerate(prefix_ids):
         check_units(rewards=rewards, prefix_ids=ids)
@@ -77,6 +78,7 @@ def rose(
             [ 0.5000, -0.5000,  0.0000]])
     """
     check_units(rewards=rewards)
+    check(len(prefix_ids) > 0, "prefix_ids: expected at least one depth, got none")
     tables = []
     for depth, ids in enumerate(prefix_ids):
         check_units(rewards=rewards, prefix_ids=ids)

@@ -296,7 +296,7 @@ CONCERNED = {unscored: set(CASES) - OF_BOOLS, outside: set(CASES) - WITHOUT_GROU
 )
 def test_a_unit_without_a_score_or_an_id_is_as_if_it_were_not_there(native_backends, lacking, name):
     """It gets 0 and changes nothing elsewhere, in a second stage over the batch neither."""
-    for backend, seed in drawn(native_backends, name, 12):
+    for backend, seed in drawn(("reference", *native_backends), name, 8):
         units, random = naive.draw(seed), np.random.default_rng(seed)
         absent = some(units, lacking, name, random)
         whole = CASES[name](Given(lacking(units, absent, name), backend))
@@ -315,7 +315,7 @@ def renamed(ids, random):
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("name", CASES)
 def test_p1_names_of_groups_change_no_bit(native_backends, name):
-    for backend, seed in drawn(native_backends, name, 12):
+    for backend, seed in drawn(("reference", *native_backends), name, 8):
         units, random = naive.draw(seed), np.random.default_rng(seed)
         other = {each: renamed(getattr(units, each), random) for each in IDS}
         given = Given(units._replace(**other), backend)

@@ -103,11 +103,14 @@ def test_hicra(backend, seed):
 def test_rl_zvp(backend, seed):
     batch, rows, (entropy, _, _), draw, tensor = drawn(seed, backend)
     n = len(rows)
-    rewards, group, own = draw.integers(0, 2, n).astype(float), draw.integers(0, 2, n), draw.random(n).round(2)
+    rewards, group, own = draw.integers(0, 2, n).astype(float), draw.integers(-1, 2, n), draw.random(n).round(2)
     own = own.astype(np.float32).astype(float)
+    rewards[draw.random(n) < 0.1] = math.nan
     expected = np.zeros(batch.total_tokens)
     for row, (_, places) in enumerate(rows):
-        same = rewards[group == group[row]]
+        same = rewards[(group == group[row]) & np.isfinite(rewards)]
+        if group[row] < 0 or math.isnan(rewards[row]):
+            continue
         for t in places:
             flat = same.min() == same.max()
             shaped = 0.1 * entropy[t] if rewards[row] > 0.5 else 0.1 * (entropy[t] - entropy[places].max())

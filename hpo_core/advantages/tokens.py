@@ -14,7 +14,7 @@ from ..segments import dense_ids, recurrence, statistics
 from ..specs import Provenance
 from .flat import whiten
 from .returns import check_discounts
-from .terms import as_advantages, estimator, known, scorable, widened
+from .terms import as_advantages, estimator, grouped, known, scorable, widened
 
 __all__ = ["hicra", "otb", "reinforce_pp", "remax", "rl_zvp", "t_ppo"]
 
@@ -127,7 +127,8 @@ def rl_zvp(
 
     Args:
         entropy: ``[T]`` in nats; the maximum is over the valid tokens of the response.
-        advantages: ``[S]``, of the other prompts, as from :func:`grpo`.
+        advantages: ``[S]``, of the other prompts, as from :func:`grpo`; 0 takes their place where a row has no reward
+            or no prompt.
         alpha: .1 to .2 in the paper.
         threshold: rewards above it are right.
 
@@ -140,8 +141,9 @@ def rl_zvp(
     row = batch.row_of_token()
     valid = _valid(batch, row)
     group = statistics(rewards, group_ids, backend=backend)
-    flat = (group.least == group.greatest) & (group.members > 0) & torch.isfinite(rewards)
-    entropy, advantages = widened(entropy), widened(advantages)
+    scored = grouped(torch.isfinite(rewards), group_ids)
+    flat = scored & (group.least == group.greatest)
+    entropy, advantages = widened(entropy), torch.where(scored, widened(advantages), 0.0)
     most = statistics(entropy, row, mask=valid, backend=backend).greatest
     right = _of_tokens(rewards > threshold, row, False)
     shaped = torch.where(right, alpha * entropy, alpha * (entropy - most)).to(advantages.dtype)

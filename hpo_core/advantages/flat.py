@@ -234,7 +234,8 @@ def dgpo(
 
     Args:
         accuracy: ``[S]`` the main reward, whose group mean is the accuracy; a group that gets none right although its
-            rewards differ counts as accurate, so that other rewards do not make it the hardest. None: lambda is 1.
+            rewards differ counts as accurate, so that other rewards do not make it the hardest. NaN: in no accuracy.
+            None: lambda is 1.
 
     Traps: the scale is the *mean* absolute deviation, not a standard deviation; eps stands beside the sum. The authors
     further multiply by ratios of lengths that undo the loss's mean over tokens of one rank: ``aggregation`` with

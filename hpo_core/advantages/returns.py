@@ -30,7 +30,7 @@ def discounted_returns(
     """``R_t = r_t + gamma R_{t+1}`` along each trajectory. Returns ``[N]``.
 
     Args:
-        rewards: ``[N]``, one per step.
+        rewards: ``[N]``, one per step; a NaN makes the returns of its step and of those before it NaN.
         trajectory_ids: ``[N]`` integers in any order; a step with a negative id gets 0.
         positions: ``[N]``, the order of steps in a trajectory. Default: that in which they stand here.
 

@@ -197,7 +197,7 @@ def otb(
     position = token - _of_tokens(first, row, 0)
     groups = torch.zeros_like(row) if group_ids is None else _of_tokens(group_ids.to(torch.int64), row, -1)
     ids = dense_ids(torch.where(valid, groups, -1), torch.where(valid, position, -1))
-    # A certain token weighs nothing, but is there: neither are the others alone nor does it lack an advantage.
+    # A certain token weighs nothing but is a response: the other one at its position is not alone.
     responses = statistics(returns, ids, mask=valid, backend=backend).members
     mean = statistics(returns, ids, weights=weight, mask=valid, backend=backend).mean
     exact = returns.double() - torch.where(responses > 1, mean, 0.0)

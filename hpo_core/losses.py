@@ -11,7 +11,7 @@ import torch.distributed
 
 from . import aggregation, gates, ops
 from .advantages import grpo
-from .advantages.terms import given_to, level_of
+from .advantages.terms import gathers_units, given_to, level_of, name_of
 from .backends import resolve
 from .batch import PackedBatch
 from .checks import (
@@ -277,11 +277,17 @@ def _advantages(
     if backend is not None:
         given["backend"] = backend
     given = given_to(estimator, **given)
-    name = getattr(getattr(estimator, "func", estimator), "__name__", "estimator")
+    name = name_of(estimator)
     check(
         "group_ids" not in given or batch.group_ids is not None,
         "group_ids: {} normalises within prompt groups and the batch has no ids, which would make one of all prompts; "
         "pass group_ids [S] to PackedBatch, equal for rollouts of one prompt (zeros if all are)",
+        name,
+    )
+    check(
+        "trajectory_ids" not in given or batch.trajectory_ids is not None or not gathers_units(estimator),
+        "trajectory_ids: {} gathers the steps of all ranks and the batch has no ids, without which rows are numbered "
+        "on each rank alike; pass trajectory_ids [S] to PackedBatch, of other numbers on every rank",
         name,
     )
     advantages = estimator(rewards, **given)

@@ -415,7 +415,7 @@ class GroupTerm:
     ``ddof``: 1 divides the variance by W - 1 (torch.std), 0 by W (numpy.std), W the sum of weights.
     ``keep_singletons``: a group of one member keeps its raw value (centre 0, scale 1, for BATCH that of the batch)
     instead of exactly 0. A unit equal to its group's centre gets exactly 0, whatever eps; so does every unit where the
-    scale is not above 0.
+    scale, eps included, is not above 0, and for MEAN and ROOT_MEAN where the mean is not.
     """
 
     center: Center = Center.MEAN

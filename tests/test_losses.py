@@ -594,6 +594,31 @@ def test_the_single_call_takes_estimators_of_steps(backend):
         assert torch.equal(leaves[0].grad, leaves[1].grad) and bool(leaves[0].grad.any())
 
 
+def test_a_negative_trajectory_id_of_a_batch_names_a_trajectory():
+    """To an estimator it would mean that a step is in none."""
+    rewards, anchors = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0, 0, 1])
+    gradients = []
+    for trajectories in ([7, 4, 4], [-1, -(2**63), -(2**63)], [-1, 4, 4]):
+        batch = hpo.PackedBatch(
+            torch.tensor([0, 2, 4, 6]), cu_steps=torch.tensor([0, 2, 4, 6]),
+            trajectory_ids=torch.tensor(trajectories), group_ids=torch.tensor([0, 0, 0]),
+        )  # fmt: skip
+        logp = torch.zeros(6, requires_grad=True)
+        estimator = functools.partial(hpo.advantages.gigpo, anchor_ids=anchors)
+        hpo.hierarchical_policy_loss(logp, None, rewards, batch, advantage=estimator).loss.backward()
+        gradients.append(logp.grad)
+    assert gradients[0].any() and all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+
+
+def test_rows_of_several_ranks_are_no_trajectories_without_names():
+    """Row 0 of one rank would be a trajectory with row 0 of another."""
+    batch = hpo.PackedBatch(torch.tensor([0, 2, 4]), cu_steps=torch.tensor([0, 2, 4]), group_ids=torch.tensor([0, 0]))
+    everywhere = hpo.advantages.over_ranks(hpo.advantages.gigpo)
+    for estimator in (functools.partial(everywhere, anchor_ids=torch.tensor([0, 0])), everywhere):
+        with pytest.raises(ValueError, match=r"trajectory_ids: gigpo gathers the steps of all ranks .* has no ids"):
+            hpo.hierarchical_policy_loss(torch.zeros(4), None, torch.ones(2), batch, advantage=estimator)
+
+
 def test_what_a_partial_has_fixed_stays():
     """The batch's ids are for what the caller left open."""
     batch = hpo.PackedBatch(torch.tensor([0, 2, 4]), cu_steps=torch.tensor([0, 2, 4]), group_ids=torch.tensor([0, 0]))

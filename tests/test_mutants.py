@@ -244,6 +244,11 @@ MUTANTS = {
         "total / (shares + args.share_eps)", "total",
         "test_group_terms.test_many_units", {"units": 700, "share": Share.COUNT},
     ),
+    "cpu: a mean below 0 scales by what eps makes of it": Mutant(
+        "cpu", "include/hpo/advantages.h",
+        "!by_mean || mean > 0.0", "true",
+        "test_estimators.test_maxrl_of_a_mean_that_is_not_above_0_is_0", {"options": {"root": True}},
+    ),
     "cpu: a row's scan goes on into the row before": Mutant(
         "cpu", "cpu/segments.cpp",
         "following = double(args.values[unit]) + double(args.gains[unit]) * following;",

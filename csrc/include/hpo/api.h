@@ -164,7 +164,7 @@ struct GroupTerm {
   const int64_t* ids;           // [units], any integers, negative: in no group; null: one group
   const float* weights;         // [units], in the statistics; not above 0 or not finite: no member; null: 1 each
   Center center;                // a unit equal to its group's centre gets exactly 0, whatever eps is
-  Scale scale;
+  Scale scale;                  // mean, root_mean: a group whose mean is not above 0 gets exactly 0, whatever eps is
   int32_t ddof;
   EpsMode eps_mode;
   double eps;

@@ -111,6 +111,22 @@ def test_weights_below_zero_turn_the_sign_of_the_loss(head, native_backends):
         torch.testing.assert_close(out.grad.cpu(), -grad, msg=backend)
 
 
+def test_the_square_of_a_whole_answer_has_no_end(native_backends):
+    """Kimi's: the log-ratio of an answer is a sum, which nothing exponentiates."""
+    answer = Level(Identity(), aggregate=Aggregate.SUM)
+    gate = RatioGate("kimi of answers", Drop(), (answer,), Head.LOG, head_numbers=(0.1, 0.1))
+    batch, old_logp = hpo.PackedBatch.from_lengths([40]), torch.full((40,), -3.0)
+    weights = batch.cu_seqlens.new_full((1,), 0.25, dtype=torch.float32)
+    for backend in ("reference", *native_backends):
+        place = testing.device_of(backend)
+        logp = (old_logp + 2.0).to(place).requires_grad_()
+        tensors = (old_logp.to(place), torch.zeros(1, device=place), batch.to(place), gate)
+        out = hpo.policy_loss(logp, *tensors, weights=weights.to(place), return_tokens=True, backend=backend)
+        out.loss.backward()
+        assert out.tokens.tolist() == pytest.approx([0.05 * 80.0**2] * 40), backend
+        assert logp.grad.tolist() == pytest.approx([0.25 * 40 * 0.1 * 80.0] * 40), backend
+
+
 @pytest.mark.parametrize("routing", Routing)
 def test_a_gamma_weight_of_huge_ratios_leaves_no_nan(routing, native_backends):
     level = Level(Gamma((2.0, 3.0), (3.0, 2.0)), routing, aggregate=Aggregate.SUM)

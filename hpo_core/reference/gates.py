@@ -47,6 +47,7 @@ __all__ = ["SATURATION", "of_row", "piece_of_token", "policy_loss"]
 
 SATURATION = 60.0
 SQUARE_SATURATION = 30.0  # of z, for the head that squares the ratio
+SUM_SATURATION = 2.0**31  # of z, for the head that has no ratio: what sums in fixed point hold
 DEVIATION_SATURATION = 2048.0  # of a ratio's deviation from 1, where deviations are added up
 EXPONENT_SATURATION = 7.5  # of x, where its exponentials are added up: e^7.5 < 2048
 STATISTIC_SATURATION = 40.0  # ratio statistics, not the loss
@@ -117,7 +118,7 @@ def policy_loss(
         elif spec.term is not None:
             entering = _pre_gate(x, negative, spec.term)
         z, clipped_low, clipped_high = _gated_hierarchy(entering, valid, piece, negative, given, inputs, spec, exchange)
-    most = {Head.SIMPLE: SQUARE_SATURATION, Head.CENSORED: 2 * DEVIATION_SATURATION}
+    most = {Head.LOG: SUM_SATURATION, Head.SIMPLE: SQUARE_SATURATION, Head.CENSORED: 2 * DEVIATION_SATURATION}
     z = _saturate(z, valid, most.get(spec.head, SATURATION))
     own = torch.where(raw.isinf(), torch.zeros_like(logp), logp)
     if spec.term is None:

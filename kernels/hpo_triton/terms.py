@@ -46,6 +46,7 @@ K2 = tl.constexpr(int(Penalty.K2))
 ABSOLUTE = tl.constexpr(int(Penalty.ABSOLUTE))
 
 SQUARE_SATURATION = tl.constexpr(30.0)  # of z, for the head that squares the ratio
+SUM_SATURATION = tl.constexpr(2147483648.0)  # of z, for the head that has no ratio: what sums in fixed point hold
 EXPONENT_SATURATION = tl.constexpr(7.5)  # of x, where its exponentials are added up: e^7.5 < 2048
 DEVIATION_SATURATION = tl.constexpr(2048.0)  # leaves room for 2^20 tokens, see levels.py
 
@@ -234,7 +235,8 @@ class General(NamedTuple):
 @triton.jit
 def general_term(t, token_weight, z, below, above, numbers, HEAD: tl.constexpr):
     """``token_weight``: loaded, or None; ``below`` and ``above``: the token is beyond a bound of its gate."""
-    of_others: tl.constexpr = SQUARE_SATURATION if HEAD == SIMPLE else SATURATION
+    of_ratio: tl.constexpr = SQUARE_SATURATION if HEAD == SIMPLE else SATURATION
+    of_others: tl.constexpr = SUM_SATURATION if HEAD == LOG else of_ratio
     most: tl.constexpr = 2 * DEVIATION_SATURATION if HEAD == CENSORED else of_others  # above it nothing is left
     z = clamp(z, -most, most)
     number = by_sign(t.negative, numbers.head)

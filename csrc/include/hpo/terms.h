@@ -77,9 +77,12 @@ HPO_INLINE float mean_exp_slope(bool split, float x) { return exp(exponent(split
 
 // Heads that square the ratio saturate earlier than e^60.
 constexpr float kSquareSaturation = 30.0f;
+// The head without a ratio takes whatever sums in fixed point hold.
+constexpr float kSumSaturation = 2147483648.0f;
 
 HPO_INLINE float saturation_of(Head head) {
   if (head == Head::censored) return 2.0f * kDeviationSaturation;  // an excess above it leaves no deviation
+  if (head == Head::log) return kSumSaturation;
   return head == Head::simple ? kSquareSaturation : kSaturation;
 }
 

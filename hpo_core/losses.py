@@ -112,7 +112,8 @@ def policy_loss(
             term.
         token_mask: bool ``[T]``: tokens whose policy term counts. Denominators stay those of ``weights``.
         token_weight: float ``[T]``: factor on the policy term.
-        bounds: ``(low, high)`` each ``[T]`` or None: ratio bounds per token, in place of the gate's where it has them.
+        bounds: ``(low, high)`` each ``[T]`` or None: ratio bounds per token, in place of the gate's where it has them,
+            for both signs of A. A dual clip (``dual=``, what bounds ``A < 0`` above and not ``A >= 0`` below) stays.
         target: one for each advantage, at their level: what the heads TARGET and NEGATIVE_AWARE compare the ratio with;
             only those take it.
         penalty_mask: bool ``[T]``: the tokens that pay the gate's own penalty. Default: every valid token.

@@ -10,7 +10,7 @@ import torch
 from catalogue import PRESETS, Example
 
 import hpo_core as hpo
-from hpo_core import gates
+from hpo_core import gates, testing
 from hpo_core.gates import Channel, Provenance, RatioGate
 
 ELSEWHERE = {"step_gspo", "two_scale", "fiberpo_domain"}  # of steps and groups: tests/test_hierarchy.py
@@ -76,6 +76,42 @@ def test_arguments_a_gate_does_not_take_are_refused():
             run(gates.ppo_clip(), **keywords)
     with pytest.raises(ValueError, match="needs one"):
         run(gates.bpo())
+
+
+@pytest.mark.parametrize(
+    ("gate", "low", "high"),
+    [
+        (gates.ppo_clip(), (None, 0.5), (1.5, None)),
+        (gates.ppo_clip(dual=3.0), (None, 0.5), (1.5, 3.0)),
+        (gates.ppo_clip(dual=1.2), (None, 0.5), (1.5, 1.2)),  # a dual clip that lies at 1 + high is one, too
+        (gates.ppo_clip(low=1.0, dual=3.0), (None, None), (1.5, 3.0)),
+        (gates.cispo(4.0, 0.8), (0.5, 0.5), (1.5, 1.5)),
+        (gates.cispo(4.0), (None, None), (1.5, 1.5)),
+        (RatioGate("x", gates.Clip((0.7, 0.8), (math.inf, math.inf))), (0.5, 0.5), (None, None)),
+        (RatioGate("x", gates.Clip((0.7, 0.8), (1.3, 1.2))), (0.5, 0.5), (1.5, 1.5)),
+        (RatioGate("x", gates.Clip((0.7, 0.8), (1.2, math.inf))), (0.5, 0.5), (1.5, None)),
+    ],
+)
+def test_bounds_replace_all_that_a_clip_has_but_the_dual(gate, low, high, backend):
+    """Just inside a bound a token has a gradient, just outside none; with None nothing stops it."""
+    batch, tensors = (
+        hpo.PackedBatch.from_lengths([4]),
+        functools.partial(torch.tensor, device=testing.device_of(backend)),
+    )
+    bounds = (tensors([0.5] * 4), tensors([1.5] * 4))
+    for sign, lowest, highest in ((1.0, low[0], high[0]), (-1.0, low[1], high[1])):
+        below, above = (0.01, 0.02) if lowest is None else (lowest * 0.99, lowest * 1.01), (90.0, 91.0)
+        if highest is not None:
+            above = (highest * 0.99, highest * 1.01)
+        ratio = tensors([*below, *above])
+        out = hpo.policy_loss_and_grad(
+            ratio.log(), torch.zeros_like(ratio), tensors([sign]), batch.to(ratio.device), gate, bounds=bounds,
+            backend=backend,
+        )  # fmt: skip
+        if gate.head is gates.Head.SCORE:  # every token has a gradient: of the clipped ratio
+            torch.testing.assert_close(out.grad, -sign / 4 * ratio.clamp(lowest, highest))
+        else:
+            assert (out.grad != 0).tolist() == [lowest is None, True, True, highest is None]
 
 
 def test_targets_that_are_not_finite_are_counted_and_left_out(backend):

@@ -428,8 +428,8 @@ class RatioGate:
             token=kinds[type(self.token)],
             token_low=clip.low,
             token_high=clip.high,
-            low_driven=_driven(clip.low, absent=0.0),
-            high_driven=_driven(clip.high, absent=math.inf),
+            low_driven=(clip.low[0] > 0, clip.low[1] > 0),
+            high_driven=(clip.high[0] < math.inf, clip.high[1] < math.inf and not _has_dual(clip)),
             head=self.head,
             term=self._term(),
         )
@@ -516,13 +516,10 @@ def _log_bounds(gate: object) -> tuple[Pair, Pair]:
     return (gate.low, gate.high) if isinstance(gate, LogClip) else (LogClip().low, LogClip().high)
 
 
-def _driven(bounds: Pair, absent: float) -> tuple[bool, bool]:
-    """Which of a pair a per-token tensor replaces: every bound that exists, except a dual clip's own, different
-    bound."""
-    exists = (bounds[0] != absent, bounds[1] != absent)
-    if all(exists) and bounds[0] != bounds[1]:
-        return (True, False) if absent == math.inf else (False, True)
-    return exists
+def _has_dual(clip: Clip) -> bool:
+    """Whether the upper bound for A < 0 is a dual clip, which per-token bounds leave alone: the clip is not the same
+    for both signs, and nothing bounds A >= 0 from below."""
+    return clip.low[0] == 0 and (clip.low[0], clip.high[0]) != (clip.low[1], clip.high[1])
 
 
 def _log(bounds: Pair) -> Pair:

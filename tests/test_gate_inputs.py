@@ -57,6 +57,10 @@ def test_every_constructor_is_tested_and_needs_no_argument():
             "only a log-ratio has a weight",
         ),
         (lambda: gates.hispo(sequence=1.5), "sequence"),
+        (lambda: gates.aspo(dual=0.5), "dual: expected a factor >= 1"),  # at r = 1 it would scale the gradient
+        (lambda: RatioGate("x", gates.Identity(), head=gates.Head.FLIPPED, head_numbers=(1.0, 0.9)), "at least"),
+        (lambda: gates.spo(1e-5), "at least"),  # |w A| r^2 / epsilon would overflow
+        (lambda: gates.nft(0.0), "at least"),  # R is 0 or less where r > 1 / q
     ],
 )
 def test_what_has_no_meaning_is_refused(make, message):
@@ -122,6 +126,30 @@ def test_targets_that_are_not_finite_are_counted_and_left_out(backend):
     here[int(example.batch.cu_seqlens[-1]) :] = False
     assert not out.grad[here].any()
     assert out.metrics.compute()["bad_advantages"] == example.mask[here].sum()
+
+
+def test_success_rates_of_0_and_1(native_backends):
+    """A wrong answer where all are right has no implied policy: it is counted and left out. A right one has its
+    gradient, and where none is right nothing pulls at a wrong one."""
+    batch, logp, advantages = (
+        hpo.PackedBatch.from_lengths([2, 1]),
+        torch.tensor([-1.0, -1.0, -1.2]),
+        torch.tensor([1.0, -1.0]),
+    )
+    largest = 1 - 2**-24  # below 1; the slope stays within what a float holds
+    for rate, last, bad in ((0.0, 0.0, 0), (1.0, 0.0, 1), (-0.5, 0.0, 1), (1.5, 0.0, 1), (largest, 2.0**24, 0)):
+        for backend in ("reference", *native_backends):
+            place = testing.device_of(backend)
+            for x in (0.0, 120.0):
+                old_logp = logp - torch.tensor([0.0, 0.0, x])
+                out = hpo.policy_loss_and_grad(
+                    logp.to(place), old_logp.to(place), advantages.to(place), batch.to(place), gates.nft(),
+                    target=torch.full((2,), rate, device=place), weights=torch.ones(2, device=place), backend=backend,
+                )  # fmt: skip
+                assert out.metrics["bad_advantages"] == bad, (backend, rate)
+                slope = last * (2.0**36 if x else 1.0)
+                assert out.grad.tolist() == pytest.approx([-1.0, -1.0, slope], rel=1e-5), (backend, rate)
+                assert torch.isfinite(out.loss), (backend, rate)
 
 
 def test_without_the_sampler_nothing_is_corrected(backend):

@@ -111,6 +111,30 @@ def test_weights_below_zero_turn_the_sign_of_the_loss(head, native_backends):
         torch.testing.assert_close(out.grad.cpu(), -grad, msg=backend)
 
 
+# Log-probabilities (now, then) beyond where heads saturate, and as low as numbers go.
+LOWEST = torch.finfo(torch.float32).min
+EDGES = [(-0.5, -61.5), (-61.5, -0.5), (-0.5, -31.5), (LOWEST, -0.5), (-0.5, LOWEST), (LOWEST, LOWEST), (-0.4, -0.5)]
+
+
+@pytest.mark.parametrize("head", Head)
+def test_heads_of_huge_ratios_and_lowest_log_probabilities(head, native_backends):
+    """Of both signs of A, on which a loss cancels: also where kernels are interpreted."""
+    gate, batch = gate_of(head, "token"), hpo.PackedBatch.from_lengths([len(EDGES)] * 2)
+    logp, old_logp = torch.tensor(EDGES * 2).T.contiguous()
+    target = {"target": torch.tensor([0.5, 0.5])} if gate.takes_target else {}
+    for size in (2.0, 1e12):
+        given = {"advantages": torch.tensor([size, -size]), "weights": torch.ones(2), **target}
+        found = {}
+        for backend in ("reference", *native_backends):
+            place = testing.device_of(backend)
+            on = {name: value.to(place) for name, value in (given | {"logp": logp, "old_logp": old_logp}).items()}
+            out = hpo.policy_loss_and_grad(batch=batch.to(place), gate=gate, backend=backend, **on)
+            assert torch.isfinite(out.loss) and torch.isfinite(out.grad).all(), backend
+            found[backend] = out.grad.cpu()
+        for backend, grad in found.items():
+            assert_near(grad, found["reference"].double(), (backend, size), 1e-5)
+
+
 def test_the_square_of_a_whole_answer_has_no_end(native_backends):
     """Kimi's: the log-ratio of an answer is a sum, which nothing exponentiates."""
     answer = Level(Identity(), aggregate=Aggregate.SUM)

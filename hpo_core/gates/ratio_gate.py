@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+import operator
 from dataclasses import dataclass, field
 
 from ..checks import check, check_type
@@ -359,8 +360,9 @@ class RatioGate:
         )
         check(self.channel is not Channel.DISCREPANCY, "channel: it has no gradient; take Channel.STALENESS or TOTAL")
         check(
-            self.head not in _POSITIVE_NUMBERS or min(self.head_numbers) > 0,
-            "head_numbers: expected numbers > 0 for Head.{}, got {}",
+            self.head not in _LEAST or all(map(operator.ge, self.head_numbers, _LEAST[self.head])),
+            "head_numbers: expected at least {} for A >= 0 and A < 0 with Head.{}, got {}",
+            _LEAST.get(self.head),
             self.head.name,
             self.head_numbers,
         )
@@ -488,7 +490,13 @@ class RatioGate:
 
 
 _OWN_GRADIENT = (Head.SCORE, Head.LOG, Head.CENSORED)  # past z, so that the token's own log-ratio may be dropped
-_POSITIVE_NUMBERS = (Head.SIGMOID, Head.SIMPLE, Head.FLIPPED)
+# What head numbers divide overflows below; and on-policy the factor that FLIPPED bounds is 1.
+_LEAST = {
+    Head.SIGMOID: (1e-4, 1e-4),
+    Head.SIMPLE: (1e-4, 1e-4),
+    Head.NEGATIVE_AWARE: (0.0, 1e-4),
+    Head.FLIPPED: (1.0, 1.0),
+}
 
 
 def _level_spec(level: Level) -> LevelSpec:

@@ -11,7 +11,7 @@ from .batch import PackedBatch
 from .gates import Channel, Correction, RatioGate
 from .metrics import Metrics, empty_metrics, observed
 from .spanning import reduce_over_ranks
-from .specs import PolicyLossInputs, Unit
+from .specs import PolicyLossInputs
 
 __all__ = ["corrected"]
 
@@ -83,7 +83,7 @@ def _counted(
     and those of a log-ratio that is NaN, which a correction sees in its own ``pair`` only."""
     mask = inputs.mask
     kept = []
-    if any(level.unit is Unit.STEP for level in gate.levels):
+    if gate.of_steps:
         kept.append(batch.once(PackedBatch.step_of_token) >= 0)
     logp, second = loss_reads
     others = [] if pair[0] is logp and pair[1] is second else [second]

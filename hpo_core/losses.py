@@ -101,8 +101,9 @@ def policy_loss(
             memory.
         batch: a PackedBatch, or a padded mask ``[B, L]``. Values at masked positions are never read.
         gate: a RatioGate. Default: ``gates.ppo_clip(0.2, 0.2)``.
-        weights: ``[S]`` float32 from :mod:`hpo_core.aggregation`. Default: ``aggregation.token_mean(batch)``, where the
-            batch is the whole optimiser step: on one rank, and no part of ``batch.micro_batches``.
+        weights: ``[S]`` float32 from :mod:`hpo_core.aggregation`. Default: ``aggregation.token_mean(batch)`` (of the
+            tokens inside steps, where the gate has steps as a level), where the batch is the whole optimiser step: on
+            one rank, and no part of ``batch.micro_batches``.
         rollout_logp: the same shape; log-probabilities as the sampler gave them, for gates with corrections or on the
             total ratio. Without it the sampler is taken to be the policy of ``old_logp``: no correction of their
             discrepancy.
@@ -418,7 +419,7 @@ def _prepare(
         units = tuple(correction.unit for correction in gate.corrections if correction.unit is not None)
         exchange = exchange_of(batch, spec, gate.name, units, process_group, aggregates)
     if weights is None:
-        weights = aggregation.default(batch)
+        weights = aggregation.default(batch, gate.of_steps)
     inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond
         logp,
         None if old_logp is None else token("old_logp", old_logp),

@@ -401,6 +401,11 @@ class RatioGate:
         return level if simple and level.unit is Unit.TRAJECTORY else None
 
     @property
+    def of_steps(self) -> bool:
+        """Whether steps are a level: tokens outside every step are then masked."""
+        return bool(self.levels) and self.levels[0].unit is Unit.STEP
+
+    @property
     def first_order(self) -> FirstOrder:
         """Which promise the on-policy gradient of the policy term keeps, where no correction takes the token out; under
         Head.TARGET where the target lies on A's side of 1."""

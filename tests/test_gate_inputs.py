@@ -228,3 +228,13 @@ def test_m2po_mask_by_hand():
     assert square[kept].mean() < 0.04
     assert torch.cat([square[kept], square[~kept].min()[None]]).mean() >= 0.04
     assert square[kept].max() <= square[~kept].min()
+
+
+def test_m2po_mask_keeps_the_smallest():
+    """As AReaL does; but no token where none is valid, and no masked or unknown one in its place."""
+    logp = torch.tensor([0.0, -0.9, 0.7, 0.7, math.nan])
+    batch = hpo.PackedBatch(torch.tensor([0, 5]), torch.tensor([0, 1, 1, 1, 1]))
+    run = functools.partial(gates.m2po_mask, logp, torch.zeros(5))
+    assert run(batch).tolist() == [False, False, True, False, False]
+    assert not run(batch.replace(mask=torch.zeros(5, dtype=torch.bool))).any()
+    assert gates.m2po_mask(logp[:0], logp[:0], hpo.PackedBatch.from_lengths([])).numel() == 0

@@ -52,6 +52,9 @@ IMPLIED_SATURATION = 2.0**36  # of the ratio in the implied policy, which divide
 SCORE_SATURATION = 2e37  # of the loss of a token that is multiplied by its log-probability: eight of them fit a float
 SUM_SATURATION = 2.0**31  # of z, for the head that has no ratio: what sums in fixed point hold
 DEVIATION_SATURATION = 2048.0  # of a ratio's deviation from 1, where deviations are added up
+# Of u in a gamma gate, its slope kept. The gate is far below -SATURATION there: this tells only between the channels of
+# a split, where sums of any size would be infinity minus infinity, and a float has to hold each.
+GAMMA_SATURATION = 80.0
 EXPONENT_SATURATION = 7.5  # of x, where its exponentials are added up: e^7.5 < 2048
 STATISTIC_SATURATION = 40.0  # ratio statistics, not the loss
 
@@ -471,13 +474,15 @@ def _gate_level(
         size = u.abs()
         back = torch.where(slope.isinf(), -torch.ones_like(u), (slope + 1) * high - slope.clamp(max=1e30) * size)
         back = torch.where(slope == 0, high, back)  # a clip: no zone to roll back in
-        rolled = torch.where(size <= high, u, torch.sign(u) * back.clamp(min=0))
+        # The end of the zone has the slope of what is 0, where level metrics count it; a clamp would keep the other.
+        rolled = torch.where(size <= high, u, torch.sign(u) * torch.where(back > 0, back, torch.zeros_like(u)))
         return rolled, u < -high, u > high
     if level.gate is LevelKind.TANH:
         return high * torch.tanh(u / high), torch.zeros_like(u, dtype=torch.bool), torch.zeros_like(u, dtype=torch.bool)
     nowhere = torch.zeros_like(u, dtype=torch.bool)
     if level.gate is LevelKind.GAMMA:
-        return high + low * u - high * torch.exp(u), nowhere, nowhere
+        saturated = u.detach().clamp(max=GAMMA_SATURATION) + (u - u.detach())
+        return high + low * u - high * torch.exp(saturated), nowhere, nowhere
     if level.gate is LevelKind.EXCESS:
         excess = u - count * high
         return torch.where(excess > 0, -excess, torch.zeros_like(u)), nowhere, excess > 0

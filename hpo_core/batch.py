@@ -638,6 +638,8 @@ def _check_nested(finer: str, ids: torch.Tensor | None, coarser: str, parents: t
         return
     ids, order = ids.cpu().sort(stable=True)
     parents = parents.cpu()[order]
+    if coarser != "trajectory":  # which has any ids; of the others every negative one says: in none
+        parents = parents.clamp(min=-1)
     torn = (ids[1:] == ids[:-1]) & (parents[1:] != parents[:-1])
     if finer in ("step", "group"):  # a negative one names none: each is then by itself
         torn &= ids[1:] >= 0

@@ -29,12 +29,16 @@ def corrected(
 ) -> tuple[PolicyLossInputs, tuple[Metrics, ...]]:
     """The inputs with all corrections in their token weights, and the metrics of each, if they are wanted."""
     seen = []
+    logp = inputs.logp.detach()
     for correction in gate.corrections:
-        pair = _channel(correction.channel, inputs.logp.detach(), inputs.old_logp, rollout)
+        pair = _channel(correction.channel, logp, inputs.old_logp, rollout)
         if pair is None:
             seen.append(Metrics(empty_metrics(inputs.logp.device)))
             continue
         read = _read(inputs, pair, correction, batch)
+        if want_metrics or correction.unit is not None:  # else no token has a say in what becomes of another
+            loss_reads = _channel(gate.channel, logp, inputs.old_logp, rollout) or (logp, logp)
+            read = read._replace(mask=_counted(inputs, gate, batch, loss_reads, pair))
         if want_metrics:  # which tokens it takes out can only be told before other factors join its own
             own = _factor(read._replace(token_weight=None), correction, batch, process_group, backend)
             seen.append(_observed(read, own != 0, process_group, backend))
@@ -66,6 +70,29 @@ def _read(
         token_weight=inputs.token_weight, advantage_per_token=inputs.advantage_per_token, piece_begin=hierarchy.begin,
         piece_end=hierarchy.end, piece_row=hierarchy.row, ancestors=hierarchy.ancestors,
     )  # fmt: skip
+
+
+def _counted(
+    inputs: PolicyLossInputs,
+    gate: RatioGate,
+    batch: PackedBatch,
+    loss_reads: tuple[torch.Tensor, torch.Tensor],
+    pair: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor | None:
+    """The mask of the tokens that count in the loss. It leaves out those outside every step, where steps are a level,
+    and those of a log-ratio that is NaN, which a correction sees in its own ``pair`` only."""
+    mask = inputs.mask
+    kept = []
+    if gate.of_steps:
+        kept.append(batch.once(PackedBatch.step_of_token) >= 0)
+    logp, second = loss_reads
+    others = [] if pair[0] is logp and pair[1] is second else [second]
+    for other in others if inputs.ref_logp is None else [*others, inputs.ref_logp]:
+        log_ratio = (logp - other).reshape(-1)
+        kept.append(log_ratio == log_ratio)
+    for each in kept:
+        mask = each if mask is None else mask & each
+    return mask
 
 
 def _factor(

@@ -126,8 +126,9 @@ def policy_loss(
             memory.
         batch: a PackedBatch, or a padded mask ``[B, L]``. Values at masked positions are never read.
         gate: a RatioGate. Default: ``gates.ppo_clip(0.2, 0.2)``.
-        weights: ``[S]`` float32 from :mod:`hpo_core.aggregation`. Default: ``aggregation.token_mean(batch)``, where the
-            batch is the whole optimiser step: on one rank, and no part of ``batch.micro_batches``.
+        weights: ``[S]`` float32 from :mod:`hpo_core.aggregation`. Default: ``aggregation.token_mean(batch)`` (of the
+            tokens inside steps, where the gate has steps as a level), where the batch is the whole optimiser step: on
+            one rank, and no part of ``batch.micro_batches``.
         rollout_logp: the same shape; log-probabilities as the sampler gave them, for gates with corrections or on the
             total ratio. Without it the sampler is taken to be the policy of ``old_logp``: no correction of their
             discrepancy.
@@ -422,7 +423,7 @@ def _prepare(
         units = tuple(correction.unit for correction in gate.corrections if correction.unit is not None)
         exchange = exchange_of(batch, spec, gate.name, units, process_group, aggregates)
     if weights is None:
-        weights = aggregation.default(batch)
+        weights = aggregation.default(batch, gate.of_steps)
     if token_mask is not None:
         token_mask = token("token_mask", token_mask, torch.bool)
     if kept is not None:

@@ -185,7 +185,7 @@ class Native:
         if reduce is None:
             self._call(*call, Stage.WHOLE, None)
         else:
-            segments = inputs.logp.new_zeros(pieces, 2, dtype=torch.int64)
+            segments = inputs.logp.new_zeros(pieces, 3, dtype=torch.int64)
             self._call(*call, Stage.SUMS, segments)
             reduce(segments, spec.is_extremum)
             self._call(*call, Stage.SWEEP, segments)

@@ -10,7 +10,7 @@ import torch
 from catalogue import PRESETS, Example
 
 import hpo_core as hpo
-from hpo_core import gates
+from hpo_core import gates, testing
 from hpo_core.gates import Channel, Provenance, RatioGate
 
 ELSEWHERE = {"step_gspo", "two_scale", "fiberpo_domain"}  # of steps and groups: tests/test_hierarchy.py
@@ -57,6 +57,10 @@ def test_every_constructor_is_tested_and_needs_no_argument():
             "only a log-ratio has a weight",
         ),
         (lambda: gates.hispo(sequence=1.5), "sequence"),
+        (lambda: gates.aspo(dual=0.5), "dual: expected a factor >= 1"),  # at r = 1 it would scale the gradient
+        (lambda: RatioGate("x", gates.Identity(), head=gates.Head.FLIPPED, head_numbers=(1.0, 0.9)), "at least"),
+        (lambda: gates.spo(1e-5), "at least"),  # |w A| r^2 / epsilon would overflow
+        (lambda: gates.nft(0.0), "at least"),  # R is 0 or less where r > 1 / q
     ],
 )
 def test_what_has_no_meaning_is_refused(make, message):
@@ -118,6 +122,42 @@ def test_the_mask_of_a_method_and_that_of_the_loss_are_both_kept(native_backends
         assert torch.equal(both.grad, example.run(gates.ppo_clip(), backend, token_mask=first & second).grad), backend
 
 
+@pytest.mark.parametrize(
+    ("gate", "low", "high"),
+    [
+        (gates.ppo_clip(), (None, 0.5), (1.5, None)),
+        (gates.ppo_clip(dual=3.0), (None, 0.5), (1.5, 3.0)),
+        (gates.ppo_clip(dual=1.2), (None, 0.5), (1.5, 1.2)),  # a dual clip that lies at 1 + high is one, too
+        (gates.ppo_clip(low=1.0, dual=3.0), (None, None), (1.5, 3.0)),
+        (gates.cispo(4.0, 0.8), (0.5, 0.5), (1.5, 1.5)),
+        (gates.cispo(4.0), (None, None), (1.5, 1.5)),
+        (RatioGate("x", gates.Clip((0.7, 0.8), (math.inf, math.inf))), (0.5, 0.5), (None, None)),
+        (RatioGate("x", gates.Clip((0.7, 0.8), (1.3, 1.2))), (0.5, 0.5), (1.5, 1.5)),
+        (RatioGate("x", gates.Clip((0.7, 0.8), (1.2, math.inf))), (0.5, 0.5), (1.5, None)),
+    ],
+)
+def test_bounds_replace_all_that_a_clip_has_but_the_dual(gate, low, high, backend):
+    """Just inside a bound a token has a gradient, just outside none; with None nothing stops it."""
+    batch, tensors = (
+        hpo.PackedBatch.from_lengths([4]),
+        functools.partial(torch.tensor, device=testing.device_of(backend)),
+    )
+    bounds = (tensors([0.5] * 4), tensors([1.5] * 4))
+    for sign, lowest, highest in ((1.0, low[0], high[0]), (-1.0, low[1], high[1])):
+        below, above = (0.01, 0.02) if lowest is None else (lowest * 0.99, lowest * 1.01), (90.0, 91.0)
+        if highest is not None:
+            above = (highest * 0.99, highest * 1.01)
+        ratio = tensors([*below, *above])
+        out = hpo.policy_loss_and_grad(
+            ratio.log(), torch.zeros_like(ratio), tensors([sign]), batch.to(ratio.device), gate, bounds=bounds,
+            backend=backend,
+        )  # fmt: skip
+        if gate.head is gates.Head.SCORE:  # every token has a gradient: of the clipped ratio
+            torch.testing.assert_close(out.grad, -sign / 4 * ratio.clamp(lowest, highest))
+        else:
+            assert (out.grad != 0).tolist() == [lowest is None, True, True, highest is None]
+
+
 def test_targets_that_are_not_finite_are_counted_and_left_out(backend):
     example = Example(0)
     example.target[4] = math.nan
@@ -126,6 +166,30 @@ def test_targets_that_are_not_finite_are_counted_and_left_out(backend):
     here[int(example.batch.cu_seqlens[-1]) :] = False
     assert not out.grad[here].any()
     assert out.metrics.compute()["bad_advantages"] == example.mask[here].sum()
+
+
+def test_success_rates_of_0_and_1(native_backends):
+    """A wrong answer where all are right has no implied policy: it is counted and left out. A right one has its
+    gradient, and where none is right nothing pulls at a wrong one."""
+    batch, logp, advantages = (
+        hpo.PackedBatch.from_lengths([2, 1]),
+        torch.tensor([-1.0, -1.0, -1.2]),
+        torch.tensor([1.0, -1.0]),
+    )
+    largest = 1 - 2**-24  # below 1; the slope stays within what a float holds
+    for rate, last, bad in ((0.0, 0.0, 0), (1.0, 0.0, 1), (-0.5, 0.0, 1), (1.5, 0.0, 1), (largest, 2.0**24, 0)):
+        for backend in ("reference", *native_backends):
+            place = testing.device_of(backend)
+            for x in (0.0, 120.0):
+                old_logp = logp - torch.tensor([0.0, 0.0, x])
+                out = hpo.policy_loss_and_grad(
+                    logp.to(place), old_logp.to(place), advantages.to(place), batch.to(place), gates.nft(),
+                    target=torch.full((2,), rate, device=place), weights=torch.ones(2, device=place), backend=backend,
+                )  # fmt: skip
+                assert out.metrics["bad_advantages"] == bad, (backend, rate)
+                slope = last * (2.0**36 if x else 1.0)
+                assert out.grad.tolist() == pytest.approx([-1.0, -1.0, slope], rel=1e-5), (backend, rate)
+                assert torch.isfinite(out.loss), (backend, rate)
 
 
 def test_without_the_sampler_nothing_is_corrected(backend):
@@ -214,3 +278,13 @@ def test_m2po_mask_by_hand():
     assert square[kept].mean() < 0.04
     assert torch.cat([square[kept], square[~kept].min()[None]]).mean() >= 0.04
     assert square[kept].max() <= square[~kept].min()
+
+
+def test_m2po_mask_keeps_the_smallest():
+    """As AReaL does; but no token where none is valid, and no masked or unknown one in its place."""
+    logp = torch.tensor([0.0, -0.9, 0.7, 0.7, math.nan])
+    batch = hpo.PackedBatch(torch.tensor([0, 5]), torch.tensor([0, 1, 1, 1, 1]))
+    run = functools.partial(gates.m2po_mask, logp, torch.zeros(5))
+    assert run(batch).tolist() == [False, False, True, False, False]
+    assert not run(batch.replace(mask=torch.zeros(5, dtype=torch.bool))).any()
+    assert gates.m2po_mask(logp[:0], logp[:0], hpo.PackedBatch.from_lengths([])).numel() == 0

@@ -69,6 +69,23 @@ def test_defaults(example):
     same(example.grad(gate=None), expected)
 
 
+def test_default_weights_count_what_the_gate_takes(backend):
+    """Where steps are a level tokens outside all of them are masked: the default is the mean over the others, in a
+    padded batch too. Every other gate takes all tokens."""
+    place = testing.device_of(backend)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool, device=place)
+    steps = torch.tensor([[1, 4], [5, 6]], device=place)  # of 7 valid tokens 3, as token 3 is masked
+    advantages = torch.ones(2, device=place)
+    for batch in (hpo.PackedBatch.from_padded(mask, steps=steps), hpo.PackedBatch(
+        torch.tensor([0, 4, 8], device=place), mask.flatten(), steps=steps
+    )):  # fmt: skip
+        logp = torch.zeros(batch.padded_shape or (8,), device=place)
+        run = functools.partial(hpo.policy_loss_and_grad, logp, None, advantages, batch, backend=backend)
+        third = -1 / 3
+        assert run(gates.step_gspo()).grad.flatten().tolist() == pytest.approx([0, third, third, 0, 0, third, 0, 0])
+        assert run(gates.ppo_clip()).loss.item() == pytest.approx(-1.0)
+
+
 def test_without_old_logp_every_ratio_is_one(example):
     same(example.grad(old_logp=None), example.grad(old_logp=example.logp))
     one = example.grad(old_logp=None)

@@ -210,7 +210,7 @@ def kl_cov_mask(
 @examines
 def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, threshold: float = 0.04) -> GateInputs:
     """``gate_inputs`` for :func:`m2po`: a mask without the largest log-ratios, until the mean of the other squares is
-    below ``threshold`` (AReaL; 0.04).
+    below ``threshold`` (AReaL; 0.04). The smallest stays, whatever it is, as there.
 
     >>> m2po_mask(torch.tensor([0.1, 0.9, -0.1]), torch.zeros(3), PackedBatch.from_lengths([3])).token_mask
     tensor([ True, False,  True])
@@ -221,7 +221,8 @@ def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, th
     ordered, order = torch.where(valid, square, torch.full_like(square, torch.inf)).sort(stable=True)
     means = ordered.cumsum(0) / torch.arange(1, ordered.numel() + 1, device=ordered.device)
     kept = means < threshold  # means of ascending numbers ascend
-    return GateInputs(token_mask=torch.zeros_like(valid).scatter_(0, order, kept))
+    kept[:1] = True
+    return GateInputs(token_mask=torch.zeros_like(valid).scatter_(0, order, kept) & valid)
 
 
 @examines

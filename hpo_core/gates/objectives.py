@@ -72,9 +72,9 @@ def nft(floor: float = 1.0) -> RatioGate:
 
     ``A >= 0`` (correct): ``loss_t = -|A| log r``. ``A < 0`` (wrong): ``loss_t = -|A| log max(R, floor)``, ``R = (1 - q
     r) / (1 - q)``, the gradient passing the maximum: ``|A| q r / ((1 - q) max(R, floor))``. Pass the success rate q of
-    each row's group, within [0.02, 0.98], as ``gate_inputs=GateInputs(target=)``,
-    and as advantages ``+-w``: the code takes ``w = 1 - q`` or
-    ``sqrt((1 - q) / q)``.
+    each row's group, within [0.02, 0.98], as ``gate_inputs=GateInputs(target=)``, and as advantages ``+-w``: the code
+    takes ``w = 1 - q`` or ``sqrt((1 - q) / q)``. No answer is wrong where all are right: with ``A < 0`` a q outside of
+    [0, 1) is counted with the bad advantages and left out.
 
     Args:
         floor: 1 as in the code: then R counts as 1 wherever r > 1.

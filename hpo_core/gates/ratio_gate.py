@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -63,7 +64,7 @@ class GateInputs(NamedTuple):
 
     Attributes:
         bounds: ``(low, high)``, each ``[T]`` or None: ratios per token, in place of the gate's bounds where it has
-            them. A token for which ``0 <= low <= 1 <= high`` does not hold, as of epsilons or NaN, is left out and
+            them, for both signs of A. A dual clip (what bounds ``A < 0`` above and not ``A >= 0`` below) stays. A token for which ``0 <= low <= 1 <= high`` does not hold, as of epsilons or NaN, is left out and
             counted (``bad_advantages``).
         target: one for each advantage, at their level: what the heads TARGET and NEGATIVE_AWARE compare the ratio with.
         token_mask: bool ``[T]``: the tokens that the method keeps, besides those that the loss is told to keep.
@@ -395,8 +396,9 @@ class RatioGate:
         )
         check(self.channel is not Channel.DISCREPANCY, "channel: it has no gradient; take Channel.STALENESS or TOTAL")
         check(
-            self.head not in _POSITIVE_NUMBERS or min(self.head_numbers) > 0,
-            "head_numbers: expected numbers > 0 for Head.{}, got {}",
+            self.head not in _LEAST or all(map(operator.ge, self.head_numbers, _LEAST[self.head])),
+            "head_numbers: expected at least {} for A >= 0 and A < 0 with Head.{}, got {}",
+            _LEAST.get(self.head),
             self.head.name,
             self.head_numbers,
         )
@@ -444,6 +446,11 @@ class RatioGate:
         return level if simple and level.unit is Unit.TRAJECTORY else None
 
     @property
+    def of_steps(self) -> bool:
+        """Whether steps are a level: tokens outside every step are then masked."""
+        return bool(self.levels) and self.levels[0].unit is Unit.STEP
+
+    @property
     def first_order(self) -> FirstOrder:
         """Which promise the on-policy gradient of the policy term keeps, where no correction takes the token out; under
         Head.TARGET where the target lies on A's side of 1."""
@@ -473,8 +480,8 @@ class RatioGate:
             token=kinds[type(self.token)],
             token_low=clip.low,
             token_high=clip.high,
-            low_driven=_driven(clip.low, absent=0.0),
-            high_driven=_driven(clip.high, absent=math.inf),
+            low_driven=(clip.low[0] > 0, clip.low[1] > 0),
+            high_driven=(clip.high[0] < math.inf, clip.high[1] < math.inf and not _has_dual(clip)),
             head=self.head,
             term=self._term(),
         )
@@ -539,7 +546,13 @@ class RatioGate:
 
 
 _OWN_GRADIENT = (Head.SCORE, Head.LOG, Head.CENSORED)  # past z, so that the token's own log-ratio may be dropped
-_POSITIVE_NUMBERS = (Head.SIGMOID, Head.SIMPLE, Head.FLIPPED)
+# What head numbers divide overflows below; and on-policy the factor that FLIPPED bounds is 1.
+_LEAST = {
+    Head.SIGMOID: (1e-4, 1e-4),
+    Head.SIMPLE: (1e-4, 1e-4),
+    Head.NEGATIVE_AWARE: (0.0, 1e-4),
+    Head.FLIPPED: (1.0, 1.0),
+}
 
 
 def _level_spec(level: Level) -> LevelSpec:
@@ -567,13 +580,10 @@ def _log_bounds(gate: object) -> tuple[Pair, Pair]:
     return (gate.low, gate.high) if isinstance(gate, LogClip) else (LogClip().low, LogClip().high)
 
 
-def _driven(bounds: Pair, absent: float) -> tuple[bool, bool]:
-    """Which of a pair a per-token tensor replaces: every bound that exists, except a dual clip's own, different
-    bound."""
-    exists = (bounds[0] != absent, bounds[1] != absent)
-    if all(exists) and bounds[0] != bounds[1]:
-        return (True, False) if absent == math.inf else (False, True)
-    return exists
+def _has_dual(clip: Clip) -> bool:
+    """Whether the upper bound for A < 0 is a dual clip, which per-token bounds leave alone: the clip is not the same
+    for both signs, and nothing bounds A >= 0 from below."""
+    return clip.low[0] == 0 and (clip.low[0], clip.high[0]) != (clip.low[1], clip.high[1])
 
 
 def _log(bounds: Pair) -> Pair:

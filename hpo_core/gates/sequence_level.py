@@ -55,8 +55,10 @@ def gmpo(low: float = 0.4, high: float = 0.4) -> RatioGate:
     Args:
         low, high: log-ratios, 0.4 as in the paper.
 
-    Traps: aggregate by ``aggregation.seq_mean_token_mean``. A must not change its sign within a trajectory. verl takes
-    every token of a sequence with A = 0 for clipped.
+    Traps: aggregate by ``aggregation.seq_mean_token_mean``. The paper's A belongs to the sequence, and with it the side
+    of the clip. Where A changes its sign within a trajectory (advantages of tokens or steps) each token is clipped on
+    the side of its own A and all of them enter one mean, which is nobody's formula and is not flagged: pass advantages
+    of rows or trajectories. verl takes every token of a sequence with A = 0 for clipped.
 
     >>> gmpo().first_order.name
     'SEGMENT_MEAN'

@@ -137,6 +137,7 @@ def aspo(low: float = 0.2, high: float = 0.2, dual: float = 3.0) -> RatioGate:
     """
     _check_epsilons(low, high)
     clip = Clip(low=(0.0, 1.0 - low), high=(1.0 + high, math.inf))
+    check(dual >= 1, "dual: expected a factor >= 1, got {}; below 1 it would act on-policy", dual)
     numbers = (float(dual), float(dual))
     return RatioGate("aspo", clip, head=Head.FLIPPED, head_numbers=numbers, source="arXiv 2510.06062")
 

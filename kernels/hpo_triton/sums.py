@@ -12,7 +12,7 @@ import triton.language as tl
 from ..metrics import SLOTS as METRICS
 from ..specs import KLEstimator, KLGradient
 from .launch import kernel, launch
-from .math import SATURATION, STATISTIC_SATURATION, clamp, exp, is_finite, k3, k3_slope
+from .math import SATURATION, STATISTIC_SATURATION, clamp, exp, is_finite, k3, k3_slope, scored
 from .segments import row_range
 
 __all__ = [
@@ -69,8 +69,8 @@ def policy_term(t, ratio, SCORE_HEAD: tl.constexpr):
     loss_t = -(t.unweighted.to(tl.float64) * ratio.to(tl.float64))
     if SCORE_HEAD:
         score_t = tl.where(t.flows, t.logp, 0.0).to(tl.float64)
-        loss *= score_t
-        loss_t *= score_t
+        loss = scored(loss * score_t)
+        loss_t = scored(loss_t * score_t)
     return Policy(value, loss, loss_t)
 
 

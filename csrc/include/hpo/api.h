@@ -148,7 +148,7 @@ struct Correction {
   Action action;
   int32_t strict;  // what lies on a bound is outside
   double low[2], high[2];  // of the statistic, [advantage >= 0, < 0]
-  float* factor;  // [tokens]: times token_weight; NaN where the statistic is; 1 where masked or in no piece
+  float* factor;  // [tokens]: times token_weight; NaN where the statistic is; 1 times it where masked or in no piece
 };
 
 enum class Center : int32_t { mean = 0, leave_one_out = 1 };

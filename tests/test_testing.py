@@ -306,6 +306,43 @@ def test_strategies_without_hypothesis_say_so(monkeypatch):
         testing.layouts()
 
 
+# ------------------------------------------------------------------------------------------------------- the stopwatch
+
+
+def test_bench_measures_a_loss_next_to_ours(monkeypatch, tmp_path):
+    """In one call: eager and compiled (here without a compiler of machine code), time, memory, and a picture."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    picture = tmp_path / "bench.png"
+    measured = testing.bench(padded_ppo, padded=True, tokens=4096, rows=8, seconds=0.1, picture=picture)
+    names = ["hpo_core", "hpo_core, compiled", "padded_ppo", "padded_ppo, compiled"]
+    assert [line.name for line in measured.lines] == names
+    for line in measured.lines:
+        assert 0 < line.low <= line.milliseconds <= line.high and line.bytes_per_token >= 4 and not line.note
+    assert str(measured).startswith("ppo_clip, 4,096 tokens in 8 rows, ") and len(str(measured).splitlines()) == 6
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_times_nothing_that_computes_something_else_or_raises():
+    def wrong(logp, old_logp, advantages, batch):
+        return 1.1 * user_ppo(torch.minimum)(logp, old_logp, advantages, batch)
+
+    def raises(logp, old_logp, advantages, batch):
+        raise RuntimeError("no kernel for this device")
+
+    for fn, note in ((wrong, "its loss is off by"), (raises, "raised RuntimeError: no kernel for this device")):
+        ours, theirs = testing.bench(fn, tokens=512, rows=2, compiled=False, seconds=0.01).lines
+        assert ours.milliseconds > 0 and theirs.milliseconds is None and theirs.note.startswith(note)
+
+
+def test_bench_refuses_what_it_cannot_draw(monkeypatch):
+    with pytest.raises(ValueError, match="tokens: expected a number >= 1, got 0"):
+        testing.bench(padded_ppo, tokens=0)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        testing.bench(padded_ppo, padded=True, tokens=64, rows=1, compiled=False, seconds=0.01, picture="bench.png")
+
+
 # ---------------------------------------------------------------------------------------------------------- the budget
 
 

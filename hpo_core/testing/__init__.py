@@ -1,12 +1,13 @@
 """For kernel authors: random packed batches, adversarial inputs, error budgets, and :func:`check` for any kernel.
 
-Three layers, each usable alone:
+Layers, each usable alone:
 
 * ``random_*(seed)`` draw one example, a NamedTuple of the arguments of a public function; :func:`policy_losses`,
   :func:`reward_groups`, :func:`steps`, :func:`windows`, :func:`masks` and :func:`scores` are hypothesis strategies;
 * ``expect_*(example)`` give what the float64 reference says, with what an honest float32 kernel may miss of it, and
   :func:`assert_within_budget` compares;
-* :func:`check` searches for examples that break a promise of the op, shrinks them, and reports on every promise.
+* :func:`check` searches for examples that break a promise of the op, shrinks them, and reports on every promise;
+  :func:`bench` measures a policy loss next to ours.
 
 >>> import torch
 >>> import hpo_core as hpo
@@ -20,6 +21,7 @@ Three layers, each usable alone:
 the standard deviation divides by n (biased) where n - 1 is meant
 """
 
+from .benching import Measured, Measurements, bench
 from .budget import REGIONS, Expected, assert_within_budget, budget
 from .checking import Report, Verdict, check, promises
 from .examples import (
@@ -55,6 +57,8 @@ __all__ = [
     "Expected",
     "Layout",
     "MaskExample",
+    "Measured",
+    "Measurements",
     "Outcome",
     "PolicyLossExample",
     "Report",
@@ -63,6 +67,7 @@ __all__ = [
     "Verdict",
     "WindowExample",
     "assert_within_budget",
+    "bench",
     "budget",
     "check",
     "device_of",

@@ -40,7 +40,7 @@ from .examples import (
 from .expected import Outcome, accepts, run_policy_loss
 from .promises import GRADIENT, NOTHING_VALID, PROMISES, Estimator, Inapplicable, Promise, has_tokens
 
-__all__ = ["Report", "Verdict", "check", "promises"]
+__all__ = ["Report", "Verdict", "check", "of_rectangles", "promises"]
 
 
 class Verdict(NamedTuple):
@@ -118,7 +118,7 @@ def check(
     *,
     gate: RatioGate | None = None,
     penalty: KLPenalty | None = None,
-    estimator: Callable[..., torch.Tensor] | None = None,
+    estimator: Callable[..., Any] | None = None,
     window: EntropyWindow | None = None,
     padded: bool = False,
     gradient: bool = True,
@@ -262,7 +262,7 @@ def _policy_loss(
     gradient: bool,
     options: dict[str, Any],
 ) -> _Subject:
-    kernel = _of_rectangles(fn) if padded else fn
+    kernel = of_rectangles(fn) if padded else fn
     call = functools.partial(run_policy_loss, kernel, gradient=gradient, **options)
     notes: list[str] = []
     if features is None:
@@ -307,7 +307,7 @@ def _rectangle_of_mask(batch: PackedBatch) -> torch.Tensor:
     return _rectangle(everything if batch.mask is None else batch.mask, batch)
 
 
-def _of_rectangles(fn: _Recorded) -> Callable[..., Any]:
+def of_rectangles(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The padded kernel called with a packed batch."""
 
     @functools.wraps(fn)

@@ -19,7 +19,16 @@ from ..specs import Head, KLEstimator, KLGradient, Routing
 from .budget import Expected
 from .examples import PolicyLossExample, RewardsExample, WindowExample, move
 
-__all__ = ["Outcome", "accepts", "expect_policy_loss", "expect_rewards", "expect_window", "run_policy_loss"]
+__all__ = [
+    "Outcome",
+    "accepts",
+    "expect_policy_loss",
+    "expect_rewards",
+    "expect_window",
+    "keywords_of",
+    "outcome_of",
+    "run_policy_loss",
+]
 
 
 class Outcome(NamedTuple):
@@ -37,6 +46,12 @@ def accepts(fn: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
+def keywords_of(fn: Callable[..., Any], example: PolicyLossExample) -> dict[str, Any]:
+    """Those of an example's optional inputs that ``fn`` takes."""
+    given = {**example.keywords, "gate": example.gate}
+    return {name: value for name, value in given.items() if accepts(fn, name)}
+
+
 def run_policy_loss(
     fn: Callable[..., Any], example: PolicyLossExample, *, gradient: bool = True, **keywords: Any
 ) -> Outcome:
@@ -45,10 +60,12 @@ def run_policy_loss(
     ``gradient``: False for a kernel that computes the loss alone.
     """
     leaf = example.logp.detach().requires_grad_(gradient)
-    keywords = {name: value for name, value in example.keywords.items() if accepts(fn, name)} | keywords
-    if accepts(fn, "gate"):
-        keywords["gate"] = example.gate
-    out = fn(leaf, example.old_logp, example.advantages, example.batch, **keywords)
+    keywords = keywords_of(fn, example) | keywords
+    return outcome_of(fn(leaf, example.old_logp, example.advantages, example.batch, **keywords), leaf, gradient)
+
+
+def outcome_of(out: Any, leaf: torch.Tensor, gradient: bool = True) -> Outcome:
+    """What a kernel returned, differentiated in ``leaf`` if it holds no gradient itself."""
     loss = out if isinstance(out, torch.Tensor) else out.loss
     tokens, metrics = getattr(out, "tokens", None), getattr(out, "metrics", None)
     tokens = tokens if tokens is None else tokens.reshape(leaf.shape)
@@ -160,9 +177,7 @@ def _penalty_terms(penalty: KLPenalty, s: torch.Tensor, x: torch.Tensor) -> tupl
     return r * value, r * (value + slope)
 
 
-def expect_rewards(
-    example: RewardsExample, op: str | Callable[..., torch.Tensor] = "grpo", **keywords: Any
-) -> Expected:
+def expect_rewards(example: RewardsExample, op: str | Callable[..., Any] = "grpo", **keywords: Any) -> Expected:
     """What an estimator, or the one named ``op``, should give; ``keywords`` are its options (ddof, eps, ...)."""
     example = move(example, "cpu")
     function = getattr(advantages, op) if isinstance(op, str) else op

@@ -197,7 +197,9 @@ def policy_loss_and_grad(
         process_group, level_metrics, correction_metrics, backend,
     )  # fmt: skip
     if backend == "reference":
-        with torch.enable_grad():
+        # Tensors of inference mode cannot be saved for a backward; copies of them can.
+        with torch.inference_mode(False), torch.enable_grad():
+            inputs = PolicyLossInputs(*(_copy_of_inference(each) for each in inputs))
             leaf = inputs.logp.detach().clone().requires_grad_()
             op = resolve("gates", leaf, backend)
             loss, vector, _ = op.policy_loss(inputs._replace(logp=leaf), spec, exchange)
@@ -330,6 +332,10 @@ def _run(
     if tokens is None or not return_tokens:
         return PolicyLoss(loss, metrics, None, levels, corrections)
     return PolicyLoss(loss, metrics, tokens.reshape(inputs.logp.shape), levels, corrections)
+
+
+def _copy_of_inference(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) and value.is_inference() else value
 
 
 def _levels(inputs: PolicyLossInputs, spec: PolicyLossSpec, metrics: Metrics, exchange: Beyond | None) -> LevelMetrics:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 # Compilations count as first calls, so none may come from an earlier run's cache.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="hpo_core_bench_")
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler, which counts memory, would print a line per use
 
 import bench_advantages
 import bench_entropy

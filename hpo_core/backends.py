@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,7 +80,13 @@ def _resolve(op: str, device: torch.device, backend: str | None) -> Any:
     available = _PROBES[name]()
     if not available:
         raise RuntimeError(f"backend: {name!r} is not available: {available.reason}")
-    return _LOADERS[name](op)
+    return _undisturbed(_LOADERS[name])(op)
+
+
+def _undisturbed(load: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Out of Dynamo's sight: of what it traces after a graph break it would make copies, which are no backends."""
+    dynamo = sys.modules.get("torch._dynamo")  # torch.compiler.disable would import it, which takes seconds
+    return load if dynamo is None else dynamo.disable(load)
 
 
 def choice(op: str, device: str) -> str:

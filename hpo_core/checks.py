@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 __all__ = [
     "as_constant",
@@ -25,6 +26,7 @@ __all__ = [
     "checked_constant",
     "examined",
     "examines",
+    "has_tangent",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -336,8 +338,9 @@ def as_constant(
         check_shape(name, tensor, shape, meaning)
     if tensor.device != device:
         raise ValueError(f"{name}: expected device {device} (that of logp), got {tensor.device}")
-    if tensor.requires_grad:
-        raise ValueError(f"{name}: it is a constant of the loss but requires a gradient; pass {name}.detach()")
+    if tensor.requires_grad or (forward_ad._current_level >= 0 and has_tangent(tensor)):
+        found = "requires a gradient" if tensor.requires_grad else "has a tangent (of forward-mode derivatives)"
+        raise ValueError(f"{name}: it is a constant of the loss but {found}; pass {name}.detach()")
     if tensor.dtype is not dtype:
         if dtype == torch.bool or tensor.dtype == torch.bool or tensor.is_complex() or tensor.is_quantized:
             check_dtype(name, tensor, (dtype,), "convert it")
@@ -347,3 +350,8 @@ def as_constant(
             )
         tensor = tensor.to(dtype)
     return tensor.contiguous()
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether forward-mode derivatives go through the tensor. Costs microseconds where a level of them is open."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]

@@ -201,7 +201,9 @@ def policy_loss_and_grad(
     inputs, spec, exchange, corrections, _, wants_levels = prepared
     backend, process_group = options.get("backend"), options.get("process_group")
     if backend == "reference":
-        with torch.enable_grad():
+        # Tensors of inference mode cannot be saved for a backward; copies of them can.
+        with torch.inference_mode(False), torch.enable_grad():
+            inputs = PolicyLossInputs(*(_copy_of_inference(each) for each in inputs))
             leaf = inputs.logp.detach().clone().requires_grad_()
             op = resolve("gates", leaf, backend)
             loss, vector, _ = op.policy_loss(inputs._replace(logp=leaf), spec, exchange)
@@ -324,6 +326,10 @@ def _run(prepared: _Prepared, process_group: torch.distributed.ProcessGroup | No
     return PolicyLoss(loss, metrics, tokens.reshape(inputs.logp.shape), levels, corrections)
 
 
+def _copy_of_inference(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) and value.is_inference() else value
+
+
 def _levels(inputs: PolicyLossInputs, spec: PolicyLossSpec, metrics: Metrics, exchange: Beyond | None) -> LevelMetrics:
     assert exchange is not None  # who asks for metrics of levels has one
     return observed_levels(inputs, spec, exchange, metrics["tokens"])
@@ -432,7 +438,7 @@ def _prepare(
     token_weight = None if token_weight is None else token("token_weight", token_weight)
     if bounds is not None:
         low, high = (None if each is None else token(f"bounds[{at}]", each) for at, each in enumerate(bounds))
-        token_weight = _possible(low, high, token_weight)
+        token_weight = _possible(low, high, token_weight, dtype)
     inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond
         logp,
         None if old_logp is None else token("old_logp", old_logp),
@@ -523,7 +529,7 @@ def _given(gate_inputs: GateInputs | None, gate: RatioGate) -> GateInputs:
 
 
 def _possible(
-    low: torch.Tensor | None, high: torch.Tensor | None, token_weight: torch.Tensor | None
+    low: torch.Tensor | None, high: torch.Tensor | None, token_weight: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor | None:
     """Weights that are NaN, which every backend leaves out and counts, where ``0 <= low <= 1 <= high`` does not hold:
     epsilons in place of ratios, or what was computed from a broken entropy."""
@@ -533,7 +539,8 @@ def _possible(
     if not possible:
         return token_weight
     holds = functools.reduce(torch.logical_and, possible)
-    return torch.where(holds, 1.0 if token_weight is None else token_weight, torch.nan)
+    weight = torch.ones_like(holds, dtype=dtype) if token_weight is None else token_weight
+    return torch.where(holds, weight, torch.nan)
 
 
 def _check_penalty(kl: KLPenalty | None, ref_logp: torch.Tensor | None) -> None:

@@ -62,6 +62,7 @@ RULES = [
     *kernels("advantages groups units", ADVANTAGES),
     *kernels("entropy", ENTROPY),
     *kernels("segments", SEGMENTS),
+    Rule(("csrc/cpu/denormals.h",), (*OPERATORS, "ambient_defaults")),
     Rule(("csrc/cpu/lanes.h", "csrc/cpu/parallel.h", "csrc/cpu/rows.h"), OPERATORS),
     Rule(("csrc/cpu/dispatch.cpp", "csrc/cpu/kernels.h", "csrc/bindings_cpu.cpp"), (*OPERATORS, "isas", "backends")),
     Rule(("csrc/cuda/grid.cuh", "csrc/cuda/warp.cuh", "csrc/cuda/status.cu", "csrc/include/hpo/cuda.h",

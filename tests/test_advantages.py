@@ -81,7 +81,9 @@ def test_keeps_every_promise(backend, op):
     fn = functools.partial(getattr(advantages, op), backend=backend)
     examples = number(backend, at_length=40, machine_code=40, emulated=6, interpreted=4)
     report = testing.check(fn, op, examples=examples, device=testing.device_of(backend))
-    assert report.promises == testing.promises(op)
+    report.raise_for_broken()
+    shared = {"groups do not see each other"} if op == "lite_ppo" else set()  # by definition groups share one scale
+    assert set(testing.promises(op)) - set(report.kept) <= shared
 
 
 # ----------------------------------------------------------------------------------------------------- worked numbers

@@ -1,4 +1,5 @@
-"""Nothing depends on torch's default dtype or default device: neither a process's first calls nor later ones."""
+"""Nothing depends on torch's default dtype or default device, nor on the handling of subnormal numbers: neither a
+process's first calls nor later ones."""
 
 import hashlib
 import json
@@ -13,6 +14,8 @@ import pytest
 import torch
 from interpreter import patch_once_per_launch
 from valid_calls import calls, tensors_of
+
+import hpo_core as hpo
 
 DEFAULTS = ("bfloat16", "meta", *(pytest.param(name, marks=pytest.mark.long) for name in ("float64", "float16")))
 BACKENDS = (None, "reference", "cuda_emulated", "triton")
@@ -43,6 +46,35 @@ def test_later_calls_in_a_thread_of_their_own(default, plain):
     thread.join()
     assert {name: bits for name, bits in found.items() if bits != plain[name]} == {}
     assert found
+
+
+def test_subnormal_numbers_are_kept_by_every_thread():
+    """The thread that calls flushes them, and those of its pool may not: which of them computes a token is chance."""
+    draw, tokens = torch.Generator().manual_seed(0), 1 << 16
+    logp = -torch.rand(tokens, generator=draw)
+    batch = hpo.PackedBatch.from_lengths([256] * 256)
+    advantages = torch.linspace(-1e-33, 1e-33, 256)  # times weights of 2^-16: most gradients are subnormal
+    found = []
+
+    def run():
+        out = hpo.policy_loss_and_grad(logp, logp - 0.1, advantages, batch, backend="cpu")
+        found.append(_bits((out.loss, out.grad)))
+
+    def run_flushing():
+        assert torch.set_flush_denormal(True)
+        for threads in (2, 1, 2):
+            torch.set_num_threads(threads)
+            run()
+
+    before = torch.get_num_threads()
+    try:
+        run()
+        thread = threading.Thread(target=run_flushing)
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 4 and len(set(found)) == 1
 
 
 @contextmanager

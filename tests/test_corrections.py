@@ -132,7 +132,7 @@ def test_a_token_the_loss_leaves_out_has_no_say_in_a_correction(reads_reference,
     batch, ones, hole = hpo.PackedBatch.from_lengths([4]), [-1.0] * 4, [-1.0, math.nan, -1.0, -1.0]
     given = {"ref_logp": torch.tensor(hole), "kl": hpo.kl.k3(0.1)} if reads_reference else {}
     if reads_reference:
-        given["correction_metrics"] = True
+        given["report"] = ("corrections",)
     for backend in ("reference", *native_backends):
         out = loss_of(
             backend, batch, gates.compose(gates.reinforce(), WEIGHT), logp=ones if reads_reference else hole,
@@ -200,10 +200,8 @@ def test_what_lies_between_steps_is_masked_for_every_correction(native_backends)
     batch, old = hpo.PackedBatch(torch.tensor([0, 6]), steps=torch.tensor([[1, 3]])), [-1.0] * 6
     rollout = [math.nan, -1.1, -1.2, math.inf, -9.0, -9.0]
     gate = gates.compose(gates.step_gspo(), WEIGHT)
-    for backend, want_metrics in itertools.product(("reference", *native_backends), (False, True)):
-        out = loss_of(
-            backend, batch, gate, logp=old, old_logp=old, rollout_logp=rollout, correction_metrics=want_metrics
-        )
+    for backend, report in itertools.product(("reference", *native_backends), ((), ("corrections",))):
+        out = loss_of(backend, batch, gate, logp=old, old_logp=old, rollout_logp=rollout, report=report)
         weight = -math.exp(0.3)
         assert out.grad.tolist() == pytest.approx([0.0, weight, weight, 0.0, 0.0, 0.0], rel=1e-6), backend
-        assert [seen["tokens"] for seen in out.corrections] == [2.0] * want_metrics
+        assert [seen["tokens"] for seen in out.corrections] == [2.0] * len(report)

@@ -76,7 +76,8 @@ def test_keeps_every_promise_of_windows(backend):
     fn = functools.partial(window_mean, backend=backend)
     examples = 40 if backend == "cpu" else 5
     report = testing.check(fn, "window_mean", examples=examples, device=testing.device_of(backend))
-    assert report.promises == testing.promises("window_mean")
+    report.raise_for_broken()
+    assert report.kept == testing.promises("window_mean")
 
 
 def test_boundary_and_invalid_policies_by_hand(backend):

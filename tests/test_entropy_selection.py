@@ -81,7 +81,8 @@ def test_keeps_every_promise_of_order_statistics(backend):
 
     examples = 60 if backend == "cpu" else 10
     report = testing.check(fn, "order_statistic", examples=examples, device=testing.device_of(backend))
-    assert report.promises == testing.promises("order_statistic")
+    report.raise_for_broken()
+    assert report.kept == testing.promises("order_statistic")
 
 
 def test_index_is_exact_where_floats_fail(backend):

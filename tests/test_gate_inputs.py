@@ -142,14 +142,14 @@ def test_bounds_replace_all_that_a_clip_has_but_the_dual(gate, low, high, backen
         hpo.PackedBatch.from_lengths([4]),
         functools.partial(torch.tensor, device=testing.device_of(backend)),
     )
-    bounds = (tensors([0.5] * 4), tensors([1.5] * 4))
+    given = gates.GateInputs(bounds=(tensors([0.5] * 4), tensors([1.5] * 4)))
     for sign, lowest, highest in ((1.0, low[0], high[0]), (-1.0, low[1], high[1])):
         below, above = (0.01, 0.02) if lowest is None else (lowest * 0.99, lowest * 1.01), (90.0, 91.0)
         if highest is not None:
             above = (highest * 0.99, highest * 1.01)
         ratio = tensors([*below, *above])
         out = hpo.policy_loss_and_grad(
-            ratio.log(), torch.zeros_like(ratio), tensors([sign]), batch.to(ratio.device), gate, bounds=bounds,
+            ratio.log(), torch.zeros_like(ratio), tensors([sign]), batch.to(ratio.device), gate, gate_inputs=given,
             backend=backend,
         )  # fmt: skip
         if gate.head is gates.Head.SCORE:  # every token has a gradient: of the clipped ratio
@@ -182,9 +182,10 @@ def test_success_rates_of_0_and_1(native_backends):
             place = testing.device_of(backend)
             for x in (0.0, 120.0):
                 old_logp = logp - torch.tensor([0.0, 0.0, x])
+                given = gates.GateInputs(target=torch.full((2,), rate, device=place))
                 out = hpo.policy_loss_and_grad(
                     logp.to(place), old_logp.to(place), advantages.to(place), batch.to(place), gates.nft(),
-                    target=torch.full((2,), rate, device=place), weights=torch.ones(2, device=place), backend=backend,
+                    gate_inputs=given, weights=torch.ones(2, device=place), backend=backend,
                 )  # fmt: skip
                 assert out.metrics["bad_advantages"] == bad, (backend, rate)
                 slope = last * (2.0**36 if x else 1.0)
@@ -285,6 +286,6 @@ def test_m2po_mask_keeps_the_smallest():
     logp = torch.tensor([0.0, -0.9, 0.7, 0.7, math.nan])
     batch = hpo.PackedBatch(torch.tensor([0, 5]), torch.tensor([0, 1, 1, 1, 1]))
     run = functools.partial(gates.m2po_mask, logp, torch.zeros(5))
-    assert run(batch).tolist() == [False, False, True, False, False]
-    assert not run(batch.replace(mask=torch.zeros(5, dtype=torch.bool))).any()
-    assert gates.m2po_mask(logp[:0], logp[:0], hpo.PackedBatch.from_lengths([])).numel() == 0
+    assert run(batch).token_mask.tolist() == [False, False, True, False, False]
+    assert not run(batch.replace(mask=torch.zeros(5, dtype=torch.bool))).token_mask.any()
+    assert gates.m2po_mask(logp[:0], logp[:0], hpo.PackedBatch.from_lengths([])).token_mask.numel() == 0

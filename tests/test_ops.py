@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import os
 import shutil
+import subprocess
 import sys
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from catalogue import CATALOGUE
 from lazily import Lazy
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -104,6 +106,28 @@ def test_upstream_gradient_of_stride_zero():
     assert torch.equal(got, gradient(given.loss, given) * 3)
     (got,) = torch.autograd.grad(given.loss(leaf).expand(2, 5), leaf, torch.tensor(0.5).expand(2, 5))
     assert torch.equal(got, gradient(given.loss, given) * 5)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_gradient_has_no_graph_unless_one_is_asked_for(factor):
+    """Also where the saved tensor itself is handed on, which the incoming 1 allows."""
+    given = inputs()
+    leaf = given.leaf()
+    (grad,) = torch.autograd.grad(given.loss(leaf) * factor, leaf)
+    assert not grad.requires_grad and grad.is_leaf
+    compiled = torch.compile(lambda logp: given.loss(logp), fullgraph=True, backend="eager")
+    assert not torch.autograd.grad(compiled(leaf) * factor, leaf)[0].requires_grad
+
+
+def test_the_reference_without_autograd_in_inference_mode():
+    """Its backward saves what it was given, which tensors of inference mode refuse."""
+    given = inputs()
+    expected = hpo.policy_loss_and_grad(*given[:3], given.batch, backend="reference").grad
+    with torch.inference_mode():
+        tensors = [tensor + 0 for tensor in given[:3]]
+        inside = hpo.policy_loss_and_grad(*tensors, given.batch, backend="reference")
+    outside = hpo.policy_loss_and_grad(*tensors, given.batch, backend="reference")
+    assert torch.equal(inside.grad, expected) and torch.equal(outside.grad, expected)
 
 
 def test_backward_twice():
@@ -321,8 +345,63 @@ def test_transforms_without_a_rule_say_so():
     given = inputs()
     with pytest.raises(RuntimeError, match="vmap"):
         torch.func.vmap(given.loss)(torch.stack((given.logp, given.logp)))
-    with pytest.raises(NotImplementedError, match="jvp"):
-        torch.func.jvp(given.loss, (given.logp,), (given.logp,))
+
+
+FORWARD_MODE = "forward-mode derivatives .* are not supported"
+
+
+def test_forward_mode_is_refused_by_name():
+    """A tangent that comes in would be lost: of logp, and of constants as a gradient is."""
+    given = inputs()
+    for transform in (torch.func.jacfwd(given.loss), lambda logp: torch.func.jvp(given.loss, (logp,), (logp,))):
+        with pytest.raises(RuntimeError, match="vmap" if transform.__name__ == "wrapper_fn" else FORWARD_MODE):
+            transform(given.logp)
+    with forward_ad.dual_level():
+        for logp in (given.logp, given.leaf()):
+            with pytest.raises(RuntimeError, match=FORWARD_MODE):
+                given.loss(forward_ad.make_dual(logp, torch.ones_like(logp)))
+        dual = forward_ad.make_dual(given.old_logp, given.logp)
+        with pytest.raises(ValueError, match="old_logp: it is a constant of the loss but has a tangent"):
+            hpo.policy_loss(given.logp, dual, given.advantages, given.batch)
+        assert given.loss(given.logp).isfinite()
+
+
+def test_the_reference_has_forward_mode():
+    given = inputs()
+    _, tangent = torch.func.jvp(lambda logp: given.loss(logp, backend="reference"), (given.logp,), (given.old_logp,))
+    torch.testing.assert_close(tangent, (gradient(given.loss, given) * given.old_logp).sum())
+
+
+def test_transforms_inside_of_what_is_compiled_are_refused_by_name():
+    given = inputs()
+    compiled = torch.compile(torch.func.grad_and_value(given.loss), fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="take the transform out of the compiled function, or call"):
+        compiled(given.logp)
+
+
+def test_the_gradient_inside_of_what_is_compiled():
+    given = inputs()
+
+    def both(logp):
+        out = hpo.policy_loss_and_grad(logp, given.old_logp, given.advantages, given.batch, GATES["token"])
+        return out.loss, out.grad
+
+    loss, grad = torch.compile(both, fullgraph=True, backend="aot_eager")(given.logp)
+    assert torch.equal(loss, given.loss(given.logp)) and torch.equal(grad, gradient(given.loss, given))
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler")
+def test_a_graph_break_in_front_of_the_first_call_leaves_backends_whole():
+    """Dynamo goes on tracing behind a break, and keeps an empty copy of a backend that it sees being made."""
+    program = """
+import torch, hpo_core as hpo
+batch, zeros = hpo.PackedBatch.from_lengths([3, 2]), torch.zeros(5)
+loss = lambda logp: hpo.policy_loss(logp, zeros, torch.ones(2), batch).loss
+grad, value = torch.compile(torch.func.grad_and_value(loss))(zeros)
+assert value == -1 and grad.tolist() == hpo.policy_loss_and_grad(zeros, zeros, torch.ones(2), batch).grad.tolist()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_watchers_see_the_operators():
@@ -431,6 +510,31 @@ def test_one_batch_compiled_again_and_again():
     for _ in range(4):
         compare(compiled, three_calls, given)
     assert counter.frame_count <= 2
+
+
+def test_bounds_are_run_time_values_of_a_compiled_graph():
+    """The numbers of a gate are its constants (docs/numerics.md): their schedule goes through bounds per token."""
+    given = inputs()
+    counter = dynamo.CompileCounterWithBackend("aot_eager")
+    torch.compiler.reset()
+
+    def loss(logp, bounds):
+        return given.loss(logp, gate_inputs=hpo.gates.GateInputs(bounds=bounds))
+
+    compiled = torch.compile(loss, fullgraph=True, backend=counter)
+    for epsilon in (0.1, 0.2, 0.3):
+        bounds = torch.full_like(given.logp, 1 - epsilon), torch.full_like(given.logp, 1 + epsilon)
+        assert torch.equal(compiled(given.logp, bounds), loss(given.logp, bounds))
+    assert counter.frame_count == 1
+
+
+def test_a_gate_of_other_numbers_is_compiled_anew():
+    given = inputs()
+    torch.compiler.reset()
+    compiled = torch.compile(lambda logp, gate: given.loss(logp, gate), fullgraph=True, backend="aot_eager")
+    for epsilon in (0.1, 0.2, 0.3, 0.1):
+        gate = hpo.gates.ppo_clip(epsilon, epsilon)
+        assert torch.equal(compiled(given.logp, gate), given.loss(given.logp, gate))
 
 
 def test_compiled_without_a_gradient():

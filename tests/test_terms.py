@@ -19,6 +19,7 @@ from hpo_core.gates import (
     Correction,
     Drop,
     Gamma,
+    GateInputs,
     Head,
     Identity,
     Level,
@@ -123,13 +124,14 @@ def test_heads_of_huge_ratios_and_lowest_log_probabilities(head, native_backends
     if head is not Head.CENSORED:  # whose level bounds what it takes; the others without any bound
         gate = RatioGate("open", Identity(), head=head, head_numbers=gate.head_numbers)
     logp, old_logp = torch.tensor(EDGES * 2).T.contiguous()
-    target = {"target": torch.tensor([0.5, 0.5])} if gate.takes_target else {}
     for size in (2.0, 1e12):
-        given = {"advantages": torch.tensor([size, -size]), "weights": torch.ones(2), **target}
+        given = {"advantages": torch.tensor([size, -size]), "weights": torch.ones(2)}
         found = {}
         for backend in ("reference", *native_backends):
             place = testing.device_of(backend)
             on = {name: value.to(place) for name, value in (given | {"logp": logp, "old_logp": old_logp}).items()}
+            inputs = GateInputs(target=torch.tensor([0.5, 0.5], device=place)) if gate.takes_target else None
+            on["gate_inputs"] = inputs
             out = hpo.policy_loss_and_grad(batch=batch.to(place), gate=gate, backend=backend, **on)
             assert torch.isfinite(out.loss) and torch.isfinite(out.grad).all(), backend
             found[backend] = out.grad.cpu()
@@ -147,7 +149,7 @@ def test_the_square_of_a_whole_answer_has_no_end(native_backends):
         place = testing.device_of(backend)
         logp = (old_logp + 2.0).to(place).requires_grad_()
         tensors = (old_logp.to(place), torch.zeros(1, device=place), batch.to(place), gate)
-        out = hpo.policy_loss(logp, *tensors, weights=weights.to(place), return_tokens=True, backend=backend)
+        out = hpo.policy_loss(logp, *tensors, weights=weights.to(place), report=("tokens",), backend=backend)
         out.loss.backward()
         assert out.tokens.tolist() == pytest.approx([0.05 * 80.0**2] * 40), backend
         assert logp.grad.tolist() == pytest.approx([0.25 * 40 * 0.1 * 80.0] * 40), backend

@@ -1,7 +1,8 @@
-"""check() names the fault of broken kernels and passes honest ones; the budget; the generators; verl and TRL."""
+"""check() reports on every promise of right and broken kernels; the budget; the generators; verl and TRL."""
 
 import functools
 import types
+from fractions import Fraction
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import hpo_core as hpo
 from hpo_core import gates, testing
 from hpo_core.reference.entropy import order_statistic
 from hpo_core.reference.segments import row_of_token
+from hpo_core.specs import OrderRule
 from hpo_core.testing import Expected, Layout
 
 EXAMPLES = 60
@@ -49,17 +51,155 @@ def eager_ppo(logp, old_logp, advantages, batch, *, gate, weights):
 def test_an_honest_kernel_keeps_every_promise_it_can():
     report = testing.check(eager_ppo, examples=EXAMPLES // 2)
     scores = "ties: a score equal to the threshold is selected (unless strict)"  # it takes no window
-    assert set(report.promises) == set(testing.promises()) - {scores}
-    assert 0 < report.worst <= 1 and str(report).startswith("policy_loss keeps 11 promises on 30 examples each")
+    report.raise_for_broken()
+    assert report.kept == tuple(name for name in testing.promises() if name != scores)
+    assert 0 < report.worst <= 1
+    assert str(report).startswith("policy_loss: of 12 promises 11 kept, 0 broken, 1 not supported; 30 examples each")
+    assert f"not supported  {scores}  (the kernel has no window, threshold, entropy)" in str(report)
 
 
 def test_the_reference_keeps_every_promise():
     for op in ("grpo", "rloo"):
         estimator = functools.partial(getattr(hpo.advantages, op), backend="reference")
-        assert testing.check(estimator, op, examples=20).promises == testing.promises(op)
-    assert testing.check(order_statistic, "order_statistic", examples=30).promises == testing.promises(
-        "order_statistic"
-    )
+        assert testing.check(estimator, op, examples=20).kept == testing.promises(op)
+    assert testing.check(order_statistic, "order_statistic", examples=30).kept == testing.promises("order_statistic")
+
+
+def user_ppo(pessimistic):
+    """PPO as a user writes it: old_logp is a tensor, the denominator the number of tokens, there is no gate."""
+
+    def ppo(logp, old_logp, advantages, batch):
+        row, valid = rows_and_mask(batch, logp.numel())
+        advantage = at_tokens(advantages, row)
+        ratio = torch.where(valid, logp - old_logp, 0.0).exp()
+        loss = -pessimistic(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        return torch.where(valid, loss, 0.0).sum() / valid.sum().clamp(min=1)
+
+    return ppo
+
+
+def test_a_right_and_a_wrong_ppo_differ_in_the_first_line_of_the_table():
+    """With the defaults; what a plain kernel does not take is no fault, and what it breaks beside is said as well."""
+    right, wrong = testing.check(user_ppo(torch.minimum)), testing.check(user_ppo(torch.maximum))
+    assert "  pass           exact  (largest error" in str(right).splitlines()[1]
+    assert str(wrong).splitlines()[1] == "  FAIL           exact"
+    assert set(wrong.broken) - set(right.broken) == {"exact"}
+    assert set(right.broken) <= {OVERFLOW}  # its ratios do not saturate
+    assert "old_logp=None, on which the kernel raised TypeError" in right.notes
+    assert not wrong.ok and "expected 0.0" in dict(zip(testing.promises(), wrong.verdicts, strict=True))["exact"].detail
+    with pytest.raises(AssertionError, match="FAIL exact: the gradient"):
+        wrong.raise_for_broken()
+
+
+def test_a_report_without_a_verdict_is_not_ok():
+    report = testing.check(user_ppo(torch.minimum), only=[MICRO], examples=1)
+    assert (report.kept, report.broken, report.ok) == ((), (), False)
+
+
+def test_the_example_is_what_the_kernel_received():
+    """Not the clean one that was drawn: the poison stands at the masked token."""
+    report = testing.check(masked_read, examples=EXAMPLES, only=["masked is never read"])
+    assert "logp = [nan]" in report.verdicts[0].received and "gate" in report.verdicts[0].received
+
+
+def forward_only(logp, old_logp, advantages, batch, *, gate, weights):
+    return eager_ppo(logp.detach(), old_logp, advantages, batch, gate=gate, weights=weights)
+
+
+def test_a_loss_without_a_gradient_is_judged_as_one_if_it_is_said():
+    report = testing.check(forward_only, gradient=False, examples=20)
+    assert report.ok and {"exact", "masked is never read", MICRO} <= set(report.kept)
+    assert "not supported  packed: rows do not see each other  (the kernel has no gradient)" in str(report)
+    report = testing.check(forward_only, examples=5)
+    assert "exact" in report.broken and "gradient=False" in str(report)
+
+
+def padded_ppo(logp, old_logp, advantages, mask, *, weights, ref_logp=None, kl=None, off_by_one=False):
+    old_logp = logp.detach() if old_logp is None else old_logp
+    x = torch.where(mask, logp - old_logp, 0.0)
+    ratio = (x.detach().clamp(-60, 60) + (x - x.detach())).exp()
+    loss = -torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+    if kl is not None:
+        s = torch.where(mask, logp - ref_logp, 0.0)
+        loss = loss + kl.beta * ((-s).exp() - 1 + s)
+    if off_by_one:
+        mask = mask.roll(1, -1)
+    return (torch.where(mask, loss, 0.0) * weights[:, None]).sum()
+
+
+def test_padded_kernels_are_given_rectangles():
+    report = testing.check(padded_ppo, padded=True, examples=EXAMPLES)
+    assert "exact" in report.kept and "masked is never read" in report.kept and set(report.broken) <= {OVERFLOW}
+    wrong = testing.check(functools.partial(padded_ppo, off_by_one=True), padded=True, examples=EXAMPLES)
+    assert "exact" in wrong.broken and "mask = [[" in str(wrong)
+    ours = testing.check(functools.partial(hpo.policy_loss, backend="cpu"), padded=True, examples=15)
+    ours.raise_for_broken()
+    ours = functools.partial(hpo.entropy.window_mean, backend="cpu")
+    assert testing.check(ours, "window_mean", padded=True, examples=15, only=["exact"]).ok
+
+
+def test_penalties():
+    assert testing.check(lambda logp, ref: (ref - logp).exp() - 1 - (ref - logp), "kl", examples=EXAMPLES).ok
+    square = testing.check(lambda logp, ref: 0.5 * (logp - ref) ** 2, "kl", penalty=hpo.kl.k2(1.0), examples=EXAMPLES)
+    assert square.kept == testing.promises("kl") == ("exact", "deterministic", "strides are honoured")
+    assert "exact" in testing.check(lambda logp, ref: 0.5 * (logp - ref) ** 2, "kl", examples=EXAMPLES).broken
+    k1 = hpo.kl.k1(1.0)
+    no_gradient = testing.check(lambda logp, ref: logp.detach() - ref, "kl", penalty=k1, gradient=False, examples=20)
+    assert no_gradient.ok
+    assert not testing.check(lambda logp, ref: logp.detach() - ref, "kl", penalty=k1, examples=20).ok
+
+
+def test_masks_of_windows():
+    for window in (hpo.entropy.forking_tokens(), hpo.entropy.ares()):
+
+        def ours(entropy, batch, window):
+            return window.fit_apply(entropy, batch, backend="cpu")[1]
+
+        report = testing.check(ours, "window_mask", window=window, examples=EXAMPLES)
+        assert report.kept == testing.promises("window_mask")
+
+    def of_padding(entropy, mask):  # the quantile of masked tokens as well, as some trainers take it
+        return (entropy >= entropy.quantile(0.8, interpolation="higher")) & mask if entropy.numel() else mask
+
+    report = testing.check(of_padding, "window_mask", padded=True, examples=EXAMPLES)
+    assert "exact, ties included" in report.broken and "masked is never read" in report.broken
+
+
+def test_quantiles():
+    def of_rule(rule):
+        def fn(scores, quantile):
+            q = Fraction(str(quantile))
+            return scores.sort().values[rule.index(q.numerator, q.denominator, scores.numel())]
+
+        return fn
+
+    ceil, nearest = of_rule(OrderRule.CEIL), of_rule(OrderRule.NEAREST)
+    assert testing.check(ceil, "quantile", examples=EXAMPLES).kept == testing.promises("quantile")
+    assert "exact, ties included" in testing.check(nearest, "quantile", examples=EXAMPLES).broken
+    assert testing.check(nearest, "quantile", rule=OrderRule.NEAREST, examples=EXAMPLES).ok
+    assert "exact, ties included" in testing.check(torch.quantile, "quantile", examples=EXAMPLES).broken  # interpolates
+
+
+def test_estimators_of_rows_and_steps_by_name_and_by_function():
+    def flat(rewards, group_ids):
+        return hpo.advantages.grpo(rewards, group_ids, backend="reference")
+
+    assert testing.check(flat, "advantages", examples=20).ok
+    assert "exact" in testing.check(flat, "advantages", estimator=hpo.advantages.rloo, examples=20).broken
+    for estimator in (hpo.advantages.gigpo, hpo.advantages.hgpo):
+        report = testing.check(
+            functools.partial(estimator, backend="cpu"), "advantages", estimator=estimator, examples=40
+        )
+        report.raise_for_broken()
+        assert "exact" in report.kept
+
+    def without_steps(rewards, group_ids, trajectory_ids, anchor_ids):
+        return flat(rewards, group_ids)
+
+    wrong = testing.check(without_steps, "gigpo", examples=20)
+    assert "exact" in wrong.broken and "anchor_ids = [" in str(wrong)
+    with pytest.raises(ValueError, match="fix what else it needs"):
+        testing.check(flat, "sgrpo")
 
 
 # ---------------------------------------------------------------------------------------------------- broken kernels
@@ -122,39 +262,36 @@ BROKEN = {
 
 @pytest.mark.parametrize("kernel, op, promise, detail", BROKEN.values(), ids=BROKEN)
 def test_the_fault_is_named(kernel, op, promise, detail):
-    with pytest.raises(AssertionError) as caught:
-        testing.check(kernel, op, examples=EXAMPLES)
-    message = str(caught.value)
-    print(message)
-    assert message.startswith(f"{op} breaks the promise {promise!r}: ") and detail in message
-    assert "Smallest example found" in message
+    report = testing.check(kernel, op, examples=EXAMPLES)
+    print(report)
+    (verdict,) = (verdict for verdict in report.verdicts if verdict.promise == promise)
+    assert verdict.kept is False and detail in verdict.detail and verdict.received
 
 
 def test_the_example_is_shrunk():
     """Of the masked read, one masked token is enough."""
-    with pytest.raises(AssertionError) as caught:
-        testing.check(masked_read, examples=EXAMPLES)
-    assert "tokens=1" in str(caught.value)
+    report = testing.check(masked_read, examples=EXAMPLES, only=["masked is never read"])
+    assert "tokens=1" in report.verdicts[0].received
 
 
 def test_an_exception_is_a_broken_promise_too():
     def crashes(rewards, group_ids):
         raise RuntimeError("no kernel for this device")
 
-    with pytest.raises(AssertionError, match="raised RuntimeError: no kernel"):
-        testing.check(crashes, "grpo", examples=5)
+    report = testing.check(crashes, "grpo", examples=5)
+    assert "exact" in report.broken and "raised RuntimeError: no kernel" in str(report)
 
 
 def test_the_same_seed_finds_the_same_example():
-    messages = []
-    for _ in range(2):
-        with pytest.raises(AssertionError) as caught:
-            testing.check(biased_std, "grpo", examples=20, seed=4)
-        messages.append(str(caught.value))
-    assert messages[0] == messages[1]
+    first, second = (str(testing.check(biased_std, "grpo", examples=20, seed=4)) for _ in range(2))
+    assert first == second and "FAIL exact" in first
 
 
 def test_unknown_names_are_refused():
+    with pytest.raises(TypeError, match="fn: expected a function"):
+        testing.check("grpo")
+    with pytest.raises(ValueError, match="estimator: op='grpo' names it already"):
+        testing.check(biased_std, "grpo", estimator=hpo.advantages.rloo)
     with pytest.raises(ValueError, match="op: expected one of"):
         testing.check(biased_std, "gpro")
     with pytest.raises(ValueError, match="only: expected names"):
@@ -167,6 +304,43 @@ def test_strategies_without_hypothesis_say_so(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "hypothesis.strategies", None)
     with pytest.raises(ImportError, match="pip install"):
         testing.layouts()
+
+
+# ------------------------------------------------------------------------------------------------------- the stopwatch
+
+
+def test_bench_measures_a_loss_next_to_ours(monkeypatch, tmp_path):
+    """In one call: eager and compiled (here without a compiler of machine code), time, memory, and a picture."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    picture = tmp_path / "bench.png"
+    measured = testing.bench(padded_ppo, padded=True, tokens=4096, rows=8, seconds=0.1, picture=picture)
+    names = ["hpo_core", "hpo_core, compiled", "padded_ppo", "padded_ppo, compiled"]
+    assert [line.name for line in measured.lines] == names
+    for line in measured.lines:
+        assert 0 < line.low <= line.milliseconds <= line.high and line.bytes_per_token >= 4 and not line.note
+    assert str(measured).startswith("ppo_clip, 4,096 tokens in 8 rows, ") and len(str(measured).splitlines()) == 6
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_times_nothing_that_computes_something_else_or_raises():
+    def wrong(logp, old_logp, advantages, batch):
+        return 1.1 * user_ppo(torch.minimum)(logp, old_logp, advantages, batch)
+
+    def raises(logp, old_logp, advantages, batch):
+        raise RuntimeError("no kernel for this device")
+
+    for fn, note in ((wrong, "its loss is off by"), (raises, "raised RuntimeError: no kernel for this device")):
+        ours, theirs = testing.bench(fn, tokens=512, rows=2, compiled=False, seconds=0.01).lines
+        assert ours.milliseconds > 0 and theirs.milliseconds is None and theirs.note.startswith(note)
+
+
+def test_bench_refuses_what_it_cannot_draw(monkeypatch):
+    with pytest.raises(ValueError, match="tokens: expected a number >= 1, got 0"):
+        testing.bench(padded_ppo, tokens=0)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        testing.bench(padded_ppo, padded=True, tokens=64, rows=1, compiled=False, seconds=0.01, picture="bench.png")
 
 
 # ---------------------------------------------------------------------------------------------------------- the budget
@@ -359,6 +533,7 @@ def verl_advantage(name):
 MASKED, OVERFLOW = "masked is never read", "overflow-safe: log-ratios saturate at +-60 and keep their slope"
 NOTHING, OFFSET = "nothing valid: loss 0, gradient 0", "an offset common to a group costs no digits"
 IDENTICAL = "identical rewards get exactly 0"
+MICRO = "micro-batch-invariant: parts add up to the whole"
 PEERS = {
     "verl vanilla": lambda: (verl_policy_loss("vanilla"), "policy_loss", gates.ppo_clip(0.2, 0.2, dual=3.0)),
     "verl gspo": lambda: (
@@ -371,41 +546,15 @@ PEERS = {
 }  # fmt: skip
 
 
-def verdicts(fn, op, gate, examples):
-    """Promise -> what breaks it, "" if nothing was found, None where the adapter's keywords leave nothing to ask."""
-    found = {}
-    for promise in testing.promises(op):
-        asked = fn if promise == NOTHING or gate is None else spared(fn)
-        try:
-            report = testing.check(
-                asked, op, gate=gate, examples=examples, only=[promise], features=["on_policy"] if gate else None
-            )
-            found[promise] = "" if report.promises else None
-        except AssertionError as error:
-            found[promise] = str(error).removeprefix(f"{op} breaks the promise {promise!r}: ").splitlines()[0]
-    return found
-
-
-def spared(fn):
-    """Batches without any valid token have a promise of their own; elsewhere they would drown the rest."""
-
-    def guarded(logp, old_logp, advantages, batch):
-        _row, valid = rows_and_mask(batch, logp.numel())
-        return fn(logp, old_logp, advantages, batch) if valid.any() else logp[:0].sum()
-
-    return guarded
-
-
 @pytest.mark.peers
 @pytest.mark.parametrize("examples", [60, pytest.param(200, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", PEERS)
 def test_what_check_says_of_the_peers(name, examples):
     fn, op, gate = PEERS[name]()
-    found = verdicts(fn, op, gate, examples if gate else 200)  # estimators take no time
-    for promise, detail in found.items():
-        verdict = "-" if detail is None else "BREAKS" if detail else "keeps"
-        print(f"{name:20} {verdict:6} {promise}  {(detail or '')[:120]}")
-    assert {promise for promise, detail in found.items() if detail} == BREAKS[name]
+    features = ["on_policy"] if gate else None  # rows are trajectories there
+    report = testing.check(fn, op, gate=gate, features=features, examples=examples if gate else 200)
+    print(report)
+    assert set(report.broken) == BREAKS[name]
 
 
 BREAKS = {

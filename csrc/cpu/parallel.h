@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "denormals.h"
+
 namespace hpo::HPO_ISA {
 
 constexpr size_t kLine = 64;  // bytes of a cache line
@@ -39,6 +41,7 @@ inline void parallel_for(int64_t count, int threads, const Body& body) {
   }
 #pragma omp parallel num_threads(threads)
   {
+    const WithDenormals with_denormals;
     const int own = omp_get_thread_num() % used;
     for (int other = 0; other < used; ++other) {
       Portion& portion = portions[(own + other) % used];

@@ -11,7 +11,7 @@ import enum
 import itertools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -64,8 +64,9 @@ class GateInputs(NamedTuple):
 
     Attributes:
         bounds: ``(low, high)``, each ``[T]`` or None: ratios per token, in place of the gate's bounds where it has
-            them, for both signs of A. A dual clip (what bounds ``A < 0`` above and not ``A >= 0`` below) stays. A token for which ``0 <= low <= 1 <= high`` does not hold, as of epsilons or NaN, is left out and
-            counted (``bad_advantages``).
+            them, for both signs of A. A dual clip (what bounds ``A < 0`` above and not ``A >= 0`` below) stays. A token
+            for which ``0 <= low <= 1 <= high`` does not hold, as of epsilons or NaN, is left out and counted
+            (``bad_advantages``).
         target: one for each advantage, at their level: what the heads TARGET and NEGATIVE_AWARE compare the ratio with.
         token_mask: bool ``[T]``: the tokens that the method keeps, besides those that the loss is told to keep.
         penalty_mask: bool ``[T]``: the tokens that pay the gate's own penalty. None: every valid token.
@@ -83,6 +84,19 @@ class GateInputs(NamedTuple):
     token_mask: torch.Tensor | None = None
     penalty_mask: torch.Tensor | None = None
     aggregates: Mapping[str, torch.Tensor] | None = None
+
+    def on_tokens(self, change: Callable[[torch.Tensor], torch.Tensor], per_token: bool) -> GateInputs:
+        """With ``change`` applied to each ``[T]`` tensor; ``per_token``: ``target`` is one."""
+
+        def changed(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else change(values)
+
+        return self._replace(
+            bounds=None if self.bounds is None else (changed(self.bounds[0]), changed(self.bounds[1])),
+            target=changed(self.target) if per_token else self.target,
+            token_mask=changed(self.token_mask),
+            penalty_mask=changed(self.penalty_mask),
+        )
 
 
 class FirstOrder(enum.Enum):

@@ -75,12 +75,4 @@ def made_inputs(gate_inputs: MakesInputs, shape: torch.Size, advantages: torch.T
     made = gate_inputs(**taken)
     check_type(isinstance(made, GateInputs), "gate_inputs: expected it to return GateInputs, got {}", type(made))
 
-    def padded(values: torch.Tensor | None) -> torch.Tensor | None:
-        return None if values is None else values.reshape(shape)
-
-    return made._replace(
-        bounds=None if made.bounds is None else (padded(made.bounds[0]), padded(made.bounds[1])),
-        target=padded(made.target) if level == "token" else made.target,
-        token_mask=padded(made.token_mask),
-        penalty_mask=padded(made.penalty_mask),
-    )
+    return made.on_tokens(lambda values: values.reshape(shape), level == "token")

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ..backends import resolve
-from ..checks import check, check_dtype, check_shape
+from ..checks import check, check_dtype, check_shape, has_tangent
 from ..metrics import SLOTS
 from ..specs import (
     Aggregate,
@@ -34,7 +35,14 @@ SECOND_DERIVATIVE = (
     "hpo_core.policy_loss: second derivatives are not supported (the backward holds dL/dlogp, not a graph); "
     "use backend='reference' to differentiate twice"
 )
-
+FORWARD_MODE = (
+    "hpo_core.policy_loss: forward-mode derivatives (torch.func.jvp, jacfwd, hessian, dual numbers) are not supported; "
+    "use backend='reference', or (policy_loss_and_grad(...).grad * tangent).sum()"
+)
+TRANSFORM_IN_COMPILED = (
+    "hpo_core.policy_loss: torch.func transforms of this loss inside torch.compile are not supported; take the "
+    "transform out of the compiled function, or call policy_loss_and_grad there"
+)
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # loss, metrics, grad, loss_t
 
@@ -49,6 +57,8 @@ def policy_loss(
     """Loss (differentiable in ``inputs.logp``), metrics vector, and loss_t in the shape of logp if wanted; not for the
     reference backend. ``exchange``: only where nothing is :func:`watched`."""
     logp = inputs.logp
+    if forward_ad._current_level >= 0 and has_tangent(logp):
+        raise RuntimeError(FORWARD_MODE)
     want_grad = logp.requires_grad and torch.is_grad_enabled()
     if not watched(logp):
         run = resolve("gates", logp, backend).policy_loss
@@ -59,6 +69,8 @@ def policy_loss(
         if want_grad:
             loss, _ = _apply(logp, (loss, grad))
     elif torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling():
+            raise RuntimeError(TRANSFORM_IN_COMPILED)
         call = _Call(spec, backend, want_tokens)
         loss, _ = _apply_in_transform(logp, inputs, call)
         metrics, tokens = call.metrics, call.tokens
@@ -161,7 +173,7 @@ def _scaled(ctx: Any, loss_gradient: torch.Tensor | None, grad_gradient: torch.T
     if loss_gradient is None:
         return None
     grad: torch.Tensor = ctx.saved_tensors[0]
-    return grad if _hands_on(loss_gradient) else loss_gradient * grad
+    return grad.detach() if _hands_on(loss_gradient) else loss_gradient * grad
 
 
 def _hands_on(factor: torch.Tensor) -> bool:

@@ -1,36 +1,40 @@
-"""For who writes kernels: random packed batches, adversarial inputs, error budgets, and :func:`check` for any kernel.
+"""For kernel authors: random packed batches, adversarial inputs, error budgets, and :func:`check` for any kernel.
 
-Three layers, each usable alone:
+Layers, each usable alone:
 
 * ``random_*(seed)`` draw one example, a NamedTuple of the arguments of a public function; :func:`policy_losses`,
-  :func:`reward_groups`, :func:`windows` and :func:`scores` are the same as hypothesis strategies;
+  :func:`reward_groups`, :func:`steps`, :func:`windows`, :func:`masks` and :func:`scores` are hypothesis strategies;
 * ``expect_*(example)`` give what the float64 reference says, with what an honest float32 kernel may miss of it, and
   :func:`assert_within_budget` compares;
-* :func:`check` searches for an example that breaks a promise of the op, shrinks it, and names the promise.
+* :func:`check` searches for examples that break a promise of the op, shrinks them, and reports on every promise;
+  :func:`bench` measures a policy loss next to ours.
 
 >>> import torch
 >>> import hpo_core as hpo
 >>> from hpo_core import testing
 >>> def biased(rewards, group_ids):  # a kernel with a common fault
 ...     return hpo.advantages.grpo(rewards, group_ids, ddof=0, backend="reference")
->>> try:
-...     testing.check(biased, "grpo", examples=20)
-... except AssertionError as error:
-...     print(str(error).splitlines()[0].split("; ")[-1])
+>>> report = testing.check(biased, "grpo", examples=20)
+>>> report.ok, report.broken[0]
+(False, 'exact')
+>>> print(report.verdicts[0].detail.split("; ")[-1])
 the standard deviation divides by n (biased) where n - 1 is meant
 """
 
+from .benching import Measured, Measurements, bench
 from .budget import REGIONS, Expected, assert_within_budget, budget
-from .checking import Report, check, promises
+from .checking import Report, Verdict, check, promises
 from .examples import (
     FEATURES,
     Layout,
+    MaskExample,
     PolicyLossExample,
     RewardsExample,
     ScoresExample,
     WindowExample,
     device_of,
     layouts,
+    masks,
     move,
     policy_losses,
     random_batch,
@@ -38,9 +42,11 @@ from .examples import (
     random_policy_loss,
     random_rewards,
     random_scores,
+    random_steps,
     random_window,
     reward_groups,
     scores,
+    steps,
     windows,
 )
 from .expected import Outcome, expect_policy_loss, expect_rewards, expect_window, run_policy_loss
@@ -50,13 +56,18 @@ __all__ = [
     "REGIONS",
     "Expected",
     "Layout",
+    "MaskExample",
+    "Measured",
+    "Measurements",
     "Outcome",
     "PolicyLossExample",
     "Report",
     "RewardsExample",
     "ScoresExample",
+    "Verdict",
     "WindowExample",
     "assert_within_budget",
+    "bench",
     "budget",
     "check",
     "device_of",
@@ -64,6 +75,7 @@ __all__ = [
     "expect_rewards",
     "expect_window",
     "layouts",
+    "masks",
     "move",
     "policy_losses",
     "promises",
@@ -72,9 +84,11 @@ __all__ = [
     "random_policy_loss",
     "random_rewards",
     "random_scores",
+    "random_steps",
     "random_window",
     "reward_groups",
     "run_policy_loss",
     "scores",
+    "steps",
     "windows",
 ]

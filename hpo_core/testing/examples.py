@@ -29,12 +29,14 @@ from .budget import MARGIN
 __all__ = [
     "FEATURES",
     "Layout",
+    "MaskExample",
     "PolicyLossExample",
     "RewardsExample",
     "ScoresExample",
     "WindowExample",
     "device_of",
     "layouts",
+    "masks",
     "move",
     "policy_losses",
     "random_batch",
@@ -42,9 +44,11 @@ __all__ = [
     "random_policy_loss",
     "random_rewards",
     "random_scores",
+    "random_steps",
     "random_window",
     "reward_groups",
     "scores",
+    "steps",
     "windows",
 ]
 
@@ -219,13 +223,7 @@ class PolicyLossExample(NamedTuple):
             name: change(value) if name in _TOKEN_KEYWORDS else value for name, value in self.keywords.items()
         }
         if "gate_inputs" in keywords:
-            given = self.gate_inputs
-            keywords["gate_inputs"] = given._replace(
-                bounds=None if given.bounds is None else _changed(change, *given.bounds),
-                target=change(given.target) if self.per_token and given.target is not None else given.target,
-                token_mask=None if given.token_mask is None else change(given.token_mask),
-                penalty_mask=None if given.penalty_mask is None else change(given.penalty_mask),
-            )
+            keywords["gate_inputs"] = self.gate_inputs.on_tokens(change, self.per_token)
         return self._replace(
             logp=change(self.logp),
             old_logp=None if self.old_logp is None else change(self.old_logp),
@@ -259,11 +257,6 @@ class PolicyLossExample(NamedTuple):
     def without(self, *names: str) -> PolicyLossExample:
         """Without these keywords."""
         return self._replace(keywords={name: value for name, value in self.keywords.items() if name not in names})
-
-
-def _changed(change: Change, *bounds: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    low, high = (None if bound is None else change(bound) for bound in bounds)
-    return low, high
 
 
 def random_policy_loss(
@@ -365,7 +358,7 @@ class RewardsExample(NamedTuple):
 
     rewards: torch.Tensor
     group_ids: torch.Tensor | None
-    keywords: dict[str, Any]  # mask, apply_mask
+    keywords: dict[str, Any]  # mask, apply_mask; trajectory_ids, anchor_ids and lengths of steps
 
 
 def random_rewards(seed: int = 0, units: int = 12, kind: str | None = None, masks: bool = True) -> RewardsExample:
@@ -398,6 +391,26 @@ def random_rewards(seed: int = 0, units: int = 12, kind: str | None = None, mask
     return RewardsExample(rewards, None if below(8) == 0 else ids, keywords)
 
 
+def random_steps(seed: int = 0, units: int = 12) -> RewardsExample:
+    """Rewards of steps in no order, with what estimators of them ask for: ids of trajectories, each in one group, ids
+    of anchors, and lengths."""
+    draw = torch.Generator("cpu").manual_seed(seed)
+
+    def integers(low: int, high: int, count: int) -> torch.Tensor:
+        return torch.randint(low, high, (count,), generator=draw, device="cpu")
+
+    kind = int(integers(0, 3, 1))
+    normal = torch.randn(units, generator=draw, dtype=torch.float32, device="cpu")
+    rewards = (normal, integers(0, 2, units).float(), torch.full_like(normal, 0.3))[kind]
+    groups, trajectory = integers(0, 3, units + 1), integers(0, units // 2 + 1, units)
+    keywords = {
+        "trajectory_ids": trajectory * 1_000_003,
+        "anchor_ids": integers(0, 3, units),
+        "lengths": integers(1, 9, units).float(),
+    }
+    return RewardsExample(rewards, groups[trajectory] * (2**40 + 3), keywords)
+
+
 # --------------------------------------------------------------------------------------------------- windows and scores
 
 
@@ -427,6 +440,18 @@ def random_window(seed: int = 0, *, layout: Layout | None = None, widest: int = 
     keywords = {"boundary": ("full", "shrink", "zero")[below(3)], "invalid": ("skip", "break")[below(2)]}
     values = 2 * torch.rand(layout.tokens, generator=draw, dtype=torch.float32, device="cpu")
     return WindowExample(values, layout.batch(), first, first + width - 1, keywords)
+
+
+class MaskExample(NamedTuple):
+    """Entropies, and the window that selects among them by its own exact quantile of this batch."""
+
+    entropy: torch.Tensor
+    batch: PackedBatch
+    window: EntropyWindow
+
+    def valid(self) -> torch.Tensor:
+        """Tokens in rows and not masked ``[T]``."""
+        return _valid(self.batch)
 
 
 class ScoresExample(NamedTuple):
@@ -482,16 +507,24 @@ def hypothesis() -> Any:
         ) from error
 
 
-def layouts(rows: int = 5, longest: int = 7) -> Any:
-    """Strategy of :class:`Layout`; shrinks towards few short rows, no mask and seed 0."""
+def layouts(rows: int = 5, longest: int = 7, padded: bool = False) -> Any:
+    """Strategy of :class:`Layout`; shrinks towards few short rows, no mask and seed 0. ``padded``: a rectangle."""
     st = hypothesis().strategies
     lengths = st.lists(st.integers(0, longest), max_size=rows).map(tuple)
+    if padded:
+        lengths = st.tuples(st.integers(0, rows), st.integers(0, longest)).map(lambda size: (size[1],) * size[0])
     masked = st.sampled_from(("none", "some", "row", "all"))
-    return st.builds(Layout, lengths, st.integers(0, 3), masked, st.booleans(), st.integers(0, 9999))
+    shared = st.just(False) if padded else st.booleans()
+    return st.builds(Layout, lengths, st.integers(0, 0 if padded else 3), masked, shared, st.integers(0, 9999))
 
 
 def policy_losses(
-    gate: RatioGate | None = None, features: Iterable[str] = FEATURES, *, always: Collection[str] = ("weights",)
+    gate: RatioGate | None = None,
+    features: Iterable[str] = FEATURES,
+    *,
+    always: Collection[str] = ("weights",),
+    penalty: KLPenalty | None = None,
+    padded: bool = False,
 ) -> Any:
     """Strategy of :class:`PolicyLossExample` with ``always`` and any subset of ``features``."""
     st = hypothesis().strategies
@@ -499,9 +532,9 @@ def policy_losses(
     subset = st.sets(st.sampled_from(names)) if names else st.just(set())
 
     def build(layout: Layout, chosen: set[str]) -> PolicyLossExample:
-        return random_policy_loss(0, gate, chosen | set(always), layout=layout)
+        return random_policy_loss(0, gate, chosen | set(always), penalty=penalty, layout=layout)
 
-    return st.builds(build, layouts(), subset)
+    return st.builds(build, layouts(padded=padded), subset)
 
 
 def reward_groups(units: int = 12, masks: bool = True) -> Any:
@@ -510,9 +543,26 @@ def reward_groups(units: int = 12, masks: bool = True) -> Any:
     return st.builds(random_rewards, st.integers(0, 9999), st.integers(0, units), masks=st.just(masks))
 
 
-def windows() -> Any:
+def steps(units: int = 12) -> Any:
+    """Strategy of :class:`RewardsExample`, of steps."""
+    st = hypothesis().strategies
+    return st.builds(random_steps, st.integers(0, 9999), st.integers(0, units))
+
+
+def windows(padded: bool = False) -> Any:
     """Strategy of :class:`WindowExample`."""
-    return layouts(longest=10).map(lambda layout: random_window(layout=layout))
+    return layouts(longest=10, padded=padded).map(lambda layout: random_window(layout=layout))
+
+
+def masks(window: EntropyWindow, padded: bool = False) -> Any:
+    """Strategy of :class:`MaskExample`."""
+
+    def build(layout: Layout) -> MaskExample:
+        # Sixty-fourths: sums over windows are exact, so a tie is a tie in every precision.
+        entropy = torch.randint(0, 128, (layout.tokens,), generator=layout.generator(2), device="cpu").float() / 64
+        return MaskExample(entropy, layout.batch(), window)
+
+    return layouts(longest=10, padded=padded).map(build)
 
 
 def scores(count: int = 40) -> Any:

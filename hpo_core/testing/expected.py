@@ -19,14 +19,23 @@ from ..specs import Head, KLEstimator, KLGradient, Routing
 from .budget import Expected
 from .examples import PolicyLossExample, RewardsExample, WindowExample, move
 
-__all__ = ["Outcome", "accepts", "expect_policy_loss", "expect_rewards", "expect_window", "run_policy_loss"]
+__all__ = [
+    "Outcome",
+    "accepts",
+    "expect_policy_loss",
+    "expect_rewards",
+    "expect_window",
+    "keywords_of",
+    "outcome_of",
+    "run_policy_loss",
+]
 
 
 class Outcome(NamedTuple):
     """What a policy-loss kernel made of an example."""
 
     loss: torch.Tensor  # 0-dim
-    grad: torch.Tensor  # [T]
+    grad: torch.Tensor | None  # [T]; None: of a kernel that computes none
     tokens: torch.Tensor | None  # [T], loss_t
     metrics: Metrics | None
 
@@ -37,19 +46,36 @@ def accepts(fn: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
-def run_policy_loss(fn: Callable[..., Any], example: PolicyLossExample, **keywords: Any) -> Outcome:
-    """Call ``fn`` like ``policy_loss`` or ``policy_loss_and_grad``, and differentiate what it returns if need be."""
-    leaf = example.logp.detach().requires_grad_()
-    keywords = {name: value for name, value in example.keywords.items() if accepts(fn, name)} | keywords
-    if accepts(fn, "gate"):
-        keywords["gate"] = example.gate
-    out = fn(leaf, example.old_logp, example.advantages, example.batch, **keywords)
-    if not isinstance(out, torch.Tensor) and hasattr(out, "grad"):
-        return Outcome(out.loss.detach(), out.grad, None, getattr(out, "metrics", None))
+def keywords_of(fn: Callable[..., Any], example: PolicyLossExample) -> dict[str, Any]:
+    """Those of an example's optional inputs that ``fn`` takes."""
+    given = {**example.keywords, "gate": example.gate}
+    return {name: value for name, value in given.items() if accepts(fn, name)}
+
+
+def run_policy_loss(
+    fn: Callable[..., Any], example: PolicyLossExample, *, gradient: bool = True, **keywords: Any
+) -> Outcome:
+    """Call ``fn`` like ``policy_loss`` or ``policy_loss_and_grad``, and differentiate what it returns if need be.
+
+    ``gradient``: False for a kernel that computes the loss alone.
+    """
+    leaf = example.logp.detach().requires_grad_(gradient)
+    keywords = keywords_of(fn, example) | keywords
+    return outcome_of(fn(leaf, example.old_logp, example.advantages, example.batch, **keywords), leaf, gradient)
+
+
+def outcome_of(out: Any, leaf: torch.Tensor, gradient: bool = True) -> Outcome:
+    """What a kernel returned, differentiated in ``leaf`` if it holds no gradient itself."""
     loss = out if isinstance(out, torch.Tensor) else out.loss
-    assert loss.requires_grad, "the loss is not connected to logp"
+    tokens, metrics = getattr(out, "tokens", None), getattr(out, "metrics", None)
+    tokens = tokens if tokens is None else tokens.reshape(leaf.shape)
+    if not gradient:
+        return Outcome(loss.detach(), None, tokens, metrics)
+    if not isinstance(out, torch.Tensor) and hasattr(out, "grad"):
+        return Outcome(loss.detach(), out.grad.reshape(leaf.shape), None, metrics)
+    assert loss.requires_grad, "the loss is not connected to logp; gradient=False judges a loss without a gradient"
     (grad,) = torch.autograd.grad(loss, leaf)
-    return Outcome(loss.detach(), grad, getattr(out, "tokens", None), getattr(out, "metrics", None))
+    return Outcome(loss.detach(), grad, tokens, metrics)
 
 
 def expect_policy_loss(example: PolicyLossExample) -> dict[str, Expected]:
@@ -62,10 +88,15 @@ def expect_policy_loss(example: PolicyLossExample) -> dict[str, Expected]:
     assert exact.tokens is not None and eager.tokens is not None
     return {
         "loss": Expected(exact.loss, eager.loss.double(), magnitudes["loss"]),
-        "grad": Expected(exact.grad, eager.grad.double(), magnitudes["grad"]),
+        "grad": Expected(_grad(exact), _grad(eager).double(), magnitudes["grad"]),
         "tokens": Expected(exact.tokens, eager.tokens.double(), magnitudes["tokens"]),
         "metrics": Expected(exact.metrics.vector, eager.metrics.vector, magnitudes["metrics"]),
     }
+
+
+def _grad(outcome: Outcome) -> torch.Tensor:
+    assert outcome.grad is not None
+    return outcome.grad
 
 
 def _reference(example: PolicyLossExample, dtype: torch.dtype) -> Outcome:
@@ -92,11 +123,11 @@ def _magnitudes(example: PolicyLossExample, exact: Outcome) -> dict[str, torch.T
     tokens, grad = torch.zeros_like(x), torch.zeros_like(x)
     for part in parts:
         assert part.tokens is not None
-        tokens, grad = tokens + part.tokens.abs(), grad + part.grad.abs()
+        tokens, grad = tokens + part.tokens.abs(), grad + _grad(part).abs()
     if example.gate.head is Head.CENSORED:
         levels = tuple(dataclasses.replace(each, routing=Routing.STOPPED) for each in example.gate.levels)
         own = alone._replace(gate=dataclasses.replace(example.gate, levels=levels))
-        grad = grad + _reference(own, torch.float64).grad.abs()
+        grad = grad + _grad(_reference(own, torch.float64)).abs()
 
     weights = example.spread(example.weights().double())
     weights = torch.where(valid & torch.isfinite(weights), weights, 0.0).abs()
@@ -146,15 +177,16 @@ def _penalty_terms(penalty: KLPenalty, s: torch.Tensor, x: torch.Tensor) -> tupl
     return r * value, r * (value + slope)
 
 
-def expect_rewards(example: RewardsExample, op: str = "grpo", **keywords: Any) -> Expected:
-    """What the estimator named ``op`` should give; ``keywords`` are those of its options (ddof, eps, ...)."""
+def expect_rewards(example: RewardsExample, op: str | Callable[..., Any] = "grpo", **keywords: Any) -> Expected:
+    """What an estimator, or the one named ``op``, should give; ``keywords`` are its options (ddof, eps, ...)."""
     example = move(example, "cpu")
-    estimator = functools.partial(getattr(advantages, op), backend="reference", **keywords)
+    function = getattr(advantages, op) if isinstance(op, str) else op
+    estimator = functools.partial(function, backend="reference", **keywords)
     exact = estimator(example.rewards.double(), example.group_ids, **example.keywords)
     eager = estimator(example.rewards.float(), example.group_ids, **example.keywords).double()
     # An advantage is a difference of two terms, both relative to the first member K of its group:
     # (x - K) / scale = A - A_K, and (mean - K) / scale = -A_K.
-    statistics = {name: mask for name, mask in example.keywords.items() if name == "mask"}
+    statistics = {name: value for name, value in example.keywords.items() if name != "apply_mask"}
     of_members = estimator(example.rewards.double(), example.group_ids, **statistics)
     enters = torch.isfinite(example.rewards) & statistics.get("mask", torch.tensor(True, device="cpu"))
     ids = torch.zeros_like(exact, dtype=torch.int64) if example.group_ids is None else example.group_ids

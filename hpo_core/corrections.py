@@ -6,7 +6,7 @@ import torch
 import torch.distributed
 
 from . import gates, ops
-from .backends import resolve
+from .backends import is_reference, resolve
 from .batch import PackedBatch
 from .gates import Channel, Correction, RatioGate
 from .metrics import Metrics, empty_metrics, observed
@@ -120,7 +120,7 @@ def _observed(
     inputs = PolicyLossInputs(
         read.logp, read.old_logp, nothing, nothing, read.cu_seqlens, read.mask, token_mask=kept.contiguous()
     )
-    if backend == "reference":
+    if is_reference(read.logp, backend):
         vector = resolve("gates", read.logp, backend).policy_loss(inputs, _OBSERVER)[1]
     else:
         vector = ops.policy_loss(inputs, _OBSERVER, backend, False)[1]

@@ -12,7 +12,7 @@ import torch.distributed
 from . import aggregation, gates, ops
 from .advantages import grpo
 from .advantages.terms import gathers_units, given_to, level_of, name_of
-from .backends import resolve
+from .backends import is_reference, resolve
 from .batch import PackedBatch
 from .checks import (
     as_constant,
@@ -200,7 +200,7 @@ def policy_loss_and_grad(
     prepared = _prepare(logp, old_logp, advantages, batch, gate, **options)
     inputs, spec, exchange, corrections, _, wants_levels = prepared
     backend, process_group = options.get("backend"), options.get("process_group")
-    if backend == "reference":
+    if is_reference(inputs.logp, backend):
         # Tensors of inference mode cannot be saved for a backward; copies of them can.
         with torch.inference_mode(False), torch.enable_grad():
             inputs = PolicyLossInputs(*(_copy_of_inference(each) for each in inputs))
@@ -315,7 +315,7 @@ class _Prepared(NamedTuple):
 
 def _run(prepared: _Prepared, process_group: torch.distributed.ProcessGroup | None, backend: str | None) -> PolicyLoss:
     inputs, spec, exchange, corrections, wants_tokens, wants_levels = prepared
-    if backend == "reference":
+    if is_reference(inputs.logp, backend):
         loss, vector, tokens = resolve("gates", inputs.logp, backend).policy_loss(inputs, spec, exchange)
     else:
         loss, vector, tokens = ops.policy_loss(inputs, spec, backend, wants_tokens, exchange)

@@ -46,7 +46,8 @@ def _mark_forked() -> None:
     _forked = True
 
 
-os.register_at_fork(after_in_child=_mark_forked)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_mark_forked)
 
 
 _SPECS = 256  # that are kept of each kind, some hundred kilobytes: a schedule of epsilons makes one for every step

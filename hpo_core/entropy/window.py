@@ -78,7 +78,8 @@ class WindowState(NamedTuple):
     scored_by: str = ""  # the backend whose sums the scores were; "": nothing was added up, or nobody knows
 
     def to(self, device: torch.device | str) -> WindowState:
-        return WindowState(*(tensor.to(device) for tensor in self[:3]), self.scored_by)
+        moved = {name: getattr(self, name).to(device) for name in ("threshold", "population", "errors")}
+        return self._replace(**moved)
 
 
 torch.serialization.add_safe_globals([WindowState])

@@ -218,9 +218,9 @@ def _examined_parts(name: str, value: Any) -> Any:
 
 
 def _examined_fields(name: str, value: Any) -> Any:
-    """Of a named tuple of tensors, each."""
-    fields = zip(value._fields, value, strict=True)
-    return type(value)(*(examined(f"{name}.{field}", each) for field, each in fields))
+    """Of a named tuple, each tensor; what has a default is none."""
+    fields, others = zip(value._fields, value, strict=True), value._field_defaults
+    return type(value)(*(each if field in others else examined(f"{name}.{field}", each) for field, each in fields))
 
 
 def _examined_self(name: str, value: Any) -> Any:

@@ -25,6 +25,7 @@ from .checks import (
 )
 from .corrections import corrected
 from .entropy import EntropyWindow, WindowState
+from .entropy.window import check_scorer
 from .gates import Channel, GateInputs, RatioGate
 from .kl import KLPenalty
 from .level_metrics import LevelMetrics, observed_levels
@@ -580,4 +581,7 @@ def _selection(
             window.name,
         )
         threshold = window.fit_score(score, backend=backend)
-    return score, threshold.threshold if isinstance(threshold, WindowState) else threshold
+    if not isinstance(threshold, WindowState):
+        return score, threshold
+    check_scorer(window, threshold, score, backend)
+    return score, threshold.threshold

@@ -132,7 +132,8 @@ def _of_segment(segments, segment, held, RULE: tl.constexpr):
     if RULE.extremum:
         return _from_key(tl.load(at + EXTREMUM, mask=held, other=0), RULE.reduction)
     sum = tl.load(at + FIXED, mask=held, other=0).to(tl.float64) / FIXED_POINT
-    sum += tl.load(at + MULTIPLES, mask=held, other=0).to(tl.float64) * COARSE
+    if RULE.statistic == K3:
+        sum += tl.load(at + MULTIPLES, mask=held, other=0).to(tl.float64) * COARSE
     if RULE.reduction == MEAN:
         sum = sum / tl.maximum(tl.load(at + VALID, mask=held, other=0), 1).to(tl.float64)
     return sum.to(tl.float32)
@@ -182,11 +183,13 @@ def _reduce_pieces(
             raise_segments(segments, segment, tl.max(keys, axis=1, keep_dims=True), EXTREMUM, count > 0)
         else:
             v = tl.where(valid, v, 0.0)
-            multiples = (v * (1.0 / COARSE)).to(tl.int32)
-            fixed = tl.sum(to_fixed(v - multiples.to(tl.float32) * COARSE), axis=1, keep_dims=True)
-            coarse = tl.sum(multiples.to(tl.int64), axis=1, keep_dims=True)
+            if RULE.statistic == K3:
+                multiples = (v * (1.0 / COARSE)).to(tl.int32)
+                v -= multiples.to(tl.float32) * COARSE
+                coarse = tl.sum(multiples.to(tl.int64), axis=1, keep_dims=True)
+                add_to_segments(segments, segment, coarse, MULTIPLES, coarse > 0)
+            fixed = tl.sum(to_fixed(v), axis=1, keep_dims=True)
             add_to_segments(segments, segment, fixed, FIXED, count > 0)
-            add_to_segments(segments, segment, coarse, MULTIPLES, coarse > 0)
             add_to_segments(segments, segment, count, VALID, count > 0)
 
 

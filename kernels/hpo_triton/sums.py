@@ -65,12 +65,13 @@ def policy_term(t, ratio, SCORE_HEAD: tl.constexpr):
     """At ratio 1 the value is -a to the bit: the on-policy promise. The loss goes on in double: four tokens at
     saturation no longer fit a float."""
     value = tl.where(t.selected, -(t.a * ratio), 0.0)
-    loss = value.to(tl.float64)
-    loss_t = -(t.unweighted.to(tl.float64) * ratio.to(tl.float64))
     if SCORE_HEAD:
-        score_t = tl.where(t.flows, t.logp, 0.0).to(tl.float64)
-        loss = scored(loss * score_t)
-        loss_t = scored(loss_t * score_t)
+        logp = tl.where(t.flows, t.logp, 0.0)
+        loss = scored(value * logp).to(tl.float64)
+        loss_t = scored(-(t.unweighted * ratio) * logp).to(tl.float64)
+    else:
+        loss = value.to(tl.float64)
+        loss_t = -(t.unweighted.to(tl.float64) * ratio.to(tl.float64))
     return Policy(value, loss, loss_t)
 
 

@@ -74,7 +74,11 @@ RULES = [
           "kernels/hpo_triton/__init__.py"), OPERATORS, ("triton",)),
     Rule(("kernels/hpo_triton/*",), ("triton_compile",), ("triton",)),
     Rule(("hpo_core/*.py",), (*PYTHON, *LOSS, "presets", "liger", "second_opinions")),
-    Rule(("hpo_core/native.py", "hpo_core/backends.py", "hpo_core/specs.py"), (*OPERATORS, "backends", "without_native"), EVERY_BACKEND),
+    Rule(
+        ("hpo_core/native.py", "hpo_core/backends.py", "hpo_core/specs.py"),
+        (*OPERATORS, "backends", "without_native"),
+        EVERY_BACKEND,
+    ),
     Rule(("hpo_core/native.py", "hpo_core/checks.py", "hpo_core/ops/*", "csrc/bindings.h", "csrc/cpu/rows.h",
           "csrc/cpu/advantages.cpp"), ("ambient_defaults", "bounded_costs")),
     Rule(("hpo_core/ranks.py", "hpo_core/spanning.py", "hpo_core/metrics.py", "hpo_core/aggregation.py",

@@ -262,6 +262,22 @@ def test_w16_the_rest(backend):
     close(torch.cat(merged), [2, 0.375, 0.234375])
 
 
+@pytest.mark.parametrize("nothing", [math.nan, math.inf])
+def test_hiper_a_reward_that_is_none_says_nothing_of_sub_goals_before_it(backend, nothing):
+    """Their turns are worth what V_high of the next sub-goal says."""
+    t, b = on(backend)
+    given = [
+        t(0.0, 0.1, 0, 1), t(0, 0, 0, 0), t(True, False, True, False), t(0.3, 0.4, 0.5, 0.7), t(0.35, 9.0, 0.55, 9.0),
+    ]  # fmt: skip
+    options = {"switch_values": t(0.1, 0.2, 0.3, 0.4), "normalised": False, **b}
+    known = A.hiper(*given, **options)
+    given[0][3] = nothing
+    out = A.hiper(*given, **options)
+    for stream in ("low", "switch"):
+        assert getattr(out, stream).tolist() == [*getattr(known, stream)[:2].tolist(), 0, 0]
+    assert not out.high.any()  # the first sub-goal's contains that of the second
+
+
 @pytest.mark.parametrize("options", [{}, {"root": True}, {"least_mean": 0.125}], ids=str)
 def test_maxrl_of_a_mean_that_is_not_above_0_is_0(backend, options):
     t, b = on(backend)

@@ -197,6 +197,15 @@ def test_w11_dgpo(backend):
     close(A.dgpo(r, ids, accuracy=r, **b), [2.248556, *[-0.749519] * 3, *[0.583726] * 3, -1.751177, *[0] * 4])
 
 
+@pytest.mark.parametrize("offset", [-1e4, 1e4])
+def test_dgpo_weighs_groups_by_differences_of_their_accuracies(backend, offset):
+    t, b = on(backend)
+    r, ids = t(1.0, 0, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1), t(*[i // 4 for i in range(12)])
+    near, far = (A.dgpo(r, ids, accuracy=accuracy, **b) for accuracy in (r + 1, r + offset))
+    close(far, near.tolist(), 1e-3)
+    assert near.any()
+
+
 def test_w12_sgrpo(backend):
     t, b = on(backend)
     given = (t(1.0, 0, 0.5, 0.5), t(0.8, 0.8, 0.2, 0.2), t(0, 0, 0, 0), t(0, 0, 1, 1))

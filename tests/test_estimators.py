@@ -64,6 +64,16 @@ def test_paths_start_every_kernel_with_every_structure(native_backends, monkeypa
     assert set().union(*(started[name] for name in PATHS)) == set().union(*started.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_advantages_are_float32_whatever_rewards_are(native_backends, dtype):
+    for name, case in CASES.items():
+        given = Given(naive.draw(1), native_backends[0])
+        for field in ("reward", "number", "length"):
+            setattr(given, field, getattr(given, field).to(dtype))
+        given.steps = (given.reward, *given.steps[1:])
+        assert case(given).dtype == torch.float32, name
+
+
 # ---------------------------------------------------------------------------------------------------- worked numbers
 
 

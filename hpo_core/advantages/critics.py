@@ -160,7 +160,7 @@ def hiper(
     if normalised:
         turns = (valid, begins, valid)
         streams = [_normalised(stream, own, eps, backend) for stream, own in zip(streams, turns, strict=False)]
-    finished = [known(steps.unsorted(stream)) for stream in streams]
+    finished = [as_advantages(known(steps.unsorted(stream)), step_rewards, backend) for stream in streams]
     return HierarchicalAdvantages(finished[0], finished[1], finished[2] if switch_values is not None else None)
 
 

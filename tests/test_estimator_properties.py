@@ -272,8 +272,8 @@ def some(units, lacking, name, random):
 
 
 def unscored(units, absent, name):
-    """A reward is NaN; of a trajectory the last, which every return of it contains."""
-    if name in CHAINED:
+    """A reward is NaN; of a trajectory the last, which every return of it contains but those of hiper's sub-goals."""
+    if name in CHAINED - {"hiper"}:
         absent = absent & [own not in units.trajectory[at + 1 :] for at, own in enumerate(units.trajectory)]
     scores = ("reward", "number", "length") if name in OF_LENGTHS else ("reward", "number")
     return units._replace(**{score: np.where(absent, np.nan, getattr(units, score)) for score in scores})

@@ -64,6 +64,16 @@ def test_paths_start_every_kernel_with_every_structure(native_backends, monkeypa
     assert set().union(*(started[name] for name in PATHS)) == set().union(*started.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_advantages_are_float32_whatever_rewards_are(native_backends, dtype):
+    for name, case in CASES.items():
+        given = Given(naive.draw(1), native_backends[0])
+        for field in ("reward", "number", "length"):
+            setattr(given, field, getattr(given, field).to(dtype))
+        given.steps = (given.reward, *given.steps[1:])
+        assert case(given).dtype == torch.float32, name
+
+
 # ---------------------------------------------------------------------------------------------------- worked numbers
 
 
@@ -197,6 +207,15 @@ def test_w11_dgpo(backend):
     close(A.dgpo(r, ids, accuracy=r, **b), [2.248556, *[-0.749519] * 3, *[0.583726] * 3, -1.751177, *[0] * 4])
 
 
+@pytest.mark.parametrize("offset", [-1e4, 1e4])
+def test_dgpo_weighs_groups_by_differences_of_their_accuracies(backend, offset):
+    t, b = on(backend)
+    r, ids = t(1.0, 0, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1), t(*[i // 4 for i in range(12)])
+    near, far = (A.dgpo(r, ids, accuracy=accuracy, **b) for accuracy in (r + 1, r + offset))
+    close(far, near.tolist(), 1e-3)
+    assert near.any()
+
+
 def test_w12_sgrpo(backend):
     t, b = on(backend)
     given = (t(1.0, 0, 0.5, 0.5), t(0.8, 0.8, 0.2, 0.2), t(0, 0, 0, 0), t(0, 0, 1, 1))
@@ -260,6 +279,22 @@ def test_w16_the_rest(backend):
     history = A.GroupHistory(*(torch.tensor([x], dtype=torch.float64) for x in (1, 0.5, 0.25)))
     merged = history.merged(torch.tensor([0]), torch.tensor([0.25]), torch.tensor([0.1875]))
     close(torch.cat(merged), [2, 0.375, 0.234375])
+
+
+@pytest.mark.parametrize("nothing", [math.nan, math.inf])
+def test_hiper_a_reward_that_is_none_says_nothing_of_sub_goals_before_it(backend, nothing):
+    """Their turns are worth what V_high of the next sub-goal says."""
+    t, b = on(backend)
+    given = [
+        t(0.0, 0.1, 0, 1), t(0, 0, 0, 0), t(True, False, True, False), t(0.3, 0.4, 0.5, 0.7), t(0.35, 9.0, 0.55, 9.0),
+    ]  # fmt: skip
+    options = {"switch_values": t(0.1, 0.2, 0.3, 0.4), "normalised": False, **b}
+    known = A.hiper(*given, **options)
+    given[0][3] = nothing
+    out = A.hiper(*given, **options)
+    for stream in ("low", "switch"):
+        assert getattr(out, stream).tolist() == [*getattr(known, stream)[:2].tolist(), 0, 0]
+    assert not out.high.any()  # the first sub-goal's contains that of the second
 
 
 @pytest.mark.parametrize("options", [{}, {"root": True}, {"least_mean": 0.125}], ids=str)

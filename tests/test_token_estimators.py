@@ -259,6 +259,17 @@ def test_pf_ppo_and_dynamic_contrastive():
         assert (got.numpy() == contrast).all()
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e9, 1e30])
+def test_d3s_samples_of_one_group_do_not_depend_on_the_numbers_of_another(scale):
+    """Of equal variance those with the fewest low ones, whatever stands before."""
+    own, other = torch.tensor([0.0, 1, 5, 9, 8.75, 0.25]), torch.tensor([0.1, 0.2, 0.7]) * scale
+    ids = torch.tensor([1] * 3 + [2] * 6)
+    for k in (1, 2, 3, 4):
+        together = advantages.d3s_samples(torch.cat([other, own]), ids, k)
+        assert together[3:].tolist() == advantages.d3s_samples(own, None, k).tolist()
+        assert together[:3].tolist() == advantages.d3s_samples(other / scale, None, k).tolist()
+
+
 def test_a_selection_leaves_masked_and_unscorable_units_out():
     values, keep = torch.tensor([0.0, 1.0, math.nan, 2.0]), torch.tensor([True, True, True, False])
     assert advantages.d3s_samples(values, None, 2, mask=keep).tolist() == [True, True, False, False]

@@ -137,25 +137,30 @@ def hiper(
     closes = torch.ones_like(begins)  # the last turn of a segment
     closes[:-1] = begins[1:]
 
-    def scan(values: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:
-        return recurrence(values, gains, steps.cu_seqlens, backend=backend)
+    # Chains of their own: no gain of 0 keeps a NaN of one segment from those before it.
+    segments = chains(torch.where(valid, begins.cumsum(0), -1)).cu_seqlens
 
-    inside = (~closes).to(reward.dtype)
+    def scan(values: torch.Tensor, gains: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return recurrence(values, gains, rows, backend=backend)
+
+    def inside(values: torch.Tensor, gain: float) -> torch.Tensor:
+        return scan(values, torch.full_like(values, gain), segments)
+
     difference = reward + gamma * torch.where(closes, steps.following(high), steps.following(low)) - low
-    streams = [scan(difference, gamma * low_lam * inside)]
+    streams = [inside(difference, gamma * low_lam)]
     # What a segment is worth at each of its turns, V_high of the next one included.
-    worth = scan(reward + gamma * torch.where(closes, steps.following(high), 0.0), gamma * inside)
+    worth = inside(reward + gamma * torch.where(closes, steps.following(high), 0.0), gamma)
     # gamma^n and the next segment's difference reach a turn through those between.
-    gains = gamma * (high_lam + (1 - high_lam) * inside)
+    gains = torch.full_like(reward, gamma).masked_fill(closes, gamma * high_lam)
     begun = torch.where(begins, worth - high, 0.0)
-    later = scan(torch.where(closes, gamma * high_lam * steps.following(begun), 0.0), gains)
+    later = scan(torch.where(closes, gamma * high_lam * steps.following(begun), 0.0), gains, steps.cu_seqlens)
     streams.append(torch.where(begins, begun + later, 0.0))
     if switch_values is not None:
         streams.append(torch.where(valid, worth - steps.sorted(switch_values), 0.0))
     if normalised:
         turns = (valid, begins, valid)
         streams = [_normalised(stream, own, eps, backend) for stream, own in zip(streams, turns, strict=False)]
-    finished = [known(steps.unsorted(stream)) for stream in streams]
+    finished = [as_advantages(known(steps.unsorted(stream)), step_rewards, backend) for stream in streams]
     return HierarchicalAdvantages(finished[0], finished[1], finished[2] if switch_values is not None else None)
 
 

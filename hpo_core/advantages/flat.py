@@ -256,7 +256,9 @@ def dgpo(
     differs = member & (group.least < group.greatest)
     # Once per group: each of its n members stands for 1 / n of it.
     share = torch.where(differs, 1 / group.members.clamp(min=1), 0.0)
-    hardness = torch.exp(-torch.where(right == 0, 1.0, right) / temperature)
+    ease = torch.where(right == 0, 1.0, right)
+    hardest = segments.statistics(ease, None, mask=differs, backend=backend).least  # of the batch, on whatever rank
+    hardness = torch.exp((hardest - ease) / temperature)
     balance = total(share) / total(torch.where(differs, share * hardness, 0.0))
     return as_advantages(torch.where(differs, advantages * balance * hardness, advantages), rewards, backend)
 

@@ -48,7 +48,7 @@ def gate_of(objective: Objective) -> hpo.gates.RatioGate:
     if objective.gate == "reinforce":
         return hpo.gates.reinforce()
     if objective.gate == "cispo":
-        return hpo.gates.cispo(cap=1 + objective.high)
+        return hpo.gates.cispo(ratio_cap=1 + objective.high)
     if objective.gate == "fiberpo":
         return hpo.gates.fiberpo(objective.low, (objective.high, objective.high))
     gate: hpo.gates.RatioGate = getattr(hpo.gates, objective.gate)(objective.low, objective.high)

@@ -125,7 +125,8 @@ def is_reference(tensor: torch.Tensor, backend: str | None) -> bool:
     if found is None and torch.compiler.is_compiling():  # what a probe does is not for a graph
         return False
     if found is None:
-        found = _FALLS_BACK[tensor.device.type] = choice("gates", tensor.device.type) == "reference"
+        kind = tensor.device.type
+        found = _FALLS_BACK[kind] = kind in _DEVICES["reference"] and choice("gates", kind) == "reference"
     return found
 
 

@@ -49,7 +49,7 @@ KINDS = {
     "identity, score": RatioGate("identity, score", Identity(), head=Head.SCORE),
     "drop, score": gates.reinforce(),
     "pessimistic clip": gates.dapo(),
-    "dual clip": gates.ppo_clip(0.2, 0.2, dual=1.5),
+    "dual clip": gates.ppo_clip(0.2, 0.2, ratio_dual=1.5),
     "two-sided clip": RatioGate("two-sided clip", Clip((0.7, 0.8), (1.3, 1.2))),
     "clip, score": gates.cispo(1.3, 0.8),
     **{
@@ -74,19 +74,19 @@ PENALTIES = [None] + [
 PRESETS = {
     "reinforce": (gates.reinforce(), paper.reinforce, ""),
     "ppo_clip": (gates.ppo_clip(), paper.ppo_clip, ""),
-    "ppo_clip, dual": (gates.ppo_clip(dual=1.3), functools.partial(paper.ppo_clip, dual=1.3), ""),
+    "ppo_clip, dual": (gates.ppo_clip(ratio_dual=1.3), functools.partial(paper.ppo_clip, dual=1.3), ""),
     "dapo": (gates.dapo(), functools.partial(paper.ppo_clip, high=0.28), ""),
     "triplet_clip": (
         gates.triplet_clip(0.1, 1.4, 0.3), functools.partial(paper.ppo_clip, low=0.1, high=0.3, dual=1.4), ""
     ),
-    "ce_gppo": (gates.ce_gppo(dual=1.4), functools.partial(paper.ce_gppo, c=1.4), ""),
+    "ce_gppo": (gates.ce_gppo(ratio_dual=1.4), functools.partial(paper.ce_gppo, c=1.4), ""),
     "cispo": (gates.cispo(1.2, 0.9), functools.partial(paper.cispo, cap=1.2, low=0.9), ""),
     "cispo, unified": (
         gates.cispo(1.2, 0.9, unified=True), functools.partial(paper.cispo, cap=1.2, low=0.9, unified=True), ""
     ),
-    "aspo": (gates.aspo(dual=1.3), functools.partial(paper.aspo, c=1.3), ""),
-    "hapo_clip": (gates.hapo_clip(dual=1.4), functools.partial(paper.ppo_with_bounds, dual=1.4), "bounds"),
-    "archer_clip": (gates.archer_clip(dual=None), paper.ppo_with_bounds, "bounds"),
+    "aspo": (gates.aspo(ratio_dual=1.3), functools.partial(paper.aspo, c=1.3), ""),
+    "hapo_clip": (gates.hapo_clip(ratio_dual=1.4), functools.partial(paper.ppo_with_bounds, dual=1.4), "bounds"),
+    "archer_clip": (gates.archer_clip(ratio_dual=None), paper.ppo_with_bounds, "bounds"),
     "dcpo_clip": (gates.dcpo_clip(1.5), functools.partial(paper.ppo_with_bounds, dual=1.5), "bounds"),
     "clip_cov": (gates.clip_cov(), paper.ppo_clip, "token_mask"),
     "capo": (gates.capo(), paper.ppo_clip, "token_mask"),
@@ -145,15 +145,15 @@ PRESETS = {
     "hispo": (gates.hispo(0.05, 0.2), functools.partial(paper.hispo, sequence=0.05, token=0.2), "roll"),
     "opsm": (gates.opsm(0.01), functools.partial(paper.opsm, delta=0.01), "roll"),
     "decoupled": (gates.decoupled(), paper.decoupled, "roll"),
-    "decoupled, capped": (gates.decoupled(cap=1.1), functools.partial(paper.decoupled, cap=1.1), "roll"),
+    "decoupled, capped": (gates.decoupled(ratio_cap=1.1), functools.partial(paper.decoupled, cap=1.1), "roll"),
     "tis": (gates.tis(1.1), functools.partial(paper.decoupled, cap=1.1), "roll"),
     "tis, sequence": (
         gates.tis(1.1, Unit.TRAJECTORY), functools.partial(paper.sequence_tis, cap=1.1), "roll"
     ),
     "icepop": (gates.icepop(0.9, 1.2), functools.partial(paper.icepop, low=0.9, high=1.2), "roll"),
-    "mis": (gates.mis(high=1.2), functools.partial(paper.mis, high=1.2), "roll"),
+    "mis": (gates.mis(ratio_high=1.2), functools.partial(paper.mis, high=1.2), "roll"),
     "mis, geometric, veto": (
-        gates.mis(0.98, 1.02, reduction=Reduction.MEAN, veto=0.8),
+        gates.mis(0.98, 1.02, reduction=Reduction.MEAN, ratio_veto=0.8),
         functools.partial(paper.mis, low=0.98, high=1.02, mean=True, veto=0.8),
         "roll",
     ),

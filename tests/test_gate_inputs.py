@@ -56,8 +56,13 @@ def test_every_constructor_is_tested_and_needs_no_argument():
             lambda: gates.Correction(gates.Action.BAND, statistic=gates.Statistic.K3),
             "only a log-ratio has a weight",
         ),
-        (lambda: gates.hispo(sequence=1.5), "sequence"),
-        (lambda: gates.aspo(dual=0.5), "dual: expected a factor >= 1"),  # at r = 1 it would scale the gradient
+        (lambda: gates.hispo(eps_sequence=1.5), "eps_sequence"),
+        (lambda: gates.dapo(0.8, 1.28), r"look like ratios; pass 0.2 and 0.28"),
+        (lambda: gates.gspo(0.9997, 1.0004), r"look like ratios; pass 0.0003 and 0.0004"),
+        (
+            lambda: gates.aspo(ratio_dual=0.5),
+            "ratio_dual: expected a factor >= 1",
+        ),  # at r = 1 it would scale the gradient
         (lambda: RatioGate("x", gates.Identity(), head=gates.Head.FLIPPED, head_numbers=(1.0, 0.9)), "at least"),
         (lambda: gates.spo(1e-5), "at least"),  # |w A| r^2 / epsilon would overflow
         (lambda: gates.nft(0.0), "at least"),  # R is 0 or less where r > 1 / q
@@ -126,9 +131,9 @@ def test_the_mask_of_a_method_and_that_of_the_loss_are_both_kept(native_backends
     ("gate", "low", "high"),
     [
         (gates.ppo_clip(), (None, 0.5), (1.5, None)),
-        (gates.ppo_clip(dual=3.0), (None, 0.5), (1.5, 3.0)),
-        (gates.ppo_clip(dual=1.2), (None, 0.5), (1.5, 1.2)),  # a dual clip that lies at 1 + high is one, too
-        (gates.ppo_clip(low=1.0, dual=3.0), (None, None), (1.5, 3.0)),
+        (gates.ppo_clip(ratio_dual=3.0), (None, 0.5), (1.5, 3.0)),
+        (gates.ppo_clip(ratio_dual=1.2), (None, 0.5), (1.5, 1.2)),  # a dual clip that lies at 1 + high is one, too
+        (gates.ppo_clip(eps_low=1.0, ratio_dual=3.0), (None, None), (1.5, 3.0)),
         (gates.cispo(4.0, 0.8), (0.5, 0.5), (1.5, 1.5)),
         (gates.cispo(4.0), (None, None), (1.5, 1.5)),
         (RatioGate("x", gates.Clip((0.7, 0.8), (math.inf, math.inf))), (0.5, 0.5), (None, None)),
@@ -254,7 +259,7 @@ def test_rec_ring_mask_by_hand():
             mask = gates.rec_ring_mask(ratio.log(), torch.zeros(9), given, batch, advantage_level=level).token_mask
             assert mask.nonzero().flatten().tolist() == kept
     edges = torch.tensor([math.log1p(each) for each in (-0.5, -0.25, 0.25, 1.0)], dtype=torch.float64)
-    run = functools.partial(gates.rec_ring_mask, near=(0.25, 0.25), far=(0.5, 1.0))
+    run = functools.partial(gates.rec_ring_mask, eps_near=(0.25, 0.25), eps_far=(0.5, 1.0))
     assert run(edges, edges * 0, edges.new_ones(1), hpo.PackedBatch.from_lengths([4])).token_mask.tolist() == [
         1,
         1,
@@ -268,7 +273,7 @@ def test_rec_ring_mask_by_hand():
         1,
     ]
     with pytest.raises(ValueError, match="far"):
-        run(edges, edges, edges, hpo.PackedBatch.from_lengths([4]), far=(1.0, 2.0))
+        run(edges, edges, edges, hpo.PackedBatch.from_lengths([4]), eps_far=(1.0, 2.0))
 
 
 def test_m2po_mask_by_hand():

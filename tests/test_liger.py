@@ -97,7 +97,7 @@ SAME = {
     "dr_grpo": ("dr_grpo", PPO | {"max_completion_length": 32}, CLIP, FIXED),
     "dapo": ("dapo", PPO, CLIP, MEAN),
     "dapo, in micro-batches": ("dapo", PPO | {"num_items_in_batch": 200}, CLIP, functools.partial(MEAN, total=200)),
-    "dapo, delta": ("dapo", PPO | {"delta": 1.2}, gates.ppo_clip(0.1, 0.15, dual=1.2), MEAN),
+    "dapo, delta": ("dapo", PPO | {"delta": 1.2}, gates.ppo_clip(0.1, 0.15, ratio_dual=1.2), MEAN),
     "cispo": ("cispo", {"epsilon_high": 1.1}, gates.cispo(1.1), MEAN),
     "sapo": ("sapo", {"sapo_temperature_pos": 0.8, "sapo_temperature_neg": 1.3}, gates.sapo(0.8, 1.3), OF_ROWS),
     "vespo": ("vespo", {}, gates.vespo(), MEAN),
@@ -227,7 +227,7 @@ def test_a_delta_below_the_clip_binds_the_other_sign(batch):
     theirs = of_liger(batch, "dapo", **PPO, delta=1.05)
     same = gates.RatioGate("delta", gates.Clip((0.0, 0.9), (1.05, 1.15)))
     assert max(differences(theirs, ours(batch, same, MEAN(batch.packed)))) < 3e-7
-    assert_differs(theirs, ours(batch, gates.ppo_clip(0.1, 0.15, dual=1.15), MEAN(batch.packed)), 0.0307, 0.963)
+    assert_differs(theirs, ours(batch, gates.ppo_clip(0.1, 0.15, ratio_dual=1.15), MEAN(batch.packed)), 0.0307, 0.963)
 
 
 def test_its_luspo_of_tokens(batch):

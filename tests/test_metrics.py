@@ -114,7 +114,7 @@ def test_parts_add_up_to_the_whole(backend):
     """Also the extrema, and the slots of a part without any token."""
     layout = Layout((4, 0, 3, 6, 1), 0, "row", False, 3)
     features = {"weights", "kl", "entropy", "token_mask"}
-    example = testing.random_policy_loss(0, gates.ppo_clip(0.05, 0.05, dual=1.2), features, layout=layout)
+    example = testing.random_policy_loss(0, gates.ppo_clip(0.05, 0.05, ratio_dual=1.2), features, layout=layout)
     total = Metrics(empty_metrics(testing.device_of(backend)))
     for rows in ([0, 1], [2], [1], [3, 4]):
         total = total + metrics_of(backend, example.select(torch.tensor(rows))[0])

@@ -22,7 +22,7 @@ from hpo_core.native import Native
 from hpo_core.specs import PolicyLossInputs
 
 GATES = {
-    "token": hpo.gates.ppo_clip(0.1, 0.2, dual=2.0),
+    "token": hpo.gates.ppo_clip(0.1, 0.2, ratio_dual=2.0),
     "trajectory": hpo.gates.gspo(0.05, 0.05),
     "score": hpo.gates.cispo(1.2),
 }

@@ -109,7 +109,7 @@ SEVEN = {
 }
 MEAN, SMTM, FIXED, SUM = [1 / 7, 1 / 7], [1 / 6, 1 / 8], [1 / 8, 1 / 8], [0.5, 0.5]
 WORKED = {  # (gate, weights, loss, gradient), advantages 1 and -.5
-    "dual": (gates.ppo_clip(dual=1.25), MEAN, -0.163628, (0, -0.129262, -0.150182, 0, 0, 0.072872, 0.067945)),
+    "dual": (gates.ppo_clip(ratio_dual=1.25), MEAN, -0.163628, (0, -0.129262, -0.150182, 0, 0, 0.072872, 0.067945)),
     "gmpo": (
         gates.gmpo(0.2, 0.2), SMTM, -0.274382, (0, -0.175212, -0.175212, 0, 0.062813, 0.062813, 0.062813)
     ),

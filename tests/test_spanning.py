@@ -56,7 +56,7 @@ STEPS = {
 }
 # One for each reduction, on segments that several ranks share.
 CORRECTED = {
-    "mean and minimum": gates.mis(0.985, 1.01, reduction=Reduction.MEAN, veto=0.89),
+    "mean and minimum": gates.mis(0.985, 1.01, reduction=Reduction.MEAN, ratio_veto=0.89),
     "sum": gates.tis(1.1, TRAJECTORY),
     "steps": gates.compose(gates.ppo_clip(), Correction(Action.MASK, (-0.012, -0.01), (0.01, 0.008), unit=STEP)),
     "maximum": gates.compose(

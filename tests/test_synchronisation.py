@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import hpo_core as hpo
 
 GATES = {
-    "token": hpo.gates.ppo_clip(0.1, 0.2, dual=2.0),
+    "token": hpo.gates.ppo_clip(0.1, 0.2, ratio_dual=2.0),
     "trajectory": hpo.gates.gspo(0.05, 0.05),
     "score": hpo.gates.cispo(1.2),
 }
@@ -76,7 +76,7 @@ def test_nothing_synchronises():
         pays = gates.kl_cov_mask(logp, make(8), batch)
         for gate, given in ((gates.bpo(), gates.bpo_target(make(8))), (gates.kl_cov(), pays)):
             hpo.policy_loss(logp, old_logp, make(8), batch, gate, gate_inputs=given).loss.backward()
-        for gate in (gates.hispo(), gates.opsm(), gates.mis(veto=1e-4), gates.dppo_kl(), gates.tis()):
+        for gate in (gates.hispo(), gates.opsm(), gates.mis(ratio_veto=1e-4), gates.dppo_kl(), gates.tis()):
             rollout = make(64) if gate.reads_rollout else None
             hpo.policy_loss(logp, old_logp, make(8), batch, gate, rollout_logp=rollout).loss.backward()
         gates.hapo_bounds(entropy, batch), gates.dcpo_bounds(old_logp), gates.archer_bounds(mask)

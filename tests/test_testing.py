@@ -406,7 +406,9 @@ def test_layouts_reach_the_places_where_kernels_break():
     assert seen >= places | {"none", "some", "row", "all", "rows 0", "rows 1", "tail 0", "tail 1", "shared True"}
 
 
-@pytest.mark.parametrize("gate", [gates.gspo(), gates.dapo(), gates.ppo_clip(dual=1.3)], ids=lambda gate: gate.name)
+@pytest.mark.parametrize(
+    "gate", [gates.gspo(), gates.dapo(), gates.ppo_clip(ratio_dual=1.3)], ids=lambda gate: gate.name
+)
 def test_log_ratios_keep_off_every_branch_and_reach_every_side(gate):
     sides = set()
     for seed in range(120):
@@ -535,7 +537,7 @@ NOTHING, OFFSET = "nothing valid: loss 0, gradient 0", "an offset common to a gr
 IDENTICAL = "identical rewards get exactly 0"
 MICRO = "micro-batch-invariant: parts add up to the whole"
 PEERS = {
-    "verl vanilla": lambda: (verl_policy_loss("vanilla"), "policy_loss", gates.ppo_clip(0.2, 0.2, dual=3.0)),
+    "verl vanilla": lambda: (verl_policy_loss("vanilla"), "policy_loss", gates.ppo_clip(0.2, 0.2, ratio_dual=3.0)),
     "verl gspo": lambda: (
         verl_policy_loss("gspo", clip_ratio_low=0.2, clip_ratio_high=0.2), "policy_loss", gates.gspo_token(0.2, 0.2),
     ),

@@ -332,7 +332,7 @@ def test_errors_name_the_argument(fields, error, message):
 
 
 def test_register_a_gate_of_your_own():
-    hpo_verl.register("hpo_mine", hpo.gates.ppo_clip(0.1, 0.3, dual=2.0))
+    hpo_verl.register("hpo_mine", hpo.gates.ppo_clip(0.1, 0.3, ratio_dual=2.0))
     batch = Batch()
     expected = run(batch, actor("vanilla", clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=2.0))
     close(run(batch, actor("hpo_mine")), expected)

@@ -28,31 +28,31 @@ def compose(gate: RatioGate, *corrections: Correction) -> RatioGate:
     return replace(gate, corrections=gate.corrections + corrections)
 
 
-def decoupled(low: float = 0.2, high: float = 0.2, cap: float | None = None) -> RatioGate:
+def decoupled(eps_low: float = 0.2, eps_high: float = 0.2, ratio_cap: float | None = None) -> RatioGate:
     """Decoupled PPO: PPO's clip around the proximal policy ``old_logp``, times ``exp(old_logp - rollout_logp)`` (arXiv
     2110.00641).
 
     Args:
-        cap: of that weight; None as in the paper (exponents saturate at 20).
+        ratio_cap: of that weight; None as in the paper (exponents saturate at 20).
 
     >>> decoupled().corrections[0].action.name
     'CLAMP'
     """
-    gate = compose(ppo_clip(low, high), _truncated(cap))
+    gate = compose(ppo_clip(eps_low, eps_high), _truncated(ratio_cap))
     return replace(gate, name="decoupled", source="arXiv 2110.00641")
 
 
 def tis(
-    cap: float = 2.0,
+    ratio_cap: float = 2.0,
     unit: Unit | None = None,
     reduction: Reduction = Reduction.SUM,
     gate: RatioGate | None = None,
 ) -> RatioGate:
-    """Truncated importance sampling: the loss times ``min(exp d, cap)``, d = old_logp - rollout_logp (verl, TRL, slime;
-    fengyao.notion.site "off-policy-rl").
+    """Truncated importance sampling: the loss times ``min(exp d, ratio_cap)``, d = old_logp - rollout_logp (verl, TRL,
+    slime; fengyao.notion.site "off-policy-rl").
 
     Args:
-        cap: absolute, 2 as in verl; TRL takes 3.
+        ratio_cap: absolute, 2 as in verl; TRL takes 3.
         unit: None: per token. ``Unit.TRAJECTORY``: of the sum of d (``reduction`` MEAN: the geometric mean).
         gate: what is corrected. Default: ``ppo_clip()``.
 
@@ -60,68 +60,71 @@ def tis(
     0.6931
     """
     gate = ppo_clip() if gate is None else gate
-    gate = compose(gate, _truncated(cap, unit, reduction))
+    gate = compose(gate, _truncated(ratio_cap, unit, reduction))
     return replace(gate, name="tis", source="verl, TRL, slime")
 
 
 def mis(
-    low: float = 0.0,
-    high: float = 3.0,
+    ratio_low: float = 0.0,
+    ratio_high: float = 3.0,
     unit: Unit | None = Unit.TRAJECTORY,
     reduction: Reduction = Reduction.SUM,
-    veto: float | None = None,
+    ratio_veto: float | None = None,
     gate: RatioGate | None = None,
 ) -> RatioGate:
-    """Masked importance sampling: the loss times ``exp d`` where it lies in ``[low, high]``, else 0 (TRL
+    """Masked importance sampling: the loss times ``exp d`` where it lies in ``[ratio_low, ratio_high]``, else 0 (TRL
     ``sequence_mask``, slime).
 
     Args:
-        low, high: absolute ratios; 0 and 3 as in TRL. slime: 0.5 and 2, and 0.999 to 1.001 for geometric means.
+        ratio_low, ratio_high: absolute, 0 and 3 as in TRL. slime: 0.5 and 2, and 0.999 to 1.001 for geometric means.
         unit, reduction: whose ratio: None per token; by default the product over the trajectory, MEAN the geometric
             mean.
-        veto: a token ratio below it takes its whole trajectory out; slime: 1e-4.
+        ratio_veto: a token ratio below it takes its whole trajectory out; slime: 1e-4.
         gate: what is corrected. Default: ``ppo_clip()``.
 
-    >>> len(mis(veto=1e-4).corrections)
+    >>> len(mis(ratio_veto=1e-4).corrections)
     2
     """
-    corrections = [Correction(Action.BAND, _log_pair(low), _log_pair(high), unit, reduction)]
-    if veto is not None:
-        corrections.append(Correction(Action.MASK, _log_pair(veto), unit=Unit.TRAJECTORY, reduction=Reduction.MIN))
+    corrections = [Correction(Action.BAND, _log_pair(ratio_low), _log_pair(ratio_high), unit, reduction)]
+    if ratio_veto is not None:
+        corrections.append(
+            Correction(Action.MASK, _log_pair(ratio_veto), unit=Unit.TRAJECTORY, reduction=Reduction.MIN)
+        )
     gate = compose(ppo_clip() if gate is None else gate, *corrections)
     return replace(gate, name="mis", source="TRL, slime")
 
 
-def icepop(low: float = 0.5, high: float = 5.0, gate: RatioGate | None = None) -> RatioGate:
-    """IcePop: the loss times ``exp d`` where ``low <= exp d <= high``, token by token, else 0 (ringtech.notion.site).
+def icepop(ratio_low: float = 0.5, ratio_high: float = 5.0, gate: RatioGate | None = None) -> RatioGate:
+    """IcePop: the loss times ``exp d`` where ``ratio_low <= exp d <= ratio_high``, token by token, else 0
+    (ringtech.notion.site).
 
     Args:
-        low, high: 0.5 and 5, the notion page's.
+        ratio_low, ratio_high: 0.5 and 5, the notion page's.
         gate: what is corrected. Default: ``ppo_clip()``.
 
     >>> icepop().corrections[0].action.name
     'BAND'
     """
     gate = ppo_clip() if gate is None else gate
-    gate = compose(gate, Correction(Action.BAND, _log_pair(low), _log_pair(high)))
+    gate = compose(gate, Correction(Action.BAND, _log_pair(ratio_low), _log_pair(ratio_high)))
     return replace(gate, name="icepop", source="ringtech.notion.site/icepop")
 
 
 def hispo(
-    sequence: float = 0.1,
-    token: float = 0.5,
-    negative_low: float = 0.2,
-    negative_high: float = 3.0,
-    positive_high: float = 0.28,
+    eps_sequence: float = 0.1,
+    eps_token: float = 0.5,
+    eps_low: float = 0.2,
+    ratio_dual: float = 3.0,
+    eps_high: float = 0.28,
 ) -> RatioGate:
     """HisPO: a triplet clip of the total ratio ``logp - rollout_logp`` where both engines agree (arXiv 2603.21065).
 
-    Equations 8 and 9: a token counts where ``|exp d - 1| < token``, and where the same holds of its trajectory's
-    geometric mean and ``sequence``; d = old_logp - rollout_logp, both strictly.
+    Equations 8 and 9: a token counts where ``|exp d - 1| < eps_token``, and where the same holds of its trajectory's
+    geometric mean and ``eps_sequence``; d = old_logp - rollout_logp, both strictly.
 
     Args:
-        sequence, token: the paper gives no numbers; 0.1 and 0.5 are the neighbours'.
-        negative_low, negative_high, positive_high: see :func:`triplet_clip`.
+        eps_sequence, eps_token: the paper gives no numbers; 0.1 and 0.5 are the neighbours'.
+        eps_low, ratio_dual, eps_high: see :func:`triplet_clip`.
 
     Traps: aggregate by ``aggregation.fixed_length``. The masks do not change within an optimiser step: neither factor
     reads ``logp``.
@@ -129,22 +132,22 @@ def hispo(
     >>> hispo().channel.name
     'TOTAL'
     """
-    for name, delta in (("sequence", sequence), ("token", token)):
+    for name, delta in (("eps_sequence", eps_sequence), ("eps_token", eps_token)):
         check(0 < delta < 1, "{}: expected a deviation from 1 in (0, 1), got {}", name, delta)
     masks = (
-        Correction(Action.MASK, _log_pair(1 - sequence), _log_pair(1 + sequence), Unit.TRAJECTORY, strict=True),
-        Correction(Action.MASK, _log_pair(1 - token), _log_pair(1 + token), strict=True),
+        Correction(Action.MASK, _log_pair(1 - eps_sequence), _log_pair(1 + eps_sequence), Unit.TRAJECTORY, strict=True),
+        Correction(Action.MASK, _log_pair(1 - eps_token), _log_pair(1 + eps_token), strict=True),
     )
-    base = triplet_clip(negative_low, negative_high, positive_high)
+    base = triplet_clip(eps_low, ratio_dual, eps_high)
     return replace(base, name="hispo", channel=Channel.TOTAL, corrections=masks, source="arXiv 2603.21065")
 
 
-def opsm(delta: float = 0.5, gate: RatioGate | None = None) -> RatioGate:
+def opsm(log_delta: float = 0.5, gate: RatioGate | None = None) -> RatioGate:
     """DeepSeek-V3.2's off-policy sequence mask: a trajectory with ``A < 0`` counts only while the mean of
-    ``rollout_logp - logp`` is at most ``delta`` (arXiv 2512.02556).
+    ``rollout_logp - logp`` is at most ``log_delta`` (arXiv 2512.02556).
 
     Args:
-        delta: 0.5 as TRL's documentation suggests; the report gives none.
+        log_delta: 0.5 as TRL's documentation suggests; the report gives none.
         gate: what is masked. Default: ``ppo_clip()``.
 
     Traps: the mask reads ``logp``, as a constant. ms-swift takes masked tokens out of the denominator, TRL does not.
@@ -153,16 +156,16 @@ def opsm(delta: float = 0.5, gate: RatioGate | None = None) -> RatioGate:
     (-inf, -0.5)
     """
     mask = Correction(
-        Action.MASK, low=(-math.inf, -delta), unit=Unit.TRAJECTORY, reduction=Reduction.MEAN, channel=Channel.TOTAL
+        Action.MASK, low=(-math.inf, -log_delta), unit=Unit.TRAJECTORY, reduction=Reduction.MEAN, channel=Channel.TOTAL
     )
     return replace(compose(ppo_clip() if gate is None else gate, mask), name="opsm", source="arXiv 2512.02556")
 
 
 def dppo_tv(
-    low: float = 0.15, high: float = 0.15, cap: float = 20.0, channel: Channel = Channel.STALENESS
+    low: float = 0.15, high: float = 0.15, ratio_cap: float = 20.0, channel: Channel = Channel.STALENESS
 ) -> RatioGate:
-    """DPPO with binary total variation: ``loss_t = -sg[min(r, cap)] A logp`` while the token's probability has moved
-    little (arXiv 2602.04879; verl).
+    """DPPO with binary total variation: ``loss_t = -sg[min(r, ratio_cap)] A logp`` while the token's probability has
+    moved little (arXiv 2602.04879; verl).
 
     ``A >= 0`` counts where ``p - q <= high``, ``A < 0`` where ``p - q >= -low``; p and q are the probabilities of the
     token now and then.
@@ -174,10 +177,10 @@ def dppo_tv(
     >>> dppo_tv().corrections[0].statistic.name
     'PROBABILITY'
     """
-    return _dppo("dppo_tv", Statistic.PROBABILITY, low, high, cap, channel)
+    return _dppo("dppo_tv", Statistic.PROBABILITY, low, high, ratio_cap, channel)
 
 
-def dppo_kl(delta: float = 0.05, cap: float = 20.0, channel: Channel = Channel.STALENESS) -> RatioGate:
+def dppo_kl(delta: float = 0.05, ratio_cap: float = 20.0, channel: Channel = Channel.STALENESS) -> RatioGate:
     """DPPO with the binary KL: as :func:`dppo_tv`, a token counting while ``KL(q || p)`` of "this token or another" is
     at most ``delta`` or it moves back.
 
@@ -187,7 +190,7 @@ def dppo_kl(delta: float = 0.05, cap: float = 20.0, channel: Channel = Channel.S
     >>> dppo_kl().corrections[0].high
     (0.05, inf)
     """
-    return _dppo("dppo_kl", Statistic.BINARY_KL, delta, delta, cap, channel)
+    return _dppo("dppo_kl", Statistic.BINARY_KL, delta, delta, ratio_cap, channel)
 
 
 def _dppo(name: str, statistic: Statistic, low: float, high: float, cap: float, channel: Channel) -> RatioGate:

@@ -35,7 +35,7 @@ _ROUNDING = "16-bit log-probabilities and entropies are too coarse; compute them
 
 @examines
 def archer_bounds(
-    wide: torch.Tensor, narrow: tuple[float, float] = (0.2, 0.2), wider: tuple[float, float] = (0.4, 0.4)
+    wide: torch.Tensor, eps_narrow: tuple[float, float] = (0.2, 0.2), eps_wider: tuple[float, float] = (0.4, 0.4)
 ) -> GateInputs:
     """Two pairs of epsilons by class: ``gate_inputs`` for :func:`archer_clip` and :func:`aspo` (arXiv
     2510.06062).
@@ -43,42 +43,44 @@ def archer_bounds(
     Args:
         wide: bool ``[T]``, the tokens of the wider class: in the paper those above the 80 % quantile of the entropy
             within their sequence (the code's names for the two classes are exchanged).
-        narrow, wider: epsilons (low, high), the paper's 0.2 and 0.4.
+        eps_narrow, eps_wider: epsilons (low, high), the paper's 0.2 and 0.4.
 
     >>> archer_bounds(torch.tensor([True, False])).bounds[1]
     tensor([1.4000, 1.2000])
     """
     check_dtype("wide", wide, (torch.bool,), "use wide.bool()")
-    low, high = (torch.full_like(wide, 1 + epsilon, dtype=torch.float32) for epsilon in (-narrow[0], narrow[1]))
-    return GateInputs(bounds=(low.masked_fill(wide, 1.0 - wider[0]), high.masked_fill(wide, 1.0 + wider[1])))
+    low, high = (torch.full_like(wide, 1 + epsilon, dtype=torch.float32) for epsilon in (-eps_narrow[0], eps_narrow[1]))
+    return GateInputs(bounds=(low.masked_fill(wide, 1.0 - eps_wider[0]), high.masked_fill(wide, 1.0 + eps_wider[1])))
 
 
 @examines
-def dcpo_bounds(old_logp: torch.Tensor, low: float = 0.16, high: float = 0.2, cap: float = 10.0) -> GateInputs:
+def dcpo_bounds(
+    old_logp: torch.Tensor, eps_low: float = 0.16, eps_high: float = 0.2, ratio_cap: float = 10.0
+) -> GateInputs:
     """Bounds that let unlikely tokens move further: for :func:`dcpo_clip` (arXiv 2509.02333; its code).
 
-    ``(1 + sqrt(max(1 - 4 low / q, 0))) / 2 <= r <= (1 + sqrt(1 + 4 high / q)) / 2``, q the old probability.
+    ``(1 + sqrt(max(1 - 4 eps_low / q, 0))) / 2 <= r <= (1 + sqrt(1 + 4 eps_high / q)) / 2``, q the old probability.
 
     Args:
-        low, high: 0.16 and 0.2, the code's.
-        cap: of the upper bound, 10 as in the code.
+        eps_low, eps_high: 0.16 and 0.2, the code's.
+        ratio_cap: of the upper bound, 10 as in the code.
 
     >>> [round(bound.item(), 6) for bound in dcpo_bounds(torch.tensor([0.9]).log()).bounds]
     [0.768742, 1.187184]
     """
     check_dtype("old_logp", old_logp, _NUMBERS, _ROUNDING)
     q = old_logp.detach().exp()
-    below = 0.5 + 0.5 * (1 - 4 * low / q).clamp(min=0).sqrt()
-    above = 0.5 + 0.5 * (1 + 4 * high / q).sqrt()
-    return GateInputs(bounds=(below, above.clamp(max=cap)))
+    below = 0.5 + 0.5 * (1 - 4 * eps_low / q).clamp(min=0).sqrt()
+    above = 0.5 + 0.5 * (1 + 4 * eps_high / q).sqrt()
+    return GateInputs(bounds=(below, above.clamp(max=ratio_cap)))
 
 
 @examines
 def hapo_bounds(
     entropy: torch.Tensor,
     batch: PackedBatch,
-    low: float = 0.2,
-    high: float = 0.2,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
     alpha: float = 1.0,
     pivot: tuple[int, int] = (1, 2),
     compat: str = "paper",
@@ -86,11 +88,11 @@ def hapo_bounds(
     """Bounds that follow the entropy: for :func:`hapo_clip` (repository starver030515/HAPO).
 
     ``h`` is the log-entropy minus its ``pivot`` quantile over the batch, and ``h / max h`` above, ``-h / min h`` below.
-    Where ``h <= 0`` the lower epsilon is ``low (1 - alpha h)``; above, the upper one is ``high (1 + alpha h)``.
+    Where ``h <= 0`` the lower epsilon is ``eps_low (1 - alpha h)``; above, the upper one is ``eps_high (1 + alpha h)``.
 
     Args:
         entropy: ``[T]`` in nats.
-        low, high, alpha: 0.2, 0.2 and 1, the code's.
+        eps_low, eps_high, alpha: 0.2, 0.2 and 1, the code's.
         pivot: the quantile as a fraction, the median; the nearest order statistic.
         compat: "code": there ``h / min h`` is used below, which is positive, so the upper bound of every token widens
             and the lower one of none.
@@ -110,8 +112,8 @@ def hapo_bounds(
     above, below = h.max().clamp(min=tiny), h.min().clamp(max=-tiny)
     down = h / below if compat == "code" else -h / below
     relative = torch.where(h > 0, h / above, down)
-    lower = torch.where(relative <= 0, low * (1 - alpha * relative), torch.full_like(h, low))
-    upper = torch.where(relative > 0, high * (1 + alpha * relative), torch.full_like(h, high))
+    lower = torch.where(relative <= 0, eps_low * (1 - alpha * relative), torch.full_like(h, eps_low))
+    upper = torch.where(relative > 0, eps_high * (1 + alpha * relative), torch.full_like(h, eps_high))
     return GateInputs(bounds=((1 - lower).clamp(min=0), 1 + upper))
 
 
@@ -158,7 +160,7 @@ def clip_cov_mask(
     share: float = 2e-4,
     low: float = 1.0,
     high: float = 5.0,
-    epsilons: tuple[float, float] = (0.2, 0.2),
+    eps: tuple[float, float] = (0.2, 0.2),
     advantage_level: str | None = None,
 ) -> GateInputs:
     """``gate_inputs`` for :func:`clip_cov`: a mask that is False for a few tokens drawn among those of high covariance.
@@ -170,7 +172,7 @@ def clip_cov_mask(
     Args:
         seed: any integer; give every optimiser step its own.
         share, low, high: 2e-4, 1 and 5 as in verl (arXiv 2505.22617).
-        epsilons: of the PPO clip.
+        eps: of the PPO clip.
         advantage_level: as in :func:`~hpo_core.policy_loss`.
 
     >>> batch = PackedBatch.from_lengths([2, 2])
@@ -181,7 +183,7 @@ def clip_cov_mask(
     _check_policies(batch, logp, old_logp)
     covariance, advantage, valid = _covariance(logp, advantages, batch, advantage_level)
     ratio = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp)).exp()
-    clipped = ((advantage > 0) & (ratio > 1 + epsilons[1])) | ((advantage < 0) & (ratio < 1 - epsilons[0]))
+    clipped = ((advantage > 0) & (ratio > 1 + eps[1])) | ((advantage < 0) & (ratio < 1 - eps[0]))
     eligible = valid & (covariance > low) & (covariance < high) & ~clipped
     draw = _draws(logp.numel(), seed, logp.device)
     return GateInputs(token_mask=~_first_of(draw, eligible, share, valid))
@@ -231,60 +233,61 @@ def rec_ring_mask(
     old_logp: torch.Tensor,
     advantages: torch.Tensor,
     batch: PackedBatch,
-    near: tuple[float, float] = (0.2, 0.2),
-    far: tuple[float, float] = (0.6, 2.0),
+    eps_near: tuple[float, float] = (0.2, 0.2),
+    eps_far: tuple[float, float] = (0.6, 2.0),
     *,
     advantage_level: str | None = None,
 ) -> GateInputs:
-    """``gate_inputs`` for :func:`rec_ring`: a mask of ``1 - near[0] <= r <= 1 + near[1]``, or for ``A >= 0``
-    ``r <= 1 - far[0]``, for ``A < 0`` ``r >= 1 + far[1]`` (Trinity-RFT).
+    """``gate_inputs`` for :func:`rec_ring`: a mask of ``1 - eps_near[0] <= r <= 1 + eps_near[1]``, or for ``A >= 0``
+    ``r <= 1 - eps_far[0]``, for ``A < 0`` ``r >= 1 + eps_far[1]`` (Trinity-RFT).
 
     Args:
         advantages, advantage_level: as in :func:`~hpo_core.policy_loss`.
-        near, far: epsilons (low, high), 0.2 and 0.2, and 0.6 and 2, as there.
+        eps_near, eps_far: epsilons (low, high), 0.2 and 0.2, and 0.6 and 2, as there.
 
     >>> ratio = torch.tensor([0.3, 0.5, 1.0, 1.5, 3.5])
     >>> rec_ring_mask(ratio.log(), torch.zeros(5), torch.tensor([1.0]), PackedBatch.from_lengths([5])).token_mask
     tensor([ True, False,  True, False, False])
     """
-    for name, pair in (("near", near), ("far", far)):
+    for name, pair in (("eps_near", eps_near), ("eps_far", eps_far)):
         check(0 <= pair[0] < 1 and pair[1] >= 0, "{}: expected epsilons (low < 1, high), got {}", name, pair)
     _check_policies(batch, logp, old_logp)
     valid = _valid(batch)
     advantage = _per_token(advantages, batch, advantage_level)
     x = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp))
-    inside = (x >= math.log1p(-near[0])) & (x <= math.log1p(near[1]))
-    strayed = torch.where(advantage < 0, x >= math.log1p(far[1]), x <= math.log1p(-far[0]))
+    inside = (x >= math.log1p(-eps_near[0])) & (x <= math.log1p(eps_near[1]))
+    strayed = torch.where(advantage < 0, x >= math.log1p(eps_far[1]), x <= math.log1p(-eps_far[0]))
     return GateInputs(token_mask=valid & (inside | strayed))
 
 
 @examines
-def bpo_target(advantages: torch.Tensor, epsilon: float = 0.2) -> GateInputs:
-    """``gate_inputs`` for :func:`bpo`: targets ``1 + epsilon sign A``, in the shape of ``advantages`` (arXiv
+def bpo_target(advantages: torch.Tensor, eps: float = 0.2) -> GateInputs:
+    """``gate_inputs`` for :func:`bpo`: targets ``1 + eps sign A``, in the shape of ``advantages`` (arXiv
     2604.18578).
 
     >>> bpo_target(torch.tensor([2.0, -1.0])).target
     tensor([1.2000, 0.8000])
     """
     check_dtype("advantages", advantages, _NUMBERS, "use advantages.float()")
-    return GateInputs(target=1 + epsilon * advantages.sign())
+    return GateInputs(target=1 + eps * advantages.sign())
 
 
 @examines
 def gbpo_target(
     scores: torch.Tensor,
     group_ids: torch.Tensor | None = None,
-    low: float = 0.2,
-    high: float = 0.2,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
     temperature: float = 1.0,
 ) -> GateInputs:
     """``gate_inputs`` for :func:`gbpo`: targets ``[S]`` from the median of the group (arXiv 2604.18578).
 
-    They are ``1 - low + (low + high) sigmoid(a / temperature)``, ``a = (score - median) / (std + 1e-6)`` in the group.
+    They are ``1 - eps_low + (eps_low + eps_high) sigmoid(a / temperature)``, ``a = (score - median) / (std + 1e-6)`` in
+    the group.
 
     Args:
         scores: ``[S]``. group_ids: ``[S]`` integers; None: one group.
-        low, high, temperature: 0.2, 0.2 and 1, the code's. A group of one has median 0 and std 1, as there.
+        eps_low, eps_high, temperature: 0.2, 0.2 and 1, the code's. A group of one has median 0 and std 1, as there.
 
     >>> gbpo_target(torch.tensor([0.0, 1.0, 2.0])).target
     tensor([0.9076, 1.0000, 1.0924])
@@ -308,7 +311,7 @@ def gbpo_target(
     middle = [(start + half).long().clamp(0, last) for half in ((size - 1).div(2).floor(), size.div(2).floor())]
     median = torch.where(alone, torch.zeros_like(size), 0.5 * (ordered[middle[0]] + ordered[middle[1]]))
     relative = (x - median[group]) / (std[group] + 1e-6)
-    target = 1 - low + (low + high) * torch.sigmoid(relative / temperature)
+    target = 1 - eps_low + (eps_low + eps_high) * torch.sigmoid(relative / temperature)
     return GateInputs(target=target.to(scores.dtype))
 
 

@@ -28,15 +28,15 @@ def sapo(positive: float = 1.0, negative: float = 1.05) -> RatioGate:
     )
 
 
-def spo(epsilon: float = 0.2) -> RatioGate:
-    """SPO, simple policy optimisation: ``loss_t = -(A r - |A| (r - 1)^2 / (2 epsilon))`` (arXiv 2401.16025).
+def spo(eps: float = 0.2) -> RatioGate:
+    """SPO, simple policy optimisation: ``loss_t = -(A r - |A| (r - 1)^2 / (2 eps))`` (arXiv 2401.16025).
 
-    The gradient ``-w r (A - |A| (r - 1) / epsilon)`` vanishes at ``r = 1 + epsilon sign A`` and pulls back beyond.
+    The gradient ``-w r (A - |A| (r - 1) / eps)`` vanishes at ``r = 1 + eps sign A`` and pulls back beyond.
 
     >>> spo().head_numbers
     (0.2, 0.2)
     """
-    return RatioGate("spo", Identity(), head=Head.SIMPLE, head_numbers=(epsilon, epsilon), source="arXiv 2401.16025")
+    return RatioGate("spo", Identity(), head=Head.SIMPLE, head_numbers=(eps, eps), source="arXiv 2401.16025")
 
 
 def bpo() -> RatioGate:

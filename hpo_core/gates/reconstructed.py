@@ -38,7 +38,7 @@ def apc(delta: float = 0.1) -> RatioGate:
 
 
 def fiberpo_domain(
-    epsilon: float = 0.2,
+    log_clip: float = 0.2,
     trajectory: float = 0.2,
     group: float = 0.1,
     domain: float = 0.1,
@@ -51,7 +51,7 @@ def fiberpo_domain(
     the full text is not available: this generalises the two-level method, to which it reduces).
 
     Args:
-        epsilon, trajectory, group, domain: log-ratio budgets. No paper gives numbers.
+        log_clip, trajectory, group, domain: log-ratio budgets. No paper gives numbers.
         slope: of every rollback. 1: a group has so many tokens that the paper's slope, their number, would be a wall;
             None asks for it.
         routing: how groups and domains carry gradient; ``Routing.STOPPED`` where they span micro-batches.
@@ -65,7 +65,7 @@ def fiberpo_domain(
         Level(Rollback((domain, domain), slope), routing, Unit.DOMAIN),
     )
     return RatioGate(
-        "fiberpo_domain", _residual_clip(epsilon), levels, split=True, source="arXiv 2603.08239",
+        "fiberpo_domain", _residual_clip(log_clip), levels, split=True, source="arXiv 2603.08239",
         provenance=Provenance.RECONSTRUCTED,
     )  # fmt: skip
 
@@ -89,7 +89,7 @@ def mdpo(tau: float = 0.1) -> RatioGate:
     )  # fmt: skip
 
 
-def p3o(epsilon: float = 0.2) -> RatioGate:
+def p3o(eps: float = 0.2) -> RatioGate:
     """P3O, pairwise PPO with a joint clip: ``loss_t = -sg[clip(W)] A logp``, W the product of all token ratios of the
     two answers of a pair (arXiv 2310.00212, V2; read in other people's summaries).
 
@@ -98,9 +98,9 @@ def p3o(epsilon: float = 0.2) -> RatioGate:
     ``advantages.dr_grpo(rewards, group_ids)``.
 
     Args:
-        epsilon: on W. No number could be verified; 0.2 is PPO's.
+        eps: on W. No number could be verified; 0.2 is PPO's.
 
-    Assumed: the clip holds W within ``[1 - epsilon, 1 + epsilon]`` whatever the sign of A, and is a constant. V1, which
+    Assumed: the clip holds W within ``[1 - eps, 1 + eps]`` whatever the sign of A, and is a constant. V1, which
     clips the ratio of each answer before they are multiplied, is not given: how was not to be found out, and a product
     of clipped ratios is no level.
 
@@ -110,8 +110,8 @@ def p3o(epsilon: float = 0.2) -> RatioGate:
     >>> p3o().levels[0].unit.name
     'GROUP'
     """
-    check(0 <= epsilon < 1, "epsilon: expected a number in [0, 1), got {}", epsilon)
-    low, high = 1.0 - epsilon, 1.0 + epsilon
+    check(0 <= eps < 1, "eps: expected a number in [0, 1), got {}", eps)
+    low, high = 1.0 - eps, 1.0 + eps
     pair = Level(Clip((low, low), (high, high)), Routing.STOPPED, Unit.GROUP, Aggregate.SUM)
     return RatioGate("p3o", Drop(), (pair,), Head.SCORE, source="arXiv 2310.00212", provenance=Provenance.RECONSTRUCTED)
 

@@ -12,14 +12,14 @@ from .token_level import _check_epsilons
 __all__ = ["a_lol", "gmpo", "gspo", "gspo_token", "rec", "rec_ring", "topr", "vespo"]
 
 
-def gspo(low: float = 3e-4, high: float = 4e-4) -> RatioGate:
+def gspo(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:
     """GSPO: PPO's clipped surrogate of the sequence ratio ``s = exp(mean_t log r_t)`` (arXiv 2507.18071).
 
     The gradient reaches every token of the trajectory: ``-(s / n) sum_u w_u A_u`` over its unclipped tokens u.
     On-policy it is the trajectory's mean of ``-w A``, which is ``-w A`` where both are constant on the trajectory.
 
     Args:
-        low, high: epsilons on s, 3e-4 and 4e-4 from the paper.
+        eps_low, eps_high: epsilons on s, 3e-4 and 4e-4 from the paper.
 
     Traps: the paper aggregates by ``aggregation.seq_mean_token_mean``; other weights change the length weighting.
     verl's "gspo" is :func:`gspo_token` with the log-ratio clamped at 10. Needs float32 log-probabilities: bfloat16
@@ -28,16 +28,16 @@ def gspo(low: float = 3e-4, high: float = 4e-4) -> RatioGate:
     >>> gspo().first_order.name
     'SEGMENT_MEAN'
     """
-    return RatioGate("gspo", Drop(), (_sequence(low, high, Routing.THROUGH),), source="arXiv 2507.18071")
+    return RatioGate("gspo", Drop(), (_sequence(eps_low, eps_high, Routing.THROUGH),), source="arXiv 2507.18071")
 
 
-def gspo_token(low: float = 3e-4, high: float = 4e-4) -> RatioGate:
+def gspo_token(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:
     """GSPO-token: the value of the sequence ratio, each token's own gradient ``-w A s`` (arXiv 2507.18071).
 
     Equal to :func:`gspo` in value and gradient where ``w A`` is constant on the trajectory; differs for token-level
     advantages.
     """
-    return RatioGate("gspo_token", Drop(), (_sequence(low, high, Routing.SELF),), source="arXiv 2507.18071")
+    return RatioGate("gspo_token", Drop(), (_sequence(eps_low, eps_high, Routing.SELF),), source="arXiv 2507.18071")
 
 
 def _sequence(low: float, high: float, routing: Routing) -> Level:
@@ -45,15 +45,15 @@ def _sequence(low: float, high: float, routing: Routing) -> Level:
     return Level(Clip(low=(0.0, 1.0 - low), high=(1.0 + high, float("inf"))), routing)
 
 
-def gmpo(low: float = 0.4, high: float = 0.4) -> RatioGate:
+def gmpo(log_low: float = 0.4, log_high: float = 0.4) -> RatioGate:
     """GMPO: ``loss = -A exp(mean of the clipped log-ratios)``: each token is clipped before the geometric mean (arXiv
     2507.20673).
 
-    The clip is one-sided, at most ``high`` for ``A >= 0`` and at least ``-low`` for ``A < 0``. The gradient is
+    The clip is one-sided, at most ``log_high`` for ``A >= 0`` and at least ``-log_low`` for ``A < 0``. The gradient is
     ``-(s / n) sum_u w_u A_u`` at tokens that are not clipped.
 
     Args:
-        low, high: log-ratios, 0.4 as in the paper.
+        log_low, log_high: log-ratios, 0.4 as in the paper.
 
     Traps: aggregate by ``aggregation.seq_mean_token_mean``. The paper's A belongs to the sequence, and with it the side
     of the clip. Where A changes its sign within a trajectory (advantages of tokens or steps) each token is clipped on
@@ -63,9 +63,9 @@ def gmpo(low: float = 0.4, high: float = 0.4) -> RatioGate:
     >>> gmpo().first_order.name
     'SEGMENT_MEAN'
     """
-    for name, bound in (("low", low), ("high", high)):
+    for name, bound in (("log_low", log_low), ("log_high", log_high)):
         check(bound >= 0, "{}: expected a log-ratio >= 0, got {}", name, bound)
-    pre = LogClip((-math.inf, -low), (high, math.inf))
+    pre = LogClip((-math.inf, -log_low), (log_high, math.inf))
     return RatioGate("gmpo", Drop(), (Level(Identity()),), pre=pre, source="arXiv 2507.20673")
 
 
@@ -104,12 +104,12 @@ def vespo(k: tuple[float, float] = (2.0, 3.0), lam: tuple[float, float] = (3.0, 
     return RatioGate("vespo", Drop(), (level,), Head.SCORE, source="arXiv 2602.10693")
 
 
-def a_lol(clip: float = 0.9) -> RatioGate:
-    """A-LoL: ``loss_t = -sg[clip(W, 1 - clip, 1 + clip)] max(A, 0) logp``, W the product of the trajectory's
+def a_lol(eps: float = 0.9) -> RatioGate:
+    """A-LoL: ``loss_t = -sg[clip(W, 1 - eps, 1 + eps)] max(A, 0) logp``, W the product of the trajectory's
     ratios (arXiv 2305.14718).
 
     Args:
-        clip: 0.9 as in the code's examples.
+        eps: 0.9 as in the code's examples.
 
     Traps: trajectories with ``A <= 0`` are discarded, but stay in the denominators of ``weights``. Aggregate by
     ``aggregation.seq_mean_token_sum``.
@@ -117,18 +117,19 @@ def a_lol(clip: float = 0.9) -> RatioGate:
     >>> a_lol().advantage_weights
     (1.0, 0.0)
     """
-    check(0 <= clip <= 1, "clip: expected an epsilon in [0, 1], got {}", clip)
-    low, high = 1.0 - clip, 1.0 + clip
+    check(0 <= eps <= 1, "eps: expected an epsilon in [0, 1], got {}", eps)
+    low, high = 1.0 - eps, 1.0 + eps
     level = Level(Clip((low, low), (high, high)), aggregate=Aggregate.SUM)
     return RatioGate("a_lol", Drop(), (level,), Head.SCORE, advantage_weights=(1.0, 0.0), source="arXiv 2305.14718")
 
 
-def rec(low: float = 0.2, high: float = 0.2, one_sided: bool = True, importance: bool = False) -> RatioGate:
+def rec(eps_low: float = 0.2, eps_high: float = 0.2, one_sided: bool = True, importance: bool = False) -> RatioGate:
     """REC: ``loss_t = -sg[W] A logp`` on tokens whose ratio is in range, else 0 (Trinity-RFT).
 
     Args:
-        low, high: epsilons of the range ``[1 - low, 1 + high]``.
-        one_sided: only the side to which A pushes: ``r <= 1 + high`` for ``A >= 0``, ``r >= 1 - low`` for ``A < 0``.
+        eps_low, eps_high: epsilons of the range ``[1 - eps_low, 1 + eps_high]``.
+        one_sided: only the side to which A pushes: ``r <= 1 + eps_high`` for ``A >= 0``, ``r >= 1 - eps_low`` for
+            ``A < 0``.
         importance: W is the token's ratio; else 1.
 
     Traps: the variant "ring", whose range is two intervals, is :func:`rec_ring`.
@@ -136,8 +137,8 @@ def rec(low: float = 0.2, high: float = 0.2, one_sided: bool = True, importance:
     >>> rec().corrections[0].channel.name
     'STALENESS'
     """
-    _check_epsilons(low, high)
-    below, above = math.log1p(-low) if low < 1 else -math.inf, math.log1p(high)
+    _check_epsilons(eps_low, eps_high)
+    below, above = math.log1p(-eps_low) if eps_low < 1 else -math.inf, math.log1p(eps_high)
     lows, highs = ((-math.inf, below), (above, math.inf)) if one_sided else ((below, below), (above, above))
     mask = Correction(Action.MASK, lows, highs, channel=Channel.STALENESS)
     token = Identity() if importance else Drop()

@@ -37,30 +37,30 @@ def reinforce() -> RatioGate:
     return RatioGate("reinforce", Drop(), head=Head.SCORE, source="Williams 1992; arXiv 2504.02546")
 
 
-def ppo_clip(low: float = 0.2, high: float = 0.2, dual: float | None = None) -> RatioGate:
-    r"""PPO's clipped surrogate: ``loss_t = -min(r A, clip(r, 1 - low, 1 + high) A)`` (arXiv 1707.06347).
+def ppo_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | None = None) -> RatioGate:
+    r"""PPO's clipped surrogate: ``loss_t = -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)`` (arXiv 1707.06347).
 
-    The gradient is ``-w A r`` unless clipped: ``A >= 0`` and ``r > 1 + high``, or ``A < 0`` and ``r < 1 - low``; at a
-    bound it passes.
+    The gradient is ``-w A r`` unless clipped: ``A >= 0`` and ``r > 1 + eps_high``, or ``A < 0`` and ``r < 1 -
+    eps_low``; at a bound it passes.
 
     Args:
-        low, high: epsilons, 0.2 and 0.2 as in the paper.
-        dual: ``c > 1``: for ``A < 0`` the loss is at most ``-c A`` and the gradient 0 beyond ``r > c`` (dual clip,
-            arXiv 1912.09729; verl's default is 3, TRL's ``delta``). None: no such bound, the paper's form.
+        eps_low, eps_high: epsilons, 0.2 and 0.2 as in the paper.
+        ratio_dual: ``c > 1``: for ``A < 0`` the loss is at most ``-c A`` and the gradient 0 beyond ``r > c`` (dual
+            clip, arXiv 1912.09729; verl's default is 3, TRL's ``delta``). None: no such bound, the paper's form.
 
     Traps: verl clamps the log-ratio at +-20 with gradient 0 beyond; here it saturates at +-60 and keeps its slope.
 
-    >>> ppo_clip(0.2, 0.28, dual=3.0).token.high
+    >>> ppo_clip(0.2, 0.28, ratio_dual=3.0).token.high
     (1.28, 3.0)
     """
-    _check_epsilons(low, high)
-    check(dual is None or dual > 1, "dual: expected a ratio c > 1 or None, got {}", dual)
-    upper = math.inf if dual is None else float(dual)
-    clip = Clip(low=(0.0, 1.0 - low), high=(1.0 + high, upper))
+    _check_epsilons(eps_low, eps_high)
+    check(ratio_dual is None or ratio_dual > 1, "ratio_dual: expected a ratio c > 1 or None, got {}", ratio_dual)
+    upper = math.inf if ratio_dual is None else float(ratio_dual)
+    clip = Clip(low=(0.0, 1.0 - eps_low), high=(1.0 + eps_high, upper))
     return RatioGate("ppo_clip", clip, source="arXiv 1707.06347; dual clip arXiv 1912.09729")
 
 
-def dapo(low: float = 0.2, high: float = 0.28) -> RatioGate:
+def dapo(eps_low: float = 0.2, eps_high: float = 0.28) -> RatioGate:
     """DAPO's clip-higher: PPO's surrogate with a wider upper bound (arXiv 2503.14476, defaults of the paper).
 
     DAPO also aggregates by ``aggregation.token_mean`` over the whole optimiser step and uses no KL; both are arguments
@@ -69,12 +69,12 @@ def dapo(low: float = 0.2, high: float = 0.28) -> RatioGate:
     >>> dapo().token.high[0]
     1.28
     """
-    return _renamed("dapo", ppo_clip(low, high), "arXiv 2503.14476")
+    return _renamed("dapo", ppo_clip(eps_low, eps_high), "arXiv 2503.14476")
 
 
-def triplet_clip(negative_low: float = 0.2, negative_high: float = 3.0, positive_high: float = 0.28) -> RatioGate:
-    r"""LongCat's three bounds: ``1 + positive_high`` for ``A >= 0``; ``1 - negative_low`` and the absolute
-    ``negative_high`` for ``A < 0`` (arXiv 2509.18883, equation 4).
+def triplet_clip(eps_low: float = 0.2, ratio_dual: float = 3.0, eps_high: float = 0.28) -> RatioGate:
+    r"""LongCat's three bounds: ``1 + eps_high`` for ``A >= 0``; ``1 - eps_low`` and the absolute
+    ``ratio_dual`` for ``A < 0`` (arXiv 2509.18883, equation 4).
 
     The gradient is ``-w A r`` unless clipped. The paper gives no numbers; these are DAPO's and the usual dual clip.
 
@@ -84,34 +84,38 @@ def triplet_clip(negative_low: float = 0.2, negative_high: float = 3.0, positive
     >>> triplet_clip().token.high
     (1.28, 3.0)
     """
-    _check_epsilons(negative_low, positive_high)
-    check(negative_high >= 1, "negative_high: expected an absolute ratio >= 1, got {}", negative_high)
-    clip = Clip(low=(0.0, 1.0 - negative_low), high=(1.0 + positive_high, float(negative_high)))
+    _check_epsilons(eps_low, eps_high)
+    check(ratio_dual >= 1, "ratio_dual: expected an absolute ratio >= 1, got {}", ratio_dual)
+    clip = Clip(low=(0.0, 1.0 - eps_low), high=(1.0 + eps_high, float(ratio_dual)))
     return RatioGate("triplet_clip", clip, source="arXiv 2509.18883")
 
 
 def ce_gppo(
-    low: float = 0.2, high: float = 0.2, low_weight: float = 0.25, high_weight: float = 1.0, dual: float = 3.0
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    low_weight: float = 0.25,
+    high_weight: float = 1.0,
+    ratio_dual: float = 3.0,
 ) -> RatioGate:
     """CE-GPPO: PPO's clip, but what it clips keeps a gradient of fixed size (arXiv 2509.20712; its code).
 
-    Beyond ``1 + high`` with ``A >= 0`` the gradient is ``-w high_weight (1 + high) A``; below ``1 - low`` with
-    ``A < 0`` it is ``-w low_weight (1 - low) A``; the loss there is multiplied by the same weight.
+    Beyond ``1 + eps_high`` with ``A >= 0`` the gradient is ``-w high_weight (1 + eps_high) A``; below ``1 - eps_low``
+    with ``A < 0`` it is ``-w low_weight (1 - eps_low) A``; the loss there is multiplied by the same weight.
 
     Args:
         low_weight, high_weight: 0.25 and 1, the code's defaults (its recipes use 0.25 to 0.75 for the first).
-        dual: c of the dual clip for ``A < 0``, beyond which there is no gradient.
+        ratio_dual: c of the dual clip for ``A < 0``, beyond which there is no gradient.
 
     Traps: aggregate by the token mean, as the code does.
 
     >>> ce_gppo().token.weight_low
     (1.0, 0.25)
     """
-    _check_epsilons(low, high)
-    check(dual > 1, "dual: expected a ratio c > 1, got {}", dual)
+    _check_epsilons(eps_low, eps_high)
+    check(ratio_dual > 1, "ratio_dual: expected a ratio c > 1, got {}", ratio_dual)
     clip = Clip(
-        low=(0.0, 1.0 - low),
-        high=(1.0 + high, float(dual)),
+        low=(0.0, 1.0 - eps_low),
+        high=(1.0 + eps_high, float(ratio_dual)),
         slope_low=(0.0, 1.0),
         slope_high=(1.0, 0.0),
         weight_low=(1.0, float(low_weight)),
@@ -120,76 +124,77 @@ def ce_gppo(
     return RatioGate("ce_gppo", clip, source="arXiv 2509.20712")
 
 
-def aspo(low: float = 0.2, high: float = 0.2, dual: float = 3.0) -> RatioGate:
+def aspo(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float = 3.0) -> RatioGate:
     """ASPO: for ``A >= 0`` the ratio is turned over, so that tokens whose probability fell gain most (arXiv
     2510.06062; its code).
 
-    ``A >= 0``: the loss is ``-A / min(r, 1 + high)`` with gradient ``-w A / r`` up to the bound and 0 beyond. ``A <
-    0``: PPO's lower clip. Where the factor, ``1 / r`` or r, exceeds ``dual``, the gradient is ``-w dual A``.
+    ``A >= 0``: the loss is ``-A / min(r, 1 + eps_high)`` with gradient ``-w A / r`` up to the bound and 0 beyond. ``A <
+    0``: PPO's lower clip. Where the factor, ``1 / r`` or r, exceeds ``ratio_dual``, the gradient is ``-w
+    ratio_dual A``.
 
     Args:
-        low, high: 0.2 each; the paper uses 0.4 for one entropy class: see :func:`archer_bounds`.
+        eps_low, eps_high: 0.2 each; the paper uses 0.4 for one entropy class: see :func:`archer_bounds`.
 
     Traps: the code clamps log-ratios at +-20.
 
     >>> aspo().head.name
     'FLIPPED'
     """
-    _check_epsilons(low, high)
-    clip = Clip(low=(0.0, 1.0 - low), high=(1.0 + high, math.inf))
-    check(dual >= 1, "dual: expected a factor >= 1, got {}; below 1 it would act on-policy", dual)
-    numbers = (float(dual), float(dual))
+    _check_epsilons(eps_low, eps_high)
+    clip = Clip(low=(0.0, 1.0 - eps_low), high=(1.0 + eps_high, math.inf))
+    check(ratio_dual >= 1, "ratio_dual: expected a factor >= 1, got {}; below 1 it would act on-policy", ratio_dual)
+    numbers = (float(ratio_dual), float(ratio_dual))
     return RatioGate("aspo", clip, head=Head.FLIPPED, head_numbers=numbers, source="arXiv 2510.06062")
 
 
-def hapo_clip(low: float = 0.2, high: float = 0.2, dual: float | None = 3.0) -> RatioGate:
+def hapo_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | None = 3.0) -> RatioGate:
     """PPO's clip with HAPO's bounds, wider where the entropy is high: pass ``gate_inputs=hapo_bounds(entropy, batch)``
     (repository starver030515/HAPO).
 
     >>> hapo_clip().needs[0]
     ('bounds', 'gates.hapo_bounds(entropy, batch)')
     """
-    gate = _renamed("hapo_clip", ppo_clip(low, high, dual), "starver030515/HAPO")
+    gate = _renamed("hapo_clip", ppo_clip(eps_low, eps_high, ratio_dual), "starver030515/HAPO")
     return replace(gate, needs=(("bounds", "gates.hapo_bounds(entropy, batch)"),))
 
 
-def archer_clip(low: float = 0.2, high: float = 0.2, dual: float | None = 3.0) -> RatioGate:
+def archer_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | None = 3.0) -> RatioGate:
     """PPO's clip with two pairs of bounds, by entropy class: pass ``gate_inputs=archer_bounds(wide)`` (Archer, whose
     second version is ASPO, arXiv 2510.06062).
 
     >>> archer_clip().needs[0]
     ('bounds', 'gates.archer_bounds(wide)')
     """
-    gate = _renamed("archer_clip", ppo_clip(low, high, dual), "arXiv 2510.06062")
+    gate = _renamed("archer_clip", ppo_clip(eps_low, eps_high, ratio_dual), "arXiv 2510.06062")
     return replace(gate, needs=(("bounds", "gates.archer_bounds(wide)"),))
 
 
-def dcpo_clip(cap: float = 10.0) -> RatioGate:
+def dcpo_clip(ratio_cap: float = 10.0) -> RatioGate:
     """PPO's clip with DCPO's bounds, wider for unlikely tokens: pass ``gate_inputs=dcpo_bounds(old_logp)`` (arXiv
     2509.02333; its code).
 
     Args:
-        cap: of the ratio for ``A < 0``, 10 as in the code.
+        ratio_cap: of the ratio for ``A < 0``, 10 as in the code.
 
     >>> dcpo_clip().token.high
     (1.2, 10.0)
     """
-    gate = _renamed("dcpo_clip", ppo_clip(0.16, 0.2, cap), "arXiv 2509.02333")
+    gate = _renamed("dcpo_clip", ppo_clip(0.16, 0.2, ratio_cap), "arXiv 2509.02333")
     return replace(gate, needs=(("bounds", "gates.dcpo_bounds(old_logp)"),))
 
 
-def clip_cov(low: float = 0.2, high: float = 0.2, dual: float | None = None) -> RatioGate:
+def clip_cov(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | None = None) -> RatioGate:
     """Clip-Cov: PPO's clip, with a few tokens of high covariance taken out: pass ``gate_inputs=clip_cov_mask(...)``
     (arXiv 2505.22617; verl).
 
     >>> clip_cov().token.high[0]
     1.2
     """
-    gate = _renamed("clip_cov", ppo_clip(low, high, dual), "arXiv 2505.22617")
+    gate = _renamed("clip_cov", ppo_clip(eps_low, eps_high, ratio_dual), "arXiv 2505.22617")
     return replace(gate, needs=(("token_mask", "gates.clip_cov_mask(logp, old_logp, advantages, batch, seed=...)"),))
 
 
-def capo(low: float = 0.2, high: float = 0.2) -> RatioGate:
+def capo(eps_low: float = 0.2, eps_high: float = 0.2) -> RatioGate:
     """CAPO: PPO's clip on the tokens whose curvature the trainer accepts: pass ``gate_inputs=GateInputs(token_mask=)``
     (arXiv 2510.00819).
 
@@ -200,31 +205,40 @@ def capo(low: float = 0.2, high: float = 0.2) -> RatioGate:
     >>> capo().name
     'capo'
     """
-    gate = _renamed("capo", ppo_clip(low, high), "arXiv 2510.00819")
+    gate = _renamed("capo", ppo_clip(eps_low, eps_high), "arXiv 2510.00819")
     return replace(gate, needs=(("token_mask", "gates.GateInputs(token_mask=...)"),))
 
 
-def cispo(cap: float = 5.0, low: float = 0.0, *, unified: bool = False) -> RatioGate:
-    """CISPO: ``loss_t = -sg[clip(r, low, cap)] A logp``; every token keeps its gradient ``-w A clip(r)`` (arXiv
-    2506.13585).
+def cispo(ratio_cap: float = 5.0, ratio_low: float = 0.0, *, unified: bool = False) -> RatioGate:
+    """CISPO: ``loss_t = -sg[clip(r, ratio_low, ratio_cap)] A logp``; every token keeps its gradient ``-w A
+    clip(r)`` (arXiv 2506.13585).
 
     Args:
-        cap: the *absolute* upper bound of the weight, 5.0 as ScaleRL and TRL use; the paper gives no number.
-        low: the absolute lower bound, 0 (none) as in the paper.
-        unified: also drop what PPO would clip, ``A >= 0`` beyond the cap and ``A < 0`` below ``low`` (equations 6, 7).
+        ratio_cap: the *absolute* upper bound of the weight, 5.0 as ScaleRL and TRL use; the paper gives no number.
+        ratio_low: the absolute lower bound, 0 (none) as in the paper.
+        unified: also drop what PPO would clip, ``A >= 0`` beyond the cap and ``A < 0`` below ``ratio_low`` (equations
+            6, 7).
 
     Traps: frameworks disagree on what ``epsilon_high`` means: TRL takes the absolute cap, verl ``1 + clip_ratio_high``.
     The loss value is that of a score function and not comparable with PPO's.
 
-    >>> cispo(cap=1.28).token.high
+    >>> cispo(ratio_cap=1.28).token.high
     (1.28, 1.28)
     """
-    check(cap >= 1, "cap: expected an absolute ratio >= 1 (for verl's clip_ratio_high pass 1 + it), got {}", cap)
-    check(0 <= low <= 1, "low: expected an absolute ratio in [0, 1] (for an epsilon pass 1 - it), got {}", low)
+    check(
+        ratio_cap >= 1,
+        "ratio_cap: expected an absolute ratio >= 1 (for verl's clip_ratio_high pass 1 + it), got {}",
+        ratio_cap,
+    )
+    check(
+        0 <= ratio_low <= 1,
+        "ratio_low: expected an absolute ratio in [0, 1] (for an epsilon pass 1 - it), got {}",
+        ratio_low,
+    )
     kept: Pair = (1.0, 1.0)
     clip = Clip(
-        low=(float(low), float(low)),
-        high=(float(cap), float(cap)),
+        low=(float(ratio_low), float(ratio_low)),
+        high=(float(ratio_cap), float(ratio_cap)),
         weight_low=(1.0, 0.0) if unified else kept,
         weight_high=(0.0, 1.0) if unified else kept,
     )
@@ -236,5 +250,13 @@ def _renamed(name: str, gate: RatioGate, source: str) -> RatioGate:
 
 
 def _check_epsilons(low: float, high: float) -> None:
-    check(0 <= low <= 1, "low: expected an epsilon in [0, 1], got {}", low)
-    check(0 <= high < math.inf, "high: expected an epsilon >= 0, got {}", high)
+    check(0 <= low <= 1, "eps_low: expected an epsilon in [0, 1], got {}", low)
+    check(0 <= high < math.inf, "eps_high: expected an epsilon >= 0, got {}", high)
+    check(
+        not 0.5 <= low < 1 < high,
+        "eps_low, eps_high: expected epsilons, got {} and {}, which look like ratios; pass {:g} and {:g}",
+        low,
+        high,
+        1 - low,
+        high - 1,
+    )

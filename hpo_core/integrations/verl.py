@@ -248,7 +248,7 @@ def _ppo_clip(config: Any) -> RatioGate:
     low, high = _epsilons(config)
     dual = config.get("clip_ratio_c", 3.0)
     check(dual is None or dual > 1, "clip_ratio_c: expected a ratio > 1, got {}", dual)
-    return gates.ppo_clip(low, high, dual=dual)
+    return gates.ppo_clip(low, high, ratio_dual=dual)
 
 
 def _dapo(config: Any) -> RatioGate:
@@ -267,7 +267,7 @@ def _dapo(config: Any) -> RatioGate:
 def _cispo(config: Any) -> RatioGate:
     _refuse("hpo_cispo", config, "clip_ratio_c")
     low, high = _epsilons(config)
-    return gates.cispo(cap=1 + high, low=1 - low)
+    return gates.cispo(ratio_cap=1 + high, ratio_low=1 - low)
 
 
 def _gspo(config: Any) -> RatioGate:

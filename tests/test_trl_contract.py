@@ -76,13 +76,32 @@ def test_every_key_the_loss_reads_is_known():
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "inputs.get":
             keys.add(ast.literal_eval(node.args[0]))
     scoring = set(inspect.signature(trl.GRPOTrainer._get_per_token_logps_and_entropies).parameters)
-    ours = {
-        *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"),
-        *("num_items_in_batch", "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"),
-        "sampling_per_token_logps",  # for gates that read it
-    }
-    assert keys - scoring <= ours
+    assert keys - scoring <= hpo_trl.module()._OF_THE_LOSS
     assert "pixel_values" in scoring
+
+
+def test_images_reach_a_scoring_that_names_nothing(tmp_path):
+    """As Unsloth's does, and TRL's did: what is for the model goes there, what is for the loss does not."""
+    inputs, scored = micro_batch()
+    trainer, seen = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": hpo.gates.ppo_clip()}), {}
+    trainer.current_gradient_accumulation_steps = 1
+
+    def gathers(*arguments, **kwargs):
+        seen.update(kwargs)
+        return scored.logps.clone().requires_grad_(), scored.entropies, None
+
+    def names(model, input_ids, attention_mask, logits_to_keep, compute_entropy, compute_aux_loss, pixel_values=None):
+        return gathers(pixel_values=pixel_values)
+
+    inputs |= {"pixel_values": torch.ones(3), "group_ids": torch.zeros(6).long(), "token_mask": scored.valid}
+    for scoring in (gathers, names):
+        seen.clear()
+        trainer._get_per_token_logps_and_entropies = scoring
+        trainer._compute_loss(None, inputs | ({} if scoring is names else {"of_a_later_release": torch.ones(2)}))
+        assert torch.equal(seen.pop("pixel_values"), torch.ones(3))
+        assert set(seen) == (
+            {"of_a_later_release", "compute_entropy", "compute_aux_loss"} if scoring is gathers else set()
+        )
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,15 @@ _NO_SAMPLER = (
     "logprobs"
 )
 
-# Keys of a batch that TRL's scoring takes by the same name: images and their positions, more with every release.
-_SCORED = frozenset(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+# Keys of a batch that the loss reads, or computes with. The others, such as images and their positions, more with every
+# release of TRL, are for the scoring.
+_OF_THE_LOSS = frozenset(
+    (
+        *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"),
+        *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"),
+        *("num_items_in_batch", "group_ids", "domain_ids", "token_mask"),
+    )
+)
 
 
 class _Settings(NamedTuple):
@@ -280,9 +287,17 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
             inputs["completion_ids"].shape[1],
             compute_entropy=True,
-            **{name: value for name, value in inputs.items() if name in _SCORED},
+            **self._for_scoring(inputs),
             **options,
         )
+
+    def _for_scoring(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What the scoring takes by name, or gathers: a trainer that overrides it may name nothing but ``**kwargs``."""
+        taken = inspect.signature(self._get_per_token_logps_and_entropies).parameters
+        gathers = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+        return {
+            name: value for name, value in inputs.items() if name in taken or (gathers and name not in _OF_THE_LOSS)
+        }
 
     def _policy_loss(
         self,

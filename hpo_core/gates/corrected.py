@@ -1,8 +1,7 @@
 """Methods that mask or weigh tokens by a ratio that is a constant of the differentiation, around any other gate.
 
 Order: the gate's objective, times the weights and masks, then the aggregation. Denominators stay those of ``weights``;
-to
-count only what is kept, build the weights with ``selected=``.
+to count only what is kept, build the weights with ``selected=``.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..checks import check
+from ..checks import check, examines
 from ..specs import Action, Head, Reduction, Statistic, Unit
 from .ratio_gate import Channel, Clip, Correction, RatioGate
 from .token_level import ppo_clip, triplet_clip
@@ -18,6 +17,7 @@ from .token_level import ppo_clip, triplet_clip
 __all__ = ["compose", "decoupled", "dppo_kl", "dppo_tv", "hispo", "icepop", "mis", "opsm", "tis"]
 
 
+@examines
 def compose(gate: RatioGate, *corrections: Correction) -> RatioGate:
     """``gate`` with these corrections after those it has; they multiply, so their order does not matter.
 
@@ -28,6 +28,7 @@ def compose(gate: RatioGate, *corrections: Correction) -> RatioGate:
     return replace(gate, corrections=gate.corrections + corrections)
 
 
+@examines
 def decoupled(low: float = 0.2, high: float = 0.2, cap: float | None = None) -> RatioGate:
     """Decoupled PPO: PPO's clip around the proximal policy ``old_logp``, times ``exp(old_logp - rollout_logp)`` (arXiv
     2110.00641).
@@ -42,6 +43,7 @@ def decoupled(low: float = 0.2, high: float = 0.2, cap: float | None = None) -> 
     return replace(gate, name="decoupled", source="arXiv 2110.00641")
 
 
+@examines
 def tis(
     cap: float = 2.0,
     unit: Unit | None = None,
@@ -64,6 +66,7 @@ def tis(
     return replace(gate, name="tis", source="verl, TRL, slime")
 
 
+@examines
 def mis(
     low: float = 0.0,
     high: float = 3.0,
@@ -92,6 +95,7 @@ def mis(
     return replace(gate, name="mis", source="TRL, slime")
 
 
+@examines
 def icepop(low: float = 0.5, high: float = 5.0, gate: RatioGate | None = None) -> RatioGate:
     """IcePop: the loss times ``exp d`` where ``low <= exp d <= high``, token by token, else 0 (ringtech.notion.site).
 
@@ -107,6 +111,7 @@ def icepop(low: float = 0.5, high: float = 5.0, gate: RatioGate | None = None) -
     return replace(gate, name="icepop", source="ringtech.notion.site/icepop")
 
 
+@examines
 def hispo(
     sequence: float = 0.1,
     token: float = 0.5,
@@ -139,6 +144,7 @@ def hispo(
     return replace(base, name="hispo", channel=Channel.TOTAL, corrections=masks, source="arXiv 2603.21065")
 
 
+@examines
 def opsm(delta: float = 0.5, gate: RatioGate | None = None) -> RatioGate:
     """DeepSeek-V3.2's off-policy sequence mask: a trajectory with ``A < 0`` counts only while the mean of
     ``rollout_logp - logp`` is at most ``delta`` (arXiv 2512.02556).
@@ -158,6 +164,7 @@ def opsm(delta: float = 0.5, gate: RatioGate | None = None) -> RatioGate:
     return replace(compose(ppo_clip() if gate is None else gate, mask), name="opsm", source="arXiv 2512.02556")
 
 
+@examines
 def dppo_tv(
     low: float = 0.15, high: float = 0.15, cap: float = 20.0, channel: Channel = Channel.STALENESS
 ) -> RatioGate:
@@ -177,6 +184,7 @@ def dppo_tv(
     return _dppo("dppo_tv", Statistic.PROBABILITY, low, high, cap, channel)
 
 
+@examines
 def dppo_kl(delta: float = 0.05, cap: float = 20.0, channel: Channel = Channel.STALENESS) -> RatioGate:
     """DPPO with the binary KL: as :func:`dppo_tv`, a token counting while ``KL(q || p)`` of "this token or another" is
     at most ``delta`` or it moves back.

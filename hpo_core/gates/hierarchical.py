@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..checks import check
+from ..checks import check, examines
 from ..specs import Unit
 from .ratio_gate import Clip, Drop, Level, LogClip, Provenance, RatioGate, Rollback
 from .token_level import _check_epsilons
@@ -12,6 +12,7 @@ from .token_level import _check_epsilons
 __all__ = ["fiberpo", "step_gspo"]
 
 
+@examines
 def step_gspo(low: float = 3e-4, high: float = 4e-4) -> RatioGate:
     """GSPO with a step (a turn) in the place of the sequence: ``s = exp(mean of log r over the token's step)``.
 
@@ -29,6 +30,7 @@ def step_gspo(low: float = 3e-4, high: float = 4e-4) -> RatioGate:
     return RatioGate("step_gspo", Drop(), (level,), source="arXiv 2507.18071, per step", provenance=Provenance.PAPER)
 
 
+@examines
 def fiberpo(
     epsilon: float = 0.2,
     budgets: tuple[float, float] = (0.2, 0.2),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from ..checks import check
+from ..checks import check, examines
 from ..specs import Head, Penalty
 from .ratio_gate import Drop, Identity, RatioGate
 
 __all__ = ["bpo", "dro", "gbpo", "kimi", "kl_cov", "m2po", "nft", "opmd", "ppo_penalty", "sapo", "spo"]
 
 
+@examines
 def sapo(positive: float = 1.0, negative: float = 1.05) -> RatioGate:
     """SAPO: ``loss_t = -A (4 / tau) sigmoid(tau (r - 1))``, a soft clip (arXiv 2511.20347).
 
@@ -28,6 +29,7 @@ def sapo(positive: float = 1.0, negative: float = 1.05) -> RatioGate:
     )
 
 
+@examines
 def spo(epsilon: float = 0.2) -> RatioGate:
     """SPO, simple policy optimisation: ``loss_t = -(A r - |A| (r - 1)^2 / (2 epsilon))`` (arXiv 2401.16025).
 
@@ -64,14 +66,15 @@ def gbpo() -> RatioGate:
     return RatioGate("gbpo", Identity(), head=Head.TARGET, source="arXiv 2604.18578")
 
 
+@examines
 def nft(floor: float = 1.0) -> RatioGate:
     """NFT: likelihood of correct answers, and of the implied negative policy on wrong ones (arXiv 2505.18116; its
     code).
 
-    ``A >= 0`` (correct): ``loss_t = -|A| log r``. ``A < 0`` (wrong): ``loss_t = -|A| log max(R, floor)``, ``R = (1 - q
-    r) / (1 - q)``, the gradient passing the maximum: ``|A| q r / ((1 - q) max(R, floor))``. Pass the success rate q of
-    each row's group, within [0.02, 0.98], as ``target``, and as advantages ``+-w``: the code takes ``w = 1 - q`` or
-    ``sqrt((1 - q) / q)``.
+    ``A >= 0`` (correct): ``loss_t = -|A| log r``. ``A < 0`` (wrong): ``loss_t = -|A| log max(R, floor)``,
+    ``R = (1 - q r) / (1 - q)``, the gradient passing the maximum: ``|A| q r / ((1 - q) max(R, floor))``. Pass the
+    success rate q of each row's group, within [0.02, 0.98], as ``target``, and as advantages ``+-w``: the code takes
+    ``w = 1 - q`` or ``sqrt((1 - q) / q)``.
 
     Args:
         floor: 1 as in the code: then R counts as 1 wherever r > 1.
@@ -85,6 +88,7 @@ def nft(floor: float = 1.0) -> RatioGate:
     return RatioGate("nft", Identity(), head=Head.NEGATIVE_AWARE, head_numbers=(0.0, floor), source="arXiv 2505.18116")
 
 
+@examines
 def dro(beta: float = 0.1) -> RatioGate:
     """DRO: ``loss_t = -(A logp - beta x^2 / 2)``, x the log-ratio (arXiv 2405.19107; verl, where beta has no default).
 
@@ -96,6 +100,7 @@ def dro(beta: float = 0.1) -> RatioGate:
     return _quadratic("dro", beta, "arXiv 2405.19107")
 
 
+@examines
 def kimi(tau: float = 0.1) -> RatioGate:
     """Kimi k1.5's mirror descent: ``loss_t = -A logp + tau x^2 / 2`` (arXiv 2501.12599; tau 0.1 as in ROLL).
 
@@ -108,6 +113,7 @@ def kimi(tau: float = 0.1) -> RatioGate:
     return _quadratic("kimi", tau, "arXiv 2501.12599")
 
 
+@examines
 def opmd(tau: float = 1.0) -> RatioGate:
     """OPMD as Trinity has it: ``loss_t = -A logp / (1 + tau)``, REINFORCE with another learning rate.
 
@@ -119,6 +125,7 @@ def opmd(tau: float = 1.0) -> RatioGate:
     return RatioGate("opmd", Drop(), head=Head.SCORE, advantage_weights=(factor, factor), source="Trinity-RFT")
 
 
+@examines
 def ppo_penalty(beta: float = 0.1, penalty: Penalty = Penalty.K3) -> RatioGate:
     """PPO with a penalty in the place of the clip: ``loss_t = -r A + beta k(x)`` (arXiv 1707.06347, section 4).
 
@@ -132,6 +139,7 @@ def ppo_penalty(beta: float = 0.1, penalty: Penalty = Penalty.K3) -> RatioGate:
     return RatioGate("ppo_penalty", Identity(), penalty=penalty, penalty_coefficient=beta, source="arXiv 1707.06347")
 
 
+@examines
 def kl_cov(coefficient: float = 1.0) -> RatioGate:
     """KL-Cov: ``loss_t = -r A``, and ``+ coefficient |x|`` on the tokens of highest covariance: pass
     ``penalty_mask=kl_cov_mask(...)`` (arXiv 2505.22617; coefficient 1 in the paper's code, 0.1 in verl's config).

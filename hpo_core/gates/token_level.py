@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..checks import check
+from ..checks import check, examines
 from ..specs import Head
 from .ratio_gate import Clip, Drop, Pair, RatioGate
 
@@ -28,8 +28,8 @@ __all__ = [
 def reinforce() -> RatioGate:
     """REINFORCE: ``loss_t = -A logp``, no importance ratio (Williams 1992; GPG, arXiv 2504.02546, without its scaling).
 
-    ``old_logp`` is used for metrics only. The loss *value* is not comparable with a ratio loss; the gradient is ``-w
-    A``.
+    ``old_logp`` is used for metrics only. The loss *value* is not comparable with a ratio loss; the gradient is
+    ``-w A``.
 
     >>> reinforce().first_order.name
     'EXACT'
@@ -37,6 +37,7 @@ def reinforce() -> RatioGate:
     return RatioGate("reinforce", Drop(), head=Head.SCORE, source="Williams 1992; arXiv 2504.02546")
 
 
+@examines
 def ppo_clip(low: float = 0.2, high: float = 0.2, dual: float | None = None) -> RatioGate:
     r"""PPO's clipped surrogate: ``loss_t = -min(r A, clip(r, 1 - low, 1 + high) A)`` (arXiv 1707.06347).
 
@@ -60,6 +61,7 @@ def ppo_clip(low: float = 0.2, high: float = 0.2, dual: float | None = None) -> 
     return RatioGate("ppo_clip", clip, source="arXiv 1707.06347; dual clip arXiv 1912.09729")
 
 
+@examines
 def dapo(low: float = 0.2, high: float = 0.28) -> RatioGate:
     """DAPO's clip-higher: PPO's surrogate with a wider upper bound (arXiv 2503.14476, defaults of the paper).
 
@@ -72,6 +74,7 @@ def dapo(low: float = 0.2, high: float = 0.28) -> RatioGate:
     return _renamed("dapo", ppo_clip(low, high), "arXiv 2503.14476")
 
 
+@examines
 def triplet_clip(negative_low: float = 0.2, negative_high: float = 3.0, positive_high: float = 0.28) -> RatioGate:
     r"""LongCat's three bounds: ``1 + positive_high`` for ``A >= 0``; ``1 - negative_low`` and the absolute
     ``negative_high`` for ``A < 0`` (arXiv 2509.18883, equation 4).
@@ -90,6 +93,7 @@ def triplet_clip(negative_low: float = 0.2, negative_high: float = 3.0, positive
     return RatioGate("triplet_clip", clip, source="arXiv 2509.18883")
 
 
+@examines
 def ce_gppo(
     low: float = 0.2, high: float = 0.2, low_weight: float = 0.25, high_weight: float = 1.0, dual: float = 3.0
 ) -> RatioGate:
@@ -120,12 +124,13 @@ def ce_gppo(
     return RatioGate("ce_gppo", clip, source="arXiv 2509.20712")
 
 
+@examines
 def aspo(low: float = 0.2, high: float = 0.2, dual: float = 3.0) -> RatioGate:
     """ASPO: for ``A >= 0`` the ratio is turned over, so that tokens whose probability fell gain most (arXiv
     2510.06062; its code).
 
-    ``A >= 0``: the loss is ``-A / min(r, 1 + high)`` with gradient ``-w A / r`` up to the bound and 0 beyond. ``A <
-    0``: PPO's lower clip. Where the factor, ``1 / r`` or r, exceeds ``dual``, the gradient is ``-w dual A``.
+    ``A >= 0``: the loss is ``-A / min(r, 1 + high)`` with gradient ``-w A / r`` up to the bound and 0 beyond.
+    ``A < 0``: PPO's lower clip. Where the factor, ``1 / r`` or r, exceeds ``dual``, the gradient is ``-w dual A``.
 
     Args:
         low, high: 0.2 each; the paper uses 0.4 for one entropy class: pass ``bounds``, see :func:`archer_bounds`.
@@ -141,6 +146,7 @@ def aspo(low: float = 0.2, high: float = 0.2, dual: float = 3.0) -> RatioGate:
     return RatioGate("aspo", clip, head=Head.FLIPPED, head_numbers=numbers, source="arXiv 2510.06062")
 
 
+@examines
 def hapo_clip(low: float = 0.2, high: float = 0.2, dual: float | None = 3.0) -> RatioGate:
     """PPO's clip with HAPO's bounds, wider where the entropy is high: pass ``bounds=hapo_bounds(entropy, batch)``.
 
@@ -152,6 +158,7 @@ def hapo_clip(low: float = 0.2, high: float = 0.2, dual: float | None = 3.0) -> 
     return _renamed("hapo_clip", ppo_clip(low, high, dual), "starver030515/HAPO")
 
 
+@examines
 def archer_clip(low: float = 0.2, high: float = 0.2, dual: float | None = 3.0) -> RatioGate:
     """PPO's clip with two pairs of bounds, by entropy class: pass ``bounds=archer_bounds(...)`` (Archer, whose second
     version is ASPO, arXiv 2510.06062).
@@ -162,6 +169,7 @@ def archer_clip(low: float = 0.2, high: float = 0.2, dual: float | None = 3.0) -
     return _renamed("archer_clip", ppo_clip(low, high, dual), "arXiv 2510.06062")
 
 
+@examines
 def dcpo_clip(cap: float = 10.0) -> RatioGate:
     """PPO's clip with DCPO's bounds, wider for unlikely tokens: pass ``bounds=dcpo_bounds(old_logp)`` (arXiv
     2509.02333; its code).
@@ -175,6 +183,7 @@ def dcpo_clip(cap: float = 10.0) -> RatioGate:
     return _renamed("dcpo_clip", ppo_clip(0.16, 0.2, cap), "arXiv 2509.02333")
 
 
+@examines
 def clip_cov(low: float = 0.2, high: float = 0.2, dual: float | None = None) -> RatioGate:
     """Clip-Cov: PPO's clip, with a few tokens of high covariance taken out: pass ``token_mask=clip_cov_mask(...)``
     (arXiv 2505.22617; verl).
@@ -185,12 +194,13 @@ def clip_cov(low: float = 0.2, high: float = 0.2, dual: float | None = None) -> 
     return _renamed("clip_cov", ppo_clip(low, high, dual), "arXiv 2505.22617")
 
 
+@examines
 def capo(low: float = 0.2, high: float = 0.2) -> RatioGate:
     """CAPO: PPO's clip on the tokens whose curvature the trainer accepts: pass ``token_mask`` (arXiv 2510.00819).
 
     The paper keeps a token where the quadratic model of the step, ``m_H = g D + D H D / 2`` and ``m_F = D F D / 2`` of
-    a
-    simulated optimiser step D, stays below 0.01 and 1e-4: that needs the optimiser, so it is the trainer's to compute.
+    a simulated optimiser step D, stays below 0.01 and 1e-4: that needs the optimiser, so it is the trainer's to
+    compute.
 
     >>> capo().name
     'capo'
@@ -198,6 +208,7 @@ def capo(low: float = 0.2, high: float = 0.2) -> RatioGate:
     return _renamed("capo", ppo_clip(low, high), "arXiv 2510.00819")
 
 
+@examines
 def cispo(cap: float = 5.0, low: float = 0.0, *, unified: bool = False) -> RatioGate:
     """CISPO: ``loss_t = -sg[clip(r, low, cap)] A logp``; every token keeps its gradient ``-w A clip(r)`` (arXiv
     2506.13585).

@@ -24,6 +24,7 @@ from hpo_core import gates
 from hpo_core.advantages import Term
 from hpo_core.batch import PackedBatch
 from hpo_core.entropy import WindowState
+from hpo_core.integrations.turns import Step, steps_of_turns, turns
 
 Place = tuple[Any, ...]  # of a tensor among arguments: a name, and where it is in what holds several
 Made = tuple[Any, Any]  # a wrong argument, and the right one that means the same; None where none does
@@ -128,6 +129,35 @@ def test_the_error_names_argument_expectation_value_and_fix(call, message):
     with pytest.raises((TypeError, ValueError), match=f"^{message}") as caught:
         call()
     assert short(str(caught.value))
+
+
+A, B = Step("a"), Step("b", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([[A, B]], "steps: expected one list for each of 2 completions, got 1"),
+        ([[A], [A]], r"steps\[0\]: expected 2 steps, got 1; a turn is a run of tokens that no tool wrote"),
+        ([A, B], r"steps\[0\]: expected a list of Step, one for each turn, got Step\("),
+        (["ab", "c"], r"steps\[0\]: expected a list of Step, one for each turn, got 'ab'"),
+        ([[A, ("b", 0.5)], [A]], r"steps\[0\]\[1\]: expected Step\(observation, reward\) .*, got \('b', 0\.5\)"),
+        (
+            [[A, B], [Step(1.5)]],
+            r"steps\[1\]\[0\]: expected Step\(observation, reward\) .*, got Step\(observation=1\.5",
+        ),
+        ([[A, Step("b", "0.5")], [A]], r"steps\[0\]\[1\]: expected Step\(observation, reward\) .*, got Step\("),
+        (None, "steps: expected a list of Step for each completion, got <class 'NoneType'>"),
+    ],
+)
+def test_wrong_steps_of_turns_are_named(given, message):
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    batch = hpo.PackedBatch.from_padded(mask, steps=turns(mask))
+    with pytest.raises((TypeError, ValueError), match=f"^{message}") as caught:
+        steps_of_turns(batch, given, torch.zeros(2))
+    assert short(str(caught.value))
+    rewards, _ = steps_of_turns(batch, [[A, B], (A,)], torch.tensor([1.0, 0.0]))
+    assert rewards.tolist() == [0.0, 1.5, 0.0]
 
 
 # ------------------------------------------------------------------------------------------------------------ the walk

@@ -120,8 +120,6 @@ test-long: ## every test with 1000 examples, and the CUDA extension built; no ti
 	$(call set-up,for-tests,$(WITH_CUDA))
 	$(PYTEST) --examples 1000
 
-# Of Python's lines, which one native backend and few examples reach; minutes instead of the whole run.
-coverage: TESTING := HPO_CORE_TEST_BACKENDS=cpu OMP_WAIT_POLICY=passive
 coverage: ## the lines of Python that tests reach
 	$(call set-up,for-tests)
 	$(PYTEST) -m "not long" --examples 3 --cov=hpo_core --cov-report=term-missing:skip-covered --cov-fail-under=95

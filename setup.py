@@ -18,7 +18,6 @@ Environment:
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
@@ -248,6 +247,11 @@ class NinjaBuildExt(build_ext):
         self.force = True  # setuptools would keep an older library that has a newer date, such as an uninstrumented one
 
     def run(self) -> None:
+        if sys.platform != "linux":  # nothing is compiled, and Windows has no fcntl
+            super().run()
+            return
+        import fcntl
+
         (ROOT / BUILD).mkdir(parents=True, exist_ok=True)
         with open(ROOT / BUILD / "lock", "w") as lock:  # two builds at once would write the same files
             fcntl.flock(lock, fcntl.LOCK_EX)

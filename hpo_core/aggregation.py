@@ -35,8 +35,10 @@ Total = int | torch.Tensor | None
 Group = torch.distributed.ProcessGroup | None
 
 
-def default(batch: PackedBatch) -> torch.Tensor:
+def default(batch: PackedBatch, of_steps: bool) -> torch.Tensor:
     """``token_mean(batch)``, which is what a loss without ``weights`` takes, where the batch is the optimiser step.
+
+    ``of_steps``: tokens outside every step are masked, so they are not counted.
 
     Raises:
         ValueError: it is known to be less: a part of a larger batch, or what one of several ranks has.
@@ -54,8 +56,13 @@ def default(batch: PackedBatch) -> torch.Tensor:
         "('sum' if the engine adds gradients)",
         ranks,
     )
-    weights: torch.Tensor = batch.once(token_mean)
+    weights: torch.Tensor = batch.once(_token_mean_in_steps if of_steps else token_mean)
     return weights
+
+
+def _token_mean_in_steps(batch: PackedBatch) -> torch.Tensor:
+    inside = batch.once(PackedBatch.step_of_token) >= 0
+    return token_mean(batch, selected=inside if batch.padded_shape is None else inside.reshape(batch.padded_shape))
 
 
 @examines

@@ -1,7 +1,8 @@
 """The only file that knows backends exist: which there are, why one is missing, which serves an op, how it is called.
 
 A backend that was asked for is used, or an error says why it cannot be; one is chosen by device only when nothing was
-asked.
+asked, in a call or by the environment variable HPO_CORE_BACKEND. Where no native one serves a device the reference is
+chosen, and a warning says so once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +24,7 @@ import torch
 
 from .native import Native
 
-__all__ = ["Availability", "backends", "choice", "resolve"]
+__all__ = ["Availability", "backends", "choice", "is_reference", "resolve"]
 
 OPS = ("segments", "advantages", "entropy", "gates", "corrections")
 
@@ -91,19 +93,46 @@ def _undisturbed(load: Callable[[str], Any]) -> Callable[[str], Any]:
     return load if dynamo is None else dynamo.disable(load)
 
 
+@functools.cache  # one warning for each op and device, of which Python shows one for each device
 def choice(op: str, device: str) -> str:
-    """The backend that serves ``op`` for tensors on this device type when nothing was asked; never ``reference``."""
-    if device == "cpu":
-        return "cpu"
-    if device != "cuda":
+    """The backend that serves ``op`` for tensors on this device type when nothing was asked."""
+    asked = os.environ.get("HPO_CORE_BACKEND")
+    if asked:
+        if asked not in _PROBES:
+            raise ValueError(f"HPO_CORE_BACKEND: expected one of {', '.join(_PROBES)}, got {asked!r}")
+        return asked
+    if device not in ("cpu", "cuda"):
         raise ValueError(
             f"backend: no backend serves {device} tensors by itself; move them to cpu or cuda, or ask for 'reference'"
         )
-    for name in _CUDA_PREFERENCE[op]:
+    native = ("cpu",) if device == "cpu" else _CUDA_PREFERENCE[op]
+    for name in native:
         if _PROBES[name]():
             return name
-    reasons = "; ".join(f"{name}: {_PROBES[name]().reason}" for name in _CUDA_PREFERENCE[op])
-    raise RuntimeError(f"backend: nothing can serve CUDA tensors here ({reasons})")
+    reasons = "; ".join(f"{name}: {_PROBES[name]().reason}" for name in native)
+    warnings.warn(
+        f"hpo_core: no native backend serves {device} tensors here ({reasons}), so the reference does, in plain "
+        "PyTorch and many times slower; HPO_CORE_BACKEND=reference says that this is meant",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return "reference"
+
+
+def is_reference(tensor: torch.Tensor, backend: str | None) -> bool:
+    """Whether the reference, whose loss has a graph of its own, serves a call: asked for, or for lack of others."""
+    if backend is not None:
+        return backend == "reference"
+    found = _FALLS_BACK.get(tensor.device.type)
+    if found is None and torch.compiler.is_compiling():  # what a probe does is not for a graph
+        return False
+    if found is None:
+        found = _FALLS_BACK[tensor.device.type] = choice("gates", tensor.device.type) == "reference"
+    return found
+
+
+# By device type; what is known without loading an extension, from the start.
+_FALLS_BACK: dict[str, bool] = {}
 
 
 # ------------------------------------------------------------------------------------ what is there, and why
@@ -206,3 +235,7 @@ _LOADERS: dict[str, Callable[[str], Any]] = {
     "cuda": lambda op: _native("cuda"),
     "cuda_emulated": lambda op: _native("cuda_emulated"),
 }
+
+_asked = os.environ.get("HPO_CORE_BACKEND")
+if _asked == "reference" or (not _asked and importlib.util.find_spec("hpo_core._cpu") is None):
+    _FALLS_BACK["cpu"] = True

@@ -367,11 +367,15 @@ class PackedBatch:
 
     def ids_of_steps(self) -> dict[str, torch.Tensor]:
         """``group_ids`` and ``trajectory_ids`` of every step ``[N]``, as estimators of steps take them; without groups
-        the batch is one, without trajectories each row is one."""
+        the batch is one, without trajectories each row is one.
+
+        Estimators read a negative id as none, where the batch takes it for a name: trajectories lose their sign bit.
+        """
         row = self.row_of_step()
         ids = {"group_ids": self.group_ids, "trajectory_ids": self.trajectory_ids}
         default = {"group_ids": torch.zeros_like(row), "trajectory_ids": row}
         found = {name: default[name] if of is None else of[row.clamp(min=0)] for name, of in ids.items()}
+        found["trajectory_ids"] = found["trajectory_ids"] & (2**63 - 1)
         return {name: torch.where(row >= 0, of, -1) for name, of in found.items()}
 
     def _step_ranges(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -635,6 +639,8 @@ def _check_nested(finer: str, ids: torch.Tensor | None, coarser: str, parents: t
         return
     ids, order = ids.cpu().sort(stable=True)
     parents = parents.cpu()[order]
+    if coarser != "trajectory":  # which has any ids; of the others every negative one says: in none
+        parents = parents.clamp(min=-1)
     torn = (ids[1:] == ids[:-1]) & (parents[1:] != parents[:-1])
     if finer in ("step", "group"):  # a negative one names none: each is then by itself
         torn &= ids[1:] >= 0

@@ -41,6 +41,13 @@ _ROUNDING = (
 )
 
 
+# What 16 bits are too coarse for, and why.
+_PRECISE = {
+    **dict.fromkeys(("old_logp", "ref_logp", "rollout_logp"), _ROUNDING),
+    "weights": "16-bit rounding changes the step by up to 0.4 %; compute them in float32",
+}
+
+
 def check(condition: bool, message: str, *values: object) -> None:
     """Raise ``ValueError`` unless ``condition``. ``message`` is formatted only on failure: the happy path stays
     cheap."""
@@ -287,9 +294,9 @@ def _examined_parts(name: str, value: Any) -> Any:
 
 
 def _examined_fields(name: str, value: Any) -> Any:
-    """Of a named tuple of tensors, each."""
-    fields = zip(value._fields, value, strict=True)
-    return type(value)(*(examined(f"{name}.{field}", each) for field, each in fields))
+    """Of a named tuple, each tensor; what has a default is none."""
+    fields, others = zip(value._fields, value, strict=True), value._field_defaults
+    return type(value)(*(each if field in others else examined(f"{name}.{field}", each) for field, each in fields))
 
 
 def _examined_self(name: str, value: Any) -> Any:
@@ -414,8 +421,10 @@ def as_constant(
     if tensor.dtype is not dtype:
         if dtype == torch.bool or tensor.dtype == torch.bool or tensor.is_complex() or tensor.is_quantized:
             check_dtype(name, tensor, (dtype,), "convert it")
-        if tensor.dtype in (torch.float16, torch.bfloat16) and name in ("old_logp", "ref_logp"):
-            raise TypeError(f"{name}: expected float32, got {str(tensor.dtype).removeprefix('torch.')}; {_ROUNDING}")
+        if tensor.dtype in (torch.float16, torch.bfloat16) and name in _PRECISE:
+            raise TypeError(
+                f"{name}: expected float32, got {str(tensor.dtype).removeprefix('torch.')}; {_PRECISE[name]}"
+            )
         tensor = tensor.to(dtype)
     return tensor.contiguous()
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed
 
 from . import gates, ops
-from .backends import resolve
+from .backends import is_reference, resolve
 from .batch import PackedBatch
 from .gates import Channel, Correction, RatioGate
 from .metrics import Metrics, empty_metrics, observed
@@ -29,12 +29,16 @@ def corrected(
 ) -> tuple[PolicyLossInputs, tuple[Metrics, ...]]:
     """The inputs with all corrections in their token weights, and the metrics of each, if they are wanted."""
     seen = []
+    logp = inputs.logp.detach()
     for correction in gate.corrections:
-        pair = _channel(correction.channel, inputs.logp.detach(), inputs.old_logp, rollout)
+        pair = _channel(correction.channel, logp, inputs.old_logp, rollout)
         if pair is None:
             seen.append(Metrics(empty_metrics(inputs.logp.device)))
             continue
         read = _read(inputs, pair, correction, batch)
+        if want_metrics or correction.unit is not None:  # else no token has a say in what becomes of another
+            loss_reads = _channel(gate.channel, logp, inputs.old_logp, rollout) or (logp, logp)
+            read = read._replace(mask=_counted(inputs, gate, batch, loss_reads, pair))
         if want_metrics:  # which tokens it takes out can only be told before other factors join its own
             own = _factor(read._replace(token_weight=None), correction, batch, process_group, backend)
             seen.append(_observed(read, own != 0, process_group, backend))
@@ -68,6 +72,29 @@ def _read(
     )  # fmt: skip
 
 
+def _counted(
+    inputs: PolicyLossInputs,
+    gate: RatioGate,
+    batch: PackedBatch,
+    loss_reads: tuple[torch.Tensor, torch.Tensor],
+    pair: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor | None:
+    """The mask of the tokens that count in the loss. It leaves out those outside every step, where steps are a level,
+    and those of a log-ratio that is NaN, which a correction sees in its own ``pair`` only."""
+    mask = inputs.mask
+    kept = []
+    if gate.of_steps:
+        kept.append(batch.once(PackedBatch.step_of_token) >= 0)
+    logp, second = loss_reads
+    others = [] if pair[0] is logp and pair[1] is second else [second]
+    for other in others if inputs.ref_logp is None else [*others, inputs.ref_logp]:
+        log_ratio = (logp - other).reshape(-1)
+        kept.append(log_ratio == log_ratio)
+    for each in kept:
+        mask = each if mask is None else mask & each
+    return mask
+
+
 def _factor(
     read: PolicyLossInputs,
     correction: Correction,
@@ -93,7 +120,7 @@ def _observed(
     inputs = PolicyLossInputs(
         read.logp, read.old_logp, nothing, nothing, read.cu_seqlens, read.mask, token_mask=kept.contiguous()
     )
-    if backend == "reference":
+    if is_reference(read.logp, backend):
         vector = resolve("gates", read.logp, backend).policy_loss(inputs, _OBSERVER)[1]
     else:
         vector = ops.policy_loss(inputs, _OBSERVER, backend, False)[1]

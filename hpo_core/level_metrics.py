@@ -87,7 +87,7 @@ class LevelMetrics:
     >>> import torch, hpo_core as hpo
     >>> batch = hpo.PackedBatch.from_lengths([2, 1])
     >>> logp, old_logp = torch.tensor([0.3, 0.1, 0.0]), torch.zeros(3)
-    >>> out = hpo.policy_loss(logp, old_logp, torch.ones(2), batch, hpo.gates.gspo(0.1, 0.1), level_metrics=True)
+    >>> out = hpo.policy_loss(logp, old_logp, torch.ones(2), batch, hpo.gates.gspo(0.1, 0.1), report=("levels",))
     >>> level = out.levels.compute()["trajectory"]
     >>> level["segments"], level["segment_fraction_clip_high_positive"], level["tokens_positive"]
     (2.0, 0.5, 3.0)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import torch
 import torch.distributed
 
 from . import aggregation, gates, ops
 from .advantages import grpo
-from .advantages.terms import given_to, level_of
-from .backends import resolve
+from .advantages.terms import gathers_units, given_to, level_of, name_of
+from .backends import is_reference, resolve
 from .batch import PackedBatch
 from .checks import (
     as_constant,
@@ -24,24 +25,35 @@ from .checks import (
 )
 from .corrections import corrected
 from .entropy import EntropyWindow, WindowState
-from .gates import Channel, RatioGate
+from .entropy.window import check_scorer
+from .gates import Channel, GateInputs, RatioGate
 from .kl import KLPenalty
 from .level_metrics import LevelMetrics, observed_levels
 from .metrics import Metrics, observed
 from .spanning import Beyond, exchange_of
 from .specs import PolicyLossInputs, PolicyLossSpec
 
-__all__ = ["PolicyLoss", "PolicyLossAndGrad", "hierarchical_policy_loss", "policy_loss", "policy_loss_and_grad"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-Bounds = tuple[torch.Tensor | None, torch.Tensor | None]
-Aggregates = Mapping[str, torch.Tensor]  # by level
+__all__ = [
+    "PolicyLoss",
+    "PolicyLossAndGrad",
+    "PolicyLossOptions",
+    "hierarchical_policy_loss",
+    "policy_loss",
+    "policy_loss_and_grad",
+]
+
+Report = Collection[Literal["tokens", "levels", "corrections"]]
 
 _DEFAULT_GATE = gates.ppo_clip(0.2, 0.2)
+_NO_INPUTS = GateInputs()
 
 
 class PolicyLoss(NamedTuple):
-    """The result: ``loss`` 0-dim, differentiable in logp; ``metrics`` still on the device; where asked for ``tokens``
-    loss_t, ``levels`` the metrics of each level, and ``corrections`` those of each correction."""
+    """The result: ``loss`` 0-dim, differentiable in logp; ``metrics`` still on the device; where ``report`` asks for
+    them ``tokens``, loss_t, ``levels``, the metrics of each level, and ``corrections``, those of each correction."""
 
     loss: torch.Tensor
     metrics: Metrics
@@ -60,6 +72,25 @@ class PolicyLossAndGrad(NamedTuple):
     corrections: tuple[Metrics, ...]
 
 
+class PolicyLossOptions(TypedDict, total=False):
+    """The keywords of :func:`policy_loss`, which the other calls take, too."""
+
+    weights: torch.Tensor | None
+    rollout_logp: torch.Tensor | None
+    ref_logp: torch.Tensor | None
+    kl: KLPenalty | None
+    entropy: torch.Tensor | None
+    window: EntropyWindow | None
+    threshold: WindowState | torch.Tensor | None
+    token_mask: torch.Tensor | None
+    token_weight: torch.Tensor | None
+    gate_inputs: GateInputs | None
+    advantage_level: str | None
+    report: Report
+    process_group: torch.distributed.ProcessGroup | None
+    backend: str | None
+
+
 def policy_loss(
     logp: torch.Tensor,
     old_logp: torch.Tensor | None,
@@ -76,15 +107,10 @@ def policy_loss(
     threshold: WindowState | torch.Tensor | None = None,
     token_mask: torch.Tensor | None = None,
     token_weight: torch.Tensor | None = None,
-    bounds: Bounds | None = None,
-    target: torch.Tensor | None = None,
-    penalty_mask: torch.Tensor | None = None,
+    gate_inputs: GateInputs | None = None,
     advantage_level: str | None = None,
-    return_tokens: bool = False,
-    aggregates: Aggregates | None = None,
+    report: Report = (),
     process_group: torch.distributed.ProcessGroup | None = None,
-    level_metrics: bool = False,
-    correction_metrics: bool = False,
     backend: str | None = None,
 ) -> PolicyLoss:
     """The policy loss of a packed (or padded) batch under a ratio gate: ``loss = sum_t m_t w[s(t)] loss_t``.
@@ -101,8 +127,9 @@ def policy_loss(
             memory.
         batch: a PackedBatch, or a padded mask ``[B, L]``. Values at masked positions are never read.
         gate: a RatioGate. Default: ``gates.ppo_clip(0.2, 0.2)``.
-        weights: ``[S]`` float32 from :mod:`hpo_core.aggregation`. Default: ``aggregation.token_mean(batch)``, where the
-            batch is the whole optimiser step: on one rank, and no part of ``batch.micro_batches``.
+        weights: ``[S]`` float32 from :mod:`hpo_core.aggregation`. Default: ``aggregation.token_mean(batch)`` (of the
+            tokens inside steps, where the gate has steps as a level), where the batch is the whole optimiser step: on
+            one rank, and no part of ``batch.micro_batches``.
         rollout_logp: the same shape; log-probabilities as the sampler gave them, for gates with corrections or on the
             total ratio. Without it the sampler is taken to be the policy of ``old_logp``: no correction of their
             discrepancy.
@@ -112,18 +139,19 @@ def policy_loss(
             term.
         token_mask: bool ``[T]``: tokens whose policy term counts. Denominators stay those of ``weights``.
         token_weight: float ``[T]``: factor on the policy term.
-        bounds: ``(low, high)`` each ``[T]`` or None: ratio bounds per token, in place of the gate's where it has them.
-        target: one for each advantage, at their level: what the heads TARGET and NEGATIVE_AWARE compare the ratio with;
-            only those take it.
-        penalty_mask: bool ``[T]``: the tokens that pay the gate's own penalty. Default: every valid token.
+        gate_inputs: what some gates read beside the batch, a :class:`~hpo_core.gates.GateInputs`: ``bounds``,
+            ``target``, ``token_mask``, ``penalty_mask``, ``aggregates``. A gate that ``needs`` one names the function
+            of :mod:`hpo_core.gates` that makes it.
         advantage_level: what advantages belong to: ``"row"``, the default; ``"token"``: ``[T]`` (or ``[B, L]``);
             ``"step"``: ``[N]``; ``"trajectory"``, ``"group"``, ``"domain"``: entry i belongs to id i. It is said, never
             read off a shape, which may fit several.
-        return_tokens: also return loss_t ``[T]`` (detached; not multiplied by ``weights``).
-        aggregates: by level (``"step"``, ``"trajectory"``, ``"group"``, ``"domain"``), what stands in the place of the
-            aggregates of this call's tokens, for a level routed STOPPED whose segments other micro-batches have, too:
-            float ``[G]``, entry i the log-ratio (a mean or sum, as the level says) of the segment with id i; with a
-            split ``[2, G]``, of x+ and x-. An id without an entry, or with NaN, keeps its own.
+        report: what to return beside loss and metrics, any of ``"tokens"``: loss_t ``[T]`` (detached; not multiplied by
+            ``weights``); ``"levels"``: what each level of the gate observed, a :class:`~hpo_core.LevelMetrics`, made of
+            the sums of its segments, without another sweep over log-probabilities (``gspo`` and others with quick
+            kernels take the way of all levels for it, within rounding of the same gradient); ``"corrections"``: what
+            each of the gate's corrections saw, :class:`~hpo_core.Metrics` in their order: log-ratios, KL and effective
+            sample size of its channel, and ``selected_fraction``, the part of the tokens whose factor is not 0, for one
+            more sweep each; empty where ``rollout_logp`` is missing. Nothing else of the result changes.
         process_group: ranks over which levels named by ids span: rows with equal ``trajectory_ids``, ``group_ids`` or
             ``domain_ids``, and steps with equal ``step_ids``, form one segment wherever they lie (a trajectory cut over
             ranks is sequence parallelism).
@@ -131,12 +159,6 @@ def policy_loss(
             the first call with a batch gathers the ids. ``loss`` is the sum over this rank's tokens, the gradient that
             of the sum of all ranks' losses; ``weights`` must count the tokens of all ranks (``process_group=`` or
             ``total=`` of :mod:`hpo_core.aggregation`, with ``gradient_reduction=``).
-        level_metrics: also return what each level of the gate observed, a :class:`~hpo_core.LevelMetrics`: made of the
-            sums of its segments, without another sweep over log-probabilities; nothing else changes. ``gspo`` and
-            others with quick kernels take the way of all levels for it, within rounding of the same gradient.
-        correction_metrics: also return what each of the gate's corrections saw, :class:`~hpo_core.Metrics` in their
-            order: log-ratios, KL and effective sample size of its channel, and ``selected_fraction``, the part of the
-            tokens whose factor is not 0. One more sweep for each of them; empty where ``rollout_logp`` is missing.
         backend: a name from ``hpo_core.backends()``. Default: by device.
 
     Raises:
@@ -150,12 +172,11 @@ def policy_loss(
     >>> round(out.loss.item(), 4), logp.grad
     (-0.2, tensor([-0.2000, -0.2000, -0.2000,  0.2000,  0.2000]))
     """
-    inputs, spec, exchange, corrections = _prepare(
-        logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, None,
-        token_mask, token_weight, bounds, target, penalty_mask, advantage_level, aggregates,
-        process_group, level_metrics, correction_metrics, backend,
+    prepared = _prepare(
+        logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold,
+        token_mask, token_weight, gate_inputs, advantage_level, report, process_group, backend,
     )  # fmt: skip
-    return _run(inputs, spec, return_tokens, level_metrics, process_group, backend, exchange, corrections)
+    return _run(prepared, process_group, backend)
 
 
 def policy_loss_and_grad(
@@ -164,25 +185,7 @@ def policy_loss_and_grad(
     advantages: torch.Tensor,
     batch: PackedBatch | torch.Tensor,
     gate: RatioGate | None = None,
-    *,
-    weights: torch.Tensor | None = None,
-    rollout_logp: torch.Tensor | None = None,
-    ref_logp: torch.Tensor | None = None,
-    kl: KLPenalty | None = None,
-    entropy: torch.Tensor | None = None,
-    window: EntropyWindow | None = None,
-    threshold: WindowState | torch.Tensor | None = None,
-    token_mask: torch.Tensor | None = None,
-    token_weight: torch.Tensor | None = None,
-    bounds: Bounds | None = None,
-    target: torch.Tensor | None = None,
-    penalty_mask: torch.Tensor | None = None,
-    advantage_level: str | None = None,
-    aggregates: Aggregates | None = None,
-    process_group: torch.distributed.ProcessGroup | None = None,
-    level_metrics: bool = False,
-    correction_metrics: bool = False,
-    backend: str | None = None,
+    **options: Unpack[PolicyLossOptions],
 ) -> PolicyLossAndGrad:
     """:func:`policy_loss` without autograd: loss, metrics and dL/dlogp (in the shape of logp) from one call.
 
@@ -191,12 +194,14 @@ def policy_loss_and_grad(
     >>> out.grad
     tensor([-0.5000, -0.5000])
     """
-    inputs, spec, exchange, corrections = _prepare(
-        logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, None,
-        token_mask, token_weight, bounds, target, penalty_mask, advantage_level, aggregates,
-        process_group, level_metrics, correction_metrics, backend,
-    )  # fmt: skip
-    if backend == "reference":
+    check(
+        "tokens" not in options.get("report", ()),
+        "report: expected 'levels' or 'corrections', got 'tokens'; policy_loss returns the losses of tokens",
+    )
+    prepared = _prepare(logp, old_logp, advantages, batch, gate, **options)
+    inputs, spec, exchange, corrections, _, wants_levels = prepared
+    backend, process_group = options.get("backend"), options.get("process_group")
+    if is_reference(inputs.logp, backend):
         # Tensors of inference mode cannot be saved for a backward; copies of them can.
         with torch.inference_mode(False), torch.enable_grad():
             inputs = PolicyLossInputs(*(_copy_of_inference(each) for each in inputs))
@@ -208,7 +213,7 @@ def policy_loss_and_grad(
     else:
         loss, vector, grad = ops.policy_loss_and_grad(inputs, spec, backend, exchange)
     metrics = observed(vector, process_group)
-    levels = _levels(inputs, spec, metrics, exchange) if level_metrics else None
+    levels = _levels(inputs, spec, metrics, exchange) if wants_levels else None
     return PolicyLossAndGrad(loss, metrics, grad, levels, corrections)
 
 
@@ -219,26 +224,8 @@ def hierarchical_policy_loss(
     batch: PackedBatch | torch.Tensor,
     *,
     advantage: Callable[..., torch.Tensor] = grpo,
-    gate: RatioGate = _DEFAULT_GATE,
-    window: EntropyWindow | None = None,
-    entropy: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
-    rollout_logp: torch.Tensor | None = None,
-    ref_logp: torch.Tensor | None = None,
-    kl: KLPenalty | None = None,
-    threshold: WindowState | torch.Tensor | None = None,
-    token_mask: torch.Tensor | None = None,
-    token_weight: torch.Tensor | None = None,
-    bounds: Bounds | None = None,
-    target: torch.Tensor | None = None,
-    penalty_mask: torch.Tensor | None = None,
-    advantage_level: str | None = None,
-    return_tokens: bool = False,
-    aggregates: Aggregates | None = None,
-    process_group: torch.distributed.ProcessGroup | None = None,
-    level_metrics: bool = False,
-    correction_metrics: bool = False,
-    backend: str | None = None,
+    gate: RatioGate | None = None,
+    **options: Unpack[PolicyLossOptions],
 ) -> PolicyLoss:
     """The single call over the three pillars: ``advantage``, then ``window.fit``, then :func:`policy_loss`, and nothing
     else.
@@ -252,10 +239,11 @@ def hierarchical_policy_loss(
         advantage: an estimator, or ``functools.partial`` of one, or a function of your own. It is called with the
             rewards and, by name, those of ``group_ids``, ``trajectory_ids`` (of steps ``[N]``), ``batch`` (of tokens)
             and ``backend`` that it takes. What else it needs, such as ``anchor_ids``, comes with the partial;
-            ``partial(grpo, group_ids=None)`` says that the whole batch is one group, as equal ids do.
-        advantage_level: Default: what the estimator says of itself; ``"row"`` for functions that say nothing.
-        threshold: what ``window.fit`` returned for the whole optimiser step. Default: fitted on this batch.
-        everything else: as in :func:`policy_loss`.
+            ``partial(grpo, group_ids=None)`` says that the whole batch is one group, as equal ids do. It says of itself
+            what ``advantage_level`` is; of functions that say nothing it is ``"row"``.
+        gate: as in :func:`policy_loss`.
+        options: the keywords of :func:`policy_loss`. ``threshold``: what ``window.fit`` returned for the whole
+            optimiser step; here by default fitted on this batch.
 
     >>> import hpo_core as hpo
     >>> batch = hpo.PackedBatch.from_lengths([2, 2], group_ids=torch.tensor([0, 0]))
@@ -264,23 +252,19 @@ def hierarchical_policy_loss(
     0.0
     """
     check_type(callable(advantage), "advantage: expected an estimator of hpo_core.advantages, got {!r}", advantage)
-    batch = _as_batch(batch)
+    batch, backend = _as_batch(batch), options.get("backend")
     level = level_of(advantage)
     advantages = _advantages(advantage, level, rewards, batch, backend)
-    if advantage_level is None:
-        advantage_level = level
-    score = None
-    if window is not None and threshold is None:
+    if options.get("advantage_level") is None:
+        options["advantage_level"] = level
+    window, entropy, score = options.get("window"), options.get("entropy"), None
+    if window is not None and options.get("threshold") is None:
         check(entropy is not None, "entropy: a window needs the entropies [T]; pass entropy=")
         assert entropy is not None
         score = window.score(entropy, batch, backend=backend)
-        threshold = window.fit_score(score, backend=backend)
-    inputs, spec, exchange, corrections = _prepare(
-        logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold, score,
-        token_mask, token_weight, bounds, target, penalty_mask, advantage_level, aggregates,
-        process_group, level_metrics, correction_metrics, backend,
-    )  # fmt: skip
-    return _run(inputs, spec, return_tokens, level_metrics, process_group, backend, exchange, corrections)
+        options["threshold"] = window.fit_score(score, backend=backend)
+    prepared = _prepare(logp, old_logp, advantages, batch, gate, score=score, **options)
+    return _run(prepared, options.get("process_group"), backend)
 
 
 # --------------------------------------------------------------------------------------------------- the call
@@ -297,11 +281,17 @@ def _advantages(
     if backend is not None:
         given["backend"] = backend
     given = given_to(estimator, **given)
-    name = getattr(getattr(estimator, "func", estimator), "__name__", "estimator")
+    name = name_of(estimator)
     check(
         "group_ids" not in given or batch.group_ids is not None,
         "group_ids: {} normalises within prompt groups and the batch has no ids, which would make one of all prompts; "
         "pass group_ids [S] to PackedBatch, equal for rollouts of one prompt (zeros if all are)",
+        name,
+    )
+    check(
+        "trajectory_ids" not in given or batch.trajectory_ids is not None or not gathers_units(estimator),
+        "trajectory_ids: {} gathers the steps of all ranks and the batch has no ids, without which rows are numbered "
+        "on each rank alike; pass trajectory_ids [S] to PackedBatch, of other numbers on every rank",
         name,
     )
     advantages = estimator(rewards, **given)
@@ -313,23 +303,26 @@ def _advantages(
     return advantages
 
 
-def _run(
-    inputs: PolicyLossInputs,
-    spec: PolicyLossSpec,
-    return_tokens: bool,
-    level_metrics: bool,
-    process_group: torch.distributed.ProcessGroup | None,
-    backend: str | None,
-    exchange: Beyond | None,
-    corrections: tuple[Metrics, ...],
-) -> PolicyLoss:
-    if backend == "reference":
+class _Prepared(NamedTuple):
+    """What kernels take, and what is reported."""
+
+    inputs: PolicyLossInputs
+    spec: PolicyLossSpec
+    exchange: Beyond | None
+    corrections: tuple[Metrics, ...]
+    wants_tokens: bool
+    wants_levels: bool
+
+
+def _run(prepared: _Prepared, process_group: torch.distributed.ProcessGroup | None, backend: str | None) -> PolicyLoss:
+    inputs, spec, exchange, corrections, wants_tokens, wants_levels = prepared
+    if is_reference(inputs.logp, backend):
         loss, vector, tokens = resolve("gates", inputs.logp, backend).policy_loss(inputs, spec, exchange)
     else:
-        loss, vector, tokens = ops.policy_loss(inputs, spec, backend, return_tokens, exchange)
+        loss, vector, tokens = ops.policy_loss(inputs, spec, backend, wants_tokens, exchange)
     metrics = observed(vector, process_group)
-    levels = _levels(inputs, spec, metrics, exchange) if level_metrics else None
-    if tokens is None or not return_tokens:
+    levels = _levels(inputs, spec, metrics, exchange) if wants_levels else None
+    if tokens is None or not wants_tokens:
         return PolicyLoss(loss, metrics, None, levels, corrections)
     return PolicyLoss(loss, metrics, tokens.reshape(inputs.logp.shape), levels, corrections)
 
@@ -349,35 +342,48 @@ def _prepare(
     advantages: torch.Tensor,
     batch: PackedBatch | torch.Tensor,
     gate: RatioGate | None,
-    weights: torch.Tensor | None,
-    rollout_logp: torch.Tensor | None,
-    ref_logp: torch.Tensor | None,
-    kl: KLPenalty | None,
-    entropy: torch.Tensor | None,
-    window: EntropyWindow | None,
-    threshold: WindowState | torch.Tensor | None,
-    score: torch.Tensor | None,
-    token_mask: torch.Tensor | None,
-    token_weight: torch.Tensor | None,
-    bounds: Bounds | None,
-    target: torch.Tensor | None,
-    penalty_mask: torch.Tensor | None,
-    advantage_level: str | None,
-    aggregates: Aggregates | None,
-    process_group: torch.distributed.ProcessGroup | None,
-    level_metrics: bool,
-    correction_metrics: bool,
-    backend: str | None,
-) -> tuple[PolicyLossInputs, PolicyLossSpec, Beyond | None, tuple[Metrics, ...]]:
+    weights: torch.Tensor | None = None,
+    rollout_logp: torch.Tensor | None = None,
+    ref_logp: torch.Tensor | None = None,
+    kl: KLPenalty | None = None,
+    entropy: torch.Tensor | None = None,
+    window: EntropyWindow | None = None,
+    threshold: WindowState | torch.Tensor | None = None,
+    token_mask: torch.Tensor | None = None,
+    token_weight: torch.Tensor | None = None,
+    gate_inputs: GateInputs | None = None,
+    advantage_level: str | None = None,
+    report: Report = (),
+    process_group: torch.distributed.ProcessGroup | None = None,
+    backend: str | None = None,
+    score: torch.Tensor | None = None,
+) -> _Prepared:
     """Check every argument once and bring it to what kernels take: contiguous, float32, one device."""
     # Below some ten thousand tokens this takes as long as the kernel: what is rarely given costs one comparison.
     logp = examined("logp", logp, "[T]")
     batch = _as_batch(batch)
     gate = _DEFAULT_GATE if gate is None else gate
     check_type(isinstance(gate, RatioGate), "gate: expected a RatioGate from hpo_core.gates, got {}", gate)
-    plain = gate.plain and rollout_logp is None and target is None and penalty_mask is None and not correction_metrics
+    wants_tokens = wants_levels = wants_corrections = False
+    if report:
+        wants_tokens, wants_levels, wants_corrections = _reported(report)
+    given = _NO_INPUTS
+    if gate_inputs is not None or gate.required:
+        given = _given(gate_inputs, gate)
+    bounds, target, kept, penalty_mask, aggregates = given
+    plain = gate.plain and rollout_logp is None and target is None and penalty_mask is None and not wants_corrections
     if not plain:
-        _check_given(gate, rollout_logp, target, penalty_mask, correction_metrics)
+        check(
+            rollout_logp is None or gate.reads_rollout,
+            "rollout_logp: the gate {!r} does not read the sampler's log-probabilities; drop it, or pass them as "
+            "old_logp",
+            gate.name,
+        )
+        check(
+            not wants_corrections or bool(gate.corrections),
+            "report: 'corrections' is for a gate with corrections, got {!r}, which has none; drop it",
+            gate.name,
+        )
     if kl is not None or ref_logp is not None:
         _check_penalty(kl, ref_logp)
 
@@ -391,7 +397,8 @@ def _prepare(
     def token(name: str, tensor: torch.Tensor, kind: torch.dtype = dtype) -> torch.Tensor:
         return checked_constant(name, tensor, shape, "[T] (that of logp)", kind, device)
 
-    low, high = (None, None) if bounds is None else _bounds(bounds, gate)
+    low: torch.Tensor | None = None
+    high: torch.Tensor | None = None
     limit: torch.Tensor | None = None
     if window is None:
         check(threshold is None, "threshold: given without a window; pass window= too")
@@ -401,9 +408,9 @@ def _prepare(
         limit = checked_constant("threshold", value, (1,), "[1] (what window.fit returned)", dtype, device)
     per_token, level_advantages = batch.of_level("advantages", advantages, advantage_level, shape)
     spec = gate.spec(kl, window is not None and window.strict)
-    beyond = process_group is not None or aggregates is not None or level_metrics
+    beyond = process_group is not None or aggregates is not None or wants_levels
     if beyond:
-        asked = {"process_group": process_group, "aggregates": aggregates, "level_metrics": level_metrics or None}
+        asked = {"process_group": process_group, "gate_inputs.aggregates": aggregates, "report": wants_levels or None}
         check(
             not ops.watched(logp),
             "{}: only eager calls know it; call the loss outside torch.compile, dispatch modes and torch.func",
@@ -411,8 +418,8 @@ def _prepare(
         )
         spec = spec.with_levels()
         check(
-            bool(spec.levels) or not level_metrics,
-            "level_metrics: expected a gate with levels, got {!r}, which has none; drop it (metrics has the tokens)",
+            bool(spec.levels) or not wants_levels,
+            "report: 'levels' is for a gate with levels, got {!r}, which has none; drop it (metrics has the tokens)",
             gate.name,
         )
     trajectories = batch.trajectories if spec.has_level else None
@@ -423,7 +430,16 @@ def _prepare(
         units = tuple(correction.unit for correction in gate.corrections if correction.unit is not None)
         exchange = exchange_of(batch, spec, gate.name, units, process_group, aggregates)
     if weights is None:
-        weights = aggregation.default(batch)
+        weights = aggregation.default(batch, gate.of_steps)
+    if token_mask is not None:
+        token_mask = token("token_mask", token_mask, torch.bool)
+    if kept is not None:
+        kept = token("token_mask", kept, torch.bool)
+        token_mask = kept if token_mask is None else token_mask & kept
+    token_weight = None if token_weight is None else token("token_weight", token_weight)
+    if bounds is not None:
+        low, high = (None if each is None else token(f"bounds[{at}]", each) for at, each in enumerate(bounds))
+        token_weight = _possible(low, high, token_weight, dtype)
     inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond
         logp,
         None if old_logp is None else token("old_logp", old_logp),
@@ -432,13 +448,13 @@ def _prepare(
         batch.cu_seqlens,
         batch.mask,
         None if ref_logp is None else token("ref_logp", ref_logp),
-        None if entropy is None else token("entropy", examined("entropy", entropy, "[T]").detach()),
+        None if entropy is None else token("entropy", entropy),
         score,
         limit,
-        None if token_mask is None else token("token_mask", token_mask, torch.bool),
-        None if token_weight is None else token("token_weight", token_weight),
-        None if low is None else token("bounds[0]", low),
-        None if high is None else token("bounds[1]", high),
+        token_mask,
+        token_weight,
+        low,
+        high,
         row_trajectory,
         start,
         rows,
@@ -446,7 +462,7 @@ def _prepare(
         *hierarchy,
     )
     if plain:
-        return inputs, spec, exchange, ()
+        return _Prepared(inputs, spec, exchange, (), wants_tokens, wants_levels)
     if target is not None:
         _, target = batch.of_level("target", target, advantage_level, shape)
         target = as_constant("target", target, None, "", dtype, device)
@@ -458,40 +474,74 @@ def _prepare(
         signed = inputs.advantages
         inputs = inputs._replace(advantages=torch.where(signed < 0, signed * negative, signed * positive))
     rollout = None if rollout_logp is None else token("rollout_logp", rollout_logp)
-    inputs, seen = corrected(inputs, gate, batch, rollout, process_group, correction_metrics, backend)
+    inputs, seen = corrected(inputs, gate, batch, rollout, process_group, wants_corrections, backend)
     if gate.channel is Channel.TOTAL and rollout is not None:
         inputs = inputs._replace(old_logp=rollout)
-    return inputs, spec, exchange, seen
+    return _Prepared(inputs, spec, exchange, seen, wants_tokens, wants_levels)
 
 
-def _check_given(
-    gate: RatioGate,
-    rollout_logp: torch.Tensor | None,
-    target: torch.Tensor | None,
-    penalty_mask: torch.Tensor | None,
-    correction_metrics: bool,
-) -> None:
-    """That the gate takes what was given and was given what it takes."""
+def _reported(report: Report) -> tuple[bool, bool, bool]:
+    known = ("tokens", "levels", "corrections")
     check(
-        rollout_logp is None or gate.reads_rollout,
-        "rollout_logp: the gate {!r} does not read the sampler's log-probabilities; drop it, or pass them as old_logp",
-        gate.name,
+        not isinstance(report, str) and all(each in known for each in report),
+        "report: expected some of {}, as in report=('tokens',), got {!r}",
+        known,
+        report,
     )
-    check(
-        not correction_metrics or bool(gate.corrections),
-        "correction_metrics: expected a gate with corrections, got {!r}, which has none; drop it",
-        gate.name,
+    return "tokens" in report, "levels" in report, "corrections" in report
+
+
+def _given(gate_inputs: GateInputs | None, gate: RatioGate) -> GateInputs:
+    """What the gate is given beside the batch: it takes all of it, and gets all that it needs."""
+    given = _NO_INPUTS if gate_inputs is None else gate_inputs
+    check_type(
+        isinstance(given, GateInputs),
+        "gate_inputs: expected a GateInputs, which the functions of hpo_core.gates return, got {}; wrap a tensor as "
+        "gates.GateInputs(bounds=...)",
+        type(given),
     )
-    check(
-        (target is not None) == gate.takes_target,
-        "target: the gate {!r} needs one, got None" if target is None else "target: the gate {!r} takes none; drop it",
-        gate.name,
-    )
+    for name, call in gate.required.items():
+        check(
+            getattr(given, name) is not None,
+            "gate_inputs: the gate {!r} needs {}, got none; pass gate_inputs={}",
+            gate.name,
+            name,
+            call,
+        )
+    bounds, target, _, penalty_mask, _ = given
+    if bounds is not None:
+        check_type(
+            isinstance(bounds, tuple) and len(bounds) == 2,
+            "bounds: expected a pair (low, high) of tensors [T] or None, got {}",
+            type(bounds),
+        )
+        check(
+            gate.takes_bounds or all(bound is None for bound in bounds),
+            "bounds: the gate {!r} has no token clip for them to replace; use ppo_clip, dapo or cispo",
+            gate.name,
+        )
+    check(target is None or gate.takes_target, "target: the gate {!r} takes none; drop it", gate.name)
     check(
         penalty_mask is None or gate.penalty_coefficient > 0,
         "penalty_mask: the gate {!r} has no penalty of its own; drop it",
         gate.name,
     )
+    return given
+
+
+def _possible(
+    low: torch.Tensor | None, high: torch.Tensor | None, token_weight: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Weights that are NaN, which every backend leaves out and counts, where ``0 <= low <= 1 <= high`` does not hold:
+    epsilons in place of ratios, or what was computed from a broken entropy."""
+    rounding = 1e-6  # of a bound that is meant to be 1
+    possible = [(low >= 0) & (low <= 1 + rounding)] if low is not None else []
+    possible += [high >= 1 - rounding] if high is not None else []
+    if not possible:
+        return token_weight
+    holds = functools.reduce(torch.logical_and, possible)
+    weight = torch.ones_like(holds, dtype=dtype) if token_weight is None else token_weight
+    return torch.where(holds, weight, torch.nan)
 
 
 def _check_penalty(kl: KLPenalty | None, ref_logp: torch.Tensor | None) -> None:
@@ -501,20 +551,6 @@ def _check_penalty(kl: KLPenalty | None, ref_logp: torch.Tensor | None) -> None:
     check(
         (kl is None) == (ref_logp is None), "kl: ref_logp and kl go together, got only {}", "kl" if kl else "ref_logp"
     )
-
-
-def _bounds(bounds: Bounds, gate: RatioGate) -> Bounds:
-    check_type(
-        isinstance(bounds, tuple) and len(bounds) == 2,
-        "bounds: expected a pair (low, high) of tensors [T] or None, got {}",
-        type(bounds),
-    )
-    check(
-        gate.takes_bounds or all(bound is None for bound in bounds),
-        "bounds: the gate {!r} has no token clip for them to replace; use ppo_clip, dapo or cispo",
-        gate.name,
-    )
-    return bounds
 
 
 def _as_batch(batch: PackedBatch | torch.Tensor) -> PackedBatch:
@@ -545,4 +581,7 @@ def _selection(
             window.name,
         )
         threshold = window.fit_score(score, backend=backend)
-    return score, threshold.threshold if isinstance(threshold, WindowState) else threshold
+    if not isinstance(threshold, WindowState):
+        return score, threshold
+    check_scorer(window, threshold, score, backend)
+    return score, threshold.threshold

@@ -46,7 +46,8 @@ def _mark_forked() -> None:
     _forked = True
 
 
-os.register_at_fork(after_in_child=_mark_forked)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_mark_forked)
 
 
 _SPECS = 256  # that are kept of each kind, some hundred kilobytes: a schedule of epsilons makes one for every step
@@ -185,7 +186,7 @@ class Native:
         if reduce is None:
             self._call(*call, Stage.WHOLE, None)
         else:
-            segments = inputs.logp.new_zeros(pieces, 2, dtype=torch.int64)
+            segments = inputs.logp.new_zeros(pieces, 3, dtype=torch.int64)
             self._call(*call, Stage.SUMS, segments)
             reduce(segments, spec.is_extremum)
             self._call(*call, Stage.SWEEP, segments)

@@ -72,7 +72,7 @@ def recurrence(
     """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its begin, ``[U]`` float32; behind a row y is 0.
 
     Discounted returns are the recurrence of rewards with the gain gamma, advantages of GAE that of temporal differences
-    with ``gamma lambda``; a gain of 0 ends a segment.
+    with ``gamma lambda``; a gain of 0 ends a segment, but for NaN and infinity, which only the begin of a row ends.
 
     Args:
         values, gains: ``[U]`` floating point.

@@ -9,6 +9,7 @@ aggregate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ def exchange_of(
     Raises:
         ValueError, TypeError: nothing spans ranks, or aggregates that do not fit the levels of ``spec``.
     """
-    asked = "level_metrics" if aggregates is None else "aggregates"
+    asked = "report" if aggregates is None else "aggregates"
     for level in spec.levels:
         check(
             level.aggregate is not Aggregate.BALANCED,
@@ -101,14 +102,18 @@ class _Span(NamedTuple):
     group: Group
 
     def reduce(self, table: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> None:
-        """Of each of these segments in ``[levels, P, n]``, what all ranks have; all numbers are at least 0 if ``op``
-        is a maximum."""
+        """Of each of these segments in ``[levels, P, n]``, what all ranks have."""
         if self.slots == 0:  # as every rank knows
             return
-        of_all = table.new_zeros(self.slots, table.shape[-1])
+        nothing = 0 if op == torch.distributed.ReduceOp.SUM else _least(table.dtype)
+        of_all = table.new_full((self.slots, table.shape[-1]), nothing)
         of_all[self.slot] = table[self.level, self.segment]
         torch.distributed.all_reduce(of_all, op, group=self.group)
         table[self.level, self.segment] = of_all[self.slot]
+
+
+def _least(dtype: torch.dtype) -> float:
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def _span_of(batch: PackedBatch, units: tuple[Unit, ...], group: Group) -> _Span:

@@ -168,11 +168,11 @@ class LevelSpec(NamedTuple):
 
 
 class Statistic(enum.IntEnum):
-    """What a correction measures of a token, from u = first - second, p = e^first and q = e^second."""
+    """What a correction measures of a token, from u = first - second within +-60, p = e^first and q = e^second."""
 
     LOG_RATIO = 0  # u
-    K2 = 1  # u^2 / 2
-    K3 = 2  # e^u - 1 - u
+    K2 = 1  # u^2 / 2, at most 1800
+    K3 = 2  # e^u - 1 - u of u within +-20, at most 4.9e8
     PROBABILITY = 3  # p - q
     BINARY_KL = 4  # KL(q || p) of "this token or another", with the sign of p - q
 
@@ -212,7 +212,7 @@ class CorrectionSpec(NamedTuple):
 
 
 # Changes what segments of a correction have added up, ``[P, n]`` numbers in place: into the sums over all processes, or
-# with True into the maxima. Numbers are integers, floats for the reference; for maxima they are at least 0.
+# with True into the maxima. Numbers are integers, floats for the reference.
 SegmentReduce = Callable[[torch.Tensor, bool], None]
 
 
@@ -415,7 +415,7 @@ class GroupTerm:
     ``ddof``: 1 divides the variance by W - 1 (torch.std), 0 by W (numpy.std), W the sum of weights.
     ``keep_singletons``: a group of one member keeps its raw value (centre 0, scale 1, for BATCH that of the batch)
     instead of exactly 0. A unit equal to its group's centre gets exactly 0, whatever eps; so does every unit where the
-    scale is not above 0.
+    scale, eps included, is not above 0, and for MEAN and ROOT_MEAN where the mean is not.
     """
 
     center: Center = Center.MEAN

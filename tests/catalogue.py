@@ -330,7 +330,11 @@ class Example:
 
     def needed(self, gate):
         """Inputs without which the gate is none, or another one."""
-        given = {"target": self.target} if gate.takes_target else {}
+        named = {
+            "target": self.target, "bounds": (self.low, self.high), "token_mask": self.token_mask,
+            "penalty_mask": self.penalty_mask,
+        }  # fmt: skip
+        given = {name: value for name, value in named.items() if name in gate.required}
         return given | ({"rollout_logp": self.rollout_logp} if gate.reads_rollout else {})
 
     def everything(self, gate):
@@ -355,11 +359,15 @@ class Example:
         return part, tokens
 
     def call(self, gate, dtype=torch.float32, **keywords):
-        """The arguments of a call, of which ``keywords`` replace or add some."""
+        """The arguments of a call, of which ``keywords`` replace or add some; what is a gate's input goes there."""
         given = {name: getattr(self, name) for name in ("logp", "old_logp", "advantages", "weights")} | keywords
         given = {name: _cast(value, dtype) for name, value in given.items()}
         arguments = [given.pop(name) for name in ("logp", "old_logp", "advantages")]
         given.setdefault("advantage_level", "token" if arguments[2].shape == self.logp.shape else "row")
+        of_gate = [name for name in gates.GateInputs._fields if name != "token_mask" or name in gate.required]
+        inputs = {name: given.pop(name) for name in of_gate if name in given}
+        if any(value is not None for value in inputs.values()):
+            given["gate_inputs"] = gates.GateInputs(**inputs)
         return PolicyLossExample(*arguments, self.batch, gate, given)
 
     def run(self, gate, backend, **keywords):
@@ -372,7 +380,7 @@ class Example:
 
 
 def _cast(value, dtype):
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         return tuple(_cast(each, dtype) for each in value)
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
@@ -387,7 +395,7 @@ def bits(*tensors):
 
 def run(backend, example, **keywords):
     """Loss, gradient, loss_t and metrics of an example of ``hpo_core.testing`` on a backend."""
-    fn = functools.partial(hpo.policy_loss, backend=backend, return_tokens=True, **keywords)
+    fn = functools.partial(hpo.policy_loss, backend=backend, report=("tokens",), **keywords)
     return testing.run_policy_loss(fn, testing.move(example, testing.device_of(backend)))
 
 

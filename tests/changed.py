@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EVERY_BACKEND = ("cpu", "triton", "cuda_emulated")
 EVERY_MODULE = tuple(sorted(path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")))
 
-LOSS = ("promises", "gates", "hierarchy", "presets", "terms", "stages", "metrics")
+LOSS = ("promises", "gates", "hierarchy", "presets", "terms", "stages", "metrics", "corrections")
 ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators")
 ENTROPY = ("entropy", "entropy_selection", "select_top")
 SEGMENTS = ("segments", "token_estimators")
@@ -28,7 +28,7 @@ OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SEGMENTS)
 MULTIPROCESS = ("distributed", "spanning", "aggregates", "advantages_over_ranks", "data_parallel", "empty_rank")
 PYTHON = (
     *("aggregation", "batch", "batch_caches", "couplings", "docs", "gate_inputs", "imports", "level_metrics", "losses"),
-    *("masks_and_totals", "micro_batches", "ops", "synchronisation", "testing", "wrong_arguments"),
+    *("masks_and_totals", "micro_batches", "ops", "synchronisation", "testing", "without_native", "wrong_arguments"),
 )
 TRL = ("trl", "trl_contract", "trl_steps")
 VERL = ("verl", "verl_advantages")
@@ -74,7 +74,11 @@ RULES = [
           "kernels/hpo_triton/__init__.py"), OPERATORS, ("triton",)),
     Rule(("kernels/hpo_triton/*",), ("triton_compile",), ("triton",)),
     Rule(("hpo_core/*.py",), (*PYTHON, *LOSS, "presets", "liger", "second_opinions")),
-    Rule(("hpo_core/native.py", "hpo_core/backends.py", "hpo_core/specs.py"), (*OPERATORS, "backends"), EVERY_BACKEND),
+    Rule(
+        ("hpo_core/native.py", "hpo_core/backends.py", "hpo_core/specs.py"),
+        (*OPERATORS, "backends", "without_native"),
+        EVERY_BACKEND,
+    ),
     Rule(("hpo_core/native.py", "hpo_core/checks.py", "hpo_core/ops/*", "csrc/bindings.h", "csrc/cpu/rows.h",
           "csrc/cpu/advantages.cpp"), ("ambient_defaults", "bounded_costs")),
     Rule(("hpo_core/ranks.py", "hpo_core/spanning.py", "hpo_core/metrics.py", "hpo_core/aggregation.py",

@@ -42,6 +42,10 @@ def hiper(g):
     return torch.stack(out)
 
 
+def budgets(g):
+    return g.tensor(512.0 * (1 + g.units.other))
+
+
 def several(g):
     return torch.stack([g.reward, g.number])
 
@@ -74,9 +78,9 @@ CASES = {
     "peco": lambda g: A.peco(g.reward, g.group, g.flag, backend=g.backend),
     "flow_grpo": lambda g: A.flow_grpo(g.reward, g.group, g.length, backend=g.backend),
     "m_grpo": lambda g: A.m_grpo(g.reward, g.group, g.length, **g.rest),
-    "hbpo": lambda g: A.hbpo(g.length * 400, g.flag, 512.0 * (1 + g.other), g.group, backend=g.backend),
+    "hbpo": lambda g: A.hbpo(g.length * 400, g.flag, budgets(g), g.group, backend=g.backend),
     "hbpo_code": lambda g: A.hbpo(
-        g.length * 400, g.flag, 512.0 * (1 + g.other), g.group, compat="code", backend=g.backend
+        g.length * 400, g.flag, budgets(g), g.group, compat="code", backend=g.backend
     ),
     "stratified": lambda g: A.stratified(g.reward, g.group, g.other, alpha=0.8, **g.rest),
     "sgrpo": sgrpo,
@@ -116,5 +120,5 @@ CASES = {
 # Cases that together start every kernel of Triton with every structure that any case starts it with.
 PATHS = (
     *("grpo", "lite_ppo", "maxrl", "dgpo", "reinforce_pp_baseline", "dvao", "gdpo", "gigpo", "gigpo_code", "hgpo"),
-    *("hgpo_code", "peco", "hbpo", "sgrpo", "sgrpo_scaled", "treepo", "treepo_plain", "mars2", "salt", "graph_grpo"),
+    *("hgpo_code", "peco", "hbpo", "sgrpo", "sgrpo_scaled", "treepo", "treepo_plain", "mars2", "salt", "flow_grpo"),
 )

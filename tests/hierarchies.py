@@ -14,6 +14,7 @@ from hpo_core.gates import (
     Clip,
     Drop,
     Excess,
+    GateInputs,
     Head,
     Identity,
     Level,
@@ -304,6 +305,8 @@ class Step(NamedTuple):
         if backend == "reference":
             reals = {name: values.double() for name, values in reals.items()}
         arguments = {"batch": self.batch, "advantage_level": "row", **reals, **keywords}
+        if "aggregates" in arguments:
+            arguments["gate_inputs"] = GateInputs(aggregates=arguments.pop("aggregates"))
         return hpo.policy_loss_and_grad(gate=gate, backend=backend, **arguments)
 
 

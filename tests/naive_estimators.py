@@ -138,7 +138,7 @@ def opo(u):
 
 def maxrl(u):
     def scale(centred, values, mean, _):
-        return 0.0 if mean + 1e-6 <= 0 or centred == 0 else centred / (mean + 1e-6)
+        return 0.0 if mean <= 0 or centred == 0 else centred / (mean + 1e-6)
 
     return z(u.reward, ids(u.group), u.mask, scale=scale)
 
@@ -176,8 +176,8 @@ def gpg_code(u):
 
 
 def rates(u):
-    """Rewards in [0, 1]."""
-    return np.where(u.flag, 1.0, np.floor(4 * u.number) / 4)
+    """Rewards in [0, 1]; NaN where the reward is."""
+    return np.where(u.flag, 1.0, np.floor(4 * u.number) / 4) + 0 * u.reward
 
 
 def bnpo(u):
@@ -329,7 +329,7 @@ def adora(u):
 
 
 def aspo_shaping(u):
-    out = u.reward.copy()
+    out = np.where(u.group < 0, 0.0, u.reward)
     for places in groups_of(ids(u.group)).values():
         shaped = [p for p in places if u.flag[p]]
         for place in shaped:

@@ -5,7 +5,7 @@ import torch
 from hierarchies import LENGTHS, STEP, TRAJECTORY, Step, levels, stopped_group
 
 import hpo_core as hpo
-from hpo_core.gates import Aggregate, Drop, Head, Identity, Level, RatioGate, Routing, Tanh
+from hpo_core.gates import Aggregate, Drop, GateInputs, Head, Identity, Level, RatioGate, Routing, Tanh
 
 KNOWN = [aggregate for aggregate in Aggregate if aggregate is not Aggregate.BALANCED]
 
@@ -117,10 +117,10 @@ def test_errors():
     bare = hpo.PackedBatch.from_lengths(LENGTHS, group_ids=step.batch.group_ids)
     one = torch.zeros(3)
 
-    def refused(message, gate=None, error=ValueError, batch=step.batch, **keywords):
-        arguments = (step.logp, step.old_logp, step.advantages, batch, gate)
+    def refused(message, gate=None, error=ValueError, batch=step.batch, *, aggregates):
+        arguments, given = (step.logp, step.old_logp, step.advantages, batch, gate), GateInputs(aggregates=aggregates)
         with pytest.raises(error, match=f"^{message}"):
-            hpo.policy_loss(*arguments, advantage_level="row", **keywords)
+            hpo.policy_loss(*arguments, advantage_level="row", gate_inputs=given)
 
     refused(
         r"aggregates: the gate 'stopped' has no level 'domain'; its levels: 'trajectory', 'group'",
@@ -165,7 +165,7 @@ def test_only_eager_calls_know_it():
     def loss(logp):
         out = hpo.policy_loss(
             logp, step.old_logp, step.advantages, step.batch, gate, advantage_level="row",
-            aggregates={"group": torch.zeros(3)},
+            gate_inputs=GateInputs(aggregates={"group": torch.zeros(3)}),
         )  # fmt: skip
         return out.loss
 

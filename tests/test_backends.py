@@ -23,9 +23,14 @@ API = Path(__file__).parents[1] / "csrc" / "include" / "hpo" / "api.h"
 @pytest.fixture(autouse=True)
 def fresh():
     """What a test pretends does not outlive it."""
-    backends._resolve.cache_clear()
+    fallbacks = dict(backends._FALLS_BACK)
+    for cached in (backends._resolve, backends.choice):
+        cached.cache_clear()
     yield
-    backends._resolve.cache_clear()
+    for cached in (backends._resolve, backends.choice):
+        cached.cache_clear()
+    backends._FALLS_BACK.clear()
+    backends._FALLS_BACK.update(fallbacks)
 
 
 def loss(backend, device="cpu", **keywords):
@@ -60,22 +65,36 @@ def test_a_backend_of_another_device():
         hpo.policy_loss(torch.zeros(2, device="meta"), None, torch.ones(1, device="meta"), batch)
 
 
+@pytest.mark.filterwarnings("ignore:hpo_core. no native backend")
 def test_a_missing_backend_is_an_error_with_the_reason(monkeypatch):
     missing = backends.Availability("cpu", "not built: no compiler")
     monkeypatch.setitem(backends._PROBES, "cpu", lambda: missing)
-    for asked in (None, "cpu"):
-        with pytest.raises(RuntimeError, match="backend: 'cpu' is not available: not built: no compiler"):
-            loss(asked)
+    with pytest.raises(RuntimeError, match="backend: 'cpu' is not available: not built: no compiler"):
+        loss("cpu")
     assert not hpo.backends()["cpu"] and hpo.backends()["cpu"].reason == "not built: no compiler"
 
 
-def test_nothing_falls_back_to_the_reference(monkeypatch):
+def test_without_a_native_backend_the_reference_serves_and_says_so(monkeypatch):
     monkeypatch.setitem(backends._PROBES, "cuda", lambda: backends.Availability("cuda", "no driver"))
     monkeypatch.setitem(backends._PROBES, "triton", lambda: backends.Availability("triton", "no compiler"))
-    with pytest.raises(
-        RuntimeError, match=r"nothing can serve CUDA tensors here \(cuda: no driver; triton: no compiler\)"
+    with pytest.warns(
+        RuntimeWarning, match=r"serves cuda tensors here \(cuda: no driver; triton: no compiler\), so the"
     ):
-        backends.choice("gates", "cuda")
+        assert backends.choice("gates", "cuda") == "reference"
+
+
+@pytest.mark.parametrize(("asked", "expected"), [("reference", True), ("cpu", False)])
+def test_the_environment_names_what_serves_calls_that_name_nothing(asked, expected, monkeypatch):
+    monkeypatch.setenv("HPO_CORE_BACKEND", asked)
+    backends._FALLS_BACK.clear()
+    assert backends.choice("gates", "cpu") == backends.choice("gates", "cuda") == asked
+    assert backends.is_reference(torch.zeros(1), None) == expected
+    assert backends.is_reference(torch.zeros(1), "reference") and not backends.is_reference(torch.zeros(1), "cpu")
+    assert loss(None) == loss("cpu") == -1
+    monkeypatch.setenv("HPO_CORE_BACKEND", "abacus")
+    backends.choice.cache_clear()
+    with pytest.raises(ValueError, match=r"HPO_CORE_BACKEND: expected one of reference, cpu, .*, got 'abacus'"):
+        backends.choice("gates", "cpu")
 
 
 @pytest.mark.parametrize(("cuda", "triton", "expected"), [("", "", "cuda"), ("no", "", "triton"), ("", "no", "cuda")])

@@ -416,6 +416,10 @@ def test_levels_nest():
         PackedBatch.from_lengths(rows, **tiles)
     PackedBatch.from_lengths(rows, **tiles, trajectory_ids=longs(4, 9, 4))
     PackedBatch.from_lengths(rows, group_ids=longs(-1, 9, -1), domain_ids=longs(0, 0, 1))  # -1 names no group
+    PackedBatch.from_lengths(rows, trajectory_ids=longs(4, 9, 4), group_ids=longs(-1, 0, -7))  # nor does -7
+    PackedBatch.from_lengths(rows, trajectory_ids=longs(4, 9, 4), domain_ids=longs(-2, 0, -1))
+    with pytest.raises(ValueError, match="trajectory_ids: expected one trajectory for all of step 5, got -1 and -2"):
+        PackedBatch.from_lengths(rows, **tiles, trajectory_ids=longs(-1, 9, -2))  # which are names of trajectories
 
 
 @pytest.mark.parametrize(

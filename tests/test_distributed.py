@@ -165,8 +165,9 @@ def test_selected_denominators_of_all_ranks(ranks, step):
 def test_thresholds_of_all_ranks_are_exact(ranks, step, name, kind):
     expected = WINDOWS[name].fit(STATISTICS[kind](step.entropy), step.batch)
     for found in ranks:
-        for got, wanted in zip(found["fit", name, kind], expected, strict=True):
+        for got, wanted in zip(found["fit", name, kind][:3], expected[:3], strict=True):
             assert torch.equal(got, wanted)
+        assert found["fit", name, kind].scored_by == expected.scored_by
 
 
 def test_thresholds_with_nothing_on_a_rank(ranks, step):

@@ -40,7 +40,7 @@ def loss(rank, holders, gate, requires_grad):
     weights = aggregation.token_mean(batch, process_group=dist.group.WORLD, gradient_reduction="sum")
     out = hpo.policy_loss(
         leaf, logp.detach() - 0.3, values, batch, gate, weights=weights, process_group=dist.group.WORLD,
-        rollout_logp=logp.detach() - 0.31 if gate.corrections else None, level_metrics=True, backend="cpu",
+        rollout_logp=logp.detach() - 0.31 if gate.corrections else None, report=("levels",), backend="cpu",
     )  # fmt: skip
     if out.loss.requires_grad:
         out.loss.backward()

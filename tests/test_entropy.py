@@ -1,8 +1,10 @@
 """Windowed means on every backend, and the entropy windows made of them and of order statistics."""
 
+import dataclasses
 import functools
 import itertools
 import math
+import pickle
 from fractions import Fraction
 
 import hypothesis
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 import hpo_core as hpo
 from hpo_core import entropy, testing
 from hpo_core.entropy import EntropyWindow, ares, forking_tokens, window_mean
-from hpo_core.specs import OrderRule
+from hpo_core.specs import Boundary, OrderRule
 from hpo_core.testing import Layout, WindowExample
 
 POLICIES = list(itertools.product(("full", "shrink", "zero"), ("skip", "break")))
@@ -386,7 +388,7 @@ def fitted(rank):
         part, tokens = batch.select(cuts[rank])
         for window in WINDOWS:
             state = window.fit(values[tokens], part, process_group=torch.distributed.group.WORLD)
-            states[seed, window.name] = [tensor.item() for tensor in state]
+            states[seed, window.name] = [tensor.item() for tensor in state[:3]]
     return states
 
 
@@ -395,7 +397,7 @@ def test_threshold_over_ranks_is_that_of_the_whole_step(three_ranks):
         for (seed, name), got in states.items():
             values, batch, _cuts = step(seed)
             [window] = [window for window in WINDOWS if window.name == name]
-            expected = [tensor.item() for tensor in window.fit(values, batch)]
+            expected = [tensor.item() for tensor in window.fit(values, batch)[:3]]
             assert got == expected and math.copysign(1, got[0]) == math.copysign(1, expected[0])
 
 
@@ -439,3 +441,79 @@ def test_broken_entropies_are_counted(backend):
     values = torch.tensor([0.1, math.nan, 0.3, math.inf], device=batch.device)
     state = entropy.forking_tokens("0.5").fit(values, batch, backend=backend)
     assert state.errors.item() == 2 and state.population.item() == 2
+
+
+# ------------------------------------------------------------------------------------------------- of which backend
+
+
+def scored(seed=0):
+    """Rows, some shorter than windows, and masked tokens; and entropies whose sums round."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = [90, 1, 3, 60, 0, 46]
+    mask = torch.rand(200, generator=draw) < 0.9
+    offsets = hpo.PackedBatch.from_lengths(lengths).cu_seqlens
+    return torch.rand(200, generator=draw) * 3, hpo.PackedBatch(offsets, mask)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 7, 8, 33])
+def test_whole_windows_have_the_same_bits_on_the_cpu_and_in_cuda(width):
+    """So a threshold that was fitted on the one is good on the other."""
+    if not hpo.backends()["cuda_emulated"]:
+        pytest.skip("cuda_emulated is not available")
+    values, batch = scored()
+    window = entropy.ares(width, "0.8")
+    scores = [window.score(values, batch, backend=backend) for backend in ("cpu", "cuda_emulated")]
+    assert torch.equal(*scores)
+    state = window.fit(values, batch, backend="cpu")
+    masks = [window.apply(values, batch, state, backend=backend) for backend in ("cpu", "cuda_emulated")]
+    assert torch.equal(*masks) and masks[0].sum() == (scores[0] >= state.threshold).sum() > 0
+
+
+def fits(window, values, batch, backend):
+    yield window.fit(values, batch, backend=backend)
+    yield window.fit_score(window.score(values, batch, backend=backend), backend=backend)
+    yield window.fit_apply(values, batch, backend=backend)[0]
+
+
+def test_a_threshold_is_refused_where_scores_have_other_bits(native_backends):
+    """Between any two backends whose sums are not the same: by the window, and by the loss."""
+    values, batch = scored()
+    backends = ["reference", *native_backends]
+    loss = functools.partial(hpo.policy_loss, torch.zeros(200), None, torch.ones(6), batch, entropy=values)
+    refused = 0
+    for boundary in Boundary:
+        window = dataclasses.replace(entropy.ares(4), boundary=boundary)
+        for ours in backends:
+            for state, theirs in itertools.product(fits(window, values, batch, ours), backends):
+                same = {"cpu": "cuda_emulated"}.get(ours, ours) == {"cpu": "cuda_emulated"}.get(theirs, theirs)
+                if ours == theirs or (same and boundary is Boundary.FULL):
+                    window.apply(values, batch, state, backend=theirs)
+                    continue
+                refused += 1
+                with pytest.raises(
+                    ValueError, match=r"state: expected one fitted on scores of .*; fit and apply on one"
+                ):
+                    window.apply(values, batch, state, backend=theirs)
+                with pytest.raises(ValueError, match="state: expected one fitted"):
+                    loss(window=window, threshold=state, backend=theirs)
+    assert refused or len(native_backends) == 0
+
+
+def test_a_token_by_itself_is_no_sum(native_backends):
+    values, batch = scored()
+    window = entropy.forking_tokens()
+    state = window.fit(values, batch)
+    for backend in native_backends:
+        assert torch.equal(window.apply(values, batch, state, backend=backend), window.apply(values, batch, state))
+
+
+def test_a_state_remembers_its_scorer_wherever_it_goes(tmp_path):
+    values, batch = scored()
+    state = entropy.ares(3).fit(values, batch, backend="cpu")
+    torch.save(state, tmp_path / "state.pt")
+    for again in (
+        state.to("cpu"),
+        torch.load(tmp_path / "state.pt", weights_only=True),
+        pickle.loads(pickle.dumps(state)),
+    ):
+        assert again.scored_by == state.scored_by == "cpu or cuda" and torch.equal(again.threshold, state.threshold)

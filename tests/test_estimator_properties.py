@@ -15,8 +15,8 @@ from hpo_core.advantages import reconstructed
 from hpo_core.testing.budget import UNIT
 
 A, R = advantages, reconstructed
-LABELS_COUNT = {"sgrpo", "sgrpo_scaled", "hrpo", "salt", "graph_grpo"}  # whose test rewards are made of labels
 PLACES_COUNT = {"mars2"}
+IDS = ("group", "other", "third", "trajectory", "anchor")
 
 
 def seeds(backend, name=PATHS[0], most=24):
@@ -45,24 +45,14 @@ def shuffled(units, seed):
     return naive.Units(*(field[order] for field in units)), order
 
 
-def relabelled(units):
-    def other(ids, scale, offset):
-        return np.where(ids < 0, ids, ids * scale + offset)
-
-    group, trajectory = other(units.group, 7919, 10**15), other(units.trajectory, 31, 5)
-    return units._replace(group=group, trajectory=trajectory, anchor=other(units.anchor, 3, 8))
-
-
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("name", [name for name in CASES if name not in PLACES_COUNT])
-def test_p1_order_and_labels_do_not_matter(native_backends, name):
+def test_p1_order_does_not_matter(native_backends, name):
     for backend, seed in drawn(native_backends, name):
         units = naive.draw(seed)
         plain = CASES[name](Given(units, backend))
         moved, order = shuffled(units, seed)
         near(CASES[name](Given(moved, backend)), plain[..., order], float(plain.abs().max()), backend)
-        if name not in LABELS_COUNT:
-            near(CASES[name](Given(relabelled(units), backend)), plain, float(plain.abs().max()), backend)
 
 
 ZERO_SUM = ("grpo", "dr_grpo", "rloo", "dgpo", "gpg", "maxrl", "g2rpo", "pass_at_k", "dvao")
@@ -254,31 +244,83 @@ def test_p11_masking_is_removal(native_backends, name):
         near(whole[torch.tensor(keep)], CASES[name](Given(left, backend)), 10, backend)
 
 
-def unscored(units, keep):
-    return units._replace(reward=np.where(keep, units.reward, np.nan), number=np.where(keep, units.number, np.nan))
+# Whose scores are lengths, whose are only bools, and what reads no group or no trajectory.
+OF_LENGTHS = {"arena", "hbpo", "hbpo_code"}
+OF_BOOLS = {"pass_at_k"}
+WITHOUT_GROUPS = {"spo_single_stream", "gae", "step_gae", "hiper"}
+CHAINED = {
+    "gigpo",
+    "gigpo_code",
+    "hgpo",
+    "hgpo_code",
+    "gae",
+    "step_gae",
+    "hiper",
+}  # a reward reaches the steps before it
+OF_TRAJECTORIES = {*CHAINED, "hrpo", "salt", "graph_grpo"}
 
 
-def outside(units, keep):
-    return units._replace(group=np.where(keep, units.group, -1))
+def some(units, lacking, name, random):
+    """Units to do without, such that the others are what they are without them ``[U]`` bool: one, or about a third."""
+    n = len(units.reward)
+    chosen = np.arange(n) == random.integers(n) if random.random() < 0.5 else random.random(n) < 0.3
+    if name in CHAINED and lacking is unscored:
+        return np.isin(units.trajectory, units.trajectory[chosen]) & (units.trajectory >= 0)
+    if name in PLACES_COUNT:  # the last of its group has no children
+        return chosen & [group not in units.group[at + 1 :] for at, group in enumerate(units.group)]
+    return chosen
 
 
-# The tests make the rewards of some of lengths and flags, and one has no groups.
-UNCONCERNED = {unscored: {"arena", "bnpo"}, outside: {"spo_single_stream"}}
+def unscored(units, absent, name):
+    """A reward is NaN; of a trajectory the last, which every return of it contains but those of hiper's sub-goals."""
+    if name in CHAINED - {"hiper"}:
+        absent = absent & [own not in units.trajectory[at + 1 :] for at, own in enumerate(units.trajectory)]
+    scores = ("reward", "number", "length") if name in OF_LENGTHS else ("reward", "number")
+    return units._replace(**{score: np.where(absent, np.nan, getattr(units, score)) for score in scores})
+
+
+def outside(units, absent, name):
+    return units._replace(group=np.where(absent, -3, units.group))
+
+
+def stray(units, absent, name):
+    return units._replace(trajectory=np.where(absent, -(2**63), units.trajectory))
+
+
+CONCERNED = {unscored: set(CASES) - OF_BOOLS, outside: set(CASES) - WITHOUT_GROUPS, stray: OF_TRAJECTORIES}
 
 
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize(
-    ("absent", "name"), [(absent, name) for absent in UNCONCERNED for name in MASKED if name not in UNCONCERNED[absent]]
+    ("lacking", "name"), [(lacking, name) for lacking, names in CONCERNED.items() for name in CASES if name in names]
 )
-def test_what_nothing_scores_or_no_group_has_is_as_if_it_were_not_there(native_backends, absent, name):
+def test_a_unit_without_a_score_or_an_id_is_as_if_it_were_not_there(native_backends, lacking, name):
     """It gets 0 and changes nothing elsewhere, in a second stage over the batch neither."""
-    for backend, seed in drawn(native_backends, name, 6):
-        units = naive.draw(seed)
-        keep = np.random.default_rng(seed).random(len(units.reward)) < 0.7
-        whole = CASES[name](Given(absent(units, keep), backend))
-        assert not whole[~torch.tensor(keep)].any() and bool(torch.isfinite(whole).all()), backend
-        left = naive.Units(*(field[keep] for field in units))
-        near(whole[torch.tensor(keep)], CASES[name](Given(left, backend)), 10, backend)
+    for backend, seed in drawn(("reference", *native_backends), name, 8):
+        units, random = naive.draw(seed), np.random.default_rng(seed)
+        absent = some(units, lacking, name, random)
+        whole = CASES[name](Given(lacking(units, absent, name), backend))
+        assert not whole[..., torch.tensor(absent)].any() and bool(torch.isfinite(whole).all()), (backend, seed, whole)
+        left = CASES[name](Given(naive.Units(*(field[~absent] for field in units)), backend))
+        assert torch.equal(whole[..., torch.tensor(~absent)], left), (backend, seed)
+
+
+def renamed(ids, random):
+    """Other ids in another order, the largest among them; what is none stays none."""
+    names = {int(old): int(random.integers(2**63)) for old in np.unique(ids)}
+    names[int(random.choice(ids))] = 2**63 - 1
+    return np.array([names[int(old)] if old >= 0 else -int(random.integers(1, 2**63)) for old in ids])
+
+
+@pytest.mark.usefixtures("at_length")
+@pytest.mark.parametrize("name", CASES)
+def test_p1_names_of_groups_change_no_bit(native_backends, name):
+    for backend, seed in drawn(("reference", *native_backends), name, 8):
+        units, random = naive.draw(seed), np.random.default_rng(seed)
+        other = {each: renamed(getattr(units, each), random) for each in IDS}
+        given = Given(units._replace(**other), backend)
+        given.units = units  # rewards that the cases make of ids stay what they are
+        assert torch.equal(CASES[name](given), CASES[name](Given(units, backend))), (backend, seed)
 
 
 @pytest.mark.parametrize("constant", [0.1, -7.3, 1e6 + 0.5])

@@ -1,7 +1,9 @@
 """Every estimator against loops over dictionaries, its worked numbers, and what the families promise."""
 
+import functools
 import importlib
 import inspect
+import math
 
 import naive_estimators as naive
 import naive_hierarchies as hierarchies
@@ -60,6 +62,16 @@ def test_paths_start_every_kernel_with_every_structure(native_backends, monkeypa
             monkeypatch.setattr(importlib.import_module(f"hpo_core._triton.{module}"), "launch", watched)
         case(Given(naive.draw(1), "triton"))
     assert set().union(*(started[name] for name in PATHS)) == set().union(*started.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_advantages_are_float32_whatever_rewards_are(native_backends, dtype):
+    for name, case in CASES.items():
+        given = Given(naive.draw(1), native_backends[0])
+        for field in ("reward", "number", "length"):
+            setattr(given, field, getattr(given, field).to(dtype))
+        given.steps = (given.reward, *given.steps[1:])
+        assert case(given).dtype == torch.float32, name
 
 
 # ---------------------------------------------------------------------------------------------------- worked numbers
@@ -195,6 +207,15 @@ def test_w11_dgpo(backend):
     close(A.dgpo(r, ids, accuracy=r, **b), [2.248556, *[-0.749519] * 3, *[0.583726] * 3, -1.751177, *[0] * 4])
 
 
+@pytest.mark.parametrize("offset", [-1e4, 1e4])
+def test_dgpo_weighs_groups_by_differences_of_their_accuracies(backend, offset):
+    t, b = on(backend)
+    r, ids = t(1.0, 0, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1), t(*[i // 4 for i in range(12)])
+    near, far = (A.dgpo(r, ids, accuracy=accuracy, **b) for accuracy in (r + 1, r + offset))
+    close(far, near.tolist(), 1e-3)
+    assert near.any()
+
+
 def test_w12_sgrpo(backend):
     t, b = on(backend)
     given = (t(1.0, 0, 0.5, 0.5), t(0.8, 0.8, 0.2, 0.2), t(0, 0, 0, 0), t(0, 0, 1, 1))
@@ -258,6 +279,168 @@ def test_w16_the_rest(backend):
     history = A.GroupHistory(*(torch.tensor([x], dtype=torch.float64) for x in (1, 0.5, 0.25)))
     merged = history.merged(torch.tensor([0]), torch.tensor([0.25]), torch.tensor([0.1875]))
     close(torch.cat(merged), [2, 0.375, 0.234375])
+
+
+@pytest.mark.parametrize("nothing", [math.nan, math.inf])
+def test_hiper_a_reward_that_is_none_says_nothing_of_sub_goals_before_it(backend, nothing):
+    """Their turns are worth what V_high of the next sub-goal says."""
+    t, b = on(backend)
+    given = [
+        t(0.0, 0.1, 0, 1), t(0, 0, 0, 0), t(True, False, True, False), t(0.3, 0.4, 0.5, 0.7), t(0.35, 9.0, 0.55, 9.0),
+    ]  # fmt: skip
+    options = {"switch_values": t(0.1, 0.2, 0.3, 0.4), "normalised": False, **b}
+    known = A.hiper(*given, **options)
+    given[0][3] = nothing
+    out = A.hiper(*given, **options)
+    for stream in ("low", "switch"):
+        assert getattr(out, stream).tolist() == [*getattr(known, stream)[:2].tolist(), 0, 0]
+    assert not out.high.any()  # the first sub-goal's contains that of the second
+
+
+@pytest.mark.parametrize("options", [{}, {"root": True}, {"least_mean": 0.125}], ids=str)
+def test_maxrl_of_a_mean_that_is_not_above_0_is_0(backend, options):
+    t, b = on(backend)
+    rewards, ids = t(-1.0, -2, -3, -1, 1, -1e-7, -3e-7, 2, 1), t(0, 0, 0, 1, 1, 2, 2, 3, 3)
+    for own in (b, {"backend": "reference"}):
+        out = A.maxrl(rewards, ids, **options, **own)
+        assert not out[:7].any() and out[7] > 0 > out[8]
+
+
+@pytest.mark.parametrize("discount", [-0.1, 1.5, math.nan, math.inf])
+def test_a_discount_is_a_number_between_0_and_1(discount):
+    ones, ids = torch.ones(2), torch.zeros(2, dtype=torch.int64)
+    batch = hpo.PackedBatch.from_lengths([2])
+    for name, call in (
+        ("gamma", functools.partial(A.discounted_returns, ones, ids)),
+        ("gamma", functools.partial(A.gigpo, ones, ids, ids, ids)),
+        ("gamma", functools.partial(A.hgpo, ones, ids, ids, ids)),
+        ("lam", functools.partial(A.step_gae, ones, ones, ids)),
+        ("high_lam", functools.partial(A.hiper, ones, ids, ones > 0, ones, ones)),
+        ("gamma", functools.partial(A.reinforce_pp, ones, batch)),
+        ("lam", functools.partial(A.t_ppo, ones, ones, batch, ones[:1] > 0)),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}: expected a number in \[0, 1\], got {discount}"):
+            call(**{name: discount})
+
+
+@pytest.mark.parametrize("eps", [-1e-6, math.nan, math.inf])
+def test_eps_is_finite_and_not_negative(eps):
+    rewards, ids = torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64)
+    for estimator in (
+        functools.partial(A.grpo, rewards, None), functools.partial(A.ngrpo, rewards, None),
+        functools.partial(A.mc_grpo, rewards, None), functools.partial(A.pass_at_k, rewards > 0, None, 1),
+        functools.partial(R.graph_grpo, rewards, ids, ids, ids), functools.partial(A.whiten, rewards),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"^eps: expected a finite number >= 0, got"):
+            estimator(eps=eps)
+    assert A.mc_grpo(torch.tensor([1.0, 1, 0]), None, eps=0.0).tolist() == [0, 0, 0]
+
+
+def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():
+    rewards = torch.tensor([1.0, 0.0])
+    tracker = A.BetaTracker.start(rewards, 1)
+    update = functools.partial(tracker.updated, rewards, torch.tensor([0, 1]), rewards)
+    for call, message in (
+        (lambda: A.ngrpo(rewards, None, best=math.nan), r"best: expected a finite number, got nan"),
+        (lambda: A.treepo(rewards, []), r"prefix_ids: expected 1 to 8 depths, got 0"),
+        (lambda: A.treepo(rewards, [torch.zeros(2).long()] * 9), r"prefix_ids: expected 1 to 8 depths, got 9"),
+        (lambda: A.rose(rewards, []), r"prefix_ids: expected at least one depth, got none"),
+        (lambda: A.vpo(torch.zeros(2, 0, 1), None, torch.ones(1, 1)), r"rewards: expected sets of at least one cand"),
+        (lambda: A.vpo(torch.zeros(2, 1, 1), None, torch.ones(0, 1)), r"directions: .*at least one"),
+        (lambda: update(half_life=0.0), r"half_life: expected a number above 0, got 0"),
+        (lambda: update(least_memory=math.nan), r"least_memory: expected a number in \[0, 1\], got nan"),
+        (lambda: update(most_memory=1.5), r"most_memory: expected a number in \[0, 1\], got 1.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+# ------------------------------------------------------------------------------------------ no score, and no group
+
+
+@pytest.mark.parametrize("estimator", [A.gigpo, A.hgpo, functools.partial(A.hgpo, base_group=True)])
+def test_a_step_of_no_trajectory_is_in_no_anchor_group(backend, estimator):
+    t, b = on(backend)
+    prompt, anchors = t(0, 0, 0, 0), t(7, 7, 7, 7)
+    out = estimator(t(1.0, 0, 1, 5), prompt, t(0, 1, 2, -1), anchors, **b)
+    assert out.tolist() == [*estimator(t(1.0, 0, 1), prompt[:3], t(0, 1, 2), anchors[:3], **b).tolist(), 0.0]
+
+
+def test_a_unit_without_its_own_or_its_groups_reward_has_no_part_of_the_other(backend):
+    t, b = on(backend)
+    rewards, of_group, whole, groups = t(1.0, 0, 3), t(0.5, 0.5, 0.9), t(0, 0, 0), t(0, 1, 2)
+    for scaled in (False, True):
+        estimator = functools.partial(A.sgrpo, scaled=scaled, **b)
+        alone = estimator(rewards[:2], of_group[:2], whole[:2], groups[:2]).tolist()
+        lacking = t(math.nan, math.nan, math.nan)
+        for own, common in ((lacking, of_group), (rewards, lacking)):
+            own, common = (torch.cat((given[:2], last[2:])) for given, last in ((rewards, own), (of_group, common)))
+            assert estimator(own, common, whole, groups).tolist() == [*alone, 0.0]
+    out = A.sgrpo(rewards, of_group, whole, t(0, 1, -1), **b)  # the third is a rollout of the supergroup
+    close(out, [0.5 * (1 - 1.5), 0.5 * (0 - 2), 0.5 * (3 - 0.5)])
+
+
+@pytest.mark.parametrize("extreme", [0, 2**62, 2**63 - 1])
+def test_the_largest_id_is_an_id_of_a_blueprint(backend, extreme):
+    t, b = on(backend)
+    r, macro = t(1.0, 0, 1, 0, 7), t(True, True, False, False, False)
+    out = R.himac(r, t(0, 0, 0, 0, 0), macro, t(0, 3, extreme, extreme, -1), **b)
+    assert out.tolist() == [*R.himac(r[:2], t(0, 0), macro[:2], t(0, 0), **b).tolist() * 2, 0.0]
+
+
+@pytest.mark.parametrize("beyond", [5, 2**40, 2**63 - 1])
+def test_a_parent_beyond_the_nodes_is_an_error_that_the_loss_counts(backend, beyond):
+    """Not the last node: it is in no statistic, and what it would be compared with is as if it were not there."""
+    t, b = on(backend)
+    rewards, group = t(0.2, 0.6, 0.8, 0.4, 0.9), t(0, 0, 0, 0, 0)
+    out = A.mars2(rewards, t(-1, -1, 0, 0, beyond), group, **b)
+    assert torch.equal(out[:4], A.mars2(rewards[:4], t(-1, -1, 0, 0), group[:4], **b)) and out[4].isnan()
+    assert A.mars2(rewards, t(-1, -1, 0, 0, beyond), t(0, 0, 0, 0, -1), **b)[4] == 0
+
+
+@pytest.mark.parametrize(("reward", "group"), [(math.nan, 0), (math.inf, 0), (7.0, -1)])
+def test_a_parent_without_a_reward_or_a_prompt_is_none(backend, reward, group):
+    t, b = on(backend)
+    out = A.mars2(t(reward, 0.6, 0.8, 0.4), t(-1, -1, 0, 0), t(group, 0, 0, 0), **b)
+    b_of_siblings = [0.6, 0.4, 0.8]  # the second is alone, the others have each other
+    shaped = t(*(r + 0.3 * (r - b) for r, b in zip((0.6, 0.8, 0.4), b_of_siblings, strict=True)))
+    close(out, [0.0, *A.grpo(shaped, None, eps=1e-9, **b).tolist()])
+
+
+@pytest.mark.parametrize(
+    "lacking", [(0, "nan"), (0, "inf"), (1, "nan"), (2, -1), (3, -1)], ids=["action", "inf", "outcome", "group", "own"]
+)
+def test_hrpo_a_step_without_a_reward_a_prompt_or_a_trajectory_has_no_part_of_the_other(backend, lacking):
+    t, b = on(backend)
+    given = [t(0.5, 0, 0.25), t(1.0, 0, 0.5), t(0, 0, 0), t(0, 1, 2)]
+    column, nothing = lacking
+    given[column][2] = float(nothing)
+    alone = R.hrpo(*(each[:2] for each in given), **b)
+    assert R.hrpo(*given, **b).tolist() == [*alone.tolist(), 0.0] and alone.any()
+
+
+@pytest.mark.parametrize("compat", ["paper", "code"])
+@pytest.mark.parametrize("nothing", [math.nan, math.inf])
+def test_hbpo_a_response_without_a_length_or_a_budget_has_no_reward(backend, compat, nothing):
+    t, b = on(backend)
+    for column in (0, 2):
+        given = [t(400.0, 900, 1000, 1500), t(True, True, True, False), t(512.0, 512, 1024, 1024), t(0, 0, 0, 0)]
+        given[column][3] = nothing
+        alone = A.hbpo(*(each[:3] for each in given), compat=compat, **b)
+        assert A.hbpo(*given, compat=compat, **b).tolist() == [*alone.tolist(), 0.0] and alone.any()
+
+
+@pytest.mark.parametrize("lacking", [(0, "nan"), (1, -1), (2, -1)], ids=["outcome", "group", "own"])
+@pytest.mark.parametrize("estimator", [R.salt, R.graph_grpo])
+def test_an_edge_is_worth_what_trajectories_with_an_outcome_say(backend, estimator, lacking):
+    t, b = on(backend)
+    given = [t(1.0, 0, 0.5, 1), t(0, 0, 0, 0), t(0, 1, 2, 3), t(4, 5, 4, 4)]
+    column, nothing = lacking
+    given[column][3] = float(nothing)
+    alone = estimator(*(each[:3] for each in given), **b)
+    assert estimator(*given, **b).tolist() == [*alone.tolist(), 0.0] and alone.any()
+    given[column][3], given[3][3] = given[column][2] + (column == 2), -1  # a trajectory, whose step is no edge
+    assert estimator(*given, **b)[3] == 0 and estimator(*given, **b)[:3].any()
 
 
 # ---------------------------------------------------------------------------------------------------------- families

@@ -10,7 +10,7 @@ import torch
 from catalogue import PRESETS, Example
 
 import hpo_core as hpo
-from hpo_core import gates
+from hpo_core import gates, testing
 from hpo_core.gates import Channel, Provenance, RatioGate
 
 ELSEWHERE = {"step_gspo", "two_scale", "fiberpo_domain"}  # of steps and groups: tests/test_hierarchy.py
@@ -57,6 +57,10 @@ def test_every_constructor_is_tested_and_needs_no_argument():
             "only a log-ratio has a weight",
         ),
         (lambda: gates.hispo(sequence=1.5), "sequence"),
+        (lambda: gates.aspo(dual=0.5), "dual: expected a factor >= 1"),  # at r = 1 it would scale the gradient
+        (lambda: RatioGate("x", gates.Identity(), head=gates.Head.FLIPPED, head_numbers=(1.0, 0.9)), "at least"),
+        (lambda: gates.spo(1e-5), "at least"),  # |w A| r^2 / epsilon would overflow
+        (lambda: gates.nft(0.0), "at least"),  # R is 0 or less where r > 1 / q
     ],
 )
 def test_what_has_no_meaning_is_refused(make, message):
@@ -69,13 +73,89 @@ def test_arguments_a_gate_does_not_take_are_refused():
     run = functools.partial(hpo.policy_loss, logp, None, advantages, batch)
     for keywords, message in (
         ({"rollout_logp": logp}, "does not read the sampler"),
-        ({"target": advantages}, "takes none"),
-        ({"penalty_mask": torch.ones(2, dtype=torch.bool)}, "no penalty of its own"),
+        ({"gate_inputs": gates.GateInputs(target=advantages)}, "takes none"),
+        ({"gate_inputs": gates.GateInputs(penalty_mask=torch.ones(2, dtype=torch.bool))}, "no penalty of its own"),
     ):
         with pytest.raises(ValueError, match=message):
             run(gates.ppo_clip(), **keywords)
-    with pytest.raises(ValueError, match="needs one"):
-        run(gates.bpo())
+    with pytest.raises(TypeError, match="gate_inputs: expected a GateInputs"):
+        run(gates.bpo(), gate_inputs=advantages)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, make in constructors().items() if name != "compose"))
+def test_a_gate_without_what_it_needs_is_refused_with_the_call_that_makes_it(name):
+    """HAPO without its bounds is PPO's clip, and its name would say otherwise."""
+    gate = constructors()[name]()
+    run = functools.partial(hpo.policy_loss, torch.zeros(2), None, torch.ones(1), hpo.PackedBatch.from_lengths([2]))
+    assert ("gate_inputs=" in constructors()[name].__doc__) == bool(gate.required)
+    for field, call in gate.required.items():
+        with pytest.raises(ValueError, match=rf"the gate '{name}' needs {field}, got none; pass gate_inputs=") as error:
+            run(gate)
+        assert call in str(error.value) and hasattr(gates, call.removeprefix("gates.").split("(")[0])
+
+
+def test_impossible_bounds_are_counted_and_left_out(native_backends):
+    """Epsilons in place of ratios, NaN, bounds on the wrong side of 1; what is masked is never read."""
+    example = Example(0)
+    low, high = example.low.clone(), example.high.clone()
+    low[0], low[1], low[2], high[3], high[4] = math.nan, -0.1, 1.01, 0.2, math.nan
+    wrong = torch.arange(low.numel()) < 5
+    low[~example.mask] = math.nan
+    inside = wrong & example.mask
+    inside[int(example.batch.cu_seqlens[-1]) :] = False
+    assert 0 < inside.sum() < 5
+    for backend in ("reference", *native_backends):
+        out = example.run(gates.ppo_clip(), backend, bounds=(low, high), token_weight=example.token_weight)
+        clean = {"bounds": (example.low, example.high), "token_weight": example.token_weight}
+        expected = example.run(gates.ppo_clip(), backend, **clean, token_mask=~wrong)
+        assert torch.equal(out.grad, expected.grad), backend
+        assert out.metrics.compute()["bad_advantages"] == inside.sum(), backend
+        only = example.run(gates.ppo_clip(), backend, bounds=(None, high))
+        assert only.metrics.compute()["bad_advantages"] == inside[3:5].sum(), backend
+
+
+def test_the_mask_of_a_method_and_that_of_the_loss_are_both_kept(native_backends):
+    example = Example(0)
+    first, second = example.token_mask, example.penalty_mask
+    for backend in ("reference", *native_backends):
+        both = example.run(gates.ppo_clip(), backend, gate_inputs=gates.GateInputs(token_mask=first), token_mask=second)
+        assert torch.equal(both.grad, example.run(gates.ppo_clip(), backend, token_mask=first & second).grad), backend
+
+
+@pytest.mark.parametrize(
+    ("gate", "low", "high"),
+    [
+        (gates.ppo_clip(), (None, 0.5), (1.5, None)),
+        (gates.ppo_clip(dual=3.0), (None, 0.5), (1.5, 3.0)),
+        (gates.ppo_clip(dual=1.2), (None, 0.5), (1.5, 1.2)),  # a dual clip that lies at 1 + high is one, too
+        (gates.ppo_clip(low=1.0, dual=3.0), (None, None), (1.5, 3.0)),
+        (gates.cispo(4.0, 0.8), (0.5, 0.5), (1.5, 1.5)),
+        (gates.cispo(4.0), (None, None), (1.5, 1.5)),
+        (RatioGate("x", gates.Clip((0.7, 0.8), (math.inf, math.inf))), (0.5, 0.5), (None, None)),
+        (RatioGate("x", gates.Clip((0.7, 0.8), (1.3, 1.2))), (0.5, 0.5), (1.5, 1.5)),
+        (RatioGate("x", gates.Clip((0.7, 0.8), (1.2, math.inf))), (0.5, 0.5), (1.5, None)),
+    ],
+)
+def test_bounds_replace_all_that_a_clip_has_but_the_dual(gate, low, high, backend):
+    """Just inside a bound a token has a gradient, just outside none; with None nothing stops it."""
+    batch, tensors = (
+        hpo.PackedBatch.from_lengths([4]),
+        functools.partial(torch.tensor, device=testing.device_of(backend)),
+    )
+    given = gates.GateInputs(bounds=(tensors([0.5] * 4), tensors([1.5] * 4)))
+    for sign, lowest, highest in ((1.0, low[0], high[0]), (-1.0, low[1], high[1])):
+        below, above = (0.01, 0.02) if lowest is None else (lowest * 0.99, lowest * 1.01), (90.0, 91.0)
+        if highest is not None:
+            above = (highest * 0.99, highest * 1.01)
+        ratio = tensors([*below, *above])
+        out = hpo.policy_loss_and_grad(
+            ratio.log(), torch.zeros_like(ratio), tensors([sign]), batch.to(ratio.device), gate, gate_inputs=given,
+            backend=backend,
+        )  # fmt: skip
+        if gate.head is gates.Head.SCORE:  # every token has a gradient: of the clipped ratio
+            torch.testing.assert_close(out.grad, -sign / 4 * ratio.clamp(lowest, highest))
+        else:
+            assert (out.grad != 0).tolist() == [lowest is None, True, True, highest is None]
 
 
 def test_targets_that_are_not_finite_are_counted_and_left_out(backend):
@@ -86,6 +166,31 @@ def test_targets_that_are_not_finite_are_counted_and_left_out(backend):
     here[int(example.batch.cu_seqlens[-1]) :] = False
     assert not out.grad[here].any()
     assert out.metrics.compute()["bad_advantages"] == example.mask[here].sum()
+
+
+def test_success_rates_of_0_and_1(native_backends):
+    """A wrong answer where all are right has no implied policy: it is counted and left out. A right one has its
+    gradient, and where none is right nothing pulls at a wrong one."""
+    batch, logp, advantages = (
+        hpo.PackedBatch.from_lengths([2, 1]),
+        torch.tensor([-1.0, -1.0, -1.2]),
+        torch.tensor([1.0, -1.0]),
+    )
+    largest = 1 - 2**-24  # below 1; the slope stays within what a float holds
+    for rate, last, bad in ((0.0, 0.0, 0), (1.0, 0.0, 1), (-0.5, 0.0, 1), (1.5, 0.0, 1), (largest, 2.0**24, 0)):
+        for backend in ("reference", *native_backends):
+            place = testing.device_of(backend)
+            for x in (0.0, 120.0):
+                old_logp = logp - torch.tensor([0.0, 0.0, x])
+                given = gates.GateInputs(target=torch.full((2,), rate, device=place))
+                out = hpo.policy_loss_and_grad(
+                    logp.to(place), old_logp.to(place), advantages.to(place), batch.to(place), gates.nft(),
+                    gate_inputs=given, weights=torch.ones(2, device=place), backend=backend,
+                )  # fmt: skip
+                assert out.metrics["bad_advantages"] == bad, (backend, rate)
+                slope = last * (2.0**36 if x else 1.0)
+                assert out.grad.tolist() == pytest.approx([-1.0, -1.0, slope], rel=1e-5), (backend, rate)
+                assert torch.isfinite(out.loss), (backend, rate)
 
 
 def test_without_the_sampler_nothing_is_corrected(backend):
@@ -117,22 +222,22 @@ def test_draws_depend_on_the_seed_only():
         gates.clip_cov_mask, logp, logp, advantages, hpo.PackedBatch.from_lengths([4000]), share=0.02, low=0.1, high=50,
         advantage_level="token",
     )  # fmt: skip
-    first = take(seed=1)
-    assert torch.equal(first, take(seed=1))
-    assert not torch.equal(first, take(seed=2))
+    first = take(seed=1).token_mask
+    assert torch.equal(first, take(seed=1).token_mask)
+    assert not torch.equal(first, take(seed=2).token_mask)
     assert (~first).sum() == 80
 
 
 def test_hapo_bounds_as_coded_never_tighten():
     entropy = torch.rand(50, generator=torch.Generator().manual_seed(0))
-    low, high = gates.hapo_bounds(entropy, hpo.PackedBatch.from_lengths([50]), compat="code")
+    low, high = gates.hapo_bounds(entropy, hpo.PackedBatch.from_lengths([50]), compat="code").bounds
     assert (high >= 1.2 - 1e-6).all()
     assert torch.equal(low, torch.full_like(low, 0.8))
 
 
 def test_gbpo_target_by_hand():
     scores = torch.tensor([1.0, 0.0, 3.0, 5.0, 2.0])
-    target = gates.gbpo_target(scores, torch.tensor([4, 4, 9, 4, 4]))
+    target = gates.gbpo_target(scores, torch.tensor([4, 4, 9, 4, 4])).target
     group = torch.tensor([1.0, 0.0, 5.0, 2.0])
     relative = (group - 1.5) / (group.std() + 1e-6)
     torch.testing.assert_close(target[[0, 1, 3, 4]], 0.8 + 0.4 * torch.sigmoid(relative))
@@ -146,12 +251,22 @@ def test_rec_ring_mask_by_hand():
     batch = hpo.PackedBatch(batch.cu_seqlens, torch.arange(9) < 8)
     for advantage, kept in ((1.0, [0, 3, 4]), (0.0, [0, 3, 4]), (-1.0, [3, 4, 7])):
         for level, given in (("row", torch.tensor([advantage])), ("token", torch.full((9,), advantage))):
-            mask = gates.rec_ring_mask(ratio.log(), torch.zeros(9), given, batch, advantage_level=level)
+            mask = gates.rec_ring_mask(ratio.log(), torch.zeros(9), given, batch, advantage_level=level).token_mask
             assert mask.nonzero().flatten().tolist() == kept
     edges = torch.tensor([math.log1p(each) for each in (-0.5, -0.25, 0.25, 1.0)], dtype=torch.float64)
     run = functools.partial(gates.rec_ring_mask, near=(0.25, 0.25), far=(0.5, 1.0))
-    assert run(edges, edges * 0, edges.new_ones(1), hpo.PackedBatch.from_lengths([4])).tolist() == [1, 1, 1, 0]
-    assert run(edges, edges * 0, -edges.new_ones(1), hpo.PackedBatch.from_lengths([4])).tolist() == [0, 1, 1, 1]
+    assert run(edges, edges * 0, edges.new_ones(1), hpo.PackedBatch.from_lengths([4])).token_mask.tolist() == [
+        1,
+        1,
+        1,
+        0,
+    ]
+    assert run(edges, edges * 0, -edges.new_ones(1), hpo.PackedBatch.from_lengths([4])).token_mask.tolist() == [
+        0,
+        1,
+        1,
+        1,
+    ]
     with pytest.raises(ValueError, match="far"):
         run(edges, edges, edges, hpo.PackedBatch.from_lengths([4]), far=(1.0, 2.0))
 
@@ -159,8 +274,18 @@ def test_rec_ring_mask_by_hand():
 def test_m2po_mask_by_hand():
     generator = torch.Generator().manual_seed(0)
     logp, old_logp = torch.randn(2, 200, generator=generator) * 0.3
-    kept = gates.m2po_mask(logp, old_logp, hpo.PackedBatch.from_lengths([200]))
+    kept = gates.m2po_mask(logp, old_logp, hpo.PackedBatch.from_lengths([200])).token_mask
     square = (logp - old_logp).double() ** 2
     assert square[kept].mean() < 0.04
     assert torch.cat([square[kept], square[~kept].min()[None]]).mean() >= 0.04
     assert square[kept].max() <= square[~kept].min()
+
+
+def test_m2po_mask_keeps_the_smallest():
+    """As AReaL does; but no token where none is valid, and no masked or unknown one in its place."""
+    logp = torch.tensor([0.0, -0.9, 0.7, 0.7, math.nan])
+    batch = hpo.PackedBatch(torch.tensor([0, 5]), torch.tensor([0, 1, 1, 1, 1]))
+    run = functools.partial(gates.m2po_mask, logp, torch.zeros(5))
+    assert run(batch).token_mask.tolist() == [False, False, True, False, False]
+    assert not run(batch.replace(mask=torch.zeros(5, dtype=torch.bool))).token_mask.any()
+    assert gates.m2po_mask(logp[:0], logp[:0], hpo.PackedBatch.from_lengths([])).token_mask.numel() == 0

@@ -164,7 +164,7 @@ def test_tiles_of_few_rows_have_the_gradient_of_any_other(gate, masked, backend=
         plain = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, backend=backend)
     finally:
         torch.use_deterministic_algorithms(False)
-    other = hpo.policy_loss(logp, old_logp, advantages, batch, gate, backend=backend, return_tokens=True)
+    other = hpo.policy_loss(logp, old_logp, advantages, batch, gate, backend=backend, report=("tokens",))
     other.loss.backward()
     assert bits(plain.grad) == bits(logp.grad) and bits(plain.loss) == bits(other.loss)
     assert torch.equal(plain.metrics.vector, other.metrics.vector)
@@ -196,7 +196,7 @@ def test_log_ratios_near_0_have_the_bits_of_any_other(gate, backend="cpu"):
     weights = hpo.aggregation.token_mean(batch)
     keywords = {"weights": weights, "backend": backend}
     plain = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, **keywords)
-    other = hpo.policy_loss(logp, old_logp, advantages, batch, gate, return_tokens=True, **keywords)
+    other = hpo.policy_loss(logp, old_logp, advantages, batch, gate, report=("tokens",), **keywords)
     other.loss.backward()
     assert bits(plain.grad) == bits(logp.grad) and bits(plain.loss) == bits(other.loss)
     assert torch.equal(plain.metrics.vector, other.metrics.vector)
@@ -231,7 +231,7 @@ def test_tiles_that_a_mask_leaves_whole_or_empty(gate):
         return bits(out.loss), bits(leaf.grad), bits(out.metrics.vector)
 
     batch = hpo.PackedBatch.from_padded(mask)
-    assert call(logp, batch) == call(logp, batch, return_tokens=True)  # which takes another way
+    assert call(logp, batch) == call(logp, batch, report=("tokens",))  # which takes another way
     assert not hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, backend="cpu").grad[~mask].any()
     everything, every_logp = torch.ones_like(mask), logp.nan_to_num(-1.0)
     unmasked = hpo.PackedBatch.from_padded(everything).replace(mask=None)
@@ -375,7 +375,7 @@ def test_bounds_per_token_are_inclusive_and_exact(backend):
     for advantage, passes in ((1.0, [1, 1, 1, 1, 0, 1]), (-1.0, [1, 0, 1, 1, 1, 1])):
         example = testing.random_policy_loss(0, gates.dapo(), {"weights"}, layout=Layout((6,), 0, "none"))
         example = example._replace(logp=example.old_logp, advantages=torch.tensor([advantage])).given(
-            bounds=(low, high), weights=torch.ones(1)
+            gate_inputs=gates.GateInputs(bounds=(low, high)), weights=torch.ones(1)
         )
         assert (run(backend, example).grad != 0).int().tolist() == passes
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 
 import pytest
 import torch
@@ -24,8 +25,20 @@ from hierarchies import (
 )
 
 import hpo_core as hpo
-from hpo_core import gates
-from hpo_core.gates import Action, Channel, Correction, Drop, Head, Identity, RatioGate, Routing, Tanh
+from hpo_core import gates, testing
+from hpo_core.gates import (
+    Action,
+    Channel,
+    Correction,
+    Drop,
+    Head,
+    Identity,
+    Level,
+    RatioGate,
+    Rollback,
+    Routing,
+    Tanh,
+)
 
 every_gate = pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 several_gates = pytest.mark.parametrize("gate", SEVERAL.values(), ids=SEVERAL)
@@ -156,7 +169,7 @@ def test_what_else_is_asked_for_changes_no_bit(gate, masked, backend="cpu"):
             example = drawn(3, (5, 0, 4500, 1, 130, 1025, 3, 16), spread, masked, several)
             plain = example.run(gate, backend)
             logp = example.logp.clone().requires_grad_()
-            keywords = {"weights": example.weights, "advantage_level": "row", "return_tokens": True, "backend": backend}
+            keywords = {"weights": example.weights, "advantage_level": "row", "report": ("tokens",), "backend": backend}
             other = hpo.policy_loss(logp, example.old_logp, example.advantages, example.batch, gate, **keywords)
             other.loss.backward()
             assert plain.grad.numpy().tobytes() == logp.grad.numpy().tobytes()
@@ -181,6 +194,24 @@ def test_many_short_pieces(routing, native_backends):
         pieces = tried(backend, 300, 100 if routing is Routing.THROUGH else 30)
         example = Example(1, lengths=(2, 3, 0, 5) * pieces)
         assert_the_definition(example, gate, backend, example.run(gate, "reference"))
+
+
+@pytest.mark.parametrize("slope", [1.0, None], ids=["1", "the number of tokens"])
+def test_borders_of_a_rollback(slope, native_backends):
+    """Its begin, |u| = C, belongs to what is below and has slope 1; its end to what is 0, and so is the slope there."""
+    gate = RatioGate("x", Drop(), (Level(Rollback((0.5, 0.5), slope)),))
+    size, zone = (1.0, 0.5) if slope else (2.0, 0.25)
+    borders = [(0.5, 0.5, 1.0), (0.5 + zone / 2, 0.25, -size), (0.5 + zone, 0.0, 0.0), (2.0, 0.0, 0.0)]
+    for backend in ("reference", *native_backends):
+        for (u, gated, slope_there), sign in itertools.product(borders, (1.0, -1.0)):
+            x = torch.full((2,), sign * u, device=testing.device_of(backend))
+            ones, batch = x.new_ones(1), hpo.PackedBatch.from_lengths([2]).to(x.device)
+            out = hpo.policy_loss_and_grad(
+                x - 3, torch.full_like(x, -3), ones, batch, gate, weights=ones, backend=backend
+            )
+            ratio = math.exp(sign * gated)
+            assert out.loss.item() == pytest.approx(-2 * ratio), (backend, u)
+            assert out.grad.tolist() == pytest.approx([-slope_there * ratio] * 2), (backend, u)
 
 
 def test_an_empty_step_of_no_row(native_backends):

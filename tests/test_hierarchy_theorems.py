@@ -192,7 +192,7 @@ def assert_pessimistic(example, engine, near):
         tensor.to(dtype) for tensor in (example.logp, example.old_logp, example.advantages, example.weights)
     )
     out = hpo.policy_loss(
-        logp, old, advantages, example.batch, gate, return_tokens=True, backend=engine, advantage_level="row",
+        logp, old, advantages, example.batch, gate, report=("tokens",), backend=engine, advantage_level="row",
         weights=weights,
     )  # fmt: skip
     plain = example.advantages.double()[example.row()] * (example.logp.double() - example.old_logp.double()).exp()
@@ -221,7 +221,7 @@ def test_budgets_bound_the_ratio(split, backend):
     most = []
     for seed in (2, 3):
         example = Example(seed, spread=20.0)
-        keywords = {"advantage_level": "row", "weights": example.weights, "return_tokens": True, "backend": backend}
+        keywords = {"advantage_level": "row", "weights": example.weights, "report": ("tokens",), "backend": backend}
         ones = torch.ones_like(example.advantages)
         out = hpo.policy_loss(example.logp, example.old_logp, ones, example.batch, gate, **keywords)
         most.append((-out.tokens[example.covered(gate)]).log().abs().max().item())

@@ -28,7 +28,7 @@ def results():
             layout = long if seed == 0 else None
             given = sorted(features) if seed % 2 == 0 else ["weights"]
             example = testing.random_policy_loss(seed, gate, given, penalty=penalty, layout=layout)
-            out = testing.run_policy_loss(hpo.policy_loss, example, return_tokens=True)
+            out = testing.run_policy_loss(hpo.policy_loss, example, report=("tokens",))
             yield out.loss, out.grad, out.tokens, out.metrics.vector
     examples = Example(3, spread=0.3), Example(3, (0, 1, 2500, 130, 1, 0, 1025, 3))
     for gate in CATALOGUE.values():

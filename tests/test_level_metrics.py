@@ -161,7 +161,7 @@ def test_the_definition_is_the_naive_loop(gate):
         example = Example(seed, spread=(0.03, 0.1, 0.3)[seed % 3])
         for advantages in (None, example.token_advantages):
             given = {} if advantages is None else {"advantages": advantages}
-            out = example.run(gate, "reference", level_metrics=True, **given)
+            out = example.run(gate, "reference", report=("levels",), **given)
             assert_same(out.levels.compute(), observed(example, gate, advantages)[0], "reference")
 
 
@@ -184,7 +184,7 @@ def test_every_backend_is_the_naive_loop(gate, native_backends):
     for place, (example, given, expected) in enumerate(found):
         for backend in native_backends:
             if place < calls[backend]:
-                out = example.run(gate, backend, level_metrics=True, **given)
+                out = example.run(gate, backend, report=("levels",), **given)
                 assert_same(out.levels.compute(), expected, backend, 2e-5, 2e-6)
 
 
@@ -194,7 +194,7 @@ def test_there_are_residuals_in_every_region():
         f"{several}_{region}_{sign}" for several in ("segments", "tokens") for region in REGIONS for sign in SIGNS
     }
     for gate, seed in itertools.product(OBSERVED.values(), range(6)):
-        found = Example(seed, spread=(0.03, 0.1, 0.3)[seed % 3]).run(gate, "reference", level_metrics=True).levels
+        found = Example(seed, spread=(0.03, 0.1, 0.3)[seed % 3]).run(gate, "reference", report=("levels",)).levels
         channels = ("_rise", "_fall") if gate.split else ("",)
         missing -= {key for key in missing if any(found[f"{key}{channel}"].sum() for channel in channels)}
     assert not missing
@@ -218,7 +218,7 @@ def test_the_rest_of_the_call_is_the_same(name, native_backends):
         example = Example(3, LENGTHS.get(backend, (5, 0, 900, 1, 130, 12, 3)), spread=0.3)
         for advantages in few(backend, (example.token_advantages, example.advantages)):
             plain = example.run(gate, backend, advantages=advantages)
-            asked = example.run(gate, backend, advantages=advantages, level_metrics=True)
+            asked = example.run(gate, backend, advantages=advantages, report=("levels",))
             assert plain.levels is None, backend
             assert plain.grad.any() == asked.grad.any(), backend
             if gate.level is None:
@@ -232,9 +232,9 @@ def test_the_rest_of_the_call_is_the_same(name, native_backends):
 def test_every_call_observes_the_same(name, backend):
     example, gate = Example(5, spread=0.3), OBSERVED[name]
     arguments = (example.logp.clone().requires_grad_(), example.old_logp, example.advantages, example.batch)
-    keywords = {"gate": gate, "weights": example.weights, "backend": backend, "level_metrics": True}
-    expected = example.run(gate, backend, level_metrics=True).levels
-    out = hpo.policy_loss(*arguments, **keywords, advantage_level="row", return_tokens=True)
+    keywords = {"gate": gate, "weights": example.weights, "backend": backend, "report": ("levels",)}
+    expected = example.run(gate, backend, report=("levels",)).levels
+    out = hpo.policy_loss(*arguments, **keywords | {"report": ("levels", "tokens")}, advantage_level="row")
     out.loss.backward()
     with torch.no_grad():
         without = hpo.policy_loss(*arguments, **keywords, advantage_level="row")
@@ -252,7 +252,7 @@ def test_a_padded_batch(backend):
     old_logp, advantages = -torch.rand(4, 6, generator=draw), torch.randn(4, 6, generator=draw)
     logp = old_logp + 0.1 * torch.randn(4, 6, generator=draw)
     packed = hpo.PackedBatch(torch.arange(0, 25, 6), mask.flatten())
-    keywords = {"gate": GATES["fiberpo"], "backend": backend, "level_metrics": True, "advantage_level": "token"}
+    keywords = {"gate": GATES["fiberpo"], "backend": backend, "report": ("levels",), "advantage_level": "token"}
     one = hpo.policy_loss(logp, old_logp, advantages, mask, **keywords).levels
     other = hpo.policy_loss(logp.flatten(), old_logp.flatten(), advantages.flatten(), packed, **keywords).levels
     assert torch.equal(one.table, other.table)
@@ -270,10 +270,10 @@ def test_parts_without_a_common_segment_add_up_to_the_whole(name, backend):
     domain = example.batch.domain_ids
     assert len(domain.unique()) > 1
     for field in few(backend, ("advantages", "token_advantages")):
-        whole = example.run(gate, backend, level_metrics=True, advantages=getattr(example, field)).levels
+        whole = example.run(gate, backend, report=("levels",), advantages=getattr(example, field)).levels
         parts = [example.select(torch.nonzero(domain == each).flatten())[0] for each in domain.unique()]
         parts.append(example.select(torch.tensor([], dtype=torch.int64))[0])
-        found = [part.run(gate, backend, level_metrics=True, advantages=getattr(part, field)).levels for part in parts]
+        found = [part.run(gate, backend, report=("levels",), advantages=getattr(part, field)).levels for part in parts]
         assert all(each["tokens"].sum() < whole["tokens"].sum() for each in found)
         for order in (found, found[::-1]):
             total = functools.reduce(lambda a, b: a + b, order)
@@ -291,7 +291,7 @@ def test_nothing_valid(lengths, backend):
     for name in ("four levels, through, split", "fiberpo"):
         out = hpo.policy_loss(
             torch.zeros(tokens), torch.zeros(tokens), torch.zeros(rows), batch, GATES[name], backend=backend,
-            advantage_level="row", level_metrics=True,
+            advantage_level="row", report=("levels",),
         )  # fmt: skip
         for numbers in out.levels.compute().values():
             counts = {key: value for key, value in numbers.items() if key.startswith(("segments", "tokens"))}
@@ -303,7 +303,7 @@ def test_steps_without_any_row(backend):
     batch = hpo.PackedBatch(torch.zeros(1, dtype=torch.int64), steps=torch.zeros(1, 2, dtype=torch.int64))
     nothing = torch.zeros(0)
     arguments = (nothing, nothing, nothing, batch, gates.step_gspo())
-    out = hpo.policy_loss(*arguments, advantage_level="row", level_metrics=True, backend=backend)
+    out = hpo.policy_loss(*arguments, advantage_level="row", report=("levels",), backend=backend)
     assert out.levels["segments"].item() == 0
 
 
@@ -314,17 +314,17 @@ def test_what_is_masked_or_nan(backend):
     """A masked position is not read; a token whose log-ratio is NaN leaves the aggregates, its sign stays counted."""
     gate = GATES["four levels, through, split"]
     example = Example(4, masked=True)
-    clean = example.run(gate, backend, level_metrics=True, advantages=example.token_advantages).levels
+    clean = example.run(gate, backend, report=("levels",), advantages=example.token_advantages).levels
     poisoned = {
         name: torch.where(example.covered(gate), values, math.nan)
         for name, values in (("logp", example.logp), ("advantages", example.token_advantages))
     }
-    assert torch.equal(example.run(gate, backend, level_metrics=True, **poisoned).levels.table, clean.table)
+    assert torch.equal(example.run(gate, backend, report=("levels",), **poisoned).levels.table, clean.table)
 
     batch = hpo.PackedBatch.from_lengths([3, 2])
     logp, old_logp = torch.tensor([math.nan, 0.5, 0.1, math.nan, math.nan]), torch.zeros(5)
     out = hpo.policy_loss(logp, old_logp, torch.tensor([0.0, -1.0]), batch, GATES["fiberpo"], backend=backend,
-                          level_metrics=True)  # fmt: skip
+                          report=("levels",))  # fmt: skip
     numbers = out.levels.compute()["trajectory"]
     assert (numbers["tokens"], numbers["segments"]) == (2.0, 1.0)
     assert numbers["log_ratio_mean_rise"] == pytest.approx(0.3)
@@ -339,7 +339,7 @@ def test_no_value_of_offsets_is_dangerous(backend):
         for gate in (GATES["two_scale"], RatioGate("group", SMALL, levels((Tanh(0.1), GROUP)))):
             for level, count in (("row", 5), ("token", 8)):
                 out = hpo.policy_loss(
-                    torch.ones(8), None, torch.ones(count), batch, gate, level_metrics=True, backend=backend,
+                    torch.ones(8), None, torch.ones(count), batch, gate, report=("levels",), backend=backend,
                     advantage_level=level,
                 )  # fmt: skip
                 found = out.levels.table[:, [name.endswith("_positive") for name in slots(False)]]
@@ -352,7 +352,7 @@ def test_log_ratios_beyond_all_floats(backend):
     logp = torch.full((1000,), 200.0)
     for sign in (1, -1):
         out = hpo.policy_loss(sign * logp, 0 * logp, torch.ones(1), hpo.PackedBatch.from_lengths([1000]), gate,
-                              backend=backend, level_metrics=True)  # fmt: skip
+                              backend=backend, report=("levels",))  # fmt: skip
         numbers = out.levels.compute()["trajectory"]
         assert numbers["log_ratio_mean"] == numbers["log_ratio_max"] == sign * 60_000.0
         assert numbers["ratio_mean"] == pytest.approx(math.exp(sign * 40.0))
@@ -362,7 +362,7 @@ def test_log_ratios_beyond_all_floats(backend):
 def test_the_sign_of_an_advantage_is_that_which_the_gate_takes(backend):
     """After its own weights: here what was negative is positive for it."""
     gate = RatioGate("turned", SMALL, levels((Tanh(0.1), Unit.TRAJECTORY)), advantage_weights=(1.0, -1.0))
-    numbers = Example(0).run(gate, backend, level_metrics=True).levels.compute()["trajectory"]
+    numbers = Example(0).run(gate, backend, report=("levels",)).levels.compute()["trajectory"]
     assert numbers["tokens_negative"] == 0 and numbers["tokens_positive"] == numbers["tokens"]
 
 
@@ -370,9 +370,9 @@ def test_given_aggregates_are_what_is_observed(backend):
     gate = RatioGate("given", Identity(), (Level(Tanh(0.1)), Level(SMALL, Routing.STOPPED, GROUP)))
     batch = hpo.PackedBatch.from_lengths([2, 2, 2], group_ids=torch.tensor([0, 0, 1]))
     logp = torch.tensor([0.1, 0.3, 0.0, 0.0, 0.2, 0.2])
-    given = {"group": torch.tensor([0.5, math.nan])}
-    out = hpo.policy_loss(logp, torch.zeros(6), torch.ones(3), batch, gate, aggregates=given, backend=backend,
-                          level_metrics=True, advantage_level="row")  # fmt: skip
+    given = gates.GateInputs(aggregates={"group": torch.tensor([0.5, math.nan])})
+    out = hpo.policy_loss(logp, torch.zeros(6), torch.ones(3), batch, gate, gate_inputs=given, backend=backend,
+                          report=("levels",), advantage_level="row")  # fmt: skip
     numbers = out.levels.compute()["group"]
     assert (numbers["log_ratio_max"], numbers["log_ratio_min"]) == pytest.approx((0.5, 0.2))
     assert numbers["segment_fraction_clip_high_positive"] == 1.0
@@ -389,7 +389,7 @@ def test_a_segment_that_lies_in_several_others(backend):
             )  # fmt: skip
             out = hpo.policy_loss(
                 torch.tensor(x), torch.zeros(2), torch.ones(2), batch, gate, advantage_level="row", backend=backend,
-                level_metrics=True,
+                report=("levels",),
             )  # fmt: skip
             assert out.levels.compute()["trajectory"][f"segment_fraction_{expected}_positive"] == 1.0
 
@@ -431,14 +431,14 @@ def test_tokens_are_counted_once_for_a_batch(monkeypatch):
     cumsum = torch.Tensor.cumsum
     monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, *rest: lengths.append(len(self)) or cumsum(self, *rest))
     for _ in range(2):
-        example.run(GATES["fiberpo"], "cpu", level_metrics=True)
+        example.run(GATES["fiberpo"], "cpu", report=("levels",))
     assert lengths.count(example.logp.numel()) == 1
 
 
 def test_they_add_up_with_sum():
     batch = hpo.PackedBatch.from_lengths([3, 2])
     given = (torch.zeros(5), torch.arange(5) / 9, torch.ones(2), batch, gates.fiberpo())
-    levels = hpo.policy_loss(*given, level_metrics=True).levels
+    levels = hpo.policy_loss(*given, report=("levels",)).levels
     assert torch.equal(sum([levels, levels]).table, (levels + levels).table)
 
 
@@ -446,13 +446,13 @@ def test_errors():
     example = Example(0)
     for gate in (gates.ppo_clip(), RatioGate("flat", Identity(), head=Head.LOG, head_numbers=(1.0, 1.0))):
         with pytest.raises(
-            ValueError, match=f"^level_metrics: expected a gate with levels, got '{gate.name}'.*drop it"
+            ValueError, match=f"^report: 'levels' is for a gate with levels, got '{gate.name}'.*drop it"
         ):
-            example.run(gate, "cpu", level_metrics=True)
-    with pytest.raises(ValueError, match=r"^level_metrics: only eager calls know it"), OnDevice():
-        example.run(GATES["fiberpo"], "cpu", level_metrics=True)
+            example.run(gate, "cpu", report=("levels",))
+    with pytest.raises(ValueError, match=r"^report: only eager calls know it"), OnDevice():
+        example.run(GATES["fiberpo"], "cpu", report=("levels",))
     found, other = (
-        example.run(GATES[name], "cpu", level_metrics=True).levels for name in ("fiberpo", "fiberpo_domain")
+        example.run(GATES[name], "cpu", report=("levels",)).levels for name in ("fiberpo", "fiberpo_domain")
     )
     with pytest.raises(ValueError, match=r"same levels \(trajectory, split=True\), got \(trajectory, group, domain"):
         _ = found + other

@@ -9,15 +9,14 @@ import os
 import pytest
 import torch
 from breadth import at_length, few  # noqa: F401 (the first is a fixture)
-
-pytest.importorskip("liger_kernel")
-from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
-from liger_kernel.ops import grpo_loss
-from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+from lazily import Lazy, skip_without
 
 import hpo_core as hpo
 from hpo_core import aggregation, gates
+
+skip_without("liger_kernel")
+chunked, fused = Lazy("liger_kernel.chunked_loss.grpo_loss"), Lazy("liger_kernel.transformers.grpo_loss")
+grpo_loss = Lazy("liger_kernel.ops.grpo_loss")
 
 pytestmark = pytest.mark.peers
 
@@ -51,7 +50,7 @@ def of_liger(batch, loss_type, **others):
     """Loss and dL/dlogp of the function behind its matrix product."""
     logp, mask = batch.logp.clone().requires_grad_(), batch.mask.long()
     others = {"beta": 0.0, **others}
-    loss, _ = LigerFusedLinearGRPOFunction.ppo_loss_fn(
+    loss, _ = chunked.LigerFusedLinearGRPOFunction.ppo_loss_fn(
         logp, mask, batch.advantages, mask, ref_per_token_logps=batch.ref, old_per_token_logps=batch.old,
         loss_type=loss_type, **others,
     )  # fmt: skip
@@ -144,7 +143,7 @@ def test_its_module_agrees(name, backend):
     loss_type, keywords, gate, weights = SAME[name]
     batch = Batch(1)
     keywords = {key: value for key, value in keywords.items() if key != "num_items_in_batch"}
-    module = LigerFusedLinearGRPOLoss(
+    module = chunked.LigerFusedLinearGRPOLoss(
         beta=0.0, compiled=False, use_ref_model=False, chunk_size=2, loss_type=loss_type, **keywords
     )
     results = []
@@ -174,7 +173,7 @@ def of_its_kernels(batch, loss_type, **keywords):
     """Loss and logits, of which it wants those of one token more."""
     logits = torch.nn.functional.pad(batch.logits.float(), (0, 0, 0, 1)).requires_grad_()
     keywords = {key.replace("epsilon", "eps"): value for key, value in keywords.items()}
-    loss, *_ = triton_grpo_loss(
+    loss, *_ = fused.triton_grpo_loss(
         logits, batch.old.float(), None, batch.ids, batch.advantages.float(), batch.mask.float(), temperature=1.0,
         beta=0.0, inplace=False, loss_type=loss_type, reduce=True, **keywords,
     )  # fmt: skip
@@ -283,4 +282,4 @@ def test_it_reads_what_is_masked(batch):
 
 
 def test_every_loss_type_is_compared():
-    assert {loss_type for loss_type, *_ in SAME.values()} == set(grpo_loss._str_to_loss_type)
+    assert {loss_type for loss_type, *_ in SAME.values()} == set(grpo_loss.module()._str_to_loss_type)

@@ -69,6 +69,23 @@ def test_defaults(example):
     same(example.grad(gate=None), expected)
 
 
+def test_default_weights_count_what_the_gate_takes(backend):
+    """Where steps are a level tokens outside all of them are masked: the default is the mean over the others, in a
+    padded batch too. Every other gate takes all tokens."""
+    place = testing.device_of(backend)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool, device=place)
+    steps = torch.tensor([[1, 4], [5, 6]], device=place)  # of 7 valid tokens 3, as token 3 is masked
+    advantages = torch.ones(2, device=place)
+    for batch in (hpo.PackedBatch.from_padded(mask, steps=steps), hpo.PackedBatch(
+        torch.tensor([0, 4, 8], device=place), mask.flatten(), steps=steps
+    )):  # fmt: skip
+        logp = torch.zeros(batch.padded_shape or (8,), device=place)
+        run = functools.partial(hpo.policy_loss_and_grad, logp, None, advantages, batch, backend=backend)
+        third = -1 / 3
+        assert run(gates.step_gspo()).grad.flatten().tolist() == pytest.approx([0, third, third, 0, 0, third, 0, 0])
+        assert run(gates.ppo_clip()).loss.item() == pytest.approx(-1.0)
+
+
 def test_without_old_logp_every_ratio_is_one(example):
     same(example.grad(old_logp=None), example.grad(old_logp=example.logp))
     one = example.grad(old_logp=None)
@@ -93,7 +110,7 @@ def test_everything_at_once(example, backend):
         "threshold": window.fit(example.entropy, example.batch),
         "token_mask": example.token_mask,
         "token_weight": example.token_weight,
-        "bounds": (example.low, example.high),
+        "gate_inputs": gates.GateInputs(bounds=(example.low, example.high)),
     }
     whole = example.grad(backend=backend, **keywords)
     exact = example.grad(backend="reference", **keywords)
@@ -105,7 +122,7 @@ def test_everything_at_once(example, backend):
         ("window", "threshold"),
         ("token_mask",),
         ("token_weight",),
-        ("bounds",),
+        ("gate_inputs",),
     ):
         fewer = example.grad(backend=backend, **{name: value for name, value in keywords.items() if name not in names})
         changed = not torch.equal(fewer.grad, whole.grad)
@@ -130,12 +147,12 @@ def test_without_autograd(example, gate, named):
 def test_tokens(example, backend):
     keywords = {"gate": GATE, "kl": kl.k3(0.1), "ref_logp": example.ref_logp, "backend": backend}
     assert example.loss(**keywords).tokens is None
-    result = example.loss(return_tokens=True, **keywords)
+    result = example.loss(report=("tokens",), **keywords)
     assert result.tokens.shape == (TOKENS,) and (result.tokens[~example.mask] == 0).all()
     torch.testing.assert_close((result.tokens / example.mask.sum()).sum(), result.loss)
     for mode in (hpo.aggregation.seq_mean_token_mean, hpo.aggregation.seq_mean_token_sum):
         weights = mode(example.batch)
-        weighted = example.loss(return_tokens=True, weights=weights, **keywords)
+        weighted = example.loss(report=("tokens",), weights=weights, **keywords)
         assert torch.equal(weighted.tokens, result.tokens), "loss_t does not know the weights"
         torch.testing.assert_close((one_per_token(example, weights) * weighted.tokens).sum(), weighted.loss)
 
@@ -161,8 +178,9 @@ def test_padded_in_and_out(backend):
         result = hpo.policy_loss_and_grad(logp, old_logp, advantages, given, GATE, **shaped, **keywords)
         assert result.grad.shape == (3, 5) and torch.equal(result.grad.reshape(-1), expected.grad)
     per_token = advantages[:, None].expand(3, 5)
+    bounds = gates.GateInputs(bounds=(None, scores.exp() + 1))
     result = hpo.policy_loss(
-        logp, old_logp, per_token, mask, GATE, bounds=(None, scores.exp() + 1), return_tokens=True, backend=backend,
+        logp, old_logp, per_token, mask, GATE, gate_inputs=bounds, report=("tokens",), backend=backend,
         advantage_level="token",
     )  # fmt: skip
     assert result.tokens.shape == (3, 5)
@@ -184,8 +202,9 @@ def test_inputs_of_any_stride(example):
 def test_constants_are_brought_to_float32(example, dtype):
     advantages = torch.tensor([1, -1, 2, 3]).to(dtype)
     same(example.grad(advantages=advantages), example.grad(advantages=advantages.float()))
-    weights = torch.tensor([1, 2, 3, 4]).to(dtype)
-    same(example.grad(weights=weights), example.grad(weights=weights.float()))
+    if dtype != torch.float16:  # too coarse for weights
+        weights = torch.tensor([1, 2, 3, 4]).to(dtype)
+        same(example.grad(weights=weights), example.grad(weights=weights.float()))
 
 
 def test_float64_is_for_the_reference(example):
@@ -266,14 +285,14 @@ def test_targets_have_the_level_of_the_advantages():
     steps, ids = torch.tensor([[0, 1], [1, 2]]), torch.tensor([0, 3])
     batch = hpo.PackedBatch(torch.tensor([0, 2, 2]), steps=steps, group_ids=ids)
     advantages = torch.tensor([1.0, -1.0])
-    target = hpo.gates.bpo_target(advantages)
+    given = hpo.gates.bpo_target(advantages)
     run = functools.partial(hpo.policy_loss_and_grad, torch.zeros(2), None, advantages, batch, hpo.gates.bpo())
     for level, grad in ((None, [-1, -1]), ("token", [-1, 1]), ("step", [-1, 1]), ("group", [-1, -1])):
-        assert (2 * run(advantage_level=level, target=target).grad).tolist() == grad
+        assert (2 * run(advantage_level=level, gate_inputs=given).grad).tolist() == grad
     with pytest.raises(ValueError, match=r"target: expected shape \(one per token\) = \[2\], got \[1\]"):
-        run(advantage_level="token", target=target[:1])
+        run(advantage_level="token", gate_inputs=given._replace(target=given.target[:1]))
     with pytest.raises(ValueError, match=r"target: expected shape \[S\] \(one per row\) = \[2\], got \[3\]"):
-        run(target=torch.ones(3))
+        run(gate_inputs=hpo.gates.GateInputs(target=torch.ones(3)))
 
 
 # ---------------------------------------------------------------------------------------------------------- errors
@@ -291,7 +310,7 @@ def error_cases():
         "advantages": torch.ones(2),
         "batch": torch.ones(2, 3).bool(),
     }
-    elsewhere = torch.zeros(TOKENS, device="meta")
+    elsewhere, given = torch.zeros(TOKENS, device="meta"), gates.GateInputs
     selecting = {"window": window, "entropy": example.entropy, "threshold": state}
     return [
         # logp
@@ -323,16 +342,27 @@ def error_cases():
         ({"token_weight": logp[:5]}, ValueError, "token_weight: expected shape"),
         ({"weights": torch.ones(3)}, ValueError, "weights: expected shape [S] (one per row) = [4], got [3]"),
         ({"weights": 0.5}, TypeError, "weights: expected a tensor [S] (one per row), got <class 'float'>"),
+        ({"weights": torch.ones(4).half()}, TypeError, "weights: expected float32, got float16; 16-bit rounding"),
         ({"entropy": logp[:5]}, ValueError, "entropy: expected shape"),
+        ({"entropy": logp.clone().requires_grad_()}, ValueError, "entropy: it is a constant of the loss but requires"),
+        (
+            {"rollout_logp": logp.bfloat16(), "gate": gates.tis()},
+            TypeError,
+            "rollout_logp: expected float32, got bfloat16; 16-bit rounding",
+        ),
         # batch, gate
         ({"batch": [4, 3, 0, 5]}, TypeError, "batch: expected a PackedBatch or a mask [B, L], got <class 'list'>"),
         ({"batch": mask}, ValueError, "mask: expected a padded mask [B, L], got shape [12]"),
         ({"gate": "ppo"}, TypeError, "gate: expected a RatioGate from hpo_core.gates, got ppo"),
-        # bounds
-        ({"bounds": logp}, TypeError, "bounds: expected a pair (low, high)"),
-        ({"bounds": (logp[:5], None)}, ValueError, "bounds[0]: expected shape"),
-        ({"bounds": (None, elsewhere)}, ValueError, "bounds[1]: expected device"),
-        ({"bounds": (logp, None), "gate": gates.gspo()}, ValueError, "bounds: the gate 'gspo' has no token clip"),
+        # what some gates are given
+        ({"gate_inputs": given(bounds=logp)}, TypeError, "bounds: expected a pair (low, high)"),
+        ({"gate_inputs": given(bounds=(logp[:5], None))}, ValueError, "bounds[0]: expected shape"),
+        ({"gate_inputs": given(bounds=(None, elsewhere))}, ValueError, "bounds[1]: expected device"),
+        (
+            {"gate_inputs": given(bounds=(logp, None)), "gate": gates.gspo()},
+            ValueError,
+            "bounds: the gate 'gspo' has no token clip",
+        ),
         # penalty
         ({"kl": kl.k3(0.1)}, ValueError, "kl: ref_logp and kl go together, got only kl"),
         ({"ref_logp": logp}, ValueError, "kl: ref_logp and kl go together, got only ref_logp"),
@@ -433,7 +463,7 @@ def test_the_single_call_is_the_three_calls(example, advantage, gate, scope, bac
         gate=gate,
         window=window,
         entropy=example.entropy,
-        return_tokens=True,
+        report=("tokens",),
         **others,
     )
     (grad,) = torch.autograd.grad(single.loss, leaf)
@@ -448,7 +478,7 @@ def test_the_single_call_is_the_three_calls(example, advantage, gate, scope, bac
         "entropy": example.entropy,
         **others,
     }
-    three = example.loss(return_tokens=True, **keywords)
+    three = example.loss(report=("tokens",), **keywords)
     same(single, three)
     assert torch.equal(single.tokens, three.tokens)
     assert torch.equal(grad, example.grad(**keywords).grad)
@@ -533,7 +563,7 @@ def test_one_group_is_said():
     rewards, logp = torch.tensor([1.0, 0.0, 11.0, 10.0]), torch.zeros(4)
     grouped = batch.replace(group_ids=torch.tensor([0, 0, 1, 1]))
     one = functools.partial(hpo.advantages.dr_grpo, group_ids=None)
-    run = functools.partial(hpo.hierarchical_policy_loss, logp, None, rewards, return_tokens=True)
+    run = functools.partial(hpo.hierarchical_policy_loss, logp, None, rewards, report=("tokens",))
     assert run(batch, advantage=one).tokens.tolist() == [4.5, 5.5, -5.5, -4.5]
     assert run(grouped, advantage=one).tokens.tolist() == [4.5, 5.5, -5.5, -4.5]
     assert run(grouped, advantage=hpo.advantages.dr_grpo).tokens.tolist() == [-0.5, 0.5, -0.5, 0.5]
@@ -542,7 +572,7 @@ def test_one_group_is_said():
 def test_estimators_without_groups_need_none():
     """What they take beside rewards is no ids."""
     batch, rewards, logp = hpo.PackedBatch.from_lengths([2, 2]), torch.tensor([1.0, 0.0]), torch.zeros(4)
-    run = functools.partial(hpo.hierarchical_policy_loss, logp, None, return_tokens=True, backend="cpu")
+    run = functools.partial(hpo.hierarchical_policy_loss, logp, None, report=("tokens",), backend="cpu")
     for each in (batch, batch.replace(group_ids=torch.tensor([0, 0]))):
         out = run(rewards > 0, each, advantage=hpo.advantages.negative_sample)
         assert out.tokens.tolist() == [0, 0, 1, 1]
@@ -579,6 +609,31 @@ def test_the_single_call_takes_estimators_of_steps(backend):
         whole.loss.backward()
         parts.loss.backward()
         assert torch.equal(leaves[0].grad, leaves[1].grad) and bool(leaves[0].grad.any())
+
+
+def test_a_negative_trajectory_id_of_a_batch_names_a_trajectory():
+    """To an estimator it would mean that a step is in none."""
+    rewards, anchors = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0, 0, 1])
+    gradients = []
+    for trajectories in ([7, 4, 4], [-1, -(2**63), -(2**63)], [-1, 4, 4]):
+        batch = hpo.PackedBatch(
+            torch.tensor([0, 2, 4, 6]), cu_steps=torch.tensor([0, 2, 4, 6]),
+            trajectory_ids=torch.tensor(trajectories), group_ids=torch.tensor([0, 0, 0]),
+        )  # fmt: skip
+        logp = torch.zeros(6, requires_grad=True)
+        estimator = functools.partial(hpo.advantages.gigpo, anchor_ids=anchors)
+        hpo.hierarchical_policy_loss(logp, None, rewards, batch, advantage=estimator).loss.backward()
+        gradients.append(logp.grad)
+    assert gradients[0].any() and all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+
+
+def test_rows_of_several_ranks_are_no_trajectories_without_names():
+    """Row 0 of one rank would be a trajectory with row 0 of another."""
+    batch = hpo.PackedBatch(torch.tensor([0, 2, 4]), cu_steps=torch.tensor([0, 2, 4]), group_ids=torch.tensor([0, 0]))
+    everywhere = hpo.advantages.over_ranks(hpo.advantages.gigpo)
+    for estimator in (functools.partial(everywhere, anchor_ids=torch.tensor([0, 0])), everywhere):
+        with pytest.raises(ValueError, match=r"trajectory_ids: gigpo gathers the steps of all ranks .* has no ids"):
+            hpo.hierarchical_policy_loss(torch.zeros(4), None, torch.ones(2), batch, advantage=estimator)
 
 
 def test_what_a_partial_has_fixed_stays():

@@ -176,7 +176,7 @@ def test_ranks_agree_to_the_bit(three_ranks):
         assert got == {"sum": a + b, "min": min(a, b), "max": max(a, b)}[reduction]
 
 
-def corrected_call(backend, correction_metrics, **given):
+def corrected_call(backend, report, **given):
     """Two corrections on the discrepancy and one on the staleness; one token masked, with NaN in every tensor."""
     device = testing.device_of(backend)
     discrepancy = torch.tensor([0.1, -0.3, 0.2, math.nan, 0.0, 1.0])
@@ -191,12 +191,12 @@ def corrected_call(backend, correction_metrics, **given):
     mask = torch.tensor([True, True, True, False, True, True])
     batch = hpo.PackedBatch(torch.tensor([0, 4, 6]), mask).to(device)
     keywords = {"gate": gate, "rollout_logp": tensors[3], "backend": backend} | given
-    return hpo.policy_loss(*tensors[:3], batch, correction_metrics=correction_metrics, **keywords)
+    return hpo.policy_loss(*tensors[:3], batch, report=report, **keywords)
 
 
 @pytest.mark.parametrize("reference", [False, True])
 def test_what_each_correction_saw(reference, backend):
-    out = corrected_call("reference" if reference else backend, True)
+    out = corrected_call("reference" if reference else backend, ("corrections",))
     token, row, stale = (metrics.compute() for metrics in out.corrections)
     assert [seen["tokens"] for seen in (token, row, stale)] == [5.0] * 3
     assert token["selected_fraction"] == pytest.approx(3 / 5)  # -0.3 and 1.0 are outside
@@ -216,18 +216,18 @@ def test_what_each_correction_saw(reference, backend):
 @pytest.mark.parametrize("given", [{}, {"token_weight": torch.tensor([1.0, 0.0, 3.0, math.nan, 0.5, 1.0])}])
 def test_asking_what_corrections_saw_changes_no_bit(given, backend):
     given = {name: tensor.to(testing.device_of(backend)) for name, tensor in given.items()}
-    asked, plain = (corrected_call(backend, want, **given) for want in (True, False))
+    asked, plain = (corrected_call(backend, report, **given) for report in (("corrections",), ()))
     assert asked.loss.equal(plain.loss) and asked.metrics.vector.equal(plain.metrics.vector)
     assert plain.corrections == ()
 
 
 def test_a_correction_without_its_channel_saw_nothing(backend):
-    token, row, stale = corrected_call(backend, True, rollout_logp=None).corrections
+    token, row, stale = corrected_call(backend, ("corrections",), rollout_logp=None).corrections
     assert token.vector.equal(empty_metrics(token.vector.device)) and row["tokens"] == 0.0
     assert stale["tokens"] == 5.0
 
 
 def test_who_has_no_corrections_is_told():
     batch = hpo.PackedBatch.from_lengths([1])
-    with pytest.raises(ValueError, match=r"correction_metrics: expected a gate with corrections, got 'ppo_clip'"):
-        hpo.policy_loss(torch.zeros(1), None, torch.ones(1), batch, correction_metrics=True)
+    with pytest.raises(ValueError, match=r"report: 'corrections' is for a gate with corrections, got 'ppo_clip'"):
+        hpo.policy_loss(torch.zeros(1), None, torch.ones(1), batch, report=("corrections",))

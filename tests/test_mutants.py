@@ -104,6 +104,41 @@ MUTANTS = {
         "mask=exists, other=0) > 0)", "mask=exists, other=0) >= 0)",
         "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["balanced, 3 levels, self"]},
     ),
+    "cpu: sums of a correction lose what is far": Mutant(
+        "cpu", "include/hpo/corrections.h",
+        "from_fixed(fixed) + double(coarse) * double(kCoarse)", "from_fixed(fixed)",
+        "test_corrections.test_far_tokens_do_not_cost_near_ones_their_digits", {},
+    ),
+    "cpu: tokens outside all steps lose their weight": Mutant(
+        "cpu", "cpu/corrections.cpp",
+        "args.token_weight ? args.token_weight[t] : 1.0f", "1.0f",
+        "test_corrections.test_tokens_outside_all_pieces_get_their_weight_whatever_it_is", {},
+    ),
+    "cpu: the loss of a score head does not saturate": Mutant(
+        "cpu", "cpu/hierarchy_tokens.h",
+        "scored(value * logp)", "value * logp",
+        "test_promises.test_the_largest_products", {"name": "hierarchy: score"},
+    ),
+    "cuda: what a tile has of far tokens is not added": Mutant(
+        "cuda_emulated", "cuda/corrections.cu",
+        "warp_sum(found.coarse)", "0",
+        "test_corrections.test_far_tokens_do_not_cost_near_ones_their_digits", {},
+    ),
+    "cuda: a statistic saturates, and not its log-ratio": Mutant(
+        "cuda_emulated", "include/hpo/corrections.h",
+        "0.5f * u * u", "clamp(0.5f * u * u, -kSaturation, kSaturation)",
+        "test_corrections.test_statistics_reach_as_far_as_they_say", {"statistic": hpo.specs.Statistic.K2},
+    ),
+    "cuda: the head that squares the ratio saturates as others do": Mutant(
+        "cuda_emulated", "include/hpo/terms.h",
+        "head == Head::simple || head == Head::mirror ? kSquareSaturation : kSaturation", "kSaturation",
+        "test_terms.test_heads_of_huge_ratios_and_lowest_log_probabilities", {"head": hpo.specs.Head.SIMPLE},
+    ),
+    "triton: what segments have of far tokens is not read": Mutant(
+        "triton", "corrections.py",
+        "sum += tl.load(at + MULTIPLES, mask=held, other=0)", "sum += 0 * tl.load(at + MULTIPLES, mask=held, other=0)",
+        "test_corrections.test_far_tokens_do_not_cost_near_ones_their_digits", {},
+    ),
     "cpu: window crosses the border": Mutant(
         "cpu", "cpu/entropy.cpp",
         "args.cu_seqlens[row + 1] - rule.last", "args.cu_seqlens[row + 1]",
@@ -243,6 +278,11 @@ MUTANTS = {
         "cpu", "include/hpo/advantages.h",
         "total / (shares + args.share_eps)", "total",
         "test_group_terms.test_many_units", {"units": 700, "share": Share.COUNT},
+    ),
+    "cpu: a mean below 0 scales by what eps makes of it": Mutant(
+        "cpu", "include/hpo/advantages.h",
+        "!by_mean || mean > 0.0", "true",
+        "test_estimators.test_maxrl_of_a_mean_that_is_not_above_0_is_0", {"options": {"root": True}},
     ),
     "cpu: a row's scan goes on into the row before": Mutant(
         "cpu", "cpu/segments.cpp",

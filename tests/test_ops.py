@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from catalogue import CATALOGUE
-from torch._dynamo.testing import CompileCounterWithBackend
+from lazily import Lazy
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -27,6 +27,7 @@ GATES = {
     "score": hpo.gates.cispo(1.2),
 }
 OPERATORS = torch.ops.hpo_core
+dynamo = Lazy("torch._dynamo.testing")
 
 
 class Inputs(NamedTuple):
@@ -248,7 +249,7 @@ def test_only_the_gradient_is_saved():
     given, saved = inputs(), []
     leaf = given.leaf()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        loss = given.loss(leaf, kl=hpo.kl.k3(0.1), ref_logp=given.old_logp, return_tokens=True)
+        loss = given.loss(leaf, kl=hpo.kl.k3(0.1), ref_logp=given.old_logp, report=("tokens",))
     assert len(saved) == 1
     (grad,) = torch.autograd.grad(loss, leaf)
     assert torch.equal(saved[0], grad)
@@ -256,10 +257,10 @@ def test_only_the_gradient_is_saved():
 
 def test_per_token_loss_and_metrics_carry_no_graph():
     given = inputs()
-    result = hpo.policy_loss(given.leaf(), given.old_logp, given.advantages, given.batch, return_tokens=True)
+    result = hpo.policy_loss(given.leaf(), given.old_logp, given.advantages, given.batch, report=("tokens",))
     assert not result.tokens.requires_grad and not result.metrics.vector.requires_grad
     with Log():
-        watched = hpo.policy_loss(given.leaf(), given.old_logp, given.advantages, given.batch, return_tokens=True)
+        watched = hpo.policy_loss(given.leaf(), given.old_logp, given.advantages, given.batch, report=("tokens",))
     assert not watched.tokens.requires_grad and not watched.metrics.vector.requires_grad
 
 
@@ -483,7 +484,7 @@ def compare(compiled, function, given):
 def test_compiled(function):
     """One graph, and one more with sizes as symbols when they change; then none."""
     torch.compiler.reset()
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = dynamo.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, fullgraph=True, backend=counter)
     for shape in SHAPES:
         compare(compiled, function, inputs(*shape))
@@ -493,7 +494,7 @@ def test_compiled(function):
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler")
 def test_single_call_compiled_by_inductor():
     torch.compiler.reset()
-    counter = CompileCounterWithBackend("inductor")
+    counter = dynamo.CompileCounterWithBackend("inductor")
     compiled = torch.compile(single_call, fullgraph=True, backend=counter)
     for shape in SHAPES:
         compare(compiled, single_call, inputs(*shape))
@@ -504,7 +505,7 @@ def test_one_batch_compiled_again_and_again():
     """What a batch caches costs at most one more compilation."""
     torch.compiler.reset()
     given = inputs()
-    counter = CompileCounterWithBackend("eager")
+    counter = dynamo.CompileCounterWithBackend("eager")
     compiled = torch.compile(three_calls, fullgraph=True, backend=counter)
     for _ in range(4):
         compare(compiled, three_calls, given)
@@ -512,14 +513,18 @@ def test_one_batch_compiled_again_and_again():
 
 
 def test_bounds_are_run_time_values_of_a_compiled_graph():
-    """The numbers of a gate are its constants (docs/numerics.md): a schedule of epsilons goes through ``bounds``."""
+    """The numbers of a gate are its constants (docs/numerics.md): their schedule goes through bounds per token."""
     given = inputs()
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = dynamo.CompileCounterWithBackend("aot_eager")
     torch.compiler.reset()
-    compiled = torch.compile(lambda logp, bounds: given.loss(logp, bounds=bounds), fullgraph=True, backend=counter)
+
+    def loss(logp, bounds):
+        return given.loss(logp, gate_inputs=hpo.gates.GateInputs(bounds=bounds))
+
+    compiled = torch.compile(loss, fullgraph=True, backend=counter)
     for epsilon in (0.1, 0.2, 0.3):
         bounds = torch.full_like(given.logp, 1 - epsilon), torch.full_like(given.logp, 1 + epsilon)
-        assert torch.equal(compiled(given.logp, bounds), given.loss(given.logp, bounds=bounds))
+        assert torch.equal(compiled(given.logp, bounds), loss(given.logp, bounds))
     assert counter.frame_count == 1
 
 

@@ -190,13 +190,14 @@ def test_on_policy_the_gradient_is_minus_w_a(name, native_backends):
             all_inputs["rollout_logp"] = example.old_logp
         row, covered = example.row(), example.covered(gate)
         selected = covered & example.token_mask & (example.entropy >= 0.7)
+        kept = covered & few.get("token_mask", covered)
         of_rows = -(example.weights * example.advantages)[row]
         of_tokens = -(example.weights[row] * example.token_advantages)
         for place, (inputs, expected, chosen) in enumerate(
             (
                 (all_inputs, of_tokens * example.token_weight, selected),
-                (few | {"old_logp": None}, of_rows, covered),
-                (few, of_rows, covered),
+                (few | {"old_logp": None}, of_rows, kept),
+                (few, of_rows, kept),
             )
         ):
             for backend in backends:
@@ -440,6 +441,36 @@ def test_extreme_log_ratios(name, native_backends):
             out = example.run(gate, backend, **inputs)
             assert torch.isfinite(out.loss) and torch.isfinite(out.grad).all(), backend
             assert out.loss.item() == pytest.approx(exact.loss.item(), rel=1e-4, abs=1e-6), backend
+
+
+# Log-probabilities (now, then): beyond every place where something saturates, and as low as numbers go.
+LOWEST = torch.finfo(torch.float32).min
+EDGES = [
+    (-0.5, -61.5), (-61.5, -0.5), (-0.5, -120.5), (LOWEST, -0.5), (-0.5, LOWEST), (LOWEST, LOWEST), (-0.4, -0.5),
+    (-0.5, -31.5), (-0.5, -52.0), (-46.0, -0.5), (-0.5, -28.0),
+]  # fmt: skip
+
+
+@of_every_gate()
+def test_the_largest_products(name, native_backends):
+    """|w A| = 1e12, in the advantage or in the weight, of one sign or of both: nothing overflows, and the gradient is
+    that of the definition."""
+    gate, example = CATALOGUE[name], Example(6, masked=False)
+    logp, old_logp = torch.tensor([EDGES[t % len(EDGES)] for t in range(example.logp.numel())]).T.contiguous()
+    signs = torch.ones_like(example.advantages)
+    mixed = torch.where(torch.arange(signs.numel()) % 2 == 0, signs, -signs)
+    for advantages, weight in ((1e12 * mixed, 1.0), (signs, 1e12), (-signs, 1e12), (mixed, 1e12)):
+        inputs = example.needed(gate) | {"logp": logp, "old_logp": old_logp, "advantages": advantages}
+        inputs |= {"weights": torch.full_like(example.weights, weight)}
+        if gate.reads_rollout:
+            inputs["rollout_logp"] = old_logp
+        exact = example.run(gate, "reference", **inputs)
+        for backend in ("reference", *running(name, native_backends)):
+            if not is_slow(backend):
+                out = exact if backend == "reference" else example.run(gate, backend, **inputs)
+                assert torch.isfinite(out.loss.float()) and torch.isfinite(out.grad.float()).all(), backend
+                largest = exact.grad.abs().max().clamp(min=1e12)
+                assert (out.grad - exact.grad).abs().max() <= 1e-4 * largest, backend
 
 
 @pytest.mark.parametrize("name", KINDS)

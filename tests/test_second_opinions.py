@@ -6,13 +6,13 @@ import itertools
 import pytest
 import torch
 from breadth import at_length, few  # noqa: F401 (the first is a fixture)
-
-pytest.importorskip("verl")
-from verl.trainer.ppo import core_algos
-from verl.workers.config import ActorConfig, PolicyLossConfig
+from lazily import Lazy, skip_without
 
 import hpo_core as hpo
 from hpo_core import aggregation, gates
+
+skip_without("verl")
+core_algos, workers = Lazy("verl.trainer.ppo.core_algos"), Lazy("verl.workers.config")
 
 pytestmark = pytest.mark.peers
 
@@ -35,9 +35,9 @@ class Batch:
 
 def of_verl(name, batch, mode, config, policy, is_weights):
     """Loss and dL/dlogp."""
-    actor = ActorConfig(
+    actor = workers.ActorConfig(
         strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1,
-        policy_loss=PolicyLossConfig(loss_mode=name, **policy), **config,
+        policy_loss=workers.PolicyLossConfig(loss_mode=name, **policy), **config,
     )  # fmt: skip
     logp = batch.logp.clone().requires_grad_()
     loss, _ = core_algos.get_policy_loss_fn(name)(
@@ -51,7 +51,7 @@ def of_verl(name, batch, mode, config, policy, is_weights):
 def kl_cov_inputs(batch, share):
     padded = hpo.PackedBatch.from_padded(batch.mask)
     taken = gates.kl_cov_mask(batch.logp.reshape(-1), batch.advantages, padded, share=share)
-    return {"penalty_mask": taken.view_as(batch.mask)}
+    return {"gate_inputs": gates.GateInputs(penalty_mask=taken.penalty_mask.view_as(batch.mask))}
 
 
 def clip_cov_inputs(batch):
@@ -60,11 +60,11 @@ def clip_cov_inputs(batch):
     kept = gates.clip_cov_mask(
         batch.logp.reshape(-1), batch.old.reshape(-1), batch.advantages, padded, seed=0, share=1.0, low=0.2, high=0.9
     )
-    return {"token_mask": kept.view_as(batch.mask)}
+    return {"gate_inputs": gates.GateInputs(token_mask=kept.token_mask.view_as(batch.mask))}
 
 
 TOKEN, ROW = "token-mean", "seq-mean-token-mean"
-# verl's name: (our gate, aggregation, fields of ActorConfig, fields of its policy_loss, what our loss is given)
+# verl's name: (our gate, aggregation, fields of workers.ActorConfig, fields of its policy_loss, what our loss is given)
 SAME = {
     "vanilla": (gates.ppo_clip(0.2, 0.25, 1.3), TOKEN, {"clip_ratio_high": 0.25, "clip_ratio_c": 1.3}, {}, None),
     "gspo": (gates.gspo_token(0.02, 0.03), ROW, {"clip_ratio_low": 0.02, "clip_ratio_high": 0.03}, {}, None),

@@ -155,8 +155,8 @@ def observed(step, case, rank, backend):
     """The metrics of levels of all ranks, and whether asking for them left loss and gradient as they were."""
     part, _ = part_of(step, *case[:2], rank)
     asked, plain = (
-        part.run(GATE_OF[case[2]], backend, process_group=dist.group.WORLD, level_metrics=level_metrics)
-        for level_metrics in (True, False)
+        part.run(GATE_OF[case[2]], backend, process_group=dist.group.WORLD, report=report)
+        for report in (("levels",), ())
     )
     same = torch.equal(asked.loss, plain.loss) and torch.equal(asked.grad, plain.grad)
     return asked.levels.all_reduce().table, same
@@ -367,7 +367,7 @@ def test_metrics_of_levels(ranks, layout, name, found, native_backends):
     """Those of all ranks are those of one process, on every rank to the bit; a segment that ranks share counts once."""
     step = Step.make()
     for backend in ("reference", *backends_of(name, layout, native_backends)):
-        one = step.run(GATE_OF[name], backend, level_metrics=True).levels.table
+        one = step.run(GATE_OF[name], backend, report=("levels",)).levels.table
         tables, same = zip(*(each["levels", (ranks, layout, name), backend] for each in found(ranks)), strict=True)
         assert all(same), backend
         assert all(torch.equal(table, tables[0]) for table in tables), backend

@@ -63,23 +63,25 @@ def test_nothing_synchronises():
                 threshold=state,
                 token_mask=mask,
                 token_weight=make(64),
-                bounds=(make(64), None) if gate.takes_bounds else None,
-                return_tokens=True,
+                gate_inputs=hpo.gates.GateInputs(bounds=(make(64), None)) if gate.takes_bounds else None,
+                report=("tokens",),
             )
             result.loss.backward()
             _ = result.metrics + result.metrics, result.metrics.flags, result.metrics["tokens"]
         for gate in (hpo.gates.fiberpo(), hpo.gates.reconstructed.fiberpo_domain()):
             hpo.policy_loss(logp, old_logp, make(8), batch, gate).loss.backward()
         gates = hpo.gates
-        for gate in (gates.sapo(), gates.ce_gppo(), gates.gmpo(), gates.vespo(), gates.kl_cov(), gates.opmd()):
+        for gate in (gates.sapo(), gates.ce_gppo(), gates.gmpo(), gates.vespo(), gates.opmd()):
             hpo.policy_loss(logp, old_logp, make(8), batch, gate).loss.backward()
-        hpo.policy_loss(logp, old_logp, make(8), batch, gates.bpo(), target=gates.bpo_target(make(8))).loss.backward()
+        pays = gates.kl_cov_mask(logp, make(8), batch)
+        for gate, given in ((gates.bpo(), gates.bpo_target(make(8))), (gates.kl_cov(), pays)):
+            hpo.policy_loss(logp, old_logp, make(8), batch, gate, gate_inputs=given).loss.backward()
         for gate in (gates.hispo(), gates.opsm(), gates.mis(veto=1e-4), gates.dppo_kl(), gates.tis()):
             rollout = make(64) if gate.reads_rollout else None
             hpo.policy_loss(logp, old_logp, make(8), batch, gate, rollout_logp=rollout).loss.backward()
         gates.hapo_bounds(entropy, batch), gates.dcpo_bounds(old_logp), gates.archer_bounds(mask)
         gates.clip_cov_mask(logp, old_logp, make(8), batch, seed=3)
-        gates.kl_cov_mask(logp, make(8), batch), gates.m2po_mask(logp, old_logp, batch)
+        gates.m2po_mask(logp, old_logp, batch)
         gates.rec_ring_mask(logp, old_logp, make(8), batch)
         gates.gbpo_target(make(8), batch.group_ids)
         for level, count in (("trajectory", 5), ("group", 3), ("domain", 2)):

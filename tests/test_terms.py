@@ -19,6 +19,7 @@ from hpo_core.gates import (
     Correction,
     Drop,
     Gamma,
+    GateInputs,
     Head,
     Identity,
     Level,
@@ -42,7 +43,7 @@ def inputs_of(gate, example, seed):
     if gate.takes_target:
         target = torch.rand(tokens if seed % 2 else rows, generator=draw)  # as many as advantages, below
         given["target"] = 0.2 + 0.6 * target if gate.head is Head.NEGATIVE_AWARE else 0.9 + 0.2 * target
-    if gate.penalty_coefficient and seed % 2:
+    if gate.penalty_coefficient and (seed % 2 or "penalty_mask" in gate.required):
         given["penalty_mask"] = torch.rand(tokens, generator=draw) < 0.5
     if seed == 2:
         given["token_weight"] = torch.rand(tokens, generator=draw)
@@ -109,6 +110,68 @@ def test_weights_below_zero_turn_the_sign_of_the_loss(head, native_backends):
     for backend, out in turned.items():
         grad = example.run(gate, backend, **given).grad
         torch.testing.assert_close(out.grad.cpu(), -grad, msg=backend)
+
+
+# Log-probabilities (now, then) beyond where heads saturate, and as low as numbers go.
+LOWEST = torch.finfo(torch.float32).min
+EDGES = [(-0.5, -61.5), (-61.5, -0.5), (-0.5, -31.5), (LOWEST, -0.5), (-0.5, LOWEST), (LOWEST, LOWEST), (-0.4, -0.5)]
+
+
+@pytest.mark.parametrize("head", Head)
+def test_heads_of_huge_ratios_and_lowest_log_probabilities(head, native_backends):
+    """Of both signs of A, on which a loss cancels: also where kernels are interpreted."""
+    gate, batch = gate_of(head, "token"), hpo.PackedBatch.from_lengths([len(EDGES)] * 2)
+    if head is not Head.CENSORED:  # whose level bounds what it takes; the others without any bound
+        gate = RatioGate("open", Identity(), head=head, head_numbers=gate.head_numbers)
+    logp, old_logp = torch.tensor(EDGES * 2).T.contiguous()
+    for size in (2.0, 1e12):
+        given = {"advantages": torch.tensor([size, -size]), "weights": torch.ones(2)}
+        found = {}
+        for backend in ("reference", *native_backends):
+            place = testing.device_of(backend)
+            on = {name: value.to(place) for name, value in (given | {"logp": logp, "old_logp": old_logp}).items()}
+            inputs = GateInputs(target=torch.tensor([0.5, 0.5], device=place)) if gate.takes_target else None
+            on["gate_inputs"] = inputs
+            out = hpo.policy_loss_and_grad(batch=batch.to(place), gate=gate, backend=backend, **on)
+            assert torch.isfinite(out.loss) and torch.isfinite(out.grad).all(), backend
+            found[backend] = out.grad.cpu()
+        for backend, grad in found.items():
+            assert_near(grad, found["reference"].double(), (backend, size), 1e-5)
+
+
+def test_the_square_of_a_whole_answer_has_no_end(native_backends):
+    """Kimi's: the log-ratio of an answer is a sum, which nothing exponentiates."""
+    answer = Level(Identity(), aggregate=Aggregate.SUM)
+    gate = RatioGate("kimi of answers", Drop(), (answer,), Head.LOG, head_numbers=(0.1, 0.1))
+    batch, old_logp = hpo.PackedBatch.from_lengths([40]), torch.full((40,), -3.0)
+    weights = batch.cu_seqlens.new_full((1,), 0.25, dtype=torch.float32)
+    for backend in ("reference", *native_backends):
+        place = testing.device_of(backend)
+        logp = (old_logp + 2.0).to(place).requires_grad_()
+        tensors = (old_logp.to(place), torch.zeros(1, device=place), batch.to(place), gate)
+        out = hpo.policy_loss(logp, *tensors, weights=weights.to(place), report=("tokens",), backend=backend)
+        out.loss.backward()
+        assert out.tokens.tolist() == pytest.approx([0.05 * 80.0**2] * 40), backend
+        assert logp.grad.tolist() == pytest.approx([0.25 * 40 * 0.1 * 80.0] * 40), backend
+
+
+@pytest.mark.parametrize(("rising", "falling"), [(1, 1), (3, 2), (12, 12), (13, 12), (2, 0), (0, 2)])
+def test_gamma_under_a_split_beyond_what_exponentials_hold(rising, falling, native_backends):
+    """Sums of log-ratios of 60 on both sides: e^u stands still above u = 80, so two of them cancel, and one alone is
+    nothing or without bounds."""
+    level = Level(Gamma((2.0, 3.0), (3.0, 2.0)), aggregate=Aggregate.SUM)
+    gate = RatioGate("x", Drop(), (level,), Head.SCORE, split=True)
+    x = torch.tensor([60.0] * rising + [-60.0] * falling)
+    z = 0.0 if rising and falling else (-60.0 if rising else 60.0)
+    batch = hpo.PackedBatch.from_lengths([len(x)])
+    for backend in ("reference", *native_backends):
+        ones = torch.ones(1, device=testing.device_of(backend))
+        logp, old_logp = (each.to(ones.device) for each in (x.clamp(max=-1), x.clamp(max=-1) - x))
+        out = hpo.policy_loss_and_grad(
+            logp, old_logp, ones, batch.to(ones.device), gate, weights=ones, backend=backend
+        )  # fmt: skip
+        assert out.grad.tolist() == pytest.approx([-math.exp(z)] * len(x), rel=1e-5), backend
+        assert torch.isfinite(out.loss), backend
 
 
 @pytest.mark.parametrize("routing", Routing)

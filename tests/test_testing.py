@@ -430,7 +430,7 @@ def test_poison_reaches_every_hole_and_nothing_else():
     assert hole.any() and not hole.all()
     for name in ("ref_logp", "entropy", "token_weight"):
         assert torch.equal(poisoned.keywords[name].isnan(), hole)
-    for tensor in (poisoned.logp, poisoned.old_logp, poisoned.advantages, *poisoned.keywords["bounds"]):
+    for tensor in (poisoned.logp, poisoned.old_logp, poisoned.advantages, *poisoned.gate_inputs.bounds):
         assert torch.equal(tensor.isnan(), hole)
 
 

@@ -103,11 +103,14 @@ def test_hicra(backend, seed):
 def test_rl_zvp(backend, seed):
     batch, rows, (entropy, _, _), draw, tensor = drawn(seed, backend)
     n = len(rows)
-    rewards, group, own = draw.integers(0, 2, n).astype(float), draw.integers(0, 2, n), draw.random(n).round(2)
+    rewards, group, own = draw.integers(0, 2, n).astype(float), draw.integers(-1, 2, n), draw.random(n).round(2)
     own = own.astype(np.float32).astype(float)
+    rewards[draw.random(n) < 0.1] = math.nan
     expected = np.zeros(batch.total_tokens)
     for row, (_, places) in enumerate(rows):
-        same = rewards[group == group[row]]
+        same = rewards[(group == group[row]) & np.isfinite(rewards)]
+        if group[row] < 0 or math.isnan(rewards[row]):
+            continue
         for t in places:
             flat = same.min() == same.max()
             shaped = 0.1 * entropy[t] if rewards[row] > 0.5 else 0.1 * (entropy[t] - entropy[places].max())
@@ -138,6 +141,21 @@ def test_otb(backend, seed):
     agree(backend, got, expected)
 
 
+def test_otb_a_certain_token_has_no_weight_but_is_a_response(backend):
+    """verl's optimal_token_baseline says the same."""
+    device = testing.device_of(backend)
+    for rewards, certain, expected in (
+        ([1.0, 2, 0], [True, False, False], [0.0, 1.0, -1.0]),
+        ([1.0, 2], [True, False], [-1.0, 0.0]),
+        ([1.0, 2], [True, True], [1.0, 2.0]),
+        ([1.0], [True], [1.0]),
+    ):
+        batch = PackedBatch.from_lengths([1] * len(rewards)).to(device)
+        p = torch.where(torch.tensor(certain, device=device), 1.0, 0.5)  # W = 1 - 2 p + p
+        out = advantages.otb(torch.tensor(rewards, device=device), None, batch, p, p, backend=backend)
+        assert out.tolist() == expected
+
+
 @on_all
 def test_t_ppo(backend, seed):
     batch, rows, given, draw, tensor = drawn(seed, backend)
@@ -155,6 +173,51 @@ def test_t_ppo(backend, seed):
         tensor(rewards), tensor(values), batch, tensor(truncated), gamma=0.9, lam=0.8, backend=backend
     )
     agree(backend, got, expected)
+
+
+A = advantages
+# Calls of tokens (one number each) and rows, which of the two holds the NaN, and what it makes unknown: token 1 is the
+# second of three in the first row.
+UNKNOWN = {
+    "reinforce_pp": (lambda b, t, r, o: A.reinforce_pp(t, b, whitened=False, **o), "token", [0, 1]),
+    "remax": (lambda b, t, r, o: A.remax(t, r, b, **o), "token", [0, 1]),
+    "remax, greedy": (lambda b, t, r, o: A.remax(t, r, b, **o), "row", [0, 1, 2]),
+    "hicra": (lambda b, t, r, o: A.hicra(r, t > 0.5, b), "row", [0, 1, 2]),
+    "rl_zvp": (lambda b, t, r, o: A.rl_zvp(r * 0 + 1, None, t, b, r, **o), "token", [1]),
+    "rl_zvp, advantage": (lambda b, t, r, o: A.rl_zvp(r.nan_to_num(2), None, t, b, r, **o), "row", [0, 1, 2]),
+    "otb": (lambda b, t, r, o: A.otb(t, torch.arange(2, device=t.device), b, t * 0, t * 0, **o), "token", [0, 1]),
+    "t_ppo": (lambda b, t, r, o: A.t_ppo(t, t.nan_to_num(0) / 2, b, r > 1, **o), "token", [0, 1]),
+    "t_ppo, value": (lambda b, t, r, o: A.t_ppo(t.nan_to_num(0), t / 2, b, r > 1, **o), "token", [0, 1]),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize("unknown", [math.nan, math.inf])
+def test_what_an_unknown_number_makes_unknown_is_0(backend, name, unknown):
+    device = testing.device_of(backend)
+    estimator, where, zeros = UNKNOWN[name]
+    batch, options = PackedBatch.from_lengths([3, 2]).to(device), {"backend": backend}
+    tokens, rows = torch.tensor([0.25, 0.5, 1, 0.75, 0.125], device=device), torch.tensor([1.25, 0.5], device=device)
+    expected = estimator(batch, tokens, rows, options)
+    assert expected.all()
+    if where == "token":
+        tokens[1] = unknown
+    else:
+        rows[0] = unknown
+    expected[zeros] = 0
+    assert torch.equal(estimator(batch, tokens, rows, options), expected)
+
+
+def test_a_unit_of_which_something_is_unknown_gets_0():
+    ones = torch.ones(2)
+    lacking = torch.tensor([1.0, math.nan])
+    assert A.archer_td(lacking, ones * 3, ones * 0.25).tolist() == [0.75, 0]
+    assert A.archer_td(ones, ones, lacking - 1).tolist() == [1, 0]
+    assert A.v05(ones, None, lacking * 0).tolist() == [0.5, 0]
+    given = [torch.full((2,), each) for each in (0.5, 0.25, 0.6, 0.5, 0.5, 0.3)]
+    for at in range(6):
+        each = [column * lacking if place == at else column for place, column in enumerate(given)]
+        assert reconstructed.ib_tpo(*each).tolist() == pytest.approx([0.224, 0])
 
 
 # ---------------------------------------------------------------------------------------------------------- selection
@@ -196,6 +259,17 @@ def test_pf_ppo_and_dynamic_contrastive():
         assert (got.numpy() == contrast).all()
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e9, 1e30])
+def test_d3s_samples_of_one_group_do_not_depend_on_the_numbers_of_another(scale):
+    """Of equal variance those with the fewest low ones, whatever stands before."""
+    own, other = torch.tensor([0.0, 1, 5, 9, 8.75, 0.25]), torch.tensor([0.1, 0.2, 0.7]) * scale
+    ids = torch.tensor([1] * 3 + [2] * 6)
+    for k in (1, 2, 3, 4):
+        together = advantages.d3s_samples(torch.cat([other, own]), ids, k)
+        assert together[3:].tolist() == advantages.d3s_samples(own, None, k).tolist()
+        assert together[:3].tolist() == advantages.d3s_samples(other / scale, None, k).tolist()
+
+
 def test_a_selection_leaves_masked_and_unscorable_units_out():
     values, keep = torch.tensor([0.0, 1.0, math.nan, 2.0]), torch.tensor([True, True, True, False])
     assert advantages.d3s_samples(values, None, 2, mask=keep).tolist() == [True, True, False, False]
@@ -229,10 +303,43 @@ def test_dcpo_over_steps(backend):
         assert history.steps.tolist()[1] == 0
 
 
+def test_a_prompt_without_a_score_leaves_the_history_as_it_is(backend):
+    """Nor do units of negative places; a place beyond the history is an error that the loss counts."""
+    device = testing.device_of(backend)
+    old = advantages.GroupHistory(
+        *(torch.tensor(x, dtype=torch.float64, device=device) for x in ((1, 2), (3, 4), (5, 6)))
+    )
+    rewards = torch.tensor([1.0, 0, math.nan, math.nan, 7, 8, math.nan, 5], device=device)
+    prompts = torch.tensor([0, 0, 1, 1, -1, -(2**63), 9, 2**63 - 1], device=device)
+    out, history = advantages.dcpo(rewards, prompts, old, backend=backend)
+    alone, expected = advantages.dcpo(rewards[:2], prompts[:2], old, backend=backend)
+    assert torch.equal(out[:2], alone) and alone.any()
+    assert out[2:7].tolist() == [0.0] * 5 and out[7].isnan()
+    assert all(map(torch.equal, history, expected)) and history.steps.tolist() == [2, 2]
+    mask = torch.tensor([True, True, False, False], device=device)
+    masked, history = advantages.dcpo(torch.ones_like(rewards)[:4], prompts[:4], old, mask=mask, backend=backend)
+    assert not masked[2:].any() and history.steps.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("nothing", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_none_leaves_the_tracker_as_it_is(nothing):
+    tracker = advantages.BetaTracker.start(torch.tensor([3.0, 2.0, nothing]), 8)
+    assert [float(each[2]) for each in tracker] == [0.5, 0.5]
+    places = torch.tensor([0, 1, -1, 5])
+    new = tracker.updated(torch.tensor([nothing, 1, 1, 1]), places, torch.full((4,), 0.01))
+    other = tracker.updated(torch.tensor([1.0]), places[1:2], torch.tensor([0.01]))
+    assert all(map(torch.equal, new, other)) and float(new.alpha[0]) == float(tracker.alpha[0])
+    drift = tracker.updated(torch.tensor([1.0, 1.0]), places[:2], torch.tensor([math.nan, 0.01]))
+    assert all(map(torch.equal, drift, other))
+
+
 def test_poise_refuses_a_rollout_s_own_prediction():
     rewards, predictions = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.2, 0.4, 0.6])
     out = advantages.poise(rewards, predictions, torch.tensor([1, 0, 2]))
     assert out[:2].tolist() == pytest.approx([0.6, -0.2]) and out[2].isnan()
+    assert advantages.poise(rewards, predictions, torch.tensor([-1, 3, 2**63 - 1])).isnan().all()
+    predictions[0] = math.nan
+    assert advantages.poise(rewards, predictions, torch.tensor([1, 0, 0])).tolist() == pytest.approx([0.6, 0, 0])
 
 
 def test_positive_and_negative_samples():

@@ -12,23 +12,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lazily import Lazy, skip_without
+from trainers import LENGTH, ROWS, build, demo, loss_of, micro_batch
 
 import hpo_core as hpo
 
-pytest.importorskip("trl")
-from trainers import LENGTH, ROWS, build, demo, loss_of, micro_batch
-from transformers import TrainerCallback
-from trl import GRPOTrainer
-
-from hpo_core.integrations.trl import HPOTrainer
+skip_without("trl")
+hpo_trl, transformers, trl = Lazy("hpo_core.integrations.trl"), Lazy("transformers"), Lazy("trl")
 
 pytestmark = pytest.mark.peers
 
 
 def assert_same_loss(trainer, inputs, scored):
     """Both losses of one trainer: value, gradient, and every metric TRL logs."""
-    loss, grad, metrics = loss_of(HPOTrainer._compute_loss, trainer, inputs, scored, poison=math.nan)
-    expected_loss, expected_grad, expected_metrics = loss_of(GRPOTrainer._compute_loss, trainer, inputs, scored)
+    loss, grad, metrics = loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, inputs, scored, poison=math.nan)
+    expected_loss, expected_grad, expected_metrics = loss_of(trl.GRPOTrainer._compute_loss, trainer, inputs, scored)
     torch.testing.assert_close(loss, expected_loss, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(grad, expected_grad, rtol=5e-6, atol=1e-7)
     assert (grad[~scored.valid] == 0).all()
@@ -70,7 +68,7 @@ SETTINGS = {
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_one_micro_batch_equals_trl(setting, tmp_path):
     config = SETTINGS[setting]
-    trainer = build(HPOTrainer, tmp_path, gradient_accumulation_steps=2, **config)
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, gradient_accumulation_steps=2, **config)
     trainer.current_gradient_accumulation_steps = 2
     inputs, scored = micro_batch()
     metrics = assert_same_loss(trainer, inputs, scored)
@@ -97,14 +95,14 @@ def test_one_micro_batch_equals_trl(setting, tmp_path):
 
 
 def test_an_asked_backend_is_used(tmp_path):
-    trainer = build(HPOTrainer, tmp_path, extra={"backend": "reference"}, beta=0.1, top_entropy_quantile=0.3)
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"backend": "reference"}, beta=0.1, top_entropy_quantile=0.3)
     trainer.current_gradient_accumulation_steps = 1
     assert trainer._hpo.backend == "reference"
     assert_same_loss(trainer, *micro_batch())
 
 
 def test_a_wrong_clip_is_noticed(tmp_path):
-    trainer = build(HPOTrainer, tmp_path, epsilon=0.21)
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, epsilon=0.21)
     trainer.current_gradient_accumulation_steps = 1
     trainer.epsilon_low = trainer.epsilon_high = 0.2
     with pytest.raises(AssertionError):
@@ -116,32 +114,32 @@ def test_no_valid_token_gives_a_zero_that_can_be_differentiated(tmp_path):
     inputs["completion_mask"] = torch.zeros_like(inputs["completion_mask"])
     scored.valid[:] = False
     for config in ({}, {"loss_type": "grpo"}, {"loss_type": "bnpo", "top_entropy_quantile": 0.3}):
-        trainer = build(HPOTrainer, tmp_path, **config)
+        trainer = build(hpo_trl.HPOTrainer, tmp_path, **config)
         trainer.current_gradient_accumulation_steps = 1
-        loss, grad, _ = loss_of(HPOTrainer._compute_loss, trainer, inputs, scored, poison=math.nan)
+        loss, grad, _ = loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, inputs, scored, poison=math.nan)
         assert loss == 0
         assert (grad == 0).all()
 
 
 def test_autocast_changes_nothing(tmp_path):
-    trainer = build(HPOTrainer, tmp_path, beta=0.1, top_entropy_quantile=0.3)
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, beta=0.1, top_entropy_quantile=0.3)
     trainer.current_gradient_accumulation_steps = 1
     inputs, scored = micro_batch()
-    expected = loss_of(HPOTrainer._compute_loss, trainer, inputs, scored)
+    expected = loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, inputs, scored)
     with torch.autocast("cpu", torch.bfloat16):
-        loss, grad, metrics = loss_of(HPOTrainer._compute_loss, trainer, inputs, scored)
+        loss, grad, metrics = loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, inputs, scored)
     assert torch.equal(loss, expected[0])
     assert torch.equal(grad, expected[1])
     assert metrics == expected[2]
 
 
 def test_auxiliary_loss_of_experts(tmp_path):
-    trainer = build(HPOTrainer, tmp_path)
+    trainer = build(hpo_trl.HPOTrainer, tmp_path)
     trainer.current_gradient_accumulation_steps = 2
     trainer.aux_loss_enabled, trainer.router_aux_loss_coef = True, 0.5
     inputs, scored = micro_batch()
     results = []
-    for compute_loss in (HPOTrainer._compute_loss, GRPOTrainer._compute_loss):
+    for compute_loss in (hpo_trl.HPOTrainer._compute_loss, trl.GRPOTrainer._compute_loss):
         aux = torch.tensor(3.0, requires_grad=True)
         logps = scored.logps.clone().requires_grad_()
         trainer._get_per_token_logps_and_entropies = lambda *_, a=aux, x=logps, **__: (x, scored.entropies, a)
@@ -154,23 +152,20 @@ def test_auxiliary_loss_of_experts(tmp_path):
 # -------------------------------------------------------------------------------------------------------- whole runs
 
 
-class Record(TrainerCallback):
-    def __init__(self):
-        self.logs = []
-
-    def on_log(self, args, state, control, logs, **_):
-        self.logs.append(dict(logs))
-
-
 def run(kind, folder, **options):
     """Train; every logged value, the sampled tokens, and the parameters."""
-    record = Record()
-    trainer = build(kind, folder, callbacks=[record], **options)
+    logs = []
+
+    class Record(transformers.TrainerCallback):
+        def on_log(self, args, state, control, **given):
+            logs.append(dict(given["logs"]))
+
+    trainer = build(kind, folder, callbacks=[Record()], **options)
     gc.freeze()  # at its end TRL collects garbage, which would look through all that imports left behind
     trainer.train()
     gc.unfreeze()
     parameters = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]).double()
-    return SimpleNamespace(logs=record.logs, tokens=trainer.reward_funcs[0].seen, parameters=parameters)
+    return SimpleNamespace(logs=logs, tokens=trainer.reward_funcs[0].seen, parameters=parameters)
 
 
 def differences(ours, theirs):
@@ -202,12 +197,12 @@ RUNS = {
 @pytest.fixture(scope="module")
 def trl_run(tmp_path_factory):
     """TRL's own run of a setting, trained once."""
-    return functools.cache(lambda name: run(GRPOTrainer, tmp_path_factory.mktemp("trl"), **RUNS[name]))
+    return functools.cache(lambda name: run(trl.GRPOTrainer, tmp_path_factory.mktemp("trl"), **RUNS[name]))
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_training_equals_trl(name, trl_run, tmp_path):
-    ours, theirs = run(HPOTrainer, tmp_path, **RUNS[name]), trl_run(name)
+    ours, theirs = run(hpo_trl.HPOTrainer, tmp_path, **RUNS[name]), trl_run(name)
     difference = differences(ours, theirs)
     assert ours.tokens == theirs.tokens
     assert difference.loss <= 2e-5
@@ -223,14 +218,14 @@ def test_training_equals_trl(name, trl_run, tmp_path):
 
 
 def test_another_epsilon_is_another_run(trl_run, tmp_path):
-    difference = differences(run(HPOTrainer, tmp_path, epsilon=0.21), trl_run("dapo"))
+    difference = differences(run(hpo_trl.HPOTrainer, tmp_path, epsilon=0.21), trl_run("dapo"))
     assert difference.loss > 2e-5 or difference.norm > 2e-5
     assert difference.parameters > 1e-6
 
 
 def test_evaluation_equals_trl(tmp_path):
     logged = []
-    for kind in (HPOTrainer, GRPOTrainer):
+    for kind in (hpo_trl.HPOTrainer, trl.GRPOTrainer):
         trainer = build(kind, tmp_path, eval_dataset=True, per_device_eval_batch_size=16)
         torch.manual_seed(0)
         logged.append(trainer.evaluate())
@@ -246,7 +241,7 @@ def test_a_gate_on_several_levels_trains(tmp_path):
     """On-policy every gate with slope 1 at 0 gives the same gradient, to the bit; off-policy FiberPO has its own."""
     for steps, same in ((1, True), (4, False)):
         results = [
-            run(HPOTrainer, tmp_path, extra={"gate": gate}, loss_type="grpo", max_steps=steps)
+            run(hpo_trl.HPOTrainer, tmp_path, extra={"gate": gate}, loss_type="grpo", max_steps=steps)
             for gate in (hpo.gates.fiberpo(0.001, (0.0005, 0.0005)), hpo.gates.ppo_clip())
         ]
         assert torch.equal(results[0].parameters, results[1].parameters) == same
@@ -261,7 +256,7 @@ DEEP = hpo.gates.RatioGate(
 
 
 def test_ids_follow_their_rows_through_the_shuffle(tmp_path):
-    trainer, seen = build(HPOTrainer, tmp_path, extra={"gate": DEEP, "domain": "kind"}, max_steps=4), []
+    trainer, seen = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": DEEP, "domain": "kind"}, max_steps=4), []
     honest = trainer._policy_loss
 
     def watch(logps, entropies, inputs, aux_loss=None):
@@ -280,7 +275,7 @@ def test_ids_follow_their_rows_through_the_shuffle(tmp_path):
 
 def test_steps_are_what_no_tool_wrote(monkeypatch, tmp_path):
     module = sys.modules["hpo_core.integrations.trl"]
-    trainer, batches = build(HPOTrainer, tmp_path, extra={"gate": DEEP, "domain": "kind"}), []
+    trainer, batches = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": DEEP, "domain": "kind"}), []
     trainer.current_gradient_accumulation_steps = 4
     honest = module.policy_loss
 
@@ -291,7 +286,7 @@ def test_steps_are_what_no_tool_wrote(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "policy_loss", watch)
     inputs, scored = micro_batch()
     inputs |= {"group_ids": torch.arange(ROWS) // 3, "domain_ids": torch.zeros(ROWS, dtype=torch.long)}
-    loss_of(HPOTrainer._compute_loss, trainer, inputs, scored)
+    loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, inputs, scored)
     steps, valid = [], scored.valid.flatten().tolist()
     for row in range(ROWS):
         for at in range(row * LENGTH, (row + 1) * LENGTH):
@@ -302,12 +297,53 @@ def test_steps_are_what_no_tool_wrote(monkeypatch, tmp_path):
     assert len(steps) == 6 and batches[0].steps.tolist() == steps
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_gate_gets_the_inputs_it_needs(per_token, tmp_path):
+    """Bounds by entropy and masks by covariance, made of the trainer's micro-batch."""
+    gates, masks = hpo.gates, functools.partial(hpo.gates.clip_cov_mask, share=0.2, low=0.0, high=50.0)
+    inputs, scored = micro_batch(per_token_advantages=per_token)
+    logp, old = scored.logps, inputs["old_per_token_logps"]
+    batch, advantages = hpo.PackedBatch.from_padded(scored.valid), inputs["advantages"]
+    level, flat = "token" if per_token else "row", [each.reshape(-1) for each in (logp, old, advantages)]
+    for gate, make, given in (
+        (gates.hapo_clip(), gates.hapo_bounds, gates.hapo_bounds(scored.entropies.reshape(-1), batch)),
+        (gates.clip_cov(), masks, masks(*flat, batch, seed=0, advantage_level=level)),
+        (gates.bpo(), gates.bpo_target, gates.bpo_target(flat[2])),
+    ):
+        trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": gate, "gate_inputs": make}, loss_type="bnpo")
+        trainer.current_gradient_accumulation_steps = 1
+        _, grad, _ = loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, inputs, scored)
+        keywords = {"advantage_level": level, "weights": hpo.aggregation.token_mean(batch)}
+        expected = hpo.policy_loss_and_grad(*flat, batch, gate, gate_inputs=given, **keywords)
+        torch.testing.assert_close(grad, expected.grad.view_as(grad), msg=gate.name)
+        bare = hpo.policy_loss_and_grad(*flat, batch, **keywords)
+        assert not torch.allclose(grad, bare.grad.view_as(grad)), gate.name
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
+def test_corrections_read_what_the_sampler_says(tmp_path):
+    inputs, scored = micro_batch()
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": hpo.gates.icepop(), "rollout_func": lambda *_: {}})
+    trainer.current_gradient_accumulation_steps = 1
+    with pytest.raises(ValueError, match=r"^gate: 'icepop' corrects what the sampler's log-probabilities differ by"):
+        loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, inputs, scored)
+    rollout = inputs["old_per_token_logps"] + torch.where(torch.arange(LENGTH) == 2, 3.0, 0.0)  # e^-3 is below 0.5
+    inputs["sampling_per_token_logps"] = rollout
+    _, grad, _ = loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, inputs, scored)
+    expected = hpo.policy_loss_and_grad(
+        scored.logps, inputs["old_per_token_logps"], inputs["advantages"], scored.valid, hpo.gates.icepop(),
+        rollout_logp=rollout,
+    )  # fmt: skip
+    assert not grad[:, 2].any() and grad[:, 3].any()
+    torch.testing.assert_close(grad * expected.grad.sum(), expected.grad * grad.sum())
+
+
 def test_domains_need_a_column_and_the_other_way_round(tmp_path):
     with pytest.raises(ValueError, match="domain: the gate 'deep' has a level of domains; name the dataset's column"):
-        build(HPOTrainer, tmp_path, extra={"gate": DEEP})
+        build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": DEEP})
     with pytest.raises(ValueError, match="domain: no level of the gate 'trl_dapo' is one of domains; drop it"):
-        build(HPOTrainer, tmp_path, extra={"domain": "kind"})
-    trainer = build(HPOTrainer, tmp_path, extra={"gate": DEEP, "domain": "genus"})
+        build(hpo_trl.HPOTrainer, tmp_path, extra={"domain": "kind"})
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": DEEP, "domain": "genus"})
     with pytest.raises(ValueError, match="domain: expected a column of the dataset, got 'genus'; it has kind, prompt"):
         trainer._generate_and_score_completions([{"prompt": "abcdefgh=", "kind": "a"}] * 8)
 
@@ -320,7 +356,7 @@ def test_an_estimator_sees_whole_groups(trl_run, tmp_path):
         calls.append((rewards.numel(), group_ids))
         return hpo.advantages.grpo(rewards, group_ids, eps=1e-4, **keywords)
 
-    ours, theirs = run(HPOTrainer, tmp_path, extra={"advantage": estimator}), trl_run("dapo")
+    ours, theirs = run(hpo_trl.HPOTrainer, tmp_path, extra={"advantage": estimator}), trl_run("dapo")
     difference = differences(ours, theirs)
     assert ours.tokens == theirs.tokens
     assert difference.norm <= 2e-5
@@ -331,7 +367,7 @@ def test_an_estimator_sees_whole_groups(trl_run, tmp_path):
 
 def test_group_ids_reach_the_loss_and_the_log_holds_our_advantages(tmp_path):
     estimator = functools.partial(hpo.advantages.rloo)
-    trainer = build(HPOTrainer, tmp_path, extra={"advantage": estimator}, scale_rewards="group")
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"advantage": estimator}, scale_rewards="group")
     output = trainer._generate_and_score_completions([{"prompt": "abcdefgh="}] * 8 + [{"prompt": "aaaaaaaa="}] * 8)
     rewards = trainer._hpo_rewards[:, 0]
     assert torch.equal(output["group_ids"], torch.arange(16) // 8)
@@ -342,7 +378,7 @@ def test_group_ids_reach_the_loss_and_the_log_holds_our_advantages(tmp_path):
 def test_an_estimator_of_several_rewards_gets_what_each_function_says(tmp_path):
     """TRL's own normalize_then_sum is GDPO over samples: the same numbers from the same rewards."""
     extra = {"advantage": hpo.advantages.gdpo}
-    trainer = build(HPOTrainer, tmp_path, extra=extra)
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra=extra)
     trainer.reward_weights = torch.tensor([1.0, 0.5])
     draw = torch.Generator().manual_seed(0)
     trainer._hpo_rewards = torch.randint(0, 4, (16, 2), generator=draw).float()
@@ -360,9 +396,9 @@ def test_trl_s_own_advantages_agree(scaling, tmp_path, monkeypatch):
     draw = torch.Generator().manual_seed(3)
     scores = torch.randint(0, 9, (32, 2), generator=draw) / 4
     scores[5] = math.nan
-    monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", lambda *_, **__: scores.clone())
+    monkeypatch.setattr(trl.GRPOTrainer, "_calculate_rewards", lambda *_, **__: scores.clone())
     way = "scale_rewards" if scaling != "normalize_then_sum" else "multi_objective_aggregation"
-    trainer = build(GRPOTrainer, tmp_path, **{way: scaling})
+    trainer = build(trl.GRPOTrainer, tmp_path, **{way: scaling})
     trainer.reward_funcs, trainer.reward_func_names = trainer.reward_funcs * 2, ["first", "second"]
     trainer.reward_weights = weights = torch.tensor([1.0, 0.5])
     theirs = trainer._generate_and_score_completions([{"prompt": "abcdefgh="}] * 32)["advantages"]
@@ -378,7 +414,7 @@ def test_trl_s_own_advantages_agree(scaling, tmp_path, monkeypatch):
 
 
 def test_a_completion_nobody_scored_has_no_advantage(tmp_path):
-    trainer = build(HPOTrainer, tmp_path, extra={"advantage": hpo.advantages.dr_grpo})
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"advantage": hpo.advantages.dr_grpo})
     trainer._hpo_rewards = torch.tensor([[1.0], [math.nan], [0.0], *[[0.0]] * 5])
     advantages = trainer._advantages(hpo.advantages.dr_grpo, torch.zeros(8, dtype=torch.int64))
     assert advantages[1] == 0
@@ -389,7 +425,7 @@ def test_a_completion_nobody_scored_has_no_advantage(tmp_path):
 def test_a_window_selects_its_share_of_every_rollout(scope, tmp_path):
     """Also where the policy has moved on since: at scope="batch" the mask is that of the policy that sampled."""
     window = hpo.entropy.ares(2, "0.5", scope=scope)
-    result = run(HPOTrainer, tmp_path, extra={"window": window}, max_steps=8)
+    result = run(hpo_trl.HPOTrainer, tmp_path, extra={"window": window}, max_steps=8)
     selected = [entry["hpo_core/selected_fraction"] for entry in result.logs if "hpo_core/selected_fraction" in entry]
     assert len(selected) == 8
     for rollout in (selected[:4], selected[4:]):
@@ -397,7 +433,7 @@ def test_a_window_selects_its_share_of_every_rollout(scope, tmp_path):
 
 
 def test_a_batch_window_is_fitted_on_the_whole_generation_batch(tmp_path):
-    trainer = build(HPOTrainer, tmp_path, extra={"window": hpo.entropy.forking_tokens("0.2")})
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"window": hpo.entropy.forking_tokens("0.2")})
     output = trainer._generate_and_score_completions([{"prompt": "abcdefgh="}] * 32)
     _, entropies, _ = trainer._score(trainer.model, output)
     valid = output["completion_mask"] != 0
@@ -406,11 +442,10 @@ def test_a_batch_window_is_fitted_on_the_whole_generation_batch(tmp_path):
     assert entropies[output["token_mask"]].min() >= entropies[valid & ~output["token_mask"]].max()
 
 
-@pytest.mark.parametrize("name", demo.GATES)
-def test_every_gate_of_the_demo_trains(name, tmp_path):
-    gate, loss_type = demo.GATES[name]
-    result = run(HPOTrainer, tmp_path, extra={"gate": gate()}, loss_type=loss_type, max_steps=2)
-    assert all(math.isfinite(entry["grad_norm"]) and entry["grad_norm"] > 0 for entry in result.logs[:2])
+def test_every_gate_of_the_demo_trains(tmp_path):
+    for name, (gate, loss_type) in demo().GATES.items():
+        result = run(hpo_trl.HPOTrainer, tmp_path, extra={"gate": gate()}, loss_type=loss_type, max_steps=2)
+        assert all(math.isfinite(entry["grad_norm"]) and entry["grad_norm"] > 0 for entry in result.logs[:2]), name
 
 
 # ------------------------------------------------------------------------------------------------- several processes
@@ -422,8 +457,8 @@ def compare_in_this_process(folder):
     estimator = functools.partial(hpo.advantages.grpo, eps=1e-4)  # what TRL computes
     ares = hpo.entropy.ares(2, "0.5")
     for extra, config in (({}, {"top_entropy_quantile": 0.3}), ({"advantage": estimator}, {"loss_type": "bnpo"})):
-        ours = run(HPOTrainer, folder, extra=extra, **common, **config)
-        theirs = run(GRPOTrainer, folder, **common, **config)
+        ours = run(hpo_trl.HPOTrainer, folder, extra=extra, **common, **config)
+        theirs = run(trl.GRPOTrainer, folder, **common, **config)
         difference = differences(ours, theirs)
         assert torch.distributed.get_world_size() == 2
         assert ours.tokens == theirs.tokens
@@ -434,9 +469,9 @@ def compare_in_this_process(folder):
             for metric in expected:
                 if metric.startswith(("clip", "entropy", "reward")):
                     assert entry[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), metric
-    deep = run(HPOTrainer, folder, extra={"gate": DEEP, "domain": "kind"}, **common | {"max_steps": 3})
+    deep = run(hpo_trl.HPOTrainer, folder, extra={"gate": DEEP, "domain": "kind"}, **common | {"max_steps": 3})
     assert all(math.isfinite(entry["loss"]) for entry in deep.logs if "loss" in entry)
-    result = run(HPOTrainer, folder, extra={"window": ares}, **common)
+    result = run(hpo_trl.HPOTrainer, folder, extra={"window": ares}, **common)
     fractions = [entry["hpo_core/selected_fraction"] for entry in result.logs if "hpo_core/selected_fraction" in entry]
     assert sum(fractions[:2]) / 2 == pytest.approx(0.46, abs=0.06)
 

@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from lazily import Lazy, skip_without
+from trainers import build, loss_of, micro_batch
 
 import hpo_core as hpo
 
-pytest.importorskip("trl")
-from trainers import build, loss_of, micro_batch
-from trl import GRPOConfig, GRPOTrainer
-
-from hpo_core.integrations import trl
-from hpo_core.integrations.trl import HPOTrainer
+skip_without("trl")
+hpo_trl, trl = Lazy("hpo_core.integrations.trl"), Lazy("trl")
 
 pytestmark = pytest.mark.peers
 
@@ -45,7 +43,7 @@ def reads_of_the_loss():
     """Names X of ``self.X`` and ``self.args.X`` in the source of TRL's loss and of the methods it calls."""
     names = set()
     for function in ("_compute_loss", "get_high_entropy_mask", "get_off_policy_mask", "get_gamma_weights"):
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(GRPOTrainer, function))))
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(trl.GRPOTrainer, function))))
         for node in ast.walk(ast.parse(source)):
             name = ast.unparse(node).removeprefix("self.") if isinstance(node, ast.Attribute) else ""
             if name != ast.unparse(node) and name != "args" and name.removeprefix("args.").isidentifier():
@@ -58,14 +56,14 @@ def test_every_field_the_loss_reads_is_honoured_or_refused(tmp_path):
     assert len(reads) > 30, reads
     refused = {name.removeprefix("args.") for name in reads - HONOURED - BONUS_STATE}
     for name in sorted(refused):
-        assert name in GRPOConfig.__dataclass_fields__, f"TRL's loss reads {name}, which HPOTrainer does not know"
+        assert name in trl.GRPOConfig.__dataclass_fields__, f"TRL's loss reads {name}, which HPOTrainer does not know"
         value = OTHER_VALUES.get(name, 0.123)
         with pytest.raises(ValueError, match=f"^{name}: "):
-            build(HPOTrainer, tmp_path, **{name: value})
+            build(hpo_trl.HPOTrainer, tmp_path, **{name: value})
 
 
 def test_neutral_values_are_the_defaults():
-    fields = GRPOConfig.__dataclass_fields__
+    fields = trl.GRPOConfig.__dataclass_fields__
     assert fields["entropy_coef"].default == 0.0
     assert fields["use_adaptive_entropy"].default is False
     assert fields["off_policy_mask_threshold"].default is None
@@ -73,14 +71,14 @@ def test_neutral_values_are_the_defaults():
 
 def test_every_key_the_loss_reads_is_known():
     """``inputs["X"]`` and ``inputs.get("X")`` in TRL's loss: what a new release might add to a micro-batch."""
-    source = textwrap.dedent(inspect.getsource(GRPOTrainer._compute_loss))
+    source = textwrap.dedent(inspect.getsource(trl.GRPOTrainer._compute_loss))
     keys = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "inputs":
             keys.add(ast.literal_eval(node.slice))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "inputs.get":
             keys.add(ast.literal_eval(node.args[0]))
-    scoring = set(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+    scoring = set(inspect.signature(trl.GRPOTrainer._get_per_token_logps_and_entropies).parameters)
     ours = {
         *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"),
         *("num_items_in_batch", "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"),
@@ -105,36 +103,45 @@ def test_every_key_the_loss_reads_is_known():
         ("scale_rewards: .*advantage= ", {"advantage": hpo.advantages.grpo}, {"scale_rewards": "none"}),
         ("top_entropy_quantile: .*window= ", {"window": hpo.entropy.ares()}, {"top_entropy_quantile": 0.5}),
         ("backend: ", {"backend": "abacus"}, {}),
+        ("gate: 'hapo_clip' needs bounds, as from gates.hapo_bounds", {"gate": hpo.gates.hapo_clip()}, {}),
+        ("gate: 'clip_cov' needs token_mask, as from gates.clip_cov_mask", {"gate": hpo.gates.clip_cov()}, {}),
+        ("gate: 'icepop' corrects .* use_vllm=True", {"gate": hpo.gates.icepop()}, {}),
+        ("gate: 'tis' corrects ", {"gate": hpo.gates.tis()}, {}),
+        (
+            "gate_inputs: expected a function of logp, .* got one that needs scores too",
+            {"gate": hpo.gates.gbpo(), "gate_inputs": hpo.gates.gbpo_target},
+            {},
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(message, extra, config, tmp_path):
     with pytest.raises(ValueError, match=f"^{message}"):
-        build(HPOTrainer, tmp_path, extra=extra, **config)
+        build(hpo_trl.HPOTrainer, tmp_path, extra=extra, **config)
 
 
 # ------------------------------------------------------------------------------------------ what docs/trl.md says of it
 
 PAGE = (Path(__file__).parents[1] / "docs/trl.md").read_text()
 GATE, SEQUENCE = {"gate": hpo.gates.dapo()}, {"importance_sampling_level": "sequence"}
-# What each row of the table of refused fields looks like: arguments of the trainer, and fields of the config.
-REFUSED = {
-    "entropy_coef": [({}, {name: OTHER_VALUES.get(name, 0.123)}) for name in trl._UNSUPPORTED],
-    "importance_sampling_level": [({}, {**SEQUENCE, "loss_type": kind}) for kind in ("sapo", "vespo")],
-    "vllm_importance_sampling_correction": [({}, {"loss_type": "vespo", "use_vllm": True})],
-    "use_bias_correction_kl": [({}, {**SEQUENCE, "beta": 0.1})],
-    "epsilon_high": [({}, {"loss_type": "cispo"}), ({}, {"loss_type": "cispo", "epsilon_high": 0.28})],
-    "delta": [({}, {"delta": 1.1})],
-    "epsilon": [
-        *((GATE, {name: 0.5}) for name in ("epsilon", "epsilon_high", "delta", "off_policy_mask_threshold")),
-        (GATE, SEQUENCE),
-    ],
-    "sapo_temperature_neg": [(GATE, {name: 0.123}) for name in trl._REPLACED["gate"] if name[:5] in ("sapo_", "vespo")],
-    "scale_rewards": [
-        ({"advantage": hpo.advantages.grpo}, {"scale_rewards": "none"}),
-        ({"advantage": hpo.advantages.grpo}, {"multi_objective_aggregation": "normalize_then_sum"}),
-    ],
-    "top_entropy_quantile": [({"window": hpo.entropy.ares()}, {"top_entropy_quantile": 0.5})],
-}
+
+
+def refused_by_row():
+    """What each row of the table of refused fields looks like: arguments of the trainer, and fields of the config."""
+    of_gates = [(GATE, {name: 0.123}) for name in hpo_trl.module()._REPLACED["gate"] if name[:5] in ("sapo_", "vespo")]
+    ppo = ("epsilon", "epsilon_high", "delta", "off_policy_mask_threshold")
+    grpo = {"advantage": hpo.advantages.grpo}
+    return {
+        "entropy_coef": [({}, {name: OTHER_VALUES.get(name, 0.123)}) for name in hpo_trl.module()._UNSUPPORTED],
+        "importance_sampling_level": [({}, {**SEQUENCE, "loss_type": kind}) for kind in ("sapo", "vespo")],
+        "vllm_importance_sampling_correction": [({}, {"loss_type": "vespo", "use_vllm": True})],
+        "use_bias_correction_kl": [({}, {**SEQUENCE, "beta": 0.1})],
+        "epsilon_high": [({}, {"loss_type": "cispo"}), ({}, {"loss_type": "cispo", "epsilon_high": 0.28})],
+        "delta": [({}, {"delta": 1.1})],
+        "epsilon": [*((GATE, {name: 0.5}) for name in ppo), (GATE, SEQUENCE)],
+        "sapo_temperature_neg": of_gates,
+        "scale_rewards": [(grpo, {"scale_rewards": "none"}), (grpo, {"multi_objective_aggregation": "other"})],
+        "top_entropy_quantile": [({"window": hpo.entropy.ares()}, {"top_entropy_quantile": 0.5})],
+    }
 
 
 def rows_of(section):
@@ -146,30 +153,34 @@ def rows_of(section):
 
 def test_the_table_of_refused_fields_is_what_is_refused(tmp_path):
     rows = {re.match(r"\w+", names[0])[0]: names for names in rows_of("Errors instead of silence")}
-    assert list(rows) == list(REFUSED)
+    examples = refused_by_row()
+    assert list(rows) == list(examples)
     for row, names in rows.items():
         named = {match for name in names for match in re.findall(r"^\w+", name)} - {"gate", "advantage", "window"}
-        for extra, config in REFUSED[row]:
+        for extra, config in examples[row]:
             with pytest.raises(ValueError, match=rf"^({'|'.join(named)}): "):
                 trl_refuses(extra, config, tmp_path)
     said = {match for names in rows.values() for name in names for match in re.findall(r"^\w+", name)}
-    assert said >= {*trl._UNSUPPORTED, *(field for fields in trl._REPLACED.values() for field in fields)}
+    assert said >= {
+        *hpo_trl.module()._UNSUPPORTED,
+        *(field for fields in hpo_trl.module()._REPLACED.values() for field in fields),
+    }
 
 
 def trl_refuses(extra, config, tmp_path):
     """vLLM cannot be started here: its fields are asked about without a trainer."""
     if "use_vllm" in config:
-        trl._check_config(GRPOConfig(tmp_path, bf16=False, **config), [])
+        hpo_trl.module()._check_config(trl.GRPOConfig(tmp_path, bf16=False, **config), [])
     else:
-        build(HPOTrainer, tmp_path, extra=extra, **config)
+        build(hpo_trl.HPOTrainer, tmp_path, extra=extra, **config)
 
 
 def test_the_table_of_denominators_has_every_loss_type_and_each_is_accepted(tmp_path):
     kinds = [kind for names in rows_of("The loss") for kind in names]
-    assert sorted(kinds) == sorted(trl._KNOWN)
+    assert sorted(kinds) == sorted(hpo_trl.module()._KNOWN)
     for kind in kinds:
-        build(HPOTrainer, tmp_path, loss_type=kind, **({"epsilon_high": 5.0} if kind == "cispo" else {}))
-    build(HPOTrainer, tmp_path, off_policy_mask_threshold=0.5)
+        build(hpo_trl.HPOTrainer, tmp_path, loss_type=kind, **({"epsilon_high": 5.0} if kind == "cispo" else {}))
+    build(hpo_trl.HPOTrainer, tmp_path, off_policy_mask_threshold=0.5)
 
 
 def test_the_list_of_estimators_is_what_is_accepted(tmp_path):
@@ -179,37 +190,39 @@ def test_the_list_of_estimators_is_what_is_accepted(tmp_path):
         estimator = getattr(hpo.advantages, name)
         if hasattr(estimator, "provenance"):
             try:
-                build(HPOTrainer, tmp_path, extra={"advantage": estimator})
+                build(hpo_trl.HPOTrainer, tmp_path, extra={"advantage": estimator})
                 accepted.add(name)
             except ValueError as error:
                 refused[name] = str(error)
     assert set(said.split(", ")) == accepted
     assert all(message.startswith("advantage: ") and "\n" not in message for message in refused.values())
     assert "needs lengths, of which TRL says nothing; fix it with functools.partial" in refused["opo"]
-    build(HPOTrainer, tmp_path, extra={"advantage": functools.partial(hpo.advantages.sgrpo, group_rewards=None,
+    build(hpo_trl.HPOTrainer, tmp_path, extra={"advantage": functools.partial(hpo.advantages.sgrpo, group_rewards=None,
                                                                       supergroup_ids=None)})  # fmt: skip
 
 
-@pytest.mark.parametrize("extra", [{"gate": "dapo"}, {"advantage": "grpo"}, {"window": 0.2}])
+@pytest.mark.parametrize(
+    "extra", [{"gate": "dapo"}, {"advantage": "grpo"}, {"window": 0.2}, {"gate_inputs": hpo.gates.GateInputs()}]
+)
 def test_wrong_types_are_refused(extra, tmp_path):
     (name,) = extra
     with pytest.raises(TypeError, match=f"^{name}: "):
-        build(HPOTrainer, tmp_path, extra=extra)
+        build(hpo_trl.HPOTrainer, tmp_path, extra=extra)
 
 
 def test_other_denominators_are_usable_with_a_gate(tmp_path):
     for loss_type in ("sapo", "vespo"):
-        trainer = build(HPOTrainer, tmp_path, extra={"gate": hpo.gates.ppo_clip()}, loss_type=loss_type)
+        trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": hpo.gates.ppo_clip()}, loss_type=loss_type)
         trainer.current_gradient_accumulation_steps = 1
         inputs, scored = micro_batch()
-        same = build(HPOTrainer, tmp_path, loss_type={"sapo": "grpo", "vespo": "dapo"}[loss_type])
+        same = build(hpo_trl.HPOTrainer, tmp_path, loss_type={"sapo": "grpo", "vespo": "dapo"}[loss_type])
         same.current_gradient_accumulation_steps = 1
-        results = [loss_of(HPOTrainer._compute_loss, one, inputs, scored)[0] for one in (trainer, same)]
+        results = [loss_of(hpo_trl.HPOTrainer._compute_loss, one, inputs, scored)[0] for one in (trainer, same)]
         assert torch.equal(*results)
 
 
 def test_docstrings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tried = doctest.testmod(sys.modules[HPOTrainer.__module__])
+    tried = doctest.testmod(sys.modules[hpo_trl.HPOTrainer.__module__])
     assert tried.attempted > 0
     assert tried.failed == 0

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-
-import hpo_core as hpo
-
-pytest.importorskip("trl")
+from lazily import Lazy, skip_without
 from ranks import on_ranks
 from trainers import build
-from trl import GRPOTrainer
 
-from hpo_core.integrations.trl import HPOMixin, HPOTrainer, Step
+import hpo_core as hpo
+from hpo_core.integrations.turns import Step
+
+skip_without("trl")
+hpo_trl, trl = Lazy("hpo_core.integrations.trl"), Lazy("trl")
 
 pytestmark = pytest.mark.peers
 
@@ -60,15 +60,17 @@ def expected_of(masks, steps, rewards):
 @pytest.mark.parametrize("seed", range(5))
 def test_turns_get_the_advantages_of_their_steps(seed, tmp_path, monkeypatch):
     masks, steps, rewards = completions(seed)
-    trainer = build(HPOTrainer, tmp_path, extra={"advantage": GIGPO, "steps": lambda **_: steps}, num_generations=GROUP)
+    trainer = build(
+        hpo_trl.HPOTrainer, tmp_path, extra={"advantage": GIGPO, "steps": lambda **_: steps}, num_generations=GROUP
+    )
     trainer.reward_weights = torch.tensor([1.0, 0.5])
-    monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", lambda *_, **__: rewards.clone())
+    monkeypatch.setattr(trl.GRPOTrainer, "_calculate_rewards", lambda *_, **__: rewards.clone())
 
     def generate(self, inputs):
         self._calculate_rewards(inputs, ["p"] * ROWS, ["c"] * ROWS, None)
         return {**masks, "completion_ids": masks["completion_mask"], "advantages": torch.zeros(ROWS)}
 
-    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", generate)
+    monkeypatch.setattr(trl.GRPOTrainer, "_generate_and_score_completions", generate)
     output = trainer._generate_and_score_completions([{"prompt": "p"}] * ROWS)
     assert torch.equal(output["advantages"], expected_of(masks, steps, rewards))
     assert output["advantages"].any() and torch.equal(output["group_ids"], torch.arange(ROWS) // GROUP)
@@ -82,7 +84,9 @@ def test_one_turn_in_one_place_is_grpo_twice(tmp_path):
         told.update(keywords)
         return [[Step("here")] for _ in keywords["completions"]]
 
-    trainer = build(HPOTrainer, tmp_path, extra={"advantage": hpo.advantages.gigpo, "steps": steps}, max_steps=2)
+    trainer = build(
+        hpo_trl.HPOTrainer, tmp_path, extra={"advantage": hpo.advantages.gigpo, "steps": steps}, max_steps=2
+    )
     output = trainer._generate_and_score_completions([{"prompt": "abcdefgh=", "kind": "a"}] * 16)
     grpo = hpo.advantages.grpo(trainer._hpo_rewards[:, 0], torch.arange(16) // 8)
     mask = output["completion_mask"]
@@ -102,8 +106,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
         ({"steps": list}, "expected an estimator of steps, got one of rows"),
     ):
         with pytest.raises(ValueError, match=f"advantage: {message}"):
-            build(HPOTrainer, tmp_path, extra=extra)
-    trainer = build(HPOTrainer, tmp_path, extra={"advantage": GIGPO, "steps": lambda **_: [[Step(1)] * 2] * 8})
+            build(hpo_trl.HPOTrainer, tmp_path, extra=extra)
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"advantage": GIGPO, "steps": lambda **_: [[Step(1)] * 2] * 8})
     with pytest.raises(ValueError, match=r"steps\[0\]: expected 1 steps, got 2; a turn is"):
         trainer._generate_and_score_completions([{"prompt": "abcdefgh="}] * 8)
 
@@ -124,9 +128,9 @@ def advantages_of(own, processes):
         _ranks=lambda: None if processes == 1 else dist.group.WORLD,
         _logged=logged.append,
     )
-    trainer._outcomes = functools.partial(HPOMixin._outcomes, trainer)
+    trainer._outcomes = functools.partial(hpo_trl.HPOMixin._outcomes, trainer)
     mask = (masks["completion_mask"] * masks["tool_mask"] != 0)[own]
-    return HPOMixin._advantages_of_steps(trainer, mask, (torch.arange(ROWS) // GROUP)[own], own)
+    return hpo_trl.HPOMixin._advantages_of_steps(trainer, mask, (torch.arange(ROWS) // GROUP)[own], own)
 
 
 OWN = (slice(0, 6), slice(6, ROWS))  # a group has rows on both

@@ -1,5 +1,6 @@
 """The losses registered with verl against verl's own, through verl's own ppo_loss, and how verl finds them."""
 
+import functools
 import inspect
 import os
 import pickle
@@ -8,16 +9,14 @@ import sys
 
 import pytest
 import torch
-
-pytest.importorskip("verl")
-from tensordict import TensorDict
-from verl.trainer.ppo import core_algos
-from verl.utils import tensordict_utils
-from verl.workers.config import ActorConfig, PolicyLossConfig
-from verl.workers.utils.losses import ppo_loss
+from lazily import Lazy, skip_without
 
 import hpo_core as hpo
-from hpo_core.integrations.verl import register
+
+skip_without("verl")
+core_algos, tensordict_utils = Lazy("verl.trainer.ppo.core_algos"), Lazy("verl.utils.tensordict_utils")
+workers, losses = Lazy("verl.workers.config"), Lazy("verl.workers.utils.losses")
+hpo_verl, tensordict = Lazy("hpo_core.integrations.verl"), Lazy("tensordict")
 
 pytestmark = pytest.mark.peers
 
@@ -35,7 +34,8 @@ ROWS = 8
 
 @pytest.fixture(scope="module", autouse=True)
 def registry():
-    """What the tests register under new names does not stay."""
+    """What the tests register under new names does not stay; what hpo_core registers is there."""
+    assert callable(hpo_verl.register)
     before = dict(core_algos.POLICY_LOSS_REGISTRY)
     yield
     core_algos.POLICY_LOSS_REGISTRY.clear()
@@ -78,7 +78,7 @@ class Batch:
         sizes = {"prompts": self.prompts, "responses": self.responses}
         ids = {name: jagged([torch.ones(size[row]).long() for row in rows]) for name, size in sizes.items()}
         fields = {name: jagged([field[row] for row in rows]) for name, field in self.fields.items()}
-        data = TensorDict({**ids, **fields}, batch_size=[len(rows)])
+        data = tensordict.TensorDict({**ids, **fields}, batch_size=[len(rows)])
         counts = {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None, **counts}
         tensordict_utils.assign_non_tensor(data, **counts)
         return data
@@ -90,13 +90,17 @@ class Batch:
 
 
 def actor(loss_mode, **fields):
-    policy_loss = PolicyLossConfig(loss_mode=loss_mode)
-    return ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=policy_loss, **fields)
+    policy_loss = workers.PolicyLossConfig(loss_mode=loss_mode)
+    return workers.ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=policy_loss, **fields
+    )
 
 
 def run(batch, config, counts=None, rows=range(ROWS), **output):
     """Loss, its gradient, and the metrics as the trainer logs them."""
-    loss, metrics = ppo_loss(config, {"log_probs": batch.log_probs(rows), **output}, batch.data(rows, **(counts or {})))
+    loss, metrics = losses.ppo_loss(
+        config, {"log_probs": batch.log_probs(rows), **output}, batch.data(rows, **(counts or {}))
+    )
     (gradient,) = torch.autograd.grad(loss, batch.logp)
     logged = {name: metric.aggregate() for name, metric in metrics.items() if hasattr(metric, "aggregate")}
     return loss.detach(), gradient, logged
@@ -143,8 +147,8 @@ def test_dapo_is_vanilla_without_the_dual_clip():
 
 def test_a_gate_on_several_levels():
     """FiberPO with room for everything is the ratio itself; with its own budgets it is not."""
-    register("hpo_fiberpo", hpo.gates.fiberpo())
-    register("hpo_fiberpo_wide", hpo.gates.fiberpo(50.0, (50.0, 50.0)))
+    hpo_verl.register("hpo_fiberpo", hpo.gates.fiberpo())
+    hpo_verl.register("hpo_fiberpo_wide", hpo.gates.fiberpo(50.0, (50.0, 50.0)))
     batch = Batch()
     unclipped = run(batch, actor("vanilla", clip_ratio_low=1.0, clip_ratio_high=1e6, clip_ratio_c=1e6))
     wide, tight = (run(batch, actor(mode, loss_agg_mode="token-mean")) for mode in ("hpo_fiberpo_wide", "hpo_fiberpo"))
@@ -156,7 +160,7 @@ def test_a_gate_on_several_levels():
 def test_steps_are_what_no_tool_wrote():
     """A step is a run of valid tokens inside a response."""
     batch, gate = Batch(), hpo.gates.step_gspo(0.02, 0.03)
-    register("hpo_step_gspo", gate)
+    hpo_verl.register("hpo_step_gspo", gate)
     loss, grad, _ = run(batch, actor("hpo_step_gspo", loss_agg_mode="token-sum"))
     steps, begin = [], 0
     for valid in batch.fields["response_mask"]:
@@ -308,24 +312,27 @@ def test_an_epsilon_above_one_is_no_lower_bound():
         ({"log_prob": torch.zeros(2, 3).bfloat16()}, TypeError, "logp: expected float32, got bfloat16"),
         ({"advantages": torch.zeros(2, 4)}, ValueError, "advantages"),
         (
-            {"config": actor("x", global_batch_info={"dp_size": 2})},
+            {"info": {"dp_size": 2}},
             ValueError,
             "batch_num_tokens: 'token-mean' needs it",
         ),
         (
-            {"config": actor("x", global_batch_info={"dp_size": 2}), "loss_agg_mode": "seq-mean-token-mean"},
+            {"info": {"dp_size": 2}, "loss_agg_mode": "seq-mean-token-mean"},
             ValueError,
             "global_batch_size: 'seq-mean-token-mean' needs it",
         ),
     ],
 )
 def test_errors_name_the_argument(fields, error, message):
+    if "info" in fields:
+        fields = dict(fields)
+        fields["config"] = actor("x", global_batch_info=fields.pop("info"))
     with pytest.raises(error, match=message):
         call("hpo_ppo_clip", **fields)
 
 
 def test_register_a_gate_of_your_own():
-    register("hpo_mine", hpo.gates.ppo_clip(0.1, 0.3, dual=2.0))
+    hpo_verl.register("hpo_mine", hpo.gates.ppo_clip(0.1, 0.3, dual=2.0))
     batch = Batch()
     expected = run(batch, actor("vanilla", clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=2.0))
     close(run(batch, actor("hpo_mine")), expected)
@@ -335,7 +342,7 @@ def test_register_a_gate_of_your_own():
 
 
 def test_register_a_function_of_the_config():
-    register("hpo_annealed", lambda config: hpo.gates.ppo_clip(config.clip_ratio_low, 0.5))
+    hpo_verl.register("hpo_annealed", lambda config: hpo.gates.ppo_clip(config.clip_ratio_low, 0.5))
     batch = Batch()
     expected = run(batch, actor("vanilla", clip_ratio_low=0.1, clip_ratio_high=0.5, clip_ratio_c=1e30))
     close(run(batch, actor("hpo_annealed", clip_ratio_low=0.1)), expected)
@@ -343,18 +350,49 @@ def test_register_a_function_of_the_config():
 
 def test_register_refuses_what_is_no_gate():
     with pytest.raises(TypeError, match="gate: expected a RatioGate, or a function"):
-        register("hpo_wrong", "ppo_clip")
+        hpo_verl.register("hpo_wrong", "ppo_clip")
     with pytest.raises(TypeError, match=r"gate: expected .*, got the function gspo; call it: gspo\(\)"):
-        register("hpo_wrong", hpo.gates.gspo)
-    register("hpo_late", lambda config: hpo.gates.gspo)
+        hpo_verl.register("hpo_wrong", hpo.gates.gspo)
+    hpo_verl.register("hpo_late", lambda config: hpo.gates.gspo)
     with pytest.raises(TypeError, match="gate: expected a RatioGate from the function of 'hpo_late', got the function"):
         call("hpo_late", config=actor("hpo_late"))
     deep = hpo.gates.reconstructed.fiberpo_domain()
     with pytest.raises(ValueError, match="gate: 'fiberpo_domain' has a level of groups, and verl tells its losses of"):
-        register("hpo_deep", deep)
-    register("hpo_deep_later", lambda config: deep)
+        hpo_verl.register("hpo_deep", deep)
+    hpo_verl.register("hpo_deep_later", lambda config: deep)
     with pytest.raises(ValueError, match="gate: 'fiberpo_domain' has a level of groups"):
         call("hpo_deep_later", config=actor("hpo_deep_later"))
+
+
+def test_register_refuses_what_verl_cannot_give():
+    gates = hpo.gates
+    for gate, given, message in (
+        (gates.icepop(), None, "gate: 'icepop' corrects what the sampler's log-probabilities differ by"),
+        (gates.tis(), None, "gate: 'tis' corrects"),
+        (
+            gates.kl_cov(),
+            None,
+            r"gate: 'kl_cov' needs penalty_mask, as from gates.kl_cov_mask\(logp, advantages, batch",
+        ),
+        (gates.hapo_clip(), gates.hapo_bounds, "gate_inputs: expected a function of logp, .* that needs entropy too"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            hpo_verl.register("hpo_wrong", gate, gate_inputs=given)
+        hpo_verl.register("hpo_wrong_later", lambda config, gate=gate: gate, gate_inputs=given)
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call("hpo_wrong_later", config=actor("hpo_wrong_later"))
+
+
+def test_a_gate_gets_the_inputs_it_needs():
+    """KL-Cov, with the covariances of the micro-batch, is verl's own."""
+    hpo_verl.register(
+        "hpo_kl_cov", hpo.gates.kl_cov(1.0), gate_inputs=functools.partial(hpo.gates.kl_cov_mask, share=0.1)
+    )
+    batch, fields = Batch(per_token=True), {"kl_cov_ratio": 0.1, "ppo_kl_coef": 1.0}
+    of_verl = actor("kl_cov")
+    for name, value in fields.items():
+        object.__setattr__(of_verl.policy_loss, name, value)
+    close(run(batch, actor("hpo_kl_cov")), run(batch, of_verl))
 
 
 def test_verl_finds_us(tmp_path):

@@ -254,7 +254,7 @@ def _is_allowed(call: Call, place: Place, kind: str) -> bool:
     if kind == "None":
         holder = _get(call.arguments, place[:-1]) if len(place) > 1 else None
         is_operator = call.name.startswith("torch.ops.")
-        return isinstance(holder, Term) or place[0] == "bounds" or (call.is_optional(place[0]) and not is_operator)
+        return isinstance(holder, Term) or (call.is_optional(place[0]) and not is_operator)
     if call.kind_of(place[0]) == "Total":
         return kind in ("None", "number")
     return kind in ("list", "numpy") and "Sequence[int]" in call.kind_of(place[0])

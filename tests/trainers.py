@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import random
 from pathlib import Path
 from types import SimpleNamespace
 
-import datasets
 import torch
-from transformers import PrinterCallback
-from trl import GRPOConfig
+from lazily import Lazy
+
+datasets, transformers, trl = Lazy("datasets"), Lazy("transformers"), Lazy("trl")
 
 
-def _load_demo():
+@functools.cache
+def demo():
     path = Path(__file__).parents[1] / "examples" / "demo.py"
     spec = importlib.util.spec_from_file_location("hpo_demo", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-demo = _load_demo()
 
 
 class Rewards:
@@ -59,16 +58,16 @@ def build(kind, folder, *, extra=None, callbacks=None, eval_dataset=None, **conf
         "disable_tqdm": True,
         "log_level": "error",
     } | config
-    tokenizer = demo.build_tokenizer()
-    texts = demo.make_prompts(64, random.Random(0))
+    tokenizer = demo().build_tokenizer()
+    texts = demo().make_prompts(64, random.Random(0))
     prompts = datasets.Dataset.from_dict({"prompt": texts, "kind": [text[0] for text in texts]})
-    model = demo.build_model(tokenizer, seed=0)
+    model = demo().build_model(tokenizer, seed=0)
     if config.get("beta"):  # TRL loads the reference model from where the model says it came from
         model.save_pretrained(folder / "model")
         model.config._name_or_path = str(folder / "model")
     trainer = kind(
         model=model,
-        args=GRPOConfig(str(folder), **settings),
+        args=trl.GRPOConfig(str(folder), **settings),
         processing_class=tokenizer,
         reward_funcs=Rewards(),
         train_dataset=prompts,
@@ -76,7 +75,7 @@ def build(kind, folder, *, extra=None, callbacks=None, eval_dataset=None, **conf
         callbacks=callbacks,
         **(extra or {}),
     )
-    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
 

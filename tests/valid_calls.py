@@ -80,7 +80,7 @@ def takes_tensors(function: Callable[..., Any]) -> bool:
     """Whether an argument of the function may hold a tensor, as its annotations say."""
     if isinstance(function, torch._ops.OpOverloadPacket):
         return True
-    holders = ("Tensor", "PackedBatch", "Term", "History", "State", "Bounds", "Aggregates", "Total", "Metrics")
+    holders = ("Tensor", "PackedBatch", "Term", "History", "State", "GateInputs", "Total", "Metrics")
     return any(holder in str(parameter.annotation) for parameter in _parameters(function) for holder in holders)
 
 
@@ -344,22 +344,24 @@ def _losses() -> Iterator[Call]:
     optional: list[dict[str, Any]] = [
         {"weights": _S["weights"], "ref_logp": _T["old_logp"] - 0.25, "kl": hpo.kl.k3(0.125), **scope},
         {"token_mask": _T["bools"], "token_weight": _T["weight"]},
-        {"bounds": (_T["weight"] / 4, _T["weight"] + 1)},
+        {"gate_inputs": gates.GateInputs(bounds=(_T["weight"] / 4, _T["weight"] + 1))},
         {"window": window, "threshold": floats(0.75), **scope},
         {"window": window, "threshold": window.fit(_T["entropy"], levels), **scope},
         {"gate": gates.tis(), "rollout_logp": _T["old_logp"] + 0.125},
-        {"gate": gates.kl_cov(), "penalty_mask": _T["bools"]},
-        {"gate": gates.bpo(), "target": floats(1.25, 0.75, 1.5)},
-        {"gate": gates.gspo(), "level_metrics": True},
-        {"gate": pairs, "aggregates": {"group": floats(0.25, -0.5)}},
+        {"gate": gates.kl_cov(), "gate_inputs": gates.GateInputs(penalty_mask=_T["bools"])},
+        {"gate": gates.m2po(), "gate_inputs": gates.GateInputs(token_mask=_T["bools"])},
+        {"gate": gates.bpo(), "gate_inputs": gates.GateInputs(target=floats(1.25, 0.75, 1.5))},
+        {"gate": gates.gspo(), "report": ("levels",)},
     ]
+    from_elsewhere = {"gate": pairs, "gate_inputs": gates.GateInputs(aggregates={"group": floats(0.25, -0.5)})}
     for function in (hpo.policy_loss, hpo.policy_loss_and_grad):
         yield _call(function, **base, advantages=_S["advantages"])
         yield _call(function, **base, advantages=floats(1, -1, 0.5, 2, 0.25), advantage_level="step")
         yield _call(function, **base, advantages=_T["weight"], advantage_level="token")
         yield _call(function, "advantages", **base, advantages=floats(1, -1), advantage_level="group")
         for more in optional:
-            yield _call(function, "aggregates", **base, advantages=_S["advantages"], **more)
+            yield _call(function, **base, advantages=_S["advantages"], **more)
+        yield _call(function, "gate_inputs", **base, advantages=_S["advantages"], **from_elsewhere)
     yield _call(hpo.hierarchical_policy_loss, **base, rewards=floats(1, 0, 0.5))
     yield _call(hpo.hierarchical_policy_loss, **base, rewards=floats(1, 0, 0.5), window=window, entropy=_T["entropy"])
     padded = bools(1, 1, 1, 0, 1, 1, 0, 0).reshape(2, 4)

@@ -58,14 +58,13 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
       if (pieces.length(p) > 0) space.segments[pieces.ancestor(0, p)].add(space.of_pieces[p]);
     }
     for (int64_t s = 0; !whole && s < pieces.count(); ++s) {
-      words_of(s)[0] = space.segments[s].valid;
-      words_of(s)[1] = word_of(space.segments[s], reduction);
+      for (int word = 0; word < kWords; ++word) words_of(s)[word] = word_of(space.segments[s], word, reduction);
     }
   }
   if (!whole && hierarchy.stage != Stage::sweep) return;
 
   for_each_piece(args.tokens, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) correction.factor[t] = 1.0f;
+    for (int64_t t = begin; t < end; ++t) correction.factor[t] = args.token_weight ? args.token_weight[t] : 1.0f;
   });
   parallel_for(pieces.tasks(), threads, [&](int64_t task) {
     pieces.for_each_block(task, [&](const Block& block) {

@@ -178,7 +178,7 @@ inline bool finite_coefficients(const PolicyLossArgs& args, const Segments& segm
 // Loss and gradient of the tokens of a vector; `inside`: present, and the gate has the derivative 1.
 template <bool kScoreHead, class Vector>
 HPO_INLINE void put_term(const Vector& vector, Mask inside, Floats value, const float* logp, GroupSum& loss, float* grad) {
-  loss.add(vector.part, vector.present, kScoreHead ? value * vector.load(logp) : value);
+  loss.add(vector.part, vector.present, kScoreHead ? scored(value * vector.load(logp)) : value);
   vector.store(keep_if(kScoreHead ? vector.present : inside, value), grad);
 }
 

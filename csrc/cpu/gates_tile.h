@@ -2,6 +2,7 @@
 // plain arrays first, so that the arithmetic runs in short loops without branches that know neither rows nor exceptions.
 #pragma once
 #include "gates_sums.h"
+#include "hpo/terms.h"
 #include "rows.h"
 
 namespace hpo::HPO_ISA {
@@ -127,13 +128,13 @@ inline bool load_rows(const PolicyLossArgs& args, int64_t first, int n, const Se
   return doubtful;
 }
 
-// A target that is not finite makes its token's coefficient NaN, as an advantage would; true if there may be one.
-inline bool load_targets(const PolicyLossArgs& args, int64_t first, int n, const Segments& segments, Tile& tile) {
+// A target that nothing can be compared with makes its token's coefficient NaN; true if there may be one.
+inline bool load_targets(const PolicyLossArgs& args, Head head, int64_t first, int n, const Segments& segments, Tile& tile) {
   if (!args.target) return false;
   for (const Segment& segment : segments) {
     for (int i = segment.begin; i < segment.end && i < n; ++i) {
       const float target = args.target_per_token ? args.target[first + i] : args.target[segment.row];
-      if (!finite(target)) tile.coefficient[i] = NAN;
+      if (!is_target(head, tile.kind[i] == kNegative, target)) tile.coefficient[i] = NAN;
     }
   }
   return true;
@@ -223,7 +224,7 @@ inline void load(const Call& call, int64_t first, int n, const Segments& segment
     for (int32_t& each : tile.infinite) each = 0;
     tile.has_infinite = false;
   }
-  const bool doubtful = load_rows(call.args, first, n, segments, tile) | load_targets(call.args, first, n, segments, tile);
+  const bool doubtful = load_rows(call.args, first, n, segments, tile) | load_targets(call.args, call.structure.head, first, n, segments, tile);
   apply_mask(call.args, first, n, tile);
   if (with_log_ratios) load_log_ratios(call.args, first, n, tile, partial);
   choose(call, first, n, doubtful, tile, partial);

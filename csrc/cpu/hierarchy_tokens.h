@@ -37,7 +37,7 @@ struct TokenGates {
     const GatedTokenNumber<Floats> token = gate_token<Floats>(piece, kSplit, kDrop, keep, negative, x, low, high);
     const Floats value = keep_if(present, token_value(coefficient, token.z));
     if (kScoreHead) {
-      store_lanes(keep_if(present, value * logp), loss + i);
+      store_lanes(keep_if(present, scored(value * logp)), loss + i);
       store_lanes(value, grad + i);
     } else {
       store_lanes(value, loss + i);

@@ -63,7 +63,8 @@ struct Call {
 
 __device__ __forceinline__ void prepare(const Call& call) {
   if (call.hierarchy.depth > 0 && call.reaches(Stage::sums)) clear(call.workspace.segments, call.hierarchy.pieces * kWords);
-  fill_tokens(call.correction.factor, call.args.tokens, call.groupable, 1.0f);
+  if (call.args.token_weight) copy(call.correction.factor, call.args.token_weight, call.args.tokens);
+  else fill_tokens(call.correction.factor, call.args.tokens, call.groupable, 1.0f);
   check_pieces(call.hierarchy, call.args, call.workspace.counted);
 }
 
@@ -77,7 +78,7 @@ __device__ __forceinline__ Reduced reduce_tile(const Call& call, const Unit& til
       if (call.valid(inputs, i) && v == v) found.add(v);
     }
   });
-  return {warp_sum(found.valid), warp_sum(found.fixed), warp_min(found.smallest), warp_max(found.largest)};
+  return {warp_sum(found.valid), warp_sum(found.fixed), warp_sum(found.coarse), warp_min(found.smallest), warp_max(found.largest)};
 }
 
 __device__ __forceinline__ void reduce_pieces(const Call& call, const Pieces& pieces) {
@@ -87,9 +88,8 @@ __device__ __forceinline__ void reduce_pieces(const Call& call, const Pieces& pi
     const Reduced found = reduce_tile(call, unit.tile);
     if (lane() >= kWords || found.valid == 0) return;
     int64_t* const word = call.words_of(unit.piece) + lane();
-    if (lane() == 0) return carrier.add(word, found.valid);
-    const int64_t mine = word_of(found, reduction);
-    if (!is_extremum(reduction)) return carrier.add(word, mine);
+    const int64_t mine = word_of(found, lane(), reduction);
+    if (lane() == 0 || !is_extremum(reduction)) return carrier.add(word, mine);
     if (*word < mine) atomicMax(word, mine);  // it only grows: few get past the question
   });
   carrier.flush();
@@ -114,8 +114,8 @@ __device__ __forceinline__ void write_factors(const Call& call, const Pieces& pi
         const bool negative = (args.advantage_per_token ? inputs.advantage[i] : advantage) < 0.0f;
         const float v = call.statistic(inputs, i);
         factor[i] = v != v ? v : (OF_SEGMENTS ? by_sign(of_segment, negative) : factor_of(correction, negative, v));
-        if (args.token_weight) factor[i] *= inputs.one(args.token_weight, i);
         if (!call.valid(inputs, i)) factor[i] = 1.0f;
+        if (args.token_weight) factor[i] *= inputs.one(args.token_weight, i);
       }
       write(correction.factor, group, factor);
     });

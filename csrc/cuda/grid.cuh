@@ -63,6 +63,11 @@ __device__ __forceinline__ void clear(T* array, int64_t count) {
   fill(array, count, T{});
 }
 
+__device__ __forceinline__ void copy(float* to, const float* from, int64_t count) {
+#pragma unroll 1
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < count; i += int64_t(gridDim.x) * kThreads) to[i] = from[i];
+}
+
 // Tokens outside every piece get `value`: written for all of them, which is cheaper than to look for those.
 __device__ __forceinline__ void fill_tokens(float* array, int64_t tokens, bool groupable, float value) {
   if (!array) return;

@@ -264,7 +264,7 @@ struct PolicyTerm {
 __device__ __forceinline__ PolicyTerm plain_term(const Gate& gate, const GatedToken& gated, const Token& token, float a,
                                                  float logp) {
   const float value = token_value(a, gated.z);
-  if (gate.structure.head == Head::score) return {token.infinite ? 0.0f : value * logp, value, value};
+  if (gate.structure.head == Head::score) return {token.infinite ? 0.0f : scored(value * logp), value, value};
   return {value, value, value * gated.slope};
 }
 
@@ -284,12 +284,12 @@ __device__ __forceinline__ PolicyTerm general_term(const Call& call, const Gated
           (passes ? term.slope * gated.slope : 0.0f) + term.direct};
 }
 
-// A target that is not finite counts as such an advantage does.
+// A target that nothing can be compared with counts as an advantage does that is not finite.
 __device__ __forceinline__ float judge_target(const Gate& gate, int row, const Inputs<4>& inputs, int i, Token& token) {
   const PolicyLossArgs& args = gate.args;
   if (!args.target) return 0.0f;
   const float target = args.target_per_token ? inputs.one(args.target, i) : args.target[row];
-  if (fabsf(target) <= FLT_MAX) return target;
+  if (is_target(gate.structure.head, token.negative, target)) return target;
   token.bad = token.valid;
   token.selected = false;
   token.a = token.unweighted = 0.0f;

@@ -11,7 +11,7 @@ from ..checks import check, check_device, check_dtype, check_real, check_shape, 
 from ..segments import statistics
 from ..specs import Provenance
 from .flat import whiten
-from .terms import as_advantages, estimator, scorable
+from .terms import as_advantages, estimator, known, members_of, scorable
 
 __all__ = ["BetaTracker", "GroupHistory", "dcpo", "poise", "spo_single_stream"]
 
@@ -26,7 +26,8 @@ class BetaTracker(NamedTuple):
     @examines
     def start(successes: torch.Tensor, samples: int, *, least_memory: float = 0.875) -> BetaTracker:
         """From the successes s ``[P]`` of n = ``samples`` responses to each prompt: ``alpha = N (s + 1/2) / (n + 1)``,
-        ``beta = N (n - s + 1/2) / (n + 1)``, ``N = 1 / (1 - least_memory)``; without samples 1/2 each.
+        ``beta = N (n - s + 1/2) / (n + 1)``, ``N = 1 / (1 - least_memory)``; without samples, or where s is NaN or
+        infinite, 1/2 each.
 
         >>> BetaTracker.start(torch.tensor([3.0]), 8).value
         tensor([0.3889])
@@ -35,8 +36,9 @@ class BetaTracker(NamedTuple):
         check(samples >= 0, "samples: expected a count >= 0, got {}", samples)
         check(0 <= least_memory < 1, "least_memory: expected a number in [0, 1), got {}", least_memory)
         size = 1 / (1 - least_memory) if samples else 1.0
-        alpha = size * (successes.float() + 0.5) / (samples + 1)
-        return BetaTracker(alpha, size * (samples - successes.float() + 0.5) / (samples + 1))
+        both = (successes.float(), samples - successes.float())
+        scored = torch.isfinite(both[0])
+        return BetaTracker(*(torch.where(scored, size * (each + 0.5) / (samples + 1), 0.5) for each in both))
 
     @property
     def value(self) -> torch.Tensor:
@@ -63,19 +65,28 @@ class BetaTracker(NamedTuple):
         ``rho = clamp(2^(-D / half_life), least_memory, most_memory)``.
 
         Args:
-            rewards: ``[S]``, at most one per prompt.
-            prompts: ``[S]`` int64, the place of each unit's prompt.
-            divergence: ``[S]`` D, the mean ``|logp - old_logp|`` on the prompt's last stored response.
+            rewards: ``[S]``, at most one per prompt; NaN or infinite: its prompt stays as it is.
+            prompts: ``[S]`` int64, the place of each unit's prompt; a unit of a negative place, or of one beyond the
+                tracker, changes nothing.
+            divergence: ``[S]`` D, the mean ``|logp - old_logp|`` on the prompt's last stored response; NaN: its prompt
+                stays as it is.
+
+        >>> tracker = BetaTracker.start(torch.tensor([3.0, 3.0]), 8)
+        >>> tracker.updated(torch.tensor([1.0, torch.nan]), torch.tensor([0, 1]), torch.ones(2)).value
+        tensor([0.4653, 0.3889])
         """
         check_units(alpha=self.alpha, beta=self.beta)
         check_units(rewards=rewards, divergence=divergence)
         _check_places("prompts", prompts, rewards)
         check_device("rewards", rewards, self.alpha.device, "alpha")
-        places = prompts.to(torch.int64)
-        memory = torch.exp2(-divergence.float() / half_life).clamp(least_memory, most_memory)
-        old_alpha, old_beta, rewards, memory = (x.float() for x in (self.alpha, self.beta, rewards, memory))
-        alpha = old_alpha.scatter(0, places, memory * old_alpha[places] + rewards)
-        return BetaTracker(alpha, old_beta.scatter(0, places, memory * old_beta[places] + 1 - rewards))
+        check(half_life > 0, "half_life: expected a number above 0, got {}", half_life)
+        for name, memory in (("least_memory", least_memory), ("most_memory", most_memory)):
+            check(0 <= memory <= 1, "{}: expected a number in [0, 1], got {}", name, memory)
+        places = _places(prompts, self.alpha, torch.isfinite(rewards) & ~torch.isnan(divergence))
+        kept = torch.exp2(-divergence.float() / half_life).clamp(least_memory, most_memory)
+        old_alpha, old_beta, rewards = (x.float() for x in (self.alpha, self.beta, rewards))
+        alpha = _written(old_alpha, places, kept * _read(old_alpha, places) + rewards)
+        return BetaTracker(alpha, _written(old_beta, places, kept * _read(old_beta, places) + 1 - rewards))
 
 
 @estimator(Provenance.VERIFIED, tables=True)
@@ -116,7 +127,8 @@ def poise(
     2605.07579). Returns ``[S]`` float32.
 
     A prediction from the rollout's own features would bias the gradient, so a unit that is its own source gets NaN,
-    which the loss leaves out and counts.
+    which the loss leaves out and counts, as does one whose source is no unit. Without a reward or a prediction a unit
+    gets 0.
 
     Args:
         predictions: ``[S]``, what the probe makes of each rollout's features.
@@ -129,8 +141,9 @@ def poise(
     _check_places("sources", sources, rewards)
     own = torch.arange(rewards.numel(), device=rewards.device)
     wrong = (sources == own) | (sources < 0) | (sources >= rewards.numel())
-    chosen = torch.where(wrong, torch.nan, predictions[torch.where(wrong, own, sources)])
-    return as_advantages(torch.where(scorable(rewards, mask), rewards.double() - chosen, 0.0), rewards, backend)
+    chosen = predictions[torch.where(wrong, own, sources)].double()
+    lead = torch.where(wrong, torch.nan, known(rewards.double() - chosen))
+    return as_advantages(torch.where(scorable(rewards, mask), lead, 0.0), rewards, backend)
 
 
 class GroupHistory(NamedTuple):
@@ -148,7 +161,8 @@ class GroupHistory(NamedTuple):
     @examines
     def merged(self, prompts: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> GroupHistory:
         """With one more step of equally many samples of these prompts: ``mean <- (t mean + m) / (t + 1)``,
-        ``variance <- (t variance + v + t / (t + 1) (m - mean)^2) / (t + 1)``.
+        ``variance <- (t variance + v + t / (t + 1) (m - mean)^2) / (t + 1)``. A prompt whose m or v is NaN or infinite
+        has no step more; negative places, and those beyond the history, belong to no prompt.
 
         >>> old = GroupHistory(*(torch.tensor([x], dtype=torch.float64) for x in (1, 0.5, 0.25)))
         >>> old.merged(torch.tensor([0]), torch.tensor([0.25]), torch.tensor([0.1875])).variance
@@ -158,12 +172,12 @@ class GroupHistory(NamedTuple):
         check_units(mean=mean, variance=variance)
         _check_places("prompts", prompts, mean)
         check_device("mean", mean, self.steps.device, "the history")
-        prompts = prompts.to(torch.int64)
-        t, before, spread = (field.double()[prompts] for field in self)
+        places = _places(prompts, self.steps, torch.isfinite(mean) & torch.isfinite(variance))
+        t, before, spread = (_read(field.double(), places) for field in self)
         mean, variance = mean.double(), variance.double()
         merged = (t * spread + variance + t / (t + 1) * (mean - before).square()) / (t + 1)
         news = (t + 1, (t * before + mean) / (t + 1), merged)
-        return GroupHistory(*(old.double().scatter(0, prompts, new) for old, new in zip(self, news, strict=True)))
+        return GroupHistory(*(_written(old.double(), places, new) for old, new in zip(self, news, strict=True)))
 
 
 @estimator(Provenance.PAPER)
@@ -183,7 +197,10 @@ def dcpo(
     ``(1 - 1 / i) A_new + A_all / i``, whichever has the smaller absolute value.
 
     Args:
-        prompts: ``[S]`` int64, the place of each unit's prompt in the history, which is its group.
+        prompts: ``[S]`` int64, the place of each unit's prompt in the history, which is its group; negative: in none. A
+            place beyond the history gets NaN, which the loss leaves out and counts.
+
+    A prompt whose units all lack a reward gets 0, and no step in the history.
 
     Assumed, the paper being silent: ddof 0 in both, and i counted per prompt.
 
@@ -195,9 +212,10 @@ def dcpo(
     _check_places("prompts", prompts, rewards)
     group = statistics(rewards, prompts, mask=mask, backend=backend)
     variance = group.deviation(0).square()
-    places = prompts.to(torch.int64)
-    merged = history.merged(places, group.mean, variance)
-    steps, mean, spread = (field[places] for field in merged)
+    member = members_of(rewards, group, mask)
+    merged = history.merged(prompts, torch.where(group.members > 0, group.mean, torch.nan), variance)
+    places = _places(prompts, history.steps, member)
+    steps, mean, spread = (_read(field, places) for field in merged)
 
     def normalised(center: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
         return torch.where(square > 0, (rewards.double() - center) / square.sqrt(), 0.0)
@@ -205,7 +223,8 @@ def dcpo(
     new, overall, part = normalised(group.mean, variance), normalised(mean, spread), 1 / steps
     first, second = part * new + (1 - part) * overall, (1 - part) * new + part * overall
     smaller = torch.where(first.abs() <= second.abs(), first, second)
-    return as_advantages(torch.where(scorable(rewards, mask), smaller, 0.0), rewards, backend), merged
+    smaller = torch.where(prompts < history.steps.numel(), smaller, torch.nan)
+    return as_advantages(torch.where(member, smaller, 0.0), rewards, backend), merged
 
 
 def _check_places(name: str, places: torch.Tensor, units: torch.Tensor) -> None:
@@ -213,3 +232,19 @@ def _check_places(name: str, places: torch.Tensor, units: torch.Tensor) -> None:
     check_dtype(name, places, (torch.int32, torch.int64), "places are integers")
     check_shape(name, places, units.shape, "[S] (one per unit)")
     check_device(name, places, units.device, "the units")
+
+
+def _places(places: torch.Tensor, memory: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
+    """Places ``[S]`` in a memory ``[P]`` of scored units; P, behind it, for the others and for those that have none."""
+    own = scored & (places >= 0) & (places < memory.numel())
+    return torch.where(own, places.to(torch.int64), memory.numel())
+
+
+def _read(memory: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """What the memory ``[P]`` has at places ``[S]``; behind it 0."""
+    return torch.cat((memory, memory.new_zeros(1)))[places]
+
+
+def _written(memory: torch.Tensor, places: torch.Tensor, news: torch.Tensor) -> torch.Tensor:
+    """The memory ``[P]`` with news at places ``[S]``; news behind it are dropped."""
+    return torch.cat((memory, memory.new_zeros(1))).scatter(0, places, news)[:-1]

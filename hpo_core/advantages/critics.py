@@ -10,8 +10,8 @@ from ..checks import check_device, check_dtype, check_shape, check_units
 from ..segments import chains, recurrence
 from ..specs import GroupTerm, Provenance
 from .flat import whiten
-from .returns import generalised_advantages
-from .terms import Term, as_advantages, combine, estimator, widened
+from .returns import check_discounts, generalised_advantages
+from .terms import Term, as_advantages, combine, estimator, known, widened
 
 __all__ = ["HierarchicalAdvantages", "archer_td", "hiper", "step_gae"]
 
@@ -36,6 +36,8 @@ def step_gae(
     ``(A - mean) / (std + eps)``, ddof 1.
 
     Args:
+        step_rewards: ``[N]``. A reward or value that is NaN or infinite makes the advantages of its step and of the
+            steps before it unknown: they are in no statistic and 0, as is that of a step in no trajectory.
         values: ``[N]``, the critic at the last prompt token of each step, before its first response token.
         whitened: False leaves the advantages as they are; returns for the critic are those plus ``values``.
 
@@ -47,7 +49,9 @@ def step_gae(
     check_units(step_rewards=step_rewards, values=values, trajectory_ids=trajectory_ids)
     steps = chains(trajectory_ids, positions)
     advantages = generalised_advantages(step_rewards, values, steps, gamma, lam, backend=backend)
-    return whiten(advantages, mask=trajectory_ids >= 0, eps=eps, backend=backend) if whitened else advantages
+    if not whitened:
+        return known(advantages)
+    return whiten(advantages, mask=trajectory_ids >= 0, eps=eps, backend=backend)
 
 
 @estimator(Provenance.VERIFIED, level="step")
@@ -57,14 +61,15 @@ def archer_td(
     """ArCHer: ``A = min(Q1, Q2) - V`` of utterances, all from target critics (arXiv 2402.19446). Returns ``[N]``
     float32.
 
-    A token baseline goes in by ``policy_loss(advantages=)`` per token: subtract it from what this gives.
+    A token baseline goes in by ``policy_loss(advantages=)`` per token: subtract it from what this gives. An utterance
+    of which a critic says NaN gets 0.
 
     >>> archer_td(torch.tensor([1.0]), torch.tensor([0.5]), torch.tensor([0.25]))
     tensor([0.2500])
     """
     check_units(first_critic=first_critic, second_critic=second_critic, values=values)
     exact = torch.minimum(first_critic, second_critic).double() - values.double()
-    return as_advantages(exact, first_critic, backend)
+    return as_advantages(known(exact), first_critic, backend)
 
 
 class HierarchicalAdvantages(NamedTuple):
@@ -108,7 +113,8 @@ def hiper(
         switch_values: ``[N]``, of the switch; None: no such stream.
         normalised: each stream centred and scaled over its own turns, ddof 0: ``(A - mean) / (std + eps)``.
 
-    Trajectories are taken to be complete: nothing stands in for the value behind their end.
+    Trajectories are taken to be complete: nothing stands in for the value behind their end. What a NaN among rewards
+    and values makes unknown is in no statistic and 0, as is a turn in no trajectory.
 
     >>> out = hiper(torch.tensor([0.0, 0.1, 0.0, 1.0]), torch.zeros(4, dtype=torch.int64),
     ...             torch.tensor([True, False, True, False]), torch.tensor([0.3, 0.4, 0.5, 0.7]),
@@ -120,6 +126,7 @@ def hiper(
         step_rewards=step_rewards, trajectory_ids=trajectory_ids, low_values=low_values, high_values=high_values,
         switch_values=switch_values,
     )  # fmt: skip
+    check_discounts(gamma=gamma, low_lam=low_lam, high_lam=high_lam)
     check_dtype("switches", switches, (torch.bool,), "use switches.bool()")
     check_shape("switches", switches, step_rewards.shape, "[N] (that of step_rewards)")
     check_device("switches", switches, step_rewards.device, "step_rewards")
@@ -130,25 +137,30 @@ def hiper(
     closes = torch.ones_like(begins)  # the last turn of a segment
     closes[:-1] = begins[1:]
 
-    def scan(values: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:
-        return recurrence(values, gains, steps.cu_seqlens, backend=backend)
+    # Chains of their own: no gain of 0 keeps a NaN of one segment from those before it.
+    segments = chains(torch.where(valid, begins.cumsum(0), -1)).cu_seqlens
 
-    inside = (~closes).to(reward.dtype)
+    def scan(values: torch.Tensor, gains: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return recurrence(values, gains, rows, backend=backend)
+
+    def inside(values: torch.Tensor, gain: float) -> torch.Tensor:
+        return scan(values, torch.full_like(values, gain), segments)
+
     difference = reward + gamma * torch.where(closes, steps.following(high), steps.following(low)) - low
-    streams = [scan(difference, gamma * low_lam * inside)]
+    streams = [inside(difference, gamma * low_lam)]
     # What a segment is worth at each of its turns, V_high of the next one included.
-    worth = scan(reward + gamma * torch.where(closes, steps.following(high), 0.0), gamma * inside)
+    worth = inside(reward + gamma * torch.where(closes, steps.following(high), 0.0), gamma)
     # gamma^n and the next segment's difference reach a turn through those between.
-    gains = gamma * (high_lam + (1 - high_lam) * inside)
+    gains = torch.full_like(reward, gamma).masked_fill(closes, gamma * high_lam)
     begun = torch.where(begins, worth - high, 0.0)
-    later = scan(torch.where(closes, gamma * high_lam * steps.following(begun), 0.0), gains)
+    later = scan(torch.where(closes, gamma * high_lam * steps.following(begun), 0.0), gains, steps.cu_seqlens)
     streams.append(torch.where(begins, begun + later, 0.0))
     if switch_values is not None:
         streams.append(torch.where(valid, worth - steps.sorted(switch_values), 0.0))
     if normalised:
         turns = (valid, begins, valid)
         streams = [_normalised(stream, own, eps, backend) for stream, own in zip(streams, turns, strict=False)]
-    finished = [steps.unsorted(stream) for stream in streams]
+    finished = [as_advantages(known(steps.unsorted(stream)), step_rewards, backend) for stream in streams]
     return HierarchicalAdvantages(finished[0], finished[1], finished[2] if switch_values is not None else None)
 
 

@@ -12,7 +12,7 @@ import torch.distributed
 
 from ..checks import check, check_type
 from ..ranks import gather, spanned
-from .terms import level_of, takes_tables
+from .terms import level_of, name_of, takes_tables
 
 __all__ = ["over_ranks"]
 
@@ -32,7 +32,8 @@ def over_ranks(
     Args:
         estimator: one of rows or steps, or ``functools.partial`` of one, that returns ``[U]``. Of its arguments the
             first and all one-dimensional tensors, alone or in a list, are gathered: they belong to units. Ids must mean
-            the same on every rank; places among the units (``parents``, ``sources``) do not.
+            the same on every rank (rows of a batch without ``trajectory_ids`` have none that do); places among the
+            units (``parents``, ``sources``) do not.
         process_group: Default: all processes.
         tables: gather the statistics of groups instead of the units: 56 bytes per group, rank and statistic, for many
             units (steps, tokens) in few groups. Equal on all ranks to the bit, and within rounding of float32 what one
@@ -49,10 +50,11 @@ def over_ranks(
     check(
         not tables or takes_tables(estimator),
         "tables: {} needs the units themselves; gather them with tables=False",
-        getattr(estimator, "__name__", estimator),
+        name_of(estimator),
     )
     run: Any = functools.partial(_with_tables if tables else _run, estimator, process_group)
-    run.level, run.__signature__ = level, inspect.signature(estimator)  # the single call asks for both, and for names
+    run.level, run.__signature__ = level, inspect.signature(estimator)  # the single call asks for both, and for more
+    run.gathers, run.__name__ = not tables, name_of(estimator)
     fixed = getattr(estimator, "keywords", {})
     run.parameters = tuple(name for name in run.__signature__.parameters if name not in fixed)
     wrapped: Callable[..., torch.Tensor] = run

@@ -17,6 +17,8 @@ precision.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .. import segments
@@ -26,10 +28,12 @@ from .terms import (
     Term,
     as_advantages,
     check_compat,
+    check_eps,
     combine,
     estimator,
     grouped,
     keeps_singletons,
+    known,
     members_of,
     scorable,
     total,
@@ -191,8 +195,8 @@ def maxrl(
 ) -> torch.Tensor:
     """MaxRL: ``A = (r - mean_g) / (mean_g + eps)`` for rewards >= 0 (arXiv 2602.02710). Returns ``[S]`` float32.
 
-    Binary rewards with success rate p: ``(1 - p) / p`` and -1. A group without a success gets 0, as does one of mean
-    below 0.
+    Binary rewards with success rate p: ``(1 - p) / p`` and -1. A group whose mean is not above 0, such as one without a
+    success, gets 0.
 
     Args:
         least_mean: divide by ``max(mean_g, least_mean)`` instead, .125 in the authors' clipped form.
@@ -230,7 +234,8 @@ def dgpo(
 
     Args:
         accuracy: ``[S]`` the main reward, whose group mean is the accuracy; a group that gets none right although its
-            rewards differ counts as accurate, so that other rewards do not make it the hardest. None: lambda is 1.
+            rewards differ counts as accurate, so that other rewards do not make it the hardest. NaN: in no accuracy.
+            None: lambda is 1.
 
     Traps: the scale is the *mean* absolute deviation, not a standard deviation; eps stands beside the sum. The authors
     further multiply by ratios of lengths that undo the loss's mean over tokens of one rank: ``aggregation`` with
@@ -251,7 +256,9 @@ def dgpo(
     differs = member & (group.least < group.greatest)
     # Once per group: each of its n members stands for 1 / n of it.
     share = torch.where(differs, 1 / group.members.clamp(min=1), 0.0)
-    hardness = torch.exp(-torch.where(right == 0, 1.0, right) / temperature)
+    ease = torch.where(right == 0, 1.0, right)
+    hardest = segments.statistics(ease, None, mask=differs, backend=backend).least  # of the batch, on whatever rank
+    hardness = torch.exp((hardest - ease) / temperature)
     balance = total(share) / total(torch.where(differs, share * hardness, 0.0))
     return as_advantages(torch.where(differs, advantages * balance * hardness, advantages), rewards, backend)
 
@@ -353,6 +360,8 @@ def ngrpo(
     """
     check_units(rewards=rewards, group_ids=group_ids, mask=mask)
     check(virtual >= 0, "virtual: expected a count >= 0, got {}", virtual)
+    check(math.isfinite(best), "best: expected a finite number, got {}", best)
+    check_eps(eps)
     check(ddof in (0, 1), "ddof: expected 0 or 1, got {}", ddof)
     group = segments.statistics(rewards, group_ids, mask=mask, backend=backend)
     gap, number = best - group.mean, group.members + virtual
@@ -429,7 +438,7 @@ def v05(
     that the rollouts do not contradict is the baseline; many rollouts or a strong conflict give Dr.GRPO.
 
     Args:
-        prior: ``[S]`` in [-1, 1], V of each unit's prompt.
+        prior: ``[S]`` in [-1, 1], V of each unit's prompt; NaN or infinite: the unit gets 0.
 
     Traps: identical rewards do not give 0, for the baseline is not their mean.
 
@@ -442,9 +451,8 @@ def v05(
     conflict = ((group.mean - prior.double()).square() - variance).clamp(min=0)
     shrink = conflict / (conflict + variance)
     baseline = shrink * group.mean + (1 - shrink) * prior.double()
-    return as_advantages(
-        torch.where(members_of(rewards, group, mask), rewards.double() - baseline, 0.0), rewards, backend
-    )
+    member = members_of(rewards, group, mask)
+    return as_advantages(torch.where(member, known(rewards.double() - baseline), 0.0), rewards, backend)
 
 
 def _normalise(

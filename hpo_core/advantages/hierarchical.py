@@ -2,12 +2,14 @@
 
 Common arguments of estimators of steps, all ``[N]``:
     step_rewards: floating point, the immediate reward of each step.
-    group_ids: the prompt of each step; negative: in none.
-    trajectory_ids: the trajectory of each step.
+    group_ids: the prompt of each step; of these two a negative id means none.
+    trajectory_ids: the trajectory of each step. A step of no prompt is in no trajectory, nor the other way round: it is
+        as if it were not there.
     anchor_ids: the observation a step starts from, as an integer (of texts: :func:`hpo_core.segments.ids_of`): steps of
-        one prompt with equal anchors are compared with each other.
+        one prompt with equal anchors are compared with each other; negative: with none.
     positions: the order of steps inside their trajectory. Default: that in which they stand here.
-Ids are integers in any order. The rest is as in :mod:`.flat`.
+Ids are integers in any order. A reward that is NaN or infinite makes the returns of its step and of the steps before it
+unknown, and the sum of its trajectory: what is unknown is in no statistic and adds 0. The rest is as in :mod:`.flat`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from ..segments import chains, dense_ids, statistics
 from ..specs import Center, GroupTerm, Part, Presence, Provenance, Scale, Share
 from .flat import grpo
 from .returns import episode_returns, once, returns_along
-from .terms import Term, as_advantages, check_compat, combine, estimator, keeps_singletons, scorable
+from .terms import Term, among, as_advantages, check_compat, combine, estimator, grouped, keeps_singletons, scorable
 
 __all__ = [
     "dr_mas",
@@ -76,14 +78,15 @@ def gigpo(
     tensor([ 0.9512,  0.5000,  1.0000, -0.9512, -1.0000])
     """
     check_units(step_rewards=step_rewards, group_ids=group_ids, trajectory_ids=trajectory_ids, anchor_ids=anchor_ids)
-    steps = chains(trajectory_ids, positions)
+    steps = chains(among(trajectory_ids, group_ids >= 0), positions)
     episodes = episode_returns(step_rewards, steps, backend=backend)
     returns = steps.unsorted(returns_along(step_rewards, steps, gamma, backend=backend))
     of_episode = GroupTerm(scale=_scale(scaled), eps=eps, keep_singletons=keeps_singletons(singleton))
     of_step = GroupTerm(scale=_scale(scaled), eps=eps, coefficient=step_weight)
     weights = None if check_compat(compat) else once(steps)
+    prompt = among(group_ids, trajectory_ids >= 0)
     return combine(
-        [Term(episodes, group_ids, of_episode, weights), Term(returns, dense_ids(group_ids, anchor_ids), of_step)],
+        [Term(episodes, prompt, of_episode, weights), Term(returns, dense_ids(prompt, anchor_ids), of_step)],
         backend=backend,
     )
 
@@ -128,11 +131,12 @@ def hgpo(
     check_units(step_rewards=step_rewards, group_ids=group_ids, trajectory_ids=trajectory_ids, anchor_ids=anchor_ids)
     check(0 <= history <= 6, "history: expected 0 to 6 earlier observations, got {}", history)
     offset = 2 if check_compat(compat) else 1
-    steps = chains(trajectory_ids, positions)
+    steps = chains(among(trajectory_ids, group_ids >= 0), positions)
     returns = steps.unsorted(returns_along(step_rewards, steps, gamma, backend=backend))
     presence = Presence.NONZERO if drop_zeros else Presence.ALWAYS
     anchors = steps.sorted(anchor_ids.to(torch.int64))
-    level = steps.sorted(dense_ids(group_ids, anchor_ids))
+    prompt = among(group_ids, trajectory_ids >= 0)
+    level = steps.sorted(dense_ids(prompt, anchor_ids))
     terms = []
     for k in range(history + 1):
         if k > 0:  # the observation k steps before, where the trajectory has one
@@ -146,7 +150,7 @@ def hgpo(
         terms.append(Term(returns, steps.unsorted(level), rule))
     if base_group:
         rule = GroupTerm(scale=_scale(scaled), eps=eps, presence=presence)
-        terms.append(Term(episode_returns(step_rewards, steps, backend=backend), group_ids, rule))
+        terms.append(Term(episode_returns(step_rewards, steps, backend=backend), prompt, rule))
     return combine(terms, share=Share.EQUAL, share_eps=share_eps, backend=backend)
 
 
@@ -190,6 +194,8 @@ def peco(
     ``[S]`` float32.
 
     The number of executor rows changes nothing. A prompt with one planner gives 0.
+
+    Traps: where all planners of a prompt have one reward an executor with another gets the difference over eps alone.
 
     Args:
         is_planner: ``[S]`` bool.
@@ -276,7 +282,9 @@ def hbpo(
     ``A = (R - mean_q) / (std_q + eps) + (mean_{q,b} - f2(b))``, ddof 1.
 
     Args:
-        lengths: n ``[S]`` floating point. budgets: b ``[S]`` floating point. is_correct: ``[S]`` bool.
+        lengths: n ``[S]`` floating point. budgets: b ``[S]`` floating point. A response without a finite length and
+            budget has no reward: it is in no statistic and gets 0, whether or not it is correct.
+        is_correct: ``[S]`` bool.
         longest, beta, alpha: L, and the constants of the paper.
         compat: the ``"code"`` takes R = min(f1, f2), adds the part inside a budget twice, and has pi = 3.1416.
 
@@ -289,7 +297,9 @@ def hbpo(
     n, b, quarter = lengths.double(), budgets.double(), (3.1416 if as_code else math.pi) / (2 * longest)
     beyond, within = beta * torch.cos(quarter * n) - alpha * (n - b).abs(), beta * torch.cos(quarter * b)
     reward = torch.minimum(beyond, within) if as_code else torch.where(n <= b, within, beyond)
-    rewards = as_advantages(torch.where(is_correct & (n <= longest), reward, 0.0), lengths, backend)
+    scored = scorable(lengths, torch.isfinite(budgets))
+    reward = torch.where(is_correct & (n <= longest), reward, 0.0)
+    rewards = as_advantages(torch.where(scored, reward, torch.nan), lengths, backend)
     # Budgets are compared as the bits they are.
     subgroup = dense_ids(group_ids, budgets.float().contiguous().view(torch.int32))
     twice = 2.0 if as_code else 1.0
@@ -298,7 +308,7 @@ def hbpo(
         Term(rewards, subgroup, GroupTerm(part=Part.MEAN, coefficient=twice)),
     ]
     together = combine(terms, backend=backend)
-    return as_advantages(torch.where(group_ids >= 0, together - twice * within, 0.0), lengths, backend)
+    return as_advantages(torch.where(grouped(scored, group_ids), together - twice * within, 0.0), lengths, backend)
 
 
 @estimator(Provenance.PAPER, tables=True)
@@ -353,6 +363,9 @@ def sgrpo(
         group_weight: w; 0 is RLOO over the supergroup.
         scaled: divide each part by its standard deviation (ddof 1) plus eps.
 
+    A unit that lacks either reward has none: it is in no statistic and gets 0. A rollout of a supergroup, but of no
+    group, has no group part.
+
     >>> r, of_group = torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([0.8, 0.8, 0.2, 0.2])
     >>> sgrpo(r, of_group, torch.zeros(4, dtype=torch.int64), torch.tensor([0, 0, 1, 1]))
     tensor([ 0.6333, -0.0333, -0.3000, -0.3000])
@@ -360,11 +373,14 @@ def sgrpo(
     check_units(
         rewards=rewards, group_rewards=group_rewards, supergroup_ids=supergroup_ids, group_ids=group_ids, mask=mask
     )
-    first = once(chains(torch.where(scorable(rewards, mask), dense_ids(supergroup_ids, group_ids), -1)))
+    scored = scorable(rewards, mask) & torch.isfinite(group_rewards)
+    group = dense_ids(supergroup_ids, group_ids)
+    supergroup = among(supergroup_ids, group >= 0)
+    first = once(chains(among(group, scored)))
     rule = GroupTerm(scale=_scale(scaled), eps=eps)
-    of_groups = combine([Term(group_rewards, supergroup_ids, rule, first)], mask=mask, backend=backend)
-    number = statistics(group_rewards, supergroup_ids, weights=first, mask=mask, backend=backend).members
+    of_groups = combine([Term(group_rewards, supergroup, rule, first)], mask=scored, backend=backend)
+    number = statistics(group_rewards, supergroup, weights=first, mask=scored, backend=backend).members
     left_out = torch.where(number > 1, number / (number - 1).clamp(min=1), 0.0)  # n / (n - 1) for all copies of a group
     own = GroupTerm(center=Center.LEAVE_ONE_OUT, scale=_scale(scaled), eps=eps, coefficient=1 - group_weight)
-    of_rollouts = combine([Term(rewards, supergroup_ids, own)], mask=mask, backend=backend)
+    of_rollouts = combine([Term(rewards, supergroup_ids, own)], mask=scored, backend=backend)
     return as_advantages(of_rollouts + group_weight * left_out * of_groups, rewards, backend)

@@ -11,7 +11,7 @@ from ..segments import chains, statistics
 from ..specs import Provenance
 from .flat import grpo
 from .selection import ordered
-from .terms import as_advantages, estimator, scorable
+from .terms import as_advantages, check_eps, estimator, scorable
 
 __all__ = ["arena", "g2rpo", "mc_grpo", "pass_at_k"]
 
@@ -91,6 +91,7 @@ def pass_at_k(
     """
     check_units(is_correct=is_correct, group_ids=group_ids, mask=mask)
     check(k >= 1, "k: expected a count of at least 1, got {}", k)
+    check_eps(eps)
     group = statistics(is_correct.float(), group_ids, mask=mask, backend=backend)
     n = group.members
     wrong = n - (group.mean * n).round()
@@ -131,11 +132,13 @@ def mc_grpo(
     tensor([-0.9990,  0.0000,  1.9980])
     """
     check_units(rewards=rewards, group_ids=group_ids, mask=mask)
+    check_eps(eps)
     ids = torch.zeros_like(rewards, dtype=torch.int64) if group_ids is None else group_ids
     member = scorable(rewards, mask) & (ids >= 0)
     exact = torch.where(member, rewards, 0.0).double()
     centred = torch.where(member, exact - _lower_median(exact, ids, member), 0.0)
-    advantages = torch.where(centred == 0, 0.0, centred / (_lower_median(centred.abs(), ids, member) + eps))
+    scale = _lower_median(centred.abs(), ids, member) + eps
+    advantages = torch.where((centred == 0) | (scale == 0), 0.0, centred / scale)
     if rescaled:
         left = statistics((advantages != 0).float(), ids, mask=member, backend=backend).mean
         advantages = torch.where(advantages == 0, 0.0, advantages / left)

@@ -16,7 +16,7 @@ from ..specs import GroupTerm, Part, Provenance
 from .flat import grpo
 from .returns import once
 from .selection import ordered
-from .terms import Term, as_advantages, combine, estimator, scorable
+from .terms import Term, among, as_advantages, check_eps, combine, estimator, grouped, scorable
 
 __all__ = ["chrpo", "dynamic_contrastive", "graph_grpo", "hc_grpo", "hi_grpo", "himac", "hrpo", "ib_tpo", "salt"]
 
@@ -39,16 +39,16 @@ def himac(
 
     Args:
         rewards: ``[S]``; of a macro unit that of one greedy execution of its blueprint.
-        is_macro: ``[S]`` bool. blueprint_ids: ``[S]``, whose execution a micro unit is; of macro units not read.
+        is_macro: ``[S]`` bool. blueprint_ids: ``[S]``, whose execution a micro unit is, negative: nobody's (its
+            advantage is 0); of macro units not read.
 
     >>> r, macro = torch.tensor([1.0, 0.0, 0.5, 0.0]), torch.ones(4, dtype=torch.bool)
     >>> himac(r, torch.zeros(4, dtype=torch.int64), macro, torch.arange(4))
     tensor([ 1.3056, -0.7833,  0.2611, -0.7833])
     """
     check_units(rewards=rewards, group_ids=group_ids, is_macro=is_macro, blueprint_ids=blueprint_ids)
-    blueprint = torch.where(is_macro, 0, blueprint_ids.to(torch.int64) + 1)  # executions of -1: in no group
-    blueprint = torch.where(~is_macro & (blueprint_ids < 0), -1, blueprint)
-    return grpo(rewards, dense_ids(group_ids, blueprint), eps=eps, backend=backend)
+    blueprint = torch.where(is_macro, 0, blueprint_ids)
+    return grpo(rewards, dense_ids(group_ids, is_macro.to(torch.int64), blueprint), eps=eps, backend=backend)
 
 
 @estimator(Provenance.RECONSTRUCTED)
@@ -122,14 +122,18 @@ def hrpo(
     Assumed: ``A = z_group(R) + weight r_action`` with GRPO's ddof 1 and eps, and weight 1: the paper names the parts.
 
     Args:
-        action_rewards: ``[N]``. outcomes: ``[N]``, the reward of the system that each step built.
+        action_rewards: ``[N]``. outcomes: ``[N]``, the reward of the system that each step built. A step that lacks
+            either is in no statistic and gets 0, as does one of no prompt or trajectory (a negative id).
 
     >>> hrpo(torch.tensor([0.5, 0.0]), torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([0, 1]))
     tensor([ 1.2071, -0.7071])
     """
     check_units(action_rewards=action_rewards, outcomes=outcomes, group_ids=group_ids, trajectory_ids=trajectory_ids)
-    of_system = combine([Term(outcomes, group_ids, GroupTerm(eps=eps), once(chains(trajectory_ids)))], backend=backend)
-    return as_advantages(of_system + action_weight * action_rewards, action_rewards, backend)
+    scored = scorable(outcomes, torch.isfinite(action_rewards))
+    scored = grouped(grouped(scored, group_ids), trajectory_ids)
+    of_trajectories = once(chains(among(trajectory_ids, scored)))
+    of_system = combine([Term(outcomes, group_ids, GroupTerm(eps=eps), of_trajectories)], mask=scored, backend=backend)
+    return as_advantages(torch.where(scored, of_system + action_weight * action_rewards, 0.0), action_rewards, backend)
 
 
 @estimator(Provenance.RECONSTRUCTED, level="step", tables=True)
@@ -149,15 +153,20 @@ def salt(
     advantages, and that a trajectory which takes an edge twice counts twice.
 
     Args:
-        outcomes: ``[N]``, the reward of each step's trajectory. edge_ids: ``[N]``, equal for equivalent steps.
+        outcomes: ``[N]``, the reward of each step's trajectory; NaN or infinite: its step is in no mean and gets 0, as
+            does one of no prompt, trajectory or edge (a negative id).
+        edge_ids: ``[N]``, equal for equivalent steps.
 
     >>> ids = torch.zeros(3, dtype=torch.int64)
     >>> salt(torch.tensor([1.0, 1.0, 0.0]), ids, torch.tensor([0, 0, 1]), torch.tensor([5, 6, 5]))
     tensor([0.0000, 0.7071, 0.0000])
     """
     check_units(outcomes=outcomes, group_ids=group_ids, trajectory_ids=trajectory_ids, edge_ids=edge_ids)
-    own = combine([Term(outcomes, group_ids, GroupTerm(eps=eps), once(chains(trajectory_ids)))], backend=backend)
-    return combine([Term(own, dense_ids(group_ids, edge_ids), GroupTerm(part=Part.MEAN))], backend=backend)
+    scored = grouped(grouped(torch.isfinite(outcomes), group_ids), trajectory_ids)
+    of_trajectories = once(chains(among(trajectory_ids, scored)))
+    own = combine([Term(outcomes, group_ids, GroupTerm(eps=eps), of_trajectories)], mask=scored, backend=backend)
+    edges = dense_ids(group_ids, edge_ids)
+    return combine([Term(own, edges, GroupTerm(part=Part.MEAN))], mask=scored, backend=backend)
 
 
 @estimator(Provenance.RECONSTRUCTED)
@@ -176,18 +185,23 @@ def graph_grpo(
     ``A(e) = (mean over graphs with e - mean over graphs) / (std over graphs + eps)``. Assumed: that normaliser, ddof 1.
 
     Args:
-        rewards: ``[P]``, of the pair's graph. graph_ids, edge_ids: ``[P]``.
+        rewards: ``[P]``, of the pair's graph; NaN or infinite: the pair is in no mean and gets 0.
+        graph_ids, edge_ids: ``[P]``; a pair of no query or graph (a negative id) is in no mean and gets 0, one of no
+            edge gets 0.
 
     >>> q = torch.zeros(3, dtype=torch.int64)
     >>> graph_grpo(torch.tensor([1.0, 1.0, 0.0]), q, torch.tensor([0, 0, 1]), torch.tensor([4, 5, 4]))
     tensor([0.0000, 0.7071, 0.0000])
     """
     check_units(rewards=rewards, group_ids=group_ids, graph_ids=graph_ids, edge_ids=edge_ids)
-    graphs = statistics(rewards, group_ids, weights=once(chains(dense_ids(group_ids, graph_ids))), backend=backend)
-    worth = statistics(rewards, dense_ids(group_ids, edge_ids), backend=backend).mean
+    check_eps(eps)
+    scored = grouped(torch.isfinite(rewards), graph_ids)
+    of_graphs = once(chains(among(dense_ids(group_ids, graph_ids), scored)))
+    graphs = statistics(rewards, group_ids, weights=of_graphs, mask=scored, backend=backend)
+    edges = statistics(rewards, dense_ids(group_ids, edge_ids), mask=scored, backend=backend)
     spread = graphs.deviation(1)
-    exact = torch.where(spread > 0, (worth - graphs.mean) / (spread + eps), 0.0)
-    return as_advantages(torch.where(torch.isfinite(rewards), exact, 0.0), rewards, backend)
+    exact = torch.where(spread > 0, (edges.mean - graphs.mean) / (spread + eps), 0.0)
+    return as_advantages(torch.where(scored & (edges.members > 0), exact, 0.0), rewards, backend)
 
 
 @estimator(Provenance.RECONSTRUCTED)
@@ -234,7 +248,8 @@ def ib_tpo(
     """IB-TPO: ``A = (p(a|s) - p(a|q)) / sigma + weight (p(s) / p(parent) - (1 + 1 / beta)) pi_ref(s)``, of a tree's
     nodes (arXiv 2605.28109). Returns ``[N]`` float32.
 
-    Assumed: sigma, of which the paper says "of the rewards", is given; 0 where it or p(parent) is 0.
+    Assumed: sigma, of which the paper says "of the rewards", is given; a part is 0 where its sigma or p(parent) is 0. A
+    node of which anything is NaN or infinite gets 0.
 
     Args:
         values, parent_values: ``[N]``, estimated chances of each node and of its parent.
@@ -252,7 +267,8 @@ def ib_tpo(
     own, parent, answer, root, deviation, chance = (each.double() for each in given)
     gain = torch.where(deviation > 0, (answer - root) / deviation, 0.0)
     bottleneck = torch.where(parent > 0, (own / parent - (1 + 1 / beta)) * chance, 0.0)
-    return as_advantages(gain + weight * bottleneck, values, backend)
+    lacking = torch.stack(given).isfinite().logical_not().any(0)
+    return as_advantages(torch.where(lacking, 0.0, gain + weight * bottleneck), values, backend)
 
 
 @estimator(Provenance.RECONSTRUCTED)

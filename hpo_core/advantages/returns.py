@@ -8,7 +8,14 @@ from ..checks import check, check_units, examines
 from ..segments import Chains, chains, recurrence
 from .terms import widened
 
-__all__ = ["discounted_returns", "episode_returns", "generalised_advantages", "once", "returns_along"]
+__all__ = [
+    "check_discounts",
+    "discounted_returns",
+    "episode_returns",
+    "generalised_advantages",
+    "once",
+    "returns_along",
+]
 
 
 @examines
@@ -23,7 +30,7 @@ def discounted_returns(
     """``R_t = r_t + gamma R_{t+1}`` along each trajectory. Returns ``[N]``.
 
     Args:
-        rewards: ``[N]``, one per step.
+        rewards: ``[N]``, one per step; a NaN makes the returns of its step and of those before it NaN.
         trajectory_ids: ``[N]`` integers in any order; a step with a negative id gets 0.
         positions: ``[N]``, the order of steps in a trajectory. Default: that in which they stand here.
 
@@ -31,13 +38,18 @@ def discounted_returns(
     tensor([0.5000, 3.0000, 1.0000])
     """
     check_units(rewards=rewards, trajectory_ids=trajectory_ids)
-    check(0 <= gamma <= 1, "gamma: expected a number in [0, 1], got {}", gamma)
     steps = chains(trajectory_ids, positions)
     return steps.unsorted(returns_along(rewards, steps, gamma, backend=backend))
 
 
+def check_discounts(**given: float) -> None:
+    for name, number in given.items():
+        check(0 <= number <= 1, "{}: expected a number in [0, 1], got {}", name, number)
+
+
 def returns_along(rewards: torch.Tensor, steps: Chains, gamma: float, *, backend: str | None = None) -> torch.Tensor:
     """The discounted returns ``[N]`` at places of the chains."""
+    check_discounts(gamma=gamma)
     along = widened(steps.sorted(rewards))
     return recurrence(along, torch.full_like(along, gamma), steps.cu_seqlens, backend=backend)
 
@@ -59,6 +71,7 @@ def generalised_advantages(
 ) -> torch.Tensor:
     """GAE: ``d_t = r_t + gamma V_{t+1} - V_t``, ``A_t = d_t + gamma lambda A_{t+1}``; V is 0 behind a trajectory.
     Returns ``[N]``."""
+    check_discounts(gamma=gamma, lam=lam)
     along, value = widened(steps.sorted(rewards)), widened(steps.sorted(values))
     difference = along + gamma * steps.following(value) - value
     gains = torch.full_like(difference, gamma * lam)

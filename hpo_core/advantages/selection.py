@@ -15,6 +15,8 @@ from .terms import estimator, scorable
 
 __all__ = ["d3s_samples", "ordered", "pf_ppo"]
 
+_ROUNDING = 1e-12  # of the variance of numbers in [0, 1]
+
 
 def ordered(
     values: torch.Tensor, group_ids: torch.Tensor | None, mask: torch.Tensor | None
@@ -50,7 +52,10 @@ def d3s_samples(
     groups, rank, size = ordered(advantages, group_ids, mask)
     value = groups.sorted(torch.where(torch.isfinite(advantages), advantages, 0.0)).double()
     begin = torch.arange(value.numel(), device=value.device) - rank
-    value = value - value[begin.clamp(max=max(value.numel() - 1, 0))]  # a group's offset costs no digits
+    last = max(value.numel() - 1, 0)
+    least, greatest = value[begin.clamp(max=last)], value[(begin + size - 1).clamp(0, last)]
+    # Sums go through all groups: the offset and the scale of one cost no other digits.
+    value = torch.where(greatest > least, (value - least) / (greatest - least), 0.0)
     sums = [torch.cat([value.new_zeros(1), power.cumsum(0)]) for power in (value, value.square())]
     best = torch.full_like(value, -1.0)
     lowest = torch.zeros_like(rank)
@@ -58,7 +63,7 @@ def d3s_samples(
         left, right = begin + torch.clamp(size, max=low), begin + (size - (k - low)).clamp(min=0)
         first, second = (total[left] - total[begin] + total[begin + size] - total[right] for total in sums)
         variance = second / k - (first / k).square()
-        better = variance > best
+        better = variance > best + _ROUNDING
         best, lowest = torch.where(better, variance, best), torch.where(better, low, lowest)
     chosen = (rank < lowest) | (rank >= size - (k - lowest)) | (size <= k)
     return groups.unsorted(chosen & (groups.chain >= 0))

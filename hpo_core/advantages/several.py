@@ -119,9 +119,10 @@ def vpo(
         check_type(given.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, given.dtype)
     check_device("directions", directions, rewards.device, "rewards")
     check(rewards.dim() == 3, "rewards: expected shape [S, M, C] (sets of candidates), got {}", list(rewards.shape))
+    check(rewards.shape[1] > 0, "rewards: expected sets of at least one candidate, got {}", list(rewards.shape))
     check(
-        directions.dim() == 2 and directions.shape[1] == rewards.shape[2],
-        "directions: expected shape [W, {}] (one weight per reward), got {}",
+        directions.dim() == 2 and directions.shape[1] == rewards.shape[2] and len(directions) > 0,
+        "directions: expected shape [W, {}] (at least one, of one weight per reward), got {}",
         rewards.shape[2],
         list(directions.shape),
     )

@@ -8,7 +8,7 @@ from ..checks import check, check_units
 from ..segments import statistics
 from ..specs import Provenance
 from .flat import grpo
-from .terms import as_advantages, estimator
+from .terms import as_advantages, estimator, grouped, known, scorable
 
 __all__ = ["adora", "aspo_shaping", "negative_sample", "positive_sample"]
 
@@ -34,16 +34,16 @@ def adora(
         lengths: ``[S]`` floating point. is_correct: ``[S]`` bool.
         without_success: True leaves groups without a correct response undamped, as the authors do for vision models.
 
-    Assumed: a group without a wrong response is not damped.
+    Assumed: a group without a wrong response is not damped. Responses without a reward are neither right nor wrong.
 
     >>> r, n = torch.tensor([1.0, 0.0]), torch.tensor([5.0, 9.0])
     >>> adora(r, None, n, r > 0)
     tensor([ 0.0707, -0.0707])
     """
     check_units(rewards=rewards, group_ids=group_ids, lengths=lengths, is_correct=is_correct, mask=mask)
-    everybody = torch.ones_like(is_correct) if mask is None else mask
-    right = statistics(lengths, group_ids, mask=everybody & is_correct, backend=backend)
-    wrong = statistics(lengths, group_ids, mask=everybody & ~is_correct, backend=backend)
+    scored = scorable(rewards, mask)
+    right = statistics(lengths, group_ids, mask=scored & is_correct, backend=backend)
+    wrong = statistics(lengths, group_ids, mask=scored & ~is_correct, backend=backend)
     longer = (right.members > 0) & (right.greatest > wrong.mean)
     kept = longer | (right.members == 0) if without_success else longer
     advantages = grpo(rewards, group_ids, mask=mask, ddof=ddof, eps=eps, backend=backend)
@@ -69,8 +69,9 @@ def aspo_shaping(
     :func:`hpo_core.gates.aspo` is another paper's.
 
     Args:
-        advantages: ``[S]``, GRPO's in the paper.
-        positions: p ``[S]`` floating point, the place of the first token of code.
+        advantages: ``[S]``, GRPO's in the paper. A unit whose advantage is NaN or infinite, or that is in no group, is
+            in no mean and gets 0.
+        positions: p ``[S]`` floating point, the place of the first token of code; NaN: no bonus.
         lengths: L ``[S]`` floating point, tokens of each response.
         is_shaped: ``[S]`` bool, correct responses that use code. Assumed: mean p is over these, mean L over the group.
 
@@ -80,12 +81,13 @@ def aspo_shaping(
     """
     check_units(advantages=advantages, group_ids=group_ids, positions=positions, lengths=lengths, is_shaped=is_shaped)
     check(0 <= most < 1, "most: expected a number in [0, 1), which keeps the sign, got {}", most)
-    mean = statistics(positions, group_ids, mask=is_shaped, backend=backend).mean
-    length = statistics(lengths, group_ids, backend=backend).mean
-    bound = most * advantages.double().abs()
-    shift = torch.where(length > 0, slope * (positions.double() - mean) / length, 0.0)
-    shaped = advantages.double() + torch.minimum(torch.maximum(shift, -bound), bound)
-    return as_advantages(torch.where(is_shaped, shaped, advantages.double()), advantages, backend)
+    scored = torch.isfinite(advantages)
+    given = torch.where(grouped(scored, group_ids), advantages.double(), 0.0)
+    mean = statistics(positions, group_ids, mask=scored & is_shaped, backend=backend).mean
+    length = statistics(lengths, group_ids, mask=scored, backend=backend).mean
+    bound = most * given.abs()
+    shift = known(torch.where(is_shaped & (length > 0), slope * (positions.double() - mean) / length, 0.0))
+    return as_advantages(given + torch.minimum(torch.maximum(shift, -bound), bound), advantages, backend)
 
 
 @estimator(Provenance.PAPER)

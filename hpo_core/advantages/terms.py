@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,17 +19,22 @@ from ..specs import GroupInputs, GroupNormalisation, GroupTerm, Provenance, Shar
 
 __all__ = [
     "Term",
+    "among",
     "as_advantages",
     "check_channels",
     "check_compat",
-    "check_needs",
+    "check_eps",
+    "check_estimator",
     "combine",
     "estimator",
+    "gathers_units",
     "given_to",
     "grouped",
     "keeps_singletons",
+    "known",
     "level_of",
     "members_of",
+    "name_of",
     "scorable",
     "takes_several",
     "takes_tables",
@@ -141,6 +147,12 @@ def level_of(estimator: Callable[..., Any]) -> str:
     return level
 
 
+def name_of(estimator: Callable[..., Any]) -> str:
+    """What errors call an estimator; ``functools.partial`` hides it."""
+    inner = getattr(estimator, "func", None)
+    return str(getattr(estimator, "__name__", getattr(inner, "__name__", "estimator")))
+
+
 def takes_several(estimator: Callable[..., Any]) -> bool:
     """Whether an estimator takes several rewards ``[C, S]`` and their ``weights``."""
     return bool(getattr(getattr(estimator, "func", estimator), "several", False))
@@ -149,6 +161,11 @@ def takes_several(estimator: Callable[..., Any]) -> bool:
 def takes_tables(estimator: Callable[..., Any]) -> bool:
     """Whether an estimator can do with tables of groups in the place of units elsewhere."""
     return bool(getattr(getattr(estimator, "func", estimator), "tables", False))
+
+
+def gathers_units(estimator: Callable[..., Any]) -> bool:
+    """Whether an estimator of :func:`over_ranks` gathers the units of all ranks, by whose ids they are told apart."""
+    return bool(getattr(estimator, "gathers", getattr(getattr(estimator, "func", estimator), "gathers", False)))
 
 
 def given_to(estimator: Callable[..., Any], **given: Any) -> dict[str, Any]:
@@ -160,7 +177,7 @@ def given_to(estimator: Callable[..., Any], **given: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in taken and name not in fixed}
 
 
-def check_needs(name: str, estimator: Callable[..., Any], known: Sequence[str], source: str) -> None:
+def check_estimator(name: str, estimator: Callable[..., Any], known: Sequence[str], source: str) -> None:
     """That rewards and what else is ``known`` suffice to call an estimator, where ``source`` says no more."""
     inner = getattr(estimator, "func", estimator)
     said = getattr(inner, "__name__", "it")
@@ -198,6 +215,11 @@ def check_compat(compat: str) -> bool:
     return compat == "code"
 
 
+def check_eps(eps: float) -> None:
+    """That of a formula outside the operator, which checks its own."""
+    check(0 <= eps < math.inf, "eps: expected a finite number >= 0, got {}", eps)
+
+
 def check_channels(rewards: torch.Tensor, weights: Sequence[float] | None, **units: torch.Tensor | None) -> list[float]:
     """The weights of several rewards ``[C, U]``; 1 each by default. ``units``: what else there is of units."""
     check_type(rewards.is_floating_point(), "rewards: expected floating point, got {}; use .float()", rewards.dtype)
@@ -228,6 +250,11 @@ def as_advantages(exact: torch.Tensor, rewards: torch.Tensor, backend: str | Non
     return exact.to(rewards.dtype if backend == "reference" else torch.float32)
 
 
+def known(values: torch.Tensor) -> torch.Tensor:
+    """Values, and 0 where one is NaN or infinite: it says nothing."""
+    return torch.where(torch.isfinite(values), values, 0.0)
+
+
 def widened(values: torch.Tensor) -> torch.Tensor:
     """Not 16 bits, in which the numbers of a formula would be rounded, too."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
@@ -236,6 +263,11 @@ def widened(values: torch.Tensor) -> torch.Tensor:
 def scorable(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Which units ``[U]`` of the mask have a value that says something."""
     return torch.isfinite(values) if mask is None else torch.isfinite(values) & mask
+
+
+def among(ids: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
+    """Ids ``[U]`` of some units ``[U]`` bool; -1, which belongs to no group, for the others."""
+    return torch.where(units, ids, -1)
 
 
 def grouped(units: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:

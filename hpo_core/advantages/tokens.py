@@ -1,15 +1,20 @@
-"""Estimators whose advantages differ from token to token, ``[T]`` of a packed batch; the rest is as in :mod:`.flat`."""
+"""Estimators whose advantages differ from token to token, ``[T]`` of a packed batch; the rest is as in :mod:`.flat`.
+
+A token whose advantage is unknown, because a number that it is made of is NaN or infinite, gets 0 and is in no
+statistic; so are the tokens before such a reward or value, whose returns contain it.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from ..batch import PackedBatch
-from ..checks import check, check_rows, check_tokens
+from ..checks import check_rows, check_tokens
 from ..segments import dense_ids, recurrence, statistics
-from ..specs import GroupTerm, Provenance, Scale
+from ..specs import Provenance
 from .flat import whiten
-from .terms import Term, combine, estimator, widened
+from .returns import check_discounts
+from .terms import as_advantages, estimator, grouped, known, scorable, widened
 
 __all__ = ["hicra", "otb", "reinforce_pp", "remax", "rl_zvp", "t_ppo"]
 
@@ -50,14 +55,14 @@ def reinforce_pp(
     tensor([1.1790, 1.3100, 0.0000, 0.0000, 0.9000, 1.0000])
     """
     check_tokens(batch, token_rewards=token_rewards)
-    check(0 <= gamma <= 1, "gamma: expected a number in [0, 1], got {}", gamma)
+    check_discounts(gamma=gamma)
     valid = _valid(batch, batch.row_of_token())
     values = torch.where(valid, token_rewards, 0.0)
     gains = torch.where(valid, torch.full_like(values, gamma), 1.0)
     scanned = recurrence(values, gains, batch.cu_seqlens, backend=backend)
     returns = torch.where(valid, scanned, 0.0)
     if not whitened:
-        return returns
+        return known(returns)
     return whiten(returns, torch.ones_like(returns), mask=valid, backend=backend)
 
 
@@ -81,7 +86,7 @@ def remax(
     valid = _valid(batch, row)
     values = torch.where(valid, token_rewards, 0.0)
     returns = recurrence(values, torch.ones_like(values), batch.cu_seqlens, backend=backend)
-    return torch.where(valid, returns - _of_tokens(greedy_rewards.to(returns.dtype), row), 0.0)
+    return torch.where(valid, known(returns - _of_tokens(greedy_rewards.to(returns.dtype), row)), 0.0)
 
 
 @estimator(Provenance.PAPER, level="token")
@@ -101,7 +106,7 @@ def hicra(
     check_rows(batch, advantages=advantages)
     check_tokens(batch, is_planning=is_planning)
     row = batch.row_of_token()
-    own = torch.where(_valid(batch, row), _of_tokens(widened(advantages), row), 0.0)
+    own = torch.where(_valid(batch, row), known(_of_tokens(widened(advantages), row)), 0.0)
     return torch.where(is_planning, own + alpha * own.abs(), own)
 
 
@@ -122,7 +127,8 @@ def rl_zvp(
 
     Args:
         entropy: ``[T]`` in nats; the maximum is over the valid tokens of the response.
-        advantages: ``[S]``, of the other prompts, as from :func:`grpo`.
+        advantages: ``[S]``, of the other prompts, as from :func:`grpo`; 0 takes their place where a row has no reward
+            or no prompt.
         alpha: .1 to .2 in the paper.
         threshold: rewards above it are right.
 
@@ -135,13 +141,14 @@ def rl_zvp(
     row = batch.row_of_token()
     valid = _valid(batch, row)
     group = statistics(rewards, group_ids, backend=backend)
-    flat = (group.least == group.greatest) & (group.members > 0) & torch.isfinite(rewards)
-    entropy, advantages = widened(entropy), widened(advantages)
+    scored = grouped(torch.isfinite(rewards), group_ids)
+    flat = scored & (group.least == group.greatest)
+    entropy, advantages = widened(entropy), torch.where(scored, widened(advantages), 0.0)
     most = statistics(entropy, row, mask=valid, backend=backend).greatest
     right = _of_tokens(rewards > threshold, row, False)
     shaped = torch.where(right, alpha * entropy, alpha * (entropy - most)).to(advantages.dtype)
     shaped = torch.where(_of_tokens(flat, row, False), shaped, _of_tokens(advantages, row))
-    return torch.where(valid, shaped, 0.0)
+    return torch.where(valid, known(shaped), 0.0)
 
 
 @estimator(Provenance.VERIFIED, level="token")
@@ -159,7 +166,7 @@ def otb(
 
     G is the return from the token on, not discounted, ``W_t = sum_{s <= t} 1 - 2 p_s + sum_v p_s(v)^2`` over valid
     tokens. Positions count from the first valid token of the row. A response that is alone at a position, as the
-    longest is at its end, has the baseline 0 there.
+    longest is at its end, has the baseline 0 there, as has a position whose tokens were all certain (W is 0).
 
     Args:
         chosen_probability, squared_probabilities: ``[T]``, p of the sampled token, and the sum of p^2 over the
@@ -190,8 +197,11 @@ def otb(
     position = token - _of_tokens(first, row, 0)
     groups = torch.zeros_like(row) if group_ids is None else _of_tokens(group_ids.to(torch.int64), row, -1)
     ids = dense_ids(torch.where(valid, groups, -1), torch.where(valid, position, -1))
-    rule = GroupTerm(scale=Scale.NONE, keep_singletons=True)
-    return combine([Term(returns, ids, rule, weight)], mask=valid, backend=backend)
+    # A certain token weighs nothing but is a response: the other one at its position is not alone.
+    responses = statistics(returns, ids, mask=valid, backend=backend).members
+    mean = statistics(returns, ids, weights=weight, mask=valid, backend=backend).mean
+    exact = returns.double() - torch.where(responses > 1, mean, 0.0)
+    return as_advantages(torch.where((responses > 0) & scorable(returns, valid), exact, 0.0), returns, backend)
 
 
 @estimator(Provenance.PAPER, level="token")
@@ -224,7 +234,7 @@ def t_ppo(
     """
     check_tokens(batch, token_rewards=token_rewards, values=values)
     check_rows(batch, is_truncated=is_truncated)
-    check(0 <= gamma <= 1 and 0 <= lam <= 1, "gamma, lam: expected numbers in [0, 1], got {} and {}", gamma, lam)
+    check_discounts(gamma=gamma, lam=lam)
     row = batch.row_of_token()
     valid = _valid(batch, row)
     value = torch.where(valid, values, 0.0)
@@ -241,4 +251,4 @@ def t_ppo(
     following = torch.where(cut, value, behind(value))
     difference = torch.where(valid, token_rewards + gamma * following - value, 0.0)
     gains = torch.where(valid, torch.full_like(value, gamma * lam), 1.0)
-    return torch.where(valid, recurrence(difference, gains, batch.cu_seqlens, backend=backend), 0.0)
+    return torch.where(valid, known(recurrence(difference, gains, batch.cu_seqlens, backend=backend)), 0.0)

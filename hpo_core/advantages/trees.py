@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ..checks import check_device, check_dtype, check_shape, check_units
+from ..checks import check, check_device, check_dtype, check_shape, check_units
 from ..segments import dense_ids, statistics
-from ..specs import GroupTerm, Presence, Provenance, Scale, Share
+from ..specs import MOST_TERMS, GroupTerm, Presence, Provenance, Scale, Share
 from .flat import grpo, whiten
-from .terms import Term, as_advantages, combine, estimator, grouped, keeps_singletons, scorable
+from .terms import Term, among, as_advantages, combine, estimator, grouped, keeps_singletons, scorable
 
 __all__ = ["mars2", "rose", "treepo"]
 
@@ -46,6 +46,7 @@ def treepo(
     """
     keeps = keeps_singletons(singleton)
     check_units(rewards=rewards, lengths=lengths)
+    check(0 < len(prefix_ids) <= MOST_TERMS, "prefix_ids: expected 1 to {} depths, got {}", MOST_TERMS, len(prefix_ids))
     terms = []
     for depth, ids in enumerate(prefix_ids):
         check_units(rewards=rewards, prefix_ids=ids)
@@ -77,6 +78,7 @@ def rose(
             [ 0.5000, -0.5000,  0.0000]])
     """
     check_units(rewards=rewards)
+    check(len(prefix_ids) > 0, "prefix_ids: expected at least one depth, got none")
     tables = []
     for depth, ids in enumerate(prefix_ids):
         check_units(rewards=rewards, prefix_ids=ids)
@@ -105,11 +107,12 @@ def mars2(
     2604.14564). Returns ``[N]`` float32.
 
     ``b = (1 - l) r_parent + l mean(siblings)``, the one that exists where the other does not; ``r' = r + g (r - b)``,
-    r where neither does.
+    r where neither does. A parent or sibling without a reward, or in no prompt, does not exist.
 
     Args:
         parents: ``[N]`` integers, the place of each node's parent among the nodes; negative: the root is its parent,
-            which is none, but makes siblings.
+            which is none, but makes siblings. A node whose parent is beyond the nodes is in no statistic and gets NaN,
+            which the loss leaves out and counts.
         group_ids: ``[N]``, the prompt of each tree.
         shaping, siblings: g (.5 in the authors' class) and l.
 
@@ -124,14 +127,17 @@ def mars2(
     check_shape("parents", parents, rewards.shape, "[N] (that of rewards)")
     check_device("parents", parents, rewards.device, "rewards")
     check_units(rewards=rewards, group_ids=group_ids)
-    family = statistics(rewards, dense_ids(group_ids, parents.clamp(min=-1) + 1), backend=backend)
-    exact = rewards.double()
+    lost = parents >= rewards.numel()
+    own = among(parents, ~lost)  # a place below N: adding 1 cannot overflow
+    family = statistics(rewards, dense_ids(among(group_ids, ~lost), own.clamp(min=-1) + 1), backend=backend)
+    exact = torch.where((group_ids >= 0) & ~lost, rewards.double(), torch.nan)
     others = (family.mean * family.members - exact) / (family.members - 1).clamp(min=1)
-    parent = exact[parents.clamp(0, max(rewards.numel() - 1, 0))] if rewards.numel() else exact
-    has_parent, has_siblings = parents >= 0, family.members > 1
+    parent = exact[own.clamp(min=0)] if rewards.numel() else exact
+    has_parent, has_siblings = (own >= 0) & torch.isfinite(parent), family.members > 1
     mixed = (1 - siblings) * parent + siblings * others
     baseline = torch.where(
         has_parent, torch.where(has_siblings, mixed, parent), torch.where(has_siblings, others, exact)
     )
     shaped = as_advantages(exact + shaping * (exact - baseline), rewards, backend)
-    return grpo(shaped, group_ids, eps=eps, backend=backend)
+    advantages = grpo(shaped, group_ids, eps=eps, backend=backend)
+    return torch.where(lost & torch.isfinite(rewards) & (group_ids >= 0), torch.nan, advantages)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 
 from .. import ops
-from ..backends import resolve
+from ..backends import choice, is_reference, resolve
 from ..batch import PackedBatch
 from ..checks import check, check_device, check_dtype, check_numbers, check_shape, check_type, examines
 from ..specs import Boundary, Invalid, OrderRule
@@ -70,14 +70,16 @@ def window_mean(
 
 
 class WindowState(NamedTuple):
-    """What :meth:`EntropyWindow.fit` learned: tensors only, so it pickles, and loads with ``weights_only=True``."""
+    """What :meth:`EntropyWindow.fit` learned: it pickles, and loads with ``weights_only=True``."""
 
     threshold: torch.Tensor  # [1] float32; NaN if there was nothing to fit, then nothing is selected
     population: torch.Tensor  # [1] int64: scores the threshold was chosen among
     errors: torch.Tensor  # [1] int64: valid tokens whose value was not finite
+    scored_by: str = ""  # the backend whose sums the scores were; "": nothing was added up, or nobody knows
 
     def to(self, device: torch.device | str) -> WindowState:
-        return WindowState(*(tensor.to(device) for tensor in self))
+        moved = {name: getattr(self, name).to(device) for name in ("threshold", "population", "errors")}
+        return self._replace(**moved)
 
 
 torch.serialization.add_safe_globals([WindowState])
@@ -147,7 +149,7 @@ class EntropyWindow:
         batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
         if process_group is not None:
             score = self.score(entropy, batch, backend=backend)
-            return _fit_over_ranks(score, self.quantile, self.rule, process_group)
+            return self._fit_over_ranks(score, process_group, backend)
         return self._fit(*self._compared(entropy, batch, backend), backend)
 
     @examines
@@ -158,13 +160,13 @@ class EntropyWindow:
         process_group: torch.distributed.ProcessGroup | None = None,
         backend: str | None = None,
     ) -> WindowState:
-        """:meth:`fit` from scores already computed by :meth:`score`, of any shape."""
+        """:meth:`fit` from scores already computed by :meth:`score` of the same ``backend``, of any shape."""
         check_dtype("score", score, _NUMBERS, _ROUNDING)
         score = score.detach().flatten()
         if backend != "reference":
             score = score.float().contiguous()
         if process_group is not None:
-            return _fit_over_ranks(score, self.quantile, self.rule, process_group)
+            return self._fit_over_ranks(score, process_group, backend)
         return self._fit(score, None, None, backend)
 
     @examines
@@ -178,6 +180,9 @@ class EntropyWindow:
     ) -> torch.Tensor:
         """The bool mask, in the shape of ``entropy``.
 
+        Raises:
+            ValueError: ``state`` was fitted on the scores of another backend, whose sums may differ in the last bit.
+
         >>> window, batch = forking_tokens("0.5"), PackedBatch.from_lengths([4])
         >>> entropy = torch.tensor([0.1, 0.9, 0.5, 0.7])
         >>> window.apply(entropy, batch, window.fit(entropy, batch))
@@ -185,6 +190,7 @@ class EntropyWindow:
         """
         batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
         values, mask, cu_seqlens = self._compared(entropy, batch, backend)
+        check_scorer(self, state, values, backend)
         threshold = _threshold(state.threshold, values)
         selected: torch.Tensor
         if backend == "reference":
@@ -215,7 +221,13 @@ class EntropyWindow:
         if selected.shape != entropy.shape:  # each view is two microseconds, a hundredth of what a million tokens take
             selected = selected.reshape(entropy.shape)
         population, errors = counts.split(1)
-        return WindowState(threshold, population, errors), selected
+        return WindowState(threshold, population, errors, _scorer(self, values, backend)), selected
+
+    def _fit_over_ranks(
+        self, score: torch.Tensor, group: torch.distributed.ProcessGroup, backend: str | None
+    ) -> WindowState:
+        state = _fit_over_ranks(score, self.quantile, self.rule, group)
+        return state._replace(scored_by=_scorer(self, score, backend))
 
     def _compared(self, entropy: torch.Tensor, batch: PackedBatch, backend: str | None) -> _Compared:
         """What stands beside the threshold: scores, or, without writing them, the tokens of windows of one token."""
@@ -233,7 +245,7 @@ class EntropyWindow:
         else:
             threshold, counts = ops.order_statistic(values, *quantile, backend, mask, cu_seqlens)
         population, errors = counts.split(1)
-        return WindowState(threshold, population, errors)
+        return WindowState(threshold, population, errors, _scorer(self, values, backend))
 
 
 def forking_tokens(ratio: str | Fraction | float = "0.2", *, scope: str = "batch") -> EntropyWindow:
@@ -273,6 +285,32 @@ def ares(window: int = 4, quantile: str | Fraction | float = "0.95", *, scope: s
     """
     check(window >= 1, "window: expected a width >= 1, got {}", window)
     return EntropyWindow("ares", _fraction("quantile", quantile), 0, window - 1, scope=scope, source="arXiv 2510.08457")
+
+
+def check_scorer(window: EntropyWindow, state: WindowState, values: torch.Tensor, backend: str | None) -> None:
+    """That the threshold is compared with scores of the same bits as those it was chosen among: otherwise the last one
+    would decide whether the token at the threshold is selected."""
+    scorer = _scorer(window, values, backend)
+    check(
+        not state.scored_by or not scorer or state.scored_by == scorer,
+        "state: expected one fitted on scores of {!r}, got {!r}: their sums differ in the last bit, which could lose "
+        "the token at the threshold; fit and apply on one backend (backend=)",
+        scorer,
+        state.scored_by,
+    )
+
+
+def _scorer(window: EntropyWindow, values: torch.Tensor, backend: str | None) -> str:
+    """Whose sums the scores are. One token is no sum; whole windows have the same bits on the CPU and in CUDA."""
+    if window.first == window.last:
+        return ""
+    name = backend or ("reference" if is_reference(values, None) else "cpu" if values.is_cpu else _chosen(values))
+    name = "cuda" if name == "cuda_emulated" else name
+    return "cpu or cuda" if window.boundary is Boundary.FULL and name in ("cpu", "cuda") else name
+
+
+def _chosen(values: torch.Tensor) -> str:
+    return "" if ops.watched(values) else choice("entropy", values.device.type)
 
 
 def _fraction(name: str, value: str | Fraction | float) -> Fraction:

@@ -1,4 +1,4 @@
-"""What some gates are given beside the batch: bounds per token, masks, targets.
+"""What some gates are given beside the batch: bounds per token, masks, targets, each as ``gate_inputs=`` of the loss.
 
 These are constants of the differentiation, made once per optimiser step from whole batches, in plain PyTorch. Nothing
 here synchronises, and nothing is read at masked positions.
@@ -14,6 +14,7 @@ from .. import ops
 from ..batch import PackedBatch, renumber
 from ..checks import check, check_dtype, check_tokens, check_units, examines
 from ..specs import OrderRule
+from .ratio_gate import GateInputs
 
 __all__ = [
     "archer_bounds",
@@ -28,8 +29,6 @@ __all__ = [
     "rec_ring_mask",
 ]
 
-Bounds = tuple[torch.Tensor, torch.Tensor]
-
 _NUMBERS = (torch.float32, torch.float64)
 _ROUNDING = "16-bit log-probabilities and entropies are too coarse; compute them in float32"
 
@@ -37,25 +36,25 @@ _ROUNDING = "16-bit log-probabilities and entropies are too coarse; compute them
 @examines
 def archer_bounds(
     wide: torch.Tensor, narrow: tuple[float, float] = (0.2, 0.2), wider: tuple[float, float] = (0.4, 0.4)
-) -> Bounds:
-    """Two pairs of epsilons by class: ``bounds`` for :func:`archer_clip` and :func:`aspo` (arXiv 2510.06062).
+) -> GateInputs:
+    """Two pairs of epsilons by class: ``gate_inputs`` for :func:`archer_clip` and :func:`aspo` (arXiv
+    2510.06062).
 
     Args:
         wide: bool ``[T]``, the tokens of the wider class: in the paper those above the 80 % quantile of the entropy
             within their sequence (the code's names for the two classes are exchanged).
         narrow, wider: epsilons (low, high), the paper's 0.2 and 0.4.
 
-    >>> archer_bounds(torch.tensor([True, False]))[1]
+    >>> archer_bounds(torch.tensor([True, False])).bounds[1]
     tensor([1.4000, 1.2000])
     """
     check_dtype("wide", wide, (torch.bool,), "use wide.bool()")
     low, high = (torch.full_like(wide, 1 + epsilon, dtype=torch.float32) for epsilon in (-narrow[0], narrow[1]))
-    low, high = low.masked_fill(wide, 1.0 - wider[0]), high.masked_fill(wide, 1.0 + wider[1])
-    return low, high
+    return GateInputs(bounds=(low.masked_fill(wide, 1.0 - wider[0]), high.masked_fill(wide, 1.0 + wider[1])))
 
 
 @examines
-def dcpo_bounds(old_logp: torch.Tensor, low: float = 0.16, high: float = 0.2, cap: float = 10.0) -> Bounds:
+def dcpo_bounds(old_logp: torch.Tensor, low: float = 0.16, high: float = 0.2, cap: float = 10.0) -> GateInputs:
     """Bounds that let unlikely tokens move further: for :func:`dcpo_clip` (arXiv 2509.02333; its code).
 
     ``(1 + sqrt(max(1 - 4 low / q, 0))) / 2 <= r <= (1 + sqrt(1 + 4 high / q)) / 2``, q the old probability.
@@ -64,14 +63,14 @@ def dcpo_bounds(old_logp: torch.Tensor, low: float = 0.16, high: float = 0.2, ca
         low, high: 0.16 and 0.2, the code's.
         cap: of the upper bound, 10 as in the code.
 
-    >>> [round(bound.item(), 6) for bound in dcpo_bounds(torch.tensor([0.9]).log())]
+    >>> [round(bound.item(), 6) for bound in dcpo_bounds(torch.tensor([0.9]).log()).bounds]
     [0.768742, 1.187184]
     """
     check_dtype("old_logp", old_logp, _NUMBERS, _ROUNDING)
     q = old_logp.detach().exp()
     below = 0.5 + 0.5 * (1 - 4 * low / q).clamp(min=0).sqrt()
     above = 0.5 + 0.5 * (1 + 4 * high / q).sqrt()
-    return below, above.clamp(max=cap)
+    return GateInputs(bounds=(below, above.clamp(max=cap)))
 
 
 @examines
@@ -83,7 +82,7 @@ def hapo_bounds(
     alpha: float = 1.0,
     pivot: tuple[int, int] = (1, 2),
     compat: str = "paper",
-) -> Bounds:
+) -> GateInputs:
     """Bounds that follow the entropy: for :func:`hapo_clip` (repository starver030515/HAPO).
 
     ``h`` is the log-entropy minus its ``pivot`` quantile over the batch, and ``h / max h`` above, ``-h / min h`` below.
@@ -96,7 +95,7 @@ def hapo_bounds(
         compat: "code": there ``h / min h`` is used below, which is positive, so the upper bound of every token widens
             and the lower one of none.
 
-    >>> low, high = hapo_bounds(torch.tensor([0.1, 1.0, 2.0]), PackedBatch.from_lengths([3]))
+    >>> low, high = hapo_bounds(torch.tensor([0.1, 1.0, 2.0]), PackedBatch.from_lengths([3])).bounds
     >>> [round(bound, 4) for bound in (*low.tolist(), *high.tolist())]
     [0.6, 0.8, 0.8, 1.2, 1.2, 1.4]
     """
@@ -113,7 +112,7 @@ def hapo_bounds(
     relative = torch.where(h > 0, h / above, down)
     lower = torch.where(relative <= 0, low * (1 - alpha * relative), torch.full_like(h, low))
     upper = torch.where(relative > 0, high * (1 + alpha * relative), torch.full_like(h, high))
-    return (1 - lower).clamp(min=0), 1 + upper
+    return GateInputs(bounds=((1 - lower).clamp(min=0), 1 + upper))
 
 
 @examines
@@ -161,8 +160,8 @@ def clip_cov_mask(
     high: float = 5.0,
     epsilons: tuple[float, float] = (0.2, 0.2),
     advantage_level: str | None = None,
-) -> torch.Tensor:
-    """``token_mask`` ``[T]`` for :func:`clip_cov`: False for a few tokens drawn among those of high covariance.
+) -> GateInputs:
+    """``gate_inputs`` for :func:`clip_cov`: a mask that is False for a few tokens drawn among those of high covariance.
 
     ``cov = (A - mean A) (logp - mean logp)`` over valid tokens; of those with ``low < cov < high`` that PPO does not
     clip, ``max(1, floor(share n))`` are drawn by a counter-based generator: the same seed and batch give the same
@@ -176,7 +175,7 @@ def clip_cov_mask(
 
     >>> batch = PackedBatch.from_lengths([2, 2])
     >>> logp = torch.tensor([-0.1, -3.0, -0.1, -3.0])
-    >>> clip_cov_mask(logp, logp, torch.tensor([2.0, -2.0]), batch, seed=1).sum().item()
+    >>> clip_cov_mask(logp, logp, torch.tensor([2.0, -2.0]), batch, seed=1).token_mask.sum().item()
     3
     """
     _check_policies(batch, logp, old_logp)
@@ -185,7 +184,7 @@ def clip_cov_mask(
     clipped = ((advantage > 0) & (ratio > 1 + epsilons[1])) | ((advantage < 0) & (ratio < 1 - epsilons[0]))
     eligible = valid & (covariance > low) & (covariance < high) & ~clipped
     draw = _draws(logp.numel(), seed, logp.device)
-    return ~_first_of(draw, eligible, share, valid)
+    return GateInputs(token_mask=~_first_of(draw, eligible, share, valid))
 
 
 @examines
@@ -196,24 +195,24 @@ def kl_cov_mask(
     *,
     share: float = 2e-4,
     advantage_level: str | None = None,
-) -> torch.Tensor:
-    """``penalty_mask`` ``[T]`` for :func:`kl_cov`: the ``max(1, floor(share n))`` tokens of highest covariance (arXiv
+) -> GateInputs:
+    """``gate_inputs`` for :func:`kl_cov`: the ``max(1, floor(share n))`` tokens of highest covariance pay (arXiv
     2505.22617). ``advantage_level``: as in :func:`~hpo_core.policy_loss`.
 
     >>> batch = PackedBatch.from_lengths([2, 2])
-    >>> kl_cov_mask(torch.tensor([-0.1, -6.0, -0.1, -5.0]), torch.tensor([2.0, -2.0]), batch)
+    >>> kl_cov_mask(torch.tensor([-0.1, -6.0, -0.1, -5.0]), torch.tensor([2.0, -2.0]), batch).penalty_mask
     tensor([ True, False, False, False])
     """
     covariance, _, valid = _covariance(logp, advantages, batch, advantage_level)
-    return _first_of(-covariance, valid, share, valid)
+    return GateInputs(penalty_mask=_first_of(-covariance, valid, share, valid))
 
 
 @examines
-def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, threshold: float = 0.04) -> torch.Tensor:
-    """``token_mask`` ``[T]`` for :func:`m2po`: without the largest log-ratios, until the mean of the other squares is
-    below ``threshold`` (AReaL; 0.04).
+def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, threshold: float = 0.04) -> GateInputs:
+    """``gate_inputs`` for :func:`m2po`: a mask without the largest log-ratios, until the mean of the other squares is
+    below ``threshold`` (AReaL; 0.04). The smallest stays, whatever it is, as there.
 
-    >>> m2po_mask(torch.tensor([0.1, 0.9, -0.1]), torch.zeros(3), PackedBatch.from_lengths([3]))
+    >>> m2po_mask(torch.tensor([0.1, 0.9, -0.1]), torch.zeros(3), PackedBatch.from_lengths([3])).token_mask
     tensor([ True, False,  True])
     """
     _check_policies(batch, logp, old_logp)
@@ -221,7 +220,9 @@ def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, th
     square = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp)).double().square()
     ordered, order = torch.where(valid, square, torch.full_like(square, torch.inf)).sort(stable=True)
     means = ordered.cumsum(0) / torch.arange(1, ordered.numel() + 1, device=ordered.device)
-    return torch.zeros_like(valid).scatter_(0, order, means < threshold)  # means of ascending numbers ascend
+    kept = means < threshold  # means of ascending numbers ascend
+    kept[:1] = True
+    return GateInputs(token_mask=torch.zeros_like(valid).scatter_(0, order, kept) & valid)
 
 
 @examines
@@ -234,8 +235,8 @@ def rec_ring_mask(
     far: tuple[float, float] = (0.6, 2.0),
     *,
     advantage_level: str | None = None,
-) -> torch.Tensor:
-    """``token_mask`` ``[T]`` for :func:`rec_ring`: ``1 - near[0] <= r <= 1 + near[1]``, or for ``A >= 0``
+) -> GateInputs:
+    """``gate_inputs`` for :func:`rec_ring`: a mask of ``1 - near[0] <= r <= 1 + near[1]``, or for ``A >= 0``
     ``r <= 1 - far[0]``, for ``A < 0`` ``r >= 1 + far[1]`` (Trinity-RFT).
 
     Args:
@@ -243,7 +244,7 @@ def rec_ring_mask(
         near, far: epsilons (low, high), 0.2 and 0.2, and 0.6 and 2, as there.
 
     >>> ratio = torch.tensor([0.3, 0.5, 1.0, 1.5, 3.5])
-    >>> rec_ring_mask(ratio.log(), torch.zeros(5), torch.tensor([1.0]), PackedBatch.from_lengths([5]))
+    >>> rec_ring_mask(ratio.log(), torch.zeros(5), torch.tensor([1.0]), PackedBatch.from_lengths([5])).token_mask
     tensor([ True, False,  True, False, False])
     """
     for name, pair in (("near", near), ("far", far)):
@@ -254,18 +255,19 @@ def rec_ring_mask(
     x = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp))
     inside = (x >= math.log1p(-near[0])) & (x <= math.log1p(near[1]))
     strayed = torch.where(advantage < 0, x >= math.log1p(far[1]), x <= math.log1p(-far[0]))
-    return valid & (inside | strayed)
+    return GateInputs(token_mask=valid & (inside | strayed))
 
 
 @examines
-def bpo_target(advantages: torch.Tensor, epsilon: float = 0.2) -> torch.Tensor:
-    """``target`` for :func:`bpo`: ``1 + epsilon sign A``, in the shape of ``advantages`` (arXiv 2604.18578).
+def bpo_target(advantages: torch.Tensor, epsilon: float = 0.2) -> GateInputs:
+    """``gate_inputs`` for :func:`bpo`: targets ``1 + epsilon sign A``, in the shape of ``advantages`` (arXiv
+    2604.18578).
 
-    >>> bpo_target(torch.tensor([2.0, -1.0]))
+    >>> bpo_target(torch.tensor([2.0, -1.0])).target
     tensor([1.2000, 0.8000])
     """
     check_dtype("advantages", advantages, _NUMBERS, "use advantages.float()")
-    return 1 + epsilon * advantages.sign()
+    return GateInputs(target=1 + epsilon * advantages.sign())
 
 
 @examines
@@ -275,16 +277,16 @@ def gbpo_target(
     low: float = 0.2,
     high: float = 0.2,
     temperature: float = 1.0,
-) -> torch.Tensor:
-    """``target`` ``[S]`` for :func:`gbpo`: ``1 - low + (low + high) sigmoid(a / temperature)`` (arXiv 2604.18578).
+) -> GateInputs:
+    """``gate_inputs`` for :func:`gbpo`: targets ``[S]`` from the median of the group (arXiv 2604.18578).
 
-    ``a = (score - median) / (std + 1e-6)`` in the group.
+    They are ``1 - low + (low + high) sigmoid(a / temperature)``, ``a = (score - median) / (std + 1e-6)`` in the group.
 
     Args:
         scores: ``[S]``. group_ids: ``[S]`` integers; None: one group.
         low, high, temperature: 0.2, 0.2 and 1, the code's. A group of one has median 0 and std 1, as there.
 
-    >>> gbpo_target(torch.tensor([0.0, 1.0, 2.0]))
+    >>> gbpo_target(torch.tensor([0.0, 1.0, 2.0])).target
     tensor([0.9076, 1.0000, 1.0924])
     """
     check_units(scores=scores, group_ids=group_ids)
@@ -306,7 +308,8 @@ def gbpo_target(
     middle = [(start + half).long().clamp(0, last) for half in ((size - 1).div(2).floor(), size.div(2).floor())]
     median = torch.where(alone, torch.zeros_like(size), 0.5 * (ordered[middle[0]] + ordered[middle[1]]))
     relative = (x - median[group]) / (std[group] + 1e-6)
-    return (1 - low + (low + high) * torch.sigmoid(relative / temperature)).to(scores.dtype)
+    target = 1 - low + (low + high) * torch.sigmoid(relative / temperature)
+    return GateInputs(target=target.to(scores.dtype))
 
 
 def _check_policies(batch: PackedBatch, logp: torch.Tensor, old_logp: torch.Tensor | None = None) -> None:

@@ -44,18 +44,19 @@ def spo(epsilon: float = 0.2) -> RatioGate:
 def bpo() -> RatioGate:
     """BPO: ``loss_t = |A| |r - target|``, the ratio pulled to the optimum of a bounded step (arXiv 2604.18578).
 
-    Pass ``target=bpo_target(advantages)``, ``1 + epsilon sign A``. The gradient is ``w |A| sign(r - target) r``:
+    Pass ``gate_inputs=bpo_target(advantages)``, ``1 + epsilon sign A``. The gradient is ``w |A| sign(r - target) r``:
     PPO's at r = 1, and backwards beyond the target.
 
     >>> bpo().takes_target
     True
     """
-    return RatioGate("bpo", Identity(), head=Head.TARGET, source="arXiv 2604.18578")
+    needs = (("target", "gates.bpo_target(advantages)"),)
+    return RatioGate("bpo", Identity(), head=Head.TARGET, needs=needs, source="arXiv 2604.18578")
 
 
 def gbpo() -> RatioGate:
-    """GBPO: BPO with a soft target from the group's median: pass ``target=gbpo_target(rewards, group_ids)`` (arXiv
-    2604.18578).
+    """GBPO: BPO with a soft target from the group's median: pass
+    ``gate_inputs=gbpo_target(rewards, group_ids)`` (arXiv 2604.18578).
 
     Traps: the target follows the median and A the mean, so they may disagree in sign; such a token is pulled away from
     PPO's direction. OneRec-V2's "GBPO" (arXiv 2508.20900) is another method.
@@ -63,7 +64,8 @@ def gbpo() -> RatioGate:
     >>> gbpo().takes_target
     True
     """
-    return RatioGate("gbpo", Identity(), head=Head.TARGET, source="arXiv 2604.18578")
+    needs = (("target", "gates.gbpo_target(rewards, group_ids)"),)
+    return RatioGate("gbpo", Identity(), head=Head.TARGET, needs=needs, source="arXiv 2604.18578")
 
 
 @examines
@@ -73,8 +75,9 @@ def nft(floor: float = 1.0) -> RatioGate:
 
     ``A >= 0`` (correct): ``loss_t = -|A| log r``. ``A < 0`` (wrong): ``loss_t = -|A| log max(R, floor)``,
     ``R = (1 - q r) / (1 - q)``, the gradient passing the maximum: ``|A| q r / ((1 - q) max(R, floor))``. Pass the
-    success rate q of each row's group, within [0.02, 0.98], as ``target``, and as advantages ``+-w``: the code takes
-    ``w = 1 - q`` or ``sqrt((1 - q) / q)``.
+    success rate q of each row's group, within [0.02, 0.98], as ``gate_inputs=GateInputs(target=)``, and as advantages
+    ``+-w``: the code takes ``w = 1 - q`` or ``sqrt((1 - q) / q)``. No answer is wrong where all are right: with
+    ``A < 0`` a q outside of [0, 1) is counted with the bad advantages and left out.
 
     Args:
         floor: 1 as in the code: then R counts as 1 wherever r > 1.
@@ -142,26 +145,32 @@ def ppo_penalty(beta: float = 0.1, penalty: Penalty = Penalty.K3) -> RatioGate:
 @examines
 def kl_cov(coefficient: float = 1.0) -> RatioGate:
     """KL-Cov: ``loss_t = -r A``, and ``+ coefficient |x|`` on the tokens of highest covariance: pass
-    ``penalty_mask=kl_cov_mask(...)`` (arXiv 2505.22617; coefficient 1 in the paper's code, 0.1 in verl's config).
+    ``gate_inputs=kl_cov_mask(...)`` (arXiv 2505.22617; coefficient 1 in the paper's code, 0.1 in verl's config).
 
-    Traps: nothing is clipped anywhere. Without ``penalty_mask`` every token pays.
+    Traps: nothing is clipped anywhere.
 
     >>> kl_cov().penalty.name
     'ABSOLUTE'
     """
     return RatioGate(
-        "kl_cov", Identity(), penalty=Penalty.ABSOLUTE, penalty_coefficient=coefficient, source="arXiv 2505.22617"
+        "kl_cov",
+        Identity(),
+        penalty=Penalty.ABSOLUTE,
+        penalty_coefficient=coefficient,
+        needs=(("penalty_mask", "gates.kl_cov_mask(logp, advantages, batch)"),),
+        source="arXiv 2505.22617",
     )
 
 
 def m2po() -> RatioGate:
     """M2PO: ``loss_t = -r A`` on the tokens that keep the mean squared log-ratio small: pass
-    ``token_mask=m2po_mask(...)`` (AReaL).
+    ``gate_inputs=m2po_mask(...)`` (AReaL).
 
     >>> m2po().takes_bounds
     False
     """
-    return RatioGate("m2po", Identity(), source="AReaL")
+    needs = (("token_mask", "gates.m2po_mask(logp, old_logp, batch)"),)
+    return RatioGate("m2po", Identity(), needs=needs, source="AReaL")
 
 
 def _quadratic(name: str, beta: float, source: str) -> RatioGate:

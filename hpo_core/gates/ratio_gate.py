@@ -10,7 +10,12 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from typing import NamedTuple
+
+import torch
 
 from ..checks import check, check_numbers, check_type
 from ..kl import KLPenalty
@@ -40,6 +45,7 @@ __all__ = [
     "Excess",
     "FirstOrder",
     "Gamma",
+    "GateInputs",
     "Identity",
     "Level",
     "LogClip",
@@ -50,6 +56,47 @@ __all__ = [
 ]
 
 Pair = tuple[float, float]  # (advantage >= 0, advantage < 0)
+
+
+class GateInputs(NamedTuple):
+    """What some gates read beside the batch, made by the functions of :mod:`hpo_core.gates` that end in ``_bounds``,
+    ``_mask`` and ``_target``, or by the caller. All are constants of the differentiation.
+
+    Attributes:
+        bounds: ``(low, high)``, each ``[T]`` or None: ratios per token, in place of the gate's bounds where it has
+            them, for both signs of A. A dual clip (what bounds ``A < 0`` above and not ``A >= 0`` below) stays. A token
+            for which ``0 <= low <= 1 <= high`` does not hold, as of epsilons or NaN, is left out and counted
+            (``bad_advantages``).
+        target: one for each advantage, at their level: what the heads TARGET and NEGATIVE_AWARE compare the ratio with.
+        token_mask: bool ``[T]``: the tokens that the method keeps, besides those that the loss is told to keep.
+        penalty_mask: bool ``[T]``: the tokens that pay the gate's own penalty. None: every valid token.
+        aggregates: by level (``"step"``, ``"trajectory"``, ``"group"``, ``"domain"``), what stands in the place of the
+            aggregates of this call's tokens, for a level routed STOPPED whose segments other micro-batches have, too:
+            float ``[G]``, entry i the log-ratio (a mean or sum, as the level says) of the segment with id i; with a
+            split ``[2, G]``, of x+ and x-. An id without an entry, or with NaN, keeps its own.
+
+    >>> GateInputs(bounds=(None, torch.tensor([1.2, 1.4]))).bounds[1]
+    tensor([1.2000, 1.4000])
+    """
+
+    bounds: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
+    target: torch.Tensor | None = None
+    token_mask: torch.Tensor | None = None
+    penalty_mask: torch.Tensor | None = None
+    aggregates: Mapping[str, torch.Tensor] | None = None
+
+    def on_tokens(self, change: Callable[[torch.Tensor], torch.Tensor], per_token: bool) -> GateInputs:
+        """With ``change`` applied to each ``[T]`` tensor; ``per_token``: ``target`` is one."""
+
+        def changed(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else change(values)
+
+        return self._replace(
+            bounds=None if self.bounds is None else (changed(self.bounds[0]), changed(self.bounds[1])),
+            target=changed(self.target) if per_token else self.target,
+            token_mask=changed(self.token_mask),
+            penalty_mask=changed(self.penalty_mask),
+        )
 
 
 class FirstOrder(enum.Enum):
@@ -317,6 +364,8 @@ class RatioGate(_Short):
         corrections: masks and weights that are constants of the differentiation.
         advantage_weights: factors on advantages >= 0 and < 0.
         penalty, penalty_coefficient: on x, whatever the gates do: added to the loss of every valid token.
+        needs: the inputs without which the gate is another method: pairs of a field of :class:`GateInputs` and the call
+            that makes it. With those that the head needs they are ``required``, a mapping.
         source, provenance: where the formula comes from.
     """
 
@@ -332,11 +381,13 @@ class RatioGate(_Short):
     advantage_weights: Pair = (1.0, 1.0)
     penalty: Penalty = Penalty.NONE
     penalty_coefficient: float = 0.0
+    needs: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     source: str = field(default="", repr=False)
     provenance: Provenance = field(default=Provenance.VERIFIED, repr=False)
     # Made once: every loss call asks for them.
     _spec: PolicyLossSpec = field(init=False, repr=False, compare=False)
     _facts: tuple[bool, bool, bool] = field(init=False, repr=False, compare=False)
+    required: Mapping[str, str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         kinds = (Identity, Drop, Clip, LogClip)
@@ -399,8 +450,9 @@ class RatioGate(_Short):
         )
         check(self.channel is not Channel.DISCREPANCY, "channel: it has no gradient; take Channel.STALENESS or TOTAL")
         check(
-            self.head not in _POSITIVE_NUMBERS or min(self.head_numbers) > 0,
-            "head_numbers: expected numbers > 0 for Head.{}, got {}",
+            self.head not in _LEAST or all(map(operator.ge, self.head_numbers, _LEAST[self.head])),
+            "head_numbers: expected at least {} for A >= 0 and A < 0 with Head.{}, got {}",
+            _LEAST.get(self.head),
             self.head.name,
             self.head_numbers,
         )
@@ -426,8 +478,17 @@ class RatioGate(_Short):
             "corrections: expected a tuple of Correction, got {!r}",
             self.corrections,
         )
+        check_type(
+            isinstance(self.needs, tuple)
+            and all(isinstance(pair, tuple) and pair[0] in GateInputs._fields for pair in self.needs),
+            "needs: expected pairs of a field of GateInputs ({}) and the call that makes it, got {!r}",
+            ", ".join(GateInputs._fields),
+            self.needs,
+        )
         object.__setattr__(self, "_spec", self._make_spec())
         object.__setattr__(self, "_facts", self._make_facts())
+        needed = {"target": "gates.GateInputs(target=...)"} if self.takes_target else {}
+        object.__setattr__(self, "required", needed | dict(self.needs))
 
     @property
     def level(self) -> Level | None:
@@ -437,6 +498,11 @@ class RatioGate(_Short):
         (level,) = self.levels
         simple = isinstance(level.gate, (Identity, Clip)) and level.aggregate is Aggregate.MEAN
         return level if simple and level.unit is Unit.TRAJECTORY else None
+
+    @property
+    def of_steps(self) -> bool:
+        """Whether steps are a level: tokens outside every step are then masked."""
+        return bool(self.levels) and self.levels[0].unit is Unit.STEP
 
     @property
     def first_order(self) -> FirstOrder:
@@ -468,8 +534,8 @@ class RatioGate(_Short):
             token=kinds[type(self.token)],
             token_low=clip.low,
             token_high=clip.high,
-            low_driven=_driven(clip.low, absent=0.0),
-            high_driven=_driven(clip.high, absent=math.inf),
+            low_driven=(clip.low[0] > 0, clip.low[1] > 0),
+            high_driven=(clip.high[0] < math.inf, clip.high[1] < math.inf and not _has_dual(clip)),
             head=self.head,
             term=self._term(),
         )
@@ -492,6 +558,12 @@ class RatioGate(_Short):
         return self._facts[0]
 
     @property
+    def needs_rollout(self) -> bool:
+        """Whether the gate does nothing of its own without ``rollout_logp``: it corrects what sampler and trainer
+        differ by."""
+        return any(correction.channel is Channel.DISCREPANCY for correction in self.corrections)
+
+    @property
     def plain(self) -> bool:
         """Whether nothing has to be prepared for kernels but what every gate takes."""
         return self._facts[1]
@@ -504,7 +576,7 @@ class RatioGate(_Short):
     def _make_facts(self) -> tuple[bool, bool, bool]:
         channels = {self.channel, *(correction.channel for correction in self.corrections)}
         unweighted = self.channel is Channel.STALENESS and self.advantage_weights == (1.0, 1.0)
-        plain = self._spec.term is None and unweighted and not self.corrections
+        plain = self._spec.term is None and unweighted and not self.corrections and not self.needs
         return channels != {Channel.STALENESS}, plain, self.head in (Head.TARGET, Head.NEGATIVE_AWARE)
 
     def _adds_up_deviations(self) -> bool:
@@ -528,7 +600,13 @@ class RatioGate(_Short):
 
 
 _OWN_GRADIENT = (Head.SCORE, Head.LOG, Head.CENSORED)  # past z, so that the token's own log-ratio may be dropped
-_POSITIVE_NUMBERS = (Head.SIGMOID, Head.SIMPLE, Head.FLIPPED)
+# What head numbers divide overflows below; and on-policy the factor that FLIPPED bounds is 1.
+_LEAST = {
+    Head.SIGMOID: (1e-4, 1e-4),
+    Head.SIMPLE: (1e-4, 1e-4),
+    Head.NEGATIVE_AWARE: (0.0, 1e-4),
+    Head.FLIPPED: (1.0, 1.0),
+}
 
 
 def _level_spec(level: Level) -> LevelSpec:
@@ -556,13 +634,10 @@ def _log_bounds(gate: object) -> tuple[Pair, Pair]:
     return (gate.low, gate.high) if isinstance(gate, LogClip) else (LogClip().low, LogClip().high)
 
 
-def _driven(bounds: Pair, absent: float) -> tuple[bool, bool]:
-    """Which of a pair a per-token tensor replaces: every bound that exists, except a dual clip's own, different
-    bound."""
-    exists = (bounds[0] != absent, bounds[1] != absent)
-    if all(exists) and bounds[0] != bounds[1]:
-        return (True, False) if absent == math.inf else (False, True)
-    return exists
+def _has_dual(clip: Clip) -> bool:
+    """Whether the upper bound for A < 0 is a dual clip, which per-token bounds leave alone: the clip is not the same
+    for both signs, and nothing bounds A >= 0 from below."""
+    return clip.low[0] == 0 and (clip.low[0], clip.high[0]) != (clip.low[1], clip.high[1])
 
 
 def _log(bounds: Pair) -> Pair:

@@ -58,8 +58,10 @@ def gmpo(low: float = 0.4, high: float = 0.4) -> RatioGate:
     Args:
         low, high: log-ratios, 0.4 as in the paper.
 
-    Traps: aggregate by ``aggregation.seq_mean_token_mean``. A must not change its sign within a trajectory. verl takes
-    every token of a sequence with A = 0 for clipped.
+    Traps: aggregate by ``aggregation.seq_mean_token_mean``. The paper's A belongs to the sequence, and with it the side
+    of the clip. Where A changes its sign within a trajectory (advantages of tokens or steps) each token is clipped on
+    the side of its own A and all of them enter one mean, which is nobody's formula and is not flagged: pass advantages
+    of rows or trajectories. verl takes every token of a sequence with A = 0 for clipped.
 
     >>> gmpo().first_order.name
     'SEGMENT_MEAN'
@@ -152,7 +154,7 @@ def rec(low: float = 0.2, high: float = 0.2, one_sided: bool = True, importance:
 @examines
 def rec_ring(importance: bool = False) -> RatioGate:
     """REC with the range "ring": ``loss_t = -sg[W] A logp`` also on tokens whose ratio strayed far to the side to which
-    A does not push: pass ``token_mask=rec_ring_mask(...)`` (Trinity-RFT).
+    A does not push: pass ``gate_inputs=rec_ring_mask(...)`` (Trinity-RFT).
 
     Args:
         importance: W is the token's ratio; else 1.
@@ -160,4 +162,6 @@ def rec_ring(importance: bool = False) -> RatioGate:
     >>> rec_ring().first_order.name
     'EXACT'
     """
-    return RatioGate("rec_ring", Identity() if importance else Drop(), head=Head.SCORE, source="Trinity-RFT")
+    token = Identity() if importance else Drop()
+    needs = (("token_mask", "gates.rec_ring_mask(logp, old_logp, advantages, batch)"),)
+    return RatioGate("rec_ring", token, head=Head.SCORE, needs=needs, source="Trinity-RFT")

@@ -133,7 +133,7 @@ def aspo(low: float = 0.2, high: float = 0.2, dual: float = 3.0) -> RatioGate:
     ``A < 0``: PPO's lower clip. Where the factor, ``1 / r`` or r, exceeds ``dual``, the gradient is ``-w dual A``.
 
     Args:
-        low, high: 0.2 each; the paper uses 0.4 for one entropy class: pass ``bounds``, see :func:`archer_bounds`.
+        low, high: 0.2 each; the paper uses 0.4 for one entropy class: see :func:`archer_bounds`.
 
     Traps: the code clamps log-ratios at +-20.
 
@@ -142,36 +142,38 @@ def aspo(low: float = 0.2, high: float = 0.2, dual: float = 3.0) -> RatioGate:
     """
     _check_epsilons(low, high)
     clip = Clip(low=(0.0, 1.0 - low), high=(1.0 + high, math.inf))
+    check(dual >= 1, "dual: expected a factor >= 1, got {}; below 1 it would act on-policy", dual)
     numbers = (float(dual), float(dual))
     return RatioGate("aspo", clip, head=Head.FLIPPED, head_numbers=numbers, source="arXiv 2510.06062")
 
 
 @examines
 def hapo_clip(low: float = 0.2, high: float = 0.2, dual: float | None = 3.0) -> RatioGate:
-    """PPO's clip with HAPO's bounds, wider where the entropy is high: pass ``bounds=hapo_bounds(entropy, batch)``.
+    """PPO's clip with HAPO's bounds, wider where the entropy is high: pass ``gate_inputs=hapo_bounds(entropy, batch)``
+    (repository starver030515/HAPO).
 
-    Without ``bounds`` it is :func:`ppo_clip` with ``low`` and ``high`` (repository starver030515/HAPO).
-
-    >>> hapo_clip().takes_bounds
-    True
+    >>> hapo_clip().needs[0]
+    ('bounds', 'gates.hapo_bounds(entropy, batch)')
     """
-    return _renamed("hapo_clip", ppo_clip(low, high, dual), "starver030515/HAPO")
+    gate = _renamed("hapo_clip", ppo_clip(low, high, dual), "starver030515/HAPO")
+    return replace(gate, needs=(("bounds", "gates.hapo_bounds(entropy, batch)"),))
 
 
 @examines
 def archer_clip(low: float = 0.2, high: float = 0.2, dual: float | None = 3.0) -> RatioGate:
-    """PPO's clip with two pairs of bounds, by entropy class: pass ``bounds=archer_bounds(...)`` (Archer, whose second
-    version is ASPO, arXiv 2510.06062).
+    """PPO's clip with two pairs of bounds, by entropy class: pass ``gate_inputs=archer_bounds(wide)`` (Archer, whose
+    second version is ASPO, arXiv 2510.06062).
 
-    >>> archer_clip().takes_bounds
-    True
+    >>> archer_clip().needs[0]
+    ('bounds', 'gates.archer_bounds(wide)')
     """
-    return _renamed("archer_clip", ppo_clip(low, high, dual), "arXiv 2510.06062")
+    gate = _renamed("archer_clip", ppo_clip(low, high, dual), "arXiv 2510.06062")
+    return replace(gate, needs=(("bounds", "gates.archer_bounds(wide)"),))
 
 
 @examines
 def dcpo_clip(cap: float = 10.0) -> RatioGate:
-    """PPO's clip with DCPO's bounds, wider for unlikely tokens: pass ``bounds=dcpo_bounds(old_logp)`` (arXiv
+    """PPO's clip with DCPO's bounds, wider for unlikely tokens: pass ``gate_inputs=dcpo_bounds(old_logp)`` (arXiv
     2509.02333; its code).
 
     Args:
@@ -180,23 +182,26 @@ def dcpo_clip(cap: float = 10.0) -> RatioGate:
     >>> dcpo_clip().token.high
     (1.2, 10.0)
     """
-    return _renamed("dcpo_clip", ppo_clip(0.16, 0.2, cap), "arXiv 2509.02333")
+    gate = _renamed("dcpo_clip", ppo_clip(0.16, 0.2, cap), "arXiv 2509.02333")
+    return replace(gate, needs=(("bounds", "gates.dcpo_bounds(old_logp)"),))
 
 
 @examines
 def clip_cov(low: float = 0.2, high: float = 0.2, dual: float | None = None) -> RatioGate:
-    """Clip-Cov: PPO's clip, with a few tokens of high covariance taken out: pass ``token_mask=clip_cov_mask(...)``
+    """Clip-Cov: PPO's clip, with a few tokens of high covariance taken out: pass ``gate_inputs=clip_cov_mask(...)``
     (arXiv 2505.22617; verl).
 
     >>> clip_cov().token.high[0]
     1.2
     """
-    return _renamed("clip_cov", ppo_clip(low, high, dual), "arXiv 2505.22617")
+    gate = _renamed("clip_cov", ppo_clip(low, high, dual), "arXiv 2505.22617")
+    return replace(gate, needs=(("token_mask", "gates.clip_cov_mask(logp, old_logp, advantages, batch, seed=...)"),))
 
 
 @examines
 def capo(low: float = 0.2, high: float = 0.2) -> RatioGate:
-    """CAPO: PPO's clip on the tokens whose curvature the trainer accepts: pass ``token_mask`` (arXiv 2510.00819).
+    """CAPO: PPO's clip on the tokens whose curvature the trainer accepts: pass ``gate_inputs=GateInputs(token_mask=)``
+    (arXiv 2510.00819).
 
     The paper keeps a token where the quadratic model of the step, ``m_H = g D + D H D / 2`` and ``m_F = D F D / 2`` of
     a simulated optimiser step D, stays below 0.01 and 1e-4: that needs the optimiser, so it is the trainer's to
@@ -205,7 +210,8 @@ def capo(low: float = 0.2, high: float = 0.2) -> RatioGate:
     >>> capo().name
     'capo'
     """
-    return _renamed("capo", ppo_clip(low, high), "arXiv 2510.00819")
+    gate = _renamed("capo", ppo_clip(low, high), "arXiv 2510.00819")
+    return replace(gate, needs=(("token_mask", "gates.GateInputs(token_mask=...)"),))
 
 
 @examines

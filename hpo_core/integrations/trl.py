@@ -23,7 +23,7 @@ except ImportError as error:
 
 from .. import aggregation, gates
 from ..advantages.distributed import over_ranks
-from ..advantages.terms import check_needs, given_to, level_of, takes_several
+from ..advantages.terms import check_estimator, given_to, level_of, takes_several
 from ..backends import resolve
 from ..batch import PackedBatch
 from ..checks import check, check_type
@@ -34,6 +34,7 @@ from ..losses import policy_loss
 from ..metrics import FLAGS, Metrics
 from ..segments import ids_of
 from ..specs import Head, Unit
+from .needs import MakesInputs, check_needs, made_inputs
 from .turns import Step, steps_of_turns, turns
 
 __all__ = ["HPOMixin", "HPOTrainer", "Step", "gate_from_config"]
@@ -61,6 +62,13 @@ _SPANNING = {Unit.GROUP, Unit.DOMAIN}
 # Reported beyond TRL's own metrics, under "hpo_core/".
 _REPORTED = ("clip_fraction", "selected_fraction", "ratio_max", "effective_sample_size", *FLAGS)
 
+# What a function of gate inputs may take, and why an engine's correction may have nothing to correct.
+_AVAILABLE = ("logp", "old_logp", "entropy", "advantages", "advantage_level", "batch", "seed")
+_NO_SAMPLER = (
+    "here the model itself samples, so there is nothing to correct; set use_vllm=True, or let rollout_func return "
+    "logprobs"
+)
+
 # Keys of a batch that TRL's scoring takes by the same name: images and their positions, more with every release.
 _SCORED = frozenset(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
 
@@ -74,6 +82,7 @@ class _Settings(NamedTuple):
     steps: Callable[..., list[list[Step]]] | None
     domain: str | None
     window: EntropyWindow | None
+    gate_inputs: MakesInputs | None
     backend: str | None
     processes: int
     units: frozenset[Unit]  # of the gate's levels and corrections
@@ -102,6 +111,11 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             rollout, by the entropies of the policy that sampled it and a threshold over the whole generation batch, at
             the price of one more forward pass; ``scope="call"`` in each micro-batch by the current policy's. Both span
             all processes. None: what ``args.top_entropy_quantile`` says, ``forking_tokens(..., scope="call")``.
+        gate_inputs: for gates that need more than the batch, a function of :mod:`hpo_core.gates` (``hapo_bounds``,
+            ``clip_cov_mask``, ``m2po_mask`` ...), or ``functools.partial`` of one, or one of your own that returns
+            :class:`~hpo_core.gates.GateInputs`. It is called in each micro-batch with those of ``logp``, ``old_logp``,
+            ``entropy`` (``[T]``, B L of them, without gradient), ``advantages``, ``advantage_level``, ``batch`` and
+            ``seed`` (the optimiser step's number) that it takes.
         backend: a name from ``hpo_core.backends()``. Default: by device.
 
     Levels above the tokens: a completion is a trajectory; its steps are the runs of tokens that no tool wrote; a group
@@ -110,7 +124,9 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
     the processes be a rollout.
 
     Raises:
-        ValueError: naming the field of ``args`` that cannot be honoured, or that an argument above would silence.
+        ValueError: naming the field of ``args`` that cannot be honoured, or that an argument above would silence; a
+            gate that needs what neither ``gate_inputs`` nor the sampler gives (``icepop``, ``tis``, ``mis`` and others
+            correct what vLLM's log-probabilities differ by).
     """
 
     def __init__(
@@ -121,6 +137,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         steps: Callable[..., list[list[Step]]] | None = None,
         domain: str | None = None,
         window: EntropyWindow | None = None,
+        gate_inputs: MakesInputs | None = None,
         backend: str | None = None,
         **keywords: Any,
     ) -> None:
@@ -135,7 +152,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         )
         if advantage is not None:
             ids = ("trajectory_ids", "anchor_ids") if level == "step" else ("weights",)
-            check_needs("advantage", advantage, ("group_ids", *ids), "TRL")
+            check_estimator("advantage", advantage, ("group_ids", *ids), "TRL")
         check_type(isinstance(window, EntropyWindow | None), "window: expected an EntropyWindow, got {}", window)
         super().__init__(*args, **keywords)
         given = {"gate": gate, "advantage": advantage, "window": window}
@@ -148,6 +165,13 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             window = forking_tokens(config.top_entropy_quantile, scope="call")
         resolve("gates", torch.empty(0, device=self.accelerator.device), backend)  # fail now, not after a rollout
         gate = gate or gate_from_config(config)
+        check_needs(gate, gate_inputs, _AVAILABLE, "" if self._has_sampler() else _NO_SAMPLER)
+        check(
+            not (gate.needs_rollout and config.use_vllm and config.vllm_importance_sampling_correction),
+            "vllm_importance_sampling_correction: expected False, got True; the gate {!r} corrects what vLLM's "
+            "log-probabilities differ by, and TRL would do it again",
+            gate.name,
+        )
         units = {level.unit for level in gate.levels}
         units |= {correction.unit for correction in gate.corrections if correction.unit is not None}
         check(
@@ -158,8 +182,13 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             gate.name,
         )
         self._hpo = _Settings(
-            gate, kl, advantage, steps, domain, window, backend, self.accelerator.num_processes, frozenset(units)
-        )
+            gate, kl, advantage, steps, domain, window, gate_inputs, backend, self.accelerator.num_processes,
+            frozenset(units),
+        )  # fmt: skip
+
+    def _has_sampler(self) -> bool:
+        """Whether completions come with the log-probabilities of what sampled them."""
+        return bool(self.args.use_vllm) or getattr(self, "rollout_func", None) is not None
 
     # ------------------------------------------------------------------------------------------ once per generation
 
@@ -179,7 +208,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         They are made here, before rows are shuffled into micro-batches, where most prompt groups are no longer whole.
         """
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        _, _, advantage, steps, domain, window, backend, _, units = self._hpo
+        _, _, advantage, steps, domain, window, _, backend, _, units = self._hpo
         rows = len(output["completion_ids"])
         own = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
         size = self.num_generations if self.model.training else self.num_generations_eval
@@ -272,7 +301,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             inputs: TRL's micro-batch: masks, advantages, and what else was computed when it was generated.
             aux_loss: 0-dim, the load balancing of a mixture of experts; only logged.
         """
-        gate, kl, _, _, _, window, backend, _, units = self._hpo
+        gate, kl, _, _, _, window, gate_inputs, backend, _, units = self._hpo
         mask = _mask(inputs)
         batch = PackedBatch.from_padded(
             mask,
@@ -288,15 +317,29 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             window = None  # it has left a token mask in the batch
         elif window is not None and self._ranks() is not None:
             threshold = window.fit(entropies, batch, process_group=self._ranks(), backend=backend)
+        old_logps, rollout_logps = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
+        check(
+            rollout_logps is not None or not gate.needs_rollout,
+            "gate: {!r} corrects what the sampler's log-probabilities differ by; {}",
+            gate.name,
+            _NO_SAMPLER,
+        )
+        given = None
+        if gate_inputs is not None:
+            given = made_inputs(
+                gate_inputs, logps.shape, advantages, logp=logps.detach(), entropy=entropies, batch=batch,
+                old_logp=logps.detach() if old_logps is None else old_logps, seed=self.state.global_step,
+            )  # fmt: skip
         token_weight = inputs.get("importance_sampling_ratio")  # of the trainer's policy to vLLM's: [B, L] or [B, 1]
         loss, metrics, *_ = policy_loss(
             logps,
-            inputs.get("old_per_token_logps"),
+            old_logps,
             advantages,
             batch,
             gate,
             weights=self._weights(batch, inputs),
-            rollout_logp=inputs.get("sampling_per_token_logps") if gate.reads_rollout else None,
+            rollout_logp=rollout_logps if gate.reads_rollout else None,
+            gate_inputs=given,
             ref_logp=None if kl is None else inputs["ref_per_token_logps"],
             kl=kl,
             entropy=entropies,

@@ -25,13 +25,14 @@ except ImportError as error:
     raise ImportError("hpo_core.integrations.verl needs verl 0.9.1: pip install 'hpo-core[verl]'") from error
 
 from .. import advantages, aggregation, gates
-from ..advantages.terms import check_needs, given_to, level_of, takes_several
+from ..advantages.terms import check_estimator, given_to, level_of, takes_several
 from ..batch import PackedBatch
 from ..checks import check, check_type
 from ..gates import RatioGate
 from ..losses import policy_loss
 from ..metrics import FLAGS, SLOTS
 from ..specs import Head, Unit
+from .needs import MakesInputs, check_needs, made_inputs
 from .turns import turns
 
 __all__ = ["ESTIMATORS", "register", "register_advantage"]
@@ -42,11 +43,24 @@ ESTIMATORS = (
     *("reinforce_pp", "reinforce_pp_baseline", "rloo"),
 )
 
+# What a function of gate inputs may take, and what verl does not tell its losses.
+_AVAILABLE = ("logp", "old_logp", "advantages", "advantage_level", "batch")
+_NO_SAMPLER = (
+    "verl tells its losses of weights only, which multiply this loss, too; set algorithm.rollout_correction and "
+    "register the gate without its correction"
+)
+
 # verl's own values of the clip fields. A field that holds them is taken as not set.
 _UNSET = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
 
 
-def register(name: str, gate: RatioGate | Callable[[Any], RatioGate], *, backend: str | None = None) -> None:
+def register(
+    name: str,
+    gate: RatioGate | Callable[[Any], RatioGate],
+    *,
+    gate_inputs: MakesInputs | None = None,
+    backend: str | None = None,
+) -> None:
     """Make a gate a policy loss of verl, under ``policy_loss.loss_mode=name``, in this process.
 
     verl looks names up in every worker process, so call it in a module that all of them import: one named in
@@ -56,12 +70,18 @@ def register(name: str, gate: RatioGate | Callable[[Any], RatioGate], *, backend
         name: registering a name again replaces it, verl's own losses too.
         gate: a RatioGate, or a function that makes one from verl's ActorConfig at each call. A RatioGate carries its
             bounds, so a clip field of the config that is set besides is an error that names it.
+        gate_inputs: for gates that need more than the batch, a function of :mod:`hpo_core.gates` (``dcpo_bounds``,
+            ``kl_cov_mask``, ``m2po_mask`` ...), or ``functools.partial`` of one, or one of your own that returns
+            :class:`~hpo_core.gates.GateInputs`. It is called in each micro-batch with those of ``logp``, ``old_logp``
+            (``[T]``, B L of them, without gradient), ``advantages``, ``advantage_level`` and ``batch`` that it takes.
         backend: a name from ``hpo_core.backends()``. Default: by device.
 
     Levels above the tokens: a response is a trajectory, and its steps are the runs of tokens that no tool wrote.
 
     Raises:
-        ValueError: a gate with a level of groups or domains, of which verl tells its losses nothing.
+        ValueError: a gate with a level of groups or domains, of which verl tells its losses nothing; one that needs
+            inputs which ``gate_inputs`` does not make, entropies or the sampler's log-probabilities (``icepop``,
+            ``tis``), of which it tells nothing either.
     """
     is_constructor = any(gate is getattr(gates, each) for each in gates.__all__)
     check_type(
@@ -70,13 +90,14 @@ def register(name: str, gate: RatioGate | Callable[[Any], RatioGate], *, backend
         gate,
     )
     if isinstance(gate, RatioGate):
-        _check_levels(gate)
-    register_policy_loss(name)(functools.partial(_policy_loss, name, gate, backend))
+        _check_gate(gate, gate_inputs)
+    register_policy_loss(name)(functools.partial(_policy_loss, name, gate, gate_inputs, backend))
 
 
 def _policy_loss(
     name: str,
     gate: RatioGate | Callable[[Any], RatioGate],
+    gate_inputs: MakesInputs | None,
     backend: str | None,
     /,
     old_log_prob: torch.Tensor,
@@ -96,9 +117,14 @@ def _policy_loss(
         check_type(
             isinstance(gate, RatioGate), "gate: expected a RatioGate from the function of {!r}, got {}", name, gate
         )
-        _check_levels(gate)
+        _check_gate(gate, gate_inputs)
     steps = turns(response_mask != 0) if any(level.unit is Unit.STEP for level in gate.levels) else None
     batch = PackedBatch.from_padded(response_mask != 0, steps=steps)  # verl's masks are of any dtype
+    given = None
+    if gate_inputs is not None:
+        given = made_inputs(
+            gate_inputs, log_prob.shape, advantages, logp=log_prob.detach(), old_logp=old_log_prob, batch=batch
+        )
     result = policy_loss(
         log_prob,
         old_log_prob,
@@ -109,13 +135,15 @@ def _policy_loss(
         token_weight=rollout_is_weights,
         # for the metrics: verl counts a token with advantage 0 as clipped only in cispo; its term is 0 either way
         token_mask=advantages != 0 if gate.head is Head.LINEAR else None,
+        gate_inputs=given,
         advantage_level="token",
         backend=backend,
     )
     return result.loss, _metrics(result.metrics.vector, gate)
 
 
-def _check_levels(gate: RatioGate) -> None:
+def _check_gate(gate: RatioGate, gate_inputs: MakesInputs | None) -> None:
+    check_needs(gate, gate_inputs, _AVAILABLE, _NO_SAMPLER)
     for level in gate.levels:
         check(
             level.unit not in (Unit.GROUP, Unit.DOMAIN),
@@ -187,7 +215,7 @@ def register_advantage(name: str, estimator: Callable[..., torch.Tensor], *, bac
         level,
     )
     check(not takes_several(estimator), "estimator: expected one of a single reward, which is what verl has; wrap it")
-    check_needs("estimator", estimator, ("group_ids", "lengths", "batch"), "verl")
+    check_estimator("estimator", estimator, ("group_ids", "lengths", "batch"), "verl")
     register_adv_est(name)(functools.partial(_advantage, estimator, level, backend))
 
 

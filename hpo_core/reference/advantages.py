@@ -91,7 +91,10 @@ def _amount(
     if term.part is Part.MEAN:
         return table.mean
     guarded = _guarded(scale, table.weight, term)
-    normalised = torch.where((centred == 0) | (guarded <= 0), 0.0, centred / guarded)
+    undefined = guarded <= 0
+    if term.scale in (Scale.MEAN, Scale.ROOT_MEAN):
+        undefined = undefined | (scale <= 0)
+    normalised = torch.where((centred == 0) | undefined, 0.0, centred / guarded)
     alone = torch.zeros_like(x)
     if term.keep_singletons:
         one = torch.ones_like(x)

@@ -2,12 +2,12 @@
 
 For token t with ``u_t = first_t - second_t``, ``p = e^first`` and ``q = e^second`` (at most 1)::
 
-    v_t    = the statistic of (u, p, q), saturated at +-60
+    v_t    = the statistic of (u, p, q), u saturated at +-60, under K3 at +-20
     v      = v_t, or its mean, sum, minimum or maximum over the valid tokens of t's segment
     factor = 1 or e^v where low <= v <= high, else 0;   or e^clamp(v, low, high)       |v| <= 20 in exponents
 
 A token whose statistic is NaN is in no segment, and its factor is NaN: the loss counts it and leaves it out. Masked
-tokens and those outside all pieces get 1.
+tokens and those outside all pieces get 1. What is returned is the factor times ``token_weight``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentRe
     row = row.clamp(min=0)
     own = _statistic(spec.statistic, first, second)
     known = given & ~own.isnan()
-    own = torch.where(known, own.clamp(-SATURATION, SATURATION), torch.zeros_like(own))
+    own = torch.where(known, own, torch.zeros_like(own))
     v = own
     if spec.of_segments:
         assert inputs.ancestors is not None
@@ -55,18 +55,20 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentRe
         kept = torch.ones_like(v) if spec.action is Action.MASK else weight
         factor = torch.where(inside, kept, torch.zeros_like(v))
     factor = torch.where(known, factor, torch.full_like(factor, torch.nan))
-    if inputs.token_weight is not None:
-        factor = factor * inputs.token_weight.to(factor.dtype)
-    return torch.where(given, factor, torch.ones_like(factor))
+    factor = torch.where(given, factor, torch.ones_like(factor))
+    return factor if inputs.token_weight is None else factor * inputs.token_weight.to(factor.dtype)
 
 
 def _statistic(statistic: Statistic, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    u, p, q = first - second, torch.exp(first).clamp(max=1), torch.exp(second).clamp(max=1)
+    # The log-ratio saturates and not what is made of it: a bound on any statistic stays within reach.
+    u = (first - second).clamp(-SATURATION, SATURATION)
+    p, q = torch.exp(first).clamp(max=1), torch.exp(second).clamp(max=1)
     if statistic is Statistic.LOG_RATIO:
         return u
     if statistic is Statistic.K2:
         return 0.5 * u.square()
     if statistic is Statistic.K3:
+        u = u.clamp(-EXPONENT, EXPONENT)
         return torch.exp(u) - 1 - u
     if statistic is Statistic.PROBABILITY:
         return p - q
@@ -84,14 +86,14 @@ def _of_segments(
 ) -> torch.Tensor:
     """The statistic of each token's segment."""
     sign = -1 if spec.reduction is Reduction.MIN else 1
-    if spec.is_extremum:  # at least 0, and 0 where there is no token
-        entering = torch.where(known, sign * v + SATURATION, torch.zeros_like(v))
-        table = v.new_zeros(segments, 1).scatter_reduce(0, segment[:, None], entering[:, None], "amax")
+    if spec.is_extremum:
+        entering = torch.where(known, sign * v, torch.full_like(v, -torch.inf))
+        table = v.new_full((segments, 1), -torch.inf).scatter_reduce(0, segment[:, None], entering[:, None], "amax")
     else:
         table = v.new_zeros(segments, 2).index_add(0, segment, torch.stack((known.to(v.dtype), v), 1))
     if reduce is not None:
         reduce(table, spec.is_extremum)
     if spec.is_extremum:
-        return (sign * (table[:, 0] - SATURATION))[segment]
+        return (sign * table[:, 0])[segment]
     count, total = table[segment].unbind(1)
     return total / count.clamp(min=1) if spec.reduction is Reduction.MEAN else total

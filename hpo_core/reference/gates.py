@@ -22,6 +22,7 @@ masked.
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 
@@ -46,10 +47,23 @@ from .segments import flat, row_of_token
 __all__ = ["SATURATION", "of_row", "piece_of_token", "policy_loss"]
 
 SATURATION = 60.0
-SQUARE_SATURATION = 30.0  # of z, for the head that squares the ratio
+SQUARE_SATURATION = 25.0  # of z, for heads that multiply the ratio by another large number, or by itself
+IMPLIED_SATURATION = 2.0**36  # of the ratio in the implied policy, which divides it by what may be 2^-24
+SCORE_SATURATION = 2e37  # of the loss of a token that is multiplied by its log-probability: eight of them fit a float
+SUM_SATURATION = 2.0**31  # of z, for the head that has no ratio: what sums in fixed point hold
 DEVIATION_SATURATION = 2048.0  # of a ratio's deviation from 1, where deviations are added up
+# Of u in a gamma gate, its slope kept. The gate is far below -SATURATION there: this tells only between the channels of
+# a split, where sums of any size would be infinity minus infinity, and a float has to hold each.
+GAMMA_SATURATION = 80.0
 EXPONENT_SATURATION = 7.5  # of x, where its exponentials are added up: e^7.5 < 2048
 STATISTIC_SATURATION = 40.0  # ratio statistics, not the loss
+
+_MOST = {  # of z
+    Head.LOG: SUM_SATURATION,
+    Head.MIRROR: SQUARE_SATURATION,
+    Head.SIMPLE: SQUARE_SATURATION,
+    Head.CENSORED: 2 * DEVIATION_SATURATION,
+}
 
 
 def policy_loss(
@@ -97,7 +111,10 @@ def policy_loss(
     target = torch.zeros_like(logp)
     if inputs.target is not None:
         target = (inputs.target if inputs.target_per_token else of_row(inputs.target, row)).to(logp.dtype)
-        bad_advantage = bad_advantage | (valid & ~torch.isfinite(target))
+        fits = torch.isfinite(target)
+        if spec.head is Head.NEGATIVE_AWARE:  # a success rate, and no answer is wrong where it is 1
+            fits = fits & ((advantage >= 0) | ((target >= 0) & (target < 1)))
+        bad_advantage = bad_advantage | (valid & ~fits)
     selected = valid & ~bad_advantage
     if inputs.token_mask is not None:
         selected = selected & inputs.token_mask
@@ -117,36 +134,41 @@ def policy_loss(
         elif spec.term is not None:
             entering = _pre_gate(x, negative, spec.term)
         z, clipped_low, clipped_high = _gated_hierarchy(entering, valid, piece, negative, given, inputs, spec, exchange)
-    most = {Head.SIMPLE: SQUARE_SATURATION, Head.CENSORED: 2 * DEVIATION_SATURATION}
-    z = _saturate(z, valid, most.get(spec.head, SATURATION))
+    z = _saturate(z, valid, _MOST.get(spec.head, SATURATION))
     own = torch.where(raw.isinf(), torch.zeros_like(logp), logp)
-    if spec.term is None:
-        policy = _policy_term(spec.head, z, unweighted, own)
-    else:
+    if spec.term is not None:
         factor = _beyond(clipped_low, clipped_high, negative, spec.term, logp)
         unweighted, kept = unweighted * factor, torch.where(selected, token_weight * factor, torch.zeros_like(logp))
         target = torch.where(selected, target, torch.zeros_like(logp))
         number = logp.new_tensor(spec.term.head_numbers)[negative]
-        policy = _general_term(spec.head, z, x, unweighted, kept, own, target, number, negative)
-    loss_t = torch.where(valid, policy, torch.zeros_like(policy))
+
+    def policy(scale: torch.Tensor | float) -> torch.Tensor:
+        """The term of each token, of an objective ``scale`` times as large."""
+        if spec.term is None:
+            term = _policy_term(spec.head, z, scale * unweighted, own)
+        else:
+            term = _general_term(spec.head, z, x, scale * unweighted, scale * kept, own, target, number, negative)
+        return torch.where(valid, term, torch.zeros_like(term))
+
+    loss_t = policy(1.0).detach()  # a huge one may saturate where its share of the loss does not
+    loss = policy(weight).double().sum()
 
     if spec.term is not None and spec.term.penalty is not Penalty.NONE:
         pays = valid if inputs.penalty_mask is None else valid & inputs.penalty_mask
         penalty = torch.where(pays, spec.term.penalty_coefficient * _penalty(spec.term, x), torch.zeros_like(x))
-        loss_t = loss_t + penalty
+        loss_t, loss = loss_t + penalty.detach(), loss + (weight * penalty).double().sum()
         metrics[slot("penalty")] += (weight * penalty).sum().detach()
 
     if raw_ref is not None:
         s = _saturate(raw_ref, valid)
         penalty = torch.where(valid, spec.kl_beta * _kl(spec, s, x), torch.zeros_like(s))
-        loss_t = loss_t + penalty
+        loss_t, loss = loss_t + penalty.detach(), loss + (weight * penalty).double().sum()
         metrics[slot("penalty")] += (weight * penalty).sum().detach()
         metrics[slot("reference_log_ratio")] = s[valid].sum().detach()
         metrics[slot("reference_log_ratio_square")] = s[valid].square().sum().detach()
         metrics[slot("reference_k3")] = (torch.exp(-s[valid]) - 1 + s[valid]).sum().detach()
     largest = torch.finfo(torch.float32).max
-    loss = (weight * loss_t).sum()
-    loss = loss.detach().clamp(-largest, largest) + (loss - loss.detach())
+    loss = (loss.detach().clamp(-largest, largest) + (loss - loss.detach())).to(logp.dtype)
 
     with torch.no_grad():
         r = torch.exp(x[valid].clamp(-STATISTIC_SATURATION, STATISTIC_SATURATION))
@@ -173,7 +195,7 @@ def policy_loss(
         metrics[slot("infinite_tokens")] = infinite.sum()
         metrics[slot("bad_offsets")] = bad_rows.sum() if piece is None else bad_rows.sum() + bad_pieces
         metrics[slot("bad_advantages")] = bad_advantage.sum()
-    return loss, metrics, loss_t.detach()
+    return loss, metrics, loss_t
 
 
 def of_row(values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
@@ -383,7 +405,13 @@ def _pre_gate(x: torch.Tensor, negative: torch.Tensor, term: TermSpec) -> torch.
 def _policy_term(head: Head, z: torch.Tensor, a: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
     """``-A Phi``; a: the advantage times the token weight, 0 where not selected."""
     ratio = torch.exp(z)
-    return -a * ratio if head is Head.LINEAR else -a * ratio.detach() * logp
+    return -a * ratio if head is Head.LINEAR else _scored(-a * ratio.detach(), logp)
+
+
+def _scored(a: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
+    """``a logp`` of a log-probability that may be as low as numbers go: saturated with its derivative kept."""
+    value = (a * logp).detach().clamp(-SCORE_SATURATION, SCORE_SATURATION)
+    return value + a * (logp - logp.detach())
 
 
 def _general_term(
@@ -402,25 +430,27 @@ def _general_term(
         deviation = _deviation(x)
         left = deviation + torch.sign(deviation) * z  # of it; z is what the segment is above its budget, negative
         return -a * (1 + torch.where(deviation.abs() + z >= 0, left, torch.zeros_like(z)))
-    ratio = torch.exp(z)
+    ratio, size = torch.exp(z), torch.where(negative == 1, -a, a)  # the second: |A|, whatever the sign of weights
     if head is Head.LOG:
-        return -a * logp + 0.5 * kept * number * z.square()
+        return _scored(-a, logp) + 0.5 * kept * number * z.square()
     if head is Head.MIRROR:
         return -a * ratio + kept * number * (z * ratio - ratio + 1)
     if head is Head.SIGMOID:
         return -a * (4 / number) * torch.sigmoid(number * (ratio - 1))
     if head is Head.SIMPLE:
-        return -a * ratio + a.abs() * (ratio - 1).square() / (2 * number)
+        return -a * ratio + size * (ratio - 1).square() / (2 * number)
     if head is Head.TARGET:
-        return a.abs() * (ratio - target).abs()
+        return size * (ratio - target).abs()
     if head is Head.NEGATIVE_AWARE:
-        implied = torch.where(negative == 1, (1 - target * ratio) / (1 - target), ratio)
+        capped = torch.exp(z.detach().clamp(max=math.log(IMPLIED_SATURATION)) + (z - z.detach()))
+        rate = torch.where(negative == 1, target, torch.zeros_like(target))
+        implied = torch.where(negative == 1, (1 - rate * capped) / (1 - rate), ratio)
         bounded = implied.detach().maximum(number) + (implied - implied.detach())
-        return -a.abs() * bounded.log()
+        return -size * bounded.log()
     if head is Head.FLIPPED:
         factor = torch.exp(torch.where(negative == 1, z, -z)).detach()
         through = -a * factor * (1 + z - z.detach())
-        return torch.where(factor > number, -a * number * logp, through)
+        return torch.where(factor > number, _scored(-a * number, logp), through)
     return _policy_term(head, z, a, logp)
 
 
@@ -444,13 +474,15 @@ def _gate_level(
         size = u.abs()
         back = torch.where(slope.isinf(), -torch.ones_like(u), (slope + 1) * high - slope.clamp(max=1e30) * size)
         back = torch.where(slope == 0, high, back)  # a clip: no zone to roll back in
-        rolled = torch.where(size <= high, u, torch.sign(u) * back.clamp(min=0))
+        # The end of the zone has the slope of what is 0, where level metrics count it; a clamp would keep the other.
+        rolled = torch.where(size <= high, u, torch.sign(u) * torch.where(back > 0, back, torch.zeros_like(u)))
         return rolled, u < -high, u > high
     if level.gate is LevelKind.TANH:
         return high * torch.tanh(u / high), torch.zeros_like(u, dtype=torch.bool), torch.zeros_like(u, dtype=torch.bool)
     nowhere = torch.zeros_like(u, dtype=torch.bool)
     if level.gate is LevelKind.GAMMA:
-        return high + low * u - high * torch.exp(u), nowhere, nowhere
+        saturated = u.detach().clamp(max=GAMMA_SATURATION) + (u - u.detach())
+        return high + low * u - high * torch.exp(saturated), nowhere, nowhere
     if level.gate is LevelKind.EXCESS:
         excess = u - count * high
         return torch.where(excess > 0, -excess, torch.zeros_like(u)), nowhere, excess > 0

@@ -249,8 +249,9 @@ _NEEDS = {
     "kl": ("kl", "ref_logp"),
     "window": ("window", "threshold", "entropy"),
     "token_advantages": ("advantage_level",),
+    "bounds": ("gate_inputs",),
 }
-_ON_TOKENS = ("ref_logp", "entropy", "token_mask", "token_weight", "target", "penalty_mask", "rollout_logp")
+_ON_TOKENS = ("ref_logp", "entropy", "token_mask", "token_weight", "rollout_logp")
 
 
 def _policy_loss(
@@ -318,9 +319,9 @@ def of_rectangles(fn: Callable[..., Any]) -> Callable[..., Any]:
             return None if tensor is None else _rectangle(tensor, batch)
 
         given = {name: of(value) if name in _ON_TOKENS else value for name, value in given.items()}
-        if "bounds" in given:
-            given["bounds"] = tuple(of(bound) for bound in given["bounds"])
         per_token = given.get("advantage_level") == "token"
+        if "gate_inputs" in given:
+            given["gate_inputs"] = given["gate_inputs"].on_tokens(of, per_token)
         return fn(
             of(logp), of(old_logp), of(advantages) if per_token else advantages, _rectangle_of_mask(batch), **given
         )

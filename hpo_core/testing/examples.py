@@ -20,7 +20,7 @@ from .. import gates
 from ..batch import PackedBatch
 from ..checks import check, examines
 from ..entropy import EntropyWindow
-from ..gates import Clip, RatioGate
+from ..gates import Clip, GateInputs, RatioGate
 from ..kl import KLPenalty, k3
 from ..reference.segments import row_of_token
 from ..specs import OrderRule
@@ -181,6 +181,11 @@ class PolicyLossExample(NamedTuple):
     def per_token(self) -> bool:
         return self.keywords.get("advantage_level") == "token"
 
+    @property
+    def gate_inputs(self) -> GateInputs:
+        given: GateInputs = self.keywords.get("gate_inputs", GateInputs())
+        return given
+
     def valid(self) -> torch.Tensor:
         """Tokens in rows and not masked ``[T]``."""
         return _valid(self.batch)
@@ -216,9 +221,11 @@ class PolicyLossExample(NamedTuple):
 
     def on_tokens(self, change: Change) -> PolicyLossExample:
         """``change`` applied to every ``[T]`` tensor."""
-        keywords = {name: change(value) if name in _TOKEN_KEYWORDS else value for name, value in self.keywords.items()}
-        if "bounds" in keywords:
-            keywords["bounds"] = tuple(change(bound) for bound in keywords["bounds"])
+        keywords: dict[str, Any] = {
+            name: change(value) if name in _TOKEN_KEYWORDS else value for name, value in self.keywords.items()
+        }
+        if "gate_inputs" in keywords:
+            keywords["gate_inputs"] = self.gate_inputs.on_tokens(change, self.per_token)
         return self._replace(
             logp=change(self.logp),
             old_logp=None if self.old_logp is None else change(self.old_logp),
@@ -229,8 +236,11 @@ class PolicyLossExample(NamedTuple):
     def on_rows(self, change: Change) -> PolicyLossExample:
         """``change`` applied to every ``[S]`` tensor."""
         advantages = self.advantages if self.per_token else change(self.advantages)
-        weights = {name: change(value) for name, value in self.keywords.items() if name == "weights"}
-        return self._replace(advantages=advantages).given(**weights)
+        changed: dict[str, Any] = {name: change(value) for name, value in self.keywords.items() if name == "weights"}
+        inputs = self.gate_inputs
+        if inputs.target is not None and not self.per_token:
+            changed["gate_inputs"] = inputs._replace(target=change(inputs.target))
+        return self._replace(advantages=advantages).given(**changed)
 
     def poisoned(self, value: float) -> PolicyLossExample:
         """``value`` wherever nothing may be read: at masked tokens and at tokens of no row."""
@@ -300,8 +310,17 @@ def random_policy_loss(
         keywords["token_mask"] = uniform(tokens) > 0.3
     if "token_weight" in features:
         keywords["token_weight"] = uniform(tokens, 0.2, 2.0)
-    if "bounds" in features:
-        keywords["bounds"] = (uniform(tokens, 0.6, 0.95), uniform(tokens, 1.05, 1.5))
+    inputs = GateInputs()
+    if "bounds" in features or "bounds" in gate.required:
+        inputs = inputs._replace(bounds=(uniform(tokens, 0.6, 0.95), uniform(tokens, 1.05, 1.5)))
+    if "target" in gate.required:
+        inputs = inputs._replace(target=uniform(units, 0.2, 0.8))
+    if "token_mask" in gate.required:
+        inputs = inputs._replace(token_mask=uniform(tokens) > 0.3)
+    if "penalty_mask" in gate.required:
+        inputs = inputs._replace(penalty_mask=uniform(tokens) > 0.5)
+    if any(each is not None for each in inputs):
+        keywords["gate_inputs"] = inputs
 
     old = -uniform(tokens, 0.01, 4.0)
     spread = choice(0.005, 0.1, 0.4, 2.0)
@@ -322,7 +341,7 @@ def _clear_of_branches(example: PolicyLossExample) -> bool:
     gate, x, valid = example.gate, example.log_ratio(), example.valid()
     if isinstance(gate.token, Clip):
         bounds: list[torch.Tensor] = [x.new_tensor(bound) for bound in (*gate.token.low, *gate.token.high)]
-        bounds += [bound.double() for bound in example.keywords.get("bounds", ())]
+        bounds += [bound.double() for bound in example.gate_inputs.bounds or () if bound is not None]
         if any(bool((valid & ((x - bound.log()).abs() < MARGIN)).any()) for bound in bounds):
             return False
     if gate.level is not None and isinstance(gate.level.gate, Clip) and bool(valid.any()):
@@ -588,4 +607,6 @@ def _moved(value: Any, device: str) -> Any:
         return value if value.device.type == device else value.to(device)
     if isinstance(value, dict):
         return {name: _moved(item, device) for name, item in value.items()}
+    if isinstance(value, GateInputs):
+        return GateInputs(*(_moved(item, device) for item in value))
     return tuple(_moved(item, device) for item in value) if type(value) is tuple else value

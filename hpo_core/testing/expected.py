@@ -102,7 +102,7 @@ def _grad(outcome: Outcome) -> torch.Tensor:
 def _reference(example: PolicyLossExample, dtype: torch.dtype) -> Outcome:
     entropy = {name: value.to(dtype) for name, value in example.keywords.items() if name == "entropy"}
     example = example._replace(logp=example.logp.to(dtype)).given(**entropy)
-    return run_policy_loss(policy_loss, example, return_tokens=True, backend="reference")
+    return run_policy_loss(policy_loss, example, report=("tokens",), backend="reference")
 
 
 def _magnitudes(example: PolicyLossExample, exact: Outcome) -> dict[str, torch.Tensor]:

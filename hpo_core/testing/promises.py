@@ -220,12 +220,13 @@ def _(run: Run, example: PolicyLossExample) -> float | None:
 def _(run: Run, example: PolicyLossExample) -> float | None:
     gate, tie = example.gate, Clip((1.0, 1.0), (1.0, 1.0))
     if isinstance(gate.token, Clip):
-        gate = dataclasses.replace(gate, token=tie)
+        gate = dataclasses.replace(gate, token=tie, needs=())
     elif gate.level is not None and isinstance(gate.level.gate, Clip):
         gate = dataclasses.replace(gate, levels=(dataclasses.replace(gate.level, gate=tie),))
     else:
         raise Inapplicable("the gate has no bounds")
-    return _first_order(run, example._replace(gate=gate).without("bounds"), "where every ratio is exactly at its bound")
+    bare = example._replace(gate=gate).without("gate_inputs")
+    return _first_order(run, bare, "where every ratio is exactly at its bound")
 
 
 @_promise(

@@ -109,6 +109,7 @@ def _deviation(group, ddof):
 def _slope(group, absolute, batch, single, numbers, RULE: tl.constexpr):
     """What a deviation from the centre is multiplied by."""
     one = tl.full(group.weight.shape, 1.0, tl.float64)
+    defined = one > 0.0
     weight = tl.where(single | (group.members == 0.0), one, group.weight)
     scale = one
     if RULE.scale == BATCH:
@@ -119,6 +120,7 @@ def _slope(group, absolute, batch, single, numbers, RULE: tl.constexpr):
         scale = tl.where(single, one, absolute / weight)
     elif RULE.scale != NONE:
         mean = group.pivot + center_of(group)
+        defined = single | (mean > 0.0)
         scale = tl.where(single, one, mean if RULE.scale == OF_MEAN else tl.sqrt(tl.maximum(mean, 0.0)))
     if RULE.scale != NONE:
         if RULE.eps_mode == ADD:
@@ -130,7 +132,7 @@ def _slope(group, absolute, batch, single, numbers, RULE: tl.constexpr):
         else:
             scale += numbers.eps / weight
     # 0 times it stays 0.
-    return tl.where(scale > 0.0, tl.minimum(one / tl.where(scale > 0.0, scale, one), LARGEST_DOUBLE), 0.0)
+    return tl.where(defined & (scale > 0.0), tl.minimum(one / tl.where(scale > 0.0, scale, one), LARGEST_DOUBLE), 0.0)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Corrections: masks and weights on tokens from log-ratios that are constants of the differentiation.
 
     check_pieces       two launches (pieces.py)
-    _reduce_pieces     a factor of 1 for every token; what the segments of pieces add up
+    _reduce_pieces     the token weight, or 1, for every token; what the segments of pieces add up
     _correct           the factors of the tokens of all pieces
 
 The definition is hpo_core/reference/corrections.py; the arithmetic of one token is that of
@@ -53,6 +53,10 @@ GUARD = tl.constexpr(1e-8)  # keeps the logarithm of a binary KL finite
 EXTREMUM = EXPONENT
 KEYS = tl.constexpr(2**32)
 
+# A K3 may be e^20, of which sums in fixed point would hold few: whole multiples of this are counted apart.
+COARSE = tl.constexpr(2048.0)
+MULTIPLES = tl.constexpr(FIXED.value + 1)
+
 
 class Rule(NamedTuple):
     """What specialises kernels."""
@@ -76,14 +80,15 @@ class Bounds(NamedTuple):
 
 @triton.jit
 def _statistic_of(first, second, STATISTIC: tl.constexpr):
-    """Within +-60; NaN where a token has none."""
-    u = first - second
+    """NaN where a token has none. What saturates is the log-ratio."""
+    difference = first - second
+    u = clamp(difference, -SATURATION, SATURATION)
     if STATISTIC == LOG_RATIO:
         value = u
     elif STATISTIC == K2:
         value = 0.5 * u * u
     elif STATISTIC == K3:
-        value = k3(-clamp(u, -SATURATION, SATURATION))
+        value = k3(-clamp(u, -EXPONENT_BOUND, EXPONENT_BOUND))
     else:
         p = tl.exp(tl.minimum(first, 0.0).to(tl.float64))  # rounding may lift a log-probability above 0
         q = tl.exp(tl.minimum(second, 0.0).to(tl.float64))
@@ -92,7 +97,7 @@ def _statistic_of(first, second, STATISTIC: tl.constexpr):
             other = tl.log((1.0 - q + GUARD) / (1.0 - p + GUARD))
             kl = (1.0 - q) * other - q * u.to(tl.float64)
             value = tl.where(p > q, kl, tl.where(p < q, -kl, 0.0)).to(tl.float32)
-    return tl.where(u == u, clamp(value, -SATURATION, SATURATION), u)
+    return tl.where(difference == difference, value, difference)
 
 
 @triton.jit
@@ -127,6 +132,8 @@ def _of_segment(segments, segment, held, RULE: tl.constexpr):
     if RULE.extremum:
         return _from_key(tl.load(at + EXTREMUM, mask=held, other=0), RULE.reduction)
     sum = tl.load(at + FIXED, mask=held, other=0).to(tl.float64) / FIXED_POINT
+    if RULE.statistic == K3:
+        sum += tl.load(at + MULTIPLES, mask=held, other=0).to(tl.float64) * COARSE
     if RULE.reduction == MEAN:
         sum = sum / tl.maximum(tl.load(at + VALID, mask=held, other=0), 1).to(tl.float64)
     return sum.to(tl.float32)
@@ -137,12 +144,13 @@ def _reduce_pieces(
     logp,
     old_logp,
     mask,
+    token_weight,
     begin,
     end,
     ancestors,
     owner,  # [slots], written here
     segments,
-    factor,  # set to 1
+    factor,  # set to the token weight, or 1
     tokens: tl.int64,
     pieces: tl.int64,
     READING: tl.constexpr,
@@ -154,7 +162,10 @@ def _reduce_pieces(
     inputs = PolicyLossInputs(logp, old_logp, None, None, None, mask)
     program = tl.program_id(0).to(tl.int64)
     token = program * SLOTS * SLOT + tl.arange(0, SLOTS * SLOT)
-    tl.store(factor + token, tl.full([SLOTS * SLOT], 1.0, tl.float32), mask=token < tokens)
+    untouched = tl.full([SLOTS * SLOT], 1.0, tl.float32)
+    if token_weight is not None:
+        untouched = tl.load(token_weight + token, mask=token < tokens)
+    tl.store(factor + token, untouched, mask=token < tokens)
     slot = program * SLOTS + tl.arange(0, SLOTS)
     found = slot_owner(begin, pieces, tokens, slot, SLOT)
     tl.store(owner + slot, found)
@@ -171,7 +182,13 @@ def _reduce_pieces(
             keys = tl.where(valid, _key_of(v, RULE.reduction), 0)
             raise_segments(segments, segment, tl.max(keys, axis=1, keep_dims=True), EXTREMUM, count > 0)
         else:
-            fixed = tl.sum(to_fixed(tl.where(valid, v, 0.0)), axis=1, keep_dims=True)
+            v = tl.where(valid, v, 0.0)
+            if RULE.statistic == K3:
+                multiples = (v * (1.0 / COARSE)).to(tl.int32)
+                v -= multiples.to(tl.float32) * COARSE
+                coarse = tl.sum(multiples.to(tl.int64), axis=1, keep_dims=True)
+                add_to_segments(segments, segment, coarse, MULTIPLES, coarse > 0)
+            fixed = tl.sum(to_fixed(v), axis=1, keep_dims=True)
             add_to_segments(segments, segment, fixed, FIXED, count > 0)
             add_to_segments(segments, segment, count, VALID, count > 0)
 
@@ -231,8 +248,8 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentRe
     rule = Rule(int(spec.statistic), int(spec.reduction), spec.is_extremum, int(spec.action), spec.strict)
     structure = {"READING": reading, "RULE": rule, "DEPTH": depth, "SLOT": SLOT_TOKENS, "SLOTS": SLOTS}
     launch(
-        _reduce_pieces, programs, inputs.logp, inputs.old_logp, inputs.mask, pieces.begin, pieces.end,
-        pieces.ancestors, pieces.owner, pieces.segments, factor, tokens, count, **structure,
+        _reduce_pieces, programs, inputs.logp, inputs.old_logp, inputs.mask, inputs.token_weight, pieces.begin,
+        pieces.end, pieces.ancestors, pieces.owner, pieces.segments, factor, tokens, count, **structure,
     )  # fmt: skip
     if reduce is not None:
         reduce(pieces.segments[0, :, : EXTREMUM.value + 1], spec.is_extremum)

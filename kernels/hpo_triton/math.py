@@ -6,10 +6,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["SATURATION", "STATISTIC_SATURATION", "clamp", "exp", "is_finite", "k3", "k3_slope", "log"]
+__all__ = ["SATURATION", "STATISTIC_SATURATION", "clamp", "exp", "is_finite", "k3", "k3_slope", "log", "scored"]
 
 # Every exponentiated log-ratio saturates here, so that |w A| <= 1e12 times e^60 stays finite in float.
 SATURATION = tl.constexpr(60.0)
+SCORE_SATURATION = tl.constexpr(2e37)
 # Ratio statistics (not the loss) saturate earlier: their squares are summed in float.
 STATISTIC_SATURATION = tl.constexpr(40.0)
 
@@ -17,6 +18,12 @@ STATISTIC_SATURATION = tl.constexpr(40.0)
 @triton.jit
 def clamp(x, low, high):
     return tl.where(x < low, low, tl.where(x > high, high, x))
+
+
+@triton.jit
+def scored(loss):
+    """Of heads that multiply by the log-probability, which may be as low as numbers go, the loss of a token."""
+    return clamp(loss, -SCORE_SATURATION, SCORE_SATURATION)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 from ..metrics import SLOTS as METRICS
 from ..specs import KLEstimator, KLGradient
 from .launch import kernel, launch
-from .math import SATURATION, STATISTIC_SATURATION, clamp, exp, is_finite, k3, k3_slope
+from .math import SATURATION, STATISTIC_SATURATION, clamp, exp, is_finite, k3, k3_slope, scored
 from .segments import row_range
 
 __all__ = [
@@ -65,12 +65,13 @@ def policy_term(t, ratio, SCORE_HEAD: tl.constexpr):
     """At ratio 1 the value is -a to the bit: the on-policy promise. The loss goes on in double: four tokens at
     saturation no longer fit a float."""
     value = tl.where(t.selected, -(t.a * ratio), 0.0)
-    loss = value.to(tl.float64)
-    loss_t = -(t.unweighted.to(tl.float64) * ratio.to(tl.float64))
     if SCORE_HEAD:
-        score_t = tl.where(t.flows, t.logp, 0.0).to(tl.float64)
-        loss *= score_t
-        loss_t *= score_t
+        logp = tl.where(t.flows, t.logp, 0.0)
+        loss = scored(value * logp).to(tl.float64)
+        loss_t = scored(-(t.unweighted * ratio) * logp).to(tl.float64)
+    else:
+        loss = value.to(tl.float64)
+        loss_t = -(t.unweighted.to(tl.float64) * ratio.to(tl.float64))
     return Policy(value, loss, loss_t)
 
 

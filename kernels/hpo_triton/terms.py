@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..specs import Head, Penalty, PolicyLossSpec, TermSpec
-from .math import SATURATION, clamp, exp, k3, k3_slope, log
+from .math import SATURATION, clamp, exp, k3, k3_slope, log, scored
 
 __all__ = [
     "Numbers",
@@ -45,7 +45,9 @@ K1 = tl.constexpr(int(Penalty.K1))
 K2 = tl.constexpr(int(Penalty.K2))
 ABSOLUTE = tl.constexpr(int(Penalty.ABSOLUTE))
 
-SQUARE_SATURATION = tl.constexpr(30.0)  # of z, for the head that squares the ratio
+SQUARE_SATURATION = tl.constexpr(25.0)  # of z, for heads that multiply the ratio by another large number, or by itself
+IMPLIED_SATURATION = tl.constexpr(68719476736.0)  # of the ratio in the implied policy of a negative-aware head
+SUM_SATURATION = tl.constexpr(2147483648.0)  # of z, for the head that has no ratio: what sums in fixed point hold
 EXPONENT_SATURATION = tl.constexpr(7.5)  # of x, where its exponentials are added up: e^7.5 < 2048
 DEVIATION_SATURATION = tl.constexpr(2048.0)  # leaves room for 2^20 tokens, see levels.py
 
@@ -177,9 +179,9 @@ def _head_term(negative, number, z, x, a, kept, logp, target, HEAD: tl.constexpr
     size = tl.where(negative, -a, a)  # weight * |advantage|
     loss, slope, direct = linear, linear, zero
     if HEAD == SCORE:
-        loss, slope, direct = linear * logp, zero, linear
+        loss, slope, direct = scored(linear * logp), zero, linear
     elif HEAD == LOG:
-        loss = tl.fma(0.5 * kept * number, z * z, -(a * logp))
+        loss = scored(tl.fma(0.5 * kept * number, z * z, -(a * logp)))
         slope, direct = kept * number * z, -a
     elif HEAD == MIRROR:
         pull = kept * number
@@ -202,16 +204,17 @@ def _head_term(negative, number, z, x, a, kept, logp, target, HEAD: tl.constexpr
         slope = size * tl.where(gap > 0.0, 1.0, tl.where(gap < 0.0, -1.0, 0.0)) * ratio
     elif HEAD == NEGATIVE_AWARE:
         left = 1.0 - target
-        implied = tl.where(negative, tl.div_rn(1.0 - target * ratio, left), ratio)
+        weighed = target * tl.minimum(ratio, IMPLIED_SATURATION)
+        implied = tl.where(negative, tl.div_rn(1.0 - weighed, left), ratio)
         bounded = tl.where(implied < number, number, implied)
-        rise = tl.where(negative, -tl.div_rn(target * ratio, left), ratio)
+        rise = tl.where(negative, -tl.div_rn(weighed, left), ratio)
         loss = -(size * log(bounded))
         slope = -(size * tl.div_rn(rise, bounded))
     elif HEAD == FLIPPED:
         factor = exp(tl.where(negative, z, -z))
         beyond = factor > number
         value, fixed = -(a * factor), -(a * number)
-        loss = tl.where(beyond, fixed * logp, value)
+        loss = tl.where(beyond, scored(fixed * logp), value)
         slope, direct = tl.where(beyond, 0.0, value), tl.where(beyond, fixed, 0.0)
     elif HEAD == CENSORED:
         deviation = _deviation_of(x, ratio)
@@ -234,7 +237,9 @@ class General(NamedTuple):
 @triton.jit
 def general_term(t, token_weight, z, below, above, numbers, HEAD: tl.constexpr):
     """``token_weight``: loaded, or None; ``below`` and ``above``: the token is beyond a bound of its gate."""
-    of_others: tl.constexpr = SQUARE_SATURATION if HEAD == SIMPLE else SATURATION
+    of_mirror: tl.constexpr = SQUARE_SATURATION if HEAD == MIRROR else SATURATION
+    of_ratio: tl.constexpr = SQUARE_SATURATION if HEAD == SIMPLE else of_mirror
+    of_others: tl.constexpr = SUM_SATURATION if HEAD == LOG else of_ratio
     most: tl.constexpr = 2 * DEVIATION_SATURATION if HEAD == CENSORED else of_others  # above it nothing is left
     z = clamp(z, -most, most)
     number = by_sign(t.negative, numbers.head)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..specs import PolicyLossInputs, PolicyLossSpec
+from ..specs import Head, PolicyLossInputs, PolicyLossSpec
 from .launch import aligned
 from .math import SATURATION, clamp, is_finite
 from .segments import load
@@ -23,6 +23,7 @@ class Reading(NamedTuple):
     advantage_per_token: bool
     aligned: bool  # every tensor of tokens allows 128-bit loads
     target_per_token: bool
+    rates: bool  # targets are success rates, and no answer is wrong where they are 1
 
 
 class Loaded(NamedTuple):
@@ -120,6 +121,8 @@ def read_tokens(inputs, loaded, row, rows, inside, READING: tl.constexpr):
         of_row = inputs.target + row
         target = loaded.target if READING.target_per_token else tl.load(of_row, mask=row < rows, other=0.0)
         usable &= is_finite(target)
+        if READING.rates:
+            usable &= (advantage >= 0.0) | ((target >= 0.0) & (target < 1.0))
     selected = valid & usable
     bad = valid & (selected == False)  # noqa: E712
     if inputs.token_mask is not None:
@@ -158,6 +161,7 @@ def reading_of(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Reading:
         advantage_per_token=inputs.advantage_per_token,
         aligned=aligned(*_of_tokens(inputs)),
         target_per_token=inputs.target_per_token and inputs.target is not None,
+        rates=spec.head is Head.NEGATIVE_AWARE,
     )
 
 

@@ -88,7 +88,8 @@ HPO_INLINE GroupMap group_map(const GroupSums& group, double absolute, double ba
   else if (!single && term.scale == Scale::mean) scale = mean;
   else if (!single && term.scale == Scale::root_mean) scale = mean > 0.0 ? ::sqrt(mean) : 0.0;
   scale = guarded_scale(scale, single ? 1.0 : group.weight, term);
-  const double slope = scale > 0.0 ? 1.0 / scale : 0.0;
+  const bool by_mean = !single && (term.scale == Scale::mean || term.scale == Scale::root_mean);
+  const double slope = scale > 0.0 && (!by_mean || mean > 0.0) ? 1.0 / scale : 0.0;
   map.slope = slope > DBL_MAX ? DBL_MAX : slope;  // 0 times it stays 0
   if (single) return map;
   map.pivot = group.pivot, map.center = group.center();

@@ -148,7 +148,7 @@ struct Correction {
   Action action;
   int32_t strict;  // what lies on a bound is outside
   double low[2], high[2];  // of the statistic, [advantage >= 0, < 0]
-  float* factor;  // [tokens]: times token_weight; NaN where the statistic is; 1 where masked or in no piece
+  float* factor;  // [tokens]: times token_weight; NaN where the statistic is; 1 times it where masked or in no piece
 };
 
 enum class Center : int32_t { mean = 0, leave_one_out = 1 };
@@ -164,7 +164,7 @@ struct GroupTerm {
   const int64_t* ids;           // [units], any integers, negative: in no group; null: one group
   const float* weights;         // [units], in the statistics; not above 0 or not finite: no member; null: 1 each
   Center center;                // a unit equal to its group's centre gets exactly 0, whatever eps is
-  Scale scale;
+  Scale scale;                  // mean, root_mean: a group whose mean is not above 0 gets exactly 0, whatever eps is
   int32_t ddof;
   EpsMode eps_mode;
   double eps;

@@ -8,13 +8,13 @@ namespace hpo {
 constexpr float kExponentBound = 20.0f;
 constexpr double kBinaryGuard = 1e-8;  // keeps the logarithm of a binary KL finite
 
-// Of one token, within +-60; NaN where it has none.
+// Of one token; NaN where it has none. What saturates is the log-ratio.
 HPO_INLINE float statistic_of(Statistic statistic, float first, float second) {
-  const float u = first - second;
+  const float u = clamp(first - second, -kSaturation, kSaturation);
   if (u != u) return u;
   float value = u;
   if (statistic == Statistic::k2) value = 0.5f * u * u;
-  if (statistic == Statistic::k3) value = k3(-clamp(u, -kSaturation, kSaturation));
+  if (statistic == Statistic::k3) value = k3(-clamp(u, -kExponentBound, kExponentBound));
   if (statistic == Statistic::probability || statistic == Statistic::binary_kl) {
     // Rounding may lift a log-probability above 0.
     const double p = first < 0.0f ? ::exp(double(first)) : 1.0, q = second < 0.0f ? ::exp(double(second)) : 1.0;
@@ -26,27 +26,33 @@ HPO_INLINE float statistic_of(Statistic statistic, float first, float second) {
       value = float(p > q ? kl : (p < q ? -kl : 0.0));
     }
   }
-  return clamp(value, -kSaturation, kSaturation);
+  return value;
 }
 
-// Of the valid tokens of a piece or a segment, in any order: sums are integers (see to_fixed).
+// A K3 may be e^20, of which sums in fixed point (see to_fixed) would hold few: whole multiples of this are counted apart.
+constexpr float kCoarse = 2048.0f;
+
+// Of the valid tokens of a piece or a segment, in any order: sums are integers.
 struct Reduced {
-  int64_t valid = 0, fixed = 0;
+  int64_t valid = 0, fixed = 0, coarse = 0;
   float smallest = INFINITY, largest = -INFINITY;
 
   HPO_INLINE void add(const Reduced& other) {
-    valid += other.valid, fixed += other.fixed;
+    valid += other.valid, fixed += other.fixed, coarse += other.coarse;
     smallest = other.smallest < smallest ? other.smallest : smallest;
     largest = other.largest > largest ? other.largest : largest;
   }
 
-  HPO_INLINE void add(float v) { add(Reduced{1, to_fixed(v), v, v}); }
+  HPO_INLINE void add(float v) {
+    const int32_t multiples = int32_t(v / kCoarse);
+    add(Reduced{1, to_fixed(v - float(multiples) * kCoarse), multiples, v, v});
+  }
 
   HPO_INLINE float as(Reduction reduction) const {
     if (valid == 0) return 0.0f;
     if (reduction == Reduction::min) return smallest;
     if (reduction == Reduction::max) return largest;
-    const double sum = from_fixed(fixed);
+    const double sum = from_fixed(fixed) + double(coarse) * double(kCoarse);
     return float(reduction == Reduction::mean ? sum / double(valid) : sum);
   }
 };
@@ -62,19 +68,20 @@ HPO_INLINE float from_ordered(int64_t word) {
   return from_bits(bits < 0 ? bits ^ INT32_MIN : ~bits);
 }
 
-// A segment in two integers, of which the sums count, or the maxima where an extremum is sought: valid tokens, and this.
-constexpr int kWords = 2;
+// A segment in integers, of which the sums count, or the maxima where an extremum is sought: valid tokens, and these.
+constexpr int kWords = 3;
 
 HPO_INLINE bool is_extremum(Reduction reduction) { return reduction == Reduction::min || reduction == Reduction::max; }
 
-HPO_INLINE int64_t word_of(const Reduced& found, Reduction reduction) {
-  if (!is_extremum(reduction)) return found.fixed;
-  return found.valid == 0 ? 0 : ordered(reduction == Reduction::min ? -found.smallest : found.largest);
+HPO_INLINE int64_t word_of(const Reduced& found, int word, Reduction reduction) {
+  if (word == 0) return found.valid;
+  if (!is_extremum(reduction)) return word == 1 ? found.fixed : found.coarse;
+  return word == 2 || found.valid == 0 ? 0 : ordered(reduction == Reduction::min ? -found.smallest : found.largest);
 }
 
 HPO_INLINE float from_words(const int64_t* words, Reduction reduction) {
   const float most = from_ordered(words[1]);
-  return Reduced{words[0], words[1], -most, most}.as(reduction);
+  return Reduced{words[0], words[1], words[2], -most, most}.as(reduction);
 }
 
 // The factor for a statistic v under one sign of the advantage.

@@ -47,10 +47,19 @@ HPO_INLINE F policy_value(F a, F ratio) {
   return -a * ratio;  // at ratio 1 this is -a to the bit: the on-policy promise
 }
 
+// A log-probability may be as low as numbers go: of heads that multiply by it the loss of a token saturates here, so that eight
+// of them fit a float. The derivative is kept.
+constexpr float kScoreSaturation = 2e37f;
+
+template <class F>
+HPO_INLINE F scored(F loss) {
+  return clamp(loss, all<F>(-kScoreSaturation), all<F>(kScoreSaturation));
+}
+
 template <class F>
 HPO_INLINE TermNumber<F> policy_term(bool score_head, F a, GatedNumber<F> gated, F logp) {
   const F value = policy_value(a, gated.ratio);
-  if (score_head) return {value * logp, value};
+  if (score_head) return {scored(value * logp), value};
   return {value, gated.inside ? value : F{}};
 }
 

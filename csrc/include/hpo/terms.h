@@ -75,12 +75,24 @@ HPO_INLINE float mean_exp_part(bool split, float x) {
 // Its derivative in the log-ratio.
 HPO_INLINE float mean_exp_slope(bool split, float x) { return exp(exponent(split, x)); }
 
-// Heads that square the ratio saturate earlier than e^60.
-constexpr float kSquareSaturation = 30.0f;
+// Heads that multiply the ratio by another large number, or by itself, saturate earlier than e^60.
+constexpr float kSquareSaturation = 25.0f;
+// The head without a ratio takes whatever sums in fixed point hold.
+constexpr float kSumSaturation = 2147483648.0f;
 
 HPO_INLINE float saturation_of(Head head) {
   if (head == Head::censored) return 2.0f * kDeviationSaturation;  // an excess above it leaves no deviation
-  return head == Head::simple ? kSquareSaturation : kSaturation;
+  if (head == Head::log) return kSumSaturation;
+  return head == Head::simple || head == Head::mirror ? kSquareSaturation : kSaturation;
+}
+
+// The implied policy of a negative-aware head divides the ratio by what may be 2^-24.
+constexpr float kImpliedSaturation = 68719476736.0f;
+
+// Whether a ratio can be compared with it; that of a negative-aware head is a success rate, and no answer is wrong where it is 1.
+HPO_INLINE bool is_target(Head head, bool negative, float target) {
+  if (head == Head::negative_aware && negative) return target >= 0.0f && target < 1.0f;
+  return target >= -FLT_MAX && target <= FLT_MAX;
 }
 
 template <class F>
@@ -107,10 +119,10 @@ HPO_INLINE HeadTerm<F> head_term(Head head, typename Number<F>::Int negative, F 
     return {-(a * (one + deviation.sign * (some ? left : zero))), some ? -(a * deviation.sign) : zero,
             some ? -(a * own) : zero};
   }
-  if (head == Head::log) return {N::fused(half * kept * number, z * z, -(a * logp)), kept * number * z, -a};
+  if (head == Head::log) return {scored(N::fused(half * kept * number, z * z, -(a * logp))), kept * number * z, -a};
   const F ratio = exp(z);
   const F linear = -(a * ratio);
-  if (head == Head::score) return {linear * logp, zero, linear};
+  if (head == Head::score) return {scored(linear * logp), zero, linear};
   if (head == Head::mirror) {
     const F pull = kept * number, bracket = N::fused(z, ratio, one - ratio);
     return {N::fused(pull, bracket, linear), ratio * N::fused(pull, z, -a), zero};
@@ -131,17 +143,17 @@ HPO_INLINE HeadTerm<F> head_term(Head head, typename Number<F>::Int negative, F 
     return {size * (gap * sign), size * sign * ratio, zero};
   }
   if (head == Head::negative_aware) {
-    const F left = one - target;
-    const F implied = negative ? (one - target * ratio) / left : ratio;
+    const F left = one - target, most = all<F>(kImpliedSaturation), weighed = target * (ratio < most ? ratio : most);
+    const F implied = negative ? (one - weighed) / left : ratio;
     const F bounded = implied < number ? number : implied;
-    const F rise = negative ? -(target * ratio / left) : ratio;
+    const F rise = negative ? -(weighed / left) : ratio;
     return {-(size * log(bounded)), -(size * (rise / bounded)), zero};
   }
   if (head == Head::flipped) {
     const F factor = negative ? ratio : exp(-z);
     const auto beyond = N::mask(factor > number);
     const F value = -(a * factor), fixed = -(a * number);
-    return {beyond ? fixed * logp : value, beyond ? zero : value, beyond ? fixed : zero};
+    return {beyond ? scored(fixed * logp) : value, beyond ? zero : value, beyond ? fixed : zero};
   }
   return {linear, linear, zero};
 }

@@ -1,0 +1,78 @@
+"""What a gate needs beside the batch, inside a trainer: computed there, or refused when the trainer is built."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from ..advantages.terms import given_to
+from ..checks import check, check_type
+from ..gates import GateInputs, RatioGate
+
+__all__ = ["MakesInputs", "check_needs", "made_inputs"]
+
+MakesInputs = Callable[..., GateInputs]
+
+
+def check_needs(gate: RatioGate, gate_inputs: MakesInputs | None, available: Collection[str], sampler: str) -> None:
+    """That the trainer can give the gate all without which it is another method.
+
+    Args:
+        gate_inputs: a function of :mod:`hpo_core.gates`, a partial of one, or one of the user's, or None.
+        available: the keywords with which the trainer calls it.
+        sampler: why there are no log-probabilities of the sampler, and what to do; empty where there are some.
+
+    Raises:
+        ValueError, TypeError: naming what is missing.
+    """
+    check(
+        not gate.needs_rollout or not sampler,
+        "gate: {!r} corrects what the sampler's log-probabilities differ by, and does nothing without them; {}",
+        gate.name,
+        sampler,
+    )
+    for name, call in gate.required.items():
+        check(
+            gate_inputs is not None,
+            "gate: {!r} needs {}, as from {}; pass gate_inputs=, a function that returns GateInputs, called with those "
+            "of {} that it takes",
+            gate.name,
+            name,
+            call,
+            ", ".join(available),
+        )
+    if gate_inputs is None:
+        return
+    check_type(callable(gate_inputs), "gate_inputs: expected a function that returns GateInputs, got {!r}", gate_inputs)
+    missing = [
+        name
+        for name, parameter in inspect.signature(gate_inputs).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and name not in available
+    ]
+    check(
+        not missing,
+        "gate_inputs: expected a function of {}, got one that needs {} too; fix it with functools.partial",
+        ", ".join(available),
+        ", ".join(missing),
+    )
+
+
+def made_inputs(gate_inputs: MakesInputs, shape: torch.Size, advantages: torch.Tensor, **tensors: Any) -> GateInputs:
+    """What the function makes of a padded micro-batch, in the shape of its tensors ``[B, L]``.
+
+    Args:
+        advantages: ``[B]`` or ``[B, L]``.
+        tensors: what else there is, by name; those ``[B, L]`` are handed over as ``[T]``.
+    """
+    given = {name: each.reshape(-1) if isinstance(each, torch.Tensor) else each for name, each in tensors.items()}
+    level = "token" if advantages.dim() == 2 else "row"
+    taken = given_to(gate_inputs, advantages=advantages.reshape(-1), advantage_level=level, **given)
+    made = gate_inputs(**taken)
+    check_type(isinstance(made, GateInputs), "gate_inputs: expected it to return GateInputs, got {}", type(made))
+
+    return made.on_tokens(lambda values: values.reshape(shape), level == "token")

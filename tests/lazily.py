@@ -1,0 +1,27 @@
+"""Modules that are imported where a test first uses them: what only collects tests does not wait for trainers."""
+
+import importlib
+import importlib.util
+
+import pytest
+
+
+class Lazy:
+    """Stands for a module."""
+
+    def __init__(self, name):
+        self._name = name
+
+    def __getattr__(self, attribute):
+        if attribute.startswith("_"):  # pytest asks whatever a module holds for such names
+            raise AttributeError(attribute)
+        return getattr(self.module(), attribute)
+
+    def module(self):
+        return importlib.import_module(self._name)
+
+
+def skip_without(name):
+    """Skips a test module where a package is not installed, without importing it."""
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed", allow_module_level=True)

@@ -1,0 +1,207 @@
+"""The factors of corrections, by hand: what statistics reach, which tokens have a say, what stays outside."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from breadth import few
+
+import hpo_core as hpo
+from hpo_core import gates, ops, testing
+from hpo_core.backends import resolve
+from hpo_core.gates import Action, Channel, Correction, Reduction, Statistic, Unit
+from hpo_core.specs import PolicyLossInputs
+
+INF = math.inf
+
+# Log-probabilities (first, second) of tokens: near each other, far, as far as statistics go, and beyond.
+PAIRS = [
+    (-1.0, -1.0), (-1.0, -1.01), (-3.0, -2.5), (-8.31, -1.0), (-1.0, -8.31), (-0.5, -15.5), (-19.9, 0.0), (-2.0, -62.0),
+    (-70.0, -3.0), (-INF, -1.0), (-1.0, -INF),
+]  # fmt: skip
+
+
+def measured(statistic, first, second):
+    """A statistic as its definition reads."""
+    u = min(max(first - second, -60.0), 60.0)
+    p, q = math.exp(first), math.exp(second)
+    if statistic is Statistic.LOG_RATIO:
+        return u
+    if statistic is Statistic.K2:
+        return u * u / 2
+    if statistic is Statistic.K3:
+        u = min(max(u, -20.0), 20.0)
+        return math.exp(u) - 1 - u
+    if statistic is Statistic.PROBABILITY:
+        return p - q
+    other = math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    return math.copysign(1, p - q) * ((1 - q) * other - q * u) if p != q else 0.0
+
+
+def factors(backend, pairs, correction, batch=None, **given):
+    """What the op makes of these pairs, one row unless a batch says otherwise."""
+    device, dtype = testing.device_of(backend), torch.float64 if backend == "reference" else torch.float32
+    batch = hpo.PackedBatch.from_lengths([len(pairs)]) if batch is None else batch
+    first, second = torch.tensor(pairs, dtype=dtype).T.contiguous()
+    ones, hierarchy = torch.ones(batch.rows), batch.hierarchy(() if correction.unit is None else (correction.unit,))
+    inputs = PolicyLossInputs(
+        first, second, ones, ones, batch.cu_seqlens, batch.mask, piece_begin=hierarchy.begin, piece_end=hierarchy.end,
+        piece_row=hierarchy.row, ancestors=hierarchy.ancestors,
+    )._replace(**given)  # fmt: skip
+    inputs = PolicyLossInputs(*(each.to(device) if isinstance(each, torch.Tensor) else each for each in inputs))
+    if backend == "reference":
+        return resolve("corrections", inputs.logp, backend).correction(inputs, correction.spec())
+    return ops.correction(inputs, correction.spec(), backend)
+
+
+def lies_at(backend, pairs, value, statistic, unit=None, reduction=Reduction.MEAN):
+    """Whether masks on both sides of ``value`` find the statistic of all tokens there, within rounding."""
+    margin = 2e-6 * abs(value) + 1e-8
+    for low, high, inside in (
+        (value - margin, value + margin, 1.0),
+        (-INF, value - margin, 0.0),
+        (value + margin, INF, 0.0),
+    ):
+        mask = Correction(
+            Action.MASK, (low, low), (high, high), unit, reduction, statistic=statistic, strict=inside == 0
+        )
+        if factors(backend, pairs, mask).tolist() != [inside] * len(pairs):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("statistic", Statistic)
+def test_statistics_reach_as_far_as_they_say(statistic, native_backends):
+    """Of a token and of a segment, where a few far tokens outweigh all others: no sum, mean or extremum is cut off."""
+    for backend in ("reference", *native_backends):
+        for pair in few(backend, PAIRS[::-1], 3):
+            assert lies_at(backend, [pair], measured(statistic, *pair), statistic), (backend, pair)
+        values = [measured(statistic, *pair) for pair in PAIRS]
+        by_hand = {
+            Reduction.MEAN: math.fsum(values) / len(values),
+            Reduction.SUM: math.fsum(values),
+            Reduction.MIN: min(values),
+            Reduction.MAX: max(values),
+        }
+        for reduction, value in by_hand.items():
+            assert lies_at(backend, PAIRS, value, statistic, Unit.TRAJECTORY, reduction), (backend, reduction)
+
+
+def test_far_tokens_do_not_cost_near_ones_their_digits(backend):
+    """A mean of K3 is e^20 / n within its rounding, and means of what is near are none of a coarser grid."""
+    near = [(-1.0, -1.0 - 0.1 * (k % 7)) for k in range(600)]
+    far = [(-1.0, -40.0)]
+    for pairs in (near, near + far, far * 300):
+        mean = math.fsum(measured(Statistic.K3, *pair) for pair in pairs) / len(pairs)
+        assert lies_at(backend, pairs, mean, Statistic.K3, Unit.TRAJECTORY)
+
+
+def test_a_row_is_rejected_for_its_mean_k3(backend):
+    """One token in a hundred at a ratio of e^7.31 has a mean of 14.9: far above 1."""
+    logp = torch.full((100,), -1.0, device=testing.device_of(backend))
+    rollout = logp.clone()
+    rollout[3] -= 7.31
+    mask = Correction(Action.MASK, high=(1.0, 1.0), unit=Unit.TRAJECTORY, statistic=Statistic.K3)
+    batch = hpo.PackedBatch.from_lengths([100]).to(logp.device)
+    gate = gates.compose(gates.ppo_clip(), mask)
+    ones = torch.ones(1, device=logp.device)
+    out = hpo.policy_loss_and_grad(logp, logp, ones, batch, gate, rollout_logp=rollout, backend=backend)
+    assert not out.grad.any()
+
+
+# ------------------------------------------------------------------------------------------------- who has a say
+
+
+def loss_of(backend, batch, gate, *, logp, old_logp, rollout_logp, **given):
+    place = testing.device_of(backend)
+    tensors = [torch.tensor(each, device=place) for each in (logp, old_logp, [1.0] * batch.rows)]
+    given = {name: value.to(place) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+    given.setdefault("weights", torch.ones(batch.rows, device=place))
+    rollout = torch.tensor(rollout_logp, device=place)
+    call = hpo.policy_loss_and_grad
+    return call(*tensors, batch.to(place), gate, rollout_logp=rollout, backend=backend, **given)
+
+
+WEIGHT = Correction(Action.CLAMP, unit=Unit.TRAJECTORY, reduction=Reduction.SUM)  # e^(sum of d)
+
+
+@pytest.mark.parametrize("reads_reference", [False, True], ids=["policy", "reference"])
+def test_a_token_the_loss_leaves_out_has_no_say_in_a_correction(reads_reference, native_backends):
+    """Its own log-ratio is NaN, that of the correction is not."""
+    batch, ones, hole = hpo.PackedBatch.from_lengths([4]), [-1.0] * 4, [-1.0, math.nan, -1.0, -1.0]
+    given = {"ref_logp": torch.tensor(hole), "kl": hpo.kl.k3(0.1)} if reads_reference else {}
+    if reads_reference:
+        given["report"] = ("corrections",)
+    for backend in ("reference", *native_backends):
+        out = loss_of(
+            backend, batch, gates.compose(gates.reinforce(), WEIGHT), logp=ones if reads_reference else hole,
+            old_logp=ones, rollout_logp=[-1.1, -4.0, -1.2, -1.0], **given,
+        )  # fmt: skip
+        expected = -math.exp(0.3)
+        assert out.grad.tolist() == pytest.approx([expected, 0.0, expected, expected], rel=1e-6), backend
+        assert [seen["tokens"] for seen in out.corrections] == [3.0] * len(out.corrections)
+
+
+@pytest.mark.parametrize("channel", [Channel.STALENESS, Channel.TOTAL])
+def test_a_correction_on_the_total_ratio_leaves_them_out_too(channel, backend):
+    """The loss reads one of ``old_logp`` and ``rollout_logp``, the correction the other."""
+    batch, hole, ones = hpo.PackedBatch.from_lengths([3]), [-1.0, math.nan, -1.0], [-1.0, -1.0, -1.0]
+    of_other = Channel.TOTAL if channel is Channel.STALENESS else Channel.STALENESS
+    mask = Correction(Action.MASK, (-1.5, -1.5), (1.5, 1.5), Unit.TRAJECTORY, Reduction.MAX, of_other)
+    gate = gates.RatioGate("x", gates.Identity(), channel=channel, corrections=(mask,))
+    read, seen = hole, [-1.0, -9.0, -1.0]
+    old, rollout = (read, seen) if channel is Channel.STALENESS else (seen, read)
+    out = loss_of(backend, batch, gate, logp=ones, old_logp=old, rollout_logp=rollout)
+    assert out.grad.tolist() == [-1.0, 0.0, -1.0]
+
+
+# ------------------------------------------------------------------------------------------------------ over steps
+
+
+def test_tokens_outside_all_steps_keep_what_they_have(native_backends):
+    """A correction of steps says nothing of them: the caller's weights and earlier corrections stay."""
+    steps = torch.tensor([[1, 3], [5, 6]])
+    batch, old = hpo.PackedBatch(torch.tensor([0, 3, 7]), steps=steps), [-1.0] * 7
+    rollout = [-1.1, -1.2, -1.3, -1.4, -1.5, -1.6, -1.7]
+    token_weight = torch.tensor([2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+    of_token = Correction(Action.CLAMP)
+    of_step = Correction(Action.CLAMP, unit=Unit.STEP, reduction=Reduction.SUM)
+    d = [old[t] - rollout[t] for t in range(7)]
+    of_steps = [0.0, d[1] + d[2], d[1] + d[2], 0.0, 0.0, d[5], 0.0]
+    expected = [
+        -w * math.exp(own + of_step) for w, own, of_step in zip(token_weight.tolist(), d, of_steps, strict=True)
+    ]
+    for backend, orders in itertools.product(
+        ("reference", *native_backends), ((of_token, of_step), (of_step, of_token))
+    ):
+        gate = gates.compose(gates.ppo_clip(), *orders)
+        out = loss_of(backend, batch, gate, logp=old, old_logp=old, rollout_logp=rollout, token_weight=token_weight)
+        assert out.grad.tolist() == pytest.approx(expected, rel=1e-5), backend
+
+
+def test_tokens_outside_all_pieces_get_their_weight_whatever_it_is(native_backends):
+    """At the op: masked tokens and those between steps have the factor 1."""
+    batch = hpo.PackedBatch(
+        torch.tensor([0, 6]), torch.tensor([1, 1, 0, 1, 1, 1]), steps=torch.tensor([[1, 3], [4, 5]])
+    )
+    pairs, weight = [(-1.0, -1.5)] * 6, torch.tensor([2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
+    of_step = Correction(Action.CLAMP, unit=Unit.STEP)
+    e = math.exp(0.5)
+    for backend in ("reference", *native_backends):
+        bare = factors(backend, pairs, of_step, batch)
+        assert bare.tolist() == pytest.approx([1.0, e, 1.0, 1.0, e, 1.0]), backend
+        weighted = factors(backend, pairs, of_step, batch, token_weight=weight)
+        assert weighted.tolist() == pytest.approx((bare.double().cpu() * weight).tolist()), backend
+
+
+def test_what_lies_between_steps_is_masked_for_every_correction(native_backends):
+    """Under a gate of steps a correction of trajectories does not read there."""
+    batch, old = hpo.PackedBatch(torch.tensor([0, 6]), steps=torch.tensor([[1, 3]])), [-1.0] * 6
+    rollout = [math.nan, -1.1, -1.2, math.inf, -9.0, -9.0]
+    gate = gates.compose(gates.step_gspo(), WEIGHT)
+    for backend, report in itertools.product(("reference", *native_backends), ((), ("corrections",))):
+        out = loss_of(backend, batch, gate, logp=old, old_logp=old, rollout_logp=rollout, report=report)
+        weight = -math.exp(0.3)
+        assert out.grad.tolist() == pytest.approx([0.0, weight, weight, 0.0, 0.0, 0.0], rel=1e-6), backend
+        assert [seen["tokens"] for seen in out.corrections] == [2.0] * len(report)

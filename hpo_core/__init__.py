@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from . import advantages, aggregation, entropy, gates, kl
+from . import advantages, aggregation, entropy, gates, kl, segments
 from ._version import __version__
 from .backends import backends
 from .batch import PackedBatch
@@ -34,6 +34,7 @@ __all__ = [
     "kl",
     "policy_loss",
     "policy_loss_and_grad",
+    "segments",
     "testing",
 ]
 

@@ -65,6 +65,8 @@ def resolve(op: str, tensor: torch.Tensor, backend: str | None = None) -> Any:
         ValueError: an unknown backend, or one that does not serve this device; RuntimeError: one that is not available
             here.
     """
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend: expected one of {', '.join(_PROBES)}, or None, got {backend!r}; pass one name")
     return _resolve(op, tensor.device, backend)
 
 

@@ -412,6 +412,7 @@ class PackedBatch:
         object.__setattr__(part.batch, "is_part", self.is_part)
         return part.batch, part.tokens
 
+    @examines
     def micro_batches(self, max_tokens: int, whole: str | None = None) -> Iterator[MicroBatch]:
         """Consecutive rows in parts of at most ``max_tokens`` tokens. Their losses take slices of the weights of the
         whole: counts of a part are not those of the step, and default weights refuse them.

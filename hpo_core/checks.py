@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import numbers
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ __all__ = [
     "check",
     "check_device",
     "check_dtype",
+    "check_numbers",
     "check_precision",
     "check_real",
     "check_rows",
@@ -50,13 +52,41 @@ def check(condition: bool, message: str, *values: object) -> None:
     """Raise ``ValueError`` unless ``condition``. ``message`` is formatted only on failure: the happy path stays
     cheap."""
     if not condition:
-        raise ValueError(message.format(*values))
+        raise ValueError(message.format(*map(_shown, values)))
 
 
 def check_type(condition: bool, message: str, *values: object) -> None:
     """Raise ``TypeError`` unless ``condition``."""
     if not condition:
-        raise TypeError(message.format(*values))
+        raise TypeError(message.format(*map(_shown, values)))
+
+
+class _Text(str):
+    """What stands in a message as it is, also under ``!r``."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+_LONGEST = 200  # characters of a value in a message
+
+
+def _shown(value: object) -> object:
+    """A value as one short line of a message."""
+    if isinstance(value, str | type):  # of a type its message says whose it is
+        return value
+    if inspect.isroutine(value) or isinstance(value, functools.partial):
+        name = getattr(value, "__name__", "functools.partial")
+        is_ours = getattr(value, "__module__", "").startswith("hpo_core.")  # a constructor, most likely
+        return _Text(f"the function {name}" + (f"; call it: {name}()" if is_ours else ""))
+    text = repr(value)
+    if len(text) <= _LONGEST and "\n" not in text:
+        return value
+    if isinstance(value, Tensor):
+        return _Text(f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}")
+    return _Text(" ".join(text[:_LONGEST].split()) + " ...")
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[int], meaning: str, fix: str = "") -> None:
@@ -155,10 +185,7 @@ def _is_traced() -> bool:
 
 
 def examines(function: Function) -> Function:
-    """The function with every tensor argument :func:`examined`; its annotations say which arguments are tensors."""
-    parameters = inspect.signature(function).parameters
-    found = {name: _gate_of(name, str(parameter.annotation), function) for name, parameter in parameters.items()}
-    _GATES[function] = tuple(parameters), {name: gate for name, gate in found.items() if gate is not None}
+    """The function with every tensor and number :func:`examined`; its annotations say which arguments are which."""
 
     @functools.wraps(function)
     def run(*arguments: Any, **keywords: Any) -> Any:
@@ -169,12 +196,22 @@ def examines(function: Function) -> Function:
     return run  # type: ignore[return-value]
 
 
-# By function: the names of its parameters, and what they pass. Not in the closure, where Dynamo would look at it.
+# By function: the names of its parameters, and what they pass. Not in the closure, where Dynamo would look at it, and
+# made by the first call: an import should leave few objects behind.
 _GATES: dict[Any, tuple[tuple[str, ...], dict[str, Callable[[str, Any], Any]]]] = {}
 
 
+def _gates_of(function: Any) -> tuple[tuple[str, ...], dict[str, Callable[[str, Any], Any]]]:
+    code, annotations = function.__code__, function.__annotations__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    found = {name: _gate_of(name, str(annotations.get(name, "")), function) for name in names}
+    positional = code.co_varnames[: code.co_argcount]
+    _GATES[function] = positional, {name: gate for name, gate in found.items() if gate is not None}
+    return _GATES[function]
+
+
 def _run_examined(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    order, gates = _GATES[function]
+    order, gates = _GATES.get(function) or _gates_of(function)
     given = [
         gates[name](name, value) if name in gates else value for name, value in zip(order, arguments, strict=False)
     ]
@@ -198,9 +235,48 @@ def _gate_of(name: str, annotation: str, function: Callable[..., Any]) -> Callab
         return _examined_integers
     if annotation == "PackedBatch | torch.Tensor":
         return functools.partial(_examined_batch, function)
-    if annotation in ("PackedBatch", "GroupHistory", "WindowState", "Expected"):
+    kind, _, rest = annotation.partition(" | ")
+    if kind in _NUMBERS and rest in ("", "None"):
+        return functools.partial(_examined_number, kind, rest == "None")
+    if kind in ("tuple[float, float]", "Pair"):
+        return functools.partial(_examined_pair, rest == "None")
+    if annotation == "RatioGate | None":
+        return lambda name, value: None if value is None else _examined_instance(function, "RatioGate", name, value)
+    if annotation in ("PackedBatch", "GroupHistory", "WindowState", "Expected", "RatioGate"):
         return functools.partial(_examined_instance, function, annotation)
     return None
+
+
+# bool is a number in Python and no epsilon.
+_NUMBERS: dict[str, type] = {"float": numbers.Real, "int": numbers.Integral}
+_NAMES = {"float": "a number", "int": "an integer"}
+
+
+def _is_number(kind: str, value: Any) -> bool:
+    return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
+
+
+def _examined_number(kind: str, is_optional: bool, name: str, value: Any) -> Any:
+    if _is_number(kind, value) or (is_optional and value is None):
+        return value
+    fixes = {str: "; write it without quotes", Tensor: "; use .item()", list: "; pass one number"}
+    fix = next((fix for made, fix in fixes.items() if isinstance(value, made)), "")
+    raise TypeError(f"{name}: expected {_NAMES[kind]}{' or None' * is_optional}, got {_shown(value)!r}{fix}")
+
+
+def check_numbers(name: str, *values: Any) -> None:
+    """That each is a number, or a pair of numbers."""
+    for value in values:
+        each = value if isinstance(value, tuple) else (value,)
+        check_type(all(_is_number("float", one) for one in each), "{}: expected numbers, got {!r}", name, value)
+
+
+def _examined_pair(is_optional: bool, name: str, value: Any) -> Any:
+    if is_optional and value is None:
+        return value
+    is_pair = isinstance(value, tuple | list) and len(value) == 2
+    check_type(is_pair, "{}: expected a pair of numbers, got {!r}", name, value)
+    return tuple(_examined_number("float", False, f"{name}[{at}]", each) for at, each in enumerate(value))
 
 
 def _examined_if_given(name: str, value: Any) -> Any:
@@ -250,7 +326,8 @@ def _examined_sequence(name: str, value: Any) -> Any:
 
 
 def _examined_instance(function: Any, kind: str, name: str, value: Any) -> Any:
-    check_type(isinstance(value, function.__globals__[kind]), "{}: expected a {}, got {}", name, kind, type(value))
+    got = value if inspect.isroutine(value) else type(value)
+    check_type(isinstance(value, function.__globals__[kind]), "{}: expected a {}, got {}", name, kind, got)
     return _examined_fields(name, value) if isinstance(value, tuple) else value
 
 

@@ -1,9 +1,8 @@
 """The penalty on the divergence from a reference policy: which estimator, and which gradient.
 
 With ``s = logp - ref_logp`` on samples of the policy, ``E[k1] = E[k3] = KL(policy || reference)``. The value and the
-gradient
-are two choices: the gradient of k1 as a loss has mean zero (no restoring force), that of k2 is the true reverse-KL
-gradient on-policy, that of k3 is ``1 - e^-s``. Estimators: http://joschu.net/blog/kl-approx.html.
+gradient are two choices: the gradient of k1 as a loss has mean zero (no restoring force), that of k2 is the true
+reverse-KL gradient on-policy, that of k3 is ``1 - e^-s``. Estimators: http://joschu.net/blog/kl-approx.html.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .checks import check
+from .checks import check, check_type, examines
 from .specs import KLEstimator, KLGradient
 
 __all__ = ["KLPenalty", "k1", "k2", "k3"]
@@ -35,20 +34,24 @@ class KLPenalty:
 
 def _penalty(estimator: KLEstimator, beta: float, gradient: str) -> KLPenalty:
     check(math.isfinite(beta), "beta: expected a finite number, got {}", beta)
+    check_type(isinstance(gradient, str), "gradient: expected one of {}, got {!r}", ", ".join(_GRADIENTS), gradient)
     check(gradient in _GRADIENTS, "gradient: expected one of {}, got {!r}", ", ".join(_GRADIENTS), gradient)
     return KLPenalty(estimator, float(beta), _GRADIENTS[gradient])
 
 
+@examines
 def k1(beta: float, gradient: str = "value") -> KLPenalty:
     """``k1 = s``: unbiased, can be negative; its own gradient has mean zero. See :func:`k3` for ``gradient``."""
     return _penalty(KLEstimator.K1, beta, gradient)
 
 
+@examines
 def k2(beta: float, gradient: str = "value") -> KLPenalty:
     """``k2 = s^2 / 2``: biased, low variance; its gradient ``s`` is the true reverse-KL gradient on-policy."""
     return _penalty(KLEstimator.K2, beta, gradient)
 
 
+@examines
 def k3(beta: float, gradient: str = "value") -> KLPenalty:
     """``k3 = e^-s - 1 + s``: unbiased, never negative, low variance. GRPO's penalty (arXiv 2402.03300).
 

@@ -111,6 +111,10 @@ class LevelMetrics:
         )
         return self._folded(torch.stack((self.table, other.table)))
 
+    def __radd__(self, other: int) -> LevelMetrics:
+        """``sum`` begins with 0."""
+        return self if other == 0 else NotImplemented
+
     def all_reduce(self, group: torch.distributed.ProcessGroup | None = None) -> LevelMetrics:
         """Combine over the ranks of ``group``: one all-gather and a local fold in rank order, bitwise equal on every
         rank."""

@@ -76,8 +76,8 @@ class Metrics:
     >>> import torch, hpo_core as hpo
     >>> batch = hpo.PackedBatch.from_lengths([2, 1])
     >>> out = hpo.policy_loss(torch.zeros(3), torch.zeros(3), torch.ones(2), batch)
-    >>> out.metrics.compute()["tokens"]
-    3.0
+    >>> out.metrics.compute()["tokens"], sum([out.metrics, out.metrics]).compute()["tokens"]
+    (3.0, 6.0)
     """
 
     vector: torch.Tensor
@@ -89,6 +89,10 @@ class Metrics:
 
     def __add__(self, other: Metrics) -> Metrics:
         return Metrics(fold(torch.stack((self.vector, other.vector)), SLOTS.values()))
+
+    def __radd__(self, other: int) -> Metrics:
+        """``sum`` begins with 0."""
+        return self if other == 0 else NotImplemented
 
     def all_reduce(self, group: torch.distributed.ProcessGroup | None = None) -> Metrics:
         """Combine over the ranks of ``group``: one all-gather and a local fold in rank order, bitwise equal on every

@@ -339,7 +339,7 @@ def test_copies(make, copied):
         ({"total_tokens": 1}, ValueError, "cu_seqlens: expected a last offset <= 1 tokens, got 2; pass total_tokens"),
         # total_tokens
         ({"total_tokens": -1}, ValueError, "total_tokens: expected a count >= 0, got -1"),
-        ({"total_tokens": 2.0}, TypeError, "total_tokens: expected an int, got 2.0"),
+        ({"total_tokens": 2.0}, TypeError, "total_tokens: expected an integer or None, got 2.0"),
         ({"validate": False}, ValueError, "total_tokens: with validate=False and no mask .* pass total_tokens"),
         # mask
         ({"mask": [1, 1]}, TypeError, "mask: expected a tensor, got <class 'list'>"),

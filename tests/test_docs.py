@@ -1,8 +1,11 @@
 """Every example in the documentation and in the docstrings runs, and prints what it says."""
 
+import ast
 import doctest
 import importlib
+import itertools
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +37,28 @@ def test_docstrings(name: str) -> None:
     module = importlib.import_module(name)
     failures, _ = doctest.testmod(module, globs={**vars(module)}, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert failures == 0
+
+
+def test_no_docstring_is_broken_by_reflow() -> None:
+    """No literal runs over the end of its line, and no line ends before a word or two."""
+    broken = []
+    for path in sorted((ROOT / "hpo_core").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node)
+            if documented:
+                prose = re.split(r"^ *>>>", documented, maxsplit=1, flags=re.MULTILINE)[0].split("\n")
+                pairs = itertools.pairwise(prose)
+                alone = any(len(line) < 20 and _continues(line, following) for line, following in pairs)
+                if alone or any(line.count("``") % 2 for line in prose):
+                    broken.append(f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'the module')}")
+    assert broken == []
+
+
+def _continues(line: str, following: str) -> bool:
+    """Whether a sentence goes on in the next line of the same paragraph."""
+    indents = [len(each) - len(each.lstrip()) for each in (line, following)]
+    is_item = following.lstrip().startswith(("*", "|", "-"))
+    return bool(line and following) and indents[0] == indents[1] and not is_item and not line.endswith((":", "."))
 
 
 def test_there_are_examples() -> None:

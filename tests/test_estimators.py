@@ -458,7 +458,7 @@ def test_every_estimator_says_where_it_comes_from():
         assert len(functions(module)) > 7
         for name, function in functions(module).items():
             assert function.provenance in allowed, name
-            assert function.level in ("row", "step", "token"), name
+            assert function.level in ("row", "step", "token", "selection"), name
             assert (">>> " in inspect.getdoc(function) and "Returns" in inspect.getdoc(function)) or name == "hiper", (
                 name
             )

@@ -435,6 +435,13 @@ def test_tokens_are_counted_once_for_a_batch(monkeypatch):
     assert lengths.count(example.logp.numel()) == 1
 
 
+def test_they_add_up_with_sum():
+    batch = hpo.PackedBatch.from_lengths([3, 2])
+    given = (torch.zeros(5), torch.arange(5) / 9, torch.ones(2), batch, gates.fiberpo())
+    levels = hpo.policy_loss(*given, report=("levels",)).levels
+    assert torch.equal(sum([levels, levels]).table, (levels + levels).table)
+
+
 def test_errors():
     example = Example(0)
     for gate in (gates.ppo_clip(), RatioGate("flat", Identity(), head=Head.LOG, head_numbers=(1.0, 1.0))):

@@ -125,6 +125,9 @@ def test_addition_follows_the_reductions():
     a, b = (Metrics(torch.arange(len(SLOTS), dtype=torch.float64) * sign + 1.0) for sign in (1, -1))
     for (name, reduction), x, y in zip(SLOTS.items(), a.vector.tolist(), b.vector.tolist(), strict=True):
         assert (a + b)[name].item() == {"sum": x + y, "min": min(x, y), "max": max(x, y)}[reduction]
+    assert torch.equal(sum([a, b, a]).vector, (a + b + a).vector)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        1 + a
     neutral = Metrics(empty_metrics("cpu"))
     assert torch.equal((a + neutral).vector, a.vector) and torch.equal((neutral + a).vector, a.vector)
 

@@ -8,10 +8,10 @@ import paper_formulas as paper
 import pytest
 import torch
 from breadth import at_length, number  # noqa: F401 (the first is a fixture)
-from catalogue import PRESETS, Example, running
+from catalogue import FAMILIES, PRESETS, Example, running
 
 import hpo_core as hpo
-from hpo_core import gates
+from hpo_core import gates, specs
 from hpo_core.gates import Action, Aggregate, Channel, Correction, Reduction, Unit
 from hpo_core.testing.budget import Expected, assert_within_budget
 
@@ -78,6 +78,15 @@ def by_formula(example, objective, given, dtype=torch.float64):
         size += example.weights.to(dtype)[row] * term.detach().abs().sum()
     (grad,) = torch.autograd.grad(loss, logp)
     return loss.detach(), grad, size
+
+
+@pytest.mark.parametrize("name", FAMILIES["preset"])
+def test_a_gate_is_shown_on_one_line_that_makes_it_again(name):
+    gate = FAMILIES["preset"][name]
+    shown = repr(gate)
+    assert "\n" not in shown and "source" not in shown and shown.startswith(f"RatioGate({gate.name!r}, ")
+    names = {"inf": math.inf, **vars(gates), **vars(specs)}
+    assert eval(shown, names).spec() == gate.spec()
 
 
 @pytest.mark.usefixtures("at_length")

@@ -2,9 +2,12 @@
 
 import ast
 import doctest
+import functools
 import inspect
+import re
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,6 +136,88 @@ def test_images_reach_a_scoring_that_names_nothing(tmp_path):
 def test_what_cannot_be_honoured_is_refused(message, extra, config, tmp_path):
     with pytest.raises(ValueError, match=f"^{message}"):
         build(hpo_trl.HPOTrainer, tmp_path, extra=extra, **config)
+
+
+# ------------------------------------------------------------------------------------------ what docs/trl.md says of it
+
+PAGE = (Path(__file__).parents[1] / "docs/trl.md").read_text()
+GATE, SEQUENCE = {"gate": hpo.gates.dapo()}, {"importance_sampling_level": "sequence"}
+
+
+def refused_by_row():
+    """What each row of the table of refused fields looks like: arguments of the trainer, and fields of the config."""
+    of_gates = [(GATE, {name: 0.123}) for name in hpo_trl.module()._REPLACED["gate"] if name[:5] in ("sapo_", "vespo")]
+    ppo = ("epsilon", "epsilon_high", "delta", "off_policy_mask_threshold")
+    grpo = {"advantage": hpo.advantages.grpo}
+    return {
+        "entropy_coef": [({}, {name: OTHER_VALUES.get(name, 0.123)}) for name in hpo_trl.module()._UNSUPPORTED],
+        "importance_sampling_level": [({}, {**SEQUENCE, "loss_type": kind}) for kind in ("sapo", "vespo")],
+        "vllm_importance_sampling_correction": [({}, {"loss_type": "vespo", "use_vllm": True})],
+        "use_bias_correction_kl": [({}, {**SEQUENCE, "beta": 0.1})],
+        "epsilon_high": [({}, {"loss_type": "cispo"}), ({}, {"loss_type": "cispo", "epsilon_high": 0.28})],
+        "delta": [({}, {"delta": 1.1})],
+        "epsilon": [*((GATE, {name: 0.5}) for name in ppo), (GATE, SEQUENCE)],
+        "sapo_temperature_neg": of_gates,
+        "scale_rewards": [(grpo, {"scale_rewards": "none"}), (grpo, {"multi_objective_aggregation": "other"})],
+        "top_entropy_quantile": [({"window": hpo.entropy.ares()}, {"top_entropy_quantile": 0.5})],
+    }
+
+
+def rows_of(section):
+    """The first cells of the table of a section, each as the names in backticks."""
+    table = PAGE.split(f"## {section}")[1].split("\n## ")[0].split("|---|")[1]
+    cells = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
+    return [re.findall(r"`([^`]*)`", cell) for cell in cells]
+
+
+def test_the_table_of_refused_fields_is_what_is_refused(tmp_path):
+    rows = {re.match(r"\w+", names[0])[0]: names for names in rows_of("Errors instead of silence")}
+    examples = refused_by_row()
+    assert list(rows) == list(examples)
+    for row, names in rows.items():
+        named = {match for name in names for match in re.findall(r"^\w+", name)} - {"gate", "advantage", "window"}
+        for extra, config in examples[row]:
+            with pytest.raises(ValueError, match=rf"^({'|'.join(named)}): "):
+                trl_refuses(extra, config, tmp_path)
+    said = {match for names in rows.values() for name in names for match in re.findall(r"^\w+", name)}
+    assert said >= {
+        *hpo_trl.module()._UNSUPPORTED,
+        *(field for fields in hpo_trl.module()._REPLACED.values() for field in fields),
+    }
+
+
+def trl_refuses(extra, config, tmp_path):
+    """vLLM cannot be started here: its fields are asked about without a trainer."""
+    if "use_vllm" in config:
+        hpo_trl.module()._check_config(trl.GRPOConfig(tmp_path, bf16=False, **config), [])
+    else:
+        build(hpo_trl.HPOTrainer, tmp_path, extra=extra, **config)
+
+
+def test_the_table_of_denominators_has_every_loss_type_and_each_is_accepted(tmp_path):
+    kinds = [kind for names in rows_of("The loss") for kind in names]
+    assert sorted(kinds) == sorted(hpo_trl.module()._KNOWN)
+    for kind in kinds:
+        build(hpo_trl.HPOTrainer, tmp_path, loss_type=kind, **({"epsilon_high": 5.0} if kind == "cispo" else {}))
+    build(hpo_trl.HPOTrainer, tmp_path, off_policy_mask_threshold=0.5)
+
+
+def test_the_list_of_estimators_is_what_is_accepted(tmp_path):
+    (said,) = re.findall(r"^bnpo, .*$", PAGE, re.MULTILINE)
+    accepted, refused = set(), {}
+    for name in hpo.advantages.__all__:
+        estimator = getattr(hpo.advantages, name)
+        if hasattr(estimator, "provenance"):
+            try:
+                build(hpo_trl.HPOTrainer, tmp_path, extra={"advantage": estimator})
+                accepted.add(name)
+            except ValueError as error:
+                refused[name] = str(error)
+    assert set(said.split(", ")) == accepted
+    assert all(message.startswith("advantage: ") and "\n" not in message for message in refused.values())
+    assert "needs lengths, of which TRL says nothing; fix it with functools.partial" in refused["opo"]
+    build(hpo_trl.HPOTrainer, tmp_path, extra={"advantage": functools.partial(hpo.advantages.sgrpo, group_rewards=None,
+                                                                      supergroup_ids=None)})  # fmt: skip
 
 
 @pytest.mark.parametrize(

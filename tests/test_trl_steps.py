@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         with pytest.raises(ValueError, match=f"advantage: {message}"):
             build(hpo_trl.HPOTrainer, tmp_path, extra=extra)
     trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"advantage": GIGPO, "steps": lambda **_: [[Step(1)] * 2] * 8})
-    with pytest.raises(ValueError, match=r"steps: expected \[1, .*\] of the completions, one for each turn, got \[2, "):
+    with pytest.raises(ValueError, match=r"steps\[0\]: expected 1 steps, got 2; a turn is"):
         trainer._generate_and_score_completions([{"prompt": "abcdefgh="}] * 8)
 
 

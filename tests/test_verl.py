@@ -351,6 +351,11 @@ def test_register_a_function_of_the_config():
 def test_register_refuses_what_is_no_gate():
     with pytest.raises(TypeError, match="gate: expected a RatioGate, or a function"):
         hpo_verl.register("hpo_wrong", "ppo_clip")
+    with pytest.raises(TypeError, match=r"gate: expected .*, got the function gspo; call it: gspo\(\)"):
+        hpo_verl.register("hpo_wrong", hpo.gates.gspo)
+    hpo_verl.register("hpo_late", lambda config: hpo.gates.gspo)
+    with pytest.raises(TypeError, match="gate: expected a RatioGate from the function of 'hpo_late', got the function"):
+        call("hpo_late", config=actor("hpo_late"))
     deep = hpo.gates.reconstructed.fiberpo_domain()
     with pytest.raises(ValueError, match="gate: 'fiberpo_domain' has a level of groups, and verl tells its losses of"):
         hpo_verl.register("hpo_deep", deep)

@@ -197,6 +197,16 @@ def test_registering_an_estimator():
             verl.register_advantage("grpo", A.grpo)
         with pytest.raises(ValueError, match="estimator: expected one of rows or tokens, got one of steps"):
             verl.register_advantage("steps", A.gigpo)
+        for estimator, message in (
+            (A.sgrpo, "sgrpo needs group_rewards, supergroup_ids, of which verl says nothing"),
+            (functools.partial(A.sgrpo, group_rewards=None), "sgrpo needs supergroup_ids, of which verl says"),
+            (A.gdpo, "expected one of a single reward"),
+            (A.pass_at_k, "pass_at_k takes is_correct where verl has rewards"),
+            (A.pf_ppo, "expected one of rows or tokens, got one of selections"),
+        ):
+            with pytest.raises(ValueError, match=f"^estimator: {message}"):
+                verl.register_advantage("needs_more", estimator)
+        assert "needs_more" not in core_algos.ADV_ESTIMATOR_REGISTRY
         with pytest.raises(TypeError, match=r"estimator: expected one of hpo_core\.advantages"):
             verl.register_advantage("none", "grpo")
     finally:

@@ -3,6 +3,7 @@
 The walk runs in a process of its own, so that a crash is a result like any other.
 """
 
+import inspect
 import json
 import re
 import subprocess
@@ -18,9 +19,12 @@ import torch
 from torch._subclasses import FakeTensor
 from valid_calls import Call, calls, public_functions, takes_tensors, tensors_of
 
+import hpo_core as hpo
+from hpo_core import gates
 from hpo_core.advantages import Term
 from hpo_core.batch import PackedBatch
 from hpo_core.entropy import WindowState
+from hpo_core.integrations.turns import Step, steps_of_turns, turns
 
 Place = tuple[Any, ...]  # of a tensor among arguments: a name, and where it is in what holds several
 Made = tuple[Any, Any]  # a wrong argument, and the right one that means the same; None where none does
@@ -42,6 +46,118 @@ def test_wrong_arguments_are_named_or_harmless():
     outcomes = walk()
     assert len(outcomes) > 5000
     assert [f"{where}: {how}" for where, how in outcomes.items() if not how.startswith(("right", "named"))] == []
+
+
+# ------------------------------------------------------------------------------------------- numbers, names, functions
+
+NOT_NUMBERS = ("0.2", "20%", [0.2], torch.tensor([0.2, 0.3]), {"low": 0.2}, torch.add)
+
+
+def number_parameters():
+    """Every parameter of a public function that is a number, with a valid call of the function."""
+    valid = {call.name: call for call in calls() if isinstance(call.function, type(lambda: 0))}
+    for name, function in public_functions():
+        if not inspect.isfunction(function):
+            continue
+        parameters = list(inspect.signature(function).parameters.values())
+        alone = all(each.default is not each.empty or each.annotation == "float" for each in parameters)
+        if name not in valid and not alone:
+            continue
+        call = valid.get(name) or Call(
+            name, function, {each.name: 0.5 for each in parameters if each.default is each.empty}
+        )
+        for each in parameters:
+            if each.annotation in ("float", "int", "float | None", "int | None", "tuple[float, float]"):
+                yield pytest.param(call, each.name, id=f"{name.removeprefix('hpo_core.')}-{each.name}")
+
+
+@pytest.mark.parametrize(("call", "name"), number_parameters())
+def test_what_is_no_number_is_named(call, name):
+    for wrong in NOT_NUMBERS:
+        with pytest.raises(TypeError, match=rf"^{name}\b") as caught:
+            call.run(call.arguments | {name: wrong})
+        message = str(caught.value)
+        assert ": expected " in message and ", got " in message and message.count("\n") < 3 and len(message) < 400
+
+
+def test_there_are_many_numbers():
+    assert len(list(number_parameters())) > 150
+
+
+def short(message):
+    return message.count("\n") < 3 and len(message) < 500 and " at 0x" not in message
+
+
+def _loss(**keywords):
+    return hpo.policy_loss(TOKENS, TOKENS, ROWS, BATCH, **keywords)
+
+
+IDENTITY, BATCH = gates.Identity(), hpo.PackedBatch.from_lengths([3, 2])
+TOKENS, ROWS = torch.zeros(5), torch.ones(2)
+CALLED = {
+    "gate": (gates.gspo, {}),
+    "kl": (hpo.kl.k3, {"ref_logp": TOKENS}),
+    "window": (hpo.entropy.ares, {"entropy": TOKENS}),
+}
+ERRORS = [
+    *(
+        (lambda name=name, made=made, rest=rest: _loss(**{name: made}, **rest), f"{name}: .*; call it: {made.__name__}")
+        for name, (made, rest) in CALLED.items()
+    ),
+    (lambda: gates.tis(gate=gates.gspo), r"gate: expected a RatioGate, got the function gspo; call it: gspo\(\)"),
+    (lambda: _loss(gate="gspo"), "gate: expected a RatioGate from hpo_core.gates, got gspo"),
+    (lambda: _loss(gate=torch.zeros(99)), r"gate: expected a RatioGate .*, got a tensor \[99\] of float32"),
+    (lambda: hpo.hierarchical_policy_loss(TOKENS, None, ROWS, BATCH, advantage="grpo"), "advantage: .*, got 'grpo'"),
+    (lambda: hpo.entropy.forking_tokens("20%"), "ratio: expected a number.*, got '20%'; write 0.2"),
+    (lambda: hpo.entropy.ares(4, "0,95"), "quantile: expected a number.*, got '0,95'; write 0.95"),
+    (lambda: hpo.entropy.forking_tokens(20), r"ratio: expected a fraction in \[0, 1\], got 20"),
+    (lambda: _loss(backend=["cpu"]), r"backend: expected one of reference, .*, got \['cpu'\]; pass one name"),
+    (lambda: hpo.advantages.grpo(ROWS, None, backend=["cpu"]), r"backend: .*, got \['cpu'\]; pass one name"),
+    (lambda: hpo.kl.k3(0.1, gradient=["value"]), r"gradient: expected one of value, .*, got \['value'\]"),
+    (lambda: _loss(weights=ROWS.to_sparse()), r"weights: expected a dense tensor, .*; use weights\.to_dense"),
+    (lambda: BATCH.micro_batches("4"), "max_tokens: expected an integer, got '4'"),
+    (lambda: gates.Clip(("a", "b")), r"clip: low: expected numbers, got \('a', 'b'\)"),
+    (lambda: gates.Clip(0.8), r"clip: low: expected a pair \(advantage >= 0, advantage < 0\) of numbers, got 0\.8"),
+    (lambda: gates.RatioGate("mine", gates.Clip), r"token: expected Identity\(\), Drop\(\), .*, got <class"),
+    (lambda: gates.RatioGate("mine", IDENTITY, [gates.Level(IDENTITY)]), r"levels: .*, got \[Level\(Identity\(\)\)\]"),
+    (lambda: gates.Level(0.2), r"gate: expected Identity\(\), .*, got 0\.2"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), ERRORS, ids=[message for _, message in ERRORS])
+def test_the_error_names_argument_expectation_value_and_fix(call, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}") as caught:
+        call()
+    assert short(str(caught.value))
+
+
+A, B = Step("a"), Step("b", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([[A, B]], "steps: expected one list for each of 2 completions, got 1"),
+        ([[A], [A]], r"steps\[0\]: expected 2 steps, got 1; a turn is a run of tokens that no tool wrote"),
+        ([A, B], r"steps\[0\]: expected a list of Step, one for each turn, got Step\("),
+        (["ab", "c"], r"steps\[0\]: expected a list of Step, one for each turn, got 'ab'"),
+        ([[A, ("b", 0.5)], [A]], r"steps\[0\]\[1\]: expected Step\(observation, reward\) .*, got \('b', 0\.5\)"),
+        (
+            [[A, B], [Step(1.5)]],
+            r"steps\[1\]\[0\]: expected Step\(observation, reward\) .*, got Step\(observation=1\.5",
+        ),
+        ([[A, Step("b", "0.5")], [A]], r"steps\[0\]\[1\]: expected Step\(observation, reward\) .*, got Step\("),
+        (None, "steps: expected a list of Step for each completion, got <class 'NoneType'>"),
+    ],
+)
+def test_wrong_steps_of_turns_are_named(given, message):
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    batch = hpo.PackedBatch.from_padded(mask, steps=turns(mask))
+    with pytest.raises((TypeError, ValueError), match=f"^{message}") as caught:
+        steps_of_turns(batch, given, torch.zeros(2))
+    assert short(str(caught.value))
+    rewards, _ = steps_of_turns(batch, [[A, B], (A,)], torch.tensor([1.0, 0.0]))
+    assert rewards.tolist() == [0.0, 1.5, 0.0]
 
 
 # ------------------------------------------------------------------------------------------------------------ the walk

@@ -61,8 +61,8 @@ class BetaTracker(NamedTuple):
         least_memory: float = 0.875,
         most_memory: float = 0.96,
     ) -> BetaTracker:
-        """After rewards in [0, 1]: ``alpha <- rho alpha + r``, ``beta <- rho beta + 1 - r``, ``rho = clamp(2^(-D /
-        half_life), least_memory, most_memory)``.
+        """After rewards in [0, 1]: ``alpha <- rho alpha + r``, ``beta <- rho beta + 1 - r``,
+        ``rho = clamp(2^(-D / half_life), least_memory, most_memory)``.
 
         Args:
             rewards: ``[S]``, at most one per prompt; NaN or infinite: its prompt stays as it is.
@@ -193,8 +193,8 @@ def dcpo(
     2509.02333). Returns ``[S]`` float32, and the history with this step in it.
 
     ``A_new = (r - mean) / std`` in the group, ``A_all`` with mean and std over all steps, ddof 0, no eps, 0 where a std
-    is 0; with i the steps of the prompt so far, this one included: ``A_new / i + (1 - 1 / i) A_all`` or ``(1 - 1 / i)
-    A_new + A_all / i``, whichever has the smaller absolute value.
+    is 0; with i the steps of the prompt so far, this one included: ``A_new / i + (1 - 1 / i) A_all`` or
+    ``(1 - 1 / i) A_new + A_all / i``, whichever has the smaller absolute value.
 
     Args:
         prompts: ``[S]`` int64, the place of each unit's prompt in the history, which is its group; negative: in none. A

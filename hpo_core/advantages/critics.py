@@ -101,11 +101,11 @@ def hiper(
     """HiPER's hierarchical advantage estimation: GAE inside sub-goals, and over sub-goals as single steps (arXiv
     2602.16165).
 
-    A trajectory's turns are cut into segments where the policy switches its sub-goal. Inside one: ``d_t = r_t +
-    gamma V+ - V_low_t``, V+ the next turn's V_low, or behind the segment's last turn V_high of the next segment, 0
-    behind the trajectory; the recursion with gamma lambda ends with the segment. Over segments of n turns: ``R = sum
-    gamma^i r``, ``D = R + gamma^n V_high' - V_high``, ``A = D + gamma^n lambda A'``. With a critic of the switch its
-    advantage is the return inside the segment, followed by V_high, minus that critic.
+    A trajectory's turns are cut into segments where the policy switches its sub-goal. Inside one:
+    ``d_t = r_t + gamma V+ - V_low_t``, V+ the next turn's V_low, or behind the segment's last turn V_high of the next
+    segment, 0 behind the trajectory; the recursion with gamma lambda ends with the segment. Over segments of n turns:
+    ``R = sum gamma^i r``, ``D = R + gamma^n V_high' - V_high``, ``A = D + gamma^n lambda A'``. With a critic of the
+    switch its advantage is the return inside the segment, followed by V_high, minus that critic.
 
     Args:
         switches: ``[N]`` bool, whether a turn begins a sub-goal; the first turn of a trajectory always does.

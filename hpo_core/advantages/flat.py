@@ -385,9 +385,9 @@ def whiten(
     """Advantages of units centred and scaled over the batch, ddof 1: ``(A - mean) / (std + eps)``. Returns ``[S]``
     float32.
 
-    With ``lengths`` ``[S]`` statistics are those of the tokens, of which a unit has as many: ``(A - mean) / sqrt(var +
-    1e-8)``. That is what trainers do to token advantages (verl's ``masked_whiten``, but for its 1e-8 beside counts):
-    what is constant on a unit needs no ``[T]``.
+    With ``lengths`` ``[S]`` statistics are those of the tokens, of which a unit has as many:
+    ``(A - mean) / sqrt(var + 1e-8)``. That is what trainers do to token advantages (verl's ``masked_whiten``, but for
+    its 1e-8 beside counts): what is constant on a unit needs no ``[T]``.
 
     >>> whiten(torch.tensor([1.0, 2.0, 3.0]))
     tensor([-1.,  0.,  1.])

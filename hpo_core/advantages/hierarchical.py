@@ -278,8 +278,8 @@ def hbpo(
     float32.
 
     ``f1(n, b) = beta cos(pi n / 2 L) - alpha |n - b|``, ``f2(b) = beta cos(pi b / 2 L)``; the reward R of a correct
-    response is f1 beyond its budget (n up to L) and f2 within, else 0. ``A = (R - mean_q) / (std_q + eps) +
-    (mean_{q,b} - f2(b))``, ddof 1.
+    response is f1 beyond its budget (n up to L) and f2 within, else 0.
+    ``A = (R - mean_q) / (std_q + eps) + (mean_{q,b} - f2(b))``, ddof 1.
 
     Args:
         lengths: n ``[S]`` floating point. budgets: b ``[S]`` floating point. A response without a finite length and

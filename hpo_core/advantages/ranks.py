@@ -79,9 +79,9 @@ def pass_at_k(
     """Pass@k training: the advantage of a response when any k of the n in its group are rewarded together (arXiv
     2508.10751). Returns ``[S]`` float32.
 
-    With c of n correct: ``rho = 1 - C(n - c, k) / C(n, k)``, ``sigma = sqrt(rho (1 - rho))``, correct ones get ``(1 -
-    rho) / (sigma + eps)``, the others ``(1 - rho - C(n - c - 1, k - 1) / C(n - 1, k - 1)) / (sigma + eps)``. k = 1 is
-    GRPO with ddof 0. Sums to 0; where k responses always or never hold a correct one, and where n < k, 0.
+    With c of n correct: ``rho = 1 - C(n - c, k) / C(n, k)``, ``sigma = sqrt(rho (1 - rho))``, correct ones get
+    ``(1 - rho) / (sigma + eps)``, the others ``(1 - rho - C(n - c - 1, k - 1) / C(n - 1, k - 1)) / (sigma + eps)``. k =
+    1 is GRPO with ddof 0. Sums to 0; where k responses always or never hold a correct one, and where n < k, 0.
 
     Args:
         is_correct: ``[S]`` bool.

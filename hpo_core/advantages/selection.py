@@ -28,7 +28,7 @@ def ordered(
     return groups, *groups.ranks()
 
 
-@estimator(Provenance.PAPER)
+@estimator(Provenance.PAPER, level="selection")
 def d3s_samples(
     advantages: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -69,7 +69,7 @@ def d3s_samples(
     return groups.unsorted(chosen & (groups.chain >= 0))
 
 
-@estimator(Provenance.PAPER)
+@estimator(Provenance.PAPER, level="selection")
 def pf_ppo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,

@@ -24,6 +24,7 @@ __all__ = [
     "check_channels",
     "check_compat",
     "check_eps",
+    "check_estimator",
     "combine",
     "estimator",
     "gathers_units",
@@ -67,9 +68,10 @@ def combine(
 ) -> torch.Tensor:
     """``A_u = sum_m k_m(u) a_m(u)``, up to 8 terms ``a_m = lambda (x - center) / scale``. Returns ``[U]`` float32.
 
-    With ``Share.SUM`` k is the term's coefficient c. Otherwise terms share: ``k_m = c_m s_m / (sum_j c_j s_j +
-    share_eps)`` over the terms that are present at the unit (see :class:`Presence`), s being 1, the number of members
-    of the group or its standard deviation; 0 where that sum does not exceed ``share_least``.
+    With ``Share.SUM`` k is the term's coefficient c. Otherwise terms share:
+    ``k_m = c_m s_m / (sum_j c_j s_j + share_eps)`` over the terms that are present at the unit (see :class:`Presence`),
+    s being 1, the number of members of the group or its standard deviation; 0 where that sum does not exceed
+    ``share_least``.
 
     Args:
         mask: ``[U]`` bool, who enters the statistics of all terms. Default: everybody.
@@ -125,8 +127,9 @@ def estimator(
     provenance: Provenance, *, level: str = "row", several: bool = False, tables: bool = False
 ) -> Callable[[Estimator], Estimator]:
     """Marks a function as a published estimator: where its formula comes from, what its advantages belong to
-    (``"row"``: ``[S]``, ``"step"``: ``[N]``, ``"token"``: ``[T]``), whether it takes several rewards ``[C, S]``, and
-    whether tables of its groups say all that it needs to know of units elsewhere."""
+    (``"row"``: ``[S]``, ``"step"``: ``[N]``, ``"token"``: ``[T]``; ``"selection"``: it returns a mask of rows), whether
+    it takes several rewards ``[C, S]``, and whether tables of its groups say all that it needs to know of units
+    elsewhere."""
 
     def mark(function: Estimator) -> Estimator:
         marked: Any = examines(function)
@@ -172,6 +175,32 @@ def given_to(estimator: Callable[..., Any], **given: Any) -> dict[str, Any]:
     if taken is None:
         taken = inspect.signature(estimator).parameters
     return {name: value for name, value in given.items() if name in taken and name not in fixed}
+
+
+def check_estimator(name: str, estimator: Callable[..., Any], known: Sequence[str], source: str) -> None:
+    """That rewards and what else is ``known`` suffice to call an estimator, where ``source`` says no more."""
+    inner = getattr(estimator, "func", estimator)
+    said = getattr(inner, "__name__", "it")
+    first, *others = inspect.signature(estimator).parameters.values()
+    check(
+        not hasattr(inner, "provenance") or first.name in ("rewards", "token_rewards", "step_rewards"),
+        "{}: {} takes {} where {} has rewards; wrap it in a function of rewards and group_ids",
+        name,
+        said,
+        first.name,
+        source,
+    )
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needs = [each.name for each in others if each.default is inspect.Parameter.empty and each.kind in named]
+    missing = [need for need in needs if need not in known]
+    check(
+        not missing,
+        "{}: {} needs {}, of which {} says nothing; fix it with functools.partial, or wrap it",
+        name,
+        said,
+        ", ".join(missing),
+        source,
+    )
 
 
 def keeps_singletons(singleton: str) -> bool:

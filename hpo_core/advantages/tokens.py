@@ -122,8 +122,8 @@ def rl_zvp(
     threshold: float = 0.5,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """RL-ZVP: prompts whose rewards are all equal teach by entropy: ``alpha H_t`` where all are right, ``-alpha (max_k
-    H_k - H_t)`` where all are wrong (arXiv 2509.21880). Returns ``[T]`` float32.
+    """RL-ZVP: prompts whose rewards are all equal teach by entropy: ``alpha H_t`` where all are right,
+    ``-alpha (max_k H_k - H_t)`` where all are wrong (arXiv 2509.21880). Returns ``[T]`` float32.
 
     Args:
         entropy: ``[T]`` in nats; the maximum is over the valid tokens of the response.

@@ -6,6 +6,7 @@ here carries a gradient.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -16,7 +17,7 @@ import torch.distributed
 from .. import ops
 from ..backends import choice, is_reference, resolve
 from ..batch import PackedBatch
-from ..checks import check, check_device, check_dtype, check_shape, examines
+from ..checks import check, check_device, check_dtype, check_numbers, check_shape, check_type, examines
 from ..specs import Boundary, Invalid, OrderRule
 
 __all__ = ["EntropyWindow", "WindowState", "ares", "forking_tokens", "window_mean"]
@@ -113,6 +114,8 @@ class EntropyWindow:
     source: str = ""
 
     def __post_init__(self) -> None:
+        check_numbers("first, last", self.first, self.last)
+        check_type(isinstance(self.quantile, Fraction), "quantile: expected a Fraction, got {!r}", self.quantile)
         check(self.first <= self.last, "first: expected first <= last, got {} and {}", self.first, self.last)
         check(0 <= self.quantile <= 1, "quantile: expected a fraction in [0, 1], got {}", self.quantile)
         check(self.scope in _SCOPES, "scope: expected one of {}, got {!r}", ", ".join(_SCOPES), self.scope)
@@ -251,9 +254,9 @@ def forking_tokens(ratio: str | Fraction | float = "0.2", *, scope: str = "batch
     Keeps ``1 + floor(ratio (n - 1))`` tokens where there are no ties; ties with the threshold are kept. ``ratio``: 0.2
     in the paper; a decimal (string, float) is taken as the exact fraction it reads as.
 
-    Traps: the paper divides the loss by the number of *selected* tokens (``aggregation.token_mean(batch,
-    selected=mask)``), TRL by all valid ones (the default here), a factor of about ``ratio``. The paper takes the
-    threshold per (micro-)batch (``scope="call"``).
+    Traps: the paper divides the loss by the number of *selected* tokens
+    (``aggregation.token_mean(batch, selected=mask)``), TRL by all valid ones (the default here), a factor of about
+    ``ratio``. The paper takes the threshold per (micro-)batch (``scope="call"``).
 
     >>> forking_tokens().quantile
     Fraction(4, 5)
@@ -262,6 +265,7 @@ def forking_tokens(ratio: str | Fraction | float = "0.2", *, scope: str = "batch
     return EntropyWindow("forking_tokens", 1 - keep, scope=scope, source="arXiv 2506.01939")
 
 
+@examines
 def ares(window: int = 4, quantile: str | Fraction | float = "0.95", *, scope: str = "batch") -> EntropyWindow:
     """High-entropy windows of ARES: forward means at or above their batch quantile (arXiv 2510.08457).
 
@@ -311,9 +315,21 @@ def _chosen(values: torch.Tensor) -> str:
 
 def _fraction(name: str, value: str | Fraction | float) -> Fraction:
     """The exact rational a decimal reads as: 0.95 is 19/20, not the double next to it."""
-    fraction = value if isinstance(value, Fraction) else Fraction(str(value))
+    try:
+        fraction = value if isinstance(value, Fraction) else Fraction(str(value))
+    except ValueError:
+        expected = "a number, a Fraction or a decimal such as '0.2'"
+        raise TypeError(f"{name}: expected {expected} in [0, 1], got {value!r}{_fix(value)}") from None
     check(0 <= fraction <= 1, "{}: expected a fraction in [0, 1], got {}", name, value)
     return fraction
+
+
+def _fix(value: object) -> str:
+    """How a text that is no decimal may be meant."""
+    percent, comma = re.fullmatch(r"([\d.]+) *%", str(value)), re.fullmatch(r"(\d*),(\d+)", str(value))
+    if percent:
+        return f"; write {float(percent[1]) / 100:g}"
+    return f"; write {comma[1]}.{comma[2]}" if comma else ""
 
 
 def _flat(name: str, tensor: torch.Tensor, batch: PackedBatch, keep_dtype: bool) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """Methods that mask or weigh tokens by a ratio that is a constant of the differentiation, around any other gate.
 
 Order: the gate's objective, times the weights and masks, then the aggregation. Denominators stay those of ``weights``;
-to
-count only what is kept, build the weights with ``selected=``.
+to count only what is kept, build the weights with ``selected=``.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..checks import check
+from ..checks import check, examines
 from ..specs import Action, Head, Reduction, Statistic, Unit
 from .ratio_gate import Channel, Clip, Correction, RatioGate
 from .token_level import ppo_clip, triplet_clip
@@ -18,6 +17,7 @@ from .token_level import ppo_clip, triplet_clip
 __all__ = ["compose", "decoupled", "dppo_kl", "dppo_tv", "hispo", "icepop", "mis", "opsm", "tis"]
 
 
+@examines
 def compose(gate: RatioGate, *corrections: Correction) -> RatioGate:
     """``gate`` with these corrections after those it has; they multiply, so their order does not matter.
 
@@ -28,6 +28,7 @@ def compose(gate: RatioGate, *corrections: Correction) -> RatioGate:
     return replace(gate, corrections=gate.corrections + corrections)
 
 
+@examines
 def decoupled(eps_low: float = 0.2, eps_high: float = 0.2, ratio_cap: float | None = None) -> RatioGate:
     """Decoupled PPO: PPO's clip around the proximal policy ``old_logp``, times ``exp(old_logp - rollout_logp)`` (arXiv
     2110.00641).
@@ -42,6 +43,7 @@ def decoupled(eps_low: float = 0.2, eps_high: float = 0.2, ratio_cap: float | No
     return replace(gate, name="decoupled", source="arXiv 2110.00641")
 
 
+@examines
 def tis(
     ratio_cap: float = 2.0,
     unit: Unit | None = None,
@@ -64,6 +66,7 @@ def tis(
     return replace(gate, name="tis", source="verl, TRL, slime")
 
 
+@examines
 def mis(
     ratio_low: float = 0.0,
     ratio_high: float = 3.0,
@@ -94,6 +97,7 @@ def mis(
     return replace(gate, name="mis", source="TRL, slime")
 
 
+@examines
 def icepop(ratio_low: float = 0.5, ratio_high: float = 5.0, gate: RatioGate | None = None) -> RatioGate:
     """IcePop: the loss times ``exp d`` where ``ratio_low <= exp d <= ratio_high``, token by token, else 0
     (ringtech.notion.site).
@@ -110,6 +114,7 @@ def icepop(ratio_low: float = 0.5, ratio_high: float = 5.0, gate: RatioGate | No
     return replace(gate, name="icepop", source="ringtech.notion.site/icepop")
 
 
+@examines
 def hispo(
     eps_sequence: float = 0.1,
     eps_token: float = 0.5,
@@ -142,6 +147,7 @@ def hispo(
     return replace(base, name="hispo", channel=Channel.TOTAL, corrections=masks, source="arXiv 2603.21065")
 
 
+@examines
 def opsm(log_delta: float = 0.5, gate: RatioGate | None = None) -> RatioGate:
     """DeepSeek-V3.2's off-policy sequence mask: a trajectory with ``A < 0`` counts only while the mean of
     ``rollout_logp - logp`` is at most ``log_delta`` (arXiv 2512.02556).
@@ -161,6 +167,7 @@ def opsm(log_delta: float = 0.5, gate: RatioGate | None = None) -> RatioGate:
     return replace(compose(ppo_clip() if gate is None else gate, mask), name="opsm", source="arXiv 2512.02556")
 
 
+@examines
 def dppo_tv(
     low: float = 0.15, high: float = 0.15, ratio_cap: float = 20.0, channel: Channel = Channel.STALENESS
 ) -> RatioGate:
@@ -180,6 +187,7 @@ def dppo_tv(
     return _dppo("dppo_tv", Statistic.PROBABILITY, low, high, ratio_cap, channel)
 
 
+@examines
 def dppo_kl(delta: float = 0.05, ratio_cap: float = 20.0, channel: Channel = Channel.STALENESS) -> RatioGate:
     """DPPO with the binary KL: as :func:`dppo_tv`, a token counting while ``KL(q || p)`` of "this token or another" is
     at most ``delta`` or it moves back.

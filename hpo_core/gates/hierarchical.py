@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..checks import check
+from ..checks import check, examines
 from ..specs import Unit
 from .ratio_gate import Clip, Drop, Level, LogClip, Provenance, RatioGate, Rollback
 from .token_level import _check_epsilons
@@ -12,6 +12,7 @@ from .token_level import _check_epsilons
 __all__ = ["fiberpo", "step_gspo"]
 
 
+@examines
 def step_gspo(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:
     """GSPO with a step (a turn) in the place of the sequence: ``s = exp(mean of log r over the token's step)``.
 
@@ -29,6 +30,7 @@ def step_gspo(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:
     return RatioGate("step_gspo", Drop(), (level,), source="arXiv 2507.18071, per step", provenance=Provenance.PAPER)
 
 
+@examines
 def fiberpo(
     log_clip: float = 0.2,
     log_budgets: tuple[float, float] = (0.2, 0.2),
@@ -36,9 +38,9 @@ def fiberpo(
 ) -> RatioGate:
     """FiberPO: a budget for the trajectory's drift, and a clip on each token's deviation from it (arXiv 2604.03044).
 
-    ``z = sum over the channels c = +, - of c [g(a^c) + clip(x^c - a^c, -log_clip, log_clip)]``, where ``x+ = max(x,
-    0)``, ``x- = max(-x, 0)``, ``a^c`` is the mean of ``x^c`` over the trajectory, and g lets a drift up to the budget
-    pass, rolls it back beyond, and zeroes it at last. Equal to equations 1 to 5 of the paper.
+    ``z = sum over the channels c = +, - of c [g(a^c) + clip(x^c - a^c, -log_clip, log_clip)]``, where
+    ``x+ = max(x, 0)``, ``x- = max(-x, 0)``, ``a^c`` is the mean of ``x^c`` over the trajectory, and g lets a drift up
+    to the budget pass, rolls it back beyond, and zeroes it at last. Equal to equations 1 to 5 of the paper.
 
     Args:
         log_clip: on the log-ratio, 0.2. The paper gives no numbers; these are those of the authors' code.

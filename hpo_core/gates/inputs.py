@@ -166,8 +166,8 @@ def clip_cov_mask(
     """``gate_inputs`` for :func:`clip_cov`: a mask that is False for a few tokens drawn among those of high covariance.
 
     ``cov = (A - mean A) (logp - mean logp)`` over valid tokens; of those with ``low < cov < high`` that PPO does not
-    clip, ``max(1, floor(share n))`` are drawn by a counter-based generator: the same seed and
-    batch give the same tokens.
+    clip, ``max(1, floor(share n))`` are drawn by a counter-based generator: the same seed and batch give the same
+    tokens.
 
     Args:
         seed: any integer; give every optimiser step its own.

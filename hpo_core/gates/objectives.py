@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from ..checks import check
+from ..checks import check, examines
 from ..specs import Head, Penalty
 from .ratio_gate import Drop, Identity, RatioGate
 
 __all__ = ["bpo", "dro", "gbpo", "kimi", "kl_cov", "m2po", "nft", "opmd", "ppo_penalty", "sapo", "spo"]
 
 
+@examines
 def sapo(positive: float = 1.0, negative: float = 1.05) -> RatioGate:
     """SAPO: ``loss_t = -A (4 / tau) sigmoid(tau (r - 1))``, a soft clip (arXiv 2511.20347).
 
@@ -28,6 +29,7 @@ def sapo(positive: float = 1.0, negative: float = 1.05) -> RatioGate:
     )
 
 
+@examines
 def spo(eps: float = 0.2) -> RatioGate:
     """SPO, simple policy optimisation: ``loss_t = -(A r - |A| (r - 1)^2 / (2 eps))`` (arXiv 2401.16025).
 
@@ -53,8 +55,8 @@ def bpo() -> RatioGate:
 
 
 def gbpo() -> RatioGate:
-    """GBPO: BPO with a soft target from the group's median: pass ``gate_inputs=gbpo_target(rewards,
-    group_ids)`` (arXiv 2604.18578).
+    """GBPO: BPO with a soft target from the group's median: pass
+    ``gate_inputs=gbpo_target(rewards, group_ids)`` (arXiv 2604.18578).
 
     Traps: the target follows the median and A the mean, so they may disagree in sign; such a token is pulled away from
     PPO's direction. OneRec-V2's "GBPO" (arXiv 2508.20900) is another method.
@@ -66,15 +68,16 @@ def gbpo() -> RatioGate:
     return RatioGate("gbpo", Identity(), head=Head.TARGET, needs=needs, source="arXiv 2604.18578")
 
 
+@examines
 def nft(floor: float = 1.0) -> RatioGate:
     """NFT: likelihood of correct answers, and of the implied negative policy on wrong ones (arXiv 2505.18116; its
     code).
 
-    ``A >= 0`` (correct): ``loss_t = -|A| log r``. ``A < 0`` (wrong): ``loss_t = -|A| log max(R, floor)``, ``R = (1 - q
-    r) / (1 - q)``, the gradient passing the maximum: ``|A| q r / ((1 - q) max(R, floor))``. Pass the success rate q of
-    each row's group, within [0.02, 0.98], as ``gate_inputs=GateInputs(target=)``, and as advantages ``+-w``: the code
-    takes ``w = 1 - q`` or ``sqrt((1 - q) / q)``. No answer is wrong where all are right: with ``A < 0`` a q outside of
-    [0, 1) is counted with the bad advantages and left out.
+    ``A >= 0`` (correct): ``loss_t = -|A| log r``. ``A < 0`` (wrong): ``loss_t = -|A| log max(R, floor)``,
+    ``R = (1 - q r) / (1 - q)``, the gradient passing the maximum: ``|A| q r / ((1 - q) max(R, floor))``. Pass the
+    success rate q of each row's group, within [0.02, 0.98], as ``gate_inputs=GateInputs(target=)``, and as advantages
+    ``+-w``: the code takes ``w = 1 - q`` or ``sqrt((1 - q) / q)``. No answer is wrong where all are right: with
+    ``A < 0`` a q outside of [0, 1) is counted with the bad advantages and left out.
 
     Args:
         floor: 1 as in the code: then R counts as 1 wherever r > 1.
@@ -88,6 +91,7 @@ def nft(floor: float = 1.0) -> RatioGate:
     return RatioGate("nft", Identity(), head=Head.NEGATIVE_AWARE, head_numbers=(0.0, floor), source="arXiv 2505.18116")
 
 
+@examines
 def dro(beta: float = 0.1) -> RatioGate:
     """DRO: ``loss_t = -(A logp - beta x^2 / 2)``, x the log-ratio (arXiv 2405.19107; verl, where beta has no default).
 
@@ -99,6 +103,7 @@ def dro(beta: float = 0.1) -> RatioGate:
     return _quadratic("dro", beta, "arXiv 2405.19107")
 
 
+@examines
 def kimi(tau: float = 0.1) -> RatioGate:
     """Kimi k1.5's mirror descent: ``loss_t = -A logp + tau x^2 / 2`` (arXiv 2501.12599; tau 0.1 as in ROLL).
 
@@ -111,6 +116,7 @@ def kimi(tau: float = 0.1) -> RatioGate:
     return _quadratic("kimi", tau, "arXiv 2501.12599")
 
 
+@examines
 def opmd(tau: float = 1.0) -> RatioGate:
     """OPMD as Trinity has it: ``loss_t = -A logp / (1 + tau)``, REINFORCE with another learning rate.
 
@@ -122,6 +128,7 @@ def opmd(tau: float = 1.0) -> RatioGate:
     return RatioGate("opmd", Drop(), head=Head.SCORE, advantage_weights=(factor, factor), source="Trinity-RFT")
 
 
+@examines
 def ppo_penalty(beta: float = 0.1, penalty: Penalty = Penalty.K3) -> RatioGate:
     """PPO with a penalty in the place of the clip: ``loss_t = -r A + beta k(x)`` (arXiv 1707.06347, section 4).
 
@@ -135,6 +142,7 @@ def ppo_penalty(beta: float = 0.1, penalty: Penalty = Penalty.K3) -> RatioGate:
     return RatioGate("ppo_penalty", Identity(), penalty=penalty, penalty_coefficient=beta, source="arXiv 1707.06347")
 
 
+@examines
 def kl_cov(coefficient: float = 1.0) -> RatioGate:
     """KL-Cov: ``loss_t = -r A``, and ``+ coefficient |x|`` on the tokens of highest covariance: pass
     ``gate_inputs=kl_cov_mask(...)`` (arXiv 2505.22617; coefficient 1 in the paper's code, 0.1 in verl's config).

@@ -12,12 +12,12 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import NamedTuple
 
 import torch
 
-from ..checks import check, check_type
+from ..checks import check, check_numbers, check_type
 from ..kl import KLPenalty
 from ..specs import (
     Action,
@@ -117,6 +117,29 @@ class Channel(enum.Enum):
     TOTAL = "logp - rollout_logp"
 
 
+def _check_pair(name: str, pair: object) -> None:
+    is_pair = isinstance(pair, tuple) and len(pair) == 2
+    check_type(is_pair, "{}: expected a pair (advantage >= 0, advantage < 0) of numbers, got {!r}", name, pair)
+    check_numbers(name, pair)
+
+
+def _names_of(kinds: tuple[type, ...]) -> str:
+    return ", ".join(f"{kind.__name__}()" for kind in kinds[:-1]) + f" or {kinds[-1].__name__}()"
+
+
+class _Short:
+    """Its ``repr`` says what differs from the defaults, on one line."""
+
+    def __repr__(self) -> str:
+        said = []
+        for each in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            if each.repr and (each.default is MISSING or value != each.default):
+                text = f"{type(value).__name__}.{value.name}" if isinstance(value, enum.Enum) else repr(value)
+                said.append(text if each.default is MISSING else f"{each.name}={text}")
+        return f"{type(self).__name__}({', '.join(said)})"
+
+
 @dataclass(frozen=True)
 class Identity:
     """``g(u) = u``."""
@@ -127,8 +150,8 @@ class Drop:
     """``g(u) = 0``: the residual does not count."""
 
 
-@dataclass(frozen=True)
-class Clip:
+@dataclass(frozen=True, repr=False)
+class Clip(_Short):
     """``g(u) = clamp(u, log low, log high)``, derivative 1 inside and at the bounds, 0 outside.
 
     ``low`` and ``high`` are pairs of *ratio* bounds, for advantage >= 0 and < 0; 0 and inf mean "no bound". A one-sided
@@ -146,6 +169,8 @@ class Clip:
     weight_high: Pair = (1.0, 1.0)
 
     def __post_init__(self) -> None:
+        for name, pair in vars(self).items():
+            _check_pair(f"clip: {name}", pair)
         beyond = (*self.slope_low, *self.slope_high, *self.weight_low, *self.weight_high)
         check(
             all(math.isfinite(number) for number in beyond),
@@ -162,14 +187,16 @@ class Clip:
             )
 
 
-@dataclass(frozen=True)
-class LogClip:
+@dataclass(frozen=True, repr=False)
+class LogClip(_Short):
     """``g(u) = clamp(u, low, high)`` like :class:`Clip`, with bounds on the log-ratio, for residuals of a hierarchy."""
 
     low: Pair = (-math.inf, -math.inf)
     high: Pair = (math.inf, math.inf)
 
     def __post_init__(self) -> None:
+        for name, pair in vars(self).items():
+            _check_pair(f"log_clip: {name}", pair)
         for low, high in zip(self.low, self.high, strict=True):
             check(
                 low <= 0 <= high,
@@ -179,8 +206,8 @@ class LogClip:
             )
 
 
-@dataclass(frozen=True)
-class Rollback:
+@dataclass(frozen=True, repr=False)
+class Rollback(_Short):
     """FiberPO's budget: ``u`` up to ``|u| = C``, then back to 0 with slope ``-slope``, then 0 (arXiv 2604.03044).
 
     Args:
@@ -196,6 +223,7 @@ class Rollback:
     most: float = math.inf
 
     def __post_init__(self) -> None:
+        _check_pair("budgets", self.budgets)
         for budget in self.budgets:
             check(0 <= budget < math.inf, "budgets: expected finite log-ratios >= 0, got {}", self.budgets)
         check(self.slope is None or self.slope >= 0, "slope: expected a number >= 0 or None, got {}", self.slope)
@@ -203,18 +231,19 @@ class Rollback:
         check(self.slope is None or self.most == math.inf, "most: bounds the number of tokens; drop slope= or most=")
 
 
-@dataclass(frozen=True)
-class Tanh:
+@dataclass(frozen=True, repr=False)
+class Tanh(_Short):
     """``g(u) = C tanh(u / C)``: a smooth bound, ``|g| < C``; C > 0 in log space."""
 
     bound: float
 
     def __post_init__(self) -> None:
+        check_numbers("bound", self.bound)
         check(0 < self.bound < math.inf, "bound: expected a finite log-ratio > 0, got {}", self.bound)
 
 
-@dataclass(frozen=True)
-class Gamma:
+@dataclass(frozen=True, repr=False)
+class Gamma(_Short):
     """``g(u) = lam + k u - lam e^u``: e^g is a gamma density in the ratio, 1 at u = 0. For score heads: g'(0) is not 1.
 
     ``k`` and ``lam`` are pairs, for advantage >= 0 and < 0.
@@ -224,12 +253,14 @@ class Gamma:
     lam: Pair
 
     def __post_init__(self) -> None:
+        for name, pair in vars(self).items():
+            _check_pair(f"gamma: {name}", pair)
         for number in (*self.k, *self.lam):
             check(0 <= number < math.inf, "gamma: expected finite numbers >= 0, got k {} and lam {}", self.k, self.lam)
 
 
-@dataclass(frozen=True)
-class Excess:
+@dataclass(frozen=True, repr=False)
+class Excess(_Short):
     """``g(u) = -max(u - n budget, 0)``, n the segment's number of tokens: how far a sum is above its budget. For the
     censored head, whose levels add up ``|r - 1|``.
     """
@@ -237,11 +268,12 @@ class Excess:
     budget: float
 
     def __post_init__(self) -> None:
+        check_numbers("budget", self.budget)
         check(0 <= self.budget < math.inf, "budget: expected a finite number >= 0, got {}", self.budget)
 
 
-@dataclass(frozen=True)
-class Level:
+@dataclass(frozen=True, repr=False)
+class Level(_Short):
     """A gate on the aggregate log-ratio of each segment of one kind, and how that aggregate carries gradient.
 
     The aggregate of the n valid tokens of a segment, with a split of each channel:
@@ -259,6 +291,9 @@ class Level:
     aggregate: Aggregate = Aggregate.MEAN
 
     def __post_init__(self) -> None:
+        kinds = (Identity, Clip, LogClip, Rollback, Tanh, Gamma, Excess)
+        check_type(isinstance(self.gate, kinds), "gate: expected {}, got {!r}", _names_of(kinds), self.gate)
+        check_type(isinstance(self.unit, Unit), "unit: expected one of Unit, got {!r}", self.unit)
         check(
             not isinstance(self.gate, Clip) or self.gate == Clip(self.gate.low, self.gate.high),
             "gate: slopes and weights beyond the bounds are for the clip of tokens, got {!r} on a level",
@@ -266,8 +301,8 @@ class Level:
         )
 
 
-@dataclass(frozen=True)
-class Correction:
+@dataclass(frozen=True, repr=False)
+class Correction(_Short):
     """A factor on tokens, 0 or an importance weight, that is a constant of the differentiation.
 
     ``v`` is the ``statistic`` of the token, or its ``reduction`` over the valid tokens of the token's segment. A MASK
@@ -291,6 +326,8 @@ class Correction:
     strict: bool = False
 
     def __post_init__(self) -> None:
+        _check_pair("correction: low", self.low)
+        _check_pair("correction: high", self.high)
         for low, high in zip(self.low, self.high, strict=True):
             check(low <= high, "correction: expected low <= high, got low {} and high {}", low, high)
         check(
@@ -306,8 +343,8 @@ class Correction:
         )
 
 
-@dataclass(frozen=True)
-class RatioGate:
+@dataclass(frozen=True, repr=False)
+class RatioGate(_Short):
     """One ratio-gating method: frozen, hashable, picklable.
 
     ``z_t = g_0(x_t - a_1) + g_1(a_1 - a_2) + ... + g_K(a_K)``: x is the token's log-ratio, ``a_k`` the aggregate of x
@@ -344,15 +381,18 @@ class RatioGate:
     advantage_weights: Pair = (1.0, 1.0)
     penalty: Penalty = Penalty.NONE
     penalty_coefficient: float = 0.0
-    needs: tuple[tuple[str, str], ...] = ()
-    source: str = ""
-    provenance: Provenance = Provenance.VERIFIED
+    needs: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    source: str = field(default="", repr=False)
+    provenance: Provenance = field(default=Provenance.VERIFIED, repr=False)
     # Made once: every loss call asks for them.
     _spec: PolicyLossSpec = field(init=False, repr=False, compare=False)
     _facts: tuple[bool, bool, bool] = field(init=False, repr=False, compare=False)
     required: Mapping[str, str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        kinds = (Identity, Drop, Clip, LogClip)
+        check_type(isinstance(self.token, kinds), "token: expected {}, got {!r}", _names_of(kinds), self.token)
+        check_type(isinstance(self.head, Head), "head: expected one of Head, got {!r}", self.head)
         check_type(
             isinstance(self.levels, tuple) and all(isinstance(level, Level) for level in self.levels),
             "levels: expected a tuple of Level, got {!r}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..checks import check
+from ..checks import check, examines
 from ..specs import Aggregate, Head, Routing, Unit
 from .hierarchical import _pessimistic, _residual_clip
 from .ratio_gate import Clip, Drop, Excess, Identity, Level, Provenance, RatioGate, Rollback
@@ -10,6 +10,7 @@ from .ratio_gate import Clip, Drop, Excess, Identity, Level, Provenance, RatioGa
 __all__ = ["apc", "fiberpo_domain", "mdpo", "p3o", "two_scale"]
 
 
+@examines
 def apc(delta: float = 0.1) -> RatioGate:
     """APC-Obj, aggregational policy censoring: ``loss_t = -A (1 + clip(r - 1, -B, B))``, B what the other tokens of the
     trajectory leave of a budget of deviations (arXiv 2603.08239, definition 3.2 as a reproduction quotes it).
@@ -37,6 +38,7 @@ def apc(delta: float = 0.1) -> RatioGate:
     )
 
 
+@examines
 def fiberpo_domain(
     log_clip: float = 0.2,
     trajectory: float = 0.2,
@@ -70,6 +72,7 @@ def fiberpo_domain(
     )  # fmt: skip
 
 
+@examines
 def mdpo(tau: float = 0.1) -> RatioGate:
     """MDPO, mirror descent with the exact divergence: ``loss_t = -(A r - tau (r x - r + 1))`` (defined in arXiv
     2005.09814).
@@ -89,6 +92,7 @@ def mdpo(tau: float = 0.1) -> RatioGate:
     )  # fmt: skip
 
 
+@examines
 def p3o(eps: float = 0.2) -> RatioGate:
     """P3O, pairwise PPO with a joint clip: ``loss_t = -sg[clip(W)] A logp``, W the product of all token ratios of the
     two answers of a pair (arXiv 2310.00212, V2; read in other people's summaries).
@@ -116,14 +120,15 @@ def p3o(eps: float = 0.2) -> RatioGate:
     return RatioGate("p3o", Drop(), (pair,), Head.SCORE, source="arXiv 2310.00212", provenance=Provenance.RECONSTRUCTED)
 
 
+@examines
 def two_scale(
     step: tuple[float, float] = (0.2, 0.2), trajectory: tuple[float, float] = (0.1, 0.1), token: float | None = None
 ) -> RatioGate:
     """A pessimistic clip on the step's residual ratio and one on the trajectory's, their product being the ratio.
 
     ``z = g_T(a_step - a_traj) + g_S(a_traj)``, and with ``token`` also ``g_0(x - a_step)``: where nothing is clipped, z
-    is the step's mean log-ratio, or the token's own. One-sided clips at every level keep PPO's lower bound: ``A e^z <=
-    A e^x`` with ``token``.
+    is the step's mean log-ratio, or the token's own. One-sided clips at every level keep PPO's lower bound:
+    ``A e^z <= A e^x`` with ``token``.
 
     Args:
         step, trajectory: epsilons (low, high) of either level.

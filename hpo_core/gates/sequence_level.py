@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..checks import check
+from ..checks import check, examines
 from ..specs import Action, Aggregate, Head, Routing
 from .ratio_gate import Channel, Clip, Correction, Drop, Gamma, Identity, Level, LogClip, RatioGate
 from .token_level import _check_epsilons
@@ -12,6 +12,7 @@ from .token_level import _check_epsilons
 __all__ = ["a_lol", "gmpo", "gspo", "gspo_token", "rec", "rec_ring", "topr", "vespo"]
 
 
+@examines
 def gspo(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:
     """GSPO: PPO's clipped surrogate of the sequence ratio ``s = exp(mean_t log r_t)`` (arXiv 2507.18071).
 
@@ -31,6 +32,7 @@ def gspo(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:
     return RatioGate("gspo", Drop(), (_sequence(eps_low, eps_high, Routing.THROUGH),), source="arXiv 2507.18071")
 
 
+@examines
 def gspo_token(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:
     """GSPO-token: the value of the sequence ratio, each token's own gradient ``-w A s`` (arXiv 2507.18071).
 
@@ -45,6 +47,7 @@ def _sequence(low: float, high: float, routing: Routing) -> Level:
     return Level(Clip(low=(0.0, 1.0 - low), high=(1.0 + high, float("inf"))), routing)
 
 
+@examines
 def gmpo(log_low: float = 0.4, log_high: float = 0.4) -> RatioGate:
     """GMPO: ``loss = -A exp(mean of the clipped log-ratios)``: each token is clipped before the geometric mean (arXiv
     2507.20673).
@@ -69,6 +72,7 @@ def gmpo(log_low: float = 0.4, log_high: float = 0.4) -> RatioGate:
     return RatioGate("gmpo", Drop(), (Level(Identity()),), pre=pre, source="arXiv 2507.20673")
 
 
+@examines
 def topr(aggregate: Aggregate = Aggregate.SUM) -> RatioGate:
     """TOPR: REINFORCE on what was good, ``min(w, 1)`` times REINFORCE on what was bad (arXiv 2503.14286).
 
@@ -78,8 +82,8 @@ def topr(aggregate: Aggregate = Aggregate.SUM) -> RatioGate:
     Args:
         aggregate: SUM, the product of token ratios, as in the paper; MEAN, their geometric mean, as in verl.
 
-    Traps: ROLL uses the ratio of the token; that is ``RatioGate(..., Clip(high=(1.0, 1.0), low=(1.0, 0.0)), head=
-    Head.SCORE)``.
+    Traps: ROLL uses the ratio of the token; that is
+    ``RatioGate(..., Clip(high=(1.0, 1.0), low=(1.0, 0.0)), head=Head.SCORE)``.
 
     >>> topr().head.name
     'SCORE'
@@ -88,6 +92,7 @@ def topr(aggregate: Aggregate = Aggregate.SUM) -> RatioGate:
     return RatioGate("topr", Drop(), (level,), Head.SCORE, source="arXiv 2503.14286")
 
 
+@examines
 def vespo(k: tuple[float, float] = (2.0, 3.0), lam: tuple[float, float] = (3.0, 2.0)) -> RatioGate:
     """VESPO: ``loss_t = -sg[phi(W)] A logp``, ``phi = exp(lam + k log W - lam W)``, W the product of the trajectory's
     ratios (arXiv 2602.10693).
@@ -104,6 +109,7 @@ def vespo(k: tuple[float, float] = (2.0, 3.0), lam: tuple[float, float] = (3.0, 
     return RatioGate("vespo", Drop(), (level,), Head.SCORE, source="arXiv 2602.10693")
 
 
+@examines
 def a_lol(eps: float = 0.9) -> RatioGate:
     """A-LoL: ``loss_t = -sg[clip(W, 1 - eps, 1 + eps)] max(A, 0) logp``, W the product of the trajectory's
     ratios (arXiv 2305.14718).
@@ -123,6 +129,7 @@ def a_lol(eps: float = 0.9) -> RatioGate:
     return RatioGate("a_lol", Drop(), (level,), Head.SCORE, advantage_weights=(1.0, 0.0), source="arXiv 2305.14718")
 
 
+@examines
 def rec(eps_low: float = 0.2, eps_high: float = 0.2, one_sided: bool = True, importance: bool = False) -> RatioGate:
     """REC: ``loss_t = -sg[W] A logp`` on tokens whose ratio is in range, else 0 (Trinity-RFT).
 
@@ -145,6 +152,7 @@ def rec(eps_low: float = 0.2, eps_high: float = 0.2, one_sided: bool = True, imp
     return RatioGate("rec", token, head=Head.SCORE, corrections=(mask,), source="Trinity-RFT")
 
 
+@examines
 def rec_ring(importance: bool = False) -> RatioGate:
     """REC with the range "ring": ``loss_t = -sg[W] A logp`` also on tokens whose ratio strayed far to the side to which
     A does not push: pass ``gate_inputs=rec_ring_mask(...)`` (Trinity-RFT).

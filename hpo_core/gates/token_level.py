@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..checks import check
+from ..checks import check, examines
 from ..specs import Head
 from .ratio_gate import Clip, Drop, Pair, RatioGate
 
@@ -28,8 +28,8 @@ __all__ = [
 def reinforce() -> RatioGate:
     """REINFORCE: ``loss_t = -A logp``, no importance ratio (Williams 1992; GPG, arXiv 2504.02546, without its scaling).
 
-    ``old_logp`` is used for metrics only. The loss *value* is not comparable with a ratio loss; the gradient is ``-w
-    A``.
+    ``old_logp`` is used for metrics only. The loss *value* is not comparable with a ratio loss; the gradient is
+    ``-w A``.
 
     >>> reinforce().first_order.name
     'EXACT'
@@ -37,11 +37,12 @@ def reinforce() -> RatioGate:
     return RatioGate("reinforce", Drop(), head=Head.SCORE, source="Williams 1992; arXiv 2504.02546")
 
 
+@examines
 def ppo_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | None = None) -> RatioGate:
     r"""PPO's clipped surrogate: ``loss_t = -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)`` (arXiv 1707.06347).
 
-    The gradient is ``-w A r`` unless clipped: ``A >= 0`` and ``r > 1 + eps_high``, or ``A < 0`` and ``r < 1 -
-    eps_low``; at a bound it passes.
+    The gradient is ``-w A r`` unless clipped: ``A >= 0`` and ``r > 1 + eps_high``, or ``A < 0`` and
+    ``r < 1 - eps_low``; at a bound it passes.
 
     Args:
         eps_low, eps_high: epsilons, 0.2 and 0.2 as in the paper.
@@ -60,6 +61,7 @@ def ppo_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | No
     return RatioGate("ppo_clip", clip, source="arXiv 1707.06347; dual clip arXiv 1912.09729")
 
 
+@examines
 def dapo(eps_low: float = 0.2, eps_high: float = 0.28) -> RatioGate:
     """DAPO's clip-higher: PPO's surrogate with a wider upper bound (arXiv 2503.14476, defaults of the paper).
 
@@ -72,6 +74,7 @@ def dapo(eps_low: float = 0.2, eps_high: float = 0.28) -> RatioGate:
     return _renamed("dapo", ppo_clip(eps_low, eps_high), "arXiv 2503.14476")
 
 
+@examines
 def triplet_clip(eps_low: float = 0.2, ratio_dual: float = 3.0, eps_high: float = 0.28) -> RatioGate:
     r"""LongCat's three bounds: ``1 + eps_high`` for ``A >= 0``; ``1 - eps_low`` and the absolute
     ``ratio_dual`` for ``A < 0`` (arXiv 2509.18883, equation 4).
@@ -90,6 +93,7 @@ def triplet_clip(eps_low: float = 0.2, ratio_dual: float = 3.0, eps_high: float 
     return RatioGate("triplet_clip", clip, source="arXiv 2509.18883")
 
 
+@examines
 def ce_gppo(
     eps_low: float = 0.2,
     eps_high: float = 0.2,
@@ -124,13 +128,14 @@ def ce_gppo(
     return RatioGate("ce_gppo", clip, source="arXiv 2509.20712")
 
 
+@examines
 def aspo(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float = 3.0) -> RatioGate:
     """ASPO: for ``A >= 0`` the ratio is turned over, so that tokens whose probability fell gain most (arXiv
     2510.06062; its code).
 
-    ``A >= 0``: the loss is ``-A / min(r, 1 + eps_high)`` with gradient ``-w A / r`` up to the bound and 0 beyond. ``A <
-    0``: PPO's lower clip. Where the factor, ``1 / r`` or r, exceeds ``ratio_dual``, the gradient is ``-w
-    ratio_dual A``.
+    ``A >= 0``: the loss is ``-A / min(r, 1 + eps_high)`` with gradient ``-w A / r`` up to the bound and 0 beyond.
+    ``A < 0``: PPO's lower clip. Where the factor, ``1 / r`` or r, exceeds ``ratio_dual``, the gradient is
+    ``-w ratio_dual A``.
 
     Args:
         eps_low, eps_high: 0.2 each; the paper uses 0.4 for one entropy class: see :func:`archer_bounds`.
@@ -147,6 +152,7 @@ def aspo(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float = 3.0) -
     return RatioGate("aspo", clip, head=Head.FLIPPED, head_numbers=numbers, source="arXiv 2510.06062")
 
 
+@examines
 def hapo_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | None = 3.0) -> RatioGate:
     """PPO's clip with HAPO's bounds, wider where the entropy is high: pass ``gate_inputs=hapo_bounds(entropy, batch)``
     (repository starver030515/HAPO).
@@ -158,6 +164,7 @@ def hapo_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | N
     return replace(gate, needs=(("bounds", "gates.hapo_bounds(entropy, batch)"),))
 
 
+@examines
 def archer_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | None = 3.0) -> RatioGate:
     """PPO's clip with two pairs of bounds, by entropy class: pass ``gate_inputs=archer_bounds(wide)`` (Archer, whose
     second version is ASPO, arXiv 2510.06062).
@@ -169,6 +176,7 @@ def archer_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float |
     return replace(gate, needs=(("bounds", "gates.archer_bounds(wide)"),))
 
 
+@examines
 def dcpo_clip(ratio_cap: float = 10.0) -> RatioGate:
     """PPO's clip with DCPO's bounds, wider for unlikely tokens: pass ``gate_inputs=dcpo_bounds(old_logp)`` (arXiv
     2509.02333; its code).
@@ -183,6 +191,7 @@ def dcpo_clip(ratio_cap: float = 10.0) -> RatioGate:
     return replace(gate, needs=(("bounds", "gates.dcpo_bounds(old_logp)"),))
 
 
+@examines
 def clip_cov(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | None = None) -> RatioGate:
     """Clip-Cov: PPO's clip, with a few tokens of high covariance taken out: pass ``gate_inputs=clip_cov_mask(...)``
     (arXiv 2505.22617; verl).
@@ -194,6 +203,7 @@ def clip_cov(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | No
     return replace(gate, needs=(("token_mask", "gates.clip_cov_mask(logp, old_logp, advantages, batch, seed=...)"),))
 
 
+@examines
 def capo(eps_low: float = 0.2, eps_high: float = 0.2) -> RatioGate:
     """CAPO: PPO's clip on the tokens whose curvature the trainer accepts: pass ``gate_inputs=GateInputs(token_mask=)``
     (arXiv 2510.00819).
@@ -209,9 +219,10 @@ def capo(eps_low: float = 0.2, eps_high: float = 0.2) -> RatioGate:
     return replace(gate, needs=(("token_mask", "gates.GateInputs(token_mask=...)"),))
 
 
+@examines
 def cispo(ratio_cap: float = 5.0, ratio_low: float = 0.0, *, unified: bool = False) -> RatioGate:
-    """CISPO: ``loss_t = -sg[clip(r, ratio_low, ratio_cap)] A logp``; every token keeps its gradient ``-w A
-    clip(r)`` (arXiv 2506.13585).
+    """CISPO: ``loss_t = -sg[clip(r, ratio_low, ratio_cap)] A logp``; every token keeps its gradient
+    ``-w A clip(r)`` (arXiv 2506.13585).
 
     Args:
         ratio_cap: the *absolute* upper bound of the weight, 5.0 as ScaleRL and TRL use; the paper gives no number.

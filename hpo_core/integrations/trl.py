@@ -23,7 +23,7 @@ except ImportError as error:
 
 from .. import aggregation, gates
 from ..advantages.distributed import over_ranks
-from ..advantages.terms import given_to, level_of, takes_several
+from ..advantages.terms import check_estimator, given_to, level_of, takes_several
 from ..backends import resolve
 from ..batch import PackedBatch
 from ..checks import check, check_type
@@ -108,10 +108,10 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             the rewards of the whole generation batch of all processes and the group of each; one of several rewards
             (``gdpo``, ``dvao``) on what each reward function says, with ``args.reward_weights``. With ``steps`` one of
             steps. None: what ``args.scale_rewards`` says, computed by TRL.
-        steps: for an estimator of steps (``gigpo``, ``hgpo``): called like a reward function, as ``steps(prompts=,
-            completions=, environments=, examples=)``, it returns a :class:`Step` for each turn of each completion of
-            this process, a turn being a run of tokens that no tool wrote. The completion's own reward goes to its last
-            step. Advantages then are those of turns, one per token.
+        steps: for an estimator of steps (``gigpo``, ``hgpo``): called like a reward function, as
+            ``steps(prompts=, completions=, environments=, examples=)``, it returns a :class:`Step` for each turn of
+            each completion of this process, a turn being a run of tokens that no tool wrote. The completion's own
+            reward goes to its last step. Advantages then are those of turns, one per token.
         domain: the dataset's column, of integers or strings, that names the domain of a prompt; for gates with a level
             of domains.
         window: an EntropyWindow: only tokens it selects count in the policy term. ``scope="batch"`` selects once per
@@ -157,6 +157,9 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             wanted,
             level,
         )
+        if advantage is not None:
+            ids = ("trajectory_ids", "anchor_ids") if level == "step" else ("weights",)
+            check_estimator("advantage", advantage, ("group_ids", *ids), "TRL")
         check_type(isinstance(window, EntropyWindow | None), "window: expected an EntropyWindow, got {}", window)
         super().__init__(*args, **keywords)
         given = {"gate": gate, "advantage": advantage, "window": window}

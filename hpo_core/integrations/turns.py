@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
 
 from ..batch import PackedBatch
-from ..checks import check
+from ..checks import check, check_type
 from ..segments import ids_of
 
 __all__ = ["Step", "steps_of_turns", "turns"]
@@ -54,8 +55,7 @@ def steps_of_turns(
     (tensor([0.0000, 1.5000, 0.0000]), tensor([0, 0, 1]))
     """
     row = batch.row_of_step()
-    expected, found = row.bincount(minlength=batch.rows).tolist(), [len(of_row) for of_row in steps]
-    check(found == expected, "steps: expected {} of the completions, one for each turn, got {}", expected, found)
+    _check_steps(steps, row.bincount(minlength=batch.rows).tolist())
     flat = [step for of_row in steps for step in of_row]
     rewards = torch.tensor([step.reward for step in flat], dtype=torch.float32, device=row.device)
     last = torch.ones_like(row, dtype=torch.bool)
@@ -63,3 +63,31 @@ def steps_of_turns(
     anchors = ids_of((step.observation for step in flat), row.device)
     rewards = torch.where(last, rewards + outcomes[row], rewards)
     return rewards, {"trajectory_ids": row, "anchor_ids": anchors}
+
+
+def _check_steps(steps: Sequence[Sequence[Step]], turns: list[int]) -> None:
+    check_type(isinstance(steps, Sequence), "steps: expected a list of Step for each completion, got {}", type(steps))
+    check(
+        len(steps) == len(turns), "steps: expected one list for each of {} completions, got {}", len(turns), len(steps)
+    )
+    for at, (of_row, count) in enumerate(zip(steps, turns, strict=True)):
+        name = f"steps[{at}]"
+        is_list = isinstance(of_row, Sequence) and not isinstance(of_row, str | Step)
+        check_type(is_list, "{}: expected a list of Step, one for each turn, got {!r}", name, of_row)
+        check(
+            len(of_row) == count,
+            "{}: expected {} steps, got {}; a turn is a run of tokens that no tool wrote, and each has its Step",
+            name,
+            count,
+            len(of_row),
+        )
+        for place, step in enumerate(of_row):
+            check_type(
+                isinstance(step, Step)
+                and isinstance(step.observation, str | bytes | Integral)
+                and isinstance(step.reward, Real),
+                "{}[{}]: expected Step(observation, reward) of a string, bytes or an integer and a number, got {!r}",
+                name,
+                place,
+                step,
+            )

@@ -25,7 +25,7 @@ except ImportError as error:
     raise ImportError("hpo_core.integrations.verl needs verl 0.9.1: pip install 'hpo-core[verl]'") from error
 
 from .. import advantages, aggregation, gates
-from ..advantages.terms import given_to, level_of
+from ..advantages.terms import check_estimator, given_to, level_of, takes_several
 from ..batch import PackedBatch
 from ..checks import check, check_type
 from ..gates import RatioGate
@@ -83,8 +83,9 @@ def register(
             inputs which ``gate_inputs`` does not make, entropies or the sampler's log-probabilities (``icepop``,
             ``tis``), of which it tells nothing either.
     """
+    is_constructor = any(gate is getattr(gates, each) for each in gates.__all__)
     check_type(
-        isinstance(gate, RatioGate) or callable(gate),
+        isinstance(gate, RatioGate) or (callable(gate) and not is_constructor),
         "gate: expected a RatioGate, or a function of verl's ActorConfig that returns one, got {}",
         gate,
     )
@@ -113,6 +114,9 @@ def _policy_loss(
         _refuse(name, config, *_UNSET)
     else:
         gate = gate(config)
+        check_type(
+            isinstance(gate, RatioGate), "gate: expected a RatioGate from the function of {!r}, got {}", name, gate
+        )
         _check_gate(gate, gate_inputs)
     steps = turns(response_mask != 0) if any(level.unit is Unit.STEP for level in gate.levels) else None
     batch = PackedBatch.from_padded(response_mask != 0, steps=steps)  # verl's masks are of any dtype
@@ -200,7 +204,7 @@ def register_advantage(name: str, estimator: Callable[..., torch.Tensor], *, bac
     advantages in its driver, so this must run there.
 
     Raises:
-        ValueError: a name that verl has for another estimator.
+        ValueError: a name that verl has for another estimator; an estimator that needs what verl does not tell.
     """
     check_type(callable(estimator), "estimator: expected one of hpo_core.advantages, got {!r}", estimator)
     level = level_of(estimator)
@@ -210,6 +214,8 @@ def register_advantage(name: str, estimator: Callable[..., torch.Tensor], *, bac
         "your own loop",
         level,
     )
+    check(not takes_several(estimator), "estimator: expected one of a single reward, which is what verl has; wrap it")
+    check_estimator("estimator", estimator, ("group_ids", "lengths", "batch"), "verl")
     register_adv_est(name)(functools.partial(_advantage, estimator, level, backend))
 
 

@@ -13,10 +13,10 @@ For token t of row s in trajectory i, with ``m`` the validity mask and ``w`` the
 ``Phi`` is the head, ``A e^z`` for the linear one; p is the term's penalty. A pre-gate clips x before it is aggregated;
 under the censored head ``|e^x - 1|``, at most 2048 with its derivative kept, is aggregated in its place. The log mean
 exp is ``log(1 + mean of e^x - 1)``, x within +-7.5 with its derivative kept, so that no weight e^x can outgrow the sum.
-A balanced aggregate is the mean over those segments of the next finer level that have tokens.
-A NaN log-ratio takes its token out of m; an infinite
-one saturates with derivative 0. With a split, x+ = max(x, 0) and x- = max(-x, 0) each go through the gates by
-themselves, and z is the difference. Where steps are a level, a token outside every step is masked.
+A balanced aggregate is the mean over those segments of the next finer level that have tokens. A NaN log-ratio takes
+its token out of m; an infinite one saturates with derivative 0. With a split, x+ = max(x, 0) and x- = max(-x, 0) each
+go through the gates by themselves, and z is the difference. Where steps are a level, a token outside every step is
+masked.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import torch
 
 from .. import gates
 from ..batch import PackedBatch
-from ..checks import check
+from ..checks import check, examines
 from ..entropy import EntropyWindow
 from ..gates import Clip, GateInputs, RatioGate
 from ..kl import KLPenalty, k3
@@ -114,6 +114,7 @@ def _steps(ends: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     return torch.tensor(ranges, dtype=torch.int64, device="cpu").reshape(-1, 2)
 
 
+@examines
 def random_layout(seed: int = 0, rows: int = 6, longest: int = 9) -> Layout:
     """At most ``rows`` rows; the first, the middle and the last are often empty or of one token."""
     draw = torch.Generator("cpu").manual_seed(seed)
@@ -129,6 +130,7 @@ def random_layout(seed: int = 0, rows: int = 6, longest: int = 9) -> Layout:
     return Layout(tuple(lengths), below(4), masked, bool(below(2)), seed)
 
 
+@examines
 def random_batch(seed: int = 0, rows: int = 6, longest: int = 9) -> PackedBatch:
     """A ragged PackedBatch: empty, one-token and masked rows, tail tokens, steps, groups, trajectories of several rows.
 
@@ -259,6 +261,7 @@ class PolicyLossExample(NamedTuple):
         return self._replace(keywords={name: value for name, value in self.keywords.items() if name not in names})
 
 
+@examines
 def random_policy_loss(
     seed: int = 0,
     gate: RatioGate | None = None,
@@ -361,6 +364,7 @@ class RewardsExample(NamedTuple):
     keywords: dict[str, Any]  # mask, apply_mask; trajectory_ids, anchor_ids and lengths of steps
 
 
+@examines
 def random_rewards(seed: int = 0, units: int = 12, kind: str | None = None, masks: bool = True) -> RewardsExample:
     """Rewards of unsorted groups, some of one unit; some ids are negative: in no group.
 
@@ -391,6 +395,7 @@ def random_rewards(seed: int = 0, units: int = 12, kind: str | None = None, mask
     return RewardsExample(rewards, None if below(8) == 0 else ids, keywords)
 
 
+@examines
 def random_steps(seed: int = 0, units: int = 12) -> RewardsExample:
     """Rewards of steps in no order, with what estimators of them ask for: ids of trajectories, each in one group, ids
     of anchors, and lengths."""
@@ -428,6 +433,7 @@ class WindowExample(NamedTuple):
         return _valid(self.batch)
 
 
+@examines
 def random_window(seed: int = 0, *, layout: Layout | None = None, widest: int = 8) -> WindowExample:
     """Entropies and any window: forward, backward, around the token or wholly beside it, wider than some rows."""
     layout = random_layout(seed, longest=12) if layout is None else layout
@@ -463,6 +469,7 @@ class ScoresExample(NamedTuple):
     rule: OrderRule
 
 
+@examines
 def random_scores(seed: int = 0, count: int | None = None, kind: str | None = None) -> ScoresExample:
     """Scores and a rational quantile, with undefined (-inf) and broken (NaN) scores among them.
 
@@ -507,6 +514,7 @@ def hypothesis() -> Any:
         ) from error
 
 
+@examines
 def layouts(rows: int = 5, longest: int = 7, padded: bool = False) -> Any:
     """Strategy of :class:`Layout`; shrinks towards few short rows, no mask and seed 0. ``padded``: a rectangle."""
     st = hypothesis().strategies
@@ -537,12 +545,14 @@ def policy_losses(
     return st.builds(build, layouts(padded=padded), subset)
 
 
+@examines
 def reward_groups(units: int = 12, masks: bool = True) -> Any:
     """Strategy of :class:`RewardsExample`."""
     st = hypothesis().strategies
     return st.builds(random_rewards, st.integers(0, 9999), st.integers(0, units), masks=st.just(masks))
 
 
+@examines
 def steps(units: int = 12) -> Any:
     """Strategy of :class:`RewardsExample`, of steps."""
     st = hypothesis().strategies
@@ -565,6 +575,7 @@ def masks(window: EntropyWindow, padded: bool = False) -> Any:
     return layouts(longest=10, padded=padded).map(build)
 
 
+@examines
 def scores(count: int = 40) -> Any:
     """Strategy of :class:`ScoresExample`."""
     st = hypothesis().strategies

@@ -262,6 +262,19 @@ def test_without_a_compiler_the_install_succeeds_and_says_why(tree):
 
 
 @linux_only
+def test_on_another_system_the_install_succeeds_and_says_why(tree):
+    """As on Windows, which has no fcntl and no fork."""
+    program = (
+        "import os, runpy, sys; import setuptools.command.build_ext\n"
+        "sys.modules['fcntl'], sys.platform = None, 'win32'; del os.register_at_fork\n"
+        "sys.argv = ['setup.py', '-q', 'build_ext', '--inplace']; runpy.run_path('setup.py', run_name='__main__')"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=tree, env=without_settings(), check=True)
+    info = build_info(tree)
+    assert {facts["reason"] for facts in info.values()} == {"the native extensions are built on Linux only"}
+
+
+@linux_only
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [

@@ -185,7 +185,11 @@ def _probe_cuda() -> Availability:
 
 
 def _probe_triton() -> Availability:
-    if importlib.util.find_spec("triton") is None:
+    try:
+        found = importlib.util.find_spec("triton")
+    except ValueError:  # a module without a spec, as some packages put in Triton's place
+        return Availability("triton", "another module stands in its place (sys.modules['triton'] has no __spec__)")
+    if found is None:
         return Availability("triton", "Triton is not installed: pip install 'triton>=3.6'")
     if _interpreting():
         return Availability("triton", detail="in Triton's interpreter (TRITON_INTERPRET=1)")

@@ -6,6 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,6 +73,13 @@ def test_a_missing_backend_is_an_error_with_the_reason(monkeypatch):
     with pytest.raises(RuntimeError, match="backend: 'cpu' is not available: not built: no compiler"):
         loss("cpu")
     assert not hpo.backends()["cpu"] and hpo.backends()["cpu"].reason == "not built: no compiler"
+
+
+def test_a_stub_in_place_of_triton_is_said_to_be_one(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+    assert "another module stands in its place" in backends._probe_triton().reason
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "Triton is not installed" in backends._probe_triton().reason
 
 
 def test_without_a_native_backend_the_reference_serves_and_says_so(monkeypatch):

@@ -4,6 +4,7 @@ The walk runs in a process of its own, so that a crash is a result like any othe
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch
 from torch._subclasses import FakeTensor
 from valid_calls import Call, calls, public_functions, takes_tensors, tensors_of
 
+import hpo_core as hpo
 from hpo_core.advantages import Term
 from hpo_core.batch import PackedBatch
 from hpo_core.entropy import WindowState
@@ -38,8 +40,15 @@ def test_valid_calls_are_valid(call):
     call.run()
 
 
-def test_wrong_arguments_are_named_or_harmless():
-    outcomes = walk()
+DEFAULTS = ["cpu", "cuda_emulated", "reference", pytest.param("triton", marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_wrong_arguments_are_named_or_harmless(default):
+    """On the backend that serves where no call names one."""
+    if not hpo.backends()[default]:
+        pytest.skip(f"{default} is not available")
+    outcomes = walk(default)
     assert len(outcomes) > 5000
     assert [f"{where}: {how}" for where, how in outcomes.items() if not how.startswith(("right", "named"))] == []
 
@@ -61,12 +70,13 @@ def test_some_steps_of_the_walk_in_this_process(name, argument, kind):
 # ------------------------------------------------------------------------------------------------------------ the walk
 
 
-def walk(python: tuple[str, ...] = (sys.executable,)) -> dict[str, str]:
+def walk(backend: str) -> dict[str, str]:
     """What came of every wrong argument: ``right``, ``named``, ``silent``, ``unnamed`` or ``crash``."""
     outcomes: dict[str, str] = {}
+    environment = os.environ | {"HPO_CORE_BACKEND": backend}
     while True:
-        command = [*python, __file__, str(len(outcomes))]
-        worker = subprocess.run(command, capture_output=True, text=True, check=False)
+        command = [sys.executable, __file__, str(len(outcomes))]
+        worker = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         begun = ""
         for line in worker.stdout.splitlines():
             where, how = json.loads(line)
@@ -302,8 +312,8 @@ _OF_ANYTHING = ("string", "number", "function", "None")
 _OF_FLOATS = ("negated", "quantised", "of another library", "a parameter", "of a graph")
 
 
-if __name__ == "__main__" and sys.argv[1:] == ["report"]:
-    found = walk()
+if __name__ == "__main__" and sys.argv[1] == "report":
+    found = walk(sys.argv[2])
     print(Counter(how.split(":")[0] for how in found.values()), "functions:", len({call.name for call in calls()}))
     Path("walk.json").write_text(json.dumps(found, indent=1))
 elif __name__ == "__main__":

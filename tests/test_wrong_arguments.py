@@ -5,6 +5,7 @@ The walk runs in a process of its own, so that a crash is a result like any othe
 
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -42,10 +43,31 @@ def test_valid_calls_are_valid(call):
     call.run()
 
 
-def test_wrong_arguments_are_named_or_harmless():
-    outcomes = walk()
+DEFAULTS = ["cpu", "cuda_emulated", "reference", pytest.param("triton", marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_wrong_arguments_are_named_or_harmless(default):
+    """On the backend that serves where no call names one."""
+    if not hpo.backends()[default]:
+        pytest.skip(f"{default} is not available")
+    outcomes = walk(default)
     assert len(outcomes) > 5000
     assert [f"{where}: {how}" for where, how in outcomes.items() if not how.startswith(("right", "named"))] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "kind"),
+    [
+        ("hpo_core.advantages.flat.grpo", "group_ids", "freed"),
+        ("hpo_core.advantages.hierarchical.gigpo", "positions", "meta"),
+        ("torch.ops.hpo_core.row_counts", "mask", "shorter"),
+        ("EntropyWindow.fit_score", "score", "float64"),
+    ],
+)
+def test_some_steps_of_the_walk_in_this_process(name, argument, kind):
+    call = next(call for call in calls() if call.name == name)
+    assert _outcome(call, (argument,), kind, _WRONG[kind]).startswith(("right", "named"))
 
 
 # ------------------------------------------------------------------------------------------- numbers, names, functions
@@ -163,12 +185,13 @@ def test_wrong_steps_of_turns_are_named(given, message):
 # ------------------------------------------------------------------------------------------------------------ the walk
 
 
-def walk(python: tuple[str, ...] = (sys.executable,)) -> dict[str, str]:
+def walk(backend: str) -> dict[str, str]:
     """What came of every wrong argument: ``right``, ``named``, ``silent``, ``unnamed`` or ``crash``."""
     outcomes: dict[str, str] = {}
+    environment = os.environ | {"HPO_CORE_BACKEND": backend}
     while True:
-        command = [*python, __file__, str(len(outcomes))]
-        worker = subprocess.run(command, capture_output=True, text=True, check=False)
+        command = [sys.executable, __file__, str(len(outcomes))]
+        worker = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         begun = ""
         for line in worker.stdout.splitlines():
             where, how = json.loads(line)
@@ -183,6 +206,10 @@ def walk(python: tuple[str, ...] = (sys.executable,)) -> dict[str, str]:
 
 def _work(skip: int) -> None:
     warnings.simplefilter("ignore")
+    if os.environ["HPO_CORE_BACKEND"] == "triton":
+        from interpreter import patch_once_per_launch
+
+        patch_once_per_launch()
     _start_distributed()
     number = 0
     for at, call in enumerate(calls()):
@@ -404,8 +431,8 @@ _OF_ANYTHING = ("string", "number", "function", "None")
 _OF_FLOATS = ("negated", "quantised", "of another library", "a parameter", "of a graph")
 
 
-if __name__ == "__main__" and sys.argv[1:] == ["report"]:
-    found = walk()
+if __name__ == "__main__" and sys.argv[1] == "report":
+    found = walk(sys.argv[2])
     print(Counter(how.split(":")[0] for how in found.values()), "functions:", len({call.name for call in calls()}))
     Path("walk.json").write_text(json.dumps(found, indent=1))
 elif __name__ == "__main__":

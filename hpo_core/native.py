@@ -360,8 +360,8 @@ def _logits(
     (_, outer_stride), (inner, inner_stride) = [(1, 0), (1, 0), *dimensions][-2:]
     temperatures, number = (temperature, 1.0) if isinstance(temperature, torch.Tensor) else (None, temperature)
     return (
-        targets.numel(), logits.shape[-1], inner, outer_stride, inner_stride, logits, int(LogitType.of(logits)), targets,
-        temperatures, number, ignore_index,
+        targets.numel(), logits.shape[-1], inner, outer_stride, inner_stride, logits, int(LogitType.of(logits)),
+        targets, temperatures, number, ignore_index,
     )  # fmt: skip
 
 

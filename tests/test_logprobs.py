@@ -211,7 +211,7 @@ def test_the_entropy_is_never_negative(engine):
         assert (entropy >= 0).all()
 
 
-# --------------------------------------------------------------------------------------------------- the masked vocabulary
+# ------------------------------------------------------------------------------------------------ the masked vocabulary
 
 
 @both
@@ -258,7 +258,7 @@ def test_an_undefined_row_is_nan_and_alone(wrong, engine):
         assert mine.dim() == 1 or wrong == "-inf only" or mine[1].isnan().all()
 
 
-# -------------------------------------------------------------------------------------------------------- ignored rows
+# --------------------------------------------------------------------------------------------------------- ignored rows
 
 
 @both
@@ -286,7 +286,7 @@ def test_another_ignore_index(engine):
     assert torch.equal(logp[1], hpo.token_logprobs(logits, targets, backend=engine).logp[1])
 
 
-# --------------------------------------------------------------------------------------------------------- temperature
+# ---------------------------------------------------------------------------------------------------------- temperature
 
 
 @both
@@ -306,9 +306,9 @@ def test_a_temperature_for_each_token(engine):
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf, 1e-40, 0, -2])
 def test_a_temperature_is_a_number_above_0(wrong):
     logits, targets = normal(2, 5), torch.tensor([0, IGNORED])
-    with pytest.raises(ValueError, match="temperature: expected finite numbers above 0, got .*greedy"):
+    with pytest.raises(ValueError, match=r"temperature: expected finite numbers above 0, got .*greedy"):
         hpo.token_logprobs(logits, targets, wrong)
-    with pytest.raises(ValueError, match="temperature: expected finite numbers above 0, got .*greedy"):
+    with pytest.raises(ValueError, match=r"temperature: expected finite numbers above 0, got .*greedy"):
         hpo.token_logprobs(logits, targets, torch.tensor([wrong, 1.0]))
     allowed = hpo.token_logprobs(logits, targets, torch.tensor([1.0, wrong]))  # of an ignored row nothing is read
     assert torch.equal(allowed.logp, hpo.token_logprobs(logits, targets).logp)
@@ -320,7 +320,7 @@ def test_a_temperature_of_another_type(wrong):
         hpo.token_logprobs(normal(2, 5), torch.tensor([0, 1]), wrong)
 
 
-# ------------------------------------------------------------------------------------------------------ types and layouts
+# ---------------------------------------------------------------------------------------------------- types and layouts
 
 
 @both
@@ -423,7 +423,7 @@ def test_offsets_beyond_32_bits():
     assert got.logp.count_nonzero() == 2
 
 
-# --------------------------------------------------------------------------------------------------------- invariance
+# ----------------------------------------------------------------------------------------------------------- invariance
 
 
 @types
@@ -460,7 +460,7 @@ def test_an_entropy_that_is_not_wanted_changes_nothing(name, dtype):
     assert torch.equal(grad, call(logits, targets, upstream=(a, torch.zeros(6)))[2])
 
 
-# ---------------------------------------------------------------------------------------------------------- autograd
+# ------------------------------------------------------------------------------------------------------------- autograd
 
 
 @both
@@ -544,7 +544,7 @@ def test_functional_gradients(engine):
     assert torch.equal(torch.func.grad(loss)(logits), expected)
 
 
-# ----------------------------------------------------------------------------------------------- operators and compilation
+# -------------------------------------------------------------------------------------------- operators and compilation
 
 
 @types

@@ -450,7 +450,12 @@ def _operators() -> Iterator[Call]:
         ("token_logprobs", {**logprobs, "want_entropy": True}, ""),
         (
             "token_logprobs_backward",
-            {**logprobs, "statistics": statistics, "logp_gradient": floats(1, 2, 3, 4, 5), "entropy_gradient": None},
+            {
+                **logprobs,
+                "statistics": statistics,
+                "logp_gradient": floats(1, 2, 3, 4, 5),
+                "entropy_gradient": floats(1, 0, 2, 1, -1),
+            },
             "",
         ),
     ]

@@ -59,11 +59,11 @@ def token_logprobs(
     each, number = (temperature, 1.0) if isinstance(temperature, torch.Tensor) else (None, temperature)
     given = Given(logits, targets, each, number, ignore_index, backend or "")
     if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
-        logp, entropy, _ = _TokenLogprobs.apply(*given, want_entropy)
+        logp, entropy, _ = _apply(*given, want_entropy)
     elif watched(logits):
         logp, entropy, _ = OPERATORS.token_logprobs(*given, want_entropy)
     elif logits.requires_grad and torch.is_grad_enabled():
-        logp, entropy, _ = _TokenLogprobs.apply(*given, want_entropy)
+        logp, entropy, _ = _apply(*given, want_entropy)
     else:
         logp, entropy, _ = _forward(*given, want_entropy)
     return logp, entropy if want_entropy else None
@@ -139,6 +139,8 @@ class _Gradient(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(SECOND_DERIVATIVE)
 
+
+_apply: Any = _TokenLogprobs.apply
 
 # ----------------------------------------------------------------------------------------------------------- operators
 

@@ -31,6 +31,22 @@ HPO_INLINE Mask not_less(Floats x, Floats y) {  // true for NaN
 #endif
 }
 
+// The second where one is NaN. GCC makes a comparison and two selections of what are one instruction each.
+HPO_INLINE Floats smaller(Floats x, Floats y) {
+#if defined(__AVX512F__)
+  return Floats(_mm512_maskz_min_ps(0xFFFF, __m512(x), __m512(y)));
+#else
+  return x < y ? x : y;
+#endif
+}
+HPO_INLINE Floats larger(Floats x, Floats y) {
+#if defined(__AVX512F__)
+  return Floats(_mm512_maskz_max_ps(0xFFFF, __m512(x), __m512(y)));
+#else
+  return x > y ? x : y;
+#endif
+}
+
 // x y where the mask holds, else 0.
 HPO_INLINE Floats product_where(Mask mask, Floats x, Floats y) {
 #if defined(__AVX512F__)
@@ -185,10 +201,10 @@ float greatest_of(const typename Type::Element* from, int64_t count) {
     for (int64_t at = 0; at < count; at += 2 * kLanes) {
       Floats x, y;
       Type::load(from + at, part, x, y);
-      first = x > first ? x : first;
-      second = y > second ? y : second;
+      first = larger(x, first);
+      second = larger(y, second);
     }
-    store_lanes(first > second ? first : second, most.of + part * kWidth);
+    store_lanes(larger(first, second), most.of + part * kWidth);
   }
   float greatest = most.of[0];
   for (int lane = 1; lane < kLanes; ++lane) greatest = most.of[lane] > greatest ? most.of[lane] : greatest;
@@ -214,8 +230,8 @@ void sum_block(const typename Type::Element* from, int64_t count, float referenc
       Floats x[kChains];
       for (int chain = 0; chain < kChains; chain += 2) Type::load(from + at + chain * kLanes, part, x[chain], x[chain + 1]);
       for (int chain = 0; chain < kChains; ++chain) {
-        const Floats loser = top[chain] < x[chain] ? top[chain] : x[chain];  // NaN loses, and is summed
-        top[chain] = x[chain] > top[chain] ? x[chain] : top[chain];
+        const Floats loser = smaller(top[chain], x[chain]);  // NaN loses, and is summed
+        top[chain] = larger(x[chain], top[chain]);
         const Floats delta = loser - origin;
         const Mask counts = not_less(delta, least);
         const Floats e = exp_where(counts, delta, high, low);

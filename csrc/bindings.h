@@ -432,4 +432,47 @@ inline void bind(py::module_& m) {
   });
 }
 
+inline LogprobsArgs make_logprobs(int64_t rows, int64_t vocabulary, int64_t inner, int64_t outer_stride, int64_t inner_stride,
+                                  Address logits, int type, Address targets, Address temperatures, double temperature,
+                                  int64_t ignore_index) {
+  LogprobsArgs args{};
+  args.rows = rows;
+  args.vocabulary = vocabulary;
+  args.inner = inner;
+  args.outer_stride = outer_stride;
+  args.inner_stride = inner_stride;
+  args.logits = pointer<const void>(logits);
+  args.type = LogitType(type);
+  args.targets = pointer<const int64_t>(targets);
+  args.temperatures = pointer<const float>(temperatures);
+  args.temperature = temperature;
+  args.ignore_index = ignore_index;
+  return args;
+}
+
+// What not every backend has.
+inline void bind_logprobs(py::module_& m) {
+  m.def("token_logprobs", [](int64_t rows, int64_t vocabulary, int64_t inner, int64_t outer_stride, int64_t inner_stride,
+                             Address logits, int type, Address targets, Address temperatures, double temperature,
+                             int64_t ignore_index, Address logp, Address entropy, Address statistics, int64_t context) {
+    LogprobsArgs args = make_logprobs(rows, vocabulary, inner, outer_stride, inner_stride, logits, type, targets, temperatures,
+                                      temperature, ignore_index);
+    args.logp = pointer<float>(logp);
+    args.entropy = pointer<float>(entropy);
+    args.statistics = pointer<float>(statistics);
+    run([&] { return hpo_token_logprobs(&args, context); });
+  });
+
+  m.def("token_logprobs_backward",
+        [](int64_t rows, int64_t vocabulary, int64_t inner, int64_t outer_stride, int64_t inner_stride, Address logits, int type,
+           Address targets, Address temperatures, double temperature, int64_t ignore_index, Address statistics,
+           Address logp_gradient, Address entropy_gradient, Address grad, int64_t context) {
+          const LogprobsBackwardArgs args = {make_logprobs(rows, vocabulary, inner, outer_stride, inner_stride, logits, type,
+                                                           targets, temperatures, temperature, ignore_index),
+                                             pointer<const float>(statistics), pointer<const float>(logp_gradient),
+                                             pointer<const float>(entropy_gradient), pointer<void>(grad)};
+          run([&] { return hpo_token_logprobs_backward(&args, context); });
+        });
+}
+
 }  // namespace hpo::bindings

@@ -1,4 +1,7 @@
 #define HPO_ON_HOST
 #include "bindings.h"
 
-PYBIND11_MODULE(_cpu, m) { hpo::bindings::bind(m); }
+PYBIND11_MODULE(_cpu, m) {
+  hpo::bindings::bind(m);
+  hpo::bindings::bind_logprobs(m);
+}

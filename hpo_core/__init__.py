@@ -15,6 +15,7 @@ from ._version import __version__
 from .backends import backends
 from .batch import PackedBatch
 from .level_metrics import LevelMetrics
+from .logprobs import TokenLogprobs, token_logprobs
 from .losses import PolicyLoss, PolicyLossAndGrad, hierarchical_policy_loss, policy_loss, policy_loss_and_grad
 from .metrics import Metrics
 
@@ -24,6 +25,7 @@ __all__ = [
     "PackedBatch",
     "PolicyLoss",
     "PolicyLossAndGrad",
+    "TokenLogprobs",
     "__version__",
     "advantages",
     "aggregation",
@@ -36,6 +38,7 @@ __all__ = [
     "policy_loss_and_grad",
     "segments",
     "testing",
+    "token_logprobs",
 ]
 
 

@@ -26,12 +26,16 @@ from .native import Native
 
 __all__ = ["Availability", "backends", "choice", "is_reference", "resolve"]
 
-OPS = ("segments", "advantages", "entropy", "gates", "corrections")
+OPS = ("segments", "advantages", "entropy", "gates", "corrections", "logprobs")
 
 # What serves a CUDA tensor when nothing was asked, in order of preference. The order of an entry changes only with a
 # measured figure in docs/; cuda comes first because it shares its arithmetic with the CPU backend and has no first-call
 # compile.
 _CUDA_PREFERENCE: dict[str, tuple[str, ...]] = dict.fromkeys(OPS, ("cuda", "triton"))
+
+
+# What some backends have no kernels of yet: a call that ends there says so.
+_MISSING: dict[str, tuple[str, ...]] = {"logprobs": ("triton", "cuda", "cuda_emulated")}
 
 
 class Availability:
@@ -63,7 +67,7 @@ def resolve(op: str, tensor: torch.Tensor, backend: str | None = None) -> Any:
 
     Raises:
         ValueError: an unknown backend, or one that does not serve this device; RuntimeError: one that is not available
-            here.
+            here; NotImplementedError: one that has no kernels of this op yet.
     """
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: expected one of {', '.join(_PROBES)}, or None, got {backend!r}; pass one name")
@@ -81,6 +85,9 @@ def _resolve(op: str, device: torch.device, backend: str | None) -> Any:
             f"backend: {name!r} serves {' and '.join(served)} tensors, got a tensor on {device}; "
             f"move it, or leave backend=None"
         )
+    if name in _MISSING.get(op, ()):
+        having = " and ".join(repr(other) for other in _PROBES if other not in _MISSING[op])
+        raise NotImplementedError(f"backend: {name!r} has no {op} yet; {having} have, see docs/status.md")
     available = _PROBES[name]()
     if not available:
         raise RuntimeError(f"backend: {name!r} is not available: {available.reason}")

@@ -34,6 +34,7 @@ __all__ = [
     "KLGradient",
     "LevelKind",
     "LevelSpec",
+    "LogitType",
     "OrderRule",
     "Part",
     "Penalty",
@@ -506,6 +507,18 @@ class Invalid(enum.IntEnum):
 
     SKIP = 0  # are left out of the mean (at least one valid token must remain)
     BREAK = 1  # make the window undefined
+
+
+class LogitType(enum.IntEnum):
+    """What logits are stored as."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+
+    @staticmethod
+    def of(logits: torch.Tensor) -> LogitType:
+        return LogitType[str(logits.dtype).removeprefix("torch.").upper()]
 
 
 class OrderRule(enum.IntEnum):

@@ -24,7 +24,8 @@ LOSS = ("promises", "gates", "hierarchy", "presets", "terms", "stages", "metrics
 ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators")
 ENTROPY = ("entropy", "entropy_selection", "select_top")
 SEGMENTS = ("segments", "token_estimators")
-OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SEGMENTS)
+LOGPROBS = ("logprobs",)
+OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SEGMENTS, *LOGPROBS)
 MULTIPROCESS = ("distributed", "spanning", "aggregates", "advantages_over_ranks", "data_parallel", "empty_rank")
 PYTHON = (
     *("aggregation", "batch", "batch_caches", "couplings", "docs", "gate_inputs", "imports", "level_metrics", "losses"),
@@ -63,6 +64,7 @@ RULES = [
     *kernels("advantages groups units", ADVANTAGES),
     *kernels("entropy", ENTROPY),
     *kernels("segments", SEGMENTS),
+    *kernels("logprobs", LOGPROBS),
     Rule(("csrc/cpu/denormals.h",), (*OPERATORS, "ambient_defaults")),
     Rule(("csrc/cpu/lanes.h", "csrc/cpu/parallel.h", "csrc/cpu/rows.h"), OPERATORS),
     Rule(("csrc/cpu/dispatch.cpp", "csrc/cpu/kernels.h", "csrc/bindings_cpu.cpp"), (*OPERATORS, "isas", "backends")),
@@ -85,6 +87,7 @@ RULES = [
     Rule(("hpo_core/ranks.py", "hpo_core/spanning.py", "hpo_core/metrics.py", "hpo_core/aggregation.py",
           "hpo_core/advantages/distributed.py"), MULTIPROCESS),
     Rule(("hpo_core/batch.py",), ("empty_rank",)),
+    Rule(("hpo_core/logprobs.py",), (*LOGPROBS, "docs")),
     Rule(("hpo_core/advantages/*",), (*ADVANTAGES, "estimator_properties", "imports", "docs", "synchronisation")),
     Rule(("hpo_core/advantages/ranks.py", "hpo_core/advantages/terms.py"), MULTIPROCESS),
     Rule(("hpo_core/entropy/*",), (*ENTROPY, "losses", "imports", "docs")),

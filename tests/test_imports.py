@@ -24,6 +24,7 @@ ORDER = (
         "entropy",
         "aggregation",
         "losses",
+        "logprobs",
         "testing",
         "integrations",
         "__main__",

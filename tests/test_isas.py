@@ -48,6 +48,17 @@ def results():
         score, *quantile = testing.random_scores(seed, (40, 50000)[seed % 10 == 0])
         yield ops.select_top(score, *quantile, seed % 2 == 0, None)
 
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for vocabulary in (1, 63, 1003, 4500):
+            draw = torch.Generator().manual_seed(vocabulary)
+            logits = (5 * torch.randn(6, vocabulary, generator=draw)).to(dtype)
+            logits[1], logits[2, ::3] = logits[1].sort().values, -torch.inf
+            logits.requires_grad_()
+            targets = torch.randint(0, vocabulary, (6,), generator=draw)
+            out = hpo.token_logprobs(logits, targets, 0.7)
+            grad = torch.autograd.grad(out, logits, (out.logp.detach(), out.entropy.detach()))[0]
+            yield out.logp, out.entropy, grad.view(torch.int16)
+
 def digest():
     found = hashlib.sha256()
     for tensors in results():

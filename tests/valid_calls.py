@@ -40,7 +40,7 @@ CLASSES = (
 )
 OPERATORS = (
     "correction", "group_normalise", "group_statistics", "order_statistic", "policy_loss", "recurrence", "row_counts",
-    "select", "select_top", "window_score",
+    "select", "select_top", "token_logprobs", "token_logprobs_backward", "window_score",
 )  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def _of_units(function: Callable[..., Any], **more: Any) -> dict[str, Any]:
 
 def calls() -> list[Call]:
     return [*_estimators(), *_segments(), *_inputs(), *_windows(), *_aggregations(), *_batches(), *_losses(),
-            *_metrics(), *_operators()]  # fmt: skip
+            *_logprobs(), *_metrics(), *_operators()]  # fmt: skip
 
 
 def _call(function: Callable[..., Any], free: str = "", /, **arguments: Any) -> Call:
@@ -371,6 +371,18 @@ def _losses() -> Iterator[Call]:
     )  # fmt: skip
 
 
+_LOGITS = (integers(*range(40)) * 7 % 11).float().reshape(5, 8) / 4
+_TARGETS = integers(3, 0, 7, -100, 2)
+_TEMPERATURES = floats(1, 0.5, 2, 1, 0.25)
+
+
+def _logprobs() -> Iterator[Call]:
+    given = {"logits": _LOGITS, "targets": _TARGETS}
+    yield _call(hpo.token_logprobs, **given)
+    # A number for all targets is a temperature, too.
+    yield _call(hpo.token_logprobs, "temperature", **given, temperature=_TEMPERATURES)
+
+
 def _metrics() -> Iterator[Call]:
     expected = hpo.testing.Expected(floats(1, 2).double(), floats(1, 2).double(), floats(1, 2))
     yield _call(hpo.testing.budget, expected=expected)
@@ -387,6 +399,11 @@ def _operators() -> Iterator[Call]:
     fiber = _loss_inputs(packed, gates.fiberpo())
     sequence = _loss_inputs(packed, gates.gspo())
     quantile = {"numerator": 1, "denominator": 2, "rule": 0, "backend": ""}
+    logprobs = {
+        "logits": _LOGITS, "targets": _TARGETS, "temperatures": _TEMPERATURES, "temperature": 1.0,
+        "ignore_index": -100, "backend": "",
+    }  # fmt: skip
+    statistics = operators.token_logprobs(**logprobs, want_entropy=True)[2]
     given: list[tuple[str, dict[str, Any], str]] = [
         ("row_counts", {**tokens, "total_tokens": 11, "backend": ""}, "cu_seqlens"),
         (
@@ -430,6 +447,17 @@ def _operators() -> Iterator[Call]:
             for each in (inputs, fiber, sequence)
         ),
         ("correction", {**_correction_inputs(packed), "backend": ""}, "cu_seqlens logp"),
+        ("token_logprobs", {**logprobs, "want_entropy": True}, ""),
+        (
+            "token_logprobs_backward",
+            {
+                **logprobs,
+                "statistics": statistics,
+                "logp_gradient": floats(1, 2, 3, 4, 5),
+                "entropy_gradient": floats(1, 0, 2, 1, -1),
+            },
+            "",
+        ),
     ]
     for name, arguments, free in given:
         yield Call(f"torch.ops.hpo_core.{name}", getattr(operators, name), arguments, frozenset(free.split()))

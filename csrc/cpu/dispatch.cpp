@@ -37,6 +37,8 @@ struct Kernels {
   decltype(&hpo::generic::order_statistic) order_statistic;
   decltype(&hpo::generic::select) select;
   decltype(&hpo::generic::row_counts) row_counts;
+  decltype(&hpo::generic::token_logprobs) token_logprobs;
+  decltype(&hpo::generic::token_logprobs_backward) token_logprobs_backward;
 };
 
 #define HPO_KERNELS(isa, description, supported) \
@@ -59,7 +61,9 @@ struct Kernels {
    hpo::isa::order_statistic_workspace,          \
    hpo::isa::order_statistic,                    \
    hpo::isa::select,                             \
-   hpo::isa::row_counts}
+   hpo::isa::row_counts,                         \
+   hpo::isa::token_logprobs,                     \
+   hpo::isa::token_logprobs_backward}
 
 // A child process after fork() has none of its parent's OpenMP threads, and libgomp would wait for them for ever. Results do
 // not depend on the number of threads, so the child works alone.
@@ -192,6 +196,14 @@ int hpo_select(const hpo::SelectArgs* args, int64_t context) {
 
 int hpo_row_counts(const hpo::RowCountsArgs* args, int64_t context) {
   return run(context, [&](const Kernels& kernels, int threads) { kernels.row_counts(*args, threads); });
+}
+
+int hpo_token_logprobs(const hpo::LogprobsArgs* args, int64_t context) {
+  return run(context, [&](const Kernels& kernels, int threads) { kernels.token_logprobs(*args, threads); });
+}
+
+int hpo_token_logprobs_backward(const hpo::LogprobsBackwardArgs* args, int64_t context) {
+  return run(context, [&](const Kernels& kernels, int threads) { kernels.token_logprobs_backward(*args, threads); });
 }
 
 const char* hpo_error(int status) { return status == kNoKernels ? choice().error.c_str() : "no error"; }

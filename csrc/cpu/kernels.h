@@ -23,4 +23,6 @@
   void order_statistic(const OrderStatisticArgs& args, int threads);                                                     \
   void select(const SelectArgs& args, int threads);                                                                      \
   void row_counts(const RowCountsArgs& args, int threads);                                                               \
+  void token_logprobs(const LogprobsArgs& args, int threads);                                                            \
+  void token_logprobs_backward(const LogprobsBackwardArgs& args, int threads);                                           \
   }

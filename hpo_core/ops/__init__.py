@@ -5,6 +5,7 @@ from .corrections import correction
 from .entropy import order_statistic, select, select_top, window_score
 from .gates import SECOND_DERIVATIVE, policy_loss, policy_loss_and_grad
 from .library import watched
+from .logprobs import token_logprobs
 from .segments import group_statistics, recurrence, row_counts
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "row_counts",
     "select",
     "select_top",
+    "token_logprobs",
     "watched",
     "window_score",
 ]

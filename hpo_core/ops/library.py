@@ -34,13 +34,19 @@ def watched(tensor: torch.Tensor) -> bool:
     )
 
 
-def register(name: str, implementation: Any, fake: Any, check_operands: Callable[..., None]) -> None:
+def register(
+    name: str, implementation: Any, fake: Any, check_operands: Callable[..., None], strided: Sequence[str] = ()
+) -> None:
     """Registers an operator. Anybody can call it, so it checks what the functions of this package have checked before:
-    ``check_operands`` compares dtypes, shapes and devices, also of fakes; kernels get examined, contiguous memory."""
+    ``check_operands`` compares dtypes, shapes and devices, also of fakes; kernels get examined, contiguous memory, but
+    for the ``strided`` arguments, which they read as they lie."""
     parameters = getattr(OPERATORS, name).default._schema.arguments
 
     def run(*arguments: Any) -> Any:
-        given = [_readable(parameter, value) for parameter, value in zip(parameters, arguments, strict=False)]
+        given = [
+            examined(parameter.name, value) if parameter.name in strided else _readable(parameter, value)
+            for parameter, value in zip(parameters, arguments, strict=False)
+        ]
         check_operands(*given)
         return implementation(*given)
 

@@ -256,6 +256,32 @@ inline SelectArgs selection_of(const OrderStatisticArgs& args) {
   return {args.tokens, args.rows, args.values, args.mask, args.cu_seqlens, args.threshold, args.strict, args.selected};
 }
 
+enum class LogitType : int32_t { float32 = 0, bfloat16 = 1, float16 = 2 };
+
+// Log-probability of a target and entropy of its distribution, for rows of logits over a vocabulary.
+struct LogprobsArgs {
+  int64_t rows, vocabulary;  // vocabulary >= 1
+  // row r begins at element (r / inner) * outer_stride + (r % inner) * inner_stride
+  int64_t inner, outer_stride, inner_stride;
+  const void* logits;
+  LogitType type;
+  const int64_t* targets;     // [rows]; outside [0, vocabulary): the row is undefined, NaN
+  const float* temperatures;  // [rows]; null: that number for all. Where it is not above 0 the row is undefined.
+  double temperature;
+  int64_t ignore_index;  // rows with this target are not read and get 0
+  float* logp;           // [rows]
+  float* entropy;        // [rows]; null: not wanted
+  float* statistics;     // [entropy ? 3 : 2][rows]: greatest logit, sum of the others, mean distance
+};
+
+struct LogprobsBackwardArgs {
+  LogprobsArgs given;            // without outputs
+  const float* statistics;       // of the forward
+  const float* logp_gradient;     // [rows]; null: 0
+  const float* entropy_gradient;  // [rows]; null: 0
+  void* grad;                    // [rows][vocabulary], of the type of the logits
+};
+
 struct RowCountsArgs {
   int64_t tokens, rows;
   const uint8_t* mask;  // [tokens] or null
@@ -289,6 +315,9 @@ int64_t hpo_order_statistic_workspace(int64_t tokens);
 int hpo_order_statistic(const hpo::OrderStatisticArgs* args, int64_t context);
 int hpo_select(const hpo::SelectArgs* args, int64_t context);
 int hpo_row_counts(const hpo::RowCountsArgs* args, int64_t context);
+// Of the CPU backend only, for now.
+int hpo_token_logprobs(const hpo::LogprobsArgs* args, int64_t context);
+int hpo_token_logprobs_backward(const hpo::LogprobsBackwardArgs* args, int64_t context);
 const char* hpo_error(int status);
 // "AVX-512", "sm_80 sm_90 ...", "emulated": what runs; null where nothing can, hpo_error(hpo_unusable) then says why.
 const char* hpo_description();

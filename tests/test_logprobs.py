@@ -1,0 +1,624 @@
+"""Log-probabilities and entropies from logits: exact where others lose digits, and of each row alone."""
+
+import math
+
+import numpy
+import pytest
+import torch
+from devices import Device, NoHostData, OnDevice
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+
+import hpo_core as hpo
+
+BACKENDS = ("reference", "cpu")
+OPERATORS = torch.ops.hpo_core
+IGNORED = -100
+
+both = pytest.mark.parametrize("engine", BACKENDS)
+types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+def normal(*shape, seed=0, scale=3.0):
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def integers(below, *shape, seed=0):
+    return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def call(logits, targets, temperature=1.0, upstream=None, backend="cpu", **keywords):
+    """logp, entropy and the gradient of the logits for upstream gradients of both."""
+    leaf = logits.detach().requires_grad_()
+    logp, entropy = hpo.token_logprobs(leaf, targets, temperature, backend=backend, **keywords)
+    a, b = upstream or upstreams(targets)
+    (grad,) = torch.autograd.grad((logp, entropy), leaf, (a.to(logp.dtype), b.to(logp.dtype)))
+    return logp.detach(), entropy.detach(), grad
+
+
+def upstreams(targets):
+    a, b = normal(2, *targets.shape, seed=9, scale=1.0)
+    return a, b
+
+
+def exact(logits, targets, temperature=1.0, upstream=None):
+    """The reference in float64, whose rows the tests below compare with loops over Python's numbers."""
+    if isinstance(temperature, torch.Tensor):
+        temperature = temperature.double()
+    return call(logits.double(), targets, temperature, upstream, backend="reference")
+
+
+def eager(logits, targets, temperature, upstream):
+    """What one writes without this library, in float32."""
+    leaf = logits.float().requires_grad_()
+    logps = torch.log_softmax(leaf / temperature, -1)
+    logp = logps.gather(-1, targets[..., None]).squeeze(-1)
+    entropy = -torch.where(logps.isinf(), 0.0, logps.exp() * logps.masked_fill(logps.isinf(), 0.0)).sum(-1)
+    (grad,) = torch.autograd.grad((logp, entropy), leaf, upstream)
+    return logp.detach(), entropy.detach(), grad
+
+
+def row_by_hand(row, target, temperature):
+    """logp, entropy, and the gradients of both, of numbers of Python, without a cancellation."""
+    top = max(row)
+    weights = [math.exp((x - top) / temperature) for x in row]
+    first = row.index(top)
+    others = math.fsum(w for at, w in enumerate(weights) if at != first)
+    total = 1 + others
+    p = [w / total for w in weights]
+    distance = math.fsum((top - x) / temperature * w for x, w in zip(row, p, strict=True) if w > 0)
+    rest = math.fsum(w for at, w in enumerate(p) if at != target)
+    of_logp = [(rest if at == target else -w) / temperature for at, w in enumerate(p)]
+    of_entropy = [
+        -w * ((x - top) / temperature + distance) / temperature if w > 0 else 0.0 for x, w in zip(row, p, strict=True)
+    ]
+    return (row[target] - top) / temperature - math.log1p(others), math.log1p(others) + distance, of_logp, of_entropy
+
+
+# ------------------------------------------------------------------------------------------------------- the definition
+
+
+@both
+def test_worked_numbers(engine):
+    logits, targets = torch.tensor([[2.0, 1.0, 0.0, -1.0]] * 2), torch.tensor([0, 2])
+    logp, entropy, grad = call(logits, targets, upstream=(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])),
+                               backend=engine)  # fmt: skip
+    assert torch.allclose(logp, torch.tensor([2.0, 0.0]) - 2.440189699, atol=1e-6)
+    assert torch.allclose(entropy, torch.tensor(0.9475369640), atol=1e-6)
+    assert torch.allclose(grad[0], torch.tensor([-0.3266881389, 0.1167009681, 0.1300762057, 0.0799109652]), atol=1e-7)
+    p = torch.tensor([0.6439142599, 0.2368828181, 0.0871443187, 0.0320586033])
+    assert torch.allclose(grad[1], torch.tensor([0.0, 0.0, 1.0, 0.0]) - p, atol=1e-7)
+    assert math.isclose(hpo.token_logprobs(logits, targets, 0.5, backend=engine).entropy[0], 0.4554286229, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1, 2.0])
+@pytest.mark.parametrize("gap", [0.0, 3.0, 20.0, 36.0])
+def test_the_reference_is_the_formula(gap, temperature):
+    """Every target of a row, with ties, a masked token and a greatest one that is ``gap`` above the rest."""
+    row = [0.5, -1.25, 2.0, -math.inf, 2.0 + gap, 2.0, -30.0]
+    logits = torch.tensor([row] * len(row), dtype=torch.float64)
+    targets = torch.arange(len(row))
+    leaf = logits.requires_grad_()
+    logp, entropy = hpo.token_logprobs(leaf, targets, temperature, backend="reference")
+    (of_logp,) = torch.autograd.grad(logp.sum(), leaf, retain_graph=True)
+    (of_entropy,) = torch.autograd.grad(entropy.sum(), leaf)
+    for at in range(len(row)):
+        expected = row_by_hand(row, at, temperature)
+        results = (logp[at], entropy[at], of_logp[at], of_entropy[at])
+        for got, wanted, digits in zip(results, expected, (12, 12, 12, 9), strict=True):
+            assert torch.allclose(got, torch.tensor(wanted, dtype=torch.float64), rtol=10.0**-digits, atol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.7, "tensor"])
+def test_gradcheck(temperature):
+    logits, targets = normal(5, 7).double().requires_grad_(), torch.tensor([0, 6, IGNORED, 3, 3])
+    if temperature == "tensor":
+        temperature = torch.tensor([0.5, 1.0, 0.7, 2.0, 1.5], dtype=torch.float64)
+    run = lambda x: tuple(hpo.token_logprobs(x, targets, temperature, backend="reference"))  # noqa: E731
+    assert torch.autograd.gradcheck(run, logits)
+    assert torch.autograd.gradgradcheck(run, logits)
+
+
+# ------------------------------------------------------------------------------------------------------------- accuracy
+
+
+def shifted(logits, by):
+    return logits + by
+
+
+def with_margin(logits, targets, margin):
+    return logits.scatter(-1, targets[:, None], logits.amax(-1, keepdim=True) + margin)
+
+
+def masked(logits, targets):
+    """Two thirds of the vocabulary, the first 600 tokens among them, are out of the support; targets are in it."""
+    out = (torch.arange(logits.shape[-1]) % 3 > 0) | (torch.arange(logits.shape[-1]) < 600)
+    return logits.masked_fill(out & (torch.arange(logits.shape[-1]) != targets[:, None]), -math.inf)
+
+
+ADVERSARIAL = {
+    "plain": lambda x, y: x,
+    "flat": lambda x, y: x * 0.0,
+    "margin 6": lambda x, y: with_margin(x, y, 6.0),
+    "margin 25": lambda x, y: with_margin(x, y, 25.0),
+    "margin 36": lambda x, y: with_margin(x, y, 36.0),
+    "margin 20, offset 40": lambda x, y: with_margin(x, y, 20.0) + 40.0,
+    "all about -300": lambda x, y: shifted(x, -300.0),
+    "all about 3e4": lambda x, y: shifted(x, 3e4),
+    "masked": masked,
+    "masked, margin 12": lambda x, y: with_margin(masked(x, y), y, 12.0),
+    "ascending": lambda x, y: (x * 4).sort(-1).values,
+    "descending": lambda x, y: (x * 4).sort(-1, descending=True).values,
+    "wide": lambda x, y: x * 40.0,
+}
+
+
+@types
+@pytest.mark.parametrize("name", ADVERSARIAL)
+@pytest.mark.parametrize("temperature", [1.0, 0.1, 0.7, 2.0])
+def test_error_against_float64(name, temperature, dtype):
+    """At most twice what eager PyTorch makes of the same numbers, or four units in the last place of the terms."""
+    targets = integers(5003, 6, seed=1)
+    logits = ADVERSARIAL[name](normal(6, 5003), targets).clamp(max=6e4).to(dtype)
+    upstream = upstreams(targets)
+    expected = exact(logits, targets, temperature, upstream)
+    got, others = call(logits, targets, temperature, upstream), eager(logits, targets, temperature, upstream)
+    z = logits.double() / temperature
+    top = z.amax(-1)
+    p = (z - top[:, None]).exp() / (z - top[:, None]).exp().sum(-1, keepdim=True)
+    distance = torch.where(p > 0, (top[:, None] - z) * p, 0.0).sum(-1)
+    a, b = upstream[0].abs().double(), upstream[1].abs().double()
+    largest = torch.where(p > 0, p * (a[:, None] + b[:, None] * ((top[:, None] - z) + distance[:, None])), 0.0)
+    of_target = a * (1 - p.gather(-1, targets[:, None]).squeeze(-1)) / temperature
+    terms = (
+        (top - z.gather(-1, targets[:, None]).squeeze(-1)) + expected[1], expected[1],
+        (largest / temperature).scatter_add(-1, targets[:, None], of_target[:, None]),
+    )  # fmt: skip
+    unit = [2.0**-24, 2.0**-24, torch.finfo(dtype).eps / 2]
+    for which, mine, theirs, true, term, ulp in zip("lHg", got, others, expected, terms, unit, strict=True):
+        assert torch.isfinite(mine).all()
+        error, allowed = (mine.double() - true).abs(), 2 * (theirs.double() - true).abs().max()
+        if dtype == torch.float16 and which == "g":
+            term = term + 2.0**-14  # below, float16 is subnormal
+        assert (error <= torch.maximum(allowed, 4 * ulp * term)).all(), (which, error.max(), allowed)
+
+
+@both
+@pytest.mark.parametrize("margin", [9.0, 20.0, 25.0, 36.0, 80.0])
+@pytest.mark.parametrize("offset", [0.0, 40.0, -300.0])
+def test_a_confident_token_keeps_its_gradient_and_its_entropy(margin, offset, engine):
+    """The probability of all others is e^-80 at least, where 1 - p is 0 in any floating-point type."""
+    vocabulary = 3000
+    logits = torch.full((2, vocabulary), offset)
+    logits[:, 7] = offset + margin
+    targets, one, zero = torch.tensor([7, 7]), torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    logp, entropy, grad = call(logits, targets, upstream=(one, zero), backend=engine)
+    others = (vocabulary - 1) * math.exp(-margin)
+    assert torch.allclose(logp.double(), torch.tensor(-math.log1p(others)).double(), rtol=4e-7, atol=0)
+    true = math.log1p(others) + margin * others / (1 + others)
+    assert torch.allclose(entropy.double(), torch.tensor(true).double(), rtol=4e-7, atol=0)
+    assert math.isclose(grad[0, 7], others / (1 + others), rel_tol=4e-7)
+    assert math.isclose(grad[0, 8], -math.exp(-margin) / (1 + others), rel_tol=4e-7)
+    assert math.isclose(grad[1, 7], -margin * others / (1 + others) ** 2, rel_tol=8e-7)
+
+
+@both
+def test_the_entropy_is_never_negative(engine):
+    margins = torch.linspace(0, 120, 500)
+    logits = torch.cat((normal(500, 40, scale=0.1), margins[:, None]), 1)
+    for offset in (0.0, 40.0, 3e4):
+        entropy = hpo.token_logprobs(logits + offset, integers(41, 500), backend=engine).entropy
+        assert (entropy >= 0).all()
+
+
+# ------------------------------------------------------------------------------------------------ the masked vocabulary
+
+
+@both
+@types
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+def test_minus_infinity_is_outside_the_support(temperature, dtype, engine):
+    """The results are those of the vocabulary without these tokens, whose gradients are exactly 0."""
+    kept = normal(4, 700).to(dtype)
+    where = 1500 + 2 * torch.arange(700)  # behind more than a block of nothing
+    logits = torch.full((4, 4000), -math.inf, dtype=dtype)
+    logits[:, where] = kept
+    targets = integers(700, 4)
+    logp, entropy, grad = call(logits, where[targets], temperature, upstreams(targets), backend=engine)
+    expected = call(kept, targets, temperature, upstreams(targets), backend=engine)
+    tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-7}
+    assert torch.allclose(logp, expected[0], 1e-6) and torch.allclose(entropy, expected[1], 1e-6)
+    assert torch.allclose(grad[:, where], expected[2], **tolerance)
+    grad[:, where] = 0
+    assert (grad == 0).all() and not torch.signbit(grad).any()
+
+
+@both
+def test_one_token_in_the_support(engine):
+    logits = torch.full((2, 100), -math.inf)
+    logits[:, 3] = 5.0
+    logp, entropy, grad = call(logits, torch.tensor([3, 4]), backend=engine)
+    assert logp.tolist() == [0.0, -math.inf] and entropy.tolist() == [0.0, 0.0]
+    assert (grad[0] == 0).all() and not grad.isnan().any()
+
+
+@both
+@pytest.mark.parametrize("wrong", ["-inf only", "nan", "+inf", "target", "negative target"])
+def test_an_undefined_row_is_nan_and_alone(wrong, engine):
+    logits, targets = normal(3, 90), torch.tensor([4, 5, 6])
+    expected = call(logits, targets, backend=engine)
+    if wrong == "-inf only":
+        logits[1] = -math.inf
+    elif wrong in ("nan", "+inf"):
+        logits[1, 77] = float(wrong)
+    else:
+        targets[1] = 90 if wrong == "target" else -1
+    for mine, alone in zip(call(logits, targets, backend=engine), expected, strict=True):
+        assert mine[1].isnan().any() and torch.equal(mine[::2], alone[::2])
+        assert mine.dim() == 1 or wrong == "-inf only" or mine[1].isnan().all()
+
+
+# --------------------------------------------------------------------------------------------------------- ignored rows
+
+
+@both
+@types
+def test_an_ignored_row_is_not_read_and_gives_0(dtype, engine):
+    logits, targets = normal(6, 1003).to(dtype), integers(1003, 6)
+    expected = call(logits, targets, backend=engine)
+    ignored = torch.tensor([True, False, False, True, True, False])
+    poisoned = logits.masked_fill(ignored[:, None], math.nan)
+    got = call(poisoned, targets.masked_fill(ignored, IGNORED), backend=engine)
+    for mine, whole in zip(got, expected, strict=True):
+        assert torch.equal(mine[~ignored], whole[~ignored])
+        assert (mine[ignored] == 0).all() and not torch.signbit(mine[ignored]).any()
+    a, b = (each.masked_fill(ignored, math.nan) for each in upstreams(targets))
+    if engine == "cpu":  # nothing of these rows is read
+        grad = call(poisoned, targets.masked_fill(ignored, IGNORED), upstream=(a, b), backend=engine)[2]
+        assert torch.equal(grad, got[2])
+
+
+@both
+def test_another_ignore_index(engine):
+    logits, targets = normal(3, 11), torch.tensor([0, 5, 0])
+    logp, entropy, grad = call(logits, targets, ignore_index=0, backend=engine)
+    assert logp[[0, 2]].tolist() == entropy[[0, 2]].tolist() == [0.0, 0.0] and (grad[[0, 2]] == 0).all()
+    assert torch.equal(logp[1], hpo.token_logprobs(logits, targets, backend=engine).logp[1])
+
+
+# ---------------------------------------------------------------------------------------------------------- temperature
+
+
+@both
+def test_a_temperature_for_each_token(engine):
+    logits, targets = normal(2, 3, 400), integers(400, 2, 3)
+    temperature = torch.tensor([[0.5, 1.0, 2.0], [0.25, 1.5, 0.75]])
+    got = call(logits, targets, temperature, backend=engine)
+    a, b = upstreams(targets)
+    for at in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)):
+        alone = call(logits[at], targets[at], temperature[at].item(), (a[at], b[at]), backend=engine)
+        assert all(torch.equal(mine[at], one) for mine, one in zip(got, alone, strict=True))
+    wide = call(logits, targets, temperature.double(), backend=engine)
+    half = call(logits, targets, temperature.to(torch.bfloat16).expand(2, 3), backend=engine)
+    assert all(torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(got, wide, half, strict=True))
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf, 1e-40, 0, -2])
+def test_a_temperature_is_a_number_above_0(wrong):
+    logits, targets = normal(2, 5), torch.tensor([0, IGNORED])
+    with pytest.raises(ValueError, match=r"temperature: expected finite numbers above 0, got .*greedy"):
+        hpo.token_logprobs(logits, targets, wrong)
+    with pytest.raises(ValueError, match=r"temperature: expected finite numbers above 0, got .*greedy"):
+        hpo.token_logprobs(logits, targets, torch.tensor([wrong, 1.0]))
+    allowed = hpo.token_logprobs(logits, targets, torch.tensor([1.0, wrong]))  # of an ignored row nothing is read
+    assert torch.equal(allowed.logp, hpo.token_logprobs(logits, targets).logp)
+
+
+@pytest.mark.parametrize("wrong", ["1", None, True, [1.0, 1.0], torch.ones(2, dtype=torch.int64)])
+def test_a_temperature_of_another_type(wrong):
+    with pytest.raises(TypeError, match="temperature: expected"):
+        hpo.token_logprobs(normal(2, 5), torch.tensor([0, 1]), wrong)
+
+
+# ---------------------------------------------------------------------------------------------------- types and layouts
+
+
+@both
+@types
+def test_results_are_float32_and_gradients_are_of_the_logits(dtype, engine):
+    logp, entropy, grad = call(normal(3, 70).to(dtype), integers(70, 3), backend=engine)
+    assert logp.dtype == entropy.dtype == torch.float32 and grad.dtype == dtype
+    widened = call(normal(3, 70).to(dtype).float(), integers(70, 3), backend=engine)
+    assert torch.equal(logp, widened[0]) if engine == "reference" else torch.allclose(logp, widened[0], 1e-6)
+    assert torch.allclose(grad.float(), widened[2], torch.finfo(dtype).eps, 1e-7)
+
+
+@both
+def test_all_numbers_of_16_bits(engine):
+    """Of a row that holds every finite one, subnormal numbers among them."""
+    for dtype in (torch.bfloat16, torch.float16):
+        numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+        numbers = numbers[numbers.isfinite()]
+        targets = torch.tensor([int(numbers.argmax())])
+        for temperature in (1.0, 1e4):
+            got = call(numbers[None], targets, temperature, backend=engine)
+            for mine, true in zip(got, exact(numbers[None], targets, temperature), strict=True):
+                assert torch.allclose(mine.double(), true, 2e-6 if mine.dim() == 1 else 8e-3, 1e-7)
+
+
+LAYOUTS = {
+    "contiguous": (lambda x: x.clone(), lambda x: x),
+    "slice of positions": (lambda x: torch.cat((x, x[:, :1] * math.nan), 1), lambda x: x[:, :-1]),
+    "transposed": (lambda x: x.transpose(0, 1).contiguous(), lambda x: x.transpose(0, 1)),
+    "slice of the vocabulary": (
+        lambda x: torch.nn.functional.pad(x, (3, 5), value=math.nan),
+        lambda x: x[..., 3:-5],
+    ),
+    "every second row": (lambda x: x.repeat_interleave(2, 1), lambda x: x[:, ::2]),
+    "flat": (lambda x: x.flatten(), lambda x: x.view(4, 5, 203)),
+}
+
+
+@both
+@types
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, dtype, engine):
+    logits, targets = normal(4, 5, 203).to(dtype), integers(203, 4, 5)
+    expected = call(logits, targets, backend=engine)
+    store, view = LAYOUTS[layout]
+    base = store(logits).requires_grad_()
+    logp, entropy = hpo.token_logprobs(view(base), targets, backend=engine)
+    assert torch.equal(logp, expected[0]) and torch.equal(entropy, expected[1])
+    (grad,) = torch.autograd.grad((logp, entropy), base, upstreams(targets))
+    assert torch.equal(view(grad), expected[2]) and not grad.isnan().any()
+
+
+@both
+def test_leading_shapes(engine):
+    logits, targets = normal(24, 31), integers(31, 24)
+    expected = call(logits, targets, backend=engine)
+    a, b = upstreams(targets)
+    for shape in ((24,), (2, 12), (2, 3, 4), (1, 24, 1), (2, 1, 3, 2, 2)):
+        upstream = a.view(shape), b.view(shape)
+        got = call(logits.view(*shape, 31), targets.view(shape), 1.0, upstream, backend=engine)
+        assert got[0].shape == got[1].shape == shape
+        assert all(torch.equal(x.flatten(), y.flatten()) for x, y in zip(got, expected, strict=True))
+    scattered = logits.view(2, 3, 4, 31).permute(2, 0, 1, 3)  # of three strides, which no kernel knows
+    got = hpo.token_logprobs(scattered, targets.view(2, 3, 4).permute(2, 0, 1), backend=engine)
+    assert torch.equal(got.logp, expected[0].view(2, 3, 4).permute(2, 0, 1))
+    one = call(logits[3], targets[3], 1.0, (a[3], b[3]), backend=engine)
+    assert all(torch.equal(x, y[3]) for x, y in zip(one, expected, strict=True))
+
+
+@both
+def test_nothing_and_a_vocabulary_of_one(engine):
+    for shape in ((0,), (3, 0), (0, 4)):
+        logp, entropy, grad = call(torch.zeros(*shape, 9), torch.zeros(shape, dtype=torch.int64), backend=engine)
+        assert logp.shape == entropy.shape == shape and grad.shape == (*shape, 9)
+    logp, entropy, grad = call(normal(3, 1), torch.zeros(3, dtype=torch.int64), backend=engine)
+    assert (logp == 0).all() and (entropy == 0).all() and (grad == 0).all()
+
+
+def test_expanded_rows():
+    logits, targets = normal(1, 50).requires_grad_(), integers(50, 7)
+    got = hpo.token_logprobs(logits.expand(7, 50), targets)
+    whole = hpo.token_logprobs(logits.detach().repeat(7, 1), targets)
+    assert torch.equal(got.logp, whole.logp) and torch.equal(got.entropy, whole.entropy)
+    (grad,) = torch.autograd.grad(got.logp.sum(), logits)
+    leaf = logits.detach().repeat(7, 1).requires_grad_()
+    (rows,) = torch.autograd.grad(hpo.token_logprobs(leaf, targets).logp.sum(), leaf)
+    assert torch.equal(grad, rows.sum(0, keepdim=True))
+
+
+def test_offsets_beyond_32_bits():
+    """Rows behind the 2^31st element of memory that nobody touches elsewhere."""
+    rows, vocabulary = 2**16 + 3, 2**15
+    logits = torch.from_numpy(numpy.zeros((rows, vocabulary), numpy.int16)).view(torch.bfloat16)
+    few, where = normal(2, vocabulary).to(torch.bfloat16), [2**16 - 1, 2**16 + 2]
+    logits[where] = few
+    targets = torch.full((rows,), IGNORED)
+    targets[where] = torch.tensor([5, 6])
+    got, expected = hpo.token_logprobs(logits, targets), hpo.token_logprobs(few, torch.tensor([5, 6]))
+    assert torch.equal(got.logp[where], expected.logp) and torch.equal(got.entropy[where], expected.entropy)
+    assert got.logp.count_nonzero() == 2
+
+
+# ----------------------------------------------------------------------------------------------------------- invariance
+
+
+@types
+def test_the_bits_of_a_row_depend_on_the_row_alone(dtype):
+    """Not on how many rows there are, where it is among them and in memory, or how many threads share them."""
+    vocabulary = 4500
+    logits, targets = normal(40, vocabulary).to(dtype), integers(vocabulary, 40)
+    a, b = upstreams(targets)
+    expected = call(logits, targets, 0.7, (a, b))
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for rows in (slice(0, 40), slice(39, 40), slice(5, 12), slice(0, 40, 3)):
+            got = call(logits[rows], targets[rows], 0.7, (a[rows], b[rows]))
+            assert all(torch.equal(x, y[rows]) for x, y in zip(got, expected, strict=True))
+    shuffled = torch.randperm(40, generator=torch.Generator().manual_seed(3))
+    got = call(logits[shuffled], targets[shuffled], 0.7, (a[shuffled], b[shuffled]))
+    assert all(torch.equal(x, y[shuffled]) for x, y in zip(got, expected, strict=True))
+    for skipped in range(1, 4):  # rows that begin anywhere in memory
+        memory = torch.cat((logits.new_zeros(skipped), logits.flatten()))[skipped:].view(40, vocabulary)
+        got = call(memory, targets, 0.7, (a, b))
+        assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+@types
+@pytest.mark.parametrize("name", ["plain", "ascending", "masked, margin 12"])
+def test_an_entropy_that_is_not_wanted_changes_nothing(name, dtype):
+    targets = integers(5003, 6, seed=1)
+    logits = ADVERSARIAL[name](normal(6, 5003), targets).to(dtype)
+    leaf = logits.clone().requires_grad_()
+    alone = hpo.token_logprobs(leaf, targets, entropy=False)
+    assert alone.entropy is None and torch.equal(alone.logp, hpo.token_logprobs(logits, targets).logp)
+    a = upstreams(targets)[0]
+    (grad,) = torch.autograd.grad(alone.logp, leaf, a)
+    assert torch.equal(grad, call(logits, targets, upstream=(a, torch.zeros(6)))[2])
+
+
+# ------------------------------------------------------------------------------------------------------------- autograd
+
+
+@both
+def test_upstream_gradients_of_any_stride(engine):
+    logits, targets = normal(6, 33), integers(33, 6)
+
+    def grad(upstream_of):
+        leaf = logits.clone().requires_grad_()
+        logp, entropy = hpo.token_logprobs(leaf, targets, backend=engine)
+        return torch.autograd.grad((logp, entropy), leaf, upstream_of(logp))[0]
+
+    ones = grad(lambda logp: (torch.ones(6), torch.ones(6)))
+    assert torch.equal(grad(lambda logp: (torch.tensor(1.0).expand(6), torch.tensor(1.0).expand(6))), ones)
+    a, b = upstreams(targets)
+    expected = call(logits, targets, upstream=(a, b), backend=engine)[2]
+    sliced = torch.stack((a, b, a), 1)
+    assert torch.equal(grad(lambda logp: (sliced[:, 0], sliced[:, 1])), expected)
+
+
+@both
+def test_one_of_the_two_gradients(engine):
+    logits, targets = normal(6, 33), integers(33, 6)
+    a, b = upstreams(targets)
+    leaf = logits.clone().requires_grad_()
+    result = hpo.token_logprobs(leaf, targets, backend=engine)
+    (of_logp,) = torch.autograd.grad(result.logp, leaf, a, retain_graph=True)
+    (of_entropy,) = torch.autograd.grad(result.entropy, leaf, b)
+    whole = call(logits, targets, upstream=(a, b), backend=engine)[2]
+    assert torch.allclose(of_logp + of_entropy, whole, 1e-5, 1e-7)
+    assert torch.equal(of_logp, call(logits, targets, upstream=(a, torch.zeros(6)), backend=engine)[2])
+
+
+def test_a_row_without_an_upstream_gradient():
+    logits, targets = normal(3, 40), integers(40, 3)
+    grad = call(logits, targets, upstream=(torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.0, 0.0, 2.0])))[2]
+    assert (grad[0] == 0).all() and (grad[1:] != 0).all()
+
+
+def test_what_is_kept_for_the_backward():
+    logits, targets, kept = normal(8, 1000).requires_grad_(), integers(1000, 8), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        hpo.token_logprobs(logits, targets)
+    assert any(tensor.data_ptr() == logits.data_ptr() for tensor in kept)
+    assert sum(tensor.numel() for tensor in kept if tensor.data_ptr() != logits.data_ptr()) <= 4 * 8
+
+
+def test_logits_that_change_in_between_are_noticed():
+    logits = normal(3, 9).requires_grad_() * 1
+    logp = hpo.token_logprobs(logits, integers(9, 3)).logp
+    logits.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logp.sum().backward()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(context):
+    logits, targets = normal(3, 9).requires_grad_(), integers(9, 3)
+    with context():
+        result = hpo.token_logprobs(logits, targets)
+    assert not result.logp.requires_grad and torch.equal(result.logp, hpo.token_logprobs(logits, targets).logp)
+
+
+def test_derivatives_that_are_not_supported():
+    logits, targets = normal(3, 9).requires_grad_(), integers(9, 3)
+    (grad,) = torch.autograd.grad(hpo.token_logprobs(logits, targets).logp.sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="token_logprobs: second derivatives are not supported"):
+        grad.sum().backward()
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="token_logprobs: forward-mode derivatives"):
+        hpo.token_logprobs(forward_ad.make_dual(logits.detach(), logits.detach()), targets)
+
+
+@both
+def test_functional_gradients(engine):
+    logits, targets = normal(3, 9), integers(9, 3)
+
+    def loss(x):
+        logp, entropy = hpo.token_logprobs(x, targets, backend=engine)
+        return (logp + 0.5 * entropy).sum()
+
+    expected = call(logits, targets, upstream=(torch.ones(3), torch.full((3,), 0.5)), backend=engine)[2]
+    assert torch.equal(torch.func.grad(loss)(logits), expected)
+
+
+# -------------------------------------------------------------------------------------------- operators and compilation
+
+
+@types
+@pytest.mark.parametrize("want_entropy", [True, False])
+def test_opcheck(want_entropy, dtype):
+    logits, targets = normal(2, 3, 30).to(dtype).requires_grad_(), integers(30, 2, 3)
+    for temperatures in (None, torch.full((2, 3), 0.5)):
+        given = (logits, targets, temperatures, 0.7, IGNORED, "")
+        torch.library.opcheck(OPERATORS.token_logprobs.default, (*given, want_entropy))
+        statistics = OPERATORS.token_logprobs(*given, want_entropy)[2].detach()
+        gradients = (torch.ones(2, 3), torch.ones(2, 3) if want_entropy else None)
+        given = (logits.detach(), *given[1:])
+        torch.library.opcheck(OPERATORS.token_logprobs_backward.default, (*given, statistics, *gradients))
+
+
+@both
+@pytest.mark.parametrize("want_entropy", [True, False])
+def test_compiled_without_a_break(want_entropy, engine):
+    targets, temperature = integers(50, 4, 6), torch.full((4, 6), 0.5)
+
+    def loss(logits):
+        logp, entropy = hpo.token_logprobs(logits[:, :-1], targets, temperature, entropy=want_entropy, backend=engine)
+        return (logp if entropy is None else logp + 0.5 * entropy).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    one, other = normal(4, 7, 50).requires_grad_(), normal(4, 7, 50).requires_grad_()
+    loss(one).backward()
+    compiled(other).backward()
+    assert torch.allclose(one.grad, other.grad, 1e-6, 1e-7)
+
+
+def test_nothing_is_read_by_the_host():
+    """Tensors that hold no numbers take the whole path."""
+    make = Device()
+    with OnDevice(), NoHostData():
+        logits, targets, temperature = make(3, 9).requires_grad_(), make(3, dtype=torch.int64), make(3)
+        logp, entropy = hpo.token_logprobs(logits, targets, temperature, backend="reference")
+        (logp + entropy).sum().backward()
+        assert logp.shape == entropy.shape == (3,) and logits.grad.shape == (3, 9)
+    with FakeTensorMode():
+        logits = torch.empty(3, 9, requires_grad=True)
+        targets, temperature = torch.empty(3, dtype=torch.int64), torch.empty(3)
+        hpo.token_logprobs(logits, targets, temperature).logp.sum().backward()
+        assert logits.grad.shape == (3, 9)
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("name", ["triton", "cuda_emulated"])
+def test_a_engine_without_the_op_says_so(name):
+    with pytest.raises(
+        NotImplementedError, match=rf"backend: '{name}' has no logprobs yet; 'reference' and 'cpu' have"
+    ):
+        hpo.token_logprobs(normal(2, 5), torch.tensor([0, 1]), backend=name)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"logits": torch.zeros(2, 5, dtype=torch.float64)}, TypeError, "logits: expected dtype float32 or bfloat16"),
+        ({"logits": torch.zeros(2, 5, dtype=torch.int64)}, TypeError, "logits: expected dtype"),
+        ({"logits": torch.zeros(5, 2).t()}, ValueError, "logits: expected a contiguous last dimension, got a stride"),
+        ({"logits": torch.zeros(2, 0)}, ValueError, "logits: expected a vocabulary of at least one token"),
+        ({"logits": torch.tensor(1.0)}, ValueError, "logits: expected shape"),
+        ({"targets": torch.zeros(3, dtype=torch.int64)}, ValueError, "targets: expected shape"),
+        ({"targets": torch.zeros(2)}, TypeError, "targets: expected dtype int64 or int32"),
+        ({"targets": torch.zeros(2, dtype=torch.int64, device="meta")}, ValueError, "targets: expected"),
+        ({"temperature": torch.ones(3)}, ValueError, "temperature: expected shape"),
+        ({"temperature": torch.ones(2, requires_grad=True)}, ValueError, "temperature: it is a constant"),
+        ({"ignore_index": 0.5}, TypeError, "ignore_index: expected an integer, got 0.5"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(wrong, error, message):
+    given = {"logits": torch.zeros(2, 5), "targets": torch.zeros(2, dtype=torch.int64), **wrong}
+    with pytest.raises(error, match=message):
+        hpo.token_logprobs(**given)

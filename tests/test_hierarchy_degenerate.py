@@ -178,7 +178,7 @@ def test_steps_that_are_none(broken, native_backends):
         (lambda: Rollback((0.1, 0.1), -1.0), "slope"),
         (lambda: LogClip((0.1, 0.1), (0.2, 0.2)), "log_clip"),
         (lambda: Tanh(0.0), "bound"),
-        (lambda: gates.fiberpo(-0.1), "epsilon"),
+        (lambda: gates.fiberpo(-0.1), "log_clip"),
         (
             lambda: RatioGate("g", SMALL, (Level(Identity(), aggregate=Aggregate.BALANCED),)),
             "below the finest \\(trajectory\\) are tokens; take Aggregate.MEAN there",

@@ -19,7 +19,7 @@ from hpo_core.specs import OrderRule
 
 def results():
     long = testing.Layout((0, 1, 2500, 130, 1, 0, 1025, 3), tail=5, shared=True, seed=3)
-    presets = [gates.dapo(), gates.ppo_clip(dual=1.5), gates.cispo(1.3, 0.8), gates.reinforce()]
+    presets = [gates.dapo(), gates.ppo_clip(ratio_dual=1.5), gates.cispo(1.3, 0.8), gates.reinforce()]
     presets += [gates.gspo(0.1, 0.2), gates.gspo_token()]
     for number, gate in enumerate(presets):
         features = set(testing.FEATURES) - {"on_policy"} - (set() if gate.takes_bounds else {"bounds"})

@@ -1,5 +1,7 @@
 """Deliberate bugs in the Python around the kernels, each killed by a named test, as those of test_mutants.py are."""
 
+import importlib
+
 import pytest
 from changed import affected
 from mutants import Mutant, assert_killed, killer, python
@@ -127,9 +129,8 @@ MUTANTS = {
 
 
 def one_case(rank, engine):
-    from test_data_parallel import ENGINES
-
-    return {("token_mean", 3): ENGINES[engine](rank, "token_mean", 3)}
+    engines = importlib.import_module("test_data_parallel").ENGINES  # as killers are found: by name
+    return {("token_mean", 3): engines[engine](rank, "token_mean", 3)}
 
 
 @pytest.mark.parametrize("name", MUTANTS)

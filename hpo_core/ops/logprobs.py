@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from ..backends import resolve
+from ..backends import is_reference, resolve
 from ..checks import check, check_dtype, has_tangent
 from .library import LIBRARY, OPERATORS, check_operand, define, register, watched
 
@@ -164,7 +164,12 @@ def _forward_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 def _check_given(given: Given) -> None:
     logits = given.logits
-    check(given.backend != "reference", "backend: expected a native one, got 'reference', which is no operator")
+    check(
+        not is_reference(logits, given.backend or None),
+        "backend: expected a native one for this operator, got {}; call hpo_core.token_logprobs, which serves the "
+        "reference, too",
+        repr(given.backend) if given.backend else "the reference by default",
+    )
     check_dtype("logits", logits, _TYPES, "use logits.float()")
     check(logits.dim() > 0 and logits.shape[-1] > 0, "logits: expected shape [..., V], got {}", list(logits.shape))
     check(

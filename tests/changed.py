@@ -28,7 +28,8 @@ OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SEGMENTS)
 MULTIPROCESS = ("distributed", "spanning", "aggregates", "advantages_over_ranks", "data_parallel", "empty_rank")
 PYTHON = (
     *("aggregation", "batch", "batch_caches", "couplings", "docs", "gate_inputs", "imports", "level_metrics", "losses"),
-    *("masks_and_totals", "micro_batches", "ops", "synchronisation", "testing", "without_native", "wrong_arguments"),
+    *("masks_and_totals", "micro_batches", "ops", "python_mutants", "synchronisation", "testing", "without_native"),
+    "wrong_arguments",
 )
 TRL = ("trl", "trl_contract", "trl_steps")
 VERL = ("verl", "verl_advantages")
@@ -83,6 +84,7 @@ RULES = [
           "csrc/cpu/advantages.cpp"), ("ambient_defaults", "bounded_costs")),
     Rule(("hpo_core/ranks.py", "hpo_core/spanning.py", "hpo_core/metrics.py", "hpo_core/aggregation.py",
           "hpo_core/advantages/distributed.py"), MULTIPROCESS),
+    Rule(("hpo_core/batch.py",), ("empty_rank",)),
     Rule(("hpo_core/advantages/*",), (*ADVANTAGES, "estimator_properties", "imports", "docs", "synchronisation")),
     Rule(("hpo_core/advantages/ranks.py", "hpo_core/advantages/terms.py"), MULTIPROCESS),
     Rule(("hpo_core/entropy/*",), (*ENTROPY, "losses", "imports", "docs")),
@@ -99,6 +101,7 @@ RULES = [
     Rule(("bench/*", "*.md", ".clang-format"), ("packaging",)),
     Rule(("tests/changed.py", "tests/sanitized.py"), ("changed",)),
     Rule(("tests/mutants.py", "tests/compiled.py"), ("mutants", "cuda_compile", "triton_compile"), EVERY_BACKEND),
+    Rule(("tests/mutants.py",), ("python_mutants",), EVERY_BACKEND),
     *(Rule((f"tests/test_{name}.py",), (name,), EVERY_BACKEND) for name in EVERY_MODULE),
 ]  # fmt: skip
 

@@ -2,33 +2,43 @@
 
 A substitution in the sources becomes a choice at run time, between the text as it is and the text with the bug, by
 ``hpo_mutant``, which the library exports: the number of one mutant, or 0 for none. Triton's mutants are patched copies
-of the package.
+of the package. Those of Python are functions that have other code for a while.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
+import gc
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import pytest
 from compiled import locked
 
+import hpo_core
 from hpo_core.native import Native
+
+backends = importlib.import_module("hpo_core.backends")  # hpo_core.backends is the function
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "csrc"
 TRITON = ROOT / "kernels/hpo_triton"
+PACKAGE = Path(hpo_core.__file__).parent
 BUILT = ROOT / "build/native" / sysconfig.get_config_var("SOABI")
 LIBRARIES = ROOT / "build/mutants"
 
@@ -54,7 +64,7 @@ SWITCH = {
 
 class Mutant(NamedTuple):
     backend: str
-    file: str  # of csrc, or of the Triton package
+    file: str  # of csrc, of the Triton package, or of hpo_core
     # In C++ and CUDA an expression, or statements up to their semicolon: they declare nothing and follow no `if (...)`.
     before: str
     after: str
@@ -161,3 +171,72 @@ def triton(mutant: Mutant, folder: Path) -> Callable[[str], Any]:
     )
     sys.modules[package] = importlib.util.module_from_spec(spec)
     return lambda op: importlib.import_module(f"{package}.{op}")
+
+
+@contextlib.contextmanager
+def python(mutant: Mutant) -> Iterator[None]:
+    """Live functions have the bug: those of classes whose instances exist, and those of processes forked meanwhile."""
+    path = PACKAGE / mutant.file
+    text = path.read_text()
+    place_of(mutant, text)
+    with_bug = text.replace(mutant.before, mutant.after)
+    pairs = zip(functions_in(text), functions_in(with_bug), strict=True)
+    bugs = {sound: bug for sound, bug in pairs if sound != bug}
+    live = [each for each in gc.get_objects() if type(each) is FunctionType and each.__code__.co_filename == str(path)]
+    flawed = [(each, each.__code__) for each in live if each.__code__ in bugs]
+    assert flawed, f"no function has the mutant {mutant.before!r} of {mutant.file}"
+    forget_backends()
+    for function, sound in flawed:
+        function.__code__ = bugs[sound]
+    try:
+        yield
+    finally:
+        for function, sound in flawed:
+            function.__code__ = sound
+        forget_backends()
+
+
+def functions_in(source: str | CodeType) -> Iterator[CodeType]:
+    code = compile(source, "", "exec", dont_inherit=True) if isinstance(source, str) else source
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield inner
+            yield from functions_in(inner)
+
+
+def forget_backends() -> None:
+    """What was made with a bug does not outlive it, nor the other way round."""
+    backends._resolve.cache_clear(), backends._native.cache_clear()
+
+
+# ------------------------------------------------------------------------------------------------------------- killers
+
+
+@functools.cache
+def module_of_tests(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"mutants_{name}", Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def killer(test: str, arguments: dict[str, Any]) -> Callable[[], Any]:
+    """The call that kills. One that cannot be made would kill everything."""
+    file, name = test.split(".")
+    function = getattr(module_of_tests(file), name)
+    if "native_backends" in inspect.signature(function).parameters:
+        arguments = {"native_backends": [arguments["backend"]], **arguments}
+        del arguments["backend"]
+    inspect.signature(function).bind(**arguments)
+    return functools.partial(function, **arguments)
+
+
+def assert_killed(name: str, test: str, arguments: dict[str, Any]) -> None:
+    kill = killer(test, arguments)
+    try:
+        kill()
+    except (Exception, pytest.fail.Exception) as error:
+        reason = " ".join(f"{type(error).__name__} {error}".split())
+        print(f"{name:48} killed by {test}: {reason[:90]}")
+        return
+    raise AssertionError(f"the mutant {name!r} survives {test}")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from interpreter import patch_once_per_launch
+from mutants import forget_backends
 from valid_calls import calls, tensors_of
 
 import hpo_core as hpo
@@ -30,6 +31,17 @@ def plain():
 def test_first_calls(default, plain):
     found = in_a_fresh_process(default)
     assert {name: bits for name, bits in found.items() if bits != plain[name]} == {}
+
+
+@pytest.mark.parametrize("default", ["bfloat16", "float64", "meta"])
+def test_a_backend_that_is_loaded_under_them(default):
+    """Its own tensors, the patterns of outputs and the workspace, are made at its first call."""
+    forget_backends()
+    logp, advantages, batch = torch.tensor([-1.0, -0.5, -2.0]), torch.ones(1), hpo.PackedBatch.from_lengths([3])
+    with defaults(default):
+        out = hpo.policy_loss_and_grad(logp, None, advantages, batch, hpo.gates.gspo(), backend="cpu")
+    assert (out.loss.dtype, out.loss.item()) == (torch.float32, -1.0) and out.metrics["tokens"] == 3
+    assert torch.equal(out.grad, torch.full((3,), -1 / 3))
 
 
 @pytest.mark.parametrize("default", DEFAULTS)

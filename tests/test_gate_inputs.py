@@ -12,6 +12,7 @@ from catalogue import PRESETS, Example
 import hpo_core as hpo
 from hpo_core import gates, testing
 from hpo_core.gates import Channel, Provenance, RatioGate
+from hpo_core.integrations.needs import check_needs
 
 ELSEWHERE = {"step_gspo", "two_scale", "fiberpo_domain"}  # of steps and groups: tests/test_hierarchy.py
 
@@ -97,6 +98,12 @@ def test_a_gate_without_what_it_needs_is_refused_with_the_call_that_makes_it(nam
         with pytest.raises(ValueError, match=rf"the gate '{name}' needs {field}, got none; pass gate_inputs=") as error:
             run(gate)
         assert call in str(error.value) and hasattr(gates, call.removeprefix("gates.").split("(")[0])
+
+
+@pytest.mark.parametrize("name", ["hapo_clip", "clip_cov", "icepop", "tis"])
+def test_a_trainer_that_would_make_ppo_of_a_gate_refuses_it(name):
+    with pytest.raises(ValueError, match=rf"gate: '{name}' (needs \w+, as from gates\.|corrects what the sampler's)"):
+        check_needs(getattr(gates, name)(), None, ("entropy",), "the sampler does not say")
 
 
 def test_impossible_bounds_are_counted_and_left_out(native_backends):

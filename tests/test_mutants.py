@@ -2,16 +2,13 @@
 
 import functools
 import importlib
-import importlib.util
-import inspect
 import math
 import sys
-from pathlib import Path
 
 import pytest
 from changed import affected
 from hierarchies import GATES as HIERARCHIES
-from mutants import Mutant, Mutated, triton
+from mutants import Mutant, Mutated, assert_killed, killer, triton
 
 import hpo_core as hpo
 from hpo_core import gates
@@ -326,39 +323,6 @@ KILLERS = {(mutant.backend, mutant.killer, repr(mutant.arguments)): name for nam
 @functools.cache
 def mutated(backend):
     return Mutated(backend, {NUMBERS[name]: mutant for name, mutant in NATIVE.items() if mutant.backend == backend})
-
-
-@functools.cache
-def test_module(name):
-    spec = importlib.util.spec_from_file_location(f"mutants_{name}", Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-test_module.__test__ = False
-
-
-def killer(test, arguments):
-    """The call that kills. One that cannot be made would kill everything."""
-    file, name = test.split(".")
-    function = getattr(test_module(file), name)
-    if "native_backends" in inspect.signature(function).parameters:
-        arguments = {"native_backends": [arguments["backend"]], **arguments}
-        del arguments["backend"]
-    inspect.signature(function).bind(**arguments)
-    return functools.partial(function, **arguments)
-
-
-def assert_killed(name, test, arguments):
-    kill = killer(test, arguments)
-    try:
-        kill()
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__} {error}".split())
-        print(f"{name:48} killed by {test}: {reason[:90]}")
-        return
-    raise AssertionError(f"the mutant {name!r} survives {test}")
 
 
 @pytest.fixture

@@ -48,6 +48,20 @@ def test_wrong_arguments_are_named_or_harmless():
     assert [f"{where}: {how}" for where, how in outcomes.items() if not how.startswith(("right", "named"))] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "argument", "kind"),
+    [
+        ("hpo_core.advantages.flat.grpo", "group_ids", "freed"),
+        ("hpo_core.advantages.hierarchical.gigpo", "positions", "meta"),
+        ("torch.ops.hpo_core.row_counts", "mask", "shorter"),
+        ("EntropyWindow.fit_score", "score", "float64"),
+    ],
+)
+def test_some_steps_of_the_walk_in_this_process(name, argument, kind):
+    call = next(call for call in calls() if call.name == name)
+    assert _outcome(call, (argument,), kind, _WRONG[kind]).startswith(("right", "named"))
+
+
 # ------------------------------------------------------------------------------------------- numbers, names, functions
 
 NOT_NUMBERS = ("0.2", "20%", [0.2], torch.tensor([0.2, 0.3]), {"low": 0.2}, torch.add)

@@ -1,0 +1,148 @@
+"""Deliberate bugs in the Python around the kernels, each killed by a named test, as those of test_mutants.py are."""
+
+import pytest
+from changed import affected
+from mutants import Mutant, assert_killed, killer, python
+from ranks import on_ranks
+
+import hpo_core as hpo
+
+
+def mutant(file, before, after, killer, **arguments):
+    return Mutant("python", file, before, after, killer, arguments)
+
+
+ONE_STEP = "test_wrong_arguments.test_some_steps_of_the_walk_in_this_process"
+MUTANTS = {
+    "patterns of outputs have torch's default dtype": mutant(
+        "native.py",
+        'self._loss = torch.empty((), dtype=torch.float32, device="cpu")', "self._loss = torch.empty(())",
+        "test_ambient_defaults.test_a_backend_that_is_loaded_under_them", default="float64",
+    ),
+    "a tensor without memory gets past the door": mutant(
+        "checks.py",
+        "if tensor.data_ptr() and not", "if tensor.data_ptr() >= 0 and not",
+        ONE_STEP, name="hpo_core.advantages.flat.grpo", argument="group_ids", kind="freed",
+    ),
+    "devices are not compared": mutant(
+        "checks.py",
+        '    if tensor.device != device:\n        raise ValueError(\n', "    if False:\n        raise ValueError(\n",
+        ONE_STEP, name="hpo_core.advantages.hierarchical.gigpo", argument="positions", kind="meta",
+    ),
+    "what a batch has computed outlives its mask": mutant(
+        "batch.py",
+        "if kept is not None and kept[0] == state:", "if kept is not None:",
+        "test_batch_caches.test_the_denominators_of_a_refilled_mask",
+    ),
+    "a batch hands out its cache": mutant(
+        "batch.py",
+        "return counts.clone()", "return counts",
+        "test_batch_caches.test_row_counts_are_a_copy",
+    ),
+    "an operator takes a mask of any length": mutant(
+        "ops/segments.py",
+        'check_operand("mask", mask, (total_tokens,)', 'check_operand("mask", mask, () if mask is None else mask.shape',
+        ONE_STEP, name="torch.ops.hpo_core.row_counts", argument="mask", kind="shorter",
+    ),
+    "scores are read as float32 whatever they are": mutant(
+        "entropy/window.py",
+        "score = score.float().contiguous()", "score = score.contiguous()",
+        ONE_STEP, name="EntropyWindow.fit_score", argument="score", kind="float64",
+    ),
+    "a rank whose empty lists are floats raises alone": mutant(
+        "batch.py",
+        'if name != "mask" and tensor.numel() > 0:', 'if name != "mask":',
+        "test_empty_rank.test_estimators", holder=0,
+    ),
+    "the dtype of an empty list is held against its rank": mutant(
+        "ranks.py",
+        "for size, *form in forms.tolist() if size > 0})", "for size, *form in forms.tolist()})",
+        "test_empty_rank.test_estimators", holder=1,
+    ),
+    "every epsilon ever used is kept": mutant(
+        "native.py",
+        "functools.lru_cache(maxsize=_SPECS)(make)", "functools.lru_cache(maxsize=None)(make)",
+        "test_bounded_costs.test_a_schedule_of_epsilons_keeps_a_bounded_number_of_specs",
+    ),
+    "each of several ranks counts its own tokens": mutant(
+        "aggregation.py",
+        'world == 1 or gradient_reduction == "sum"', 'True or gradient_reduction == "sum"',
+        "test_data_parallel.test_a_step_of_several_ranks_needs_its_counts",
+        function=lambda batch, *_: hpo.aggregation.prompt_mean(batch), message="gradient_reduction: 2 ranks",
+    ),
+    "a part counts its own tokens": mutant(
+        "aggregation.py",
+        "total is not None or not batch.is_part,", "True,",
+        "test_data_parallel.test_a_part_does_not_know_the_counts_of_the_step",
+    ),
+    "weights do not make up for an engine that averages gradients": mutant(
+        "aggregation.py",
+        'return float(world) if gradient_reduction == "mean" else 1.0', "return 1.0",
+        "test_data_parallel.test_two_ranks_have_the_gradient_of_one_process",
+        ranks=lambda engine: on_ranks(2, one_case, engine), engine="averaging", mode="token_mean", steps=3,
+    ),
+    "a gate without its inputs is PPO": mutant(
+        "losses.py",
+        "if gate_inputs is not None or gate.required:", "if gate_inputs is not None:",
+        "test_gate_inputs.test_a_gate_without_what_it_needs_is_refused_with_the_call_that_makes_it", name="hapo_clip",
+    ),
+    "a trainer makes PPO of a gate that needs inputs": mutant(
+        "integrations/needs.py",
+        "            gate_inputs is not None,\n", "            True,\n",
+        "test_gate_inputs.test_a_trainer_that_would_make_ppo_of_a_gate_refuses_it", name="hapo_clip",
+    ),
+    "a trainer makes PPO of a gate that needs the sampler": mutant(
+        "integrations/needs.py",
+        "not gate.needs_rollout or not sampler,", "True,",
+        "test_gate_inputs.test_a_trainer_that_would_make_ppo_of_a_gate_refuses_it", name="tis",
+    ),
+    "micro-batches tear groups": mutant(
+        "batch.py",
+        'whole = named[-1] if named else "trajectory"', 'whole = "trajectory"',
+        "test_micro_batches.test_a_gate_on_groups_has_the_gradient_of_the_whole_batch",
+    ),
+    "the single call takes every estimator for one of rows": mutant(
+        "losses.py",
+        'options["advantage_level"] = level\n', 'options["advantage_level"] = "row"\n',
+        "test_losses.test_the_single_call_knows_the_level_of_its_estimator", lengths=[2, 2, 0], cu_steps=[0, 1, 2, 4],
+    ),
+    "as many advantages as tokens are those of tokens": mutant(
+        "batch.py",
+        'if level is None or level == "row":',
+        "if level is None and values.shape == tuple(tokens):\n            return True, values\n"
+        '        if level in (None, "row"):',
+        "test_losses.test_levels_of_equal_sizes",
+    ),
+    "forgotten groups are one group": mutant(
+        "losses.py",
+        '"group_ids" not in given or batch.group_ids is not None,', "True,",
+        "test_losses.test_forgotten_groups_are_no_single_group", estimator=hpo.advantages.grpo,
+    ),
+    "corrections read between steps": mutant(
+        "corrections.py",
+        "if gate.of_steps:", "if False:",
+        "test_corrections.test_what_lies_between_steps_is_masked_for_every_correction", backend="cpu",
+    ),
+}  # fmt: skip
+
+
+def one_case(rank, engine):
+    from test_data_parallel import ENGINES
+
+    return {("token_mean", 3): ENGINES[engine](rank, "token_mean", 3)}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_killed(name):
+    """By a test that passes without it."""
+    mutant = MUTANTS[name]
+    killer(mutant.killer, mutant.arguments)()
+    with python(mutant):
+        assert_killed(name, mutant.killer, mutant.arguments)
+    killer(mutant.killer, mutant.arguments)()
+
+
+def test_what_kills_a_mutant_runs_when_its_file_changes():
+    for name, mutant in MUTANTS.items():
+        modules, _ = affected([f"hpo_core/{mutant.file}"])
+        assert mutant.killer.partition(".")[0].removeprefix("test_") in modules, name

@@ -21,27 +21,28 @@ TESTS = [
     for name in (
         "segments", "group_terms", "advantages", "estimators", "token_estimators", "entropy", "entropy_selection",
         "select_top", "gates", "promises", "gate_inputs", "presets", "hierarchy", "hierarchy_theorems",
-        "hierarchy_degenerate", "level_metrics", "terms", "stages", "spanning", "aggregates", "losses", "metrics",
-        "ops",
+        "hierarchy_degenerate", "level_metrics", "terms", "corrections", "stages", "spanning", "aggregates", "losses",
+        "metrics", "ops", "batch",
     )
 ]  # fmt: skip
-EMULATION = "tests/test_emulation.py"
+# The emulation has no instruction sets, and what becomes of a wrong argument depends on none.
+ONCE = ["tests/test_emulation.py", "tests/test_wrong_arguments.py"]
 # Few examples: a bad access shows in the first ones, and that values are right is for `make test` to say.
 OPTIONS = ["-p", "no:cacheprovider", "-m", "not long", "--examples", "20"]
 # raw_overflow is a planted fault that ends the process, as test_emulation.py itself checks. Compilers do not run with a
 # sanitizer loaded.
 LEFT_OUT = "not raw_overflow and not nvcc and not inductor"
 
-FAULTS = {  # three rows where there is one; offsets at an odd address
+FAULTS = {  # three rows where there is one; counts at an odd address
     "AddressSanitizer: heap-buffer-overflow": "run(rows=3)",
-    "runtime error: load of misaligned address": "run(odd=1)",
+    "runtime error: store to misaligned address": "run(odd=1)",
 }
 CALL = """
 import importlib, torch, hpo_core
 module = importlib.import_module("hpo_core._{backend}")
 offsets, counts = torch.tensor([0, 5]), torch.zeros(3, dtype=torch.int64)
 def run(rows=1, odd=0):
-    module.row_counts(5, rows, None, offsets.view(torch.uint8)[odd:], counts, 1)
+    module.row_counts(5, rows, None, offsets, counts.view(torch.uint8)[odd:], 1)
 run()
 assert counts.tolist() == [5, 0, 0]
 {call}
@@ -104,8 +105,7 @@ def main() -> int:
             print(f"{isa}: not on this machine")
             continue
         find_planted_faults(folder, isa)
-        # The emulation has no instruction sets: once is enough.
-        tests, backends = (TESTS, "cpu") if runs else ([*TESTS, EMULATION], "cpu,cuda_emulated")
+        tests, backends = (TESTS, "cpu") if runs else ([*TESTS, *ONCE], "cpu,cuda_emulated")
         command = [Path(sys.executable).with_name("pytest"), *OPTIONS, *tests, "-k", LEFT_OUT, *options]
         runs.append(subprocess.call(command, cwd=ROOT, env=environment(folder, isa, backends)))
     reports = take_reports(folder)

@@ -5,6 +5,7 @@ The walk runs in a process of its own, so that a crash is a result like any othe
 
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -42,8 +43,15 @@ def test_valid_calls_are_valid(call):
     call.run()
 
 
-def test_wrong_arguments_are_named_or_harmless():
-    outcomes = walk()
+DEFAULTS = ["cpu", "cuda_emulated", "reference", pytest.param("triton", marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_wrong_arguments_are_named_or_harmless(default):
+    """On the backend that serves where no call names one."""
+    if not hpo.backends()[default]:
+        pytest.skip(f"{default} is not available")
+    outcomes = walk(default)
     assert len(outcomes) > 5000
     assert [f"{where}: {how}" for where, how in outcomes.items() if not how.startswith(("right", "named"))] == []
 
@@ -177,12 +185,13 @@ def test_wrong_steps_of_turns_are_named(given, message):
 # ------------------------------------------------------------------------------------------------------------ the walk
 
 
-def walk(python: tuple[str, ...] = (sys.executable,)) -> dict[str, str]:
+def walk(backend: str) -> dict[str, str]:
     """What came of every wrong argument: ``right``, ``named``, ``silent``, ``unnamed`` or ``crash``."""
     outcomes: dict[str, str] = {}
+    environment = os.environ | {"HPO_CORE_BACKEND": backend}
     while True:
-        command = [*python, __file__, str(len(outcomes))]
-        worker = subprocess.run(command, capture_output=True, text=True, check=False)
+        command = [sys.executable, __file__, str(len(outcomes))]
+        worker = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         begun = ""
         for line in worker.stdout.splitlines():
             where, how = json.loads(line)
@@ -418,8 +427,8 @@ _OF_ANYTHING = ("string", "number", "function", "None")
 _OF_FLOATS = ("negated", "quantised", "of another library", "a parameter", "of a graph")
 
 
-if __name__ == "__main__" and sys.argv[1:] == ["report"]:
-    found = walk()
+if __name__ == "__main__" and sys.argv[1] == "report":
+    found = walk(sys.argv[2])
     print(Counter(how.split(":")[0] for how in found.values()), "functions:", len({call.name for call in calls()}))
     Path("walk.json").write_text(json.dumps(found, indent=1))
 elif __name__ == "__main__":

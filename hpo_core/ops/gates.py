@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..backends import resolve
+from ..backends import is_reference, resolve
 from ..checks import check, check_dtype, check_shape, has_tangent
 from ..metrics import SLOTS
 from ..specs import (
@@ -215,6 +215,12 @@ define(
 def _policy_loss(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     *tensors, structure, numbers, backend, want_grad, want_tokens = arguments
     inputs = PolicyLossInputs(*tensors)
+    check(
+        not is_reference(inputs.logp, backend or None),
+        "backend: expected a native one for torch.ops.hpo_core.policy_loss, got {}; call hpo_core.policy_loss, which "
+        "serves the reference, too",
+        repr(backend) if backend else "the reference by default",
+    )
     run = resolve("gates", inputs.logp, backend or None).policy_loss
     loss, metrics, grad, tokens = run(inputs, _spec_of(structure, numbers), want_grad, want_tokens)
     nothing = inputs.logp.new_empty(0)
@@ -292,8 +298,7 @@ _OF_LEVEL = (4, 9)
 
 
 def _check_loss(*arguments: Any) -> None:
-    *tensors, structure, numbers, backend, _, _ = arguments
-    check(backend != "reference", "backend: expected a native one, got 'reference', which hpo_core.policy_loss serves")
+    *tensors, structure, numbers, _, _, _ = arguments
     levels = (len(structure) - _STRUCTURE) // _OF_LEVEL[0]
     check(
         (len(structure), len(numbers)) == (_STRUCTURE + _OF_LEVEL[0] * levels, _NUMBERS + _OF_LEVEL[1] * levels),

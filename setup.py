@@ -55,6 +55,7 @@ if platform.machine() in ("x86_64", "AMD64"):
     ISAS["avx2"] = "-mavx2 -mfma -mf16c"
     ISAS["avx512"] = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c"
 CUDA_ARCHS = "80 90+ptx 100 120"
+NO_COMPILER = "no C++ compiler was found when hpo_core was built; install g++ or clang++ and reinstall hpo-core"
 
 
 class Plan:
@@ -262,7 +263,7 @@ class NinjaBuildExt(build_ext):
         if sys.platform != "linux":
             plans = [Plan(name, reason="the native extensions are built on Linux only") for name in EXTENSIONS]
         elif compiler is None:
-            plans = [Plan(name, reason="no C++ compiler was found when hpo_core was built") for name in EXTENSIONS]
+            plans = [Plan(name, reason=NO_COMPILER) for name in EXTENSIONS]
         else:
             plans = plan_all(compiler, nvcc)
         built = {f"hpo_core.{plan.name}": plan.library for plan in plans if not plan.reason}

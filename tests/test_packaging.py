@@ -18,6 +18,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+NO_COMPILER = "no C++ compiler was found when hpo_core was built; install g++ or clang++ and reinstall hpo-core"
+USE = """
+import torch
+import hpo_core as hpo
+
+logp = torch.full((4,), -1.0, requires_grad=True)
+batch = hpo.PackedBatch.from_lengths([3, 1])
+loss = hpo.policy_loss(logp, torch.full((4,), -1.0), torch.tensor([1.0, -1.0]), batch).loss
+loss.backward()
+print(hpo.__file__, loss.item() / 2, *logp.grad.tolist())
+"""
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the native extensions are built on Linux only")
 
 
@@ -258,7 +269,35 @@ def test_a_new_nvcc_compiles_for_every_architecture(tree):
 @linux_only
 def test_without_a_compiler_the_install_succeeds_and_says_why(tree):
     _, info = build(tree, PATH="")
-    assert {facts["reason"] for facts in info.values()} == {"no C++ compiler was found when hpo_core was built"}
+    assert {facts["reason"] for facts in info.values()} == {NO_COMPILER}
+
+
+@linux_only
+def test_what_is_installed_without_a_compiler_works(tmp_path):
+    """As pip installs it, from another folder: a loss and its gradient, one warning, and the report."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    for folder in ("hpo_core", "kernels", "csrc"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "THIRD_PARTY_NOTICES"):
+        shutil.copy(ROOT / name, source)
+    environment = without_settings() | {"PATH": "", "TRITON_INTERPRET": "0"}
+
+    def run(*arguments, **variables):
+        command = [sys.executable, *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment | variables, check=True, capture_output=True, text=True
+        )
+
+    run("-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-compile", "--target", site, source)
+    assert not list(site.rglob(f"*{SUFFIX}"))
+    # Without what site does: an editable install beside this one would lend its extensions.
+    path = os.pathsep.join([str(site), *filter(None, sys.path)])
+    done = run("-S", "-c", USE, PYTHONPATH=path)
+    assert done.stdout.split() == [str(site / "hpo_core/__init__.py"), "-0.25", "-0.25", "-0.25", "-0.25", "0.25"]
+    assert done.stderr.count("Warning") == 1
+    assert f"no native backend serves cpu tensors here (cpu: {NO_COMPILER})" in done.stderr
+    report = run("-S", "-m", "hpo_core", PYTHONPATH=path)
+    assert "gates        cpu tensors: reference" in report.stdout and report.stderr == ""
 
 
 @linux_only

@@ -206,6 +206,10 @@ def walk(backend: str) -> dict[str, str]:
 
 def _work(skip: int) -> None:
     warnings.simplefilter("ignore")
+    if os.environ["HPO_CORE_BACKEND"] == "triton":
+        from interpreter import patch_once_per_launch
+
+        patch_once_per_launch()
     _start_distributed()
     number = 0
     for at, call in enumerate(calls()):

@@ -2,7 +2,7 @@
 
 import pytest
 from changed import affected
-from mutants import Mutant, assert_killed, killer, python
+from mutants import Mutant, assert_killed, killer, module_of_tests, python
 from ranks import on_ranks
 
 import hpo_core as hpo
@@ -127,9 +127,8 @@ MUTANTS = {
 
 
 def one_case(rank, engine):
-    from test_data_parallel import ENGINES
-
-    return {("token_mean", 3): ENGINES[engine](rank, "token_mean", 3)}
+    engines = module_of_tests("test_data_parallel").ENGINES
+    return {("token_mean", 3): engines[engine](rank, "token_mean", 3)}
 
 
 @pytest.mark.parametrize("name", MUTANTS)

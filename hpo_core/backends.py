@@ -80,7 +80,7 @@ def _resolve(op: str, device: torch.device, backend: str | None) -> Any:
     served = _DEVICES.get(name)
     if served is None:
         raise ValueError(f"backend: expected one of {', '.join(_PROBES)}, got {name!r}")
-    if device.type not in served and not (name == "triton" and _interpreting()):
+    if device.type not in served and not (name == "triton" and device.type == "cpu" and _interpreting()):
         raise ValueError(
             f"backend: {name!r} serves {' and '.join(served)} tensors, got a tensor on {device}; "
             f"move it, or leave backend=None"

@@ -64,6 +64,8 @@ def test_a_backend_of_another_device():
     with pytest.raises(ValueError, match="backend: no backend serves meta tensors by itself"):
         batch = hpo.PackedBatch(torch.zeros(2, dtype=torch.int64), total_tokens=2).to("meta")
         hpo.policy_loss(torch.zeros(2, device="meta"), None, torch.ones(1, device="meta"), batch)
+    with pytest.raises(ValueError, match="backend: 'triton' serves cuda tensors, got a tensor on meta"):
+        hpo.entropy.forking_tokens().fit_score(torch.zeros(2, device="meta"), backend="triton")  # interpreted, too
 
 
 @pytest.mark.filterwarnings("ignore:hpo_core. no native backend")

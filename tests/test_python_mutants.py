@@ -1,10 +1,8 @@
 """Deliberate bugs in the Python around the kernels, each killed by a named test, as those of test_mutants.py are."""
 
-import importlib
-
 import pytest
 from changed import affected
-from mutants import Mutant, assert_killed, killer, python
+from mutants import Mutant, assert_killed, killer, module_of_tests, python
 from ranks import on_ranks
 
 import hpo_core as hpo
@@ -129,7 +127,7 @@ MUTANTS = {
 
 
 def one_case(rank, engine):
-    engines = importlib.import_module("test_data_parallel").ENGINES  # as killers are found: by name
+    engines = module_of_tests("test_data_parallel").ENGINES
     return {("token_mean", 3): engines[engine](rank, "token_mean", 3)}
 
 

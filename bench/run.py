@@ -16,6 +16,7 @@ import bench_advantages
 import bench_entropy
 import bench_gates
 import bench_hierarchy
+import bench_logprobs
 import bench_losses
 import bench_segments
 import report
@@ -33,7 +34,9 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning)
 
-    modules = (bench_gates, bench_hierarchy, bench_losses, bench_advantages, bench_entropy, bench_segments)
+    modules = (
+        bench_gates, bench_hierarchy, bench_losses, bench_advantages, bench_entropy, bench_segments, bench_logprobs,
+    )  # fmt: skip
     plans = [plan for module in modules for plan in module.plans(arguments.quick) if arguments.only in plan.name]
     if not plans:
         parser.error(f"--only: no case has {arguments.only!r} in its name")

@@ -44,8 +44,9 @@ def pytest_sessionstart():
 
 
 def pytest_generate_tests(metafunc):
-    """A test that takes ``backend`` runs on each."""
-    if "backend" in metafunc.fixturenames:
+    """A test that takes ``backend`` runs on each, unless it names its own."""
+    named = any("backend" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "backend" in metafunc.fixturenames and not named:
         metafunc.parametrize("backend", NATIVE)
 
 

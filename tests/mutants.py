@@ -45,7 +45,7 @@ LIBRARIES = ROOT / "build/mutants"
 # What is compiled again; the rest is linked as the build has left it.
 UNITS = {
     "cpu": ["cpu/advantages.cpp", "cpu/corrections.cpp", "cpu/entropy.cpp", "cpu/entropy_selection.cpp",
-            "cpu/gates.cpp", "cpu/hierarchy.cpp", "cpu/segments.cpp"],
+            "cpu/gates.cpp", "cpu/hierarchy.cpp", "cpu/logprobs.cpp", "cpu/segments.cpp"],
     "cuda_emulated": ["cuda/advantages.cu", "cuda/corrections.cu", "cuda/entropy.cu", "cuda/gates.cu",
                       "cuda/hierarchy.cu"],
 }  # fmt: skip

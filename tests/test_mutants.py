@@ -6,6 +6,7 @@ import math
 import sys
 
 import pytest
+import torch
 from changed import affected
 from hierarchies import GATES as HIERARCHIES
 from mutants import Mutant, Mutated, assert_killed, killer, triton
@@ -181,6 +182,31 @@ MUTANTS = {
         "cpu", "cpu/entropy_selection.cpp",
         "marked &= population > 0;", "",
         "test_select_top.test_all_equal", {"value": math.inf},
+    ),
+    "cpu: the greatest logit is summed": Mutant(
+        "cpu", "cpu/logprobs.cpp",
+        "lane = -kInfinity;", "",
+        "test_logprobs.test_a_confident_token_keeps_its_gradient_and_its_entropy", {"margin": 20.0, "offset": 40.0},
+    ),
+    "cpu: 1 - p of a confident target": Mutant(
+        "cpu", "include/hpo/logprobs.h",
+        "delta == 0.0 ? double(others) * p : 1.0 - own", "double(float(1.0 - own))",
+        "test_logprobs.test_a_confident_token_keeps_its_gradient_and_its_entropy", {"margin": 80.0, "offset": 0.0},
+    ),
+    "cpu: a block that is read again counts twice": Mutant(
+        "cpu", "cpu/logprobs.cpp",
+        "kept_ = before;", "",
+        "test_logprobs.test_error_against_float64", {"name": "ascending", "temperature": 1.0, "dtype": torch.float32},
+    ),
+    "cpu: an ignored row is read": Mutant(
+        "cpu", "cpu/logprobs.cpp",
+        "args.targets[row] != args.ignore_index", "true",
+        "test_logprobs.test_an_ignored_row_is_not_read_and_gives_0", {"dtype": torch.float32},
+    ),
+    "cpu: rows of logits lie one after the other": Mutant(
+        "cpu", "cpu/logprobs.cpp",
+        "row % args.inner * args.inner_stride", "row % args.inner * args.vocabulary",
+        "test_logprobs.test_layouts", {"layout": "slice of the vocabulary", "dtype": torch.bfloat16},
     ),
     "cpu: plain tiles ignore the mask": Mutant(
         "cpu", "cpu/gates_plain.h",

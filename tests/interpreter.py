@@ -2,11 +2,12 @@
 
 The interpreter replaces the functions of ``triton.language`` by its own at every call of a device function, which takes
 half of its time, and never undoes what it replaced in a nested call. Here each module's view of the language is patched
-once per launch and restored when the launch ends.
+once per launch and restored when the launch ends. And it makes its table of types anew at every operation: here once.
 """
 
 from types import SimpleNamespace
 
+import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
 
@@ -26,3 +27,19 @@ def patch_once_per_launch() -> None:
         return SimpleNamespace(restore=restore if outermost else lambda: None)
 
     interpreter._patch_lang = patch_once
+    interpreter._get_np_dtype = remembered(interpreter._get_np_dtype)
+
+
+def remembered(np_dtype):
+    """The function of a type, asked once for each scalar."""
+    known = {}
+
+    def of(kind):
+        scalar = kind.element_ty if isinstance(kind, tl.block_type) else kind
+        if isinstance(scalar, tl.pointer_type):
+            return np_dtype(scalar)
+        if scalar.name not in known:
+            known[scalar.name] = np_dtype(scalar)
+        return known[scalar.name]
+
+    return of

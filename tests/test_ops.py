@@ -391,6 +391,7 @@ def test_the_gradient_inside_of_what_is_compiled():
 
 
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler")
+@pytest.mark.long  # nine seconds of Dynamo in a process of its own
 def test_a_graph_break_in_front_of_the_first_call_leaves_backends_whole():
     """Dynamo goes on tracing behind a break, and keeps an empty copy of a backend that it sees being made."""
     program = """

@@ -43,7 +43,7 @@ def test_valid_calls_are_valid(call):
     call.run()
 
 
-DEFAULTS = ["cpu", "cuda_emulated", "reference", pytest.param("triton", marks=pytest.mark.long)]
+DEFAULTS = ["cpu", *(pytest.param(name, marks=pytest.mark.long) for name in ("cuda_emulated", "reference", "triton"))]
 
 
 @pytest.mark.parametrize("default", DEFAULTS)

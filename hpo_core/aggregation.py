@@ -11,7 +11,7 @@ Common arguments:
     gradient_reduction: ``"mean"`` if the engine averages gradients over ranks (DDP, FSDP, DeepSpeed): multiplies the
         weights by the world size of ``process_group``, or of the default group; ``"sum"`` if it adds them. With more
         than one rank it has no default: what is unsaid is off by the number of ranks.
-    ranks: in the place of ``gradient_reduction``: over how many ranks the engine averages gradients (1: it adds them),
+    ranks: instead of ``gradient_reduction``: over how many ranks the engine averages gradients (1: it adds them),
         for trainers that say counts and ranks in numbers.
     selected: bool ``[T]``: count only these tokens (the denominators of a window's own tokens).
 """

@@ -184,7 +184,7 @@ class _Reduced(torch.autograd.Function):
 
 
 class _Given(NamedTuple):
-    """Aggregates that stand in the place of those of a level."""
+    """Aggregates that replace those of a level."""
 
     level: int
     is_mean: bool

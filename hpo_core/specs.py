@@ -275,7 +275,7 @@ class PolicyLossSpec(NamedTuple):
         return self.head is not Head.SCORE and any(level.routing is Routing.THROUGH for level in self.levels)
 
     def with_levels(self) -> PolicyLossSpec:
-        """The same gate with ``levels`` in the place of ``has_level``: they alone know an :class:`Exchange`."""
+        """The same gate with ``levels`` instead of ``has_level``: they alone know an :class:`Exchange`."""
         if not self.has_level:
             return self
         kind = LevelKind.CLIP if self.level_clips else LevelKind.IDENTITY
@@ -386,7 +386,7 @@ class EpsMode(enum.IntEnum):
 
 
 class Part(enum.IntEnum):
-    """What of a group reaches its units."""
+    """The statistics of a group that reach its units."""
 
     NORMALISED = 0  # (x - center) / scale
     MEAN = 1  # the group's mean

@@ -48,7 +48,7 @@ SIGNS = ("positive", "negative")
 
 
 def entering(x, sign, gate):
-    """What of a token's log-ratio is added up, by channel."""
+    """The part of a token's log-ratio that is added up, by channel."""
     if gate.head is Head.CENSORED:
         return [abs(math.exp(x) - 1)]
     if gate.pre is not None:

@@ -159,7 +159,7 @@ def takes_several(estimator: Callable[..., Any]) -> bool:
 
 
 def takes_tables(estimator: Callable[..., Any]) -> bool:
-    """Whether an estimator can do with tables of groups in the place of units elsewhere."""
+    """Whether tables of groups suffice for an estimator, without the units of other ranks."""
     return bool(getattr(getattr(estimator, "func", estimator), "tables", False))
 
 
@@ -169,7 +169,7 @@ def gathers_units(estimator: Callable[..., Any]) -> bool:
 
 
 def given_to(estimator: Callable[..., Any], **given: Any) -> dict[str, Any]:
-    """What of this an estimator takes, and no ``functools.partial`` has fixed."""
+    """The arguments among these that an estimator takes, and that no ``functools.partial`` has fixed."""
     inner, fixed = getattr(estimator, "func", estimator), getattr(estimator, "keywords", {})
     taken = getattr(estimator, "parameters", getattr(inner, "parameters", None))
     if taken is None:

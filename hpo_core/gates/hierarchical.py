@@ -14,7 +14,7 @@ __all__ = ["fiberpo", "step_gspo"]
 
 @examines
 def step_gspo(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:
-    """GSPO with a step (a turn) in the place of the sequence: ``s = exp(mean of log r over the token's step)``.
+    """GSPO with a step (a turn) instead of the sequence: ``s = exp(mean of log r over the token's step)``.
 
     Used for agents with many turns (StepPO, AgileRL). Needs a batch with steps; a token outside all steps is masked.
 

@@ -130,7 +130,7 @@ def opmd(tau: float = 1.0) -> RatioGate:
 
 @examines
 def ppo_penalty(beta: float = 0.1, penalty: Penalty = Penalty.K3) -> RatioGate:
-    """PPO with a penalty in the place of the clip: ``loss_t = -r A + beta k(x)`` (arXiv 1707.06347, section 4).
+    """PPO with a penalty instead of the clip: ``loss_t = -r A + beta k(x)`` (arXiv 1707.06347, section 4).
 
     Args:
         beta: 0.1; the paper adapts it: twice as large where the KL exceeds 1.5 times a target, half below 2/3 of it.

@@ -70,7 +70,7 @@ class GateInputs(NamedTuple):
         target: one for each advantage, at their level: what the heads TARGET and NEGATIVE_AWARE compare the ratio with.
         token_mask: bool ``[T]``: the tokens that the method keeps, besides those that the loss is told to keep.
         penalty_mask: bool ``[T]``: the tokens that pay the gate's own penalty. None: every valid token.
-        aggregates: by level (``"step"``, ``"trajectory"``, ``"group"``, ``"domain"``), what stands in the place of the
+        aggregates: by level (``"step"``, ``"trajectory"``, ``"group"``, ``"domain"``), what replaces the
             aggregates of this call's tokens, for a level routed STOPPED whose segments other micro-batches have, too:
             float ``[G]``, entry i the log-ratio (a mean or sum, as the level says) of the segment with id i; with a
             split ``[2, G]``, of x+ and x-. An id without an entry, or with NaN, keeps its own.

@@ -266,7 +266,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         return of_tokens
 
     def _logged(self, advantages: torch.Tensor) -> torch.Tensor:
-        """In the place of TRL's own, with which its log ends."""
+        """The advantages, which replace TRL's own at the end of its log."""
         logged = self._logs["advantages"]
         for _ in range(min(len(logged), advantages.numel())):
             logged.pop()

@@ -22,7 +22,7 @@ TESTS = [
         "segments", "group_terms", "advantages", "estimators", "token_estimators", "entropy", "entropy_selection",
         "select_top", "gates", "promises", "gate_inputs", "presets", "hierarchy", "hierarchy_theorems",
         "hierarchy_degenerate", "level_metrics", "terms", "corrections", "stages", "spanning", "aggregates", "losses",
-        "metrics", "ops", "batch",
+        "metrics", "ops", "batch", "logprobs",
     )
 ]  # fmt: skip
 # The emulation has no instruction sets, and what becomes of a wrong argument depends on none.

@@ -13,6 +13,7 @@ from .backends import is_reference
 from .checks import check, check_device, check_dtype, check_shape, check_type, examined, examines, has_tangent
 from .ops import watched
 from .reference.logprobs import token_logprobs as definition
+from .specs import LogitRows
 
 __all__ = ["TokenLogprobs", "token_logprobs"]
 
@@ -89,10 +90,12 @@ def token_logprobs(
         ignore_index,
     )
     temperature = _checked_temperature(temperature, targets, ignore_index, exact=reference)
-    targets = targets.to(torch.int64)
-    if reference:
-        return TokenLogprobs(*definition(logits, targets, temperature, ignore_index, entropy))
-    return TokenLogprobs(*ops.token_logprobs(logits, targets, temperature, ignore_index, entropy, backend))
+    each, number = (temperature, 1.0) if isinstance(temperature, torch.Tensor) else (None, temperature)
+    vocabulary = logits.shape[-1]
+    rows = LogitRows(logits, targets.to(torch.int64), each, number, ignore_index, None, 0, vocabulary)
+    kept = 3 if entropy else 2
+    results = definition(rows, kept) if reference else ops.token_logprobs(rows, kept, backend)
+    return TokenLogprobs(*results[:2])
 
 
 def _checked_temperature(

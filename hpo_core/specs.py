@@ -34,6 +34,7 @@ __all__ = [
     "KLGradient",
     "LevelKind",
     "LevelSpec",
+    "LogitRows",
     "LogitType",
     "OrderRule",
     "Part",
@@ -519,6 +520,23 @@ class LogitType(enum.IntEnum):
     @staticmethod
     def of(logits: torch.Tensor) -> LogitType:
         return LogitType[str(logits.dtype).removeprefix("torch.").upper()]
+
+
+class LogitRows(NamedTuple):
+    """Rows of logits over a vocabulary or a part of it, with what both directions of ``token_logprobs`` read."""
+
+    logits: torch.Tensor  # [..., columns]; columns first to first + columns - 1 of the vocabulary
+    targets: torch.Tensor  # [...] int64 ids in the whole vocabulary
+    temperatures: torch.Tensor | None  # [...] float32, instead of `temperature`
+    temperature: float
+    ignore_index: int
+    floors: torch.Tensor | None  # [...] float32: logits below are outside the support, as -inf is
+    first: int
+    vocabulary: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.logits.shape[-1] == self.vocabulary
 
 
 class OrderRule(enum.IntEnum):

@@ -553,14 +553,14 @@ def test_functional_gradients(backend):
 
 
 @types
-@pytest.mark.parametrize("want_entropy", [True, False])
-def test_opcheck(want_entropy, dtype):
+@pytest.mark.parametrize("kept", [2, 3, 4])
+def test_opcheck(kept, dtype):
     logits, targets = normal(2, 3, 30).to(dtype).requires_grad_(), integers(30, 2, 3)
-    for temperatures in (None, torch.full((2, 3), 0.5)):
-        given = (logits, targets, temperatures, 0.7, IGNORED, "")
-        torch.library.opcheck(OPERATORS.token_logprobs.default, (*given, want_entropy))
-        statistics = OPERATORS.token_logprobs(*given, want_entropy)[2].detach()
-        gradients = (torch.ones(2, 3), torch.ones(2, 3) if want_entropy else None)
+    for temperatures, floors in ((None, torch.full((2, 3), -4.0)), (torch.full((2, 3), 0.5), None)):
+        given = (logits, targets, temperatures, 0.7, IGNORED, floors, 0, 30, "")
+        torch.library.opcheck(OPERATORS.token_logprobs.default, (*given, kept))
+        statistics = OPERATORS.token_logprobs(*given, kept)[2].detach()
+        gradients = (torch.ones(2, 3), torch.ones(2, 3) if kept > 2 else None)
         given = (logits.detach(), *given[1:])
         torch.library.opcheck(OPERATORS.token_logprobs_backward.default, (*given, statistics, *gradients))
 

@@ -205,7 +205,7 @@ MUTANTS = {
     ),
     "cpu: rows of logits lie one after the other": Mutant(
         "cpu", "cpu/logprobs.cpp",
-        "row % args.inner * args.inner_stride", "row % args.inner * args.vocabulary",
+        "row % args.inner * args.inner_stride", "row % args.inner * args.columns",
         "test_logprobs.test_layouts", {"layout": "slice of the vocabulary", "dtype": torch.bfloat16},
     ),
     "cpu: plain tiles ignore the mask": Mutant(

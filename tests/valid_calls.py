@@ -401,7 +401,7 @@ def _operators() -> Iterator[Call]:
     quantile = {"numerator": 1, "denominator": 2, "rule": 0, "backend": ""}
     logprobs = {
         "logits": _LOGITS, "targets": _TARGETS, "temperatures": _TEMPERATURES, "temperature": 1.0,
-        "ignore_index": -100, "backend": "cpu",
+        "ignore_index": -100, "floors": _TEMPERATURES - 1, "first": 0, "vocabulary": 8, "backend": "cpu",
     }  # fmt: skip
     statistics = torch.cat((_LOGITS.amax(1)[None], _LOGITS[:, :2].t() + 1))
     given: list[tuple[str, dict[str, Any], str]] = [
@@ -447,7 +447,7 @@ def _operators() -> Iterator[Call]:
             for each in (inputs, fiber, sequence)
         ),
         ("correction", {**_correction_inputs(packed), "backend": ""}, "cu_seqlens logp"),
-        ("token_logprobs", {**logprobs, "want_entropy": True}, ""),
+        ("token_logprobs", {**logprobs, "kept": 3}, ""),
         (
             "token_logprobs_backward",
             {

@@ -54,28 +54,30 @@ HPO_INLINE F exp2_by(F delta, F high, F low, const Scale& scale) {
 // e^(delta / temperature) for delta <= 0.
 HPO_INLINE float exp_of(const Exponent& exponent, float delta) {
   if (delta < exponent.least) return 0.0f;
-  return exp2_by(delta, exponent.high, exponent.low, [](float value, float shifted) {
-    return value * Number<float>::power_of_two(to_bits(shifted));
-  });
+  return exp2_by(delta, exponent.high, exponent.low,
+                 [](float value, float shifted) { return value * Number<float>::power_of_two(to_bits(shifted)); });
 }
 
 // What the elements of a row amount to: the greatest, the sum of e^(delta / temperature) over all others, and that of
-// -delta e^(delta / temperature). Parts of a row can be merged in any order but have one order wherever bits count.
+// -delta e^(delta / temperature); that of e^(2 delta / temperature). Parts of a row can be merged in any order but have one
+// order wherever bits count.
 struct RowSums {
   float top;
-  double others, spread;
+  double others, spread, squares;
 };
 
 struct RowResult {
   float logp, entropy;
-  float top, others, distance;  // kept for the backward; distance: the mean of -delta / temperature
+  // The statistics, of which the backward reads the first three. distance: the mean of -delta / temperature.
+  float top, others, distance, squares;
 };
 
-HPO_INLINE RowResult undefined_result() { return {NAN, NAN, NAN, NAN, NAN}; }
+HPO_INLINE RowResult undefined_result() { return {NAN, NAN, NAN, NAN, NAN, NAN}; }
 
-// `logit`: that of the target. A row of -inf only has no distribution, and neither has one with +inf or NaN, which the sums
-// have met.
-HPO_INLINE RowResult result_of(const RowSums& sums, const Exponent& exponent, float logit) {
+// `logit`: that of the target, or -inf where the target is in another part of the vocabulary. A row of -inf only has no
+// distribution, and neither has one with +inf or NaN, which the sums have met; a part may consist of -inf.
+HPO_INLINE RowResult result_of(const RowSums& sums, const Exponent& exponent, float logit, bool is_whole) {
+  if (!is_whole && sums.top == -HUGE_VALF && sums.others == sums.others) return {sums.top, 0.0f, sums.top, 0.0f, 0.0f, 0.0f};
   if (!(sums.top >= -FLT_MAX && sums.top <= FLT_MAX && sums.others == sums.others)) return undefined_result();
   RowResult result;
   const double normaliser = log1p(sums.others);
@@ -85,6 +87,7 @@ HPO_INLINE RowResult result_of(const RowSums& sums, const Exponent& exponent, fl
   result.top = sums.top;
   result.others = float(sums.others);
   result.distance = float(distance);
+  result.squares = float((1.0 + sums.squares) / ((1.0 + sums.others) * (1.0 + sums.others)));
   return result;
 }
 

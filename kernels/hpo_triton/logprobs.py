@@ -1,0 +1,454 @@
+"""Log-probabilities and entropies from logits, and back: one program for each row, one launch in each direction.
+
+The definition is hpo_core/reference/logprobs.py; csrc/include/hpo/logprobs.h derives the arithmetic.
+
+A row is read once. Of two elements a lane keeps the greater and sums e^(...) of the other, so that the greatest of the
+row is in no sum. The sums are relative to the *origin*, the greatest element that has been summed: what counts is near
+it, where a product rounded to float is exact enough for an exponential, however far above the greatest element lies.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..specs import LogitRows
+from .launch import kernel, launch
+from .math import log
+from .segments import load, store
+
+__all__ = ["token_logprobs", "token_logprobs_backward"]
+
+# A step is CHUNKS pieces of a row, in each of which a thread has 8 elements: two 128-bit loads of float32, one of what
+# is half as wide. 4 warps with all lanes of a step in registers stay below 100 of them, which leaves 20 warps for a
+# multiprocessor: while one waits for memory, others compute. The search for a step's greatest element, some 30
+# instructions a thread and a barrier, is shared by 32 elements; more chunks would cost registers, more warps a dearer
+# barrier and fewer rows at a time, and a vocabulary of 32,000 should still be several steps.
+NUM_WARPS = 4
+LANES = 1024
+CHUNKS = 4
+BLOCK = LANES * CHUNKS
+
+LEAST_FLOAT = tl.constexpr(-3.4028234663852886e38)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+NEGLIGIBLE = tl.constexpr(-200.0)  # 2^-200 is 0 in float
+
+
+class Exponent(NamedTuple):
+    """e^(delta / temperature) = 2^(delta c)."""
+
+    inverse: tl.tensor  # float64, 1 / temperature
+    high: tl.tensor  # c in two parts
+    low: tl.tensor
+    least: tl.tensor  # of the deltas that count: below, e^(...) < 2^-125 is 0, as it is for -inf
+
+
+class Sums(NamedTuple):
+    """Of what the lanes have not kept."""
+
+    origin: tl.tensor
+    others: tl.tensor  # [LANES] sums of e = 2^y <= 1, y relative to the origin
+    spread: tl.tensor  # of -y e
+    squares: tl.tensor  # of e^2
+
+
+class Result(NamedTuple):
+    """Of a row; the last four are the statistics."""
+
+    logp: tl.tensor
+    entropy: tl.tensor
+    top: tl.tensor
+    others: tl.tensor
+    distance: tl.tensor
+    squares: tl.tensor
+
+
+@triton.jit
+def _exponent_of(temperatures, temperature, row):
+    number = tl.cast(temperature, tl.float64)
+    if temperatures is not None:
+        number = tl.load(temperatures + row).to(tl.float64)
+    inverse = 1.0 / number
+    c = inverse * LOG2_E
+    high = c.to(tl.float32)
+    low = (c - high.to(tl.float64)).to(tl.float32)
+    least = tl.maximum(-125.0 / c, LEAST_FLOAT).to(tl.float32)
+    return Exponent(inverse, high, low, least)
+
+
+@triton.jit
+def _exp2_of(exponent, delta):
+    """2^(delta c) for least <= delta <= 0: only delta is rounded. Anything below."""
+    shifted = tl.fma(delta, exponent.high, 12582912.0)  # adding 1.5 * 2^23 rounds to an integer
+    r = tl.fma(delta, exponent.high, -(shifted - 12582912.0))
+    r = tl.fma(delta, exponent.low, r)
+    bits = tl.exp2(r).to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exp_of(exponent, delta):
+    return tl.where(delta < exponent.least, 0.0, _exp2_of(exponent, delta))
+
+
+@triton.jit
+def _log1p(x):
+    """For x >= 0."""
+    u = 1.0 + x
+    return log(u) + (x - (u - 1.0)) / u  # what the sum has rounded off
+
+
+# ------------------------------------------------------------------------------------------------------------- rows
+
+
+@triton.jit
+def _is_defined(target, vocabulary, exponent):
+    """Whether a row has a target and a temperature."""
+    return (target >= 0) & (target < vocabulary) & (exponent.inverse > 0.0) & (exponent.inverse <= -LEAST_FLOAT)
+
+
+@triton.jit
+def _row(pointer, row, inner, outer_stride, inner_stride):
+    return pointer + (row // inner) * outer_stride + (row % inner) * inner_stride
+
+
+@triton.jit
+def _above(x, floor):
+    """-inf below the floor. NaN is above every floor but NaN, above which nothing is."""
+    return tl.where((x < floor) | (floor != floor), float("-inf"), x)
+
+
+@triton.jit
+def _load(pointer, column, columns, floors, floor, whole, ALIGNED: tl.constexpr):
+    """Elements of a row, -inf beyond its end; ``whole``: none of them is."""
+    x = load(pointer, column, columns, whole, ALIGNED).to(tl.float32)
+    x = x if whole else tl.where(column < columns, x, float("-inf"))
+    return x if floors is None else _above(x, floor)
+
+
+@triton.jit
+def _is_here(column, columns):
+    return (column >= 0) & (column < columns)
+
+
+@triton.jit
+def _logit_of_target(pointer, column, columns):
+    """-inf where the target is in another part of the vocabulary."""
+    return tl.load(pointer + column, mask=_is_here(column, columns), other=float("-inf")).to(tl.float32)
+
+
+# ---------------------------------------------------------------------------------------------------------- forward
+
+
+@triton.jit
+def _moved(sums, origin, exponent):
+    factor = _exp_of(exponent, sums.origin - origin)
+    by = tl.where(factor > 0.0, (origin - sums.origin) * exponent.high, 0.0)
+    spread = factor * (sums.spread + by * sums.others)
+    return Sums(origin, factor * sums.others, spread, factor * factor * sums.squares)
+
+
+@triton.jit
+def _added(sums, x, exponent, KEPT: tl.constexpr):
+    """``x`` is at most the origin."""
+    y = (x - sums.origin) * exponent.high
+    y = tl.maximum(y, NEGLIGIBLE, propagate_nan=tl.PropagateNan.ALL)  # -inf times 0 is NaN
+    e = tl.exp2(y)
+    spread = tl.fma(-y, e, sums.spread) if KEPT > 2 else sums.spread
+    squares = tl.fma(e, e, sums.squares) if KEPT > 3 else sums.squares
+    return Sums(sums.origin, sums.others + e, spread, squares)
+
+
+@triton.jit
+def _step(
+    kept, sums, pointer, start, columns, floors, floor, exponent,
+    KEPT: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    losers = ()
+    greatest = kept
+    for chunk in tl.static_range(CHUNKS):
+        column = start + chunk * LANES + tl.arange(0, LANES)
+        x = _load(pointer, column, columns, floors, floor, WHOLE, ALIGNED)
+        loser = tl.minimum(kept, x, propagate_nan=tl.PropagateNan.ALL)  # NaN loses, and is summed
+        kept = tl.maximum(kept, x)
+        greatest = loser if chunk == 0 else tl.maximum(greatest, loser)
+        losers = losers + (loser,)
+    origin = tl.max(greatest)
+    if origin > sums.origin:
+        sums = _moved(sums, origin, exponent)
+    for chunk in tl.static_range(CHUNKS):
+        sums = _added(sums, losers[chunk], exponent, KEPT)
+    return kept, sums
+
+
+@triton.jit
+def _total(lanes):
+    """In float64, of multiples of 2^-32: while it is below 2^21 no addition rounds, and the order of the lanes, which is
+    the compiler's, does not count."""
+    return tl.sum((lanes.to(tl.float64) + 1572864.0) - 1572864.0)
+
+
+@triton.jit
+def _finished(kept, sums, exponent, KEPT: tl.constexpr, LANES: tl.constexpr):
+    """The greatest element, and the sums over all others relative to it: of e^(...), of -delta / temperature e^(...) and
+    of squares, in float64."""
+    top = tl.max(kept)
+    rest = tl.where(tl.arange(0, LANES) == tl.argmax(kept, 0), float("-inf"), kept)
+    origin = tl.max(rest)
+    if origin > sums.origin:
+        sums = _moved(sums, origin, exponent)
+    sums = _added(sums, rest, exponent, KEPT)
+    factor = _exp_of(exponent, sums.origin - top).to(tl.float64)
+    others = factor * _total(sums.others)
+    spread = others
+    squares = others
+    if KEPT > 2:
+        by = (top.to(tl.float64) - sums.origin.to(tl.float64)) * exponent.inverse
+        spread = tl.where(factor > 0.0, by * others + factor * LN_2 * _total(sums.spread), 0.0)
+    if KEPT > 3:
+        squares = factor * factor * _total(sums.squares)
+    return top, others, spread, squares
+
+
+@triton.jit
+def _result_of(top, others, spread, squares, exponent, logit, is_whole):
+    normaliser = _log1p(others.to(tl.float32))
+    distance = spread / (1.0 + others)
+    logp = (logit.to(tl.float64) - top.to(tl.float64)) * exponent.inverse - normaliser.to(tl.float64)
+    entropy = normaliser.to(tl.float64) + distance
+    squares = (1.0 + squares) / ((1.0 + others) * (1.0 + others))
+    # A row of -inf only has no distribution, and neither has one with +inf or NaN; a part may consist of -inf.
+    sound = others == others
+    nothing = sound & (top == float("-inf")) & (is_whole == False)  # noqa: E712
+    undefined = (nothing | (sound & (tl.abs(top) < float("inf")))) == False  # noqa: E712
+    fill = tl.where(undefined, float("nan"), 0.0)
+    use = (nothing | undefined) == False  # noqa: E712
+    return Result(
+        tl.where(use, logp, tl.where(undefined, float("nan"), float("-inf"))).to(tl.float32),
+        tl.where(use, entropy, fill).to(tl.float32),
+        tl.where(undefined, float("nan"), top),
+        tl.where(use, others, fill).to(tl.float32),
+        tl.where(use, distance, fill).to(tl.float32),
+        tl.where(use, squares, fill).to(tl.float32),
+    )
+
+
+@triton.jit
+def _everything(number):
+    number = tl.cast(number, tl.float32)
+    return Result(number, number, number, number, number, number)
+
+
+@kernel
+def _forward(
+    logits,
+    targets,
+    temperatures,
+    floors,
+    logp,
+    entropy,
+    statistics,
+    rows: tl.int64,
+    columns: tl.int64,
+    first: tl.int64,
+    vocabulary: tl.int64,
+    inner: tl.int64,
+    outer_stride: tl.int64,
+    inner_stride: tl.int64,
+    temperature: tl.float64,
+    ignore_index: tl.int64,
+    KEPT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LANES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    exponent = _exponent_of(temperatures, temperature, row)
+    result = _everything(0.0)
+    if target != ignore_index:
+        if _is_defined(target, vocabulary, exponent):
+            pointer = _row(logits, row, inner, outer_stride, inner_stride)
+            floor = 0.0 if floors is None else tl.load(floors + row)
+            kept = tl.full([LANES], float("-inf"), tl.float32)
+            nothing = tl.zeros([LANES], tl.float32)
+            sums = Sums(tl.full([], LEAST_FLOAT, tl.float32), nothing, nothing, nothing)
+            whole = columns // (LANES * CHUNKS) * (LANES * CHUNKS)
+            for start in range(0, whole, LANES * CHUNKS):
+                kept, sums = _step(
+                    kept, sums, pointer, start, columns, floors, floor, exponent, KEPT, True, ALIGNED, LANES, CHUNKS
+                )
+            if whole < columns:
+                kept, sums = _step(
+                    kept, sums, pointer, whole, columns, floors, floor, exponent, KEPT, False, ALIGNED, LANES, CHUNKS
+                )
+            top, others, spread, squares = _finished(kept, sums, exponent, KEPT, LANES)
+            logit = _logit_of_target(pointer, target - first, columns)
+            if floors is not None:
+                logit = _above(logit, floor)
+            result = _result_of(top, others, spread, squares, exponent, logit, columns == vocabulary)
+        else:
+            result = _everything(float("nan"))
+    tl.store(logp + row, result.logp)
+    tl.store(statistics + row, result.top)
+    tl.store(statistics + rows + row, result.others)
+    if KEPT > 2:
+        tl.store(entropy + row, result.entropy)
+        tl.store(statistics + 2 * rows + row, result.distance)
+    if KEPT > 3:
+        tl.store(statistics + 3 * rows + row, result.squares)
+
+
+def token_logprobs(rows: LogitRows, kept: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Log-probabilities, entropies where ``kept`` is above 2, and that many statistics ``[kept, T]``."""
+    logp = torch.empty_like(rows.targets, dtype=torch.float32)
+    entropy = torch.empty_like(logp) if kept > 2 else None
+    statistics = logp.new_empty((kept, logp.numel()))
+    logits, layout = rows.at_two_strides()
+    launch(
+        _forward, logp.numel(), logits, rows.targets, rows.temperatures, rows.floors, logp, entropy, statistics,
+        *_numbers(rows, layout), KEPT=kept, ALIGNED=_aligned(logits, *layout[1:]), LANES=LANES, CHUNKS=CHUNKS,
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return logp, entropy, statistics
+
+
+# --------------------------------------------------------------------------------------------------------- backward
+
+
+class Gradient(NamedTuple):
+    """That of a logit is e^(delta / temperature) (constant + slope delta), but for the target's."""
+
+    constant: tl.tensor
+    slope: tl.tensor
+    target: tl.tensor
+
+
+@triton.jit
+def _gradient_of(exponent, top, others, distance, logit, a, b):
+    """With p = e^(delta / temperature) / (1 + s) and the mean distance R, log p + H is delta / temperature + R."""
+    others = others.to(tl.float64)
+    distance = distance.to(tl.float64)
+    p = 1.0 / (1.0 + others)
+    delta = logit.to(tl.float64) - top.to(tl.float64)
+    own = _exp_of(exponent, logit - top).to(tl.float64) * p
+    # 1 - p of the target: where it is the greatest, the others' share, which a subtraction would lose.
+    rest = tl.where(delta == 0.0, others * p, 1.0 - own)
+    along = tl.where(own == 0.0, 0.0, own * (delta * exponent.inverse + distance))
+    return Gradient(
+        (-(a + b * distance) * exponent.inverse * p).to(tl.float32),
+        (-b * exponent.inverse * exponent.inverse * p).to(tl.float32),
+        ((a * rest - b * along) * exponent.inverse).to(tl.float32),
+    )
+
+
+@triton.jit
+def _fill(to, columns, number, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    value = tl.full([BLOCK], number, to.dtype.element_ty)
+    for start in range(0, columns, BLOCK):
+        store(to, start + tl.arange(0, BLOCK), value, columns, start + BLOCK <= columns, ALIGNED)
+
+
+@kernel
+def _backward(
+    logits,
+    targets,
+    temperatures,
+    floors,
+    statistics,
+    logp_gradient,
+    entropy_gradient,
+    grad,
+    rows: tl.int64,
+    columns: tl.int64,
+    first: tl.int64,
+    vocabulary: tl.int64,
+    inner: tl.int64,
+    outer_stride: tl.int64,
+    inner_stride: tl.int64,
+    temperature: tl.float64,
+    ignore_index: tl.int64,
+    grad_outer_stride: tl.int64,
+    grad_inner_stride: tl.int64,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    exponent = _exponent_of(temperatures, temperature, row)
+    top = tl.load(statistics + row)
+    others = tl.load(statistics + rows + row)
+    a = tl.zeros([], tl.float32)
+    b = tl.zeros([], tl.float32)
+    distance = tl.zeros([], tl.float32)
+    if logp_gradient is not None:
+        a = tl.load(logp_gradient + row)
+    if entropy_gradient is not None:
+        b = tl.load(entropy_gradient + row)
+        distance = tl.load(statistics + 2 * rows + row)
+    to = _row(grad, row, inner, grad_outer_stride, grad_inner_stride)
+    undefined = (top != top) | (_is_defined(target, vocabulary, exponent) == False)  # noqa: E712
+    if (target == ignore_index) | ((a == 0.0) & (b == 0.0) & (top == top)):
+        _fill(to, columns, 0.0, ALIGNED, BLOCK)
+    elif undefined:
+        _fill(to, columns, float("nan"), ALIGNED, BLOCK)
+    else:
+        pointer = _row(logits, row, inner, outer_stride, inner_stride)
+        floor = 0.0 if floors is None else tl.load(floors + row)
+        column = target - first
+        logit = _logit_of_target(pointer, column, columns)
+        above = logit == logit
+        if floors is not None:
+            above = (logit < floor) == False  # noqa: E712
+            logit = _above(logit, floor)
+        gradient = _gradient_of(exponent, top, others, distance, logit, a.to(tl.float64), b.to(tl.float64))
+        tl.debug_barrier()  # in place, another warp may write the gradient of this logit before all have read it
+        for start in range(0, columns, BLOCK):
+            block = start + tl.arange(0, BLOCK)
+            whole = start + BLOCK <= columns
+            x = _load(pointer, block, columns, floors, floor, whole, ALIGNED)
+            delta = x - top
+            value = _exp2_of(exponent, delta) * tl.fma(delta, gradient.slope, gradient.constant)
+            value = tl.where(delta < exponent.least, 0.0, value)  # of -inf it is NaN
+            store(to, block, value.to(to.dtype.element_ty), columns, whole, ALIGNED)
+        tl.debug_barrier()
+        tl.store(to + column, gradient.target.to(to.dtype.element_ty), mask=_is_here(column, columns) & above)
+
+
+def token_logprobs_backward(
+    rows: LogitRows,
+    statistics: torch.Tensor,
+    logp_gradient: torch.Tensor | None,
+    entropy_gradient: torch.Tensor | None,
+    in_place: bool,
+) -> torch.Tensor:
+    """The gradient of the logits from those of the two results; None: 0."""
+    logits, layout = rows.at_two_strides()
+    inner, *strides = layout
+    grad = logits
+    if not in_place:
+        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        strides = [inner * logits.shape[-1], logits.shape[-1]]
+    launch(
+        _backward, rows.targets.numel(), logits, rows.targets, rows.temperatures, rows.floors, statistics,
+        logp_gradient, entropy_gradient, grad, *_numbers(rows, layout), *strides,
+        ALIGNED=_aligned(logits, *layout[1:]) and _aligned(grad, *strides), BLOCK=BLOCK, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return grad
+
+
+# ------------------------------------------------------------------------------------------------------------- host
+
+
+def _numbers(rows: LogitRows, layout: tuple[int, int, int]) -> tuple[int | float, ...]:
+    shape = (rows.targets.numel(), rows.logits.shape[-1], rows.first, rows.vocabulary)
+    return *shape, *layout, rows.temperature, rows.ignore_index
+
+
+def _aligned(tensor: torch.Tensor, *strides: int) -> bool:
+    """Whether all rows begin where 128 bits can be loaded."""
+    return all(number % 16 == 0 for number in (tensor.data_ptr(), *(tensor.element_size() * each for each in strides)))

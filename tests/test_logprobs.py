@@ -11,12 +11,12 @@ from torch.autograd import forward_ad
 
 import hpo_core as hpo
 
-BACKENDS = ("reference", "cpu")
+BACKENDS = ("reference", "cpu", "triton")
 OPERATORS = torch.ops.hpo_core
 IGNORED = -100
 
 both = pytest.mark.parametrize("backend", BACKENDS)
-native = pytest.mark.parametrize("backend", ["cpu"])  # what has the op so far
+native = pytest.mark.parametrize("backend", ["cpu", "triton"])
 types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 

@@ -30,7 +30,7 @@ __all__ = ["token_logprobs", "token_logprobs_backward"]
 NUM_WARPS = 4
 LANES = 1024
 CHUNKS = 4
-BLOCK = LANES * CHUNKS
+BLOCK = 2048  # of the backward, whose elements do not wait for each other
 
 LEAST_FLOAT = tl.constexpr(-3.4028234663852886e38)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -347,10 +347,26 @@ def _gradient_of(exponent, top, others, distance, logit, a, b):
 
 
 @triton.jit
+def _step_back(
+    pointer, to, start, columns, floors, floor, exponent, top, gradient,
+    WHOLE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    column = start + tl.arange(0, BLOCK)
+    delta = _load(pointer, column, columns, floors, floor, WHOLE, ALIGNED) - top
+    value = _exp2_of(exponent, delta) * tl.fma(delta, gradient.slope, gradient.constant)
+    value = tl.where(delta < exponent.least, 0.0, value)  # of -inf it is NaN
+    store(to, column, value.to(to.dtype.element_ty), columns, WHOLE, ALIGNED)
+
+
+@triton.jit
 def _fill(to, columns, number, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     value = tl.full([BLOCK], number, to.dtype.element_ty)
-    for start in range(0, columns, BLOCK):
-        store(to, start + tl.arange(0, BLOCK), value, columns, start + BLOCK <= columns, ALIGNED)
+    column = tl.arange(0, BLOCK)
+    whole = columns // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        store(to, start + column, value, columns, True, ALIGNED)
+    if whole < columns:
+        store(to, whole + column, value, columns, False, ALIGNED)
 
 
 @kernel
@@ -407,14 +423,11 @@ def _backward(
             logit = _above(logit, floor)
         gradient = _gradient_of(exponent, top, others, distance, logit, a.to(tl.float64), b.to(tl.float64))
         tl.debug_barrier()  # in place, another warp may write the gradient of this logit before all have read it
-        for start in range(0, columns, BLOCK):
-            block = start + tl.arange(0, BLOCK)
-            whole = start + BLOCK <= columns
-            x = _load(pointer, block, columns, floors, floor, whole, ALIGNED)
-            delta = x - top
-            value = _exp2_of(exponent, delta) * tl.fma(delta, gradient.slope, gradient.constant)
-            value = tl.where(delta < exponent.least, 0.0, value)  # of -inf it is NaN
-            store(to, block, value.to(to.dtype.element_ty), columns, whole, ALIGNED)
+        whole = columns // BLOCK * BLOCK
+        for start in range(0, whole, BLOCK):
+            _step_back(pointer, to, start, columns, floors, floor, exponent, top, gradient, True, ALIGNED, BLOCK)
+        if whole < columns:
+            _step_back(pointer, to, whole, columns, floors, floor, exponent, top, gradient, False, ALIGNED, BLOCK)
         tl.debug_barrier()
         tl.store(to + column, gradient.target.to(to.dtype.element_ty), mask=_is_here(column, columns) & above)
 

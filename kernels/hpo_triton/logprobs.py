@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..specs import LogitRows
-from .launch import kernel, launch
+from .launch import INTERPRETED, kernel, launch
 from .math import log
 from .segments import load, store
 
@@ -29,7 +29,7 @@ __all__ = ["token_logprobs", "token_logprobs_backward"]
 # barrier and fewer rows at a time, and a vocabulary of 32,000 should still be several steps.
 NUM_WARPS = 4
 LANES = 1024
-CHUNKS = 4
+CHUNKS = 2 if INTERPRETED else 4
 BLOCK = 2048  # of the backward, whose elements do not wait for each other
 
 LEAST_FLOAT = tl.constexpr(-3.4028234663852886e38)
@@ -41,10 +41,17 @@ NEGLIGIBLE = tl.constexpr(-200.0)  # 2^-200 is 0 in float
 class Exponent(NamedTuple):
     """e^(delta / temperature) = 2^(delta c)."""
 
-    inverse: tl.tensor  # float64, 1 / temperature
+    inverse: tl.tensor  # 1 / temperature, float64
     high: tl.tensor  # c in two parts
     low: tl.tensor
     least: tl.tensor  # of the deltas that count: below, e^(...) < 2^-125 is 0, as it is for -inf
+
+
+class Row(NamedTuple):
+    pointer: tl.tensor
+    columns: tl.tensor
+    floor: tl.tensor  # or None
+    exponent: Exponent
 
 
 class Sums(NamedTuple):
@@ -82,10 +89,11 @@ def _exponent_of(temperatures, temperature, row):
 
 @triton.jit
 def _exp2_of(exponent, delta):
-    """2^(delta c) for least <= delta <= 0: only delta is rounded. Anything below."""
+    """2^(delta c) for least <= delta <= 0, and anything below. Only delta is rounded."""
     shifted = tl.fma(delta, exponent.high, 12582912.0)  # adding 1.5 * 2^23 rounds to an integer
     r = tl.fma(delta, exponent.high, -(shifted - 12582912.0))
     r = tl.fma(delta, exponent.low, r)
+    # The integer sits in the low bits of `shifted`; what stands above it the shift drops.
     bits = tl.exp2(r).to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)
     return bits.to(tl.float32, bitcast=True)
 
@@ -112,33 +120,38 @@ def _is_defined(target, vocabulary, exponent):
 
 
 @triton.jit
-def _row(pointer, row, inner, outer_stride, inner_stride):
+def _address(pointer, row, inner, outer_stride, inner_stride):
     return pointer + (row // inner) * outer_stride + (row % inner) * inner_stride
 
 
 @triton.jit
-def _above(x, floor):
-    """-inf below the floor. NaN is above every floor but NaN, above which nothing is."""
-    return tl.where((x < floor) | (floor != floor), float("-inf"), x)
+def _is_below(x, floor):
+    """NaN is above every floor but NaN, above which nothing is."""
+    return (x < floor) | (floor != floor)
 
 
 @triton.jit
-def _load(pointer, column, columns, floors, floor, whole, ALIGNED: tl.constexpr):
-    """Elements of a row, -inf beyond its end; ``whole``: none of them is."""
-    x = load(pointer, column, columns, whole, ALIGNED).to(tl.float32)
-    x = x if whole else tl.where(column < columns, x, float("-inf"))
-    return x if floors is None else _above(x, floor)
+def _load(row, column, WHOLE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Elements of a row, -inf below its floor and beyond its end; WHOLE: none of them is beyond."""
+    x = load(row.pointer, column, row.columns, WHOLE, ALIGNED).to(tl.float32)
+    if not WHOLE:
+        x = tl.where(column < row.columns, x, float("-inf"))
+    if row.floor is not None:
+        x = tl.where(_is_below(x, row.floor), float("-inf"), x)
+    return x
 
 
 @triton.jit
-def _is_here(column, columns):
-    return (column >= 0) & (column < columns)
-
-
-@triton.jit
-def _logit_of_target(pointer, column, columns):
-    """-inf where the target is in another part of the vocabulary."""
-    return tl.load(pointer + column, mask=_is_here(column, columns), other=float("-inf")).to(tl.float32)
+def _load_target(row, column):
+    """The logit of the target, -inf where it is in another part of the vocabulary or outside the support; and whether
+    it has a gradient: here, and not below the floor."""
+    here = (column >= 0) & (column < row.columns)
+    logit = tl.load(row.pointer + column, mask=here, other=float("-inf")).to(tl.float32)
+    if row.floor is not None:
+        below = _is_below(logit, row.floor)
+        logit = tl.where(below, float("-inf"), logit)
+        here = here & (below == False)  # noqa: E712 (`not` is for scalars)
+    return logit, here
 
 
 # ---------------------------------------------------------------------------------------------------------- forward
@@ -165,76 +178,67 @@ def _added(sums, x, exponent, KEPT: tl.constexpr):
 
 @triton.jit
 def _step(
-    kept, sums, pointer, start, columns, floors, floor, exponent,
+    kept, sums, row, start,
     KEPT: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     losers = ()
     greatest = kept
     for chunk in tl.static_range(CHUNKS):
-        column = start + chunk * LANES + tl.arange(0, LANES)
-        x = _load(pointer, column, columns, floors, floor, WHOLE, ALIGNED)
+        x = _load(row, start + chunk * LANES + tl.arange(0, LANES), WHOLE, ALIGNED)
         loser = tl.minimum(kept, x, propagate_nan=tl.PropagateNan.ALL)  # NaN loses, and is summed
         kept = tl.maximum(kept, x)
         greatest = loser if chunk == 0 else tl.maximum(greatest, loser)
-        losers = losers + (loser,)
+        losers = losers + (loser,)  # noqa: RUF005 (Triton knows no star)
     origin = tl.max(greatest)
     if origin > sums.origin:
-        sums = _moved(sums, origin, exponent)
+        sums = _moved(sums, origin, row.exponent)
     for chunk in tl.static_range(CHUNKS):
-        sums = _added(sums, losers[chunk], exponent, KEPT)
+        sums = _added(sums, losers[chunk], row.exponent, KEPT)
     return kept, sums
 
 
 @triton.jit
 def _total(lanes):
-    """In float64, of multiples of 2^-32: while it is below 2^21 no addition rounds, and the order of the lanes, which is
-    the compiler's, does not count."""
+    """In float64, of multiples of 2^-32: as long as it is below 2^21 no addition rounds, and the order of the lanes,
+    which is the compiler's, does not count."""
     return tl.sum((lanes.to(tl.float64) + 1572864.0) - 1572864.0)
 
 
 @triton.jit
-def _finished(kept, sums, exponent, KEPT: tl.constexpr, LANES: tl.constexpr):
-    """The greatest element, and the sums over all others relative to it: of e^(...), of -delta / temperature e^(...) and
-    of squares, in float64."""
+def _finished(kept, sums, row, logit, is_whole, KEPT: tl.constexpr, LANES: tl.constexpr):
     top = tl.max(kept)
     rest = tl.where(tl.arange(0, LANES) == tl.argmax(kept, 0), float("-inf"), kept)
     origin = tl.max(rest)
     if origin > sums.origin:
-        sums = _moved(sums, origin, exponent)
-    sums = _added(sums, rest, exponent, KEPT)
-    factor = _exp_of(exponent, sums.origin - top).to(tl.float64)
-    others = factor * _total(sums.others)
-    spread = others
-    squares = others
-    if KEPT > 2:
-        by = (top.to(tl.float64) - sums.origin.to(tl.float64)) * exponent.inverse
-        spread = tl.where(factor > 0.0, by * others + factor * LN_2 * _total(sums.spread), 0.0)
-    if KEPT > 3:
-        squares = factor * factor * _total(sums.squares)
-    return top, others, spread, squares
+        sums = _moved(sums, origin, row.exponent)
+    sums = _added(sums, rest, row.exponent, KEPT)
 
-
-@triton.jit
-def _result_of(top, others, spread, squares, exponent, logit, is_whole):
-    normaliser = _log1p(others.to(tl.float32))
-    distance = spread / (1.0 + others)
-    logp = (logit.to(tl.float64) - top.to(tl.float64)) * exponent.inverse - normaliser.to(tl.float64)
-    entropy = normaliser.to(tl.float64) + distance
-    squares = (1.0 + squares) / ((1.0 + others) * (1.0 + others))
     # A row of -inf only has no distribution, and neither has one with +inf or NaN; a part may consist of -inf.
-    sound = others == others
-    nothing = sound & (top == float("-inf")) & (is_whole == False)  # noqa: E712
-    undefined = (nothing | (sound & (tl.abs(top) < float("inf")))) == False  # noqa: E712
-    fill = tl.where(undefined, float("nan"), 0.0)
-    use = (nothing | undefined) == False  # noqa: E712
-    return Result(
-        tl.where(use, logp, tl.where(undefined, float("nan"), float("-inf"))).to(tl.float32),
-        tl.where(use, entropy, fill).to(tl.float32),
-        tl.where(undefined, float("nan"), top),
-        tl.where(use, others, fill).to(tl.float32),
-        tl.where(use, distance, fill).to(tl.float32),
-        tl.where(use, squares, fill).to(tl.float32),
-    )
+    sum_ = _total(sums.others)
+    result = _everything(float("nan"))
+    if (top < float("inf")) & (sum_ == sum_):
+        if top > float("-inf"):
+            factor = _exp_of(row.exponent, sums.origin - top).to(tl.float64)
+            others = factor * sum_
+            total = 1.0 + others
+            normaliser = _log1p(others.to(tl.float32)).to(tl.float64)
+            logp = (logit.to(tl.float64) - top.to(tl.float64)) * row.exponent.inverse - normaliser
+            distance = total
+            squares = total
+            if KEPT > 2:
+                by = (top.to(tl.float64) - sums.origin.to(tl.float64)) * row.exponent.inverse
+                spread = by * others + factor * LN_2 * _total(sums.spread)
+                distance = tl.where(factor > 0.0, spread, 0.0) / total
+            if KEPT > 3:
+                squares = (1.0 + factor * factor * _total(sums.squares)) / (total * total)
+            result = Result(
+                logp.to(tl.float32), (normaliser + distance).to(tl.float32), top,
+                others.to(tl.float32), distance.to(tl.float32), squares.to(tl.float32),
+            )  # fmt: skip
+        elif is_whole == False:  # noqa: E712
+            zero = tl.zeros([], tl.float32)
+            result = Result(top, zero, top, zero, zero, zero)
+    return result
 
 
 @triton.jit
@@ -266,41 +270,34 @@ def _forward(
     LANES: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets + row)
-    exponent = _exponent_of(temperatures, temperature, row)
+    at = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + at)
+    exponent = _exponent_of(temperatures, temperature, at)
     result = _everything(0.0)
     if target != ignore_index:
         if _is_defined(target, vocabulary, exponent):
-            pointer = _row(logits, row, inner, outer_stride, inner_stride)
-            floor = 0.0 if floors is None else tl.load(floors + row)
+            floor = None if floors is None else tl.load(floors + at)
+            row = Row(_address(logits, at, inner, outer_stride, inner_stride), columns, floor, exponent)
             kept = tl.full([LANES], float("-inf"), tl.float32)
             nothing = tl.zeros([LANES], tl.float32)
             sums = Sums(tl.full([], LEAST_FLOAT, tl.float32), nothing, nothing, nothing)
             whole = columns // (LANES * CHUNKS) * (LANES * CHUNKS)
             for start in range(0, whole, LANES * CHUNKS):
-                kept, sums = _step(
-                    kept, sums, pointer, start, columns, floors, floor, exponent, KEPT, True, ALIGNED, LANES, CHUNKS
-                )
+                kept, sums = _step(kept, sums, row, start, KEPT, True, ALIGNED, LANES, CHUNKS)
             if whole < columns:
-                kept, sums = _step(
-                    kept, sums, pointer, whole, columns, floors, floor, exponent, KEPT, False, ALIGNED, LANES, CHUNKS
-                )
-            top, others, spread, squares = _finished(kept, sums, exponent, KEPT, LANES)
-            logit = _logit_of_target(pointer, target - first, columns)
-            if floors is not None:
-                logit = _above(logit, floor)
-            result = _result_of(top, others, spread, squares, exponent, logit, columns == vocabulary)
+                kept, sums = _step(kept, sums, row, whole, KEPT, False, ALIGNED, LANES, CHUNKS)
+            logit, _ = _load_target(row, target - first)
+            result = _finished(kept, sums, row, logit, columns == vocabulary, KEPT, LANES)
         else:
             result = _everything(float("nan"))
-    tl.store(logp + row, result.logp)
-    tl.store(statistics + row, result.top)
-    tl.store(statistics + rows + row, result.others)
+    tl.store(logp + at, result.logp)
+    tl.store(statistics + at, result.top)
+    tl.store(statistics + rows + at, result.others)
     if KEPT > 2:
-        tl.store(entropy + row, result.entropy)
-        tl.store(statistics + 2 * rows + row, result.distance)
+        tl.store(entropy + at, result.entropy)
+        tl.store(statistics + 2 * rows + at, result.distance)
     if KEPT > 3:
-        tl.store(statistics + 3 * rows + row, result.squares)
+        tl.store(statistics + 3 * rows + at, result.squares)
 
 
 def token_logprobs(rows: LogitRows, kept: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
@@ -347,15 +344,12 @@ def _gradient_of(exponent, top, others, distance, logit, a, b):
 
 
 @triton.jit
-def _step_back(
-    pointer, to, start, columns, floors, floor, exponent, top, gradient,
-    WHOLE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _step_back(row, to, start, top, gradient, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     column = start + tl.arange(0, BLOCK)
-    delta = _load(pointer, column, columns, floors, floor, WHOLE, ALIGNED) - top
-    value = _exp2_of(exponent, delta) * tl.fma(delta, gradient.slope, gradient.constant)
-    value = tl.where(delta < exponent.least, 0.0, value)  # of -inf it is NaN
-    store(to, column, value.to(to.dtype.element_ty), columns, WHOLE, ALIGNED)
+    delta = _load(row, column, WHOLE, ALIGNED) - top
+    value = _exp2_of(row.exponent, delta) * tl.fma(delta, gradient.slope, gradient.constant)
+    value = tl.where(delta < row.exponent.least, 0.0, value)  # of -inf it is NaN
+    store(to, column, value.to(to.dtype.element_ty), row.columns, WHOLE, ALIGNED)
 
 
 @triton.jit
@@ -393,43 +387,32 @@ def _backward(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets + row)
-    exponent = _exponent_of(temperatures, temperature, row)
-    top = tl.load(statistics + row)
-    others = tl.load(statistics + rows + row)
-    a = tl.zeros([], tl.float32)
-    b = tl.zeros([], tl.float32)
-    distance = tl.zeros([], tl.float32)
-    if logp_gradient is not None:
-        a = tl.load(logp_gradient + row)
-    if entropy_gradient is not None:
-        b = tl.load(entropy_gradient + row)
-        distance = tl.load(statistics + 2 * rows + row)
-    to = _row(grad, row, inner, grad_outer_stride, grad_inner_stride)
-    undefined = (top != top) | (_is_defined(target, vocabulary, exponent) == False)  # noqa: E712
+    at = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + at)
+    exponent = _exponent_of(temperatures, temperature, at)
+    top = tl.load(statistics + at)
+    others = tl.load(statistics + rows + at)
+    a = tl.zeros([], tl.float32) if logp_gradient is None else tl.load(logp_gradient + at)
+    b = tl.zeros([], tl.float32) if entropy_gradient is None else tl.load(entropy_gradient + at)
+    distance = b if entropy_gradient is None else tl.load(statistics + 2 * rows + at)
+    to = _address(grad, at, inner, grad_outer_stride, grad_inner_stride)
     if (target == ignore_index) | ((a == 0.0) & (b == 0.0) & (top == top)):
         _fill(to, columns, 0.0, ALIGNED, BLOCK)
-    elif undefined:
+    elif (top != top) | (_is_defined(target, vocabulary, exponent) == False):  # noqa: E712
         _fill(to, columns, float("nan"), ALIGNED, BLOCK)
     else:
-        pointer = _row(logits, row, inner, outer_stride, inner_stride)
-        floor = 0.0 if floors is None else tl.load(floors + row)
-        column = target - first
-        logit = _logit_of_target(pointer, column, columns)
-        above = logit == logit
-        if floors is not None:
-            above = (logit < floor) == False  # noqa: E712
-            logit = _above(logit, floor)
-        gradient = _gradient_of(exponent, top, others, distance, logit, a.to(tl.float64), b.to(tl.float64))
+        floor = None if floors is None else tl.load(floors + at)
+        row = Row(_address(logits, at, inner, outer_stride, inner_stride), columns, floor, exponent)
+        logit, has_gradient = _load_target(row, target - first)
         tl.debug_barrier()  # in place, another warp may write the gradient of this logit before all have read it
+        gradient = _gradient_of(exponent, top, others, distance, logit, a.to(tl.float64), b.to(tl.float64))
         whole = columns // BLOCK * BLOCK
         for start in range(0, whole, BLOCK):
-            _step_back(pointer, to, start, columns, floors, floor, exponent, top, gradient, True, ALIGNED, BLOCK)
+            _step_back(row, to, start, top, gradient, True, ALIGNED, BLOCK)
         if whole < columns:
-            _step_back(pointer, to, whole, columns, floors, floor, exponent, top, gradient, False, ALIGNED, BLOCK)
+            _step_back(row, to, whole, top, gradient, False, ALIGNED, BLOCK)
         tl.debug_barrier()
-        tl.store(to + column, gradient.target.to(to.dtype.element_ty), mask=_is_here(column, columns) & above)
+        tl.store(to + (target - first), gradient.target.to(to.dtype.element_ty), mask=has_gradient)
 
 
 def token_logprobs_backward(

@@ -126,8 +126,8 @@ def _address(pointer, row, inner, outer_stride, inner_stride):
 
 @triton.jit
 def _is_below(x, floor):
-    """NaN is above every floor but NaN, above which nothing is."""
-    return (x < floor) | (floor != floor)
+    """NaN is not; above a floor of NaN nothing else is."""
+    return ((x >= floor) == False) & (x == x)  # noqa: E712 (`not` is for scalars)
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def _load_target(row, column):
     if row.floor is not None:
         below = _is_below(logit, row.floor)
         logit = tl.where(below, float("-inf"), logit)
-        here = here & (below == False)  # noqa: E712 (`not` is for scalars)
+        here = here & (below == False)  # noqa: E712
     return logit, here
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from devices import Device, NoHostData, OnDevice
+from devices import Device, NoHostData, OnDevice, Watched
 
 import hpo_core as hpo
 import hpo_core.support
@@ -186,23 +186,28 @@ def test_gradcheck(support):
 
 
 def test_compiled_without_a_break():
-    """Where settings are not read, a wrong one gives NaN."""
-    top_k, top_p = torch.tensor([3, 9, -1, 50, 20, -7]), torch.tensor([0.5, 1.0, 0.75, 2.0, 0.9, 0.9])
-    targets, ids = integers(50, 6), integers(50, 6, 3, seed=1)
+    tokens, ids, top_k = integers(50, 7), integers(50, 7, 3, seed=1), torch.tensor([3, 9, -1, 50, 20, 0, 7])
+    batch = hpo.PackedBatch.from_lengths([4, 3]).without_first_tokens()
 
-    def results(logits):
-        floor = hpo.support_floor(logits, top_k=top_k, top_p=top_p)
-        over_floor = hpo.token_logprobs(logits, targets, support_floor=floor)
-        return floor, over_floor.entropy, hpo.token_logprobs(logits, targets, support_ids=ids, entropy=False).logp
+    def loss(logits):
+        floor = hpo.support_floor(logits, 0.7, top_k=top_k, top_p=0.9)
+        entropy = hpo.token_logprobs(logits, tokens, 0.7, batch=batch, support_floor=floor).entropy
+        return entropy.sum() + hpo.token_statistics(logits, tokens, batch=batch, support_ids=ids).entropy.sum()
 
-    logits = normal(6, 50)
-    found = torch.compile(results, fullgraph=True, backend="aot_eager")(logits)
-    wrong = torch.tensor([False, False, False, True, False, True])
-    assert found[0][wrong].isnan().all() and found[1][wrong].isnan().all()
-    top_k[wrong], top_p[wrong] = 2, 0.5
-    expected = results(logits)
-    assert all(torch.equal(mine[~wrong], eager[~wrong]) for mine, eager in zip(found, expected, strict=True))
-    assert torch.equal(found[2], expected[2])
+    one, other = normal(7, 50).requires_grad_(), normal(7, 50).requires_grad_()
+    loss(one).backward()
+    torch.compile(loss, fullgraph=True, backend="aot_eager")(other).backward()
+    assert torch.allclose(one.grad, other.grad, 1e-6, 1e-7) and other.grad.any()
+
+
+def test_wrong_settings_that_nobody_could_read_have_no_floor():
+    logits = normal(4, 9)
+    good = {"temperature": torch.ones(4), "top_k": torch.full((4,), 3), "top_p": torch.ones(4), "min_p": torch.zeros(4)}
+    for name, value in {"temperature": 0.0, "top_k": -2, "top_p": 1.5, "min_p": math.nan}.items():
+        wrong = {**good, name: good[name].index_fill(0, torch.tensor([2]), value)}
+        with Watched():
+            floor = hpo.support_floor(logits, **wrong)
+        assert floor[2].isnan() and floor[[0, 1, 3]].isfinite().all()
 
 
 def test_nothing_is_read_by_the_host():

@@ -93,7 +93,7 @@ RULES = [
     Rule(("hpo_core/entropy/*",), (*ENTROPY, "losses", "imports", "docs")),
     Rule(("hpo_core/gates/*",), (*LOSS, "gate_inputs", "hierarchy_theorems", "hierarchy_degenerate", "imports",
           "docs")),
-    Rule(("hpo_core/integrations/trl.py", "hpo_core/integrations/turns.py"), (*TRL, "imports")),
+    Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py"), (*TRL, "imports")),
     Rule(("hpo_core/integrations/verl.py", "hpo_core/integrations/turns.py"), (*VERL, "imports")),
     Rule(("hpo_core/testing/*",), ("testing", "promises", "imports")),
     Rule(("hpo_core/py.typed", "hpo_core/_version.py", "setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", ".ci/*",

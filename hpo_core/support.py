@@ -17,6 +17,7 @@ __all__ = ["LOGITS", "TEMPERATURE", "Setting", "among_ids", "check_logits", "che
 LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 _LEAST = torch.finfo(torch.float32).tiny
 _CHUNK = 2**22  # logits that are looked at together
+_FEW = 1024  # the greatest logits of a row, among which a support mostly lies
 
 
 class Setting(NamedTuple):
@@ -173,28 +174,48 @@ def _places(at: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:
 
 def _floors(logits: torch.Tensor, settings: dict[Setting, Any]) -> torch.Tensor:
     """Those of a few rows ``[R, V]``; settings are numbers or ``[R, 1]``."""
-    top_k, top_p = settings.get(_TOP_K), settings.get(_TOP_P)
-    ordered = logits  # descending, where the order counts
+    top_k, vocabulary = settings.get(_TOP_K), logits.shape[-1]
     if isinstance(top_k, int):
-        ordered = logits.topk(min(top_k, logits.shape[-1])).values
-    elif top_k is not None or top_p is not None:
-        ordered = logits.sort(descending=True).values
-    top = ordered.amax(-1, keepdim=True)
-    weights = ((ordered.double() - top.double()) / settings[TEMPERATURE]).exp()
-    left = weights >= settings.get(_MIN_P, 0.0)
+        return _floors_among(logits, logits.topk(min(top_k, vocabulary)).values, settings)[0]
+    if top_k is None and _TOP_P not in settings:
+        return _floors_among(logits, logits, settings)[0]
+    if vocabulary <= _FEW or not logits.is_cpu or watched(logits):  # elsewhere a look at a result synchronises
+        return _floors_among(logits, logits.sort(descending=True).values, settings)[0]
+    floors, is_enough = _floors_among(logits, logits.topk(_FEW).values, settings)
+    rest = ~is_enough.flatten()
+    if rest.any():
+        of_rest = {
+            setting: value[rest] if isinstance(value, torch.Tensor) else value for setting, value in settings.items()
+        }
+        floors[rest] = _floors_among(logits[rest], logits[rest].sort(descending=True).values, of_rest)[0]
+    return floors
+
+
+def _floors_among(
+    logits: torch.Tensor, greatest: torch.Tensor, settings: dict[Setting, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The floors, if they are among the greatest logits ``[R, K]``, in descending order where the order counts; and
+    whether they are, for all but a number as ``top_k``."""
+    temperature, top_k, top_p = settings[TEMPERATURE], settings.get(_TOP_K), settings.get(_TOP_P)
+    top, count = greatest.amax(-1, keepdim=True), greatest.shape[-1]
+    last = greatest[:, -1:]
     if isinstance(top_k, torch.Tensor):
-        last = ordered.gather(-1, (top_k - 1).clamp(0, ordered.shape[-1] - 1))
-        left &= (ordered >= last) | _TOP_K.is_off(top_k)
+        last = torch.where(_TOP_K.is_off(top_k), -math.inf, greatest.gather(-1, (top_k - 1).clamp(0, count - 1)))
+
+    def left_by_top_k(some: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = ((some.double() - top.double()) / temperature).exp()
+        left = weights >= settings.get(_MIN_P, 0.0)
+        if top_k is not None:
+            left &= some >= last
+        return left, torch.where(left, weights, 0.0)
+
+    left, weights = left_by_top_k(greatest)
     if top_p is not None:
-        weights = torch.where(left, weights, 0.0)
-        total = weights.sum(-1, keepdim=True)
-        if isinstance(top_k, int):  # logits that equal the last of the k are left, too
-            last = ordered[:, -1:]
-            others = (logits == last).sum(-1, keepdim=True) - (ordered == last).sum(-1, keepdim=True)
-            total += others * weights[:, -1:]
+        total = left_by_top_k(logits)[1].sum(-1, keepdim=True)
         left &= (weights.cumsum(-1) - weights < top_p * total) | _TOP_P.is_off(top_p)
-    least = torch.where(left, ordered, math.inf).amin(-1)
-    return torch.where(top.squeeze(-1).isfinite(), least, math.nan)
+    least = torch.where(left, greatest, math.inf).amin(-1)
+    is_enough = ~left[:, -1:] & (True if top_k is None else top_k <= count)
+    return torch.where(top.squeeze(-1).isfinite(), least, math.nan), is_enough
 
 
 def among_ids(logits: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -82,6 +82,17 @@ def test_settings_for_each_row():
     assert torch.equal(hpo.support_floor(logits, temperature, **wide), floor)
 
 
+@pytest.mark.parametrize("few", [1, 4, 39])
+@pytest.mark.parametrize("rows", ROWS)
+def test_supports_that_lie_among_the_greatest_logits_or_do_not(rows, few, monkeypatch):
+    each = {"top_k": torch.tensor([3, -1, 0, 39, 50, 2]), "top_p": torch.tensor([0.5, 0.75, 1.0, 0.25, 1.0, 0.875])}
+    settings = [*SETTINGS, each, {**each, "min_p": 0.1}, {"top_k": each["top_k"]}]
+    expected = [hpo.support_floor(ROWS[rows], 0.7, **given) for given in settings]
+    monkeypatch.setattr(hpo_core.support, "_FEW", few)
+    for given, floor in zip(settings, expected, strict=True):
+        assert torch.equal(hpo.support_floor(ROWS[rows], 0.7, **given), floor)
+
+
 def test_layouts_and_chunks(monkeypatch):
     logits = normal(3, 5, 40)
     expected = hpo.support_floor(logits, top_k=9, top_p=0.8)

@@ -351,7 +351,7 @@ MUTANTS = {
     ),
     "triton: the mean distance is that to the greatest of the others": Mutant(
         "triton", "logprobs.py",
-        "spread = by * others + factor * LN_2", "spread = factor * LN_2",
+        "spread = below * row.exponent.inverse * others + factor", "spread = factor",
         "test_logprobs.test_worked_numbers", {},
     ),
     "triton: NaN is lost": Mutant(

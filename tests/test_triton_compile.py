@@ -137,7 +137,7 @@ REGISTERS = {
     ("logprobs", "_forward"): 95,  # of bfloat16: with 4 warps, 20 warps share a multiprocessor
     ("logprobs", "_backward"): 45,
     ("logprobs, all inputs", "_forward"): 128,  # of float32
-    ("logprobs, all inputs", "_backward"): 56,
+    ("logprobs, all inputs", "_backward"): 50,
 }
 
 # 128-bit loads of a program's step on sm_90: of float tokens, one for each tensor that the path reads.

@@ -200,7 +200,7 @@ MUTANTS = {
     ),
     "cpu: an ignored row is read": Mutant(
         "cpu", "cpu/logprobs.cpp",
-        "args.targets[row] != args.ignore_index", "true",
+        "target != args.ignore_index", "true",
         "test_logprobs.test_an_ignored_row_is_not_read_and_gives_0", {"dtype": torch.float32},
     ),
     "cpu: rows of logits lie one after the other": Mutant(

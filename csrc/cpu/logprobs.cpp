@@ -335,9 +335,9 @@ Exponent exponent_of(const LogprobsArgs& args, int64_t row) {
   return Exponent(args.temperatures ? double(args.temperatures[row]) : args.temperature);
 }
 
-// Whether a row has a target and a temperature.
-bool is_defined(const LogprobsArgs& args, int64_t row, const Exponent& exponent) {
-  const int64_t target = args.targets[row];
+// Whether there are such a target and such a temperature. A target is read once: what somebody writes meanwhile was not
+// checked.
+bool is_defined(const LogprobsArgs& args, int64_t target, const Exponent& exponent) {
   return target >= 0 && target < args.vocabulary && exponent.inverse > 0.0 && exponent.inverse <= double(FLT_MAX);
 }
 
@@ -345,13 +345,14 @@ template <class Type>
 void forward(const LogprobsArgs& args, int threads) {
   parallel_for(args.rows, worthwhile(threads, args.rows * args.vocabulary), [&](int64_t row) {
     RowResult result{};
-    if (args.targets[row] != args.ignore_index) {
+    const int64_t target = args.targets[row];
+    if (target != args.ignore_index) {
       const Exponent exponent = exponent_of(args, row);
-      if (is_defined(args, row, exponent)) {
+      if (is_defined(args, target, exponent)) {
         const auto* from = row_of<Type>(args, row);
         const RowSums sums = args.entropy ? sums_of_row<Type, true>(from, args.vocabulary, exponent)
                                           : sums_of_row<Type, false>(from, args.vocabulary, exponent);
-        result = result_of(sums, exponent, Type::widened(from[args.targets[row]]));
+        result = result_of(sums, exponent, Type::widened(from[target]));
       } else {
         result = undefined_result();
       }
@@ -411,20 +412,20 @@ void backward(const LogprobsBackwardArgs& args, int threads) {
   auto* grad = static_cast<typename Type::Element*>(args.grad);
   parallel_for(rows, worthwhile(threads, rows * vocabulary), [&](int64_t row) {
     auto* to = grad + row * vocabulary;
+    const int64_t target = given.targets[row];
     const float top = args.statistics[row], others = args.statistics[rows + row];
     const float a = args.logp_gradient ? args.logp_gradient[row] : 0.0f;
     const float b = args.entropy_gradient ? args.entropy_gradient[row] : 0.0f;
-    if (given.targets[row] == given.ignore_index || (a == 0.0f && b == 0.0f && top == top)) {
+    if (target == given.ignore_index || (a == 0.0f && b == 0.0f && top == top)) {
       std::memset(static_cast<void*>(to), 0, size_t(vocabulary) * sizeof *to);
       return;
     }
     const Exponent exponent = exponent_of(given, row);
-    if (top != top || !is_defined(given, row, exponent)) {
+    if (top != top || !is_defined(given, target, exponent)) {
       for (int64_t at = 0; at < vocabulary; ++at) to[at] = Type::narrowed(NAN);
       return;
     }
     const auto* from = row_of<Type>(given, row);
-    const int64_t target = given.targets[row];
     const float distance = args.entropy_gradient ? args.statistics[2 * rows + row] : 0.0f;
     const RowGradient gradient =
         gradient_of(exponent, top, others, distance, Type::widened(from[target]), double(a), double(b));

@@ -13,6 +13,7 @@ from harness import Case, Contestant, Plan, Tensors, at_most_floors, check, slow
 import hpo_core as hpo
 from hpo_core.backends import resolve
 from hpo_core.reference import logprobs as reference
+from hpo_core.specs import LogitRows
 
 IGNORE = -100
 # What the notes on the CPU ask for, in floors of the same bytes.
@@ -65,8 +66,8 @@ def case(dtype: torch.dtype, name: str, *, tokens: int, vocabulary: int, full: b
     bytes_of_logit = logits.element_size()
     if name == "backward":
         kernels = resolve("logprobs", logits, backend)
-        statistics = kernels.token_logprobs(logits, targets, 1.0, IGNORE, True)[2]
-        given = (logits, targets, 1.0, IGNORE, statistics, of_logp, of_entropy)
+        rows = LogitRows(logits, targets, None, 1.0, IGNORE, None, 0, vocabulary)
+        given = (rows, kernels.token_logprobs(rows, 3)[2], of_logp, of_entropy, False)
         kept = torch.empty_like(words)
         run = lambda: {"grad": kernels.token_logprobs_backward(*given)}  # noqa: E731
         contestants = [Contestant("hpo_core", run, at_most_floors(BACKWARD[dtype]), tolerance=tolerance(dtype))]
@@ -108,7 +109,8 @@ def forward_logp(function: Callable[..., Any], logits: torch.Tensor, targets: to
 
 def _truth(logits: torch.Tensor, targets: torch.Tensor, of_logp: torch.Tensor, of_entropy: torch.Tensor) -> Tensors:
     leaf = logits.double().requires_grad_()
-    logp, entropy = reference.token_logprobs(leaf, targets, 1.0, IGNORE, True)
+    rows = LogitRows(leaf, targets, None, 1.0, IGNORE, None, 0, leaf.shape[-1])
+    logp, entropy, _ = reference.token_logprobs(rows, 3)
     assert entropy is not None
     (grad,) = torch.autograd.grad((logp, entropy), leaf, (of_logp.double(), of_entropy.double()))
     return {"logp": logp.detach(), "entropy": entropy.detach(), "grad": grad}

@@ -2,10 +2,12 @@
 // is where their data is.
 #pragma once
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
 
+#include <array>
 #include <iterator>
 #include <stdexcept>
 #include <string>
@@ -267,6 +269,28 @@ inline void advise_large_pages(Address memory, int64_t bytes) {
 #endif
 }
 
+// Shape, strides, tensors and numbers of LogitRows, in this order.
+inline LogprobsArgs make_logprobs(std::array<int64_t, 4> shape, std::array<int64_t, 3> layout, Address logits, int type,
+                                  Address targets, Address temperatures, double temperature, int64_t ignore_index,
+                                  Address floors) {
+  LogprobsArgs args{};
+  args.rows = shape[0];
+  args.columns = shape[1];
+  args.first = shape[2];
+  args.vocabulary = shape[3];
+  args.inner = layout[0];
+  args.outer_stride = layout[1];
+  args.inner_stride = layout[2];
+  args.logits = pointer<const void>(logits);
+  args.type = LogitType(type);
+  args.targets = pointer<const int64_t>(targets);
+  args.temperatures = pointer<const float>(temperatures);
+  args.temperature = temperature;
+  args.ignore_index = ignore_index;
+  args.floors = pointer<const float>(floors);
+  return args;
+}
+
 inline void bind(py::module_& m) {
   m.attr("metrics") = int(kMetrics);
   py::list names;
@@ -355,12 +379,8 @@ inline void bind(py::module_& m) {
   m.def("recurrence",
         [](int64_t units, int64_t rows, Address values, Address gains, Address cu_seqlens, Address scanned, int64_t context) {
           const Offsets offsets(cu_seqlens, rows);
-          const RecurrenceArgs args = {units,
-                                       rows,
-                                       pointer<const float>(values),
-                                       pointer<const float>(gains),
-                                       offsets.data(),
-                                       pointer<float>(scanned)};
+          const RecurrenceArgs args = {
+              units, rows, pointer<const float>(values), pointer<const float>(gains), offsets.data(), pointer<float>(scanned)};
           run([&] { return hpo_recurrence(&args, context); });
         });
 
@@ -430,49 +450,32 @@ inline void bind(py::module_& m) {
     args.counts = pointer<int64_t>(counts);
     run([&] { return hpo_row_counts(&args, context); });
   });
-}
 
-inline LogprobsArgs make_logprobs(int64_t rows, int64_t vocabulary, int64_t inner, int64_t outer_stride, int64_t inner_stride,
-                                  Address logits, int type, Address targets, Address temperatures, double temperature,
-                                  int64_t ignore_index) {
-  LogprobsArgs args{};
-  args.rows = rows;
-  args.vocabulary = vocabulary;
-  args.inner = inner;
-  args.outer_stride = outer_stride;
-  args.inner_stride = inner_stride;
-  args.logits = pointer<const void>(logits);
-  args.type = LogitType(type);
-  args.targets = pointer<const int64_t>(targets);
-  args.temperatures = pointer<const float>(temperatures);
-  args.temperature = temperature;
-  args.ignore_index = ignore_index;
-  return args;
-}
-
-// What not every backend has.
-inline void bind_logprobs(py::module_& m) {
-  m.def("token_logprobs", [](int64_t rows, int64_t vocabulary, int64_t inner, int64_t outer_stride, int64_t inner_stride,
-                             Address logits, int type, Address targets, Address temperatures, double temperature,
-                             int64_t ignore_index, Address logp, Address entropy, Address statistics, int64_t context) {
-    LogprobsArgs args = make_logprobs(rows, vocabulary, inner, outer_stride, inner_stride, logits, type, targets, temperatures,
-                                      temperature, ignore_index);
+  m.def("token_logprobs", [](std::array<int64_t, 4> shape, std::array<int64_t, 3> layout, Address logits, int type,
+                             Address targets, Address temperatures, double temperature, int64_t ignore_index, Address floors,
+                             int kept, Address logp, Address entropy, Address statistics, int64_t context) {
+    LogprobsArgs args = make_logprobs(shape, layout, logits, type, targets, temperatures, temperature, ignore_index, floors);
+    args.kept = kept;
     args.logp = pointer<float>(logp);
     args.entropy = pointer<float>(entropy);
     args.statistics = pointer<float>(statistics);
     run([&] { return hpo_token_logprobs(&args, context); });
   });
 
-  m.def("token_logprobs_backward",
-        [](int64_t rows, int64_t vocabulary, int64_t inner, int64_t outer_stride, int64_t inner_stride, Address logits, int type,
-           Address targets, Address temperatures, double temperature, int64_t ignore_index, Address statistics,
-           Address logp_gradient, Address entropy_gradient, Address grad, int64_t context) {
-          const LogprobsBackwardArgs args = {make_logprobs(rows, vocabulary, inner, outer_stride, inner_stride, logits, type,
-                                                           targets, temperatures, temperature, ignore_index),
-                                             pointer<const float>(statistics), pointer<const float>(logp_gradient),
-                                             pointer<const float>(entropy_gradient), pointer<void>(grad)};
-          run([&] { return hpo_token_logprobs_backward(&args, context); });
-        });
+  m.def("token_logprobs_backward", [](std::array<int64_t, 4> shape, std::array<int64_t, 3> layout, Address logits, int type,
+                                      Address targets, Address temperatures, double temperature, int64_t ignore_index,
+                                      Address floors, Address statistics, Address logp_gradient, Address entropy_gradient,
+                                      Address grad, int64_t grad_outer_stride, int64_t grad_inner_stride, int64_t context) {
+    const LogprobsBackwardArgs args = {
+        make_logprobs(shape, layout, logits, type, targets, temperatures, temperature, ignore_index, floors),
+        pointer<const float>(statistics),
+        pointer<const float>(logp_gradient),
+        pointer<const float>(entropy_gradient),
+        pointer<void>(grad),
+        grad_outer_stride,
+        grad_inner_stride};
+    run([&] { return hpo_token_logprobs_backward(&args, context); });
+  });
 }
 
 }  // namespace hpo::bindings

@@ -1,6 +1,4 @@
 // HPO_MODULE is _cuda, or _cuda_emulated for the test double built from the same sources.
-#include <pybind11/stl.h>
-
 #include "bindings.h"
 #include "hpo/launches.h"
 

@@ -23,6 +23,7 @@ from .specs import (
     GroupInputs,
     GroupNormalisation,
     Invalid,
+    LogitRows,
     LogitType,
     OrderRule,
     PolicyLossInputs,
@@ -310,69 +311,45 @@ class Native:
         self._call(self.module.row_counts, cu_seqlens, total_tokens, rows, mask, cu_seqlens, counts)
         return counts
 
-    def token_logprobs(
-        self,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        temperature: float | torch.Tensor,
-        ignore_index: int,
-        want_entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Log-probabilities, entropies where wanted, and what the backward reads: of each row the greatest logit, the
-        sum of the others and, with the entropy, the mean distance, ``[2 or 3, T]``."""
-        logp = torch.empty_like(targets, dtype=torch.float32)
-        entropy = torch.empty_like(logp) if want_entropy else None
-        statistics = logp.new_empty((3 if want_entropy else 2, targets.numel()))
-        call = _logits(logits, targets, temperature, ignore_index)
-        self._call(self.module.token_logprobs, logits, *call, logp, entropy, statistics)
+    def token_logprobs(self, rows: LogitRows, kept: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Log-probabilities, entropies where ``kept`` is above 2, and that many statistics ``[kept, T]``: of each row
+        the greatest logit, the sum of the others, the mean distance and the sum of squared probabilities."""
+        logp = torch.empty_like(rows.targets, dtype=torch.float32)
+        entropy = torch.empty_like(logp) if kept > 2 else None
+        statistics = logp.new_empty((kept, logp.numel()))
+        logits, call = _logits(rows)
+        self._call(self.module.token_logprobs, logits, *call, kept, logp, entropy, statistics)
         return logp, entropy, statistics
 
     def token_logprobs_backward(
         self,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        temperature: float | torch.Tensor,
-        ignore_index: int,
+        rows: LogitRows,
         statistics: torch.Tensor,
         logp_gradient: torch.Tensor | None,
         entropy_gradient: torch.Tensor | None,
+        in_place: bool,
     ) -> torch.Tensor:
-        """The gradient of the logits, contiguous, from those of the two results; None: 0."""
-        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        if grad.nbytes >= _LARGE and not self._on_cuda:
-            self.module.advise_large_pages(grad, grad.nbytes)
-        call = _logits(logits, targets, temperature, ignore_index)
+        """The gradient of the logits from those of the two results; None: 0. It is contiguous, or ``rows.logits``,
+        whose rows then lie at two strides at most."""
+        logits, call = _logits(rows)
+        _, (inner, *strides), *_ = call
+        grad = logits
+        if not in_place:
+            grad, strides = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device), None
+            if grad.nbytes >= _LARGE and not self._on_cuda:
+                self.module.advise_large_pages(grad, grad.nbytes)
+        outer_stride, inner_stride = strides or (inner * logits.shape[-1], logits.shape[-1])
         self._call(
-            self.module.token_logprobs_backward, logits, *call, statistics, logp_gradient, entropy_gradient, grad
+            self.module.token_logprobs_backward, logits, *call, statistics, logp_gradient, entropy_gradient, grad,
+            outer_stride, inner_stride,
         )  # fmt: skip
         return grad
 
 
-def _logits(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float | torch.Tensor, ignore_index: int
-) -> tuple[Any, ...]:
-    """What both directions read. Kernels know rows at two strides, which is how a slice of ``[B, L, V]`` lies in
-    memory; logits that lie otherwise are copied."""
-    dimensions = _leading(logits)
-    if len(dimensions) > 2:
-        logits = logits.contiguous()
-        dimensions = _leading(logits)
-    (_, outer_stride), (inner, inner_stride) = [(1, 0), (1, 0), *dimensions][-2:]
-    temperatures, number = (temperature, 1.0) if isinstance(temperature, torch.Tensor) else (None, temperature)
-    return (
-        targets.numel(), logits.shape[-1], inner, outer_stride, inner_stride, logits, int(LogitType.of(logits)),
-        targets, temperatures, number, ignore_index,
+def _logits(rows: LogitRows) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """The logits and what kernels of both directions take."""
+    logits, layout = rows.at_two_strides()
+    return logits, (
+        (rows.targets.numel(), logits.shape[-1], rows.first, rows.vocabulary), layout, logits,
+        int(LogitType.of(logits)), rows.targets, rows.temperatures, rows.temperature, rows.ignore_index, rows.floors,
     )  # fmt: skip
-
-
-def _leading(logits: torch.Tensor) -> list[tuple[int, int]]:
-    """Sizes and strides of all dimensions but the last, joined where they lie one after the other."""
-    joined: list[tuple[int, int]] = []
-    for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
-        if size == 1:
-            continue
-        if joined and joined[-1][1] == size * stride:
-            joined[-1] = (joined[-1][0] * size, stride)
-        else:
-            joined.append((size, stride))
-    return joined

@@ -6,6 +6,7 @@
 // than a factor of 2; the block is then read again, from the cache.
 #include "hpo/logprobs.h"
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 
@@ -166,11 +167,10 @@ struct Float16 {
   }
 };
 
-// The rest of a row, filled up with elements that count nothing.
+// NaN is above every floor but NaN, above which nothing is.
 template <class Type>
-HPO_INLINE void copy_rest(const typename Type::Element* from, int64_t count, typename Type::Element (&rest)[kStep]) {
-  for (auto& element : rest) element = Type::kNothing;
-  std::memcpy(rest, from, size_t(count) * sizeof rest[0]);
+HPO_INLINE void copy_above(const typename Type::Element* from, int64_t count, float floor, typename Type::Element* to) {
+  for (int64_t at = 0; at < count; ++at) to[at] = Type::widened(from[at]) < floor || floor != floor ? Type::kNothing : from[at];
 }
 
 // -------------------------------------------------------------------------------------------------------------- forward
@@ -212,17 +212,17 @@ float greatest_of(const typename Type::Element* from, int64_t count) {
 }
 
 struct alignas(kLine) BlockSums {
-  float others[kLanes], spread[kLanes];
+  float others[kLanes], spread[kLanes], squares[kLanes];
 };
 
-// Sums what the lanes do not keep, relative to the reference.
-template <class Type, bool kSpread>
+// Sums what the lanes do not keep, relative to the reference. kKept: see LogprobsArgs.
+template <class Type, int kKept>
 void sum_block(const typename Type::Element* from, int64_t count, float reference, const Exponent& exponent, Lanes& kept,
                BlockSums& sums) {
   const Floats origin = all<Floats>(reference), least = all<Floats>(exponent.least);
   const Floats high = all<Floats>(exponent.high), low = all<Floats>(exponent.low);
   for (int part = 0; part < kParts; ++part) {
-    Floats top[kChains], others[kChains] = {}, spread[kChains] = {};
+    Floats top[kChains], others[kChains] = {}, spread[kChains] = {}, squares[kChains] = {};
     for (int chain = 0; chain < kChains; ++chain) {
       top[chain] = load_lanes<Floats>(kept.of + chain * kLanes + part * kWidth);
     }
@@ -236,17 +236,19 @@ void sum_block(const typename Type::Element* from, int64_t count, float referenc
         const Mask counts = not_less(delta, least);
         const Floats e = exp_where(counts, delta, high, low);
         others[chain] += e;
-        if (kSpread) spread[chain] = less_product_where(counts, delta, e, spread[chain]);
+        if (kKept > 2) spread[chain] = less_product_where(counts, delta, e, spread[chain]);
+        if (kKept > 3) squares[chain] = Number<Floats>::fused(e, e, squares[chain]);
       }
     }
     for (int chain = 0; chain < kChains; ++chain) store_lanes(top[chain], kept.of + chain * kLanes + part * kWidth);
     store_lanes((others[0] + others[1]) + (others[2] + others[3]), sums.others + part * kWidth);
-    if (kSpread) store_lanes((spread[0] + spread[1]) + (spread[2] + spread[3]), sums.spread + part * kWidth);
+    if (kKept > 2) store_lanes((spread[0] + spread[1]) + (spread[2] + spread[3]), sums.spread + part * kWidth);
+    if (kKept > 3) store_lanes((squares[0] + squares[1]) + (squares[2] + squares[3]), sums.squares + part * kWidth);
   }
 }
 
 // The sums of a row so far.
-template <bool kSpread>
+template <int kKept>
 class Row {
  public:
   explicit Row(const Exponent& exponent) : exponent_(exponent) { kept_.fill(-kInfinity); }
@@ -259,11 +261,11 @@ class Row {
     }
     const Lanes before = kept_;
     BlockSums sums;
-    sum_block<Type, kSpread>(from, count, reference_, exponent_, kept_, sums);
+    sum_block<Type, kKept>(from, count, reference_, exponent_, kept_, sums);
     if (kept_.any_above(limit_)) {
       move_to(kept_.greatest());
       kept_ = before;
-      sum_block<Type, kSpread>(from, count, reference_, exponent_, kept_, sums);
+      sum_block<Type, kKept>(from, count, reference_, exponent_, kept_, sums);
     }
     add(sums);
   }
@@ -280,17 +282,18 @@ class Row {
     Lanes nobody;  // keeps what the lanes have kept
     nobody.fill(kInfinity);
     BlockSums sums;
-    sum_block<Float32, kSpread>(kept_.of, kStep, reference_, exponent_, nobody, sums);
+    sum_block<Float32, kKept>(kept_.of, kStep, reference_, exponent_, nobody, sums);
     add(sums);
-    const double spread = kSpread ? sum_halves(spread_) : 0.0;
-    return {top, sum_halves(others_), spread > 0.0 ? spread : 0.0};
+    const double spread = kKept > 2 ? sum_halves(spread_) : 0.0;
+    return {top, sum_halves(others_), spread > 0.0 ? spread : 0.0, kKept > 3 ? sum_halves(squares_) : 0.0};
   }
 
  private:
   void add(const BlockSums& sums) {
     for (int lane = 0; lane < kLanes; lane += kWidth) {
       add_as_doubles(load_lanes<Floats>(sums.others + lane), others_ + lane);
-      if (kSpread) add_as_doubles(load_lanes<Floats>(sums.spread + lane), spread_ + lane);
+      if (kKept > 2) add_as_doubles(load_lanes<Floats>(sums.spread + lane), spread_ + lane);
+      if (kKept > 3) add_as_doubles(load_lanes<Floats>(sums.squares + lane), squares_ + lane);
     }
   }
 
@@ -298,7 +301,8 @@ class Row {
     if (!(reference > reference_)) return;  // -inf is none
     const double factor = double(exp_of(exponent_, reference_ - reference)), distance = double(reference) - double(reference_);
     for (int lane = 0; lane < kLanes; ++lane) {
-      if (kSpread) spread_[lane] = factor == 0.0 ? 0.0 : factor * (spread_[lane] + distance * others_[lane]);
+      if (kKept > 2) spread_[lane] = factor == 0.0 ? 0.0 : factor * (spread_[lane] + distance * others_[lane]);
+      if (kKept > 3) squares_[lane] *= factor * factor;
       others_[lane] *= factor;
     }
     reference_ = reference;
@@ -307,64 +311,75 @@ class Row {
 
   const Exponent exponent_;
   Lanes kept_;
-  alignas(kLine) double others_[kLanes] = {}, spread_[kLanes] = {};
+  alignas(kLine) double others_[kLanes] = {}, spread_[kLanes] = {}, squares_[kLanes] = {};
   float reference_ = -FLT_MAX, limit_ = -FLT_MAX;
   bool begins_ = true;
 };
 
-template <class Type, bool kSpread>
-RowSums sums_of_row(const typename Type::Element* from, int64_t vocabulary, const Exponent& exponent) {
-  Row<kSpread> row(exponent);
-  const int64_t whole = vocabulary / kStep * kStep;
-  for (int64_t at = 0; at < whole; at += kBlock) row.template add<Type>(from + at, whole - at < kBlock ? whole - at : kBlock);
-  if (whole < vocabulary) {
-    alignas(kLine) typename Type::Element rest[kStep];
-    copy_rest<Type>(from + whole, vocabulary - whole, rest);
-    row.template add<Type>(rest, kStep);
+// Calls body(at, count, elements) for the blocks of a row, in order: for all but the last one count is a multiple of kStep.
+// Logits below the floor, and those that fill the last block up, are -inf.
+template <class Type, class Body>
+HPO_INLINE void for_each_block(const typename Type::Element* from, int64_t columns, const float* floor, const Body& body) {
+  const int64_t whole = columns / kStep * kStep;
+  alignas(kLine) typename Type::Element copy[kBlock];
+  for (int64_t at = 0; at < whole; at += kBlock) {
+    const int64_t count = whole - at < kBlock ? whole - at : kBlock;
+    if (floor) copy_above<Type>(from + at, count, *floor, copy);
+    body(at, count, floor ? copy : from + at);
   }
+  if (whole == columns) return;
+  std::fill(copy, copy + kStep, Type::kNothing);
+  copy_above<Type>(from + whole, columns - whole, floor ? *floor : -kInfinity, copy);
+  body(whole, columns - whole, copy);
+}
+
+template <class Type, int kKept>
+RowSums sums_of_row(const typename Type::Element* from, int64_t columns, const float* floor, const Exponent& exponent) {
+  Row<kKept> row(exponent);
+  for_each_block<Type>(from, columns, floor, [&](int64_t, int64_t count, const typename Type::Element* block) {
+    row.template add<Type>(block, count < kStep ? kStep : count);
+  });
   return row.finish();
 }
 
 template <class Type>
 const typename Type::Element* row_of(const LogprobsArgs& args, int64_t row) {
   const auto* logits = static_cast<const typename Type::Element*>(args.logits);
-  return logits + row / args.inner * args.outer_stride + row % args.inner * args.inner_stride;
+  return logits + offset_of_row(args, row);
 }
 
-Exponent exponent_of(const LogprobsArgs& args, int64_t row) {
-  return Exponent(args.temperatures ? double(args.temperatures[row]) : args.temperature);
-}
-
-// Whether there are such a target and such a temperature. A target is read once: what somebody writes meanwhile was not
-// checked.
-bool is_defined(const LogprobsArgs& args, int64_t target, const Exponent& exponent) {
-  return target >= 0 && target < args.vocabulary && exponent.inverse > 0.0 && exponent.inverse <= double(FLT_MAX);
-}
-
+// -inf where the target is in another part, or outside the support.
 template <class Type>
+float logit_of_target(const typename Type::Element* from, int64_t column, const float* floor) {
+  const float logit = column < 0 ? -kInfinity : Type::widened(from[column]);
+  return is_below(logit, floor) ? -kInfinity : logit;
+}
+
+template <class Type, int kKept>
 void forward(const LogprobsArgs& args, int threads) {
-  parallel_for(args.rows, worthwhile(threads, args.rows * args.vocabulary), [&](int64_t row) {
+  parallel_for(args.rows, worthwhile(threads, args.rows * args.columns), [&](int64_t row) {
     RowResult result{};
-    const int64_t target = args.targets[row];
-    if (target != args.ignore_index) {
+    if (!is_ignored(args, row)) {
       const Exponent exponent = exponent_of(args, row);
-      if (is_defined(args, target, exponent)) {
+      if (is_defined(args, row, exponent)) {
         const auto* from = row_of<Type>(args, row);
-        const RowSums sums = args.entropy ? sums_of_row<Type, true>(from, args.vocabulary, exponent)
-                                          : sums_of_row<Type, false>(from, args.vocabulary, exponent);
-        result = result_of(sums, exponent, Type::widened(from[target]));
+        const float* floor = args.floors ? args.floors + row : nullptr;
+        const RowSums sums = sums_of_row<Type, kKept>(from, args.columns, floor, exponent);
+        const float logit = logit_of_target<Type>(from, target_column(args, row), floor);
+        result = result_of(sums, exponent, logit, args.columns == args.vocabulary);
       } else {
         result = undefined_result();
       }
     }
-    args.logp[row] = result.logp;
-    args.statistics[row] = result.top;
-    args.statistics[args.rows + row] = result.others;
-    if (args.entropy) {
-      args.entropy[row] = result.entropy;
-      args.statistics[2 * args.rows + row] = result.distance;
-    }
+    write_result(args, row, result);
   });
+}
+
+template <class Type>
+void forward(const LogprobsArgs& args, int threads) {
+  if (args.kept == 2) forward<Type, 2>(args, threads);
+  else if (args.kept == 3) forward<Type, 3>(args, threads);
+  else forward<Type, 4>(args, threads);
 }
 
 // ------------------------------------------------------------------------------------------------------------- backward
@@ -391,47 +406,46 @@ HPO_INLINE void gradients_of_step(const typename Type::Element* from, float top,
 }
 
 template <class Type, bool kSlope>
-void gradients_of_row(const typename Type::Element* from, int64_t vocabulary, float top, const Exponent& exponent,
-                      const RowGradient& gradient, typename Type::Element* to) {
-  const int64_t whole = vocabulary / kStep * kStep;
-  for (int64_t at = 0; at < whole; at += kStep) {
-    gradients_of_step<Type, kSlope>(from + at, top, exponent, gradient, to + at);
-  }
-  if (whole < vocabulary) {
+void gradients_of_row(const typename Type::Element* from, int64_t columns, const float* floor, float top,
+                      const Exponent& exponent, const RowGradient& gradient, typename Type::Element* to) {
+  for_each_block<Type>(from, columns, floor, [&](int64_t at, int64_t count, const typename Type::Element* block) {
+    const int64_t whole = count / kStep * kStep;
+    for (int64_t step = 0; step < whole; step += kStep) {
+      gradients_of_step<Type, kSlope>(block + step, top, exponent, gradient, to + at + step);
+    }
+    if (whole == count) return;
     alignas(kLine) typename Type::Element rest[kStep];
-    copy_rest<Type>(from + whole, vocabulary - whole, rest);
-    gradients_of_step<Type, kSlope>(rest, top, exponent, gradient, rest);
-    std::memcpy(to + whole, rest, size_t(vocabulary - whole) * sizeof rest[0]);
-  }
+    gradients_of_step<Type, kSlope>(block, top, exponent, gradient, rest);
+    std::memcpy(to + at, rest, size_t(count) * sizeof rest[0]);
+  });
 }
 
 template <class Type>
 void backward(const LogprobsBackwardArgs& args, int threads) {
   const LogprobsArgs& given = args.given;
-  const int64_t rows = given.rows, vocabulary = given.vocabulary;
-  auto* grad = static_cast<typename Type::Element*>(args.grad);
-  parallel_for(rows, worthwhile(threads, rows * vocabulary), [&](int64_t row) {
-    auto* to = grad + row * vocabulary;
-    const int64_t target = given.targets[row];
-    const float top = args.statistics[row], others = args.statistics[rows + row];
-    const float a = args.logp_gradient ? args.logp_gradient[row] : 0.0f;
-    const float b = args.entropy_gradient ? args.entropy_gradient[row] : 0.0f;
-    if (target == given.ignore_index || (a == 0.0f && b == 0.0f && top == top)) {
-      std::memset(static_cast<void*>(to), 0, size_t(vocabulary) * sizeof *to);
+  const int64_t rows = given.rows, columns = given.columns;
+  parallel_for(rows, worthwhile(threads, rows * columns), [&](int64_t row) {
+    auto* to = static_cast<typename Type::Element*>(args.grad) + offset_of_gradient(args, row);
+    const RowUpstream upstream(args, row);
+    if (is_ignored(given, row) || upstream.is_zero()) {
+      std::memset(static_cast<void*>(to), 0, size_t(columns) * sizeof *to);
       return;
     }
     const Exponent exponent = exponent_of(given, row);
-    if (top != top || !is_defined(given, target, exponent)) {
-      for (int64_t at = 0; at < vocabulary; ++at) to[at] = Type::narrowed(NAN);
+    if (!upstream.is_defined() || !is_defined(given, row, exponent)) {
+      std::fill(to, to + columns, Type::narrowed(NAN));
       return;
     }
     const auto* from = row_of<Type>(given, row);
-    const float distance = args.entropy_gradient ? args.statistics[2 * rows + row] : 0.0f;
-    const RowGradient gradient =
-        gradient_of(exponent, top, others, distance, Type::widened(from[target]), double(a), double(b));
-    if (b != 0.0f) gradients_of_row<Type, true>(from, vocabulary, top, exponent, gradient, to);
-    else gradients_of_row<Type, false>(from, vocabulary, top, exponent, gradient, to);
-    to[target] = Type::narrowed(gradient.target);
+    const float* floor = given.floors ? given.floors + row : nullptr;
+    const int64_t column = target_column(given, row);
+    const float logit = logit_of_target<Type>(from, column, floor);
+    const bool has_target = column >= 0 && !is_below(Type::widened(from[column]), floor);
+    const RowGradient gradient = gradient_of(exponent, upstream, logit);
+    const bool has_slope = upstream.entropy != 0.0f;
+    if (has_slope) gradients_of_row<Type, true>(from, columns, floor, upstream.top, exponent, gradient, to);
+    else gradients_of_row<Type, false>(from, columns, floor, upstream.top, exponent, gradient, to);
+    if (has_target) to[column] = Type::narrowed(gradient.target);
   });
 }
 

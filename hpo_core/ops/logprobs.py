@@ -3,16 +3,17 @@ operators."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from ..backends import is_reference, resolve
 from ..checks import check, check_dtype, has_tangent
+from ..specs import LogitRows
 from .library import LIBRARY, OPERATORS, check_operand, define, register, watched
 
-__all__ = ["token_logprobs"]
+__all__ = ["backward", "token_logprobs"]
 
 SECOND_DERIVATIVE = (
     "hpo_core.token_logprobs: second derivatives are not supported (the backward keeps three numbers a row, not a "
@@ -23,89 +24,102 @@ FORWARD_MODE = (
     "supported; use backend='reference'"
 )
 
+IN_PLACE = "inplace_gradient: expected an eager backward, got {}; leave inplace_gradient=False"
+
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Given(NamedTuple):
-    """What both directions read. ``temperatures``: one for each target, in place of ``temperature``."""
-
-    logits: torch.Tensor
-    targets: torch.Tensor
-    temperatures: torch.Tensor | None
-    temperature: float
-    ignore_index: int
-    backend: str
-
-    def call(self) -> tuple[Any, ...]:
-        """As the functions of a backend take it."""
-        temperature = self.temperature if self.temperatures is None else self.temperatures.contiguous()
-        return self.logits, self.targets.contiguous(), temperature, self.ignore_index
-
-    def functions(self) -> Any:
-        return resolve("logprobs", self.logits, self.backend or None)
-
-
 def token_logprobs(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    temperature: float | torch.Tensor,
-    ignore_index: int,
-    want_entropy: bool,
-    backend: str | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Both in the shape of ``targets`` and differentiable in ``logits``; not for the reference backend."""
+    rows: LogitRows, kept: int, backend: str | None, in_place: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Log-probabilities and, where ``kept`` is above 2, entropies, in the shape of the targets and differentiable in
+    the logits; ``kept`` statistics ``[kept, T]``. ``in_place``: the backward writes the gradient over the logits.
+    Not for the reference backend."""
+    logits = rows.logits
+    outputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
     if forward_ad._current_level >= 0 and has_tangent(logits):
         raise RuntimeError(FORWARD_MODE)
-    each, number = (temperature, 1.0) if isinstance(temperature, torch.Tensor) else (None, temperature)
-    given = Given(logits, targets, each, number, ignore_index, backend or "")
     if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
-        logp, entropy, _ = _apply(*given, want_entropy)
-    elif watched(logits):
-        logp, entropy, _ = OPERATORS.token_logprobs(*given, want_entropy)
-    elif logits.requires_grad and torch.is_grad_enabled():
-        logp, entropy, _ = _apply(*given, want_entropy)
-    else:
-        logp, entropy, _ = _forward(*given, want_entropy)
-    return logp, entropy if want_entropy else None
+        check(not in_place, IN_PLACE, "a transform of torch.func")
+        outputs = _apply(*rows, backend or "", kept, in_place)
+        return outputs
+    if watched(logits):
+        check(not in_place, IN_PLACE, "a graph that is traced")
+        logp, entropy, statistics = OPERATORS.token_logprobs(*rows, backend or "", kept)
+        return logp, entropy if kept > 2 else None, statistics
+    if logits.requires_grad and torch.is_grad_enabled():
+        outputs = _apply(*rows, backend or "", kept, in_place)
+        return outputs
+    return _forward(*rows, backend or "", kept)
 
 
 # ---------------------------------------------------------------------------------------------------- both directions
 
 
+def _functions(rows: LogitRows, backend: str) -> Any:
+    return resolve("logprobs", rows.logits, backend or None)
+
+
+def _readable(rows: LogitRows) -> LogitRows:
+    """As kernels read it."""
+    each, floors = (None if tensor is None else tensor.contiguous() for tensor in (rows.temperatures, rows.floors))
+    return rows._replace(targets=rows.targets.contiguous(), temperatures=each, floors=floors)
+
+
 def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    *given, want_entropy = arguments
-    call = Given(*given)
-    outputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] = call.functions().token_logprobs(
-        *call.call(), want_entropy
-    )
+    *given, backend, kept = arguments
+    rows = _readable(LogitRows(*given))
+    outputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+    outputs = _functions(rows, backend).token_logprobs(rows, kept)
     return outputs
 
 
-def _backward(*arguments: Any) -> torch.Tensor:
-    *given, statistics, logp_gradient, entropy_gradient = arguments
-    call = Given(*given)
+def backward(
+    rows: LogitRows,
+    backend: str,
+    statistics: torch.Tensor,
+    logp_gradient: torch.Tensor | None,
+    entropy_gradient: torch.Tensor | None,
+    in_place: bool = False,
+) -> torch.Tensor:
+    """The gradient of the logits; ``statistics`` are of the whole vocabulary. None: 0."""
     gradients = (each if each is None else each.contiguous() for each in (logp_gradient, entropy_gradient))
-    grad: torch.Tensor = call.functions().token_logprobs_backward(*call.call(), statistics, *gradients)
+    rows, functions = _readable(rows), _functions(rows, backend)
+    grad: torch.Tensor = functions.token_logprobs_backward(rows, statistics, *gradients, in_place)
     return grad
 
 
+def _backward(*arguments: Any) -> torch.Tensor:
+    *given, backend, statistics, logp_gradient, entropy_gradient, in_place = arguments
+    grad = backward(LogitRows(*given), backend, statistics, logp_gradient, entropy_gradient, in_place)
+    if in_place:  # whatever has kept the logits for its own backward is told
+        torch.autograd.graph.increment_version(grad)
+        grad = grad.detach()
+    return grad
+
+
+_TENSORS = ("logits", "targets", "temperatures", "floors")
+
+
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    *given, _ = inputs
-    call = Given(*given)
+    rows, (backend, kept, *in_place) = LogitRows(*inputs[: len(LogitRows._fields)]), inputs[len(LogitRows._fields) :]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
-    ctx.rest = call[3:]
-    ctx.save_for_backward(*call[:3], output[2])
+    nothing: dict[str, Any] = dict.fromkeys(_TENSORS)
+    ctx.rest = rows._replace(**nothing), backend, kept, in_place
+    ctx.save_for_backward(*(getattr(rows, name) for name in _TENSORS), output[2])
 
 
-def _gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, backward: Any) -> Any:
+def _gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, apply: Any) -> Any:
     others = (None,) * (len(ctx.needs_input_grad) - 1)
     if logp_gradient is None and entropy_gradient is None:
         return None, *others
+    rest, backend, kept, in_place = ctx.rest
     *tensors, statistics = ctx.saved_tensors
-    if statistics.shape[0] == 2:  # no entropy was wanted, and zeros arrive for it where graphs are traced
+    rows = rest._replace(**dict(zip(_TENSORS, tensors, strict=True)))
+    if kept == 2:  # no entropy was wanted, and zeros arrive for it where graphs are traced
         entropy_gradient = None
-    return backward(*tensors, *ctx.rest, statistics, logp_gradient, entropy_gradient), *others
+    return apply(*rows, backend, statistics, logp_gradient, entropy_gradient, *in_place), *others
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -113,7 +127,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
-        return _forward(*arguments)
+        return _forward(*arguments[:-1])  # in_place is for the backward
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -145,9 +159,12 @@ _apply: Any = _TokenLogprobs.apply
 # ----------------------------------------------------------------------------------------------------------- operators
 
 
-_GIVEN = "Tensor logits, Tensor targets, Tensor? temperatures, float temperature, int ignore_index, str backend, "
-define(f"token_logprobs({_GIVEN}bool want_entropy) -> (Tensor logp, Tensor entropy, Tensor statistics)")
-define(f"token_logprobs_backward({_GIVEN}Tensor statistics, Tensor? logp_gradient, Tensor? entropy_gradient) -> Tensor")
+_ROWS = (
+    "Tensor logits, Tensor targets, Tensor? temperatures, float temperature, int ignore_index, Tensor? floors, "
+    "int first, int vocabulary, str backend, "
+)
+define(f"token_logprobs({_ROWS}int kept) -> (Tensor logp, Tensor entropy, Tensor statistics)")
+define(f"token_logprobs_backward({_ROWS}Tensor statistics, Tensor? logp_gradient, Tensor? entropy_gradient) -> Tensor")
 
 
 def _forward_operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -156,19 +173,19 @@ def _forward_operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def _forward_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    targets, want_entropy = arguments[1], arguments[-1]
+    targets, kept = arguments[1], arguments[-1]
     logp = targets.new_empty(targets.shape, dtype=torch.float32)
-    entropy = torch.empty_like(logp) if want_entropy else logp.new_empty(0)
-    return logp, entropy, logp.new_empty((3 if want_entropy else 2, targets.numel()))
+    entropy = torch.empty_like(logp) if kept > 2 else logp.new_empty(0)
+    return logp, entropy, logp.new_empty((kept, targets.numel()))
 
 
-def _check_given(given: Given) -> None:
-    logits = given.logits
+def _check_rows(rows: LogitRows, backend: str) -> None:
+    logits = rows.logits
     check(
-        not is_reference(logits, given.backend or None),
+        not is_reference(logits, backend or None),
         "backend: expected a native one for this operator, got {}; call hpo_core.token_logprobs, which serves the "
         "reference, too",
-        repr(given.backend) if given.backend else "the reference by default",
+        repr(backend) if backend else "the reference by default",
     )
     check_dtype("logits", logits, _TYPES, "use logits.float()")
     check(logits.dim() > 0 and logits.shape[-1] > 0, "logits: expected shape [..., V], got {}", list(logits.shape))
@@ -177,25 +194,35 @@ def _check_given(given: Given) -> None:
         "logits: expected a contiguous last dimension, got a stride of {}; use logits.contiguous()",
         logits.stride(-1),
     )
-    shape = logits.shape[:-1]
-    check_operand("targets", given.targets, shape, (torch.int64,), ("logits", logits))
-    check_operand("temperatures", given.temperatures, shape, (torch.float32,), ("logits", logits), "targets")
+    check(
+        rows.first >= 0 and rows.first + logits.shape[-1] <= rows.vocabulary,
+        "first, vocabulary: expected that the columns of logits lie in the vocabulary, got {} from {} on, of {}",
+        logits.shape[-1],
+        rows.first,
+        rows.vocabulary,
+    )
+    shape, like = logits.shape[:-1], ("logits", logits)
+    check_operand("targets", rows.targets, shape, (torch.int64,), like)
+    check_operand("temperatures", rows.temperatures, shape, (torch.float32,), like, "targets")
+    check_operand("floors", rows.floors, shape, (torch.float32,), like, "targets")
 
 
 def _check_forward(*arguments: Any) -> None:
-    *given, _ = arguments
-    _check_given(Given(*given))
+    *given, backend, kept = arguments
+    _check_rows(LogitRows(*given), backend)
+    check(kept in (2, 3, 4), "kept: expected 2, 3 or 4 statistics, got {}", kept)
 
 
 def _check_backward(*arguments: Any) -> None:
-    *tensors, statistics, logp_gradient, entropy_gradient = arguments
-    given = Given(*tensors)
-    _check_given(given)
-    rows = 2 if entropy_gradient is None and statistics.shape[:1] == (2,) else 3
-    like = ("logits", given.logits)
-    check_operand("statistics", statistics, (rows, given.targets.numel()), (torch.float32,), like)
+    *given, backend, statistics, logp_gradient, entropy_gradient = arguments
+    rows = LogitRows(*given)
+    _check_rows(rows, backend)
+    kept = statistics.shape[0] if statistics.dim() and statistics.shape[0] in (2, 3, 4) else 3
+    check(kept > 2 or entropy_gradient is None, "statistics: expected 3 of each row for an entropy_gradient, got 2")
+    like = ("logits", rows.logits)
+    check_operand("statistics", statistics, (kept, rows.targets.numel()), (torch.float32,), like)
     for name, gradient in (("logp_gradient", logp_gradient), ("entropy_gradient", entropy_gradient)):
-        check_operand(name, gradient, given.targets.shape, (torch.float32,), like, "targets")
+        check_operand(name, gradient, rows.targets.shape, (torch.float32,), like, "targets")
 
 
 def _operator_gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: Any) -> Any:
@@ -209,7 +236,7 @@ def _second(ctx: Any, *_: Any) -> Any:
 register("token_logprobs", _forward_operator, _forward_fake, _check_forward, strided=("logits",))
 register(
     "token_logprobs_backward",
-    _backward,
+    lambda *arguments: _backward(*arguments, False),
     lambda logits, *_: logits.new_empty(logits.shape),
     _check_backward,
     strided=("logits",),

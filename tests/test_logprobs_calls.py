@@ -170,10 +170,10 @@ class Allocations(TorchDispatchMode):
 
 def test_there_is_no_second_tensor_of_the_size_of_the_logits():
     hidden, head, targets = model(vocabulary=5000)
-    size, largest = 6 * 5000 * 4, {}
+    size, largest, batch = 6 * 5000 * 4, {}, hpo.PackedBatch.from_lengths([4, 2]).without_first_tokens()
     for in_place in (False, True):
         logits = hidden @ head
-        found = hpo.token_logprobs(logits, targets, inplace_gradient=in_place)
+        found = hpo.token_logprobs(logits, targets, batch=batch, inplace_gradient=in_place)
         with Allocations(logits, head) as seen:
             torch.autograd.grad(found.logp.sum() + found.entropy.sum(), hidden)
         largest[in_place] = seen.largest

@@ -35,7 +35,7 @@ _CUDA_PREFERENCE: dict[str, tuple[str, ...]] = dict.fromkeys(OPS, ("cuda", "trit
 
 
 # What some backends have no kernels of yet: a call that ends there says so.
-_MISSING: dict[str, tuple[str, ...]] = {"logprobs": ("triton", "cuda", "cuda_emulated")}
+_MISSING: dict[str, tuple[str, ...]] = {"logprobs": ("cuda", "cuda_emulated")}
 
 
 class Availability:

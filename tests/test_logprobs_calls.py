@@ -227,7 +227,7 @@ def test_without_a_gradient_nothing_is_written():
         (lambda x: x.detach().requires_grad_()[:], {}, "expected logits that a model has computed, got a leaf, or a"),
         (lambda x: x[:1].expand(6, 60), {}, r"expected rows with memory of their own, got strides \(0, 1\)"),
         (lambda x: x.as_strided((6, 60), (30, 1)), {}, r"expected rows with memory of their own, got strides \(30"),
-        (lambda x: x.expand(2, 6, 60).clone().view(2, 3, 2, 60).transpose(1, 2), {}, "expected rows at two strides at most, as those of"),
+        (lambda x: x.expand(2, 6, 60).clone().view(2, 3, 2, 60).transpose(1, 2), {}, "expected rows at two strides"),
         (lambda x: x, {"backend": "reference"}, "the reference has a graph of its own"),
         (lambda x: x, {"entropy_temperature": 1.0}, "the gradient of an entropy_temperature of its own"),
         (lambda x: x, {"support_ids": torch.zeros(6, 2, dtype=torch.int64)}, "with support_ids the gradient is that"),

@@ -260,11 +260,11 @@ def _checked(
     if ids is not None:
         check(floors is None, "support_floor, support_ids: expected one of them, got both")
         ids = _checked_ids(ids, targets, unread, logits.shape[-1])
-    if in_place:
-        _check_in_place(logits, reference, ids, is_same)
     if batch is not None:
         targets = targets.roll(-1)
     rows = LogitRows(logits, targets, None, 1.0, ignore_index, floors, 0, logits.shape[-1])
+    if in_place:
+        _check_in_place(rows, reference, ids, is_same)
     if ids is not None:
         rows = _of_ids(rows, ids if batch is None else ids.roll(-ids.shape[-1]))
     entropy_rows = None if is_same else at_temperature(rows, entropy_temperature)
@@ -319,8 +319,9 @@ def _of_ids(rows: LogitRows, ids: torch.Tensor) -> LogitRows:
     return rows._replace(logits=logits, targets=targets, ignore_index=-100, vocabulary=logits.shape[-1])
 
 
-def _check_in_place(logits: torch.Tensor, reference: bool, ids: torch.Tensor | None, is_same: bool) -> None:
+def _check_in_place(rows: LogitRows, reference: bool, ids: torch.Tensor | None, is_same: bool) -> None:
     """That the logits are memory which the backward may write over, where there is to be one."""
+    logits = rows.logits
     if not logits.requires_grad or not torch.is_grad_enabled() or watched(logits):  # the operator refuses who watches
         return
     fix = "leave inplace_gradient=False"
@@ -339,8 +340,9 @@ def _check_in_place(logits: torch.Tensor, reference: bool, ids: torch.Tensor | N
         logits.stride(),
     )
     check(
-        logits.dim() <= 3 or logits.is_contiguous(),
-        f"inplace_gradient: expected [T, V], [B, L, V] or contiguous logits, got shape {{}} and strides {{}}; {fix}",
+        rows.at_two_strides()[0] is logits,
+        f"inplace_gradient: expected rows at two strides at most, as those of [T, V] and of a slice of [B, L, V] are, "
+        f"got shape {{}} and strides {{}}; {fix}",
         list(logits.shape),
         logits.stride(),
     )

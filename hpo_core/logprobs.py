@@ -61,8 +61,8 @@ def token_logprobs(
             differentiation. It divides in float32 or better, never in the precision of the logits.
         ignore_index: rows with this target are not read; their results and gradients are 0.
         entropy: whether the entropy is wanted; without it nothing is spent on it.
-        backend: ``"reference"`` or ``"cpu"``; default: what serves the device. The other backends have no
-            implementation yet and say so.
+        backend: one of :func:`hpo_core.backends`; default: what serves the device. Triton has no implementation yet
+            and says so.
 
     Returns:
         :class:`TokenLogprobs`. A row that holds NaN or +inf, or -inf only, gives NaN.

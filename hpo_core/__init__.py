@@ -15,9 +15,10 @@ from ._version import __version__
 from .backends import backends
 from .batch import PackedBatch
 from .level_metrics import LevelMetrics
-from .logprobs import TokenLogprobs, token_logprobs
+from .logprobs import TokenLogprobs, TokenStatistics, token_logprobs, token_statistics
 from .losses import PolicyLoss, PolicyLossAndGrad, hierarchical_policy_loss, policy_loss, policy_loss_and_grad
 from .metrics import Metrics
+from .support import support_floor
 
 __all__ = [
     "LevelMetrics",
@@ -26,6 +27,7 @@ __all__ = [
     "PolicyLoss",
     "PolicyLossAndGrad",
     "TokenLogprobs",
+    "TokenStatistics",
     "__version__",
     "advantages",
     "aggregation",
@@ -37,8 +39,10 @@ __all__ = [
     "policy_loss",
     "policy_loss_and_grad",
     "segments",
+    "support_floor",
     "testing",
     "token_logprobs",
+    "token_statistics",
 ]
 
 

@@ -24,9 +24,11 @@ LOSS = ("promises", "gates", "hierarchy", "presets", "terms", "stages", "metrics
 ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators")
 ENTROPY = ("entropy", "entropy_selection", "select_top")
 SEGMENTS = ("segments", "token_estimators")
-LOGPROBS = ("logprobs",)
+LOGPROBS = ("logprobs", "logprobs_calls", "support")
 OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SEGMENTS, *LOGPROBS)
-MULTIPROCESS = ("distributed", "spanning", "aggregates", "advantages_over_ranks", "data_parallel", "empty_rank")
+MULTIPROCESS = (
+    *("distributed", "spanning", "aggregates", "advantages_over_ranks", "data_parallel", "deepspeed", "empty_rank"),
+)
 PYTHON = (
     *("aggregation", "batch", "batch_caches", "couplings", "docs", "gate_inputs", "imports", "level_metrics", "losses"),
     *("masks_and_totals", "micro_batches", "ops", "python_mutants", "synchronisation", "testing", "without_native"),
@@ -87,13 +89,13 @@ RULES = [
     Rule(("hpo_core/ranks.py", "hpo_core/spanning.py", "hpo_core/metrics.py", "hpo_core/aggregation.py",
           "hpo_core/advantages/distributed.py"), MULTIPROCESS),
     Rule(("hpo_core/batch.py",), ("empty_rank",)),
-    Rule(("hpo_core/logprobs.py",), (*LOGPROBS, "docs")),
+    Rule(("hpo_core/logprobs.py", "hpo_core/support.py"), (*LOGPROBS, "docs")),
     Rule(("hpo_core/advantages/*",), (*ADVANTAGES, "estimator_properties", "imports", "docs", "synchronisation")),
     Rule(("hpo_core/advantages/ranks.py", "hpo_core/advantages/terms.py"), MULTIPROCESS),
     Rule(("hpo_core/entropy/*",), (*ENTROPY, "losses", "imports", "docs")),
     Rule(("hpo_core/gates/*",), (*LOSS, "gate_inputs", "hierarchy_theorems", "hierarchy_degenerate", "imports",
           "docs")),
-    Rule(("hpo_core/integrations/trl.py", "hpo_core/integrations/turns.py"), (*TRL, "imports")),
+    Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py"), (*TRL, "imports")),
     Rule(("hpo_core/integrations/verl.py", "hpo_core/integrations/turns.py"), (*VERL, "imports")),
     Rule(("hpo_core/testing/*",), ("testing", "promises", "imports")),
     Rule(("hpo_core/py.typed", "hpo_core/_version.py", "setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", ".ci/*",

@@ -24,6 +24,7 @@ ORDER = (
         "entropy",
         "aggregation",
         "losses",
+        "support",
         "logprobs",
         "testing",
         "integrations",

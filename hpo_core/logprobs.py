@@ -89,7 +89,7 @@ def token_logprobs(
         inplace_gradient: whether the backward writes the gradient over the logits, so that no second tensor of their
             size exists. The logits then hold the gradient, which autograd tells every other operation that has kept
             them; an own use of them after the backward is yours to avoid.
-        backend: one of :func:`hpo_core.backends`; default: what serves the device.
+        backend: a name from ``hpo_core.backends()``. Default: by device.
 
     Returns:
         :class:`TokenLogprobs`. A row that holds NaN or +inf, or -inf only, gives NaN.

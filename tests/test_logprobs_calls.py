@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from conftest import NATIVE
 from devices import Device, NoHostData, OnDevice, Watched
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -12,6 +13,7 @@ import hpo_core as hpo
 from hpo_core import ops
 
 both = pytest.mark.parametrize("backend", ["reference", "cpu"])
+each_backend = pytest.mark.parametrize("backend", ["reference", *NATIVE])
 functions = pytest.mark.parametrize("function", [hpo.token_logprobs, hpo.token_statistics])
 IGNORED = -100
 
@@ -60,7 +62,7 @@ def test_the_logits_are_read_twice_only_where_temperatures_differ(temperature, o
 # ----------------------------------------------------------------------------------------------------------- statistics
 
 
-@both
+@each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("temperature", [0.7, "tensor"])
 def test_statistics(temperature, dtype, backend):
@@ -132,11 +134,11 @@ def gradients(function, **keywords):
     return *grads, seen == [True]
 
 
-@functions
-def test_the_gradient_lies_where_the_logits_did(function):
-    *expected, is_there = gradients(function)
+@pytest.mark.parametrize("backend", NATIVE)
+def test_the_gradient_lies_where_the_logits_did(backend):
+    *expected, is_there = gradients(hpo.token_logprobs, backend=backend)
     assert not is_there
-    *grads, is_there = gradients(function, inplace_gradient=True)
+    *grads, is_there = gradients(hpo.token_statistics, inplace_gradient=True, backend=backend)
     assert is_there and all(torch.equal(x, y) for x, y in zip(grads, expected, strict=True))
 
 

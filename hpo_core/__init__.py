@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from . import advantages, aggregation, entropy, gates, kl, segments
+from . import advantages, aggregation, entropy, gates, kl, logprob_states, segments
 from ._version import __version__
 from .backends import backends
 from .batch import PackedBatch
@@ -36,6 +36,7 @@ __all__ = [
     "hierarchical_policy_loss",
     "kl",
     "linear_token_logprobs",
+    "logprob_states",
     "policy_loss",
     "policy_loss_and_grad",
     "segments",

@@ -128,8 +128,8 @@ def linear_token_logprobs(
         *_checked_block(block, hidden),
     )  # fmt: skip
     over = () if process_group is None else (process_group, sizes)
-    results = ops.linear_token_logprobs(given, kept, backend, *over)
-    return TokenLogprobs(*(result if result is None else result.view(targets.shape) for result in results))
+    logp, entropies = ops.linear_token_logprobs(given, kept, backend, *over)
+    return TokenLogprobs(logp.view(targets.shape), None if entropies is None else entropies.view(targets.shape))
 
 
 def _checked_block(block: tuple[int, int] | None, hidden: torch.Tensor) -> tuple[int, int]:

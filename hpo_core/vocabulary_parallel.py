@@ -64,7 +64,7 @@ def all_rows(own: torch.Tensor, group: Group) -> torch.Tensor:
 
 def recognises_shards(**dimensions: int) -> Callable[[Function], Function]:
     """The function, whose arguments of these names may be distributed tensors: sharded along that dimension over a mesh
-    of one dimension, they stand for ``process_group`` and ``vocabulary_sizes``. All others are refused by name later."""
+    of one dimension, they stand for ``process_group`` and ``vocabulary_sizes``. Others are refused by name later."""
 
     def decorated(function: Any) -> Any:
         names = inspect.signature(function).parameters
@@ -93,7 +93,7 @@ def _localised(given: dict[str, Any], dimensions: dict[str, int]) -> dict[str, A
     shard = sys.modules["torch.distributed.tensor"].Shard
     local = dict(given)
     for name, dimension in dimensions.items():
-        tensor = given.get(name)
+        tensor: Any = given.get(name)
         if not _is_distributed(tensor) or tensor.device_mesh.ndim != 1:
             continue
         placement = shard(dimension % tensor.dim())

@@ -18,7 +18,7 @@ from ..backends import is_reference, resolve
 from ..checks import check, check_dtype, has_tangent
 from ..specs import LogitRows
 from .library import LIBRARY, OPERATORS, check_operand, define, register, watched
-from .logprob_states import LogprobState, finished, folded, inverse_of, part, shared
+from .logprob_states import LogprobState, finished, folded, inverse_of, mapped, part, shared
 
 __all__ = ["LinearRows", "linear_token_logprobs"]
 
@@ -145,11 +145,11 @@ class _Blocks:
 
 def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, adds: bool) -> None:
     """``out = left @ right`` or ``out += left @ right`` in float32."""
-    wide = {} if left.dtype is torch.float32 else {"out_dtype": torch.float32}
+    wide: dict[str, Any] = {} if left.dtype is torch.float32 else {"out_dtype": torch.float32}
     if adds:
-        torch.addmm(out, left, right, **wide, out=out)  # type: ignore[call-overload]
+        torch.addmm(out, left, right, **wide, out=out)
     else:
-        torch.mm(left, right, **wide, out=out)  # type: ignore[call-overload]
+        torch.mm(left, right, **wide, out=out)
 
 
 # ---------------------------------------------------------------------------------------------------- both directions
@@ -160,7 +160,8 @@ def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.
     given = LinearRows(*values)
     counting = given.targets != given.ignore_index
     blocks = _Blocks(given, counting)
-    inverse, inverse_of_chunks = inverse_of(given), inverse_of(given._replace(temperatures=blocks.temperatures))
+    inverse = inverse_of(given.temperature, given.temperatures)
+    inverse_of_chunks = inverse_of(given.temperature, blocks.temperatures)
     nothing = torch.full_like(blocks.targets, -torch.inf, dtype=torch.float64)
     zeros = torch.zeros_like(nothing)
     state = LogprobState(nothing, zeros, zeros if kept > 2 else None, nothing)
@@ -168,12 +169,11 @@ def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.
         for columns, weight in blocks.of_vocabulary():
             parts = [part(rows, kept, backend or None) for _, rows, _ in blocks.of_rows(columns, weight)]
             if parts:
-                fields = (None if each[0] is None else torch.stack(each) for each in zip(*parts, strict=True))
+                fields: Any = (None if each[0] is None else torch.stack(each) for each in zip(*parts, strict=True))
                 state = folded((state, LogprobState(*fields)), inverse_of_chunks)
-    state = LogprobState(*(None if each is None else blocks.spread(each) for each in state))
+    state = mapped(state, blocks.spread)
     if group is not None:
-        own = LogprobState(*(None if each is None else each.float() for each in state))
-        state = folded(shared(own, group, sizes), inverse)
+        state = folded(shared(mapped(state, torch.Tensor.float), group, sizes), inverse)
     return finished(state, inverse, ~counting)
 
 
@@ -194,55 +194,47 @@ def _backward(*arguments: Any) -> list[torch.Tensor | None]:
                 if given.softcap is not None:
                     gradient.addcmul_(gradient, rows.logits.div_(given.softcap).square_(), value=-1.0)  # 1 - tanh^2
                 gradients.add(at, columns, gradient, hidden, weight)
-            gradients.finish(columns)
     return gradients.finished(group)
 
 
 class _Gradients:
-    """Those of hidden states, weight and bias, None where not wanted, while the gradients of blocks of logits go by."""
+    """Those of hidden states, weight and bias, as far as they are wanted, from those of blocks of logits."""
 
     def __init__(self, blocks: _Blocks, wanted: Sequence[bool]) -> None:
         hidden, weight, bias = blocks.given[:3]
-        for_hidden, for_weight, for_bias = wanted
-        self._blocks = blocks
-        self.hidden = self.weight = self.bias = None
-        if for_hidden:
+        self.blocks, (self.of_hidden, self.of_weight, self.of_bias) = blocks, wanted
+        if self.of_hidden:
             self.hidden = hidden.new_zeros(blocks.chunks, *blocks.hidden.shape, dtype=torch.float32)
-        if for_weight:
+        if self.of_weight:
             self.weight = (weight.new_empty if blocks.chunks else weight.new_zeros)(weight.shape)
-            self._sums = (
-                None
-                if weight.dtype is torch.float32
-                else weight.new_empty(blocks.columns, weight.shape[1], dtype=torch.float32)
-            )
-        if for_bias:
+            is_exact = weight.dtype is torch.float32  # then sums are added up where they belong
+            self.sums = None if is_exact else weight.new_empty(blocks.columns, weight.shape[1], dtype=torch.float32)
+        if bias is not None and self.of_bias:
             self.bias = torch.zeros_like(bias, dtype=torch.float32)
 
     def add(self, at: int, columns: slice, gradient: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         narrow = gradient.to(hidden.dtype)
-        if self.hidden is not None:
+        if self.of_hidden:
             _multiply(narrow, weight, self.hidden[at], adds=True)
-        if self.weight is not None:
-            _multiply(narrow.t(), hidden, self._of(columns), adds=at > 0)
-        if self.bias is not None:
+        if self.of_weight:
+            sums = self.sums[: len(weight)] if self.sums is not None else self.weight[columns]
+            _multiply(narrow.t(), hidden, sums, adds=at > 0)
+            if self.sums is not None and at == self.blocks.chunks - 1:
+                self.weight[columns] = sums
+        if self.of_bias:
             self.bias[columns] += gradient.sum(0)
 
-    def _of(self, columns: slice) -> torch.Tensor:
-        """Where the weight's gradient of these columns is added up: in its place if that is float32."""
-        return self.weight[columns] if self._sums is None else self._sums[: columns.stop - columns.start]
-
-    def finish(self, columns: slice) -> None:
-        if self.weight is not None and self._sums is not None and self._blocks.chunks:
-            self.weight[columns] = self._of(columns)
-
     def finished(self, group: Any) -> list[torch.Tensor | None]:
-        hidden, _, bias = self._blocks.given[:3]
-        if self.hidden is not None:
-            whole = self._blocks.spread(self.hidden)
+        hidden, _, bias = self.blocks.given[:3]
+        results: list[torch.Tensor | None] = [None, self.weight if self.of_weight else None, None]
+        if self.of_hidden:
+            whole = self.blocks.spread(self.hidden)
             if group is not None:
                 torch.distributed.all_reduce(whole, group=group)
-            self.hidden = whole.to(hidden.dtype)
-        return [self.hidden, self.weight, None if self.bias is None else self.bias.to(bias.dtype)]
+            results[0] = whole.to(hidden.dtype)
+        if bias is not None and self.of_bias:
+            results[2] = self.bias.to(bias.dtype)
+        return results
 
 
 # ------------------------------------------------------------------------------------------------------------ autograd

@@ -3,7 +3,8 @@ ranks that each hold a part."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from ..checks import check, has_tangent
 from ..specs import LogitRows
 from .logprobs import FORWARD_MODE, gradient
 
-__all__ = ["LogprobState", "finished", "folded", "inverse_of", "over_ranks", "part", "shared"]
+__all__ = ["LogprobState", "finished", "folded", "inverse_of", "mapped", "over_ranks", "part", "shared"]
 
 
 class LogprobState(NamedTuple):
@@ -47,18 +48,21 @@ def part(rows: LogitRows, kept: int, backend: str | None) -> LogprobState:
     return LogprobState(top, others, distance[0] if distance else None, torch.where(has_target, logit, -torch.inf))
 
 
-def inverse_of(rows: LogitRows) -> float | torch.Tensor:
+def mapped(state: LogprobState, function: Callable[[torch.Tensor], torch.Tensor]) -> LogprobState:
+    """The function of each tensor of the state."""
+    fields: Any = (None if each is None else function(each) for each in state)
+    return LogprobState(*fields)
+
+
+def inverse_of(temperature: float, temperatures: torch.Tensor | None) -> float | torch.Tensor:
     """1 / temperature in double precision."""
-    return 1.0 / rows.temperature if rows.temperatures is None else 1.0 / rows.temperatures.double()
+    return 1.0 / temperature if temperatures is None else 1.0 / temperatures.double()
 
 
 def folded(states: Iterable[LogprobState], inverse: float | torch.Tensor) -> LogprobState:
     """The state of all parts together in float64, merged in their order."""
-    first, *others = states
-    whole = LogprobState(*(None if each is None else each.double() for each in first))
-    for state in others:
-        whole = _merged(whole, LogprobState(*(None if each is None else each.double() for each in state)), inverse)
-    return whole
+    first, *others = (mapped(state, torch.Tensor.double) for state in states)
+    return functools.reduce(lambda whole, state: _merged(whole, state, inverse), others, first)
 
 
 def _merged(one: LogprobState, other: LogprobState, inverse: float | torch.Tensor) -> LogprobState:
@@ -85,8 +89,7 @@ def finished(
     state: LogprobState, inverse: float | torch.Tensor, ignored: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """logp and entropy of the whole vocabulary, and the statistics ``[kept, T]`` that the backward reads."""
-    top, others, distance, logit = (None if each is None else each.double() for each in state)
-    assert top is not None and others is not None and logit is not None
+    top, others, distance, logit = mapped(state, torch.Tensor.double)
     is_defined = torch.isfinite(top) & ~others.isnan()
 
     def result(values: torch.Tensor) -> torch.Tensor:
@@ -154,7 +157,7 @@ class _OverRanks(torch.autograd.Function):
         sizes: Any,
     ) -> Any:  # fmt: skip
         rows = rest._replace(logits=logits, targets=targets, temperatures=temperatures)
-        inverse = inverse_of(rows)
+        inverse = inverse_of(rows.temperature, temperatures)
         whole = folded(shared(part(rows, kept, backend), group, sizes), inverse)
         logp, entropy, statistics = finished(whole, inverse, targets == rows.ignore_index)
         ctx.set_materialize_grads(False)

@@ -112,7 +112,8 @@ def linear_token_logprobs(
     vocabulary, first = weight.shape[0], 0
     if process_group is not None:
         sizes, first, vocabulary = shards(weight.shape[0], process_group, vocabulary_sizes)
-    check(vocabulary > 0, "weight: expected a vocabulary of at least one token, got {}", list(weight.shape))
+    is_part = process_group is not None
+    check(is_part or vocabulary > 0, "weight: expected a vocabulary of at least one token, got {}", list(weight.shape))
     targets = targets.to(torch.int64)
 
     if reference:

@@ -8,6 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 import hpo_core as hpo
+from hpo_core.ops import linear_logprobs as ops
 from hpo_core.testing.timing import extra_bytes
 
 OPERATORS = torch.ops.hpo_core
@@ -57,6 +58,13 @@ def eager(hidden, weight, targets, a, b, temperature=1.0, *, bias=None, entropy=
     outputs, upstream = ([logp, h], [a, b]) if entropy else ([logp], [a])
     gradients = torch.autograd.grad(outputs, leaves, [each.to(logp.dtype) for each in upstream])
     return [logp.detach(), h.detach() if entropy else logp.detach(), *gradients]
+
+
+def counted_products(monkeypatch):
+    """A list that grows by one at every matrix product."""
+    products, multiply = [], ops._multiply
+    monkeypatch.setattr(ops, "_multiply", lambda *args, **keywords: products.append(multiply(*args, **keywords)))
+    return products
 
 
 VARIANTS = {
@@ -131,17 +139,17 @@ def test_a_confident_token_keeps_its_gradient_and_its_entropy(backend):
 
 @backends
 @types
-@pytest.mark.parametrize("width", [12, 37])
-def test_the_bits_of_a_row_depend_on_the_row_alone(width, dtype, backend):
+@pytest.mark.parametrize(("width", "block"), [(12, BLOCK), (37, BLOCK), (12, (512, 8192))])
+def test_the_bits_of_a_row_depend_on_the_row_alone(width, block, dtype, backend):
     """Not on how many rows there are, on their order, nor on which of them are ignored."""
-    rows = BLOCK[0]
+    rows = block[0]
     hidden, weight, targets, a, b = head(dtype, 3 * rows + 5, width=width)
-    expected = call(hidden, weight, targets, a, b, 0.7, backend=backend, block=BLOCK)
+    expected = call(hidden, weight, targets, a, b, 0.7, backend=backend, block=block)
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for count in (1, 7, rows - 1, rows, 3 * rows + 5):
             chosen = torch.arange(3 * rows + 5 - count, 3 * rows + 5).flip(0)
-            got = call(hidden[chosen], weight, targets[chosen], a[chosen], b[chosen], 0.7, backend=backend, block=BLOCK)
+            got = call(hidden[chosen], weight, targets[chosen], a[chosen], b[chosen], 0.7, backend=backend, block=block)
             for mine, all_rows in zip(got[:3], expected[:3], strict=True):
                 assert torch.equal(mine, all_rows[chosen])
 

@@ -173,7 +173,7 @@ def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.
                 state = folded((state, LogprobState(*fields)), inverse_of_chunks)
     state = mapped(state, blocks.spread)
     if group is not None:
-        state = folded(shared(mapped(state, torch.Tensor.float), group, sizes), inverse)
+        state = folded(shared(mapped(state, torch.Tensor.float), len(given.weight), group, sizes), inverse)
     return finished(state, inverse, ~counting)
 
 

@@ -104,25 +104,25 @@ def finished(
 # ---------------------------------------------------------------------------------------------------------- over ranks
 
 
-def shared(state: LogprobState, group: Any, sizes: Sequence[int]) -> list[LogprobState]:
+def shared(state: LogprobState, columns: int, group: Any, sizes: Sequence[int]) -> list[LogprobState]:
     """The states of all ranks, in their order: one all-gather, which carries each rank's number of columns, too.
 
     Raises:
         ValueError: columns that are not ``sizes``, on every rank alike; on a GPU, where reading them would synchronise,
             the states become NaN.
     """
-    rank, given = torch.distributed.get_rank(group), [each for each in state if each is not None]
-    own = torch.cat([*(each.flatten() for each in given), given[0].new_tensor([sizes[rank]])])
+    given = [each for each in state if each is not None]
+    own = torch.cat([*(each.flatten() for each in given), given[0].new_tensor([columns])])
     all_ranks = own.new_empty(len(sizes), own.numel())
-    torch.distributed.all_gather_into_tensor(all_ranks, own, group=group)
+    torch.distributed.all_gather(list(all_ranks), own, group=group)
     expected = own.new_tensor(sizes)
     tables = all_ranks[:, :-1].reshape(len(sizes), len(given), *state.top.shape)
     if own.is_cpu:
         found = [int(size) for size in all_ranks[:, -1].tolist()]
         check(
-            found == list(sizes),
-            "vocabulary_sizes: expected the columns of every rank in the order of ranks, {}, got {}; pass the same "
-            "sizes on all ranks (without them all shards have one size)",
+            found == list(sizes) and sum(found) > 0,
+            "vocabulary_sizes: expected the columns of every rank, {}, at least one, got {}; pass the sizes of all "
+            "ranks in their order (without them all shards have one size)",
             found,
             list(sizes),
         )
@@ -158,7 +158,7 @@ class _OverRanks(torch.autograd.Function):
     ) -> Any:  # fmt: skip
         rows = rest._replace(logits=logits, targets=targets, temperatures=temperatures)
         inverse = inverse_of(rows.temperature, temperatures)
-        whole = folded(shared(part(rows, kept, backend), group, sizes), inverse)
+        whole = folded(shared(part(rows, kept, backend), logits.shape[-1], group, sizes), inverse)
         logp, entropy, statistics = finished(whole, inverse, targets == rows.ignore_index)
         ctx.set_materialize_grads(False)
         ctx.rest, ctx.backend = rest, backend
@@ -170,6 +170,6 @@ class _OverRanks(torch.autograd.Function):
         logits, targets, temperatures, statistics = ctx.saved_tensors
         others = (None,) * (len(ctx.needs_input_grad) - 1)
         if logits.shape[-1] == 0 or (logp_gradient is None and entropy_gradient is None):
-            return None, *others
+            return torch.zeros_like(logits), *others
         rows = ctx.rest._replace(logits=logits, targets=targets, temperatures=temperatures)
         return gradient(*rows, ctx.backend or "", statistics, logp_gradient, entropy_gradient, False), *others

@@ -42,7 +42,7 @@ def part_gradient(
     logp_gradient: torch.Tensor | None,
     entropy_gradient: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``(a 1[j = y] - p_j (a + b (log p_j + H))) / temperature`` for the gradients a of logp and b of the entropy, where
+    """``(a 1[j = y] - p_j (a + b (log p_j + H))) / temperature`` for the gradients a of logp and b of the entropy:
     ``log p + H = d + w / (1 + s)``; ``statistics``: m, s and ``w / (1 + s)`` of the whole rows. In float64."""
     m, s, *distance = (each.double().view(*rows.targets.shape, 1) for each in statistics)
     zeros = torch.zeros_like(m)

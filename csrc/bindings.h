@@ -269,6 +269,28 @@ inline void advise_large_pages(Address memory, int64_t bytes) {
 #endif
 }
 
+// Shape, strides, tensors and numbers of LogitRows, in this order.
+inline LogprobsArgs make_logprobs(std::array<int64_t, 4> shape, std::array<int64_t, 3> layout, Address logits, int type,
+                                  Address targets, Address temperatures, double temperature, int64_t ignore_index,
+                                  Address floors) {
+  LogprobsArgs args{};
+  args.rows = shape[0];
+  args.columns = shape[1];
+  args.first = shape[2];
+  args.vocabulary = shape[3];
+  args.inner = layout[0];
+  args.outer_stride = layout[1];
+  args.inner_stride = layout[2];
+  args.logits = pointer<const void>(logits);
+  args.type = LogitType(type);
+  args.targets = pointer<const int64_t>(targets);
+  args.temperatures = pointer<const float>(temperatures);
+  args.temperature = temperature;
+  args.ignore_index = ignore_index;
+  args.floors = pointer<const float>(floors);
+  return args;
+}
+
 inline void bind(py::module_& m) {
   m.attr("metrics") = int(kMetrics);
   py::list names;
@@ -428,32 +450,7 @@ inline void bind(py::module_& m) {
     args.counts = pointer<int64_t>(counts);
     run([&] { return hpo_row_counts(&args, context); });
   });
-}
 
-// Shape, strides, tensors and numbers of LogitRows, in this order.
-inline LogprobsArgs make_logprobs(std::array<int64_t, 4> shape, std::array<int64_t, 3> layout, Address logits, int type,
-                                  Address targets, Address temperatures, double temperature, int64_t ignore_index,
-                                  Address floors) {
-  LogprobsArgs args{};
-  args.rows = shape[0];
-  args.columns = shape[1];
-  args.first = shape[2];
-  args.vocabulary = shape[3];
-  args.inner = layout[0];
-  args.outer_stride = layout[1];
-  args.inner_stride = layout[2];
-  args.logits = pointer<const void>(logits);
-  args.type = LogitType(type);
-  args.targets = pointer<const int64_t>(targets);
-  args.temperatures = pointer<const float>(temperatures);
-  args.temperature = temperature;
-  args.ignore_index = ignore_index;
-  args.floors = pointer<const float>(floors);
-  return args;
-}
-
-// What not every backend has.
-inline void bind_logprobs(py::module_& m) {
   m.def("token_logprobs", [](std::array<int64_t, 4> shape, std::array<int64_t, 3> layout, Address logits, int type,
                              Address targets, Address temperatures, double temperature, int64_t ignore_index, Address floors,
                              int kept, Address logp, Address entropy, Address statistics, int64_t context) {

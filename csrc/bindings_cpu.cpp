@@ -1,7 +1,4 @@
 #define HPO_ON_HOST
 #include "bindings.h"
 
-PYBIND11_MODULE(_cpu, m) {
-  hpo::bindings::bind(m);
-  hpo::bindings::bind_logprobs(m);
-}
+PYBIND11_MODULE(_cpu, m) { hpo::bindings::bind(m); }

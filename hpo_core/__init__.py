@@ -16,9 +16,10 @@ from .backends import backends
 from .batch import PackedBatch
 from .level_metrics import LevelMetrics
 from .linear_logprobs import linear_token_logprobs
-from .logprobs import TokenLogprobs, token_logprobs
+from .logprobs import TokenLogprobs, TokenStatistics, token_logprobs, token_statistics
 from .losses import PolicyLoss, PolicyLossAndGrad, hierarchical_policy_loss, policy_loss, policy_loss_and_grad
 from .metrics import Metrics
+from .support import support_floor
 
 __all__ = [
     "LevelMetrics",
@@ -27,6 +28,7 @@ __all__ = [
     "PolicyLoss",
     "PolicyLossAndGrad",
     "TokenLogprobs",
+    "TokenStatistics",
     "__version__",
     "advantages",
     "aggregation",
@@ -40,8 +42,10 @@ __all__ = [
     "policy_loss",
     "policy_loss_and_grad",
     "segments",
+    "support_floor",
     "testing",
     "token_logprobs",
+    "token_statistics",
 ]
 
 

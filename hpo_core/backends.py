@@ -34,10 +34,6 @@ OPS = ("segments", "advantages", "entropy", "gates", "corrections", "logprobs")
 _CUDA_PREFERENCE: dict[str, tuple[str, ...]] = dict.fromkeys(OPS, ("cuda", "triton"))
 
 
-# What some backends have no kernels of yet: a call that ends there says so.
-_MISSING: dict[str, tuple[str, ...]] = {"logprobs": ("triton", "cuda", "cuda_emulated")}
-
-
 class Availability:
     """Truthy if a backend can be used in this process, else falsy with a ``reason`` that says how to get it."""
 
@@ -67,7 +63,7 @@ def resolve(op: str, tensor: torch.Tensor, backend: str | None = None) -> Any:
 
     Raises:
         ValueError: an unknown backend, or one that does not serve this device; RuntimeError: one that is not available
-            here; NotImplementedError: one that has no kernels of this op yet.
+            here.
     """
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: expected one of {', '.join(_PROBES)}, or None, got {backend!r}; pass one name")
@@ -85,9 +81,6 @@ def _resolve(op: str, device: torch.device, backend: str | None) -> Any:
             f"backend: {name!r} serves {' and '.join(served)} tensors, got a tensor on {device}; "
             f"move it, or leave backend=None"
         )
-    if name in _MISSING.get(op, ()):
-        having = " and ".join(repr(other) for other in _PROBES if other not in _MISSING[op])
-        raise NotImplementedError(f"backend: {name!r} has no {op} yet; {having} have, see docs/status.md")
     available = _PROBES[name]()
     if not available:
         raise RuntimeError(f"backend: {name!r} is not available: {available.reason}")

@@ -307,6 +307,20 @@ class PackedBatch:
         row = torch.searchsorted(self.cu_seqlens[1:].contiguous(), token, right=True)  # empty rows hold no token
         return torch.where(row < self.rows, row, -1)
 
+    def is_first_token(self) -> torch.Tensor:
+        """Whether each token is the first of its row, ``[T]`` bool."""
+        row = self.row_of_token()
+        return (row >= 0) & (row.diff(prepend=row.new_full((1,), -1)) != 0)
+
+    def without_first_tokens(self) -> PackedBatch:
+        """The batch whose mask leaves out the first token of each row, for which no logits of the row are.
+
+        >>> PackedBatch.from_lengths([2, 0, 3]).without_first_tokens().mask
+        tensor([False,  True, False,  True,  True])
+        """
+        mask = ~self.is_first_token()
+        return self.replace(mask=mask if self.mask is None else mask & self.mask, validate=False)
+
     def step_of_token(self) -> torch.Tensor:
         """Step of every token ``[T]`` int64, -1 outside all steps. Needs ``cu_steps`` or ``steps``."""
         begin, end = self._step_ranges()

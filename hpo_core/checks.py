@@ -233,8 +233,8 @@ def _gate_of(name: str, annotation: str, function: Callable[..., Any]) -> Callab
         return _examined_parts
     if annotation == "torch.Tensor | Sequence[int]":
         return _examined_integers
-    if annotation == "PackedBatch | torch.Tensor":
-        return functools.partial(_examined_batch, function)
+    if annotation.removesuffix(" | None") == "PackedBatch | torch.Tensor":
+        return functools.partial(_examined_batch, function, annotation.endswith(" | None"))
     kind, _, rest = annotation.partition(" | ")
     if kind in _NUMBERS and rest in ("", "None"):
         return functools.partial(_examined_number, kind, rest == "None")
@@ -331,8 +331,8 @@ def _examined_instance(function: Any, kind: str, name: str, value: Any) -> Any:
     return _examined_fields(name, value) if isinstance(value, tuple) else value
 
 
-def _examined_batch(function: Any, name: str, value: Any) -> Any:
-    if isinstance(value, function.__globals__["PackedBatch"]):
+def _examined_batch(function: Any, is_optional: bool, name: str, value: Any) -> Any:
+    if isinstance(value, function.__globals__["PackedBatch"]) or (is_optional and value is None):
         return value
     check_type(isinstance(value, Tensor), "{}: expected a PackedBatch or a mask [B, L], got {}", name, type(value))
     return examined(name, value)

@@ -9,15 +9,15 @@ import torch
 from . import ops
 from .backends import is_reference
 from .checks import check, check_device, check_dtype, check_shape, check_type, examines
-from .logprobs import TokenLogprobs, _checked_temperature
+from .logprobs import TokenLogprobs
 from .ops.linear_logprobs import LinearRows
 from .reference.linear_logprobs import linear_token_logprobs as definition
 from .specs import LogitRows
+from .support import LOGITS, checked_temperature
 from .vocabulary_parallel import Group, Sizes, all_rows, recognises_shards, shards
 
 __all__ = ["linear_token_logprobs"]
 
-_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rows and columns of a block of logits, by what makes them: 16 MiB on the CPU, where a block that the caches hold costs
 # the products a few percent; 128 MiB elsewhere, which keep a large GPU busy.
 _BLOCKS = {"cpu": (512, 8192), "cuda": (4096, 8192)}
@@ -81,7 +81,7 @@ def linear_token_logprobs(
     TokenLogprobs(logp=tensor([-1.4076, -0.5514]), entropy=tensor([0.8324, 0.9753]))
     """
     reference = is_reference(hidden, backend)
-    types = (*_TYPES, torch.float64) if reference else _TYPES
+    types = (*LOGITS, torch.float64) if reference else LOGITS
     check(hidden.dim() > 0, "hidden: expected shape [..., D], got a number; use hidden[None]")
     check_dtype("hidden", hidden, types, "use hidden.float()")
     check(weight.dim() == 2, "weight: expected shape [V, D], got {}", list(weight.shape))
@@ -102,7 +102,7 @@ def linear_token_logprobs(
     )
     for name, number in (("softcap", softcap), ("logit_scale", logit_scale)):
         check(number is None or 0 < number < math.inf, "{}: expected a finite number above 0, got {}", name, number)
-    temperature = _checked_temperature(temperature, targets, ignore_index, exact=reference)
+    temperature = checked_temperature(temperature, targets, ignore_index, exact=reference)
     # softmax(s x / t) is that of x at t / s; with x capped at c / s, s x is capped at c.
     each, number = (temperature / logit_scale, 1.0) if isinstance(temperature, torch.Tensor) else (
         None, temperature / logit_scale

@@ -12,16 +12,15 @@ import torch
 
 from .backends import is_reference
 from .checks import check, check_device, check_dtype, check_shape, check_type, examined, examines
-from .logprobs import TokenLogprobs, _checked_temperature
+from .logprobs import TokenLogprobs
 from .ops.logprob_states import LogprobState, finished, folded, inverse_of, mapped
 from .ops.logprob_states import part as part_of
 from .ops.logprobs import backward
 from .reference import logprob_states as reference
 from .specs import LogitRows
+from .support import LOGITS, checked_temperature
 
 __all__ = ["LogprobState", "finish", "merge", "part", "part_gradient"]
-
-_LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @examines
@@ -81,7 +80,7 @@ def merge(states: Sequence[LogprobState], temperature: float | torch.Tensor = 1.
             "states[{}]: expected a distance in every state or in none; make all with the same entropy=",
             at,
         )
-    number = _checked_temperature(temperature, torch.zeros_like(top, dtype=torch.int64), -1, exact=True)
+    number = checked_temperature(temperature, torch.zeros_like(top, dtype=torch.int64), -1, exact=True)
     merged = folded(states, inverse_of(1.0, number) if isinstance(number, torch.Tensor) else 1.0 / number)
     return mapped(merged, lambda tensor: tensor.to(top.dtype))
 
@@ -104,7 +103,7 @@ def finish(
     state = _checked_state("state", state)
     check_shape("state", state.top, targets.shape, "[...] (that of targets)")
     check_device("state", state.top, targets.device, "targets")
-    number = _checked_temperature(temperature, targets, ignore_index, exact=True)
+    number = checked_temperature(temperature, targets, ignore_index, exact=True)
     inverse = inverse_of(1.0, number) if isinstance(number, torch.Tensor) else 1.0 / number
     return TokenLogprobs(*finished(state, inverse, targets == ignore_index)[:2])
 
@@ -153,8 +152,8 @@ def part_gradient(
     statistics = torch.stack([each.flatten() for each in state[:3] if each is not None])
     if is_reference(logits, backend):
         return reference.part_gradient(rows, statistics, logp_gradient, entropy_gradient).to(logits.dtype)
-    narrow = (each if each is None else each.float() for each in (logp_gradient, entropy_gradient))
-    return backward(rows, backend or "", statistics.float(), *narrow)
+    of_logp, of_entropy = (each if each is None else each.float() for each in (logp_gradient, entropy_gradient))
+    return backward(rows, backend or "", statistics.float(), of_logp, of_entropy)
 
 
 def _checked_rows(
@@ -168,7 +167,7 @@ def _checked_rows(
 ) -> LogitRows:
     exact = is_reference(logits, backend)
     check(logits.dim() > 0, "logits: expected shape [..., columns], got a number; use logits[None]")
-    check_dtype("logits", logits, (*_LOGITS, torch.float64) if exact else _LOGITS, "use logits.float()")
+    check_dtype("logits", logits, (*LOGITS, torch.float64) if exact else LOGITS, "use logits.float()")
     check_dtype("targets", targets, (torch.int64, torch.int32), "targets are ids of tokens")
     check_shape("targets", targets, logits.shape[:-1], "[...] (that of logits without its last dimension)")
     check_device("targets", targets, logits.device, "logits")
@@ -186,7 +185,7 @@ def _checked_rows(
         first,
         vocabulary,
     )
-    temperature = _checked_temperature(temperature, targets, ignore_index, exact)
+    temperature = checked_temperature(temperature, targets, ignore_index, exact)
     each, number = (temperature, 1.0) if isinstance(temperature, torch.Tensor) else (None, temperature)
     return LogitRows(
         logits, targets.to(torch.int64).contiguous(), None if each is None else each.contiguous(), number,

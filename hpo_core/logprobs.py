@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from . import ops
 from .backends import is_reference
-from .checks import check, check_device, check_dtype, check_shape, check_type, examined, examines, has_tangent
+from .batch import PackedBatch
+from .checks import check, check_device, check_dtype, check_shape, check_type, examines
 from .ops import watched
 from .reference.logprobs import token_logprobs as definition
 from .specs import LogitRows
-from .vocabulary_parallel import Group, Sizes, all_rows, recognises_shards, shards
+from .support import LOGITS, TEMPERATURE, among_ids, check_logits, check_of_rows
+from .vocabulary_parallel import Group, Shards, Sizes, all_rows, recognises_shards, shards
 
-__all__ = ["TokenLogprobs", "token_logprobs"]
-
-_LOGITS = (torch.float32, torch.bfloat16, torch.float16)
-_LEAST = torch.finfo(torch.float32).tiny
-_ABOVE_0 = (
-    "expected finite numbers above 0, got {}; the limit at 0 is greedy decoding, whose log-probabilities are 0 or -inf"
-)
+__all__ = ["TokenLogprobs", "TokenStatistics", "token_logprobs", "token_statistics"]
 
 
 class TokenLogprobs(NamedTuple):
@@ -30,6 +24,18 @@ class TokenLogprobs(NamedTuple):
 
     logp: torch.Tensor
     entropy: torch.Tensor | None
+
+
+class TokenStatistics(NamedTuple):
+    """The result, in the shape of the targets: ``logp`` and ``entropy`` as in :class:`TokenLogprobs`, and constants of
+    the differentiation."""
+
+    logp: torch.Tensor
+    entropy: torch.Tensor
+    probability: torch.Tensor  # p_y, that of the target
+    log_sum_exp: torch.Tensor  # log sum_j e^{z_j}
+    sum_squares: torch.Tensor  # sum_j p_j^2
+    is_top: torch.Tensor  # bool: no logit is above that of the target
 
 
 @recognises_shards(logits=-1)
@@ -40,7 +46,12 @@ def token_logprobs(
     temperature: float | torch.Tensor = 1.0,
     ignore_index: int = -100,
     *,
+    batch: PackedBatch | torch.Tensor | None = None,
     entropy: bool = True,
+    entropy_temperature: float | torch.Tensor | None = None,
+    support_floor: torch.Tensor | None = None,
+    support_ids: torch.Tensor | None = None,
+    inplace_gradient: bool = False,
     process_group: Group | None = None,
     vocabulary_sizes: Sizes = None,
     backend: str | None = None,
@@ -54,17 +65,34 @@ def token_logprobs(
     is a token outside the support: it counts nothing, and its gradient is 0. The results of a row depend on nothing
     but that row, to the bit.
 
-    ``entropy[t]`` and ``logp[t]`` belong to the distribution that ``targets[t]`` is drawn from, which is what a model
-    returns one position earlier: ``token_logprobs(logits[:, :-1], tokens[:, 1:])``, of which nothing is copied.
+    With a ``batch``, logits and tokens lie as the model has them: ``targets`` are the tokens themselves, and the
+    results of a token are computed from the logits of the token before it in its row. The first token of each row,
+    which no logits predict, and tokens outside the batch's mask get 0, and their logits are not read. Without one,
+    ``targets[t]`` is the token that ``logits[t]`` predict: ``token_logprobs(logits[:, :-1], tokens[:, 1:])``, of which
+    nothing is copied.
 
     Args:
         logits: ``[..., V]`` float32, bfloat16 or float16 (the reference takes float64, too, and returns it), of any
-            strides with a contiguous last dimension.
+            strides with a contiguous last dimension; with a batch ``[T, V]``, or the padded ``[B, L, V]``.
         targets: ``[...]`` int64 or int32. A target outside ``[0, V)`` that is not ``ignore_index`` gives NaN.
         temperature: a number above 0, or ``[...]`` floating point, one for each target, which is a constant of the
             differentiation. It divides in float32 or better, never in the precision of the logits.
         ignore_index: rows with this target are not read; their results and gradients are 0.
+        batch: a PackedBatch, or a padded mask ``[B, L]``. Its mask must leave out the first token of each row, as that
+            of the completions does, or ``batch.without_first_tokens()``: losses count every token of the mask.
         entropy: whether the entropy is wanted; without it nothing is spent on it.
+        entropy_temperature: the temperature of the entropy alone, as ``temperature`` is given. Default: the same.
+            Another one reads the logits once more in each direction, and its gradient is a second tensor ``[..., V]``
+            until both are added.
+        support_floor: ``[...]`` floating point, one for each row of logits (with a batch, too: these rows are not
+            shifted): logits below are outside the support, as -inf is; :func:`~hpo_core.support_floor` gives that of
+            top-k, top-p and min-p. The log-probability of a target below it is -inf. A constant of the differentiation.
+        support_ids: ``[..., K]`` int64 or int32, for each target the ids that make the support, such as those that the
+            sampler returned, in any order; -1 is no token, and one that occurs twice counts once. Only these logits are
+            read. The log-probability of a target that is not among them is -inf.
+        inplace_gradient: whether the backward writes the gradient over the logits, so that no second tensor of their
+            size exists. The logits then hold the gradient, which autograd tells every other operation that has kept
+            them; an own use of them after the backward is yours to avoid.
         process_group: ranks that hold the columns of one vocabulary one after the other, ``logits`` being this rank's,
             and the same targets. One all-gather of ``4 T`` floats forward, none backward: results are the same on all
             ranks, and so must be their upstream gradients. Only eagerly.
@@ -75,22 +103,148 @@ def token_logprobs(
     Returns:
         :class:`TokenLogprobs`. A row that holds NaN or +inf, or -inf only, gives NaN.
 
+    Raises:
+        ValueError, TypeError: naming the argument, what was expected, what came, and the fix. On a GPU, where reading
+        them would synchronise, a temperature that is not allowed, an id outside the vocabulary, and the first token of
+        a row inside the mask give NaN instead.
+
     >>> logits = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 0.0, -torch.inf, 0.0]])
     >>> logp, entropy = token_logprobs(logits, torch.tensor([0, 3]))
     >>> logp, entropy
     (tensor([-0.4402, -1.0986]), tensor([0.9475, 1.0986]))
+    >>> batch = PackedBatch(torch.tensor([0, 2]), torch.tensor([False, True]))
+    >>> token_logprobs(logits, torch.tensor([3, 1]), batch=batch).logp
+    tensor([ 0.0000, -1.4402])
     """
+    check(
+        entropy or entropy_temperature is None,
+        "entropy_temperature: expected None without an entropy, got {}; pass entropy=True",
+        entropy_temperature,
+    )
+    call = _checked(
+        logits, targets, temperature, ignore_index, batch, entropy_temperature, support_floor, support_ids,
+        inplace_gradient, backend, 1 if process_group is None else 0,
+    )  # fmt: skip
+    if process_group is not None:
+        check(support_ids is None, "support_ids: expected None with a process_group, got ids of the whole vocabulary")
+        call = call._replace(group=process_group, shards=shards(logits.shape[-1], process_group, vocabulary_sizes))
+    logp, found, _ = call.run(3 if entropy and call.entropy_rows is None else 2)
+    if call.entropy_rows is not None:
+        found = call._replace(rows=call.entropy_rows).run(3)[1]
+    return TokenLogprobs(call.placed(logp), None if found is None else call.placed(found))
+
+
+@examines
+def token_statistics(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float | torch.Tensor = 1.0,
+    ignore_index: int = -100,
+    *,
+    batch: PackedBatch | torch.Tensor | None = None,
+    entropy_temperature: float | torch.Tensor | None = None,
+    support_floor: torch.Tensor | None = None,
+    support_ids: torch.Tensor | None = None,
+    inplace_gradient: bool = False,
+    backend: str | None = None,
+) -> TokenStatistics:
+    """:func:`token_logprobs` and, from the same pass, what else a row of logits says of its target.
+
+    ``p_y``, ``log sum_j e^{z_j}`` and ``sum_j p_j^2`` for ``z = logits / temperature``, ``p = softmax(z)`` and the
+    target y, and whether y has the greatest logit, which ties do not deny. Arguments, shapes, dtypes and errors are
+    those of :func:`token_logprobs`; ``entropy_temperature`` is of the entropy alone. Rows that are not read have zeros
+    and False. ``probability`` and ``sum_squares`` are what :func:`hpo_core.advantages.otb` takes.
+
+    Returns:
+        :class:`TokenStatistics`. All but ``logp`` and ``entropy`` are constants of the differentiation.
+
+    >>> logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    >>> found = token_statistics(logits, torch.tensor([1]))
+    >>> found.probability, found.log_sum_exp, found.sum_squares, found.is_top
+    (tensor([0.2369]), tensor([2.4402]), tensor([0.4794]), tensor([False]))
+    """
+    call = _checked(
+        logits, targets, temperature, ignore_index, batch, entropy_temperature, support_floor, support_ids,
+        inplace_gradient, backend,
+    )  # fmt: skip
+    rows = call.rows
+    logp, entropy, statistics = call.run(4)
+    if call.entropy_rows is not None:
+        entropy = call._replace(rows=call.entropy_rows).run(3)[1]
+    assert entropy is not None
+    top, others, _, squares = (each.view(logp.shape) for each in statistics.detach())
+    is_read, logits = rows.targets != rows.ignore_index, rows.logits.detach()
+    column = torch.where(is_read, rows.targets, 0).clamp(0, rows.vocabulary - 1)[..., None]
+    each = rows.temperature if rows.temperatures is None else rows.temperatures.double()
+    log_sum_exp = top.double() / each + torch.log1p(others.double())
+    constants = (
+        torch.where(is_read, logp.detach().exp(), 0.0),
+        torch.where(is_read, log_sum_exp, 0.0).to(logp.dtype),
+        squares,
+        is_read & (logits.gather(-1, column).squeeze(-1) == top),
+    )
+    return TokenStatistics(*(call.placed(each) for each in (logp, entropy, *constants)))
+
+
+# ------------------------------------------------------------------------------------------------------------- the call
+
+
+class _Call(NamedTuple):
+    """Checked arguments, as kernels take them."""
+
+    rows: LogitRows
+    entropy_rows: LogitRows | None  # the same at the temperature of the entropy, where that is another
+    is_shifted: bool  # the results of a token stand at the token before it
+    unpredicted: torch.Tensor | None  # [...] bool: tokens of the mask without logits, where nobody has looked
+    in_place: bool
+    backend: str | None
+    group: Group | None = None  # ranks that hold a part of the vocabulary each
+    shards: Shards | None = None
+
+    def run(self, kept: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        if self.group is not None and self.shards is not None:
+            return self._over_ranks(self.group, self.shards, kept)
+        if is_reference(self.rows.logits, self.backend):
+            return definition(self.rows, kept)
+        return ops.token_logprobs(self.rows, kept, self.backend, self.in_place)
+
+    def _over_ranks(
+        self, group: Group, parts: Shards, kept: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        rows = self.rows._replace(vocabulary=parts.vocabulary)
+        if is_reference(rows.logits, self.backend):
+            whole = all_rows(rows.logits.movedim(-1, 0), group).movedim(0, -1)
+            return definition(rows._replace(logits=whole), kept)
+        rows = rows._replace(first=parts.first)
+        return ops.over_ranks(rows, kept, self.backend, group, parts.sizes, self.in_place)
+
+    def placed(self, result: torch.Tensor) -> torch.Tensor:
+        """At the tokens it belongs to. The last row of logits predicts nothing: its 0 is that of the first token."""
+        if self.is_shifted:
+            result = result.roll(1)
+        if self.unpredicted is not None and result.is_floating_point():
+            result = torch.where(self.unpredicted, torch.nan, result)
+        return result
+
+
+def _checked(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: Any,
+    ignore_index: int,
+    batch: PackedBatch | torch.Tensor | None,
+    entropy_temperature: Any,
+    floors: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    in_place: bool,
+    backend: str | None,
+    least: int = 1,
+) -> _Call:
     reference = is_reference(logits, backend)
-    check(logits.dim() > 0, "logits: expected shape [..., V], got a number; use logits[None]")
-    check_dtype("logits", logits, (*_LOGITS, torch.float64) if reference else _LOGITS, "use logits.float()")
+    check_logits(logits, (*LOGITS, torch.float64) if reference else LOGITS, least)
     check_dtype("targets", targets, (torch.int64, torch.int32), "targets are ids of tokens")
     check_shape("targets", targets, logits.shape[:-1], "[...] (that of logits without its last dimension)")
     check_device("targets", targets, logits.device, "logits")
-    check(
-        process_group is not None or logits.shape[-1] > 0,
-        "logits: expected a vocabulary of at least one token, got {}",
-        list(logits.shape),
-    )
     check(
         logits.stride(-1) == 1 or logits.shape[-1] == 1,
         "logits: expected a contiguous last dimension, got a stride of {}; use logits.contiguous()",
@@ -101,46 +255,128 @@ def token_logprobs(
         "ignore_index: expected an integer, got {!r}",
         ignore_index,
     )
-    temperature = _checked_temperature(temperature, targets, ignore_index, exact=reference)
-    each, number = (temperature, 1.0) if isinstance(temperature, torch.Tensor) else (None, temperature)
-    vocabulary = logits.shape[-1]
-    rows = LogitRows(logits, targets.to(torch.int64), each, number, ignore_index, None, 0, vocabulary)
-    kept = 3 if entropy else 2
-    if process_group is not None:
-        sizes, first, vocabulary = shards(logits.shape[-1], process_group, vocabulary_sizes)
-        if not reference:
-            rows = rows._replace(first=first, vocabulary=vocabulary)
-            return TokenLogprobs(*ops.over_ranks(rows, kept, backend, process_group, sizes))
-        rows = rows._replace(
-            logits=all_rows(logits.movedim(-1, 0), process_group).movedim(0, -1), vocabulary=vocabulary
-        )
-    results = definition(rows, kept) if reference else ops.token_logprobs(rows, kept, backend)
-    return TokenLogprobs(*results[:2])
+    targets, unpredicted = targets.to(torch.int64), None
+    if batch is not None:
+        predicted, unpredicted = _predicted(targets, batch)
+        targets = torch.where(predicted, targets, ignore_index)
+    unread = targets == ignore_index
+    of_targets = (targets.shape, targets.device, "targets", reference)
+
+    def checked_temperature(name: str, value: Any) -> Any:
+        setting = TEMPERATURE._replace(name=name)
+        value = setting.of_rows(value, *of_targets)
+        setting.check_values(value, unread)
+        return value
+
+    def at_temperature(rows: LogitRows, value: Any) -> LogitRows:
+        each, number = (value, 1.0) if isinstance(value, torch.Tensor) else (None, value)
+        if batch is not None and each is not None:
+            each = each.roll(-1)
+        return rows._replace(temperatures=each, temperature=number)
+
+    is_same = entropy_temperature is None or entropy_temperature is temperature
+    temperature = checked_temperature("temperature", temperature)
+    if not is_same:
+        entropy_temperature = checked_temperature("entropy_temperature", entropy_temperature)
+        both = (temperature, entropy_temperature)
+        is_same = not any(isinstance(each, torch.Tensor) for each in both) and temperature == entropy_temperature
+    if floors is not None:
+        check_of_rows("support_floor", floors, logits.shape[:-1], logits.device, "logits")
+        floors = floors.to(torch.float64 if reference else torch.float32)
+    if ids is not None:
+        check(floors is None, "support_floor, support_ids: expected one of them, got both")
+        ids = _checked_ids(ids, targets, unread, logits.shape[-1])
+    if in_place:
+        _check_in_place(logits, reference, ids, is_same)
+    if batch is not None:
+        targets = targets.roll(-1)
+    rows = LogitRows(logits, targets, None, 1.0, ignore_index, floors, 0, logits.shape[-1])
+    if ids is not None:
+        rows = _of_ids(rows, ids if batch is None else ids.roll(-ids.shape[-1]))
+    entropy_rows = None if is_same else at_temperature(rows, entropy_temperature)
+    return _Call(at_temperature(rows, temperature), entropy_rows, batch is not None, unpredicted, in_place, backend)
 
 
-def _checked_temperature(
-    temperature: float | torch.Tensor, targets: torch.Tensor, ignore_index: int, exact: bool
-) -> float | torch.Tensor:
-    if not isinstance(temperature, torch.Tensor):
-        check_type(
-            isinstance(temperature, Real) and not isinstance(temperature, bool),
-            "temperature: expected a number or a tensor, one number for each target, got {}",
-            type(temperature),
-        )
-        check(_LEAST <= temperature < math.inf, f"temperature: {_ABOVE_0}", temperature)
-        return float(temperature)
-    temperature = examined("temperature", temperature)
-    check_type(
-        temperature.is_floating_point(), "temperature: expected floating point, got {}; use .float()", temperature.dtype
-    )
-    check_shape("temperature", temperature, targets.shape, "[...] (that of targets)")
-    check_device("temperature", temperature, targets.device, "targets")
+def _predicted(targets: torch.Tensor, batch: PackedBatch | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Which tokens count and have logits, and where nobody has looked which count and have none, like the targets."""
+    if not isinstance(batch, PackedBatch):
+        batch = PackedBatch.from_padded(batch)
+    shape = targets.shape
+    if shape != batch.padded_shape:
+        meaning, fix = "[T] (one per token of the batch)", "a pack in a model's form [1, T, V] is logits[0], targets[0]"
+        check_shape("targets", targets, (batch.total_tokens,), meaning, fix)
+    check_device("targets", targets, batch.device, "the batch")
+    predicted, unpredicted = batch.once(_predictions)
+    return predicted.view(shape), None if unpredicted is None else unpredicted.view(shape)
+
+
+_FIRST = (
+    "batch: its mask counts the first token of row {}, which no logits of the row predict; leave first tokens out, "
+    "here and in the loss: batch.without_first_tokens()"
+)
+
+
+def _predictions(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    row, first = batch.row_of_token(), batch.is_first_token()
+    counts = row >= 0 if batch.mask is None else (row >= 0) & batch.mask
+    unpredicted = counts & first
+    if not first.is_cpu or watched(first):  # reading it would synchronise
+        check(batch.mask is not None or batch.rows == 0 or batch.total_tokens == 0, _FIRST, "0, as all others do")
+        return counts & ~first, unpredicted
+    check(not unpredicted.any(), _FIRST, row[unpredicted][:1].tolist())
+    return counts & ~first, None
+
+
+def _checked_ids(ids: torch.Tensor, targets: torch.Tensor, unread: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    check_dtype("support_ids", ids, (torch.int64, torch.int32), "they are ids of tokens")
+    check(ids.dim() > 0 and ids.shape[-1] > 0, "support_ids: expected shape [..., K], K > 0, got {}", list(ids.shape))
+    check_shape("support_ids", ids, (*targets.shape, ids.shape[-1]), "[..., K] (that of targets, and K)")
+    check_device("support_ids", ids, targets.device, "targets")
+    if ids.is_cpu and not watched(ids):
+        wrong = ((ids < -1) | (ids >= vocabulary)) & ~unread[..., None]
+        expected = "ids from 0 to {}, or -1 for no token, got {}"
+        check(not wrong.any(), f"support_ids: expected {expected}", vocabulary - 1, ids[wrong][:1].tolist())
+    return ids.to(torch.int64)
+
+
+def _of_ids(rows: LogitRows, ids: torch.Tensor) -> LogitRows:
+    logits, targets = among_ids(rows.logits, rows.targets, ids)
+    targets = torch.where(rows.targets == rows.ignore_index, -100, targets)
+    return rows._replace(logits=logits, targets=targets, ignore_index=-100, vocabulary=logits.shape[-1])
+
+
+def _check_in_place(logits: torch.Tensor, reference: bool, ids: torch.Tensor | None, is_same: bool) -> None:
+    """That the logits are memory which the backward may write over, where there is to be one."""
+    if not logits.requires_grad or not torch.is_grad_enabled() or watched(logits):  # the operator refuses who watches
+        return
+    fix = "leave inplace_gradient=False"
+    check(not reference, f"inplace_gradient: the reference has a graph of its own; {fix}")
+    check(ids is None, f"inplace_gradient: with support_ids the gradient is that of other tensors; {fix}")
+    check(is_same, f"inplace_gradient: the gradient of an entropy_temperature of its own needs the logits, too; {fix}")
+    base = logits._base if logits._is_view() else logits
     check(
-        not temperature.requires_grad and not has_tangent(temperature),
-        "temperature: it is a constant of the differentiation but has a gradient; pass temperature.detach()",
+        not logits.is_leaf and not (base is not None and base.is_leaf and base.requires_grad),
+        f"inplace_gradient: expected logits that a model has computed, got a leaf, or a view of one, whose values "
+        f"would become a gradient; {fix}",
     )
-    temperature = temperature.to(torch.float64 if exact else torch.float32)
-    if temperature.is_cpu and not watched(temperature):  # elsewhere reading it would synchronise, and the row gives NaN
-        wrong = ~((temperature >= _LEAST) & (temperature < math.inf)) & (targets != ignore_index)
-        check(not wrong.any(), f"temperature: {_ABOVE_0}", temperature[wrong][:1].tolist())
-    return temperature
+    check(
+        not _overlaps(logits),
+        f"inplace_gradient: expected rows with memory of their own, got strides {{}}, of an expanded tensor; {fix}",
+        logits.stride(),
+    )
+    check(
+        logits.dim() <= 3 or logits.is_contiguous(),
+        f"inplace_gradient: expected [T, V], [B, L, V] or contiguous logits, got shape {{}} and strides {{}}; {fix}",
+        list(logits.shape),
+        logits.stride(),
+    )
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False

@@ -172,7 +172,7 @@ def policy_loss(
     >>> round(out.loss.item(), 4), logp.grad
     (-0.2, tensor([-0.2000, -0.2000, -0.2000,  0.2000,  0.2000]))
     """
-    prepared = _prepare(
+    prepared = prepare(
         logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold,
         token_mask, token_weight, gate_inputs, advantage_level, report, process_group, backend,
     )  # fmt: skip
@@ -198,7 +198,7 @@ def policy_loss_and_grad(
         "tokens" not in options.get("report", ()),
         "report: expected 'levels' or 'corrections', got 'tokens'; policy_loss returns the losses of tokens",
     )
-    prepared = _prepare(logp, old_logp, advantages, batch, gate, **options)
+    prepared = prepare(logp, old_logp, advantages, batch, gate, **options)
     inputs, spec, exchange, corrections, _, wants_levels = prepared
     backend, process_group = options.get("backend"), options.get("process_group")
     if is_reference(inputs.logp, backend):
@@ -263,7 +263,7 @@ def hierarchical_policy_loss(
         assert entropy is not None
         score = window.score(entropy, batch, backend=backend)
         options["threshold"] = window.fit_score(score, backend=backend)
-    prepared = _prepare(logp, old_logp, advantages, batch, gate, score=score, **options)
+    prepared = prepare(logp, old_logp, advantages, batch, gate, score=score, **options)
     return _run(prepared, options.get("process_group"), backend)
 
 
@@ -303,7 +303,7 @@ def _advantages(
     return advantages
 
 
-class _Prepared(NamedTuple):
+class Prepared(NamedTuple):
     """What kernels take, and what is reported."""
 
     inputs: PolicyLossInputs
@@ -314,7 +314,7 @@ class _Prepared(NamedTuple):
     wants_levels: bool
 
 
-def _run(prepared: _Prepared, process_group: torch.distributed.ProcessGroup | None, backend: str | None) -> PolicyLoss:
+def _run(prepared: Prepared, process_group: torch.distributed.ProcessGroup | None, backend: str | None) -> PolicyLoss:
     inputs, spec, exchange, corrections, wants_tokens, wants_levels = prepared
     if is_reference(inputs.logp, backend):
         loss, vector, tokens = resolve("gates", inputs.logp, backend).policy_loss(inputs, spec, exchange)
@@ -336,7 +336,7 @@ def _levels(inputs: PolicyLossInputs, spec: PolicyLossSpec, metrics: Metrics, ex
     return observed_levels(inputs, spec, exchange, metrics["tokens"])
 
 
-def _prepare(
+def prepare(
     logp: torch.Tensor,
     old_logp: torch.Tensor | None,
     advantages: torch.Tensor,
@@ -357,7 +357,7 @@ def _prepare(
     process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
     score: torch.Tensor | None = None,
-) -> _Prepared:
+) -> Prepared:
     """Check every argument once and bring it to what kernels take: contiguous, float32, one device."""
     # Below some ten thousand tokens this takes as long as the kernel: what is rarely given costs one comparison.
     logp = examined("logp", logp, "[T]")
@@ -462,7 +462,7 @@ def _prepare(
         *hierarchy,
     )
     if plain:
-        return _Prepared(inputs, spec, exchange, (), wants_tokens, wants_levels)
+        return Prepared(inputs, spec, exchange, (), wants_tokens, wants_levels)
     if target is not None:
         _, target = batch.of_level("target", target, advantage_level, shape)
         target = as_constant("target", target, None, "", dtype, device)
@@ -477,7 +477,7 @@ def _prepare(
     inputs, seen = corrected(inputs, gate, batch, rollout, process_group, wants_corrections, backend)
     if gate.channel is Channel.TOTAL and rollout is not None:
         inputs = inputs._replace(old_logp=rollout)
-    return _Prepared(inputs, spec, exchange, seen, wants_tokens, wants_levels)
+    return Prepared(inputs, spec, exchange, seen, wants_tokens, wants_levels)
 
 
 def _reported(report: Report) -> tuple[bool, bool, bool]:

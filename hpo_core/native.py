@@ -347,25 +347,9 @@ class Native:
 
 
 def _logits(rows: LogitRows) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """The logits and what kernels of both directions take. They know rows at two strides, which is how a slice of
-    ``[B, L, V]`` lies in memory; logits that lie otherwise are copied."""
-    logits = rows.logits if len(_leading(rows.logits)) <= 2 else rows.logits.contiguous()
-    (_, outer_stride), (inner, inner_stride) = [(1, 0), (1, 0), *_leading(logits)][-2:]
+    """The logits and what kernels of both directions take."""
+    logits, layout = rows.at_two_strides()
     return logits, (
-        (rows.targets.numel(), logits.shape[-1], rows.first, rows.vocabulary), (inner, outer_stride, inner_stride),
-        logits, int(LogitType.of(logits)), rows.targets, rows.temperatures, rows.temperature, rows.ignore_index,
-        rows.floors,
+        (rows.targets.numel(), logits.shape[-1], rows.first, rows.vocabulary), layout, logits,
+        int(LogitType.of(logits)), rows.targets, rows.temperatures, rows.temperature, rows.ignore_index, rows.floors,
     )  # fmt: skip
-
-
-def _leading(logits: torch.Tensor) -> list[tuple[int, int]]:
-    """Sizes and strides of all dimensions but the last, joined where they lie one after the other."""
-    joined: list[tuple[int, int]] = []
-    for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
-        if size == 1:
-            continue
-        if joined and joined[-1][1] == size * stride:
-            joined[-1] = (joined[-1][0] * size, stride)
-        else:
-            joined.append((size, stride))
-    return joined

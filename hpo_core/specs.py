@@ -538,6 +538,27 @@ class LogitRows(NamedTuple):
     def is_whole(self) -> bool:
         return self.logits.shape[-1] == self.vocabulary
 
+    def at_two_strides(self) -> tuple[torch.Tensor, tuple[int, int, int]]:
+        """The logits, copied unless their rows lie at two strides, which is how a slice of ``[B, L, V]`` lies in memory
+        and all that kernels know; and ``(inner, outer stride, inner stride)``: row r begins at element
+        ``(r // inner) * outer stride + (r % inner) * inner stride``."""
+        logits = self.logits if len(_leading(self.logits)) <= 2 else self.logits.contiguous()
+        (_, outer_stride), (inner, inner_stride) = [(1, 0), (1, 0), *_leading(logits)][-2:]
+        return logits, (inner, outer_stride, inner_stride)
+
+
+def _leading(logits: torch.Tensor) -> list[tuple[int, int]]:
+    """Sizes and strides of all dimensions but the last, joined where they lie one after the other."""
+    joined: list[tuple[int, int]] = []
+    for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if joined and joined[-1][1] == size * stride:
+            joined[-1] = (joined[-1][0] * size, stride)
+        else:
+            joined.append((size, stride))
+    return joined
+
 
 class OrderRule(enum.IntEnum):
     """Which ascending 0-based order statistic of n values stands for the quantile q."""

@@ -6,6 +6,8 @@ smallest sizes that cross, and the emulated CUDA those sizes. A test that uses t
 time in `make test-long`, with every case on every backend.
 """
 
+import itertools
+
 import pytest
 
 from hpo_core import testing
@@ -45,3 +47,15 @@ def at_most(backend, size):
     if is_interpreted(backend) or backend == "cuda_emulated":
         return min(size, 20_000 if AT_LENGTH else CROSSING[backend])
     return size
+
+
+def crossed(backends, **axes):
+    """Parameters of a test: every combination of the axes on each backend. In the interpreter each value of each axis
+    comes once, and the other combinations are for `make test-long`."""
+    longest = max(map(len, axes.values()))
+    paths = list(zip(*(itertools.islice(itertools.cycle(values), longest) for values in axes.values()), strict=True))
+    cases = [
+        pytest.param(backend, *case, marks=[pytest.mark.long] if is_interpreted(backend) and case not in paths else [])
+        for backend, case in itertools.product(backends, itertools.product(*axes.values()))
+    ]
+    return pytest.mark.parametrize(("backend", *axes), cases, ids=str)

@@ -24,7 +24,7 @@ LOSS = ("promises", "gates", "hierarchy", "presets", "terms", "stages", "metrics
 ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators")
 ENTROPY = ("entropy", "entropy_selection", "select_top")
 SEGMENTS = ("segments", "token_estimators")
-LOGPROBS = ("logprobs",)
+LOGPROBS = ("logprobs", "logprobs_calls", "support")
 OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SEGMENTS, *LOGPROBS)
 MULTIPROCESS = ("distributed", "spanning", "aggregates", "advantages_over_ranks", "data_parallel", "empty_rank")
 PYTHON = (
@@ -87,13 +87,13 @@ RULES = [
     Rule(("hpo_core/ranks.py", "hpo_core/spanning.py", "hpo_core/metrics.py", "hpo_core/aggregation.py",
           "hpo_core/advantages/distributed.py"), MULTIPROCESS),
     Rule(("hpo_core/batch.py",), ("empty_rank",)),
-    Rule(("hpo_core/logprobs.py",), (*LOGPROBS, "docs")),
+    Rule(("hpo_core/logprobs.py", "hpo_core/support.py"), (*LOGPROBS, "docs")),
     Rule(("hpo_core/advantages/*",), (*ADVANTAGES, "estimator_properties", "imports", "docs", "synchronisation")),
     Rule(("hpo_core/advantages/ranks.py", "hpo_core/advantages/terms.py"), MULTIPROCESS),
     Rule(("hpo_core/entropy/*",), (*ENTROPY, "losses", "imports", "docs")),
     Rule(("hpo_core/gates/*",), (*LOSS, "gate_inputs", "hierarchy_theorems", "hierarchy_degenerate", "imports",
           "docs")),
-    Rule(("hpo_core/integrations/trl.py", "hpo_core/integrations/turns.py"), (*TRL, "imports")),
+    Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py"), (*TRL, "imports")),
     Rule(("hpo_core/integrations/verl.py", "hpo_core/integrations/turns.py"), (*VERL, "imports")),
     Rule(("hpo_core/testing/*",), ("testing", "promises", "imports")),
     Rule(("hpo_core/py.typed", "hpo_core/_version.py", "setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", ".ci/*",

@@ -27,6 +27,13 @@ class OnDevice(TorchDispatchMode):
         return result
 
 
+class Watched(TorchDispatchMode):
+    """As a tracer sees a call: nothing may be read, though all values are there."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
 class NoHostData(TorchFunctionMode):
     """Fails where a tensor is made of Python numbers: on a GPU that is a copy."""
 

@@ -117,7 +117,7 @@ def test_every_warp_and_block_primitive(monkeypatch):
     threads = 96
 
     def run():
-        out = np.full((threads, 16), np.nan)
+        out = np.full((threads, 19), np.nan)
         atomics = np.zeros(8, np.int64)
         cuda.primitives(address(out), address(atomics), threads)
         return [out, atomics]
@@ -142,6 +142,9 @@ def test_every_warp_and_block_primitive(monkeypatch):
         1,
         8 + 100 * 4 + 10000 * 31,
         0x3F800000 + 1.0,  # 1.00390625 lies between two bfloat16 numbers: to the even one
+        1 + 10 * -3 + 100,
+        1 + 10 * -3 + 100,
+        1 + 1000 * 8 + 10000,
     ]
     for column, numbers in enumerate(expected):
         np.testing.assert_array_equal(out[:, column], np.broadcast_to(numbers, threads), err_msg=f"column {column}")

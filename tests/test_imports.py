@@ -24,6 +24,7 @@ ORDER = (
         "entropy",
         "aggregation",
         "losses",
+        "support",
         "vocabulary_parallel",
         "logprobs",
         "logprob_states",

@@ -41,7 +41,7 @@ MUTANTS = {
         "test_entropy_selection.test_garbage_under_the_mask_is_never_read", {"bad": 99.0},
     ),
     "cuda: missing barrier before warps are added up": Mutant(
-        "cuda_emulated", "cuda/groups.cuh",
+        "cuda_emulated", "cuda/grid.cuh",
         "if (lane() % kLanes == 0) of_warp[lane() / kLanes][warp_in_block()] = sum;\n  __syncthreads();",
         "if (lane() % kLanes == 0) of_warp[lane() / kLanes][warp_in_block()] = sum;",
         "test_advantages.test_many_units", {"units": 1000},
@@ -190,7 +190,7 @@ MUTANTS = {
     ),
     "cpu: 1 - p of a confident target": Mutant(
         "cpu", "include/hpo/logprobs.h",
-        "delta == 0.0 ? double(others) * p : 1.0 - own", "double(float(1.0 - own))",
+        "delta == 0.0 ? others * p : 1.0 - own", "double(float(1.0 - own))",
         "test_logprobs.test_a_confident_token_keeps_its_gradient_and_its_entropy", {"margin": 80.0, "offset": 0.0},
     ),
     "cpu: a block that is read again counts twice": Mutant(
@@ -199,14 +199,39 @@ MUTANTS = {
         "test_logprobs.test_error_against_float64", {"name": "ascending", "temperature": 1.0, "dtype": torch.float32},
     ),
     "cpu: an ignored row is read": Mutant(
-        "cpu", "cpu/logprobs.cpp",
-        "args.targets[row] != args.ignore_index", "true",
+        "cpu", "include/hpo/logprobs.h",
+        "args.targets[row] == args.ignore_index", "false",
         "test_logprobs.test_an_ignored_row_is_not_read_and_gives_0", {"dtype": torch.float32},
     ),
     "cpu: rows of logits lie one after the other": Mutant(
-        "cpu", "cpu/logprobs.cpp",
+        "cpu", "include/hpo/logprobs.h",
         "row % args.inner * args.inner_stride", "row % args.inner * args.columns",
         "test_logprobs.test_layouts", {"layout": "slice of the vocabulary", "dtype": torch.bfloat16},
+    ),
+    "cuda: the greatest logit is summed": Mutant(
+        "cuda_emulated", "cuda/logprobs.cu",
+        "owns && rest[lane] == mine", "false",
+        "test_logprobs.test_a_confident_token_keeps_its_gradient_and_its_entropy", {"margin": 20.0, "offset": 40.0},
+    ),
+    "cuda: sums stay relative to what was the greatest of them": Mutant(
+        "cuda_emulated", "cuda/logprobs.cu",
+        "sums_.others *= factor;", "",
+        "test_logprobs.test_error_against_float64", {"name": "ascending", "temperature": 1.0, "dtype": torch.float32},
+    ),
+    "cuda: NaN is lost": Mutant(
+        "cuda_emulated", "cuda/logits.cuh",
+        "x < y ? number : word", "y < x ? word : number",
+        "test_logprobs.test_an_undefined_row_is_nan_and_alone", {"wrong": "nan"},
+    ),
+    "cuda: logits below the floor are summed": Mutant(
+        "cuda_emulated", "cuda/logprobs.cu",
+        "kFloored && x < floor_", "false",
+        "test_logprobs.test_floors_and_squares_are_those_of_the_definition", {"dtype": torch.bfloat16},
+    ),
+    "cuda: gradients below the floor are not 0": Mutant(
+        "cuda_emulated", "cuda/logprobs.cu",
+        "x >= found.row.floor", "true",
+        "test_logprobs.test_floors_and_squares_are_those_of_the_definition", {"dtype": torch.float16},
     ),
     "cpu: plain tiles ignore the mask": Mutant(
         "cpu", "cpu/gates_plain.h",

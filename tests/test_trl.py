@@ -52,6 +52,8 @@ SETTINGS = {
     "sapo, off-policy mask and kl": {"loss_type": "sapo", "off_policy_mask_threshold": 0.01, "beta": 0.1},
     "entropy": {"top_entropy_quantile": 0.3},
     "entropy with kl": {"top_entropy_quantile": 0.3, "beta": 0.1},
+    "entropy bonus": {"entropy_coef": 0.2},
+    "entropy bonus of some tokens": {"entropy_coef": -0.2, "top_entropy_quantile": 0.3, "loss_type": "bnpo"},
     **{
         f"sequence {name}": {"importance_sampling_level": "sequence", "epsilon": 0.03} | config
         for name, config in {
@@ -191,6 +193,13 @@ RUNS = {
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.1},
     "sequence": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-3, "epsilon_high": 4e-3},
     "on-policy, accumulated": {"gradient_accumulation_steps": 4},
+    "on-policy, adaptive entropy bonus": {
+        "gradient_accumulation_steps": 2,
+        "use_adaptive_entropy": True,
+        "entropy_target": 2.5,
+        "entropy_coef_delta": 0.1,
+        "entropy_coef_max": 0.3,
+    },
 }
 
 

@@ -5,7 +5,6 @@ import doctest
 import functools
 import inspect
 import re
-import sys
 import textwrap
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import hpo_core as hpo
 
 skip_without("trl")
 hpo_trl, trl = Lazy("hpo_core.integrations.trl"), Lazy("trl")
+trl_config = Lazy("hpo_core.integrations.trl_config")
 
 pytestmark = pytest.mark.peers
 
@@ -31,12 +31,11 @@ HONOURED = {
     *("use_vllm", "vllm_importance_sampling_correction"),  # decide whether a batch has importance_sampling_ratio
     *("current_gradient_accumulation_steps", "args.steps_per_generation", "max_completion_length"),  # weights
     *("aux_loss_enabled", "router_aux_loss_coef"),
+    *("entropy_coef", "use_adaptive_entropy", "args.entropy_target", "args.entropy_coef_min", "args.entropy_coef_max"),
+    *("args.entropy_coef_delta", "_entropy_bonus_enabled", "_last_world_entropy", "_entropy_window_stats"),
     *("model", "accelerator", "_metrics", "_get_per_token_logps_and_entropies"),  # the machinery, used the same way
     *("get_high_entropy_mask", "get_off_policy_mask", "get_gamma_weights"),  # their fields are walked too
 }
-# State of the entropy bonus, which the refused fields switch on.
-BONUS_STATE = {"_entropy_bonus_enabled", "_last_world_entropy", "_entropy_window_stats"}
-OTHER_VALUES = {"use_adaptive_entropy": True}
 
 
 def reads_of_the_loss():
@@ -54,18 +53,15 @@ def reads_of_the_loss():
 def test_every_field_the_loss_reads_is_honoured_or_refused(tmp_path):
     reads = reads_of_the_loss()
     assert len(reads) > 30, reads
-    refused = {name.removeprefix("args.") for name in reads - HONOURED - BONUS_STATE}
+    refused = {name.removeprefix("args.") for name in reads - HONOURED}
     for name in sorted(refused):
         assert name in trl.GRPOConfig.__dataclass_fields__, f"TRL's loss reads {name}, which HPOTrainer does not know"
-        value = OTHER_VALUES.get(name, 0.123)
         with pytest.raises(ValueError, match=f"^{name}: "):
-            build(hpo_trl.HPOTrainer, tmp_path, **{name: value})
+            build(hpo_trl.HPOTrainer, tmp_path, **{name: 0.123})
 
 
 def test_neutral_values_are_the_defaults():
     fields = trl.GRPOConfig.__dataclass_fields__
-    assert fields["entropy_coef"].default == 0.0
-    assert fields["use_adaptive_entropy"].default is False
     assert fields["off_policy_mask_threshold"].default is None
 
 
@@ -146,11 +142,12 @@ GATE, SEQUENCE = {"gate": hpo.gates.dapo()}, {"importance_sampling_level": "sequ
 
 def refused_by_row():
     """What each row of the table of refused fields looks like: arguments of the trainer, and fields of the config."""
-    of_gates = [(GATE, {name: 0.123}) for name in hpo_trl.module()._REPLACED["gate"] if name[:5] in ("sapo_", "vespo")]
+    of_gates = [
+        (GATE, {name: 0.123}) for name in trl_config.module().REPLACED["gate"] if name[:5] in ("sapo_", "vespo")
+    ]
     ppo = ("epsilon", "epsilon_high", "delta", "off_policy_mask_threshold")
     grpo = {"advantage": hpo.advantages.grpo}
     return {
-        "entropy_coef": [({}, {name: OTHER_VALUES.get(name, 0.123)}) for name in hpo_trl.module()._UNSUPPORTED],
         "importance_sampling_level": [({}, {**SEQUENCE, "loss_type": kind}) for kind in ("sapo", "vespo")],
         "vllm_importance_sampling_correction": [({}, {"loss_type": "vespo", "use_vllm": True})],
         "use_bias_correction_kl": [({}, {**SEQUENCE, "beta": 0.1})],
@@ -181,22 +178,21 @@ def test_the_table_of_refused_fields_is_what_is_refused(tmp_path):
                 trl_refuses(extra, config, tmp_path)
     said = {match for names in rows.values() for name in names for match in re.findall(r"^\w+", name)}
     assert said >= {
-        *hpo_trl.module()._UNSUPPORTED,
-        *(field for fields in hpo_trl.module()._REPLACED.values() for field in fields),
+        *(field for fields in trl_config.module().REPLACED.values() for field in fields),
     }
 
 
 def trl_refuses(extra, config, tmp_path):
     """vLLM cannot be started here: its fields are asked about without a trainer."""
     if "use_vllm" in config:
-        hpo_trl.module()._check_config(trl.GRPOConfig(tmp_path, bf16=False, **config), [])
+        trl_config.module().check_config(trl.GRPOConfig(tmp_path, bf16=False, **config), [])
     else:
         build(hpo_trl.HPOTrainer, tmp_path, extra=extra, **config)
 
 
 def test_the_table_of_denominators_has_every_loss_type_and_each_is_accepted(tmp_path):
     kinds = [kind for names in rows_of("The loss") for kind in names]
-    assert sorted(kinds) == sorted(hpo_trl.module()._KNOWN)
+    assert sorted(kinds) == sorted(trl_config.module().KNOWN)
     for kind in kinds:
         build(hpo_trl.HPOTrainer, tmp_path, loss_type=kind, **({"epsilon_high": 5.0} if kind == "cispo" else {}))
     build(hpo_trl.HPOTrainer, tmp_path, off_policy_mask_threshold=0.5)
@@ -242,6 +238,6 @@ def test_other_denominators_are_usable_with_a_gate(tmp_path):
 
 def test_docstrings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tried = doctest.testmod(sys.modules[hpo_trl.HPOTrainer.__module__])
+    tried = doctest.testmod(trl_config.module())
     assert tried.attempted > 0
     assert tried.failed == 0

@@ -124,7 +124,8 @@ def loss_of(compute_loss, trainer, inputs, scored, poison=None):
             if key in inputs:
                 inputs[key] = torch.where(scored.valid, inputs[key], poison)
     logps.requires_grad_()
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logps, scored.entropies, None)
+    entropies = scored.entropies + (logps - logps.detach()) / 2  # some gradient, which an entropy bonus has
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logps, entropies, None)
     for values in trainer._metrics.values():
         values.clear()
     loss = compute_loss(trainer, None, inputs)

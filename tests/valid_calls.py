@@ -393,6 +393,16 @@ def _logprobs() -> Iterator[Call]:
     yield _call(hpo.logprob_states.finish, state=state, targets=_TARGETS)
     gradients = {"logp_gradient": _TEMPERATURES, "entropy_gradient": _TEMPERATURES}
     yield _call(hpo.logprob_states.part_gradient, **part, state=state, **gradients)
+    packed = PackedBatch(integers(0, 3, 5), bools(0, 1, 1, 0, 1))
+    ids = integers(3, 0, 7, 1, -1, 5, 2, 2, 6, 4, 7, 0, 1, 2, 3).reshape(5, 3)
+    for function in (hpo.token_logprobs, hpo.token_statistics):
+        yield _call(function, **given, batch=packed, support_floor=floats(0.25, -1, 0.5, 1, 0))
+        yield _call(function, "temperature entropy_temperature", **given, temperature=_TEMPERATURES,
+                    entropy_temperature=_TEMPERATURES * 2, support_ids=ids)  # fmt: skip
+    each = {"top_k": integers(3, 0, 8, 2, 5), "top_p": floats(0.5, 1, 0.75, 0.25, 0.875)}
+    each |= {"temperature": _TEMPERATURES, "min_p": floats(0, 0.125, 0.5, 0.25, 0.0625)}
+    yield _call(hpo.support_floor, "logits", logits=_LOGITS, top_k=3, top_p=0.75)
+    yield _call(hpo.support_floor, " ".join(each), logits=_LOGITS, **each)
 
 
 def _metrics() -> Iterator[Call]:

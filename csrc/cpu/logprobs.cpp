@@ -345,37 +345,21 @@ RowSums sums_of_row(const typename Type::Element* from, int64_t columns, const f
 template <class Type>
 const typename Type::Element* row_of(const LogprobsArgs& args, int64_t row) {
   const auto* logits = static_cast<const typename Type::Element*>(args.logits);
-  return logits + row / args.inner * args.outer_stride + row % args.inner * args.inner_stride;
-}
-
-Exponent exponent_of(const LogprobsArgs& args, int64_t row) {
-  return Exponent(args.temperatures ? double(args.temperatures[row]) : args.temperature);
-}
-
-// Whether a row has a target and a temperature.
-bool is_defined(const LogprobsArgs& args, int64_t row, const Exponent& exponent) {
-  const int64_t target = args.targets[row];
-  return target >= 0 && target < args.vocabulary && exponent.inverse > 0.0 && exponent.inverse <= double(FLT_MAX);
-}
-
-// The column of the target, or -1 where it is in another part of the vocabulary.
-int64_t target_column(const LogprobsArgs& args, int64_t row) {
-  const int64_t column = args.targets[row] - args.first;
-  return column >= 0 && column < args.columns ? column : -1;
+  return logits + offset_of_row(args, row);
 }
 
 // -inf where the target is in another part, or outside the support.
 template <class Type>
 float logit_of_target(const typename Type::Element* from, int64_t column, const float* floor) {
   const float logit = column < 0 ? -kInfinity : Type::widened(from[column]);
-  return floor && !(logit >= *floor) && logit == logit ? -kInfinity : logit;
+  return is_below(logit, floor) ? -kInfinity : logit;
 }
 
 template <class Type, int kKept>
 void forward(const LogprobsArgs& args, int threads) {
   parallel_for(args.rows, worthwhile(threads, args.rows * args.columns), [&](int64_t row) {
     RowResult result{};
-    if (args.targets[row] != args.ignore_index) {
+    if (!is_ignored(args, row)) {
       const Exponent exponent = exponent_of(args, row);
       if (is_defined(args, row, exponent)) {
         const auto* from = row_of<Type>(args, row);
@@ -387,12 +371,7 @@ void forward(const LogprobsArgs& args, int threads) {
         result = undefined_result();
       }
     }
-    args.logp[row] = result.logp;
-    args.statistics[row] = result.top;
-    args.statistics[args.rows + row] = result.others;
-    if (kKept > 2) args.entropy[row] = result.entropy;
-    if (kKept > 2) args.statistics[2 * args.rows + row] = result.distance;
-    if (kKept > 3) args.statistics[3 * args.rows + row] = result.squares;
+    write_result(args, row, result);
   });
 }
 
@@ -446,17 +425,14 @@ void backward(const LogprobsBackwardArgs& args, int threads) {
   const LogprobsArgs& given = args.given;
   const int64_t rows = given.rows, columns = given.columns;
   parallel_for(rows, worthwhile(threads, rows * columns), [&](int64_t row) {
-    auto* to = static_cast<typename Type::Element*>(args.grad) + row / given.inner * args.grad_outer_stride +
-               row % given.inner * args.grad_inner_stride;
-    const float top = args.statistics[row], others = args.statistics[rows + row];
-    const float a = args.logp_gradient ? args.logp_gradient[row] : 0.0f;
-    const float b = args.entropy_gradient ? args.entropy_gradient[row] : 0.0f;
-    if (given.targets[row] == given.ignore_index || (a == 0.0f && b == 0.0f && top == top)) {
+    auto* to = static_cast<typename Type::Element*>(args.grad) + offset_of_gradient(args, row);
+    const RowUpstream upstream(args, row);
+    if (is_ignored(given, row) || upstream.is_zero()) {
       std::memset(static_cast<void*>(to), 0, size_t(columns) * sizeof *to);
       return;
     }
     const Exponent exponent = exponent_of(given, row);
-    if (top != top || !is_defined(given, row, exponent)) {
+    if (!upstream.is_defined() || !is_defined(given, row, exponent)) {
       std::fill(to, to + columns, Type::narrowed(NAN));
       return;
     }
@@ -464,12 +440,12 @@ void backward(const LogprobsBackwardArgs& args, int threads) {
     const float* floor = given.floors ? given.floors + row : nullptr;
     const int64_t column = target_column(given, row);
     const float logit = logit_of_target<Type>(from, column, floor);
-    const bool is_below = column >= 0 && floor && Type::widened(from[column]) < *floor;
-    const float distance = args.entropy_gradient ? args.statistics[2 * rows + row] : 0.0f;
-    const RowGradient gradient = gradient_of(exponent, top, others, distance, logit, double(a), double(b));
-    if (b != 0.0f) gradients_of_row<Type, true>(from, columns, floor, top, exponent, gradient, to);
-    else gradients_of_row<Type, false>(from, columns, floor, top, exponent, gradient, to);
-    if (column >= 0 && !is_below) to[column] = Type::narrowed(gradient.target);
+    const bool has_target = column >= 0 && !is_below(Type::widened(from[column]), floor);
+    const RowGradient gradient = gradient_of(exponent, upstream, logit);
+    const bool has_slope = upstream.entropy != 0.0f;
+    if (has_slope) gradients_of_row<Type, true>(from, columns, floor, upstream.top, exponent, gradient, to);
+    else gradients_of_row<Type, false>(from, columns, floor, upstream.top, exponent, gradient, to);
+    if (has_target) to[column] = Type::narrowed(gradient.target);
   });
 }
 

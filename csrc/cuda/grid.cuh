@@ -1,4 +1,5 @@
-// What the launches of one call share: their grid, and workspace that an earlier launch leaves to a later one.
+// What the launches of one call share: their grid, what the threads of a block tell each other, and workspace that an earlier
+// launch leaves to a later one.
 #pragma once
 #include <algorithm>
 #include <map>
@@ -49,6 +50,33 @@ __device__ __forceinline__ bool any_of(const int* flags, int count) {
 #pragma unroll 1
   for (int i = int(threadIdx.x); i < count; i += kThreads) any |= flags[i];
   return __syncthreads_or(any);
+}
+
+// Sums over the block, COUNT a power of two, in every thread.
+template <int COUNT>
+__device__ __forceinline__ void block_sums(double (&values)[COUNT]) {
+  HPO_SHARED(double, of_warp, [COUNT][kWarps]);
+  constexpr int kLanes = kWarp / COUNT;
+  const double sum = warp_sums(values);
+  if (lane() % kLanes == 0) of_warp[lane() / kLanes][warp_in_block()] = sum;
+  __syncthreads();
+  for (int i = 0; i < COUNT; ++i) {
+    values[i] = of_warp[i][0];
+    for (int warp = 1; warp < kWarps; ++warp) values[i] += of_warp[i][warp];
+  }
+  __syncthreads();  // before the next call writes `of_warp`
+}
+
+// The greatest of the block, in every thread.
+template <class T>
+__device__ __forceinline__ T block_max(T value) {
+  HPO_SHARED(T, of_warp, [kWarps]);
+  for (int step = kWarp / 2; step > 0; step /= 2) value = max(value, __shfl_xor_sync(kFullWarp, value, step));
+  if (lane() == 0) of_warp[warp_in_block()] = value;
+  __syncthreads();
+  for (int warp = 0; warp < kWarps; ++warp) value = max(value, of_warp[warp]);
+  __syncthreads();  // before the next call writes `of_warp`
+  return value;
 }
 
 template <class T>

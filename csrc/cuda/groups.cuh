@@ -40,21 +40,6 @@ __device__ __forceinline__ bool belongs(const Members& members, int unit, int64_
   return in_group && members.enters(unit);  // of most units no more than the id is read
 }
 
-// Sums over the block, COUNT a power of two, in every thread.
-template <int COUNT>
-__device__ __forceinline__ void block_sums(double (&values)[COUNT]) {
-  HPO_SHARED(double, of_warp, [COUNT][kWarps]);
-  constexpr int kLanes = kWarp / COUNT;
-  const double sum = warp_sums(values);
-  if (lane() % kLanes == 0) of_warp[lane() / kLanes][warp_in_block()] = sum;
-  __syncthreads();
-  for (int i = 0; i < COUNT; ++i) {
-    values[i] = of_warp[i][0];
-    for (int warp = 1; warp < kWarps; ++warp) values[i] += of_warp[i][warp];
-  }
-  __syncthreads();  // before the next call writes `of_warp`
-}
-
 // `units` where there is none.
 __device__ __forceinline__ int first_member(const Members& members, int64_t id) {
   HPO_SHARED(int, first, );

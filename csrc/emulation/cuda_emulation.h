@@ -5,7 +5,7 @@
 // bounds, a deadlock or an impossible launch throws an exception that names the kernel, block, thread and line; shared
 // memory starts as NaN. A cooperative launch holds HPO_EMULATION_PROCESSORS blocks (3). Not emulated: the memory model,
 // concurrency between blocks, alignment, and the error of approximate functions (__expf and its like), which here are the
-// accurate ones.
+// accurate ones (but for hpo::fast_exp2).
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -144,6 +144,14 @@ inline void __syncwarp(unsigned mask = ~0u, HPO_SITE) {
 }
 namespace hpo {
 inline void sync_grid(HPO_SITE) { emulation::machine.grid_barrier(site); }
+
+// As wrong as the instruction may be, up or down: whoever uses it has to live with that.
+inline float fast_exp2(float x) {
+  const float power = std::exp2(x);
+  if (!(power >= 1.17549435e-38f)) return x != x ? x : 0.0f;
+  if (power == std::floor(power) || std::isinf(power)) return power;
+  return __int_as_float(__float_as_int(power) + (__float_as_int(x) & 1 ? 2 : -2));
+}
 }  // namespace hpo
 inline void __threadfence() { hpo::emulation::machine.perhaps_yield(); }
 inline void __threadfence_block() { hpo::emulation::machine.perhaps_yield(); }

@@ -70,6 +70,33 @@ inline float __half2float(__half x) { return float(hpo_bit_cast<_Float16>(x)); }
 inline __half __float2half(float x) { return hpo_bit_cast<__half>(_Float16(x)); }
 inline __half __float2half_rn(float x) { return __float2half(x); }
 
+// Pairs. __hmax2 takes the number where one of the two is NaN, __hmin2_nan the NaN.
+struct __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
+struct __half2 {
+  __half x, y;
+};
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2bfloat16(x), __float2bfloat16(y)}; }
+inline __half2 __floats2half2_rn(float x, float y) { return {__float2half(x), __float2half(y)}; }
+inline float __low2float(__half2 pair) { return __half2float(pair.x); }
+inline float __high2float(__half2 pair) { return __half2float(pair.y); }
+inline float hpo_min_nan(float x, float y) { return x != x || y != y ? NAN : std::fmin(x, y); }
+inline __nv_bfloat162 __hmin2_nan(__nv_bfloat162 a, __nv_bfloat162 b) {
+  return __floats2bfloat162_rn(hpo_min_nan(__bfloat162float(a.x), __bfloat162float(b.x)),
+                               hpo_min_nan(__bfloat162float(a.y), __bfloat162float(b.y)));
+}
+inline __nv_bfloat162 __hmax2(__nv_bfloat162 a, __nv_bfloat162 b) {
+  return __floats2bfloat162_rn(std::fmax(__bfloat162float(a.x), __bfloat162float(b.x)),
+                               std::fmax(__bfloat162float(a.y), __bfloat162float(b.y)));
+}
+inline __half2 __hmin2_nan(__half2 a, __half2 b) {
+  return __floats2half2_rn(hpo_min_nan(__half2float(a.x), __half2float(b.x)), hpo_min_nan(__half2float(a.y), __half2float(b.y)));
+}
+inline __half2 __hmax2(__half2 a, __half2 b) {
+  return __floats2half2_rn(std::fmax(__half2float(a.x), __half2float(b.x)), std::fmax(__half2float(a.y), __half2float(b.y)));
+}
+
 template <class T>
 T min(T a, T b) {
   return b < a ? b : a;

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void primitives_kernel(double* out, int64_t* atomics) {
   const int thread = threadIdx.x, lane = thread % 32;
-  double* mine = out + 16 * thread;
+  double* mine = out + 19 * thread;
   mine[0] = __shfl_sync(kAll, float(thread), 3);
   mine[1] = __shfl_sync(kAll, double(thread), lane + 1, 8);
   mine[2] = double(__shfl_up_sync(kAll, int64_t(thread), 2));
@@ -152,6 +152,15 @@ __global__ void primitives_kernel(double* out, int64_t* atomics) {
   mine[13] = __syncthreads_and(thread >= 0) + 2 * __syncthreads_and(thread > 0);
   mine[14] = __popc(0xf0fu) + 100 * __ffs(8) + 10000 * __clz(1);
   mine[15] = __float_as_int(1.0f) + double(__bfloat162float(__float2bfloat16(1.00390625f)));
+  const __nv_bfloat162 brains = __floats2bfloat162_rn(NAN, 2.0f), others = __floats2bfloat162_rn(1.0f, -3.0f);
+  mine[16] = __bfloat162float(__hmax2(brains, others).x) + 10.0f * __bfloat162float(__hmin2_nan(others, brains).y);
+  mine[16] += 100.0f * float(std::isnan(__bfloat162float(__hmin2_nan(others, brains).x)));
+  const __half2 halves = __floats2half2_rn(2.0f, NAN), smaller = __floats2half2_rn(-3.0f, 1.0f);
+  mine[17] = __high2float(__hmax2(halves, smaller)) + 10.0f * __low2float(__hmin2_nan(smaller, halves));
+  mine[17] += 100.0f * float(std::isnan(__high2float(__hmin2_nan(smaller, halves))));
+  const float power = hpo::fast_exp2(0.5f), exact = 1.41421356f;
+  mine[18] = double(fabsf(power - exact) <= 3e-7f) + 10.0 * hpo::fast_exp2(-INFINITY) + 100.0 * hpo::fast_exp2(-127.0f) +
+             1000.0 * hpo::fast_exp2(3.0f) + 10000.0 * std::isnan(hpo::fast_exp2(NAN));
 
   atomicAdd(reinterpret_cast<int*>(atomics), -1);
   atomicAdd(reinterpret_cast<unsigned*>(atomics + 1), 2u);

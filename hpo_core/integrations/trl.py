@@ -9,7 +9,6 @@ honour, is an error that names it. Shapes: ``B`` completions in a micro-batch, `
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,46 +16,31 @@ import torch
 import torch.distributed
 
 try:
-    from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined,import-not-found,unused-ignore]
+    from trl import GRPOTrainer  # type: ignore[attr-defined,import-not-found,unused-ignore]
 except ImportError as error:
     raise ImportError("hpo_core.integrations.trl needs TRL 1.16 or newer: pip install 'hpo-core[trl]'") from error
 
-from .. import aggregation, gates
+from .. import aggregation
 from ..advantages.distributed import over_ranks
 from ..advantages.terms import check_estimator, given_to, level_of, takes_several
 from ..backends import resolve
 from ..batch import PackedBatch
 from ..checks import check, check_type
 from ..entropy import EntropyWindow, forking_tokens
-from ..gates import Clip, Drop, Gamma, Level, RatioGate
+from ..gates import Gamma, RatioGate
 from ..kl import KLPenalty, k3
 from ..losses import policy_loss
 from ..metrics import FLAGS, Metrics
 from ..segments import ids_of
-from ..specs import Head, Unit
+from ..specs import Unit
 from .needs import MakesInputs, check_needs, made_inputs
+from .trl_config import check_config, gate_from_config
+from .trl_entropy import entropy_bonus
+from .trl_metrics import clip_bounds, clip_metrics, clipped_rows, gamma_weights
 from .turns import Step, steps_of_turns, turns
 
 __all__ = ["HPOMixin", "HPOTrainer", "Step", "gate_from_config"]
 
-_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # loss types with PPO's clip; they differ in the denominator
-_KNOWN = (*_CLIPPED, "cispo", "sapo", "vespo")
-
-# Fields of GRPOConfig that TRL's loss reads and this one cannot honour.
-_UNSUPPORTED = (
-    *("entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max"),
-    *("entropy_coef_delta", "entropy_target"),
-)
-# Fields that an argument of the trainer replaces.
-_REPLACED = {
-    "gate": (
-        *("epsilon", "epsilon_high", "delta", "importance_sampling_level", "off_policy_mask_threshold"),
-        *("sapo_temperature_neg", "sapo_temperature_pos"),
-        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-    ),
-    "advantage": ("scale_rewards", "multi_objective_aggregation"),
-    "window": ("top_entropy_quantile",),
-}
 # Levels whose segments have rows on several processes.
 _SPANNING = {Unit.GROUP, Unit.DOMAIN}
 # Reported beyond TRL's own metrics, under "hpo_core/".
@@ -164,7 +148,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         super().__init__(*args, **keywords)
         given = {"gate": gate, "advantage": advantage, "window": window}
         config = self.args
-        _check_config(config, [name for name, value in given.items() if value is not None])
+        check_config(config, [name for name, value in given.items() if value is not None])
         kl = None
         if config.beta != 0.0:
             kl = k3(config.beta, gradient="importance" if config.use_bias_correction_kl else "value")
@@ -278,6 +262,14 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         logps, entropies, aux_loss = self._score(model, inputs, compute_aux_loss=self.aux_loss_enabled)
         loss = self._policy_loss(logps, entropies.detach(), inputs, aux_loss)
+        if self._entropy_bonus_enabled:
+            # As TRL logs it: of a micro-batch, but for the loss types whose denominator is the whole step's.
+            logged = loss.detach() * (1 if self.loss_type in ("cispo", "dapo", "vespo") else self._accumulated())
+            kept = self._metrics["train" if self.model.training else "eval"]
+            kept["policy_loss"].append(self.accelerator.gather(logged).nanmean().item())
+            loss = loss - entropy_bonus(
+                self, entropies, self._selected(entropies.detach(), inputs), self._accumulated()
+            )
         if aux_loss is not None:
             loss = loss + self.router_aux_loss_coef * aux_loss / self._accumulated()
         return loss
@@ -369,6 +361,14 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         self._log_loss(metrics, logps.detach(), batch, advantages, inputs, aux_loss)
         return loss
 
+    def _selected(self, entropies: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """Tokens of the policy term, bool ``[B, L]``: valid ones, which the window selects."""
+        window, mask = self._hpo.window, _mask(inputs)
+        if window is None or window.scope == "batch":
+            return mask & inputs["token_mask"] if "token_mask" in inputs else mask
+        state = window.fit(entropies, mask, process_group=self._ranks(), backend=self._hpo.backend)
+        return window.apply(entropies, mask, state, backend=self._hpo.backend)
+
     def _weights(self, batch: PackedBatch, inputs: dict[str, Any]) -> torch.Tensor:
         """Row weights ``[B]``: the denominator of ``loss_type``, and of accumulation, which TRL leaves to the loss."""
         kind, steps = self.loss_type, self._accumulated()
@@ -408,17 +408,17 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
     ) -> None:
         """TRL's own keys with TRL's own definitions, and ours: one gather over processes, one copy to the host."""
         gate, kl, *_, processes, _ = self._hpo
-        old_logps, bounds = inputs.get("old_per_token_logps"), _clip_bounds(gate)
+        old_logps, bounds = inputs.get("old_per_token_logps"), clip_bounds(gate)
         log_ratio = torch.zeros_like(logps) if old_logps is None else logps - old_logps
         assert batch.mask is not None
         mask = batch.mask.view_as(logps)
         parts = {"vector": metrics.vector}
         if bounds is not None:
-            clipped = _clipped_rows(bounds, gate.level is not None, log_ratio, advantages, mask, batch.row_counts)
+            clipped = clipped_rows(bounds, gate.level is not None, log_ratio, advantages, mask, batch.row_counts)
             parts |= dict(zip(("low", "high", "count"), clipped, strict=True))
         weight = gate.levels[0].gate if gate.levels else None
         if isinstance(weight, Gamma):
-            parts["phi"] = _gamma_weights(weight, log_ratio, advantages, mask)
+            parts["phi"] = gamma_weights(weight, log_ratio, advantages, mask)
         if kl is not None:
             s = logps - inputs["ref_per_token_logps"]
             k = torch.exp(-s) - 1 + s
@@ -437,7 +437,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         ours = total.compute()
         logged = {"entropy": ours["entropy"], **{f"hpo_core/{name}": ours[name] for name in _REPORTED}}
         if bounds is not None:
-            logged |= _clip_metrics(seen["low"].numpy(), seen["high"].numpy(), seen["count"].numpy(), gate.head)
+            logged |= clip_metrics(seen["low"].numpy(), seen["high"].numpy(), seen["count"].numpy(), gate.head)
         if "phi" in seen:
             total_weight, counted = seen["phi"].sum(0).tolist()
             logged["vespo/phi_seq_mean"] = total_weight / max(counted, 1.0)
@@ -455,85 +455,6 @@ class HPOTrainer(HPOMixin, GRPOTrainer):  # type: ignore[misc,unused-ignore]
 
     The arguments are those of :class:`HPOMixin`, and all of ``GRPOTrainer``.
     """
-
-
-def gate_from_config(args: Any) -> RatioGate:
-    """The gate that ``loss_type``, ``importance_sampling_level``, ``epsilon``, ``epsilon_high`` and ``delta`` describe,
-    with the mask of ``off_policy_mask_threshold``.
-
-    PPO's clip, ``loss_t = -min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)``; for ``cispo``
-    ``-sg[min(r, epsilon_high)] A logp``. At the sequence level r is the true sequence ratio, as in GSPO.
-
-    >>> from trl import GRPOConfig
-    >>> gate_from_config(GRPOConfig("out", epsilon=0.2, epsilon_high=0.28, bf16=False)).token.high
-    (1.28, inf)
-    """
-    gate = _gate(args)
-    if args.off_policy_mask_threshold is None:
-        return gate
-    return gates.compose(gate, *gates.opsm(args.off_policy_mask_threshold).corrections)
-
-
-def _gate(args: Any) -> RatioGate:
-    levels = ("token", "sequence")
-    kind, level = args.loss_type, args.importance_sampling_level
-    check(kind in _KNOWN, "loss_type: expected one of {}, got {!r}", ", ".join(_KNOWN), kind)
-    check(level in levels, "importance_sampling_level: expected one of {}, got {!r}", ", ".join(levels), level)
-    check(
-        level == "token" or kind not in ("sapo", "vespo"),
-        "importance_sampling_level: expected 'token' with loss_type={!r}, got {!r}; pass gate=",
-        kind,
-        level,
-    )
-    if kind == "sapo":
-        return gates.sapo(args.sapo_temperature_pos, args.sapo_temperature_neg)
-    if kind == "vespo":
-        k = (args.vespo_k_pos, args.vespo_k_neg)
-        return gates.vespo(k, (args.vespo_lambda_pos, args.vespo_lambda_neg))
-    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    if kind == "cispo":
-        check(
-            high >= 1,
-            "epsilon_high: for loss_type='cispo' it is the absolute cap of the ratio, expected >= 1 (5 in ScaleRL), "
-            "got {}",
-            high,
-        )
-        clip, head = Clip(high=(float(high), float(high))), Head.SCORE
-    else:
-        low, cap = max(0.0, 1.0 - args.epsilon), math.inf if args.delta is None else float(args.delta)
-        check(cap >= 1.0 + high, "delta: expected a cap >= 1 + epsilon_high = {}, got {}", 1.0 + high, args.delta)
-        clip, head = Clip(low=(0.0, low), high=(1.0 + high, cap)), Head.LINEAR
-    if level == "sequence":
-        return RatioGate(f"trl_{kind}_sequence", Drop(), (Level(clip),), head, source="TRL; arXiv 2507.18071")
-    return RatioGate(f"trl_{kind}", clip, head=head, source="TRL; arXiv 1707.06347")
-
-
-def _check_config(args: Any, given: list[str]) -> None:
-    """Raise for a field that would have no effect: unsupported, or replaced by one of the arguments ``given``."""
-
-    def check_default(name: str, why: str) -> None:
-        default, value = GRPOConfig.__dataclass_fields__[name].default, getattr(args, name)
-        check(value == default, "{}: expected its default {!r}, got {!r}; {}", name, default, value, why)
-
-    for name in _UNSUPPORTED:
-        check_default(name, "hpo_core's loss has no such term; leave it, or use trl.GRPOTrainer")
-    for argument in given:
-        for name in _REPLACED[argument]:
-            check_default(name, f"{argument}= replaces it")
-    check(args.loss_type in _KNOWN, "loss_type: expected one of {}, got {!r}", ", ".join(_KNOWN), args.loss_type)
-    check(
-        args.loss_type != "vespo"
-        or "gate" in given
-        or not (args.use_vllm and args.vllm_importance_sampling_correction),
-        "vllm_importance_sampling_correction: with loss_type='vespo' TRL puts this weight into the sequence's ratio, "
-        "hpo_core does not; set it to False, or pass gate= with Channel.TOTAL",
-    )
-    check(
-        args.beta == 0.0 or not args.use_bias_correction_kl or args.importance_sampling_level == "token",
-        "use_bias_correction_kl: expected False with importance_sampling_level='sequence', where TRL multiplies the "
-        "penalty by the sequence's ratio and hpo_core by the token's; got True with beta {}",
-        args.beta,
-    )
 
 
 def _domain_ids(column: str, inputs: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
@@ -555,58 +476,3 @@ def _mask(inputs: dict[str, Any]) -> torch.Tensor:
     """Tokens of the loss, bool ``[B, L]``: completions without padding and without what tools wrote."""
     mask: torch.Tensor = inputs["completion_mask"] != 0
     return mask & (inputs["tool_mask"] != 0) if "tool_mask" in inputs else mask
-
-
-def _clip_bounds(gate: RatioGate) -> tuple[float, float] | None:
-    """Log-ratio bounds whose crossing is counted: the lower for ``A < 0``, the upper for ``A > 0``. None: no clip."""
-    clip = gate.token if not gate.levels else gate.level and gate.level.gate
-    if not isinstance(clip, Clip):
-        return None
-    return math.log(clip.low[1]) if clip.low[1] > 0 else -math.inf, math.log(clip.high[0])
-
-
-def _clipped_rows(
-    bounds: tuple[float, float],
-    sequence_level: bool,
-    log_ratio: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    counts: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Clipped below, clipped above, and of how many, each ``[B]``; a sequence's ratio under one advantage is one."""
-    if sequence_level:
-        log_ratio = (torch.where(mask, log_ratio, 0.0).sum(1) / counts.clamp(min=1)).unsqueeze(1)
-    low, high = log_ratio < bounds[0], log_ratio > bounds[1]
-    if advantages.dim() == 2:
-        low, high = low & mask & (advantages < 0), high & mask & (advantages > 0)
-        return low.sum(1), high.sum(1), counts
-    if sequence_level:
-        low, high, counts = low.squeeze(1), high.squeeze(1), torch.ones_like(counts)
-    else:
-        low, high = (low & mask).sum(1), (high & mask).sum(1)
-    return low * (advantages < 0), high * (advantages > 0), counts
-
-
-def _gamma_weights(gamma: Gamma, log_ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The sum of VESPO's weights and their number ``[2]``: one per row, or per token where advantages differ."""
-    log_w = torch.where(mask, log_ratio, 0.0).clamp(-20, 20).sum(1, keepdim=True).clamp(math.log(1e-8), 20).double()
-    advantages = advantages if advantages.dim() == 2 else advantages[:, None]
-    k, lam = (torch.where(advantages < 0, pair[1], pair[0]) for pair in (gamma.k, gamma.lam))
-    phi = torch.exp(lam + k * log_w - lam * torch.exp(log_w))
-    counted = mask if phi.shape == mask.shape else torch.ones_like(phi, dtype=torch.bool)
-    return torch.stack([torch.where(counted, phi, 0.0).sum(), counted.sum().double()])
-
-
-def _clip_metrics(low: Any, high: Any, count: Any, head: Head) -> dict[str, float]:
-    """TRL's keys from the counts of all rows (arrays on the host)."""
-    rows, everything = count > 0, max(count.sum(), 1.0)
-    low_mean, high_mean = float(low.sum() / everything), float(high.sum() / everything)
-    if head is Head.SCORE:
-        return {"cispo_clip_ratio": high_mean}
-    return {
-        "clip_ratio/low_mean": low_mean,
-        "clip_ratio/low_min": float((low[rows] / count[rows]).min()) if rows.any() else math.nan,
-        "clip_ratio/high_mean": high_mean,
-        "clip_ratio/high_max": float((high[rows] / count[rows]).max()) if rows.any() else math.nan,
-        "clip_ratio/region_mean": low_mean + high_mean,  # advantages of opposite sign: never both
-    }

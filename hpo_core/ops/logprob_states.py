@@ -13,7 +13,7 @@ import torch.distributed
 from ..backends import resolve
 from ..checks import check, has_tangent
 from ..specs import LogitRows
-from .logprobs import FORWARD_MODE, gradient
+from .logprobs import FORWARD_MODE, gradient, readable, save
 
 __all__ = ["LogprobState", "finished", "folded", "inverse_of", "mapped", "over_ranks", "part", "shared"]
 
@@ -45,6 +45,8 @@ def part(rows: LogitRows, kept: int, backend: str | None) -> LogprobState:
     column = targets - rows.first
     has_target = (column >= 0) & (column < columns) & (targets != rows.ignore_index)
     logit = logits.gather(-1, column.clamp(0, columns - 1)[..., None]).squeeze(-1).float()
+    if rows.floors is not None:
+        has_target &= ~(logit < rows.floors)
     return LogprobState(top, others, distance[0] if distance else None, torch.where(has_target, logit, -torch.inf))
 
 
@@ -133,18 +135,13 @@ def shared(state: LogprobState, columns: int, group: Any, sizes: Sequence[int]) 
 
 
 def over_ranks(
-    rows: LogitRows, kept: int, backend: str | None, group: Any, sizes: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    rows: LogitRows, kept: int, backend: str | None, group: Any, sizes: Sequence[int], in_place: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """:func:`~hpo_core.ops.token_logprobs` where the logits are this rank's columns: the same on all ranks."""
     if has_tangent(rows.logits):
         raise RuntimeError(FORWARD_MODE)
-    each = rows.temperatures
-    rows = rows._replace(targets=rows.targets.contiguous(), temperatures=each if each is None else each.contiguous())
-    nothing: dict[str, Any] = dict.fromkeys(("logits", "targets", "temperatures"))
-    results: tuple[torch.Tensor, torch.Tensor | None]
-    results = _OverRanks.apply(  # type: ignore[no-untyped-call]
-        rows.logits, rows.targets, rows.temperatures, rows._replace(**nothing), kept, backend, group, sizes
-    )
+    results: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+    results = _OverRanks.apply(*readable(rows), kept, backend or "", group, sizes, in_place)  # type: ignore[no-untyped-call]
     return results
 
 
@@ -152,24 +149,18 @@ class _OverRanks(torch.autograd.Function):
     """Keeps this rank's logits and the statistics of the whole rows: the backward needs no other rank."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Any, targets: Any, temperatures: Any, rest: LogitRows, kept: int, backend: Any, group: Any,
-        sizes: Any,
-    ) -> Any:  # fmt: skip
-        rows = rest._replace(logits=logits, targets=targets, temperatures=temperatures)
-        inverse = inverse_of(rows.temperature, temperatures)
-        whole = folded(shared(part(rows, kept, backend), logits.shape[-1], group, sizes), inverse)
-        logp, entropy, statistics = finished(whole, inverse, targets == rows.ignore_index)
-        ctx.set_materialize_grads(False)
-        ctx.rest, ctx.backend = rest, backend
-        ctx.save_for_backward(logits, targets, temperatures, statistics)
-        return logp, entropy
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        *given, kept, backend, group, sizes, in_place = arguments
+        rows = LogitRows(*given)
+        inverse = inverse_of(rows.temperature, rows.temperatures)
+        states = shared(part(rows, kept, backend or None), rows.logits.shape[-1], group, sizes)
+        outputs = finished(folded(states, inverse), inverse, rows.targets == rows.ignore_index)
+        save(ctx, (*given, backend, kept, in_place), outputs)
+        return outputs
 
     @staticmethod
-    def backward(ctx: Any, logp_gradient: Any, entropy_gradient: Any) -> Any:
-        logits, targets, temperatures, statistics = ctx.saved_tensors
-        others = (None,) * (len(ctx.needs_input_grad) - 1)
-        if logits.shape[-1] == 0 or (logp_gradient is None and entropy_gradient is None):
-            return torch.zeros_like(logits), *others
-        rows = ctx.rest._replace(logits=logits, targets=targets, temperatures=temperatures)
-        return gradient(*rows, ctx.backend or "", statistics, logp_gradient, entropy_gradient, False), *others
+    def backward(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: Any) -> Any:
+        logits = ctx.saved_tensors[0]
+        if logits.shape[-1] == 0:
+            return torch.zeros_like(logits), *(None,) * (len(ctx.needs_input_grad) - 1)
+        return gradient(ctx, logp_gradient, entropy_gradient)

@@ -45,6 +45,7 @@ from ..specs import (
     KLGradient,
     LevelKind,
     LevelSpec,
+    LogitRows,
     OrderRule,
     Part,
     Penalty,
@@ -60,7 +61,7 @@ from ..specs import (
     TokenGate,
     Unit,
 )
-from . import advantages, corrections, entropy, gates, groups, launch, segments
+from . import advantages, corrections, entropy, gates, groups, launch, logprobs, segments
 
 __all__ = ["TARGETS", "Report", "compiling", "every_path", "paths", "report", "specialisations"]
 
@@ -272,6 +273,8 @@ def paths() -> Iterator[Path_]:
         name = f"group_statistics, {units} units{'' if grouped else ', one group'}"
         yield name, lambda a=(units, grouped): _statistics(*a)
     yield "recurrence", lambda: segments.recurrence(_floats(TOKENS), _floats(TOKENS), _masked().cu_seqlens)
+    yield "logprobs", lambda: _logprobs(torch.bfloat16, kept=3)
+    yield "logprobs, all inputs", lambda: _logprobs(torch.float32, kept=4, every_input=True)
 
 
 def every_path() -> Iterator[Path_]:
@@ -313,6 +316,9 @@ def every_path() -> Iterator[Path_]:
         shared = (dataclasses.replace(term, presence=Presence.SPREAD),) * 3
         name = f"groups {term} {units} {grouped}, thrice"
         yield name, lambda a=(units, shared, Share.DEVIATION, True, grouped, True): _groups(*a)
+    types = (torch.float32, torch.bfloat16, torch.float16)
+    for given in itertools.product(types, (2, 3, 4), (False, True), (False, True)):
+        yield "logprobs {} {} {} {}".format(*given), lambda given=given: _logprobs(*given)
     yield from paths()
 
 
@@ -345,6 +351,16 @@ def _groups(
 def _statistics(units: int, grouped: bool) -> torch.Tensor:
     ids = _integers(units) if grouped else None
     return segments.group_statistics(_floats(units), ids, _floats(units), _bools(units))
+
+
+def _logprobs(dtype: torch.dtype, kept: int, every_input: bool = False, aligned: bool = True) -> None:
+    vocabulary = TOKENS if aligned else TOKENS + 1
+    logits = torch.ones((ROWS, vocabulary), dtype=dtype, device="cpu")
+    each, floors = (_floats(ROWS), _floats(ROWS)) if every_input else (None, None)
+    rows = LogitRows(logits, _integers(ROWS), each, 1.0, -100, floors, 0, vocabulary)
+    statistics = logprobs.token_logprobs(rows, kept)[2]
+    gradients = (_floats(ROWS), _floats(ROWS) if kept > 2 else None)
+    logprobs.token_logprobs_backward(rows, statistics, *gradients, in_place=False)
 
 
 def specialisations(

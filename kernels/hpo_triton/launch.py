@@ -15,7 +15,7 @@ __all__ = ["INTERPRETED", "REGISTERS", "WARPS", "aligned", "kernel", "launch", "
 # Triton's interpreter runs each operation as one call of NumPy: what counts there is how few, so blocks are larger.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
-WARPS = 8  # of every program
+WARPS = 8  # of a program, unless its launch says otherwise
 REGISTERS = 128  # of a thread, for kernels far below: of itself the assembler keeps some within 64 or 80, and spills
 # A sweep has at most this many programs, about what the largest GPU holds at once; more tokens are more steps for each.
 MOST_PROGRAMS = 512
@@ -43,7 +43,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, **structure: Any) -> Non
     with it the bits.
     """
     launches[kernel.fn.__name__] += 1
-    options = {**structure, "num_warps": WARPS, "enable_fp_fusion": False}
+    options = {"num_warps": WARPS, **structure, "enable_fp_fusion": False}
     if compiled is not None:
         compiled.append(kernel.warmup(*arguments, grid=(programs,), **options))
     elif programs > 0:

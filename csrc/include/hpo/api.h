@@ -322,7 +322,6 @@ int64_t hpo_order_statistic_workspace(int64_t tokens);
 int hpo_order_statistic(const hpo::OrderStatisticArgs* args, int64_t context);
 int hpo_select(const hpo::SelectArgs* args, int64_t context);
 int hpo_row_counts(const hpo::RowCountsArgs* args, int64_t context);
-// Of the CPU backend only, for now.
 int hpo_token_logprobs(const hpo::LogprobsArgs* args, int64_t context);
 int hpo_token_logprobs_backward(const hpo::LogprobsBackwardArgs* args, int64_t context);
 const char* hpo_error(int status);

@@ -6,6 +6,8 @@
 //   HPO_SHARED(float, partial, [WARPS]);        HPO_SHARED(bool, last, );
 //   HPO_DYN_SHARED(float, tile);                HPO_DYN_SHARED_AT(int, counts, byte_offset);
 //
+// hpo::fast_exp2(x) is the GPU's own instruction, which CUDA has no function for.
+//
 // Shared arrays are checked when emulated, so they are indexed, not decayed: `&tile[i]` is a plain pointer to one
 // element, HPO_SHARED_POINTER(float) the type under which a device function takes a shared array. `tile + n` works for
 // both.
@@ -42,6 +44,13 @@ void launch_together(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_
 
 // Its state is the launch's own, set up by the driver: no workspace that something would have to clear first.
 __device__ __forceinline__ void sync_grid() { cooperative_groups::this_grid().sync(); }
+
+// 2^x within two units in the last place, 0 where that is below 2^-126: one instruction. exp2f would keep what is below.
+__device__ __forceinline__ float fast_exp2(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
 
 }  // namespace hpo
 

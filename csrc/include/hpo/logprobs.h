@@ -18,6 +18,7 @@ struct Exponent {
   float high, low;  // c
   float least;      // of the deltas that count: below, e^(...) < 2^-125 is 0, as it is for -inf
 
+  Exponent() = default;
   explicit HPO_INLINE Exponent(double temperature) : inverse(1.0 / temperature) {
     const double c = inverse * 1.4426950408889634074;
     high = float(c);
@@ -53,18 +54,26 @@ HPO_INLINE F exp2_by(F delta, F high, F low, const Scale& scale) {
 
 // e^(delta / temperature) for delta <= 0.
 HPO_INLINE float exp_of(const Exponent& exponent, float delta) {
-  if (delta < exponent.least) return 0.0f;
-  return exp2_by(delta, exponent.high, exponent.low,
-                 [](float value, float shifted) { return value * Number<float>::power_of_two(to_bits(shifted)); });
+  const float e = exp2_by(delta, exponent.high, exponent.low, [](float value, float shifted) {
+    return value * Number<float>::power_of_two(to_bits(shifted));
+  });
+  return delta < exponent.least ? 0.0f : e;
 }
 
 // What the elements of a row amount to: the greatest, the sum of e^(delta / temperature) over all others, and that of
 // -delta e^(delta / temperature); that of e^(2 delta / temperature). Parts of a row can be merged in any order but have one
 // order wherever bits count.
 struct RowSums {
-  float top;
+  float top;  // what the sums are relative to: in the end, the greatest
   double others, spread, squares;
 };
+
+// The same sums relative to `top`, which is not below what they are relative to unless nothing was summed.
+HPO_INLINE RowSums moved(const RowSums& sums, float top, const Exponent& exponent) {
+  const double factor = sums.top < top ? double(exp_of(exponent, sums.top - top)) : 1.0;
+  const double distance = sums.top < top ? double(top) - double(sums.top) : 0.0;
+  return {top, factor * sums.others, factor * (sums.spread + distance * sums.others), factor * factor * sums.squares};
+}
 
 struct RowResult {
   float logp, entropy;
@@ -91,6 +100,63 @@ HPO_INLINE RowResult result_of(const RowSums& sums, const Exponent& exponent, fl
   return result;
 }
 
+// ---------------------------------------------------------------------------------------------------- what is asked of a row
+
+HPO_INLINE int64_t offset_of_row(const LogprobsArgs& args, int64_t row) {
+  return row / args.inner * args.outer_stride + row % args.inner * args.inner_stride;
+}
+
+HPO_INLINE int64_t offset_of_gradient(const LogprobsBackwardArgs& args, int64_t row) {
+  return row / args.given.inner * args.grad_outer_stride + row % args.given.inner * args.grad_inner_stride;
+}
+
+HPO_INLINE Exponent exponent_of(const LogprobsArgs& args, int64_t row) {
+  return Exponent(args.temperatures ? double(args.temperatures[row]) : args.temperature);
+}
+
+HPO_INLINE bool is_ignored(const LogprobsArgs& args, int64_t row) { return args.targets[row] == args.ignore_index; }
+
+// Whether a row has a target and a temperature.
+HPO_INLINE bool is_defined(const LogprobsArgs& args, int64_t row, const Exponent& exponent) {
+  const int64_t target = args.targets[row];
+  return target >= 0 && target < args.vocabulary && exponent.inverse > 0.0 && exponent.inverse <= double(FLT_MAX);
+}
+
+// The column of the target, or -1 where it is in another part of the vocabulary.
+HPO_INLINE int64_t target_column(const LogprobsArgs& args, int64_t row) {
+  const int64_t column = args.targets[row] - args.first;
+  return column >= 0 && column < args.columns ? column : -1;
+}
+
+// Whether the floor of a row, null for none, puts a logit outside the support.
+HPO_INLINE bool is_below(float logit, const float* floor) { return floor && !(logit >= *floor) && logit == logit; }
+
+HPO_INLINE void write_result(const LogprobsArgs& args, int64_t row, const RowResult& result) {
+  args.logp[row] = result.logp;
+  args.statistics[row] = result.top;
+  args.statistics[args.rows + row] = result.others;
+  if (args.kept > 2) args.entropy[row] = result.entropy;
+  if (args.kept > 2) args.statistics[2 * args.rows + row] = result.distance;
+  if (args.kept > 3) args.statistics[3 * args.rows + row] = result.squares;
+}
+
+// ------------------------------------------------------------------------------------------------------------- gradients
+
+// What arrives at a row, and what the forward found of it.
+struct RowUpstream {
+  float logp, entropy, top, others, distance;
+
+  HPO_INLINE RowUpstream(const LogprobsBackwardArgs& args, int64_t row)
+      : logp(args.logp_gradient ? args.logp_gradient[row] : 0.0f),
+        entropy(args.entropy_gradient ? args.entropy_gradient[row] : 0.0f),
+        top(args.statistics[row]),
+        others(args.statistics[args.given.rows + row]),
+        distance(args.entropy_gradient ? args.statistics[2 * args.given.rows + row] : 0.0f) {}
+
+  HPO_INLINE bool is_defined() const { return top == top; }
+  HPO_INLINE bool is_zero() const { return logp == 0.0f && entropy == 0.0f && is_defined(); }
+};
+
 // The gradient of a logit is e^(delta / temperature) (constant + slope delta), but for the target's.
 struct RowGradient {
   float constant, slope, target;
@@ -98,16 +164,16 @@ struct RowGradient {
 
 // a, b: the gradients of logp and entropy. With p = e^(delta / temperature) / (1 + s) and the mean distance R, log p + H is
 // delta / temperature + R.
-HPO_INLINE RowGradient gradient_of(const Exponent& exponent, float top, float others, float distance, float logit, double a,
-                                   double b) {
-  const double p = 1.0 / (1.0 + double(others));
-  const double delta = double(logit) - double(top);
+HPO_INLINE RowGradient gradient_of(const Exponent& exponent, const RowUpstream& row, float logit) {
+  const double a = double(row.logp), b = double(row.entropy), others = double(row.others), distance = double(row.distance);
+  const double p = 1.0 / (1.0 + others);
+  const double delta = double(logit) - double(row.top);
   // 1 - p of the target: where it is the greatest, the others' share, which a subtraction would lose.
-  const double own = double(exp_of(exponent, logit - top)) * p;
-  const double rest = delta == 0.0 ? double(others) * p : 1.0 - own;
-  const double along = own == 0.0 ? 0.0 : own * (delta * exponent.inverse + double(distance));
+  const double own = double(exp_of(exponent, logit - row.top)) * p;
+  const double rest = delta == 0.0 ? others * p : 1.0 - own;
+  const double along = own == 0.0 ? 0.0 : own * (delta * exponent.inverse + distance);
   RowGradient gradient;
-  gradient.constant = float(-(a + b * double(distance)) * exponent.inverse * p);
+  gradient.constant = float(-(a + b * distance) * exponent.inverse * p);
   gradient.slope = float(-b * exponent.inverse * exponent.inverse * p);
   gradient.target = float((a * rest - b * along) * exponent.inverse);
   return gradient;

@@ -1,0 +1,163 @@
+"""A training step of ``HPOTrainer`` next to one of ``trl.GRPOTrainer``: time by part, and peak memory.
+
+    python bench/trl_step.py [--completions 2 --length 512 --hidden 256 --layers 2 --vocabulary 151936 --steps 3]
+
+The model is a small transformer with a real vocabulary. Both trainers sample the same tokens. Each runs in a process of
+its own, whose memory is reset after the first step; runs alternate, and medians are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+KINDS = ("GRPOTrainer", "HPOTrainer")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {
+        "completions": 2, "length": 512, "prompt": 16, "hidden": 256, "layers": 2, "vocabulary": 151_936, "steps": 3,
+        "repeats": 3, "iterations": 2,
+    }.items():  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--beta", type=float, default=0.0)
+    parser.add_argument("--kind", choices=KINDS, help="run this trainer in this process")
+    return parser.parse_args()
+
+
+def megabytes(field: str) -> float:
+    """VmRSS or VmHWM of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) / 1024
+    raise KeyError(field)
+
+
+class Clock:
+    """Seconds spent in methods of a trainer since the start."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.began = 0.0
+
+    def start(self) -> None:
+        self.seconds.clear()
+        self.began = time.perf_counter()
+
+    def watch(self, target: Any, name: str, part: str) -> None:
+        inner = getattr(target, name)
+
+        def timed(*given: Any, **keywords: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return inner(*given, **keywords)
+            finally:
+                self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - began
+
+        setattr(target, name, timed)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    import datasets
+    import torch
+    import transformers
+    import trl
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=options.vocabulary, hidden_size=options.hidden, intermediate_size=2 * options.hidden,
+        num_hidden_layers=options.layers, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+        max_position_embeddings=options.prompt + options.length, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    words = {f"w{at}": at for at in range(options.vocabulary)}
+    vocabulary = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=vocabulary, pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w3"
+    )
+    prompts = [" ".join(f"w{5 + at + row}" for at in range(options.prompt)) for row in range(16)]
+    kind: Any = trl.GRPOTrainer
+    if options.kind == "HPOTrainer":
+        from hpo_core.integrations.trl import HPOTrainer as kind
+    draw = torch.Generator().manual_seed(1)
+
+    def rewards(completions: Any, **_: Any) -> list[float]:
+        return [float(at % 2) for at in range(len(completions))]
+
+    folder = tempfile.mkdtemp()
+    trainer = kind(
+        model=model,
+        args=trl.GRPOConfig(
+            folder, per_device_train_batch_size=options.completions, num_generations=options.completions,
+            max_completion_length=options.length, num_iterations=options.iterations, beta=options.beta,
+            max_steps=(options.steps + 1) * options.iterations, bf16=False, use_cpu=True, gradient_checkpointing=False,
+            dataloader_pin_memory=False, report_to="none", save_strategy="no", disable_tqdm=True, log_level="error",
+            logging_steps=1000, learning_rate=1e-4,
+        ),
+        processing_class=tokenizer, reward_funcs=rewards,
+        train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+    )  # fmt: skip
+
+    def sampled(prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
+        """Random tokens: sampling takes the same time in both."""
+        tokens = torch.randint(5, options.vocabulary, (len(prompt_ids), options.length), generator=draw)
+        return tokens.tolist(), None
+
+    trainer._generate_single_turn = sampled
+    clock = Clock()
+    clock.watch(trainer, "_generate_and_score_completions", "scoring the rollout")
+    clock.watch(trainer, "_compute_loss", "forward and loss")
+    clock.watch(trainer.accelerator, "backward", "backward")
+    resident: list[float] = []
+
+    class Steps(transformers.TrainerCallback):  # type: ignore[misc,unused-ignore]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == options.iterations:
+                resident.append(megabytes("VmRSS"))
+                Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+                clock.start()
+
+    trainer.add_callback(Steps())
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    whole = time.perf_counter() - clock.began
+    parts = {name: seconds / options.steps for name, seconds in clock.seconds.items()}
+    parts["whole step"] = whole / options.steps
+    return {"seconds": parts, "megabytes": megabytes("VmHWM") - resident[0]}
+
+
+def main() -> None:
+    options = arguments()
+    if options.kind:
+        print(json.dumps(measure(options)))
+        return
+    results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    for _ in range(options.repeats):
+        for kind in KINDS:
+            command = [sys.executable, __file__, "--kind", kind, *sys.argv[1:]]
+            run = subprocess.run(command, capture_output=True, text=True)
+            if run.returncode:
+                raise SystemExit(run.stderr[-4000:])
+            results[kind].append(json.loads(run.stdout.splitlines()[-1]))
+    parts = list(results[KINDS[0]][0]["seconds"])
+    print(f"{'':24}" + "".join(f"{kind:>14}" for kind in KINDS) + f"{'ratio':>8}")
+    for part in [*parts, "peak memory, MB"]:
+        values = [
+            statistics.median(run["megabytes"] if part not in run["seconds"] else run["seconds"][part] for run in runs)
+            for runs in results.values()
+        ]
+        print(f"{part:24}" + "".join(f"{value:14.3f}" for value in values) + f"{values[1] / values[0]:8.2f}")
+
+
+if __name__ == "__main__":
+    main()

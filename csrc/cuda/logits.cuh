@@ -1,0 +1,153 @@
+// Logits as they are stored: types, and the words of 4 bytes that threads read and write four at a time. A word holds one
+// float, or two numbers of 16 bits, which are compared two at once.
+#pragma once
+#include <type_traits>
+
+#include "grid.cuh"
+#include "hpo/logprobs.h"
+
+namespace hpo {
+
+// Of a type: `lesser` of a number and a word is NaN where the word is, `greater` is never NaN; `exp` is e^(delta /
+// temperature) as exactly as the gradient of such a logit is stored.
+struct Float32 {
+  using Element = uint32_t;
+  static constexpr int kLanes = 1;
+  static constexpr unsigned kNothing = 0xFF800000u;  // -inf in each lane
+
+  static __device__ __forceinline__ float lane(unsigned word, int) { return bits_as<float>(word); }
+  static __device__ __forceinline__ unsigned lesser(unsigned number, unsigned word) {
+    const float x = bits_as<float>(number), y = bits_as<float>(word);
+    return x < y ? number : word;
+  }
+  static __device__ __forceinline__ unsigned greater(unsigned x, unsigned y) {
+    return bits_as<unsigned>(fmaxf(bits_as<float>(x), bits_as<float>(y)));
+  }
+  static __device__ __forceinline__ float greatest(unsigned word) { return bits_as<float>(word); }
+  static __device__ __forceinline__ unsigned pack(const float (&lanes)[1]) { return bits_as<unsigned>(lanes[0]); }
+  static __device__ __forceinline__ float exp(const Exponent& exponent, float delta) { return exp_of(exponent, delta); }
+};
+
+template <class Pair>
+struct Pairs {
+  using Element = uint16_t;
+  static constexpr int kLanes = 2;
+
+  static __device__ __forceinline__ unsigned lesser(unsigned number, unsigned word) {
+    return bits_as<unsigned>(__hmin2_nan(bits_as<Pair>(number), bits_as<Pair>(word)));
+  }
+  static __device__ __forceinline__ unsigned greater(unsigned x, unsigned y) {
+    return bits_as<unsigned>(__hmax2(bits_as<Pair>(x), bits_as<Pair>(y)));
+  }
+  static __device__ __forceinline__ float exp(const Exponent& exponent, float delta) { return fast_exp2(delta * exponent.high); }
+};
+
+struct Bfloat16 : Pairs<__nv_bfloat162> {
+  static constexpr unsigned kNothing = 0xFF80FF80u;
+
+  static __device__ __forceinline__ float lane(unsigned word, int lane) {
+    return bits_as<float>(lane == 0 ? word << 16 : word & 0xFFFF0000u);
+  }
+  static __device__ __forceinline__ float greatest(unsigned word) { return fmaxf(lane(word, 0), lane(word, 1)); }
+  static __device__ __forceinline__ unsigned pack(const float (&lanes)[2]) {
+    return bits_as<unsigned>(__floats2bfloat162_rn(lanes[0], lanes[1]));
+  }
+};
+
+struct Float16 : Pairs<__half2> {
+  static constexpr unsigned kNothing = 0xFC00FC00u;
+
+  static __device__ __forceinline__ float lane(unsigned word, int lane) {
+    return lane == 0 ? __low2float(bits_as<__half2>(word)) : __high2float(bits_as<__half2>(word));
+  }
+  static __device__ __forceinline__ float greatest(unsigned word) { return fmaxf(lane(word, 0), lane(word, 1)); }
+  static __device__ __forceinline__ unsigned pack(const float (&lanes)[2]) {
+    return bits_as<unsigned>(__floats2half2_rn(lanes[0], lanes[1]));
+  }
+};
+
+// ------------------------------------------------------------------------------------------------------------ rows in steps
+
+constexpr int kVectors = 4, kWords = 4 * kVectors;  // of a thread in a step of its block
+
+template <class Type>
+constexpr int kPerVector = 4 * Type::kLanes;  // elements of 16 bytes
+template <class Type>
+constexpr int kPerStep = kThreads * kVectors * kPerVector<Type>;
+
+// Of this thread in a step. It depends on no address: what a thread sums has the same order wherever in memory the row lies.
+template <class Type>
+__device__ __forceinline__ int first_column(int vector) {
+  return (vector * kThreads + int(threadIdx.x)) * kPerVector<Type>;
+}
+
+__device__ __forceinline__ bool is_aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
+
+__device__ __forceinline__ void load_vector(const void* from, unsigned* words) {
+  const uint4 vector = *static_cast<const uint4*>(from);
+  words[0] = vector.x, words[1] = vector.y, words[2] = vector.z, words[3] = vector.w;
+}
+
+__device__ __forceinline__ void store_vector(const unsigned* words, void* to) {
+  *static_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// The first `count` elements; the others are -inf.
+template <class Type>
+__device__ __forceinline__ void load_elements(const typename Type::Element* from, int count, unsigned* words) {
+#pragma unroll
+  for (int word = 0; word < 4; ++word) words[word] = Type::kNothing;
+#pragma unroll
+  for (int i = 0; i < kPerVector<Type>; ++i) {
+    if (i >= count) continue;
+    const int word = i / Type::kLanes, shift = i % Type::kLanes * 16;
+    const unsigned others = Type::kLanes == 1 ? 0u : words[word] & ~(0xFFFFu << shift);
+    words[word] = others | unsigned(from[i]) << shift;
+  }
+}
+
+template <class Type>
+__device__ __forceinline__ void store_elements(const unsigned* words, int count, typename Type::Element* to) {
+#pragma unroll
+  for (int i = 0; i < kPerVector<Type>; ++i) {
+    if (i < count) to[i] = typename Type::Element(words[i / Type::kLanes] >> i % Type::kLanes * 16);
+  }
+}
+
+// Reads the words of this thread in a step that begins at column `step`. kWhole: the row is aligned and goes on to the end of
+// the step.
+template <class Type, bool kWhole>
+__device__ __forceinline__ void load_step(const typename Type::Element* from, int64_t columns, bool wide, int64_t step,
+                                          unsigned (&words)[kWords]) {
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t at = step + first_column<Type>(v);
+    if (kWhole || (wide && at + kPerVector<Type> <= columns)) load_vector(from + at, words + 4 * v);
+    else load_elements<Type>(from + at, int(min(columns - at, int64_t(kPerVector<Type>))), words + 4 * v);
+  }
+}
+
+template <class Type, bool kWhole>
+__device__ __forceinline__ void store_step(const unsigned (&words)[kWords], typename Type::Element* to, int64_t columns,
+                                           bool wide, int64_t step) {
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t at = step + first_column<Type>(v);
+    if (kWhole || (wide && at + kPerVector<Type> <= columns)) store_vector(words + 4 * v, to + at);
+    else store_elements<Type>(words + 4 * v, int(min(columns - at, int64_t(kPerVector<Type>))), to + at);
+  }
+}
+
+// Calls body(kWhole, step) for every step of a row.
+template <class Type, class Body>
+__device__ __forceinline__ void for_each_step(int64_t columns, bool wide, const Body& body) {
+  int64_t step = 0;
+#pragma unroll 1
+  for (const int64_t whole = wide ? columns / kPerStep<Type> : 0; step < whole * kPerStep<Type>; step += kPerStep<Type>) {
+    body(std::true_type(), step);
+  }
+#pragma unroll 1
+  for (; step < columns; step += kPerStep<Type>) body(std::false_type(), step);
+}
+
+}  // namespace hpo

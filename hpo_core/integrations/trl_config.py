@@ -1,0 +1,106 @@
+"""What ``GRPOConfig`` says of the loss: its gate, and the fields that would have no effect."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from trl import GRPOConfig  # type: ignore[attr-defined,import-not-found,unused-ignore]
+
+from .. import gates
+from ..checks import check
+from ..gates import Clip, Drop, Level, RatioGate
+from ..specs import Head
+
+__all__ = ["KNOWN", "REPLACED", "check_config", "gate_from_config"]
+
+_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # loss types with PPO's clip; they differ in the denominator
+KNOWN = (*_CLIPPED, "cispo", "sapo", "vespo")
+
+# Fields that an argument of the trainer replaces.
+REPLACED = {
+    "gate": (
+        *("epsilon", "epsilon_high", "delta", "importance_sampling_level", "off_policy_mask_threshold"),
+        *("sapo_temperature_neg", "sapo_temperature_pos"),
+        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    ),
+    "advantage": ("scale_rewards", "multi_objective_aggregation"),
+    "window": ("top_entropy_quantile",),
+}
+
+
+def gate_from_config(args: Any) -> RatioGate:
+    """The gate that ``loss_type``, ``importance_sampling_level``, ``epsilon``, ``epsilon_high`` and ``delta`` describe,
+    with the mask of ``off_policy_mask_threshold``.
+
+    PPO's clip, ``loss_t = -min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)``; for ``cispo``
+    ``-sg[min(r, epsilon_high)] A logp``. At the sequence level r is the true sequence ratio, as in GSPO.
+
+    >>> from trl import GRPOConfig
+    >>> gate_from_config(GRPOConfig("out", epsilon=0.2, epsilon_high=0.28, bf16=False)).token.high
+    (1.28, inf)
+    """
+    gate = _gate(args)
+    if args.off_policy_mask_threshold is None:
+        return gate
+    return gates.compose(gate, *gates.opsm(args.off_policy_mask_threshold).corrections)
+
+
+def _gate(args: Any) -> RatioGate:
+    levels = ("token", "sequence")
+    kind, level = args.loss_type, args.importance_sampling_level
+    check(kind in KNOWN, "loss_type: expected one of {}, got {!r}", ", ".join(KNOWN), kind)
+    check(level in levels, "importance_sampling_level: expected one of {}, got {!r}", ", ".join(levels), level)
+    check(
+        level == "token" or kind not in ("sapo", "vespo"),
+        "importance_sampling_level: expected 'token' with loss_type={!r}, got {!r}; pass gate=",
+        kind,
+        level,
+    )
+    if kind == "sapo":
+        return gates.sapo(args.sapo_temperature_pos, args.sapo_temperature_neg)
+    if kind == "vespo":
+        k = (args.vespo_k_pos, args.vespo_k_neg)
+        return gates.vespo(k, (args.vespo_lambda_pos, args.vespo_lambda_neg))
+    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    if kind == "cispo":
+        check(
+            high >= 1,
+            "epsilon_high: for loss_type='cispo' it is the absolute cap of the ratio, expected >= 1 (5 in ScaleRL), "
+            "got {}",
+            high,
+        )
+        clip, head = Clip(high=(float(high), float(high))), Head.SCORE
+    else:
+        low, cap = max(0.0, 1.0 - args.epsilon), math.inf if args.delta is None else float(args.delta)
+        check(cap >= 1.0 + high, "delta: expected a cap >= 1 + epsilon_high = {}, got {}", 1.0 + high, args.delta)
+        clip, head = Clip(low=(0.0, low), high=(1.0 + high, cap)), Head.LINEAR
+    if level == "sequence":
+        return RatioGate(f"trl_{kind}_sequence", Drop(), (Level(clip),), head, source="TRL; arXiv 2507.18071")
+    return RatioGate(f"trl_{kind}", clip, head=head, source="TRL; arXiv 1707.06347")
+
+
+def check_config(args: Any, given: list[str]) -> None:
+    """Raise for a field that would have no effect: unsupported, or replaced by one of the arguments ``given``."""
+
+    def check_default(name: str, why: str) -> None:
+        default, value = GRPOConfig.__dataclass_fields__[name].default, getattr(args, name)
+        check(value == default, "{}: expected its default {!r}, got {!r}; {}", name, default, value, why)
+
+    for argument in given:
+        for name in REPLACED[argument]:
+            check_default(name, f"{argument}= replaces it")
+    check(args.loss_type in KNOWN, "loss_type: expected one of {}, got {!r}", ", ".join(KNOWN), args.loss_type)
+    check(
+        args.loss_type != "vespo"
+        or "gate" in given
+        or not (args.use_vllm and args.vllm_importance_sampling_correction),
+        "vllm_importance_sampling_correction: with loss_type='vespo' TRL puts this weight into the sequence's ratio, "
+        "hpo_core does not; set it to False, or pass gate= with Channel.TOTAL",
+    )
+    check(
+        args.beta == 0.0 or not args.use_bias_correction_kl or args.importance_sampling_level == "token",
+        "use_bias_correction_kl: expected False with importance_sampling_level='sequence', where TRL multiplies the "
+        "penalty by the sequence's ratio and hpo_core by the token's; got True with beta {}",
+        args.beta,
+    )

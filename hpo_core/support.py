@@ -1,0 +1,249 @@
+"""The support of a sampler: the tokens that are left by temperature, min-p, top-k and top-p, or that it returned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import torch
+
+from .checks import check, check_device, check_dtype, check_shape, check_type, examined, examines, has_tangent
+from .ops import watched
+
+__all__ = [
+    "LOGITS",
+    "TEMPERATURE",
+    "Setting",
+    "among_ids",
+    "check_logits",
+    "check_of_rows",
+    "checked_temperature",
+    "support_floor",
+]
+
+LOGITS = (torch.float32, torch.bfloat16, torch.float16)
+_LEAST = torch.finfo(torch.float32).tiny
+_CHUNK = 2**22  # logits that are looked at together
+_FEW = 1024  # the greatest logits of a row, among which a support mostly lies
+
+
+class Setting(NamedTuple):
+    """A setting of a sampler: a number, or a tensor with one for each row of logits."""
+
+    name: str
+    kind: type
+    is_allowed: Callable[[Any], Any]  # of a number, and of the elements of a tensor
+    allowed: str
+    is_off: Callable[[Any], Any] = lambda _: False  # of the same
+
+    def of_rows(self, value: Any, shape: Sequence[int], device: torch.device, whose: str, exact: bool) -> Any:
+        """The value with its type, shape and device checked; ``exact``: in float64."""
+        name, is_count = self.name, self.kind is Integral
+        if not isinstance(value, torch.Tensor):
+            check_type(
+                isinstance(value, self.kind) and not isinstance(value, bool),
+                "{}: expected {} or a tensor, one for each of the {}, got {!r}",
+                name,
+                "an integer" if is_count else "a number",
+                whose,
+                value,
+            )
+            return int(value) if is_count else float(value)
+        value = examined(name, value)
+        if is_count:
+            check_dtype(name, value, (torch.int64, torch.int32), "counts are integers")
+        check_of_rows(name, value, shape, device, whose, is_count)
+        return value.to(torch.int64 if is_count else torch.float64 if exact else torch.float32)
+
+    def check_values(self, value: Any, unread: torch.Tensor | None = None) -> None:
+        """That the values are allowed, but for ``unread`` rows. A tensor on a GPU, or one that is traced, passes:
+        reading it would synchronise."""
+        if not isinstance(value, torch.Tensor):
+            check(self.is_allowed(value), f"{self.name}: expected {self.allowed}", value)
+        elif value.is_cpu and not watched(value):
+            wrong = ~self.is_allowed(value)
+            if unread is not None:
+                wrong &= ~unread
+            check(not wrong.any(), f"{self.name}: expected {self.allowed}", value[wrong][:1].tolist())
+
+
+TEMPERATURE = Setting(
+    "temperature",
+    Real,
+    lambda number: (number >= _LEAST) & (number < math.inf),
+    "finite numbers above 0, got {}; the limit at 0 is greedy decoding, whose log-probabilities are 0 or -inf",
+)
+_TOP_K = Setting(
+    "top_k", Integral, lambda k: k >= -1, "counts of tokens, where 0 and -1 are all of them, got {}", lambda k: k <= 0
+)
+_TOP_P = Setting(
+    "top_p", Real, lambda p: (p > 0) & (p <= 1), "numbers above 0 and up to 1, which is off, got {}", lambda p: p == 1
+)
+_MIN_P = Setting(
+    "min_p", Real, lambda p: (p >= 0) & (p <= 1), "numbers from 0, which is off, to 1, got {}", lambda p: p == 0
+)
+
+
+def checked_temperature(value: Any, targets: torch.Tensor, ignore_index: int, exact: bool) -> Any:
+    """A temperature for the targets: its type, shape, device and values."""
+    value = TEMPERATURE.of_rows(value, targets.shape, targets.device, "targets", exact)
+    TEMPERATURE.check_values(value, targets == ignore_index)
+    return value
+
+
+def check_logits(logits: torch.Tensor, dtypes: Sequence[torch.dtype], least: int = 1) -> None:
+    check(logits.dim() > 0, "logits: expected shape [..., V], got a number; use logits[None]")
+    check_dtype("logits", logits, dtypes, "use logits.float()")
+    check(logits.shape[-1] >= least, "logits: expected a vocabulary of at least one token, got {}", list(logits.shape))
+
+
+def check_of_rows(
+    name: str, tensor: torch.Tensor, shape: Sequence[int], device: torch.device, whose: str, integers: bool = False
+) -> None:
+    """That the tensor has a number for each row, which is a constant of the differentiation."""
+    check_type(
+        integers or tensor.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, tensor.dtype
+    )
+    check_shape(name, tensor, shape, f"[...] (that of {whose})")
+    check_device(name, tensor, device, whose)
+    check(
+        not tensor.requires_grad and not has_tangent(tensor),
+        "{0}: it is a constant of the differentiation but has a gradient; pass {0}.detach()",
+        name,
+    )
+
+
+@examines
+def support_floor(
+    logits: torch.Tensor,
+    temperature: float | torch.Tensor = 1.0,
+    *,
+    top_k: int | torch.Tensor | None = None,
+    top_p: float | torch.Tensor | None = None,
+    min_p: float | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The least logit of each row that a sampler with these settings can draw: ``support_floor`` of
+    :func:`~hpo_core.token_logprobs`.
+
+    The settings act in the order of vLLM. With ``p = softmax(logits / temperature)``, min-p leaves the tokens of
+    ``p_j >= min_p max_i p_i``; top-k leaves the k greatest of them; top-p leaves, of these, every token before which in
+    descending order there is less than the share ``top_p`` of their probability. The greatest logit is always left.
+    Equal logits are left together: a sampler that tells them apart by position draws from a smaller support.
+
+    Args:
+        logits: ``[..., V]`` float32, bfloat16, float16 or float64, of any strides.
+        temperature: as in :func:`~hpo_core.token_logprobs`, a number or ``[...]``, one for each row of logits.
+        top_k: an integer, or ``[...]`` int64 or int32. None, 0 and -1 are off, and so is V or more.
+        top_p: a number above 0, or ``[...]`` floating point. None and 1 are off.
+        min_p: a number from 0 to 1, or ``[...]`` floating point. None and 0 are off.
+
+    Returns:
+        ``[...]`` float32 (float64 for float64 logits), exactly a logit of the row, and a constant of the
+        differentiation. -inf where everything is off; NaN where the row holds NaN or +inf, or -inf only. Rows are
+        looked at 2^22 logits at a time, which takes at most 256 MiB, with probabilities in float64. With a number for
+        ``top_k`` nothing is sorted.
+
+    Raises:
+        ValueError: a value that is not allowed; in a tensor on a GPU, which is not read, it makes the floor NaN.
+
+    Source: ``Sampler`` and ``apply_top_k_top_p`` of vLLM (``vllm/v1/sample``).
+
+    >>> logits = torch.tensor([[3.0, 2.0, 1.0, 0.0], [0.5, 0.5, 0.5, -4.0]])
+    >>> support_floor(logits, top_k=2), support_floor(logits, 2.0, top_p=0.7)
+    (tensor([2.0000, 0.5000]), tensor([2.0000, 0.5000]))
+    """
+    check_logits(logits, (*LOGITS, torch.float64))
+    shape, dtype = logits.shape[:-1], torch.float64 if logits.dtype == torch.float64 else torch.float32
+    floors = torch.full(shape, -math.inf, dtype=dtype, device=logits.device)
+    settings: dict[Setting, Any] = {}
+    for setting, value in ((TEMPERATURE, temperature), (_TOP_K, top_k), (_TOP_P, top_p), (_MIN_P, min_p)):
+        if value is not None or setting is TEMPERATURE:
+            value = setting.of_rows(value, shape, logits.device, "rows of logits", exact=True)
+            setting.check_values(value)
+            if isinstance(value, torch.Tensor) or not setting.is_off(value):
+                settings[setting] = value
+    if len(settings) == 1:
+        return floors
+    rows, flat, count = logits.detach()[None], floors.view(-1), max(1, _CHUNK // logits.shape[-1])
+    for begin in range(0, flat.numel(), count):
+        at = torch.arange(begin, min(begin + count, flat.numel()), device=logits.device)
+        part = {
+            setting: value.flatten()[at, None] if isinstance(value, torch.Tensor) else value
+            for setting, value in settings.items()
+        }
+        flat[begin : begin + count] = _floors(rows[_places(at, (1, *shape))], part)
+    for setting, value in settings.items():
+        if isinstance(value, torch.Tensor):
+            floors.masked_fill_(~setting.is_allowed(value), math.nan)
+    return floors
+
+
+def _places(at: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """The rows of these numbers, in each dimension. (``torch.unravel_index`` takes two seconds for imports.)"""
+    places: list[torch.Tensor] = []
+    for size in reversed(shape):
+        places, at = [at % size, *places], at // size
+    return tuple(places)
+
+
+def _floors(logits: torch.Tensor, settings: dict[Setting, Any]) -> torch.Tensor:
+    """Those of a few rows ``[R, V]``; settings are numbers or ``[R, 1]``."""
+    top_k, vocabulary = settings.get(_TOP_K), logits.shape[-1]
+    if isinstance(top_k, int):
+        return _floors_among(logits, logits.topk(min(top_k, vocabulary)).values, settings)[0]
+    if top_k is None and _TOP_P not in settings:
+        return _floors_among(logits, logits, settings)[0]
+    if vocabulary <= _FEW or not logits.is_cpu or watched(logits):  # elsewhere a look at a result synchronises
+        return _floors_among(logits, logits.sort(descending=True).values, settings)[0]
+    floors, is_enough = _floors_among(logits, logits.topk(_FEW).values, settings)
+    rest = ~is_enough.flatten()
+    if rest.any():
+        of_rest = {
+            setting: value[rest] if isinstance(value, torch.Tensor) else value for setting, value in settings.items()
+        }
+        floors[rest] = _floors_among(logits[rest], logits[rest].sort(descending=True).values, of_rest)[0]
+    return floors
+
+
+def _floors_among(
+    logits: torch.Tensor, greatest: torch.Tensor, settings: dict[Setting, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The floors, if they are among the greatest logits ``[R, K]``, in descending order where the order counts; and
+    whether they are, for all but a number as ``top_k``."""
+    temperature, top_k, top_p = settings[TEMPERATURE], settings.get(_TOP_K), settings.get(_TOP_P)
+    top, count = greatest.amax(-1, keepdim=True), greatest.shape[-1]
+    last = greatest[:, -1:]
+    if isinstance(top_k, torch.Tensor):
+        last = torch.where(_TOP_K.is_off(top_k), -math.inf, greatest.gather(-1, (top_k - 1).clamp(0, count - 1)))
+
+    def left_by_top_k(some: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = ((some.double() - top.double()) / temperature).exp()
+        left = weights >= settings.get(_MIN_P, 0.0)
+        if top_k is not None:
+            left &= some >= last
+        return left, torch.where(left, weights, 0.0)
+
+    left, weights = left_by_top_k(greatest)
+    if top_p is not None:
+        total = left_by_top_k(logits)[1].sum(-1, keepdim=True)
+        left &= (weights.cumsum(-1) - weights < top_p * total) | _TOP_P.is_off(top_p)
+    least = torch.where(left, greatest, math.inf).amin(-1)
+    is_enough = ~left[:, -1:] & (True if top_k is None else top_k <= count)
+    return torch.where(top.squeeze(-1).isfinite(), least, math.nan), is_enough
+
+
+def among_ids(logits: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of these ids ``[..., K]``, each once and in their order, behind them one of -inf for everything else:
+    ``[..., K + 1]``; and where the targets are among them, -1 for one that is in no vocabulary."""
+    vocabulary, ids = logits.shape[-1], ids.sort().values
+    is_new = torch.nn.functional.pad(ids[..., 1:] != ids[..., :-1], (1, 0), value=True)
+    is_known = (ids >= 0) & (ids < vocabulary)
+    gathered = logits.gather(-1, torch.where(is_known, ids, 0))
+    gathered = gathered.masked_fill(~(is_known & is_new), -math.inf).masked_fill(~is_known & (ids != -1), math.nan)
+    place = torch.searchsorted(ids, targets[..., None])  # K where all ids are smaller
+    is_there = ids.gather(-1, place.clamp(max=ids.shape[-1] - 1)) == targets[..., None]
+    place = torch.where(is_there, place, ids.shape[-1]).squeeze(-1)
+    is_target = (targets >= 0) & (targets < vocabulary)
+    return torch.nn.functional.pad(gathered, (0, 1), value=-math.inf), torch.where(is_target, place, -1)

@@ -1,0 +1,450 @@
+"""Log-probabilities and entropies from logits, and back: one program for each row, one launch in each direction.
+
+The definition is hpo_core/reference/logprobs.py; csrc/include/hpo/logprobs.h derives the arithmetic.
+
+A row is read once. Of two elements a lane keeps the greater and sums e^(...) of the other, so that the greatest of the
+row is in no sum. The sums are relative to the *origin*, the greatest element that has been summed: what counts is near
+it, where a product rounded to float is exact enough for an exponential, however far above the greatest element lies.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..specs import LogitRows
+from .launch import INTERPRETED, kernel, launch
+from .math import log
+from .segments import load, store
+
+__all__ = ["token_logprobs", "token_logprobs_backward"]
+
+# A step is CHUNKS pieces of a row, in each of which a thread has 8 elements: two 128-bit loads of float32, one of what
+# is half as wide. 4 warps with all lanes of a step in registers stay below 100 of them, which leaves 20 warps for a
+# multiprocessor: while one waits for memory, others compute. The search for a step's greatest element, some 30
+# instructions a thread and a barrier, is shared by 32 elements; more chunks would cost registers, more warps a dearer
+# barrier and fewer rows at a time, and a vocabulary of 32,000 should still be several steps.
+NUM_WARPS = 4
+LANES = 1024
+CHUNKS = 2 if INTERPRETED else 4
+BLOCK = 2048  # of the backward, whose elements do not wait for each other
+
+LEAST_FLOAT = tl.constexpr(-3.4028234663852886e38)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+NEGLIGIBLE = tl.constexpr(-200.0)  # 2^-200 is 0 in float
+
+
+class Exponent(NamedTuple):
+    """e^(delta / temperature) = 2^(delta c)."""
+
+    inverse: tl.tensor  # 1 / temperature, float64
+    high: tl.tensor  # c in two parts
+    low: tl.tensor
+    least: tl.tensor  # of the deltas that count: below, e^(...) < 2^-125 is 0, as it is for -inf
+
+
+class Row(NamedTuple):
+    pointer: tl.tensor
+    columns: tl.tensor
+    floor: tl.tensor  # or None
+    exponent: Exponent
+
+
+class Sums(NamedTuple):
+    """Of what the lanes have not kept."""
+
+    origin: tl.tensor
+    others: tl.tensor  # [LANES] sums of e = 2^y <= 1, y relative to the origin
+    spread: tl.tensor  # of -y e
+    squares: tl.tensor  # of e^2
+
+
+class Result(NamedTuple):
+    """Of a row; the last four are the statistics."""
+
+    logp: tl.tensor
+    entropy: tl.tensor
+    top: tl.tensor
+    others: tl.tensor
+    distance: tl.tensor
+    squares: tl.tensor
+
+
+@triton.jit
+def _exponent_of(temperatures, temperature, row):
+    number = tl.cast(temperature, tl.float64)
+    if temperatures is not None:
+        number = tl.load(temperatures + row).to(tl.float64)
+    inverse = 1.0 / number
+    c = inverse * LOG2_E
+    high = c.to(tl.float32)
+    low = (c - high.to(tl.float64)).to(tl.float32)
+    least = tl.maximum(-125.0 / c, LEAST_FLOAT).to(tl.float32)
+    return Exponent(inverse, high, low, least)
+
+
+@triton.jit
+def _exp2_of(exponent, delta):
+    """2^(delta c) for least <= delta <= 0, and anything below. Only delta is rounded."""
+    shifted = tl.fma(delta, exponent.high, 12582912.0)  # adding 1.5 * 2^23 rounds to an integer
+    r = tl.fma(delta, exponent.high, -(shifted - 12582912.0))
+    r = tl.fma(delta, exponent.low, r)
+    # The integer sits in the low bits of `shifted`; what stands above it the shift drops.
+    bits = tl.exp2(r).to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exp_of(exponent, delta):
+    return tl.where(delta < exponent.least, 0.0, _exp2_of(exponent, delta))
+
+
+@triton.jit
+def _log1p(x):
+    """For x >= 0."""
+    u = 1.0 + x
+    return log(u) + (x - (u - 1.0)) / u  # what the sum has rounded off
+
+
+# ------------------------------------------------------------------------------------------------------------- rows
+
+
+@triton.jit
+def _is_defined(target, vocabulary, exponent):
+    """Whether a row has a target and a temperature."""
+    return (target >= 0) & (target < vocabulary) & (exponent.inverse > 0.0) & (exponent.inverse <= -LEAST_FLOAT)
+
+
+@triton.jit
+def _address(pointer, row, inner, outer_stride, inner_stride):
+    return pointer + (row // inner) * outer_stride + (row % inner) * inner_stride
+
+
+@triton.jit
+def _is_below(x, floor):
+    """NaN is not; above a floor of NaN nothing else is."""
+    return ((x >= floor) == False) & (x == x)  # noqa: E712 (`not` is for scalars)
+
+
+@triton.jit
+def _load(row, column, WHOLE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Elements of a row, -inf below its floor and beyond its end; WHOLE: none of them is beyond."""
+    x = load(row.pointer, column, row.columns, WHOLE, ALIGNED).to(tl.float32)
+    if not WHOLE:
+        x = tl.where(column < row.columns, x, float("-inf"))
+    if row.floor is not None:
+        x = tl.where(_is_below(x, row.floor), float("-inf"), x)
+    return x
+
+
+@triton.jit
+def _load_target(row, column):
+    """The logit of the target, -inf where it is in another part of the vocabulary or outside the support; and whether
+    it has a gradient: here, and not below the floor."""
+    here = (column >= 0) & (column < row.columns)
+    logit = tl.load(row.pointer + column, mask=here, other=float("-inf")).to(tl.float32)
+    if row.floor is not None:
+        below = _is_below(logit, row.floor)
+        logit = tl.where(below, float("-inf"), logit)
+        here = here & (below == False)  # noqa: E712
+    return logit, here
+
+
+# ---------------------------------------------------------------------------------------------------------- forward
+
+
+@triton.jit
+def _moved(sums, origin, exponent):
+    factor = _exp_of(exponent, sums.origin - origin)
+    by = tl.where(factor > 0.0, (origin - sums.origin) * exponent.high, 0.0)
+    spread = factor * (sums.spread + by * sums.others)
+    return Sums(origin, factor * sums.others, spread, factor * factor * sums.squares)
+
+
+@triton.jit
+def _added(sums, x, exponent, KEPT: tl.constexpr):
+    """``x`` is at most the origin."""
+    y = (x - sums.origin) * exponent.high
+    y = tl.maximum(y, NEGLIGIBLE, propagate_nan=tl.PropagateNan.ALL)  # -inf times 0 is NaN
+    e = tl.exp2(y)
+    spread = tl.fma(-y, e, sums.spread) if KEPT > 2 else sums.spread
+    squares = tl.fma(e, e, sums.squares) if KEPT > 3 else sums.squares
+    return Sums(sums.origin, sums.others + e, spread, squares)
+
+
+@triton.jit
+def _step(
+    kept, sums, row, start,
+    KEPT: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    losers = ()
+    greatest = kept
+    for chunk in tl.static_range(CHUNKS):
+        x = _load(row, start + chunk * LANES + tl.arange(0, LANES), WHOLE, ALIGNED)
+        loser = tl.minimum(kept, x, propagate_nan=tl.PropagateNan.ALL)  # NaN loses, and is summed
+        kept = tl.maximum(kept, x)
+        greatest = loser if chunk == 0 else tl.maximum(greatest, loser)
+        losers = losers + (loser,)  # noqa: RUF005 (Triton knows no star)
+    origin = tl.max(greatest)
+    if origin > sums.origin:
+        sums = _moved(sums, origin, row.exponent)
+    for chunk in tl.static_range(CHUNKS):
+        sums = _added(sums, losers[chunk], row.exponent, KEPT)
+    return kept, sums
+
+
+@triton.jit
+def _total(lanes):
+    """In float64, of multiples of 2^-32: as long as it is below 2^21 no addition rounds, and the order of the lanes,
+    which is the compiler's, does not count."""
+    return tl.sum((lanes.to(tl.float64) + 1572864.0) - 1572864.0)
+
+
+@triton.jit
+def _finished(kept, sums, row, logit, is_whole, KEPT: tl.constexpr, LANES: tl.constexpr):
+    top = tl.max(kept)
+    rest = tl.where(tl.arange(0, LANES) == tl.argmax(kept, 0), float("-inf"), kept)
+    origin = tl.max(rest)
+    if origin > sums.origin:
+        sums = _moved(sums, origin, row.exponent)
+    sums = _added(sums, rest, row.exponent, KEPT)
+
+    # A row of -inf only has no distribution, and neither has one with +inf or NaN; a part may consist of -inf.
+    sum_ = _total(sums.others)
+    result = _everything(float("nan"))
+    if (top < float("inf")) & (sum_ == sum_):
+        if top > float("-inf"):
+            factor = _exp_of(row.exponent, sums.origin - top).to(tl.float64)
+            others = factor * sum_
+            total = 1.0 + others
+            normaliser = _log1p(others.to(tl.float32)).to(tl.float64)
+            logp = (logit.to(tl.float64) - top.to(tl.float64)) * row.exponent.inverse - normaliser
+            distance = total
+            squares = total
+            if KEPT > 2:
+                by = (top.to(tl.float64) - sums.origin.to(tl.float64)) * row.exponent.inverse
+                spread = by * others + factor * LN_2 * _total(sums.spread)
+                distance = tl.where(factor > 0.0, spread, 0.0) / total
+            if KEPT > 3:
+                squares = (1.0 + factor * factor * _total(sums.squares)) / (total * total)
+            result = Result(
+                logp.to(tl.float32), (normaliser + distance).to(tl.float32), top,
+                others.to(tl.float32), distance.to(tl.float32), squares.to(tl.float32),
+            )  # fmt: skip
+        elif is_whole == False:  # noqa: E712
+            zero = tl.zeros([], tl.float32)
+            result = Result(top, zero, top, zero, zero, zero)
+    return result
+
+
+@triton.jit
+def _everything(number):
+    number = tl.cast(number, tl.float32)
+    return Result(number, number, number, number, number, number)
+
+
+@kernel
+def _forward(
+    logits,
+    targets,
+    temperatures,
+    floors,
+    logp,
+    entropy,
+    statistics,
+    rows: tl.int64,
+    columns: tl.int64,
+    first: tl.int64,
+    vocabulary: tl.int64,
+    inner: tl.int64,
+    outer_stride: tl.int64,
+    inner_stride: tl.int64,
+    temperature: tl.float64,
+    ignore_index: tl.int64,
+    KEPT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LANES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + at)
+    exponent = _exponent_of(temperatures, temperature, at)
+    result = _everything(0.0)
+    if target != ignore_index:
+        if _is_defined(target, vocabulary, exponent):
+            floor = None if floors is None else tl.load(floors + at)
+            row = Row(_address(logits, at, inner, outer_stride, inner_stride), columns, floor, exponent)
+            kept = tl.full([LANES], float("-inf"), tl.float32)
+            nothing = tl.zeros([LANES], tl.float32)
+            sums = Sums(tl.full([], LEAST_FLOAT, tl.float32), nothing, nothing, nothing)
+            whole = columns // (LANES * CHUNKS) * (LANES * CHUNKS)
+            for start in range(0, whole, LANES * CHUNKS):
+                kept, sums = _step(kept, sums, row, start, KEPT, True, ALIGNED, LANES, CHUNKS)
+            if whole < columns:
+                kept, sums = _step(kept, sums, row, whole, KEPT, False, ALIGNED, LANES, CHUNKS)
+            logit, _ = _load_target(row, target - first)
+            result = _finished(kept, sums, row, logit, columns == vocabulary, KEPT, LANES)
+        else:
+            result = _everything(float("nan"))
+    tl.store(logp + at, result.logp)
+    tl.store(statistics + at, result.top)
+    tl.store(statistics + rows + at, result.others)
+    if KEPT > 2:
+        tl.store(entropy + at, result.entropy)
+        tl.store(statistics + 2 * rows + at, result.distance)
+    if KEPT > 3:
+        tl.store(statistics + 3 * rows + at, result.squares)
+
+
+def token_logprobs(rows: LogitRows, kept: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Log-probabilities, entropies where ``kept`` is above 2, and that many statistics ``[kept, T]``."""
+    logp = torch.empty_like(rows.targets, dtype=torch.float32)
+    entropy = torch.empty_like(logp) if kept > 2 else None
+    statistics = logp.new_empty((kept, logp.numel()))
+    logits, layout = rows.at_two_strides()
+    launch(
+        _forward, logp.numel(), logits, rows.targets, rows.temperatures, rows.floors, logp, entropy, statistics,
+        *_numbers(rows, layout), KEPT=kept, ALIGNED=_aligned(logits, *layout[1:]), LANES=LANES, CHUNKS=CHUNKS,
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return logp, entropy, statistics
+
+
+# --------------------------------------------------------------------------------------------------------- backward
+
+
+class Gradient(NamedTuple):
+    """That of a logit is e^(delta / temperature) (constant + slope delta), but for the target's."""
+
+    constant: tl.tensor
+    slope: tl.tensor
+    target: tl.tensor
+
+
+@triton.jit
+def _gradient_of(exponent, top, others, distance, logit, a, b):
+    """With p = e^(delta / temperature) / (1 + s) and the mean distance R, log p + H is delta / temperature + R."""
+    others = others.to(tl.float64)
+    distance = distance.to(tl.float64)
+    p = 1.0 / (1.0 + others)
+    delta = logit.to(tl.float64) - top.to(tl.float64)
+    own = _exp_of(exponent, logit - top).to(tl.float64) * p
+    # 1 - p of the target: where it is the greatest, the others' share, which a subtraction would lose.
+    rest = tl.where(delta == 0.0, others * p, 1.0 - own)
+    along = tl.where(own == 0.0, 0.0, own * (delta * exponent.inverse + distance))
+    return Gradient(
+        (-(a + b * distance) * exponent.inverse * p).to(tl.float32),
+        (-b * exponent.inverse * exponent.inverse * p).to(tl.float32),
+        ((a * rest - b * along) * exponent.inverse).to(tl.float32),
+    )
+
+
+@triton.jit
+def _step_back(row, to, start, top, gradient, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    column = start + tl.arange(0, BLOCK)
+    delta = _load(row, column, WHOLE, ALIGNED) - top
+    value = _exp2_of(row.exponent, delta) * tl.fma(delta, gradient.slope, gradient.constant)
+    value = tl.where(delta < row.exponent.least, 0.0, value)  # of -inf it is NaN
+    store(to, column, value.to(to.dtype.element_ty), row.columns, WHOLE, ALIGNED)
+
+
+@triton.jit
+def _fill(to, columns, number, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    value = tl.full([BLOCK], number, to.dtype.element_ty)
+    column = tl.arange(0, BLOCK)
+    whole = columns // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        store(to, start + column, value, columns, True, ALIGNED)
+    if whole < columns:
+        store(to, whole + column, value, columns, False, ALIGNED)
+
+
+@kernel
+def _backward(
+    logits,
+    targets,
+    temperatures,
+    floors,
+    statistics,
+    logp_gradient,
+    entropy_gradient,
+    grad,
+    rows: tl.int64,
+    columns: tl.int64,
+    first: tl.int64,
+    vocabulary: tl.int64,
+    inner: tl.int64,
+    outer_stride: tl.int64,
+    inner_stride: tl.int64,
+    temperature: tl.float64,
+    ignore_index: tl.int64,
+    grad_outer_stride: tl.int64,
+    grad_inner_stride: tl.int64,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + at)
+    exponent = _exponent_of(temperatures, temperature, at)
+    top = tl.load(statistics + at)
+    others = tl.load(statistics + rows + at)
+    a = tl.zeros([], tl.float32) if logp_gradient is None else tl.load(logp_gradient + at)
+    b = tl.zeros([], tl.float32) if entropy_gradient is None else tl.load(entropy_gradient + at)
+    distance = b if entropy_gradient is None else tl.load(statistics + 2 * rows + at)
+    to = _address(grad, at, inner, grad_outer_stride, grad_inner_stride)
+    if (target == ignore_index) | ((a == 0.0) & (b == 0.0) & (top == top)):
+        _fill(to, columns, 0.0, ALIGNED, BLOCK)
+    elif (top != top) | (_is_defined(target, vocabulary, exponent) == False):  # noqa: E712
+        _fill(to, columns, float("nan"), ALIGNED, BLOCK)
+    else:
+        floor = None if floors is None else tl.load(floors + at)
+        row = Row(_address(logits, at, inner, outer_stride, inner_stride), columns, floor, exponent)
+        logit, has_gradient = _load_target(row, target - first)
+        tl.debug_barrier()  # in place, another warp may write the gradient of this logit before all have read it
+        gradient = _gradient_of(exponent, top, others, distance, logit, a.to(tl.float64), b.to(tl.float64))
+        whole = columns // BLOCK * BLOCK
+        for start in range(0, whole, BLOCK):
+            _step_back(row, to, start, top, gradient, True, ALIGNED, BLOCK)
+        if whole < columns:
+            _step_back(row, to, whole, top, gradient, False, ALIGNED, BLOCK)
+        tl.debug_barrier()
+        tl.store(to + (target - first), gradient.target.to(to.dtype.element_ty), mask=has_gradient)
+
+
+def token_logprobs_backward(
+    rows: LogitRows,
+    statistics: torch.Tensor,
+    logp_gradient: torch.Tensor | None,
+    entropy_gradient: torch.Tensor | None,
+    in_place: bool,
+) -> torch.Tensor:
+    """The gradient of the logits from those of the two results; None: 0."""
+    logits, layout = rows.at_two_strides()
+    inner, *strides = layout
+    grad = logits
+    if not in_place:
+        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        strides = [inner * logits.shape[-1], logits.shape[-1]]
+    launch(
+        _backward, rows.targets.numel(), logits, rows.targets, rows.temperatures, rows.floors, statistics,
+        logp_gradient, entropy_gradient, grad, *_numbers(rows, layout), *strides,
+        ALIGNED=_aligned(logits, *layout[1:]) and _aligned(grad, *strides), BLOCK=BLOCK, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return grad
+
+
+# ------------------------------------------------------------------------------------------------------------- host
+
+
+def _numbers(rows: LogitRows, layout: tuple[int, int, int]) -> tuple[int | float, ...]:
+    shape = (rows.targets.numel(), rows.logits.shape[-1], rows.first, rows.vocabulary)
+    return *shape, *layout, rows.temperature, rows.ignore_index
+
+
+def _aligned(tensor: torch.Tensor, *strides: int) -> bool:
+    """Whether all rows begin where 128 bits can be loaded."""
+    return all(number % 16 == 0 for number in (tensor.data_ptr(), *(tensor.element_size() * each for each in strides)))

@@ -15,6 +15,7 @@ from ._version import __version__
 from .backends import backends
 from .batch import PackedBatch
 from .level_metrics import LevelMetrics
+from .linear_logprobs import linear_token_logprobs
 from .logprobs import TokenLogprobs, token_logprobs
 from .losses import PolicyLoss, PolicyLossAndGrad, hierarchical_policy_loss, policy_loss, policy_loss_and_grad
 from .metrics import Metrics
@@ -34,6 +35,7 @@ __all__ = [
     "gates",
     "hierarchical_policy_loss",
     "kl",
+    "linear_token_logprobs",
     "policy_loss",
     "policy_loss_and_grad",
     "segments",

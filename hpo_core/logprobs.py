@@ -14,6 +14,7 @@ from .checks import check, check_device, check_dtype, check_shape, check_type, e
 from .ops import watched
 from .reference.logprobs import token_logprobs as definition
 from .specs import LogitRows
+from .vocabulary_parallel import Group, Sizes, all_rows, recognises_shards, shards
 
 __all__ = ["TokenLogprobs", "token_logprobs"]
 
@@ -31,6 +32,7 @@ class TokenLogprobs(NamedTuple):
     entropy: torch.Tensor | None
 
 
+@recognises_shards(logits=-1)
 @examines
 def token_logprobs(
     logits: torch.Tensor,
@@ -39,6 +41,8 @@ def token_logprobs(
     ignore_index: int = -100,
     *,
     entropy: bool = True,
+    process_group: Group | None = None,
+    vocabulary_sizes: Sizes = None,
     backend: str | None = None,
 ) -> TokenLogprobs:
     """The log-probability of each target under ``softmax(logits / temperature)``, and the entropy of that distribution.
@@ -61,6 +65,10 @@ def token_logprobs(
             differentiation. It divides in float32 or better, never in the precision of the logits.
         ignore_index: rows with this target are not read; their results and gradients are 0.
         entropy: whether the entropy is wanted; without it nothing is spent on it.
+        process_group: ranks that hold the columns of one vocabulary one after the other, ``logits`` being this rank's,
+            and the same targets. One all-gather of ``4 T`` floats forward, none backward: results are the same on all
+            ranks, and so must be their upstream gradients. Only eagerly.
+        vocabulary_sizes: the columns of every rank; default: as many as on this one.
         backend: ``"reference"`` or ``"cpu"``; default: what serves the device. The other backends have no
             implementation yet and say so.
 
@@ -78,7 +86,11 @@ def token_logprobs(
     check_dtype("targets", targets, (torch.int64, torch.int32), "targets are ids of tokens")
     check_shape("targets", targets, logits.shape[:-1], "[...] (that of logits without its last dimension)")
     check_device("targets", targets, logits.device, "logits")
-    check(logits.shape[-1] > 0, "logits: expected a vocabulary of at least one token, got {}", list(logits.shape))
+    check(
+        process_group is not None or logits.shape[-1] > 0,
+        "logits: expected a vocabulary of at least one token, got {}",
+        list(logits.shape),
+    )
     check(
         logits.stride(-1) == 1 or logits.shape[-1] == 1,
         "logits: expected a contiguous last dimension, got a stride of {}; use logits.contiguous()",
@@ -94,6 +106,14 @@ def token_logprobs(
     vocabulary = logits.shape[-1]
     rows = LogitRows(logits, targets.to(torch.int64), each, number, ignore_index, None, 0, vocabulary)
     kept = 3 if entropy else 2
+    if process_group is not None:
+        sizes, first, vocabulary = shards(logits.shape[-1], process_group, vocabulary_sizes)
+        if not reference:
+            rows = rows._replace(first=first, vocabulary=vocabulary)
+            return TokenLogprobs(*ops.over_ranks(rows, kept, backend, process_group, sizes))
+        rows = rows._replace(
+            logits=all_rows(logits.movedim(-1, 0), process_group).movedim(0, -1), vocabulary=vocabulary
+        )
     results = definition(rows, kept) if reference else ops.token_logprobs(rows, kept, backend)
     return TokenLogprobs(*results[:2])
 

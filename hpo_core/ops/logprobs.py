@@ -13,7 +13,7 @@ from ..checks import check, check_dtype, has_tangent
 from ..specs import LogitRows
 from .library import LIBRARY, OPERATORS, check_operand, define, register, watched
 
-__all__ = ["backward", "token_logprobs"]
+__all__ = ["backward", "gradient", "token_logprobs"]
 
 SECOND_DERIVATIVE = (
     "hpo_core.token_logprobs: second derivatives are not supported (the backward keeps three numbers a row, not a "
@@ -155,6 +155,7 @@ class _Gradient(torch.autograd.Function):
 
 
 _apply: Any = _TokenLogprobs.apply
+gradient: Any = _Gradient.apply
 
 # ----------------------------------------------------------------------------------------------------------- operators
 

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 from lazily import Lazy, skip_without
-from trainers import build, micro_batch
+from trainers import build
 
 skip_without("trl")
 hpo_trl, trl = Lazy("hpo_core.integrations.trl"), Lazy("trl")

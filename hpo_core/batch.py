@@ -313,7 +313,7 @@ class PackedBatch:
         return (row >= 0) & (row.diff(prepend=row.new_full((1,), -1)) != 0)
 
     def without_first_tokens(self) -> PackedBatch:
-        """The batch whose mask leaves out the first token of each row, for which no logits of the row are.
+        """The batch whose mask leaves out the first token of each row, which no logits of the row predict.
 
         >>> PackedBatch.from_lengths([2, 0, 3]).without_first_tokens().mask
         tensor([False,  True, False,  True,  True])

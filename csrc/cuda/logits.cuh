@@ -83,6 +83,8 @@ __device__ __forceinline__ int first_column(int vector) {
   return (vector * kThreads + int(threadIdx.x)) * kPerVector<Type>;
 }
 
+// For one thread of a block: where the pointer that loads go through is also a number, nvcc no longer knows for sm_100 that it
+// points to global memory.
 template <class Type>
 __device__ __forceinline__ bool is_aligned(const void* array, int64_t offset) {
   return (reinterpret_cast<uintptr_t>(array) + uint64_t(offset) * sizeof(typename Type::Element)) % 16 == 0;

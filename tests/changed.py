@@ -26,7 +26,9 @@ ENTROPY = ("entropy", "entropy_selection", "select_top")
 SEGMENTS = ("segments", "token_estimators")
 LOGPROBS = ("logprobs", "logprobs_calls", "support")
 OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SEGMENTS, *LOGPROBS)
-MULTIPROCESS = ("distributed", "spanning", "aggregates", "advantages_over_ranks", "data_parallel", "empty_rank")
+MULTIPROCESS = (
+    *("distributed", "spanning", "aggregates", "advantages_over_ranks", "data_parallel", "deepspeed", "empty_rank"),
+)
 PYTHON = (
     *("aggregation", "batch", "batch_caches", "couplings", "docs", "gate_inputs", "imports", "level_metrics", "losses"),
     *("masks_and_totals", "micro_batches", "ops", "python_mutants", "synchronisation", "testing", "without_native"),

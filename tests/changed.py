@@ -66,7 +66,7 @@ RULES = [
     *kernels("advantages groups units", ADVANTAGES),
     *kernels("entropy", ENTROPY),
     *kernels("segments", SEGMENTS),
-    *kernels("logprobs", LOGPROBS),
+    *kernels("logprobs logits", LOGPROBS),
     Rule(("csrc/cpu/denormals.h",), (*OPERATORS, "ambient_defaults")),
     Rule(("csrc/cpu/lanes.h", "csrc/cpu/parallel.h", "csrc/cpu/rows.h"), OPERATORS),
     Rule(("csrc/cpu/dispatch.cpp", "csrc/cpu/kernels.h", "csrc/bindings_cpu.cpp"), (*OPERATORS, "isas", "backends")),

@@ -10,11 +10,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from . import advantages, aggregation, entropy, gates, kl, segments
+from . import advantages, aggregation, entropy, gates, kl, logprob_states, segments
 from ._version import __version__
 from .backends import backends
 from .batch import PackedBatch
 from .level_metrics import LevelMetrics
+from .linear_logprobs import linear_token_logprobs
 from .logprobs import TokenLogprobs, TokenStatistics, token_logprobs, token_statistics
 from .losses import PolicyLoss, PolicyLossAndGrad, hierarchical_policy_loss, policy_loss, policy_loss_and_grad
 from .metrics import Metrics
@@ -36,6 +37,8 @@ __all__ = [
     "gates",
     "hierarchical_policy_loss",
     "kl",
+    "linear_token_logprobs",
+    "logprob_states",
     "policy_loss",
     "policy_loss_and_grad",
     "segments",

@@ -14,6 +14,7 @@ from .ops import watched
 from .reference.logprobs import token_logprobs as definition
 from .specs import LogitRows
 from .support import LOGITS, TEMPERATURE, among_ids, check_logits, check_of_rows
+from .vocabulary_parallel import Group, Shards, Sizes, all_rows, recognises_shards, shards
 
 __all__ = ["TokenLogprobs", "TokenStatistics", "token_logprobs", "token_statistics"]
 
@@ -37,6 +38,7 @@ class TokenStatistics(NamedTuple):
     is_top: torch.Tensor  # bool: no logit is above that of the target
 
 
+@recognises_shards(logits=-1)
 @examines
 def token_logprobs(
     logits: torch.Tensor,
@@ -50,6 +52,8 @@ def token_logprobs(
     support_floor: torch.Tensor | None = None,
     support_ids: torch.Tensor | None = None,
     inplace_gradient: bool = False,
+    process_group: Group | None = None,
+    vocabulary_sizes: Sizes = None,
     backend: str | None = None,
 ) -> TokenLogprobs:
     """The log-probability of each target under ``softmax(logits / temperature)``, and the entropy of that distribution.
@@ -89,6 +93,10 @@ def token_logprobs(
         inplace_gradient: whether the backward writes the gradient over the logits, so that no second tensor of their
             size exists. The logits then hold the gradient, which autograd tells every other operation that has kept
             them; an own use of them after the backward is yours to avoid.
+        process_group: ranks that hold the columns of one vocabulary one after the other, ``logits`` being this rank's,
+            and the same targets. One all-gather of ``4 T`` floats forward, none backward: results are the same on all
+            ranks, and so must be their upstream gradients. Only eagerly.
+        vocabulary_sizes: the columns of every rank; default: as many as on this one.
         backend: a name from ``hpo_core.backends()``. Default: by device.
 
     Returns:
@@ -114,8 +122,11 @@ def token_logprobs(
     )
     call = _checked(
         logits, targets, temperature, ignore_index, batch, entropy_temperature, support_floor, support_ids,
-        inplace_gradient, backend,
+        inplace_gradient, backend, 1 if process_group is None else 0,
     )  # fmt: skip
+    if process_group is not None:
+        check(support_ids is None, "support_ids: expected None with a process_group, got ids of the whole vocabulary")
+        call = call._replace(group=process_group, shards=shards(logits.shape[-1], process_group, vocabulary_sizes))
     logp, found, _ = call.run(3 if entropy and call.entropy_rows is None else 2)
     if call.entropy_rows is not None:
         found = call._replace(rows=call.entropy_rows).run(3)[1]
@@ -186,11 +197,25 @@ class _Call(NamedTuple):
     unpredicted: torch.Tensor | None  # [...] bool: tokens of the mask without logits, where nobody has looked
     in_place: bool
     backend: str | None
+    group: Group | None = None  # ranks that hold a part of the vocabulary each
+    shards: Shards | None = None
 
     def run(self, kept: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        if self.group is not None and self.shards is not None:
+            return self._over_ranks(self.group, self.shards, kept)
         if is_reference(self.rows.logits, self.backend):
             return definition(self.rows, kept)
         return ops.token_logprobs(self.rows, kept, self.backend, self.in_place)
+
+    def _over_ranks(
+        self, group: Group, parts: Shards, kept: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        rows = self.rows._replace(vocabulary=parts.vocabulary)
+        if is_reference(rows.logits, self.backend):
+            whole = all_rows(rows.logits.movedim(-1, 0), group).movedim(0, -1)
+            return definition(rows._replace(logits=whole), kept)
+        rows = rows._replace(first=parts.first)
+        return ops.over_ranks(rows, kept, self.backend, group, parts.sizes, self.in_place)
 
     def placed(self, result: torch.Tensor) -> torch.Tensor:
         """At the tokens it belongs to. The last row of logits predicts nothing: its 0 is that of the first token."""
@@ -212,9 +237,10 @@ def _checked(
     ids: torch.Tensor | None,
     in_place: bool,
     backend: str | None,
+    least: int = 1,
 ) -> _Call:
     reference = is_reference(logits, backend)
-    _check_operands(logits, targets, ignore_index, reference)
+    _check_operands(logits, targets, ignore_index, reference, least)
     targets, unpredicted = targets.to(torch.int64), None
     if batch is not None:
         predicted, unpredicted = _predicted(targets, batch)
@@ -257,8 +283,10 @@ def _checked(
     return _Call(at_temperature(rows, temperature), entropy_rows, batch is not None, unpredicted, in_place, backend)
 
 
-def _check_operands(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, reference: bool) -> None:
-    check_logits(logits, (*LOGITS, torch.float64) if reference else LOGITS)
+def _check_operands(
+    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, reference: bool, least: int
+) -> None:
+    check_logits(logits, (*LOGITS, torch.float64) if reference else LOGITS, least)
     check_dtype("targets", targets, (torch.int64, torch.int32), "targets are ids of tokens")
     check_shape("targets", targets, logits.shape[:-1], "[...] (that of logits without its last dimension)")
     check_device("targets", targets, logits.device, "logits")

@@ -12,7 +12,16 @@ import torch
 from .checks import check, check_device, check_dtype, check_shape, check_type, examined, examines, has_tangent
 from .ops import watched
 
-__all__ = ["LOGITS", "TEMPERATURE", "Setting", "among_ids", "check_logits", "check_of_rows", "support_floor"]
+__all__ = [
+    "LOGITS",
+    "TEMPERATURE",
+    "Setting",
+    "among_ids",
+    "check_logits",
+    "check_of_rows",
+    "checked_temperature",
+    "support_floor",
+]
 
 LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 _LEAST = torch.finfo(torch.float32).tiny
@@ -77,10 +86,17 @@ _MIN_P = Setting(
 )
 
 
-def check_logits(logits: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+def checked_temperature(value: Any, targets: torch.Tensor, ignore_index: int, exact: bool) -> Any:
+    """A temperature for the targets: its type, shape, device and values."""
+    value = TEMPERATURE.of_rows(value, targets.shape, targets.device, "targets", exact)
+    TEMPERATURE.check_values(value, targets == ignore_index)
+    return value
+
+
+def check_logits(logits: torch.Tensor, dtypes: Sequence[torch.dtype], least: int = 1) -> None:
     check(logits.dim() > 0, "logits: expected shape [..., V], got a number; use logits[None]")
     check_dtype("logits", logits, dtypes, "use logits.float()")
-    check(logits.shape[-1] > 0, "logits: expected a vocabulary of at least one token, got {}", list(logits.shape))
+    check(logits.shape[-1] >= least, "logits: expected a vocabulary of at least one token, got {}", list(logits.shape))
 
 
 def check_of_rows(

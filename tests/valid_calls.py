@@ -25,7 +25,7 @@ from hpo_core.specs import GroupNormalisation, PolicyLossInputs, Share
 
 MODULES = (
     "hpo_core", "hpo_core.advantages", "hpo_core.advantages.reconstructed", "hpo_core.aggregation", "hpo_core.entropy",
-    "hpo_core.gates", "hpo_core.kl", "hpo_core.segments", "hpo_core.testing",
+    "hpo_core.gates", "hpo_core.kl", "hpo_core.logprob_states", "hpo_core.segments", "hpo_core.testing",
 )  # fmt: skip
 CLASSES = (
     PackedBatch,
@@ -39,8 +39,9 @@ CLASSES = (
     LevelMetrics,
 )
 OPERATORS = (
-    "correction", "group_normalise", "group_statistics", "order_statistic", "policy_loss", "recurrence", "row_counts",
-    "select", "select_top", "token_logprobs", "token_logprobs_backward", "window_score",
+    "correction", "group_normalise", "group_statistics", "linear_token_logprobs", "linear_token_logprobs_backward",
+    "order_statistic", "policy_loss", "recurrence", "row_counts", "select", "select_top", "token_logprobs",
+    "token_logprobs_backward", "window_score",
 )  # fmt: skip
 
 
@@ -373,6 +374,7 @@ def _losses() -> Iterator[Call]:
 
 _LOGITS = (integers(*range(40)) * 7 % 11).float().reshape(5, 8) / 4
 _TARGETS = integers(3, 0, 7, -100, 2)
+_WEIGHT = (integers(*range(64)) * 5 % 13).float().reshape(8, 8) / 8
 _TEMPERATURES = floats(1, 0.5, 2, 1, 0.25)
 
 
@@ -381,6 +383,16 @@ def _logprobs() -> Iterator[Call]:
     yield _call(hpo.token_logprobs, **given)
     # A number for all targets is a temperature, too.
     yield _call(hpo.token_logprobs, "temperature", **given, temperature=_TEMPERATURES)
+    head = {"hidden": _LOGITS, "weight": _WEIGHT, "targets": _TARGETS, "bias": _WEIGHT[:, 0], "backend": "cpu"}
+    yield _call(hpo.linear_token_logprobs, **head)
+    yield _call(hpo.linear_token_logprobs, "temperature", **head, temperature=_TEMPERATURES)
+    part = {**given, "first": 8, "vocabulary": 16}
+    state = hpo.logprob_states.LogprobState(_TEMPERATURES, _LOGITS[:, 0] + 1, _LOGITS[:, 1], _TEMPERATURES - 1)
+    yield _call(hpo.logprob_states.part, **part)
+    yield _call(hpo.logprob_states.merge, states=[state, state])
+    yield _call(hpo.logprob_states.finish, state=state, targets=_TARGETS)
+    gradients = {"logp_gradient": _TEMPERATURES, "entropy_gradient": _TEMPERATURES}
+    yield _call(hpo.logprob_states.part_gradient, **part, state=state, **gradients)
     packed = PackedBatch(integers(0, 3, 5), bools(0, 1, 1, 0, 1))
     ids = integers(3, 0, 7, 1, -1, 5, 2, 2, 6, 4, 7, 0, 1, 2, 3).reshape(5, 3)
     for function in (hpo.token_logprobs, hpo.token_statistics):
@@ -412,6 +424,11 @@ def _operators() -> Iterator[Call]:
     logprobs = {
         "logits": _LOGITS, "targets": _TARGETS, "temperatures": _TEMPERATURES, "temperature": 1.0,
         "ignore_index": -100, "floors": _TEMPERATURES - 1, "first": 0, "vocabulary": 8, "backend": "",
+    }  # fmt: skip
+    head = {
+        "hidden": _LOGITS, "weight": _WEIGHT, "bias": _WEIGHT[:, 0], "targets": _TARGETS, "temperatures": _TEMPERATURES,
+        "temperature": 1.0, "ignore_index": -100, "softcap": 4.0, "first": 0, "vocabulary": 8, "chunk": 2, "columns": 5,
+        "backend": "cpu",
     }  # fmt: skip
     statistics = torch.cat((_LOGITS.amax(1)[None], _LOGITS[:, :2].t() + 1))
     given: list[tuple[str, dict[str, Any], str]] = [
@@ -458,6 +475,18 @@ def _operators() -> Iterator[Call]:
         ),
         ("correction", {**_correction_inputs(packed), "backend": ""}, "cu_seqlens logp"),
         ("token_logprobs", {**logprobs, "kept": 3}, ""),
+        ("linear_token_logprobs", {**head, "kept": 3}, ""),
+        (
+            "linear_token_logprobs_backward",
+            {
+                **head,
+                "statistics": statistics,
+                "logp_gradient": floats(1, 2, 3, 4, 5),
+                "entropy_gradient": floats(1, 0, 2, 1, -1),
+                "wanted": [True, True, True],
+            },
+            "",
+        ),
         (
             "token_logprobs_backward",
             {

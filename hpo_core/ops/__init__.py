@@ -5,6 +5,8 @@ from .corrections import correction
 from .entropy import order_statistic, select, select_top, window_score
 from .gates import SECOND_DERIVATIVE, policy_loss, policy_loss_and_grad
 from .library import watched
+from .linear_logprobs import linear_token_logprobs
+from .logprob_states import over_ranks
 from .logprobs import token_logprobs
 from .segments import group_statistics, recurrence, row_counts
 
@@ -13,7 +15,9 @@ __all__ = [
     "correction",
     "group_normalise",
     "group_statistics",
+    "linear_token_logprobs",
     "order_statistic",
+    "over_ranks",
     "policy_loss",
     "policy_loss_and_grad",
     "recurrence",

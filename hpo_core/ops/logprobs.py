@@ -13,7 +13,7 @@ from ..checks import check, check_dtype, has_tangent
 from ..specs import LogitRows
 from .library import LIBRARY, OPERATORS, check_operand, define, register, watched
 
-__all__ = ["backward", "token_logprobs"]
+__all__ = ["backward", "gradient", "readable", "save", "token_logprobs"]
 
 SECOND_DERIVATIVE = (
     "hpo_core.token_logprobs: second derivatives are not supported (the backward keeps three numbers a row, not a "
@@ -60,7 +60,7 @@ def _functions(rows: LogitRows, backend: str) -> Any:
     return resolve("logprobs", rows.logits, backend or None)
 
 
-def _readable(rows: LogitRows) -> LogitRows:
+def readable(rows: LogitRows) -> LogitRows:
     """As kernels read it."""
     each, floors = (None if tensor is None else tensor.contiguous() for tensor in (rows.temperatures, rows.floors))
     return rows._replace(targets=rows.targets.contiguous(), temperatures=each, floors=floors)
@@ -68,7 +68,7 @@ def _readable(rows: LogitRows) -> LogitRows:
 
 def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     *given, backend, kept = arguments
-    rows = _readable(LogitRows(*given))
+    rows = readable(LogitRows(*given))
     outputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
     outputs = _functions(rows, backend).token_logprobs(rows, kept)
     return outputs
@@ -84,7 +84,7 @@ def backward(
 ) -> torch.Tensor:
     """The gradient of the logits; ``statistics`` are of the whole vocabulary. None: 0."""
     gradients = (each if each is None else each.contiguous() for each in (logp_gradient, entropy_gradient))
-    rows, functions = _readable(rows), _functions(rows, backend)
+    rows, functions = readable(rows), _functions(rows, backend)
     grad: torch.Tensor = functions.token_logprobs_backward(rows, statistics, *gradients, in_place)
     return grad
 
@@ -101,7 +101,7 @@ def _backward(*arguments: Any) -> torch.Tensor:
 _TENSORS = ("logits", "targets", "temperatures", "floors")
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
+def save(ctx: Any, inputs: Any, output: Any) -> None:
     rows, (backend, kept, *in_place) = LogitRows(*inputs[: len(LogitRows._fields)]), inputs[len(LogitRows._fields) :]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
@@ -110,15 +110,17 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*(getattr(rows, name) for name in _TENSORS), output[2])
 
 
-def _gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, apply: Any) -> Any:
+def gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, apply: Any = None) -> Any:
     others = (None,) * (len(ctx.needs_input_grad) - 1)
     if logp_gradient is None and entropy_gradient is None:
         return None, *others
     rest, backend, kept, in_place = ctx.rest
     *tensors, statistics = ctx.saved_tensors
+    statistics = statistics[:3]
     rows = rest._replace(**dict(zip(_TENSORS, tensors, strict=True)))
     if kept == 2:  # no entropy was wanted, and zeros arrive for it where graphs are traced
         entropy_gradient = None
+    apply = apply or _Gradient.apply
     return apply(*rows, backend, statistics, logp_gradient, entropy_gradient, *in_place), *others
 
 
@@ -131,11 +133,11 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _save(ctx, inputs, output)
+        save(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: Any) -> Any:
-        return _gradient(ctx, logp_gradient, entropy_gradient, _Gradient.apply)
+        return gradient(ctx, logp_gradient, entropy_gradient)
 
 
 class _Gradient(torch.autograd.Function):
@@ -217,7 +219,7 @@ def _check_backward(*arguments: Any) -> None:
     *given, backend, statistics, logp_gradient, entropy_gradient = arguments
     rows = LogitRows(*given)
     _check_rows(rows, backend)
-    kept = statistics.shape[0] if statistics.dim() and statistics.shape[0] in (2, 3, 4) else 3
+    kept = 2 if statistics.shape[:1] == (2,) else 3
     check(kept > 2 or entropy_gradient is None, "statistics: expected 3 of each row for an entropy_gradient, got 2")
     like = ("logits", rows.logits)
     check_operand("statistics", statistics, (kept, rows.targets.numel()), (torch.float32,), like)
@@ -226,7 +228,7 @@ def _check_backward(*arguments: Any) -> None:
 
 
 def _operator_gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: Any) -> Any:
-    return _gradient(ctx, logp_gradient, entropy_gradient, OPERATORS.token_logprobs_backward)
+    return gradient(ctx, logp_gradient, entropy_gradient, OPERATORS.token_logprobs_backward)
 
 
 def _second(ctx: Any, *_: Any) -> Any:
@@ -241,5 +243,5 @@ register(
     _check_backward,
     strided=("logits",),
 )
-torch.library.register_autograd("hpo_core::token_logprobs", _operator_gradient, setup_context=_save, lib=LIBRARY)
+torch.library.register_autograd("hpo_core::token_logprobs", _operator_gradient, setup_context=save, lib=LIBRARY)
 torch.library.register_autograd("hpo_core::token_logprobs_backward", _second, lib=LIBRARY)

@@ -1,0 +1,144 @@
+"""From hidden states and a head to log-probabilities and entropies, without the logits in between."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from . import ops
+from .backends import is_reference
+from .checks import check, check_device, check_dtype, check_shape, check_type, examines
+from .logprobs import TokenLogprobs
+from .ops.linear_logprobs import LinearRows
+from .reference.linear_logprobs import linear_token_logprobs as definition
+from .specs import LogitRows
+from .support import LOGITS, checked_temperature
+from .vocabulary_parallel import Group, Sizes, all_rows, recognises_shards, shards
+
+__all__ = ["linear_token_logprobs"]
+
+# Rows and columns of a block of logits, by what makes them: 16 MiB on the CPU, where a block that the caches hold costs
+# the products a few percent; 128 MiB elsewhere, which keep a large GPU busy.
+_BLOCKS = {"cpu": (512, 8192), "cuda": (4096, 8192)}
+
+
+@recognises_shards(weight=0, bias=0)
+@examines
+def linear_token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float | torch.Tensor = 1.0,
+    ignore_index: int = -100,
+    *,
+    bias: torch.Tensor | None = None,
+    entropy: bool = True,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    block: tuple[int, int] | None = None,
+    process_group: Group | None = None,
+    vocabulary_sizes: Sizes = None,
+    backend: str | None = None,
+) -> TokenLogprobs:
+    """:func:`~hpo_core.token_logprobs` of ``hidden @ weight.T``, of which only a block at a time exists.
+
+    ``logits = logit_scale (hidden @ weight.T + bias)``, with a softcap ``c``: ``c tanh(logits / c)``. Blocks of logits
+    are made by matrix products in float32, summed up, and made again in the backward, where the gradient takes their
+    place. The products are always of one shape, whose last rows are zeros: the results of a row and the gradient of its
+    hidden state depend on nothing but that row and the head, to the bit. A pass without gradients and one with
+    gradients give a ratio of exactly 1.
+
+    Beyond results and gradients, memory for one block of logits, one of the weight for 16-bit numbers, and a few
+    numbers a row is taken; the backward takes a float32 gradient of the hidden states and, for a 16-bit head, one block
+    of the weight's gradient.
+
+    Args:
+        hidden: ``[..., D]`` float32, bfloat16 or float16 (the reference takes float64, too).
+        weight: ``[V, D]`` of these types, in any combination with ``hidden``.
+        targets: ``[...]`` int64 or int32. A target outside ``[0, V)`` that is not ``ignore_index`` gives NaN.
+        temperature: a number above 0, or ``[...]`` floating point, one for each target; a constant.
+        ignore_index: rows with this target are not read; their results and gradients are 0. On the CPU no product is
+            spent on them, nor in the backward on rows whose upstream gradients are 0.
+        bias: ``[V]``, added to the products.
+        entropy: whether the entropy is wanted.
+        softcap: above 0; None: none.
+        logit_scale: above 0. It divides temperature and softcap.
+        block: rows and columns of a block of logits, which take ``4 rows columns`` bytes; default (512, 8192) on the
+            CPU, (4096, 8192) on a GPU. Rows are filled up to a multiple, so that few tokens cost as much as ``rows``.
+            Bits depend on it.
+        process_group: ranks that hold the rows of ``weight`` (and of ``bias``) one after the other, and the same
+            ``hidden`` and ``targets``: tensor parallel. One all-gather of ``4 T`` floats forward; the backward adds up
+            the gradient of ``hidden``, ``[T, D]`` in float32, over the ranks.
+        vocabulary_sizes: the rows of ``weight`` on every rank; default: as many as on this one.
+        backend: of :func:`~hpo_core.token_logprobs`. The reference holds all logits, in float64.
+
+    Returns:
+        :class:`TokenLogprobs`.
+
+    >>> hidden, weight = torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
+    >>> linear_token_logprobs(hidden, weight, torch.tensor([1, 0]))
+    TokenLogprobs(logp=tensor([-1.4076, -0.5514]), entropy=tensor([0.8324, 0.9753]))
+    """
+    reference = is_reference(hidden, backend)
+    types = (*LOGITS, torch.float64) if reference else LOGITS
+    check(hidden.dim() > 0, "hidden: expected shape [..., D], got a number; use hidden[None]")
+    check_dtype("hidden", hidden, types, "use hidden.float()")
+    check(weight.dim() == 2, "weight: expected shape [V, D], got {}", list(weight.shape))
+    check_dtype("weight", weight, types, "use weight.float()")
+    check_shape("weight", weight, (weight.shape[0], hidden.shape[-1]), "[V, D] (D that of hidden)")
+    check_device("weight", weight, hidden.device, "hidden")
+    check_dtype("targets", targets, (torch.int64, torch.int32), "targets are ids of tokens")
+    check_shape("targets", targets, hidden.shape[:-1], "[...] (that of hidden without its last dimension)")
+    check_device("targets", targets, hidden.device, "hidden")
+    if bias is not None:
+        check_dtype("bias", bias, types, "use bias.float()")
+        check_shape("bias", bias, weight.shape[:1], "[V] (one number for each row of weight)")
+        check_device("bias", bias, hidden.device, "hidden")
+    check_type(
+        isinstance(ignore_index, int) and not isinstance(ignore_index, bool),
+        "ignore_index: expected an integer, got {!r}",
+        ignore_index,
+    )
+    for name, number in (("softcap", softcap), ("logit_scale", logit_scale)):
+        check(number is None or 0 < number < math.inf, "{}: expected a finite number above 0, got {}", name, number)
+    temperature = checked_temperature(temperature, targets, ignore_index, exact=reference)
+    # softmax(s x / t) is that of x at t / s; with x capped at c / s, s x is capped at c.
+    each, number = (temperature / logit_scale, 1.0) if isinstance(temperature, torch.Tensor) else (
+        None, temperature / logit_scale
+    )  # fmt: skip
+    capped = None if softcap is None else softcap / logit_scale
+    kept = 3 if entropy else 2
+    vocabulary, first = weight.shape[0], 0
+    if process_group is not None:
+        sizes, first, vocabulary = shards(weight.shape[0], process_group, vocabulary_sizes)
+    is_part = process_group is not None
+    check(is_part or vocabulary > 0, "weight: expected a vocabulary of at least one token, got {}", list(weight.shape))
+    targets = targets.to(torch.int64)
+
+    if reference:
+        if process_group is not None:
+            weight = all_rows(weight, process_group)
+            bias = None if bias is None else all_rows(bias, process_group)
+        rows = LogitRows(hidden, targets, each, number, ignore_index, None, 0, vocabulary)
+        return TokenLogprobs(*definition(hidden, weight, bias, rows, capped, kept)[:2])
+
+    given = LinearRows(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.flatten(),
+        None if each is None else each.flatten(), number, ignore_index, capped, first, vocabulary,
+        *_checked_block(block, hidden),
+    )  # fmt: skip
+    over = () if process_group is None else (process_group, sizes)
+    logp, entropies = ops.linear_token_logprobs(given, kept, backend, *over)
+    return TokenLogprobs(logp.view(targets.shape), None if entropies is None else entropies.view(targets.shape))
+
+
+def _checked_block(block: tuple[int, int] | None, hidden: torch.Tensor) -> tuple[int, int]:
+    if block is None:
+        return _BLOCKS["cpu" if hidden.is_cpu else "cuda"]
+    check(
+        isinstance(block, tuple | list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block),
+        "block: expected two integers above 0, rows and columns of a block of logits, got {!r}",
+        block,
+    )
+    return block[0], block[1]

@@ -1,0 +1,210 @@
+"""Rows of logits by parts of the vocabulary: what a part amounts to, merged in any grouping into what the whole does.
+
+A state is four numbers a row, whatever the size of the part. Shards of a vocabulary over ranks, or chunks of a
+projection, are summed up where they are, and only states travel; the gradient of a part needs the state of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .backends import is_reference
+from .checks import check, check_device, check_dtype, check_shape, check_type, examined, examines
+from .logprobs import TokenLogprobs
+from .ops.logprob_states import LogprobState, finished, folded, inverse_of, mapped
+from .ops.logprob_states import part as part_of
+from .ops.logprobs import backward
+from .reference import logprob_states as reference
+from .specs import LogitRows
+from .support import LOGITS, checked_temperature
+
+__all__ = ["LogprobState", "finish", "merge", "part", "part_gradient"]
+
+
+@examines
+def part(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float | torch.Tensor = 1.0,
+    ignore_index: int = -100,
+    *,
+    first: int,
+    vocabulary: int,
+    entropy: bool = True,
+    backend: str | None = None,
+) -> LogprobState:
+    """The state of the columns ``first`` to ``first + columns - 1`` of a vocabulary.
+
+    Args:
+        logits: ``[..., columns]``, as :func:`~hpo_core.token_logprobs` takes them; no gradient goes through a state.
+        targets: ``[...]`` ids in the whole vocabulary.
+        temperature, ignore_index, backend: as for :func:`~hpo_core.token_logprobs`.
+        first, vocabulary: the id of the first column, and the size of the whole.
+        entropy: whether the entropy is wanted; without it the state has no ``distance``.
+
+    Returns:
+        :class:`LogprobState` of float32 ``[...]`` (the reference: float64).
+
+    >>> part(torch.tensor([[0.0, 1.0]]), torch.tensor([3]), first=2, vocabulary=9, entropy=False)
+    LogprobState(top=tensor([1.]), others=tensor([0.3679]), distance=None, target_logit=tensor([1.]))
+    """
+    rows = _checked_rows(logits.detach(), targets, temperature, ignore_index, first, vocabulary, backend)
+    if not is_reference(logits, backend):
+        return part_of(rows, 3 if entropy else 2, backend)
+    top, others, distance, target_logit = reference.part(rows)
+    return LogprobState(top, others, distance if entropy else None, target_logit)
+
+
+def merge(states: Sequence[LogprobState], temperature: float | torch.Tensor = 1.0) -> LogprobState:
+    """The state of all parts together: with ``m`` the greater of two, ``c = e^-delta`` and ``delta = (m_1 - m_2) /
+    temperature``, ``s = s_1 + c (1 + s_2)`` and ``w = w_1 + c (w_2 + delta (1 + s_2))``.
+
+    Parts are merged one after the other, in float64, and the result is rounded once: in one order the bits are the same
+    wherever it is done. All parts of a vocabulary occur once; there may be any number of them, and a merged state is a
+    state again. Shape and dtype are those of the first.
+
+    >>> logits, targets = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([1])
+    >>> parts = [part(logits[:, at : at + 2], targets, first=at, vocabulary=4) for at in (0, 2)]
+    >>> merge(parts)
+    LogprobState(top=tensor([2.]), others=tensor([0.5530]), distance=tensor([0.5073]), target_logit=tensor([1.]))
+    """
+    states = [_checked_state(f"states[{at}]", state) for at, state in enumerate(_checked_sequence(states))]
+    top = states[0].top
+    for at, state in enumerate(states):
+        check_shape(f"states[{at}]", state.top, top.shape, "[...] (that of the first)")
+        check_device(f"states[{at}]", state.top, top.device, "the first")
+        check(
+            (state.distance is None) == (states[0].distance is None),
+            "states[{}]: expected a distance in every state or in none; make all with the same entropy=",
+            at,
+        )
+    number = checked_temperature(temperature, torch.zeros_like(top, dtype=torch.int64), -1, exact=True)
+    merged = folded(states, inverse_of(1.0, number) if isinstance(number, torch.Tensor) else 1.0 / number)
+    return mapped(merged, lambda tensor: tensor.to(top.dtype))
+
+
+@examines
+def finish(
+    state: LogprobState,
+    targets: torch.Tensor,
+    temperature: float | torch.Tensor = 1.0,
+    ignore_index: int = -100,
+) -> TokenLogprobs:
+    """``logp = (x_y - m) / temperature - log1p(s)`` and ``H = log1p(s) + w / (1 + s)`` of the state of a whole
+    vocabulary, in float32: what :func:`~hpo_core.token_logprobs` returns, without a gradient.
+
+    >>> state = part(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([1]), first=0, vocabulary=4)
+    >>> finish(state, torch.tensor([1]))
+    TokenLogprobs(logp=tensor([-1.4402]), entropy=tensor([0.9475]))
+    """
+    check_dtype("targets", targets, (torch.int64, torch.int32), "targets are ids of tokens")
+    state = _checked_state("state", state)
+    check_shape("state", state.top, targets.shape, "[...] (that of targets)")
+    check_device("state", state.top, targets.device, "targets")
+    number = checked_temperature(temperature, targets, ignore_index, exact=True)
+    inverse = inverse_of(1.0, number) if isinstance(number, torch.Tensor) else 1.0 / number
+    return TokenLogprobs(*finished(state, inverse, targets == ignore_index)[:2])
+
+
+@examines
+def part_gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    state: LogprobState,
+    logp_gradient: torch.Tensor | None,
+    entropy_gradient: torch.Tensor | None = None,
+    temperature: float | torch.Tensor = 1.0,
+    ignore_index: int = -100,
+    *,
+    first: int,
+    vocabulary: int,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The gradient of a part's logits, in their dtype, from the gradients of the results of the whole vocabulary.
+
+    ``(a 1[j = y] - p_j (a + b (log p_j + H))) / temperature`` for the gradients a and b ``[...]`` float32 of logp and
+    entropy; None: 0.
+
+    Args:
+        state: of the whole vocabulary, from :func:`merge`; with a ``distance`` for an ``entropy_gradient``.
+        logits, targets, temperature, ignore_index, first, vocabulary, backend: as for :func:`part`.
+
+    >>> logits, targets = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([1])
+    >>> state = merge([part(logits[:, at : at + 2], targets, first=at, vocabulary=4) for at in (0, 2)])
+    >>> part_gradient(logits[:, 2:], targets, state, torch.tensor([1.0]), first=2, vocabulary=4)
+    tensor([[-0.0871, -0.0321]])
+    """
+    rows = _checked_rows(logits, targets, temperature, ignore_index, first, vocabulary, backend)
+    state = _checked_state("state", state)
+    check_shape("state", state.top, targets.shape, "[...] (that of targets)")
+    check_device("state", state.top, logits.device, "logits")
+    for name, tensor in (("logp_gradient", logp_gradient), ("entropy_gradient", entropy_gradient)):
+        if tensor is not None:
+            check_dtype(name, tensor, (torch.float32, torch.float64), f"use {name}.float()")
+            check_shape(name, tensor, targets.shape, "[...] (that of targets)")
+            check_device(name, tensor, logits.device, "logits")
+    check(
+        entropy_gradient is None or state.distance is not None,
+        "state: expected a distance for an entropy_gradient, got None; make its parts with entropy=True",
+    )
+    statistics = torch.stack([each.flatten() for each in state[:3] if each is not None])
+    if is_reference(logits, backend):
+        return reference.part_gradient(rows, statistics, logp_gradient, entropy_gradient).to(logits.dtype)
+    of_logp, of_entropy = (each if each is None else each.float() for each in (logp_gradient, entropy_gradient))
+    return backward(rows, backend or "", statistics.float(), of_logp, of_entropy)
+
+
+def _checked_rows(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float | torch.Tensor,
+    ignore_index: int,
+    first: int,
+    vocabulary: int,
+    backend: str | None,
+) -> LogitRows:
+    exact = is_reference(logits, backend)
+    check(logits.dim() > 0, "logits: expected shape [..., columns], got a number; use logits[None]")
+    check_dtype("logits", logits, (*LOGITS, torch.float64) if exact else LOGITS, "use logits.float()")
+    check_dtype("targets", targets, (torch.int64, torch.int32), "targets are ids of tokens")
+    check_shape("targets", targets, logits.shape[:-1], "[...] (that of logits without its last dimension)")
+    check_device("targets", targets, logits.device, "logits")
+    columns = logits.shape[-1]
+    check(
+        columns > 0 and (logits.stride(-1) == 1 or columns == 1),
+        "logits: expected a contiguous last dimension of at least one column, got {} with a stride of {}",
+        columns,
+        logits.stride(-1),
+    )
+    check(
+        first >= 0 and first + columns <= vocabulary,
+        "first, vocabulary: expected that {} columns from `first` on lie in the vocabulary, got {} of {}",
+        columns,
+        first,
+        vocabulary,
+    )
+    temperature = checked_temperature(temperature, targets, ignore_index, exact)
+    each, number = (temperature, 1.0) if isinstance(temperature, torch.Tensor) else (None, temperature)
+    return LogitRows(
+        logits, targets.to(torch.int64).contiguous(), None if each is None else each.contiguous(), number,
+        ignore_index, None, first, vocabulary,
+    )  # fmt: skip
+
+
+def _checked_sequence(states: Sequence[LogprobState]) -> Sequence[LogprobState]:
+    is_one = isinstance(states, list | tuple) and not isinstance(states, LogprobState) and len(states) > 0
+    check_type(is_one, "states: expected a list of at least one LogprobState, got {}", type(states))
+    return states
+
+
+def _checked_state(name: str, state: LogprobState) -> LogprobState:
+    check_type(isinstance(state, LogprobState), "{}: expected a LogprobState, got {}", name, type(state))
+    tensors = {field: tensor for field, tensor in state._asdict().items() if tensor is not None or field != "distance"}
+    for field, tensor in tensors.items():
+        whole = f"{name}.{field}"
+        check_dtype(whole, examined(whole, tensor), (torch.float32, torch.float64), f"use {whole}.float()")
+        check_shape(whole, tensor, state.top.shape, "[...] (that of top)")
+        check_device(whole, tensor, state.top.device, "top")
+    return state

@@ -1,0 +1,405 @@
+"""Log-probabilities and entropies from hidden states: blocks of logits are made, summed up, and made again for the
+backward; all of them never exist.
+
+The vocabulary is the outer loop, so that a block of the weight is read, and widened where the processor has no product
+of its type, once. A chunk of rows has one size whatever T is: the last is filled up with rows of zeros, and the bits of
+a row do not depend on how many others there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+
+from ..backends import is_reference, resolve
+from ..checks import check, check_dtype, has_tangent
+from ..specs import LogitRows
+from .library import LIBRARY, OPERATORS, check_operand, define, register, watched
+from .logprob_states import LogprobState, finished, folded, inverse_of, mapped, part, shared
+
+__all__ = ["LinearRows", "linear_token_logprobs"]
+
+SECOND_DERIVATIVE = (
+    "hpo_core.linear_token_logprobs: second derivatives are not supported (the backward makes the logits again, and no "
+    "graph); use backend='reference' to differentiate twice"
+)
+FORWARD_MODE = (
+    "hpo_core.linear_token_logprobs: forward-mode derivatives (torch.func.jvp, jacfwd, hessian, dual numbers) are not "
+    "supported; use backend='reference'"
+)
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class LinearRows(NamedTuple):
+    """Rows of hidden states and the head that makes logits of them: ``softcap * tanh((hidden @ weight.T + bias) /
+    softcap)``. The weight may be rows ``first`` to ``first + len(weight) - 1`` of that of a larger vocabulary."""
+
+    hidden: torch.Tensor  # [T, D]
+    weight: torch.Tensor  # [columns, D]
+    bias: torch.Tensor | None  # [columns]
+    targets: torch.Tensor  # [T] int64 ids in the whole vocabulary
+    temperatures: torch.Tensor | None  # [T] float32, instead of `temperature`
+    temperature: float
+    ignore_index: int
+    softcap: float | None
+    first: int
+    vocabulary: int
+    chunk: int  # rows of a product
+    columns: int  # at most, of a product
+
+
+_FIELDS = len(LinearRows._fields)
+_TENSORS = ("hidden", "weight", "bias", "targets", "temperatures")
+
+
+def linear_token_logprobs(
+    given: LinearRows, kept: int, backend: str | None, group: Any = None, sizes: Sequence[int] | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probabilities and, where ``kept`` is 3, entropies ``[T]``, differentiable in hidden states, weight and bias.
+    ``group``: over ranks whose shards of the weight have ``sizes``. Not for the reference backend."""
+    arguments = (*given, backend or "", kept, group, sizes)
+    differentiable = [each for each in given[:3] if each is not None]
+    if any(has_tangent(each) for each in differentiable):
+        raise RuntimeError(FORWARD_MODE)
+    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+        logp, entropy, _ = _apply(*arguments)
+    elif group is None and any(watched(each) for each in differentiable):
+        logp, entropy, _ = OPERATORS.linear_token_logprobs(*given, backend or "", kept)
+    elif torch.is_grad_enabled() and any(each.requires_grad for each in differentiable):
+        logp, entropy, _ = _apply(*arguments)
+    else:
+        logp, entropy, _ = _forward(*arguments)
+    return logp, entropy if kept > 2 else None
+
+
+# ---------------------------------------------------------------------------------------------------- chunks and blocks
+
+
+class _Blocks:
+    """Blocks of logits, one at a time, of the rows that count."""
+
+    def __init__(self, given: LinearRows, counting: torch.Tensor) -> None:
+        self.given = given
+        self.size = given.chunk
+        hidden, weight = given.hidden, given.weight
+        # Elsewhere how many count is not known without waiting: all rows take part, as zeros where they do not count.
+        self.ignored = None if hidden.is_cpu else ~counting
+        self.rows = counting.nonzero()[:, 0] if hidden.is_cpu else torch.arange(len(hidden), device=hidden.device)
+        self.chunks = -(-len(self.rows) // self.size)
+        operand = torch.promote_types(hidden.dtype, weight.dtype)
+        if hidden.is_cpu:
+            operand = torch.float32  # whose product of 16-bit numbers is rounded to 16 bits
+        self.hidden = hidden.new_zeros(self.size, hidden.shape[1], dtype=operand)
+        blocks = max(-(-len(weight) // given.columns), 1)
+        self.columns = min(-(-len(weight) // (16 * blocks)) * 16, len(weight))  # of about one size
+        self.weight = (
+            None if weight.dtype is operand else hidden.new_empty(self.columns, weight.shape[1], dtype=operand)
+        )
+        self.logits = hidden.new_empty(self.size * self.columns, dtype=torch.float32)
+        self.targets = self.padded(given.targets, given.ignore_index)
+        self.temperatures = None if given.temperatures is None else self.padded(given.temperatures, 1.0)
+
+    def padded(self, values: torch.Tensor, filling: float) -> torch.Tensor:
+        """Of the rows that count, ``[chunks, size]``."""
+        filled = values.new_full((self.chunks * self.size,), filling)
+        filled[: len(self.rows)] = values[self.rows]
+        return filled.view(self.chunks, self.size)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """What :meth:`padded` has put together, where it was; zeros elsewhere: ``[T, ...]``."""
+        counting = values.flatten(0, 1)[: len(self.rows)]
+        return counting.new_zeros(len(self.given.hidden), *counting.shape[1:]).index_copy_(0, self.rows, counting)
+
+    def of_vocabulary(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Columns, and the weight of them as products take it."""
+        weight = self.given.weight
+        for begin in range(0, len(weight), max(self.columns, 1)):
+            columns = slice(begin, min(begin + self.columns, len(weight)))
+            block = weight[columns]
+            yield columns, block if self.weight is None else self.weight[: len(block)].copy_(block)
+
+    def of_rows(self, columns: slice, weight: torch.Tensor) -> Iterator[tuple[int, LogitRows, torch.Tensor]]:
+        """Each chunk's number, logits and hidden states; the next chunk takes the memory of both."""
+        given = self.given
+        for at in range(self.chunks):
+            rows = self.rows[at * self.size : (at + 1) * self.size]
+            self.hidden[: len(rows)] = given.hidden[rows]
+            self.hidden[len(rows) :] = 0.0
+            if self.ignored is not None:
+                self.hidden[: len(rows)].masked_fill_(self.ignored[rows, None], 0.0)
+            logits = self.logits[: self.size * len(weight)].view(self.size, len(weight))
+            _multiply(self.hidden, weight.t(), logits, adds=False)
+            if given.bias is not None:
+                logits.add_(given.bias[columns])
+            if given.softcap is not None:
+                logits.div_(given.softcap).tanh_().mul_(given.softcap)
+            yield at, LogitRows(
+                logits, self.targets[at], None if self.temperatures is None else self.temperatures[at],
+                given.temperature, given.ignore_index, None, given.first + columns.start, given.vocabulary,
+            ), self.hidden  # fmt: skip
+
+
+def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, adds: bool) -> None:
+    """``out = left @ right`` or ``out += left @ right`` in float32."""
+    wide: dict[str, Any] = {} if left.dtype is torch.float32 else {"out_dtype": torch.float32}
+    if adds:
+        torch.addmm(out, left, right, **wide, out=out)
+    else:
+        torch.mm(left, right, **wide, out=out)
+
+
+# ---------------------------------------------------------------------------------------------------- both directions
+
+
+def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    *values, backend, kept, group, sizes = arguments
+    given = LinearRows(*values)
+    counting = given.targets != given.ignore_index
+    blocks = _Blocks(given, counting)
+    inverse = inverse_of(given.temperature, given.temperatures)
+    inverse_of_chunks = inverse_of(given.temperature, blocks.temperatures)
+    nothing = torch.full_like(blocks.targets, -torch.inf, dtype=torch.float64)
+    zeros = torch.zeros_like(nothing)
+    state = LogprobState(nothing, zeros, zeros if kept > 2 else None, nothing)
+    with torch.autocast(given.hidden.device.type, enabled=False):
+        for columns, weight in blocks.of_vocabulary():
+            parts = [part(rows, kept, backend or None) for _, rows, _ in blocks.of_rows(columns, weight)]
+            if parts:
+                fields: Any = (None if each[0] is None else torch.stack(each) for each in zip(*parts, strict=True))
+                state = folded((state, LogprobState(*fields)), inverse_of_chunks)
+    state = mapped(state, blocks.spread)
+    if group is not None:
+        state = folded(shared(mapped(state, torch.Tensor.float), len(given.weight), group, sizes), inverse)
+    return finished(state, inverse, ~counting)
+
+
+def _backward(*arguments: Any) -> list[torch.Tensor | None]:
+    *values, backend, statistics, of_logp, of_entropy, wanted, group = arguments
+    given = LinearRows(*values)
+    upstream = torch.stack([each != 0 for each in (of_logp, of_entropy) if each is not None])
+    blocks = _Blocks(given, (given.targets != given.ignore_index) & (upstream.any(0) | statistics[0].isnan()))
+    known = torch.stack([blocks.padded(each, 0.0) for each in statistics], 1)
+    upstreams = [each if each is None else blocks.padded(each, 0.0) for each in (of_logp, of_entropy)]
+    gradients = _Gradients(blocks, wanted)
+    functions = resolve("logprobs", given.hidden, backend or None)
+    with torch.autocast(given.hidden.device.type, enabled=False):
+        for columns, weight in blocks.of_vocabulary():
+            for at, rows, hidden in blocks.of_rows(columns, weight):
+                of_chunk = [each if each is None else each[at] for each in upstreams]
+                gradient = functions.token_logprobs_backward(rows, known[at], *of_chunk, given.softcap is None)
+                if given.softcap is not None:
+                    gradient.addcmul_(gradient, rows.logits.div_(given.softcap).square_(), value=-1.0)  # 1 - tanh^2
+                gradients.add(at, columns, gradient, hidden, weight)
+    return gradients.finished(group)
+
+
+class _Gradients:
+    """Those of hidden states, weight and bias, as far as they are wanted, from those of blocks of logits."""
+
+    def __init__(self, blocks: _Blocks, wanted: Sequence[bool]) -> None:
+        hidden, weight, bias = blocks.given[:3]
+        self.blocks, (self.of_hidden, self.of_weight, self.of_bias) = blocks, wanted
+        if self.of_hidden:
+            self.hidden = hidden.new_zeros(blocks.chunks, *blocks.hidden.shape, dtype=torch.float32)
+        if self.of_weight:
+            self.weight = (weight.new_empty if blocks.chunks else weight.new_zeros)(weight.shape)
+            is_exact = weight.dtype is torch.float32  # then sums are added up where they belong
+            self.sums = None if is_exact else weight.new_empty(blocks.columns, weight.shape[1], dtype=torch.float32)
+        if bias is not None and self.of_bias:
+            self.bias = torch.zeros_like(bias, dtype=torch.float32)
+
+    def add(self, at: int, columns: slice, gradient: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        narrow = gradient.to(hidden.dtype)
+        if self.of_hidden:
+            _multiply(narrow, weight, self.hidden[at], adds=True)
+        if self.of_weight:
+            sums = self.sums[: len(weight)] if self.sums is not None else self.weight[columns]
+            _multiply(narrow.t(), hidden, sums, adds=at > 0)
+            if self.sums is not None and at == self.blocks.chunks - 1:
+                self.weight[columns] = sums
+        if self.of_bias:
+            self.bias[columns] += gradient.sum(0)
+
+    def finished(self, group: Any) -> list[torch.Tensor | None]:
+        hidden, _, bias = self.blocks.given[:3]
+        results: list[torch.Tensor | None] = [None, self.weight if self.of_weight else None, None]
+        if self.of_hidden:
+            whole = self.blocks.spread(self.hidden)
+            if group is not None:
+                torch.distributed.all_reduce(whole, group=group)
+            results[0] = whole.to(hidden.dtype)
+        if bias is not None and self.of_bias:
+            results[2] = self.bias.to(bias.dtype)
+        return results
+
+
+# ------------------------------------------------------------------------------------------------------------ autograd
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    given, (backend, _, *over) = LinearRows(*inputs[:_FIELDS]), inputs[_FIELDS:]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
+    nothing: dict[str, Any] = dict.fromkeys(_TENSORS)
+    ctx.rest, ctx.backend, ctx.group = given._replace(**nothing), backend, over[0] if over else None
+    ctx.save_for_backward(*(getattr(given, name) for name in _TENSORS), output[2])
+
+
+def _gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, apply: Any) -> Any:
+    others = (None,) * (len(ctx.needs_input_grad) - 3)
+    if logp_gradient is None and entropy_gradient is None:
+        return None, None, None, *others
+    *tensors, statistics = ctx.saved_tensors
+    given = ctx.rest._replace(**dict(zip(_TENSORS, tensors, strict=True)))
+    if len(statistics) == 2:  # no entropy was wanted, and zeros arrive for it where graphs are traced
+        entropy_gradient = None
+    wanted = list(ctx.needs_input_grad[:3])
+    results = apply(*given, ctx.backend, statistics, logp_gradient, entropy_gradient, wanted, ctx.group)
+    return *(each if want else None for each, want in zip(results, wanted, strict=True)), *others
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """Keeps the hidden states, the weight and the statistics of rows."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return _forward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _save(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: Any) -> Any:
+        return _gradient(ctx, logp_gradient, entropy_gradient, _Gradient.apply)
+
+
+class _Gradient(torch.autograd.Function):
+    """The gradients; who differentiates them again is told."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return tuple(_backward(*arguments))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(SECOND_DERIVATIVE)
+
+
+_apply: Any = _LinearLogprobs.apply
+
+# ----------------------------------------------------------------------------------------------------------- operators
+
+_ROWS = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? temperatures, float temperature, "
+    "int ignore_index, float? softcap, int first, int vocabulary, int chunk, int columns, str backend, "
+)
+define(f"linear_token_logprobs({_ROWS}int kept) -> (Tensor logp, Tensor entropy, Tensor statistics)")
+define(
+    f"linear_token_logprobs_backward({_ROWS}Tensor statistics, Tensor? logp_gradient, Tensor? entropy_gradient, "
+    "bool[] wanted) -> (Tensor hidden, Tensor weight, Tensor bias)"
+)
+
+
+def _forward_operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logp, entropy, statistics = _forward(*arguments, None, None)
+    return logp, logp.new_empty(0) if entropy is None else entropy, statistics
+
+
+def _forward_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    targets, kept = arguments[3], arguments[-1]
+    logp = targets.new_empty(targets.shape, dtype=torch.float32)
+    return logp, logp.new_empty(targets.shape if kept > 2 else 0), logp.new_empty((kept, len(targets)))
+
+
+def _backward_operator(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    hidden = arguments[0]
+    return tuple(hidden.new_empty(0) if each is None else each for each in _backward(*arguments, None))
+
+
+def _backward_fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    hidden, wanted = arguments[0], arguments[-1]
+    return tuple(
+        each.new_empty(each.shape) if want else hidden.new_empty(0)
+        for each, want in zip(arguments[:3], wanted, strict=True)
+    )
+
+
+def _check_rows(given: LinearRows, backend: str) -> None:
+    hidden, weight = given.hidden, given.weight
+    check(
+        not is_reference(hidden, backend or None),
+        "backend: expected a native one for this operator, got {}; call hpo_core.linear_token_logprobs, which serves "
+        "the reference, too",
+        repr(backend) if backend else "the reference by default",
+    )
+    for name, tensor in (("hidden", hidden), ("weight", weight)):
+        check_dtype(name, tensor, _TYPES, f"use {name}.float()")
+        check(tensor.dim() == 2, "{}: expected two dimensions, got {}", name, list(tensor.shape))
+    like = ("hidden", hidden)
+    check_operand("weight", weight, (weight.shape[0], hidden.shape[1]), _TYPES, like)
+    check_operand("bias", given.bias, weight.shape[:1], _TYPES, like, "weight's rows")
+    check_operand("targets", given.targets, hidden.shape[:1], (torch.int64,), like)
+    check_operand("temperatures", given.temperatures, hidden.shape[:1], (torch.float32,), like)
+    check(
+        given.first >= 0 and given.first + len(weight) <= given.vocabulary,
+        "first, vocabulary: expected that the rows of weight lie in the vocabulary, got {} from {} on, of {}",
+        len(weight),
+        given.first,
+        given.vocabulary,
+    )
+    for name in ("chunk", "columns"):
+        check(getattr(given, name) > 0, "{}: expected a number above 0, got {}", name, getattr(given, name))
+
+
+def _check_forward(*arguments: Any) -> None:
+    *values, backend, kept = arguments
+    _check_rows(LinearRows(*values), backend)
+    check(kept in (2, 3), "kept: expected 2 or 3 statistics, got {}", kept)
+
+
+def _check_backward(*arguments: Any) -> None:
+    *values, backend, statistics, logp_gradient, entropy_gradient, wanted = arguments
+    given = LinearRows(*values)
+    _check_rows(given, backend)
+    kept = 2 if statistics.dim() and len(statistics) == 2 else 3
+    check(kept > 2 or entropy_gradient is None, "statistics: expected 3 of each row for an entropy_gradient, got 2")
+    check(
+        logp_gradient is not None or entropy_gradient is not None,
+        "logp_gradient, entropy_gradient: expected at least one of them",
+    )
+    like = ("hidden", given.hidden)
+    check_operand("statistics", statistics, (kept, len(given.targets)), (torch.float32,), like)
+    for name, gradient in (("logp_gradient", logp_gradient), ("entropy_gradient", entropy_gradient)):
+        check_operand(name, gradient, given.targets.shape, (torch.float32,), like, "targets")
+    check(
+        len(wanted) == 3 and not (wanted[2] and given.bias is None),
+        "wanted: expected whether the gradients of hidden, weight and bias are wanted, got {} and {}",
+        list(wanted),
+        "no bias" if given.bias is None else "a bias",
+    )
+
+
+def _operator_gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: Any) -> Any:
+    def apply(*arguments: Any) -> Any:
+        return OPERATORS.linear_token_logprobs_backward(*arguments[:-1])
+
+    return _gradient(ctx, logp_gradient, entropy_gradient, apply)
+
+
+def _second(ctx: Any, *_: Any) -> Any:
+    raise RuntimeError(SECOND_DERIVATIVE)
+
+
+register("linear_token_logprobs", _forward_operator, _forward_fake, _check_forward)
+register("linear_token_logprobs_backward", _backward_operator, _backward_fake, _check_backward)
+torch.library.register_autograd("hpo_core::linear_token_logprobs", _operator_gradient, setup_context=_save, lib=LIBRARY)
+torch.library.register_autograd("hpo_core::linear_token_logprobs_backward", _second, lib=LIBRARY)

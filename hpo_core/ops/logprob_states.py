@@ -1,0 +1,166 @@
+"""What a row of logits amounts to over a part of the vocabulary, and how parts make the whole: on one device, or over
+ranks that each hold a part."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+
+from ..backends import resolve
+from ..checks import check, has_tangent
+from ..specs import LogitRows
+from .logprobs import FORWARD_MODE, gradient, readable, save
+
+__all__ = ["LogprobState", "finished", "folded", "inverse_of", "mapped", "over_ranks", "part", "shared"]
+
+
+class LogprobState(NamedTuple):
+    """What rows of logits amount to over the columns of a part of the vocabulary: ``[...]`` each, in the shape of the
+    targets.
+
+    Parts without a logit above -inf are ``(-inf, 0, 0, -inf)``, which merging leaves as they are. Rows that are ignored
+    hold anything; rows with NaN, +inf or a target outside the vocabulary hold NaN.
+    """
+
+    top: torch.Tensor  # the greatest logit
+    others: torch.Tensor  # the sum of e^((x - top) / temperature) over all but that one
+    distance: torch.Tensor | None  # the mean of (top - x) / temperature under the softmax of the part; None: no entropy
+    target_logit: torch.Tensor  # the target's logit; -inf where the target is in another part
+
+
+def part(rows: LogitRows, kept: int, backend: str | None) -> LogprobState:
+    """The state of a part in float32, without a distance where ``kept`` is 2. Not for the reference backend."""
+    logits, targets = rows.logits, rows.targets
+    columns = logits.shape[-1]
+    if columns == 0:
+        nothing = torch.full_like(targets, -torch.inf, dtype=torch.float32)
+        zeros = torch.zeros_like(nothing)
+        return LogprobState(nothing, zeros, zeros if kept > 2 else None, nothing)
+    _, _, statistics = resolve("logprobs", logits, backend).token_logprobs(rows, kept)
+    top, others, *distance = statistics.view(kept, *targets.shape)
+    column = targets - rows.first
+    has_target = (column >= 0) & (column < columns) & (targets != rows.ignore_index)
+    logit = logits.gather(-1, column.clamp(0, columns - 1)[..., None]).squeeze(-1).float()
+    if rows.floors is not None:
+        has_target &= ~(logit < rows.floors)
+    return LogprobState(top, others, distance[0] if distance else None, torch.where(has_target, logit, -torch.inf))
+
+
+def mapped(state: LogprobState, function: Callable[[torch.Tensor], torch.Tensor]) -> LogprobState:
+    """The function of each tensor of the state."""
+    fields: Any = (None if each is None else function(each) for each in state)
+    return LogprobState(*fields)
+
+
+def inverse_of(temperature: float, temperatures: torch.Tensor | None) -> float | torch.Tensor:
+    """1 / temperature in double precision."""
+    return 1.0 / temperature if temperatures is None else 1.0 / temperatures.double()
+
+
+def folded(states: Iterable[LogprobState], inverse: float | torch.Tensor) -> LogprobState:
+    """The state of all parts together in float64, merged in their order."""
+    first, *others = (mapped(state, torch.Tensor.double) for state in states)
+    return functools.reduce(lambda whole, state: _merged(whole, state, inverse), others, first)
+
+
+def _merged(one: LogprobState, other: LogprobState, inverse: float | torch.Tensor) -> LogprobState:
+    is_lower = one.top < other.top
+
+    def ordered(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.where(is_lower, y, x), torch.where(is_lower, x, y)
+
+    high, low = ordered(one.top, other.top)
+    is_nothing = low == -torch.inf
+    delta = torch.where(is_nothing, 0.0, (high - low) * inverse)  # NaN where one of them is
+    (others, more), factor = ordered(one.others, other.others), torch.where(is_nothing, 0.0, torch.exp(-delta))
+    added = factor * (1 + more)  # the greatest of the lower part is one of the others now
+    distance = None
+    if one.distance is not None and other.distance is not None:
+        near, far = ordered(one.distance, other.distance)
+        distance = (near * (1 + others) + added * (far + delta)) / (1 + others + added)
+    return LogprobState(
+        torch.maximum(one.top, other.top), others + added, distance, torch.maximum(one.target_logit, other.target_logit)
+    )
+
+
+def finished(
+    state: LogprobState, inverse: float | torch.Tensor, ignored: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """logp and entropy of the whole vocabulary, and the statistics ``[kept, T]`` that the backward reads."""
+    top, others, distance, logit = mapped(state, torch.Tensor.double)
+    is_defined = torch.isfinite(top) & ~others.isnan()
+
+    def result(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(ignored, 0.0, torch.where(is_defined, values, torch.nan)).float()
+
+    normaliser = torch.log1p(others)
+    logp = result((logit - top) * inverse - normaliser)
+    entropy = None if distance is None else result(normaliser + distance)
+    return logp, entropy, torch.stack([result(each).flatten() for each in (top, others, distance) if each is not None])
+
+
+# ---------------------------------------------------------------------------------------------------------- over ranks
+
+
+def shared(state: LogprobState, columns: int, group: Any, sizes: Sequence[int]) -> list[LogprobState]:
+    """The states of all ranks, in their order: one all-gather, which carries each rank's number of columns, too.
+
+    Raises:
+        ValueError: columns that are not ``sizes``, on every rank alike; on a GPU, where reading them would synchronise,
+            the states become NaN.
+    """
+    given = [each for each in state if each is not None]
+    own = torch.cat([*(each.flatten() for each in given), given[0].new_tensor([columns])])
+    all_ranks = own.new_empty(len(sizes), own.numel())
+    torch.distributed.all_gather(list(all_ranks), own, group=group)
+    expected = own.new_tensor(sizes)
+    tables = all_ranks[:, :-1].reshape(len(sizes), len(given), *state.top.shape)
+    if own.is_cpu:
+        found = [int(size) for size in all_ranks[:, -1].tolist()]
+        check(
+            found == list(sizes) and sum(found) > 0,
+            "vocabulary_sizes: expected the columns of every rank, {}, at least one, got {}; pass the sizes of all "
+            "ranks in their order (without them all shards have one size)",
+            found,
+            list(sizes),
+        )
+    else:
+        tables = torch.where((all_ranks[:, -1] == expected).all(), tables, torch.nan)
+    fields = [name for name, each in state._asdict().items() if each is not None]
+    return [state._replace(**dict(zip(fields, table, strict=True))) for table in tables]
+
+
+def over_ranks(
+    rows: LogitRows, kept: int, backend: str | None, group: Any, sizes: Sequence[int], in_place: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """:func:`~hpo_core.ops.token_logprobs` where the logits are this rank's columns: the same on all ranks."""
+    if has_tangent(rows.logits):
+        raise RuntimeError(FORWARD_MODE)
+    results: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+    results = _OverRanks.apply(*readable(rows), kept, backend or "", group, sizes, in_place)  # type: ignore[no-untyped-call]
+    return results
+
+
+class _OverRanks(torch.autograd.Function):
+    """Keeps this rank's logits and the statistics of the whole rows: the backward needs no other rank."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        *given, kept, backend, group, sizes, in_place = arguments
+        rows = LogitRows(*given)
+        inverse = inverse_of(rows.temperature, rows.temperatures)
+        states = shared(part(rows, kept, backend or None), rows.logits.shape[-1], group, sizes)
+        outputs = finished(folded(states, inverse), inverse, rows.targets == rows.ignore_index)
+        save(ctx, (*given, backend, kept, in_place), outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: Any) -> Any:
+        logits = ctx.saved_tensors[0]
+        if logits.shape[-1] == 0:
+            return torch.zeros_like(logits), *(None,) * (len(ctx.needs_input_grad) - 1)
+        return gradient(ctx, logp_gradient, entropy_gradient)

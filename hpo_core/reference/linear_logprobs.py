@@ -1,0 +1,41 @@
+"""Log-probability of a target and entropy of its distribution, from hidden states and a head: the definition."""
+
+from __future__ import annotations
+
+import torch
+
+from ..specs import LogitRows
+from .logprobs import token_logprobs
+
+__all__ = ["linear_token_logprobs"]
+
+
+def linear_token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: LogitRows,
+    softcap: float | None,
+    kept: int,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """:func:`~hpo_core.reference.logprobs.token_logprobs` of ``x = hidden @ weight.T + bias``, or of ``softcap
+    tanh(x / softcap)``; ``rows``: everything but the logits, which exist in full and in float64.
+
+    Hidden states of ignored rows are not read. Results are float64 where hidden states and weight are, else float32.
+
+    >>> import torch
+    >>> hidden, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
+    >>> rows = LogitRows(hidden, torch.tensor([1]), None, 1.0, -100, None, 0, 3)
+    >>> linear_token_logprobs(hidden, weight, None, rows, None, 3)[:2]
+    (tensor([-1.4076]), tensor([0.8324]))
+    """
+    ignored = rows.targets == rows.ignore_index
+    logits = torch.where(ignored[..., None], 0.0, hidden.double()) @ weight.double().t()
+    if bias is not None:
+        logits = logits + bias.double()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logp, entropy, statistics = token_logprobs(rows._replace(logits=logits), kept)
+    if hidden.dtype == weight.dtype == torch.float64:
+        return logp, entropy, statistics
+    return logp.float(), None if entropy is None else entropy.float(), statistics.float()

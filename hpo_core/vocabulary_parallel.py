@@ -1,0 +1,109 @@
+"""A vocabulary whose parts several ranks hold: which columns are whose, and what distributed tensors say of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed
+
+from .checks import check, check_type
+from .ranks import gather
+
+__all__ = ["Group", "Shards", "Sizes", "all_rows", "recognises_shards", "shards"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Group = torch.distributed.ProcessGroup
+Sizes = Sequence[int] | None
+
+
+class Shards(NamedTuple):
+    """``sizes``: the columns of every rank, one rank after the other; ``first``: this rank's first."""
+
+    sizes: tuple[int, ...]
+    first: int
+    vocabulary: int
+
+
+def shards(columns: int, group: Group, sizes: Sequence[int] | None) -> Shards:
+    """Of ranks that have ``sizes`` columns, or all as many as this one. Whether they have is found by all ranks alike,
+    when they have gathered."""
+    check(not torch.compiler.is_compiling(), "process_group: only eager calls gather; call it outside torch.compile")
+    check_type(
+        isinstance(group, Group), "process_group: expected a torch.distributed.ProcessGroup, got {}", type(group)
+    )
+    ranks, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+    check(rank >= 0, "process_group: expected a group that this rank is in; call only on the ranks of the group")
+    given = [columns] * ranks if sizes is None else list(sizes)
+    check(
+        all(type(size) is int and size >= 0 for size in given) and len(given) == ranks,
+        "vocabulary_sizes: expected the columns of each of {} ranks, got {}",
+        ranks,
+        given,
+    )
+    return Shards(tuple(given), sum(given[:rank]), sum(given))
+
+
+def all_rows(own: torch.Tensor, group: Group) -> torch.Tensor:
+    """The rows of all ranks, of which only this rank's have a gradient: for the reference, which holds everything."""
+    parts = gather(own, group)
+    parts[torch.distributed.get_rank(group)] = own
+    return torch.cat(parts)
+
+
+def recognises_shards(**dimensions: int) -> Callable[[Function], Function]:
+    """The function, whose arguments of these names may be distributed tensors: sharded along that dimension over a mesh
+    of one dimension, they stand for ``process_group`` and ``vocabulary_sizes``. Others are refused by name later."""
+
+    def decorated(function: Any) -> Any:
+        names = inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            # What was never imported made no tensor.
+            if torch.compiler.is_compiling() or "torch.distributed.tensor" not in sys.modules:
+                return function(*arguments, **keywords)
+            given = dict(zip(names, arguments, strict=False)) | keywords
+            if len(arguments) > len(names) or not any(_is_distributed(given.get(name)) for name in dimensions):
+                return function(*arguments, **keywords)
+            return function(**_localised(given, dimensions))
+
+        return run
+
+    return decorated
+
+
+def _is_distributed(value: Any) -> bool:
+    return isinstance(value, sys.modules["torch.distributed.tensor"].DTensor)
+
+
+def _localised(given: dict[str, Any], dimensions: dict[str, int]) -> dict[str, Any]:
+    """With this rank's parts, their process group and the sizes of all parts."""
+    shard = sys.modules["torch.distributed.tensor"].Shard
+    local = dict(given)
+    for name, dimension in dimensions.items():
+        tensor: Any = given.get(name)
+        if not _is_distributed(tensor) or tensor.device_mesh.ndim != 1:
+            continue
+        placement = shard(dimension % tensor.dim())
+        if tensor.placements != (placement,):
+            continue
+        group = tensor.device_mesh.get_group()
+        check(
+            given.get("process_group") is group or dimension == -1,
+            "{0}: sharded by rows over {1} ranks, as tensor parallelism shards it, whose ranks share their tokens, and "
+            "as FSDP does, whose ranks have tokens of their own: expected process_group={0}.device_mesh.get_group() "
+            "for the first, or {0}.full_tensor() for the second, got process_group={2}",
+            name,
+            tensor.device_mesh.size(),
+            given.get("process_group"),
+        )
+        total, ranks = tensor.shape[dimension], tensor.device_mesh.size()
+        most = -(-total // ranks)
+        sizes = [min(max(total - rank * most, 0), most) for rank in range(ranks)]
+        local |= {name: tensor.to_local(grad_placements=[placement]), "process_group": group, "vocabulary_sizes": sizes}
+    return local

@@ -240,20 +240,7 @@ def _checked(
     least: int = 1,
 ) -> _Call:
     reference = is_reference(logits, backend)
-    check_logits(logits, (*LOGITS, torch.float64) if reference else LOGITS, least)
-    check_dtype("targets", targets, (torch.int64, torch.int32), "targets are ids of tokens")
-    check_shape("targets", targets, logits.shape[:-1], "[...] (that of logits without its last dimension)")
-    check_device("targets", targets, logits.device, "logits")
-    check(
-        logits.stride(-1) == 1 or logits.shape[-1] == 1,
-        "logits: expected a contiguous last dimension, got a stride of {}; use logits.contiguous()",
-        logits.stride(-1),
-    )
-    check_type(
-        isinstance(ignore_index, int) and not isinstance(ignore_index, bool),
-        "ignore_index: expected an integer, got {!r}",
-        ignore_index,
-    )
+    _check_operands(logits, targets, ignore_index, reference, least)
     targets, unpredicted = targets.to(torch.int64), None
     if batch is not None:
         predicted, unpredicted = _predicted(targets, batch)
@@ -294,6 +281,25 @@ def _checked(
         rows = _of_ids(rows, ids if batch is None else ids.roll(-ids.shape[-1]))
     entropy_rows = None if is_same else at_temperature(rows, entropy_temperature)
     return _Call(at_temperature(rows, temperature), entropy_rows, batch is not None, unpredicted, in_place, backend)
+
+
+def _check_operands(
+    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, reference: bool, least: int
+) -> None:
+    check_logits(logits, (*LOGITS, torch.float64) if reference else LOGITS, least)
+    check_dtype("targets", targets, (torch.int64, torch.int32), "targets are ids of tokens")
+    check_shape("targets", targets, logits.shape[:-1], "[...] (that of logits without its last dimension)")
+    check_device("targets", targets, logits.device, "logits")
+    check(
+        logits.stride(-1) == 1 or logits.shape[-1] == 1,
+        "logits: expected a contiguous last dimension, got a stride of {}; use logits.contiguous()",
+        logits.stride(-1),
+    )
+    check_type(
+        isinstance(ignore_index, int) and not isinstance(ignore_index, bool),
+        "ignore_index: expected an integer, got {!r}",
+        ignore_index,
+    )
 
 
 def _predicted(targets: torch.Tensor, batch: PackedBatch | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

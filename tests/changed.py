@@ -34,7 +34,7 @@ PYTHON = (
     *("masks_and_totals", "micro_batches", "ops", "python_mutants", "synchronisation", "testing", "without_native"),
     "wrong_arguments",
 )
-TRL = ("trl", "trl_contract", "trl_steps")
+TRL = ("trl", "trl_contract", "trl_head", "trl_steps")
 VERL = ("verl", "verl_advantages")
 
 

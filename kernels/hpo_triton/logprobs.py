@@ -227,7 +227,7 @@ def _finished(kept, sums, row, logit, is_whole, KEPT: tl.constexpr, LANES: tl.co
             total = 1.0 + others
             normaliser = _log1p(others.to(tl.float32)).to(tl.float64)
             logp = (logit.to(tl.float64) - top.to(tl.float64)) * row.exponent.inverse - normaliser
-            distance = total
+            distance = total  # of what is not kept nothing is stored
             squares = total
             if KEPT > 2:
                 spread = below * row.exponent.inverse * others + factor * LN_2 * _total(sums.spread)

@@ -7,6 +7,7 @@ projection, are summed up where they are, and only states travel; the gradient o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -201,10 +202,13 @@ def _checked_sequence(states: Sequence[LogprobState]) -> Sequence[LogprobState]:
 
 def _checked_state(name: str, state: LogprobState) -> LogprobState:
     check_type(isinstance(state, LogprobState), "{}: expected a LogprobState, got {}", name, type(state))
-    tensors = {field: tensor for field, tensor in state._asdict().items() if tensor is not None or field != "distance"}
-    for field, tensor in tensors.items():
+    fields: dict[str, Any] = {}
+    for field, tensor in state._asdict().items():
         whole = f"{name}.{field}"
-        check_dtype(whole, examined(whole, tensor), (torch.float32, torch.float64), f"use {whole}.float()")
-        check_shape(whole, tensor, state.top.shape, "[...] (that of top)")
-        check_device(whole, tensor, state.top.device, "top")
-    return state
+        if tensor is None and field == "distance":
+            continue
+        fields[field] = examined(whole, tensor)
+        check_dtype(whole, fields[field], (torch.float32, torch.float64), f"use {whole}.float()")
+        check_shape(whole, fields[field], fields["top"].shape, "[...] (that of top)")
+        check_device(whole, fields[field], fields["top"].device, "top")
+    return state._replace(**fields)

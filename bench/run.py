@@ -16,6 +16,7 @@ import bench_advantages
 import bench_entropy
 import bench_gates
 import bench_hierarchy
+import bench_linear_logprobs
 import bench_logprobs
 import bench_losses
 import bench_segments
@@ -36,6 +37,7 @@ def main() -> int:
 
     modules = (
         bench_gates, bench_hierarchy, bench_losses, bench_advantages, bench_entropy, bench_segments, bench_logprobs,
+        bench_linear_logprobs,
     )  # fmt: skip
     plans = [plan for module in modules for plan in module.plans(arguments.quick) if arguments.only in plan.name]
     if not plans:

@@ -129,7 +129,9 @@ def examined(name: str, tensor: Any, meaning: str = "") -> torch.Tensor:
     if is_compiling():
         return tensor  # type: ignore[no-any-return]
     try:
-        if tensor.data_ptr() and not tensor.is_neg() and not tensor.is_nested:
+        # The address of a wrapper is the offset of what it stands for, and that of its storage 0.
+        has_memory = tensor.data_ptr() and (type(tensor) is Tensor or tensor.untyped_storage().data_ptr())
+        if has_memory and not tensor.is_neg() and not tensor.is_nested:
             return tensor  # type: ignore[no-any-return]
     except RuntimeError:  # it has no address
         pass

@@ -7,6 +7,7 @@ projection, are summed up where they are, and only states travel; the gradient o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -58,8 +59,10 @@ def part(
 
 
 def merge(states: Sequence[LogprobState], temperature: float | torch.Tensor = 1.0) -> LogprobState:
-    """The state of all parts together: with ``m`` the greater of two, ``c = e^-delta`` and ``delta = (m_1 - m_2) /
-    temperature``, ``s = s_1 + c (1 + s_2)`` and ``w = w_1 + c (w_2 + delta (1 + s_2))``.
+    """The state of all parts together: ``s = s_1 + c (1 + s_2)`` and ``w = w_1 + c (w_2 + delta (1 + s_2))``.
+
+    The first of two is that of the greater logit, ``m_1 >= m_2``; ``c = e^-delta``, and delta is their distance divided by
+    the temperature.
 
     Parts are merged one after the other, in float64, and the result is rounded once: in one order the bits are the same
     wherever it is done. All parts of a vocabulary occur once; there may be any number of them, and a merged state is a
@@ -201,10 +204,13 @@ def _checked_sequence(states: Sequence[LogprobState]) -> Sequence[LogprobState]:
 
 def _checked_state(name: str, state: LogprobState) -> LogprobState:
     check_type(isinstance(state, LogprobState), "{}: expected a LogprobState, got {}", name, type(state))
-    tensors = {field: tensor for field, tensor in state._asdict().items() if tensor is not None or field != "distance"}
-    for field, tensor in tensors.items():
+    fields: dict[str, Any] = {}
+    for field, tensor in state._asdict().items():
         whole = f"{name}.{field}"
-        check_dtype(whole, examined(whole, tensor), (torch.float32, torch.float64), f"use {whole}.float()")
-        check_shape(whole, tensor, state.top.shape, "[...] (that of top)")
-        check_device(whole, tensor, state.top.device, "top")
-    return state
+        if tensor is None and field == "distance":
+            continue
+        fields[field] = examined(whole, tensor)
+        check_dtype(whole, fields[field], (torch.float32, torch.float64), f"use {whole}.float()")
+        check_shape(whole, fields[field], fields["top"].shape, "[...] (that of top)")
+        check_device(whole, fields[field], fields["top"].device, "top")
+    return state._replace(**fields)

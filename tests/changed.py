@@ -24,7 +24,7 @@ LOSS = ("promises", "gates", "hierarchy", "presets", "terms", "stages", "metrics
 ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators")
 ENTROPY = ("entropy", "entropy_selection", "select_top")
 SEGMENTS = ("segments", "token_estimators")
-LOGPROBS = ("logprobs", "logprobs_calls", "support")
+LOGPROBS = ("logprobs", "logprobs_calls", "support", "linear_logprobs", "vocabulary_parallel")
 OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SEGMENTS, *LOGPROBS)
 MULTIPROCESS = (
     *("distributed", "spanning", "aggregates", "advantages_over_ranks", "data_parallel", "deepspeed", "empty_rank"),
@@ -89,6 +89,9 @@ RULES = [
     Rule(("hpo_core/ranks.py", "hpo_core/spanning.py", "hpo_core/metrics.py", "hpo_core/aggregation.py",
           "hpo_core/advantages/distributed.py"), MULTIPROCESS),
     Rule(("hpo_core/batch.py",), ("empty_rank",)),
+    Rule(("hpo_core/logprob_states.py", "hpo_core/linear_logprobs.py", "hpo_core/vocabulary_parallel.py",
+          "hpo_core/*/logprob_states.py", "hpo_core/*/linear_logprobs.py"),
+         ("linear_logprobs", "vocabulary_parallel", "imports", "docs")),
     Rule(("hpo_core/logprobs.py", "hpo_core/support.py"), (*LOGPROBS, "docs")),
     Rule(("hpo_core/advantages/*",), (*ADVANTAGES, "estimator_properties", "imports", "docs", "synchronisation")),
     Rule(("hpo_core/advantages/ranks.py", "hpo_core/advantages/terms.py"), MULTIPROCESS),

@@ -106,6 +106,15 @@ def test_error_against_float64(variant, dtype, backend):
         assert error <= max(allowed, 2 * unit * true.abs().max()), (which, error, allowed)
 
 
+def test_every_backend_has_kernels_for_parts(backend):
+    """Blocks that end inside a tile, a softcap, which needs a gradient beside the logits, and a bias."""
+    given, bias = head(count=9, vocabulary=40, width=5), normal(40, seed=4)
+    for keywords in ({"bias": bias, "softcap": 6.0, "temperature": 0.7}, {"temperature": torch.linspace(0.5, 2.0, 9)}):
+        expected = call(*given, backend="reference", **keywords)
+        for mine, true in zip(call(*given, backend=backend, block=(4, 16), **keywords), expected, strict=True):
+            assert torch.allclose(mine, true, 1e-5, 2e-6)
+
+
 @backends
 def test_operands_of_different_types(backend):
     hidden, weight, *rest = head()
@@ -181,6 +190,19 @@ def test_ignored_rows_are_not_read(dtype, backend):
         assert torch.equal(all_rows[counted], mine) and (all_rows[~counted] == 0).all()
     for mine, all_rows in zip(alone[3:], got[3:], strict=True):
         assert torch.equal(mine, all_rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_where_rows_cannot_be_counted_they_are_zeros(dtype, monkeypatch):
+    """As on a GPU: no row is left out of the products, and none that is ignored is read."""
+    hidden, weight, targets, a, b = head(dtype)
+    a[:7], b[:7] = 0.0, 0.0
+    expected = call(hidden, weight, targets, a, b, block=BLOCK)
+    monkeypatch.setattr(ops, "_is_readable", lambda tensor: False)
+    hidden[targets == IGNORED] = math.nan
+    got = call(hidden, weight, targets, a, b, block=BLOCK)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got[:3], expected[:3], strict=True))
+    assert torch.allclose(got[3].float(), expected[3].float(), 1e-2, 1e-4)
 
 
 @backends

@@ -390,7 +390,8 @@ def _logprobs() -> Iterator[Call]:
     state = hpo.logprob_states.LogprobState(_TEMPERATURES, _LOGITS[:, 0] + 1, _LOGITS[:, 1], _TEMPERATURES - 1)
     yield _call(hpo.logprob_states.part, **part)
     yield _call(hpo.logprob_states.merge, states=[state, state])
-    yield _call(hpo.logprob_states.finish, state=state, targets=_TARGETS)
+    # A state without a distance has no entropy.
+    yield _call(hpo.logprob_states.finish, "state", state=state, targets=_TARGETS)
     gradients = {"logp_gradient": _TEMPERATURES, "entropy_gradient": _TEMPERATURES}
     yield _call(hpo.logprob_states.part_gradient, **part, state=state, **gradients)
     packed = PackedBatch(integers(0, 3, 5), bools(0, 1, 1, 0, 1))

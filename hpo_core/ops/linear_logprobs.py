@@ -35,8 +35,8 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LinearRows(NamedTuple):
-    """Rows of hidden states and the head that makes logits of them: ``softcap * tanh((hidden @ weight.T + bias) /
-    softcap)``. The weight may be rows ``first`` to ``first + len(weight) - 1`` of that of a larger vocabulary."""
+    """Rows of hidden states and the head that makes logits of them, ``x = hidden @ weight.T + bias``, with a softcap
+    ``softcap tanh(x / softcap)``. The weight may be rows ``first`` and on of that of a larger vocabulary."""
 
     hidden: torch.Tensor  # [T, D]
     weight: torch.Tensor  # [columns, D]
@@ -86,9 +86,9 @@ class _Blocks:
         self.given = given
         self.size = given.chunk
         hidden, weight = given.hidden, given.weight
-        # Elsewhere how many count is not known without waiting: all rows take part, as zeros where they do not count.
-        self.ignored = None if hidden.is_cpu else ~counting
-        self.rows = counting.nonzero()[:, 0] if hidden.is_cpu else torch.arange(len(hidden), device=hidden.device)
+        everywhere = torch.arange(len(hidden), device=hidden.device)
+        self.rows = counting.nonzero()[:, 0] if _is_readable(hidden) else everywhere
+        self.ignored = None if _is_readable(hidden) else ~counting  # their hidden states are zeros then
         self.chunks = -(-len(self.rows) // self.size)
         operand = torch.promote_types(hidden.dtype, weight.dtype)
         if hidden.is_cpu:
@@ -141,6 +141,11 @@ class _Blocks:
                 logits, self.targets[at], None if self.temperatures is None else self.temperatures[at],
                 given.temperature, given.ignore_index, None, given.first + columns.start, given.vocabulary,
             ), self.hidden  # fmt: skip
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Whether it is known how many rows count without waiting for a device."""
+    return tensor.is_cpu
 
 
 def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, adds: bool) -> None:

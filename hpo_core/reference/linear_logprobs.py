@@ -18,8 +18,8 @@ def linear_token_logprobs(
     softcap: float | None,
     kept: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """:func:`~hpo_core.reference.logprobs.token_logprobs` of ``x = hidden @ weight.T + bias``, or of ``softcap
-    tanh(x / softcap)``; ``rows``: everything but the logits, which exist in full and in float64.
+    """:func:`~hpo_core.reference.logprobs.token_logprobs` of ``x = hidden @ weight.T + bias``, with a
+    softcap of ``softcap tanh(x / softcap)``; ``rows``: everything but the logits, which exist in full and in float64.
 
     Hidden states of ignored rows are not read. Results are float64 where hidden states and weight are, else float32.
 

@@ -17,6 +17,7 @@ from .batch import PackedBatch
 from .level_metrics import LevelMetrics
 from .linear_logprobs import linear_token_logprobs
 from .logprobs import TokenLogprobs, TokenStatistics, token_logprobs, token_statistics
+from .loss_from_logits import PolicyLossFromLogits, policy_loss_from_logits
 from .losses import PolicyLoss, PolicyLossAndGrad, hierarchical_policy_loss, policy_loss, policy_loss_and_grad
 from .metrics import Metrics
 from .support import support_floor
@@ -27,6 +28,7 @@ __all__ = [
     "PackedBatch",
     "PolicyLoss",
     "PolicyLossAndGrad",
+    "PolicyLossFromLogits",
     "TokenLogprobs",
     "TokenStatistics",
     "__version__",
@@ -41,6 +43,7 @@ __all__ = [
     "logprob_states",
     "policy_loss",
     "policy_loss_and_grad",
+    "policy_loss_from_logits",
     "segments",
     "support_floor",
     "testing",

@@ -120,7 +120,7 @@ def token_logprobs(
         "entropy_temperature: expected None without an entropy, got {}; pass entropy=True",
         entropy_temperature,
     )
-    call = _checked(
+    call = checked_call(
         logits, targets, temperature, ignore_index, batch, entropy_temperature, support_floor, support_ids,
         inplace_gradient, backend, 1 if process_group is None else 0,
     )  # fmt: skip
@@ -162,7 +162,7 @@ def token_statistics(
     >>> found.probability, found.log_sum_exp, found.sum_squares, found.is_top
     (tensor([0.2369]), tensor([2.4402]), tensor([0.4794]), tensor([False]))
     """
-    call = _checked(
+    call = checked_call(
         logits, targets, temperature, ignore_index, batch, entropy_temperature, support_floor, support_ids,
         inplace_gradient, backend,
     )  # fmt: skip
@@ -226,7 +226,7 @@ class _Call(NamedTuple):
         return result
 
 
-def _checked(
+def checked_call(
     logits: torch.Tensor,
     targets: torch.Tensor,
     temperature: Any,

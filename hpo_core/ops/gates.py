@@ -173,10 +173,10 @@ def _scaled(ctx: Any, loss_gradient: torch.Tensor | None, grad_gradient: torch.T
     if loss_gradient is None:
         return None
     grad: torch.Tensor = ctx.saved_tensors[0]
-    return grad.detach() if _hands_on(loss_gradient) else loss_gradient * grad
+    return grad.detach() if hands_on(loss_gradient) else loss_gradient * grad
 
 
-def _hands_on(factor: torch.Tensor) -> bool:
+def hands_on(factor: torch.Tensor) -> bool:
     """Whether the product with the saved tensor can be the saved tensor itself, which nobody will ask for again.
 
     1 is what a plain ``backward()`` sends, and on a CPU reading it is no synchronisation.

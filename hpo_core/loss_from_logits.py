@@ -1,0 +1,235 @@
+"""policy_loss_from_logits: from a model's logits to the loss and their gradient, for gates on tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from . import ops
+from .backends import is_reference, resolve
+from .batch import PackedBatch
+from .checks import check, check_shape, examined
+from .gates import Channel, RatioGate
+from .logprobs import checked_call, token_logprobs
+from .losses import PolicyLossOptions, policy_loss, prepare
+from .metrics import Metrics, observed
+from .ops.gates import hands_on
+from .ops.logprobs import readable
+from .specs import LogitRows, PolicyLossInputs
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["PolicyLossFromLogits", "policy_loss_from_logits"]
+
+_NONE = -100
+_PER_TOKEN = (
+    *("logp", "old_logp", "mask", "ref_logp", "entropy", "score", "token_mask", "token_weight", "low", "high"),
+    "penalty_mask",
+)
+_CHUNK = 16 << 20  # bytes of logits on a CPU: a last-level cache holds them between the two passes
+
+
+class PolicyLossFromLogits(NamedTuple):
+    """The result: ``loss`` 0-dim, differentiable in the logits; ``metrics`` still on the device; ``logp`` and
+    ``entropy`` of each target, constants."""
+
+    loss: torch.Tensor
+    metrics: Metrics
+    logp: torch.Tensor
+    entropy: torch.Tensor
+
+
+def policy_loss_from_logits(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    old_logp: torch.Tensor | None,
+    advantages: torch.Tensor,
+    batch: PackedBatch | torch.Tensor,
+    gate: RatioGate | None = None,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    inplace_gradient: bool = False,
+    **options: Unpack[PolicyLossOptions],
+) -> PolicyLossFromLogits:
+    """:func:`policy_loss` of :func:`token_logprobs`, in one call that reads the logits from memory once.
+
+    ``loss(logp(logits))`` and its gradient are those of the two calls, to the bit. The gradient of a token's logits
+    depends on no other token under a gate on tokens; so it is computed while they are in the cache, some megabytes of
+    logits at a time. The backward multiplies it by the incoming gradient, or by nothing where that is 1.
+    On a GPU there is no such chunk: the logits are read once forward and once backward, in this call.
+
+    Args:
+        logits: ``[T, V]`` (or ``[B, L, V]``) float32, bfloat16 or float16: ``logits[t]`` is the distribution that
+            ``targets[t]`` is drawn from, as in :func:`token_logprobs`.
+        targets: ``[T]`` (or ``[B, L]``) int64 or int32. Tokens outside the batch's mask are not read.
+        old_logp, advantages, batch, gate, options: as in :func:`policy_loss`. The metrics hold the entropy of the
+            logits, unless ``entropy=`` is given, which a ``window`` needs.
+        temperature: as in :func:`token_logprobs`.
+        inplace_gradient: the gradient is written over the logits, which are of no use after this call; no second
+            ``[T, V]`` tensor exists. They must not be a leaf that requires grad.
+
+    Raises:
+        ValueError, TypeError: naming the argument; a gate with levels, or with corrections over more than tokens or on
+            the current policy: there a token's gradient depends on others, so call the two functions.
+
+    >>> import hpo_core as hpo
+    >>> logits = torch.tensor([[2.0, 1.0], [0.0, 0.0]], requires_grad=True)
+    >>> batch = hpo.PackedBatch.from_lengths([2])
+    >>> out = hpo.policy_loss_from_logits(logits, torch.tensor([0, 1]), None, torch.ones(1), batch)
+    >>> out.loss.backward()
+    >>> logits.grad
+    tensor([[-0.1345,  0.1345],
+            [ 0.2500, -0.2500]])
+    """
+    logits, targets = examined("logits", logits), examined("targets", targets)
+    batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(examined("batch", batch))
+    backend, reference = options.get("backend"), is_reference(logits, options.get("backend"))
+    targets = _counted(targets, batch)
+    if reference:
+        check(not inplace_gradient, "inplace_gradient: the reference has a graph of its own; leave it False")
+        logp, entropy = token_logprobs(logits, targets, temperature, _NONE, backend=backend)
+        assert entropy is not None
+        if options.get("entropy") is None:
+            options["entropy"] = entropy.detach()
+        loss, metrics, *_ = policy_loss(logp, old_logp, advantages, batch, gate, **options)
+        return PolicyLossFromLogits(loss, metrics, logp.detach(), entropy.detach())
+    check(
+        not ops.watched(logits),
+        "logits: expected an eager call, got one in torch.compile, a dispatch mode or torch.func; call token_logprobs "
+        "and policy_loss there",
+    )
+    rows = checked_call(logits, targets, temperature, _NONE, None, None, None, None, inplace_gradient, backend).rows
+    rows = readable(rows._replace(logits=logits.detach()))
+    wanted = logits.requires_grad and torch.is_grad_enabled()
+    logp = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+    entropy = torch.empty_like(logp)
+    inputs, spec, *_ = _prepared(logp, old_logp, advantages, batch, gate, options)
+    run, kernels = resolve("gates", logits, backend).policy_loss, resolve("logprobs", logits, backend)
+
+    grad = None
+    if wanted:
+        grad = rows.logits if inplace_gradient else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    for index, tokens in _chunks(rows.logits):
+        part = _part(rows, index)
+        if grad is not None and not inplace_gradient:  # the copy, which the cache holds, becomes the gradient
+            part = part._replace(logits=grad[index].copy_(part.logits))
+        logp[index], entropy[index], statistics = kernels.token_logprobs(part, 3)
+        if grad is not None:
+            of_tokens = _of_tokens(inputs._replace(logp=logp.view(-1)), tokens)
+            of_logp = run(of_tokens, spec, True, False)[2]
+            kernels.token_logprobs_backward(part, statistics, of_logp.view(part.targets.shape), None, True)
+    if inputs.entropy is None:
+        inputs = inputs._replace(entropy=entropy)
+    loss, vector, *_ = run(inputs._replace(logp=logp), spec, False, False)
+    if grad is not None:
+        if inplace_gradient:  # whatever has kept the logits for its own backward is told
+            torch.autograd.graph.increment_version(logits)
+        loss = _apply(logits, loss, grad)
+    return PolicyLossFromLogits(loss, observed(vector, None), logp, entropy)
+
+
+def _counted(targets: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """The targets of the batch's tokens; other tokens have none."""
+    shape = targets.shape
+    if shape != batch.padded_shape:
+        check_shape("targets", targets, (batch.total_tokens,), "[T] (one per token of the batch)")
+    counts = batch.row_of_token() >= 0
+    if batch.mask is not None:
+        counts = counts & batch.mask
+    return torch.where(counts.view(shape), targets, _NONE)
+
+
+def _prepared(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor | None,
+    advantages: torch.Tensor,
+    batch: PackedBatch,
+    gate: RatioGate | None,
+    options: PolicyLossOptions,
+) -> Any:
+    """What kernels take, of a gate under which no token reads another; ``logp`` is not read."""
+    check(
+        not options.get("report") and options.get("process_group") is None,
+        "report, process_group: policy_loss_from_logits knows neither; call token_logprobs and policy_loss",
+    )
+    corrections = () if gate is None else gate.corrections
+    alone = all(each.unit is None and each.channel is Channel.DISCREPANCY for each in corrections)
+    alone = alone and (old_logp is not None or options.get("rollout_logp") is None)
+    prepared = prepare(logp, old_logp, advantages, batch, gate, **options)
+    check(
+        alone and not prepared.spec.has_level and not prepared.spec.levels and prepared.exchange is None,
+        "gate: expected one on tokens alone, got {!r}, under which the gradient of a token depends on others; call "
+        "token_logprobs and policy_loss",
+        "none" if gate is None else gate.name,
+    )
+    return prepared
+
+
+def _chunks(logits: torch.Tensor) -> Iterator[tuple[Any, slice]]:
+    """Indices of rows that a cache holds together, and the tokens that they are, in order."""
+    size = max(1, _CHUNK // max(1, logits.shape[-1] * logits.element_size())) if logits.is_cpu else logits.numel()
+    if logits.dim() == 2:
+        for begin in range(0, len(logits), max(size, 1)):
+            tokens = slice(begin, begin + size)
+            yield tokens, tokens
+        return
+    rows, length = logits.shape[:2]
+    if not logits.is_cpu:
+        yield slice(None), slice(None)
+        return
+    for row in range(rows):
+        for begin in range(0, length, size):
+            end = min(begin + size, length)
+            yield (row, slice(begin, end)), slice(row * length + begin, row * length + end)
+
+
+def _part(rows: LogitRows, index: Any) -> LogitRows:
+    tensors: dict[str, Any] = {name: each[index] for name, each in rows._asdict().items() if torch.is_tensor(each)}
+    return rows._replace(**tensors)
+
+
+def _of_tokens(inputs: PolicyLossInputs, tokens: slice) -> PolicyLossInputs:
+    """The same rows, of which only these tokens are there."""
+    total = inputs.logp.numel()
+    begin, end, _ = tokens.indices(total)
+
+    def cut(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.reshape(-1)[begin:end]
+
+    chosen: dict[str, Any] = {name: cut(getattr(inputs, name)) for name in _PER_TOKEN}
+    if inputs.advantage_per_token:
+        chosen["advantages"] = cut(inputs.advantages)
+    if inputs.target_per_token:
+        chosen["target"] = cut(inputs.target)
+    offsets = inputs.cu_seqlens.clamp(begin, end) - begin
+    if inputs.piece_begin is not None:
+        pieces = PackedBatch(offsets, total_tokens=end - begin, validate=False).hierarchy(())
+        names = ("piece_begin", "piece_end", "piece_row", "ancestors")
+        chosen |= dict(zip(names, pieces, strict=True))
+    return PolicyLossInputs(**{**inputs._asdict(), **chosen, "cu_seqlens": offsets})
+
+
+class _FromLogits(torch.autograd.Function):
+    """Hands on the loss and keeps the gradient of the logits, computed before."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, loss: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        ctx.grad = grad  # not saved_tensors: written in place it is the logits, of a version that autograd minds
+        return loss.view_as(loss)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: torch.Tensor) -> Any:
+        grad = ctx.grad
+        check(grad is not None, "loss: its gradient has been handed on; a second backward needs a second call")
+        if hands_on(factor):
+            ctx.grad = None
+            return grad, None, None
+        return (grad * factor).to(grad.dtype), None, None
+
+
+_apply: Any = _FromLogits.apply

@@ -123,7 +123,7 @@ def token_logprobs(
     )
     check(
         process_group is None or support_ids is None,
-        "support_ids: expected None with a process_group, got ids, whose logits other ranks may hold; use support_floor",
+        "support_ids: expected None with a process_group, got ids, whose logits are on other ranks; use support_floor",
     )
     call = _checked(
         logits, targets, temperature, ignore_index, batch, entropy_temperature, support_floor, support_ids,

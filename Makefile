@@ -17,6 +17,8 @@ TRL ?= trl==1.16.0 transformers==5.10.4
 # The trainers and kernels that tests and benchmarks meet.
 PEERS ?= $(TRL) "liger-kernel==0.8.5" "verl[verl-core]==0.9.1; python_version < '3.13'"
 TOOLS ?= clang-format==23.1.5 mypy==2.4.1 ruff==0.17.6
+# The engines that have an environment of their own: wherever DeepSpeed is installed, transformers and accelerate import it.
+ENGINES ?= deepspeed==0.19.8
 SINCE ?= HEAD
 
 BIN := $(VENV)/bin
@@ -57,7 +59,7 @@ endif
 # jobs would limit ninja, too.
 set-up = +@$(2) $(MAKE) $(if $(V),,--silent) --no-print-directory --jobs build $(VENV)/$(1)
 
-.PHONY: help setup build test test-changed test-long coverage sanitize test-matrix demo demo-agent bench gpu-check lint wheel clean
+.PHONY: help setup build test test-changed test-long coverage sanitize test-matrix test-trainers demo demo-agent bench gpu-check lint wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s%s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -132,6 +134,11 @@ test-matrix: ## the oldest and the newest torch and Triton that we promise to wo
 	$(MAKE) test VENV=.venv-oldest TORCH="torch==2.10.*" TRITON="triton==3.6.*" PEERS=
 	$(MAKE) test VENV=.venv-newest TORCH="torch" TRITON="triton" PEERS=
 
+# pytest fails where all that it is given is skipped.
+test-trainers: ## the recipes of docs/data_parallel.md under DeepSpeed
+	HPO_CORE_EMULATED=0 HPO_CORE_CUDA=0 $(MAKE) setup VENV=.venv-trainers PEERS="$(ENGINES)"
+	HPO_CORE_TEST_BACKENDS=cpu OMP_WAIT_POLICY=passive .venv-trainers/bin/pytest tests/test_deepspeed.py
+
 demo: ## a small language model trained by TRL with these losses
 	$(call set-up,for-demo,$(CPU_ALONE))
 	$(BIN)/python examples/demo.py
@@ -159,5 +166,5 @@ wheel: $(VENV)/for-building ## the wheel for users, in dist/
 	HPO_CORE_EMULATED=0 $(BIN)/pip wheel --no-deps --wheel-dir dist .
 
 clean: ## removes everything that these targets made
-	rm -rf build dist *.egg-info hpo_core/*.so hpo_core/_build_info.json .venv .venv-oldest .venv-newest
+	rm -rf build dist *.egg-info hpo_core/*.so hpo_core/_build_info.json .venv .venv-oldest .venv-newest .venv-trainers
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -313,7 +313,7 @@ class PackedBatch:
         return (row >= 0) & (row.diff(prepend=row.new_full((1,), -1)) != 0)
 
     def without_first_tokens(self) -> PackedBatch:
-        """The batch whose mask leaves out the first token of each row, for which no logits of the row are.
+        """The batch whose mask leaves out the first token of each row, which no logits of the row predict.
 
         >>> PackedBatch.from_lengths([2, 0, 3]).without_first_tokens().mask
         tensor([False,  True, False,  True,  True])
@@ -371,7 +371,7 @@ class PackedBatch:
         check_type(values.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, values.dtype)
         # An id without a value gets NaN: the loss leaves its tokens out and counts them in metrics.bad_advantages.
         known = torch.nn.functional.pad(values, (0, 1), value=torch.nan)
-        return False, known[torch.where((ids >= 0) & (ids < values.numel()), ids, values.numel())]
+        return False, known[ids.clamp(-1, values.numel())]
 
     def row_of_step(self) -> torch.Tensor:
         """Row of every step ``[N]`` int64, -1 for empty steps. Needs ``cu_steps`` or ``steps``."""
@@ -697,11 +697,12 @@ class Hierarchy(NamedTuple):
 
 
 def _hierarchy(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
+    # Kernels check pieces, and read them again: these are copies, which nobody rewrites in between.
     if Unit.STEP in units and batch.rows > 0:  # a step without any row is empty, and belongs to nothing
-        begin, end = batch._step_ranges()
+        begin, end = (offsets.clone() for offsets in batch._step_ranges())
         row = torch.searchsorted(batch.cu_seqlens[1:].contiguous(), begin, right=True).clamp(max=max(batch.rows - 1, 0))
     else:
-        begin, end = batch.cu_seqlens[:-1].contiguous(), batch.cu_seqlens[1:].contiguous()
+        begin, end = batch.cu_seqlens[:-1].clone(), batch.cu_seqlens[1:].clone()
         row = torch.arange(batch.rows, device=batch.device)
     trajectory = torch.arange(batch.rows, device=batch.device) if batch.trajectories is None else batch.trajectories[0]
     segments = {Unit.TRAJECTORY: trajectory}

@@ -61,7 +61,8 @@ def part(
 def merge(states: Sequence[LogprobState], temperature: float | torch.Tensor = 1.0) -> LogprobState:
     """The state of all parts together: ``s = s_1 + c (1 + s_2)`` and ``w = w_1 + c (w_2 + delta (1 + s_2))``.
 
-    The first of two is that of the greater logit m; ``c = e^-delta``, and delta is ``m_1 - m_2`` by the temperature.
+    The first of two is that of the greater logit, ``m_1 >= m_2``; ``c = e^-delta``, and delta is the distance of these
+    logits divided by the temperature.
 
     Parts are merged one after the other, in float64, and the result is rounded once: in one order the bits are the same
     wherever it is done. All parts of a vocabulary occur once; there may be any number of them, and a merged state is a

@@ -97,8 +97,7 @@ def token_logprobs(
             and the same targets. One all-gather of ``4 T`` floats forward, none backward: results are the same on all
             ranks, and so must be their upstream gradients. Only eagerly.
         vocabulary_sizes: the columns of every rank; default: as many as on this one.
-        backend: ``"reference"`` or ``"cpu"``; default: what serves the device. The other backends have no
-            implementation yet and say so.
+        backend: a name from ``hpo_core.backends()``. Default: by device.
 
     Returns:
         :class:`TokenLogprobs`. A row that holds NaN or +inf, or -inf only, gives NaN.
@@ -244,20 +243,7 @@ def _checked(
     least: int = 1,
 ) -> _Call:
     reference = is_reference(logits, backend)
-    check_logits(logits, (*LOGITS, torch.float64) if reference else LOGITS, least)
-    check_dtype("targets", targets, (torch.int64, torch.int32), "targets are ids of tokens")
-    check_shape("targets", targets, logits.shape[:-1], "[...] (that of logits without its last dimension)")
-    check_device("targets", targets, logits.device, "logits")
-    check(
-        logits.stride(-1) == 1 or logits.shape[-1] == 1,
-        "logits: expected a contiguous last dimension, got a stride of {}; use logits.contiguous()",
-        logits.stride(-1),
-    )
-    check_type(
-        isinstance(ignore_index, int) and not isinstance(ignore_index, bool),
-        "ignore_index: expected an integer, got {!r}",
-        ignore_index,
-    )
+    _check_operands(logits, targets, ignore_index, reference, least)
     targets, unpredicted = targets.to(torch.int64), None
     if batch is not None:
         predicted, unpredicted = _predicted(targets, batch)
@@ -289,15 +275,34 @@ def _checked(
     if ids is not None:
         check(floors is None, "support_floor, support_ids: expected one of them, got both")
         ids = _checked_ids(ids, targets, unread, logits.shape[-1])
-    if in_place:
-        _check_in_place(logits, reference, ids, is_same)
     if batch is not None:
         targets = targets.roll(-1)
     rows = LogitRows(logits, targets, None, 1.0, ignore_index, floors, 0, logits.shape[-1])
+    if in_place:
+        _check_in_place(rows, reference, ids, is_same)
     if ids is not None:
         rows = _of_ids(rows, ids if batch is None else ids.roll(-ids.shape[-1]))
     entropy_rows = None if is_same else at_temperature(rows, entropy_temperature)
     return _Call(at_temperature(rows, temperature), entropy_rows, batch is not None, unpredicted, in_place, backend)
+
+
+def _check_operands(
+    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, reference: bool, least: int
+) -> None:
+    check_logits(logits, (*LOGITS, torch.float64) if reference else LOGITS, least)
+    check_dtype("targets", targets, (torch.int64, torch.int32), "targets are ids of tokens")
+    check_shape("targets", targets, logits.shape[:-1], "[...] (that of logits without its last dimension)")
+    check_device("targets", targets, logits.device, "logits")
+    check(
+        logits.stride(-1) == 1 or logits.shape[-1] == 1,
+        "logits: expected a contiguous last dimension, got a stride of {}; use logits.contiguous()",
+        logits.stride(-1),
+    )
+    check_type(
+        isinstance(ignore_index, int) and not isinstance(ignore_index, bool),
+        "ignore_index: expected an integer, got {!r}",
+        ignore_index,
+    )
 
 
 def _predicted(targets: torch.Tensor, batch: PackedBatch | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -348,8 +353,9 @@ def _of_ids(rows: LogitRows, ids: torch.Tensor) -> LogitRows:
     return rows._replace(logits=logits, targets=targets, ignore_index=-100, vocabulary=logits.shape[-1])
 
 
-def _check_in_place(logits: torch.Tensor, reference: bool, ids: torch.Tensor | None, is_same: bool) -> None:
+def _check_in_place(rows: LogitRows, reference: bool, ids: torch.Tensor | None, is_same: bool) -> None:
     """That the logits are memory which the backward may write over, where there is to be one."""
+    logits = rows.logits
     if not logits.requires_grad or not torch.is_grad_enabled() or watched(logits):  # the operator refuses who watches
         return
     fix = "leave inplace_gradient=False"
@@ -368,8 +374,9 @@ def _check_in_place(logits: torch.Tensor, reference: bool, ids: torch.Tensor | N
         logits.stride(),
     )
     check(
-        logits.dim() <= 3 or logits.is_contiguous(),
-        f"inplace_gradient: expected [T, V], [B, L, V] or contiguous logits, got shape {{}} and strides {{}}; {fix}",
+        rows.at_two_strides()[0] is logits,
+        f"inplace_gradient: expected rows at two strides at most, as those of [T, V] and of a slice of [B, L, V] are, "
+        f"got shape {{}} and strides {{}}; {fix}",
         list(logits.shape),
         logits.stride(),
     )

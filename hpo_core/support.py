@@ -141,9 +141,9 @@ def support_floor(
 
     Returns:
         ``[...]`` float32 (float64 for float64 logits), exactly a logit of the row, and a constant of the
-        differentiation. -inf where everything is off; NaN where the row holds NaN or +inf, or -inf only. Rows are
-        looked at 2^22 logits at a time, which takes at most 256 MiB, with probabilities in float64. With a number for
-        ``top_k`` nothing is sorted.
+        differentiation; -inf where everything is off; NaN where the row holds NaN or +inf, or -inf only. Rows are
+        looked at 2^22 logits at a time, in no more than 256 MiB, with probabilities in float64. Nothing is sorted for
+        ``min_p`` and for a number as ``top_k``, and on the CPU no row whose support is in its 1024 greatest logits.
 
     Raises:
         ValueError: a value that is not allowed; in a tensor on a GPU, which is not read, it makes the floor NaN.

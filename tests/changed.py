@@ -26,13 +26,15 @@ ENTROPY = ("entropy", "entropy_selection", "select_top")
 SEGMENTS = ("segments", "token_estimators")
 LOGPROBS = ("logprobs", "logprobs_calls", "support", "linear_logprobs", "vocabulary_parallel")
 OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SEGMENTS, *LOGPROBS)
-MULTIPROCESS = ("distributed", "spanning", "aggregates", "advantages_over_ranks", "data_parallel", "empty_rank")
+MULTIPROCESS = (
+    *("distributed", "spanning", "aggregates", "advantages_over_ranks", "data_parallel", "deepspeed", "empty_rank"),
+)
 PYTHON = (
     *("aggregation", "batch", "batch_caches", "couplings", "docs", "gate_inputs", "imports", "level_metrics", "losses"),
     *("masks_and_totals", "micro_batches", "ops", "python_mutants", "synchronisation", "testing", "without_native"),
     "wrong_arguments",
 )
-TRL = ("trl", "trl_contract", "trl_steps")
+TRL = ("trl", "trl_contract", "trl_head", "trl_steps")
 VERL = ("verl", "verl_advantages")
 
 
@@ -64,7 +66,7 @@ RULES = [
     *kernels("advantages groups units", ADVANTAGES),
     *kernels("entropy", ENTROPY),
     *kernels("segments", SEGMENTS),
-    *kernels("logprobs", LOGPROBS),
+    *kernels("logprobs logits", LOGPROBS),
     Rule(("csrc/cpu/denormals.h",), (*OPERATORS, "ambient_defaults")),
     Rule(("csrc/cpu/lanes.h", "csrc/cpu/parallel.h", "csrc/cpu/rows.h"), OPERATORS),
     Rule(("csrc/cpu/dispatch.cpp", "csrc/cpu/kernels.h", "csrc/bindings_cpu.cpp"), (*OPERATORS, "isas", "backends")),

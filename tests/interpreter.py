@@ -2,9 +2,11 @@
 
 The interpreter replaces the functions of ``triton.language`` by its own at every call of a device function, which takes
 half of its time, and never undoes what it replaced in a nested call. Here each module's view of the language is patched
-once per launch and restored when the launch ends. And it makes its table of types anew at every operation: here once.
+once per launch and restored when the launch ends. It makes its table of types anew at every operation: here once. And
+it computes whether integers overflow, which it tells nobody unless it debugs: here not.
 """
 
+import dataclasses
 from types import SimpleNamespace
 
 import triton.language as tl
@@ -28,6 +30,8 @@ def patch_once_per_launch() -> None:
 
     interpreter._patch_lang = patch_once
     interpreter._get_np_dtype = remembered(interpreter._get_np_dtype)
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def remembered(np_dtype):

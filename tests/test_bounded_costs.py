@@ -84,35 +84,52 @@ def test_a_schedule_of_epsilons_keeps_a_bounded_number_of_specs():
     assert kept.maxsize == kept.currsize == native._SPECS
 
 
-def test_offsets_rewritten_during_calls():
-    """Another thread exchanges offsets, and ids, with wild ones while kernels, which release the lock, read them."""
+def test_offsets_rewritten_during_calls(native_backends):
+    """Another thread exchanges offsets, steps, ids and targets with wild ones while kernels read them."""
     program = """
+        import sys
         import threading
         import torch
         import hpo_core as hpo
-        from hpo_core.segments import statistics
+        from hpo_core.segments import recurrence, statistics
 
-        offsets = torch.arange(0, 40_001, 20)
-        good, wild = offsets.clone(), torch.randint(-(1 << 40), 1 << 40, offsets.shape)
-        ids = torch.zeros(40_000, dtype=torch.int64)
-        done = threading.Event()
+        def call_all(backend, rows, calls):
+            tokens, number = 20 * rows, 5000  # more units than CUDA looks through without a table
+            static = (torch.arange(0, tokens + 1, 20), torch.arange(0, tokens + 1, 4), torch.arange(number) % 700)
+            static = (*static, torch.arange(32))
+            offsets, steps, ids, targets = static
+            good = [tensor.clone() for tensor in static]
+            wild = [torch.randint(-(1 << 40), 1 << 40, tensor.shape) for tensor in static]
+            done = threading.Event()
 
-        def rewrite():
-            while not done.is_set():
-                offsets.copy_(wild), ids.fill_(1 << 40), offsets.copy_(good), ids.fill_(0)
+            def rewrite():
+                while not done.is_set():
+                    for tensor, values in (*zip(static, wild), *zip(static, good)):
+                        tensor.copy_(values)
 
-        threading.Thread(target=rewrite).start()
-        x = torch.zeros(40_000)
-        batch = hpo.PackedBatch(offsets, total_tokens=40_000, validate=False)
-        for _ in range(300):
-            hpo.policy_loss_and_grad(x, x, x[:2000], batch, weights=x[:2000])
-            hpo.entropy.ares(scope="call").fit(x, batch)
-            torch.ops.hpo_core.row_counts(None, batch.cu_seqlens, 40_000, "")
-            statistics(x, ids)
-        done.set()
+            given = {"total_tokens": tokens, "group_ids": ids[:rows], "cu_steps": steps, "validate": False}
+            batch, x, values = hpo.PackedBatch(offsets, **given), torch.zeros(tokens), torch.zeros(number)
+            gates = (hpo.gates.ppo_clip(), hpo.gates.gspo(), hpo.gates.fiberpo(), hpo.gates.step_gspo())
+            writer = threading.Thread(target=rewrite)
+            writer.start()
+            try:
+                for _ in range(calls):
+                    for gate in gates:
+                        hpo.policy_loss_and_grad(x, x, x[:rows], batch, gate, weights=x[:rows], backend=backend)
+                    hpo.entropy.ares(scope="call").fit(x, batch, backend=backend)
+                    torch.ops.hpo_core.row_counts(None, offsets, tokens, backend)
+                    recurrence(x, x, offsets, backend=backend)
+                    statistics(values, ids, backend=backend)
+                    hpo.token_logprobs(torch.zeros(32, 100), targets, backend=backend)
+            finally:
+                done.set()
+                writer.join()
+
+        for backend, size in {"cpu": (500, 60), "cuda_emulated": (24, 5)}.items():
+            if backend in sys.argv:
+                call_all(backend, *size)
         print("done")
     """
-    worker = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", textwrap.dedent(program), *native_backends]
+    worker = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (worker.returncode, worker.stdout) == (0, "done\n"), worker.stderr

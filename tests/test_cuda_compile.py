@@ -27,6 +27,15 @@ BASELINE = ROOT / "docs" / "kernels_sm90.md"
 FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Icsrc/include", "-cubin", "-Xptxas", "-v"]
 
 
+class Loop(NamedTuple):
+    """Of the loops of a kernel with 128-bit loads the shortest, which is what runs where all is aligned."""
+
+    instructions: int
+    loads: int  # of 128 bits
+    stores: int
+    exponentials: int
+
+
 class Kernel(NamedTuple):
     name: str
     registers: int
@@ -34,6 +43,7 @@ class Kernel(NamedTuple):
     stack: int  # bytes
     shared: int  # bytes, static
     wide_loads: int | None  # 128-bit loads in the code; None: no disassembler here
+    loop: Loop | None = None
 
 
 def find_nvcc() -> str | None:
@@ -53,7 +63,7 @@ def compile_kernels(nvcc: str, source: Path, target: int) -> list[Kernel]:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"{source.name}: {done.stdout}{done.stderr}")
-        return sorted(_parse(done.stdout + done.stderr, _wide_loads(cubin)))
+        return sorted(_parse(done.stdout + done.stderr, _disassembled(cubin)))
 
 
 def table(kernels: list[Kernel], release: str) -> str:
@@ -70,7 +80,29 @@ def table(kernels: list[Kernel], release: str) -> str:
     for k in kernels:
         loads = "?" if k.wide_loads is None else k.wide_loads
         rows.append(f"| `{k.name}` | {k.registers} | {k.spilled} | {k.stack} | {k.shared} | {loads} |")
+    rows += [
+        "",
+        "The loops that read logits, where rows are aligned: 32 logits of 16 bits, or 16 of 32 bits, in an iteration.",
+        "",
+        "| kernel | instructions | a logit | 128-bit loads | 128-bit stores | exponentials |",
+        "|---|---|---|---|---|---|",
+    ]
+    for k in kernels:
+        if k.loop and k.name.startswith(LOGIT_KERNELS):
+            of_logit = k.loop.instructions / k.loop.loads / logits_of(k)
+            rows.append(
+                f"| `{k.name}` | {k.loop.instructions} | {of_logit:.1f} | {k.loop.loads} | {k.loop.stores} | "
+                f"{k.loop.exponentials} |"
+            )
     return "\n".join(rows) + "\n"
+
+
+LOGIT_KERNELS = ("sum_rows", "differentiate_rows")
+
+
+def logits_of(kernel: Kernel) -> int:
+    """In a 128-bit load of a kernel that reads logits."""
+    return 4 if "Float32" in kernel.name else 8
 
 
 def read_table(text: str) -> tuple[str, dict[str, Kernel]]:
@@ -82,7 +114,7 @@ def read_table(text: str) -> tuple[str, dict[str, Kernel]]:
     return release, {kernel.name: kernel for kernel in kernels}
 
 
-def _parse(log: str, loads: dict[str, int] | None) -> list[Kernel]:
+def _parse(log: str, code: dict[str, list[str]] | None) -> list[Kernel]:
     kernels = []
     for entry in log.split("Compiling entry function '")[1:]:
         symbol = entry.split("'")[0]
@@ -99,36 +131,50 @@ def _parse(log: str, loads: dict[str, int] | None) -> list[Kernel]:
                 spilled,
                 number(r"(\d+) bytes stack frame"),
                 number(r"(\d+) bytes smem"),
-                None if loads is None else loads.get(symbol, 0),
+                None if code is None else sum("LDG.E.128" in line for line in code[symbol]),
+                None if code is None else _loop(code[symbol]),
             )
         )
     return kernels
 
 
 def _name(symbol: str) -> str:
-    """``sweep<1, 0, 0>`` from a mangled symbol: the last of its nested names, then bool and int template arguments."""
+    """``sweep<1, 0, 0>`` from a mangled symbol: the last of its nested names, then types, bools and ints."""
     rest, name = symbol.removeprefix("_ZN"), ""
     while found := re.match(r"\d+", rest):
         length = int(found[0])
         name, rest = rest[found.end() :][:length], rest[found.end() + length :]
-    arguments = re.match(r"I((?:L[bi]\d+E)+)E", rest)
-    values = re.findall(r"L[bi](\d+)E", arguments[1]) if arguments else []
+    arguments = re.match(r"I((?:L[bi]\d+E|NS_\d+[A-Za-z]+\d*E)+)E", rest)
+    values = re.findall(r"(?:L[bi]|NS_\d+)([A-Za-z]*\d+)E", arguments[1]) if arguments else []
     return f"{name}<{', '.join(values)}>" if values else name
 
 
-def _wide_loads(cubin: Path) -> dict[str, int] | None:
+def _disassembled(cubin: Path) -> dict[str, list[str]] | None:
+    """The lines of every kernel."""
     disassembler = _find_nvdisasm()
     if disassembler is None:
         return None
     code = subprocess.run([disassembler, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
-    counts, symbol = {}, ""
+    lines: dict[str, list[str]] = {}
+    symbol = ""
     for line in code.splitlines():
         if found := re.match(r"\.text\.(\w+):", line):
             symbol = found[1]
-            counts[symbol] = 0
-        elif "LDG.E.128" in line and symbol:
-            counts[symbol] += 1
-    return counts
+        if symbol:
+            lines.setdefault(symbol, []).append(line)
+    return lines
+
+
+def _loop(lines: list[str]) -> Loop | None:
+    labels = {line.rstrip(": \t"): at for at, line in enumerate(lines) if line.startswith(".L_")}
+    found = []
+    for end, line in enumerate(lines):
+        branch = re.search(r"(?:BRA|CALL)\S* .*`\((\.L_\w+)\)", line)
+        if branch and labels.get(branch[1], end) < end:
+            body = [each for each in lines[labels[branch[1]] : end + 1] if re.match(r"\s+/\*[0-9a-f]{4,}\*/", each)]
+            counts = (sum(name in each for each in body) for name in ("LDG.E.128", "STG.E.128", "MUFU.EX2"))
+            found.append(Loop(len(body), *counts))
+    return min((loop for loop in found if loop.loads), default=None)
 
 
 def _find_nvdisasm() -> str | None:
@@ -151,7 +197,14 @@ SLACK = 4  # registers that come and go with any edit
 # Kernels that read every token or score: 16 bytes at once, or they leave bandwidth unused.
 WIDE = {
     "sweep", "sum_tiles<4>", "prepare_pieces", "sweep_pieces", "deliver_gradient", "correct_tokens",
-    "count_top", "count_middle", "count_low", "count_rows",
+    "count_top", "count_middle", "count_low", "count_rows", "sum_rows", "differentiate_rows",
+}  # fmt: skip
+
+# Instructions a logit may take where all is aligned. An SM of an H100 issues 4 a cycle and gets 13 bytes from memory:
+# 20 a logit of 16 bits for whoever reads it, 40 for whoever also writes it, and twice as many for 32 bits.
+SLOTS = {
+    ("sum_rows", 16): 13, ("sum_rows", 32): 16, ("differentiate_rows", 16): 12, ("differentiate_rows", 32): 24,
+    ("sum_rows<Bfloat16, 3, 0>", 16): 10, ("sum_rows<Float16, 3, 0>", 16): 10,
 }  # fmt: skip
 
 
@@ -173,7 +226,8 @@ def fingerprint() -> str:
 def kernels_of(source: Path, target: int = 90) -> list[Kernel]:
     assert NVCC is not None
     nvcc, path = NVCC, CACHE / f"{source.stem}-sm_{target}.json"
-    return [Kernel(*kernel) for kernel in kept(path, fingerprint(), lambda: compile_kernels(nvcc, source, target))]
+    kernels = [Kernel(*kernel) for kernel in kept(path, fingerprint(), lambda: compile_kernels(nvcc, source, target))]
+    return [kernel._replace(loop=kernel.loop and Loop(*kernel.loop)) for kernel in kernels]
 
 
 @pytest.fixture
@@ -232,6 +286,23 @@ def test_token_sweeps_load_128_bits(kernels):
         pytest.skip("no nvdisasm: neither CUDA's nor the one in Triton's wheel")
     narrow = [n for n, k in kernels.items() if {n, n.partition("<")[0]} & WIDE and k.wide_loads == 0]
     assert narrow == []
+
+
+@pytest.mark.parametrize("target", [90, *(pytest.param(target, marks=pytest.mark.long) for target in (80, 100, 120))])
+def test_instructions_of_a_logit(target):
+    """And one exponential for each, apart from that of the rescaling in an iteration of four loads."""
+    if _find_nvdisasm() is None:
+        pytest.skip("no nvdisasm: neither CUDA's nor the one in Triton's wheel")
+    kernels = kernels_of(ROOT / "csrc/cuda/logprobs.cu", target)
+    assert len(kernels) == 21
+    for kernel in kernels:
+        loop, sums = kernel.loop, kernel.name.startswith("sum_rows")
+        logits = loop.loads * logits_of(kernel)
+        bits = 128 // logits_of(kernel)
+        allowed = SLOTS.get((kernel.name, bits)) or SLOTS[kernel.name.partition("<")[0], bits]
+        assert loop.instructions / logits <= allowed, kernel
+        assert loop.stores == (0 if sums else loop.loads)
+        assert loop.exponentials == (logits + 1 if sums else 0 if "Float32" in kernel.name else logits), kernel
 
 
 if __name__ == "__main__":

@@ -1,58 +1,16 @@
 """Every engine's recipe of docs/data_parallel.md: two ranks have the gradient of one process."""
 
 import contextlib
-import functools
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
+from recipes import CASES, MODES, MOST_TOKENS, data, judge, losses, policy, weights_of
 
 import hpo_core as hpo
 from hpo_core import aggregation
-
-MODES = {
-    "token_mean": aggregation.token_mean,
-    "seq_mean_token_mean": aggregation.seq_mean_token_mean,
-    "seq_mean_token_sum": aggregation.seq_mean_token_sum,
-    "fixed_length": functools.partial(aggregation.fixed_length, length=9),
-    "prompt_mean": aggregation.prompt_mean,
-}
-# Of each rank: prompts of two answers. No two fit into ten tokens, so that there are three micro-batches, or one.
-LENGTHS = ([4, 3, 1, 5, 6, 2], [5, 5, 3, 4, 2, 7])
-MOST_TOKENS = {1: 1000, 3: 10}
-
-
-class Policy(torch.nn.Module):
-    """Log-probabilities ``[T]`` of tokens."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 1)
-
-    def forward(self, tokens):
-        return -torch.nn.functional.softplus(self.head(self.embedding(tokens).tanh())).squeeze(-1)
-
-
-def policy():
-    torch.manual_seed(0)
-    return Policy()
-
-
-def data(*ranks):
-    """What these ranks have: a batch, token ids, old log-probabilities and advantages."""
-    tokens = [sum(lengths) for lengths in LENGTHS]
-    draw = torch.Generator().manual_seed(1)
-    ids, mask = torch.randint(8, (sum(tokens),), generator=draw), torch.rand(sum(tokens), generator=draw) < 0.8
-    old = -torch.rand(sum(tokens), generator=draw) - 0.3
-    advantages = torch.randn(12, generator=draw)
-    groups = torch.arange(12) // 2
-    kept = [slice(0, tokens[0]), slice(tokens[0], None)]
-    mask, ids, old = (torch.cat([each[kept[rank]] for rank in ranks]) for each in (mask, ids, old))
-    groups, advantages = (torch.cat([each[6 * rank : 6 * rank + 6] for rank in ranks]) for each in (groups, advantages))
-    lengths = [length for rank in ranks for length in LENGTHS[rank]]
-    return hpo.PackedBatch.from_lengths(lengths, mask=mask, group_ids=groups), ids, old, advantages
 
 
 def gradients(model):
@@ -60,30 +18,6 @@ def gradients(model):
         (parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad).tolist()
         for parameter in model.parameters()
     ]
-
-
-def losses(model, rank, weights, steps):
-    """That of each micro-batch, and whether it is the last; the forward runs as the loss is asked for."""
-    batch, ids, old, advantages = data(rank)
-    parts = list(batch.micro_batches(MOST_TOKENS[steps]))
-    assert len(parts) == steps
-    for number, part in enumerate(parts, 1):
-        yield (
-            number == steps,
-            lambda part=part: (
-                hpo.policy_loss(
-                    model(ids[part.tokens]),
-                    old[part.tokens],
-                    advantages[part.rows],
-                    part.batch,
-                    weights=weights[part.rows],
-                ).loss
-            ),
-        )
-
-
-def weights_of(mode, rank):
-    return MODES[mode](data(rank)[0], process_group=dist.group.WORLD, gradient_reduction="mean")
 
 
 def ddp(rank, mode, steps):
@@ -179,7 +113,6 @@ def said(rank, mode, steps):
 
 
 ENGINES = {engine.__name__: engine for engine in (ddp, fsdp2, accelerate, averaging, added, said)}
-CASES = [(mode, steps) for mode in MODES for steps in MOST_TOKENS]
 
 
 def every_case(rank, engine):
@@ -205,13 +138,7 @@ def ranks():
 def test_two_ranks_have_the_gradient_of_one_process(ranks, engine, mode, steps):
     if engine == "accelerate":
         pytest.importorskip("accelerate")
-    model, (batch, ids, old, advantages) = policy(), data(0, 1)
-    hpo.policy_loss(model(ids), old, advantages, batch, weights=MODES[mode](batch)).loss.backward()
-    expected = [parameter.grad for parameter in model.parameters()]
-    assert all(grad.abs().max() > 1e-3 for grad in expected)
-    for found in ranks(engine):
-        for got, grad in zip(found[mode, steps], expected, strict=True):
-            torch.testing.assert_close(torch.tensor(got), grad, rtol=2e-6, atol=2e-7)
+    judge(mode, [found[mode, steps] for found in ranks(engine)])
 
 
 # ------------------------------------------------------------------------------------------------- what is refused

@@ -445,7 +445,7 @@ def test_offsets_beyond_32_bits(backend):
 def test_the_bits_of_a_row_depend_on_the_row_alone(dtype, backend):
     """Not on how many rows there are, where it is among them and in memory, or how many threads share them."""
     count = number(backend, at_length=40, machine_code=40, emulated=8, interpreted=3)
-    vocabulary = 8300 if backend == "cuda_emulated" else 4500
+    vocabulary = number(backend, at_length=8300, machine_code=4500, emulated=8300, interpreted=2100)
     logits, targets = normal(count, vocabulary).to(dtype), integers(vocabulary, count)
     a, b = upstreams(targets)
 
@@ -520,7 +520,7 @@ def test_floors_and_squares_are_those_of_the_definition(dtype, backend):
     grad = functions.token_logprobs_backward(rows, got[2][:3].contiguous(), a, b, False)
     assert torch.allclose(grad[known].double(), true[known], 4 * torch.finfo(dtype).eps, 1e-6)
     outside = logits < floors[:, None]
-    assert (grad[known] == 0)[outside[known]].all() and (grad[4] == 0).all() and grad[5:].isnan().all()
+    assert (grad[:4] == 0)[outside[:4]].all() and (grad[4] == 0).all() and grad[5:].isnan().all()
 
 
 @native
@@ -675,26 +675,26 @@ def test_opcheck(kept, dtype):
     for temperatures, floors in ((None, torch.full((2, 3), -4.0)), (torch.full((2, 3), 0.5), None)):
         given = (logits, targets, temperatures, 0.7, IGNORED, floors, 0, 30, "")
         torch.library.opcheck(OPERATORS.token_logprobs.default, (*given, kept))
-        statistics = OPERATORS.token_logprobs(*given, kept)[2].detach()
+        statistics = OPERATORS.token_logprobs(*given, kept)[2][:3].detach()
         gradients = (torch.ones(2, 3), torch.ones(2, 3) if kept > 2 else None)
         given = (logits.detach(), *given[1:])
         torch.library.opcheck(OPERATORS.token_logprobs_backward.default, (*given, statistics, *gradients))
 
 
 @both
-@pytest.mark.parametrize("want_entropy", [True, False])
-def test_compiled_without_a_break(want_entropy, backend):
+def test_compiled_without_a_break(backend):
     targets, temperature = integers(50, 2, 3), torch.full((2, 3), 0.5)
+    for want_entropy in few(backend, (True, False)):
 
-    def loss(logits):
-        logp, entropy = hpo.token_logprobs(logits[:, :-1], targets, temperature, entropy=want_entropy, backend=backend)
-        return (logp if entropy is None else logp + 0.5 * entropy).square().sum()
+        def loss(logits, want=want_entropy):
+            logp, entropy = hpo.token_logprobs(logits[:, :-1], targets, temperature, entropy=want, backend=backend)
+            return (logp if entropy is None else logp + 0.5 * entropy).square().sum()
 
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    one, other = normal(2, 4, 50).requires_grad_(), normal(2, 4, 50).requires_grad_()
-    loss(one).backward()
-    compiled(other).backward()
-    assert torch.allclose(one.grad, other.grad, 1e-6, 1e-7)
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        one, other = normal(2, 4, 50).requires_grad_(), normal(2, 4, 50).requires_grad_()
+        loss(one).backward()
+        compiled(other).backward()
+        assert torch.allclose(one.grad, other.grad, 1e-6, 1e-7)
 
 
 def test_nothing_is_read_by_the_host():

@@ -364,6 +364,36 @@ MUTANTS = {
         "counted &= tl.load(given.mask + unit, mask=exists, other=False)", "counted &= exists",
         "test_advantages.test_masks_of_statistics_and_of_receivers_are_two", {},
     ),
+    "triton: the greatest logit is summed": Mutant(
+        "triton", "logprobs.py",
+        'tl.argmax(kept, 0), float("-inf"), kept)', "tl.argmax(kept, 0), kept, kept)",
+        "test_logprobs.test_a_confident_token_keeps_its_gradient_and_its_entropy", {"margin": 20.0, "offset": 40.0},
+    ),
+    "triton: sums stay relative to what was the greatest of them": Mutant(
+        "triton", "logprobs.py",
+        "return Sums(origin, factor * sums.others,", "return Sums(origin, sums.others,",
+        "test_logprobs.test_error_against_float64", {"name": "ascending", "temperature": 1.0, "dtype": torch.float32},
+    ),
+    "triton: the mean distance is that to the greatest of the others": Mutant(
+        "triton", "logprobs.py",
+        "spread = below * row.exponent.inverse * others + factor", "spread = factor",
+        "test_logprobs.test_worked_numbers", {},
+    ),
+    "triton: NaN is lost": Mutant(
+        "triton", "logprobs.py",
+        "tl.minimum(kept, x, propagate_nan=tl.PropagateNan.ALL)", "tl.minimum(kept, x)",
+        "test_logprobs.test_an_undefined_row_is_nan_and_alone", {"wrong": "nan"},
+    ),
+    "triton: what lies beyond a row is read": Mutant(
+        "triton", "logprobs.py",
+        "tl.where(column < row.columns, x, float(\"-inf\"))", "x",
+        "test_logprobs.test_worked_numbers", {},
+    ),
+    "triton: gradients below the floor are not 0": Mutant(
+        "triton", "logprobs.py",
+        "here = here & (below == False)", "here = here",
+        "test_logprobs.test_floors_and_squares_are_those_of_the_definition", {"dtype": torch.float16},
+    ),
 }  # fmt: skip
 
 NATIVE = {name: mutant for name, mutant in MUTANTS.items() if mutant.backend != "triton"}

@@ -123,6 +123,38 @@ MUTANTS = {
         "if gate.of_steps:", "if False:",
         "test_corrections.test_what_lies_between_steps_is_masked_for_every_correction", backend="cpu",
     ),
+    "the first token of a row counts": mutant(
+        "logprobs.py",
+        "check(not unpredicted.any(),", "check(True,",
+        "test_logprobs_calls.test_first_tokens_must_not_count",
+    ),
+    "results stand where their logits do": mutant(
+        "logprobs.py",
+        "if self.is_shifted:", "if False:",
+        "test_logprobs_calls.test_a_padded_batch", function=hpo.token_logprobs, backend="cpu",
+    ),
+    "the values of a leaf become its gradient": mutant(
+        "logprobs.py",
+        "not logits.is_leaf and not (", "True or (",
+        "test_logprobs_calls.test_logits_that_no_gradient_may_be_written_over",
+        logits_of=lambda x: x.detach().requires_grad_(), keywords={}, message="expected logits that a model has",
+    ),
+    "two entropies write over the logits of each other": mutant(
+        "logprobs.py",
+        "check(is_same,", "check(True,",
+        "test_logprobs_calls.test_logits_that_no_gradient_may_be_written_over",
+        logits_of=lambda x: x, keywords={"entropy_temperature": 1.0}, message="the gradient of an entropy_temperature",
+    ),
+    "top-p ends before the token that reaches it": mutant(
+        "support.py",
+        "weights.cumsum(-1) - weights < top_p", "weights.cumsum(-1) < top_p",
+        "test_support.test_what_is_left_is_what_a_loop_leaves", rows="no two alike", settings={"top_p": 0.9},
+    ),
+    "an id that is returned twice counts twice": mutant(
+        "support.py",
+        "ids[..., 1:] != ids[..., :-1], (1, 0)", "ids[..., 1:] >= ids[..., :-1], (1, 0)",
+        "test_support.test_log_probabilities_over_given_ids", backend="cpu",
+    ),
 }  # fmt: skip
 
 

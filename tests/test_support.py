@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+from conftest import NATIVE
 from devices import Device, NoHostData, OnDevice, Watched
 
 import hpo_core as hpo
 import hpo_core.support
 
 both = pytest.mark.parametrize("backend", ["reference", "cpu"])
+each_backend = pytest.mark.parametrize("backend", ["reference", *NATIVE])
 IGNORED = -100
 SETTINGS = [
     {"top_k": 1}, {"top_k": 5}, {"top_k": 40}, {"top_k": 41}, {"top_k": 10**6}, {"top_p": 0.9}, {"top_p": 0.3},
@@ -130,7 +132,7 @@ def over(logits, kept, targets, temperature):
     return logps.gather(-1, targets[..., None]).squeeze(-1), entropy
 
 
-@both
+@each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_log_probabilities_over_what_is_left(dtype, backend):
     logits, targets = normal(2, 4, 300).to(dtype), integers(300, 2, 4)
@@ -151,7 +153,7 @@ def test_log_probabilities_over_what_is_left(dtype, backend):
     assert torch.allclose(grad.double(), wanted, 4 * torch.finfo(dtype).eps, 1e-6) and (grad[~kept] == 0).all()
 
 
-@both
+@each_backend
 def test_log_probabilities_over_given_ids(backend):
     """In any order and as often as a sampler returns them, with and without the target, behind padding of -1."""
     logits, targets = normal(5, 300), torch.tensor([7, 299, 4, IGNORED, 0])

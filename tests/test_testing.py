@@ -549,8 +549,13 @@ PEERS = {
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("examples", [60, pytest.param(200, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize(
+    ("name", "examples"),
+    [
+        *((name, 60) for name in ("verl vanilla", "TRL bnpo", "verl grpo")),  # one of each kind
+        *(pytest.param(name, 200, marks=pytest.mark.long) for name in PEERS),
+    ],
+)
 def test_what_check_says_of_the_peers(name, examples):
     fn, op, gate = PEERS[name]()
     features = ["on_policy"] if gate else None  # rows are trajectories there

@@ -134,9 +134,13 @@ REGISTERS = {
     ("group_statistics, 8193 units, one group", "_sum_tiles"): 40,
     ("group_statistics, 8193 units, one group", "_statistics_of_everybody"): 32,
     ("recurrence", "_scan_rows"): 64,
+    ("logprobs", "_forward"): 95,  # of bfloat16: with 4 warps, 20 warps share a multiprocessor
+    ("logprobs", "_backward"): 45,
+    ("logprobs, all inputs", "_forward"): 128,  # of float32
+    ("logprobs, all inputs", "_backward"): 50,
 }
 
-# 128-bit loads of a program's step on sm_90: one for each tensor of float tokens that the path reads.
+# 128-bit loads of a program's step on sm_90: of float tokens, one for each tensor that the path reads.
 WIDE_LOADS = {
     ("gate: clip", "_sweep"): 2,
     ("gate: clip, all inputs", "_sweep"): 8,
@@ -155,6 +159,10 @@ WIDE_LOADS = {
     ("window_score", "_score_windows"): 1,
     ("order_statistic", "_count_digits"): 2,  # a step is twice as long
     ("select", "_select"): 1,
+    ("logprobs", "_forward"): 4,  # a step is 32 logits of a thread, 16 in the backward
+    ("logprobs", "_backward"): 2,
+    ("logprobs, all inputs", "_forward"): 8,
+    ("logprobs, all inputs", "_backward"): 4,
 }
 
 
@@ -281,7 +289,7 @@ def test_every_structure_compiles_for_every_target_without_spilling(share, targe
 COUNT_COMPILATIONS = """
 import collections, itertools, json, math
 import torch
-from hpo_core._triton import advantages, compile, corrections, entropy, gates, segments
+from hpo_core._triton import advantages, compile, corrections, entropy, gates, logprobs, segments
 from hpo_core.specs import *
 
 def row_values(rows, dtype=torch.float32):
@@ -320,6 +328,12 @@ def sweep():
             advantages.group_normalise(groups, GroupNormalisation((rule, rule), share_eps=eps, share_least=eps))
         segments.group_statistics(batch.weights, ids, None, None)
         segments.recurrence(batch.logp, batch.logp, offsets)
+        for vocabulary, temperature, ignored in ((1, 1.0, -100), (1024, 16.0, 1), (50257, 0.7, 0), (151936, 0.5, 16)):
+            logits = torch.empty((rows, vocabulary), dtype=torch.bfloat16, device="meta")
+            targets = row_values(rows, torch.int64)
+            every = LogitRows(logits, targets, None, temperature, ignored, None, 0, vocabulary)
+            statistics = logprobs.token_logprobs(every, 3)[2]
+            logprobs.token_logprobs_backward(every, statistics, batch.weights, batch.weights, False)
 
 SIZES = [(0, 0), (0, 1), (1, 1), (15, 2), (16, 16), (1024, 17), (4097, 4096), (2**33, 2**20)]
 asked = []  # at each launch, for nothing is ever compiled
@@ -362,5 +376,7 @@ def test_sizes_and_numbers_never_compile_again():
         "_statistics_of_few": 1,
         "_statistics_of_runs": 1,
         "_scan_rows": 1,
+        "_forward": 2,  # rows that begin where 128 bits can be loaded, and others
+        "_backward": 2,
     }
     assert all(launches[kernel] >= 3 * count for kernel, count in kernels.items())

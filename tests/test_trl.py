@@ -210,7 +210,9 @@ def trl_run(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_training_equals_trl(name, trl_run, tmp_path):
+def test_training_equals_trl(name, trl_run, tmp_path, monkeypatch):
+    """The loss alone: both score with TRL's head."""
+    monkeypatch.setattr(hpo_trl.module(), "give_head", lambda model, backend: None)
     ours, theirs = run(hpo_trl.HPOTrainer, tmp_path, **RUNS[name]), trl_run(name)
     difference = differences(ours, theirs)
     assert ours.tokens == theirs.tokens
@@ -224,6 +226,17 @@ def test_training_equals_trl(name, trl_run, tmp_path):
         for metric in expected:
             if metric.startswith(("clip", "cispo", "entropy", "reward", "completions")):
                 assert entry[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), metric
+
+
+def test_training_with_our_head_equals_trl(trl_run, tmp_path, monkeypatch):
+    """To rounding, as far as a run of TRL's own whose vocabulary is summed up in other chunks is from it."""
+    ours, theirs = run(hpo_trl.HPOTrainer, tmp_path, **RUNS["dapo"]), trl_run("dapo")
+    monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 5)
+    rounding = differences(run(trl.GRPOTrainer, tmp_path, **RUNS["dapo"]), theirs)
+    difference = differences(ours, theirs)
+    assert ours.tokens == theirs.tokens
+    assert difference.loss <= 2e-5 and difference.norm <= 2e-5
+    assert 0 < difference.parameters <= 3 * rounding.parameters
 
 
 def test_another_epsilon_is_another_run(trl_run, tmp_path):

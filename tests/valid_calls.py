@@ -379,7 +379,7 @@ _TEMPERATURES = floats(1, 0.5, 2, 1, 0.25)
 
 
 def _logprobs() -> Iterator[Call]:
-    given = {"logits": _LOGITS, "targets": _TARGETS, "backend": "cpu"}  # others have no kernels yet
+    given = {"logits": _LOGITS, "targets": _TARGETS}
     yield _call(hpo.token_logprobs, **given)
     # A number for all targets is a temperature, too.
     yield _call(hpo.token_logprobs, "temperature", **given, temperature=_TEMPERATURES)
@@ -424,7 +424,7 @@ def _operators() -> Iterator[Call]:
     quantile = {"numerator": 1, "denominator": 2, "rule": 0, "backend": ""}
     logprobs = {
         "logits": _LOGITS, "targets": _TARGETS, "temperatures": _TEMPERATURES, "temperature": 1.0,
-        "ignore_index": -100, "floors": _TEMPERATURES - 1, "first": 0, "vocabulary": 8, "backend": "cpu",
+        "ignore_index": -100, "floors": _TEMPERATURES - 1, "first": 0, "vocabulary": 8, "backend": "",
     }  # fmt: skip
     head = {
         "hidden": _LOGITS, "weight": _WEIGHT, "bias": _WEIGHT[:, 0], "targets": _TARGETS, "temperatures": _TEMPERATURES,
@@ -496,7 +496,7 @@ def _operators() -> Iterator[Call]:
                 "logp_gradient": floats(1, 2, 3, 4, 5),
                 "entropy_gradient": floats(1, 0, 2, 1, -1),
             },
-            "",
+            "statistics",  # two to four of each row
         ),
     ]
     for name, arguments, free in given:

@@ -224,7 +224,8 @@ inline void load(const Call& call, int64_t first, int n, const Segments& segment
     for (int32_t& each : tile.infinite) each = 0;
     tile.has_infinite = false;
   }
-  const bool doubtful = load_rows(call.args, first, n, segments, tile) | load_targets(call.args, call.structure.head, first, n, segments, tile);
+  const bool doubtful =
+      load_rows(call.args, first, n, segments, tile) | load_targets(call.args, call.structure.head, first, n, segments, tile);
   apply_mask(call.args, first, n, tile);
   if (with_log_ratios) load_log_ratios(call.args, first, n, tile, partial);
   choose(call, first, n, doubtful, tile, partial);

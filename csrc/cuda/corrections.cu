@@ -78,7 +78,8 @@ __device__ __forceinline__ Reduced reduce_tile(const Call& call, const Unit& til
       if (call.valid(inputs, i) && v == v) found.add(v);
     }
   });
-  return {warp_sum(found.valid), warp_sum(found.fixed), warp_sum(found.coarse), warp_min(found.smallest), warp_max(found.largest)};
+  return {warp_sum(found.valid), warp_sum(found.fixed), warp_sum(found.coarse), warp_min(found.smallest),
+          warp_max(found.largest)};
 }
 
 __device__ __forceinline__ void reduce_pieces(const Call& call, const Pieces& pieces) {

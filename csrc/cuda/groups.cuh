@@ -277,14 +277,15 @@ __device__ __forceinline__ void number_groups(const Table& table, const Members&
 template <class Visit>
 __device__ __forceinline__ void for_each_membership(const Table& table, const Members& members, bool everybody, Visit visit) {
   for_each_unit(table.units, [&](int64_t unit) {
-    const bool member = unit < table.units && members.has(unit);
+    const int64_t leader = unit < table.units && members.has(unit) ? table.leaders[unit] : -1;
+    const bool member =
+        leader >= 0;  // what became a member behind the numbering of groups, because somebody wrote it, has none
     const double weight = member ? members.weight(unit) : 0.0;
     const auto visit_group = [&](int64_t at, int64_t pivot) {
       const double offset = member ? double(members.values[unit]) - double(members.values[pivot]) : 0.0;
       Group* const group = member ? table.groups + at : nullptr;
       visit(group, Giver<Group>(group), unit, weight, offset);
     };
-    const int64_t leader = member ? table.leaders[unit] : -1;
     visit_group(leader, leader);
     if (everybody) visit_group(table.units, table.first_member(table.capacity));
   });

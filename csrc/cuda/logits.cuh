@@ -39,7 +39,9 @@ struct Pairs {
   static __device__ __forceinline__ unsigned greater(unsigned x, unsigned y) {
     return bits_as<unsigned>(__hmax2(bits_as<Pair>(x), bits_as<Pair>(y)));
   }
-  static __device__ __forceinline__ float exp(const Exponent& exponent, float delta) { return fast_exp2(delta * exponent.high); }
+  static __device__ __forceinline__ float exp(const Exponent& exponent, float delta) {
+    return fast_exp2(delta * exponent.high);
+  }
 };
 
 struct Bfloat16 : Pairs<__nv_bfloat162> {
@@ -81,7 +83,12 @@ __device__ __forceinline__ int first_column(int vector) {
   return (vector * kThreads + int(threadIdx.x)) * kPerVector<Type>;
 }
 
-__device__ __forceinline__ bool is_aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
+// For one thread of a block: where the pointer that loads go through is also a number, nvcc no longer knows for sm_100 that it
+// points to global memory.
+template <class Type>
+__device__ __forceinline__ bool is_aligned(const void* array, int64_t offset) {
+  return (reinterpret_cast<uintptr_t>(array) + uint64_t(offset) * sizeof(typename Type::Element)) % 16 == 0;
+}
 
 __device__ __forceinline__ void load_vector(const void* from, unsigned* words) {
   const uint4 vector = *static_cast<const uint4*>(from);

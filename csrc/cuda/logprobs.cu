@@ -21,7 +21,7 @@ struct Row {
   int64_t offset;
   Exponent exponent;
   float floor, logit;  // logit: of the target, -inf where it is in another part or outside the support
-  bool is_read, is_ignored;
+  bool is_read, is_ignored, wide;
 };
 
 template <class Type>
@@ -39,6 +39,7 @@ __device__ __forceinline__ Row get_row(const LogprobsArgs& args, int64_t index) 
   row.is_read = is_defined(args, index, row.exponent);
   if (!row.is_read) return row;
   row.offset = offset_of_row(args, index);
+  row.wide = is_aligned<Type>(args.logits, row.offset);
   const float* const floor = args.floors ? args.floors + index : nullptr;
   row.floor = !floor ? -HUGE_VALF : *floor == *floor ? *floor : HUGE_VALF;
   const int64_t column = target_column(args, index);
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, 4) sum_rows(const LogprobsArgs args)
     RowResult result = row.is_ignored ? RowResult{} : undefined_result();
     if (row.is_read) {
       const auto* const from = static_cast<const typename Type::Element*>(args.logits) + row.offset;
-      const bool wide = is_aligned(from);
+      const bool wide = row.wide;
       Met<Type, kKept, kFloored> met(row.exponent, row.floor);
       for_each_step<Type>(args.columns, wide, [&](auto whole, int64_t step) {
         unsigned words[kWords];
@@ -170,11 +171,12 @@ __global__ void __launch_bounds__(kThreads, 4) sum_rows(const LogprobsArgs args)
 
 struct GradientRow {
   Row row;
-  int64_t to;      // offset of the gradient
+  int64_t to;  // offset of the gradient
   int64_t column;  // of the target, -1 where its gradient is like any other's
   float top;
   RowGradient gradient;
   float fill;  // where nothing is read
+  bool wide;
 };
 
 // By one thread. It has read the logit of the target before any other writes a gradient over it.
@@ -183,11 +185,13 @@ __device__ __forceinline__ GradientRow get_row(const LogprobsBackwardArgs& args,
   GradientRow found{};
   const RowUpstream upstream(args, index);
   found.to = offset_of_gradient(args, index);
+  found.wide = is_aligned<Type>(args.grad, found.to);
   if (is_ignored(args.given, index) || upstream.is_zero()) return found;
   found.row = get_row<Type>(args.given, index);
   found.row.is_read &= upstream.is_defined();
   found.fill = NAN;
   if (!found.row.is_read) return found;
+  found.wide &= found.row.wide;
   found.top = upstream.top;
   found.gradient = gradient_of(found.row.exponent, upstream, found.row.logit);
   found.column = target_column(args.given, index);
@@ -223,7 +227,7 @@ __device__ __forceinline__ void differentiate(const GradientRow& found, unsigned
 }
 
 template <class Type>
-__global__ void __launch_bounds__(kThreads, 4) differentiate_rows(const LogprobsBackwardArgs args) {
+__global__ void __launch_bounds__(kThreads, 3) differentiate_rows(const LogprobsBackwardArgs args) {
   using Element = typename Type::Element;
   HPO_SHARED(GradientRow, shared, );
 #pragma unroll 1
@@ -234,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, 4) differentiate_rows(const Logprobs
     const int64_t columns = args.given.columns;
     const auto* const from = static_cast<const Element*>(args.given.logits) + found.row.offset;
     auto* const to = static_cast<Element*>(args.grad) + found.to;
-    const bool wide = is_aligned(to) && (!found.row.is_read || is_aligned(from));
+    const bool wide = found.wide;
     const unsigned fill = word_of<Type>(found.fill);
     for_each_step<Type>(columns, wide, [&](auto whole, int64_t step) {
       unsigned words[kWords];

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) count_rows(const RowCountsArgs args)
     const int row = first + warp_in_block();
     bool counts_alone = row < pack.rows;
     if (counts_alone) {
-      const Range range = row_range(pack.cu_seqlens, row, pack.tokens);
+      const Range range = range_of_warp(pack, row);
       bool ascending = true;
       find_row(pack, range.begin, ascending);
       counts_alone = !ascending || !args.mask || range.end - range.begin <= kLong;
@@ -100,7 +100,7 @@ constexpr int kChunk = kWarp * kSteps;
 
 // By one warp. Chunks are counted from the row's end, so that where the row lies changes no bit.
 __device__ __forceinline__ void scan_row(const RecurrenceArgs& args, const Pack& pack, int index) {
-  const Range row = row_range(pack.cu_seqlens, index, pack.tokens);
+  const Range row = range_of_warp(pack, index);
   bool ascending = true;
   find_row(pack, row.begin, ascending);
   double following = 0.0;

@@ -50,6 +50,13 @@ __device__ __forceinline__ int find_owner(const Pack& pack, int64_t token) {
   return -1;
 }
 
+// The same in every lane, even where somebody writes offsets while they are read: lanes that disagreed would wait for each
+// other.
+__device__ __forceinline__ Range range_of_warp(const Pack& pack, int row) {
+  const Range own = row_range(pack.cu_seqlens, row, pack.tokens);
+  return {__shfl_sync(kFullWarp, own.begin, 0), __shfl_sync(kFullWarp, own.end, 0), own.bad};
+}
+
 // A tile of one row; or, with broken offsets, a whole row. length 0: nothing to do.
 struct Unit {
   int row;
@@ -58,14 +65,14 @@ struct Unit {
 
 __device__ __forceinline__ Unit get_unit(const Pack& pack, int index) {
   if (index < pack.rows) {
-    const Range range = row_range(pack.cu_seqlens, index, pack.tokens);
+    const Range range = range_of_warp(pack, index);
     return {index, range.begin, min(range.end - range.begin, int64_t(kTile))};
   }
   const int64_t multiple = index - pack.rows + 1, token = multiple * kTile;
   if (pack.rows == 0 || token >= pack.tokens) return {};
   bool ascending = true;
   const int row = find_row(pack, token, ascending);
-  const Range range = row_range(pack.cu_seqlens, row, pack.tokens);
+  const Range range = range_of_warp(pack, row);
   if (token <= range.begin || range.end <= token) return {};
   const int64_t begin = range.begin + (multiple - range.begin / kTile) * kTile;
   return {row, begin, min(max(range.end - begin, int64_t(0)), int64_t(kTile))};
@@ -74,7 +81,7 @@ __device__ __forceinline__ Unit get_unit(const Pack& pack, int index) {
 // With a broken row anywhere a search may miss the others: then the first unit of a row is all of it.
 __device__ __forceinline__ Unit get_unit_unordered(const Pack& pack, int index) {
   if (index >= pack.rows) return {};
-  const Range range = row_range(pack.cu_seqlens, index, pack.tokens);
+  const Range range = range_of_warp(pack, index);
   return {index, range.begin, range.end - range.begin};
 }
 

@@ -91,7 +91,8 @@ inline __nv_bfloat162 __hmax2(__nv_bfloat162 a, __nv_bfloat162 b) {
                                std::fmax(__bfloat162float(a.y), __bfloat162float(b.y)));
 }
 inline __half2 __hmin2_nan(__half2 a, __half2 b) {
-  return __floats2half2_rn(hpo_min_nan(__half2float(a.x), __half2float(b.x)), hpo_min_nan(__half2float(a.y), __half2float(b.y)));
+  return __floats2half2_rn(hpo_min_nan(__half2float(a.x), __half2float(b.x)),
+                           hpo_min_nan(__half2float(a.y), __half2float(b.y)));
 }
 inline __half2 __hmax2(__half2 a, __half2 b) {
   return __floats2half2_rn(std::fmax(__half2float(a.x), __half2float(b.x)), std::fmax(__half2float(a.y), __half2float(b.y)));

@@ -36,6 +36,7 @@ from ..specs import Unit
 from .needs import MakesInputs, check_needs, made_inputs
 from .trl_config import check_config, gate_from_config
 from .trl_entropy import entropy_bonus
+from .trl_head import give_head
 from .trl_metrics import clip_bounds, clip_metrics, clipped_rows, gamma_weights
 from .turns import Step, steps_of_turns, turns
 
@@ -172,6 +173,10 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             else "domain: no level of the gate {!r} is one of domains; drop it",
             gate.name,
         )
+        for model in (self.model, self.ref_model):
+            if model is not None:
+                whole = self.accelerator.unwrap_model(model)
+                give_head(whole.get_base_model() if hasattr(whole, "get_base_model") else whole, backend)
         self._hpo = _Settings(
             gate, kl, advantage, steps, domain, window, gate_inputs, backend, self.accelerator.num_processes,
             frozenset(units),

@@ -116,6 +116,7 @@ def gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, apply: Any = N
         return None, *others
     rest, backend, kept, in_place = ctx.rest
     *tensors, statistics = ctx.saved_tensors
+    statistics = statistics[:3]
     rows = rest._replace(**dict(zip(_TENSORS, tensors, strict=True)))
     if kept == 2:  # no entropy was wanted, and zeros arrive for it where graphs are traced
         entropy_gradient = None
@@ -218,7 +219,7 @@ def _check_backward(*arguments: Any) -> None:
     *given, backend, statistics, logp_gradient, entropy_gradient = arguments
     rows = LogitRows(*given)
     _check_rows(rows, backend)
-    kept = statistics.shape[0] if statistics.dim() and statistics.shape[0] in (2, 3, 4) else 3
+    kept = 2 if statistics.shape[:1] == (2,) else 3
     check(kept > 2 or entropy_gradient is None, "statistics: expected 3 of each row for an entropy_gradient, got 2")
     like = ("logits", rows.logits)
     check_operand("statistics", statistics, (kept, rows.targets.numel()), (torch.float32,), like)

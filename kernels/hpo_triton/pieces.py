@@ -148,7 +148,7 @@ def _repair_pieces(
         wrong = tl.load(disorder + index, mask=index < programs, other=0) != 0
         block = tl.minimum(block, tl.min(tl.where(wrong, index, programs)))
     first = tl.minimum(block * PIECES, pieces)
-    covered = tl.load(piece_end + first - 1, mask=first > 0, other=0)  # by the good pieces before
+    covered = tl.load(end + first - 1, mask=first > 0, other=0)  # by the good pieces before
     bad = first * 0
     for piece in range(first, pieces):
         read = _inspect(piece_begin, piece_end, piece_row, ancestors, cu_seqlens, piece, pieces, rows, tokens, DEPTH)

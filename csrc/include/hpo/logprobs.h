@@ -54,9 +54,8 @@ HPO_INLINE F exp2_by(F delta, F high, F low, const Scale& scale) {
 
 // e^(delta / temperature) for delta <= 0.
 HPO_INLINE float exp_of(const Exponent& exponent, float delta) {
-  const float e = exp2_by(delta, exponent.high, exponent.low, [](float value, float shifted) {
-    return value * Number<float>::power_of_two(to_bits(shifted));
-  });
+  const float e = exp2_by(delta, exponent.high, exponent.low,
+                          [](float value, float shifted) { return value * Number<float>::power_of_two(to_bits(shifted)); });
   return delta < exponent.least ? 0.0f : e;
 }
 

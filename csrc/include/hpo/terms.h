@@ -89,7 +89,8 @@ HPO_INLINE float saturation_of(Head head) {
 // The implied policy of a negative-aware head divides the ratio by what may be 2^-24.
 constexpr float kImpliedSaturation = 68719476736.0f;
 
-// Whether a ratio can be compared with it; that of a negative-aware head is a success rate, and no answer is wrong where it is 1.
+// Whether a ratio can be compared with it; that of a negative-aware head is a success rate, and no answer is wrong where it
+// is 1.
 HPO_INLINE bool is_target(Head head, bool negative, float target) {
   if (head == Head::negative_aware && negative) return target >= 0.0f && target < 1.0f;
   return target >= -FLT_MAX && target <= FLT_MAX;

@@ -1,0 +1,73 @@
+"""TRL's fused head with :func:`hpo_core.linear_token_logprobs` in it: no logits, and prompts cost nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from trl.trainer import utils  # type: ignore[import-not-found,unused-ignore]
+
+from ..linear_logprobs import linear_token_logprobs
+
+__all__ = ["give_head"]
+
+
+class _Head:
+    """What TRL's own function is called as, once for each forward pass of a model with ``fused_lm_head=True``."""
+
+    def __init__(self, backend: str | None) -> None:
+        self.backend = backend
+
+    def apply(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None,
+        logit_scale: float,
+        outputs: tuple[str, ...],
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Log-probabilities and entropies ``[T]``, and None for what these trainers never ask for."""
+        logp, entropy = linear_token_logprobs(
+            hidden, weight, targets, temperature, bias=bias, entropy="entropy" in outputs,
+            softcap=final_logit_softcapping, logit_scale=logit_scale, backend=self.backend,
+        )  # fmt: skip
+        return logp, entropy, None, None, None
+
+
+def give_head(model: Any, backend: str | None) -> None:
+    """Makes ``model(..., labels=, fused_lm_head=True)``, to which TRL has added its fused head, score with ours.
+
+    TRL finds the backbone, the head, its softcap and scale, gathers sharded weights and adds the loss of experts; the
+    function that turns hidden states into log-probabilities, and whether it is given labelled positions only, are
+    names of one of its modules, which are ours during such a forward pass.
+    """
+    inner, head = model.forward, _Head(backend)
+
+    @functools.wraps(inner)  # generate() compares its arguments with the signature
+    def forward(*arguments: Any, fused_lm_head: bool = False, **keywords: Any) -> Any:
+        if not fused_lm_head:
+            return inner(*arguments, **keywords)
+        with _replaced(utils, _ChunkedLogProbFunction=head, _use_triton=lambda device: True):
+            return inner(*arguments, fused_lm_head=True, **keywords)
+
+    model.forward = forward
+
+
+@contextlib.contextmanager
+def _replaced(module: ModuleType, **names: Any) -> Iterator[None]:
+    kept = {name: getattr(module, name) for name in names}
+    try:
+        for name, value in names.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(module, name, value)

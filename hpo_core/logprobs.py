@@ -120,12 +120,15 @@ def token_logprobs(
         "entropy_temperature: expected None without an entropy, got {}; pass entropy=True",
         entropy_temperature,
     )
+    check(
+        process_group is None or support_ids is None,
+        "support_ids: expected None with a process_group, got ids, whose logits are on other ranks; use support_floor",
+    )
     call = checked_call(
         logits, targets, temperature, ignore_index, batch, entropy_temperature, support_floor, support_ids,
         inplace_gradient, backend, 1 if process_group is None else 0,
     )  # fmt: skip
     if process_group is not None:
-        check(support_ids is None, "support_ids: expected None with a process_group, got ids of the whole vocabulary")
         call = call._replace(group=process_group, shards=shards(logits.shape[-1], process_group, vocabulary_sizes))
     logp, found, _ = call.run(3 if entropy and call.entropy_rows is None else 2)
     if call.entropy_rows is not None:

@@ -21,7 +21,7 @@ MUTANTS = {
     ),
     "a tensor without memory gets past the door": mutant(
         "checks.py",
-        "if tensor.data_ptr() and not", "if tensor.data_ptr() >= 0 and not",
+        "has_memory = tensor.data_ptr() and", "has_memory = tensor.data_ptr() >= 0 and",
         ONE_STEP, name="hpo_core.advantages.flat.grpo", argument="group_ids", kind="freed",
     ),
     "devices are not compared": mutant(

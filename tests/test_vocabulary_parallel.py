@@ -181,6 +181,23 @@ class Counted:
             setattr(dist, name, function)
 
 
+def together(logits, targets, **over):
+    """What goes with ranks: a support, an entropy at a temperature of its own, a batch."""
+    mask = targets != IGNORED
+    mask[0], mask[6] = False, False
+    batch = hpo.PackedBatch(torch.tensor([0, 6, ROWS]), mask)
+    floors = torch.full((ROWS,), -2.5)
+    return hpo.token_logprobs(logits, targets, 0.7, batch=batch, support_floor=floors, entropy_temperature=1.5, **over)
+
+
+def in_place(logits, targets, a, b, **over):
+    """The gradient that takes the place of the logits."""
+    computed = logits.clone().requires_grad_() * 1.0
+    logp, entropy = hpo.token_logprobs(computed, targets, inplace_gradient=True, **over)
+    torch.autograd.backward((logp, entropy), (a, b))
+    return computed.detach()
+
+
 def compute(rank):
     """What one rank finds, for the tests to look at."""
     group, world, found = dist.group.WORLD, dist.get_world_size(), {}
@@ -202,9 +219,12 @@ def compute(rank):
         found["no entropy"] = hpo.token_logprobs(logits[:, mine], targets, entropy=False, **over).logp
     temperatures = torch.linspace(0.5, 2.0, ROWS)
     found["temperatures"] = hpo.token_logprobs(logits[:, mine], targets, temperatures, **over)
+    found["together"] = with_gradients(lambda x: together(x, targets, **over), [logits[:, mine]], a, b)
     found["reference"] = with_gradients(
         lambda x: hpo.token_logprobs(x, targets, 0.7, backend="reference", **over), [logits[:, mine].double()], a, b
     )
+
+    found["in place"] = in_place(logits[:, mine], targets, a, b, **over)
 
     hidden, weight, bias, *_ = head()
     shards = hidden, weight[mine], bias[mine]
@@ -237,6 +257,9 @@ def compute(rank):
         "no group": lambda: hpo.linear_token_logprobs(hidden, sharded, targets),
         "replicated": lambda: hpo.token_logprobs(DTensor.from_local(logits, mesh, [Replicate()]), targets),
         "sizes": lambda: hpo.token_logprobs(logits[:, mine], targets, process_group=group),
+        "support_ids": lambda: hpo.token_logprobs(
+            logits[:, mine], targets, support_ids=torch.zeros(ROWS, 1, dtype=torch.int64), **over
+        ),
         "nothing": lambda: hpo.token_logprobs(logits[:, :0], targets, process_group=group),
         "own size": lambda: hpo.token_logprobs(logits[:, mine], targets, **{**over, "vocabulary_sizes": [99] * world}),
         "number of sizes": lambda: hpo.token_logprobs(
@@ -309,6 +332,17 @@ def test_shards_of_one_size_temperatures_and_no_entropy(found, world):
 
 
 @WORLDS
+def test_what_goes_with_ranks(found, world):
+    logits, targets, a, b = data()
+    whole = with_gradients(lambda x: together(x, targets), [logits], a, b)
+    for rank in found[world]:
+        for got, true in zip(rank["together"][:2], whole[:2], strict=True):
+            to_two_units(got, true)
+    to_two_units(torch.cat([rank["together"][2] for rank in found[world]], 1), whole[2])
+    to_two_units(torch.cat([rank["in place"] for rank in found[world]], 1), in_place(logits, targets, a, b))
+
+
+@WORLDS
 def test_the_reference_over_ranks(found, world):
     logits, targets, a, b = data()
     whole = with_gradients(lambda x: hpo.token_logprobs(x, targets, 0.7, backend="reference"), [logits.double()], a, b)
@@ -363,6 +397,7 @@ def test_distributed_tensors_are_recognised(found, world):
 
 
 ERRORS = {
+    "support_ids": "support_ids: expected None with a process_group",
     "no group": "weight: sharded by rows over .* expected process_group=weight.device_mesh.get_group",
     "replicated": "logits: expected a tensor of this rank, got a DTensor; pass logits.to_local",
     "own size": r"vocabulary_sizes: expected the columns of every rank, \[.*\], at least one, got \[9",

@@ -31,7 +31,8 @@ def part(rows: LogitRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
     is_known = (rows.targets >= 0) & (rows.targets < rows.vocabulary)
 
     def result(values: torch.Tensor) -> torch.Tensor:
-        return torch.where(is_known & (m.squeeze(-1) < torch.inf), values, torch.nan)
+        values = torch.where(is_known & (m.squeeze(-1) < torch.inf), values, torch.nan)
+        return torch.where(rows.targets == rows.ignore_index, 0.0, values)
 
     return result(m.squeeze(-1)), result(others), result(distance), logit
 

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from . import ops
 from .backends import is_reference, resolve
 from .batch import PackedBatch
-from .checks import check, check_shape, examined
+from .checks import check, examined
 from .gates import Channel, RatioGate
 from .logprobs import checked_call, token_logprobs
 from .losses import PolicyLossOptions, policy_loss, prepare
@@ -63,9 +63,10 @@ def policy_loss_from_logits(
     On a GPU there is no such chunk: the logits are read once forward and once backward, in this call.
 
     Args:
-        logits: ``[T, V]`` (or ``[B, L, V]``) float32, bfloat16 or float16: ``logits[t]`` is the distribution that
-            ``targets[t]`` is drawn from, as in :func:`token_logprobs`.
-        targets: ``[T]`` (or ``[B, L]``) int64 or int32. Tokens outside the batch's mask are not read.
+        logits: ``[T, V]`` (or ``[B, L, V]``) float32, bfloat16 or float16, as a model returns them for the batch's
+            tokens: those of token t predict token t + 1.
+        targets: ``[T]`` (or ``[B, L]``) int64 or int32, the tokens. As in :func:`token_logprobs` with ``batch=``, the
+            mask leaves out the first token of each row, and logits of tokens outside the mask are not read.
         old_logp, advantages, batch, gate, options: as in :func:`policy_loss`. The metrics hold the entropy of the
             logits, unless ``entropy=`` is given, which a ``window`` needs.
         temperature: as in :func:`token_logprobs`.
@@ -77,21 +78,21 @@ def policy_loss_from_logits(
             the current policy: there a token's gradient depends on others, so call the two functions.
 
     >>> import hpo_core as hpo
-    >>> logits = torch.tensor([[2.0, 1.0], [0.0, 0.0]], requires_grad=True)
-    >>> batch = hpo.PackedBatch.from_lengths([2])
-    >>> out = hpo.policy_loss_from_logits(logits, torch.tensor([0, 1]), None, torch.ones(1), batch)
+    >>> logits = torch.tensor([[2.0, 1.0], [0.0, 0.0], [5.0, 5.0]], requires_grad=True)
+    >>> batch = hpo.PackedBatch.from_lengths([3]).without_first_tokens()
+    >>> out = hpo.policy_loss_from_logits(logits, torch.tensor([0, 0, 1]), None, torch.ones(1), batch)
     >>> out.loss.backward()
     >>> logits.grad
     tensor([[-0.1345,  0.1345],
-            [ 0.2500, -0.2500]])
+            [ 0.2500, -0.2500],
+            [ 0.0000,  0.0000]])
     """
     logits, targets = examined("logits", logits), examined("targets", targets)
     batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(examined("batch", batch))
     backend, reference = options.get("backend"), is_reference(logits, options.get("backend"))
-    targets = _counted(targets, batch)
     if reference:
         check(not inplace_gradient, "inplace_gradient: the reference has a graph of its own; leave it False")
-        logp, entropy = token_logprobs(logits, targets, temperature, _NONE, backend=backend)
+        logp, entropy = token_logprobs(logits, targets, temperature, _NONE, batch=batch, backend=backend)
         assert entropy is not None
         if options.get("entropy") is None:
             options["entropy"] = entropy.detach()
@@ -102,26 +103,30 @@ def policy_loss_from_logits(
         "logits: expected an eager call, got one in torch.compile, a dispatch mode or torch.func; call token_logprobs "
         "and policy_loss there",
     )
-    rows = checked_call(logits, targets, temperature, _NONE, None, None, None, None, inplace_gradient, backend).rows
-    rows = readable(rows._replace(logits=logits.detach()))
-    wanted = logits.requires_grad and torch.is_grad_enabled()
-    logp = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-    entropy = torch.empty_like(logp)
-    inputs, spec, *_ = _prepared(logp, old_logp, advantages, batch, gate, options)
+    call = checked_call(logits, targets, temperature, _NONE, batch, None, None, None, inplace_gradient, backend)
+    rows = readable(call.rows._replace(logits=logits.detach()))
+    shape, total = targets.shape, targets.numel()
+    logp = torch.zeros(total + 1, dtype=torch.float32, device=logits.device)  # the last logits predict no token
+    entropy = torch.zeros_like(logp)
+    inputs, spec, *_ = _prepared(logp[:total].view(shape), old_logp, advantages, batch, gate, options)
     run, kernels = resolve("gates", logits, backend).policy_loss, resolve("logprobs", logits, backend)
 
     grad = None
-    if wanted:
+    if logits.requires_grad and torch.is_grad_enabled():
         grad = rows.logits if inplace_gradient else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    for index, tokens in _chunks(rows.logits):
+    for index, begin, end in _chunks(rows.logits):
         part = _part(rows, index)
         if grad is not None and not inplace_gradient:  # the copy, which the cache holds, becomes the gradient
             part = part._replace(logits=grad[index].copy_(part.logits))
-        logp[index], entropy[index], statistics = kernels.token_logprobs(part, 3)
+        tokens = slice(begin + 1, end + 1)  # that these rows of logits predict
+        part_logp, part_entropy, statistics = kernels.token_logprobs(part, 3)
+        logp[tokens], entropy[tokens] = part_logp.view(-1), part_entropy.view(-1)
         if grad is not None:
-            of_tokens = _of_tokens(inputs._replace(logp=logp.view(-1)), tokens)
-            of_logp = run(of_tokens, spec, True, False)[2]
+            of_logp = torch.zeros(end - begin, dtype=torch.float32, device=logits.device)
+            known = _of_tokens(inputs._replace(logp=logp[:total]), tokens.start, min(tokens.stop, total))
+            of_logp[: known.logp.numel()] = run(known, spec, True, False)[2]
             kernels.token_logprobs_backward(part, statistics, of_logp.view(part.targets.shape), None, True)
+    logp, entropy = (call.placed(each.roll(-1)[:total].view(shape)) for each in (logp, entropy))
     if inputs.entropy is None:
         inputs = inputs._replace(entropy=entropy)
     loss, vector, *_ = run(inputs._replace(logp=logp), spec, False, False)
@@ -130,17 +135,6 @@ def policy_loss_from_logits(
             torch.autograd.graph.increment_version(logits)
         loss = _apply(logits, loss, grad)
     return PolicyLossFromLogits(loss, observed(vector, None), logp, entropy)
-
-
-def _counted(targets: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """The targets of the batch's tokens; other tokens have none."""
-    shape = targets.shape
-    if shape != batch.padded_shape:
-        check_shape("targets", targets, (batch.total_tokens,), "[T] (one per token of the batch)")
-    counts = batch.row_of_token() >= 0
-    if batch.mask is not None:
-        counts = counts & batch.mask
-    return torch.where(counts.view(shape), targets, _NONE)
 
 
 def _prepared(
@@ -169,22 +163,19 @@ def _prepared(
     return prepared
 
 
-def _chunks(logits: torch.Tensor) -> Iterator[tuple[Any, slice]]:
-    """Indices of rows that a cache holds together, and the tokens that they are, in order."""
-    size = max(1, _CHUNK // max(1, logits.shape[-1] * logits.element_size())) if logits.is_cpu else logits.numel()
-    if logits.dim() == 2:
-        for begin in range(0, len(logits), max(size, 1)):
-            tokens = slice(begin, begin + size)
-            yield tokens, tokens
-        return
-    rows, length = logits.shape[:2]
+def _chunks(logits: torch.Tensor) -> Iterator[tuple[Any, int, int]]:
+    """Indices of rows that a cache holds together, and which rows of all these are."""
+    *_, length, vocabulary = logits.shape
+    count = logits.numel() // vocabulary
     if not logits.is_cpu:
-        yield slice(None), slice(None)
+        yield slice(None), 0, count
         return
-    for row in range(rows):
+    size = max(1, _CHUNK // (vocabulary * logits.element_size()))
+    for row in range(count // length if length else 0):
         for begin in range(0, length, size):
             end = min(begin + size, length)
-            yield (row, slice(begin, end)), slice(row * length + begin, row * length + end)
+            inside = slice(begin, end)
+            yield inside if logits.dim() == 2 else (row, inside), row * length + begin, row * length + end
 
 
 def _part(rows: LogitRows, index: Any) -> LogitRows:
@@ -192,10 +183,8 @@ def _part(rows: LogitRows, index: Any) -> LogitRows:
     return rows._replace(**tensors)
 
 
-def _of_tokens(inputs: PolicyLossInputs, tokens: slice) -> PolicyLossInputs:
+def _of_tokens(inputs: PolicyLossInputs, begin: int, end: int) -> PolicyLossInputs:
     """The same rows, of which only these tokens are there."""
-    total = inputs.logp.numel()
-    begin, end, _ = tokens.indices(total)
 
     def cut(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.reshape(-1)[begin:end]

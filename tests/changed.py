@@ -93,6 +93,7 @@ RULES = [
           "hpo_core/*/logprob_states.py", "hpo_core/*/linear_logprobs.py"),
          ("linear_logprobs", "vocabulary_parallel", "imports", "docs")),
     Rule(("hpo_core/logprobs.py", "hpo_core/support.py"), (*LOGPROBS, "docs")),
+    Rule(("hpo_core/loss_from_logits.py", "hpo_core/ops/logprobs.py"), ("loss_from_logits",), EVERY_BACKEND),
     Rule(("hpo_core/advantages/*",), (*ADVANTAGES, "estimator_properties", "imports", "docs", "synchronisation")),
     Rule(("hpo_core/advantages/ranks.py", "hpo_core/advantages/terms.py"), MULTIPROCESS),
     Rule(("hpo_core/entropy/*",), (*ENTROPY, "losses", "imports", "docs")),

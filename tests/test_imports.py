@@ -29,6 +29,7 @@ ORDER = (
         "logprobs",
         "logprob_states",
         "linear_logprobs",
+        "loss_from_logits",
         "testing",
         "integrations",
         "__main__",

@@ -19,19 +19,18 @@ def data(dtype=torch.float32, seed=0):
     lengths = [5, 0, 9, 3, 4]
     total = sum(lengths)
     mask = torch.rand(total, generator=draw) < 0.8
-    batch = hpo.PackedBatch.from_lengths(lengths, mask=mask)
+    batch = hpo.PackedBatch.from_lengths(lengths, mask=mask).without_first_tokens()
     logits = (2 * torch.randn(total, V, generator=draw)).to(dtype)
     targets = torch.randint(0, V, (total,), generator=draw)
-    logp = torch.log_softmax(logits.float() / 0.7, -1).gather(-1, targets[:, None]).squeeze(-1)
-    old = logp + 0.3 * torch.randn(total, generator=draw)
+    logp = torch.log_softmax(logits.float() / 0.7, -1).gather(-1, targets.roll(-1)[:, None]).squeeze(-1)
+    old = logp.roll(1) + 0.3 * torch.randn(total, generator=draw)
     advantages = torch.randn(len(lengths), generator=draw)
-    logits[~mask], targets[~mask] = math.nan, 10**6
+    logits[~batch.mask.roll(-1)], targets[~batch.mask] = math.nan, 10**6
     return logits, targets, old, advantages, batch
 
 
 def two_calls(logits, targets, old, advantages, batch, gate, **options):
-    ignored = targets if batch.mask is None else torch.where(batch.mask.view(targets.shape), targets, -100)
-    logp, entropy = hpo.token_logprobs(logits, ignored, 0.7, backend=options.get("backend"))
+    logp, entropy = hpo.token_logprobs(logits, targets, 0.7, batch=batch, backend=options.get("backend"))
     out = hpo.policy_loss(logp, old, advantages, batch, gate, entropy=entropy.detach(), **options)
     return out.loss, out.metrics, logp, entropy
 
@@ -76,7 +75,8 @@ def test_one_call_is_two(name, backend, monkeypatch):
     for inplace in (False, True):
         one, two = both(logits, targets, old, advantages, batch, gate, inplace=inplace, backend=backend, **options)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, two, strict=True))
-        assert one[-1][batch.mask].any() and (one[-1][~batch.mask] == 0).all()
+        read = batch.mask.roll(-1)
+        assert one[-1][read].any() and (one[-1][~read] == 0).all()
 
 
 @native
@@ -94,15 +94,14 @@ def test_padded_logits_on_policy_with_an_advantage_for_each_token(backend, monke
     draw = torch.Generator().manual_seed(5)
     model = torch.randn(3, 8, V, generator=draw)
     tokens = torch.randint(0, V, (3, 8), generator=draw)
-    mask = torch.rand(3, 7, generator=draw) < 0.7
+    mask = torch.rand(3, 8, generator=draw) < 0.7
+    mask[:, 0] = False
     batch = hpo.PackedBatch.from_padded(mask)
-    advantages = torch.randn(3, 7, generator=draw)
-    given = (tokens[:, 1:], None, advantages, batch, gates.reinforce())
-    one, two = both(model[:, :-1], *given, advantage_level="token", backend=backend)
+    advantages = torch.randn(3, 8, generator=draw)
+    given = (tokens, None, advantages, batch, gates.reinforce())
+    one, two = both(model, *given, advantage_level="token", backend=backend)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, two, strict=True))
-    plain = hpo.policy_loss_from_logits(
-        model[:, :-1], *given, temperature=0.7, advantage_level="token", backend=backend
-    )
+    plain = hpo.policy_loss_from_logits(model, *given, temperature=0.7, advantage_level="token", backend=backend)
     assert torch.equal(plain.loss, one[0]) and not plain.loss.requires_grad
 
 

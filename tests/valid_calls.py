@@ -395,6 +395,11 @@ def _logprobs() -> Iterator[Call]:
     gradients = {"logp_gradient": _TEMPERATURES, "entropy_gradient": _TEMPERATURES}
     yield _call(hpo.logprob_states.part_gradient, **part, state=state, **gradients)
     packed = PackedBatch(integers(0, 3, 5), bools(0, 1, 1, 0, 1))
+    loss = {**given, "old_logp": _TEMPERATURES - 2, "advantages": floats(1, -1), "batch": packed}
+    yield _call(hpo.policy_loss_from_logits, **loss)
+    yield _call(
+        hpo.policy_loss_from_logits, "temperature", **loss, temperature=_TEMPERATURES, token_weight=_TEMPERATURES
+    )
     ids = integers(3, 0, 7, 1, -1, 5, 2, 2, 6, 4, 7, 0, 1, 2, 3).reshape(5, 3)
     for function in (hpo.token_logprobs, hpo.token_statistics):
         yield _call(function, **given, batch=packed, support_floor=floats(0.25, -1, 0.5, 1, 0))

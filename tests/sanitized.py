@@ -22,7 +22,8 @@ TESTS = [
         "segments", "group_terms", "advantages", "estimators", "token_estimators", "entropy", "entropy_selection",
         "select_top", "gates", "promises", "gate_inputs", "presets", "hierarchy", "hierarchy_theorems",
         "hierarchy_degenerate", "level_metrics", "terms", "corrections", "stages", "spanning", "aggregates", "losses",
-        "metrics", "ops", "batch", "logprobs",
+        "metrics", "ops", "batch", "logprobs", "logprobs_calls", "linear_logprobs",
+        "loss_from_logits",
     )
 ]  # fmt: skip
 # The emulation has no instruction sets, and what becomes of a wrong argument depends on none.

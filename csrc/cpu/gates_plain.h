@@ -258,7 +258,7 @@ struct PlainFixedSums {
   }
 };
 
-// The same, and leaves e^x in the place of the gradient for the sweep that will write it.
+// The same, and leaves e^x where the gradient will be, for the sweep that writes it.
 template <bool kSplit, bool kTakenForNear>
 struct PlainFixedSumsAndRatios {
   float* ratios;

@@ -97,7 +97,7 @@ struct Arriving {
 using WriteOpen = void (*)(const PolicyLossArgs&, int64_t first, int begin, int end, float coefficient,
                            const MaskPair* inside_and_falling, const Arriving&, double* lost);
 
-// kKept: e^x stands in the place of the gradient. kFlows: something arrives.
+// kKept: e^x stands where the gradient will be. kFlows: something arrives.
 template <bool kMasked, bool kKept, bool kFlows>
 void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, float coefficient,
                 const MaskPair* inside_and_falling, const Arriving& arriving, double* lost) {

@@ -13,7 +13,7 @@ struct TokenTerms {
   alignas(64) float high[kPadded];
   alignas(64) float past_token[2][kPadded];
   alignas(64) float by_sign[2][kPadded];
-  alignas(64) float entering[kPadded];  // log-ratios behind the pre-gate, or what of them is aggregated
+  alignas(64) float entering[kPadded];  // log-ratios behind the pre-gate, or the part of them that is aggregated
   alignas(64) float kept[kPadded];      // weight * token weight
   alignas(64) float target[kPadded];
   alignas(64) float logp[kPadded];      // 0 where the log-ratio is infinite
@@ -55,7 +55,7 @@ inline const float* load_entering(const TermPlan& plan, const Tile& tile, int n,
   return terms.entering;
 }
 
-// What of them is aggregated.
+// The part of them that is aggregated.
 inline const float* load_aggregated(const TermPlan& plan, const Tile& tile, int n, TokenTerms& terms) {
   if (!plan.mean_exp) return load_entering(plan, tile, n, terms);
   for (int i = 0; i < n; ++i) terms.entering[i] = mean_exp_part(plan.split, tile.x[i]);

@@ -6,7 +6,7 @@
 
 namespace hpo::HPO_ISA {
 
-// A gate with what belongs to one sign of the advantage in the place of the other's too.
+// A gate whose bounds for one sign of the advantage serve the other sign, too.
 inline PieceGate of_sign(const PieceGate& piece, int sign) {
   PieceGate one = piece;
   one.z[0] = piece.z[sign], one.below[0] = piece.below[sign], one.above[0] = piece.above[sign];
@@ -137,7 +137,7 @@ struct TokenPlan {
   bool may_be_plain;
   bool as_they_are;  // log-ratios enter the gates
   bool opens;  // a plain tile may be under open gates: the token gate is a clip, and the loss A e^z
-  bool keeps_ratios;  // in the place of the gradient, for these tiles
+  bool keeps_ratios;  // where the gradient will be, for these tiles
   OpenLoops open_loops;
   MeasurePlain measure_plain;
   TokenBounds bounds;

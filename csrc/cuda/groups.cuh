@@ -272,8 +272,8 @@ __device__ __forceinline__ void number_groups(const Table& table, const Members&
   });
 }
 
-// Calls `visit(group, giver, unit, weight, offset)`; null and 0 for who is no member. For everybody as one group too where that
-// is wanted.
+// Calls `visit(group, giver, unit, weight, offset)`; null and 0 for a unit that is no member. For everybody as one
+// group, too, where that is wanted.
 template <class Visit>
 __device__ __forceinline__ void for_each_membership(const Table& table, const Members& members, bool everybody, Visit visit) {
   for_each_unit(table.units, [&](int64_t unit) {

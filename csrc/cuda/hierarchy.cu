@@ -101,7 +101,7 @@ struct Call {
     return PRE_GATED ? pre_gate(term, gate.structure.head, token.negative, token.x) : token.x;
   }
 
-  // What of it is aggregated.
+  // The part of it that is aggregated.
   template <int ENTERING>
   __device__ __forceinline__ float aggregated(const Token& token) const {
     if (ENTERING == kMeanExp) return mean_exp_part(hierarchy.split, token.x);

@@ -63,7 +63,7 @@ LARGEST_DOUBLE = tl.constexpr(torch.finfo(torch.float64).max)
 
 
 class Rule(NamedTuple):
-    """What of a term may specialise a kernel."""
+    """The choices of a term that specialise a kernel."""
 
     center: int
     scale: int

@@ -37,7 +37,7 @@ LARGEST_DOUBLE = tl.constexpr(torch.finfo(torch.float64).max)
 
 
 class Shape(NamedTuple):
-    """What of a hierarchy specialises kernels, beside the reading of tokens and which optional tensors exist."""
+    """The choices of a hierarchy that specialise kernels, beside the token reads and the optional tensors."""
 
     gates: tuple[int, ...]  # by level, finest first
     routings: tuple[int, ...]

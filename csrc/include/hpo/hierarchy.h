@@ -22,7 +22,7 @@ HPO_INLINE Range piece_range(const Hierarchy& hierarchy, const PolicyLossArgs& a
 
 // ------------------------------------------------------------------------------------------------------ above the tokens
 
-// What of a log-ratio goes into the first channel; the second gets this minus the log-ratio. +0 and -0 rise: one channel has
+// The part of a log-ratio for the first channel; the second gets this minus the log-ratio. +0 and -0 rise: one channel has
 // the whole derivative at 0.
 HPO_INLINE float rising_part(bool split, float x) { return split && x < 0.0f ? 0.0f : x; }
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from breadth import is_interpreted
 from conftest import NATIVE
 
 import hpo_core as hpo
@@ -56,10 +57,17 @@ GATES = {
     "kl": (gates.dapo(), {"ref_logp": True, "kl": hpo.kl.k3(0.1)}),
     "weights": (gates.dapo(), {"token_weight": True, "token_mask": True}),
 }
+FEW = ("sapo", "weights")  # in the interpreter
 
 
-@native
-@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        pytest.param(backend, name, marks=[pytest.mark.long] if is_interpreted(backend) and name not in FEW else [])
+        for backend in NATIVE
+        for name in GATES
+    ],
+)
 def test_one_call_is_two(name, backend, monkeypatch):
     """Over chunks of two rows of logits, of which rows of the batch are cut."""
     monkeypatch.setattr(loss_from_logits, "_CHUNK", 2 * 4 * V)

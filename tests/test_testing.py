@@ -188,7 +188,7 @@ def test_estimators_of_rows_and_steps_by_name_and_by_function():
     assert "exact" in testing.check(flat, "advantages", estimator=hpo.advantages.rloo, examples=20).broken
     for estimator in (hpo.advantages.gigpo, hpo.advantages.hgpo):
         report = testing.check(
-            functools.partial(estimator, backend="cpu"), "advantages", estimator=estimator, examples=40
+            functools.partial(estimator, backend="cpu"), "advantages", estimator=estimator, examples=15
         )
         report.raise_for_broken()
         assert "exact" in report.kept
@@ -552,7 +552,7 @@ PEERS = {
 @pytest.mark.parametrize(
     ("name", "examples"),
     [
-        *((name, 60) for name in ("verl vanilla", "TRL bnpo", "verl grpo")),  # one of each kind
+        *((name, 60) for name in ("TRL bnpo", "verl grpo")),  # a loss and an estimator
         *(pytest.param(name, 200, marks=pytest.mark.long) for name in PEERS),
     ],
 )

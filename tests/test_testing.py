@@ -188,7 +188,7 @@ def test_estimators_of_rows_and_steps_by_name_and_by_function():
     assert "exact" in testing.check(flat, "advantages", estimator=hpo.advantages.rloo, examples=20).broken
     for estimator in (hpo.advantages.gigpo, hpo.advantages.hgpo):
         report = testing.check(
-            functools.partial(estimator, backend="cpu"), "advantages", estimator=estimator, examples=15
+            functools.partial(estimator, backend="cpu"), "advantages", estimator=estimator, examples=40
         )
         report.raise_for_broken()
         assert "exact" in report.kept

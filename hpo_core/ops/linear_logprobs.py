@@ -284,7 +284,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 class _Gradient(torch.autograd.Function):
-    """The gradients; who differentiates them again is told."""
+    """The gradients; differentiating them again raises."""
 
     @staticmethod
     def forward(*arguments: Any) -> Any:

@@ -141,7 +141,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 class _Gradient(torch.autograd.Function):
-    """The gradient; who differentiates it again is told."""
+    """The gradient; differentiating it again raises."""
 
     @staticmethod
     def forward(*arguments: Any) -> Any:

@@ -57,7 +57,7 @@ def _from_hidden_states(model: Any, verls: Callable[..., None]) -> Callable[...,
     head, kind = _Head(model), type(model)
     own = kind.forward
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it says which kernel it has chosen
+        with contextlib.redirect_stdout(io.StringIO()):  # verl prints which kernel it has chosen
             verls(model, use_fused_kernels=True, fused_kernels_backend="torch")
         fused = kind.forward
     finally:
@@ -107,7 +107,7 @@ class _Head:
 
 
 def _logit_scale(config: Any) -> float:
-    """What a model multiplies its logits by, under the names that models give it."""
+    """The factor of a model's logits, under the names that models give it."""
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         if getattr(config, name, None) is not None:
             return float(getattr(config, name))

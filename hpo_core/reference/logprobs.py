@@ -11,10 +11,10 @@ __all__ = ["token_logprobs"]
 
 def token_logprobs(rows: LogitRows, kept: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """``logp_y = d_y - log1p(s)`` and ``H = log1p(s) + w / (1 + s)``, where ``d_j = z_j - z_k`` for an arg-max k of
-    ``z = logits / temperature``, ``s`` is the sum of ``e^d`` without k, and ``w`` that of ``-d e^d``.
+    ``z = logits / temperature``, and ``s`` and ``w`` are the sums of ``e^d`` and of ``-d e^d`` without k.
 
-    The statistics are the greatest logit, s, w / (1 + s) and the sum of squared probabilities, ``kept`` of them; the
-    entropy comes with the third. Float64 for float64 logits, else float32; the computation is in float64.
+    The statistics are the first ``kept`` of the greatest logit, s, w / (1 + s) and the sum of squared probabilities;
+    the entropy needs the third. Results are float64 for float64 logits, else float32; the computation is in float64.
 
     >>> import torch
     >>> logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]], dtype=torch.float64)
@@ -44,7 +44,7 @@ def token_logprobs(rows: LogitRows, kept: int) -> tuple[torch.Tensor, torch.Tens
     distance = spread / (1 + others)
     squares = (1 + e.square().sum(-1)) / (1 + others).square()
     statistics = (x.gather(-1, top).squeeze(-1), others, distance, squares)
-    undefined = torch.where(known, 1.0, torch.nan)  # a factor, so that gradients are undefined, too
+    undefined = torch.where(known, 1.0, torch.nan)  # a factor makes gradients undefined, too
 
     def result(values: torch.Tensor) -> torch.Tensor:
         return torch.where(ignored, 0.0, values * undefined).to(dtype)

@@ -15,7 +15,7 @@ import triton.runtime.interpreter as interpreter
 
 def patch_once_per_launch() -> None:
     patch_language = interpreter._patch_lang
-    patched = {}  # id of a module's globals -> the scope that restores what they see
+    patched = {}  # id of a module's globals -> the scope that restores them
 
     def restore():
         for scope in reversed(patched.values()):

@@ -13,7 +13,7 @@ class Lazy:
         self._name = name
 
     def __getattr__(self, attribute):
-        if attribute.startswith("_"):  # pytest asks whatever a module holds for such names
+        if attribute.startswith("_"):  # pytest asks every object of a module for such names
             raise AttributeError(attribute)
         return getattr(self.module(), attribute)
 

@@ -12,7 +12,7 @@ Common arguments:
         weights by the world size of ``process_group``, or of the default group; ``"sum"`` if it adds them. With more
         than one rank it has no default: a wrong guess is off by the number of ranks.
     ranks: instead of ``gradient_reduction``: the number of ranks over which the engine averages gradients (1: it adds
-        them), for trainers that know counts and ranks as numbers.
+        them), for trainers that have counts and ranks as numbers.
     selected: bool ``[T]``: count only these tokens (the denominators of a window's own tokens).
 """
 

@@ -1,4 +1,4 @@
-"""Metrics of each level of a hierarchy: the log-ratios of its segments, and what the level's gate does to them.
+"""Metrics of each level of a hierarchy: the log-ratios of its segments, and the effect of the level's gate on them.
 
 All metrics come from the few sums per segment that the loss computes anyway; no log-ratio of a token is read for them.
 With n valid tokens in a segment and the aggregate a_k of their log-ratios at each level k::

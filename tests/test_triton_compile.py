@@ -128,11 +128,11 @@ REGISTERS = {
     ("group_normalise, many units, terms", "_normalise_runs"): 85,  # two terms; the first has no earlier term
     ("group_normalise, one group of many", "_sum_tiles"): 30,
     ("group_normalise, one group of many", "_sum_absolute_tiles"): 32,
-    ("group_normalise, one group of many", "_normalise_everybody"): 64,
+    ("group_normalise, one group of many", "_normalise_all_members"): 64,
     ("group_statistics, 4 units", "_statistics_of_few"): 101,
     ("group_statistics, 8193 units", "_statistics_of_runs"): 76,
     ("group_statistics, 8193 units, one group", "_sum_tiles"): 40,
-    ("group_statistics, 8193 units, one group", "_statistics_of_everybody"): 32,
+    ("group_statistics, 8193 units, one group", "_statistics_of_all_members"): 32,
     ("recurrence", "_scan_rows"): 64,
     ("logprobs", "_forward"): 95,  # of bfloat16: with 4 warps, 20 warps share a multiprocessor
     ("logprobs", "_backward"): 45,
@@ -372,7 +372,7 @@ def test_sizes_and_numbers_never_compile_again():
         "_sum_tiles": 1,  # from here on with more than groups.SCANNED units
         "_merge_tiles": 1,
         "_normalise_runs": 1,
-        "_normalise_everybody": 1,
+        "_normalise_all_members": 1,
         "_statistics_of_few": 1,
         "_statistics_of_runs": 1,
         "_scan_rows": 1,

@@ -150,7 +150,7 @@ void encode(const GroupNormaliseArgs& args, const GroupTerm& term, const Numberi
 }
 
 // All members as one group, in lanes.
-GroupSums sum_everybody(const GroupTerm& term, const int64_t* __restrict codes, int64_t count) {
+GroupSums sum_all_members(const GroupTerm& term, const int64_t* __restrict codes, int64_t count) {
   const float* __restrict values = term.values, * __restrict weights = term.weights;
   int64_t unit = 0;
   while (unit < count && codes[unit] < 0) ++unit;
@@ -216,10 +216,10 @@ void map_groups(const GroupNormaliseArgs& args, const GroupTerm& term, const Num
   int64_t* codes = space.codes;
   encode(args, term, numbering, false, threads, codes);
   const bool batch_scale = term.scale == Scale::batch;
-  const GroupSums everybody = batch_scale || !term.ids ? sum_everybody(term, codes, args.units) : GroupSums{};
-  const double batch_deviation = batch_scale ? deviation(everybody, term.ddof) : 0.0;
+  const GroupSums all_members = batch_scale || !term.ids ? sum_all_members(term, codes, args.units) : GroupSums{};
+  const double batch_deviation = batch_scale ? deviation(all_members, term.ddof) : 0.0;
   for (int64_t group = 0; group < numbering.groups; ++group) groups[group].totals = {};
-  if (!term.ids) groups[0].totals.sums = everybody;
+  if (!term.ids) groups[0].totals.sums = all_members;
   else (term.weights ? sum_groups<true> : sum_groups<false>)(term, codes, args.units, groups);
   if (term.scale == Scale::absolute) sum_absolute(term, codes, args.units, groups);
 

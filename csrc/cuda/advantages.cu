@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, 2) normalise_few(const GroupNormalis
   for (int index = 0; index < args.count; ++index) {
     const GroupTerm& term = args.terms[index];
     const Members members = members_of(args, term);
-    const double batch_deviation = term.scale == Scale::batch ? deviation(sum_members(members, kEverybody), term.ddof) : 0.0;
+    const double batch_deviation = term.scale == Scale::batch ? deviation(sum_members(members, kAllMembers), term.ddof) : 0.0;
     const bool wanted = owns && receives(args, members, unit);
     const int own = for_each_group(members, unit, wanted, [&](int place, int64_t id) {
       const GroupSums sums = sum_members(members, id);

@@ -33,10 +33,10 @@ struct Members {
 // ------------------------------------------------------------------------------------------------------------ few units
 
 constexpr int kBlockUnits = kWarp;  // one per thread of the first warp
-constexpr int64_t kEverybody = -1;  // the id of all groups together
+constexpr int64_t kAllMembers = -1;  // the id of all groups together
 
 __device__ __forceinline__ bool belongs(const Members& members, int unit, int64_t id) {
-  const bool in_group = id == kEverybody ? members.in_group(unit) : !members.ids || members.ids[unit] == id;
+  const bool in_group = id == kAllMembers ? members.in_group(unit) : !members.ids || members.ids[unit] == id;
   return in_group && members.enters(unit);  // for most units only the id is read
 }
 
@@ -257,7 +257,7 @@ class Giver {
 };
 
 // Makes the entries of all groups, and clears the groups.
-__device__ __forceinline__ void number_groups(const Table& table, const Members& members, bool everybody) {
+__device__ __forceinline__ void number_groups(const Table& table, const Members& members, bool all_members) {
   clear(table.groups, table.units + 1);
   for_each_unit(table.units, [&](int64_t unit) {
     int64_t entry = -1;
@@ -268,14 +268,14 @@ __device__ __forceinline__ void number_groups(const Table& table, const Members&
     const bool member = entry >= 0 && members.has(unit);
     const int64_t from_end = member ? table.units - unit : 0;
     Giver<Entry>(member ? table.entries + entry : nullptr).raise(&Entry::from_end, from_end);
-    if (everybody) Giver<Entry>(member ? table.entries + table.capacity : nullptr).raise(&Entry::from_end, from_end);
+    if (all_members) Giver<Entry>(member ? table.entries + table.capacity : nullptr).raise(&Entry::from_end, from_end);
   });
 }
 
-// Calls `visit(group, giver, unit, weight, offset)`; units that are no members get null and 0. With `everybody` it does so
+// Calls `visit(group, giver, unit, weight, offset)`; units that are no members get null and 0. With `all_members` it does so
 // for all members as one group, too.
 template <class Visit>
-__device__ __forceinline__ void for_each_membership(const Table& table, const Members& members, bool everybody, Visit visit) {
+__device__ __forceinline__ void for_each_membership(const Table& table, const Members& members, bool all_members, Visit visit) {
   for_each_unit(table.units, [&](int64_t unit) {
     const int64_t leader = unit < table.units && members.has(unit) ? table.leaders[unit] : -1;
     const bool member = leader >= 0;  // no leader: a concurrent write made it a member after number_groups
@@ -286,11 +286,11 @@ __device__ __forceinline__ void for_each_membership(const Table& table, const Me
       visit(group, Giver<Group>(group), unit, weight, offset);
     };
     visit_group(leader, leader);
-    if (everybody) visit_group(table.units, table.first_member(table.capacity));
+    if (all_members) visit_group(table.units, table.first_member(table.capacity));
   });
 }
 
-__device__ __forceinline__ void find_spread(const Table& table, const Members& members, bool everybody, bool extremes) {
+__device__ __forceinline__ void find_spread(const Table& table, const Members& members, bool all_members, bool extremes) {
   for_each_unit(table.units, [&](int64_t unit) {
     if (unit < table.units && table.leaders[unit] >= 0) table.leaders[unit] = table.first_member(table.leaders[unit]);
   });
@@ -304,10 +304,10 @@ __device__ __forceinline__ void find_spread(const Table& table, const Members& m
     giver.raise(&Group::greatest, key);
     giver.raise(&Group::not_least, group ? ~key : 0);
   };
-  for_each_membership(table, members, everybody, give);
+  for_each_membership(table, members, all_members, give);
 }
 
-__device__ __forceinline__ void sum_offsets(const Table& table, const Members& members, bool everybody) {
+__device__ __forceinline__ void sum_offsets(const Table& table, const Members& members, bool all_members) {
   const auto give = [&](const Group* group, const Giver<Group>& giver, int64_t, double weight, double offset) {
     int64_t of_weight = 0, of_sum = 0, of_squares = 0;
     if (group) {
@@ -319,17 +319,17 @@ __device__ __forceinline__ void sum_offsets(const Table& table, const Members& m
     giver.add(&Group::sum, of_sum);
     giver.add(&Group::squares, of_squares);
   };
-  for_each_membership(table, members, everybody, give);
+  for_each_membership(table, members, all_members, give);
 }
 
-// The sums of all groups, and with `everybody` of all members as one group. Entries must be cleared before. The call has three
-// grid barriers; no thread reads entries after the last.
-__device__ __forceinline__ void sum_groups(const Table& table, const Members& members, bool everybody, bool extremes) {
-  number_groups(table, members, everybody);
+// The sums of all groups and, with `all_members`, of all members as one group. Entries must be cleared before. The call has
+// three grid barriers; no thread reads entries after the last.
+__device__ __forceinline__ void sum_groups(const Table& table, const Members& members, bool all_members, bool extremes) {
+  number_groups(table, members, all_members);
   sync_grid();
-  find_spread(table, members, everybody, extremes);
+  find_spread(table, members, all_members, extremes);
   sync_grid();
-  sum_offsets(table, members, everybody);
+  sum_offsets(table, members, all_members);
   sync_grid();
 }
 

@@ -243,7 +243,7 @@ class PolicyLossExample(NamedTuple):
         return self._replace(advantages=advantages).given(**changed)
 
     def poisoned(self, value: float) -> PolicyLossExample:
-        """The example with ``value`` at all tokens that must not be read: masked ones and those of no row."""
+        """The example with ``value`` at all tokens that must not be read: masked tokens and tokens of no row."""
         hole = ~self.valid()
         return self.on_tokens(lambda x: torch.where(hole, value, x) if x.is_floating_point() else x)
 

@@ -25,7 +25,7 @@ __all__ = ["GRADIENT", "NOTHING_VALID", "PROMISES", "Estimator", "Inapplicable",
 
 Run = Callable[[Any], Any]
 
-GRADIENT = "gradient"  # a need of promises beside keywords
+GRADIENT = "gradient"  # a requirement of promises that is no keyword
 
 
 class Inapplicable(Exception):

@@ -34,10 +34,10 @@ from .groups import (
     TILE_UNITS,
     Given,
     add_absolute,
+    all_members,
     center_of,
-    everybody,
     few_blocks,
-    load_everybody,
+    load_all_members,
     load_units,
     run_of,
     squares_of,
@@ -300,7 +300,7 @@ def _apply_term(
 
 
 @kernel
-def _normalise_everybody(
+def _normalise_all_members(
     advantages,
     before,  # [2, U] float64, totals and shares of the earlier terms; None: this is the first term
     after,  # totals and shares with this term; None: this is the last term
@@ -323,7 +323,7 @@ def _normalise_everybody(
     TILE: tl.constexpr,
 ):
     numbers = Numbers(ddof, eps, coefficient, keeps)
-    group = load_everybody(totals)
+    group = load_all_members(totals)
     sum = group.sum
     if absolute is not None:
         sum = add_absolute(absolute, tiles, TILE)
@@ -367,7 +367,7 @@ def _normalise_runs(
     group, absolute = _sums(given, order, begin, length, None, RULE, WIDTH)
     batch = group
     if totals is not None:
-        batch = load_everybody(totals)
+        batch = load_all_members(totals)
     map = _map_of(group, absolute, batch, numbers, RULE, SHARE)
     for start in range(0, tl.max(length), WIDTH):
         position = begin + start + tl.arange(0, WIDTH)[None, :]
@@ -412,7 +412,7 @@ def _normalise_by_term(inputs: GroupInputs, spec: GroupNormalisation, advantages
     so_far = torch.empty((2, units), dtype=torch.float64, device=advantages.device) if is_sum else None
     groupings = [Given(*tensors, inputs.mask) for tensors in zip(*inputs[:3], strict=True)]
     wanted = [k for k, term in enumerate(spec.terms) if groupings[k].ids is None or term.scale is Scale.BATCH]
-    totals = dict(zip(wanted, everybody([groupings[k] for k in wanted]), strict=True)) if wanted else {}
+    totals = dict(zip(wanted, all_members([groupings[k] for k in wanted]), strict=True)) if wanted else {}
     sorted_by: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # terms share groupings
     for k, (given, term) in enumerate(zip(groupings, spec.terms, strict=True)):
         before, after = None if k == 0 else so_far, None if k + 1 == len(spec.terms) else so_far
@@ -423,7 +423,7 @@ def _normalise_by_term(inputs: GroupInputs, spec: GroupNormalisation, advantages
             absolute = sum_absolute_tiles(given, totals[k]) if term.scale is Scale.ABSOLUTE else None
             tiles = triton.cdiv(units, TILE_UNITS)
             launch(
-                _normalise_everybody, tiles, advantages, before, after, given.x, given.weights, given.mask,
+                _normalise_all_members, tiles, advantages, before, after, given.x, given.weights, given.mask,
                 inputs.apply_mask, totals[k], absolute, units, tiles, *numbers, RULE=_rule(term),
                 SHARE=int(spec.share), TILE=TILE_UNITS, maxnreg=REGISTERS,
             )  # fmt: skip

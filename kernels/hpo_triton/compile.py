@@ -68,7 +68,7 @@ __all__ = ["TARGETS", "Report", "compiling", "every_path", "paths", "report", "s
 TARGETS = (80, 90, 100, 120)
 
 
-# --------------------------------------------------------------------------------------------------- how to compile
+# ------------------------------------------------------------------------------------------------------- compilation
 
 
 class _Target:
@@ -132,7 +132,7 @@ def report(compiled: Any) -> Report:
     return Report(compiled.metadata.name, registers, stack + local, compiled.metadata.shared, dict(loads))
 
 
-# --------------------------------------------------------------------------------------------------- what to compile
+# ------------------------------------------------------------------------------------------------------------- paths
 
 TOKENS, ROWS = 2048, 4
 

@@ -25,10 +25,10 @@ __all__ = [
     "Given",
     "Group",
     "add_absolute",
+    "all_members",
     "center_of",
-    "everybody",
     "few_blocks",
-    "load_everybody",
+    "load_all_members",
     "load_units",
     "run_of",
     "squares_of",
@@ -228,7 +228,7 @@ def run_of(sorted_ids, units, RUNS: tl.constexpr, WIDTH: tl.constexpr):
     return begin, length
 
 
-# ---------------------------------------------------------------------------------------------------------- everybody
+# -------------------------------------------------------------------------------------------- all members as one group
 
 
 @kernel
@@ -306,7 +306,7 @@ def _merge_tiles(
 
 
 @triton.jit
-def load_everybody(totals):
+def load_all_members(totals):
     """The sums over all members, ``[1, 1]``."""
     at = totals + tl.zeros([1, 1], tl.int32)
     return Group(
@@ -329,7 +329,7 @@ def _sum_absolute_tiles(
     begin = tl.zeros([1, 1], tl.int64) + program * TILE
     length = tl.minimum(units - begin, TILE)
     given = Given(values, None, weights, mask)
-    total = sum_absolute(given, None, begin, length, None, load_everybody(totals), TILE)
+    total = sum_absolute(given, None, begin, length, None, load_all_members(totals), TILE)
     tl.store(absolute + program + tl.zeros([1, 1], tl.int32), total)
 
 
@@ -354,7 +354,7 @@ def few_blocks(units: int) -> tuple[int, int]:
     return UNITS, OTHERS
 
 
-def everybody(groupings: Sequence[Given], extremes: bool = False) -> torch.Tensor:
+def all_members(groupings: Sequence[Given], extremes: bool = False) -> torch.Tensor:
     """The sums over all members, whatever their groups, ``[groupings, FIELDS]`` float64: two launches."""
     first, count = groupings[0].x, len(groupings)
     values, ids, weights, masks = zip(*groupings, strict=True)

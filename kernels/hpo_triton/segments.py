@@ -23,10 +23,10 @@ from .groups import (
     SCANNED,
     TILE_UNITS,
     Given,
+    all_members,
     center_of,
-    everybody,
     few_blocks,
-    load_everybody,
+    load_all_members,
     run_of,
     squares_of,
     sum_group,
@@ -360,14 +360,14 @@ def _statistics_of_runs(
 
 
 @kernel
-def _statistics_of_everybody(
+def _statistics_of_all_members(
     statistics,
     totals,
     units: tl.int64,
     TILE: tl.constexpr,
 ):
     unit = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
-    _put_statistics(statistics, load_everybody(totals), unit, units, unit < units)
+    _put_statistics(statistics, load_all_members(totals), unit, units, unit < units)
 
 
 def group_statistics(
@@ -377,9 +377,9 @@ def group_statistics(
     units, given = values.numel(), Given(values, ids, weights, mask)
     statistics = torch.empty((6, units), dtype=torch.float64, device=values.device)
     if ids is None:
-        totals = everybody([given], extremes=True)
+        totals = all_members([given], extremes=True)
         programs = triton.cdiv(units, TILE_UNITS)
-        launch(_statistics_of_everybody, programs, statistics, totals, units, TILE=TILE_UNITS)
+        launch(_statistics_of_all_members, programs, statistics, totals, units, TILE=TILE_UNITS)
     elif units <= SCANNED:
         block, others = few_blocks(units)
         launch(

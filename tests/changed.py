@@ -1,4 +1,4 @@
-"""The tests that the files changed since a commit can affect: what `make test-changed` runs.
+"""The tests of `make test-changed`: those that files changed since a commit can affect.
 
     python tests/changed.py COMMIT [options of pytest]
 

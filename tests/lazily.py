@@ -1,4 +1,4 @@
-"""Modules that are imported where a test first uses them: what only collects tests does not wait for trainers."""
+"""Modules that are imported at their first use in a test, so that collection does not wait for trainers."""
 
 import importlib
 import importlib.util
@@ -7,7 +7,7 @@ import pytest
 
 
 class Lazy:
-    """Stands for a module."""
+    """A stand-in for a module."""
 
     def __init__(self, name):
         self._name = name
@@ -22,6 +22,6 @@ class Lazy:
 
 
 def skip_without(name):
-    """Skips a test module where a package is not installed, without importing it."""
+    """Skips a test module if a package is not installed, without importing it."""
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed", allow_module_level=True)

@@ -1,4 +1,4 @@
-"""The path tests of the C++ code and the emulated CUDA under AddressSanitizer and UBSan: what `make sanitize` runs.
+"""The tests of `make sanitize`: the path tests of C++ and of the emulated CUDA under AddressSanitizer and UBSan.
 
     python tests/sanitized.py FOLDER [options of pytest]
 

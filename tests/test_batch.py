@@ -40,7 +40,7 @@ def same(one, other):
         assert (a is None and b is None) or torch.equal(a, b), name
 
 
-# ------------------------------------------------------------------------------------------------- what it accepts
+# ---------------------------------------------------------------------------------------------- accepted arguments
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)

@@ -101,7 +101,7 @@ LOGIT_KERNELS = ("sum_rows", "differentiate_rows")
 
 
 def logits_of(kernel: Kernel) -> int:
-    """In a 128-bit load of a kernel that reads logits."""
+    """The number of logits in a 128-bit load of a kernel that reads logits."""
     return 4 if "Float32" in kernel.name else 8
 
 

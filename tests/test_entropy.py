@@ -443,11 +443,11 @@ def test_broken_entropies_are_counted(backend):
     assert state.errors.item() == 2 and state.population.item() == 2
 
 
-# ------------------------------------------------------------------------------------------------- of which backend
+# ----------------------------------------------------------------------------------------- the backend of a threshold
 
 
 def scored(seed=0):
-    """Rows, some shorter than windows, and masked tokens; and entropies whose sums round."""
+    """Entropies with inexact sums, and a batch with masked tokens and some rows shorter than windows."""
     draw = torch.Generator().manual_seed(seed)
     lengths = [90, 1, 3, 60, 0, 46]
     mask = torch.rand(200, generator=draw) < 0.9

@@ -132,7 +132,7 @@ def test_special_scores(backend, values, population, broken):
         assert_selects(backend, example)
 
 
-# --------------------------------------------------------------------------- tokens by themselves, and what is selected
+# ----------------------------------------------------------------------------------------- single tokens and selections
 
 
 SCORES = {}

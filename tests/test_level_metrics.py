@@ -200,7 +200,7 @@ def test_there_are_residuals_in_every_region():
     assert not missing
 
 
-# --------------------------------------------------------------------------------------------- what it may not change
+# ------------------------------------------------------------------------------------------------ unchanged results
 
 
 ON_TRITON = ("mixed routing", "score", "gspo")  # the interpreter is slow, and kernels distinguish gates only by kind
@@ -307,7 +307,7 @@ def test_steps_without_any_row(backend):
     assert out.levels["segments"].item() == 0
 
 
-# ----------------------------------------------------------------------------------------------------- what is counted
+# ------------------------------------------------------------------------------------------------------------- counts
 
 
 def test_masked_tokens_and_nan_log_ratios(backend):

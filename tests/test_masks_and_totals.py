@@ -24,7 +24,7 @@ WAYS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("values", NO_MASKS.values(), ids=NO_MASKS)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_masks_of_floats_are_refused_whatever_they_hold(way, values, dtype):
+def test_masks_of_floats_are_refused(way, values, dtype):
     name = str(dtype).removeprefix("torch.")
     message = rf"mask: expected bool or integers 0 and 1, got {name}; use mask.bool\(\) .*, mask == 0 if it is additive"
     with pytest.raises(TypeError, match=message):

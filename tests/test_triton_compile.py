@@ -1,7 +1,7 @@
-"""The Triton kernels as the assembler sees them, for GPUs that need not be here, and how often they are compiled.
+"""The Triton kernels after assembly, for GPUs that need not be present, and the number of their compilations.
 
-Other tests of this process run in Triton's interpreter, which compiles nothing: these start processes without it. What
-they report is kept in build/triton, with the kernels, for as long as no source changes.
+Other tests of this process run in Triton's interpreter, which compiles nothing, so these start processes without it.
+Their reports are kept in build/triton, with the kernels, as long as no source changes.
 """
 
 import functools
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "build/triton"
 OTHERS = (80, 100, 120)
 TARGETS = (90, *OTHERS)
-SHARES, SHARES_OF_ALL = 3, 10  # of the kernels: each takes half a minute to a minute, for workers to divide up
+SHARES, SHARES_OF_ALL = 3, 10  # shares of the kernels for workers; each takes half a minute to a minute
 
 # Registers of a thread on sm_90 with Triton 3.9.0: a change that exceeds them fails.
 REGISTERS = {

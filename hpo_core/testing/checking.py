@@ -214,7 +214,7 @@ def _run_with_tokens(run: _Run, gradient: bool, example: PolicyLossExample) -> O
     return Outcome(zeros.new_zeros(()), zeros if gradient else None, None, None)
 
 
-# ----------------------------------------------------------------------------------------- how each op is called
+# -------------------------------------------------------------------------------------------- the calls of each op
 
 _Run = Callable[[Any], Any]
 

@@ -198,7 +198,7 @@ def test_estimators_of_rows_and_steps_by_name_and_by_function():
 
     wrong = testing.check(without_steps, "gigpo", examples=20)
     assert "exact" in wrong.broken and "anchor_ids = [" in str(wrong)
-    with pytest.raises(ValueError, match="fix what else it needs"):
+    with pytest.raises(ValueError, match="bind its other inputs"):
         testing.check(flat, "sgrpo")
 
 

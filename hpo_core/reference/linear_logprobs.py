@@ -1,4 +1,4 @@
-"""Log-probability of a target and entropy of its distribution, from hidden states and a head: the definition."""
+"""The definition of token log-probabilities and entropies from hidden states and a head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def linear_token_logprobs(
     kept: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """:func:`~hpo_core.reference.logprobs.token_logprobs` of ``x = hidden @ weight.T + bias``, with a
-    softcap of ``softcap tanh(x / softcap)``; ``rows``: all but the logits, which are computed in full and in float64.
+    softcap of ``softcap tanh(x / softcap)``. The logits exist in full, in float64; ``rows`` holds all other arguments.
 
     Hidden states of ignored rows are not read. Results are float64 if hidden states and weight are, else float32.
 

@@ -1,4 +1,4 @@
-"""Statistics of rows of logits over a part of the vocabulary, and the gradient of a part: the definition."""
+"""The definition of the state of rows of logits over a part of the vocabulary, and of the gradient of a part."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ __all__ = ["part", "part_gradient"]
 
 
 def part(rows: LogitRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``m``, ``s``, ``w / (1 + s)`` and the target's logit ``[...]`` in float64, of ``d_j = (x_j - m) / temperature``
-    for the greatest logit m, and the sums s of ``e^d`` and w of ``-d e^d`` over all others.
+    """``m``, ``s``, ``w / (1 + s)`` and the target's logit ``[...]`` in float64, for the greatest logit m.
+
+    ``d_j = (x_j - m) / temperature``, s is the sum of ``e^d`` over all other logits, and w the sum of ``-d e^d``.
 
     >>> import torch
     >>> rows = LogitRows(torch.tensor([[0.0, 1.0]]), torch.tensor([3]), None, 1.0, -100, None, 2, 9)

@@ -22,7 +22,7 @@ from hpo_core.testing.timing import FEW, Timing, extra_bytes, interleave
 Tensors = dict[str, torch.Tensor]
 
 PART = 1 << 24  # elements that are compared at once, in float64
-EVICTION = 1 << 24  # floats: 64 MiB, several times a last-level cache of this class of machine
+EVICTION = 1 << 24  # floats: 64 MiB, several times the last-level cache of such a machine
 
 
 class Mismatch(Exception):
@@ -79,9 +79,9 @@ class Case:
     ours: list[Contestant]
     peers: list[Contestant]
     floor: Callable[[], object]  # streams the same bytes
-    truth: Callable[[], Tensors] | None = None  # in float64; for small sizes
-    cold: bool = False  # evict the caches before every call
-    left_out: list[str] = field(default_factory=list)  # contestants that do not fit, and what they would take
+    truth: Callable[[], Tensors] | None = None  # the float64 reference; for small sizes
+    cold: bool = False  # caches are evicted before every call
+    left_out: list[str] = field(default_factory=list)  # contestants that do not fit, and the memory that they need
 
 
 class Plan(NamedTuple):

@@ -308,10 +308,8 @@ def mc_grpo(u):
         values = u.reward[places]
         median = sorted(values)[(len(values) - 1) // 2]
         spread = sorted(abs(values - median))[(len(values) - 1) // 2]
-        left = sum(values != median)
         for place in places:
-            if u.reward[place] != median:
-                out[place] = (u.reward[place] - median) / (spread + 1e-3) * len(values) / left
+            out[place] = (u.reward[place] - median) / (spread + 1e-3)
     return out
 
 

@@ -288,7 +288,7 @@ def test_dcpo_over_steps(backend):
         prompts, rewards = draw.permutation([0, 0, 0, 0, 2, 2, 2, 2]), draw.integers(0, 2, 8).astype(float)
         got, history = advantages.dcpo(
             torch.tensor(rewards, dtype=torch.float32, device=device), torch.tensor(prompts, device=device), history,
-            backend=backend,
+            ddof=0, backend=backend,
         )  # fmt: skip
         for prompt in (0, 2):
             own = rewards[prompts == prompt]

@@ -159,10 +159,10 @@ _ALIKE = {
     ),
     "values": (
         "values predictions second_critic low_values high_values switch_values parent_values answer_values "
-        "root_values deviations reference weights gains"
+        "root_values deviations reference weights gains second_values"
     ),
     "lengths": "lengths turns budgets multiplicity",
-    "group_ids": "group_ids supergroup_ids ids stratum_ids agent_ids blueprint_ids graph_ids",
+    "group_ids": "group_ids supergroup_ids ids stratum_ids agent_ids blueprint_ids graph_ids tree_ids",
     "trajectory_ids": "trajectory_ids",
     "anchor_ids": "anchor_ids edge_ids",
     "positions": "positions",

@@ -21,7 +21,7 @@ from .flat import (
     whiten,
 )
 from .hierarchical import dr_mas, flow_grpo, gigpo, hbpo, hgpo, m_grpo, peco, sgrpo, stratified
-from .ranks import arena, g2rpo, mc_grpo, pass_at_k
+from .ranks import arena, g2rpo, mc_grpo, mc_grpo_samples, pass_at_k
 from .returns import discounted_returns
 from .selection import d3s_samples, pf_ppo
 from .several import dvao, gdpo, vpo
@@ -72,6 +72,7 @@ __all__ = [
     "mars2",
     "maxrl",
     "mc_grpo",
+    "mc_grpo_samples",
     "negative_sample",
     "ngrpo",
     "opo",

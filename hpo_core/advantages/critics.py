@@ -56,10 +56,19 @@ def step_gae(
 
 @estimator(Provenance.VERIFIED, level="step")
 def archer_td(
-    first_critic: torch.Tensor, second_critic: torch.Tensor, values: torch.Tensor, *, backend: str | None = None
+    first_critic: torch.Tensor,
+    second_critic: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    second_values: torch.Tensor | None = None,
+    backend: str | None = None,
 ) -> torch.Tensor:
-    """ArCHer: ``A = min(Q1, Q2) - V`` of utterances, all from target critics (arXiv 2402.19446). Returns ``[N]``
-    float32.
+    """ArCHer: ``A = min(Q1, Q2) - min(V1, V2)`` of utterances (arXiv 2402.19446). Returns ``[N]`` float32.
+
+    Args:
+        first_critic, second_critic: Q1 and Q2 ``[N]``. The authors' code takes its critics as they are trained, not the
+            target copies that it keeps for their own targets.
+        values, second_values: V1 and V2 ``[N]``. None: V1 alone.
 
     A token baseline goes in by ``policy_loss(advantages=)`` per token: subtract it from what this gives. An utterance
     of which a critic says NaN gets 0.
@@ -67,8 +76,9 @@ def archer_td(
     >>> archer_td(torch.tensor([1.0]), torch.tensor([0.5]), torch.tensor([0.25]))
     tensor([0.2500])
     """
-    check_units(first_critic=first_critic, second_critic=second_critic, values=values)
-    exact = torch.minimum(first_critic, second_critic).double() - values.double()
+    check_units(first_critic=first_critic, second_critic=second_critic, values=values, second_values=second_values)
+    value = values if second_values is None else torch.minimum(values, second_values)
+    exact = torch.minimum(first_critic, second_critic).double() - value.double()
     return as_advantages(known(exact), first_critic, backend)
 
 

@@ -163,6 +163,7 @@ def dr_mas(
     mask: torch.Tensor | None = None,
     ddof: int = 1,
     eps: float = 1e-6,
+    singleton: str = "zero",
     backend: str | None = None,
 ) -> torch.Tensor:
     """Dr.MAS: GRPO with statistics per prompt *and agent* (arXiv 2602.08847). Returns ``[S]`` float32.
@@ -177,7 +178,8 @@ def dr_mas(
     tensor([ 0.7071, -0.7071,  0.7071, -0.7071])
     """
     check_units(rewards=rewards, group_ids=group_ids, agent_ids=agent_ids, mask=mask)
-    return grpo(rewards, dense_ids(group_ids, agent_ids), mask=mask, ddof=ddof, eps=eps, backend=backend)
+    ids = dense_ids(group_ids, agent_ids)
+    return grpo(rewards, ids, mask=mask, ddof=ddof, eps=eps, singleton=singleton, backend=backend)
 
 
 @estimator(Provenance.VERIFIED, tables=True)

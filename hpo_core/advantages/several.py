@@ -15,7 +15,7 @@ from .terms import Term, check_channels, combine, estimator, grouped
 __all__ = ["dvao", "gdpo", "vpo"]
 
 
-@estimator(Provenance.VERIFIED, several=True, tables=True)
+@estimator(Provenance.PAPER, several=True, tables=True)
 def dvao(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,

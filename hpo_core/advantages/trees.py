@@ -11,7 +11,7 @@ from ..checks import check, check_device, check_dtype, check_shape, check_units
 from ..segments import dense_ids, statistics
 from ..specs import MOST_TERMS, GroupTerm, Presence, Provenance, Scale, Share
 from .flat import grpo, whiten
-from .terms import Term, among, as_advantages, combine, estimator, grouped, keeps_singletons, scorable
+from .terms import Term, among, as_advantages, check_compat, combine, estimator, grouped, keeps_singletons, scorable
 
 __all__ = ["mars2", "rose", "treepo"]
 
@@ -98,9 +98,11 @@ def mars2(
     parents: torch.Tensor,
     group_ids: torch.Tensor,
     *,
+    tree_ids: torch.Tensor | None = None,
     shaping: float = 0.3,
     siblings: float = 0.5,
     eps: float = 1e-9,
+    compat: str = "paper",
     backend: str | None = None,
 ) -> torch.Tensor:
     """MARS^2: rewards of a tree's nodes shaped by parents and siblings, then GRPO over all nodes of the prompt (arXiv
@@ -114,10 +116,11 @@ def mars2(
             which is none, but makes siblings. A node whose parent is beyond the nodes is in no statistic and gets NaN,
             which the loss leaves out and counts.
         group_ids: ``[N]``, the prompt of each tree.
+        tree_ids: ``[N]``, the tree of each node: those below the root are siblings in their own tree alone. None: each
+            prompt has one tree.
         shaping, siblings: g (.5 in the authors' class) and l.
-
-    Traps: the authors shape in place while they go through the nodes, so that children see what their parents have
-    become; here all see the rewards as given.
+        compat: ``"paper"`` shapes all nodes by the rewards as given; ``"code"`` from the root on, so that a child sees
+            what its parent has become, but its siblings as given, as the authors do in place.
 
     >>> r, parents = torch.tensor([0.2, 0.6, 0.8, 0.4]), torch.tensor([-1, -1, 0, 0])
     >>> mars2(r, parents, torch.zeros(4, dtype=torch.int64))
@@ -126,10 +129,12 @@ def mars2(
     check_dtype("parents", parents, (torch.int32, torch.int64), "places of nodes are integers")
     check_shape("parents", parents, rewards.shape, "[N] (that of rewards)")
     check_device("parents", parents, rewards.device, "rewards")
-    check_units(rewards=rewards, group_ids=group_ids)
+    check_units(rewards=rewards, group_ids=group_ids, tree_ids=tree_ids)
+    in_place = check_compat(compat)
     lost = parents >= rewards.numel()
     own = among(parents, ~lost)  # a place below N: adding 1 cannot overflow
-    family = statistics(rewards, dense_ids(among(group_ids, ~lost), own.clamp(min=-1) + 1), backend=backend)
+    tree = group_ids if tree_ids is None else dense_ids(group_ids, tree_ids)
+    family = statistics(rewards, dense_ids(among(tree, ~lost), own.clamp(min=-1) + 1), backend=backend)
     exact = torch.where((group_ids >= 0) & ~lost, rewards.double(), torch.nan)
     others = (family.mean * family.members - exact) / (family.members - 1).clamp(min=1)
     parent = exact[own.clamp(min=0)] if rewards.numel() else exact
@@ -138,6 +143,11 @@ def mars2(
     baseline = torch.where(
         has_parent, torch.where(has_siblings, mixed, parent), torch.where(has_siblings, others, exact)
     )
-    shaped = as_advantages(exact + shaping * (exact - baseline), rewards, backend)
-    advantages = grpo(shaped, group_ids, eps=eps, backend=backend)
+    gain = shaping * (exact - baseline)
+    if in_place:  # a parent's gain g reaches its child as -shaping times its part of the baseline
+        reach = -shaping * torch.where(has_parent, torch.where(has_siblings, 1 - siblings, 1.0), 0.0)
+        above = torch.where(has_parent, own, torch.arange(rewards.numel(), device=rewards.device))
+        for _ in range(rewards.numel().bit_length()):  # each time twice as far up
+            gain, reach, above = gain + reach * gain[above], reach * reach[above], above[above]
+    advantages = grpo(as_advantages(exact + gain, rewards, backend), group_ids, eps=eps, backend=backend)
     return torch.where(lost & torch.isfinite(rewards) & (group_ids >= 0), torch.nan, advantages)

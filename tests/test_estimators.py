@@ -10,7 +10,7 @@ import naive_hierarchies as hierarchies
 import pytest
 import torch
 from breadth import at_length, is_interpreted, number  # noqa: F401 (the first is a fixture)
-from estimators import CASES, PATHS, Given
+from estimators import CASES, COMPOSED, PATHS, Given
 
 import hpo_core as hpo
 from hpo_core import advantages, gates, testing
@@ -24,7 +24,8 @@ LOOPS = {**vars(naive), **vars(hierarchies)}
 def batches_of(backend, name):
     """Twelve are one with each kind of rewards, of masks and of ids; four one with each kind of rewards."""
     most, interpreted = 24 if is_interpreted(backend) else 300, 4 if name in PATHS else 1
-    return number(backend, at_length=most, machine_code=120, emulated=12, interpreted=interpreted)
+    every, emulated = (8, 1) if name in COMPOSED else (120, 12)
+    return number(backend, at_length=most, machine_code=every, emulated=emulated, interpreted=interpreted)
 
 
 @pytest.mark.usefixtures("at_length")
@@ -399,6 +400,36 @@ def test_areal_scales_by_the_deviation_about_groups(backend):
         t(1.0, 0, 2, 6, 9), t(0, 0, 1, 1, 1), eps=0.0, about_groups=True, mask=t(1, 1, 1, 1, 0) > 0, **b
     )
     close(masked, [0.297044, -0.297044, -1.188177, 1.188177, 0], 2e-6)
+
+
+def test_hiper_behind_a_truncated_episode_stand_the_values_before_it(backend):
+    t, b = on(backend)
+    given = (
+        t(0.0, 0.1, 0, 1), t(0, 0, 0, 0), t(True, False, True, False), t(0.3, 0.4, 0.5, 0.7), t(0.35, 9.0, 0.55, 9.0),
+    )  # fmt: skip
+    out = A.hiper(*given, is_truncated=t(1, 1, 1, 1) > 0, normalised=False, **b)
+    close(out.low, [0.280806, 0.222500, 0.165 + 0.9025 * 0.965, 1 + 0.95 * 0.7 - 0.7])
+    second = 0.95 + 0.9025 * 0.55 - 0.55
+    close(out.high, [0.095 + 0.9025 * 0.55 - 0.35 + 0.9025 * 0.95 * second, 0, second, 0])
+    ended = A.hiper(*given, is_truncated=t(1, 1, 1, 0) > 0, normalised=False, **b)  # only the last turn counts
+    assert torch.equal(ended.low, A.hiper(*given, normalised=False, **b).low)
+
+
+def test_hiper_rewards_are_the_authors(backend):
+    """Their compute_hae_advantage with keep_penalty_mode "normalized" and "fixed"."""
+    t, b = on(backend)
+    given = t(1.0, 0, 0, 0, 5, 7), t(0, 0, 0, 0, 1, -1), t(True, False, True, False, False, False)
+    close(A.hiper_rewards(*given, **b), [1, -0.075, 0, -0.075, 5, 7])
+    changed = t(1, 1, 1, 0, 1, 1) > 0
+    close(A.hiper_rewards(*given, is_changed=changed, spread=False, **b), [1, -0.6, 0, -0.3, 4.7, 7])
+
+
+def test_passk_nobody_leads_a_tie_or_an_empty_field(backend):
+    t, b = on(backend)
+    close(A.grpo_passk(t(0.2, 0.9, 0.5), None, **b), [0, 1.138986, 0])
+    close(A.grpo_passk(t(0.2, 0.9, 0.5), None, scaled=False, **b), [0, 0.4, 0])
+    r, ids = t(1.0, 1, 0, 3, 2, math.nan, -5, -6), t(0, 0, 0, 1, 2, 2, -1, -1)
+    assert not A.grpo_passk(r, ids, **b).any()
 
 
 @pytest.mark.parametrize("nothing", [math.nan, math.inf])

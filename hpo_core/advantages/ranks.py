@@ -13,7 +13,7 @@ from .flat import grpo
 from .selection import ordered
 from .terms import as_advantages, check_eps, estimator, scorable
 
-__all__ = ["arena", "g2rpo", "mc_grpo", "mc_grpo_samples", "pass_at_k"]
+__all__ = ["arena", "g2rpo", "grpo_passk", "mc_grpo", "mc_grpo_samples", "pass_at_k"]
 
 
 @estimator(Provenance.VERIFIED)
@@ -108,6 +108,40 @@ def pass_at_k(
     defined = (n >= k) & (wrong < n) & (wrong >= k)
     defined = defined if mask is None else defined & mask
     return torch.where(defined, advantages, 0.0).float()
+
+
+@estimator(Provenance.VERIFIED, tables=True)
+def grpo_passk(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    scaled: bool = True,
+    eps: float = 1e-6,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """GRPO for pass@k: the best response of a group learns from its lead over the second best, the others do not (arXiv
+    2503.19595, verl's ``grpo_passk``). Returns ``[S]`` float32.
+
+    ``A = (r_1 - r_2) / (std_g + eps)``, ddof 1, for the best, 0 for all others. Does not sum to 0.
+
+    Args:
+        scaled: False leaves out the standard deviation.
+
+    Traps: where several responses share the best reward nobody has a lead, which is how most groups of binary rewards
+    end. A group of one gets 0, where verl raises.
+
+    >>> grpo_passk(torch.tensor([0.2, 0.9, 0.5]), None)
+    tensor([0.0000, 1.1390, 0.0000])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, mask=mask)
+    check_eps(eps)
+    group = statistics(rewards, group_ids, mask=mask, backend=backend)
+    exact, member = rewards.double(), scorable(rewards, mask)
+    others = statistics(rewards, group_ids, mask=member & (exact < group.greatest), backend=backend)
+    leads = member & (exact == group.greatest) & (others.members > 0) & (group.members - others.members == 1)
+    scale = group.deviation(1) + eps if scaled else torch.ones_like(exact)
+    return as_advantages(torch.where(leads, (exact - others.greatest) / scale, 0.0), rewards, backend)
 
 
 @estimator(Provenance.VERIFIED)

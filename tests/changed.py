@@ -1,4 +1,4 @@
-"""The tests that the files changed since a commit can affect: what `make test-changed` runs.
+"""The tests of `make test-changed`: those that files changed since a commit can affect.
 
     python tests/changed.py COMMIT [options of pytest]
 
@@ -24,7 +24,7 @@ LOSS = ("promises", "gates", "hierarchy", "presets", "terms", "stages", "metrics
 ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators")
 ENTROPY = ("entropy", "entropy_selection", "select_top")
 SEGMENTS = ("segments", "token_estimators")
-LOGPROBS = ("logprobs", "logprobs_calls", "support", "linear_logprobs", "vocabulary_parallel")
+LOGPROBS = ("logprobs", "logprobs_calls", "support", "linear_logprobs", "vocabulary_parallel", "logprobs_peers")
 OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SEGMENTS, *LOGPROBS)
 MULTIPROCESS = (
     *("distributed", "spanning", "aggregates", "advantages_over_ranks", "data_parallel", "deepspeed", "empty_rank"),

@@ -1,4 +1,4 @@
-"""Measures hpo_core next to its peers on this machine's CPU; a table, JSON, CSV and a roofline picture."""
+"""Measures hpo_core next to its peers on this machine's CPU; writes a table, JSON, CSV and a roofline picture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-# Compilations count as first calls, so none may come from an earlier run's cache.
+# First calls include compilation, so no graph may come from the cache of an earlier run.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="hpo_core_bench_")
 
 import bench_advantages

@@ -159,7 +159,7 @@ MUTANTS = {
     "top-p ends before the token that reaches it": mutant(
         "support.py",
         "weights.cumsum(-1) - weights < top_p", "weights.cumsum(-1) < top_p",
-        "test_support.test_what_is_left_is_what_a_loop_leaves", rows="no two alike", settings={"top_p": 0.9},
+        "test_support.test_the_support_is_that_of_a_naive_loop", rows="no two alike", settings={"top_p": 0.9},
     ),
     "an id that is returned twice counts twice": mutant(
         "support.py",

@@ -21,7 +21,7 @@ def linear_token_logprobs(
     """:func:`~hpo_core.reference.logprobs.token_logprobs` of ``x = hidden @ weight.T + bias``, with a
     softcap of ``softcap tanh(x / softcap)``. The logits exist in full, in float64; ``rows`` holds all other arguments.
 
-    Hidden states of ignored rows are not read. Results are float64 where hidden states and weight are, else float32.
+    Hidden states of ignored rows are not read. Results are float64 if hidden states and weight are, else float32.
 
     >>> import torch
     >>> hidden, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]])

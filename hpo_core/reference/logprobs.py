@@ -13,8 +13,8 @@ def token_logprobs(rows: LogitRows, kept: int) -> tuple[torch.Tensor, torch.Tens
     """``logp_y = d_y - log1p(s)`` and ``H = log1p(s) + w / (1 + s)``, where ``d_j = z_j - z_k`` for an arg-max k of
     ``z = logits / temperature``, ``s`` is the sum of ``e^d`` without k, and ``w`` is the sum of ``-d e^d``.
 
-    The statistics are the greatest logit, s, w / (1 + s) and the sum of squared probabilities, ``kept`` of them; the
-    entropy comes with the third. Float64 for float64 logits, else float32; the computation is in float64.
+    The statistics are the first ``kept`` of the greatest logit, s, w / (1 + s) and the sum of squared probabilities;
+    the entropy needs the third. Results are float64 for float64 logits, else float32; the computation is in float64.
 
     >>> import torch
     >>> logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]], dtype=torch.float64)

@@ -35,7 +35,7 @@ PYTHON = (
     "wrong_arguments",
 )
 TRL = ("trl", "trl_contract", "trl_head", "trl_steps")
-VERL = ("verl", "verl_advantages")
+VERL = ("verl", "verl_advantages", "verl_head")
 
 
 class Rule(NamedTuple):
@@ -99,8 +99,10 @@ RULES = [
     Rule(("hpo_core/entropy/*",), (*ENTROPY, "losses", "imports", "docs")),
     Rule(("hpo_core/gates/*",), (*LOSS, "gate_inputs", "hierarchy_theorems", "hierarchy_degenerate", "imports",
           "docs")),
-    Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py"), (*TRL, "imports")),
-    Rule(("hpo_core/integrations/verl.py", "hpo_core/integrations/turns.py"), (*VERL, "imports")),
+    Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py"),
+         (*TRL, "imports")),
+    Rule(("hpo_core/integrations/verl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py",
+          "tests/verl_on_cpu.py"), (*VERL, "imports")),
     Rule(("hpo_core/testing/*",), ("testing", "promises", "imports")),
     Rule(("hpo_core/py.typed", "hpo_core/_version.py", "setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", ".ci/*",
           "LICENSE", "THIRD_PARTY_NOTICES", ".gitignore"), ("packaging", "backends")),

@@ -30,14 +30,19 @@ def sgrpo(g, **options):
     return advantages.sgrpo(g.reward, of_group, g.group, g.other, group_weight=0.3, **options, **g.rest)
 
 
+def flags(g, name):
+    """A second id as a bool, whatever ids are called."""
+    return g.tensor(getattr(g.units, name) > 0)
+
+
 def prefixes(g):
     return [g.group, g.other, g.third]
 
 
 def hiper(g):
     out = advantages.hiper(
-        g.reward, g.trajectory, g.flag, g.number, g.length / 10, switch_values=g.number / 2, gamma=0.9, low_lam=0.8,
-        high_lam=0.7, normalised=False, backend=g.backend,
+        g.reward, g.trajectory, g.flag, g.number, g.length / 10, switch_values=g.number / 2,
+        is_truncated=flags(g, "third"), gamma=0.9, low_lam=0.8, high_lam=0.7, normalised=False, backend=g.backend,
     )  # fmt: skip
     return torch.stack(out)
 
@@ -48,6 +53,18 @@ def budgets(g):
 
 def several(g):
     return torch.stack([g.reward, g.number])
+
+
+def combined(g, estimator, *groups, **options):
+    of_group = g.tensor(hierarchies.group_rewards(g.units))
+    return estimator(g.reward, of_group, g.group, *groups, group_weight=0.3, **options, **g.rest)
+
+
+def penalised(g):
+    starts = torch.arange(0.0, 9.0, 3.0, dtype=g.reward.dtype, device=g.reward.device)[:, None].expand(3, len(g.reward))
+    leaves = g.tensor(hierarchies.leaves(g.units))
+    segments = advantages.rose(g.reward, prefixes(g), backend=g.backend)
+    return advantages.rose_length_penalty(segments, g.reward, prefixes(g), leaves, starts, alpha=2.0, backend=g.backend)
 
 
 A, R = advantages, reconstructed
@@ -85,14 +102,22 @@ CASES = {
     "stratified": lambda g: A.stratified(g.reward, g.group, g.other, alpha=0.8, **g.rest),
     "sgrpo": sgrpo,
     "sgrpo_scaled": lambda g: sgrpo(g, scaled=True),
+    "sgrpo_credits": lambda g: sgrpo(g, scaled=True, credits=g.number, temperature=0.7),
+    "sgrpo_reward_sum": lambda g: combined(g, A.sgrpo_reward_sum),
+    "sgrpo_hierarchical_sum": lambda g: combined(g, A.sgrpo_hierarchical_sum, g.other, scaled=True),
     "treepo": lambda g: A.treepo(g.reward, prefixes(g), backend=g.backend),
     "treepo_plain": lambda g: A.treepo(g.reward, prefixes(g), by_size=False, drop_flat=True, backend=g.backend),
     "rose": lambda g: A.rose(g.reward, prefixes(g), backend=g.backend),
     "rose_shared": lambda g: A.rose(g.reward, prefixes(g), shared=True, backend=g.backend),
+    "treepo_segments": lambda g: A.treepo_segments(g.reward, prefixes(g), decay=0.9, backend=g.backend),
+    "rose_length_penalty": penalised,
     "mars2": lambda g: A.mars2(g.reward, g.tensor(hierarchies.parents(g.units)), g.group, backend=g.backend),
     "g2rpo": lambda g: A.g2rpo(g.reward, g.group, **g.rest),
     "arena": lambda g: A.arena((g.length / 2).floor(), g.group, **g.rest),
     "pass_at_k": lambda g: A.pass_at_k(g.flag, g.group, 2, **g.rest),
+    "grpo_passk": lambda g: A.grpo_passk(g.reward, g.group, **g.rest),
+    "hila": lambda g: A.hila(g.reward, flags(g, "other"), flags(g, "third"), g.group, **g.rest),
+    "tool_star": lambda g: A.tool_star(g.number, g.flag, flags(g, "other"), g.group, **g.rest),
     "mc_grpo": lambda g: A.mc_grpo(g.reward, g.group, **g.rest),
     "adora": lambda g: A.adora(g.reward, g.group, g.length, g.flag, **g.rest),
     "aspo_shaping": lambda g: A.aspo_shaping(g.reward, g.group, g.number, g.length, g.flag, backend=g.backend),
@@ -103,6 +128,13 @@ CASES = {
     "step_gae": lambda g: A.step_gae(g.reward, g.number, g.trajectory, gamma=0.9, lam=0.8, backend=g.backend),
     "hiper": hiper,
     "himac": lambda g: R.himac(g.reward, g.group, g.flag, g.other, backend=g.backend),
+    "thor": lambda g: R.thor(g.reward, g.group, g.flag, g.other, step_weight=0.5, backend=g.backend),
+    "hi_agent": lambda g: R.hi_agent(
+        g.reward, g.number, g.length / 16, g.group, weights=(1.0, 2.0, 1.0), backend=g.backend
+    ),
+    "a2fm_apo": lambda g: R.a2fm_apo(
+        g.tensor(naive.rates(g.units)), flags(g, "other"), g.group, easy=0.5, alpha=2.0, **g.rest
+    ),
     "hi_grpo": lambda g: R.hi_grpo(several(g), g.group, backend=g.backend),
     "chrpo": lambda g: R.chrpo(g.reward, g.number, g.group, backend=g.backend),
     "hrpo": lambda g: R.hrpo(
@@ -116,6 +148,12 @@ CASES = {
     ),
     "hc_grpo": lambda g: R.hc_grpo(g.reward, torch.stack([g.number, g.length / 10]), g.group, backend=g.backend),
 }  # fmt: skip
+
+# Cases that put other estimators together, of which a few batches show a break.
+COMPOSED = (
+    *("sgrpo_reward_sum", "sgrpo_hierarchical_sum", "treepo_segments", "rose_length_penalty", "grpo_passk", "hila"),
+    *("tool_star", "thor", "hi_agent", "a2fm_apo", "sgrpo_credits"),
+)
 
 # Cases that together start every kernel of Triton with every structure that any case starts it with.
 PATHS = (

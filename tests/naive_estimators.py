@@ -264,6 +264,19 @@ def gdpo_tokens(u):
     return whiten_tokens(together, u.length, u.mask & (u.group >= 0))
 
 
+def hila(u):
+    cost = [0.3 if defers else 0.1 if creates else 0.0 for defers, creates in zip(u.other, u.third, strict=True)]
+    return z(u.reward - cost, ids(u.group), u.mask, ddof=0)
+
+
+def tool_star(u):
+    worth = [
+        -1.0 if not formatted else accuracy + (0.1 if tools and accuracy > 0 else 0.0)
+        for accuracy, formatted, tools in zip(u.number, u.flag, u.other, strict=True)
+    ]
+    return z(np.array(worth) + 0 * u.number, ids(u.group), u.mask)
+
+
 # -------------------------------------------------------------------------------------------------------------- ranks
 
 
@@ -302,16 +315,24 @@ def pass_at_k(u):
     return out
 
 
+def grpo_passk(u):
+    out = np.zeros(len(u.reward))
+    for places in groups_of(ids(u.group), u.mask).values():
+        values = sorted(u.reward[places])
+        if len(values) > 1 and values[-1] > values[-2]:
+            best = next(place for place in places if u.reward[place] == values[-1])
+            out[best] = (values[-1] - values[-2]) / (np.std(values, ddof=1) + 1e-6)
+    return out
+
+
 def mc_grpo(u):
     out = np.zeros(len(u.reward))
     for places in groups_of(ids(u.group), u.mask).values():
         values = u.reward[places]
         median = sorted(values)[(len(values) - 1) // 2]
         spread = sorted(abs(values - median))[(len(values) - 1) // 2]
-        left = sum(values != median)
         for place in places:
-            if u.reward[place] != median:
-                out[place] = (u.reward[place] - median) / (spread + 1e-3) * len(values) / left
+            out[place] = (u.reward[place] - median) / (spread + 1e-3)
     return out
 
 

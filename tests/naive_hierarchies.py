@@ -118,8 +118,8 @@ def stratified(u):
     return 0.8 * inside + (1 - 0.8) * z(u.reward, ids(u.group), u.mask)
 
 
-def sgrpo(u, scaled=False):
-    """The group reward is a function of supergroup and group."""
+def sgrpo(u, scaled=False, temperature=None):
+    """The group reward is a function of supergroup and group; with a temperature rollouts earn their part of it."""
     of_group = group_rewards(u)
     out = np.zeros(len(u.reward))
     for places in groups_of(ids(u.group), u.mask).values():
@@ -127,6 +127,11 @@ def sgrpo(u, scaled=False):
         groups = groups_of([int(g) for g in u.other], [i in places for i in range(len(out))])
         rewards = np.array([of_group[own[0]] for own in groups.values()])
         std = [x.std(ddof=1) if len(x) > 1 and x.min() < x.max() else 0.0 for x in (values, rewards)]
+        earned = dict.fromkeys(places, (1.0, 1.0))
+        for members in groups.values() if temperature else ():
+            standing = z(u.number, [0] * len(out), np.isin(np.arange(len(out)), members), eps=1e-4)[members]
+            parts = [np.exp(way * standing / temperature) for way in (1, -1)]
+            earned |= zip(members, zip(*(part / part.mean() for part in parts), strict=True), strict=True)
         for place in places:
             own, among = u.reward[place], of_group[place]
             rollout = own - (values.sum() - own) / (len(values) - 1) if len(values) > 1 else 0.0
@@ -134,7 +139,7 @@ def sgrpo(u, scaled=False):
             if scaled:
                 rollout, group = rollout / (std[0] + 1e-4), group / (std[1] + 1e-4)
                 rollout, group = (0.0 if s == 0 else a for a, s in zip((rollout, group), std, strict=True))
-            out[place] = 0.7 * rollout + 0.3 * group
+            out[place] = 0.7 * rollout + 0.3 * group * earned[place][0 if group > 0 else 1]
     return out
 
 
@@ -144,6 +149,37 @@ def group_rewards(u):
 
 def sgrpo_scaled(u):
     return sgrpo(u, scaled=True)
+
+
+def sgrpo_credits(u):
+    return sgrpo(u, scaled=True, temperature=0.7)
+
+
+def sgrpo_reward_sum(u):
+    together, out = 0.7 * u.reward + 0.3 * group_rewards(u), np.zeros(len(u.reward))
+    for places in groups_of(ids(u.group), u.mask).values():
+        for place in places:
+            others = [together[other] for other in places if other != place]
+            out[place] = together[place] - np.mean(others) if others else 0.0
+    return out
+
+
+def sgrpo_hierarchical_sum(u):
+    of_group, out = group_rewards(u), np.zeros(len(u.reward))
+    together = 0.7 * u.reward + 0.3 * of_group
+    for places in groups_of(ids(u.group), u.mask).values():
+        groups = groups_of([int(g) for g in u.other], [i in places for i in range(len(out))])
+        rewards = {group: of_group[own[0]] for group, own in groups.items()}
+        flat = together[places].min() == together[places].max()
+        std = together[places].std(ddof=1) if len(places) > 1 and not flat else 0.0
+        for group, own in groups.items():
+            rivals = [reward for other, reward in rewards.items() if other != group]
+            for place in own:
+                mates = [u.reward[other] for other in own if other != place]
+                lead = 0.7 * (u.reward[place] - np.mean(mates)) if mates else 0.0
+                lead += 0.3 * (rewards[group] - np.mean(rivals)) if rivals else 0.0
+                out[place] = lead / (std + 1e-4)
+    return out
 
 
 # -------------------------------------------------------------------------------------------------------------- trees
@@ -188,6 +224,48 @@ def rose(u, shared=False):
 
 def rose_shared(u):
     return rose(u, shared=True)
+
+
+def treepo_segments(u, decay=0.9):
+    keys = prefixes(u)
+    known = [place for place, key in enumerate(keys[-1]) if key is not None]
+    worth, number = np.zeros(len(u.reward)), np.ones(len(u.reward))
+    for at_depth in keys:
+        for places in groups_of(at_depth).values():
+            worth[places] += len(places) * (u.reward[places] - u.reward[places].mean())
+            number[places] += len(places)
+    values = {(place,): worth[place] / number[place] for place in known}  # a leaf is named by its place
+    path = {place: [keys[0][place], keys[1][place], keys[2][place], (place,)] for place in known}
+    for depth in (2, 1):
+        children = {}
+        for place in known:
+            children.setdefault(path[place][depth], {})[path[place][depth + 1]] = values[path[place][depth + 1]]
+        values |= {node: np.mean(list(below.values())) for node, below in children.items()}
+    out = np.zeros((3, len(u.reward)))
+    for place in known:
+        worths = [0.0, *(values[node] for node in path[place][1:])]
+        for depth in range(3):
+            out[depth, place] = worths[depth + 1] - decay ** (3 - depth) * worths[depth]
+    return out
+
+
+def leaves(u):
+    """Lengths of leaves, behind all starts; no two are alike."""
+    return (9 + u.length + u.number).astype(np.float32).astype(float)
+
+
+def rose_length_penalty(u, alpha=2.0):
+    out, keys, length = rose(u), prefixes(u), leaves(u)
+    for places in groups_of(keys[0]).values():
+        right = [place for place in places if u.reward[place] != 0]
+        if len(right) < 2:
+            continue
+        shortest = min(right, key=lambda place: length[place])
+        for place in right:
+            depth = max(d for d in range(3) if keys[d][place] is not None and keys[d][place] == keys[d][shortest])
+            factor = 1 - ((length[shortest] - 3 * depth) / (length[place] - 3 * depth)) ** alpha
+            out[depth:, place] -= abs(out[depth:, place]) * factor
+    return out
 
 
 def parents(u):
@@ -245,7 +323,10 @@ def hiper(u, gamma=0.9, low_lam=0.8, high_lam=0.7):
         later, after = 0.0, 0.0
         for segment in reversed(segments):
             follows = after  # V_high of the next segment
-            advantage, value, worth = 0.0, follows, follows
+            value = follows
+            if segment[-1] == places[-1] and u.third[places[-1]]:  # cut off
+                follows, value = high_value[segment[0]], low_value[places[-1]]
+            advantage, worth = 0.0, follows
             for place in reversed(segment):
                 advantage = u.reward[place] + gamma * value - low_value[place] + gamma * low_lam * advantage
                 low[place], value = advantage, low_value[place]
@@ -267,6 +348,29 @@ def himac(u):
         for g, macro, b in zip(ids(u.group), u.flag, ids(u.other), strict=True)
     ]
     return z(u.reward, keys)
+
+
+def thor(u):
+    keys = [
+        None if g is None else (g, "step", b) if step else (g, "trajectory")
+        for g, step, b in zip(ids(u.group), u.flag, ids(u.other), strict=True)
+    ]
+    return z(u.reward, keys) * np.where(u.flag, 0.5, 1.0)
+
+
+def hi_agent(u):
+    return z(u.reward + 2 * u.number + u.length / 16, ids(u.group))
+
+
+def a2fm_apo(u):
+    accuracy = np.where(u.flag, 1.0, np.floor(4 * u.number) / 4) + 0 * u.reward
+    worth = accuracy.copy()
+    for places in groups_of(ids(u.group), u.mask).values():
+        instant = [accuracy[place] for place in places if u.other[place]]
+        if instant and np.mean(instant) >= 0.5:
+            slow = [place for place in places if not u.other[place]]
+            worth[slow] *= 1 - np.mean(instant) ** 2
+    return z(worth, ids(u.group), u.mask)
 
 
 def hi_grpo(u):

@@ -91,6 +91,19 @@ TABLES = {
     "salt": lambda wrap, u: wrap(A.reconstructed.salt)(
         u["rewards"].nan_to_num(), u["groups"], u["local"], u["anchors"]
     ),
+    "lite_ppo about groups": lambda wrap, u: wrap(functools.partial(A.lite_ppo, about_groups=True))(
+        u["rewards"], u["groups"]
+    ),
+    "dgpo with lengths": lambda wrap, u: wrap(A.dgpo)(u["rewards"], u["groups"], lengths=u["lengths"]),
+    "grpo_passk": lambda wrap, u: wrap(A.grpo_passk)(u["rewards"], u["groups"]),
+    "sgrpo_reward_sum": lambda wrap, u: wrap(A.sgrpo_reward_sum)(u["rewards"], u["several"][0], u["groups"]),
+    "hila": lambda wrap, u: wrap(A.hila)(u["rewards"], u["flags"], u["anchors"] > 0, u["groups"]),
+    "tool_star": lambda wrap, u: wrap(A.tool_star)(u["rewards"], u["flags"], u["anchors"] > 0, u["groups"]),
+    "thor": lambda wrap, u: wrap(A.reconstructed.thor)(u["rewards"], u["groups"], u["flags"], u["anchors"]),
+    "hi_agent": lambda wrap, u: wrap(A.reconstructed.hi_agent)(
+        u["rewards"], u["several"][0], u["several"][1], u["groups"]
+    ),
+    "a2fm_apo": lambda wrap, u: wrap(A.reconstructed.a2fm_apo)(u["rewards"].sigmoid(), u["flags"], u["groups"]),
     "spo_single_stream": lambda wrap, u: wrap(A.spo_single_stream)(
         u["rewards"].nan_to_num(), u["several"][0].sigmoid()
     ),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from breadth import at_length, number  # noqa: F401 (the first is a fixture)
-from estimators import CASES, PATHS, Given
+from estimators import CASES, COMPOSED, PATHS, Given
 
 from hpo_core import PackedBatch, advantages, segments, testing
 from hpo_core.advantages import reconstructed
@@ -21,8 +21,8 @@ IDS = ("group", "other", "third", "trajectory", "anchor")
 
 def seeds(backend, name=PATHS[0], most=24):
     """Of drawn batches; in the interpreter none for an estimator that starts no kernel in a way of its own."""
-    interpreted = 1 if name in PATHS else 0
-    return range(1, 1 + number(backend, at_length=most, machine_code=most, emulated=2, interpreted=interpreted))
+    interpreted, (every, emulated) = 1 if name in PATHS else 0, (3, 1) if name in COMPOSED else (most, 2)
+    return range(1, 1 + number(backend, at_length=most, machine_code=every, emulated=emulated, interpreted=interpreted))
 
 
 def drawn(backends, *which):

@@ -48,7 +48,7 @@ def verl(logits, targets, temperature):
 
 
 def row_by_row(function):
-    """A function of hidden states and a head, whose logits are these where a row's head is its logits, its state 1."""
+    """Makes a function of hidden states and a head one of logits: the head of a row is its logits, its state is 1."""
 
     def run(logits, targets, temperature):
         one = torch.ones(1, 1)
@@ -69,7 +69,7 @@ def trl_chunked(hidden, weight, targets, temperature):
 
 @row_by_row
 def liger(hidden, weight, targets, temperature):
-    """What Liger has of verl's function of hidden states and a head, too."""
+    """Liger adapted it from verl, whose own fused function has the same formulas."""
     function = of_liger.LigerFusedLinearScaledCrossEntropyFunction
     nll, entropy = function.apply(hidden, weight, targets, temperature, IGNORED, 1, True)
     return -nll, entropy
@@ -120,15 +120,15 @@ def error(result, true):
 
 
 def ulp(values, dtype):
-    """The distance to the next number of the type, of numbers that the type has without being subnormal."""
+    """The distance to the next number of the type, as if none were subnormal; 0 at 0."""
     digits = {torch.float32: 24, torch.bfloat16: 8}[dtype]
-    return torch.ldexp(torch.ones_like(values), torch.frexp(values).exponent - digits)
+    return torch.ldexp((values != 0).double(), torch.frexp(values).exponent - digits)
 
 
 def terms_of(rows, true):
-    """What each row's unit in the last place is of: the number itself, the gradient's largest element. The target's has
-    two terms, of logp and of entropy, made from a probability and a mean that float32 numbers hold: where they cancel
-    but for an eighth, it is the greater term."""
+    """The number whose unit in the last place a row's errors are measured in: the result itself, the largest element of
+    a gradient. The gradient of the target has two terms, of logp and of entropy, whose factors the forward keeps as
+    float32 numbers: where the terms cancel but for an eighth, the number is the larger term."""
     logp, entropy, gradient = true
     largest = gradient.abs().amax(-1)
     own, rest = logp.exp(), -torch.expm1(logp)
@@ -143,7 +143,7 @@ LOST = {"entropy": VOCABULARY * 88 * 2.0**-125}
 
 
 def misses(rows, results, others, true):
-    """The rows in which results are neither finite, nor as exact as the best of the others or four units."""
+    """The rows whose results are not finite, or are off by more than the best of the others and than four units."""
     found = []
     for quantity, mine, theirs, exact, term in zip(
         QUANTITIES, results, zip(*others, strict=True), true, terms_of(rows, true), strict=True
@@ -183,7 +183,7 @@ def test_no_peer_is_more_exact(name, temperature, dtype, count, native_backends)
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_every_peer_would_fail():
-    """That the test above can: a confident token at an offset costs each of them its gradient and its entropy."""
+    """The criterion can fail: a confident token at an offset costs each peer its gradient and its entropy."""
     rows = rows_of("margin 20, offset 40", 0.7, torch.float32, 4)
     true, ours = rows.exact(), rows.of_backend(NATIVE[0])
     for name, peer in PEERS.items():

@@ -1,5 +1,6 @@
 """Estimators of tokens, selections of rollouts and what is remembered between steps, each against plain loops."""
 
+import functools
 import itertools
 import math
 
@@ -43,17 +44,23 @@ def agree(backend, got, expected):
     assert bool(((got - expected).abs() <= limit).all()), (backend, got, expected)
 
 
-def on_all(test):
+def on_all(test, batches=(60, 8, 4)):
     """The reference and machine code on many batches, the other kernels on some."""
+    machine_code, emulated, interpreted = batches
 
     @pytest.mark.usefixtures("at_length")
     def run(native_backends):
         for backend in ("reference", *native_backends):
-            for seed in range(number(backend, at_length=60, machine_code=60, emulated=8, interpreted=4)):
+            some = {"machine_code": machine_code, "emulated": emulated, "interpreted": interpreted}
+            for seed in range(number(backend, at_length=60, **some)):
                 test(backend, seed)
 
     run.__name__ = test.__name__
     return run
+
+
+# Where another test takes the same paths of the same kernels on more of them.
+on_some = functools.partial(on_all, batches=(16, 2, 1))
 
 
 @on_all
@@ -132,13 +139,62 @@ def test_otb(backend, seed):
             weight[t] = (1 - 2 * chosen[places[: at + 1]] + squared[places[: at + 1]]).sum()
             if group[row] >= 0:
                 found.setdefault((group[row], t - places[0]), []).append(t)
-    expected = np.zeros(batch.total_tokens)
+    given = tensor(rewards), tensor(group), batch, tensor(chosen), tensor(squared)
+    agree(backend, advantages.otb(*given, backend=backend), against(found, returns, weight))
+
+
+@on_some
+def test_tir_otb_counts_valid_tokens_alone(backend, seed):
+    batch, rows, (rewards, chosen, squared), draw, tensor = drawn(seed, backend)
+    group, importance = draw.integers(-1, 2, len(rows)), draw.uniform(0.5, 2, batch.total_tokens).astype(np.float32)
+    chosen, importance = chosen / 2, importance.astype(float)
+    returns, weight = np.zeros(batch.total_tokens), np.zeros(batch.total_tokens)
+    found = {}
+    for row, (_, places) in enumerate(rows):
+        for at, t in enumerate(places):
+            returns[t] = rewards[places[at:]].sum()
+            own = places[: at + 1]
+            weight[t] = (importance[own] ** 2 * (1 - 2 * chosen[own] + squared[own])).sum()
+            if group[row] >= 0:
+                found.setdefault((group[row], at), []).append(t)
+    given = tensor(rewards), tensor(group), batch, tensor(chosen), tensor(squared)
+    got = advantages.tir_otb(*given, importance=tensor(importance), backend=backend)
+    agree(backend, got, against(found, returns, weight))
+
+
+def against(found, returns, weight):
+    """Returns minus the weighted mean of those at the same position, where there are others."""
+    expected = np.zeros(len(returns))
     for places in found.values():
         w = weight[places]
         baseline = (w * returns[places]).sum() / w.sum() if len(places) > 1 else 0.0
         expected[places] = returns[places] - baseline
-    got = advantages.otb(tensor(rewards), tensor(group), batch, tensor(chosen), tensor(squared), backend=backend)
-    agree(backend, got, expected)
+    return expected
+
+
+@on_some
+def test_token_gae_goes_through_the_rows_of_a_trajectory(backend, seed):
+    batch, rows, given, draw, tensor = drawn(seed, backend)
+    rewards, values = given[:2]
+    names = draw.integers(-5, 5, 2)  # any integers are names
+    trajectory = names[draw.integers(0, 2, len(rows))]
+    expected = np.zeros(batch.total_tokens)
+    for name in set(trajectory):
+        advantage = following = 0.0
+        for t in reversed([t for row, (_, places) in enumerate(rows) if trajectory[row] == name for t in places]):
+            advantage = rewards[t] + 0.9 * following - values[t] + 0.9 * 0.8 * advantage
+            expected[t], following = advantage, values[t]
+    whole = PackedBatch(
+        batch.cu_seqlens, batch.mask, trajectory_ids=tensor(trajectory), total_tokens=batch.total_tokens
+    )
+    call = functools.partial(advantages.token_gae, tensor(rewards), tensor(values), whole, gamma=0.9, lam=0.8)
+    agree(backend, call(whitened=False, backend=backend), expected)
+    valid = [t for _, places in rows for t in places]
+    if len(valid) > 1:
+        chosen = expected[valid]
+        whitened = np.zeros_like(expected)
+        whitened[valid] = (chosen - chosen.mean()) / math.sqrt(chosen.var(ddof=1) + 1e-8)
+        agree(backend, call(backend=backend), whitened)
 
 
 def test_otb_a_certain_token_has_no_weight_but_is_a_response(backend):
@@ -186,6 +242,12 @@ UNKNOWN = {
     "rl_zvp": (lambda b, t, r, o: A.rl_zvp(r * 0 + 1, None, t, b, r, **o), "token", [1]),
     "rl_zvp, advantage": (lambda b, t, r, o: A.rl_zvp(r.nan_to_num(2), None, t, b, r, **o), "row", [0, 1, 2]),
     "otb": (lambda b, t, r, o: A.otb(t, torch.arange(2, device=t.device), b, t * 0, t * 0, **o), "token", [0, 1]),
+    "tir_otb": (
+        lambda b, t, r, o: A.tir_otb(t, torch.arange(2, device=t.device), b, t * 0, t * 0, **o),
+        "token",
+        [0, 1],
+    ),
+    "token_gae": (lambda b, t, r, o: A.token_gae(t, t / 2, b, whitened=False, **o), "token", [0, 1]),
     "t_ppo": (lambda b, t, r, o: A.t_ppo(t, t.nan_to_num(0) / 2, b, r > 1, **o), "token", [0, 1]),
     "t_ppo, value": (lambda b, t, r, o: A.t_ppo(t.nan_to_num(0), t / 2, b, r > 1, **o), "token", [0, 1]),
 }
@@ -288,7 +350,7 @@ def test_dcpo_over_steps(backend):
         prompts, rewards = draw.permutation([0, 0, 0, 0, 2, 2, 2, 2]), draw.integers(0, 2, 8).astype(float)
         got, history = advantages.dcpo(
             torch.tensor(rewards, dtype=torch.float32, device=device), torch.tensor(prompts, device=device), history,
-            backend=backend,
+            ddof=0, backend=backend,
         )  # fmt: skip
         for prompt in (0, 2):
             own = rewards[prompts == prompt]

@@ -155,19 +155,20 @@ _UNITS: dict[str, torch.Tensor] = {
 _ALIKE = {
     "rewards": (
         "rewards step_rewards action_rewards outcomes success group_rewards control_rewards ranks advantages accuracy "
-        "prior value scores first_critic"
+        "prior value scores first_critic format_rewards execution_rewards"
     ),
     "values": (
         "values predictions second_critic low_values high_values switch_values parent_values answer_values "
-        "root_values deviations reference weights gains"
+        "root_values deviations reference weights gains second_values credits future_values"
     ),
     "lengths": "lengths turns budgets multiplicity",
-    "group_ids": "group_ids supergroup_ids ids stratum_ids agent_ids blueprint_ids graph_ids",
+    "group_ids": "group_ids supergroup_ids ids stratum_ids agent_ids blueprint_ids graph_ids tree_ids prefix_ids",
     "trajectory_ids": "trajectory_ids",
     "anchor_ids": "anchor_ids edge_ids",
     "positions": "positions",
     "mask": "mask apply_mask",
-    "is_correct": "is_correct is_planner is_macro is_shaped switches",
+    "is_correct": "is_correct is_planner is_macro is_shaped switches is_step is_instant is_deferred is_created "
+    "is_formatted is_multi_tool is_changed",
 }
 _BY_NAME = {name: _UNITS[like] for like, names in _ALIKE.items() for name in names.split()}
 
@@ -205,6 +206,10 @@ def _estimators() -> Iterator[Call]:
     parents = integers(-1, -1, 0, 2, 1, 2, 4, 0)
     history = GroupHistory(*(floats(*x).double() for x in ((1, 2), (0.5, 0.25), (0.25, 0.5))))
     tokens = {"batch": batch(), "token_rewards": _T["reward"], "entropy": _T["entropy"], "values": _T["weight"]}
+    positioned = {
+        **tokens, "group_ids": integers(0, 0, 1), "chosen_probability": _T["entropy"] / 4,
+        "squared_probabilities": _T["entropy"] / 8, "importance": _T["weight"],
+    }  # fmt: skip
     special: dict[str, dict[str, Any]] = {
         "dvao": {"rewards": several, "weights": None},
         "gdpo": {"rewards": several, "weights": None},
@@ -216,8 +221,11 @@ def _estimators() -> Iterator[Call]:
         "dcpo": {"prompts": _UNITS["group_ids"], "history": history},
         "poise": {"sources": integers(1, 0, 3, 2, 5, 4, 7, 6)},
         "mars2": {"parents": parents, "group_ids": integers(0, 0, 0, 0, 0, 0, 0, 0)},
+        "hiper": {"is_truncated": _UNITS["is_correct"]},
         "treepo": {"prefix_ids": prefixes},
+        "treepo_segments": {"prefix_ids": prefixes, "lengths": several},
         "rose": {"prefix_ids": prefixes},
+        "rose_length_penalty": {"prefix_ids": prefixes, "segments": several, "starts": several},
         "pass_at_k": {"k": 2},
         "d3s_samples": {"k": 2},
         "dynamic_contrastive": {"best": 1, "worst": 1},
@@ -225,10 +233,9 @@ def _estimators() -> Iterator[Call]:
         "hc_grpo": {"costs": several},
         "combine": {"terms": [Term(_UNITS["rewards"], _UNITS["group_ids"], GroupTerm(), _UNITS["lengths"])]},
         "hicra": {"batch": batch(), "advantages": _S["advantages"], "is_planning": _T["bools"]},
-        "otb": {
-            **tokens, "group_ids": integers(0, 0, 1), "chosen_probability": _T["entropy"] / 4,
-            "squared_probabilities": _T["entropy"] / 8,
-        },
+        "otb": positioned,
+        "tir_otb": positioned,
+        "token_gae": tokens,
         "reinforce_pp": tokens,
         "remax": {**tokens, "greedy_rewards": _S["advantages"]},
         "rl_zvp": {
@@ -243,7 +250,7 @@ def _estimators() -> Iterator[Call]:
     for module in (hpo.advantages, hpo.advantages.reconstructed):
         for name in module.__all__:
             function = getattr(module, name)
-            if hasattr(function, "provenance") or name in ("combine", "discounted_returns", "whiten"):
+            if hasattr(function, "provenance") or name in ("combine", "discounted_returns", "hiper_rewards", "whiten"):
                 more = special.get(name, {})
                 given = _of_units(function, **more)
                 # A function of one tensor takes every shape of it.

@@ -168,10 +168,10 @@ struct Float16 {
   }
 };
 
-// Elements below the floor become -inf. A NaN element is never below a floor; a NaN floor leaves nothing.
+// Elements below the floor become -inf.
 template <class Type>
 HPO_INLINE void copy_above(const typename Type::Element* from, int64_t count, float floor, typename Type::Element* to) {
-  for (int64_t at = 0; at < count; ++at) to[at] = Type::widened(from[at]) < floor || floor != floor ? Type::kNothing : from[at];
+  for (int64_t at = 0; at < count; ++at) to[at] = is_below(Type::widened(from[at]), &floor) ? Type::kNothing : from[at];
 }
 
 // -------------------------------------------------------------------------------------------------------------- forward

@@ -3,7 +3,7 @@
 from ..specs import Center, EpsMode, GroupTerm, Part, Presence, Provenance, Scale, Share
 from . import reconstructed
 from .baselines import BetaTracker, GroupHistory, dcpo, poise, spo_single_stream
-from .critics import HierarchicalAdvantages, archer_td, hiper, step_gae
+from .critics import HierarchicalAdvantages, archer_td, hiper, hiper_rewards, step_gae
 from .distributed import over_ranks
 from .flat import (
     bnpo,
@@ -20,15 +20,27 @@ from .flat import (
     v05,
     whiten,
 )
-from .hierarchical import dr_mas, flow_grpo, gigpo, hbpo, hgpo, m_grpo, peco, sgrpo, stratified
-from .ranks import arena, g2rpo, mc_grpo, pass_at_k
+from .hierarchical import (
+    dr_mas,
+    flow_grpo,
+    gigpo,
+    hbpo,
+    hgpo,
+    m_grpo,
+    peco,
+    sgrpo,
+    sgrpo_hierarchical_sum,
+    sgrpo_reward_sum,
+    stratified,
+)
+from .ranks import arena, g2rpo, grpo_passk, mc_grpo, mc_grpo_samples, pass_at_k
 from .returns import discounted_returns
 from .selection import d3s_samples, pf_ppo
-from .several import dvao, gdpo, vpo
+from .several import dvao, gdpo, hila, tool_star, vpo
 from .shaping import adora, aspo_shaping, negative_sample, positive_sample
 from .terms import Term, combine, estimator
-from .tokens import hicra, otb, reinforce_pp, remax, rl_zvp, t_ppo
-from .trees import mars2, rose, treepo
+from .tokens import hicra, otb, reinforce_pp, remax, rl_zvp, t_ppo, tir_otb, token_gae
+from .trees import mars2, rose, rose_length_penalty, treepo, treepo_segments
 
 __all__ = [
     "BetaTracker",
@@ -63,15 +75,19 @@ __all__ = [
     "gigpo",
     "gpg",
     "grpo",
+    "grpo_passk",
     "hbpo",
     "hgpo",
     "hicra",
+    "hila",
     "hiper",
+    "hiper_rewards",
     "lite_ppo",
     "m_grpo",
     "mars2",
     "maxrl",
     "mc_grpo",
+    "mc_grpo_samples",
     "negative_sample",
     "ngrpo",
     "opo",
@@ -89,12 +105,19 @@ __all__ = [
     "rl_zvp",
     "rloo",
     "rose",
+    "rose_length_penalty",
     "sgrpo",
+    "sgrpo_hierarchical_sum",
+    "sgrpo_reward_sum",
     "spo_single_stream",
     "step_gae",
     "stratified",
     "t_ppo",
+    "tir_otb",
+    "token_gae",
+    "tool_star",
     "treepo",
+    "treepo_segments",
     "v05",
     "vpo",
     "whiten",

@@ -147,7 +147,7 @@ def poise(
 
 
 class GroupHistory(NamedTuple):
-    """What DCPO remembers of each prompt ``[P]``: steps seen, and mean and variance (ddof 0) over all of them."""
+    """What DCPO remembers of each prompt ``[P]``: steps seen, and mean and variance over all of them."""
 
     steps: torch.Tensor
     mean: torch.Tensor
@@ -180,38 +180,41 @@ class GroupHistory(NamedTuple):
         return GroupHistory(*(_written(old.double(), places, new) for old, new in zip(self, news, strict=True)))
 
 
-@estimator(Provenance.PAPER)
+@estimator(Provenance.VERIFIED)
 def dcpo(
     rewards: torch.Tensor,
     prompts: torch.Tensor,
     history: GroupHistory,
     *,
+    ddof: int = 1,
     mask: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, GroupHistory]:
     """DCPO: this step's normalised reward mixed with that over all steps so far, the smaller of two mixes (arXiv
     2509.02333). Returns ``[S]`` float32, and the history with this step in it.
 
-    ``A_new = (r - mean) / std`` in the group, ``A_all`` with mean and std over all steps, ddof 0, no eps, 0 where a std
-    is 0; with i the steps of the prompt so far, this one included: ``A_new / i + (1 - 1 / i) A_all`` or
+    ``A_new = (r - mean) / std`` in the group, ``A_all`` with mean and std over all steps, no eps, 0 where a std is 0;
+    with i the steps of the prompt so far, this one included: ``A_new / i + (1 - 1 / i) A_all`` or
     ``(1 - 1 / i) A_new + A_all / i``, whichever has the smaller absolute value.
 
     Args:
         prompts: ``[S]`` int64, the place of each unit's prompt in the history, which is its group; negative: in none. A
             place beyond the history gets NaN, which the loss leaves out and counts.
+        ddof: of each step's variance, 1 as in the authors' code (the paper does not say) or 0. The variance over all
+            steps is put together from these by one formula, which is exact for 0.
 
-    A prompt whose units all lack a reward gets 0, and no step in the history.
-
-    Assumed, the paper being silent: ddof 0 in both, and i counted per prompt.
+    A prompt whose units all lack a reward gets 0, and no step in the history. A group of one gets 0; the authors' code
+    raises.
 
     >>> advantages, history = dcpo(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), GroupHistory.start(1))
     >>> advantages, history.mean
-    (tensor([ 1., -1.]), tensor([0.5000], dtype=torch.float64))
+    (tensor([ 0.7071, -0.7071]), tensor([0.5000], dtype=torch.float64))
     """
     check_units(rewards=rewards, mask=mask)
+    check(ddof in (0, 1), "ddof: expected 0 or 1, got {}", ddof)
     _check_places("prompts", prompts, rewards)
     group = statistics(rewards, prompts, mask=mask, backend=backend)
-    variance = group.deviation(0).square()
+    variance = group.deviation(ddof).square()
     member = members_of(rewards, group, mask)
     merged = history.merged(prompts, torch.where(group.members > 0, group.mean, torch.nan), variance)
     places = _places(prompts, history.steps, member)

@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-from ..checks import check_device, check_dtype, check_shape, check_units
+from ..checks import check_device, check_dtype, check_shape, check_units, examines
 from ..segments import chains, recurrence
 from ..specs import GroupTerm, Provenance
 from .flat import whiten
 from .returns import check_discounts, generalised_advantages
 from .terms import Term, as_advantages, combine, estimator, known, widened
 
-__all__ = ["HierarchicalAdvantages", "archer_td", "hiper", "step_gae"]
+__all__ = ["HierarchicalAdvantages", "archer_td", "hiper", "hiper_rewards", "step_gae"]
 
 
 @estimator(Provenance.VERIFIED, level="step", tables=True)
@@ -56,10 +56,19 @@ def step_gae(
 
 @estimator(Provenance.VERIFIED, level="step")
 def archer_td(
-    first_critic: torch.Tensor, second_critic: torch.Tensor, values: torch.Tensor, *, backend: str | None = None
+    first_critic: torch.Tensor,
+    second_critic: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    second_values: torch.Tensor | None = None,
+    backend: str | None = None,
 ) -> torch.Tensor:
-    """ArCHer: ``A = min(Q1, Q2) - V`` of utterances, all from target critics (arXiv 2402.19446). Returns ``[N]``
-    float32.
+    """ArCHer: ``A = min(Q1, Q2) - min(V1, V2)`` of utterances (arXiv 2402.19446). Returns ``[N]`` float32.
+
+    Args:
+        first_critic, second_critic: Q1 and Q2 ``[N]``. The authors' code takes its critics as they are trained, not the
+            target copies that it keeps for their own targets.
+        values, second_values: V1 and V2 ``[N]``. None: V1 alone.
 
     A token baseline goes in by ``policy_loss(advantages=)`` per token: subtract it from what this gives. An utterance
     of which a critic says NaN gets 0.
@@ -67,8 +76,9 @@ def archer_td(
     >>> archer_td(torch.tensor([1.0]), torch.tensor([0.5]), torch.tensor([0.25]))
     tensor([0.2500])
     """
-    check_units(first_critic=first_critic, second_critic=second_critic, values=values)
-    exact = torch.minimum(first_critic, second_critic).double() - values.double()
+    check_units(first_critic=first_critic, second_critic=second_critic, values=values, second_values=second_values)
+    value = values if second_values is None else torch.minimum(values, second_values)
+    exact = torch.minimum(first_critic, second_critic).double() - value.double()
     return as_advantages(known(exact), first_critic, backend)
 
 
@@ -90,6 +100,7 @@ def hiper(
     high_values: torch.Tensor,
     *,
     switch_values: torch.Tensor | None = None,
+    is_truncated: torch.Tensor | None = None,
     gamma: float = 0.95,
     low_lam: float = 0.95,
     high_lam: float = 0.95,
@@ -111,10 +122,13 @@ def hiper(
         switches: ``[N]`` bool, whether a turn begins a sub-goal; the first turn of a trajectory always does.
         low_values, high_values: ``[N]``, the critics; of the second only what stands at switches counts.
         switch_values: ``[N]``, of the switch; None: no such stream.
+        is_truncated: ``[N]`` bool, whether the episode was cut off behind a turn that is the last of its trajectory:
+            V_low of that turn, and V_high where its segment begins, then stand for the values behind it. None: all
+            episodes end where they end, and nothing stands behind.
         normalised: each stream centred and scaled over its own turns, ddof 0: ``(A - mean) / (std + eps)``.
 
-    Trajectories are taken to be complete: nothing stands in for the value behind their end. What a NaN among rewards
-    and values makes unknown is in no statistic and 0, as is a turn in no trajectory.
+    What a NaN among rewards and values makes unknown is in no statistic and 0, as is a turn in no trajectory. The
+    penalties of the authors on turns that keep a sub-goal: :func:`hiper_rewards`.
 
     >>> out = hiper(torch.tensor([0.0, 0.1, 0.0, 1.0]), torch.zeros(4, dtype=torch.int64),
     ...             torch.tensor([True, False, True, False]), torch.tensor([0.3, 0.4, 0.5, 0.7]),
@@ -127,9 +141,7 @@ def hiper(
         switch_values=switch_values,
     )  # fmt: skip
     check_discounts(gamma=gamma, low_lam=low_lam, high_lam=high_lam)
-    check_dtype("switches", switches, (torch.bool,), "use switches.bool()")
-    check_shape("switches", switches, step_rewards.shape, "[N] (that of step_rewards)")
-    check_device("switches", switches, step_rewards.device, "step_rewards")
+    _check_turns(step_rewards, switches=switches, is_truncated=is_truncated)
     steps = chains(trajectory_ids, positions)
     reward, low, high = (widened(steps.sorted(given)) for given in (step_rewards, low_values, high_values))
     valid = steps.chain >= 0
@@ -138,18 +150,21 @@ def hiper(
     closes[:-1] = begins[1:]
 
     # Chains of their own: no gain of 0 keeps a NaN of one segment from those before it.
-    segments = chains(torch.where(valid, begins.cumsum(0), -1)).cu_seqlens
+    segments = chains(torch.where(valid, begins.cumsum(0), -1))
+    cut = valid & steps.ends() & (steps.sorted(is_truncated) if is_truncated is not None else False)
+    high_behind = torch.where(cut, segments.first(high), steps.following(high))
 
     def scan(values: torch.Tensor, gains: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return recurrence(values, gains, rows, backend=backend)
 
     def inside(values: torch.Tensor, gain: float) -> torch.Tensor:
-        return scan(values, torch.full_like(values, gain), segments)
+        return scan(values, torch.full_like(values, gain), segments.cu_seqlens)
 
-    difference = reward + gamma * torch.where(closes, steps.following(high), steps.following(low)) - low
+    low_behind = torch.where(cut, low, torch.where(closes, steps.following(high), steps.following(low)))
+    difference = reward + gamma * low_behind - low
     streams = [inside(difference, gamma * low_lam)]
     # What a segment is worth at each of its turns, V_high of the next one included.
-    worth = inside(reward + gamma * torch.where(closes, steps.following(high), 0.0), gamma)
+    worth = inside(reward + gamma * torch.where(closes, high_behind, 0.0), gamma)
     # gamma^n and the next segment's difference reach a turn through those between.
     gains = torch.full_like(reward, gamma).masked_fill(closes, gamma * high_lam)
     begun = torch.where(begins, worth - high, 0.0)
@@ -162,6 +177,58 @@ def hiper(
         streams = [_normalised(stream, own, eps, backend) for stream, own in zip(streams, turns, strict=False)]
     finished = [as_advantages(known(steps.unsorted(stream)), step_rewards, backend) for stream in streams]
     return HierarchicalAdvantages(finished[0], finished[1], finished[2] if switch_values is not None else None)
+
+
+@examines
+def hiper_rewards(
+    step_rewards: torch.Tensor,
+    trajectory_ids: torch.Tensor,
+    switches: torch.Tensor,
+    *,
+    is_changed: torch.Tensor | None = None,
+    keep_penalty: float = -0.3,
+    spread: bool = True,
+    change_penalty: float = -0.3,
+    positions: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """HiPER's rewards: turns that keep their sub-goal pay for it (arXiv 2602.16165, official code). Returns ``[N]``
+    float32.
+
+    ``r + keep_penalty / T`` at each such turn of a trajectory of T turns, T > 1; plus ``change_penalty`` where the turn
+    says that it keeps its sub-goal and writes another one, unless it is the first.
+
+    Args:
+        switches: ``[N]`` bool, whether a turn says that it begins a sub-goal.
+        is_changed: ``[N]`` bool, whether its sub-goal differs from that of the turn before. None: nowhere.
+        keep_penalty: -.3 for ALFWorld, -3.5 for WebShop.
+        spread: False gives every such turn all of ``keep_penalty``, also in a trajectory of one turn: "fixed".
+
+    Traps: the share of turns that keep, over their number, is ``1 / T`` whatever that number is: a trajectory pays for
+    the share. The first turn counts like all others, although it begins a segment whatever it says.
+
+    >>> hiper_rewards(torch.zeros(3), torch.zeros(3, dtype=torch.int64), torch.tensor([True, False, False]))
+    tensor([ 0.0000, -0.1000, -0.1000])
+    """
+    check_units(step_rewards=step_rewards, trajectory_ids=trajectory_ids)
+    _check_turns(step_rewards, switches=switches, is_changed=is_changed)
+    steps = chains(trajectory_ids, positions)
+    turns = steps.unsorted(steps.ranks()[1]).double()
+    keeps, exact = (trajectory_ids >= 0) & ~switches, step_rewards.double()
+    pays, share = (keeps & (turns > 1), keep_penalty / turns) if spread else (keeps, keep_penalty)
+    exact = torch.where(pays, exact + share, exact)
+    if is_changed is not None:
+        exact = torch.where(keeps & is_changed & ~steps.unsorted(steps.begins()), exact + change_penalty, exact)
+    return as_advantages(exact, step_rewards, backend)
+
+
+def _check_turns(step_rewards: torch.Tensor, **turns: torch.Tensor | None) -> None:
+    """One bool ``[N]`` for every turn."""
+    for name, given in turns.items():
+        if given is not None:
+            check_dtype(name, given, (torch.bool,), f"use {name}.bool()")
+            check_shape(name, given, step_rewards.shape, "[N] (that of step_rewards)")
+            check_device(name, given, step_rewards.device, "step_rewards")
 
 
 def _normalised(stream: torch.Tensor, turns: torch.Tensor, eps: float, backend: str | None) -> torch.Tensor:

@@ -139,6 +139,7 @@ def lite_ppo(
     apply_mask: torch.Tensor | None = None,
     ddof: int = 1,
     eps: float = 1e-6,
+    about_groups: bool = False,
     singleton: str = "zero",
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -147,10 +148,20 @@ def lite_ppo(
 
     The batch's standard deviation is that of the *raw* rewards, not of the centred ones. A single group gives GRPO.
 
-    >>> lite_ppo(torch.tensor([1.0, 0.0, 2.0, 6.0]), torch.tensor([0, 0, 1, 1]), eps=0.0)
+    Args:
+        about_groups: True takes deviations from the means of the groups, ``sqrt(sum (r - mean_g)^2 / (N - ddof))``:
+            AReaL's mean of the group and std of the batch, whose eps is 1e-5. It is the smaller of the two.
+
+    >>> r, ids = torch.tensor([1.0, 0.0, 2.0, 6.0]), torch.tensor([0, 0, 1, 1])
+    >>> lite_ppo(r, ids, eps=0.0)
     tensor([ 0.1901, -0.1901, -0.7605,  0.7605])
+    >>> lite_ppo(r, ids, eps=0.0, about_groups=True)
+    tensor([ 0.2970, -0.2970, -1.1882,  1.1882])
     """
     rule = GroupTerm(Center.MEAN, Scale.BATCH, ddof, eps, EpsMode.ADD, keeps_singletons(singleton))
+    if about_groups:
+        members = {"mask": mask, "apply_mask": apply_mask}
+        rewards = dr_grpo(rewards, group_ids, **members, singleton=singleton, backend=backend)
     return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
 
 
@@ -199,19 +210,26 @@ def maxrl(
     success, gets 0.
 
     Args:
-        least_mean: divide by ``max(mean_g, least_mean)`` instead, .125 in the authors' clipped form.
+        least_mean: divide by ``n max(mean_g, least_mean)`` instead, n the group's size: the authors' clipped form, with
+            .125.
         root: divide by ``sqrt(mean_g) + eps``, the authors' one-sided form.
 
-    Assumed: a group of one gets 0, of which the paper does not speak.
+    Traps: the authors' code takes 0 for the mean of a group of one and so gives ``r / eps``, a million; here it gets 0.
 
     >>> maxrl(torch.tensor([1.0, 0.0, 0.0, 0.0]), None)
     tensor([ 3.0000, -1.0000, -1.0000, -1.0000])
+    >>> maxrl(torch.tensor([1.0, 0.0, 0.0, 0.0]), None, least_mean=0.125)
+    tensor([ 0.7500, -0.2500, -0.2500, -0.2500])
     """
     check(least_mean is None or not root, "least_mean: the one-sided form (root=True) knows none; drop one of them")
     scale = Scale.ROOT_MEAN if root else Scale.MEAN
     guard = (eps, EpsMode.ADD) if least_mean is None else (least_mean, EpsMode.FLOOR)
     rule = GroupTerm(scale=scale, eps=guard[0], eps_mode=guard[1])
-    return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
+    advantages = _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
+    if least_mean is None:
+        return advantages
+    size = segments.statistics(rewards, group_ids, mask=mask, backend=backend).members
+    return as_advantages(advantages / size.clamp(min=1), rewards, backend)
 
 
 @estimator(Provenance.VERIFIED, tables=True)
@@ -220,6 +238,7 @@ def dgpo(
     group_ids: torch.Tensor | None,
     *,
     accuracy: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
     temperature: float = 2.0,
     eps: float = 1e-4,
     mask: torch.Tensor | None = None,
@@ -236,31 +255,41 @@ def dgpo(
         accuracy: ``[S]`` the main reward, whose group mean is the accuracy; a group that gets none right although its
             rewards differ counts as accurate, so that other rewards do not make it the hardest. NaN: in no accuracy.
             None: lambda is 1.
+        lengths: ``[S]`` floating point, tokens of each response. With them advantages are multiplied by the tokens of
+            all units over those of groups whose rewards differ, as the authors do: the loss's mean over all tokens
+            becomes one over tokens that teach something. None: not.
 
-    Traps: the scale is the *mean* absolute deviation, not a standard deviation; eps stands beside the sum. The authors
-    further multiply by ratios of lengths that undo the loss's mean over tokens of one rank: ``aggregation`` with
-    ``process_group=`` needs no such factor.
+    Traps: the scale is the *mean* absolute deviation, not a standard deviation; eps stands beside the sum. Another
+    factor of the authors, the number of processes times this one's part of all tokens, undoes the loss's mean over
+    tokens of one rank: ``aggregation`` with ``process_group=`` needs none.
 
     >>> dgpo(torch.tensor([1.0, 0.0, 0.0, 0.0]), None)
     tensor([ 1.9999, -0.6666, -0.6666, -0.6666])
+    >>> dgpo(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]), lengths=torch.ones(4), eps=0.0)
+    tensor([ 2., -2.,  0.,  0.])
     """
-    check_units(rewards=rewards, group_ids=group_ids, accuracy=accuracy, mask=mask)
+    check_units(rewards=rewards, group_ids=group_ids, accuracy=accuracy, lengths=lengths, mask=mask)
     rule = GroupTerm(scale=Scale.ABSOLUTE, eps=eps, eps_mode=EpsMode.ADD_SHARE)
     advantages = combine([Term(rewards, group_ids, rule)], mask=mask, backend=backend)
-    if accuracy is None:
+    if accuracy is None and lengths is None:
         return advantages
     check(temperature > 0, "temperature: expected a number above 0, got {}", temperature)
     group = segments.statistics(rewards, group_ids, mask=mask, backend=backend)
-    right = segments.statistics(accuracy, group_ids, mask=scorable(rewards, mask), backend=backend).mean
     member = members_of(rewards, group, mask)
     differs = member & (group.least < group.greatest)
-    # Once per group: each of its n members stands for 1 / n of it.
-    share = torch.where(differs, 1 / group.members.clamp(min=1), 0.0)
-    ease = torch.where(right == 0, 1.0, right)
-    hardest = segments.statistics(ease, None, mask=differs, backend=backend).least  # of the batch, on whatever rank
-    hardness = torch.exp((hardest - ease) / temperature)
-    balance = total(share) / total(torch.where(differs, share * hardness, 0.0))
-    return as_advantages(torch.where(differs, advantages * balance * hardness, advantages), rewards, backend)
+    weighed = advantages.double()
+    if lengths is not None:
+        tokens = torch.where(member, known(lengths.double()), 0.0)
+        weighed = weighed * (total(tokens) / total(torch.where(differs, tokens, 0.0)))
+    if accuracy is not None:
+        right = segments.statistics(accuracy, group_ids, mask=scorable(rewards, mask), backend=backend).mean
+        # Once per group: each of its n members stands for 1 / n of it.
+        share = torch.where(differs, 1 / group.members.clamp(min=1), 0.0)
+        ease = torch.where(right == 0, 1.0, right)
+        hardest = segments.statistics(ease, None, mask=differs, backend=backend).least  # of the batch, on whatever rank
+        hardness = torch.exp((hardest - ease) / temperature)
+        weighed = weighed * (total(share) / total(torch.where(differs, share * hardness, 0.0)) * hardness)
+    return as_advantages(torch.where(differs, weighed, advantages), rewards, backend)
 
 
 @estimator(Provenance.VERIFIED)
@@ -300,6 +329,7 @@ def bnpo(
     *,
     most: float = 1e6,
     mask: torch.Tensor | None = None,
+    singleton: str = "zero",
     backend: str | None = None,
 ) -> torch.Tensor:
     """BNPO: ``A = w_g (r - p_g)`` for rewards in [0, 1], w_g one over the density of a Beta distribution at the group's
@@ -309,8 +339,10 @@ def bnpo(
     ``max(1 + a / 3, 1)``, beta likewise, ``w_g = clamp(1 / Beta(alpha, beta)(p_g), 0, most)``. A single group takes v =
     1. alpha = beta = 1 gives Dr.GRPO, 3/2 a multiple of GRPO without eps.
 
-    Traps: groups are coupled through m and v; groups of equal rewards get 0 although their weight is ``most``. Assumed:
-    where several groups have one and the same mean (v = 0) v is 1, too, as for one group.
+    Traps: groups are coupled through m and v; groups of equal rewards get 0 although their weight is ``most``. A group
+    of one counts as p = 0; with ``singleton="raw"`` it keeps ``w r``, as in the authors' code, which is ``most`` times
+    its reward where alpha is above 1. Assumed: where several groups have one and the same mean (v = 0) v is 1, too, as
+    for one group.
 
     >>> r = torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0])
     >>> bnpo(r, torch.arange(12) // 4)[:4]
@@ -322,7 +354,7 @@ def bnpo(
     member = members_of(rewards, group, mask)
     once = torch.where(member, once, 0.0)
     groups = total(once)
-    # A group of one has p = 0 there, as in the authors' code.
+    # The authors' code has p = 0 for a group of one.
     means = torch.where(group.members > 1, means, 0.0)
     center = total(once * means) / groups
     spread = total(once * (means - center).square()) / (groups - 1)
@@ -332,7 +364,7 @@ def bnpo(
     log_norm = torch.lgamma(alpha) + torch.lgamma(beta) - torch.lgamma(alpha + beta)
     density = torch.xlogy(alpha - 1, means) + torch.xlogy(beta - 1, 1 - means)
     weights = torch.exp(log_norm - density).clamp(0, most)
-    rule = GroupTerm(scale=Scale.NONE)
+    rule = GroupTerm(scale=Scale.NONE, keep_singletons=keeps_singletons(singleton))
     centred = combine([Term(rewards, group_ids, rule)], mask=mask, backend=backend)
     return as_advantages(torch.where(centred == 0, 0.0, weights * centred), rewards, backend)
 
@@ -347,6 +379,7 @@ def ngrpo(
     ddof: int = 1,
     eps: float = 1e-6,
     mask: torch.Tensor | None = None,
+    singleton: str | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """NGRPO: GRPO whose statistics contain ``virtual`` further rewards ``best`` (arXiv 2509.18851). Returns ``[S]``
@@ -354,6 +387,10 @@ def ngrpo(
 
     A group that got everything wrong gets a negative advantage instead of none: n binary rewards of 0 give
     ``-1 / sqrt(n + 1)``; all right gives 0. ``virtual=0`` is GRPO.
+
+    Args:
+        singleton: None compares a group of one with the virtual rewards, as the formula has it; ``"raw"`` keeps its
+            reward, as the authors' code does; ``"zero"`` gives 0.
 
     >>> ngrpo(torch.zeros(4), None)
     tensor([-0.4472, -0.4472, -0.4472, -0.4472])
@@ -370,7 +407,12 @@ def ngrpo(
     deviation = (squares / (number - ddof).clamp(min=1)).sqrt()
     member = members_of(rewards, group, mask) & (number > 1)
     centred = torch.where(member, (rewards.double() - group.mean) - shift, 0.0)
-    return as_advantages(torch.where(centred == 0, 0.0, centred / (deviation + eps)), rewards, backend)
+    advantages = torch.where(centred == 0, 0.0, centred / (deviation + eps))
+    if singleton is not None:
+        kept = (1.0 if keeps_singletons(singleton) else 0.0) * rewards.double() / (1 + eps)
+        alone = members_of(rewards, group, mask) & (group.members == 1)
+        advantages = torch.where(alone, kept, advantages)
+    return as_advantages(advantages, rewards, backend)
 
 
 @examines

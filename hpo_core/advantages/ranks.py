@@ -13,7 +13,7 @@ from .flat import grpo
 from .selection import ordered
 from .terms import as_advantages, check_eps, estimator, scorable
 
-__all__ = ["arena", "g2rpo", "mc_grpo", "pass_at_k"]
+__all__ = ["arena", "g2rpo", "grpo_passk", "mc_grpo", "mc_grpo_samples", "pass_at_k"]
 
 
 @estimator(Provenance.VERIFIED)
@@ -110,25 +110,63 @@ def pass_at_k(
     return torch.where(defined, advantages, 0.0).float()
 
 
+@estimator(Provenance.VERIFIED, tables=True)
+def grpo_passk(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    scaled: bool = True,
+    eps: float = 1e-6,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """GRPO for pass@k: the best response of a group learns from its lead over the second best, the others do not (arXiv
+    2503.19595, verl's ``grpo_passk``). Returns ``[S]`` float32.
+
+    ``A = (r_1 - r_2) / (std_g + eps)``, ddof 1, for the best, 0 for all others. Does not sum to 0.
+
+    Args:
+        scaled: False leaves out the standard deviation.
+
+    Traps: where several responses share the best reward nobody has a lead, which is how most groups of binary rewards
+    end. A group of one gets 0, where verl raises.
+
+    >>> grpo_passk(torch.tensor([0.2, 0.9, 0.5]), None)
+    tensor([0.0000, 1.1390, 0.0000])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, mask=mask)
+    check_eps(eps)
+    group = statistics(rewards, group_ids, mask=mask, backend=backend)
+    exact, member = rewards.double(), scorable(rewards, mask)
+    others = statistics(rewards, group_ids, mask=member & (exact < group.greatest), backend=backend)
+    leads = member & (exact == group.greatest) & (others.members > 0) & (group.members - others.members == 1)
+    scale = group.deviation(1) + eps if scaled else torch.ones_like(exact)
+    return as_advantages(torch.where(leads, (exact - others.greatest) / scale, 0.0), rewards, backend)
+
+
 @estimator(Provenance.VERIFIED)
 def mc_grpo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
     *,
     eps: float = 1e-3,
-    rescaled: bool = True,
+    rescaled: bool = False,
     mask: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """MC-GRPO: ``A = (r - median) / (median |r - median| + eps)``, of an even number the lower median (arXiv
     2601.22582). Returns ``[S]`` float32.
 
-    The authors sample G + 1 rollouts, drop the one that is the median, and multiply the rest by ``n / n_nonzero``: with
-    ``rescaled`` units whose advantage is 0 receive nothing and the others that factor.
+    The authors sample one rollout more than they train on and leave one that is the median out of the loss:
+    :func:`mc_grpo_samples` says which.
+
+    Args:
+        rescaled: True multiplies by n over the units of the group whose advantage is not 0: a factor of which the paper
+            and the authors' trainer for MATH know nothing, while that for GSM8K has it.
 
     Traps: where more than half of the rewards are equal the denominator is eps alone: a binary reward gives 1000.
 
-    >>> mc_grpo(torch.tensor([1.0, 2.0, 4.0]), None, rescaled=False)
+    >>> mc_grpo(torch.tensor([1.0, 2.0, 4.0]), None)
     tensor([-0.9990,  0.0000,  1.9980])
     """
     check_units(rewards=rewards, group_ids=group_ids, mask=mask)
@@ -143,6 +181,24 @@ def mc_grpo(
         left = statistics((advantages != 0).float(), ids, mask=member, backend=backend).mean
         advantages = torch.where(advantages == 0, 0.0, advantages / left)
     return as_advantages(advantages, rewards, backend)
+
+
+@estimator(Provenance.VERIFIED, level="selection")
+def mc_grpo_samples(
+    rewards: torch.Tensor, group_ids: torch.Tensor | None, *, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """MC-GRPO: all rollouts of a group but one whose reward is the median, which has nothing to teach (arXiv
+    2601.22582). Returns ``[S]`` bool.
+
+    Leave the others out of the loss, not of :func:`mc_grpo`, whose statistics are those of all. Of equal rewards the
+    one that stands at the median's rank in their order here is left out.
+
+    >>> mc_grpo_samples(torch.tensor([1.0, 0.0, 0.0]), None)
+    tensor([ True,  True, False])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, mask=mask)
+    groups, rank, size = ordered(rewards, group_ids, mask)
+    return groups.unsorted((rank != (size - 1) // 2) & (groups.chain >= 0))
 
 
 def _lower_median(values: torch.Tensor, ids: torch.Tensor, member: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,8 @@
 """Estimators of which only an abstract or a partial account is public: what was assumed stands in each docstring.
 
-Not here, because they would need more than is known of them: THOR's weight between its two levels and its resampling
-(its step level is :func:`hpo_core.advantages.grpo` over ``segments.dense_ids(prompt, prefix)``); Hi-Agent's foresight
-advantage, whose weights of format, execution and value are not public; and the graphs of GraphGPO and RewardFlow, which
-are built on the host.
+Not here: the graphs of GraphGPO and RewardFlow, which are built on the host; what V_0.5 does beyond its baseline, the
+sampling of more rollouts where the prior is contradicted, whose stopping rule is not public; and the rewards of
+CRAFT-GUI, Datarus and UniDoc-RL, of which no formula is.
 """
 
 from __future__ import annotations
@@ -18,7 +17,20 @@ from .returns import once
 from .selection import ordered
 from .terms import Term, among, as_advantages, check_eps, combine, estimator, grouped, scorable
 
-__all__ = ["chrpo", "dynamic_contrastive", "graph_grpo", "hc_grpo", "hi_grpo", "himac", "hrpo", "ib_tpo", "salt"]
+__all__ = [
+    "a2fm_apo",
+    "chrpo",
+    "dynamic_contrastive",
+    "graph_grpo",
+    "hc_grpo",
+    "hi_agent",
+    "hi_grpo",
+    "himac",
+    "hrpo",
+    "ib_tpo",
+    "salt",
+    "thor",
+]
 
 
 @estimator(Provenance.RECONSTRUCTED, tables=True)
@@ -49,6 +61,112 @@ def himac(
     check_units(rewards=rewards, group_ids=group_ids, is_macro=is_macro, blueprint_ids=blueprint_ids)
     blueprint = torch.where(is_macro, 0, blueprint_ids)
     return grpo(rewards, dense_ids(group_ids, is_macro.to(torch.int64), blueprint), eps=eps, backend=backend)
+
+
+@estimator(Provenance.RECONSTRUCTED, tables=True)
+def thor(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    is_step: torch.Tensor,
+    prefix_ids: torch.Tensor,
+    *,
+    step_weight: float = 1.0,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """THOR: trajectories of a problem compared by their answers, and continuations of one prefix by whether their code
+    runs (arXiv 2509.13761). Returns ``[S]`` float32.
+
+    Assumed: GRPO's ddof 1 and eps on both levels, as in the released code of the first; and that the losses of the two
+    are added with ``step_weight``, which the authors' code does not show.
+
+    Args:
+        rewards: ``[S]``, of a trajectory its answer's, of a continuation 1 where its code runs.
+        is_step: ``[S]`` bool, whether a unit is a continuation that was sampled again from a step that had failed.
+        prefix_ids: ``[S]``, what a continuation continues, negative: nothing (its advantage is 0); of trajectories not
+            read.
+
+    >>> r, step = torch.tensor([1.0, 0, 1, 0]), torch.tensor([False, False, True, True])
+    >>> thor(r, torch.zeros(4, dtype=torch.int64), step, torch.arange(4) // 2, step_weight=0.5)
+    tensor([ 0.7071, -0.7071,  0.3536, -0.3536])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, is_step=is_step, prefix_ids=prefix_ids)
+    prefix = torch.where(is_step, prefix_ids, 0)
+    level = dense_ids(group_ids, is_step.to(torch.int64), prefix)
+    advantages = grpo(rewards, level, eps=eps, backend=backend)
+    return torch.where(is_step, step_weight * advantages, advantages)
+
+
+@estimator(Provenance.RECONSTRUCTED, tables=True)
+def hi_agent(
+    format_rewards: torch.Tensor,
+    execution_rewards: torch.Tensor,
+    future_values: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Hi-Agent's foresight advantage: sub-goals proposed in one state compared by their form, by what the low-level
+    model makes of them, and by what may follow (arXiv 2510.14388). Returns ``[S]`` float32.
+
+    Assumed: GRPO, ddof 1 and eps, of ``w_1 format + w_2 execution + w_3 future``, and weights of 1: the paper names the
+    three parts. A sub-goal that lacks one is in no statistic and gets 0.
+
+    Args:
+        format_rewards, execution_rewards, future_values: ``[S]``, of each proposed sub-goal.
+        group_ids: ``[S]``, the state it is proposed in.
+
+    >>> given = (torch.tensor([1.0, 1.0]), torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.25]))
+    >>> hi_agent(*given, None)
+    tensor([ 0.7071, -0.7071])
+    """
+    parts = (format_rewards, execution_rewards, future_values)
+    check_units(
+        format_rewards=format_rewards, execution_rewards=execution_rewards, future_values=future_values,
+        group_ids=group_ids,
+    )  # fmt: skip
+    check(len(weights) == 3, "weights: expected 3 numbers (format, execution, future), got {}", len(weights))
+    exact = sum((w * part.double() for w, part in zip(weights, parts, strict=True)), start=0 * parts[0].double())
+    return grpo(as_advantages(exact, format_rewards, backend), group_ids, eps=eps, backend=backend)
+
+
+@estimator(Provenance.RECONSTRUCTED, tables=True)
+def a2fm_apo(
+    accuracy: torch.Tensor,
+    is_instant: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    easy: float = 0.75,
+    alpha: float = 1.0,
+    eps: float = 1e-6,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """A2FM's adaptive policy optimisation: where answering at once is mostly right, reasoning and tools are worth less
+    (arXiv 2510.12838). Returns ``[S]`` float32.
+
+    With p the accuracy of the prompt's rollouts in instant mode the reward of a rollout in another mode is
+    ``accuracy (1 - p^alpha)`` if ``p >= easy``; all other rewards are the accuracy. Then GRPO, ddof 1.
+
+    Assumed: that factor, ``easy`` and ``alpha``; the paper's account says that the reward is regularised by cost and
+    that the accuracy of rollouts forced into each mode tells how hard a prompt is. A prompt without a rollout in
+    instant mode is hard.
+
+    Args:
+        accuracy: ``[S]`` in [0, 1]. is_instant: ``[S]`` bool, whether a rollout answers without reasoning or tools.
+
+    >>> instant = torch.tensor([True, True, False, False])
+    >>> a2fm_apo(torch.tensor([1.0, 1.0, 1.0, 0.0]), instant, None)
+    tensor([ 0.8660,  0.8660, -0.8660, -0.8660])
+    """
+    check_units(accuracy=accuracy, is_instant=is_instant, group_ids=group_ids, mask=mask)
+    scored = scorable(accuracy, mask)
+    instant = statistics(accuracy, group_ids, mask=scored & is_instant, backend=backend)
+    spared = is_instant | (instant.members == 0) | (instant.mean < easy)
+    exact = torch.where(spared, accuracy.double(), accuracy.double() * (1 - instant.mean.clamp(min=0) ** alpha))
+    return grpo(as_advantages(exact, accuracy, backend), group_ids, eps=eps, mask=mask, backend=backend)
 
 
 @estimator(Provenance.RECONSTRUCTED)

@@ -1,4 +1,5 @@
-"""Estimators over several rewards of one unit, ``[C, S]``; the other arguments are those of :mod:`.flat`."""
+"""Estimators over several rewards of one unit, ``[C, S]``, or over a reward that is put together from several signals;
+the other arguments are those of :mod:`.flat`."""
 
 from __future__ import annotations
 
@@ -7,15 +8,15 @@ from dataclasses import replace
 
 import torch
 
-from ..checks import check, check_device, check_type
+from ..checks import check, check_device, check_type, check_units
 from ..specs import GroupTerm, Provenance, Share
 from .flat import grpo, whiten
-from .terms import Term, check_channels, combine, estimator, grouped
+from .terms import Term, as_advantages, check_channels, combine, estimator, grouped
 
-__all__ = ["dvao", "gdpo", "vpo"]
+__all__ = ["dvao", "gdpo", "hila", "tool_star", "vpo"]
 
 
-@estimator(Provenance.VERIFIED, several=True, tables=True)
+@estimator(Provenance.PAPER, several=True, tables=True)
 def dvao(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -130,3 +131,73 @@ def vpo(
     along = torch.where(seen, rewards, 0.0) @ directions.to(rewards.dtype).T  # [S, M, W]
     best = torch.where(seen, along, -torch.inf).amax(dim=1)
     return grpo(best.mean(dim=-1), group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
+
+
+@estimator(Provenance.VERIFIED, tables=True)
+def hila(
+    success: torch.Tensor,
+    is_deferred: torch.Tensor,
+    is_created: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    defer_cost: float = 0.3,
+    create_cost: float = 0.1,
+    ddof: int = 0,
+    eps: float = 1e-6,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """HILA's inner loop: GRPO, ddof 0, of success minus what the action costs (arXiv 2603.07972). Returns ``[S]``
+    float32.
+
+    The outer loop, which learns from the expert's answers, is supervised and has no advantage.
+
+    Args:
+        success: ``[S]``, 1 for a right answer.
+        is_deferred, is_created: ``[S]`` bool, whether the action asks the expert, or writes a new answer; one that is
+            neither takes over another agent's answer and costs nothing.
+        group_ids: ``[S]``, the candidate actions of one agent in one round of one problem.
+
+    >>> hila(torch.tensor([1.0, 1.0]), torch.tensor([True, False]), torch.tensor([False, True]), None)
+    tensor([-1.0000,  1.0000])
+    """
+    check_units(success=success, is_deferred=is_deferred, is_created=is_created, group_ids=group_ids, mask=mask)
+    cost = defer_cost * is_deferred.double() + create_cost * (is_created & ~is_deferred).double()
+    worth = as_advantages(success.double() - cost, success, backend)
+    return grpo(worth, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
+
+
+@estimator(Provenance.VERIFIED, tables=True)
+def tool_star(
+    accuracy: torch.Tensor,
+    is_formatted: torch.Tensor,
+    is_multi_tool: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    bonus: float = 0.1,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Tool-Star: GRPO of a reward whose levels open one another: form, then accuracy, then the use of all tools (arXiv
+    2505.16410). Returns ``[S]`` float32.
+
+    -1 for an answer in no valid form; else its accuracy, plus ``bonus`` where that is above 0 and the response uses
+    search and code both.
+
+    Args:
+        accuracy: ``[S]``, F1 of the answer in the authors' code.
+        is_formatted, is_multi_tool: ``[S]`` bool.
+
+    >>> right, tools = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([True, False, True])
+    >>> tool_star(right, torch.tensor([True, True, False]), tools, None)
+    tensor([ 0.6190,  0.5346, -1.1537])
+    """
+    check_units(
+        accuracy=accuracy, is_formatted=is_formatted, is_multi_tool=is_multi_tool, group_ids=group_ids, mask=mask
+    )
+    exact = accuracy.double()
+    earned = torch.where(is_multi_tool & (exact > 0), exact + bonus, exact)
+    worth = torch.where(is_formatted | ~torch.isfinite(exact), earned, -1.0)
+    return grpo(as_advantages(worth, accuracy, backend), group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ..checks import check, check_units
@@ -21,10 +23,13 @@ def adora(
     is_correct: torch.Tensor,
     *,
     damping: float = 0.1,
+    cutoff: float = math.inf,
     without_success: bool = False,
+    without_mistake: bool = True,
     ddof: int = 1,
     eps: float = 1e-6,
     mask: torch.Tensor | None = None,
+    singleton: str = "zero",
     backend: str | None = None,
 ) -> torch.Tensor:
     """ADORA: GRPO, times ``damping`` in groups whose longest correct response is not longer than the mean of the wrong
@@ -32,9 +37,13 @@ def adora(
 
     Args:
         lengths: ``[S]`` floating point. is_correct: ``[S]`` bool.
-        without_success: True leaves groups without a correct response undamped, as the authors do for vision models.
+        cutoff: wrong responses of this length or more are not in the mean: they were cut off. The authors have 4054 for
+            language models and 4094 for vision models, both of at most 4096 tokens.
+        without_success, without_mistake: whether a group that got everything wrong, or everything right, keeps its
+            advantages. The authors' code for vision models has True and False.
+        singleton: ``"raw"`` keeps the reward of a group of one, as the authors' code for language models does.
 
-    Assumed: a group without a wrong response is not damped. Responses without a reward are neither right nor wrong.
+    Responses without a reward are neither right nor wrong.
 
     >>> r, n = torch.tensor([1.0, 0.0]), torch.tensor([5.0, 9.0])
     >>> adora(r, None, n, r > 0)
@@ -43,10 +52,10 @@ def adora(
     check_units(rewards=rewards, group_ids=group_ids, lengths=lengths, is_correct=is_correct, mask=mask)
     scored = scorable(rewards, mask)
     right = statistics(lengths, group_ids, mask=scored & is_correct, backend=backend)
-    wrong = statistics(lengths, group_ids, mask=scored & ~is_correct, backend=backend)
-    longer = (right.members > 0) & (right.greatest > wrong.mean)
-    kept = longer | (right.members == 0) if without_success else longer
-    advantages = grpo(rewards, group_ids, mask=mask, ddof=ddof, eps=eps, backend=backend)
+    wrong = statistics(lengths, group_ids, mask=scored & ~is_correct & (lengths < cutoff), backend=backend)
+    longer = torch.where(wrong.members == 0, without_mistake, right.greatest > wrong.mean)
+    kept = torch.where(right.members == 0, without_success, longer)
+    advantages = grpo(rewards, group_ids, mask=mask, ddof=ddof, eps=eps, singleton=singleton, backend=backend)
     return torch.where(kept, advantages, damping * advantages)
 
 

@@ -10,13 +10,13 @@ import torch
 
 from ..batch import PackedBatch
 from ..checks import check_rows, check_tokens
-from ..segments import dense_ids, recurrence, statistics
+from ..segments import chains, dense_ids, recurrence, statistics
 from ..specs import Provenance
 from .flat import whiten
-from .returns import check_discounts
+from .returns import check_discounts, generalised_advantages
 from .terms import as_advantages, estimator, grouped, known, scorable, widened
 
-__all__ = ["hicra", "otb", "reinforce_pp", "remax", "rl_zvp", "t_ppo"]
+__all__ = ["hicra", "otb", "reinforce_pp", "remax", "rl_zvp", "t_ppo", "tir_otb", "token_gae"]
 
 
 def _valid(batch: PackedBatch, row: torch.Tensor) -> torch.Tensor:
@@ -159,42 +159,109 @@ def otb(
     chosen_probability: torch.Tensor,
     squared_probabilities: torch.Tensor,
     *,
+    importance: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Optimal token baseline: ``A_t = G_t - sum_i G_{i,t} W_{i,t} / sum_i W_{i,t}`` over the prompt's responses with a
     valid token at the position (verl ``optimal_token_baseline``). Returns ``[T]`` float32.
 
-    G is the return from the token on, not discounted, ``W_t = sum_{s <= t} 1 - 2 p_s + sum_v p_s(v)^2`` over valid
-    tokens. Positions count from the first valid token of the row. A response that is alone at a position, as the
+    G is the return from the token on, not discounted, ``W_t = sum_{s <= t} c_s^2 (1 - 2 p_s + sum_v p_s(v)^2)`` over
+    valid tokens. Positions count from the first valid token of the row. A response that is alone at a position, as the
     longest is at its end, has the baseline 0 there, as has a position whose tokens were all certain (W is 0).
 
     Args:
         chosen_probability, squared_probabilities: ``[T]``, p of the sampled token, and the sum of p^2 over the
             vocabulary.
+        importance: ``[T]`` floating point, c, the truncated weight of the loss for a sampler that is not the policy.
+            None: 1.
 
     >>> batch = PackedBatch.from_lengths([1, 1], group_ids=torch.tensor([0, 0]))
     >>> half = torch.full((2,), 0.5)
     >>> otb(torch.tensor([1.0, 0.0]), batch.group_ids, batch, half, half)
     tensor([ 0.5000, -0.5000])
     """
+    row = _check_otb(token_rewards, group_ids, batch, chosen_probability, squared_probabilities, importance)
+    token = torch.arange(batch.total_tokens, device=row.device)
+    first = torch.full((batch.rows,), batch.total_tokens, dtype=torch.int64, device=row.device)
+    if batch.rows:
+        reached = torch.where(_valid(batch, row), token, batch.total_tokens)
+        first = first.scatter_reduce(0, row.clamp(min=0), reached, "amin")
+    position = token - _of_tokens(first, row, 0)
+    energy = _energy(chosen_probability, squared_probabilities, importance)
+    return _against_positions(token_rewards, group_ids, batch, energy, position, backend)
+
+
+@estimator(Provenance.VERIFIED, level="token")
+def tir_otb(
+    token_rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    batch: PackedBatch,
+    chosen_probability: torch.Tensor,
+    squared_probabilities: torch.Tensor,
+    *,
+    importance: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Optimal token baseline for responses with tools inside: :func:`otb` whose positions count the valid tokens alone
+    (verl ``tir_optimal_token_baseline``). Returns ``[T]`` float32.
+
+    A token is compared with those that the policy wrote after as many of its own, however long the tools' outputs in
+    between are. Without such outputs this is :func:`otb`. Arguments as there.
+
+    >>> mask = torch.tensor([True, False, True, True, True])
+    >>> batch = PackedBatch(torch.tensor([0, 3, 5]), mask, group_ids=torch.tensor([0, 0]))
+    >>> half = torch.full((5,), 0.5)
+    >>> tir_otb(torch.tensor([0.0, 0, 1, 0, 0]), batch.group_ids, batch, half, half)
+    tensor([ 0.5000,  0.0000,  0.5000, -0.5000, -0.5000])
+    """
+    row = _check_otb(token_rewards, group_ids, batch, chosen_probability, squared_probabilities, importance)
+    counted = torch.cat([row.new_zeros(1), _valid(batch, row).cumsum(0)])
+    before = counted[batch.cu_seqlens[:-1].to(torch.int64).clamp(0, batch.total_tokens)]
+    position = counted[:-1] - _of_tokens(before, row, 0)
+    energy = _energy(chosen_probability, squared_probabilities, importance)
+    return _against_positions(token_rewards, group_ids, batch, energy, position, backend)
+
+
+def _check_otb(
+    token_rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    batch: PackedBatch,
+    chosen_probability: torch.Tensor,
+    squared_probabilities: torch.Tensor,
+    importance: torch.Tensor | None,
+) -> torch.Tensor:
+    """The row of each token, once the arguments are right."""
     if group_ids is not None:
         check_rows(batch, group_ids=group_ids)
     check_tokens(
         batch, token_rewards=token_rewards, chosen_probability=chosen_probability,
         squared_probabilities=squared_probabilities,
     )  # fmt: skip
+    if importance is not None:
+        check_tokens(batch, importance=importance)
+    return batch.row_of_token()
+
+
+def _energy(chosen: torch.Tensor, squared: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
+    """The squared norm of each token's score function, by the square of its importance."""
+    energy = 1 - 2 * chosen + squared
+    return energy if importance is None else energy * importance.square()
+
+
+def _against_positions(
+    token_rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    batch: PackedBatch,
+    energy: torch.Tensor,
+    position: torch.Tensor,
+    backend: str | None,
+) -> torch.Tensor:
+    """Returns minus the optimal baseline of the prompt's tokens at the same position."""
     row = batch.row_of_token()
     valid = _valid(batch, row)
-    values = torch.where(valid, token_rewards, 0.0)
+    values, energy = torch.where(valid, token_rewards, 0.0), torch.where(valid, energy, 0.0)
     returns = recurrence(values, torch.ones_like(values), batch.cu_seqlens, backend=backend)
-    energy = torch.where(valid, 1 - 2 * chosen_probability + squared_probabilities, 0.0)
     weight = recurrence(energy, torch.ones_like(energy), batch.cu_seqlens, forward=True, backend=backend)
-    token = torch.arange(batch.total_tokens, device=row.device)
-    first = torch.full((batch.rows,), batch.total_tokens, dtype=torch.int64, device=row.device)
-    if batch.rows:
-        reached = torch.where(valid, token, batch.total_tokens)
-        first = first.scatter_reduce(0, row.clamp(min=0), reached, "amin")
-    position = token - _of_tokens(first, row, 0)
     groups = torch.zeros_like(row) if group_ids is None else _of_tokens(group_ids.to(torch.int64), row, -1)
     ids = dense_ids(torch.where(valid, groups, -1), torch.where(valid, position, -1))
     # A certain token weighs nothing but is a response: the other one at its position is not alone.
@@ -202,6 +269,45 @@ def otb(
     mean = statistics(returns, ids, weights=weight, mask=valid, backend=backend).mean
     exact = returns.double() - torch.where(responses > 1, mean, 0.0)
     return as_advantages(torch.where((responses > 0) & scorable(returns, valid), exact, 0.0), returns, backend)
+
+
+@estimator(Provenance.VERIFIED, level="token")
+def token_gae(
+    token_rewards: torch.Tensor,
+    values: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    whitened: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """StepPO's GAE of tokens, along all rows of a trajectory as if they were one, whitened over the batch's tokens
+    (arXiv 2604.18401). Returns ``[T]`` float32.
+
+    ``d_t = r_t + gamma V_t' - V_t``, ``A_t = d_t + gamma lambda A_t'``, t' the next *valid* token of the trajectory, in
+    its next row where this one has no more; V is 0 behind the last. Then ``(A - mean) / sqrt(var + 1e-8)``, ddof 1.
+
+    Args:
+        token_rewards, values: ``[T]``, the critic before each token. Those at masked tokens do not count.
+        batch: rows of a trajectory (``trajectory_ids``) stand in the order of its steps. Without such ids this is GAE
+            of each row, which verl's ``gae`` is, too.
+        whitened: False leaves the advantages as they are; returns for the critic are those plus ``values``.
+
+    >>> batch = PackedBatch.from_lengths([1, 1], trajectory_ids=torch.tensor([4, 4]))
+    >>> token_gae(torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.25]), batch, gamma=0.5, whitened=False)
+    tensor([0.0000, 0.7500])
+    """
+    check_tokens(batch, token_rewards=token_rewards, values=values)
+    row = batch.row_of_token()
+    valid = _valid(batch, row)
+    of_rows = torch.arange(batch.rows, device=row.device) if batch.trajectories is None else batch.trajectories[0]
+    trajectory = chains(torch.where(valid, _of_tokens(of_rows, row, -1), -1))
+    given, value = torch.where(valid, token_rewards, 0.0), torch.where(valid, values, 0.0)
+    advantages = torch.where(valid, generalised_advantages(given, value, trajectory, gamma, lam, backend=backend), 0.0)
+    if not whitened:
+        return known(advantages)
+    return whiten(advantages, torch.ones_like(advantages), mask=valid, backend=backend)
 
 
 @estimator(Provenance.PAPER, level="token")

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
-from ..checks import check, check_device, check_dtype, check_shape, check_units
-from ..segments import dense_ids, statistics
+from ..checks import check, check_device, check_dtype, check_shape, check_type, check_units
+from ..segments import chains, dense_ids, statistics
 from ..specs import MOST_TERMS, GroupTerm, Presence, Provenance, Scale, Share
 from .flat import grpo, whiten
-from .terms import Term, among, as_advantages, combine, estimator, grouped, keeps_singletons, scorable
+from .returns import once
+from .terms import Term, among, as_advantages, check_compat, combine, estimator, grouped, keeps_singletons, scorable
 
-__all__ = ["mars2", "rose", "treepo"]
+__all__ = ["mars2", "rose", "rose_length_penalty", "treepo", "treepo_segments"]
 
 
 @estimator(Provenance.VERIFIED, tables=True)
@@ -66,7 +67,8 @@ def rose(
     """ROSE: the value of a node is the mean reward of the leaves below it, the advantage of a segment the difference of
     values at its ends (arXiv 2601.05053). Returns ``[D, S]`` float32: row d is the segment below the prefix of depth d.
 
-    Segments of a leaf add up to its reward minus the root's value. Left out: the authors' penalty on long leaves.
+    Segments of a leaf add up to its reward minus the root's value. The authors' penalty on long leaves:
+    :func:`rose_length_penalty`.
 
     Args:
         prefix_ids: one ``[S]`` per depth, from the root on: what names the prefix of each leaf.
@@ -93,14 +95,130 @@ def rose(
 
 
 @estimator(Provenance.VERIFIED)
+def rose_length_penalty(
+    segments: torch.Tensor,
+    rewards: torch.Tensor,
+    prefix_ids: Sequence[torch.Tensor],
+    lengths: torch.Tensor,
+    starts: torch.Tensor,
+    *,
+    alpha: float = 1.0,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """ROSE's penalty on correct leaves that are longer than the shortest correct one of their prompt (arXiv
+    2601.05053). Returns ``[D, S]`` float32, the segments' advantages.
+
+    ``A - |A| (1 - ((L_short - k) / (L - k))^alpha)`` behind the token k at which the two leaves part; a prompt needs
+    two correct leaves.
+
+    Args:
+        segments: ``[D, S]`` floating point, what :func:`rose` gives.
+        rewards: ``[S]``; a leaf is correct if its reward is not 0.
+        prefix_ids: as for :func:`rose`, one ``[S]`` per segment.
+        lengths: L ``[S]`` floating point, tokens of each leaf from the root on.
+        starts: ``[D, S]`` floating point, the token at which each segment begins: 0 in row 0.
+        alpha: .5, 1, 2 or 3 in the paper; their code has no penalty by default.
+
+    Of several shortest leaves the first is spared. The authors compare places of branches, so that leaves of different
+    branches that begin at one token count as together up to there; here the prefixes decide.
+
+    >>> root, branch = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 0, 1])
+    >>> r, n = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([6.0, 10.0, 4.0])
+    >>> starts = torch.tensor([[0.0, 0.0, 0.0], [2.0, 2.0, 2.0]])
+    >>> rose_length_penalty(rose(r, [root, branch]), r, [root, branch], n, starts)
+    tensor([[ 0.3333,  0.3333, -0.6667],
+            [ 0.0000,  0.0000,  0.0000]])
+    """
+    check_units(rewards=rewards, lengths=lengths)
+    check(len(prefix_ids) > 0, "prefix_ids: expected at least one depth, got none")
+    for name, given in (("segments", segments), ("starts", starts)):
+        check_type(given.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, given.dtype)
+        check_shape(name, given, (len(prefix_ids), *rewards.shape), "[D, S] (one row per depth)")
+        check_device(name, given, rewards.device, "rewards")
+    root = prefix_ids[0]
+    correct = torch.isfinite(rewards) & (rewards != 0) & torch.isfinite(lengths)
+    rivals = statistics(lengths, root, mask=correct, backend=backend)
+    shortest = once(chains(among(root, correct & (lengths.double() == rivals.least)))) > 0
+    shared = []
+    for depth, ids in enumerate(prefix_ids):
+        check_units(rewards=rewards, prefix_ids=ids)
+        below = statistics(shortest.float(), dense_ids(*prefix_ids[: depth + 1]), backend=backend)
+        shared.append(below.greatest > 0)
+    parting = torch.where(torch.stack(shared), starts.double(), 0.0).amax(dim=0)
+    left, most = lengths.double() - parting, (rivals.least - parting).clamp(min=0)
+    factor = (1 - torch.where(left > 0, most / left, 1.0) ** alpha).clamp(min=0)
+    longer = correct & (rivals.members > 1) & ~shortest & (starts.double() >= parting)
+    exact = segments.double()
+    return as_advantages(torch.where(longer, exact - factor * exact.abs(), exact), segments, backend)
+
+
+@estimator(Provenance.VERIFIED)
+def treepo_segments(
+    rewards: torch.Tensor,
+    prefix_ids: Sequence[torch.Tensor],
+    lengths: torch.Tensor | None = None,
+    *,
+    decay: float = 1.0,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """TreePO's segments: what a node is worth, minus what its parent is (arXiv 2508.17445). Returns ``[D, S]`` float32:
+    row d is the segment below the prefix of depth d.
+
+    A leaf is worth ``sum_d n_d (r - mean_d) / (1 + sum_d n_d)`` over its prefixes, n_d the leaves that share one; a
+    node the mean of its *children*, the root 0. ``A_d = V_{d+1} - decay^(D - d) V_d``.
+
+    Args:
+        prefix_ids: one ``[S]`` per depth, from the root (the prompt) on: what names the prefix of each leaf. All leaves
+            have the same depth.
+        lengths: ``[D, S]`` floating point, tokens of each segment: whitens over them, as the authors do. None: not.
+        decay: 1 in the authors' code, where it is the exponent's base; the segments of a leaf then add up to its worth.
+
+    Differs from :func:`rose`, whose nodes are worth the mean of the *leaves* below them.
+
+    >>> root, branch = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 0, 1])
+    >>> treepo_segments(torch.tensor([1.0, 0.0, 1.0]), [root, branch])
+    tensor([[-0.0833, -0.0833,  0.2000],
+            [ 0.4167, -0.4167,  0.0000]])
+    """
+    check_units(rewards=rewards)
+    check(len(prefix_ids) > 0, "prefix_ids: expected at least one depth, got none")
+    scored, nodes = scorable(rewards, None), []
+    worth = number = torch.zeros_like(rewards, dtype=torch.float64)
+    for depth, ids in enumerate(prefix_ids):
+        check_units(rewards=rewards, prefix_ids=ids)
+        nodes.append(dense_ids(*prefix_ids[: depth + 1]))
+        table = statistics(rewards, nodes[-1], backend=backend)
+        centred = (rewards.double() - table.least) - (table.mean - table.least)
+        worth, number = worth + table.members * torch.where(scored, centred, 0.0), number + table.members
+    values = [as_advantages(worth / (1 + number), rewards, backend)]
+    weights = None
+    for ids in reversed(nodes[1:]):  # children count once, whatever is below them
+        table = statistics(values[0], ids, weights=weights, mask=scored, backend=backend)
+        values.insert(0, as_advantages(table.mean, rewards, backend))  # that of one child is its value, to the bit
+        weights = once(chains(among(ids, scored)))
+    values.insert(0, torch.zeros_like(values[0]))
+    depths = len(nodes)
+    exact = [values[d + 1].double() - decay ** (depths - d) * values[d].double() for d in range(depths)]
+    member = grouped(scored, nodes[-1])
+    segments = as_advantages(torch.where(member, torch.stack(exact), 0.0), rewards, backend)
+    if lengths is None:
+        return segments
+    check_shape("lengths", lengths, segments.shape, "[D, S] (one row per depth)")
+    mask = member.expand(depths, -1).reshape(-1)
+    return whiten(segments.reshape(-1), lengths.reshape(-1), mask=mask, backend=backend).view_as(segments)
+
+
+@estimator(Provenance.VERIFIED)
 def mars2(
     rewards: torch.Tensor,
     parents: torch.Tensor,
     group_ids: torch.Tensor,
     *,
+    tree_ids: torch.Tensor | None = None,
     shaping: float = 0.3,
     siblings: float = 0.5,
     eps: float = 1e-9,
+    compat: str = "paper",
     backend: str | None = None,
 ) -> torch.Tensor:
     """MARS^2: rewards of a tree's nodes shaped by parents and siblings, then GRPO over all nodes of the prompt (arXiv
@@ -114,10 +232,11 @@ def mars2(
             which is none, but makes siblings. A node whose parent is beyond the nodes is in no statistic and gets NaN,
             which the loss leaves out and counts.
         group_ids: ``[N]``, the prompt of each tree.
+        tree_ids: ``[N]``, the tree of each node: those below the root are siblings in their own tree alone. None: each
+            prompt has one tree.
         shaping, siblings: g (.5 in the authors' class) and l.
-
-    Traps: the authors shape in place while they go through the nodes, so that children see what their parents have
-    become; here all see the rewards as given.
+        compat: ``"paper"`` shapes all nodes by the rewards as given; ``"code"`` from the root on, so that a child sees
+            what its parent has become, but its siblings as given, as the authors do in place.
 
     >>> r, parents = torch.tensor([0.2, 0.6, 0.8, 0.4]), torch.tensor([-1, -1, 0, 0])
     >>> mars2(r, parents, torch.zeros(4, dtype=torch.int64))
@@ -126,10 +245,12 @@ def mars2(
     check_dtype("parents", parents, (torch.int32, torch.int64), "places of nodes are integers")
     check_shape("parents", parents, rewards.shape, "[N] (that of rewards)")
     check_device("parents", parents, rewards.device, "rewards")
-    check_units(rewards=rewards, group_ids=group_ids)
+    check_units(rewards=rewards, group_ids=group_ids, tree_ids=tree_ids)
+    in_place = check_compat(compat)
     lost = parents >= rewards.numel()
     own = among(parents, ~lost)  # a place below N: adding 1 cannot overflow
-    family = statistics(rewards, dense_ids(among(group_ids, ~lost), own.clamp(min=-1) + 1), backend=backend)
+    tree = group_ids if tree_ids is None else dense_ids(group_ids, tree_ids)
+    family = statistics(rewards, dense_ids(among(tree, ~lost), own.clamp(min=-1) + 1), backend=backend)
     exact = torch.where((group_ids >= 0) & ~lost, rewards.double(), torch.nan)
     others = (family.mean * family.members - exact) / (family.members - 1).clamp(min=1)
     parent = exact[own.clamp(min=0)] if rewards.numel() else exact
@@ -138,6 +259,11 @@ def mars2(
     baseline = torch.where(
         has_parent, torch.where(has_siblings, mixed, parent), torch.where(has_siblings, others, exact)
     )
-    shaped = as_advantages(exact + shaping * (exact - baseline), rewards, backend)
-    advantages = grpo(shaped, group_ids, eps=eps, backend=backend)
+    gain = shaping * (exact - baseline)
+    if in_place:  # a parent's gain g reaches its child as -shaping times its part of the baseline
+        reach = -shaping * torch.where(has_parent, torch.where(has_siblings, 1 - siblings, 1.0), 0.0)
+        above = torch.where(has_parent, own, torch.arange(rewards.numel(), device=rewards.device))
+        for _ in range(rewards.numel().bit_length()):  # each time twice as far up
+            gain, reach, above = gain + reach * gain[above], reach * reach[above], above[above]
+    advantages = grpo(as_advantages(exact + gain, rewards, backend), group_ids, eps=eps, backend=backend)
     return torch.where(lost & torch.isfinite(rewards) & (group_ids >= 0), torch.nan, advantages)

@@ -40,7 +40,7 @@ class PackedBatch:
         trajectory_ids: ``[S]`` any integers: rows with equal ids form one trajectory. Default: each row is a
             trajectory.
         group_ids: ``[S]`` any integers: the prompt group of each row (advantages). A negative id means no group.
-        domain_ids: ``[S]`` any integers.
+        domain_ids: ``[S]`` any integers: the domain of each row. A negative id means no domain.
         validate: check the *values* of offsets, steps, ids and integer masks, and that trajectories, groups and domains
             nest. This check is the only place in the library that synchronises with the device. With ``False`` wrong
             values never cause a bad memory access: they are clamped and flagged in the metrics.

@@ -43,7 +43,7 @@ def g2rpo(
     return as_advantages(groups.unsorted(mean), rewards, backend)
 
 
-@estimator(Provenance.VERIFIED)
+@estimator(Provenance.PAPER)
 def arena(
     ranks: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -56,6 +56,9 @@ def arena(
 
     Args:
         ranks: ``[S]`` floating point, 0 the best of its group; ties have the mean of their ranks.
+
+    Traps: against an anchor the authors give ties their best rank and take the worst rank for n - 1; without ties that
+    is the same.
 
     >>> arena(torch.tensor([0.0, 1.0, 2.0, 3.0]), None)
     tensor([ 1.1619,  0.3873, -0.3873, -1.1619])

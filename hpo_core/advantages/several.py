@@ -167,7 +167,7 @@ def hila(
     return grpo(worth, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 
 
-@estimator(Provenance.VERIFIED, tables=True)
+@estimator(Provenance.PAPER, tables=True)
 def tool_star(
     accuracy: torch.Tensor,
     is_formatted: torch.Tensor,

@@ -1,6 +1,6 @@
 # `make help` lists the targets. Each sets up its packages and extensions first, in a virtual environment.
 #
-#   make TARGET PYTHON=python3.12       another interpreter; a torch in range that it has already is used as it is
+#   make TARGET PYTHON=python3.12       another interpreter; if it has a torch in range, that torch is used
 #   make TARGET TORCH="torch==2.11.0"   another torch; pip options such as --index-url may follow in the same string
 #   make TARGET VENV=.venv-other        another environment
 #   make TARGET V=1                     every command and all that it prints
@@ -10,14 +10,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-# A bound: a torch for CUDA requires its own Triton, one for CPUs requires none.
+# This is a bound, because a torch for CUDA requires its own Triton; a torch for CPUs requires none.
 TRITON ?= triton<=3.9.0
 # The transformers that every trainer here accepts: the demo runs with the versions that the tests run with.
 TRL ?= trl==1.16.0 transformers==5.10.4
-# The trainers and kernels that tests and benchmarks meet.
+# The trainers and kernels of tests and benchmarks.
 PEERS ?= $(TRL) "liger-kernel==0.8.5" "verl[verl-core]==0.9.1; python_version < '3.13'"
 TOOLS ?= clang-format==23.1.5 mypy==2.4.1 ruff==0.17.6
-# The engines that have an environment of their own: wherever DeepSpeed is installed, transformers and accelerate import it.
+# Engines with an environment of their own: transformers and accelerate import DeepSpeed if it is installed.
 ENGINES ?= deepspeed==0.19.8
 SINCE ?= HEAD
 
@@ -29,25 +29,25 @@ ifeq ($(origin TORCH),file)
 FOUND := $(shell $(PYTHON) -c "$(TORCH_IN_RANGE)" 2>/dev/null)
 endif
 
-# A backend that is missing fails the run; it is never skipped. One worker for each core, each with threads of its own:
-# those that wait must not spin.
+# A missing backend fails the run; it is never skipped. Each core has one worker with threads of its own, and waiting
+# threads must not spin.
 TESTING := HPO_CORE_TEST_BACKENDS=cpu,triton,cuda_emulated OMP_WAIT_POLICY=passive
 WORKERS := --numprocesses auto --dist worksteal
 PYTEST := $(TESTING) $(BIN)/pytest $(WORKERS)
 
-# The extensions that setup.py builds in place. nvcc takes minutes for code that only a GPU runs.
+# The extensions that setup.py builds in place. Without a GPU the CUDA extension, minutes of nvcc, is left out.
 FOR_TESTS := HPO_CORE_EMULATED=$${HPO_CORE_EMULATED-1} HPO_CORE_CUDA=$${HPO_CORE_CUDA-$$(nvidia-smi -L 2>/dev/null | grep -q GPU || echo 0)}
 WITH_CUDA := HPO_CORE_CUDA=$${HPO_CORE_CUDA-}
 WITHOUT_CUDA := HPO_CORE_CUDA=$${HPO_CORE_CUDA-0}
 CPU_ALONE := HPO_CORE_EMULATED=$${HPO_CORE_EMULATED-0} $(WITHOUT_CUDA)
 SANITIZED := HPO_CORE_SANITIZE=address,undefined HPO_CORE_EMULATED=1 HPO_CORE_CUDA=0
 
-# Python compiles a module when it is first imported: most never are, and compiling all takes longer than unpacking them.
+# Python compiles a module at its first import; most are never imported, and compiling all takes longer than unpacking.
 PIP_INSTALL := $(BIN)/pip install --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# $(call stage,NAME,COMMANDS) prints how long the commands took, and their output if one fails.
+# $(call stage,NAME,COMMANDS) prints the time of the commands, and their output if one fails.
 ifdef V
 stage = $(2)
 else
@@ -55,8 +55,8 @@ stage = @began=$$(date +%s); if log=$$({ $(2); } 2>&1); then echo "hpo_core: $(1
 	else printf '%s\n' "$$log" 'hpo_core: $(1) ... failed' >&2; exit 1; fi
 endif
 
-# $(call set-up,PACKAGES,SETTINGS): the compilers need no package that pip downloads, so both run at once. A number of
-# jobs would limit ninja, too.
+# $(call set-up,PACKAGES,SETTINGS) runs pip and the compilers at once, because these need no package that pip downloads.
+# A number of jobs would limit ninja, too.
 set-up = +@$(2) $(MAKE) $(if $(V),,--silent) --no-print-directory --jobs build $(VENV)/$(1)
 
 .PHONY: help setup build test test-changed test-long coverage sanitize test-matrix test-trainers demo demo-agent bench gpu-check lint wheel clean
@@ -76,29 +76,29 @@ $(VENV)/for-building: pyproject.toml
 	&& $(if $(FOUND),$(PYTHON) -c "$(TORCH_FOLDER)" >$$($(BIN)/python -c "$(SITE_PACKAGES)")/torch.pth,:))
 	@touch $@
 
-# Options such as --index-url are meant for torch alone: with them torch is installed first, by itself.
+# Options such as --index-url apply to torch alone: with them torch is installed first, by itself.
 TORCH_FIRST = $(if $(findstring --,$(TORCH)),$(PIP_INSTALL) $(TORCH),:)
 THIS_TORCH = "$(if $(FOUND),torch==$(FOUND),$(firstword $(TORCH)))"
 TORCH_SIZE = $(if $(FOUND),torch $(FOUND) as $(PYTHON) has it,$(TORCH): 0.2 GB to download if built for CPUs, 3 GB for CUDA, which Linux gets by default)
-# Registers the checkout. The C++ backend, which this builds too, is compiled once: a second build waits and finds it.
+# Registers the checkout and builds the C++ backend, which is compiled once: a second build waits for it and finds it.
 EDITABLE := HPO_CORE_EMULATED=0 HPO_CORE_CUDA=0 $(PIP_INSTALL) --editable
 EXTRAS := ".[testing,bench]"
-# Packages that PYTHON has beside its torch bring no commands into BIN: these are installed again.
+# Packages that PYTHON already has beside its torch put no commands into BIN, so these are installed again.
 COMMANDS = $(if $(FOUND),$(PIP_INSTALL) --ignore-installed --no-deps $(TOOLS) "pytest>=9",:)
 
 $(VENV)/for-tests: $(VENV)/for-building $(VENV)/asked Makefile
 	@echo 'hpo_core: $(VENV) gets'
 	@echo '  $(TORCH_SIZE)'
-	@echo '  $(TRITON) where torch brings none: 0.3 GB'
-	@echo '  $(subst ",,$(PEERS)) $(TOOLS) and what they need: 0.3 GB'
+	@echo '  $(TRITON) if torch brings none: 0.3 GB'
+	@echo '  $(subst ",,$(PEERS)) $(TOOLS) and their dependencies: 0.3 GB'
 	$(call stage,packages,$(TORCH_FIRST) && $(COMMANDS) && $(EDITABLE) $(EXTRAS) $(THIS_TORCH) "$(TRITON)" $(PEERS) $(TOOLS))
 	@touch $(VENV)/for-demo $@
 
-# The demo uses no Triton where torch brings none.
+# The demo uses Triton only if torch brings it.
 $(VENV)/for-demo: $(VENV)/for-building $(VENV)/asked Makefile
 	@echo 'hpo_core: $(VENV) gets'
 	@echo '  $(TORCH_SIZE)'
-	@echo '  $(TRL) matplotlib and what they need: 0.15 GB'
+	@echo '  $(TRL) matplotlib and their dependencies: 0.15 GB'
 	$(call stage,packages,$(TORCH_FIRST) && $(PIP_INSTALL) $(THIS_TORCH) $(TRL) matplotlib \
 	&& $(EDITABLE) . --no-build-isolation --no-deps)
 	@touch $@
@@ -109,8 +109,8 @@ $(VENV)/asked: $(VENV)/for-building always
 	@[ -f $@ ] && { [ -z "$$ASKED" ] || echo "$$ASKED" | cmp -s - $@; } || echo "$$ASKED" >$@
 always:
 
-# Plain pytest: `python -m pytest` would put this folder first on the path.
-test: ## every test but the long ones
+# The targets call plain pytest, because `python -m pytest` would put this folder first on the path.
+test: ## every test except the long ones
 	$(call set-up,for-tests)
 	$(PYTEST) -m "not long"
 
@@ -134,7 +134,7 @@ test-matrix: ## the oldest and the newest torch and Triton that we promise to wo
 	$(MAKE) test VENV=.venv-oldest TORCH="torch==2.10.*" TRITON="triton==3.6.*" PEERS=
 	$(MAKE) test VENV=.venv-newest TORCH="torch" TRITON="triton" PEERS=
 
-# pytest fails where all that it is given is skipped.
+# pytest fails if it skips every test that it is given.
 test-trainers: ## the recipes of docs/data_parallel.md under DeepSpeed
 	HPO_CORE_EMULATED=0 HPO_CORE_CUDA=0 $(MAKE) setup VENV=.venv-trainers PEERS="$(ENGINES)"
 	HPO_CORE_TEST_BACKENDS=cpu OMP_WAIT_POLICY=passive .venv-trainers/bin/pytest tests/test_deepspeed.py
@@ -160,7 +160,7 @@ lint: $(VENV)/for-tests ## ruff, mypy and clang-format
 	$(BIN)/mypy
 	git ls-files '*.cpp' '*.cu' '*.cuh' '*.h' | xargs $(BIN)/clang-format --dry-run -Werror
 
-# Without test extensions, and without files of an earlier build.
+# A wheel has no test extensions and no files of an earlier build.
 wheel: $(VENV)/for-building ## the wheel for users, in dist/
 	rm -rf build/lib.* build/bdist.*
 	HPO_CORE_EMULATED=0 $(BIN)/pip wheel --no-deps --wheel-dir dist .

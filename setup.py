@@ -5,13 +5,14 @@
     hpo_core._cuda_emulated       the same two through the C++ compiler, for tests
     hpo_core._emulation_selftest  csrc/emulation/selftest*, for tests
 
-What was built, and why something was not, is written to hpo_core/_build_info.json, which hpo_core.backends() reads.
+The result for each extension, or the reason why it was not built, is written to hpo_core/_build_info.json, which
+hpo_core.backends() reads.
 
 Environment:
     CXX                  the C++ compiler; default: the first of g++, c++, clang++
     CUDA_HOME            the CUDA toolkit; default: the one whose nvcc is in PATH, then /usr/local/cuda
-    HPO_CORE_CUDA        0: no CUDA extension; 1: an error where nvcc is missing
-    HPO_CORE_CUDA_ARCHS  such as "90" or "80 90+ptx"; default: those of CUDA_ARCHS that nvcc knows
+    HPO_CORE_CUDA        0: no CUDA extension; 1: an error if nvcc is missing
+    HPO_CORE_CUDA_ARCHS  such as "90" or "80 90+ptx"; default: the part of CUDA_ARCHS that nvcc knows
     HPO_CORE_EMULATED    1: build the two test extensions
     HPO_CORE_SANITIZE    such as "address,undefined": instruments all but _cuda, in a build folder of its own
 """
@@ -39,8 +40,8 @@ EXTENSIONS = ("_cpu", "_cuda", "_cuda_emulated", "_emulation_selftest")
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 SANITIZE = os.environ.get("HPO_CORE_SANITIZE", "")
 
-# Pip builds in a new folder each time; with a fixed one a rebuild without changes takes a second. Relative, so that the
-# commands, which ninja compares, do not depend on where the checkout stands.
+# Pip builds in a new folder each time; with a fixed one a rebuild without changes takes a second. The path is relative,
+# so that the commands, which ninja compares, do not depend on the folder of the checkout.
 BUILD = Path("build/native") / "-".join([SUFFIX.split(".")[1], *SANITIZE.split(",")]).rstrip("-")
 
 # Bits agree between instruction sets, and between C++ and CUDA, only if no compiler fuses a multiply-add by itself.
@@ -59,7 +60,7 @@ NO_COMPILER = "no C++ compiler was found when hpo_core was built; install g++ or
 
 
 class Plan:
-    """How one extension is built, in ninja's words, or the reason why it is not."""
+    """The ninja statements that build one extension, or the reason why it is not built."""
 
     def __init__(self, name: str, *, reason: str = "", link: str = "link", facts: dict[str, object] | None = None):
         self.name, self.reason, self.link, self.facts = name, reason, link, facts or {}
@@ -84,7 +85,7 @@ def output(*command: str) -> str:
 
 
 def sources(pattern: str) -> list[Path]:
-    """Relative and sorted: the same link order, and so the same bits, everywhere."""
+    """The sources, relative and sorted: the link order, and so the bits, are the same everywhere."""
     return sorted(path.relative_to(ROOT) for path in ROOT.glob(pattern))
 
 
@@ -116,7 +117,7 @@ def gencode(arch: str) -> str:
 
 
 def python_headers() -> str:
-    """Through links that carry the version in their name: the real paths are new in every isolated build."""
+    """Include flags, through links with the version in their name: real paths are new in every isolated build."""
     import pybind11
 
     folders = {
@@ -140,8 +141,8 @@ def plan_cpu(compiler: str, headers: str) -> Plan:
     plan = Plan("_cpu", facts={"compiler": compiler, "flags": f"{CXX_FLAGS} {CPU_FLAGS}", "isas": list(ISAS)})
     plan.compile(binding, "cxx", f"{CPU_FLAGS} {SANITIZER_FLAGS} {headers}")
     plan.compile(dispatch, "cxx", f"{CPU_FLAGS} {SANITIZER_FLAGS} -DHPO_ISA=generic")
-    # Baseline objects first: of an inline function defined in several objects the linker keeps the first, and only the
-    # baseline copy runs on every machine.
+    # Baseline objects come first: if several objects define an inline function, the linker keeps the first copy, and
+    # only the baseline copy runs on every machine.
     for isa, flags in ISAS.items():
         for source in kernels:
             plan.compile(source, "cxx", f"{CPU_FLAGS} {SANITIZER_FLAGS} {flags} -DHPO_ISA={isa}", isa)
@@ -230,22 +231,22 @@ def up_to_date(package: Path) -> dict[str, dict[str, object]]:
     """The entries of _build_info.json whose libraries are newer than every source."""
     info = package / "_build_info.json"
     known = json.loads(info.read_text())["extensions"] if info.exists() else {}
-    # Folders too: a deleted file changes the date of its folder.
+    # The dates of folders count, too: a deleted file changes the date of its folder.
     changed = max(path.stat().st_mtime for path in [ROOT / "setup.py", *ROOT.glob("csrc/**"), *ROOT.glob("csrc/**/*")])
     libraries = {name: package / f"{name}{SUFFIX}" for name, facts in known.items() if facts["built"]}
     return {name: known[name] for name, path in libraries.items() if path.exists() and path.stat().st_mtime > changed}
 
 
 class NinjaBuildExt(build_ext):
-    """Compiles into BUILD, then leaves each library where setuptools expects it.
+    """Compiles into BUILD, then copies each library to the path that setuptools expects.
 
-    A build in place keeps up-to-date libraries that it is not asked for: `make demo` leaves those of `make test`. No
-    outdated library survives, and no library of an earlier build gets into a wheel.
+    A build in place keeps up-to-date libraries that it does not build: `make demo` keeps the libraries of `make test`.
+    No outdated library survives, and no library of an earlier build gets into a wheel.
     """
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.force = True  # setuptools would keep an older library that has a newer date, such as an uninstrumented one
+        self.force = True  # setuptools would keep a wrong library with a newer date, such as an uninstrumented one
 
     def run(self) -> None:
         if sys.platform != "linux":  # nothing is compiled, and Windows has no fcntl
@@ -290,7 +291,7 @@ class NinjaBuildExt(build_ext):
 
 
 class FreshBuildPy(build_py):
-    """Nothing of an earlier build, such as a module since deleted, gets into a wheel."""
+    """A build that keeps modules of an earlier build, such as deleted ones, out of a wheel."""
 
     def run(self) -> None:
         shutil.rmtree(Path(self.build_lib) / "hpo_core", ignore_errors=True)

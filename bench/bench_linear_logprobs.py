@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import peers_logprobs as peers
 import pytest
 import torch
 from harness import Case, Contestant, Plan, Tensors, at_most_floors, available, check, slower_by
 
 import hpo_core as hpo
 
-IGNORE = -100
-ROWS, COLUMNS = 512, 8192  # of a block of logits on the CPU
 OURS = 1.1  # in matrix products
 
 
@@ -25,26 +24,13 @@ def data(dtype: torch.dtype, tokens: int, vocabulary: int, width: int) -> tuple[
     return hidden, weight, targets, torch.randn(tokens, generator=draw), torch.randn(tokens, generator=draw)
 
 
-def eager(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As trainers write it: all logits, and log_softmax of them in float32."""
-    logps = torch.log_softmax((hidden @ weight.t()).float(), dim=-1)
-    return logps.gather(-1, targets[:, None]).squeeze(-1), -(logps.exp() * logps).sum(-1)
-
-
-def trl(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
-
-    logp, entropy, *_ = ChunkedLogProbFunction.apply(
-        hidden, weight, None, targets, 1.0, COLUMNS, None, 1.0, ("entropy",)
-    )
-    return logp, entropy
-
-
-def liger(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
-
-    nll, entropy, *_ = LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, targets, 1.0, IGNORE, 1, True)
-    return -nll, entropy
+# name: (its package, its function)
+PEERS = {
+    "eager": ("torch", peers.eager_of_hidden),
+    "TRL's chunked function": ("trl", peers.trl_chunked),
+    "verl's fused function": ("verl", peers.verl_fused),
+    "Liger's fused linear function": ("liger_kernel", peers.liger_fused),
+}
 
 
 class Products:
@@ -52,16 +38,16 @@ class Products:
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         self.hidden, self.weight = hidden.float(), weight.float()
-        blocks = -(-len(weight) // COLUMNS)
+        blocks = -(-len(weight) // peers.COLUMNS)
         self.columns = -(-len(weight) // (16 * blocks)) * 16
-        self.logits = torch.empty(ROWS * self.columns)
+        self.logits = torch.empty(peers.ROWS * self.columns)
         self.to_hidden, self.to_weight = torch.zeros_like(self.hidden), torch.empty_like(self.weight)
 
     def run(self, backward: bool) -> None:
         for begin in range(0, len(self.weight), self.columns):
             weight, to_weight = (each[begin : begin + self.columns] for each in (self.weight, self.to_weight))
-            for row in range(0, len(self.hidden), ROWS):
-                hidden, to_hidden = (each[row : row + ROWS] for each in (self.hidden, self.to_hidden))
+            for row in range(0, len(self.hidden), peers.ROWS):
+                hidden, to_hidden = (each[row : row + peers.ROWS] for each in (self.hidden, self.to_hidden))
                 logits = self.logits[: len(hidden) * len(weight)].view(len(hidden), len(weight))
                 torch.mm(hidden, weight.t(), out=logits)
                 if backward:
@@ -80,6 +66,7 @@ def case(
     hidden, weight, targets, of_logp, of_entropy = data(dtype, tokens, vocabulary, width)
     leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    peer_tolerance = 1e-4 if dtype == torch.float32 else 5e-2  # verl and Liger round entropies to the operands' type
 
     def forward(function: Callable[..., Any]) -> Tensors:
         with torch.no_grad():
@@ -88,18 +75,28 @@ def case(
 
     def both(function: Callable[..., Any]) -> Tensors:
         logp, entropy = function(*leaves, targets)
-        of_hidden, of_weight = torch.autograd.grad((logp, entropy), leaves, (of_logp, of_entropy))
+        given = of_logp.to(logp.dtype), of_entropy.to(entropy.dtype)
+        of_hidden, of_weight = torch.autograd.grad((logp, entropy), leaves, given)
         return {"logp": logp, "entropy": entropy, "of_hidden": of_hidden, "of_weight": of_weight}
+
+    def logp_alone() -> Tensors:
+        if name == "forward":
+            with torch.no_grad():
+                return {"logp": peers.torch_logp(hidden, weight, targets)}
+        logp = peers.torch_logp(*leaves, targets)
+        torch.autograd.grad(logp, leaves, of_logp.to(logp.dtype))
+        return {"logp": logp}
 
     run = forward if name == "forward" else both
     ours = functools.partial(hpo.linear_token_logprobs, backend=backend)
     products = Products(hidden, weight)
-    peers = [Contestant("eager", functools.partial(run, eager), slower_by(1.0), tolerance=tolerance)]
-    if full:
-        others = (("TRL's chunked function", "trl", trl), ("Liger's fused linear function", "liger_kernel", liger))
-        for label, package, function in others:
-            if available(package):
-                peers.append(Contestant(label, functools.partial(run, function), slower_by(1.0), tolerance=tolerance))
+    theirs = [
+        Contestant(label, functools.partial(run, function), slower_by(1.0), tolerance=peer_tolerance)
+        for label, (package, function) in PEERS.items()
+        if available(package)
+    ]
+    if hasattr(torch.nn.functional, "linear_cross_entropy"):  # PyTorch 2.13 and newer
+        theirs.append(Contestant("F.linear_cross_entropy, no entropy", logp_alone, tolerance=peer_tolerance))
     exact = functools.partial(hpo.linear_token_logprobs, backend="reference")
     return Case(
         op="linear_token_logprobs",
@@ -112,26 +109,41 @@ def case(
         bytes_per_unit=hidden.element_size() * width / tokens * (1 if name == "forward" else 3),  # those of the weight
         flops_per_unit=2.0 * width * (1 if name == "forward" else 4),
         ours=[Contestant("hpo_core", functools.partial(run, ours), at_most_floors(OURS), tolerance=tolerance)],
-        peers=peers,
+        peers=theirs,
         floor=functools.partial(products.run, False) if name == "forward" else products.both,
         truth=None if full else functools.partial(run, exact),
     )
 
 
-def plans(quick: bool) -> list[Plan]:
-    small = {"tokens": 7, "vocabulary": 1002, "width": 24}
-    sizes = [(torch.float32, {"tokens": 1024, "vocabulary": 32_000, "width": 512})]
-    if not quick:
-        sizes.append((torch.bfloat16, {"tokens": 1024, "vocabulary": 32_000, "width": 512}))
-        sizes.append((torch.float32, {"tokens": 1024, "vocabulary": 151_936, "width": 256}))
+DIRECTIONS = ("forward", "both")
+HEADLINE = (torch.float32, 1024, 32_000, 512, DIRECTIONS)
+SIZES = (
+    HEADLINE,
+    (torch.bfloat16, 1024, 32_000, 512, DIRECTIONS),
+    (torch.float32, 1024, 151_936, 256, ("forward",)),
+    (torch.float32, 64, 128_256, 256, ("forward",)),
+)
+LARGE = ((torch.float32, 1024, 151_936, 256, ("both",)), (torch.float32, 8192, 32_000, 256, DIRECTIONS))  # minutes each
+
+
+def plans_of(sizes: Sequence[Any]) -> list[Plan]:
     return [
         Plan(
-            f"linear logprobs {name} {str(dtype).removeprefix('torch.')} {size['vocabulary']}",
-            functools.partial(case, dtype, name), size, small,
+            f"linear logprobs {name} {str(dtype).removeprefix('torch.')} {tokens} x {vocabulary}",
+            functools.partial(case, dtype, name), {"tokens": tokens, "vocabulary": vocabulary, "width": width},
+            {"tokens": 7, "vocabulary": 1002, "width": 24},
         )
-        for dtype, size in sizes
-        for name in ("forward", "both")
+        for dtype, tokens, vocabulary, width, names in sizes
+        for name in names
     ]  # fmt: skip
+
+
+def plans(quick: bool) -> list[Plan]:
+    return plans_of([HEADLINE] if quick else SIZES)
+
+
+def large() -> list[Plan]:
+    return plans_of(LARGE)
 
 
 @pytest.mark.parametrize("plan", plans(quick=False), ids=lambda plan: plan.name)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import peers_logprobs as peers
 import pytest
 import torch
-from harness import Case, Contestant, Plan, Tensors, at_most_floors, check, slower_by
+from harness import Case, Contestant, Goal, Plan, Tensors, at_most_floors, available, check, slower_by
 
 import hpo_core as hpo
 from hpo_core.backends import resolve
@@ -16,25 +17,55 @@ from hpo_core.reference import logprobs as reference
 from hpo_core.specs import LogitRows
 
 IGNORE = -100
+LIMIT = 6 << 30  # bytes that a call may hold beyond the logits
 # What the notes on the CPU ask for, in floors of the same bytes.
 FORWARD = {torch.float32: 1.4, torch.bfloat16: 1.8}
 BACKWARD = {torch.float32: 1.25, torch.bfloat16: 1.9}
 
-
-def eager(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As trainers write it, in float32."""
-    logps = torch.log_softmax(logits.float(), dim=-1)
-    logp = logps.gather(-1, targets[:, None]).squeeze(-1)
-    return logp, -(logps.exp() * logps).sum(-1)
+Function = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
-def tolerance(dtype: torch.dtype) -> float:
-    return 1e-4 if dtype == torch.float32 else 1e-2
+class Peer(NamedTuple):
+    """``held``: bytes a logit that a call holds beyond the logits, as B/unit says, forward and in both directions;
+    ``rows``: how many rows they are of in the forward, which some go through in chunks."""
+
+    name: str
+    package: str
+    function: Function
+    goals: dict[str, Goal]
+    held: dict[torch.dtype, tuple[float, float]]
+    error: dict[torch.dtype, float]  # of the largest element
+    rows: int = 1 << 62
+
+    def bytes_held(self, dtype: torch.dtype, name: str, tokens: int, vocabulary: int) -> float:
+        forward, both = self.held[dtype]
+        return vocabulary * (forward * min(tokens, self.rows) if name == "forward" else both * tokens)
+
+
+WIDENED = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
+ROUNDED = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # results are in the precision of the logits
+PEERS = [
+    Peer("eager", "torch", peers.eager, {"forward": slower_by(25), "both": slower_by(25)},
+         {torch.float32: (12, 20), torch.bfloat16: (12, 20)}, WIDENED),
+    Peer("TRL", "trl", peers.trl, {"both": slower_by(20)},
+         {torch.float32: (12, 12), torch.bfloat16: (6, 8)}, ROUNDED, rows=128),
+    Peer("verl", "verl", peers.verl, {},
+         {torch.float32: (8, 24), torch.bfloat16: (4, 14)}, ROUNDED),
+    Peer("verl, entropy in chunks", "verl", peers.verl_chunked, {},
+         {torch.float32: (8, 24), torch.bfloat16: (12, 30)}, ROUNDED, rows=2048),
+]  # fmt: skip
+COMPILED = Peer(
+    "torch.compile", "torch", torch.compile(peers.eager, dynamic=False),
+    {"forward": slower_by(3.5), "both": slower_by(5)},
+    {torch.float32: (0, 8), torch.bfloat16: (0, 6)}, WIDENED,
+)  # fmt: skip
 
 
 def data(dtype: torch.dtype, tokens: int, vocabulary: int) -> tuple[torch.Tensor, ...]:
     draw = torch.Generator().manual_seed(0)
-    logits = (3 * torch.randn(tokens, vocabulary, generator=draw)).to(dtype)
+    logits = torch.empty(tokens, vocabulary, dtype=dtype)
+    for rows in logits.split(1024):  # all of them in float32 would be twice those in bfloat16
+        rows.copy_(3 * torch.randn(rows.shape, generator=draw))
     targets = torch.randint(0, vocabulary, (tokens,), generator=draw)
     return logits, targets, torch.randn(tokens, generator=draw), torch.randn(tokens, generator=draw)
 
@@ -42,69 +73,74 @@ def data(dtype: torch.dtype, tokens: int, vocabulary: int) -> tuple[torch.Tensor
 def case(dtype: torch.dtype, name: str, *, tokens: int, vocabulary: int, full: bool, backend: str | None) -> Case:
     """``name``: forward, backward or both."""
     logits, targets, of_logp, of_entropy = data(dtype, tokens, vocabulary)
-    leaf = logits.clone().requires_grad_()
-    words, tensors = logits.view(torch.float32), ("logp", "entropy")
-    compiled: Any = torch.compile(eager, dynamic=False) if full else None
+    leaf, words = logits.detach().requires_grad_(), logits.view(torch.float32)
 
-    def forward(function: Callable[..., Any]) -> Callable[[], Tensors]:
-        def run() -> Tensors:
-            with torch.no_grad():
-                return dict(zip(tensors, function(logits, targets), strict=True))
+    def forward(function: Function) -> Tensors:
+        with torch.no_grad():
+            logp, entropy = function(logits, targets)
+        return {"logp": logp, "entropy": entropy}
 
-        return run
+    def gradient(results: Any, keeps_graph: bool) -> torch.Tensor:
+        given = [each.to(result.dtype) for each, result in zip((of_logp, of_entropy), results, strict=True)]
+        return torch.autograd.grad(results, leaf, given, retain_graph=keeps_graph)[0]
 
-    def both(function: Callable[..., Any]) -> Callable[[], Tensors]:
-        def run() -> Tensors:
-            logp, entropy = function(leaf, targets)
-            (grad,) = torch.autograd.grad((logp, entropy), leaf, (of_logp, of_entropy))
-            return {"logp": logp, "entropy": entropy, "grad": grad}
+    def both(function: Function) -> Tensors:
+        logp, entropy = function(leaf, targets)
+        return {"logp": logp, "entropy": entropy, "grad": gradient((logp, entropy), keeps_graph=False)}
 
-        return run
+    def backward(function: Function) -> Callable[[], Tensors]:
+        graph = functools.cache(lambda: tuple(function(leaf, targets)))
+        return lambda: {"grad": gradient(graph(), keeps_graph=True)}
 
     ours = functools.partial(hpo.token_logprobs, backend=backend)
-    truth = functools.partial(_truth, logits, targets, of_logp, of_entropy)
-    bytes_of_logit = logits.element_size()
+    everyone = [*PEERS, COMPILED] if full and name != "backward" else PEERS  # a compiled graph is gone after its use
+    fitting, left_out = [], []
+    for peer in everyone:
+        held = peer.bytes_held(dtype, name, tokens, vocabulary)
+        if held > LIMIT:
+            left_out.append(f"{peer.name}, which would hold {held / 2**30:.0f} GiB")
+        elif available(peer.package):
+            fitting.append(peer)
     if name == "backward":
         kernels = resolve("logprobs", logits, backend)
         rows = LogitRows(logits, targets, None, 1.0, IGNORE, None, 0, vocabulary)
         given = (rows, kernels.token_logprobs(rows, 3)[2], of_logp, of_entropy, False)
-        kept = torch.empty_like(words)
         run = lambda: {"grad": kernels.token_logprobs_backward(*given)}  # noqa: E731
-        contestants = [Contestant("hpo_core", run, at_most_floors(BACKWARD[dtype]), tolerance=tolerance(dtype))]
-        peers = [Contestant("a copy into memory that is there", lambda: {"copy": kept.copy_(words)}, alike=False)]
+        contestants = [Contestant("hpo_core", run, at_most_floors(BACKWARD[dtype]), tolerance=WIDENED[dtype])]
+        kept = torch.empty_like(words)
+        theirs = [Contestant("a copy into memory that is there", lambda: {"copy": kept.copy_(words)}, alike=False)]
+        theirs += [Contestant(peer.name, backward(peer.function), tolerance=peer.error[dtype]) for peer in fitting]
         floor: Callable[[], object] = words.clone  # fresh memory, which a gradient is
         moved = 2
-    elif name == "forward":
-        contestants = [
-            Contestant("hpo_core", forward(ours), at_most_floors(FORWARD[dtype])),
-            Contestant("hpo_core, no entropy", forward_logp(ours, logits, targets)),
-        ]
-        peers = [Contestant("eager", forward(eager), slower_by(25))]
-        if full:
-            peers.append(Contestant("torch.compile", forward(compiled), slower_by(3.5)))
-        floor, moved = words.sum, 1
     else:
-        contestants = [Contestant("hpo_core", both(ours), tolerance=tolerance(dtype))]
-        peers = [Contestant("eager", both(eager), slower_by(25), tolerance=tolerance(dtype))]
-        if full:
-            peers.append(Contestant("torch.compile", both(compiled), slower_by(5), tolerance=tolerance(dtype)))
+        run_of = forward if name == "forward" else both
+        contestants = [Contestant("hpo_core", functools.partial(run_of, ours), tolerance=WIDENED[dtype])]
+        theirs = [
+            Contestant(
+                peer.name, functools.partial(run_of, peer.function), peer.goals.get(name), tolerance=peer.error[dtype]
+            )
+            for peer in fitting
+        ]
         floor, moved = (lambda: (words.sum(), words.clone())), 3
+        if name == "forward":
+            contestants = [
+                contestants[0]._replace(goal=at_most_floors(FORWARD[dtype])),
+                Contestant("hpo_core, no entropy", lambda: {"logp": ours(logits, targets, entropy=False).logp}),
+            ]
+            floor, moved = words.sum, 1
     return Case(
         op="token_logprobs",
         name=f"logp and entropy, {name}, {str(dtype).removeprefix('torch.')}, {tokens:,} x {vocabulary:,}",
         unit="logit",
         units=tokens * vocabulary,
-        bytes_per_unit=moved * bytes_of_logit,
+        bytes_per_unit=moved * logits.element_size(),
         flops_per_unit=20.0 if name != "both" else 40.0,  # an exponential is 14 of them
         ours=contestants,
-        peers=peers,
+        peers=theirs,
         floor=floor,
-        truth=None if full else truth,
+        truth=None if full else functools.partial(_truth, logits, targets, of_logp, of_entropy),
+        left_out=left_out,
     )
-
-
-def forward_logp(function: Callable[..., Any], logits: torch.Tensor, targets: torch.Tensor) -> Callable[[], Tensors]:
-    return lambda: {"logp": function(logits, targets, entropy=False).logp}
 
 
 def _truth(logits: torch.Tensor, targets: torch.Tensor, of_logp: torch.Tensor, of_entropy: torch.Tensor) -> Tensors:
@@ -116,16 +152,40 @@ def _truth(logits: torch.Tensor, targets: torch.Tensor, of_logp: torch.Tensor, o
     return {"logp": logp.detach(), "entropy": entropy.detach(), "grad": grad}
 
 
-def plans(quick: bool) -> list[Plan]:
-    small = {"tokens": 7, "vocabulary": 1002}
-    sizes = [(torch.float32, {"tokens": 1024, "vocabulary": 32_000})]
-    if not quick:
-        sizes.append((torch.bfloat16, {"tokens": 256, "vocabulary": 151_936}))
+DIRECTIONS = ("forward", "backward", "both")
+HEADLINE = (torch.float32, 1024, 32_000, DIRECTIONS)
+SIZES = (
+    HEADLINE,
+    (torch.bfloat16, 256, 151_936, DIRECTIONS),
+    (torch.float32, 64, 128_256, DIRECTIONS),
+)
+# Minutes each: a call of a peer takes many seconds.
+LARGE = (
+    (torch.bfloat16, 1024, 151_936, ("both",)),
+    (torch.float32, 4096, 32_000, ("both",)),
+    (torch.float32, 8192, 32_000, ("forward",)),
+    (torch.bfloat16, 65_536, 32_000, ("forward",)),
+)
+
+
+def plans_of(sizes: Sequence[Any]) -> list[Plan]:
     return [
-        Plan(f"logprobs {name} {str(dtype).removeprefix('torch.')}", functools.partial(case, dtype, name), size, small)
-        for dtype, size in sizes
-        for name in ("forward", "backward", "both")
-    ]
+        Plan(
+            f"logprobs {name} {str(dtype).removeprefix('torch.')} {tokens} x {vocabulary}",
+            functools.partial(case, dtype, name), {"tokens": tokens, "vocabulary": vocabulary},
+            {"tokens": 7, "vocabulary": 1002},
+        )
+        for dtype, tokens, vocabulary, names in sizes
+        for name in names
+    ]  # fmt: skip
+
+
+def plans(quick: bool) -> list[Plan]:
+    return plans_of([HEADLINE] if quick else SIZES)
+
+
+def large() -> list[Plan]:
+    return plans_of(LARGE)
 
 
 @pytest.mark.parametrize("plan", plans(quick=False), ids=lambda plan: plan.name)

@@ -1,6 +1,6 @@
-"""The GPU's part of `make gpu-check`: `exercise` checks every op against the float64 reference, `bench` times them.
+"""The GPU part of `make gpu-check`: `exercise` checks every op against the float64 reference, `bench` times them.
 
-Each result is appended to a file of JSON lines before the next begins, so an interrupted run leaves what it measured.
+Each result is appended to a file of JSON lines before the next begins, so an interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PENALISED = gates.PPO._replace(beta=0.04)
 CHECKED = (gates.PPO, gates.GSPO, gates.GSPO_TOKEN, gates.CISPO, gates.REINFORCE, PENALISED._replace(keep=0.2))
 TIMED = (gates.PPO, gates.GSPO, gates.CISPO, PENALISED)
 SHAPES = ((2, 2048), (64, 2048), (512, 2048), (2048, 2048))
-LAUNCHES = {"cuda": 3, "triton": 5}  # the most a loss may take, from the call to the gradient
+LAUNCHES = {"cuda": 3, "triton": 5}  # the limit of a loss, from the call to the gradient
 LAUNCHES_OF_SINGLE_CALL = 8
 
 
@@ -36,7 +36,7 @@ class Run(NamedTuple):
     contestant: str
     call: Callable[[], Tensors]
     bytes: int  # each input read once, each output written once
-    launches: int | None = None  # the most there may be
+    launches: int | None = None  # the limit
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
@@ -104,7 +104,7 @@ def others(backend: str, tokens: int, device: str) -> Iterator[Run]:
 
 
 def exercise(backend: str, device: str) -> int:
-    """Every op on small ragged batches; returns how many differ from the reference."""
+    """Runs every op on small ragged batches; returns the number of results that differ from the reference."""
     failures = 0
     for objective in CHECKED:
         gate = gates.gate_of(objective)
@@ -133,7 +133,7 @@ def differs(name: str, contestant: Contestant, expected: Tensors) -> bool:
 
 
 def event_microseconds(call: Callable[[], object], repeat: int = 20, samples: int = 15) -> float:
-    """Median over samples of the mean of ``repeat`` calls, from events on the device."""
+    """The median over samples of the mean time of ``repeat`` calls, from events on the device."""
     call()
     found = []
     for _ in range(samples):
@@ -148,7 +148,7 @@ def event_microseconds(call: Callable[[], object], repeat: int = 20, samples: in
 
 
 def graph_microseconds(call: Callable[[], object]) -> float:
-    """The same for replays of a CUDA graph of the call: the kernels without the launching."""
+    """:func:`event_microseconds` for replays of a CUDA graph of the call: the kernels without the cost of launches."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -196,7 +196,7 @@ def measure(run: Run, bandwidth: float) -> dict[str, Any]:
         result["launches"] = launches(run.call)
         result["synchronises"] = synchronises(run.call)
         result["graph_microseconds"] = graph_microseconds(run.call)
-    except Exception as error:  # one that fails must not cost the others their numbers
+    except Exception as error:  # a failure must not end the measurement of other runs
         result["error"] = f"{type(error).__name__}: {error}"
     too_many = run.launches is not None and sum(result.get("launches", {}).values()) > run.launches
     result["missed"] = run.launches is not None and ("error" in result or result["synchronises"] or too_many)
@@ -217,7 +217,7 @@ def line(result: dict[str, Any]) -> str:
 
 
 def bench(backend: str, path: Path) -> int:
-    """Returns how many runs miss what is wanted of them."""
+    """Times every run; returns the number of runs that fail, synchronise or exceed their launches."""
     bandwidth = copy_gigabytes_per_second()
     versions = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
     facts = {"backend": backend, "copy_gigabytes_per_second": bandwidth, **versions}

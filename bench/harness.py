@@ -1,6 +1,6 @@
 """Checks and times cases: every contestant in turn, beside a floor that streams the same bytes.
 
-A case that computes something wrong is never timed. How samples are taken is in :mod:`hpo_core.testing.timing`.
+A case with a wrong result is never timed. :mod:`hpo_core.testing.timing` takes the samples.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from hpo_core.testing.timing import FEW, Timing, extra_bytes, interleave
 
 Tensors = dict[str, torch.Tensor]
 
-EVICTION = 1 << 24  # floats: 64 MiB, several times a last-level cache of this class of machine
+PART = 1 << 24  # elements that are compared at once, in float64
+EVICTION = 1 << 24  # floats: 64 MiB, several times the last-level cache of such a machine
 
 
 class Mismatch(Exception):
-    """A contestant does not compute what it should."""
+    """A contestant has a wrong result."""
 
 
 class Goal(NamedTuple):
-    """What a row of the results must show."""
+    """A bound on a column of a row of the results."""
 
     column: str
     least: float = 0.0
@@ -56,18 +57,18 @@ def slower_by(factor: float) -> Goal:
 
 
 class Contestant(NamedTuple):
-    """One way of computing a case."""
+    """One implementation of a case."""
 
     name: str
     run: Callable[[], Tensors]
     goal: Goal | None = None
-    alike: bool = True  # computes what hpo_core computes; else it is timed, but not compared
+    alike: bool = True  # has the results of hpo_core; else it is timed, but not compared
     tolerance: float = 1e-4  # allowed error, relative to the largest element of each tensor; 0: equal
 
 
 @dataclass
 class Case:
-    """One computation at one size. The first of ``ours`` is what all others are compared with."""
+    """One computation at one size. The first of ``ours`` is the one with which all others are compared."""
 
     op: str
     name: str
@@ -78,12 +79,13 @@ class Case:
     ours: list[Contestant]
     peers: list[Contestant]
     floor: Callable[[], object]  # streams the same bytes
-    truth: Callable[[], Tensors] | None = None  # in float64; for small sizes
-    cold: bool = False  # evict the caches before every call
+    truth: Callable[[], Tensors] | None = None  # the float64 reference; for small sizes
+    cold: bool = False  # caches are evicted before every call
+    left_out: list[str] = field(default_factory=list)  # contestants that do not fit, and the memory that they need
 
 
 class Plan(NamedTuple):
-    """A case at the size that is timed and at one where the float64 reference is quick."""
+    """A case at the size that is timed and at a size at which the float64 reference is quick."""
 
     name: str
     build: Callable[..., Case]  # build(**size, full=, backend=)
@@ -94,7 +96,7 @@ class Plan(NamedTuple):
         return self.build(**self.size, full=True, backend=None)
 
     def small_case(self, backend: str | None = None) -> Case:
-        """Ragged and masked where the case allows it, with the truth, and without what would have to be compiled."""
+        """The case with ragged and masked rows if it allows them, with the truth and without compiled contestants."""
         return self.build(**self.small, full=False, backend=backend)
 
 
@@ -109,16 +111,16 @@ class Row:
     milliseconds: float  # median
     low: float  # 20th percentile
     high: float  # 80th percentile
-    busy: float  # median processor time of the busiest thread, in ms: what a contended machine leaves comparable
+    busy: float  # median processor time of the busiest thread, in ms: comparable even on a contended machine
     samples: int
-    clean_samples: int  # of these, without waiting for a core; the median is over them if there are enough
+    clean_samples: int  # samples without waiting for a core; the median is over these if there are enough
     nanoseconds_per_unit: float
     unit: str
     gigabytes_per_second: float
     gigaflops: float
     intensity: float  # FLOP per byte
     to_floor: float
-    slower_than_hpo_core: float  # than the case's first contestant
+    slower_than_hpo_core: float  # time relative to the case's first contestant
     goal: str = ""
     extra_bytes_per_unit: float | None = None
     first_call_milliseconds: float | None = None
@@ -131,40 +133,45 @@ class Row:
 
 @dataclass
 class Outcome:
-    """The rows of one case, or why there are none."""
+    """The rows of one case, or the reason why there are none."""
 
     case: str
     rows: list[Row] = field(default_factory=list)
     failure: str = ""
+    left_out: list[str] = field(default_factory=list)
 
 
 # ---------------------------------------------------------------------------------------------------------- correctness
 
 
 def compare(name: str, got: Tensors, expected: Tensors, tolerance: float) -> None:
-    """Raises Mismatch if a tensor both have differs by more than ``tolerance`` times its largest element."""
+    """Raises Mismatch if a common tensor differs by more than ``tolerance`` times its largest element."""
     for key in got.keys() & expected.keys():
-        ours, theirs = got[key].detach().double().flatten(), expected[key].detach().double().flatten()
+        ours, theirs = got[key].detach().flatten(), expected[key].detach().flatten()
         if ours.shape != theirs.shape:
             raise Mismatch(f"{name}: {key} has shape {list(got[key].shape)}, expected {list(expected[key].shape)}")
-        finite = torch.isfinite(theirs)
-        if not torch.equal(finite, torch.isfinite(ours)) or not torch.equal(theirs[~finite], ours[~finite]):
-            raise Mismatch(f"{name}: {key} is not finite in other places than expected")
-        scale = theirs[finite].abs().max().item() if bool(finite.any()) else 0.0
-        error = (ours[finite] - theirs[finite]).abs().max().item() if bool(finite.any()) else 0.0
+        scale = error = 0.0
+        for mine, true in zip(ours.split(PART), theirs.split(PART), strict=True):
+            mine, true = mine.double(), true.double()
+            finite = torch.isfinite(true)
+            if not torch.equal(finite, torch.isfinite(mine)) or not torch.equal(true[~finite], mine[~finite]):
+                raise Mismatch(f"{name}: {key} is not finite in other places than expected")
+            if bool(finite.any()):
+                scale = max(scale, true[finite].abs().max().item())
+                error = max(error, (mine[finite] - true[finite]).abs().max().item())
         if error > tolerance * scale:
             raise Mismatch(f"{name}: {key} is off by {error:.2e}, allowed {tolerance * scale:.2e}")
 
 
 def check(case: Case) -> None:
-    """Compares every contestant with the float64 reference at a small size, or with hpo_core at the full one."""
+    """Compares every contestant with the float64 reference at a small size, or with hpo_core at the full size."""
     expected = case.truth() if case.truth else case.ours[0].run()
     for contestant in (*case.ours, *case.peers):
         if contestant.alike:
             compare(contestant.name, contestant.run(), expected, contestant.tolerance)
 
 
-# ------------------------------------------------------------------------------------------------------------ the whole
+# ---------------------------------------------------------------------------------------------------------- measurement
 
 
 def available(package: str) -> bool:
@@ -181,14 +188,14 @@ def evict() -> None:
 
 
 def launches(plan: Plan) -> int | None:
-    """Kernel launches of the CUDA sources for this case, counted where the CPU runs them; None without that build."""
+    """Kernel launches of the CUDA sources for this case, counted under emulation; None without that build."""
     import hpo_core
 
     if not hpo_core.backends()["cuda_emulated"]:
         return None
     counters = importlib.import_module("hpo_core._cuda_emulated").launches
     run = plan.small_case("cuda_emulated").ours[0].run
-    run()  # what is computed once per batch
+    run()  # values that are computed once per batch
     before = sum(counters().values())
     run()
     return int(sum(counters().values()) - before)
@@ -196,7 +203,7 @@ def launches(plan: Plan) -> int | None:
 
 def measure(plan: Plan, seconds: float) -> Outcome:
     """Checks, then times one case."""
-    torch._dynamo.reset()  # no case inherits another's compiled graphs
+    torch._dynamo.reset()  # a case must not inherit the compiled graphs of another
     case = plan.case()
     try:
         first_calls = [_first_call(contestant) for contestant in (*case.ours, *case.peers)]
@@ -219,7 +226,7 @@ def measure(plan: Plan, seconds: float) -> Outcome:
             row.goal = contestant.goal.verdict(row, [timing, *timings[:2]])
         rows.append(row)
     rows[1].launches = launches(plan)
-    return Outcome(case.name, rows)
+    return Outcome(case.name, rows, left_out=case.left_out)
 
 
 def _first_call(contestant: Contestant) -> float:
@@ -253,7 +260,7 @@ def _row(case: Case, name: str, role: str, timing: Timing, floor: float, ours: f
 
 
 def ceilings(seconds: float = 2.0) -> dict[str, float]:
-    """What torch's own kernels reach here: GB/s from memory and from the cache, GFLOP/s in float32."""
+    """The rates of torch's own kernels here: GB/s from memory and from the cache, GFLOP/s in float32."""
     big, small, square = torch.rand(1 << 26), torch.rand(1 << 20), torch.rand(1024, 1024)
     big_out, small_out, product = torch.empty_like(big), torch.empty_like(small), torch.empty_like(square)
     runs: list[Callable[[], object]] = [
@@ -262,7 +269,7 @@ def ceilings(seconds: float = 2.0) -> dict[str, float]:
         lambda: torch.add(small, 1.0, out=small_out),
         lambda: torch.mm(square, square, out=product),
     ]
-    read, update, cached, multiply = (timing.low for timing in interleave(runs, seconds))  # what was reached
+    read, update, cached, multiply = (timing.low for timing in interleave(runs, seconds))  # a ceiling is a best rate
     return {
         "memory_read_gigabytes_per_second": 4e-9 * big.numel() / read,
         "memory_read_write_gigabytes_per_second": 8e-9 * big.numel() / update,

@@ -1,4 +1,4 @@
-"""Measures hpo_core next to its peers on this machine's CPU; a table, JSON, CSV and a roofline picture."""
+"""Measures hpo_core next to its peers on this machine's CPU; writes a table, JSON, CSV and a roofline picture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-# Compilations count as first calls, so none may come from an earlier run's cache.
+# First calls include compilation, so no graph may come from the cache of an earlier run.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="hpo_core_bench_")
 
 import bench_advantages
@@ -27,6 +27,7 @@ from harness import Outcome, available, ceilings, measure
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the headline cases, under 90 s")
+    parser.add_argument("--large", action="store_true", help="log-probabilities of up to 65,536 tokens, too: an hour")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).with_name("results"), help="folder for JSON, CSV and picture"
@@ -39,7 +40,10 @@ def main() -> int:
         bench_gates, bench_hierarchy, bench_losses, bench_advantages, bench_entropy, bench_segments, bench_logprobs,
         bench_linear_logprobs,
     )  # fmt: skip
-    plans = [plan for module in modules for plan in module.plans(arguments.quick) if arguments.only in plan.name]
+    plans = [plan for module in modules for plan in module.plans(arguments.quick)]
+    if arguments.large:
+        plans += [*bench_logprobs.large(), *bench_linear_logprobs.large()]
+    plans = [plan for plan in plans if arguments.only in plan.name]
     if not plans:
         parser.error(f"--only: no case has {arguments.only!r} in its name")
     facts = report.environment()

@@ -1,7 +1,7 @@
 """The per-row loss weights: every denominator lives here.
 
 ``loss = sum_t m_t w[s(t)] loss_t``: each function returns the ``[S]`` float32 weights ``w`` of one aggregation mode,
-made once per optimiser step from global counts. That makes the loss and its gradient independent of how the step is cut
+computed once per optimiser step from global counts. The loss and its gradient then do not depend on how the step is cut
 into micro-batches and spread over ranks. docs/data_parallel.md has a recipe for each engine.
 
 Common arguments:
@@ -10,9 +10,9 @@ Common arguments:
     process_group: sum this batch's own count over these ranks (one all-reduce); not together with ``total``.
     gradient_reduction: ``"mean"`` if the engine averages gradients over ranks (DDP, FSDP, DeepSpeed): multiplies the
         weights by the world size of ``process_group``, or of the default group; ``"sum"`` if it adds them. With more
-        than one rank it has no default: what is unsaid is off by the number of ranks.
-    ranks: instead of ``gradient_reduction``: over how many ranks the engine averages gradients (1: it adds them),
-        for trainers that say counts and ranks in numbers.
+        than one rank it has no default: a wrong guess is off by the number of ranks.
+    ranks: instead of ``gradient_reduction``: the number of ranks over which the engine averages gradients (1: it adds
+        them), for trainers that have counts and ranks as numbers.
     selected: bool ``[T]``: count only these tokens (the denominators of a window's own tokens).
 """
 
@@ -36,12 +36,12 @@ Group = torch.distributed.ProcessGroup | None
 
 
 def default(batch: PackedBatch, of_steps: bool) -> torch.Tensor:
-    """``token_mean(batch)``, which is what a loss without ``weights`` takes, where the batch is the optimiser step.
+    """``token_mean(batch)``, the weights of a loss without ``weights=``, if the batch is the optimiser step.
 
     ``of_steps``: tokens outside every step are masked, so they are not counted.
 
     Raises:
-        ValueError: it is known to be less: a part of a larger batch, or what one of several ranks has.
+        ValueError: the batch is known to be less: a part of a larger batch, or the share of one of several ranks.
     """
     check(
         not batch.is_part,
@@ -175,13 +175,13 @@ def prompt_mean(
     assert batch.group_ids is not None
     counts = _counts(batch, selected)
     group, _, _ = renumber(batch.group_ids)
-    tokens = torch.zeros_like(counts).scatter_add_(0, group, counts)  # integers: no order to depend on
+    tokens = torch.zeros_like(counts).scatter_add_(0, group, counts)  # integer sums do not depend on the order
     scale = _scale(batch, (tokens > 0).sum(), total, process_group, gradient_reduction, ranks)
     return _over(scale, tokens[group])
 
 
 def _counts(batch: PackedBatch, selected: torch.Tensor | None) -> torch.Tensor:
-    """Tokens that count, per row ``[S]``."""
+    """The number of tokens that count, per row ``[S]``."""
     if selected is None:
         counts: torch.Tensor = batch.once(row_counts)
         return counts
@@ -222,19 +222,19 @@ def _scale(
         )
         check_type(not total.is_complex() and total.dtype != torch.bool, "total: expected a count, got {}", total.dtype)
         own = total.to(own.device)
-    elif total is not None:  # a number is filled in: a copy from the host would synchronise
+    elif total is not None:  # new_full fills the number in; a copy from the host would synchronise
         check_type(isinstance(total, _NUMBERS), "total: expected a number or a 0-dim tensor, got {!r}", total)
         check(0 <= total < math.inf, "total: expected a count >= 0, got {}", total)
         own = own.new_full((), total, dtype=torch.float64)
-    count = own.to(torch.float64)  # so that counts beyond 2^24 tokens stay exact until the one division
-    # Nobody looks into a tensor here: what is no count, NaN or below 0, makes NaN of the loss.
+    count = own.to(torch.float64)  # float64 keeps counts beyond 2^24 tokens exact until the one division
+    # A tensor is not read on the host, so an invalid count (NaN or below 0) makes the loss NaN.
     scale = torch.where(count > 0, factor / count, torch.where(count == 0, 0.0, torch.nan))
     return scale.to(torch.float32)
 
 
 def _ranks_averaged(is_global: bool, group: Group, gradient_reduction: str | None, ranks: float | None) -> float:
-    """Over how many ranks gradients are averaged: what weights are multiplied by. ``is_global``: the count is that of
-    the step, not of this batch."""
+    """The number of ranks over which gradients are averaged, a factor of the weights. ``is_global``: the count is the
+    count of the step, not of this batch."""
     if ranks is not None:
         check(gradient_reduction is None, "ranks: give it, or gradient_reduction, not both")
         check(0 < ranks < math.inf, "ranks: expected a number of ranks > 0, got {}", ranks)

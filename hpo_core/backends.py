@@ -1,8 +1,8 @@
-"""The only file that knows backends exist: which there are, why one is missing, which serves an op, how it is called.
+"""The backends: their names, their availability with the reason, the choice for an op, and the loaders.
 
-A backend that was asked for is used, or an error says why it cannot be; one is chosen by device only when nothing was
-asked, in a call or by the environment variable HPO_CORE_BACKEND. Where no native one serves a device the reference is
-chosen, and a warning says so once.
+A requested backend is used, or an error says why it cannot be. The device chooses only if neither the call nor the
+environment variable HPO_CORE_BACKEND requests one. If no native backend serves a device, the reference does, and one
+warning says so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Availability", "backends", "choice", "is_reference", "resolve"]
 
 OPS = ("segments", "advantages", "entropy", "gates", "corrections", "logprobs")
 
-# What serves a CUDA tensor when nothing was asked, in order of preference. The order of an entry changes only with a
+# The backends of CUDA tensors without a request, in order of preference. The order of an entry changes only with a
 # measured figure in docs/; cuda comes first because it shares its arithmetic with the CPU backend and has no first-call
 # compile.
 _CUDA_PREFERENCE: dict[str, tuple[str, ...]] = dict.fromkeys(OPS, ("cuda", "triton"))
@@ -59,18 +59,17 @@ def backends() -> dict[str, Availability]:
 
 
 def resolve(op: str, tensor: torch.Tensor, backend: str | None = None) -> Any:
-    """The functions of ``op`` on the asked backend, or on the one that serves ``tensor``'s device.
+    """The functions of ``op`` on the requested backend, or on the one that serves ``tensor``'s device.
 
     Raises:
-        ValueError: an unknown backend, or one that does not serve this device; RuntimeError: one that is not available
-            here.
+        ValueError: the backend is unknown or does not serve this device; RuntimeError: it is not available here.
     """
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: expected one of {', '.join(_PROBES)}, or None, got {backend!r}; pass one name")
     return _resolve(op, tensor.device, backend)
 
 
-@functools.cache  # asked at every call; what is available does not change within a process
+@functools.cache  # every call resolves; availability does not change within a process
 def _resolve(op: str, device: torch.device, backend: str | None) -> Any:
     name = backend or choice(op, device.type)
     served = _DEVICES.get(name)
@@ -84,18 +83,18 @@ def _resolve(op: str, device: torch.device, backend: str | None) -> Any:
     available = _PROBES[name]()
     if not available:
         raise RuntimeError(f"backend: {name!r} is not available: {available.reason}")
-    return _undisturbed(_LOADERS[name])(op)
+    return _untraced(_LOADERS[name])(op)
 
 
-def _undisturbed(load: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Out of Dynamo's sight: of what it traces after a graph break it would make copies, which are no backends."""
+def _untraced(load: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The loader, skipped by Dynamo, which after a graph break would trace it and copy the objects it returns."""
     dynamo = sys.modules.get("torch._dynamo")  # torch.compiler.disable would import it, which takes seconds
     return load if dynamo is None else dynamo.disable(load)
 
 
-@functools.cache  # one warning for each op and device, of which Python shows one for each device
+@functools.cache  # one warning for each op and device; Python shows one for each device
 def choice(op: str, device: str) -> str:
-    """The backend that serves ``op`` for tensors on this device type when nothing was asked."""
+    """The backend that serves ``op`` for tensors on this device type without a request."""
     asked = os.environ.get("HPO_CORE_BACKEND")
     if asked:
         if asked not in _PROBES:
@@ -120,11 +119,11 @@ def choice(op: str, device: str) -> str:
 
 
 def is_reference(tensor: torch.Tensor, backend: str | None) -> bool:
-    """Whether the reference, whose loss has a graph of its own, serves a call: asked for, or for lack of others."""
+    """Whether the reference, whose loss has a graph of its own, serves a call: by request, or for lack of others."""
     if backend is not None:
         return backend == "reference"
     found = _FALLS_BACK.get(tensor.device.type)
-    if found is None and torch.compiler.is_compiling():  # what a probe does is not for a graph
+    if found is None and torch.compiler.is_compiling():  # a probe cannot be traced
         return False
     if found is None:
         kind = tensor.device.type
@@ -132,15 +131,15 @@ def is_reference(tensor: torch.Tensor, backend: str | None) -> bool:
     return found
 
 
-# By device type; what is known without loading an extension, from the start.
+# By device type. Entries that need no extension to be loaded are filled in at import.
 _FALLS_BACK: dict[str, bool] = {}
 
 
-# ------------------------------------------------------------------------------------ what is there, and why
+# ---------------------------------------------------------------------------------------------- availability
 
 
 def _extension(name: str) -> Availability:
-    """A compiled extension of this package: its own description, or why the build left it out."""
+    """A compiled extension of this package: its own description, or the reason why the build left it out."""
     try:
         module = importlib.import_module(f"hpo_core._{name}")
     except ImportError as error:
@@ -220,7 +219,7 @@ _DEVICES: dict[str, tuple[str, ...]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------- how it is called
+# ---------------------------------------------------------------------------------------------------- loaders
 
 
 @functools.cache

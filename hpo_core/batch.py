@@ -21,27 +21,29 @@ _STRUCTURE = ("cu_seqlens", "cu_steps", "steps", "step_ids", "trajectory_ids", "
 class PackedBatch:
     """Rows of tokens packed end to end, and the hierarchy step < row < trajectory < group < domain.
 
-    Immutable: :meth:`replace` makes a batch with other tensors. Tensors may be refilled in place, as CUDA graphs do.
+    A batch is immutable: :meth:`replace` makes one with other tensors. Its tensors may be refilled in place, as CUDA
+    graphs need it.
 
     Row s holds the tokens ``cu_seqlens[s] .. cu_seqlens[s + 1] - 1`` of every ``[T]`` tensor. Rows may be empty; tokens
     beyond the last offset (padding of a fixed-size buffer) belong to no row and are never read.
 
     Args:
         cu_seqlens: ``[S + 1]`` int32 or int64, starting at 0, never decreasing, ending at most at T.
-        mask: ``[T]`` bool, or integers 0 and 1: which tokens count. Floats are refused: as 0 / -inf they would say the
-            opposite. Default: all tokens of all rows.
-        total_tokens: T. Default: the length of ``mask``, else the last offset (which needs ``validate=True`` to be
-            read).
+        mask: ``[T]`` bool, or integers 0 and 1: which tokens count. Floats are refused, because an additive mask (0 and
+            -inf) means the opposite. Default: all tokens of all rows.
+        total_tokens: T. Default: the length of ``mask``, else the last offset (read only with ``validate=True``).
         cu_steps: ``[N + 1]`` offsets of steps that tile every row. At most one of ``cu_steps`` and ``steps``.
         steps: ``[N, 2]`` half-open token ranges, in order, with gaps allowed; each inside one row.
-        step_ids: ``[N]`` any integers: ranges with equal ids form one step, which so may have gaps, or go on in another
-            row or on another rank; negative: by itself. Default: each range is a step.
-        trajectory_ids: ``[S]`` any integers: rows with equal ids form one trajectory. Default: each row is its own.
-        group_ids: ``[S]`` any integers: the prompt group of each row (advantages); negative: in no group.
+        step_ids: ``[N]`` any integers: ranges with equal ids form one step, so a step may have gaps, or continue in
+            another row or on another rank. A range with a negative id is a step of its own. Default: each range is a
+            step.
+        trajectory_ids: ``[S]`` any integers: rows with equal ids form one trajectory. Default: each row is a
+            trajectory.
+        group_ids: ``[S]`` any integers: the prompt group of each row (advantages). A negative id means no group.
         domain_ids: ``[S]`` any integers.
         validate: check the *values* of offsets, steps, ids and integer masks, and that trajectories, groups and domains
-            nest. The only place in the library that synchronises with the device. With ``False`` wrong values never
-            cause a bad memory access: they are clamped and flagged in the metrics.
+            nest. This check is the only place in the library that synchronises with the device. With ``False`` wrong
+            values never cause a bad memory access: they are clamped and flagged in the metrics.
 
     Raises:
         ValueError: a wrong shape, device or value; TypeError: a wrong dtype. Both name the argument and the fix.
@@ -83,10 +85,10 @@ class PackedBatch:
     group_ids: torch.Tensor | None
     domain_ids: torch.Tensor | None
     padded_shape: tuple[int, int] | None
-    is_part: bool  # from micro_batches: a larger batch is the optimiser step, and has its counts
-    _is_plain: bool  # every tensor has memory of its own; fake ones and other subclasses may not
+    is_part: bool  # made by micro_batches: the whole batch has the counts of the optimiser step
+    _is_plain: bool  # every tensor has memory of its own; fake tensors and other subclasses may have none
     _structure: tuple[torch.Tensor, ...]  # every tensor but the mask
-    _cache: dict[Any, tuple[list[int], Any]]  # what keys of once have made, and the state of the tensors
+    _cache: dict[Any, tuple[list[int], Any]]  # by key of once: the state of the tensors, and the result
 
     @examines
     def __init__(
@@ -110,7 +112,7 @@ class PackedBatch:
                 continue
             check_type(isinstance(tensor, torch.Tensor), "{}: expected a tensor, got {}", name, type(tensor))
             assert tensor is not None
-            if name != "mask" and tensor.numel() > 0:  # an empty list, on a rank without rows, is a tensor of floats
+            if name != "mask" and tensor.numel() > 0:  # torch.tensor([]), on a rank without rows, holds floats
                 check_dtype(name, tensor, _INTEGERS, "offsets and ids are integers: use .to(torch.int64)")
             check(
                 tensor.device == cu_seqlens.device,
@@ -178,9 +180,10 @@ class PackedBatch:
     @classmethod
     @examines
     def from_padded(cls, mask: torch.Tensor, **ids: torch.Tensor | None) -> PackedBatch:
-        """The batch of a padded ``[B, L]`` mask: B rows of L tokens, nothing is copied or synchronised.
+        """The batch of a padded ``[B, L]`` mask: B rows of L tokens, without a copy or a synchronisation.
 
-        ``[B, L]`` tensors then go in and come out unchanged in shape. ``ids`` are the keyword ids of the constructor.
+        Calls with this batch take ``[B, L]`` tensors, and their results have that shape. ``ids`` are the keyword ids of
+        the constructor.
 
         >>> import torch
         >>> PackedBatch.from_padded(torch.tensor([[1, 1, 0], [1, 0, 0]]))
@@ -199,7 +202,7 @@ class PackedBatch:
     def from_lengths(
         cls, lengths: torch.Tensor | Sequence[int], total_tokens: int | None = None, **keywords: Any
     ) -> PackedBatch:
-        """The batch of rows with these ``lengths`` ``[S]``; ``keywords`` are those of the constructor.
+        """The batch of rows with these ``lengths`` ``[S]``; ``keywords`` are keywords of the constructor.
 
         >>> PackedBatch.from_lengths([2, 0, 3]).cu_seqlens
         tensor([0, 2, 2, 5])
@@ -229,14 +232,14 @@ class PackedBatch:
         return counts.clone()
 
     def once(self, make: Callable[..., Any], *arguments: Any, static: bool = False) -> Any:
-        """``make(self, *arguments)``, computed once: every loss call asks again for counts and default weights.
+        """``make(self, *arguments)``, computed once, because every loss call needs counts and default weights.
 
-        The result is kept for as long as nobody changes the tensors of the batch in place, for the stream that computed
-        it. Inside a CUDA graph, a trace or a transform nothing kept is read, and nothing is kept: a replay has to count
-        the mask anew, and tensors of a trace or of a graph's pool do not outlive it.
+        The result is kept until a tensor of the batch changes in place, for the stream that computed it. Inside a CUDA
+        graph, a trace or a transform no kept result is read and none is kept: a replay has to count the mask anew, and
+        tensors of a trace or of a graph's pool do not outlive it.
 
-        ``static``: ``make`` reads sizes on the host, which a capture cannot, and does not depend on the mask; a graph
-        takes the result of the call before the capture.
+        ``static``: ``make`` reads sizes on the host, which is impossible during a capture, and does not depend on the
+        mask; a capture takes the result of an earlier call.
         """
         if not self._is_plain or ops.watched(self.cu_seqlens):
             return make(self, *arguments)
@@ -254,12 +257,12 @@ class PackedBatch:
             "levels over a process group read sizes on the host: call the loss once before the capture",
         )
         made = make(self, *arguments)
-        if state is not None and not torch.is_inference_mode_enabled():  # autograd cannot save tensors made in it
+        if state is not None and not torch.is_inference_mode_enabled():  # autograd cannot save inference tensors
             self._cache[key] = (state, made)
         return made
 
     def _state(self, static: bool) -> list[int] | None:
-        """Equal for as long as the tensors are those that they were; None if nothing tells."""
+        """Versions and addresses of the tensors, which differ after any change; None for tensors without versions."""
         tensors = self._structure if static or self.mask is None else (self.mask, *self._structure)
         try:
             state = [tensor._version for tensor in tensors] + [tensor.data_ptr() for tensor in tensors]
@@ -272,9 +275,9 @@ class PackedBatch:
     @property
     def trajectories(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """``(row_trajectory [S], start [S + 1], rows [S])``: the rows of each trajectory, in pack order; None if each
-        row is one.
+        row is a trajectory.
 
-        Trajectories are renumbered 0, 1, ... in the order of their ids, without knowing how many there are: no
+        Trajectories are renumbered 0, 1, ... in the order of their ids. Their number stays on the device: no
         synchronisation.
         """
         if self.trajectory_ids is None:
@@ -283,16 +286,16 @@ class PackedBatch:
         return result
 
     def hierarchy(self, units: tuple[Unit, ...]) -> Hierarchy:
-        """The ranges of tokens that tile the finest of ``units``, and the segment of each at all of them; made once.
+        """The token ranges that tile the finest of ``units``, and the segment of each range at every unit; made once.
 
         Raises:
-            ValueError: a unit this batch does not describe.
+            ValueError: the batch does not describe a unit.
         """
         result: Hierarchy = self.once(_hierarchy, units)
         return result
 
     def ids(self, unit: Unit) -> torch.Tensor | None:
-        """The ids ``[S]`` (of steps ``[N]``) that name segments of this kind; None where they have none."""
+        """The ids ``[S]`` (of steps ``[N]``) of the segments of this unit; None if the batch has none."""
         of_unit = {
             Unit.STEP: self.step_ids,
             Unit.TRAJECTORY: self.trajectory_ids,
@@ -313,7 +316,7 @@ class PackedBatch:
         return (row >= 0) & (row.diff(prepend=row.new_full((1,), -1)) != 0)
 
     def without_first_tokens(self) -> PackedBatch:
-        """The batch whose mask leaves out the first token of each row, which no logits of the row predict.
+        """The batch with the first token of each row masked, because no logits of the row predict it.
 
         >>> PackedBatch.from_lengths([2, 0, 3]).without_first_tokens().mask
         tensor([False,  True, False,  True,  True])
@@ -342,9 +345,10 @@ class PackedBatch:
     def of_level(
         self, name: str, values: torch.Tensor, level: str | None, tokens: Sequence[int]
     ) -> tuple[bool, torch.Tensor]:
-        """Whether values of a level (None: of rows) are per token, and they themselves per token or per row.
+        """Whether the values of a level (None: rows) are spread per token, and the values per token or per row.
 
-        ``tokens``: the shape of what is per token. ``name``, of the values: their level is called ``advantage_level``.
+        ``tokens``: the shape of values per token. ``name``: the name of the values in errors, which call their level
+        ``advantage_level``.
         """
         values = examined(name, values, "[S]")
         check_device(name, values, self.device, "the batch")
@@ -380,10 +384,10 @@ class PackedBatch:
         return torch.where(end > begin, row, -1)
 
     def ids_of_steps(self) -> dict[str, torch.Tensor]:
-        """``group_ids`` and ``trajectory_ids`` of every step ``[N]``, as estimators of steps take them; without groups
-        the batch is one, without trajectories each row is one.
+        """``group_ids`` and ``trajectory_ids`` of every step ``[N]``, as estimators of steps take them. Without group
+        ids the batch is one group, without trajectory ids each row is a trajectory.
 
-        Estimators read a negative id as none, where the batch takes it for a name: trajectories lose their sign bit.
+        A negative trajectory id is a name in a batch but means none in an estimator, so ids lose their sign bit.
         """
         row = self.row_of_step()
         ids = {"group_ids": self.group_ids, "trajectory_ids": self.trajectory_ids}
@@ -393,7 +397,7 @@ class PackedBatch:
         return {name: torch.where(row >= 0, of, -1) for name, of in found.items()}
 
     def _step_ranges(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first token of every step, and the one behind its last, each ``[N]``."""
+        """The first token of every step, and the token after its last, each ``[N]``."""
         check(self.num_steps is not None, "steps: this batch has none; pass cu_steps or steps to PackedBatch")
         if self.steps is not None:
             return self.steps[:, 0].contiguous(), self.steps[:, 1].contiguous()
@@ -404,10 +408,10 @@ class PackedBatch:
 
     @examines
     def select(self, rows: torch.Tensor | Sequence[int]) -> tuple[PackedBatch, torch.Tensor]:
-        """The batch of these rows (indices ``[R]`` or a bool mask ``[S]``), and the tokens ``[T']`` it takes, in order.
+        """The batch of these rows (indices ``[R]`` or a bool mask ``[S]``), and the indices ``[T']`` of their tokens.
 
-        Steps, ids and offsets follow; index every ``[T]`` tensor with the second result. Synchronises (lengths are
-        read).
+        Steps, ids and offsets are selected, too; index every ``[T]`` tensor with the second result. The call
+        synchronises, because it reads lengths.
 
         >>> import torch
         >>> part, tokens = PackedBatch.from_lengths([2, 3, 1]).select([2, 0])
@@ -428,14 +432,16 @@ class PackedBatch:
 
     @examines
     def micro_batches(self, max_tokens: int, whole: str | None = None) -> Iterator[MicroBatch]:
-        """Consecutive rows in parts of at most ``max_tokens`` tokens. Their losses take slices of the weights of the
-        whole: counts of a part are not those of the step, and default weights refuse them.
+        """Consecutive rows in parts of at most ``max_tokens`` tokens.
+
+        The loss of a part takes a slice of the weights of the whole batch: counts of a part are not counts of the step,
+        and default weights refuse a part.
 
         Args:
-            max_tokens: a trajectory, group or domain with more of them stands alone.
-            whole: what no part tears: ``"trajectory"``, ``"group"`` (and its trajectories) or ``"domain"`` (and its
-                groups). Its rows must be consecutive. Default: the coarsest of which the batch has ids. Rows without
-                ids, or with a negative one of a group or domain, belong together with no other.
+            max_tokens: the size of a part; a larger trajectory, group or domain is a part of its own.
+            whole: the unit that no part splits: ``"trajectory"``, ``"group"`` (and its trajectories) or ``"domain"``
+                (and its groups). Its rows must be consecutive. Default: the coarsest unit with ids in the batch. A row
+                without ids, or with a negative group or domain id, belongs together with no other row.
 
         >>> batch = PackedBatch.from_lengths([2, 1, 3], group_ids=torch.tensor([5, 5, 8]))
         >>> [part.rows.tolist() for part in batch.micro_batches(4)]
@@ -455,7 +461,7 @@ class PackedBatch:
             yield self._micro_batch(rows)
 
     def replace(self, *, validate: bool = True, **changed: torch.Tensor | None) -> PackedBatch:
-        """The batch with some of the constructor's tensors replaced; a padded batch takes its mask as ``[B, L]``, too.
+        """The batch with some of the constructor's tensors replaced; a padded batch also takes a mask ``[B, L]``.
 
         >>> PackedBatch.from_lengths([2, 1]).replace(mask=torch.tensor([1, 0, 1])).row_counts
         tensor([1, 1])
@@ -520,7 +526,7 @@ class PackedBatch:
     # ----------------------------------------------------------------------------------------------------- internals
 
     def _blocks(self, whole: str | None) -> Iterator[list[int]]:
-        """Rows that stay together, in order."""
+        """Blocks of consecutive rows that stay in one part, in order."""
         ids = {"trajectory": self.trajectory_ids, "group": self.group_ids, "domain": self.domain_ids}
         named = [name for name, of in ids.items() if of is not None]
         if whole is None:
@@ -528,7 +534,7 @@ class PackedBatch:
         check(whole in ids, "whole: expected one of {}, got {!r}", tuple(ids), whole)
         check(whole == "trajectory" or whole in named, "{}_ids: whole={!r} needs them in the batch", whole, whole)
         levels = list(ids)[: list(ids).index(whole) + 1]
-        # Of each row, by level, what it may share with others.
+        # names[row]: the ids, by level, that the row may share with other rows.
         columns = {name: of.tolist() for name in levels if (of := ids[name]) is not None}
         names = [
             {level: of[row] for level, of in columns.items() if level == "trajectory" or of[row] >= 0}
@@ -558,11 +564,11 @@ class PackedBatch:
         return part
 
     def _part(self, index: torch.Tensor) -> MicroBatch:
-        """The batch of these rows, and where it comes from."""
+        """The batch of these rows, with its indices into this batch."""
         begin = self.cu_seqlens[index]
         lengths = self.cu_seqlens[index + 1] - begin
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        tokens, _ = _laid_out(begin, lengths)
+        tokens, _ = _concatenated_ranges(begin, lengths)
         ids = (("trajectory_ids", self.trajectory_ids), ("group_ids", self.group_ids), ("domain_ids", self.domain_ids))
         steps, given = self._select_steps(index, begin - offsets[:-1])
         part = PackedBatch(
@@ -586,7 +592,7 @@ class PackedBatch:
         begin, end = begin[filled], end[filled]
         row = torch.searchsorted(self.cu_seqlens, begin, right=True) - 1  # [N], ascending as the steps are
         first, last = torch.searchsorted(row, index), torch.searchsorted(row, index, right=True)
-        chosen, owner = _laid_out(first, last - first)
+        chosen, owner = _concatenated_ranges(first, last - first)
         ranges = torch.stack((begin[chosen], end[chosen]), 1) - shift[owner, None]
         steps = filled[chosen]
         return steps, {"steps": ranges, "step_ids": None if self.step_ids is None else self.step_ids[steps]}
@@ -640,12 +646,12 @@ class PackedBatch:
 
 
 class MicroBatch(NamedTuple):
-    """Some rows of a batch, as one of their own: ``advantages[part.rows]``, ``logp[part.tokens]``."""
+    """Some rows as a batch, with indices into the whole batch: ``advantages[part.rows]``, ``logp[part.tokens]``."""
 
     batch: PackedBatch
-    rows: torch.Tensor  # [S'] int64: indices of what is [S] in the whole batch
-    steps: torch.Tensor | None  # [N'] int64: of what is [N]; empty steps belong to no row and are left out
-    tokens: torch.Tensor  # [T'] int64: of what is [T]
+    rows: torch.Tensor  # [S'] int64: indices into [S] tensors of the whole batch
+    steps: torch.Tensor | None  # [N'] int64: indices into [N] tensors; empty steps belong to no row and are left out
+    tokens: torch.Tensor  # [T'] int64: indices into [T] tensors
 
 
 def _check_nested(finer: str, ids: torch.Tensor | None, coarser: str, parents: torch.Tensor | None) -> None:
@@ -653,10 +659,10 @@ def _check_nested(finer: str, ids: torch.Tensor | None, coarser: str, parents: t
         return
     ids, order = ids.cpu().sort(stable=True)
     parents = parents.cpu()[order]
-    if coarser != "trajectory":  # which has any ids; of the others every negative one says: in none
+    if coarser != "trajectory":  # a negative group or domain id means none, a negative trajectory id is a name
         parents = parents.clamp(min=-1)
     torn = (ids[1:] == ids[:-1]) & (parents[1:] != parents[:-1])
-    if finer in ("step", "group"):  # a negative one names none: each is then by itself
+    if finer in ("step", "group"):  # a step or group with a negative id is a segment of its own
         torn &= ids[1:] >= 0
     place = _first(torn)
     if place is not None:
@@ -688,7 +694,7 @@ def row_counts(batch: PackedBatch) -> torch.Tensor:
 
 
 class Hierarchy(NamedTuple):
-    """P pieces: the steps, or the rows where no level is finer than them."""
+    """P pieces: the steps if a level is finer than rows, else the rows."""
 
     begin: torch.Tensor  # [P] int64
     end: torch.Tensor  # [P] int64
@@ -697,8 +703,8 @@ class Hierarchy(NamedTuple):
 
 
 def _hierarchy(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
-    # Kernels check pieces, and read them again: these are copies, which nobody rewrites in between.
-    if Unit.STEP in units and batch.rows > 0:  # a step without any row is empty, and belongs to nothing
+    # Kernels check pieces and read them again later; copies cannot be refilled in between.
+    if Unit.STEP in units and batch.rows > 0:  # without rows every step is empty
         begin, end = (offsets.clone() for offsets in batch._step_ranges())
         row = torch.searchsorted(batch.cu_seqlens[1:].contiguous(), begin, right=True).clamp(max=max(batch.rows - 1, 0))
     else:
@@ -711,7 +717,7 @@ def _hierarchy(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
             name = unit.name.lower()
             check(ids is not None, "batch: the gate has a level of {}s; pass {}_ids to PackedBatch", name, name)
             assert ids is not None
-            # Below 0 an id means "in none": such a trajectory is a segment of its own.
+            # A negative id means none: the trajectory is then a segment of its own.
             segments[unit] = torch.where(ids < 0, -1 - trajectory, ids)
     piece = torch.arange(begin.numel(), device=batch.device)
     step = piece
@@ -722,7 +728,7 @@ def _hierarchy(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
 
 
 def _first_of_each(ids: torch.Tensor) -> torch.Tensor:
-    """For every id, where it stands first."""
+    """For every id the index of its first occurrence."""
     numbers, ranks, order = renumber(ids)
     return order[torch.searchsorted(ranks, numbers)]
 
@@ -735,7 +741,7 @@ def _trajectories(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def renumber(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids as 0, 1, ... in the order of their values, not knowing how many there are: no synchronisation.
+    """Ids as 0, 1, ... in the order of their values. Their number stays on the device: no synchronisation.
 
     Returns the new ids, the new ids in ascending order, and the stable order that sorts them, each ``[S]``.
     """
@@ -749,8 +755,8 @@ def _first(wrong: torch.Tensor) -> int | None:
     return int(wrong.int().argmax()) if bool(wrong.any()) else None
 
 
-def _laid_out(begin: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions of the ranges ``begin .. begin + length - 1``, one after the other, and the range of each."""
+def _concatenated_ranges(begin: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions in the ranges ``begin .. begin + length - 1``, one range after the other, and the range of each."""
     owner = torch.repeat_interleave(torch.arange(begin.numel(), device=begin.device), lengths)
     shift = begin - (lengths.cumsum(0) - lengths)
     return torch.arange(owner.numel(), device=begin.device) + shift[owner], owner

@@ -1,4 +1,4 @@
-"""The one voice of every error: the argument's name, what was expected, what came, and the fix."""
+"""Checks of arguments. Every error has the argument's name, the expected and the given value, and the fix."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ROUNDING = (
 )
 
 
-# What 16 bits are too coarse for, and why.
+# Arguments for which 16 bits are too coarse, and the reason.
 _PRECISE = {
     **dict.fromkeys(("old_logp", "ref_logp", "rollout_logp"), _ROUNDING),
     "weights": "16-bit rounding changes the step by up to 0.4 %; compute them in float32",
@@ -49,7 +49,7 @@ _PRECISE = {
 
 
 def check(condition: bool, message: str, *values: object) -> None:
-    """Raise ``ValueError`` unless ``condition``. ``message`` is formatted only on failure: the happy path stays
+    """Raise ``ValueError`` unless ``condition``. ``message`` is formatted only on failure: a check that passes is
     cheap."""
     if not condition:
         raise ValueError(message.format(*map(_shown, values)))
@@ -62,7 +62,7 @@ def check_type(condition: bool, message: str, *values: object) -> None:
 
 
 class _Text(str):
-    """What stands in a message as it is, also under ``!r``."""
+    """Text without quotes in a message, also under ``!r``."""
 
     __slots__ = ()
 
@@ -75,11 +75,11 @@ _LONGEST = 200  # characters of a value in a message
 
 def _shown(value: object) -> object:
     """A value as one short line of a message."""
-    if isinstance(value, str | type):  # of a type its message says whose it is
+    if isinstance(value, str | type):
         return value
     if inspect.isroutine(value) or isinstance(value, functools.partial):
         name = getattr(value, "__name__", "functools.partial")
-        is_ours = getattr(value, "__module__", "").startswith("hpo_core.")  # a constructor, most likely
+        is_ours = getattr(value, "__module__", "").startswith("hpo_core.")  # most likely a constructor
         return _Text(f"the function {name}" + (f"; call it: {name}()" if is_ours else ""))
     text = repr(value)
     if len(text) <= _LONGEST and "\n" not in text:
@@ -114,28 +114,27 @@ def check_device(name: str, tensor: torch.Tensor, device: torch.device, whose: s
         )
 
 
-# --------------------------------------------------------------------------------------------------------- the gate
+# ----------------------------------------------------------------------------------------------- memory of tensors
 
 
 def examined(name: str, tensor: Any, meaning: str = "") -> torch.Tensor:
-    """The argument as a tensor whose memory kernels can read: the one gate that every tensor argument passes.
+    """The argument as a tensor whose memory kernels can read; every tensor argument passes this one check.
 
-    A collective that is still under way is waited for; numbers that are not written down (a negated view, zeros
-    without memory) are written down; tensors that belong to a tracer pass as they are. Everything else without
-    dense memory of its own is refused by name.
+    A pending collective is awaited. A lazy tensor (a negated view, zeros without memory) is materialised. A tensor of a
+    tracer passes unchanged. Any other tensor without dense memory of its own is refused by name.
     """
     if type(tensor) is not Tensor:
         tensor = _unwrapped(name, tensor, meaning)
     if is_compiling():
         return tensor  # type: ignore[no-any-return]
     try:
-        # The address of a wrapper is the offset of what it stands for, and that of its storage 0.
+        # A wrapper has no memory: its address is an offset into the wrapped tensor, the address of its storage is 0.
         has_memory = tensor.data_ptr() and (type(tensor) is Tensor or tensor.untyped_storage().data_ptr())
         if has_memory and not tensor.is_neg() and not tensor.is_nested:
             return tensor  # type: ignore[no-any-return]
     except RuntimeError:  # it has no address
         pass
-    return _written_down(name, tensor)
+    return _materialised(name, tensor)
 
 
 def _unwrapped(name: str, tensor: Any, meaning: str) -> torch.Tensor:
@@ -143,17 +142,17 @@ def _unwrapped(name: str, tensor: Any, meaning: str) -> torch.Tensor:
         raise TypeError(
             f"{name}: expected a tensor{meaning and ' ' + meaning}, got {type(tensor)}; convert it with torch.as_tensor"
         )
-    # What was never imported made no tensor.
+    # A module that was never imported has made no tensor.
     collectives = sys.modules.get("torch.distributed._functional_collectives")
     if collectives is not None and isinstance(tensor, collectives.AsyncCollectiveTensor):
-        # A new tensor keeps the graph; what the wrapper holds has none.
+        # A clone keeps the autograd graph; the wrapped tensor has none.
         waited: torch.Tensor = tensor.clone() if tensor.requires_grad else tensor.trigger_wait()
         return waited
     return tensor
 
 
-def _written_down(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that has no address, or whose memory holds other numbers than the tensor."""
+def _materialised(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor without an address, or with other numbers in memory, as a dense tensor."""
     if _is_traced():
         return tensor
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -161,7 +160,7 @@ def _written_down(name: str, tensor: torch.Tensor) -> torch.Tensor:
         fix = f"torch.nested.to_padded_tensor({name}, 0)" if tensor.is_nested else f"{name}.to_dense()"
         raise TypeError(f"{name}: expected a dense tensor, got {layout}; use {fix}")
     if tensor.is_meta or tensor.numel() == 0:
-        return tensor  # devices are compared, and there is nothing to read
+        return tensor  # there is nothing to read; device checks follow
     if tensor.is_neg():
         return tensor.resolve_neg()
     if tensor._is_zerotensor():
@@ -187,7 +186,7 @@ def _is_traced() -> bool:
 
 
 def examines(function: Function) -> Function:
-    """The function with every tensor and number :func:`examined`; its annotations say which arguments are which."""
+    """The function with its tensors and numbers :func:`examined`, as the annotations of its parameters say."""
 
     @functools.wraps(function)
     def run(*arguments: Any, **keywords: Any) -> Any:
@@ -198,31 +197,32 @@ def examines(function: Function) -> Function:
     return run  # type: ignore[return-value]
 
 
-# By function: the names of its parameters, and what they pass. Not in the closure, where Dynamo would look at it, and
-# made by the first call: an import should leave few objects behind.
-_GATES: dict[Any, tuple[tuple[str, ...], dict[str, Callable[[str, Any], Any]]]] = {}
+# By function: the names of its positional parameters, and the examiner of each parameter. The table is not in a
+# closure, which Dynamo would inspect; the first call of a function fills it, so that an import makes few objects.
+_EXAMINERS: dict[Any, tuple[tuple[str, ...], dict[str, Callable[[str, Any], Any]]]] = {}
 
 
-def _gates_of(function: Any) -> tuple[tuple[str, ...], dict[str, Callable[[str, Any], Any]]]:
+def _examiners_of(function: Any) -> tuple[tuple[str, ...], dict[str, Callable[[str, Any], Any]]]:
     code, annotations = function.__code__, function.__annotations__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    found = {name: _gate_of(name, str(annotations.get(name, "")), function) for name in names}
+    found = {name: _examiner_of(name, str(annotations.get(name, "")), function) for name in names}
     positional = code.co_varnames[: code.co_argcount]
-    _GATES[function] = positional, {name: gate for name, gate in found.items() if gate is not None}
-    return _GATES[function]
+    _EXAMINERS[function] = positional, {name: examiner for name, examiner in found.items() if examiner is not None}
+    return _EXAMINERS[function]
 
 
 def _run_examined(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    order, gates = _GATES.get(function) or _gates_of(function)
+    order, examiners = _EXAMINERS.get(function) or _examiners_of(function)
     given = [
-        gates[name](name, value) if name in gates else value for name, value in zip(order, arguments, strict=False)
+        examiners[name](name, value) if name in examiners else value
+        for name, value in zip(order, arguments, strict=False)
     ]
-    named = {name: gates[name](name, value) if name in gates else value for name, value in keywords.items()}
+    named = {name: examiners[name](name, value) if name in examiners else value for name, value in keywords.items()}
     return function(*given, *arguments[len(given) :], **named)
 
 
-def _gate_of(name: str, annotation: str, function: Callable[..., Any]) -> Callable[[str, Any], Any] | None:
-    """What an argument with this annotation passes; None: nothing."""
+def _examiner_of(name: str, annotation: str, function: Callable[..., Any]) -> Callable[[str, Any], Any] | None:
+    """The function that examines an argument with this annotation; None if nothing does."""
     if annotation == "torch.Tensor":
         return examined
     if annotation == "torch.Tensor | None":
@@ -249,7 +249,7 @@ def _gate_of(name: str, annotation: str, function: Callable[..., Any]) -> Callab
     return None
 
 
-# bool is a number in Python and no epsilon.
+# A bool is a number in Python, but not an argument here.
 _NUMBERS: dict[str, type] = {"float": numbers.Real, "int": numbers.Integral}
 _NAMES = {"float": "a number", "int": "an integer"}
 
@@ -267,7 +267,7 @@ def _examined_number(kind: str, is_optional: bool, name: str, value: Any) -> Any
 
 
 def check_numbers(name: str, *values: Any) -> None:
-    """That each is a number, or a pair of numbers."""
+    """Check that each value is a number, or a pair of numbers."""
     for value in values:
         each = value if isinstance(value, tuple) else (value,)
         check_type(all(_is_number("float", one) for one in each), "{}: expected numbers, got {!r}", name, value)
@@ -286,7 +286,7 @@ def _examined_if_given(name: str, value: Any) -> Any:
 
 
 def _examined_parts(name: str, value: Any) -> Any:
-    """A tensor, or those of a named tuple; anything else passes as it is."""
+    """An examined tensor, or a named tuple with its tensors examined; any other value is returned unchanged."""
     if isinstance(value, Tensor):
         return examined(name, value)
     if not isinstance(value, tuple) or not hasattr(value, "_fields"):
@@ -296,7 +296,7 @@ def _examined_parts(name: str, value: Any) -> Any:
 
 
 def _examined_fields(name: str, value: Any) -> Any:
-    """Of a named tuple, each tensor; what has a default is none."""
+    """A named tuple with its tensors examined; a field with a default is no tensor."""
     fields, others = zip(value._fields, value, strict=True), value._field_defaults
     return type(value)(*(each if field in others else examined(f"{name}.{field}", each) for field, each in fields))
 
@@ -324,7 +324,7 @@ def _examined_sequence(name: str, value: Any) -> Any:
     ]
 
 
-# The module of the function knows the class, at the latest when the function is called.
+# The next two look classes up in the module of the function at each call, because this module cannot import them.
 
 
 def _examined_instance(function: Any, kind: str, name: str, value: Any) -> Any:
@@ -341,7 +341,7 @@ def _examined_batch(function: Any, is_optional: bool, name: str, value: Any) -> 
 
 
 def check_units(**given: torch.Tensor | None) -> None:
-    """Checks tensors of one value per unit by name: the first has the shape and the device of the others.
+    """Check tensors of one value per unit by name: all have the shape and the device of the first.
 
     ``..._ids`` are integers, ``..._mask`` and ``is_...`` bools, everything else floating point.
     """
@@ -366,12 +366,12 @@ def check_units(**given: torch.Tensor | None) -> None:
 
 
 def check_tokens(batch: Any, **given: torch.Tensor | None) -> None:
-    """:func:`check_units` of one value per token of a batch."""
+    """:func:`check_units` for one value per token of a batch."""
     _check_of_batch(batch, batch.total_tokens, "[T] (one per token of the batch)", given)
 
 
 def check_rows(batch: Any, **given: torch.Tensor | None) -> None:
-    """:func:`check_units` of one value per row of a batch."""
+    """:func:`check_units` for one value per row of a batch."""
     _check_of_batch(batch, batch.rows, "[S] (one per row)", given)
 
 
@@ -384,7 +384,7 @@ def _check_of_batch(batch: Any, count: int, meaning: str, given: dict[str, torch
 
 
 def check_precision(dtype: torch.dtype, backend: str | None) -> None:
-    """That of ``logp``: float32, or for the reference float64."""
+    """Raise ``TypeError`` for a dtype of ``logp`` other than float32, or float64 with the reference."""
     got = str(dtype).removeprefix("torch.")
     if dtype in (torch.float16, torch.bfloat16):
         raise TypeError(f"logp: expected float32, got {got}; {_ROUNDING}")
@@ -412,7 +412,7 @@ def as_constant(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """The same of a tensor that was examined before."""
+    """:func:`checked_constant` for a tensor that is already examined."""
     if shape is not None and tensor.shape != shape:
         check_shape(name, tensor, shape, meaning)
     if tensor.device != device:
@@ -432,5 +432,5 @@ def as_constant(
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether forward-mode derivatives go through the tensor. Costs microseconds where a level of them is open."""
+    """Whether forward-mode derivatives go through the tensor. Inside a level of them the call takes microseconds."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]

@@ -1,8 +1,9 @@
 """The penalty on the divergence from a reference policy: which estimator, and which gradient.
 
 With ``s = logp - ref_logp`` on samples of the policy, ``E[k1] = E[k3] = KL(policy || reference)``. The value and the
-gradient are two choices: the gradient of k1 as a loss has mean zero (no restoring force), that of k2 is the true
-reverse-KL gradient on-policy, that of k3 is ``1 - e^-s``. Estimators: http://joschu.net/blog/kl-approx.html.
+gradient are two choices. The gradient of k1 as a loss has mean zero (no restoring force), the gradient of k2 is the
+true reverse-KL gradient on-policy, and k3 has the gradient ``1 - e^-s``. Estimators:
+http://joschu.net/blog/kl-approx.html.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ _GRADIENTS = {
 
 @dataclass(frozen=True)
 class KLPenalty:
-    """``beta * k(s)`` added to the loss of every valid token; token masks, windows and token weights do not act on
-    it."""
+    """``beta * k(s)`` added to the loss of every valid token, without effect of token masks, windows and weights."""
 
     estimator: KLEstimator
     beta: float

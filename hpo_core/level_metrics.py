@@ -1,12 +1,12 @@
-"""Metrics of each level of a hierarchy: the log-ratios of its segments, and what the level's gate does to them.
+"""Metrics of each level of a hierarchy: the log-ratios of its segments, and the effect of the level's gate on them.
 
-Everything is made of the few numbers per segment that the loss adds up anyway; no token's log-ratio is read for it.
-With n valid tokens in a segment and the aggregate of their log-ratios at each level k::
+All metrics come from the few sums per segment that the loss computes anyway; no log-ratio of a token is read for them.
+With n valid tokens in a segment and the aggregate a_k of their log-ratios at each level k::
 
-    a_k = sum / n, or another        as the level says; with a split a_k = rise_k - fall_k, those of x+ and x-
-    u_k = a_k - a_{k+1}              the residual that the level's gate takes, by channel with a split
+    a_k = sum / n            or the level's other aggregate; with a split a_k = rise_k - fall_k, aggregates of x+ and x-
+    u_k = a_k - a_{k+1}      the residual that the level's gate takes, by channel with a split
 
-A segment counts where n > 0, a residual in one region of its gate for each advantage sign of which it has a token.
+A segment counts if n > 0. Its residual counts in one region of the gate, once for each advantage sign of its tokens.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .specs import Aggregate, LevelKind, LevelSpec, PolicyLossInputs, PolicyLoss
 
 __all__ = ["REGIONS", "LevelMetrics", "observed_levels", "slots"]
 
-# Where a residual is in its gate. The order is that of the codes which _region gives.
+# The regions of a gate that a residual can be in, in the order of the codes of _region.
 REGIONS = ("pass", "clip_low", "clip_high", "rollback", "zero")
 _PASS, _CLIP_LOW, _CLIP_HIGH, _ROLLBACK, _ZERO = range(len(REGIONS))
 _SIGNS = ("positive", "negative")  # of the advantage: >= 0, < 0
 _CHANNELS = ("_rise", "_fall")  # of a split
-_SATURATION = 40.0  # ratio statistics, as those of tokens
+_SATURATION = 40.0  # of ratio statistics, as for tokens
 
 
 @functools.cache
@@ -65,24 +65,24 @@ def slots(split: bool) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class LevelMetrics:
-    """What the levels of a gate observed in one loss call (or several, added up), still on the device.
+    """The observations of the levels of a gate in one loss call, or the sum of several, still on the device.
 
-    ``table`` is float64 ``[levels, len(slots(split))]``, the levels those of ``units``, finest first: sums, minima and
+    ``table`` is float64 ``[levels, len(slots(split))]``, with the levels of ``units``, finest first: sums, minima and
     maxima, no quotient. Nothing is copied to the host before :meth:`compute`.
 
-    Segments that micro-batches tear are counted in each of them; those that ranks share under ``process_group`` are
-    counted as 1/R by each of R ranks, and their tokens by the rank that has them: :meth:`all_reduce` gives the numbers
-    of one process. Regions by :class:`~hpo_core.specs.LevelKind`, for a residual u:
+    A segment that micro-batches split counts in each of them. A segment that R ranks share under ``process_group``
+    counts as 1/R on each rank, and its tokens count on the rank that has them: :meth:`all_reduce` gives the numbers of
+    one process. Regions by :class:`~hpo_core.specs.LevelKind`, for a residual u:
 
-    * clip: ``clip_low`` below its bounds, ``clip_high`` above; so does a rollback whose slope is 0;
+    * clip: ``clip_low`` below its bounds, ``clip_high`` above, also for a rollback of slope 0;
     * rollback: ``rollback`` beyond the budget C, ``zero`` from ``(1 + 1 / slope) C`` on (slope inf: at once);
     * excess: ``zero`` beyond the segment's budget;
-    * everything else is ``pass``, and identity, tanh and gamma know nothing but that.
+    * ``pass`` otherwise; identity, tanh and gamma have no other region.
 
-    Tokens and segments are told apart by the sign of the advantage (0 and NaN are positive); a segment that has tokens
-    of both counts for both. Such counts know masks, not values: a token that was left out because its log-ratio is NaN
-    is in them, if anything else of its segment is left, and not in ``tokens``. Where rows of one segment lie in
-    several segments of the next level, that of the first of them is its parent.
+    Tokens and segments count by the sign of the advantage (0 and NaN are positive); a segment with tokens of both signs
+    counts for both. These counts depend on masks, not on values: if a token is left out because its log-ratio is NaN,
+    they include it as long as its segment has other tokens, but ``tokens`` does not. If rows of one segment lie in
+    several segments of the next level, the parent of the segment is the first of these.
 
     >>> import torch, hpo_core as hpo
     >>> batch = hpo.PackedBatch.from_lengths([2, 1])
@@ -127,10 +127,10 @@ class LevelMetrics:
         """Means, fractions and counts as Python floats by level (``"step"``, ``"trajectory"``, ``"group"``,
         ``"domain"``): the only copy to the host. Empty denominators give NaN.
 
-        Ratios, KL estimators and ``effective_sample_size`` are those of ``e^a``, every segment alike. With a split
-        ``log_ratio_mean`` and its extrema are also given by channel (``_rise``, ``_fall``). ``segment_fraction_*`` and
-        ``token_fraction_*`` say by region, advantage sign and, with a split, channel where residuals are: the five
-        regions add up to 1.
+        Ratios, KL estimators and ``effective_sample_size`` are statistics of ``e^a`` with equal weights for segments.
+        With a split ``log_ratio_mean`` and its extrema are also given by channel (``_rise``, ``_fall``).
+        ``segment_fraction_*`` and ``token_fraction_*`` are the shares of the regions by advantage sign and, with a
+        split, by channel: the five regions add up to 1.
         """
         return {
             unit.name.lower(): self._computed(dict(zip(slots(self.split), row, strict=True)))
@@ -148,23 +148,23 @@ class LevelMetrics:
                     raw[f"log_ratio_{extremum}{channel}"] if segments else math.nan
                 )
         for sign in _SIGNS:
-            for one, several in (("segment", "segments"), ("token", "tokens")):
-                # Every channel has all of them; ranks count thirds of a segment, which add up to a whole by rounding.
-                whole = sum(raw[f"{several}_{region}_{sign}{channels[0]}"] for region in REGIONS)
-                computed[f"{several}_{sign}"] = whole
+            for singular, plural in (("segment", "segments"), ("token", "tokens")):
+                # Each channel counts all of them. Shares of ranks, such as thirds, add up to a whole by rounding.
+                whole = sum(raw[f"{plural}_{region}_{sign}{channels[0]}"] for region in REGIONS)
+                computed[f"{plural}_{sign}"] = whole
                 for channel in channels:
                     for region in REGIONS:
                         name = f"{region}_{sign}{channel}"
-                        computed[f"{one}_fraction_{name}"] = ratio(raw[f"{several}_{name}"], whole)
+                        computed[f"{singular}_fraction_{name}"] = ratio(raw[f"{plural}_{name}"], whole)
         return computed
 
 
 def observed_levels(
     inputs: PolicyLossInputs, spec: PolicyLossSpec, exchange: Beyond, tokens: torch.Tensor
 ) -> LevelMetrics:
-    """The metrics of the call whose sums ``exchange`` has seen; ``tokens``: how many it counted, 0-dim.
+    """The metrics of the call whose sums ``exchange`` has seen; ``tokens``: the number of its valid tokens, 0-dim.
 
-    Reads nothing of a token but its mask, once per batch, and with advantages per token their signs.
+    Tensors per token are read for two things only: the mask, once per batch, and the signs of advantages per token.
     """
     assert inputs.ancestors is not None
     units = tuple(level.unit for level in spec.levels)
@@ -173,7 +173,7 @@ def observed_levels(
     present = count > 0
     share = exchange.shares(count) * present
 
-    # [levels, P, 2] numbers of tokens, on this rank and on all: whether a segment has a sign is the same everywhere
+    # [levels, P, 2] numbers of tokens, on this rank and over all ranks: the ranks agree on the signs of a segment
     own = _of_segments(counted, inputs.ancestors)
     has = exchange.total(own) > 0
 
@@ -192,14 +192,14 @@ def observed_levels(
 
     whole = channels[:, 0] - channels[:, 1] if spec.split else channels[:, 0]
     deviation = torch.expm1(whole.clamp(-_SATURATION, _SATURATION))
-    several = torch.cat((whole[:, None], channels), 1) if spec.split else channels
+    log_ratios = torch.cat((whole[:, None], channels), 1) if spec.split else channels
     table = torch.cat(
         (
             share.sum(-1, keepdim=True),
             tokens.detach().expand(len(units), 1),
             (share * deviation).sum(-1, keepdim=True),
             (share * deviation.square()).sum(-1, keepdim=True),
-            _moments(several, share[:, None], present[:, None]).flatten(1),
+            _moments(log_ratios, share[:, None], present[:, None]).flatten(1),
             inside.flatten(1),
         ),
         1,
@@ -208,7 +208,7 @@ def observed_levels(
 
 
 def _tokens_by_sign(inputs: PolicyLossInputs, batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor:
-    """``[P, 2]``: the tokens of each piece that are not masked, with an advantage >= 0 and < 0."""
+    """``[P, 2]``: the number of unmasked tokens of each piece, with an advantage >= 0 and < 0."""
     counts: torch.Tensor = batch.once(_tokens_of_pieces, units)
     below = inputs.advantages.flatten() < 0
     if inputs.advantage_per_token:
@@ -225,7 +225,7 @@ def _tokens_of_pieces(batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tens
 
 
 def _marked_in_pieces(marked: torch.Tensor, batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor:
-    """``[P]``: how many tokens of each piece are marked in ``[T]``."""
+    """``[P]``: the number of tokens of each piece that are marked in ``[T]``."""
     hierarchy = batch.hierarchy(units)
     before = torch.nn.functional.pad(marked.cumsum(0), (1, 0))
     begin, end = (offsets.clamp(0, marked.numel()) for offsets in (hierarchy.begin, hierarchy.end))
@@ -233,9 +233,9 @@ def _marked_in_pieces(marked: torch.Tensor, batch: PackedBatch, units: tuple[Uni
 
 
 def _of_segments(of_piece: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
-    """``[levels, P, n]``: what the pieces ``[P, n]`` of each segment add up to, in integers."""
-    several = of_piece.expand(*ancestors.shape, -1)
-    return torch.zeros_like(several).scatter_add_(1, ancestors[..., None].expand_as(several), several)
+    """``[levels, P, n]``: the sums of integers ``[P, n]`` over the pieces of each segment."""
+    of_levels = of_piece.expand(*ancestors.shape, -1)
+    return torch.zeros_like(of_levels).scatter_add_(1, ancestors[..., None].expand_as(of_levels), of_levels)
 
 
 def _aggregates(count: torch.Tensor, totals: torch.Tensor, spec: PolicyLossSpec) -> torch.Tensor:
@@ -249,16 +249,16 @@ def _aggregates(count: torch.Tensor, totals: torch.Tensor, spec: PolicyLossSpec)
 
 
 def _residuals(aggregates: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
-    """``[levels, channels, P]``: of each segment's aggregate that of its segment at the next level is taken away."""
-    nowhere = torch.full_like(ancestors[:1], ancestors.shape[1])  # above the last level, where every aggregate is 0
-    above = torch.cat((ancestors[1:], nowhere))
+    """``[levels, channels, P]``: the aggregate of each segment minus the aggregate of its parent at the next level."""
+    no_parent = torch.full_like(ancestors[:1], ancestors.shape[1])  # above the last level, where every aggregate is 0
+    above = torch.cat((ancestors[1:], no_parent))
     parent = torch.full_like(ancestors, ancestors.shape[1]).scatter_reduce_(1, ancestors, above, "amin")
     coarser = torch.nn.functional.pad(torch.cat((aggregates[1:], torch.zeros_like(aggregates[:1]))), (0, 1))
     return aggregates - coarser.gather(2, parent[:, None].expand_as(aggregates))
 
 
 def _region(u: torch.Tensor, count: torch.Tensor, level: LevelSpec, kind: int) -> torch.Tensor:
-    """The index in ``REGIONS`` of each residual ``[P]``; kind: that of the bounds in the level's four."""
+    """The index in ``REGIONS`` of each residual ``[P]``; ``kind``: the index of the bounds in the level's four."""
     low, high = level.low[kind], level.high[kind]
     if level.gate is LevelKind.ROLLBACK:
         if level.slope == 0:

@@ -1,4 +1,4 @@
-"""From hidden states and a head to log-probabilities and entropies, without the logits in between."""
+"""Token log-probabilities and entropies from hidden states and a head, without storing the logits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .vocabulary_parallel import Group, Sizes, all_rows, recognises_shards, shar
 
 __all__ = ["linear_token_logprobs"]
 
-# Rows and columns of a block of logits, by what makes them: 16 MiB on the CPU, where a block that the caches hold costs
-# the products a few percent; 128 MiB elsewhere, which keep a large GPU busy.
+# Rows and columns of a block of logits by device: 16 MiB on the CPU, where the last-level cache holds the block and its
+# products lose a few percent; 128 MiB on a GPU, which keep a large one busy.
 _BLOCKS = {"cpu": (512, 8192), "cuda": (4096, 8192)}
 
 
@@ -41,37 +41,38 @@ def linear_token_logprobs(
     vocabulary_sizes: Sizes = None,
     backend: str | None = None,
 ) -> TokenLogprobs:
-    """:func:`~hpo_core.token_logprobs` of ``hidden @ weight.T``, of which only a block at a time exists.
+    """:func:`~hpo_core.token_logprobs` of ``hidden @ weight.T``, of which only one block exists at a time.
 
-    ``logits = logit_scale (hidden @ weight.T + bias)``, with a softcap ``c``: ``c tanh(logits / c)``. Blocks of logits
-    are made by matrix products in float32, summed up, and made again in the backward, where the gradient takes their
-    place. The products are always of one shape, whose last rows are zeros: the results of a row and the gradient of its
-    hidden state depend on nothing but that row and the head, to the bit. A pass without gradients and one with
-    gradients give a ratio of exactly 1.
+    ``logits = logit_scale (hidden @ weight.T + bias)``; with a softcap ``c`` they become ``c tanh(logits / c)``. Matrix
+    products in float32 make a block of logits, which is summed up and dropped. The backward makes each block again and
+    writes the gradient in its memory. All products have one shape, padded with rows of zeros: the results of a row and
+    the gradient of its hidden state depend on that row and the head alone, to the bit. A pass without gradients and one
+    with gradients give a ratio of exactly 1.
 
-    Beyond results and gradients, memory for one block of logits, one of the weight for 16-bit numbers, and a few
-    numbers a row is taken; the backward takes a float32 gradient of the hidden states and, for a 16-bit head, one block
-    of the weight's gradient.
+    Beyond results and gradients, the call allocates one block of logits, one block of the weight if it is 16-bit, and a
+    few numbers per row; the backward also a float32 gradient of the hidden states and, for a 16-bit head, one block of
+    the weight's gradient.
 
     Args:
         hidden: ``[..., D]`` float32, bfloat16 or float16 (the reference takes float64, too).
         weight: ``[V, D]`` of these types, in any combination with ``hidden``.
         targets: ``[...]`` int64 or int32. A target outside ``[0, V)`` that is not ``ignore_index`` gives NaN.
-        temperature: a number above 0, or ``[...]`` floating point, one for each target; a constant.
-        ignore_index: rows with this target are not read; their results and gradients are 0. On the CPU no product is
-            spent on them, nor in the backward on rows whose upstream gradients are 0.
+        temperature: a number above 0, or a floating-point tensor ``[...]``, one for each target; a constant of the
+            differentiation.
+        ignore_index: rows with this target are not read; their results and gradients are 0. On the CPU these rows, and
+            in the backward rows whose upstream gradients are 0, take part in no product.
         bias: ``[V]``, added to the products.
-        entropy: whether the entropy is wanted.
-        softcap: above 0; None: none.
-        logit_scale: above 0. It divides temperature and softcap.
-        block: rows and columns of a block of logits, which take ``4 rows columns`` bytes; default (512, 8192) on the
-            CPU, (4096, 8192) on a GPU. Rows are filled up to a multiple, so that few tokens cost as much as ``rows``.
-            Bits depend on it.
-        process_group: ranks that hold the rows of ``weight`` (and of ``bias``) one after the other, and the same
-            ``hidden`` and ``targets``: tensor parallel. One all-gather of ``4 T`` floats forward; the backward adds up
-            the gradient of ``hidden``, ``[T, D]`` in float32, over the ranks.
-        vocabulary_sizes: the rows of ``weight`` on every rank; default: as many as on this one.
-        backend: of :func:`~hpo_core.token_logprobs`. The reference holds all logits, in float64.
+        entropy: whether to compute the entropy.
+        softcap: a number above 0. None: no softcap.
+        logit_scale: a number above 0.
+        block: rows and columns of a block of logits, which takes ``4 rows columns`` bytes. Default: (512, 8192) on the
+            CPU, (4096, 8192) on a GPU. The rows are padded to a multiple of the first number, so that a few tokens cost
+            as much as a whole block. Bits depend on it.
+        process_group: ranks that each hold consecutive rows of ``weight`` and ``bias``, and the same ``hidden`` and
+            ``targets``, as in tensor parallelism. The forward makes one all-gather of ``4 T`` floats; the backward one
+            all-reduce of the gradient of ``hidden``, ``[T, D]`` in float32.
+        vocabulary_sizes: the rows of ``weight`` on every rank. Default: this rank's number on all of them.
+        backend: the backend of :func:`~hpo_core.token_logprobs`. The reference stores all logits in float64.
 
     Returns:
         :class:`TokenLogprobs`.
@@ -103,7 +104,7 @@ def linear_token_logprobs(
     for name, number in (("softcap", softcap), ("logit_scale", logit_scale)):
         check(number is None or 0 < number < math.inf, "{}: expected a finite number above 0, got {}", name, number)
     temperature = checked_temperature(temperature, targets, ignore_index, exact=reference)
-    # softmax(s x / t) is that of x at t / s; with x capped at c / s, s x is capped at c.
+    # softmax(s x / t) = softmax(x / (t / s)), and a cap of c on s x is one of c / s on x: so the scale s costs nothing.
     each, number = (temperature / logit_scale, 1.0) if isinstance(temperature, torch.Tensor) else (
         None, temperature / logit_scale
     )  # fmt: skip

@@ -1,7 +1,8 @@
-"""Rows of logits by parts of the vocabulary: what a part amounts to, merged in any grouping into what the whole does.
+"""Mergeable states of rows of logits over parts of the vocabulary.
 
-A state is four numbers a row, whatever the size of the part. Shards of a vocabulary over ranks, or chunks of a
-projection, are summed up where they are, and only states travel; the gradient of a part needs the state of the whole.
+A state is four numbers per row, whatever the size of the part. Ranks that hold shards of a vocabulary, and loops over
+chunks of a projection, compute the state of their part and exchange states only. The gradient of a part needs the state
+of the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def part(
     Args:
         logits: ``[..., columns]``, as :func:`~hpo_core.token_logprobs` takes them; no gradient goes through a state.
         targets: ``[...]`` ids in the whole vocabulary.
-        temperature, ignore_index, backend: as for :func:`~hpo_core.token_logprobs`.
-        first, vocabulary: the id of the first column, and the size of the whole.
-        entropy: whether the entropy is wanted; without it the state has no ``distance``.
+        temperature, ignore_index, backend: as in :func:`~hpo_core.token_logprobs`.
+        first, vocabulary: the id of the first column, and the size of the whole vocabulary.
+        entropy: whether an entropy will be needed; without it the state has no ``distance``.
 
     Returns:
         :class:`LogprobState` of float32 ``[...]`` (the reference: float64).
@@ -59,14 +60,13 @@ def part(
 
 
 def merge(states: Sequence[LogprobState], temperature: float | torch.Tensor = 1.0) -> LogprobState:
-    """The state of all parts together: ``s = s_1 + c (1 + s_2)`` and ``w = w_1 + c (w_2 + delta (1 + s_2))``.
+    """The state of several parts together: ``s = s_1 + c (1 + s_2)`` and ``w = w_1 + c (w_2 + delta (1 + s_2))``.
 
-    The first of two is that of the greater logit, ``m_1 >= m_2``; ``c = e^-delta``, and delta is the distance of these
-    logits divided by the temperature.
+    Part 1 has the greater logit, ``m_1 >= m_2``; ``delta = (m_1 - m_2) / temperature`` and ``c = e^-delta``.
 
-    Parts are merged one after the other, in float64, and the result is rounded once: in one order the bits are the same
-    wherever it is done. All parts of a vocabulary occur once; there may be any number of them, and a merged state is a
-    state again. Shape and dtype are those of the first.
+    Parts are merged one after the other in float64, and the result is rounded once: the same order gives the same bits
+    on every rank. Each part of a vocabulary occurs once; there may be any number of parts, and a merged state can be
+    merged again. The result has the shape and dtype of the first state.
 
     >>> logits, targets = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([1])
     >>> parts = [part(logits[:, at : at + 2], targets, first=at, vocabulary=4) for at in (0, 2)]
@@ -95,8 +95,10 @@ def finish(
     temperature: float | torch.Tensor = 1.0,
     ignore_index: int = -100,
 ) -> TokenLogprobs:
-    """``logp = (x_y - m) / temperature - log1p(s)`` and ``H = log1p(s) + w / (1 + s)`` of the state of a whole
-    vocabulary, in float32: what :func:`~hpo_core.token_logprobs` returns, without a gradient.
+    """Log-probabilities and entropies from the state of a whole vocabulary, in float32 and without a gradient.
+
+    ``logp = (x_y - m) / temperature - log1p(s)`` and ``H = log1p(s) + w / (1 + s)``, the results of
+    :func:`~hpo_core.token_logprobs`.
 
     >>> state = part(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([1]), first=0, vocabulary=4)
     >>> finish(state, torch.tensor([1]))
@@ -128,11 +130,11 @@ def part_gradient(
     """The gradient of a part's logits, in their dtype, from the gradients of the results of the whole vocabulary.
 
     ``(a 1[j = y] - p_j (a + b (log p_j + H))) / temperature`` for the gradients a and b ``[...]`` float32 of logp and
-    entropy; None: 0.
+    entropy; a gradient of None is 0.
 
     Args:
-        state: of the whole vocabulary, from :func:`merge`; with a ``distance`` for an ``entropy_gradient``.
-        logits, targets, temperature, ignore_index, first, vocabulary, backend: as for :func:`part`.
+        state: the state of the whole vocabulary, from :func:`merge`; an ``entropy_gradient`` needs its ``distance``.
+        logits, targets, temperature, ignore_index, first, vocabulary, backend: as in :func:`part`.
 
     >>> logits, targets = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([1])
     >>> state = merge([part(logits[:, at : at + 2], targets, first=at, vocabulary=4) for at in (0, 2)])

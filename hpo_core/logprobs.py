@@ -1,4 +1,4 @@
-"""From a model's logits to what losses read: the log-probability of each token and the entropy it was drawn with."""
+"""Token log-probabilities and entropies from a model's logits."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ __all__ = ["TokenLogprobs", "TokenStatistics", "token_logprobs", "token_statisti
 
 
 class TokenLogprobs(NamedTuple):
-    """The result, in the shape of the targets: ``logp``, and ``entropy`` in nats, or None where it is not wanted."""
+    """The result, in the shape of the targets: ``logp``, and ``entropy`` in nats (None with ``entropy=False``)."""
 
     logp: torch.Tensor
     entropy: torch.Tensor | None
 
 
 class TokenStatistics(NamedTuple):
-    """The result, in the shape of the targets: ``logp`` and ``entropy`` as in :class:`TokenLogprobs`, and constants of
-    the differentiation."""
+    """The result, in the shape of the targets: ``logp`` and ``entropy`` as in :class:`TokenLogprobs`. All other fields
+    are constants of the differentiation."""
 
     logp: torch.Tensor
     entropy: torch.Tensor
-    probability: torch.Tensor  # p_y, that of the target
+    probability: torch.Tensor  # p_y of the target y
     log_sum_exp: torch.Tensor  # log sum_j e^{z_j}
     sum_squares: torch.Tensor  # sum_j p_j^2
-    is_top: torch.Tensor  # bool: no logit is above that of the target
+    is_top: torch.Tensor  # bool: no logit is above the target's
 
 
 @recognises_shards(logits=-1)
@@ -58,45 +58,46 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """The log-probability of each target under ``softmax(logits / temperature)``, and the entropy of that distribution.
 
-    ``logp_t = z_y - log sum_j e^{z_j}`` and ``H_t = -sum_j p_j log p_j`` for ``z = logits / temperature``: float32
-    whatever the logits are, both differentiable in ``logits``. The logits are read once forward and once backward;
-    between the two, the logits themselves and three numbers a row are kept. Sums are relative to the greatest logit
+    ``logp_t = z_y - log sum_j e^{z_j}`` and ``H_t = -sum_j p_j log p_j`` for ``z = logits / temperature``. Both are
+    float32 for every dtype of the logits, and differentiable in ``logits``. The logits are read once forward and once
+    backward; autograd keeps the logits themselves and three numbers per row. Sums are relative to the greatest logit
     and leave it out, so that a token of probability ``1 - 1e-9`` keeps its gradient and its entropy. A logit of -inf
-    is a token outside the support: it counts nothing, and its gradient is 0. The results of a row depend on nothing
-    but that row, to the bit.
+    marks a token outside the support: it adds nothing, and its gradient is 0. The results of a row depend on that row
+    alone, to the bit.
 
     With a ``batch``, logits and tokens lie as the model has them: ``targets`` are the tokens themselves, and the
     results of a token are computed from the logits of the token before it in its row. The first token of each row,
-    which no logits predict, and tokens outside the batch's mask get 0, and their logits are not read. Without one,
-    ``targets[t]`` is the token that ``logits[t]`` predict: ``token_logprobs(logits[:, :-1], tokens[:, 1:])``, of which
-    nothing is copied.
+    which no logits predict, and tokens outside the batch's mask get 0, and their logits are not read. Without a batch
+    ``targets[t]`` is the token that ``logits[t]`` predict: ``token_logprobs(logits[:, :-1], tokens[:, 1:])``, which
+    copies nothing.
 
     Args:
         logits: ``[..., V]`` float32, bfloat16 or float16 (the reference takes float64, too, and returns it), of any
             strides with a contiguous last dimension; with a batch ``[T, V]``, or the padded ``[B, L, V]``.
         targets: ``[...]`` int64 or int32. A target outside ``[0, V)`` that is not ``ignore_index`` gives NaN.
-        temperature: a number above 0, or ``[...]`` floating point, one for each target, which is a constant of the
-            differentiation. It divides in float32 or better, never in the precision of the logits.
+        temperature: a number above 0, or a floating-point tensor ``[...]``, one for each target; a constant of the
+            differentiation. The division is in float32 or better, never in the precision of the logits.
         ignore_index: rows with this target are not read; their results and gradients are 0.
-        batch: a PackedBatch, or a padded mask ``[B, L]``. Its mask must leave out the first token of each row, as that
-            of the completions does, or ``batch.without_first_tokens()``: losses count every token of the mask.
-        entropy: whether the entropy is wanted; without it nothing is spent on it.
-        entropy_temperature: the temperature of the entropy alone, as ``temperature`` is given. Default: the same.
+        batch: a PackedBatch, or a padded mask ``[B, L]``. Its mask must leave out the first token of each row, as a
+            completion mask does (or use ``batch.without_first_tokens()``), because losses count every token of it.
+        entropy: whether to compute the entropy; False saves its cost.
+        entropy_temperature: a temperature for the entropy alone, given as ``temperature`` is. Default: the same.
             Another one reads the logits once more in each direction, and its gradient is a second tensor ``[..., V]``
             until both are added.
-        support_floor: ``[...]`` floating point, one for each row of logits (with a batch, too: these rows are not
-            shifted): logits below are outside the support, as -inf is; :func:`~hpo_core.support_floor` gives that of
-            top-k, top-p and min-p. The log-probability of a target below it is -inf. A constant of the differentiation.
-        support_ids: ``[..., K]`` int64 or int32, for each target the ids that make the support, such as those that the
-            sampler returned, in any order; -1 is no token, and one that occurs twice counts once. Only these logits are
-            read. The log-probability of a target that is not among them is -inf.
+        support_floor: floating point ``[...]``, one for each row of logits (also with a batch, where these rows are not
+            shifted): logits below their floor are outside the support, as -inf is. :func:`~hpo_core.support_floor`
+            computes the floor of top-k, top-p and min-p. The log-probability of a target below its floor is -inf. A
+            constant of the differentiation.
+        support_ids: ``[..., K]`` int64 or int32, for each target the ids of its support in any order, such as the ids
+            that a sampler returns; -1 stands for no token, and an id that occurs twice counts once. Only these logits
+            are read. The log-probability of a target outside its support is -inf.
         inplace_gradient: whether the backward writes the gradient over the logits, so that no second tensor of their
-            size exists. The logits then hold the gradient, which autograd tells every other operation that has kept
-            them; an own use of them after the backward is yours to avoid.
-        process_group: ranks that hold the columns of one vocabulary one after the other, ``logits`` being this rank's,
-            and the same targets. One all-gather of ``4 T`` floats forward, none backward: results are the same on all
-            ranks, and so must be their upstream gradients. Only eagerly.
-        vocabulary_sizes: the columns of every rank; default: as many as on this one.
+            size exists. Autograd then raises for every other operation that has kept the logits; do not read them
+            after the backward.
+        process_group: ranks that each hold consecutive columns of one vocabulary (``logits`` are this rank's) and the
+            same targets. The forward makes one all-gather of ``4 T`` floats, the backward none: results are the same
+            on all ranks, and their upstream gradients must be, too. Eager calls only.
+        vocabulary_sizes: the number of columns of every rank. Default: this rank's number on all of them.
         backend: a name from ``hpo_core.backends()``. Default: by device.
 
     Returns:
@@ -150,12 +151,12 @@ def token_statistics(
     inplace_gradient: bool = False,
     backend: str | None = None,
 ) -> TokenStatistics:
-    """:func:`token_logprobs` and, from the same pass, what else a row of logits says of its target.
+    """:func:`token_logprobs` and further statistics of each row, from the same pass.
 
-    ``p_y``, ``log sum_j e^{z_j}`` and ``sum_j p_j^2`` for ``z = logits / temperature``, ``p = softmax(z)`` and the
-    target y, and whether y has the greatest logit, which ties do not deny. Arguments, shapes, dtypes and errors are
-    those of :func:`token_logprobs`; ``entropy_temperature`` is of the entropy alone. Rows that are not read have zeros
-    and False. ``probability`` and ``sum_squares`` are what :func:`hpo_core.advantages.otb` takes.
+    The statistics are ``p_y``, ``log sum_j e^{z_j}`` and ``sum_j p_j^2`` for ``z = logits / temperature``,
+    ``p = softmax(z)`` and the target y, and whether y has the greatest logit (also in a tie). Arguments, shapes, dtypes
+    and errors are those of :func:`token_logprobs`; ``entropy_temperature`` changes the entropy alone. Rows that are not
+    read have zeros and False. :func:`hpo_core.advantages.otb` takes ``probability`` and ``sum_squares``.
 
     Returns:
         :class:`TokenStatistics`. All but ``logp`` and ``entropy`` are constants of the differentiation.
@@ -195,9 +196,9 @@ class _Call(NamedTuple):
     """Checked arguments, as kernels take them."""
 
     rows: LogitRows
-    entropy_rows: LogitRows | None  # the same at the temperature of the entropy, where that is another
-    is_shifted: bool  # the results of a token stand at the token before it
-    unpredicted: torch.Tensor | None  # [...] bool: tokens of the mask without logits, where nobody has looked
+    entropy_rows: LogitRows | None  # the same rows at the temperature of the entropy, where it differs
+    is_shifted: bool  # whether the results of a token stand at the token before it
+    unpredicted: torch.Tensor | None  # [...] bool: tokens of the mask without logits; None: known to be none
     in_place: bool
     backend: str | None
     group: Group | None = None  # ranks that hold a part of the vocabulary each
@@ -221,7 +222,7 @@ class _Call(NamedTuple):
         return ops.over_ranks(rows, kept, self.backend, group, parts.sizes, self.in_place)
 
     def placed(self, result: torch.Tensor) -> torch.Tensor:
-        """At the tokens it belongs to. The last row of logits predicts nothing: its 0 is that of the first token."""
+        """The result at its tokens. The last row of logits predicts no token: its 0 becomes the first token's."""
         if self.is_shifted:
             result = result.roll(1)
         if self.unpredicted is not None and result.is_floating_point():

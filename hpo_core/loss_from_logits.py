@@ -1,4 +1,4 @@
-"""policy_loss_from_logits: from a model's logits to the loss and their gradient, for gates on tokens."""
+"""policy_loss_from_logits: the policy loss and its gradient from a model's logits, for gates on tokens."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _PER_TOKEN = (
     *("logp", "old_logp", "mask", "ref_logp", "entropy", "score", "token_mask", "token_weight", "low", "high"),
     "penalty_mask",
 )
-_CHUNK = 16 << 20  # bytes of logits on a CPU: a last-level cache holds them between the two passes
+_CHUNK = 16 << 20  # bytes of logits that a CPU's last-level cache holds between the two passes
 
 
 class PolicyLossFromLogits(NamedTuple):
     """The result: ``loss`` 0-dim, differentiable in the logits; ``metrics`` still on the device; ``logp`` and
-    ``entropy`` of each target, constants."""
+    ``entropy`` of each target, which are constants."""
 
     loss: torch.Tensor
     metrics: Metrics
@@ -55,27 +55,27 @@ def policy_loss_from_logits(
     inplace_gradient: bool = False,
     **options: Unpack[PolicyLossOptions],
 ) -> PolicyLossFromLogits:
-    """:func:`policy_loss` of :func:`token_logprobs`, in one call that reads the logits from memory once.
+    """:func:`policy_loss` of :func:`token_logprobs`, in one call that reads the logits from memory once on the CPU.
 
-    ``loss(logp(logits))`` and its gradient are those of the two calls, to the bit. The gradient of a token's logits
-    depends on no other token under a gate on tokens; so it is computed while they are in the cache, some megabytes of
-    logits at a time. The backward multiplies it by the incoming gradient, or by nothing where that is 1.
-    On a GPU there is no such chunk: the logits are read once forward and once backward, in this call.
+    ``loss(logp(logits))`` and its gradient equal those of the two calls, to the bit. Under a gate on tokens the
+    gradient of a token's logits depends on no other token: so the call computes it while these logits are in the cache,
+    some megabytes at a time. The backward multiplies it by the incoming gradient unless that is 1. On a GPU the call
+    reads the logits twice, once for the loss and once for their gradient.
 
     Args:
         logits: ``[T, V]`` (or ``[B, L, V]``) float32, bfloat16 or float16, as a model returns them for the batch's
-            tokens: those of token t predict token t + 1.
+            tokens: the logits of token t predict token t + 1.
         targets: ``[T]`` (or ``[B, L]``) int64 or int32, the tokens. As in :func:`token_logprobs` with ``batch=``, the
             mask leaves out the first token of each row, and logits of tokens outside the mask are not read.
         old_logp, advantages, batch, gate, options: as in :func:`policy_loss`. The metrics hold the entropy of the
             logits, unless ``entropy=`` is given, which a ``window`` needs.
         temperature: as in :func:`token_logprobs`.
-        inplace_gradient: the gradient is written over the logits, which are of no use after this call; no second
-            ``[T, V]`` tensor exists. They must not be a leaf that requires grad.
+        inplace_gradient: whether the gradient overwrites the logits, so that no second ``[T, V]`` tensor exists. The
+            logits must not be a leaf that requires grad, nor be read after this call.
 
     Raises:
-        ValueError, TypeError: naming the argument; a gate with levels, or with corrections over more than tokens or on
-            the current policy: there a token's gradient depends on others, so call the two functions.
+        ValueError, TypeError: naming the argument. A gate with levels, or with corrections over more than tokens or on
+            the current policy, is refused, because there a token's gradient depends on others: call the two functions.
 
     >>> import hpo_core as hpo
     >>> logits = torch.tensor([[2.0, 1.0], [0.0, 0.0], [5.0, 5.0]], requires_grad=True)
@@ -145,7 +145,7 @@ def _prepared(
     gate: RatioGate | None,
     options: PolicyLossOptions,
 ) -> Any:
-    """What kernels take, of a gate under which no token reads another; ``logp`` is not read."""
+    """The arguments of the kernels for a gate under which no token reads another; ``logp`` is not read."""
     check(
         not options.get("report") and options.get("process_group") is None,
         "report, process_group: policy_loss_from_logits knows neither; call token_logprobs and policy_loss",
@@ -164,7 +164,7 @@ def _prepared(
 
 
 def _chunks(logits: torch.Tensor) -> Iterator[tuple[Any, int, int]]:
-    """Indices of rows that a cache holds together, and which rows of all these are."""
+    """The index of each chunk of rows that fits the cache, and its first and last row in the flat order."""
     *_, length, vocabulary = logits.shape
     count = logits.numel() // vocabulary
     if not logits.is_cpu:
@@ -184,7 +184,7 @@ def _part(rows: LogitRows, index: Any) -> LogitRows:
 
 
 def _of_tokens(inputs: PolicyLossInputs, begin: int, end: int) -> PolicyLossInputs:
-    """The same rows, of which only these tokens are there."""
+    """The inputs of the tokens from ``begin`` to ``end``; the rows stay, mostly empty."""
 
     def cut(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.reshape(-1)[begin:end]
@@ -203,7 +203,7 @@ def _of_tokens(inputs: PolicyLossInputs, begin: int, end: int) -> PolicyLossInpu
 
 
 class _FromLogits(torch.autograd.Function):
-    """Hands on the loss and keeps the gradient of the logits, computed before."""
+    """Returns the loss, and in the backward the gradient of the logits that the call has computed."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, loss: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ __all__ = ["SLOTS", "Metrics"]
 # name -> reduction. The order is that of csrc/include/hpo/metrics.h; a test compares the two.
 SLOTS: dict[str, str] = {
     "tokens": "sum",  # valid tokens
-    "selected": "sum",  # of those, tokens whose policy term counts (window, token mask, finite advantage)
+    "selected": "sum",  # valid tokens whose policy term counts (window, token mask, finite advantage)
     "rows": "sum",  # rows with at least one valid token
     "loss": "sum",
     "log_ratio_sum": "sum",
@@ -47,7 +47,7 @@ SLOTS: dict[str, str] = {
 }
 _INDEX = {name: slot for slot, name in enumerate(SLOTS)}
 
-# error counter -> what it says
+# error counter -> its meaning
 FLAGS: dict[str, str] = {
     "nan_tokens": "a log-ratio, reference log-ratio or window score at a valid token was NaN; the token was left out",
     "infinite_tokens": "a log-ratio at a valid token was infinite; it was saturated with gradient 0",
@@ -69,7 +69,7 @@ def empty_metrics(device: torch.device | str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What one loss call (or several, added up) observed, still on the device.
+    """The observations of one loss call, or the sum of several, still on the device.
 
     ``vector`` is float64 ``[len(SLOTS)]``. Nothing is copied to the host before :meth:`compute`.
 
@@ -105,14 +105,14 @@ class Metrics:
         return torch.stack([self[name] for name in FLAGS])
 
     def raise_for_flags(self) -> None:
-        """Raise a ``FloatingPointError`` that says what each error counter saw; a copy to the host.
+        """Raise a ``FloatingPointError`` that explains each error counter above 0; a copy to the host.
 
-        Every loss does this by itself where the environment said ``HPO_CORE_DEBUG=1`` when hpo_core was imported.
+        Every loss call does this if ``HPO_CORE_DEBUG=1`` was set when hpo_core was imported.
         """
         found = [(name, int(count)) for name, count in zip(FLAGS, self.flags.tolist(), strict=True) if count]
         if found:
-            said = "; ".join(f"{name} = {count}: {FLAGS[name]}" for name, count in found)
-            raise FloatingPointError(f"hpo_core.policy_loss: {said}")
+            causes = "; ".join(f"{name} = {count}: {FLAGS[name]}" for name, count in found)
+            raise FloatingPointError(f"hpo_core.policy_loss: {causes}")
 
     def compute(self) -> dict[str, float]:
         """Means, fractions and counts as Python floats: the only copy to the host. Empty denominators give NaN."""
@@ -136,12 +136,15 @@ class Metrics:
         }
 
 
-_DEBUG = os.environ.get("HPO_CORE_DEBUG") == "1"  # once: a call of the loss has no microseconds to spare
+_DEBUG = os.environ.get("HPO_CORE_DEBUG") == "1"  # read once: a loss call has no microseconds to spare
 
 
 def observed(vector: torch.Tensor, group: torch.distributed.ProcessGroup | None = None) -> Metrics:
-    """The metrics of one call; under ``HPO_CORE_DEBUG=1`` a flag is an error, with a group on all its ranks at once, so
-    that none waits for one that has raised. Synchronises there and nowhere else."""
+    """The metrics of one call; under ``HPO_CORE_DEBUG=1`` a flag raises an error.
+
+    With a group all its ranks raise at once, so that no rank waits for one that has raised. Only this debug mode
+    synchronises.
+    """
     metrics = Metrics(vector)
     if _DEBUG and not torch.compiler.is_compiling():
         (metrics if group is None else metrics.all_reduce(group)).raise_for_flags()
@@ -152,12 +155,12 @@ _CLIP_SIDES = ("high_positive", "low_positive", "low_negative", "high_negative")
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """NaN where there is nothing to divide by."""
+    """The quotient, NaN for a denominator of 0."""
     return numerator / denominator if denominator else math.nan
 
 
 def of_log_ratios(raw: dict[str, float], count: float) -> dict[str, float]:
-    """What the sums and extrema of ``count`` log-ratios say of them: of tokens here, of a level's segments there."""
+    """Statistics of ``count`` log-ratios from their sums and extrema, for tokens and for the segments of a level."""
     ratio_sum = raw["ratio_deviation"] + count
     ratio_square = raw["ratio_deviation_square"] + 2 * raw["ratio_deviation"] + count
     return {
@@ -172,7 +175,7 @@ def of_log_ratios(raw: dict[str, float], count: float) -> dict[str, float]:
 
 
 def gathered(slots: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
-    """The same tensor of every rank ``[R, ...]``, in their order."""
+    """This tensor of every rank ``[R, ...]``, in rank order."""
     each = [torch.empty_like(slots) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(each, slots, group=group)
     return torch.stack(each)

@@ -1,4 +1,4 @@
-"""Statistics of units over integer ids, and scans along rows: what estimators are made of besides their operator."""
+"""Statistics of units over integer ids, and scans along rows: the parts of estimators besides their operator."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def statistics(
     """Statistics of the group of every unit.
 
     Args:
-        values: ``[U]`` floating point; what is not finite is no member.
-        ids: ``[U]`` int32 or int64 in any order, negative: in no group. None: one group.
+        values: ``[U]`` floating point; a unit with a value that is not finite is no member.
+        ids: ``[U]`` int32 or int64 in any order; a negative id means no group. None: one group.
         weights: ``[U]`` floating point; a unit without a finite weight above 0 is no member. Default: 1 each.
-        mask: ``[U]`` bool, who is a member. Default: everybody.
+        mask: ``[U]`` bool, whether a unit is a member. Default: every unit is.
 
     >>> statistics(torch.tensor([1.0, 5.0, 3.0]), torch.tensor([4, 7, 4])).mean
     tensor([2., 5., 2.], dtype=torch.float64)
@@ -54,7 +54,7 @@ def statistics(
     ids = None if ids is None else ids.to(torch.int64).contiguous()
     mask = None if mask is None else mask.contiguous()
     exact = backend == "reference"
-    values, weights = _number(values, exact), None if weights is None else _number(weights, exact)
+    values, weights = _as_floats(values, exact), None if weights is None else _as_floats(weights, exact)
     table = ops.group_statistics(values, ids, weights, mask, backend)
     group = ranks()
     return GroupStatistics(*(table if group is None else merged(table, ids, group)))
@@ -69,15 +69,16 @@ def recurrence(
     forward: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its begin, ``[U]`` float32; behind a row y is 0.
+    """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its start, ``[U]`` float32; after a row y is 0.
 
-    Discounted returns are the recurrence of rewards with the gain gamma, advantages of GAE that of temporal differences
-    with ``gamma lambda``; a gain of 0 ends a segment, but for NaN and infinity, which only the begin of a row ends.
+    Discounted returns are the recurrence of rewards with the gain gamma, GAE advantages the recurrence of temporal
+    differences with the gain ``gamma lambda``. A gain of 0 ends a segment, but NaN and infinity pass it and spread to
+    the start of their row.
 
     Args:
         values, gains: ``[U]`` floating point.
         cu_seqlens: ``[R + 1]`` int32 or int64, the rows.
-        forward: ``y_i = x_i + g_i y_{i-1}`` instead, from the begin of every row to its end.
+        forward: ``y_i = x_i + g_i y_{i-1}`` instead, from the start of every row to its end.
 
     >>> recurrence(torch.tensor([0.0, 0.0, 1.0]), torch.full((3,), 0.5), torch.tensor([0, 3]))
     tensor([0.2500, 0.5000, 1.0000])
@@ -90,7 +91,7 @@ def recurrence(
         list(cu_seqlens.shape),
     )
     check_device("cu_seqlens", cu_seqlens, values.device, "values")
-    values, gains = (_number(tensor, backend == "reference") for tensor in (values, gains))
+    values, gains = (_as_floats(tensor, backend == "reference") for tensor in (values, gains))
     rows = cu_seqlens.to(torch.int64).contiguous()
     if forward:
         backwards = ops.recurrence(values.flip(0), gains.flip(0), values.numel() - rows.flip(0), backend)
@@ -98,16 +99,16 @@ def recurrence(
     return ops.recurrence(values, gains, rows, backend)
 
 
-def _number(tensor: torch.Tensor, exact: bool) -> torch.Tensor:
-    """As kernels take it; the reference takes any precision."""
+def _as_floats(tensor: torch.Tensor, exact: bool) -> torch.Tensor:
+    """A contiguous float32 constant for kernels; the reference keeps the precision."""
     return (tensor.detach() if exact else tensor.detach().float()).contiguous()
 
 
 def ids_of(names: Iterable[str | bytes | int], device: torch.device | str = "cpu") -> torch.Tensor:
-    """Ids ``[U]`` int64 from what names units: observations to compare, prompts, datasets.
+    """Ids ``[U]`` int64 from names of units: observations to compare, prompts, datasets.
 
-    Integers stay as they are. Strings (as UTF-8) and bytes become 63 bits of BLAKE2b, which are never negative and the
-    same in every process; among a million names two collide with a probability of 5e-8. Arrays: their ``tobytes()``.
+    Integers stay as they are. Strings (as UTF-8) and bytes become 63 bits of BLAKE2b, never negative and the same in
+    every process; among a million names two collide with a probability of 5e-8. For an array pass its ``tobytes()``.
 
     >>> first, second, third = ids_of(["door closed", "door open", "door closed"])
     >>> bool(first == third), bool(first == second)
@@ -127,7 +128,7 @@ def _id_of(name: str | bytes | int) -> int:
 def dense_ids(*keys: torch.Tensor) -> torch.Tensor:
     """One id per distinct combination of keys, ``[U]`` int64: groups of groups, such as (prompt, observation).
 
-    A unit with a negative key gets -1. The numbers say nothing but which units are together.
+    A unit with a negative key gets -1. The ids mean nothing but equality.
 
     >>> dense_ids(torch.tensor([0, 0, 1, 0]), torch.tensor([5, 7, 5, 5]))
     tensor([0, 1, 2, 0])
@@ -155,10 +156,10 @@ def dense_ids(*keys: torch.Tensor) -> torch.Tensor:
 
 
 class Chains(NamedTuple):
-    """Units brought into the order of their chains, one chain after the other."""
+    """Units in the order of their chains, one chain after the other."""
 
     order: torch.Tensor  # [U] int64, the unit at each place; units in no chain come first
-    cu_seqlens: torch.Tensor  # [U + 1] int64, where each chain begins; those behind the last are empty
+    cu_seqlens: torch.Tensor  # [U + 1] int64, the first place of each chain; chains after the last are empty
     chain: torch.Tensor  # [U] int64, the chain at each place, -1: none
 
     @examines
@@ -189,21 +190,21 @@ class Chains(NamedTuple):
 
     @examines
     def first(self, values: torch.Tensor) -> torch.Tensor:
-        """For every place its chain's first value ``[U]``, of values at places; anything where there is no chain."""
+        """The first value of the chain of every place ``[U]``, from values at places; undefined outside chains."""
         self._check(values)
         return values[self.cu_seqlens[self.chain.clamp(min=0)].clamp(max=max(values.numel() - 1, 0))]
 
     @examines
     def following(self, values: torch.Tensor) -> torch.Tensor:
-        """For every place the next value of its chain ``[U]``, of values at places; 0 behind the last."""
+        """The next value in the chain of every place ``[U]``, from values at places; 0 after the last."""
         self._check(values)
         following = torch.zeros_like(values)
         following[:-1] = torch.where(self.ends()[:-1], 0.0, values[1:])
         return following
 
     def ranks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """How many stand before each place in its chain, and how many the chain has, ``[U]`` int64 each; anything where
-        there is no chain."""
+        """The rank of each place in its chain, from 0, and the length of the chain, ``[U]`` int64 each; undefined
+        outside chains."""
         begin, end = self.cu_seqlens[self.chain.clamp(min=0)], self.cu_seqlens[(self.chain + 1).clamp(min=0)]
         return torch.arange(self.chain.numel(), device=begin.device) - begin, end - begin
 
@@ -215,30 +216,30 @@ class Chains(NamedTuple):
 
 @examines
 def chains(ids: torch.Tensor, positions: torch.Tensor | None = None) -> Chains:
-    """Units with equal ids are a chain, such as the steps of a trajectory; negative: in none. Never synchronises.
+    """Units with equal ids form a chain, such as the steps of a trajectory. The call never synchronises.
 
     Args:
-        ids: ``[U]`` int32 or int64, in any order.
-        positions: ``[U]``, the order inside a chain. Default: that in which units stand here.
+        ids: ``[U]`` int32 or int64, in any order; a negative id means no chain.
+        positions: ``[U]``, the order inside a chain. Default: the order of the units.
 
     >>> chains(torch.tensor([5, 2, 5])).order
     tensor([1, 0, 2])
     """
     check_units(ids=ids)
     if positions is None:
-        along, order = torch.sort(ids.clamp(min=-1), stable=True)
+        sorted_ids, order = torch.sort(ids.clamp(min=-1), stable=True)
     else:
         check_shape("positions", positions, ids.shape, "[U] (that of ids)")
         check_device("positions", positions, ids.device, "ids")
         check_real("positions", positions)
-        before = torch.sort(positions, stable=True).indices
-        along, places = torch.sort(ids[before].clamp(min=-1), stable=True)
-        order = before[places]
-    begins = along >= 0
-    begins[1:] = along[1:] != along[:-1]
+        by_position = torch.sort(positions, stable=True).indices
+        sorted_ids, places = torch.sort(ids[by_position].clamp(min=-1), stable=True)
+        order = by_position[places]
+    begins = sorted_ids >= 0
+    begins[1:] = sorted_ids[1:] != sorted_ids[:-1]
     chain = begins.cumsum(0) - 1
     units = ids.numel()
-    # Places where no chain begins write behind the offsets, where nobody reads.
+    # Places where no chain begins write to an extra element, which the result leaves out.
     offset = torch.where(begins, chain, units + 1)
     cu_seqlens = torch.full((units + 2,), units, dtype=torch.int64, device=ids.device)
     cu_seqlens.scatter_(0, offset, torch.arange(units, device=ids.device))

@@ -1,4 +1,4 @@
-"""The support of a sampler: the tokens that are left by temperature, min-p, top-k and top-p, or that it returned."""
+"""The support of a sampler: the tokens that temperature, min-p, top-k and top-p leave, or that the sampler returned."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = [
 
 LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 _LEAST = torch.finfo(torch.float32).tiny
-_CHUNK = 2**22  # logits that are looked at together
-_FEW = 1024  # the greatest logits of a row, among which a support mostly lies
+_CHUNK = 2**22  # logits that are processed together
+_FEW = 1024  # greatest logits of a row that are tried first: most supports lie among them
 
 
 class Setting(NamedTuple):
-    """A setting of a sampler: a number, or a tensor with one for each row of logits."""
+    """A setting of a sampler: a number, or a tensor with one number for each row of logits."""
 
     name: str
     kind: type
-    is_allowed: Callable[[Any], Any]  # of a number, and of the elements of a tensor
+    is_allowed: Callable[[Any], Any]  # of a number, or elementwise of a tensor
     allowed: str
-    is_off: Callable[[Any], Any] = lambda _: False  # of the same
+    is_off: Callable[[Any], Any] = lambda _: False  # of a number, or elementwise of a tensor
 
     def of_rows(self, value: Any, shape: Sequence[int], device: torch.device, whose: str, exact: bool) -> Any:
         """The value with its type, shape and device checked; ``exact``: in float64."""
@@ -58,7 +58,7 @@ class Setting(NamedTuple):
         return value.to(torch.int64 if is_count else torch.float64 if exact else torch.float32)
 
     def check_values(self, value: Any, unread: torch.Tensor | None = None) -> None:
-        """That the values are allowed, but for ``unread`` rows. A tensor on a GPU, or one that is traced, passes:
+        """Check that the values are allowed, except in ``unread`` rows. A tensor on a GPU or in a trace passes, because
         reading it would synchronise."""
         if not isinstance(value, torch.Tensor):
             check(self.is_allowed(value), f"{self.name}: expected {self.allowed}", value)
@@ -87,7 +87,7 @@ _MIN_P = Setting(
 
 
 def checked_temperature(value: Any, targets: torch.Tensor, ignore_index: int, exact: bool) -> Any:
-    """A temperature for the targets: its type, shape, device and values."""
+    """A temperature for the targets with its type, shape, device and values checked."""
     value = TEMPERATURE.of_rows(value, targets.shape, targets.device, "targets", exact)
     TEMPERATURE.check_values(value, targets == ignore_index)
     return value
@@ -102,7 +102,7 @@ def check_logits(logits: torch.Tensor, dtypes: Sequence[torch.dtype], least: int
 def check_of_rows(
     name: str, tensor: torch.Tensor, shape: Sequence[int], device: torch.device, whose: str, integers: bool = False
 ) -> None:
-    """That the tensor has a number for each row, which is a constant of the differentiation."""
+    """Check that the tensor has one number for each row, and is a constant of the differentiation."""
     check_type(
         integers or tensor.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, tensor.dtype
     )
@@ -124,13 +124,13 @@ def support_floor(
     top_p: float | torch.Tensor | None = None,
     min_p: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The least logit of each row that a sampler with these settings can draw: ``support_floor`` of
+    """The least logit of each row that a sampler with these settings can draw: the argument ``support_floor`` of
     :func:`~hpo_core.token_logprobs`.
 
-    The settings act in the order of vLLM. With ``p = softmax(logits / temperature)``, min-p leaves the tokens of
-    ``p_j >= min_p max_i p_i``; top-k leaves the k greatest of them; top-p leaves, of these, every token before which in
-    descending order there is less than the share ``top_p`` of their probability. The greatest logit is always left.
-    Equal logits are left together: a sampler that tells them apart by position draws from a smaller support.
+    The settings act in the order of vLLM. With ``p = softmax(logits / temperature)``, min-p leaves the tokens with
+    ``p_j >= min_p max_i p_i``; top-k leaves the k greatest of them; top-p leaves a token of these if the tokens before
+    it, in descending order, have less than the share ``top_p`` of their probability. The greatest logit is always left.
+    Equal logits are left together: a sampler that breaks ties by position draws from a smaller support.
 
     Args:
         logits: ``[..., V]`` float32, bfloat16, float16 or float64, of any strides.
@@ -142,11 +142,11 @@ def support_floor(
     Returns:
         ``[...]`` float32 (float64 for float64 logits), exactly a logit of the row, and a constant of the
         differentiation; -inf where everything is off; NaN where the row holds NaN or +inf, or -inf only. Rows are
-        looked at 2^22 logits at a time, in no more than 256 MiB, with probabilities in float64. Nothing is sorted for
-        ``min_p`` and for a number as ``top_k``, and on the CPU no row whose support is in its 1024 greatest logits.
+        processed 2^22 logits at a time, in no more than 256 MiB, with probabilities in float64. ``min_p`` and an
+        integer ``top_k`` need no sort; the CPU sorts only rows with a support beyond their 1024 greatest logits.
 
     Raises:
-        ValueError: a value that is not allowed; in a tensor on a GPU, which is not read, it makes the floor NaN.
+        ValueError: a value is not allowed. A tensor on a GPU is not read: such a value makes its floor NaN.
 
     Source: ``Sampler`` and ``apply_top_k_top_p`` of vLLM (``vllm/v1/sample``).
 
@@ -181,7 +181,7 @@ def support_floor(
 
 
 def _places(at: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """The rows of these numbers, in each dimension. (``torch.unravel_index`` takes two seconds for imports.)"""
+    """The index in each dimension of these flat indices. (``torch.unravel_index`` takes two seconds for imports.)"""
     places: list[torch.Tensor] = []
     for size in reversed(shape):
         places, at = [at % size, *places], at // size
@@ -189,13 +189,13 @@ def _places(at: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:
 
 
 def _floors(logits: torch.Tensor, settings: dict[Setting, Any]) -> torch.Tensor:
-    """Those of a few rows ``[R, V]``; settings are numbers or ``[R, 1]``."""
+    """The floors of a few rows ``[R, V]``; settings are numbers or ``[R, 1]``."""
     top_k, vocabulary = settings.get(_TOP_K), logits.shape[-1]
     if isinstance(top_k, int):
         return _floors_among(logits, logits.topk(min(top_k, vocabulary)).values, settings)[0]
     if top_k is None and _TOP_P not in settings:
         return _floors_among(logits, logits, settings)[0]
-    if vocabulary <= _FEW or not logits.is_cpu or watched(logits):  # elsewhere a look at a result synchronises
+    if vocabulary <= _FEW or not logits.is_cpu or watched(logits):  # reading a result would synchronise
         return _floors_among(logits, logits.sort(descending=True).values, settings)[0]
     floors, is_enough = _floors_among(logits, logits.topk(_FEW).values, settings)
     rest = ~is_enough.flatten()
@@ -210,19 +210,22 @@ def _floors(logits: torch.Tensor, settings: dict[Setting, Any]) -> torch.Tensor:
 def _floors_among(
     logits: torch.Tensor, greatest: torch.Tensor, settings: dict[Setting, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The floors, if they are among the greatest logits ``[R, K]``, in descending order where the order counts; and
-    whether they are, for all but a number as ``top_k``."""
+    """The floors from the greatest logits ``[R, K]``, and whether these hold the whole support ``[R, 1]``.
+
+    The logits are in descending order, except for an integer ``top_k`` and for min-p alone. The second result is unused
+    for an integer ``top_k``.
+    """
     temperature, top_k, top_p = settings[TEMPERATURE], settings.get(_TOP_K), settings.get(_TOP_P)
     top, count = greatest.amax(-1, keepdim=True), greatest.shape[-1]
     last = greatest[:, -1:]
     if isinstance(top_k, torch.Tensor):
         last = torch.where(_TOP_K.is_off(top_k), -math.inf, greatest.gather(-1, (top_k - 1).clamp(0, count - 1)))
 
-    def left_by_top_k(some: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights = ((some.double() - top.double()) / temperature).exp()
+    def left_by_top_k(candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = ((candidates.double() - top.double()) / temperature).exp()
         left = weights >= settings.get(_MIN_P, 0.0)
         if top_k is not None:
-            left &= some >= last
+            left &= candidates >= last
         return left, torch.where(left, weights, 0.0)
 
     left, weights = left_by_top_k(greatest)
@@ -235,8 +238,12 @@ def _floors_among(
 
 
 def among_ids(logits: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits of these ids ``[..., K]``, each once and in their order, behind them one of -inf for everything else:
-    ``[..., K + 1]``; and where the targets are among them, -1 for one that is in no vocabulary."""
+    """The logits of these ids ``[..., K]``, and the index of the targets among them.
+
+    The logits ``[..., K + 1]`` are in ascending order of ids. An id that repeats gets -inf, and so does the last
+    element, which stands for every other token. An id outside the vocabulary makes NaN, except -1, which is padding.
+    The index of a target outside the vocabulary is -1.
+    """
     vocabulary, ids = logits.shape[-1], ids.sort().values
     is_new = torch.nn.functional.pad(ids[..., 1:] != ids[..., :-1], (1, 0), value=True)
     is_known = (ids >= 0) & (ids < vocabulary)

@@ -1,4 +1,4 @@
-"""A vocabulary whose parts several ranks hold: which columns are whose, and what distributed tensors say of it."""
+"""Vocabularies that ranks share: the columns of each rank, and how distributed tensors describe them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Shards(NamedTuple):
 
 
 def shards(columns: int, group: Group, sizes: Sequence[int] | None) -> Shards:
-    """Of ranks that have ``sizes`` columns, or all as many as this one. Whether they have is found by all ranks alike,
-    when they have gathered."""
+    """The shards of ranks with ``sizes`` columns (None: all as many as this one). A wrong size raises later, in the
+    all-gather, on every rank alike."""
     check(not torch.compiler.is_compiling(), "process_group: only eager calls gather; call it outside torch.compile")
     check_type(
         isinstance(group, Group), "process_group: expected a torch.distributed.ProcessGroup, got {}", type(group)
@@ -49,22 +49,23 @@ def shards(columns: int, group: Group, sizes: Sequence[int] | None) -> Shards:
 
 
 def all_rows(own: torch.Tensor, group: Group) -> torch.Tensor:
-    """The rows of all ranks, of which only this rank's have a gradient: for the reference, which holds everything."""
+    """The rows of all ranks, for the reference; only this rank's rows have a gradient."""
     parts = gather(own, group)
     parts[torch.distributed.get_rank(group)] = own
     return torch.cat(parts)
 
 
 def recognises_shards(**dimensions: int) -> Callable[[Function], Function]:
-    """The function, whose arguments of these names may be distributed tensors: sharded along that dimension over a mesh
-    of one dimension, they stand for ``process_group`` and ``vocabulary_sizes``. Others are refused by name later."""
+    """A decorator: arguments of these names may be distributed tensors. One that is sharded along the given dimension
+    over a mesh of one dimension supplies ``process_group`` and ``vocabulary_sizes``; every other one is refused by name
+    later."""
 
     def decorated(function: Any) -> Any:
         names = inspect.signature(function).parameters
 
         @functools.wraps(function)
         def run(*arguments: Any, **keywords: Any) -> Any:
-            # What was never imported made no tensor.
+            # Without the module there is no distributed tensor, and importing it takes a second.
             if torch.compiler.is_compiling() or "torch.distributed.tensor" not in sys.modules:
                 return function(*arguments, **keywords)
             given = dict(zip(names, arguments, strict=False)) | keywords
@@ -82,7 +83,7 @@ def _is_distributed(value: Any) -> bool:
 
 
 def _localised(given: dict[str, Any], dimensions: dict[str, int]) -> dict[str, Any]:
-    """With this rank's parts, their process group and the sizes of all parts."""
+    """The arguments with this rank's shards, their process group and the sizes of all shards."""
     shard = sys.modules["torch.distributed.tensor"].Shard
     local = dict(given)
     for name, dimension in dimensions.items():

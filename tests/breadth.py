@@ -1,9 +1,9 @@
-"""Which cases of a test run where: all of them where kernels are machine code, paths where they are not.
+"""The cases of a test on each backend: all cases if kernels are machine code, else one case for each path.
 
-Only structure specialises a kernel; numbers are arguments, and sizes take another path where they cross a tile or a
-block. So Triton's interpreter, which takes a hundred times as long as the others, meets every structure and the
-smallest sizes that cross, and the emulated CUDA those sizes. A test that uses the fixture ``at_length`` runs a second
-time in `make test-long`, with every case on every backend.
+Only structure specialises a kernel; numbers are arguments, and a size takes another path if it crosses a tile or a
+block. Triton's interpreter, which takes a hundred times as long, therefore runs every structure at the smallest sizes
+that cross, and the emulated CUDA runs these sizes. A test that uses the fixture ``at_length`` runs a second time in
+`make test-long`, with every case on every backend.
 """
 
 import itertools
@@ -36,22 +36,22 @@ def few(backend, cases, count=1):
 
 
 def number(backend, *, at_length, machine_code, emulated, interpreted):
-    """How many cases of one kind are enough."""
+    """The number of cases of one kind."""
     if AT_LENGTH:
         return at_length
     return interpreted if is_interpreted(backend) else emulated if backend == "cuda_emulated" else machine_code
 
 
 def at_most(backend, size):
-    """The size, or the smallest that takes the same path on this backend."""
+    """The size, or a smaller one that takes the same path on this backend."""
     if is_interpreted(backend) or backend == "cuda_emulated":
         return min(size, 20_000 if AT_LENGTH else CROSSING[backend])
     return size
 
 
 def crossed(backends, **axes):
-    """Parameters of a test: every combination of the axes on each backend. In the interpreter each value of each axis
-    comes once, and the other combinations are for `make test-long`."""
+    """Parameters of a test: every combination of the axes on each backend. The interpreter gets each value of each axis
+    once, and the other combinations in `make test-long`."""
     longest = max(map(len, axes.values()))
     paths = list(zip(*(itertools.islice(itertools.cycle(values), longest) for values in axes.values()), strict=True))
     cases = [

@@ -1,4 +1,4 @@
-"""What takes long to compile is compiled once for its sources, by one process of those that need it."""
+"""A cache of slow compilations: one process compiles for given sources, and the others wait for the result."""
 
 import contextlib
 import fcntl
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time; the others wait."""
+    """A lock between processes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -18,7 +18,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def kept(path: Path, contents: str, make: Callable[[], Any]) -> Any:
-    """What ``make`` gives, read from the JSON file if it was made from the same ``contents``, a hash."""
+    """The result of ``make``, read from the JSON file if it was made from the same ``contents``, a hash."""
     with locked(path.with_suffix(".lock")):
         if not path.exists() or json.loads(path.read_text())["contents"] != contents:
             made = json.dumps({"contents": contents, "made": make()})

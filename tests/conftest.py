@@ -1,6 +1,6 @@
-"""Every test of an op runs on every backend of this process; what runs stands in the header.
+"""Every test of an op runs on every backend of this process, as the header of the run lists them.
 
-HPO_CORE_TEST_BACKENDS=cpu,triton,... names the native backends that run: one that is missing fails the run. Without it
+HPO_CORE_TEST_BACKENDS=cpu,triton,... names the native backends of a run: a missing backend fails the run. Without it
 the tests run on every native backend found here.
 """
 
@@ -44,7 +44,7 @@ def pytest_sessionstart():
 
 
 def pytest_generate_tests(metafunc):
-    """A test that takes ``backend`` runs on each, unless it names its own."""
+    """A test with the argument ``backend`` runs on each backend, unless it names its own."""
     named = any("backend" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
     if "backend" in metafunc.fixturenames and not named:
         metafunc.parametrize("backend", NATIVE)
@@ -52,7 +52,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def native_backends():
-    """For a test whose expectation costs more than the backends do: it is computed once and judged on all of them."""
+    """For tests with an expensive expectation, which they compute once and compare with all backends."""
     return NATIVE
 
 
@@ -61,7 +61,7 @@ INTERPRETED_EXAMPLES = 25
 
 @pytest.fixture(autouse=True)
 def fewer_examples(request, monkeypatch):
-    """Triton's interpreter takes milliseconds for what the others do in microseconds."""
+    """Fewer examples for Triton's interpreter, which takes milliseconds instead of microseconds."""
     run = getattr(request.function, "_hypothesis_internal_use_settings", None)
     parameters = getattr(getattr(request.node, "callspec", None), "params", {})
     most = request.config.getoption("--examples")
@@ -78,7 +78,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture(autouse=True)
 def threads():
-    """No test leaves another number of threads behind."""
+    """Restores the number of threads after each test."""
     number = torch.get_num_threads()
     yield
     torch.set_num_threads(number)
@@ -93,7 +93,7 @@ def _rank(rank, path, function, results):
 
 @pytest.fixture
 def three_ranks(tmp_path):
-    """Runs a function of the rank in three processes that share a group; returns what each returned."""
+    """Runs a function of the rank in three processes that share a group; returns the results of all."""
 
     def run(function):
         with torch.multiprocessing.Manager() as manager:

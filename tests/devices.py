@@ -1,4 +1,4 @@
-"""Devices that are not there: tensors without data, and what must not happen on the way to a device."""
+"""Simulated devices: tensors without data, and modes that fail on a read or a copy."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import hpo_core as hpo
 
 
 class OnDevice(TorchDispatchMode):
-    """Fails where a tensor on the host takes part, as in a copy. Collects the kernels: no views, no allocations."""
+    """Fails if a tensor on the host takes part, as in a copy. Collects kernels, without views and allocations."""
 
     def __init__(self):
         super().__init__()
@@ -28,14 +28,14 @@ class OnDevice(TorchDispatchMode):
 
 
 class Watched(TorchDispatchMode):
-    """As a tracer sees a call: nothing may be read, though all values are there."""
+    """Acts like a tracer: no value may be read, although all exist."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
 
 
 class NoHostData(TorchFunctionMode):
-    """Fails where a tensor is made of Python numbers: on a GPU that is a copy."""
+    """Fails if a tensor is made of Python numbers, which is a copy on a GPU."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         made = function in (torch.tensor, torch.as_tensor) and not isinstance(args[0], torch.Tensor)

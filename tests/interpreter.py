@@ -1,9 +1,9 @@
 """Triton's interpreter, twice as fast.
 
 The interpreter replaces the functions of ``triton.language`` by its own at every call of a device function, which takes
-half of its time, and never undoes what it replaced in a nested call. Here each module's view of the language is patched
-once per launch and restored when the launch ends. It makes its table of types anew at every operation: here once. And
-it computes whether integers overflow, which it tells nobody unless it debugs: here not.
+half of its time, and never undoes the replacement of a nested call. Here each module's view of the language is patched
+once per launch and restored when the launch ends. The interpreter also makes its table of types anew at every
+operation, here once, and checks integers for overflow, which it reports in debug mode only, here not at all.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import triton.runtime.interpreter as interpreter
 
 def patch_once_per_launch() -> None:
     patch_language = interpreter._patch_lang
-    patched = {}  # id of a module's globals -> the scope that restores what they see
+    patched = {}  # id of a module's globals -> the scope that restores them
 
     def restore():
         for scope in reversed(patched.values()):
@@ -35,7 +35,7 @@ def patch_once_per_launch() -> None:
 
 
 def remembered(np_dtype):
-    """The function of a type, asked once for each scalar."""
+    """The function of a type with a cache per scalar."""
     known = {}
 
     def of(kind):

@@ -1,4 +1,4 @@
-"""Modules that are imported where a test first uses them: what only collects tests does not wait for trainers."""
+"""Modules that are imported at their first use in a test, so that collection does not wait for trainers."""
 
 import importlib
 import importlib.util
@@ -7,13 +7,13 @@ import pytest
 
 
 class Lazy:
-    """Stands for a module."""
+    """A stand-in for a module."""
 
     def __init__(self, name):
         self._name = name
 
     def __getattr__(self, attribute):
-        if attribute.startswith("_"):  # pytest asks whatever a module holds for such names
+        if attribute.startswith("_"):  # pytest asks every object of a module for such names
             raise AttributeError(attribute)
         return getattr(self.module(), attribute)
 
@@ -22,6 +22,6 @@ class Lazy:
 
 
 def skip_without(name):
-    """Skips a test module where a package is not installed, without importing it."""
+    """Skips a test module if a package is not installed, without importing it."""
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed", allow_module_level=True)

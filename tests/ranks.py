@@ -1,4 +1,4 @@
-"""Processes that share a process group, forked from this one: what is imported need not be imported again."""
+"""Processes that share a process group, forked from this one so that modules need not be imported again."""
 
 import datetime
 import tempfile
@@ -18,8 +18,7 @@ def _rank(rank, world, folder, function, arguments):
 
 
 def on_ranks(world, function, *arguments):
-    """What each of ``world`` processes returns from ``function(rank, *arguments)``; one that waits for another in vain
-    fails."""
+    """The results of ``function(rank, *arguments)`` in ``world`` processes; a process that waits in vain fails."""
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         torch.multiprocessing.start_processes(_rank, (world, folder, function, arguments), world, start_method="fork")

@@ -1,4 +1,4 @@
-"""The path tests of the C++ code and the emulated CUDA under AddressSanitizer and UBSan: what `make sanitize` runs.
+"""The tests of `make sanitize`: the path tests of C++ and of the emulated CUDA under AddressSanitizer and UBSan.
 
     python tests/sanitized.py FOLDER [options of pytest]
 
@@ -26,9 +26,9 @@ TESTS = [
         "loss_from_logits",
     )
 ]  # fmt: skip
-# The emulation has no instruction sets, and what becomes of a wrong argument depends on none.
+# The emulation has no instruction sets, and the outcome of a wrong argument depends on none.
 ONCE = ["tests/test_emulation.py", "tests/test_wrong_arguments.py"]
-# Few examples: a bad access shows in the first ones, and that values are right is for `make test` to say.
+# Few examples are enough: a bad access shows in the first ones, and `make test` checks values.
 OPTIONS = ["-p", "no:cacheprovider", "-m", "not long", "--examples", "20"]
 # raw_overflow is a planted fault that ends the process, as test_emulation.py itself checks. Compilers do not run with a
 # sanitizer loaded.
@@ -61,7 +61,7 @@ def environment(folder: Path, isa: str, backends: str = "cpu") -> dict[str, str]
         "PYTHONPATH": str(folder),
         "HPO_CORE_TEST_BACKENDS": backends,  # Triton has nothing to instrument
         "LD_PRELOAD": f"{library('libasan.so')} {library('libstdc++.so')}",
-        # Python never frees all it has. Into files, since pytest would take what is written to the terminal with it.
+        # Python never frees all its memory. Reports go to files, because pytest would capture the terminal.
         "ASAN_OPTIONS": f"detect_leaks=0:detect_stack_use_after_return=1:log_path={folder}/report",
         "UBSAN_OPTIONS": f"print_stacktrace=1:log_path={folder}/report",
         "HPO_CORE_ISA": isa,

@@ -152,7 +152,7 @@ def test_p2_groups_sum_to_zero(backend, example, op):
 @pytest.mark.parametrize("ddof", [0, 1])
 @hypothesis.given(example=groups_of_several)
 def test_p3_second_moment(backend, ddof, example):
-    """Also that the two conventions differ: the other ddof must miss it."""
+    """The two conventions differ: the other ddof must miss it."""
     for reward, group in zip(
         of_groups(example, example.rewards), of_groups(example, run(backend, example, ddof=ddof, eps=0.0)), strict=True
     ):
@@ -213,7 +213,7 @@ def test_p11_masking_is_removal(backend, example, poison):
         removed = run(backend, RewardsExample(example.rewards[mask], ids[mask], {}), op)
         assert torch.equal(masked[mask], removed)
         assert masked[~mask].tolist() == [0.0] * int((~mask).sum())
-        unscorable = run(backend, RewardsExample(rewards, ids, {}), op)  # a reward that is not finite says the same
+        unscorable = run(backend, RewardsExample(rewards, ids, {}), op)  # a reward that is not finite acts like a mask
         assert torch.equal(unscorable, masked)
 
 
@@ -228,7 +228,7 @@ def test_p12_identical_rewards_get_exactly_zero(backend, constant, size, eps):
 
 
 def test_p13_groups_of_one_rank_are_those_of_the_whole_batch(backend):
-    """Groups may be cut apart from each other in any way: a group's advantages are bitwise its own."""
+    """The advantages of a group have the same bits in any cut between groups."""
     example = testing.random_rewards(2, 40, "offset", masks=False)
     whole = run(backend, example)
     for rank in range(3):
@@ -237,7 +237,7 @@ def test_p13_groups_of_one_rank_are_those_of_the_whole_batch(backend):
 
 
 def test_p16_the_naive_formula_fails_these_tests():
-    """Negative controls: what trainers do in float32 breaks P12 and the accuracy at an offset."""
+    """Negative controls: the float32 formula of trainers breaks P12 and the accuracy at an offset."""
 
     def naive(rewards, group_ids):
         out = torch.zeros_like(rewards)
@@ -262,7 +262,7 @@ def test_p16_the_naive_formula_fails_these_tests():
 @pytest.mark.parametrize("offset, spread", [(1e2, 0.01), (1e3, 0.01), (1e4, 0.01), (1e6, 0.01), (1e6, 0.5)])
 @pytest.mark.parametrize("size", [2, 16, 64])
 def test_accuracy_at_an_offset(backend, offset, spread, size):
-    """An absolute error of a float32 rounding, where trainers lose all digits. At 1e6 float32 knows sixteenths."""
+    """The absolute error is a float32 rounding, and trainers lose all digits. At 1e6 float32 has multiples of 1/16."""
     draw = torch.Generator().manual_seed(size)
     rewards = offset + spread * torch.randn(4 * size, generator=draw)
     example = RewardsExample(rewards, torch.arange(4 * size) % 4, {})
@@ -280,7 +280,7 @@ def test_huge_rewards_do_not_overflow(backend):
 # ----------------------------------------------------------------------------------------------------------- degenerate
 
 
-def test_masks_of_statistics_and_of_receivers_are_two(backend):
+def test_mask_and_apply_mask_are_independent(backend):
     """Units outside the statistics may receive an advantage, also in a group without members."""
     rewards, ids = torch.tensor([1.0, 3.0, 8.0, 5.0, 2.0, 2.0]), torch.tensor([0, 0, 0, 1, 2, 2])
     mask = torch.tensor([True, True, False, False, True, True])
@@ -305,7 +305,7 @@ def test_no_units_and_one(backend, units):
             assert run(backend, RewardsExample(torch.ones(units), ids, {}), op).tolist() == [0.0] * units
 
 
-def test_nobody_is_a_member(backend):
+def test_groups_without_members(backend):
     nobody = torch.zeros(3, dtype=torch.bool)
     example = RewardsExample(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 1]), {"mask": nobody})
     for op in ("grpo", "lite_ppo", "rloo"):

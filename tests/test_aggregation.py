@@ -48,7 +48,7 @@ def test_published_formula(mode, layout):
 
 
 @hypothesis.given(layout=testing.layouts(rows=7, longest=9))
-def test_selected_tokens_count_alone(layout):
+def test_only_selected_tokens_count(layout):
     batch = layout.batch()
     selected = torch.rand(batch.total_tokens, generator=torch.Generator().manual_seed(1)) > 0.5
     both = selected if batch.mask is None else selected & batch.mask
@@ -60,7 +60,7 @@ def test_selected_tokens_count_alone(layout):
 
 @every_mode
 def test_a_mean_of_ones_is_one(mode):
-    """Weights times counts sum to 1 where the mode is a mean over what is there."""
+    """Weights times counts sum to 1 in every mode that is a mean."""
     batch = Layout((4, 0, 2, 7), masked="row", seed=2).batch()
     share = (MODES[mode](batch).double() * batch.row_counts).sum().item()
     expected = {"seq_mean_token_sum": batch.row_counts.sum().item() / int((batch.row_counts > 0).sum())}
@@ -71,7 +71,7 @@ def test_a_mean_of_ones_is_one(mode):
 @every_mode
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_total_of_the_optimiser_step(mode, as_tensor):
-    """Given the count of the whole step, weights of parts are those of the whole: the cut does not matter."""
+    """With the count of the whole step, parts have the weights of the whole: the cut does not matter."""
     whole = hpo.PackedBatch.from_lengths([4, 1, 3, 2], group_ids=torch.tensor([0, 0, 1, 1]))
     weights = MODES[mode](whole)
     total = {"token_mean": 10, "prompt_mean": 2}.get(mode, 4)
@@ -102,7 +102,7 @@ def test_empty_batches_have_weight_zero(mode):
 
 @every_mode
 def test_loss_is_invariant_to_the_cut(mode, backend):
-    """Summed over micro-batches, with the step's counts: the same loss within the budget, the same gradient bitwise."""
+    """Micro-batches with the step's counts add up to the same loss within the budget and have the same gradient."""
     layout = Layout((5, 2, 3, 4), masked="some", seed=9)
     example = testing.random_policy_loss(0, gates.dapo(), layout=layout)
     batch = example.batch
@@ -148,7 +148,7 @@ def test_prompt_mean_needs_groups():
         aggregation.prompt_mean(hpo.PackedBatch.from_lengths([1]))
 
 
-LENGTHS = ([4, 1], [3], [])  # of three ranks
+LENGTHS = ([4, 1], [3], [])  # for each of three ranks
 
 
 def weights_of(rank):
@@ -161,7 +161,7 @@ def weights_of(rank):
 
 
 def test_denominators_over_ranks(three_ranks):
-    """Sum: the weights of one batch that holds everything; mean, for engines that average: three times that."""
+    """Ranks get the weights of one batch with all rows; for engines that average gradients, three times these."""
     found = three_ranks(weights_of)
     whole = hpo.PackedBatch.from_lengths(list(itertools.chain(*LENGTHS)))
     for name in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum"):

@@ -35,7 +35,7 @@ def test_first_calls(default, plain):
 
 @pytest.mark.parametrize("default", ["bfloat16", "float64", "meta"])
 def test_a_backend_that_is_loaded_under_them(default):
-    """Its own tensors, the patterns of outputs and the workspace, are made at its first call."""
+    """A backend makes its own tensors, the patterns of outputs and the workspace, at its first call."""
     forget_backends()
     logp, advantages, batch = torch.tensor([-1.0, -0.5, -2.0]), torch.ones(1), hpo.PackedBatch.from_lengths([3])
     with defaults(default):
@@ -61,7 +61,7 @@ def test_later_calls_in_a_thread_of_their_own(default, plain):
 
 
 def test_subnormal_numbers_are_kept_by_every_thread():
-    """The thread that calls flushes them, and those of its pool may not: which of them computes a token is chance."""
+    """The calling thread flushes them, threads of its pool may not, and any of them may compute a token."""
     draw, tokens = torch.Generator().manual_seed(0), 1 << 16
     logp = -torch.rand(tokens, generator=draw)
     batch = hpo.PackedBatch.from_lengths([256] * 256)
@@ -112,7 +112,7 @@ def in_a_fresh_process(default: str) -> dict[str, str]:
 
 
 def results(backends: tuple[str | None, ...]) -> dict[str, str]:
-    """The bits of what every valid call returns; Triton, which is interpreted, computes one call of each function."""
+    """The bits of the result of every valid call; Triton in its interpreter computes one call of each function."""
     found: dict[str, str] = {}
     seen = set()
     for at, call in enumerate(calls()):

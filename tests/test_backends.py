@@ -1,4 +1,4 @@
-"""Backends are what they say: asked for and used, or refused with a reason; the kinds are those of the C interface."""
+"""A requested backend is used, or refused with a reason; the enumerations are those of the C interface."""
 
 import enum
 import importlib
@@ -23,7 +23,7 @@ API = Path(__file__).parents[1] / "csrc" / "include" / "hpo" / "api.h"
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """What a test pretends does not outlive it."""
+    """A simulated environment ends with its test."""
     fallbacks = dict(backends._FALLS_BACK)
     for cached in (backends._resolve, backends.choice):
         cached.cache_clear()
@@ -48,7 +48,7 @@ def test_every_backend_is_listed_with_a_reason_or_a_description():
     assert found["reference"] and found["cpu"], "an installation has at least these two"
 
 
-def test_asked_and_used(backend):
+def test_a_requested_backend_is_used(backend):
     assert loss(backend, testing.device_of(backend)) == -1
 
 
@@ -65,7 +65,7 @@ def test_a_backend_of_another_device():
         batch = hpo.PackedBatch(torch.zeros(2, dtype=torch.int64), total_tokens=2).to("meta")
         hpo.policy_loss(torch.zeros(2, device="meta"), None, torch.ones(1, device="meta"), batch)
     with pytest.raises(ValueError, match="backend: 'triton' serves cuda tensors, got a tensor on meta"):
-        hpo.entropy.forking_tokens().fit_score(torch.zeros(2, device="meta"), backend="triton")  # interpreted, too
+        hpo.entropy.forking_tokens().fit_score(torch.zeros(2, device="meta"), backend="triton")  # interpreter or not
 
 
 @pytest.mark.filterwarnings("ignore:hpo_core. no native backend")
@@ -77,14 +77,14 @@ def test_a_missing_backend_is_an_error_with_the_reason(monkeypatch):
     assert not hpo.backends()["cpu"] and hpo.backends()["cpu"].reason == "not built: no compiler"
 
 
-def test_a_stub_in_place_of_triton_is_said_to_be_one(monkeypatch):
+def test_a_stub_in_place_of_triton_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
     assert "another module stands in its place" in backends._probe_triton().reason
     monkeypatch.setitem(sys.modules, "triton", None)
     assert "Triton is not installed" in backends._probe_triton().reason
 
 
-def test_without_a_native_backend_the_reference_serves_and_says_so(monkeypatch):
+def test_without_a_native_backend_the_reference_serves_with_a_warning(monkeypatch):
     monkeypatch.setitem(backends._PROBES, "cuda", lambda: backends.Availability("cuda", "no driver"))
     monkeypatch.setitem(backends._PROBES, "triton", lambda: backends.Availability("triton", "no compiler"))
     with pytest.warns(
@@ -94,7 +94,7 @@ def test_without_a_native_backend_the_reference_serves_and_says_so(monkeypatch):
 
 
 @pytest.mark.parametrize(("asked", "expected"), [("reference", True), ("cpu", False)])
-def test_the_environment_names_what_serves_calls_that_name_nothing(asked, expected, monkeypatch):
+def test_the_environment_variable_chooses_the_default_backend(asked, expected, monkeypatch):
     monkeypatch.setenv("HPO_CORE_BACKEND", asked)
     backends._FALLS_BACK.clear()
     assert backends.choice("gates", "cpu") == backends.choice("gates", "cuda") == asked
@@ -173,7 +173,7 @@ KINDS = [kind for kind in vars(specs).values() if isinstance(kind, type) and iss
 
 @pytest.mark.skipif(not API.exists(), reason="needs the source")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not specs.Unit])  # the batch resolves units
-def test_kinds_are_those_of_the_c_interface(kind):
+def test_enumerations_are_those_of_the_c_interface(kind):
     [body] = re.findall(rf"enum class {kind.__name__} : int32_t {{(.*?)}}", API.read_text(), re.DOTALL)
     numbers = {name.upper(): int(number) for name, number in re.findall(r"(\w+) = (\d+)", body)}
     if kind is specs.Invalid:

@@ -1,4 +1,4 @@
-"""PackedBatch: what it accepts, what it refuses and how, and that everything follows when rows are taken out of it."""
+"""PackedBatch: accepted and refused arguments, and the selection of rows with their steps, ids and offsets."""
 
 import copy
 import pickle
@@ -18,7 +18,7 @@ def longs(*values):
 
 
 def full():
-    """Everything a batch can have: an empty row, a one-token row, gaps between steps, tail tokens."""
+    """A batch with an empty row, a one-token row, gaps between steps, and tail tokens."""
     return PackedBatch(
         longs(0, 4, 4, 5, 9),
         torch.tensor([1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1], dtype=torch.bool),
@@ -40,7 +40,7 @@ def same(one, other):
         assert (a is None and b is None) or torch.equal(a, b), name
 
 
-# ------------------------------------------------------------------------------------------------- what it accepts
+# ---------------------------------------------------------------------------------------------- accepted arguments
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
@@ -190,7 +190,7 @@ def test_select():
     assert part.group_ids.tolist() == [-1, 5] and part.trajectory_ids.tolist() == [-3, 7]
     assert part.domain_ids.tolist() == [1, 2**40]
     part._validate()
-    # which of the batch's steps they are
+    # indices of the batch's steps
     assert batch.step_of_token()[tokens[part.steps[:, 0]]].tolist() == [4, 0, 1]
 
 
@@ -255,12 +255,12 @@ def test_select_refuses(rows, message):
 def test_micro_batches_cut_between_rows():
     batch = PackedBatch.from_lengths([3, 0, 2, 6, 1, 1])
     parts = list(batch.micro_batches(5))
-    assert [part.batch.row_counts.tolist() for part in parts] == [[3, 0, 2], [6], [1, 1]]  # a longer row stands alone
+    assert [part.batch.row_counts.tolist() for part in parts] == [[3, 0, 2], [6], [1, 1]]  # the longer row is a part
     assert torch.cat([part.tokens for part in parts]).tolist() == list(range(13))
     assert list(PackedBatch.from_lengths([]).micro_batches(5)) == []
 
 
-def test_micro_batches_never_tear_a_trajectory():
+def test_micro_batches_never_split_a_trajectory():
     batch = PackedBatch.from_lengths([2, 2, 2, 2, 1], trajectory_ids=longs(1, 1, 1, 0, 0))
     assert [part.batch.rows for part in batch.micro_batches(4)] == [3, 2]
     torn = PackedBatch.from_lengths([1, 1, 1], trajectory_ids=longs(1, 0, 1))
@@ -271,8 +271,8 @@ def test_micro_batches_never_tear_a_trajectory():
 
 
 @pytest.mark.parametrize("gate", [hpo.gates.ppo_clip(), hpo.gates.gspo(0.1, 0.1)], ids=["token", "trajectory"])
-def test_micro_batches_leave_the_gradient_as_it_is(gate):
-    """To the bit, with the weights of the whole step."""
+def test_micro_batches_have_the_bits_of_the_whole_gradient(gate):
+    """The parts take the weights of the whole step."""
     torch.manual_seed(0)
     batch = PackedBatch.from_lengths(
         [5, 1, 0, 4, 7, 2], mask=torch.rand(19) > 0.3, trajectory_ids=longs(0, 0, 1, 2, 3, 3)
@@ -419,7 +419,7 @@ def test_levels_nest():
     PackedBatch.from_lengths(rows, trajectory_ids=longs(4, 9, 4), group_ids=longs(-1, 0, -7))  # nor does -7
     PackedBatch.from_lengths(rows, trajectory_ids=longs(4, 9, 4), domain_ids=longs(-2, 0, -1))
     with pytest.raises(ValueError, match="trajectory_ids: expected one trajectory for all of step 5, got -1 and -2"):
-        PackedBatch.from_lengths(rows, **tiles, trajectory_ids=longs(-1, 9, -2))  # which are names of trajectories
+        PackedBatch.from_lengths(rows, **tiles, trajectory_ids=longs(-1, 9, -2))  # a negative trajectory id is a name
 
 
 @pytest.mark.parametrize(

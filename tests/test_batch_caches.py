@@ -1,4 +1,4 @@
-"""PackedBatch never changes, and nothing that it computes once is used where it no longer holds."""
+"""PackedBatch is immutable, and a cached result is never used after its tensors have changed."""
 
 import pickle
 import threading
@@ -13,7 +13,7 @@ import hpo_core as hpo
 from hpo_core import PackedBatch, aggregation
 
 TOKENS = 8
-GATE = hpo.gates.fiberpo()  # of two levels: hierarchy, trajectories and default weights are all computed once
+GATE = hpo.gates.fiberpo()  # two levels need a hierarchy, trajectories and default weights, all computed once
 
 
 def make(**changed):
@@ -70,7 +70,7 @@ def test_offsets_cannot_be_narrowed_after_the_checks():
 
 def test_replace_keeps_everything_else():
     batch = make()
-    loss(batch)  # so that there is something in the cache
+    loss(batch)  # fills the cache
     mask = torch.ones(TOKENS, dtype=torch.bool)
     other = batch.replace(mask=mask)
     assert other.row_counts.tolist() == [4, 2, 2] and batch.row_counts.tolist() == [3, 2, 2]
@@ -100,7 +100,7 @@ def test_replace_of_a_padded_batch():
 
 
 @pytest.mark.parametrize("again", [copy, deepcopy, lambda batch: pickle.loads(pickle.dumps(batch))])
-def test_copies_are_immutable_and_start_without_what_was_computed(again):
+def test_copies_are_immutable_and_have_an_empty_cache(again):
     batch = make()
     first = loss(batch)
     other = again(batch)
@@ -147,13 +147,13 @@ def of_all_levels():
 
 
 def replaced(tensor, value):
-    tensor.data = value.clone()  # other memory, the version stays
+    tensor.data = value.clone()  # other memory with the same version
 
 
 @pytest.mark.parametrize("fill", [torch.Tensor.copy_, replaced], ids=["in place", "other memory"])
 @pytest.mark.parametrize("name", REFILLS)
-def test_a_refilled_tensor_counts(name, fill):
-    """As a new batch of the same values: no denominator and no hierarchy of the old values stays."""
+def test_a_refilled_tensor_invalidates_cached_results(name, fill):
+    """The loss is that of a new batch of the same values: no denominator and no hierarchy of the old values stays."""
     gate = GATES.get(name, of_all_levels())
     batch = make()
     before = loss(batch, gate)
@@ -164,7 +164,7 @@ def test_a_refilled_tensor_counts(name, fill):
 
 
 def test_the_denominators_of_a_refilled_mask():
-    """Half of the tokens: the loss of a gradient of -1 each stays -1, not -0.5."""
+    """The mask drops half of the tokens: the mean loss stays -1, it does not become -0.5."""
     mask = torch.ones(32, dtype=torch.bool)
     batch = PackedBatch(torch.arange(5) * 8, mask=mask)
     logp = torch.zeros(32)
@@ -183,7 +183,7 @@ def test_views_share_the_versions():
     assert batch.row_counts.tolist() == [1, 4]
 
 
-def test_what_does_not_change_is_computed_once():
+def test_unchanged_results_are_computed_once():
     calls = []
 
     def count(batch, *rest):
@@ -196,7 +196,7 @@ def test_what_does_not_change_is_computed_once():
     assert [batch.once(count), batch.once(count)] == [3, 3]
 
 
-def test_what_is_static_does_not_depend_on_the_mask():
+def test_static_results_do_not_depend_on_the_mask():
     batch, calls = make(), []
     batch.once(calls.append, static=True)
     batch.mask.logical_not_()
@@ -210,7 +210,7 @@ def test_what_is_static_does_not_depend_on_the_mask():
 # ------------------------------------------------------------------------------------------------------------ tracing
 
 
-def test_nothing_fake_stays():
+def test_fake_tensors_are_not_cached():
     batch = make()
     with FakeTensorMode(allow_non_fake_inputs=True):
         hpo.policy_loss(torch.zeros(TOKENS), None, torch.ones(3), batch, GATE)
@@ -218,8 +218,8 @@ def test_nothing_fake_stays():
     assert same(loss(batch), loss(make()))
 
 
-def test_nothing_real_enters_a_trace():
-    """Weights that a call before has computed are no constants of what is traced."""
+def test_a_trace_reads_no_cached_result():
+    """Weights of an earlier call are no constants of a trace."""
     batch = make()
     first = hpo.policy_loss(torch.zeros(TOKENS), None, torch.ones(3), batch).loss
     graph = torch.fx.experimental.proxy_tensor.make_fx(
@@ -230,7 +230,7 @@ def test_nothing_real_enters_a_trace():
     assert graph(torch.zeros(TOKENS), half) == -1
 
 
-def test_nothing_of_an_export_stays():
+def test_an_export_caches_nothing():
     batch = make()
 
     class Loss(torch.nn.Module):
@@ -268,7 +268,7 @@ def len_of(batch):
     return object()
 
 
-def test_transforms_leave_nothing():
+def test_transforms_cache_nothing():
     batch = make()
     torch.func.grad(lambda logp: hpo.policy_loss(logp, None, torch.ones(3), batch).loss)(torch.zeros(TOKENS))
     assert batch._cache == {}
@@ -299,7 +299,7 @@ def test_training_after_a_first_call_in_inference_mode():
         first = batch.once(aggregation.token_mean)
         assert torch.equal(inside.once(aggregation.token_mean), first)
         inside.mask[4:] = False
-        assert not torch.equal(inside.once(aggregation.token_mean), first)  # no version tells: nothing is kept
+        assert not torch.equal(inside.once(aggregation.token_mean), first)  # without versions nothing is kept
     assert inside._cache == {}
     weights = batch.once(aggregation.token_mean)
     (torch.ones(3, requires_grad=True) * weights).sum().backward()
@@ -316,21 +316,21 @@ def capturing(monkeypatch):
     return lambda now: state.update(now=now)
 
 
-def test_a_capture_keeps_nothing_and_reads_nothing(capturing):
+def test_a_capture_neither_fills_nor_reads_the_cache(capturing):
     batch = make()
     capturing(True)
-    loss(batch)  # the first call: what it makes lies in the pool of the graph
+    loss(batch)  # the first call: its results are in the pool of the graph
     assert batch._cache == {}
     capturing(False)
     weights = batch.once(aggregation.token_mean)
     capturing(True)
-    inside = batch.once(aggregation.token_mean)  # so that a replay counts the mask that it finds
+    inside = batch.once(aggregation.token_mean)  # a replay has to count the mask at that time
     assert inside is not weights and torch.equal(inside, weights)
     capturing(False)
     assert batch.once(aggregation.token_mean) is weights
 
 
-def test_a_capture_takes_sizes_of_the_call_before(capturing):
+def test_a_capture_takes_sizes_of_an_earlier_call(capturing):
     batch = make()
     capturing(True)
     with pytest.raises(ValueError, match="call the loss once before the capture"):
@@ -369,13 +369,13 @@ def test_threads_share_a_batch():
     assert not wrong
 
 
-def test_a_change_while_a_result_is_computed_makes_it_old():
-    """The state is read before: a result that saw half of a change is not kept for the state after it."""
+def test_a_change_during_a_computation_invalidates_its_result():
+    """The state is read before the computation: a result of half-changed tensors is not kept for the state after it."""
     batch = make()
 
     def slow(batch):
         count = int(batch.mask.sum())
-        batch.mask[:] = True  # another thread, in the middle
+        batch.mask[:] = True  # as another thread might, during the computation
         return count
 
     assert batch.once(slow) == 7 and batch.once(slow) == 8

@@ -1,4 +1,4 @@
-"""What a caller can hand over does not decide how long a call takes, how much it keeps, or what it reads twice."""
+"""Arguments cannot make a call slow, fill a cache, or change between two reads of a kernel."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ UNITS, ROWS, TOKENS = 20_000, 1 << 14, 1 << 18
 
 
 def cost(call, times=5):
-    """The least process time: what else the machine does only adds to it."""
+    """The least process time, because other load only adds to it."""
     call()
     took = []
     for _ in range(times):
@@ -35,8 +35,8 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def test_ids_chosen_to_meet_in_a_multiplicative_hash_cost_what_others_do():
-    inverse = pow(0x9E3779B97F4A7C15, -1, 1 << 64)  # of 2^64 / phi: all of these products are small
+def test_ids_that_collide_in_a_multiplicative_hash_cost_no_more():
+    inverse = pow(0x9E3779B97F4A7C15, -1, 1 << 64)  # the inverse of 2^64 / phi: all of these products are small
     products = ((number * inverse) % (1 << 64) for number in range(3 * UNITS))
     chosen = torch.tensor([id for id in products if id < 1 << 63][:UNITS])
     others = torch.randint(0, 1 << 62, (UNITS,), generator=torch.Generator().manual_seed(0))
@@ -63,7 +63,7 @@ def test_one_broken_offset_costs_little(name):
     assert cost(lambda: CALLS[name](x, other)) < 4 * cost(lambda: CALLS[name](x, sound))
 
 
-def test_rows_in_disorder_have_the_same_owners_as_in_the_reference():
+def test_unordered_rows_have_the_owners_of_the_reference():
     generator = torch.Generator().manual_seed(3)
     reference = resolve("segments", torch.empty(0), "reference")
     for rows in (1, 7, 300, 2000):
@@ -94,7 +94,7 @@ def test_offsets_rewritten_during_calls(native_backends):
         from hpo_core.segments import recurrence, statistics
 
         def call_all(backend, rows, calls):
-            tokens, number = 20 * rows, 5000  # more units than CUDA looks through without a table
+            tokens, number = 20 * rows, 5000  # more units than CUDA handles without a table
             static = (torch.arange(0, tokens + 1, 20), torch.arange(0, tokens + 1, 4), torch.arange(number) % 700)
             static = (*static, torch.arange(32))
             offsets, steps, ids, targets = static

@@ -1,4 +1,4 @@
-"""The rules of `make test-changed` know every file and every test; test_mutants.py holds them to what kills a bug."""
+"""The rules of `make test-changed` cover every file and every test; test_mutants.py checks them against killed bugs."""
 
 import shutil
 import subprocess

@@ -28,7 +28,7 @@ FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Icsrc/include", "-cubin", "-Xptxa
 
 
 class Loop(NamedTuple):
-    """Of the loops of a kernel with 128-bit loads the shortest, which is what runs where all is aligned."""
+    """The shortest loop with 128-bit loads of a kernel, which runs if everything is aligned."""
 
     instructions: int
     loads: int  # of 128 bits
@@ -101,7 +101,7 @@ LOGIT_KERNELS = ("sum_rows", "differentiate_rows")
 
 
 def logits_of(kernel: Kernel) -> int:
-    """In a 128-bit load of a kernel that reads logits."""
+    """The number of logits in a 128-bit load of a kernel that reads logits."""
     return 4 if "Float32" in kernel.name else 8
 
 
@@ -178,7 +178,7 @@ def _loop(lines: list[str]) -> Loop | None:
 
 
 def _find_nvdisasm() -> str | None:
-    """CUDA's own, or the one that Triton's wheel carries."""
+    """The nvdisasm of CUDA, or of Triton's wheel."""
     found = shutil.which("nvdisasm") or shutil.which("nvdisasm", path="/usr/local/cuda/bin")
     spec = importlib.util.find_spec("triton")
     if found or spec is None or not spec.submodule_search_locations:
@@ -194,14 +194,14 @@ pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc was found neither in 
 
 SLACK = 4  # registers that come and go with any edit
 
-# Kernels that read every token or score: 16 bytes at once, or they leave bandwidth unused.
+# Kernels that read every token or score must read 16 bytes at once to use the bandwidth.
 WIDE = {
     "sweep", "sum_tiles<4>", "prepare_pieces", "sweep_pieces", "deliver_gradient", "correct_tokens",
     "count_top", "count_middle", "count_low", "count_rows", "sum_rows", "differentiate_rows",
 }  # fmt: skip
 
-# Instructions a logit may take where all is aligned. An SM of an H100 issues 4 a cycle and gets 13 bytes from memory:
-# 20 a logit of 16 bits for whoever reads it, 40 for whoever also writes it, and twice as many for 32 bits.
+# The limit of instructions per aligned logit. An SM of an H100 issues 4 per cycle and gets 13 bytes from memory, so a
+# kernel that reads logits of 16 bits has 20 per logit, one that also writes them 40, and for 32 bits both are doubled.
 SLOTS = {
     ("sum_rows", 16): 13, ("sum_rows", 32): 16, ("differentiate_rows", 16): 12, ("differentiate_rows", 32): 24,
     ("sum_rows<Bfloat16, 3, 0>", 16): 10, ("sum_rows<Float16, 3, 0>", 16): 10,
@@ -214,7 +214,7 @@ BUILT = importlib.util.find_spec("hpo_core._cuda") is not None
 
 @functools.cache
 def fingerprint() -> str:
-    """Of all that decides what nvcc makes of a file."""
+    """A digest of everything that determines nvcc's output for a file."""
     assert NVCC is not None
     version = subprocess.check_output([NVCC, "--version"], text=True)
     digest = hashlib.sha256(repr((FLAGS, version, _find_nvdisasm())).encode())
@@ -242,7 +242,7 @@ def baseline() -> tuple[str, dict[str, Kernel]]:
 
 @(lambda test: test) if BUILT else pytest.mark.long
 def test_the_package_holds_code_for_every_architecture(tmp_path):
-    """As it is installed here; where it has no CUDA extension, as it would be with one."""
+    """The package is the one installed here or, if it has no CUDA extension, one built with it."""
     package = ROOT / "hpo_core"
     if not BUILT:
         command = [sys.executable, "setup.py", "-q", "build", "--build-lib", str(tmp_path)]
@@ -289,8 +289,8 @@ def test_token_sweeps_load_128_bits(kernels):
 
 
 @pytest.mark.parametrize("target", [90, *(pytest.param(target, marks=pytest.mark.long) for target in (80, 100, 120))])
-def test_instructions_of_a_logit(target):
-    """And one exponential for each, apart from that of the rescaling in an iteration of four loads."""
+def test_instructions_per_logit(target):
+    """Each logit takes one exponential, besides the one for the rescaling in an iteration of four loads."""
     if _find_nvdisasm() is None:
         pytest.skip("no nvdisasm: neither CUDA's nor the one in Triton's wheel")
     kernels = kernels_of(ROOT / "csrc/cuda/logprobs.cu", target)

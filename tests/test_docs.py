@@ -1,4 +1,4 @@
-"""Every example in the documentation and in the docstrings runs, and prints what it says."""
+"""Every example in the documentation and in the docstrings runs, and prints the output that it shows."""
 
 import ast
 import doctest
@@ -55,7 +55,7 @@ def test_no_docstring_is_broken_by_reflow() -> None:
 
 
 def _continues(line: str, following: str) -> bool:
-    """Whether a sentence goes on in the next line of the same paragraph."""
+    """Whether a sentence continues in the next line of the same paragraph."""
     indents = [len(each) - len(each.lstrip()) for each in (line, following)]
     is_item = following.lstrip().startswith(("*", "|", "-"))
     return bool(line and following) and indents[0] == indents[1] and not is_item and not line.endswith((":", "."))

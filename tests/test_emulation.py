@@ -1,4 +1,4 @@
-"""The CUDA emulation: right kernels give NumPy's results in every order, planted bugs are found."""
+"""The CUDA emulation: correct kernels give NumPy's results in every order, and planted bugs are found."""
 
 import importlib.util
 import itertools
@@ -34,7 +34,7 @@ def address(array):
 
 
 def in_every_order(monkeypatch, run):
-    """What `run` returns, which must have the same bits in every order of blocks and threads."""
+    """The result of `run`, which must have the same bits in every order of blocks and threads."""
     results = []
     for order in ORDERS:
         monkeypatch.setenv("HPO_EMULATION_ORDER", order)
@@ -141,7 +141,7 @@ def test_every_warp_and_block_primitive(monkeypatch):
         1,
         1,
         8 + 100 * 4 + 10000 * 31,
-        0x3F800000 + 1.0,  # 1.00390625 lies between two bfloat16 numbers: to the even one
+        0x3F800000 + 1.0,  # 1.00390625 is between two bfloat16 numbers and rounds to the even one
         1 + 10 * -3 + 100,
         1 + 10 * -3 + 100,
         1 + 1000 * 8 + 10000,
@@ -205,7 +205,7 @@ def test_shared_memory_starts_as_nan():
     assert np.isnan(run_bug("uninitialised_shared")).all()
 
 
-# What each message says; "" where the order decides which thread meets the bug first.
+# The text of each message; "" if the thread that meets the bug first depends on the order.
 FAULTS = {
     "early_return": "",
     "late_return": "",
@@ -295,7 +295,7 @@ def test_launches_are_counted_by_kernel():
 
 @pytest.mark.long
 def test_sanitizers_understand_the_fibers(tmp_path):
-    """This file once more with the emulation instrumented, then a bug that only they can place."""
+    """The tests of this file pass with an instrumented emulation, and a sanitizer places a bug that only it can."""
     for name in ("setup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("csrc/include", "csrc/emulation"):
@@ -327,7 +327,7 @@ def test_sanitizers_understand_the_fibers(tmp_path):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_nvcc_compiles_the_same_source(tmp_path):
-    """What the emulation accepts must be CUDA."""
+    """Source that the emulation accepts must be CUDA."""
     source, target = ROOT / "csrc/emulation/selftest.cu", tmp_path / "selftest.o"
     command = ["nvcc", "-std=c++17", "-arch=sm_90", f"-I{ROOT / 'csrc/include'}", "-c", source, "-o", target]
     subprocess.run(command, check=True)

@@ -65,7 +65,7 @@ def test_generated_windows(backend, example):
     "first, last", [(0, 0), (0, 3), (-7, 8), (0, 99), (-1500, -1470), (-1500, -3), (-1200, 950)], ids=str
 )
 def test_windows_over_rows_longer_than_a_tile(native_backends, first, last):
-    """The last one is wider than what a CUDA block shares; the interpreter reaches as far with fewer terms."""
+    """The last window is wider than a CUDA block's shared memory; the interpreter reaches as far with fewer terms."""
     backends = [backend for backend in native_backends if last - first < 100 or tried(backend, True, False)]
     for masked, (boundary, invalid) in zip(("none", "some"), (("full", "break"), ("shrink", "skip")), strict=True):
         layout = Layout((3, 2300, 0, 1100, 1), 2, masked, seed=1)
@@ -97,7 +97,7 @@ def test_boundary_and_invalid_policies_by_hand(backend):
 
 
 def test_no_window_crosses_a_border(backend):
-    """A million in the first token of the next row, in the last of the one before, and in the tail."""
+    """The first token of the next row, the last of the row before, and the tail are a million."""
     values = torch.full((12,), 1.0)
     values[[3, 8, 11]] = 1e6
     batch = hpo.PackedBatch(torch.tensor([0, 4, 8, 11]), total_tokens=12)
@@ -115,7 +115,7 @@ def test_row_shorter_than_the_window_has_none(backend):
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8, 16, 32])
 def test_constant_is_its_own_mean(backend, width):
-    """To the bit, for any constant where the width is a power of two."""
+    """The mean is exact for any constant if the width is a power of two."""
     draw = torch.Generator().manual_seed(width)
     for constant in torch.rand(20, generator=draw).tolist():
         out = score(backend, row([constant] * 40, 0, width - 1))
@@ -139,7 +139,7 @@ def test_permuting_rows_permutes_scores(backend, layout):
 
 @hypothesis.given(layout=testing.layouts(longest=12))
 def test_reversal(backend, layout):
-    """Every row and the window reversed: the scores reversed. Entropies in sixty-fourths, whose sums are exact."""
+    """Reversed rows and a reversed window give reversed scores. Entropies are multiples of 1/64, with exact sums."""
     example = testing.random_window(layout=layout)
     example = example._replace(values=(example.values * 64).round() / 64)
     order = torch.arange(example.values.numel())
@@ -152,7 +152,7 @@ def test_reversal(backend, layout):
 
 
 def test_values_that_are_not_finite(backend):
-    """At a valid token: its own score is NaN, and its neighbours treat it as masked."""
+    """The score of such a valid token is NaN, and its neighbours treat it as masked."""
     for bad in (math.nan, math.inf, -math.inf):
         out = score(backend, row([1.0, bad, 3.0, 5.0], 0, 1))
         assert out[0] == 1.0 and out[1].isnan() and out[2] == 4.0 and out[3] == -math.inf
@@ -289,7 +289,7 @@ def test_worked_ares(backend):
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("ratio", ["0", "0.2", "0.3", "0.7", "0.05", "0.5", "1"])
 def test_count_law(backend, ratio):
-    """1 + floor(ratio (n - 1)) tokens without ties; all of them with nothing but ties."""
+    """A mask has 1 + floor(ratio (n - 1)) tokens without ties, and all tokens if all are equal."""
     window = forking_tokens(ratio)
     for n in few(backend, (11, 1, 2, 10, 101), 2):
         batch = hpo.PackedBatch.from_lengths([n]).to(testing.device_of(backend))
@@ -351,7 +351,7 @@ def test_complementary_rules_split_the_tokens(backend, layout):
 
 
 def test_micro_batches_share_the_threshold_of_the_step(backend):
-    """Fitted once, applied to any part: the mask is that of the whole. Fitted on parts, it is not."""
+    """A threshold fitted once gives any part the mask of the whole; thresholds fitted on parts do not."""
     values, batch = worked(backend)
     for window in (forking_tokens("0.2"), ares(4, "0.5")):
         state = window.fit(values, batch, backend=backend)
@@ -372,7 +372,7 @@ WINDOWS = [
 
 
 def step(seed):
-    """One optimiser step, heavy with ties for odd seeds, cut into three ranks; the last has no rows at even seeds."""
+    """One optimiser step, with many ties at odd seeds, cut into three ranks; the last has no rows at even seeds."""
     layout = Layout((5, 3, 0, 8, 2, 6), 0, "some", seed=seed)
     values = testing.random_window(layout=layout).values - 1.0
     values = (values * 4).round() / 4 if seed % 2 else values
@@ -425,7 +425,7 @@ def test_nothing_to_fit(backend):
 
 
 def test_one_token(backend):
-    """Kept by >=, dropped by >."""
+    """The comparison >= keeps it, > drops it."""
     batch = hpo.PackedBatch.from_lengths([1]).to(testing.device_of(backend))
     values = torch.tensor([0.3], device=batch.device)
     for strict in (False, True):
@@ -443,11 +443,11 @@ def test_broken_entropies_are_counted(backend):
     assert state.errors.item() == 2 and state.population.item() == 2
 
 
-# ------------------------------------------------------------------------------------------------- of which backend
+# ----------------------------------------------------------------------------------------- the backend of a threshold
 
 
 def scored(seed=0):
-    """Rows, some shorter than windows, and masked tokens; and entropies whose sums round."""
+    """Entropies with inexact sums, and a batch with masked tokens and some rows shorter than windows."""
     draw = torch.Generator().manual_seed(seed)
     lengths = [90, 1, 3, 60, 0, 46]
     mask = torch.rand(200, generator=draw) < 0.9
@@ -457,7 +457,7 @@ def scored(seed=0):
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 7, 8, 33])
 def test_whole_windows_have_the_same_bits_on_the_cpu_and_in_cuda(width):
-    """So a threshold that was fitted on the one is good on the other."""
+    """A threshold fitted on one of them is therefore valid on the other."""
     if not hpo.backends()["cuda_emulated"]:
         pytest.skip("cuda_emulated is not available")
     values, batch = scored()
@@ -475,8 +475,8 @@ def fits(window, values, batch, backend):
     yield window.fit_apply(values, batch, backend=backend)[0]
 
 
-def test_a_threshold_is_refused_where_scores_have_other_bits(native_backends):
-    """Between any two backends whose sums are not the same: by the window, and by the loss."""
+def test_a_threshold_of_scores_with_other_bits_is_refused(native_backends):
+    """The window and the loss refuse it between any two backends with different sums."""
     values, batch = scored()
     backends = ["reference", *native_backends]
     loss = functools.partial(hpo.policy_loss, torch.zeros(200), None, torch.ones(6), batch, entropy=values)
@@ -499,7 +499,7 @@ def test_a_threshold_is_refused_where_scores_have_other_bits(native_backends):
     assert refused or len(native_backends) == 0
 
 
-def test_a_token_by_itself_is_no_sum(native_backends):
+def test_thresholds_of_one_token_windows_serve_every_backend(native_backends):
     values, batch = scored()
     window = entropy.forking_tokens()
     state = window.fit(values, batch)

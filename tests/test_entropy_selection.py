@@ -1,4 +1,4 @@
-"""Exact order statistics on every backend, and which scores and tokens they select."""
+"""Exact order statistics on every backend, and the scores and tokens that they select."""
 
 import importlib
 import math
@@ -32,13 +32,13 @@ def assert_selects(backend, example):
     threshold, counts = select(backend, example)
     expected, population = reference_order_statistic(*example)
     assert counts.tolist() == population.tolist()
-    assert threshold.shape == (1,) and threshold.numpy().tobytes() == expected.numpy().tobytes()  # -0 is given as +0
+    assert threshold.shape == (1,) and threshold.numpy().tobytes() == expected.numpy().tobytes()  # -0 becomes +0
 
 
 CUDA = Path(__file__).parents[1] / "csrc/cuda/entropy.cu"
 
 
-def test_sizes_for_simulated_backends_cross_what_a_step_takes(native_backends):
+def test_sizes_for_simulated_backends_exceed_one_step(native_backends):
     if "triton" in native_backends:
         kernels = importlib.import_module("hpo_core._triton.entropy")
         assert at_most("triton", math.inf) > max(kernels.SCORES, kernels.TILE)
@@ -66,8 +66,8 @@ def test_order_statistics_of_every_size(backend, count, kind):
 
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("planted", [100.0, -100.0, math.inf, -math.inf, math.nan, 0.5])
-def test_sample_that_misleads(backend, planted):
-    """One value, at every place that the CPU backend looks at before it decides which scores to keep."""
+def test_misleading_sample(backend, planted):
+    """Every score in the sample of the CPU backend is the same value."""
     count = at_most(backend, 20_000)
     values = torch.rand(count, generator=torch.Generator().manual_seed(0))
     values[[(i * 0x9E3779B9 % 2**32) * count >> 32 for i in range(2048)]] = planted
@@ -86,7 +86,7 @@ def test_keeps_every_promise_of_order_statistics(backend):
 
 
 def test_index_is_exact_where_floats_fail(backend):
-    """Every k / 10 and k / 20; keeping 0.7 of 11 tokens is where floats first miss."""
+    """Quantiles are every k / 10 and k / 20; floats first fail at 0.7 of 11 tokens."""
     assert math.ceil((1 - 0.7) * 10) == 4 and forking_tokens("0.7").quantile * 10 == 3
     for n in (2, 11, 21, 101):
         ascending = torch.arange(n).float()
@@ -132,14 +132,14 @@ def test_special_scores(backend, values, population, broken):
         assert_selects(backend, example)
 
 
-# --------------------------------------------------------------------------- tokens by themselves, and what is selected
+# ----------------------------------------------------------------------------------------- single tokens and selections
 
 
 SCORES = {}
 
 
 def scores_of(values, *packed):
-    """The tokens' own values as scores. The definition walks from token to token: once for all backends."""
+    """Scores of single tokens, computed once for all backends, because the definition loops over tokens."""
     key = tuple(None if tensor is None else tensor.numpy().tobytes() for tensor in (values, *packed))
     if key not in SCORES:
         SCORES[key] = window_score(values, *packed, 0, 0, Boundary.FULL, Invalid.SKIP)
@@ -164,7 +164,7 @@ def assert_selects_tokens(backend, values, batch, numerator=4, rule=OrderRule.CE
 
 
 def test_the_reference_of_tokens_is_that_of_their_scores():
-    """What the tests below compare with."""
+    """The tests below compare with scores."""
     layout = Layout((5, 0, 1, 9, 3), 4, "some")
     values, batch = testing.random_window(layout=layout).values, layout.batch()
     given = (batch.mask, batch.cu_seqlens)
@@ -181,7 +181,7 @@ def test_the_reference_of_tokens_is_that_of_their_scores():
     "lengths, tail", [((5, 0, 1, 9, 3), 4), ((), 3), ((0, 0), 0), ((300, 1, 0, 1800, 40), 30)], ids=str
 )
 def test_tokens_are_their_own_scores(backend, lengths, tail, masked):
-    """Values in eighths, so that many are equal to the threshold; from an address that is not aligned, too."""
+    """Values are multiples of 1/8, so that many equal the threshold; the last ones are misaligned."""
     for seed in few(backend, range(2)):
         layout = Layout(lengths, tail, masked, seed=seed)
         values = (testing.random_window(layout=layout).values * 8).round() / 8
@@ -193,7 +193,7 @@ def test_tokens_are_their_own_scores(backend, lengths, tail, masked):
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 99.0, -99.0])
 def test_garbage_under_the_mask_is_never_read(backend, bad):
-    """At masked tokens and behind the last row; at a valid token it is an error, and not selected."""
+    """Garbage is at masked tokens and after the last row; a valid token with it is an error, and not selected."""
     layout = Layout((40, 1, 0, at_most(backend, 5500)), 9, "some", seed=1)
     values, batch = testing.random_window(layout=layout).values, layout.batch()
     valid = batch.mask & (torch.arange(values.numel()) < batch.cu_seqlens[-1])
@@ -220,7 +220,7 @@ def test_broken_offsets_select_like_the_reference(backend, offsets):
 
 @pytest.mark.usefixtures("at_length")
 def test_broken_offsets_of_many_tokens(backend):
-    """Enough that the CPU backend would take a sample."""
+    """There are enough tokens for a sample of the CPU backend."""
     tokens = at_most(backend, 20_000)
     values = torch.rand(tokens, generator=torch.Generator().manual_seed(0))
     offsets = torch.tensor([0, 2, 1, 45, 40, 95]) * tokens // 100
@@ -230,7 +230,7 @@ def test_broken_offsets_of_many_tokens(backend):
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("masked", ["none", "some"])
 def test_many_tokens(backend, masked):
-    """Enough for a sample and several threads; rows longer and shorter than what the CPU backend looks at together."""
+    """There are enough tokens for a sample and several threads, and rows longer and shorter than a part of the pass."""
     many = at_most(backend, 21_000) // 7
     layout = Layout((3, 3 * many, 0, 4 * many, 1, many * 2 // 3), 5, masked, seed=3)
     values = testing.random_window(layout=layout).values

@@ -28,7 +28,7 @@ RULES = [
     ),
     GroupTerm(part=Part.MEAN, coefficient=-0.5),
 ]
-# One rule of each structure: what specialises a kernel. The rest are numbers.
+# One rule of each structure, which specialises a kernel; other options are numbers.
 PATHS = list({(rule.center, rule.scale, rule.eps_mode, rule.part): rule for rule in RULES}.values())
 
 
@@ -47,7 +47,7 @@ def drawn(seed, units, terms, *, weighted=True, masks=True):
         return values, ids, weights
 
     found = [term() for _ in range(terms)]
-    if terms > 1 and below(2):  # two terms of one grouping
+    if terms > 1 and below(2):  # two terms share a grouping
         found[-1] = (found[-1][0], *found[0][1:])
     keywords = {}
     for name in ("mask", "apply_mask"):
@@ -113,7 +113,7 @@ def test_terms_together(backend, share, seed, units, rules, presence, coefficien
 @pytest.mark.parametrize("units", [700, 9000])
 @pytest.mark.parametrize("share", [Share.SUM, Share.COUNT])
 def test_many_units(backend, units, share):
-    """Beyond what one block of threads looks through; groups of many sizes, unsorted, and ids of 62 bits."""
+    """There are more units than one block reads, in unsorted groups of many sizes with ids of 62 bits."""
     rules = [GroupTerm(), GroupTerm(scale=Scale.ABSOLUTE, presence=Presence.SPREAD), GroupTerm(scale=Scale.BATCH)]
     draw = torch.Generator().manual_seed(units)
     values = torch.randint(1, 10, (3, units), generator=draw).float()
@@ -174,7 +174,7 @@ def test_integer_weights_are_copies(backend):
     constant=st.floats(-(2.0**90), 2.0**90, width=32), size=st.integers(2, 40), rule=st.sampled_from(RULES)
 )
 def test_equal_values_get_exactly_zero(backend, constant, size, rule):
-    """P12, with weights too, in any order; what a term may say besides its deviation is not there."""
+    """P12 holds with weights, too, and in any order, for terms that are a deviation alone."""
     if rule.part is Part.MEAN:
         return
     ids, weights = torch.arange(3 * size) % 3, 0.1 + torch.rand(3 * size)

@@ -1,4 +1,4 @@
-"""What importing hpo_core costs and brings in, and which of its modules may know which."""
+"""The cost of an import of hpo_core, the modules that it loads, and the order of imports between its modules."""
 
 import ast
 import subprocess
@@ -68,7 +68,7 @@ def test_modules_import_only_upwards(module):
         assert imported(path) <= allowed, path
 
 
-def test_every_module_has_its_place():
+def test_every_module_is_in_the_list():
     modules = {path.stem if path.suffix == ".py" else path.name for path in PACKAGE.iterdir() if path.name[0] != "_"}
     modules = {
         name for name in modules if (PACKAGE / f"{name}.py").exists() or (PACKAGE / name / "__init__.py").exists()
@@ -80,16 +80,16 @@ PEERS = ("triton", "trl", "transformers", "verl", "hypothesis")
 
 
 def test_import_is_light(tmp_path):
-    """The best of three, on a machine that does other things too; neither Triton, nor a trainer, nor hypothesis.
+    """The time is the best of three, because the machine may be busy; Triton, trainers and hypothesis are not loaded.
 
-    From bytecode, which pip writes when it installs and the first run writes here, whatever the environment says.
+    Modules come from bytecode, which pip writes at installation and the first run writes here.
     """
     program = (
         "import gc, os, sys, time, torch\n"
         f"sys.pycache_prefix, sys.dont_write_bytecode = {str(tmp_path)!r}, False\n"
         "for _ in range(4):\n"
         "    if os.fork() == 0:\n"
-        "        gc.disable()\n"  # whether a collection of what torch left falls into it is chance
+        "        gc.disable()\n"  # a collection of torch's objects would come at a random time
         "        start = time.process_time()\n"
         "        import hpo_core\n"
         "        print(time.process_time() - start)\n"

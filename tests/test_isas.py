@@ -1,4 +1,4 @@
-"""The CPU backend gives the same bits on every instruction set: one process for each, since it chooses once."""
+"""The CPU backend gives the same bits on every instruction set. Each has its own process, which chooses once."""
 
 import os
 import subprocess
@@ -79,7 +79,7 @@ for isa in sys.argv[1:]:
 
 
 def test_same_bits_on_every_instruction_set():
-    """An unknown one is refused, as is one that this machine lacks."""
+    """An unknown instruction set is refused, and so is one that this machine lacks."""
     if not hpo.backends()["cpu"]:
         pytest.skip("the cpu backend is not built")
     isas = ("generic", "avx2", "avx512", "sse1")

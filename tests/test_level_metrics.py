@@ -1,4 +1,4 @@
-"""Metrics of each level: against naive loops over segments, and what asking for them may not change."""
+"""Metrics of each level: they equal naive loops over segments, and a request for them changes nothing else."""
 
 import functools
 import itertools
@@ -61,7 +61,7 @@ def entering(x, sign, gate):
 
 
 def bounds_of(gate, sign, channel, size):
-    """By region the interval of residuals that lie in it, those of ``pass`` being what is left."""
+    """The interval of residuals of each region; ``pass`` is the rest."""
     if isinstance(gate, Clip):
         gate = LogClip(*(tuple(math.log(b) if b else -math.inf for b in pair) for pair in (gate.low, gate.high)))
     if isinstance(gate, LogClip):
@@ -92,8 +92,8 @@ def reduce(aggregate, values):
 
 
 def observed(example, gate, advantages=None):
-    """What ``compute`` should say of each level, from loops over its segments; and how far the nearest residual is from
-    the border of a region."""
+    """The expected ``compute`` of each level, from loops over its segments; and the distance of the nearest residual
+    from the border of a region."""
     row = example.row().tolist()
     signs = [int(a < 0) for a in (example.advantages[row] if advantages is None else advantages).tolist()]
     difference = (example.logp.double() - example.old_logp.double()).tolist()
@@ -166,7 +166,7 @@ def test_the_definition_is_the_naive_loop(gate):
 
 
 def off_borders(gate, seed):
-    """An example, inputs of a call, and what its loops say; None where a residual lies at the border of a region."""
+    """An example, the inputs of a call, and the loops' numbers; None if a residual is at the border of a region."""
     lengths = ((5, 0, 9, 1, 7, 12, 3), (40, 1, 200), (2, 2, 2, 2, 1))[seed % 3]
     example = Example(seed, lengths, spread=0.3 if seed % 5 == 4 else 0.1)
     given = {"advantages": example.token_advantages} if seed % 2 else {}
@@ -189,7 +189,7 @@ def test_every_backend_is_the_naive_loop(gate, native_backends):
 
 
 def test_there_are_residuals_in_every_region():
-    """In the examples of the first test: what its loops are worth."""
+    """The examples of the first test reach every region, so its loops are a real check."""
     missing = {
         f"{several}_{region}_{sign}" for several in ("segments", "tokens") for region in REGIONS for sign in SIGNS
     }
@@ -200,17 +200,17 @@ def test_there_are_residuals_in_every_region():
     assert not missing
 
 
-# --------------------------------------------------------------------------------------------- what it may not change
+# ------------------------------------------------------------------------------------------------ unchanged results
 
 
-ON_TRITON = ("mixed routing", "score", "gspo")  # interpreted it is slow, and its kernels know gates by their kinds
+ON_TRITON = ("mixed routing", "score", "gspo")  # the interpreter is slow, and kernels distinguish gates only by kind
 LENGTHS = {"triton": (5, 0, 4), "cuda_emulated": (5, 0, 600, 1, 130, 12, 3)}
 
 
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("name", OBSERVED)
-def test_the_rest_of_the_call_is_the_same(name, native_backends):
-    """To the bit; a gate with quick kernels of its own takes another way, and agrees within rounding."""
+def test_level_metrics_do_not_change_the_loss(name, native_backends):
+    """Its bits stay; a gate with a fast path uses the general kernels instead, and agrees within rounding."""
     gate = OBSERVED[name]
     for backend in native_backends:
         if not tried(backend, True, name in ON_TRITON):
@@ -229,7 +229,7 @@ def test_the_rest_of_the_call_is_the_same(name, native_backends):
 
 
 @pytest.mark.parametrize("name", ["fiberpo_domain", "gspo"])
-def test_every_call_observes_the_same(name, backend):
+def test_every_call_reports_the_same_level_metrics(name, backend):
     example, gate = Example(5, spread=0.3), OBSERVED[name]
     arguments = (example.logp.clone().requires_grad_(), example.old_logp, example.advantages, example.batch)
     keywords = {"gate": gate, "weights": example.weights, "backend": backend, "report": ("levels",)}
@@ -307,11 +307,11 @@ def test_steps_without_any_row(backend):
     assert out.levels["segments"].item() == 0
 
 
-# ----------------------------------------------------------------------------------------------------- what is counted
+# ------------------------------------------------------------------------------------------------------------- counts
 
 
-def test_what_is_masked_or_nan(backend):
-    """A masked position is not read; a token whose log-ratio is NaN leaves the aggregates, its sign stays counted."""
+def test_masked_tokens_and_nan_log_ratios(backend):
+    """A masked position is not read; a token with a NaN log-ratio leaves the aggregates, but its sign counts."""
     gate = GATES["four levels, through, split"]
     example = Example(4, masked=True)
     clean = example.run(gate, backend, report=("levels",), advantages=example.token_advantages).levels
@@ -331,7 +331,7 @@ def test_what_is_masked_or_nan(backend):
     assert (numbers["tokens_positive"], numbers["tokens_negative"], numbers["segments_negative"]) == (3.0, 0.0, 0.0)
 
 
-def test_no_value_of_offsets_is_dangerous(backend):
+def test_offsets_of_any_value_are_harmless(backend):
     draw = torch.Generator().manual_seed(0)
     for size in (9, 1 << 40):
         offsets, steps = (torch.randint(-size, size, shape, generator=draw) for shape in ((6,), (7, 2)))
@@ -359,14 +359,14 @@ def test_log_ratios_beyond_all_floats(backend):
         assert numbers["ratio_max"] == pytest.approx(math.exp(min(sign * 60_000.0, 60.0)))
 
 
-def test_the_sign_of_an_advantage_is_that_which_the_gate_takes(backend):
-    """After its own weights: here what was negative is positive for it."""
+def test_signs_are_those_of_advantages_after_the_gates_weights(backend):
+    """The gate's own weights make negative advantages positive here."""
     gate = RatioGate("turned", SMALL, levels((Tanh(0.1), Unit.TRAJECTORY)), advantage_weights=(1.0, -1.0))
     numbers = Example(0).run(gate, backend, report=("levels",)).levels.compute()["trajectory"]
     assert numbers["tokens_negative"] == 0 and numbers["tokens_positive"] == numbers["tokens"]
 
 
-def test_given_aggregates_are_what_is_observed(backend):
+def test_given_aggregates_are_reported(backend):
     gate = RatioGate("given", Identity(), (Level(Tanh(0.1)), Level(SMALL, Routing.STOPPED, GROUP)))
     batch = hpo.PackedBatch.from_lengths([2, 2, 2], group_ids=torch.tensor([0, 0, 1]))
     logp = torch.tensor([0.1, 0.3, 0.0, 0.0, 0.2, 0.2])
@@ -378,8 +378,8 @@ def test_given_aggregates_are_what_is_observed(backend):
     assert numbers["segment_fraction_clip_high_positive"] == 1.0
 
 
-def test_a_segment_that_lies_in_several_others(backend):
-    """Its first row's is its parent."""
+def test_a_segment_that_lies_in_several_parents(backend):
+    """The segment of its first row is the parent."""
     gate = RatioGate("torn", Identity(), levels((SMALL, Unit.TRAJECTORY), (Tanh(0.1), GROUP)))
     for x, expected in (([0.0, 1.0], "clip_high"), ([1.0, 0.0], "clip_low")):
         for groups in ([3, 5], [5, 3]):
@@ -400,7 +400,7 @@ def test_a_segment_that_lies_in_several_others(backend):
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_nothing_synchronises(masked, per_token):
-    """What is made of the tables of a call, on tensors without data; the calls themselves are those without metrics."""
+    """The metrics are computed from tables without data; the calls themselves are the same as without metrics."""
     make = Device()
     ids = {f"{unit}_ids": make.ids() for unit in ("trajectory", "group", "domain")}
     for gate in OBSERVED.values():
@@ -435,7 +435,7 @@ def test_tokens_are_counted_once_for_a_batch(monkeypatch):
     assert lengths.count(example.logp.numel()) == 1
 
 
-def test_they_add_up_with_sum():
+def test_level_metrics_add_up_with_sum():
     batch = hpo.PackedBatch.from_lengths([3, 2])
     given = (torch.zeros(5), torch.arange(5) / 9, torch.ones(2), batch, gates.fiberpo())
     levels = hpo.policy_loss(*given, report=("levels",)).levels

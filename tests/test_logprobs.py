@@ -7,6 +7,7 @@ import math
 import numpy
 import pytest
 import torch
+from adversarial import ADVERSARIAL, integers, normal, upstreams
 from breadth import at_length, crossed, few, number  # noqa: F401 (the first is a fixture)
 from conftest import NATIVE
 from devices import Device, NoHostData, OnDevice
@@ -28,14 +29,6 @@ native = pytest.mark.parametrize("backend", NATIVE)
 types = pytest.mark.parametrize("dtype", TYPES, ids=str)
 
 
-def normal(*shape, seed=0, scale=3.0):
-    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def integers(below, *shape, seed=0):
-    return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(seed))
-
-
 def call(logits, targets, temperature=1.0, upstream=None, backend="cpu", **keywords):
     """logp, entropy and the gradient of the logits for upstream gradients of both."""
     leaf = logits.detach().requires_grad_()
@@ -43,11 +36,6 @@ def call(logits, targets, temperature=1.0, upstream=None, backend="cpu", **keywo
     a, b = upstream or upstreams(targets)
     (grad,) = torch.autograd.grad((logp, entropy), leaf, (a.to(logp.dtype), b.to(logp.dtype)))
     return logp.detach(), entropy.detach(), grad
-
-
-def upstreams(targets):
-    a, b = normal(2, *targets.shape, seed=9, scale=1.0)
-    return a, b
 
 
 def exact(logits, targets, temperature=1.0, upstream=None):
@@ -131,37 +119,6 @@ def test_gradcheck(temperature):
 
 
 # ------------------------------------------------------------------------------------------------------------- accuracy
-
-
-def shifted(logits, by):
-    return logits + by
-
-
-def with_margin(logits, targets, margin):
-    return logits.scatter(-1, targets[:, None], logits.amax(-1, keepdim=True) + margin)
-
-
-def masked(logits, targets):
-    """Two thirds of the vocabulary, the first 600 tokens among them, are out of the support; targets are in it."""
-    out = (torch.arange(logits.shape[-1]) % 3 > 0) | (torch.arange(logits.shape[-1]) < 600)
-    return logits.masked_fill(out & (torch.arange(logits.shape[-1]) != targets[:, None]), -math.inf)
-
-
-ADVERSARIAL = {
-    "plain": lambda x, y: x,
-    "flat": lambda x, y: x * 0.0,
-    "margin 6": lambda x, y: with_margin(x, y, 6.0),
-    "margin 25": lambda x, y: with_margin(x, y, 25.0),
-    "margin 36": lambda x, y: with_margin(x, y, 36.0),
-    "margin 20, offset 40": lambda x, y: with_margin(x, y, 20.0) + 40.0,
-    "all about -300": lambda x, y: shifted(x, -300.0),
-    "all about 3e4": lambda x, y: shifted(x, 3e4),
-    "masked": masked,
-    "masked, margin 12": lambda x, y: with_margin(masked(x, y), y, 12.0),
-    "ascending": lambda x, y: (x * 4).sort(-1).values,
-    "descending": lambda x, y: (x * 4).sort(-1, descending=True).values,
-    "wide": lambda x, y: x * 40.0,
-}
 
 
 @crossed(NATIVE, name=tuple(ADVERSARIAL), temperature=(1.0, 0.1, 0.7, 2.0), dtype=TYPES)

@@ -1,4 +1,4 @@
-"""What is no mask and no count is refused, or makes NaN of the loss: it never counts other tokens without a word."""
+"""An invalid mask or count is refused, or makes the loss NaN: it never silently counts other tokens."""
 
 import math
 
@@ -24,7 +24,7 @@ WAYS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("values", NO_MASKS.values(), ids=NO_MASKS)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_masks_of_floats_are_refused_whatever_they_hold(way, values, dtype):
+def test_masks_of_floats_are_refused(way, values, dtype):
     name = str(dtype).removeprefix("torch.")
     message = rf"mask: expected bool or integers 0 and 1, got {name}; use mask.bool\(\) .*, mask == 0 if it is additive"
     with pytest.raises(TypeError, match=message):
@@ -32,12 +32,12 @@ def test_masks_of_floats_are_refused_whatever_they_hold(way, values, dtype):
 
 
 def test_integers_of_other_values():
-    """Sequence numbers, and -1 or -100 for what is ignored."""
+    """Values are sequence numbers, or -1 and -100 for ignored tokens."""
     for other in (2, -1, -100):
         mask = torch.tensor([1, 0, other])
         with pytest.raises(ValueError, match=f"mask: expected 0 and 1, got {other} at token 2"):
             PackedBatch(OFFSETS, mask)
-        assert PackedBatch(OFFSETS, mask, validate=False).row_counts.tolist() == [2]  # where no value is looked at
+        assert PackedBatch(OFFSETS, mask, validate=False).row_counts.tolist() == [2]  # values are not read
 
 
 TOTALS = (NAN, -5, -1.0, INF, -INF)
@@ -60,7 +60,7 @@ def test_totals_that_are_no_counts(mode, batch):
     for total in TOTALS:
         with pytest.raises(ValueError, match=f"total: expected a count >= 0, got {total}"):
             mode(batch, total=total)
-        if total != INF:  # of a tensor nobody looks at the value, but everybody sees the loss
+        if total != INF:  # a tensor is not read, but the loss shows it
             assert mode(batch, total=torch.tensor(total)).isnan().all()
     assert not mode(batch, total=0).any() and not mode(batch, total=torch.tensor(0)).any()  # an empty step
 

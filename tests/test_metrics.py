@@ -1,4 +1,4 @@
-"""The metrics vector: its order, its reductions, and what the numbers made of it mean."""
+"""The metrics vector: its order, its reductions, and the numbers computed from it."""
 
 import math
 import os
@@ -111,7 +111,7 @@ def test_nothing_valid(backend):
 
 
 def test_parts_add_up_to_the_whole(backend):
-    """Also the extrema, and the slots of a part without any token."""
+    """Extrema add up, too, and so do the slots of a part without tokens."""
     layout = Layout((4, 0, 3, 6, 1), 0, "row", False, 3)
     features = {"weights", "kl", "entropy", "token_mask"}
     example = testing.random_policy_loss(0, gates.ppo_clip(0.05, 0.05, ratio_dual=1.2), features, layout=layout)
@@ -145,7 +145,7 @@ for call in (hpo.policy_loss, hpo.policy_loss_and_grad):
 
 
 def test_debug_mode_turns_a_flag_into_an_error(capsys):
-    """In a process that begins in that mode, and not in this one."""
+    """A process that starts in debug mode raises, and this one does not."""
     assert os.environ.get("HPO_CORE_DEBUG", "0") == "0"
     exec(DEBUG, {})
     assert capsys.readouterr().out == ""
@@ -195,7 +195,7 @@ def corrected_call(backend, report, **given):
 
 
 @pytest.mark.parametrize("reference", [False, True])
-def test_what_each_correction_saw(reference, backend):
+def test_metrics_of_each_correction(reference, backend):
     out = corrected_call("reference" if reference else backend, ("corrections",))
     token, row, stale = (metrics.compute() for metrics in out.corrections)
     assert [seen["tokens"] for seen in (token, row, stale)] == [5.0] * 3
@@ -214,20 +214,20 @@ def test_what_each_correction_saw(reference, backend):
 
 
 @pytest.mark.parametrize("given", [{}, {"token_weight": torch.tensor([1.0, 0.0, 3.0, math.nan, 0.5, 1.0])}])
-def test_asking_what_corrections_saw_changes_no_bit(given, backend):
+def test_metrics_of_corrections_change_no_bit(given, backend):
     given = {name: tensor.to(testing.device_of(backend)) for name, tensor in given.items()}
     asked, plain = (corrected_call(backend, report, **given) for report in (("corrections",), ()))
     assert asked.loss.equal(plain.loss) and asked.metrics.vector.equal(plain.metrics.vector)
     assert plain.corrections == ()
 
 
-def test_a_correction_without_its_channel_saw_nothing(backend):
+def test_a_correction_without_its_channel_has_empty_metrics(backend):
     token, row, stale = corrected_call(backend, ("corrections",), rollout_logp=None).corrections
     assert token.vector.equal(empty_metrics(token.vector.device)) and row["tokens"] == 0.0
     assert stale["tokens"] == 5.0
 
 
-def test_who_has_no_corrections_is_told():
+def test_metrics_of_corrections_need_a_gate_with_corrections():
     batch = hpo.PackedBatch.from_lengths([1])
     with pytest.raises(ValueError, match=r"report: 'corrections' is for a gate with corrections, got 'ppo_clip'"):
         hpo.policy_loss(torch.zeros(1), None, torch.ones(1), batch, report=("corrections",))

@@ -1,4 +1,4 @@
-"""Micro-batches tear nothing that belongs together, and say where their rows, steps and tokens come from."""
+"""Micro-batches split no unit that must stay whole, and have the indices of their rows, steps and tokens."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_negative_ids_belong_together_with_no_other_row():
     batch = PackedBatch.from_lengths([1] * 4, group_ids=torch.tensor([-1, -1, 2, -1]))
     assert parts_of(batch, 1) == [[0], [1], [2], [3]]
     of_one = batch.replace(trajectory_ids=torch.tensor([3, 3, 1, 2]))
-    assert parts_of(of_one, 1) == [[0, 1], [2], [3]]  # whose trajectory stays whole
+    assert parts_of(of_one, 1) == [[0, 1], [2], [3]]  # the trajectory of each row stays whole
     assert parts_of(PackedBatch.from_lengths([1] * 2, trajectory_ids=torch.tensor([-4, -4])), 1) == [[0, 1]]
 
 
@@ -57,7 +57,7 @@ def test_levels_that_do_not_nest_are_kept_whole_each():
 
 
 @pytest.mark.parametrize("level", ["trajectory", "group", "domain"])
-def test_what_is_scattered_is_refused_by_name(level):
+def test_a_scattered_unit_is_refused_by_name(level):
     batch = PackedBatch.from_lengths([1, 1, 1], **{f"{level}_ids": torch.tensor([6, 0, 6])})
     fix = rf"sort them first, batch.select\(batch.{level}_ids.argsort\(stable=True\)\)"
     with pytest.raises(ValueError, match=rf"{level}_ids: the rows of {level} 6 are not consecutive, .*; {fix}"):
@@ -66,19 +66,19 @@ def test_what_is_scattered_is_refused_by_name(level):
     assert parts_of(ordered, 1) == [[0], [1, 2]] and tokens.tolist() == [1, 0, 2]
 
 
-def test_a_scattered_group_may_be_torn_if_it_is_said():
+def test_a_scattered_group_may_be_split_on_request():
     batch = PackedBatch.from_lengths([1, 1, 1], group_ids=torch.tensor([6, 0, 6]))
     assert parts_of(batch, 1, "trajectory") == [[0], [1], [2]]
 
 
-def test_what_is_refused():
+def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match=r"whole: expected one of \('trajectory', 'group', 'domain'\), got 'row'"):
         parts_of(make(), 3, "row")
     with pytest.raises(ValueError, match="group_ids: whole='group' needs them in the batch"):
         parts_of(make("trajectory"), 3, "group")
 
 
-def test_parts_say_where_rows_steps_and_tokens_come_from():
+def test_parts_have_the_indices_of_rows_steps_and_tokens():
     batch = make("group", steps=torch.tensor([[0, 1], [2, 3], [3, 3], [3, 4], [4, 6], [8, 10]]))
     first, second, third = batch.micro_batches(3)
     assert (first.steps.tolist(), second.steps.tolist(), third.steps.tolist()) == ([0, 1, 3, 4], [5], [])
@@ -101,7 +101,7 @@ def test_advantages_of_steps_are_sliced():
 
 
 def test_a_gate_on_groups_has_the_gradient_of_the_whole_batch():
-    """Torn groups have other means: with ``whole="trajectory"`` the gradient differs by half of its largest element."""
+    """Split groups have other means: with ``whole="trajectory"`` the gradient differs by half its largest element."""
     torch.manual_seed(0)
     levels = (Level(Tanh(0.05)), Level(Tanh(0.03), unit=Unit.GROUP))
     gate = RatioGate("group", LogClip((-0.2, -0.2), (0.2, 0.2)), levels)

@@ -166,7 +166,7 @@ MUTANTS = {
     "cpu: a bracket that missed goes unnoticed": Mutant(
         "cpu", "cpu/entropy_selection.cpp",
         "index < below || index >= below + kept", "false",
-        "test_entropy_selection.test_sample_that_misleads", {"planted": 0.5},
+        "test_entropy_selection.test_misleading_sample", {"planted": 0.5},
     ),
     "cpu: what was marked before the threshold was known stays": Mutant(
         "cpu", "cpu/entropy_selection.cpp",
@@ -336,7 +336,7 @@ MUTANTS = {
         "cpu", "cpu/segments.cpp",
         "following = double(args.values[unit]) + double(args.gains[unit]) * following;",
         "static double kept = 0.0; following = kept = double(args.values[unit]) + double(args.gains[unit]) * kept;",
-        "test_segments.test_a_row_scans_alone", {},
+        "test_segments.test_the_scan_of_a_row_does_not_depend_on_its_position", {},
     ),
     "triton: window crosses the border": Mutant(
         "triton", "entropy.py",
@@ -362,7 +362,7 @@ MUTANTS = {
     "triton: masked rewards enter the statistics": Mutant(
         "triton", "groups.py",
         "counted &= tl.load(given.mask + unit, mask=exists, other=False)", "counted &= exists",
-        "test_advantages.test_masks_of_statistics_and_of_receivers_are_two", {},
+        "test_advantages.test_mask_and_apply_mask_are_independent", {},
     ),
     "triton: the greatest logit is summed": Mutant(
         "triton", "logprobs.py",

@@ -1,4 +1,4 @@
-"""How the ops sit in torch: autograd, transforms, compilation, operators; what is saved, counted and called."""
+"""The ops in torch: autograd, transforms, compilation and operators; saved tensors, compilations and calls."""
 
 import itertools
 import multiprocessing
@@ -45,7 +45,7 @@ class Inputs(NamedTuple):
 
 
 def inputs(rows=6, length=7, backend="cpu", **ids):
-    """On the device of the backend."""
+    """Random inputs on the device of the backend."""
     generator, device = torch.Generator().manual_seed(rows * 1000 + length), testing.device_of(backend)
 
     def normal(*shape):
@@ -64,7 +64,7 @@ def gradient(loss_of, given):
 
 
 class Log(TorchDispatchMode):
-    """Every operator that runs."""
+    """Records every operator that runs."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ def test_upstream_gradient_of_stride_zero():
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])
 def test_a_gradient_has_no_graph_unless_one_is_asked_for(factor):
-    """Also where the saved tensor itself is handed on, which the incoming 1 allows."""
+    """This also holds if the saved tensor itself is returned, as for an incoming gradient of 1."""
     given = inputs()
     leaf = given.leaf()
     (grad,) = torch.autograd.grad(given.loss(leaf) * factor, leaf)
@@ -120,7 +120,7 @@ def test_a_gradient_has_no_graph_unless_one_is_asked_for(factor):
 
 
 def test_the_reference_without_autograd_in_inference_mode():
-    """Its backward saves what it was given, which tensors of inference mode refuse."""
+    """Its backward would save inputs, but autograd cannot save inference tensors."""
     given = inputs()
     expected = hpo.policy_loss_and_grad(*given[:3], given.batch, backend="reference").grad
     with torch.inference_mode():
@@ -138,7 +138,7 @@ def test_backward_twice():
     once = leaf.grad.clone()
     loss.backward(retain_graph=True)
     assert torch.equal(leaf.grad, 2 * once)
-    leaf.grad.zero_()  # what was saved for another backward is not what the caller may write to
+    leaf.grad.zero_()  # the caller must not write to a tensor that is saved for another backward
     (again,) = torch.autograd.grad(loss, leaf)
     assert torch.equal(again, once)
     with pytest.raises(RuntimeError, match="second time"):
@@ -204,7 +204,7 @@ def test_checkpointing():
 
 
 def test_hooks_and_accumulation():
-    """What DDP and FSDP do: hooks on gradients, several losses on one parameter."""
+    """DDP and FSDP use hooks on gradients, and several losses on one parameter."""
     given, seen = inputs(), []
     parameter = torch.nn.Parameter(given.logp.clone())
     parameter.register_hook(lambda grad: seen.append("hook"))
@@ -216,7 +216,7 @@ def test_hooks_and_accumulation():
 
 
 def test_loss_may_be_changed_in_place():
-    """As verl does to add its own terms."""
+    """verl adds its own terms in place."""
     given = inputs()
     leaf = given.leaf()
     loss = given.loss(leaf)
@@ -226,7 +226,7 @@ def test_loss_may_be_changed_in_place():
 
 
 @pytest.mark.parametrize("nothing", ["valid", "selected", "tokens", "rows"])
-def test_nothing_gives_a_connected_zero(nothing, backend):
+def test_a_loss_of_no_tokens_is_a_connected_zero(nothing, backend):
     given = inputs(backend=backend)
     keywords = {}
     if nothing == "valid":
@@ -295,7 +295,7 @@ def test_second_derivative_is_refused_in_a_transform():
 
 
 def test_second_derivative_is_refused_when_compiled():
-    """In ours or, where torch itself has compiled the backward, in torch's words."""
+    """The message is ours or, if torch itself has compiled the backward, torch's."""
     given = inputs()
     for compiler, words in (("eager", "second derivatives are not supported"), ("aot_eager", "double backward")):
         compiled = torch.compile(lambda logp: given.loss(logp), fullgraph=True, backend=compiler)
@@ -351,7 +351,7 @@ FORWARD_MODE = "forward-mode derivatives .* are not supported"
 
 
 def test_forward_mode_is_refused_by_name():
-    """A tangent that comes in would be lost: of logp, and of constants as a gradient is."""
+    """An incoming tangent would be lost, of logp and, like a gradient, of constants."""
     given = inputs()
     for transform in (torch.func.jacfwd(given.loss), lambda logp: torch.func.jvp(given.loss, (logp,), (logp,))):
         with pytest.raises(RuntimeError, match="vmap" if transform.__name__ == "wrapper_fn" else FORWARD_MODE):
@@ -372,14 +372,14 @@ def test_the_reference_has_forward_mode():
     torch.testing.assert_close(tangent, (gradient(given.loss, given) * given.old_logp).sum())
 
 
-def test_transforms_inside_of_what_is_compiled_are_refused_by_name():
+def test_transforms_inside_compiled_code_are_refused_by_name():
     given = inputs()
     compiled = torch.compile(torch.func.grad_and_value(given.loss), fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="take the transform out of the compiled function, or call"):
         compiled(given.logp)
 
 
-def test_the_gradient_inside_of_what_is_compiled():
+def test_the_gradient_inside_compiled_code():
     given = inputs()
 
     def both(logp):
@@ -392,8 +392,8 @@ def test_the_gradient_inside_of_what_is_compiled():
 
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler")
 @pytest.mark.long  # nine seconds of Dynamo in a process of its own
-def test_a_graph_break_in_front_of_the_first_call_leaves_backends_whole():
-    """Dynamo goes on tracing behind a break, and keeps an empty copy of a backend that it sees being made."""
+def test_a_graph_break_before_the_first_call_leaves_backends_intact():
+    """Dynamo continues to trace after a break, and would keep an empty copy of a backend made during the trace."""
     program = """
 import torch, hpo_core as hpo
 batch, zeros = hpo.PackedBatch.from_lengths([3, 2]), torch.zeros(5)
@@ -405,7 +405,7 @@ assert value == -1 and grad.tolist() == hpo.policy_loss_and_grad(zeros, zeros, t
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_watchers_see_the_operators():
+def test_dispatch_modes_see_the_operators():
     plain, given = gradient(inputs().loss, inputs()), inputs()
     with Log() as log:
         window = hpo.entropy.ares(2, "0.5")
@@ -503,7 +503,7 @@ def test_single_call_compiled_by_inductor():
 
 
 def test_one_batch_compiled_again_and_again():
-    """What a batch caches costs at most one more compilation."""
+    """The cache of a batch costs at most one more compilation."""
     torch.compiler.reset()
     given = inputs()
     counter = dynamo.CompileCounterWithBackend("eager")
@@ -568,7 +568,7 @@ def operator_arguments(gate, requires_grad):
 def test_opcheck_policy_loss(gate):
     for want_grad, want_tokens in ((True, True), (False, False)):
         torch.library.opcheck(OPERATORS.policy_loss, (*operator_arguments(gate, False), want_grad, want_tokens))
-    # The last of opcheck's tests differentiates every output, dL/dlogp too, which is refused: see test_compiled.
+    # The last of opcheck's tests differentiates every output, but dL/dlogp refuses it: see test_compiled.
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
     arguments = (*operator_arguments(gate, True), True, True)
     torch.library.opcheck(OPERATORS.policy_loss, arguments, test_utils=utilities)
@@ -592,7 +592,7 @@ def test_opcheck_the_others():
 
 
 def test_specs_survive_the_operator():
-    """Those of every gate, with and without a penalty."""
+    """The specs are those of every gate, with and without a penalty."""
     penalties = (None, hpo.kl.k1(0.1, "importance"), hpo.kl.k3(0.2, "straight_through"))
     for gate, kl, strict in itertools.product(CATALOGUE.values(), penalties, (False, True)):
         spec = gate.spec(kl, strict)
@@ -604,7 +604,7 @@ def test_specs_survive_the_operator():
 
 
 def test_calls_into_python_and_torch():
-    """What an eager call costs besides the kernel goes with the calls it makes; a clock would measure the machine."""
+    """The cost of an eager call besides the kernel is proportional to its calls; a clock would measure the machine."""
     given = inputs()
     leaf, weights = given.leaf(), hpo.aggregation.token_mean(given.batch)
     given.loss(leaf, weights=weights).backward()
@@ -630,7 +630,7 @@ def _loss_in_child(given, results):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*")
 def test_a_forked_worker_does_not_hang():
-    """OpenMP's threads are gone in the child; enough tokens that the parent has used them."""
+    """The child has none of OpenMP's threads, which the parent has used for this many tokens."""
     torch.set_num_threads(2)
     given = inputs(rows=8, length=16384)
     expected = given.loss(given.logp).item()

@@ -1,4 +1,4 @@
-"""What is built, what is installed, and what must never be: kernels/ as a package, stale libraries, test extensions."""
+"""The build and the installation: no package named kernels, no stale libraries, no test extensions for users."""
 
 import fcntl
 import importlib.util
@@ -45,7 +45,7 @@ def test_repository_never_shadows_the_other_kernels():
 
 
 def from_the_root(program, *path):
-    """What a program prints that is started in the repository: that folder is then first on its path."""
+    """The output of a program started in the repository, whose folder is then first on its path."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -64,7 +64,7 @@ def test_transformers_works_from_the_repository_root():
     assert from_the_root(program) == "qwen2"
 
 
-def test_nobody_imports_the_triton_code_by_its_folder():
+def test_no_module_imports_the_triton_code_by_its_folder():
     folders = ("hpo_core", "kernels", "tests", "bench", "examples")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path != Path(__file__)]
     names = ("import kernels", "from kernels")
@@ -152,7 +152,7 @@ while [ "$1" != -o ]; do shift; done
 
 
 def without_settings():
-    """The environment, less what chooses how hpo_core is built and what an outer make hands down."""
+    """The environment without variables that choose how hpo_core is built or that an outer make passes down."""
     ours = re.compile("HPO_CORE_|CUDA|CXX|MAKE|MFLAGS|(PYTHON|VENV|TORCH|TRITON|TRL|PEERS|TOOLS|V)$")
     return {name: value for name, value in os.environ.items() if not ours.match(name)}
 
@@ -163,7 +163,7 @@ def build_in_place(tree, **variables):
 
 
 def build_info(tree):
-    """What _build_info.json says of the extensions, after a look at what there is."""
+    """The entries of _build_info.json, checked against the libraries in the tree."""
     info = json.loads((tree / "hpo_core/_build_info.json").read_text())["extensions"]
     libraries = {path.name for path in (tree / "hpo_core").glob(f"*{SUFFIX}")}
     assert libraries == {f"{name}{SUFFIX}" for name in built(info)}
@@ -171,7 +171,7 @@ def build_info(tree):
 
 
 def build(tree, **variables):
-    """Builds in place; the finished process and, if it succeeded, what _build_info.json says."""
+    """Builds in place; returns the finished process and, if it succeeded, the entries of _build_info.json."""
     done = build_in_place(tree, **variables)
     return done, build_info(tree) if done.returncode == 0 else {}
 
@@ -196,10 +196,10 @@ def test_an_outdated_library_of_an_earlier_build_does_not_survive(tree):
 
 
 @linux_only
-def test_an_up_to_date_library_stays_where_a_build_in_place_does_not_ask_for_it(tree):
+def test_a_build_in_place_keeps_an_up_to_date_library_that_it_does_not_build(tree):
     toolkit = {"CUDA_HOME": str(tree / "toolkit")}
     build(tree, HPO_CORE_EMULATED="1", **toolkit)
-    (tree / "csrc/cpu/gates.cpp").touch()  # is newer now than the others, which are not linked again
+    (tree / "csrc/cpu/gates.cpp").touch()  # this source is now newer than the libraries that the build does not link
     _, everything = build(tree, HPO_CORE_EMULATED="1", **toolkit)
     _, less = build(tree, HPO_CORE_CUDA="0")
     assert built(less) == built(everything) == {"_cpu", "_cuda", "_cuda_emulated"}
@@ -222,7 +222,7 @@ def test_a_build_waits_for_another_in_the_same_checkout(tree):
 
 
 @linux_only
-def test_a_rebuild_compiles_what_changed(tree):
+def test_a_rebuild_compiles_changed_files_only(tree):
     build(tree, HPO_CORE_CUDA="0")
     unchanged, _ = build(tree, HPO_CORE_CUDA="0")
     assert "no work to do" in unchanged.stdout
@@ -233,7 +233,7 @@ def test_a_rebuild_compiles_what_changed(tree):
 
 @linux_only
 def test_only_baseline_code_can_serve_other_objects(tree):
-    """Of `twice`, which every object may define, the library must hold the copy that runs on any machine."""
+    """Every object may define `twice`; the library must hold the copy that runs on any machine."""
     build(tree, HPO_CORE_CUDA="0")
     [manifest] = tree.glob("build/native/*/build.ninja")
     [link] = [line for line in manifest.read_text().splitlines() if f"_cpu{SUFFIX}: link" in line]
@@ -245,7 +245,7 @@ def test_only_baseline_code_can_serve_other_objects(tree):
 @pytest.mark.parametrize(
     ("asked", "archs", "targets"),
     [
-        (None, ["80", "90+ptx"], ["code=sm_80", "code=sm_90", "code=compute_90"]),  # of ours, all that this nvcc knows
+        (None, ["80", "90+ptx"], ["code=sm_80", "code=sm_90", "code=compute_90"]),  # the defaults that this nvcc knows
         ("120", ["120"], ["code=sm_120"]),
         ("80, 100+ptx", ["80", "100+ptx"], ["code=sm_80", "code=sm_100", "code=compute_100"]),
     ],
@@ -267,14 +267,14 @@ def test_a_new_nvcc_compiles_for_every_architecture(tree):
 
 
 @linux_only
-def test_without_a_compiler_the_install_succeeds_and_says_why(tree):
+def test_without_a_compiler_the_install_succeeds_and_records_the_reason(tree):
     _, info = build(tree, PATH="")
     assert {facts["reason"] for facts in info.values()} == {NO_COMPILER}
 
 
 @linux_only
-def test_what_is_installed_without_a_compiler_works(tmp_path):
-    """As pip installs it, from another folder: a loss and its gradient, one warning, and the report."""
+def test_an_installation_without_a_compiler_works(tmp_path):
+    """An installation by pip gives a loss and its gradient from another folder, with one warning, and the report."""
     source, site = tmp_path / "source", tmp_path / "site"
     for folder in ("hpo_core", "kernels", "csrc"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -290,7 +290,7 @@ def test_what_is_installed_without_a_compiler_works(tmp_path):
 
     run("-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-compile", "--target", site, source)
     assert not list(site.rglob(f"*{SUFFIX}"))
-    # Without what site does: an editable install beside this one would lend its extensions.
+    # Without the module site: an editable install beside this one would lend its extensions.
     path = os.pathsep.join([str(site), *filter(None, sys.path)])
     done = run("-S", "-c", USE, PYTHONPATH=path)
     assert done.stdout.split() == [str(site / "hpo_core/__init__.py"), "-0.25", "-0.25", "-0.25", "-0.25", "0.25"]
@@ -301,8 +301,8 @@ def test_what_is_installed_without_a_compiler_works(tmp_path):
 
 
 @linux_only
-def test_on_another_system_the_install_succeeds_and_says_why(tree):
-    """As on Windows, which has no fcntl and no fork."""
+def test_on_another_system_the_install_succeeds_and_records_the_reason(tree):
+    """The simulated system is Windows, which has no fcntl and no fork."""
     program = (
         "import os, runpy, sys; import setuptools.command.build_ext\n"
         "sys.modules['fcntl'], sys.platform = None, 'win32'; del os.register_at_fork\n"
@@ -321,7 +321,7 @@ def test_on_another_system_the_install_succeeds_and_says_why(tree):
         ({"HPO_CORE_CUDA": "1", "CUDA_HOME": ""}, "HPO_CORE_CUDA=1 asks for the CUDA extension, but there is no nvcc"),
     ],
 )
-def test_what_was_asked_for_and_is_missing_is_an_error(tree, variables, sentence):
+def test_a_requested_tool_that_is_missing_is_an_error(tree, variables, sentence):
     done, _ = build(tree, **variables)
     assert done.returncode != 0
     assert sentence in done.stderr
@@ -336,7 +336,7 @@ def test_a_source_that_does_not_compile_is_an_error(tree):
 
 
 @linux_only
-def test_a_sanitizer_build_keeps_out_of_the_other(tree):
+def test_a_sanitizer_build_has_a_folder_of_its_own(tree):
     build(tree, HPO_CORE_CUDA="0")
     build(tree, HPO_CORE_CUDA="0", HPO_CORE_SANITIZE="undefined")
     unchanged, _ = build(tree, HPO_CORE_CUDA="0")
@@ -349,7 +349,7 @@ def test_a_sanitizer_build_keeps_out_of_the_other(tree):
 
 
 def make(folder, *arguments, **variables):
-    """What make prints, its errors included."""
+    """The output of make, with its errors."""
     path = os.pathsep.join([str(folder / "toolkit/bin"), os.environ["PATH"]])
     environment = without_settings() | {"PATH": path} | variables
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -395,13 +395,13 @@ def test_help_lists_every_target():
 
 @linux_only
 @needs_make
-def test_the_demo_sets_up_what_it_uses_and_leaves_what_tests_use(checkout):
+def test_the_demo_sets_up_its_packages_and_keeps_those_of_the_tests(checkout):
     planned = make(checkout, "--dry-run", "demo")
     assert "setup.py" in planned and "nvcc" not in planned and "_cuda_emulated" not in planned
 
     assert make(checkout, "demo").endswith("the demo runs\n")
     assert built(build_info(checkout)) == {"_cpu"}
-    assert not (checkout / "calls").exists()  # of nvcc
+    assert not (checkout / "calls").exists()  # nvcc was not called
     installed = (checkout / "pip-calls").read_text()
     assert "torch==" in installed and "trl==" in installed and "matplotlib" in installed
     assert not [name for name in ("triton", "verl", "liger", "mypy", "ruff", "testing") if name in installed]
@@ -420,7 +420,7 @@ def test_the_demo_sets_up_what_it_uses_and_leaves_what_tests_use(checkout):
 
 @linux_only
 @needs_make
-def test_what_tests_use_is_resolved_at_once(checkout):
+def test_packages_of_the_tests_are_resolved_at_once(checkout):
     make(checkout, "setup")
     _, everything = (checkout / "pip-calls").read_text().splitlines()  # the first builds the extensions
     names = ("torch==", "triton", "trl==", "verl", "liger", "mypy", "ruff", "clang-format", ".[testing,bench]")
@@ -439,7 +439,7 @@ def test_what_tests_use_is_resolved_at_once(checkout):
         ("demo", False, {"HPO_CORE_EMULATED": "1"}, {"_cpu", "_cuda_emulated"}),
     ],
 )
-def test_nvcc_runs_for_a_gpu_or_where_it_is_asked_for(checkout, target, gpu, settings, extensions):
+def test_nvcc_runs_for_a_gpu_or_on_request(checkout, target, gpu, settings, extensions):
     if gpu:
         (checkout / "toolkit/bin/nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: one'\n")
     make(checkout, target, **settings)
@@ -448,7 +448,7 @@ def test_nvcc_runs_for_a_gpu_or_where_it_is_asked_for(checkout, target, gpu, set
 
 @linux_only
 @needs_make
-def test_another_torch_is_installed_where_one_is_asked_for(checkout):
+def test_a_requested_torch_is_installed(checkout):
     calls = checkout / "pip-calls"
     make(checkout, "demo")
     before = calls.read_text()
@@ -463,7 +463,7 @@ def test_another_torch_is_installed_where_one_is_asked_for(checkout):
 
 @linux_only
 @needs_make
-def test_what_failed_is_shown_in_full(checkout):
+def test_the_output_of_a_failed_stage_is_shown_in_full(checkout):
     quiet = make(checkout, "build")
     assert "ninja" not in quiet
     assert "ninja: no work to do" in make(checkout, "build", "V=1")

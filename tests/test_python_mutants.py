@@ -1,6 +1,7 @@
 """Deliberate bugs in the Python around the kernels, each killed by a named test, as those of test_mutants.py are."""
 
 import pytest
+import torch
 from changed import affected
 from mutants import Mutant, assert_killed, killer, module_of_tests, python
 from ranks import on_ranks
@@ -10,6 +11,16 @@ import hpo_core as hpo
 
 def mutant(file, before, after, killer, **arguments):
     return Mutant("python", file, before, after, killer, arguments)
+
+
+class Found:
+    """What ranks find of one computation, made when a test looks at it."""
+
+    def __init__(self, computation):
+        self.computation = computation
+
+    def __getitem__(self, world):
+        return on_ranks(world, getattr(module_of_tests("test_vocabulary_parallel"), self.computation))
 
 
 ONE_STEP = "test_wrong_arguments.test_some_steps_of_the_walk_in_this_process"
@@ -148,12 +159,44 @@ MUTANTS = {
     "top-p ends before the token that reaches it": mutant(
         "support.py",
         "weights.cumsum(-1) - weights < top_p", "weights.cumsum(-1) < top_p",
-        "test_support.test_what_is_left_is_what_a_loop_leaves", rows="no two alike", settings={"top_p": 0.9},
+        "test_support.test_the_support_is_that_of_a_naive_loop", rows="no two alike", settings={"top_p": 0.9},
     ),
     "an id that is returned twice counts twice": mutant(
         "support.py",
         "ids[..., 1:] != ids[..., :-1], (1, 0)", "ids[..., 1:] >= ids[..., :-1], (1, 0)",
         "test_support.test_log_probabilities_over_given_ids", backend="cpu",
+    ),
+    "the last chunk of rows has all of the head's gradient": mutant(
+        "ops/linear_logprobs.py",
+        "sums, adds=at > 0)", "sums, adds=False)",
+        "test_linear_logprobs.test_error_against_float64", variant="plain", dtype=torch.float32, backend="cpu",
+    ),
+    "a softcap has the slope 1": mutant(
+        "ops/linear_logprobs.py",
+        "square_(), value=-1.0)", "square_(), value=0.0)",
+        "test_linear_logprobs.test_error_against_float64", variant="softcap", dtype=torch.float32, backend="cpu",
+    ),
+    "ignored rows take part in products": mutant(
+        "ops/linear_logprobs.py",
+        "counting.nonzero()[:, 0] if _is_readable(hidden) else everywhere", "everywhere",
+        "test_linear_logprobs.test_ignored_rows_are_not_read", dtype=torch.float32, backend="cpu",
+    ),
+    "hidden states have the gradient of one shard": mutant(
+        "ops/linear_logprobs.py",
+        "torch.distributed.all_reduce(whole, group=group)", "pass",
+        "test_vocabulary_parallel.test_a_head_that_ranks_share",
+        found=Found("compute_a_head"), world=2, backend="cpu",
+    ),
+    "shards begin as if all were of one size": mutant(
+        "vocabulary_parallel.py",
+        "Shards(tuple(given), sum(given[:rank]), sum(given))", "Shards(tuple(given), rank * columns, sum(given))",
+        "test_vocabulary_parallel.test_a_head_that_ranks_share",
+        found=Found("compute_a_head"), world=2, backend="cpu",
+    ),
+    "a rank's own logits have no gradient": mutant(
+        "vocabulary_parallel.py",
+        "    parts[torch.distributed.get_rank(group)] = own\n", "",
+        "test_vocabulary_parallel.test_the_reference_over_ranks", found=Found("compute_the_reference"), world=2,
     ),
 }  # fmt: skip
 

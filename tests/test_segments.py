@@ -44,7 +44,7 @@ def test_long_rows_and_many_rows(backend, masked):
 @hypothesis.example(offsets=[0], masked=False)
 @hypothesis.example(offsets=[0, 5, 2, 4, 6], masked=True)
 def test_any_offsets(backend, offsets, masked):
-    """Of rows that overlap, a token belongs to the last; a row outside the pack, or backwards, has none."""
+    """A token belongs to the last of overlapping rows; a row outside the pack, or with descending offsets, has none."""
     mask = torch.tensor([True, True, False, True, False, True, True, True]) if masked else None
     cu_seqlens = torch.tensor(offsets, dtype=torch.int64)
     assert torch.equal(counts(backend, mask, cu_seqlens, 8), reference.row_counts(mask, cu_seqlens, 8))
@@ -98,7 +98,7 @@ def test_group_statistics(backend, units, left_out):
     assert torch.allclose(got, expected, rtol=1e-12, atol=1e-9)
 
 
-def test_equal_values_deviate_by_nothing(backend):
+def test_equal_values_have_no_deviation(backend):
     values, ids = torch.full((999,), 0.1), torch.arange(999) % 4
     table = ops.group_statistics(*(each.to(testing.device_of(backend)) for each in (values, ids)), None, None, backend)
     assert not table[3].any() and torch.equal(table[2].cpu(), values.double())
@@ -132,15 +132,15 @@ def test_a_long_recurrence(backend):
 
 @pytest.mark.parametrize("cu_seqlens", [[0, 9], [-3, 2], [3, 1], [0, 2, 5, 4], [5, 5]])
 def test_broken_offsets_are_no_rows(backend, cu_seqlens):
-    """Whatever offsets say, nothing outside is read or written; rows that are ranges stay what they are."""
+    """With any offsets nothing outside is read or written, and valid rows keep their results."""
     given = (torch.arange(4.0), torch.ones(4), torch.tensor(cu_seqlens))
     expected = ops.recurrence(*given, "reference")
     got = ops.recurrence(*(each.to(testing.device_of(backend)) for each in given), backend)
     assert torch.equal(got.cpu(), expected)
 
 
-def test_a_row_scans_alone(backend):
-    """The bits of a row do not depend on where it lies."""
+def test_the_scan_of_a_row_does_not_depend_on_its_position(backend):
+    """The bits of a row are the same at any position in the pack."""
     draw = torch.Generator().manual_seed(0)
     values, gains = torch.randn(100, generator=draw), torch.rand(100, generator=draw)
     device = testing.device_of(backend)
@@ -156,7 +156,7 @@ def test_opcheck():
 
 
 def test_ids_of_names():
-    """Those of texts are fixed numbers, the same in every process; integers stay."""
+    """Ids of texts are fixed numbers, the same in every process; integers stay."""
     names = ["door closed", b"door closed", 7, numpy.int32(-1), numpy.zeros(2).tobytes()]
     first, same, seven, none, other = hpo.segments.ids_of(names).tolist()
     assert (first, same, seven, none) == (8425330602167090695, 8425330602167090695, 7, -1)

@@ -1,7 +1,7 @@
-"""Threshold and mask in one call: to the bit what the order statistic and the selection give one after the other.
+"""Threshold and mask in one call have the bits of an order statistic and a selection one after the other.
 
-The CPU backend does both in one pass where a sample's bracket holds few scores; every way out of that is taken here on
-purpose, on every backend.
+The CPU backend makes both in one pass if a sample's bracket holds few scores; tests reach every exit from that pass, on
+every backend.
 """
 
 import itertools
@@ -24,12 +24,12 @@ QUANTILES = ((4, 5), (0, 5), (5, 5), (1, 2))
 
 
 def assert_selects_top(backend, values, batch=None, quantile=(4, 5), rule=OrderRule.CEIL):
-    """With ties and without; gives the mask with them."""
+    """Checks masks with and without ties of the threshold; returns the one with ties."""
     device = testing.device_of(backend)
     packed = (None, None) if batch is None else (batch.mask, batch.cu_seqlens)
     moved = [None if tensor is None else tensor.to(device) for tensor in (values, *packed)]
     threshold, counts = ops.order_statistic(moved[0], *quantile, rule, backend, *moved[1:])
-    if values.numel() <= 5_000 or batch is None:  # the reference walks through tokens one by one
+    if values.numel() <= 5_000 or batch is None:  # the reference loops over tokens
         expected = reference.order_statistic(values, *quantile, rule, *packed)
         assert same(threshold, expected[0]) and same(counts, expected[1])
     masks = []
@@ -71,7 +71,7 @@ def test_generated_scores(backend, example):
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("value", [0.25, 0.0, -0.0, -3.0, math.inf, -math.inf, math.nan])
 def test_all_equal(backend, value):
-    """More keys in the bracket than there is room for; or none."""
+    """The bracket holds more keys than there is room for, or none."""
     for count in sorted({17, at_most(backend, 20_000), at_most(backend, 300_000)}):
         mask = assert_selects_top(backend, torch.full((count,), value))
         assert mask.all() if math.isfinite(value) else not mask.any()
@@ -88,7 +88,7 @@ def test_ties(backend, levels):
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("planted", [100.0, -100.0, math.inf, -math.inf, math.nan, 0.5])
 def test_bracket_that_misses(backend, planted):
-    """One value at every place that the CPU backend may look at before it decides which scores to keep."""
+    """Every score in the sample of the CPU backend is the same value."""
     count = at_most(backend, 300_000)
     values = uniform(count)
     values[[(i * 0x9E3779B9 % 2**32) * count >> 32 for i in range(2048)]] = planted
@@ -98,7 +98,7 @@ def test_bracket_that_misses(backend, planted):
 
 @pytest.mark.usefixtures("at_length")
 def test_sorted_scores(backend):
-    """All that is in the bracket lies in one worker's part."""
+    """All keys in the bracket are in one worker's part."""
     values = uniform(at_most(backend, 300_000)).sort().values
     assert_selects_top(backend, values)
     assert_selects_top(backend, values.flip(0))
@@ -113,7 +113,7 @@ def test_misaligned_scores(backend):
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_scores_that_are_not_finite(backend, broken):
-    """One in a while, and many: infinite scores stand above every threshold, NaN above none."""
+    """Few and many of them: infinity is above every threshold, NaN above none."""
     values = uniform(at_most(backend, 60_000))
     for step in (7, 9001):
         values[::step] = broken
@@ -125,7 +125,7 @@ def test_scores_that_are_not_finite(backend, broken):
 @pytest.mark.parametrize("masked", ["none", "some", "row"])
 @pytest.mark.parametrize("tokens", [18, 21_000])
 def test_tokens(backend, tokens, masked):
-    """Rows longer and shorter than what is looked at together, tokens behind the last, and broken ones among them."""
+    """Rows are longer and shorter than a part of the pass; tokens follow the last row, and some values are broken."""
     many = at_most(backend, tokens) // 7
     layout = Layout((3, 3 * many, 0, 4 * many, 1, many * 2 // 3), 5, masked, seed=3)
     values, batch = testing.random_window(layout=layout).values, layout.batch()
@@ -154,7 +154,7 @@ def test_broken_offsets(backend, percents):
 
 @pytest.mark.usefixtures("at_length")
 def test_many_rows_and_many_tokens(backend):
-    """Against fit and apply alone, since the reference would take minutes."""
+    """The comparison is with fit and apply only, because the reference would take minutes."""
     rows = at_most(backend, 300_000) // 1000
     batch = hpo.PackedBatch(torch.arange(rows + 1) * 1000)
     assert int(assert_selects_top(backend, uniform(rows * 1000), batch).sum()) == 1 + (rows * 1000 - 1) // 5

@@ -1,4 +1,4 @@
-"""The support of a sampler: which tokens top-k, top-p and min-p leave, and log-probabilities over them alone."""
+"""The support of a sampler: the tokens that top-k, top-p and min-p leave, and log-probabilities over them alone."""
 
 import math
 
@@ -39,7 +39,7 @@ ROWS = {
 
 
 def kept_by_hand(row, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """The tokens that are left, one setting after the other; equal logits go together."""
+    """The tokens that the settings leave, one after the other; equal logits stay together."""
     top = max(row)
     weight = [math.exp((x - top) / temperature) for x in row]
     kept = [at for at in range(len(row)) if weight[at] >= min_p and row[at] > -math.inf]
@@ -55,7 +55,7 @@ def kept_by_hand(row, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
-def test_what_is_left_is_what_a_loop_leaves(rows, settings):
+def test_the_support_is_that_of_a_naive_loop(rows, settings):
     logits = ROWS[rows]
     for temperature in (0.7, 1.5):
         floor = hpo.support_floor(logits, temperature, **settings)
@@ -67,7 +67,7 @@ def test_what_is_left_is_what_a_loop_leaves(rows, settings):
 
 
 def test_settings_for_each_row():
-    """One of each kind, off in some rows; and the same, looked at a row at a time."""
+    """Settings per row, off in some rows, leave the same tokens as one row at a time."""
     logits = ROWS["ties"]
     temperature = torch.tensor([0.5, 1.0, 0.7, 2.0, 1.5, 1.0])
     top_k, top_p = torch.tensor([3, -1, 0, 39, 50, 9]), torch.tensor([0.5, 0.75, 1.0, 0.25, 1.0, 0.875])
@@ -86,7 +86,7 @@ def test_settings_for_each_row():
 
 @pytest.mark.parametrize("few", [1, 4, 39])
 @pytest.mark.parametrize("rows", ROWS)
-def test_supports_that_lie_among_the_greatest_logits_or_do_not(rows, few, monkeypatch):
+def test_supports_within_and_beyond_the_greatest_logits(rows, few, monkeypatch):
     each = {"top_k": torch.tensor([3, -1, 0, 39, 50, 2]), "top_p": torch.tensor([0.5, 0.75, 1.0, 0.25, 1.0, 0.875])}
     settings = [*SETTINGS, each, {**each, "min_p": 0.1}, {"top_k": each["top_k"]}]
     expected = [hpo.support_floor(ROWS[rows], 0.7, **given) for given in settings]
@@ -107,7 +107,7 @@ def test_layouts_and_chunks(monkeypatch):
     assert hpo.support_floor(logits[:, :0], top_k=2).shape == (3, 0)
 
 
-def test_nothing_asked_is_everything():
+def test_without_settings_every_token_is_left():
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0}, {"top_k": -1}, {"top_k": torch.tensor([0, -1])}, {}
     for settings in off:
         assert (normal(2, 9) >= hpo.support_floor(normal(2, 9), **settings)[:, None]).all()
@@ -126,7 +126,7 @@ def test_an_undefined_row_has_no_floor(settings):
 
 
 def over(logits, kept, targets, temperature):
-    """logp and entropy of ``log_softmax`` over what is kept, in float64."""
+    """logp and entropy of ``log_softmax`` over the kept tokens, in float64."""
     logps = (logits.double() / temperature).masked_fill(~kept, -math.inf).log_softmax(-1)
     entropy = -(logps.exp() * logps.masked_fill(logps.isinf(), 0.0)).sum(-1)
     return logps.gather(-1, targets[..., None]).squeeze(-1), entropy
@@ -134,7 +134,7 @@ def over(logits, kept, targets, temperature):
 
 @each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_log_probabilities_over_what_is_left(dtype, backend):
+def test_log_probabilities_over_the_support(dtype, backend):
     logits, targets = normal(2, 4, 300).to(dtype), integers(300, 2, 4)
     targets[0] = logits[0].argmax(-1)
     targets[1, 0] = IGNORED
@@ -155,11 +155,11 @@ def test_log_probabilities_over_what_is_left(dtype, backend):
 
 @each_backend
 def test_log_probabilities_over_given_ids(backend):
-    """In any order and as often as a sampler returns them, with and without the target, behind padding of -1."""
+    """Ids are in any order, repeated, with and without the target, and after padding of -1."""
     logits, targets = normal(5, 300), torch.tensor([7, 299, 4, IGNORED, 0])
     ids = torch.tensor([[7, 3, 7, 299, -1], [299, 298, 0, 1, 2], [5, -1, -1, -1, 6], [0, 1, 2, 3, 4], [0, 9, 9, 9, 8]])
     kept = torch.zeros(5, 301, dtype=torch.bool).scatter(1, ids % 301, True)[:, :300]
-    leaf = logits.masked_fill(~kept, math.nan).requires_grad_()  # nothing else is read
+    leaf = logits.masked_fill(~kept, math.nan).requires_grad_()  # other logits are not read
     logp, entropy = hpo.token_logprobs(leaf, targets, 1.3, support_ids=ids, backend=backend)
     read = targets != IGNORED
     expected = over(logits, kept, targets.clamp(min=0), 1.3)
@@ -213,7 +213,7 @@ def test_compiled_without_a_break():
     assert torch.allclose(one.grad, other.grad, 1e-6, 1e-7) and other.grad.any()
 
 
-def test_wrong_settings_that_nobody_could_read_have_no_floor():
+def test_wrong_settings_that_are_not_read_make_the_floor_nan():
     logits = normal(4, 9)
     good = {"temperature": torch.ones(4), "top_k": torch.full((4,), 3), "top_p": torch.ones(4), "min_p": torch.zeros(4)}
     for name, value in {"temperature": 0.0, "top_k": -2, "top_p": 1.5, "min_p": math.nan}.items():

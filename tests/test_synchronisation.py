@@ -19,7 +19,7 @@ GATES = {
 
 
 def test_meta_tensors_raise_where_a_value_is_read():
-    """What the tests below rely on."""
+    """The tests below rely on it."""
     empty = Device()(3)
     for read in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.nonzero, bool):
         with pytest.raises((RuntimeError, NotImplementedError)):
@@ -114,7 +114,7 @@ def test_kernels_of_the_single_call(gate):
 
 
 def test_single_call_on_fake_cuda_tensors():
-    """The same for a device that is not there, the way a compiler traces it.
+    """The same for a simulated CUDA device, traced as by a compiler.
 
     Without autograd: torch builds for CPUs abort when a tensor of a CUDA device, fake or not, requires a gradient.
     """
@@ -136,7 +136,7 @@ def test_single_call_on_fake_cuda_tensors():
 
 
 class Dataless(Given):
-    """A drawn batch of estimators, of which nothing but shapes and dtypes is there."""
+    """A drawn batch for estimators, with shapes and dtypes but no data."""
 
     def __init__(self, units):
         def tensor(array):
@@ -183,7 +183,7 @@ def test_no_estimator_of_tokens_and_no_selection_synchronises():
     "name", ["grpo", "rloo", "dvao", "m_grpo", "stratified", "treepo", "peco", "opo", "maxrl", "lite_ppo", "flow_grpo"]
 )
 def test_estimators_inside_groups_are_one_kernel(name):
-    """Of ours; the kernels of torch are those that renumber ids and stack what is given."""
+    """One kernel is ours; the kernels of torch renumber ids and stack inputs."""
     units = Dataless(draw(1))
     with OnDevice() as device, NoHostData():
         CASES[name](units)

@@ -1,4 +1,4 @@
-"""check() reports on every promise of right and broken kernels; the budget; the generators; verl and TRL."""
+"""check() on correct and broken kernels, the budget, the generators, and the losses of verl and TRL."""
 
 import functools
 import types
@@ -20,7 +20,7 @@ EXAMPLES = 60
 
 
 def log_ratio(logp, old_logp, valid):
-    """Saturated at +-60, slope kept; 0 where nothing may be read."""
+    """The log-ratio, saturated at +-60 with its slope kept; 0 at tokens that must not be read."""
     old_logp = logp.detach() if old_logp is None else old_logp
     x = torch.where(valid, logp, 0.0) - torch.where(valid, old_logp, 0.0)
     return x.detach().clamp(-60, 60) + (x - x.detach())
@@ -41,16 +41,16 @@ def clip(ratio, bounds, negative):
 
 
 def eager_ppo(logp, old_logp, advantages, batch, *, gate, weights):
-    """PPO in eager PyTorch, as careful as our own."""
+    """PPO in eager PyTorch, as careful as hpo_core."""
     row, valid = rows_and_mask(batch, logp.numel())
     advantage = at_tokens(advantages, row)
     ratio = clip(log_ratio(logp, old_logp, valid).exp(), gate.token, (advantage < 0).long())
     return torch.where(valid, -(at_tokens(weights, row) * advantage) * ratio, 0.0).sum()
 
 
-def test_an_honest_kernel_keeps_every_promise_it_can():
+def test_a_correct_kernel_keeps_every_supported_promise():
     report = testing.check(eager_ppo, examples=EXAMPLES // 2)
-    scores = "ties: a score equal to the threshold is selected (unless strict)"  # it takes no window
+    scores = "ties: a score equal to the threshold is selected (unless strict)"  # the kernel takes no window
     report.raise_for_broken()
     assert report.kept == tuple(name for name in testing.promises() if name != scores)
     assert 0 < report.worst <= 1
@@ -79,12 +79,12 @@ def user_ppo(pessimistic):
 
 
 def test_a_right_and_a_wrong_ppo_differ_in_the_first_line_of_the_table():
-    """With the defaults; what a plain kernel does not take is no fault, and what it breaks beside is said as well."""
+    """An input that a plain kernel does not take is no fault; its other broken promises are in the report as well."""
     right, wrong = testing.check(user_ppo(torch.minimum)), testing.check(user_ppo(torch.maximum))
     assert "  pass           exact  (largest error" in str(right).splitlines()[1]
     assert str(wrong).splitlines()[1] == "  FAIL           exact"
     assert set(wrong.broken) - set(right.broken) == {"exact"}
-    assert set(right.broken) <= {OVERFLOW}  # its ratios do not saturate
+    assert set(right.broken) <= {OVERFLOW}  # the kernel's ratios do not saturate
     assert "old_logp=None, on which the kernel raised TypeError" in right.notes
     assert not wrong.ok and "expected 0.0" in dict(zip(testing.promises(), wrong.verdicts, strict=True))["exact"].detail
     with pytest.raises(AssertionError, match="FAIL exact: the gradient"):
@@ -96,8 +96,8 @@ def test_a_report_without_a_verdict_is_not_ok():
     assert (report.kept, report.broken, report.ok) == ((), (), False)
 
 
-def test_the_example_is_what_the_kernel_received():
-    """Not the clean one that was drawn: the poison stands at the masked token."""
+def test_the_report_shows_the_arguments_that_the_kernel_received():
+    """The report shows the poison at the masked token, not the clean example that was drawn."""
     report = testing.check(masked_read, examples=EXAMPLES, only=["masked is never read"])
     assert "logp = [nan]" in report.verdicts[0].received and "gate" in report.verdicts[0].received
 
@@ -106,7 +106,7 @@ def forward_only(logp, old_logp, advantages, batch, *, gate, weights):
     return eager_ppo(logp.detach(), old_logp, advantages, batch, gate=gate, weights=weights)
 
 
-def test_a_loss_without_a_gradient_is_judged_as_one_if_it_is_said():
+def test_gradient_false_checks_a_loss_without_a_gradient():
     report = testing.check(forward_only, gradient=False, examples=20)
     assert report.ok and {"exact", "masked is never read", MICRO} <= set(report.kept)
     assert "not supported  packed: rows do not see each other  (the kernel has no gradient)" in str(report)
@@ -198,7 +198,7 @@ def test_estimators_of_rows_and_steps_by_name_and_by_function():
 
     wrong = testing.check(without_steps, "gigpo", examples=20)
     assert "exact" in wrong.broken and "anchor_ids = [" in str(wrong)
-    with pytest.raises(ValueError, match="fix what else it needs"):
+    with pytest.raises(ValueError, match="bind its other inputs"):
         testing.check(flat, "sgrpo")
 
 
@@ -215,7 +215,7 @@ def masked_read(logp, old_logp, advantages, batch, *, gate, weights):
 
 
 def border_crossing(values, batch, first, last, *, boundary, invalid):
-    """Takes the pack for one row."""
+    """Treats the pack as one row."""
     whole = hpo.PackedBatch(batch.cu_seqlens[[0, -1]], batch.mask, total_tokens=batch.total_tokens)
     return hpo.entropy.window_mean(values, whole, first, last, boundary=boundary, invalid=invalid, backend="reference")
 
@@ -269,7 +269,7 @@ def test_the_fault_is_named(kernel, op, promise, detail):
 
 
 def test_the_example_is_shrunk():
-    """Of the masked read, one masked token is enough."""
+    """One masked token is enough to show a read of masked tokens."""
     report = testing.check(masked_read, examples=EXAMPLES, only=["masked is never read"])
     assert "tokens=1" in report.verdicts[0].received
 
@@ -309,8 +309,8 @@ def test_strategies_without_hypothesis_say_so(monkeypatch):
 # ------------------------------------------------------------------------------------------------------- the stopwatch
 
 
-def test_bench_measures_a_loss_next_to_ours(monkeypatch, tmp_path):
-    """In one call: eager and compiled (here without a compiler of machine code), time, memory, and a picture."""
+def test_bench_measures_a_loss_next_to_hpo_core(monkeypatch, tmp_path):
+    """One call gives time, memory and a picture, eager and compiled (here without a compiler of machine code)."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     picture = tmp_path / "bench.png"
@@ -323,7 +323,7 @@ def test_bench_measures_a_loss_next_to_ours(monkeypatch, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_bench_times_nothing_that_computes_something_else_or_raises():
+def test_bench_does_not_time_functions_that_differ_or_raise():
     def wrong(logp, old_logp, advantages, batch):
         return 1.1 * user_ppo(torch.minimum)(logp, old_logp, advantages, batch)
 
@@ -335,7 +335,7 @@ def test_bench_times_nothing_that_computes_something_else_or_raises():
         assert ours.milliseconds > 0 and theirs.milliseconds is None and theirs.note.startswith(note)
 
 
-def test_bench_refuses_what_it_cannot_draw(monkeypatch):
+def test_bench_refuses_no_tokens_and_a_picture_without_matplotlib(monkeypatch):
     with pytest.raises(ValueError, match="tokens: expected a number >= 1, got 0"):
         testing.bench(padded_ppo, tokens=0)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
@@ -447,8 +447,8 @@ def test_selecting_rows_takes_everything_along():
 
 
 # ----------------------------------------------------------------------------------------------------------- the peers
-# Thin adapters: pack to the padded layout they take, and their own mean over tokens. What they break is a record of the
-# pinned versions, not a judgement: each is a convention or a limit that its trainer may never meet.
+# Thin adapters convert a pack to the padded layout of a trainer, and use its own mean over tokens. The broken promises
+# are a record of the pinned versions, not a judgement: each is a convention, or a limit that its trainer never reaches.
 
 
 def padded(values, batch, fill=0.0):
@@ -474,7 +474,7 @@ def verl_policy_loss(name, **settings):
 
     def fn(logp, old_logp, advantages, batch):
         current, old, advantage, mask = padded_arguments(logp, old_logp, advantages, batch)
-        if current.numel() == 0:  # a trainer has no such batch
+        if current.numel() == 0:  # trainers have no such batch
             return logp[:0].sum()
         actor = config.ActorConfig(
             strategy="fsdp",
@@ -556,7 +556,7 @@ PEERS = {
         *(pytest.param(name, 200, marks=pytest.mark.long) for name in PEERS),
     ],
 )
-def test_what_check_says_of_the_peers(name, examples):
+def test_promises_that_peers_break(name, examples):
     fn, op, gate = PEERS[name]()
     features = ["on_policy"] if gate else None  # rows are trajectories there
     report = testing.check(fn, op, gate=gate, features=features, examples=examples if gate else 200)

@@ -1,7 +1,7 @@
-"""The Triton kernels as the assembler sees them, for GPUs that need not be here, and how often they are compiled.
+"""The Triton kernels after assembly, for GPUs that need not be present, and the number of their compilations.
 
-Other tests of this process run in Triton's interpreter, which compiles nothing: these start processes without it. What
-they report is kept in build/triton, with the kernels, for as long as no source changes.
+Other tests of this process run in Triton's interpreter, which compiles nothing, so these start processes without it.
+Their reports are kept in build/triton, with the kernels, as long as no source changes.
 """
 
 import functools
@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "build/triton"
 OTHERS = (80, 100, 120)
 TARGETS = (90, *OTHERS)
-SHARES, SHARES_OF_ALL = 3, 10  # of the kernels: each takes half a minute to a minute, for workers to divide up
+SHARES, SHARES_OF_ALL = 3, 10  # shares of the kernels for workers; each takes half a minute to a minute
 
-# Registers of a thread on sm_90 with Triton 3.9.0: what a change may not exceed unnoticed.
+# Registers of a thread on sm_90 with Triton 3.9.0: a change that exceeds them fails.
 REGISTERS = {
     ("gate: clip", "_sweep"): 106,
     ("gate: clip", "_finalise"): 48,
@@ -125,14 +125,14 @@ REGISTERS = {
     ("group_normalise, many units", "_merge_tiles"): 80,
     ("group_normalise, many units", "_normalise_runs"): 66,
     ("group_normalise, many units, terms", "_sum_tiles"): 35,
-    ("group_normalise, many units, terms", "_normalise_runs"): 85,  # of two; the first has none before it
+    ("group_normalise, many units, terms", "_normalise_runs"): 85,  # two terms; the first has no earlier term
     ("group_normalise, one group of many", "_sum_tiles"): 30,
     ("group_normalise, one group of many", "_sum_absolute_tiles"): 32,
-    ("group_normalise, one group of many", "_normalise_everybody"): 64,
+    ("group_normalise, one group of many", "_normalise_all_members"): 64,
     ("group_statistics, 4 units", "_statistics_of_few"): 101,
     ("group_statistics, 8193 units", "_statistics_of_runs"): 76,
     ("group_statistics, 8193 units, one group", "_sum_tiles"): 40,
-    ("group_statistics, 8193 units, one group", "_statistics_of_everybody"): 32,
+    ("group_statistics, 8193 units, one group", "_statistics_of_all_members"): 32,
     ("recurrence", "_scan_rows"): 64,
     ("logprobs", "_forward"): 95,  # of bfloat16: with 4 warps, 20 warps share a multiprocessor
     ("logprobs", "_backward"): 45,
@@ -140,7 +140,7 @@ REGISTERS = {
     ("logprobs, all inputs", "_backward"): 50,
 }
 
-# 128-bit loads of a program's step on sm_90: of float tokens, one for each tensor that the path reads.
+# 128-bit loads in a program's step on sm_90: for float tokens, one for each tensor that the path reads.
 WIDE_LOADS = {
     ("gate: clip", "_sweep"): 2,
     ("gate: clip, all inputs", "_sweep"): 8,
@@ -166,7 +166,7 @@ WIDE_LOADS = {
 }
 
 
-# Of each kernel, the path on which it takes the most registers.
+# The path on which each kernel takes the most registers.
 HEAVIEST = {kernel: path for path, kernel in sorted(REGISTERS, key=REGISTERS.get)}
 
 
@@ -181,7 +181,7 @@ def run(*arguments):
 
 @functools.cache
 def fingerprint():
-    """Of all that a report depends on."""
+    """A digest of everything that a report depends on."""
     settings = sorted(item for item in os.environ.items() if item[0].startswith("TRITON_"))
     digest = hashlib.sha256(repr((sys.version, settings)).encode())
     for package in ("triton", "torch"):
@@ -192,7 +192,7 @@ def fingerprint():
 
 
 def reports(target, *options):
-    """What became of the kernels on this target."""
+    """The reports of the kernels on this target."""
 
     def compile_them():
         output = run("-m", "hpo_core._triton.compile", "--json", str(target), *options)
@@ -203,7 +203,7 @@ def reports(target, *options):
 
 
 def answer(script):
-    """What a script without the interpreter prints."""
+    """The output of a script without the interpreter."""
     name = hashlib.sha256(script.encode()).hexdigest()[:16]
     return kept(CACHE / f"{name}.json", fingerprint(), lambda: json.loads(run("-c", script)))
 
@@ -216,7 +216,7 @@ def assert_no_spills(compiled):
     assert compiled and [report for report in compiled if report["spilled"]] == []
 
 
-# The three tests of a share come one after another, on one worker: none waits for another.
+# The three tests of a share run one after another on one worker, so that none waits for another.
 of_each_share = pytest.mark.parametrize("share", range(SHARES), scope="module")
 
 
@@ -336,7 +336,7 @@ def sweep():
             logprobs.token_logprobs_backward(every, statistics, batch.weights, batch.weights, False)
 
 SIZES = [(0, 0), (0, 1), (1, 1), (15, 2), (16, 16), (1024, 17), (4097, 4096), (2**33, 2**20)]
-asked = []  # at each launch, for nothing is ever compiled
+asked = []  # one entry per launch, because no kernel is ever compiled
 with compile.compiling(90, lambda kernel, key: asked.append((kernel, key))):
     sweep()
 launches = collections.Counter(kernel for kernel, _ in asked)
@@ -346,7 +346,7 @@ print(json.dumps([launches, kernels]))
 
 
 def test_sizes_and_numbers_never_compile_again():
-    """1, multiples of 16 and sizes beyond 32 bits are what Triton would like to compile anew for."""
+    """By default Triton compiles anew for 1, for multiples of 16 and for sizes beyond 32 bits."""
     launches, kernels = answer(COUNT_COMPILATIONS)
     assert kernels == {
         "_sweep": 2,  # a clip, a level
@@ -369,10 +369,10 @@ def test_sizes_and_numbers_never_compile_again():
         "_read_statistic": 1,
         "_select": 1,
         "_normalise_few": 1,
-        "_sum_tiles": 1,  # from here on, beyond groups.SCANNED units
+        "_sum_tiles": 1,  # from here on with more than groups.SCANNED units
         "_merge_tiles": 1,
         "_normalise_runs": 1,
-        "_normalise_everybody": 1,
+        "_normalise_all_members": 1,
         "_statistics_of_few": 1,
         "_statistics_of_runs": 1,
         "_scan_rows": 1,

@@ -198,14 +198,39 @@ def in_place(logits, targets, a, b, **over):
     return computed.detach()
 
 
+def part_of(rank):
+    """The columns of a rank, and what says so."""
+    sizes = SIZES[dist.get_world_size()]
+    first = sum(sizes[:rank])
+    return slice(first, first + sizes[rank]), {"process_group": dist.group.WORLD, "vocabulary_sizes": sizes}
+
+
+def compute_the_reference(rank):
+    (mine, over), (logits, targets, a, b) = part_of(rank), data()
+    function = lambda x: hpo.token_logprobs(x, targets, 0.7, backend="reference", **over)  # noqa: E731
+    return {"reference": with_gradients(function, [logits[:, mine].double()], a, b)}
+
+
+def compute_a_head(rank):
+    (mine, over), found = part_of(rank), {}
+    hidden, weight, bias, targets, a, b = head()
+    for backend in ("cpu", "reference"):
+        with Counted() as found["calls", "linear", backend]:
+            found["linear", backend] = with_gradients(
+                lambda h, w, c, backend=backend: hpo.linear_token_logprobs(
+                    h, w, targets, 0.7, bias=c, softcap=4.0, backend=backend, **over
+                ),
+                [hidden, weight[mine], bias[mine]], a, b,
+            )  # fmt: skip
+    return found
+
+
 def compute(rank):
     """What one rank finds, for the tests to look at."""
-    group, world, found = dist.group.WORLD, dist.get_world_size(), {}
-    sizes = SIZES[world]
-    first = sum(sizes[:rank])
-    mine = slice(first, first + sizes[rank])
+    group, world = dist.group.WORLD, dist.get_world_size()
+    found = {**compute_the_reference(rank), **compute_a_head(rank)}
+    mine, over = part_of(rank)
     even = slice(rank * VOCABULARY // world, (rank + 1) * VOCABULARY // world)
-    over = {"process_group": group, "vocabulary_sizes": sizes}
     logits, targets, a, b = data()
     for dtype in (torch.float32, torch.bfloat16):
         with Counted() as found["calls", dtype]:
@@ -220,23 +245,9 @@ def compute(rank):
     temperatures = torch.linspace(0.5, 2.0, ROWS)
     found["temperatures"] = hpo.token_logprobs(logits[:, mine], targets, temperatures, **over)
     found["together"] = with_gradients(lambda x: together(x, targets, **over), [logits[:, mine]], a, b)
-    found["reference"] = with_gradients(
-        lambda x: hpo.token_logprobs(x, targets, 0.7, backend="reference", **over), [logits[:, mine].double()], a, b
-    )
-
     found["in place"] = in_place(logits[:, mine], targets, a, b, **over)
 
-    hidden, weight, bias, *_ = head()
-    shards = hidden, weight[mine], bias[mine]
-    for backend in ("cpu", "reference"):
-        with Counted() as found["calls", "linear", backend]:
-            found["linear", backend] = with_gradients(
-                lambda h, w, c, backend=backend: hpo.linear_token_logprobs(
-                    h, w, targets, 0.7, bias=c, softcap=4.0, backend=backend, **over
-                ),
-                shards, a, b,
-            )  # fmt: skip
-
+    hidden, weight, *_ = head()
     rows = slice(rank * ROWS // world, (rank + 1) * ROWS // world)  # sequence or context parallel
     found["rows"] = hpo.token_logprobs(logits[rows], targets[rows])
     found["hidden rows"] = hpo.linear_token_logprobs(hidden[rows], weight, targets[rows])

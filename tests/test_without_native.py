@@ -1,4 +1,4 @@
-"""With PyTorch alone, as on a machine without a compiler, or on Windows: every public call, on the reference."""
+"""Every public call on the reference, with PyTorch alone, as on a machine without a compiler or on Windows."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from valid_calls import calls, tensors_of
 
 
 def results():
-    """What every public call gives where no backend is named."""
+    """The result of every public call that names no backend."""
     found = {}
     for at, call in enumerate(calls()):
         if not call.name.startswith("torch.ops.") and "backend" not in call.arguments:
@@ -37,7 +37,7 @@ torch.save((found, ours), sys.argv[2])
 
 
 def test_every_public_call_without_a_native_build(tmp_path):
-    """With PyTorch alone: the same numbers, within rounding, and one warning that names the fix."""
+    """PyTorch alone gives the same numbers, within rounding, and one warning that names the fix."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     subprocess.run(
         [sys.executable, "-c", WITHOUT_NATIVE, Path(__file__).parent, tmp_path / "found"],

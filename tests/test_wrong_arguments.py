@@ -1,4 +1,4 @@
-"""Every public function takes each of its tensors as what it should not be: it names the argument, or is right.
+"""Every public function gets each of its tensors in a wrong form: it names the argument, or its result is right.
 
 The walk runs in a process of its own, so that a crash is a result like any other.
 """
@@ -27,8 +27,8 @@ from hpo_core.batch import PackedBatch
 from hpo_core.entropy import WindowState
 from hpo_core.integrations.turns import Step, steps_of_turns, turns
 
-Place = tuple[Any, ...]  # of a tensor among arguments: a name, and where it is in what holds several
-Made = tuple[Any, Any]  # a wrong argument, and the right one that means the same; None where none does
+Place = tuple[Any, ...]  # the path of a tensor: an argument, and the keys and indices inside it
+Made = tuple[Any, Any]  # a wrong argument, and the right one with the same meaning, or None
 
 _NO_TENSORS = {"hpo_core.advantages.distributed.over_ranks"}  # takes an estimator, which is walked itself
 
@@ -48,7 +48,7 @@ DEFAULTS = ["cpu", *(pytest.param(name, marks=pytest.mark.long) for name in ("cu
 
 @pytest.mark.parametrize("default", DEFAULTS)
 def test_wrong_arguments_are_named_or_harmless(default):
-    """On the backend that serves where no call names one."""
+    """The parameter is the backend of calls that name none."""
     if not hpo.backends()[default]:
         pytest.skip(f"{default} is not available")
     outcomes = walk(default)
@@ -94,7 +94,7 @@ def number_parameters():
 
 
 @pytest.mark.parametrize(("call", "name"), number_parameters())
-def test_what_is_no_number_is_named(call, name):
+def test_an_argument_that_is_no_number_is_named(call, name):
     for wrong in NOT_NUMBERS:
         with pytest.raises(TypeError, match=rf"^{name}\b") as caught:
             call.run(call.arguments | {name: wrong})
@@ -186,7 +186,7 @@ def test_wrong_steps_of_turns_are_named(given, message):
 
 
 def walk(backend: str) -> dict[str, str]:
-    """What came of every wrong argument: ``right``, ``named``, ``silent``, ``unnamed`` or ``crash``."""
+    """The outcome of every wrong argument: ``right``, ``named``, ``silent``, ``unnamed`` or ``crash``."""
     outcomes: dict[str, str] = {}
     environment = os.environ | {"HPO_CORE_BACKEND": backend}
     while True:
@@ -228,13 +228,13 @@ def _outcome(call: Call, place: Place, kind: str, make: Callable[[torch.Tensor],
     original = _get(call.arguments, place)
     try:
         wrong, meaning = make(original)
-    except (IndexError, RuntimeError, TypeError, ValueError):  # there is no such tensor
+    except (IndexError, RuntimeError, TypeError, ValueError):  # the tensor has no such variant
         return "right: impossible"
     try:
         got = call.run(_with(call.arguments, place, wrong))
     except Exception as error:
         return "named" if _is_named(call, place, error) else f"unnamed: {type(error).__name__}: {error}"
-    if kind in ("meta", "fake"):  # of nothing but a shape nothing but a shape
+    if kind in ("meta", "fake"):  # a tensor without values allows a comparison of shapes only
         shapes = all(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors_of(got))
         return "right" if shapes else f"silent: {tensors_of(got)}"
     if meaning is None:
@@ -243,24 +243,24 @@ def _outcome(call: Call, place: Place, kind: str, make: Callable[[torch.Tensor],
     expected = tensors_of(call.run(_with(call.arguments, place, meaning)))
     try:
         same = [_is_same(one, other) for one, other in zip(tensors_of(got), expected, strict=True)]
-    except (RuntimeError, ValueError):  # nothing that could be compared
+    except (RuntimeError, ValueError):  # the results cannot be compared
         same = [False]
     return "right" if all(same) else f"silent: {tensors_of(got)} for {expected}"
 
 
 def _is_named(call: Call, place: Place, error: Exception) -> bool:
-    """Whether the error says which argument is wrong; of shapes and values that do not fit either of the two may be."""
+    """Whether the error names the wrong argument; if two shapes or values do not fit together, either name is right."""
     if call.name.startswith("torch.ops.") and isinstance(error, RuntimeError | AssertionError):
         return call.name.removeprefix("torch.ops.") in str(error).replace("::", ".")  # the dispatcher names operators
     if isinstance(error, AssertionError):
-        return call.name.endswith("assert_within_budget")  # whose finding it is
+        return call.name.endswith("assert_within_budget")  # the difference is its finding
     names = {step for step in place if isinstance(step, str)} | ({"mask"} if place == ("batch",) else set())
     if isinstance(error, ValueError):
         names |= {*call.arguments, *getattr(_get(call.arguments, place[:-1]), "_fields", ()), *_OF_PARTS}
     return isinstance(error, TypeError | ValueError) and any(re.search(rf"\b{name}\b", str(error)) for name in names)
 
 
-# What is said of a part of an argument: a batch's mask, the place on which no backend computes.
+# Words of errors for a part of an argument: a batch's mask, the device that no backend serves.
 _OF_PARTS = ("mask", "backend")
 
 
@@ -278,7 +278,7 @@ def _applies(kind: str, original: Any) -> bool:
 
 
 def _is_allowed(call: Call, place: Place, kind: str) -> bool:
-    """Whether None, a number or a list is no wrong argument there."""
+    """Whether None, a number or a list is a valid argument there."""
     if kind == "None":
         holder = _get(call.arguments, place[:-1]) if len(place) > 1 else None
         is_operator = call.name.startswith("torch.ops.")
@@ -294,7 +294,7 @@ def _is_allowed(call: Call, place: Place, kind: str) -> bool:
 def _places(given: Any, place: Place = ()) -> Iterator[Place]:
     if isinstance(given, torch.Tensor) or (isinstance(given, PackedBatch) and place != ("self",)):
         yield place
-    elif isinstance(given, WindowState):  # nobody reads the other fields
+    elif isinstance(given, WindowState):  # the other fields are not read
         yield (*place, "threshold")
     elif isinstance(given, tuple) and hasattr(given, "_fields"):
         for name in given._fields:
@@ -314,7 +314,7 @@ def _get(given: Any, place: Place) -> Any:
 
 
 def _with(given: Any, place: Place, new: Any) -> Any:
-    """The same with another value at a place."""
+    """The arguments with another value at a place."""
     if not place:
         return new
     step, *rest = place
@@ -330,11 +330,11 @@ def _with(given: Any, place: Place, new: Any) -> Any:
 
 
 class PlainSubclass(torch.Tensor):
-    """Memory of its own, and nothing else."""
+    """A subclass with memory of its own, and nothing else."""
 
 
 class Wrapper(torch.Tensor):
-    """No memory of its own: another tensor holds the numbers."""
+    """A subclass without memory: another tensor holds the numbers."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -354,7 +354,7 @@ def _as(dtype: torch.dtype) -> Callable[[torch.Tensor], Made]:
 
 
 def _strided(tensor: torch.Tensor) -> torch.Tensor:
-    """Every second of twice as many."""
+    """The values with stride 2."""
     wide = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1]), 77, device="cpu").to(tensor.dtype)
     wide[..., ::2] = tensor
     return wide[..., ::2]

@@ -1,4 +1,4 @@
-"""Valid calls of every public function that takes tensors: what tests change one argument of.
+"""Valid calls of every public function that takes tensors, in which tests change one argument.
 
 All numbers are short in binary, so that every floating-point type holds them, and no two of the sizes U, S, T, N differ
 by one.
@@ -54,7 +54,7 @@ class Call(NamedTuple):
     free: frozenset[str] = frozenset()
 
     def kind_of(self, name: str) -> str:
-        """What the signature says of an argument."""
+        """The annotation of an argument in the signature."""
         if isinstance(self.function, torch._ops.OpOverloadPacket):
             arguments = self.function.default._schema.arguments
             kind = next(str(argument.type) for argument in arguments if argument.name == name)
@@ -63,7 +63,7 @@ class Call(NamedTuple):
 
     def is_optional(self, name: str) -> bool:
         kind = self.kind_of(name)
-        return "None" in kind or kind in ("", "Total")  # gathered keywords say nothing
+        return "None" in kind or kind in ("", "Total")  # gathered keywords have no annotation
 
     def takes_backend(self) -> bool:
         return "backend" in self.arguments or any(each.name == "backend" for each in _parameters(self.function))
@@ -71,7 +71,7 @@ class Call(NamedTuple):
     def run(self, arguments: dict[str, Any] | None = None) -> Any:
         arguments = self.arguments if arguments is None else arguments
         positional, named = [], dict(arguments)
-        for parameter in _parameters(self.function):  # what a function gathers has no name of its own
+        for parameter in _parameters(self.function):  # gathered positional arguments have no names
             if parameter.kind is parameter.VAR_POSITIONAL:
                 positional = list(named.pop(parameter.name))
         return self.function(*positional, **named)
@@ -140,7 +140,7 @@ _T = {
 }
 _S = {"advantages": floats(1, -0.5, 0.25), "weights": floats(0.125, 0.25, 0.125), "bools": bools(1, 0, 1)}
 
-# Of units, U = 8, by the name of the argument.
+# Tensors of units, U = 8, by the name of the argument.
 _UNITS: dict[str, torch.Tensor] = {
     "rewards": floats(1, 0, 0.5, 2, 0.25, 1.5, 0.75, -1),
     "values": floats(0.5, 0.25, 1, 0, 0.75, 0.5, 1, 0.125),
@@ -174,7 +174,7 @@ _BY_NAME = {name: _UNITS[like] for like, names in _ALIKE.items() for name in nam
 
 
 def _of_units(function: Callable[..., Any], **more: Any) -> dict[str, Any]:
-    """What a function of units takes, by the names of its arguments; ``more`` replaces some of it."""
+    """The arguments of a function of units, by their names; ``more`` replaces some of them."""
     given = {}
     for parameter in _parameters(function):
         if parameter.name in more:
@@ -543,7 +543,7 @@ def _correction_inputs(packed: PackedBatch) -> dict[str, Any]:
 
 
 def tensors_of(given: Any) -> list[torch.Tensor]:
-    """All tensors in what a call gave."""
+    """All tensors in the result of a call."""
     if isinstance(given, torch.Tensor):
         return [given.detach()]
     if isinstance(given, PackedBatch):

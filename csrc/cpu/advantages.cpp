@@ -1,5 +1,5 @@
-// group_normalise: per term statistics of each group, then one affine map per unit; and group_statistics, which hands them out.
-// The definitions are hpo_core/reference/advantages.py and segments.py.
+// group_normalise: per term the statistics of each group, then one affine map per unit; group_statistics returns the
+// statistics. The definitions are hpo_core/reference/advantages.py and segments.py.
 #include "hpo/advantages.h"
 
 #include "hpo/entropy.h"
@@ -14,11 +14,12 @@ namespace {
 constexpr int kLanes = 8;
 constexpr int64_t kNoGroup = -1;
 
-// A group is first sums, then a map, in the same place.
 struct GroupTotals {
   GroupSums sums;
-  double absolute;  // of w |x - mean|, where asked for
+  double absolute;  // the sum of w |x - mean|, for Scale::absolute
 };
+
+// The map of a group overwrites its sums.
 
 union Group {
   GroupTotals totals;
@@ -45,15 +46,15 @@ struct Extremes {
 struct Workspace {
   Arena arena;
   Group* groups;  // [dense_limit(units)]
-  int64_t* keys;  // [1 << hash_bits(units)], the id that owns a place in the hash table
+  int64_t* keys;  // [1 << hash_bits(units)], the id at a place of the hash table
   int64_t* owned;  // [1 << hash_bits(units)], the number of its group
-  int64_t* numbers;  // [units], each unit's group as the hash table numbers it
+  int64_t* numbers;  // [units], the number of each unit's group by the hash table
   int64_t* codes;  // [units], see encode
-  Shares* shares;  // [units], of the terms so far, where there are several
+  Shares* shares;  // [units], sums over the terms so far; empty with one term
   Extremes* extremes;  // [dense_limit(units)], for statistics
   int64_t bytes;
 
-  // terms: of group_normalise; 0 for group_statistics.
+  // terms: the number of terms of group_normalise; 0 for group_statistics.
   Workspace(void* base, int64_t units, int32_t terms) : arena(base) {
     groups = arena.take<Group>(dense_limit(units));
     keys = arena.take<int64_t>(int64_t(1) << hash_bits(units));
@@ -66,15 +67,15 @@ struct Workspace {
   }
 };
 
-// Which group each unit is in.
+// The group of each unit.
 struct Numbering {
-  const int64_t* numbers;  // [units], < 0: in none; null: all in group 0
-  int64_t smallest;  // what to subtract from a number
+  const int64_t* numbers;  // [units], < 0: no group; null: every unit is in group 0
+  int64_t smallest;  // subtracted from a number
   int64_t groups;
 };
 
-// Ids are anybody's, and ids that were chosen to meet in one place would make every search as long as the table. So where an
-// id is looked for depends on where this process lies in memory; what the search finds does not.
+// Ids are data: ids chosen to collide would make every search as long as the table. The hash therefore depends on an address
+// of this process; the result of a search does not.
 uint64_t scattered(int64_t id) {
   static const char anchor = 0;
   uint64_t x = uint64_t(id) ^ (uint64_t(reinterpret_cast<uintptr_t>(&anchor)) * 0xD6E8FEB86659FD93u);
@@ -82,7 +83,7 @@ uint64_t scattered(int64_t id) {
   return (x ^ (x >> 32)) * 0x9E3779B97F4A7C15u;
 }
 
-// Numbers the groups in the order of their first unit; returns how many there are.
+// Numbers the groups in the order of their first unit; returns the number of groups.
 int64_t number_by_hash(const int64_t* ids, int64_t count, const Workspace& space) {
   const int bits = hash_bits(count);
   const int64_t places = int64_t(1) << bits;
@@ -104,7 +105,7 @@ int64_t number_by_hash(const int64_t* ids, int64_t count, const Workspace& space
   return groups;
 }
 
-// Ids that lie close together are numbers already.
+// Ids in a narrow range are numbers already; others need the hash table.
 Numbering number_groups(const int64_t* ids, int64_t count, const Workspace& space) {
   if (!ids) return {nullptr, 0, 1};
   uint64_t smallest = UINT64_MAX;  // unsigned: ids < 0 are the largest
@@ -118,8 +119,8 @@ Numbering number_groups(const int64_t* ids, int64_t count, const Workspace& spac
   return {space.numbers, 0, number_by_hash(ids, count, space)};
 }
 
-// One number per unit for the loops that cannot be vectorised: twice its group, plus 1 if it is not a member of the group;
-// kNoGroup where it is left out. Either all members, or all who receive an advantage.
+// One code per unit for the loops that cannot be vectorised: twice its group, plus 1 if it is not a member of the group, or
+// kNoGroup. The codes are those of all members, or, with `receivers`, of all units that receive an advantage.
 void encode(const GroupNormaliseArgs& args, const GroupTerm& term, const Numbering& numbering, bool receivers, int threads,
             int64_t* all_codes) {
   const uint8_t* mask = receivers && args.apply_mask ? args.apply_mask : args.mask;
@@ -129,7 +130,7 @@ void encode(const GroupNormaliseArgs& args, const GroupTerm& term, const Numberi
     const int64_t* __restrict numbers = numbering.numbers;
     int64_t* __restrict codes = all_codes;
     const int64_t smallest = numbering.smallest;
-    // The numbers may be the caller's ids: what they are now may not be what they were when the groups were counted.
+    // The numbers may be the caller's ids, which may have changed since the groups were counted.
     for (int64_t unit = first; unit < end; ++unit) {
       const int64_t number = numbers ? numbers[unit] : 0;
       const bool grouped = number >= smallest && number - smallest < numbering.groups;
@@ -149,7 +150,7 @@ void encode(const GroupNormaliseArgs& args, const GroupTerm& term, const Numberi
 }
 
 // All members as one group, in lanes.
-GroupSums sum_everybody(const GroupTerm& term, const int64_t* __restrict codes, int64_t count) {
+GroupSums sum_all_members(const GroupTerm& term, const int64_t* __restrict codes, int64_t count) {
   const float* __restrict values = term.values, * __restrict weights = term.weights;
   int64_t unit = 0;
   while (unit < count && codes[unit] < 0) ++unit;
@@ -180,7 +181,8 @@ GroupSums sum_everybody(const GroupTerm& term, const int64_t* __restrict codes, 
   return total;
 }
 
-// In index order, whatever the number of threads. Units of one group mostly follow each other: their sums stay in registers.
+// Sums in index order, whatever the number of threads. Units of one group mostly follow each other: their sums stay in
+// registers.
 template <bool kWeighted>
 void sum_groups(const GroupTerm& term, const int64_t* __restrict codes, int64_t count, Group* __restrict groups) {
   const float* __restrict values = term.values, * __restrict weights = term.weights;
@@ -214,10 +216,10 @@ void map_groups(const GroupNormaliseArgs& args, const GroupTerm& term, const Num
   int64_t* codes = space.codes;
   encode(args, term, numbering, false, threads, codes);
   const bool batch_scale = term.scale == Scale::batch;
-  const GroupSums everybody = batch_scale || !term.ids ? sum_everybody(term, codes, args.units) : GroupSums{};
-  const double batch_deviation = batch_scale ? deviation(everybody, term.ddof) : 0.0;
+  const GroupSums all_members = batch_scale || !term.ids ? sum_all_members(term, codes, args.units) : GroupSums{};
+  const double batch_deviation = batch_scale ? deviation(all_members, term.ddof) : 0.0;
   for (int64_t group = 0; group < numbering.groups; ++group) groups[group].totals = {};
-  if (!term.ids) groups[0].totals.sums = everybody;
+  if (!term.ids) groups[0].totals.sums = all_members;
   else (term.weights ? sum_groups<true> : sum_groups<false>)(term, codes, args.units, groups);
   if (term.scale == Scale::absolute) sum_absolute(term, codes, args.units, groups);
 
@@ -231,8 +233,7 @@ void map_groups(const GroupNormaliseArgs& args, const GroupTerm& term, const Num
   if (args.apply_mask || term.weights) encode(args, term, numbering, true, threads, codes);
 }
 
-// The advantages of one term that shares with none and centres on the mean of all, as most estimators have it: nothing is
-// asked per unit that the compiler could not vectorise.
+// The common case of one term without leave-one-out: the loop has no condition that the compiler could not vectorise.
 void put_alone(const GroupNormaliseArgs& args, const GroupTerm& term, const Workspace& space, int64_t first, int64_t end) {
   const float* __restrict values = term.values;
   const int64_t* __restrict codes = space.codes;

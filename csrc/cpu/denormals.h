@@ -1,6 +1,5 @@
-// Kernels compute with subnormal numbers whatever their thread does otherwise. torch.set_flush_denormal(True) sets the
-// control register of the thread that calls it, and of those that it starts later: which tokens were flushed would depend
-// on who computes them.
+// Kernels keep subnormal numbers whatever the state of their thread. torch.set_flush_denormal(True) sets the control
+// register of the calling thread and of threads that it starts later, so a flush would depend on the thread of a token.
 #pragma once
 #include <cstdint>
 #if defined(__x86_64__)

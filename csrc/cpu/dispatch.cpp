@@ -65,13 +65,13 @@ struct Kernels {
    hpo::isa::token_logprobs,                     \
    hpo::isa::token_logprobs_backward}
 
-// A child process after fork() has none of its parent's OpenMP threads, and libgomp would wait for them for ever. Results do
-// not depend on the number of threads, so the child works alone.
+// A child process after fork() has no OpenMP threads, and libgomp would wait for those of the parent for ever. Results do not
+// depend on the number of threads, so the child uses one.
 std::atomic<bool> forked{false};
 
 struct Choice {
   const Kernels* kernels = nullptr;
-  std::string error;  // why there are none
+  std::string error;  // the reason if there are none
 
   Choice() {
     pthread_atfork(nullptr, nullptr, [] { forked = true; });

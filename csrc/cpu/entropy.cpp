@@ -10,7 +10,7 @@ HPO_DECLARE_KERNELS(HPO_ISA)
 namespace hpo::HPO_ISA {
 namespace {
 
-constexpr int64_t kMostWorkers = 64;  // each with scratch of its own; results do not depend on how many there are
+constexpr int64_t kMostWorkers = 64;  // each has its own scratch; results do not depend on their number
 
 template <class T>
 inline void swap(T& a, T& b) {
@@ -19,9 +19,9 @@ inline void swap(T& a, T& b) {
   b = was;
 }
 
-// Whole windows are summed by doubling: P_1 = values, P_2k[t] = P_k[t] + P_k[t + k], and a window is the sum of the P_k of the
-// binary digits of its width. Nothing is ever subtracted, and the order of the additions depends on the offset inside the
-// window only, never on the packing. Windows that their row cuts are few; they are running sums in float64 from that end.
+// Whole windows are summed by doubling: P_1 = values, P_2k[t] = P_k[t] + P_k[t + k], and a window is the sum of the P_k of
+// the binary digits of its width. No sum is ever subtracted from, and the order of the additions depends only on the offset
+// inside the window, never on the packing. The few windows that their row cuts are running sums in float64 from the cut end.
 
 struct Windows {
   int64_t block;  // tokens of one task
@@ -38,12 +38,13 @@ struct Windows {
   int64_t workers() const { return smaller(blocks, kMostWorkers); }
 };
 
-enum State : int32_t { kOutside = 0, kCut = 1, kWhole = 2 };  // of a token: in no row; its window leaves the row; or not
+// The state of a token: it is in no row; its row cuts its window; or its window is whole.
+enum State : int32_t { kOutside = 0, kCut = 1, kWhole = 2 };
 
-// Index 0 of what is [reach] is where the window of the block's first token begins; index 0 of `state` is that token.
+// Index 0 of an array [reach] is the begin of the window of the block's first token; index 0 of `state` is that token.
 struct WindowScratch {
   float *sum, *next_sum, *window_sum;             // [reach]
-  int32_t *usable, *next_usable, *window_usable;  // [reach], how many terms are in the sums
+  int32_t *usable, *next_usable, *window_usable;  // [reach], the number of terms in the sums
   int32_t* state;                                 // [block]
 
   WindowScratch(Arena& arena, const Windows& windows) {
@@ -54,7 +55,7 @@ struct WindowScratch {
   }
 };
 
-// out[j] = sum[j] + further[j + distance]; nothing lies beyond `length`.
+// out[j] = sum[j] + further[j + distance]; elements beyond `length` are 0.
 template <class T>
 void add_further(const T* __restrict sum, const T* __restrict further, int64_t distance, int64_t length, T* __restrict out) {
   const int64_t both = larger(0, length - distance);
@@ -65,7 +66,7 @@ void add_further(const T* __restrict sum, const T* __restrict further, int64_t d
 // From P_1 in `sum` to the sums of whole windows in `window_sum`.
 template <class T>
 void sum_windows(T*& sum, T*& next, T*& window_sum, int64_t width, int64_t length) {
-  int64_t done = 0;  // how much of the window the digits so far cover
+  int64_t done = 0;  // the part of the window that the digits so far cover
   for (int64_t span = 1;; span *= 2) {
     if (width & span) {
       if (done == 0 && 2 * span > width) return swap(window_sum, sum);
@@ -106,8 +107,8 @@ bool load_states(const WindowArgs& args, const Rows& rows, const WindowRule& rul
   return some_whole;
 }
 
-// Fills P_1 for the positions [start, start + length), and if some of them are not usable, which ones are; returns whether all
-// of them are usable.
+// Fills P_1 for the positions [start, start + length), and returns whether all of them are usable. If not, it also fills
+// `usable`.
 bool load_values(const WindowArgs& args, int64_t start, int64_t length, const WindowScratch& scratch) {
   const int64_t first = smaller(length, larger(0, -start)), end = larger(first, smaller(length, args.tokens - start));
   float* __restrict sum = scratch.sum;
@@ -141,7 +142,7 @@ bool load_values(const WindowArgs& args, int64_t start, int64_t length, const Wi
   return false;
 }
 
-// Windows cut at the begin of their row, from the row's first token on; then those cut at its end only, from its last one back.
+// Windows cut at the begin of their row, from its first token on; then windows cut only at its end, from its last token back.
 void score_cut_windows(const WindowArgs& args, const Rows& rows, const WindowRule& rule, int64_t begin, int64_t end) {
   const auto is_usable = [&](int64_t t) { return (!args.mask || args.mask[t]) && is_finite(args.values[t]); };
   for_each_row_in(rows, begin, end, [&](int64_t row, int64_t segment_begin, int64_t segment_end) {
@@ -171,7 +172,7 @@ void score_cut_windows(const WindowArgs& args, const Rows& rows, const WindowRul
 
 using FinishLoop = void (*)(const WindowRule&, const WindowScratch&, const float* values, float* score, int n);
 
-// Scores from the sums of whole windows. What the loop would branch on is a constant.
+// Scores from the sums of whole windows. Template parameters keep branches out of the loop.
 template <Boundary kBoundary, Invalid kInvalid, bool kAllUsable>
 void finish_scores(const WindowRule& any_rule, const WindowScratch& scratch, const float* __restrict values,
                    float* __restrict score, int n) {
@@ -190,7 +191,7 @@ void finish_scores(const WindowRule& any_rule, const WindowScratch& scratch, con
 }
 
 FinishLoop pick_finish(const WindowRule& rule, bool all_usable) {
-  if (all_usable) return finish_scores<Boundary::full, Invalid::skip, true>;  // then these make no difference
+  if (all_usable) return finish_scores<Boundary::full, Invalid::skip, true>;  // boundary and invalid then make no difference
   const bool stop = rule.invalid == Invalid::stop;
   if (rule.boundary == Boundary::zero) {
     return stop ? finish_scores<Boundary::zero, Invalid::stop, false> : finish_scores<Boundary::zero, Invalid::skip, false>;

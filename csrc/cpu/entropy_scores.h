@@ -1,5 +1,4 @@
-// Scores of tokens as they are compared: given, or those of tokens by themselves. What window_score, order_statistic and select
-// share.
+// Scores of tokens, given or read from the values of tokens, for window_score, order_statistic and select.
 #pragma once
 #include "hpo/entropy.h"
 #include "rows.h"
@@ -34,7 +33,7 @@ inline void drop_masked(const uint8_t* mask, float* score, int64_t n) {
   for (int64_t i = 0; i < n; ++i) score[i] = mask[i] ? score[i] : -INFINITY;
 }
 
-// The window of a token alone: its score is its value. For the tokens [begin, end).
+// Scores of windows of one token, which are the values of the tokens [begin, end).
 inline void score_tokens(const float* values, const uint8_t* mask, const Rows& rows, int64_t begin, int64_t end, float* score) {
   for (int64_t t = begin; t < end; ++t) score[t - begin] = -INFINITY;
   for_each_row_in(rows, begin, end, [&](int64_t, int64_t first, int64_t row_end) {
@@ -43,8 +42,8 @@ inline void score_tokens(const float* values, const uint8_t* mask, const Rows& r
   drop_masked(mask ? mask + begin : nullptr, score, end - begin);
 }
 
-constexpr int64_t kPart = 4096;  // scores that are looked at several times while they are in the first-level cache
-constexpr int64_t kAhead = 1024;  // how far what is read next is fetched ahead
+constexpr int64_t kPart = 4096;  // scores that are read several times while they are in the first-level cache
+constexpr int64_t kAhead = 1024;  // the prefetch distance in elements
 
 inline bool all_finite(const float* values, int64_t n) {
   int32_t largest = 0;
@@ -55,7 +54,7 @@ inline bool all_finite(const float* values, int64_t n) {
   return is_finite(from_bits(largest));
 }
 
-// Scores as they are given, or those of tokens by themselves. Few of these differ from the values, so they are not written.
+// Given scores, or scores of single tokens. Few of the latter differ from the values, so they are not stored.
 class Scores {
  public:
   template <class Args>
@@ -68,7 +67,7 @@ class Scores {
   const bool given;
   const float* const values;
 
-  // Whether the finite ones of n values are scores.
+  // Whether every finite value among these n is a score.
   bool are_values(int64_t first, int64_t n) const {
     bool masked = false;
     for (int64_t t = first; mask_ && t < first + n; ++t) masked |= mask_[t] == 0;
@@ -80,7 +79,7 @@ class Scores {
     else score_tokens(values, mask_, rows_, first, first + n, score);
   }
 
-  // That of one token; or NaN where it would take long to find out.
+  // The value of a token that has a score; NaN for other tokens, and for all tokens if offsets are broken.
   float sample(int64_t t) const { return begin_ <= t && t < end_ && (!mask_ || mask_[t]) ? values[t] : NAN; }
 
  private:

@@ -14,22 +14,22 @@ HPO_DECLARE_KERNELS(HPO_ISA)
 namespace hpo::HPO_ISA {
 namespace {
 
-constexpr int64_t kMostWorkers = 64;  // each with keys of its own; results do not depend on how many there are
+constexpr int64_t kMostWorkers = 64;  // each has its own keys; results do not depend on their number
 
 // ---------------------------------------------------------------------------------------------------- order statistics
 //
-// On order_key. A sample of the scores brackets the one wanted; a pass over all of them keeps the keys inside the bracket, and
-// only those are searched, by halving the range they lie in. The pass counts what it leaves out, so that a bracket that missed
-// is noticed: then it is opened for every finite score. The sample decides how long this takes, never what comes out.
+// The selection works on order_key. A sample of the scores brackets the sought score. A pass over all scores keeps the keys
+// inside the bracket, and a search halves the range of these keys. The pass counts the other scores, so a bracket that
+// missed is noticed, and a second pass takes every finite score. The sample determines the time, never the result.
 //
-// Who also wants to know which scores are selected is told in the same pass, as if the threshold lay in the middle of the
-// bracket, and the positions of the keys inside it are remembered: then few scores, those between the middle and the threshold,
-// are put right. Where the keys inside are too many, or the bracket missed, select does it all.
+// If the mask of selected scores is wanted, too, the same pass marks scores as if the threshold were the middle of the
+// bracket, and stores the positions of the keys inside it. Only the few scores between the middle and the threshold are
+// corrected afterwards. If there are too many keys inside, or the bracket missed, select makes the whole mask.
 
-constexpr int64_t kSampled = 8192;  // fewer scores are searched as they are
+constexpr int64_t kSampled = 8192;  // fewer scores are searched without a sample
 constexpr int64_t kLeastSample = 1024, kMostSample = 16384;
 constexpr int64_t kShare = 256;  // a larger share takes longer to draw than it saves by a narrower bracket
-constexpr double kDeviations = 3;  // of the sample's rank, on each side of the one wanted: one bracket in 400 misses
+constexpr double kDeviations = 3;  // of the sample's rank, on each side of the sought rank: one bracket in 400 misses
 
 // The keys low, ..., low + span.
 struct KeyRange {
@@ -40,7 +40,7 @@ struct KeyRange {
   bool holds(uint32_t key) const { return key - low <= span; }
 };
 
-// -0 and +0 are one key: then the order of the keys is that of the floats.
+// -0 and +0 have one key, so that keys have the order of the floats.
 inline uint32_t key_of(float x) { return order_key(x + 0.0f); }
 
 inline KeyRange finite_keys() {
@@ -48,12 +48,12 @@ inline KeyRange finite_keys() {
   return {low, order_key(INFINITY) - 1 - low};
 }
 
-// What one worker found in its own part of the scores.
+// The keys and counts of one worker for its part of the scores.
 struct Worker {
   uint32_t* keys;
-  uint32_t* positions;  // of the keys, from the begin of the part on; null where nobody asks what is selected
-  int64_t room;  // for keys
-  int64_t kept;  // how many keys there are
+  uint32_t* positions;  // of the keys, from the begin of the part; null without a mask of selected scores
+  int64_t room;  // the most keys
+  int64_t kept;  // the number of keys
   int64_t finite, nan, below;
   bool full;  // there were more keys than room
 };
@@ -61,7 +61,7 @@ struct Worker {
 // The keys of one worker while they are searched.
 struct Search {
   const uint32_t* keys;
-  uint32_t* rest;  // where those go that are still in question: may be where they are
+  uint32_t* rest;  // receives the keys that remain; may be the array of the keys
   int64_t count;
   int64_t in_lower_half = 0;
   uint32_t least = 0, most = 0;
@@ -72,7 +72,7 @@ struct Selection {
   int64_t most_workers;
   Worker* workers;
   Search* searches;
-  uint32_t* words;  // [tokens], those of a worker from the begin of its part on
+  uint32_t* words;  // [tokens]; the words of a worker start at the begin of its part
   int64_t bytes;
 
   Selection(void* base, int64_t tokens) : arena(base), most_workers(larger(1, smaller(pieces(tokens, 1 << 14), kMostWorkers))) {
@@ -83,9 +83,9 @@ struct Selection {
   }
 };
 
-// Keeps what is paired with those of the keys that belong (themselves, to keep keys), in place or elsewhere, and returns how
-// many. No branch, which would be taken at random: everything is written, and overwritten unless it belongs. No compiler makes
-// a compressing loop of it by itself.
+// Keeps the elements of `paired` whose keys are in the range, in place or elsewhere, and returns their number. With the keys
+// as `paired` it keeps keys. A branch would be taken at random, so every element is written, and overwritten unless it
+// belongs. Compilers do not make a compressing loop of this.
 inline int64_t keep(const uint32_t* keys, const uint32_t* paired, int64_t n, KeyRange range, uint32_t* kept) {
   int64_t i = 0, count = 0;
 #if defined(__AVX512F__)
@@ -110,14 +110,14 @@ struct Found {
   bool all_finite;
 };
 
-// What is told of the scores besides their keys.
+// Outputs of a pass besides the keys.
 struct Marks {
-  uint8_t* selected;  // 1 from the middle of the range on, below it 0
+  uint8_t* selected;  // 1 for scores from the middle of the range up, 0 below it
   uint32_t* positions;  // of the keys
   uint32_t first;  // position of the first score
 };
 
-// Keeps the keys of those of at most kPart scores that belong, and counts those below the range.
+// Keeps the keys in the range of at most kPart scores, and counts the scores below it.
 template <bool kMark>
 Found keep_scores(const float* scores, int64_t n, KeyRange range, uint32_t* kept, const Marks& marks) {
   Found found = {0, 0, true};
@@ -127,7 +127,7 @@ Found keep_scores(const float* scores, int64_t n, KeyRange range, uint32_t* kept
   const __m512 middle = _mm512_set1_ps(from_order_key(range.middle()));
   __m512i position = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), not_below = {};
   position = _mm512_add_epi32(position, _mm512_set1_epi32(int32_t(marks.first)));
-  __m512 zero = {};  // until a NaN or an infinity is multiplied with it
+  __m512 zero = {};  // stays 0 until a NaN or an infinity times 0 is added
   for (; i + 64 <= n; i += 64) {
     uint64_t above = 0;
 #pragma GCC unroll 4
@@ -169,7 +169,7 @@ Found keep_scores(const float* scores, int64_t n, KeyRange range, uint32_t* kept
   return found;
 }
 
-// Counts the scores [begin, end) and keeps the keys of those in the range; with positions, as long as there is room.
+// Counts the scores [begin, end) and keeps the keys in the range, with their positions if wanted, until there is no room.
 void keep_range(const Scores& scores, int64_t begin, int64_t end, KeyRange range, uint8_t* selected, Worker& worker) {
   const auto keep_those_of = worker.positions ? keep_scores<true> : keep_scores<false>;
   worker.kept = worker.finite = worker.nan = worker.below = 0;
@@ -191,7 +191,7 @@ void keep_range(const Scores& scores, int64_t begin, int64_t end, KeyRange range
         const bool counts = is_finite(score[i]);
         left_out += !counts;
         nan += score[i] != score[i];
-        score[i] = counts ? score[i] : INFINITY;  // not in the range, nor below it
+        score[i] = counts ? score[i] : INFINITY;  // neither in the range nor below it
       }
       found = keep_those_of(score, n, range, kept, marks);
       for (int64_t i = 0; worker.positions && i < n; ++i) {
@@ -202,7 +202,7 @@ void keep_range(const Scores& scores, int64_t begin, int64_t end, KeyRange range
   }
 }
 
-// Keeps the keys in the range and looks where in it they are.
+// Keeps the keys in the range and finds their extremes and the number in its lower half.
 void halve(KeyRange range, Search& search) {
   const uint32_t middle = range.middle();
   const int64_t n = search.count;
@@ -225,7 +225,7 @@ void halve(KeyRange range, Search& search) {
   search.keys = search.rest;
 }
 
-// The index-th in ascending order of the keys in all searches. It is in the range.
+// The index-th key, in ascending order, of all searches. It is in the range.
 uint32_t find_key(Search* searches, int64_t count, KeyRange range, int64_t index) {
   while (range.span > 0) {
     int64_t keys = 0, in_lower_half = 0;
@@ -249,7 +249,7 @@ uint32_t find_key(Search* searches, int64_t count, KeyRange range, int64_t index
   return range.low;
 }
 
-// Where the key wanted probably is. The places of the sample have no period that could be one of the rows as well.
+// The range that probably contains the sought key. The positions of the sample have no period, which rows might share.
 KeyRange bracket(const OrderStatisticArgs& args, const Scores& scores, int threads, uint32_t* words) {
   const KeyRange finite_range = finite_keys();
   if (args.tokens < kSampled) return finite_range;
@@ -285,7 +285,7 @@ bool compare(const float* __restrict score, int64_t n, float threshold, uint8_t*
   bool finite = true;
   int64_t i = 0;
 #if defined(__AVX512F__)
-  __m512 zero = {};  // as above
+  __m512 zero = {};  // as in keep_scores
   for (; i + 64 <= n; i += 64) {
     uint64_t above = 0;
 #pragma GCC unroll 4
@@ -300,7 +300,7 @@ bool compare(const float* __restrict score, int64_t n, float threshold, uint8_t*
   }
   finite = _mm512_cmp_ps_mask(zero, zero, _CMP_UNORD_Q) == 0;
 #endif
-  int32_t above[kPart];  // compilers vectorise a comparison of floats into as many bits, and into bytes only from there
+  int32_t above[kPart];  // compilers vectorise a comparison of floats into words, and only words into bytes
   for (int64_t j = i; j < n; ++j) above[j - i] = kStrict ? score[j] > threshold : score[j] >= threshold;
   for (int64_t j = i; j < n; ++j) selected[j] = uint8_t(above[j - i]);
   return finite & all_finite(score + i, n - i);
@@ -335,7 +335,7 @@ void order_statistic(const OrderStatisticArgs& args, int threads) {
 
   KeyRange range = bracket(args, scores, worthwhile(threads, args.tokens), selection.words);
   int64_t population, nan, below, kept;
-  // A third of the words for the keys, one for their positions, and one to search them in. Returns whether that was enough.
+  // With marks, a third of the words is for keys, one for positions, and one for the search. Returns whether it was enough.
   const auto keep_all = [&](bool mark) {
     for_each_worker([&](Worker& worker, int64_t w) {
       const int64_t words = begin(w + 1) - begin(w);
@@ -354,7 +354,7 @@ void order_statistic(const OrderStatisticArgs& args, int threads) {
     }
     return !full;
   };
-  // Puts right what is selected, once the least key is known that is: then the keys have been searched.
+  // Corrects the marks once the search has found the least selected key.
   const auto correct = [&](uint32_t least) {
     const uint32_t middle = range.middle(), low = middle < least ? middle : least, end = middle < least ? least : middle;
     if (low == end) return;
@@ -369,7 +369,7 @@ void order_statistic(const OrderStatisticArgs& args, int threads) {
   args.counts[0] = population;
   args.counts[1] = nan;
   *args.threshold = NAN;
-  marked &= population > 0;  // above no threshold at all there is nothing, while infinite scores are marked
+  marked &= population > 0;  // without a threshold no score is selected, but infinite scores are marked
   if (population > 0) {
     const int64_t index = order_index(args.numerator, args.denominator, args.rule, population);
     if (index < below || index >= below + kept) {

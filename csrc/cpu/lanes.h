@@ -1,5 +1,5 @@
 // Vectors of floats as wide as the instruction set, for loops that the compiler would not vectorise by itself. A pack of
-// kLanes numbers is kParts of them, so that whatever is summed by lane has the same bits on every instruction set.
+// kLanes numbers is kParts vectors, so that sums by lane have the same bits on every instruction set.
 #pragma once
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -21,7 +21,7 @@ constexpr int kParts = kLanes / kWidth;
 
 typedef float Floats __attribute__((vector_size(4 * kWidth)));
 typedef int32_t Ints __attribute__((vector_size(4 * kWidth)));
-typedef uint32_t Unsigned __attribute__((vector_size(4 * kWidth)));  // which may wrap around
+typedef uint32_t Unsigned __attribute__((vector_size(4 * kWidth)));  // arithmetic that may wrap around
 
 template <class Vector, class T>
 HPO_INLINE Vector load_lanes(const T* from) {
@@ -35,10 +35,10 @@ HPO_INLINE void store_lanes(Vector vector, T* to) {
   std::memcpy(to, &vector, sizeof vector);
 }
 
-// Selects by bits: what is masked may be NaN and must reach no arithmetic that is kept.
+// Selects by bits: a masked element may be NaN and must not enter arithmetic.
 HPO_INLINE Floats keep_if(Ints condition, Floats x) { return Floats(Ints(x) & condition); }
 
-// To the nearest integer, ties to even; what does not fit becomes anything.
+// To the nearest integer, ties to even; the result is undefined if it does not fit.
 HPO_INLINE Ints rounded(Floats x) {
 #if defined(__AVX512F__)
   return Ints(_mm512_maskz_cvtps_epi32(0xFFFF, __m512(x)));
@@ -51,7 +51,7 @@ HPO_INLINE Ints rounded(Floats x) {
 #endif
 }
 
-// What is left of a number when the nearest integer, ties to even, is taken off; exact.
+// A number minus the nearest integer, ties to even; exact.
 HPO_INLINE Floats beyond_integer(Floats x) {
 #if defined(__AVX512DQ__)
   return Floats(_mm512_maskz_reduce_ps(0xFFFF, __m512(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -70,8 +70,8 @@ HPO_INLINE Ints first_lanes(int count) {
   return lane < count;
 }
 
-// Which lanes a condition holds in, in the form that selects most cheaply: GCC does not find mask registers by itself where
-// two conditions meet.
+// The lanes of a condition, in the form that selects most cheaply: GCC does not use mask registers by itself for a
+// conjunction of conditions.
 #if defined(__AVX512F__)
 using Mask = __mmask16;
 HPO_INLINE Mask present_bytes(const uint8_t* bytes) {
@@ -140,7 +140,7 @@ HPO_INLINE Floats smaller_where(Mask mask, Floats x, Floats least) { return mask
 HPO_INLINE Floats larger_where(Mask mask, Floats x, Floats most) { return mask ? (x > most ? x : most) : most; }
 #endif
 
-// Two masks as they are kept, a bit for each lane.
+// Two masks in memory, a bit for each lane.
 struct MaskPair {
   uint16_t first, second;
 };
@@ -157,7 +157,7 @@ HPO_INLINE uint16_t bits_of(Mask mask) {
 #endif
 }
 
-// Both come with one load.
+// One load gives both masks.
 HPO_INLINE void load_masks(const MaskPair* from, Mask& first, Mask& second) {
   uint32_t bits;
   std::memcpy(&bits, from, sizeof bits);
@@ -170,8 +170,8 @@ HPO_INLINE void load_masks(const MaskPair* from, Mask& first, Mask& second) {
 #endif
 }
 
-// sums[lane] += values[lane], in double. GCC converts vectors lane by lane; of the intrinsics those that take a mask, because
-// it warns of what is undefined in the others.
+// sums[lane] += values[lane], in double. GCC would convert vectors lane by lane. The intrinsics are the masked ones, because
+// GCC warns of undefined values in the others.
 HPO_INLINE void add_as_doubles(Floats values, double* sums) {
 #if defined(__AVX512F__)
   const __m512d pairs = _mm512_castps_pd(__m512(values));
@@ -188,7 +188,7 @@ HPO_INLINE void add_as_doubles(Floats values, double* sums) {
 #endif
 }
 
-// 0 in the other lanes, which belong to somebody else.
+// 0 in the other lanes, which may be another row's.
 HPO_INLINE Floats load_where(Mask mask, const float* from) {
 #if defined(__AVX512F__)
   return Floats(_mm512_maskz_loadu_ps(mask, from));
@@ -203,7 +203,7 @@ HPO_INLINE Floats load_where(Mask mask, const float* from) {
 #endif
 }
 
-// Touches no other lane, in which another thread may be writing.
+// Writes no other lane, because another thread may write there.
 HPO_INLINE void store_where(Mask mask, Floats vector, float* to) {
 #if defined(__AVX512F__)
   _mm512_mask_storeu_ps(to, mask, __m512(vector));
@@ -216,7 +216,7 @@ HPO_INLINE void store_where(Mask mask, Floats vector, float* to) {
 #endif
 }
 
-// In which of these lanes the byte is not 0. Bytes of the others are not read: they may lie behind the tensor.
+// The lanes of `mask` with a byte that is not 0. Bytes of other lanes are not read: they may be past the end of the tensor.
 HPO_INLINE Mask present_where(Mask mask, const uint8_t* bytes) {
 #if defined(__AVX512F__)
   const __m128i own = _mm_maskz_loadu_epi8(mask, bytes);
@@ -230,7 +230,7 @@ HPO_INLINE Mask present_where(Mask mask, const uint8_t* bytes) {
 #endif
 }
 
-// The same three, for one who knows of all lanes that they are his.
+// As above; with kWhole every lane is in range.
 template <bool kWhole>
 HPO_INLINE Floats load_own(Mask own, const float* from) {
   return kWhole ? load_lanes<Floats>(from) : load_where(own, from);
@@ -270,7 +270,7 @@ HPO_INLINE Ints add_where(Ints condition, Ints value, Ints sum) { return conditi
 HPO_INLINE Unsigned add_where(Ints condition, Unsigned value, Unsigned sum) { return condition ? sum + value : sum; }
 #endif
 
-// In how many lanes conditions held, over all vectors.
+// The number of lanes in which conditions held, over all vectors.
 class LaneCount {
  public:
 #if defined(__AVX512F__)

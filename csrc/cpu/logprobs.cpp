@@ -1,9 +1,9 @@
 // token_logprobs: log-probability and entropy from logits, and back. The definition is hpo_core/reference/logprobs.py.
 //
-// A row is read once. Each lane keeps the greatest element that it has met, and sums e^(...) of whatever is not: of two
-// elements it keeps one and sums the other. Nothing has to be known beforehand, and the greatest of the row is never summed.
-// The sums are relative to a reference, which the greatest element of a block of the row moves where it lies above it by more
-// than a factor of 2; the block is then read again, from the cache.
+// A row is read once. Each lane keeps the greatest element that it has met: of two elements it keeps the greater and adds
+// e^(...) of the smaller to its sum. So the greatest element of the row need not be known beforehand, and is never summed.
+// The sums are relative to a reference. When an element of a block exceeds the reference by more than a factor of 2, the
+// reference moves up and the block is read again, from the cache.
 #include "hpo/logprobs.h"
 
 #include <algorithm>
@@ -19,9 +19,9 @@ HPO_DECLARE_KERNELS(HPO_ISA)
 namespace hpo::HPO_ISA {
 namespace {
 
-constexpr int kChains = 4;                // of additions that do not wait for each other
-constexpr int kStep = kChains * kLanes;   // elements
-constexpr int64_t kBlock = 32 * kStep;    // so many are summed in float, blocks in double
+constexpr int kChains = 4;                // independent chains of additions
+constexpr int kStep = kChains * kLanes;   // elements of an iteration
+constexpr int64_t kBlock = 32 * kStep;    // elements summed in float; blocks are summed in double
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 HPO_INLINE Mask not_less(Floats x, Floats y) {  // true for NaN
@@ -32,7 +32,8 @@ HPO_INLINE Mask not_less(Floats x, Floats y) {  // true for NaN
 #endif
 }
 
-// The second where one is NaN. GCC makes a comparison and two selections of what are one instruction each.
+// NaN in either argument gives the second one. Intrinsics, because GCC turns the conditional expression into a comparison and
+// two selections instead of one instruction.
 HPO_INLINE Floats smaller(Floats x, Floats y) {
 #if defined(__AVX512F__)
   return Floats(_mm512_maskz_min_ps(0xFFFF, __m512(x), __m512(y)));
@@ -57,7 +58,7 @@ HPO_INLINE Floats product_where(Mask mask, Floats x, Floats y) {
 #endif
 }
 
-// sum - x y where the mask holds: x may be infinite elsewhere.
+// sum - x y where the mask holds, else sum; x may be infinite where the mask does not hold.
 HPO_INLINE Floats less_product_where(Mask mask, Floats x, Floats y, Floats sum) {
 #if defined(__AVX512F__)
   return Floats(_mm512_mask3_fnmadd_ps(__m512(x), __m512(y), __m512(sum), mask));
@@ -66,7 +67,7 @@ HPO_INLINE Floats less_product_where(Mask mask, Floats x, Floats y, Floats sum) 
 #endif
 }
 
-// e^(delta / temperature) where the mask holds, else 0. NaN stays NaN.
+// e^(delta / temperature) where the mask holds, else 0. A NaN delta gives NaN.
 HPO_INLINE Floats exp_where(Mask mask, Floats delta, Floats high, Floats low) {
   return exp2_by(delta, high, low, [&](Floats value, Floats shifted) {
 #if defined(__AVX512F__)
@@ -79,7 +80,7 @@ HPO_INLINE Floats exp_where(Mask mask, Floats delta, Floats high, Floats low) {
 
 // ------------------------------------------------------------------------------------------------ how logits are stored
 
-// Two packs of numbers come from 32 elements; `part`: which lanes of the packs.
+// `load` makes two packs of floats of 32 elements; `part` selects the lanes of the packs.
 struct Float32 {
   using Element = float;
   static constexpr Element kNothing = -kInfinity;
@@ -95,7 +96,7 @@ struct Float32 {
   static HPO_INLINE float narrowed(float x) { return x; }
 };
 
-// The even elements and the odd ones: what is shifted and masked needs no shuffle.
+// One pack holds the even elements and the other the odd ones: a shift and a mask widen them without a shuffle.
 struct Bfloat16 {
   using Element = uint16_t;
   static constexpr Element kNothing = 0xFF80;
@@ -167,7 +168,7 @@ struct Float16 {
   }
 };
 
-// NaN is above every floor but NaN, above which nothing is.
+// Elements below the floor become -inf. A NaN element is never below a floor; a NaN floor leaves nothing.
 template <class Type>
 HPO_INLINE void copy_above(const typename Type::Element* from, int64_t count, float floor, typename Type::Element* to) {
   for (int64_t at = 0; at < count; ++at) to[at] = Type::widened(from[at]) < floor || floor != floor ? Type::kNothing : from[at];
@@ -215,7 +216,7 @@ struct alignas(kLine) BlockSums {
   float others[kLanes], spread[kLanes], squares[kLanes];
 };
 
-// Sums what the lanes do not keep, relative to the reference. kKept: see LogprobsArgs.
+// Sums the elements that the lanes do not keep, relative to the reference. kKept: see LogprobsArgs.
 template <class Type, int kKept>
 void sum_block(const typename Type::Element* from, int64_t count, float reference, const Exponent& exponent, Lanes& kept,
                BlockSums& sums) {
@@ -230,7 +231,7 @@ void sum_block(const typename Type::Element* from, int64_t count, float referenc
       Floats x[kChains];
       for (int chain = 0; chain < kChains; chain += 2) Type::load(from + at + chain * kLanes, part, x[chain], x[chain + 1]);
       for (int chain = 0; chain < kChains; ++chain) {
-        const Floats loser = smaller(top[chain], x[chain]);  // NaN loses, and is summed
+        const Floats loser = smaller(top[chain], x[chain]);  // NaN loses, so that it reaches the sum
         top[chain] = larger(x[chain], top[chain]);
         const Floats delta = loser - origin;
         const Mask counts = not_less(delta, least);
@@ -279,10 +280,10 @@ class Row {
         break;
       }
     }
-    Lanes nobody;  // keeps what the lanes have kept
-    nobody.fill(kInfinity);
+    Lanes infinite;  // every element loses against infinity, so that all kept elements are summed
+    infinite.fill(kInfinity);
     BlockSums sums;
-    sum_block<Float32, kKept>(kept_.of, kStep, reference_, exponent_, nobody, sums);
+    sum_block<Float32, kKept>(kept_.of, kStep, reference_, exponent_, infinite, sums);
     add(sums);
     const double spread = kKept > 2 ? sum_halves(spread_) : 0.0;
     return {top, sum_halves(others_), spread > 0.0 ? spread : 0.0, kKept > 3 ? sum_halves(squares_) : 0.0};
@@ -298,7 +299,7 @@ class Row {
   }
 
   void move_to(float reference) {
-    if (!(reference > reference_)) return;  // -inf is none
+    if (!(reference > reference_)) return;  // -inf is no reference
     const double factor = double(exp_of(exponent_, reference_ - reference)), distance = double(reference) - double(reference_);
     for (int lane = 0; lane < kLanes; ++lane) {
       if (kKept > 2) spread_[lane] = factor == 0.0 ? 0.0 : factor * (spread_[lane] + distance * others_[lane]);
@@ -316,8 +317,8 @@ class Row {
   bool begins_ = true;
 };
 
-// Calls body(at, count, elements) for the blocks of a row, in order: for all but the last one count is a multiple of kStep.
-// Logits below the floor, and those that fill the last block up, are -inf.
+// Calls body(at, count, elements) for the blocks of a row, in order; only the last count may be no multiple of kStep. Logits
+// below the floor, and the elements that pad the last block, are -inf.
 template <class Type, class Body>
 HPO_INLINE void for_each_block(const typename Type::Element* from, int64_t columns, const float* floor, const Body& body) {
   const int64_t whole = columns / kStep * kStep;
@@ -348,7 +349,7 @@ const typename Type::Element* row_of(const LogprobsArgs& args, int64_t row) {
   return logits + offset_of_row(args, row);
 }
 
-// -inf where the target is in another part, or outside the support.
+// The target's logit; -inf where the target lies in another part of the vocabulary or outside the support.
 template <class Type>
 float logit_of_target(const typename Type::Element* from, int64_t column, const float* floor) {
   const float logit = column < 0 ? -kInfinity : Type::widened(from[column]);

@@ -1,4 +1,4 @@
-// How the CPU kernels split their work: into pieces whose number depends on the sizes only, never on the threads.
+// The CPU kernels split their work into pieces whose number depends only on the sizes, never on the threads.
 #pragma once
 #include <omp.h>
 
@@ -17,15 +17,15 @@ inline int64_t pieces(int64_t size, int64_t piece) { return (size + piece - 1) /
 // Waking a second thread can cost more than the work (milliseconds where the cores are busy), so small inputs stay on one.
 inline int worthwhile(int threads, int64_t tokens) { return tokens < 16384 ? 1 : threads; }
 
-// What a thread has not begun of its portion.
+// The part of a thread's portion that has not begun.
 struct alignas(kLine) Portion {
   std::atomic<int64_t> next;
   int64_t end;
 };
 
-// Calls body(i) for all i below count; what it writes belongs to i, so that nobody sees who called it. A thread goes through
-// its portion, the same in every call because its caches know it, and then helps the others with theirs: cores are not equally
-// quick, least of all shared ones.
+// Calls body(i) for all i below count. body(i) writes only data of i, so results do not depend on the calling thread. A
+// thread works through its own portion, which is the same in every call because its caches hold it, and then through the
+// portions of others, because cores, least of all shared ones, are not equally fast.
 template <class Body>
 inline void parallel_for(int64_t count, int threads, const Body& body) {
   if (threads <= 1 || count <= 1) {
@@ -59,7 +59,7 @@ inline void for_each_piece(int64_t count, int threads, const Body& body) {
                [&](int64_t piece) { body(piece * kPiece, (piece + 1) * kPiece < count ? (piece + 1) * kPiece : count); });
 }
 
-// Hands out consecutive parts of a workspace, aligned to cache lines; from nullptr it only measures.
+// Places arrays one after the other in a workspace, aligned to cache lines; with nullptr it only measures.
 class Arena {
  public:
   explicit Arena(void* base) : base_(reinterpret_cast<uintptr_t>(base)), next_((base_ + kLine - 1) / kLine * kLine) {}

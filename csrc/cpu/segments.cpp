@@ -1,4 +1,4 @@
-// row_counts: the valid tokens of every row; recurrence: a scan from the end of every row to its begin.
+// row_counts: the valid tokens of every row; recurrence: a scan from the end of every row to its start.
 #include <algorithm>
 
 #include "kernels.h"
@@ -25,8 +25,8 @@ void row_counts(const RowCountsArgs& args, int threads) {
   });
 }
 
-// A row is one chain: what it computes depends on the row alone. Where offsets descend rows may overlap, and the last one
-// counts.
+// A row is one chain of additions, whose results depend on the row alone. If offsets descend, rows may overlap: the last
+// row of a unit counts, so rows run in order.
 void recurrence(const RecurrenceArgs& args, int threads) {
   const bool apart = Rows(args.cu_seqlens, args.rows, args.units).broken == 0;
   std::fill_n(args.scanned, args.units, 0.0f);

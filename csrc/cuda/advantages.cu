@@ -1,5 +1,5 @@
-// group_normalise and group_statistics, each in one launch: up to kFewUnits without any workspace, beyond in parts with grid
-// barriers between them, one term after the other over one table of groups. The definitions are
+// group_normalise and group_statistics, each in one launch. Up to kFewUnits units need no workspace; more units go through
+// one table of groups, term by term, with grid barriers between the parts. The definitions are
 // hpo_core/reference/advantages.py and segments.py.
 #include "hpo/advantages.h"
 
@@ -40,7 +40,7 @@ __device__ __forceinline__ void write_statistics(const GroupStatisticsArgs& args
 
 // ------------------------------------------------------------------------------------------------------------ few units
 
-// A block or fewer to a multiprocessor: registers cost nothing.
+// At most one block runs on a multiprocessor, so registers are free.
 __global__ void __launch_bounds__(kThreads, 2) normalise_few(const GroupNormaliseArgs args) {
   HPO_SHARED(GroupMap, maps, [kBlockUnits]);
   const int unit = int(blockIdx.x) * kBlockUnits + int(threadIdx.x);
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, 2) normalise_few(const GroupNormalis
   for (int index = 0; index < args.count; ++index) {
     const GroupTerm& term = args.terms[index];
     const Members members = members_of(args, term);
-    const double batch_deviation = term.scale == Scale::batch ? deviation(sum_members(members, kEverybody), term.ddof) : 0.0;
+    const double batch_deviation = term.scale == Scale::batch ? deviation(sum_members(members, kAllMembers), term.ddof) : 0.0;
     const bool wanted = owns && receives(args, members, unit);
     const int own = for_each_group(members, unit, wanted, [&](int place, int64_t id) {
       const GroupSums sums = sum_members(members, id);
@@ -79,10 +79,10 @@ __global__ void __launch_bounds__(kThreads, 2) statistics_few(const GroupStatist
 
 struct Workspace {
   Table table;
-  Shares* shares;  // [units], of the terms so far, where there are several
+  Shares* shares;  // [units], sums over the terms so far; empty with one term
   int64_t bytes;
 
-  // terms: of group_normalise; 0 for group_statistics.
+  // terms: the number of terms of group_normalise; 0 for group_statistics.
   Workspace(void* base, int64_t units, int32_t terms) {
     Placement placement(base);
     table.take(placement, units);

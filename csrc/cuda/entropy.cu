@@ -1,5 +1,5 @@
-// window_score in one launch (more for windows wider than a block's shared memory) and order_statistic in three (one
-// more for tokens), select in one. The definition is hpo_core/reference/entropy.py.
+// window_score in one launch (more for windows wider than a block's shared memory), order_statistic in three (one more for
+// tokens), and select in one. The definition is hpo_core/reference/entropy.py.
 #include "hpo/entropy.h"
 
 #include "units.cuh"
@@ -10,13 +10,13 @@ namespace {
 // ------------------------------------------------------------------------------------------------------------- windows
 //
 // Sums are built by doubling: P_1 = values, P_2k[t] = P_k[t] + P_k[t + k]. A window is the sum of the P_k of the binary
-// digits of its length, from the lowest. Nothing is ever subtracted, and the order of the additions depends on the offset
-// inside the window only. Pieces of a window never leave its row, so the sums themselves need not know about rows.
+// digits of its length, from the lowest. No sum is ever subtracted from, and the order of the additions depends only on the
+// offset inside the window. The P_k of a window never leave its row, so the sums themselves need no rows.
 
 constexpr int kWindowThreads = 1024;    // and tokens of a block
 constexpr int64_t kSharedWidth = 2048;  // 2 * (kWindowThreads + kSharedWidth) sums and counts are 48 KiB
 
-// The window of one token: `length` positions from `low` remain of it. `exists`: the token lies in a row.
+// The window of one token, cut by its row to `length` positions from `low`. `exists`: the token is in a row.
 struct Window {
   bool exists;
   int64_t low, length;
@@ -91,7 +91,7 @@ __device__ __forceinline__ Window window_of(const WindowPack& windows, const Row
   return {true, from, max(to - from + 1, int64_t(0))};
 }
 
-// All that the windows of a block reach is in shared memory twice: [kWindowThreads + width - 1] sums and counts.
+// Shared memory holds two copies of [kWindowThreads + width - 1] sums and counts, for every position in a window of the block.
 __global__ void __launch_bounds__(kWindowThreads) score_windows(const WindowPack windows) {
   const int thread = int(threadIdx.x), width = int(windows.width()), reach = kWindowThreads + width - 1;
   HPO_DYN_SHARED(float, sums);
@@ -188,14 +188,14 @@ __global__ void __launch_bounds__(kWindowThreads) finish_wide_windows(const Wind
 
 // ---------------------------------------------------------------------------------------------------- order statistics
 //
-// Radix selection on order_key: 9 bits (sign and exponent), 12 and 11, a launch each. Counts are integers and have no order.
-// The first launch keeps the histogram of each block, because nothing zeroed the memory that they could share; it zeroes
-// what the other two share.
+// Radix selection on order_key: 9 bits (sign and exponent), 12 and 11, a launch each. Sums of integer counts do not depend on
+// the order. The first launch keeps one histogram per block, because no earlier launch zeroed shared memory for them; it
+// zeroes the shared histograms of the other two.
 
 constexpr int kThreads = 1024, kWarps = kThreads / kWarp;
 constexpr int64_t kMaxBlocks = 64;
 constexpr int kTopBins = 512, kMiddleBins = 4096, kLowBins = 2048;
-constexpr int kCopies = 16;  // of the first histogram in a block: scores share few exponents, and would wait for each other
+constexpr int kCopies = 16;  // of the first histogram in a block: scores share few exponents, and atomics would collide
 
 struct Selection {
   unsigned* top;                // [blocks][kTopBins]
@@ -203,9 +203,9 @@ struct Selection {
   unsigned long long* middle;   // [kMiddleBins]
   unsigned long long* low;      // [kLowBins]
   unsigned* tickets;            // [2]
-  int64_t* index;               // what is left of the index after two digits; -1: no score is finite
-  unsigned* prefix;             // those two digits
-  float* score;                 // [tokens], where they are not given
+  int64_t* index;               // the rest of the index after two digits; -1: no score is finite
+  unsigned* prefix;             // the two digits
+  float* score;                 // [tokens], scores of tokens
 
   int64_t place(void* base, int64_t tokens) {
     char* at = static_cast<char*>(base);
@@ -219,7 +219,7 @@ struct Selection {
   }
 };
 
-// Calls `visit(score)` for every score, all lanes of a warp together; -INFINITY, which is no score, where a lane has none.
+// Calls `visit(score)` for every score, all lanes of a warp together; a lane without a score passes -INFINITY, which is none.
 template <class Visit>
 __device__ __forceinline__ void for_each_score(const OrderStatisticArgs& args, Visit visit) {
   const int before = int(reinterpret_cast<uintptr_t>(args.values) / sizeof(float) % 4);  // floats since a 16-byte boundary
@@ -283,7 +283,7 @@ __device__ __forceinline__ Bin find_bin(int64_t index, CountOf count_of) {
   return bin;
 }
 
-// Adds one to the bin of every lane with `counts`. Equal scores, which ties make frequent, are added at once.
+// Adds one to the bin of every lane with `counts`. One atomic adds equal scores, which are frequent with ties.
 __device__ __forceinline__ void count_bin(HPO_SHARED_POINTER(unsigned) histogram, bool counts, unsigned bin) {
   const unsigned counting = __ballot_sync(kFullWarp, counts);
   if (counting == 0) return;
@@ -350,7 +350,7 @@ __device__ __forceinline__ int64_t add_up_top(const Selection& selection, HPO_SH
   return population;
 }
 
-// Adds a block's histogram to the one that all blocks share.
+// Adds a block's histogram to the shared histogram of all blocks.
 __device__ __forceinline__ void add_to_all(HPO_SHARED_POINTER(unsigned) histogram, int bins, unsigned long long* all) {
   __syncthreads();
   for (int i = int(threadIdx.x); i < bins; i += kThreads) {

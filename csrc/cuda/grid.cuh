@@ -1,5 +1,5 @@
-// What the launches of one call share: their grid, what the threads of a block tell each other, and workspace that an earlier
-// launch leaves to a later one.
+// Helpers of the launches of one call: their grid, communication within a block, and workspace that an earlier launch leaves
+// to a later one.
 #pragma once
 #include <algorithm>
 #include <map>
@@ -18,7 +18,7 @@ inline int blocks_for(int64_t threads) {
 // The same for a cooperative launch, whose blocks must all be on the device at once.
 template <auto kernel>
 int blocks_together(int64_t threads) {
-  static thread_local std::map<int, int> per_processor;  // by device: never changes, and takes long to ask for
+  static thread_local std::map<int, int> per_processor;  // by device: the query is slow and its result constant
   int device = 0, processors = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
@@ -27,7 +27,7 @@ int blocks_together(int64_t threads) {
   return std::max(1, std::min(blocks_for(threads), resident * processors));
 }
 
-// Places arrays of a workspace behind each other; from nullptr it only measures.
+// Places arrays one after the other in a workspace; with nullptr it only measures.
 class Placement {
  public:
   explicit Placement(void* base) : base_(static_cast<char*>(base)), at_(base_) {}
@@ -44,7 +44,7 @@ class Placement {
   char *base_, *at_;
 };
 
-// Whether the blocks of an earlier launch, or those of this one before a grid barrier, raised any of their flags; a barrier.
+// Whether any block raised its flag, in an earlier launch or before a grid barrier of this one. The call is a block barrier.
 __device__ __forceinline__ bool any_of(const int* flags, int count) {
   int any = 0;
 #pragma unroll 1
@@ -67,7 +67,7 @@ __device__ __forceinline__ void block_sums(double (&values)[COUNT]) {
   __syncthreads();  // before the next call writes `of_warp`
 }
 
-// The greatest of the block, in every thread.
+// The maximum over the block, in every thread.
 template <class T>
 __device__ __forceinline__ T block_max(T value) {
   HPO_SHARED(T, of_warp, [kWarps]);
@@ -96,7 +96,7 @@ __device__ __forceinline__ void copy(float* to, const float* from, int64_t count
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < count; i += int64_t(gridDim.x) * kThreads) to[i] = from[i];
 }
 
-// Tokens outside every piece get `value`: written for all of them, which is cheaper than to look for those.
+// Tokens outside every piece get `value`: it is written for all tokens, which is cheaper than a search for these.
 __device__ __forceinline__ void fill_tokens(float* array, int64_t tokens, bool groupable, float value) {
   if (!array) return;
   const int64_t groups = groupable ? tokens / 4 : 0;

@@ -1,6 +1,6 @@
-// Groups of units with the same id, and sums over their members. Of few units every block looks through all of them for the
-// groups of its own. Of many a table is made, in parts with a grid barrier between them, and sums are integers, which have no
-// order.
+// Groups of units with the same id, and sums over their members. With few units every block reads all units for the groups of
+// its own units. With many units a table of groups is made, in parts with grid barriers between them, and sums are integers,
+// so that they do not depend on the order.
 #pragma once
 #include "grid.cuh"
 #include "hpo/advantages.h"
@@ -10,7 +10,7 @@ namespace hpo {
 
 constexpr int64_t kFewUnits = 4096;
 
-// Who is in the groups of a term.
+// The members of the groups of a term.
 struct Members {
   int64_t units;
   const float* values;
@@ -20,7 +20,7 @@ struct Members {
 
   __device__ __forceinline__ bool in_group(int64_t unit) const { return !ids || ids[unit] >= 0; }
 
-  // Of a unit in a group, whether it is a member.
+  // Whether a unit in a group is a member.
   __device__ __forceinline__ bool enters(int64_t unit) const {
     return is_finite(values[unit]) && (!mask || mask[unit]) && (!weights || counts(weights[unit]));
   }
@@ -32,15 +32,15 @@ struct Members {
 
 // ------------------------------------------------------------------------------------------------------------ few units
 
-constexpr int kBlockUnits = kWarp;  // one to each thread of the first warp
-constexpr int64_t kEverybody = -1;  // the id of all groups together
+constexpr int kBlockUnits = kWarp;  // one per thread of the first warp
+constexpr int64_t kAllMembers = -1;  // the id of all groups together
 
 __device__ __forceinline__ bool belongs(const Members& members, int unit, int64_t id) {
-  const bool in_group = id == kEverybody ? members.in_group(unit) : !members.ids || members.ids[unit] == id;
-  return in_group && members.enters(unit);  // of most units no more than the id is read
+  const bool in_group = id == kAllMembers ? members.in_group(unit) : !members.ids || members.ids[unit] == id;
+  return in_group && members.enters(unit);  // for most units only the id is read
 }
 
-// `units` where there is none.
+// The first member of a group; `units` without members.
 __device__ __forceinline__ int first_member(const Members& members, int64_t id) {
   HPO_SHARED(int, first, );
   const int units = int(members.units);
@@ -57,7 +57,7 @@ __device__ __forceinline__ int first_member(const Members& members, int64_t id) 
   return found;
 }
 
-// By the whole block, like all that follow.
+// The whole block calls this and the functions below.
 __device__ __forceinline__ GroupSums sum_members(const Members& members, int64_t id) {
   const int first = first_member(members, id);
   if (first == int(members.units)) return {};
@@ -75,7 +75,7 @@ __device__ __forceinline__ GroupSums sum_members(const Members& members, int64_t
   return {pivot, int64_t(sums[0]), sums[1], sums[2], sums[3]};
 }
 
-// Of w |x - mean|.
+// The sum of w |x - mean| over the members of a group.
 __device__ __forceinline__ double sum_absolute(const Members& members, int64_t id, const GroupSums& sums) {
   double absolute[1] = {};
   for (int unit = int(threadIdx.x); unit < int(members.units); unit += kThreads) {
@@ -90,7 +90,7 @@ struct Extremes {
   float least, greatest;
 };
 
-// Of a group with members.
+// The extremes of a group with members.
 __device__ __forceinline__ Extremes find_extremes(const Members& members, int64_t id) {
   HPO_SHARED(uint32_t, least, );
   HPO_SHARED(uint32_t, greatest, );
@@ -108,8 +108,8 @@ __device__ __forceinline__ Extremes find_extremes(const Members& members, int64_
   return found;
 }
 
-// Calls `visit(place, id)`, between barriers, for every group that has any of the units wanted by the first warp. Returns the
-// place of the own unit's group; -1: not wanted.
+// Calls `visit(place, id)`, between barriers, for every group of a wanted unit of the first warp. Returns the place of the
+// group of the thread's own unit; -1 if it is not wanted.
 template <class Visit>
 __device__ __forceinline__ int for_each_group(const Members& members, int unit, bool wanted, Visit visit) {
   HPO_SHARED(int64_t, ids, [kBlockUnits]);
@@ -136,15 +136,15 @@ __device__ __forceinline__ int for_each_group(const Members& members, int unit, 
 
 // ----------------------------------------------------------------------------------------------------------- many units
 //
-// What members add to a sum is written as a fixed-point number whose unit depends on the largest of them, so that the sum of
-// all fits into 62 bits: for 10^5 members that keeps 2^-44 of the largest.
+// The terms of a sum are fixed-point numbers whose unit depends on the largest term, so that the sum fits into 62 bits: with
+// 10^5 members the unit is 2^-44 of the largest term.
 
 constexpr int kSumBits = 61;
 
-// Of the bits of a positive number, which is below 2^(exponent - 1022).
+// The exponent bits of a positive number, which is below 2^(exponent - 1022).
 __device__ __forceinline__ int exponent_of(double x) { return int(to_bits(x) >> 52); }
 
-// x times 2 to this power, in two steps: a double has no 2^1083, which the exponent of 0 leads to.
+// x times 2 to this power, in two steps: the exponent of 0 leads to 2^1083, which no double holds.
 __device__ __forceinline__ double scaled(double x, int power) {
   const int first = power / 2, second = power - first;
   return x * from_bits(int64_t(first + 1023) << 52) * from_bits(int64_t(second + 1023) << 52);
@@ -155,11 +155,11 @@ __device__ __forceinline__ int64_t fixed(double x, int power) { return int64_t(r
 // All 0 at first.
 struct Group {
   int64_t count;  // members
-  int64_t weight, sum, squares, absolute;  // as in GroupSums, and of w |x - mean|, in fixed point
-  int weight_exponent, sum_exponent, squares_exponent;  // of the largest that is added
-  uint32_t not_least, greatest;  // the order keys of the extreme values; of the least its complement, which grows too
+  int64_t weight, sum, squares, absolute;  // as in GroupSums, and the sum of w |x - mean|, in fixed point
+  int weight_exponent, sum_exponent, squares_exponent;  // of the largest terms
+  uint32_t not_least, greatest;  // order keys of the extremes; the least is complemented, so that atomicMax updates both
 
-  // 2 to this power is what a number in a sum is multiplied by.
+  // The terms of a sum are multiplied by 2 to this power.
   __device__ __forceinline__ int power(int exponent) const { return kSumBits - (64 - __clzll(count)) - (exponent - 1022); }
 
   __device__ __forceinline__ GroupSums sums(double pivot) const {
@@ -180,15 +180,15 @@ struct Group {
 };
 
 struct Entry {
-  unsigned long long key;  // 1 + the id that owns the entry; 0: nobody
-  int64_t from_end;  // units behind and with the first member; 0: no member
+  unsigned long long key;  // 1 + the id of the entry; 0: a free entry
+  int64_t from_end;  // units - the first member; 0: no member
 };
 
 struct Table {
   int64_t units, capacity;  // a power of two
-  Entry* entries;  // [capacity + 1], by hash; the last one is everybody's
-  int64_t* leaders;  // [units], of each unit's group the entry, then the first member; -1: none
-  Group* groups;  // [units + 1], by first member; the last one is everybody's
+  Entry* entries;  // [capacity + 1], by hash; the last one is for all members as one group
+  int64_t* leaders;  // [units], the entry of each unit's group, then the first member of the group; -1: none
+  Group* groups;  // [units + 1], by first member; the last one is for all members as one group
 
   void take(Placement& placement, int64_t of_units) {
     units = of_units, capacity = 64;
@@ -206,7 +206,7 @@ struct Table {
   }
 };
 
-// The same units for the same threads in every part of a launch. Warps stay together: of the last one some are beyond `units`.
+// A thread gets the same units in every part of a launch. Warps stay together, so some lanes get units beyond `units`.
 template <class Visit>
 __device__ __forceinline__ void for_each_unit(int64_t units, Visit visit) {
   const int64_t begin = int64_t(blockIdx.x) * kThreads + threadIdx.x - lane();
@@ -221,14 +221,14 @@ __device__ __forceinline__ int64_t find_entry(const Table& table, int64_t id) {
   for (int64_t entry = int64_t((mixed ^ mixed >> 32) & uint64_t(table.capacity - 1));;
        entry = (entry + 1) & (table.capacity - 1)) {
     unsigned long long* const owned = &table.entries[entry].key;
-    if (*owned == key) return entry;  // a key stays: few get past the question
+    if (*owned == key) return entry;  // a key never changes, so few threads need the atomic
     const unsigned long long owner = atomicCAS(owned, 0ull, key);
     if (owner == 0 || owner == key) return entry;
   }
 }
 
-// What the lanes of a warp have for their records; null: nothing, 0. Neighbours are mostly of one group: then one of them gives
-// what all have.
+// Warp-aggregated atomics: neighbours are mostly of one group, and if all lanes target one record, they reduce first and one
+// lane issues the atomic. A lane with a null record passes 0.
 template <class Record>
 class Giver {
  public:
@@ -248,7 +248,7 @@ class Giver {
   template <class T>
   __device__ __forceinline__ void raise(T Record::* field, T value) const {
     for (int step = kWarp / 2; alike_ && step > 0; step /= 2) value = max(value, __shfl_xor_sync(kFullWarp, value, step));
-    if (gives_ && to_->*field < value) atomicMax(&(to_->*field), value);  // it only grows
+    if (gives_ && to_->*field < value) atomicMax(&(to_->*field), value);  // a field only grows
   }
 
  private:
@@ -256,8 +256,8 @@ class Giver {
   bool alike_, gives_;
 };
 
-// Behind it the entries are known, and the groups cleared.
-__device__ __forceinline__ void number_groups(const Table& table, const Members& members, bool everybody) {
+// Makes the entries of all groups, and clears the groups.
+__device__ __forceinline__ void number_groups(const Table& table, const Members& members, bool all_members) {
   clear(table.groups, table.units + 1);
   for_each_unit(table.units, [&](int64_t unit) {
     int64_t entry = -1;
@@ -268,18 +268,17 @@ __device__ __forceinline__ void number_groups(const Table& table, const Members&
     const bool member = entry >= 0 && members.has(unit);
     const int64_t from_end = member ? table.units - unit : 0;
     Giver<Entry>(member ? table.entries + entry : nullptr).raise(&Entry::from_end, from_end);
-    if (everybody) Giver<Entry>(member ? table.entries + table.capacity : nullptr).raise(&Entry::from_end, from_end);
+    if (all_members) Giver<Entry>(member ? table.entries + table.capacity : nullptr).raise(&Entry::from_end, from_end);
   });
 }
 
-// Calls `visit(group, giver, unit, weight, offset)`; null and 0 for a unit that is no member. For everybody as one
-// group, too, where that is wanted.
+// Calls `visit(group, giver, unit, weight, offset)`; units that are no members get null and 0. With `all_members` it does so
+// for all members as one group, too.
 template <class Visit>
-__device__ __forceinline__ void for_each_membership(const Table& table, const Members& members, bool everybody, Visit visit) {
+__device__ __forceinline__ void for_each_membership(const Table& table, const Members& members, bool all_members, Visit visit) {
   for_each_unit(table.units, [&](int64_t unit) {
     const int64_t leader = unit < table.units && members.has(unit) ? table.leaders[unit] : -1;
-    const bool member =
-        leader >= 0;  // what became a member behind the numbering of groups, because somebody wrote it, has none
+    const bool member = leader >= 0;  // no leader: a concurrent write made it a member after number_groups
     const double weight = member ? members.weight(unit) : 0.0;
     const auto visit_group = [&](int64_t at, int64_t pivot) {
       const double offset = member ? double(members.values[unit]) - double(members.values[pivot]) : 0.0;
@@ -287,11 +286,11 @@ __device__ __forceinline__ void for_each_membership(const Table& table, const Me
       visit(group, Giver<Group>(group), unit, weight, offset);
     };
     visit_group(leader, leader);
-    if (everybody) visit_group(table.units, table.first_member(table.capacity));
+    if (all_members) visit_group(table.units, table.first_member(table.capacity));
   });
 }
 
-__device__ __forceinline__ void find_spread(const Table& table, const Members& members, bool everybody, bool extremes) {
+__device__ __forceinline__ void find_spread(const Table& table, const Members& members, bool all_members, bool extremes) {
   for_each_unit(table.units, [&](int64_t unit) {
     if (unit < table.units && table.leaders[unit] >= 0) table.leaders[unit] = table.first_member(table.leaders[unit]);
   });
@@ -305,10 +304,10 @@ __device__ __forceinline__ void find_spread(const Table& table, const Members& m
     giver.raise(&Group::greatest, key);
     giver.raise(&Group::not_least, group ? ~key : 0);
   };
-  for_each_membership(table, members, everybody, give);
+  for_each_membership(table, members, all_members, give);
 }
 
-__device__ __forceinline__ void sum_offsets(const Table& table, const Members& members, bool everybody) {
+__device__ __forceinline__ void sum_offsets(const Table& table, const Members& members, bool all_members) {
   const auto give = [&](const Group* group, const Giver<Group>& giver, int64_t, double weight, double offset) {
     int64_t of_weight = 0, of_sum = 0, of_squares = 0;
     if (group) {
@@ -320,17 +319,17 @@ __device__ __forceinline__ void sum_offsets(const Table& table, const Members& m
     giver.add(&Group::sum, of_sum);
     giver.add(&Group::squares, of_squares);
   };
-  for_each_membership(table, members, everybody, give);
+  for_each_membership(table, members, all_members, give);
 }
 
-// The sums of all groups, of everybody as one group too where that is wanted. The entries are cleared, three grid barriers are
-// inside, and behind the last nobody reads entries.
-__device__ __forceinline__ void sum_groups(const Table& table, const Members& members, bool everybody, bool extremes) {
-  number_groups(table, members, everybody);
+// The sums of all groups and, with `all_members`, of all members as one group. Entries must be cleared before. The call has
+// three grid barriers; no thread reads entries after the last.
+__device__ __forceinline__ void sum_groups(const Table& table, const Members& members, bool all_members, bool extremes) {
+  number_groups(table, members, all_members);
   sync_grid();
-  find_spread(table, members, everybody, extremes);
+  find_spread(table, members, all_members, extremes);
   sync_grid();
-  sum_offsets(table, members, everybody);
+  sum_offsets(table, members, all_members);
   sync_grid();
 }
 

@@ -1,5 +1,5 @@
-// Logits as they are stored: types, and the words of 4 bytes that threads read and write four at a time. A word holds one
-// float, or two numbers of 16 bits, which are compared two at once.
+// Logits in memory: their types, and the words of 4 bytes that a thread reads and writes four at a time. A word holds one
+// float, or two 16-bit numbers, which are compared both at once.
 #pragma once
 #include <type_traits>
 
@@ -8,8 +8,8 @@
 
 namespace hpo {
 
-// Of a type: `lesser` of a number and a word is NaN where the word is, `greater` is never NaN; `exp` is e^(delta /
-// temperature) as exactly as the gradient of such a logit is stored.
+// A type of logits has: `lesser`, which is NaN where its second argument is; `greater`, which is never NaN; `exp`, which is
+// e^(delta / temperature) to the precision of a stored gradient.
 struct Float32 {
   using Element = uint32_t;
   static constexpr int kLanes = 1;
@@ -70,20 +70,21 @@ struct Float16 : Pairs<__half2> {
 
 // ------------------------------------------------------------------------------------------------------------ rows in steps
 
-constexpr int kVectors = 4, kWords = 4 * kVectors;  // of a thread in a step of its block
+constexpr int kVectors = 4, kWords = 4 * kVectors;  // per thread and step of its block
 
 template <class Type>
 constexpr int kPerVector = 4 * Type::kLanes;  // elements of 16 bytes
 template <class Type>
 constexpr int kPerStep = kThreads * kVectors * kPerVector<Type>;
 
-// Of this thread in a step. It depends on no address: what a thread sums has the same order wherever in memory the row lies.
+// The first column of a vector of this thread, within a step. It depends on no address, so that a thread sums the same columns
+// in the same order wherever in memory the row lies.
 template <class Type>
 __device__ __forceinline__ int first_column(int vector) {
   return (vector * kThreads + int(threadIdx.x)) * kPerVector<Type>;
 }
 
-// For one thread of a block: where the pointer that loads go through is also a number, nvcc no longer knows for sm_100 that it
+// For one thread of a block: where a kernel also uses a load's pointer as a number, nvcc for sm_100 no longer knows that it
 // points to global memory.
 template <class Type>
 __device__ __forceinline__ bool is_aligned(const void* array, int64_t offset) {
@@ -99,7 +100,7 @@ __device__ __forceinline__ void store_vector(const unsigned* words, void* to) {
   *static_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// The first `count` elements; the others are -inf.
+// Reads the first `count` elements of a vector; the others become -inf.
 template <class Type>
 __device__ __forceinline__ void load_elements(const typename Type::Element* from, int count, unsigned* words) {
 #pragma unroll
@@ -121,8 +122,8 @@ __device__ __forceinline__ void store_elements(const unsigned* words, int count,
   }
 }
 
-// Reads the words of this thread in a step that begins at column `step`. kWhole: the row is aligned and goes on to the end of
-// the step.
+// Reads this thread's words of the step that begins at column `step`. kWhole: the row is aligned and reaches the end of the
+// step.
 template <class Type, bool kWhole>
 __device__ __forceinline__ void load_step(const typename Type::Element* from, int64_t columns, bool wide, int64_t step,
                                           unsigned (&words)[kWords]) {

@@ -1,11 +1,11 @@
 // token_logprobs: log-probability and entropy from logits, and back, each in one launch. The definition is
 // hpo_core/reference/logprobs.py.
 //
-// A block takes a row and reads it once. Each thread keeps the greatest element that it has met, and sums e^(...) of whatever
-// is not: of two elements it keeps one and sums the other. Its sums are relative to the greatest element that is summed, not to
-// the greatest of the row. What counts then has a small exponent, which one multiplication gives exactly enough and one
-// instruction raises, also where a single token has nearly all the probability; from there to the greatest of the row it is
-// one exact factor.
+// A block takes a row and reads it once. Each thread keeps the greatest element that it has met: of two elements it keeps the
+// greater and adds e^(...) of the smaller to its sums. The sums are relative to the greatest summed element, not to the
+// greatest of the row: so the exponents of the elements that count are small, and one multiplication and one fast exponential
+// are exact enough even where a single token has nearly all the probability. One exact factor at the end refers the sums to
+// the greatest of the row.
 #include "hpo/logprobs.h"
 
 #include "hpo/entropy.h"
@@ -16,11 +16,11 @@ namespace {
 
 // -------------------------------------------------------------------------------------------------------------- forward
 
-// What a row is to all threads of its block.
+// The arguments of a row, shared by the threads of its block.
 struct Row {
   int64_t offset;
   Exponent exponent;
-  float floor, logit;  // logit: of the target, -inf where it is in another part or outside the support
+  float floor, logit;  // logit: the target's, -inf where it lies in another part or outside the support
   bool is_read, is_ignored, wide;
 };
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ float logit_at(const void* logits, int64_t offset) {
   return Type::lane(unsigned(static_cast<const typename Type::Element*>(logits)[offset]), 0);
 }
 
-// By one thread: it divides doubles, of which some devices have few units.
+// For one thread of a block: it divides doubles, and some devices have few units for them.
 template <class Type>
 __device__ __forceinline__ Row get_row(const LogprobsArgs& args, int64_t index) {
   Row row{};
@@ -48,18 +48,18 @@ __device__ __forceinline__ Row get_row(const LogprobsArgs& args, int64_t index) 
   return row;
 }
 
-// What a thread has met of a row. kKept: see LogprobsArgs.
+// The elements of a row that a thread has met. kKept: see LogprobsArgs.
 template <class Type, int kKept, bool kFloored>
-class Met {
+class ThreadSums {
  public:
-  __device__ __forceinline__ Met(const Exponent& exponent, float floor)
+  __device__ __forceinline__ ThreadSums(const Exponent& exponent, float floor)
       : high_(exponent.high), least_(exponent.least), floor_(floor) {}
 
   __device__ __forceinline__ void add(unsigned (&words)[kWords]) {
     unsigned most = Type::kNothing;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      const unsigned loser = Type::lesser(kept_, words[i]);  // NaN loses, and is summed
+      const unsigned loser = Type::lesser(kept_, words[i]);  // NaN loses, so that it reaches the sums
       kept_ = Type::greater(kept_, words[i]);
       most = Type::greater(most, loser);
       words[i] = loser;
@@ -83,7 +83,7 @@ class Met {
       if (kFloored && rest[lane] < floor_) rest[lane] = -HUGE_VALF;
       mine = fmaxf(mine, rest[lane]);
     }
-    // Of the threads that have met the greatest element one has it.
+    // Several threads may have kept the greatest value; one of them owns it and the others sum theirs.
     const uint64_t key = uint64_t(order_key(mine)) << 32 | (kThreads - 1 - threadIdx.x), greatest = block_max(key);
     bool owns = key == greatest;
     float most = -HUGE_VALF;
@@ -153,17 +153,17 @@ __global__ void __launch_bounds__(kThreads, 4) sum_rows(const LogprobsArgs args)
     if (row.is_read) {
       const auto* const from = static_cast<const typename Type::Element*>(args.logits) + row.offset;
       const bool wide = row.wide;
-      Met<Type, kKept, kFloored> met(row.exponent, row.floor);
+      ThreadSums<Type, kKept, kFloored> sums(row.exponent, row.floor);
       for_each_step<Type>(args.columns, wide, [&](auto whole, int64_t step) {
         unsigned words[kWords];
         load_step<Type, decltype(whole)::value>(from, args.columns, wide, step, words);
-        met.add(words);
+        sums.add(words);
       });
-      const RowSums sums = met.finish(row.exponent);
-      if (threadIdx.x == 0) result = result_of(sums, row.exponent, row.logit, args.columns == args.vocabulary);
+      const RowSums whole = sums.finish(row.exponent);
+      if (threadIdx.x == 0) result = result_of(whole, row.exponent, row.logit, args.columns == args.vocabulary);
     }
     if (threadIdx.x == 0) write_result(args, index, result);
-    __syncthreads();  // before the next row is written
+    __syncthreads();  // all threads have read `row`
   }
 }
 
@@ -172,14 +172,15 @@ __global__ void __launch_bounds__(kThreads, 4) sum_rows(const LogprobsArgs args)
 struct GradientRow {
   Row row;
   int64_t to;  // offset of the gradient
-  int64_t column;  // of the target, -1 where its gradient is like any other's
+  int64_t column;  // the target's, -1 where its gradient has no rule of its own
   float top;
   RowGradient gradient;
-  float fill;  // where nothing is read
+  float fill;  // the gradient of a row whose logits are not read
   bool wide;
 };
 
-// By one thread. It has read the logit of the target before any other writes a gradient over it.
+// For one thread of a block, before a barrier: it reads the target's logit before another thread may write the gradient in
+// its place.
 template <class Type>
 __device__ __forceinline__ GradientRow get_row(const LogprobsBackwardArgs& args, int64_t index) {
   GradientRow found{};
@@ -250,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, 3) differentiate_rows(const Logprobs
       }
       store_step<Type, decltype(whole)::value>(words, to, columns, wide, step);
     });
-    __syncthreads();  // all has been written, and the next row may be
+    __syncthreads();  // the row is written, and all threads have read `shared`
     if (threadIdx.x == 0 && found.row.is_read && found.column >= 0) {
       const Element target = Element(word_of<Type>(found.gradient.target));
       memcpy(to + found.column, &target, sizeof target);

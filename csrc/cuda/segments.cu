@@ -1,21 +1,21 @@
 // row_counts and recurrence, each in one launch. The definitions are hpo_core/reference/segments.py.
 //
-// Of row_counts a block takes eight neighbouring rows. Each of its warps counts one of them if it is short; long ones all warps
-// count together, so that one long row among short ones does not keep a single warp busy.
+// In row_counts a block takes eight neighbouring rows. A warp counts a short row alone; all warps count a long row together,
+// so that one long row among short ones does not keep a single warp busy.
 #include "grid.cuh"
 #include "units.cuh"
 
 namespace hpo {
 namespace {
 
-constexpr int64_t kLong = 16384;  // masks of this many tokens are 32 loads of a warp
+constexpr int64_t kLong = 16384;  // tokens, a mask of 32 loads of a warp
 
-// Bytes that are not 0. Adding 0x7F carries into the top bit of a byte unless its lower bits are 0.
+// The number of bytes that are not 0. Adding 0x7F carries into the top bit of a byte unless its lower bits are 0.
 __device__ __forceinline__ int count_bytes(unsigned four) {
   return __popc((((four & 0x7F7F7F7Fu) + 0x7F7F7F7Fu) | four) & 0x80808080u);
 }
 
-// Tokens of [begin, end) that are not masked, as far as this thread out of `threads` counts them.
+// The number of unmasked tokens in [begin, end) that this thread, one of `threads`, counts.
 __device__ __forceinline__ int64_t count_valid(const uint8_t* mask, int64_t begin, int64_t end, int thread, int threads) {
   const uint8_t* const aligned = mask + begin - reinterpret_cast<uintptr_t>(mask + begin) % 16;
   int64_t count = 0;
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads) count_rows(const RowCountsArgs args)
   }
 }
 
-// What units, from the last one to the first, make of the y behind them: add + gain * y.
+// The composed map of units, from the last one to the first, of the y after them: add + gain * y.
 struct Affine {
   double add, gain;
 
@@ -95,10 +95,10 @@ __device__ __forceinline__ Affine shuffle_up(const Affine& map, int step) {
   return {__shfl_up_sync(kFullWarp, map.add, step), __shfl_up_sync(kFullWarp, map.gain, step)};
 }
 
-constexpr int kSteps = 4;  // units of a lane, neighbours
+constexpr int kSteps = 4;  // neighbouring units of a lane
 constexpr int kChunk = kWarp * kSteps;
 
-// By one warp. Chunks are counted from the row's end, so that where the row lies changes no bit.
+// One warp scans a row. Chunks start at the row's end, so that bits do not depend on the position of the row.
 __device__ __forceinline__ void scan_row(const RecurrenceArgs& args, const Pack& pack, int index) {
   const Range row = range_of_warp(pack, index);
   bool ascending = true;
@@ -133,7 +133,7 @@ __device__ __forceinline__ void scan_row(const RecurrenceArgs& args, const Pack&
   }
 }
 
-// Offsets are data: which units are in no row is not known before all rows are, and so zeros are written everywhere first.
+// Offsets are data: units in no row are unknown before all rows are read, so zeros are written everywhere first.
 __global__ void __launch_bounds__(kThreads) scan_rows(const RecurrenceArgs args) {
   clear(args.scanned, args.units);
   sync_grid();

@@ -1,9 +1,9 @@
-// How a pack of ragged rows is cut into work. A row is cut into tiles of kTile tokens from its own first token, so that what
-// a tile computes depends on the row alone; a warp takes a tile, so that one row of a million tokens keeps as many warps
+// Units of work for a pack of ragged rows. A row is cut into tiles of kTile tokens from its own first token, so that the
+// results of a tile depend on the row alone. A warp takes a tile, so that one row of a million tokens keeps as many warps
 // busy as a thousand rows of a thousand. The host need not read the offsets for that:
 //
 //   unit s < rows    is the first tile of row s;
-//   unit rows + j    is the further tile that goes with token (j + 1) * kTile of the pack. Behind its first token a row
+//   unit rows + j    is the further tile that belongs to token (j + 1) * kTile of the pack. After its first token a row
 //                    contains at least as many multiples of kTile as it has further tiles; a search finds the row.
 #pragma once
 #include "hpo/gates.h"
@@ -22,11 +22,11 @@ struct Pack {
 HPO_INLINE int64_t tiles_of(int64_t tokens) { return (tokens + kTile - 1) / kTile; }
 HPO_INLINE int64_t units_of(int64_t tokens, int64_t rows) { return rows + tiles_of(tokens); }
 
-// Where the further tiles of a row begin among the units.
+// The unit of the first further tile of a row.
 HPO_INLINE int further_unit(const Pack& pack, int64_t row_begin) { return pack.rows + int(row_begin / kTile); }
 
-// The row that contains `token`, if offsets ascend and any does; 32 probes a step. `ascending` turns false where the probes
-// show that they do not; up to 32 rows all offsets are probed.
+// The row that contains `token`, if one does and offsets ascend; 32 probes a step. `ascending` becomes false if the probes
+// show that offsets do not ascend; up to 32 rows all offsets are probed.
 __device__ __forceinline__ int find_row(const Pack& pack, int64_t token, bool& ascending) {
   int low = 0, high = pack.rows;
   while (high - low > 1) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ int find_row(const Pack& pack, int64_t token, bool& a
   return low;
 }
 
-// The same for any offsets, slowly: among rows that claim a token the last one owns it. -1: no row does.
+// The same for any offsets, slowly: the last row that contains a token owns it. -1: no row does.
 __device__ __forceinline__ int find_owner(const Pack& pack, int64_t token) {
   for (int row = pack.rows - 1; row >= 0; --row) {
     const Range range = row_range(pack.cu_seqlens, row, pack.tokens);
@@ -50,8 +50,8 @@ __device__ __forceinline__ int find_owner(const Pack& pack, int64_t token) {
   return -1;
 }
 
-// The same in every lane, even where somebody writes offsets while they are read: lanes that disagreed would wait for each
-// other.
+// The range of a row, the same in every lane even if offsets change during the read: lanes that disagreed would wait for
+// each other.
 __device__ __forceinline__ Range range_of_warp(const Pack& pack, int row) {
   const Range own = row_range(pack.cu_seqlens, row, pack.tokens);
   return {__shfl_sync(kFullWarp, own.begin, 0), __shfl_sync(kFullWarp, own.end, 0), own.bad};
@@ -78,7 +78,7 @@ __device__ __forceinline__ Unit get_unit(const Pack& pack, int index) {
   return {row, begin, min(max(range.end - begin, int64_t(0)), int64_t(kTile))};
 }
 
-// With a broken row anywhere a search may miss the others: then the first unit of a row is all of it.
+// With broken offsets a search may miss rows, so the first unit of a row is the whole row.
 __device__ __forceinline__ Unit get_unit_unordered(const Pack& pack, int index) {
   if (index >= pack.rows) return {};
   const Range range = range_of_warp(pack, index);

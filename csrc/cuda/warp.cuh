@@ -1,4 +1,4 @@
-// What the lanes of a warp and the blocks of a grid tell each other. Every order of addition here is a function of the lane
+// Communication between the lanes of a warp and the blocks of a grid. Every order of addition here is a function of the lane
 // and block numbers alone, so that results are the same on every device and in every run.
 #pragma once
 #include "hpo/cuda.h"
@@ -28,9 +28,9 @@ __device__ __forceinline__ float warp_max(float value) {
   return value;
 }
 
-// COUNT sums over the warp at once, COUNT a power of two: lane l gets that of values[l / (32 / COUNT)]. Each step halves what
-// a lane still holds: 9 shuffles for eight sums instead of 40. A recursion rather than a loop, so that every index is a
-// constant and the values stay in registers.
+// COUNT sums over the warp at once, COUNT a power of two: lane l gets the sum of values[l / (32 / COUNT)]. Each step halves
+// the number of values that a lane holds: 9 shuffles for eight sums instead of 40. The recursion makes every index a
+// constant, so that values stay in registers.
 template <class T, int COUNT, int HELD = COUNT, int STEP = kWarp / 2>
 __device__ __forceinline__ T warp_sums(T (&values)[COUNT]) {
   if constexpr (HELD > 1) {
@@ -47,8 +47,8 @@ __device__ __forceinline__ T warp_sums(T (&values)[COUNT]) {
   return values[0];
 }
 
-// True in every thread of the block that finishes last; what the other blocks wrote before is then visible to it. `ticket`
-// was zeroed by an earlier launch.
+// True in every thread of the block that finishes last; it then sees all earlier writes of the other blocks. An earlier
+// launch has zeroed `ticket`.
 __device__ __forceinline__ bool last_block(unsigned* ticket) {
   HPO_SHARED(bool, last, );
   __threadfence();

@@ -4,8 +4,8 @@
 // shows as a difference. A divergent or unreachable barrier, a warp operation outside its mask, a shared index out of
 // bounds, a deadlock or an impossible launch throws an exception that names the kernel, block, thread and line; shared
 // memory starts as NaN. A cooperative launch holds HPO_EMULATION_PROCESSORS blocks (3). Not emulated: the memory model,
-// concurrency between blocks, alignment, and the error of approximate functions (__expf and its like), which here are the
-// accurate ones (but for hpo::fast_exp2).
+// concurrency between blocks, alignment, and the error of approximate functions: __expf and others are accurate here, except
+// hpo::fast_exp2.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -19,7 +19,7 @@
 
 namespace hpo::emulation {
 
-// An index together with the place where it is used: operator[] takes no default arguments, a conversion does.
+// An index together with its source location: operator[] has no default arguments, but a converting constructor has.
 struct Index {
   int64_t value;
   Site site;
@@ -145,7 +145,7 @@ inline void __syncwarp(unsigned mask = ~0u, HPO_SITE) {
 namespace hpo {
 inline void sync_grid(HPO_SITE) { emulation::machine.grid_barrier(site); }
 
-// As wrong as the instruction may be, up or down: whoever uses it has to live with that.
+// The result has the largest error of the instruction, up or down, so that tests cover it.
 inline float fast_exp2(float x) {
   const float power = std::exp2(x);
   if (!(power >= 1.17549435e-38f)) return x != x ? x : 0.0f;
@@ -162,7 +162,7 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, HPO_SITE) {
 inline int __any_sync(unsigned mask, int predicate, HPO_SITE) { return __ballot_sync(mask, predicate, site) != 0; }
 inline int __all_sync(unsigned mask, int predicate, HPO_SITE) { return __ballot_sync(mask, !predicate, site) == 0; }
 
-// Where a shuffle would read outside its segment of `width` lanes it gives the lane its own value back.
+// A shuffle that would read outside its segment of `width` lanes returns the lane's own value.
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = warpSize, HPO_SITE) {
   const int lane = int(hpo::emulation::machine.lane()), first = lane & -width;
@@ -185,7 +185,7 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = warpSize, H
 }
 #undef HPO_SITE
 
-// Atomics on integers only: a sum of floats whose order is left to chance has no place in a deterministic library.
+// Atomics exist for integers only: a float sum in a random order would not be deterministic.
 #define HPO_ATOMIC(operation, expression)                                                 \
   template <class T, class = std::enable_if_t<std::is_integral_v<T> && (sizeof(T) >= 4)>> \
   T operation(T* address, std::common_type_t<T> value) {                                  \

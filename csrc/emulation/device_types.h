@@ -52,7 +52,7 @@ inline float __uint_as_float(unsigned x) { return hpo_bit_cast<float>(x); }
 inline long long __double_as_longlong(double x) { return hpo_bit_cast<long long>(x); }
 inline double __longlong_as_double(long long x) { return hpo_bit_cast<double>(x); }
 
-// Trivial, so that shared arrays and unions of them can exist.
+// The type is trivial, so that shared arrays and unions can hold it.
 struct __nv_bfloat16 {
   uint16_t bits;
 };
@@ -70,7 +70,7 @@ inline float __half2float(__half x) { return float(hpo_bit_cast<_Float16>(x)); }
 inline __half __float2half(float x) { return hpo_bit_cast<__half>(_Float16(x)); }
 inline __half __float2half_rn(float x) { return __float2half(x); }
 
-// Pairs. __hmax2 takes the number where one of the two is NaN, __hmin2_nan the NaN.
+// Pairs. If one of two numbers is NaN, __hmax2 returns the other, and __hmin2_nan returns NaN.
 struct __nv_bfloat162 {
   __nv_bfloat16 x, y;
 };

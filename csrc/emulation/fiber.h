@@ -25,7 +25,7 @@ namespace hpo::emulation {
 // noipa: the compiler must not conclude from the few registers named below that the others survive the call.
 #define HPO_OPAQUE __attribute__((naked, noinline, noipa, used))
 #endif
-// Stores the stack pointer of the caller and continues on another stack, where this function had stored it.
+// Stores the stack pointer of the caller and continues on another stack, at a stack pointer that an earlier call stored.
 HPO_OPAQUE inline void swap_stack(void** /* rdi: where to store */, void* /* rsi: where to go on */) {
   asm volatile(
       "pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15\n\t"
@@ -37,10 +37,10 @@ HPO_OPAQUE inline void swap_stack(void** /* rdi: where to store */, void* /* rsi
 
 class Fiber {
  public:
-  // The stack that the host is running on.
+  // The stack of the host.
   Fiber() = default;
 
-  // A stack of its own, on which `entry` starts at the first switch. `entry` never returns.
+  // A new stack, on which `entry` starts at the first switch. `entry` never returns.
   explicit Fiber(void (*entry)(), size_t number) : entry_(entry) {
     const size_t page = size_t(sysconf(_SC_PAGESIZE));
     void* memory =
@@ -61,7 +61,7 @@ class Fiber {
     if (mapping_) munmap(mapping_, mapping_size_);
   }
 
-  // Forgets whatever ran on the stack; the next switch starts `entry` again.
+  // Abandons all calls on the stack; the next switch starts `entry` again.
   void restart() {
 #if defined(__SANITIZE_ADDRESS__)
     __asan_unpoison_memory_region(bottom_, size_);
@@ -74,8 +74,8 @@ class Fiber {
     context_.uc_link = nullptr;
     makecontext(&context_, &Fiber::start, 0);
 #else
-    // The frame that swap_stack pops: six registers, the address to return to, and a null caller so that the stack
-    // pointer in `start` stands as after a call and unwinders stop there.
+    // The frame that swap_stack pops: six registers, the return address, and a null caller, so that the stack pointer in
+    // `start` is aligned as after a call and unwinders stop there.
     void** frame = reinterpret_cast<void**>(bottom_ + size_) - 8;
     for (int i = 0; i < 8; ++i) frame[i] = nullptr;
     frame[6] = reinterpret_cast<void*>(&Fiber::start);
@@ -83,7 +83,7 @@ class Fiber {
 #endif
   }
 
-  // Leaves this fiber, which must be the running one, for another; returns when somebody switches back.
+  // Leaves this fiber, which must be the running one, for another; returns when a fiber switches back.
   void switch_to(Fiber& other) {
     left_ = this;
     entered_ = &other;
@@ -108,7 +108,7 @@ class Fiber {
 
   static void arrive() {
 #if defined(__SANITIZE_ADDRESS__)
-    // Also tells where the stack just left lies, which nobody else knows of the host's.
+    // The call also returns the bounds of the stack just left, the only way to know the host's.
     const void* bottom = nullptr;
     __sanitizer_finish_switch_fiber(entered_->fake_stack_, &bottom, &left_->size_);
     left_->bottom_ = static_cast<char*>(const_cast<void*>(bottom));

@@ -1,7 +1,7 @@
-// The emulated device. Blocks run one after another, and the threads of a block as fibers that change only where a thread
-// waits: after a barrier the first thread runs to the next one before the second starts, in the order asked for. Two
-// threads that race therefore meet one way round under `forward` and the other way round under `reverse`. So it is with the
-// blocks of a cooperative launch: all of them exist at once, and each runs to the grid barrier before the next one starts.
+// The emulated device. Blocks run one after another. The threads of a block are fibers that switch only where a thread waits:
+// after a barrier the first thread, in the requested order, runs to the next barrier before the second starts. Two threads
+// that race therefore run in one order under `forward` and in the other order under `reverse`. The blocks of a cooperative
+// launch all exist at once, and each runs to the grid barrier before the next one starts.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -43,13 +43,13 @@ struct alignas(64) Thread {  // a cache line: a switch touches little else
   uint3 index{};
   Fiber* fiber = nullptr;  // while it has begun and not returned
   Site site;               // of the barrier or warp operation where it waits
-  uint64_t value = 0;      // what it brings there
-  uint64_t result = 0;     // what it takes away
+  uint64_t value = 0;      // its operand there
+  uint64_t result = 0;     // its result there
 };
 
 enum class WarpOperation { kSync, kShuffle, kBallot };
 
-// Lanes of a warp on their way, one by one, to the same operation.
+// A warp operation whose lanes arrive one by one.
 struct Meeting {
   WarpOperation operation;
   unsigned mask, arrived;
@@ -72,7 +72,7 @@ struct Block {
   size_t waiting = 0, returned = 0;
   unsigned votes = 0;
   Site barrier_site;
-  bool at_grid_barrier = false;  // with every thread
+  bool at_grid_barrier = false;  // every thread waits there
 };
 
 class Machine {
@@ -90,8 +90,8 @@ class Machine {
     return variable ? std::atoi(variable) : 3;
   }
 
-  // Runs `call(closure)` as every thread of the grid, all blocks `together` or one by one. Throws what the kernel did wrong;
-  // the next launch starts afresh.
+  // Runs `call(closure)` as every thread of the grid, all blocks `together` or one by one. Throws if the kernel does something
+  // wrong; the next launch starts afresh.
   void launch(const char* name, const void* kernel, dim3 grid, dim3 block, size_t dynamic_bytes, bool together,
               void (*call)(void*), void* closure) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -118,7 +118,7 @@ class Machine {
     }
   }
 
-  // __syncthreads: waits for every thread of the block; how many of them came with a true predicate.
+  // __syncthreads: waits for every thread of the block; returns the number of true predicates.
   unsigned barrier(bool predicate, Site site) {
     if (arrive(predicate, site)) release(*block_);
     yield();
@@ -162,7 +162,7 @@ class Machine {
     return me.result;
   }
 
-  // Lets other threads go first, where the order is random: atomics and fences are where a real race would show.
+  // Lets other threads run first if the order is random: real races would show at atomics and fences.
   void perhaps_yield() {
     if (order_ == kRandom && random_() % 4 == 0) yield();
   }
@@ -258,7 +258,7 @@ class Machine {
     } while (leave_grid_barrier(count));
   }
 
-  // Until every thread has returned or waits at a grid barrier.
+  // Runs a block until every thread has returned or waits at a grid barrier.
   void run_block(Block& block) {
     block_ = &block;
     blockIdx = block.index;
@@ -268,7 +268,7 @@ class Machine {
     if (!array.empty()) throw std::runtime_error(in_block(block) + ": a write past the end of shared array " + array);
   }
 
-  // Whether the first `count` blocks, which cannot go on alone, go on together: false if they have returned.
+  // Lets the first `count` blocks, which all wait at a grid barrier, continue; false if they have returned instead.
   bool leave_grid_barrier(size_t count) {
     const auto end = blocks_.begin() + std::ptrdiff_t(count);
     const auto found = std::find_if(blocks_.begin(), end, [](const auto& block) { return block->at_grid_barrier; });
@@ -298,7 +298,7 @@ class Machine {
     }
   }
 
-  // The current thread comes to a barrier of its block; whether it is the last one.
+  // The current thread arrives at a barrier of its block; returns whether it is the last one.
   bool arrive(bool predicate, Site site) {
     Block& block = *block_;
     if (block.returned) fail("a barrier that not every thread will reach, since some have returned", site);
@@ -324,7 +324,7 @@ class Machine {
     restart_turns(block);
   }
 
-  // After a barrier all threads take turns from the first again, after a warp operation those of the warp.
+  // After a barrier the turns start from the first thread again, after a warp operation from the first of the warp.
   void restart_turns(Block& block) { block.turn = order_ == kRandom ? block.turns.size() : 0; }
   void restart_turns(size_t warp) {
     Block& block = *block_;
@@ -333,7 +333,7 @@ class Machine {
     if (order_ == kReverse) block.turn = block.turns.size() - end;
   }
 
-  // Whose turn it is; nobody's if every thread waits or has returned.
+  // The thread that has its turn; null if every thread waits or has returned.
   Thread* next_thread() {
     Block& block = *block_;
     for (int pass = 0; pass < 2; ++pass) {
@@ -382,10 +382,10 @@ class Machine {
     return fiber;
   }
 
-  // What every fiber does: run one thread after another. Without a barrier one fiber runs the whole block.
+  // The body of every fiber: it runs one thread after another. Without a barrier one fiber runs the whole block.
   static void run_threads();
 
-  // The current thread has returned; gives its fiber a thread that has not begun, or lets another fiber go on.
+  // The current thread has returned: its fiber takes a thread that has not begun, or another fiber continues.
   void finish_thread() {
     Thread& me = *current_;
     Block& block = *block_;
@@ -470,7 +470,7 @@ inline void Machine::run_threads() {
     } catch (...) {
       machine.error_ = std::current_exception();
     }
-    // Outside the handler: what the runtime knows of a handled exception belongs to the stack that it is handled on.
+    // The switch is outside the handler, because the runtime ties the state of a handled exception to its stack.
     if (machine.error_) machine.current_->fiber->switch_to(machine.host_);
   }
 }

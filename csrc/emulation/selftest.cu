@@ -9,7 +9,7 @@ namespace {
 constexpr unsigned kAll = 0xffffffffu;
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 
-// ---- right kernels ----
+// ---- correct kernels ----
 
 __device__ __forceinline__ float warp_sum(float value) {
   for (int distance = 16; distance; distance /= 2) value += __shfl_xor_sync(kAll, value, distance);
@@ -175,7 +175,7 @@ __global__ void primitives_kernel(double* out, int64_t* atomics) {
   if (thread == 0) atomicExch(counter + 1, 7);
 }
 
-// Every block adds up what its own threads bring, then those sums of all blocks, `rounds` times.
+// Every block adds up the values of its threads, then the sums of all blocks, `rounds` times.
 __global__ void rounds_kernel(int* sums, int* out, int rounds) {
   HPO_SHARED(int, mine, );
   const int block = int(blockIdx.x), blocks = int(gridDim.x);

@@ -1,4 +1,4 @@
-// Kernels that test the emulation: right ones, whose results are compared with NumPy, and planted bugs that it must find.
+// Kernels that test the emulation: correct ones, whose results are compared with NumPy, and planted bugs that it must find.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -14,7 +14,7 @@ void histogram(const int* values, int count, unsigned* counts, unsigned* below, 
 void sliding_mean(const float* values, float* means, int count, int radius);
 // 16 numbers per thread of one block, and 8 results of atomics: see selftest.cu.
 void primitives(double* out, int64_t* atomics, int threads);
-// What each thread of a cooperative launch has after `rounds`: see selftest.cu. `sums` has a number per block.
+// The value of each thread of a cooperative launch after `rounds`: see selftest.cu. `sums` has a number per block.
 void rounds(int* sums, int* out, int rounds, int blocks, int threads);
 // Runs a planted bug by name, in blocks of 64 threads.
 void bug(const std::string& name, float* out);

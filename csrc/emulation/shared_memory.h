@@ -1,5 +1,5 @@
-// Shared memory of a block: the arrays that its kernel declared, with guard bytes behind each, since not every
-// access goes through a checked pointer.
+// Shared memory of a block: the arrays that its kernel declared, with guard bytes after each, because not every access goes
+// through a checked pointer.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace hpo::emulation {
 
-// A place in the source. As a last parameter with these defaults it is the place of the call.
+// A source location. As a last parameter with these defaults it is the location of the call.
 struct Site {
   const char* file;
   int line;
@@ -24,7 +24,7 @@ struct Site {
   std::string text() const { return std::string(file) + ":" + std::to_string(line); }
 };
 
-// One per HPO_SHARED in the source: where the array lies in the block that last came by.
+// One per HPO_SHARED in the source: the address of the array in the last block that used it.
 struct SharedSlot {
   uint64_t block = 0;
   char* address = nullptr;
@@ -32,9 +32,9 @@ struct SharedSlot {
 
 class SharedMemory {
  public:
-  // The least that any architecture we build for grants: what fits here fits everywhere.
+  // The smallest limit of all target architectures.
   static constexpr size_t kLimit = 99 << 10;
-  // Of static arrays together, and of dynamic memory that cudaFuncSetAttribute has not raised.
+  // The limit of all static arrays together, and of dynamic memory unless cudaFuncSetAttribute raises it.
   static constexpr size_t kDefaultLimit = 48 << 10;
 
   void begin_block(size_t dynamic_bytes) {
@@ -48,11 +48,11 @@ class SharedMemory {
   char* dynamic() const { return dynamic_; }
   size_t dynamic_bytes() const { return dynamic_bytes_; }
 
-  // The array of this slot in this block, which the first thread to come by places; null where none fits.
+  // The array of this slot in this block. The first thread that uses it places it; null if there is no room.
   char* find(SharedSlot& slot, const char* name, size_t bytes, Site site) {
     if (slot.block == block_) return slot.address;
     const auto known = std::find_if(arrays_.begin(), arrays_.end(), [&](const Array& array) { return array.slot == &slot; });
-    if (known != arrays_.end()) {  // another block has come by since
+    if (known != arrays_.end()) {  // another block has used the slot since
       slot = {block_, known->address};
       return slot.address;
     }
@@ -62,9 +62,9 @@ class SharedMemory {
     return slot.address;
   }
 
-  // The name and place of an array behind which something was written; empty if none.
+  // The name and location of an array with a write past its end; empty if there is none.
   std::string overrun() const {
-#if !defined(__SANITIZE_ADDRESS__)  // which reports the write itself
+#if !defined(__SANITIZE_ADDRESS__)  // AddressSanitizer reports the write itself
     for (const Array& array : arrays_) {
       const char* guard = array.address + array.bytes;
       if (std::any_of(guard, guard + kGuard, [](char byte) { return byte != kGuardByte; })) {
@@ -99,7 +99,7 @@ class SharedMemory {
 #else
     std::memset(address + bytes, kGuardByte, kGuard);
 #endif
-    std::memset(address, 0xFF, bytes);  // NaN as a float, -1 as an integer: nobody may count on a start value
+    std::memset(address, 0xFF, bytes);  // NaN as a float, -1 as an integer: kernels must not rely on it
     arrays_.push_back({slot, name, address, bytes, site});
     return address;
   }

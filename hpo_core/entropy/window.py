@@ -1,7 +1,7 @@
 """Token selection by entropy: a windowed score, an exact order statistic of it, and the comparison between them.
 
-Entropies are aligned with log-probabilities: ``entropy[t]`` is that of the distribution token t was drawn from. Nothing
-here carries a gradient.
+Entropies are aligned with log-probabilities: ``entropy[t]`` is the entropy of the distribution from which token t was
+drawn. No result has a gradient.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def window_mean(
         values: ``[T]`` or the padded ``[B, L]``, floating point (entropies, in nats).
         batch: a PackedBatch, or a padded mask ``[B, L]``.
         first, last: integers, ``first <= last``: ``(0, w - 1)`` looks forward, ``(-(w - 1), 0)`` back.
-        boundary: a window that sticks out of its row ``"full"``: is undefined; ``"shrink"``: averages the part inside;
-            ``"zero"``: divides by the full width anyway.
-        invalid: masked tokens inside a window ``"skip"``: are left out (one valid token must remain); ``"break"``: make
-            it undefined.
+        boundary: the mean of a window that crosses the border of its row. ``"full"``: undefined; ``"shrink"``: over the
+            part inside; ``"zero"``: the sum of the part inside divided by the full width.
+        invalid: the effect of masked tokens inside a window. ``"skip"``: they are left out (one valid token must
+            remain); ``"break"``: the mean is undefined.
 
     Returns:
         float32 in the shape of ``values``: -inf where the window is undefined or the token masked (below every
-        threshold), NaN where a valid token's own value is not finite. Sums have a fixed order that depends on the place
-        inside the window only, and are exact on constant values for widths that are powers of two.
+        threshold), NaN where a valid token's own value is not finite. Sums have a fixed order that depends only on the
+        position inside the window, and are exact on constant values for widths that are powers of two.
 
     >>> batch = PackedBatch.from_lengths([3, 2])
     >>> window_mean(torch.tensor([1.0, 3.0, 5.0, 7.0, 9.0]), batch, 0, 1)
@@ -70,12 +70,12 @@ def window_mean(
 
 
 class WindowState(NamedTuple):
-    """What :meth:`EntropyWindow.fit` learned: it pickles, and loads with ``weights_only=True``."""
+    """The result of :meth:`EntropyWindow.fit`. It pickles, and loads with ``weights_only=True``."""
 
-    threshold: torch.Tensor  # [1] float32; NaN if there was nothing to fit, then nothing is selected
-    population: torch.Tensor  # [1] int64: scores the threshold was chosen among
-    errors: torch.Tensor  # [1] int64: valid tokens whose value was not finite
-    scored_by: str = ""  # the backend whose sums the scores were; "": nothing was added up, or nobody knows
+    threshold: torch.Tensor  # [1] float32; NaN without any score, and then no token is selected
+    population: torch.Tensor  # [1] int64: the number of scores, one of which is the threshold
+    errors: torch.Tensor  # [1] int64: the number of valid tokens with a value that is not finite
+    scored_by: str = ""  # the backend that summed the scores; "": scores are no sums, or it is unknown
 
     def to(self, device: torch.device | str) -> WindowState:
         moved = {name: getattr(self, name).to(device) for name in ("threshold", "population", "errors")}
@@ -204,7 +204,7 @@ class EntropyWindow:
     def fit_apply(
         self, entropy: torch.Tensor, batch: PackedBatch | torch.Tensor, *, backend: str | None = None
     ) -> tuple[WindowState, torch.Tensor]:
-        """:meth:`fit`, and :meth:`apply` with what it gave, of one batch: the same, and sooner than one by one.
+        """:meth:`fit` and :meth:`apply` on one batch, with the same results and in less time than the two calls.
 
         >>> window, batch = forking_tokens("0.5", scope="call"), PackedBatch.from_lengths([4])
         >>> window.fit_apply(torch.tensor([0.1, 0.9, 0.5, 0.7]), batch)[1]
@@ -218,7 +218,7 @@ class EntropyWindow:
             threshold, counts, selected = reference.select_top(values, *quantile, self.strict, mask, cu_seqlens)
         else:
             threshold, counts, selected = ops.select_top(values, *quantile, self.strict, backend, mask, cu_seqlens)
-        if selected.shape != entropy.shape:  # each view is two microseconds, a hundredth of what a million tokens take
+        if selected.shape != entropy.shape:  # a view takes two microseconds, 1 % of a call with 10^6 tokens
             selected = selected.reshape(entropy.shape)
         population, errors = counts.split(1)
         return WindowState(threshold, population, errors, _scorer(self, values, backend)), selected
@@ -230,7 +230,7 @@ class EntropyWindow:
         return state._replace(scored_by=_scorer(self, score, backend))
 
     def _compared(self, entropy: torch.Tensor, batch: PackedBatch, backend: str | None) -> _Compared:
-        """What stands beside the threshold: scores, or, without writing them, the tokens of windows of one token."""
+        """The values compared with the threshold: scores, or entropies themselves for windows of one token."""
         if self.first == self.last == 0:
             return _flat("entropy", entropy, batch, keep_dtype=backend == "reference"), batch.mask, batch.cu_seqlens
         return self.score(entropy, batch, backend=backend), None, None
@@ -251,8 +251,8 @@ class EntropyWindow:
 def forking_tokens(ratio: str | Fraction | float = "0.2", *, scope: str = "batch") -> EntropyWindow:
     """The top ``ratio`` of tokens by entropy, ``H_t >= x_(ceil((1 - ratio)(n - 1)))`` (80/20 rule, arXiv 2506.01939).
 
-    Keeps ``1 + floor(ratio (n - 1))`` tokens where there are no ties; ties with the threshold are kept. ``ratio``: 0.2
-    in the paper; a decimal (string, float) is taken as the exact fraction it reads as.
+    The mask keeps ``1 + floor(ratio (n - 1))`` tokens without ties; ties with the threshold are kept. ``ratio``: 0.2 in
+    the paper; a decimal (string or float) means the exact fraction that its digits spell.
 
     Traps: the paper divides the loss by the number of *selected* tokens
     (``aggregation.token_mean(batch, selected=mask)``), TRL by all valid ones (the default here), a factor of about
@@ -288,8 +288,8 @@ def ares(window: int = 4, quantile: str | Fraction | float = "0.95", *, scope: s
 
 
 def check_scorer(window: EntropyWindow, state: WindowState, values: torch.Tensor, backend: str | None) -> None:
-    """That the threshold is compared with scores of the same bits as those it was chosen among: otherwise the last one
-    would decide whether the token at the threshold is selected."""
+    """Check that threshold and scores have sums of the same backend: a difference in the last bit could lose the token
+    at the threshold."""
     scorer = _scorer(window, values, backend)
     check(
         not state.scored_by or not scorer or state.scored_by == scorer,
@@ -301,7 +301,7 @@ def check_scorer(window: EntropyWindow, state: WindowState, values: torch.Tensor
 
 
 def _scorer(window: EntropyWindow, values: torch.Tensor, backend: str | None) -> str:
-    """Whose sums the scores are. One token is no sum; whole windows have the same bits on the CPU and in CUDA."""
+    """The backend that sums the scores. One token is no sum; full windows have the same bits on the CPU and in CUDA."""
     if window.first == window.last:
         return ""
     name = backend or ("reference" if is_reference(values, None) else "cpu" if values.is_cpu else _chosen(values))
@@ -314,7 +314,7 @@ def _chosen(values: torch.Tensor) -> str:
 
 
 def _fraction(name: str, value: str | Fraction | float) -> Fraction:
-    """The exact rational a decimal reads as: 0.95 is 19/20, not the double next to it."""
+    """The exact rational that a decimal spells: 0.95 is 19/20, not the double next to it."""
     try:
         fraction = value if isinstance(value, Fraction) else Fraction(str(value))
     except ValueError:
@@ -325,7 +325,7 @@ def _fraction(name: str, value: str | Fraction | float) -> Fraction:
 
 
 def _fix(value: object) -> str:
-    """How a text that is no decimal may be meant."""
+    """The fix for a percentage or a decimal comma."""
     percent, comma = re.fullmatch(r"([\d.]+) *%", str(value)), re.fullmatch(r"(\d*),(\d+)", str(value))
     if percent:
         return f"; write {float(percent[1]) / 100:g}"
@@ -385,7 +385,7 @@ def _fit_over_ranks(
     for shift, bits in ((21, 11), (10, 11), (0, 10)):
         matches = finite & ((keys >> (shift + bits)) == prefix)
         digit = (keys >> shift) & ((1 << bits) - 1)
-        # One more bin swallows the tokens that do not take part: no boolean indexing, which would synchronise.
+        # An extra bin takes the other tokens, because boolean indexing would synchronise.
         histogram = torch.zeros((1 << bits) + 1, dtype=torch.int64, device=score.device)
         histogram.scatter_add_(0, torch.where(matches, digit, 1 << bits), torch.ones_like(digit))
         histogram = histogram[:-1].contiguous()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
 from trl.trainer import utils  # type: ignore[import-not-found,unused-ignore]
 
 from ..linear_logprobs import linear_token_logprobs
+from .replaced import replaced
 
 __all__ = ["give_head"]
 
@@ -55,19 +53,7 @@ def give_head(model: Any, backend: str | None) -> None:
     def forward(*arguments: Any, fused_lm_head: bool = False, **keywords: Any) -> Any:
         if not fused_lm_head:
             return inner(*arguments, **keywords)
-        with _replaced(utils, _ChunkedLogProbFunction=head, _use_triton=lambda device: True):
+        with replaced(utils, _ChunkedLogProbFunction=head, _use_triton=lambda device: True):
             return inner(*arguments, fused_lm_head=True, **keywords)
 
     model.forward = forward
-
-
-@contextlib.contextmanager
-def _replaced(module: ModuleType, **names: Any) -> Iterator[None]:
-    kept = {name: getattr(module, name) for name in names}
-    try:
-        for name, value in names.items():
-            setattr(module, name, value)
-        yield
-    finally:
-        for name, value in kept.items():
-            setattr(module, name, value)

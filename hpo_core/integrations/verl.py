@@ -34,6 +34,7 @@ from ..metrics import FLAGS, SLOTS
 from ..specs import Head, Unit
 from .needs import MakesInputs, check_needs, made_inputs
 from .turns import turns
+from .verl_head import install_loss_head
 
 __all__ = ["ESTIMATORS", "register", "register_advantage"]
 
@@ -319,3 +320,4 @@ for _name, _gate in {
     register(_name, _gate)
 for _name in ESTIMATORS:
     register_advantage(f"hpo_{_name}", getattr(advantages, _name))
+install_loss_head()

@@ -1,4 +1,4 @@
-"""The ops: straight to the backend on plain tensors, through ``torch.library`` operators where something watches."""
+"""The ops: plain tensors go straight to the backend, traced ones through operators of ``torch.library``."""
 
 from .advantages import group_normalise
 from .corrections import correction

@@ -73,20 +73,20 @@ def _check_terms(*arguments: Any) -> None:
     check(len(values) > 0, "values: expected at least one tensor, got none")
     first = values[0]
     check(first.dim() == 1, "values: expected shape [U] (one per unit), got {}", list(first.shape))
-    for name, several in (("ids", ids), ("weights", weights)):
-        check(len(several) == len(values), "{}: expected {} of them, got {}", name, len(values), len(several))
-    for name, several, dtypes in (
+    for name, tensors in (("ids", ids), ("weights", weights)):
+        check(len(tensors) == len(values), "{}: expected {} of them, got {}", name, len(values), len(tensors))
+    for name, tensors, dtypes in (
         ("values", values, numbers_of(backend)),
         ("ids", ids, (torch.int64,)),
         ("weights", weights, numbers_of(backend)),
     ):
-        for at, tensor in enumerate(several):
+        for at, tensor in enumerate(tensors):
             check_operand(f"{name}[{at}]", tensor, first.shape, dtypes, ("values", first))
     check_operand("mask", mask, first.shape, (torch.bool,), ("values", first))
     check_operand("apply_mask", apply_mask, first.shape, (torch.bool,), ("values", first))
     check(
         (len(structure), len(numbers)) == (1 + 7 * len(values), 2 + 2 * len(values)),
-        "structure: expected that of {} terms, got {} kinds and {} numbers",
+        "structure: expected the kinds and numbers of {} terms, got {} kinds and {} numbers",
         len(values),
         len(structure),
         len(numbers),

@@ -1,4 +1,4 @@
-"""Window scores, order statistics and what they select."""
+"""Window scores, order statistics and selections by threshold."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def order_statistic(
     mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of scores, or with ``cu_seqlens`` of the values of tokens, each its own score."""
+    """The order statistic of scores, or with ``cu_seqlens`` of the values of tokens, each its own score."""
     result: tuple[torch.Tensor, torch.Tensor]
     if watched(values):
         quantile = (numerator, denominator, int(rule))
@@ -105,7 +105,7 @@ def select(
     mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Which scores, those of :func:`order_statistic`, are at or above the threshold ``[1]``; strictly: above it."""
+    """Whether each score of :func:`order_statistic` is at or above the threshold ``[1]``; ``strict``: above it."""
     result: torch.Tensor
     if watched(values):
         result = OPERATORS.select(values, threshold, strict, backend or "", mask, cu_seqlens)
@@ -141,7 +141,7 @@ def select_top(
     mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`order_statistic`, and what :func:`select` selects with its threshold."""
+    """:func:`order_statistic`, and the selection of :func:`select` with its threshold."""
     result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     if watched(values):
         quantile = (numerator, denominator, int(rule))

@@ -1,8 +1,8 @@
-"""Where the ops are registered with ``torch.library``, and who must see a call.
+"""The registration of the ops with ``torch.library``, and the test for calls that need it.
 
 In eager mode the dispatcher would cost more than a small kernel, so plain tensors skip it. Under ``torch.compile``, a
 dispatch mode or a ``torch.func`` transform, and for fake or other subclassed tensors, the same call goes through
-``torch.ops.hpo_core.*``, whose fakes are shape functions. In a compiled graph the numbers of a gate are constants;
+``torch.ops.hpo_core.*``, whose fakes are shape functions. In a compiled graph the numbers of a gate are constants,
 sizes are not.
 """
 
@@ -37,9 +37,11 @@ def watched(tensor: torch.Tensor) -> bool:
 def register(
     name: str, implementation: Any, fake: Any, check_operands: Callable[..., None], strided: Sequence[str] = ()
 ) -> None:
-    """Registers an operator. Anybody can call it, so it checks what the functions of this package have checked before:
-    ``check_operands`` compares dtypes, shapes and devices, also of fakes; kernels get examined, contiguous memory, but
-    for the ``strided`` arguments, which they read as they lie."""
+    """Register an operator. It repeats the checks of the functions of this package, because users can call it directly.
+
+    ``check_operands`` compares dtypes, shapes and devices, also of fakes. Kernels get examined, contiguous tensors;
+    ``strided`` arguments are examined but keep their strides.
+    """
     parameters = getattr(OPERATORS, name).default._schema.arguments
 
     def run(*arguments: Any) -> Any:
@@ -60,9 +62,9 @@ def register(
 
 
 def _readable(parameter: Any, value: Any) -> Any:
-    """As kernels read it."""
+    """The argument with its tensors examined and contiguous."""
     kind = str(parameter.type)
-    if kind == "Tensor" or isinstance(value, torch.Tensor):  # one that is not given arrives as None
+    if kind == "Tensor" or isinstance(value, torch.Tensor):  # an optional tensor may be None
         return examined(parameter.name, value).contiguous()
     if kind.startswith("List[") and "Tensor" in kind:
         return [
@@ -80,7 +82,7 @@ def check_operand(
     like: tuple[str, torch.Tensor],
     shaped: str = "",
 ) -> None:
-    """``like``: the operand on whose device the others are; ``shaped``: the one whose shape they have, if another."""
+    """``like``: the operand that has the device, and the shape unless ``shaped`` names another operand for it."""
     if tensor is not None:
         check_dtype(name, tensor, dtypes, f"use {name}.to({dtypes[0]})")
         check_shape(name, tensor, shape, f"that of {shaped or like[0]}")
@@ -88,7 +90,7 @@ def check_operand(
 
 
 def check_offsets(name: str, offsets: torch.Tensor | None, like: tuple[str, torch.Tensor]) -> None:
-    """Of rows; kernels check, or clamp, what they say."""
+    """Check the kind of the offsets of rows; kernels check or clamp their values."""
     if offsets is not None:
         check(
             offsets.dim() == 1 and offsets.numel() > 0, "{}: expected shape [S + 1], got {}", name, list(offsets.shape)
@@ -97,5 +99,5 @@ def check_offsets(name: str, offsets: torch.Tensor | None, like: tuple[str, torc
 
 
 def numbers_of(backend: str) -> tuple[torch.dtype, ...]:
-    """What a backend computes with."""
+    """The dtypes that a backend computes with."""
     return (torch.float32, torch.float64) if backend == "reference" else (torch.float32,)

@@ -1,9 +1,9 @@
-"""Log-probabilities and entropies from hidden states: blocks of logits are made, summed up, and made again for the
-backward; all of them never exist.
+"""Token log-probabilities and entropies from hidden states, one block of logits at a time.
 
-The vocabulary is the outer loop, so that a block of the weight is read, and widened where the processor has no product
-of its type, once. A chunk of rows has one size whatever T is: the last is filled up with rows of zeros, and the bits of
-a row do not depend on how many others there are.
+The forward computes a block, sums it up and drops it; the backward computes it again. The vocabulary is the outer loop,
+so that each block of the weight is read, and widened where the CPU multiplies float32 only, once per direction. Every
+chunk of rows has the same size: the last one is padded with rows of zeros, so that the bits of a row do not depend on
+the number of rows.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LinearRows(NamedTuple):
-    """Rows of hidden states and the head that makes logits of them, ``x = hidden @ weight.T + bias``, with a softcap
-    ``softcap tanh(x / softcap)``. The weight may be rows ``first`` and on of that of a larger vocabulary."""
+    """Rows of hidden states and a head, ``x = hidden @ weight.T + bias``, with a softcap ``softcap tanh(x / softcap)``.
+    The weight may be a part of a larger one, whose row ``first`` is its first row."""
 
     hidden: torch.Tensor  # [T, D]
     weight: torch.Tensor  # [columns, D]
     bias: torch.Tensor | None  # [columns]
     targets: torch.Tensor  # [T] int64 ids in the whole vocabulary
-    temperatures: torch.Tensor | None  # [T] float32, instead of `temperature`
+    temperatures: torch.Tensor | None  # [T] float32, which replace `temperature`
     temperature: float
     ignore_index: int
     softcap: float | None
     first: int
     vocabulary: int
-    chunk: int  # rows of a product
-    columns: int  # at most, of a product
+    chunk: int  # rows of a block of logits
+    columns: int  # the most columns of a block
 
 
 _FIELDS = len(LinearRows._fields)
@@ -60,7 +60,7 @@ def linear_token_logprobs(
     given: LinearRows, kept: int, backend: str | None, group: Any = None, sizes: Sequence[int] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities and, where ``kept`` is 3, entropies ``[T]``, differentiable in hidden states, weight and bias.
-    ``group``: over ranks whose shards of the weight have ``sizes``. Not for the reference backend."""
+    With a ``group`` the ranks' shards of the weight have ``sizes`` rows. Not for the reference backend."""
     arguments = (*given, backend or "", kept, group, sizes)
     differentiable = [each for each in given[:3] if each is not None]
     if any(has_tangent(each) for each in differentiable):
@@ -80,7 +80,7 @@ def linear_token_logprobs(
 
 
 class _Blocks:
-    """Blocks of logits, one at a time, of the rows that count."""
+    """Blocks of logits of the rows that count, one at a time."""
 
     def __init__(self, given: LinearRows, counting: torch.Tensor) -> None:
         self.given = given
@@ -92,10 +92,10 @@ class _Blocks:
         self.chunks = -(-len(self.rows) // self.size)
         operand = torch.promote_types(hidden.dtype, weight.dtype)
         if hidden.is_cpu:
-            operand = torch.float32  # whose product of 16-bit numbers is rounded to 16 bits
+            operand = torch.float32  # a CPU product of 16-bit operands would round its result to 16 bits
         self.hidden = hidden.new_zeros(self.size, hidden.shape[1], dtype=operand)
         blocks = max(-(-len(weight) // given.columns), 1)
-        self.columns = min(-(-len(weight) // (16 * blocks)) * 16, len(weight))  # of about one size
+        self.columns = min(-(-len(weight) // (16 * blocks)) * 16, len(weight))  # so that blocks have about one size
         self.weight = (
             None if weight.dtype is operand else hidden.new_empty(self.columns, weight.shape[1], dtype=operand)
         )
@@ -104,18 +104,18 @@ class _Blocks:
         self.temperatures = None if given.temperatures is None else self.padded(given.temperatures, 1.0)
 
     def padded(self, values: torch.Tensor, filling: float) -> torch.Tensor:
-        """Of the rows that count, ``[chunks, size]``."""
+        """The values of the rows that count, padded: ``[chunks, size]``."""
         filled = values.new_full((self.chunks * self.size,), filling)
         filled[: len(self.rows)] = values[self.rows]
         return filled.view(self.chunks, self.size)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """What :meth:`padded` has put together, where it was; zeros elsewhere: ``[T, ...]``."""
+        """The inverse of :meth:`padded`, with zeros in the other rows: ``[T, ...]``."""
         counting = values.flatten(0, 1)[: len(self.rows)]
         return counting.new_zeros(len(self.given.hidden), *counting.shape[1:]).index_copy_(0, self.rows, counting)
 
     def of_vocabulary(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Columns, and the weight of them as products take it."""
+        """The columns of each block and their part of the weight, in the dtype of the products."""
         weight = self.given.weight
         for begin in range(0, len(weight), max(self.columns, 1)):
             columns = slice(begin, min(begin + self.columns, len(weight)))
@@ -123,7 +123,7 @@ class _Blocks:
             yield columns, block if self.weight is None else self.weight[: len(block)].copy_(block)
 
     def of_rows(self, columns: slice, weight: torch.Tensor) -> Iterator[tuple[int, LogitRows, torch.Tensor]]:
-        """Each chunk's number, logits and hidden states; the next chunk takes the memory of both."""
+        """The number, the logits and the hidden states of each chunk; the next chunk reuses the memory of both."""
         given = self.given
         for at in range(self.chunks):
             rows = self.rows[at * self.size : (at + 1) * self.size]
@@ -144,7 +144,7 @@ class _Blocks:
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
-    """Whether it is known how many rows count without waiting for a device."""
+    """Whether reading the number of rows that count waits for no device."""
     return tensor.is_cpu
 
 
@@ -203,7 +203,7 @@ def _backward(*arguments: Any) -> list[torch.Tensor | None]:
 
 
 class _Gradients:
-    """Those of hidden states, weight and bias, as far as they are wanted, from those of blocks of logits."""
+    """The wanted gradients of hidden states, weight and bias, summed over blocks of logits."""
 
     def __init__(self, blocks: _Blocks, wanted: Sequence[bool]) -> None:
         hidden, weight, bias = blocks.given[:3]
@@ -212,7 +212,7 @@ class _Gradients:
             self.hidden = hidden.new_zeros(blocks.chunks, *blocks.hidden.shape, dtype=torch.float32)
         if self.of_weight:
             self.weight = (weight.new_empty if blocks.chunks else weight.new_zeros)(weight.shape)
-            is_exact = weight.dtype is torch.float32  # then sums are added up where they belong
+            is_exact = weight.dtype is torch.float32  # then the result itself holds the sums
             self.sums = None if is_exact else weight.new_empty(blocks.columns, weight.shape[1], dtype=torch.float32)
         if bias is not None and self.of_bias:
             self.bias = torch.zeros_like(bias, dtype=torch.float32)
@@ -260,7 +260,7 @@ def _gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, apply: Any) -
         return None, None, None, *others
     *tensors, statistics = ctx.saved_tensors
     given = ctx.rest._replace(**dict(zip(_TENSORS, tensors, strict=True)))
-    if len(statistics) == 2:  # no entropy was wanted, and zeros arrive for it where graphs are traced
+    if len(statistics) == 2:  # the call has no entropy; traced graphs pass zeros as its gradient
         entropy_gradient = None
     wanted = list(ctx.needs_input_grad[:3])
     results = apply(*given, ctx.backend, statistics, logp_gradient, entropy_gradient, wanted, ctx.group)

@@ -1,5 +1,4 @@
-"""What a row of logits amounts to over a part of the vocabulary, and how parts make the whole: on one device, or over
-ranks that each hold a part."""
+"""The state of a row of logits over a part of the vocabulary, and the merging of states on one device or over ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +18,10 @@ __all__ = ["LogprobState", "finished", "folded", "inverse_of", "mapped", "over_r
 
 
 class LogprobState(NamedTuple):
-    """What rows of logits amount to over the columns of a part of the vocabulary: ``[...]`` each, in the shape of the
-    targets.
+    """The state of rows of logits over a part of the vocabulary; each field has the shape ``[...]`` of the targets.
 
-    Parts without a logit above -inf are ``(-inf, 0, 0, -inf)``, which merging leaves as they are. Rows that are ignored
-    hold anything; rows with NaN, +inf or a target outside the vocabulary hold NaN.
+    A part whose logits are all -inf has the state ``(-inf, 0, 0, -inf)``, the neutral element of merging. The state of
+    an ignored row is unspecified; rows with NaN, +inf or a target outside the vocabulary hold NaN.
     """
 
     top: torch.Tensor  # the greatest logit
@@ -33,7 +31,7 @@ class LogprobState(NamedTuple):
 
 
 def part(rows: LogitRows, kept: int, backend: str | None) -> LogprobState:
-    """The state of a part in float32, without a distance where ``kept`` is 2. Not for the reference backend."""
+    """The state of a part in float32; no distance where ``kept`` is 2. Not for the reference backend."""
     logits, targets = rows.logits, rows.targets
     columns = logits.shape[-1]
     if columns == 0:
@@ -77,7 +75,7 @@ def _merged(one: LogprobState, other: LogprobState, inverse: float | torch.Tenso
     is_nothing = low == -torch.inf
     delta = torch.where(is_nothing, 0.0, (high - low) * inverse)  # NaN where one of them is
     (others, more), factor = ordered(one.others, other.others), torch.where(is_nothing, 0.0, torch.exp(-delta))
-    added = factor * (1 + more)  # the greatest of the lower part is one of the others now
+    added = factor * (1 + more)  # the greatest logit of the lower part now counts among the others
     distance = None
     if one.distance is not None and other.distance is not None:
         near, far = ordered(one.distance, other.distance)
@@ -90,7 +88,7 @@ def _merged(one: LogprobState, other: LogprobState, inverse: float | torch.Tenso
 def finished(
     state: LogprobState, inverse: float | torch.Tensor, ignored: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """logp and entropy of the whole vocabulary, and the statistics ``[kept, T]`` that the backward reads."""
+    """logp and entropy from the state of the whole vocabulary, and the statistics ``[kept, T]`` of the backward."""
     top, others, distance, logit = mapped(state, torch.Tensor.double)
     is_defined = torch.isfinite(top) & ~others.isnan()
 
@@ -107,11 +105,11 @@ def finished(
 
 
 def shared(state: LogprobState, columns: int, group: Any, sizes: Sequence[int]) -> list[LogprobState]:
-    """The states of all ranks, in their order: one all-gather, which carries each rank's number of columns, too.
+    """The states of all ranks in their order, from one all-gather, which also carries each rank's number of columns.
 
     Raises:
-        ValueError: columns that are not ``sizes``, on every rank alike; on a GPU, where reading them would synchronise,
-            the states become NaN.
+        ValueError: on every rank, if the numbers of columns differ from ``sizes``. On a GPU, where reading them would
+            synchronise, the states become NaN instead.
     """
     given = [each for each in state if each is not None]
     own = torch.cat([*(each.flatten() for each in given), given[0].new_tensor([columns])])
@@ -137,7 +135,7 @@ def shared(state: LogprobState, columns: int, group: Any, sizes: Sequence[int]) 
 def over_ranks(
     rows: LogitRows, kept: int, backend: str | None, group: Any, sizes: Sequence[int], in_place: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """:func:`~hpo_core.ops.token_logprobs` where the logits are this rank's columns: the same on all ranks."""
+    """:func:`~hpo_core.ops.token_logprobs` of columns that the ranks share; the results are the same on all ranks."""
     if has_tangent(rows.logits):
         raise RuntimeError(FORWARD_MODE)
     results: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
@@ -146,7 +144,7 @@ def over_ranks(
 
 
 class _OverRanks(torch.autograd.Function):
-    """Keeps this rank's logits and the statistics of the whole rows: the backward needs no other rank."""
+    """Keeps this rank's logits and the statistics of whole rows, so that the backward communicates nothing."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:

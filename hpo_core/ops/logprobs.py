@@ -1,5 +1,4 @@
-"""Log-probabilities and entropies of tokens from logits: straight to the backend, as a node of autograd, or as
-operators."""
+"""Token log-probabilities and entropies from logits: calls of the backend, the autograd node and the operators."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ def _functions(rows: LogitRows, backend: str) -> Any:
 
 
 def readable(rows: LogitRows) -> LogitRows:
-    """As kernels read it."""
+    """The rows with contiguous targets, temperatures and floors, as kernels need them."""
     each, floors = (None if tensor is None else tensor.contiguous() for tensor in (rows.temperatures, rows.floors))
     return rows._replace(targets=rows.targets.contiguous(), temperatures=each, floors=floors)
 
@@ -82,7 +81,7 @@ def backward(
     entropy_gradient: torch.Tensor | None,
     in_place: bool = False,
 ) -> torch.Tensor:
-    """The gradient of the logits; ``statistics`` are of the whole vocabulary. None: 0."""
+    """The gradient of the logits. ``statistics`` are those of whole rows; an upstream gradient of None is 0."""
     gradients = (each if each is None else each.contiguous() for each in (logp_gradient, entropy_gradient))
     rows, functions = readable(rows), _functions(rows, backend)
     grad: torch.Tensor = functions.token_logprobs_backward(rows, statistics, *gradients, in_place)
@@ -92,7 +91,7 @@ def backward(
 def _backward(*arguments: Any) -> torch.Tensor:
     *given, backend, statistics, logp_gradient, entropy_gradient, in_place = arguments
     grad = backward(LogitRows(*given), backend, statistics, logp_gradient, entropy_gradient, in_place)
-    if in_place:  # whatever has kept the logits for its own backward is told
+    if in_place:  # so that autograd raises for any other operation that has kept the logits
         torch.autograd.graph.increment_version(grad)
         grad = grad.detach()
     return grad
@@ -118,7 +117,7 @@ def gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, apply: Any = N
     *tensors, statistics = ctx.saved_tensors
     statistics = statistics[:3]
     rows = rest._replace(**dict(zip(_TENSORS, tensors, strict=True)))
-    if kept == 2:  # no entropy was wanted, and zeros arrive for it where graphs are traced
+    if kept == 2:  # the call has no entropy; traced graphs pass zeros as its gradient
         entropy_gradient = None
     apply = apply or _Gradient.apply
     return apply(*rows, backend, statistics, logp_gradient, entropy_gradient, *in_place), *others

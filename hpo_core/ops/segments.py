@@ -1,4 +1,4 @@
-"""What rows and groups add up to, and scans along rows."""
+"""Counts of rows, statistics of groups, and scans along rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def group_statistics(
     mask: torch.Tensor | None,
     backend: str | None,
 ) -> torch.Tensor:
-    """Of the members of its group, for every unit ``[6, U]`` float64: count, weight, mean, squares, least, greatest."""
+    """Statistics of the group of every unit ``[6, U]`` float64: count, weight, mean, squares, least, greatest."""
     result: torch.Tensor
     if watched(values):
         result = OPERATORS.group_statistics(values, ids, weights, mask, backend or "")
@@ -63,7 +63,7 @@ def _group_statistics(
 def recurrence(
     values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor, backend: str | None
 ) -> torch.Tensor:
-    """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its begin, ``[U]``."""
+    """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its start, ``[U]``."""
     result: torch.Tensor
     if watched(values):
         result = OPERATORS.recurrence(values, gains, cu_seqlens, backend or "")

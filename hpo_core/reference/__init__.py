@@ -1,5 +1,5 @@
-"""The definition of every op: plain, differentiable PyTorch, read like the formula, no performance tricks.
+"""The definition of every op: plain, differentiable PyTorch that reads like the formula, without performance tricks.
 
-In float64 these functions *are* what the library means; every other backend is held to them, forward and backward.
-Their gradients are autograd's, so they are independent of the hand-written backwards of the native backends.
+In float64 these functions *are* the meaning of the ops; every other backend is held to them, forward and backward.
+Their gradients come from autograd, so they are independent of the hand-written backwards of the native backends.
 """

@@ -1,4 +1,4 @@
-"""Group normalisation: terms, each centred and scaled by the statistics of a grouping, put together per unit."""
+"""Group normalisation: terms, each centred and scaled by the statistics of a grouping, combined per unit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .segments import group_statistics
 
 __all__ = ["group_normalise"]
 
-# Of values and ids, with weights= and mask=: see group_statistics.
+# A function of values and ids, with weights= and mask=: see group_statistics.
 Statistics = Callable[..., GroupStatistics]
 
 
@@ -39,7 +39,7 @@ def group_normalise(
 
     Statistics of a term run over its members: units with ``mask``, ``id >= 0``, a weight above 0 and a finite value. A
     unit receives a term if ``apply_mask`` (default: ``mask``), its id is >= 0 and its value finite; other units get 0.
-    ``statistics``: another way to the same numbers, such as over the units of several ranks.
+    ``statistics``: another function for the same numbers, such as one over the units of all ranks.
     """
     total = torch.zeros_like(inputs.values[0], dtype=torch.float64)
     shares = torch.zeros_like(total)
@@ -56,14 +56,14 @@ def group_normalise(
 def _term(
     inputs: GroupInputs, index: int, term: GroupTerm, share: Share, statistics: Statistics
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What one term says of every unit ``[U]``, and its share ``[U]``: 0 where it says nothing."""
+    """The value of one term for every unit ``[U]``, and its share ``[U]``, which is 0 where the term is absent."""
     values, ids, weights = inputs.values[index].detach(), inputs.ids[index], inputs.weights[index]
     grouped = torch.isfinite(values) if ids is None else torch.isfinite(values) & (ids >= 0)
     counted = grouped if inputs.mask is None else grouped & inputs.mask
     receives = counted if inputs.apply_mask is None else grouped & inputs.apply_mask
     table = statistics(values, ids, weights=weights, mask=counted)
 
-    # From a member: identical values have no deviation, not even by rounding.
+    # Relative to a member, identical values have no deviation, not even by rounding.
     centred = (values - table.least) - (table.mean - table.least)
     scale = torch.ones_like(centred)
     if term.scale is Scale.GROUP:
@@ -115,7 +115,7 @@ def _guarded(scale: torch.Tensor, weight: torch.Tensor, term: GroupTerm) -> torc
 
 
 def _share(amount: torch.Tensor, table: GroupStatistics, term: GroupTerm, share: Share) -> torch.Tensor:
-    """Before the coefficient; 0 where the term is not present."""
+    """The share before the coefficient; 0 where the term is absent."""
     if share is Share.SUM:
         return torch.ones_like(amount)
     size = {

@@ -7,7 +7,7 @@ For token t with ``u_t = first_t - second_t``, ``p = e^first`` and ``q = e^secon
     factor = 1 or e^v where low <= v <= high, else 0;   or e^clamp(v, low, high)       |v| <= 20 in exponents
 
 A token whose statistic is NaN is in no segment, and its factor is NaN: the loss counts it and leaves it out. Masked
-tokens and those outside all pieces get 1. What is returned is the factor times ``token_weight``.
+tokens and tokens outside all pieces get 1. The result is the factor times ``token_weight``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GUARD = 1e-8  # keeps the logarithm of a binary KL finite
 def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentReduce | None = None) -> torch.Tensor:
     """The factor ``[T]`` of ``first = inputs.logp`` and ``second = inputs.old_logp``, times ``inputs.token_weight``.
 
-    With ``reduce``, what the segments of ``spec.of_segments`` add up is what it makes of it.
+    ``reduce`` may change the sums of the segments of ``spec.of_segments`` in place, such as by an all-reduce.
     """
     inputs = flat(inputs)
     assert inputs.old_logp is not None
@@ -60,7 +60,7 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentRe
 
 
 def _statistic(statistic: Statistic, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    # The log-ratio saturates and not what is made of it: a bound on any statistic stays within reach.
+    # The log-ratio saturates, not the statistic, so that a bound on any statistic stays within reach.
     u = (first - second).clamp(-SATURATION, SATURATION)
     p, q = torch.exp(first).clamp(max=1), torch.exp(second).clamp(max=1)
     if statistic is Statistic.LOG_RATIO:

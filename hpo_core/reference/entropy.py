@@ -39,7 +39,7 @@ def window_score(
         begin, end = cu_seqlens[row[t]].item(), cu_seqlens[row[t] + 1].item()
         low, high = max(t + first, begin), min(t + last, end - 1)
         reaches_out = high - low + 1 < width
-        window = slice(low, max(low, high + 1))  # a negative end would count from the back of the pack
+        window = slice(low, max(low, high + 1))  # a negative end would count from the last token
         chosen = values[window][usable[window]]
         if (boundary is Boundary.FULL and reaches_out) or chosen.numel() == 0:
             continue
@@ -58,7 +58,7 @@ def order_statistic(
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``x_(i)`` of the n finite scores in ascending order, ``i = rule(numerator (n - 1) / denominator)`` in exact
-    integers. With ``cu_seqlens``, ``values`` are those of tokens, each its own score; without, they are scores.
+    integers. With ``cu_seqlens``, ``values`` belong to tokens, each its own score; without, they are scores.
 
     Returns the threshold ``[1]`` (NaN if n = 0) and ``[2]`` int64: n, and the number of NaN scores.
     """
@@ -78,7 +78,7 @@ def select(
     mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``score >= threshold``, or ``score > threshold``, bool ``[T]``, of the scores of :func:`order_statistic`."""
+    """``score >= threshold`` (``strict``: ``>``), bool ``[T]``, for the scores of :func:`order_statistic`."""
     score = _scores(values, mask, cu_seqlens)
     return score > threshold if strict else score >= threshold
 
@@ -92,13 +92,13 @@ def select_top(
     mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`order_statistic`, and what :func:`select` selects with its threshold."""
+    """:func:`order_statistic`, and the selection of :func:`select` with its threshold."""
     threshold, counts = order_statistic(values, numerator, denominator, rule, mask, cu_seqlens)
     return threshold, counts, select(values, threshold, strict, mask, cu_seqlens)
 
 
 def _scores(values: torch.Tensor, mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-    """``values``, or :func:`window_score` of windows of one token, whatever their boundary."""
+    """``values``, or :func:`window_score` of windows of one token, which have no boundary."""
     if cu_seqlens is None:
         return values
     return window_score(values, mask, cu_seqlens, 0, 0, Boundary.FULL, Invalid.SKIP)

@@ -1,4 +1,4 @@
-"""Log-probability of a target and entropy of its distribution, from hidden states and a head: the definition."""
+"""The definition of token log-probabilities and entropies from hidden states and a head."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def linear_token_logprobs(
     kept: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """:func:`~hpo_core.reference.logprobs.token_logprobs` of ``x = hidden @ weight.T + bias``, with a
-    softcap of ``softcap tanh(x / softcap)``; ``rows``: everything but the logits, which exist in full and in float64.
+    softcap of ``softcap tanh(x / softcap)``. The logits exist in full, in float64; ``rows`` holds all other arguments.
 
-    Hidden states of ignored rows are not read. Results are float64 where hidden states and weight are, else float32.
+    Hidden states of ignored rows are not read. Results are float64 if hidden states and weight are, else float32.
 
     >>> import torch
     >>> hidden, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]])

@@ -1,4 +1,4 @@
-"""What rows of logits amount to over a part of the vocabulary, and the gradient of a part: the definition."""
+"""The definition of the state of rows of logits over a part of the vocabulary, and of the gradient of a part."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ __all__ = ["part", "part_gradient"]
 
 
 def part(rows: LogitRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``m``, ``s``, ``w / (1 + s)`` and the target's logit ``[...]`` in float64, of ``d_j = (x_j - m) / temperature``
-    for the greatest logit m, the sum s of ``e^d`` over all others, and that of ``-d e^d``.
+    """``m``, ``s``, ``w / (1 + s)`` and the target's logit ``[...]`` in float64, for the greatest logit m.
+
+    ``d_j = (x_j - m) / temperature``, s is the sum of ``e^d`` over all other logits, and w the sum of ``-d e^d``.
 
     >>> import torch
     >>> rows = LogitRows(torch.tensor([[0.0, 1.0]]), torch.tensor([3]), None, 1.0, -100, None, 2, 9)
@@ -51,9 +52,9 @@ def part_gradient(
     d = (_read(rows) - m) / _temperature(rows)
     p = torch.exp(d) / (1 + s)
     column = torch.arange(rows.first, rows.first + rows.logits.shape[-1], device=rows.logits.device)
-    along = torch.where(p > 0, p * (a + b * (torch.where(p > 0, d, 0.0) + (distance[0] if distance else zeros))), 0.0)
-    along = torch.where(p.isnan(), torch.nan, along)
-    gradient = (torch.where(column == rows.targets[..., None], a, 0.0) - along) / _temperature(rows)
+    pull = torch.where(p > 0, p * (a + b * (torch.where(p > 0, d, 0.0) + (distance[0] if distance else zeros))), 0.0)
+    pull = torch.where(p.isnan(), torch.nan, pull)
+    gradient = (torch.where(column == rows.targets[..., None], a, 0.0) - pull) / _temperature(rows)
     is_counted = (rows.targets != rows.ignore_index)[..., None] & ((a != 0) | (b != 0) | m.isnan())
     return torch.where(is_counted, gradient, 0.0)
 

@@ -1,4 +1,4 @@
-"""Log-probability of a target and entropy of its distribution, from logits: the definition."""
+"""The definition of token log-probabilities and entropies from logits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["token_logprobs"]
 
 def token_logprobs(rows: LogitRows, kept: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """``logp_y = d_y - log1p(s)`` and ``H = log1p(s) + w / (1 + s)``, where ``d_j = z_j - z_k`` for an arg-max k of
-    ``z = logits / temperature``, ``s`` is the sum of ``e^d`` without k, and ``w`` that of ``-d e^d``.
+    ``z = logits / temperature``, ``s`` is the sum of ``e^d`` without k, and ``w`` is the sum of ``-d e^d``.
 
-    The statistics are the greatest logit, s, w / (1 + s) and the sum of squared probabilities, ``kept`` of them; the
-    entropy comes with the third. Float64 for float64 logits, else float32; the computation is in float64.
+    The statistics are the first ``kept`` of the greatest logit, s, w / (1 + s) and the sum of squared probabilities;
+    the entropy needs the third. Results are float64 for float64 logits, else float32; the computation is in float64.
 
     >>> import torch
     >>> logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]], dtype=torch.float64)
@@ -36,15 +36,15 @@ def token_logprobs(rows: LogitRows, kept: int) -> tuple[torch.Tensor, torch.Tens
     column = torch.arange(rows.vocabulary, device=z.device)
     top = z.argmax(-1, keepdim=True)
     d = torch.where(column == top, 0.0, z - z.gather(-1, top))
-    e = torch.where(column == top, 0.0, torch.exp(d))  # without the arg-max: 1 + 1e-20 would be 1
+    e = torch.where(column == top, 0.0, torch.exp(d))  # without the arg-max: 1 + 1e-20 would round to 1
     others = e.sum(-1)
     y = torch.where(known & ~ignored, targets, 0)[..., None]
     logp = d.gather(-1, y).squeeze(-1) - torch.log1p(others)
-    spread = (torch.where(torch.isinf(d), 0.0, -d) * e).sum(-1)  # a probability of 0 counts 0
+    spread = (torch.where(torch.isinf(d), 0.0, -d) * e).sum(-1)  # a probability of 0 adds 0, not infinity times 0
     distance = spread / (1 + others)
     squares = (1 + e.square().sum(-1)) / (1 + others).square()
     statistics = (x.gather(-1, top).squeeze(-1), others, distance, squares)
-    undefined = torch.where(known, 1.0, torch.nan)  # a factor, so that gradients are undefined, too
+    undefined = torch.where(known, 1.0, torch.nan)  # a factor, so that gradients become NaN, too
 
     def result(values: torch.Tensor) -> torch.Tensor:
         return torch.where(ignored, 0.0, values * undefined).to(dtype)

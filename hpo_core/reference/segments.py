@@ -1,4 +1,4 @@
-"""Rows of a packed batch and groups of units: where each token belongs, what rows and groups add up to, and scans."""
+"""Rows of a packed batch and groups of units: the row of each token, counts, statistics, and scans along rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["flat", "group_statistics", "recurrence", "row_counts", "row_of_token
 
 
 def flat(inputs: PolicyLossInputs) -> PolicyLossInputs:
-    """Padded tensors ``[B, L]`` as ``[T]``: formulas count tokens in one dimension."""
+    """The inputs with padded tensors ``[B, L]`` as ``[T]``: formulas count tokens in one dimension."""
     padded: dict[str, Any] = {
         name: field.reshape(-1)
         for name, field in inputs._asdict().items()
@@ -46,11 +46,11 @@ def row_counts(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens
 def group_statistics(
     values: torch.Tensor, ids: torch.Tensor | None, weights: torch.Tensor | None, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """What the members of its group amount to, for every unit: ``[6, U]`` float64.
+    """Statistics of the members of its group, for every unit: ``[6, U]`` float64.
 
-    The rows: how many they are, the sum of their weights w, the mean ``sum w x / W``, ``sum w (x - mean)^2``, the least
-    and the greatest value. Members are units with ``mask``, ``id >= 0``, a finite weight above 0 and a finite value; a
-    unit with ``id < 0``, or in a group without members, gets zeros.
+    The rows are the number of members, the sum W of their weights w, the mean ``sum w x / W``,
+    ``sum w (x - mean)^2``, the least and the greatest value. Members are units with ``mask``, ``id >= 0``, a finite
+    weight above 0 and a finite value; a unit with ``id < 0``, or in a group without members, gets zeros.
     """
     exact = values.detach().double()
     weights = torch.ones_like(exact) if weights is None else weights.double()
@@ -60,7 +60,7 @@ def group_statistics(
     table = exact.new_zeros(6, values.numel())
     for key in keys[member].unique().tolist():  # type: ignore[no-untyped-call]
         x, w = exact[member & (keys == key)], weights[member & (keys == key)]
-        offset = (w * (x - x[0])).sum() / w.sum()  # from a member: identical values have no deviation
+        offset = (w * (x - x[0])).sum() / w.sum()  # from the first member: identical values have no deviation
         squares = (w * ((x - x[0]) - offset).square()).sum()
         numbers = torch.stack([w.new_tensor(w.numel()), w.sum(), x[0] + offset, squares, x.min(), x.max()])
         table[:, keys == key] = numbers[:, None]
@@ -68,7 +68,7 @@ def group_statistics(
 
 
 def recurrence(values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its begin, ``[U]``; behind a row y is 0.
+    """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its start, ``[U]``; after a row y is 0.
 
     Units in no row get 0.
     """

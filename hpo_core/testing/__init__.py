@@ -4,10 +4,10 @@ Layers, each usable alone:
 
 * ``random_*(seed)`` draw one example, a NamedTuple of the arguments of a public function; :func:`policy_losses`,
   :func:`reward_groups`, :func:`steps`, :func:`windows`, :func:`masks` and :func:`scores` are hypothesis strategies;
-* ``expect_*(example)`` give what the float64 reference says, with what an honest float32 kernel may miss of it, and
+* ``expect_*(example)`` give the results of the float64 reference with the error budget of a float32 kernel, and
   :func:`assert_within_budget` compares;
 * :func:`check` searches for examples that break a promise of the op, shrinks them, and reports on every promise;
-  :func:`bench` measures a policy loss next to ours.
+  :func:`bench` measures a policy loss next to the one of hpo_core.
 
 >>> import torch
 >>> import hpo_core as hpo

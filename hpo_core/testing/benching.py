@@ -1,4 +1,4 @@
-"""Time and memory of anybody's policy loss next to ours, eager and compiled."""
+"""Time and memory of any policy loss next to the one of hpo_core, eager and compiled."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from .timing import extra_bytes, interleave
 
 __all__ = ["Measured", "Measurements", "bench"]
 
-_TOLERANCE = 1e-4  # of the largest element: what computes something else is not timed
+_TOLERANCE = 1e-4  # of the largest element; a function with another result is not timed
 
 
 class Measured(NamedTuple):
     """One line of the table: loss and gradient, forward and backward."""
 
     name: str
-    milliseconds: float | None = None  # the median; None: not timed, and the note says why
+    milliseconds: float | None = None  # the median; None: not timed, with the reason in the note
     low: float = 0.0  # the 20th percentile
     high: float = 0.0  # the 80th
-    bytes_per_token: float = 0.0  # the most that was held beyond the inputs
+    bytes_per_token: float = 0.0  # the peak beyond the inputs
     first_call_milliseconds: float = 0.0  # compilation included
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """What :func:`bench` measured. ``str`` is the table, :meth:`picture` draws it."""
+    """The result of :func:`bench`. ``str`` is the table, :meth:`picture` draws it."""
 
     title: str
     lines: tuple[Measured, ...]
@@ -89,18 +89,19 @@ def bench(
     picture: str | Path | None = None,
     **options: Any,
 ) -> Measurements:
-    """Time ``fn`` and :func:`hpo_core.policy_loss` on the same batch, both eager and under ``torch.compile``: loss,
-    backward, and what memory they hold.
+    """Time ``fn`` and :func:`hpo_core.policy_loss` on the same batch, both eager and under ``torch.compile``: the loss,
+    the backward, and the memory of both.
 
-    What computes another loss or gradient than ours is not timed, nor what raises; the table says so.
+    A function that raises, or computes another loss or gradient, is not timed; the table says so.
 
     Args:
-        fn: as :func:`check` takes it for the op ``"policy_loss"``, ``padded`` too.
+        fn: a function as in :func:`check` for the op ``"policy_loss"``. padded: as in :func:`check`.
         gate: default ``gates.ppo_clip()``.
-        tokens: of the batch. rows: of equal length; default one for each 1024 tokens. A fifth of the tokens is masked.
+        tokens: the size of the batch. rows: the number of rows of equal length; default: one for each 1024 tokens. A
+            fifth of the tokens is masked.
         compiled: False leaves ``torch.compile`` out, whose first call takes seconds to minutes.
-        seconds: spent on samples, all contestants in turn.
-        backend: ours.
+        seconds: the time for samples, all contestants in turn.
+        backend: the backend of hpo_core.
         picture: a path, such as ``"bench.png"``, to draw to; needs matplotlib.
         options: passed to ``fn``.
     """
@@ -183,7 +184,7 @@ def _call(function: Callable[..., Any], example: PolicyLossExample, given: dict[
 
 
 def _fault(run: Callable[[], Outcome], expected: Outcome) -> str:
-    """Why a contestant is not timed; empty: it computes what is expected."""
+    """The reason why a contestant is not timed; empty if its results are the expected ones."""
     try:
         got = run()
     except Exception as error:

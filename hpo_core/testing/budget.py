@@ -1,4 +1,4 @@
-"""How far an honest float32 kernel may be from the float64 reference, element by element."""
+"""The error budget of a float32 kernel against the float64 reference, element by element."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ UNIT = 2.0**-24  # half the distance from 1 to the next float32
 SMALLEST = 2.0**-126  # below the smallest normal float32 a kernel may flush to zero
 MARGIN = 1e-5  # generated inputs stay this far from every point where a gate changes branch
 
-# Where the budget is wider, by name: the factor. Empty: no gate of this version has such a region.
+# The factors of regions with a wider budget, by name. The table is empty: no gate of this version has such a region.
 REGIONS: dict[str, float] = {}
 
 
 class Expected(NamedTuple):
-    """What one output should be, and the two numbers its error budget is made of. All float64, of one shape."""
+    """The expected value of one output, and the two tensors that make its error budget: float64, of one shape."""
 
     exact: torch.Tensor  # the reference in float64
     eager: torch.Tensor  # the same formula in eager float32
@@ -31,7 +31,7 @@ class Expected(NamedTuple):
 def budget(expected: Expected, region: str | None = None) -> torch.Tensor:
     """``max(2 e, 4 * 2^-24 m)`` per element: e is the largest error of eager float32 in this tensor, m the magnitude.
 
-    ``region``: a key of ``REGIONS``, where a wider one is agreed.
+    ``region``: a key of ``REGIONS``, which widens the budget.
     """
     for name, tensor in expected._asdict().items():
         check_dtype(f"expected.{name}", tensor, (torch.float64, torch.float32), "compare in float64")

@@ -1,4 +1,4 @@
-"""The search for examples that break a promise, for anybody's kernel, and the report on all promises."""
+"""The search for examples on which a kernel breaks a promise, and the report on all promises."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Verdict(NamedTuple):
 
     promise: str
     kept: bool | None  # None: not supported
-    detail: str = ""  # what differed, or why there is nothing to judge
+    detail: str = ""  # the difference, or the reason for no support
     received: str = ""  # the arguments of the smallest call found that breaks the promise, as the kernel received them
     worst: float = 0.0  # the largest error, as a share of its budget
 
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`check` found: a verdict on every promise. ``str`` is the table."""
+    """The result of :func:`check`: a verdict on every promise. ``str`` is the table."""
 
     op: str
     verdicts: tuple[Verdict, ...]
@@ -129,20 +129,20 @@ def check(
     device: str = "cpu",
     **options: Any,
 ) -> Report:
-    """Judge anybody's kernel by every promise of an op, on generated batches: correctness first.
+    """Test your own kernel against every promise of an op, on generated batches: correctness first.
 
-    Nothing is raised for a broken promise, because the other verdicts say where to look: the report is printed, asked
-    (``report.ok``), or made an error (``report.raise_for_broken()``). A promise that needs what the kernel does not
-    take is "not supported".
+    A broken promise raises nothing, because the other verdicts help to find the fault: print the report, test
+    ``report.ok``, or call ``report.raise_for_broken()``. A promise is "not supported" if it needs an input that the
+    kernel does not take.
 
     Args:
-        fn: takes what the public function of that name takes; of its keywords, those that it names.
+        fn: takes the arguments of the public function of that name; among its keywords, those in the signature of fn.
 
             * ``"policy_loss"``: ``fn(logp, old_logp, advantages, batch, *, gate, weights, ...)``, see
-              :func:`hpo_core.policy_loss`; returns the loss, something with ``.loss``, or with ``.loss`` and ``.grad``.
-              Without ``weights`` it is expected to divide by the number of valid tokens.
+              :func:`hpo_core.policy_loss`; returns the loss, an object with ``.loss``, or one with ``.loss`` and
+              ``.grad``. A kernel without ``weights`` divides by the number of valid tokens.
             * ``"kl"``: ``fn(logp, ref_logp)`` -> the penalty of each token ``[T]``.
-            * ``"advantages"``, or the name of an estimator: ``fn(rewards, group_ids, *, mask, apply_mask)``; of steps
+            * ``"advantages"``, or the name of an estimator: ``fn(rewards, group_ids, *, mask, apply_mask)``; for steps
               ``fn(step_rewards, group_ids, *, trajectory_ids, anchor_ids)``.
             * ``"window_mean"``: ``fn(values, batch, first, last, *, boundary, invalid)``.
             * ``"window_mask"``: ``fn(entropy, batch)`` -> bool ``[T]``, the tokens that ``window`` selects.
@@ -151,14 +151,14 @@ def check(
               ``ceil(quantile (n - 1))`` of finite scores ``[n]``; ``rule=`` names another.
         gate: the gate of a policy loss, passed on if ``fn`` takes it. Default ``gates.ppo_clip()``.
         penalty: the KL penalty. Default ``kl.k3(0.1)``, and ``kl.k3(1.0)`` for the op ``"kl"``.
-        estimator: what ``"advantages"`` is compared with. Default ``advantages.grpo``.
-        window: of ``"window_mask"``. Default ``entropy.forking_tokens()``.
+        estimator: the definition of ``"advantages"``. Default ``advantages.grpo``.
+        window: the window of ``"window_mask"``. Default ``entropy.forking_tokens()``.
         padded: ``fn`` takes tensors of tokens as ``[B, L]``, and as batch the mask ``[B, L]``.
         gradient: False for a loss or penalty without one: promises about gradients are then not supported.
-        examples: tried per promise. seed: of the search; the same seed finds the same fault.
+        examples: the number of examples per promise. seed: the seed of the search, which decides the fault it finds.
         only: names from :func:`promises`. Default: all.
-        features: optional inputs of a policy loss, from ``FEATURES``. Default: those ``fn`` takes.
-        device: where ``fn`` wants its tensors.
+        features: optional inputs of a policy loss, from ``FEATURES``. Default: the inputs that ``fn`` takes.
+        device: the device of the tensors that ``fn`` gets.
         options: passed to ``fn`` and to the reference: ``ddof=0``, ``eps=1e-4``, ...
 
     >>> import hpo_core as hpo
@@ -186,61 +186,61 @@ def check(
         out = subject.call(move(example, device))
         return move(out, "cpu") if isinstance(out, Outcome) else out.cpu()
 
-    def judged(promise: Promise, run: _Run = run) -> Verdict:
+    def verdict_on(promise: Promise, run: _Run = run) -> Verdict:
         missing = [need for need in promise.needs if not (gradient if need == GRADIENT else accepts(recorded, need))]
         if missing:
             return Verdict(promise.name, None, f"the kernel has no {', '.join(missing)}")
         return _search(promise, run, recorded, subject.strategy, examples, seed)
 
     if kind != "policy_loss":
-        verdicts = [judged(promise) for promise in PROMISES[kind] if promise.name in asked]
+        verdicts = [verdict_on(promise) for promise in PROMISES[kind] if promise.name in asked]
         return Report(op, tuple(verdicts), examples, subject.notes)
-    # A batch without valid tokens has a promise of its own. Where that is broken it would break all others, too.
-    (of_nothing,) = (judged(promise) for promise in PROMISES[kind] if promise.name == NOTHING_VALID)
-    spared = run if of_nothing.kept else functools.partial(_spared, run, gradient)
+    # A batch without valid tokens has a promise of its own. A kernel that breaks it would break all others, too.
+    (on_nothing_valid,) = (verdict_on(promise) for promise in PROMISES[kind] if promise.name == NOTHING_VALID)
+    run_with_tokens = run if on_nothing_valid.kept else functools.partial(_run_with_tokens, run, gradient)
     verdicts = [
-        of_nothing if promise.name == NOTHING_VALID else judged(promise, spared)
+        on_nothing_valid if promise.name == NOTHING_VALID else verdict_on(promise, run_with_tokens)
         for promise in PROMISES[kind]
         if promise.name in asked
     ]
     return Report(op, tuple(verdicts), examples, subject.notes)
 
 
-def _spared(run: _Run, gradient: bool, example: PolicyLossExample) -> Outcome:
-    """What every kernel should say of a batch without valid tokens."""
+def _run_with_tokens(run: _Run, gradient: bool, example: PolicyLossExample) -> Outcome:
+    """The outcome of the kernel, except for a batch without valid tokens: zeros, without a call."""
     if has_tokens(example):
         return run(example)  # type: ignore[no-any-return]
     zeros = torch.zeros_like(example.logp, memory_format=torch.contiguous_format)
     return Outcome(zeros.new_zeros(()), zeros if gradient else None, None, None)
 
 
-# ----------------------------------------------------------------------------------------- how each op is called
+# -------------------------------------------------------------------------------------------- the calls of each op
 
 _Run = Callable[[Any], Any]
 
 
 class _Subject(NamedTuple):
-    call: _Run  # from an example to what the promises look at
+    call: _Run  # from an example to the output that promises examine
     strategy: Any
     notes: tuple[str, ...] = ()
 
 
 class _Recorded:
-    """A function with its signature, that remembers its last arguments by name."""
+    """A function that keeps its signature and remembers its last arguments by name."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         functools.update_wrapper(self, fn)
         self.fn, self.received = fn, {}  # type: ignore[var-annotated]
         try:
             self.__signature__ = inspect.signature(fn)
-        except ValueError:  # a builtin of PyTorch: it has none
+        except ValueError:  # builtins of PyTorch have no signature
             everything = inspect.Parameter("arguments", inspect.Parameter.VAR_POSITIONAL)
             self.__signature__ = inspect.Signature([everything])
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         try:
             self.received = self.__signature__.bind(*arguments, **keywords).arguments
-        except TypeError:  # the call itself says so
+        except TypeError:  # the call below raises the same error
             self.received = dict(enumerate(arguments)) | keywords
         return self.fn(*arguments, **keywords)
 
@@ -285,7 +285,7 @@ def _policy_loss(
 
 
 def _error_on_policy(call: _Run, gate: RatioGate, features: Collection[str]) -> Exception | None:
-    """What a kernel raises without ``old_logp`` where it raises nothing with it."""
+    """The error of a kernel without ``old_logp`` if it raises none with it."""
     given, layout = {"weights"} & set(features), Layout((2, 2), masked="none")
     try:
         call(random_policy_loss(0, gate, given, layout=layout))
@@ -299,7 +299,7 @@ def _error_on_policy(call: _Run, gate: RatioGate, features: Collection[str]) -> 
 
 
 def _rectangle(tensor: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """``[B, L]`` of the tokens of rows of equal length."""
+    """The tokens of rows of equal length as ``[B, L]``."""
     return tensor.view(batch.rows, tensor.numel() // max(batch.rows, 1))
 
 
@@ -309,7 +309,7 @@ def _rectangle_of_mask(batch: PackedBatch) -> torch.Tensor:
 
 
 def of_rectangles(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The padded kernel called with a packed batch."""
+    """A padded kernel as a function of a packed batch."""
 
     @functools.wraps(fn)
     def run(
@@ -332,7 +332,7 @@ def of_rectangles(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _kl(
     fn: _Recorded, *, gradient: bool, penalty: KLPenalty | None, padded: bool, window: None, **options: Any
 ) -> _Subject:
-    """A policy loss of nothing but the penalty: advantages and weights are 0 and 1, and every token is valid."""
+    """The penalty alone as a policy loss: advantages are 0, weights are 1, and every token is valid."""
     penalty = kl.k3(1.0) if penalty is None else penalty
 
     def loss(logp: torch.Tensor, old_logp: None, advantages: torch.Tensor, batch: PackedBatch, **given: Any) -> Outcome:
@@ -374,7 +374,7 @@ def _estimator(op: str, given: Callable[..., torch.Tensor] | None) -> Callable[.
 
 
 def _advantages(fn: _Recorded, like: Callable[..., torch.Tensor], options: dict[str, Any]) -> _Subject:
-    """What the estimator must be given is drawn; what it may be given, if the kernel takes it."""
+    """Examples have every input that the estimator needs, and its optional inputs if the kernel takes them."""
     required = [
         name
         for name, parameter in list(inspect.signature(like).parameters.items())[2:]
@@ -383,7 +383,7 @@ def _advantages(fn: _Recorded, like: Callable[..., torch.Tensor], options: dict[
     drawn = ("trajectory_ids", "anchor_ids", "lengths")
     require(
         level_of(like) != "token" and set(required) <= set(drawn),
-        "estimator: expected one of rewards, group_ids and {}, got {}; fix what else it needs with functools.partial",
+        "estimator: expected one of rewards, group_ids and {}, got {}; bind its other inputs with functools.partial",
         ", ".join(drawn),
         getattr(like, "__name__", like),
     )
@@ -500,7 +500,7 @@ def _search(promise: Promise, run: _Run, recorded: _Recorded, strategy: Any, exa
         max_examples=examples,
         deadline=None,
         database=None,
-        derandomize=False,  # a caller's profile that sets it would take the place of the seed
+        derandomize=False,  # True in a caller's profile would override the seed
         print_blob=False,
         report_multiple_bugs=False,
         phases=(h.Phase.generate, h.Phase.shrink),

@@ -1,7 +1,7 @@
 """Random packed batches and adversarial inputs, drawn from a seed or by hypothesis.
 
 An example is a NamedTuple of the arguments of one public function. A hypothesis strategy draws the *structure* (rows,
-masks, which optional inputs) and a seed for the numbers, so that what fails shrinks to a few tokens.
+masks, which optional inputs) and a seed for the numbers, so that a failing example shrinks to a few tokens.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tokens of a generated example form rows; ``seed`` fixes everything else."""
+    """The rows of a generated example; ``seed`` determines everything else."""
 
     lengths: tuple[int, ...]
     tail: int = 0  # tokens beyond the last row
@@ -72,7 +72,7 @@ class Layout:
         return sum(self.lengths) + self.tail
 
     def generator(self, purpose: int) -> torch.Generator:
-        """An own stream of random numbers for each purpose."""
+        """A separate stream of random numbers for each purpose."""
         return torch.Generator("cpu").manual_seed(1009 * self.seed + purpose)
 
     def batch(self) -> PackedBatch:
@@ -86,7 +86,7 @@ class Layout:
         steps = _steps(ends, draw)
         trajectories = _ids(rows, rows - 2, draw) if self.shared else None
         groups = _ids(rows, rows // 2, draw)
-        if trajectories is not None:  # all rows of a trajectory are in the group of its first one
+        if trajectories is not None:  # all rows of a trajectory are in the group of its first row
             groups = groups[(trajectories == trajectories[:, None]).int().argmax(1)] if rows else groups
         return PackedBatch(
             ends,
@@ -151,7 +151,7 @@ def _valid(batch: PackedBatch) -> torch.Tensor:
 
 # ------------------------------------------------------------------------------------------------------ policy losses
 
-# The optional inputs of a policy loss. "trajectories": some have several rows; "on_policy": no old_logp.
+# The optional inputs of a policy loss. "trajectories": some trajectories have several rows; "on_policy": no old_logp.
 FEATURES = (
     "trajectories",
     "weights",
@@ -168,7 +168,7 @@ _TOKEN_KEYWORDS = ("ref_logp", "entropy", "token_mask", "token_weight")
 
 
 class PolicyLossExample(NamedTuple):
-    """The arguments of one call of ``policy_loss``; ``keywords`` holds the optional inputs that are given."""
+    """The arguments of one call of ``policy_loss``; ``keywords`` holds its optional inputs."""
 
     logp: torch.Tensor
     old_logp: torch.Tensor | None
@@ -187,11 +187,11 @@ class PolicyLossExample(NamedTuple):
         return given
 
     def valid(self) -> torch.Tensor:
-        """Tokens in rows and not masked ``[T]``."""
+        """Whether a token is in a row and not masked ``[T]``."""
         return _valid(self.batch)
 
     def row(self) -> torch.Tensor:
-        """The row of every token ``[T]``, -1 outside."""
+        """The row of every token ``[T]``, -1 outside all rows."""
         return _row_of_token(self.batch)
 
     def trajectory(self) -> torch.Tensor:
@@ -209,13 +209,13 @@ class PolicyLossExample(NamedTuple):
         return out
 
     def weights(self) -> torch.Tensor:
-        """The row weights ``[S]``: those given, or the default, 1 / the number of valid tokens."""
+        """The row weights ``[S]``: the given ones, or the default, 1 / the number of valid tokens."""
         default = self.logp.new_full((self.batch.rows,), 1.0 / max(int(self.valid().sum()), 1), dtype=torch.float32)
         given: torch.Tensor = self.keywords.get("weights", default)
         return given
 
     def log_ratio(self) -> torch.Tensor:
-        """``logp - old_logp`` in float64 ``[T]``, 0 where nothing may be read."""
+        """``logp - old_logp`` in float64 ``[T]``, 0 at tokens that must not be read."""
         old = self.logp if self.old_logp is None else self.old_logp
         return torch.where(self.valid(), self.logp.double() - old.double(), 0.0)
 
@@ -243,21 +243,21 @@ class PolicyLossExample(NamedTuple):
         return self._replace(advantages=advantages).given(**changed)
 
     def poisoned(self, value: float) -> PolicyLossExample:
-        """``value`` wherever nothing may be read: at masked tokens and at tokens of no row."""
+        """The example with ``value`` at all tokens that must not be read: masked tokens and tokens of no row."""
         hole = ~self.valid()
         return self.on_tokens(lambda x: torch.where(hole, value, x) if x.is_floating_point() else x)
 
     def select(self, rows: torch.Tensor) -> tuple[PolicyLossExample, torch.Tensor]:
-        """The example of these rows in this order, and the tokens it takes."""
+        """The example of these rows in this order, and the indices of its tokens."""
         batch, tokens = self.batch.select(rows)
         return self.on_tokens(lambda x: x[tokens]).on_rows(lambda x: x[rows])._replace(batch=batch), tokens
 
     def given(self, **keywords: Any) -> PolicyLossExample:
-        """With these keywords as well."""
+        """The example with these keywords added."""
         return self._replace(keywords=self.keywords | keywords)
 
     def without(self, *names: str) -> PolicyLossExample:
-        """Without these keywords."""
+        """The example without these keywords."""
         return self._replace(keywords={name: value for name, value in self.keywords.items() if name not in names})
 
 
@@ -274,9 +274,9 @@ def random_policy_loss(
 
     Args:
         gate: default ``gates.ppo_clip()``.
-        features: which of ``FEATURES`` to give. Without "weights" the loss uses its own default.
-        penalty: of the feature "kl"; default ``kl.k3(0.1)``.
-        layout: default: a random one. Trajectories of several rows need both ``layout.shared`` and the feature.
+        features: names from ``FEATURES``, the optional inputs. Without "weights" the loss uses its own default.
+        penalty: the penalty of the feature "kl"; default ``kl.k3(0.1)``.
+        layout: the rows; default: random. Trajectories of several rows need both ``layout.shared`` and the feature.
     """
     unknown = set(features) - set(FEATURES)
     check(not unknown, "features: expected names from {}, got {}", FEATURES, sorted(unknown))
@@ -300,7 +300,7 @@ def random_policy_loss(
     if "weights" in features:
         keywords["weights"] = torch.where(uniform(rows) < 0.1, 0.0, uniform(rows, 0.02, 0.3))
     if "window" in features or "entropy" in features:
-        # Sixty-fourths, and windows of 1, 2 or 4 tokens: their sums are exact, so a tie is a tie in every precision.
+        # Multiples of 1/64 and windows of 1, 2 or 4 tokens have exact means: a tie is a tie in every precision.
         keywords["entropy"] = torch.randint(0, 128, (tokens,), generator=draw, device="cpu").float() / 64
     if "window" in features:
         width, strict = int(choice(1, 2, 4)), choice(0, 1) == 1
@@ -366,11 +366,11 @@ class RewardsExample(NamedTuple):
 
 @examines
 def random_rewards(seed: int = 0, units: int = 12, kind: str | None = None, masks: bool = True) -> RewardsExample:
-    """Rewards of unsorted groups, some of one unit; some ids are negative: in no group.
+    """Rewards of unsorted groups, some of one unit. Some ids are negative and mean no group.
 
     Args:
-        kind: "normal", "binary", "equal" (one constant per group), "offset" (spread 1 around 10 to 10,000). Default:
-            any of them.
+        kind: "normal", "binary", "equal" (one constant per group), "offset" (spread 1 around 10 to 10,000). Default: a
+            random kind.
         masks: whether some units may leave the statistics (``mask``) or get no advantage (``apply_mask``).
     """
     draw = torch.Generator("cpu").manual_seed(seed)
@@ -397,8 +397,8 @@ def random_rewards(seed: int = 0, units: int = 12, kind: str | None = None, mask
 
 @examines
 def random_steps(seed: int = 0, units: int = 12) -> RewardsExample:
-    """Rewards of steps in no order, with what estimators of them ask for: ids of trajectories, each in one group, ids
-    of anchors, and lengths."""
+    """Rewards of unsorted steps with the inputs of their estimators: ids of trajectories, each in one group, ids of
+    anchors, and lengths."""
     draw = torch.Generator("cpu").manual_seed(seed)
 
     def integers(low: int, high: int, count: int) -> torch.Tensor:
@@ -429,13 +429,13 @@ class WindowExample(NamedTuple):
     keywords: dict[str, Any]  # boundary, invalid
 
     def valid(self) -> torch.Tensor:
-        """Tokens in rows and not masked ``[T]``."""
+        """Whether a token is in a row and not masked ``[T]``."""
         return _valid(self.batch)
 
 
 @examines
 def random_window(seed: int = 0, *, layout: Layout | None = None, widest: int = 8) -> WindowExample:
-    """Entropies and any window: forward, backward, around the token or wholly beside it, wider than some rows."""
+    """Entropies and a random window: forward, backward, around the token or beside it, or wider than some rows."""
     layout = random_layout(seed, longest=12) if layout is None else layout
     draw = layout.generator(2)
 
@@ -449,14 +449,14 @@ def random_window(seed: int = 0, *, layout: Layout | None = None, widest: int = 
 
 
 class MaskExample(NamedTuple):
-    """Entropies, and the window that selects among them by its own exact quantile of this batch."""
+    """Entropies, and the window that selects tokens by its exact quantile of this batch."""
 
     entropy: torch.Tensor
     batch: PackedBatch
     window: EntropyWindow
 
     def valid(self) -> torch.Tensor:
-        """Tokens in rows and not masked ``[T]``."""
+        """Whether a token is in a row and not masked ``[T]``."""
         return _valid(self.batch)
 
 
@@ -473,7 +473,7 @@ class ScoresExample(NamedTuple):
 def random_scores(seed: int = 0, count: int | None = None, kind: str | None = None) -> ScoresExample:
     """Scores and a rational quantile, with undefined (-inf) and broken (NaN) scores among them.
 
-    ``kind``: "distinct", "ties", "equal", "signed", "extreme". Default: any of them.
+    ``kind``: "distinct", "ties", "equal", "signed", "extreme". Default: a random kind.
     """
     draw = torch.Generator("cpu").manual_seed(seed)
 
@@ -504,7 +504,7 @@ def random_scores(seed: int = 0, count: int | None = None, kind: str | None = No
 
 
 def hypothesis() -> Any:
-    """The hypothesis package, imported when it is first needed: the library itself does without."""
+    """The hypothesis package, imported on first use, because the library itself does not need it."""
     try:
         importlib.import_module("hypothesis.strategies")
         return importlib.import_module("hypothesis")
@@ -554,7 +554,7 @@ def reward_groups(units: int = 12, masks: bool = True) -> Any:
 
 @examines
 def steps(units: int = 12) -> Any:
-    """Strategy of :class:`RewardsExample`, of steps."""
+    """Strategy of :class:`RewardsExample` for steps."""
     st = hypothesis().strategies
     return st.builds(random_steps, st.integers(0, 9999), st.integers(0, units))
 
@@ -568,7 +568,7 @@ def masks(window: EntropyWindow, padded: bool = False) -> Any:
     """Strategy of :class:`MaskExample`."""
 
     def build(layout: Layout) -> MaskExample:
-        # Sixty-fourths: sums over windows are exact, so a tie is a tie in every precision.
+        # Sums of multiples of 1/64 are exact, so a tie is a tie in every precision.
         entropy = torch.randint(0, 128, (layout.tokens,), generator=layout.generator(2), device="cpu").float() / 64
         return MaskExample(entropy, layout.batch(), window)
 
@@ -594,7 +594,7 @@ def device_of(backend: str) -> str:
 
 
 def move(example: Example, device: str) -> Example:
-    """The example on another device, strides kept."""
+    """The example on another device, with its strides."""
     return type(example)(*(_moved(value, device) for value in example))
 
 

@@ -1,4 +1,4 @@
-"""What the float64 reference says an example should give, and what an honest float32 kernel may miss of it."""
+"""The outputs that an example should have by the float64 reference, with the error budget of a float32 kernel."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ __all__ = [
 
 
 class Outcome(NamedTuple):
-    """What a policy-loss kernel made of an example."""
+    """The outputs of a policy-loss kernel for an example."""
 
     loss: torch.Tensor  # 0-dim
-    grad: torch.Tensor | None  # [T]; None: of a kernel that computes none
+    grad: torch.Tensor | None  # [T]; None: the kernel computes none
     tokens: torch.Tensor | None  # [T], loss_t
     metrics: Metrics | None
 
@@ -47,7 +47,7 @@ def accepts(fn: Callable[..., Any], name: str) -> bool:
 
 
 def keywords_of(fn: Callable[..., Any], example: PolicyLossExample) -> dict[str, Any]:
-    """Those of an example's optional inputs that ``fn`` takes."""
+    """The optional inputs of an example that ``fn`` takes."""
     given = {**example.keywords, "gate": example.gate}
     return {name: value for name, value in given.items() if accepts(fn, name)}
 
@@ -55,7 +55,7 @@ def keywords_of(fn: Callable[..., Any], example: PolicyLossExample) -> dict[str,
 def run_policy_loss(
     fn: Callable[..., Any], example: PolicyLossExample, *, gradient: bool = True, **keywords: Any
 ) -> Outcome:
-    """Call ``fn`` like ``policy_loss`` or ``policy_loss_and_grad``, and differentiate what it returns if need be.
+    """Call ``fn`` like ``policy_loss`` or ``policy_loss_and_grad``, and differentiate a loss without its gradient.
 
     ``gradient``: False for a kernel that computes the loss alone.
     """
@@ -65,7 +65,7 @@ def run_policy_loss(
 
 
 def outcome_of(out: Any, leaf: torch.Tensor, gradient: bool = True) -> Outcome:
-    """What a kernel returned, differentiated in ``leaf`` if it holds no gradient itself."""
+    """The outputs of a kernel; the loss is differentiated by ``leaf`` if they hold no gradient."""
     loss = out if isinstance(out, torch.Tensor) else out.loss
     tokens, metrics = getattr(out, "tokens", None), getattr(out, "metrics", None)
     tokens = tokens if tokens is None else tokens.reshape(leaf.shape)
@@ -79,7 +79,7 @@ def outcome_of(out: Any, leaf: torch.Tensor, gradient: bool = True) -> Outcome:
 
 
 def expect_policy_loss(example: PolicyLossExample) -> dict[str, Expected]:
-    """What ``loss``, ``grad``, ``tokens`` (loss_t) and ``metrics`` (the vector) should be."""
+    """The expected ``loss``, ``grad``, ``tokens`` (loss_t) and ``metrics`` (the vector)."""
     example = move(example, "cpu")
     example = example.given(weights=example.weights())
     exact, eager = _reference(example, torch.float64), _reference(example, torch.float32)
@@ -106,16 +106,17 @@ def _reference(example: PolicyLossExample, dtype: torch.dtype) -> Outcome:
 
 
 def _magnitudes(example: PolicyLossExample, exact: Outcome) -> dict[str, torch.Tensor]:
-    """Sums of absolute values of terms. An element of the gradient or of loss_t is one term, or a few:
+    """Sums of absolute values of terms. The terms of the gradient or of loss_t at a token are:
 
-    the policy term, which is itself a sum over the trajectory where its mean carries the gradient, and two terms that
-    may cancel, through the token's own ratio and through the trajectory's sum, under a censored head; and the penalty.
+    * the policy term, itself a sum over the trajectory if the trajectory's mean carries the gradient; under a censored
+      head it is two terms that may cancel, through the token's own ratio and through the sum of the trajectory;
+    * the penalty.
     """
     valid, x = example.valid(), example.log_ratio()
     x = torch.where(torch.isfinite(x), x, 0.0).clamp(-60, 60)
     level, penalty = example.gate.level, example.keywords.get("kl")
     parts, alone = [exact], example.without("kl", "ref_logp")
-    if level is not None and level.routing is Routing.THROUGH:  # what adds up has either sign: take each alone
+    if level is not None and level.routing is Routing.THROUGH:  # terms of both signs add up: take each sign alone
         signs = (example.advantages.clamp(min=0), example.advantages.clamp(max=0))
         parts = [_reference(alone._replace(advantages=sign), torch.float64) for sign in signs]
     elif penalty is not None:
@@ -178,7 +179,7 @@ def _penalty_terms(penalty: KLPenalty, s: torch.Tensor, x: torch.Tensor) -> tupl
 
 
 def expect_rewards(example: RewardsExample, op: str | Callable[..., Any] = "grpo", **keywords: Any) -> Expected:
-    """What an estimator, or the one named ``op``, should give; ``keywords`` are its options (ddof, eps, ...)."""
+    """The expected output of an estimator, or of the one named ``op``, with its options (ddof, eps, ...)."""
     example = move(example, "cpu")
     function = getattr(advantages, op) if isinstance(op, str) else op
     estimator = functools.partial(function, backend="reference", **keywords)
@@ -199,7 +200,7 @@ def expect_rewards(example: RewardsExample, op: str | Callable[..., Any] = "grpo
 
 
 def expect_window(example: WindowExample) -> Expected:
-    """What ``window_mean`` should give."""
+    """The expected output of ``window_mean``."""
     values, batch, first, last, rules = move(example, "cpu")
 
     def run(values: torch.Tensor) -> torch.Tensor:

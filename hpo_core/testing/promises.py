@@ -1,7 +1,7 @@
-"""What the library promises of each op, as properties of any kernel.
+"""The promises of the library for each op, as properties of any kernel.
 
-A promise compares the kernel with the float64 reference, or with itself on two inputs that must not differ in the
-result. Correctness stands first.
+A promise compares the kernel with the float64 reference, or with itself on two inputs that must have the same result.
+Correctness comes first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["GRADIENT", "NOTHING_VALID", "PROMISES", "Estimator", "Inapplicable",
 
 Run = Callable[[Any], Any]
 
-GRADIENT = "gradient"  # what a promise may need beside keywords
+GRADIENT = "gradient"  # a requirement of promises that is no keyword
 
 
 class Inapplicable(Exception):
@@ -52,7 +52,7 @@ def _promise(ops: str, name: str, *needs: str) -> Callable[[Any], Any]:
 
 
 def _same(what: str, got: torch.Tensor, expected: torch.Tensor, why: str) -> None:
-    """Bitwise equality; the two zeros are one number here."""
+    """Bitwise equality, in which the two zeros are one number."""
     got, expected = got.detach() + 0.0, expected.detach() + 0.0
     if got.shape == expected.shape and torch.equal(got.nan_to_num(1e38), expected.nan_to_num(1e38)):
         return
@@ -60,14 +60,14 @@ def _same(what: str, got: torch.Tensor, expected: torch.Tensor, why: str) -> Non
 
 
 def _strided(x: torch.Tensor) -> torch.Tensor:
-    """The same values every second element of wider memory; what lies between them must not be read."""
+    """The same values as every second element of wider memory; the elements between them must not be read."""
     wide = x.new_full((x.numel(), 2), math.nan if x.is_floating_point() else 1)
     wide[:, 1] = x
     return wide[:, 1]
 
 
 def _growing(where: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Changes the numbers ``where``, and lets masks be."""
+    """A change of the numbers at ``where``, which leaves masks as they are."""
     return lambda x: torch.where(where, 1.75 * x, x) if x.is_floating_point() else x
 
 
@@ -106,7 +106,7 @@ def _grad(outcome: Outcome) -> torch.Tensor:
 @_promise("policy_loss kl", "exact")
 def _(run: Run, example: PolicyLossExample) -> float:
     out, expected = run(example), expect_policy_loss(example)
-    # The gradient first: a wrong loss follows from wrong terms, and the reader looks for those.
+    # The gradient comes first: wrong terms make a wrong loss, and the message should point to the terms.
     share = [
         assert_within_budget(f"the {meaning}", value, expected[name])
         for name, meaning, value in (("grad", "gradient", out.grad), ("loss", "loss", out.loss))
@@ -172,13 +172,13 @@ def _(run: Run, example: PolicyLossExample) -> None:
 
 
 def _on_policy(example: PolicyLossExample) -> tuple[PolicyLossExample, torch.Tensor] | None:
-    """``logp == old_logp``, and -w A where the reference has a gradient; None where the promise is another."""
+    """The example with ``logp == old_logp``, and -w A where the reference has a gradient; None if not promised."""
     example = example.without("kl", "ref_logp", "token_weight")
     if example.gate.first_order in (FirstOrder.SCALED, FirstOrder.SEGMENT_SUM):
         raise Inapplicable(f"the gate promises {example.gate.first_order.value}")
     if example.gate.penalty is Penalty.K1:
         raise Inapplicable("the gate's own penalty has a gradient on-policy")
-    if example.gate.first_order is FirstOrder.SEGMENT_MEAN:  # -w A only where w and A are constant on the trajectory
+    if example.gate.first_order is FirstOrder.SEGMENT_MEAN:  # -w A only if w and A are constant on the trajectory
         if example.per_token:
             return None
         example = example.without("token_mask", "window", "threshold")
@@ -297,7 +297,7 @@ def _(run: Run, example: PolicyLossExample) -> float:
 
 
 # ----------------------------------------------------------------------------------------------------------- advantages
-# Examples come with the estimator that the reference follows. What holds for some estimators only is promised where the
+# Examples come with the estimator of the reference. A promise that holds for some estimators only applies if the
 # reference keeps it.
 
 
@@ -408,10 +408,10 @@ def _(run: Run, drawn: Rewards) -> None:
     constant = (ids.double().abs() % 97 + 1).float() * 0.1  # one per group; few of them are dyadic
     units = {name: value for name, value in example.keywords.items() if name not in ("mask", "apply_mask")}
     example = RewardsExample(constant, example.group_ids, units)
-    several = _group_sizes(example) > 1
-    if bool(estimator.expect(example).exact[several].any()):
+    has_others = _group_sizes(example) > 1
+    if bool(estimator.expect(example).exact[has_others].any()):
         raise Inapplicable("the estimator gives a flat group other advantages")
-    out = run(example)[several]
+    out = run(example)[has_others]
     _same("the advantage of a flat group", out, torch.zeros_like(out), "")
 
 
@@ -420,14 +420,14 @@ def _(run: Run, drawn: Rewards) -> float:
     example, estimator = drawn
     example = example._replace(rewards=(example.rewards.clamp(-99, 99) * 64).round() / 64)  # a sum with 8192 is exact
     offset = example._replace(rewards=example.rewards + 8192)
-    several = _group_sizes(example) > 1  # a single unit may keep its raw reward
+    has_others = _group_sizes(example) > 1  # a single unit may keep its raw reward
     expected = estimator.expect(example)
-    if not torch.allclose(estimator.expect(offset).exact[several], expected.exact[several], 1e-6, 1e-6):
+    if not torch.allclose(estimator.expect(offset).exact[has_others], expected.exact[has_others], 1e-6, 1e-6):
         raise Inapplicable("the estimator's advantages depend on an offset")
-    near = run(example)[several].double()
-    magnitude = 2 * expected.magnitude[several]
+    near = run(example)[has_others].double()
+    magnitude = 2 * expected.magnitude[has_others]
     return assert_within_budget(
-        "the advantages at an offset of 8192", run(offset)[several], Expected(near, near, magnitude)
+        "the advantages at an offset of 8192", run(offset)[has_others], Expected(near, near, magnitude)
     )
 
 

@@ -1,7 +1,7 @@
-"""How calls are timed and what memory they hold: for ``bench/`` and for :func:`hpo_core.testing.bench`.
+"""Time and memory of calls, for ``bench/`` and for :func:`hpo_core.testing.bench`.
 
-Samples are interleaved, so that a busy neighbour slows all contestants alike, and each follows an untimed call of its
-own, so that all start from the cache they leave behind.
+Samples are interleaved, so that a busy neighbour slows all contestants alike. Each sample follows an untimed call of
+the same contestant, so that it starts from the cache which that contestant leaves behind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["FEW", "Timing", "extra_bytes", "interleave"]
 
 SAMPLES = 15
 SLOW_SAMPLES = 5  # of calls longer than SLOW
-FEW = 5  # fewer undisturbed samples than this say less than many disturbed ones, and no goal is judged by them
+FEW = 5  # with fewer undisturbed samples than this all samples are taken, and no goal is judged by them
 SLOW = 0.1  # s
 SHORTEST = 5e-3  # s; shorter calls are repeated until a sample lasts this long, and divided
 CLEAN = 0.03  # the share of a sample that threads may spend waiting for a core
@@ -43,7 +43,7 @@ class Sample(NamedTuple):
 
 
 def run_queue_wait() -> float:
-    """Seconds the threads of this process have spent ready to run without a core; 0 where the kernel does not say."""
+    """Seconds that threads of this process were ready to run without a core; 0 if the system does not report them."""
     total = 0
     for path in glob.glob("/proc/self/task/*/schedstat"):
         try:
@@ -103,9 +103,9 @@ class _Clock:
 def interleave(
     runs: list[Callable[[], object]], seconds: float, before: Callable[[], object] | None = None
 ) -> list[Timing]:
-    """Times all runs in turn until each has enough undisturbed samples, or after ``seconds`` enough of any kind.
+    """Time all runs in turn until each has enough undisturbed samples, or after ``seconds`` enough of any kind.
 
-    Never for less than half of ``seconds``: a neighbour's burst of some tenths is no median then.
+    Timing takes at least half of ``seconds``, so that a neighbour's burst of some tenths does not make the median.
     """
     clocks = [_Clock(run, before) for run in runs]
     begin = time.perf_counter()
@@ -114,13 +114,13 @@ def interleave(
         pending = [clock for clock in clocks if len(clock.samples if spent > seconds else clock.clean) < clock.wanted]
         if not pending and spent > seconds / 2:
             return [clock.timing() for clock in clocks]
-        for clock in clocks:  # the quick ones go on, so that the slow ones have them as neighbours
+        for clock in clocks:  # quick runs continue, so that slow runs keep them as neighbours
             if not pending or clock in pending or clock.spent < seconds / len(clocks) / 4:
                 clock.sample()
 
 
 def extra_bytes(run: Callable[[], object]) -> int:
-    """The most memory that torch held during one call beyond what it held before: results and temporaries."""
+    """The peak of torch's memory during one call above the memory before it: results and temporaries."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler, which counts memory, would print a line per use
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:

@@ -1,11 +1,10 @@
-"""Group normalisation: terms, each centred and scaled by the statistics of a grouping, put together per unit.
+"""Group normalisation: terms, each centred and scaled by the statistics of a grouping, combined per unit.
 
-Up to SCANNED units one launch does it: every program looks at all of them, without sorting, and the cost does not show.
-Beyond, term after term: units are sorted by group, once for each grouping, and each group is read as one run. Of
-everybody, as one group or for the scale of the batch, tiles are summed first.
+Up to SCANNED units take one launch: every program reads all units, without a sort, at no visible cost. More units are
+processed term by term: they are sorted by group, once for each grouping, and each group is read as one run. For all
+members as one group, also for the scale of the batch, sums of tiles are computed first.
 
-The definition is hpo_core/reference/advantages.py; the arithmetic of one group is that of
-csrc/include/hpo/advantages.h.
+The definition is hpo_core/reference/advantages.py; the arithmetic of one group follows csrc/include/hpo/advantages.h.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ from .groups import (
     TILE_UNITS,
     Given,
     add_absolute,
+    all_members,
     center_of,
-    deviate,
-    everybody,
     few_blocks,
-    load_everybody,
+    load_all_members,
     load_units,
     run_of,
     squares_of,
     sum_absolute,
+    sum_absolute_tiles,
     sum_group,
 )
 from .launch import REGISTERS, kernel, launch
@@ -80,19 +79,19 @@ class Numbers(NamedTuple):
 
 
 class Map(NamedTuple):
-    """What a group does to its units: ((x - pivot) - center) * slope + offset, times weight / (weight - own weight)
-    where the centre is that of the others."""
+    """The map of a group for its units: ((x - pivot) - center) * slope + offset. With leave-one-out the first factor is
+    also multiplied by weight / (weight - own weight)."""
 
     pivot: tl.tensor
     center: tl.tensor
     slope: tl.tensor
     offset: tl.tensor
-    weight: tl.tensor  # 0: the centre is that of all
-    share: tl.tensor  # 0: the group says nothing where terms share
+    weight: tl.tensor  # 0: no leave-one-out
+    share: tl.tensor  # 0: the term is absent for the group
 
 
 class Shares(NamedTuple):
-    """The terms of a unit so far."""
+    """Sums over the terms of a unit so far."""
 
     total: tl.tensor
     shares: tl.tensor
@@ -100,14 +99,14 @@ class Shares(NamedTuple):
 
 @triton.jit
 def _deviation(group, ddof):
-    """Standard deviation; 0 where there are too few members."""
-    several = (group.members > 0.0) & (group.weight > ddof)
-    return tl.sqrt(tl.where(several, squares_of(group) / tl.where(several, group.weight - ddof, 1.0), 0.0))
+    """Standard deviation; 0 with too few members."""
+    defined = (group.members > 0.0) & (group.weight > ddof)
+    return tl.sqrt(tl.where(defined, squares_of(group) / tl.where(defined, group.weight - ddof, 1.0), 0.0))
 
 
 @triton.jit
 def _slope(group, absolute, batch, single, numbers, RULE: tl.constexpr):
-    """What a deviation from the centre is multiplied by."""
+    """The factor of a deviation from the centre."""
     one = tl.full(group.weight.shape, 1.0, tl.float64)
     defined = one > 0.0
     weight = tl.where(single | (group.members == 0.0), one, group.weight)
@@ -131,7 +130,7 @@ def _slope(group, absolute, batch, single, numbers, RULE: tl.constexpr):
             scale = tl.maximum(scale, numbers.eps)
         else:
             scale += numbers.eps / weight
-    # 0 times it stays 0.
+    # The factor is finite, so that 0 times it is 0.
     return tl.where(defined & (scale > 0.0), tl.minimum(one / tl.where(scale > 0.0, scale, one), LARGEST_DOUBLE), 0.0)
 
 
@@ -149,7 +148,7 @@ def _share_of(group, silent, numbers, RULE: tl.constexpr, SHARE: tl.constexpr):
 
 @triton.jit
 def _sums(given, order, begin, length, id, RULE: tl.constexpr, WIDTH: tl.constexpr):
-    """Of groups, and where the scale asks for it their sum of w |x - mean|."""
+    """The sums of groups, and their sum of w |x - mean| for Scale.ABSOLUTE."""
     group = sum_group(given, order, begin, length, id, WIDTH, False)
     absolute = group.sum
     if RULE.scale == ABSOLUTE:
@@ -159,7 +158,7 @@ def _sums(given, order, begin, length, id, RULE: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def _map_of(group, absolute, batch, numbers, RULE: tl.constexpr, SHARE: tl.constexpr):
-    """``absolute``: the sum of w |x - mean|, and ``batch``: everybody, where the scale asks for them."""
+    """``absolute``: the sum of w |x - mean|, ``batch``: the sums of all members, read only if the scale needs them."""
     zero = tl.zeros(group.weight.shape, tl.float64)
     single = group.members == 1.0
     silent = group.members == 0.0
@@ -179,8 +178,8 @@ def _map_of(group, absolute, batch, numbers, RULE: tl.constexpr, SHARE: tl.const
 @triton.jit
 def _amount(map, units, RULE: tl.constexpr):
     centred = (units.value - map.pivot) - map.center
-    if RULE.center == LEAVE_ONE_OUT:  # a unit that is not a member has all members as its others
-        others = map.weight - units.weight  # 0 too where rounding has taken them away
+    if RULE.center == LEAVE_ONE_OUT:  # for a unit that is not a member, the others are all members
+        others = map.weight - units.weight  # rounding may make it 0
         centred *= tl.where(others > 0.0, map.weight / tl.where(others > 0.0, others, 1.0), 1.0)
     return centred * map.slope + map.offset
 
@@ -196,7 +195,7 @@ def _add_term(so_far, map, units, receives, numbers, RULE: tl.constexpr, SHARE: 
 
 
 @triton.jit
-def _nothing(unit):
+def _no_terms(unit):
     zero = tl.zeros(unit.shape, tl.float64)
     return Shares(zero, zero)
 
@@ -205,9 +204,9 @@ def _nothing(unit):
 def _advantage(of_terms, share_eps, share_least, SHARE: tl.constexpr):
     total = of_terms.total
     if SHARE != SUM:
-        some = of_terms.shares > share_least
-        total = tl.where(some, total / tl.where(some, of_terms.shares + share_eps, 1.0), 0.0)
-    return total.to(tl.float32) + 0.0  # never -0, not even of what is too small for a float
+        present = of_terms.shares > share_least
+        total = tl.where(present, total / tl.where(present, of_terms.shares + share_eps, 1.0), 0.0)
+    return total.to(tl.float32) + 0.0  # never -0, also not for a total too small for a float
 
 
 @triton.jit
@@ -236,7 +235,7 @@ def _normalise_few(
     eps_4: tl.float64, eps_5: tl.float64, eps_6: tl.float64, eps_7: tl.float64,
     coefficient_0: tl.float64, coefficient_1: tl.float64, coefficient_2: tl.float64, coefficient_3: tl.float64,
     coefficient_4: tl.float64, coefficient_5: tl.float64, coefficient_6: tl.float64, coefficient_7: tl.float64,
-    ddofs: tl.int64,  # a bit for each term, as the next
+    ddofs: tl.int64,  # a bit for each term, as in keeps
     keeps: tl.int64,
     RULES: tl.constexpr,
     SHARE: tl.constexpr,
@@ -254,25 +253,25 @@ def _normalise_few(
     exists = unit < units
     begin = tl.zeros([1, 1], tl.int32)
     length = begin + tl.cast(units, tl.int32)
-    so_far = _nothing(unit)
+    so_far = _no_terms(unit)
     for k in tl.static_range(TERMS):
         given = Given(values[k], ids[k], weights[k], mask)
-        mine = load_units(given, unit, exists)
+        loaded = load_units(given, unit, exists)
         numbers = Numbers(
             tl.cast((ddofs >> k) & 1, tl.float64), eps[k], coefficients[k], tl.cast((keeps >> k) & 1, tl.float64)
         )
-        receives = _receives(mine, apply_mask, unit, exists)
-        if tl.max(receives.to(tl.int32)) > 0:  # also ends the term here: without it all of them are finished together
+        receives = _receives(loaded, apply_mask, unit, exists)
+        if tl.max(receives.to(tl.int32)) > 0:  # also a border: without it the compiler finishes all terms together
             if ids[k] is None:
                 group, absolute = _sums(given, None, begin, length, None, RULES[k], TILE)
                 batch = group
             else:
-                group, absolute = _sums(given, None, begin, length, mine.id, RULES[k], OTHERS)
+                group, absolute = _sums(given, None, begin, length, loaded.id, RULES[k], OTHERS)
                 batch = group
                 if RULES[k].scale == BATCH:
                     batch = sum_group(given, None, begin, length, None, TILE, False)
             map = _map_of(group, absolute, batch, numbers, RULES[k], SHARE)
-            so_far = _add_term(so_far, map, mine, receives, numbers, RULES[k], SHARE)
+            so_far = _add_term(so_far, map, loaded, receives, numbers, RULES[k], SHARE)
     tl.store(advantages + unit, _advantage(so_far, share_eps, share_least, SHARE), mask=exists)
 
 
@@ -280,19 +279,19 @@ def _normalise_few(
 
 
 @triton.jit
-def _pass_on(
+def _apply_term(
     advantages, before, after, unit, exists, map, given, apply_mask, units, share_eps, share_least, numbers,
     RULE: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """A term of its receivers, added to the terms before it; beyond the last term, their advantages."""
-    its = load_units(given, unit, exists)
-    so_far = _nothing(unit)
+    """Adds a term to the earlier terms of its receivers; after the last term, stores their advantages."""
+    loaded = load_units(given, unit, exists)
+    so_far = _no_terms(unit)
     if before is not None:
         so_far = Shares(
             tl.load(before + unit, mask=exists, other=0.0), tl.load(before + units + unit, mask=exists, other=0.0)
         )
-    receives = _receives(its, apply_mask, unit, exists)
-    so_far = _add_term(so_far, map, its, receives, numbers, RULE, SHARE)
+    receives = _receives(loaded, apply_mask, unit, exists)
+    so_far = _add_term(so_far, map, loaded, receives, numbers, RULE, SHARE)
     if after is not None:
         tl.store(after + unit, so_far.total, mask=exists)
         tl.store(after + units + unit, so_far.shares, mask=exists)
@@ -301,10 +300,10 @@ def _pass_on(
 
 
 @kernel
-def _normalise_everybody(
+def _normalise_all_members(
     advantages,
-    before,  # [2, U] float64, totals and shares of the terms before; None: this is the first
-    after,  # the same with this one; None: this is the last
+    before,  # [2, U] float64, totals and shares of the earlier terms; None: this is the first term
+    after,  # totals and shares with this term; None: this is the last term
     values,
     weights,
     mask,
@@ -324,14 +323,14 @@ def _normalise_everybody(
     TILE: tl.constexpr,
 ):
     numbers = Numbers(ddof, eps, coefficient, keeps)
-    group = load_everybody(totals)
+    group = load_all_members(totals)
     sum = group.sum
     if absolute is not None:
         sum = add_absolute(absolute, tiles, TILE)
     map = _map_of(group, sum, group, numbers, RULE, SHARE)
     unit = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
     given = Given(values, None, weights, mask)
-    _pass_on(
+    _apply_term(
         advantages, before, after, unit, unit < units, map, given, apply_mask, units, share_eps, share_least, numbers,
         RULE, SHARE,
     )  # fmt: skip
@@ -348,8 +347,8 @@ def _normalise_runs(
     mask,
     apply_mask,
     sorted_ids,
-    order,  # unit at each sorted position, groups in one piece and their units in index order
-    totals,  # of everybody; None: not needed
+    order,  # unit at each sorted position: groups are contiguous, their units in index order
+    totals,  # sums of all members; None: not needed
     units: tl.int64,
     share_eps: tl.float64,
     share_least: tl.float64,
@@ -368,13 +367,13 @@ def _normalise_runs(
     group, absolute = _sums(given, order, begin, length, None, RULE, WIDTH)
     batch = group
     if totals is not None:
-        batch = load_everybody(totals)
+        batch = load_all_members(totals)
     map = _map_of(group, absolute, batch, numbers, RULE, SHARE)
     for start in range(0, tl.max(length), WIDTH):
         position = begin + start + tl.arange(0, WIDTH)[None, :]
         here = position < begin + length
         unit = tl.load(order + position, mask=here, other=0)
-        _pass_on(
+        _apply_term(
             advantages, before, after, unit, here, map, given, apply_mask, units, share_eps, share_least, numbers,
             RULE, SHARE,
         )  # fmt: skip
@@ -409,11 +408,11 @@ def _normalise_at_once(inputs: GroupInputs, spec: GroupNormalisation, advantages
 
 
 def _normalise_by_term(inputs: GroupInputs, spec: GroupNormalisation, advantages: torch.Tensor) -> None:
-    units, several = advantages.numel(), len(spec.terms) > 1
-    so_far = torch.empty((2, units), dtype=torch.float64, device=advantages.device) if several else None
+    units, is_sum = advantages.numel(), len(spec.terms) > 1
+    so_far = torch.empty((2, units), dtype=torch.float64, device=advantages.device) if is_sum else None
     groupings = [Given(*tensors, inputs.mask) for tensors in zip(*inputs[:3], strict=True)]
     wanted = [k for k, term in enumerate(spec.terms) if groupings[k].ids is None or term.scale is Scale.BATCH]
-    totals = dict(zip(wanted, everybody([groupings[k] for k in wanted]), strict=True)) if wanted else {}
+    totals = dict(zip(wanted, all_members([groupings[k] for k in wanted]), strict=True)) if wanted else {}
     sorted_by: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # terms share groupings
     for k, (given, term) in enumerate(zip(groupings, spec.terms, strict=True)):
         before, after = None if k == 0 else so_far, None if k + 1 == len(spec.terms) else so_far
@@ -421,10 +420,10 @@ def _normalise_by_term(inputs: GroupInputs, spec: GroupNormalisation, advantages
             spec.share_eps, spec.share_least, float(term.ddof), term.eps, term.coefficient, float(term.keep_singletons),
         )  # fmt: skip
         if given.ids is None:
-            absolute = deviate(given, totals[k]) if term.scale is Scale.ABSOLUTE else None
+            absolute = sum_absolute_tiles(given, totals[k]) if term.scale is Scale.ABSOLUTE else None
             tiles = triton.cdiv(units, TILE_UNITS)
             launch(
-                _normalise_everybody, tiles, advantages, before, after, given.x, given.weights, given.mask,
+                _normalise_all_members, tiles, advantages, before, after, given.x, given.weights, given.mask,
                 inputs.apply_mask, totals[k], absolute, units, tiles, *numbers, RULE=_rule(term),
                 SHARE=int(spec.share), TILE=TILE_UNITS, maxnreg=REGISTERS,
             )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Compiles kernels ahead of time for GPUs that need not be present, and says what became of them.
+"""Compiles kernels ahead of time for GPUs that need not be present, and reports their resources.
 
     python -m hpo_core._triton.compile          the kernels of each path, for every target
     python -m hpo_core._triton.compile 90       for compute capability 9.0 alone
     python -m hpo_core._triton.compile --all    in every structure a gate can have (an hour of compiling)
 
-Not under TRITON_INTERPRET=1: the interpreter compiles nothing.
+TRITON_INTERPRET=1 must not be set: the interpreter compiles nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ __all__ = ["TARGETS", "Report", "compiling", "every_path", "paths", "report", "s
 TARGETS = (80, 90, 100, 120)
 
 
-# --------------------------------------------------------------------------------------------------- how to compile
+# ------------------------------------------------------------------------------------------------------- compilation
 
 
 class _Target:
@@ -89,11 +89,11 @@ class _Target:
 
 @contextlib.contextmanager
 def compiling(capability: int, wanted: Callable[[str, str], bool] | None = None) -> Iterator[list[Any]]:
-    """Inside, the ops of this package, called with tensors on the CPU, compile what they would launch and compute
-    nothing. Gives the compiled kernels, one per launch: launches of one specialisation give the same object.
+    """Inside this context the ops of this package, called with tensors on the CPU, compile their launches and compute
+    nothing. The context gives the compiled kernels, one per launch; launches of one specialisation give one object.
 
-    ``wanted`` is asked, with a kernel's name and Triton's key of the specialisation, at each launch of what is not
-    compiled yet; where it says no, ``None`` stands for the kernel.
+    ``wanted(name, key)``, with a kernel's name and Triton's key of the specialisation, decides at each launch that is
+    not compiled yet; ``None`` stands for a kernel that is not wanted.
     """
 
     def declined(*, key: str, fn: Any, **_: Any) -> bool:
@@ -105,18 +105,18 @@ def compiling(capability: int, wanted: Callable[[str, str], bool] | None = None)
         yield launch.compiled
     finally:
         launch.compiled = triton.knobs.runtime.jit_cache_hook = None
-        with contextlib.suppress(RuntimeError):  # no GPU, no driver to go back to
+        with contextlib.suppress(RuntimeError):  # without a GPU there is no driver to restore
             driver.reset_active()
 
 
 class Report(NamedTuple):
-    """What the assembler made of a kernel."""
+    """The resources of an assembled kernel."""
 
     kernel: str
-    registers: int  # of a thread
-    spilled: int  # bytes of a thread in local memory
-    shared: int  # bytes of a program
-    loads: dict[str, int]  # loads from global memory by width in bits
+    registers: int  # per thread
+    spilled: int  # bytes per thread in local memory
+    shared: int  # bytes per program
+    loads: dict[str, int]  # the number of loads from global memory by width in bits
 
 
 def report(compiled: Any) -> Report:
@@ -132,7 +132,7 @@ def report(compiled: Any) -> Report:
     return Report(compiled.metadata.name, registers, stack + local, compiled.metadata.shared, dict(loads))
 
 
-# --------------------------------------------------------------------------------------------------- what to compile
+# ------------------------------------------------------------------------------------------------------------- paths
 
 TOKENS, ROWS = 2048, 4
 
@@ -156,22 +156,22 @@ def _inputs(**given: Any) -> PolicyLossInputs:
 
 
 def _masked() -> PolicyLossInputs:
-    """What most trainers pass."""
+    """The inputs that most trainers pass."""
     return _inputs(mask=_bools(TOKENS))
 
 
 def _everything(trajectories: bool, advantage_per_token: bool) -> PolicyLossInputs:
     bools, floats, rows = _bools(TOKENS), _floats(TOKENS), _integers(ROWS)
-    several = {"row_trajectory": rows, "trajectory_start": _integers(ROWS + 1), "trajectory_rows": rows}
+    of_trajectories = {"row_trajectory": rows, "trajectory_start": _integers(ROWS + 1), "trajectory_rows": rows}
     return _inputs(
         advantages=_floats(TOKENS if advantage_per_token else ROWS), mask=bools, ref_logp=floats, entropy=floats,
         score=floats, threshold=_floats(1), token_mask=bools, token_weight=floats, low=floats, high=floats,
-        advantage_per_token=advantage_per_token, **(several if trajectories else {}),
+        advantage_per_token=advantage_per_token, **(of_trajectories if trajectories else {}),
     )  # fmt: skip
 
 
 LEVEL = PolicyLossSpec(token=TokenGate.DROP, has_level=True, level_clips=True)
-# The published ones: a step, and a step in a trajectory; and the most there can be.
+# The published hierarchies, a step level alone and one below a trajectory level; and the one with the most levels.
 ONE = (LevelSpec(Unit.STEP, LevelKind.CLIP),)
 TWO = (
     LevelSpec(Unit.STEP, LevelKind.CLIP, Routing.SELF),
@@ -189,7 +189,7 @@ BATCH = GroupTerm(Center.LEAVE_ONE_OUT, Scale.BATCH, eps_mode=EpsMode.SQRT, pres
 DEVIATED = GroupTerm(Center.LEAVE_ONE_OUT, Scale.ABSOLUTE, eps_mode=EpsMode.ADD_SHARE, presence=Presence.SPREAD)
 ALL_TERMS = (BATCH, DEVIATED) * (MOST_TERMS // 2)
 MANY = groups.SCANNED + 1
-# Every number that a kernel of a term can be made for.
+# A term with every number that specialises a kernel.
 FULL_TERM = TermSpec(
     head_numbers=(1.0, 1.0), slope_low=(0.5, 0.5), weight_high=(0.5, 0.5), pre_high=(0.1, 0.1), penalty=Penalty.K3,
     penalty_coefficient=0.1,
@@ -314,7 +314,7 @@ def every_path() -> Iterator[Path_]:
         yield name, lambda a=(units, (term,), Share.SUM, masked, grouped): _groups(*a)
     for term, units, grouped in itertools.product(terms, (ROWS, MANY), (False, True)):
         shared = (dataclasses.replace(term, presence=Presence.SPREAD),) * 3
-        name = f"groups {term} {units} {grouped}, thrice"
+        name = f"groups {term} {units} {grouped}, three times"
         yield name, lambda a=(units, shared, Share.DEVIATION, True, grouped, True): _groups(*a)
     types = (torch.float32, torch.bfloat16, torch.float16)
     for given in itertools.product(types, (2, 3, 4), (False, True), (False, True)):
@@ -368,7 +368,7 @@ def specialisations(
 ) -> Iterator[tuple[str, Any]]:
     """Each kernel compiled once, with the first path that launches it.
 
-    ``names`` restricts them to some, as "path/kernel"; a share (i, n) is each n-th of those, from i on.
+    ``names`` selects some of them by "path/kernel"; a share (i, n) takes every n-th of these, starting at i.
     """
     asked: set[tuple[str, str]] = set()
     given: set[int] = set()

@@ -45,14 +45,14 @@ def _score_windows(
     row = row_of_token(cu_seqlens, rows, tokens, start, TILE)
     range_ = row_range(cu_seqlens, row, rows, tokens)
     given = (token >= range_.begin) & (token < range_.end)
-    # The window is cut by the row: no need to look further than the longest row of this tile reaches.
+    # A window is cut by its row: the loop goes no further than the longest row of this tile.
     behind = tl.max(tl.where(given, token - range_.begin, 0))
     ahead = tl.max(tl.where(given, range_.end - 1 - token, 0))
     value = load(values, token, tokens, whole, ALIGNED)
     if mask is not None:
         given &= load(mask, token, tokens, whole, ALIGNED)
 
-    # In double and in the order of the window: exact where all values are equal, and independent of the packing.
+    # Sums are float64 and in the order of the window: exact for equal values, and independent of the packing.
     total = tl.zeros([TILE], tl.float64)
     usable = tl.zeros([TILE], tl.int64)
     for offset in range(tl.maximum(first, -behind), tl.minimum(last, ahead) + 1):
@@ -105,7 +105,7 @@ def window_score(
 CEIL = tl.constexpr(int(OrderRule.CEIL))
 NEAREST = tl.constexpr(int(OrderRule.NEAREST))
 
-# The 32 bits of a key are found 11, 11 and 10 at a time, from a histogram of the keys that share the bits found so far.
+# Each pass finds the next 11, 11 or 10 bits of a key, from a histogram of the keys that share the bits found before.
 BINS = tl.constexpr(2048)
 PASSES = 3
 SCORES = 2048  # of one step
@@ -113,7 +113,7 @@ SCORES = 2048  # of one step
 
 @triton.jit
 def _order_key(x):
-    """As unsigned integers, keys are in the order of the floats (-0 just below +0)."""
+    """A key that as an unsigned integer has the order of the floats (-0 just below +0)."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) | -0x80000000)
 
@@ -121,14 +121,14 @@ def _order_key(x):
 @triton.jit
 def _from_order_key(key):
     bits = key ^ ((~key >> 31) | -0x80000000)
-    return bits.to(tl.float32, bitcast=True) + 0.0  # a threshold of -0 is given as +0
+    return bits.to(tl.float32, bitcast=True) + 0.0  # -0 becomes +0
 
 
 @triton.jit
 def _order_index(numerator, denominator, n, digits, RULE: tl.constexpr):
     """rule(numerator * (n - 1) / denominator) in exact integers, for 0 <= numerator <= denominator <= 2^61 and n > 0.
 
-    The product may not fit into 64 bits, so it is divided as it grows: the binary ``digits`` of n - 1 from the top.
+    The product may not fit into 64 bits, so the division goes along the binary ``digits`` of n - 1, from the top.
     """
     quotient = n * 0
     remainder = n * 0
@@ -155,7 +155,7 @@ def _digit_at(histogram, rank):
 
 @triton.jit
 def _key_at(histograms, numerator, denominator, digits, RULE: tl.constexpr, PASSES: tl.constexpr):
-    """The first PASSES digits of the key sought, and the number n of finite scores (needs PASSES > 0)."""
+    """The first PASSES digits of the sought key, and the number n of finite scores (needs PASSES > 0)."""
     n = tl.sum(tl.load(histograms + tl.arange(0, BINS)))
     rank = _order_index(numerator, denominator, tl.maximum(n, 1), digits, RULE)
     key, rank = _digit_at(histograms, rank)
@@ -203,7 +203,7 @@ def _count_digits(
             digit = key & 1023
             counted &= ((key >> 10) & 0x3FFFFF) == prefix
         histogram += tl.histogram(digit, BINS, mask=counted)
-    # Integers: any order of the programs gives the same.
+    # Sums of integers do not depend on the order of the programs.
     bins = tl.arange(0, BINS)
     tl.atomic_add(histograms + PASS * BINS + bins, histogram.to(tl.int64), mask=histogram > 0)
     if PASS == 0:
@@ -236,7 +236,7 @@ def order_statistic(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``x_(i)`` of the n finite scores in ascending order, ``i = rule(numerator (n - 1) / denominator)``."""
     score = values
-    if cu_seqlens is not None:  # once, where each of the passes would have to find the rows again
+    if cu_seqlens is not None:  # scores are computed once; otherwise each pass would search the rows
         score = window_score(values, mask, cu_seqlens, 0, 0, Boundary.FULL, Invalid.SKIP)
     tokens = score.numel()
     threshold = torch.empty(1, dtype=torch.float32, device=score.device)
@@ -291,7 +291,7 @@ def select(
     mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``score >= threshold``, or ``score > threshold``, bool ``[T]``."""
+    """``score >= threshold`` (``strict``: ``>``), bool ``[T]``."""
     tokens, rows = values.numel(), 0 if cu_seqlens is None else cu_seqlens.numel() - 1
     selected = torch.empty_like(values, dtype=torch.bool)
     launch(
@@ -310,6 +310,6 @@ def select_top(
     mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The threshold, the counts of the population, and what is selected with that threshold."""
+    """The threshold, the counts of the population, and the selection with that threshold."""
     threshold, counts = order_statistic(values, numerator, denominator, rule, mask, cu_seqlens)
     return threshold, counts, select(values, threshold, strict, mask, cu_seqlens)

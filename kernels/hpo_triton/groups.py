@@ -1,8 +1,8 @@
-"""What the members of a group add up to: one way of looking at units, for groups that are searched for among all units,
-for groups that are runs of a sorted order, and for everybody.
+"""Sums over the members of groups: for groups found by a scan of all units, for groups that are runs of a sorted order,
+and for all members as one group.
 
-Everything is float64 and relative to the first member of the group, the pivot: identical values cancel exactly, and an
-offset common to the group costs no digits. The arithmetic is that of csrc/include/hpo/advantages.h.
+Sums are float64 and relative to the first member of the group, the pivot: identical values cancel exactly, and an
+offset common to the group costs no digits. The arithmetic follows csrc/include/hpo/advantages.h.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ __all__ = [
     "Given",
     "Group",
     "add_absolute",
+    "all_members",
     "center_of",
-    "deviate",
-    "everybody",
     "few_blocks",
-    "load_everybody",
+    "load_all_members",
     "load_units",
     "run_of",
     "squares_of",
     "sum_absolute",
+    "sum_absolute_tiles",
     "sum_group",
 ]
 
-SCANNED = 8192  # units, up to which every program looks at all of them
-UNITS = 16  # of one program that scans
-OTHERS = 64  # units it looks at together
-TILE_UNITS = 1024  # units whose sums are one piece of everybody's
-RUNS = 128 if INTERPRETED else 8  # sorted units of one program; those that begin a group do the work of it
-AT_ONCE = 64  # units of a run that a program looks at together
+SCANNED = 8192  # the most units that every program reads in full
+UNITS = 16  # units of one program that scans
+OTHERS = 64  # units that it reads together
+TILE_UNITS = 1024  # units of one tile in the sums over all members
+RUNS = 128 if INTERPRETED else 8  # sorted positions of one program, which handles the groups that begin there
+AT_ONCE = 64  # units of a run that a program reads together
 
 PIVOT, MEMBERS, WEIGHT, SUM, SQUARES, LEAST, GREATEST = (tl.constexpr(field) for field in range(7))
 FIELDS = tl.constexpr(7)
@@ -51,31 +51,31 @@ FIELDS = tl.constexpr(7)
 class Given(NamedTuple):
     """The tensors of one grouping."""
 
-    x: torch.Tensor  # the values: a tuple of Triton has `values` of its own
+    x: torch.Tensor  # the values; a tuple in Triton already has an attribute `values`
     ids: torch.Tensor | None
     weights: torch.Tensor | None
     mask: torch.Tensor | None
 
 
 class Units(NamedTuple):
-    value: tl.tensor  # float64; 0 where it is not finite
+    value: tl.tensor  # float64; 0 if it is not finite
     id: tl.tensor
-    weight: tl.tensor  # float64; 0 where the unit is no member
-    grouped: tl.tensor  # has a group and a value
-    counted: tl.tensor  # of these, those of the mask
-    member: tl.tensor  # of these, those with a weight
+    weight: tl.tensor  # float64; 0 if the unit is no member
+    grouped: tl.tensor  # the unit has a group and a finite value
+    counted: tl.tensor  # it is also in the mask
+    member: tl.tensor  # it also has a weight
 
 
 class Group(NamedTuple):
-    """Of its members. All float64."""
+    """Statistics of the members of a group, all float64."""
 
     pivot: tl.tensor
     members: tl.tensor
     weight: tl.tensor  # the sum of the weights w
-    sum: tl.tensor  # of w (x - pivot)
-    squares: tl.tensor  # of w (x - pivot)^2
-    least: tl.tensor  # where asked for, as the next
-    greatest: tl.tensor
+    sum: tl.tensor  # the sum of w (x - pivot)
+    squares: tl.tensor  # the sum of w (x - pivot)^2
+    least: tl.tensor  # only with EXTREMES
+    greatest: tl.tensor  # only with EXTREMES
 
 
 # -------------------------------------------------------------------------------------------------------------- units
@@ -108,13 +108,13 @@ def load_units(given, unit, exists):
 
 
 # ------------------------------------------------------------------------------------------------------------- groups
-# Where its members are: among the ``length`` positions from ``begin`` on, both [K, 1] or [1, 1], the units at these
-# positions of an order, None: the positions themselves; with an id [K, 1] only units of this id, None: all.
+# The members of a group are among the ``length`` positions from ``begin``, both [K, 1] or [1, 1]. ``order`` gives the
+# unit at each position; None: the position itself. With ``id`` [K, 1] only units with this id are members; None: all.
 
 
 @triton.jit
-def _look(given, order, position, here, id):
-    """Units [.., WIDTH], and which of them are members of each group [K, WIDTH]."""
+def _load_members(given, order, position, here, id):
+    """Units [.., WIDTH], and whether they are members of each group [K, WIDTH]."""
     unit = position
     if order is not None:
         unit = tl.load(order + position, mask=here, other=0)
@@ -133,7 +133,7 @@ def _pivot(given, order, begin, length, id, WIDTH: tl.constexpr):
     first = tl.broadcast_to(end, [ROWS, WIDTH])
     for start in range(0, tl.max(length), WIDTH):
         position = begin + start + lane
-        _, member = _look(given, order, position, position < end, id)
+        _, member = _load_members(given, order, position, position < end, id)
         first = tl.minimum(first, tl.where(member, position, end))
     first = tl.min(first, axis=1, keep_dims=True)
     unit = first if order is None else tl.load(order + first, mask=first < end, other=0)
@@ -142,7 +142,7 @@ def _pivot(given, order, begin, length, id, WIDTH: tl.constexpr):
 
 @triton.jit
 def sum_group(given, order, begin, length, id, WIDTH: tl.constexpr, EXTREMES: tl.constexpr):
-    """``[ROWS, 1]``. A lane adds every WIDTH-th unit."""
+    """The sums of each group ``[ROWS, 1]``. A lane adds every WIDTH-th unit."""
     ROWS: tl.constexpr = begin.shape[0] if id is None else id.shape[0]
     pivot = _pivot(given, order, begin, length, id, WIDTH)
     end = begin + length
@@ -155,7 +155,7 @@ def sum_group(given, order, begin, length, id, WIDTH: tl.constexpr, EXTREMES: tl
     greatest = tl.full([ROWS, WIDTH], float("-inf"), tl.float64)
     for start in range(0, tl.max(length), WIDTH):
         position = begin + start + lane
-        units, member = _look(given, order, position, position < end, id)
+        units, member = _load_members(given, order, position, position < end, id)
         offset = tl.where(member, units.value - pivot, 0.0)
         weighted = units.weight * offset
         members += member.to(tl.int32)
@@ -183,7 +183,7 @@ def sum_group(given, order, begin, length, id, WIDTH: tl.constexpr, EXTREMES: tl
 
 @triton.jit
 def center_of(group):
-    """The mean less the pivot; 0 without members."""
+    """The mean minus the pivot; 0 without members."""
     return group.sum / tl.where(group.members > 0.0, group.weight, 1.0)
 
 
@@ -203,32 +203,32 @@ def sum_absolute(given, order, begin, length, id, group, WIDTH: tl.constexpr):
     absolute = tl.zeros([ROWS, WIDTH], tl.float64)
     for start in range(0, tl.max(length), WIDTH):
         position = begin + start + lane
-        units, member = _look(given, order, position, position < end, id)
+        units, member = _load_members(given, order, position, position < end, id)
         absolute += tl.where(member, units.weight * tl.abs((units.value - group.pivot) - center), 0.0)
     return tl.sum(absolute, axis=1, keep_dims=True)
 
 
 @triton.jit
 def run_of(sorted_ids, units, RUNS: tl.constexpr, WIDTH: tl.constexpr):
-    """Where runs of equal ids begin among the positions of this program ``[RUNS, 1]``: their lengths, 0 elsewhere."""
+    """The positions of this program ``[RUNS, 1]``, and the length of the run of equal ids that begins there, or 0."""
     begin = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)[:, None]
     id = tl.load(sorted_ids + begin, mask=begin < units, other=-1)
     previous = tl.load(sorted_ids + begin - 1, mask=(begin < units) & (begin > 0), other=0)
-    goes_on = (begin < units) & ((begin == 0) | (id != previous))
+    continues = (begin < units) & ((begin == 0) | (id != previous))
     length = tl.zeros([RUNS, 1], tl.int64)
-    searching = tl.max(goes_on.to(tl.int32))
+    searching = tl.max(continues.to(tl.int32))
     while searching > 0:
         position = begin + length + tl.arange(0, WIDTH)[None, :]
-        here = goes_on & (position < units)
+        here = continues & (position < units)
         here &= tl.load(sorted_ids + position, mask=here, other=-1) == id
         found = tl.sum(here.to(tl.int64), axis=1, keep_dims=True)
-        goes_on &= found == WIDTH
+        continues &= found == WIDTH
         length += found
-        searching = tl.max(goes_on.to(tl.int32))
+        searching = tl.max(continues.to(tl.int32))
     return begin, length
 
 
-# ---------------------------------------------------------------------------------------------------------- everybody
+# -------------------------------------------------------------------------------------------- all members as one group
 
 
 @kernel
@@ -263,7 +263,7 @@ def _merge_tiles(
     tiles: tl.int64,
     WIDTH: tl.constexpr,
 ):
-    """The sums of all tiles of a grouping, moved to the pivot of the first one that has a member."""
+    """The sum over all tiles of a grouping, relative to the pivot of the first tile with a member."""
     grouping = tl.program_id(0).to(tl.int64)
     sums += grouping * tiles * FIELDS
     lane = tl.arange(0, WIDTH)[None, :].to(tl.int64)
@@ -285,14 +285,14 @@ def _merge_tiles(
         tile = start + lane
         exists = tile < tiles
         at = sums + tile * FIELDS
-        of_tile = tl.load(at + MEMBERS, mask=exists, other=0.0)
-        its_weight = tl.load(at + WEIGHT, mask=exists, other=0.0)
-        its_sum = tl.load(at + SUM, mask=exists, other=0.0)
-        shift = tl.where(of_tile > 0.0, tl.load(at + PIVOT, mask=exists, other=0.0) - pivot, 0.0)
-        members += of_tile
-        weight += its_weight
-        sum += its_sum + its_weight * shift
-        squares += tl.load(at + SQUARES, mask=exists, other=0.0) + shift * (2.0 * its_sum + its_weight * shift)
+        tile_members = tl.load(at + MEMBERS, mask=exists, other=0.0)
+        tile_weight = tl.load(at + WEIGHT, mask=exists, other=0.0)
+        tile_sum = tl.load(at + SUM, mask=exists, other=0.0)
+        shift = tl.where(tile_members > 0.0, tl.load(at + PIVOT, mask=exists, other=0.0) - pivot, 0.0)
+        members += tile_members
+        weight += tile_weight
+        sum += tile_sum + tile_weight * shift
+        squares += tl.load(at + SQUARES, mask=exists, other=0.0) + shift * (2.0 * tile_sum + tile_weight * shift)
         least = tl.minimum(least, tl.load(at + LEAST, mask=exists, other=float("inf")))
         greatest = tl.maximum(greatest, tl.load(at + GREATEST, mask=exists, other=float("-inf")))
     at = totals + grouping * FIELDS + tl.zeros([1, 1], tl.int32)
@@ -306,8 +306,8 @@ def _merge_tiles(
 
 
 @triton.jit
-def load_everybody(totals):
-    """``[1, 1]``."""
+def load_all_members(totals):
+    """The sums over all members, ``[1, 1]``."""
     at = totals + tl.zeros([1, 1], tl.int32)
     return Group(
         tl.load(at + PIVOT), tl.load(at + MEMBERS), tl.load(at + WEIGHT), tl.load(at + SUM), tl.load(at + SQUARES),
@@ -329,13 +329,13 @@ def _sum_absolute_tiles(
     begin = tl.zeros([1, 1], tl.int64) + program * TILE
     length = tl.minimum(units - begin, TILE)
     given = Given(values, None, weights, mask)
-    total = sum_absolute(given, None, begin, length, None, load_everybody(totals), TILE)
+    total = sum_absolute(given, None, begin, length, None, load_all_members(totals), TILE)
     tl.store(absolute + program + tl.zeros([1, 1], tl.int32), total)
 
 
 @triton.jit
 def add_absolute(absolute, tiles, WIDTH: tl.constexpr):
-    """Of all tiles, ``[1, 1]``."""
+    """The sum over all tiles, ``[1, 1]``."""
     total = tl.zeros([1, WIDTH], tl.float64)
     for start in range(0, tiles, WIDTH):
         tile = start + tl.arange(0, WIDTH)[None, :]
@@ -347,15 +347,15 @@ def add_absolute(absolute, tiles, WIDTH: tl.constexpr):
 
 
 def few_blocks(units: int) -> tuple[int, int]:
-    """Units of a program that scans, and how many it looks at together."""
-    if INTERPRETED:  # what a program computes twice costs less there than another program
+    """The number of units of a program that scans, and the number that it reads together."""
+    if INTERPRETED:  # redundant work costs less there than another program
         units = triton.next_power_of_2(units)
         return min(max(UNITS, units), 16 * UNITS), min(max(OTHERS, units), 16 * OTHERS)
     return UNITS, OTHERS
 
 
-def everybody(groupings: Sequence[Given], extremes: bool = False) -> torch.Tensor:
-    """What all members add up to, whatever their groups, ``[groupings, FIELDS]`` float64: two launches."""
+def all_members(groupings: Sequence[Given], extremes: bool = False) -> torch.Tensor:
+    """The sums over all members, whatever their groups, ``[groupings, FIELDS]`` float64: two launches."""
     first, count = groupings[0].x, len(groupings)
     values, ids, weights, masks = zip(*groupings, strict=True)
     tiles = triton.cdiv(first.numel(), TILE_UNITS)
@@ -369,8 +369,8 @@ def everybody(groupings: Sequence[Given], extremes: bool = False) -> torch.Tenso
     return totals
 
 
-def deviate(given: Given, totals: torch.Tensor) -> torch.Tensor:
-    """Of everybody the sums of w |x - mean|, ``[tiles]`` float64."""
+def sum_absolute_tiles(given: Given, totals: torch.Tensor) -> torch.Tensor:
+    """The sums of w |x - mean| over all members, by tile ``[tiles]`` float64."""
     units = given.x.numel()
     tiles = triton.cdiv(units, TILE_UNITS)
     absolute = torch.empty(tiles, dtype=torch.float64, device=given.x.device)

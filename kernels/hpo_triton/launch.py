@@ -1,4 +1,4 @@
-"""How every kernel of this package is declared and started: what may specialise it, and with which options."""
+"""The declaration and launch of every kernel of this package: the parameters that specialise it, and its options."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import triton
 
 __all__ = ["INTERPRETED", "REGISTERS", "WARPS", "aligned", "kernel", "launch", "launches", "programs_for"]
 
-# Triton's interpreter runs each operation as one call of NumPy: what counts there is how few, so blocks are larger.
+# Triton's interpreter runs each operation as one call of NumPy: few calls count there, so blocks are larger.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
-WARPS = 8  # of a program, unless its launch says otherwise
-REGISTERS = 128  # of a thread, for kernels far below: of itself the assembler keeps some within 64 or 80, and spills
-# A sweep has at most this many programs, about what the largest GPU holds at once; more tokens are more steps for each.
+WARPS = 8  # of a program, unless its launch sets num_warps
+REGISTERS = 128  # of a thread, for kernels that need fewer: by default the assembler keeps some to 64 or 80, and spills
+# A sweep has at most this many programs, about as many as the largest GPU holds at once; each takes more steps instead.
 MOST_PROGRAMS = 512
 
 launches: Counter[str] = Counter()  # by kernel, since this package was imported
@@ -25,11 +25,11 @@ compiled: list[Any] | None = None  # where compile.py gathers kernels that are c
 
 
 def kernel(function: Callable[..., None]) -> Any:
-    """A Triton kernel whose numbers and addresses are run-time values: only its ``constexpr`` structure, and which
-    optional tensors exist, may cost a compilation.
+    """A Triton kernel whose numbers and addresses are run-time values: only its ``constexpr`` structure, and the
+    presence of optional tensors, may cost a compilation.
 
-    Triton's own habit is another one: it compiles anew for integers that are 1 or divisible by 16 and for addresses
-    divisible by 16. Numbers are annotated in the signature, because one that is not is typed by its value.
+    By default Triton also compiles anew for integers that are 1 or divisible by 16 and for addresses divisible by 16.
+    Numbers are annotated in the signature, because Triton types a number without annotation by its value.
     """
     parameters = inspect.signature(function).parameters.values()
     run_time = [parameter.name for parameter in parameters if "constexpr" not in str(parameter.annotation)]
@@ -37,10 +37,9 @@ def kernel(function: Callable[..., None]) -> Any:
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **structure: Any) -> None:
-    """Start that many programs on the device of the first argument.
+    """Start ``programs`` programs on the device of the first argument.
 
-    Multiply-adds are fused where the source says so and nowhere else: Triton's default differs between versions, and
-    with it the bits.
+    Multiply-adds are fused only where the source says so: Triton's default differs between versions, and so would bits.
     """
     launches[kernel.fn.__name__] += 1
     options = {"num_warps": WARPS, **structure, "enable_fp_fusion": False}
@@ -52,10 +51,10 @@ def launch(kernel: Any, programs: int, *arguments: Any, **structure: Any) -> Non
 
 
 def programs_for(items: int, step: int) -> int:
-    """Programs of a sweep that takes ``step`` items at a time."""
+    """The number of programs of a sweep that takes ``step`` items at a time."""
     return max(1, min(triton.cdiv(items, step), MOST_PROGRAMS))
 
 
 def aligned(*tensors: torch.Tensor | None) -> bool:
-    """Whether four consecutive elements, from a multiple of four on, are always one aligned piece of memory."""
+    """Whether four consecutive elements that start at a multiple of four are always aligned as one vector."""
     return all(tensor is None or tensor.data_ptr() % (4 * tensor.element_size()) == 0 for tensor in tensors)

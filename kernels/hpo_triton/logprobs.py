@@ -2,9 +2,10 @@
 
 The definition is hpo_core/reference/logprobs.py; csrc/include/hpo/logprobs.h derives the arithmetic.
 
-A row is read once. Of two elements a lane keeps the greater and sums e^(...) of the other, so that the greatest of the
-row is in no sum. The sums are relative to the *origin*, the greatest element that has been summed: what counts is near
-it, where a product rounded to float is exact enough for an exponential, however far above the greatest element lies.
+A row is read once. Of two elements a lane keeps the greater and adds e^(...) of the smaller to its sum, so that the
+greatest of the row is in no sum. The sums are relative to the *origin*, the greatest summed element: the elements that
+count lie near it, where a product rounded to float is exact enough for an exponential, however far above the greatest
+element lies.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from .segments import load, store
 
 __all__ = ["token_logprobs", "token_logprobs_backward"]
 
-# A step is CHUNKS pieces of a row, in each of which a thread has 8 elements: two 128-bit loads of float32, one of what
-# is half as wide. 4 warps hold it in 96 registers (of sm_90; 128 elsewhere at most), so that 16 to 20 warps share a
-# multiprocessor: while one waits for memory, others compute. To find a step's greatest element takes some 30
-# instructions of a thread and a barrier, which 32 elements share. More chunks would cost registers, more warps a dearer
-# barrier and fewer rows at a time; and of a vocabulary of 32,000 no more than 2 % should be beyond the end.
+# A step covers CHUNKS chunks of a row, each with 8 elements per thread: two 128-bit loads of float32, one of 16-bit
+# numbers. 4 warps hold a step in 96 registers on sm_90 (at most 128 elsewhere), so that 16 to 20 warps share a
+# multiprocessor and some compute while others wait for memory. Finding the greatest element of a step takes about 30
+# instructions per thread and one barrier, shared by 32 elements. More chunks would cost registers; more warps would
+# make the barrier dearer and leave fewer rows in flight. Steps reach at most 2 % beyond a vocabulary of 32,000.
 NUM_WARPS = 4
 LANES = 1024
 CHUNKS = 2 if INTERPRETED else 4
-BLOCK = 2048  # of the backward, whose elements do not wait for each other
+BLOCK = 2048  # elements of a step of the backward, which needs no barrier
 
 LEAST_FLOAT = tl.constexpr(-3.4028234663852886e38)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -44,7 +45,7 @@ class Exponent(NamedTuple):
     inverse: tl.tensor  # 1 / temperature, float64
     high: tl.tensor  # c in two parts
     low: tl.tensor
-    least: tl.tensor  # of the deltas that count: below, e^(...) < 2^-125 is 0, as it is for -inf
+    least: tl.tensor  # the least delta that counts: below it e^(...) < 2^-125 is taken as 0, as it is for -inf
 
 
 class Row(NamedTuple):
@@ -55,16 +56,16 @@ class Row(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Of what the lanes have not kept."""
+    """Sums over the elements that the lanes do not keep, with e = 2^y <= 1 and y relative to the origin."""
 
     origin: tl.tensor
-    others: tl.tensor  # [LANES] sums of e = 2^y <= 1, y relative to the origin
-    spread: tl.tensor  # of -y e
-    squares: tl.tensor  # of e^2
+    others: tl.tensor  # [LANES] sums of e
+    spread: tl.tensor  # [LANES] sums of -y e
+    squares: tl.tensor  # [LANES] sums of e^2
 
 
 class Result(NamedTuple):
-    """Of a row; the last four are the statistics."""
+    """The results of a row; the last four are its statistics."""
 
     logp: tl.tensor
     entropy: tl.tensor
@@ -89,11 +90,11 @@ def _exponent_of(temperatures, temperature, row):
 
 @triton.jit
 def _exp2_of(exponent, delta):
-    """2^(delta c) for least <= delta <= 0, and anything below. Only delta is rounded."""
+    """2^(delta c) for least <= delta <= 0, and any number for a smaller delta. Only delta is rounded."""
     shifted = tl.fma(delta, exponent.high, 12582912.0)  # adding 1.5 * 2^23 rounds to an integer
     r = tl.fma(delta, exponent.high, -(shifted - 12582912.0))
     r = tl.fma(delta, exponent.low, r)
-    # The integer sits in the low bits of `shifted`; what stands above it the shift drops.
+    # The integer sits in the low bits of `shifted`; the shift drops the bits above it.
     bits = tl.exp2(r).to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)
     return bits.to(tl.float32, bitcast=True)
 
@@ -107,7 +108,7 @@ def _exp_of(exponent, delta):
 def _log1p(x):
     """For x >= 0."""
     u = 1.0 + x
-    return log(u) + (x - (u - 1.0)) / u  # what the sum has rounded off
+    return log(u) + (x - (u - 1.0)) / u  # the second term restores the digits that 1 + x rounds off
 
 
 # ------------------------------------------------------------------------------------------------------------- rows
@@ -126,13 +127,13 @@ def _address(pointer, row, inner, outer_stride, inner_stride):
 
 @triton.jit
 def _is_below(x, floor):
-    """NaN is not; above a floor of NaN nothing else is."""
+    """Whether x is below the floor. A NaN x never is; every other x is below a NaN floor."""
     return ((x >= floor) == False) & (x == x)  # noqa: E712 (`not` is for scalars)
 
 
 @triton.jit
 def _load(row, column, WHOLE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Elements of a row, -inf below its floor and beyond its end; WHOLE: none of them is beyond."""
+    """Elements of a row, -inf below its floor and beyond its end. WHOLE: no column lies beyond the end."""
     x = load(row.pointer, column, row.columns, WHOLE, ALIGNED).to(tl.float32)
     if not WHOLE:
         x = tl.where(column < row.columns, x, float("-inf"))
@@ -143,8 +144,8 @@ def _load(row, column, WHOLE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _load_target(row, column):
-    """The logit of the target, -inf where it is in another part of the vocabulary or outside the support; and whether
-    it has a gradient: here, and not below the floor."""
+    """The target's logit, and whether it has a gradient. A target in another part of the vocabulary or below the floor
+    has a logit of -inf and no gradient."""
     here = (column >= 0) & (column < row.columns)
     logit = tl.load(row.pointer + column, mask=here, other=float("-inf")).to(tl.float32)
     if row.floor is not None:
@@ -185,7 +186,7 @@ def _step(
     greatest = kept
     for chunk in tl.static_range(CHUNKS):
         x = _load(row, start + chunk * LANES + tl.arange(0, LANES), WHOLE, ALIGNED)
-        loser = tl.minimum(kept, x, propagate_nan=tl.PropagateNan.ALL)  # NaN loses, and is summed
+        loser = tl.minimum(kept, x, propagate_nan=tl.PropagateNan.ALL)  # NaN loses, so that it reaches the sums
         kept = tl.maximum(kept, x)
         greatest = loser if chunk == 0 else tl.maximum(greatest, loser)
         losers = losers + (loser,)  # noqa: RUF005 (Triton knows no star)
@@ -199,8 +200,8 @@ def _step(
 
 @triton.jit
 def _total(lanes):
-    """In float64, of multiples of 2^-32: as long as it is below 2^21 no addition rounds, and the order of the lanes,
-    which is the compiler's, does not count."""
+    """The sum over the lanes in float64, each lane rounded to a multiple of 2^-32: below 2^21 no addition rounds, so
+    that the order of the lanes, which the compiler chooses, does not show in the bits."""
     return tl.sum((lanes.to(tl.float64) + 1572864.0) - 1572864.0)
 
 
@@ -213,7 +214,7 @@ def _finished(kept, sums, row, logit, is_whole, KEPT: tl.constexpr, LANES: tl.co
         sums = _moved(sums, origin, row.exponent)
     sums = _added(sums, rest, row.exponent, KEPT)
 
-    # A row of -inf only has no distribution, and neither has one with +inf or NaN; a part may consist of -inf.
+    # A row whose logits are all -inf, or that has +inf or NaN, has no distribution. A part of a row may be all -inf.
     sum_ = _total(sums.others)
     result = _everything(float("nan"))
     if (top < float("inf")) & (sum_ == sum_):
@@ -221,13 +222,13 @@ def _finished(kept, sums, row, logit, is_whole, KEPT: tl.constexpr, LANES: tl.co
             below = top.to(tl.float64) - sums.origin.to(tl.float64)
             delta = sums.origin - top
             factor = _exp_of(row.exponent, delta).to(tl.float64)
-            # What the difference has rounded off would be in every term.
+            # The rounding error of `delta` would be in every term.
             factor = tl.where(factor > 0.0, factor * (1.0 - (below + delta.to(tl.float64)) * row.exponent.inverse), 0.0)
             others = factor * sum_
             total = 1.0 + others
             normaliser = _log1p(others.to(tl.float32)).to(tl.float64)
             logp = (logit.to(tl.float64) - top.to(tl.float64)) * row.exponent.inverse - normaliser
-            distance = total  # of what is not kept nothing is stored
+            distance = total  # placeholders: statistics that KEPT leaves out are not stored
             squares = total
             if KEPT > 2:
                 spread = below * row.exponent.inverse * others + factor * LN_2 * _total(sums.spread)
@@ -321,7 +322,7 @@ def token_logprobs(rows: LogitRows, kept: int) -> tuple[torch.Tensor, torch.Tens
 
 
 class Gradient(NamedTuple):
-    """That of a logit is e^(delta / temperature) (constant + slope delta), but for the target's."""
+    """The gradient of every logit but the target's is e^(delta / temperature) (constant + slope delta)."""
 
     constant: tl.tensor
     slope: tl.tensor
@@ -336,7 +337,7 @@ def _gradient_of(exponent, top, others, distance, logit, a, b):
     p = 1.0 / (1.0 + others)
     delta = logit.to(tl.float64) - top.to(tl.float64)
     own = _exp_of(exponent, logit - top).to(tl.float64) * p
-    # 1 - p of the target: where it is the greatest, the others' share, which a subtraction would lose.
+    # 1 - p of the target. Where the target is the greatest it is the others' share: a subtraction would lose digits.
     rest = tl.where(delta == 0.0, others * p, 1.0 - own)
     along = tl.where(own == 0.0, 0.0, own * (delta * exponent.inverse + distance))
     return Gradient(
@@ -351,7 +352,7 @@ def _step_back(row, to, start, top, gradient, WHOLE: tl.constexpr, ALIGNED: tl.c
     column = start + tl.arange(0, BLOCK)
     delta = _load(row, column, WHOLE, ALIGNED) - top
     value = _exp2_of(row.exponent, delta) * tl.fma(delta, gradient.slope, gradient.constant)
-    value = tl.where(delta < row.exponent.least, 0.0, value)  # of -inf it is NaN
+    value = tl.where(delta < row.exponent.least, 0.0, value)  # it is NaN for a delta of -inf
     store(to, column, value.to(to.dtype.element_ty), row.columns, WHOLE, ALIGNED)
 
 

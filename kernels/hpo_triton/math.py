@@ -22,7 +22,7 @@ def clamp(x, low, high):
 
 @triton.jit
 def scored(loss):
-    """Of heads that multiply by the log-probability, which may be as low as numbers go, the loss of a token."""
+    """The loss of a token, clamped: some heads multiply by the log-probability, which may be the lowest float."""
     return clamp(loss, -SCORE_SATURATION, SCORE_SATURATION)
 
 
@@ -33,9 +33,9 @@ def is_finite(x):
 
 @triton.jit
 def exp(x):
-    """e^x for |x| <= 87, within 1 ulp; exp(0) is exactly 1, which the on-policy promise rests on.
+    """e^x for |x| <= 87, within 1 ulp. exp(0) is exactly 1: the on-policy promise depends on it.
 
-    The hardware's ex2 would take x log2(e) rounded to float: at x = 60 that alone is an error of 2^-18.
+    The hardware's ex2 would take x log2(e) rounded to float: at x = 60 the rounding alone is an error of 2^-18.
     """
     shifted = tl.fma(x, 1.44269504, 12582912.0)  # adding 1.5 * 2^23 rounds to an integer
     k = shifted - 12582912.0
@@ -46,7 +46,7 @@ def exp(x):
     p = tl.fma(p, r, 1.6666519507e-1)
     p = tl.fma(p, r, 4.9999993372e-1)
     value = tl.fma(tl.fma(p, r, 1.0), r, 1.0)
-    # The integer k sits in the low bits of `shifted`; what stands above it the shift drops.
+    # The low bits of `shifted` are the integer k; the shift drops the higher bits.
     return value * ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
 
 
@@ -74,7 +74,7 @@ def log(x):
 
 @triton.jit
 def k3_slope(s, e):
-    """1 - e^-s, the derivative of k3, without its cancellation at small s; ``e`` is exp(-s)."""
+    """1 - e^-s, the derivative of k3, without cancellation at small s; ``e`` is exp(-s)."""
     p = tl.fma(s, -1.9841270e-4, 1.3888889e-3)  # Taylor of (1 - (1 - e^-s) / s) / s on |s| <= 0.25, to the last bit
     p = tl.fma(p, s, -8.3333333e-3)
     p = tl.fma(p, s, 4.1666667e-2)
@@ -85,7 +85,7 @@ def k3_slope(s, e):
 
 @triton.jit
 def k3(s):
-    """e^-s - 1 + s, the k3 estimator, without its cancellation at small s."""
+    """e^-s - 1 + s, the k3 estimator, without cancellation at small s."""
     p = tl.fma(s, 2.4801587e-5, -1.9841270e-4)  # Taylor of (e^-s - 1 + s) / s^2 on |s| <= 0.5
     p = tl.fma(p, s, 1.3888889e-3)
     p = tl.fma(p, s, -8.3333333e-3)

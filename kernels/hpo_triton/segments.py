@@ -1,11 +1,12 @@
-"""Rows of a packed batch: how kernels read it, where a token belongs, how many valid tokens each row has, and scans
-along rows; and what groups of units amount to.
+"""Rows of a packed batch: loads and stores, the row of a token, counts of valid tokens, and scans along rows; and
+statistics of groups of units.
 
-Two ways through the tokens. A *tile* is TILE consecutive tokens of the pack, whatever rows they are in: each token is
-in exactly one, and loads are aligned. A *slot* is a piece of one row: sums over slots know nothing of its neighbours.
+Tokens are divided in two ways. A *tile* is TILE consecutive tokens of the pack, whatever rows they are in: each token
+is in exactly one tile, and loads are aligned. A *slot* is a part of one row: sums over a slot do not depend on other
+rows.
 
-Offsets are data. Whatever they say, a row found here is a row of the batch and its range lies inside [0, tokens]. Where
-they are not in order, rows may be left out; at least one of them is then broken, and reported.
+Offsets are data. Whatever their values, a row found here is a row of the batch and its range lies inside [0, tokens].
+If they are not in order, rows may be left out; at least one row is then broken, and reported.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from .groups import (
     SCANNED,
     TILE_UNITS,
     Given,
+    all_members,
     center_of,
-    everybody,
     few_blocks,
-    load_everybody,
+    load_all_members,
     run_of,
     squares_of,
     sum_group,
@@ -54,9 +55,9 @@ __all__ = [
 
 TILE = 1024
 SLOT_TOKENS = 64
-SLOTS = 16  # of one program
-ROWS = 1024  # of one program
-# Rows of one program that scans, and units of each that it scans at once, which the interpreter does one by one.
+SLOTS = 16  # slots of one program
+ROWS = 1024  # rows of one program
+# Rows of one program that scans, and units of each that it scans at once; the interpreter scans units one by one.
 SCANNED_ROWS, CHUNK = (1, 16) if INTERPRETED else (4, 256)
 
 # ------------------------------------------------------------------------------------------------------------- tokens
@@ -65,7 +66,7 @@ SCANNED_ROWS, CHUNK = (1, 16) if INTERPRETED else (4, 256)
 @triton.jit
 def _address(pointer, token, ALIGNED: tl.constexpr):
     address = pointer + token
-    if ALIGNED:  # four tokens from a multiple of four on are 16 bytes, or 4 of a mask
+    if ALIGNED:  # four tokens that start at a multiple of four are 16 aligned bytes, or 4 of a mask
         size: tl.constexpr = 4 if pointer.dtype.element_ty == tl.int1 else 16
         address = tl.multiple_of(address, [1, size] if len(token.shape) == 2 else size)
     return address
@@ -73,7 +74,7 @@ def _address(pointer, token, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _quarters(x):
-    """[K, N] -> four [K, N / 4]: every fourth element from the first, the second, the third and the fourth on."""
+    """[K, N] -> four [K, N / 4]: every fourth element, starting at the first, second, third and fourth."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 4, 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -82,7 +83,7 @@ def _quarters(x):
 
 @triton.jit
 def _load_one_by_one(pointer, token, tokens):
-    """Four neighbours for each thread, as where a load is as wide: what follows computes in that layout."""
+    """Scalar loads that give each thread four neighbours, the layout of a wide load for the computation after it."""
     first, second, third, fourth = _quarters(token)
     even = tl.join(
         tl.load(pointer + first, mask=first < tokens, other=0), tl.load(pointer + third, mask=third < tokens, other=0)
@@ -96,7 +97,7 @@ def _load_one_by_one(pointer, token, tokens):
 
 @triton.jit
 def load(pointer, token, tokens, whole, ALIGNED: tl.constexpr):
-    """The elements ``token``, 0 beyond the end of the pack; ``whole``: none of them is."""
+    """The elements ``token``, 0 beyond the end of the pack; ``whole``: all are inside the pack."""
     if len(token.shape) == 2 and not ALIGNED:
         return _load_one_by_one(pointer, token, tokens)
     address = _address(pointer, token, ALIGNED)
@@ -142,8 +143,8 @@ def row_range(cu_seqlens, row, rows, tokens):
 def _last_row(cu_seqlens, rows, tokens, keys, SLOT: tl.constexpr, WIDTH: tl.constexpr):
     """For each of a few keys ``[K]`` the last row that begins at or before it, 0 if there is none.
 
-    A row begins at its offset or, with SLOT > 0, at its first slot. WIDTH rows are looked at together, so a million
-    rows cost two or three dependent reads where a binary search has twenty.
+    A row begins at its offset or, with SLOT > 0, at its first slot. WIDTH rows are probed together, so a million rows
+    cost two or three dependent reads where a binary search has twenty.
     """
     low = tl.zeros_like(keys)
     span = rows
@@ -161,13 +162,13 @@ def _last_row(cu_seqlens, rows, tokens, keys, SLOT: tl.constexpr, WIDTH: tl.cons
 
 @triton.jit
 def row_of_token(cu_seqlens, rows, tokens, start, TILE: tl.constexpr):
-    """The row of each token ``start + [0, TILE)``, if it has one: whether it has, the range of that row says."""
+    """The row of each token ``start + [0, TILE)``. A token outside the range of that row has no row."""
     borders = _last_row(cu_seqlens, rows, tokens, start + tl.arange(0, 2) * (TILE - 1), 0, TILE // 2)
     first, last = tl.min(borders), tl.max(borders)
     low = tl.zeros([TILE], tl.int64) + first
     high = tl.zeros([TILE], tl.int64) + last
     token = start + tl.arange(0, TILE)
-    span = last - first  # often 0, a tile inside one row: done
+    span = last - first  # often 0: the tile is inside one row
     while span > 0:
         middle = (low + high + 1) // 2
         below = tl.load(cu_seqlens + middle) <= token
@@ -177,8 +178,8 @@ def row_of_token(cu_seqlens, rows, tokens, start, TILE: tl.constexpr):
 
 
 # -------------------------------------------------------------------------------------------------------------- slots
-# Row s owns the slots from s + floor(cu_seqlens[s] / SLOT) to where row s + 1 begins: enough for its tokens, in the
-# order of the rows, and the number of all slots follows from S and T alone.
+# Row s owns the slots from s + floor(cu_seqlens[s] / SLOT) to the first slot of row s + 1: these are enough for its
+# tokens, slots have the order of rows, and the number of all slots depends on S and T alone.
 
 
 class Slots(NamedTuple):
@@ -195,7 +196,7 @@ def number_of_slots(rows: int, tokens: int) -> int:
 
 @triton.jit
 def slot_count(range, SLOT: tl.constexpr, ALIGN: tl.constexpr):
-    """How many slots hold a row."""
+    """The number of slots that hold a row."""
     return tl.where(range.end > range.begin, tl.cdiv(range.end - range.begin // ALIGN * ALIGN, SLOT), 0)
 
 
@@ -207,9 +208,11 @@ def slot_owner(begins, rows, tokens, slot, SLOT: tl.constexpr):
 
 @triton.jit
 def tokens_of_slots(begins, ends, row, rows, tokens, slot, SLOT: tl.constexpr, ALIGN: tl.constexpr):
-    """What the slots ``[K]`` hold of their rows ``[begins, ends)``, which do not overlap. With ALIGN = 4 each slot
-    begins at a multiple of four tokens, the first of a row before the row does; with 1 a token's place in its slot
-    depends on nothing but its place in the row."""
+    """The tokens of the slots ``[K]`` of the rows ``[begins, ends)``, which do not overlap.
+
+    With ALIGN = 4 each slot begins at a multiple of four tokens, so the first slot of a row may begin before the row.
+    With ALIGN = 1 a token's position in its slot depends only on its position in the row.
+    """
     range = _range(begins, ends, row, rows, tokens)
     index = slot - (row + range.begin // SLOT)
     held = (index >= 0) & (index < slot_count(range, SLOT, ALIGN))  # the others are spare
@@ -232,7 +235,7 @@ def slot_tokens(cu_seqlens, rows, tokens, slot, SLOT: tl.constexpr, ALIGN: tl.co
 def _begin_counts(
     cu_seqlens,  # [S + 1] int64
     counts,  # [S] int64
-    broken,  # [programs] int32: whether this program met a broken row
+    broken,  # [programs] int32: whether this program has a broken row
     tokens: tl.int64,
     rows: tl.int64,
     ROWS: tl.constexpr,
@@ -245,7 +248,7 @@ def _begin_counts(
 
 @triton.jit
 def _owners(cu_seqlens, rows, tokens, token):
-    """The row of each token, -1 for none, for offsets in any order: of rows that overlap, the last."""
+    """The row of each token, -1 for none, for offsets in any order; the last of rows that overlap."""
     owner = tl.zeros_like(token) - 1
     for row in range(rows):
         range_ = row_range(cu_seqlens, row, rows, tokens)
@@ -270,7 +273,7 @@ def _count_rows(
     for first in range(0, pieces, SLOT):
         piece = first + tl.arange(0, SLOT)
         any_broken |= tl.load(broken + piece, mask=piece < pieces, other=0)
-    # Integers: every order of these additions gives the same.
+    # Sums of integers do not depend on the order of these additions.
     if tl.max(any_broken) > 0:
         token = program * SLOTS * SLOT + tl.arange(0, SLOTS * SLOT)
         owner = _owners(cu_seqlens, rows, tokens, token)
@@ -307,12 +310,12 @@ def row_counts(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens
 
 @triton.jit
 def _put_statistics(statistics, group, unit, units, exists):
-    some = group.members > 0.0
+    has_members = group.members > 0.0
     numbers = (
         group.members, group.weight, group.pivot + center_of(group), squares_of(group), group.least, group.greatest,
     )  # fmt: skip
     for k in tl.static_range(6):
-        number = tl.where(some, numbers[k], 0.0) + tl.zeros(unit.shape, tl.float64)
+        number = tl.where(has_members, numbers[k], 0.0) + tl.zeros(unit.shape, tl.float64)
         tl.store(statistics + k * units + unit, number, mask=exists)
 
 
@@ -357,26 +360,26 @@ def _statistics_of_runs(
 
 
 @kernel
-def _statistics_of_everybody(
+def _statistics_of_all_members(
     statistics,
     totals,
     units: tl.int64,
     TILE: tl.constexpr,
 ):
     unit = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
-    _put_statistics(statistics, load_everybody(totals), unit, units, unit < units)
+    _put_statistics(statistics, load_all_members(totals), unit, units, unit < units)
 
 
 def group_statistics(
     values: torch.Tensor, ids: torch.Tensor | None, weights: torch.Tensor | None, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Of the members of its group, for every unit ``[6, U]`` float64: count, weight, mean, squares, least, greatest."""
+    """Statistics of the group of every unit ``[6, U]`` float64: count, weight, mean, squares, least, greatest."""
     units, given = values.numel(), Given(values, ids, weights, mask)
     statistics = torch.empty((6, units), dtype=torch.float64, device=values.device)
     if ids is None:
-        totals = everybody([given], extremes=True)
+        totals = all_members([given], extremes=True)
         programs = triton.cdiv(units, TILE_UNITS)
-        launch(_statistics_of_everybody, programs, statistics, totals, units, TILE=TILE_UNITS)
+        launch(_statistics_of_all_members, programs, statistics, totals, units, TILE=TILE_UNITS)
     elif units <= SCANNED:
         block, others = few_blocks(units)
         launch(
@@ -395,8 +398,8 @@ def group_statistics(
 
 
 @triton.jit
-def _then(gain, value, next_gain, next_value):
-    """y -> gain y + value, and after it the next."""
+def _compose(gain, value, next_gain, next_value):
+    """The map y -> gain y + value followed by the next map."""
     return next_gain * gain, next_gain * value + next_value
 
 
@@ -411,7 +414,7 @@ def _scan_rows(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Chunks begin at the end of a row: what it computes depends on the row alone."""
+    """Chunks start at the end of a row, so that results depend on the row alone."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     range_ = row_range(cu_seqlens, row, rows, units)
     length = range_.end - range_.begin
@@ -423,13 +426,13 @@ def _scan_rows(
         value = tl.load(values + unit, mask=here, other=0.0).to(tl.float64)
         gain = tl.load(gains + unit, mask=here, other=0.0).to(tl.float64)
         value = tl.where(lane == 0, gain * following + value, value)
-        _, value = tl.associative_scan((gain, value), 1, _then)
+        _, value = tl.associative_scan((gain, value), 1, _compose)
         tl.store(scanned + unit, value.to(tl.float32) + 0.0, mask=here)  # never -0
         following = tl.sum(tl.where(lane == CHUNK - 1, value, 0.0), axis=1, keep_dims=True)
 
 
 def recurrence(values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its begin, ``[U]``; 0 in no row."""
+    """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its start, ``[U]``; 0 outside all rows."""
     rows, scanned = cu_seqlens.numel() - 1, torch.zeros_like(values)
     launch(
         _scan_rows, triton.cdiv(rows, SCANNED_ROWS), values, gains, cu_seqlens, scanned, values.numel(), rows,

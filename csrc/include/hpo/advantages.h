@@ -1,5 +1,5 @@
-// The arithmetic of one group of units: every backend in C++ and CUDA calls these, none repeats them. The definition they
-// follow is hpo_core/reference/advantages.py.
+// The arithmetic of one group of units, shared by all backends in C++ and CUDA. The definition is
+// hpo_core/reference/advantages.py.
 #pragma once
 #include <cfloat>
 
@@ -13,7 +13,7 @@ namespace hpo {
 struct GroupSums {
   double pivot;
   int64_t count;
-  double weight, sum, squares;  // of the weights w, of w (x - pivot) and of w (x - pivot)^2
+  double weight, sum, squares;  // the sums of w, w (x - pivot) and w (x - pivot)^2
 
   HPO_INLINE void add(float x, double w) {
     if (count == 0) pivot = double(x);
@@ -24,10 +24,10 @@ struct GroupSums {
     squares += w * offset * offset;
   }
 
-  HPO_INLINE double center() const { return sum / weight; }  // mean - pivot, of a group with members
+  HPO_INLINE double center() const { return sum / weight; }  // mean - pivot; the group has members
 };
 
-// What group_statistics says of the units of a group.
+// The row of group_statistics for the units of a group.
 HPO_INLINE void put_statistics(const GroupSums& group, float least, float greatest, double statistics[6]) {
   if (group.count == 0) return;
   const double squares = group.squares - group.sum * group.center();
@@ -38,7 +38,7 @@ HPO_INLINE void put_statistics(const GroupSums& group, float least, float greate
 // Whether a unit with this weight may be a member.
 HPO_INLINE bool counts(float weight) { return weight > 0.0f && weight <= FLT_MAX; }
 
-// Standard deviation; 0 where there are too few members.
+// Standard deviation; 0 with too few members.
 HPO_INLINE double deviation(const GroupSums& group, int32_t ddof) {
   if (group.count == 0 || group.weight <= ddof) return 0.0;
   const double squares = group.squares - group.sum * group.center();
@@ -53,12 +53,12 @@ HPO_INLINE double guarded_scale(double scale, double weight, const GroupTerm& te
   return scale < term.eps ? term.eps : scale;
 }
 
-// What one group does to its units: ((x - pivot) - center) * slope + offset, times weight / (weight - own weight) where the
-// centre is that of the others.
+// The map of one group for its units: ((x - pivot) - center) * slope + offset. With leave-one-out the first factor is also
+// multiplied by weight / (weight - own weight).
 struct GroupMap {
   double pivot, center, slope, offset;
-  double weight;  // 0: the centre is that of all
-  double share;   // 0: the group says nothing where terms share
+  double weight;  // 0: no leave-one-out
+  double share;   // 0: the term is absent for the group
 };
 
 HPO_INLINE double share_of(const GroupSums& group, const GroupTerm& term, Share share) {
@@ -68,7 +68,7 @@ HPO_INLINE double share_of(const GroupSums& group, const GroupTerm& term, Share 
   return share == Share::deviation ? deviation(group, term.ddof) : 1.0;
 }
 
-// absolute: the sum of w |x - mean| over the members, where the scale asks for it.
+// absolute: the sum of w |x - mean| over the members, read for Scale::absolute only.
 HPO_INLINE GroupMap group_map(const GroupSums& group, double absolute, double batch_deviation, const GroupTerm& term,
                               Share share) {
   GroupMap map = {};
@@ -97,18 +97,18 @@ HPO_INLINE GroupMap group_map(const GroupSums& group, double absolute, double ba
   return map;
 }
 
-// factor: of a centre of the others.
+// factor: the factor of leave-one-out.
 HPO_INLINE double mapped(const GroupMap& map, float x, double factor = 1.0) {
   return factor * ((double(x) - map.pivot) - map.center) * map.slope + map.offset;
 }
 
-// own: the weight of the unit itself in its group, 0 where it is no member.
+// own: the weight of the unit itself in its group, 0 if it is no member.
 HPO_INLINE double amount(const GroupMap& map, float x, double own) {
-  const double others = map.weight - own;  // 0 too where rounding has taken them away
+  const double others = map.weight - own;  // rounding may make it 0
   return mapped(map, x, others > 0.0 ? map.weight / others : 1.0);
 }
 
-// The terms of one unit, put together.
+// The combined terms of one unit.
 struct Shares {
   double total, shares;
 
@@ -120,7 +120,7 @@ struct Shares {
   }
 
   HPO_INLINE float advantage(const GroupNormaliseArgs& args) const {
-    if (args.share == Share::sum) return float(total) + 0.0f;  // + 0.0f: never -0, which a rounding may leave
+    if (args.share == Share::sum) return float(total) + 0.0f;  // + 0.0f: never -0, which rounding may leave
     return shares > args.share_least ? float(total / (shares + args.share_eps)) + 0.0f : 0.0f;
   }
 };

@@ -6,10 +6,10 @@
 //   HPO_SHARED(float, partial, [WARPS]);        HPO_SHARED(bool, last, );
 //   HPO_DYN_SHARED(float, tile);                HPO_DYN_SHARED_AT(int, counts, byte_offset);
 //
-// hpo::fast_exp2(x) is the GPU's own instruction, which CUDA has no function for.
+// hpo::fast_exp2(x) is a GPU instruction for which CUDA has no function.
 //
-// Shared arrays are checked when emulated, so they are indexed, not decayed: `&tile[i]` is a plain pointer to one
-// element, HPO_SHARED_POINTER(float) the type under which a device function takes a shared array. `tile + n` works for
+// The emulation checks the bounds of shared arrays, so they are indexed, not decayed: `&tile[i]` is a plain pointer to one
+// element, HPO_SHARED_POINTER(float) is the parameter type of a device function for a shared array. `tile + n` works for
 // both.
 #pragma once
 #include "hpo/launches.h"
@@ -39,13 +39,13 @@ void launch_together(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_
   config.stream = stream;
   config.attrs = &together;
   config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);  // cudaGetLastError knows how it went
+  cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);  // cudaGetLastError reports failure
 }
 
-// Its state is the launch's own, set up by the driver: no workspace that something would have to clear first.
+// The driver sets up the state of the barrier for each launch: no workspace has to be cleared first.
 __device__ __forceinline__ void sync_grid() { cooperative_groups::this_grid().sync(); }
 
-// 2^x within two units in the last place, 0 where that is below 2^-126: one instruction. exp2f would keep what is below.
+// 2^x within two units in the last place, 0 for results below 2^-126: one instruction. exp2f would keep subnormal results.
 __device__ __forceinline__ float fast_exp2(float x) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
@@ -74,7 +74,7 @@ __device__ __forceinline__ float fast_exp2(float x) {
   type* const name = reinterpret_cast<type*>(hpo_dynamic_shared + (byte_offset))
 #define HPO_DYN_SHARED(type, name) HPO_DYN_SHARED_AT(type, name, 0)
 
-// CUDA spells its 64-bit atomics with `long long`, which int64_t and uint64_t need not be.
+// CUDA declares its 64-bit atomics for `long long`, but int64_t and uint64_t may be other types.
 #define HPO_ATOMIC_64(operation, type, native)                                                           \
   __device__ __forceinline__ type operation(type* address, type value) {                                 \
     return static_cast<type>(operation(reinterpret_cast<native*>(address), static_cast<native>(value))); \

@@ -1,5 +1,5 @@
-// The arithmetic of entropy windows and of order statistics: every backend in C++ and CUDA calls these, none repeats them.
-// The definition they follow is hpo_core/reference/entropy.py.
+// The arithmetic of entropy windows and of order statistics, shared by all backends in C++ and CUDA. The definition is
+// hpo_core/reference/entropy.py.
 #pragma once
 #include "api.h"
 #include "math.h"
@@ -10,7 +10,7 @@ HPO_INLINE bool is_finite(float x) { return (to_bits(x) & 0x7F800000) != 0x7F800
 
 // ------------------------------------------------------------------------------------------------------------- windows
 
-// The part of WindowArgs that every token needs. Offsets are data: bounded, so that no index arithmetic can overflow.
+// The part of WindowArgs that every token needs. Offsets are data, so they are bounded: no index arithmetic can overflow.
 struct WindowRule {
   int64_t first, last;
   int64_t width;
@@ -27,7 +27,7 @@ HPO_INLINE WindowRule window_rule(const WindowArgs& args) {
 }
 
 // The score of a token from its window cut by its row: `inside` positions remain, `usable` of them enter the sum, and the
-// window is `whole` if the cut took nothing.
+// window is `whole` if all positions remain.
 HPO_INLINE float window_mean(float sum, int32_t usable, int32_t inside, bool whole, const WindowRule& rule) {
   const bool defined =
       (usable > 0) & (whole | (rule.boundary != Boundary::full)) & ((usable == inside) | (rule.invalid != Invalid::stop));
@@ -45,7 +45,7 @@ HPO_INLINE uint32_t order_key(float x) {
 
 HPO_INLINE float from_order_key(uint32_t key) {
   const uint32_t bits = key ^ ((key >> 31) ? 0x80000000u : 0xFFFFFFFFu);
-  return from_bits(int32_t(bits)) + 0.0f;  // a threshold of -0 is given as +0
+  return from_bits(int32_t(bits)) + 0.0f;  // -0 becomes +0
 }
 
 // rule(numerator * (n - 1) / denominator) for 0 <= numerator <= denominator <= 2^61 (anything else is clamped) and n > 0. The

@@ -1,4 +1,4 @@
-// Counts kernel launches, emulated or real, by kernel name. The host's side only: bindings include it without CUDA.
+// Counts kernel launches, emulated or real, by kernel name. It is host code, so that bindings include it without CUDA.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace hpo {
 
-// One per HPO_LAUNCH in the source, created when first passed; the list lives as long as the process.
+// One per HPO_LAUNCH in the source, created at the first launch; the list lives as long as the process.
 class LaunchCounter {
  public:
   explicit LaunchCounter(const char* kernel) : kernel_(kernel), next_(first_.load()) {

@@ -1,8 +1,8 @@
-// Log-probabilities and entropies from logits: the arithmetic of a row, whoever sums it. The definition is
-// hpo_core/reference/logprobs.py.
+// Log-probabilities and entropies from logits: the arithmetic of one row, shared by the CPU and CUDA kernels. The definition
+// is hpo_core/reference/logprobs.py.
 //
-// Everything is relative to the greatest logit m, delta = x - m: a common offset costs no digits. The element that m is of
-// stays out of the sums: where it has nearly all the probability, 1 + 1e-20 would be 1.
+// All exponents are relative to the greatest logit m, delta = x - m, so a common offset costs no digits. The greatest element
+// itself stays out of the sums: where it has nearly all the probability, 1 + 1e-20 would round to 1.
 #pragma once
 #include <cfloat>
 #include <cmath>
@@ -12,11 +12,11 @@
 
 namespace hpo {
 
-// e^(delta / temperature) = 2^(delta c), c in two parts: only delta is rounded.
+// e^(delta / temperature) = 2^(delta c). The constant c is kept in two floats, so that only delta is rounded.
 struct Exponent {
   double inverse;   // 1 / temperature
   float high, low;  // c
-  float least;      // of the deltas that count: below, e^(...) < 2^-125 is 0, as it is for -inf
+  float least;      // the least delta that counts: below it e^(...) < 2^-125 is taken as 0, as it is for -inf
 
   Exponent() = default;
   explicit HPO_INLINE Exponent(double temperature) : inverse(1.0 / temperature) {
@@ -41,7 +41,7 @@ HPO_INLINE F exp2_near_0(F r) {
   return N::fused(p, r, all<F>(1.0f));
 }
 
-// 2^(delta c) = scale(2^r, shifted) for delta c = r + k: `shifted` is 1.5 * 2^23 + k.
+// 2^(delta c) = scale(2^r, shifted) with delta c = r + k and k an integer: `shifted` is 1.5 * 2^23 + k.
 template <class F, class Scale>
 HPO_INLINE F exp2_by(F delta, F high, F low, const Scale& scale) {
   using N = Number<F>;
@@ -59,15 +59,16 @@ HPO_INLINE float exp_of(const Exponent& exponent, float delta) {
   return delta < exponent.least ? 0.0f : e;
 }
 
-// What the elements of a row amount to: the greatest, the sum of e^(delta / temperature) over all others, and that of
-// -delta e^(delta / temperature); that of e^(2 delta / temperature). Parts of a row can be merged in any order but have one
-// order wherever bits count.
+// The sums of a row, over all elements but the greatest. Sums of parts of a row can be merged in any order; kernels keep one
+// fixed order, because the bits depend on it.
 struct RowSums {
-  float top;  // what the sums are relative to: in the end, the greatest
-  double others, spread, squares;
+  float top;       // the logit that delta is relative to; in the end the greatest of the row
+  double others;   // sum of e^(delta / temperature)
+  double spread;   // sum of -delta e^(delta / temperature)
+  double squares;  // sum of e^(2 delta / temperature)
 };
 
-// The same sums relative to `top`, which is not below what they are relative to unless nothing was summed.
+// The same sums relative to `top`, which must not lie below sums.top unless the sums are empty.
 HPO_INLINE RowSums moved(const RowSums& sums, float top, const Exponent& exponent) {
   const double factor = sums.top < top ? double(exp_of(exponent, sums.top - top)) : 1.0;
   const double distance = sums.top < top ? double(top) - double(sums.top) : 0.0;
@@ -76,14 +77,14 @@ HPO_INLINE RowSums moved(const RowSums& sums, float top, const Exponent& exponen
 
 struct RowResult {
   float logp, entropy;
-  // The statistics, of which the backward reads the first three. distance: the mean of -delta / temperature.
+  // The statistics; the backward reads the first three. distance: the mean of -delta / temperature under the softmax.
   float top, others, distance, squares;
 };
 
 HPO_INLINE RowResult undefined_result() { return {NAN, NAN, NAN, NAN, NAN, NAN}; }
 
-// `logit`: that of the target, or -inf where the target is in another part of the vocabulary. A row of -inf only has no
-// distribution, and neither has one with +inf or NaN, which the sums have met; a part may consist of -inf.
+// `logit`: the target's, or -inf where the target lies in another part of the vocabulary. A row whose logits are all -inf has
+// no distribution; neither has a row with +inf or NaN, which shows in its sums. A part of a row may be all -inf.
 HPO_INLINE RowResult result_of(const RowSums& sums, const Exponent& exponent, float logit, bool is_whole) {
   if (!is_whole && sums.top == -HUGE_VALF && sums.others == sums.others) return {sums.top, 0.0f, sums.top, 0.0f, 0.0f, 0.0f};
   if (!(sums.top >= -FLT_MAX && sums.top <= FLT_MAX && sums.others == sums.others)) return undefined_result();
@@ -99,7 +100,7 @@ HPO_INLINE RowResult result_of(const RowSums& sums, const Exponent& exponent, fl
   return result;
 }
 
-// ---------------------------------------------------------------------------------------------------- what is asked of a row
+// ------------------------------------------------------------------------------------------------------- arguments of a row
 
 HPO_INLINE int64_t offset_of_row(const LogprobsArgs& args, int64_t row) {
   return row / args.inner * args.outer_stride + row % args.inner * args.inner_stride;
@@ -141,7 +142,7 @@ HPO_INLINE void write_result(const LogprobsArgs& args, int64_t row, const RowRes
 
 // ------------------------------------------------------------------------------------------------------------- gradients
 
-// What arrives at a row, and what the forward found of it.
+// The upstream gradients of a row and the statistics that its forward kept.
 struct RowUpstream {
   float logp, entropy, top, others, distance;
 
@@ -156,7 +157,7 @@ struct RowUpstream {
   HPO_INLINE bool is_zero() const { return logp == 0.0f && entropy == 0.0f && is_defined(); }
 };
 
-// The gradient of a logit is e^(delta / temperature) (constant + slope delta), but for the target's.
+// The gradient of every logit but the target's is e^(delta / temperature) (constant + slope delta).
 struct RowGradient {
   float constant, slope, target;
 };
@@ -167,7 +168,7 @@ HPO_INLINE RowGradient gradient_of(const Exponent& exponent, const RowUpstream& 
   const double a = double(row.logp), b = double(row.entropy), others = double(row.others), distance = double(row.distance);
   const double p = 1.0 / (1.0 + others);
   const double delta = double(logit) - double(row.top);
-  // 1 - p of the target: where it is the greatest, the others' share, which a subtraction would lose.
+  // 1 - p of the target. Where the target is the greatest it equals the others' share: a subtraction would lose its digits.
   const double own = double(exp_of(exponent, logit - row.top)) * p;
   const double rest = delta == 0.0 ? others * p : 1.0 - own;
   const double along = own == 0.0 ? 0.0 : own * (delta * exponent.inverse + distance);

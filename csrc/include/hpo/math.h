@@ -34,7 +34,7 @@ HPO_INLINE int64_t to_bits(double value) { return bits_as<int64_t>(value); }
 
 HPO_INLINE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
-// What the functions below are written for: a float here, a vector of them in csrc/cpu/lanes.h.
+// The number type of the functions below: a float here, a vector of floats in csrc/cpu/lanes.h.
 template <class F>
 struct Number;
 
@@ -56,7 +56,7 @@ HPO_INLINE F all(float x) {
   return x - F{};  // -0 plus 0 would be 0
 }
 
-// Two steps that are one instruction each (a nested choice is not); NaN stays NaN.
+// Each step is one instruction (a nested choice is not); NaN stays NaN.
 template <class F>
 HPO_INLINE F clamp(F x, F low, F high) {
   const F raised = x < low ? low : x;
@@ -76,8 +76,8 @@ HPO_INLINE F exp_near_0(F r) {
   return N::fused(N::fused(p, r, one), r, one);
 }
 
-// e^x = scale(e^r, bits) for x = r + k ln 2: `bits` end in the integer k, and scale multiplies by 2^k. What stands above k has
-// to be shifted out.
+// e^x = scale(e^r, bits) for x = r + k ln 2: the low bits of `bits` are the integer k, and scale multiplies by 2^k. It has to
+// shift the higher bits out.
 template <class F, class Scale>
 HPO_INLINE F exp_by(F x, const Scale& scale) {
   using N = Number<F>;
@@ -89,13 +89,13 @@ HPO_INLINE F exp_by(F x, const Scale& scale) {
   return scale(exp_near_0(r), N::to_bits(shifted));
 }
 
-// e^x for |x| <= 87, within 1 ulp, NaN for NaN; exp(0) is exactly 1, which the on-policy promise rests on.
+// e^x for |x| <= 87, within 1 ulp, NaN for NaN. exp(0) is exactly 1: the on-policy promise depends on it.
 template <class F>
 HPO_INLINE F exp(F x) {
   return exp_by(x, [](F value, typename Number<F>::Int bits) { return value * Number<F>::power_of_two(bits); });
 }
 
-// The same bits, quicker, but anything for NaN: k is added to the exponent, which stays that of a normal number.
+// The same bits in less time, but undefined for NaN: k is added to the exponent, and the result stays a normal number.
 template <class F>
 HPO_INLINE F exp_of_number(F x) {
   return exp_by(x, [](F value, typename Number<F>::Int bits) { return Number<F>::scaled(value, bits); });
@@ -110,7 +110,7 @@ HPO_INLINE F log(F x) {
   const auto large = N::mask(mantissa > 1.41421356f);
   const F f = (large ? mantissa * 0.5f : mantissa) - 1.0f;
   const auto exponent = (bits >> 23) - 127 - large;
-  // The integer, exactly: it is the low bits of a float 1.5 * 2^23 + exponent.
+  // The integer as a float is exact: it is the low bits of the float 1.5 * 2^23 + exponent.
   const F k = N::from_bits(exponent + 0x4B400000) - 12582912.0f;
   F p = all<F>(7.0376836292e-2f);  // minimax polynomial of (log(1 + f) - f + f^2 / 2) / f^3
   p = N::fused(p, f, all<F>(-1.1514610310e-1f));
@@ -127,7 +127,7 @@ HPO_INLINE F log(F x) {
   return N::fused(k, all<F>(0.693359375f), f + value);
 }
 
-// 1 - e^-s, the derivative of k3, without its cancellation at small s; `e` is exp(-s).
+// 1 - e^-s, the derivative of k3, without cancellation at small s; `e` is exp(-s).
 HPO_INLINE float k3_slope(float s, float e) {
   float p = -1.9841270e-4f;                                // Taylor of (1 - e^-s) / s on |s| <= 0.25, to the last bit
   p = fused(p, s, 1.3888889e-3f);
@@ -138,7 +138,7 @@ HPO_INLINE float k3_slope(float s, float e) {
   return (s < 0.25f && s > -0.25f) ? fused(-p * s, s, s) : 1.0f - e;
 }
 
-// e^-s - 1 + s, the k3 estimator, without its cancellation at small s; `e` is exp(-s).
+// e^-s - 1 + s, the k3 estimator, without cancellation at small s; `e` is exp(-s).
 HPO_INLINE float k3(float s, float e) {
   float p = 2.4801587e-5f;                                 // Taylor of (e^-s - 1 + s) / s^2 on |s| <= 0.5
   p = fused(p, s, -1.9841270e-4f);

@@ -1,0 +1,46 @@
+"""Prints the tables of docs/logprobs.md and docs/linear_logprobs.md from the results of runs.
+
+python bench/run.py --only logprobs && python bench/tables.py bench/results/results.json
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from report import digits
+
+TABLES = {
+    "token_logprobs": ("eager", "torch.compile", "TRL", "verl", "verl, entropy in chunks"),
+    "linear_token_logprobs": (
+        "eager", "TRL's chunked function", "verl's fused function", "Liger's fused linear function",
+        "F.linear_cross_entropy, no entropy",
+    ),
+}  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]], peers: tuple[str, ...]) -> str:
+    """Milliseconds and floors of hpo_core, how many times slower its peers are, and bytes a logit that each holds."""
+    heads = ("", "load", "ms", "floors", *(f"{peer}: times slower" for peer in peers), "bytes a logit, in this order")
+    lines = [heads, ("---",) * len(heads)]
+    for case, group in itertools.groupby(rows, key=lambda row: row["case"]):
+        found = {row["contestant"]: row for row in group}
+        ours, held = found["hpo_core"], [found[name] for name in ("hpo_core", *peers) if name in found]
+        lines.append(
+            (
+                case.partition(", ")[2], f"{ours['load']:.0f}", digits(ours["milliseconds"]), digits(ours["to_floor"]),
+                *(f"{digits(found[peer]['slower_than_hpo_core'])}x" if peer in found else "" for peer in peers),
+                ", ".join(f"{row['extra_bytes_per_unit']:.1f}" for row in held),
+            )
+        )  # fmt: skip
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    every = [row for path in sys.argv[1:] for row in json.loads(Path(path).read_text())["rows"]]
+    for op, peers in TABLES.items():
+        if rows := [row for row in every if row["op"] == op]:
+            print(f"{table(rows, peers)}\n")

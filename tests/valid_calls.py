@@ -246,7 +246,7 @@ def _estimators() -> Iterator[Call]:
     }  # fmt: skip
     free = {
         "positive_sample": "is_correct", "negative_sample": "is_correct", "vpo": "directions", "dvao": "rewards",
-        "gdpo": "rewards", "hc_grpo": "costs",
+        "gdpo": "rewards", "hc_grpo": "costs", "de_grpo": "utility",
     }  # fmt: skip
     for module in (hpo.advantages, hpo.advantages.reconstructed):
         for name in module.__all__:

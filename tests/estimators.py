@@ -117,7 +117,7 @@ CASES = {
     "pass_at_k": lambda g: A.pass_at_k(g.flag, g.group, 2, **g.rest),
     "grpo_passk": lambda g: A.grpo_passk(g.reward, g.group, **g.rest),
     "hila": lambda g: A.hila(g.reward, flags(g, "other"), flags(g, "third"), g.group, **g.rest),
-    "tool_star": lambda g: A.tool_star(g.number, g.flag, flags(g, "other"), g.group, **g.rest),
+    "tool_star": lambda g: A.tool_star((4 * g.number).floor() / 4, g.flag, flags(g, "other"), g.group, **g.rest),
     "mc_grpo": lambda g: A.mc_grpo(g.reward, g.group, **g.rest),
     "adora": lambda g: A.adora(g.reward, g.group, g.length, g.flag, **g.rest),
     "aspo_shaping": lambda g: A.aspo_shaping(g.reward, g.group, g.number, g.length, g.flag, backend=g.backend),

@@ -131,8 +131,8 @@ def grpo_passk(
     Args:
         scaled: False leaves out the standard deviation.
 
-    Traps: where several responses share the best reward nobody has a lead, which is how most groups of binary rewards
-    end. A group of one gets 0, where verl raises.
+    Traps: where several responses share the best reward nobody has a lead; most groups of binary rewards are such. A
+    group of one gets 0; verl raises.
 
     >>> grpo_passk(torch.tensor([0.2, 0.9, 0.5]), None)
     tensor([0.0000, 1.1390, 0.0000])
@@ -164,8 +164,8 @@ def mc_grpo(
     :func:`mc_grpo_samples` says which.
 
     Args:
-        rescaled: True multiplies by n over the units of the group whose advantage is not 0: a factor of which the paper
-            and the authors' trainer for MATH know nothing, while that for GSM8K has it.
+        rescaled: True multiplies by n over the number of units whose advantage is not 0. The authors' trainer for GSM8K
+            has this factor; the paper and their trainer for MATH do not.
 
     Traps: where more than half of the rewards are equal the denominator is eps alone: a binary reward gives 1000.
 

@@ -130,7 +130,7 @@ CASES = {
     "himac": lambda g: R.himac(g.reward, g.group, g.flag, g.other, backend=g.backend),
     "thor": lambda g: R.thor(g.reward, g.group, g.flag, g.other, step_weight=0.5, backend=g.backend),
     "hi_agent": lambda g: R.hi_agent(
-        g.reward, g.number, g.length / 16, g.group, weights=(1.0, 2.0, 1.0), backend=g.backend
+        g.reward, (8 * g.number).floor() / 8, g.length / 16, g.group, weights=(1.0, 2.0, 1.0), backend=g.backend
     ),
     "a2fm_apo": lambda g: R.a2fm_apo(
         g.tensor(naive.rates(g.units)), flags(g, "other"), g.group, easy=0.5, alpha=2.0, **g.rest

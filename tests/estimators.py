@@ -117,7 +117,7 @@ CASES = {
     "pass_at_k": lambda g: A.pass_at_k(g.flag, g.group, 2, **g.rest),
     "grpo_passk": lambda g: A.grpo_passk(g.reward, g.group, **g.rest),
     "hila": lambda g: A.hila(g.reward, flags(g, "other"), flags(g, "third"), g.group, **g.rest),
-    "tool_star": lambda g: A.tool_star(g.number, g.flag, flags(g, "other"), g.group, **g.rest),
+    "tool_star": lambda g: A.tool_star((4 * g.number).floor() / 4, g.flag, flags(g, "other"), g.group, **g.rest),
     "mc_grpo": lambda g: A.mc_grpo(g.reward, g.group, **g.rest),
     "adora": lambda g: A.adora(g.reward, g.group, g.length, g.flag, **g.rest),
     "aspo_shaping": lambda g: A.aspo_shaping(g.reward, g.group, g.number, g.length, g.flag, backend=g.backend),
@@ -130,7 +130,7 @@ CASES = {
     "himac": lambda g: R.himac(g.reward, g.group, g.flag, g.other, backend=g.backend),
     "thor": lambda g: R.thor(g.reward, g.group, g.flag, g.other, step_weight=0.5, backend=g.backend),
     "hi_agent": lambda g: R.hi_agent(
-        g.reward, g.number, g.length / 16, g.group, weights=(1.0, 2.0, 1.0), backend=g.backend
+        g.reward, (8 * g.number).floor() / 8, g.length / 16, g.group, weights=(1.0, 2.0, 1.0), backend=g.backend
     ),
     "a2fm_apo": lambda g: R.a2fm_apo(
         g.tensor(naive.rates(g.units)), flags(g, "other"), g.group, easy=0.5, alpha=2.0, **g.rest

@@ -272,7 +272,7 @@ def hila(u):
 def tool_star(u):
     worth = [
         -1.0 if not formatted else accuracy + (0.1 if tools and accuracy > 0 else 0.0)
-        for accuracy, formatted, tools in zip(u.number, u.flag, u.other, strict=True)
+        for accuracy, formatted, tools in zip(np.floor(4 * u.number) / 4, u.flag, u.other, strict=True)
     ]
     return z(np.array(worth) + 0 * u.number, ids(u.group), u.mask)
 

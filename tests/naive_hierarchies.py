@@ -359,7 +359,7 @@ def thor(u):
 
 
 def hi_agent(u):
-    return z(u.reward + 2 * u.number + u.length / 16, ids(u.group))
+    return z(u.reward + 2 * np.floor(8 * u.number) / 8 + u.length / 16, ids(u.group))
 
 
 def a2fm_apo(u):

@@ -383,6 +383,47 @@ def test_a_prompt_without_a_score_leaves_the_history_as_it_is(backend):
     assert not masked[2:].any() and history.steps.tolist() == [2, 2]
 
 
+def test_de_grpo_over_steps(backend):
+    draw = np.random.default_rng(0)
+    t = functools.partial(torch.tensor, dtype=torch.float32, device=testing.device_of(backend))
+    utility, seen = t([0.0, 0.0, 0.0, 0.0]), np.zeros(4)
+    for step in range(4):
+        prompts = np.array([0, 0, 0, 1, 1, 3, -1, 1])
+        rewards, scores, values = (draw.normal(size=8).astype(np.float32) * scale for scale in (4, 2, 1))
+        rewards[4] = math.nan if step == 1 else rewards[4]
+        got, utility = advantages.de_grpo(
+            t(rewards), torch.tensor(prompts, device=utility.device), t(scores), t(values), utility, samples=4,
+            backend=backend,
+        )  # fmt: skip
+        expected = np.zeros(8)
+        for prompt in (0, 1):
+            own = [i for i in range(8) if prompts[i] == prompt and math.isfinite(rewards[i])]
+            gaps = [[abs(x[i] - x[j]) for i, j in itertools.combinations(own, 2)] for x in (rewards, scores)]
+            useful = math.prod(math.exp(np.mean(np.log(np.array(gap, float) + 1e-6))) for gap in gaps)
+            seen[prompt] = 0.8 * seen[prompt] + 0.2 * useful
+            stage = 0.0 if seen[prompt] < 0.2 else 0.5 if seen[prompt] > 0.8 else 1.0
+            r = rewards[own].astype(float)
+            plain = (r - r.mean()) / (r.std(ddof=1) + 1e-4)
+            expected[own] = plain * np.tanh(stage * (np.mean(gaps[0]) - values[own]))
+        agree(backend, got, expected)
+        agree(backend, utility, seen)
+    assert (seen > 0.8).any() and (seen == 0).sum() == 2
+
+
+def test_de_grpo_pairs_that_are_not_visited_and_prompts_that_are_not_there_are_errors_that_the_loss_counts():
+    ones = torch.ones(5)
+    given = torch.arange(5.0), torch.tensor([0, 0, 0, 1, 9]), ones, ones, torch.zeros(2)
+    out, utility = advantages.de_grpo(*given, samples=2)
+    assert out.isnan().tolist() == [True, True, True, False, True] and utility[1] == 0
+    assert not advantages.de_grpo(*given, samples=3)[0][:4].isnan().any()
+    binary = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    out, utility = advantages.de_grpo(
+        binary, torch.zeros(4, dtype=torch.int64), torch.tensor([-1.0, -2, -3, -4]), torch.zeros(4), torch.zeros(1),
+        samples=4,
+    )  # fmt: skip
+    assert not out.any() and 0 < float(utility) < 0.01
+
+
 @pytest.mark.parametrize("nothing", [math.nan, math.inf, -math.inf])
 def test_a_reward_that_is_none_leaves_the_tracker_as_it_is(nothing):
     tracker = advantages.BetaTracker.start(torch.tensor([3.0, 2.0, nothing]), 8)

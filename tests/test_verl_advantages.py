@@ -113,6 +113,33 @@ def test_the_optimal_token_baseline_agrees_with_verl():
         torch.testing.assert_close(padded.tokens(ours), expected * padded.mask, rtol=2e-5, atol=2e-5)
 
 
+def test_the_baseline_that_counts_valid_tokens_agrees_with_verl():
+    """With tool tokens, and with the sampler's importance weights."""
+    for seed in range(20):
+        padded = Padded(seed)
+        weights = torch.rand(padded.mask.shape, generator=torch.Generator().manual_seed(seed)) + 0.5
+        expected = padded.verl(
+            "tir_optimal_token_baseline", old_log_probs=padded.probability.log(), sum_pi_squared=padded.squares,
+            rollout_is_weights=weights,
+        )  # fmt: skip
+        ours = A.tir_otb(
+            padded.rewards.reshape(-1), padded.ids, padded.batch, padded.probability.reshape(-1),
+            padded.squares.reshape(-1), importance=weights.reshape(-1),
+        )  # fmt: skip
+        torch.testing.assert_close(padded.tokens(ours), expected * padded.mask, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_grpo_passk_agrees_with_verl(scaled):
+    """Which raises for a group of one."""
+    for seed in range(20):
+        padded = Padded(seed)
+        ids = torch.arange(8) // 4
+        config = {"norm_adv_by_std_in_grpo": scaled}
+        expected = padded.verl("grpo_passk", index=ids.numpy(), config=config)
+        torch.testing.assert_close(padded.spread(A.grpo_passk(padded.scores, ids, scaled=scaled)), expected)
+
+
 def test_gdpo_agrees_with_verl():
     """Its second stage is over tokens."""
     for seed in range(20):
@@ -144,6 +171,8 @@ def test_gae_of_finished_responses_agrees_with_verl():
         valid = padded.mask.reshape(-1)
         whitened = padded.tokens(A.whiten(ours.reshape(-1), torch.ones(valid.numel()), mask=valid))
         torch.testing.assert_close(whitened, expected * padded.mask, rtol=2e-4, atol=2e-4)
+        alone = padded.tokens(A.token_gae(*flat[:3], gamma=0.9, lam=0.8))  # each row is a trajectory
+        torch.testing.assert_close(alone, expected * padded.mask, rtol=2e-4, atol=2e-4)
 
 
 def test_equal_rewards_are_noise_there_and_zero_here():

@@ -2,7 +2,7 @@
 
 from ..specs import Center, EpsMode, GroupTerm, Part, Presence, Provenance, Scale, Share
 from . import reconstructed
-from .baselines import BetaTracker, GroupHistory, dcpo, poise, spo_single_stream
+from .baselines import BetaTracker, GroupHistory, dcpo, de_grpo, poise, spo_single_stream
 from .critics import HierarchicalAdvantages, archer_td, hiper, hiper_rewards, step_gae
 from .distributed import over_ranks
 from .flat import (
@@ -63,6 +63,7 @@ __all__ = [
     "combine",
     "d3s_samples",
     "dcpo",
+    "de_grpo",
     "dgpo",
     "discounted_returns",
     "dr_grpo",

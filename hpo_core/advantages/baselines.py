@@ -10,10 +10,11 @@ import torch
 from ..checks import check, check_device, check_dtype, check_real, check_shape, check_units, examines
 from ..segments import statistics
 from ..specs import Provenance
-from .flat import whiten
+from .flat import grpo, whiten
+from .selection import ordered
 from .terms import as_advantages, estimator, known, members_of, scorable
 
-__all__ = ["BetaTracker", "GroupHistory", "dcpo", "poise", "spo_single_stream"]
+__all__ = ["BetaTracker", "GroupHistory", "dcpo", "de_grpo", "poise", "spo_single_stream"]
 
 
 class BetaTracker(NamedTuple):
@@ -228,6 +229,81 @@ def dcpo(
     smaller = torch.where(first.abs() <= second.abs(), first, second)
     smaller = torch.where(prompts < history.steps.numel(), smaller, torch.nan)
     return as_advantages(torch.where(member, smaller, 0.0), rewards, backend), merged
+
+
+@estimator(Provenance.VERIFIED)
+def de_grpo(
+    rewards: torch.Tensor,
+    prompts: torch.Tensor,
+    scores: torch.Tensor,
+    values: torch.Tensor,
+    utility: torch.Tensor,
+    *,
+    samples: int,
+    smoothing: float = 0.8,
+    least: float = 0.2,
+    most: float = 0.8,
+    decay: float = 0.5,
+    eps: float = 1e-4,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """DE-GRPO (FaVChat): GRPO, by how useful the prompt has been and how far its rewards lie apart (arXiv 2503.09158,
+    official code). Returns ``[S]`` float32, and the utility ``[P]`` with this step in it.
+
+    Over the pairs of a prompt's responses ``G(x) = exp(mean log(|x_i - x_j| + 1e-6))``;
+    ``U <- smoothing U + (1 - smoothing) G(rewards) G(scores)``; d is 0 where ``U < least``, ``decay`` where
+    ``U > most``, else 1. ``A = A_grpo tanh(d (mean |r_i - r_j| - V))``.
+
+    Args:
+        prompts: ``[S]`` int64, the place of each unit's prompt in ``utility``, which is its group; negative: in none. A
+            place beyond it gets NaN, which the loss leaves out and counts.
+        scores: ``[S]``, the mean log-probability of each response's tokens. A unit without one has no reward.
+        values: V ``[S]``, a value head's estimate for the unit's prompt; NaN: the unit gets 0.
+        utility: ``[P]`` floating point, 0 at the start.
+        samples: the most responses a prompt has, for all pairs are visited; a prompt with more gets NaN.
+
+    Traps: two equal rewards are a pair of 1e-6, so that prompts of binary rewards stay below ``least`` and teach
+    nothing; and in the first steps no prompt has reached it. The sign of an advantage turns where V exceeds the gap.
+
+    >>> r, scores = torch.tensor([0.0, 9.0]), torch.tensor([-1.0, -0.5])
+    >>> de_grpo(r, torch.tensor([0, 0]), scores, torch.ones(2), torch.zeros(1), samples=2)
+    (tensor([-0.7066,  0.7066]), tensor([0.9000]))
+    """
+    check_units(rewards=rewards, scores=scores, values=values, mask=mask)
+    check_units(utility=utility)
+    check_device("rewards", rewards, utility.device, "utility")
+    _check_places("prompts", prompts, rewards)
+    check(samples >= 1, "samples: expected a count of at least 1, got {}", samples)
+    scored = scorable(rewards, mask) & torch.isfinite(scores)
+    group = statistics(rewards, prompts, mask=scored, backend=backend)
+    (apart, separable), (_, sensitive) = (_gaps(x, prompts, scored, samples, backend) for x in (rewards, scores))
+    places = _places(prompts, utility, scored)
+    old = _read(utility.double(), places)
+    new = torch.where(group.members > 1, smoothing * old + (1 - smoothing) * separable * sensitive, old)
+    stage = torch.where(new < least, 0.0, torch.where(new > most, decay, torch.ones_like(new)))
+    plain = grpo(rewards, prompts, mask=scored, eps=eps, backend=backend)
+    exact = torch.where(plain == 0, 0.0, known(plain * torch.tanh(stage * (apart - values.double()))))
+    exact = torch.where((group.members > samples) | (prompts >= utility.numel()), torch.nan, exact)
+    member = scored & (group.members > 0)
+    written = _written(utility.double(), places, new).to(utility.dtype)
+    return as_advantages(torch.where(member, exact, 0.0), rewards, backend), written
+
+
+def _gaps(
+    values: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, samples: int, backend: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean, and the geometric mean beside 1e-6, of the distances of all pairs in each unit's group ``[S]``."""
+    groups, rank, size = ordered(values, ids, mask)
+    value = groups.sorted(values).double()
+    sums = value.new_zeros(2, value.numel())
+    for apart in range(1, samples):
+        pairs = (rank + apart < size) & (groups.chain >= 0)
+        gap = torch.where(pairs, value.roll(-apart) - value, 0.0)
+        sums += torch.where(pairs, torch.stack([gap, torch.log(gap + 1e-6)]), 0.0)
+    number = ((size - 1) / 2).clamp(min=0.5)  # pairs per member
+    mean, log = (statistics(groups.unsorted(each / number), ids, mask=mask, backend=backend).mean for each in sums)
+    return mean, torch.exp(log)
 
 
 def _check_places(name: str, places: torch.Tensor, units: torch.Tensor) -> None:

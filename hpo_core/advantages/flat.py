@@ -150,7 +150,7 @@ def lite_ppo(
 
     Args:
         about_groups: True takes deviations from the means of the groups, ``sqrt(sum (r - mean_g)^2 / (N - ddof))``:
-            AReaL's mean of the group and std of the batch, whose eps is 1e-5. It is the smaller of the two.
+            AReaL's mean of the group and std of the batch, with eps 1e-5. This deviation is the smaller of the two.
 
     >>> r, ids = torch.tensor([1.0, 0.0, 2.0, 6.0]), torch.tensor([0, 0, 1, 1])
     >>> lite_ppo(r, ids, eps=0.0)

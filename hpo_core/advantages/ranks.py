@@ -43,7 +43,7 @@ def g2rpo(
     return as_advantages(groups.unsorted(mean), rewards, backend)
 
 
-@estimator(Provenance.VERIFIED)
+@estimator(Provenance.PAPER)
 def arena(
     ranks: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -56,6 +56,9 @@ def arena(
 
     Args:
         ranks: ``[S]`` floating point, 0 the best of its group; ties have the mean of their ranks.
+
+    Traps: against an anchor the authors give ties their best rank and take the worst rank for n - 1; without ties that
+    is the same.
 
     >>> arena(torch.tensor([0.0, 1.0, 2.0, 3.0]), None)
     tensor([ 1.1619,  0.3873, -0.3873, -1.1619])
@@ -128,8 +131,8 @@ def grpo_passk(
     Args:
         scaled: False leaves out the standard deviation.
 
-    Traps: where several responses share the best reward nobody has a lead, which is how most groups of binary rewards
-    end. A group of one gets 0, where verl raises.
+    Traps: where several responses share the best reward nobody has a lead; most groups of binary rewards are such. A
+    group of one gets 0; verl raises.
 
     >>> grpo_passk(torch.tensor([0.2, 0.9, 0.5]), None)
     tensor([0.0000, 1.1390, 0.0000])
@@ -161,8 +164,8 @@ def mc_grpo(
     :func:`mc_grpo_samples` says which.
 
     Args:
-        rescaled: True multiplies by n over the units of the group whose advantage is not 0: a factor of which the paper
-            and the authors' trainer for MATH know nothing, while that for GSM8K has it.
+        rescaled: True multiplies by n over the number of units whose advantage is not 0. The authors' trainer for GSM8K
+            has this factor; the paper and their trainer for MATH do not.
 
     Traps: where more than half of the rewards are equal the denominator is eps alone: a binary reward gives 1000.
 

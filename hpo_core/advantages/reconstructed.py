@@ -78,7 +78,7 @@ def thor(
     runs (arXiv 2509.13761). Returns ``[S]`` float32.
 
     Assumed: GRPO's ddof 1 and eps on both levels, as in the released code of the first; and that the losses of the two
-    are added with ``step_weight``, which the authors' code does not show.
+    are added, the second times ``step_weight``: the released code does not show how.
 
     Args:
         rewards: ``[S]``, of a trajectory its answer's, of a continuation 1 where its code runs.

@@ -154,8 +154,8 @@ def hila(
 
     Args:
         success: ``[S]``, 1 for a right answer.
-        is_deferred, is_created: ``[S]`` bool, whether the action asks the expert, or writes a new answer; one that is
-            neither takes over another agent's answer and costs nothing.
+        is_deferred, is_created: ``[S]`` bool, whether the action asks the expert, or writes a new answer; an action
+            that does neither takes over another agent's answer and costs nothing.
         group_ids: ``[S]``, the candidate actions of one agent in one round of one problem.
 
     >>> hila(torch.tensor([1.0, 1.0]), torch.tensor([True, False]), torch.tensor([False, True]), None)
@@ -167,7 +167,7 @@ def hila(
     return grpo(worth, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 
 
-@estimator(Provenance.VERIFIED, tables=True)
+@estimator(Provenance.PAPER, tables=True)
 def tool_star(
     accuracy: torch.Tensor,
     is_formatted: torch.Tensor,

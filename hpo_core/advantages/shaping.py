@@ -37,8 +37,8 @@ def adora(
 
     Args:
         lengths: ``[S]`` floating point. is_correct: ``[S]`` bool.
-        cutoff: wrong responses of this length or more are not in the mean: they were cut off. The authors have 4054 for
-            language models and 4094 for vision models, both of at most 4096 tokens.
+        cutoff: wrong responses of this length or more are not in the mean: they were cut off. 4054 in the authors' code
+            for language models, 4094 in that for vision models.
         without_success, without_mistake: whether a group that got everything wrong, or everything right, keeps its
             advantages. The authors' code for vision models has True and False.
         singleton: ``"raw"`` keeps the reward of a group of one, as the authors' code for language models does.

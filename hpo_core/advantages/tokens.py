@@ -291,7 +291,7 @@ def token_gae(
     Args:
         token_rewards, values: ``[T]``, the critic before each token. Those at masked tokens do not count.
         batch: rows of a trajectory (``trajectory_ids``) stand in the order of its steps. Without such ids this is GAE
-            of each row, which verl's ``gae`` is, too.
+            of each row, as verl's ``gae`` is.
         whitened: False leaves the advantages as they are; returns for the critic are those plus ``values``.
 
     >>> batch = PackedBatch.from_lengths([1, 1], trajectory_ids=torch.tensor([4, 4]))

@@ -135,13 +135,14 @@ def rose_length_penalty(
         check_type(given.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, given.dtype)
         check_shape(name, given, (len(prefix_ids), *rewards.shape), "[D, S] (one row per depth)")
         check_device(name, given, rewards.device, "rewards")
+    for ids in prefix_ids:
+        check_units(rewards=rewards, prefix_ids=ids)
     root = prefix_ids[0]
     correct = torch.isfinite(rewards) & (rewards != 0) & torch.isfinite(lengths)
     rivals = statistics(lengths, root, mask=correct, backend=backend)
     shortest = once(chains(among(root, correct & (lengths.double() == rivals.least)))) > 0
     shared = []
-    for depth, ids in enumerate(prefix_ids):
-        check_units(rewards=rewards, prefix_ids=ids)
+    for depth in range(len(prefix_ids)):
         below = statistics(shortest.float(), dense_ids(*prefix_ids[: depth + 1]), backend=backend)
         shared.append(below.greatest > 0)
     parting = torch.where(torch.stack(shared), starts.double(), 0.0).amax(dim=0)

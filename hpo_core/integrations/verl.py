@@ -40,8 +40,8 @@ __all__ = ["ESTIMATORS", "register", "register_advantage"]
 
 # Estimators that need no more than verl gives: outcomes or token rewards, the mask, and the prompt of each response.
 ESTIMATORS = (
-    *("bnpo", "dgpo", "dr_grpo", "g2rpo", "gpg", "grpo", "lite_ppo", "maxrl", "mc_grpo", "ngrpo", "opo"),
-    *("reinforce_pp", "reinforce_pp_baseline", "rloo"),
+    *("bnpo", "dgpo", "dr_grpo", "g2rpo", "gpg", "grpo", "grpo_passk", "lite_ppo", "maxrl", "mc_grpo", "ngrpo"),
+    *("opo", "reinforce_pp", "reinforce_pp_baseline", "rloo"),
 )
 
 # What a function of gate inputs may take, and what verl does not tell its losses.

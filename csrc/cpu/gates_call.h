@@ -95,7 +95,11 @@ void finish_tile(const Call& call, const Gate& gate, int64_t first, int n, const
   if (args.entropy) add_entropy(args.entropy + first, n, tile, partial);
 }
 
-inline void finish(const Call& call, const Partial& total, int64_t rows_seen, int64_t broken) {
+// Loss and metrics from what all tasks have; `total` is what belongs to none. broken: offsets beside those of rows.
+inline void finish(const Call& call, Partial total, const Partial* partials, int64_t tasks, const uint8_t* seen, int64_t broken) {
+  for (int64_t task = 0; task < tasks; ++task) total.add(partials[task]);
+  int64_t rows_seen = 0;
+  for (int64_t row = 0; row < call.args.rows; ++row) rows_seen += seen[row];
   const double sum = total.total(kLossSum) + total.total(kPenaltySum);
   const double loss = sum < -FLT_MAX ? -FLT_MAX : (sum > FLT_MAX ? FLT_MAX : sum);
   float smallest = INFINITY, largest = -INFINITY;
@@ -118,7 +122,7 @@ inline void finish(const Call& call, const Partial& total, int64_t rows_seen, in
   slots[kReferenceK3] = total.total(kK3);
   slots[kPenalty] = total.total(kPenaltySum);
   slots[kEntropy] = total.total(kEntropySum);
-  slots[kBadOffsets] = double(broken);
+  slots[kBadOffsets] = double(call.rows.broken + broken);
   *call.args.loss = float(loss);
 }
 

@@ -61,6 +61,18 @@ COMPILED = Peer(
 )  # fmt: skip
 
 
+class Computed(torch.autograd.Function):
+    """A tensor as the result of a computation."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+
 def data(dtype: torch.dtype, tokens: int, vocabulary: int) -> tuple[torch.Tensor, ...]:
     draw = torch.Generator().manual_seed(0)
     logits = torch.empty(tokens, vocabulary, dtype=dtype)
@@ -87,6 +99,16 @@ def case(dtype: torch.dtype, name: str, *, tokens: int, vocabulary: int, full: b
     def both(function: Function) -> Tensors:
         logp, entropy = function(leaf, targets)
         return {"logp": logp, "entropy": entropy, "grad": gradient((logp, entropy), keeps_graph=False)}
+
+    def in_place() -> Tensors:
+        """Logits that a model has computed, as in training: their memory is there, and becomes that of the gradient."""
+        if not full:
+            spent.copy_(logits)  # at full size gradients of earlier calls take as long as logits, and are not compared
+        computed = Computed.apply(anchor, spent)
+        logp, entropy = ours(computed, targets, inplace_gradient=True)
+        assert entropy is not None
+        (grad,) = torch.autograd.grad((logp, entropy), computed, (of_logp, of_entropy))
+        return {"logp": logp, "entropy": entropy, "grad": grad}
 
     def backward(function: Function) -> Callable[[], Tensors]:
         graph = functools.cache(lambda: tuple(function(leaf, targets)))
@@ -122,6 +144,11 @@ def case(dtype: torch.dtype, name: str, *, tokens: int, vocabulary: int, full: b
             for peer in fitting
         ]
         floor, moved = (lambda: (words.sum(), words.clone())), 3
+        if name == "both":
+            anchor, spent = torch.ones((), requires_grad=True), logits.clone()
+            contestants.append(
+                Contestant("hpo_core, gradient in place", in_place, alike=not full, tolerance=WIDENED[dtype])
+            )
         if name == "forward":
             contestants = [
                 contestants[0]._replace(goal=at_most_floors(FORWARD[dtype])),

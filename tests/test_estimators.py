@@ -4,6 +4,8 @@ import functools
 import importlib
 import inspect
 import math
+import re
+from pathlib import Path
 
 import naive_estimators as naive
 import naive_hierarchies as hierarchies
@@ -613,6 +615,20 @@ def test_every_estimator_says_where_it_comes_from():
             assert (">>> " in inspect.getdoc(function) and "Returns" in inspect.getdoc(function)) or name == "hiper", (
                 name
             )
+
+
+def test_the_page_says_the_same_and_what_was_run():
+    page = (Path(__file__).parents[1] / "docs" / "advantages.md").read_text()
+    table, _, rest = page.partition('### What "verified" rests on')
+    said = {}
+    for cells in (line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")):
+        said |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), cells[-1])
+    ran = set(re.findall(r"`(\w+)", rest.partition("\n\nWhat was found")[0]))
+    for name, function in functions(advantages).items():
+        if function.level != "selection":
+            assert said.pop(name) == function.provenance.name.lower(), name
+        assert (function.provenance is Provenance.VERIFIED) == (name in ran), name
+    assert not said
 
 
 def test_a_name_belongs_to_one_family():

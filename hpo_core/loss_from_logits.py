@@ -113,7 +113,7 @@ def policy_loss_from_logits(
 
     grad = None
     if logits.requires_grad and torch.is_grad_enabled():
-        grad = rows.logits if inplace_gradient else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        grad = rows.logits if inplace_gradient else kernels.new_logits(logits.shape, logits.dtype, logits.device)
     for index, begin, end in _chunks(rows.logits):
         part = _part(rows, index)
         if grad is not None and not inplace_gradient:  # the copy, which the cache holds, becomes the gradient

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import astuple
 from types import ModuleType
 from typing import Any
@@ -336,6 +337,14 @@ class Native:
         self._call(self.module.row_counts, cu_seqlens, total_tokens, rows, mask, cu_seqlens, counts)
         return counts
 
+    def new_logits(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for logits or their gradient. On the CPU it asks for large pages: faults on small ones take longer
+        than the kernel."""
+        logits = torch.empty(shape, dtype=dtype, device=device)
+        if logits.nbytes >= _LARGE and not self._on_cuda:
+            self.module.advise_large_pages(logits, logits.nbytes)
+        return logits
+
     def token_logprobs(self, rows: LogitRows, kept: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Log-probabilities, entropies where ``kept`` is above 2, and that many statistics ``[kept, T]``: of each row
         the greatest logit, the sum of the others, the mean distance and the sum of squared probabilities."""
@@ -360,9 +369,7 @@ class Native:
         _, (inner, *strides), *_ = call
         grad = logits
         if not in_place:
-            grad, strides = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device), None
-            if grad.nbytes >= _LARGE and not self._on_cuda:
-                self.module.advise_large_pages(grad, grad.nbytes)
+            grad, strides = self.new_logits(logits.shape, logits.dtype, logits.device), None
         outer_stride, inner_stride = strides or (inner * logits.shape[-1], logits.shape[-1])
         self._call(
             self.module.token_logprobs_backward, logits, *call, statistics, logp_gradient, entropy_gradient, grad,

@@ -18,7 +18,7 @@ from ..backends import is_reference, resolve
 from ..checks import check, check_dtype, has_tangent
 from ..specs import LogitRows
 from .library import LIBRARY, OPERATORS, check_operand, define, register, watched
-from .logprob_states import LogprobState, finished, folded, inverse_of, mapped, part, shared
+from .logprob_states import LogprobState, finished, folded, inverse_of, mapped, shared
 
 __all__ = ["LinearRows", "linear_token_logprobs"]
 
@@ -82,7 +82,7 @@ def linear_token_logprobs(
 class _Blocks:
     """Blocks of logits of the rows that count, one at a time."""
 
-    def __init__(self, given: LinearRows, counting: torch.Tensor) -> None:
+    def __init__(self, given: LinearRows, counting: torch.Tensor, functions: Any) -> None:
         self.given = given
         self.size = given.chunk
         hidden, weight = given.hidden, given.weight
@@ -94,14 +94,39 @@ class _Blocks:
         if hidden.is_cpu:
             operand = torch.float32  # a CPU product of 16-bit operands would round its result to 16 bits
         self.hidden = hidden.new_zeros(self.size, hidden.shape[1], dtype=operand)
+        self.views = self._views()
         blocks = max(-(-len(weight) // given.columns), 1)
         self.columns = min(-(-len(weight) // (16 * blocks)) * 16, len(weight))  # so that blocks have about one size
         self.weight = (
             None if weight.dtype is operand else hidden.new_empty(self.columns, weight.shape[1], dtype=operand)
         )
-        self.logits = hidden.new_empty(self.size * self.columns, dtype=torch.float32)
+        self.logits = functions.new_logits((self.size * self.columns,), torch.float32, hidden.device)
         self.targets = self.padded(given.targets, given.ignore_index)
         self.temperatures = None if given.temperatures is None else self.padded(given.temperatures, 1.0)
+
+    def _views(self) -> list[torch.Tensor | None]:
+        """The hidden states of each chunk where they lie, if they need neither padding nor a copy."""
+        hidden, ends = self.given.hidden, self.rows[self.size - 1 :: self.size]
+        views: list[torch.Tensor | None] = [None] * self.chunks
+        if self.ignored is not None or hidden.dtype is not self.hidden.dtype or not hidden.is_contiguous():
+            return views
+        for at, (first, last) in enumerate(zip(self.rows[:: self.size].tolist(), ends.tolist(), strict=False)):
+            view = hidden[first : last + 1]
+            if len(view) == self.size and view.data_ptr() % 64 == 0:  # bits of a product may depend on the alignment
+                views[at] = view
+        return views
+
+    def states(self, at: int) -> torch.Tensor:
+        """The hidden states of a chunk, padded with zeros; the next chunk may reuse their memory."""
+        view = self.views[at]
+        if view is not None:
+            return view
+        rows = self.rows[at * self.size : (at + 1) * self.size]
+        self.hidden[: len(rows)] = self.given.hidden[rows]
+        self.hidden[len(rows) :] = 0.0
+        if self.ignored is not None:
+            self.hidden[: len(rows)].masked_fill_(self.ignored[rows, None], 0.0)
+        return self.hidden
 
     def padded(self, values: torch.Tensor, filling: float) -> torch.Tensor:
         """The values of the rows that count, padded: ``[chunks, size]``."""
@@ -123,16 +148,12 @@ class _Blocks:
             yield columns, block if self.weight is None else self.weight[: len(block)].copy_(block)
 
     def of_rows(self, columns: slice, weight: torch.Tensor) -> Iterator[tuple[int, LogitRows, torch.Tensor]]:
-        """The number, the logits and the hidden states of each chunk; the next chunk reuses the memory of both."""
+        """The number, the logits and the hidden states of each chunk; the next chunk may reuse the memory of both."""
         given = self.given
         for at in range(self.chunks):
-            rows = self.rows[at * self.size : (at + 1) * self.size]
-            self.hidden[: len(rows)] = given.hidden[rows]
-            self.hidden[len(rows) :] = 0.0
-            if self.ignored is not None:
-                self.hidden[: len(rows)].masked_fill_(self.ignored[rows, None], 0.0)
+            hidden = self.states(at)
             logits = self.logits[: self.size * len(weight)].view(self.size, len(weight))
-            _multiply(self.hidden, weight.t(), logits, adds=False)
+            _multiply(hidden, weight.t(), logits, adds=False)
             if given.bias is not None:
                 logits.add_(given.bias[columns])
             if given.softcap is not None:
@@ -140,7 +161,7 @@ class _Blocks:
             yield at, LogitRows(
                 logits, self.targets[at], None if self.temperatures is None else self.temperatures[at],
                 given.temperature, given.ignore_index, None, given.first + columns.start, given.vocabulary,
-            ), self.hidden  # fmt: skip
+            ), hidden  # fmt: skip
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
@@ -164,18 +185,29 @@ def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.
     *values, backend, kept, group, sizes = arguments
     given = LinearRows(*values)
     counting = given.targets != given.ignore_index
-    blocks = _Blocks(given, counting)
+    functions = resolve("logprobs", given.hidden, backend or None)
+    blocks = _Blocks(given, counting, functions)
     inverse = inverse_of(given.temperature, given.temperatures)
     inverse_of_chunks = inverse_of(given.temperature, blocks.temperatures)
     nothing = torch.full_like(blocks.targets, -torch.inf, dtype=torch.float64)
     zeros = torch.zeros_like(nothing)
+    row_of_block = torch.arange(blocks.size, device=nothing.device)
     state = LogprobState(nothing, zeros, zeros if kept > 2 else None, nothing)
     with torch.autocast(given.hidden.device.type, enabled=False):
         for columns, weight in blocks.of_vocabulary():
-            parts = [part(rows, kept, backend or None) for _, rows, _ in blocks.of_rows(columns, weight)]
+            column = blocks.targets - (given.first + columns.start)
+            is_here = (column >= 0) & (column < len(weight)) & (blocks.targets != given.ignore_index)
+            element = torch.where(is_here, column + row_of_block * len(weight), 0)
+            parts = [
+                (functions.token_logprobs(rows, kept)[2], rows.logits.take(element[at]))
+                for at, rows, _ in blocks.of_rows(columns, weight)
+            ]
             if parts:
-                fields: Any = (None if each[0] is None else torch.stack(each) for each in zip(*parts, strict=True))
-                state = folded((state, LogprobState(*fields)), inverse_of_chunks)
+                statistics, logits = (torch.stack(each) for each in zip(*parts, strict=True))
+                top, others, *distance = statistics.unbind(1)
+                logit = torch.where(is_here, logits, -torch.inf)
+                new = LogprobState(top, others, distance[0] if distance else None, logit)
+                state = folded((state, new), inverse_of_chunks)
     state = mapped(state, blocks.spread)
     if group is not None:
         state = folded(shared(mapped(state, torch.Tensor.float), len(given.weight), group, sizes), inverse)
@@ -186,11 +218,12 @@ def _backward(*arguments: Any) -> list[torch.Tensor | None]:
     *values, backend, statistics, of_logp, of_entropy, wanted, group = arguments
     given = LinearRows(*values)
     upstream = torch.stack([each != 0 for each in (of_logp, of_entropy) if each is not None])
-    blocks = _Blocks(given, (given.targets != given.ignore_index) & (upstream.any(0) | statistics[0].isnan()))
+    functions = resolve("logprobs", given.hidden, backend or None)
+    counting = (given.targets != given.ignore_index) & (upstream.any(0) | statistics[0].isnan())
+    blocks = _Blocks(given, counting, functions)
     known = torch.stack([blocks.padded(each, 0.0) for each in statistics], 1)
     upstreams = [each if each is None else blocks.padded(each, 0.0) for each in (of_logp, of_entropy)]
     gradients = _Gradients(blocks, wanted)
-    functions = resolve("logprobs", given.hidden, backend or None)
     with torch.autocast(given.hidden.device.type, enabled=False):
         for columns, weight in blocks.of_vocabulary():
             for at, rows, hidden in blocks.of_rows(columns, weight):

@@ -10,6 +10,7 @@ element lies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from .launch import INTERPRETED, kernel, launch
 from .math import log
 from .segments import load, store
 
-__all__ = ["token_logprobs", "token_logprobs_backward"]
+__all__ = ["new_logits", "token_logprobs", "token_logprobs_backward"]
 
 # A step covers CHUNKS chunks of a row, each with 8 elements per thread: two 128-bit loads of float32, one of 16-bit
 # numbers. 4 warps hold a step in 96 registers on sm_90 (at most 128 elsewhere), so that 16 to 20 warps share a
@@ -431,7 +432,7 @@ def token_logprobs_backward(
     inner, *strides = layout
     grad = logits
     if not in_place:
-        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        grad = new_logits(logits.shape, logits.dtype, logits.device)
         strides = [inner * logits.shape[-1], logits.shape[-1]]
     launch(
         _backward, rows.targets.numel(), logits, rows.targets, rows.temperatures, rows.floors, statistics,
@@ -442,6 +443,11 @@ def token_logprobs_backward(
 
 
 # ------------------------------------------------------------------------------------------------------------- host
+
+
+def new_logits(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for logits or their gradient."""
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _numbers(rows: LogitRows, layout: tuple[int, int, int]) -> tuple[int | float, ...]:

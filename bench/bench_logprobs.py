@@ -126,7 +126,7 @@ def case(dtype: torch.dtype, name: str, *, tokens: int, vocabulary: int, full: b
     if name == "backward":
         kernels = resolve("logprobs", logits, backend)
         rows = LogitRows(logits, targets, None, 1.0, IGNORE, None, 0, vocabulary)
-        given = (rows, kernels.token_logprobs(rows, 3)[2], of_logp, of_entropy, False)
+        given = (rows, kernels.token_logprobs(rows, 3)[2], of_logp, of_entropy, None)
         run = lambda: {"grad": kernels.token_logprobs_backward(*given)}  # noqa: E731
         contestants = [Contestant("hpo_core", run, at_most_floors(BACKWARD[dtype]), tolerance=WIDENED[dtype])]
         kept = torch.empty_like(words)

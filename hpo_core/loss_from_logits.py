@@ -116,8 +116,6 @@ def policy_loss_from_logits(
         grad = rows.logits if inplace_gradient else kernels.new_logits(logits.shape, logits.dtype, logits.device)
     for index, begin, end in _chunks(rows.logits):
         part = _part(rows, index)
-        if grad is not None and not inplace_gradient:  # the copy, which the cache holds, becomes the gradient
-            part = part._replace(logits=grad[index].copy_(part.logits))
         tokens = slice(begin + 1, end + 1)  # that these rows of logits predict
         part_logp, part_entropy, statistics = kernels.token_logprobs(part, 3)
         logp[tokens], entropy[tokens] = part_logp.view(-1), part_entropy.view(-1)
@@ -125,7 +123,8 @@ def policy_loss_from_logits(
             of_logp = torch.zeros(end - begin, dtype=torch.float32, device=logits.device)
             known = _of_tokens(inputs._replace(logp=logp[:total]), tokens.start, min(tokens.stop, total))
             of_logp[: known.logp.numel()] = run(known, spec, True, False)[2]
-            kernels.token_logprobs_backward(part, statistics, of_logp.view(part.targets.shape), None, True)
+            into = part.logits if inplace_gradient else grad[index]
+            kernels.token_logprobs_backward(part, statistics, of_logp.view(part.targets.shape), None, into)
     logp, entropy = (call.placed(each.roll(-1)[:total].view(shape)) for each in (logp, entropy))
     if inputs.entropy is None:
         inputs = inputs._replace(entropy=entropy)

@@ -361,16 +361,14 @@ class Native:
         statistics: torch.Tensor,
         logp_gradient: torch.Tensor | None,
         entropy_gradient: torch.Tensor | None,
-        in_place: bool,
+        into: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The gradient of the logits from those of the two results; None: 0. It is contiguous, or ``rows.logits``,
-        whose rows then lie at two strides at most."""
+        """The gradient of the logits from those of the two results; an upstream gradient of None is 0. It is written
+        ``into`` the logits, whose rows then lie at two strides at most, or into a contiguous tensor; None: a new one."""
         logits, call = _logits(rows)
         _, (inner, *strides), *_ = call
-        grad = logits
-        if not in_place:
-            grad, strides = self.new_logits(logits.shape, logits.dtype, logits.device), None
-        outer_stride, inner_stride = strides or (inner * logits.shape[-1], logits.shape[-1])
+        grad = self.new_logits(logits.shape, logits.dtype, logits.device) if into is None else into
+        outer_stride, inner_stride = strides if grad is logits else (inner * logits.shape[-1], logits.shape[-1])
         self._call(
             self.module.token_logprobs_backward, logits, *call, statistics, logp_gradient, entropy_gradient, grad,
             outer_stride, inner_stride,

@@ -474,7 +474,7 @@ def test_floors_and_squares_are_those_of_the_definition(dtype, backend):
     (true,) = torch.autograd.grad(
         (expected[0][known], expected[1][known]), wide.logits, (a[known].double(), b[known].double())
     )
-    grad = functions.token_logprobs_backward(rows, got[2][:3].contiguous(), a, b, False)
+    grad = functions.token_logprobs_backward(rows, got[2][:3].contiguous(), a, b, None)
     assert torch.allclose(grad[known].double(), true[known], 4 * torch.finfo(dtype).eps, 1e-6)
     outside = logits < floors[:, None]
     assert (grad[:4] == 0)[outside[:4]].all() and (grad[4] == 0).all() and grad[5:].isnan().all()
@@ -502,9 +502,9 @@ def test_parts_of_a_vocabulary(dtype, backend):
         assert torch.allclose(mine[:4], true[:4], 1e-6, 1e-7)
     for row, part in enumerate((0, 0, 1, 3)):
         assert [each[0][row].isfinite().item() for each in results] == [at == part for at in range(4)]
-    grads = [functions.token_logprobs_backward(part, whole[2], a, b, False) for part in parts]
+    grads = [functions.token_logprobs_backward(part, whole[2], a, b, None) for part in parts]
     assert torch.equal(torch.cat(grads, 1), functions.token_logprobs_backward(parts[0]._replace(
-        logits=logits, first=0), whole[2], a, b, False))  # fmt: skip
+        logits=logits, first=0), whole[2], a, b, None))  # fmt: skip
 
 
 @crossed(NATIVE, dtype=TYPES, skipped=(0, 1))
@@ -516,9 +516,9 @@ def test_a_gradient_may_take_the_place_of_its_logits(dtype, skipped, backend):
     rows, (a, b) = rows_of(memory[:, skipped : skipped + 1100], targets, floors=floors), upstreams(targets)
     functions = resolve("logprobs", logits, backend)
     statistics = functions.token_logprobs(rows, 3)[2]
-    expected = functions.token_logprobs_backward(rows, statistics, a, b, False)
+    expected = functions.token_logprobs_backward(rows, statistics, a, b, None)
     assert torch.equal(rows.logits.nan_to_num(9), logits.nan_to_num(9))
-    got = functions.token_logprobs_backward(rows, statistics, a, b, True)
+    got = functions.token_logprobs_backward(rows, statistics, a, b, rows.logits)
     assert got.data_ptr() == rows.logits.data_ptr() and torch.equal(got.nan_to_num(9), expected.nan_to_num(9))
     assert (memory[:, :skipped] == 5).all() and (memory[:, skipped + 1100 :] == 5).all()
 

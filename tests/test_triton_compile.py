@@ -333,7 +333,7 @@ def sweep():
             targets = row_values(rows, torch.int64)
             every = LogitRows(logits, targets, None, temperature, ignored, None, 0, vocabulary)
             statistics = logprobs.token_logprobs(every, 3)[2]
-            logprobs.token_logprobs_backward(every, statistics, batch.weights, batch.weights, False)
+            logprobs.token_logprobs_backward(every, statistics, batch.weights, batch.weights, None)
 
 SIZES = [(0, 0), (0, 1), (1, 1), (15, 2), (16, 16), (1024, 17), (4097, 4096), (2**33, 2**20)]
 asked = []  # one entry per launch, because no kernel is ever compiled

@@ -228,7 +228,8 @@ def _backward(*arguments: Any) -> list[torch.Tensor | None]:
         for columns, weight in blocks.of_vocabulary():
             for at, rows, hidden in blocks.of_rows(columns, weight):
                 of_chunk = [each if each is None else each[at] for each in upstreams]
-                gradient = functions.token_logprobs_backward(rows, known[at], *of_chunk, given.softcap is None)
+                into = rows.logits if given.softcap is None else None
+                gradient = functions.token_logprobs_backward(rows, known[at], *of_chunk, into)
                 if given.softcap is not None:
                     gradient.addcmul_(gradient, rows.logits.div_(given.softcap).square_(), value=-1.0)  # 1 - tanh^2
                 gradients.add(at, columns, gradient, hidden, weight)

@@ -84,7 +84,8 @@ def backward(
     """The gradient of the logits. ``statistics`` are those of whole rows; an upstream gradient of None is 0."""
     gradients = (each if each is None else each.contiguous() for each in (logp_gradient, entropy_gradient))
     rows, functions = readable(rows), _functions(rows, backend)
-    grad: torch.Tensor = functions.token_logprobs_backward(rows, statistics, *gradients, in_place)
+    into = rows.logits if in_place else None
+    grad: torch.Tensor = functions.token_logprobs_backward(rows, statistics, *gradients, into)
     return grad
 
 

@@ -360,7 +360,7 @@ def _logprobs(dtype: torch.dtype, kept: int, every_input: bool = False, aligned:
     rows = LogitRows(logits, _integers(ROWS), each, 1.0, -100, floors, 0, vocabulary)
     statistics = logprobs.token_logprobs(rows, kept)[2]
     gradients = (_floats(ROWS), _floats(ROWS) if kept > 2 else None)
-    logprobs.token_logprobs_backward(rows, statistics, *gradients, in_place=False)
+    logprobs.token_logprobs_backward(rows, statistics, *gradients, into=None)
 
 
 def specialisations(

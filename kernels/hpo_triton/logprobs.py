@@ -425,14 +425,14 @@ def token_logprobs_backward(
     statistics: torch.Tensor,
     logp_gradient: torch.Tensor | None,
     entropy_gradient: torch.Tensor | None,
-    in_place: bool,
+    into: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The gradient of the logits from those of the two results; None: 0."""
+    """The gradient of the logits from those of the two results; an upstream gradient of None is 0. It is written
+    ``into`` the logits, whose rows then lie at two strides at most, or into a contiguous tensor; None: a new one."""
     logits, layout = rows.at_two_strides()
     inner, *strides = layout
-    grad = logits
-    if not in_place:
-        grad = new_logits(logits.shape, logits.dtype, logits.device)
+    grad = new_logits(logits.shape, logits.dtype, logits.device) if into is None else into
+    if grad is not logits:
         strides = [inner * logits.shape[-1], logits.shape[-1]]
     launch(
         _backward, rows.targets.numel(), logits, rows.targets, rows.temperatures, rows.floors, statistics,

@@ -87,9 +87,9 @@ MUTANTS = {
         "sync_grid();\n    if (!idle) couple_segments", "if (!idle) couple_segments",
         "test_hierarchy.test_many_short_pieces", {"routing": gates.Routing.THROUGH},
     ),
-    "cuda: the coefficients of a dropped tile are taken for equal": Mutant(
+    "cuda: a dropped tile hands up nothing of negative advantages": Mutant(
         "cuda_emulated", "cuda/hierarchy.cu",
-        "sum_tile<RESIDUALS == kVaries ? 1 : 4>", "sum_tile<4>",
+        "warp_sum(sums[1])", "0.0",
         "test_gates.test_rows_longer_than_a_tile", {"gate": gates.gspo(0.1, 0.2)},
     ),
     "cuda: children are counted before all of them are complete": Mutant(

@@ -360,10 +360,9 @@ __device__ __forceinline__ void arriving(const Call& call, const Way& way, int p
   at_tokens[1] = call.hierarchy.split ? float(sums[1]) : at_tokens[0];
 }
 
-// A pre-gate, children and what tiles hand up need more registers than four blocks leave, and the last two together still more.
+// A pre-gate and children need more registers than four blocks leave, what tiles hand up more than three.
 constexpr int blocks_that_prepare(int entering, bool balanced, int residuals) {
-  if (residuals != kKept) return balanced ? 2 : 3;
-  return entering == kPreGated || balanced ? 3 : 4;
+  return residuals != kKept ? 2 : (entering == kPreGated || balanced ? 3 : 4);
 }
 
 template <int ENTERING, bool BALANCED, int RESIDUALS>

@@ -90,7 +90,6 @@ class Native:
     def __init__(self, module: ModuleType, on_cuda: bool) -> None:
         self.module = module
         self._on_cuda = on_cuda
-        self._on_cuda_code = hasattr(module, "launches")
         self._scratch = _Scratch()
         # empty_like is the quickest way to a tensor; these are its patterns on the CPU, whatever the defaults are when
         # a process calls for the first time.
@@ -157,7 +156,7 @@ class Native:
         grad = torch.empty_like(logp) if want_grad else None
         token_loss = torch.empty_like(logp) if want_tokens else None
         outputs = (loss, metrics, grad, token_loss)
-        if spec.has_level and not self._on_cuda_code:
+        if spec.has_level:
             spec = _as_levels(spec)
             if inputs.piece_begin is None:
                 inputs = _with_pieces(inputs)

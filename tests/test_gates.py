@@ -430,7 +430,7 @@ def test_broken_offsets_are_counted_and_harmless(backend, offsets):
         example = PolicyLossExample(logp, logp - 0.05, torch.tensor([1.0, -1.0, 2.0, 0.5]), batch, gate, keywords)
         out = run(backend, example)
         pieces = 0
-        if gate.levels and backend == "cpu":  # the pieces of a hierarchy are in order, so that fewer are good
+        if gate.levels and backend != "triton":  # the pieces of a hierarchy are in order, so that fewer are good
             covered = 0
             for begin, end in itertools.pairwise(offsets):
                 good = covered <= begin <= end <= 6

@@ -96,7 +96,8 @@ void finish_tile(const Call& call, const Gate& gate, int64_t first, int n, const
 }
 
 // Loss and metrics from what all tasks have; `total` is what belongs to none. broken: offsets beside those of rows.
-inline void finish(const Call& call, Partial total, const Partial* partials, int64_t tasks, const uint8_t* seen, int64_t broken) {
+inline void finish(const Call& call, Partial total, const Partial* partials, int64_t tasks, const uint8_t* seen,
+                   int64_t broken) {
   for (int64_t task = 0; task < tasks; ++task) total.add(partials[task]);
   int64_t rows_seen = 0;
   for (int64_t row = 0; row < call.args.rows; ++row) rows_seen += seen[row];

@@ -603,7 +603,8 @@ void drop_residuals(const Call& call, const Pieces& pieces, const Workspace& spa
   const PolicyLossArgs& args = call.args;
   const Hierarchy& hierarchy = pieces.hierarchy;
   const Calls calls(call);
-  const DroppedSweeps sweeps = {calls, pieces, threads, space.sums, space.coefficients, space.masked, space.reload, space.seen, space.partials};
+  const DroppedSweeps sweeps = {calls,        pieces,       threads,    space.sums,    space.coefficients,
+                                space.masked, space.reload, space.seen, space.partials};
   const bool whole = hierarchy.stage == Stage::whole;
   const auto reaches = [&](Stage stage) { return whole || hierarchy.stage == stage; };
 
@@ -645,7 +646,8 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
   const Pieces pieces(hierarchy, args, space.ranges);
   if (hierarchy.stage != Stage::whole) space.tables = hierarchy.tables;
   threads = worthwhile(threads, args.tokens + hierarchy.pieces);
-  drops_residual(structure, hierarchy) ? drop_residuals(call, pieces, space, threads) : keep_residuals(call, pieces, space, threads);
+  drops_residual(structure, hierarchy) ? drop_residuals(call, pieces, space, threads)
+                                       : keep_residuals(call, pieces, space, threads);
 }
 
 }  // namespace hpo::HPO_ISA

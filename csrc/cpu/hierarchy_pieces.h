@@ -109,7 +109,8 @@ struct Pieces {
 class PieceWalk {
  public:
   PieceWalk(const Pieces& pieces, int64_t first_token)
-      : pieces_(pieces), next_(std::upper_bound(pieces.covered, pieces.covered + pieces.count(), first_token) - pieces.covered) {}
+      : pieces_(pieces),
+        next_(std::upper_bound(pieces.covered, pieces.covered + pieces.count(), first_token) - pieces.covered) {}
 
   void segments(int64_t tile_begin, int64_t tile_end, Segments& out) {
     out.count = 0;

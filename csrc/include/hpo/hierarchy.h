@@ -105,8 +105,8 @@ struct GateColumn {
   int32_t below, above, bent;
 };
 
-// segment(k): the sums of the piece's segment at level k, which has tokens. put_slope(k, slope) takes each level's slope. kOnly:
-// there is one level.
+// segment(k): the sums of the piece's segment at level k, which has tokens. put_slope(k, slope) takes each level's slope.
+// kOnly: there is one level.
 template <bool kMeanExp, bool kOnly = false, class SegmentAt, class PutSlope>
 HPO_INLINE GateColumn gate_column(const Hierarchy& hierarchy, int channel, int sign, const SegmentAt& segment,
                                   const PutSlope& put_slope) {

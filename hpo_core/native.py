@@ -363,7 +363,8 @@ class Native:
         into: torch.Tensor | None,
     ) -> torch.Tensor:
         """The gradient of the logits from those of the two results; an upstream gradient of None is 0. It is written
-        ``into`` the logits, whose rows then lie at two strides at most, or into a contiguous tensor; None: a new one."""
+        ``into`` the logits, whose rows then lie at two strides at most, or into a contiguous tensor (None: a new one).
+        """
         logits, call = _logits(rows)
         _, (inner, *strides), *_ = call
         grad = self.new_logits(logits.shape, logits.dtype, logits.device) if into is None else into

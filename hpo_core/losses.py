@@ -13,7 +13,7 @@ from . import aggregation, gates, ops
 from .advantages import grpo
 from .advantages.terms import gathers_units, given_to, level_of, name_of
 from .backends import is_reference, resolve
-from .batch import PackedBatch
+from .batch import Hierarchy, PackedBatch
 from .checks import (
     as_constant,
     check,
@@ -425,7 +425,7 @@ def prepare(
         )
     trajectories = batch.trajectories if spec.has_level else None
     row_trajectory, start, rows = trajectories if trajectories is not None else (None, None, None)
-    hierarchy: tuple[torch.Tensor, ...] = ()
+    hierarchy: Hierarchy | tuple[()] = ()
     if spec.of_pieces:
         hierarchy = batch.hierarchy(tuple(level.unit for level in spec.levels))
     elif spec.has_level:

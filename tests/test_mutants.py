@@ -257,12 +257,14 @@ MUTANTS = {
     "cpu: masked tokens have the gradient of their piece": Mutant(
         "cpu", "cpu/hierarchy_dropped.h",
         "mask ? keep_if(present_own<kWhole>(own, mask + i), each) : each", "each",
-        "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.gspo(0.1, 0.2), "masked": True},
+        "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other",
+        {"gate": gates.gspo(0.1, 0.2), "masked": True},
     ),
     "cpu: what lies behind the last piece has a gradient": Mutant(
         "cpu", "cpu/hierarchy_dropped.h",
         "for (; covered < n; ++covered) each[covered] = 0.0f;", "",
-        "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.gspo(0.1, 0.2), "masked": False},
+        "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other",
+        {"gate": gates.gspo(0.1, 0.2), "masked": False},
     ),
     "cpu: the end of a row in an open tile runs on": Mutant(
         "cpu", "cpu/hierarchy_plain.h",

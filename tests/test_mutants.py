@@ -84,7 +84,8 @@ MUTANTS = {
     ),
     "cuda: what dropped tiles hand up is added before all of it is known": Mutant(
         "cuda_emulated", "cuda/hierarchy.cu",
-        "sync_grid();\n    if (!idle) couple_segments", "if (!idle) couple_segments",
+        "sync_grid();\n    if (!idle) couple_segments(call, pieces(broken));",
+        "if (!idle) couple_segments(call, pieces(broken));",
         "test_hierarchy.test_many_short_pieces", {"routing": gates.Routing.THROUGH},
     ),
     "cuda: a dropped tile hands up nothing of negative advantages": Mutant(
@@ -256,12 +257,14 @@ MUTANTS = {
     "cpu: masked tokens have the gradient of their piece": Mutant(
         "cpu", "cpu/hierarchy_dropped.h",
         "mask ? keep_if(present_own<kWhole>(own, mask + i), each) : each", "each",
-        "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.gspo(), "masked": True},
+        "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other",
+        {"gate": gates.gspo(0.1, 0.2), "masked": True},
     ),
     "cpu: what lies behind the last piece has a gradient": Mutant(
         "cpu", "cpu/hierarchy_dropped.h",
         "for (; covered < n; ++covered) each[covered] = 0.0f;", "",
-        "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.gspo(), "masked": False},
+        "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other",
+        {"gate": gates.gspo(0.1, 0.2), "masked": False},
     ),
     "cpu: the end of a row in an open tile runs on": Mutant(
         "cpu", "cpu/hierarchy_plain.h",

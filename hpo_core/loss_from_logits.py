@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from . import ops
 from .backends import is_reference, resolve
 from .batch import PackedBatch
-from .checks import check, examined
+from .checks import check, check_dtype, examined
 from .gates import Channel, RatioGate
 from .logprobs import checked_call, token_logprobs
 from .losses import PolicyLossOptions, policy_loss, prepare
@@ -19,6 +19,7 @@ from .metrics import Metrics, observed
 from .ops.gates import hands_on
 from .ops.logprobs import readable
 from .specs import LogitRows, PolicyLossInputs
+from .support import LOGITS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -92,6 +93,8 @@ def policy_loss_from_logits(
     backend, reference = options.get("backend"), is_reference(logits, options.get("backend"))
     if reference:
         check(not inplace_gradient, "inplace_gradient: the reference has a graph of its own; leave it False")
+        types = (*LOGITS, torch.float64) if backend else LOGITS  # policy_loss takes float64 where a call asks for it
+        check_dtype("logits", logits, types, "use logits.float(), or backend='reference' for float64")
         logp, entropy = token_logprobs(logits, targets, temperature, _NONE, batch=batch, backend=backend)
         assert entropy is not None
         if options.get("entropy") is None:

@@ -13,7 +13,7 @@ from . import aggregation, gates, ops
 from .advantages import grpo
 from .advantages.terms import gathers_units, given_to, level_of, name_of
 from .backends import is_reference, resolve
-from .batch import Hierarchy, PackedBatch
+from .batch import PackedBatch
 from .checks import (
     as_constant,
     check,
@@ -31,7 +31,7 @@ from .kl import KLPenalty
 from .level_metrics import LevelMetrics, observed_levels
 from .metrics import Metrics, observed
 from .spanning import Beyond, exchange_of
-from .specs import PolicyLossInputs, PolicyLossSpec, Unit
+from .specs import PolicyLossInputs, PolicyLossSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -48,7 +48,6 @@ __all__ = [
 Report = Collection[Literal["tokens", "levels", "corrections"]]
 
 _DEFAULT_GATE = gates.ppo_clip(0.2, 0.2)
-_TRAJECTORIES = (Unit.TRAJECTORY,)
 _NO_INPUTS = GateInputs()
 
 
@@ -425,11 +424,7 @@ def prepare(
         )
     trajectories = batch.trajectories if spec.has_level else None
     row_trajectory, start, rows = trajectories if trajectories is not None else (None, None, None)
-    hierarchy: Hierarchy | tuple[()] = ()
-    if spec.of_pieces:
-        hierarchy = batch.hierarchy(tuple(level.unit for level in spec.levels))
-    elif spec.has_level:
-        hierarchy = batch.hierarchy(_TRAJECTORIES)
+    hierarchy = batch.hierarchy(tuple(level.unit for level in spec.levels)) if spec.of_pieces else ()
     exchange: Beyond | None = None
     if beyond:
         units = tuple(correction.unit for correction in gate.corrections if correction.unit is not None)

@@ -53,26 +53,6 @@ if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_mark_forked)
 
 
-@functools.lru_cache(maxsize=256)
-def _as_levels(spec: PolicyLossSpec) -> PolicyLossSpec:
-    return spec.with_levels()
-
-
-def _with_pieces(inputs: PolicyLossInputs) -> PolicyLossInputs:
-    """Rows as the pieces of trajectories."""
-    offsets = inputs.cu_seqlens
-    row = torch.arange(offsets.numel() - 1, device=offsets.device)
-    ancestors = row[None]
-    if inputs.row_trajectory is not None:
-        same = inputs.row_trajectory[:, None] == inputs.row_trajectory
-        ancestors = same.int().argmax(1)[None]
-        wrong = (inputs.row_trajectory < 0) | (inputs.row_trajectory >= row.numel())
-        ancestors = torch.where(wrong, -1, ancestors)
-    return inputs._replace(
-        piece_begin=offsets[:-1].contiguous(), piece_end=offsets[1:].contiguous(), piece_row=row, ancestors=ancestors
-    )
-
-
 _SPECS = 256  # that are kept of each kind, some hundred kilobytes: a schedule of epsilons makes one for every step
 _LARGE = 1 << 22  # bytes of a workspace on the CPU for which large pages are worth a system call
 
@@ -156,10 +136,6 @@ class Native:
         grad = torch.empty_like(logp) if want_grad else None
         token_loss = torch.empty_like(logp) if want_tokens else None
         outputs = (loss, metrics, grad, token_loss)
-        if spec.has_level:
-            spec = _as_levels(spec)
-            if inputs.piece_begin is None:
-                inputs = _with_pieces(inputs)
         if spec.of_pieces:
             self._hierarchy(inputs, spec, tokens, rows, outputs, exchange)
         else:

@@ -196,9 +196,7 @@ SLACK = 4  # registers that come and go with any edit
 
 # Kernels that read every token or score must read 16 bytes at once to use the bandwidth.
 WIDE = {
-    "sweep", "sweep_pieces", "deliver_gradient", "correct_tokens",
-    *(f"prepare_pieces<{entering}, {balanced}, 0>" for entering in range(3) for balanced in range(2)),
-    "prepare_pieces<0, 0, 1>", "prepare_pieces<0, 1, 1>",
+    "sweep", "sum_tiles<4>", "prepare_pieces", "sweep_pieces", "deliver_gradient", "correct_tokens",
     "count_top", "count_middle", "count_low", "count_rows", "sum_rows", "differentiate_rows",
 }  # fmt: skip
 

@@ -74,7 +74,7 @@ MUTANTS = {
     ),
     "cuda: sums begin before every block has cleared its share": Mutant(
         "cuda_emulated", "cuda/hierarchy.cu",
-        "prepare(call);\n    sync_grid();", "prepare(call);",
+        "prepare(call);\n  sync_grid();", "prepare(call);",
         "test_hierarchy.test_many_short_pieces", {"routing": gates.Routing.THROUGH},
     ),
     "cuda: gradient is delivered before all has arrived": Mutant(
@@ -82,20 +82,9 @@ MUTANTS = {
         "if (call.hierarchy.stage == Stage::whole) sync_grid();", "",
         "test_hierarchy.test_many_short_pieces", {"routing": gates.Routing.THROUGH},
     ),
-    "cuda: what dropped tiles hand up is added before all of it is known": Mutant(
-        "cuda_emulated", "cuda/hierarchy.cu",
-        "sync_grid();\n    if (!idle) couple_segments(call, pieces(broken));",
-        "if (!idle) couple_segments(call, pieces(broken));",
-        "test_hierarchy.test_many_short_pieces", {"routing": gates.Routing.THROUGH},
-    ),
-    "cuda: a dropped tile hands up nothing of negative advantages": Mutant(
-        "cuda_emulated", "cuda/hierarchy.cu",
-        "warp_sum(sums[1])", "0.0",
-        "test_gates.test_rows_longer_than_a_tile", {"gate": gates.gspo(0.1, 0.2)},
-    ),
     "cuda: children are counted before all of them are complete": Mutant(
         "cuda_emulated", "cuda/hierarchy.cu",
-        "sync_grid();\n        add_children(call, k);", "add_children(call, k);",
+        "sync_grid();\n      add_children(call, k);", "add_children(call, k);",
         "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["balanced, 3 levels, self"]},
     ),
     "cpu: what arrives at a balanced level is not divided by its children": Mutant(
@@ -253,18 +242,6 @@ MUTANTS = {
         "cpu", "cpu/gates_plain.h",
         "kMasked ? present_own<kWhole>(own, mask + i) : own", "own",
         "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.dapo(), "masked": True},
-    ),
-    "cpu: masked tokens have the gradient of their piece": Mutant(
-        "cpu", "cpu/hierarchy_dropped.h",
-        "mask ? keep_if(present_own<kWhole>(own, mask + i), each) : each", "each",
-        "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other",
-        {"gate": gates.gspo(0.1, 0.2), "masked": True},
-    ),
-    "cpu: what lies behind the last piece has a gradient": Mutant(
-        "cpu", "cpu/hierarchy_dropped.h",
-        "for (; covered < n; ++covered) each[covered] = 0.0f;", "",
-        "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other",
-        {"gate": gates.gspo(0.1, 0.2), "masked": False},
     ),
     "cpu: the end of a row in an open tile runs on": Mutant(
         "cpu", "cpu/hierarchy_plain.h",

@@ -13,12 +13,12 @@ namespace {
 
 struct Workspace {
   Arena arena;
-  int64_t* ranges;  // of Pieces
+  int64_t* start;  // [pieces + 1]
   Reduced *of_pieces, *of_blocks, *segments;  // [pieces], [tasks], [pieces]
   int64_t bytes;
 
   Workspace(void* base, int64_t tokens, int64_t count) : arena(base) {
-    ranges = arena.take<int64_t>(Pieces::room(count));
+    start = arena.take<int64_t>(count + 1);
     of_pieces = arena.take<Reduced>(count);
     of_blocks = arena.take<Reduced>(tokens / kChunk + 1);
     segments = arena.take<Reduced>(count);
@@ -32,7 +32,7 @@ int64_t correction_workspace(int64_t tokens, int64_t, int64_t pieces) { return W
 
 void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Correction& correction, int threads) {
   const Workspace space(args.workspace, args.tokens, hierarchy.pieces);
-  const Pieces pieces(hierarchy, args, space.ranges);
+  const Pieces pieces(hierarchy, args, space.start);
   threads = worthwhile(threads, args.tokens + hierarchy.pieces);
   const auto valid = [&](int64_t t) { return !args.mask || args.mask[t] != 0; };
   const auto statistic = [&](int64_t t) { return statistic_of(correction.statistic, args.logp[t], args.old_logp[t]); };

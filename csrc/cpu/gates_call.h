@@ -95,12 +95,7 @@ void finish_tile(const Call& call, const Gate& gate, int64_t first, int n, const
   if (args.entropy) add_entropy(args.entropy + first, n, tile, partial);
 }
 
-// Loss and metrics from what all tasks have; `total` is what belongs to none. broken: offsets beside those of rows.
-inline void finish(const Call& call, Partial total, const Partial* partials, int64_t tasks, const uint8_t* seen,
-                   int64_t broken) {
-  for (int64_t task = 0; task < tasks; ++task) total.add(partials[task]);
-  int64_t rows_seen = 0;
-  for (int64_t row = 0; row < call.args.rows; ++row) rows_seen += seen[row];
+inline void finish(const Call& call, const Partial& total, int64_t rows_seen, int64_t broken) {
   const double sum = total.total(kLossSum) + total.total(kPenaltySum);
   const double loss = sum < -FLT_MAX ? -FLT_MAX : (sum > FLT_MAX ? FLT_MAX : sum);
   float smallest = INFINITY, largest = -INFINITY;
@@ -123,7 +118,7 @@ inline void finish(const Call& call, Partial total, const Partial* partials, int
   slots[kReferenceK3] = total.total(kK3);
   slots[kPenalty] = total.total(kPenaltySum);
   slots[kEntropy] = total.total(kEntropySum);
-  slots[kBadOffsets] = double(call.rows.broken + broken);
+  slots[kBadOffsets] = double(broken);
   *call.args.loss = float(loss);
 }
 

@@ -6,7 +6,7 @@
 // pieces: sums of log-ratios up, gates, sums of gradients up, and what flows back down.
 #include <algorithm>
 
-#include "hierarchy_dropped.h"
+#include "hierarchy_pieces.h"
 #include "hierarchy_tokens.h"
 #include "kernels.h"
 
@@ -21,7 +21,7 @@ struct Workspace {
   Arena arena;
   Partial* partials;  // [tasks]
   uint8_t* seen;  // [rows]
-  int64_t* ranges;  // of Pieces
+  int64_t* start;  // [pieces + 1]
   LogRatios *log_ratios, *log_ratios_of_blocks;  // [pieces], [tasks]: the rest of a piece that other tasks began
   uint8_t *plain, *plain_blocks;  // [pieces], [tasks], 1 where later sweeps may take all tiles of a block for plain
   SegmentTables tables;
@@ -29,21 +29,13 @@ struct Workspace {
   PieceGate* gates;  // [pieces]
   LevelSlopes* slopes;  // [pieces]
   float (*delivered)[2];  // [pieces]: the gradient that arrives through aggregates, by channel
-  // Of gates that drop the residual
-  PieceSums* sums;  // [pieces]
-  double (*coefficients)[2];  // [pieces]
-  PieceGain* gains;  // [pieces]
-  float* gradients;  // [pieces]
-  Masked* masked;  // [tiles]
-  uint8_t* reload;  // [chunks]
-  double* losses;  // [pieces / kPiece]
   int64_t bytes;
 
   Workspace(void* base, int64_t tokens, int64_t rows, int64_t count) : arena(base) {
     const int64_t tasks = tokens / kChunk + 1;
     partials = arena.take<Partial>(tasks);
     seen = arena.take<uint8_t>(rows);
-    ranges = arena.take<int64_t>(Pieces::room(count));
+    start = arena.take<int64_t>(count + 1);
     log_ratios = arena.take<LogRatios>(count);
     log_ratios_of_blocks = arena.take<LogRatios>(tasks);
     plain = arena.take<uint8_t>(count);
@@ -56,13 +48,6 @@ struct Workspace {
     gates = arena.take<PieceGate>(count);
     slopes = arena.take<LevelSlopes>(count);
     delivered = arena.take<float[2]>(count);
-    sums = arena.take<PieceSums>(count);
-    coefficients = arena.take<double[2]>(count);
-    gains = arena.take<PieceGain>(count);
-    gradients = arena.take<float>(count);
-    masked = arena.take<Masked>(HPO_ISA::pieces(tokens, kTile));
-    reload = arena.take<uint8_t>(tasks);
-    losses = arena.take<double>(HPO_ISA::pieces(count, kPiece));
     bytes = arena.bytes();
   }
 
@@ -95,9 +80,12 @@ void add_log_ratios(const Tile& tile, const float* entering, int n, bool split, 
 // The levels above the tokens of one piece, which has some. segment(k): the sums of its segment at level k.
 template <class SegmentAt>
 HPO_INLINE void gate_piece(const Pieces& pieces, int64_t p, const SegmentAt& segment, PieceGate& gate, LevelSlopes& slopes) {
-  const Signs signs(pieces.args, pieces.row(p));
+  // Advantages of rows have one sign here.
+  const PolicyLossArgs& args = pieces.args;
+  const int negative = !args.advantage_per_token && args.advantages[pieces.row(p)] < 0.0f;
+  const int first_sign = args.advantage_per_token ? 0 : negative, last_sign = args.advantage_per_token ? 1 : negative;
   for (int channel = 0; channel <= pieces.hierarchy.split; ++channel) {
-    for (int sign = signs.first; sign <= signs.last; ++sign) {
+    for (int sign = first_sign; sign <= last_sign; ++sign) {
       const auto put_slope = [&](int k, double slope) { slopes.slope[k][channel][sign] = slope; };
       const GateColumn column = gate_column<true>(pieces.hierarchy, channel, sign, segment, put_slope);
       gate.z[sign] += column.z;
@@ -220,18 +208,6 @@ void gate_pieces(const Pieces& pieces, const Workspace& space, int threads) {
         gate_piece(pieces, p, segment, space.gates[p], space.slopes[p]);
     }
   });
-}
-
-// What a piece that is alone under its one level hands up comes back to it, as if by way of the tables.
-Arriving returning(const Hierarchy& hierarchy, const Flow& flow, const LogRatios& sums) {
-  if (hierarchy.depth == 0 || hierarchy.levels[0].routing != Routing::through) return {};
-  const auto arriving = [&](int channel) {
-    const double handed = flow.past_token[channel];
-    const int64_t largest = magnitude_of(handed);
-    return float(arrived(in_steps(handed, largest), largest) / shares(hierarchy, 0, channel, [&](int) { return sums; }));
-  };
-  const float rising = arriving(0);
-  return {rising, hierarchy.split ? arriving(1) : rising};
 }
 
 struct Scratch {
@@ -423,23 +399,44 @@ struct Sweeps {
     Flow flow = {};
     if (levels.open) count(block, levels, scratch, partial, flow);
     else finish_closed(block, gate, plain, scratch, partial, flow);
-    const Arriving arriving = plan.carries ? returning(pieces.hierarchy, flow, sums) : Arriving{};
+    const Arriving arriving = returning(flow, sums);
     if (levels.open) write(block, gate, arriving, scratch, partial);
     else receive(block, arriving, plain, scratch);
   }
+
+  // What a piece that stands alone hands up comes back to it, as if by way of the tables.
+  Arriving returning(const Flow& flow, const LogRatios& sums) const {
+    if (!plan.carries || plan.hierarchy.levels[0].routing != Routing::through) return {};
+    const auto arriving = [&](int channel) {
+      const double handed = flow.past_token[channel];
+      if (handed == 0.0) return 0.0f;
+      const int64_t largest = magnitude_of(handed);
+      return float(arrived(in_steps(handed, largest), largest) / shares(plan.hierarchy, 0, channel, [&](int) { return sums; }));
+    };
+    const float rising = arriving(0), falling = arriving(1);
+    return {rising, plan.hierarchy.split ? falling : rising};
+  }
 };
 
-// ----------------------------------------------------------------------------------------------- residuals that are kept
+}  // namespace
 
-void keep_residuals(const Call& call, const Pieces& pieces, const Workspace& space, int threads) {
-  const PolicyLossArgs& args = call.args;
-  const Hierarchy& hierarchy = pieces.hierarchy;
+int64_t hierarchy_workspace(int64_t tokens, int64_t rows, int64_t pieces) {
+  return Workspace(nullptr, tokens, rows, pieces).bytes;
+}
+
+void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers,
+               const Hierarchy& hierarchy, int threads) {
+  const Call call = {args, structure, numbers, Rows(args.cu_seqlens, args.rows, args.tokens)};
+  Workspace space(args.workspace, args.tokens, args.rows, hierarchy.pieces);
+  const Pieces pieces(hierarchy, args, space.start);
   const TokenPlan plan(call, hierarchy);
   const Calls calls(call);
   const Sweeps sweeps = {calls, pieces, space, plan};
   const bool whole = hierarchy.stage == Stage::whole;
+  if (!whole) space.tables = hierarchy.tables;
   const auto reaches = [&](Stage stage) { return whole || hierarchy.stage == stage; };
   const bool some_together = pieces.together > 0 || !whole;  // a process without tokens fills its tables too
+  threads = worthwhile(threads, args.tokens + hierarchy.pieces);
   const auto for_each_block_together = [&](const auto& body) {
     parallel_for(pieces.tasks(), threads, [&](int64_t task) {
       Scratch scratch;
@@ -484,7 +481,11 @@ void keep_residuals(const Call& call, const Pieces& pieces, const Workspace& spa
       gather_blocks(pieces, space.flows_of_blocks, space.flows);
       find_largest(pieces, space);
     }
-    finish(call, Partial(), space.partials, pieces.tasks(), space.seen, pieces.broken);
+    Partial total;
+    for (int64_t task = 0; task < pieces.tasks(); ++task) total.add(space.partials[task]);
+    int64_t seen = 0;
+    for (int64_t row = 0; row < args.rows; ++row) seen += space.seen[row];
+    finish(call, total, seen, call.rows.broken + pieces.broken);
   }
 
   if (!some_together || !plan.carries) return;
@@ -496,158 +497,6 @@ void keep_residuals(const Call& call, const Pieces& pieces, const Workspace& spa
       sweeps.receive(block, {delivered[0], delivered[1]}, space.plain_at(task, block), scratch);
     });
   }
-}
-
-// --------------------------------------------------------------------------------------------- residuals that are dropped
-
-// The levels above pieces: their gates, all exponentials, and what is made of them. In three loops, of which the second is
-// vectorised; in one, each piece would wait for its own. kAlone: a piece hands gradient to nobody but itself.
-template <bool kAlone>
-struct DroppedPieces {
-  const DroppedSweeps& sweeps;
-  const Workspace& space;
-  const Pieces& pieces = sweeps.pieces;
-  const Hierarchy& hierarchy = pieces.hierarchy;
-  SideCounts counts = {};
-  double loss = 0.0;  // under the linear head
-
-  static constexpr int kTogether = 64;
-
-  struct Settled {
-    Signs signs;
-    PieceGain gain;
-    double coefficient[2];
-  };
-
-  void settle(int64_t begin, int64_t end) {
-    Settled settled[kTogether];
-    float z[kTogether][2];
-    for (int64_t first = begin; first < end; first += kTogether) {
-      const int n = int(end - first < kTogether ? end - first : kTogether);
-      for (int i = 0; i < n; ++i) gate(first + i, settled[i], z[i]);
-      float* const exponents = z[0];
-      for (int i = 0; i < 2 * n; ++i) exponents[i] = exp(clamp(exponents[i], -kSaturation, kSaturation));
-      for (int i = 0; i < n; ++i) hand_up(first + i, settled[i], z[i]);
-    }
-  }
-
-  void gate(int64_t p, Settled& piece, float z[2]) {
-    const PieceSums sums = sweeps.sums[p];
-    piece.signs = {};
-    piece.gain = {};
-    if (!kAlone) space.slopes[p] = {};
-    z[0] = z[1] = 0.0f;
-    if (sums.both_chosen == 0) return;  // nobody asks, or it has no row
-    piece.signs = Signs(pieces.args, pieces.row(p));
-    const auto segment = [&](int k) {
-      return kAlone ? sums.log_ratios : space.segments()[k * pieces.count() + pieces.ancestor(k, p)];
-    };
-    for (int sign = piece.signs.first; sign <= piece.signs.last; ++sign) {
-      const int64_t chosen = sums.chosen(sign);
-      piece.coefficient[sign] = sweeps.coefficient(p, sign, chosen);
-      if (chosen == 0) continue;
-      int32_t below = 0, above = 0;
-      for (int channel = 0; channel <= hierarchy.split; ++channel) {
-        const GateColumn column = gate_column<false, kAlone>(hierarchy, channel, sign, segment, [&](int k, double slope) {
-          if (!kAlone) space.slopes[p].slope[k][channel][sign] = slope;
-        });
-        z[sign] += column.z;
-        piece.gain.own[channel][sign] = column.own, piece.gain.slope[channel][sign] = column.slope;
-        below |= column.below, above |= column.above;
-      }
-      counts.chosen += chosen;
-      counts.below[sign] += chosen & below;
-      counts.above[sign] += chosen & above;
-    }
-  }
-
-  void hand_up(int64_t p, Settled& piece, const float ratio[2]) {
-    PieceGain& gain = piece.gain;
-    Flow flow = {};
-    for (int sign = piece.signs.first; sign <= piece.signs.last; ++sign) {
-      gain.ratio[sign] = ratio[sign];
-      const double value = flow.by_sign[sign] = -(double(ratio[sign]) * piece.coefficient[sign]);
-      loss += value;
-      for (int channel = 0; channel < 2; ++channel) flow.past_token[channel] += value * double(gain.slope[channel][sign]);
-    }
-    const Arriving arriving = kAlone && sweeps.carries ? returning(hierarchy, flow, sweeps.sums[p].log_ratios) : Arriving{};
-    if (kAlone && sweeps.fills) {
-      space.gradients[p] = sweeps.gradient(p, piece.signs.first, gain, arriving.rising);
-      return;
-    }
-    space.gains[p] = gain;
-    space.delivered[p][0] = arriving.rising, space.delivered[p][1] = arriving.falling;
-    if (!kAlone) space.flows[p] = flow;
-  }
-};
-
-// All pieces; `total` takes what their tokens count and, under the linear head, lose.
-template <bool kAlone>
-void settle_pieces(const DroppedSweeps& sweeps, const Workspace& space, Partial& total) {
-  const int64_t count = sweeps.pieces.count();
-  std::atomic<int64_t> chosen(0), below[2] = {}, above[2] = {};
-  for_each_piece(count, sweeps.threads, [&](int64_t begin, int64_t end) {
-    DroppedPieces<kAlone> block = {sweeps, space};
-    block.settle(begin, end);
-    space.losses[begin / kPiece] = block.loss;
-    chosen += block.counts.chosen;
-    for (int sign = 0; sign < 2; ++sign) below[sign] += block.counts.below[sign], above[sign] += block.counts.above[sign];
-  });
-  SideCounts{chosen, {below[0], below[1]}, {above[0], above[1]}}.add_to(total.slots);
-  for (int64_t part = 0; sweeps.linear && part < HPO_ISA::pieces(count, kPiece); ++part) {
-    total.sums[kLossSum][0] += space.losses[part];
-  }
-}
-
-void drop_residuals(const Call& call, const Pieces& pieces, const Workspace& space, int threads) {
-  const PolicyLossArgs& args = call.args;
-  const Hierarchy& hierarchy = pieces.hierarchy;
-  const Calls calls(call);
-  const DroppedSweeps sweeps = {calls,        pieces,       threads,    space.sums,    space.coefficients,
-                                space.masked, space.reload, space.seen, space.partials};
-  const bool whole = hierarchy.stage == Stage::whole;
-  const auto reaches = [&](Stage stage) { return whole || hierarchy.stage == stage; };
-
-  if (reaches(Stage::sums)) {
-    std::memset(space.seen, 0, size_t(args.rows));
-    sweeps.measure();
-    if (!pieces.alone) {
-      for (int64_t p = 0; p < pieces.count(); ++p) space.log_ratios[p] = space.sums[p].log_ratios;
-      sum_segments(pieces, space);
-    }
-  }
-  Partial total;
-  const bool hands_up = sweeps.carries && !pieces.alone;
-  if (reaches(Stage::sweep)) {
-    pieces.alone ? settle_pieces<true>(sweeps, space, total) : settle_pieces<false>(sweeps, space, total);
-    if (hands_up) find_largest(pieces, space);
-  }
-  if (reaches(Stage::couple) && hands_up) add_arriving(pieces, space);
-  if (reaches(Stage::deliver) && hands_up) deliver(pieces, space, threads);
-  // In stages tokens are gone through once to count, and once more when all has arrived.
-  if (reaches(Stage::sweep) || (reaches(Stage::deliver) && hands_up)) {
-    if (sweeps.fills && !pieces.alone) sweeps.combine(space.gains, space.delivered, space.gradients);
-    Partial* const partials = reaches(Stage::sweep) ? space.partials : nullptr;
-    sweeps.fills ? sweeps.fill(space.gradients) : sweeps.finish(space.gains, space.delivered, partials);
-  }
-  if (reaches(Stage::sweep)) finish(call, total, space.partials, sweeps.chunks(), space.seen, pieces.broken);
-}
-
-}  // namespace
-
-int64_t hierarchy_workspace(int64_t tokens, int64_t rows, int64_t pieces) {
-  return Workspace(nullptr, tokens, rows, pieces).bytes;
-}
-
-void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers,
-               const Hierarchy& hierarchy, int threads) {
-  const Call call = {args, structure, numbers, Rows(args.cu_seqlens, args.rows, args.tokens)};
-  Workspace space(args.workspace, args.tokens, args.rows, hierarchy.pieces);
-  const Pieces pieces(hierarchy, args, space.ranges);
-  if (hierarchy.stage != Stage::whole) space.tables = hierarchy.tables;
-  threads = worthwhile(threads, args.tokens + hierarchy.pieces);
-  drops_residual(structure, hierarchy) ? drop_residuals(call, pieces, space, threads)
-                                       : keep_residuals(call, pieces, space, threads);
 }
 
 }  // namespace hpo::HPO_ISA

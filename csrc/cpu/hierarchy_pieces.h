@@ -6,8 +6,6 @@
 // in it nor in its piece.
 
 #pragma once
-#include <algorithm>
-
 #include "gates_tile.h"
 #include "hpo/hierarchy.h"
 
@@ -19,34 +17,23 @@ struct Block {
   bool begins;  // its piece
 };
 
-class PieceWalk;
-
 struct Pieces {
   const Hierarchy& hierarchy;
   const PolicyLossArgs& args;
-  const int64_t tokens;
   int64_t* start;  // [pieces + 1], tokens of the pieces before
-  int64_t* covered;  // [pieces], where the last of the pieces so far ends
   int64_t broken = 0;
   int64_t together = 0;  // pieces that share a segment with others, or are more than one block
   bool alone;  // at most one level, every piece is a segment of it, and nobody asks for what segments add up
 
-  static int64_t room(int64_t count) { return 2 * count + 1; }  // integers that it keeps
-
-  Pieces(const Hierarchy& hierarchy, const PolicyLossArgs& args, int64_t* room)
-      : hierarchy(hierarchy),
-        args(args),
-        tokens(args.tokens),
-        start(room),
-        covered(room + hierarchy.pieces + 1),
-        alone(hierarchy.depth <= 1 && hierarchy.stage == Stage::whole) {
-    int64_t last = 0;
+  Pieces(const Hierarchy& hierarchy, const PolicyLossArgs& args, int64_t* start)
+      : hierarchy(hierarchy), args(args), start(start), alone(hierarchy.depth <= 1 && hierarchy.stage == Stage::whole) {
+    int64_t covered = 0;
     start[0] = 0;
     for (int64_t p = 0; p < hierarchy.pieces; ++p) {
       const Range range = piece_range(hierarchy, args, p);
-      const bool good = !range.bad && range.begin >= last;
+      const bool good = !range.bad && range.begin >= covered;
       broken += !good;
-      covered[p] = last = good ? range.end : last;
+      covered = good ? range.end : covered;
       start[p + 1] = start[p] + (good ? range.end - range.begin : 0);
       if (hierarchy.depth > 0) alone &= hierarchy.ancestors[p] == p;
     }
@@ -55,21 +42,12 @@ struct Pieces {
 
   int64_t count() const { return hierarchy.pieces; }
   int64_t length(int64_t p) const { return start[p + 1] - start[p]; }
-  int64_t begin(int64_t p) const { return hierarchy.piece_begin[p]; }
-  int64_t end(int64_t p) const { return begin(p) + length(p); }
   int64_t blocks(int64_t p) const { return pieces(length(p), kChunk); }
   bool stands_alone(int64_t p) const { return alone && (hierarchy.depth == 0 || length(p) <= kChunk); }
   int64_t task(int64_t p) const { return start[p] / kChunk; }  // of its first block
   int64_t tasks() const { return start[count()] / kChunk + 1; }
   int64_t row(int64_t p) const { return hierarchy.piece_row[p]; }
   int64_t ancestor(int k, int64_t p) const { return hierarchy.ancestors[k * count() + p]; }
-
-  bool lies_in_one_tile(int64_t p) const { return begin(p) / kTile == (end(p) - 1) / kTile; }
-  bool continues_elsewhere(int64_t p, int64_t chunk) const {
-    return begin(p) < chunk * kChunk || end(p) > (chunk + 1) * kChunk;
-  }
-
-  PieceWalk walk(int64_t first_token) const;
 
   // The first piece that starts at or behind this token.
   int64_t starting_at(int64_t token) const {
@@ -101,54 +79,9 @@ struct Pieces {
   template <class Body>
   void visit(int64_t p, int64_t block, const Body& body) const {
     const int64_t skipped = block * kChunk, rest = length(p) - skipped;
-    body(Block{p, row(p), begin(p) + skipped, rest < kChunk ? rest : kChunk, block == 0});
+    body(Block{p, row(p), hierarchy.piece_begin[p] + skipped, rest < kChunk ? rest : kChunk, block == 0});
   }
 };
-
-// Walks through the pieces while its tiles move forward, as a RowWalk through rows.
-class PieceWalk {
- public:
-  PieceWalk(const Pieces& pieces, int64_t first_token)
-      : pieces_(pieces),
-        next_(std::upper_bound(pieces.covered, pieces.covered + pieces.count(), first_token) - pieces.covered) {}
-
-  void segments(int64_t tile_begin, int64_t tile_end, Segments& out) {
-    out.count = 0;
-    const int64_t *covered = pieces_.covered, count = pieces_.count();
-    while (next_ < count && covered[next_] <= tile_begin) ++next_;
-    int64_t before = next_ > 0 && next_ < count ? covered[next_ - 1] : 0;
-    for (int64_t p = next_; p < count && before < tile_end; before = covered[p++]) {
-      if (covered[p] == before) continue;  // it has no tokens, or is not good
-      const int64_t begin = pieces_.begin(p) < tile_begin ? tile_begin : pieces_.begin(p);
-      const int64_t end = covered[p] > tile_end ? tile_end : covered[p];
-      if (begin >= end) continue;
-      out.list[out.count++] = {pieces_.row(p), int(begin - tile_begin), int(end - tile_begin), p};
-      next_ = p;  // it may go on in the next tile
-    }
-  }
-
- private:
-  const Pieces& pieces_;
-  int64_t next_;
-};
-
-inline PieceWalk Pieces::walk(int64_t first_token) const { return PieceWalk(*this, first_token); }
-
-// The signs that advantages may have inside a piece: one, where they belong to rows.
-struct Signs {
-  int first = 0, last = -1;
-
-  Signs() = default;
-  HPO_INLINE Signs(const PolicyLossArgs& args, int64_t row) : first(0), last(1) {
-    if (!args.advantage_per_token) first = last = args.advantages[row] < 0.0f;
-  }
-};
-
-inline bool goes_through(const Hierarchy& hierarchy) {
-  bool through = false;
-  for (int k = 0; k < hierarchy.depth; ++k) through |= hierarchy.levels[k].routing == Routing::through;
-  return through;
-}
 
 // Adds to pieces what the tasks behind their first one found.
 template <class Sums>

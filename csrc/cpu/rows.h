@@ -14,11 +14,10 @@ constexpr int kChunk = 16 * kTile;  // tokens of one task; to begin and end one 
 constexpr int kWorthwhileRow = 64;  // tokens, on average
 constexpr int kFewRows = kTile / kWorthwhileRow;
 
-// The part of one row inside a tile, or of one piece of it; positions are relative to the tile.
+// The part of one row inside a tile; positions are relative to the tile.
 struct Segment {
   int64_t row;
   int begin, end;
-  int64_t piece;  // of a hierarchy; else the row
 };
 
 struct Segments {
@@ -32,24 +31,11 @@ struct Segments {
     for (const Segment& segment : *this) covered += segment.end - segment.begin;
     return covered == n;
   }
-  void set(int64_t row, int begin, int end) { count = 1, list[0] = {row, begin, end, row}; }
+  void set(int64_t row, int begin, int end) { count = 1, list[0] = {row, begin, end}; }
 
   const Segment* begin() const { return list; }
   const Segment* end() const { return list + count; }
 };
-
-// Calls body(begin, end) for those of the n tokens of a tile that lie in no segment.
-template <class Body>
-inline void for_each_gap(const Segments& segments, int n, const Body& body) {
-  int covered = 0;
-  for (const Segment& segment : segments) {
-    if (covered < segment.begin) body(covered, segment.begin);
-    covered = segment.end;
-  }
-  if (covered < n) body(covered, n);
-}
-
-class RowWalk;
 
 constexpr int kRuns = 256;
 
@@ -86,8 +72,6 @@ struct Rows {
   bool continues_elsewhere(int64_t row, int64_t chunk) const {
     return broken || cu_seqlens[row] < chunk * kChunk || cu_seqlens[row + 1] > (chunk + 1) * kChunk;
   }
-
-  RowWalk walk(int64_t first_token) const;
 };
 
 // Walks through the rows while its tiles move forward.
@@ -106,7 +90,7 @@ class RowWalk {
     for (; row < rows_.count && cu[row] < tile_end; ++row) {
       const int64_t begin = cu[row] < tile_begin ? tile_begin : cu[row];
       const int64_t end = cu[row + 1] > tile_end ? tile_end : cu[row + 1];
-      if (begin < end) out.list[out.count++] = {row, int(begin - tile_begin), int(end - tile_begin), row};
+      if (begin < end) out.list[out.count++] = {row, int(begin - tile_begin), int(end - tile_begin)};
     }
     row_ = row > row_ ? row - 1 : row;  // the last row may go on in the next tile
   }
@@ -144,7 +128,7 @@ class RowWalk {
     int covered = 0;
     const bool apart = for_each_part(tile_begin, tile_end, [&](int64_t row, int begin, int end) {
       if (begin < covered) return false;
-      out.list[out.count++] = {row, begin, covered = end, row};
+      out.list[out.count++] = {row, begin, covered = end};
       return true;
     });
     if (apart) return;
@@ -157,7 +141,7 @@ class RowWalk {
     out.count = 0;
     for (int begin = 0, end; begin < tokens; begin = end) {
       for (end = begin + 1; end < tokens && owner[end] == owner[begin]; ++end) continue;
-      if (owner[begin] >= 0) out.list[out.count++] = {owner[begin], begin, end, owner[begin]};
+      if (owner[begin] >= 0) out.list[out.count++] = {owner[begin], begin, end};
     }
   }
 
@@ -165,13 +149,11 @@ class RowWalk {
   int64_t row_ = 0;
 };
 
-inline RowWalk Rows::walk(int64_t first_token) const { return RowWalk(*this, first_token); }
-
-// Calls body(first token, number of tokens, segments) for each tile of one chunk; ranges: rows, or the pieces of a hierarchy.
-template <class Ranges, class Body>
-inline void for_each_tile(const Ranges& ranges, int64_t chunk, const Body& body) {
-  const int64_t begin = chunk * kChunk, end = begin + kChunk < ranges.tokens ? begin + kChunk : ranges.tokens;
-  auto walk = ranges.walk(begin);
+// Calls body(first token, number of tokens, segments) for each tile of one chunk.
+template <class Body>
+inline void for_each_tile(const Rows& rows, int64_t chunk, const Body& body) {
+  const int64_t begin = chunk * kChunk, end = begin + kChunk < rows.tokens ? begin + kChunk : rows.tokens;
+  RowWalk walk(rows, begin);
   Segments segments;
   for (int64_t tile = begin; tile < end; tile += kTile) {
     const int64_t tile_end = tile + kTile < end ? tile + kTile : end;

@@ -7,9 +7,6 @@
 //
 // A warp takes a tile of a piece (pieces.cuh). What tiles give to segments is added as integers, so it has no order; inside a
 // tile the order depends on positions in the piece. So where the piece lies and beside what changes no bit of its gradient.
-//
-// A gate that drops the residual has one ratio for all tokens of a piece, so that what a tile hands up follows from the sum of
-// its coefficients: the first launch does all of that, and the sweep writes the whole gradient.
 #include "gates_sweep.cuh"
 #include "hpo/terms.h"
 #include "pieces.cuh"
@@ -48,10 +45,6 @@ struct Workspace {
 // What enters the aggregates. Kernels are compiled for each, and for gates with a balanced level: registers are short.
 enum Entering { kLogRatio, kPreGated, kMeanExp };
 
-// What becomes of residuals of tokens. kDropped: they are dropped, and gradient goes through aggregates; kVaries: so they are,
-// and the coefficients of a piece differ, so that their sum has an order.
-enum Residuals { kKept, kDropped, kVaries };
-
 struct Call {
   Gate gate;
   Hierarchy hierarchy;
@@ -61,7 +54,6 @@ struct Call {
   const float *low, *high;  // per token, where a clip has them
   float keep;  // 0: the finest level takes the place of the token's own slope
   bool carries;  // some level hands gradient through its aggregate
-  Residuals residuals;
   int first_blocks;  // blocks of the first launch
 
   Call(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers, const Hierarchy& hierarchy)
@@ -77,10 +69,6 @@ struct Call {
     high = clips ? args.high : nullptr;
     keep = hierarchy.depth > 0 && hierarchy.levels[0].routing == Routing::self ? 0.0f : 1.0f;
     carries = through && structure.head != Head::score && args.grad;
-    residuals = kKept;
-    if (carries && structure.token == TokenGate::drop && !hierarchy.term.present) {
-      residuals = gate.coefficient_varies ? kVaries : kDropped;
-    }
     workspace.place(args.workspace, args.tokens, args.rows, hierarchy.pieces);
     const SegmentTables& tables = hierarchy.tables;
     if (tables.sums) workspace.segments = tables.sums;
@@ -169,58 +157,12 @@ __device__ __forceinline__ LogRatios sum_tile(const Call& call, const Unit& tile
   return {warp_sum(valid), {warp_sum(fixed[0]), warp_sum(fixed[1])}};
 }
 
-// The same where residuals are dropped, and the sums of coefficients, by sign of the advantage.
-template <int WIDTH>
-__device__ __forceinline__ LogRatios sum_tile(const Call& call, const Unit& tile, double (&coefficients)[2]) {
-  const Gate& gate = call.gate;
-  const RowTerms row = gate.row_terms(tile.row);
-  const bool split = call.hierarchy.split;
-  int valid = 0, selected = 0;
-  int64_t fixed[2] = {};
-  double sums[2] = {};
-  for_each_window<WIDTH>(tile, gate.groupable, [&](const Group<WIDTH>& group) {
-    const Inputs<WIDTH> inputs = read_inputs<true, true>(gate.args, group);
-#pragma unroll
-    for (int i = 0; i < WIDTH; ++i) {
-      const Token token = judge<true, true>(gate, row, inputs, i);
-      const float up = rising_part(split, token.x);
-      valid += token.valid;
-      selected += token.selected;
-      fixed[0] += to_fixed(up);
-      fixed[1] += to_fixed(up - token.x);
-      if (WIDTH == 1) {
-        sums[0] += token.negative ? 0.0 : double(token.a);
-        sums[1] += token.negative ? double(token.a) : 0.0;
-      }
-    }
-  });
-  if (WIDTH == 1) {
-    coefficients[0] = warp_sum(sums[0]);
-    coefficients[1] = warp_sum(sums[1]);
-  } else {
-    // n equal float32 terms have the exact sum n a: a constant a comes back from the mean to the bit.
-    selected = warp_sum(selected);
-    const double total = selected > 0 ? double(row.a) * selected : 0.0;
-    coefficients[0] = row.advantage < 0.0f ? 0.0 : total;
-    coefficients[1] = row.advantage < 0.0f ? total : 0.0;
-  }
-  return {warp_sum(valid), {warp_sum(fixed[0]), warp_sum(fixed[1])}};
-}
-
-template <int ENTERING, bool BALANCED, int RESIDUALS>
+template <int ENTERING, bool BALANCED>
 __device__ __forceinline__ void sum_pieces(const Call& call, const Pieces& pieces) {
   const int level = lane() / kWords, word = lane() % kWords;
   Carrier carrier = {};
-  for_each_unit(pieces, [&](int index, const PieceUnit& unit) {
-    LogRatios sums;
-    if constexpr (RESIDUALS == kKept) {
-      sums = sum_tile<ENTERING>(call, unit.tile);
-    } else {
-      double coefficients[2];
-      sums = sum_tile<RESIDUALS == kVaries ? 1 : 4>(call, unit.tile, coefficients);
-      double* const handed = call.workspace.handed + int64_t(index) * kHanded;  // until this is known
-      if (lane() < 2) handed[lane()] = by_sign(coefficients, lane() == 1);
-    }
+  for_each_unit(pieces, [&](int, const PieceUnit& unit) {
+    const LogRatios sums = sum_tile<ENTERING>(call, unit.tile);
     if (level >= call.hierarchy.depth || sums.valid == 0) return;
     if (BALANCED && call.hierarchy.levels[level].aggregate == Aggregate::balanced) return;
     const int64_t mine = word == 0 ? sums.valid : (word == 1 ? sums.fixed[0] : sums.fixed[1]);
@@ -243,14 +185,46 @@ __device__ __forceinline__ void add_children(const Call& call, int k) {
   }
 }
 
-// ---------------------------------------------------------------------------------------------------- levels of a piece
+// A pre-gate and children need more registers than four blocks leave.
+constexpr int blocks_that_prepare(int entering, bool balanced) { return entering == kPreGated || balanced ? 3 : 4; }
+
+template <int ENTERING, bool BALANCED>
+__global__ void __launch_bounds__(kThreads, blocks_that_prepare(ENTERING, BALANCED)) prepare_pieces(const Call call) {
+  prepare(call);
+  sync_grid();
+  const bool broken = call.broken(), idle = broken && blockIdx.x != 0;
+  if (!BALANCED && idle) return;
+  if (broken && !idle) list_broken(call.hierarchy, call.gate.args, call.workspace.counted);
+  if (call.hierarchy.depth > 0 && !idle) {
+    sum_pieces<ENTERING, BALANCED>(call, call.pieces(broken, broken ? 1 : int(gridDim.x)));
+  }
+  if constexpr (BALANCED) {
+#pragma unroll 1
+    for (int k = 1; k < call.hierarchy.depth; ++k) {
+      if (call.hierarchy.levels[k].aggregate != Aggregate::balanced) continue;
+      sync_grid();
+      add_children(call, k);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------- sweep
+
+// What tokens of a window hand up, by their place: [kind][column][lane]. Columns and kinds are so far apart that neither
+// writing by lane nor reading by position has much to wait for at any bank.
+enum Kind { kRisingFlow, kFallingFlow, kPositiveFlow, kNegativeFlow, kKinds };
+constexpr int kColumn = kWarp + 8, kOfKind = 4 * kColumn + 2, kStage = kKinds * kOfKind;
+constexpr int kAdders = kWarp / kKinds;  // lanes for each kind
+
+__device__ __forceinline__ int stage_at(int kind, int column, int of_lane) {
+  return kind * kOfKind + column * kColumn + of_lane;
+}
 
 // What a warp works on. In shared memory even where all lanes agree: registers are short among the tokens.
 struct Work {
   PieceUnit unit;
   PieceGate gate;
   LevelSlopes slopes;
-  float arriving[2];  // at each token through aggregates, by channel, where residuals are dropped
 };
 
 // Four lanes gate a channel and a sign each.
@@ -278,134 +252,6 @@ __device__ __forceinline__ void begin_work(const Call& call, const PieceUnit& un
     if (channel == 0) work.gate.z[sign] = z, work.gate.below[sign] = below, work.gate.above[sign] = above;
   }
   __syncwarp();
-}
-
-// A lane has a level and a channel, as in Workspace::handed.
-struct Way {
-  int level, channel;
-  bool open;  // gradient goes through the aggregate there
-
-  __device__ __forceinline__ explicit Way(const Call& call) : level(lane() / 2), channel(lane() % 2), open(false) {
-    if (level < call.hierarchy.depth && channel <= call.hierarchy.split) {
-      open = call.hierarchy.levels[level].routing == Routing::through;
-    }
-  }
-
-  __device__ __forceinline__ int64_t at(const Call& call, int piece) const {
-    return call.segment_of(level, piece) * 2 + channel;
-  }
-};
-
-// Hands up what a tile has for the segments above it, and how large it is.
-__device__ __forceinline__ void hand_up(const Call& call, const Way& way, int index, const Work& work, const Flow& flow) {
-  if (!way.open) return;
-  const double mine = handed_up(work.slopes, way.level, way.channel, flow);
-  call.workspace.handed[int64_t(index) * kHanded + lane()] = mine;
-  const uint64_t magnitude = uint64_t(magnitude_of(mine));
-  uint64_t* const largest = call.workspace.largest + way.at(call, work.unit.piece);
-  if (*largest < magnitude) atomicMax(largest, magnitude);  // it only grows: few get past the question
-}
-
-// All that tiles hand up where residuals are dropped, from the sums of their coefficients.
-__device__ __forceinline__ void hand_up_dropped(const Call& call, const Pieces& pieces) {
-  HPO_SHARED(Work, works, [kWarps]);
-  Work& work = works[warp_in_block()];
-  const Way way(call);
-  for_each_unit(pieces, [&](int index, const PieceUnit& unit) {
-    begin_work<false>(call, unit, work);
-    const double* const coefficients = call.workspace.handed + int64_t(index) * kHanded;
-    Flow flow = {};
-#pragma unroll
-    for (int sign = 0; sign < 2; ++sign) {
-      const double value = coefficients[sign] * double(token_value(1.0f, work.gate.z[sign]));
-      flow.by_sign[sign] = value;
-      flow.past_token[0] += value * double(work.gate.slope[0][sign]);
-      flow.past_token[1] += value * double(work.gate.slope[1][sign]);
-    }
-    __syncwarp();  // all lanes have read what some of them write over
-    hand_up(call, way, index, work, flow);
-  });
-}
-
-__device__ __forceinline__ void couple_segments(const Call& call, const Pieces& pieces) {
-  const Way way(call);
-  Carrier carrier = {};
-  for_each_unit(pieces, [&](int index, const PieceUnit& unit) {
-    if (!way.open) return;
-    const int64_t at = way.at(call, unit.piece);
-    const double mine = call.workspace.handed[int64_t(index) * kHanded + lane()];
-    carrier.add(call.workspace.arriving + at, in_steps(mine, int64_t(call.workspace.largest[at])));
-  });
-  carrier.flush();
-}
-
-// What arrives at each token of the piece, by channel. SIMPLE: no level is a log mean exp or balanced.
-template <bool SIMPLE>
-__device__ __forceinline__ void arriving(const Call& call, const Way& way, int piece, float (&at_tokens)[2]) {
-  double mine = 0.0;
-  if (way.open) {
-    const int64_t at = way.at(call, piece);
-    const auto segment = [&](int k) { return call.log_ratios(k, piece); };
-    const double sum = arrived(call.workspace.arriving[at], int64_t(call.workspace.largest[at]));
-    mine = sum / (SIMPLE ? divisor(call.hierarchy.levels[way.level], segment(way.level).valid)
-                         : shares(call.hierarchy, way.level, way.channel, segment));
-  }
-  double sums[2] = {};
-#pragma unroll
-  for (int k = 0; k < kMostLevels; ++k) {
-    sums[0] += __shfl_sync(kFullWarp, mine, 2 * k);
-    sums[1] += __shfl_sync(kFullWarp, mine, 2 * k + 1);
-  }
-  at_tokens[0] = float(sums[0]);
-  at_tokens[1] = call.hierarchy.split ? float(sums[1]) : at_tokens[0];
-}
-
-// A pre-gate and children need more registers than four blocks leave, what tiles hand up more than three.
-constexpr int blocks_that_prepare(int entering, bool balanced, int residuals) {
-  return residuals != kKept ? 2 : (entering == kPreGated || balanced ? 3 : 4);
-}
-
-template <int ENTERING, bool BALANCED, int RESIDUALS>
-__global__ void __launch_bounds__(kThreads, blocks_that_prepare(ENTERING, BALANCED, RESIDUALS))
-    prepare_pieces(const Call call) {
-  const auto pieces = [&](bool broken) { return call.pieces(broken, broken ? 1 : int(gridDim.x)); };
-  if (call.does(Stage::sums)) {
-    prepare(call);
-    sync_grid();
-    const bool broken = call.broken(), idle = broken && blockIdx.x != 0;
-    if (!BALANCED && RESIDUALS == kKept && idle) return;
-    if (broken && !idle) list_broken(call.hierarchy, call.gate.args, call.workspace.counted);
-    if (call.hierarchy.depth > 0 && !idle) sum_pieces<ENTERING, BALANCED, RESIDUALS>(call, pieces(broken));
-    if constexpr (BALANCED) {
-#pragma unroll 1
-      for (int k = 1; k < call.hierarchy.depth; ++k) {
-        if (call.hierarchy.levels[k].aggregate != Aggregate::balanced) continue;
-        sync_grid();
-        add_children(call, k);
-      }
-    }
-  }
-  if constexpr (RESIDUALS != kKept) {
-    if (!call.does(Stage::sweep)) return;
-    const bool whole = call.hierarchy.stage == Stage::whole, broken = call.broken(), idle = broken && blockIdx.x != 0;
-    if (whole) sync_grid();
-    if (!idle) hand_up_dropped(call, pieces(broken));
-    if (!whole) return;
-    sync_grid();
-    if (!idle) couple_segments(call, pieces(broken));
-  }
-}
-
-// ---------------------------------------------------------------------------------------------------------------- sweep
-
-// What tokens of a window hand up, by their place: [kind][column][lane]. Columns and kinds are so far apart that neither
-// writing by lane nor reading by position has much to wait for at any bank.
-enum Kind { kRisingFlow, kFallingFlow, kPositiveFlow, kNegativeFlow, kKinds };
-constexpr int kColumn = kWarp + 8, kOfKind = 4 * kColumn + 2, kStage = kKinds * kOfKind;
-constexpr int kAdders = kWarp / kKinds;  // lanes for each kind
-
-__device__ __forceinline__ int stage_at(int kind, int column, int of_lane) {
-  return kind * kOfKind + column * kColumn + of_lane;
 }
 
 // What the gate makes of a token, whether it is selected or not.
@@ -466,13 +312,13 @@ __device__ __forceinline__ float pay_own_penalty(const Call& call, const RowTerm
 }
 
 // One token: returns its gradient, leaves what it hands up.
-template <bool EXTRAS, bool TERMS, bool DROPPED>
+template <bool EXTRAS, bool TERMS>
 __device__ __forceinline__ float sweep_token(const Call& call, const Work& work, const RowTerms& row, const Inputs<4>& inputs,
                                              int i, HPO_SHARED_POINTER(float) stage, TileTotals& tile, Totals& totals) {
   const Gate& gate = call.gate;
   Token token = judge<EXTRAS, EXTRAS>(gate, row, inputs, i);
   const float target = TERMS ? judge_target(gate, work.unit.tile.row, inputs, i, token) : 0.0f;
-  const bool drop = DROPPED || gate.structure.token == TokenGate::drop;
+  const bool drop = gate.structure.token == TokenGate::drop;
   float low = by_sign(call.token_low, token.negative), high = by_sign(call.token_high, token.negative);
   if constexpr (EXTRAS) {
     if (call.low && by_sign(gate.structure.low_driven, token.negative)) low = log_bound(inputs.one(call.low, i));
@@ -492,7 +338,7 @@ __device__ __forceinline__ float sweep_token(const Call& call, const Work& work,
     }
   };
   const PolicyTerm term = term_of(token.a, row.weight);
-  if (!DROPPED && call.carries) {
+  if (call.carries) {
     stage[stage_at(kRisingFlow, i, lane())] = token.selected ? term.slope * gated.rising_step : 0.0f;
     stage[stage_at(kFallingFlow, i, lane())] = token.selected ? term.slope * gated.falling_step : 0.0f;
     stage[stage_at(kPositiveFlow, i, lane())] = token.selected && !token.negative ? term.slope : 0.0f;
@@ -501,11 +347,8 @@ __device__ __forceinline__ float sweep_token(const Call& call, const Work& work,
   const float own_grad = token.selected && !token.infinite ? term.grad : 0.0f;
   const Outcome outcome = {term.loss, own_grad, gated.below != 0, gated.above != 0};
   const auto unweighted = [&] { return term_of(token.unweighted, 1.0f).loss; };
-  float grad = complete_token<EXTRAS, EXTRAS>(gate, row, inputs, i, token, exp(token.x), outcome, unweighted, tile, totals);
-  if constexpr (DROPPED) {  // as deliver_tile does it
-    const float rising = work.arriving[0], falling = work.arriving[1];
-    if ((rising != 0.0f || falling != 0.0f) && token.valid && !token.infinite) grad += token.x < 0.0f ? falling : rising;
-  }
+  const float grad =
+      complete_token<EXTRAS, EXTRAS>(gate, row, inputs, i, token, exp(token.x), outcome, unweighted, tile, totals);
   return TERMS ? grad + pay_own_penalty(call, row, inputs, i, token, totals) : grad;
 }
 
@@ -533,7 +376,7 @@ __device__ __forceinline__ Flow sum_flow(double share) {
 }
 
 // Leaves this lane's share of the tile's flow: not in a register, which tokens need more.
-template <bool EXTRAS, bool TERMS, bool DROPPED>
+template <bool EXTRAS, bool TERMS>
 __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, HPO_SHARED_POINTER(float) stage,
                                            HPO_SHARED_POINTER(double) slots, HPO_SHARED_POINTER(int) events, Totals& totals,
                                            double& share) {
@@ -546,22 +389,49 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, H
     float grad[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      grad[i] = sweep_token<EXTRAS, TERMS, DROPPED>(call, work, row, inputs, i, stage, tile, totals);
+      grad[i] = sweep_token<EXTRAS, TERMS>(call, work, row, inputs, i, stage, tile, totals);
     }
     if (gate.args.grad) write(gate.args.grad, group, grad);
-    if (!DROPPED && call.carries) add_window(stage, share);
+    if (call.carries) add_window(stage, share);
   });
   count_row(tile, call.workspace.seen + work.unit.tile.row, events);
   Totals::merge(tile, slots);
 }
 
-template <bool EXTRAS, bool TERMS, bool MEAN_EXP, bool DROPPED>
+// A lane has a level and a channel, as in Workspace::handed.
+struct Way {
+  int level, channel;
+  bool open;  // gradient goes through the aggregate there
+
+  __device__ __forceinline__ explicit Way(const Call& call) : level(lane() / 2), channel(lane() % 2), open(false) {
+    if (level < call.hierarchy.depth && channel <= call.hierarchy.split) {
+      open = call.hierarchy.levels[level].routing == Routing::through;
+    }
+  }
+
+  __device__ __forceinline__ int64_t at(const Call& call, int piece) const {
+    return call.segment_of(level, piece) * 2 + channel;
+  }
+};
+
+// Hands up what a tile has for the segments above it, and how large it is.
+__device__ __forceinline__ void hand_up(const Call& call, const Way& way, int index, const Work& work, double share) {
+  const Flow flow = sum_flow(share);
+  if (!way.open) return;
+  const double mine = handed_up(work.slopes, way.level, way.channel, flow);
+  call.workspace.handed[int64_t(index) * kHanded + lane()] = mine;
+  const uint64_t magnitude = uint64_t(magnitude_of(mine));
+  uint64_t* const largest = call.workspace.largest + way.at(call, work.unit.piece);
+  if (*largest < magnitude) atomicMax(largest, magnitude);  // it only grows: few get past the question
+}
+
+template <bool EXTRAS, bool TERMS, bool MEAN_EXP>
 __global__ void __launch_bounds__(kThreads, 2) sweep_pieces(const Call call) {
   HPO_SHARED(double, warps, [kWarps * kMetrics]);
   HPO_SHARED(int, events, [kMetrics]);
   HPO_SHARED(Pieces, pieces, );
   HPO_SHARED(Work, works, [kWarps]);
-  HPO_SHARED(float, stage, [DROPPED ? kWarps : kWarps * kStage]);
+  HPO_SHARED(float, stage, [kWarps * kStage]);
   HPO_SHARED(double, shares, [kThreads]);
   HPO_SHARED(Totals, waiting, [EXTRAS ? kThreads : 1]);  // where tokens with all their inputs leave no registers
   const PolicyLossArgs& args = call.gate.args;
@@ -584,20 +454,36 @@ __global__ void __launch_bounds__(kThreads, 2) sweep_pieces(const Call call) {
     Work& work = works[warp_in_block()];
     double& share = shares[threadIdx.x];
     begin_work<MEAN_EXP>(call, unit, work);
-    if constexpr (DROPPED) {
-      float at_tokens[2] = {};  // in stages it is not known yet
-      if (call.hierarchy.stage == Stage::whole) arriving<false>(call, Way(call), unit.piece, at_tokens);
-      if (lane() < 2) work.arriving[lane()] = by_sign(at_tokens, lane() == 1);
-      __syncwarp();
-    }
-    sweep_tile<EXTRAS, TERMS, DROPPED>(call, work, stage + (DROPPED ? 0 : warp_in_block() * kStage), slots, events, totals,
-                                       share);
-    if (!DROPPED && call.carries) hand_up(call, Way(call), index, work, sum_flow(share));
+    sweep_tile<EXTRAS, TERMS>(call, work, stage + warp_in_block() * kStage, slots, events, totals, share);
+    if (call.carries) hand_up(call, Way(call), index, work, share);
   });
   finish_block(call.gate, totals, warps, events, call.workspace.partials, call.workspace.ticket);
 }
 
 // ------------------------------------------------------------------------------------- gradient through aggregates
+
+__device__ __forceinline__ void couple_segments(const Call& call, bool broken) {
+  const Way way(call);
+  Carrier carrier = {};
+  for_each_unit(call.pieces(broken, int(gridDim.x)), [&](int index, const PieceUnit& unit) {
+    if (!way.open) return;
+    const int64_t at = way.at(call, unit.piece);
+    const double mine = call.workspace.handed[int64_t(index) * kHanded + lane()];
+    carrier.add(call.workspace.arriving + at, in_steps(mine, int64_t(call.workspace.largest[at])));
+  });
+  carrier.flush();
+}
+
+// What arrives at one level and channel for each token of the piece. SIMPLE: no level is a log mean exp or balanced.
+template <bool SIMPLE>
+__device__ __forceinline__ double arriving(const Call& call, const Way& way, int piece) {
+  if (!way.open) return 0.0;
+  const int64_t at = way.at(call, piece);
+  const auto segment = [&](int k) { return call.log_ratios(k, piece); };
+  const double sum = arrived(call.workspace.arriving[at], int64_t(call.workspace.largest[at]));
+  return sum / (SIMPLE ? divisor(call.hierarchy.levels[way.level], segment(way.level).valid)
+                       : shares(call.hierarchy, way.level, way.channel, segment));
+}
 
 template <int ENTERING>
 __device__ __forceinline__ void deliver_tile(const Call& call, const Unit& tile, float rising, float falling) {
@@ -624,62 +510,48 @@ __device__ __forceinline__ void deliver_tile(const Call& call, const Unit& tile,
 template <int ENTERING, bool SIMPLE>
 __global__ void __launch_bounds__(kThreads, 4) deliver_gradient(const Call call) {
   const bool broken = call.broken();
-  if (call.does(Stage::couple)) couple_segments(call, call.pieces(broken, int(gridDim.x)));
+  if (call.does(Stage::couple)) couple_segments(call, broken);
   if (!call.does(Stage::deliver)) return;
   if (call.hierarchy.stage == Stage::whole) sync_grid();
   const Way way(call);
   for_each_unit(call.pieces(broken, int(gridDim.x)), [&](int, const PieceUnit& unit) {
-    float at_tokens[2];
-    arriving<SIMPLE>(call, way, unit.piece, at_tokens);
-    if (at_tokens[0] == 0.0f && at_tokens[1] == 0.0f) return;  // nothing saturated: what is written stands, to the bit
-    deliver_tile<ENTERING>(call, unit.tile, at_tokens[0], at_tokens[1]);
+    const double mine = arriving<SIMPLE>(call, way, unit.piece);
+    double sums[2] = {};
+#pragma unroll
+    for (int k = 0; k < kMostLevels; ++k) {
+      sums[0] += __shfl_sync(kFullWarp, mine, 2 * k);
+      sums[1] += __shfl_sync(kFullWarp, mine, 2 * k + 1);
+    }
+    const float rising = float(sums[0]), falling = call.hierarchy.split ? float(sums[1]) : rising;
+    if (rising == 0.0f && falling == 0.0f) return;  // nothing saturated: what is written stands, to the bit
+    deliver_tile<ENTERING>(call, unit.tile, rising, falling);
   });
 }
 
 // ----------------------------------------------------------------------------------------------------------------- host
 
-template <int ENTERING, bool BALANCED, int RESIDUALS>
-void launch_first(Call& call, int64_t swept, cudaStream_t stream) {
-  const PolicyLossArgs& args = call.gate.args;
-  const Hierarchy& hierarchy = call.hierarchy;
-  const int64_t prepared = std::max({args.tokens / 4, args.rows, hierarchy.depth * hierarchy.pieces * kWords, swept});
-  call.first_blocks = blocks_together<prepare_pieces<ENTERING, BALANCED, RESIDUALS>>(prepared);
-  if (!call.does(Stage::sums) && !(RESIDUALS != kKept && call.does(Stage::sweep))) return;
-  HPO_LAUNCH_TOGETHER((prepare_pieces<ENTERING, BALANCED, RESIDUALS>), dim3(call.first_blocks), dim3(kThreads), 0, stream,
-                      call);
-}
-
-template <bool TERMS, bool MEAN_EXP, bool DROPPED>
-void launch_sweep(const Call& call, int64_t swept, cudaStream_t stream) {
-  const dim3 blocks(blocks_for(swept)), block(kThreads);
-  if (!call.does(Stage::sweep)) return;
-  if (TERMS || call.gate.has_extras() || call.gate.args.ref_logp) {
-    HPO_LAUNCH((sweep_pieces<true, TERMS, MEAN_EXP, DROPPED>), blocks, block, 0, stream, call);
-  } else {
-    HPO_LAUNCH((sweep_pieces<TERMS, TERMS, MEAN_EXP, DROPPED>), blocks, block, 0, stream, call);
-  }
-}
-
 template <int ENTERING, bool BALANCED>
 void launch(Call& call, cudaStream_t stream) {
+  const PolicyLossArgs& args = call.gate.args;
   const Hierarchy& hierarchy = call.hierarchy;
-  const int64_t swept = kWarp * units_of(call.gate.args.tokens, hierarchy.pieces);
-  bool dropped = false;
-  if constexpr (ENTERING == kLogRatio) dropped = call.residuals != kKept;
-  if (!dropped) {
-    launch_first<ENTERING, BALANCED, kKept>(call, swept, stream);
-    if (hierarchy.term.present) launch_sweep<true, ENTERING == kMeanExp, false>(call, swept, stream);
-    else launch_sweep<false, false, false>(call, swept, stream);
-  } else if constexpr (ENTERING == kLogRatio) {
-    if (call.residuals == kVaries) launch_first<ENTERING, BALANCED, kVaries>(call, swept, stream);
-    else launch_first<ENTERING, BALANCED, kDropped>(call, swept, stream);
-    launch_sweep<false, false, true>(call, swept, stream);
-    if (hierarchy.stage == Stage::whole) return;
+  const int64_t swept = kWarp * units_of(args.tokens, hierarchy.pieces);
+  const int64_t prepared = std::max({args.tokens / 4, args.rows, hierarchy.depth * hierarchy.pieces * kWords, swept});
+  call.first_blocks = blocks_together<prepare_pieces<ENTERING, BALANCED>>(prepared);
+  const dim3 first(call.first_blocks), blocks(blocks_for(swept)), block(kThreads);
+  if (call.does(Stage::sums)) HPO_LAUNCH_TOGETHER((prepare_pieces<ENTERING, BALANCED>), first, block, 0, stream, call);
+  if (call.does(Stage::sweep)) {
+    if (hierarchy.term.present) {
+      HPO_LAUNCH((sweep_pieces<true, true, ENTERING == kMeanExp>), blocks, block, 0, stream, call);
+    } else if (call.gate.has_extras() || args.ref_logp) {
+      HPO_LAUNCH((sweep_pieces<true, false, false>), blocks, block, 0, stream, call);
+    } else {
+      HPO_LAUNCH((sweep_pieces<false, false, false>), blocks, block, 0, stream, call);
+    }
   }
   if (call.carries && (call.does(Stage::couple) || call.does(Stage::deliver))) {
     constexpr bool SIMPLE = ENTERING != kMeanExp && !BALANCED;
     const dim3 last(blocks_together<deliver_gradient<ENTERING, SIMPLE>>(swept));
-    HPO_LAUNCH_TOGETHER((deliver_gradient<ENTERING, SIMPLE>), last, dim3(kThreads), 0, stream, call);
+    HPO_LAUNCH_TOGETHER((deliver_gradient<ENTERING, SIMPLE>), last, block, 0, stream, call);
   }
 }
 

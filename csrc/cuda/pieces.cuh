@@ -134,18 +134,18 @@ __device__ __forceinline__ void for_each_unit(const Pieces& pieces, Visit visit)
 // The four neighbouring tokens of each lane; all lanes together take a window.
 constexpr int kWindow = 4 * kWarp;
 
-// Calls `visit(group)` with every lane's group in each window of a tile. Windows are aligned in the pack, with WIDTH 1 in the
-// tile; a lane that has no token of the tile gets a group that has none.
-template <int WIDTH = 4, class Visit>
+// Calls `visit(group)` with every lane's group in each window of a tile. Windows are aligned in the pack; a lane that has no
+// token of the tile gets a group that has none.
+template <class Visit>
 __device__ __forceinline__ void for_each_window(const Unit& tile, bool groupable, Visit visit) {
-  const int before = WIDTH == 4 ? int(tile.begin % 4) : 0, end = before + int(tile.length);
+  const int before = int(tile.begin % 4), end = before + int(tile.length);
 #pragma unroll 1
-  for (int window = 0; window < end; window += WIDTH * kWarp) {
-    const int at = window + lane() * WIDTH, from = max(before - at, 0), to = min(end - at, WIDTH);
+  for (int window = 0; window < end; window += kWindow) {
+    const int at = window + lane() * 4, from = max(before - at, 0), to = min(end - at, 4);
     const unsigned inside = from < to ? (1u << to) - (1u << from) : 0u;
     const bool any = inside != 0;
-    visit(Group<WIDTH>{any ? tile.begin - before + at : tile.begin, any ? from : 0, any ? to : 1, inside,
-                       groupable && inside == (1u << WIDTH) - 1});
+    visit(Group<4>{any ? tile.begin - before + at : tile.begin, any ? from : 0, any ? to : 1, inside,
+                   groupable && inside == 15u});
   }
 }
 

@@ -109,8 +109,8 @@ struct Residual {
 HPO_INLINE Residual gate_residual(const HierarchyLevel& level, int channel, int sign, double u, double n) {
   const double low = level.low[channel][sign], high = level.high[channel][sign];
   if (level.gate == LevelKind::clip) {
-    const double raised = u < low ? low : u, value = raised > high ? high : raised;
-    return {value, double(value == u), int32_t(u > value) - int32_t(u < value)};  // no branches, which nobody could predict
+    const int32_t side = u < low ? -1 : (u > high ? 1 : 0);
+    return {side == 0 ? u : (side < 0 ? low : high), side == 0 ? 1.0 : 0.0, side};
   }
   if (level.gate == LevelKind::rollback) {
     const double size = u < 0.0 ? -u : u, towards = u < 0.0 ? -1.0 : 1.0;

@@ -106,18 +106,16 @@ struct GateColumn {
 };
 
 // segment(k): the sums of the piece's segment at level k, which has tokens. put_slope(k, slope) takes each level's slope.
-// kOnly: there is one level.
-template <bool kMeanExp, bool kOnly = false, class SegmentAt, class PutSlope>
+template <bool kMeanExp, class SegmentAt, class PutSlope>
 HPO_INLINE GateColumn gate_column(const Hierarchy& hierarchy, int channel, int sign, const SegmentAt& segment,
                                   const PutSlope& put_slope) {
-  const int depth = kOnly ? 1 : hierarchy.depth;
   GateColumn column = {};
   LogRatios sums = segment(0);
   double here = aggregate<kMeanExp>(hierarchy.levels[0], sums, channel), z = 0.0, finer_slope = 0.0;
   column.mean = float(here);
-  for (int k = 0; k < depth; ++k) {
+  for (int k = 0; k < hierarchy.depth; ++k) {
     const HierarchyLevel& level = hierarchy.levels[k];
-    const bool top = k + 1 == depth;
+    const bool top = k + 1 == hierarchy.depth;
     const LogRatios coarser = top ? LogRatios{} : segment(k + 1);
     const double above = top ? 0.0 : aggregate<kMeanExp>(hierarchy.levels[k + 1], coarser, channel);
     const Residual gated = gate_residual(level, channel, sign, here - above, double(sums.valid));

@@ -116,7 +116,7 @@ def policy_loss_from_logits(
 
     grad = None
     if logits.requires_grad and torch.is_grad_enabled():
-        grad = rows.logits if inplace_gradient else kernels.new_logits(logits.shape, logits.dtype, logits.device)
+        grad = rows.logits if inplace_gradient else kernels.uninitialised(logits.shape, logits.dtype, logits.device)
     for index, begin, end in _chunks(rows.logits):
         part = _part(rows, index)
         tokens = slice(begin + 1, end + 1)  # that these rows of logits predict

@@ -312,13 +312,13 @@ class Native:
         self._call(self.module.row_counts, cu_seqlens, total_tokens, rows, mask, cu_seqlens, counts)
         return counts
 
-    def new_logits(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for logits or their gradient. On the CPU it asks for large pages: faults on small ones take longer
-        than the kernel."""
-        logits = torch.empty(shape, dtype=dtype, device=device)
-        if logits.nbytes >= _LARGE and not self._on_cuda:
-            self.module.advise_large_pages(logits, logits.nbytes)
-        return logits
+    def uninitialised(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor that a kernel fills. On the CPU it asks for large pages: faults on small ones take longer than the
+        kernel."""
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        if tensor.nbytes >= _LARGE and not self._on_cuda:
+            self.module.advise_large_pages(tensor, tensor.nbytes)
+        return tensor
 
     def token_logprobs(self, rows: LogitRows, kept: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Log-probabilities, entropies where ``kept`` is above 2, and that many statistics ``[kept, T]``: of each row
@@ -343,7 +343,7 @@ class Native:
         """
         logits, call = _logits(rows)
         _, (inner, *strides), *_ = call
-        grad = self.new_logits(logits.shape, logits.dtype, logits.device) if into is None else into
+        grad = self.uninitialised(logits.shape, logits.dtype, logits.device) if into is None else into
         outer_stride, inner_stride = strides if grad is logits else (inner * logits.shape[-1], logits.shape[-1])
         self._call(
             self.module.token_logprobs_backward, logits, *call, statistics, logp_gradient, entropy_gradient, grad,

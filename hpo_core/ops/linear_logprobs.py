@@ -98,9 +98,11 @@ class _Blocks:
         blocks = max(-(-len(weight) // given.columns), 1)
         self.columns = min(-(-len(weight) // (16 * blocks)) * 16, len(weight))  # so that blocks have about one size
         self.weight = (
-            None if weight.dtype is operand else hidden.new_empty(self.columns, weight.shape[1], dtype=operand)
+            None
+            if weight.dtype is operand
+            else functions.uninitialised((self.columns, weight.shape[1]), operand, weight.device)
         )
-        self.logits = functions.new_logits((self.size * self.columns,), torch.float32, hidden.device)
+        self.logits = functions.uninitialised((self.size * self.columns,), torch.float32, hidden.device)
         self.targets = self.padded(given.targets, given.ignore_index)
         self.temperatures = None if given.temperatures is None else self.padded(given.temperatures, 1.0)
 

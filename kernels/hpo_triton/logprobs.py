@@ -22,7 +22,7 @@ from .launch import INTERPRETED, kernel, launch
 from .math import log
 from .segments import load, store
 
-__all__ = ["new_logits", "token_logprobs", "token_logprobs_backward"]
+__all__ = ["token_logprobs", "token_logprobs_backward", "uninitialised"]
 
 # A step covers CHUNKS chunks of a row, each with 8 elements per thread: two 128-bit loads of float32, one of 16-bit
 # numbers. 4 warps hold a step in 96 registers on sm_90 (at most 128 elsewhere), so that 16 to 20 warps share a
@@ -431,7 +431,7 @@ def token_logprobs_backward(
     ``into`` the logits, whose rows then lie at two strides at most, or into a contiguous tensor; None: a new one."""
     logits, layout = rows.at_two_strides()
     inner, *strides = layout
-    grad = new_logits(logits.shape, logits.dtype, logits.device) if into is None else into
+    grad = uninitialised(logits.shape, logits.dtype, logits.device) if into is None else into
     if grad is not logits:
         strides = [inner * logits.shape[-1], logits.shape[-1]]
     launch(
@@ -445,8 +445,8 @@ def token_logprobs_backward(
 # ------------------------------------------------------------------------------------------------------------- host
 
 
-def new_logits(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory for logits or their gradient."""
+def uninitialised(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor that a kernel fills."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 

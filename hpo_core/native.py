@@ -71,6 +71,7 @@ class Native:
         self.module = module
         self._on_cuda = on_cuda
         self._scratch = _Scratch()
+        self._widen = getattr(module, "widen", None)  # the CPU's, whose products multiply float32 only
         # empty_like is the quickest way to a tensor; these are its patterns on the CPU, whatever the defaults are when
         # a process calls for the first time.
         self._loss = torch.empty((), dtype=torch.float32, device="cpu")
@@ -319,6 +320,13 @@ class Native:
         if tensor.nbytes >= _LARGE and not self._on_cuda:
             self.module.advise_large_pages(tensor, tensor.nbytes)
         return tensor
+
+    def widen(self, block: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        """The ``block`` in the float32 numbers of ``into``, which is contiguous and whose old numbers were read."""
+        if self._widen is None or block.dtype is not torch.bfloat16 or not block.is_contiguous():
+            return into.copy_(block)
+        self._call(self._widen, block, block, into, block.numel())
+        return into
 
     def token_logprobs(self, rows: LogitRows, kept: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Log-probabilities, entropies where ``kept`` is above 2, and that many statistics ``[kept, T]``: of each row

@@ -8,6 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 import hpo_core as hpo
+from hpo_core.backends import resolve
 from hpo_core.ops import linear_logprobs as ops
 from hpo_core.testing.timing import extra_bytes
 
@@ -125,6 +126,19 @@ def test_operands_of_different_types(backend):
         for mine, true in zip(got, expected, strict=True):
             assert torch.allclose(mine.float(), true.float(), 1e-2, 1e-3)
         assert torch.allclose(got[0], expected[0], 1e-6, 1e-6)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 5])
+def test_widened_weights_are_exact(offset):
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    memory = torch.full((len(every) + offset + 1,), 7.0)
+    into = memory[offset:-1]
+    widened = resolve("logprobs", every, "cpu").widen(every, into)
+    assert widened.data_ptr() == into.data_ptr()
+    assert torch.equal(into.view(torch.int32), every.view(torch.int16).int() << 16)
+    assert (torch.cat([memory[:offset], memory[-1:]]) == 7.0).all()
+    columns = torch.arange(6.0).bfloat16().view(2, 3).t()
+    assert torch.equal(resolve("logprobs", columns, "cpu").widen(columns, torch.empty(3, 2)), columns.float())
 
 
 @backends

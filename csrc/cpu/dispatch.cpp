@@ -39,6 +39,7 @@ struct Kernels {
   decltype(&hpo::generic::row_counts) row_counts;
   decltype(&hpo::generic::token_logprobs) token_logprobs;
   decltype(&hpo::generic::token_logprobs_backward) token_logprobs_backward;
+  decltype(&hpo::generic::widen) widen;
 };
 
 #define HPO_KERNELS(isa, description, supported) \
@@ -63,7 +64,8 @@ struct Kernels {
    hpo::isa::select,                             \
    hpo::isa::row_counts,                         \
    hpo::isa::token_logprobs,                     \
-   hpo::isa::token_logprobs_backward}
+   hpo::isa::token_logprobs_backward,            \
+   hpo::isa::widen}
 
 // A child process after fork() has no OpenMP threads, and libgomp would wait for those of the parent for ever. Results do not
 // depend on the number of threads, so the child uses one.
@@ -204,6 +206,10 @@ int hpo_token_logprobs(const hpo::LogprobsArgs* args, int64_t context) {
 
 int hpo_token_logprobs_backward(const hpo::LogprobsBackwardArgs* args, int64_t context) {
   return run(context, [&](const Kernels& kernels, int threads) { kernels.token_logprobs_backward(*args, threads); });
+}
+
+int hpo_widen(const uint16_t* from, float* to, int64_t count, int64_t context) {
+  return run(context, [&](const Kernels& kernels, int threads) { kernels.widen(from, to, count, threads); });
 }
 
 const char* hpo_error(int status) { return status == kNoKernels ? choice().error.c_str() : "no error"; }

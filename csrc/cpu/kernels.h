@@ -25,4 +25,8 @@
   void row_counts(const RowCountsArgs& args, int threads);                                                               \
   void token_logprobs(const LogprobsArgs& args, int threads);                                                            \
   void token_logprobs_backward(const LogprobsBackwardArgs& args, int threads);                                           \
+  void widen(const uint16_t* from, float* to, int64_t count, int threads);                                               \
   }
+
+// bfloat16 as float32; the CPU alone has it, because its products multiply float32 only.
+extern "C" int hpo_widen(const uint16_t* from, float* to, int64_t count, int64_t context);

@@ -84,7 +84,7 @@ class _Blocks:
 
     def __init__(self, given: LinearRows, counting: torch.Tensor, functions: Any) -> None:
         self.given = given
-        self.size = given.chunk
+        self.size, self.widen = given.chunk, functions.widen
         hidden, weight = given.hidden, given.weight
         everywhere = torch.arange(len(hidden), device=hidden.device)
         self.rows = counting.nonzero()[:, 0] if _is_readable(hidden) else everywhere
@@ -147,7 +147,7 @@ class _Blocks:
         for begin in range(0, len(weight), max(self.columns, 1)):
             columns = slice(begin, min(begin + self.columns, len(weight)))
             block = weight[columns]
-            yield columns, block if self.weight is None else self.weight[: len(block)].copy_(block)
+            yield columns, block if self.weight is None else self.widen(block, self.weight[: len(block)])
 
     def of_rows(self, columns: slice, weight: torch.Tensor) -> Iterator[tuple[int, LogitRows, torch.Tensor]]:
         """The number, the logits and the hidden states of each chunk; the next chunk may reuse the memory of both."""

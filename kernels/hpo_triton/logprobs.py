@@ -22,7 +22,7 @@ from .launch import INTERPRETED, kernel, launch
 from .math import log
 from .segments import load, store
 
-__all__ = ["token_logprobs", "token_logprobs_backward", "uninitialised"]
+__all__ = ["token_logprobs", "token_logprobs_backward", "uninitialised", "widen"]
 
 # A step covers CHUNKS chunks of a row, each with 8 elements per thread: two 128-bit loads of float32, one of 16-bit
 # numbers. 4 warps hold a step in 96 registers on sm_90 (at most 128 elsewhere), so that 16 to 20 warps share a
@@ -448,6 +448,11 @@ def token_logprobs_backward(
 def uninitialised(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor that a kernel fills."""
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+def widen(block: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """The ``block`` in the numbers of ``into``."""
+    return into.copy_(block)
 
 
 def _numbers(rows: LogitRows, layout: tuple[int, int, int]) -> tuple[int | float, ...]:

@@ -66,7 +66,9 @@ def case(
     hidden, weight, targets, of_logp, of_entropy = data(dtype, tokens, vocabulary, width)
     leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-    peer_tolerance = 1e-4 if dtype == torch.float32 else 5e-2  # verl and Liger round entropies to the operands' type
+    # verl's gradient at 151,936 words is off by 1.3e-4; with 16 bits verl and Liger round entropies to the operands'
+    # type.
+    peer_tolerance = 2e-4 if dtype == torch.float32 else 5e-2
 
     def forward(function: Callable[..., Any]) -> Tensors:
         with torch.no_grad():

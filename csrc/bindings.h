@@ -154,14 +154,14 @@ struct Outputs {
 
 // `inputs` is a PolicyLossInputs of hpo_core/specs.py; a test compares the order.
 constexpr const char* kInputs[] = {
-    "logp",         "old_logp",  "advantages",     "weights",          "cu_seqlens",      "mask",
-    "ref_logp",     "entropy",   "score",          "threshold",        "token_mask",      "token_weight",
-    "low",          "high",      "row_trajectory", "trajectory_start", "trajectory_rows", "advantage_per_token",
-    "piece_begin",  "piece_end", "piece_row",      "ancestors",        "target",          "target_per_token",
+    "logp",         "old_logp", "advantages",     "weights",          "cu_seqlens",      "mask",
+    "ref_logp",     "entropy",  "score",          "threshold",        "token_mask",      "token_weight",
+    "low",          "high",     "row_trajectory", "trajectory_start", "trajectory_rows", "advantage_per_token",
+    "leaf_begin",   "leaf_end", "leaf_row",       "ancestors",        "target",          "target_per_token",
     "penalty_mask",
 };
 constexpr size_t kOffsets = 4;
-constexpr size_t kPieces = 18;  // of piece_begin, which the other three follow
+constexpr size_t kLeaves = 18;  // of leaf_begin, which the other three follow
 
 inline Offsets offsets_of(const py::tuple& inputs, int64_t rows) {
   if (inputs.size() != std::size(kInputs)) throw std::invalid_argument("inputs: expected a PolicyLossInputs");
@@ -196,7 +196,7 @@ inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& i
   args.trajectory_start = pointer<const int64_t>(take());
   args.trajectory_rows = pointer<const int64_t>(take());
   args.advantage_per_token = inputs[next++].cast<bool>();
-  next += 4;  // the pieces, see add_pieces
+  next += 4;  // the leaves, see add_leaves
   args.target = pointer<const float>(take());
   args.target_per_token = inputs[next++].cast<bool>();
   args.penalty_mask = pointer<const uint8_t>(take());
@@ -208,12 +208,12 @@ inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& i
   return args;
 }
 
-inline void add_pieces(Hierarchy& hierarchy, int64_t pieces, const py::tuple& inputs) {
-  hierarchy.pieces = pieces;
-  hierarchy.piece_begin = pointer<const int64_t>(address_of(inputs[kPieces], kInputs[kPieces]));
-  hierarchy.piece_end = pointer<const int64_t>(address_of(inputs[kPieces + 1], kInputs[kPieces + 1]));
-  hierarchy.piece_row = pointer<const int64_t>(address_of(inputs[kPieces + 2], kInputs[kPieces + 2]));
-  hierarchy.ancestors = pointer<const int64_t>(address_of(inputs[kPieces + 3], kInputs[kPieces + 3]));
+inline void add_leaves(Hierarchy& hierarchy, int64_t leaves, const py::tuple& inputs) {
+  hierarchy.leaves = leaves;
+  hierarchy.leaf_begin = pointer<const int64_t>(address_of(inputs[kLeaves], kInputs[kLeaves]));
+  hierarchy.leaf_end = pointer<const int64_t>(address_of(inputs[kLeaves + 1], kInputs[kLeaves + 1]));
+  hierarchy.leaf_row = pointer<const int64_t>(address_of(inputs[kLeaves + 2], kInputs[kLeaves + 2]));
+  hierarchy.ancestors = pointer<const int64_t>(address_of(inputs[kLeaves + 3], kInputs[kLeaves + 3]));
 }
 
 inline void copy_pair(double (&to)[2], const py::tuple& pair) {
@@ -313,21 +313,21 @@ inline void bind(py::module_& m) {
 
   py::class_<Hierarchy>(m, "Hierarchy", py::module_local()).def(py::init(&make_hierarchy));
   m.def("hierarchy_workspace", &hpo_hierarchy_workspace);
-  m.def("hierarchy", [](const PolicyLossSpec& spec, const Hierarchy& levels, int64_t tokens, int64_t rows, int64_t pieces,
+  m.def("hierarchy", [](const PolicyLossSpec& spec, const Hierarchy& levels, int64_t tokens, int64_t rows, int64_t leaves,
                         const py::tuple& inputs, Address loss, Address metrics, Address grad, Address token_loss,
-                        Address workspace, int stage, Address sums, Address largest, Address arriving, int64_t context) {
+                        Address workspace, int stage, Address sums, Address largest, Address aggregate_grad, int64_t context) {
     const Offsets offsets = offsets_of(inputs, rows);
     const PolicyLossArgs args = make_args(tokens, rows, inputs, offsets, {loss, metrics, grad, token_loss, workspace});
     Hierarchy hierarchy = levels;
-    add_pieces(hierarchy, pieces, inputs);
+    add_leaves(hierarchy, leaves, inputs);
     hierarchy.stage = Stage(stage);
-    hierarchy.tables = {pointer<int64_t>(sums), pointer<int64_t>(largest), pointer<int64_t>(arriving)};
+    hierarchy.tables = {pointer<int64_t>(sums), pointer<int64_t>(largest), pointer<int64_t>(aggregate_grad)};
     run([&] { return hpo_hierarchy(&args, &spec.structure, &spec.numbers, &hierarchy, context); });
   });
 
   m.def("correction_workspace", &hpo_correction_workspace);
   m.def("correction", [](int statistic, int reduction, int action, bool of_segments, bool strict, const py::tuple& low,
-                         const py::tuple& high, int64_t tokens, int64_t rows, int64_t pieces, const py::tuple& inputs,
+                         const py::tuple& high, int64_t tokens, int64_t rows, int64_t leaves, const py::tuple& inputs,
                          Address factor, Address workspace, int stage, Address segments, int64_t context) {
     Outputs outputs{};
     outputs.workspace = workspace;
@@ -337,7 +337,7 @@ inline void bind(py::module_& m) {
     hierarchy.depth = of_segments;
     hierarchy.stage = Stage(stage);
     hierarchy.tables.sums = pointer<int64_t>(segments);
-    add_pieces(hierarchy, pieces, inputs);
+    add_leaves(hierarchy, leaves, inputs);
     Correction correction{Statistic(statistic), Reduction(reduction), Action(action), strict, {}, {}, pointer<float>(factor)};
     copy_pair(correction.low, low);
     copy_pair(correction.high, high);

@@ -25,7 +25,7 @@ import torch.distributed
 
 from . import ops
 from .batch import PackedBatch, renumber, row_counts
-from .checks import check, check_device, check_dtype, check_shape, check_type, examines
+from .checks import check, check_device, check_dtype, check_shape, examines, require_type
 
 __all__ = ["fixed_length", "prompt_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_mean"]
 
@@ -220,10 +220,12 @@ def _scale(
             own.device,
             total.device,
         )
-        check_type(not total.is_complex() and total.dtype != torch.bool, "total: expected a count, got {}", total.dtype)
+        require_type(
+            not total.is_complex() and total.dtype != torch.bool, "total: expected a count, got {}", total.dtype
+        )
         own = total.to(own.device)
     elif total is not None:  # new_full fills the number in; a copy from the host would synchronise
-        check_type(isinstance(total, _NUMBERS), "total: expected a number or a 0-dim tensor, got {!r}", total)
+        require_type(isinstance(total, _NUMBERS), "total: expected a number or a 0-dim tensor, got {!r}", total)
         check(0 <= total < math.inf, "total: expected a count >= 0, got {}", total)
         own = own.new_full((), total, dtype=torch.float64)
     count = own.to(torch.float64)  # float64 keeps counts beyond 2^24 tokens exact until the one division

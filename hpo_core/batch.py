@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from . import ops
-from .checks import check, check_device, check_dtype, check_real, check_shape, check_type, examined, examines
+from .checks import check, check_device, check_dtype, check_real, check_shape, examined, examines, require_type
 from .specs import Unit
 
 __all__ = ["MicroBatch", "PackedBatch"]
@@ -110,7 +110,7 @@ class PackedBatch:
         for name, tensor in {"cu_seqlens": cu_seqlens, "mask": mask, **steps_or_ids}.items():
             if tensor is None and name != "cu_seqlens":
                 continue
-            check_type(isinstance(tensor, torch.Tensor), "{}: expected a tensor, got {}", name, type(tensor))
+            require_type(isinstance(tensor, torch.Tensor), "{}: expected a tensor, got {}", name, type(tensor))
             assert tensor is not None
             if name != "mask" and tensor.numel() > 0:  # torch.tensor([]), on a rank without rows, holds floats
                 check_dtype(name, tensor, _INTEGERS, "offsets and ids are integers: use .to(torch.int64)")
@@ -133,7 +133,7 @@ class PackedBatch:
                 "offsets; pass total_tokens",
             )
             total_tokens = mask.numel() if mask is not None else int(cu_seqlens[-1])
-        check_type(
+        require_type(
             isinstance(total_tokens, (int, torch.SymInt)), "total_tokens: expected an int, got {!r}", total_tokens
         )
         check(total_tokens >= 0, "total_tokens: expected a count >= 0, got {}", total_tokens)
@@ -189,7 +189,7 @@ class PackedBatch:
         >>> PackedBatch.from_padded(torch.tensor([[1, 1, 0], [1, 0, 0]]))
         PackedBatch(rows=2, tokens=6, padded=(2, 3), mask)
         """
-        check_type(isinstance(mask, torch.Tensor), "mask: expected a tensor [B, L], got {}", type(mask))
+        require_type(isinstance(mask, torch.Tensor), "mask: expected a tensor [B, L], got {}", type(mask))
         check(mask.dim() == 2, "mask: expected a padded mask [B, L], got shape {}", list(mask.shape))
         batch, length = mask.shape
         offsets = torch.arange(batch + 1, dtype=torch.int64, device=mask.device) * length
@@ -241,7 +241,7 @@ class PackedBatch:
         ``static``: ``make`` reads sizes on the host, which is impossible during a capture, and does not depend on the
         mask; a capture takes the result of an earlier call.
         """
-        if not self._is_plain or ops.watched(self.cu_seqlens):
+        if not self._is_plain or ops.is_traced(self.cu_seqlens):
             return make(self, *arguments)
         capturing = _is_capturing(self.cu_seqlens)
         if capturing and not static:
@@ -372,7 +372,9 @@ class PackedBatch:
         check(ids is not None, "advantage_level: {!r} needs {}_ids in the batch", level, level)
         assert ids is not None
         check(values.dim() == 1, "{}: expected one per {}, got shape {}", name, level, list(values.shape))
-        check_type(values.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, values.dtype)
+        require_type(
+            values.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, values.dtype
+        )
         # An id without a value gets NaN: the loss leaves its tokens out and counts them in metrics.bad_advantages.
         known = torch.nn.functional.pad(values, (0, 1), value=torch.nan)
         return False, known[ids.clamp(-1, values.numel())]
@@ -694,16 +696,16 @@ def row_counts(batch: PackedBatch) -> torch.Tensor:
 
 
 class Hierarchy(NamedTuple):
-    """P pieces: the steps if a level is finer than rows, else the rows."""
+    """P leaves: the steps if a level is finer than rows, else the rows."""
 
     begin: torch.Tensor  # [P] int64
     end: torch.Tensor  # [P] int64
-    row: torch.Tensor  # [P] int64, the row of each piece
-    ancestors: torch.Tensor  # [levels, P] int64 in [0, P): the first piece of the segment of each piece at every level
+    row: torch.Tensor  # [P] int64, the row of each leaf
+    ancestors: torch.Tensor  # [levels, P] int64 in [0, P): the first leaf of the segment of each leaf at every level
 
 
 def _hierarchy(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
-    # Kernels check pieces and read them again later; copies cannot be refilled in between.
+    # Kernels check leaves and read them again later; copies cannot be refilled in between.
     if Unit.STEP in units and batch.rows > 0:  # without rows every step is empty
         begin, end = (offsets.clone() for offsets in batch._step_ranges())
         row = torch.searchsorted(batch.cu_seqlens[1:].contiguous(), begin, right=True).clamp(max=max(batch.rows - 1, 0))
@@ -719,12 +721,12 @@ def _hierarchy(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
             assert ids is not None
             # A negative id means none: the trajectory is then a segment of its own.
             segments[unit] = torch.where(ids < 0, -1 - trajectory, ids)
-    piece = torch.arange(begin.numel(), device=batch.device)
-    step = piece
+    leaf = torch.arange(begin.numel(), device=batch.device)
+    step = leaf
     if batch.step_ids is not None and Unit.STEP in units and batch.rows > 0:
-        step = _first_of_each(torch.where(batch.step_ids < 0, -1 - piece, batch.step_ids))
+        step = _first_of_each(torch.where(batch.step_ids < 0, -1 - leaf, batch.step_ids))
     ancestors = [step if unit is Unit.STEP else _first_of_each(segments[unit][row]) for unit in units]
-    return Hierarchy(begin, end, row, torch.stack(ancestors) if units else piece.new_empty((0, piece.numel())))
+    return Hierarchy(begin, end, row, torch.stack(ancestors) if units else leaf.new_empty((0, leaf.numel())))
 
 
 def _first_of_each(ids: torch.Tensor) -> torch.Tensor:
@@ -771,7 +773,7 @@ def _as_indices(name: str, values: torch.Tensor | Sequence[int]) -> torch.Tensor
 
 def _as_bool(mask: torch.Tensor) -> torch.Tensor:
     if mask.dtype != torch.bool:
-        check_type(
+        require_type(
             mask.numel() == 0 or not (mask.is_floating_point() or mask.is_complex()),
             "mask: expected bool or integers 0 and 1, got {}; use mask.bool() if 1.0 marks tokens that count, "
             "mask == 0 if it is additive (0 and -inf)",

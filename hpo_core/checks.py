@@ -23,12 +23,12 @@ __all__ = [
     "check_rows",
     "check_shape",
     "check_tokens",
-    "check_type",
     "check_units",
     "checked_constant",
     "examined",
     "examines",
     "has_tangent",
+    "require_type",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -55,7 +55,7 @@ def check(condition: bool, message: str, *values: object) -> None:
         raise ValueError(message.format(*map(_shown, values)))
 
 
-def check_type(condition: bool, message: str, *values: object) -> None:
+def require_type(condition: bool, message: str, *values: object) -> None:
     """Raise ``TypeError`` unless ``condition``."""
     if not condition:
         raise TypeError(message.format(*map(_shown, values)))
@@ -270,14 +270,14 @@ def check_numbers(name: str, *values: Any) -> None:
     """Check that each value is a number, or a pair of numbers."""
     for value in values:
         each = value if isinstance(value, tuple) else (value,)
-        check_type(all(_is_number("float", one) for one in each), "{}: expected numbers, got {!r}", name, value)
+        require_type(all(_is_number("float", one) for one in each), "{}: expected numbers, got {!r}", name, value)
 
 
 def _examined_pair(is_optional: bool, name: str, value: Any) -> Any:
     if is_optional and value is None:
         return value
     is_pair = isinstance(value, tuple | list) and len(value) == 2
-    check_type(is_pair, "{}: expected a pair of numbers, got {!r}", name, value)
+    require_type(is_pair, "{}: expected a pair of numbers, got {!r}", name, value)
     return tuple(_examined_number("float", False, f"{name}[{at}]", each) for at, each in enumerate(value))
 
 
@@ -308,7 +308,7 @@ def _examined_self(name: str, value: Any) -> Any:
 def _examined_integers(name: str, value: Any) -> Any:
     is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
     if is_sequence or not isinstance(value, Tensor):
-        check_type(is_sequence, "{}: expected a tensor or a sequence of integers, got {}", name, type(value))
+        require_type(is_sequence, "{}: expected a tensor or a sequence of integers, got {}", name, type(value))
         return value
     value = examined(name, value)
     check(not value.is_meta or _is_traced(), "{}: expected integers that can be read, got a tensor on meta", name)
@@ -317,7 +317,7 @@ def _examined_integers(name: str, value: Any) -> Any:
 
 def _examined_sequence(name: str, value: Any) -> Any:
     is_one = isinstance(value, Sequence) and not isinstance(value, str)
-    check_type(is_one, "{}: expected a sequence, got {}", name, type(value))
+    require_type(is_one, "{}: expected a sequence, got {}", name, type(value))
     return [
         _examined_parts(f"{name}[{at}]", each) if isinstance(each, tuple) else examined(f"{name}[{at}]", each)
         for at, each in enumerate(value)
@@ -329,14 +329,14 @@ def _examined_sequence(name: str, value: Any) -> Any:
 
 def _examined_instance(function: Any, kind: str, name: str, value: Any) -> Any:
     got = value if inspect.isroutine(value) else type(value)
-    check_type(isinstance(value, function.__globals__[kind]), "{}: expected a {}, got {}", name, kind, got)
+    require_type(isinstance(value, function.__globals__[kind]), "{}: expected a {}, got {}", name, kind, got)
     return _examined_fields(name, value) if isinstance(value, tuple) else value
 
 
 def _examined_batch(function: Any, is_optional: bool, name: str, value: Any) -> Any:
     if isinstance(value, function.__globals__["PackedBatch"]) or (is_optional and value is None):
         return value
-    check_type(isinstance(value, Tensor), "{}: expected a PackedBatch or a mask [B, L], got {}", name, type(value))
+    require_type(isinstance(value, Tensor), "{}: expected a PackedBatch or a mask [B, L], got {}", name, type(value))
     return examined(name, value)
 
 
@@ -346,19 +346,19 @@ def check_units(**given: torch.Tensor | None) -> None:
     ``..._ids`` are integers, ``..._mask`` and ``is_...`` bools, everything else floating point.
     """
     (first_name, first), *_ = given.items()
-    check_type(isinstance(first, torch.Tensor), "{}: expected a tensor [U], got {}", first_name, type(first))
+    require_type(isinstance(first, torch.Tensor), "{}: expected a tensor [U], got {}", first_name, type(first))
     assert first is not None
     check(first.dim() == 1, "{}: expected shape [U] (one per unit), got {}", first_name, list(first.shape))
     for name, tensor in given.items():
         if tensor is None:
             continue
-        check_type(isinstance(tensor, torch.Tensor), "{}: expected a tensor [U], got {}", name, type(tensor))
+        require_type(isinstance(tensor, torch.Tensor), "{}: expected a tensor [U], got {}", name, type(tensor))
         if name.endswith("ids"):
             check_dtype(name, tensor, (torch.int32, torch.int64), "renumber or hash them to int64 first")
         elif name.endswith("mask") or name.startswith("is_"):
             check_dtype(name, tensor, (torch.bool,), f"use {name}.bool()")
         else:
-            check_type(
+            require_type(
                 tensor.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, tensor.dtype
             )
         check_shape(name, tensor, first.shape, f"[U] (that of {first_name})")

@@ -10,7 +10,7 @@ from .backends import is_reference, resolve
 from .batch import PackedBatch
 from .gates import Channel, Correction, RatioGate
 from .metrics import Metrics, empty_metrics, observed
-from .spanning import reduce_over_ranks
+from .segment_exchange import reduce_over_ranks
 from .specs import PolicyLossInputs
 
 __all__ = ["corrected"]
@@ -67,8 +67,8 @@ def _read(
     hierarchy = batch.hierarchy(() if correction.unit is None else (correction.unit,))
     return PolicyLossInputs(
         first.contiguous(), second.contiguous(), inputs.advantages, inputs.weights, inputs.cu_seqlens, inputs.mask,
-        token_weight=inputs.token_weight, advantage_per_token=inputs.advantage_per_token, piece_begin=hierarchy.begin,
-        piece_end=hierarchy.end, piece_row=hierarchy.row, ancestors=hierarchy.ancestors,
+        token_weight=inputs.token_weight, advantage_per_token=inputs.advantage_per_token, leaf_begin=hierarchy.begin,
+        leaf_end=hierarchy.end, leaf_row=hierarchy.row, ancestors=hierarchy.ancestors,
     )  # fmt: skip
 
 

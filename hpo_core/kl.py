@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .checks import check, check_type, examines
+from .checks import check, examines, require_type
 from .specs import KLEstimator, KLGradient
 
 __all__ = ["KLPenalty", "k1", "k2", "k3"]
@@ -34,7 +34,7 @@ class KLPenalty:
 
 def _penalty(estimator: KLEstimator, beta: float, gradient: str) -> KLPenalty:
     check(math.isfinite(beta), "beta: expected a finite number, got {}", beta)
-    check_type(isinstance(gradient, str), "gradient: expected one of {}, got {!r}", ", ".join(_GRADIENTS), gradient)
+    require_type(isinstance(gradient, str), "gradient: expected one of {}, got {!r}", ", ".join(_GRADIENTS), gradient)
     check(gradient in _GRADIENTS, "gradient: expected one of {}, got {!r}", ", ".join(_GRADIENTS), gradient)
     return KLPenalty(estimator, float(beta), _GRADIENTS[gradient])
 

@@ -21,7 +21,7 @@ import torch.distributed
 from .batch import PackedBatch
 from .checks import check
 from .metrics import fold, gathered, of_log_ratios, ratio
-from .spanning import Beyond
+from .segment_exchange import SegmentExchange
 from .specs import Aggregate, LevelKind, LevelSpec, PolicyLossInputs, PolicyLossSpec, Unit
 
 __all__ = ["REGIONS", "LevelMetrics", "observed_levels", "slots"]
@@ -160,7 +160,7 @@ class LevelMetrics:
 
 
 def observed_levels(
-    inputs: PolicyLossInputs, spec: PolicyLossSpec, exchange: Beyond, tokens: torch.Tensor
+    inputs: PolicyLossInputs, spec: PolicyLossSpec, exchange: SegmentExchange, tokens: torch.Tensor
 ) -> LevelMetrics:
     """The metrics of the call whose sums ``exchange`` has seen; ``tokens``: the number of its valid tokens, 0-dim.
 
@@ -208,33 +208,33 @@ def observed_levels(
 
 
 def _tokens_by_sign(inputs: PolicyLossInputs, batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor:
-    """``[P, 2]``: the number of unmasked tokens of each piece, with an advantage >= 0 and < 0."""
-    counts: torch.Tensor = batch.once(_tokens_of_pieces, units)
+    """``[P, 2]``: the number of unmasked tokens of each leaf, with an advantage >= 0 and < 0."""
+    counts: torch.Tensor = batch.once(_tokens_of_leaves, units)
     below = inputs.advantages.flatten() < 0
     if inputs.advantage_per_token:
-        negative = _marked_in_pieces(below if batch.mask is None else below & batch.mask, batch, units)
+        negative = _marked_in_leaves(below if batch.mask is None else below & batch.mask, batch, units)
     else:
         of_row = torch.nn.functional.pad(below, (0, 1))  # a batch without rows may have steps, which are empty
         negative = counts * of_row[batch.hierarchy(units).row]
     return torch.stack((counts - negative, negative), 1)
 
 
-def _tokens_of_pieces(batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor:
+def _tokens_of_leaves(batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor:
     every = torch.ones(batch.total_tokens, dtype=torch.bool, device=batch.device) if batch.mask is None else batch.mask
-    return _marked_in_pieces(every, batch, units)
+    return _marked_in_leaves(every, batch, units)
 
 
-def _marked_in_pieces(marked: torch.Tensor, batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor:
-    """``[P]``: the number of tokens of each piece that are marked in ``[T]``."""
+def _marked_in_leaves(marked: torch.Tensor, batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor:
+    """``[P]``: the number of tokens of each leaf that are marked in ``[T]``."""
     hierarchy = batch.hierarchy(units)
     before = torch.nn.functional.pad(marked.cumsum(0), (1, 0))
     begin, end = (offsets.clamp(0, marked.numel()) for offsets in (hierarchy.begin, hierarchy.end))
     return (before[end] - before[begin]).clamp(min=0)
 
 
-def _of_segments(of_piece: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
-    """``[levels, P, n]``: the sums of integers ``[P, n]`` over the pieces of each segment."""
-    of_levels = of_piece.expand(*ancestors.shape, -1)
+def _of_segments(of_leaf: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
+    """``[levels, P, n]``: the sums of integers ``[P, n]`` over the leaves of each segment."""
+    of_levels = of_leaf.expand(*ancestors.shape, -1)
     return torch.zeros_like(of_levels).scatter_add_(1, ancestors[..., None].expand_as(of_levels), of_levels)
 
 

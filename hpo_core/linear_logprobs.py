@@ -8,7 +8,7 @@ import torch
 
 from . import ops
 from .backends import is_reference
-from .checks import check, check_device, check_dtype, check_shape, check_type, examines
+from .checks import check, check_device, check_dtype, check_shape, examines, require_type
 from .logprobs import TokenLogprobs
 from .ops.linear_logprobs import LinearRows
 from .reference.linear_logprobs import linear_token_logprobs as definition
@@ -96,7 +96,7 @@ def linear_token_logprobs(
         check_dtype("bias", bias, types, "use bias.float()")
         check_shape("bias", bias, weight.shape[:1], "[V] (one number for each row of weight)")
         check_device("bias", bias, hidden.device, "hidden")
-    check_type(
+    require_type(
         isinstance(ignore_index, int) and not isinstance(ignore_index, bool),
         "ignore_index: expected an integer, got {!r}",
         ignore_index,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .backends import is_reference
-from .checks import check, check_device, check_dtype, check_shape, check_type, examined, examines
+from .checks import check, check_device, check_dtype, check_shape, examined, examines, require_type
 from .logprobs import TokenLogprobs
 from .ops.logprob_states import LogprobState, finished, folded, inverse_of, mapped
 from .ops.logprob_states import part as part_of
@@ -200,12 +200,12 @@ def _checked_rows(
 
 def _checked_sequence(states: Sequence[LogprobState]) -> Sequence[LogprobState]:
     is_one = isinstance(states, list | tuple) and not isinstance(states, LogprobState) and len(states) > 0
-    check_type(is_one, "states: expected a list of at least one LogprobState, got {}", type(states))
+    require_type(is_one, "states: expected a list of at least one LogprobState, got {}", type(states))
     return states
 
 
 def _checked_state(name: str, state: LogprobState) -> LogprobState:
-    check_type(isinstance(state, LogprobState), "{}: expected a LogprobState, got {}", name, type(state))
+    require_type(isinstance(state, LogprobState), "{}: expected a LogprobState, got {}", name, type(state))
     fields: dict[str, Any] = {}
     for field, tensor in state._asdict().items():
         whole = f"{name}.{field}"

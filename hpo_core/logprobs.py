@@ -9,8 +9,8 @@ import torch
 from . import ops
 from .backends import is_reference
 from .batch import PackedBatch
-from .checks import check, check_device, check_dtype, check_shape, check_type, examines
-from .ops import watched
+from .checks import check, check_device, check_dtype, check_shape, examines, require_type
+from .ops import is_traced
 from .reference.logprobs import token_logprobs as definition
 from .specs import LogitRows
 from .support import LOGITS, TEMPERATURE, among_ids, check_logits, check_of_rows
@@ -299,7 +299,7 @@ def _check_operands(
         "logits: expected a contiguous last dimension, got a stride of {}; use logits.contiguous()",
         logits.stride(-1),
     )
-    check_type(
+    require_type(
         isinstance(ignore_index, int) and not isinstance(ignore_index, bool),
         "ignore_index: expected an integer, got {!r}",
         ignore_index,
@@ -329,7 +329,7 @@ def _predictions(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor | None]
     row, first = batch.row_of_token(), batch.is_first_token()
     counts = row >= 0 if batch.mask is None else (row >= 0) & batch.mask
     unpredicted = counts & first
-    if not first.is_cpu or watched(first):  # reading it would synchronise
+    if not first.is_cpu or is_traced(first):  # reading it would synchronise
         check(batch.mask is not None or batch.rows == 0 or batch.total_tokens == 0, _FIRST, "0, as all others do")
         return counts & ~first, unpredicted
     check(not unpredicted.any(), _FIRST, row[unpredicted][:1].tolist())
@@ -341,7 +341,7 @@ def _checked_ids(ids: torch.Tensor, targets: torch.Tensor, unread: torch.Tensor,
     check(ids.dim() > 0 and ids.shape[-1] > 0, "support_ids: expected shape [..., K], K > 0, got {}", list(ids.shape))
     check_shape("support_ids", ids, (*targets.shape, ids.shape[-1]), "[..., K] (that of targets, and K)")
     check_device("support_ids", ids, targets.device, "targets")
-    if ids.is_cpu and not watched(ids):
+    if ids.is_cpu and not is_traced(ids):
         wrong = ((ids < -1) | (ids >= vocabulary)) & ~unread[..., None]
         expected = "ids from 0 to {}, or -1 for no token, got {}"
         check(not wrong.any(), f"support_ids: expected {expected}", vocabulary - 1, ids[wrong][:1].tolist())
@@ -357,7 +357,7 @@ def _of_ids(rows: LogitRows, ids: torch.Tensor) -> LogitRows:
 def _check_in_place(rows: LogitRows, reference: bool, ids: torch.Tensor | None, is_same: bool) -> None:
     """That the logits are memory which the backward may write over, where there is to be one."""
     logits = rows.logits
-    if not logits.requires_grad or not torch.is_grad_enabled() or watched(logits):  # the operator refuses who watches
+    if not logits.requires_grad or not torch.is_grad_enabled() or is_traced(logits):  # the operator refuses who watches
         return
     fix = "leave inplace_gradient=False"
     check(not reference, f"inplace_gradient: the reference has a graph of its own; {fix}")

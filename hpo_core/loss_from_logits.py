@@ -102,7 +102,7 @@ def policy_loss_from_logits(
         loss, metrics, *_ = policy_loss(logp, old_logp, advantages, batch, gate, **options)
         return PolicyLossFromLogits(loss, metrics, logp.detach(), entropy.detach())
     check(
-        not ops.watched(logits),
+        not ops.is_traced(logits),
         "logits: expected an eager call, got one in torch.compile, a dispatch mode or torch.func; call token_logprobs "
         "and policy_loss there",
     )
@@ -197,10 +197,10 @@ def _of_tokens(inputs: PolicyLossInputs, begin: int, end: int) -> PolicyLossInpu
     if inputs.target_per_token:
         chosen["target"] = cut(inputs.target)
     offsets = inputs.cu_seqlens.clamp(begin, end) - begin
-    if inputs.piece_begin is not None:
-        pieces = PackedBatch(offsets, total_tokens=end - begin, validate=False).hierarchy(())
-        names = ("piece_begin", "piece_end", "piece_row", "ancestors")
-        chosen |= dict(zip(names, pieces, strict=True))
+    if inputs.leaf_begin is not None:
+        leaves = PackedBatch(offsets, total_tokens=end - begin, validate=False).hierarchy(())
+        names = ("leaf_begin", "leaf_end", "leaf_row", "ancestors")
+        chosen |= dict(zip(names, leaves, strict=True))
     return PolicyLossInputs(**{**inputs._asdict(), **chosen, "cu_seqlens": offsets})
 
 

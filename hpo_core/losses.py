@@ -11,7 +11,7 @@ import torch.distributed
 
 from . import aggregation, gates, ops
 from .advantages import grpo
-from .advantages.terms import gathers_units, given_to, level_of, name_of
+from .advantages.terms import accepted_keywords, gathers_units, level_of, name_of
 from .backends import is_reference, resolve
 from .batch import PackedBatch
 from .checks import (
@@ -19,9 +19,9 @@ from .checks import (
     check,
     check_precision,
     check_shape,
-    check_type,
     checked_constant,
     examined,
+    require_type,
 )
 from .corrections import corrected
 from .entropy import EntropyWindow, WindowState
@@ -30,7 +30,7 @@ from .gates import Channel, GateInputs, RatioGate
 from .kl import KLPenalty
 from .level_metrics import LevelMetrics, observed_levels
 from .metrics import Metrics, observed
-from .spanning import Beyond, exchange_of
+from .segment_exchange import SegmentExchange, exchange_of
 from .specs import PolicyLossInputs, PolicyLossSpec
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def hierarchical_policy_loss(
     >>> round(out.loss.item(), 6)
     0.0
     """
-    check_type(callable(advantage), "advantage: expected an estimator of hpo_core.advantages, got {!r}", advantage)
+    require_type(callable(advantage), "advantage: expected an estimator of hpo_core.advantages, got {!r}", advantage)
     batch, backend = _as_batch(batch), options.get("backend")
     level = level_of(advantage)
     advantages = _advantages(advantage, level, rewards, batch, backend)
@@ -280,7 +280,7 @@ def _advantages(
         given |= batch.ids_of_steps()
     if backend is not None:
         given["backend"] = backend
-    given = given_to(estimator, **given)
+    given = accepted_keywords(estimator, **given)
     name = name_of(estimator)
     check(
         "group_ids" not in given or batch.group_ids is not None,
@@ -295,7 +295,7 @@ def _advantages(
         name,
     )
     advantages = estimator(rewards, **given)
-    check_type(
+    require_type(
         isinstance(advantages, torch.Tensor),
         "advantage: expected an estimator of one tensor, got {}; take a stream of it and call policy_loss",
         type(advantages),
@@ -308,7 +308,7 @@ class Prepared(NamedTuple):
 
     inputs: PolicyLossInputs
     spec: PolicyLossSpec
-    exchange: Beyond | None
+    exchange: SegmentExchange | None
     corrections: tuple[Metrics, ...]
     wants_tokens: bool
     wants_levels: bool
@@ -331,7 +331,9 @@ def _copy_of_inference(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) and value.is_inference() else value
 
 
-def _levels(inputs: PolicyLossInputs, spec: PolicyLossSpec, metrics: Metrics, exchange: Beyond | None) -> LevelMetrics:
+def _levels(
+    inputs: PolicyLossInputs, spec: PolicyLossSpec, metrics: Metrics, exchange: SegmentExchange | None
+) -> LevelMetrics:
     assert exchange is not None  # who asks for metrics of levels has one
     return observed_levels(inputs, spec, exchange, metrics["tokens"])
 
@@ -363,7 +365,7 @@ def prepare(
     logp = examined("logp", logp, "[T]")
     batch = _as_batch(batch)
     gate = _DEFAULT_GATE if gate is None else gate
-    check_type(isinstance(gate, RatioGate), "gate: expected a RatioGate from hpo_core.gates, got {}", gate)
+    require_type(isinstance(gate, RatioGate), "gate: expected a RatioGate from hpo_core.gates, got {}", gate)
     wants_tokens = wants_levels = wants_corrections = False
     if report:
         wants_tokens, wants_levels, wants_corrections = _reported(report)
@@ -371,8 +373,9 @@ def prepare(
     if gate_inputs is not None or gate.required:
         given = _given(gate_inputs, gate)
     bounds, target, kept, penalty_mask, aggregates = given
-    plain = gate.plain and rollout_logp is None and target is None and penalty_mask is None and not wants_corrections
-    if not plain:
+    without_extras = rollout_logp is None and target is None and penalty_mask is None and not wants_corrections
+    fast_path = gate.has_fast_path and without_extras
+    if not fast_path:
         check(
             rollout_logp is None or gate.reads_rollout,
             "rollout_logp: the gate {!r} does not read the sampler's log-probabilities; drop it, or pass them as "
@@ -403,7 +406,7 @@ def prepare(
     if window is None:
         check(threshold is None, "threshold: given without a window; pass window= too")
     else:
-        check_type(isinstance(window, EntropyWindow), "window: expected one of hpo_core.entropy, got {!r}", window)
+        require_type(isinstance(window, EntropyWindow), "window: expected one of hpo_core.entropy, got {!r}", window)
         score, value = _selection(window, threshold, score, entropy, batch, backend)
         limit = checked_constant("threshold", value, (1,), "[1] (what window.fit returned)", dtype, device)
     per_token, level_advantages = batch.of_level("advantages", advantages, advantage_level, shape)
@@ -412,11 +415,11 @@ def prepare(
     if beyond:
         asked = {"process_group": process_group, "gate_inputs.aggregates": aggregates, "report": wants_levels or None}
         check(
-            not ops.watched(logp),
+            not ops.is_traced(logp),
             "{}: only eager calls know it; call the loss outside torch.compile, dispatch modes and torch.func",
             next(name for name, value in asked.items() if value is not None),
         )
-        spec = spec.with_levels()
+        spec = spec.as_hierarchy()
         check(
             bool(spec.levels) or not wants_levels,
             "report: 'levels' is for a gate with levels, got {!r}, which has none; drop it (metrics has the tokens)",
@@ -424,8 +427,8 @@ def prepare(
         )
     trajectories = batch.trajectories if spec.has_level else None
     row_trajectory, start, rows = trajectories if trajectories is not None else (None, None, None)
-    hierarchy = batch.hierarchy(tuple(level.unit for level in spec.levels)) if spec.of_pieces else ()
-    exchange: Beyond | None = None
+    hierarchy = batch.hierarchy(tuple(level.unit for level in spec.levels)) if spec.is_hierarchical else ()
+    exchange: SegmentExchange | None = None
     if beyond:
         units = tuple(correction.unit for correction in gate.corrections if correction.unit is not None)
         exchange = exchange_of(batch, spec, gate.name, units, process_group, aggregates)
@@ -461,7 +464,7 @@ def prepare(
         per_token,
         *hierarchy,
     )
-    if plain:
+    if fast_path:
         return Prepared(inputs, spec, exchange, (), wants_tokens, wants_levels)
     if target is not None:
         _, target = batch.of_level("target", target, advantage_level, shape)
@@ -494,7 +497,7 @@ def _reported(report: Report) -> tuple[bool, bool, bool]:
 def _given(gate_inputs: GateInputs | None, gate: RatioGate) -> GateInputs:
     """What the gate is given beside the batch: it takes all of it, and gets all that it needs."""
     given = _NO_INPUTS if gate_inputs is None else gate_inputs
-    check_type(
+    require_type(
         isinstance(given, GateInputs),
         "gate_inputs: expected a GateInputs, which the functions of hpo_core.gates return, got {}; wrap a tensor as "
         "gates.GateInputs(bounds=...)",
@@ -510,7 +513,7 @@ def _given(gate_inputs: GateInputs | None, gate: RatioGate) -> GateInputs:
         )
     bounds, target, _, penalty_mask, _ = given
     if bounds is not None:
-        check_type(
+        require_type(
             isinstance(bounds, tuple) and len(bounds) == 2,
             "bounds: expected a pair (low, high) of tensors [T] or None, got {}",
             type(bounds),
@@ -545,7 +548,7 @@ def _possible(
 
 
 def _check_penalty(kl: KLPenalty | None, ref_logp: torch.Tensor | None) -> None:
-    check_type(
+    require_type(
         kl is None or isinstance(kl, KLPenalty), "kl: expected a penalty such as hpo_core.kl.k3(beta), got {!r}", kl
     )
     check(
@@ -556,7 +559,7 @@ def _check_penalty(kl: KLPenalty | None, ref_logp: torch.Tensor | None) -> None:
 def _as_batch(batch: PackedBatch | torch.Tensor) -> PackedBatch:
     if isinstance(batch, PackedBatch):
         return batch
-    check_type(isinstance(batch, torch.Tensor), "batch: expected a PackedBatch or a mask [B, L], got {}", type(batch))
+    require_type(isinstance(batch, torch.Tensor), "batch: expected a PackedBatch or a mask [B, L], got {}", type(batch))
     return PackedBatch.from_padded(examined("batch", batch))
 
 

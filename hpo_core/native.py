@@ -137,7 +137,7 @@ class Native:
         grad = torch.empty_like(logp) if want_grad else None
         token_loss = torch.empty_like(logp) if want_tokens else None
         outputs = (loss, metrics, grad, token_loss)
-        if spec.of_pieces:
+        if spec.is_hierarchical:
             self._hierarchy(inputs, spec, tokens, rows, outputs, exchange)
         else:
             workspace = self._workspace(self.module.policy_loss_workspace(tokens, rows), logp)
@@ -153,44 +153,46 @@ class Native:
         outputs: tuple[torch.Tensor | None, ...],
         exchange: Exchange | None,
     ) -> None:
-        assert inputs.piece_begin is not None
-        logp, pieces = inputs.logp, inputs.piece_begin.numel()
-        size = self.module.hierarchy_workspace(tokens, rows, pieces)
+        assert inputs.leaf_begin is not None
+        logp, leaves = inputs.logp, inputs.leaf_begin.numel()
+        size = self.module.hierarchy_workspace(tokens, rows, leaves)
         levels = (self._spec(spec), self._levels(spec))
-        call = (self.module.hierarchy, logp, *levels, tokens, rows, pieces, inputs, *outputs)
+        call = (self.module.hierarchy, logp, *levels, tokens, rows, leaves, inputs, *outputs)
         if exchange is None:
             self._call(*call, self._workspace(size, logp), Stage.WHOLE, None, None, None)
             return
         # Not the scratch of small calls: an exchange may make some. Tables begin as zeros because a process without
         # tokens has a gradient of no elements, whose address is null as if none were wanted: nobody would fill them.
         workspace = logp.new_empty(size, dtype=torch.uint8)
-        sums, largest, arriving = (logp.new_zeros(len(spec.levels), pieces, n, dtype=torch.int64) for n in (3, 2, 2))
-        self._call(*call, workspace, Stage.SUMS, sums, largest, arriving)
+        sums, largest, aggregate_grad = (
+            logp.new_zeros(len(spec.levels), leaves, n, dtype=torch.int64) for n in (3, 2, 2)
+        )
+        self._call(*call, workspace, Stage.SUMS, sums, largest, aggregate_grad)
         exchange.sums(sums)
-        self._call(*call, workspace, Stage.SWEEP, sums, largest, arriving)
-        if outputs[2] is None or not spec.hands_up:  # no gradient, or none through an aggregate
+        self._call(*call, workspace, Stage.SWEEP, sums, largest, aggregate_grad)
+        if outputs[2] is None or not spec.has_aggregate_grad:  # no gradient, or none through an aggregate
             return
         exchange.largest(largest)
-        self._call(*call, workspace, Stage.COUPLE, sums, largest, arriving)
-        exchange.arriving(arriving)
-        self._call(*call, workspace, Stage.DELIVER, sums, largest, arriving)
+        self._call(*call, workspace, Stage.REDUCE_GRAD, sums, largest, aggregate_grad)
+        exchange.aggregate_grad(aggregate_grad)
+        self._call(*call, workspace, Stage.BROADCAST_GRAD, sums, largest, aggregate_grad)
 
     def correction(
         self, inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentReduce | None = None
     ) -> torch.Tensor:
         """The factor ``[T]`` of ``logp - old_logp``, times ``token_weight``; ``reduce``: for ``spec.of_segments``."""
-        assert inputs.piece_begin is not None
-        tokens, rows, pieces = inputs.logp.numel(), inputs.cu_seqlens.numel() - 1, inputs.piece_begin.numel()
+        assert inputs.leaf_begin is not None
+        tokens, rows, leaves = inputs.logp.numel(), inputs.cu_seqlens.numel() - 1, inputs.leaf_begin.numel()
         factor = torch.empty_like(inputs.logp)
-        workspace = self._workspace(self.module.correction_workspace(tokens, rows, pieces), inputs.logp)
+        workspace = self._workspace(self.module.correction_workspace(tokens, rows, leaves), inputs.logp)
         call = (
             self.module.correction, inputs.logp, int(spec.statistic), int(spec.reduction), int(spec.action),
-            spec.of_segments, spec.strict, spec.low, spec.high, tokens, rows, pieces, inputs, factor, workspace,
+            spec.of_segments, spec.strict, spec.low, spec.high, tokens, rows, leaves, inputs, factor, workspace,
         )  # fmt: skip
         if reduce is None:
             self._call(*call, Stage.WHOLE, None)
         else:
-            segments = inputs.logp.new_zeros(pieces, 3, dtype=torch.int64)
+            segments = inputs.logp.new_zeros(leaves, 3, dtype=torch.int64)
             self._call(*call, Stage.SUMS, segments)
             reduce(segments, spec.is_extremum)
             self._call(*call, Stage.SWEEP, segments)

@@ -16,12 +16,12 @@ from .checks import (
     check_dtype,
     check_real,
     check_shape,
-    check_type,
     check_units,
     examined,
     examines,
+    require_type,
 )
-from .ranks import common_ids, merged, ranks
+from .distributed import common_ids, merged, ranks
 from .specs import GroupStatistics
 
 __all__ = ["Chains", "GroupStatistics", "chains", "dense_ids", "ids_of", "recurrence", "statistics"]
@@ -121,7 +121,9 @@ def _id_of(name: str | bytes | int) -> int:
     if isinstance(name, str | bytes):
         content = name.encode() if isinstance(name, str) else name
         return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
-    check_type(isinstance(name, Integral), "names: expected strings, bytes or integers, got {!r}", name)  # NumPy's, too
+    require_type(
+        isinstance(name, Integral), "names: expected strings, bytes or integers, got {!r}", name
+    )  # NumPy's, too
     return int(name)
 
 

@@ -261,8 +261,8 @@ class PolicyLossSpec(NamedTuple):
     term: TermSpec | None = None  # then everything is as with levels, even without any
 
     @property
-    def of_pieces(self) -> bool:
-        """Whether kernels go through the pieces of a hierarchy."""
+    def is_hierarchical(self) -> bool:
+        """Whether kernels go through the leaves of a hierarchy."""
         return bool(self.levels) or self.term is not None
 
     @property
@@ -271,11 +271,11 @@ class PolicyLossSpec(NamedTuple):
         return any(level.aggregate is Aggregate.LOG_MEAN_EXP for level in self.levels)
 
     @property
-    def hands_up(self) -> bool:
+    def has_aggregate_grad(self) -> bool:
         """Whether gradient goes through the aggregate of some level."""
         return self.head is not Head.SCORE and any(level.routing is Routing.THROUGH for level in self.levels)
 
-    def with_levels(self) -> PolicyLossSpec:
+    def as_hierarchy(self) -> PolicyLossSpec:
         """The same gate with ``levels`` instead of ``has_level``: they alone know an :class:`Exchange`."""
         if not self.has_level:
             return self
@@ -299,14 +299,15 @@ class Stage(enum.IntEnum):
     WHOLE = 0
     SUMS = 1
     SWEEP = 2
-    COUPLE = 3
-    DELIVER = 4
+    REDUCE_GRAD = 3
+    BROADCAST_GRAD = 4
 
 
 class Exchange(Protocol):
     """Changes what the segments of each level have added up: to add what other processes have, or to put something else
     in its place. Segment s of level k stands at ``[k, s]``. The first three change integers in place, the last two of
-    them where the spec ``hands_up`` and a gradient is wanted; whether they are called depends on nothing else.
+    them where the spec ``has_aggregate_grad`` and a gradient is wanted: whether they are called depends on nothing
+    else.
     """
 
     def sums(self, table: torch.Tensor) -> None:
@@ -316,7 +317,7 @@ class Exchange(Protocol):
     def largest(self, table: torch.Tensor) -> None:
         """``[levels, P, 2]``: by channel how large the largest gradient is that is handed up; grows with it."""
 
-    def arriving(self, table: torch.Tensor) -> None:
+    def aggregate_grad(self, table: torch.Tensor) -> None:
         """``[levels, P, 2]``: by channel all gradient that is handed up, in a unit that ``largest`` fixes."""
 
     def differentiable_sums(self, table: torch.Tensor) -> torch.Tensor:
@@ -345,11 +346,11 @@ class PolicyLossInputs(NamedTuple):
     trajectory_start: torch.Tensor | None = None  # [S + 1] int64
     trajectory_rows: torch.Tensor | None = None  # [S] int64
     advantage_per_token: bool = False
-    # with spec.of_pieces: P ranges of tokens that tile the finest level, and the segment of each at every level
-    piece_begin: torch.Tensor | None = None  # [P] int64
-    piece_end: torch.Tensor | None = None
-    piece_row: torch.Tensor | None = None  # [P] int64 in [0, S)
-    ancestors: torch.Tensor | None = None  # [levels, P] int64 in [0, P): a segment's number is that of its first piece
+    # with spec.is_hierarchical: P ranges of tokens that tile the finest level, and the segment of each at every level
+    leaf_begin: torch.Tensor | None = None  # [P] int64
+    leaf_end: torch.Tensor | None = None
+    leaf_row: torch.Tensor | None = None  # [P] int64 in [0, S)
+    ancestors: torch.Tensor | None = None  # [levels, P] int64 in [0, P): a segment's number is that of its first leaf
     # with spec.term
     target: torch.Tensor | None = None  # [S], or [T] with target_per_token: what some heads compare the ratio with
     target_per_token: bool = False

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .checks import check, check_device, check_dtype, check_shape, check_type, examined, examines, has_tangent
-from .ops import watched
+from .checks import check, check_device, check_dtype, check_shape, examined, examines, has_tangent, require_type
+from .ops import is_traced
 
 __all__ = [
     "LOGITS",
@@ -42,7 +42,7 @@ class Setting(NamedTuple):
         """The value with its type, shape and device checked; ``exact``: in float64."""
         name, is_count = self.name, self.kind is Integral
         if not isinstance(value, torch.Tensor):
-            check_type(
+            require_type(
                 isinstance(value, self.kind) and not isinstance(value, bool),
                 "{}: expected {} or a tensor, one for each of the {}, got {!r}",
                 name,
@@ -62,7 +62,7 @@ class Setting(NamedTuple):
         reading it would synchronise."""
         if not isinstance(value, torch.Tensor):
             check(self.is_allowed(value), f"{self.name}: expected {self.allowed}", value)
-        elif value.is_cpu and not watched(value):
+        elif value.is_cpu and not is_traced(value):
             wrong = ~self.is_allowed(value)
             if unread is not None:
                 wrong &= ~unread
@@ -103,7 +103,7 @@ def check_of_rows(
     name: str, tensor: torch.Tensor, shape: Sequence[int], device: torch.device, whose: str, integers: bool = False
 ) -> None:
     """Check that the tensor has one number for each row, and is a constant of the differentiation."""
-    check_type(
+    require_type(
         integers or tensor.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, tensor.dtype
     )
     check_shape(name, tensor, shape, f"[...] (that of {whose})")
@@ -195,7 +195,7 @@ def _floors(logits: torch.Tensor, settings: dict[Setting, Any]) -> torch.Tensor:
         return _floors_among(logits, logits.topk(min(top_k, vocabulary)).values, settings)[0]
     if top_k is None and _TOP_P not in settings:
         return _floors_among(logits, logits, settings)[0]
-    if vocabulary <= _FEW or not logits.is_cpu or watched(logits):  # reading a result would synchronise
+    if vocabulary <= _FEW or not logits.is_cpu or is_traced(logits):  # reading a result would synchronise
         return _floors_among(logits, logits.sort(descending=True).values, settings)[0]
     floors, is_enough = _floors_among(logits, logits.topk(_FEW).values, settings)
     rest = ~is_enough.flatten()

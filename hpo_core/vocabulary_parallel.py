@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed
 
-from .checks import check, check_type
-from .ranks import gather
+from .checks import check, require_type
+from .distributed import gather
 
 __all__ = ["Group", "Shards", "Sizes", "all_rows", "recognises_shards", "shards"]
 
@@ -33,7 +33,7 @@ def shards(columns: int, group: Group, sizes: Sequence[int] | None) -> Shards:
     """The shards of ranks with ``sizes`` columns (None: all as many as this one). A wrong size raises later, in the
     all-gather, on every rank alike."""
     check(not torch.compiler.is_compiling(), "process_group: only eager calls gather; call it outside torch.compile")
-    check_type(
+    require_type(
         isinstance(group, Group), "process_group: expected a torch.distributed.ProcessGroup, got {}", type(group)
     )
     ranks, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)

@@ -27,7 +27,8 @@ SEGMENTS = ("segments", "token_estimators")
 LOGPROBS = ("logprobs", "logprobs_calls", "support", "linear_logprobs", "vocabulary_parallel", "logprobs_peers")
 OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SEGMENTS, *LOGPROBS)
 MULTIPROCESS = (
-    *("distributed", "spanning", "aggregates", "advantages_over_ranks", "data_parallel", "deepspeed", "empty_rank"),
+    *("distributed", "segment_exchange", "aggregates", "advantages_over_ranks", "data_parallel", "deepspeed"),
+    "empty_rank",
 )
 PYTHON = (
     *("aggregation", "batch", "batch_caches", "couplings", "docs", "gate_inputs", "imports", "level_metrics", "losses"),
@@ -62,7 +63,7 @@ def kernels(names: str, modules: tuple[str, ...]) -> list[Rule]:
 
 
 RULES = [
-    *kernels("gates hierarchy corrections levels pieces sums terms tokens told metrics", LOSS),
+    *kernels("gates hierarchy corrections levels leaves sums terms tokens gated_levels metrics", LOSS),
     *kernels("advantages groups units", ADVANTAGES),
     *kernels("entropy", ENTROPY),
     *kernels("segments", SEGMENTS),
@@ -86,9 +87,10 @@ RULES = [
     ),
     Rule(("hpo_core/native.py", "hpo_core/checks.py", "hpo_core/ops/*", "csrc/bindings.h", "csrc/cpu/rows.h",
           "csrc/cpu/advantages.cpp"), ("ambient_defaults", "bounded_costs")),
-    Rule(("hpo_core/ranks.py", "hpo_core/spanning.py", "hpo_core/metrics.py", "hpo_core/aggregation.py",
+    Rule(("hpo_core/distributed.py", "hpo_core/segment_exchange.py", "hpo_core/metrics.py", "hpo_core/aggregation.py",
           "hpo_core/advantages/distributed.py"), MULTIPROCESS),
     Rule(("hpo_core/batch.py",), ("empty_rank",)),
+    Rule(("csrc/cpu/widen.cpp",), ("linear_logprobs",)),
     Rule(("hpo_core/logprob_states.py", "hpo_core/linear_logprobs.py", "hpo_core/vocabulary_parallel.py",
           "hpo_core/*/logprob_states.py", "hpo_core/*/linear_logprobs.py"),
          ("linear_logprobs", "vocabulary_parallel", "imports", "docs")),

@@ -318,7 +318,7 @@ def inputs_of(example, gate):
     hierarchy = example.batch.hierarchy(tuple(level.unit for level in gate.levels))
     return PolicyLossInputs(
         example.logp, example.old_logp, example.advantages, example.weights, example.batch.cu_seqlens,
-        example.batch.mask, piece_begin=hierarchy.begin, piece_end=hierarchy.end, piece_row=hierarchy.row,
+        example.batch.mask, leaf_begin=hierarchy.begin, leaf_end=hierarchy.end, leaf_row=hierarchy.row,
         ancestors=hierarchy.ancestors,
     )  # fmt: skip
 
@@ -326,7 +326,7 @@ def inputs_of(example, gate):
 def index_inputs(example, gate):
     """Those that name places in memory."""
     inputs = inputs_of(example, gate)._asdict()
-    return {name: inputs[name] for name in ("cu_seqlens", "piece_begin", "piece_end", "piece_row", "ancestors")}
+    return {name: inputs[name] for name in ("cu_seqlens", "leaf_begin", "leaf_end", "leaf_row", "ancestors")}
 
 
 def raw(example, gate, backend, exchange=None, want_grad=True, **replaced):

@@ -21,8 +21,8 @@ TESTS = [
     for name in (
         "segments", "group_terms", "advantages", "estimators", "token_estimators", "entropy", "entropy_selection",
         "select_top", "gates", "promises", "gate_inputs", "presets", "hierarchy", "hierarchy_theorems",
-        "hierarchy_degenerate", "level_metrics", "terms", "corrections", "stages", "spanning", "aggregates", "losses",
-        "metrics", "ops", "batch", "logprobs", "logprobs_calls", "linear_logprobs",
+        "hierarchy_degenerate", "level_metrics", "terms", "corrections", "stages", "segment_exchange", "aggregates",
+        "losses", "metrics", "ops", "batch", "logprobs", "logprobs_calls", "linear_logprobs",
         "loss_from_logits",
     )
 ]  # fmt: skip

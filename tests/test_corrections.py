@@ -46,8 +46,8 @@ def factors(backend, pairs, correction, batch=None, **given):
     first, second = torch.tensor(pairs, dtype=dtype).T.contiguous()
     ones, hierarchy = torch.ones(batch.rows), batch.hierarchy(() if correction.unit is None else (correction.unit,))
     inputs = PolicyLossInputs(
-        first, second, ones, ones, batch.cu_seqlens, batch.mask, piece_begin=hierarchy.begin, piece_end=hierarchy.end,
-        piece_row=hierarchy.row, ancestors=hierarchy.ancestors,
+        first, second, ones, ones, batch.cu_seqlens, batch.mask, leaf_begin=hierarchy.begin, leaf_end=hierarchy.end,
+        leaf_row=hierarchy.row, ancestors=hierarchy.ancestors,
     )._replace(**given)  # fmt: skip
     inputs = PolicyLossInputs(*(each.to(device) if isinstance(each, torch.Tensor) else each for each in inputs))
     if backend == "reference":
@@ -180,7 +180,7 @@ def test_tokens_outside_all_steps_keep_what_they_have(native_backends):
         assert out.grad.tolist() == pytest.approx(expected, rel=1e-5), backend
 
 
-def test_tokens_outside_all_pieces_get_their_weight_whatever_it_is(native_backends):
+def test_tokens_outside_all_leaves_get_their_weight_whatever_it_is(native_backends):
     """At the op: masked tokens and those between steps have the factor 1."""
     batch = hpo.PackedBatch(
         torch.tensor([0, 6]), torch.tensor([1, 1, 0, 1, 1, 1]), steps=torch.tensor([[1, 3], [4, 5]])

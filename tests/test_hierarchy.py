@@ -115,14 +115,14 @@ def test_every_backend_is_the_definition(gate, native_backends):
 
 
 TRAJECTORIES = RatioGate("trajectories", SMALL, levels((BUDGETS, TRAJECTORY)), split=True)
-long_pieces = pytest.mark.parametrize(
+long_leaves = pytest.mark.parametrize(
     "gate", [GATES["fiberpo"], GATES["fiberpo_domain"], TRAJECTORIES], ids=lambda gate: gate.name
 )
 
 
 @pytest.mark.usefixtures("at_length")
-@long_pieces
-def test_a_long_piece_is_shared_by_many_workers(gate, native_backends):
+@long_leaves
+def test_a_long_leaf_is_shared_by_many_workers(gate, native_backends):
     for backend in native_backends:
         lengths = (3, tried(backend, 20_001, 2_101), 1, 513)
         found = clear_examples(gate, lambda seed, rows=lengths: Example(seed, rows, several=seed % 2 == 0))
@@ -131,7 +131,7 @@ def test_a_long_piece_is_shared_by_many_workers(gate, native_backends):
 
 
 def masked_alike(seed, several, scale):
-    """Stretches of a long piece that workers skip, that they need not look up and that they must, in one row."""
+    """Stretches of a long leaf that workers skip, that they need not look up and that they must, in one row."""
     example = Example(seed, (3, 9000 // scale, 40), masked=False, several=several, gaps=False)
     long_row = example.mask[3 : 3 + 9000 // scale]
     long_row[1500 // scale : 4200 // scale] = False
@@ -144,8 +144,8 @@ def masked_alike(seed, several, scale):
 
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("several", [False, True])
-@long_pieces
-def test_stretches_of_a_long_piece_are_masked_alike(gate, several, native_backends):
+@long_leaves
+def test_stretches_of_a_long_leaf_are_masked_alike(gate, several, native_backends):
     for backend in native_backends:
         make = functools.partial(masked_alike, several=several, scale=tried(backend, 1, 3))
         example, _, exact = next(clear_examples(gate, make))
@@ -186,13 +186,13 @@ def test_what_else_is_asked_for_changes_no_bit(gate, masked, backend="cpu"):
 
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("routing", Routing)
-def test_many_short_pieces(routing, native_backends):
+def test_many_short_leaves(routing, native_backends):
     """So many segments on a few workers that each works for several, and domains that all share."""
     bent = ((Tanh(0.05), STEP), (Tanh(0.02), GROUP), (Tanh(0.01), DOMAIN))
     gate = RatioGate("short", Identity(), levels(*bent, routing=routing))
     for backend in native_backends:
-        pieces = tried(backend, 300, 100 if routing is Routing.THROUGH else 30)
-        example = Example(1, lengths=(2, 3, 0, 5) * pieces)
+        leaves = tried(backend, 300, 100 if routing is Routing.THROUGH else 30)
+        example = Example(1, lengths=(2, 3, 0, 5) * leaves)
         assert_the_definition(example, gate, backend, example.run(gate, "reference"))
 
 
@@ -242,14 +242,14 @@ def test_bounds_of_tokens_replace_those_of_the_residual(name, lengths, native_ba
 
 
 @several_gates
-def test_broken_pieces_are_left_out_and_counted(gate, native_backends):
+def test_broken_leaves_are_left_out_and_counted(gate, native_backends):
     example = Example(0, lengths=(5, 0, 9, 1, 7, 12, 3) * 6, masked=False)
     inputs = index_inputs(example, gate)
-    begin, end, row = (inputs[name].clone() for name in ("piece_begin", "piece_end", "piece_row"))
+    begin, end, row = (inputs[name].clone() for name in ("leaf_begin", "leaf_end", "leaf_row"))
     ancestors = inputs["ancestors"].clone()
     end[0] = end[1] + 1 if len(end) > 1 else end[0]  # runs into the next, or leaves its row
     row[3], ancestors[0, 4] = -1, len(end)
-    broken = {"piece_begin": begin, "piece_end": end, "piece_row": row, "ancestors": ancestors}
+    broken = {"leaf_begin": begin, "leaf_end": end, "leaf_row": row, "ancestors": ancestors}
     expected = raw(example, gate, "cpu", **broken)
     for backend in native_backends:
         got = raw(example, gate, backend, **broken)
@@ -259,15 +259,15 @@ def test_broken_pieces_are_left_out_and_counted(gate, native_backends):
 
 @pytest.mark.usefixtures("at_length")
 @several_gates
-def test_no_value_of_offsets_and_pieces_is_dangerous(gate, native_backends):
+def test_no_value_of_offsets_and_leaves_is_dangerous(gate, native_backends):
     example, draw = Example(0), torch.Generator().manual_seed(0)
     inputs = index_inputs(example, gate)
-    most = inputs["piece_row"].numel() + len(example.lengths)
+    most = inputs["leaf_row"].numel() + len(example.lengths)
     for size in (3, 60, 1 << 40):
         garbage = [
             {name: torch.randint(-size, size, x.shape, generator=draw) for name, x in inputs.items()} for _ in range(5)
         ]
-        for names in (["cu_seqlens"], ["piece_begin", "piece_end"], ["piece_row"], ["ancestors"], list(inputs)):
+        for names in (["cu_seqlens"], ["leaf_begin", "leaf_end"], ["leaf_row"], ["ancestors"], list(inputs)):
             for backend in native_backends:
                 if not tried(backend, True, gate.levels[0].unit is STEP):
                     continue
@@ -300,7 +300,7 @@ def launches_on_cuda(call):
 
 def test_launches_on_cuda():
     """Two, and a third where gradient flows through aggregates. A correction: one."""
-    plain = ["prepare_pieces", "sweep_pieces"]
+    plain = ["prepare_leaves", "sweep_leaves"]
     coupled = [*plain, "deliver_gradient"]
     for gate, expected in (
         (GATES["fiberpo"], coupled),

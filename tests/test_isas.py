@@ -14,6 +14,7 @@ DIGESTS = """
 import hashlib, os, sys, torch
 import hpo_core as hpo
 from catalogue import CATALOGUE, Example
+from hierarchies import GATES as HIERARCHIES, raw
 from hpo_core import advantages, entropy, gates, ops, testing
 from hpo_core.specs import OrderRule
 
@@ -31,6 +32,12 @@ def results():
             out = testing.run_policy_loss(hpo.policy_loss, example, report=("tokens",))
             yield out.loss, out.grad, out.tokens, out.metrics.vector
     examples = Example(3, spread=0.3), Example(3, (0, 1, 2500, 130, 1, 0, 1025, 3))
+    # A vector beside a short row, after a longer row that left its own masks there.
+    for several in (True, False):
+        example = Example(3, (120, 5, 0, 9, 1, 70, 7, 12, 3), 0.02, several=several)
+        for gate in HIERARCHIES.values():
+            for want_grad in (True, False):
+                yield raw(example, gate, "cpu", want_grad=want_grad)
     for gate in CATALOGUE.values():
         for example in examples:
             for given in (example.needed(gate), example.everything(gate)):
@@ -62,7 +69,7 @@ def results():
 def digest():
     found = hashlib.sha256()
     for tensors in results():
-        for tensor in tensors:
+        for tensor in filter(torch.is_tensor, tensors):
             found.update(tensor.detach().contiguous().numpy().tobytes())
     return found.hexdigest()
 

@@ -404,7 +404,7 @@ def test_nothing_synchronises(masked, per_token):
     make = Device()
     ids = {f"{unit}_ids": make.ids() for unit in ("trajectory", "group", "domain")}
     for gate in OBSERVED.values():
-        spec = gate.spec().with_levels()
+        spec = gate.spec().as_hierarchy()
         units = tuple(level.unit for level in spec.levels)
         with OnDevice(), NoHostData():
             mask = make(64, dtype=torch.bool) if masked else None
@@ -415,10 +415,10 @@ def test_nothing_synchronises(masked, per_token):
             hierarchy = batch.hierarchy(units)
             inputs = hpo.specs.PolicyLossInputs(
                 make(64), make(64), make(64 if per_token else 8), make(8), batch.cu_seqlens, mask,
-                advantage_per_token=per_token, piece_begin=hierarchy.begin, piece_end=hierarchy.end,
-                piece_row=hierarchy.row, ancestors=hierarchy.ancestors,
+                advantage_per_token=per_token, leaf_begin=hierarchy.begin, leaf_end=hierarchy.end,
+                leaf_row=hierarchy.row, ancestors=hierarchy.ancestors,
             )  # fmt: skip
-            exchange = hpo.spanning.exchange_of(batch, spec, gate.name, (), None, None)
+            exchange = hpo.segment_exchange.exchange_of(batch, spec, gate.name, (), None, None)
             exchange.sums(make(*hierarchy.ancestors.shape, 3, dtype=torch.int64))
             found = hpo.level_metrics.observed_levels(inputs, spec, exchange, make((), dtype=torch.float64))
             total = found + found

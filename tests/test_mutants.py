@@ -67,20 +67,20 @@ MUTANTS = {
         "stage_at(kind, token / kAdders % 4, token % kAdders * 4 + token / kAdders / 4)",
         "test_promises.test_a_trajectory_does_not_know_where_it_lies", {"name": "bent"},
     ),
-    "cuda: the further tiles of a piece begin where the pack's do": Mutant(
-        "cuda_emulated", "cuda/pieces.cuh",
+    "cuda: the further tiles of a leaf begin where the pack's do": Mutant(
+        "cuda_emulated", "cuda/leaves.cuh",
         "begin = token + begin % kTile;", "begin = token;",
-        "test_hierarchy.test_a_long_piece_is_shared_by_many_workers", {"gate": gates.fiberpo(0.05, (0.03, 0.02))},
+        "test_hierarchy.test_a_long_leaf_is_shared_by_many_workers", {"gate": gates.fiberpo(0.05, (0.03, 0.02))},
     ),
     "cuda: sums begin before every block has cleared its share": Mutant(
         "cuda_emulated", "cuda/hierarchy.cu",
         "prepare(call);\n  sync_grid();", "prepare(call);",
-        "test_hierarchy.test_many_short_pieces", {"routing": gates.Routing.THROUGH},
+        "test_hierarchy.test_many_short_leaves", {"routing": gates.Routing.THROUGH},
     ),
     "cuda: gradient is delivered before all has arrived": Mutant(
         "cuda_emulated", "cuda/hierarchy.cu",
         "if (call.hierarchy.stage == Stage::whole) sync_grid();", "",
-        "test_hierarchy.test_many_short_pieces", {"routing": gates.Routing.THROUGH},
+        "test_hierarchy.test_many_short_leaves", {"routing": gates.Routing.THROUGH},
     ),
     "cuda: children are counted before all of them are complete": Mutant(
         "cuda_emulated", "cuda/hierarchy.cu",
@@ -98,7 +98,7 @@ MUTANTS = {
         "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["mean exp, 1 levels, through"]},
     ),
     "triton: a child without tokens counts": Mutant(
-        "triton", "told.py",
+        "triton", "gated_levels.py",
         "mask=exists, other=0) > 0)", "mask=exists, other=0) >= 0)",
         "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["balanced, 3 levels, self"]},
     ),
@@ -110,7 +110,7 @@ MUTANTS = {
     "cpu: tokens outside all steps lose their weight": Mutant(
         "cpu", "cpu/corrections.cpp",
         "args.token_weight ? args.token_weight[t] : 1.0f", "1.0f",
-        "test_corrections.test_tokens_outside_all_pieces_get_their_weight_whatever_it_is", {},
+        "test_corrections.test_tokens_outside_all_leaves_get_their_weight_whatever_it_is", {},
     ),
     "cpu: the loss of a score head does not saturate": Mutant(
         "cpu", "cpu/hierarchy_tokens.h",
@@ -234,17 +234,17 @@ MUTANTS = {
         "test_logprobs.test_floors_and_squares_are_those_of_the_definition", {"dtype": torch.float16},
     ),
     "cpu: plain tiles ignore the mask": Mutant(
-        "cpu", "cpu/gates_plain.h",
+        "cpu", "cpu/gates_fast_path.h",
         "kind = keep_if(present_own<kWhole>(own, mask + i), kind);", "",
         "test_gates.test_loss_and_gradient_and_nothing_per_token", {"gate": gates.dapo(), "masked": "some"},
     ),
     "cpu: plain tiles of few rows ignore the mask": Mutant(
-        "cpu", "cpu/gates_plain.h",
+        "cpu", "cpu/gates_fast_path.h",
         "kMasked ? present_own<kWhole>(own, mask + i) : own", "own",
         "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.dapo(), "masked": True},
     ),
     "cpu: the end of a row in an open tile runs on": Mutant(
-        "cpu", "cpu/hierarchy_plain.h",
+        "cpu", "cpu/hierarchy_fast_path.h",
         "kMasked ? present_own<kWhole>(own, mask + i) : own", "all_lanes()",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": True},
     ),
@@ -271,50 +271,50 @@ MUTANTS = {
         "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.dapo(), "masked": False},
     ),
     "cpu: a row without valid tokens is counted": Mutant(
-        "cpu", "cpu/gates_plain.h",
+        "cpu", "cpu/gates_fast_path.h",
         "of_row[index] > 0", "true",
         "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.dapo(), "masked": True},
     ),
     "cpu: what a sum near 0 lost stays lost": Mutant(
-        "cpu", "cpu/gates_plain.h",
+        "cpu", "cpu/gates_fast_path.h",
         "return rest + int64_t(lost) * (int64_t(1) << 32);", "return rest;",
         "test_gates.test_log_ratios_near_0_have_the_bits_of_any_other", {"gate": gates.fiberpo()},
     ),
     "cpu: the exponential near 0 is used too far from it": Mutant(
-        "cpu", "cpu/gates_plain.h",
+        "cpu", "cpu/gates_fast_path.h",
         "sums.within(kNear)", "sums.within(0.45f)",
         "test_gates.test_log_ratios_near_0_have_the_bits_of_any_other", {"gate": gates.dapo()},
     ),
     "cpu: a falling token meets the mean of those that rise": Mutant(
-        "cpu", "cpu/hierarchy_plain.h",
+        "cpu", "cpu/hierarchy_fast_path.h",
         "kSplit ? all<Floats>(-levels.mean[1]) : rising_mean", "rising_mean",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": True},
     ),
     "cpu: levels that saturate are taken for open": Mutant(
-        "cpu", "cpu/hierarchy_plain.h",
-        "if (piece.bent[sign] || !passes(0)) return;", "",
+        "cpu", "cpu/hierarchy_fast_path.h",
+        "if (leaf.bent[sign] || !passes(0)) return;", "",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit",
         {"gate": gates.fiberpo(0.2, (0.05, 0.2)), "masked": True},
     ),
     "cpu: what is clipped from above is lost twice": Mutant(
-        "cpu", "cpu/hierarchy_plain.h",
+        "cpu", "cpu/hierarchy_fast_path.h",
         "not_above - sum_lanes(inside_sum)", "present - sum_lanes(inside_sum)",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": True},
     ),
     "cpu: falling tokens receive what rising ones do": Mutant(
-        "cpu", "cpu/hierarchy_plain.h",
+        "cpu", "cpu/hierarchy_fast_path.h",
         "blend(falls, fall, rise)", "rise",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": False},
     ),
     "cpu: a stretch goes on in tiles that are masked otherwise": Mutant(
-        "cpu", "cpu/hierarchy_pieces.h",
+        "cpu", "cpu/hierarchy_leaves.h",
         "next * kTile < end && masked[next] == kind", "next * kTile < end",
-        "test_hierarchy.test_stretches_of_a_long_piece_are_masked_alike", {"gate": gates.fiberpo(), "several": False},
+        "test_hierarchy.test_stretches_of_a_long_leaf_are_masked_alike", {"gate": gates.fiberpo(), "several": False},
     ),
     "cpu: flows of two tiles reach tokens of the row before": Mutant(
         "cpu", "cpu/hierarchy.cpp",
-        "add_to_plain(calls.of(masked).args, at, begin, n, arriving)",
-        "add_to_plain(calls.of(masked).args, at, 0, n, arriving)",
+        "add_to_fast(calls.of(masked).args, at, begin, n, aggregate_grad)",
+        "add_to_fast(calls.of(masked).args, at, 0, n, aggregate_grad)",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": False},
     ),
     "cpu: leave-one-out is the plain mean": Mutant(

@@ -66,7 +66,7 @@ MUTANTS = {
         "test_empty_rank.test_estimators", holder=0,
     ),
     "the dtype of an empty list is held against its rank": mutant(
-        "ranks.py",
+        "distributed.py",
         "for size, *form in forms.tolist() if size > 0})", "for size, *form in forms.tolist()})",
         "test_empty_rank.test_estimators", holder=1,
     ),

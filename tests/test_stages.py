@@ -57,8 +57,8 @@ class Watched:
     def largest(self, table):
         self._see("largest", table)
 
-    def arriving(self, table):
-        self._see("arriving", table)
+    def aggregate_grad(self, table):
+        self._see("aggregate_grad", table)
 
 
 def assert_same(got, expected, backend):
@@ -100,17 +100,17 @@ def example_of(rows, several):
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("name", STAGED)
 def test_in_stages_is_the_whole(name, native_backends):
-    """To the bit, for pieces that stand alone and for long ones; a process without tokens asks the same."""
+    """To the bit, for leaves that stand alone and for long ones; a process without tokens asks the same."""
     gate = STAGED[name]
     for backend in native_backends:
         for rows, several, want_grad in examples_of(name, backend):
             example, exchange = example_of(rows, several), Watched()
             staged = raw(example, gate, backend, exchange, want_grad)
             assert_same(staged, raw(example, gate, backend, want_grad=want_grad), backend)
-            asked = [("sums", 3), ("largest", 2), ("arriving", 2)][: 3 if want_grad and name in THROUGH else 1]
-            depth, pieces = len(gate.levels), exchange.seen["sums"].shape[1]
+            asked = [("sums", 3), ("largest", 2), ("aggregate_grad", 2)][: 3 if want_grad and name in THROUGH else 1]
+            depth, leaves = len(gate.levels), exchange.seen["sums"].shape[1]
             assert [(table, *seen.shape) for table, seen in exchange.seen.items()] == [
-                (table, depth, pieces, n) for table, n in asked
+                (table, depth, leaves, n) for table, n in asked
             ], backend
             # others would add what memory held
             assert example.logp.numel() or not any(table.any() for table in exchange.seen.values()), backend
@@ -139,8 +139,8 @@ def test_what_segments_have_added_up(name, native_backends):
             assert sorted(sums[~empty].tolist()) == expected[k], backend
             assert not sums[empty].any(), backend
             if name in THROUGH:
-                largest, arriving = exchange.seen["largest"][k], exchange.seen["arriving"][k]
-                assert level.routing is Routing.THROUGH or (not largest.any() and not arriving.any()), backend
+                largest, aggregate_grad = exchange.seen["largest"][k], exchange.seen["aggregate_grad"][k]
+                assert level.routing is Routing.THROUGH or (not largest.any() and not aggregate_grad.any()), backend
                 assert not largest[empty].any(), backend
 
 
@@ -163,7 +163,7 @@ class Joined:
     def largest(self, table):
         self._reduce(table, lambda tables: tables.amax(0))
 
-    def arriving(self, table):
+    def aggregate_grad(self, table):
         self._reduce(table, lambda tables: tables.sum(0))
 
 
@@ -179,7 +179,7 @@ def test_processes_that_share_their_segments_get_the_gradient_of_one(name, nativ
     censored gradient, of which nothing may be left, would have it only if nothing was rounded on the way.)"""
     gate, processes = JOINED[name], 2
     for backend in native_backends:
-        if backend == "triton":  # its interpreter is not made for threads; test_spanning.py has processes
+        if backend == "triton":  # its interpreter is not made for threads; test_segment_exchange.py has processes
             continue
         moved = False
         for seed in range(3):
@@ -207,7 +207,7 @@ class Doubled(Watched):
     def sums(self, table):
         table *= 2
 
-    def arriving(self, table):
+    def aggregate_grad(self, table):
         table *= 2
 
 

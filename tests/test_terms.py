@@ -220,13 +220,13 @@ def in_every_order(monkeypatch, backend):
         yield
 
 
-def broken_pieces(gate):
-    """Rows in many pieces of which a few do not count, and the same as garbage."""
+def broken_leaves(gate):
+    """Rows in many leaves of which a few do not count, and the same as garbage."""
     example = Example(0, (5, 0, 9, 1, 7, 12, 3) * 12, masked=False)
     inputs = index_inputs(example, gate)
     broken = {name: value.clone() for name, value in inputs.items()}
-    broken["piece_end"][0] = broken["piece_end"][1] + 1  # runs into the next, or leaves its row
-    broken["piece_row"][3] = -1
+    broken["leaf_end"][0] = broken["leaf_end"][1] + 1  # runs into the next, or leaves its row
+    broken["leaf_row"][3] = -1
     draw = torch.Generator().manual_seed(0)
     garbage = [
         {name: torch.randint(-size, size, value.shape, generator=draw) for name, value in inputs.items()}
@@ -235,13 +235,13 @@ def broken_pieces(gate):
     return example, broken, garbage
 
 
-def test_a_gate_without_levels_leaves_broken_pieces_out(native_backends, monkeypatch):
+def test_a_gate_without_levels_leaves_broken_leaves_out(native_backends, monkeypatch):
     gate = gate_of(Head.LOG, "token")
-    example, broken, garbage = broken_pieces(gate)
+    example, broken, garbage = broken_leaves(gate)
     expected = raw(example, gate, "cpu", **broken)
     for backend in native_backends:
         for _ in in_every_order(monkeypatch, backend):
-            for anything in garbage:  # whose list of pieces is in the workspace then
+            for anything in garbage:  # whose list of leaves is in the workspace then
                 assert bool(torch.isfinite(raw(example, gate, backend, **anything)[2]).all()), backend
             got = raw(example, gate, backend, **broken)
             assert all(torch.allclose(*each, rtol=1e-5, atol=1e-5) for each in zip(got, expected, strict=True)), backend
@@ -249,13 +249,13 @@ def test_a_gate_without_levels_leaves_broken_pieces_out(native_backends, monkeyp
 
 
 @pytest.mark.parametrize("unit", [None, Unit.STEP, Unit.GROUP])
-def test_a_correction_leaves_broken_pieces_out(unit, native_backends, monkeypatch):
+def test_a_correction_leaves_broken_leaves_out(unit, native_backends, monkeypatch):
     correction = Correction(Action.CLAMP, (-0.02, -0.01), (0.03, 0.02), unit)
     units = () if unit is None else (Level(Identity(), unit=unit),)
-    example, broken, garbage = broken_pieces(RatioGate("x", Identity(), units))
+    example, broken, garbage = broken_leaves(RatioGate("x", Identity(), units))
 
-    def factor(on, pieces):
-        given = {"cu_seqlens": example.batch.cu_seqlens, **pieces}
+    def factor(on, leaves):
+        given = {"cu_seqlens": example.batch.cu_seqlens, **leaves}
         inputs = PolicyLossInputs(example.logp, example.old_logp, example.advantages, example.weights, **given)
         return ops.correction(inputs, correction.spec(), on)
 

@@ -519,11 +519,11 @@ def _operators() -> Iterator[Call]:
 def _loss_inputs(packed: PackedBatch, gate: gates.RatioGate) -> dict[str, Any]:
     spec = gate.spec(hpo.kl.k3(0.125), False)
     trajectories = packed.trajectories if spec.has_level else None
-    pieces = packed.hierarchy(tuple(level.unit for level in spec.levels)) if spec.of_pieces else (None,) * 4
+    leaves = packed.hierarchy(tuple(level.unit for level in spec.levels)) if spec.is_hierarchical else (None,) * 4
     inputs = PolicyLossInputs(
         _T["logp"], _T["old_logp"], _S["advantages"], _S["weights"], packed.cu_seqlens, packed.mask,
         _T["old_logp"] - 0.25, _T["entropy"], _T["entropy"], floats(0.5), _T["bools"], _T["weight"], _T["weight"] / 4,
-        _T["weight"] + 1, *(trajectories or (None,) * 3), False, *pieces,
+        _T["weight"] + 1, *(trajectories or (None,) * 3), False, *leaves,
     )  # fmt: skip
     if not gate.takes_bounds:
         inputs = inputs._replace(low=None, high=None)
@@ -532,11 +532,11 @@ def _loss_inputs(packed: PackedBatch, gate: gates.RatioGate) -> dict[str, Any]:
 
 def _correction_inputs(packed: PackedBatch) -> dict[str, Any]:
     spec = gates.mis().corrections[0].spec()
-    pieces = packed.hierarchy((gates.Unit.TRAJECTORY,))
+    leaves = packed.hierarchy((gates.Unit.TRAJECTORY,))
     inputs = PolicyLossInputs(
         _T["logp"], _T["old_logp"], _S["advantages"], _S["weights"], packed.cu_seqlens, packed.mask,
-        token_weight=_T["weight"], piece_begin=pieces.begin, piece_end=pieces.end, piece_row=pieces.row,
-        ancestors=pieces.ancestors,
+        token_weight=_T["weight"], leaf_begin=leaves.begin, leaf_end=leaves.end, leaf_row=leaves.row,
+        ancestors=leaves.ancestors,
     )  # fmt: skip
     kinds = ("statistic", "reduction", "action", "of_segments", "strict")
     return {**inputs._asdict(), **{kind: getattr(spec, kind) for kind in kinds}, "bounds": [*spec.low, *spec.high]}

@@ -124,7 +124,7 @@ Numbering number_groups(const int64_t* ids, int64_t count, const Workspace& spac
 void encode(const GroupNormaliseArgs& args, const GroupTerm& term, const Numbering& numbering, bool receivers, int threads,
             int64_t* all_codes) {
   const uint8_t* mask = receivers && args.apply_mask ? args.apply_mask : args.mask;
-  for_each_piece(args.units, threads, [&](int64_t first, int64_t end) {
+  for_each_range(args.units, threads, [&](int64_t first, int64_t end) {
     const float* __restrict values = term.values;
     const float* __restrict weights = term.weights;
     const int64_t* __restrict numbers = numbering.numbers;
@@ -224,7 +224,7 @@ void map_groups(const GroupNormaliseArgs& args, const GroupTerm& term, const Num
   if (term.scale == Scale::absolute) sum_absolute(term, codes, args.units, groups);
 
   const GroupTerm rule = term;
-  for_each_piece(numbering.groups, threads, [&](int64_t first, int64_t end) {
+  for_each_range(numbering.groups, threads, [&](int64_t first, int64_t end) {
     for (int64_t group = first; group < end; ++group) {
       const GroupTotals totals = groups[group].totals;
       groups[group].map = group_map(totals.sums, totals.absolute, batch_deviation, rule, args.share);
@@ -261,7 +261,7 @@ void group_normalise(const GroupNormaliseArgs& args, int threads) {
     map_groups(args, term, numbering, space, threads);
     const bool begins = index == 0, ends = index + 1 == args.count;
     const bool alone = begins && ends && args.share == Share::sum && term.center != Center::leave_one_out;
-    for_each_piece(args.units, threads, [&](int64_t first, int64_t end) {
+    for_each_range(args.units, threads, [&](int64_t first, int64_t end) {
       if (alone) return put_alone(args, term, space, first, end);
       const float* __restrict values = term.values, * __restrict weights = term.weights;
       const Group* __restrict groups = space.groups;
@@ -299,7 +299,7 @@ void group_statistics(const GroupStatisticsArgs& args, int threads) {
   for (int64_t unit = 0; unit < args.units; ++unit) {
     if (space.codes[unit] >= 0) extremes[space.codes[unit] >> 1].add(args.values[unit]);
   }
-  for_each_piece(args.units, threads, [&](int64_t first, int64_t end) {
+  for_each_range(args.units, threads, [&](int64_t first, int64_t end) {
     for (int64_t unit = first; unit < end; ++unit) {
       const int64_t number = numbering.numbers ? numbering.numbers[unit] : 0;
       double numbers[6] = {};

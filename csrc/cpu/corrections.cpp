@@ -2,7 +2,7 @@
 // hpo_core/reference/corrections.py.
 #include "hpo/corrections.h"
 
-#include "hierarchy_pieces.h"
+#include "hierarchy_leaves.h"
 #include "kernels.h"
 #include "parallel.h"
 
@@ -13,13 +13,13 @@ namespace {
 
 struct Workspace {
   Arena arena;
-  int64_t* start;  // [pieces + 1]
-  Reduced *of_pieces, *of_blocks, *segments;  // [pieces], [tasks], [pieces]
+  int64_t* start;  // [leaves + 1]
+  Reduced *of_leaves, *of_blocks, *segments;  // [leaves], [tasks], [leaves]
   int64_t bytes;
 
   Workspace(void* base, int64_t tokens, int64_t count) : arena(base) {
     start = arena.take<int64_t>(count + 1);
-    of_pieces = arena.take<Reduced>(count);
+    of_leaves = arena.take<Reduced>(count);
     of_blocks = arena.take<Reduced>(tokens / kChunk + 1);
     segments = arena.take<Reduced>(count);
     bytes = arena.bytes();
@@ -28,12 +28,12 @@ struct Workspace {
 
 }  // namespace
 
-int64_t correction_workspace(int64_t tokens, int64_t, int64_t pieces) { return Workspace(nullptr, tokens, pieces).bytes; }
+int64_t correction_workspace(int64_t tokens, int64_t, int64_t leaves) { return Workspace(nullptr, tokens, leaves).bytes; }
 
 void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Correction& correction, int threads) {
-  const Workspace space(args.workspace, args.tokens, hierarchy.pieces);
-  const Pieces pieces(hierarchy, args, space.start);
-  threads = worthwhile(threads, args.tokens + hierarchy.pieces);
+  const Workspace space(args.workspace, args.tokens, hierarchy.leaves);
+  const Leaves leaves(hierarchy, args, space.start);
+  threads = worthwhile(threads, args.tokens + hierarchy.leaves);
   const auto valid = [&](int64_t t) { return !args.mask || args.mask[t] != 0; };
   const auto statistic = [&](int64_t t) { return statistic_of(correction.statistic, args.logp[t], args.old_logp[t]); };
 
@@ -42,35 +42,35 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
   const auto words_of = [&](int64_t segment) { return hierarchy.tables.sums + segment * kWords; };
 
   if (hierarchy.depth > 0 && (whole || hierarchy.stage == Stage::sums)) {
-    parallel_for(pieces.tasks(), threads, [&](int64_t task) {
-      pieces.for_each_block(task, [&](const Block& block) {
+    parallel_for(leaves.tasks(), threads, [&](int64_t task) {
+      leaves.for_each_block(task, [&](const Block& block) {
         Reduced found;
         for (int64_t t = block.first; t < block.first + block.tokens; ++t) {
           const float v = valid(t) ? statistic(t) : NAN;
           if (v == v) found.add(v);
         }
-        (block.begins ? space.of_pieces[block.piece] : space.of_blocks[task]) = found;
+        (block.begins ? space.of_leaves[block.leaf] : space.of_blocks[task]) = found;
       });
     });
-    gather_blocks(pieces, space.of_blocks, space.of_pieces);
-    for (int64_t p = 0; p < pieces.count(); ++p) space.segments[p] = {};
-    for (int64_t p = 0; p < pieces.count(); ++p) {
-      if (pieces.length(p) > 0) space.segments[pieces.ancestor(0, p)].add(space.of_pieces[p]);
+    gather_blocks(leaves, space.of_blocks, space.of_leaves);
+    for (int64_t p = 0; p < leaves.count(); ++p) space.segments[p] = {};
+    for (int64_t p = 0; p < leaves.count(); ++p) {
+      if (leaves.length(p) > 0) space.segments[leaves.ancestor(0, p)].add(space.of_leaves[p]);
     }
-    for (int64_t s = 0; !whole && s < pieces.count(); ++s) {
+    for (int64_t s = 0; !whole && s < leaves.count(); ++s) {
       for (int word = 0; word < kWords; ++word) words_of(s)[word] = word_of(space.segments[s], word, reduction);
     }
   }
   if (!whole && hierarchy.stage != Stage::sweep) return;
 
-  for_each_piece(args.tokens, threads, [&](int64_t begin, int64_t end) {
+  for_each_range(args.tokens, threads, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) correction.factor[t] = args.token_weight ? args.token_weight[t] : 1.0f;
   });
-  parallel_for(pieces.tasks(), threads, [&](int64_t task) {
-    pieces.for_each_block(task, [&](const Block& block) {
+  parallel_for(leaves.tasks(), threads, [&](int64_t task) {
+    leaves.for_each_block(task, [&](const Block& block) {
       float of_segment[2] = {};  // by sign of the advantage
       if (hierarchy.depth > 0) {
-        const int64_t segment = pieces.ancestor(0, block.piece);
+        const int64_t segment = leaves.ancestor(0, block.leaf);
         const float v = whole ? space.segments[segment].as(reduction) : from_words(words_of(segment), reduction);
         for (int sign = 0; sign < 2; ++sign) of_segment[sign] = factor_of(correction, sign, v);
       }

@@ -130,9 +130,9 @@ int hpo_policy_loss(const hpo::PolicyLossArgs* args, const hpo::GateStructure* s
   return run(context, [&](const Kernels& kernels, int threads) { kernels.policy_loss(*args, *structure, *numbers, threads); });
 }
 
-int64_t hpo_hierarchy_workspace(int64_t tokens, int64_t rows, int64_t pieces) {
+int64_t hpo_hierarchy_workspace(int64_t tokens, int64_t rows, int64_t leaves) {
   const Kernels* kernels = choice().kernels;
-  return kernels ? kernels->hierarchy_workspace(tokens, rows, pieces) : 0;
+  return kernels ? kernels->hierarchy_workspace(tokens, rows, leaves) : 0;
 }
 
 int hpo_hierarchy(const hpo::PolicyLossArgs* args, const hpo::GateStructure* structure, const hpo::GateNumbers* numbers,
@@ -141,9 +141,9 @@ int hpo_hierarchy(const hpo::PolicyLossArgs* args, const hpo::GateStructure* str
              [&](const Kernels& kernels, int threads) { kernels.hierarchy(*args, *structure, *numbers, *hierarchy, threads); });
 }
 
-int64_t hpo_correction_workspace(int64_t tokens, int64_t rows, int64_t pieces) {
+int64_t hpo_correction_workspace(int64_t tokens, int64_t rows, int64_t leaves) {
   const Kernels* kernels = choice().kernels;
-  return kernels ? kernels->correction_workspace(tokens, rows, pieces) : 0;
+  return kernels ? kernels->correction_workspace(tokens, rows, leaves) : 0;
 }
 
 int hpo_correction(const hpo::PolicyLossArgs* args, const hpo::Hierarchy* hierarchy, const hpo::Correction* correction,

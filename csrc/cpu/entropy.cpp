@@ -32,7 +32,7 @@ struct Windows {
     const int64_t cut_width = larger(1, smaller(width, 2 * tokens));
     block = larger(1, smaller(tokens, larger(2 * kTile, 4 * cut_width)));
     reach = block + cut_width;
-    blocks = pieces(tokens, block);
+    blocks = ceil_divide(tokens, block);
   }
 
   int64_t workers() const { return smaller(blocks, kMostWorkers); }

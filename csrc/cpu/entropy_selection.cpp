@@ -75,7 +75,8 @@ struct Selection {
   uint32_t* words;  // [tokens]; the words of a worker start at the begin of its part
   int64_t bytes;
 
-  Selection(void* base, int64_t tokens) : arena(base), most_workers(larger(1, smaller(pieces(tokens, 1 << 14), kMostWorkers))) {
+  Selection(void* base, int64_t tokens)
+      : arena(base), most_workers(larger(1, smaller(ceil_divide(tokens, 1 << 14), kMostWorkers))) {
     workers = arena.take<Worker>(most_workers);
     searches = arena.take<Search>(most_workers);
     words = arena.take<uint32_t>(tokens);
@@ -254,7 +255,7 @@ KeyRange bracket(const OrderStatisticArgs& args, const Scores& scores, int threa
   const KeyRange finite_range = finite_keys();
   if (args.tokens < kSampled) return finite_range;
   const int64_t size = larger(kLeastSample, smaller(args.tokens / kShare, kMostSample));
-  for_each_piece(size, threads, [&](int64_t first, int64_t end) {
+  for_each_range(size, threads, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
       const uint64_t place = uint64_t(uint32_t(i) * 0x9E3779B9u) * uint64_t(args.tokens) >> 32;
       words[i] = key_of(scores.sample(int64_t(place)));
@@ -312,7 +313,7 @@ void select(const SelectArgs& args, int threads) {
   const Scores scores(args);
   const float threshold = *args.threshold;
   const auto compare_with = args.strict ? compare<true> : compare<false>;
-  parallel_for(pieces(args.tokens, kPart), worthwhile(threads, args.tokens), [&](int64_t part) {
+  parallel_for(ceil_divide(args.tokens, kPart), worthwhile(threads, args.tokens), [&](int64_t part) {
     const int64_t first = part * kPart, n = smaller(kPart, args.tokens - first);
     uint8_t* selected = args.selected + first;
     if (scores.are_values(first, n) && (compare_with(scores.values + first, n, threshold, selected) || scores.given)) return;

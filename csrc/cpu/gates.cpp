@@ -3,7 +3,7 @@
 //   gates_sums.h     sums in a fixed order
 //   lanes.h          vectors of floats
 //   gates_tile.h     what a token is: row, masks, log-ratio, coefficient
-//   gates_plain.h    the same for tiles without anything extraordinary, in one pass
+//   gates_fast_path.h    the same for tiles without anything extraordinary, in one pass
 //   gates_penalty.h  the penalty on the distance from the reference policy
 //   gates_call.h     what every call does whatever its gate is
 //   gates_levels.h   gates on trajectories
@@ -12,8 +12,8 @@
 #include <type_traits>
 
 #include "gates_call.h"
+#include "gates_fast_path.h"
 #include "gates_levels.h"
-#include "gates_plain.h"
 #include "kernels.h"
 
 HPO_DECLARE_KERNELS(HPO_ISA)
@@ -114,18 +114,18 @@ struct Workspace {
   uint8_t* seen;                 // [rows], 1 where a row has a valid token
   RowSums *rows, *trajectories;  // [rows]
   Level* levels;                 // [rows], of rows or of trajectories
-  double* losses;                // [pieces of rows]
+  double* losses;                // [ranges of rows]
   int64_t bytes;
 
   Workspace(void* base, int64_t tokens, int64_t row_count) : arena(base) {
-    partials = arena.take<Partial>(pieces(tokens, kChunk));
-    reload = arena.take<uint8_t>(pieces(tokens, kChunk));
-    masked = arena.take<Masked>(pieces(tokens, kTile));
+    partials = arena.take<Partial>(ceil_divide(tokens, kChunk));
+    reload = arena.take<uint8_t>(ceil_divide(tokens, kChunk));
+    masked = arena.take<Masked>(ceil_divide(tokens, kTile));
     seen = arena.take<uint8_t>(row_count);
     rows = arena.take<RowSums>(row_count);
     trajectories = arena.take<RowSums>(row_count);
     levels = arena.take<Level>(row_count);
-    losses = arena.take<double>(pieces(row_count, kPiece));
+    losses = arena.take<double>(ceil_divide(row_count, kRange));
     bytes = arena.bytes();
   }
 };
@@ -148,9 +148,9 @@ struct Gate {
   }
 };
 
-// A plain tile of many rows under a gate on tokens, gradient and all.
+// A fast-path tile of many rows under a gate on tokens, gradient and all.
 template <bool kScoreHead, BoundsKind kBounds>
-struct PlainTokenGate {
+struct FastTokenGate {
   const Bounds& bounds;
   const float* logp;
   float* grad;
@@ -186,7 +186,7 @@ struct PlainTokenGate {
 // The same of one of few rows: its tokens have one sign of the advantage, and under most gates one bound. Beyond it all lose
 // the same, so that they need only be counted.
 template <bool kScoreHead, bool kRatio, bool kLow, bool kHigh>
-struct PlainRowGate {
+struct FastRowGate {
   static constexpr bool kCounts = kRatio && !kScoreHead;
   const Floats coefficient, low, high;
   const float* logp;
@@ -225,9 +225,9 @@ struct PlainRowGate {
   }
 };
 
-// Plain tiles of one call, each in the form that does least. False: not plain, and nothing happened that matters.
+// Fast-path tiles of one call, each in the form that does least. False: not fast, and nothing happened that matters.
 template <bool kScoreHead, bool kMasked>
-struct PlainTiles {
+struct FastTiles {
   using Run = bool (*)(const Call&, int64_t first, int n, const Segments&, Tile&, uint8_t* seen, Partial&);
 
   template <BoundsKind kBounds>
@@ -249,7 +249,7 @@ struct PlainTiles {
                                                                   loss, counts))
           return false;
       } else {
-        PlainTokenGate<kScoreHead, kBounds> gate = {bounds, args.logp + first, grad, GroupSum(loss)};
+        FastTokenGate<kScoreHead, kBounds> gate = {bounds, args.logp + first, grad, GroupSum(loss)};
         if (!sweep_many_rows<kTakenForNear, kMasked>(args, first, n, partial, gate, tile)) return false;
         gate.loss.end();
         gate.count(counts);
@@ -265,7 +265,7 @@ struct PlainTiles {
   template <bool kTakenForNear, bool kRatio>
   static bool few_rows(const PolicyLossArgs& args, int64_t first, const Segments& segments, const Bounds& bounds, float* grad,
                        Tile& tile, uint8_t* seen, Partial& partial, double* loss, GateCounts& counts) {
-    PlainSums sums;
+    FastSums sums;
     PresentTokens present;
     GroupSum group(loss);
     for (int index = 0; index < segments.count; ++index) {
@@ -274,7 +274,7 @@ struct PlainTiles {
       const int sign = advantage < 0.0f;
       const float low = bounds.low[sign], high = bounds.high[sign];
       const auto sweep = [&](auto has_low, auto has_high) {
-        PlainRowGate<kScoreHead, kRatio, decltype(has_low)::value, decltype(has_high)::value> gate = {
+        FastRowGate<kScoreHead, kRatio, decltype(has_low)::value, decltype(has_high)::value> gate = {
             all<Floats>(coefficient), all<Floats>(low), all<Floats>(high), args.logp + first, grad, group};
         const int32_t count = sweep_row<kTakenForNear, kMasked>(args, first, segment, sums, gate);
         present.set(index, count);
@@ -291,7 +291,7 @@ struct PlainTiles {
       }
     }
     group.end();
-    if (!settle_plain<kTakenForNear>(sums, present.all, partial, tile.near)) return false;
+    if (!settle_fast<kTakenForNear>(sums, present.all, partial, tile.near)) return false;
     present.mark(segments, seen);
     return true;
   }
@@ -311,17 +311,17 @@ void run_token_gate(const Call& call, int threads, const Workspace& space) {
   const BoundsKind kind = bounds_kind(call);
   const Gate gate = {score ? pick_token_gate<true>(kind) : pick_token_gate<false>(kind), nullptr, nullptr, false};
   const Calls calls(call);
-  const auto plain_masked = score ? PlainTiles<true, true>::pick(kind) : PlainTiles<false, true>::pick(kind);
-  const auto plain_open = score ? PlainTiles<true, false>::pick(kind) : PlainTiles<false, false>::pick(kind);
-  const bool may = plain_open && may_be_plain(call.args);
-  parallel_for(pieces(call.args.tokens, kChunk), threads, [&](int64_t chunk) {
+  const auto fast_masked = score ? FastTiles<true, true>::pick(kind) : FastTiles<false, true>::pick(kind);
+  const auto fast_open = score ? FastTiles<true, false>::pick(kind) : FastTiles<false, false>::pick(kind);
+  const bool may = fast_open && may_be_fast(call.args);
+  parallel_for(ceil_divide(call.args.tokens, kChunk), threads, [&](int64_t chunk) {
     Tile tile;
     Partial partial, counted;
     for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
       const Masked masked = masked_tokens(call.args.mask, first, n);
       const Call& here = calls.of(masked);
-      const auto plain = here.args.mask ? plain_masked : plain_open;
-      const bool done = may && (masked == Masked::all || plain(here, first, n, segments, tile, space.seen, partial));
+      const auto fast = here.args.mask ? fast_masked : fast_open;
+      const bool done = may && (masked == Masked::all || fast(here, first, n, segments, tile, space.seen, partial));
       if (may && masked == Masked::all) clear_gradient(call.args, first, n);
       if (done && !call.args.token_loss) return;
       if (done) {  // the loss of tokens apart from all else, in which it changes no bit
@@ -339,9 +339,9 @@ void run_token_gate(const Call& call, int threads, const Workspace& space) {
 int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Partial& total) {
   const PolicyLossArgs& args = call.args;
   const GateStructure& structure = call.structure;
-  const int64_t chunks = pieces(args.tokens, kChunk);
+  const int64_t chunks = ceil_divide(args.tokens, kChunk);
   const Calls calls(call);
-  const bool may = may_be_plain(args) && !args.token_loss, linear = structure.head == Head::linear;
+  const bool may = may_be_fast(args) && !args.token_loss, linear = structure.head == Head::linear;
   std::memset(space.rows, 0, size_t(args.rows) * sizeof(RowSums));
   parallel_for(chunks, threads, [&](int64_t chunk) {
     Tile tile;
@@ -353,10 +353,10 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
       const Call& here = calls.of(masked);
       const bool few = segments.few(n);
       RowLogRatios of_rows[kFewRows];
-      if (few && may && measure_plain_rows<false, false>(here.args, first, segments, tile, space.seen, partial, of_rows)) {
+      if (few && may && measure_fast_rows<false, false>(here.args, first, segments, tile, space.seen, partial, of_rows)) {
         return add_row_sums(here, chunk, segments, of_rows, space.rows);
       }
-      if (few || !may || !measure_plain(here, first, n, segments, tile, space.seen, partial)) {
+      if (few || !may || !measure_fast(here, first, n, segments, tile, space.seen, partial)) {
         measure(here, first, n, segments, tile, space.seen, partial);
       }
       add_row_sums(here, chunk, n, segments, tile, space.rows);
@@ -369,12 +369,12 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
   sum_advantages(call, threads, space.rows);
   const RowSums* owners = args.row_trajectory ? space.trajectories : space.rows;
   const int64_t broken = args.row_trajectory ? gather_trajectories(args, space.rows, space.trajectories) : 0;
-  for_each_piece(args.rows, threads, [&](int64_t begin, int64_t end) {
+  for_each_range(args.rows, threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) space.levels[i] = make_level(owners[i], structure, call.numbers);
   });
   settle_rows(call, threads, space.rows, space.levels, space.losses).add_to(total.slots);
   if (linear) {
-    for (int64_t piece = 0; piece < pieces(args.rows, kPiece); ++piece) total.sums[kLossSum][0] += space.losses[piece];
+    for (int64_t range = 0; range < ceil_divide(args.rows, kRange); ++range) total.sums[kLossSum][0] += space.losses[range];
   }
   const bool by_row = may && linear;
   if (by_row && !args.grad) return broken;
@@ -412,7 +412,7 @@ void policy_loss(const PolicyLossArgs& args, const GateStructure& structure, con
   if (structure.has_level) broken += run_level_gate(call, threads, space, total);
   else run_token_gate(call, threads, space);
 
-  for (int64_t chunk = 0; chunk < pieces(args.tokens, kChunk); ++chunk) total.add(space.partials[chunk]);
+  for (int64_t chunk = 0; chunk < ceil_divide(args.tokens, kChunk); ++chunk) total.add(space.partials[chunk]);
   int64_t seen = 0;
   const int64_t rows = args.rows;
   for (int64_t row = 0; row < rows; ++row) seen += space.seen[row];

@@ -1,7 +1,7 @@
 // Gates on the mean log-ratio of a trajectory. Everything behind that mean is the same for all its tokens of one advantage
 // sign, so the work is: sums of every row, one Level per trajectory from them, and the tokens once more.
 #pragma once
-#include "gates_plain.h"
+#include "gates_fast_path.h"
 
 namespace hpo::HPO_ISA {
 
@@ -96,7 +96,7 @@ inline void add_row_sums(const Call& call, int64_t chunk, int n, const Segments&
   }
 }
 
-// The same of a plain tile of few rows.
+// The same of a fast-path tile of few rows.
 inline void add_row_sums(const Call& call, int64_t chunk, const Segments& segments, const RowLogRatios* of_rows,
                          RowSums* rows) {
   for (int index = 0; index < segments.count; ++index) {
@@ -130,7 +130,7 @@ inline void sum_advantages_of_row(const Call& call, int64_t row, double sums[2])
 inline void sum_advantages(const Call& call, int threads, RowSums* rows) {
   const PolicyLossArgs& args = call.args;
   const bool varies = coefficients_vary(args);
-  for_each_piece(args.rows, threads, [&](int64_t first, int64_t end) {
+  for_each_range(args.rows, threads, [&](int64_t first, int64_t end) {
     for (int64_t row = first; row < end; ++row) {
       RowSums& sums = rows[row];
       if (sums.chosen[0] + sums.chosen[1] == 0) continue;
@@ -193,10 +193,10 @@ struct LevelCounts {
 };
 
 // What rows say about their tokens without looking at them: how many are chosen and clipped, and under the linear head their
-// loss, -ratio * (sum of a); a term of `losses` is the loss of kPiece rows.
+// loss, -ratio * (sum of a); a term of `losses` is the loss of kRange rows.
 inline LevelCounts settle_rows(const Call& call, int threads, const RowSums* rows, const Level* levels, double* losses) {
   LevelCounts total = {};
-  for_each_piece(call.args.rows, threads, [&](int64_t first, int64_t end) {
+  for_each_range(call.args.rows, threads, [&](int64_t first, int64_t end) {
     LevelCounts here = {};
     double loss = 0.0;
     for (int64_t row = first; row < end; ++row) {
@@ -209,7 +209,7 @@ inline LevelCounts settle_rows(const Call& call, int threads, const RowSums* row
         loss -= double(level.ratio[sign]) * rows[row].advantage[sign];
       }
     }
-    losses[first / kPiece] = loss;
+    losses[first / kRange] = loss;
     add_to_row(total.chosen, here.chosen, true);
     for (int sign = 0; sign < 2; ++sign) {
       add_to_row(total.low[sign], here.low[sign], true);
@@ -255,7 +255,7 @@ inline float row_gradient(const Call& call, int64_t row, const Level& level) {
   return slope != 0.0f && finite(a) ? -(a * slope) : 0.0f;
 }
 
-// The gradient of a plain tile needs nothing but its rows and its mask.
+// The gradient of a fast-path tile needs nothing but its rows and its mask.
 inline void spread_gradient(const Call& call, int64_t first, int n, const Segments& segments, const Level* levels, Tile& tile,
                             float* __restrict grad) {
   const PolicyLossArgs& args = call.args;

@@ -72,7 +72,7 @@ struct alignas(64) Tile {
   float spread[4][kPadded];    // what belongs to rows, while a loop needs it
   int32_t* chosen;  // `selection`, or `kind` where everything valid counts; behind the arrays, that they stay aligned
   bool has_infinite = false;  // some log-ratio was infinite
-  bool near = false;         // the log-ratios of the last plain tile were near 0
+  bool near = false;         // the log-ratios of the last fast-path tile were near 0
   bool exceptional = false;  // some log-ratio may be infinite, NaN or beyond the saturation of statistics
 
   Tile() {

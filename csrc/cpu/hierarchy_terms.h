@@ -7,7 +7,7 @@
 
 namespace hpo::HPO_ISA {
 
-// Tokens of one tile, all in one piece.
+// Tokens of one tile, all in one leaf.
 struct TokenTerms {
   alignas(64) float low[kPadded];  // bounds of the token gate, log space, where tokens have their own
   alignas(64) float high[kPadded];
@@ -77,12 +77,12 @@ inline void load_terms(const Call& call, int64_t first, int n, int64_t row, floa
   }
 }
 
-using TermLoop = GateCounts (*)(const TermPlan&, const PieceGate&, const Tile&, const float* entering, const float* coefficient,
+using TermLoop = GateCounts (*)(const TermPlan&, const LeafGate&, const Tile&, const float* entering, const float* coefficient,
                                 TokenTerms&, float* loss, float* grad, int n);
 
 // Whole vectors: loss and grad have room behind n.
 template <Head kHead>
-GateCounts term_loop(const TermPlan& plan, const PieceGate& piece, const Tile& tile, const float* entering_logs,
+GateCounts term_loop(const TermPlan& plan, const LeafGate& leaf, const Tile& tile, const float* entering_logs,
                      const float* coefficient, TokenTerms& terms, float* loss, float* grad, int n) {
   const TermNumbers& numbers = plan.numbers;
   const Floats most = all<Floats>(saturation_of(kHead));
@@ -91,7 +91,7 @@ GateCounts term_loop(const TermPlan& plan, const PieceGate& piece, const Tile& t
     const Ints kind = load_lanes<Ints>(tile.chosen + i), present = kind != kAbsent, negative = kind == kNegative;
     const Floats entering = load_lanes<Floats>(entering_logs + i), x = load_lanes<Floats>(tile.x + i);
     const GatedTokenNumber<Floats> token =
-        gate_token<Floats>(piece, plan.split, plan.drop, plan.keep, negative, entering, load_lanes<Floats>(terms.low + i),
+        gate_token<Floats>(leaf, plan.split, plan.drop, plan.keep, negative, entering, load_lanes<Floats>(terms.low + i),
                            load_lanes<Floats>(terms.high + i), by_sign<Floats>(negative, numbers.slope_low),
                            by_sign<Floats>(negative, numbers.slope_high));
     const Floats one = all<Floats>(1.0f);

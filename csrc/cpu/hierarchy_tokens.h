@@ -1,17 +1,17 @@
-// The tokens of one piece under what the levels above them say: loss, gradient of the token's own path, what flows into
+// The tokens of one leaf under what the levels above them say: loss, gradient of the token's own path, what flows into
 // aggregates, and what arrives from them.
 #pragma once
-#include "gates_plain.h"
-#include "hierarchy_plain.h"
+#include "gates_fast_path.h"
+#include "hierarchy_fast_path.h"
 
 namespace hpo::HPO_ISA {
 
 // A gate whose bounds for one sign of the advantage serve the other sign, too.
-inline PieceGate of_sign(const PieceGate& piece, int sign) {
-  PieceGate one = piece;
-  one.z[0] = piece.z[sign], one.below[0] = piece.below[sign], one.above[0] = piece.above[sign];
+inline LeafGate of_sign(const LeafGate& leaf, int sign) {
+  LeafGate one = leaf;
+  one.z[0] = leaf.z[sign], one.below[0] = leaf.below[sign], one.above[0] = leaf.above[sign];
   for (int channel = 0; channel < 2; ++channel) {
-    one.slope[channel][0] = piece.slope[channel][sign], one.own[channel][0] = piece.own[channel][sign];
+    one.slope[channel][0] = leaf.slope[channel][sign], one.own[channel][0] = leaf.own[channel][sign];
   }
   return one;
 }
@@ -20,21 +20,21 @@ struct TokenBounds {
   float low[2], high[2];  // by sign of the advantage
 };
 
-// The gates of the tokens of one piece, vector by vector.
+// The gates of the tokens of one leaf, vector by vector.
 template <bool kScoreHead, bool kSplit, bool kDrop, bool kOneSign>
 struct TokenGates {
-  const PieceGate piece;
+  const LeafGate leaf;
   const float keep;
   TokenTerms& terms;
   float *loss, *grad;
   Ints chosen = {}, below_sum = {}, above_sum = {}, flows = {};
 
-  TokenGates(const PieceGate& piece, float keep, TokenTerms& terms, float* loss, float* grad)
-      : piece(piece), keep(keep), terms(terms), loss(loss), grad(grad) {}
+  TokenGates(const LeafGate& leaf, float keep, TokenTerms& terms, float* loss, float* grad)
+      : leaf(leaf), keep(keep), terms(terms), loss(loss), grad(grad) {}
 
   HPO_INLINE void step(int i, Ints kind, Floats x, Floats coefficient, Floats low, Floats high, Floats logp) {
     const Ints present = kind != kAbsent, negative = kOneSign ? Ints{} : Ints(kind == kNegative);
-    const GatedTokenNumber<Floats> token = gate_token<Floats>(piece, kSplit, kDrop, keep, negative, x, low, high);
+    const GatedTokenNumber<Floats> token = gate_token<Floats>(leaf, kSplit, kDrop, keep, negative, x, low, high);
     const Floats value = keep_if(present, token_value(coefficient, token.z));
     if (kScoreHead) {
       store_lanes(keep_if(present, scored(value * logp)), loss + i);
@@ -63,13 +63,13 @@ struct TokenGates {
 };
 
 // Whole vectors; what lies beyond the tile is absent.
-using TokenLoop = GateCounts (*)(const PieceGate&, float keep, const TokenBounds&, const Tile&, const float* coefficient,
+using TokenLoop = GateCounts (*)(const LeafGate&, float keep, const TokenBounds&, const Tile&, const float* coefficient,
                                  const float* logp, TokenTerms&, float* loss, float* grad, int n);
 
 template <bool kScoreHead, bool kSplit, bool kDrop, bool kDriven>
-GateCounts token_loop(const PieceGate& piece, float keep, const TokenBounds& bounds, const Tile& tile, const float* coefficient,
+GateCounts token_loop(const LeafGate& leaf, float keep, const TokenBounds& bounds, const Tile& tile, const float* coefficient,
                       const float* logp, TokenTerms& terms, float* loss, float* grad, int n) {
-  TokenGates<kScoreHead, kSplit, kDrop, false> gates(piece, keep, terms, loss, grad);
+  TokenGates<kScoreHead, kSplit, kDrop, false> gates(leaf, keep, terms, loss, grad);
   for (int i = 0; i < n; i += kWidth) {
     const Ints kind = load_lanes<Ints>(tile.chosen + i);
     const Ints negative = kind == kNegative;
@@ -81,15 +81,15 @@ GateCounts token_loop(const PieceGate& piece, float keep, const TokenBounds& bou
   return gates.counts();
 }
 
-// A plain tile: its tokens have one advantage, and are read where they are.
-using PlainLoop = GateCounts (*)(const PieceGate&, float keep, const TokenBounds&, const PolicyLossArgs&, int64_t first,
-                                 float coefficient, int32_t kind, TokenTerms&, float* loss, float* grad, int n);
+// A fast-path tile: its tokens have one advantage, and are read where they are.
+using FastLoop = GateCounts (*)(const LeafGate&, float keep, const TokenBounds&, const PolicyLossArgs&, int64_t first,
+                                float coefficient, int32_t kind, TokenTerms&, float* loss, float* grad, int n);
 
 template <bool kScoreHead, bool kSplit, bool kDrop>
-GateCounts plain_loop(const PieceGate& piece, float keep, const TokenBounds& bounds, const PolicyLossArgs& args, int64_t first,
-                      float coefficient, int32_t kind, TokenTerms& terms, float* loss, float* grad, int n) {
+GateCounts fast_loop(const LeafGate& leaf, float keep, const TokenBounds& bounds, const PolicyLossArgs& args, int64_t first,
+                     float coefficient, int32_t kind, TokenTerms& terms, float* loss, float* grad, int n) {
   const int sign = kind == kNegative;
-  TokenGates<kScoreHead, kSplit, kDrop, true> gates(of_sign(piece, sign), keep, terms, loss, grad);
+  TokenGates<kScoreHead, kSplit, kDrop, true> gates(of_sign(leaf, sign), keep, terms, loss, grad);
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   const Floats low = all<Floats>(bounds.low[sign]), high = all<Floats>(bounds.high[sign]), a = all<Floats>(coefficient);
@@ -110,14 +110,14 @@ TokenLoop pick_token_loop(bool drop, bool driven) {
 }
 
 template <bool kScoreHead, bool kSplit>
-PlainLoop pick_plain_loop(bool drop) {
-  return drop ? plain_loop<kScoreHead, kSplit, true> : plain_loop<kScoreHead, kSplit, false>;
+FastLoop pick_fast_loop(bool drop) {
+  return drop ? fast_loop<kScoreHead, kSplit, true> : fast_loop<kScoreHead, kSplit, false>;
 }
 
-inline PlainLoop pick_plain_loop(const GateStructure& structure, bool split) {
+inline FastLoop pick_fast_loop(const GateStructure& structure, bool split) {
   const bool drop = structure.token == TokenGate::drop;
-  if (structure.head == Head::score) return split ? pick_plain_loop<true, true>(drop) : pick_plain_loop<true, false>(drop);
-  return split ? pick_plain_loop<false, true>(drop) : pick_plain_loop<false, false>(drop);
+  if (structure.head == Head::score) return split ? pick_fast_loop<true, true>(drop) : pick_fast_loop<true, false>(drop);
+  return split ? pick_fast_loop<false, true>(drop) : pick_fast_loop<false, false>(drop);
 }
 
 inline TokenLoop pick_token_loop(const GateStructure& structure, bool split, bool driven) {
@@ -133,13 +133,13 @@ struct TokenPlan {
   TermPlan term;
   TermLoop term_loop;  // null: the gate asks for no more than the loops below
   TokenLoop loop;
-  PlainLoop plain_loop;
-  bool may_be_plain;
+  FastLoop fast_loop;
+  bool may_be_fast;
   bool as_they_are;  // log-ratios enter the gates
-  bool opens;  // a plain tile may be under open gates: the token gate is a clip, and the loss A e^z
+  bool opens;  // a fast-path tile may be under open gates: the token gate is a clip, and the loss A e^z
   bool keeps_ratios;  // where the gradient will be, for these tiles
   OpenLoops open_loops;
-  MeasurePlain measure_plain;
+  MeasureFast measure_fast;
   TokenBounds bounds;
   float keep;  // 0 where the finest level takes the place of the token's own slope
   bool driven;  // tokens have bounds of their own
@@ -151,13 +151,13 @@ struct TokenPlan {
         term(call, hierarchy),
         term_loop(hierarchy.term.present ? pick_term_loop(call.structure.head) : nullptr),
         loop(),
-        plain_loop(pick_plain_loop(call.structure, hierarchy.split)),
-        may_be_plain(HPO_ISA::may_be_plain(call.args) && !call.args.target),
+        fast_loop(pick_fast_loop(call.structure, hierarchy.split)),
+        may_be_fast(HPO_ISA::may_be_fast(call.args) && !call.args.target),
         as_they_are(!term.pre_gated && !term.mean_exp),
         opens(call.structure.token == TokenGate::clip && term.keep != 0.0f && call.structure.head == Head::linear),
         keeps_ratios(opens && call.args.grad && hierarchy.depth > 0 && as_they_are),
         open_loops(hierarchy.split, keeps_ratios),
-        measure_plain(pick_measure_plain(hierarchy.split, keeps_ratios)) {
+        measure_fast(pick_measure_fast(hierarchy.split, keeps_ratios)) {
     const GateStructure& structure = call.structure;
     const bool clips = structure.token == TokenGate::clip;
     bool through = false;
@@ -191,7 +191,7 @@ inline void load_bounds(const Call& call, const TokenBounds& bounds, int64_t fir
   }
 }
 
-// Lanes by the position inside the piece.
+// Lanes by the position inside the leaf.
 struct FlowLanes {
   double by_sign[2][kLanes] = {}, past_token[2][kLanes] = {};
 
@@ -206,7 +206,7 @@ struct FlowLanes {
 // Loss and gradient of the tiles of one block, as finish_tile asks for them.
 struct BlockGate {
   const TokenPlan& plan;
-  const PieceGate& piece;
+  const LeafGate& leaf;
   int64_t row;
   TokenTerms& terms;
   FlowLanes& lanes;
@@ -223,14 +223,14 @@ struct BlockGate {
     return counts;
   }
 
-  // The same of a plain tile, from begin to end.
-  void finish_plain(const Call& call, int64_t first, int n, Tile& tile, Partial& partial) const {
+  // The same of a fast-path tile, from begin to end.
+  void finish_fast(const Call& call, int64_t first, int n, Tile& tile, Partial& partial) const {
     const float advantage = call.args.advantages[row], coefficient = call.args.weights[row] * advantage;
     const int32_t kind = advantage < 0.0f ? kNegative : kPositive;
     // This loop goes on to the end of a vector, where the next row's gradient lies, perhaps written by another thread.
     const bool whole = n % kLanes == 0;
     float* grad = call.args.grad && whole ? call.args.grad + first : tile.grad;
-    plan.plain_loop(piece, plan.keep, plan.bounds, call.args, first, coefficient, kind, terms, tile.loss, grad, n)
+    plan.fast_loop(leaf, plan.keep, plan.bounds, call.args, first, coefficient, kind, terms, tile.loss, grad, n)
         .add_to(partial.slots);
     if (call.args.grad && !whole) std::memcpy(call.args.grad + first, tile.grad, size_t(n) * sizeof(float));
     add_groups(tile.loss, n, partial.sums[kLossSum]);
@@ -242,13 +242,13 @@ struct BlockGate {
  private:
   // The loop goes on to the end of a vector; tensors may not.
   GateCounts run_loop(Tile& tile, const float* coefficient, const float* logp, float* loss, float* grad, int n) const {
-    if (n % kLanes == 0) return plan.loop(piece, plan.keep, plan.bounds, tile, coefficient, logp, terms, loss, grad, n);
+    if (n % kLanes == 0) return plan.loop(leaf, plan.keep, plan.bounds, tile, coefficient, logp, terms, loss, grad, n);
     alignas(64) float own_logp[kPadded], own_loss[kPadded], own_grad[kPadded];
     for (int i = n; i < n + kLanes; ++i)
       tile.chosen[i] = kAbsent, tile.x[i] = own_logp[i] = terms.low[i] = terms.high[i] = 0.0f;
     std::memcpy(own_logp, logp, size_t(n) * sizeof(float));
     const GateCounts counts =
-        plan.loop(piece, plan.keep, plan.bounds, tile, coefficient, own_logp, terms, own_loss, own_grad, n);
+        plan.loop(leaf, plan.keep, plan.bounds, tile, coefficient, own_logp, terms, own_loss, own_grad, n);
     std::memcpy(loss, own_loss, size_t(n) * sizeof(float));
     std::memcpy(grad, own_grad, size_t(n) * sizeof(float));
     return counts;
@@ -259,7 +259,7 @@ struct BlockGate {
     const float* entering = load_entering(plan.term, tile, n, terms);
     load_terms(call, first, n, row, weighted ? call.args.weights[row] : 1.0f, tile, terms);
     alignas(64) float own_loss[kPadded], own_grad[kPadded];
-    const GateCounts counts = plan.term_loop(plan.term, piece, tile, entering, coefficient, terms, own_loss, own_grad, n);
+    const GateCounts counts = plan.term_loop(plan.term, leaf, tile, entering, coefficient, terms, own_loss, own_grad, n);
     std::memcpy(loss, own_loss, size_t(n) * sizeof(float));
     std::memcpy(grad, own_grad, size_t(n) * sizeof(float));
     return counts;
@@ -279,15 +279,15 @@ struct BlockGate {
   }
 };
 
-// Adds to the gradient of a plain tile what arrives at its tokens through aggregates.
-inline void add_to_plain(const PolicyLossArgs& args, int64_t first, int begin, int end, const Arriving& arriving) {
+// Adds to the gradient of a fast-path tile what arrives at its tokens through aggregates.
+inline void add_to_fast(const PolicyLossArgs& args, int64_t first, int begin, int end, const AggregateGrad& aggregate_grad) {
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   float* grad = args.grad + first;
   for_each_vector(begin, end, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
     constexpr bool kWhole = decltype(whole)::value;
     const Floats x = load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i);
-    const Floats flow = blend(less(x, Floats{}), all<Floats>(arriving.falling), all<Floats>(arriving.rising));
+    const Floats flow = blend(less(x, Floats{}), all<Floats>(aggregate_grad.falling), all<Floats>(aggregate_grad.rising));
     const Floats here = args.mask ? keep_if(present_own<kWhole>(own, args.mask + first + i), flow) : flow;
     store_own<kWhole>(own, load_own<kWhole>(own, grad + i) + here, grad + i);
   });

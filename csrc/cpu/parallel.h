@@ -1,4 +1,4 @@
-// The CPU kernels split their work into pieces whose number depends only on the sizes, never on the threads.
+// The CPU kernels split their work into ranges whose number depends only on the sizes, never on the threads.
 #pragma once
 #include <omp.h>
 
@@ -12,7 +12,7 @@ namespace hpo::HPO_ISA {
 
 constexpr size_t kLine = 64;  // bytes of a cache line
 
-inline int64_t pieces(int64_t size, int64_t piece) { return (size + piece - 1) / piece; }
+inline int64_t ceil_divide(int64_t size, int64_t part) { return (size + part - 1) / part; }
 
 // Waking a second thread can cost more than the work (milliseconds where the cores are busy), so small inputs stay on one.
 inline int worthwhile(int threads, int64_t tokens) { return tokens < 16384 ? 1 : threads; }
@@ -50,13 +50,13 @@ inline void parallel_for(int64_t count, int threads, const Body& body) {
   }
 }
 
-constexpr int64_t kPiece = 1024;
+constexpr int64_t kRange = 1024;
 
-// Calls body(first, end) for pieces of [0, count).
+// Calls body(first, end) for ranges of [0, count).
 template <class Body>
-inline void for_each_piece(int64_t count, int threads, const Body& body) {
-  parallel_for(pieces(count, kPiece), threads,
-               [&](int64_t piece) { body(piece * kPiece, (piece + 1) * kPiece < count ? (piece + 1) * kPiece : count); });
+inline void for_each_range(int64_t count, int threads, const Body& body) {
+  parallel_for(ceil_divide(count, kRange), threads,
+               [&](int64_t range) { body(range * kRange, (range + 1) * kRange < count ? (range + 1) * kRange : count); });
 }
 
 // Places arrays one after the other in a workspace, aligned to cache lines; with nullptr it only measures.

@@ -7,7 +7,7 @@
 
 namespace hpo::HPO_ISA {
 
-constexpr int kTile = 1024;         // tokens: what a plain tile keeps of them stays in the first-level cache
+constexpr int kTile = 1024;         // tokens: what a fast-path tile keeps of them stays in the first-level cache
 constexpr int kLongTile = 2 * kTile;  // of tokens that are kept in no array; their log-ratios are half as large at most
 constexpr int kChunk = 16 * kTile;  // tokens of one task; to begin and end one takes as long as some hundred of them
 

@@ -11,7 +11,7 @@ namespace hpo::HPO_ISA {
 void row_counts(const RowCountsArgs& args, int threads) {
   const Rows rows(args.cu_seqlens, args.rows, args.tokens);
   for (int64_t row = 0; row < args.rows; ++row) args.counts[row] = 0;
-  parallel_for(pieces(args.tokens, kChunk), worthwhile(threads, args.tokens), [&](int64_t chunk) {
+  parallel_for(ceil_divide(args.tokens, kChunk), worthwhile(threads, args.tokens), [&](int64_t chunk) {
     for_each_tile(rows, chunk, [&](int64_t tile, int, const Segments& segments) {
       for (const Segment& segment : segments) {
         int valid = segment.end - segment.begin;
@@ -30,7 +30,7 @@ void row_counts(const RowCountsArgs& args, int threads) {
 void recurrence(const RecurrenceArgs& args, int threads) {
   const bool apart = Rows(args.cu_seqlens, args.rows, args.units).broken == 0;
   std::fill_n(args.scanned, args.units, 0.0f);
-  for_each_piece(args.rows, apart ? worthwhile(threads, args.units) : 1, [&](int64_t first, int64_t end) {
+  for_each_range(args.rows, apart ? worthwhile(threads, args.units) : 1, [&](int64_t first, int64_t end) {
     for (int64_t row = first; row < end; ++row) {
       const Range range = row_range(args.cu_seqlens, row, args.units);
       double following = 0.0;

@@ -11,7 +11,7 @@ HPO_DECLARE_KERNELS(HPO_ISA)
 namespace hpo::HPO_ISA {
 namespace {
 
-constexpr int64_t kRange = 16384;
+constexpr int64_t kPart = 16384;
 
 HPO_INLINE Unsigned load_wide(const uint16_t* from) {
 #if defined(__AVX512F__)
@@ -38,9 +38,9 @@ HPO_INLINE void store_past_caches(Unsigned bits, float* to) {  // to a multiple 
 }  // namespace
 
 void widen(const uint16_t* from, float* to, int64_t count, int threads) {
-  parallel_for(pieces(count, kRange), worthwhile(threads, count), [&](int64_t range) {
-    int64_t at = range * kRange;
-    const int64_t end = at + kRange < count ? at + kRange : count;
+  parallel_for(ceil_divide(count, kPart), worthwhile(threads, count), [&](int64_t range) {
+    int64_t at = range * kPart;
+    const int64_t end = at + kPart < count ? at + kPart : count;
     for (; at < end && uintptr_t(to + at) % sizeof(Floats); ++at) to[at] = from_bits(int32_t(uint32_t(from[at]) << 16));
     for (; at + kWidth <= end; at += kWidth) store_past_caches(load_wide(from + at) << 16, to + at);
     for (; at < end; ++at) to[at] = from_bits(int32_t(uint32_t(from[at]) << 16));

@@ -4,19 +4,19 @@
 #include "hpo/corrections.h"
 
 #include "gates_tokens.cuh"
-#include "pieces.cuh"
+#include "leaves.cuh"
 
 namespace hpo {
 namespace {
 
 struct Workspace {
-  int64_t* segments;  // [pieces][kWords], 0 before the first grid barrier; the caller's table in a call in stages
+  int64_t* segments;  // [leaves][kWords], 0 before the first grid barrier; the caller's table in a call in stages
   Counted counted;
 
-  int64_t place(void* base, int64_t pieces) {
+  int64_t place(void* base, int64_t leaves) {
     Placement placement(base);
-    placement.take(segments, pieces * kWords);
-    counted.take(placement, pieces);
+    placement.take(segments, leaves * kWords);
+    counted.take(placement, leaves);
     return placement.bytes();
   }
 };
@@ -34,7 +34,7 @@ struct Call {
     for (const float* array : {args.logp, args.old_logp, per_token, static_cast<const float*>(correction.factor)}) {
       groupable &= hpo::groupable(array, 16);
     }
-    workspace.place(args.workspace, hierarchy.pieces);
+    workspace.place(args.workspace, hierarchy.leaves);
     if (hierarchy.stage != Stage::whole) workspace.segments = hierarchy.tables.sums;
   }
 
@@ -44,12 +44,12 @@ struct Call {
 
   __device__ __forceinline__ bool broken() const { return any_of(workspace.counted.broken, int(gridDim.x)); }
 
-  __device__ __forceinline__ Pieces pieces(bool broken, int blocks) const {
-    return get_pieces(hierarchy, args, workspace.counted, broken, blocks);
+  __device__ __forceinline__ Leaves leaves(bool broken, int blocks) const {
+    return get_leaves(hierarchy, args, workspace.counted, broken, blocks);
   }
 
-  __device__ __forceinline__ int64_t* words_of(int piece) const {
-    return workspace.segments + hierarchy.ancestors[piece] * kWords;
+  __device__ __forceinline__ int64_t* words_of(int leaf) const {
+    return workspace.segments + hierarchy.ancestors[leaf] * kWords;
   }
 
   __device__ __forceinline__ bool valid(const Inputs<4>& inputs, int i) const {
@@ -62,10 +62,10 @@ struct Call {
 };
 
 __device__ __forceinline__ void prepare(const Call& call) {
-  if (call.hierarchy.depth > 0 && call.reaches(Stage::sums)) clear(call.workspace.segments, call.hierarchy.pieces * kWords);
+  if (call.hierarchy.depth > 0 && call.reaches(Stage::sums)) clear(call.workspace.segments, call.hierarchy.leaves * kWords);
   if (call.args.token_weight) copy(call.correction.factor, call.args.token_weight, call.args.tokens);
   else fill_tokens(call.correction.factor, call.args.tokens, call.groupable, 1.0f);
-  check_pieces(call.hierarchy, call.args, call.workspace.counted);
+  check_leaves(call.hierarchy, call.args, call.workspace.counted);
 }
 
 __device__ __forceinline__ Reduced reduce_tile(const Call& call, const Unit& tile) {
@@ -82,28 +82,28 @@ __device__ __forceinline__ Reduced reduce_tile(const Call& call, const Unit& til
           warp_max(found.largest)};
 }
 
-__device__ __forceinline__ void reduce_pieces(const Call& call, const Pieces& pieces) {
+__device__ __forceinline__ void reduce_leaves(const Call& call, const Leaves& leaves) {
   const Reduction reduction = call.correction.reduction;
-  Carrier carrier = {};
-  for_each_unit(pieces, [&](int, const PieceUnit& unit) {
+  RunAccumulator accumulator = {};
+  for_each_unit(leaves, [&](int, const LeafUnit& unit) {
     const Reduced found = reduce_tile(call, unit.tile);
     if (lane() >= kWords || found.valid == 0) return;
-    int64_t* const word = call.words_of(unit.piece) + lane();
+    int64_t* const word = call.words_of(unit.leaf) + lane();
     const int64_t mine = word_of(found, lane(), reduction);
-    if (lane() == 0 || !is_extremum(reduction)) return carrier.add(word, mine);
+    if (lane() == 0 || !is_extremum(reduction)) return accumulator.add(word, mine);
     if (*word < mine) atomicMax(word, mine);  // it only grows: few get past the question
   });
-  carrier.flush();
+  accumulator.flush();
 }
 
 template <bool OF_SEGMENTS>
-__device__ __forceinline__ void write_factors(const Call& call, const Pieces& pieces) {
+__device__ __forceinline__ void write_factors(const Call& call, const Leaves& leaves) {
   const PolicyLossArgs& args = call.args;
   const Correction& correction = call.correction;
-  for_each_unit(pieces, [&](int, const PieceUnit& unit) {
+  for_each_unit(leaves, [&](int, const LeafUnit& unit) {
     float of_segment[2] = {};
     if constexpr (OF_SEGMENTS) {
-      const float v = from_words(call.words_of(unit.piece), call.correction.reduction);
+      const float v = from_words(call.words_of(unit.leaf), call.correction.reduction);
       for (int sign = 0; sign < 2; ++sign) of_segment[sign] = factor_of(correction, sign, v);
     }
     const float advantage = args.advantage_per_token ? 0.0f : args.advantages[unit.tile.row];
@@ -130,15 +130,15 @@ __global__ void __launch_bounds__(kThreads, 3) correct_tokens(const Call call) {
   const bool broken = call.broken(), first = blockIdx.x == 0;
   if (broken && first) list_broken(call.hierarchy, call.args, call.workspace.counted);
   if (OF_SEGMENTS && call.reaches(Stage::sums) && (!broken || first))
-    reduce_pieces(call, call.pieces(broken, broken ? 1 : int(gridDim.x)));
+    reduce_leaves(call, call.leaves(broken, broken ? 1 : int(gridDim.x)));
   if (OF_SEGMENTS || broken) sync_grid();
-  if (call.reaches(Stage::sweep)) write_factors<OF_SEGMENTS>(call, call.pieces(broken, int(gridDim.x)));
+  if (call.reaches(Stage::sweep)) write_factors<OF_SEGMENTS>(call, call.leaves(broken, int(gridDim.x)));
 }
 
 template <bool OF_SEGMENTS>
 void launch(const Call& call, cudaStream_t stream) {
-  const int64_t units = units_of(call.args.tokens, call.hierarchy.pieces);
-  const int64_t threads = std::max({call.args.tokens / 4, call.hierarchy.pieces * kWords, kWarp * units});
+  const int64_t units = units_of(call.args.tokens, call.hierarchy.leaves);
+  const int64_t threads = std::max({call.args.tokens / 4, call.hierarchy.leaves * kWords, kWarp * units});
   const dim3 blocks(blocks_together<correct_tokens<OF_SEGMENTS>>(threads)), block(kThreads);
   HPO_LAUNCH_TOGETHER((correct_tokens<OF_SEGMENTS>), blocks, block, 0, stream, call);
 }
@@ -146,8 +146,8 @@ void launch(const Call& call, cudaStream_t stream) {
 }  // namespace
 }  // namespace hpo
 
-extern "C" int64_t hpo_correction_workspace(int64_t, int64_t, int64_t pieces) {
-  return hpo::Workspace().place(nullptr, pieces);
+extern "C" int64_t hpo_correction_workspace(int64_t, int64_t, int64_t leaves) {
+  return hpo::Workspace().place(nullptr, leaves);
 }
 
 extern "C" int hpo_correction(const hpo::PolicyLossArgs* args, const hpo::Hierarchy* hierarchy,

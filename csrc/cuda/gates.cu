@@ -75,7 +75,7 @@ __device__ __forceinline__ TileSums sum_tile(const Gate& gate, const Unit& unit,
     const Inputs<WIDTH> inputs = read_inputs<true, true>(gate.args, group);
 #pragma unroll
     for (int i = 0; i < WIDTH; ++i) {
-      const Token token = judge<true, true>(gate, row, inputs, i);
+      const Token token = classify<true, true>(gate, row, inputs, i);
       fixed += token.valid ? to_fixed(token.x) : 0;
       valid += token.valid;
       selected += token.selected;
@@ -223,7 +223,7 @@ __device__ __forceinline__ RatioGate gate_ratio(const Gate& gate, const Level& l
 template <bool LEVEL, bool REFERENCE, bool EXTRAS, int WIDTH>
 __device__ __forceinline__ float sweep_token(const Gate& gate, const RowTerms& row, const Level& level,
                                              const Inputs<WIDTH>& inputs, int i, TileTotals& tile, Totals& totals) {
-  const Token token = judge<REFERENCE, EXTRAS>(gate, row, inputs, i);
+  const Token token = classify<REFERENCE, EXTRAS>(gate, row, inputs, i);
   const bool score_head = gate.structure.head == Head::score, finite = token.valid && !token.infinite;
   const float ratio = exp(token.x);
   const RatioGate gated = gate_ratio<LEVEL, EXTRAS>(gate, level, inputs, token, ratio, i);

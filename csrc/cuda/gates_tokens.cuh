@@ -115,7 +115,7 @@ struct Token {
 };
 
 template <bool REFERENCE, bool EXTRAS, int WIDTH>
-__device__ __forceinline__ Token judge(const Gate& gate, const RowTerms& row, const Inputs<WIDTH>& inputs, int i) {
+__device__ __forceinline__ Token classify(const Gate& gate, const RowTerms& row, const Inputs<WIDTH>& inputs, int i) {
   const PolicyLossArgs& args = gate.args;
   const bool given = inputs.group.has(i) && (!args.mask || byte_of(inputs.mask, i));
   const LogRatio policy = log_ratio(inputs.logp[i], inputs.old_logp[i]);

@@ -96,7 +96,7 @@ __device__ __forceinline__ void copy(float* to, const float* from, int64_t count
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < count; i += int64_t(gridDim.x) * kThreads) to[i] = from[i];
 }
 
-// Tokens outside every piece get `value`: it is written for all tokens, which is cheaper than a search for these.
+// Tokens outside every leaf get `value`: it is written for all tokens, which is cheaper than a search for these.
 __device__ __forceinline__ void fill_tokens(float* array, int64_t tokens, bool groupable, float value) {
   if (!array) return;
   const int64_t groups = groupable ? tokens / 4 : 0;

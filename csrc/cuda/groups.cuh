@@ -230,9 +230,9 @@ __device__ __forceinline__ int64_t find_entry(const Table& table, int64_t id) {
 // Warp-aggregated atomics: neighbours are mostly of one group, and if all lanes target one record, they reduce first and one
 // lane issues the atomic. A lane with a null record passes 0.
 template <class Record>
-class Giver {
+class WarpAtomic {
  public:
-  __device__ __forceinline__ explicit Giver(Record* to) : to_(to) {
+  __device__ __forceinline__ explicit WarpAtomic(Record* to) : to_(to) {
     const unsigned giving = __ballot_sync(kFullWarp, to != nullptr);
     const int first = max(__ffs(int(giving)) - 1, 0);
     const int64_t common = __shfl_sync(kFullWarp, int64_t(to), first);
@@ -267,12 +267,12 @@ __device__ __forceinline__ void number_groups(const Table& table, const Members&
     }
     const bool member = entry >= 0 && members.has(unit);
     const int64_t from_end = member ? table.units - unit : 0;
-    Giver<Entry>(member ? table.entries + entry : nullptr).raise(&Entry::from_end, from_end);
-    if (all_members) Giver<Entry>(member ? table.entries + table.capacity : nullptr).raise(&Entry::from_end, from_end);
+    WarpAtomic<Entry>(member ? table.entries + entry : nullptr).raise(&Entry::from_end, from_end);
+    if (all_members) WarpAtomic<Entry>(member ? table.entries + table.capacity : nullptr).raise(&Entry::from_end, from_end);
   });
 }
 
-// Calls `visit(group, giver, unit, weight, offset)`; units that are no members get null and 0. With `all_members` it does so
+// Calls `visit(group, atomic, unit, weight, offset)`; units that are no members get null and 0. With `all_members` it does so
 // for all members as one group, too.
 template <class Visit>
 __device__ __forceinline__ void for_each_membership(const Table& table, const Members& members, bool all_members, Visit visit) {
@@ -283,7 +283,7 @@ __device__ __forceinline__ void for_each_membership(const Table& table, const Me
     const auto visit_group = [&](int64_t at, int64_t pivot) {
       const double offset = member ? double(members.values[unit]) - double(members.values[pivot]) : 0.0;
       Group* const group = member ? table.groups + at : nullptr;
-      visit(group, Giver<Group>(group), unit, weight, offset);
+      visit(group, WarpAtomic<Group>(group), unit, weight, offset);
     };
     visit_group(leader, leader);
     if (all_members) visit_group(table.units, table.first_member(table.capacity));
@@ -294,30 +294,30 @@ __device__ __forceinline__ void find_spread(const Table& table, const Members& m
   for_each_unit(table.units, [&](int64_t unit) {
     if (unit < table.units && table.leaders[unit] >= 0) table.leaders[unit] = table.first_member(table.leaders[unit]);
   });
-  const auto give = [&](const Group* group, const Giver<Group>& giver, int64_t unit, double weight, double offset) {
-    giver.add(&Group::count, group != nullptr);
-    giver.raise(&Group::weight_exponent, exponent_of(weight));
-    giver.raise(&Group::sum_exponent, exponent_of(weight * fabs(offset)));
-    giver.raise(&Group::squares_exponent, exponent_of(weight * offset * offset));
+  const auto give = [&](const Group* group, const WarpAtomic<Group>& atomic, int64_t unit, double weight, double offset) {
+    atomic.add(&Group::count, group != nullptr);
+    atomic.raise(&Group::weight_exponent, exponent_of(weight));
+    atomic.raise(&Group::sum_exponent, exponent_of(weight * fabs(offset)));
+    atomic.raise(&Group::squares_exponent, exponent_of(weight * offset * offset));
     if (!extremes) return;
     const uint32_t key = group ? order_key(members.values[unit]) : 0;
-    giver.raise(&Group::greatest, key);
-    giver.raise(&Group::not_least, group ? ~key : 0);
+    atomic.raise(&Group::greatest, key);
+    atomic.raise(&Group::not_least, group ? ~key : 0);
   };
   for_each_membership(table, members, all_members, give);
 }
 
 __device__ __forceinline__ void sum_offsets(const Table& table, const Members& members, bool all_members) {
-  const auto give = [&](const Group* group, const Giver<Group>& giver, int64_t, double weight, double offset) {
+  const auto give = [&](const Group* group, const WarpAtomic<Group>& atomic, int64_t, double weight, double offset) {
     int64_t of_weight = 0, of_sum = 0, of_squares = 0;
     if (group) {
       of_weight = fixed(weight, group->power(group->weight_exponent));
       of_sum = fixed(weight * offset, group->power(group->sum_exponent));
       of_squares = fixed(weight * offset * offset, group->power(group->squares_exponent));
     }
-    giver.add(&Group::weight, of_weight);
-    giver.add(&Group::sum, of_sum);
-    giver.add(&Group::squares, of_squares);
+    atomic.add(&Group::weight, of_weight);
+    atomic.add(&Group::sum, of_sum);
+    atomic.add(&Group::squares, of_squares);
   };
   for_each_membership(table, members, all_members, give);
 }
@@ -334,13 +334,13 @@ __device__ __forceinline__ void sum_groups(const Table& table, const Members& me
 }
 
 __device__ __forceinline__ void sum_absolutes(const Table& table, const Members& members) {
-  const auto give = [&](const Group* group, const Giver<Group>& giver, int64_t, double weight, double offset) {
+  const auto give = [&](const Group* group, const WarpAtomic<Group>& atomic, int64_t, double weight, double offset) {
     int64_t of_absolute = 0;
     if (group) {
       const GroupSums sums = group->sums(0.0);
       of_absolute = fixed(weight * fabs(offset - sums.center()), group->absolute_power(sums));
     }
-    giver.add(&Group::absolute, of_absolute);
+    atomic.add(&Group::absolute, of_absolute);
   };
   for_each_membership(table, members, false, give);
 }

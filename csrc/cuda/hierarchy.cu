@@ -1,15 +1,15 @@
 // policy_loss under a hierarchy of gates in two launches: one that prepares and sums the log-ratios of every segment, one sweep
 // that gates tokens, writes their gradient and whose last block adds up loss and metrics. A third follows where a level hands
 // gradient through its aggregate: what tiles hand up is added over segments, and what arrives goes to the tokens of those
-// pieces that get any. The first and the third are in two parts with a grid barrier between them, and the first has one more of
+// leaves that get any. The first and the third are in two parts with a grid barrier between them, and the first has one more of
 // each for a level that is balanced; a call in stages has a launch for each part of the third. The sweep stands alone, since it
 // needs registers that would leave the others too few blocks. The definition is hpo_core/reference/gates.py.
 //
-// A warp takes a tile of a piece (pieces.cuh). What tiles give to segments is added as integers, so it has no order; inside a
-// tile the order depends on positions in the piece. So where the piece lies and beside what changes no bit of its gradient.
+// A warp takes a tile of a leaf (leaves.cuh). What tiles give to segments is added as integers, so it has no order; inside a
+// tile the order depends on positions in the leaf. So where the leaf lies and beside what changes no bit of its gradient.
 #include "gates_sweep.cuh"
 #include "hpo/terms.h"
-#include "pieces.cuh"
+#include "leaves.cuh"
 
 namespace hpo {
 namespace {
@@ -18,26 +18,26 @@ constexpr int kWords = 3;  // of a segment's LogRatios: valid, fixed[2]
 constexpr int kHanded = 2 * kMostLevels;  // what a tile hands up: [level][channel]
 
 struct Workspace {
-  // Of segment s at level k at [k * pieces + s], 0 before the first grid barrier. In the caller's tables, if there are any.
+  // Of segment s at level k at [k * leaves + s], 0 before the first grid barrier. In the caller's tables, if there are any.
   int64_t* segments;  // [..][kWords]
   uint64_t* largest;  // [..][channel]: the largest magnitude that a tile hands up, the bits of a double
-  int64_t* arriving;  // [..][channel]: what all tiles hand up, in steps that `largest` fixes
+  int64_t* aggregate_grad;  // [..][channel]: what all tiles hand up, in steps that `largest` fixes
   double* handed;  // [units][kHanded]
   double* partials;  // [blocks][kMetrics]
   int* seen;  // [rows]: 1 where a valid token was met
   unsigned* ticket;  // blocks of the sweep that are done
   Counted counted;
 
-  int64_t place(void* base, int64_t tokens, int64_t rows, int64_t pieces) {
+  int64_t place(void* base, int64_t tokens, int64_t rows, int64_t leaves) {
     Placement placement(base);
-    placement.take(segments, kMostLevels * pieces * kWords);
-    placement.take(largest, kMostLevels * pieces * 2);
-    placement.take(arriving, kMostLevels * pieces * 2);
-    placement.take(handed, units_of(tokens, pieces) * kHanded);
+    placement.take(segments, kMostLevels * leaves * kWords);
+    placement.take(largest, kMostLevels * leaves * 2);
+    placement.take(aggregate_grad, kMostLevels * leaves * 2);
+    placement.take(handed, units_of(tokens, leaves) * kHanded);
     placement.take(partials, kMaxBlocks * kMetrics);
     placement.take(seen, rows);
     placement.take(ticket, 1);
-    counted.take(placement, pieces);
+    counted.take(placement, leaves);
     return placement.bytes();
   }
 };
@@ -69,20 +69,20 @@ struct Call {
     high = clips ? args.high : nullptr;
     keep = hierarchy.depth > 0 && hierarchy.levels[0].routing == Routing::self ? 0.0f : 1.0f;
     carries = through && structure.head != Head::score && args.grad;
-    workspace.place(args.workspace, args.tokens, args.rows, hierarchy.pieces);
+    workspace.place(args.workspace, args.tokens, args.rows, hierarchy.leaves);
     const SegmentTables& tables = hierarchy.tables;
     if (tables.sums) workspace.segments = tables.sums;
     if (tables.largest) workspace.largest = reinterpret_cast<uint64_t*>(tables.largest);
-    if (tables.arriving) workspace.arriving = tables.arriving;
+    if (tables.aggregate_grad) workspace.aggregate_grad = tables.aggregate_grad;
   }
 
   HPO_INLINE bool does(Stage stage) const { return hierarchy.stage == Stage::whole || hierarchy.stage == stage; }
 
-  __device__ __forceinline__ int64_t segment_of(int k, int piece) const {
-    return k * hierarchy.pieces + hierarchy.ancestors[k * hierarchy.pieces + piece];
+  __device__ __forceinline__ int64_t segment_of(int k, int leaf) const {
+    return k * hierarchy.leaves + hierarchy.ancestors[k * hierarchy.leaves + leaf];
   }
 
-  __device__ __forceinline__ LogRatios log_ratios(int k, int piece) const { return segment(segment_of(k, piece)); }
+  __device__ __forceinline__ LogRatios log_ratios(int k, int leaf) const { return segment(segment_of(k, leaf)); }
 
   __device__ __forceinline__ LogRatios segment(int64_t at) const {
     const int64_t* words = workspace.segments + at * kWords;
@@ -91,8 +91,8 @@ struct Call {
 
   __device__ __forceinline__ bool broken() const { return any_of(workspace.counted.broken, first_blocks); }
 
-  __device__ __forceinline__ Pieces pieces(bool broken, int blocks) const {
-    return get_pieces(hierarchy, gate.args, workspace.counted, broken, blocks);
+  __device__ __forceinline__ Leaves leaves(bool broken, int blocks) const {
+    return get_leaves(hierarchy, gate.args, workspace.counted, broken, blocks);
   }
 
   // The log-ratio of a token as it enters the gates.
@@ -124,15 +124,15 @@ __device__ __forceinline__ void prepare(const Call& call) {
   const PolicyLossArgs& args = call.gate.args;
   const Hierarchy& hierarchy = call.hierarchy;
   const Workspace& workspace = call.workspace;
-  const int64_t segments = hierarchy.depth * hierarchy.pieces;
+  const int64_t segments = hierarchy.depth * hierarchy.leaves;
   const int64_t coupled = call.carries || hierarchy.stage != Stage::whole ? segments : 0;  // in stages the caller reads them
   clear(workspace.segments, segments * kWords);
   clear(workspace.largest, coupled * 2);
-  clear(workspace.arriving, coupled * 2);
+  clear(workspace.aggregate_grad, coupled * 2);
   clear(workspace.seen, args.rows);
   fill_tokens(args.grad, args.tokens, call.gate.groupable, 0.0f);
   fill_tokens(args.token_loss, args.tokens, call.gate.groupable, 0.0f);
-  check_pieces(hierarchy, args, workspace.counted);
+  check_leaves(hierarchy, args, workspace.counted);
   if (blockIdx.x == 0 && threadIdx.x == 0) *workspace.ticket = 0;
 }
 
@@ -147,7 +147,7 @@ __device__ __forceinline__ LogRatios sum_tile(const Call& call, const Unit& tile
     const Inputs<4> inputs = read_inputs<true, PRE_GATED>(call.gate.args, group);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const Token token = judge<true, PRE_GATED>(call.gate, row, inputs, i);
+      const Token token = classify<true, PRE_GATED>(call.gate, row, inputs, i);
       const float x = call.aggregated<ENTERING>(token), up = rising_part(split, x);
       valid += token.valid;
       fixed[0] += to_fixed(up);
@@ -158,27 +158,27 @@ __device__ __forceinline__ LogRatios sum_tile(const Call& call, const Unit& tile
 }
 
 template <int ENTERING, bool BALANCED>
-__device__ __forceinline__ void sum_pieces(const Call& call, const Pieces& pieces) {
+__device__ __forceinline__ void sum_leaves(const Call& call, const Leaves& leaves) {
   const int level = lane() / kWords, word = lane() % kWords;
-  Carrier carrier = {};
-  for_each_unit(pieces, [&](int, const PieceUnit& unit) {
+  RunAccumulator accumulator = {};
+  for_each_unit(leaves, [&](int, const LeafUnit& unit) {
     const LogRatios sums = sum_tile<ENTERING>(call, unit.tile);
     if (level >= call.hierarchy.depth || sums.valid == 0) return;
     if (BALANCED && call.hierarchy.levels[level].aggregate == Aggregate::balanced) return;
     const int64_t mine = word == 0 ? sums.valid : (word == 1 ? sums.fixed[0] : sums.fixed[1]);
-    carrier.add(call.workspace.segments + call.segment_of(level, unit.piece) * kWords + word, mine);
+    accumulator.add(call.workspace.segments + call.segment_of(level, unit.leaf) * kWords + word, mine);
   });
-  carrier.flush();
+  accumulator.flush();
 }
 
 // What the segments of a balanced level have: the finer ones that have tokens.
 __device__ __forceinline__ void add_children(const Call& call, int k) {
-  const int64_t pieces = call.hierarchy.pieces;
+  const int64_t leaves = call.hierarchy.leaves;
 #pragma unroll 1
-  for (int64_t s = int64_t(blockIdx.x) * kThreads + threadIdx.x; s < pieces; s += int64_t(gridDim.x) * kThreads) {
-    const Child child = child_at(call.hierarchy, k, s, call.segment((k - 1) * pieces + s));
+  for (int64_t s = int64_t(blockIdx.x) * kThreads + threadIdx.x; s < leaves; s += int64_t(gridDim.x) * kThreads) {
+    const Child child = child_at(call.hierarchy, k, s, call.segment((k - 1) * leaves + s));
     if (child.parent < 0) continue;
-    int64_t* const to = call.workspace.segments + (k * pieces + child.parent) * kWords;
+    int64_t* const to = call.workspace.segments + (k * leaves + child.parent) * kWords;
     atomicAdd(to, child.sums.valid);
     atomicAdd(to + 1, child.sums.fixed[0]);
     atomicAdd(to + 2, child.sums.fixed[1]);
@@ -189,14 +189,14 @@ __device__ __forceinline__ void add_children(const Call& call, int k) {
 constexpr int blocks_that_prepare(int entering, bool balanced) { return entering == kPreGated || balanced ? 3 : 4; }
 
 template <int ENTERING, bool BALANCED>
-__global__ void __launch_bounds__(kThreads, blocks_that_prepare(ENTERING, BALANCED)) prepare_pieces(const Call call) {
+__global__ void __launch_bounds__(kThreads, blocks_that_prepare(ENTERING, BALANCED)) prepare_leaves(const Call call) {
   prepare(call);
   sync_grid();
   const bool broken = call.broken(), idle = broken && blockIdx.x != 0;
   if (!BALANCED && idle) return;
   if (broken && !idle) list_broken(call.hierarchy, call.gate.args, call.workspace.counted);
   if (call.hierarchy.depth > 0 && !idle) {
-    sum_pieces<ENTERING, BALANCED>(call, call.pieces(broken, broken ? 1 : int(gridDim.x)));
+    sum_leaves<ENTERING, BALANCED>(call, call.leaves(broken, broken ? 1 : int(gridDim.x)));
   }
   if constexpr (BALANCED) {
 #pragma unroll 1
@@ -222,14 +222,14 @@ __device__ __forceinline__ int stage_at(int kind, int column, int of_lane) {
 
 // What a warp works on. In shared memory even where all lanes agree: registers are short among the tokens.
 struct Work {
-  PieceUnit unit;
-  PieceGate gate;
+  LeafUnit unit;
+  LeafGate gate;
   LevelSlopes slopes;
 };
 
 // Four lanes gate a channel and a sign each.
 template <bool MEAN_EXP>
-__device__ __forceinline__ void begin_work(const Call& call, const PieceUnit& unit, Work& work) {
+__device__ __forceinline__ void begin_work(const Call& call, const LeafUnit& unit, Work& work) {
   const int sign = lane() % 2, channel = lane() / 2 % 2;
   const bool writes = lane() < 4;
   __syncwarp();  // the tile before is done
@@ -237,7 +237,7 @@ __device__ __forceinline__ void begin_work(const Call& call, const PieceUnit& un
   GateColumn column = {};
   if (channel <= call.hierarchy.split && call.hierarchy.depth > 0) {
     column = gate_column<MEAN_EXP>(
-        call.hierarchy, channel, sign, [&](int k) { return call.log_ratios(k, unit.piece); },
+        call.hierarchy, channel, sign, [&](int k) { return call.log_ratios(k, unit.leaf); },
         [&](int k, double slope) {
           if (writes) work.slopes.slope[k][channel][sign] = slope;
         });
@@ -285,7 +285,7 @@ __device__ __forceinline__ PolicyTerm general_term(const Call& call, const Gated
 }
 
 // A target that nothing can be compared with counts as an advantage does that is not finite.
-__device__ __forceinline__ float judge_target(const Gate& gate, int row, const Inputs<4>& inputs, int i, Token& token) {
+__device__ __forceinline__ float classify_target(const Gate& gate, int row, const Inputs<4>& inputs, int i, Token& token) {
   const PolicyLossArgs& args = gate.args;
   if (!args.target) return 0.0f;
   const float target = args.target_per_token ? inputs.one(args.target, i) : args.target[row];
@@ -316,8 +316,8 @@ template <bool EXTRAS, bool TERMS>
 __device__ __forceinline__ float sweep_token(const Call& call, const Work& work, const RowTerms& row, const Inputs<4>& inputs,
                                              int i, HPO_SHARED_POINTER(float) stage, TileTotals& tile, Totals& totals) {
   const Gate& gate = call.gate;
-  Token token = judge<EXTRAS, EXTRAS>(gate, row, inputs, i);
-  const float target = TERMS ? judge_target(gate, work.unit.tile.row, inputs, i, token) : 0.0f;
+  Token token = classify<EXTRAS, EXTRAS>(gate, row, inputs, i);
+  const float target = TERMS ? classify_target(gate, work.unit.tile.row, inputs, i, token) : 0.0f;
   const bool drop = gate.structure.token == TokenGate::drop;
   float low = by_sign(call.token_low, token.negative), high = by_sign(call.token_high, token.negative);
   if constexpr (EXTRAS) {
@@ -399,37 +399,36 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, H
 }
 
 // A lane has a level and a channel, as in Workspace::handed.
-struct Way {
+struct LevelChannel {
   int level, channel;
   bool open;  // gradient goes through the aggregate there
 
-  __device__ __forceinline__ explicit Way(const Call& call) : level(lane() / 2), channel(lane() % 2), open(false) {
+  __device__ __forceinline__ explicit LevelChannel(const Call& call) : level(lane() / 2), channel(lane() % 2), open(false) {
     if (level < call.hierarchy.depth && channel <= call.hierarchy.split) {
       open = call.hierarchy.levels[level].routing == Routing::through;
     }
   }
 
-  __device__ __forceinline__ int64_t at(const Call& call, int piece) const {
-    return call.segment_of(level, piece) * 2 + channel;
-  }
+  __device__ __forceinline__ int64_t at(const Call& call, int leaf) const { return call.segment_of(level, leaf) * 2 + channel; }
 };
 
 // Hands up what a tile has for the segments above it, and how large it is.
-__device__ __forceinline__ void hand_up(const Call& call, const Way& way, int index, const Work& work, double share) {
+__device__ __forceinline__ void add_aggregate_grad(const Call& call, const LevelChannel& level_channel, int index,
+                                                   const Work& work, double share) {
   const Flow flow = sum_flow(share);
-  if (!way.open) return;
-  const double mine = handed_up(work.slopes, way.level, way.channel, flow);
+  if (!level_channel.open) return;
+  const double mine = handed_up(work.slopes, level_channel.level, level_channel.channel, flow);
   call.workspace.handed[int64_t(index) * kHanded + lane()] = mine;
   const uint64_t magnitude = uint64_t(magnitude_of(mine));
-  uint64_t* const largest = call.workspace.largest + way.at(call, work.unit.piece);
+  uint64_t* const largest = call.workspace.largest + level_channel.at(call, work.unit.leaf);
   if (*largest < magnitude) atomicMax(largest, magnitude);  // it only grows: few get past the question
 }
 
 template <bool EXTRAS, bool TERMS, bool MEAN_EXP>
-__global__ void __launch_bounds__(kThreads, 2) sweep_pieces(const Call call) {
+__global__ void __launch_bounds__(kThreads, 2) sweep_leaves(const Call call) {
   HPO_SHARED(double, warps, [kWarps * kMetrics]);
   HPO_SHARED(int, events, [kMetrics]);
-  HPO_SHARED(Pieces, pieces, );
+  HPO_SHARED(Leaves, leaves, );
   HPO_SHARED(Work, works, [kWarps]);
   HPO_SHARED(float, stage, [kWarps * kStage]);
   HPO_SHARED(double, shares, [kThreads]);
@@ -438,8 +437,8 @@ __global__ void __launch_bounds__(kThreads, 2) sweep_pieces(const Call call) {
   if (threadIdx.x < kMetrics) events[threadIdx.x] = 0;
   const bool broken = call.broken();
   if (threadIdx.x == 0) {
-    pieces = call.pieces(broken, int(gridDim.x));  // for the whole block: registers are short here
-    if (blockIdx.x == 0) atomicAdd(&events[kBadOffsets], pieces.pieces - pieces.count);
+    leaves = call.leaves(broken, int(gridDim.x));  // for the whole block: registers are short here
+    if (blockIdx.x == 0) atomicAdd(&events[kBadOffsets], leaves.leaves - leaves.count);
   }
   __syncthreads();
 #pragma unroll 1
@@ -450,12 +449,12 @@ __global__ void __launch_bounds__(kThreads, 2) sweep_pieces(const Call call) {
   Totals own;
   Totals& totals = EXTRAS ? waiting[threadIdx.x] : own;
   totals = Totals::empty(slots);
-  for_each_unit(pieces, [&](int index, const PieceUnit& unit) {
+  for_each_unit(leaves, [&](int index, const LeafUnit& unit) {
     Work& work = works[warp_in_block()];
     double& share = shares[threadIdx.x];
     begin_work<MEAN_EXP>(call, unit, work);
     sweep_tile<EXTRAS, TERMS>(call, work, stage + warp_in_block() * kStage, slots, events, totals, share);
-    if (call.carries) hand_up(call, Way(call), index, work, share);
+    if (call.carries) add_aggregate_grad(call, LevelChannel(call), index, work, share);
   });
   finish_block(call.gate, totals, warps, events, call.workspace.partials, call.workspace.ticket);
 }
@@ -463,26 +462,26 @@ __global__ void __launch_bounds__(kThreads, 2) sweep_pieces(const Call call) {
 // ------------------------------------------------------------------------------------- gradient through aggregates
 
 __device__ __forceinline__ void couple_segments(const Call& call, bool broken) {
-  const Way way(call);
-  Carrier carrier = {};
-  for_each_unit(call.pieces(broken, int(gridDim.x)), [&](int index, const PieceUnit& unit) {
-    if (!way.open) return;
-    const int64_t at = way.at(call, unit.piece);
+  const LevelChannel level_channel(call);
+  RunAccumulator accumulator = {};
+  for_each_unit(call.leaves(broken, int(gridDim.x)), [&](int index, const LeafUnit& unit) {
+    if (!level_channel.open) return;
+    const int64_t at = level_channel.at(call, unit.leaf);
     const double mine = call.workspace.handed[int64_t(index) * kHanded + lane()];
-    carrier.add(call.workspace.arriving + at, in_steps(mine, int64_t(call.workspace.largest[at])));
+    accumulator.add(call.workspace.aggregate_grad + at, in_steps(mine, int64_t(call.workspace.largest[at])));
   });
-  carrier.flush();
+  accumulator.flush();
 }
 
-// What arrives at one level and channel for each token of the piece. SIMPLE: no level is a log mean exp or balanced.
+// What arrives at one level and channel for each token of the leaf. SIMPLE: no level is a log mean exp or balanced.
 template <bool SIMPLE>
-__device__ __forceinline__ double arriving(const Call& call, const Way& way, int piece) {
-  if (!way.open) return 0.0;
-  const int64_t at = way.at(call, piece);
-  const auto segment = [&](int k) { return call.log_ratios(k, piece); };
-  const double sum = arrived(call.workspace.arriving[at], int64_t(call.workspace.largest[at]));
-  return sum / (SIMPLE ? divisor(call.hierarchy.levels[way.level], segment(way.level).valid)
-                       : shares(call.hierarchy, way.level, way.channel, segment));
+__device__ __forceinline__ double aggregate_grad(const Call& call, const LevelChannel& level_channel, int leaf) {
+  if (!level_channel.open) return 0.0;
+  const int64_t at = level_channel.at(call, leaf);
+  const auto segment = [&](int k) { return call.log_ratios(k, leaf); };
+  const double sum = arrived(call.workspace.aggregate_grad[at], int64_t(call.workspace.largest[at]));
+  return sum / (SIMPLE ? divisor(call.hierarchy.levels[level_channel.level], segment(level_channel.level).valid)
+                       : shares(call.hierarchy, level_channel.level, level_channel.channel, segment));
 }
 
 template <int ENTERING>
@@ -499,7 +498,7 @@ __device__ __forceinline__ void deliver_tile(const Call& call, const Unit& tile,
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const Token token = judge<true, PRE_GATED>(call.gate, row, inputs, i);
+      const Token token = classify<true, PRE_GATED>(call.gate, row, inputs, i);
       if (!group.whole && group.has(i)) grad[i] = to[i];
       if (token.valid && !token.infinite) grad[i] += call.through_pre_gate<ENTERING>(token, token.x < 0.0f ? falling : rising);
     }
@@ -510,12 +509,12 @@ __device__ __forceinline__ void deliver_tile(const Call& call, const Unit& tile,
 template <int ENTERING, bool SIMPLE>
 __global__ void __launch_bounds__(kThreads, 4) deliver_gradient(const Call call) {
   const bool broken = call.broken();
-  if (call.does(Stage::couple)) couple_segments(call, broken);
-  if (!call.does(Stage::deliver)) return;
+  if (call.does(Stage::reduce_grad)) couple_segments(call, broken);
+  if (!call.does(Stage::broadcast_grad)) return;
   if (call.hierarchy.stage == Stage::whole) sync_grid();
-  const Way way(call);
-  for_each_unit(call.pieces(broken, int(gridDim.x)), [&](int, const PieceUnit& unit) {
-    const double mine = arriving<SIMPLE>(call, way, unit.piece);
+  const LevelChannel level_channel(call);
+  for_each_unit(call.leaves(broken, int(gridDim.x)), [&](int, const LeafUnit& unit) {
+    const double mine = aggregate_grad<SIMPLE>(call, level_channel, unit.leaf);
     double sums[2] = {};
 #pragma unroll
     for (int k = 0; k < kMostLevels; ++k) {
@@ -534,21 +533,21 @@ template <int ENTERING, bool BALANCED>
 void launch(Call& call, cudaStream_t stream) {
   const PolicyLossArgs& args = call.gate.args;
   const Hierarchy& hierarchy = call.hierarchy;
-  const int64_t swept = kWarp * units_of(args.tokens, hierarchy.pieces);
-  const int64_t prepared = std::max({args.tokens / 4, args.rows, hierarchy.depth * hierarchy.pieces * kWords, swept});
-  call.first_blocks = blocks_together<prepare_pieces<ENTERING, BALANCED>>(prepared);
+  const int64_t swept = kWarp * units_of(args.tokens, hierarchy.leaves);
+  const int64_t prepared = std::max({args.tokens / 4, args.rows, hierarchy.depth * hierarchy.leaves * kWords, swept});
+  call.first_blocks = blocks_together<prepare_leaves<ENTERING, BALANCED>>(prepared);
   const dim3 first(call.first_blocks), blocks(blocks_for(swept)), block(kThreads);
-  if (call.does(Stage::sums)) HPO_LAUNCH_TOGETHER((prepare_pieces<ENTERING, BALANCED>), first, block, 0, stream, call);
+  if (call.does(Stage::sums)) HPO_LAUNCH_TOGETHER((prepare_leaves<ENTERING, BALANCED>), first, block, 0, stream, call);
   if (call.does(Stage::sweep)) {
     if (hierarchy.term.present) {
-      HPO_LAUNCH((sweep_pieces<true, true, ENTERING == kMeanExp>), blocks, block, 0, stream, call);
+      HPO_LAUNCH((sweep_leaves<true, true, ENTERING == kMeanExp>), blocks, block, 0, stream, call);
     } else if (call.gate.has_extras() || args.ref_logp) {
-      HPO_LAUNCH((sweep_pieces<true, false, false>), blocks, block, 0, stream, call);
+      HPO_LAUNCH((sweep_leaves<true, false, false>), blocks, block, 0, stream, call);
     } else {
-      HPO_LAUNCH((sweep_pieces<false, false, false>), blocks, block, 0, stream, call);
+      HPO_LAUNCH((sweep_leaves<false, false, false>), blocks, block, 0, stream, call);
     }
   }
-  if (call.carries && (call.does(Stage::couple) || call.does(Stage::deliver))) {
+  if (call.carries && (call.does(Stage::reduce_grad) || call.does(Stage::broadcast_grad))) {
     constexpr bool SIMPLE = ENTERING != kMeanExp && !BALANCED;
     const dim3 last(blocks_together<deliver_gradient<ENTERING, SIMPLE>>(swept));
     HPO_LAUNCH_TOGETHER((deliver_gradient<ENTERING, SIMPLE>), last, block, 0, stream, call);
@@ -565,8 +564,8 @@ void launch(Call& call, cudaStream_t stream) {
 }  // namespace
 }  // namespace hpo
 
-extern "C" int64_t hpo_hierarchy_workspace(int64_t tokens, int64_t rows, int64_t pieces) {
-  return hpo::Workspace().place(nullptr, tokens, rows, pieces);
+extern "C" int64_t hpo_hierarchy_workspace(int64_t tokens, int64_t rows, int64_t leaves) {
+  return hpo::Workspace().place(nullptr, tokens, rows, leaves);
 }
 
 extern "C" int hpo_hierarchy(const hpo::PolicyLossArgs* args, const hpo::GateStructure* structure,

@@ -33,10 +33,10 @@ from .hierarchical import (
     sgrpo_reward_sum,
     stratified,
 )
+from .multi_reward import dvao, gdpo, hila, tool_star, vpo
 from .ranks import arena, g2rpo, grpo_passk, mc_grpo, mc_grpo_samples, pass_at_k
 from .returns import discounted_returns
 from .selection import d3s_samples, pf_ppo
-from .several import dvao, gdpo, hila, tool_star, vpo
 from .shaping import adora, aspo_shaping, negative_sample, positive_sample
 from .terms import Term, combine, estimator
 from .tokens import hicra, otb, reinforce_pp, remax, rl_zvp, t_ppo, tir_otb, token_gae

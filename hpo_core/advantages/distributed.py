@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from ..checks import check, check_type
-from ..ranks import gather, spanned
+from ..checks import check, require_type
+from ..distributed import gather, spanned
 from .terms import level_of, name_of, takes_tables
 
 __all__ = ["over_ranks"]
@@ -44,7 +44,7 @@ def over_ranks(
     >>> over_ranks(gigpo).level  # with several processes: over_ranks(grpo)(rewards, group_ids)
     'step'
     """
-    check_type(callable(estimator), "estimator: expected one of hpo_core.advantages, got {!r}", estimator)
+    require_type(callable(estimator), "estimator: expected one of hpo_core.advantages, got {!r}", estimator)
     level = level_of(estimator)
     check(level != "token", "estimator: expected one of rows or steps, got one of tokens, which stay with their rows")
     check(
@@ -69,7 +69,7 @@ def _run(
     *rest: Any,
     **keywords: Any,
 ) -> torch.Tensor:
-    check_type(isinstance(first, torch.Tensor), "rewards: expected a tensor, got {}", type(first))
+    require_type(isinstance(first, torch.Tensor), "rewards: expected a tensor, got {}", type(first))
     group: Any = torch.distributed.group.WORLD if process_group is None else process_group
     if isinstance(estimator, functools.partial):  # what is fixed belongs to units, too
         check(not estimator.args, "estimator: expected a partial of keywords only, got {}", estimator.args)
@@ -81,7 +81,7 @@ def _run(
         *(_everywhere(each, group) for each in rest),
         **{name: _everywhere(keywords[name], group) for name in sorted(keywords)},  # all ranks in one order
     )
-    check_type(isinstance(whole, torch.Tensor), "estimator: expected one that returns a tensor, got {}", type(whole))
+    require_type(isinstance(whole, torch.Tensor), "estimator: expected one that returns a tensor, got {}", type(whole))
     before = sum(map(len, parts[: torch.distributed.get_rank(group)]))
     return whole[..., before : before + first.shape[-1]]
 

@@ -11,14 +11,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .. import ops
-from ..checks import check, check_shape, check_type, check_units, examines
-from ..ranks import ranks, sum_of_ranks
+from ..checks import check, check_shape, check_units, examines, require_type
+from ..distributed import ranks, sum_of_ranks
 from ..reference.advantages import group_normalise
 from ..segments import GroupStatistics, statistics
 from ..specs import GroupInputs, GroupNormalisation, GroupTerm, Provenance, Share
 
 __all__ = [
     "Term",
+    "accepted_keywords",
     "among",
     "as_advantages",
     "check_channels",
@@ -28,15 +29,14 @@ __all__ = [
     "combine",
     "estimator",
     "gathers_units",
-    "given_to",
     "grouped",
+    "is_multi_reward",
     "keeps_singletons",
     "known",
     "level_of",
     "members_of",
     "name_of",
     "scorable",
-    "takes_several",
     "takes_tables",
     "total",
     "widened",
@@ -86,7 +86,7 @@ def combine(
     """
     check(len(terms) > 0, "terms: expected at least one Term, got none")
     for term in terms:
-        check_type(isinstance(term, Term), "terms: expected Term(values, ids, ...), got {}", type(term))
+        require_type(isinstance(term, Term), "terms: expected Term(values, ids, ...), got {}", type(term))
     first = terms[0].values
     for term in terms:
         check_units(values=term.values, ids=term.ids, weights=term.weights)
@@ -124,7 +124,7 @@ def _once(
 
 
 def estimator(
-    provenance: Provenance, *, level: str = "row", several: bool = False, tables: bool = False
+    provenance: Provenance, *, level: str = "row", multi_reward: bool = False, tables: bool = False
 ) -> Callable[[Estimator], Estimator]:
     """Marks a function as a published estimator: where its formula comes from, what its advantages belong to
     (``"row"``: ``[S]``, ``"step"``: ``[N]``, ``"token"``: ``[T]``; ``"selection"``: it returns a mask of rows), whether
@@ -133,7 +133,7 @@ def estimator(
 
     def mark(function: Estimator) -> Estimator:
         marked: Any = examines(function)
-        marked.provenance, marked.level, marked.several, marked.tables = provenance, level, several, tables
+        marked.provenance, marked.level, marked.multi_reward, marked.tables = provenance, level, multi_reward, tables
         marked.parameters = tuple(inspect.signature(function).parameters)  # read in every call: microseconds
         return marked  # type: ignore[no-any-return]
 
@@ -153,9 +153,9 @@ def name_of(estimator: Callable[..., Any]) -> str:
     return str(getattr(estimator, "__name__", getattr(inner, "__name__", "estimator")))
 
 
-def takes_several(estimator: Callable[..., Any]) -> bool:
+def is_multi_reward(estimator: Callable[..., Any]) -> bool:
     """Whether an estimator takes several rewards ``[C, S]`` and their ``weights``."""
-    return bool(getattr(getattr(estimator, "func", estimator), "several", False))
+    return bool(getattr(getattr(estimator, "func", estimator), "multi_reward", False))
 
 
 def takes_tables(estimator: Callable[..., Any]) -> bool:
@@ -168,7 +168,7 @@ def gathers_units(estimator: Callable[..., Any]) -> bool:
     return bool(getattr(estimator, "gathers", getattr(getattr(estimator, "func", estimator), "gathers", False)))
 
 
-def given_to(estimator: Callable[..., Any], **given: Any) -> dict[str, Any]:
+def accepted_keywords(estimator: Callable[..., Any], **given: Any) -> dict[str, Any]:
     """The arguments among these that an estimator takes, and that no ``functools.partial`` has fixed."""
     inner, fixed = getattr(estimator, "func", estimator), getattr(estimator, "keywords", {})
     taken = getattr(estimator, "parameters", getattr(inner, "parameters", None))
@@ -222,7 +222,7 @@ def check_eps(eps: float) -> None:
 
 def check_channels(rewards: torch.Tensor, weights: Sequence[float] | None, **units: torch.Tensor | None) -> list[float]:
     """The weights of several rewards ``[C, U]``; 1 each by default. ``units``: what else there is of units."""
-    check_type(rewards.is_floating_point(), "rewards: expected floating point, got {}; use .float()", rewards.dtype)
+    require_type(rewards.is_floating_point(), "rewards: expected floating point, got {}; use .float()", rewards.dtype)
     check(
         rewards.dim() == 2 and len(rewards) > 0,
         "rewards: expected shape [C, U] (one row per reward), got {}",

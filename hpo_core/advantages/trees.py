@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..checks import check, check_device, check_dtype, check_shape, check_type, check_units
+from ..checks import check, check_device, check_dtype, check_shape, check_units, require_type
 from ..segments import chains, dense_ids, statistics
 from ..specs import MOST_TERMS, GroupTerm, Presence, Provenance, Scale, Share
 from .flat import grpo, whiten
@@ -132,7 +132,7 @@ def rose_length_penalty(
     check_units(rewards=rewards, lengths=lengths)
     check(len(prefix_ids) > 0, "prefix_ids: expected at least one depth, got none")
     for name, given in (("segments", segments), ("starts", starts)):
-        check_type(given.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, given.dtype)
+        require_type(given.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, given.dtype)
         check_shape(name, given, (len(prefix_ids), *rewards.shape), "[D, S] (one row per depth)")
         check_device(name, given, rewards.device, "rewards")
     for ids in prefix_ids:

@@ -17,7 +17,7 @@ import torch.distributed
 from .. import ops
 from ..backends import choice, is_reference, resolve
 from ..batch import PackedBatch
-from ..checks import check, check_device, check_dtype, check_numbers, check_shape, check_type, examines
+from ..checks import check, check_device, check_dtype, check_numbers, check_shape, examines, require_type
 from ..specs import Boundary, Invalid, OrderRule
 
 __all__ = ["EntropyWindow", "WindowState", "ares", "forking_tokens", "window_mean"]
@@ -115,7 +115,7 @@ class EntropyWindow:
 
     def __post_init__(self) -> None:
         check_numbers("first, last", self.first, self.last)
-        check_type(isinstance(self.quantile, Fraction), "quantile: expected a Fraction, got {!r}", self.quantile)
+        require_type(isinstance(self.quantile, Fraction), "quantile: expected a Fraction, got {!r}", self.quantile)
         check(self.first <= self.last, "first: expected first <= last, got {} and {}", self.first, self.last)
         check(0 <= self.quantile <= 1, "quantile: expected a fraction in [0, 1], got {}", self.quantile)
         check(self.scope in _SCOPES, "scope: expected one of {}, got {!r}", ", ".join(_SCOPES), self.scope)
@@ -310,7 +310,7 @@ def _scorer(window: EntropyWindow, values: torch.Tensor, backend: str | None) ->
 
 
 def _chosen(values: torch.Tensor) -> str:
-    return "" if ops.watched(values) else choice("entropy", values.device.type)
+    return "" if ops.is_traced(values) else choice("entropy", values.device.type)
 
 
 def _fraction(name: str, value: str | Fraction | float) -> Fraction:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..checks import check, check_numbers, check_type
+from ..checks import check, check_numbers, require_type
 from ..kl import KLPenalty
 from ..specs import (
     Action,
@@ -119,7 +119,7 @@ class Channel(enum.Enum):
 
 def _check_pair(name: str, pair: object) -> None:
     is_pair = isinstance(pair, tuple) and len(pair) == 2
-    check_type(is_pair, "{}: expected a pair (advantage >= 0, advantage < 0) of numbers, got {!r}", name, pair)
+    require_type(is_pair, "{}: expected a pair (advantage >= 0, advantage < 0) of numbers, got {!r}", name, pair)
     check_numbers(name, pair)
 
 
@@ -292,8 +292,8 @@ class Level(_Short):
 
     def __post_init__(self) -> None:
         kinds = (Identity, Clip, LogClip, Rollback, Tanh, Gamma, Excess)
-        check_type(isinstance(self.gate, kinds), "gate: expected {}, got {!r}", _names_of(kinds), self.gate)
-        check_type(isinstance(self.unit, Unit), "unit: expected one of Unit, got {!r}", self.unit)
+        require_type(isinstance(self.gate, kinds), "gate: expected {}, got {!r}", _names_of(kinds), self.gate)
+        require_type(isinstance(self.unit, Unit), "unit: expected one of Unit, got {!r}", self.unit)
         check(
             not isinstance(self.gate, Clip) or self.gate == Clip(self.gate.low, self.gate.high),
             "gate: slopes and weights beyond the bounds are for the clip of tokens, got {!r} on a level",
@@ -391,9 +391,9 @@ class RatioGate(_Short):
 
     def __post_init__(self) -> None:
         kinds = (Identity, Drop, Clip, LogClip)
-        check_type(isinstance(self.token, kinds), "token: expected {}, got {!r}", _names_of(kinds), self.token)
-        check_type(isinstance(self.head, Head), "head: expected one of Head, got {!r}", self.head)
-        check_type(
+        require_type(isinstance(self.token, kinds), "token: expected {}, got {!r}", _names_of(kinds), self.token)
+        require_type(isinstance(self.head, Head), "head: expected one of Head, got {!r}", self.head)
+        require_type(
             isinstance(self.levels, tuple) and all(isinstance(level, Level) for level in self.levels),
             "levels: expected a tuple of Level, got {!r}",
             self.levels,
@@ -473,12 +473,12 @@ class RatioGate(_Short):
             or (bool(self.levels) and self.levels[0].routing is not Routing.STOPPED),
             "token: Drop() under the linear head has no gradient unless the finest level carries it; use Head.SCORE",
         )
-        check_type(
+        require_type(
             isinstance(self.corrections, tuple) and all(isinstance(each, Correction) for each in self.corrections),
             "corrections: expected a tuple of Correction, got {!r}",
             self.corrections,
         )
-        check_type(
+        require_type(
             isinstance(self.needs, tuple)
             and all(isinstance(pair, tuple) and pair[0] in GateInputs._fields for pair in self.needs),
             "needs: expected pairs of a field of GateInputs ({}) and the call that makes it, got {!r}",
@@ -564,7 +564,7 @@ class RatioGate(_Short):
         return any(correction.channel is Channel.DISCREPANCY for correction in self.corrections)
 
     @property
-    def plain(self) -> bool:
+    def has_fast_path(self) -> bool:
         """Whether nothing has to be prepared for kernels but what every gate takes."""
         return self._facts[1]
 
@@ -576,8 +576,8 @@ class RatioGate(_Short):
     def _make_facts(self) -> tuple[bool, bool, bool]:
         channels = {self.channel, *(correction.channel for correction in self.corrections)}
         unweighted = self.channel is Channel.STALENESS and self.advantage_weights == (1.0, 1.0)
-        plain = self._spec.term is None and unweighted and not self.corrections and not self.needs
-        return channels != {Channel.STALENESS}, plain, self.head in (Head.TARGET, Head.NEGATIVE_AWARE)
+        fast_path = self._spec.term is None and unweighted and not self.corrections and not self.needs
+        return channels != {Channel.STALENESS}, fast_path, self.head in (Head.TARGET, Head.NEGATIVE_AWARE)
 
     def _adds_up_deviations(self) -> bool:
         """Whether all is as the censored head needs it."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..advantages.terms import given_to
-from ..checks import check, check_type
+from ..advantages.terms import accepted_keywords
+from ..checks import check, require_type
 from ..gates import GateInputs, RatioGate
 
 __all__ = ["MakesInputs", "check_needs", "made_inputs"]
@@ -46,7 +46,9 @@ def check_needs(gate: RatioGate, gate_inputs: MakesInputs | None, available: Col
         )
     if gate_inputs is None:
         return
-    check_type(callable(gate_inputs), "gate_inputs: expected a function that returns GateInputs, got {!r}", gate_inputs)
+    require_type(
+        callable(gate_inputs), "gate_inputs: expected a function that returns GateInputs, got {!r}", gate_inputs
+    )
     missing = [
         name
         for name, parameter in inspect.signature(gate_inputs).parameters.items()
@@ -71,8 +73,8 @@ def made_inputs(gate_inputs: MakesInputs, shape: torch.Size, advantages: torch.T
     """
     given = {name: each.reshape(-1) if isinstance(each, torch.Tensor) else each for name, each in tensors.items()}
     level = "token" if advantages.dim() == 2 else "row"
-    taken = given_to(gate_inputs, advantages=advantages.reshape(-1), advantage_level=level, **given)
+    taken = accepted_keywords(gate_inputs, advantages=advantages.reshape(-1), advantage_level=level, **given)
     made = gate_inputs(**taken)
-    check_type(isinstance(made, GateInputs), "gate_inputs: expected it to return GateInputs, got {}", type(made))
+    require_type(isinstance(made, GateInputs), "gate_inputs: expected it to return GateInputs, got {}", type(made))
 
     return made.on_tokens(lambda values: values.reshape(shape), level == "token")

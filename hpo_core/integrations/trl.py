@@ -22,10 +22,10 @@ except ImportError as error:
 
 from .. import aggregation
 from ..advantages.distributed import over_ranks
-from ..advantages.terms import check_estimator, given_to, level_of, takes_several
+from ..advantages.terms import accepted_keywords, check_estimator, is_multi_reward, level_of
 from ..backends import resolve
 from ..batch import PackedBatch
-from ..checks import check, check_type
+from ..checks import check, require_type
 from ..entropy import EntropyWindow, forking_tokens
 from ..gates import Gamma, RatioGate
 from ..kl import KLPenalty, k3
@@ -133,8 +133,8 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         backend: str | None = None,
         **keywords: Any,
     ) -> None:
-        check_type(isinstance(gate, RatioGate | None), "gate: expected a RatioGate from hpo_core.gates, got {}", gate)
-        check_type(advantage is None or callable(advantage), "advantage: expected an estimator, got {}", advantage)
+        require_type(isinstance(gate, RatioGate | None), "gate: expected a RatioGate from hpo_core.gates, got {}", gate)
+        require_type(advantage is None or callable(advantage), "advantage: expected an estimator, got {}", advantage)
         level, wanted = "row" if advantage is None else level_of(advantage), "row" if steps is None else "step"
         check(
             level == wanted,
@@ -145,7 +145,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         if advantage is not None:
             ids = ("trajectory_ids", "anchor_ids") if level == "step" else ("weights",)
             check_estimator("advantage", advantage, ("group_ids", *ids), "TRL")
-        check_type(isinstance(window, EntropyWindow | None), "window: expected an EntropyWindow, got {}", window)
+        require_type(isinstance(window, EntropyWindow | None), "window: expected an EntropyWindow, got {}", window)
         super().__init__(*args, **keywords)
         given = {"gate": gate, "advantage": advantage, "window": window}
         config = self.args
@@ -230,7 +230,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         """Advantages ``[P B]`` from the rewards of all processes."""
         scores = self._hpo_rewards
         asked: dict[str, Any] = {} if self._hpo.backend is None else {"backend": self._hpo.backend}
-        if takes_several(advantage):
+        if is_multi_reward(advantage):
             weights = self.reward_weights.tolist()
             return self._logged(advantage(scores.T.contiguous(), groups, weights=weights, **asked))
         return self._logged(advantage(self._outcomes(), groups, **asked))
@@ -248,7 +248,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         batch = PackedBatch.from_padded(mask, steps=turns(mask))
         rewards, ids = steps_of_turns(batch, self._hpo_steps, self._outcomes()[own])
         row = ids["trajectory_ids"]
-        given = given_to(advantage, **ids | {"group_ids": groups[row], "trajectory_ids": row + own.start})
+        given = accepted_keywords(advantage, **ids | {"group_ids": groups[row], "trajectory_ids": row + own.start})
         everywhere = advantage if self._ranks() is None else over_ranks(advantage, self._ranks())
         of_tokens = batch.spread_steps(everywhere(rewards, **given, **asked)).view(mask.shape)
         self._logged(self.accelerator.gather(of_tokens.sum(1) / mask.sum(1).clamp(min=1)))  # means over tokens
@@ -471,7 +471,7 @@ def _domain_ids(column: str, inputs: list[dict[str, Any]], device: torch.device)
         ", ".join(sorted(inputs[0])) if inputs else "none",
     )
     names = [example[column] for example in inputs]
-    check_type(
+    require_type(
         all(isinstance(name, int | str) for name in names), "domain: expected integers or strings, got {}", names[:1]
     )
     return ids_of(names, device)

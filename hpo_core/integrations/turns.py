@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..batch import PackedBatch
-from ..checks import check, check_type
+from ..checks import check, require_type
 from ..segments import ids_of
 
 __all__ = ["Step", "steps_of_turns", "turns"]
@@ -66,14 +66,14 @@ def steps_of_turns(
 
 
 def _check_steps(steps: Sequence[Sequence[Step]], turns: list[int]) -> None:
-    check_type(isinstance(steps, Sequence), "steps: expected a list of Step for each completion, got {}", type(steps))
+    require_type(isinstance(steps, Sequence), "steps: expected a list of Step for each completion, got {}", type(steps))
     check(
         len(steps) == len(turns), "steps: expected one list for each of {} completions, got {}", len(turns), len(steps)
     )
     for at, (of_row, count) in enumerate(zip(steps, turns, strict=True)):
         name = f"steps[{at}]"
         is_list = isinstance(of_row, Sequence) and not isinstance(of_row, str | Step)
-        check_type(is_list, "{}: expected a list of Step, one for each turn, got {!r}", name, of_row)
+        require_type(is_list, "{}: expected a list of Step, one for each turn, got {!r}", name, of_row)
         check(
             len(of_row) == count,
             "{}: expected {} steps, got {}; a turn is a run of tokens that no tool wrote, and each has its Step",
@@ -82,7 +82,7 @@ def _check_steps(steps: Sequence[Sequence[Step]], turns: list[int]) -> None:
             len(of_row),
         )
         for place, step in enumerate(of_row):
-            check_type(
+            require_type(
                 isinstance(step, Step)
                 and isinstance(step.observation, str | bytes | Integral)
                 and isinstance(step.reward, Real),

@@ -25,9 +25,9 @@ except ImportError as error:
     raise ImportError("hpo_core.integrations.verl needs verl 0.9.1: pip install 'hpo-core[verl]'") from error
 
 from .. import advantages, aggregation, gates
-from ..advantages.terms import check_estimator, given_to, level_of, takes_several
+from ..advantages.terms import accepted_keywords, check_estimator, is_multi_reward, level_of
 from ..batch import PackedBatch
-from ..checks import check, check_type
+from ..checks import check, require_type
 from ..gates import RatioGate
 from ..losses import policy_loss
 from ..metrics import FLAGS, SLOTS
@@ -85,7 +85,7 @@ def register(
             ``tis``), of which it tells nothing either.
     """
     is_constructor = any(gate is getattr(gates, each) for each in gates.__all__)
-    check_type(
+    require_type(
         isinstance(gate, RatioGate) or (callable(gate) and not is_constructor),
         "gate: expected a RatioGate, or a function of verl's ActorConfig that returns one, got {}",
         gate,
@@ -115,7 +115,7 @@ def _policy_loss(
         _refuse(name, config, *_UNSET)
     else:
         gate = gate(config)
-        check_type(
+        require_type(
             isinstance(gate, RatioGate), "gate: expected a RatioGate from the function of {!r}, got {}", name, gate
         )
         _check_gate(gate, gate_inputs)
@@ -207,7 +207,7 @@ def register_advantage(name: str, estimator: Callable[..., torch.Tensor], *, bac
     Raises:
         ValueError: a name that verl has for another estimator; an estimator that needs what verl does not tell.
     """
-    check_type(callable(estimator), "estimator: expected one of hpo_core.advantages, got {!r}", estimator)
+    require_type(callable(estimator), "estimator: expected one of hpo_core.advantages, got {!r}", estimator)
     level = level_of(estimator)
     check(
         level in ("row", "token"),
@@ -215,7 +215,7 @@ def register_advantage(name: str, estimator: Callable[..., torch.Tensor], *, bac
         "your own loop",
         level,
     )
-    check(not takes_several(estimator), "estimator: expected one of a single reward, which is what verl has; wrap it")
+    check(not is_multi_reward(estimator), "estimator: expected one of a single reward, which is what verl has; wrap it")
     check_estimator("estimator", estimator, ("group_ids", "lengths", "batch"), "verl")
     register_adv_est(name)(functools.partial(_advantage, estimator, level, backend))
 
@@ -238,7 +238,7 @@ def _advantage(
         groups = torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in index], dtype=torch.int64, device="cpu")
     groups = groups.to(mask.device)
     asked = {} if backend is None else {"backend": backend}
-    given = given_to(
+    given = accepted_keywords(
         estimator, group_ids=groups, lengths=mask.sum(-1).float(), batch=PackedBatch.from_padded(mask), **asked
     )
     if level == "token":

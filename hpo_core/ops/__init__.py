@@ -4,7 +4,7 @@ from .advantages import group_normalise
 from .corrections import correction
 from .entropy import order_statistic, select, select_top, window_score
 from .gates import SECOND_DERIVATIVE, policy_loss, policy_loss_and_grad
-from .library import watched
+from .library import is_traced
 from .linear_logprobs import linear_token_logprobs
 from .logprob_states import over_ranks
 from .logprobs import token_logprobs
@@ -15,6 +15,7 @@ __all__ = [
     "correction",
     "group_normalise",
     "group_statistics",
+    "is_traced",
     "linear_token_logprobs",
     "order_statistic",
     "over_ranks",
@@ -25,6 +26,5 @@ __all__ = [
     "select",
     "select_top",
     "token_logprobs",
-    "watched",
     "window_score",
 ]

@@ -19,14 +19,14 @@ from ..specs import (
     Scale,
     Share,
 )
-from .library import OPERATORS, check_operand, define, numbers_of, register, watched
+from .library import OPERATORS, check_operand, define, is_traced, numbers_of, register
 
 __all__ = ["group_normalise"]
 
 
 def group_normalise(inputs: GroupInputs, spec: GroupNormalisation, backend: str | None) -> torch.Tensor:
     result: torch.Tensor
-    if any(watched(values) for values in inputs.values):
+    if any(is_traced(values) for values in inputs.values):
         kinds, numbers = _numbers_of_groups(spec)
         result = OPERATORS.group_normalise(*inputs, kinds, numbers, backend or "")
     else:

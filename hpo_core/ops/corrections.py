@@ -17,7 +17,7 @@ from ..specs import (
     Statistic,
 )
 from .gates import INPUTS, check_inputs
-from .library import OPERATORS, define, register, watched
+from .library import OPERATORS, define, is_traced, register
 
 __all__ = ["correction"]
 
@@ -26,9 +26,9 @@ def correction(
     inputs: PolicyLossInputs, spec: CorrectionSpec, backend: str | None, reduce: SegmentReduce | None = None
 ) -> torch.Tensor:
     """The factor ``[T]`` of ``inputs.logp - inputs.old_logp``, times ``inputs.token_weight``. ``reduce``: only where
-    nothing is :func:`watched`."""
+    nothing is :func:`is_traced`."""
     result: torch.Tensor
-    if watched(inputs.logp):
+    if is_traced(inputs.logp):
         kinds = (int(spec.statistic), int(spec.reduction), int(spec.action), spec.of_segments, spec.strict)
         result = OPERATORS.correction(*inputs, *kinds, [*spec.low, *spec.high], backend or "")
     else:
@@ -55,7 +55,7 @@ def _correction(*arguments: Any) -> Any:
 def _check_corrected(*arguments: Any) -> None:
     *tensors, _, _, _, of_segments, _, bounds, _ = arguments
     check(len(bounds) == 4, "bounds: expected low and high of both signs, got {} numbers", len(bounds))
-    check_inputs(PolicyLossInputs(*tensors), levels=int(of_segments), needs=("old_logp", "piece_begin"))
+    check_inputs(PolicyLossInputs(*tensors), levels=int(of_segments), needs=("old_logp", "leaf_begin"))
 
 
 register("correction", _correction, lambda logp, *_: torch.empty_like(logp), _check_corrected)

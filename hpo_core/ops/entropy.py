@@ -13,7 +13,7 @@ from ..specs import (
     Invalid,
     OrderRule,
 )
-from .library import OPERATORS, check_offsets, check_operand, define, numbers_of, register, watched
+from .library import OPERATORS, check_offsets, check_operand, define, is_traced, numbers_of, register
 
 __all__ = ["order_statistic", "select", "select_top", "window_score"]
 
@@ -29,7 +29,7 @@ def window_score(
     backend: str | None,
 ) -> torch.Tensor:
     result: torch.Tensor
-    if watched(values):
+    if is_traced(values):
         kinds = (int(boundary), int(invalid))
         result = OPERATORS.window_score(values, mask, cu_seqlens, first, last, *kinds, backend or "")
     else:
@@ -69,7 +69,7 @@ def order_statistic(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The order statistic of scores, or with ``cu_seqlens`` of the values of tokens, each its own score."""
     result: tuple[torch.Tensor, torch.Tensor]
-    if watched(values):
+    if is_traced(values):
         quantile = (numerator, denominator, int(rule))
         result = OPERATORS.order_statistic(values, *quantile, backend or "", mask, cu_seqlens)
     else:
@@ -107,7 +107,7 @@ def select(
 ) -> torch.Tensor:
     """Whether each score of :func:`order_statistic` is at or above the threshold ``[1]``; ``strict``: above it."""
     result: torch.Tensor
-    if watched(values):
+    if is_traced(values):
         result = OPERATORS.select(values, threshold, strict, backend or "", mask, cu_seqlens)
     else:
         result = resolve("entropy", values, backend).select(values, threshold, strict, mask, cu_seqlens)
@@ -143,7 +143,7 @@ def select_top(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`order_statistic`, and the selection of :func:`select` with its threshold."""
     result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    if watched(values):
+    if is_traced(values):
         quantile = (numerator, denominator, int(rule))
         result = OPERATORS.select_top(values, *quantile, strict, backend or "", mask, cu_seqlens)
     else:

@@ -27,7 +27,7 @@ from ..specs import (
     TokenGate,
     Unit,
 )
-from .library import LIBRARY, OPERATORS, check_offsets, check_operand, define, register, watched
+from .library import LIBRARY, OPERATORS, check_offsets, check_operand, define, is_traced, register
 
 __all__ = ["INPUTS", "SECOND_DERIVATIVE", "check_inputs", "policy_loss", "policy_loss_and_grad"]
 
@@ -55,12 +55,12 @@ def policy_loss(
     exchange: Exchange | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Loss (differentiable in ``inputs.logp``), metrics vector, and loss_t in the shape of logp if wanted; not for the
-    reference backend. ``exchange``: only where nothing is :func:`watched`."""
+    reference backend. ``exchange``: only where nothing is :func:`is_traced`."""
     logp = inputs.logp
     if forward_ad._current_level >= 0 and has_tangent(logp):
         raise RuntimeError(FORWARD_MODE)
     want_grad = logp.requires_grad and torch.is_grad_enabled()
-    if not watched(logp):
+    if not is_traced(logp):
         run = resolve("gates", logp, backend).policy_loss
         # The gradient has collectives of its own, of which all ranks make as many: also one without tokens, whose logp
         # may require no gradient.
@@ -86,7 +86,7 @@ def policy_loss_and_grad(
     if inputs.logp.requires_grad:
         inputs = inputs._replace(logp=inputs.logp.detach())
     inputs = _contiguous(inputs)
-    if watched(inputs.logp):
+    if is_traced(inputs.logp):
         loss, metrics, grad, _ = _through_operator(inputs, spec, backend, True, False)
     else:
         loss, metrics, grad, _ = resolve("gates", inputs.logp, backend).policy_loss(inputs, spec, True, False, exchange)
@@ -181,7 +181,7 @@ def hands_on(factor: torch.Tensor) -> bool:
 
     1 is what a plain ``backward()`` sends, and on a CPU reading it is no synchronisation.
     """
-    if factor.requires_grad or not factor.is_cpu or _keeps_graph() or watched(factor):
+    if factor.requires_grad or not factor.is_cpu or _keeps_graph() or is_traced(factor):
         return False
     return factor.item() == 1.0
 
@@ -203,7 +203,7 @@ INPUTS = (
     "Tensor logp, Tensor? old_logp, Tensor advantages, Tensor weights, Tensor cu_seqlens, Tensor? mask, "
     "Tensor? ref_logp, Tensor? entropy, Tensor? score, Tensor? threshold, Tensor? token_mask, Tensor? token_weight, "
     "Tensor? low, Tensor? high, Tensor? row_trajectory, Tensor? trajectory_start, Tensor? trajectory_rows, "
-    "bool advantage_per_token, Tensor? piece_begin, Tensor? piece_end, Tensor? piece_row, Tensor? ancestors, "
+    "bool advantage_per_token, Tensor? leaf_begin, Tensor? leaf_end, Tensor? leaf_row, Tensor? ancestors, "
     "Tensor? target, bool target_per_token, Tensor? penalty_mask, "
 )
 define(
@@ -307,7 +307,7 @@ def _check_loss(*arguments: Any) -> None:
         len(numbers),
     )
     spec = _spec_of(structure, numbers)
-    needs = ["piece_begin"] if spec.of_pieces else []
+    needs = ["leaf_begin"] if spec.is_hierarchical else []
     needs += ["target"] if spec.head in (Head.TARGET, Head.NEGATIVE_AWARE) else []
     check_inputs(PolicyLossInputs(*tensors), levels, needs)
 
@@ -316,7 +316,7 @@ def _check_loss(*arguments: Any) -> None:
 _SETS = (
     ("score", "threshold"),
     ("row_trajectory", "trajectory_start", "trajectory_rows"),
-    ("piece_begin", "piece_end", "piece_row", "ancestors"),
+    ("leaf_begin", "leaf_end", "leaf_row", "ancestors"),
 )
 
 
@@ -350,11 +350,11 @@ def check_inputs(inputs: PolicyLossInputs, levels: int, needs: Sequence[str]) ->
     check_shape("cu_seqlens", inputs.cu_seqlens, (rows[0] + 1,), "[S + 1] (weights are [S])")
     for name, shape in (("row_trajectory", rows), ("trajectory_start", (rows[0] + 1,)), ("trajectory_rows", rows)):
         check_operand(name, getattr(inputs, name), shape, (torch.int64,), ("logp", logp), "weights")
-    if inputs.piece_begin is not None:
-        pieces = (inputs.piece_begin.numel(),)
-        for name in ("piece_begin", "piece_end", "piece_row"):
-            check_operand(name, getattr(inputs, name), pieces, (torch.int64,), ("logp", logp), "piece_begin")
-        check_operand("ancestors", inputs.ancestors, (levels, *pieces), (torch.int64,), ("logp", logp), "piece_begin")
+    if inputs.leaf_begin is not None:
+        leaves = (inputs.leaf_begin.numel(),)
+        for name in ("leaf_begin", "leaf_end", "leaf_row"):
+            check_operand(name, getattr(inputs, name), leaves, (torch.int64,), ("logp", logp), "leaf_begin")
+        check_operand("ancestors", inputs.ancestors, (levels, *leaves), (torch.int64,), ("logp", logp), "leaf_begin")
 
 
 register("policy_loss", _policy_loss, _policy_loss_fake, _check_loss)

@@ -15,7 +15,7 @@ import torch
 
 from ..checks import check, check_device, check_dtype, check_shape, examined
 
-__all__ = ["LIBRARY", "OPERATORS", "check_offsets", "check_operand", "define", "numbers_of", "register", "watched"]
+__all__ = ["LIBRARY", "OPERATORS", "check_offsets", "check_operand", "define", "is_traced", "numbers_of", "register"]
 
 LIBRARY: Any = torch.library.Library("hpo_core", "DEF")  # type: ignore[no-untyped-call]
 OPERATORS = torch.ops.hpo_core
@@ -24,7 +24,7 @@ define = LIBRARY.define
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def watched(tensor: torch.Tensor) -> bool:
+def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tracer, a transform, a dispatch mode or the tensor's own class must see the call."""
     return (
         torch.compiler.is_compiling()

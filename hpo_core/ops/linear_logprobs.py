@@ -17,7 +17,7 @@ import torch.distributed
 from ..backends import is_reference, resolve
 from ..checks import check, check_dtype, has_tangent
 from ..specs import LogitRows
-from .library import LIBRARY, OPERATORS, check_operand, define, register, watched
+from .library import LIBRARY, OPERATORS, check_operand, define, is_traced, register
 from .logprob_states import LogprobState, finished, folded, inverse_of, mapped, shared
 
 __all__ = ["LinearRows", "linear_token_logprobs"]
@@ -67,7 +67,7 @@ def linear_token_logprobs(
         raise RuntimeError(FORWARD_MODE)
     if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
         logp, entropy, _ = _apply(*arguments)
-    elif group is None and any(watched(each) for each in differentiable):
+    elif group is None and any(is_traced(each) for each in differentiable):
         logp, entropy, _ = OPERATORS.linear_token_logprobs(*given, backend or "", kept)
     elif torch.is_grad_enabled() and any(each.requires_grad for each in differentiable):
         logp, entropy, _ = _apply(*arguments)

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from ..backends import is_reference, resolve
 from ..checks import check, check_dtype, has_tangent
 from ..specs import LogitRows
-from .library import LIBRARY, OPERATORS, check_operand, define, register, watched
+from .library import LIBRARY, OPERATORS, check_operand, define, is_traced, register
 
 __all__ = ["backward", "gradient", "readable", "save", "token_logprobs"]
 
@@ -42,7 +42,7 @@ def token_logprobs(
         check(not in_place, IN_PLACE, "a transform of torch.func")
         outputs = _apply(*rows, backend or "", kept, in_place)
         return outputs
-    if watched(logits):
+    if is_traced(logits):
         check(not in_place, IN_PLACE, "a graph that is traced")
         logp, entropy, statistics = OPERATORS.token_logprobs(*rows, backend or "", kept)
         return logp, entropy if kept > 2 else None, statistics

@@ -8,7 +8,7 @@ import torch
 
 from ..backends import resolve
 from ..checks import check, check_dtype
-from .library import OPERATORS, check_offsets, check_operand, define, numbers_of, register, watched
+from .library import OPERATORS, check_offsets, check_operand, define, is_traced, numbers_of, register
 
 __all__ = ["group_statistics", "recurrence", "row_counts"]
 
@@ -17,7 +17,7 @@ def row_counts(
     mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int, backend: str | None
 ) -> torch.Tensor:
     result: torch.Tensor
-    if watched(cu_seqlens):
+    if is_traced(cu_seqlens):
         result = OPERATORS.row_counts(mask, cu_seqlens, total_tokens, backend or "")
     else:
         result = resolve("segments", cu_seqlens, backend).row_counts(mask, cu_seqlens, total_tokens)
@@ -40,7 +40,7 @@ def group_statistics(
 ) -> torch.Tensor:
     """Statistics of the group of every unit ``[6, U]`` float64: count, weight, mean, squares, least, greatest."""
     result: torch.Tensor
-    if watched(values):
+    if is_traced(values):
         result = OPERATORS.group_statistics(values, ids, weights, mask, backend or "")
     else:
         result = resolve("segments", values, backend).group_statistics(values, ids, weights, mask)
@@ -65,7 +65,7 @@ def recurrence(
 ) -> torch.Tensor:
     """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its start, ``[U]``."""
     result: torch.Tensor
-    if watched(values):
+    if is_traced(values):
         result = OPERATORS.recurrence(values, gains, cu_seqlens, backend or "")
     else:
         result = resolve("segments", values, backend).recurrence(values, gains, cu_seqlens)

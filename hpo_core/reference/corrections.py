@@ -7,7 +7,7 @@ For token t with ``u_t = first_t - second_t``, ``p = e^first`` and ``q = e^secon
     factor = 1 or e^v where low <= v <= high, else 0;   or e^clamp(v, low, high)       |v| <= 20 in exponents
 
 A token whose statistic is NaN is in no segment, and its factor is NaN: the loss counts it and leaves it out. Masked
-tokens and tokens outside all pieces get 1. The result is the factor times ``token_weight``.
+tokens and tokens outside all leaves get 1. The result is the factor times ``token_weight``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from ..specs import Action, CorrectionSpec, PolicyLossInputs, Reduction, SegmentReduce, Statistic
-from .gates import SATURATION, of_row, piece_of_token
+from .gates import SATURATION, leaf_of_token, of_row
 from .segments import flat, row_of_token
 
 __all__ = ["correction"]
@@ -33,8 +33,8 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentRe
     assert inputs.old_logp is not None
     first, second = inputs.logp, inputs.old_logp.to(inputs.logp.dtype)
     row = row_of_token(inputs.cu_seqlens, first.numel())
-    piece, _ = piece_of_token(inputs, row)
-    given = (piece >= 0) if inputs.mask is None else (piece >= 0) & inputs.mask
+    leaf, _ = leaf_of_token(inputs, row)
+    given = (leaf >= 0) if inputs.mask is None else (leaf >= 0) & inputs.mask
     row = row.clamp(min=0)
     own = _statistic(spec.statistic, first, second)
     known = given & ~own.isnan()
@@ -42,7 +42,7 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentRe
     v = own
     if spec.of_segments:
         assert inputs.ancestors is not None
-        segment = of_row(inputs.ancestors[0], piece.clamp(min=0))
+        segment = of_row(inputs.ancestors[0], leaf.clamp(min=0))
         v = _of_segments(spec, own, known, segment, max(inputs.ancestors.shape[1], 1), reduce)
     advantage = inputs.advantages if inputs.advantage_per_token else of_row(inputs.advantages, row)
     negative = (advantage < 0).long()

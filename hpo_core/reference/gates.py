@@ -44,7 +44,7 @@ from ..specs import (
 )
 from .segments import flat, row_of_token
 
-__all__ = ["SATURATION", "of_row", "piece_of_token", "policy_loss"]
+__all__ = ["SATURATION", "leaf_of_token", "of_row", "policy_loss"]
 
 SATURATION = 60.0
 SQUARE_SATURATION = 25.0  # of z, for heads that multiply the ratio by another large number, or by itself
@@ -81,11 +81,11 @@ def policy_loss(
     offsets = inputs.cu_seqlens
     bad_rows = (offsets[:-1] < 0) | (offsets[1:] < offsets[:-1]) | (offsets[1:] > logp.numel())
     given = row >= 0 if inputs.mask is None else (row >= 0) & inputs.mask
-    piece = None
-    if spec.of_pieces:
-        piece, bad_pieces = piece_of_token(inputs, row)
-        given = given & (piece >= 0)
-        piece = piece.clamp(min=0)
+    leaf = None
+    if spec.is_hierarchical:
+        leaf, bad_leaves = leaf_of_token(inputs, row)
+        given = given & (leaf >= 0)
+        leaf = leaf.clamp(min=0)
     row = row.clamp(min=0)
 
     # What a masked position holds is replaced before any arithmetic: 0 * NaN would be NaN, in the gradient too.
@@ -125,7 +125,7 @@ def policy_loss(
     weight = torch.where(valid & torch.isfinite(weight), weight, torch.zeros_like(weight))
 
     negative = (advantage < 0).long()
-    if piece is None:
+    if leaf is None:
         z, clipped_low, clipped_high = _gated_log_ratio(x, valid, row, negative, given, inputs, spec)
     else:
         entering = x
@@ -133,7 +133,7 @@ def policy_loss(
             entering = _deviation(x).abs()
         elif spec.term is not None:
             entering = _pre_gate(x, negative, spec.term)
-        z, clipped_low, clipped_high = _gated_hierarchy(entering, valid, piece, negative, given, inputs, spec, exchange)
+        z, clipped_low, clipped_high = _gated_hierarchy(entering, valid, leaf, negative, given, inputs, spec, exchange)
     z = _saturate(z, valid, _MOST.get(spec.head, SATURATION))
     own = torch.where(raw.isinf(), torch.zeros_like(logp), logp)
     if spec.term is not None:
@@ -193,7 +193,7 @@ def policy_loss(
         score_nan = torch.zeros_like(valid) if score is None else valid & score.isnan()
         metrics[slot("nan_tokens")] = ((given & nan) | score_nan).sum()
         metrics[slot("infinite_tokens")] = infinite.sum()
-        metrics[slot("bad_offsets")] = bad_rows.sum() if piece is None else bad_rows.sum() + bad_pieces
+        metrics[slot("bad_offsets")] = bad_rows.sum() if leaf is None else bad_rows.sum() + bad_leaves
         metrics[slot("bad_advantages")] = bad_advantage.sum()
     return loss, metrics, loss_t
 
@@ -246,27 +246,27 @@ def _gated_log_ratio(
     return z + gated, below | token_below, above | token_above
 
 
-def piece_of_token(inputs: PolicyLossInputs, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The piece of every token, -1 outside all of them, and how many pieces leave their row or overlap."""
-    begin, end, owner = inputs.piece_begin, inputs.piece_end, inputs.piece_row
+def leaf_of_token(inputs: PolicyLossInputs, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The leaf of every token, -1 outside all of them, and how many leaves leave their row or overlap."""
+    begin, end, owner = inputs.leaf_begin, inputs.leaf_end, inputs.leaf_row
     assert begin is not None and end is not None and owner is not None
-    piece = torch.full_like(row, -1)
+    leaf = torch.full_like(row, -1)
     bad = torch.zeros((), dtype=torch.int64, device=row.device)
     offsets, covered = inputs.cu_seqlens, 0
     for index, (first, last, of_row) in enumerate(zip(begin.tolist(), end.tolist(), owner.tolist(), strict=True)):
         inside = 0 <= of_row < offsets.numel() - 1 and offsets[of_row] <= first <= last <= offsets[of_row + 1]
         if inside and covered <= first and last <= row.numel():
-            piece[first:last] = index
+            leaf[first:last] = index
             covered = last
         else:
             bad += 1
-    return piece, bad
+    return leaf, bad
 
 
 def _gated_hierarchy(
     x: torch.Tensor,
     valid: torch.Tensor,
-    piece: torch.Tensor,
+    leaf: torch.Tensor,
     negative: torch.Tensor,
     given: torch.Tensor,
     inputs: PolicyLossInputs,
@@ -284,7 +284,7 @@ def _gated_hierarchy(
     entering = channels
     if spec.mean_exp:
         entering = [torch.expm1(_saturate(channel, valid, EXPONENT_SATURATION)) for channel in channels]
-    sums = _sums(entering, valid, piece, inputs.ancestors)
+    sums = _sums(entering, valid, leaf, inputs.ancestors)
     if exchange is not None:  # all levels and channels at once: processes must ask in one order
         sums = exchange.differentiable_sums(sums)
     sums = _with_children(sums, inputs.ancestors, spec.levels)
@@ -293,7 +293,7 @@ def _gated_hierarchy(
         sign, of_token = 1 - 2 * channel, channels[channel]
         aggregates, counts = [], []
         for index, level in enumerate(spec.levels):
-            segment = torch.where(valid, of_row(inputs.ancestors[index], piece), -1)
+            segment = torch.where(valid, of_row(inputs.ancestors[index], leaf), -1)
             count, total = sums[index, segment, 0], sums[index, segment, 1 + channel]
             aggregates.append(_aggregate(of_token, count, total, level))
             counts.append(count)
@@ -309,19 +309,19 @@ def _gated_hierarchy(
 
 
 def _sums(
-    channels: list[torch.Tensor], valid: torch.Tensor, piece: torch.Tensor, ancestors: torch.Tensor
+    channels: list[torch.Tensor], valid: torch.Tensor, leaf: torch.Tensor, ancestors: torch.Tensor
 ) -> torch.Tensor:
     """``[levels, P, 3]``: the valid tokens of each segment, and their sum by channel."""
-    levels, pieces = ancestors.shape
+    levels, leaves = ancestors.shape
     entering = torch.stack((torch.ones_like(channels[0]), *channels), 1)[valid]
-    place = ancestors[:, piece[valid]] + pieces * torch.arange(levels, device=piece.device)[:, None]
-    sums = entering.new_zeros(levels * pieces, 3).index_add(0, place.flatten(), entering.repeat(levels, 1))
-    return sums.reshape(levels, pieces, 3)
+    place = ancestors[:, leaf[valid]] + leaves * torch.arange(levels, device=leaf.device)[:, None]
+    sums = entering.new_zeros(levels * leaves, 3).index_add(0, place.flatten(), entering.repeat(levels, 1))
+    return sums.reshape(levels, leaves, 3)
 
 
 def _with_children(sums: torch.Tensor, ancestors: torch.Tensor, levels: tuple[LevelSpec, ...]) -> torch.Tensor:
     """The sums where a balanced level has, in place of tokens, the finer segments that have any. A segment's number is
-    that of its first piece, which has its parent."""
+    that of its first leaf, which has its parent."""
     by_level = list(sums.unbind(0))
     for k, (level, finer) in enumerate(zip(levels[1:], levels, strict=False), 1):
         if level.aggregate is Aggregate.BALANCED:
@@ -354,7 +354,7 @@ def _gate_token(
         return torch.zeros_like(u), nowhere, nowhere
     if spec.token is TokenGate.IDENTITY:
         return u, nowhere, nowhere
-    if spec.of_pieces:
+    if spec.is_hierarchical:
         low, high = (u.new_tensor(bound)[negative] for bound in (spec.token_log_low, spec.token_log_high))
     else:
         low, high = (u.new_tensor(bound)[negative].log() for bound in (spec.token_low, spec.token_high))

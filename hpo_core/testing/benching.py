@@ -12,7 +12,7 @@ import torch
 
 from .. import gates
 from ..batch import PackedBatch
-from ..checks import check, check_type
+from ..checks import check, require_type
 from ..gates import RatioGate
 from ..losses import policy_loss
 from .checking import of_rectangles
@@ -105,7 +105,7 @@ def bench(
         picture: a path, such as ``"bench.png"``, to draw to; needs matplotlib.
         options: passed to ``fn``.
     """
-    check_type(callable(fn), "fn: expected a function, got {!r}", fn)
+    require_type(callable(fn), "fn: expected a function, got {!r}", fn)
     for name, number in (("tokens", tokens), ("rows", rows)):
         is_count = number is None or (isinstance(number, int) and number >= 1)
         check(is_count, "{}: expected a number >= 1, got {!r}", name, number)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..checks import check_device, check_dtype, check_real, check_shape, check_type, examines
+from ..checks import check_device, check_dtype, check_real, check_shape, examines, require_type
 
 __all__ = ["MARGIN", "REGIONS", "UNIT", "Expected", "assert_within_budget", "budget"]
 
@@ -51,7 +51,7 @@ def assert_within_budget(op: str, got: torch.Tensor, expected: Expected, region:
     Infinities and NaN of the exact result must be met exactly. Returns the largest error / budget.
     """
     check_real("got", got)
-    check_type(not got.is_meta, "got: expected real numbers, got a tensor on {}", got.device)
+    require_type(not got.is_meta, "got: expected real numbers, got a tensor on {}", got.device)
     got = got.detach().to("cpu", torch.float64)
     exact = expected.exact
     assert got.shape == exact.shape, f"{op}: expected shape {list(exact.shape)}, got {list(got.shape)}"

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import advantages, gates, kl
-from ..advantages.terms import given_to, level_of
+from ..advantages.terms import accepted_keywords, level_of
 from ..batch import PackedBatch
 from ..checks import check as require
-from ..checks import check_type
+from ..checks import require_type
 from ..entropy import EntropyWindow, forking_tokens
 from ..gates import RatioGate
 from ..kl import KLPenalty
@@ -172,7 +172,7 @@ def check(
         not set(asked) - set(promises(op)),
         "only: expected names from promises({!r}), got {}", op, sorted(set(asked) - set(promises(op))),
     )  # fmt: skip
-    check_type(callable(fn), "fn: expected a function, got {!r}", fn)
+    require_type(callable(fn), "fn: expected a function, got {!r}", fn)
     recorded = _Recorded(fn)
     if kind == "advantages":
         subject = _advantages(recorded, _estimator(op, estimator), options)
@@ -369,7 +369,7 @@ def _estimator(op: str, given: Callable[..., torch.Tensor] | None) -> Callable[.
     )
     if op != "advantages":
         return getattr(advantages, op)  # type: ignore[no-any-return]
-    check_type(given is None or callable(given), "estimator: expected one of hpo_core.advantages, got {!r}", given)
+    require_type(given is None or callable(given), "estimator: expected one of hpo_core.advantages, got {!r}", given)
     return advantages.grpo if given is None else given
 
 
@@ -392,7 +392,7 @@ def _advantages(fn: _Recorded, like: Callable[..., torch.Tensor], options: dict[
         return fn(example.rewards, example.group_ids, **example.keywords, **options)  # type: ignore[no-any-return]
 
     def taken(example: RewardsExample) -> RewardsExample:
-        given = given_to(like, **example.keywords)
+        given = accepted_keywords(like, **example.keywords)
         return example._replace(
             keywords={name: value for name, value in given.items() if name in required or accepts(fn, name)}
         )

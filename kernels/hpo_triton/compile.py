@@ -202,14 +202,14 @@ def _gate(name: str, inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Path_:
     return name, lambda: gates.policy_loss(inputs, spec, want_grad=True, want_tokens=inputs.entropy is not None)
 
 
-def _pieces(inputs: PolicyLossInputs, levels: tuple[LevelSpec, ...]) -> PolicyLossInputs:
+def _leaves(inputs: PolicyLossInputs, levels: tuple[LevelSpec, ...]) -> PolicyLossInputs:
     begin, end = inputs.cu_seqlens[:-1].contiguous(), inputs.cu_seqlens[1:].contiguous()
     rows = _integers(ROWS)
-    return inputs._replace(piece_begin=begin, piece_end=end, piece_row=rows, ancestors=rows.repeat(len(levels), 1))
+    return inputs._replace(leaf_begin=begin, leaf_end=end, leaf_row=rows, ancestors=rows.repeat(len(levels), 1))
 
 
 def _levels(name: str, inputs: PolicyLossInputs, levels: tuple[LevelSpec, ...], **spec: Any) -> Path_:
-    return _gate(name, _pieces(inputs, levels), PolicyLossSpec(levels=levels, **spec))
+    return _gate(name, _leaves(inputs, levels), PolicyLossSpec(levels=levels, **spec))
 
 
 def _light_term(head: Head) -> Path_:
@@ -227,7 +227,7 @@ def _heavy_term(head: Head) -> Path_:
 
 def _correction(statistic: Statistic, reduction: Reduction, action: Action, of_segments: bool) -> Path_:
     spec = CorrectionSpec(statistic, reduction, action, of_segments, False, (-0.1, -0.1), (0.1, 0.1))
-    inputs = _pieces(_masked(), TWO[: int(of_segments)])._replace(token_weight=_floats(TOKENS))
+    inputs = _leaves(_masked(), TWO[: int(of_segments)])._replace(token_weight=_floats(TOKENS))
     name = f"correction: {statistic.name} {reduction.name if of_segments else 'TOKEN'} {action.name}"
     return name, lambda: corrections.correction(inputs, spec)
 

@@ -1,8 +1,8 @@
 """Corrections: masks and weights on tokens from log-ratios that are constants of the differentiation.
 
-    check_pieces       two launches (pieces.py)
-    _reduce_pieces     the token weight, or 1, for every token; what the segments of pieces add up
-    _correct           the factors of the tokens of all pieces
+    check_leaves       two launches (leaves.py)
+    _reduce_leaves     the token weight, or 1, for every token; what the segments of leaves add up
+    _correct           the factors of the tokens of all leaves
 
 The definition is hpo_core/reference/corrections.py; the arithmetic of one token is that of
 csrc/include/hpo/corrections.h. Segments add up in integers: their bits do not depend on what lies beside them.
@@ -18,19 +18,19 @@ import triton.language as tl
 
 from ..specs import Action, CorrectionSpec, PolicyLossInputs, PolicyLossSpec, Reduction, SegmentReduce, Statistic
 from .launch import kernel, launch
-from .levels import FIXED_POINT, to_fixed
-from .math import SATURATION, clamp, exp, k3
-from .pieces import (
+from .leaves import (
     EXPONENT,
     FIELDS,
     FIXED,
     VALID,
     add_to_segments,
-    check_pieces,
+    check_leaves,
     raise_segments,
     segment_of,
-    slots_of_pieces,
+    slots_of_leaves,
 )
+from .levels import FIXED_POINT, to_fixed
+from .math import SATURATION, clamp, exp, k3
 from .segments import SLOT_TOKENS, SLOTS, slot_owner, tokens_of_slots
 from .terms import by_sign
 from .tokens import load_tokens, reading_of
@@ -140,7 +140,7 @@ def _of_segment(segments, segment, held, RULE: tl.constexpr):
 
 
 @kernel
-def _reduce_pieces(
+def _reduce_leaves(
     logp,
     old_logp,
     mask,
@@ -152,7 +152,7 @@ def _reduce_pieces(
     segments,
     factor,  # set to the token weight, or 1
     tokens: tl.int64,
-    pieces: tl.int64,
+    leaves: tl.int64,
     READING: tl.constexpr,
     RULE: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -167,17 +167,17 @@ def _reduce_pieces(
         untouched = tl.load(token_weight + token, mask=token < tokens)
     tl.store(factor + token, untouched, mask=token < tokens)
     slot = program * SLOTS + tl.arange(0, SLOTS)
-    found = slot_owner(begin, pieces, tokens, slot, SLOT)
+    found = slot_owner(begin, leaves, tokens, slot, SLOT)
     tl.store(owner + slot, found)
     if DEPTH > 0:
-        slots = tokens_of_slots(begin, end, found, pieces, tokens, slot, SLOT, 4)
+        slots = tokens_of_slots(begin, end, found, leaves, tokens, slot, SLOT, 4)
         loaded = load_tokens(inputs, slots.token, tokens, tl.max(slots.token) < tokens, READING)
         v = _statistic_of(loaded.logp, loaded.old_logp, RULE.statistic)
         valid = slots.inside & (v == v)
         if mask is not None:
             valid &= loaded.mask
         count = tl.sum(valid.to(tl.int64), axis=1, keep_dims=True)
-        segment = segment_of(ancestors, 0, slots.row, pieces, count > 0)
+        segment = segment_of(ancestors, 0, slots.row, leaves, count > 0)
         if RULE.extremum:
             keys = tl.where(valid, _key_of(v, RULE.reduction), 0)
             raise_segments(segments, segment, tl.max(keys, axis=1, keep_dims=True), EXTREMUM, count > 0)
@@ -210,7 +210,7 @@ def _correct(
     bounds,
     tokens: tl.int64,
     rows: tl.int64,
-    pieces: tl.int64,
+    leaves: tl.int64,
     READING: tl.constexpr,
     RULE: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -219,7 +219,7 @@ def _correct(
 ):
     inputs = PolicyLossInputs(logp, old_logp, advantages, None, None, mask, token_weight=token_weight)
     slot = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
-    slots, piece, of_row, held = slots_of_pieces(begin, end, row, owner, slot, pieces, tokens, SLOT, 4)
+    slots, leaf, of_row, held = slots_of_leaves(begin, end, row, owner, slot, leaves, tokens, SLOT, 4)
     loaded = load_tokens(inputs, slots.token, tokens, tl.max(slots.token) < tokens, READING)
     if READING.advantage_per_token:
         negative = loaded.advantage < 0.0
@@ -228,7 +228,7 @@ def _correct(
     own = _statistic_of(loaded.logp, loaded.old_logp, RULE.statistic)
     v = own
     if DEPTH > 0:
-        v = _of_segment(segments, segment_of(ancestors, 0, piece, pieces, held), held, RULE)
+        v = _of_segment(segments, segment_of(ancestors, 0, leaf, leaves, held), held, RULE)
     value = _factor_of(v, by_sign(negative, bounds.low), by_sign(negative, bounds.high), RULE)
     value = tl.where(own == own, value, own)
     if token_weight is not None:
@@ -242,20 +242,20 @@ def _correct(
 
 def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentReduce | None = None) -> torch.Tensor:
     """The factor ``[T]`` of ``logp - old_logp``, times ``token_weight``; ``reduce``: for ``spec.of_segments``."""
-    pieces, reading = check_pieces(inputs), reading_of(inputs, PolicyLossSpec())
-    (depth, count), programs = pieces.ancestors.shape, pieces.owner.numel() // SLOTS
+    leaves, reading = check_leaves(inputs), reading_of(inputs, PolicyLossSpec())
+    (depth, count), programs = leaves.ancestors.shape, leaves.owner.numel() // SLOTS
     tokens, rows, factor = inputs.logp.numel(), inputs.cu_seqlens.numel() - 1, torch.empty_like(inputs.logp)
     rule = Rule(int(spec.statistic), int(spec.reduction), spec.is_extremum, int(spec.action), spec.strict)
     structure = {"READING": reading, "RULE": rule, "DEPTH": depth, "SLOT": SLOT_TOKENS, "SLOTS": SLOTS}
     launch(
-        _reduce_pieces, programs, inputs.logp, inputs.old_logp, inputs.mask, inputs.token_weight, pieces.begin,
-        pieces.end, pieces.ancestors, pieces.owner, pieces.segments, factor, tokens, count, **structure,
+        _reduce_leaves, programs, inputs.logp, inputs.old_logp, inputs.mask, inputs.token_weight, leaves.begin,
+        leaves.end, leaves.ancestors, leaves.owner, leaves.segments, factor, tokens, count, **structure,
     )  # fmt: skip
     if reduce is not None:
-        reduce(pieces.segments[0, :, : EXTREMUM.value + 1], spec.is_extremum)
+        reduce(leaves.segments[0, :, : EXTREMUM.value + 1], spec.is_extremum)
     launch(
         _correct, programs, inputs.logp, inputs.old_logp, inputs.advantages, inputs.mask, inputs.token_weight,
-        pieces.begin, pieces.end, pieces.row, pieces.ancestors, pieces.owner, pieces.segments, factor,
+        leaves.begin, leaves.end, leaves.row, leaves.ancestors, leaves.owner, leaves.segments, factor,
         Bounds(spec.low, spec.high), tokens, rows, count, **structure,
     )  # fmt: skip
     return factor

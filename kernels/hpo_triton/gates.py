@@ -191,7 +191,7 @@ def policy_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Loss (0-dim float32), metrics (float64), dL/dlogp ``[T]`` and loss_t ``[T]`` where wanted; ``exchange``: for
     ``spec.levels``."""
-    if spec.of_pieces:
+    if spec.is_hierarchical:
         return hierarchy.policy_loss(inputs, spec, want_grad, want_tokens, exchange)
     logp, device = inputs.logp, inputs.logp.device
     tokens, rows, programs = logp.numel(), inputs.weights.numel(), programs_for(logp.numel(), TILE)

@@ -1,10 +1,10 @@
 """The policy loss under gates on several levels, any depth in two sweeps over the tokens, and under gates with a term
 of their own (terms.py), on any number of levels, none included:
 
-    check_pieces, sum_pieces    three launches: the log-ratios of all segments (pieces.py)
-    add_children                a launch for each balanced level: the aggregates of finer ones (told.py)
-    gate_pieces                 with a level: what the levels above a piece tell its tokens (told.py)
-    _sweep_pieces               every token of a piece once: loss, gradient and metrics, and what flows into aggregates
+    check_leaves, sum_leaves    three launches: the log-ratios of all segments (leaves.py)
+    add_children                a launch for each balanced level: the aggregates of finer ones (gated_levels.py)
+    gate_leaves                 with a level: what the levels above a leaf tell its tokens (gated_levels.py)
+    _sweep_leaves               every token of a leaf once: loss, gradient and metrics, and what flows into aggregates
     _add_flows                  with a level that hands gradient through its aggregate: to segments
     _return_flows               and back to tokens, with the sums of all programs; else _finalise alone
 
@@ -39,23 +39,24 @@ from ..specs import (
     Routing,
     TokenGate,
 )
+from .gated_levels import GATED_FIELDS, KINDS, LOG_MEAN_EXP, MEAN, OWN, SIDE, SLOPE, Shape, Z, add_children, gate_leaves
 from .launch import kernel, launch, programs_for
-from .levels import FIXED_POINT
-from .math import SATURATION, clamp, exp
-from .pieces import (
+from .leaves import (
     EXPONENT,
     FIELDS,
     FIXED,
     FLOW,
     VALID,
-    Pieces,
+    Leaves,
     add_to_segments,
-    check_pieces,
+    check_leaves,
     raise_segments,
     segment_of,
-    slots_of_pieces,
-    sum_pieces,
+    slots_of_leaves,
+    sum_leaves,
 )
+from .levels import FIXED_POINT
+from .math import SATURATION, clamp, exp
 from .segments import SLOT_TOKENS, SLOTS, load
 from .sums import (
     COLUMNS,
@@ -85,7 +86,6 @@ from .terms import (
     with_slopes,
 )
 from .tokens import Reading, bits, load_tokens, read_tokens, reading_of
-from .told import KINDS, LOG_MEAN_EXP, MEAN, OWN, SIDE, SLOPE, TOLD, Shape, Z, add_children, gate_pieces
 
 __all__ = ["policy_loss"]
 
@@ -105,20 +105,20 @@ DIGITS = tl.constexpr(37)
 
 
 @triton.jit
-def _mean_told(told, piece, held, CHANNEL: tl.constexpr):
-    if told is None:  # no level above the token
-        mean = tl.zeros(piece.shape, tl.float32)
+def _mean_of_levels(gated_levels, leaf, held, CHANNEL: tl.constexpr):
+    if gated_levels is None:  # no level above the token
+        mean = tl.zeros(leaf.shape, tl.float32)
     else:
-        mean = tl.load(told + (piece * TOLD + MEAN) * KINDS + 2 * CHANNEL, mask=held, other=0.0)
+        mean = tl.load(gated_levels + (leaf * GATED_FIELDS + MEAN) * KINDS + 2 * CHANNEL, mask=held, other=0.0)
     return mean
 
 
 @triton.jit
-def _told(told, piece, held, negative, FIELD: tl.constexpr, CHANNEL: tl.constexpr):
-    if told is None:
+def _of_levels(gated_levels, leaf, held, negative, FIELD: tl.constexpr, CHANNEL: tl.constexpr):
+    if gated_levels is None:
         value = tl.zeros(negative.shape, tl.float32)
     else:
-        at = told + (piece * TOLD + FIELD) * KINDS + 2 * CHANNEL
+        at = gated_levels + (leaf * GATED_FIELDS + FIELD) * KINDS + 2 * CHANNEL
         positive = tl.load(at, mask=held, other=0.0)
         value = tl.where(negative, tl.load(at + 1, mask=held, other=0.0), positive)
     return value
@@ -166,7 +166,7 @@ UNBOUND_REGISTERS = 168
 
 
 @kernel
-def _sweep_pieces(
+def _sweep_leaves(
     logp,
     old_logp,
     advantages,
@@ -192,7 +192,7 @@ def _sweep_pieces(
     owner,
     broken,
     segments,
-    told,
+    gated_levels,
     steps,
     flows,  # [slots, DEPTH, 2] float64, by channel; written here
     seen,  # [S] uint8, 0: becomes 1 for rows with a valid token
@@ -201,7 +201,7 @@ def _sweep_pieces(
     token_loss,
     tokens: tl.int64,
     rows: tl.int64,
-    pieces: tl.int64,
+    leaves: tl.int64,
     blocks: tl.int64,
     low_positive: tl.float32,
     low_negative: tl.float32,
@@ -228,7 +228,7 @@ def _sweep_pieces(
     counts, total = no_sums(LANES)
     for block in range(program, blocks, tl.num_programs(0).to(tl.int64)):
         slot = block * SLOTS + tl.arange(0, SLOTS)
-        slots, piece, of_row, held = slots_of_pieces(begin, end, row, owner, slot, pieces, tokens, SLOT, ALIGN)
+        slots, leaf, of_row, held = slots_of_leaves(begin, end, row, owner, slot, leaves, tokens, SLOT, ALIGN)
         token = slots.token
         whole = tl.max(token) < tokens
         loaded = load_tokens(inputs, token, tokens, whole, READING)
@@ -243,21 +243,21 @@ def _sweep_pieces(
         x = entering(t.x, negative, pre)
         falls = x < 0.0  # +0 and -0 rise: one channel has the whole derivative at 0
         up = tl.where(falls, 0.0, x) if SPLIT else x
-        rising = _gate_tokens(up - _mean_told(told, piece, held, 0), lowest, highest, SHAPE.drop)
-        z = _told(told, piece, held, negative, Z, 0)
-        slope = _told(told, piece, held, negative, SLOPE, 0)
-        own = _told(told, piece, held, negative, OWN, 0)
-        side = _told(told, piece, held, negative, SIDE, 0).to(tl.int32)
+        rising = _gate_tokens(up - _mean_of_levels(gated_levels, leaf, held, 0), lowest, highest, SHAPE.drop)
+        z = _of_levels(gated_levels, leaf, held, negative, Z, 0)
+        slope = _of_levels(gated_levels, leaf, held, negative, SLOPE, 0)
+        own = _of_levels(gated_levels, leaf, held, negative, OWN, 0)
+        side = _of_levels(gated_levels, leaf, held, negative, SIDE, 0).to(tl.int32)
         below, above = rising.below, rising.above
         rising_inside = with_slopes(rising.inside, below, above, negative, numbers)
         inside = rising_inside
         falling, falling_slope = rising, slope
         if SPLIT:
-            falling = _gate_tokens((up - x) - _mean_told(told, piece, held, 1), lowest, highest, SHAPE.drop)
-            z += _told(told, piece, held, negative, Z, 1)
-            falling_slope = _told(told, piece, held, negative, SLOPE, 1)
-            own = tl.where(falls, _told(told, piece, held, negative, OWN, 1), own)
-            side |= _told(told, piece, held, negative, SIDE, 1).to(tl.int32)
+            falling = _gate_tokens((up - x) - _mean_of_levels(gated_levels, leaf, held, 1), lowest, highest, SHAPE.drop)
+            z += _of_levels(gated_levels, leaf, held, negative, Z, 1)
+            falling_slope = _of_levels(gated_levels, leaf, held, negative, SLOPE, 1)
+            own = tl.where(falls, _of_levels(gated_levels, leaf, held, negative, OWN, 1), own)
+            side |= _of_levels(gated_levels, leaf, held, negative, SIDE, 1).to(tl.int32)
             inside = tl.where(falls, falling.inside, inside)
             below |= falling.above
             above |= falling.below
@@ -305,10 +305,10 @@ def _sweep_pieces(
             of_negative = tl.sum(tl.where(negative, value, 0.0), axis=1, keep_dims=True)
             for k in tl.static_range(DEPTH):
                 if SHAPE.routings[k] == THROUGH:
-                    segment = segment_of(ancestors, k, piece, pieces, held)
+                    segment = segment_of(ancestors, k, leaf, leaves, held)
                     for channel in tl.static_range(SHAPE.channels):
                         if k > 0 or SHAPE.drop:
-                            step = steps + (piece * DEPTH + k) * KINDS + 2 * channel
+                            step = steps + (leaf * DEPTH + k) * KINDS + 2 * channel
                             flow = tl.load(step, mask=held, other=0.0) * of_positive
                             flow += tl.load(step + 1, mask=held, other=0.0) * of_negative
                             flow = clamp(flow, -LARGEST_FLOW, LARGEST_FLOW)
@@ -346,7 +346,7 @@ def _add_flows(
     owner,
     ancestors,
     segments,
-    pieces: tl.int64,
+    leaves: tl.int64,
     slots: tl.int64,
     SHAPE: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -354,37 +354,37 @@ def _add_flows(
 ):
     slot = tl.program_id(0).to(tl.int64) * FLOWS + tl.arange(0, FLOWS)
     exists = slot < slots
-    piece = tl.load(owner + slot, mask=exists, other=0)
+    leaf = tl.load(owner + slot, mask=exists, other=0)
     for k in tl.static_range(DEPTH):
         if SHAPE.routings[k] == THROUGH:
             for channel in tl.static_range(SHAPE.channels):
                 flow = tl.load(flows + (slot * DEPTH + k) * 2 + channel, mask=exists, other=0.0)
                 some = flow != 0.0
-                segment = segment_of(ancestors, k, piece, pieces, some)
+                segment = segment_of(ancestors, k, leaf, leaves, some)
                 largest = tl.load(segments + segment * FIELDS + EXPONENT + channel, mask=some, other=0)
                 fixed = (flow * _power(_scale_exponent(largest))).to(tl.int64)
                 add_to_segments(segments, segment, fixed, FLOW + channel, some)
 
 
 @triton.jit
-def _arriving(segments, ancestors, piece, pieces, held, channel, SHAPE: tl.constexpr, DEPTH: tl.constexpr):
-    """``[K, 1]``: the gradient that every token of a piece receives through the aggregates above it."""
-    arriving = tl.zeros(piece.shape, tl.float64)
+def _aggregate_grad(segments, ancestors, leaf, leaves, held, channel, SHAPE: tl.constexpr, DEPTH: tl.constexpr):
+    """``[K, 1]``: the gradient that every token of a leaf receives through the aggregates above it."""
+    aggregate_grad = tl.zeros(leaf.shape, tl.float64)
     for k in tl.static_range(DEPTH):
         if SHAPE.routings[k] == THROUGH:
-            at = segments + segment_of(ancestors, k, piece, pieces, held) * FIELDS
+            at = segments + segment_of(ancestors, k, leaf, leaves, held) * FIELDS
             largest = tl.load(at + EXPONENT + channel, mask=held, other=0)
             fixed = tl.load(at + FLOW + channel, mask=held, other=0)
             sum = fixed.to(tl.float64) * _power(-_scale_exponent(largest) + 2 * EXPONENT_BIAS)
             for level in tl.static_range(DEPTH):
                 if SHAPE.divisors[k][level]:
-                    at = segments + segment_of(ancestors, level, piece, pieces, held) * FIELDS
+                    at = segments + segment_of(ancestors, level, leaf, leaves, held) * FIELDS
                     size = tl.maximum(tl.load(at + VALID, mask=held, other=0), 1).to(tl.float64)
                     if SHAPE.aggregates[level] == LOG_MEAN_EXP:
                         size += tl.load(at + FIXED + channel, mask=held, other=0).to(tl.float64) / FIXED_POINT
                     sum = sum / size
-            arriving += sum
-    return clamp(arriving, -LARGEST, LARGEST).to(tl.float32)
+            aggregate_grad += sum
+    return clamp(aggregate_grad, -LARGEST, LARGEST).to(tl.float32)
 
 
 @kernel
@@ -410,7 +410,7 @@ def _return_flows(
     pre,
     tokens: tl.int64,
     rows: tl.int64,
-    pieces: tl.int64,
+    leaves: tl.int64,
     programs: tl.int64,  # of the sweep
     READING: tl.constexpr,
     SHAPE: tl.constexpr,
@@ -426,11 +426,11 @@ def _return_flows(
     if program == 0:
         total(sums, seen, loss, metrics, programs, rows, METRICS, PROGRAMS, ROWS_AT_ONCE)
     slot = program * SLOTS + tl.arange(0, SLOTS)
-    slots, piece, of_row, held = slots_of_pieces(begin, end, row, owner, slot, pieces, tokens, SLOT, 4)
-    rising = _arriving(segments, ancestors, piece, pieces, held, 0, SHAPE, DEPTH)
+    slots, leaf, of_row, held = slots_of_leaves(begin, end, row, owner, slot, leaves, tokens, SLOT, 4)
+    rising = _aggregate_grad(segments, ancestors, leaf, leaves, held, 0, SHAPE, DEPTH)
     falling = rising
     if SHAPE.channels == 2:
-        falling = _arriving(segments, ancestors, piece, pieces, held, 1, SHAPE, DEPTH)
+        falling = _aggregate_grad(segments, ancestors, leaf, leaves, held, 1, SHAPE, DEPTH)
     if tl.max(tl.abs(rising)) + tl.max(tl.abs(falling)) > 0.0:  # else what is written stands, to the bit
         token = slots.token
         loaded = load_tokens(inputs, token, tokens, tl.max(token) < tokens, READING)
@@ -449,7 +449,7 @@ def _return_flows(
 def policy_loss(
     inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool, want_tokens: bool, exchange: Exchange | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """As gates.policy_loss, which calls this where ``spec.of_pieces``."""
+    """As gates.policy_loss, which calls this where ``spec.is_hierarchical``."""
     logp, device = inputs.logp, inputs.logp.device
     loss = torch.empty((), dtype=torch.float32, device=device)
     metrics = torch.empty(len(METRICS), dtype=torch.float64, device=device)
@@ -461,26 +461,26 @@ def policy_loss(
         inputs = inputs._replace(low=None, high=None)
     shape, reading, pre = _shape_of(inputs, spec, want_grad), reading_of(inputs, spec), pre_of(spec)
 
-    pieces = check_pieces(inputs)
-    sum_pieces(inputs, pieces, reading, shape.aggregates, spec.split, pre, grad, token_loss, seen)
-    add_children(pieces, shape)
+    leaves = check_leaves(inputs)
+    sum_leaves(inputs, leaves, reading, shape.aggregates, spec.split, pre, grad, token_loss, seen)
+    add_children(leaves, shape)
     if exchange is not None:
-        exchange.sums(_fields(pieces, VALID, 3))
-    sums, flows = _sweep(inputs, spec, pieces, shape, reading, pre, grad, token_loss, seen)
+        exchange.sums(_fields(leaves, VALID, 3))
+    sums, flows = _sweep(inputs, spec, leaves, shape, reading, pre, grad, token_loss, seen)
     if flows is None:
         finalise(sums, seen, loss, metrics, inputs.weights.numel())
         return loss, metrics, grad, token_loss
     if exchange is not None:
-        exchange.largest(_fields(pieces, EXPONENT, 2))
-    _add(flows, pieces, shape)
+        exchange.largest(_fields(leaves, EXPONENT, 2))
+    _add(flows, leaves, shape)
     if exchange is not None:
-        exchange.arriving(_fields(pieces, FLOW, 2))
-    _return(inputs, pieces, shape, reading, pre, sums, seen, grad, loss, metrics)
+        exchange.aggregate_grad(_fields(leaves, FLOW, 2))
+    _return(inputs, leaves, shape, reading, pre, sums, seen, grad, loss, metrics)
     return loss, metrics, grad, token_loss
 
 
-def _fields(pieces: Pieces, first: tl.constexpr, count: int) -> torch.Tensor:
-    return pieces.segments[..., first.value : first.value + count]
+def _fields(leaves: Leaves, first: tl.constexpr, count: int) -> torch.Tensor:
+    return leaves.segments[..., first.value : first.value + count]
 
 
 def _shape_of(inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool) -> Shape:
@@ -495,7 +495,7 @@ def _shape_of(inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool) -
         drop=spec.token is TokenGate.DROP,
         score_head=spec.head is Head.SCORE,
         term=term_of(spec),
-        carries=want_grad and spec.hands_up,
+        carries=want_grad and spec.has_aggregate_grad,
         kl=int(spec.kl if inputs.ref_logp is not None else KLEstimator.NONE),
         kl_gradient=int(spec.kl_gradient if inputs.ref_logp is not None else KLGradient.VALUE),
     )
@@ -514,7 +514,7 @@ def _divisors(levels: tuple[LevelSpec, ...], level: int) -> tuple[bool, ...]:
 def _sweep(
     inputs: PolicyLossInputs,
     spec: PolicyLossSpec,
-    pieces: Pieces,
+    leaves: Leaves,
     shape: Shape,
     reading: Reading,
     pre: Pre | None,
@@ -523,21 +523,22 @@ def _sweep(
     seen: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The sums of all programs, and what every slot sends up where that is wanted."""
-    (depth, count), slots, device = pieces.ancestors.shape, pieces.owner.numel(), inputs.logp.device
-    told, steps = gate_pieces(spec, pieces, shape)
+    (depth, count), slots, device = leaves.ancestors.shape, leaves.owner.numel(), inputs.logp.device
+    gated_levels, steps = gate_leaves(spec, leaves, shape)
     flows = torch.empty((slots, depth, 2), dtype=torch.float64, device=device) if shape.carries else None
 
-    # Sums of floats have an order to keep: where some flow, a token's place in a slot is its place in the piece.
+    # Sums of floats have an order to keep: where some flow, a token's place in a slot is its place in the leaf.
     align = 1 if shape.carries else 4
     programs = programs_for(slots, SLOTS)
     sums = torch.empty((programs, COLUMNS.value), dtype=torch.float64, device=device)
     clips = spec.token is TokenGate.CLIP
     launch(
-        _sweep_pieces, programs, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights, inputs.cu_seqlens,
+        _sweep_leaves, programs, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights, inputs.cu_seqlens,
         inputs.mask, inputs.ref_logp, inputs.entropy, inputs.score, inputs.threshold, inputs.token_mask,
         inputs.token_weight, inputs.low, inputs.high, inputs.target, inputs.penalty_mask, pre, numbers_of(spec.term),
-        pieces.begin, pieces.end, pieces.row, pieces.ancestors, pieces.owner, pieces.broken, pieces.segments, told,
-        steps, flows, seen, sums, grad, token_loss, inputs.logp.numel(), inputs.weights.numel(), count, slots // SLOTS,
+        leaves.begin, leaves.end, leaves.row, leaves.ancestors, leaves.owner, leaves.broken, leaves.segments,
+        gated_levels, steps, flows, seen, sums, grad, token_loss, inputs.logp.numel(), inputs.weights.numel(), count,
+        slots // SLOTS,
         *(spec.token_log_low if clips else NO_LOW), *(spec.token_log_high if clips else NO_HIGH),
         bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
         READING=reading._replace(aligned=reading.aligned and align > 1), SHAPE=shape, DEPTH=depth, SLOT=SLOT_TOKENS,
@@ -546,17 +547,17 @@ def _sweep(
     return sums, flows
 
 
-def _add(flows: torch.Tensor, pieces: Pieces, shape: Shape) -> None:
-    (depth, count), slots = pieces.ancestors.shape, pieces.owner.numel()
+def _add(flows: torch.Tensor, leaves: Leaves, shape: Shape) -> None:
+    (depth, count), slots = leaves.ancestors.shape, leaves.owner.numel()
     launch(
-        _add_flows, triton.cdiv(slots, FLOWS), flows, pieces.owner, pieces.ancestors, pieces.segments, count, slots,
+        _add_flows, triton.cdiv(slots, FLOWS), flows, leaves.owner, leaves.ancestors, leaves.segments, count, slots,
         SHAPE=shape, DEPTH=depth, FLOWS=FLOWS,
     )  # fmt: skip
 
 
 def _return(
     inputs: PolicyLossInputs,
-    pieces: Pieces,
+    leaves: Leaves,
     shape: Shape,
     reading: Reading,
     pre: Pre | None,
@@ -566,11 +567,11 @@ def _return(
     loss: torch.Tensor,
     metrics: torch.Tensor,
 ) -> None:
-    (depth, count), slots = pieces.ancestors.shape, pieces.owner.numel()
+    (depth, count), slots = leaves.ancestors.shape, leaves.owner.numel()
     launch(
         _return_flows, slots // SLOTS, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights,
-        inputs.cu_seqlens, inputs.mask, inputs.ref_logp, pieces.begin, pieces.end, pieces.row, pieces.ancestors,
-        pieces.owner, pieces.segments, seen, sums, grad, loss, metrics, pre, inputs.logp.numel(),
+        inputs.cu_seqlens, inputs.mask, inputs.ref_logp, leaves.begin, leaves.end, leaves.row, leaves.ancestors,
+        leaves.owner, leaves.segments, seen, sums, grad, loss, metrics, pre, inputs.logp.numel(),
         inputs.weights.numel(), count, sums.shape[0], READING=reading, SHAPE=shape, DEPTH=depth,
         SLOT=SLOT_TOKENS, SLOTS=SLOTS, **TOTAL,
     )  # fmt: skip

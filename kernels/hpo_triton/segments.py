@@ -264,15 +264,15 @@ def _count_rows(
     counts,
     tokens: tl.int64,
     rows: tl.int64,
-    pieces: tl.int64,
+    leaves: tl.int64,
     SLOT: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     any_broken = tl.zeros([SLOT], tl.int32)
-    for first in range(0, pieces, SLOT):
-        piece = first + tl.arange(0, SLOT)
-        any_broken |= tl.load(broken + piece, mask=piece < pieces, other=0)
+    for first in range(0, leaves, SLOT):
+        leaf = first + tl.arange(0, SLOT)
+        any_broken |= tl.load(broken + leaf, mask=leaf < leaves, other=0)
     # Sums of integers do not depend on the order of these additions.
     if tl.max(any_broken) > 0:
         token = program * SLOTS * SLOT + tl.arange(0, SLOTS * SLOT)
@@ -293,13 +293,13 @@ def _count_rows(
 def row_counts(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:
     """Valid tokens of each row ``[S]`` int64."""
     rows, device = cu_seqlens.numel() - 1, cu_seqlens.device
-    pieces = triton.cdiv(rows, ROWS)
+    leaves = triton.cdiv(rows, ROWS)
     counts = torch.empty(rows, dtype=torch.int64, device=device)
-    broken = torch.empty(pieces, dtype=torch.int32, device=device)
+    broken = torch.empty(leaves, dtype=torch.int32, device=device)
     programs = triton.cdiv(number_of_slots(rows, total_tokens), SLOTS)
-    launch(_begin_counts, pieces, cu_seqlens, counts, broken, total_tokens, rows, ROWS=ROWS)
+    launch(_begin_counts, leaves, cu_seqlens, counts, broken, total_tokens, rows, ROWS=ROWS)
     launch(
-        _count_rows, programs, cu_seqlens, mask, broken, counts, total_tokens, rows, pieces,
+        _count_rows, programs, cu_seqlens, mask, broken, counts, total_tokens, rows, leaves,
         SLOT=SLOT_TOKENS, SLOTS=SLOTS,
     )  # fmt: skip
     return counts

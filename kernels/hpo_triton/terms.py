@@ -61,7 +61,7 @@ class Term(NamedTuple):
     penalty: int
 
 
-class Beyond(NamedTuple):
+class OutsideBounds(NamedTuple):
     """Outside the bounds of the token gate."""
 
     slope_low: Pair
@@ -72,7 +72,7 @@ class Beyond(NamedTuple):
 
 class Numbers(NamedTuple):
     head: Pair
-    beyond: Beyond | None
+    beyond: OutsideBounds | None
     penalty: float
 
 
@@ -294,8 +294,8 @@ def term_of(spec: PolicyLossSpec) -> Term | None:
 def numbers_of(term: TermSpec | None) -> Numbers | None:
     if term is None:
         return None
-    beyond = Beyond(term.slope_low, term.slope_high, term.weight_low, term.weight_high)
-    changes = beyond != Beyond(PLAIN.slope_low, PLAIN.slope_high, PLAIN.weight_low, PLAIN.weight_high)
+    beyond = OutsideBounds(term.slope_low, term.slope_high, term.weight_low, term.weight_high)
+    changes = beyond != OutsideBounds(PLAIN.slope_low, PLAIN.slope_high, PLAIN.weight_low, PLAIN.weight_high)
     return Numbers(term.head_numbers, beyond if changes else None, term.penalty_coefficient)
 
 

@@ -107,31 +107,32 @@ constexpr int kMostLevels = 4;  // step, trajectory, group, domain
 
 // A call at once, or in stages, in this order, between which the caller may change what segments have added up: to add what
 // other processes have, or to put something else in its place. Later stages do nothing where nothing flows through aggregates.
-enum class Stage : int32_t { whole = 0, sums = 1, sweep = 2, couple = 3, deliver = 4 };
+enum class Stage : int32_t { whole = 0, sums = 1, sweep = 2, reduce_grad = 3, broadcast_grad = 4 };
 
 // What segments add up, all in integers: of segment s at level k at [k][s], 0 for those that have no token. Of the caller where
 // the call is in stages; null: in the workspace.
 struct SegmentTables {
-  // [depth][pieces][3]: valid tokens, and by channel their log-ratios, or e^x - 1 for log_mean_exp, see to_fixed; of a balanced
+  // [depth][leaves][3]: valid tokens, and by channel their log-ratios, or e^x - 1 for log_mean_exp, see to_fixed; of a balanced
   // level the finer segments that have tokens, and their aggregates. After `sums`
   int64_t* sums;
-  int64_t* largest;   // [depth][pieces][2]: by channel the largest magnitude handed up, the bits of a double. After `sweep`
-  int64_t* arriving;  // [depth][pieces][2]: by channel all that is handed up, in steps that `largest` fixes. After `couple`
+  int64_t* largest;   // [depth][leaves][2]: by channel the largest magnitude handed up, the bits of a double. After `sweep`
+  int64_t* aggregate_grad;  // [depth][leaves][2]: by channel all that is handed up, in steps that `largest` fixes. After
+                       // `reduce_grad`
 };
 
-// Levels above the tokens, finest first, none at depth 0. Pieces are ranges of tokens that tile the finest level, each inside
-// its row and behind the piece before it; what breaks this is left out and counted.
+// Levels above the tokens, finest first, none at depth 0. Leaves are ranges of tokens that tile the finest level, each inside
+// its row and behind the leaf before it; what breaks this is left out and counted.
 struct Hierarchy {
   int32_t depth;
   int32_t split;  // 1: positive and negative log-ratios are two channels
   double token_low[2], token_high[2];  // of the token's residual, log space
   HierarchyLevel levels[kMostLevels];
   TokenTerm term;
-  int64_t pieces;
-  const int64_t* piece_begin;  // [pieces]
-  const int64_t* piece_end;
-  const int64_t* piece_row;
-  const int64_t* ancestors;    // [depth][pieces], in [0, pieces): a segment's number is that of its first piece
+  int64_t leaves;
+  const int64_t* leaf_begin;  // [leaves]
+  const int64_t* leaf_end;
+  const int64_t* leaf_row;
+  const int64_t* ancestors;    // [depth][leaves], in [0, leaves): a segment's number is that of its first leaf
   Stage stage;
   SegmentTables tables;
 };
@@ -141,14 +142,14 @@ enum class Reduction : int32_t { mean = 0, sum = 1, min = 2, max = 3 };
 enum class Action : int32_t { mask = 0, band = 1, clamp = 2 };
 
 // A factor on tokens from u = logp - old_logp of PolicyLossArgs, whose mask, cu_seqlens, advantages and token_weight count too;
-// pieces and their segments are those of a Hierarchy of depth 1, or 0 where the statistic is the token's own.
+// leaves and their segments are those of a Hierarchy of depth 1, or 0 where the statistic is the token's own.
 struct Correction {
   Statistic statistic;
   Reduction reduction;
   Action action;
   int32_t strict;  // what lies on a bound is outside
   double low[2], high[2];  // of the statistic, [advantage >= 0, < 0]
-  float* factor;  // [tokens]: times token_weight; NaN where the statistic is; 1 times it where masked or in no piece
+  float* factor;  // [tokens]: times token_weight; NaN where the statistic is; 1 times it where masked or in no leaf
 };
 
 enum class Center : int32_t { mean = 0, leave_one_out = 1 };
@@ -305,10 +306,10 @@ int64_t hpo_policy_loss_workspace(int64_t tokens, int64_t rows);
 int hpo_policy_loss(const hpo::PolicyLossArgs* args, const hpo::GateStructure* structure, const hpo::GateNumbers* numbers,
                     int64_t context);
 // The same under a hierarchy; structure.has_level and the level's numbers do not count.
-int64_t hpo_hierarchy_workspace(int64_t tokens, int64_t rows, int64_t pieces);
+int64_t hpo_hierarchy_workspace(int64_t tokens, int64_t rows, int64_t leaves);
 int hpo_hierarchy(const hpo::PolicyLossArgs* args, const hpo::GateStructure* structure, const hpo::GateNumbers* numbers,
                   const hpo::Hierarchy* hierarchy, int64_t context);
-int64_t hpo_correction_workspace(int64_t tokens, int64_t rows, int64_t pieces);
+int64_t hpo_correction_workspace(int64_t tokens, int64_t rows, int64_t leaves);
 int hpo_correction(const hpo::PolicyLossArgs* args, const hpo::Hierarchy* hierarchy, const hpo::Correction* correction,
                    int64_t context);
 int64_t hpo_group_normalise_workspace(int64_t units, int32_t terms);

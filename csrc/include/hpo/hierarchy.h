@@ -5,17 +5,17 @@
 
 namespace hpo {
 
-// A piece by itself: bad unless it lies in its row and all its ancestors exist. What came before it is the caller's to know.
-HPO_INLINE Range piece_range(const Hierarchy& hierarchy, const PolicyLossArgs& args, int64_t p) {
-  const int64_t begin = hierarchy.piece_begin[p], end = hierarchy.piece_end[p], row = hierarchy.piece_row[p];
+// A leaf by itself: bad unless it lies in its row and all its ancestors exist. What came before it is the caller's to know.
+HPO_INLINE Range leaf_range(const Hierarchy& hierarchy, const PolicyLossArgs& args, int64_t p) {
+  const int64_t begin = hierarchy.leaf_begin[p], end = hierarchy.leaf_end[p], row = hierarchy.leaf_row[p];
   bool good = row >= 0 && row < args.rows;
   if (good) {
     const Range range = row_range(args.cu_seqlens, row, args.tokens);
     good = !range.bad && range.begin <= begin && begin <= end && end <= range.end;
   }
   for (int k = 0; good && k < hierarchy.depth; ++k) {
-    const int64_t ancestor = hierarchy.ancestors[k * hierarchy.pieces + p];
-    good = ancestor >= 0 && ancestor < hierarchy.pieces;
+    const int64_t ancestor = hierarchy.ancestors[k * hierarchy.leaves + p];
+    good = ancestor >= 0 && ancestor < hierarchy.leaves;
   }
   return {good ? begin : 0, good ? end : 0, !good};
 }
@@ -26,7 +26,7 @@ HPO_INLINE Range piece_range(const Hierarchy& hierarchy, const PolicyLossArgs& a
 // the whole derivative at 0.
 HPO_INLINE float rising_part(bool split, float x) { return split && x < 0.0f ? 0.0f : x; }
 
-// Log-ratios of a piece or a segment, by channel, see to_fixed. Under other aggregates than their mean and their sum something
+// Log-ratios of a leaf or a segment, by channel, see to_fixed. Under other aggregates than their mean and their sum something
 // else stands in their place, see SegmentTables.
 struct LogRatios {
   int64_t valid, fixed[2];
@@ -65,10 +65,10 @@ struct Child {
   LogRatios sums;  // itself, and its aggregates
 };
 
-// Of segment s, whose number is that of its first piece: this has the parent, which exists, whatever the ancestors are.
+// Of segment s, whose number is that of its first leaf: this has the parent, which exists, whatever the ancestors are.
 HPO_INLINE Child child_at(const Hierarchy& hierarchy, int k, int64_t s, const LogRatios& sums) {
-  const int64_t parent = hierarchy.ancestors[k * hierarchy.pieces + s];
-  if (sums.valid == 0 || parent < 0 || parent >= hierarchy.pieces) return {-1, {}};
+  const int64_t parent = hierarchy.ancestors[k * hierarchy.leaves + s];
+  if (sums.valid == 0 || parent < 0 || parent >= hierarchy.leaves) return {-1, {}};
   const HierarchyLevel& level = hierarchy.levels[k - 1];
   return {parent, {1, {to_fixed(aggregate<true>(level, sums, 0)), to_fixed(aggregate<true>(level, sums, 1))}}};
 }
@@ -85,8 +85,8 @@ HPO_INLINE double shares(const Hierarchy& hierarchy, int k, int channel, const S
   return children * (level.aggregate == Aggregate::log_mean_exp ? ones + sum_of(sums, channel) : ones);
 }
 
-// What a piece tells its tokens. [channel][sign of the advantage]
-struct PieceGate {
+// What a leaf tells its tokens. [channel][sign of the advantage]
+struct LeafGate {
   float z[2];         // the gated residuals of all levels
   float mean[2];      // of the finest level, by channel
   float slope[2][2];  // of the finest level
@@ -99,13 +99,13 @@ struct LevelSlopes {
   double slope[kMostLevels][2][2];
 };
 
-// One channel and one sign of the advantage of a PieceGate; z, below, above and bent are to be joined with the other channel's.
+// One channel and one sign of the advantage of a LeafGate; z, below, above and bent are to be joined with the other channel's.
 struct GateColumn {
   float z, mean, slope, own;
   int32_t below, above, bent;
 };
 
-// segment(k): the sums of the piece's segment at level k, which has tokens. put_slope(k, slope) takes each level's slope.
+// segment(k): the sums of the leaf's segment at level k, which has tokens. put_slope(k, slope) takes each level's slope.
 template <bool kMeanExp, class SegmentAt, class PutSlope>
 HPO_INLINE GateColumn gate_column(const Hierarchy& hierarchy, int channel, int sign, const SegmentAt& segment,
                                   const PutSlope& put_slope) {
@@ -159,7 +159,7 @@ HPO_INLINE F by_sign(typename Number<F>::Int negative, const float values[2]) {
 // `keep`: 0 where the finest level takes the place of the token's own slope, else 1. slope_low and slope_high: the derivative
 // beyond the bounds, of one channel.
 template <class F>
-HPO_INLINE GatedTokenNumber<F> gate_token(const PieceGate& gate, bool split, bool drop, float keep,
+HPO_INLINE GatedTokenNumber<F> gate_token(const LeafGate& gate, bool split, bool drop, float keep,
                                           typename Number<F>::Int negative, F x, F low, F high, F slope_low = F{},
                                           F slope_high = F{}) {
   using N = Number<F>;
@@ -197,7 +197,7 @@ HPO_INLINE F token_value(F a, F z) {
 
 // --------------------------------------------------------------------------------- gradient through aggregates, back up
 
-// d loss / d z of the chosen tokens of a piece: by sign of the advantage, and by channel times (slope of the finest level -
+// d loss / d z of the chosen tokens of a leaf: by sign of the advantage, and by channel times (slope of the finest level -
 // slope of the token gate). The second is summed as it is: where nothing saturates, it is 0 to the bit.
 struct Flow {
   double by_sign[2], past_token[2];
@@ -207,7 +207,7 @@ struct Flow {
   }
 };
 
-// What a piece hands to the aggregate of its segment at level k.
+// What a leaf hands to the aggregate of its segment at level k.
 HPO_INLINE double handed_up(const LevelSlopes& slopes, int k, int channel, const Flow& flow) {
   if (k == 0) return channel == 0 ? flow.past_token[0] : flow.past_token[1];
   const auto& here = slopes.slope[k][channel];
@@ -217,7 +217,7 @@ HPO_INLINE double handed_up(const LevelSlopes& slopes, int k, int channel, const
 
 // What arrives at a segment is added as integers, so that it has no order. Gradients have no range that fixed point could have
 // been made for, so a segment's step follows the largest magnitude that is handed to it, whose bits order as it does: 2^37
-// steps reach the next power of two, and fewer than 2^25 pieces or tiles hand something up (see to_fixed).
+// steps reach the next power of two, and fewer than 2^25 leaves or tiles hand something up (see to_fixed).
 
 constexpr int kSmallest = 100, kOverflow = 2047;  // exponents of doubles: below the first, steps stay as they are
 

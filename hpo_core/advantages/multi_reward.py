@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from ..checks import check, check_device, check_type, check_units
+from ..checks import check, check_device, check_units, require_type
 from ..specs import GroupTerm, Provenance, Share
 from .flat import grpo, whiten
 from .terms import Term, as_advantages, check_channels, combine, estimator, grouped
@@ -16,7 +16,7 @@ from .terms import Term, as_advantages, check_channels, combine, estimator, grou
 __all__ = ["dvao", "gdpo", "hila", "tool_star", "vpo"]
 
 
-@estimator(Provenance.PAPER, several=True, tables=True)
+@estimator(Provenance.PAPER, multi_reward=True, tables=True)
 def dvao(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -47,7 +47,7 @@ def dvao(
     return combine(terms, mask=mask, share=Share.DEVIATION, share_least=eps, backend=backend)
 
 
-@estimator(Provenance.VERIFIED, several=True, tables=True)
+@estimator(Provenance.VERIFIED, multi_reward=True, tables=True)
 def gdpo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -117,7 +117,7 @@ def vpo(
     tensor([ 0.7071, -0.7071])
     """
     for name, given in (("rewards", rewards), ("directions", directions)):
-        check_type(given.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, given.dtype)
+        require_type(given.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, given.dtype)
     check_device("directions", directions, rewards.device, "rewards")
     check(rewards.dim() == 3, "rewards: expected shape [S, M, C] (sets of candidates), got {}", list(rewards.shape))
     check(rewards.shape[1] > 0, "rewards: expected sets of at least one candidate, got {}", list(rewards.shape))

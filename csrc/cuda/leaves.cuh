@@ -1,8 +1,8 @@
-// Pieces of a hierarchy cut into work as units.cuh cuts rows: tiles of kTile tokens from the piece's own first token on, a tile
-// to a warp. Pieces ascend and do not overlap, but leave gaps:
+// Leaves of a hierarchy cut into work as units.cuh cuts rows: tiles of kTile tokens from the leaf's own first token on, a tile
+// to a warp. Leaves ascend and do not overlap, but leave gaps:
 //
-//   unit i < pieces    is the first tile of the i-th piece that counts;
-//   unit pieces + j    is the further tile that goes with token (j + 1) * kTile of the pack.
+//   unit i < leaves    is the first tile of the i-th leaf that counts;
+//   unit leaves + j    is the further tile that goes with token (j + 1) * kTile of the pack.
 #pragma once
 #include "grid.cuh"
 #include "hpo/hierarchy.h"
@@ -10,52 +10,52 @@
 
 namespace hpo {
 
-// Which pieces count, as those who checked them tell the rest.
+// Which leaves count, as those who checked them tell the rest.
 struct Counted {
-  int64_t* begin;  // [pieces]: of the pieces that count, where not all do
-  int* list;  // [pieces]: these pieces
+  int64_t* begin;  // [leaves]: of the leaves that count, where not all do
+  int* list;  // [leaves]: these leaves
   int* count;  // how many
-  int* broken;  // [blocks of the launch that checks]: whether it met a piece that does not count
+  int* broken;  // [blocks of the launch that checks]: whether it met a leaf that does not count
 
-  void take(Placement& placement, int64_t pieces) {
-    placement.take(begin, pieces);
-    placement.take(list, pieces);
+  void take(Placement& placement, int64_t leaves) {
+    placement.take(begin, leaves);
+    placement.take(list, leaves);
     placement.take(count, 1);
     placement.take(broken, kMaxBlocks);
   }
 };
 
-// The pieces that count. If all do, as they should, their list is the input itself.
-struct Pieces {
+// The leaves that count. If all do, as they should, their list is the input itself.
+struct Leaves {
   const int64_t* begin;  // [count], ascending
-  const int64_t* end;  // [pieces]
-  const int64_t* row;  // [pieces]
-  const int* list;  // [count], the pieces that count; null: all
-  int pieces, count, units;
+  const int64_t* end;  // [leaves]
+  const int64_t* row;  // [leaves]
+  const int* list;  // [count], the leaves that count; null: all
+  int leaves, count, units;
   int blocks;  // that share the units
   int64_t tokens;
 };
 
-// All pieces count if each is good by itself and behind its neighbour.
-__device__ __forceinline__ void check_pieces(const Hierarchy& hierarchy, const PolicyLossArgs& args, const Counted& counted) {
+// All leaves count if each is good by itself and behind its neighbour.
+__device__ __forceinline__ void check_leaves(const Hierarchy& hierarchy, const PolicyLossArgs& args, const Counted& counted) {
   bool bad = false;
 #pragma unroll 1
-  for (int64_t p = int64_t(blockIdx.x) * kThreads + threadIdx.x; p < hierarchy.pieces; p += int64_t(gridDim.x) * kThreads) {
-    bad |= piece_range(hierarchy, args, p).bad || (p > 0 && hierarchy.piece_begin[p] < hierarchy.piece_end[p - 1]);
+  for (int64_t p = int64_t(blockIdx.x) * kThreads + threadIdx.x; p < hierarchy.leaves; p += int64_t(gridDim.x) * kThreads) {
+    bad |= leaf_range(hierarchy, args, p).bad || (p > 0 && hierarchy.leaf_begin[p] < hierarchy.leaf_end[p - 1]);
   }
   const bool any = __syncthreads_or(bad);
   if (threadIdx.x == 0) counted.broken[blockIdx.x] = any;
 }
 
-// One warp lists the pieces that count: those that are good and begin at or behind the end of every one listed before.
-__device__ __forceinline__ void list_pieces(const Hierarchy& hierarchy, const PolicyLossArgs& args, const Counted& counted) {
-  const int pieces = int(hierarchy.pieces);
+// One warp lists the leaves that count: those that are good and begin at or behind the end of every one listed before.
+__device__ __forceinline__ void list_leaves(const Hierarchy& hierarchy, const PolicyLossArgs& args, const Counted& counted) {
+  const int leaves = int(hierarchy.leaves);
   int64_t covered = 0;
   int count = 0;
 #pragma unroll 1
-  for (int base = 0; base < pieces; base += kWarp) {
-    const int piece = base + lane();
-    const Range own = piece < pieces ? piece_range(hierarchy, args, piece) : Range{0, 0, true};
+  for (int base = 0; base < leaves; base += kWarp) {
+    const int leaf = base + lane();
+    const Range own = leaf < leaves ? leaf_range(hierarchy, args, leaf) : Range{0, 0, true};
     bool counts = false;
 #pragma unroll 1
     for (int source = 0; source < kWarp; ++source) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void list_pieces(const Hierarchy& hierarchy, const Po
     const unsigned all = __ballot_sync(kFullWarp, counts);
     if (counts) {
       const int at = count + __popc(all & ((1u << lane()) - 1));
-      counted.list[at] = piece;
+      counted.list[at] = leaf;
       counted.begin[at] = own.begin;
     }
     count += __popc(all);
@@ -76,18 +76,18 @@ __device__ __forceinline__ void list_pieces(const Hierarchy& hierarchy, const Po
 }
 
 // By the first block, behind the grid barrier after they were checked. Until every block has seen the list it does all there
-// is to do: the sequence of pieces says which of them count, and blocks cannot share that. A barrier.
+// is to do: the sequence of leaves says which of them count, and blocks cannot share that. A barrier.
 __device__ __forceinline__ void list_broken(const Hierarchy& hierarchy, const PolicyLossArgs& args, const Counted& counted) {
-  if (warp_in_block() == 0) list_pieces(hierarchy, args, counted);
+  if (warp_in_block() == 0) list_leaves(hierarchy, args, counted);
   __syncthreads();
 }
 
-__device__ __forceinline__ Pieces get_pieces(const Hierarchy& hierarchy, const PolicyLossArgs& args, const Counted& counted,
+__device__ __forceinline__ Leaves get_leaves(const Hierarchy& hierarchy, const PolicyLossArgs& args, const Counted& counted,
                                              bool broken, int blocks) {
-  const int all = int(hierarchy.pieces);
-  return {broken ? counted.begin : hierarchy.piece_begin,
-          hierarchy.piece_end,
-          hierarchy.piece_row,
+  const int all = int(hierarchy.leaves);
+  return {broken ? counted.begin : hierarchy.leaf_begin,
+          hierarchy.leaf_end,
+          hierarchy.leaf_row,
           broken ? counted.list : nullptr,
           all,
           broken ? *counted.count : all,
@@ -96,37 +96,37 @@ __device__ __forceinline__ Pieces get_pieces(const Hierarchy& hierarchy, const P
           args.tokens};
 }
 
-struct PieceUnit {
-  int piece;
+struct LeafUnit {
+  int leaf;
   Unit tile;  // length 0: nothing to do
 };
 
-__device__ __forceinline__ PieceUnit get_unit(const Pieces& pieces, int index) {
-  const int64_t token = int64_t(index - pieces.pieces + 1) * kTile;
-  const bool further = index >= pieces.pieces;
+__device__ __forceinline__ LeafUnit get_unit(const Leaves& leaves, int index) {
+  const int64_t token = int64_t(index - leaves.leaves + 1) * kTile;
+  const bool further = index >= leaves.leaves;
   int at = index;
   if (further) {
-    if (pieces.count == 0 || token >= pieces.tokens) return {};
+    if (leaves.count == 0 || token >= leaves.tokens) return {};
     bool ascending = true;
-    at = find_row({pieces.begin, pieces.tokens, pieces.count}, token, ascending);
+    at = find_row({leaves.begin, leaves.tokens, leaves.count}, token, ascending);
   }
-  if (at >= pieces.count) return {};
-  const int piece = pieces.list ? pieces.list[at] : at;
-  int64_t begin = pieces.begin[at];
-  const int64_t end = pieces.end[piece];
+  if (at >= leaves.count) return {};
+  const int leaf = leaves.list ? leaves.list[at] : at;
+  int64_t begin = leaves.begin[at];
+  const int64_t end = leaves.end[leaf];
   if (further) {
     if (token <= begin || end <= token) return {};
     begin = token + begin % kTile;  // as many tiles behind the first token as there are multiples of kTile
   }
-  return {piece, {int(pieces.row[piece]), begin, min(max(end - begin, int64_t(0)), int64_t(kTile))}};
+  return {leaf, {int(leaves.row[leaf]), begin, min(max(end - begin, int64_t(0)), int64_t(kTile))}};
 }
 
 // Calls `visit(index, unit)` with the units of this warp.
 template <class Visit>
-__device__ __forceinline__ void for_each_unit(const Pieces& pieces, Visit visit) {
+__device__ __forceinline__ void for_each_unit(const Leaves& leaves, Visit visit) {
 #pragma unroll 1
-  for (int index = int(blockIdx.x) * kWarps + warp_in_block(); index < pieces.units; index += pieces.blocks * kWarps) {
-    const PieceUnit unit = get_unit(pieces, index);
+  for (int index = int(blockIdx.x) * kWarps + warp_in_block(); index < leaves.units; index += leaves.blocks * kWarps) {
+    const LeafUnit unit = get_unit(leaves, index);
     if (unit.tile.length > 0) visit(index, unit);
   }
 }
@@ -150,8 +150,8 @@ __device__ __forceinline__ void for_each_window(const Unit& tile, bool groupable
 }
 
 // Integers on their way to words of the workspace. Units that follow each other mostly share their segments above, so what
-// goes to one word is held back while it does: a domain of a hundred thousand pieces would have as many atomics on one word.
-struct Carrier {
+// goes to one word is held back while it does: a domain of a hundred thousand leaves would have as many atomics on one word.
+struct RunAccumulator {
   int64_t* to;
   int64_t sum;
 

@@ -1,9 +1,9 @@
-// The pieces of a hierarchy, and how the work on their tokens is shared out.
+// The leaves of a hierarchy, and how the work on their tokens is shared out.
 //
-// Pieces are cut into blocks of kChunk tokens from their own first token on, so that the bits of what is summed over a piece
-// depend on nothing but the piece. Block j of piece p belongs to the task that holds token start[p] + j kChunk when the pieces
-// lie end to end: short pieces share a task, long ones spread over many, and a task has at most one block that begins neither
-// in it nor in its piece.
+// Leaves are cut into blocks of kChunk tokens from their own first token on, so that the bits of what is summed over a leaf
+// depend on nothing but the leaf. Block j of leaf p belongs to the task that holds token start[p] + j kChunk when the leaves
+// lie end to end: short leaves share a task, long ones spread over many, and a task has at most one block that begins neither
+// in it nor in its leaf.
 
 #pragma once
 #include "gates_tile.h"
@@ -12,25 +12,25 @@
 namespace hpo::HPO_ISA {
 
 struct Block {
-  int64_t piece, row;
+  int64_t leaf, row;
   int64_t first, tokens;
-  bool begins;  // its piece
+  bool begins;  // its leaf
 };
 
-struct Pieces {
+struct Leaves {
   const Hierarchy& hierarchy;
   const PolicyLossArgs& args;
-  int64_t* start;  // [pieces + 1], tokens of the pieces before
+  int64_t* start;  // [leaves + 1], tokens of the leaves before
   int64_t broken = 0;
-  int64_t together = 0;  // pieces that share a segment with others, or are more than one block
-  bool alone;  // at most one level, every piece is a segment of it, and nobody asks for what segments add up
+  int64_t together = 0;  // leaves that share a segment with others, or are more than one block
+  bool alone;  // at most one level, every leaf is a segment of it, and nobody asks for what segments add up
 
-  Pieces(const Hierarchy& hierarchy, const PolicyLossArgs& args, int64_t* start)
+  Leaves(const Hierarchy& hierarchy, const PolicyLossArgs& args, int64_t* start)
       : hierarchy(hierarchy), args(args), start(start), alone(hierarchy.depth <= 1 && hierarchy.stage == Stage::whole) {
     int64_t covered = 0;
     start[0] = 0;
-    for (int64_t p = 0; p < hierarchy.pieces; ++p) {
-      const Range range = piece_range(hierarchy, args, p);
+    for (int64_t p = 0; p < hierarchy.leaves; ++p) {
+      const Range range = leaf_range(hierarchy, args, p);
       const bool good = !range.bad && range.begin >= covered;
       broken += !good;
       covered = good ? range.end : covered;
@@ -40,16 +40,16 @@ struct Pieces {
     for (int64_t p = 0; p < count(); ++p) together += length(p) > 0 && !stands_alone(p);
   }
 
-  int64_t count() const { return hierarchy.pieces; }
+  int64_t count() const { return hierarchy.leaves; }
   int64_t length(int64_t p) const { return start[p + 1] - start[p]; }
-  int64_t blocks(int64_t p) const { return pieces(length(p), kChunk); }
+  int64_t blocks(int64_t p) const { return ceil_divide(length(p), kChunk); }
   bool stands_alone(int64_t p) const { return alone && (hierarchy.depth == 0 || length(p) <= kChunk); }
   int64_t task(int64_t p) const { return start[p] / kChunk; }  // of its first block
   int64_t tasks() const { return start[count()] / kChunk + 1; }
-  int64_t row(int64_t p) const { return hierarchy.piece_row[p]; }
+  int64_t row(int64_t p) const { return hierarchy.leaf_row[p]; }
   int64_t ancestor(int k, int64_t p) const { return hierarchy.ancestors[k * count() + p]; }
 
-  // The first piece that starts at or behind this token.
+  // The first leaf that starts at or behind this token.
   int64_t starting_at(int64_t token) const {
     int64_t low = 0, high = count();
     while (low < high) {
@@ -64,7 +64,7 @@ struct Pieces {
   template <class Body>
   void for_each_block(int64_t task, const Body& body) const {
     const int64_t next = starting_at(task * kChunk);
-    int64_t before = next - 1;  // the piece that comes in from the left
+    int64_t before = next - 1;  // the leaf that comes in from the left
     while (before >= 0 && length(before) == 0) --before;
     if (before >= 0) {
       const int64_t block = task - this->task(before);
@@ -79,15 +79,15 @@ struct Pieces {
   template <class Body>
   void visit(int64_t p, int64_t block, const Body& body) const {
     const int64_t skipped = block * kChunk, rest = length(p) - skipped;
-    body(Block{p, row(p), hierarchy.piece_begin[p] + skipped, rest < kChunk ? rest : kChunk, block == 0});
+    body(Block{p, row(p), hierarchy.leaf_begin[p] + skipped, rest < kChunk ? rest : kChunk, block == 0});
   }
 };
 
-// Adds to pieces what the tasks behind their first one found.
+// Adds to leaves what the tasks behind their first one found.
 template <class Sums>
-inline void gather_blocks(const Pieces& pieces, const Sums* of_blocks, Sums* of_pieces) {
-  for (int64_t p = 0; p < pieces.count(); ++p) {
-    for (int64_t block = 1; block < pieces.blocks(p); ++block) of_pieces[p].add(of_blocks[pieces.task(p) + block]);
+inline void gather_blocks(const Leaves& leaves, const Sums* of_blocks, Sums* of_leaves) {
+  for (int64_t p = 0; p < leaves.count(); ++p) {
+    for (int64_t block = 1; block < leaves.blocks(p); ++block) of_leaves[p].add(of_blocks[leaves.task(p) + block]);
   }
 }
 

@@ -10,19 +10,19 @@
 namespace hpo::HPO_ISA {
 
 // What a call must be for its tiles to have a chance.
-inline bool may_be_plain(const PolicyLossArgs& args) {
+inline bool may_be_fast(const PolicyLossArgs& args) {
   return !(args.advantage_per_token || args.token_weight || args.token_mask || args.score || args.ref_logp || args.entropy);
 }
 
 // Up to it e^x needs no power of two: just below ln 2 / 2.
 constexpr float kNear = 0.3465f;
 
-// Statistics of a tile, one vector for each part of the lanes. They leave for the Partial when the tile turns out to be plain.
-struct PlainSums {
+// Statistics of a tile, one vector for each part of the lanes. They leave for the Partial when the tile turns out to be fast.
+struct FastSums {
   Floats sum[kParts] = {}, square[kParts] = {}, deviation[kParts] = {}, deviation_square[kParts] = {};
   Floats smallest[kParts], largest[kParts];
 
-  PlainSums() {
+  FastSums() {
     for (int part = 0; part < kParts; ++part) {
       smallest[part] = all<Floats>(INFINITY);
       largest[part] = all<Floats>(-INFINITY);
@@ -72,7 +72,7 @@ HPO_INLINE bool guess_near(bool near, const Sweep& sweep) {
 // The end of an attempt. False: the tile is not plain after all, or its log-ratios are not near 0 as they were taken for, and
 // nothing was counted. `near`: whether they are, and are so many that it is no accident: few spare less than a failure costs.
 template <bool kTakenForNear>
-HPO_INLINE bool settle_plain(const PlainSums& sums, int64_t tokens, Partial& partial, bool& near) {
+HPO_INLINE bool settle_fast(const FastSums& sums, int64_t tokens, Partial& partial, bool& near) {
   near = sums.within(kNear);
   if (!near && (kTakenForNear || !sums.within(tokens > kTile ? kStatisticSaturation / 2 : kStatisticSaturation))) return false;
   near &= tokens >= kGroup;
@@ -81,9 +81,9 @@ HPO_INLINE bool settle_plain(const PlainSums& sums, int64_t tokens, Partial& par
   return true;
 }
 
-// The tokens of one vector of a plain tile: those of them that a sweep is at, and of these the ones that are not masked.
+// The tokens of one vector of a fast-path tile: those of them that a sweep is at, and of these the ones that are not masked.
 template <bool kWhole>
-struct PlainVector {
+struct FastVector {
   static constexpr bool whole = kWhole;  // it is at all of them
   int i, part;
   Mask own, present;
@@ -94,15 +94,15 @@ struct PlainVector {
 };
 
 // Where the log-ratios of a tile come from; not seen through the arguments of the call, which what is stored might be.
-struct PlainSource {
+struct FastSource {
   const float *logp, *old_logp;
 
-  PlainSource(const PolicyLossArgs& args, int64_t first)
+  FastSource(const PolicyLossArgs& args, int64_t first)
       : logp(args.logp + first),
         old_logp(args.old_logp ? args.old_logp + first : logp) {}  // on-policy: x = 0, or NaN where logp is
 
   template <bool kTakenForNear, bool kWhole>
-  HPO_INLINE PlainVector<kWhole> vector(int i, int part, Mask own, Mask present, PlainSums& sums) const {
+  HPO_INLINE FastVector<kWhole> vector(int i, int part, Mask own, Mask present, FastSums& sums) const {
     const Floats x = difference(present, load_own<kWhole>(own, logp + i), load_own<kWhole>(own, old_logp + i));
     const Floats ratio = kTakenForNear ? exp_near_0(x) : exp_of_number(x);  // a tile with NaN is not plain
     sums.add(part, present, x, ratio);
@@ -114,9 +114,9 @@ struct PlainSource {
 // put right; each(vector, kind, coefficient) is called for every vector, and each.end_group() behind those of a group.
 template <bool kTakenForNear, bool kMasked, class Each>
 HPO_INLINE bool sweep_many_rows(const PolicyLossArgs& args, int64_t first, int n, Partial& partial, Each& each, Tile& tile) {
-  const PlainSource source(args, first);
+  const FastSource source(args, first);
   const uint8_t* mask = kMasked ? args.mask + first : nullptr;
-  PlainSums sums;
+  FastSums sums;
   LaneCount present_count;
   const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
     constexpr bool kWhole = decltype(whole)::value;
@@ -131,18 +131,18 @@ HPO_INLINE bool sweep_many_rows(const PolicyLossArgs& args, int64_t first, int n
     each(vector, kind, load_lanes<Floats>(tile.coefficient + i));
   };
   for_each_vector(0, n, step, [&]() __attribute__((always_inline)) { each.end_group(); });
-  return settle_plain<kTakenForNear>(sums, present_count.total(), partial, tile.near);
+  return settle_fast<kTakenForNear>(sums, present_count.total(), partial, tile.near);
 }
 
 // With few rows each is gone through by itself: what it says is the same for all its tokens. Two that meet inside a vector
 // both go through it, so that every token is added to the lane in which it stands, whatever row it belongs to. Returns how many
 // tokens of the row are present; each(vector) and each.end_group() are called as above.
 template <bool kTakenForNear, bool kMasked, class Each>
-HPO_INLINE int32_t sweep_row(const PolicyLossArgs& args, int64_t first, const Segment& segment, PlainSums& all_sums,
+HPO_INLINE int32_t sweep_row(const PolicyLossArgs& args, int64_t first, const Segment& segment, FastSums& all_sums,
                              Each& each) {
-  const PlainSource source(args, first);
+  const FastSource source(args, first);
   const uint8_t* mask = kMasked ? args.mask + first : nullptr;
-  PlainSums sums = all_sums;  // in registers meanwhile
+  FastSums sums = all_sums;  // in registers meanwhile
   LaneCount present_count;
   const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
     constexpr bool kWhole = decltype(whole)::value;
@@ -182,8 +182,8 @@ HPO_INLINE void put_term(const Vector& vector, Mask inside, Floats value, const 
   vector.store(keep_if(kScoreHead ? vector.present : inside, value), grad);
 }
 
-// A plain tile of the first of two sweeps: its log-ratios are kept.
-struct PlainLogRatios {
+// A fast-path tile of the first of two sweeps: its log-ratios are kept.
+struct FastLogRatios {
   float* log_ratios;
 
   template <class Vector>
@@ -193,25 +193,25 @@ struct PlainLogRatios {
   HPO_INLINE void end_group() {}
 };
 
-inline bool measure_plain(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
-                          Partial& partial) {
+inline bool measure_fast(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
+                         Partial& partial) {
   const PolicyLossArgs& args = call.args;
   if (load_rows(args, first, n, segments, tile)) return false;
   pad(tile.kind, n, kAbsent);
-  const bool plain = guess_near(tile.near, [&](auto near) {
+  const bool fast = guess_near(tile.near, [&](auto near) {
     constexpr bool kTakenForNear = decltype(near)::value;
-    PlainLogRatios keep = {tile.x};
+    FastLogRatios keep = {tile.x};
     return args.mask ? sweep_many_rows<kTakenForNear, true>(args, first, n, partial, keep, tile)
                      : sweep_many_rows<kTakenForNear, false>(args, first, n, partial, keep, tile);
   });
-  if (!plain) return false;
+  if (!fast) return false;
   tile.exceptional = false;
   tile.chosen = tile.kind;
   mark_rows(segments, tile.kind, seen);
   return true;
 }
 
-// What the first of two sweeps asks of a row in a plain tile.
+// What the first of two sweeps asks of a row in a fast-path tile.
 struct RowLogRatios {
   int64_t valid = 0, fixed = 0, rising = 0;  // log-ratios in fixed point, and those of them that are not negative
 };
@@ -236,7 +236,7 @@ struct FixedSum {
 static_assert(kFixedPoint == 4294967296.0, "what FixedSum is modulo of");
 
 template <bool kSplit, bool kTakenForNear>
-struct PlainFixedSums {
+struct FastFixedSums {
   FixedSum all_sum, rising_sum;
   Floats rising_about[kParts] = {};
 
@@ -260,9 +260,9 @@ struct PlainFixedSums {
 
 // The same, and leaves e^x where the gradient will be, for the sweep that writes it.
 template <bool kSplit, bool kTakenForNear>
-struct PlainFixedSumsAndRatios {
+struct FastFixedSumsAndRatios {
   float* ratios;
-  PlainFixedSums<kSplit, kTakenForNear> fixed;
+  FastFixedSums<kSplit, kTakenForNear> fixed;
 
   template <class Vector>
   HPO_INLINE void operator()(const Vector& vector) {
@@ -274,42 +274,42 @@ struct PlainFixedSumsAndRatios {
 };
 
 template <bool kSplit, bool kKeepsRatios, bool kTakenForNear>
-HPO_INLINE auto plain_fixed_sums(const PolicyLossArgs& args, int64_t first) {
-  if constexpr (kKeepsRatios) return PlainFixedSumsAndRatios<kSplit, kTakenForNear>{args.grad + first, {}};
-  else return PlainFixedSums<kSplit, kTakenForNear>{};
+HPO_INLINE auto fast_fixed_sums(const PolicyLossArgs& args, int64_t first) {
+  if constexpr (kKeepsRatios) return FastFixedSumsAndRatios<kSplit, kTakenForNear>{args.grad + first, {}};
+  else return FastFixedSums<kSplit, kTakenForNear>{};
 }
 
-// A plain tile of few rows in the first of two sweeps; of_rows [segments.count].
+// A fast-path tile of few rows in the first of two sweeps; of_rows [segments.count].
 template <bool kSplit, bool kKeepsRatios>
-inline bool measure_plain_rows(const PolicyLossArgs& args, int64_t first, const Segments& segments, Tile& tile, uint8_t* seen,
-                               Partial& partial, RowLogRatios* of_rows) {
+inline bool measure_fast_rows(const PolicyLossArgs& args, int64_t first, const Segments& segments, Tile& tile, uint8_t* seen,
+                              Partial& partial, RowLogRatios* of_rows) {
   if (!finite_coefficients(args, segments)) return false;
   return guess_near(tile.near, [&](auto near) {
     constexpr bool kTakenForNear = decltype(near)::value;
-    PlainSums sums;
+    FastSums sums;
     PresentTokens present;
     for (int index = 0; index < segments.count; ++index) {
       const Segment& segment = segments.list[index];
       Floats about[kParts];
       std::copy_n(sums.sum, kParts, about);
-      auto fixed = plain_fixed_sums<kSplit, kKeepsRatios, kTakenForNear>(args, first);
+      auto fixed = fast_fixed_sums<kSplit, kKeepsRatios, kTakenForNear>(args, first);
       present.set(index, args.mask ? sweep_row<kTakenForNear, true>(args, first, segment, sums, fixed)
                                    : sweep_row<kTakenForNear, false>(args, first, segment, sums, fixed));
       for (int part = 0; part < kParts; ++part) about[part] = sums.sum[part] - about[part];
       of_rows[index] = fixed.sums(about, present.of_row[index]);
     }
-    if (!settle_plain<kTakenForNear>(sums, present.all, partial, tile.near)) return false;
+    if (!settle_fast<kTakenForNear>(sums, present.all, partial, tile.near)) return false;
     present.mark(segments, seen);
     return true;
   });
 }
 
-using MeasurePlain = bool (*)(const PolicyLossArgs&, int64_t first, const Segments&, Tile&, uint8_t* seen, Partial&,
-                              RowLogRatios* of_rows);
+using MeasureFast = bool (*)(const PolicyLossArgs&, int64_t first, const Segments&, Tile&, uint8_t* seen, Partial&,
+                             RowLogRatios* of_rows);
 
-inline MeasurePlain pick_measure_plain(bool split, bool keeps_ratios) {
-  if (split) return keeps_ratios ? measure_plain_rows<true, true> : measure_plain_rows<true, false>;
-  return keeps_ratios ? measure_plain_rows<false, true> : measure_plain_rows<false, false>;
+inline MeasureFast pick_measure_fast(bool split, bool keeps_ratios) {
+  if (split) return keeps_ratios ? measure_fast_rows<true, true> : measure_fast_rows<true, false>;
+  return keeps_ratios ? measure_fast_rows<false, true> : measure_fast_rows<false, false>;
 }
 
 }  // namespace hpo::HPO_ISA

@@ -1,7 +1,7 @@
-// Plain tiles under open gates: every level above their tokens passes its residual on as it is, and the token gate is a clip.
-// That is most of a batch most of the time. What is clipped has one value for each bound, so that it need only be counted; what
-// is not keeps its ratio, which the first sweep left. One loop counts and says which is which, from that follows what reaches
-// tokens through aggregates, and another loop writes the gradient once, with all that is in it.
+// Fast-path tiles under open gates: every level above their tokens passes its residual on as it is, and the token gate is a
+// clip. That is most of a batch most of the time. What is clipped has one value for each bound, so that it need only be
+// counted; what is not keeps its ratio, which the first sweep left. One loop counts and says which is which, from that follows
+// what reaches tokens through aggregates, and another loop writes the gradient once, with all that is in it.
 #pragma once
 #include "gates_call.h"
 #include "hierarchy_terms.h"
@@ -9,16 +9,16 @@
 
 namespace hpo::HPO_ISA {
 
-// The levels of one piece, for the sign of its advantage.
+// The levels of one leaf, for the sign of its advantage.
 struct OpenLevels {
   bool open = false;
   float z, mean[2], low, high;
 
   OpenLevels() = default;
-  OpenLevels(const PieceGate& piece, int sign, bool split, float low, float high)
-      : z(piece.z[sign]), mean{piece.mean[0], piece.mean[1]}, low(low), high(high) {
-    const auto passes = [&](int channel) { return piece.slope[channel][sign] == 1.0f && piece.own[channel][sign] == 0.0f; };
-    if (piece.bent[sign] || !passes(0)) return;
+  OpenLevels(const LeafGate& leaf, int sign, bool split, float low, float high)
+      : z(leaf.z[sign]), mean{leaf.mean[0], leaf.mean[1]}, low(low), high(high) {
+    const auto passes = [&](int channel) { return leaf.slope[channel][sign] == 1.0f && leaf.own[channel][sign] == 0.0f; };
+    if (leaf.bent[sign] || !passes(0)) return;
     // Nothing here may saturate, neither the channel that a token is not in nor the exponent, or overflow in a GroupSum.
     const float most = __builtin_fabsf(low) > __builtin_fabsf(high) ? __builtin_fabsf(low) : __builtin_fabsf(high);
     if (split && !(passes(1) && low == -high && __builtin_fabsf(mean[0]) <= high && __builtin_fabsf(mean[1]) <= high)) return;
@@ -35,7 +35,7 @@ struct OpenTokens {
 struct OpenCounts {
   int32_t present = 0, above = 0, below = 0;
 
-  // All of one piece, whose advantage has one sign.
+  // All of one leaf, whose advantage has one sign.
   void add_to(double* slots, bool negative) const {
     slots[kSelected] += double(present);
     slots[negative ? kClippedLowNegative : kClippedLowPositive] += double(below);
@@ -86,8 +86,8 @@ struct ClippedLoss {
   double of_below(const OpenCounts& counts) const { return counts.below == 0 ? 0.0 : double(counts.below) * double(below); }
 };
 
-// What reaches the tokens of a piece through aggregates.
-struct Arriving {
+// What reaches the tokens of a leaf through aggregates.
+struct AggregateGrad {
   float rising = 0.0f, falling = 0.0f;
 
   bool nothing() const { return rising == 0.0f && falling == 0.0f; }
@@ -95,17 +95,18 @@ struct Arriving {
 
 // Writes the gradient of these tokens, if anybody wants it, and adds to the lanes of the loss what those inside lose.
 using WriteOpen = void (*)(const PolicyLossArgs&, int64_t first, int begin, int end, float coefficient,
-                           const MaskPair* inside_and_falling, const Arriving&, double* lost);
+                           const MaskPair* inside_and_falling, const AggregateGrad&, double* lost);
 
 // kKept: e^x stands where the gradient will be. kFlows: something arrives.
 template <bool kMasked, bool kKept, bool kFlows>
 void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, float coefficient,
-                const MaskPair* inside_and_falling, const Arriving& arriving, double* lost) {
+                const MaskPair* inside_and_falling, const AggregateGrad& aggregate_grad, double* lost) {
   float* grad = args.grad ? args.grad + first : nullptr;
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   const uint8_t* mask = kMasked ? args.mask + first : nullptr;
-  const Floats a = all<Floats>(coefficient), rise = all<Floats>(arriving.rising), fall = all<Floats>(arriving.falling);
+  const Floats a = all<Floats>(coefficient), rise = all<Floats>(aggregate_grad.rising),
+               fall = all<Floats>(aggregate_grad.falling);
   GroupSum loss(lost);
   const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
     constexpr bool kWhole = decltype(whole)::value;
@@ -113,6 +114,7 @@ void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, f
                                : exp_of_number(load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i));
     Mask inside, falls;
     load_masks(inside_and_falling + unsigned(i) / kWidth, inside, falls);
+    if (!kWhole) inside = both(own, inside);  // a vector without a token of the block holds masks of another block
     Floats value = keep_if(inside, policy_value(a, ratio));
     loss.add(part, all_lanes(), value);
     if (kFlows) {

@@ -1,8 +1,8 @@
-"""Pieces: the ranges of tokens that tile the finest level of a hierarchy, and what segments above them add up.
+"""Leaves: the ranges of tokens that tile the finest level of a hierarchy, and what segments above them add up.
 
-Pieces are data, as offsets are. A good one lies in its row, begins at or behind the end of every good one before it,
-and has an existing ancestor at every level; what is not good is made empty and counted. From there on pieces are to
-slots what rows are: a short piece has one, a long one many.
+Leaves are data, as offsets are. A good one lies in its row, begins at or behind the end of every good one before it,
+and has an existing ancestor at every level; what is not good is made empty and counted. From there on leaves are to
+slots what rows are: a short leaf has one, a long one many.
 
 Segments add up in integers, by atomics whose order does not matter.
 """
@@ -28,16 +28,16 @@ __all__ = [
     "FIXED",
     "FLOW",
     "VALID",
-    "Pieces",
+    "Leaves",
     "add_to_segments",
-    "check_pieces",
+    "check_leaves",
     "raise_segments",
     "segment_of",
-    "slots_of_pieces",
-    "sum_pieces",
+    "slots_of_leaves",
+    "sum_leaves",
 ]
 
-PIECES = 1024  # of one program
+LEAVES = 1024  # of one program
 
 BALANCED = tl.constexpr(int(Aggregate.BALANCED))
 LOG_MEAN_EXP = tl.constexpr(int(Aggregate.LOG_MEAN_EXP))
@@ -48,14 +48,14 @@ FIELDS = tl.constexpr(8)
 VALID, FIXED, FLOW, EXPONENT = (tl.constexpr(field) for field in (0, 1, 3, 5))
 
 
-class Pieces(NamedTuple):
-    """Pieces that are good or empty, in order."""
+class Leaves(NamedTuple):
+    """Leaves that are good or empty, in order."""
 
     begin: torch.Tensor  # [P]
     end: torch.Tensor  # [P]
     row: torch.Tensor  # [P]
-    ancestors: torch.Tensor  # [DEPTH, P], anything where a piece is empty
-    owner: torch.Tensor  # [slots] the piece of a slot, if it has one; from `sum_pieces` on
+    ancestors: torch.Tensor  # [DEPTH, P], anything where a leaf is empty
+    owner: torch.Tensor  # [slots] the leaf of a slot, if it has one; from `sum_leaves` on
     broken: torch.Tensor  # [1] how many are not good
     segments: torch.Tensor  # [DEPTH, P, FIELDS]
 
@@ -63,7 +63,7 @@ class Pieces(NamedTuple):
 # ------------------------------------------------------------------------------------------------------- good and bad
 
 
-class Piece(NamedTuple):
+class Leaf(NamedTuple):
     begin: tl.tensor
     end: tl.tensor
     row: tl.tensor  # 0 where it does not exist
@@ -72,61 +72,61 @@ class Piece(NamedTuple):
 
 @triton.jit
 def _inspect(
-    piece_begin, piece_end, piece_row, ancestors, cu_seqlens, piece, pieces, rows, tokens, DEPTH: tl.constexpr
+    leaf_begin, leaf_end, leaf_row, ancestors, cu_seqlens, leaf, leaves, rows, tokens, DEPTH: tl.constexpr
 ):  # fmt: skip
-    exists = piece < pieces
-    begin = tl.load(piece_begin + piece, mask=exists, other=0)
-    end = tl.load(piece_end + piece, mask=exists, other=0)
-    row = tl.load(piece_row + piece, mask=exists, other=0)
+    exists = leaf < leaves
+    begin = tl.load(leaf_begin + leaf, mask=exists, other=0)
+    end = tl.load(leaf_end + leaf, mask=exists, other=0)
+    row = tl.load(leaf_row + leaf, mask=exists, other=0)
     known = exists & (row >= 0) & (row < rows)
     range = row_range(cu_seqlens, tl.where(known, row, rows), rows, tokens)
     good = known & (range.bad == False) & (begin >= range.begin)  # noqa: E712 (`not` is for scalars)
     good &= (end >= begin) & (end <= range.end)
     for k in tl.static_range(DEPTH):
-        ancestor = tl.load(ancestors + k * pieces + piece, mask=exists, other=0)
-        good &= (ancestor >= 0) & (ancestor < pieces)
-    return Piece(begin, end, tl.where(known, row, 0), good)
+        ancestor = tl.load(ancestors + k * leaves + leaf, mask=exists, other=0)
+        good &= (ancestor >= 0) & (ancestor < leaves)
+    return Leaf(begin, end, tl.where(known, row, 0), good)
 
 
 @kernel
-def _check_pieces(
-    piece_begin,
-    piece_end,
-    piece_row,
+def _check_leaves(
+    leaf_begin,
+    leaf_end,
+    leaf_row,
     ancestors,
     cu_seqlens,
     begin,
     end,
     row,
     segments,  # set to 0
-    disorder,  # [programs] int32: some piece is not good, or not behind the one before it
-    pieces: tl.int64,
+    disorder,  # [programs] int32: some leaf is not good, or not behind the one before it
+    leaves: tl.int64,
     rows: tl.int64,
     tokens: tl.int64,
     DEPTH: tl.constexpr,
-    PIECES: tl.constexpr,
+    LEAVES: tl.constexpr,
 ):
-    """Takes all pieces for good ones, and says where that was wrong."""
+    """Takes all leaves for good ones, and says where that was wrong."""
     program = tl.program_id(0).to(tl.int64)
-    piece = program * PIECES + tl.arange(0, PIECES)
-    exists = piece < pieces
-    read = _inspect(piece_begin, piece_end, piece_row, ancestors, cu_seqlens, piece, pieces, rows, tokens, DEPTH)
-    before = tl.load(piece_end + piece - 1, mask=exists & (piece > 0), other=0)
-    tl.store(begin + piece, read.begin, mask=exists)
-    tl.store(end + piece, read.end, mask=exists)
-    tl.store(row + piece, read.row, mask=exists)
+    leaf = program * LEAVES + tl.arange(0, LEAVES)
+    exists = leaf < leaves
+    read = _inspect(leaf_begin, leaf_end, leaf_row, ancestors, cu_seqlens, leaf, leaves, rows, tokens, DEPTH)
+    before = tl.load(leaf_end + leaf - 1, mask=exists & (leaf > 0), other=0)
+    tl.store(begin + leaf, read.begin, mask=exists)
+    tl.store(end + leaf, read.end, mask=exists)
+    tl.store(row + leaf, read.row, mask=exists)
     in_order = read.good & (read.begin >= before)
     tl.store(disorder + program, tl.max((exists & (in_order == False)).to(tl.int32)))  # noqa: E712
     for chunk in range(DEPTH * FIELDS):
-        at = (program * DEPTH * FIELDS + chunk) * PIECES + tl.arange(0, PIECES)
-        tl.store(segments + at, tl.zeros([PIECES], tl.int64), mask=at < pieces * DEPTH * FIELDS)
+        at = (program * DEPTH * FIELDS + chunk) * LEAVES + tl.arange(0, LEAVES)
+        tl.store(segments + at, tl.zeros([LEAVES], tl.int64), mask=at < leaves * DEPTH * FIELDS)
 
 
 @kernel
-def _repair_pieces(
-    piece_begin,
-    piece_end,
-    piece_row,
+def _repair_leaves(
+    leaf_begin,
+    leaf_end,
+    leaf_row,
     ancestors,
     cu_seqlens,
     begin,
@@ -134,29 +134,29 @@ def _repair_pieces(
     row,
     disorder,
     broken,
-    pieces: tl.int64,
+    leaves: tl.int64,
     rows: tl.int64,
     tokens: tl.int64,
     programs: tl.int64,
     DEPTH: tl.constexpr,
-    PIECES: tl.constexpr,
+    LEAVES: tl.constexpr,
 ):
-    """One piece after the other, from the first block in disorder on: there is none in a sound batch."""
+    """One leaf after the other, from the first block in disorder on: there is none in a sound batch."""
     block = programs
-    for done in range(0, programs, PIECES):
-        index = done + tl.arange(0, PIECES)
+    for done in range(0, programs, LEAVES):
+        index = done + tl.arange(0, LEAVES)
         wrong = tl.load(disorder + index, mask=index < programs, other=0) != 0
         block = tl.minimum(block, tl.min(tl.where(wrong, index, programs)))
-    first = tl.minimum(block * PIECES, pieces)
-    covered = tl.load(end + first - 1, mask=first > 0, other=0)  # by the good pieces before
+    first = tl.minimum(block * LEAVES, leaves)
+    covered = tl.load(end + first - 1, mask=first > 0, other=0)  # by the good leaves before
     bad = first * 0
-    for piece in range(first, pieces):
-        read = _inspect(piece_begin, piece_end, piece_row, ancestors, cu_seqlens, piece, pieces, rows, tokens, DEPTH)
+    for leaf in range(first, leaves):
+        read = _inspect(leaf_begin, leaf_end, leaf_row, ancestors, cu_seqlens, leaf, leaves, rows, tokens, DEPTH)
         good = read.good & (read.begin >= covered)
-        tl.store(begin + piece, tl.where(good, read.begin, covered))
+        tl.store(begin + leaf, tl.where(good, read.begin, covered))
         covered = tl.where(good, read.end, covered)
-        tl.store(end + piece, covered)
-        tl.store(row + piece, tl.where(good, read.row, 0))
+        tl.store(end + leaf, covered)
+        tl.store(row + leaf, tl.where(good, read.row, 0))
         bad += tl.where(good, 0, 1)
     tl.store(broken, bad)
 
@@ -165,18 +165,18 @@ def _repair_pieces(
 
 
 @triton.jit
-def slots_of_pieces(begin, end, row, owner, slot, pieces, tokens, SLOT: tl.constexpr, ALIGN: tl.constexpr):
-    """What the slots ``[K]`` hold, and of each ``[K, 1]`` the piece, its row and whether it has any token."""
-    piece = tl.load(owner + slot)
-    slots = tokens_of_slots(begin, end, piece, pieces, tokens, slot, SLOT, ALIGN)
+def slots_of_leaves(begin, end, row, owner, slot, leaves, tokens, SLOT: tl.constexpr, ALIGN: tl.constexpr):
+    """What the slots ``[K]`` hold, and of each ``[K, 1]`` the leaf, its row and whether it has any token."""
+    leaf = tl.load(owner + slot)
+    slots = tokens_of_slots(begin, end, leaf, leaves, tokens, slot, SLOT, ALIGN)
     held = tl.max(slots.inside.to(tl.int32), axis=1, keep_dims=True) > 0
     return slots, slots.row, tl.load(row + slots.row, mask=held, other=0), held
 
 
 @triton.jit
-def segment_of(ancestors, k, piece, pieces, some):
-    """The segment of each piece at level k, as an index of [DEPTH, P]; read where ``some`` token of it exists."""
-    return k * pieces + tl.load(ancestors + k * pieces + piece, mask=some, other=0)
+def segment_of(ancestors, k, leaf, leaves, some):
+    """The segment of each leaf at level k, as an index of [DEPTH, P]; read where ``some`` token of it exists."""
+    return k * leaves + tl.load(ancestors + k * leaves + leaf, mask=some, other=0)
 
 
 @triton.jit
@@ -206,7 +206,7 @@ def raise_segments(segments, segment, value, FIELD: tl.constexpr, some):
 
 
 @kernel
-def _sum_pieces(
+def _sum_leaves(
     logp,
     old_logp,
     advantages,
@@ -220,13 +220,13 @@ def _sum_pieces(
     ancestors,
     owner,  # [slots], written here
     segments,
-    grad,  # set to 0, as are the next two: tokens outside of all pieces keep that
+    grad,  # set to 0, as are the next two: tokens outside of all leaves keep that
     token_loss,
     seen,
     pre,
     tokens: tl.int64,
     rows: tl.int64,
-    pieces: tl.int64,
+    leaves: tl.int64,
     READING: tl.constexpr,
     AGGREGATES: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -247,12 +247,12 @@ def _sum_pieces(
         tl.store(seen + each, tl.zeros([SLOTS * SLOT], tl.uint8), mask=each < rows)
 
     slot = program * SLOTS + tl.arange(0, SLOTS)
-    found = slot_owner(begin, pieces, tokens, slot, SLOT)
+    found = slot_owner(begin, leaves, tokens, slot, SLOT)
     tl.store(owner + slot, found)
-    slots = tokens_of_slots(begin, end, found, pieces, tokens, slot, SLOT, 4)
+    slots = tokens_of_slots(begin, end, found, leaves, tokens, slot, SLOT, 4)
     whole = tl.max(slots.token) < tokens
     loaded = load_tokens(inputs, slots.token, tokens, whole, READING)
-    of_row = tl.load(row + slots.row, mask=slots.row < pieces, other=0)
+    of_row = tl.load(row + slots.row, mask=slots.row < leaves, other=0)
     t = read_tokens(inputs, loaded, of_row, rows, slots.inside, READING)
     x = entering(t.x, t.negative, pre)
     if DEPTH > 0 and AGGREGATES[0] == LOG_MEAN_EXP:
@@ -264,7 +264,7 @@ def _sum_pieces(
     some = valid > 0
     for k in tl.static_range(DEPTH):
         if AGGREGATES[k] != BALANCED:
-            segment = segment_of(ancestors, k, slots.row, pieces, some)
+            segment = segment_of(ancestors, k, slots.row, leaves, some)
             add_to_segments(segments, segment, valid, VALID, some)
             add_to_segments(segments, segment, rose, FIXED, some)
             if SPLIT:
@@ -274,32 +274,32 @@ def _sum_pieces(
 # --------------------------------------------------------------------------------------------------------------- host
 
 
-def check_pieces(inputs: PolicyLossInputs) -> Pieces:
-    assert inputs.piece_begin is not None and inputs.ancestors is not None
+def check_leaves(inputs: PolicyLossInputs) -> Leaves:
+    assert inputs.leaf_begin is not None and inputs.ancestors is not None
     tokens, rows, device = inputs.logp.numel(), inputs.weights.numel(), inputs.logp.device
-    depth, pieces = inputs.ancestors.shape
-    programs = triton.cdiv(pieces, PIECES)
-    given = (inputs.piece_begin, inputs.piece_end, inputs.piece_row, inputs.ancestors, inputs.cu_seqlens)
-    begin, end, row = torch.empty((3, pieces), dtype=torch.int64, device=device)
-    slots = triton.cdiv(number_of_slots(pieces, tokens), SLOTS) * SLOTS
+    depth, leaves = inputs.ancestors.shape
+    programs = triton.cdiv(leaves, LEAVES)
+    given = (inputs.leaf_begin, inputs.leaf_end, inputs.leaf_row, inputs.ancestors, inputs.cu_seqlens)
+    begin, end, row = torch.empty((3, leaves), dtype=torch.int64, device=device)
+    slots = triton.cdiv(number_of_slots(leaves, tokens), SLOTS) * SLOTS
     owner = torch.empty(slots, dtype=torch.int64, device=device)
-    segments = torch.empty((depth, pieces, FIELDS.value), dtype=torch.int64, device=device)
+    segments = torch.empty((depth, leaves, FIELDS.value), dtype=torch.int64, device=device)
     disorder = torch.empty(programs, dtype=torch.int32, device=device)
     broken = torch.empty(1, dtype=torch.int64, device=device)
     launch(
-        _check_pieces, programs, *given, begin, end, row, segments, disorder, pieces, rows, tokens,
-        DEPTH=depth, PIECES=PIECES,
+        _check_leaves, programs, *given, begin, end, row, segments, disorder, leaves, rows, tokens,
+        DEPTH=depth, LEAVES=LEAVES,
     )  # fmt: skip
     launch(
-        _repair_pieces, 1, *given, begin, end, row, disorder, broken, pieces, rows, tokens, programs,
-        DEPTH=depth, PIECES=PIECES,
+        _repair_leaves, 1, *given, begin, end, row, disorder, broken, leaves, rows, tokens, programs,
+        DEPTH=depth, LEAVES=LEAVES,
     )  # fmt: skip
-    return Pieces(begin, end, row, inputs.ancestors, owner, broken, segments)
+    return Leaves(begin, end, row, inputs.ancestors, owner, broken, segments)
 
 
-def sum_pieces(
+def sum_leaves(
     inputs: PolicyLossInputs,
-    pieces: Pieces,
+    leaves: Leaves,
     reading: Reading,
     aggregates: tuple[int, ...],
     split: bool,
@@ -309,10 +309,10 @@ def sum_pieces(
     seen: torch.Tensor,
 ) -> None:
     """Valid tokens and log-ratios of all segments, unless they are balanced; zeros for what the sweep may not reach."""
-    depth, count = pieces.ancestors.shape
+    depth, count = leaves.ancestors.shape
     launch(
-        _sum_pieces, pieces.owner.numel() // SLOTS, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights,
-        inputs.cu_seqlens, inputs.mask, inputs.ref_logp, pieces.begin, pieces.end, pieces.row, pieces.ancestors,
-        pieces.owner, pieces.segments, grad, token_loss, seen, pre, inputs.logp.numel(), inputs.weights.numel(),
+        _sum_leaves, leaves.owner.numel() // SLOTS, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights,
+        inputs.cu_seqlens, inputs.mask, inputs.ref_logp, leaves.begin, leaves.end, leaves.row, leaves.ancestors,
+        leaves.owner, leaves.segments, grad, token_loss, seen, pre, inputs.logp.numel(), inputs.weights.numel(),
         count, READING=reading, AGGREGATES=aggregates, DEPTH=depth, SPLIT=split, SLOT=SLOT_TOKENS, SLOTS=SLOTS,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 import torch
 import torch.distributed
 
-from .checks import check, check_type
+from .checks import check, require_type
 
 __all__ = ["common_ids", "gather", "merged", "ranks", "spanned", "sum_of_ranks"]
 
@@ -57,7 +57,7 @@ def gather(own: torch.Tensor, group: Group) -> list[torch.Tensor]:
     torch.distributed.all_gather(list(forms), form.to(own.device), group=group)
     sizes = forms[:, 0].tolist()
     given = sorted({tuple(form) for size, *form in forms.tolist() if size > 0})
-    check_type(
+    require_type(
         len(given) <= 1,
         "process_group: expected tensors of one dtype and one shape behind the first size on all ranks, got {}",
         " and ".join(f"{_DTYPES[kind]} {shape[: dimensions - 1]}" for kind, dimensions, *shape in given),

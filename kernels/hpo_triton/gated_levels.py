@@ -1,4 +1,4 @@
-"""What the levels above a piece tell its tokens: the gates on its segments, by channel and sign of the advantage."""
+"""What the levels above a leaf tell its tokens: the gates on its segments, by channel and sign of the advantage."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import triton.language as tl
 
 from ..specs import Aggregate, LevelKind, LevelSpec, PolicyLossSpec, Routing, Unit
 from .launch import kernel, launch
+from .leaves import FIELDS, FIXED, VALID, Leaves, add_to_segments, segment_of
 from .levels import FIXED_POINT
-from .pieces import FIELDS, FIXED, VALID, Pieces, add_to_segments, segment_of
 from .terms import Term
 
-__all__ = ["KINDS", "MEAN", "OWN", "SIDE", "SLOPE", "TOLD", "Shape", "Z", "add_children", "gate_pieces"]
+__all__ = ["GATED_FIELDS", "KINDS", "MEAN", "OWN", "SIDE", "SLOPE", "Shape", "Z", "add_children", "gate_leaves"]
 
-GATED = 64  # pieces of one program
+GATED = 64  # leaves of one program
 MOST_LEVELS = 4
 
 CLIP = tl.constexpr(int(LevelKind.CLIP))
@@ -28,9 +28,9 @@ SELF = tl.constexpr(int(Routing.SELF))
 SUM = tl.constexpr(int(Aggregate.SUM))
 LOG_MEAN_EXP = tl.constexpr(int(Aggregate.LOG_MEAN_EXP))
 
-# What a piece tells its tokens, by kind: 2 channel + (the advantage is negative). A side is 1 below, 2 above or 3.
+# What a leaf tells its tokens, by kind: 2 channel + (the advantage is negative). A side is 1 below, 2 above or 3.
 KINDS = tl.constexpr(4)
-TOLD = tl.constexpr(5)
+GATED_FIELDS = tl.constexpr(5)
 Z, MEAN, SLOPE, OWN, SIDE = (tl.constexpr(field) for field in range(5))
 
 LARGEST_DOUBLE = tl.constexpr(torch.finfo(torch.float64).max)
@@ -122,14 +122,14 @@ def _aggregate(segments, segment, channel, exists, AGGREGATE: tl.constexpr):
 
 
 @kernel
-def _gate_pieces(
+def _gate_leaves(
     begin,
     end,
     ancestors,
     segments,
-    told,  # [P, TOLD, KINDS] float32
+    gated_levels,  # [P, GATED_FIELDS, KINDS] float32
     steps,  # [P, DEPTH, KINDS] float64: the slope of a level less that of the finer one
-    pieces: tl.int64,
+    leaves: tl.int64,
     # by level: bounds by kind, and the slope
     low_00: tl.float64, low_01: tl.float64, low_02: tl.float64, low_03: tl.float64,
     high_00: tl.float64, high_01: tl.float64, high_02: tl.float64, high_03: tl.float64, slope_0: tl.float64,
@@ -141,7 +141,7 @@ def _gate_pieces(
     high_30: tl.float64, high_31: tl.float64, high_32: tl.float64, high_33: tl.float64, slope_3: tl.float64,
     SHAPE: tl.constexpr,
     DEPTH: tl.constexpr,
-    PIECES: tl.constexpr,
+    LEAVES: tl.constexpr,
 ):  # fmt: skip
     lows = (
         (low_00, low_01, low_02, low_03), (low_10, low_11, low_12, low_13),
@@ -152,27 +152,27 @@ def _gate_pieces(
         (high_20, high_21, high_22, high_23), (high_30, high_31, high_32, high_33),
     )  # fmt: skip
     slopes = (slope_0, slope_1, slope_2, slope_3)
-    piece = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)[:, None]
-    exists = piece < pieces
-    first, last = tl.load(begin + piece, mask=exists, other=0), tl.load(end + piece, mask=exists, other=0)
+    leaf = tl.program_id(0).to(tl.int64) * LEAVES + tl.arange(0, LEAVES)[:, None]
+    exists = leaf < leaves
+    first, last = tl.load(begin + leaf, mask=exists, other=0), tl.load(end + leaf, mask=exists, other=0)
     exists &= first < last  # what is not good is empty
     kind = tl.arange(0, 2 * SHAPE.channels)[None, :]
     channel = kind // 2
-    exists = tl.broadcast_to(exists, [PIECES, 2 * SHAPE.channels])
+    exists = tl.broadcast_to(exists, [LEAVES, 2 * SHAPE.channels])
 
-    z = tl.zeros([PIECES, 2 * SHAPE.channels], tl.float64)
+    z = tl.zeros([LEAVES, 2 * SHAPE.channels], tl.float64)
     finer_slope = z
     own = z.to(tl.float32)
     side = z.to(tl.int32)
     here, size = _aggregate(
-        segments, segment_of(ancestors, 0, piece, pieces, exists), channel, exists, SHAPE.aggregates[0]
+        segments, segment_of(ancestors, 0, leaf, leaves, exists), channel, exists, SHAPE.aggregates[0]
     )
-    at = told + piece * TOLD * KINDS + kind
+    at = gated_levels + leaf * GATED_FIELDS * KINDS + kind
     tl.store(at + MEAN * KINDS, here.to(tl.float32), mask=exists)
     for k in tl.static_range(DEPTH):
         u, size_here = here, size
         if k + 1 < DEPTH:
-            parent = segment_of(ancestors, k + 1, piece, pieces, exists)
+            parent = segment_of(ancestors, k + 1, leaf, leaves, exists)
             here, size = _aggregate(segments, parent, channel, exists, SHAPE.aggregates[k + 1])
             u -= here
         gated = _gate_residual(
@@ -187,7 +187,7 @@ def _gate_pieces(
         if k == 0:
             tl.store(at + SLOPE * KINDS, gated.slope.to(tl.float32), mask=exists)
         if steps is not None:
-            tl.store(steps + (piece * DEPTH + k) * KINDS + kind, step, mask=exists)
+            tl.store(steps + (leaf * DEPTH + k) * KINDS + kind, step, mask=exists)
     falls = channel == 1  # what is below there is above in the log-ratio
     side = tl.where(falls, side // 2 + side % 2 * 2, side)
     tl.store(at + Z * KINDS, tl.where(falls, -z, z).to(tl.float32), mask=exists)
@@ -199,22 +199,22 @@ def _gate_pieces(
 def _add_children(
     ancestors,
     segments,
-    pieces: tl.int64,
+    leaves: tl.int64,
     LEVEL: tl.constexpr,
     AGGREGATE: tl.constexpr,  # of the finer level
     CHANNELS: tl.constexpr,
-    PIECES: tl.constexpr,
+    LEAVES: tl.constexpr,
 ):
     """To the segments of a balanced level the finer ones that have tokens. A segment's number is that of its first
-    piece, which has its parent; this exists, whatever the ancestors are."""
-    segment = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
-    exists = segment < pieces
-    parent = tl.load(ancestors + LEVEL * pieces + segment, mask=exists, other=-1)
-    segment += (LEVEL - 1) * pieces
+    leaf, which has its parent; this exists, whatever the ancestors are."""
+    segment = tl.program_id(0).to(tl.int64) * LEAVES + tl.arange(0, LEAVES)
+    exists = segment < leaves
+    parent = tl.load(ancestors + LEVEL * leaves + segment, mask=exists, other=-1)
+    segment += (LEVEL - 1) * leaves
     counts = (
-        (tl.load(segments + segment * FIELDS + VALID, mask=exists, other=0) > 0) & (parent >= 0) & (parent < pieces)
+        (tl.load(segments + segment * FIELDS + VALID, mask=exists, other=0) > 0) & (parent >= 0) & (parent < leaves)
     )
-    parent = LEVEL * pieces + tl.where(counts, parent, 0)
+    parent = LEVEL * leaves + tl.where(counts, parent, 0)
     add_to_segments(segments, parent, counts.to(tl.int64), VALID, counts)
     for channel in tl.static_range(CHANNELS):
         value, _ = _aggregate(segments, segment, channel, counts, AGGREGATE)
@@ -224,28 +224,28 @@ def _add_children(
 # --------------------------------------------------------------------------------------------------------------- host
 
 
-def add_children(pieces: Pieces, shape: Shape) -> None:
+def add_children(leaves: Leaves, shape: Shape) -> None:
     """A launch for each balanced level, finest first: each reads what the one before it has added up."""
-    depth, count = pieces.ancestors.shape
+    depth, count = leaves.ancestors.shape
     for level in range(1, depth):
         if shape.aggregates[level] == Aggregate.BALANCED:
             launch(
-                _add_children, triton.cdiv(count, GATED), pieces.ancestors, pieces.segments, count, LEVEL=level,
-                AGGREGATE=shape.aggregates[level - 1], CHANNELS=shape.channels, PIECES=GATED,
+                _add_children, triton.cdiv(count, GATED), leaves.ancestors, leaves.segments, count, LEVEL=level,
+                AGGREGATE=shape.aggregates[level - 1], CHANNELS=shape.channels, LEAVES=GATED,
             )  # fmt: skip
 
 
-def gate_pieces(spec: PolicyLossSpec, pieces: Pieces, shape: Shape) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What all pieces tell, and where gradient flows through aggregates the steps of slopes; None without levels."""
-    (depth, count), device = pieces.ancestors.shape, pieces.ancestors.device
+def gate_leaves(spec: PolicyLossSpec, leaves: Leaves, shape: Shape) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What all leaves tell, and where gradient flows through aggregates the steps of slopes; None without levels."""
+    (depth, count), device = leaves.ancestors.shape, leaves.ancestors.device
     if depth == 0:
         return None, None
-    told = torch.empty((count, TOLD.value, KINDS.value), dtype=torch.float32, device=device)
+    gated_levels = torch.empty((count, GATED_FIELDS.value, KINDS.value), dtype=torch.float32, device=device)
     steps = torch.empty((count, depth, KINDS.value), dtype=torch.float64, device=device) if shape.carries else None
     spare = [LevelSpec(Unit.TRAJECTORY, LevelKind.IDENTITY)] * (MOST_LEVELS - depth)
     numbers = [number for level in (*spec.levels, *spare) for number in (*level.low, *level.high, level.slope)]
     launch(
-        _gate_pieces, triton.cdiv(count, GATED), pieces.begin, pieces.end, pieces.ancestors, pieces.segments, told,
-        steps, count, *numbers, SHAPE=shape, DEPTH=depth, PIECES=GATED,
+        _gate_leaves, triton.cdiv(count, GATED), leaves.begin, leaves.end, leaves.ancestors, leaves.segments,
+        gated_levels, steps, count, *numbers, SHAPE=shape, DEPTH=depth, LEAVES=GATED,
     )  # fmt: skip
-    return told, steps
+    return gated_levels, steps

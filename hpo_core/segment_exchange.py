@@ -17,12 +17,12 @@ import torch
 import torch.distributed
 
 from .batch import Hierarchy, PackedBatch
-from .checks import check, check_type, examined
-from .ranks import Group, gather
+from .checks import check, examined, require_type
+from .distributed import Group, gather
 from .reference.gates import EXPONENT_SATURATION
 from .specs import Aggregate, LevelSpec, PolicyLossSpec, Routing, SegmentReduce, Unit
 
-__all__ = ["Beyond", "exchange_of", "reduce_over_ranks"]
+__all__ = ["SegmentExchange", "exchange_of", "reduce_over_ranks"]
 
 _FIXED_POINT = 2.0**32  # of Exchange.sums
 _LARGEST = 2.0**62  # of an integer there
@@ -35,7 +35,7 @@ def exchange_of(
     corrected: Sequence[Unit],
     process_group: Group | None,
     aggregates: Mapping[str, torch.Tensor] | None,
-) -> Beyond:
+) -> SegmentExchange:
     """The exchange of one call; ``gate`` is a name for errors, ``corrected`` what its corrections have statistics of.
 
     Raises:
@@ -64,7 +64,7 @@ def exchange_of(
                 f"process_group: no level of the gate {gate!r} has ids, and without them a trajectory lies on one "
                 f"rank; pass trajectory_ids= to PackedBatch, or drop it"
             )
-        check_type(
+        require_type(
             isinstance(process_group, Group),
             "process_group: expected a torch.distributed.ProcessGroup this process is in, such as "
             "torch.distributed.group.WORLD, got {}",
@@ -73,7 +73,7 @@ def exchange_of(
         if any(batch.ids(unit) is not None for unit in units):
             span = _span_of(batch, units, process_group)
     given = [] if aggregates is None else _check_aggregates(batch, spec, gate, aggregates)
-    return Beyond(batch, span, given)
+    return SegmentExchange(batch, span, given)
 
 
 def reduce_over_ranks(batch: PackedBatch, unit: Unit, process_group: Group) -> SegmentReduce | None:
@@ -139,12 +139,12 @@ def _named_segments(batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor
     hierarchy = batch.hierarchy(units)
     found = [hierarchy.ancestors.new_empty(0, 4)]
     for level, unit in enumerate(units):
-        ids = _ids_of_pieces(batch, unit, hierarchy)
+        ids = _ids_of_leaves(batch, unit, hierarchy)
         if ids is None:
             continue
         nameless = torch.zeros_like(ids, dtype=torch.bool)
         of_trajectory = torch.full_like(nameless, unit is Unit.TRAJECTORY)
-        trajectories = _ids_of_pieces(batch, Unit.TRAJECTORY, hierarchy)
+        trajectories = _ids_of_leaves(batch, Unit.TRAJECTORY, hierarchy)
         if unit is Unit.STEP or (unit is not Unit.TRAJECTORY and trajectories is None):
             nameless = ids < 0
         elif unit is not Unit.TRAJECTORY:  # a trajectory that is in no group is one by itself, on all its ranks
@@ -157,12 +157,12 @@ def _named_segments(batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor
     return names
 
 
-def _ids_of_pieces(batch: PackedBatch, unit: Unit, hierarchy: Hierarchy) -> torch.Tensor | None:
-    """``[P]``: by what id the segment of each piece is named."""
+def _ids_of_leaves(batch: PackedBatch, unit: Unit, hierarchy: Hierarchy) -> torch.Tensor | None:
+    """``[P]``: by what id the segment of each leaf is named."""
     ids = batch.ids(unit)
     if ids is None or unit is not Unit.STEP:
         return None if ids is None else ids[hierarchy.row]
-    return ids[: hierarchy.row.numel()]  # none in a batch without rows, whose steps are no pieces
+    return ids[: hierarchy.row.numel()]  # none in a batch without rows, whose steps are no leaves
 
 
 class _Reduced(torch.autograd.Function):
@@ -202,7 +202,7 @@ class _Given(NamedTuple):
 def _check_aggregates(
     batch: PackedBatch, spec: PolicyLossSpec, gate: str, aggregates: Mapping[str, torch.Tensor]
 ) -> list[_Given]:
-    check_type(
+    require_type(
         isinstance(aggregates, Mapping),
         "aggregates: expected a dict from the name of a level to a tensor, got {}",
         type(aggregates),
@@ -224,7 +224,7 @@ def _check_aggregates(
             gate,
         )
         values = examined(f"aggregates[{name!r}]", values, "of log-ratios")
-        check_type(
+        require_type(
             values.is_floating_point(),
             "aggregates[{!r}]: expected a tensor of log-ratios, got {}",
             name,
@@ -259,7 +259,7 @@ def _given(index: int, level: LevelSpec, values: torch.Tensor, of_segment: torch
 def _ids_of_segments(batch: PackedBatch, units: tuple[Unit, ...], level: int) -> torch.Tensor:
     """``[P]``: the id of each segment of a level, -1 where there is none."""
     hierarchy = batch.hierarchy(units)
-    ids = _ids_of_pieces(batch, units[level], hierarchy)
+    ids = _ids_of_leaves(batch, units[level], hierarchy)
     assert ids is not None
     return torch.full_like(hierarchy.row, -1).scatter_(0, hierarchy.ancestors[level], ids)
 
@@ -267,7 +267,7 @@ def _ids_of_segments(batch: PackedBatch, units: tuple[Unit, ...], level: int) ->
 # ------------------------------------------------------------------------------------------------------- of one call
 
 
-class Beyond:
+class SegmentExchange:
     """A :class:`~hpo_core.specs.Exchange`: what other ranks have is added, then what is given takes its place.
 
     ``batch`` is that of the call; ``seen`` is the table of sums that came out, and what they are multiples of.
@@ -305,7 +305,7 @@ class Beyond:
         if self._span is not None:
             self._span.reduce(table, torch.distributed.ReduceOp.MAX)
 
-    def arriving(self, table: torch.Tensor) -> None:
+    def aggregate_grad(self, table: torch.Tensor) -> None:
         if self._span is not None:
             self._span.reduce(table)
 

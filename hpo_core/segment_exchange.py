@@ -19,7 +19,7 @@ import torch.distributed
 from .batch import Hierarchy, PackedBatch
 from .checks import check, examined, require_type
 from .distributed import Group, gather
-from .reference.gates import EXPONENT_SATURATION
+from .reference.terms import EXPONENT_SATURATION
 from .specs import Aggregate, LevelSpec, PolicyLossSpec, Routing, SegmentReduce, Unit
 
 __all__ = ["SegmentExchange", "exchange_of", "reduce_over_ranks"]

@@ -105,7 +105,7 @@ RULES = [
          (*TRL, "imports")),
     Rule(("hpo_core/integrations/verl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py",
           "tests/verl_on_cpu.py"), (*VERL, "imports")),
-    Rule(("hpo_core/testing/*",), ("testing", "promises", "imports")),
+    Rule(("hpo_core/testing/*",), ("testing", "explain", "promises", "imports")),
     Rule(("hpo_core/py.typed", "hpo_core/_version.py", "setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", ".ci/*",
           "LICENSE", "THIRD_PARTY_NOTICES", ".gitignore"), ("packaging", "backends")),
     Rule(("README.md", "docs/*"), ("docs",)),

@@ -15,8 +15,9 @@ from __future__ import annotations
 import torch
 
 from ..specs import Action, CorrectionSpec, PolicyLossInputs, Reduction, SegmentReduce, Statistic
-from .gates import SATURATION, leaf_of_token, of_row
-from .segments import flat, row_of_token
+from .hierarchy import leaf_of_token
+from .segments import flat, of_row, row_of_token
+from .terms import SATURATION
 
 __all__ = ["correction"]
 

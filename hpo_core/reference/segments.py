@@ -8,7 +8,7 @@ import torch
 
 from ..specs import PolicyLossInputs
 
-__all__ = ["flat", "group_statistics", "recurrence", "row_counts", "row_of_token"]
+__all__ = ["flat", "group_statistics", "of_row", "read_at", "recurrence", "row_counts", "row_of_token"]
 
 
 def flat(inputs: PolicyLossInputs) -> PolicyLossInputs:
@@ -33,6 +33,16 @@ def row_of_token(cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:
         if 0 <= begin <= end <= total_tokens:
             rows[begin:end] = row
     return rows
+
+
+def of_row(values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """The value of each token's row; 0 in a batch that has tokens but no row."""
+    return values[row] if values.numel() else values.new_zeros(row.shape)
+
+
+def read_at(tensor: torch.Tensor, given: torch.Tensor, like: torch.Tensor, otherwise: float = 0.0) -> torch.Tensor:
+    """``tensor`` at given positions, ``otherwise`` elsewhere: a masked position is never read into arithmetic."""
+    return torch.where(given, tensor.to(like.dtype), torch.full_like(like, otherwise))
 
 
 def row_counts(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:

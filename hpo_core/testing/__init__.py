@@ -6,6 +6,7 @@ Layers, each usable alone:
   :func:`reward_groups`, :func:`steps`, :func:`windows`, :func:`masks` and :func:`scores` are hypothesis strategies;
 * ``expect_*(example)`` give the results of the float64 reference with the error budget of a float32 kernel, and
   :func:`assert_within_budget` compares;
+* :func:`explain` takes the first token at which two kernels differ through all gates of its way;
 * :func:`check` searches for examples that break a promise of the op, shrinks them, and reports on every promise;
   :func:`bench` measures a policy loss next to the one of hpo_core.
 
@@ -50,11 +51,14 @@ from .examples import (
     windows,
 )
 from .expected import Outcome, expect_policy_loss, expect_rewards, expect_window, run_policy_loss
+from .explaining import ExplainedLevel, Explanation, explain
 
 __all__ = [
     "FEATURES",
     "REGIONS",
     "Expected",
+    "ExplainedLevel",
+    "Explanation",
     "Layout",
     "MaskExample",
     "Measured",
@@ -74,6 +78,7 @@ __all__ = [
     "expect_policy_loss",
     "expect_rewards",
     "expect_window",
+    "explain",
     "layouts",
     "masks",
     "move",

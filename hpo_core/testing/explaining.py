@@ -1,0 +1,161 @@
+"""The first token at which two kernels disagree, and what the definition does with it at every level."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..checks import check, examines, require_type
+from ..losses import policy_loss, prepare
+from ..reference.gates import gate_tokens, read_tokens
+from ..reference.hierarchy import combined
+from ..reference.segments import flat
+from ..specs import Unit
+from .budget import budget
+from .examples import PolicyLossExample, device_of, move
+from .expected import Outcome, accepts, expect_policy_loss, run_policy_loss
+
+__all__ = ["ExplainedLevel", "Explanation", "explain"]
+
+Kernel = str | Callable[..., Any]
+
+
+class ExplainedLevel(NamedTuple):
+    """One gate on the token's way to z, by the definition in float64."""
+
+    name: str  # "token", "step", "trajectory", "group" or "domain"; of a split "rising " or "falling " stands before it
+    aggregate: float  # a_k; of the token its own log-ratio, as it enters the gates
+    residual: float  # a_k - a_{k+1}
+    value: float  # the gated residual
+    branch: str  # "inside", "below" or "above" its bounds
+
+
+class Explanation(NamedTuple):
+    """What :func:`explain` finds; ``print`` it."""
+
+    token: int | None  # None: no token differs
+    row: int
+    position: int  # in its row
+    differing: int  # tokens
+    facts: dict[str, float]  # logp, old_logp, x, advantage, weight, token_weight, z
+    state: str  # "selected", "valid, not selected" or "masked"
+    levels: tuple[ExplainedLevel, ...]  # finest first
+    results: dict[str, tuple[float, float]]  # by "definition" and the kernels' names: loss_t and gradient; NaN: none
+
+    def __str__(self) -> str:
+        if self.token is None:
+            return "no token differs"
+        lines = [
+            f"token {self.token}, number {self.position} of row {self.row}, {self.state}; "
+            f"{self.differing} tokens differ",
+            "  " + "   ".join(f"{name} {value:.7g}" for name, value in self.facts.items()),
+            f"  {'gate':<20}{'aggregate':>14}{'residual':>14}{'gated':>14}  branch",
+        ]
+        for level in self.levels:
+            numbers = "".join(f"{number:>14.7g}" for number in level[1:4])
+            lines.append(f"  {level.name:<20}{numbers}  {level.branch}")
+        lines.append(f"  {'result':<20}{'loss_t':>16}{'gradient':>16}")
+        for name, (loss, grad) in self.results.items():
+            lines.append(f"  {name:<20}{loss:>16.9g}{grad:>16.9g}")
+        return "\n".join(lines)
+
+
+@examines
+def explain(example: PolicyLossExample, a: Kernel, b: Kernel = "reference", *, bitwise: bool = False) -> Explanation:
+    """Explain the first token whose loss or gradient differs between two kernels.
+
+    Args:
+        example: from :func:`random_policy_loss`, or your own call as a ``PolicyLossExample``.
+        a, b: names of backends, or functions that are called as ``policy_loss`` is.
+        bitwise: whether any difference counts. By default one counts that exceeds the error budget of a float32 kernel,
+            see :func:`budget`.
+
+    Raises:
+        ValueError: a backend is unknown or cannot serve here; the message says why.
+
+    >>> from hpo_core import gates, testing
+    >>> example = testing.random_policy_loss(3, gates.fiberpo())
+    >>> print(testing.explain(example, "reference"))
+    no token differs
+    """
+    require_type(isinstance(example, PolicyLossExample), "example: expected a PolicyLossExample, got {}", type(example))
+    example = example.given(weights=example.weights())
+    names = [_name(kernel, side) for kernel, side in ((a, "a"), (b, "b"))]
+    first, second = (_tokens(kernel, example) for kernel in (a, b))
+    expected = expect_policy_loss(example)
+    differs = torch.zeros_like(example.valid())
+    for at, output in enumerate(("tokens", "grad")):
+        mine, theirs = first[at], second[at]
+        if mine is None or theirs is None:
+            continue
+        same = (mine == theirs) | (mine.isnan() & theirs.isnan())
+        allowed = torch.zeros_like(mine) if bitwise else budget(expected[output]).reshape(-1)
+        differs |= ~same & ~((mine - theirs).abs() <= allowed)
+    if not bool(differs.any()):
+        return Explanation(None, -1, -1, 0, {}, "", (), {})
+    token = int(differs.nonzero()[0])
+    row = int(example.row()[token])
+    begin = int(example.batch.cu_seqlens[row]) if row >= 0 else 0
+    definition = (expected["tokens"].exact.reshape(-1), expected["grad"].exact.reshape(-1))
+    outcomes = {"definition": definition, names[0]: first, names[1]: second}
+    results = {
+        name: tuple(float("nan") if part is None else float(part[token]) for part in outcome)
+        for name, outcome in outcomes.items()
+    }
+    facts, state, levels = _by_definition(example, token)
+    return Explanation(token, row, token - begin, int(differs.sum()), facts, state, levels, results)  # type: ignore[arg-type]
+
+
+def _name(kernel: Kernel, side: str) -> str:
+    if isinstance(kernel, str):
+        return kernel
+    check(callable(kernel), "{}: expected the name of a backend or a function, got {!r}", side, kernel)
+    return getattr(kernel, "__name__", side)
+
+
+def _tokens(kernel: Kernel, example: PolicyLossExample) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """loss_t and gradient ``[T]`` in float64 on the CPU, as far as the kernel gives them."""
+    if isinstance(kernel, str):
+        moved = move(example, device_of(kernel))
+        outcome: Outcome = run_policy_loss(policy_loss, moved, report=("tokens",), backend=kernel)
+    else:
+        report = {"report": ("tokens",)} if accepts(kernel, "report") else {}
+        outcome = run_policy_loss(kernel, example, **report)
+    tokens, grad = (
+        None if part is None else part.detach().to("cpu", torch.float64).reshape(-1)
+        for part in (outcome.tokens, outcome.grad)
+    )
+    return tokens, grad
+
+
+def _by_definition(example: PolicyLossExample, token: int) -> tuple[dict[str, float], str, tuple[ExplainedLevel, ...]]:
+    """What the reference reads of a token in float64, and its way through the gates."""
+    example = move(example, "cpu")
+    entropy = {name: value.double() for name, value in example.keywords.items() if name == "entropy"}
+    example = example._replace(logp=example.logp.detach().double()).given(**entropy)
+    keywords = {name: value for name, value in example.keywords.items() if name != "report"}
+    inputs, spec, exchange, *_ = prepare(
+        example.logp, example.old_logp, example.advantages, example.batch, example.gate, backend="reference", **keywords
+    )
+    inputs = flat(inputs)
+    tokens = read_tokens(inputs, spec)
+    channels = gate_tokens(tokens, inputs, spec, exchange)
+    names = ["token", *(Unit(level.unit).name.lower() for level in spec.levels)]
+    names += ["trajectory"] if spec.has_level else []
+    levels = []
+    for channel in channels:
+        part = "" if len(channels) == 1 else "rising " if channel.sign > 0 else "falling "
+        for name, level in zip(names, channel.levels, strict=True):
+            below, above = bool(level.below[token]), bool(level.above[token])
+            branch = "below" if below else "above" if above else "inside"
+            numbers = (float(number[token]) for number in (level.aggregate, level.residual, level.value))
+            levels.append(ExplainedLevel(part + name, *numbers, branch))
+    named = {
+        "logp": tokens.logp, "x": tokens.x, "advantage": tokens.advantage, "weight": tokens.weight,
+        "token_weight": tokens.token_weight, "z": combined(channels)[0],
+    }  # fmt: skip
+    valid, selected = bool(tokens.valid[token]), bool(tokens.selected[token])
+    state = "selected" if selected else "valid, not selected" if valid else "masked"
+    return {name: float(value[token]) for name, value in named.items()}, state, tuple(levels)

@@ -1,0 +1,83 @@
+"""The explanation of a token at which two kernels differ."""
+
+import pytest
+import torch
+
+import hpo_core as hpo
+from hpo_core import gates, testing
+
+LAYOUT = testing.Layout((5, 0, 9, 1), tail=2, masked="some", seed=4)
+
+
+def example_of(gate, *features):
+    return testing.random_policy_loss(7, gate, ["weights", *features], layout=LAYOUT)
+
+
+def off_by_one_percent_at(*tokens):
+    def kernel(logp, old_logp, advantages, batch, gate, weights, **given):
+        out = hpo.policy_loss(logp, old_logp, advantages, batch, gate, weights=weights, backend="reference", **given)
+        grad = torch.autograd.grad(out.loss, logp)[0]
+        grad[list(tokens)] *= 1.01
+        return type("Out", (), {"loss": out.loss, "grad": grad})
+
+    return kernel
+
+
+@pytest.mark.parametrize("gate", [gates.dapo(), gates.gspo(), gates.fiberpo(), gates.step_gspo()], ids=lambda g: g.name)
+def test_kernels_that_agree_have_nothing_to_explain(gate, backend):
+    found = testing.explain(example_of(gate), backend)
+    assert found.token is None and found.differing == 0 and str(found) == "no token differs"
+
+
+def test_the_first_token_is_explained():
+    """A trajectory gate, whose numbers a loop finds too."""
+    example = example_of(gates.gspo(0.05, 0.05))
+    valid, row, x = example.valid(), example.row(), example.log_ratio()
+    touched = [t for t in valid.nonzero().flatten().tolist() if row[t] == 2][1:4]
+    found = testing.explain(example, off_by_one_percent_at(*touched), "reference")
+    mean = sum(float(x[t]) for t in range(len(x)) if valid[t] and row[t] == 2) / int((valid & (row == 2)).sum())
+    low, high = torch.tensor([0.95, 1.05]).double().log().tolist()
+    passes = low <= mean <= high
+    assert (found.token, found.row, found.position) == ((touched[0], 2, touched[0] - 5) if passes else (None, -1, -1))
+    assert passes, "the seed of the example is meant to leave the row inside its bounds"
+    assert found.differing == 3 and found.state == "selected"
+    token, trajectory = found.levels
+    assert [level.name for level in found.levels] == ["token", "trajectory"]
+    assert token.aggregate == pytest.approx(float(x[touched[0]])) and token.value == 0 and token.branch == "inside"
+    assert trajectory.aggregate == pytest.approx(mean) == found.facts["z"] and trajectory.branch == "inside"
+    mine, theirs = found.results["kernel"][1], found.results["reference"][1]
+    assert mine == pytest.approx(1.01 * theirs) and found.results["definition"][1] == pytest.approx(theirs)
+
+
+def test_branches_and_channels_have_names():
+    example = example_of(gates.fiberpo(0.01))
+    found = testing.explain(example, off_by_one_percent_at(*range(17)))
+    names = {level.name for level in found.levels}
+    assert names == {f"{part} {unit}" for part in ("rising", "falling") for unit in ("token", "trajectory")}
+    assert {level.branch for level in found.levels} <= {"inside", "below", "above"}
+    for level in found.levels:
+        assert (level.value == level.residual) == (level.branch == "inside"), level
+    z = sum((1 if level.name.startswith("rising") else -1) * level.value for level in found.levels)
+    assert z == pytest.approx(found.facts["z"], abs=1e-12)
+
+
+def test_a_difference_in_the_last_bit_counts_on_request():
+    example = example_of(gates.dapo())
+
+    def one_bit_off(logp, old_logp, advantages, batch, gate, weights, **given):
+        out = hpo.policy_loss(logp, old_logp, advantages, batch, gate, weights=weights, backend="reference", **given)
+        grad = torch.autograd.grad(out.loss, logp)[0]
+        return type("Out", (), {"loss": out.loss, "grad": torch.nextafter(grad, torch.tensor(9.0))})
+
+    assert testing.explain(example, one_bit_off).token is None
+    found = testing.explain(example, one_bit_off, bitwise=True)
+    assert found.token is not None and "one_bit_off" in str(found) and "definition" in str(found)
+
+
+def test_what_cannot_be_explained_is_refused():
+    with pytest.raises(ValueError, match="backend: expected one of"):
+        testing.explain(example_of(gates.dapo()), "tritn")
+    with pytest.raises(ValueError, match="a: expected the name of a backend or a function, got 3"):
+        testing.explain(example_of(gates.dapo()), 3)
+    with pytest.raises(TypeError, match="example: expected a PolicyLossExample"):
+        testing.explain("dapo", "cpu")

@@ -166,8 +166,9 @@ WIDE_LOADS = {
 }
 
 
-# The path on which each kernel takes the most registers.
-HEAVIEST = {kernel: path for path, kernel in sorted(REGISTERS, key=REGISTERS.get)}
+# The path on which each kernel takes the most registers; of two the next, because theirs take nine seconds each.
+SLOWEST = {("group_normalise, all terms", "_normalise_few"), ("hierarchy: four levels, all inputs", "_sweep_leaves")}
+HEAVIEST = {kernel: path for path, kernel in sorted(REGISTERS.keys() - SLOWEST, key=REGISTERS.get)}
 
 
 def run(*arguments):
@@ -264,7 +265,7 @@ def test_every_kernel_is_in_the_tables():
 
 
 @pytest.mark.parametrize("target", OTHERS)
-def test_every_kernel_at_its_heaviest_compiles_without_spilling(target):
+def test_every_kernel_compiles_for_every_other_target_without_spilling(target):
     compiled = reports(target, "--only", *(f"{path}/{kernel}" for kernel, path in HEAVIEST.items()))
     assert {(report["kernel"], report["path"]) for report in compiled} == set(HEAVIEST.items())
     assert_no_spills(compiled)
@@ -273,7 +274,7 @@ def test_every_kernel_at_its_heaviest_compiles_without_spilling(target):
 @pytest.mark.long
 @pytest.mark.parametrize("target", OTHERS)
 @pytest.mark.parametrize("share", range(SHARES))
-def test_every_kernel_compiles_for_every_target_without_spilling(share, target):
+def test_every_path_compiles_for_every_target_without_spilling(share, target):
     compiled = reports(target, "--share", str(share), str(SHARES))
     assert [report["kernel"] for report in compiled] == [report["kernel"] for report in share_on_sm_90(share)]
     assert_no_spills(compiled)

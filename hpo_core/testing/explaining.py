@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -83,6 +84,7 @@ def explain(example: PolicyLossExample, a: Kernel, b: Kernel = "reference", *, b
     require_type(isinstance(example, PolicyLossExample), "example: expected a PolicyLossExample, got {}", type(example))
     example = example.given(weights=example.weights())
     names = [_name(kernel, side) for kernel, side in ((a, "a"), (b, "b"))]
+    names[1] += " (b)" * (names[0] == names[1])
     first, second = (_tokens(kernel, example) for kernel in (a, b))
     expected = expect_policy_loss(example)
     differs = torch.zeros_like(example.valid())
@@ -100,12 +102,13 @@ def explain(example: PolicyLossExample, a: Kernel, b: Kernel = "reference", *, b
     begin = int(example.batch.cu_seqlens[row]) if row >= 0 else 0
     definition = (expected["tokens"].exact.reshape(-1), expected["grad"].exact.reshape(-1))
     outcomes = {"definition": definition, names[0]: first, names[1]: second}
-    results = {
-        name: tuple(float("nan") if part is None else float(part[token]) for part in outcome)
-        for name, outcome in outcomes.items()
-    }
+    results = {name: (_at(token, loss), _at(token, grad)) for name, (loss, grad) in outcomes.items()}
     facts, state, levels = _by_definition(example, token)
-    return Explanation(token, row, token - begin, int(differs.sum()), facts, state, levels, results)  # type: ignore[arg-type]
+    return Explanation(token, row, token - begin, int(differs.sum()), facts, state, levels, results)
+
+
+def _at(token: int, part: torch.Tensor | None) -> float:
+    return math.nan if part is None else float(part[token])
 
 
 def _name(kernel: Kernel, side: str) -> str:
@@ -121,7 +124,7 @@ def _tokens(kernel: Kernel, example: PolicyLossExample) -> tuple[torch.Tensor | 
         moved = move(example, device_of(kernel))
         outcome: Outcome = run_policy_loss(policy_loss, moved, report=("tokens",), backend=kernel)
     else:
-        report = {"report": ("tokens",)} if accepts(kernel, "report") else {}
+        report: dict[str, Any] = {"report": ("tokens",)} if accepts(kernel, "report") else {}
         outcome = run_policy_loss(kernel, example, **report)
     tokens, grad = (
         None if part is None else part.detach().to("cpu", torch.float64).reshape(-1)
@@ -150,8 +153,8 @@ def _by_definition(example: PolicyLossExample, token: int) -> tuple[dict[str, fl
         for name, level in zip(names, channel.levels, strict=True):
             below, above = bool(level.below[token]), bool(level.above[token])
             branch = "below" if below else "above" if above else "inside"
-            numbers = (float(number[token]) for number in (level.aggregate, level.residual, level.value))
-            levels.append(ExplainedLevel(part + name, *numbers, branch))
+            aggregate, residual, value = (float(of_level[token]) for of_level in level[:3])
+            levels.append(ExplainedLevel(part + name, aggregate, residual, value, branch))
     named = {
         "logp": tokens.logp, "x": tokens.x, "advantage": tokens.advantage, "weight": tokens.weight,
         "token_weight": tokens.token_weight, "z": combined(channels)[0],

@@ -131,7 +131,7 @@ inline GroupNormaliseArgs make_groups(const py::sequence& terms, int share, doub
   return args;
 }
 
-// Kernels on the host validate offsets, and read them again: they get a copy, which nobody rewrites in between.
+// Kernels on the host validate offsets, and read them again: they get a copy, which no thread rewrites in between.
 class Offsets {
  public:
   Offsets(Address from, int64_t rows) : data_(pointer<const int64_t>(from)) {

@@ -307,7 +307,7 @@ def _check_operands(
 
 
 def _predicted(targets: torch.Tensor, batch: PackedBatch | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Which tokens count and have logits, and where nobody has looked which count and have none, like the targets."""
+    """Which tokens count and have logits; and which count and have none, where that is not checked."""
     if not isinstance(batch, PackedBatch):
         batch = PackedBatch.from_padded(batch)
     shape = targets.shape

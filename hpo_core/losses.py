@@ -334,7 +334,7 @@ def _copy_of_inference(value: Any) -> Any:
 def _levels(
     inputs: PolicyLossInputs, spec: PolicyLossSpec, metrics: Metrics, exchange: SegmentExchange | None
 ) -> LevelMetrics:
-    assert exchange is not None  # who asks for metrics of levels has one
+    assert exchange is not None  # level metrics always make one
     return observed_levels(inputs, spec, exchange, metrics["tokens"])
 
 

@@ -315,10 +315,10 @@ class Exchange(Protocol):
         their log-ratios, of which :attr:`Aggregate.LOG_MEAN_EXP` takes ``e^x - 1``."""
 
     def largest(self, table: torch.Tensor) -> None:
-        """``[levels, P, 2]``: by channel how large the largest gradient is that is handed up; grows with it."""
+        """``[levels, P, 2]``: by channel a key that is monotone in the largest gradient of a leaf in the aggregate."""
 
     def aggregate_grad(self, table: torch.Tensor) -> None:
-        """``[levels, P, 2]``: by channel all gradient that is handed up, in a unit that ``largest`` fixes."""
+        """``[levels, P, 2]``: by channel the gradient in the aggregate, in a unit that ``largest`` fixes."""
 
     def differentiable_sums(self, table: torch.Tensor) -> torch.Tensor:
         """For the reference: what ``sums`` does, of floating-point numbers that are not multiplied by anything, as a
@@ -489,7 +489,7 @@ class GroupInputs(NamedTuple):
     values: tuple[torch.Tensor, ...]  # [U] float32
     ids: tuple[torch.Tensor | None, ...]  # [U] int64, negative: in no group; None: one group
     weights: tuple[torch.Tensor | None, ...]  # [U] float32 in the statistics; not above 0: no member; None: 1 each
-    mask: torch.Tensor | None = None  # [U] bool, who enters the statistics; None: everybody
+    mask: torch.Tensor | None = None  # [U] bool, the units that enter the statistics; None: all
     apply_mask: torch.Tensor | None = None  # [U] bool, who receives an advantage; None: the same as mask
 
 

@@ -61,7 +61,7 @@ MUTANTS = {
         "inputs.group.has(i) && (!args.mask || byte_of(inputs.mask, i))", "inputs.group.has(i)",
         "test_promises.test_masked_is_never_read", {"name": "preset: dapo"},
     ),
-    "cuda: what a tile hands up is added by place in memory": Mutant(
+    "cuda: gradients of tiles are added by place in memory": Mutant(
         "cuda_emulated", "cuda/hierarchy.cu",
         "stage_at(kind, token % 4, token / 4)",
         "stage_at(kind, token / kAdders % 4, token % kAdders * 4 + token / kAdders / 4)",
@@ -77,7 +77,7 @@ MUTANTS = {
         "prepare(call);\n  sync_grid();", "prepare(call);",
         "test_hierarchy.test_many_short_leaves", {"routing": gates.Routing.THROUGH},
     ),
-    "cuda: gradient is delivered before all has arrived": Mutant(
+    "cuda: a gradient returns before all its terms are added": Mutant(
         "cuda_emulated", "cuda/hierarchy.cu",
         "if (call.hierarchy.stage == Stage::whole) sync_grid();", "",
         "test_hierarchy.test_many_short_leaves", {"routing": gates.Routing.THROUGH},

@@ -219,7 +219,7 @@ def fixed_slope(level):
 
 @pytest.mark.parametrize("name", ["fiberpo", "four levels, through, split"])
 def test_what_an_exchange_adds_counts(name, native_backends):
-    """Twice the same tokens leave every mean where it is, and double what each hands up and its divisor."""
+    """Twice the same tokens keep every mean, and double the gradient in the aggregate and its divisor."""
     gate, example = GATES[name], Example(3, spread=0.3)
     gate = RatioGate("fixed", gate.token, tuple(fixed_slope(level) for level in gate.levels), split=gate.split)
     assert exact_off_branches(example, gate) is not None

@@ -2,10 +2,10 @@
 //
 //   gates_sums.h     sums in a fixed order
 //   lanes.h          vectors of floats
-//   gates_tile.h     what a token is: row, masks, log-ratio, coefficient
-//   gates_fast_path.h    the same for tiles without anything extraordinary, in one pass
+//   gates_tile.h     row, masks, log-ratio and coefficient of each token
+//   gates_fast_path.h    the same in one pass, where nothing is extraordinary
 //   gates_penalty.h  the penalty on the distance from the reference policy
-//   gates_call.h     what every call does whatever its gate is
+//   gates_call.h     the parts of a call that no gate changes
 //   gates_levels.h   gates on trajectories
 //   hierarchy.cpp    gates on several levels at once, hierarchy_tokens.h their tokens
 //   here             gates on tokens, and one call from begin to end
@@ -30,7 +30,7 @@ struct Bounds {
   const float *token_low, *token_high;  // [tile]
 };
 
-// How much of that a loop has to look at.
+// Which of the bounds a loop reads.
 enum class BoundsKind { none, common, by_sign, by_token };
 
 Bounds tile_bounds(const Call& call, int64_t first) {
@@ -110,7 +110,7 @@ struct Workspace {
   Arena arena;
   Partial* partials;             // [chunks]
   uint8_t* reload;               // [chunks], 1 where the second sweep needs the log-ratios again
-  Masked* masked;                // [tiles], what the first sweep saw, for the second
+  Masked* masked;                // [tiles], from the first sweep for the second
   uint8_t* seen;                 // [rows], 1 where a row has a valid token
   RowSums *rows, *trajectories;  // [rows]
   Level* levels;                 // [rows], of rows or of trajectories
@@ -183,8 +183,8 @@ struct FastTokenGate {
   }
 };
 
-// The same of one of few rows: its tokens have one sign of the advantage, and under most gates one bound. Beyond it all lose
-// the same, so that they need only be counted.
+// A tile of few rows: the tokens of a row have one sign of the advantage, and under most gates one bound. Tokens beyond it have
+// the same loss, so counting them is enough.
 template <bool kScoreHead, bool kRatio, bool kLow, bool kHigh>
 struct FastRowGate {
   static constexpr bool kCounts = kRatio && !kScoreHead;
@@ -212,7 +212,7 @@ struct FastRowGate {
   }
   HPO_INLINE void end_group() { loss.end(); }
 
-  // Returns what those lose that were only counted.
+  // Returns the loss of the counted tokens.
   double count(int32_t present, int32_t kind, GateCounts& counts) const {
     if (!(kLow || kHigh)) return 0.0;
     const int32_t outside = present - inside_count.total();
@@ -225,7 +225,7 @@ struct FastRowGate {
   }
 };
 
-// Fast-path tiles of one call, each in the form that does least. False: not fast, and nothing happened that matters.
+// Fast-path tiles of one call, each in its cheapest form. False: the fast path does not hold, and nothing is counted.
 template <bool kScoreHead, bool kMasked>
 struct FastTiles {
   using Run = bool (*)(const Call&, int64_t first, int n, const Segments&, Tile&, uint8_t* seen, Partial&);
@@ -324,7 +324,7 @@ void run_token_gate(const Call& call, int threads, const Workspace& space) {
       const bool done = may && (masked == Masked::all || fast(here, first, n, segments, tile, space.seen, partial));
       if (may && masked == Masked::all) clear_gradient(call.args, first, n);
       if (done && !call.args.token_loss) return;
-      if (done) {  // the loss of tokens apart from all else, in which it changes no bit
+      if (done) {  // losses of tokens are computed apart, so that asking for them changes no other bit
         measure(here, first, n, segments, tile, space.seen, counted);
         return write_token_loss(here, gate, first, n, segments, tile);
       }

@@ -1,10 +1,10 @@
-// What every call of the loss does whatever its gate is: tiles are measured, loss and gradient completed, sums brought home.
+// The parts of a call that no gate changes: tiles are measured, loss and gradient completed, sums added up.
 #pragma once
 #include "gates_penalty.h"
 
 namespace hpo::HPO_ISA {
 
-// Sums of kinds: all chosen tokens, those below their lower bound and those above their upper one.
+// Sums of kinds: of all chosen tokens, of those below their lower bound and of those above their upper one.
 struct GateCounts {
   int32_t chosen = 0, below = 0, above = 0;
 
@@ -25,7 +25,7 @@ inline void fill_tile_ratios(int n, Tile& tile, Partial& partial) {
   for (int i = 0; i < n; ++i) tile.ratio[i] = exp(tile.x[i]);
 }
 
-// A row has a valid token. Others may say so of it at the same time.
+// Notes that a row has a valid token. Several threads may do so for one row at the same time.
 inline void mark_row(int64_t row, uint8_t* seen) { __atomic_store_n(&seen[row], uint8_t(1), __ATOMIC_RELAXED); }
 
 inline void mark_rows(const Segments& segments, const int32_t* kind, uint8_t* seen) {
@@ -55,7 +55,7 @@ inline void measure(const Call& call, int64_t first, int n, const Segments& segm
   fill_tile_ratios(n, tile, partial);
 }
 
-// Of tokens that are masked.
+// Clears the gradient of masked tokens.
 inline void clear_gradient(const PolicyLossArgs& args, int64_t first, int n) {
   if (args.grad) std::memset(args.grad + first, 0, size_t(n) * sizeof(float));
 }

@@ -1,6 +1,6 @@
-// Tiles about which nothing is out of the ordinary, in one pass: every log-ratio is finite and small, the coefficient belongs
-// to the row, and nothing is selected, penalised or reported by token. That is the loss as it is nearly always called; what
-// the pass does not know, gates_tile.h does in several.
+// The fast path of a tile, in one pass: all log-ratios are finite and small, coefficients belong to rows, and no input or
+// output but the gradient is per token. Nearly every call of the loss is of this kind; gates_tile.h takes the others in several
+// passes.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -9,7 +9,7 @@
 
 namespace hpo::HPO_ISA {
 
-// What a call must be for its tiles to have a chance.
+// Whether the fast path may hold for tiles of this call.
 inline bool may_be_fast(const PolicyLossArgs& args) {
   return !(args.advantage_per_token || args.token_weight || args.token_mask || args.score || args.ref_logp || args.entropy);
 }
@@ -17,7 +17,7 @@ inline bool may_be_fast(const PolicyLossArgs& args) {
 // Up to it e^x needs no power of two: just below ln 2 / 2.
 constexpr float kNear = 0.3465f;
 
-// Statistics of a tile, one vector for each part of the lanes. They leave for the Partial when the tile turns out to be fast.
+// Statistics of a tile, one vector for each part of the lanes. The Partial gets them if the fast path holds for the tile.
 struct FastSums {
   Floats sum[kParts] = {}, square[kParts] = {}, deviation[kParts] = {}, deviation_square[kParts] = {};
   Floats smallest[kParts], largest[kParts];
@@ -34,7 +34,7 @@ struct FastSums {
     square[part] = Number<Floats>::fused(x, x, square[part]);
     smallest[part] = smaller_where(present, x, smallest[part]);
     largest[part] = larger_where(present, x, largest[part]);
-    const Floats d = ratio - 1.0f;  // centred, what is summed stays small
+    const Floats d = ratio - 1.0f;  // centred, so that sums stay small
     deviation[part] += d;
     deviation_square[part] = Number<Floats>::fused(d, d, deviation_square[part]);
   }
@@ -69,8 +69,9 @@ HPO_INLINE bool guess_near(bool near, const Sweep& sweep) {
   return (near && sweep(std::true_type{})) || sweep(std::false_type{});
 }
 
-// The end of an attempt. False: the tile is not plain after all, or its log-ratios are not near 0 as they were taken for, and
-// nothing was counted. `near`: whether they are, and are so many that it is no accident: few spare less than a failure costs.
+// The end of an attempt. False: the fast path does not hold, or the log-ratios are not near 0 as assumed; nothing is counted
+// then. `near`: whether they are near 0, and so many that the next tile is worth the same guess: a failure costs more than few
+// spare.
 template <bool kTakenForNear>
 HPO_INLINE bool settle_fast(const FastSums& sums, int64_t tokens, Partial& partial, bool& near) {
   near = sums.within(kNear);
@@ -81,10 +82,10 @@ HPO_INLINE bool settle_fast(const FastSums& sums, int64_t tokens, Partial& parti
   return true;
 }
 
-// The tokens of one vector of a fast-path tile: those of them that a sweep is at, and of these the ones that are not masked.
+// The tokens of one vector of a fast-path tile: those in the range of a sweep, and the unmasked ones among these.
 template <bool kWhole>
 struct FastVector {
-  static constexpr bool whole = kWhole;  // it is at all of them
+  static constexpr bool whole = kWhole;  // all lanes are in the range
   int i, part;
   Mask own, present;
   Floats x, ratio;  // 0 and 1 where none is present
@@ -93,7 +94,7 @@ struct FastVector {
   HPO_INLINE void store(Floats values, float* to) const { store_own<kWhole>(own, values, to + i); }
 };
 
-// Where the log-ratios of a tile come from; not seen through the arguments of the call, which what is stored might be.
+// The sources of a tile's log-ratios: local copies of pointers, because stores may alias the arguments of the call.
 struct FastSource {
   const float *logp, *old_logp;
 
@@ -104,14 +105,14 @@ struct FastSource {
   template <bool kTakenForNear, bool kWhole>
   HPO_INLINE FastVector<kWhole> vector(int i, int part, Mask own, Mask present, FastSums& sums) const {
     const Floats x = difference(present, load_own<kWhole>(own, logp + i), load_own<kWhole>(own, old_logp + i));
-    const Floats ratio = kTakenForNear ? exp_near_0(x) : exp_of_number(x);  // a tile with NaN is not plain
+    const Floats ratio = kTakenForNear ? exp_near_0(x) : exp_of_number(x);  // a tile with NaN leaves the fast path
     sums.add(part, present, x, ratio);
     return {i, part, own, present, x, ratio};
   }
 };
 
-// A tile of many rows. What they say about tokens stands in arrays (see load_rows), in which the kinds of masked tokens are
-// put right; each(vector, kind, coefficient) is called for every vector, and each.end_group() behind those of a group.
+// A tile of many rows, whose numbers stand at their tokens in arrays (see load_rows); the kinds of masked tokens are corrected
+// here. each(vector, kind, coefficient) is called for every vector, and each.end_group() behind those of a group.
 template <bool kTakenForNear, bool kMasked, class Each>
 HPO_INLINE bool sweep_many_rows(const PolicyLossArgs& args, int64_t first, int n, Partial& partial, Each& each, Tile& tile) {
   const FastSource source(args, first);
@@ -134,9 +135,9 @@ HPO_INLINE bool sweep_many_rows(const PolicyLossArgs& args, int64_t first, int n
   return settle_fast<kTakenForNear>(sums, present_count.total(), partial, tile.near);
 }
 
-// With few rows each is gone through by itself: what it says is the same for all its tokens. Two that meet inside a vector
-// both go through it, so that every token is added to the lane in which it stands, whatever row it belongs to. Returns how many
-// tokens of the row are present; each(vector) and each.end_group() are called as above.
+// Of few rows each has a sweep of its own, because its numbers are the same for all its tokens. Two rows that meet inside a
+// vector both sweep it, so that every token is added to its own lane whichever row it belongs to. Returns how many tokens of
+// the row are present; each(vector) and each.end_group() are called as above.
 template <bool kTakenForNear, bool kMasked, class Each>
 HPO_INLINE int32_t sweep_row(const PolicyLossArgs& args, int64_t first, const Segment& segment, FastSums& all_sums,
                              Each& each) {
@@ -155,7 +156,7 @@ HPO_INLINE int32_t sweep_row(const PolicyLossArgs& args, int64_t first, const Se
   return kMasked ? present_count.total() : segment.end - segment.begin;
 }
 
-// What a sweep through few rows knows of each.
+// One row of a tile of few rows.
 struct PresentTokens {
   int32_t of_row[kFewRows], all = 0;
 
@@ -211,13 +212,13 @@ inline bool measure_fast(const Call& call, int64_t first, int n, const Segments&
   return true;
 }
 
-// What the first of two sweeps asks of a row in a fast-path tile.
+// Sums over a row in a fast-path tile, by the first of two sweeps.
 struct RowLogRatios {
   int64_t valid = 0, fixed = 0, rising = 0;  // log-ratios in fixed point, and those of them that are not negative
 };
 
-// A sum of numbers in fixed point, equal to that of to_fixed without its doubles: modulo 2^32, of which whole numbers are
-// multiples; the sum in floats says which multiple was lost.
+// A sum of numbers in fixed point, equal to that of to_fixed but without doubles: modulo 2^32, of which whole numbers are
+// multiples. The sum in floats tells which multiple is lost.
 struct FixedSum {
   Unsigned modulo[kParts] = {};
 
@@ -229,7 +230,8 @@ struct FixedSum {
     for (int part = 1; part < kParts; ++part) low += modulo[part], near += about[part];
     const int64_t rest = int32_t(sum_lanes(low));
     const double lost = ::rint(double(sum_lanes(near)) - double(rest) / kFixedPoint);
-    if (!(__builtin_fabs(lost) <= kTile * kStatisticSaturation)) return 0;  // the tile is not plain after all, and nobody asks
+    if (!(__builtin_fabs(lost) <= kTile * kStatisticSaturation))
+      return 0;  // the fast path does not hold, and the result is unused
     return rest + int64_t(lost) * (int64_t(1) << 32);
   }
 };
@@ -258,7 +260,7 @@ struct FastFixedSums {
   }
 };
 
-// The same, and leaves e^x where the gradient will be, for the sweep that writes it.
+// As above; e^x is left in the memory of the gradient for the sweep that writes it.
 template <bool kSplit, bool kTakenForNear>
 struct FastFixedSumsAndRatios {
   float* ratios;

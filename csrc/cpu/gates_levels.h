@@ -1,11 +1,11 @@
-// Gates on the mean log-ratio of a trajectory. Everything behind that mean is the same for all its tokens of one advantage
-// sign, so the work is: sums of every row, one Level per trajectory from them, and the tokens once more.
+// Gates on the mean log-ratio of a trajectory. Tokens of one trajectory and one sign of the advantage share all that follows
+// from the mean, so the work is: sums of every row, from them one Level per trajectory, and a second sweep over the tokens.
 #pragma once
 #include "gates_fast_path.h"
 
 namespace hpo::HPO_ISA {
 
-// What one row gives to its trajectory. Pairs are (advantage >= 0, advantage < 0).
+// The sums of one row for its trajectory. Pairs are (advantage >= 0, advantage < 0).
 struct RowSums {
   int64_t fixed;  // sum of the log-ratios, see to_fixed
   int64_t valid;
@@ -13,7 +13,7 @@ struct RowSums {
   double advantage[2];  // sum of a over the chosen tokens
 };
 
-// What a trajectory gives back to its tokens.
+// The gate of a trajectory, as its tokens need it.
 struct Level {
   float ratio[2];
   float slope[2];     // the ratio where the gate passes gradient, else 0
@@ -26,7 +26,7 @@ inline int64_t trajectory_of(const PolicyLossArgs& args, int64_t row) {
   return i < 0 ? 0 : (i < args.rows ? i : args.rows - 1);
 }
 
-// Where a varies inside a row: its sums by sign, in lanes that depend on the position inside the row only.
+// Sums of coefficients that vary inside a row, by sign, in lanes that depend on the position inside the row only.
 struct AdvantageSums {
   double lanes[2][kLanes] = {};
 
@@ -51,7 +51,7 @@ struct AdvantageSums {
   }
 };
 
-// Writes the coefficients of chosen tokens into two arrays, 0 where the other sign or nothing is.
+// Writes the coefficients of chosen tokens into one array for each sign, 0 elsewhere.
 inline void split_by_sign(const Tile& tile, int n, float by_sign[2][kPadded]) {
   const int32_t* __restrict chosen = tile.chosen;
   for (int i = 0; i < n; ++i) by_sign[0][i] = keep_if(chosen[i] == kPositive, tile.coefficient[i]);
@@ -60,7 +60,7 @@ inline void split_by_sign(const Tile& tile, int n, float by_sign[2][kPadded]) {
 
 inline bool coefficients_vary(const PolicyLossArgs& args) { return args.advantage_per_token || args.token_weight; }
 
-// Such a row is summed with its tile, every other one on its own.
+// A row in one tile is summed with the tile, every other row by itself.
 inline bool lies_in_one_tile(const Rows& rows, int64_t row) {
   const Range range = row_range(rows.cu_seqlens, row, rows.tokens);
   return !rows.broken && range.begin / kTile == (range.end - 1) / kTile;
@@ -150,7 +150,7 @@ inline Level make_level(const RowSums& sums, const GateStructure& structure, con
   Level level = {};
   double flow = 0.0;
   for (int sign = 0; sign < 2; ++sign) {
-    if (sums.chosen[sign] == 0) continue;  // nobody asks
+    if (sums.chosen[sign] == 0) continue;  // unused
     const LevelGate gate = level_gate(mean, structure.level_clips, numbers.level_log_low[sign], numbers.level_log_high[sign]);
     level.ratio[sign] = gate.ratio;
     level.slope[sign] = gate.inside ? gate.ratio : 0.0f;
@@ -192,8 +192,8 @@ struct LevelCounts {
   }
 };
 
-// What rows say about their tokens without looking at them: how many are chosen and clipped, and under the linear head their
-// loss, -ratio * (sum of a); a term of `losses` is the loss of kRange rows.
+// Counts of chosen and clipped tokens from the sums of rows alone, and under the linear head the loss, -ratio * (sum of a); a
+// term of `losses` is the loss of kRange rows.
 inline LevelCounts settle_rows(const Call& call, int threads, const RowSums* rows, const Level* levels, double* losses) {
   LevelCounts total = {};
   for_each_range(call.args.rows, threads, [&](int64_t first, int64_t end) {
@@ -221,7 +221,7 @@ inline LevelCounts settle_rows(const Call& call, int threads, const RowSums* row
 
 // ----------------------------------------------------------------------------------------------------- second sweep
 
-// The levels of a tile's rows, token by token: the ratio by sign and, by sign, what becomes a gradient.
+// The levels of a tile's rows at its tokens: by sign, the ratio and the factor of the gradient.
 struct TokenLevels {
   const float *ratio[2], *flow[2];
 };
@@ -246,7 +246,7 @@ inline TokenLevels spread_levels(const Call& call, const Segments& segments, con
   return {{tile.spread[0], tile.spread[second]}, {tile.spread[1], tile.spread[second + 1]}};
 }
 
-// What a plain token of a row gets as its gradient under the linear head: it does not depend on the token.
+// The gradient of a fast-path token under the linear head: one number for all tokens of a row.
 inline float row_gradient(const Call& call, int64_t row, const Level& level) {
   if (call.structure.routing == Routing::through) return level.shared_grad;
   if (call.structure.routing == Routing::stopped) return 0.0f;

@@ -11,12 +11,12 @@
 
 namespace hpo::HPO_ISA {
 
-// Selects by bits: what is masked may be NaN and must reach no arithmetic that is kept.
+// Selects by bits: a masked value may be NaN and must not enter arithmetic whose result is kept.
 HPO_INLINE int32_t mask_of(bool condition) { return condition ? -1 : 0; }
 HPO_INLINE float keep_if(bool condition, float x) { return from_bits(to_bits(x) & mask_of(condition)); }
 HPO_INLINE bool finite(float x) { return __builtin_fabsf(x) <= FLT_MAX; }
 
-// What a token is to the policy term, by the sign of its advantage. A sum of kinds over a tile counts both signs at once.
+// The kind of a token in the policy term, by the sign of its advantage. A sum of kinds over a tile counts both signs at once.
 constexpr int32_t kAbsent = 0, kPositive = 1, kNegative = 1 << 16;
 
 HPO_INLINE int32_t positives(int32_t sum_of_kinds) { return sum_of_kinds & (kNegative - 1); }
@@ -97,11 +97,12 @@ inline void add_to_lanes(const double* lanes, double* sums) {
   for (int lane = 0; lane < kLanes; ++lane) sums[lane] += lanes[lane];
 }
 
-// Conversions cost more than what they spare of rounding: the tokens of a group meet in float, by lane, and groups in double.
+// Tokens of a group are added in float, by lane, and groups in double: a conversion for each token would cost more than its
+// rounding is worth.
 constexpr int kGroup = 8 * kLanes;
 
 // Calls step(i, part, own, whole) for every vector of the tokens [begin, end), and end_group() before those of a new group; the
-// last group is the caller's to end. `own`: the lanes that hold these tokens, all of them where `whole`, a type, says so.
+// last group is the caller's to end. `own`: the lanes that hold these tokens, all lanes where the type `whole` is true.
 template <class Step, class EndGroup>
 HPO_INLINE void for_each_vector(int begin, int end, const Step& step, const EndGroup& end_group) {
   for (int pack = begin / kLanes * kLanes; pack < end;) {
@@ -212,7 +213,7 @@ struct LogRatioSums {
   }
 };
 
-// ratio = e^x, and the sums of ratio - 1: centred, what is summed stays small.
+// ratio = e^x, and the sums of ratio - 1: centred, so that sums stay small.
 inline void fill_ratios(float* x, int n, float* ratio, Partial& partial) {
   pad(x, n, 0.0f);
   ShortSum deviation, square;

@@ -1,5 +1,5 @@
-// One tile of tokens while policy_loss works on it: what rows, masks and optional inputs say about each token is brought into
-// plain arrays first, so that the arithmetic runs in short loops without branches that know neither rows nor exceptions.
+// One tile of tokens while policy_loss works on it: rows, masks and optional inputs are first spread into arrays by token, so
+// that the arithmetic runs in short loops without branches, rows or exceptions.
 #pragma once
 #include "gates_sums.h"
 #include "hpo/terms.h"
@@ -16,7 +16,7 @@ struct Call {
   Rows rows;
 };
 
-// What the mask says of the tokens of a tile; `some` is always right. Most tiles of a padded batch are of another kind.
+// How many tokens of a tile the mask keeps; `some` is always right. Most tiles of a padded batch are of another kind.
 enum class Masked : uint8_t { none, some, all };
 
 inline Masked masked_tokens(const uint8_t* mask, int64_t first, int n) {
@@ -39,7 +39,7 @@ inline Masked masked_tokens(const uint8_t* mask, int64_t first, int n) {
   return one_not_zero == 0 && !any(present_lanes(Ints(not_zero))) ? Masked::all : Masked::some;
 }
 
-// A call, and the same without its mask for tiles in which that masks nothing.
+// A call, and the same call without its mask for tiles in which all tokens are kept.
 class Calls {
  public:
   const Call& masked;
@@ -69,8 +69,8 @@ struct alignas(64) Tile {
   float ratio[kPadded];        // e^x
   float loss[kPadded];
   float grad[kPadded];
-  float spread[4][kPadded];    // what belongs to rows, while a loop needs it
-  int32_t* chosen;  // `selection`, or `kind` where everything valid counts; behind the arrays, that they stay aligned
+  float spread[4][kPadded];    // numbers of rows at their tokens, while a loop needs them
+  int32_t* chosen;  // `selection`, or `kind` where all valid tokens count; behind the arrays, so that they stay aligned
   bool has_infinite = false;  // some log-ratio was infinite
   bool near = false;         // the log-ratios of the last fast-path tile were near 0
   bool exceptional = false;  // some log-ratio may be infinite, NaN or beyond the saturation of statistics
@@ -80,7 +80,7 @@ struct alignas(64) Tile {
   }
 };
 
-// Writes what belongs to rows to their tokens: value(row) once for each segment, whole vectors at a time.
+// Writes numbers of rows to their tokens: value(row) once for each segment, whole vectors at a time.
 template <class Value>
 inline void spread_rows(const Segments& segments, float* out, const Value& value) {
   for (const Segment& segment : segments) {
@@ -128,7 +128,7 @@ inline bool load_rows(const PolicyLossArgs& args, int64_t first, int n, const Se
   return doubtful;
 }
 
-// A target that nothing can be compared with makes its token's coefficient NaN; true if there may be one.
+// A target without a meaning makes its token's coefficient NaN. Returns whether there may be one.
 inline bool load_targets(const PolicyLossArgs& args, Head head, int64_t first, int n, const Segments& segments, Tile& tile) {
   if (!args.target) return false;
   for (const Segment& segment : segments) {
@@ -145,7 +145,7 @@ inline void apply_mask(const PolicyLossArgs& args, int64_t first, int n, Tile& t
   for (int i = 0; i < n; ++i) tile.kind[i] &= mask_of(args.mask[first + i] != 0);
 }
 
-// NaN takes a token out, what lies beyond +-60 saturates, an infinity loses its derivative as well.
+// A token with NaN is invalid, log-ratios beyond +-60 saturate, and an infinite one loses its derivative as well.
 inline void resolve_exceptions(const float* logp, const float* old_logp, const float* ref_logp, int n, Tile& tile,
                                Partial& partial) {
   int nan = 0, infinite = 0;
@@ -164,7 +164,7 @@ inline void resolve_exceptions(const float* logp, const float* old_logp, const f
   partial.slots[kInfiniteTokens] += infinite;
 }
 
-// x and its statistics. Log-ratios are taken for ordinary at first, and once more if their extrema say otherwise.
+// x and its statistics. Log-ratios are assumed to be ordinary; if their extrema disprove it, they are taken once more.
 inline void load_log_ratios(const PolicyLossArgs& args, int64_t first, int n, Tile& tile, Partial& partial) {
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;  // on-policy: x = 0, or NaN where logp is

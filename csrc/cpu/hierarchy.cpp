@@ -1,9 +1,9 @@
 // policy_loss under a hierarchy of gates: z = g_0(x - a_1) + g_1(a_1 - a_2) + ... + g_K(a_K), any depth in two sweeps over the
-// tokens. A third one only touches leaves to which a saturated gate hands gradient through an aggregate; under open levels it
-// is part of the second, see hierarchy_fast_path.h. The definition is hpo_core/reference/gates.py.
+// tokens. A third one only touches leaves whose tokens receive a gradient through an aggregate, which takes a saturated gate;
+// under open levels it is part of the second, see hierarchy_fast_path.h. The definition is hpo_core/reference/hierarchy.py.
 //
-// What happens above the tokens depends on a token only through its leaf and the sign of its advantage, so it is arithmetic on
-// leaves: sums of log-ratios up, gates, sums of gradients up, and what flows back down.
+// The levels above a token see no more of it than its leaf and the sign of its advantage, so their work is arithmetic on
+// leaves: log-ratios are summed into segments, gates follow, gradients are summed into segments, and leaves get their shares.
 #include <algorithm>
 
 #include "hierarchy_leaves.h"
@@ -23,12 +23,12 @@ struct Workspace {
   uint8_t* seen;  // [rows]
   int64_t* start;  // [leaves + 1]
   LogRatios *log_ratios, *log_ratios_of_blocks;  // [leaves], [tasks]: the rest of a leaf that other tasks began
-  uint8_t *fast, *fast_blocks;  // [leaves], [tasks], 1 where later sweeps may take all tiles of a block for plain
+  uint8_t *fast, *fast_blocks;  // [leaves], [tasks], 1 where later sweeps may take the fast path in all tiles of a block
   SegmentTables tables;
   Flow *flows, *flows_of_blocks;  // [leaves], [tasks]
   LeafGate* gates;  // [leaves]
   LevelSlopes* slopes;  // [leaves]
-  float (*delivered)[2];  // [leaves]: the gradient that arrives through aggregates, by channel
+  float (*token_grad)[2];  // [leaves]: of each token through aggregates, by channel
   int64_t bytes;
 
   Workspace(void* base, int64_t tokens, int64_t rows, int64_t count) : arena(base) {
@@ -47,7 +47,7 @@ struct Workspace {
     flows_of_blocks = arena.take<Flow>(tasks);
     gates = arena.take<LeafGate>(count);
     slopes = arena.take<LevelSlopes>(count);
-    delivered = arena.take<float[2]>(count);
+    token_grad = arena.take<float[2]>(count);
     bytes = arena.bytes();
   }
 
@@ -140,10 +140,10 @@ void clear_gaps(const Leaves& leaves) {
   clear(covered, args.tokens);
 }
 
-// Calls body(place, gradient) for all that leaves hand up to their segments, unless it is 0; the place is that of the segment
-// and the channel in SegmentTables.
+// Calls body(place, gradient) for the gradient of each leaf in the aggregate of each of its segments, unless it is 0. The place
+// is that of segment and channel in SegmentTables.
 template <class Body>
-void for_each_handed_up(const Leaves& leaves, const Workspace& space, const Body& body) {
+void for_each_aggregate_grad(const Leaves& leaves, const Workspace& space, const Body& body) {
   const Hierarchy& hierarchy = leaves.hierarchy;
   for (int k = 0; k < hierarchy.depth; ++k) {
     if (hierarchy.levels[k].routing != Routing::through) continue;
@@ -151,8 +151,8 @@ void for_each_handed_up(const Leaves& leaves, const Workspace& space, const Body
       if (leaves.length(p) == 0) continue;
       const int64_t segment = k * leaves.count() + leaves.ancestor(k, p);
       for (int channel = 0; channel <= hierarchy.split; ++channel) {
-        const double handed = handed_up(space.slopes[p], k, channel, space.flows[p]);
-        if (handed != 0.0) body(2 * segment + channel, handed);
+        const double grad = grad_into_aggregate(space.slopes[p], k, channel, space.flows[p]);
+        if (grad != 0.0) body(2 * segment + channel, grad);
       }
     }
   }
@@ -165,19 +165,19 @@ int64_t* clear_by_channel(const Leaves& leaves, int64_t* table) {
 
 void find_largest(const Leaves& leaves, const Workspace& space) {
   int64_t* largest = clear_by_channel(leaves, space.tables.largest);
-  for_each_handed_up(leaves, space, [&](int64_t at, double handed) {
-    const int64_t magnitude = magnitude_of(handed);
+  for_each_aggregate_grad(leaves, space, [&](int64_t at, double grad) {
+    const int64_t magnitude = magnitude_of(grad);
     if (largest[at] < magnitude) largest[at] = magnitude;
   });
 }
 
 void add_aggregate_grads(const Leaves& leaves, const Workspace& space) {
   int64_t* aggregate_grad = clear_by_channel(leaves, space.tables.aggregate_grad);
-  for_each_handed_up(leaves, space,
-                     [&](int64_t at, double handed) { aggregate_grad[at] += in_steps(handed, space.tables.largest[at]); });
+  for_each_aggregate_grad(leaves, space,
+                          [&](int64_t at, double grad) { aggregate_grad[at] += in_steps(grad, space.tables.largest[at]); });
 }
 
-// From what arrives at segments to the gradient that each token of a leaf receives.
+// From the gradients of aggregates to that of each token of a leaf.
 void broadcast_grad(const Leaves& leaves, const Workspace& space, int threads) {
   const Hierarchy& hierarchy = leaves.hierarchy;
   for_each_range(leaves.count(), threads, [&](int64_t begin, int64_t end) {
@@ -189,11 +189,11 @@ void broadcast_grad(const Leaves& leaves, const Workspace& space, int threads) {
           if (hierarchy.levels[k].routing != Routing::through) continue;
           const int64_t at = 2 * (k * leaves.count() + leaves.ancestor(k, p)) + channel;
           const auto segment = [&](int level) { return space.segments()[level * leaves.count() + leaves.ancestor(level, p)]; };
-          sum += arrived(space.tables.aggregate_grad[at], space.tables.largest[at]) / shares(hierarchy, k, channel, segment);
+          sum += from_steps(space.tables.aggregate_grad[at], space.tables.largest[at]) / shares(hierarchy, k, channel, segment);
         }
-        space.delivered[p][channel] = float(sum);
+        space.token_grad[p][channel] = float(sum);
       }
-      if (!hierarchy.split) space.delivered[p][1] = space.delivered[p][0];
+      if (!hierarchy.split) space.token_grad[p][1] = space.token_grad[p][0];
     }
   });
 }
@@ -227,7 +227,7 @@ struct Sweeps {
   const TokenPlan& plan;
   const Call& call = calls.masked;
 
-  void look_at_mask(const Block& block, Scratch& scratch) const {
+  void classify_masks(const Block& block, Scratch& scratch) const {
     if (!call.args.mask) return;
     int tile = 0;
     for_each_tile_of(block, kGridOfLines, [&](int64_t at, int begin, int end) {
@@ -235,7 +235,7 @@ struct Sweeps {
     });
   }
 
-  // The first sweep, of a block whose mask was looked at; returns whether the others may take every tile for fast.
+  // The first sweep, of a block whose masks are classified. Returns whether later ones may take the fast path in every tile.
   bool measure(const Block& block, Scratch& scratch, Partial& partial, LogRatios& sums) const {
     const bool may = plan.may_be_fast;
     bool fast = may && !plan.term_loop && !plan.driven;
@@ -254,7 +254,7 @@ struct Sweeps {
     return fast;
   }
 
-  // The tokens [begin, end) behind the first at once, if they are plain and their log-ratios enter the gates as they are.
+  // The tokens [begin, end) behind the first at once, if the fast path holds for them and no pre-gate changes their log-ratios.
   bool measure_fast_part(const Call& here, int64_t row, int64_t first, int begin, int end, Scratch& scratch, Partial& partial,
                          LogRatios& sums) const {
     if (!plan.may_be_fast || !plan.as_they_are) return false;
@@ -266,7 +266,7 @@ struct Sweeps {
     return true;
   }
 
-  // Those of one tile, whatever they are; returns whether they are fast.
+  // The tokens of one tile, on any path. Returns whether the fast path holds for them.
   bool measure_tile(const Call& here, int64_t row, int64_t first, int begin, int end, Scratch& scratch, Partial& partial,
                     LogRatios& sums) const {
     Tile& tile = scratch.tile;
@@ -286,7 +286,7 @@ struct Sweeps {
   void finish(const Block& block, const LeafGate& leaf, bool fast, Scratch& scratch, Partial& partial, Flow& flow) const {
     const OpenLevels levels = open_levels(block, leaf, fast);
     if (levels.open) {
-      look_at_mask(block, scratch);
+      classify_masks(block, scratch);
       count(block, levels, scratch, partial, flow);
       write(block, leaf, AggregateGrad{}, scratch, partial);
     } else {
@@ -400,19 +400,20 @@ struct Sweeps {
     Flow flow = {};
     if (levels.open) count(block, levels, scratch, partial, flow);
     else finish_closed(block, gate, fast, scratch, partial, flow);
-    const AggregateGrad aggregate_grad = returning(flow, sums);
+    const AggregateGrad aggregate_grad = own_aggregate_grad(flow, sums);
     if (levels.open) write(block, gate, aggregate_grad, scratch, partial);
     else receive(block, aggregate_grad, fast, scratch);
   }
 
-  // What a leaf that stands alone hands up comes back to it, as if by way of the tables.
-  AggregateGrad returning(const Flow& flow, const LogRatios& sums) const {
+  // A leaf that stands alone gets its own gradient back, with the rounding of the tables.
+  AggregateGrad own_aggregate_grad(const Flow& flow, const LogRatios& sums) const {
     if (!plan.carries || plan.hierarchy.levels[0].routing != Routing::through) return {};
     const auto aggregate_grad = [&](int channel) {
-      const double handed = flow.past_token[channel];
-      if (handed == 0.0) return 0.0f;
-      const int64_t largest = magnitude_of(handed);
-      return float(arrived(in_steps(handed, largest), largest) / shares(plan.hierarchy, 0, channel, [&](int) { return sums; }));
+      const double grad = flow.past_token[channel];
+      if (grad == 0.0) return 0.0f;
+      const int64_t largest = magnitude_of(grad);
+      return float(from_steps(in_steps(grad, largest), largest) /
+                   shares(plan.hierarchy, 0, channel, [&](int) { return sums; }));
     };
     const float rising = aggregate_grad(0), falling = aggregate_grad(1);
     return {rising, plan.hierarchy.split ? falling : rising};
@@ -455,7 +456,7 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
       Partial partial;
       leaves.for_each_block(task, [&](const Block& block) {
         LogRatios sums = {};
-        sweeps.look_at_mask(block, scratch);
+        sweeps.classify_masks(block, scratch);
         const bool fast = sweeps.measure(block, scratch, partial, sums);
         if (leaves.stands_alone(block.leaf)) return sweeps.settle(block, sums, fast, scratch, partial);
         (block.begins ? space.log_ratios[block.leaf] : space.log_ratios_of_blocks[task]) = sums;
@@ -494,8 +495,8 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
   if (reaches(Stage::broadcast_grad)) {
     broadcast_grad(leaves, space, threads);
     for_each_block_together([&](int64_t task, const Block& block, Scratch& scratch) {
-      const auto& delivered = space.delivered[block.leaf];
-      sweeps.receive(block, {delivered[0], delivered[1]}, space.fast_at(task, block), scratch);
+      const auto& token_grad = space.token_grad[block.leaf];
+      sweeps.receive(block, {token_grad[0], token_grad[1]}, space.fast_at(task, block), scratch);
     });
   }
 }

@@ -1,7 +1,7 @@
 // Fast-path tiles under open gates: every level above their tokens passes its residual on as it is, and the token gate is a
-// clip. That is most of a batch most of the time. What is clipped has one value for each bound, so that it need only be
-// counted; what is not keeps its ratio, which the first sweep left. One loop counts and says which is which, from that follows
-// what reaches tokens through aggregates, and another loop writes the gradient once, with all that is in it.
+// clip. Most tiles are of this kind. A clipped token has the value of its bound, so counting it is enough; the others keep the
+// ratio that the first sweep left. One loop counts and marks them, the counts give the gradient through aggregates, and a
+// second loop writes the whole gradient once.
 #pragma once
 #include "gates_call.h"
 #include "hierarchy_terms.h"
@@ -31,7 +31,7 @@ struct OpenTokens {
   MaskPair inside_and_falling[(kChunk + 2 * kLanes) / kWidth];
 };
 
-// Of the tokens of a block.
+// Counts over the tokens of a block.
 struct OpenCounts {
   int32_t present = 0, above = 0, below = 0;
 
@@ -43,7 +43,7 @@ struct OpenCounts {
   }
 };
 
-// Counts the tokens [begin, end) behind the first, and says which are inside and which fall.
+// Counts the tokens [begin, end) behind the first, and marks which are inside and which fall.
 using CountOpen = void (*)(const OpenLevels&, const PolicyLossArgs&, int64_t first, int begin, int end,
                            MaskPair* inside_and_falling, OpenCounts&);
 
@@ -54,7 +54,7 @@ void count_open(const OpenLevels& levels, const PolicyLossArgs& args, int64_t fi
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   const uint8_t* mask = kMasked ? args.mask + first : nullptr;
   const Floats low = all<Floats>(levels.low), high = all<Floats>(levels.high);
-  // Under a split what rises is never below a bound of its channel, and what falls never above.
+  // Under a split a rising token is never below the bounds of its channel, and a falling one never above.
   const Floats rising_mean = all<Floats>(levels.mean[0]), falling_mean = kSplit ? all<Floats>(-levels.mean[1]) : rising_mean;
   LaneCount present_count;
   Ints not_above_sum = {}, inside_sum = {};  // of few instructions
@@ -73,7 +73,7 @@ void count_open(const OpenLevels& levels, const PolicyLossArgs& args, int64_t fi
   counts.present += present, counts.above += present - not_above, counts.below += not_above - sum_lanes(inside_sum);
 }
 
-// What a token loses that is clipped, by bound.
+// The loss of a clipped token, by bound.
 struct ClippedLoss {
   float above, below;
 
@@ -86,18 +86,18 @@ struct ClippedLoss {
   double of_below(const OpenCounts& counts) const { return counts.below == 0 ? 0.0 : double(counts.below) * double(below); }
 };
 
-// What reaches the tokens of a leaf through aggregates.
+// The gradient of each token of a leaf through aggregates.
 struct AggregateGrad {
   float rising = 0.0f, falling = 0.0f;
 
   bool nothing() const { return rising == 0.0f && falling == 0.0f; }
 };
 
-// Writes the gradient of these tokens, if anybody wants it, and adds to the lanes of the loss what those inside lose.
+// Writes the gradient of these tokens, if it is wanted, and adds the losses of those inside to the lanes of the loss.
 using WriteOpen = void (*)(const PolicyLossArgs&, int64_t first, int begin, int end, float coefficient,
                            const MaskPair* inside_and_falling, const AggregateGrad&, double* lost);
 
-// kKept: e^x stands where the gradient will be. kFlows: something arrives.
+// kKept: e^x stands in the memory of the gradient. kFlows: there is a gradient through aggregates.
 template <bool kMasked, bool kKept, bool kFlows>
 void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, float coefficient,
                 const MaskPair* inside_and_falling, const AggregateGrad& aggregate_grad, double* lost) {
@@ -127,7 +127,7 @@ void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, f
   loss.end();
 }
 
-// The loops of one call, [by mask] and [by mask, something arrives].
+// The loops of one call, [masked] and [masked][with a gradient through aggregates].
 struct OpenLoops {
   CountOpen count[2];
   WriteOpen write[2][2];

@@ -1,6 +1,6 @@
 // The leaves of a hierarchy, and how the work on their tokens is shared out.
 //
-// Leaves are cut into blocks of kChunk tokens from their own first token on, so that the bits of what is summed over a leaf
+// Leaves are cut into blocks of kChunk tokens from their own first token on, so that the bits of a sum over a leaf
 // depend on nothing but the leaf. Block j of leaf p belongs to the task that holds token start[p] + j kChunk when the leaves
 // lie end to end: short leaves share a task, long ones spread over many, and a task has at most one block that begins neither
 // in it nor in its leaf.
@@ -23,7 +23,7 @@ struct Leaves {
   int64_t* start;  // [leaves + 1], tokens of the leaves before
   int64_t broken = 0;
   int64_t together = 0;  // leaves that share a segment with others, or are more than one block
-  bool alone;  // at most one level, every leaf is a segment of it, and nobody asks for what segments add up
+  bool alone;  // at most one level, every leaf is a segment of it, and the sums of segments stay inside the call
 
   Leaves(const Hierarchy& hierarchy, const PolicyLossArgs& args, int64_t* start)
       : hierarchy(hierarchy), args(args), start(start), alone(hierarchy.depth <= 1 && hierarchy.stage == Stage::whole) {
@@ -83,7 +83,7 @@ struct Leaves {
   }
 };
 
-// Adds to leaves what the tasks behind their first one found.
+// Adds to each leaf the sums of its blocks in later tasks.
 template <class Sums>
 inline void gather_blocks(const Leaves& leaves, const Sums* of_blocks, Sums* of_leaves) {
   for (int64_t p = 0; p < leaves.count(); ++p) {
@@ -100,7 +100,7 @@ inline void for_each_part(int begin, int end, int size, const Body& body) {
   }
 }
 
-// Where the block does, a tile begins: what is summed by lane has the same bits wherever the block lies.
+// Tiles begin with their block: sums by lane have the same bits wherever the block lies.
 constexpr int kGridOfBlock = 1;
 // No vector lies in two lines of the cache, if tensors begin with one.
 constexpr int kGridOfLines = kLine / sizeof(float);
@@ -117,7 +117,7 @@ inline void for_each_tile_of(const Block& block, int grid, const Body& body) {
 
 constexpr int kTilesOfBlock = kChunk / kTile + 1;
 
-// The same for stretches as long as tiles follow one another that are masked alike. Null: there is no mask.
+// The same for stretches of successive tiles that are masked alike. Null: there is no mask.
 template <class Body>
 inline void for_each_stretch_of(const Block& block, const Masked* masked, const Body& body) {
   const int64_t tile = block.first / kGridOfLines * kGridOfLines;

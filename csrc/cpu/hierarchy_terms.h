@@ -39,7 +39,7 @@ struct TermPlan {
         pre_gated(pre_gates(hierarchy.term, head)),
         mean_exp(adds_exponentials(hierarchy)) {}
 
-  // Of what aggregates hand to a token, what arrives at its log-ratio.
+  // From the gradient of what is aggregated to that of the token's log-ratio.
   float through_pre_gate(const Tile& tile, int i, float flow) const {
     if (mean_exp) return flow * mean_exp_slope(split, tile.x[i]);
     if (!pre_gated) return flow;
@@ -62,7 +62,7 @@ inline const float* load_aggregated(const TermPlan& plan, const Tile& tile, int 
   return terms.entering;
 }
 
-// What is not in the tile; what lies behind its n tokens is absent.
+// Loads the inputs that are not in the tile; tokens behind its n are absent.
 inline void load_terms(const Call& call, int64_t first, int n, int64_t row, float weight, Tile& tile, TokenTerms& terms) {
   const PolicyLossArgs& args = call.args;
   for (int i = 0; i < n; ++i) terms.kept[i] = args.token_weight ? weight * args.token_weight[first + i] : weight;

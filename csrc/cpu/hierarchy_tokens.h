@@ -1,5 +1,5 @@
-// The tokens of one leaf under what the levels above them say: loss, gradient of the token's own path, what flows into
-// aggregates, and what arrives from them.
+// The tokens of one leaf, given the gates of the levels above them: loss, gradient of the token's own path, and the gradients
+// into aggregates and back from them.
 #pragma once
 #include "gates_fast_path.h"
 #include "hierarchy_fast_path.h"
@@ -62,7 +62,7 @@ struct TokenGates {
   }
 };
 
-// Whole vectors; what lies beyond the tile is absent.
+// Whole vectors; tokens beyond the tile are absent.
 using TokenLoop = GateCounts (*)(const LeafGate&, float keep, const TokenBounds&, const Tile&, const float* coefficient,
                                  const float* logp, TokenTerms&, float* loss, float* grad, int n);
 
@@ -143,8 +143,8 @@ struct TokenPlan {
   TokenBounds bounds;
   float keep;  // 0 where the finest level takes the place of the token's own slope
   bool driven;  // tokens have bounds of their own
-  bool carries;  // some level hands gradient through its aggregate
-  bool by_sign;  // and it is not the finest
+  bool carries;  // gradient flows through the aggregate of some level
+  bool by_sign;  // and through one that is not the finest
 
   TokenPlan(const Call& call, const Hierarchy& hierarchy)
       : hierarchy(hierarchy),
@@ -203,7 +203,7 @@ struct FlowLanes {
   }
 };
 
-// Loss and gradient of the tiles of one block, as finish_tile asks for them.
+// Loss and gradient of the tiles of one block, for finish_tile.
 struct BlockGate {
   const TokenPlan& plan;
   const LeafGate& leaf;
@@ -214,7 +214,7 @@ struct BlockGate {
 
   GateCounts operator()(const Call& call, int64_t first, int n, const Segments&, Tile& tile, const float* coefficient,
                         float* loss, float* grad) const {
-    const bool weighted = loss == tile.loss;  // else this is the loss of each token, whose gradient nobody wants
+    const bool weighted = loss == tile.loss;  // else only the loss of each token is wanted
     if (plan.driven || plan.term_loop) load_bounds(call, plan.bounds, first, n, tile, terms);
     const GateCounts counts = plan.term_loop ? run_terms(call, first, n, weighted, tile, coefficient, loss, grad)
                                              : run_loop(tile, coefficient, call.args.logp + first, loss, grad, n);
@@ -279,7 +279,7 @@ struct BlockGate {
   }
 };
 
-// Adds to the gradient of a fast-path tile what arrives at its tokens through aggregates.
+// Adds the gradient through aggregates to that of a fast-path tile.
 inline void add_to_fast(const PolicyLossArgs& args, int64_t first, int begin, int end, const AggregateGrad& aggregate_grad) {
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;

@@ -8,7 +8,7 @@
 namespace hpo {
 namespace {
 
-// What a tile gives to its trajectory.
+// The sums of a tile for its trajectory.
 struct TileSums {
   int64_t fixed, valid;   // sum of the log-ratios (see to_fixed), tokens
   double coefficient[2];  // sum of a over the selected tokens, by sign of the advantage
@@ -49,7 +49,7 @@ __device__ __forceinline__ void for_each_unit(const Gate& gate, Visit visit) {
 
 // ------------------------------------------------------------------------------------------------------- first launch
 
-// Row s is looked at by one thread of the first launch, whatever else that launch is there for.
+// One thread of the first launch checks row s.
 __device__ __forceinline__ void prepare_rows(const Call& call) {
   const Pack pack = call.gate.pack();
   bool bad = false;
@@ -155,7 +155,7 @@ __device__ __forceinline__ TileSums sum_trajectory(const Call& call, const Rows&
   return {warp_sum(sums.fixed), warp_sum(sums.valid), {warp_sum(sums.coefficient[0]), warp_sum(sums.coefficient[1])}};
 }
 
-// The same from the tokens, for broken offsets.
+// The same sums from the tokens, for broken offsets.
 __device__ __forceinline__ TileSums sum_trajectory_unordered(const Gate& gate, const Rows& rows) {
   const Pack pack = gate.pack();
   TileSums sums = {};
@@ -169,7 +169,7 @@ __device__ __forceinline__ TileSums sum_trajectory_unordered(const Gate& gate, c
   return sums;
 }
 
-// What a trajectory gives back to its tokens.
+// The gate of a trajectory, as its tokens need it.
 struct Level {
   float ratio[2];
   bool inside[2], below[2], above[2];
@@ -255,7 +255,7 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Unit& unit, b
   Totals::merge(tile, slots);
 }
 
-// Gradient 0 for those of kTile tokens, now counted from the pack's first one, that belong to no row.
+// Gradient 0 for tokens of no row among kTile tokens, counted from the first of the pack.
 __device__ __forceinline__ void clear_tile(const Gate& gate, int tile, bool broken) {
   const Pack pack = gate.pack();
   const int64_t first = pack.cu_seqlens[0], last = pack.cu_seqlens[pack.rows];

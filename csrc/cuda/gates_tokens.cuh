@@ -1,4 +1,4 @@
-// What the kernels of gates.cu read, and how a token is judged: is it valid, does its policy term count, with what factor.
+// The inputs of the kernels of gates.cu, and the classification of a token: valid or not, selected or not, and its coefficient.
 #pragma once
 #include <cfloat>
 
@@ -12,7 +12,7 @@ __device__ __forceinline__ T by_sign(const T (&pair)[2], bool negative) {
   return negative ? pair[1] : pair[0];
 }
 
-// What a row gives to its tokens.
+// The numbers of a row that its tokens need.
 struct RowTerms {
   float weight, advantage;
   float a;  // weight * advantage
@@ -27,7 +27,7 @@ struct Gate {
   float token_low[2], token_high[2];
   double level_log_low[2], level_log_high[2];
   float kl_beta;
-  bool groupable;           // groups of four tokens may be read at once
+  bool groupable;  // groups of four tokens may be read at once
   bool coefficient_varies;  // a differs between the tokens of a row, and its sum is wanted
 
   Gate(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers)
@@ -49,7 +49,7 @@ struct Gate {
     coefficient_varies = coupled && (args.advantage_per_token || args.token_weight);
   }
 
-  // Inputs that few calls have: a specialisation of their own keeps them out of everybody else's registers.
+  // Inputs that few calls have: a specialisation of their own keeps them out of the registers of the others.
   bool has_extras() const {
     return args.entropy || args.score || args.token_weight || args.low || args.high || args.token_mask ||
            args.advantage_per_token;
@@ -71,7 +71,7 @@ struct Inputs {
   float entropy[WIDTH], score[WIDTH], advantage[WIDTH];
   uint32_t mask, token_mask;  // a byte each
 
-  // What few calls have is read token by token, when it is needed.
+  // Inputs that few calls have are read token by token, when they are needed.
   __device__ __forceinline__ float one(const float* array, int i) const { return __ldg(array + group.at(i)); }
 };
 
@@ -104,13 +104,13 @@ __device__ __forceinline__ Inputs<WIDTH> read_inputs(const PolicyLossArgs& args,
 }
 
 struct Token {
-  bool valid;     // a token of the row, not masked, its log-ratios not NaN
+  bool valid;  // a token of the row, not masked, its log-ratios not NaN
   bool selected;  // valid, and the policy term counts
   bool negative;  // the advantage
   bool infinite, reference_infinite;  // the log-ratio, of a valid token
   bool nan, bad;  // error counters
-  float x, s;     // log-ratios, 0 unless valid
-  float a;        // weight * advantage * token weight, exactly 0 unless selected
+  float x, s;  // log-ratios, 0 unless valid
+  float a;  // weight * advantage * token weight, exactly 0 unless selected
   float unweighted;  // advantage * token weight, likewise
 };
 

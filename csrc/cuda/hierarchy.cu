@@ -1,12 +1,13 @@
 // policy_loss under a hierarchy of gates in two launches: one that prepares and sums the log-ratios of every segment, one sweep
-// that gates tokens, writes their gradient and whose last block adds up loss and metrics. A third follows where a level hands
-// gradient through its aggregate: what tiles hand up is added over segments, and what arrives goes to the tokens of those
-// leaves that get any. The first and the third are in two parts with a grid barrier between them, and the first has one more of
-// each for a level that is balanced; a call in stages has a launch for each part of the third. The sweep stands alone, since it
-// needs registers that would leave the others too few blocks. The definition is hpo_core/reference/gates.py.
+// that gates tokens, writes their gradient and whose last block adds up loss and metrics. A third follows where gradient flows
+// through the aggregate of a level: the gradients of tiles are added over segments, and the tokens of leaves get their shares.
+// The first and the third are in two parts with a grid barrier between them, and the first has one more of each for a level
+// that is balanced; a call in stages has a launch for each part of the third. The sweep stands alone, since it needs registers
+// that would leave the others too few blocks. The definition is hpo_core/reference/hierarchy.py.
 //
-// A warp takes a tile of a leaf (leaves.cuh). What tiles give to segments is added as integers, so it has no order; inside a
-// tile the order depends on positions in the leaf. So where the leaf lies and beside what changes no bit of its gradient.
+// A warp takes a tile of a leaf (leaves.cuh). Sums over the tiles of a segment are sums of integers, so they have no order;
+// inside a tile the order depends on positions in the leaf. So the place and the neighbours of a leaf change no bit of its
+// gradient.
 #include "gates_sweep.cuh"
 #include "hpo/terms.h"
 #include "leaves.cuh"
@@ -15,14 +16,14 @@ namespace hpo {
 namespace {
 
 constexpr int kWords = 3;  // of a segment's LogRatios: valid, fixed[2]
-constexpr int kHanded = 2 * kMostLevels;  // what a tile hands up: [level][channel]
+constexpr int kLevelChannels = 2 * kMostLevels;  // of the gradients of a tile in aggregates: [level][channel]
 
 struct Workspace {
   // Of segment s at level k at [k * leaves + s], 0 before the first grid barrier. In the caller's tables, if there are any.
   int64_t* segments;  // [..][kWords]
-  uint64_t* largest;  // [..][channel]: the largest magnitude that a tile hands up, the bits of a double
-  int64_t* aggregate_grad;  // [..][channel]: what all tiles hand up, in steps that `largest` fixes
-  double* handed;  // [units][kHanded]
+  uint64_t* largest;  // [..][channel]: the largest magnitude of a tile's gradient in the aggregate, the bits of a double
+  int64_t* aggregate_grad;  // [..][channel]: the sum of the gradients of tiles, in steps that `largest` fixes
+  double* aggregate_grads;  // [units][kLevelChannels]
   double* partials;  // [blocks][kMetrics]
   int* seen;  // [rows]: 1 where a valid token was met
   unsigned* ticket;  // blocks of the sweep that are done
@@ -33,7 +34,7 @@ struct Workspace {
     placement.take(segments, kMostLevels * leaves * kWords);
     placement.take(largest, kMostLevels * leaves * 2);
     placement.take(aggregate_grad, kMostLevels * leaves * 2);
-    placement.take(handed, units_of(tokens, leaves) * kHanded);
+    placement.take(aggregate_grads, units_of(tokens, leaves) * kLevelChannels);
     placement.take(partials, kMaxBlocks * kMetrics);
     placement.take(seen, rows);
     placement.take(ticket, 1);
@@ -42,7 +43,8 @@ struct Workspace {
   }
 };
 
-// What enters the aggregates. Kernels are compiled for each, and for gates with a balanced level: registers are short.
+// Which function of log-ratios is aggregated. Kernels are compiled for each, and for gates with a balanced level, because
+// registers are short.
 enum Entering { kLogRatio, kPreGated, kMeanExp };
 
 struct Call {
@@ -53,7 +55,7 @@ struct Call {
   float token_low[2], token_high[2];  // of the token gate, log space
   const float *low, *high;  // per token, where a clip has them
   float keep;  // 0: the finest level takes the place of the token's own slope
-  bool carries;  // some level hands gradient through its aggregate
+  bool carries;  // gradient flows through the aggregate of some level
   int first_blocks;  // blocks of the first launch
 
   Call(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers, const Hierarchy& hierarchy)
@@ -108,7 +110,7 @@ struct Call {
     return entering<ENTERING == kPreGated>(token);
   }
 
-  // Of what aggregates hand to a token, what arrives at its log-ratio.
+  // From the gradient of what is aggregated to that of the token's log-ratio.
   template <int ENTERING>
   __device__ __forceinline__ float through_pre_gate(const Token& token, float flow) const {
     if (ENTERING == kLogRatio) return flow;
@@ -171,7 +173,7 @@ __device__ __forceinline__ void sum_leaves(const Call& call, const Leaves& leave
   accumulator.flush();
 }
 
-// What the segments of a balanced level have: the finer ones that have tokens.
+// The sums of the segments of a balanced level: over the finer segments that have tokens.
 __device__ __forceinline__ void add_children(const Call& call, int k) {
   const int64_t leaves = call.hierarchy.leaves;
 #pragma unroll 1
@@ -210,8 +212,8 @@ __global__ void __launch_bounds__(kThreads, blocks_that_prepare(ENTERING, BALANC
 
 // ---------------------------------------------------------------------------------------------------------------- sweep
 
-// What tokens of a window hand up, by their place: [kind][column][lane]. Columns and kinds are so far apart that neither
-// writing by lane nor reading by position has much to wait for at any bank.
+// The gradients of a window's tokens in aggregates, by place: [kind][column][lane]. Columns and kinds are so far apart that
+// neither writes by lane nor reads by position have many bank conflicts.
 enum Kind { kRisingFlow, kFallingFlow, kPositiveFlow, kNegativeFlow, kKinds };
 constexpr int kColumn = kWarp + 8, kOfKind = 4 * kColumn + 2, kStage = kKinds * kOfKind;
 constexpr int kAdders = kWarp / kKinds;  // lanes for each kind
@@ -220,7 +222,7 @@ __device__ __forceinline__ int stage_at(int kind, int column, int of_lane) {
   return kind * kOfKind + column * kColumn + of_lane;
 }
 
-// What a warp works on. In shared memory even where all lanes agree: registers are short among the tokens.
+// The work of a warp. In shared memory even where all lanes agree, because tokens need the registers.
 struct Work {
   LeafUnit unit;
   LeafGate gate;
@@ -254,7 +256,7 @@ __device__ __forceinline__ void begin_work(const Call& call, const LeafUnit& uni
   __syncwarp();
 }
 
-// What the gate makes of a token, whether it is selected or not.
+// The gated token, whether it is selected or not.
 struct PolicyTerm {
   float loss;  // of an infinite log-ratio: no value that logp would enter
   float slope;  // d loss / d z
@@ -284,7 +286,7 @@ __device__ __forceinline__ PolicyTerm general_term(const Call& call, const Gated
           (passes ? term.slope * gated.slope : 0.0f) + term.direct};
 }
 
-// A target that nothing can be compared with counts as an advantage does that is not finite.
+// A target without a meaning counts as an advantage that is not finite.
 __device__ __forceinline__ float classify_target(const Gate& gate, int row, const Inputs<4>& inputs, int i, Token& token) {
   const PolicyLossArgs& args = gate.args;
   if (!args.target) return 0.0f;
@@ -311,7 +313,7 @@ __device__ __forceinline__ float pay_own_penalty(const Call& call, const RowTerm
   return token.infinite ? 0.0f : row.penalty_weight() * (coefficient * own.slope);
 }
 
-// One token: returns its gradient, leaves what it hands up.
+// One token: returns its gradient and leaves its gradients in aggregates.
 template <bool EXTRAS, bool TERMS>
 __device__ __forceinline__ float sweep_token(const Call& call, const Work& work, const RowTerms& row, const Inputs<4>& inputs,
                                              int i, HPO_SHARED_POINTER(float) stage, TileTotals& tile, Totals& totals) {
@@ -352,8 +354,8 @@ __device__ __forceinline__ float sweep_token(const Call& call, const Work& work,
   return TERMS ? grad + pay_own_penalty(call, row, inputs, i, token, totals) : grad;
 }
 
-// Each of a kind's eight lanes adds every eighth token of the tile, in order. Where the pack put the tile turns the lanes by up
-// to three places and changes nothing else: which tokens are added together, and in what order, does not depend on it.
+// Each of a kind's eight lanes adds every eighth token of the tile, in order. The place of the tile in the pack turns the lanes
+// by up to three places; which tokens are added together, and in what order, does not depend on it.
 __device__ __forceinline__ void add_window(HPO_SHARED_POINTER(float) stage, double& share) {
   __syncwarp();
   const int kind = lane() / kAdders;
@@ -375,7 +377,7 @@ __device__ __forceinline__ Flow sum_flow(double share) {
   return {{of_kind(kPositiveFlow), of_kind(kNegativeFlow)}, {rising, falling}};
 }
 
-// Leaves this lane's share of the tile's flow: not in a register, which tokens need more.
+// Leaves this lane's share of the tile's flow in shared memory, to free registers.
 template <bool EXTRAS, bool TERMS>
 __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, HPO_SHARED_POINTER(float) stage,
                                            HPO_SHARED_POINTER(double) slots, HPO_SHARED_POINTER(int) events, Totals& totals,
@@ -398,7 +400,7 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, H
   Totals::merge(tile, slots);
 }
 
-// A lane has a level and a channel, as in Workspace::handed.
+// A lane has a level and a channel, as in Workspace::aggregate_grads.
 struct LevelChannel {
   int level, channel;
   bool open;  // gradient goes through the aggregate there
@@ -412,13 +414,13 @@ struct LevelChannel {
   __device__ __forceinline__ int64_t at(const Call& call, int leaf) const { return call.segment_of(level, leaf) * 2 + channel; }
 };
 
-// Hands up what a tile has for the segments above it, and how large it is.
+// Keeps the gradients of a tile in the aggregates above it, and raises their largest magnitudes.
 __device__ __forceinline__ void add_aggregate_grad(const Call& call, const LevelChannel& level_channel, int index,
                                                    const Work& work, double share) {
   const Flow flow = sum_flow(share);
   if (!level_channel.open) return;
-  const double mine = handed_up(work.slopes, level_channel.level, level_channel.channel, flow);
-  call.workspace.handed[int64_t(index) * kHanded + lane()] = mine;
+  const double mine = grad_into_aggregate(work.slopes, level_channel.level, level_channel.channel, flow);
+  call.workspace.aggregate_grads[int64_t(index) * kLevelChannels + lane()] = mine;
   const uint64_t magnitude = uint64_t(magnitude_of(mine));
   uint64_t* const largest = call.workspace.largest + level_channel.at(call, work.unit.leaf);
   if (*largest < magnitude) atomicMax(largest, magnitude);  // it only grows: few get past the question
@@ -432,7 +434,7 @@ __global__ void __launch_bounds__(kThreads, 2) sweep_leaves(const Call call) {
   HPO_SHARED(Work, works, [kWarps]);
   HPO_SHARED(float, stage, [kWarps * kStage]);
   HPO_SHARED(double, shares, [kThreads]);
-  HPO_SHARED(Totals, waiting, [EXTRAS ? kThreads : 1]);  // where tokens with all their inputs leave no registers
+  HPO_SHARED(Totals, waiting, [EXTRAS ? kThreads : 1]);  // because tokens with all inputs leave no registers
   const PolicyLossArgs& args = call.gate.args;
   if (threadIdx.x < kMetrics) events[threadIdx.x] = 0;
   const bool broken = call.broken();
@@ -467,19 +469,20 @@ __device__ __forceinline__ void couple_segments(const Call& call, bool broken) {
   for_each_unit(call.leaves(broken, int(gridDim.x)), [&](int index, const LeafUnit& unit) {
     if (!level_channel.open) return;
     const int64_t at = level_channel.at(call, unit.leaf);
-    const double mine = call.workspace.handed[int64_t(index) * kHanded + lane()];
+    const double mine = call.workspace.aggregate_grads[int64_t(index) * kLevelChannels + lane()];
     accumulator.add(call.workspace.aggregate_grad + at, in_steps(mine, int64_t(call.workspace.largest[at])));
   });
   accumulator.flush();
 }
 
-// What arrives at one level and channel for each token of the leaf. SIMPLE: no level is a log mean exp or balanced.
+// The gradient of each token of the leaf through the aggregate of one level and channel. SIMPLE: no level is a log mean exp or
+// balanced.
 template <bool SIMPLE>
 __device__ __forceinline__ double aggregate_grad(const Call& call, const LevelChannel& level_channel, int leaf) {
   if (!level_channel.open) return 0.0;
   const int64_t at = level_channel.at(call, leaf);
   const auto segment = [&](int k) { return call.log_ratios(k, leaf); };
-  const double sum = arrived(call.workspace.aggregate_grad[at], int64_t(call.workspace.largest[at]));
+  const double sum = from_steps(call.workspace.aggregate_grad[at], int64_t(call.workspace.largest[at]));
   return sum / (SIMPLE ? divisor(call.hierarchy.levels[level_channel.level], segment(level_channel.level).valid)
                        : shares(call.hierarchy, level_channel.level, level_channel.channel, segment));
 }
@@ -522,7 +525,7 @@ __global__ void __launch_bounds__(kThreads, 4) deliver_gradient(const Call call)
       sums[1] += __shfl_sync(kFullWarp, mine, 2 * k + 1);
     }
     const float rising = float(sums[0]), falling = call.hierarchy.split ? float(sums[1]) : rising;
-    if (rising == 0.0f && falling == 0.0f) return;  // nothing saturated: what is written stands, to the bit
+    if (rising == 0.0f && falling == 0.0f) return;  // nothing saturates: the written gradient stands, to the bit
     deliver_tile<ENTERING>(call, unit.tile, rising, falling);
   });
 }

@@ -10,7 +10,7 @@
 
 namespace hpo {
 
-// Which leaves count, as those who checked them tell the rest.
+// Which leaves count, as the checking blocks tell the others.
 struct Counted {
   int64_t* begin;  // [leaves]: of the leaves that count, where not all do
   int* list;  // [leaves]: these leaves
@@ -75,8 +75,8 @@ __device__ __forceinline__ void list_leaves(const Hierarchy& hierarchy, const Po
   if (lane() == 0) *counted.count = count;
 }
 
-// By the first block, behind the grid barrier after they were checked. Until every block has seen the list it does all there
-// is to do: the sequence of leaves says which of them count, and blocks cannot share that. A barrier.
+// For the first block, behind the grid barrier after the check. It lists the leaves alone, because whether one counts depends
+// on all before it. A barrier.
 __device__ __forceinline__ void list_broken(const Hierarchy& hierarchy, const PolicyLossArgs& args, const Counted& counted) {
   if (warp_in_block() == 0) list_leaves(hierarchy, args, counted);
   __syncthreads();
@@ -149,8 +149,8 @@ __device__ __forceinline__ void for_each_window(const Unit& tile, bool groupable
   }
 }
 
-// Integers on their way to words of the workspace. Units that follow each other mostly share their segments above, so what
-// goes to one word is held back while it does: a domain of a hundred thousand leaves would have as many atomics on one word.
+// Integers on their way to words of the workspace. Successive units mostly share their segments, so sums for one word are held
+// back as long as the word is the same: otherwise a domain of a hundred thousand leaves would have as many atomics on one word.
 struct RunAccumulator {
   int64_t* to;
   int64_t sum;

@@ -83,7 +83,7 @@ def gigpo(
             long ones weigh more (verl-agent's default).
         singleton: of a prompt with one trajectory; ``"raw"`` keeps its reward, as verl-agent's loops do.
 
-    A step whose observation nobody shares has A_step 0: with all observations distinct this is GRPO, as with w = 0.
+    A step whose observation is unique has A_step 0: with all observations distinct this is GRPO, as with w = 0.
 
     >>> rewards = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0])
     >>> prompt, trajectory = torch.zeros(5, dtype=torch.int64), torch.tensor([0, 0, 0, 1, 1])

@@ -131,7 +131,7 @@ def grpo_passk(
     Args:
         scaled: False leaves out the standard deviation.
 
-    Traps: where several responses share the best reward nobody has a lead; most groups of binary rewards are such. A
+    Traps: where several responses share the best reward none has a lead; most groups of binary rewards are such. A
     group of one gets 0; verl raises.
 
     >>> grpo_passk(torch.tensor([0.2, 0.9, 0.5]), None)

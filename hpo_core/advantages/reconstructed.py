@@ -51,7 +51,7 @@ def himac(
 
     Args:
         rewards: ``[S]``; of a macro unit that of one greedy execution of its blueprint.
-        is_macro: ``[S]`` bool. blueprint_ids: ``[S]``, whose execution a micro unit is, negative: nobody's (its
+        is_macro: ``[S]`` bool. blueprint_ids: ``[S]``, the blueprint that a micro unit executes, negative: none (its
             advantage is 0); of macro units not read.
 
     >>> r, macro = torch.tensor([1.0, 0.0, 0.5, 0.0]), torch.ones(4, dtype=torch.bool)

@@ -74,7 +74,7 @@ def combine(
     ``share_least``.
 
     Args:
-        mask: ``[U]`` bool, who enters the statistics of all terms. Default: everybody.
+        mask: ``[U]`` bool, the units that enter the statistics of all terms. Default: all.
         apply_mask: ``[U]`` bool, who receives an advantage. Default: the same as ``mask``.
 
     A value that is not finite enters no statistic, and its term says nothing of that unit. Computed in float64 relative

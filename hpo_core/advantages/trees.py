@@ -32,7 +32,7 @@ def treepo(
     Returns ``[S]`` float32.
 
     ``a_d = r - mean`` over the leaves with the same prefix of depth d, ``A = sum_d n_d a_d / sum_d n_d`` with n_d the
-    number of those leaves; below the root a leaf that shares its prefix with nobody is left out.
+    number of those leaves; below the root a leaf with a prefix of its own is left out.
 
     Args:
         prefix_ids: one ``[S]`` per depth, from the root (the prompt) on, at most 8: what names the prefix of each leaf.

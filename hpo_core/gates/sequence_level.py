@@ -60,7 +60,7 @@ def gmpo(log_low: float = 0.4, log_high: float = 0.4) -> RatioGate:
 
     Traps: aggregate by ``aggregation.seq_mean_token_mean``. The paper's A belongs to the sequence, and with it the side
     of the clip. Where A changes its sign within a trajectory (advantages of tokens or steps) each token is clipped on
-    the side of its own A and all of them enter one mean, which is nobody's formula and is not flagged: pass advantages
+    the side of its own A and all of them enter one mean, which no paper proposes and no flag reports: pass advantages
     of rows or trajectories. verl takes every token of a sequence with A = 0 for clipped.
 
     >>> gmpo().first_order.name

@@ -177,7 +177,7 @@ def _scaled(ctx: Any, loss_gradient: torch.Tensor | None, grad_gradient: torch.T
 
 
 def hands_on(factor: torch.Tensor) -> bool:
-    """Whether the product with the saved tensor can be the saved tensor itself, which nobody will ask for again.
+    """Whether the product with the saved tensor can be the saved tensor itself, which no later backward needs.
 
     1 is what a plain ``backward()`` sends, and on a CPU reading it is no synchronisation.
     """

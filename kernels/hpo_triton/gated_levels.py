@@ -1,4 +1,4 @@
-"""What the levels above a leaf tell its tokens: the gates on its segments, by channel and sign of the advantage."""
+"""The gates of all levels above a leaf, by channel and sign of the advantage, as its tokens need them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SELF = tl.constexpr(int(Routing.SELF))
 SUM = tl.constexpr(int(Aggregate.SUM))
 LOG_MEAN_EXP = tl.constexpr(int(Aggregate.LOG_MEAN_EXP))
 
-# What a leaf tells its tokens, by kind: 2 channel + (the advantage is negative). A side is 1 below, 2 above or 3.
+# The gated levels of a leaf by kind, 2 channel + (the advantage is negative). A side is 1 below, 2 above or 3.
 KINDS = tl.constexpr(4)
 GATED_FIELDS = tl.constexpr(5)
 Z, MEAN, SLOPE, OWN, SIDE = (tl.constexpr(field) for field in range(5))
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
     gates: tuple[int, ...]  # by level, finest first
     routings: tuple[int, ...]
     aggregates: tuple[int, ...]
-    divisors: tuple[tuple[bool, ...], ...]  # by level, which levels' sizes divide what arrives at it
+    divisors: tuple[tuple[bool, ...], ...]  # by level, which levels' sizes divide the gradient of its aggregate
     channels: int
     takes_place: bool  # the finest level takes the place of the token's own slope
     drop: bool  # the token gate; else it clips
@@ -155,7 +155,7 @@ def _gate_leaves(
     leaf = tl.program_id(0).to(tl.int64) * LEAVES + tl.arange(0, LEAVES)[:, None]
     exists = leaf < leaves
     first, last = tl.load(begin + leaf, mask=exists, other=0), tl.load(end + leaf, mask=exists, other=0)
-    exists &= first < last  # what is not good is empty
+    exists &= first < last  # a leaf that is not good is empty
     kind = tl.arange(0, 2 * SHAPE.channels)[None, :]
     channel = kind // 2
     exists = tl.broadcast_to(exists, [LEAVES, 2 * SHAPE.channels])
@@ -188,7 +188,7 @@ def _gate_leaves(
             tl.store(at + SLOPE * KINDS, gated.slope.to(tl.float32), mask=exists)
         if steps is not None:
             tl.store(steps + (leaf * DEPTH + k) * KINDS + kind, step, mask=exists)
-    falls = channel == 1  # what is below there is above in the log-ratio
+    falls = channel == 1  # below in the falling channel is above in the log-ratio
     side = tl.where(falls, side // 2 + side % 2 * 2, side)
     tl.store(at + Z * KINDS, tl.where(falls, -z, z).to(tl.float32), mask=exists)
     tl.store(at + OWN * KINDS, own, mask=exists)
@@ -225,7 +225,7 @@ def _add_children(
 
 
 def add_children(leaves: Leaves, shape: Shape) -> None:
-    """A launch for each balanced level, finest first: each reads what the one before it has added up."""
+    """A launch for each balanced level, finest first: each reads the sums of the one before."""
     depth, count = leaves.ancestors.shape
     for level in range(1, depth):
         if shape.aggregates[level] == Aggregate.BALANCED:
@@ -236,7 +236,7 @@ def add_children(leaves: Leaves, shape: Shape) -> None:
 
 
 def gate_leaves(spec: PolicyLossSpec, leaves: Leaves, shape: Shape) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What all leaves tell, and where gradient flows through aggregates the steps of slopes; None without levels."""
+    """The gated levels of all leaves, and the steps of slopes where aggregates carry gradient; None without levels."""
     (depth, count), device = leaves.ancestors.shape, leaves.ancestors.device
     if depth == 0:
         return None, None

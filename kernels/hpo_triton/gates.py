@@ -51,7 +51,7 @@ LIGHT_REGISTERS, MOST_REGISTERS = 128, 255
 
 
 class Gate(NamedTuple):
-    """What specialises the sweep, beside the reading of tokens and which of the optional tensors exist."""
+    """The choices that specialise the sweep, beside the reading of tokens and which of the optional tensors exist."""
 
     token: int  # DROP, or CLIP: the identity is a clip without bounds
     has_level: bool
@@ -201,7 +201,7 @@ def policy_loss(
     grad = torch.empty_like(logp) if want_grad else None
     token_loss = torch.empty_like(logp) if want_tokens else None
 
-    # What has no influence is not part of the specialisation either.
+    # A choice without influence is no part of the specialisation.
     if spec.token is not TokenGate.CLIP:
         inputs = inputs._replace(low=None, high=None)
         spec = spec._replace(token_low=NO_LOW, token_high=NO_HIGH)

@@ -5,7 +5,7 @@ of their own (terms.py), on any number of levels, none included:
     add_children                a launch for each balanced level: the aggregates of finer ones (gated_levels.py)
     gate_leaves                 with a level: what the levels above a leaf tell its tokens (gated_levels.py)
     _sweep_leaves               every token of a leaf once: loss, gradient and metrics, and what flows into aggregates
-    _add_flows                  with a level that hands gradient through its aggregate: to segments
+    _add_flows                  where gradient flows through some aggregate: to segments
     _return_flows               and back to tokens, with the sums of all programs; else _finalise alone
 
 What flows is added in double within a slot, in the order of its tokens, and above it in integers: fixed point below the
@@ -157,7 +157,7 @@ def _gate_tokens(u, low, high, DROP: tl.constexpr):
 
 @triton.jit
 def _flow(value, slope, inside):
-    """``[K, 1]``: what flows past the gates of tokens. A sum of exact zeros where nothing saturates."""
+    """``[K, 1]``: the gradient past the gates of tokens. A sum of exact zeros where nothing saturates."""
     return tl.sum(value * (slope - inside).to(tl.float64), axis=1, keep_dims=True)
 
 
@@ -298,7 +298,7 @@ def _sweep_leaves(
         h = None if entropy is None else load(entropy, token, tokens, whole, ALIGNED)
         total = add_tokens(total, t, policy.loss, penalty, h, LANES, ref_logp is not None)
 
-        # What every slot sends up, by level and channel.
+        # The gradient of every slot in aggregates, by level and channel.
         if SHAPE.carries:
             value = clamp(policy.value, -LARGEST, LARGEST).to(tl.float64)
             of_positive = tl.sum(tl.where(negative, 0.0, value), axis=1, keep_dims=True)
@@ -431,7 +431,7 @@ def _return_flows(
     falling = rising
     if SHAPE.channels == 2:
         falling = _aggregate_grad(segments, ancestors, leaf, leaves, held, 1, SHAPE, DEPTH)
-    if tl.max(tl.abs(rising)) + tl.max(tl.abs(falling)) > 0.0:  # else what is written stands, to the bit
+    if tl.max(tl.abs(rising)) + tl.max(tl.abs(falling)) > 0.0:  # else the written gradient stands, to the bit
         token = slots.token
         loaded = load_tokens(inputs, token, tokens, tl.max(token) < tokens, READING)
         t = read_tokens(inputs, loaded, of_row, rows, slots.inside, READING)
@@ -456,7 +456,7 @@ def policy_loss(
     seen = torch.empty(inputs.weights.numel(), dtype=torch.uint8, device=device)
     grad = torch.empty_like(logp) if want_grad else None
     token_loss = torch.empty_like(logp) if want_tokens else None
-    # What has no influence is not part of the specialisation either.
+    # A choice without influence is no part of the specialisation.
     if spec.token is not TokenGate.CLIP:
         inputs = inputs._replace(low=None, high=None)
     shape, reading, pre = _shape_of(inputs, spec, want_grad), reading_of(inputs, spec), pre_of(spec)
@@ -502,7 +502,7 @@ def _shape_of(inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool) -
 
 
 def _divisors(levels: tuple[LevelSpec, ...], level: int) -> tuple[bool, ...]:
-    """A balanced level hands on to the finer one, a sum divides nothing."""
+    """A balanced level passes its gradient to the finer one, a sum divides nothing."""
     divides = [False] * len(levels)
     divides[level] = levels[level].aggregate is not Aggregate.SUM
     while levels[level].aggregate is Aggregate.BALANCED:
@@ -522,7 +522,7 @@ def _sweep(
     token_loss: torch.Tensor | None,
     seen: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The sums of all programs, and what every slot sends up where that is wanted."""
+    """The sums of all programs, and the gradients of slots in aggregates where they are wanted."""
     (depth, count), slots, device = leaves.ancestors.shape, leaves.owner.numel(), inputs.logp.device
     gated_levels, steps = gate_leaves(spec, leaves, shape)
     flows = torch.empty((slots, depth, 2), dtype=torch.float64, device=device) if shape.carries else None

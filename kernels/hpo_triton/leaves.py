@@ -1,4 +1,4 @@
-"""Leaves: the ranges of tokens that tile the finest level of a hierarchy, and what segments above them add up.
+"""Leaves: the ranges of tokens that tile the finest level of a hierarchy, and the sums of the segments above them.
 
 Leaves are data, as offsets are. A good one lies in its row, begins at or behind the end of every good one before it,
 and has an existing ancestor at every level; what is not good is made empty and counted. From there on leaves are to
@@ -42,8 +42,8 @@ LEAVES = 1024  # of one program
 BALANCED = tl.constexpr(int(Aggregate.BALANCED))
 LOG_MEAN_EXP = tl.constexpr(int(Aggregate.LOG_MEAN_EXP))
 
-# What a segment adds up, int64: valid tokens; by channel, log-ratios in fixed point, what flows back to its tokens, and
-# the largest exponent of what does.
+# The sums of a segment, int64: valid tokens; by channel, log-ratios in fixed point, the gradient in the aggregate, and
+# the largest exponent of its terms.
 FIELDS = tl.constexpr(8)
 VALID, FIXED, FLOW, EXPONENT = (tl.constexpr(field) for field in (0, 1, 3, 5))
 
@@ -106,7 +106,7 @@ def _check_leaves(
     DEPTH: tl.constexpr,
     LEAVES: tl.constexpr,
 ):
-    """Takes all leaves for good ones, and says where that was wrong."""
+    """Copies all leaves as if they were good, and marks where one is not."""
     program = tl.program_id(0).to(tl.int64)
     leaf = program * LEAVES + tl.arange(0, LEAVES)
     exists = leaf < leaves
@@ -188,7 +188,7 @@ def _one_segment(segment, some):
 
 @triton.jit
 def add_to_segments(segments, segment, value, FIELD: tl.constexpr, some):
-    """What all of a block adds to one segment is added first: coarse levels have few."""
+    """Terms of a block for one segment are added first: coarse levels have few segments."""
     least, only = _one_segment(segment, some)
     if only:
         tl.atomic_add(segments + least * FIELDS + FIELD, tl.sum(tl.where(some, value, 0)), sem="relaxed")

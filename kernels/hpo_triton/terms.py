@@ -55,7 +55,7 @@ Pair = tuple[float, float]  # for advantages >= 0 and < 0
 
 
 class Term(NamedTuple):
-    """What specialises kernels, beside which of the numbers exist."""
+    """The choices that specialise kernels, beside which of the numbers exist."""
 
     head: int
     penalty: int
@@ -82,7 +82,7 @@ class Bounds(NamedTuple):
 
 
 class Pre(NamedTuple):
-    """What the log-ratio becomes before it is aggregated."""
+    """The log-ratio behind the pre-gate."""
 
     bounds: Bounds | None  # it is clipped; None: the deviation of the ratio from 1 takes its place
 
@@ -106,7 +106,7 @@ def _deviation_of(x, ratio):
 
 @triton.jit
 def entering(x, negative, pre):
-    """What is aggregated of the log-ratios."""
+    """The function of log-ratios that is aggregated."""
     value = x
     if pre is not None:
         if pre.bounds is None:
@@ -118,7 +118,7 @@ def entering(x, negative, pre):
 
 @triton.jit
 def through_pre(flow, x, negative, pre):
-    """Of what aggregates hand to a token, what arrives at its log-ratio."""
+    """From the gradient of what is aggregated to that of the token's log-ratio."""
     value = flow
     if pre is not None:
         if pre.bounds is None:

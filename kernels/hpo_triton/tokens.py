@@ -1,4 +1,4 @@
-"""What the policy loss knows of a token before any gate: validity, selection, log-ratios and weights."""
+"""Tokens before any gate: validity, selection, log-ratios and weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Loaded", "Reading", "Tokens", "bits", "load_tokens", "read_tokens", 
 
 
 class Reading(NamedTuple):
-    """What specialises the reading of tokens, beside which of the optional tensors exist."""
+    """The choices that specialise the reading of tokens, beside which of the optional tensors exist."""
 
     strict: bool  # score > threshold instead of >=
     advantage_per_token: bool

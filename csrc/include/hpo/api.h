@@ -68,7 +68,8 @@ struct PolicyLossArgs {
   const int64_t* trajectory_start;  // [rows + 1]
   const int64_t* trajectory_rows;   // [rows]
   const float* threshold;     // [1], with score
-  // with a term: what some heads compare the ratio with, [rows], or [tokens] if target_per_token; and who pays its penalty
+  // with a term: what some heads compare the ratio with, [rows], or [tokens] if target_per_token; and which tokens pay its
+  // penalty
   const float* target;
   int32_t target_per_token;
   const uint8_t* penalty_mask;  // [tokens]; null: every valid token
@@ -105,23 +106,25 @@ struct TokenTerm {
 
 constexpr int kMostLevels = 4;  // step, trajectory, group, domain
 
-// A call at once, or in stages, in this order, between which the caller may change what segments have added up: to add what
-// other processes have, or to put something else in its place. Later stages do nothing where nothing flows through aggregates.
+// A call at once, or in stages, in this order. Between stages the caller may change the sums of segments: add those of other
+// processes, or replace them. The last two stages do nothing where no gradient flows through aggregates.
 enum class Stage : int32_t { whole = 0, sums = 1, sweep = 2, reduce_grad = 3, broadcast_grad = 4 };
 
-// What segments add up, all in integers: of segment s at level k at [k][s], 0 for those that have no token. Of the caller where
-// the call is in stages; null: in the workspace.
+// The sums of segments, all in integers: of segment s at level k at [k][s], 0 for those that have no token. The caller owns the
+// tables of a call in stages; null: they are in the workspace.
 struct SegmentTables {
   // [depth][leaves][3]: valid tokens, and by channel their log-ratios, or e^x - 1 for log_mean_exp, see to_fixed; of a balanced
   // level the finer segments that have tokens, and their aggregates. After `sums`
   int64_t* sums;
-  int64_t* largest;   // [depth][leaves][2]: by channel the largest magnitude handed up, the bits of a double. After `sweep`
-  int64_t* aggregate_grad;  // [depth][leaves][2]: by channel all that is handed up, in steps that `largest` fixes. After
-                       // `reduce_grad`
+  // [depth][leaves][2]: by channel the largest magnitude of a leaf's gradient in the aggregate, the bits of a double. After
+  // `sweep`
+  int64_t* largest;
+  // [depth][leaves][2]: by channel the gradient in the aggregate, in steps that `largest` fixes. After `reduce_grad`
+  int64_t* aggregate_grad;
 };
 
 // Levels above the tokens, finest first, none at depth 0. Leaves are ranges of tokens that tile the finest level, each inside
-// its row and behind the leaf before it; what breaks this is left out and counted.
+// its row and behind the leaf before it; a leaf that breaks this is left out and counted.
 struct Hierarchy {
   int32_t depth;
   int32_t split;  // 1: positive and negative log-ratios are two channels
@@ -147,7 +150,7 @@ struct Correction {
   Statistic statistic;
   Reduction reduction;
   Action action;
-  int32_t strict;  // what lies on a bound is outside
+  int32_t strict;  // a statistic on a bound is outside
   double low[2], high[2];  // of the statistic, [advantage >= 0, < 0]
   float* factor;  // [tokens]: times token_weight; NaN where the statistic is; 1 times it where masked or in no leaf
 };
@@ -159,7 +162,7 @@ enum class Part : int32_t { normalised = 0, mean = 1 };
 enum class Presence : int32_t { always = 0, spread = 1, nonzero = 2 };
 enum class Share : int32_t { sum = 0, equal = 1, count = 2, deviation = 3 };
 
-// A grouping of units, and what the statistics of a group say of its units.
+// A grouping of units, and how the statistics of a group become a term of its units.
 struct GroupTerm {
   const float* values;          // [units]
   const int64_t* ids;           // [units], any integers, negative: in no group; null: one group
@@ -181,21 +184,21 @@ struct GroupNormaliseArgs {
   int64_t units;
   int32_t count;                // of terms, 1 to kMostTerms
   GroupTerm terms[kMostTerms];
-  const uint8_t* mask;          // [units], who enters the statistics; null: everybody
-  const uint8_t* apply_mask;    // [units], who receives an advantage; null: the same as mask
+  const uint8_t* mask;          // [units], which of them enter the statistics; null: all
+  const uint8_t* apply_mask;    // [units], which of them receive an advantage; null: those of mask
   Share share;
   double share_eps, share_least;
   float* advantages;            // [units]
   void* workspace;              // group_normalise_workspace(units, count) bytes
 };
 
-// What the members of its group amount to, for every unit.
+// The statistics of the group of every unit.
 struct GroupStatisticsArgs {
   int64_t units;
   const float* values;    // [units]
   const int64_t* ids;     // [units], negative: in no group; null: one group
   const float* weights;   // [units], not above 0 or not finite: no member; null: 1 each
-  const uint8_t* mask;    // [units], who is a member; null: everybody
+  const uint8_t* mask;    // [units], which of them are members; null: all
   double* statistics;     // [6][units]: members, their weight, mean, sum of w (x - mean)^2, least, greatest; else 0
   void* workspace;        // group_statistics_workspace(units) bytes
 };

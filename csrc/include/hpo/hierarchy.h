@@ -5,7 +5,8 @@
 
 namespace hpo {
 
-// A leaf by itself: bad unless it lies in its row and all its ancestors exist. What came before it is the caller's to know.
+// A leaf by itself: bad unless it lies in its row and all its ancestors exist. Whether it overlaps earlier leaves is up to the
+// caller to check.
 HPO_INLINE Range leaf_range(const Hierarchy& hierarchy, const PolicyLossArgs& args, int64_t p) {
   const int64_t begin = hierarchy.leaf_begin[p], end = hierarchy.leaf_end[p], row = hierarchy.leaf_row[p];
   bool good = row >= 0 && row < args.rows;
@@ -26,8 +27,8 @@ HPO_INLINE Range leaf_range(const Hierarchy& hierarchy, const PolicyLossArgs& ar
 // the whole derivative at 0.
 HPO_INLINE float rising_part(bool split, float x) { return split && x < 0.0f ? 0.0f : x; }
 
-// Log-ratios of a leaf or a segment, by channel, see to_fixed. Under other aggregates than their mean and their sum something
-// else stands in their place, see SegmentTables.
+// Sums of log-ratios over a leaf or a segment, by channel, see to_fixed. Aggregates other than mean and sum add up other
+// numbers, see SegmentTables.
 struct LogRatios {
   int64_t valid, fixed[2];
 
@@ -42,7 +43,7 @@ HPO_INLINE bool adds_exponentials(const Hierarchy& hierarchy) {
   return hierarchy.depth > 0 && hierarchy.levels[0].aggregate == Aggregate::log_mean_exp;
 }
 
-// By how much sums over a segment are divided.
+// The divisor of sums over a segment.
 HPO_INLINE double divisor(const HierarchyLevel& level, int64_t valid) {
   return level.aggregate != Aggregate::sum && valid > 0 ? double(valid) : 1.0;
 }
@@ -59,13 +60,13 @@ HPO_INLINE double aggregate(const HierarchyLevel& level, const LogRatios& sums, 
   return mean;
 }
 
-// What a segment at level k - 1 is to its balanced segment at level k.
+// A segment at level k - 1 as part of its balanced segment at level k.
 struct Child {
   int64_t parent;  // -1: it has no tokens
-  LogRatios sums;  // itself, and its aggregates
+  LogRatios sums;  // 1 for itself, and its aggregates
 };
 
-// Of segment s, whose number is that of its first leaf: this has the parent, which exists, whatever the ancestors are.
+// The child that segment s is. A segment's number is that of its first leaf, whose ancestor at level k is the parent.
 HPO_INLINE Child child_at(const Hierarchy& hierarchy, int k, int64_t s, const LogRatios& sums) {
   const int64_t parent = hierarchy.ancestors[k * hierarchy.leaves + s];
   if (sums.valid == 0 || parent < 0 || parent >= hierarchy.leaves) return {-1, {}};
@@ -73,8 +74,8 @@ HPO_INLINE Child child_at(const Hierarchy& hierarchy, int k, int64_t s, const Lo
   return {parent, {1, {to_fixed(aggregate<true>(level, sums, 0)), to_fixed(aggregate<true>(level, sums, 1))}}};
 }
 
-// By how much what arrives at level k is divided on its way to the log-ratio of a token, e^x apart that stands before each in a
-// log mean exp. segment(k): the sums of the token's segment at level k.
+// The divisor of an aggregate's gradient at level k on its way to a token; in a log mean exp each token has the factor e^x
+// besides. segment(k): the sums of the token's segment at level k.
 template <class SegmentAt>
 HPO_INLINE double shares(const Hierarchy& hierarchy, int k, int channel, const SegmentAt& segment) {
   double children = 1.0;
@@ -85,12 +86,12 @@ HPO_INLINE double shares(const Hierarchy& hierarchy, int k, int channel, const S
   return children * (level.aggregate == Aggregate::log_mean_exp ? ones + sum_of(sums, channel) : ones);
 }
 
-// What a leaf tells its tokens. [channel][sign of the advantage]
+// The gates of all levels above a leaf, as its tokens need them. [channel][sign of the advantage]
 struct LeafGate {
   float z[2];         // the gated residuals of all levels
   float mean[2];      // of the finest level, by channel
   float slope[2][2];  // of the finest level
-  float own[2][2];    // what Routing::self adds to the slope of a token's own path
+  float own[2][2];    // added to the slope of a token's own path by Routing::self
   int32_t below[2], above[2];  // -1: some level is beyond its bound
   int32_t bent[2];  // -1: some level does not pass its residual on as it is; on the CPU
 };
@@ -99,13 +100,13 @@ struct LevelSlopes {
   double slope[kMostLevels][2][2];
 };
 
-// One channel and one sign of the advantage of a LeafGate; z, below, above and bent are to be joined with the other channel's.
+// One channel and one sign of the advantage of a LeafGate. The caller joins z, below, above and bent of both channels.
 struct GateColumn {
   float z, mean, slope, own;
   int32_t below, above, bent;
 };
 
-// segment(k): the sums of the leaf's segment at level k, which has tokens. put_slope(k, slope) takes each level's slope.
+// segment(k): the sums of the leaf's segment at level k; the leaf has tokens. put_slope(k, slope) takes each level's slope.
 template <bool kMeanExp, class SegmentAt, class PutSlope>
 HPO_INLINE GateColumn gate_column(const Hierarchy& hierarchy, int channel, int sign, const SegmentAt& segment,
                                   const PutSlope& put_slope) {
@@ -189,13 +190,13 @@ HPO_INLINE GatedTokenNumber<F> gate_token(const LeafGate& gate, bool split, bool
   return token;
 }
 
-// -(a e^z): what a token's loss is made of, and d loss / d z under the linear head. At z = 0 this is -a to the bit.
+// -(a e^z): the loss of a token and d loss / d z under the linear head. At z = 0 this is -a to the bit.
 template <class F>
 HPO_INLINE F token_value(F a, F z) {
   return -(a * exp(clamp(z, all<F>(-kSaturation), all<F>(kSaturation))));
 }
 
-// --------------------------------------------------------------------------------- gradient through aggregates, back up
+// ------------------------------------------------------------------------------------------- gradient through aggregates
 
 // d loss / d z of the chosen tokens of a leaf: by sign of the advantage, and by channel times (slope of the finest level -
 // slope of the token gate). The second is summed as it is: where nothing saturates, it is 0 to the bit.
@@ -207,17 +208,17 @@ struct Flow {
   }
 };
 
-// What a leaf hands to the aggregate of its segment at level k.
-HPO_INLINE double handed_up(const LevelSlopes& slopes, int k, int channel, const Flow& flow) {
+// The gradient of a leaf's loss in the aggregate of its segment at level k.
+HPO_INLINE double grad_into_aggregate(const LevelSlopes& slopes, int k, int channel, const Flow& flow) {
   if (k == 0) return channel == 0 ? flow.past_token[0] : flow.past_token[1];
   const auto& here = slopes.slope[k][channel];
   const auto& finer = slopes.slope[k - 1][channel];
   return (here[0] - finer[0]) * flow.by_sign[0] + (here[1] - finer[1]) * flow.by_sign[1];
 }
 
-// What arrives at a segment is added as integers, so that it has no order. Gradients have no range that fixed point could have
-// been made for, so a segment's step follows the largest magnitude that is handed to it, whose bits order as it does: 2^37
-// steps reach the next power of two, and fewer than 2^25 leaves or tiles hand something up (see to_fixed).
+// The gradients in an aggregate are added as integers, so that their sum has no order. Gradients have no fixed range, so the
+// step of a segment follows the largest magnitude among its terms, whose bits order as it does: 2^37 steps reach the next power
+// of two, and fewer than 2^25 leaves or tiles have a term (see to_fixed).
 
 constexpr int kSmallest = 100, kOverflow = 2047;  // exponents of doubles: below the first, steps stay as they are
 
@@ -227,14 +228,14 @@ HPO_INLINE double power_of_two(int exponent) { return from_bits(int64_t(exponent
 HPO_INLINE double step_of(int exponent) { return power_of_two(exponent - 36); }
 HPO_INLINE double steps_in_one(int exponent) { return power_of_two(2082 - exponent); }
 
-// What is handed up, in steps.
-HPO_INLINE int64_t in_steps(double handed, int64_t largest) {
+// A gradient in steps.
+HPO_INLINE int64_t in_steps(double grad, int64_t largest) {
   const int exponent = exponent_of(largest);
-  return exponent == kOverflow ? 0 : int64_t(::rint(handed * steps_in_one(exponent)));
+  return exponent == kOverflow ? 0 : int64_t(::rint(grad * steps_in_one(exponent)));
 }
 
-// All that arrives. Infinity and NaN stay what they are.
-HPO_INLINE double arrived(int64_t steps, int64_t largest) {
+// The sum of gradients from its steps. Infinity and NaN stay what they are.
+HPO_INLINE double from_steps(int64_t steps, int64_t largest) {
   const int exponent = exponent_of(largest);
   return exponent == kOverflow ? from_bits(largest) : double(steps) * step_of(exponent);
 }

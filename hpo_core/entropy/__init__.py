@@ -1,6 +1,7 @@
 """Entropy windows: windowed aggregates on packed rows, exact quantile thresholds, and the token masks made of them."""
 
 from .aggregates import Window, window_aggregate, window_mean
+from .scopes import quantiles, segment_aggregate, top_k
 from .window import EntropyWindow, WindowState, ares, forking_tokens
 
 __all__ = [
@@ -9,6 +10,9 @@ __all__ = [
     "WindowState",
     "ares",
     "forking_tokens",
+    "quantiles",
+    "segment_aggregate",
+    "top_k",
     "window_aggregate",
     "window_mean",
 ]

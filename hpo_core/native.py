@@ -300,8 +300,8 @@ class Native:
         rule: OrderRule,
         mask: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        thresholds = values.new_empty(scopes.count)
-        counts = values.new_empty((scopes.count, 2), dtype=torch.int64)
+        thresholds = values.new_empty(scopes.number)
+        counts = values.new_empty((scopes.number, 2), dtype=torch.int64)
         self._order_statistics(
             values, scopes, mask, (numerator, denominator, int(rule)), None, thresholds, counts, None
         )
@@ -322,7 +322,7 @@ class Native:
         quantile: tuple[int, int, int],
         *k_and_outputs: torch.Tensor | None,
     ) -> None:
-        sizes = (values.numel(), scopes.offsets.numel() - 1, scopes.count)
+        sizes = (values.numel(), scopes.offsets.numel() - 1, scopes.number)
         workspace = self._workspace(self.module.order_statistics_workspace(*sizes[:2]), values)
         self._call(
             self.module.order_statistics, values, sizes, values, mask, *scopes, *quantile, *k_and_outputs, workspace

@@ -532,7 +532,7 @@ class Scopes(NamedTuple):
     begin: torch.Tensor | None = None  # [C + 1] int64: scope c has the segments order[begin[c] : begin[c + 1]]
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         """C, the number of scopes."""
         return (self.offsets if self.begin is None else self.begin).shape[0] - 1
 

@@ -505,7 +505,7 @@ def _operators() -> Iterator[Call]:
                 "mask": tokens["mask"],
                 "backend": "",
             },
-            "",
+            "k",
         ),
         (
             "group_normalise",

@@ -13,7 +13,7 @@ import torch
 
 from .. import ops
 from ..batch import PackedBatch, renumber
-from ..checks import check, check_device, check_dtype, check_rows, check_shape, examined, examines, require_type
+from ..checks import check, check_device, check_dtype, check_shape, examined, examines, require_type
 from ..specs import OrderRule
 from .aggregates import flat_values
 
@@ -22,7 +22,6 @@ __all__ = ["exact_fraction", "quantiles", "segment_aggregate", "top_k"]
 _AGGREGATES = ("mean", "sum", "max", "min")
 _LEVELS = ("step", "row", "trajectory", "group")
 _SCOPES = (*_LEVELS, "call")
-_INTEGERS = (torch.int32, torch.int64)
 
 
 @examines
@@ -58,15 +57,13 @@ def segment_aggregate(
     check(aggregate in _AGGREGATES, "aggregate: expected one of {}, got {!r}", ", ".join(_AGGREGATES), aggregate)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     if isinstance(level, torch.Tensor):
-        given = examined("level", level)
-        check_dtype("level", given, _INTEGERS, "ids are integers")
-        check_shape("level", given, flat.shape, "[T] (one per token)")
-        check_device("level", given, batch.device, "the batch")
-        segment, count = _numbers(given.to(torch.int64)), flat.numel()
+        segment = _numbers(_integers("level", level, flat.numel(), "[T] (one per token)", batch))
+        count = flat.numel()
     else:
-        check(level in _LEVELS, "level: expected one of {} or ids [T], got {!r}", ", ".join(_LEVELS), level)
+        is_level = isinstance(level, str) and level in _LEVELS
+        check(is_level, "level: expected one of {} or ids [T], got {!r}", ", ".join(_LEVELS), level)
         scoping = _scoping(batch, level, None)
-        segment, count = scoping.of_token(flat.numel()), scoping.count
+        segment, count = scoping.of_token(flat.numel()), scoping.scopes
     inside = segment >= 0 if batch.mask is None else batch.mask & (segment >= 0)
     number, _, mean, _, least, greatest = ops.group_statistics(flat, segment, None, batch.mask, backend)
     of_segment = {"mean": mean, "sum": mean * number, "max": greatest, "min": least}[aggregate].to(flat.dtype)
@@ -121,7 +118,7 @@ def quantiles(
         return thresholds.expand(values.shape) if expand else thresholds
     scoping = _scoping(batch, scope, scopes)
     thresholds, _ = ops.order_statistics(
-        flat, scoping.segments, scoping.scope_of_segment, scoping.count, *q, rule, batch.mask, backend
+        flat, scoping.segments, scoping.scope_of_segment, scoping.scopes, *q, rule, batch.mask, backend
     )
     if not expand:
         return thresholds
@@ -159,13 +156,10 @@ def top_k(
     batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     scoping = _scoping(batch, scope, scopes)
-    wanted = _counts(k, scoping.count, batch)
+    wanted = _counts(k, scoping.scopes, batch)
     if uid is not None:
-        check_dtype("uid", uid, _INTEGERS, "hash them to int64 first")
-        check_shape("uid", uid, (batch.rows,), "[S] (one per row)")
-        check_device("uid", uid, batch.device, "the batch")
-        uid = uid.to(torch.int64)
-        uid = uid.contiguous() if scoping.row_of_segment is None else uid[scoping.row_of_segment]
+        uid = _integers("uid", uid, batch.rows, "[S] (one per row)", batch)
+        uid = uid if scoping.row_of_segment is None else uid[scoping.row_of_segment]
     selected = ops.select_exact(flat, scoping.segments, scoping.scope_of_segment, wanted, uid, batch.mask, backend)
     return selected.reshape(values.shape)
 
@@ -194,7 +188,7 @@ class _Scoping(NamedTuple):
 
     segments: torch.Tensor  # [N + 1] int64, offsets
     scope_of_segment: torch.Tensor | None  # [N] int64; None: each segment is a scope
-    count: int  # C
+    scopes: int  # C
     row_of_segment: torch.Tensor | None  # [N] int64; None: the segments are the rows
 
     def of_token(self, tokens: int) -> torch.Tensor:
@@ -206,19 +200,18 @@ class _Scoping(NamedTuple):
             if self.scope_of_segment.numel() == 0:
                 return torch.full_like(token, -1)
             segment = self.scope_of_segment[torch.where(inside, segment, 0)]
-        return torch.where(inside & (segment >= 0) & (segment < self.count), segment, -1)
+        return torch.where(inside & (segment >= 0) & (segment < self.scopes), segment, -1)
 
 
 def _scoping(batch: PackedBatch, scope: str | torch.Tensor, scopes: int | None) -> _Scoping:
     """The scopes of this name, or those with these ids of rows."""
     if isinstance(scope, torch.Tensor):
-        ids = examined("scope", scope)
-        check_rows(batch, scope_ids=ids)
-        ids = ids.to(torch.int64).contiguous()
+        ids = _integers("scope", scope, batch.rows, "[S] (one per row)", batch)
         check(scopes is None or scopes >= 0, "scopes: expected a count >= 0, got {}", scopes)
         of_row = _numbers(ids) if scopes is None else ids
         return _Scoping(batch.cu_seqlens, of_row, batch.rows if scopes is None else scopes, None)
-    check(scope in _SCOPES, "scope: expected one of {} or ids [S], got {!r}", ", ".join(_SCOPES), scope)
+    is_scope = isinstance(scope, str) and scope in _SCOPES
+    check(is_scope, "scope: expected one of {} or ids [S], got {!r}", ", ".join(_SCOPES), scope)
     check(scopes is None, "scopes: it is the number of scopes that ids name, but scope is {!r}; leave it out", scope)
     if scope == "step":
         return _steps(batch)
@@ -263,15 +256,20 @@ def _numbers(ids: torch.Tensor) -> torch.Tensor:
 def _counts(k: int | torch.Tensor, scopes: int, batch: PackedBatch) -> torch.Tensor:
     """The number of values to select in each scope, ``[C]`` int64."""
     if isinstance(k, torch.Tensor):
-        k = examined("k", k)
-        check_dtype("k", k, _INTEGERS, "counts are integers")
-        check_shape("k", k, (scopes,), "[C] (one per scope)")
-        check_device("k", k, batch.device, "the batch")
-        return k.to(torch.int64).contiguous()
+        return _integers("k", k, scopes, "[C] (one per scope)", batch)
     is_count = isinstance(k, int) and not isinstance(k, bool)
     require_type(is_count, "k: expected an integer or a tensor [C], got {!r}", k)
     check(k >= 0, "k: expected a count >= 0, got {}", k)
     return torch.full((scopes,), k, dtype=torch.int64, device=batch.device)
+
+
+def _integers(name: str, given: torch.Tensor, size: int, meaning: str, batch: PackedBatch) -> torch.Tensor:
+    """A checked constant of ids or counts, int64."""
+    given = examined(name, given)
+    check_dtype(name, given, (torch.int32, torch.int64), "ids and counts are integers; hash them to int64 first")
+    check_shape(name, given, (size,), meaning)
+    check_device(name, given, batch.device, "the batch")
+    return given.to(torch.int64).contiguous()
 
 
 def _quantile_of_call(

@@ -21,8 +21,8 @@ def order_statistics(
     Returns the thresholds ``[C]`` (NaN if n = 0) and ``[C, 2]`` int64: n, and the number of errors.
     """
     values = values.detach()
-    thresholds = values.new_full((scopes.count,), math.nan)
-    counts = torch.zeros((scopes.count, 2), dtype=torch.int64, device=values.device)
+    thresholds = values.new_full((scopes.number,), math.nan)
+    counts = torch.zeros((scopes.number, 2), dtype=torch.int64, device=values.device)
     for scope, tokens in enumerate(_tokens_of_scopes(values, scopes, mask)):
         given = values[tokens]
         population = given[torch.isfinite(given)].sort().values

@@ -343,7 +343,7 @@ def _scopes(exact: bool, rule: OrderRule = OrderRule.NEAREST, one_per_row: bool 
     listed = Scopes(batch.cu_seqlens, *((None, None) if one_per_row else (_integers(ROWS), _integers(ROWS + 1))))
     mask = batch.mask if masked else None
     if exact:
-        scopes.select_exact(batch.logp, listed, _integers(listed.count), mask)
+        scopes.select_exact(batch.logp, listed, _integers(listed.number), mask)
     else:
         scopes.order_statistics(batch.logp, listed, 4, 5, rule, mask)
 

@@ -133,8 +133,8 @@ def order_statistics(
     values: torch.Tensor, scopes: Scopes, numerator: int, denominator: int, rule: OrderRule, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Thresholds ``[C]`` and ``[C, 2]`` int64: the population and the errors."""
-    thresholds = values.new_empty(scopes.count)
-    counts = values.new_empty((scopes.count, 2), dtype=torch.int64)
+    thresholds = values.new_empty(scopes.number)
+    counts = values.new_empty((scopes.number, 2), dtype=torch.int64)
     denominator = max(1, min(denominator, 2**61))
     quantile = (max(0, min(numerator, denominator)), denominator)
     _scan(values, scopes, mask, None, thresholds, counts, None, quantile, rule)
@@ -161,7 +161,7 @@ def _scan(
 ) -> None:
     tokens = values.numel()
     launch(
-        _scan_scopes, scopes.count, values, mask, *scopes, k, thresholds, counts, selected, tokens,
+        _scan_scopes, scopes.number, values, mask, *scopes, k, thresholds, counts, selected, tokens,
         scopes.offsets.numel() - 1, *quantile, tokens.bit_length(), RULE=int(rule), STEP=STEP,
         maxnreg=REGISTERS,
     )  # fmt: skip

@@ -23,13 +23,13 @@ EVERY_MODULE = tuple(sorted(path.stem.removeprefix("test_") for path in Path(__f
 LOSS = ("promises", "gates", "hierarchy", "presets", "terms", "stages", "metrics", "corrections")
 ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators")
 ENTROPY = ("entropy", "entropy_selection", "select_top", "window_aggregates")
-SCOPES = ("scopes",)
+SCOPES = ("scopes", "scopes_over_ranks")
 SEGMENTS = ("segments", "token_estimators")
 LOGPROBS = ("logprobs", "logprobs_calls", "support", "linear_logprobs", "vocabulary_parallel", "logprobs_peers")
 OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SCOPES, *SEGMENTS, *LOGPROBS)
 MULTIPROCESS = (
     *("distributed", "segment_exchange", "aggregates", "advantages_over_ranks", "data_parallel", "deepspeed"),
-    "empty_rank",
+    *("empty_rank", "scopes_over_ranks"),
 )
 PYTHON = (
     *("aggregation", "batch", "batch_caches", "couplings", "docs", "gate_inputs", "imports", "level_metrics", "losses"),

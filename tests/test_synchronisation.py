@@ -10,6 +10,7 @@ from naive_estimators import draw
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 import hpo_core as hpo
+from hpo_core.specs import OrderRule
 
 GATES = {
     "token": hpo.gates.ppo_clip(0.1, 0.2, ratio_dual=2.0),
@@ -49,6 +50,19 @@ def test_nothing_synchronises():
         for window in (hpo.entropy.forking_tokens(), hpo.entropy.ares()):
             state = window.fit(entropy, batch)
             window.apply(entropy, batch, state)
+        stepped = make.batch(steps=make(5, 2, dtype=torch.int64), step_ids=make(5, dtype=torch.int64))
+        for scope, scoped in (
+            ("step", stepped),
+            ("row", batch),
+            ("trajectory", batch),
+            ("group", batch),
+            ("call", batch),
+        ):
+            hpo.entropy.quantiles(entropy, scoped, "0.95", scope=scope, rule=OrderRule.LINEAR, expand=True)
+            hpo.entropy.top_k(entropy, scoped, 3, scope=scope, uid=make.ids())
+            if scope != "call":
+                hpo.entropy.segment_aggregate(entropy, scoped, scope, expand=False)
+        hpo.entropy.window_aggregate(entropy, batch, hpo.entropy.Window.causal(3, aggregate="max", boundary="carry"))
         for gate in GATES.values():
             result = hpo.policy_loss(
                 logp,

@@ -40,8 +40,8 @@ CLASSES = (
 )
 OPERATORS = (
     "correction", "group_normalise", "group_statistics", "linear_token_logprobs", "linear_token_logprobs_backward",
-    "order_statistic", "policy_loss", "recurrence", "row_counts", "select", "select_top", "token_logprobs",
-    "token_logprobs_backward", "window_score",
+    "order_statistic", "order_statistics", "policy_loss", "recurrence", "row_counts", "select", "select_exact",
+    "select_top", "token_logprobs", "token_logprobs_backward", "window_score",
 )  # fmt: skip
 
 
@@ -307,6 +307,16 @@ def _windows() -> Iterator[Call]:
         yield _method(EntropyWindow, "fit_apply", self=window, **given)
         yield _method(EntropyWindow, "apply", self=window, **given, state=state)
     yield _call(hpo.entropy.window_mean, values=_T["entropy"], batch=batch(), first=-1, last=1)
+    for aggregate, boundary in (("max", "carry"), ("sum", "zero")):
+        span = hpo.entropy.Window(-1, 1, aggregate, boundary)
+        yield _call(hpo.entropy.window_aggregate, values=_T["entropy"], batch=batch(), window=span)
+    scopes = {"values": _T["entropy"], "batch": batch()}
+    for level in ("row", "group", "call"):
+        yield _call(hpo.entropy.quantiles, **scopes, quantile="0.5", scope=level)
+        yield _call(hpo.entropy.top_k, **scopes, k=2, scope=level)
+    yield _call(hpo.entropy.top_k, **scopes, k=integers(1, 2), scope=integers(1, 0, 1), scopes=2, uid=integers(7, 5, 6))
+    yield _call(hpo.entropy.quantiles, **scopes, quantile="0.5", scope=integers(1, 0, 1), expand=True)
+    yield _call(hpo.entropy.segment_aggregate, **scopes, level="group", aggregate="sum")
     padded = {"entropy": _T["entropy"][:8].reshape(2, 4), "batch": bools(1, 1, 1, 0, 1, 1, 0, 0).reshape(2, 4)}
     yield _method(EntropyWindow, "fit", self=window, **padded)
 
@@ -435,6 +445,7 @@ def _operators() -> Iterator[Call]:
     fiber = _loss_inputs(packed, gates.fiberpo())
     sequence = _loss_inputs(packed, gates.gspo())
     quantile = {"numerator": 1, "denominator": 2, "rule": 0, "backend": ""}
+    of_scopes = {"segments": packed.cu_seqlens, "scope_of_segment": integers(1, 0, 1)}
     logprobs = {
         "logits": _LOGITS, "targets": _TARGETS, "temperatures": _TEMPERATURES, "temperature": 1.0,
         "ignore_index": -100, "floors": _TEMPERATURES - 1, "first": 0, "vocabulary": 8, "backend": "",
@@ -459,7 +470,16 @@ def _operators() -> Iterator[Call]:
         ),
         (
             "window_score",
-            {"values": _T["entropy"], **tokens, "first": 0, "last": 1, "boundary": 0, "invalid": 0, "backend": ""},
+            {
+                "values": _T["entropy"],
+                **tokens,
+                "first": 0,
+                "last": 1,
+                "boundary": 3,
+                "invalid": 0,
+                "backend": "",
+                "aggregate": 2,
+            },
             "cu_seqlens",
         ),
         ("order_statistic", {"values": _T["entropy"], **tokens, **quantile}, "cu_seqlens"),
@@ -470,6 +490,23 @@ def _operators() -> Iterator[Call]:
             "cu_seqlens",
         ),
         ("select_top", {"values": _T["entropy"], **tokens, **quantile, "strict": True}, "cu_seqlens"),
+        (
+            "order_statistics",
+            {"values": _T["entropy"], **of_scopes, "scopes": 2, **quantile, "rule": 3, "mask": tokens["mask"]},
+            "",
+        ),
+        (
+            "select_exact",
+            {
+                "values": _T["entropy"],
+                **of_scopes,
+                "k": integers(2, 1),
+                "uid_of_segment": integers(5, 3, 4),
+                "mask": tokens["mask"],
+                "backend": "",
+            },
+            "k",
+        ),
         (
             "group_normalise",
             {

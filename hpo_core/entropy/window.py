@@ -6,7 +6,6 @@ drawn. No result has a gradient.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -17,56 +16,15 @@ import torch.distributed
 from .. import ops
 from ..backends import choice, is_reference, resolve
 from ..batch import PackedBatch
-from ..checks import check, check_device, check_dtype, check_numbers, check_shape, examines, require_type
-from ..specs import Boundary, Invalid, OrderRule
+from ..checks import check, check_dtype, check_numbers, check_shape, examines, require_type
+from ..specs import INDEX_RULES, Boundary, Invalid, OrderRule, WindowAggregate
+from .aggregates import NUMBERS, ROUNDING, flat_values, window_score
+from .ranks import quantiles_over_ranks
+from .scopes import exact_fraction
 
-__all__ = ["EntropyWindow", "WindowState", "ares", "forking_tokens", "window_mean"]
+__all__ = ["EntropyWindow", "WindowState", "ares", "forking_tokens"]
 
-_BOUNDARIES = {"full": Boundary.FULL, "shrink": Boundary.SHRINK, "zero": Boundary.ZERO}
-_INVALID = {"skip": Invalid.SKIP, "break": Invalid.BREAK}
 _SCOPES = ("batch", "call")
-_NUMBERS = (torch.float32, torch.float64)
-_ROUNDING = "thresholds on 16-bit entropies pick wrong tokens; compute and store them in float32"
-
-
-@examines
-def window_mean(
-    values: torch.Tensor,
-    batch: PackedBatch | torch.Tensor,
-    first: int,
-    last: int,
-    *,
-    boundary: str = "full",
-    invalid: str = "skip",
-    backend: str | None = None,
-) -> torch.Tensor:
-    """Mean of ``values`` over the window ``{t + first, ..., t + last}`` of each token t, cut by the token's row.
-
-    Args:
-        values: ``[T]`` or the padded ``[B, L]``, floating point (entropies, in nats).
-        batch: a PackedBatch, or a padded mask ``[B, L]``.
-        first, last: integers, ``first <= last``: ``(0, w - 1)`` looks forward, ``(-(w - 1), 0)`` back.
-        boundary: the mean of a window that crosses the border of its row. ``"full"``: undefined; ``"shrink"``: over the
-            part inside; ``"zero"``: the sum of the part inside divided by the full width.
-        invalid: the effect of masked tokens inside a window. ``"skip"``: they are left out (one valid token must
-            remain); ``"break"``: the mean is undefined.
-
-    Returns:
-        float32 in the shape of ``values``: -inf where the window is undefined or the token masked (below every
-        threshold), NaN where a valid token's own value is not finite. Sums have a fixed order that depends only on the
-        position inside the window, and are exact on constant values for widths that are powers of two.
-
-    >>> batch = PackedBatch.from_lengths([3, 2])
-    >>> window_mean(torch.tensor([1.0, 3.0, 5.0, 7.0, 9.0]), batch, 0, 1)
-    tensor([2., 4., -inf, 8., -inf])
-    """
-    batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
-    check(boundary in _BOUNDARIES, "boundary: expected one of {}, got {!r}", ", ".join(_BOUNDARIES), boundary)
-    check(invalid in _INVALID, "invalid: expected one of {}, got {!r}", ", ".join(_INVALID), invalid)
-    check(first <= last, "first: expected first <= last, got {} and {}", first, last)
-    flat = _flat("values", values, batch, keep_dtype=backend == "reference")
-    score = _score(flat, batch, first, last, _BOUNDARIES[boundary], _INVALID[invalid], backend)
-    return score.reshape(values.shape)
 
 
 class WindowState(NamedTuple):
@@ -96,7 +54,7 @@ class EntropyWindow:
     before the first backward), ``apply`` per micro-batch: the mask is then the same for every way of cutting the step.
 
     Args:
-        first, last, boundary, invalid: the window, see :func:`window_mean`.
+        first, last, boundary, invalid: the window, see :class:`Window`.
         quantile: exact rational q; the threshold is the order statistic ``rule(q (n - 1))`` of the n defined scores.
         strict: select ``score > threshold`` instead of ``>=``.
         scope: ``"batch"``: the threshold comes from :meth:`fit`; ``"call"``: each loss call fits its own tokens.
@@ -118,6 +76,7 @@ class EntropyWindow:
         require_type(isinstance(self.quantile, Fraction), "quantile: expected a Fraction, got {!r}", self.quantile)
         check(self.first <= self.last, "first: expected first <= last, got {} and {}", self.first, self.last)
         check(0 <= self.quantile <= 1, "quantile: expected a fraction in [0, 1], got {}", self.quantile)
+        check(self.rule in INDEX_RULES, "rule: expected one of an index, got {!r}; see quantiles for LINEAR", self.rule)
         check(self.scope in _SCOPES, "scope: expected one of {}, got {!r}", ", ".join(_SCOPES), self.scope)
         check(
             self.quantile.denominator <= 10**9,
@@ -128,8 +87,9 @@ class EntropyWindow:
     @examines
     def score(self, entropy: torch.Tensor, batch: PackedBatch, *, backend: str | None = None) -> torch.Tensor:
         """The windowed means ``[T]`` that are compared, -inf where undefined."""
-        flat = _flat("entropy", entropy, batch, keep_dtype=backend == "reference")
-        return _score(flat, batch, self.first, self.last, self.boundary, self.invalid, backend)
+        flat = flat_values("entropy", entropy, batch, keep_dtype=backend == "reference")
+        rules = (self.boundary, self.invalid, WindowAggregate.MEAN)
+        return window_score(flat, batch, self.first, self.last, *rules, backend)
 
     @examines
     def fit(
@@ -161,7 +121,7 @@ class EntropyWindow:
         backend: str | None = None,
     ) -> WindowState:
         """:meth:`fit` from scores already computed by :meth:`score` of the same ``backend``, of any shape."""
-        check_dtype("score", score, _NUMBERS, _ROUNDING)
+        check_dtype("score", score, NUMBERS, ROUNDING)
         score = score.detach().flatten()
         if backend != "reference":
             score = score.float().contiguous()
@@ -232,7 +192,8 @@ class EntropyWindow:
     def _compared(self, entropy: torch.Tensor, batch: PackedBatch, backend: str | None) -> _Compared:
         """The values compared with the threshold: scores, or entropies themselves for windows of one token."""
         if self.first == self.last == 0:
-            return _flat("entropy", entropy, batch, keep_dtype=backend == "reference"), batch.mask, batch.cu_seqlens
+            flat = flat_values("entropy", entropy, batch, keep_dtype=backend == "reference")
+            return flat, batch.mask, batch.cu_seqlens
         return self.score(entropy, batch, backend=backend), None, None
 
     def _fit(
@@ -261,7 +222,7 @@ def forking_tokens(ratio: str | Fraction | float = "0.2", *, scope: str = "batch
     >>> forking_tokens().quantile
     Fraction(4, 5)
     """
-    keep = _fraction("ratio", ratio)
+    keep = exact_fraction("ratio", ratio)
     return EntropyWindow("forking_tokens", 1 - keep, scope=scope, source="arXiv 2506.01939")
 
 
@@ -284,7 +245,9 @@ def ares(window: int = 4, quantile: str | Fraction | float = "0.95", *, scope: s
     3
     """
     check(window >= 1, "window: expected a width >= 1, got {}", window)
-    return EntropyWindow("ares", _fraction("quantile", quantile), 0, window - 1, scope=scope, source="arXiv 2510.08457")
+    return EntropyWindow(
+        "ares", exact_fraction("quantile", quantile), 0, window - 1, scope=scope, source="arXiv 2510.08457"
+    )
 
 
 def check_scorer(window: EntropyWindow, state: WindowState, values: torch.Tensor, backend: str | None) -> None:
@@ -313,38 +276,8 @@ def _chosen(values: torch.Tensor) -> str:
     return "" if ops.is_traced(values) else choice("entropy", values.device.type)
 
 
-def _fraction(name: str, value: str | Fraction | float) -> Fraction:
-    """The exact rational that a decimal spells: 0.95 is 19/20, not the double next to it."""
-    try:
-        fraction = value if isinstance(value, Fraction) else Fraction(str(value))
-    except ValueError:
-        expected = "a number, a Fraction or a decimal such as '0.2'"
-        raise TypeError(f"{name}: expected {expected} in [0, 1], got {value!r}{_fix(value)}") from None
-    check(0 <= fraction <= 1, "{}: expected a fraction in [0, 1], got {}", name, value)
-    return fraction
-
-
-def _fix(value: object) -> str:
-    """The fix for a percentage or a decimal comma."""
-    percent, comma = re.fullmatch(r"([\d.]+) *%", str(value)), re.fullmatch(r"(\d*),(\d+)", str(value))
-    if percent:
-        return f"; write {float(percent[1]) / 100:g}"
-    return f"; write {comma[1]}.{comma[2]}" if comma else ""
-
-
-def _flat(name: str, tensor: torch.Tensor, batch: PackedBatch, keep_dtype: bool) -> torch.Tensor:
-    check_dtype(name, tensor, _NUMBERS, _ROUNDING)
-    shape = batch.padded_shape or (batch.total_tokens,)
-    if tuple(tensor.shape) != (batch.total_tokens,):
-        check_shape(name, tensor, shape, "[T] (or the padded [B, L])")
-    check_device(name, tensor, batch.device, "the batch")
-    flat = tensor.detach() if tensor.requires_grad else tensor
-    flat = flat if flat.dim() == 1 else flat.reshape(-1)
-    return flat if keep_dtype else flat.float().contiguous()
-
-
 def _threshold(threshold: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    check_dtype("state.threshold", threshold, _NUMBERS, "take the state as fit returned it")
+    check_dtype("state.threshold", threshold, NUMBERS, "take the state as fit returned it")
     check_shape("state.threshold", threshold, (1,), "[1] (what fit returned)")
     check(
         threshold.device == values.device,
@@ -355,75 +288,10 @@ def _threshold(threshold: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return threshold.detach().to(values.dtype)
 
 
-def _score(
-    values: torch.Tensor,
-    batch: PackedBatch,
-    first: int,
-    last: int,
-    boundary: Boundary,
-    invalid: Invalid,
-    backend: str | None,
-) -> torch.Tensor:
-    if backend == "reference":
-        reference = resolve("entropy", values, backend)
-        return reference.window_score(values, batch.mask, batch.cu_seqlens, first, last, boundary, invalid)  # type: ignore[no-any-return]
-    return ops.window_score(values, batch.mask, batch.cu_seqlens, first, last, boundary, invalid, backend)
-
-
 def _fit_over_ranks(
     score: torch.Tensor, quantile: Fraction, rule: OrderRule, group: torch.distributed.ProcessGroup
 ) -> WindowState:
-    """Radix selection over order-preserving keys: three all-reduces of at most 16 KiB, exact on every rank.
-
-    Integer histograms add up to the same bits in any order, so the threshold does not depend on how tokens are spread.
-    """
-    keys = _order_keys(score.float())  # [T] int64 in [0, 2^32)
-    finite = torch.isfinite(score)
-    prefix = torch.zeros(1, dtype=torch.int64, device=score.device)
-    below = torch.zeros(1, dtype=torch.int64, device=score.device)
-    index = population = torch.zeros(1, dtype=torch.int64, device=score.device)
-    for shift, bits in ((21, 11), (10, 11), (0, 10)):
-        matches = finite & ((keys >> (shift + bits)) == prefix)
-        digit = (keys >> shift) & ((1 << bits) - 1)
-        # An extra bin takes the other tokens, because boolean indexing would synchronise.
-        histogram = torch.zeros((1 << bits) + 1, dtype=torch.int64, device=score.device)
-        histogram.scatter_add_(0, torch.where(matches, digit, 1 << bits), torch.ones_like(digit))
-        histogram = histogram[:-1].contiguous()
-        torch.distributed.all_reduce(histogram, group=group)
-        if shift == 21:
-            population = histogram.sum().reshape(1)
-            index = _order_index(population, quantile, rule)
-        cumulative = histogram.cumsum(0)
-        bin_ = torch.searchsorted(cumulative, index - below, right=True).clamp(max=(1 << bits) - 1)
-        below = below + cumulative[bin_] - histogram[bin_]
-        prefix = (prefix << bits) | bin_
-    threshold = torch.where(
-        population > 0, _from_order_key(prefix), score.new_full((1,), torch.nan, dtype=torch.float32)
-    )
-    errors = score.isnan().sum().reshape(1)
-    torch.distributed.all_reduce(errors, group=group)
-    return WindowState(threshold, population, errors)
-
-
-def _order_index(population: torch.Tensor, quantile: Fraction, rule: OrderRule) -> torch.Tensor:
-    """OrderRule.index in tensor arithmetic, without reading the population on the host."""
-    product = quantile.numerator * (population - 1).clamp(min=0)
-    floor = torch.div(product, quantile.denominator, rounding_mode="floor")
-    remainder = product - floor * quantile.denominator
-    if rule is OrderRule.FLOOR:
-        return floor
-    if rule is OrderRule.CEIL:
-        return floor + (remainder > 0)
-    twice = 2 * remainder
-    return floor + ((twice > quantile.denominator) | ((twice == quantile.denominator) & (floor % 2 == 1)))
-
-
-def _order_keys(values: torch.Tensor) -> torch.Tensor:
-    """Unsigned 32-bit keys, as int64, in the order of the floats; -0 and +0 are one key."""
-    bits = (values + 0.0).contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    return torch.where(bits >= 1 << 31, 0xFFFFFFFF - bits, bits + (1 << 31))
-
-
-def _from_order_key(keys: torch.Tensor) -> torch.Tensor:
-    bits = torch.where(keys >= 1 << 31, keys - (1 << 31), 0xFFFFFFFF - keys)
-    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+    """All scores of all ranks are one scope: three all-reduces of at most 16 KiB."""
+    scope = torch.zeros_like(score, dtype=torch.int64)
+    threshold, counts = quantiles_over_ranks(score, scope, 1, quantile.as_integer_ratio(), rule, group)
+    return WindowState(threshold, *counts.T)

@@ -1,4 +1,4 @@
-"""Entropy windows: windowed means that never cross a row, and exact order statistics by radix selection.
+"""Entropy windows: windowed aggregates that never cross a row, and exact order statistics by radix selection.
 
 The definition is hpo_core/reference/entropy.py.
 """
@@ -9,18 +9,32 @@ import torch
 import triton
 import triton.language as tl
 
-from ..specs import Boundary, Invalid, OrderRule
+from ..specs import Boundary, Invalid, OrderRule, WindowAggregate
 from .launch import REGISTERS, aligned, kernel, launch, programs_for
 from .math import is_finite
 from .segments import TILE, load, row_of_token, row_range, store
 
-__all__ = ["order_statistic", "select", "select_top", "window_score"]
+__all__ = [
+    "BINS",
+    "SCORES",
+    "digit_of",
+    "from_order_key",
+    "order_index",
+    "order_key",
+    "order_statistic",
+    "select",
+    "select_top",
+    "window_score",
+]
 
 # ------------------------------------------------------------------------------------------------------------- windows
 
 FULL = tl.constexpr(int(Boundary.FULL))
 ZERO = tl.constexpr(int(Boundary.ZERO))
 BREAK = tl.constexpr(int(Invalid.BREAK))
+MEAN = tl.constexpr(int(WindowAggregate.MEAN))
+MAX = tl.constexpr(int(WindowAggregate.MAX))
+MIN = tl.constexpr(int(WindowAggregate.MIN))
 
 
 @kernel
@@ -36,6 +50,7 @@ def _score_windows(
     width: tl.int64,
     BOUNDARY: tl.constexpr,
     INVALID: tl.constexpr,
+    AGGREGATE: tl.constexpr,
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -53,7 +68,8 @@ def _score_windows(
         given &= load(mask, token, tokens, whole, ALIGNED)
 
     # Sums are float64 and in the order of the window: exact for equal values, and independent of the packing.
-    total = tl.zeros([TILE], tl.float64)
+    empty: tl.constexpr = float("-inf") if AGGREGATE == MAX else float("inf") if AGGREGATE == MIN else 0.0
+    folded = tl.full([TILE], empty, tl.float64)
     usable = tl.zeros([TILE], tl.int64)
     for offset in range(tl.maximum(first, -behind), tl.minimum(last, ahead) + 1):
         neighbour = token + offset
@@ -62,7 +78,13 @@ def _score_windows(
             used &= tl.load(mask + neighbour, mask=used, other=False)
         x = tl.load(values + neighbour, mask=used, other=0.0)
         used &= is_finite(x)
-        total += tl.where(used, x, 0.0).to(tl.float64)
+        part = tl.where(used, x, empty).to(tl.float64)
+        if AGGREGATE == MAX:
+            folded = tl.maximum(folded, part)
+        elif AGGREGATE == MIN:
+            folded = tl.minimum(folded, part)
+        else:
+            folded += part
         usable += used.to(tl.int64)
 
     low = tl.maximum(token + first, range_.begin)
@@ -73,11 +95,54 @@ def _score_windows(
         defined &= inside == width
     if INVALID == BREAK:
         defined &= usable == inside
-    divisor = width if BOUNDARY == ZERO else tl.maximum(usable, 1)
-    mean = total / divisor.to(tl.float64)
-    result = tl.where(defined, mean.to(tl.float32), float("-inf"))
+    if AGGREGATE == MEAN:
+        terms = width if BOUNDARY == ZERO else tl.maximum(usable, 1)
+        folded = folded / terms.to(tl.float64)
+    result = tl.where(defined, folded.to(tl.float32), float("-inf"))
     result = tl.where(given & (is_finite(value) == False), float("nan"), result)  # noqa: E712
     store(score, token, result, tokens, whole, ALIGNED)
+
+
+@kernel
+def _carry_rows(
+    values,
+    mask,
+    cu_seqlens,
+    score,
+    tokens: tl.int64,
+    rows: tl.int64,
+    TILE: tl.constexpr,
+):
+    """Undefined scores of valid tokens become the mean of the row's defined ones, or the row's first value without any.
+
+    A program takes a row, in tiles from its begin: the order of the sum does not depend on the packing.
+    """
+    range_ = row_range(cu_seqlens, tl.program_id(0).to(tl.int64), rows, tokens)
+    total = tl.zeros([TILE], tl.float64)
+    defined = tl.zeros([TILE], tl.int64)
+    first = tl.full([TILE], 0, tl.int64) + range_.end
+    for start in range(range_.begin, range_.end, TILE):
+        token = start + tl.arange(0, TILE)
+        usable = token < range_.end
+        if mask is not None:
+            usable &= tl.load(mask + token, mask=usable, other=False)
+        usable &= is_finite(tl.load(values + token, mask=usable, other=float("nan")))
+        first = tl.minimum(first, tl.where(usable, token, range_.end))
+        x = tl.load(score + token, mask=usable, other=float("nan"))
+        total += tl.where(is_finite(x), x, 0.0).to(tl.float64)
+        defined += is_finite(x).to(tl.int64)
+    number = tl.sum(defined)
+    of_row = tl.min(first)
+    carried = tl.load(values + of_row, mask=of_row < range_.end, other=float("-inf"))
+    mean = tl.sum(total) / tl.maximum(number, 1).to(tl.float64)
+    carried = tl.where(number > 0, mean.to(tl.float32), carried)
+    for start in range(range_.begin, range_.end, TILE):
+        token = start + tl.arange(0, TILE)
+        valid = token < range_.end
+        if mask is not None:
+            valid &= tl.load(mask + token, mask=valid, other=False)
+        x = tl.load(score + token, mask=valid, other=0.0)
+        tl.store(score + token, carried, mask=valid & (x == float("-inf")))
 
 
 def window_score(
@@ -88,15 +153,20 @@ def window_score(
     last: int,
     boundary: Boundary,
     invalid: Invalid,
+    aggregate: WindowAggregate = WindowAggregate.MEAN,
 ) -> torch.Tensor:
-    """Mean of ``values`` over ``{t + first, ..., t + last}`` cut by the row of t, ``[T]``."""
-    tokens = values.numel()
+    """Aggregate of ``values`` over ``{t + first, ..., t + last}`` cut by the row of t, ``[T]``."""
+    tokens, rows = values.numel(), cu_seqlens.numel() - 1
+    carries = boundary is Boundary.CARRY
     score = torch.empty_like(values)
     launch(
-        _score_windows, triton.cdiv(tokens, TILE), values, mask, cu_seqlens, score, tokens, cu_seqlens.numel() - 1,
+        _score_windows, triton.cdiv(tokens, TILE), values, mask, cu_seqlens, score, tokens, rows,
         max(first, -tokens), min(last, tokens), last - first + 1,
-        BOUNDARY=int(boundary), INVALID=int(invalid), ALIGNED=aligned(values, mask), TILE=TILE, maxnreg=REGISTERS,
+        BOUNDARY=int(Boundary.FULL if carries else boundary), INVALID=int(invalid), AGGREGATE=int(aggregate),
+        ALIGNED=aligned(values, mask), TILE=TILE, maxnreg=REGISTERS,
     )  # fmt: skip
+    if carries:
+        launch(_carry_rows, rows, values, mask, cu_seqlens, score, tokens, rows, TILE=TILE)
     return score
 
 
@@ -112,20 +182,20 @@ SCORES = 2048  # of one step
 
 
 @triton.jit
-def _order_key(x):
+def order_key(x):
     """A key that as an unsigned integer has the order of the floats (-0 just below +0)."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) | -0x80000000)
 
 
 @triton.jit
-def _from_order_key(key):
+def from_order_key(key):
     bits = key ^ ((~key >> 31) | -0x80000000)
     return bits.to(tl.float32, bitcast=True) + 0.0  # -0 becomes +0
 
 
 @triton.jit
-def _order_index(numerator, denominator, n, digits, RULE: tl.constexpr):
+def order_index(numerator, denominator, n, digits, RULE: tl.constexpr):
     """rule(numerator * (n - 1) / denominator) in exact integers, for 0 <= numerator <= denominator <= 2^61 and n > 0.
 
     The product may not fit into 64 bits, so the division goes along the binary ``digits`` of n - 1, from the top.
@@ -148,7 +218,13 @@ def _order_index(numerator, denominator, n, digits, RULE: tl.constexpr):
 @triton.jit
 def _digit_at(histogram, rank):
     """The digit of the key of this rank, and its rank among the keys with that digit."""
-    up_to = tl.cumsum(tl.load(histogram + tl.arange(0, BINS)), 0)
+    return digit_of(tl.load(histogram + tl.arange(0, BINS)), rank)
+
+
+@triton.jit
+def digit_of(histogram, rank):
+    """The same from counts in registers, ``[BINS]``."""
+    up_to = tl.cumsum(histogram, 0)
     before = up_to <= rank
     return tl.sum(before.to(tl.int32)), rank - tl.max(tl.where(before, up_to, 0))
 
@@ -157,7 +233,7 @@ def _digit_at(histogram, rank):
 def _key_at(histograms, numerator, denominator, digits, RULE: tl.constexpr, PASSES: tl.constexpr):
     """The first PASSES digits of the sought key, and the number n of finite scores (needs PASSES > 0)."""
     n = tl.sum(tl.load(histograms + tl.arange(0, BINS)))
-    rank = _order_index(numerator, denominator, tl.maximum(n, 1), digits, RULE)
+    rank = order_index(numerator, denominator, tl.maximum(n, 1), digits, RULE)
     key, rank = _digit_at(histograms, rank)
     if PASSES > 1:
         digit, rank = _digit_at(histograms + BINS, rank)
@@ -192,7 +268,7 @@ def _count_digits(
         x = load(score, token, tokens, (tile + 1) * SCORES <= tokens, ALIGNED)
         exists = token < tokens
         counted = exists & is_finite(x)
-        key = _order_key(x)
+        key = order_key(x)
         if PASS == 0:
             digit = (key >> 21) & 2047
             nan_scores += (exists & (x != x)).to(tl.int32)
@@ -221,7 +297,7 @@ def _read_statistic(
     RULE: tl.constexpr,
 ):
     key, n = _key_at(histograms, numerator, denominator, digits, RULE, 3)
-    tl.store(threshold, tl.where(n > 0, _from_order_key(key), float("nan")))
+    tl.store(threshold, tl.where(n > 0, from_order_key(key), float("nan")))
     tl.store(counts, n)
     tl.store(counts + 1, tl.load(histograms + 3 * BINS))
 

@@ -84,6 +84,15 @@ def test_nothing_synchronises():
         gates.m2po_mask(logp, old_logp, batch)
         gates.rec_ring_mask(logp, old_logp, make(8), batch)
         gates.gbpo_target(make(8), batch.group_ids)
+        entropies = hpo.entropy
+        state, table = entropies.fit_pivot(entropy, batch), entropies.fit_scopes(entropy)
+        selection = entropies.hapo(entropy, batch, state=state)
+        selection = selection.merged(entropies.aepo_ruc(entropy, batch, state=table))
+        selection = selection.merged(entropies.entropy_advantage(entropy, make(8), batch))
+        selection = selection.merged(entropies.steer(make(64), batch))._replace(kl_weight=make(64))
+        given = {"kl": hpo.kl.k3(0.1), "ref_logp": old_logp, "selection": selection}
+        hpo.policy_loss(logp, old_logp, make(8), batch, gates.hapo_clip(), **given).loss.backward()
+        hpo.policy_loss_and_grad(logp, old_logp, make(8), batch, gates.hapo_clip(), **given)
         for level, count in (("trajectory", 5), ("group", 3), ("domain", 2)):
             hpo.policy_loss(logp, None, make(count), batch, advantage_level=level)
         hpo.policy_loss_and_grad(logp, old_logp, make(64), batch, advantage_level="token")

@@ -15,7 +15,7 @@ import hpo_core as hpo
 from hpo_core import gates
 from hpo_core.advantages import BetaTracker, GroupHistory, GroupTerm, Term
 from hpo_core.batch import PackedBatch
-from hpo_core.entropy import EntropyWindow, WindowState
+from hpo_core.entropy import EntropyWindow, PivotState, ScopeStatistics, Selection, WindowState
 from hpo_core.level_metrics import LevelMetrics
 from hpo_core.metrics import Metrics
 from hpo_core.ops.advantages import _numbers_of_groups
@@ -31,6 +31,9 @@ CLASSES = (
     PackedBatch,
     EntropyWindow,
     WindowState,
+    ScopeStatistics,
+    PivotState,
+    Selection,
     BetaTracker,
     GroupHistory,
     GroupStatistics,
@@ -306,9 +309,37 @@ def _windows() -> Iterator[Call]:
         yield _method(EntropyWindow, "fit_score", "score", self=window, score=_T["entropy"])
         yield _method(EntropyWindow, "fit_apply", self=window, **given)
         yield _method(EntropyWindow, "apply", self=window, **given, state=state)
+    yield from _presets()
     yield _call(hpo.entropy.window_mean, values=_T["entropy"], batch=batch(), first=-1, last=1)
     padded = {"entropy": _T["entropy"][:8].reshape(2, 4), "batch": bools(1, 1, 1, 0, 1, 1, 0, 0).reshape(2, 4)}
     yield _method(EntropyWindow, "fit", self=window, **padded)
+
+
+def _presets() -> Iterator[Call]:
+    presets, packed = hpo.entropy, batch()
+    table = presets.fit_scopes(_T["entropy"])
+    pivot = presets.fit_pivot(_T["entropy"], packed)
+    given: dict[str, Any] = {
+        "entropy": _T["entropy"], "logp": _T["logp"], "old_logp": _T["old_logp"], "advantages": _S["advantages"],
+        "batch": packed, "change": _T["logp"], "state": table,
+    }  # fmt: skip
+    special: dict[str, dict[str, Any]] = {
+        "hapo": {"state": pivot},
+        "hapo_redistribution": {"state": pivot, "bounds": (_T["weight"] / 4, _T["weight"] + 1)},
+        "hapo_temperature": {"state": pivot},
+    }
+    for name in presets.__all__:
+        function = getattr(presets, name)
+        if hasattr(function, "provenance"):
+            known = {**given, **special.get(name, {})}
+            yield _call(
+                function, **{each.name: known[each.name] for each in _parameters(function) if each.name in known}
+            )
+    yield _call(presets.two_knot, "x", x=_T["entropy"])
+    yield _call(
+        presets.fit_scopes, values=_T["entropy"], ids=integers(0, 0, 1, 1, 2, 0, 2, 1, 0, 2, 1), mask=_T["bools"]
+    )
+    yield _method(ScopeStatistics, "at", "ids", self=table, ids=integers(0, 1))
 
 
 def _aggregations() -> Iterator[Call]:
@@ -345,6 +376,11 @@ def _batches() -> Iterator[Call]:
     yield _method(PackedBatch, "replace", "mask", self=batch(), mask=bools(1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1))
 
 
+def _selection() -> Selection:
+    bounds = (_T["weight"] / 4, _T["weight"] + 1)
+    return Selection(_T["bools"], _T["weight"], bounds, _T["weight"] / 2, _T["entropy"], _T["entropy"] / 2)
+
+
 def _losses() -> Iterator[Call]:
     pairs = gates.reconstructed.p3o()
     levels = batch(trajectory_ids=integers(0, 0, 1))
@@ -356,6 +392,7 @@ def _losses() -> Iterator[Call]:
         {"gate_inputs": gates.GateInputs(bounds=(_T["weight"] / 4, _T["weight"] + 1))},
         {"window": window, "threshold": floats(0.75), **scope},
         {"window": window, "threshold": window.fit(_T["entropy"], levels), **scope},
+        {"selection": _selection(), "kl": hpo.kl.k3(0.125), "ref_logp": _T["old_logp"] - 0.25},
         {"gate": gates.tis(), "rollout_logp": _T["old_logp"] + 0.125},
         {"gate": gates.kl_cov(), "gate_inputs": gates.GateInputs(penalty_mask=_T["bools"])},
         {"gate": gates.m2po(), "gate_inputs": gates.GateInputs(token_mask=_T["bools"])},

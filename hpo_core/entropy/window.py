@@ -261,7 +261,7 @@ def forking_tokens(ratio: str | Fraction | float = "0.2", *, scope: str = "batch
     >>> forking_tokens().quantile
     Fraction(4, 5)
     """
-    keep = _fraction("ratio", ratio)
+    keep = fraction_of("ratio", ratio)
     return EntropyWindow("forking_tokens", 1 - keep, scope=scope, source="arXiv 2506.01939")
 
 
@@ -284,7 +284,9 @@ def ares(window: int = 4, quantile: str | Fraction | float = "0.95", *, scope: s
     3
     """
     check(window >= 1, "window: expected a width >= 1, got {}", window)
-    return EntropyWindow("ares", _fraction("quantile", quantile), 0, window - 1, scope=scope, source="arXiv 2510.08457")
+    return EntropyWindow(
+        "ares", fraction_of("quantile", quantile), 0, window - 1, scope=scope, source="arXiv 2510.08457"
+    )
 
 
 def check_scorer(window: EntropyWindow, state: WindowState, values: torch.Tensor, backend: str | None) -> None:
@@ -313,7 +315,7 @@ def _chosen(values: torch.Tensor) -> str:
     return "" if ops.is_traced(values) else choice("entropy", values.device.type)
 
 
-def _fraction(name: str, value: str | Fraction | float) -> Fraction:
+def fraction_of(name: str, value: str | Fraction | float) -> Fraction:
     """The exact rational that a decimal spells: 0.95 is 19/20, not the double next to it."""
     try:
         fraction = value if isinstance(value, Fraction) else Fraction(str(value))

@@ -99,7 +99,7 @@ def policy_loss(
     nan = raw.isnan() if raw_ref is None else raw.isnan() | raw_ref.isnan()
     valid = given & ~nan
     infinite = valid & (raw.isinf() if raw_ref is None else raw.isinf() | raw_ref.isinf())
-    x = _saturate(raw, valid)
+    x = saturated(raw, valid)
 
     advantage = (inputs.advantages if inputs.advantage_per_token else of_row(inputs.advantages, row)).to(logp.dtype)
     token_weight = (
@@ -134,7 +134,7 @@ def policy_loss(
         elif spec.term is not None:
             entering = _pre_gate(x, negative, spec.term)
         z, clipped_low, clipped_high = _gated_hierarchy(entering, valid, leaf, negative, given, inputs, spec, exchange)
-    z = _saturate(z, valid, _MOST.get(spec.head, SATURATION))
+    z = saturated(z, valid, _MOST.get(spec.head, SATURATION))
     own = torch.where(raw.isinf(), torch.zeros_like(logp), logp)
     if spec.term is not None:
         factor = _beyond(clipped_low, clipped_high, negative, spec.term, logp)
@@ -160,8 +160,8 @@ def policy_loss(
         metrics[slot("penalty")] += (weight * penalty).sum().detach()
 
     if raw_ref is not None:
-        s = _saturate(raw_ref, valid)
-        penalty = torch.where(valid, spec.kl_beta * _kl(spec, s, x), torch.zeros_like(s))
+        s = saturated(raw_ref, valid)
+        penalty = torch.where(valid, spec.kl_beta * kl_of_tokens(spec.kl, spec.kl_gradient, s, x), torch.zeros_like(s))
         loss_t, loss = loss_t + penalty.detach(), loss + (weight * penalty).double().sum()
         metrics[slot("penalty")] += (weight * penalty).sum().detach()
         metrics[slot("reference_log_ratio")] = s[valid].sum().detach()
@@ -208,7 +208,7 @@ def _read(tensor: torch.Tensor, given: torch.Tensor, like: torch.Tensor, otherwi
     return torch.where(given, tensor.to(like.dtype), torch.full_like(like, otherwise))
 
 
-def _saturate(x: torch.Tensor, valid: torch.Tensor, most: float = SATURATION) -> torch.Tensor:
+def saturated(x: torch.Tensor, valid: torch.Tensor, most: float = SATURATION) -> torch.Tensor:
     """x within +-most; the derivative stays 1 where x is finite and is 0 where it is not."""
     finite = torch.where(valid & torch.isfinite(x), x, torch.zeros_like(x))
     bounded = torch.where(valid, x, torch.zeros_like(x)).detach().clamp(-most, most)
@@ -283,7 +283,7 @@ def _gated_hierarchy(
         channels = [torch.where(rising, x, zero), torch.where(rising, zero, -x)]
     entering = channels
     if spec.mean_exp:
-        entering = [torch.expm1(_saturate(channel, valid, EXPONENT_SATURATION)) for channel in channels]
+        entering = [torch.expm1(saturated(channel, valid, EXPONENT_SATURATION)) for channel in channels]
     sums = _sums(entering, valid, leaf, inputs.ancestors)
     if exchange is not None:  # all levels and channels at once: processes must ask in one order
         sums = exchange.differentiable_sums(sums)
@@ -498,15 +498,16 @@ def _trajectory_mean(x: torch.Tensor, valid: torch.Tensor, row: torch.Tensor, in
     return (total / count.clamp(min=1))[trajectory]
 
 
-def _kl(spec: PolicyLossSpec, s: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def kl_of_tokens(estimator: KLEstimator, gradient: KLGradient, s: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The estimate of each token, ``[T]``, from saturated log-ratios to the reference (s) and the old policy (x)."""
     k2 = 0.5 * s.square()
-    k = {KLEstimator.K1: s, KLEstimator.K2: k2}.get(spec.kl, torch.exp(-s) - 1 + s)
-    if spec.kl_gradient is KLGradient.VALUE:
+    k = {KLEstimator.K1: s, KLEstimator.K2: k2}.get(estimator, torch.exp(-s) - 1 + s)
+    if gradient is KLGradient.VALUE:
         return k
-    if spec.kl_gradient is KLGradient.STRAIGHT_THROUGH:
+    if gradient is KLGradient.STRAIGHT_THROUGH:
         return k.detach() + (k2 - k2.detach())
     r = torch.exp(x)
-    if spec.kl is KLEstimator.K3:  # r e^-s saturates as one exponential
+    if estimator is KLEstimator.K3:  # r e^-s saturates as one exponential
         both = x - s
         bounded = both.detach().clamp(-SATURATION, SATURATION) + (both - both.detach())
         return torch.exp(bounded) - r + s * r

@@ -385,23 +385,25 @@ inline void bind(py::module_& m) {
         });
 
   m.def("window_score_workspace", &hpo_window_score_workspace);
-  m.def("window_score", [](int64_t tokens, int64_t rows, Address values, Address mask, Address cu_seqlens, int64_t first,
-                           int64_t last, int boundary, int invalid, Address score, Address workspace, int64_t context) {
-    WindowArgs args{};
-    args.tokens = tokens;
-    args.rows = rows;
-    args.values = pointer<const float>(values);
-    args.mask = pointer<const uint8_t>(mask);
-    const Offsets offsets(cu_seqlens, rows);
-    args.cu_seqlens = offsets.data();
-    args.first = first;
-    args.last = last;
-    args.boundary = Boundary(boundary);
-    args.invalid = Invalid(invalid);
-    args.score = pointer<float>(score);
-    args.workspace = pointer<void>(workspace);
-    run([&] { return hpo_window_score(&args, context); });
-  });
+  m.def("window_score",
+        [](int64_t tokens, int64_t rows, Address values, Address mask, Address cu_seqlens, int64_t first, int64_t last,
+           int boundary, int invalid, int aggregate, Address score, Address workspace, int64_t context) {
+          WindowArgs args{};
+          args.tokens = tokens;
+          args.rows = rows;
+          args.values = pointer<const float>(values);
+          args.mask = pointer<const uint8_t>(mask);
+          const Offsets offsets(cu_seqlens, rows);
+          args.cu_seqlens = offsets.data();
+          args.first = first;
+          args.last = last;
+          args.boundary = Boundary(boundary);
+          args.invalid = Invalid(invalid);
+          args.aggregate = WindowAggregate(aggregate);
+          args.score = pointer<float>(score);
+          args.workspace = pointer<void>(workspace);
+          run([&] { return hpo_window_score(&args, context); });
+        });
 
   m.def("order_statistic_workspace", &hpo_order_statistic_workspace);
   m.def("order_statistic", [](int64_t tokens, int64_t rows, Address values, Address mask, Address cu_seqlens, int64_t numerator,

@@ -31,6 +31,7 @@ from .specs import (
     PolicyLossSpec,
     SegmentReduce,
     Stage,
+    WindowAggregate,
 )
 
 __all__ = ["Native"]
@@ -216,13 +217,14 @@ class Native:
         last: int,
         boundary: Boundary,
         invalid: Invalid,
+        aggregate: WindowAggregate,
     ) -> torch.Tensor:
         tokens = values.numel()
         score = torch.empty_like(values)
         workspace = self._workspace(self.module.window_score_workspace(tokens, last - first + 1), values)
         self._call(
             self.module.window_score, values, tokens, cu_seqlens.numel() - 1, values, mask, cu_seqlens,
-            first, last, int(boundary), int(invalid), score, workspace,
+            first, last, int(boundary), int(invalid), int(aggregate), score, workspace,
         )  # fmt: skip
         return score
 

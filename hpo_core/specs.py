@@ -53,6 +53,7 @@ __all__ = [
     "TermSpec",
     "TokenGate",
     "Unit",
+    "WindowAggregate",
 ]
 
 
@@ -500,15 +501,25 @@ class Boundary(enum.IntEnum):
     """A window that sticks out of its row."""
 
     FULL = 0  # is undefined
-    SHRINK = 1  # averages the part inside
-    ZERO = 2  # divides by the full width anyway
+    SHRINK = 1  # aggregates the part inside
+    ZERO = 2  # counts 0 outside: a mean divides by the full width anyway
+    CARRY = 3  # takes the mean of the row's windows that do not stick out, or the row's first value if all do
 
 
 class Invalid(enum.IntEnum):
     """Masked tokens inside a window."""
 
-    SKIP = 0  # are left out of the mean (at least one valid token must remain)
+    SKIP = 0  # are left out (at least one valid token must remain)
     BREAK = 1  # make the window undefined
+
+
+class WindowAggregate(enum.IntEnum):
+    """What a window makes of its values."""
+
+    MEAN = 0
+    SUM = 1
+    MAX = 2
+    MIN = 3
 
 
 class LogitType(enum.IntEnum):

@@ -22,7 +22,9 @@ EVERY_MODULE = tuple(sorted(path.stem.removeprefix("test_") for path in Path(__f
 
 LOSS = ("promises", "gates", "hierarchy", "presets", "terms", "stages", "metrics", "corrections")
 ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators")
-ENTROPY = ("entropy", "entropy_selection", "select_top", "entropy_presets", "selection")
+ENTROPY = (
+    "entropy", "entropy_selection", "select_top", "window_aggregates", "entropy_presets", "selection",
+)  # fmt: skip
 SEGMENTS = ("segments", "token_estimators")
 LOGPROBS = ("logprobs", "logprobs_calls", "support", "linear_logprobs", "vocabulary_parallel", "logprobs_peers")
 OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SEGMENTS, *LOGPROBS)
@@ -65,7 +67,7 @@ def kernels(names: str, modules: tuple[str, ...]) -> list[Rule]:
 RULES = [
     *kernels("gates hierarchy corrections levels leaves sums terms tokens gated_levels metrics", LOSS),
     *kernels("advantages groups units", ADVANTAGES),
-    *kernels("entropy", ENTROPY),
+    *kernels("entropy windows bins", ENTROPY),
     *kernels("segments", SEGMENTS),
     *kernels("logprobs logits", LOGPROBS),
     Rule(("csrc/cpu/denormals.h",), (*OPERATORS, "ambient_defaults")),

@@ -35,7 +35,7 @@ def assert_selects(backend, example):
     assert threshold.shape == (1,) and threshold.numpy().tobytes() == expected.numpy().tobytes()  # -0 becomes +0
 
 
-CUDA = Path(__file__).parents[1] / "csrc/cuda/entropy.cu"
+CUDA = Path(__file__).parents[1] / "csrc/cuda/bins.cuh"
 
 
 def test_sizes_for_simulated_backends_exceed_one_step(native_backends):
@@ -43,7 +43,7 @@ def test_sizes_for_simulated_backends_exceed_one_step(native_backends):
         kernels = importlib.import_module("hpo_core._triton.entropy")
         assert at_most("triton", math.inf) > max(kernels.SCORES, kernels.TILE)
     if CUDA.exists():
-        [threads] = re.findall(r"constexpr int kThreads = (\d+)", CUDA.read_text())
+        [threads] = re.findall(r"constexpr int kBinThreads = (\d+)", CUDA.read_text())
         assert at_most("cuda_emulated", math.inf) > 4 * int(threads)
 
 

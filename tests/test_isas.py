@@ -49,6 +49,9 @@ def results():
             yield (getattr(advantages, op)(rewards.rewards, rewards.group_ids, **rewards.keywords),)
         window = testing.random_window(seed, layout=long if seed % 20 == 0 else None)
         yield (entropy.window_mean(*window[:-1], **window.keywords),)
+        aggregate = ("sum", "max", "min")[seed % 3]
+        spread = entropy.Window(window.first, window.last, aggregate, ("carry", "shrink")[seed % 2])
+        yield (entropy.window_aggregate(window.values, window.batch, spread),)
         tokens = (window.values, 4, 5, OrderRule.CEIL, None, window.batch.mask, window.batch.cu_seqlens)
         threshold, counts = ops.order_statistic(*tokens)
         yield threshold, counts, ops.select(window.values, threshold, seed % 2 == 0, *tokens[4:])

@@ -20,7 +20,7 @@ backends = sys.modules["hpo_core.backends"]
 WINDOW_BORDER = "test_entropy.test_no_window_crosses_a_border"
 MUTANTS = {
     "cuda: window crosses the border": Mutant(
-        "cuda_emulated", "cuda/entropy.cu",
+        "cuda_emulated", "cuda/windows.cuh",
         "min(token + windows.last, range.end - 1)", "token + windows.last",
         WINDOW_BORDER, {},
     ),
@@ -30,13 +30,13 @@ MUTANTS = {
         "test_entropy.test_constant_is_its_own_mean", {"width": 8},
     ),
     "cuda: quantile rounds down": Mutant(
-        "cuda_emulated", "cuda/entropy.cu",
+        "cuda_emulated", "cuda/entropy_selection.cu",
         "order_index(args.numerator, args.denominator, args.rule, population)",
         "order_index(args.numerator, args.denominator, OrderRule::floor, population)",
         "test_entropy_selection.test_index_is_exact_where_floats_fail", {},
     ),
     "cuda: masked entropies are selected": Mutant(
-        "cuda_emulated", "cuda/entropy.cu",
+        "cuda_emulated", "cuda/windows.cuh",
         "window.exists && (!args.mask || args.mask[token])", "window.exists",
         "test_entropy_selection.test_garbage_under_the_mask_is_never_read", {"bad": 99.0},
     ),

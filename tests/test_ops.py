@@ -581,6 +581,7 @@ def test_opcheck_the_others():
         (OPERATORS.row_counts, (batch.mask, batch.cu_seqlens, batch.total_tokens, "")),
         (OPERATORS.row_counts, (None, batch.cu_seqlens, batch.total_tokens, "cpu")),
         (OPERATORS.window_score, (given.entropy, batch.mask, batch.cu_seqlens, 0, 3, 1, 0, "")),
+        (OPERATORS.window_score, (given.entropy, batch.mask, batch.cu_seqlens, -1, 3, 3, 1, "", 2)),
         (OPERATORS.order_statistic, (given.entropy, 19, 20, 0, "")),
         (OPERATORS.order_statistic, (given.entropy, 19, 20, 0, "", batch.mask, batch.cu_seqlens)),
         (OPERATORS.select, (given.entropy, torch.tensor([0.5]), True, "")),

@@ -115,6 +115,8 @@ REGISTERS = {
     ("row_counts", "_count_rows"): 46,
     ("row_counts", "_begin_counts"): 28,
     ("window_score", "_score_windows"): 76,
+    ("window_score, maximum", "_score_windows"): 76,
+    ("window_score, maximum", "_carry_rows"): 40,
     ("order_statistic", "_count_digits"): 64,
     ("order_statistic", "_read_statistic"): 64,
     ("select", "_select"): 40,

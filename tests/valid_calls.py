@@ -311,6 +311,9 @@ def _windows() -> Iterator[Call]:
         yield _method(EntropyWindow, "apply", self=window, **given, state=state)
     yield from _presets()
     yield _call(hpo.entropy.window_mean, values=_T["entropy"], batch=batch(), first=-1, last=1)
+    for aggregate, boundary in (("max", "carry"), ("sum", "zero")):
+        span = hpo.entropy.Window(-1, 1, aggregate, boundary)
+        yield _call(hpo.entropy.window_aggregate, values=_T["entropy"], batch=batch(), window=span)
     padded = {"entropy": _T["entropy"][:8].reshape(2, 4), "batch": bools(1, 1, 1, 0, 1, 1, 0, 0).reshape(2, 4)}
     yield _method(EntropyWindow, "fit", self=window, **padded)
 
@@ -496,7 +499,16 @@ def _operators() -> Iterator[Call]:
         ),
         (
             "window_score",
-            {"values": _T["entropy"], **tokens, "first": 0, "last": 1, "boundary": 0, "invalid": 0, "backend": ""},
+            {
+                "values": _T["entropy"],
+                **tokens,
+                "first": 0,
+                "last": 1,
+                "boundary": 3,
+                "invalid": 0,
+                "backend": "",
+                "aggregate": 2,
+            },
             "cu_seqlens",
         ),
         ("order_statistic", {"values": _T["entropy"], **tokens, **quantile}, "cu_seqlens"),

@@ -17,56 +17,13 @@ import torch.distributed
 from .. import ops
 from ..backends import choice, is_reference, resolve
 from ..batch import PackedBatch
-from ..checks import check, check_device, check_dtype, check_numbers, check_shape, examines, require_type
-from ..specs import Boundary, Invalid, OrderRule
+from ..checks import check, check_dtype, check_numbers, check_shape, examines, require_type
+from ..specs import Boundary, Invalid, OrderRule, WindowAggregate
+from .aggregates import NUMBERS, ROUNDING, flat_values, window_score
 
-__all__ = ["EntropyWindow", "WindowState", "ares", "forking_tokens", "window_mean"]
+__all__ = ["EntropyWindow", "WindowState", "ares", "forking_tokens"]
 
-_BOUNDARIES = {"full": Boundary.FULL, "shrink": Boundary.SHRINK, "zero": Boundary.ZERO}
-_INVALID = {"skip": Invalid.SKIP, "break": Invalid.BREAK}
 _SCOPES = ("batch", "call")
-_NUMBERS = (torch.float32, torch.float64)
-_ROUNDING = "thresholds on 16-bit entropies pick wrong tokens; compute and store them in float32"
-
-
-@examines
-def window_mean(
-    values: torch.Tensor,
-    batch: PackedBatch | torch.Tensor,
-    first: int,
-    last: int,
-    *,
-    boundary: str = "full",
-    invalid: str = "skip",
-    backend: str | None = None,
-) -> torch.Tensor:
-    """Mean of ``values`` over the window ``{t + first, ..., t + last}`` of each token t, cut by the token's row.
-
-    Args:
-        values: ``[T]`` or the padded ``[B, L]``, floating point (entropies, in nats).
-        batch: a PackedBatch, or a padded mask ``[B, L]``.
-        first, last: integers, ``first <= last``: ``(0, w - 1)`` looks forward, ``(-(w - 1), 0)`` back.
-        boundary: the mean of a window that crosses the border of its row. ``"full"``: undefined; ``"shrink"``: over the
-            part inside; ``"zero"``: the sum of the part inside divided by the full width.
-        invalid: the effect of masked tokens inside a window. ``"skip"``: they are left out (one valid token must
-            remain); ``"break"``: the mean is undefined.
-
-    Returns:
-        float32 in the shape of ``values``: -inf where the window is undefined or the token masked (below every
-        threshold), NaN where a valid token's own value is not finite. Sums have a fixed order that depends only on the
-        position inside the window, and are exact on constant values for widths that are powers of two.
-
-    >>> batch = PackedBatch.from_lengths([3, 2])
-    >>> window_mean(torch.tensor([1.0, 3.0, 5.0, 7.0, 9.0]), batch, 0, 1)
-    tensor([2., 4., -inf, 8., -inf])
-    """
-    batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
-    check(boundary in _BOUNDARIES, "boundary: expected one of {}, got {!r}", ", ".join(_BOUNDARIES), boundary)
-    check(invalid in _INVALID, "invalid: expected one of {}, got {!r}", ", ".join(_INVALID), invalid)
-    check(first <= last, "first: expected first <= last, got {} and {}", first, last)
-    flat = _flat("values", values, batch, keep_dtype=backend == "reference")
-    score = _score(flat, batch, first, last, _BOUNDARIES[boundary], _INVALID[invalid], backend)
-    return score.reshape(values.shape)
 
 
 class WindowState(NamedTuple):
@@ -96,7 +53,7 @@ class EntropyWindow:
     before the first backward), ``apply`` per micro-batch: the mask is then the same for every way of cutting the step.
 
     Args:
-        first, last, boundary, invalid: the window, see :func:`window_mean`.
+        first, last, boundary, invalid: the window, see :class:`Window`.
         quantile: exact rational q; the threshold is the order statistic ``rule(q (n - 1))`` of the n defined scores.
         strict: select ``score > threshold`` instead of ``>=``.
         scope: ``"batch"``: the threshold comes from :meth:`fit`; ``"call"``: each loss call fits its own tokens.
@@ -128,8 +85,9 @@ class EntropyWindow:
     @examines
     def score(self, entropy: torch.Tensor, batch: PackedBatch, *, backend: str | None = None) -> torch.Tensor:
         """The windowed means ``[T]`` that are compared, -inf where undefined."""
-        flat = _flat("entropy", entropy, batch, keep_dtype=backend == "reference")
-        return _score(flat, batch, self.first, self.last, self.boundary, self.invalid, backend)
+        flat = flat_values("entropy", entropy, batch, keep_dtype=backend == "reference")
+        rules = (self.boundary, self.invalid, WindowAggregate.MEAN)
+        return window_score(flat, batch, self.first, self.last, *rules, backend)
 
     @examines
     def fit(
@@ -161,7 +119,7 @@ class EntropyWindow:
         backend: str | None = None,
     ) -> WindowState:
         """:meth:`fit` from scores already computed by :meth:`score` of the same ``backend``, of any shape."""
-        check_dtype("score", score, _NUMBERS, _ROUNDING)
+        check_dtype("score", score, NUMBERS, ROUNDING)
         score = score.detach().flatten()
         if backend != "reference":
             score = score.float().contiguous()
@@ -232,7 +190,8 @@ class EntropyWindow:
     def _compared(self, entropy: torch.Tensor, batch: PackedBatch, backend: str | None) -> _Compared:
         """The values compared with the threshold: scores, or entropies themselves for windows of one token."""
         if self.first == self.last == 0:
-            return _flat("entropy", entropy, batch, keep_dtype=backend == "reference"), batch.mask, batch.cu_seqlens
+            flat = flat_values("entropy", entropy, batch, keep_dtype=backend == "reference")
+            return flat, batch.mask, batch.cu_seqlens
         return self.score(entropy, batch, backend=backend), None, None
 
     def _fit(
@@ -334,19 +293,8 @@ def _fix(value: object) -> str:
     return f"; write {comma[1]}.{comma[2]}" if comma else ""
 
 
-def _flat(name: str, tensor: torch.Tensor, batch: PackedBatch, keep_dtype: bool) -> torch.Tensor:
-    check_dtype(name, tensor, _NUMBERS, _ROUNDING)
-    shape = batch.padded_shape or (batch.total_tokens,)
-    if tuple(tensor.shape) != (batch.total_tokens,):
-        check_shape(name, tensor, shape, "[T] (or the padded [B, L])")
-    check_device(name, tensor, batch.device, "the batch")
-    flat = tensor.detach() if tensor.requires_grad else tensor
-    flat = flat if flat.dim() == 1 else flat.reshape(-1)
-    return flat if keep_dtype else flat.float().contiguous()
-
-
 def _threshold(threshold: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    check_dtype("state.threshold", threshold, _NUMBERS, "take the state as fit returned it")
+    check_dtype("state.threshold", threshold, NUMBERS, "take the state as fit returned it")
     check_shape("state.threshold", threshold, (1,), "[1] (what fit returned)")
     check(
         threshold.device == values.device,
@@ -355,21 +303,6 @@ def _threshold(threshold: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         threshold.device,
     )
     return threshold.detach().to(values.dtype)
-
-
-def _score(
-    values: torch.Tensor,
-    batch: PackedBatch,
-    first: int,
-    last: int,
-    boundary: Boundary,
-    invalid: Invalid,
-    backend: str | None,
-) -> torch.Tensor:
-    if backend == "reference":
-        reference = resolve("entropy", values, backend)
-        return reference.window_score(values, batch.mask, batch.cu_seqlens, first, last, boundary, invalid)  # type: ignore[no-any-return]
-    return ops.window_score(values, batch.mask, batch.cu_seqlens, first, last, boundary, invalid, backend)
 
 
 def _fit_over_ranks(

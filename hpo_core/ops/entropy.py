@@ -12,6 +12,7 @@ from ..specs import (
     Boundary,
     Invalid,
     OrderRule,
+    WindowAggregate,
 )
 from .library import OPERATORS, check_offsets, check_operand, define, is_traced, numbers_of, register
 
@@ -27,20 +28,21 @@ def window_score(
     boundary: Boundary,
     invalid: Invalid,
     backend: str | None,
+    aggregate: WindowAggregate = WindowAggregate.MEAN,
 ) -> torch.Tensor:
     result: torch.Tensor
     if is_traced(values):
-        kinds = (int(boundary), int(invalid))
-        result = OPERATORS.window_score(values, mask, cu_seqlens, first, last, *kinds, backend or "")
+        kinds = (int(boundary), int(invalid), backend or "", int(aggregate))
+        result = OPERATORS.window_score(values, mask, cu_seqlens, first, last, *kinds)
     else:
         run = resolve("entropy", values, backend).window_score
-        result = run(values, mask, cu_seqlens, first, last, boundary, invalid)
+        result = run(values, mask, cu_seqlens, first, last, boundary, invalid, aggregate)
     return result
 
 
 define(
     "window_score(Tensor values, Tensor? mask, Tensor cu_seqlens, int first, int last, int boundary, int invalid, "
-    "str backend) -> Tensor"
+    "str backend, int aggregate=0) -> Tensor"
 )
 
 
@@ -53,9 +55,11 @@ def _window_score(
     boundary: int,
     invalid: int,
     backend: str,
+    aggregate: int = 0,
 ) -> Any:
     run = resolve("entropy", values, backend or None).window_score
-    return run(values, mask, cu_seqlens, first, last, Boundary(boundary), Invalid(invalid))
+    kinds = (Boundary(boundary), Invalid(invalid), WindowAggregate(aggregate))
+    return run(values, mask, cu_seqlens, first, last, *kinds)
 
 
 def order_statistic(
@@ -189,9 +193,23 @@ def _check_scores(
     check_offsets("cu_seqlens", cu_seqlens, ("values", values))
 
 
-def _check_window(values: torch.Tensor, mask: torch.Tensor | None, cu_seqlens: torch.Tensor, *rest: Any) -> None:
-    first, last, *_, backend = rest
+def _check_window(
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    first: int,
+    last: int,
+    boundary: int,
+    invalid: int,
+    backend: str,
+    aggregate: int = 0,
+) -> None:
     check(first <= last, "first: expected first <= last, got {} and {}", first, last)
+    check(
+        boundary != Boundary.ZERO or aggregate in (WindowAggregate.MEAN, WindowAggregate.SUM),
+        "boundary: expected one without zeros outside for an extremum, got {}",
+        boundary,
+    )
     _check_scores(values, mask, cu_seqlens, backend)
 
 

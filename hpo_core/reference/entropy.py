@@ -1,4 +1,4 @@
-"""Entropy windows: windowed means that never cross a row, and exact order statistics."""
+"""Entropy windows: windowed aggregates that never cross a row, and exact order statistics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ..specs import Boundary, Invalid, OrderRule
+from ..specs import Boundary, Invalid, OrderRule, WindowAggregate
 from .segments import row_of_token
 
 __all__ = ["order_statistic", "select", "select_top", "window_score"]
@@ -20,12 +20,16 @@ def window_score(
     last: int,
     boundary: Boundary,
     invalid: Invalid,
+    aggregate: WindowAggregate = WindowAggregate.MEAN,
 ) -> torch.Tensor:
-    """Mean of ``values`` over ``{t + first, ..., t + last}`` cut by the row of t, ``[T]``.
+    """Aggregate of ``values`` over ``{t + first, ..., t + last}`` cut by the row of t, ``[T]``.
 
     -inf where the window is undefined or t is not valid (such a score is below every threshold); NaN where the value of
     a valid t is itself not finite. Values that are not finite count as invalid inside the windows of their neighbours.
     """
+    if boundary is Boundary.CARRY:
+        score = window_score(values, mask, cu_seqlens, first, last, Boundary.FULL, invalid, aggregate)
+        return _carried(score, values.detach(), mask, cu_seqlens)
     values = values.detach()
     row = row_of_token(cu_seqlens, values.numel())
     inside = row >= 0 if mask is None else mask & (row >= 0)
@@ -45,8 +49,31 @@ def window_score(
             continue
         if invalid is Invalid.BREAK and chosen.numel() < high - low + 1:
             continue
-        score[t] = chosen.sum() / (width if boundary is Boundary.ZERO else chosen.numel())
+        terms = width if boundary is Boundary.ZERO else chosen.numel()
+        score[t] = {
+            WindowAggregate.MEAN: chosen.sum() / terms,
+            WindowAggregate.SUM: chosen.sum(),
+            WindowAggregate.MAX: chosen.max(),
+            WindowAggregate.MIN: chosen.min(),
+        }[aggregate]
     return score
+
+
+def _carried(
+    score: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, cu_seqlens: torch.Tensor
+) -> torch.Tensor:
+    """The scores with those of valid tokens that are undefined replaced by the mean of the row's defined ones, or by
+    the row's first value if none is defined."""
+    row = row_of_token(cu_seqlens, values.numel())
+    usable = torch.isfinite(values) if mask is None else mask & torch.isfinite(values)
+    carried = score.clone()
+    for each in row[row >= 0].unique().tolist():  # type: ignore[no-untyped-call]
+        own = usable & (row == each)
+        defined = score[own & torch.isfinite(score)]
+        if own.any():
+            value = defined.double().mean() if defined.numel() else values[own][0]
+            carried[own & (score == -math.inf)] = value.to(score.dtype)
+    return carried
 
 
 def order_statistic(

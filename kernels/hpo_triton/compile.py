@@ -60,6 +60,7 @@ from ..specs import (
     TermSpec,
     TokenGate,
     Unit,
+    WindowAggregate,
 )
 from . import advantages, corrections, entropy, gates, groups, launch, logprobs, segments
 
@@ -258,6 +259,7 @@ def paths() -> Iterator[Path_]:
     yield _correction(Statistic.LOG_RATIO, Reduction.MEAN, Action.BAND, False)
     yield "row_counts", lambda: segments.row_counts(_masked().mask, _masked().cu_seqlens, TOKENS)
     yield "window_score", lambda: _window(Boundary.FULL, Invalid.SKIP, masked=True)
+    yield "window_score, maximum", lambda: _window(Boundary.CARRY, Invalid.SKIP, True, WindowAggregate.MAX)
     yield "order_statistic", lambda: entropy.order_statistic(_floats(TOKENS), 4, 5, OrderRule.NEAREST)
     yield "select", lambda: _select(strict=False, tokens=True)
     yield "group_normalise", lambda: _groups(ROWS, (GroupTerm(),))
@@ -300,8 +302,8 @@ def every_path() -> Iterator[Path_]:
             yield _gate(f"{name}, all inputs {trajectories} {per_token}", everything, spec._replace(strict=per_token))
         for penalty in penalties:
             yield _gate(f"{name}, {penalty}", _everything(False, False), spec._replace(**penalty))
-    for boundary, invalid, masked in itertools.product(Boundary, Invalid, (False, True)):
-        yield f"window {boundary.name} {invalid.name}", lambda a=(boundary, invalid, masked): _window(*a)
+    for structure in itertools.product(Boundary, Invalid, (False, True), WindowAggregate):
+        yield "window {} {} {} {}".format(*structure), lambda structure=structure: _window(*structure)
     for rule in OrderRule:
         yield f"order {rule.name}", lambda rule=rule: entropy.order_statistic(_floats(TOKENS), 4, 5, rule)
     for strict, tokens in itertools.product((False, True), repeat=2):
@@ -322,9 +324,12 @@ def every_path() -> Iterator[Path_]:
     yield from paths()
 
 
-def _window(boundary: Boundary, invalid: Invalid, masked: bool) -> torch.Tensor:
+def _window(
+    boundary: Boundary, invalid: Invalid, masked: bool, aggregate: WindowAggregate = WindowAggregate.MEAN
+) -> torch.Tensor:
     batch = _masked()
-    return entropy.window_score(batch.logp, batch.mask if masked else None, batch.cu_seqlens, 0, 3, boundary, invalid)
+    window = (0, 3, boundary, invalid, aggregate)
+    return entropy.window_score(batch.logp, batch.mask if masked else None, batch.cu_seqlens, *window)
 
 
 def _select(strict: bool, tokens: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Entropy windows: windowed means that never cross a row, and exact order statistics by radix selection.
+"""Entropy windows: windowed aggregates that never cross a row, and exact order statistics by radix selection.
 
 The definition is hpo_core/reference/entropy.py.
 """
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..specs import Boundary, Invalid, OrderRule
+from ..specs import Boundary, Invalid, OrderRule, WindowAggregate
 from .launch import REGISTERS, aligned, kernel, launch, programs_for
 from .math import is_finite
 from .segments import TILE, load, row_of_token, row_range, store
@@ -21,6 +21,9 @@ __all__ = ["order_statistic", "select", "select_top", "window_score"]
 FULL = tl.constexpr(int(Boundary.FULL))
 ZERO = tl.constexpr(int(Boundary.ZERO))
 BREAK = tl.constexpr(int(Invalid.BREAK))
+MEAN = tl.constexpr(int(WindowAggregate.MEAN))
+MAX = tl.constexpr(int(WindowAggregate.MAX))
+MIN = tl.constexpr(int(WindowAggregate.MIN))
 
 
 @kernel
@@ -36,6 +39,7 @@ def _score_windows(
     width: tl.int64,
     BOUNDARY: tl.constexpr,
     INVALID: tl.constexpr,
+    AGGREGATE: tl.constexpr,
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -53,7 +57,8 @@ def _score_windows(
         given &= load(mask, token, tokens, whole, ALIGNED)
 
     # Sums are float64 and in the order of the window: exact for equal values, and independent of the packing.
-    total = tl.zeros([TILE], tl.float64)
+    empty: tl.constexpr = float("-inf") if AGGREGATE == MAX else float("inf") if AGGREGATE == MIN else 0.0
+    folded = tl.full([TILE], empty, tl.float64)
     usable = tl.zeros([TILE], tl.int64)
     for offset in range(tl.maximum(first, -behind), tl.minimum(last, ahead) + 1):
         neighbour = token + offset
@@ -62,7 +67,13 @@ def _score_windows(
             used &= tl.load(mask + neighbour, mask=used, other=False)
         x = tl.load(values + neighbour, mask=used, other=0.0)
         used &= is_finite(x)
-        total += tl.where(used, x, 0.0).to(tl.float64)
+        part = tl.where(used, x, empty).to(tl.float64)
+        if AGGREGATE == MAX:
+            folded = tl.maximum(folded, part)
+        elif AGGREGATE == MIN:
+            folded = tl.minimum(folded, part)
+        else:
+            folded += part
         usable += used.to(tl.int64)
 
     low = tl.maximum(token + first, range_.begin)
@@ -73,11 +84,54 @@ def _score_windows(
         defined &= inside == width
     if INVALID == BREAK:
         defined &= usable == inside
-    divisor = width if BOUNDARY == ZERO else tl.maximum(usable, 1)
-    mean = total / divisor.to(tl.float64)
-    result = tl.where(defined, mean.to(tl.float32), float("-inf"))
+    if AGGREGATE == MEAN:
+        terms = width if BOUNDARY == ZERO else tl.maximum(usable, 1)
+        folded = folded / terms.to(tl.float64)
+    result = tl.where(defined, folded.to(tl.float32), float("-inf"))
     result = tl.where(given & (is_finite(value) == False), float("nan"), result)  # noqa: E712
     store(score, token, result, tokens, whole, ALIGNED)
+
+
+@kernel
+def _carry_rows(
+    values,
+    mask,
+    cu_seqlens,
+    score,
+    tokens: tl.int64,
+    rows: tl.int64,
+    TILE: tl.constexpr,
+):
+    """Undefined scores of valid tokens become the mean of the row's defined ones, or the row's first value without any.
+
+    A program takes a row, in tiles from its begin: the order of the sum does not depend on the packing.
+    """
+    range_ = row_range(cu_seqlens, tl.program_id(0).to(tl.int64), rows, tokens)
+    total = tl.zeros([TILE], tl.float64)
+    defined = tl.zeros([TILE], tl.int64)
+    first = tl.full([TILE], 0, tl.int64) + range_.end
+    for start in range(range_.begin, range_.end, TILE):
+        token = start + tl.arange(0, TILE)
+        usable = token < range_.end
+        if mask is not None:
+            usable &= tl.load(mask + token, mask=usable, other=False)
+        usable &= is_finite(tl.load(values + token, mask=usable, other=float("nan")))
+        first = tl.minimum(first, tl.where(usable, token, range_.end))
+        x = tl.load(score + token, mask=usable, other=float("nan"))
+        total += tl.where(is_finite(x), x, 0.0).to(tl.float64)
+        defined += is_finite(x).to(tl.int64)
+    number = tl.sum(defined)
+    of_row = tl.min(first)
+    carried = tl.load(values + of_row, mask=of_row < range_.end, other=float("-inf"))
+    mean = tl.sum(total) / tl.maximum(number, 1).to(tl.float64)
+    carried = tl.where(number > 0, mean.to(tl.float32), carried)
+    for start in range(range_.begin, range_.end, TILE):
+        token = start + tl.arange(0, TILE)
+        valid = token < range_.end
+        if mask is not None:
+            valid &= tl.load(mask + token, mask=valid, other=False)
+        x = tl.load(score + token, mask=valid, other=0.0)
+        tl.store(score + token, carried, mask=valid & (x == float("-inf")))
 
 
 def window_score(
@@ -88,15 +142,20 @@ def window_score(
     last: int,
     boundary: Boundary,
     invalid: Invalid,
+    aggregate: WindowAggregate = WindowAggregate.MEAN,
 ) -> torch.Tensor:
-    """Mean of ``values`` over ``{t + first, ..., t + last}`` cut by the row of t, ``[T]``."""
-    tokens = values.numel()
+    """Aggregate of ``values`` over ``{t + first, ..., t + last}`` cut by the row of t, ``[T]``."""
+    tokens, rows = values.numel(), cu_seqlens.numel() - 1
+    carries = boundary is Boundary.CARRY
     score = torch.empty_like(values)
     launch(
-        _score_windows, triton.cdiv(tokens, TILE), values, mask, cu_seqlens, score, tokens, cu_seqlens.numel() - 1,
+        _score_windows, triton.cdiv(tokens, TILE), values, mask, cu_seqlens, score, tokens, rows,
         max(first, -tokens), min(last, tokens), last - first + 1,
-        BOUNDARY=int(boundary), INVALID=int(invalid), ALIGNED=aligned(values, mask), TILE=TILE, maxnreg=REGISTERS,
+        BOUNDARY=int(Boundary.FULL if carries else boundary), INVALID=int(invalid), AGGREGATE=int(aggregate),
+        ALIGNED=aligned(values, mask), TILE=TILE, maxnreg=REGISTERS,
     )  # fmt: skip
+    if carries:
+        launch(_carry_rows, rows, values, mask, cu_seqlens, score, tokens, rows, TILE=TILE)
     return score
 
 

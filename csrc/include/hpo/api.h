@@ -209,8 +209,9 @@ struct RecurrenceArgs {
   float* scanned;             // [units]
 };
 
-enum class Boundary : int32_t { full = 0, shrink = 1, zero = 2 };
+enum class Boundary : int32_t { full = 0, shrink = 1, zero = 2, carry = 3 };
 enum class Invalid : int32_t { skip = 0, stop = 1 };  // "break" in Python
+enum class WindowAggregate : int32_t { mean = 0, sum = 1, max = 2, min = 3 };
 
 struct WindowArgs {
   int64_t tokens, rows;
@@ -220,7 +221,8 @@ struct WindowArgs {
   int64_t first, last;          // the window of token t is {t + first, ..., t + last}, cut by its row; first <= last
   Boundary boundary;
   Invalid invalid;
-  float* score;  // [tokens]: the mean; -inf where undefined or masked; NaN where the token's own value is not finite
+  WindowAggregate aggregate;
+  float* score;  // [tokens]: the aggregate; -inf where undefined or masked; NaN where the token's own value is not finite
   void* workspace;
 };
 

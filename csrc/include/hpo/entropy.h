@@ -15,24 +15,52 @@ struct WindowRule {
   int64_t first, last;
   int64_t width;
   float divisor;  // of Boundary::zero
-  Boundary boundary;
+  Boundary boundary;  // never carry: its windows are full ones, and what they leave undefined is filled in afterwards
   Invalid invalid;
+  WindowAggregate aggregate;
 };
 
 HPO_INLINE WindowRule window_rule(const WindowArgs& args) {
   const int64_t bound = int64_t(1) << 40;
   const int64_t first = args.first < -bound ? -bound : (args.first > bound ? bound : args.first);
   const int64_t last = args.last < first ? first : (args.last > bound ? bound : args.last);
-  return {first, last, last - first + 1, float(last - first + 1), args.boundary, args.invalid};
+  const Boundary boundary = args.boundary == Boundary::carry ? Boundary::full : args.boundary;
+  return {first, last, last - first + 1, float(last - first + 1), boundary, args.invalid, args.aggregate};
 }
 
-// The score of a token from its window cut by its row: `inside` positions remain, `usable` of them enter the sum, and the
+// How two parts of a window become one. `empty()` is the part without usable values.
+struct Sum {
+  static HPO_INLINE float empty() { return 0.0f; }
+  template <class T>
+  HPO_INLINE T operator()(T a, T b) const {
+    return a + b;
+  }
+};
+
+struct Greatest {
+  static HPO_INLINE float empty() { return -INFINITY; }
+  template <class T>
+  HPO_INLINE T operator()(T a, T b) const {
+    return a < b ? b : a;
+  }
+};
+
+struct Least {
+  static HPO_INLINE float empty() { return INFINITY; }
+  template <class T>
+  HPO_INLINE T operator()(T a, T b) const {
+    return b < a ? b : a;
+  }
+};
+
+// The score of a token from its window cut by its row: `inside` positions remain, `usable` of them enter `folded`, and the
 // window is `whole` if all positions remain.
-HPO_INLINE float window_mean(float sum, int32_t usable, int32_t inside, bool whole, const WindowRule& rule) {
+HPO_INLINE float window_score_of(float folded, int32_t usable, int32_t inside, bool whole, const WindowRule& rule) {
   const bool defined =
       (usable > 0) & (whole | (rule.boundary != Boundary::full)) & ((usable == inside) | (rule.invalid != Invalid::stop));
-  const float mean = sum / (rule.boundary == Boundary::zero ? rule.divisor : float(usable));
-  return defined ? mean : -INFINITY;
+  const float terms = rule.boundary == Boundary::zero ? rule.divisor : float(usable);
+  const float score = folded / (rule.aggregate == WindowAggregate::mean ? terms : 1.0f);
+  return defined ? score : -INFINITY;
 }
 
 // ---------------------------------------------------------------------------------------------------- order statistics

@@ -1,0 +1,172 @@
+"""Aggregates of entropies over windows of tokens. No result has a gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .. import ops
+from ..backends import resolve
+from ..batch import PackedBatch
+from ..checks import check, check_device, check_dtype, check_shape, examines, require_type
+from ..specs import Boundary, Invalid, WindowAggregate
+
+__all__ = ["NUMBERS", "ROUNDING", "Window", "flat_values", "window_aggregate", "window_mean", "window_score"]
+
+_AGGREGATES = {each.name.lower(): each for each in WindowAggregate}
+_BOUNDARIES = {each.name.lower(): each for each in Boundary}
+_INVALID = {each.name.lower(): each for each in Invalid}
+NUMBERS = (torch.float32, torch.float64)
+ROUNDING = "thresholds on 16-bit entropies pick wrong tokens; compute and store them in float32"
+
+
+@dataclass(frozen=True)
+class Window:
+    """The window ``{t + first, ..., t + last}`` of a token t, cut by the token's row, and what it makes of its values.
+
+    Frozen, hashable, picklable.
+
+    Args:
+        first, last: integers, ``first <= last``.
+        aggregate: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
+        boundary: a window that sticks out of its row. ``"full"``: undefined; ``"shrink"``: its part inside; ``"zero"``:
+            the row is 0 outside, so that a mean divides by the full width; ``"carry"``: the mean of the row's full
+            windows, or the row's first valid value if it has none (the threshold statistic of ARES' code).
+        invalid: masked tokens inside a window. ``"skip"``: they are left out (one valid token must remain);
+            ``"break"``: the window is undefined.
+
+    >>> Window.centred(4)
+    Window(first=-2, last=1, aggregate='mean', boundary='full', invalid='skip')
+    """
+
+    first: int = 0
+    last: int = 0
+    aggregate: str = "mean"
+    boundary: str = "full"
+    invalid: str = "skip"
+
+    def __post_init__(self) -> None:
+        for name in ("first", "last"):
+            value = getattr(self, name)
+            is_integer = isinstance(value, int) and not isinstance(value, bool)
+            require_type(is_integer, "{}: expected an integer, got {!r}", name, value)
+        check(self.first <= self.last, "first: expected first <= last, got {} and {}", self.first, self.last)
+        for name, known in (("aggregate", _AGGREGATES), ("boundary", _BOUNDARIES), ("invalid", _INVALID)):
+            value = getattr(self, name)
+            check(value in known, "{}: expected one of {}, got {!r}", name, ", ".join(known), value)
+        check(
+            self.boundary != "zero" or self.aggregate in ("mean", "sum"),
+            "boundary: 'zero' is for means and sums, got aggregate {!r}; use 'shrink'",
+            self.aggregate,
+        )
+
+    @classmethod
+    def forward(cls, width: int, **rules: str) -> Window:
+        """``{t, ..., t + width - 1}``; ``rules``: aggregate, boundary and invalid.
+
+        >>> Window.forward(4).last
+        3
+        """
+        return cls(0, _width(width) - 1, **rules)
+
+    @classmethod
+    def forward_exclusive(cls, width: int, **rules: str) -> Window:
+        """``{t + 1, ..., t + width}``."""
+        return cls(1, _width(width), **rules)
+
+    @classmethod
+    def causal(cls, width: int, **rules: str) -> Window:
+        """``{t - width + 1, ..., t}``."""
+        return cls(1 - _width(width), 0, **rules)
+
+    @classmethod
+    def centred(cls, width: int, **rules: str) -> Window:
+        """``{t - floor(width / 2), ..., t + ceil(width / 2) - 1}``."""
+        return cls(-(_width(width) // 2), (width + 1) // 2 - 1, **rules)
+
+
+@examines
+def window_aggregate(
+    values: torch.Tensor, batch: PackedBatch | torch.Tensor, window: Window, *, backend: str | None = None
+) -> torch.Tensor:
+    """The aggregate of ``values`` over the window of each token.
+
+    Args:
+        values: ``[T]`` or the padded ``[B, L]``, floating point (entropies, in nats).
+        batch: a PackedBatch, or a padded mask ``[B, L]``.
+
+    Returns:
+        float32 in the shape of ``values``: -inf where the window is undefined or the token masked (below every
+        threshold), NaN where a valid token's own value is not finite. Sums have a fixed order that depends only on the
+        position inside the window, and are exact on constant values for widths that are powers of two.
+
+    >>> batch = PackedBatch.from_lengths([3, 2])
+    >>> window_aggregate(torch.tensor([1.0, 3.0, 5.0, 9.0, 7.0]), batch, Window.forward(2, aggregate="max"))
+    tensor([3., 5., -inf, 9., -inf])
+    """
+    batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+    require_type(isinstance(window, Window), "window: expected a Window, got {!r}", window)
+    flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
+    rules = (_BOUNDARIES[window.boundary], _INVALID[window.invalid], _AGGREGATES[window.aggregate])
+    return window_score(flat, batch, window.first, window.last, *rules, backend).reshape(values.shape)
+
+
+@examines
+def window_mean(
+    values: torch.Tensor,
+    batch: PackedBatch | torch.Tensor,
+    first: int,
+    last: int,
+    *,
+    boundary: str = "full",
+    invalid: str = "skip",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Mean of ``values`` over the window ``{t + first, ..., t + last}`` of each token t, cut by the token's row.
+
+    It is :func:`window_aggregate` of ``Window(first, last, "mean", boundary, invalid)``.
+
+    >>> batch = PackedBatch.from_lengths([3, 2])
+    >>> window_mean(torch.tensor([1.0, 3.0, 5.0, 7.0, 9.0]), batch, 0, 1)
+    tensor([2., 4., -inf, 8., -inf])
+    """
+    window = Window(int(first), int(last), boundary=boundary, invalid=invalid)
+    return window_aggregate(values, batch, window, backend=backend)
+
+
+def flat_values(name: str, tensor: torch.Tensor, batch: PackedBatch, keep_dtype: bool) -> torch.Tensor:
+    """A checked constant ``[T]`` from values ``[T]`` or ``[B, L]``; the reference keeps their precision."""
+    check_dtype(name, tensor, NUMBERS, ROUNDING)
+    shape = batch.padded_shape or (batch.total_tokens,)
+    if tuple(tensor.shape) != (batch.total_tokens,):
+        check_shape(name, tensor, shape, "[T] (or the padded [B, L])")
+    check_device(name, tensor, batch.device, "the batch")
+    flat = tensor.detach() if tensor.requires_grad else tensor
+    flat = flat if flat.dim() == 1 else flat.reshape(-1)
+    return flat if keep_dtype else flat.float().contiguous()
+
+
+def window_score(
+    values: torch.Tensor,
+    batch: PackedBatch,
+    first: int,
+    last: int,
+    boundary: Boundary,
+    invalid: Invalid,
+    aggregate: WindowAggregate,
+    backend: str | None,
+) -> torch.Tensor:
+    """The aggregates ``[T]`` of checked values."""
+    if backend == "reference":
+        reference = resolve("entropy", values, backend)
+        window = (first, last, boundary, invalid, aggregate)
+        return reference.window_score(values, batch.mask, batch.cu_seqlens, *window)  # type: ignore[no-any-return]
+    return ops.window_score(values, batch.mask, batch.cu_seqlens, first, last, boundary, invalid, backend, aggregate)
+
+
+def _width(width: int) -> int:
+    is_integer = isinstance(width, int) and not isinstance(width, bool)
+    require_type(is_integer, "width: expected an integer, got {!r}", width)
+    check(width >= 1, "width: expected a width >= 1, got {}", width)
+    return width

@@ -90,6 +90,11 @@ def test_nothing_synchronises():
         selection = selection.merged(entropies.aepo_ruc(entropy, batch, state=table))
         selection = selection.merged(entropies.entropy_advantage(entropy, make(8), batch))
         selection = selection.merged(entropies.steer(make(64), batch))._replace(kl_weight=make(64))
+        right, token = make(8, dtype=torch.bool), make(64)
+        entropies.gtpo(right, entropy, batch), entropies.grpo_s(right, entropy, batch)
+        entropies.edge_grpo(make(8), entropy, batch), entropies.ettrl(make(8), entropy, batch)
+        entropies.ucas(make(8), make(8), token, batch), entropies.covariance(token, make(8), batch)
+        entropies.ulorl(token, entropy, right, batch), entropies.opened(mask, batch, 3)
         given = {"kl": hpo.kl.k3(0.1), "ref_logp": old_logp, "selection": selection}
         hpo.policy_loss(logp, old_logp, make(8), batch, gates.hapo_clip(), **given).loss.backward()
         hpo.policy_loss_and_grad(logp, old_logp, make(8), batch, gates.hapo_clip(), **given)

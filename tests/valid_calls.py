@@ -324,12 +324,19 @@ def _presets() -> Iterator[Call]:
     pivot = presets.fit_pivot(_T["entropy"], packed)
     given: dict[str, Any] = {
         "entropy": _T["entropy"], "logp": _T["logp"], "old_logp": _T["old_logp"], "advantages": _S["advantages"],
-        "batch": packed, "change": _T["logp"], "state": table,
+        "batch": packed, "change": _T["logp"], "state": table, "mask": _T["bools"], "length": 2,
+        "window": presets.Window(0, 1), "confidence": _T["weight"], "is_correct": _S["bools"], "logits": _T["logp"],
     }  # fmt: skip
     special: dict[str, dict[str, Any]] = {
         "hapo": {"state": pivot},
         "hapo_redistribution": {"state": pivot, "bounds": (_T["weight"] / 4, _T["weight"] + 1)},
         "hapo_temperature": {"state": pivot},
+        "hapo_advantages": {
+            "rewards": _S["advantages"],
+            "group_ids": integers(0, 0, 1),
+            "lengths": _S["advantages"] + 1,
+        },
+        "ucas": {"confidence": _S["advantages"]},
     }
     for name in presets.__all__:
         function = getattr(presets, name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed
 
 from ..batch import PackedBatch
 from ..checks import check
@@ -19,7 +20,7 @@ from .selection import Selection
 from .signals import Signal, advantages_of_tokens, preset, read
 from .statistics import ScopeStatistics, fit_scopes
 
-__all__ = ["aepo_ruc", "entropy_advantage", "entropy_change", "steer", "steer_linear"]
+__all__ = ["aepo_ruc", "covariance", "entropy_advantage", "entropy_change", "steer", "steer_linear"]
 
 
 def statistics_of(signal: Signal, state: ScopeStatistics | None, backend: str | None) -> ScopeStatistics:
@@ -91,6 +92,35 @@ def aepo_ruc(
     gain = torch.where(deviation > 0, alpha / torch.where(deviation > 0, deviation, 1.0), 0.0)
     factor = two_knot(given.values, 1.0, low=(found.mean, gain), high=(found.mean, gain), least=least)
     return Selection(advantage_factor=given.result(factor, 1.0))
+
+
+@preset(Provenance.VERIFIED)
+def covariance(
+    logp: torch.Tensor,
+    advantages: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    advantage_level: str | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The score of Clip-Cov and KL-Cov, ``(A - mean A) (logp - mean logp)``, ``[T]`` (arXiv 2505.22617): means over the
+    valid tokens of the call and of the ranks of ``process_group``. 0 at masked tokens.
+
+    :func:`hpo_core.gates.clip_cov_mask` and :func:`hpo_core.gates.kl_cov_mask` select by it within a call.
+
+    >>> logp, advantages = torch.tensor([-0.1, -2.0, -0.1, -3.0]), torch.tensor([1.0, -1.0])
+    >>> covariance(logp, advantages, PackedBatch.from_lengths([2, 2]))
+    tensor([ 1.2000, -0.7000, -1.2000,  1.7000])
+    """
+    given = read(batch, logp=logp)
+    own = advantages_of_tokens(advantages, batch, advantage_level)
+    members = given.usable & torch.isfinite(own)
+    product = torch.ones_like(own)
+    for values in (own, given.values):
+        table = fit_scopes(values.to(given.dtype), mask=members, process_group=process_group, backend=backend)
+        product = product * (values - table.at().mean)
+    return given.result(product, 0.0)
 
 
 @preset(Provenance.VERIFIED)

@@ -53,8 +53,9 @@ def advantages_of_tokens(advantages: torch.Tensor, batch: PackedBatch, level: st
     return per_token(advantages, batch, level).detach().double()
 
 
-def preset(provenance: Provenance) -> Callable[[Preset], Preset]:
-    """Marks a published method of this family, with the origin of its formula.
+def preset(provenance: Provenance, level: str | None = None) -> Callable[[Preset], Preset]:
+    """Marks a published method of this family, with the origin of its formula. ``level``: the function returns
+    advantages of this level, as the estimators of :mod:`hpo_core.advantages` do, from tables of its groups.
 
     A marked function takes padded ``[B, L]`` tensors with a padded batch, too, and then returns padded tensors.
     """
@@ -77,6 +78,8 @@ def preset(provenance: Provenance) -> Callable[[Preset], Preset]:
 
         marked: Any = run
         marked.provenance = provenance
+        if level is not None:
+            marked.level, marked.multi_reward, marked.tables, marked.parameters = level, False, True, names
         return marked  # type: ignore[no-any-return]
 
     return mark

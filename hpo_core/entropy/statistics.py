@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed
 
+from .. import ops
 from ..batch import PackedBatch
 from ..checks import check, check_device, check_dtype, check_shape, check_units, examines
 from ..distributed import spanned
@@ -178,12 +179,15 @@ def of_row(values: torch.Tensor, row: torch.Tensor, nowhere: float) -> torch.Ten
 
 
 def means_of_segments(
-    values: torch.Tensor, ids: torch.Tensor, count: int, mask: torch.Tensor, backend: str | None
+    values: torch.Tensor, ids: torch.Tensor, count: int, members: torch.Tensor, backend: str | None
 ) -> torch.Tensor:
-    """The mean of the members of each of ``count`` segments, ``[count]`` float64; NaN without members."""
-    units = torch.arange(count, device=ids.device)
+    """The mean over the members of each of ``count`` segments of this rank, ``[count]`` float64; NaN without members.
+
+    Segments are places in the batch, which mean nothing on another rank, so their statistics never span ranks.
+    """
     padded = torch.nn.functional.pad
-    known = torch.cat((values, values.new_zeros(count)))
-    found = statistics(known, torch.cat((ids, units)), mask=padded(mask, (0, count)), backend=backend)
-    mean, members = found.mean[values.numel() :], found.members[values.numel() :]
-    return torch.where(members > 0, mean, torch.nan)
+    values = values if backend == "reference" else values.float()
+    known = padded(values, (0, count)).contiguous()
+    ids = torch.cat((ids, torch.arange(count, device=ids.device)))  # one more unit per segment, which is no member
+    table = ops.group_statistics(known, ids, None, padded(members, (0, count)), backend)[:, values.numel() :]
+    return torch.where(table[0] > 0, table[2], torch.nan)

@@ -442,6 +442,31 @@ inline void bind(py::module_& m) {
     run([&] { return hpo_select(&args, context); });
   });
 
+  m.def("order_statistics_workspace", &hpo_order_statistics_workspace);
+  m.def("order_statistics", [](std::array<int64_t, 3> sizes, Address values, Address mask, Address offsets, Address order,
+                               Address begin, int64_t numerator, int64_t denominator, int rule, Address k, Address thresholds,
+                               Address counts, Address selected, Address workspace, int64_t context) {
+    OrderStatisticsArgs args{};
+    args.tokens = sizes[0];
+    args.segments = sizes[1];
+    args.scopes = sizes[2];
+    args.values = pointer<const float>(values);
+    args.mask = pointer<const uint8_t>(mask);
+    const Offsets copied(offsets, sizes[1]);
+    args.offsets = copied.data();
+    args.order = pointer<const int64_t>(order);
+    args.begin = pointer<const int64_t>(begin);
+    args.numerator = numerator;
+    args.denominator = denominator;
+    args.rule = OrderRule(rule);
+    args.k = pointer<const int64_t>(k);
+    args.thresholds = pointer<float>(thresholds);
+    args.counts = pointer<int64_t>(counts);
+    args.selected = pointer<uint8_t>(selected);
+    args.workspace = pointer<void>(workspace);
+    run([&] { return hpo_order_statistics(&args, context); });
+  });
+
   m.def("row_counts", [](int64_t tokens, int64_t rows, Address mask, Address cu_seqlens, Address counts, int64_t context) {
     RowCountsArgs args{};
     args.tokens = tokens;

@@ -245,10 +245,16 @@ def _examiner_of(name: str, annotation: str, function: Callable[..., Any]) -> Ca
     if kind in ("tuple[float, float]", "Pair"):
         return functools.partial(_examined_pair, rest == "None")
     kind = annotation.removesuffix(" | None")
-    if kind in ("PackedBatch", "GroupHistory", "WindowState", "ScopeStatistics", "PivotState", "Expected", "RatioGate"):
+    if kind in _INSTANCES:
         return functools.partial(_examined_instance, function, kind, kind != annotation)
     return None
 
+
+# Classes of arguments, named tuples with their tensors among them.
+_INSTANCES = (
+    *("PackedBatch", "GroupHistory", "WindowState", "ScopeStatistics", "PivotState", "AresTargets", "AresPenalty"),
+    *("Expected", "RatioGate"),
+)
 
 # A bool is a number in Python, but not an argument here.
 _NUMBERS: dict[str, type] = {"float": numbers.Real, "int": numbers.Integral}

@@ -29,6 +29,7 @@ from .specs import (
     OrderRule,
     PolicyLossInputs,
     PolicyLossSpec,
+    Scopes,
     SegmentReduce,
     Stage,
     WindowAggregate,
@@ -289,6 +290,43 @@ class Native:
             threshold, strict, selected,
         )  # fmt: skip
         return selected
+
+    def order_statistics(
+        self,
+        values: torch.Tensor,
+        scopes: Scopes,
+        numerator: int,
+        denominator: int,
+        rule: OrderRule,
+        mask: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        thresholds = values.new_empty(scopes.number)
+        counts = values.new_empty((scopes.number, 2), dtype=torch.int64)
+        self._order_statistics(
+            values, scopes, mask, (numerator, denominator, int(rule)), None, thresholds, counts, None
+        )
+        return thresholds, counts
+
+    def select_exact(
+        self, values: torch.Tensor, scopes: Scopes, k: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        selected = torch.zeros_like(values, dtype=torch.bool)
+        self._order_statistics(values, scopes, mask, (0, 1, 0), k, None, None, selected)
+        return selected
+
+    def _order_statistics(
+        self,
+        values: torch.Tensor,
+        scopes: Scopes,
+        mask: torch.Tensor | None,
+        quantile: tuple[int, int, int],
+        *k_and_outputs: torch.Tensor | None,
+    ) -> None:
+        sizes = (values.numel(), scopes.offsets.numel() - 1, scopes.number)
+        workspace = self._workspace(self.module.order_statistics_workspace(*sizes[:2]), values)
+        self._call(
+            self.module.order_statistics, values, sizes, values, mask, *scopes, *quantile, *k_and_outputs, workspace
+        )  # fmt: skip
 
     def group_statistics(
         self,

@@ -17,6 +17,7 @@ import torch
 from .checks import check
 
 __all__ = [
+    "INDEX_RULES",
     "MOST_TERMS",
     "Action",
     "Aggregate",
@@ -46,6 +47,7 @@ __all__ = [
     "Reduction",
     "Routing",
     "Scale",
+    "Scopes",
     "SegmentReduce",
     "Share",
     "Stage",
@@ -522,6 +524,19 @@ class WindowAggregate(enum.IntEnum):
     MIN = 3
 
 
+class Scopes(NamedTuple):
+    """Scopes of tokens for order statistics: a scope is a list of segments, which are ranges of tokens."""
+
+    offsets: torch.Tensor  # [N + 1] int64: segment n holds the tokens offsets[n] .. offsets[n + 1] - 1
+    order: torch.Tensor | None = None  # [N] int64: segments, one scope after the other; None: scope n is segment n
+    begin: torch.Tensor | None = None  # [C + 1] int64: scope c has the segments order[begin[c] : begin[c + 1]]
+
+    @property
+    def number(self) -> int:
+        """C, the number of scopes."""
+        return (self.offsets if self.begin is None else self.begin).shape[0] - 1
+
+
 class LogitType(enum.IntEnum):
     """What logits are stored as."""
 
@@ -578,12 +593,17 @@ class OrderRule(enum.IntEnum):
     CEIL = 0  # ceil(q (n - 1)): with `>=`, the mask of the linearly interpolated quantile
     FLOOR = 1  # floor(q (n - 1)): with `>`, the same
     NEAREST = 2  # round(q (n - 1)), half to even
+    LINEAR = 3  # none: the interpolation between the floor and the ceiling
 
     def index(self, numerator: int, denominator: int, n: int) -> int:
         """The index for q = numerator / denominator, in exact integers: floats get it wrong for q = .7 and n = 11."""
+        check(self is not OrderRule.LINEAR, "rule: expected one of an index, got {!r}", self)
         floor, remainder = divmod(numerator * (n - 1), denominator)
         if self is OrderRule.FLOOR or remainder == 0:
             return floor
         if self is OrderRule.CEIL:
             return floor + 1
         return floor + (2 * remainder > denominator or (2 * remainder == denominator and floor % 2 == 1))
+
+
+INDEX_RULES = (OrderRule.CEIL, OrderRule.FLOOR, OrderRule.NEAREST)  # those that pick one of the values

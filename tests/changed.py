@@ -24,11 +24,12 @@ LOSS = ("promises", "gates", "hierarchy", "presets", "terms", "stages", "metrics
 ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators")
 ENTROPY = (
     "entropy", "entropy_selection", "select_top", "window_aggregates", "selection", "entropy_presets",
-    "entropy_shaping",
+    "entropy_shaping", "entropy_thresholds",
 )  # fmt: skip
+SCOPES = ("scopes",)
 SEGMENTS = ("segments", "token_estimators")
 LOGPROBS = ("logprobs", "logprobs_calls", "support", "linear_logprobs", "vocabulary_parallel", "logprobs_peers")
-OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SEGMENTS, *LOGPROBS)
+OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SCOPES, *SEGMENTS, *LOGPROBS)
 MULTIPROCESS = (
     *("distributed", "segment_exchange", "aggregates", "advantages_over_ranks", "data_parallel", "deepspeed"),
     "empty_rank",
@@ -68,7 +69,10 @@ def kernels(names: str, modules: tuple[str, ...]) -> list[Rule]:
 RULES = [
     *kernels("gates hierarchy corrections levels leaves sums terms tokens gated_levels metrics", LOSS),
     *kernels("advantages groups units", ADVANTAGES),
-    *kernels("entropy windows bins", ENTROPY),
+    *kernels("entropy windows", ENTROPY),
+    *kernels("scopes bins", (*ENTROPY, *SCOPES)),
+    Rule(("csrc/cpu/order_keys.h", "csrc/include/hpo/entropy.h"), (*ENTROPY, *SCOPES), ("cpu", "cuda_emulated")),
+    Rule(("kernels/hpo_triton/entropy.py",), SCOPES, ("triton",)),
     *kernels("segments", SEGMENTS),
     *kernels("logprobs logits", LOGPROBS),
     Rule(("csrc/cpu/denormals.h",), (*OPERATORS, "ambient_defaults")),
@@ -101,7 +105,7 @@ RULES = [
     Rule(("hpo_core/loss_from_logits.py", "hpo_core/ops/logprobs.py"), ("loss_from_logits",), EVERY_BACKEND),
     Rule(("hpo_core/advantages/*",), (*ADVANTAGES, "estimator_properties", "imports", "docs", "synchronisation")),
     Rule(("hpo_core/advantages/ranks.py", "hpo_core/advantages/terms.py"), MULTIPROCESS),
-    Rule(("hpo_core/entropy/*",), (*ENTROPY, "losses", "imports", "docs")),
+    Rule(("hpo_core/entropy/*",), (*ENTROPY, *SCOPES, "losses", "imports", "docs")),
     Rule(("hpo_core/gates/*",), (*LOSS, "gate_inputs", "hierarchy_theorems", "hierarchy_degenerate", "imports",
           "docs")),
     Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py"),
@@ -116,7 +120,7 @@ RULES = [
     Rule(("examples/*",), ("demo", "demo_agent", "docs")),
     Rule(("bench/*", "*.md", ".clang-format"), ("packaging",)),
     Rule(("hpo_core/losses.py", "hpo_core/kl.py", "hpo_core/loss_from_logits.py"), ("selection",)),
-    Rule(("tests/naive_entropy.py",), ("entropy_presets", "entropy_shaping")),
+    Rule(("tests/naive_entropy.py",), ("entropy_presets", "entropy_shaping", "entropy_thresholds")),
     Rule(("tests/changed.py", "tests/sanitized.py"), ("changed",)),
     Rule(("tests/mutants.py", "tests/compiled.py"), ("mutants", "cuda_compile", "triton_compile"), EVERY_BACKEND),
     Rule(("tests/mutants.py",), ("python_mutants",), EVERY_BACKEND),

@@ -91,3 +91,11 @@ def std(numbers):
 def nearest(numbers, share):
     """The order statistic at ``share (n - 1)``, half to even."""
     return sorted(numbers)[round(share * (len(numbers) - 1))]
+
+
+def linear(numbers, share):
+    """The quantile between two order statistics, as NumPy interpolates."""
+    ordered, at = sorted(numbers), share * (len(numbers) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(numbers) - 1)
+    return ordered[low] + float(at - low) * (ordered[high] - ordered[low])

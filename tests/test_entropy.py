@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import hpo_core as hpo
 from hpo_core import entropy, testing
 from hpo_core.entropy import EntropyWindow, ares, forking_tokens, window_mean
-from hpo_core.specs import Boundary, OrderRule
+from hpo_core.specs import INDEX_RULES, Boundary, OrderRule
 from hpo_core.testing import Layout, WindowExample
 
 POLICIES = list(itertools.product(("full", "shrink", "zero"), ("skip", "break")))
@@ -367,7 +367,7 @@ def test_micro_batches_share_the_threshold_of_the_step(backend):
 WINDOWS = [
     forking_tokens("0.2"),
     ares(2, "0.7"),
-    *(EntropyWindow(rule.name, Fraction(1, 3), rule=rule) for rule in OrderRule),
+    *(EntropyWindow(rule.name, Fraction(1, 3), rule=rule) for rule in INDEX_RULES),
 ]
 
 

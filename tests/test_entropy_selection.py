@@ -17,7 +17,7 @@ from hpo_core.entropy import forking_tokens
 from hpo_core.reference.entropy import order_statistic as reference_order_statistic
 from hpo_core.reference.entropy import select as reference_select
 from hpo_core.reference.entropy import window_score
-from hpo_core.specs import Boundary, Invalid, OrderRule
+from hpo_core.specs import INDEX_RULES, Boundary, Invalid, OrderRule
 from hpo_core.testing import Layout, ScoresExample
 
 
@@ -107,7 +107,7 @@ def test_index_is_exact_where_floats_fail(backend):
 def test_fractions_that_overflow_64_bits(backend):
     ascending = torch.arange(1000).float()
     for numerator, denominator in ((10**9 - 1, 10**9), (2**60 - 1, 2**60), (1, 2**60)):
-        for rule in OrderRule:
+        for rule in INDEX_RULES:
             got, _counts = select(backend, ScoresExample(ascending, numerator, denominator, rule))
             assert got.item() == rule.index(numerator, denominator, 1000)
 
@@ -125,7 +125,7 @@ def test_fractions_that_overflow_64_bits(backend):
     ],
 )
 def test_special_scores(backend, values, population, broken):
-    for rule in OrderRule:
+    for rule in INDEX_RULES:
         example = ScoresExample(torch.tensor(values, dtype=torch.float32), 1, 2, rule)
         threshold, counts = select(backend, example)
         assert counts.tolist() == [population, broken] and threshold.isnan().item() == (population == 0)

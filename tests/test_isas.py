@@ -52,6 +52,8 @@ def results():
         aggregate = ("sum", "max", "min")[seed % 3]
         spread = entropy.Window(window.first, window.last, aggregate, ("carry", "shrink")[seed % 2])
         yield (entropy.window_aggregate(window.values, window.batch, spread),)
+        yield entropy.quantiles(window.values, window.batch, "0.7"), entropy.top_k(window.values, window.batch, 3)
+        yield (entropy.top_k(window.values, window.batch, 30, scope="call"),)
         tokens = (window.values, 4, 5, OrderRule.CEIL, None, window.batch.mask, window.batch.cu_seqlens)
         threshold, counts = ops.order_statistic(*tokens)
         yield threshold, counts, ops.select(window.values, threshold, seed % 2 == 0, *tokens[4:])

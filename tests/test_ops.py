@@ -577,6 +577,7 @@ def test_opcheck_policy_loss(gate):
 def test_opcheck_the_others():
     given = inputs()
     batch = given.batch
+    one_scope = torch.zeros_like(batch.cu_seqlens[1:])
     for operator, arguments in (
         (OPERATORS.row_counts, (batch.mask, batch.cu_seqlens, batch.total_tokens, "")),
         (OPERATORS.row_counts, (None, batch.cu_seqlens, batch.total_tokens, "cpu")),
@@ -584,6 +585,9 @@ def test_opcheck_the_others():
         (OPERATORS.window_score, (given.entropy, batch.mask, batch.cu_seqlens, -1, 3, 3, 1, "", 2)),
         (OPERATORS.order_statistic, (given.entropy, 19, 20, 0, "")),
         (OPERATORS.order_statistic, (given.entropy, 19, 20, 0, "", batch.mask, batch.cu_seqlens)),
+        (OPERATORS.order_statistics, (given.entropy, batch.cu_seqlens, None, batch.rows, 19, 20, 0, batch.mask, "")),
+        (OPERATORS.order_statistics, (given.entropy, batch.cu_seqlens, one_scope, 1, 19, 20, 3, None, "")),
+        (OPERATORS.select_exact, (given.entropy, batch.cu_seqlens, one_scope, torch.tensor([3]), None, batch.mask, "")),
         (OPERATORS.select, (given.entropy, torch.tensor([0.5]), True, "")),
         (OPERATORS.select, (given.entropy, torch.tensor([0.5]), False, "", batch.mask, batch.cu_seqlens)),
         (OPERATORS.select_top, (given.entropy, 19, 20, 0, True, "")),

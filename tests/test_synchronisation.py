@@ -10,6 +10,7 @@ from naive_estimators import draw
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 import hpo_core as hpo
+from hpo_core.specs import OrderRule
 
 GATES = {
     "token": hpo.gates.ppo_clip(0.1, 0.2, ratio_dual=2.0),
@@ -49,6 +50,19 @@ def test_nothing_synchronises():
         for window in (hpo.entropy.forking_tokens(), hpo.entropy.ares()):
             state = window.fit(entropy, batch)
             window.apply(entropy, batch, state)
+        stepped = make.batch(steps=make(5, 2, dtype=torch.int64), step_ids=make(5, dtype=torch.int64))
+        for scope, scoped in (
+            ("step", stepped),
+            ("row", batch),
+            ("trajectory", batch),
+            ("group", batch),
+            ("call", batch),
+        ):
+            hpo.entropy.quantiles(entropy, scoped, "0.95", scope=scope, rule=OrderRule.LINEAR, expand=True)
+            hpo.entropy.top_k(entropy, scoped, 3, scope=scope, uid=make.ids())
+            if scope != "call":
+                hpo.entropy.segment_aggregate(entropy, scoped, scope, expand=False)
+        hpo.entropy.window_aggregate(entropy, batch, hpo.entropy.Window.causal(3, aggregate="max", boundary="carry"))
         for gate in GATES.values():
             result = hpo.policy_loss(
                 logp,
@@ -95,6 +109,20 @@ def test_nothing_synchronises():
         entropies.edge_grpo(make(8), entropy, batch), entropies.ettrl(make(8), entropy, batch)
         entropies.ucas(make(8), make(8), token, batch), entropies.covariance(token, make(8), batch)
         entropies.ulorl(token, entropy, right, batch), entropies.opened(mask, batch, 3)
+        entropies.archer(entropy, batch), entropies.siren_tokens(entropy, batch)
+        entropies.hicra_tokens(entropy, make(8), batch), entropies.d3s_tokens(entropy, make(8), batch, rows_mask=right)
+        entropies.ares_windows(entropy, batch), entropies.ares_threshold(entropy, batch, make(()))
+        entropies.ares_next_windows(entropy, mask, batch, make(())), entropies.count_of_rows(mask, batch)
+        levels, targets = entropies.ares_difficulty(right, batch.group_ids), entropies.AresTargets(make(3), make(3))
+        targets = entropies.ares_targets(make(8), levels, targets, batch.group_ids, compat="code")
+        entropies.ares_rewards(right, make(8), levels, make(3), entropies.ares_scales(make(8), levels, make(3)))
+        entropies.ares_entropy_reward(right, make(8), levels, targets)
+        entropies.ares_penalty_weights(mask, levels, make(3), batch, relief=0.5)
+        differentiable = make(64).requires_grad_()
+        total = entropies.mean_entropy(differentiable, batch, make(8))
+        total = total + entropies.epo(differentiable, batch, make(8), make(2))
+        (total + entropies.siren(differentiable, batch, mask, make(()))).backward()
+        entropies.skywork_coefficient(make(()), make(()))
         given = {"kl": hpo.kl.k3(0.1), "ref_logp": old_logp, "selection": selection}
         hpo.policy_loss(logp, old_logp, make(8), batch, gates.hapo_clip(), **given).loss.backward()
         hpo.policy_loss_and_grad(logp, old_logp, make(8), batch, gates.hapo_clip(), **given)

@@ -119,6 +119,8 @@ REGISTERS = {
     ("window_score, maximum", "_carry_rows"): 40,
     ("order_statistic", "_count_digits"): 64,
     ("order_statistic", "_read_statistic"): 64,
+    ("order_statistics", "_scan_scopes"): 72,
+    ("select_exact", "_scan_scopes"): 80,
     ("select", "_select"): 40,
     ("group_normalise", "_normalise_few"): 72,
     ("group_normalise, batch", "_normalise_few"): 77,

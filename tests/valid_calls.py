@@ -43,8 +43,8 @@ CLASSES = (
 )
 OPERATORS = (
     "correction", "group_normalise", "group_statistics", "linear_token_logprobs", "linear_token_logprobs_backward",
-    "order_statistic", "policy_loss", "recurrence", "row_counts", "select", "select_top", "token_logprobs",
-    "token_logprobs_backward", "window_score",
+    "order_statistic", "order_statistics", "policy_loss", "recurrence", "row_counts", "select", "select_exact",
+    "select_top", "token_logprobs", "token_logprobs_backward", "window_score",
 )  # fmt: skip
 
 
@@ -314,6 +314,13 @@ def _windows() -> Iterator[Call]:
     for aggregate, boundary in (("max", "carry"), ("sum", "zero")):
         span = hpo.entropy.Window(-1, 1, aggregate, boundary)
         yield _call(hpo.entropy.window_aggregate, values=_T["entropy"], batch=batch(), window=span)
+    scopes = {"values": _T["entropy"], "batch": batch()}
+    for level in ("row", "group", "call"):
+        yield _call(hpo.entropy.quantiles, **scopes, quantile="0.5", scope=level)
+        yield _call(hpo.entropy.top_k, **scopes, k=2, scope=level)
+    yield _call(hpo.entropy.top_k, **scopes, k=integers(1, 2), scope=integers(1, 0, 1), scopes=2, uid=integers(7, 5, 6))
+    yield _call(hpo.entropy.quantiles, **scopes, quantile="0.5", scope=integers(1, 0, 1), expand=True)
+    yield _call(hpo.entropy.segment_aggregate, **scopes, level="group", aggregate="sum")
     padded = {"entropy": _T["entropy"][:8].reshape(2, 4), "batch": bools(1, 1, 1, 0, 1, 1, 0, 0).reshape(2, 4)}
     yield _method(EntropyWindow, "fit", self=window, **padded)
 
@@ -326,7 +333,15 @@ def _presets() -> Iterator[Call]:
         "entropy": _T["entropy"], "logp": _T["logp"], "old_logp": _T["old_logp"], "advantages": _S["advantages"],
         "batch": packed, "change": _T["logp"], "state": table, "mask": _T["bools"], "length": 2,
         "window": presets.Window(0, 1), "confidence": _T["weight"], "is_correct": _S["bools"], "logits": _T["logp"],
+        "weights": _S["weights"], "history": floats(0.5, 0.25), "low": _S["weights"], "high": _S["weights"] * 4,
+        "rows_mask": _S["bools"], "uid": integers(2, 0, 1), "threshold": floats(0.5)[0], "counts": floats(3, 1, 2),
+        "difficulty": integers(0, 2, 1), "target": floats(1, 2, 4), "scale": floats(0.5, 0.25, 1), "relief": 0.5,
+        "beta": floats(0.5, 0.25, 1), "anchor": floats(0.25)[0], "coefficient": floats(0.25)[0], "least": 0.25,
+        "integral": floats(0.25)[0], "kappa": floats(0.5, 1), "divergence": floats(0.25, 0.5), "budget": 0.5,
+        "rate": 0.5, "most": 4.0, "proportional": 0.5, "integral_gain": 0.25, "group_ids": integers(0, 0, 1),
     }  # fmt: skip
+    targets = presets.AresTargets(floats(1, 2, 4), floats(0.5, 0.25, 1))
+    scalar = {"entropy": floats(0.5)[0], "target": 0.5}
     special: dict[str, dict[str, Any]] = {
         "hapo": {"state": pivot},
         "hapo_redistribution": {"state": pivot, "bounds": (_T["weight"] / 4, _T["weight"] + 1)},
@@ -337,14 +352,26 @@ def _presets() -> Iterator[Call]:
             "lengths": _S["advantages"] + 1,
         },
         "ucas": {"confidence": _S["advantages"]},
+        "ares_threshold": {"state": floats(0.5)[0]},
+        "ares_targets": {"state": targets},
+        "ares_entropy_reward": {"state": targets},
+        "ares_penalty": {"state": presets.AresPenalty(floats(0.5, 1), floats(0.25, 0.5), integers(0, 1))},
+        "epo": {"kappa": (0.5, 1.5)},
+        "skywork_coefficient": scalar,
+        "trl_coefficient": scalar,
+        "entropic": scalar,
     }
     for name in presets.__all__:
         function = getattr(presets, name)
         if hasattr(function, "provenance"):
             known = {**given, **special.get(name, {})}
-            yield _call(
-                function, **{each.name: known[each.name] for each in _parameters(function) if each.name in known}
-            )
+            # A name may be a tensor of one function and a number of another.
+            names = [
+                each.name
+                for each in _parameters(function)
+                if each.name in known and (each.default is each.empty or str(each.annotation) not in ("float", "int"))
+            ]
+            yield _call(function, "history" if name == "epo" else "", **{each: known[each] for each in names})
     yield _call(presets.two_knot, "x", x=_T["entropy"])
     yield _call(
         presets.fit_scopes, values=_T["entropy"], ids=integers(0, 0, 1, 1, 2, 0, 2, 1, 0, 2, 1), mask=_T["bools"]
@@ -482,6 +509,7 @@ def _operators() -> Iterator[Call]:
     fiber = _loss_inputs(packed, gates.fiberpo())
     sequence = _loss_inputs(packed, gates.gspo())
     quantile = {"numerator": 1, "denominator": 2, "rule": 0, "backend": ""}
+    of_scopes = {"segments": packed.cu_seqlens, "scope_of_segment": integers(1, 0, 1)}
     logprobs = {
         "logits": _LOGITS, "targets": _TARGETS, "temperatures": _TEMPERATURES, "temperature": 1.0,
         "ignore_index": -100, "floors": _TEMPERATURES - 1, "first": 0, "vocabulary": 8, "backend": "",
@@ -526,6 +554,23 @@ def _operators() -> Iterator[Call]:
             "cu_seqlens",
         ),
         ("select_top", {"values": _T["entropy"], **tokens, **quantile, "strict": True}, "cu_seqlens"),
+        (
+            "order_statistics",
+            {"values": _T["entropy"], **of_scopes, "scopes": 2, **quantile, "rule": 3, "mask": tokens["mask"]},
+            "",
+        ),
+        (
+            "select_exact",
+            {
+                "values": _T["entropy"],
+                **of_scopes,
+                "k": integers(2, 1),
+                "uid_of_segment": integers(5, 3, 4),
+                "mask": tokens["mask"],
+                "backend": "",
+            },
+            "k",
+        ),
         (
             "group_normalise",
             {

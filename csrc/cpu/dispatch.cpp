@@ -36,6 +36,8 @@ struct Kernels {
   decltype(&hpo::generic::order_statistic_workspace) order_statistic_workspace;
   decltype(&hpo::generic::order_statistic) order_statistic;
   decltype(&hpo::generic::select) select;
+  decltype(&hpo::generic::order_statistics_workspace) order_statistics_workspace;
+  decltype(&hpo::generic::order_statistics) order_statistics;
   decltype(&hpo::generic::row_counts) row_counts;
   decltype(&hpo::generic::token_logprobs) token_logprobs;
   decltype(&hpo::generic::token_logprobs_backward) token_logprobs_backward;
@@ -62,6 +64,8 @@ struct Kernels {
    hpo::isa::order_statistic_workspace,          \
    hpo::isa::order_statistic,                    \
    hpo::isa::select,                             \
+   hpo::isa::order_statistics_workspace,         \
+   hpo::isa::order_statistics,                   \
    hpo::isa::row_counts,                         \
    hpo::isa::token_logprobs,                     \
    hpo::isa::token_logprobs_backward,            \
@@ -194,6 +198,15 @@ int hpo_order_statistic(const hpo::OrderStatisticArgs* args, int64_t context) {
 
 int hpo_select(const hpo::SelectArgs* args, int64_t context) {
   return run(context, [&](const Kernels& kernels, int threads) { kernels.select(*args, threads); });
+}
+
+int64_t hpo_order_statistics_workspace(int64_t tokens, int64_t segments) {
+  const Kernels* kernels = choice().kernels;
+  return kernels ? kernels->order_statistics_workspace(tokens, segments) : 0;
+}
+
+int hpo_order_statistics(const hpo::OrderStatisticsArgs* args, int64_t context) {
+  return run(context, [&](const Kernels& kernels, int threads) { kernels.order_statistics(*args, threads); });
 }
 
 int hpo_row_counts(const hpo::RowCountsArgs* args, int64_t context) {

@@ -22,6 +22,8 @@
   int64_t order_statistic_workspace(int64_t tokens);                                                                     \
   void order_statistic(const OrderStatisticArgs& args, int threads);                                                     \
   void select(const SelectArgs& args, int threads);                                                                      \
+  int64_t order_statistics_workspace(int64_t tokens, int64_t segments);                                                  \
+  void order_statistics(const OrderStatisticsArgs& args, int threads);                                                   \
   void row_counts(const RowCountsArgs& args, int threads);                                                               \
   void token_logprobs(const LogprobsArgs& args, int threads);                                                            \
   void token_logprobs_backward(const LogprobsBackwardArgs& args, int threads);                                           \

@@ -14,10 +14,10 @@ from ..checks import check_dtype, check_tokens, examines
 from ..gates.inputs import per_token, valid_tokens
 from ..specs import Provenance
 
-__all__ = ["Signal", "advantages_of_tokens", "preset", "read"]
+__all__ = ["NUMBERS", "ROUNDING", "Signal", "advantages_of_tokens", "preset", "read"]
 
-_NUMBERS = (torch.float32, torch.float64)
-_ROUNDING = "16-bit entropies and log-probabilities are too coarse; compute them in float32"
+NUMBERS = (torch.float32, torch.float64)
+ROUNDING = "16-bit entropies and log-probabilities are too coarse; compute them in float32"
 Preset = TypeVar("Preset", bound=Callable[..., Any])
 
 
@@ -39,7 +39,7 @@ class Signal(NamedTuple):
 def read(batch: PackedBatch, **named: torch.Tensor) -> Signal:
     """The first of these ``[T]`` tensors; a token is usable where all of them are finite."""
     for name, tensor in named.items():
-        check_dtype(name, tensor, _NUMBERS, _ROUNDING)
+        check_dtype(name, tensor, NUMBERS, ROUNDING)
     check_tokens(batch, **named)
     valid = valid_tokens(batch)
     first, *_ = named.values()

@@ -19,10 +19,11 @@ from ..checks import check, check_device, check_dtype, check_shape, check_units,
 from ..distributed import spanned
 from ..segments import GroupStatistics, statistics
 from ..specs import OrderRule, Provenance
+from .scopes import exact_fraction
 from .signals import preset, read
-from .window import EntropyWindow, fraction_of
+from .window import EntropyWindow
 
-__all__ = ["PivotState", "ScopeStatistics", "fit_pivot", "fit_scopes", "ids_of_tokens", "means_of_segments"]
+__all__ = ["PivotState", "ScopeStatistics", "fit_pivot", "fit_scopes", "means_of_segments", "of_row"]
 
 
 class ScopeStatistics(NamedTuple):
@@ -141,7 +142,7 @@ def fit_pivot(
     """
     given = read(batch, entropy=entropy)
     clamped = torch.where(given.usable, given.values, torch.nan).clamp(min=1e-8).to(entropy.dtype)
-    window = EntropyWindow("pivot", fraction_of("quantile", quantile), rule=OrderRule.NEAREST)
+    window = EntropyWindow("pivot", exact_fraction("quantile", quantile), rule=OrderRule.NEAREST)
     score = torch.where(given.usable, clamped, -torch.inf)
     pivot = window.fit_score(score, process_group=process_group, backend=backend).threshold.double()
     logs = fit_scopes(clamped.log(), process_group=process_group, backend=backend).at()
@@ -150,27 +151,6 @@ def fit_pivot(
     none = logs.members == 0
     least, greatest = (torch.where(none, torch.nan, each) for each in (ends.least, ends.greatest))
     return PivotState(least, pivot, greatest, torch.where(none, torch.nan, around.sqrt()))
-
-
-_SCOPES = ("batch", "row", "step", "trajectory", "group", "domain")
-
-
-def ids_of_tokens(batch: PackedBatch, scope: str) -> torch.Tensor:
-    """The id ``[T]`` int64 of the scope of every token; -1 outside all."""
-    check(scope in _SCOPES, "scope: expected one of {}, got {!r}", ", ".join(_SCOPES), scope)
-    row = batch.row_of_token()
-    if scope == "batch":
-        return row.clamp(max=0)
-    if scope == "step":
-        return batch.step_of_token()
-    if scope == "row":
-        return row
-    ids = {"trajectory": batch.trajectory_ids, "group": batch.group_ids, "domain": batch.domain_ids}[scope]
-    if scope == "trajectory" and ids is None:
-        return row
-    check(ids is not None, "scope: {!r} needs {}_ids in the batch", scope, scope)
-    assert ids is not None
-    return of_row(ids, row, -1)
 
 
 def of_row(values: torch.Tensor, row: torch.Tensor, nowhere: float) -> torch.Tensor:

@@ -106,7 +106,8 @@ def _outcomes(is_correct: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 
 def _rewards(u: torch.Tensor, mean: torch.Tensor, right: torch.Tensor, alpha: tuple[float, float]) -> torch.Tensor:
     share = torch.where(mean > 0, u / torch.where(mean > 0, mean, 1.0), 1.0)
-    return torch.where(right, 1.0, -1.0) * (alpha[0] + alpha[1] * share)
+    size = alpha[0] + alpha[1] * share
+    return torch.where(right, size, -size)
 
 
 def _standardised(rewards: torch.Tensor, ids: torch.Tensor, members: torch.Tensor, backend: str | None) -> torch.Tensor:

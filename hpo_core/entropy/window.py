@@ -6,7 +6,6 @@ drawn. No result has a gradient.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -18,8 +17,9 @@ from .. import ops
 from ..backends import choice, is_reference, resolve
 from ..batch import PackedBatch
 from ..checks import check, check_dtype, check_numbers, check_shape, examines, require_type
-from ..specs import Boundary, Invalid, OrderRule, WindowAggregate
+from ..specs import INDEX_RULES, Boundary, Invalid, OrderRule, WindowAggregate
 from .aggregates import NUMBERS, ROUNDING, flat_values, window_score
+from .scopes import exact_fraction
 
 __all__ = ["EntropyWindow", "WindowState", "ares", "forking_tokens"]
 
@@ -75,6 +75,7 @@ class EntropyWindow:
         require_type(isinstance(self.quantile, Fraction), "quantile: expected a Fraction, got {!r}", self.quantile)
         check(self.first <= self.last, "first: expected first <= last, got {} and {}", self.first, self.last)
         check(0 <= self.quantile <= 1, "quantile: expected a fraction in [0, 1], got {}", self.quantile)
+        check(self.rule in INDEX_RULES, "rule: expected one of an index, got {!r}; see quantiles for LINEAR", self.rule)
         check(self.scope in _SCOPES, "scope: expected one of {}, got {!r}", ", ".join(_SCOPES), self.scope)
         check(
             self.quantile.denominator <= 10**9,
@@ -220,7 +221,7 @@ def forking_tokens(ratio: str | Fraction | float = "0.2", *, scope: str = "batch
     >>> forking_tokens().quantile
     Fraction(4, 5)
     """
-    keep = fraction_of("ratio", ratio)
+    keep = exact_fraction("ratio", ratio)
     return EntropyWindow("forking_tokens", 1 - keep, scope=scope, source="arXiv 2506.01939")
 
 
@@ -244,7 +245,7 @@ def ares(window: int = 4, quantile: str | Fraction | float = "0.95", *, scope: s
     """
     check(window >= 1, "window: expected a width >= 1, got {}", window)
     return EntropyWindow(
-        "ares", fraction_of("quantile", quantile), 0, window - 1, scope=scope, source="arXiv 2510.08457"
+        "ares", exact_fraction("quantile", quantile), 0, window - 1, scope=scope, source="arXiv 2510.08457"
     )
 
 
@@ -272,25 +273,6 @@ def _scorer(window: EntropyWindow, values: torch.Tensor, backend: str | None) ->
 
 def _chosen(values: torch.Tensor) -> str:
     return "" if ops.is_traced(values) else choice("entropy", values.device.type)
-
-
-def fraction_of(name: str, value: str | Fraction | float) -> Fraction:
-    """The exact rational that a decimal spells: 0.95 is 19/20, not the double next to it."""
-    try:
-        fraction = value if isinstance(value, Fraction) else Fraction(str(value))
-    except ValueError:
-        expected = "a number, a Fraction or a decimal such as '0.2'"
-        raise TypeError(f"{name}: expected {expected} in [0, 1], got {value!r}{_fix(value)}") from None
-    check(0 <= fraction <= 1, "{}: expected a fraction in [0, 1], got {}", name, value)
-    return fraction
-
-
-def _fix(value: object) -> str:
-    """The fix for a percentage or a decimal comma."""
-    percent, comma = re.fullmatch(r"([\d.]+) *%", str(value)), re.fullmatch(r"(\d*),(\d+)", str(value))
-    if percent:
-        return f"; write {float(percent[1]) / 100:g}"
-    return f"; write {comma[1]}.{comma[2]}" if comma else ""
 
 
 def _threshold(threshold: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

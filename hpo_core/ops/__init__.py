@@ -8,6 +8,7 @@ from .library import is_traced
 from .linear_logprobs import linear_token_logprobs
 from .logprob_states import over_ranks
 from .logprobs import token_logprobs
+from .scopes import interpolated, order_statistics, select_exact
 from .segments import group_statistics, recurrence, row_counts
 
 __all__ = [
@@ -15,15 +16,18 @@ __all__ = [
     "correction",
     "group_normalise",
     "group_statistics",
+    "interpolated",
     "is_traced",
     "linear_token_logprobs",
     "order_statistic",
+    "order_statistics",
     "over_ranks",
     "policy_loss",
     "policy_loss_and_grad",
     "recurrence",
     "row_counts",
     "select",
+    "select_exact",
     "select_top",
     "token_logprobs",
     "window_score",

@@ -9,6 +9,7 @@ import torch
 from ..backends import resolve
 from ..checks import check, check_dtype
 from ..specs import (
+    INDEX_RULES,
     Boundary,
     Invalid,
     OrderRule,
@@ -228,6 +229,7 @@ def _check_quantile(
         numerator,
         denominator,
     )
+    check(rule in INDEX_RULES, "rule: expected one of an index (LINEAR is of order_statistics), got {}", rule)
     _check_scores(values, mask, cu_seqlens, backend)
 
 

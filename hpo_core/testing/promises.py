@@ -16,7 +16,7 @@ import torch
 from ..batch import PackedBatch
 from ..gates import Clip, FirstOrder, Penalty
 from ..reference.entropy import order_statistic
-from ..specs import OrderRule
+from ..specs import INDEX_RULES, OrderRule
 from .budget import Expected, assert_within_budget
 from .examples import MaskExample, PolicyLossExample, RewardsExample, ScoresExample, WindowExample
 from .expected import Outcome, accepts, expect_policy_loss, expect_rewards, expect_window
@@ -570,7 +570,7 @@ def _assert_exact_index(run: Run, example: ScoresExample, rules: Iterable[OrderR
 
 @_promise("order_statistic", "the index is exact in integers")
 def _(run: Run, example: ScoresExample) -> None:
-    _assert_exact_index(run, example, OrderRule)
+    _assert_exact_index(run, example, INDEX_RULES)
 
 
 @_promise("quantile", "the index is exact in integers")

@@ -29,6 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from ..specs import (
+    INDEX_RULES,
     MOST_TERMS,
     Action,
     Aggregate,
@@ -55,6 +56,7 @@ from ..specs import (
     Reduction,
     Routing,
     Scale,
+    Scopes,
     Share,
     Statistic,
     TermSpec,
@@ -62,7 +64,7 @@ from ..specs import (
     Unit,
     WindowAggregate,
 )
-from . import advantages, corrections, entropy, gates, groups, launch, logprobs, segments
+from . import advantages, corrections, entropy, gates, groups, launch, logprobs, scopes, segments
 
 __all__ = ["TARGETS", "Report", "compiling", "every_path", "paths", "report", "specialisations"]
 
@@ -261,6 +263,8 @@ def paths() -> Iterator[Path_]:
     yield "window_score", lambda: _window(Boundary.FULL, Invalid.SKIP, masked=True)
     yield "window_score, maximum", lambda: _window(Boundary.CARRY, Invalid.SKIP, True, WindowAggregate.MAX)
     yield "order_statistic", lambda: entropy.order_statistic(_floats(TOKENS), 4, 5, OrderRule.NEAREST)
+    yield "order_statistics", lambda: _scopes(exact=False)
+    yield "select_exact", lambda: _scopes(exact=True)
     yield "select", lambda: _select(strict=False, tokens=True)
     yield "group_normalise", lambda: _groups(ROWS, (GroupTerm(),))
     yield "group_normalise, batch", lambda: _groups(ROWS, (BATCH,), masked=True)
@@ -304,7 +308,9 @@ def every_path() -> Iterator[Path_]:
             yield _gate(f"{name}, {penalty}", _everything(False, False), spec._replace(**penalty))
     for structure in itertools.product(Boundary, Invalid, (False, True), WindowAggregate):
         yield "window {} {} {} {}".format(*structure), lambda structure=structure: _window(*structure)
-    for rule in OrderRule:
+    for structure in itertools.product((False, True), INDEX_RULES, (False, True), (False, True)):
+        yield "scopes {} {} {} {}".format(*structure), lambda structure=structure: _scopes(*structure)
+    for rule in INDEX_RULES:
         yield f"order {rule.name}", lambda rule=rule: entropy.order_statistic(_floats(TOKENS), 4, 5, rule)
     for strict, tokens in itertools.product((False, True), repeat=2):
         yield f"select {strict} {tokens}", lambda a=(strict, tokens): _select(*a)
@@ -330,6 +336,16 @@ def _window(
     batch = _masked()
     window = (0, 3, boundary, invalid, aggregate)
     return entropy.window_score(batch.logp, batch.mask if masked else None, batch.cu_seqlens, *window)
+
+
+def _scopes(exact: bool, rule: OrderRule = OrderRule.NEAREST, one_per_row: bool = False, masked: bool = True) -> None:
+    batch = _masked()
+    listed = Scopes(batch.cu_seqlens, *((None, None) if one_per_row else (_integers(ROWS), _integers(ROWS + 1))))
+    mask = batch.mask if masked else None
+    if exact:
+        scopes.select_exact(batch.logp, listed, _integers(listed.number), mask)
+    else:
+        scopes.order_statistics(batch.logp, listed, 4, 5, rule, mask)
 
 
 def _select(strict: bool, tokens: bool) -> torch.Tensor:

@@ -14,7 +14,18 @@ from .launch import REGISTERS, aligned, kernel, launch, programs_for
 from .math import is_finite
 from .segments import TILE, load, row_of_token, row_range, store
 
-__all__ = ["order_statistic", "select", "select_top", "window_score"]
+__all__ = [
+    "BINS",
+    "SCORES",
+    "digit_of",
+    "from_order_key",
+    "order_index",
+    "order_key",
+    "order_statistic",
+    "select",
+    "select_top",
+    "window_score",
+]
 
 # ------------------------------------------------------------------------------------------------------------- windows
 
@@ -171,20 +182,20 @@ SCORES = 2048  # of one step
 
 
 @triton.jit
-def _order_key(x):
+def order_key(x):
     """A key that as an unsigned integer has the order of the floats (-0 just below +0)."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) | -0x80000000)
 
 
 @triton.jit
-def _from_order_key(key):
+def from_order_key(key):
     bits = key ^ ((~key >> 31) | -0x80000000)
     return bits.to(tl.float32, bitcast=True) + 0.0  # -0 becomes +0
 
 
 @triton.jit
-def _order_index(numerator, denominator, n, digits, RULE: tl.constexpr):
+def order_index(numerator, denominator, n, digits, RULE: tl.constexpr):
     """rule(numerator * (n - 1) / denominator) in exact integers, for 0 <= numerator <= denominator <= 2^61 and n > 0.
 
     The product may not fit into 64 bits, so the division goes along the binary ``digits`` of n - 1, from the top.
@@ -207,7 +218,13 @@ def _order_index(numerator, denominator, n, digits, RULE: tl.constexpr):
 @triton.jit
 def _digit_at(histogram, rank):
     """The digit of the key of this rank, and its rank among the keys with that digit."""
-    up_to = tl.cumsum(tl.load(histogram + tl.arange(0, BINS)), 0)
+    return digit_of(tl.load(histogram + tl.arange(0, BINS)), rank)
+
+
+@triton.jit
+def digit_of(histogram, rank):
+    """The same from counts in registers, ``[BINS]``."""
+    up_to = tl.cumsum(histogram, 0)
     before = up_to <= rank
     return tl.sum(before.to(tl.int32)), rank - tl.max(tl.where(before, up_to, 0))
 
@@ -216,7 +233,7 @@ def _digit_at(histogram, rank):
 def _key_at(histograms, numerator, denominator, digits, RULE: tl.constexpr, PASSES: tl.constexpr):
     """The first PASSES digits of the sought key, and the number n of finite scores (needs PASSES > 0)."""
     n = tl.sum(tl.load(histograms + tl.arange(0, BINS)))
-    rank = _order_index(numerator, denominator, tl.maximum(n, 1), digits, RULE)
+    rank = order_index(numerator, denominator, tl.maximum(n, 1), digits, RULE)
     key, rank = _digit_at(histograms, rank)
     if PASSES > 1:
         digit, rank = _digit_at(histograms + BINS, rank)
@@ -251,7 +268,7 @@ def _count_digits(
         x = load(score, token, tokens, (tile + 1) * SCORES <= tokens, ALIGNED)
         exists = token < tokens
         counted = exists & is_finite(x)
-        key = _order_key(x)
+        key = order_key(x)
         if PASS == 0:
             digit = (key >> 21) & 2047
             nan_scores += (exists & (x != x)).to(tl.int32)
@@ -280,7 +297,7 @@ def _read_statistic(
     RULE: tl.constexpr,
 ):
     key, n = _key_at(histograms, numerator, denominator, digits, RULE, 3)
-    tl.store(threshold, tl.where(n > 0, _from_order_key(key), float("nan")))
+    tl.store(threshold, tl.where(n > 0, from_order_key(key), float("nan")))
     tl.store(counts, n)
     tl.store(counts + 1, tl.load(histograms + 3 * BINS))
 

@@ -226,7 +226,8 @@ struct WindowArgs {
   void* workspace;
 };
 
-enum class OrderRule : int32_t { ceil = 0, floor = 1, nearest = 2 };  // index = rule(numerator * (n - 1) / denominator)
+// index = rule(numerator * (n - 1) / denominator); linear interpolates between two of them, outside of kernels
+enum class OrderRule : int32_t { ceil = 0, floor = 1, nearest = 2, linear = 3 };
 
 struct OrderStatisticArgs {
   int64_t tokens, rows;
@@ -252,6 +253,24 @@ struct SelectArgs {
   const float* threshold;     // [1]
   int32_t strict;             // 1: score > threshold, 0: score >= threshold
   uint8_t* selected;          // [tokens]: 0 or 1
+};
+
+// Order statistics of scopes: a scope is a list of segments, which are ranges of tokens.
+struct OrderStatisticsArgs {
+  int64_t tokens, segments, scopes;
+  const float* values;     // [tokens]; the population is what is finite. -inf is undefined, anything else is an error.
+  const uint8_t* mask;     // [tokens] or null
+  const int64_t* offsets;  // [segments + 1]: segment n holds the tokens offsets[n] .. offsets[n + 1]
+  // both null: scope c is segment c. Else scope c has the segments order[begin[c] .. begin[c + 1])
+  const int64_t* order;    // [segments]
+  const int64_t* begin;    // [scopes + 1]
+  int64_t numerator, denominator;
+  OrderRule rule;
+  const int64_t* k;   // [scopes] or null: the k largest are selected, ties in the order of the list; no quantile then
+  float* thresholds;  // [scopes] or null; NaN for an empty population
+  int64_t* counts;    // [scopes][2] or null: population, errors
+  uint8_t* selected;  // [tokens], null without k; zeros, as tokens outside of the scopes are not written
+  void* workspace;    // order_statistics_workspace(tokens, segments) bytes, any content
 };
 
 // What order_statistic leaves to select.
@@ -324,6 +343,8 @@ int hpo_window_score(const hpo::WindowArgs* args, int64_t context);
 int64_t hpo_order_statistic_workspace(int64_t tokens);
 int hpo_order_statistic(const hpo::OrderStatisticArgs* args, int64_t context);
 int hpo_select(const hpo::SelectArgs* args, int64_t context);
+int64_t hpo_order_statistics_workspace(int64_t tokens, int64_t segments);
+int hpo_order_statistics(const hpo::OrderStatisticsArgs* args, int64_t context);
 int hpo_row_counts(const hpo::RowCountsArgs* args, int64_t context);
 int hpo_token_logprobs(const hpo::LogprobsArgs* args, int64_t context);
 int hpo_token_logprobs_backward(const hpo::LogprobsBackwardArgs* args, int64_t context);

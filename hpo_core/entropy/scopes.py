@@ -1,0 +1,286 @@
+"""Aggregates, exact quantiles and exact top-k of values inside scopes: steps, rows, trajectories, groups, or the call.
+
+No result has a gradient.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+
+from .. import ops
+from ..batch import PackedBatch, renumber
+from ..checks import check, check_device, check_dtype, check_shape, examined, examines, require_type
+from ..specs import OrderRule
+from .aggregates import flat_values
+
+__all__ = ["exact_fraction", "quantiles", "segment_aggregate", "top_k"]
+
+_AGGREGATES = ("mean", "sum", "max", "min")
+_LEVELS = ("step", "row", "trajectory", "group")
+_SCOPES = (*_LEVELS, "call")
+
+
+@examines
+def segment_aggregate(
+    values: torch.Tensor,
+    batch: PackedBatch | torch.Tensor,
+    level: str | torch.Tensor,
+    *,
+    aggregate: str = "mean",
+    expand: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The aggregate of ``values`` over the segment of each token: its step, row, trajectory or prompt group.
+
+    Args:
+        values: ``[T]`` or the padded ``[B, L]``, floating point (entropies, in nats).
+        batch: a PackedBatch, or a padded mask ``[B, L]``.
+        level: ``"step"``, ``"row"``, ``"trajectory"``, ``"group"``, or ids ``[T]`` of segments; a negative id means
+            none.
+        aggregate: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"`` of the valid finite values, in float64 inside.
+        expand: one value for each token. ``False``: one for each segment, ``[C]``, numbered as :func:`quantiles`
+            numbers scopes (ids: ``C = T``); -inf for a segment without values.
+
+    Returns:
+        float32 in the shape of ``values``: -inf where the token is masked or in no segment, NaN where a valid token's
+        own value is not finite.
+
+    >>> batch = PackedBatch.from_lengths([2, 1])
+    >>> segment_aggregate(torch.tensor([1.0, 3.0, 5.0]), batch, "row")
+    tensor([2., 2., 5.])
+    """
+    batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+    check(aggregate in _AGGREGATES, "aggregate: expected one of {}, got {!r}", ", ".join(_AGGREGATES), aggregate)
+    flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
+    if isinstance(level, torch.Tensor):
+        segment = _numbers(_integers("level", level, flat.numel(), "[T] (one per token)", batch))
+        count = flat.numel()
+    else:
+        is_level = isinstance(level, str) and level in _LEVELS
+        check(is_level, "level: expected one of {} or ids [T], got {!r}", ", ".join(_LEVELS), level)
+        scoping = _scoping(batch, level, None)
+        segment, count = scoping.of_token(flat.numel()), scoping.scopes
+    inside = segment >= 0 if batch.mask is None else batch.mask & (segment >= 0)
+    number, _, mean, _, least, greatest = ops.group_statistics(flat, segment, None, batch.mask, backend)
+    of_segment = {"mean": mean, "sum": mean * number, "max": greatest, "min": least}[aggregate].to(flat.dtype)
+    result = torch.where(inside, of_segment, -torch.inf)
+    if not expand:
+        # All tokens of a segment write the same value; a token without any writes to an extra element.
+        slot = torch.where(inside & torch.isfinite(flat), segment, count)
+        return flat.new_full((count + 1,), -torch.inf).scatter_(0, slot, result)[:count]
+    return torch.where(inside & ~torch.isfinite(flat), torch.nan, result).reshape(values.shape)
+
+
+@examines
+def quantiles(
+    values: torch.Tensor,
+    batch: PackedBatch | torch.Tensor,
+    quantile: str | Fraction | float,
+    *,
+    scope: str | torch.Tensor = "row",
+    scopes: int | None = None,
+    rule: OrderRule = OrderRule.CEIL,
+    expand: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The exact quantile of the valid finite values of each scope.
+
+    Args:
+        values: ``[T]`` or the padded ``[B, L]``, floating point: entropies or scores of windows.
+        batch: a PackedBatch, or a padded mask ``[B, L]``.
+        quantile: q in [0, 1]; a decimal (string or float) means the exact fraction that its digits spell.
+        scope: ``"row"``, ``"step"``, ``"trajectory"``, ``"group"``, ``"call"``, or ids ``[S]`` of the rows' scopes,
+            such as difficulty buckets; a negative id means none.
+        scopes: the number C of scopes that ids name, 0 to C - 1, of which some may be empty. Default: as many as rows.
+        rule: ``CEIL``, ``FLOOR`` and ``NEAREST`` are one of the values; ``LINEAR`` interpolates as NumPy does.
+        expand: the threshold of each token's scope, in the shape of ``values``, NaN in no scope.
+
+    Returns:
+        The thresholds ``[C]``, NaN for an empty scope: ``[S]`` of rows, ``[N]`` of steps, ``[1]`` of the call. Prompt
+        groups, trajectories and ids without ``scopes`` are numbered in the order of their ids; the last of their
+        ``[S]`` thresholds belong to no scope.
+
+    >>> batch = PackedBatch.from_lengths([3, 2])
+    >>> quantiles(torch.tensor([0.1, 0.9, 0.5, 0.7, 0.3]), batch, "0.5")
+    tensor([0.5000, 0.7000])
+    """
+    batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+    require_type(isinstance(rule, OrderRule), "rule: expected an OrderRule, got {!r}", rule)
+    flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
+    q = exact_fraction("quantile", quantile).as_integer_ratio()
+    check(q[1] <= 2**31, "quantile: expected a short decimal or a Fraction, got {}; write it as a string", quantile)
+    if isinstance(scope, str) and scope == "call":
+        thresholds = _quantile_of_call(flat, batch, q, rule, backend)
+        return thresholds.expand(values.shape) if expand else thresholds
+    scoping = _scoping(batch, scope, scopes)
+    thresholds, _ = ops.order_statistics(
+        flat, scoping.segments, scoping.scope_of_segment, scoping.scopes, *q, rule, batch.mask, backend
+    )
+    if not expand:
+        return thresholds
+    of_token = scoping.of_token(flat.numel())
+    return torch.cat((thresholds, thresholds.new_full((1,), torch.nan)))[of_token].reshape(values.shape)
+
+
+@examines
+def top_k(
+    values: torch.Tensor,
+    batch: PackedBatch | torch.Tensor,
+    k: int | torch.Tensor,
+    *,
+    scope: str | torch.Tensor = "row",
+    scopes: int | None = None,
+    uid: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The k largest valid finite values of each scope, or all of them where there are fewer, as a bool mask.
+
+    Of equal values those with the smallest (uid of the row, position in the row) are selected: with uids the selection
+    does not depend on the order of the rows.
+
+    Args:
+        values, batch, scope, scopes: see :func:`quantiles`.
+        k: one number for all scopes, or ``[C]`` integers.
+        uid: ``[S]`` integers, one per row. Default: the order of the rows.
+
+    Returns:
+        bool in the shape of ``values``.
+
+    >>> top_k(torch.tensor([0.1, 0.9, 0.5, 0.7, 0.3]), PackedBatch.from_lengths([3, 2]), 1)
+    tensor([False,  True, False,  True, False])
+    """
+    batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+    flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
+    scoping = _scoping(batch, scope, scopes)
+    wanted = _counts(k, scoping.scopes, batch)
+    if uid is not None:
+        uid = _integers("uid", uid, batch.rows, "[S] (one per row)", batch)
+        uid = uid if scoping.row_of_segment is None else uid[scoping.row_of_segment]
+    selected = ops.select_exact(flat, scoping.segments, scoping.scope_of_segment, wanted, uid, batch.mask, backend)
+    return selected.reshape(values.shape)
+
+
+def exact_fraction(name: str, value: str | Fraction | float) -> Fraction:
+    """The exact rational that a decimal spells: 0.95 is 19/20, not the double next to it."""
+    try:
+        fraction = value if isinstance(value, Fraction) else Fraction(str(value))
+    except ValueError:
+        expected = "a number, a Fraction or a decimal such as '0.2'"
+        raise TypeError(f"{name}: expected {expected} in [0, 1], got {value!r}{_fix(value)}") from None
+    check(0 <= fraction <= 1, "{}: expected a fraction in [0, 1], got {}", name, value)
+    return fraction
+
+
+def _fix(value: object) -> str:
+    """The fix for a percentage or a decimal comma."""
+    percent, comma = re.fullmatch(r"([\d.]+) *%", str(value)), re.fullmatch(r"(\d*),(\d+)", str(value))
+    if percent:
+        return f"; write {float(percent[1]) / 100:g}"
+    return f"; write {comma[1]}.{comma[2]}" if comma else ""
+
+
+class _Scoping(NamedTuple):
+    """Scopes as sets of segments, which are in the order of the tokens."""
+
+    segments: torch.Tensor  # [N + 1] int64, offsets
+    scope_of_segment: torch.Tensor | None  # [N] int64; None: each segment is a scope
+    scopes: int  # C
+    row_of_segment: torch.Tensor | None  # [N] int64; None: the segments are the rows
+
+    def of_token(self, tokens: int) -> torch.Tensor:
+        """The scope of each token ``[T]`` int64, -1 for none."""
+        token = torch.arange(tokens, device=self.segments.device)
+        segment = torch.searchsorted(self.segments, token, right=True) - 1
+        inside = (segment >= 0) & (segment < self.segments.numel() - 1)
+        if self.scope_of_segment is not None:
+            if self.scope_of_segment.numel() == 0:
+                return torch.full_like(token, -1)
+            segment = self.scope_of_segment[torch.where(inside, segment, 0)]
+        return torch.where(inside & (segment >= 0) & (segment < self.scopes), segment, -1)
+
+
+def _scoping(batch: PackedBatch, scope: str | torch.Tensor, scopes: int | None) -> _Scoping:
+    """The scopes of this name, or those with these ids of rows."""
+    if isinstance(scope, torch.Tensor):
+        ids = _integers("scope", scope, batch.rows, "[S] (one per row)", batch)
+        check(scopes is None or scopes >= 0, "scopes: expected a count >= 0, got {}", scopes)
+        of_row = _numbers(ids) if scopes is None else ids
+        return _Scoping(batch.cu_seqlens, of_row, batch.rows if scopes is None else scopes, None)
+    is_scope = isinstance(scope, str) and scope in _SCOPES
+    check(is_scope, "scope: expected one of {} or ids [S], got {!r}", ", ".join(_SCOPES), scope)
+    check(scopes is None, "scopes: it is the number of scopes that ids name, but scope is {!r}; leave it out", scope)
+    if scope == "step":
+        return _steps(batch)
+    if scope == "trajectory" and batch.trajectories is not None:
+        return _Scoping(batch.cu_seqlens, batch.trajectories[0], batch.rows, None)
+    if scope == "group":
+        check(batch.group_ids is not None, "scope: 'group' needs group_ids in the batch")
+        assert batch.group_ids is not None
+        return _Scoping(batch.cu_seqlens, _numbers(batch.group_ids), batch.rows, None)
+    if scope == "call":
+        return _Scoping(batch.cu_seqlens, torch.zeros_like(batch.cu_seqlens[1:]), 1, None)
+    return _Scoping(batch.cu_seqlens, None, batch.rows, None)
+
+
+def _steps(batch: PackedBatch) -> _Scoping:
+    """Steps as segments. With gaps every second segment is one, in no scope."""
+    check(batch.num_steps is not None, "scope: 'step' needs steps in the batch; pass cu_steps or steps to it")
+    count = batch.num_steps or 0
+    number = torch.arange(count, device=batch.device)
+    if batch.step_ids is not None:
+        number = renumber(torch.where(batch.step_ids < 0, -1 - number, batch.step_ids))[0]
+    if batch.cu_steps is not None:
+        segments, scope = batch.cu_steps, None if batch.step_ids is None else number
+    elif count == 0:
+        segments, scope = batch.cu_seqlens[:1], number
+    else:
+        assert batch.steps is not None
+        segments = batch.steps.reshape(-1)
+        scope = torch.stack((number, torch.full_like(number, -1)), 1).reshape(-1)[:-1].contiguous()
+    last_row = max(batch.rows - 1, 0)
+    row = torch.searchsorted(batch.cu_seqlens[1:].contiguous(), segments[:-1], right=True).clamp(max=last_row)
+    return _Scoping(segments, scope, count, row)
+
+
+def _numbers(ids: torch.Tensor) -> torch.Tensor:
+    """Ids as 0, 1, ... in the order of their values, -1 for negative ones."""
+    none = ids < 0
+    number = renumber(ids.clamp(min=-1))[0]
+    return torch.where(none, -1, number - none.any().to(number.dtype))
+
+
+def _counts(k: int | torch.Tensor, scopes: int, batch: PackedBatch) -> torch.Tensor:
+    """The number of values to select in each scope, ``[C]`` int64."""
+    if isinstance(k, torch.Tensor):
+        return _integers("k", k, scopes, "[C] (one per scope)", batch)
+    is_count = isinstance(k, int) and not isinstance(k, bool)
+    require_type(is_count, "k: expected an integer or a tensor [C], got {!r}", k)
+    check(k >= 0, "k: expected a count >= 0, got {}", k)
+    return torch.full((scopes,), k, dtype=torch.int64, device=batch.device)
+
+
+def _integers(name: str, given: torch.Tensor, size: int, meaning: str, batch: PackedBatch) -> torch.Tensor:
+    """A checked constant of ids or counts, int64."""
+    given = examined(name, given)
+    check_dtype(name, given, (torch.int32, torch.int64), "ids and counts are integers; hash them to int64 first")
+    check_shape(name, given, (size,), meaning)
+    check_device(name, given, batch.device, "the batch")
+    return given.to(torch.int64).contiguous()
+
+
+def _quantile_of_call(
+    values: torch.Tensor, batch: PackedBatch, quantile: tuple[int, int], rule: OrderRule, backend: str | None
+) -> torch.Tensor:
+    """The whole call is one scope, for which all threads and blocks work together."""
+
+    def statistic(rule: OrderRule) -> tuple[torch.Tensor, torch.Tensor]:
+        return ops.order_statistic(values, *quantile, rule, backend, batch.mask, batch.cu_seqlens)
+
+    if rule is not OrderRule.LINEAR:
+        return statistic(rule)[0]
+    low, counts = statistic(OrderRule.FLOOR)
+    return ops.interpolated(low, statistic(OrderRule.CEIL)[0], counts[:1], *quantile)

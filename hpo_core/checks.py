@@ -227,6 +227,8 @@ def _examiner_of(name: str, annotation: str, function: Callable[..., Any]) -> Ca
         return examined
     if annotation == "torch.Tensor | None":
         return _examined_if_given
+    if annotation == "tuple[torch.Tensor, torch.Tensor] | None":
+        return _examined_tensors
     if annotation in ("Sequence[torch.Tensor]", "Sequence[Term]"):
         return _examined_sequence
     if name == "self":
@@ -242,12 +244,17 @@ def _examiner_of(name: str, annotation: str, function: Callable[..., Any]) -> Ca
         return functools.partial(_examined_number, kind, rest == "None")
     if kind in ("tuple[float, float]", "Pair"):
         return functools.partial(_examined_pair, rest == "None")
-    if annotation == "RatioGate | None":
-        return lambda name, value: None if value is None else _examined_instance(function, "RatioGate", name, value)
-    if annotation in ("PackedBatch", "GroupHistory", "WindowState", "Expected", "RatioGate"):
-        return functools.partial(_examined_instance, function, annotation)
+    kind = annotation.removesuffix(" | None")
+    if kind in _INSTANCES:
+        return functools.partial(_examined_instance, function, kind, kind != annotation)
     return None
 
+
+# Classes of arguments, named tuples with their tensors among them.
+_INSTANCES = (
+    *("PackedBatch", "GroupHistory", "WindowState", "ScopeStatistics", "PivotState", "AresTargets", "AresPenalty"),
+    *("Expected", "RatioGate"),
+)
 
 # A bool is a number in Python, but not an argument here.
 _NUMBERS: dict[str, type] = {"float": numbers.Real, "int": numbers.Integral}
@@ -283,6 +290,14 @@ def _examined_pair(is_optional: bool, name: str, value: Any) -> Any:
 
 def _examined_if_given(name: str, value: Any) -> Any:
     return None if value is None else examined(name, value)
+
+
+def _examined_tensors(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    is_pair = isinstance(value, tuple | list) and len(value) == 2
+    require_type(is_pair, "{}: expected a pair of tensors, got {}", name, value)
+    return tuple(examined(f"{name}[{at}]", each) for at, each in enumerate(value))
 
 
 def _examined_parts(name: str, value: Any) -> Any:
@@ -327,7 +342,9 @@ def _examined_sequence(name: str, value: Any) -> Any:
 # The next two look classes up in the module of the function at each call, because this module cannot import them.
 
 
-def _examined_instance(function: Any, kind: str, name: str, value: Any) -> Any:
+def _examined_instance(function: Any, kind: str, is_optional: bool, name: str, value: Any) -> Any:
+    if is_optional and value is None:
+        return value
     got = value if inspect.isroutine(value) else type(value)
     require_type(isinstance(value, function.__globals__[kind]), "{}: expected a {}, got {}", name, kind, got)
     return _examined_fields(name, value) if isinstance(value, tuple) else value

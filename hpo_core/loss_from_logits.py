@@ -157,6 +157,11 @@ def _prepared(
     alone = alone and (old_logp is not None or options.get("rollout_logp") is None)
     prepared = prepare(logp, old_logp, advantages, batch, gate, **options)
     check(
+        prepared.penalty is None,
+        "selection: policy_loss_from_logits knows one coefficient of the penalty for all tokens, got kl_weight; call "
+        "token_logprobs and policy_loss",
+    )
+    check(
         alone and not prepared.spec.has_level and not prepared.spec.levels and prepared.exchange is None,
         "gate: expected one on tokens alone, got {!r}, under which the gradient of a token depends on others; call "
         "token_logprobs and policy_loss",

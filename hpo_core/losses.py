@@ -24,10 +24,10 @@ from .checks import (
     require_type,
 )
 from .corrections import corrected
-from .entropy import EntropyWindow, WindowState
+from .entropy import EntropyWindow, Selection, WindowState
 from .entropy.window import check_scorer
 from .gates import Channel, GateInputs, RatioGate
-from .kl import KLPenalty
+from .kl import KLPenalty, WeightedPenalty, without_value
 from .level_metrics import LevelMetrics, observed_levels
 from .metrics import Metrics, observed
 from .segment_exchange import SegmentExchange, exchange_of
@@ -82,6 +82,7 @@ class PolicyLossOptions(TypedDict, total=False):
     entropy: torch.Tensor | None
     window: EntropyWindow | None
     threshold: WindowState | torch.Tensor | None
+    selection: Selection | None
     token_mask: torch.Tensor | None
     token_weight: torch.Tensor | None
     gate_inputs: GateInputs | None
@@ -105,6 +106,7 @@ def policy_loss(
     entropy: torch.Tensor | None = None,
     window: EntropyWindow | None = None,
     threshold: WindowState | torch.Tensor | None = None,
+    selection: Selection | None = None,
     token_mask: torch.Tensor | None = None,
     token_weight: torch.Tensor | None = None,
     gate_inputs: GateInputs | None = None,
@@ -137,6 +139,8 @@ def policy_loss(
         entropy: ``[T]`` in nats, for ``window`` and the metrics.
         window, threshold: an EntropyWindow and what its ``fit`` returned: only tokens it selects count in the policy
             term.
+        selection: what a preset of :mod:`hpo_core.entropy` returned, a :class:`~hpo_core.entropy.Selection`: masks,
+            weights, bounds, and factors on the penalty and the advantages, in the shape of logp; in place of a window.
         token_mask: bool ``[T]``: tokens whose policy term counts. Denominators stay those of ``weights``.
         token_weight: float ``[T]``: factor on the policy term.
         gate_inputs: what some gates read beside the batch, a :class:`~hpo_core.gates.GateInputs`: ``bounds``,
@@ -174,7 +178,7 @@ def policy_loss(
     """
     prepared = prepare(
         logp, old_logp, advantages, batch, gate, weights, rollout_logp, ref_logp, kl, entropy, window, threshold,
-        token_mask, token_weight, gate_inputs, advantage_level, report, process_group, backend,
+        selection, token_mask, token_weight, gate_inputs, advantage_level, report, process_group, backend,
     )  # fmt: skip
     return _run(prepared, process_group, backend)
 
@@ -199,7 +203,7 @@ def policy_loss_and_grad(
         "report: expected 'levels' or 'corrections', got 'tokens'; policy_loss returns the losses of tokens",
     )
     prepared = prepare(logp, old_logp, advantages, batch, gate, **options)
-    inputs, spec, exchange, corrections, _, wants_levels = prepared
+    inputs, spec, exchange, corrections, _, wants_levels, penalty = prepared
     backend, process_group = options.get("backend"), options.get("process_group")
     if is_reference(inputs.logp, backend):
         # Tensors of inference mode cannot be saved for a backward; copies of them can.
@@ -212,6 +216,9 @@ def policy_loss_and_grad(
         loss = loss.detach()
     else:
         loss, vector, grad = ops.policy_loss_and_grad(inputs, spec, backend, exchange)
+    if penalty is not None:
+        own, of_logp = penalty.with_gradient(inputs.logp)
+        loss, vector, grad = loss + own, penalty.counted(vector, own), grad + of_logp
     metrics = observed(vector, process_group)
     levels = _levels(inputs, spec, metrics, exchange) if wants_levels else None
     return PolicyLossAndGrad(loss, metrics, grad, levels, corrections)
@@ -312,14 +319,19 @@ class Prepared(NamedTuple):
     corrections: tuple[Metrics, ...]
     wants_tokens: bool
     wants_levels: bool
+    penalty: WeightedPenalty | None = None  # that of ``kl``, where its coefficient differs from token to token
 
 
 def _run(prepared: Prepared, process_group: torch.distributed.ProcessGroup | None, backend: str | None) -> PolicyLoss:
-    inputs, spec, exchange, corrections, wants_tokens, wants_levels = prepared
+    inputs, spec, exchange, corrections, wants_tokens, wants_levels, penalty = prepared
     if is_reference(inputs.logp, backend):
         loss, vector, tokens = resolve("gates", inputs.logp, backend).policy_loss(inputs, spec, exchange)
     else:
         loss, vector, tokens = ops.policy_loss(inputs, spec, backend, wants_tokens, exchange)
+    if penalty is not None:
+        own, of_tokens = penalty(inputs.logp)
+        loss, vector = loss + own, penalty.counted(vector, own)
+        tokens = tokens + of_tokens.reshape(tokens.shape) if wants_tokens and tokens is not None else None
     metrics = observed(vector, process_group)
     levels = _levels(inputs, spec, metrics, exchange) if wants_levels else None
     if tokens is None or not wants_tokens:
@@ -351,6 +363,7 @@ def prepare(
     entropy: torch.Tensor | None = None,
     window: EntropyWindow | None = None,
     threshold: WindowState | torch.Tensor | None = None,
+    selection: Selection | None = None,
     token_mask: torch.Tensor | None = None,
     token_weight: torch.Tensor | None = None,
     gate_inputs: GateInputs | None = None,
@@ -369,6 +382,9 @@ def prepare(
     wants_tokens = wants_levels = wants_corrections = False
     if report:
         wants_tokens, wants_levels, wants_corrections = _reported(report)
+    chosen = None
+    if selection is not None:
+        chosen, gate_inputs = _chosen(selection, window, kl, gate_inputs)
     given = _NO_INPUTS
     if gate_inputs is not None or gate.required:
         given = _given(gate_inputs, gate)
@@ -410,7 +426,12 @@ def prepare(
         score, value = _selection(window, threshold, score, entropy, batch, backend)
         limit = checked_constant("threshold", value, (1,), "[1] (what window.fit returned)", dtype, device)
     per_token, level_advantages = batch.of_level("advantages", advantages, advantage_level, shape)
-    spec = gate.spec(kl, window is not None and window.strict)
+    target_per_token, kl_weight = per_token, None
+    if chosen is not None:
+        level_advantages, per_token = _reshaped_advantages(chosen, level_advantages, per_token, batch, token)
+        kl_weight = None if chosen.kl_weight is None else token("kl_weight", chosen.kl_weight)
+    of_kernels = kl if kl is None or kl_weight is None else without_value(kl)
+    spec = gate.spec(of_kernels, window is not None and window.strict)
     beyond = process_group is not None or aggregates is not None or wants_levels
     if beyond:
         asked = {"process_group": process_group, "gate_inputs.aggregates": aggregates, "report": wants_levels or None}
@@ -440,6 +461,8 @@ def prepare(
         kept = token("token_mask", kept, torch.bool)
         token_mask = kept if token_mask is None else token_mask & kept
     token_weight = None if token_weight is None else token("token_weight", token_weight)
+    if chosen is not None:
+        token_mask, token_weight = _selected(chosen, token_mask, token_weight, token)
     if bounds is not None:
         low, high = (None if each is None else token(f"bounds[{at}]", each) for at, each in enumerate(bounds))
         token_weight = _possible(low, high, token_weight, dtype)
@@ -464,12 +487,15 @@ def prepare(
         per_token,
         *hierarchy,
     )
+    penalty = None
+    if kl is not None and kl_weight is not None:
+        penalty = WeightedPenalty.of(kl, kl_weight, inputs, batch, gate.of_steps)
     if fast_path:
-        return Prepared(inputs, spec, exchange, (), wants_tokens, wants_levels)
+        return Prepared(inputs, spec, exchange, (), wants_tokens, wants_levels, penalty)
     if target is not None:
         _, target = batch.of_level("target", target, advantage_level, shape)
         target = as_constant("target", target, None, "", dtype, device)
-        inputs = inputs._replace(target=target, target_per_token=per_token)
+        inputs = inputs._replace(target=target, target_per_token=target_per_token)
     if penalty_mask is not None:
         inputs = inputs._replace(penalty_mask=token("penalty_mask", penalty_mask, torch.bool))
     if gate.advantage_weights != (1.0, 1.0):
@@ -480,7 +506,7 @@ def prepare(
     inputs, seen = corrected(inputs, gate, batch, rollout, process_group, wants_corrections, backend)
     if gate.channel is Channel.TOTAL and rollout is not None:
         inputs = inputs._replace(old_logp=rollout)
-    return Prepared(inputs, spec, exchange, seen, wants_tokens, wants_levels)
+    return Prepared(inputs, spec, exchange, seen, wants_tokens, wants_levels, penalty)
 
 
 def _reported(report: Report) -> tuple[bool, bool, bool]:
@@ -530,6 +556,74 @@ def _given(gate_inputs: GateInputs | None, gate: RatioGate) -> GateInputs:
         gate.name,
     )
     return given
+
+
+def _chosen(
+    selection: Selection, window: EntropyWindow | None, kl: KLPenalty | None, gate_inputs: GateInputs | None
+) -> tuple[Selection, GateInputs | None]:
+    """The selection, and the inputs of the gate with its bounds."""
+    require_type(
+        isinstance(selection, Selection),
+        "selection: expected a Selection, which the presets of hpo_core.entropy return, got {}; wrap a mask as "
+        "entropy.Selection(mask=...)",
+        type(selection),
+    )
+    check(
+        window is None,
+        "selection: it takes the place of window=, got both; merge them, "
+        "selection.merged(entropy.Selection(mask=window.apply(entropy, batch, state)))",
+    )
+    check(
+        selection.kl_weight is None or kl is not None,
+        "selection: its kl_weight is a factor on the penalty of the loss, got none; pass kl= and ref_logp=",
+    )
+    if selection.bounds is None:
+        return selection, gate_inputs
+    given = _NO_INPUTS if gate_inputs is None else gate_inputs
+    check(
+        isinstance(given, GateInputs) and given.bounds is None,
+        "selection: it has bounds and so has gate_inputs; drop one of them",
+    )
+    return selection, given._replace(bounds=selection.bounds)
+
+
+def _reshaped_advantages(
+    selection: Selection,
+    advantages: torch.Tensor,
+    per_token: bool,
+    batch: PackedBatch,
+    token: Callable[..., torch.Tensor],
+) -> tuple[torch.Tensor, bool]:
+    """``A factor + addend`` of every token, and whether there is one for every token."""
+    _, _, _, _, factor, addend = selection
+    if factor is None and addend is None:
+        return advantages, per_token
+    if not per_token:
+        advantages = torch.cat((advantages, advantages.new_zeros(1)))[batch.once(PackedBatch.row_of_token)]
+    if factor is not None:
+        factor = token("advantage_factor", factor)
+        advantages = advantages.reshape(factor.shape) * factor
+    if addend is not None:
+        addend = token("advantage_addend", addend)
+        advantages = advantages.reshape(addend.shape) + addend
+    return advantages, True
+
+
+def _selected(
+    selection: Selection,
+    token_mask: torch.Tensor | None,
+    token_weight: torch.Tensor | None,
+    token: Callable[..., torch.Tensor],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Mask and weight of tokens, those of the selection among them."""
+    mask, weight, *_ = selection
+    if mask is not None:
+        mask = token("mask", mask, torch.bool)
+        token_mask = mask if token_mask is None else token_mask & mask
+    if weight is not None:
+        weight = token("weight", weight)
+        token_weight = weight if token_weight is None else token_weight * weight
+    return token_mask, token_weight
 
 
 def _possible(

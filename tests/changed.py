@@ -22,7 +22,10 @@ EVERY_MODULE = tuple(sorted(path.stem.removeprefix("test_") for path in Path(__f
 
 LOSS = ("promises", "gates", "hierarchy", "presets", "terms", "stages", "metrics", "corrections")
 ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators")
-ENTROPY = ("entropy", "entropy_selection", "select_top", "window_aggregates")
+ENTROPY = (
+    "entropy", "entropy_selection", "select_top", "window_aggregates", "selection", "entropy_presets",
+    "entropy_shaping", "entropy_thresholds",
+)  # fmt: skip
 SCOPES = ("scopes", "scopes_over_ranks")
 SEGMENTS = ("segments", "token_estimators")
 LOGPROBS = ("logprobs", "logprobs_calls", "support", "linear_logprobs", "vocabulary_parallel", "logprobs_peers")
@@ -116,6 +119,8 @@ RULES = [
     Rule(("docs/kernels_sm90.md",), ("cuda_compile",)),
     Rule(("examples/*",), ("demo", "demo_agent", "docs")),
     Rule(("bench/*", "*.md", ".clang-format"), ("packaging",)),
+    Rule(("hpo_core/losses.py", "hpo_core/kl.py", "hpo_core/loss_from_logits.py"), ("selection",)),
+    Rule(("tests/naive_entropy.py",), ("entropy_presets", "entropy_shaping", "entropy_thresholds")),
     Rule(("tests/changed.py", "tests/sanitized.py"), ("changed",)),
     Rule(("tests/mutants.py", "tests/compiled.py"), ("mutants", "cuda_compile", "triton_compile"), EVERY_BACKEND),
     Rule(("tests/mutants.py",), ("python_mutants",), EVERY_BACKEND),

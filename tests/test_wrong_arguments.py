@@ -24,7 +24,7 @@ import hpo_core as hpo
 from hpo_core import gates
 from hpo_core.advantages import Term
 from hpo_core.batch import PackedBatch
-from hpo_core.entropy import WindowState
+from hpo_core.entropy import PivotState, WindowState
 from hpo_core.integrations.turns import Step, steps_of_turns, turns
 
 Place = tuple[Any, ...]  # the path of a tensor: an argument, and the keys and indices inside it
@@ -298,6 +298,8 @@ def _places(given: Any, place: Place = ()) -> Iterator[Place]:
         yield (*place, "threshold")
     elif isinstance(given, tuple) and hasattr(given, "_fields"):
         for name in given._fields:
+            if isinstance(given, PivotState) and name == "deviation":  # read by one formula only
+                continue
             yield from _places(getattr(given, name), (*place, name))
     elif isinstance(given, list | tuple):
         for at, each in enumerate(given):

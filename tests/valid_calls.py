@@ -15,7 +15,7 @@ import hpo_core as hpo
 from hpo_core import gates
 from hpo_core.advantages import BetaTracker, GroupHistory, GroupTerm, Term
 from hpo_core.batch import PackedBatch
-from hpo_core.entropy import EntropyWindow, WindowState
+from hpo_core.entropy import EntropyWindow, PivotState, ScopeStatistics, Selection, WindowState
 from hpo_core.level_metrics import LevelMetrics
 from hpo_core.metrics import Metrics
 from hpo_core.ops.advantages import _numbers_of_groups
@@ -31,6 +31,9 @@ CLASSES = (
     PackedBatch,
     EntropyWindow,
     WindowState,
+    ScopeStatistics,
+    PivotState,
+    Selection,
     BetaTracker,
     GroupHistory,
     GroupStatistics,
@@ -306,6 +309,7 @@ def _windows() -> Iterator[Call]:
         yield _method(EntropyWindow, "fit_score", "score", self=window, score=_T["entropy"])
         yield _method(EntropyWindow, "fit_apply", self=window, **given)
         yield _method(EntropyWindow, "apply", self=window, **given, state=state)
+    yield from _presets()
     yield _call(hpo.entropy.window_mean, values=_T["entropy"], batch=batch(), first=-1, last=1)
     for aggregate, boundary in (("max", "carry"), ("sum", "zero")):
         span = hpo.entropy.Window(-1, 1, aggregate, boundary)
@@ -319,6 +323,60 @@ def _windows() -> Iterator[Call]:
     yield _call(hpo.entropy.segment_aggregate, **scopes, level="group", aggregate="sum")
     padded = {"entropy": _T["entropy"][:8].reshape(2, 4), "batch": bools(1, 1, 1, 0, 1, 1, 0, 0).reshape(2, 4)}
     yield _method(EntropyWindow, "fit", self=window, **padded)
+
+
+def _presets() -> Iterator[Call]:
+    presets, packed = hpo.entropy, batch()
+    table = presets.fit_scopes(_T["entropy"])
+    pivot = presets.fit_pivot(_T["entropy"], packed)
+    given: dict[str, Any] = {
+        "entropy": _T["entropy"], "logp": _T["logp"], "old_logp": _T["old_logp"], "advantages": _S["advantages"],
+        "batch": packed, "change": _T["logp"], "state": table, "mask": _T["bools"], "length": 2,
+        "window": presets.Window(0, 1), "confidence": _T["weight"], "is_correct": _S["bools"], "logits": _T["logp"],
+        "weights": _S["weights"], "history": floats(0.5, 0.25), "low": _S["weights"], "high": _S["weights"] * 4,
+        "rows_mask": _S["bools"], "uid": integers(2, 0, 1), "threshold": floats(0.5)[0], "counts": floats(3, 1, 2),
+        "difficulty": integers(0, 2, 1), "target": floats(1, 2, 4), "scale": floats(0.5, 0.25, 1), "relief": 0.5,
+        "beta": floats(0.5, 0.25, 1), "anchor": floats(0.25)[0], "coefficient": floats(0.25)[0], "least": 0.25,
+        "integral": floats(0.25)[0], "kappa": floats(0.5, 1), "divergence": floats(0.25, 0.5), "budget": 0.5,
+        "rate": 0.5, "most": 4.0, "proportional": 0.5, "integral_gain": 0.25, "group_ids": integers(0, 0, 1),
+    }  # fmt: skip
+    targets = presets.AresTargets(floats(1, 2, 4), floats(0.5, 0.25, 1))
+    scalar = {"entropy": floats(0.5)[0], "target": 0.5}
+    special: dict[str, dict[str, Any]] = {
+        "hapo": {"state": pivot},
+        "hapo_redistribution": {"state": pivot, "bounds": (_T["weight"] / 4, _T["weight"] + 1)},
+        "hapo_temperature": {"state": pivot},
+        "hapo_advantages": {
+            "rewards": _S["advantages"],
+            "group_ids": integers(0, 0, 1),
+            "lengths": _S["advantages"] + 1,
+        },
+        "ucas": {"confidence": _S["advantages"]},
+        "ares_threshold": {"state": floats(0.5)[0]},
+        "ares_targets": {"state": targets},
+        "ares_entropy_reward": {"state": targets},
+        "ares_penalty": {"state": presets.AresPenalty(floats(0.5, 1), floats(0.25, 0.5), integers(0, 1))},
+        "epo": {"kappa": (0.5, 1.5)},
+        "skywork_coefficient": scalar,
+        "trl_coefficient": scalar,
+        "entropic": scalar,
+    }
+    for name in presets.__all__:
+        function = getattr(presets, name)
+        if hasattr(function, "provenance"):
+            known = {**given, **special.get(name, {})}
+            # A name may be a tensor of one function and a number of another.
+            names = [
+                each.name
+                for each in _parameters(function)
+                if each.name in known and (each.default is each.empty or str(each.annotation) not in ("float", "int"))
+            ]
+            yield _call(function, "history" if name == "epo" else "", **{each: known[each] for each in names})
+    yield _call(presets.two_knot, "x", x=_T["entropy"])
+    yield _call(
+        presets.fit_scopes, values=_T["entropy"], ids=integers(0, 0, 1, 1, 2, 0, 2, 1, 0, 2, 1), mask=_T["bools"]
+    )
+    yield _method(ScopeStatistics, "at", "ids", self=table, ids=integers(0, 1))
 
 
 def _aggregations() -> Iterator[Call]:
@@ -355,6 +413,11 @@ def _batches() -> Iterator[Call]:
     yield _method(PackedBatch, "replace", "mask", self=batch(), mask=bools(1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1))
 
 
+def _selection() -> Selection:
+    bounds = (_T["weight"] / 4, _T["weight"] + 1)
+    return Selection(_T["bools"], _T["weight"], bounds, _T["weight"] / 2, _T["entropy"], _T["entropy"] / 2)
+
+
 def _losses() -> Iterator[Call]:
     pairs = gates.reconstructed.p3o()
     levels = batch(trajectory_ids=integers(0, 0, 1))
@@ -366,6 +429,7 @@ def _losses() -> Iterator[Call]:
         {"gate_inputs": gates.GateInputs(bounds=(_T["weight"] / 4, _T["weight"] + 1))},
         {"window": window, "threshold": floats(0.75), **scope},
         {"window": window, "threshold": window.fit(_T["entropy"], levels), **scope},
+        {"selection": _selection(), "kl": hpo.kl.k3(0.125), "ref_logp": _T["old_logp"] - 0.25},
         {"gate": gates.tis(), "rollout_logp": _T["old_logp"] + 0.125},
         {"gate": gates.kl_cov(), "gate_inputs": gates.GateInputs(penalty_mask=_T["bools"])},
         {"gate": gates.m2po(), "gate_inputs": gates.GateInputs(token_mask=_T["bools"])},

@@ -46,7 +46,10 @@ def over_ranks(
     """
     require_type(callable(estimator), "estimator: expected one of hpo_core.advantages, got {!r}", estimator)
     level = level_of(estimator)
-    check(level != "token", "estimator: expected one of rows or steps, got one of tokens, which stay with their rows")
+    check(
+        level != "token" or (tables and takes_tables(estimator)),
+        "estimator: expected one of rows or steps, got one of tokens, which stay with their rows",
+    )
     check(
         not tables or takes_tables(estimator),
         "tables: {} needs the units themselves; gather them with tables=False",

@@ -1,18 +1,107 @@
-"""Entropy windows: windowed aggregates on packed rows, exact quantile thresholds, and the token masks made of them."""
+"""Entropy windows: windowed aggregates on packed rows, exact quantile thresholds, and the masks, weights and bounds
+made of them."""
 
 from .aggregates import Window, window_aggregate, window_mean
+from .controllers import (
+    AresPenalty,
+    ares_kappa,
+    ares_penalty,
+    entropic,
+    epo_phase,
+    skywork_coefficient,
+    trl_coefficient,
+)
+from .high_entropy_windows import (
+    ares_next_windows,
+    ares_penalty_weights,
+    ares_threshold,
+    ares_windows,
+    count_of_rows,
+)
+from .maps import two_knot
+from .masks import cover, group_confidence, opened, ulorl
+from .penalties import entropy_band, epo, mean_entropy, siren, siren_mean
+from .pivots import hapo, hapo_redistribution, hapo_temperature
+from .rewards import (
+    AresTargets,
+    ares_difficulty,
+    ares_entropy_reward,
+    ares_rewards,
+    ares_scales,
+    ares_targets,
+)
 from .scopes import quantiles, segment_aggregate, top_k
+from .selection import Selection
+from .sequences import edge_grpo, empg, ettrl, hapo_advantages, ucas
+from .shaping import aepo_ruc, covariance, entropy_advantage, entropy_change, steer, steer_linear
+from .statistics import PivotState, ScopeStatistics, fit_pivot, fit_scopes
+from .thresholds import archer, d3s_schedule, d3s_tokens, hicra_tokens, siren_tokens
+from .token_rewards import grpo_s, gtpo
 from .window import EntropyWindow, WindowState, ares, forking_tokens
 
 __all__ = [
+    "AresPenalty",
+    "AresTargets",
     "EntropyWindow",
+    "PivotState",
+    "ScopeStatistics",
+    "Selection",
     "Window",
     "WindowState",
+    "aepo_ruc",
+    "archer",
     "ares",
+    "ares_difficulty",
+    "ares_entropy_reward",
+    "ares_kappa",
+    "ares_next_windows",
+    "ares_penalty",
+    "ares_penalty_weights",
+    "ares_rewards",
+    "ares_scales",
+    "ares_targets",
+    "ares_threshold",
+    "ares_windows",
+    "count_of_rows",
+    "covariance",
+    "cover",
+    "d3s_schedule",
+    "d3s_tokens",
+    "edge_grpo",
+    "empg",
+    "entropic",
+    "entropy_advantage",
+    "entropy_band",
+    "entropy_change",
+    "epo",
+    "epo_phase",
+    "ettrl",
+    "fit_pivot",
+    "fit_scopes",
     "forking_tokens",
+    "group_confidence",
+    "grpo_s",
+    "gtpo",
+    "hapo",
+    "hapo_advantages",
+    "hapo_redistribution",
+    "hapo_temperature",
+    "hicra_tokens",
+    "mean_entropy",
+    "opened",
     "quantiles",
     "segment_aggregate",
+    "siren",
+    "siren_mean",
+    "siren_tokens",
+    "skywork_coefficient",
+    "steer",
+    "steer_linear",
     "top_k",
+    "trl_coefficient",
+    "two_knot",
+    "ucas",
+    "ulorl",
     "window_aggregate",
     "window_mean",
 ]

@@ -104,7 +104,7 @@ def hapo_bounds(
     check(compat in ("paper", "code"), 'compat: expected "paper" or "code", got {!r}', compat)
     check_dtype("entropy", entropy, _NUMBERS, _ROUNDING)
     check_tokens(batch, entropy=entropy)
-    valid = _valid(batch)
+    valid = valid_tokens(batch)
     log_entropy = torch.where(valid, entropy.detach().float().clamp(min=1e-8), 1.0).log()
     middle, _ = ops.order_statistic(log_entropy, *pivot, OrderRule.NEAREST, None, valid, batch.cu_seqlens)
     h = torch.where(valid, log_entropy - middle, torch.zeros_like(log_entropy))
@@ -218,7 +218,7 @@ def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, th
     tensor([ True, False,  True])
     """
     _check_policies(batch, logp, old_logp)
-    valid = _valid(batch)
+    valid = valid_tokens(batch)
     square = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp)).double().square()
     ordered, order = torch.where(valid, square, torch.full_like(square, torch.inf)).sort(stable=True)
     means = ordered.cumsum(0) / torch.arange(1, ordered.numel() + 1, device=ordered.device)
@@ -252,8 +252,8 @@ def rec_ring_mask(
     for name, pair in (("eps_near", eps_near), ("eps_far", eps_far)):
         check(0 <= pair[0] < 1 and pair[1] >= 0, "{}: expected epsilons (low < 1, high), got {}", name, pair)
     _check_policies(batch, logp, old_logp)
-    valid = _valid(batch)
-    advantage = _per_token(advantages, batch, advantage_level)
+    valid = valid_tokens(batch)
+    advantage = per_token(advantages, batch, advantage_level)
     x = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp))
     inside = (x >= math.log1p(-eps_near[0])) & (x <= math.log1p(eps_near[1]))
     strayed = torch.where(advantage < 0, x >= math.log1p(eps_far[1]), x <= math.log1p(-eps_far[0]))
@@ -322,12 +322,12 @@ def _check_policies(batch: PackedBatch, logp: torch.Tensor, old_logp: torch.Tens
     check_tokens(batch, logp=logp, old_logp=old_logp)
 
 
-def _valid(batch: PackedBatch) -> torch.Tensor:
+def valid_tokens(batch: PackedBatch) -> torch.Tensor:
     inside = batch.row_of_token() >= 0
     return inside if batch.mask is None else inside & batch.mask.reshape(-1)
 
 
-def _per_token(advantages: torch.Tensor, batch: PackedBatch, level: str | None) -> torch.Tensor:
+def per_token(advantages: torch.Tensor, batch: PackedBatch, level: str | None) -> torch.Tensor:
     """``[T]`` from those of any level."""
     check_dtype("advantages", advantages, _NUMBERS, "use advantages.float()")
     is_per_token, values = batch.of_level("advantages", advantages, level, (batch.total_tokens,))
@@ -342,8 +342,8 @@ def _covariance(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of advantage and log-probability, the advantage ``[T]``, and which tokens are valid."""
     _check_policies(batch, logp)
-    valid = _valid(batch)
-    advantage = _per_token(advantages, batch, level)
+    valid = valid_tokens(batch)
+    advantage = per_token(advantages, batch, level)
     n = valid.sum().clamp(min=1)
     centred = []
     for values in (advantage, logp.detach()):

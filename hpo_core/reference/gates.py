@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from ..metrics import empty_metrics, slot
-from ..specs import Exchange, Head, KLEstimator, KLGradient, Penalty, PolicyLossInputs, PolicyLossSpec
+from ..specs import Exchange, Head, Penalty, PolicyLossInputs, PolicyLossSpec
 from .hierarchy import Channel, combined, gated_hierarchy, gated_log_ratio, leaf_of_token
 from .segments import flat, of_row, read_at, row_of_token
 from .terms import (
@@ -36,6 +36,7 @@ from .terms import (
     deviation_of,
     factor_beyond,
     general_term,
+    kl_of_tokens,
     penalty_of,
     policy_term,
     pre_gate,
@@ -114,7 +115,7 @@ def policy_loss(
         metrics[slot("penalty")] += (weight * penalty).sum().detach()
 
     if s is not None:
-        penalty = torch.where(valid, spec.kl_beta * _kl(spec, s, x), zero)
+        penalty = torch.where(valid, spec.kl_beta * kl_of_tokens(spec.kl, spec.kl_gradient, s, x), zero)
         loss_t, loss = loss_t + penalty.detach(), loss + (weight * penalty).double().sum()
         metrics[slot("penalty")] += (weight * penalty).sum().detach()
         metrics[slot("reference_log_ratio")] = s[valid].sum().detach()
@@ -228,18 +229,3 @@ def gate_tokens(
     elif spec.term is not None:
         entering = pre_gate(tokens.x, negative, spec.term)
     return gated_hierarchy(entering, tokens.valid, tokens.leaf, negative, tokens.given, inputs, spec, exchange)
-
-
-def _kl(spec: PolicyLossSpec, s: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    k2 = 0.5 * s.square()
-    k = {KLEstimator.K1: s, KLEstimator.K2: k2}.get(spec.kl, torch.exp(-s) - 1 + s)
-    if spec.kl_gradient is KLGradient.VALUE:
-        return k
-    if spec.kl_gradient is KLGradient.STRAIGHT_THROUGH:
-        return k.detach() + (k2 - k2.detach())
-    r = torch.exp(x)
-    if spec.kl is KLEstimator.K3:  # r e^-s saturates as one exponential
-        both = x - s
-        bounded = both.detach().clamp(-SATURATION, SATURATION) + (both - both.detach())
-        return torch.exp(bounded) - r + s * r
-    return r * k

@@ -1,5 +1,5 @@
-"""From the gated log-ratio of a token to its term of the loss: heads, the pre-gate, the factor beyond the bounds, the
-penalty on the token's own log-ratio; and the saturations that keep all of it finite."""
+"""From the gated log-ratio of a token to its term of the loss: heads, the pre-gate, the factor beyond the bounds, both
+penalties; and the saturations that keep all of it finite."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from ..specs import Head, Penalty, TermSpec
+from ..specs import Head, KLEstimator, KLGradient, Penalty, TermSpec
 
 __all__ = [
     "EXPONENT_SATURATION",
@@ -19,6 +19,7 @@ __all__ = [
     "deviation_of",
     "factor_beyond",
     "general_term",
+    "kl_of_tokens",
     "of_side",
     "penalty_of",
     "policy_term",
@@ -148,3 +149,19 @@ def penalty_of(term: TermSpec, x: torch.Tensor) -> torch.Tensor:
     if term.penalty is Penalty.K2:
         return 0.5 * x.square()
     return x.abs() if term.penalty is Penalty.ABSOLUTE else torch.exp(x) - 1 - x
+
+
+def kl_of_tokens(estimator: KLEstimator, gradient: KLGradient, s: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The estimate of each token, ``[T]``, from saturated log-ratios to the reference (s) and the old policy (x)."""
+    k2 = 0.5 * s.square()
+    k = {KLEstimator.K1: s, KLEstimator.K2: k2}.get(estimator, torch.exp(-s) - 1 + s)
+    if gradient is KLGradient.VALUE:
+        return k
+    if gradient is KLGradient.STRAIGHT_THROUGH:
+        return k.detach() + (k2 - k2.detach())
+    r = torch.exp(x)
+    if estimator is KLEstimator.K3:  # r e^-s saturates as one exponential
+        both = x - s
+        bounded = both.detach().clamp(-SATURATION, SATURATION) + (both - both.detach())
+        return torch.exp(bounded) - r + s * r
+    return r * k

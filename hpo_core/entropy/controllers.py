@@ -1,0 +1,233 @@
+"""Coefficients that follow the entropy or the divergence of training: state in, state out, without a synchronisation.
+
+Every state is a 0-dim tensor or a named tuple of tensors, to keep between steps and in checkpoints. Entropies and
+divergences are means over the whole step and all ranks, 0-dim, for instance from ``Metrics`` or
+:func:`.fit_scopes`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from ..advantages.terms import check_compat
+from ..checks import check, check_device, check_dtype, check_shape, examines
+from ..specs import Provenance
+from .signals import NUMBERS, preset
+
+__all__ = [
+    "AresPenalty",
+    "ares_kappa",
+    "ares_penalty",
+    "entropic",
+    "epo_phase",
+    "skywork_coefficient",
+    "trl_coefficient",
+]
+
+
+@preset(Provenance.VERIFIED)
+def skywork_coefficient(
+    coefficient: torch.Tensor,
+    entropy: torch.Tensor,
+    *,
+    target: float = 0.2,
+    delta: float = 1e-4,
+    most: float = 0.005,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Skywork-OR1: the coefficient grows by ``delta`` while the entropy is below its target and shrinks above, within
+    ``[0, most]``; the bonus counts below the target only (repository SkyworkAI/Skywork-OR1).
+
+    Args:
+        coefficient: 0-dim, the state; 0 at the start.
+        entropy: 0-dim, the mean of the step.
+
+    Returns:
+        The new state, and the coefficient of the bonus.
+
+    >>> state, bonus = skywork_coefficient(torch.tensor(0.0), torch.tensor(0.1))
+    >>> state, bonus
+    (tensor(1.0000e-04), tensor(1.0000e-04))
+    """
+    _check_scalars(coefficient=coefficient, entropy=entropy)
+    return _stepped(coefficient, entropy < target, entropy < target, delta, most)
+
+
+@preset(Provenance.VERIFIED)
+def trl_coefficient(
+    coefficient: torch.Tensor, entropy: torch.Tensor, *, target: float = 0.2, delta: float = 0.005, most: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """TRL's variant of :func:`skywork_coefficient`: the bonus counts at the target, too, and steps are larger.
+
+    >>> trl_coefficient(torch.tensor(0.01), torch.tensor(0.25), target=0.25)
+    (tensor(0.0050), tensor(0.0050))
+    """
+    _check_scalars(coefficient=coefficient, entropy=entropy)
+    return _stepped(coefficient, entropy < target, entropy <= target, delta, most)
+
+
+def _stepped(
+    coefficient: torch.Tensor, grows: torch.Tensor, counts: torch.Tensor, delta: float, most: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    check(delta >= 0, "delta: expected a number >= 0, got {}", delta)
+    check(most >= 0, "most: expected a number >= 0, got {}", most)
+    old = coefficient.detach()
+    state = torch.where(grows, old + delta, old - delta).clamp(0.0, most)
+    return state, torch.where(counts, state, 0.0)
+
+
+@preset(Provenance.PAPER)
+def entropic(
+    integral: torch.Tensor, entropy: torch.Tensor, *, target: float, proportional: float, integral_gain: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """EntroPIC: the coefficient ``K_p e + K_i sum of e``, e the entropy's distance below its target (as others describe
+    the paper, which gives no gains).
+
+    Args:
+        integral: 0-dim, the state, the sum of errors so far; 0 at the start.
+
+    Returns:
+        The new state, and the coefficient, negative where the entropy is to fall.
+
+    >>> entropic(torch.tensor(1.0), torch.tensor(0.5), target=1.0, proportional=2.0, integral_gain=0.5)
+    (tensor(1.5000), tensor(1.7500))
+    """
+    _check_scalars(integral=integral, entropy=entropy)
+    error = target - entropy.detach()
+    total = integral.detach() + error
+    return total, proportional * error + integral_gain * total
+
+
+@examines
+def epo_phase(step: float, steps: float, gamma: float = 1.0, compat: str = "paper") -> float:
+    """The weight of EPO's smoothing at a step of the training, ``1 + exp(-gamma k / floor(K / 2))`` (arXiv 2509.22576).
+
+    Args:
+        step, steps: k and K.
+        compat: "code": a weight of the whole entropy loss by epoch, ``1 - 0.2 (1 - exp(-2 e / 75))`` up to epoch 75
+            (half of K), then ``0.8 exp(-3 (e - 75) / 75)``, with a jump between them.
+
+    >>> round(epo_phase(1, 120), 6), round(epo_phase(75, 150, compat="code"), 6)
+    (1.983471, 0.827067)
+    """
+    middle = math.floor(steps / 2)
+    check(middle > 0, "steps: expected a number >= 2, got {}", steps)
+    if not check_compat(compat):
+        return 1 + math.exp(-gamma * step / middle)
+    early = 1 - 0.2 * (1 - math.exp(-2 * step / middle))
+    return early if step <= middle else 0.8 * math.exp(-3 * (step - middle) / middle)
+
+
+@preset(Provenance.PAPER)
+def ares_kappa(
+    kappa: torch.Tensor,
+    divergence: torch.Tensor,
+    *,
+    budget: float,
+    rate: float,
+    least: float,
+    most: float,
+) -> torch.Tensor:
+    """ARES' coefficient of the penalty, ``clip(kappa (1 + rate (KL / budget - 1)), least, most)``, by difficulty (arXiv
+    2510.08457, algorithm 1, which gives no numbers). Returns ``[D]``.
+
+    Args:
+        kappa: ``[D]``, the state.
+        divergence: ``[D]``, the mean penalty of the tokens *outside* the windows, by difficulty; NaN where a difficulty
+            has none, which then keeps its coefficient.
+
+    >>> given = torch.tensor([1.0, 1.0]), torch.tensor([0.02, torch.nan])
+    >>> ares_kappa(*given, budget=0.01, rate=0.1, least=0.1, most=10.0)
+    tensor([1.1000, 1.0000])
+    """
+    _check_buckets(kappa=kappa, divergence=divergence)
+    check(budget > 0, "budget: expected a divergence > 0, got {}", budget)
+    moved = kappa.detach() * (1 + rate * (divergence.detach() / budget - 1))
+    return torch.where(torch.isfinite(divergence), moved.clamp(least, most), kappa.detach())
+
+
+class AresPenalty(NamedTuple):
+    """The state of :func:`ares_penalty`, by difficulty; ``AresPenalty.start(3)`` begins.
+
+    It pickles, and loads with ``weights_only=True``.
+    """
+
+    beta: torch.Tensor  # [D] coefficients
+    average: torch.Tensor  # [D] moving averages of KL; NaN before the first
+    calls: torch.Tensor  # [D] int64
+
+    @staticmethod
+    def start(buckets: int, beta: float = 1e-2, device: torch.device | str = "cpu") -> AresPenalty:
+        """The state before the first step.
+
+        >>> AresPenalty.start(2).beta
+        tensor([0.0100, 0.0100])
+        """
+        values = torch.full((buckets,), beta, dtype=torch.float32, device=device)
+        return AresPenalty(values, torch.full_like(values, torch.nan), torch.zeros_like(values, dtype=torch.int64))
+
+
+torch.serialization.add_safe_globals([AresPenalty])
+
+
+@preset(Provenance.VERIFIED)
+def ares_penalty(
+    state: AresPenalty,
+    divergence: torch.Tensor,
+    *,
+    target: float = 0.01,
+    memory: float = 0.97,
+    dead_zone: float = 0.02,
+    period: int = 100,
+    rate: float = 0.05,
+    clip: float = 0.2,
+    least: float = 1e-4,
+    most: float = 1e2,
+) -> AresPenalty:
+    """The coefficient that ARES' code gives the penalty of each difficulty: every ``period`` calls
+    ``log beta += rate clip(e, -clip, clip)``, e the relative distance of the moving average of KL from its target, 0
+    inside the dead zone (repository shawn0728/ARES).
+
+    Args:
+        state: an :class:`AresPenalty`.
+        divergence: ``[D]``, the mean of k3 over the rows of each difficulty; NaN: there are none, and it stays.
+        target, memory, dead_zone, period, rate, clip, least, most: the code's.
+
+    >>> state = ares_penalty(AresPenalty.start(1), torch.tensor([0.02]), period=1)
+    >>> round(state.beta.item(), 6)  # 0.01 e^(0.05 * 0.2)
+    0.010101
+    """
+    check(period >= 1, "period: expected a number of calls >= 1, got {}", period)
+    _check_buckets(divergence=divergence, beta=state.beta, average=state.average)
+    check_dtype("calls", state.calls, (torch.int64,), "take the state as ares_penalty returned it")
+    check_shape("calls", state.calls, divergence.shape, "[D] (that of divergence)")
+    check_device("calls", state.calls, divergence.device, "divergence")
+    seen = torch.isfinite(divergence)
+    given = torch.where(seen, divergence.detach(), 0.0)
+    first = state.average.isnan()
+    average = torch.where(first, given, memory * torch.where(first, 0.0, state.average) + (1 - memory) * given)
+    calls = state.calls + seen
+    error = average / target - 1
+    error = torch.where(error.abs() <= dead_zone, 0.0, error.clamp(-clip, clip))
+    moves = seen & (calls % period == 0)
+    beta = torch.where(moves, (state.beta * torch.exp(rate * error)).clamp(least, most), state.beta)
+    return AresPenalty(beta, torch.where(seen, average, state.average), calls)
+
+
+def _check_scalars(**given: torch.Tensor) -> None:
+    (first_name, first), *_ = given.items()
+    for name, tensor in given.items():
+        check_dtype(name, tensor, NUMBERS, f"use {name}.float()")
+        check(tensor.dim() == 0, "{}: expected a 0-dim tensor, got shape {}", name, list(tensor.shape))
+        check_device(name, tensor, first.device, first_name)
+
+
+def _check_buckets(**given: torch.Tensor) -> None:
+    (first_name, first), *_ = given.items()
+    check(first.dim() == 1, "{}: expected shape [D] (one per difficulty), got {}", first_name, list(first.shape))
+    for name, tensor in given.items():
+        check_dtype(name, tensor, NUMBERS, f"use {name}.float()")
+        check_shape(name, tensor, first.shape, f"[D] (that of {first_name})")
+        check_device(name, tensor, first.device, first_name)

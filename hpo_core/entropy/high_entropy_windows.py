@@ -1,0 +1,187 @@
+"""ARES' high-entropy windows under each of its thresholds (arXiv 2510.08457; repository shawn0728/ARES).
+
+The paper has three: a quantile of token entropies averaged over the responses of the prompt (algorithm 1) or of the
+mini-batch (main text), and one quantile of all tokens (appendix H: ``forking_tokens("0.05")`` and a vocabulary). The
+code takes the median of quantiles of *next* windows, a moving average of it, and trigger words. :func:`.ares` is the
+batch quantile of the windows themselves.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+
+from .. import ops
+from ..batch import PackedBatch
+from ..checks import check, check_device, check_dtype, check_tokens
+from ..segments import statistics
+from ..specs import OrderRule, Provenance
+from .aggregates import Window, window_aggregate
+from .rewards import check_difficulty
+from .scopes import quantiles
+from .selection import Selection
+from .signals import NUMBERS, preset, read
+from .statistics import of_row
+
+__all__ = ["ares_next_windows", "ares_penalty_weights", "ares_threshold", "ares_windows", "count_of_rows"]
+
+
+@preset(Provenance.PAPER)
+def ares_windows(
+    entropy: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    width: int = 4,
+    quantile: str | Fraction | float = "0.95",
+    of_windows: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The tokens whose forward window has a mean at or above the group's threshold: the mean over the responses of the
+    prompt of the quantile of each. ``[T]`` bool (arXiv 2510.08457, algorithm 1).
+
+    Args:
+        entropy: ``[T]`` in nats, of the old policy.
+        batch: with group ids; without them the mini-batch is one group, as in the main text.
+        width: 4; 4 to 8 are best in the paper. Full windows only.
+        quantile: 0.95, interpolated, because it is averaged.
+        of_windows: True: the quantile of window means, the compared signal, instead of token entropies. With the
+            latter, as printed, hardly a window passes.
+
+    >>> entropy = torch.tensor([0.1, 0.2, 1.5, 1.3, 0.1, 0.2])
+    >>> ares_windows(entropy, PackedBatch.from_lengths([6]), width=2, of_windows=True)
+    tensor([False, False,  True, False, False, False])
+    """
+    given = read(batch, entropy=entropy)
+    values = torch.where(given.usable, entropy.detach(), torch.nan)
+    means = window_aggregate(values, batch, Window.forward(width), backend=backend)
+    compared = torch.where(torch.isfinite(means), means, torch.nan) if of_windows else values
+    of_rows = quantiles(compared, batch, quantile, scope="row", rule=OrderRule.LINEAR, backend=backend)
+    threshold = statistics(of_rows, batch.group_ids, backend=backend)
+    of_group = torch.where(threshold.members > 0, threshold.mean.to(means.dtype), torch.inf)
+    return means >= of_row(of_group, batch.row_of_token(), torch.inf)
+
+
+@preset(Provenance.VERIFIED)
+def ares_threshold(
+    entropy: torch.Tensor,
+    batch: PackedBatch,
+    state: torch.Tensor | None = None,
+    *,
+    width: int = 4,
+    quantile: str | Fraction | float = "0.95",
+    memory: float = 0.99,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The threshold of ARES' code, 0-dim: a moving average of the median over responses of the quantile of their next
+    windows' means, the state of the next call.
+
+    Args:
+        entropy: ``[T]``; in the code of the ten likeliest tokens and a bucket for the others.
+        state: what the last call returned. Default: this is the first batch, whose median is the threshold.
+        width: 4, of ``{t + 1, ..., t + width}``; a token without a full window takes the mean of its row's.
+        memory: 0.99 of the last state.
+
+    A batch without a response leaves the state, or is NaN.
+
+    >>> entropy = torch.tensor([0.1, 0.2, 1.5, 1.3, 0.1, 0.2])
+    >>> ares_threshold(entropy, PackedBatch.from_lengths([6]), torch.tensor(0.5), width=2, quantile="0.5")
+    tensor(0.5027)
+    """
+    check(0 <= memory <= 1, "memory: expected a number in [0, 1], got {}", memory)
+    given = read(batch, entropy=entropy)
+    values = torch.where(given.usable, entropy.detach(), torch.nan)
+    carried = window_aggregate(values, batch, Window.forward_exclusive(width, boundary="carry"), backend=backend)
+    carried = torch.where(torch.isfinite(carried), carried, torch.nan)
+    of_rows = quantiles(carried, batch, quantile, scope="row", rule=OrderRule.LINEAR, backend=backend)
+    median = _median(of_rows)
+    if state is None:
+        return median
+    check_dtype("state", state, NUMBERS, "take the state as ares_threshold returned it")
+    check(state.dim() == 0, "state: expected a 0-dim tensor, got shape {}", list(state.shape))
+    check_device("state", state, entropy.device, "entropy")
+    state = state.detach().to(median.dtype)
+    moved = torch.where(state.isnan(), median, memory * state + (1 - memory) * median)
+    return torch.where(median.isnan(), state, moved)
+
+
+@preset(Provenance.VERIFIED)
+def ares_next_windows(
+    entropy: torch.Tensor,
+    mask: torch.Tensor,
+    batch: PackedBatch,
+    threshold: torch.Tensor,
+    *,
+    width: int = 4,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The tokens that ARES' code counts, ``[T]`` bool: trigger words whose *next* ``width`` tokens have a mean entropy
+    at or above the threshold.
+
+    Args:
+        mask: ``[T]`` bool, tokens at which the likeliest token is a trigger word.
+        threshold: 0-dim, from :func:`ares_threshold`; -1 before the first, where every trigger with a full window
+            counts.
+
+    >>> entropy = torch.tensor([0.1, 0.2, 1.5, 1.3, 0.1, 0.2])
+    >>> given = entropy, torch.ones(6, dtype=torch.bool), PackedBatch.from_lengths([6])
+    >>> ares_next_windows(*given, torch.tensor(0.8), width=2)
+    tensor([ True,  True, False, False, False, False])
+    """
+    check_tokens(batch, mask=mask)
+    read(batch, entropy=entropy)
+    check_dtype("threshold", threshold, NUMBERS, "take it as ares_threshold returned it")
+    check(threshold.dim() == 0, "threshold: expected a 0-dim tensor, got shape {}", list(threshold.shape))
+    check_device("threshold", threshold, entropy.device, "entropy")
+    means = window_aggregate(entropy, batch, Window.forward_exclusive(width), backend=backend)
+    return mask & torch.isfinite(means) & (means >= threshold.detach())
+
+
+@preset(Provenance.VERIFIED)
+def count_of_rows(mask: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """The selected valid tokens of each row, ``[S]`` int64: ARES' ``N_HE``.
+
+    >>> count_of_rows(torch.tensor([True, False, True]), PackedBatch.from_lengths([2, 1]))
+    tensor([1, 1])
+    """
+    check_tokens(batch, mask=mask)
+    chosen = mask if batch.mask is None else mask & batch.mask
+    return ops.row_counts(chosen.contiguous(), batch.cu_seqlens, batch.total_tokens, None)
+
+
+@preset(Provenance.PAPER)
+def ares_penalty_weights(
+    mask: torch.Tensor, difficulty: torch.Tensor, beta: torch.Tensor, batch: PackedBatch, *, relief: float
+) -> Selection:
+    """ARES' dynamic penalty ``beta_d rho_t``, rho below 1 inside high-entropy windows (arXiv 2510.08457). Returns a
+    :class:`Selection` with a factor on ``kl=hpo_core.kl.k3(1.0)``.
+
+    Args:
+        mask: ``[T]`` bool, the windows' tokens: ``cover(ares_windows(...), batch, Window.forward(4))``.
+        difficulty: ``[S]`` int64 from :func:`ares_difficulty`; a row without one pays nothing.
+        beta: ``[3]``, the coefficient of each difficulty, from a controller.
+        relief: rho inside windows; the paper gives no number. Its code never applies it.
+
+    >>> given = torch.tensor([True, False]), torch.tensor([2]), torch.tensor([0.1, 0.2, 0.4])
+    >>> ares_penalty_weights(*given, PackedBatch.from_lengths([2]), relief=0.5).kl_weight
+    tensor([0.2000, 0.4000])
+    """
+    check_tokens(batch, mask=mask)
+    check_difficulty(difficulty, batch.cu_seqlens[1:])
+    check_dtype("beta", beta, NUMBERS, "use beta.float()")
+    check(tuple(beta.shape) == (3,), "beta: expected shape [3] (one per difficulty), got {}", list(beta.shape))
+    check_device("beta", beta, batch.device, "the batch")
+    known = (difficulty >= 0) & (difficulty < 3)
+    of_rows = torch.where(known, beta.detach()[difficulty.clamp(0, 2)], 0.0)
+    of_token = of_row(of_rows, batch.row_of_token(), 0.0)
+    return Selection(kl_weight=torch.where(mask, relief * of_token, of_token))
+
+
+def _median(values: torch.Tensor) -> torch.Tensor:
+    """The median of the finite values, 0-dim, the mean of the two in the middle of an even number; NaN without any."""
+    finite = torch.isfinite(values)
+    ordered = torch.where(finite, values, torch.inf).sort().values
+    ordered = torch.cat((ordered, ordered.new_full((1,), torch.inf)))
+    count = finite.sum().reshape(1)  # a 0-dim index would be read on the host
+    low, high = (ordered[at.clamp(min=0)] for at in ((count - 1) // 2, count // 2))
+    return torch.where(count > 0, 0.5 * (low + high), torch.nan).reshape(())

@@ -1,0 +1,105 @@
+"""Masks beside thresholds: spans of windows, runs of tokens, and tokens that are mastered. Masks combine by & | ~."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..batch import PackedBatch
+from ..checks import check, check_rows, check_tokens
+from ..specs import Provenance
+from .aggregates import Window, window_aggregate
+from .selection import Selection
+from .signals import preset, read
+from .statistics import means_of_segments, of_row
+
+__all__ = ["cover", "group_confidence", "opened", "ulorl"]
+
+
+@preset(Provenance.VERIFIED)
+def cover(mask: torch.Tensor, batch: PackedBatch, window: Window, *, backend: str | None = None) -> torch.Tensor:
+    """The tokens inside the windows of selected tokens, ``[T]`` bool: ARES' high-entropy windows as spans.
+
+    Args:
+        mask: ``[T]`` bool, tokens whose window counts; a masked token has none.
+        window: its tokens are ``{t + first, ..., t + last}``; the other fields are not read.
+
+    >>> mask = torch.tensor([True, False, False, False, True])
+    >>> cover(mask, PackedBatch.from_lengths([4, 1]), Window.forward(2))
+    tensor([ True,  True, False, False,  True])
+    """
+    check_tokens(batch, mask=mask)
+    reflected = Window(-window.last, -window.first, "max", "shrink")
+    return window_aggregate(mask.float(), batch, reflected, backend=backend) > 0
+
+
+@preset(Provenance.VERIFIED)
+def opened(mask: torch.Tensor, batch: PackedBatch, length: int, *, backend: str | None = None) -> torch.Tensor:
+    """The runs of at least ``length`` selected tokens, ``[T]`` bool. A masked token ends a run.
+
+    >>> mask = torch.tensor([True, False, True, True, True])
+    >>> opened(mask, PackedBatch.from_lengths([5]), 2)
+    tensor([False, False,  True,  True,  True])
+    """
+    check_tokens(batch, mask=mask)
+    check(length >= 1, "length: expected a number of tokens >= 1, got {}", length)
+    run = Window(0, length - 1, "min", "full", "break")
+    begins = window_aggregate(mask.float(), batch, run, backend=backend) > 0
+    return cover(begins, batch, run, backend=backend)
+
+
+@preset(Provenance.VERIFIED)
+def group_confidence(
+    confidence: torch.Tensor, batch: PackedBatch, width: int = 2048, *, backend: str | None = None
+) -> torch.Tensor:
+    """DeepConf's group confidence: the mean of ``confidence`` over the last ``width`` tokens, ``[T]`` (as ECHO and
+    DeepConf describe it).
+
+    Args:
+        confidence: ``[T]``, minus the mean log-probability of each token's k likeliest candidates.
+        width: 2048; a shorter beginning of a row is averaged over what there is.
+
+    A rollout stops, or counts less, where the result falls below a threshold. Masked tokens get -inf, and tokens whose
+    confidence is not finite NaN.
+
+    >>> group_confidence(torch.tensor([4.0, 2.0, 6.0]), PackedBatch.from_lengths([3]), 2)
+    tensor([4., 3., 4.])
+    """
+    read(batch, confidence=confidence)
+    return window_aggregate(confidence, batch, Window.causal(width, boundary="shrink"), backend=backend)
+
+
+@preset(Provenance.PAPER)
+def ulorl(
+    logp: torch.Tensor,
+    entropy: torch.Tensor,
+    is_correct: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    probability: float = 0.99,
+    sigma: float = 0.2,
+    backend: str | None = None,
+) -> Selection:
+    """UloRL: mastered tokens of correct responses, ``pi(o_t) >= probability``, are left out while the response's mean
+    entropy is below ``sigma`` (arXiv 2507.19766). Returns a :class:`Selection` with a mask.
+
+    Args:
+        logp, entropy: ``[T]`` of the current policy.
+        is_correct: ``[S]`` bool.
+        probability, sigma: 0.99 and 0.2, the paper's.
+
+    Traps: the denominator stays that of all tokens. The paper prints the mean entropy without its minus sign.
+
+    >>> logp, entropy = torch.tensor([0.999, 0.5]).log(), torch.tensor([0.01, 0.2])
+    >>> ulorl(logp, entropy, torch.tensor([True]), PackedBatch.from_lengths([2])).mask
+    tensor([False,  True])
+    """
+    check(0 < probability <= 1, "probability: expected a number in (0, 1], got {}", probability)
+    check_rows(batch, is_correct=is_correct)
+    given, policy = read(batch, entropy=entropy), read(batch, logp=logp)
+    row = batch.row_of_token()
+    mean = means_of_segments(given.values, row, batch.rows, given.usable, backend)
+    settled = of_row(is_correct & (mean < sigma), row, False)
+    mastered = settled & (policy.values >= math.log(probability))
+    return Selection(mask=given.usable & policy.usable & ~mastered)

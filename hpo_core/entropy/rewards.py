@@ -1,0 +1,260 @@
+"""ARES' rewards for as much entropy as a problem's difficulty asks for (arXiv 2510.08457; repository shawn0728/ARES).
+
+``N`` is the number of high-entropy windows of a response (:func:`.count_of_rows`), difficulty 0, 1 and 2 are easy,
+medium and hard, and every ``[3]`` has one entry for each.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..advantages.terms import check_compat, known
+from ..checks import check, check_device, check_dtype, check_shape, check_units
+from ..segments import statistics
+from ..specs import Provenance
+from .signals import NUMBERS, preset
+
+__all__ = ["AresTargets", "ares_difficulty", "ares_entropy_reward", "ares_rewards", "ares_scales", "ares_targets"]
+
+
+class AresTargets(NamedTuple):
+    """The state of :func:`ares_targets`; ``AresTargets.start()`` begins. It pickles, and loads with
+    ``weights_only=True``."""
+
+    target: torch.Tensor  # [3] float32, the usual N; NaN before the first response of a difficulty
+    alpha: torch.Tensor  # [3] float32, the height of the code's entropy reward
+
+    @staticmethod
+    def start(alpha: float = 0.5, device: torch.device | str = "cpu") -> AresTargets:
+        """The state before the first step.
+
+        >>> AresTargets.start().alpha
+        tensor([0.5000, 0.5000, 0.5000])
+        """
+        values = torch.full((3,), alpha, dtype=torch.float32, device=device)
+        return AresTargets(torch.full_like(values, torch.nan), values)
+
+
+torch.serialization.add_safe_globals([AresTargets])
+
+
+@preset(Provenance.VERIFIED)
+def ares_difficulty(
+    is_correct: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    compat: str = "paper",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The difficulty of each response's prompt, ``[S]`` int64: 0 easy, 1 medium, 2 hard; -1 without a group.
+
+    Args:
+        is_correct: ``[S]`` bool.
+        compat: "paper": easy from 6 of 8 right, medium from 3 of 8; "code": from two thirds and one third.
+
+    >>> ares_difficulty(torch.tensor([True, True, False]), torch.tensor([0, 0, 1]))
+    tensor([0, 0, 2])
+    """
+    check_units(is_correct=is_correct, group_ids=group_ids)
+    group = statistics(is_correct.float(), group_ids, backend=backend)
+    right, count = (group.mean * group.members).round(), group.members
+    if check_compat(compat):
+        easy, medium = 3 * right >= 2 * count, 3 * right >= count
+    else:
+        easy, medium = 4 * right >= 3 * count, 8 * right >= 3 * count
+    level = torch.full_like(count, 2, dtype=torch.int64).masked_fill(medium, 1).masked_fill(easy, 0)
+    return level.masked_fill(count == 0, -1)
+
+
+@preset(Provenance.VERIFIED)
+def ares_targets(
+    counts: torch.Tensor,
+    difficulty: torch.Tensor,
+    state: AresTargets,
+    group_ids: torch.Tensor | None = None,
+    *,
+    memory: float = 0.0,
+    rate: float = 0.05,
+    most: float = 2.0,
+    compat: str = "paper",
+    backend: str | None = None,
+) -> AresTargets:
+    """The usual number of windows of each difficulty, after this batch.
+
+    Args:
+        counts: ``[S]`` floating point, N of each response.
+        difficulty: ``[S]`` int64; -1: the response is not counted.
+        group_ids: ``[S]``; "code" averages prompts, not responses.
+        memory: of the last target, 0: the mean of this batch replaces it.
+        compat: "code": the target is the mean of the prompts' means, rounded, and ``alpha += rate (mean - target)``,
+            with the opposite sign for hard problems, within ``[0, most]``; 0.05 and 2 are the code's.
+
+    A difficulty without responses keeps its numbers.
+
+    >>> given = torch.tensor([4.0, 6.0, 1.0]), torch.tensor([0, 0, 2])
+    >>> ares_targets(*given, AresTargets.start()).target
+    tensor([5., nan, 1.])
+    """
+    check_units(counts=counts, group_ids=group_ids)
+    check_difficulty(difficulty, counts)
+    _check_state(state, counts)
+    check(0 <= memory <= 1, "memory: expected a number in [0, 1], got {}", memory)
+    is_code = check_compat(compat)
+    values, weights = counts, None
+    if is_code:
+        group = statistics(counts, group_ids, backend=backend)
+        values, weights = group.mean.float(), (1 / group.members.clamp(min=1)).float()
+    mean, count = _by_difficulty(values, difficulty, weights, backend)
+    last, seen = state.target.detach(), count > 0
+    if is_code:
+        target = mean.round()
+        sign = mean.new_ones(3)
+        sign[2:] = -1.0
+        alpha = (state.alpha.detach() + rate * sign * (mean - target)).clamp(0.0, most)
+        return AresTargets(torch.where(seen, target, last).float(), torch.where(seen, alpha, state.alpha).float())
+    moved = torch.where(last.isnan(), mean, memory * last + (1 - memory) * mean)
+    return AresTargets(torch.where(seen, moved, last).float(), state.alpha.detach())
+
+
+@preset(Provenance.PAPER)
+def ares_scales(
+    counts: torch.Tensor, difficulty: torch.Tensor, target: torch.Tensor, *, backend: str | None = None
+) -> torch.Tensor:
+    """The paper's ``lambda_d = max(0, (mean N - target) / var N)``, ``[3]`` (arXiv 2510.08457).
+
+    Args:
+        target: ``[3]``, of an *earlier* batch: with the mean of the same one, as printed, lambda is always 0.
+
+    0 where all N of a difficulty are equal, or without a target.
+
+    >>> counts, easy = torch.tensor([4.0, 6.0, 8.0, 10.0]), torch.zeros(4, dtype=torch.int64)
+    >>> ares_scales(counts, easy, torch.tensor([5.0, 5.0, 5.0]))
+    tensor([0.4000, 0.0000, 0.0000])
+    """
+    check_units(counts=counts)
+    check_difficulty(difficulty, counts)
+    _check_three("target", target, counts)
+    padded, ids, mask = _padded(counts, difficulty)
+    found = statistics(padded, ids, mask=mask, backend=backend)
+    mean, squares, members = (each[-3:] for each in (found.mean, found.squares, found.members))
+    variance = squares / members.clamp(min=1)
+    scale = torch.where(variance > 0, (mean - target.detach()) / torch.where(variance > 0, variance, 1.0), 0.0)
+    return known(scale).clamp(min=0).float()
+
+
+@preset(Provenance.PAPER)
+def ares_rewards(
+    is_correct: torch.Tensor,
+    counts: torch.Tensor,
+    difficulty: torch.Tensor,
+    target: torch.Tensor,
+    scale: torch.Tensor,
+) -> torch.Tensor:
+    """The paper's reward ``1[right] - 1[wrong] lambda_d g_d(N - target)``, ``[S]``: too many windows cost on easy
+    problems, too few on hard ones, both on medium ones (arXiv 2510.08457).
+
+    Args:
+        target, scale: ``[3]``, :class:`AresTargets` of an earlier batch, and :func:`ares_scales`.
+
+    >>> easy, scale = torch.zeros(2, dtype=torch.int64), torch.tensor([0.4, 0.4, 0.4])
+    >>> ares_rewards(torch.tensor([True, False]), torch.tensor([8.0, 8.0]), easy, torch.full((3,), 5.0), scale)
+    tensor([ 1.0000, -1.2000])
+    """
+    check_units(counts=counts, is_correct=is_correct)
+    check_difficulty(difficulty, counts)
+    _check_three("target", target, counts)
+    _check_three("scale", scale, counts)
+    excess = counts.double() - _at(target, difficulty)
+    cost = torch.where(difficulty == 0, excess, torch.where(difficulty == 1, excess.abs(), -excess)).clamp(min=0)
+    penalty = known(_at(scale, difficulty) * cost)
+    return torch.where(is_correct, 1.0, -penalty).float()
+
+
+@preset(Provenance.VERIFIED)
+def ares_entropy_reward(
+    is_correct: torch.Tensor,
+    counts: torch.Tensor,
+    difficulty: torch.Tensor,
+    state: AresTargets,
+) -> torch.Tensor:
+    """The reward of ARES' code, ``1[right] + s``, ``[S]``: right answers lose by too many windows (by any distance on
+    medium problems), gain by many on hard ones, and wrong answers gain by exploration (repository shawn0728/ARES).
+
+    With ``D = N - target``, a margin ``m = max(1, frac max(target, 1))``, a Huber loss of width kappa and a logistic of
+    width temp, s is at most ``alpha`` (1.2 alpha on hard problems); frac is .15, .25, .35, kappa 2, 3, 4 and temp 2,
+    2.5, 3.
+
+    Args:
+        state: :class:`AresTargets`, as "code" has it.
+
+    >>> given = torch.tensor([True, False]), torch.tensor([20.0, 10.0]), torch.tensor([0, 0])
+    >>> ares_entropy_reward(*given, AresTargets(torch.full((3,), 10.0), torch.full((3,), 0.5)))
+    tensor([0.5000, 0.1500])
+    """
+    check_units(counts=counts, is_correct=is_correct)
+    check_difficulty(difficulty, counts)
+    _check_state(state, counts)
+
+    def of(easy: float, medium: float, hard: float) -> torch.Tensor:
+        number = torch.full_like(counts, hard, dtype=torch.float64)
+        return number.masked_fill(difficulty == 1, medium).masked_fill(difficulty == 0, easy)
+
+    target = _at(state.target, difficulty)
+    cap = _at(state.alpha, difficulty) * of(1.0, 1.0, 1.2)
+    margin = (of(0.15, 0.25, 0.35) * target.clamp(min=1)).clamp(min=1)
+    kappa, temp = of(2.0, 3.0, 4.0), of(2.0, 2.5, 3.0)
+    distance = counts.double() - target
+    beyond = torch.where(difficulty == 1, distance.abs(), distance) - margin
+
+    def huber(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x <= kappa, 0.5 * x.square() / kappa, x - 0.5 * kappa)
+
+    loses = -torch.minimum(cap, huber(beyond.clamp(min=0)) / (margin + kappa) * cap)
+    falls_short = -torch.minimum(cap, 0.5 * huber((-distance - margin).clamp(min=0)) / (margin + kappa) * cap)
+    reaches = torch.where(distance >= -margin, cap * torch.sigmoid((distance + margin) / temp), falls_short)
+    right = torch.where(difficulty == 2, reaches, loses)
+    wrong = of(0.6, 0.8, 1.0) * cap * torch.sigmoid((distance - margin).clamp(min=0) / temp)
+    return (is_correct.double() + known(torch.where(is_correct, right, wrong))).float()
+
+
+def check_difficulty(difficulty: torch.Tensor, rows: torch.Tensor) -> None:
+    """Check difficulties against a tensor of one value per row."""
+    check_dtype("difficulty", difficulty, (torch.int32, torch.int64), "take it as ares_difficulty returned it")
+    check_shape("difficulty", difficulty, rows.shape, "[S] (one per row)")
+    check_device("difficulty", difficulty, rows.device, "the rows")
+
+
+def _padded(values: torch.Tensor, difficulty: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values, difficulties and who is a member, with one more unit for each difficulty, which is none."""
+    extra = torch.arange(3, device=values.device)
+    pad = torch.nn.functional.pad
+    return pad(values, (0, 3)), torch.cat((difficulty.to(torch.int64), extra)), pad(torch.isfinite(values), (0, 3))
+
+
+def _by_difficulty(
+    values: torch.Tensor, difficulty: torch.Tensor, weights: torch.Tensor | None, backend: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean, and the number of members, of each difficulty ``[3]`` float64."""
+    padded, ids, mask = _padded(values, difficulty)
+    weights = None if weights is None else torch.nn.functional.pad(weights, (0, 3))
+    found = statistics(padded, ids, weights=weights, mask=mask, backend=backend)
+    return found.mean[-3:], found.members[-3:]
+
+
+def _at(of_difficulty: torch.Tensor, difficulty: torch.Tensor) -> torch.Tensor:
+    """A number of each difficulty ``[3]`` at the rows ``[S]``; NaN at a row without one."""
+    inside = (difficulty >= 0) & (difficulty < 3)
+    return torch.where(inside, of_difficulty.detach().double()[difficulty.clamp(0, 2)], torch.nan)
+
+
+def _check_three(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+    check_dtype(name, tensor, NUMBERS, f"use {name}.float()")
+    check_shape(name, tensor, (3,), "[3] (one per difficulty)")
+    check_device(name, tensor, like.device, "counts")
+
+
+def _check_state(state: AresTargets, like: torch.Tensor) -> None:
+    for name, tensor in state._asdict().items():
+        _check_three(name, tensor, like)

@@ -1,0 +1,97 @@
+"""What is known of each token: the signals that presets compare and map, and how presets read and return them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from ..batch import PackedBatch
+from ..checks import check_dtype, check_tokens, examines
+from ..gates.inputs import per_token, valid_tokens
+from ..specs import Provenance
+
+__all__ = ["NUMBERS", "ROUNDING", "Signal", "advantages_of_tokens", "preset", "read"]
+
+NUMBERS = (torch.float32, torch.float64)
+ROUNDING = "16-bit entropies and log-probabilities are too coarse; compute them in float32"
+Preset = TypeVar("Preset", bound=Callable[..., Any])
+
+
+class Signal(NamedTuple):
+    """One number per token, never read where the token is masked, in float64."""
+
+    values: torch.Tensor  # [T] float64, 0 where a token has none
+    usable: torch.Tensor  # [T] bool, valid tokens whose number is finite
+    broken: torch.Tensor  # [T] bool, valid tokens whose number is NaN or infinite
+    dtype: torch.dtype  # of what was given, and of results
+
+    def result(self, values: torch.Tensor, neutral: float) -> torch.Tensor:
+        """Values ``[T]`` at usable tokens, ``neutral`` at masked ones, NaN at broken ones: the loss leaves a token
+        without a finite factor out and counts it."""
+        kept = torch.where(self.usable, values, neutral)
+        return torch.where(self.broken, torch.nan, kept).to(self.dtype)
+
+
+def read(batch: PackedBatch, **named: torch.Tensor) -> Signal:
+    """The first of these ``[T]`` tensors; a token is usable where all of them are finite."""
+    for name, tensor in named.items():
+        check_dtype(name, tensor, NUMBERS, ROUNDING)
+    check_tokens(batch, **named)
+    valid = valid_tokens(batch)
+    first, *_ = named.values()
+    finite = torch.stack([torch.isfinite(tensor.detach()) for tensor in named.values()]).all(dim=0)
+    usable = valid & finite
+    return Signal(torch.where(usable, first.detach().double(), 0.0), usable, valid & ~finite, first.dtype)
+
+
+def advantages_of_tokens(advantages: torch.Tensor, batch: PackedBatch, level: str | None) -> torch.Tensor:
+    """Advantages of a level at their tokens, ``[T]`` float64."""
+    return per_token(advantages, batch, level).detach().double()
+
+
+def preset(provenance: Provenance, level: str | None = None) -> Callable[[Preset], Preset]:
+    """Marks a published method of this family, with the origin of its formula. ``level``: the function returns
+    advantages of this level, as the estimators of :mod:`hpo_core.advantages` do, from tables of its groups.
+
+    A marked function takes padded ``[B, L]`` tensors with a padded batch, too, and then returns padded tensors.
+    """
+
+    def mark(function: Preset) -> Preset:
+        inner = examines(function)
+        names = tuple(inspect.signature(function).parameters)
+
+        @functools.wraps(function)
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            given = dict(zip(names, arguments, strict=False)) | keywords
+            batch = given.get("batch")
+            shape = batch.padded_shape if isinstance(batch, PackedBatch) else None
+            if shape is None or batch is None or len(arguments) > len(names):
+                return inner(*arguments, **keywords)
+            flat = {name: _reshaped(value, shape, (-1,)) for name, value in given.items()}
+            same = all(flat[name] is given[name] for name in given)
+            result = inner(**flat)
+            return result if same else _reshaped(result, (batch.total_tokens,), shape)
+
+        marked: Any = run
+        marked.provenance = provenance
+        if level is not None:
+            marked.level, marked.multi_reward, marked.tables, marked.parameters = level, False, True, names
+        return marked  # type: ignore[no-any-return]
+
+    return mark
+
+
+def _reshaped(value: Any, old: tuple[int, ...], new: tuple[int, ...]) -> Any:
+    """Tensors of the shape ``old``, also those inside named tuples, in the shape ``new``."""
+    if isinstance(value, torch.Tensor):
+        return value.reshape(new) if tuple(value.shape) == old else value
+    if isinstance(value, tuple):
+        changed = [_reshaped(each, old, new) for each in value]
+        if all(one is other for one, other in zip(changed, value, strict=True)):
+            return value
+        return type(value)(*changed) if hasattr(value, "_fields") else tuple(changed)
+    return value

@@ -1,0 +1,173 @@
+"""Statistics of scopes as tables that outlive the batch they were made of: fitted once per step, read per micro-batch.
+
+A scope is a set of units (tokens, steps, rows) with equal ids. Ids are names: those of prompt groups, domains or
+difficulty buckets mean the same in every micro-batch, so a table fitted on the whole optimiser step, over all ranks,
+gives the same numbers for any way of cutting the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import torch
+import torch.distributed
+
+from .. import ops
+from ..batch import PackedBatch
+from ..checks import check, check_device, check_dtype, check_shape, check_units, examines
+from ..distributed import spanned
+from ..segments import GroupStatistics, statistics
+from ..specs import OrderRule, Provenance
+from .scopes import exact_fraction
+from .signals import preset, read
+from .window import EntropyWindow
+
+__all__ = ["PivotState", "ScopeStatistics", "fit_pivot", "fit_scopes", "means_of_segments", "of_row"]
+
+
+class ScopeStatistics(NamedTuple):
+    """The result of :func:`fit_scopes`: one entry per unit it has seen, ``[K]``, in the order of scopes.
+
+    It pickles, and loads with ``weights_only=True``.
+    """
+
+    ids: torch.Tensor  # [K] int64, ascending; units of one scope have equal entries
+    members: torch.Tensor  # [K] float64: units with a finite value
+    mean: torch.Tensor  # [K] float64
+    squares: torch.Tensor  # [K] float64: sum of (x - mean)^2
+    least: torch.Tensor  # [K] float64
+    greatest: torch.Tensor  # [K] float64
+
+    @examines
+    def at(self, ids: torch.Tensor | None = None) -> GroupStatistics:
+        """The statistics of the scopes with these ids ``[U]``, or of the only scope, ``[1]``. A scope outside the table
+        has no members, and zeros.
+
+        >>> table = fit_scopes(torch.tensor([1.0, 3.0, 8.0]), torch.tensor([5, 5, 2]))
+        >>> table.at(torch.tensor([2, 5, 9])).mean
+        tensor([8., 2., 0.], dtype=torch.float64)
+        """
+        numbers = self._asdict()
+        check_units(ids=numbers.pop("ids"), **numbers)
+        check(self.ids.numel() > 0, "state: expected the table that fit_scopes returned, got one without entries")
+        if ids is None:
+            ids = torch.zeros_like(self.ids[:1])
+        check_dtype("ids", ids, (torch.int32, torch.int64), "renumber or hash them to int64 first")
+        check_device("ids", ids, self.ids.device, "the statistics")
+        place = torch.searchsorted(self.ids, ids.to(torch.int64).contiguous())
+        place = place.clamp(max=self.ids.numel() - 1)
+        seen = self.ids[place] == ids
+        members, mean, squares, least, greatest = (torch.where(seen, each[place].double(), 0.0) for each in self[1:])
+        return GroupStatistics(members, members, mean, squares, least, greatest)
+
+    def to(self, device: torch.device | str) -> ScopeStatistics:
+        return ScopeStatistics(*(each.to(device) for each in self))
+
+
+class PivotState(NamedTuple):
+    """The result of :func:`fit_pivot`, each ``[1]`` float64; NaN where there was no entropy."""
+
+    least: torch.Tensor
+    pivot: torch.Tensor
+    greatest: torch.Tensor
+    deviation: torch.Tensor  # of log-entropies around the pivot's
+
+    def to(self, device: torch.device | str) -> PivotState:
+        return PivotState(*(each.to(device) for each in self))
+
+
+torch.serialization.add_safe_globals([ScopeStatistics, PivotState])
+
+
+def checked_pivot(state: PivotState, entropy: torch.Tensor) -> PivotState:
+    """The state in float64, on the device of the entropies that it is used with."""
+    check_units(**state._asdict())
+    check_shape("least", state.least, (1,), "[1] (what fit_pivot returned)")
+    check_device("state.least", state.least, entropy.device, "entropy; use state.to(entropy.device)")
+    return PivotState(*(each.detach().double() for each in state))
+
+
+@examines
+def fit_scopes(
+    values: torch.Tensor,
+    ids: torch.Tensor | None = None,
+    *,
+    mask: torch.Tensor | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
+    backend: str | None = None,
+) -> ScopeStatistics:
+    """Count, mean, squares, least and greatest of the units of each scope.
+
+    Args:
+        values: ``[U]`` floating point, of tokens, steps or rows; a unit without a finite value is no member.
+        ids: ``[U]`` int32 or int64, the scope of each unit; a negative id means none. None: one scope.
+        mask: ``[U]`` bool, the members. Default: every unit.
+        process_group: scopes span these ranks; every rank makes the call, also one without units.
+
+    >>> fit_scopes(torch.tensor([1.0, 3.0])).at().mean
+    tensor([2.], dtype=torch.float64)
+    """
+    check_units(values=values, ids=ids, mask=mask)
+    # One more unit, which is no member, gives a rank without units an entry.
+    ids = torch.zeros_like(values, dtype=torch.int64) if ids is None else ids.to(torch.int64)
+    padded = torch.nn.functional.pad
+    known = padded(values.detach(), (0, 1), value=torch.nan)
+    ids, mask = padded(ids, (0, 1)), None if mask is None else padded(mask, (0, 1))
+    with contextlib.nullcontext() if process_group is None else spanned(process_group):
+        found = statistics(known, ids, mask=mask, backend=backend)
+    scopes, order = ids.sort(stable=True)
+    fields = (found.members, found.mean, found.squares, found.least, found.greatest)
+    return ScopeStatistics(scopes, *(each[order] for each in fields))
+
+
+@preset(Provenance.VERIFIED)
+def fit_pivot(
+    entropy: torch.Tensor,
+    batch: PackedBatch,
+    quantile: str | float = "0.8",
+    *,
+    process_group: torch.distributed.ProcessGroup | None = None,
+    backend: str | None = None,
+) -> PivotState:
+    """Least, ``quantile`` (the nearest order statistic) and greatest of a step's entropies: what :func:`hapo` reads.
+
+    Args:
+        entropy: ``[T]`` in nats, clamped at 1e-8, because their logarithms are compared.
+        process_group: the step spans these ranks.
+
+    >>> state = fit_pivot(torch.tensor([0.1, 0.5, 2.0]), PackedBatch.from_lengths([3]), "0.5")
+    >>> [round(number.item(), 4) for number in state]
+    [0.1, 0.5, 2.0, 1.2264]
+    """
+    given = read(batch, entropy=entropy)
+    clamped = torch.where(given.usable, given.values, torch.nan).clamp(min=1e-8).to(entropy.dtype)
+    window = EntropyWindow("pivot", exact_fraction("quantile", quantile), rule=OrderRule.NEAREST)
+    score = torch.where(given.usable, clamped, -torch.inf)
+    pivot = window.fit_score(score, process_group=process_group, backend=backend).threshold.double()
+    logs = fit_scopes(clamped.log(), process_group=process_group, backend=backend).at()
+    ends = fit_scopes(clamped, process_group=process_group, backend=backend).at()
+    around = logs.squares / logs.members + (logs.mean - pivot.log()).square()
+    none = logs.members == 0
+    least, greatest = (torch.where(none, torch.nan, each) for each in (ends.least, ends.greatest))
+    return PivotState(least, pivot, greatest, torch.where(none, torch.nan, around.sqrt()))
+
+
+def of_row(values: torch.Tensor, row: torch.Tensor, nowhere: float) -> torch.Tensor:
+    """Values of rows ``[S]`` at the tokens of these rows ``[T]``, ``nowhere`` at those of none."""
+    return torch.cat((values, values.new_full((1,), nowhere)))[row]  # -1: the last
+
+
+def means_of_segments(
+    values: torch.Tensor, ids: torch.Tensor, count: int, members: torch.Tensor, backend: str | None
+) -> torch.Tensor:
+    """The mean over the members of each of ``count`` segments of this rank, ``[count]`` float64; NaN without members.
+
+    Segments are places in the batch, which mean nothing on another rank, so their statistics never span ranks.
+    """
+    padded = torch.nn.functional.pad
+    values = values if backend == "reference" else values.float()
+    known = padded(values, (0, count)).contiguous()
+    ids = torch.cat((ids, torch.arange(count, device=ids.device)))  # one more unit per segment, which is no member
+    table = ops.group_statistics(known, ids, None, padded(members, (0, count)), backend)[:, values.numel() :]
+    return torch.where(table[0] > 0, table[2], torch.nan)

@@ -1,0 +1,199 @@
+"""Tokens by exact order statistics of their own response or of the whole call: two classes, masks, and exact counts.
+
+A response is never cut by micro-batches, so what depends on it alone needs no ``fit``. A valid token whose entropy is
+not finite is in no population and in no mask.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+
+from ..advantages.terms import check_compat
+from ..batch import PackedBatch
+from ..checks import check, check_rows
+from ..segments import statistics
+from ..specs import OrderRule, Provenance
+from .scopes import exact_fraction, quantiles, segment_aggregate, top_k
+from .selection import Selection
+from .signals import advantages_of_tokens, preset, read
+from .statistics import of_row
+
+__all__ = ["archer", "d3s_schedule", "d3s_tokens", "hicra_tokens", "siren_tokens"]
+
+
+@preset(Provenance.VERIFIED)
+def archer(
+    entropy: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    quantile: str | Fraction | float = "0.8",
+    eps_knowledge: float = 0.2,
+    eps_reasoning: float = 0.5,
+    kl_reasoning: float = 0.0,
+    compat: str = "paper",
+    backend: str | None = None,
+) -> Selection:
+    """Archer's two classes: tokens at or above the ``quantile`` of their response's entropies reason, with wide bounds
+    and no penalty; the others hold knowledge (arXiv 2507.15778). Returns a :class:`Selection` with bounds and a factor
+    on the penalty, for :func:`hpo_core.gates.archer_clip` and ``kl=hpo_core.kl.k3(0.001)``.
+
+    Args:
+        entropy: ``[T]`` in nats, of the current policy.
+        eps_knowledge, eps_reasoning: 0.2 and 0.5; Archer2.0 takes 0.4 for the latter.
+        kl_reasoning: the factor on the penalty of tokens that reason, 0; that of the others is 1.
+        compat: "code": *above* the quantile, so that a token equal to it, as in a response of one token, is knowledge.
+
+    Traps: per response, for with a batch's threshold few tokens of confident responses would reason. The code averages
+    the penalty of each class over its own tokens.
+
+    >>> entropy = torch.tensor([0.05, 0.1, 1.2, 0.9, 0.8])
+    >>> archer(entropy, PackedBatch.from_lengths([5])).bounds[1]
+    tensor([1.2000, 1.2000, 1.5000, 1.2000, 1.2000])
+    """
+    for name, epsilon in (("eps_knowledge", eps_knowledge), ("eps_reasoning", eps_reasoning)):
+        check(epsilon >= 0, "{}: expected an epsilon >= 0, got {}", name, epsilon)
+    given = read(batch, entropy=entropy)
+    reasons = _above(entropy, batch, quantile, check_compat(compat), backend)
+    width = torch.full_like(given.values, eps_knowledge).masked_fill(reasons, eps_reasoning)
+    bounds = (given.result((1 - width).clamp(min=0), 1.0), given.result(1 + width, 1.0))
+    factor = torch.ones_like(given.values).masked_fill(reasons, kl_reasoning)
+    return Selection(bounds=bounds, kl_weight=given.result(factor, 1.0))
+
+
+@preset(Provenance.VERIFIED)
+def siren_tokens(
+    entropy: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    quantile: str | Fraction | float = "0.8",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """SIREN's peak tokens: entropies above the ``quantile`` of their response, ``[T]`` bool (arXiv 2509.25133), for
+    :func:`siren`.
+
+    Args:
+        entropy: ``[T]`` in nats, in the paper over the nucleus of 0.8: ``hpo_core.support_floor`` has the floor that
+            ``token_statistics`` takes.
+
+    Traps: the code does not mask padding.
+
+    >>> siren_tokens(torch.tensor([0.1, 0.9, 0.5]), PackedBatch.from_lengths([3]))
+    tensor([False,  True, False])
+    """
+    return _above(entropy, batch, quantile, True, backend)
+
+
+def _above(
+    entropy: torch.Tensor, batch: PackedBatch, quantile: str | Fraction | float, strict: bool, backend: str | None
+) -> torch.Tensor:
+    """Tokens at or above (``strict``: above) the quantile of their row, ``[T]`` bool: one order statistic each."""
+    given = read(batch, entropy=entropy)
+    rule = OrderRule.FLOOR if strict else OrderRule.CEIL
+    values = torch.where(given.usable, entropy.detach(), torch.nan)
+    threshold = quantiles(values, batch, quantile, scope="row", rule=rule, expand=True, backend=backend)
+    return (values > threshold) if strict else (values >= threshold)
+
+
+@preset(Provenance.PAPER)
+def hicra_tokens(
+    entropy: torch.Tensor,
+    advantages: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    ratio: str | Fraction | float = "0.3",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """HICRA's planning tokens as a port of the authors' code has them: entropies above the order statistic
+    ``floor((1 - ratio) L)`` of their response, where its advantage is positive and it is longer than its group's mean.
+    ``[T]`` bool, for :func:`hpo_core.advantages.hicra` (arXiv 2509.03646).
+
+    Args:
+        entropy: ``[T]`` in nats. advantages: ``[S]``.
+        ratio: 0.3.
+
+    The paper itself takes the tokens of strategic phrases, found by their text: pass those as ``is_planning``.
+
+    >>> entropy = torch.tensor([0.1, 0.9, 0.5, 0.7, 0.2])
+    >>> hicra_tokens(entropy, torch.tensor([1.0, 1.0]), PackedBatch.from_lengths([4, 1]))
+    tensor([False,  True, False, False, False])
+    """
+    check_rows(batch, advantages=advantages)
+    share = 1 - exact_fraction("ratio", ratio)
+    given, row = read(batch, entropy=entropy), batch.row_of_token()
+    slot = torch.where(given.usable, row, batch.rows)
+    length = torch.zeros(batch.rows + 1, dtype=torch.int64, device=row.device)
+    length = length.scatter_add_(0, slot, given.usable.to(torch.int64))[:-1]
+    # The statistic is the least of the largest L - floor(share L).
+    kept = length - torch.div(length * share.numerator, share.denominator, rounding_mode="floor")
+    values = torch.where(given.usable, entropy.detach(), torch.nan)
+    largest = torch.where(top_k(values, batch, kept, backend=backend), values, torch.nan)
+    least = segment_aggregate(largest, batch, "row", aggregate="min", expand=False, backend=backend)
+    above = values > of_row(torch.where(kept > 0, least, torch.inf), row, torch.inf)
+    usual = statistics(length.float(), batch.group_ids, mask=length > 0, backend=backend).mean
+    return above & of_row((advantages > 0) & (length > usual), row, False)
+
+
+@preset(Provenance.PAPER)
+def d3s_tokens(
+    entropy: torch.Tensor,
+    advantages: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    ratio: str | Fraction | float = "0.2",
+    rows_mask: torch.Tensor | None = None,
+    uid: torch.Tensor | None = None,
+    keeps_zeros: bool = False,
+    advantage_level: str | None = None,
+    backend: str | None = None,
+) -> Selection:
+    """D3S' tokens: exactly ``ceil(ratio n)`` of the call's n tokens, those of the largest ``|A| H`` (arXiv 2509.22115).
+    Returns a :class:`Selection` with a mask.
+
+    Args:
+        entropy: ``[T]`` in nats, over the whole vocabulary.
+        ratio: the paper says "under 20 %"; :func:`d3s_schedule` moves it.
+        rows_mask: ``[S]`` bool, the responses that :func:`hpo_core.advantages.d3s_samples` kept; the tokens of others
+            are neither counted nor selected.
+        uid: ``[S]`` integers, by which ties are decided, whatever the order of rows. Default: the order of rows.
+        keeps_zeros: False: a token with ``A = 0`` or ``H = 0`` is never selected, so that a batch without advantages
+            selects nothing.
+
+    Assumed: the tokens of the whole optimiser step are compared, so the call has to have them all. The denominator is
+    not stated: ``token_mean(batch, selected=selection.mask)`` counts the selected, the default all tokens.
+
+    >>> entropy, advantages = torch.tensor([0.5, 1.0, 2.0]), torch.tensor([1.0, 0.1])
+    >>> d3s_tokens(entropy, advantages, PackedBatch.from_lengths([2, 1]), ratio="0.5").mask
+    tensor([ True,  True, False])
+    """
+    share = exact_fraction("ratio", ratio)
+    given = read(batch, entropy=entropy)
+    kept = given.usable
+    if rows_mask is not None:
+        check_rows(batch, rows_mask=rows_mask)
+        kept = kept & of_row(rows_mask, batch.row_of_token(), False)
+    score = advantages_of_tokens(advantages, batch, advantage_level).abs() * given.values
+    score = torch.where(kept, score, torch.nan).to(given.dtype)
+    count = torch.isfinite(score).sum()
+    k = torch.div(count * share.numerator + share.denominator - 1, share.denominator, rounding_mode="floor")
+    mask = top_k(score, batch, k.reshape(1), scope="call", uid=uid, backend=backend)
+    return Selection(mask=mask if keeps_zeros else mask & (score > 0))
+
+
+def d3s_schedule(
+    progress: float, first: tuple[int, Fraction | str], last: tuple[int, Fraction | str]
+) -> tuple[int, Fraction]:
+    """Responses per prompt and the ratio of tokens at a point of the training: linear from ``first`` to ``last`` (arXiv
+    2509.22115). The paper goes from few to many and gives no numbers.
+
+    Args:
+        progress: in [0, 1]. first, last: each a count of responses and a ratio of tokens.
+
+    >>> d3s_schedule(0.25, (4, "0.1"), (8, "0.5"))
+    (5, Fraction(1, 5))
+    """
+    check(0 <= progress <= 1, "progress: expected a number in [0, 1], got {}", progress)
+    p = Fraction(str(progress))
+    ratios = [exact_fraction(name, ratio) for name, (_, ratio) in (("first", first), ("last", last))]
+    return round((1 - p) * first[0] + p * last[0]), (1 - p) * ratios[0] + p * ratios[1]

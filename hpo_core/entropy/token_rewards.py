@@ -1,0 +1,117 @@
+"""GTPO and GRPO-S: rewards that a group's responses share out by entropy, and their advantages (arXiv 2508.04349)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..advantages.terms import as_advantages, known
+from ..batch import PackedBatch
+from ..checks import check_rows
+from ..segments import dense_ids, statistics
+from ..specs import Provenance
+from .signals import preset, read
+from .statistics import means_of_segments, of_row
+
+__all__ = ["grpo_s", "gtpo"]
+
+_LEAST = 1e-8  # of an entropy whose inverse is taken
+
+
+@preset(Provenance.PAPER, level="token")
+def gtpo(
+    is_correct: torch.Tensor,
+    entropy: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    alpha: tuple[float, float] = (1.0, 0.1),
+    normalised: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """GTPO: token rewards ``+-(a_1 + a_2 u / mean(u))``, u the entropy of tokens of right responses and its inverse for
+    wrong ones, the mean over the tokens at the same position of the group's responses of the same outcome; then
+    standardised, right and wrong ones apart (arXiv 2508.04349). Returns ``[T]`` float32.
+
+    Args:
+        is_correct: ``[S]`` bool.
+        entropy: ``[T]`` in nats, of the old policy; an inverse is that of at least 1e-8.
+        alpha: (1, 0.1), the paper's.
+        normalised: False gives the rewards themselves.
+
+    A position counts the valid tokens of a response. Where all entropies at a position are 0, ``u / mean(u)`` is 1.
+    Without group ids the batch is one group; a response outside every group gets 0. Assumed: rewards are standardised
+    over the tokens of the group, with ddof 0.
+
+    Traps: after standardisation half of the tokens of *right* responses have a negative advantage.
+
+    >>> batch = PackedBatch.from_lengths([2, 2])
+    >>> entropy = torch.tensor([0.2, 0.6, 0.6, 0.2])
+    >>> gtpo(torch.tensor([True, True]), entropy, batch, normalised=False)
+    tensor([1.0500, 1.1500, 1.1500, 1.0500])
+    """
+    check_rows(batch, is_correct=is_correct)
+    given, row = read(batch, entropy=entropy), batch.row_of_token()
+    outcome = _outcomes(is_correct, batch)
+    of_token = of_row(outcome, row, -1)
+    right = of_row(is_correct, row, False)
+    u = torch.where(right, given.values, 1 / given.values.clamp(min=_LEAST))
+    count = given.usable.to(torch.int64).cumsum(0)
+    # The number of usable tokens before each row.
+    before = torch.nn.functional.pad(count, (1, 0))[batch.cu_seqlens[:-1].clamp(0, count.numel())]
+    position = torch.where(given.usable, count - of_row(before, row, 0), -1)
+    at_position = statistics(u.to(given.dtype), dense_ids(of_token, position), mask=given.usable, backend=backend)
+    rewards = _rewards(u, at_position.mean, right, alpha)
+    usable = given.usable & (of_token >= 0)
+    if normalised:
+        rewards = _standardised(rewards.to(given.dtype), of_token, usable, backend)
+    return as_advantages(known(torch.where(usable, rewards.double(), 0.0)), entropy, backend)
+
+
+@preset(Provenance.PAPER, level="row")
+def grpo_s(
+    is_correct: torch.Tensor,
+    entropy: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    alpha: tuple[float, float] = (1.0, 0.1),
+    normalised: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """GRPO-S: :func:`gtpo` with u the mean entropy of a response, or its inverse, and means over the responses of the
+    same outcome (arXiv 2508.04349). Returns ``[S]`` float32.
+
+    The paper's ratio is the mean of a response's token ratios. A response without entropies gets 0.
+
+    >>> batch = PackedBatch.from_lengths([1, 1])
+    >>> grpo_s(torch.tensor([False, False]), torch.tensor([0.3, 1.0]), batch, normalised=False)
+    tensor([-1.1538, -1.0462])
+    """
+    check_rows(batch, is_correct=is_correct)
+    given, row = read(batch, entropy=entropy), batch.row_of_token()
+    outcome = _outcomes(is_correct, batch)
+    mean = means_of_segments(given.values, row, batch.rows, given.usable, backend)
+    usable = torch.isfinite(mean) & (outcome >= 0)
+    u = torch.where(is_correct, mean, 1 / mean.clamp(min=_LEAST))
+    group = statistics(u.to(given.dtype), outcome, mask=usable, backend=backend)
+    rewards = _rewards(u, group.mean, is_correct, alpha)
+    if normalised:
+        rewards = _standardised(rewards.to(given.dtype), outcome, usable, backend)
+    return as_advantages(known(torch.where(usable, rewards.double(), 0.0)), entropy, backend)
+
+
+def _outcomes(is_correct: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """An id ``[S]`` for each group and outcome, the same on all ranks; -1 outside every group."""
+    right = is_correct.to(torch.int64)
+    return right if batch.group_ids is None else dense_ids(batch.group_ids, right)
+
+
+def _rewards(u: torch.Tensor, mean: torch.Tensor, right: torch.Tensor, alpha: tuple[float, float]) -> torch.Tensor:
+    share = torch.where(mean > 0, u / torch.where(mean > 0, mean, 1.0), 1.0)
+    size = alpha[0] + alpha[1] * share
+    return torch.where(right, size, -size)
+
+
+def _standardised(rewards: torch.Tensor, ids: torch.Tensor, members: torch.Tensor, backend: str | None) -> torch.Tensor:
+    """Minus the mean, over the deviation with ddof 0; 0 where all are equal."""
+    group = statistics(rewards, ids, mask=members, backend=backend)
+    deviation = group.deviation(0)
+    return torch.where(deviation > 0, (rewards.double() - group.mean) / deviation, 0.0)

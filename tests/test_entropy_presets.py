@@ -1,0 +1,243 @@
+"""Entropy presets: the worked numbers of their sources, and plain loops over random packed batches."""
+
+import functools
+import math
+import statistics
+from fractions import Fraction
+
+import pytest
+import torch
+from naive_entropy import Drawn, clamp, nearest, std
+
+import hpo_core as hpo
+from hpo_core import entropy as E
+
+SEEDS = [*range(8), *(pytest.param(range(at, at + 100), marks=pytest.mark.long) for at in range(8, 2008, 100))]
+
+
+def on_random_batches(test):
+    """A few batches by default, 2,000 in a long run; the reference in float64, and the statistics of every backend."""
+
+    @pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: str(seeds if isinstance(seeds, int) else seeds[0]))
+    @functools.wraps(test)
+    def run(seeds, native_backends):
+        for seed in (seeds,) if isinstance(seeds, int) else seeds:
+            for backend in ("reference", "cpu") if seed else ("reference", *native_backends):
+                test(Drawn(seed, backend))
+
+    run.__wrapped__ = None
+    del run.__wrapped__
+    return run
+
+
+def close(got, expected, tolerance=1e-6):
+    torch.testing.assert_close(
+        got.double(), torch.tensor(expected, dtype=torch.float64), rtol=tolerance, atol=tolerance
+    )
+
+
+ONE_ROW = hpo.PackedBatch.from_lengths([3])
+H7 = torch.tensor([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2])
+SEVEN = hpo.PackedBatch.from_lengths([7])
+
+
+# ------------------------------------------------------------------------------------------------------ worked numbers
+
+
+def test_entropy_advantage_of_the_source():
+    for advantage, expected in ((1.0, [1.02, 1.2, 1.5]), (-1.0, [-0.98, -0.8, -0.5]), (0.1, [0.12, 0.15, 0.15])):
+        given = torch.tensor([0.05, 0.5, 2.0]), torch.tensor([advantage])
+        close(E.entropy_advantage(*given, ONE_ROW).advantage_addend + advantage, expected)
+
+
+def test_hapo_of_the_source():
+    low, high = E.hapo(H7, SEVEN).bounds
+    close(1 - low, [0.4, 0.36, 0.32, 0.28, 0.24, 0.2, 0.2])
+    close(high - 1, [0.28] * 6 + [0.56])
+    low, high = E.hapo(H7, SEVEN, compat="code").bounds
+    close(1 - low, [0.2] * 7)
+    close((high - 1) / 0.28 - 1, [1, 0.8, 0.6, 0.4, 0.2, 0, 1])
+    ratio = torch.tensor([1, 1.12, 0.95, 1, 1.05, 1, 1.2])
+    given = H7, ratio.log(), torch.zeros(7), SEVEN
+    close(-E.hapo_redistribution(*given).advantage_factor, [0, -0.2, -0.4, -0.6, -0.8, -1, -2])
+    adapted = E.hapo_redistribution(*given, bounds=E.hapo(H7, SEVEN).bounds)
+    close(-adapted.advantage_factor, [0, -0.2, -0.4, -0.6, -0.8, -1, -1])
+    state = E.fit_pivot(H7, SEVEN)
+    code = E.hapo_temperature(H7, SEVEN, state, tau=0.05, compat="code")
+    close(code, [0.95, 0.96, 0.97, 0.98, 0.99, 1, 1.05])
+    paper = [0.823223, 0.858579, 0.893934, 0.929289, 0.964645, 1, 1.035355]
+    close(E.hapo_temperature(H7, SEVEN, state), paper)
+
+
+def test_aepo_ruc_of_the_source():
+    factor = E.aepo_ruc(torch.tensor([0.2, 0.4, 0.9]), ONE_ROW).advantage_factor
+    close(factor, [0.83359, 0.94453, 1.22188], 5e-6)
+    assert E.aepo_ruc(torch.tensor([0.5]), hpo.PackedBatch.from_lengths([1])).advantage_factor.tolist() == [1.0]
+    assert E.aepo_ruc(torch.tensor([0.2, 0.4, 0.9]), ONE_ROW, least=0.9).advantage_factor.min() == 0.9
+
+
+def test_steer_of_the_source():
+    logp, entropy = torch.tensor([0.9, 0.5, 0.1]).log(), torch.tensor([0.3, 0.7, 2.3])
+    change = E.entropy_change(logp, logp, entropy, torch.ones(1), ONE_ROW)
+    close(change, [0.019464, 0.003426, -0.002327])
+    close(E.steer(change, ONE_ROW).weight, [0.804799, 0.962492, 0.974376])
+    close(E.steer_linear(change, ONE_ROW).weight, [0.8, 1.174329, 1.2])
+    assert E.steer_linear(torch.ones(3), ONE_ROW).weight.tolist() == pytest.approx([1.2] * 3)
+
+
+# --------------------------------------------------------------------------------------------------------- plain loops
+
+
+@on_random_batches
+def test_entropy_advantage(drawn):
+    own = drawn.normal(len(drawn.rows))
+    selection = E.entropy_advantage(drawn.tensor(drawn.entropy), drawn.tensor(own), drawn.batch, alpha=0.3, kappa=1.5)
+    expected = drawn.of_tokens(lambda t: min(0.3 * drawn.entropy[t], abs(own[drawn.row_of[t]]) / 1.5), 0.0)
+    drawn.agrees(selection.advantage_addend, expected)
+    shaped = torch.tensor([own[drawn.row_of[t]] + expected[t] for t in drawn.usable])
+    assert all(a * own[drawn.row_of[t]] >= 0 for a, t in zip(shaped.tolist(), drawn.usable, strict=True))
+
+
+def relative(drawn, below=1.0):
+    """h of every usable token, by its definition with logarithms."""
+    logs = {t: math.log(max(drawn.entropy[t], 1e-8)) for t in drawn.usable}
+    if not logs:
+        return {}
+    pivot, least, most = nearest(logs.values(), Fraction(4, 5)), min(logs.values()), max(logs.values())
+    return {
+        t: (x - pivot) / (most - pivot) if x > pivot else below * (x - pivot) / (pivot - least) if x < pivot else 0.0
+        for t, x in logs.items()
+    }
+
+
+@on_random_batches
+def test_hapo(drawn):
+    entropy = drawn.tensor(drawn.entropy)
+    for compat, below in (("paper", 1.0), ("code", -1.0)):
+        h = relative(drawn, below)
+        low, high = E.hapo(entropy, drawn.batch, compat=compat, backend=drawn.backend).bounds
+        drawn.agrees(low, drawn.of_tokens(lambda t, h=h: 1 - 0.2 * (1 - min(h[t], 0)), 1.0))
+        drawn.agrees(high, drawn.of_tokens(lambda t, h=h: 1 + 0.28 * (1 + max(h[t], 0)), 1.0))
+    h = relative(drawn)
+    assert all(-1 <= x <= 1 for x in h.values())
+    new, old = drawn.poisoned(drawn.normal()), drawn.poisoned(drawn.normal())
+    new = [b + 0.2 * a for a, b in zip(new, old, strict=True)]
+    new = drawn.poisoned(new)
+    ratio = {t: math.exp(new[t] - old[t]) for t in drawn.usable}
+    zones = {
+        None: lambda t: 0.9 <= ratio[t] <= 1.14,
+        (low, high): lambda t: 1 - 0.1 * (1 - min(h[t], 0)) < ratio[t] < 1 + 0.14 * (1 + max(h[t], 0)),
+    }
+    low, high = E.hapo(entropy, drawn.batch, backend=drawn.backend).bounds
+    for bounds, zone in zip((None, (low, high)), zones.values(), strict=True):
+        far = all(abs(ratio[t] - edge) > 1e-4 for t in drawn.usable for edge in (0.9, 1.14)) or bounds is not None
+        got = E.hapo_redistribution(
+            entropy, drawn.tensor(new), drawn.tensor(old), drawn.batch, bounds=bounds, backend=drawn.backend
+        )
+        expected = drawn.of_tokens(lambda t, zone=zone: 1 + h[t] if (h[t] > 0) != zone(t) else 1.0, 1.0)
+        if far:
+            drawn.agrees(got.advantage_factor, expected)
+
+
+@on_random_batches
+def test_hapo_is_free_of_the_unit_and_fitted_once(drawn):
+    """The state of a whole batch gives the bounds of each micro-batch."""
+    entropy = drawn.tensor(drawn.entropy)
+    low, high = E.hapo(entropy, drawn.batch, backend=drawn.backend).bounds
+    scaled = E.hapo(entropy * 4, drawn.batch, backend=drawn.backend).bounds
+    drawn.agrees(scaled[0], low.tolist()) if min((drawn.entropy[t] for t in drawn.usable), default=1) > 1e-6 else None
+    state = E.fit_pivot(entropy, drawn.batch, backend=drawn.backend)
+    scopes = E.fit_scopes(entropy, mask=drawn.tensor([t in drawn.usable for t in range(drawn.tokens)]).bool(),
+                          backend=drawn.backend)  # fmt: skip
+    factor = E.aepo_ruc(entropy, drawn.batch, backend=drawn.backend).advantage_factor
+    for rows in ([0], range(1, drawn.batch.rows)):
+        if not rows or drawn.batch.rows < 2:
+            continue
+        part, tokens = drawn.batch.select(list(rows))
+        of_part = E.hapo(entropy[tokens], part, state=state, backend=drawn.backend).bounds
+        assert torch.equal(of_part[0].nan_to_num(), low[tokens].nan_to_num())
+        assert torch.equal(of_part[1].nan_to_num(), high[tokens].nan_to_num())
+        parts = E.aepo_ruc(entropy[tokens], part, state=scopes, backend=drawn.backend).advantage_factor
+        assert torch.equal(parts.nan_to_num(), factor[tokens].nan_to_num())
+
+
+@on_random_batches
+def test_aepo_ruc(drawn):
+    got = E.aepo_ruc(drawn.tensor(drawn.entropy), drawn.batch, alpha=0.3, least=0.8, backend=drawn.backend)
+    numbers = [drawn.entropy[t] for t in drawn.usable]
+    spread = std(numbers) if len(set(numbers)) > 1 else 0.0
+    mean = statistics.fmean(numbers) if numbers else 0.0
+
+    def factor(t):
+        return max(0.8, 1 + (0.3 * (drawn.entropy[t] - mean) / spread if spread else 0.0))
+
+    drawn.agrees(got.advantage_factor, drawn.of_tokens(factor, 1.0))
+
+
+@on_random_batches
+def test_steer(drawn):
+    own, logp = drawn.normal(len(drawn.rows)), drawn.poisoned([-abs(x) for x in drawn.normal()])
+    old = drawn.poisoned([x - 0.1 for x in logp])
+    given = (drawn.tensor(each) for each in (logp, old, drawn.entropy, own))
+    change = E.entropy_change(*given, drawn.batch)
+    omega = {}
+    for t in drawn.usable:
+        p = math.exp(logp[t])
+        omega[t] = own[drawn.row_of[t]] * math.exp(logp[t] - old[t]) * (1 - p) * (logp[t] + drawn.entropy[t])
+    drawn.agrees(change, drawn.of_tokens(omega.__getitem__, 0.0))
+    sizes = {t: abs(x) for t, x in omega.items()}
+    k = -math.log(0.7) / max(max(sizes.values(), default=0.0), 0.02)
+    got = E.steer(change, drawn.batch, least=0.7, backend=drawn.backend).weight
+    drawn.agrees(got, drawn.of_tokens(lambda t: clamp(math.exp(-k * sizes[t]), 0.7, 1.0), 1.0))
+    got = E.steer_linear(change, drawn.batch, backend=drawn.backend).weight
+    least, most = min(sizes.values(), default=0.0), max(sizes.values(), default=0.0)
+    span = most - least
+    drawn.agrees(got, drawn.of_tokens(lambda t: 1.2 - (0.4 * (sizes[t] - least) / span if span else 0), 1.0), 1e-5)
+
+
+# ------------------------------------------------------------------------------------------------- statistics and maps
+
+
+@on_random_batches
+def test_fit_scopes(drawn):
+    """A table of some units answers for others with the same ids."""
+    ids = drawn.draw.integers(-1, 3, drawn.tokens)
+    members = [t for t in drawn.usable if ids[t] >= 0]
+    mask = drawn.tensor([t in drawn.usable for t in range(drawn.tokens)]).bool()
+    table = E.fit_scopes(drawn.tensor(drawn.entropy), drawn.tensor(ids), mask=mask, backend=drawn.backend)
+    got = table.at(drawn.tensor([0, 7, 2, -1, 1]).long())
+    for at, scope in enumerate((0, 7, 2, -1, 1)):
+        of = [drawn.entropy[t] for t in members if ids[t] == scope]
+        mean = statistics.fmean(of) if of else 0.0
+        expected = (len(of), mean, sum((x - mean) ** 2 for x in of), min(of, default=0.0), max(of, default=0.0))
+        found = (got.members[at], got.mean[at], got.squares[at], got.least[at], got.greatest[at])
+        assert [x.item() for x in found] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_two_knot_has_one_slope_on_each_side():
+    x = torch.tensor([-2.0, 0.0, 0.5, 1.0, 3.0], dtype=torch.float64, requires_grad=True)
+    value = E.two_knot(x, 0.25, low=(0.0, -1.0), high=(1.0, 2.0), most=3.0)
+    assert value.tolist() == [2.25, 0.25, 0.25, 0.25, 3.0]
+    value.sum().backward()
+    assert x.grad.tolist() == [-1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_presets_say_where_they_come_from():
+    for name in ("entropy_advantage", "hapo", "aepo_ruc", "steer"):
+        assert isinstance(getattr(E, name).provenance, hpo.gates.Provenance)
+
+
+ERRORS = [
+    (lambda: E.hapo(H7, SEVEN, compat="official"), ValueError, 'compat: expected "paper" or "code", got \'official\''),
+    (lambda: E.hapo(H7.bfloat16(), SEVEN), TypeError, "entropy: expected dtype float32 or float64, got bfloat16; 16"),
+    (lambda: E.hapo(H7[:3], SEVEN), ValueError, r"entropy: expected shape \[T\]"),
+    (lambda: E.entropy_advantage(H7, torch.ones(1), SEVEN, kappa=0.5), ValueError, "kappa: expected a number >= 1"),
+    (lambda: E.steer(H7, SEVEN, least=0.0), ValueError, r"least: expected a weight in \(0, 1\], got 0.0"),
+    (lambda: E.fit_pivot(H7, SEVEN, "80%"), TypeError, "quantile: expected a number, .*; write 0.8"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), ERRORS, ids=[message for *_, message in ERRORS])
+def test_errors(call, kind, message):
+    with pytest.raises(kind, match=f"^{message}"):
+        call()

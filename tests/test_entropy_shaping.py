@@ -1,0 +1,289 @@
+"""Advantages of responses, steps and positions that follow entropies, and masks of spans, against plain loops."""
+
+import functools
+import math
+import statistics
+from collections import defaultdict
+
+import pytest
+import torch
+from naive_entropy import Drawn
+
+import hpo_core as hpo
+from hpo_core import entropy as E
+from hpo_core.entropy import Window
+
+SEEDS = [*range(8), *(pytest.param(range(at, at + 100), marks=pytest.mark.long) for at in range(8, 2008, 100))]
+
+
+def on_random_batches(test):
+    """A few batches by default, 2,000 in a long run; the reference in float64, and the statistics of every backend."""
+
+    @pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: str(seeds if isinstance(seeds, int) else seeds[0]))
+    @functools.wraps(test)
+    def run(seeds, native_backends):
+        for seed in (seeds,) if isinstance(seeds, int) else seeds:
+            some = ("reference", *native_backends) if seed == 0 else ("reference", "cpu") if seed < 100 else ("cpu",)
+            for backend in some:
+                test(Drawn(seed, backend))
+
+    del run.__wrapped__
+    return run
+
+
+def close(got, expected, tolerance=1e-6):
+    expected = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def rows_of(*lengths, **more):
+    return hpo.PackedBatch.from_lengths(lengths, **more)
+
+
+# ------------------------------------------------------------------------------------------------------ worked numbers
+
+
+def test_gtpo_of_the_source():
+    batch, right = rows_of(3, 2, 2, 1), torch.tensor([True, True, False, False])
+    entropy = torch.tensor([0.2, 0.6, 0.4, 0.6, 0.2, 0.5, 0.1, 1.0])
+    raw = E.gtpo(right, entropy, batch, normalised=False)
+    close(raw, [1.05, 1.15, 1.1, 1.15, 1.05, -1.133333, -1.1, -1.066667])
+    sums = [raw[0] + raw[3], raw[1] + raw[4], raw[2]]
+    close(torch.stack(sums), [2.2, 2.2, 1.1])
+    advantages = [-1.118034, 1.118034, 0, 1.118034, -1.118034, -1.224745, 0, 1.224745]
+    close(E.gtpo(right, entropy, batch), advantages, 2e-6)
+    rows = E.grpo_s(right, entropy, batch, normalised=False)
+    close(rows, [1.1, 1.1, -1.153846, -1.046154])
+
+
+def test_gtpo_where_entropies_are_zero():
+    assert E.gtpo(
+        torch.tensor([True, True]), torch.zeros(2), rows_of(1, 1), normalised=False
+    ).tolist() == pytest.approx([1.1, 1.1])
+    assert E.gtpo(torch.tensor([True]), torch.ones(1), rows_of(1)).tolist() == [0.0]
+
+
+def test_empg_of_the_source():
+    batch = hpo.PackedBatch(torch.tensor([0, 3]), cu_steps=torch.tensor([0, 1, 2, 3]))
+    entropy = torch.tensor([0.1, 0.5, 0.9])
+    gains = E.empg(torch.ones(1), entropy, batch, zeta=0.0)
+    close(gains + 1, [1.519441, 0.921588, 0.558971])
+    with_next = E.empg(torch.ones(1), entropy, batch, zeta=1.0)
+    raw = torch.tensor([1.519441 + 0.606531, 0.921588 + 0.367879, 0.558971])
+    close(with_next, (raw - raw.mean()).tolist())
+    assert E.empg(torch.ones(1), torch.full((3,), 0.5), batch, zeta=0.0).tolist() == pytest.approx([0, 0, 0], abs=1e-7)
+
+
+def test_means_of_responses_of_the_sources():
+    batch = rows_of(1, 1, 1)
+    entropy = torch.tensor([0.2, 0.4, 0.6])
+    close(E.edge_grpo(torch.ones(3), entropy, batch), [2, 1, 0.4 / 0.6])
+    close(E.edge_grpo(torch.ones(3), entropy, batch, most=1.5), [1.5, 1, 0.4 / 0.6])
+    close(E.ettrl(torch.ones(3), entropy, batch), [1.5, 1, 0.5])
+    unequal = rows_of(1, 3)  # sums .3 and .6: their mean is .45
+    spread = torch.tensor([0.3, 0.2, 0.2, 0.2])
+    close(E.edge_grpo(torch.ones(2), spread, unequal, compat="code"), [1.5, 0.75])
+    close(E.ucas(torch.tensor([1.0, 0.0, -1.0]), torch.tensor([1.0, -1, 0]), torch.zeros(3), batch), [0.778801, 0, -1])
+    close(E.ucas(torch.tensor([0.0, -1.0, 1]), torch.tensor([-1.0, 1, 0]), torch.zeros(3), batch), [0, -1.419068, 1])
+
+
+def test_token_group_average_of_the_source():
+    lengths = torch.tensor([4.0, 2.0, 6.0])
+    got = E.hapo_advantages(torch.tensor([1.0, 0.0, 0.0]), None, lengths)
+    close(got, [1.414214, -0.707107, -0.707107])
+    assert (got * lengths).sum().item() == pytest.approx(0, abs=1e-6)
+    rare = torch.tensor([1.0, *[0.0] * 39])
+    usual, own = hpo.advantages.grpo(rare, None), E.hapo_advantages(rare, None, torch.ones(40))
+    assert own.max() > 5 and torch.equal(E.hapo_advantages(rare, None, torch.ones(40), compat="code"), usual)
+
+
+def test_clip_cov_of_the_source():
+    logp, advantages = torch.tensor([-0.1, -2, -0.1, -3]), torch.tensor([1.0, 1, -1, -1])
+    close(E.covariance(logp, advantages, rows_of(4), advantage_level="token"), [1.2, -0.7, -1.2, 1.7])
+
+
+# --------------------------------------------------------------------------------------------------------- plain loops
+
+
+def mean(numbers):
+    numbers = list(numbers)
+    return statistics.fmean(numbers) if numbers else math.nan
+
+
+@on_random_batches
+def test_gtpo_and_grpo_s(drawn):
+    right = drawn.draw.random(len(drawn.rows)) < 0.5
+    given = drawn.tensor(right), drawn.tensor(drawn.entropy), drawn.batch
+    at, expected, groups = defaultdict(list), [0.0] * drawn.tokens, defaultdict(list)
+    for row, places in enumerate(drawn.rows):
+        for position, t in enumerate(places):
+            u = drawn.entropy[t] if right[row] else 1 / max(drawn.entropy[t], 1e-8)
+            if drawn.group[row] >= 0:
+                at[drawn.group[row], right[row], position].append((t, u))
+    for (group, good, _), members in at.items():
+        middle = mean(u for _, u in members)
+        for t, u in members:
+            expected[t] = (1 if good else -1) * (1 + 0.1 * (u / middle if middle > 0 else 1.0))
+            groups[group, good].append(t)
+    drawn.agrees(E.gtpo(*given, normalised=False, backend=drawn.backend), expected)
+    for members in groups.values():
+        numbers = [expected[t] for t in members]
+        spread = statistics.pstdev(numbers)
+        if spread > 1e-3:
+            got = E.gtpo(*given, backend=drawn.backend).cpu()
+            for t in members:
+                assert got[t].item() == pytest.approx((expected[t] - mean(numbers)) / spread, abs=2e-4)
+    rows, of = [0.0] * len(drawn.rows), defaultdict(list)
+    for row, places in enumerate(drawn.rows):
+        if places and drawn.group[row] >= 0:
+            own = mean(drawn.entropy[t] for t in places)
+            of[drawn.group[row], right[row]].append((row, own if right[row] else 1 / max(own, 1e-8)))
+    for (_, good), members in of.items():
+        middle = mean(u for _, u in members)
+        for row, u in members:
+            rows[row] = (1 if good else -1) * (1 + 0.1 * (u / middle if middle > 0 else 1.0))
+    drawn.agrees(E.grpo_s(*given, normalised=False, backend=drawn.backend), rows)
+
+
+@on_random_batches
+def test_edge_grpo_and_ettrl(drawn):
+    own = drawn.normal(len(drawn.rows))
+    given = drawn.tensor(own), drawn.tensor(drawn.entropy), drawn.batch
+    of = [mean(drawn.entropy[t] for t in places) for places in drawn.rows]
+    sums = [sum(drawn.entropy[t] for t in places) if places else math.nan for places in drawn.rows]
+
+    def shaped(of, factor):
+        found = []
+        for row, each in enumerate(of):
+            usual = mean(x for x, group in zip(of, drawn.group, strict=True) if group == drawn.group[row] and x == x)
+            known = each == each and drawn.group[row] >= 0 and usual > 0
+            found.append(own[row] * (factor(each, usual) if known else 1.0))
+        return found
+
+    most = 3.0
+    for compat, numbers in (("paper", of), ("code", sums)):
+        got = E.edge_grpo(*given, most=most, compat=compat, backend=drawn.backend)
+        drawn.agrees(got, shaped(numbers, lambda x, usual: min(usual / x, most) if x > 0 else most), 1e-5)
+    drawn.agrees(E.ettrl(*given, backend=drawn.backend), shaped(of, lambda x, usual: 2 - x / usual), 1e-5)
+
+
+@on_random_batches
+def test_empg(drawn):
+    if drawn.batch.num_steps is None:
+        return
+    own = drawn.normal(len(drawn.rows))
+    step_of, row_of = drawn.batch.step_of_token().tolist(), drawn.batch.row_of_step().tolist()
+    count = drawn.batch.num_steps
+    of = [mean(drawn.entropy[t] for t in drawn.usable if step_of[t] == step) for step in range(count)]
+    usable = [step for step in range(count) if of[step] == of[step]]
+    least, most = (edge([of[step] for step in usable], default=0.0) for edge in (min, max))
+    h = {step: (of[step] - least) / (most - least) if most > least else 0.0 for step in usable}
+    middle = mean(math.exp(-h[step]) for step in usable)
+    shaped = {}
+    for step in usable:
+        later = [other for other in range(step + 1, count) if row_of[other] == row_of[step]]
+        f = math.exp(-2 * h[later[0]]) if later and later[0] in h else 0.0
+        shaped[step] = own[row_of[step]] * math.exp(-h[step]) / middle + 0.5 * f
+    centre = mean(shaped.values())
+    expected = [shaped[step] - centre if step in shaped else 0.0 for step in range(count)]
+    given = drawn.tensor(own), drawn.tensor(drawn.entropy), drawn.batch
+    drawn.agrees(E.empg(*given, k_next=2.0, zeta=0.5, backend=drawn.backend), expected, 1e-5)
+
+
+@on_random_batches
+def test_ucas(drawn):
+    own, confidence = drawn.normal(len(drawn.rows)), drawn.normal(len(drawn.rows))
+    logits = drawn.entropy
+    numbers = [logits[t] for t in drawn.usable]
+    least, span = min(numbers, default=0), max(numbers, default=0) - min(numbers, default=0)
+
+    def shaped(t):
+        row = drawn.row_of[t]
+        same = [c for c, group in zip(confidence, drawn.group, strict=True) if group == drawn.group[row]]
+        spread = statistics.stdev(same) if len(same) > 1 and drawn.group[row] >= 0 else 0
+        c = (confidence[row] - mean(same)) / spread if spread else 0.0
+        a = own[row] * math.exp(-0.25 * c if own[row] > 0 else 0.35 * c)
+        final = a - 0.05 * ((logits[t] - least) / span if span else 0.0)
+        return max(final, 0.0) if a > 0 else final
+
+    given = drawn.tensor(own), drawn.tensor(confidence), drawn.tensor(logits), drawn.batch
+    expected = [0.0 if x != x else x for x in drawn.of_tokens(shaped, 0.0)]
+    drawn.agrees(E.ucas(*given, backend=drawn.backend), expected, 1e-5)
+
+
+@on_random_batches
+def test_covariance(drawn):
+    own = drawn.normal(len(drawn.rows))
+    logp = [-x for x in drawn.entropy]
+    middle = mean(own[drawn.row_of[t]] for t in drawn.usable), mean(logp[t] for t in drawn.usable)
+    expected = drawn.of_tokens(lambda t: (own[drawn.row_of[t]] - middle[0]) * (logp[t] - middle[1]), 0.0)
+    drawn.agrees(E.covariance(drawn.tensor(logp), drawn.tensor(own), drawn.batch, backend=drawn.backend), expected)
+
+
+@on_random_batches
+def test_ulorl(drawn):
+    right = drawn.draw.random(len(drawn.rows)) < 0.7
+    probability = drawn.draw.random(drawn.tokens)
+    logp = drawn.poisoned([math.log(p) for p in probability])
+    given = drawn.tensor(logp), drawn.tensor(drawn.entropy), drawn.tensor(right), drawn.batch
+    got = E.ulorl(*given, probability=0.5, sigma=0.8, backend=drawn.backend).mask.tolist()
+    for row, places in enumerate(drawn.rows):
+        for t in places:
+            settled = right[row] and mean(drawn.entropy[t] for t in places) < 0.8
+            assert got[t] == (not (settled and logp[t] >= math.log(0.5)))
+    assert not any(got[t] for t in range(drawn.tokens) if t not in drawn.usable)
+
+
+@on_random_batches
+def test_spans(drawn):
+    chosen = (drawn.draw.random(drawn.tokens) < 0.6).tolist()
+    inside = [t for places in drawn.valid for t in places]
+    first, last = sorted(drawn.draw.integers(-2, 3, 2).tolist())
+    got = E.cover(drawn.tensor(chosen), drawn.batch, Window(first, last), backend=drawn.backend).tolist()
+    length = int(drawn.draw.integers(1, 4))
+    runs = E.opened(drawn.tensor(chosen), drawn.batch, length, backend=drawn.backend)
+    again = E.opened(runs, drawn.batch, length, backend=drawn.backend)
+    assert torch.equal(again, runs)  # idempotent
+    runs = runs.tolist()
+    for t in range(drawn.tokens):
+        same = [u for u in inside if t in inside and drawn.row_of[u] == drawn.row_of[t]]
+        assert got[t] == any(chosen[u] and u + first <= t <= u + last for u in same)
+        begins = [b for b in range(t - length + 1, t + 1) if all(u in same and chosen[u] for u in range(b, b + length))]
+        assert runs[t] == bool(begins)
+
+
+def test_padded_batches_keep_their_shape():
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    batch, flat = hpo.PackedBatch.from_padded(mask), hpo.PackedBatch(torch.tensor([0, 3, 6]), mask.reshape(-1))
+    entropy, right = torch.rand(2, 3), torch.tensor([True, False])
+    got = E.gtpo(right, entropy, batch)
+    assert got.shape == (2, 3) and torch.equal(got.reshape(-1), E.gtpo(right, entropy.reshape(-1), flat))
+    assert E.grpo_s(right, entropy, batch).shape == (2,)
+    assert E.cover(mask, batch, Window(0, 1)).shape == (2, 3)
+
+
+def test_advantages_over_ranks(three_ranks):
+    """Ranks with rows of the same numbers do not share them; groups they do."""
+    draw = torch.Generator().manual_seed(0)
+    lengths, entropy = [2, 1, 3, 2, 2, 1], torch.rand(11, generator=draw)
+    groups, right = torch.tensor([0, 1, 0, 1, 0, 1]), torch.tensor([True, False, True, True, True, False])
+    own, ends = torch.randn(6, generator=draw), torch.tensor([0, *lengths]).cumsum(0).tolist()
+
+    def run(rank):
+        rows = slice(2 * rank, 2 * rank + 2)
+        tokens = slice(ends[2 * rank], ends[2 * rank + 2])
+        batch = rows_of(*lengths[rows], group_ids=groups[rows])
+        world = torch.distributed.group.WORLD
+        spread = hpo.advantages.over_ranks(E.edge_grpo, world, tables=True)(own[rows], entropy[tokens], batch)
+        shared = hpo.advantages.over_ranks(E.gtpo, world, tables=True)(right[rows], entropy[tokens], batch)
+        table = E.fit_scopes(entropy[tokens], process_group=world)
+        pivot = E.fit_pivot(entropy[tokens], batch, process_group=world)
+        return spread, shared, E.aepo_ruc(entropy[tokens], batch, state=table).advantage_factor, torch.cat(pivot)
+
+    spread, shared, factor, pivots = zip(*three_ranks(run), strict=True)
+    whole = rows_of(*lengths, group_ids=groups)
+    torch.testing.assert_close(torch.cat(spread), E.edge_grpo(own, entropy, whole))
+    torch.testing.assert_close(torch.cat(shared), E.gtpo(right, entropy, whole))
+    torch.testing.assert_close(torch.cat(factor), E.aepo_ruc(entropy, whole).advantage_factor)
+    for pivot in pivots:
+        torch.testing.assert_close(pivot, torch.cat(E.fit_pivot(entropy, whole)))

@@ -1,0 +1,202 @@
+"""selection= of the loss: each slot is the argument or the advantage that it stands for."""
+
+import io
+
+import pytest
+import torch
+
+import hpo_core as hpo
+from hpo_core import gates, kl, testing
+from hpo_core.entropy import Selection
+
+ROWS, TOKENS = 4, 17
+
+
+class Example:
+    def __init__(self, backend, seed=0):
+        draw = torch.Generator().manual_seed(seed)
+        device = testing.device_of(backend)
+        mask = torch.rand(TOKENS, generator=draw) < 0.8
+        self.batch = hpo.PackedBatch(torch.tensor([0, 5, 5, 11, 16]), mask).to(device)  # a tail token, an empty row
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=draw).to(device)
+
+        self.logp, self.old, self.ref = (-normal(TOKENS).abs() for _ in range(3))
+        self.advantages, self.weights = normal(ROWS), normal(ROWS).abs()
+        self.factor, self.addend, self.weight, self.kl_weight = (normal(TOKENS) for _ in range(4))
+        self.mask = (torch.rand(TOKENS, generator=draw) < 0.6).to(device)
+        self.bounds = (1 - self.weight.abs().clamp(max=1) / 2, 1 + self.factor.abs())
+        self.backend = backend
+
+    def of_tokens(self):
+        row = self.batch.row_of_token()
+        return torch.where(row >= 0, self.advantages[row.clamp(min=0)], 0.0)
+
+    def run(self, gate=None, advantages=None, **options):
+        logp = self.logp.clone().requires_grad_()
+        advantages = self.advantages if advantages is None else advantages
+        out = hpo.policy_loss(
+            logp, self.old, advantages, self.batch, gate, weights=self.weights, backend=self.backend, **options
+        )
+        out.loss.backward()
+        return out.loss.item(), logp.grad.tolist(), out.metrics.vector.tolist(), out.tokens
+
+
+SLOTS = {
+    "mask": lambda e: ({"mask": e.mask}, {"token_mask": e.mask}),
+    "weight": lambda e: ({"weight": e.weight}, {"token_weight": e.weight}),
+    "bounds": lambda e: ({"bounds": e.bounds}, {"gate_inputs": gates.GateInputs(bounds=e.bounds)}),
+    "factor": lambda e: ({"advantage_factor": e.factor}, _shaped(e.of_tokens() * e.factor)),
+    "addend": lambda e: ({"advantage_addend": e.addend}, _shaped(e.of_tokens() + e.addend)),
+    "both": lambda e: (
+        {"advantage_factor": e.factor, "advantage_addend": e.addend},
+        _shaped(e.of_tokens() * e.factor + e.addend),
+    ),
+}
+
+
+def _shaped(advantages):
+    return {"advantages": advantages, "advantage_level": "token"}
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_a_slot_is_the_argument_it_stands_for(backend, slot):
+    example = Example(backend)
+    given, meaning = SLOTS[slot](example)
+    assert example.run(selection=Selection(**given)) == example.run(**meaning)
+
+
+def test_slots_and_arguments_combine(backend):
+    example = Example(backend, 1)
+    both = {"token_mask": example.factor > -1, "token_weight": example.addend}
+    got = example.run(selection=Selection(mask=example.mask, weight=example.weight), **both)
+    mask, weight = example.mask & both["token_mask"], example.weight * both["token_weight"]
+    assert got == example.run(token_mask=mask, token_weight=weight)
+
+
+PENALTIES = [kl.k1(0.5), kl.k2(0.25), kl.k3(0.125), kl.k3(0.5, "straight_through"), kl.k3(0.25, "importance")]
+
+
+@pytest.mark.parametrize("penalty", PENALTIES, ids=str)
+@pytest.mark.parametrize("gate", [gates.ppo_clip(), gates.gspo()], ids=lambda gate: gate.name)
+def test_a_constant_factor_on_the_penalty_is_its_coefficient(gate, penalty):
+    """The penalty of kernels, with another coefficient."""
+    example = Example("cpu", 2)
+    constant = Selection(kl_weight=torch.full((TOKENS,), 0.5))
+    given = {"ref_logp": example.ref, "report": ("tokens",)}
+    got = example.run(gate, kl=penalty, selection=constant, **given)
+    half = type(penalty)(penalty.estimator, penalty.beta / 2, penalty.gradient)
+    expected = example.run(gate, kl=half, **given)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), rtol=1e-5, atol=1e-6)
+    call = {"weights": example.weights, "kl": penalty, "ref_logp": example.ref, "selection": constant}
+    out = hpo.policy_loss_and_grad(example.logp, example.old, example.advantages, example.batch, gate, **call)
+    torch.testing.assert_close(out.loss, torch.tensor(got[0]))
+    torch.testing.assert_close(out.grad, torch.tensor(got[1]))
+
+
+def test_a_token_without_a_coefficient_is_not_read():
+    example = Example("cpu", 3)
+    pays = example.mask & example.batch.mask
+    pays[-1] = False
+    ref = torch.where(pays, example.ref, -1.0)
+    selection = Selection(kl_weight=pays.float() * 3)
+    loss, grad, *_ = example.run(kl=kl.k2(0.5), ref_logp=ref, selection=selection)
+    base, base_grad, *_ = example.run()
+    row = example.batch.row_of_token().clamp(min=0)
+    s = torch.where(pays, example.logp - example.ref, 0.0)
+    assert loss == pytest.approx(base + (0.75 * example.weights[row] * s.square()).sum().item(), rel=1e-5)
+    torch.testing.assert_close(torch.tensor(grad), torch.tensor(base_grad) + 1.5 * example.weights[row] * s)
+    holes = torch.where(example.batch.mask, selection.kl_weight, torch.nan)
+    assert example.run(kl=kl.k2(0.5), ref_logp=ref, selection=Selection(kl_weight=holes))[0] == loss
+
+
+def test_merged():
+    one = Selection(mask=torch.tensor([True, False]), advantage_addend=torch.tensor([1.0, 2.0]))
+    two = Selection(
+        mask=torch.tensor([True, True]), weight=torch.tensor([2.0, 3.0]), advantage_factor=torch.tensor([3.0, 5.0])
+    )
+    both = one.merged(two)
+    assert both.mask.tolist() == [True, False] and both.weight.tolist() == [2, 3]
+    assert both.advantage_factor.tolist() == [3, 5] and both.advantage_addend.tolist() == [3, 10]
+    back = two.merged(one)
+    assert back.advantage_addend.tolist() == [1, 2] and back.bounds is None
+    bounds = Selection(bounds=(torch.ones(2), torch.ones(2)))
+    assert one.merged(bounds).bounds is bounds.bounds
+    with pytest.raises(ValueError, match="bounds: both selections have some"):
+        bounds.merged(bounds)
+
+
+def test_a_selection_is_read_back_as_weights():
+    file = io.BytesIO()
+    torch.save(Selection(weight=torch.ones(2)), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True).weight.tolist() == [1, 1]
+
+
+def test_the_padded_shape_and_the_other_calls():
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
+    logp, entropy = -torch.rand(2, 3), torch.rand(2, 3)
+    batch = hpo.PackedBatch.from_padded(mask).without_first_tokens()
+    selection = hpo.entropy.entropy_advantage(entropy, torch.tensor([1.0, -1.0]), batch)
+    assert selection.advantage_addend.shape == (2, 3)
+    given = (logp, None, torch.tensor([1.0, -1.0]), batch)
+    loss = hpo.policy_loss(*given, selection=selection).loss
+    assert torch.equal(loss, hpo.policy_loss_and_grad(*given, selection=selection).loss)
+    assert torch.equal(loss, hpo.policy_loss(*given, selection=selection, backend="cpu").loss)
+    flat = hpo.PackedBatch(torch.tensor([0, 3, 6]), batch.mask)
+    packed = hpo.entropy.entropy_advantage(entropy.reshape(-1), torch.tensor([1.0, -1.0]), flat)
+    assert torch.equal(packed.advantage_addend, selection.advantage_addend.reshape(-1))
+    logits, targets = torch.randn(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
+    out = hpo.policy_loss_from_logits(logits, targets, *given[1:], selection=selection)
+    both = hpo.token_logprobs(logits, targets, batch=batch)[0]
+    assert torch.equal(out.loss, hpo.policy_loss(both, *given[1:], selection=selection).loss)
+    with pytest.raises(ValueError, match=r"selection: policy_loss_from_logits knows one coefficient"):
+        hpo.policy_loss_from_logits(
+            logits, targets, *given[1:], kl=kl.k1(1.0), ref_logp=logp, selection=Selection(kl_weight=entropy)
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"selection": torch.ones(5)}, "selection: expected a Selection"),
+        ({"selection": Selection(kl_weight=torch.ones(5))}, "selection: its kl_weight .*; pass kl= and ref_logp="),
+        ({"selection": Selection(weight=torch.ones(4))}, "weight: expected shape"),
+        ({"selection": Selection(mask=torch.ones(5))}, "mask: expected dtype bool"),
+        (
+            {
+                "selection": Selection(bounds=(torch.ones(5), torch.ones(5))),
+                "gate_inputs": gates.GateInputs(bounds=(torch.ones(5), None)),
+            },
+            "selection: it has bounds and so has gate_inputs",
+        ),
+        (
+            {"selection": Selection(), "window": hpo.entropy.ares(), "entropy": torch.ones(5)},
+            "selection: it takes the place of window=",
+        ),
+        (
+            {"selection": Selection(bounds=(torch.ones(5), torch.ones(5))), "gate": gates.gspo()},
+            "bounds: the gate 'gspo' has no token clip",
+        ),
+    ],
+)
+def test_errors(given, message):
+    batch = hpo.PackedBatch.from_lengths([3, 2])
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        hpo.policy_loss(torch.zeros(5), torch.zeros(5), torch.ones(2), batch, **given)
+
+
+@pytest.mark.long
+def test_compilation():
+    """Advantages of tokens, made of those of rows inside the call, in one graph."""
+    example = Example("cpu", 5)
+    selection = Selection(advantage_factor=example.factor, mask=example.mask)
+
+    def loss(logp):
+        given = (example.old, example.advantages, example.batch)
+        return hpo.policy_loss(logp, *given, weights=example.weights, selection=selection).loss
+
+    compiled = torch.compile(loss, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(example.logp), loss(example.logp))

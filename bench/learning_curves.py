@@ -45,6 +45,7 @@ class Curve(NamedTuple):
     rewards: list[float]
     tokens: list[list[list[int]]]
     accuracy: float
+    entropies: list[float]  # of optimiser steps
 
 
 class Answers:
@@ -63,39 +64,50 @@ class Answers:
         return found
 
 
-def run(kind: str, model: Any, tokenizer: Any, prompts: list[str], held_out: list[str], seed: int, steps: int) -> Curve:
-    answers = Answers()
+def run(
+    kind: Any, model: Any, tokenizer: Any, task: tuple[list[str], list[str]], seed: int, steps: int,
+    extra: dict[str, Any] | None = None, **fields: Any,
+) -> Curve:  # fmt: skip
+    """A run of a trainer class, with further arguments and fields of its configuration."""
+    (prompts, held_out), answers, progress = task, Answers(), demo.Progress()
     with tempfile.TemporaryDirectory() as folder:
         config = trl.GRPOConfig(
             folder, seed=seed, max_steps=steps, learning_rate=3e-4, max_grad_norm=0.5, loss_type="dapo",
             epsilon=0.2, epsilon_high=0.28, per_device_train_batch_size=128, steps_per_generation=STEPS_PER_ROLLOUT,
             num_generations=16, max_completion_length=demo.LONGEST, top_k=0, bf16=False, gradient_checkpointing=False,
             use_cpu=True, dataloader_pin_memory=False, report_to="none", save_strategy="no", disable_tqdm=True,
-            log_level="error", logging_steps=steps,
+            log_level="error", logging_steps=1, **fields,
         )  # fmt: skip
-        trainer = KINDS[kind](
+        trainer = kind(
             model=model, args=config, processing_class=tokenizer, reward_funcs=answers,
-            train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+            train_dataset=datasets.Dataset.from_dict({"prompt": prompts}), callbacks=[progress], **extra or {},
         )  # fmt: skip
         trainer.remove_callback(transformers.PrinterCallback)
         transformers.set_seed(seed)
         trainer.train()
-    return Curve(answers.rewards, answers.tokens, demo.accuracy(model, tokenizer, held_out, sample=False))
+    accuracy = demo.accuracy(model, tokenizer, held_out, sample=False)
+    return Curve(answers.rewards, answers.tokens, accuracy, [point["entropy"] for point in progress.curve])
+
+
+def start(seed: int) -> tuple[Any, Any, tuple[list[str], list[str]]]:
+    """The model of a seed after its warm start, its tokenizer, and prompts to train and to test with."""
+    tokenizer = demo.build_tokenizer()
+    model, generator = demo.build_model(tokenizer, seed), random.Random(seed)
+    task = demo.make_prompts(2000, generator), demo.make_prompts(512, generator)
+    demo.warm_start(model, tokenizer, 0.25, generator)
+    return model, tokenizer, task
 
 
 def runs_of_seed(seed: int, steps: int) -> dict[str, Curve]:
-    tokenizer = demo.build_tokenizer()
-    model, generator = demo.build_model(tokenizer, seed), random.Random(seed)
-    prompts, held_out = demo.make_prompts(2000, generator), demo.make_prompts(512, generator)
-    demo.warm_start(model, tokenizer, 0.25, generator)
+    model, tokenizer, task = start(seed)
     nudged = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in nudged.parameters():
             parameter.mul_(1 + 2**-22)
     starts = {"GRPO nudged": nudged}
     return {
-        kind: run(kind, starts.get(kind, copy.deepcopy(model)), tokenizer, prompts, held_out, seed, steps)
-        for kind in KINDS
+        kind: run(trainer, starts.get(kind, copy.deepcopy(model)), tokenizer, task, seed, steps)
+        for kind, trainer in KINDS.items()
     }
 
 

@@ -46,9 +46,45 @@ GATES = {
     "gspo_token": (hpo.gates.gspo_token, "grpo"),
     "fiberpo": (hpo.gates.fiberpo, "grpo"),
 }
+ENTROPIES = ("none", "forking_tokens", "ares", "epo", "adaptive", "random")
 ALPHABET = string.ascii_lowercase + string.digits + " +-*/=<>,.;:?!()"
 LETTERS, LENGTH, LONGEST = "abcdefghij", 8, 12
 COMPARED_EVERY = 8  # micro-batches
+
+
+class Epo:
+    """EPO's corridor around the mean entropies of earlier optimiser steps, as TRL's micro-batches see them."""
+
+    def __init__(self) -> None:
+        self.history: list[float] = []
+        self.step = -1
+
+    def __call__(self, entropy: torch.Tensor, batch: hpo.PackedBatch, weights: torch.Tensor, seed: int) -> torch.Tensor:
+        history = torch.tensor(self.history, device=entropy.device)
+        if seed != self.step:  # the first micro-batch of a step stands for it
+            self.step = seed
+            self.history.append(entropy.detach()[batch.mask].mean().item())
+        return hpo.entropy.epo(entropy, batch, weights, history, coefficient=0.01)
+
+
+def random_fifth(entropy: torch.Tensor, batch: hpo.PackedBatch, seed: int) -> hpo.entropy.Selection:
+    """The control: as many tokens as forking_tokens selects, drawn without looking at their entropy."""
+    draw = torch.Generator().manual_seed(seed)
+    score = torch.rand(entropy.shape, generator=draw).to(entropy.device)
+    window = hpo.entropy.forking_tokens("0.2")
+    return hpo.entropy.Selection(mask=window.apply(score, batch, window.fit(score, batch)))
+
+
+def of_entropy(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of HPOTrainer and fields of GRPOConfig for the entropy method of this name."""
+    trainer: dict[str, dict[str, Any]] = {
+        "forking_tokens": {"window": hpo.entropy.forking_tokens("0.2")},
+        "ares": {"window": hpo.entropy.ares(4)},
+        "epo": {"entropy_penalty": Epo()},
+        "random": {"entropy": random_fifth},
+    }
+    adaptive = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 0.2}
+    return trainer.get(name, {}), adaptive if name == "adaptive" else {}
 
 
 # ---------------------------------------------------------------------------------------------- the model and the task
@@ -234,7 +270,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         right.bar_label(bars, fmt="%.2f")
     right.set(title="accuracy, 512 new prompts", xticks=[0, 1], xticklabels=["sampled", "greedy"], ylim=(0, 1.3))
     right.legend(loc="upper center", ncols=2)
-    figure.suptitle(f"gate {result['gate']}, seed {result['seed']}, reward {result['reward']}")
+    by = f"gate {result['gate']}, entropy {result['entropy']}, seed {result['seed']}, reward {result['reward']}"
+    figure.suptitle(by)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -246,6 +283,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gate", choices=GATES, default="dapo", help="the ratio gate (default: dapo)")
+    parser.add_argument("--entropy", choices=ENTROPIES, default="none", help="the entropy method (default: none)")
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--steps", type=int, default=400, help="optimiser steps (default: 400)")
     parser.add_argument("--random-reward", action="store_true", help="the control: rewards that know nothing")
@@ -263,6 +301,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, options.seed)
     make_gate, loss_type = GATES[options.gate]
+    method, fields = of_entropy(options.entropy)
     print(f"model: {sum(parameter.numel() for parameter in model.parameters()):,} parameters, built here")
     for availability in hpo.backends().values():
         print(f"  backend {availability!r}")
@@ -289,6 +328,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         save_strategy="no",
         disable_tqdm=True,
         log_level="error",
+        **fields,
     )
     generator = random.Random(options.seed)
     training, held_out = make_prompts(2000, generator), make_prompts(512, generator)
@@ -307,6 +347,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         callbacks=[progress],
         gate=make_gate(),
         backend=options.backend,
+        **method,
     )
     trainer.remove_callback(PrinterCallback)
 
@@ -319,6 +360,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     trained = time.perf_counter() - began
     result = {
         "gate": options.gate,
+        "entropy": options.entropy,
         "seed": options.seed,
         "reward": "random" if options.random_reward else "the answer",
         "before": before,

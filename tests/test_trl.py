@@ -16,6 +16,7 @@ from lazily import Lazy, skip_without
 from trainers import LENGTH, ROWS, build, demo, loss_of, micro_batch
 
 import hpo_core as hpo
+from hpo_core.integrations.trl_selection import check_entropy
 
 skip_without("trl")
 hpo_trl, transformers, trl = Lazy("hpo_core.integrations.trl"), Lazy("transformers"), Lazy("trl")
@@ -462,6 +463,88 @@ def test_a_batch_window_is_fitted_on_the_whole_generation_batch(tmp_path):
     tokens = int(valid.sum())
     assert output["token_mask"].sum() == 1 + math.floor(0.2 * (tokens - 1))
     assert entropies[output["token_mask"]].min() >= entropies[valid & ~output["token_mask"]].max()
+
+
+def test_an_entropy_method_reaches_every_micro_batch(tmp_path):
+    """Its fields go with their rows through TRL's shuffling, and the loss is that of the whole rollout at once."""
+    seen = []
+
+    def method(entropy, batch, advantages, seed):
+        chosen = hpo.entropy.archer(entropy, batch)
+        chosen = chosen._replace(kl_weight=None).merged(hpo.entropy.entropy_advantage(entropy, advantages, batch))
+        seen.append((entropy.view(batch.padded_shape), chosen))
+        return chosen
+
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"entropy": method, "gate": hpo.gates.archer_clip()})
+    trainer.current_gradient_accumulation_steps = 1
+    output = trainer._generate_and_score_completions([{"prompt": "abcdefgh="}] * 32)
+    (entropies, chosen), valid = seen[0], output["completion_mask"] != 0
+    shape = valid.shape
+    for key, field in (("low", chosen.bounds[0]), ("high", chosen.bounds[1]), ("advantage_addend", chosen[5])):
+        assert torch.equal(output[f"selection_{key}"], field.view(shape)), key
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(0))
+
+    def rows_of(batch, rows):
+        return {name: each[rows] if torch.is_tensor(each) and each.dim() else each for name, each in batch.items()}
+
+    shuffled = rows_of(output, order)
+    logps, _, _ = trainer._score(trainer.model, output)
+    logps = logps.detach() + 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    together = logps.clone().requires_grad_()
+    trainer._policy_loss(together, entropies, output).backward()
+    for rows in (slice(0, 8), slice(8, 32)):
+        leaf = logps[order][rows].clone().requires_grad_()
+        trainer._policy_loss(leaf, entropies[order][rows], rows_of(shuffled, rows)).backward()
+        ratio = leaf.grad / together.grad[order][rows]
+        ratio = ratio[torch.isfinite(ratio)]
+        assert ratio.numel() > 0 and torch.allclose(ratio, ratio[0], rtol=1e-5)  # the denominator alone differs
+
+
+def test_a_window_as_an_entropy_method_is_that_window(tmp_path):
+    window = hpo.entropy.forking_tokens("0.3")
+
+    def method(entropy, batch, process_group):
+        state = window.fit(entropy, batch, process_group=process_group)
+        return hpo.entropy.Selection(mask=window.apply(entropy, batch, state))
+
+    ours = run(hpo_trl.HPOTrainer, tmp_path, extra={"entropy": method}, max_steps=4)
+    theirs = run(hpo_trl.HPOTrainer, tmp_path, extra={"window": window}, max_steps=4)
+    assert ours.tokens == theirs.tokens and torch.equal(ours.parameters, theirs.parameters)
+
+
+def test_an_entropy_penalty_is_trl_s_bonus(tmp_path):
+    """The mean entropy over the tokens of the micro-batch, times a coefficient: TRL's bonus by another way."""
+
+    def bonus(entropy, batch, weights):
+        assert entropy.requires_grad and weights.shape == (batch.rows,)
+        return -0.01 * hpo.entropy.mean_entropy(entropy, batch, hpo.aggregation.token_mean(batch))
+
+    ours = run(hpo_trl.HPOTrainer, tmp_path, extra={"entropy_penalty": bonus}, max_steps=4)
+    theirs = run(hpo_trl.HPOTrainer, tmp_path, entropy_coef=0.01, max_steps=4)
+    plain = run(hpo_trl.HPOTrainer, tmp_path, max_steps=4)
+    assert (ours.parameters - theirs.parameters).abs().max() <= 1e-6 < (ours.parameters - plain.parameters).abs().max()
+    assert all(entry["entropy_penalty"] < 0 for entry in ours.logs if "entropy" in entry)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"entropy": hpo.entropy.ares()}, "entropy: expected a function that returns a Selection.* goes to window="),
+        ({"entropy": hpo.entropy.steer}, "entropy: .* needs change too; fix it with functools.partial"),
+        ({"entropy_penalty": hpo.entropy.epo}, "entropy_penalty: .* needs history too"),
+        ({"entropy": hpo.entropy.archer, "window": hpo.entropy.ares()}, "entropy: it takes the place of window="),
+    ],
+)
+def test_what_is_no_entropy_method_is_refused(extra, message, tmp_path):
+    with pytest.raises((ValueError, TypeError), match=message):
+        build(hpo_trl.HPOTrainer, tmp_path, extra=extra)
+
+
+def test_an_entropy_method_that_measures_one_process_is_refused_on_two():
+    check_entropy(hpo.entropy.aepo_ruc, 1)
+    check_entropy(hpo.entropy.archer, 2)
+    with pytest.raises(ValueError, match="entropy: aepo_ruc fits its state on one process, and here are 2"):
+        check_entropy(hpo.entropy.aepo_ruc, 2)
 
 
 def test_every_gate_of_the_demo_trains(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,18 +12,25 @@ from ..advantages.terms import accepted_keywords
 from ..checks import check, require_type
 from ..gates import GateInputs, RatioGate
 
-__all__ = ["MakesInputs", "check_needs", "made_inputs"]
+__all__ = ["MakesInputs", "check_keywords", "check_needs", "made_inputs"]
 
 MakesInputs = Callable[..., GateInputs]
 
 
-def check_needs(gate: RatioGate, gate_inputs: MakesInputs | None, available: Collection[str], sampler: str) -> None:
+def check_needs(
+    gate: RatioGate,
+    gate_inputs: MakesInputs | None,
+    available: Collection[str],
+    sampler: str,
+    selected: Collection[str] = (),
+) -> None:
     """That the trainer can give the gate all without which it is another method.
 
     Args:
         gate_inputs: a function of :mod:`hpo_core.gates`, a partial of one, or one of the user's, or None.
         available: the keywords with which the trainer calls it.
         sampler: why there are no log-probabilities of the sampler, and what to do; empty where there are some.
+        selected: needs that a selection may bring, which the loss checks.
 
     Raises:
         ValueError, TypeError: naming what is missing.
@@ -36,7 +43,7 @@ def check_needs(gate: RatioGate, gate_inputs: MakesInputs | None, available: Col
     )
     for name, call in gate.required.items():
         check(
-            gate_inputs is not None,
+            gate_inputs is not None or name in selected,
             "gate: {!r} needs {}, as from {}; pass gate_inputs=, a function that returns GateInputs, called with those "
             "of {} that it takes",
             gate.name,
@@ -46,22 +53,24 @@ def check_needs(gate: RatioGate, gate_inputs: MakesInputs | None, available: Col
         )
     if gate_inputs is None:
         return
-    require_type(
-        callable(gate_inputs), "gate_inputs: expected a function that returns GateInputs, got {!r}", gate_inputs
-    )
-    missing = [
-        name
-        for name, parameter in inspect.signature(gate_inputs).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        and name not in available
-    ]
+    check_keywords("gate_inputs", gate_inputs, available)
+
+
+def check_keywords(name: str, function: Callable[..., Any], available: Collection[str]) -> Mapping[str, Any]:
+    """The parameters of a function, after a check that it needs none but the available ones."""
+    require_type(callable(function), "{}: expected a function, got {}", name, type(function))
+    parameters = inspect.signature(function).parameters
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needs = [each.name for each in parameters.values() if each.default is each.empty and each.kind in named]
+    missing = [need for need in needs if need not in available]
     check(
         not missing,
-        "gate_inputs: expected a function of {}, got one that needs {} too; fix it with functools.partial",
+        "{}: expected a function of {}, got one that needs {} too; fix it with functools.partial, or wrap it",
+        name,
         ", ".join(available),
         ", ".join(missing),
     )
+    return parameters
 
 
 def made_inputs(gate_inputs: MakesInputs, shape: torch.Size, advantages: torch.Tensor, **tensors: Any) -> GateInputs:

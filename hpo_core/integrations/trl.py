@@ -1,9 +1,9 @@
 """TRL: a drop-in for ``GRPOTrainer`` whose loss, advantages and token selection are computed by hpo_core.
 
 ``HPOTrainer(...)`` without further arguments trains what ``GRPOTrainer(...)`` trains. ``gate=``, ``advantage=`` and
-``window=`` replace one pillar each. A field of ``GRPOConfig`` that would then have no effect, or that this loss cannot
-honour, is an error that names it. Shapes: ``B`` completions in a micro-batch, ``L`` tokens each, padded on the right;
-``P`` processes.
+``window=`` or ``entropy=`` replace one pillar each. A field of ``GRPOConfig`` that would then have no effect, or that
+this loss cannot honour, is an error that names it. Shapes: ``B`` completions in a micro-batch, ``L`` tokens each,
+padded on the right; ``P`` processes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,21 @@ from ..losses import policy_loss
 from ..metrics import FLAGS, Metrics
 from ..segments import ids_of
 from ..specs import Unit
-from .needs import MakesInputs, check_needs, made_inputs
+from .needs import MakesInputs, check_keywords, check_needs, made_inputs
 from .trl_config import check_config, gate_from_config
 from .trl_entropy import entropy_bonus
 from .trl_head import give_head
 from .trl_metrics import clip_bounds, clip_metrics, clipped_rows, gamma_weights
+from .trl_selection import (
+    PENALISED,
+    SELECTED,
+    MakesPenalty,
+    MakesSelection,
+    check_entropy,
+    penalty_of,
+    selection_of,
+    selection_tensors,
+)
 from .turns import Step, steps_of_turns, turns
 
 __all__ = ["HPOMixin", "HPOTrainer", "Step", "gate_from_config"]
@@ -60,7 +70,7 @@ _OF_THE_LOSS = frozenset(
     (
         *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"),
         *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"),
-        *("num_items_in_batch", "group_ids", "domain_ids", "token_mask"),
+        *("num_items_in_batch", "group_ids", "domain_ids", "token_mask", *SELECTED),
     )
 )
 
@@ -74,6 +84,8 @@ class _Settings(NamedTuple):
     steps: Callable[..., list[list[Step]]] | None
     domain: str | None
     window: EntropyWindow | None
+    entropy: MakesSelection | None
+    entropy_penalty: MakesPenalty | None
     gate_inputs: MakesInputs | None
     backend: str | None
     processes: int
@@ -103,6 +115,17 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             rollout, by the entropies of the policy that sampled it and a threshold over the whole generation batch, at
             the price of one more forward pass; ``scope="call"`` in each micro-batch by the current policy's. Both span
             all processes. None: what ``args.top_entropy_quantile`` says, ``forking_tokens(..., scope="call")``.
+        entropy: an entropy method, a function of :mod:`hpo_core.entropy` that returns a Selection (``archer``,
+            ``entropy_advantage``, ``aepo_ruc`` ...), or ``functools.partial`` of one, or one of your own. It is called
+            once per rollout, on the entropies of the policy that sampled it, with those of ``entropy`` and ``logp``
+            (``[T]``, B L of them), ``advantages``, ``advantage_level``, ``batch``, ``process_group``, ``seed`` and
+            ``backend`` that it takes, at the price of one more forward pass. Its masks, weights, bounds and the rest
+            go with their tokens into every micro-batch, so accumulation changes nothing.
+        entropy_penalty: a loss term with a gradient through the entropies, such as ``epo`` or ``entropy_band`` of
+            :mod:`hpo_core.entropy` with its numbers fixed by ``functools.partial``, or a function of yours that
+            returns a scalar. It is added to the loss of each micro-batch, and called with those of ``entropy``
+            (``[T]``, with its graph), ``batch``, ``weights`` (``[S]``, the denominators of ``loss_type``) and ``seed``
+            that it takes.
         gate_inputs: for gates that need more than the batch, a function of :mod:`hpo_core.gates` (``hapo_bounds``,
             ``clip_cov_mask``, ``m2po_mask`` ...), or ``functools.partial`` of one, or one of your own that returns
             :class:`~hpo_core.gates.GateInputs`. It is called in each micro-batch with those of ``logp``, ``old_logp``,
@@ -129,6 +152,8 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         steps: Callable[..., list[list[Step]]] | None = None,
         domain: str | None = None,
         window: EntropyWindow | None = None,
+        entropy: MakesSelection | None = None,
+        entropy_penalty: MakesPenalty | None = None,
         gate_inputs: MakesInputs | None = None,
         backend: str | None = None,
         **keywords: Any,
@@ -147,17 +172,23 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             check_estimator("advantage", advantage, ("group_ids", *ids), "TRL")
         require_type(isinstance(window, EntropyWindow | None), "window: expected an EntropyWindow, got {}", window)
         super().__init__(*args, **keywords)
-        given = {"gate": gate, "advantage": advantage, "window": window}
+        check(window is None or entropy is None, "entropy: it takes the place of window=, got both; drop one")
+        if entropy_penalty is not None:
+            check_keywords("entropy_penalty", entropy_penalty, PENALISED)
+        given = {"gate": gate, "advantage": advantage, "window": window, "entropy": entropy}
         config = self.args
         check_config(config, [name for name, value in given.items() if value is not None])
         kl = None
         if config.beta != 0.0:
             kl = k3(config.beta, gradient="importance" if config.use_bias_correction_kl else "value")
-        if window is None and config.top_entropy_quantile < 1.0:
+        if entropy is not None:
+            check_entropy(entropy, self.accelerator.num_processes)
+        elif window is None and config.top_entropy_quantile < 1.0:
             window = forking_tokens(config.top_entropy_quantile, scope="call")
         resolve("gates", torch.empty(0, device=self.accelerator.device), backend)  # fail now, not after a rollout
         gate = gate or gate_from_config(config)
-        check_needs(gate, gate_inputs, _AVAILABLE, "" if self._has_sampler() else _NO_SAMPLER)
+        selected = () if entropy is None else ("bounds",)
+        check_needs(gate, gate_inputs, _AVAILABLE, "" if self._has_sampler() else _NO_SAMPLER, selected)
         check(
             not (gate.needs_rollout and config.use_vllm and config.vllm_importance_sampling_correction),
             "vllm_importance_sampling_correction: expected False, got True; the gate {!r} corrects what vLLM's "
@@ -178,8 +209,8 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
                 whole = self.accelerator.unwrap_model(model)
                 give_head(whole.get_base_model() if hasattr(whole, "get_base_model") else whole, backend)
         self._hpo = _Settings(
-            gate, kl, advantage, steps, domain, window, gate_inputs, backend, self.accelerator.num_processes,
-            frozenset(units),
+            gate, kl, advantage, steps, domain, window, entropy, entropy_penalty, gate_inputs, backend,
+            self.accelerator.num_processes, frozenset(units),
         )  # fmt: skip
 
     def _has_sampler(self) -> bool:
@@ -204,7 +235,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         They are made here, before rows are shuffled into micro-batches, where most prompt groups are no longer whole.
         """
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        _, _, advantage, steps, domain, window, _, backend, _, units = self._hpo
+        _, _, advantage, steps, domain, window, entropy, _, _, backend, _, units = self._hpo
         rows = len(output["completion_ids"])
         own = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
         size = self.num_generations if self.model.training else self.num_generations_eval
@@ -217,14 +248,25 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             output["group_ids"] = groups[own]
         if domain is not None:
             output["domain_ids"] = _domain_ids(domain, inputs, groups.device)
-        if window is not None and window.scope == "batch":
-            training, config = self.model.training, self.args
-            at_once = config.per_device_train_batch_size if training else config.per_device_eval_batch_size
-            with torch.no_grad():
-                _, entropies, _ = self._score(self.model, output, batch_size=at_once)
+        if entropy is not None:
+            logps, entropies = self._scored(output)
+            output |= selection_tensors(
+                entropy, _mask(output), output["advantages"], groups[own], entropy=entropies, logp=logps,
+                process_group=self._ranks(), seed=self.state.global_step, backend=backend,
+            )  # fmt: skip
+        elif window is not None and window.scope == "batch":
+            _, entropies = self._scored(output)
             state = window.fit(entropies, _mask(output), process_group=self._ranks(), backend=backend)
             output["token_mask"] = window.apply(entropies, _mask(output), state, backend=backend)
         return output
+
+    @torch.no_grad()
+    def _scored(self, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies ``[B, L]`` of a rollout under the policy that sampled it."""
+        training, config = self.model.training, self.args
+        at_once = config.per_device_train_batch_size if training else config.per_device_eval_batch_size
+        logps, entropies, _ = self._score(self.model, output, batch_size=at_once)
+        return logps, entropies
 
     def _advantages(self, advantage: Callable[..., torch.Tensor], groups: torch.Tensor) -> torch.Tensor:
         """Advantages ``[P B]`` from the rewards of all processes."""
@@ -267,6 +309,13 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         logps, entropies, aux_loss = self._score(model, inputs, compute_aux_loss=self.aux_loss_enabled)
         loss = self._policy_loss(logps, entropies.detach(), inputs, aux_loss)
+        if self._hpo.entropy_penalty is not None:
+            batch = PackedBatch.from_padded(_mask(inputs))
+            taken = {"entropy": entropies.flatten(), "batch": batch, "weights": self._weights(batch, inputs)}
+            penalty = penalty_of(self._hpo.entropy_penalty, seed=self.state.global_step, **taken)
+            kept = self._metrics["train" if self.model.training else "eval"]
+            kept["entropy_penalty"].append(self.accelerator.gather(penalty.detach()).nanmean().item())
+            loss = loss + penalty
         if self._entropy_bonus_enabled:
             # As TRL logs it: of a micro-batch, but for the loss types whose denominator is the whole step's.
             logged = loss.detach() * (1 if self.loss_type in ("cispo", "dapo", "vespo") else self._accumulated())
@@ -313,7 +362,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             inputs: TRL's micro-batch: masks, advantages, and what else was computed when it was generated.
             aux_loss: 0-dim, the load balancing of a mixture of experts; only logged.
         """
-        gate, kl, _, _, _, window, gate_inputs, backend, _, units = self._hpo
+        gate, kl, _, _, _, window, _, _, gate_inputs, backend, _, units = self._hpo
         mask = _mask(inputs)
         batch = PackedBatch.from_padded(
             mask,
@@ -357,6 +406,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             entropy=entropies,
             window=window,
             threshold=threshold,
+            selection=selection_of(inputs),
             token_mask=inputs.get("token_mask"),
             token_weight=None if token_weight is None else token_weight.expand_as(logps),
             advantage_level="token" if advantages.dim() == 2 else "row",
@@ -456,7 +506,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
 
 
 class HPOTrainer(HPOMixin, GRPOTrainer):  # type: ignore[misc,unused-ignore]
-    """``trl.GRPOTrainer`` with its loss computed by hpo_core: ``gate=``, ``advantage=``, ``window=``, ``backend=``.
+    """``trl.GRPOTrainer`` with its loss computed by hpo_core: ``gate=``, ``advantage=``, ``window=``, ``entropy=``.
 
     The arguments are those of :class:`HPOMixin`, and all of ``GRPOTrainer``.
     """

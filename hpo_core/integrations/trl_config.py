@@ -26,6 +26,7 @@ REPLACED = {
     ),
     "advantage": ("scale_rewards", "multi_objective_aggregation"),
     "window": ("top_entropy_quantile",),
+    "entropy": ("top_entropy_quantile",),
 }
 
 

@@ -1,0 +1,89 @@
+"""Entropy methods inside a trainer: a selection, made once per rollout, that travels with the rows into micro-batches;
+and a penalty on each micro-batch.
+
+``B`` completions of ``L`` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed
+
+from ..advantages.terms import accepted_keywords
+from ..batch import PackedBatch
+from ..checks import check, require_type
+from ..entropy import Selection
+from .needs import check_keywords
+
+__all__ = ["AVAILABLE", "SELECTED", "MakesSelection", "check_entropy", "selection_of", "selection_tensors"]
+
+MakesSelection = Callable[..., Selection]
+MakesPenalty = Callable[..., torch.Tensor]
+
+# The keywords that an entropy method may take.
+AVAILABLE = ("entropy", "logp", "advantages", "advantage_level", "batch", "process_group", "seed", "backend")
+# Those that a penalty may take.
+PENALISED = ("entropy", "batch", "weights", "seed")
+# The keys of a trainer's batch under which the fields of a selection lie, each [B, L]; the mask is the trainer's own.
+SELECTED = tuple(f"selection_{name}" for name in (*Selection._fields[1:2], "low", "high", *Selection._fields[3:]))
+
+
+def check_entropy(entropy: MakesSelection, processes: int) -> None:
+    """That the trainer can call the method, and that what it measures is measured on all processes.
+
+    Raises:
+        TypeError, ValueError: naming what is missing, and the fix.
+    """
+    require_type(
+        callable(entropy),
+        "entropy: expected a function that returns a Selection, got {}; an EntropyWindow goes to window=",
+        type(entropy),
+    )
+    parameters = check_keywords("entropy", entropy, AVAILABLE)
+    check(
+        processes == 1 or "state" not in parameters or "process_group" in parameters,
+        "entropy: {} fits its state on one process, and here are {}; wrap it in a function of entropy, batch and "
+        "process_group that fits over all of them, such as hapo(entropy, batch, state=fit_pivot(entropy, batch, "
+        "process_group=process_group))",
+        getattr(entropy, "__name__", "it"),
+        processes,
+    )
+
+
+def penalty_of(penalty: MakesPenalty, **given: Any) -> torch.Tensor:
+    """The loss term of a micro-batch, 0-dim."""
+    found = penalty(**accepted_keywords(penalty, **given))
+    is_scalar = isinstance(found, torch.Tensor) and found.dim() == 0
+    require_type(is_scalar, "entropy_penalty: expected it to return a scalar tensor, got {!r}", found)
+    return found
+
+
+def selection_tensors(
+    method: MakesSelection, mask: torch.Tensor, advantages: torch.Tensor, group_ids: torch.Tensor, **given: Any
+) -> dict[str, torch.Tensor]:
+    """The selection of a rollout, by key of the trainer's batch, ``[B, L]`` each.
+
+    Args:
+        mask: ``[B, L]`` bool. advantages: ``[B]`` or ``[B, L]``.
+        given: what else there is, by name; tensors ``[B, L]`` are passed as ``[T]``.
+    """
+    batch = PackedBatch.from_padded(mask, group_ids=group_ids)
+    level = "token" if advantages.dim() == 2 else "row"
+    flat = {name: each.reshape(-1) if isinstance(each, torch.Tensor) else each for name, each in given.items()}
+    flat |= {"advantages": advantages.reshape(-1), "advantage_level": level, "batch": batch}
+    found = method(**accepted_keywords(method, **flat))
+    require_type(isinstance(found, Selection), "entropy: expected it to return a Selection, got {}", type(found))
+    chosen, weight, bounds, *rest = found
+    low, high = (None, None) if bounds is None else bounds
+    fields = dict(zip(("token_mask", *SELECTED), (chosen, weight, low, high, *rest), strict=True))
+    return {name: each.reshape(mask.shape) for name, each in fields.items() if each is not None}
+
+
+def selection_of(inputs: dict[str, Any]) -> Selection | None:
+    """The selection of a micro-batch's rows, without its mask; None where there is none."""
+    weight, low, high, *rest = (inputs.get(name) for name in SELECTED)
+    found = Selection(None, weight, None if low is None or high is None else (low, high), *rest)
+    return found if any(each is not None for each in found) else None

@@ -22,17 +22,15 @@ EVERY_MODULE = tuple(sorted(path.stem.removeprefix("test_") for path in Path(__f
 
 LOSS = ("promises", "gates", "hierarchy", "presets", "terms", "stages", "metrics", "corrections")
 ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators")
-ENTROPY = (
-    "entropy", "entropy_selection", "select_top", "window_aggregates", "selection", "entropy_presets",
-    "entropy_shaping", "entropy_thresholds",
-)  # fmt: skip
-SCOPES = ("scopes",)
+ENTROPY = ("entropy", "entropy_selection", "select_top", "window_aggregates")
+SCOPES = ("scopes", "scopes_over_ranks")
+PRESETS = ("selection", "entropy_presets", "entropy_shaping", "entropy_thresholds")
 SEGMENTS = ("segments", "token_estimators")
 LOGPROBS = ("logprobs", "logprobs_calls", "support", "linear_logprobs", "vocabulary_parallel", "logprobs_peers")
 OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SCOPES, *SEGMENTS, *LOGPROBS)
 MULTIPROCESS = (
     *("distributed", "segment_exchange", "aggregates", "advantages_over_ranks", "data_parallel", "deepspeed"),
-    "empty_rank",
+    *("empty_rank", "scopes_over_ranks"),
 )
 PYTHON = (
     *("aggregation", "batch", "batch_caches", "couplings", "docs", "gate_inputs", "imports", "level_metrics", "losses"),
@@ -105,7 +103,7 @@ RULES = [
     Rule(("hpo_core/loss_from_logits.py", "hpo_core/ops/logprobs.py"), ("loss_from_logits",), EVERY_BACKEND),
     Rule(("hpo_core/advantages/*",), (*ADVANTAGES, "estimator_properties", "imports", "docs", "synchronisation")),
     Rule(("hpo_core/advantages/ranks.py", "hpo_core/advantages/terms.py"), MULTIPROCESS),
-    Rule(("hpo_core/entropy/*",), (*ENTROPY, *SCOPES, "losses", "imports", "docs")),
+    Rule(("hpo_core/entropy/*",), (*ENTROPY, *PRESETS, *SCOPES, "losses", "imports", "docs")),
     Rule(("hpo_core/gates/*",), (*LOSS, "gate_inputs", "hierarchy_theorems", "hierarchy_degenerate", "imports",
           "docs")),
     Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py"),

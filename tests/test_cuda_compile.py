@@ -145,7 +145,7 @@ def _name(symbol: str) -> str:
         length = int(found[0])
         name, rest = rest[found.end() :][:length], rest[found.end() + length :]
     arguments = re.match(r"I((?:L[bi]\d+E|NS_\d+[A-Za-z]+\d*E)+)E", rest)
-    values = re.findall(r"(?:L[bi]|NS_\d+)([A-Za-z]*\d+)E", arguments[1]) if arguments else []
+    values = re.findall(r"(?:L[bi]|NS_\d+)([A-Za-z]*?\d*)E(?=L|N|$)", arguments[1]) if arguments else []
     return f"{name}<{', '.join(values)}>" if values else name
 
 

@@ -29,6 +29,27 @@ MUTANTS = {
         "from = to;\n    __syncthreads();", "from = to;",
         "test_entropy.test_constant_is_its_own_mean", {"width": 8},
     ),
+    "cuda: a window that sticks out of its row is defined": Mutant(
+        "cuda_emulated", "include/hpo/entropy.h",
+        "whole | (rule.boundary != Boundary::full)", "true",
+        "test_window_aggregates.test_carried_by_hand", {},
+    ),
+    "cuda: a row carries what its masked tokens hold": Mutant(
+        "cuda_emulated", "cuda/entropy.cu",
+        "!windows.usable(token)", "false",
+        "test_window_aggregates.test_carried_by_hand", {},
+    ),
+    "cuda: ties of an exact selection are dropped": Mutant(
+        "cuda_emulated", "cuda/scopes.cu",
+        "ties.before < needed", "false",
+        "test_scopes.test_top_k_is_that_of_a_loop", {},
+    ),
+    "cuda: missing barrier before the ties of a block's warps are added up": Mutant(
+        "cuda_emulated", "cuda/scopes.cu",
+        "if (lane() == 0) of_warp[warp_in_block()] = __popc(flags);\n  __syncthreads();",
+        "if (lane() == 0) of_warp[warp_in_block()] = __popc(flags);",
+        "test_scopes.test_long_segments", {"kind": "equal"},
+    ),
     "cuda: quantile rounds down": Mutant(
         "cuda_emulated", "cuda/entropy_selection.cu",
         "order_index(args.numerator, args.denominator, args.rule, population)",
@@ -146,6 +167,32 @@ MUTANTS = {
         "cpu", "cpu/entropy.cpp",
         "smaller(t + rule.last + 1, row_end)", "smaller(t + rule.last, row_end)",
         "test_entropy.test_every_window", {"boundary": "shrink", "invalid": "skip", "first": -3, "last": 0},
+    ),
+    "cpu: a maximum does not see the rest of its window": Mutant(
+        "cpu", "cpu/entropy.cpp",
+        "fold(part[j], further[j + distance])", "part[j]",
+        "test_window_aggregates.test_extremes_of_windows_that_overlap", {},
+    ),
+    "cpu: a row carries the value of a masked token": Mutant(
+        "cpu", "cpu/entropy.cpp",
+        "!is_valid(t) || !is_finite(args.values[t])", "!is_finite(args.values[t])",
+        "test_window_aggregates.test_carried_by_hand", {},
+    ),
+    "cpu: the quantile of a scope rounds down": Mutant(
+        "cpu", "cpu/scopes.cpp",
+        "order_index(args.numerator, args.denominator, args.rule, population)",
+        "order_index(args.numerator, args.denominator, OrderRule::floor, population)",
+        "test_scopes.test_the_index_is_exact_where_floats_fail", {},
+    ),
+    "cpu: masked tokens are in the population of a scope": Mutant(
+        "cpu", "cpu/scopes.cpp",
+        "!args.mask || args.mask[t]", "true",
+        "test_scopes.test_masked_values_are_never_read", {"poison": 99.0},
+    ),
+    "cpu: every part of a scope selects its own ties": Mutant(
+        "cpu", "cpu/scopes.cpp",
+        "needed -= here;", "",
+        "test_scopes.test_long_segments", {"kind": "equal"},
     ),
     "cpu: masked entropies are averaged": Mutant(
         "cpu", "cpu/entropy.cpp",
@@ -342,6 +389,21 @@ MUTANTS = {
         "triton", "entropy.py",
         "(neighbour >= range_.begin) & (neighbour < range_.end)", "(neighbour >= 0) & (neighbour < tokens)",
         WINDOW_BORDER, {},
+    ),
+    "triton: a row carries the value of a masked token": Mutant(
+        "triton", "entropy.py",
+        "tl.where(usable, token, range_.end)", "tl.where(token < range_.end, token, range_.end)",
+        "test_window_aggregates.test_carried_by_hand", {},
+    ),
+    "triton: each step of a scope selects all ties that are needed": Mutant(
+        "triton", "scopes.py",
+        "needed = tl.maximum(needed - tl.sum(ties.to(tl.int64)), 0)", "needed = needed + 0",
+        "test_scopes.test_top_k_is_that_of_a_loop", {},
+    ),
+    "triton: masked tokens are in the population of a scope": Mutant(
+        "triton", "scopes.py",
+        "valid &= tl.load(mask + token, mask=valid, other=False)", "valid &= token >= 0",
+        "test_scopes.test_masked_values_are_never_read", {"poison": 99.0},
     ),
     "triton: off by one at the end of a window": Mutant(
         "triton", "entropy.py",

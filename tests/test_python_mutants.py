@@ -23,6 +23,16 @@ class Found:
         return on_ranks(world, getattr(module_of_tests("test_vocabulary_parallel"), self.computation))
 
 
+class Scoped:
+    """What two ranks find of scopes that they share, computed anew whenever a test looks at it."""
+
+    def __init__(self, kind, name):
+        self.arguments = (kind,), (name,)
+
+    def __iter__(self):
+        return iter(on_ranks(2, module_of_tests("test_scopes_over_ranks").compute, *self.arguments))
+
+
 ONE_STEP = "test_wrong_arguments.test_some_steps_of_the_walk_in_this_process"
 MUTANTS = {
     "patterns of outputs have torch's default dtype": mutant(
@@ -197,6 +207,28 @@ MUTANTS = {
         "vocabulary_parallel.py",
         "    parts[torch.distributed.get_rank(group)] = own\n", "",
         "test_vocabulary_parallel.test_the_reference_over_ranks", found=Found("compute_the_reference"), world=2,
+    ),
+    "a decimal quantile is the double next to it": mutant(
+        "entropy/scopes.py",
+        "Fraction(str(value))", "Fraction(int(float(value) * 2**30), 2**30)",
+        "test_scopes.test_the_index_is_exact_where_floats_fail", backend="cpu",
+    ),
+    "ties go by the place in the pack": mutant(
+        "ops/scopes.py",
+        "order = torch.sort(uid, stable=True).indices", "order = torch.arange(uid.numel(), device=uid.device)",
+        "test_scopes.test_the_order_of_rows_does_not_matter", backend="cpu",
+    ),
+    "thresholds of shared scopes are those of the rank": mutant(
+        "entropy/ranks.py",
+        "torch.distributed.all_reduce(histogram, group=group)", "pass",
+        "test_scopes_over_ranks.test_thresholds_are_those_of_one_process",
+        ranks=Scoped("tied", "bucket"), kind="tied", name="bucket",
+    ),
+    "each rank selects all ties that are needed": mutant(
+        "entropy/ranks.py",
+        "before = before - before[torch.searchsorted(sorted_scope, sorted_scope)]", "before = torch.zeros_like(before)",
+        "test_scopes_over_ranks.test_selections_are_those_of_one_process",
+        ranks=Scoped("equal", "call"), kind="equal", name="call",
     ),
 }  # fmt: skip
 

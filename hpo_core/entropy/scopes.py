@@ -10,12 +10,14 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import torch
+import torch.distributed
 
 from .. import ops
 from ..batch import PackedBatch, renumber
 from ..checks import check, check_device, check_dtype, check_shape, examined, examines, require_type
 from ..specs import OrderRule
 from .aggregates import flat_values
+from .ranks import common_numbers, quantiles_over_ranks, top_k_over_ranks
 
 __all__ = ["exact_fraction", "quantiles", "segment_aggregate", "top_k"]
 
@@ -57,8 +59,7 @@ def segment_aggregate(
     check(aggregate in _AGGREGATES, "aggregate: expected one of {}, got {!r}", ", ".join(_AGGREGATES), aggregate)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     if isinstance(level, torch.Tensor):
-        segment = _numbers(_integers("level", level, flat.numel(), "[T] (one per token)", batch))
-        count = flat.numel()
+        segment, count = _numbers(_integers("level", level, flat.numel(), "[T] (one per token)", batch), None)
     else:
         is_level = isinstance(level, str) and level in _LEVELS
         check(is_level, "level: expected one of {} or ids [T], got {!r}", ", ".join(_LEVELS), level)
@@ -85,6 +86,7 @@ def quantiles(
     scopes: int | None = None,
     rule: OrderRule = OrderRule.CEIL,
     expand: bool = False,
+    process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """The exact quantile of the valid finite values of each scope.
@@ -98,6 +100,8 @@ def quantiles(
         scopes: the number C of scopes that ids name, 0 to C - 1, of which some may be empty. Default: as many as rows.
         rule: ``CEIL``, ``FLOOR`` and ``NEAREST`` are one of the values; ``LINEAR`` interpolates as NumPy does.
         expand: the threshold of each token's scope, in the shape of ``values``, NaN in no scope.
+        process_group: the ranks that share the scopes, with equal ids for equal scopes; the values of all of them
+            count. C is then the number of different ids; rows, and steps without ids, stay with their rank.
 
     Returns:
         The thresholds ``[C]``, NaN for an empty scope: ``[S]`` of rows, ``[N]`` of steps, ``[1]`` of the call. Prompt
@@ -113,13 +117,17 @@ def quantiles(
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     q = exact_fraction("quantile", quantile).as_integer_ratio()
     check(q[1] <= 2**31, "quantile: expected a short decimal or a Fraction, got {}; write it as a string", quantile)
-    if isinstance(scope, str) and scope == "call":
+    if isinstance(scope, str) and scope == "call" and process_group is None:
         thresholds = _quantile_of_call(flat, batch, q, rule, backend)
         return thresholds.expand(values.shape) if expand else thresholds
-    scoping = _scoping(batch, scope, scopes)
-    thresholds, _ = ops.order_statistics(
-        flat, scoping.segments, scoping.scope_of_segment, scoping.scopes, *q, rule, batch.mask, backend
-    )
+    scoping = _scoping(batch, scope, scopes, process_group)
+    if process_group is None or scoping.scope_of_segment is None:
+        thresholds, _ = ops.order_statistics(
+            flat, scoping.segments, scoping.scope_of_segment, scoping.scopes, *q, rule, batch.mask, backend
+        )
+    else:
+        given = _unless_masked(scoping.of_token(flat.numel()), batch)
+        thresholds, _ = quantiles_over_ranks(flat, given, scoping.scopes, q, rule, process_group)
     if not expand:
         return thresholds
     of_token = scoping.of_token(flat.numel())
@@ -135,6 +143,7 @@ def top_k(
     scope: str | torch.Tensor = "row",
     scopes: int | None = None,
     uid: torch.Tensor | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """The k largest valid finite values of each scope, or all of them where there are fewer, as a bool mask.
@@ -145,7 +154,8 @@ def top_k(
     Args:
         values, batch, scope, scopes: see :func:`quantiles`.
         k: one number for all scopes, or ``[C]`` integers.
-        uid: ``[S]`` integers, one per row. Default: the order of the rows.
+        uid: ``[S]`` integers, one per row. Default: the order of the rows, of one rank after the other.
+        process_group: see :func:`quantiles`; every rank passes the same k.
 
     Returns:
         bool in the shape of ``values``.
@@ -155,12 +165,17 @@ def top_k(
     """
     batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
-    scoping = _scoping(batch, scope, scopes)
+    scoping = _scoping(batch, scope, scopes, process_group)
     wanted = _counts(k, scoping.scopes, batch)
     if uid is not None:
         uid = _integers("uid", uid, batch.rows, "[S] (one per row)", batch)
         uid = uid if scoping.row_of_segment is None else uid[scoping.row_of_segment]
-    selected = ops.select_exact(flat, scoping.segments, scoping.scope_of_segment, wanted, uid, batch.mask, backend)
+    if process_group is None or scoping.scope_of_segment is None:
+        selected = ops.select_exact(flat, scoping.segments, scoping.scope_of_segment, wanted, uid, batch.mask, backend)
+    else:
+        segment = _unless_masked(scoping.segment_of_token(flat.numel()), batch)
+        uid = torch.zeros_like(scoping.scope_of_segment) if uid is None else uid
+        selected = top_k_over_ranks(flat, segment, scoping.scope_of_segment, wanted, uid, process_group)
     return selected.reshape(values.shape)
 
 
@@ -193,49 +208,65 @@ class _Scoping(NamedTuple):
 
     def of_token(self, tokens: int) -> torch.Tensor:
         """The scope of each token ``[T]`` int64, -1 for none."""
+        segment = self.segment_of_token(tokens)
+        if self.scope_of_segment is None:
+            return segment
+        scope = torch.cat((self.scope_of_segment, segment.new_full((1,), -1)))[segment]
+        return torch.where((scope >= 0) & (scope < self.scopes), scope, -1)
+
+    def segment_of_token(self, tokens: int) -> torch.Tensor:
+        """The segment of each token ``[T]`` int64, -1 for none."""
         token = torch.arange(tokens, device=self.segments.device)
         segment = torch.searchsorted(self.segments, token, right=True) - 1
-        inside = (segment >= 0) & (segment < self.segments.numel() - 1)
-        if self.scope_of_segment is not None:
-            if self.scope_of_segment.numel() == 0:
-                return torch.full_like(token, -1)
-            segment = self.scope_of_segment[torch.where(inside, segment, 0)]
-        return torch.where(inside & (segment >= 0) & (segment < self.scopes), segment, -1)
+        return torch.where(segment < self.segments.numel() - 1, segment, -1)
 
 
-def _scoping(batch: PackedBatch, scope: str | torch.Tensor, scopes: int | None) -> _Scoping:
-    """The scopes of this name, or those with these ids of rows."""
+def _unless_masked(number: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """The number of each token ``[T]``, -1 for masked ones."""
+    return number if batch.mask is None else torch.where(batch.mask, number, -1)
+
+
+def _scoping(
+    batch: PackedBatch,
+    scope: str | torch.Tensor,
+    scopes: int | None,
+    group: torch.distributed.ProcessGroup | None = None,
+) -> _Scoping:
+    """The scopes of this name, or those with these ids of rows. Ranks of a group number the same ids alike."""
     if isinstance(scope, torch.Tensor):
         ids = _integers("scope", scope, batch.rows, "[S] (one per row)", batch)
         check(scopes is None or scopes >= 0, "scopes: expected a count >= 0, got {}", scopes)
-        of_row = _numbers(ids) if scopes is None else ids
-        return _Scoping(batch.cu_seqlens, of_row, batch.rows if scopes is None else scopes, None)
+        of_row, count = (ids, scopes) if scopes is not None else _numbers(ids, group)
+        return _Scoping(batch.cu_seqlens, of_row, count, None)
     is_scope = isinstance(scope, str) and scope in _SCOPES
     check(is_scope, "scope: expected one of {} or ids [S], got {!r}", ", ".join(_SCOPES), scope)
     check(scopes is None, "scopes: it is the number of scopes that ids name, but scope is {!r}; leave it out", scope)
     if scope == "step":
-        return _steps(batch)
-    if scope == "trajectory" and batch.trajectories is not None:
-        return _Scoping(batch.cu_seqlens, batch.trajectories[0], batch.rows, None)
+        return _steps(batch, group)
+    if scope == "trajectory" and batch.trajectory_ids is not None:
+        return _Scoping(batch.cu_seqlens, *_names(batch.trajectory_ids, group), None)
     if scope == "group":
         check(batch.group_ids is not None, "scope: 'group' needs group_ids in the batch")
         assert batch.group_ids is not None
-        return _Scoping(batch.cu_seqlens, _numbers(batch.group_ids), batch.rows, None)
+        return _Scoping(batch.cu_seqlens, *_numbers(batch.group_ids, group), None)
     if scope == "call":
         return _Scoping(batch.cu_seqlens, torch.zeros_like(batch.cu_seqlens[1:]), 1, None)
     return _Scoping(batch.cu_seqlens, None, batch.rows, None)
 
 
-def _steps(batch: PackedBatch) -> _Scoping:
+def _steps(batch: PackedBatch, group: torch.distributed.ProcessGroup | None) -> _Scoping:
     """Steps as segments. With gaps every second segment is one, in no scope."""
     check(batch.num_steps is not None, "scope: 'step' needs steps in the batch; pass cu_steps or steps to it")
-    count = batch.num_steps or 0
-    number = torch.arange(count, device=batch.device)
+    steps = count = batch.num_steps or 0
+    number = torch.arange(steps, device=batch.device)
     if batch.step_ids is not None:
-        number = renumber(torch.where(batch.step_ids < 0, -1 - number, batch.step_ids))[0]
+        own = -1 - number
+        if group is not None:  # ranges without a name stay with their rank
+            own = own * torch.distributed.get_world_size(group) - torch.distributed.get_rank(group)
+        number, count = _names(torch.where(batch.step_ids < 0, own, batch.step_ids), group)
     if batch.cu_steps is not None:
         segments, scope = batch.cu_steps, None if batch.step_ids is None else number
-    elif count == 0:
+    elif steps == 0:
         segments, scope = batch.cu_seqlens[:1], number
     else:
         assert batch.steps is not None
@@ -246,11 +277,18 @@ def _steps(batch: PackedBatch) -> _Scoping:
     return _Scoping(segments, scope, count, row)
 
 
-def _numbers(ids: torch.Tensor) -> torch.Tensor:
-    """Ids as 0, 1, ... in the order of their values, -1 for negative ones."""
+def _names(ids: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> tuple[torch.Tensor, int]:
+    """Ids as 0, 1, ... in the order of their values, and at least as many as there are of them."""
+    return (renumber(ids)[0], ids.numel()) if group is None else common_numbers(ids, True, group)
+
+
+def _numbers(ids: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> tuple[torch.Tensor, int]:
+    """The same where a negative id means none, -1."""
+    if group is not None:
+        return common_numbers(ids, False, group)
     none = ids < 0
     number = renumber(ids.clamp(min=-1))[0]
-    return torch.where(none, -1, number - none.any().to(number.dtype))
+    return torch.where(none, -1, number - none.any().to(number.dtype)), ids.numel()
 
 
 def _counts(k: int | torch.Tensor, scopes: int, batch: PackedBatch) -> torch.Tensor:

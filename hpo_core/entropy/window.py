@@ -19,6 +19,7 @@ from ..batch import PackedBatch
 from ..checks import check, check_dtype, check_numbers, check_shape, examines, require_type
 from ..specs import INDEX_RULES, Boundary, Invalid, OrderRule, WindowAggregate
 from .aggregates import NUMBERS, ROUNDING, flat_values, window_score
+from .ranks import quantiles_over_ranks
 from .scopes import exact_fraction
 
 __all__ = ["EntropyWindow", "WindowState", "ares", "forking_tokens"]
@@ -290,57 +291,7 @@ def _threshold(threshold: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def _fit_over_ranks(
     score: torch.Tensor, quantile: Fraction, rule: OrderRule, group: torch.distributed.ProcessGroup
 ) -> WindowState:
-    """Radix selection over order-preserving keys: three all-reduces of at most 16 KiB, exact on every rank.
-
-    Integer histograms add up to the same bits in any order, so the threshold does not depend on how tokens are spread.
-    """
-    keys = _order_keys(score.float())  # [T] int64 in [0, 2^32)
-    finite = torch.isfinite(score)
-    prefix = torch.zeros(1, dtype=torch.int64, device=score.device)
-    below = torch.zeros(1, dtype=torch.int64, device=score.device)
-    index = population = torch.zeros(1, dtype=torch.int64, device=score.device)
-    for shift, bits in ((21, 11), (10, 11), (0, 10)):
-        matches = finite & ((keys >> (shift + bits)) == prefix)
-        digit = (keys >> shift) & ((1 << bits) - 1)
-        # An extra bin takes the other tokens, because boolean indexing would synchronise.
-        histogram = torch.zeros((1 << bits) + 1, dtype=torch.int64, device=score.device)
-        histogram.scatter_add_(0, torch.where(matches, digit, 1 << bits), torch.ones_like(digit))
-        histogram = histogram[:-1].contiguous()
-        torch.distributed.all_reduce(histogram, group=group)
-        if shift == 21:
-            population = histogram.sum().reshape(1)
-            index = _order_index(population, quantile, rule)
-        cumulative = histogram.cumsum(0)
-        bin_ = torch.searchsorted(cumulative, index - below, right=True).clamp(max=(1 << bits) - 1)
-        below = below + cumulative[bin_] - histogram[bin_]
-        prefix = (prefix << bits) | bin_
-    threshold = torch.where(
-        population > 0, _from_order_key(prefix), score.new_full((1,), torch.nan, dtype=torch.float32)
-    )
-    errors = score.isnan().sum().reshape(1)
-    torch.distributed.all_reduce(errors, group=group)
-    return WindowState(threshold, population, errors)
-
-
-def _order_index(population: torch.Tensor, quantile: Fraction, rule: OrderRule) -> torch.Tensor:
-    """OrderRule.index in tensor arithmetic, without reading the population on the host."""
-    product = quantile.numerator * (population - 1).clamp(min=0)
-    floor = torch.div(product, quantile.denominator, rounding_mode="floor")
-    remainder = product - floor * quantile.denominator
-    if rule is OrderRule.FLOOR:
-        return floor
-    if rule is OrderRule.CEIL:
-        return floor + (remainder > 0)
-    twice = 2 * remainder
-    return floor + ((twice > quantile.denominator) | ((twice == quantile.denominator) & (floor % 2 == 1)))
-
-
-def _order_keys(values: torch.Tensor) -> torch.Tensor:
-    """Unsigned 32-bit keys, as int64, in the order of the floats; -0 and +0 are one key."""
-    bits = (values + 0.0).contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    return torch.where(bits >= 1 << 31, 0xFFFFFFFF - bits, bits + (1 << 31))
-
-
-def _from_order_key(keys: torch.Tensor) -> torch.Tensor:
-    bits = torch.where(keys >= 1 << 31, keys - (1 << 31), 0xFFFFFFFF - keys)
-    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+    """All scores of all ranks are one scope: three all-reduces of at most 16 KiB."""
+    scope = torch.zeros_like(score, dtype=torch.int64)
+    threshold, counts = quantiles_over_ranks(score, scope, 1, quantile.as_integer_ratio(), rule, group)
+    return WindowState(threshold, *counts.T)

@@ -58,11 +58,12 @@ def _count_digit(
         for start in range(segment.begin, segment.end, STEP):
             _, valid, x = _load_step(values, mask, start, segment.end, STEP)
             key = order_key(x + 0.0)
-            counted = valid & is_finite(x)
+            finite = is_finite(x)
+            counted = valid & finite
             if SHIFT + BITS < 32:
                 counted &= ((key >> (SHIFT + BITS)) & ((1 << (32 - SHIFT - BITS)) - 1)) == prefix
             histogram += tl.histogram((key >> SHIFT) & ((1 << BITS) - 1), BINS, mask=counted)
-            errors += (valid & (is_finite(x) == False) & (x != float("-inf"))).to(tl.int64)  # noqa: E712
+            errors += (valid & (finite == False) & (x != float("-inf"))).to(tl.int64)  # noqa: E712
     return histogram.to(tl.int64), tl.sum(errors)
 
 
@@ -121,10 +122,11 @@ def _scan_scopes(
             for start in range(segment.begin, segment.end, STEP):
                 token, valid, x = _load_step(values, mask, start, segment.end, STEP)
                 key = order_key(x + 0.0)
-                ties = valid & is_finite(x) & (key == least)
+                finite = is_finite(x)
+                ties = valid & finite & (key == least)
                 before = tl.cumsum(ties.to(tl.int64), 0) - ties.to(tl.int64)
                 greater = (key ^ -0x80000000) > (least ^ -0x80000000)  # in the order of unsigned keys
-                chosen = (greater & is_finite(x)) | (ties & (before < needed))
+                chosen = (greater & finite) | (ties & (before < needed))
                 tl.store(selected + token, chosen & (wanted > 0), mask=valid)
                 needed = tl.maximum(needed - tl.sum(ties.to(tl.int64)), 0)
 

@@ -24,7 +24,7 @@ LOSS = ("promises", "gates", "hierarchy", "presets", "terms", "stages", "metrics
 ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators")
 ENTROPY = ("entropy", "entropy_selection", "select_top", "window_aggregates")
 SCOPES = ("scopes", "scopes_over_ranks")
-PRESETS = ("selection", "entropy_presets", "entropy_shaping", "entropy_thresholds")
+PRESETS = ("selection", "entropy_presets", "entropy_shaping", "entropy_thresholds", "entropy_reconstructed")
 SEGMENTS = ("segments", "token_estimators")
 LOGPROBS = ("logprobs", "logprobs_calls", "support", "linear_logprobs", "vocabulary_parallel", "logprobs_peers")
 OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SCOPES, *SEGMENTS, *LOGPROBS)
@@ -118,7 +118,7 @@ RULES = [
     Rule(("examples/*",), ("demo", "demo_agent", "docs")),
     Rule(("bench/*", "*.md", ".clang-format"), ("packaging",)),
     Rule(("hpo_core/losses.py", "hpo_core/kl.py", "hpo_core/loss_from_logits.py"), ("selection",)),
-    Rule(("tests/naive_entropy.py",), ("entropy_presets", "entropy_shaping", "entropy_thresholds")),
+    Rule(("tests/naive_entropy.py",), PRESETS),
     Rule(("tests/changed.py", "tests/sanitized.py"), ("changed",)),
     Rule(("tests/mutants.py", "tests/compiled.py"), ("mutants", "cuda_compile", "triton_compile"), EVERY_BACKEND),
     Rule(("tests/mutants.py",), ("python_mutants",), EVERY_BACKEND),

@@ -1,6 +1,7 @@
 """Entropy windows: windowed aggregates on packed rows, exact quantile thresholds, and the masks, weights and bounds
 made of them."""
 
+from . import reconstructed
 from .aggregates import Window, window_aggregate, window_mean
 from .controllers import (
     AresPenalty,
@@ -9,6 +10,7 @@ from .controllers import (
     entropic,
     epo_phase,
     skywork_coefficient,
+    target_temperature,
     trl_coefficient,
 )
 from .high_entropy_windows import (
@@ -90,6 +92,7 @@ __all__ = [
     "mean_entropy",
     "opened",
     "quantiles",
+    "reconstructed",
     "segment_aggregate",
     "siren",
     "siren_mean",
@@ -97,6 +100,7 @@ __all__ = [
     "skywork_coefficient",
     "steer",
     "steer_linear",
+    "target_temperature",
     "top_k",
     "trl_coefficient",
     "two_knot",

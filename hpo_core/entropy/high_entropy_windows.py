@@ -15,6 +15,7 @@ import torch
 from .. import ops
 from ..batch import PackedBatch
 from ..checks import check, check_device, check_dtype, check_tokens
+from ..gates.inputs import valid_tokens
 from ..segments import statistics
 from ..specs import OrderRule, Provenance
 from .aggregates import Window, window_aggregate
@@ -174,7 +175,8 @@ def ares_penalty_weights(
     known = (difficulty >= 0) & (difficulty < 3)
     of_rows = torch.where(known, beta.detach()[difficulty.clamp(0, 2)], 0.0)
     of_token = of_row(of_rows, batch.row_of_token(), 0.0)
-    return Selection(kl_weight=torch.where(mask, relief * of_token, of_token))
+    weight = torch.where(mask, relief * of_token, of_token)
+    return Selection(kl_weight=torch.where(valid_tokens(batch), weight, 0.0))
 
 
 def _median(values: torch.Tensor) -> torch.Tensor:

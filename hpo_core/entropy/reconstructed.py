@@ -120,7 +120,7 @@ def funrl(
     return as_advantages(known(own) + known(bonus), advantages, backend)
 
 
-@preset(Provenance.RECONSTRUCTED)
+@preset(Provenance.RECONSTRUCTED, differentiable=True)
 def openvl_band(
     entropy: torch.Tensor,
     batch: PackedBatch,

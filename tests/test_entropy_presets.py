@@ -200,6 +200,15 @@ def test_steer(drawn):
 # ------------------------------------------------------------------------------------------------- statistics and maps
 
 
+def test_a_state_is_that_of_the_step():
+    """Micro-batches have the factors of the whole, not of their own statistics."""
+    entropy, whole = torch.tensor([0.2, 0.4, 0.9, 2.0]), hpo.PackedBatch.from_lengths([3, 1])
+    expected, state = E.aepo_ruc(entropy, whole).advantage_factor, E.fit_scopes(entropy)
+    for rows in ([0], [1]):
+        part, tokens = whole.select(rows)
+        assert torch.equal(E.aepo_ruc(entropy[tokens], part, state=state).advantage_factor, expected[tokens])
+
+
 @on_random_batches
 def test_fit_scopes(drawn):
     """A table of some units answers for others with the same ids."""

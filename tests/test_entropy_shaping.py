@@ -8,6 +8,7 @@ from collections import defaultdict
 import pytest
 import torch
 from naive_entropy import Drawn
+from ranks import on_ranks
 
 import hpo_core as hpo
 from hpo_core import entropy as E
@@ -236,7 +237,7 @@ def test_ulorl(drawn):
 
 @on_random_batches
 def test_spans(drawn):
-    chosen = (drawn.draw.random(drawn.tokens) < 0.6).tolist()
+    chosen = drawn.draw.random(drawn.tokens) < 0.6
     inside = [t for places in drawn.valid for t in places]
     first, last = sorted(drawn.draw.integers(-2, 3, 2).tolist())
     got = E.cover(drawn.tensor(chosen), drawn.batch, Window(first, last), backend=drawn.backend).tolist()
@@ -260,6 +261,20 @@ def test_padded_batches_keep_their_shape():
     assert got.shape == (2, 3) and torch.equal(got.reshape(-1), E.gtpo(right, entropy.reshape(-1), flat))
     assert E.grpo_s(right, entropy, batch).shape == (2,)
     assert E.cover(mask, batch, Window(0, 1)).shape == (2, 3)
+
+
+def test_means_of_rows_stay_on_their_rank():
+    """Rows are places in a batch: the first of one rank is not the first of another."""
+    entropy = torch.tensor([0.25, 1.0, 3.0])
+
+    def compute(rank):
+        batch = rows_of(1) if rank == 0 else rows_of(2)
+        own = entropy[:1] if rank == 0 else entropy[1:]
+        world = torch.distributed.group.WORLD
+        return hpo.advantages.over_ranks(E.ettrl, world, tables=True)(torch.ones(1), own, batch)
+
+    expected = E.ettrl(torch.ones(2), entropy, rows_of(1, 2))
+    assert torch.equal(torch.cat(on_ranks(2, compute)), expected)
 
 
 def test_advantages_over_ranks(three_ranks):

@@ -98,6 +98,7 @@ def test_ares_of_the_source():
     counted = E.ares_next_windows(SHARED, TRIGGERS, BATCH, torch.tensor(0.5))
     assert E.count_of_rows(counted, BATCH).tolist() == [2, 0, 0]
     assert places(E.ares_next_windows(SHARED, TRIGGERS, BATCH, torch.tensor(-1.0))) == [1, 2, 5, 10, 11]
+    assert places(E.ares_next_windows(SHARED, TRIGGERS, BATCH, torch.tensor(0.61))) == [1]  # whose own window has .75
     state = E.ares_threshold(SHARED, hpo.PackedBatch(torch.tensor([0]), total_tokens=19), torch.tensor(0.5))
     assert state.item() == 0.5  # a batch without responses
     for constant in (0.3, 0.7):

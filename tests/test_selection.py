@@ -108,8 +108,9 @@ def test_a_token_without_a_coefficient_is_not_read():
     s = torch.where(pays, example.logp - example.ref, 0.0)
     assert loss == pytest.approx(base + (0.75 * example.weights[row] * s.square()).sum().item(), rel=1e-5)
     torch.testing.assert_close(torch.tensor(grad), torch.tensor(base_grad) + 1.5 * example.weights[row] * s)
-    holes = torch.where(example.batch.mask, selection.kl_weight, torch.nan)
-    assert example.run(kl=kl.k2(0.5), ref_logp=ref, selection=Selection(kl_weight=holes))[0] == loss
+    for hole in (torch.nan, 99.0):
+        poisoned = torch.where(example.batch.mask, selection.kl_weight, hole)
+        assert example.run(kl=kl.k2(0.5), ref_logp=ref, selection=Selection(kl_weight=poisoned))[0] == loss
 
 
 def test_merged():

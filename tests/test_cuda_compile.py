@@ -144,7 +144,7 @@ def _name(symbol: str) -> str:
     while found := re.match(r"\d+", rest):
         length = int(found[0])
         name, rest = rest[found.end() :][:length], rest[found.end() + length :]
-    arguments = re.match(r"I((?:L[bi]\d+E|NS_\d+[A-Za-z]+\d*E)+)E", rest)
+    arguments = re.match(r"I((?:L[bi]\d+E|NS_\d+[A-Za-z]+?\d*E)+)E", rest)
     values = re.findall(r"(?:L[bi]|NS_\d+)([A-Za-z]*?\d*)E(?=L|N|$)", arguments[1]) if arguments else []
     return f"{name}<{', '.join(values)}>" if values else name
 

@@ -50,6 +50,11 @@ MUTANTS = {
         "if (lane() == 0) of_warp[warp_in_block()] = __popc(flags);",
         "test_scopes.test_long_segments", {"kind": "equal"},
     ),
+    "cuda: blocks that share a scope do not know of the ties of others": Mutant(
+        "cuda_emulated", "cuda/scopes.cu",
+        "needed = max(needed - before, int64_t(0));", "",
+        "test_scopes.test_long_segments", {"kind": "equal"},
+    ),
     "cuda: quantile rounds down": Mutant(
         "cuda_emulated", "cuda/entropy_selection.cu",
         "order_index(args.numerator, args.denominator, args.rule, population)",

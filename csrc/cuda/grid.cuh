@@ -11,20 +11,20 @@ namespace hpo {
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 constexpr int64_t kMaxBlocks = 512;
 
-inline int blocks_for(int64_t threads) {
-  return int(std::min(kMaxBlocks, std::max(int64_t(1), (threads + kThreads - 1) / kThreads)));
+inline int blocks_for(int64_t threads, int of_block = kThreads) {
+  return int(std::min(kMaxBlocks, std::max(int64_t(1), (threads + of_block - 1) / of_block)));
 }
 
 // The same for a cooperative launch, whose blocks must all be on the device at once.
-template <auto kernel>
+template <auto kernel, int OF_BLOCK = kThreads>
 int blocks_together(int64_t threads) {
   static thread_local std::map<int, int> per_processor;  // by device: the query is slow and its result constant
   int device = 0, processors = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   int& resident = per_processor[device];
-  if (resident == 0) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, 0);
-  return std::max(1, std::min(blocks_for(threads), resident * processors));
+  if (resident == 0) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, OF_BLOCK, 0);
+  return std::max(1, std::min(blocks_for(threads, OF_BLOCK), resident * processors));
 }
 
 // Places arrays one after the other in a workspace; with nullptr it only measures.

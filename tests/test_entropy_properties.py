@@ -81,6 +81,31 @@ def test_the_order_of_rows_does_not_matter(call):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+LOCAL = {
+    "aepo_ruc", "archer", "ares_next_windows", "ares_penalty_weights", "count_of_rows", "cover", "dcpo_regulariser",
+    "entropy_advantage", "entropy_change", "funrl", "group_confidence", "hapo", "hapo_redistribution",
+    "hapo_temperature", "opened", "siren_tokens", "steer", "steer_linear", "ulorl",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "call", [each for each in PRESETS if each.function.__name__ in LOCAL], ids=lambda call: call.name.rpartition(".")[2]
+)
+def test_micro_batches_have_the_bits_of_the_whole(call):
+    """Given the state of the step, what a row gets depends on nothing outside it."""
+    whole = flat(call.run())
+    for rows in ([0], [1, 2]):
+        order = torch.tensor(rows)
+        part, tokens = call.arguments["batch"].select(order)
+        given = mapped(call.arguments, lambda values, at=tokens: values[at], lambda values, at=order: values[at], part)
+        for one, other in zip(flat(call.run(given)), whole, strict=True):
+            assert torch.equal(one, other[tokens if len(other) == TOKENS else order])
+
+
+def test_every_local_preset_is_tested():
+    assert {each.function.__name__ for each in PRESETS} >= LOCAL
+
+
 @every_preset
 def test_only_penalties_have_a_gradient(call):
     def differentiable(values):

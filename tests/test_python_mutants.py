@@ -145,7 +145,7 @@ MUTANTS = {
         "test_corrections.test_what_lies_between_steps_is_masked_for_every_correction", backend="cpu",
     ),
     "a selection adds tokens to a mask": mutant(
-        "losses.py",
+        "entropy/selection.py",
         "token_mask = mask if token_mask is None else token_mask & mask", "token_mask = mask",
         "test_selection.test_slots_and_arguments_combine", backend="cpu",
     ),

@@ -149,6 +149,11 @@ def test_the_padded_shape_and_the_other_calls():
     flat = hpo.PackedBatch(torch.tensor([0, 3, 6]), batch.mask)
     packed = hpo.entropy.entropy_advantage(entropy.reshape(-1), torch.tensor([1.0, -1.0]), flat)
     assert torch.equal(packed.advantage_addend, selection.advantage_addend.reshape(-1))
+    rewards = torch.tensor([1.0, -1.0])
+    single = hpo.hierarchical_policy_loss(
+        logp, None, rewards, batch, advantage=lambda rewards: rewards, selection=selection
+    )
+    assert torch.equal(loss, single.loss)
     logits, targets = torch.randn(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
     out = hpo.policy_loss_from_logits(logits, targets, *given[1:], selection=selection)
     both = hpo.token_logprobs(logits, targets, batch=batch)[0]

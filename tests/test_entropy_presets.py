@@ -1,6 +1,5 @@
 """Entropy presets: the worked numbers of their sources, and plain loops over random packed batches."""
 
-import functools
 import math
 import re
 import statistics
@@ -9,34 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from naive_entropy import Drawn, clamp, nearest, std
+from naive_entropy import clamp, close, nearest, on_random_batches, std
 
 import hpo_core as hpo
 from hpo_core import entropy as E
-
-SEEDS = [*range(8), *(pytest.param(range(at, at + 100), marks=pytest.mark.long) for at in range(8, 2008, 100))]
-
-
-def on_random_batches(test):
-    """A few batches by default, 2,000 in a long run; the reference in float64, and the statistics of every backend."""
-
-    @pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: str(seeds if isinstance(seeds, int) else seeds[0]))
-    @functools.wraps(test)
-    def run(seeds, native_backends):
-        for seed in (seeds,) if isinstance(seeds, int) else seeds:
-            for backend in ("reference", "cpu") if seed else ("reference", *native_backends):
-                test(Drawn(seed, backend))
-
-    run.__wrapped__ = None
-    del run.__wrapped__
-    return run
-
-
-def close(got, expected, tolerance=1e-6):
-    torch.testing.assert_close(
-        got.double(), torch.tensor(expected, dtype=torch.float64), rtol=tolerance, atol=tolerance
-    )
-
 
 ONE_ROW = hpo.PackedBatch.from_lengths([3])
 H7 = torch.tensor([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2])

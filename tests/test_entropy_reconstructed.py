@@ -1,6 +1,5 @@
 """Entropy methods that are reconstructed, against plain loops, and D3S' tokens over ranks."""
 
-import functools
 import math
 import statistics
 from collections import Counter, defaultdict
@@ -8,32 +7,11 @@ from fractions import Fraction
 
 import pytest
 import torch
-from naive_entropy import Drawn
+from naive_entropy import close, on_random_batches
 
 import hpo_core as hpo
 from hpo_core import entropy as E
 from hpo_core.entropy import reconstructed as R
-
-SEEDS = [*range(8), *(pytest.param(range(at, at + 100), marks=pytest.mark.long) for at in range(8, 2008, 100))]
-
-
-def on_random_batches(test):
-    """A few batches by default, 2,000 in a long run; the reference in float64, and the statistics of every backend."""
-
-    @pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: str(seeds if isinstance(seeds, int) else seeds[0]))
-    @functools.wraps(test)
-    def run(seeds, native_backends):
-        for seed in (seeds,) if isinstance(seeds, int) else seeds:
-            some = ("reference", *native_backends) if seed == 0 else ("reference", "cpu") if seed < 100 else ("cpu",)
-            for backend in some:
-                test(Drawn(seed, backend))
-
-    del run.__wrapped__
-    return run
-
-
-def close(got, expected):
-    torch.testing.assert_close(got.cpu().double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-5)
 
 
 def test_every_function_says_that_it_is_reconstructed():
@@ -93,8 +71,8 @@ def test_semantic_entropy(drawn):
         surprise = -statistics.fmean(map(math.log, shares)) if shares else 0.0
         shaped.append(own[unit] * (1 - 0.5 * surprise / math.log(len(same)) if len(same) > 1 else 1.0))
     ids = torch.tensor(clusters, device=drawn.device), torch.tensor(groups, device=drawn.device)
-    close(R.semantic_entropy(*ids, backend=drawn.backend), plain)
-    close(R.seed_grpo(drawn.tensor(own), *ids, alpha=0.5, backend=drawn.backend), shaped)
+    close(R.semantic_entropy(*ids, backend=drawn.backend), plain, 1e-5)
+    close(R.seed_grpo(drawn.tensor(own), *ids, alpha=0.5, backend=drawn.backend), shaped, 1e-5)
 
 
 @on_random_batches

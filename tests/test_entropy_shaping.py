@@ -1,40 +1,17 @@
 """Advantages of responses, steps and positions that follow entropies, and masks of spans, against plain loops."""
 
-import functools
 import math
 import statistics
 from collections import defaultdict
 
 import pytest
 import torch
-from naive_entropy import Drawn
+from naive_entropy import close, on_random_batches
 from ranks import on_ranks
 
 import hpo_core as hpo
 from hpo_core import entropy as E
 from hpo_core.entropy import Window
-
-SEEDS = [*range(8), *(pytest.param(range(at, at + 100), marks=pytest.mark.long) for at in range(8, 2008, 100))]
-
-
-def on_random_batches(test):
-    """A few batches by default, 2,000 in a long run; the reference in float64, and the statistics of every backend."""
-
-    @pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: str(seeds if isinstance(seeds, int) else seeds[0]))
-    @functools.wraps(test)
-    def run(seeds, native_backends):
-        for seed in (seeds,) if isinstance(seeds, int) else seeds:
-            some = ("reference", *native_backends) if seed == 0 else ("reference", "cpu") if seed < 100 else ("cpu",)
-            for backend in some:
-                test(Drawn(seed, backend))
-
-    del run.__wrapped__
-    return run
-
-
-def close(got, expected, tolerance=1e-6):
-    expected = torch.tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def rows_of(*lengths, **more):

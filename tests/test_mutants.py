@@ -391,12 +391,12 @@ MUTANTS = {
         "test_segments.test_the_scan_of_a_row_does_not_depend_on_its_position", {},
     ),
     "triton: window crosses the border": Mutant(
-        "triton", "entropy.py",
+        "triton", "windows.py",
         "(neighbour >= range_.begin) & (neighbour < range_.end)", "(neighbour >= 0) & (neighbour < tokens)",
         WINDOW_BORDER, {},
     ),
     "triton: a row carries the value of a masked token": Mutant(
-        "triton", "entropy.py",
+        "triton", "windows.py",
         "tl.where(usable, token, range_.end)", "tl.where(token < range_.end, token, range_.end)",
         "test_window_aggregates.test_carried_by_hand", {},
     ),
@@ -410,8 +410,13 @@ MUTANTS = {
         "valid &= tl.load(mask + token, mask=valid, other=False)", "valid &= token >= 0",
         "test_scopes.test_masked_values_are_never_read", {"poison": 99.0},
     ),
+    "triton: wide windows do not see their second half": Mutant(
+        "triton", "windows.py",
+        "at = low + (length & (span - 1))", "at = low",
+        "test_window_aggregates.test_windows_wider_than_rows", {},
+    ),
     "triton: off by one at the end of a window": Mutant(
-        "triton", "entropy.py",
+        "triton", "windows.py",
         "tl.minimum(last, ahead) + 1)", "tl.minimum(last, ahead))",
         "test_entropy.test_every_window", {"boundary": "shrink", "invalid": "skip", "first": 0, "last": 3},
     ),

@@ -115,6 +115,17 @@ def test_windows_over_rows_longer_than_a_tile(native_backends, first, last, aggr
         torch.testing.assert_close(carried, defined.double().mean().float().expand_as(carried), rtol=2e-7, atol=0)
 
 
+def test_windows_wider_than_rows(backend):
+    """Windows so wide that Triton builds them by doubling, and all cut by their rows."""
+    values, batch = dyadic(Layout((150, 0, 5, 201), 3, "some", seed=2))
+    for (first, last), aggregate in zip(((0, 129), (-160, 10), (-300, 300)), ("sum", "max", "mean"), strict=True):
+        for boundary, invalid in few(backend, [("shrink", "skip"), ("carry", "skip"), ("full", "break")], 2):
+            window = Window(first, last, aggregate, boundary, invalid)
+            torch.testing.assert_close(
+                run(backend, values, batch, window), naive(values, batch, window), rtol=3e-7, atol=0, equal_nan=True
+            )
+
+
 def test_moved_rows_keep_their_bits(backend):
     """Bits depend on the row alone, whatever lies beside it and wherever it lies."""
     layout = Layout((5, 70, 0, 1, 33), 2, "some", seed=3)

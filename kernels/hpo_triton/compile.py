@@ -262,6 +262,7 @@ def paths() -> Iterator[Path_]:
     yield "row_counts", lambda: segments.row_counts(_masked().mask, _masked().cu_seqlens, TOKENS)
     yield "window_score", lambda: _window(Boundary.FULL, Invalid.SKIP, masked=True)
     yield "window_score, maximum", lambda: _window(Boundary.CARRY, Invalid.SKIP, True, WindowAggregate.MAX)
+    yield "window_score, wide", lambda: _window(Boundary.SHRINK, Invalid.SKIP, True, WindowAggregate.MEAN, last=256)
     yield "order_statistic", lambda: entropy.order_statistic(_floats(TOKENS), 4, 5, OrderRule.NEAREST)
     yield "order_statistics", lambda: _scopes(exact=False)
     yield "select_exact", lambda: _scopes(exact=True)
@@ -308,6 +309,7 @@ def every_path() -> Iterator[Path_]:
             yield _gate(f"{name}, {penalty}", _everything(False, False), spec._replace(**penalty))
     for structure in itertools.product(Boundary, Invalid, (False, True), WindowAggregate):
         yield "window {} {} {} {}".format(*structure), lambda structure=structure: _window(*structure)
+        yield "wide window {} {} {} {}".format(*structure), lambda structure=structure: _window(*structure, last=256)
     for structure in itertools.product((False, True), INDEX_RULES, (False, True), (False, True)):
         yield "scopes {} {} {} {}".format(*structure), lambda structure=structure: _scopes(*structure)
     for rule in INDEX_RULES:
@@ -331,10 +333,10 @@ def every_path() -> Iterator[Path_]:
 
 
 def _window(
-    boundary: Boundary, invalid: Invalid, masked: bool, aggregate: WindowAggregate = WindowAggregate.MEAN
+    boundary: Boundary, invalid: Invalid, masked: bool, aggregate: WindowAggregate = WindowAggregate.MEAN, last: int = 3
 ) -> torch.Tensor:
     batch = _masked()
-    window = (0, 3, boundary, invalid, aggregate)
+    window = (0, last, boundary, invalid, aggregate)
     return entropy.window_score(batch.logp, batch.mask if masked else None, batch.cu_seqlens, *window)
 
 

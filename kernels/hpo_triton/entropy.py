@@ -1,4 +1,4 @@
-"""Entropy windows: windowed aggregates that never cross a row, and exact order statistics by radix selection.
+"""Exact order statistics by radix selection, and the scores that they select.
 
 The definition is hpo_core/reference/entropy.py.
 """
@@ -9,10 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..specs import Boundary, Invalid, OrderRule, WindowAggregate
-from .launch import REGISTERS, aligned, kernel, launch, programs_for
+from ..specs import Boundary, Invalid, OrderRule
+from .launch import aligned, kernel, launch, programs_for
 from .math import is_finite
 from .segments import TILE, load, row_of_token, row_range, store
+from .windows import window_score
 
 __all__ = [
     "BINS",
@@ -26,149 +27,6 @@ __all__ = [
     "select_top",
     "window_score",
 ]
-
-# ------------------------------------------------------------------------------------------------------------- windows
-
-FULL = tl.constexpr(int(Boundary.FULL))
-ZERO = tl.constexpr(int(Boundary.ZERO))
-BREAK = tl.constexpr(int(Invalid.BREAK))
-MEAN = tl.constexpr(int(WindowAggregate.MEAN))
-MAX = tl.constexpr(int(WindowAggregate.MAX))
-MIN = tl.constexpr(int(WindowAggregate.MIN))
-
-
-@kernel
-def _score_windows(
-    values,
-    mask,
-    cu_seqlens,
-    score,
-    tokens: tl.int64,
-    rows: tl.int64,
-    first: tl.int64,
-    last: tl.int64,
-    width: tl.int64,
-    BOUNDARY: tl.constexpr,
-    INVALID: tl.constexpr,
-    AGGREGATE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    start = tl.program_id(0).to(tl.int64) * TILE
-    whole = start + TILE <= tokens
-    token = start + tl.arange(0, TILE)
-    row = row_of_token(cu_seqlens, rows, tokens, start, TILE)
-    range_ = row_range(cu_seqlens, row, rows, tokens)
-    given = (token >= range_.begin) & (token < range_.end)
-    # A window is cut by its row: the loop goes no further than the longest row of this tile.
-    behind = tl.max(tl.where(given, token - range_.begin, 0))
-    ahead = tl.max(tl.where(given, range_.end - 1 - token, 0))
-    value = load(values, token, tokens, whole, ALIGNED)
-    if mask is not None:
-        given &= load(mask, token, tokens, whole, ALIGNED)
-
-    # Sums are float64 and in the order of the window: exact for equal values, and independent of the packing.
-    empty: tl.constexpr = float("-inf") if AGGREGATE == MAX else float("inf") if AGGREGATE == MIN else 0.0
-    folded = tl.full([TILE], empty, tl.float64)
-    usable = tl.zeros([TILE], tl.int64)
-    for offset in range(tl.maximum(first, -behind), tl.minimum(last, ahead) + 1):
-        neighbour = token + offset
-        used = given & (neighbour >= range_.begin) & (neighbour < range_.end)
-        if mask is not None:
-            used &= tl.load(mask + neighbour, mask=used, other=False)
-        x = tl.load(values + neighbour, mask=used, other=0.0)
-        used &= is_finite(x)
-        part = tl.where(used, x, empty).to(tl.float64)
-        if AGGREGATE == MAX:
-            folded = tl.maximum(folded, part)
-        elif AGGREGATE == MIN:
-            folded = tl.minimum(folded, part)
-        else:
-            folded += part
-        usable += used.to(tl.int64)
-
-    low = tl.maximum(token + first, range_.begin)
-    high = tl.minimum(token + last, range_.end - 1)
-    inside = tl.maximum(high - low + 1, 0)
-    defined = given & (usable > 0)
-    if BOUNDARY == FULL:
-        defined &= inside == width
-    if INVALID == BREAK:
-        defined &= usable == inside
-    if AGGREGATE == MEAN:
-        terms = width if BOUNDARY == ZERO else tl.maximum(usable, 1)
-        folded = folded / terms.to(tl.float64)
-    result = tl.where(defined, folded.to(tl.float32), float("-inf"))
-    result = tl.where(given & (is_finite(value) == False), float("nan"), result)  # noqa: E712
-    store(score, token, result, tokens, whole, ALIGNED)
-
-
-@kernel
-def _carry_rows(
-    values,
-    mask,
-    cu_seqlens,
-    score,
-    tokens: tl.int64,
-    rows: tl.int64,
-    TILE: tl.constexpr,
-):
-    """Undefined scores of valid tokens become the mean of the row's defined ones, or the row's first value without any.
-
-    A program takes a row, in tiles from its begin: the order of the sum does not depend on the packing.
-    """
-    range_ = row_range(cu_seqlens, tl.program_id(0).to(tl.int64), rows, tokens)
-    total = tl.zeros([TILE], tl.float64)
-    defined = tl.zeros([TILE], tl.int64)
-    first = tl.full([TILE], 0, tl.int64) + range_.end
-    for start in range(range_.begin, range_.end, TILE):
-        token = start + tl.arange(0, TILE)
-        usable = token < range_.end
-        if mask is not None:
-            usable &= tl.load(mask + token, mask=usable, other=False)
-        usable &= is_finite(tl.load(values + token, mask=usable, other=float("nan")))
-        first = tl.minimum(first, tl.where(usable, token, range_.end))
-        x = tl.load(score + token, mask=usable, other=float("nan"))
-        total += tl.where(is_finite(x), x, 0.0).to(tl.float64)
-        defined += is_finite(x).to(tl.int64)
-    number = tl.sum(defined)
-    of_row = tl.min(first)
-    carried = tl.load(values + of_row, mask=of_row < range_.end, other=float("-inf"))
-    mean = tl.sum(total) / tl.maximum(number, 1).to(tl.float64)
-    carried = tl.where(number > 0, mean.to(tl.float32), carried)
-    for start in range(range_.begin, range_.end, TILE):
-        token = start + tl.arange(0, TILE)
-        valid = token < range_.end
-        if mask is not None:
-            valid &= tl.load(mask + token, mask=valid, other=False)
-        x = tl.load(score + token, mask=valid, other=0.0)
-        tl.store(score + token, carried, mask=valid & (x == float("-inf")))
-
-
-def window_score(
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    first: int,
-    last: int,
-    boundary: Boundary,
-    invalid: Invalid,
-    aggregate: WindowAggregate = WindowAggregate.MEAN,
-) -> torch.Tensor:
-    """Aggregate of ``values`` over ``{t + first, ..., t + last}`` cut by the row of t, ``[T]``."""
-    tokens, rows = values.numel(), cu_seqlens.numel() - 1
-    carries = boundary is Boundary.CARRY
-    score = torch.empty_like(values)
-    launch(
-        _score_windows, triton.cdiv(tokens, TILE), values, mask, cu_seqlens, score, tokens, rows,
-        max(first, -tokens), min(last, tokens), last - first + 1,
-        BOUNDARY=int(Boundary.FULL if carries else boundary), INVALID=int(invalid), AGGREGATE=int(aggregate),
-        ALIGNED=aligned(values, mask), TILE=TILE, maxnreg=REGISTERS,
-    )  # fmt: skip
-    if carries:
-        launch(_carry_rows, rows, values, mask, cu_seqlens, score, tokens, rows, TILE=TILE)
-    return score
-
 
 # ---------------------------------------------------------------------------------------------------- order statistics
 

@@ -488,11 +488,14 @@ def prepare(
         per_token,
         *hierarchy,
     )
-    penalty = None
-    if kl is not None and kl_weight is not None:
-        penalty = WeightedPenalty.of(kl, kl_weight, inputs, batch, gate.of_steps)
+
+    def weighted(inputs: PolicyLossInputs) -> WeightedPenalty | None:
+        if kl is None or kl_weight is None:
+            return None
+        return WeightedPenalty.of(kl, kl_weight, inputs, batch, gate.of_steps)
+
     if fast_path:
-        return Prepared(inputs, spec, exchange, (), wants_tokens, wants_levels, penalty)
+        return Prepared(inputs, spec, exchange, (), wants_tokens, wants_levels, weighted(inputs))
     if target is not None:
         _, target = batch.of_level("target", target, advantage_level, shape)
         target = as_constant("target", target, None, "", dtype, device)
@@ -507,7 +510,7 @@ def prepare(
     inputs, seen = corrected(inputs, gate, batch, rollout, process_group, wants_corrections, backend)
     if gate.channel is Channel.TOTAL and rollout is not None:
         inputs = inputs._replace(old_logp=rollout)
-    return Prepared(inputs, spec, exchange, seen, wants_tokens, wants_levels, penalty)
+    return Prepared(inputs, spec, exchange, seen, wants_tokens, wants_levels, weighted(inputs))
 
 
 def _reported(report: Report) -> tuple[bool, bool, bool]:

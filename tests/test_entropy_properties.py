@@ -107,6 +107,26 @@ def test_every_local_preset_is_tested():
 
 
 @every_preset
+def test_padded_tensors_give_padded_results(call):
+    """Rows of four tokens, as one row after the other or as a matrix."""
+    if "batch" not in call.arguments:
+        return
+    mask = torch.tensor([1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0]).bool()
+    ids = {"group_ids": torch.tensor([0, 0, 1]), "cu_steps": torch.tensor([0, 2, 4, 8, 10, 12])}
+    packed = hpo.PackedBatch(torch.tensor([0, 4, 8, 12]), mask, **ids)
+    padded = hpo.PackedBatch.from_padded(mask.reshape(3, 4), **ids)
+    results = []
+    for batch, shape in ((packed, (12,)), (padded, (3, 4))):
+
+        def of_tokens(values, shape=shape):
+            return torch.cat((values, values[-1:])).reshape(shape)
+
+        results.append(flat(call.run(mapped(call.arguments, of_tokens, lambda values: values, batch))))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one.reshape(3, 4) if one.shape == (12,) else one, other)
+
+
+@every_preset
 def test_only_penalties_have_a_gradient(call):
     def differentiable(values):
         return values.clone().requires_grad_() if values.is_floating_point() else values

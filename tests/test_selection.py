@@ -1,5 +1,6 @@
 """selection= of the loss: each slot is the argument or the advantage that it stands for."""
 
+import dataclasses
 import io
 
 import pytest
@@ -94,6 +95,19 @@ def test_a_constant_factor_on_the_penalty_is_its_coefficient(gate, penalty):
     out = hpo.policy_loss_and_grad(example.logp, example.old, example.advantages, example.batch, gate, **call)
     torch.testing.assert_close(out.loss, torch.tensor(got[0]))
     torch.testing.assert_close(out.grad, torch.tensor(got[1]))
+
+
+def test_the_ratio_of_a_weighted_penalty_is_that_of_the_gate():
+    """A gate on the total ratio takes it to the sampler, in the penalty, too."""
+    example = Example("cpu", 4)
+    total = dataclasses.replace(gates.ppo_clip(), channel=gates.Channel.TOTAL)
+    given = {"ref_logp": example.ref, "rollout_logp": example.old - 0.5}
+    penalty, half = kl.k3(0.5, "importance"), kl.k3(0.25, "importance")
+    constant = Selection(kl_weight=torch.full((TOKENS,), 0.5))
+    got = example.run(total, kl=penalty, selection=constant, **given)
+    expected = example.run(total, kl=half, **given)
+    torch.testing.assert_close(torch.tensor(got[1]), torch.tensor(expected[1]))
+    assert got[0] == pytest.approx(expected[0], rel=1e-5)
 
 
 def test_a_token_without_a_coefficient_is_not_read():

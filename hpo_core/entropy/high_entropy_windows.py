@@ -84,7 +84,7 @@ def ares_threshold(
 
     Args:
         entropy: ``[T]``; in the code of the ten likeliest tokens and a bucket for the others.
-        state: what the last call returned. Default: this is the first batch, whose median is the threshold.
+        state: the result of the last call. Default: this is the first batch, whose median is the threshold.
         width: 4, of ``{t + 1, ..., t + width}``; a token without a full window takes the mean of its row's.
         memory: 0.99 of the last state.
         process_group: the median is over the responses of these ranks, whose numbers are read: the call synchronises.

@@ -1,6 +1,6 @@
 """Loss terms with a gradient through the entropies of :func:`~hpo_core.token_logprobs`: bonuses, corridors, anchors.
 
-Each is a scalar to add to the loss: ``sum_t m_t w[s(t)] P(H_t)``, with the row weights ``[S]`` of
+Each function returns a scalar to add to the loss: ``sum_t m_t w[s(t)] P(H_t)``, with the row weights ``[S]`` of
 :mod:`hpo_core.aggregation` that the loss takes, so that micro-batches and ranks add up. Masked tokens are not read, and
 their gradient is exactly 0. A valid token whose entropy is not finite is left out.
 """

@@ -1,5 +1,5 @@
-"""Entropy methods of which only an abstract, a figure or somebody's review is public: what was assumed stands in each
-docstring, and coefficients that no source gives have no default."""
+"""Entropy methods of which only an abstract, a figure or somebody's review is public: each
+docstring states its assumptions, and coefficients that no source gives have no default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an entropy method does to a loss, as one value: ``selection=`` of :func:`~hpo_core.policy_loss`."""
+"""The effect of an entropy method on a loss, as one value: ``selection=`` of :func:`~hpo_core.policy_loss`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of each token: the signals that presets compare and map, and how presets read and return them."""
+"""Signals: one number per token, which presets compare and map, and the way presets read and return them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Signal(NamedTuple):
     values: torch.Tensor  # [T] float64, 0 where a token has none
     usable: torch.Tensor  # [T] bool, valid tokens whose number is finite
     broken: torch.Tensor  # [T] bool, valid tokens whose number is NaN or infinite
-    dtype: torch.dtype  # of what was given, and of results
+    dtype: torch.dtype  # of the given tensor, and of results
 
     def result(self, values: torch.Tensor, neutral: float) -> torch.Tensor:
         """Values ``[T]`` at usable tokens, ``neutral`` at masked ones, NaN at broken ones: the loss leaves a token

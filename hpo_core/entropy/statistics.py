@@ -131,7 +131,7 @@ def fit_pivot(
     process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> PivotState:
-    """Least, ``quantile`` (the nearest order statistic) and greatest of a step's entropies: what :func:`hapo` reads.
+    """Least, ``quantile`` (the nearest order statistic) and greatest of a step's entropies, for :func:`hapo`.
 
     Args:
         entropy: ``[T]`` in nats, clamped at 1e-8, because their logarithms are compared.

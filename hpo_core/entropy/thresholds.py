@@ -1,6 +1,6 @@
 """Tokens by exact order statistics of their own response or of the whole call: two classes, masks, and exact counts.
 
-A response is never cut by micro-batches, so what depends on it alone needs no ``fit``. A valid token whose entropy is
+A response is never cut by micro-batches, so statistics of one response need no ``fit``. A valid token whose entropy is
 not finite is in no population and in no mask.
 """
 

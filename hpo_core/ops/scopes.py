@@ -23,7 +23,7 @@ def order_statistics(
     denominator: int,
     rule: OrderRule,
     mask: torch.Tensor | None,
-    backend: str | None,
+    backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The order statistic of the values of each scope, or for ``LINEAR`` the interpolation between two of them.
 
@@ -82,7 +82,7 @@ def select_exact(
     k: torch.Tensor,
     uid_of_segment: torch.Tensor | None,
     mask: torch.Tensor | None,
-    backend: str | None,
+    backend: str | None = None,
 ) -> torch.Tensor:
     """The ``k[c]`` largest values of scope c, bool ``[T]``; of equal values those with the smallest (uid of the
     segment, segment, position).

@@ -15,7 +15,10 @@ OF_ROWS = {
     "counts", "rewards", "lengths", "group_ids", "cluster_ids",
 }  # fmt: skip
 DIFFERENTIABLE = {"mean_entropy", "entropy_band", "epo", "siren", "siren_mean", "openvl_band"}
-CONTROLLERS = {"skywork_coefficient", "trl_coefficient", "entropic", "target_temperature", "ares_kappa", "ares_penalty"}
+CONTROLLERS = {
+    "skywork_coefficient", "trl_coefficient", "entropic", "target_temperature", "ares_kappa", "ares_penalty",
+    "less_window",
+}  # fmt: skip
 PRESETS = [
     call
     for call in calls()

@@ -40,6 +40,9 @@ def test_less(drawn):
     got = R.less_tokens(entropy, drawn.batch, quantile="0.6", length=2, backend=drawn.backend)
     runs = [t for row in drawn.rows for t in row if t in low and ({t - 1, t + 1} & set(low) & set(row))]
     assert got.nonzero().flatten().tolist() == sorted(runs)
+    state = R.less_window("0.6").fit(entropy, drawn.batch, backend=drawn.backend)
+    again = R.less_tokens(entropy, drawn.batch, quantile="0.6", length=2, state=state, backend=drawn.backend)
+    assert torch.equal(again, got)
     own, right = drawn.normal(len(drawn.rows)), drawn.draw.random(len(drawn.rows)) < 0.5
     ids = drawn.draw.integers(-1, 3, drawn.tokens)
     outcomes = defaultdict(set)

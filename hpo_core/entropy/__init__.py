@@ -1,6 +1,7 @@
 """Entropy windows: windowed aggregates on packed rows, exact quantile thresholds, and the masks, weights and bounds
 made of them."""
 
+from ..specs import OrderRule
 from . import reconstructed
 from .aggregates import Window, window_aggregate, window_mean
 from .controllers import (
@@ -45,6 +46,7 @@ __all__ = [
     "AresPenalty",
     "AresTargets",
     "EntropyWindow",
+    "OrderRule",
     "PivotState",
     "ScopeStatistics",
     "Selection",

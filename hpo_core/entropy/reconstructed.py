@@ -26,6 +26,7 @@ __all__ = [
     "funrl",
     "less",
     "less_tokens",
+    "less_window",
     "openvl_band",
     "rlsp_rewards",
     "seed_grpo",
@@ -146,6 +147,16 @@ def openvl_band(
 
 
 @preset(Provenance.RECONSTRUCTED)
+def less_window(quantile: str | float) -> EntropyWindow:
+    """The window of tokens *above* the ``quantile`` of the batch, whose ``fit`` gives :func:`less_tokens` its state.
+
+    >>> less_window("0.6").strict
+    True
+    """
+    return EntropyWindow("less", exact_fraction("quantile", quantile), rule=OrderRule.FLOOR, strict=True)
+
+
+@preset(Provenance.RECONSTRUCTED)
 def less_tokens(
     entropy: torch.Tensor,
     batch: PackedBatch,
@@ -160,14 +171,14 @@ def less_tokens(
 
     Args:
         quantile: no number is known.
-        state: ``EntropyWindow("less", Fraction(quantile), rule=OrderRule.FLOOR, strict=True).fit(...)`` of the step.
+        state: ``less_window(quantile).fit(...)`` of the step. Default: fitted on this call's tokens.
 
     >>> entropy = torch.tensor([0.1, 0.2, 0.1, 0.9, 0.1])
     >>> less_tokens(entropy, PackedBatch.from_lengths([5]), quantile="0.75", length=2)
     tensor([ True,  True,  True, False, False])
     """
     given = read(batch, entropy=entropy)
-    window = EntropyWindow("less", exact_fraction("quantile", quantile), rule=OrderRule.FLOOR, strict=True)
+    window = less_window(quantile)
     fitted = window.fit(entropy, batch, backend=backend) if state is None else state
     high = window.apply(entropy, batch, fitted, backend=backend)
     return opened(given.usable & ~high, batch, length, backend=backend)

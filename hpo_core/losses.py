@@ -25,6 +25,7 @@ from .checks import (
 )
 from .corrections import corrected
 from .entropy import EntropyWindow, Selection, WindowState
+from .entropy.selection import checked_selection, selected_tokens, shaped_advantages
 from .entropy.window import check_scorer
 from .gates import Channel, GateInputs, RatioGate
 from .kl import KLPenalty, WeightedPenalty, without_value
@@ -384,7 +385,7 @@ def prepare(
         wants_tokens, wants_levels, wants_corrections = _reported(report)
     chosen = None
     if selection is not None:
-        chosen, gate_inputs = _chosen(selection, window, kl, gate_inputs)
+        chosen, gate_inputs = checked_selection(selection, window, kl, gate_inputs)
     given = _NO_INPUTS
     if gate_inputs is not None or gate.required:
         given = _given(gate_inputs, gate)
@@ -428,7 +429,7 @@ def prepare(
     per_token, level_advantages = batch.of_level("advantages", advantages, advantage_level, shape)
     target_per_token, kl_weight = per_token, None
     if chosen is not None:
-        level_advantages, per_token = _reshaped_advantages(chosen, level_advantages, per_token, batch, token)
+        level_advantages, per_token = shaped_advantages(chosen, level_advantages, per_token, batch, token)
         kl_weight = None if chosen.kl_weight is None else token("kl_weight", chosen.kl_weight)
     of_kernels = kl if kl is None or kl_weight is None else without_value(kl)
     spec = gate.spec(of_kernels, window is not None and window.strict)
@@ -462,7 +463,7 @@ def prepare(
         token_mask = kept if token_mask is None else token_mask & kept
     token_weight = None if token_weight is None else token("token_weight", token_weight)
     if chosen is not None:
-        token_mask, token_weight = _selected(chosen, token_mask, token_weight, token)
+        token_mask, token_weight = selected_tokens(chosen, token_mask, token_weight, token)
     if bounds is not None:
         low, high = (None if each is None else token(f"bounds[{at}]", each) for at, each in enumerate(bounds))
         token_weight = _possible(low, high, token_weight, dtype)
@@ -487,11 +488,14 @@ def prepare(
         per_token,
         *hierarchy,
     )
-    penalty = None
-    if kl is not None and kl_weight is not None:
-        penalty = WeightedPenalty.of(kl, kl_weight, inputs, batch, gate.of_steps)
+
+    def weighted(inputs: PolicyLossInputs) -> WeightedPenalty | None:
+        if kl is None or kl_weight is None:
+            return None
+        return WeightedPenalty.of(kl, kl_weight, inputs, batch, gate.of_steps)
+
     if fast_path:
-        return Prepared(inputs, spec, exchange, (), wants_tokens, wants_levels, penalty)
+        return Prepared(inputs, spec, exchange, (), wants_tokens, wants_levels, weighted(inputs))
     if target is not None:
         _, target = batch.of_level("target", target, advantage_level, shape)
         target = as_constant("target", target, None, "", dtype, device)
@@ -506,7 +510,7 @@ def prepare(
     inputs, seen = corrected(inputs, gate, batch, rollout, process_group, wants_corrections, backend)
     if gate.channel is Channel.TOTAL and rollout is not None:
         inputs = inputs._replace(old_logp=rollout)
-    return Prepared(inputs, spec, exchange, seen, wants_tokens, wants_levels, penalty)
+    return Prepared(inputs, spec, exchange, seen, wants_tokens, wants_levels, weighted(inputs))
 
 
 def _reported(report: Report) -> tuple[bool, bool, bool]:
@@ -556,74 +560,6 @@ def _given(gate_inputs: GateInputs | None, gate: RatioGate) -> GateInputs:
         gate.name,
     )
     return given
-
-
-def _chosen(
-    selection: Selection, window: EntropyWindow | None, kl: KLPenalty | None, gate_inputs: GateInputs | None
-) -> tuple[Selection, GateInputs | None]:
-    """The selection, and the inputs of the gate with its bounds."""
-    require_type(
-        isinstance(selection, Selection),
-        "selection: expected a Selection, which the presets of hpo_core.entropy return, got {}; wrap a mask as "
-        "entropy.Selection(mask=...)",
-        type(selection),
-    )
-    check(
-        window is None,
-        "selection: it takes the place of window=, got both; merge them, "
-        "selection.merged(entropy.Selection(mask=window.apply(entropy, batch, state)))",
-    )
-    check(
-        selection.kl_weight is None or kl is not None,
-        "selection: its kl_weight is a factor on the penalty of the loss, got none; pass kl= and ref_logp=",
-    )
-    if selection.bounds is None:
-        return selection, gate_inputs
-    given = _NO_INPUTS if gate_inputs is None else gate_inputs
-    check(
-        isinstance(given, GateInputs) and given.bounds is None,
-        "selection: it has bounds and so has gate_inputs; drop one of them",
-    )
-    return selection, given._replace(bounds=selection.bounds)
-
-
-def _reshaped_advantages(
-    selection: Selection,
-    advantages: torch.Tensor,
-    per_token: bool,
-    batch: PackedBatch,
-    token: Callable[..., torch.Tensor],
-) -> tuple[torch.Tensor, bool]:
-    """``A factor + addend`` of every token, and whether there is one for every token."""
-    _, _, _, _, factor, addend = selection
-    if factor is None and addend is None:
-        return advantages, per_token
-    if not per_token:
-        advantages = torch.cat((advantages, advantages.new_zeros(1)))[batch.once(PackedBatch.row_of_token)]
-    if factor is not None:
-        factor = token("advantage_factor", factor)
-        advantages = advantages.reshape(factor.shape) * factor
-    if addend is not None:
-        addend = token("advantage_addend", addend)
-        advantages = advantages.reshape(addend.shape) + addend
-    return advantages, True
-
-
-def _selected(
-    selection: Selection,
-    token_mask: torch.Tensor | None,
-    token_weight: torch.Tensor | None,
-    token: Callable[..., torch.Tensor],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Mask and weight of tokens, those of the selection among them."""
-    mask, weight, *_ = selection
-    if mask is not None:
-        mask = token("mask", mask, torch.bool)
-        token_mask = mask if token_mask is None else token_mask & mask
-    if weight is not None:
-        weight = token("weight", weight)
-        token_weight = weight if token_weight is None else token_weight * weight
-    return token_mask, token_weight
 
 
 def _possible(

@@ -22,11 +22,10 @@ EVERY_MODULE = tuple(sorted(path.stem.removeprefix("test_") for path in Path(__f
 
 LOSS = ("promises", "gates", "hierarchy", "presets", "terms", "stages", "metrics", "corrections")
 ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators")
-ENTROPY = (
-    "entropy", "entropy_selection", "select_top", "window_aggregates", "selection", "entropy_presets",
-    "entropy_shaping", "entropy_thresholds",
-)  # fmt: skip
+ENTROPY = ("entropy", "entropy_selection", "select_top", "window_aggregates")
 SCOPES = ("scopes", "scopes_over_ranks")
+PRESETS = ("selection", "entropy_presets", "entropy_shaping", "entropy_thresholds", "entropy_reconstructed",
+           "entropy_properties")  # fmt: skip
 SEGMENTS = ("segments", "token_estimators")
 LOGPROBS = ("logprobs", "logprobs_calls", "support", "linear_logprobs", "vocabulary_parallel", "logprobs_peers")
 OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SCOPES, *SEGMENTS, *LOGPROBS)
@@ -105,7 +104,7 @@ RULES = [
     Rule(("hpo_core/loss_from_logits.py", "hpo_core/ops/logprobs.py"), ("loss_from_logits",), EVERY_BACKEND),
     Rule(("hpo_core/advantages/*",), (*ADVANTAGES, "estimator_properties", "imports", "docs", "synchronisation")),
     Rule(("hpo_core/advantages/ranks.py", "hpo_core/advantages/terms.py"), MULTIPROCESS),
-    Rule(("hpo_core/entropy/*",), (*ENTROPY, *SCOPES, "losses", "imports", "docs")),
+    Rule(("hpo_core/entropy/*",), (*ENTROPY, *PRESETS, *SCOPES, "losses", "imports", "docs")),
     Rule(("hpo_core/gates/*",), (*LOSS, "gate_inputs", "hierarchy_theorems", "hierarchy_degenerate", "imports",
           "docs")),
     Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py"),
@@ -120,7 +119,7 @@ RULES = [
     Rule(("examples/*",), ("demo", "demo_agent", "docs")),
     Rule(("bench/*", "*.md", ".clang-format"), ("packaging",)),
     Rule(("hpo_core/losses.py", "hpo_core/kl.py", "hpo_core/loss_from_logits.py"), ("selection",)),
-    Rule(("tests/naive_entropy.py",), ("entropy_presets", "entropy_shaping", "entropy_thresholds")),
+    Rule(("tests/naive_entropy.py",), PRESETS),
     Rule(("tests/changed.py", "tests/sanitized.py"), ("changed",)),
     Rule(("tests/mutants.py", "tests/compiled.py"), ("mutants", "cuda_compile", "triton_compile"), EVERY_BACKEND),
     Rule(("tests/mutants.py",), ("python_mutants",), EVERY_BACKEND),

@@ -1,10 +1,12 @@
 """Random packed batches with entropies, and plain loops over them: what the entropy presets are held to."""
 
+import functools
 import itertools
 import math
 import statistics
 
 import numpy as np
+import pytest
 import torch
 
 import hpo_core as hpo
@@ -77,6 +79,29 @@ class Drawn:
         got, expected = got.detach().cpu().double(), torch.tensor(expected, dtype=torch.float64)
         limit = 1e-9 if self.dtype is torch.float64 else tolerance
         torch.testing.assert_close(got, expected, rtol=limit, atol=limit, equal_nan=True)
+
+
+SEEDS = [*range(6), *(pytest.param(range(at, at + 100), marks=pytest.mark.long) for at in range(6, 2006, 100))]
+
+
+def on_random_batches(test):
+    """A few batches by default, 2,000 in a long run; the first on every backend, some on the reference in float64."""
+
+    @pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: str(seeds if isinstance(seeds, int) else seeds[0]))
+    @functools.wraps(test)
+    def run(seeds, native_backends):
+        for seed in (seeds,) if isinstance(seeds, int) else seeds:
+            some = ("reference", *native_backends) if seed == 0 else ("reference", "cpu") if seed < 100 else ("cpu",)
+            for backend in some:
+                test(Drawn(seed, backend))
+
+    del run.__wrapped__  # whose signature pytest would take
+    return run
+
+
+def close(got, expected, tolerance=1e-6):
+    expected = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(got.detach().cpu().double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def clamp(x, least, most):

@@ -1,40 +1,17 @@
 """Entropy presets: the worked numbers of their sources, and plain loops over random packed batches."""
 
-import functools
 import math
+import re
 import statistics
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
-from naive_entropy import Drawn, clamp, nearest, std
+from naive_entropy import clamp, close, nearest, on_random_batches, std
 
 import hpo_core as hpo
 from hpo_core import entropy as E
-
-SEEDS = [*range(8), *(pytest.param(range(at, at + 100), marks=pytest.mark.long) for at in range(8, 2008, 100))]
-
-
-def on_random_batches(test):
-    """A few batches by default, 2,000 in a long run; the reference in float64, and the statistics of every backend."""
-
-    @pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: str(seeds if isinstance(seeds, int) else seeds[0]))
-    @functools.wraps(test)
-    def run(seeds, native_backends):
-        for seed in (seeds,) if isinstance(seeds, int) else seeds:
-            for backend in ("reference", "cpu") if seed else ("reference", *native_backends):
-                test(Drawn(seed, backend))
-
-    run.__wrapped__ = None
-    del run.__wrapped__
-    return run
-
-
-def close(got, expected, tolerance=1e-6):
-    torch.testing.assert_close(
-        got.double(), torch.tensor(expected, dtype=torch.float64), rtol=tolerance, atol=tolerance
-    )
-
 
 ONE_ROW = hpo.PackedBatch.from_lengths([3])
 H7 = torch.tensor([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2])
@@ -198,6 +175,15 @@ def test_steer(drawn):
 # ------------------------------------------------------------------------------------------------- statistics and maps
 
 
+def test_a_state_is_that_of_the_step():
+    """Micro-batches have the factors of the whole, not of their own statistics."""
+    entropy, whole = torch.tensor([0.2, 0.4, 0.9, 2.0]), hpo.PackedBatch.from_lengths([3, 1])
+    expected, state = E.aepo_ruc(entropy, whole).advantage_factor, E.fit_scopes(entropy)
+    for rows in ([0], [1]):
+        part, tokens = whole.select(rows)
+        assert torch.equal(E.aepo_ruc(entropy[tokens], part, state=state).advantage_factor, expected[tokens])
+
+
 @on_random_batches
 def test_fit_scopes(drawn):
     """A table of some units answers for others with the same ids."""
@@ -222,9 +208,16 @@ def test_two_knot_has_one_slope_on_each_side():
     assert x.grad.tolist() == [-1.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_presets_say_where_they_come_from():
-    for name in ("entropy_advantage", "hapo", "aepo_ruc", "steer"):
-        assert isinstance(getattr(E, name).provenance, hpo.gates.Provenance)
+def test_the_page_says_where_presets_come_from():
+    page = (Path(__file__).parents[1] / "docs/entropy_presets.md").read_text()
+    said = {}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `"):
+            said |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), cells[-1])
+    known = [getattr(module, name) for module in (E, E.reconstructed) for name in module.__all__]
+    presets = {each.__name__: each.provenance.name.lower() for each in known if hasattr(each, "provenance")}
+    assert said == presets
 
 
 ERRORS = [

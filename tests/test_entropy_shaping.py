@@ -1,39 +1,17 @@
 """Advantages of responses, steps and positions that follow entropies, and masks of spans, against plain loops."""
 
-import functools
 import math
 import statistics
 from collections import defaultdict
 
 import pytest
 import torch
-from naive_entropy import Drawn
+from naive_entropy import close, on_random_batches
+from ranks import on_ranks
 
 import hpo_core as hpo
 from hpo_core import entropy as E
 from hpo_core.entropy import Window
-
-SEEDS = [*range(8), *(pytest.param(range(at, at + 100), marks=pytest.mark.long) for at in range(8, 2008, 100))]
-
-
-def on_random_batches(test):
-    """A few batches by default, 2,000 in a long run; the reference in float64, and the statistics of every backend."""
-
-    @pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: str(seeds if isinstance(seeds, int) else seeds[0]))
-    @functools.wraps(test)
-    def run(seeds, native_backends):
-        for seed in (seeds,) if isinstance(seeds, int) else seeds:
-            some = ("reference", *native_backends) if seed == 0 else ("reference", "cpu") if seed < 100 else ("cpu",)
-            for backend in some:
-                test(Drawn(seed, backend))
-
-    del run.__wrapped__
-    return run
-
-
-def close(got, expected, tolerance=1e-6):
-    expected = torch.tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def rows_of(*lengths, **more):
@@ -236,7 +214,7 @@ def test_ulorl(drawn):
 
 @on_random_batches
 def test_spans(drawn):
-    chosen = (drawn.draw.random(drawn.tokens) < 0.6).tolist()
+    chosen = drawn.draw.random(drawn.tokens) < 0.6
     inside = [t for places in drawn.valid for t in places]
     first, last = sorted(drawn.draw.integers(-2, 3, 2).tolist())
     got = E.cover(drawn.tensor(chosen), drawn.batch, Window(first, last), backend=drawn.backend).tolist()
@@ -260,6 +238,20 @@ def test_padded_batches_keep_their_shape():
     assert got.shape == (2, 3) and torch.equal(got.reshape(-1), E.gtpo(right, entropy.reshape(-1), flat))
     assert E.grpo_s(right, entropy, batch).shape == (2,)
     assert E.cover(mask, batch, Window(0, 1)).shape == (2, 3)
+
+
+def test_means_of_rows_stay_on_their_rank():
+    """Rows are places in a batch: the first of one rank is not the first of another."""
+    entropy = torch.tensor([0.25, 1.0, 3.0])
+
+    def compute(rank):
+        batch = rows_of(1) if rank == 0 else rows_of(2)
+        own = entropy[:1] if rank == 0 else entropy[1:]
+        world = torch.distributed.group.WORLD
+        return hpo.advantages.over_ranks(E.ettrl, world, tables=True)(torch.ones(1), own, batch)
+
+    expected = E.ettrl(torch.ones(2), entropy, rows_of(1, 2))
+    assert torch.equal(torch.cat(on_ranks(2, compute)), expected)
 
 
 def test_advantages_over_ranks(three_ranks):

@@ -8,33 +8,11 @@ from fractions import Fraction
 
 import pytest
 import torch
-from naive_entropy import Drawn, linear
+from naive_entropy import close, linear, on_random_batches
 
 import hpo_core as hpo
 from hpo_core import entropy as E
 from hpo_core.entropy import Window
-
-SEEDS = [*range(8), *(pytest.param(range(at, at + 100), marks=pytest.mark.long) for at in range(8, 2008, 100))]
-
-
-def on_random_batches(test):
-    """A few batches by default, 2,000 in a long run; the reference in float64, and the statistics of every backend."""
-
-    @pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: str(seeds if isinstance(seeds, int) else seeds[0]))
-    @functools.wraps(test)
-    def run(seeds, native_backends):
-        for seed in (seeds,) if isinstance(seeds, int) else seeds:
-            some = ("reference", *native_backends) if seed == 0 else ("reference", "cpu") if seed < 100 else ("cpu",)
-            for backend in some:
-                test(Drawn(seed, backend))
-
-    del run.__wrapped__
-    return run
-
-
-def close(got, expected, tolerance=1e-6):
-    expected = torch.tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def places(mask):
@@ -98,6 +76,7 @@ def test_ares_of_the_source():
     counted = E.ares_next_windows(SHARED, TRIGGERS, BATCH, torch.tensor(0.5))
     assert E.count_of_rows(counted, BATCH).tolist() == [2, 0, 0]
     assert places(E.ares_next_windows(SHARED, TRIGGERS, BATCH, torch.tensor(-1.0))) == [1, 2, 5, 10, 11]
+    assert places(E.ares_next_windows(SHARED, TRIGGERS, BATCH, torch.tensor(0.61))) == [1]  # whose own window has .75
     state = E.ares_threshold(SHARED, hpo.PackedBatch(torch.tensor([0]), total_tokens=19), torch.tensor(0.5))
     assert state.item() == 0.5  # a batch without responses
     for constant in (0.3, 0.7):
@@ -179,7 +158,7 @@ def test_penalties_do_not_read_masked_tokens():
     total = E.mean_entropy(entropy, batch, weights) + E.entropy_band(entropy, batch, weights, **ends)
     total = total + E.epo(entropy, batch, weights, torch.tensor([1.0])) + E.siren_mean(entropy, batch, batch.mask)
     total.backward()
-    assert total.isfinite() and entropy.grad[[1, 3, 4]].tolist() == [0, 0, 0]
+    assert total.dtype is torch.float32 and total.isfinite() and entropy.grad[[1, 3, 4]].tolist() == [0, 0, 0]
 
 
 def test_gradcheck_of_penalties():
@@ -228,6 +207,30 @@ def test_the_dynamic_penalty_of_ares():
     beta, levels = torch.tensor([0.1, 0.2, 0.4]), torch.tensor([1, 2, -1])
     weight = E.ares_penalty_weights(mask, levels, beta, BATCH, relief=0.25).kl_weight
     close(weight, [0.2] + [0.05] * 5 + [0.2] * 4 + [0.4] * 6 + [0.0] * 3)
+
+
+def test_ares_over_ranks(three_ranks):
+    """The numbers of one process, from groups, medians and difficulties that span ranks."""
+    rows, ends = torch.tensor([10, 6, 3]), [0, 10, 16, 19]
+    groups, counts, levels = torch.tensor([4, 7, 4]), torch.tensor([5.0, 2.0, 8.0]), torch.tensor([0, 2, 0])
+    target, start = torch.full((3,), 2.0), E.AresTargets.start()
+
+    def run(rank):
+        world, tokens, own = torch.distributed.group.WORLD, slice(ends[rank], ends[rank + 1]), slice(rank, rank + 1)
+        batch = hpo.PackedBatch.from_lengths(rows[own], group_ids=groups[own])
+        chosen = E.ares_windows(SHARED[tokens], batch, quantile="0.5", process_group=world)
+        tau = E.ares_threshold(SHARED[tokens], batch, process_group=world)
+        code = E.ares_targets(counts[own], levels[own], start, groups[own], compat="code", process_group=world)
+        return chosen, tau, code, E.ares_scales(counts[own], levels[own], target, process_group=world)
+
+    whole = hpo.PackedBatch.from_lengths(rows, group_ids=groups)
+    chosen, taus, codes, scales = zip(*three_ranks(run), strict=True)
+    assert torch.equal(torch.cat(chosen), E.ares_windows(SHARED, whole, quantile="0.5"))
+    code, scale = E.ares_targets(counts, levels, start, groups, compat="code"), E.ares_scales(counts, levels, target)
+    for rank in range(3):
+        close(taus[rank], 0.6)
+        assert torch.equal(codes[rank].alpha, code.alpha) and torch.equal(scales[rank], scale)
+        assert torch.equal(codes[rank].target.nan_to_num(), code.target.nan_to_num())
 
 
 # --------------------------------------------------------------------------------------------------------- plain loops

@@ -144,6 +144,52 @@ MUTANTS = {
         "if gate.of_steps:", "if False:",
         "test_corrections.test_what_lies_between_steps_is_masked_for_every_correction", backend="cpu",
     ),
+    "a selection adds tokens to a mask": mutant(
+        "entropy/selection.py",
+        "token_mask = mask if token_mask is None else token_mask & mask", "token_mask = mask",
+        "test_selection.test_slots_and_arguments_combine", backend="cpu",
+    ),
+    "a masked token pays a weighted penalty": mutant(
+        "kl.py",
+        "(row >= 0) & inputs.mask.reshape(-1)", "row >= 0",
+        "test_selection.test_a_token_without_a_coefficient_is_not_read",
+    ),
+    "a token without an entropy counts as usual": mutant(
+        "entropy/signals.py",
+        "torch.where(self.broken, torch.nan, kept)", "kept",
+        "test_entropy_properties.test_a_token_without_an_entropy_is_left_out_and_counted",
+    ),
+    "Archer compares with the whole batch": mutant(
+        "entropy/thresholds.py",
+        'scope="row", rule=rule', 'scope="call", rule=rule',
+        "test_entropy_thresholds.test_archer_of_the_source",
+    ),
+    "D3S rounds its count down": mutant(
+        "entropy/thresholds.py",
+        "count * share.numerator + share.denominator - 1,", "count * share.numerator,",
+        "test_entropy_thresholds.test_d3s_of_the_source",
+    ),
+    "the code of ARES looks at the token's own window": mutant(
+        "entropy/high_entropy_windows.py",
+        "Window.forward_exclusive(width), backend", "Window.forward(width), backend",
+        "test_entropy_thresholds.test_ares_of_the_source",
+    ),
+    "low entropies are high ones in HAPO's paper, too": mutant(
+        "entropy/pivots.py",
+        "below = -1.0 if _is_code(compat) else 1.0", "below = -1.0",
+        "test_entropy_presets.test_hapo_of_the_source",
+    ),
+    "micro-batches fit for themselves": mutant(
+        "entropy/shaping.py",
+        "    if state is not None:\n        return state\n", "",
+        "test_entropy_presets.test_a_state_is_that_of_the_step",
+    ),
+    "rows of different ranks share their mean": mutant(
+        "entropy/statistics.py",
+        "table = ops.group_statistics(known, ids, None, padded(members, (0, count)), backend)[:, values.numel() :]",
+        "table = torch.stack(statistics(known, ids, mask=padded(members, (0, count))))[:, values.numel() :]",
+        "test_entropy_shaping.test_means_of_rows_stay_on_their_rank",
+    ),
     "the first token of a row counts": mutant(
         "logprobs.py",
         "check(not unpredicted.any(),", "check(True,",

@@ -1,5 +1,6 @@
 """selection= of the loss: each slot is the argument or the advantage that it stands for."""
 
+import dataclasses
 import io
 
 import pytest
@@ -96,6 +97,19 @@ def test_a_constant_factor_on_the_penalty_is_its_coefficient(gate, penalty):
     torch.testing.assert_close(out.grad, torch.tensor(got[1]))
 
 
+def test_the_ratio_of_a_weighted_penalty_is_that_of_the_gate():
+    """A gate on the total ratio takes it to the sampler, in the penalty, too."""
+    example = Example("cpu", 4)
+    total = dataclasses.replace(gates.ppo_clip(), channel=gates.Channel.TOTAL)
+    given = {"ref_logp": example.ref, "rollout_logp": example.old - 0.5}
+    penalty, half = kl.k3(0.5, "importance"), kl.k3(0.25, "importance")
+    constant = Selection(kl_weight=torch.full((TOKENS,), 0.5))
+    got = example.run(total, kl=penalty, selection=constant, **given)
+    expected = example.run(total, kl=half, **given)
+    torch.testing.assert_close(torch.tensor(got[1]), torch.tensor(expected[1]))
+    assert got[0] == pytest.approx(expected[0], rel=1e-5)
+
+
 def test_a_token_without_a_coefficient_is_not_read():
     example = Example("cpu", 3)
     pays = example.mask & example.batch.mask
@@ -108,8 +122,9 @@ def test_a_token_without_a_coefficient_is_not_read():
     s = torch.where(pays, example.logp - example.ref, 0.0)
     assert loss == pytest.approx(base + (0.75 * example.weights[row] * s.square()).sum().item(), rel=1e-5)
     torch.testing.assert_close(torch.tensor(grad), torch.tensor(base_grad) + 1.5 * example.weights[row] * s)
-    holes = torch.where(example.batch.mask, selection.kl_weight, torch.nan)
-    assert example.run(kl=kl.k2(0.5), ref_logp=ref, selection=Selection(kl_weight=holes))[0] == loss
+    for hole in (torch.nan, 99.0):
+        poisoned = torch.where(example.batch.mask, selection.kl_weight, hole)
+        assert example.run(kl=kl.k2(0.5), ref_logp=ref, selection=Selection(kl_weight=poisoned))[0] == loss
 
 
 def test_merged():
@@ -148,6 +163,11 @@ def test_the_padded_shape_and_the_other_calls():
     flat = hpo.PackedBatch(torch.tensor([0, 3, 6]), batch.mask)
     packed = hpo.entropy.entropy_advantage(entropy.reshape(-1), torch.tensor([1.0, -1.0]), flat)
     assert torch.equal(packed.advantage_addend, selection.advantage_addend.reshape(-1))
+    rewards = torch.tensor([1.0, -1.0])
+    single = hpo.hierarchical_policy_loss(
+        logp, None, rewards, batch, advantage=lambda rewards: rewards, selection=selection
+    )
+    assert torch.equal(loss, single.loss)
     logits, targets = torch.randn(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
     out = hpo.policy_loss_from_logits(logits, targets, *given[1:], selection=selection)
     both = hpo.token_logprobs(logits, targets, batch=batch)[0]

@@ -123,6 +123,10 @@ def test_nothing_synchronises():
         total = total + entropies.epo(differentiable, batch, make(8), make(2))
         (total + entropies.siren(differentiable, batch, mask, make(()))).backward()
         entropies.skywork_coefficient(make(()), make(()))
+        rough = entropies.reconstructed
+        rough.less_tokens(entropy, batch, quantile="0.5"), rough.funrl(make(8), entropy, mask, batch, alpha=0.1)
+        rough.less(make(8), right, make(64, dtype=torch.int64), batch, right=2.0, wrong=0.5)
+        rough.seed_grpo(make(8), batch.group_ids, batch.group_ids), rough.dcpo_regulariser(token, token, batch)
         given = {"kl": hpo.kl.k3(0.1), "ref_logp": old_logp, "selection": selection}
         hpo.policy_loss(logp, old_logp, make(8), batch, gates.hapo_clip(), **given).loss.backward()
         hpo.policy_loss_and_grad(logp, old_logp, make(8), batch, gates.hapo_clip(), **given)

@@ -25,7 +25,8 @@ from hpo_core.specs import GroupNormalisation, PolicyLossInputs, Share
 
 MODULES = (
     "hpo_core", "hpo_core.advantages", "hpo_core.advantages.reconstructed", "hpo_core.aggregation", "hpo_core.entropy",
-    "hpo_core.gates", "hpo_core.kl", "hpo_core.logprob_states", "hpo_core.segments", "hpo_core.testing",
+    "hpo_core.entropy.reconstructed", "hpo_core.gates", "hpo_core.kl", "hpo_core.logprob_states", "hpo_core.segments",
+    "hpo_core.testing",
 )  # fmt: skip
 CLASSES = (
     PackedBatch,
@@ -361,8 +362,23 @@ def _presets() -> Iterator[Call]:
         "trl_coefficient": scalar,
         "entropic": scalar,
     }
-    for name in presets.__all__:
-        function = getattr(presets, name)
+    rows = {"advantages": _S["advantages"], "group_ids": integers(0, 0, 1), "cluster_ids": integers(0, 1, 0)}
+    special |= {
+        "funrl": {"alpha": 0.5},
+        "openvl_band": {"coefficient": 0.5},
+        "less_tokens": {"quantile": "0.5", "state": None},
+        "less_window": {"quantile": "0.5"},
+        "less": {"segment_ids": integers(0, 0, 1, -1, 2, 2, 0, 1, -1, 1, 1), "right": 2.0, "wrong": 0.5},
+        "dcpo_regulariser": {"target_logp": _T["logp"]},
+        "rlsp_rewards": {"exploration": _S["weights"], "share": 0.5},
+        "semantic_entropy": rows,
+        "seed_grpo": rows,
+        "target_temperature": {**scalar, "low": 0.5, "high": 1.5},
+    }
+    functions = [
+        (name, getattr(module, name)) for module in (presets, presets.reconstructed) for name in module.__all__
+    ]
+    for name, function in functions:
         if hasattr(function, "provenance"):
             known = {**given, **special.get(name, {})}
             # A name may be a tensor of one function and a number of another.

@@ -1,6 +1,8 @@
 """Entropy windows: windowed aggregates on packed rows, exact quantile thresholds, and the masks, weights and bounds
 made of them."""
 
+from ..specs import OrderRule
+from . import reconstructed
 from .aggregates import Window, window_aggregate, window_mean
 from .controllers import (
     AresPenalty,
@@ -9,6 +11,7 @@ from .controllers import (
     entropic,
     epo_phase,
     skywork_coefficient,
+    target_temperature,
     trl_coefficient,
 )
 from .high_entropy_windows import (
@@ -43,6 +46,7 @@ __all__ = [
     "AresPenalty",
     "AresTargets",
     "EntropyWindow",
+    "OrderRule",
     "PivotState",
     "ScopeStatistics",
     "Selection",
@@ -90,6 +94,7 @@ __all__ = [
     "mean_entropy",
     "opened",
     "quantiles",
+    "reconstructed",
     "segment_aggregate",
     "siren",
     "siren_mean",
@@ -97,6 +102,7 @@ __all__ = [
     "skywork_coefficient",
     "steer",
     "steer_linear",
+    "target_temperature",
     "top_k",
     "trl_coefficient",
     "two_knot",

@@ -24,6 +24,7 @@ __all__ = [
     "entropic",
     "epo_phase",
     "skywork_coefficient",
+    "target_temperature",
     "trl_coefficient",
 ]
 
@@ -98,6 +99,21 @@ def entropic(
     error = target - entropy.detach()
     total = integral.detach() + error
     return total, proportional * error + integral_gain * total
+
+
+@preset(Provenance.PAPER)
+def target_temperature(entropy: torch.Tensor, *, target: float = 0.5, low: float, high: float) -> torch.Tensor:
+    """Arbitrary-entropy policy optimisation: the temperature of the regulariser's samples is ``high`` while the mean
+    entropy is at most its target, and ``low`` above, 0-dim (arXiv 2510.08141; 0.5 in its code).
+
+    Its loss is GRPO's plus a coefficient times REINFORCE on successful samples of that temperature. No temperatures are
+    stated.
+
+    >>> target_temperature(torch.tensor(0.3), low=0.8, high=1.2)
+    tensor(1.2000)
+    """
+    _check_scalars(entropy=entropy)
+    return torch.where(entropy <= target, torch.full_like(entropy, high), torch.full_like(entropy, low))
 
 
 @examines

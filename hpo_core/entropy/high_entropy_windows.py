@@ -11,18 +11,20 @@ from __future__ import annotations
 from fractions import Fraction
 
 import torch
+import torch.distributed
 
 from .. import ops
 from ..batch import PackedBatch
 from ..checks import check, check_device, check_dtype, check_tokens
-from ..segments import statistics
+from ..distributed import gather
+from ..gates.inputs import valid_tokens
 from ..specs import OrderRule, Provenance
 from .aggregates import Window, window_aggregate
 from .rewards import check_difficulty
 from .scopes import quantiles
 from .selection import Selection
 from .signals import NUMBERS, preset, read
-from .statistics import of_row
+from .statistics import fit_scopes, of_row
 
 __all__ = ["ares_next_windows", "ares_penalty_weights", "ares_threshold", "ares_windows", "count_of_rows"]
 
@@ -35,6 +37,7 @@ def ares_windows(
     width: int = 4,
     quantile: str | Fraction | float = "0.95",
     of_windows: bool = False,
+    process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """The tokens whose forward window has a mean at or above the group's threshold: the mean over the responses of the
@@ -47,6 +50,7 @@ def ares_windows(
         quantile: 0.95, interpolated, because it is averaged.
         of_windows: True: the quantile of window means, the compared signal, instead of token entropies. With the
             latter, as printed, hardly a window passes.
+        process_group: groups, or the mini-batch, span these ranks.
 
     >>> entropy = torch.tensor([0.1, 0.2, 1.5, 1.3, 0.1, 0.2])
     >>> ares_windows(entropy, PackedBatch.from_lengths([6]), width=2, of_windows=True)
@@ -57,7 +61,8 @@ def ares_windows(
     means = window_aggregate(values, batch, Window.forward(width), backend=backend)
     compared = torch.where(torch.isfinite(means), means, torch.nan) if of_windows else values
     of_rows = quantiles(compared, batch, quantile, scope="row", rule=OrderRule.LINEAR, backend=backend)
-    threshold = statistics(of_rows, batch.group_ids, backend=backend)
+    table = fit_scopes(of_rows, batch.group_ids, process_group=process_group, backend=backend)
+    threshold = table.at(torch.zeros_like(batch.cu_seqlens[1:]) if batch.group_ids is None else batch.group_ids)
     of_group = torch.where(threshold.members > 0, threshold.mean.to(means.dtype), torch.inf)
     return means >= of_row(of_group, batch.row_of_token(), torch.inf)
 
@@ -71,6 +76,7 @@ def ares_threshold(
     width: int = 4,
     quantile: str | Fraction | float = "0.95",
     memory: float = 0.99,
+    process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """The threshold of ARES' code, 0-dim: a moving average of the median over responses of the quantile of their next
@@ -78,9 +84,10 @@ def ares_threshold(
 
     Args:
         entropy: ``[T]``; in the code of the ten likeliest tokens and a bucket for the others.
-        state: what the last call returned. Default: this is the first batch, whose median is the threshold.
+        state: the result of the last call. Default: this is the first batch, whose median is the threshold.
         width: 4, of ``{t + 1, ..., t + width}``; a token without a full window takes the mean of its row's.
         memory: 0.99 of the last state.
+        process_group: the median is over the responses of these ranks, whose numbers are read: the call synchronises.
 
     A batch without a response leaves the state, or is NaN.
 
@@ -94,6 +101,8 @@ def ares_threshold(
     carried = window_aggregate(values, batch, Window.forward_exclusive(width, boundary="carry"), backend=backend)
     carried = torch.where(torch.isfinite(carried), carried, torch.nan)
     of_rows = quantiles(carried, batch, quantile, scope="row", rule=OrderRule.LINEAR, backend=backend)
+    if process_group is not None:
+        of_rows = torch.cat(gather(of_rows, process_group))
     median = _median(of_rows)
     if state is None:
         return median
@@ -174,7 +183,8 @@ def ares_penalty_weights(
     known = (difficulty >= 0) & (difficulty < 3)
     of_rows = torch.where(known, beta.detach()[difficulty.clamp(0, 2)], 0.0)
     of_token = of_row(of_rows, batch.row_of_token(), 0.0)
-    return Selection(kl_weight=torch.where(mask, relief * of_token, of_token))
+    weight = torch.where(mask, relief * of_token, of_token)
+    return Selection(kl_weight=torch.where(valid_tokens(batch), weight, 0.0))
 
 
 def _median(values: torch.Tensor) -> torch.Tensor:

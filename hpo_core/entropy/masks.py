@@ -58,7 +58,7 @@ def group_confidence(
 
     Args:
         confidence: ``[T]``, minus the mean log-probability of each token's k likeliest candidates.
-        width: 2048; a shorter beginning of a row is averaged over what there is.
+        width: 2048; at the beginning of a row the mean is over fewer tokens.
 
     A rollout stops, or counts less, where the result falls below a threshold. Masked tokens get -inf, and tokens whose
     confidence is not finite NaN.

@@ -1,6 +1,6 @@
 """Loss terms with a gradient through the entropies of :func:`~hpo_core.token_logprobs`: bonuses, corridors, anchors.
 
-Each is a scalar to add to the loss: ``sum_t m_t w[s(t)] P(H_t)``, with the row weights ``[S]`` of
+Each function returns a scalar to add to the loss: ``sum_t m_t w[s(t)] P(H_t)``, with the row weights ``[S]`` of
 :mod:`hpo_core.aggregation` that the loss takes, so that micro-batches and ranks add up. Masked tokens are not read, and
 their gradient is exactly 0. A valid token whose entropy is not finite is left out.
 """
@@ -21,7 +21,7 @@ from .statistics import of_row
 __all__ = ["entropy_band", "epo", "mean_entropy", "siren", "siren_mean"]
 
 
-@preset(Provenance.VERIFIED)
+@preset(Provenance.VERIFIED, differentiable=True)
 def mean_entropy(entropy: torch.Tensor, batch: PackedBatch, weights: torch.Tensor) -> torch.Tensor:
     """``sum_t m_t w[s(t)] H_t``, 0-dim: minus a coefficient times this is an entropy bonus; plus, it is the entropy
     minimisation of arXiv 2505.15134.
@@ -35,10 +35,10 @@ def mean_entropy(entropy: torch.Tensor, batch: PackedBatch, weights: torch.Tenso
     1.0
     """
     values, usable = _differentiable(entropy, batch)
-    return _summed(values, usable, batch, weights)
+    return _summed(values, usable, batch, weights, entropy.dtype)
 
 
-@preset(Provenance.VERIFIED)
+@preset(Provenance.VERIFIED, differentiable=True)
 def entropy_band(
     entropy: torch.Tensor, batch: PackedBatch, weights: torch.Tensor, *, low: torch.Tensor, high: torch.Tensor
 ) -> torch.Tensor:
@@ -61,10 +61,10 @@ def entropy_band(
     row = batch.row_of_token()
     edges = [of_row(edge.detach().double(), row, 0.0) for edge in (low, high)]
     distance = two_knot(values, low=(edges[0], -1.0), high=(edges[1], 1.0))
-    return _summed(torch.where(usable, distance, 0.0), usable, batch, weights)
+    return _summed(torch.where(usable, distance, 0.0), usable, batch, weights, entropy.dtype)
 
 
-@preset(Provenance.VERIFIED)
+@preset(Provenance.VERIFIED, differentiable=True)
 def epo(
     entropy: torch.Tensor,
     batch: PackedBatch,
@@ -99,7 +99,7 @@ def epo(
     check_device("history", history, batch.device, "the batch")
     is_code = check_compat(compat)
     values, usable = _differentiable(entropy, batch)
-    bonus = _summed(values, usable, batch, weights)
+    bonus = _summed(values, usable, batch, weights, entropy.dtype)
     if history.numel() == 0:
         return -coefficient * bonus
     centre = history.detach().double().mean()
@@ -108,11 +108,11 @@ def epo(
         distance = ((values <= low) | (values >= high)).to(values.dtype)
     else:
         distance = two_knot(values, low=(low, -1.0), high=(high, 1.0))
-    smoothing = _summed(torch.where(usable, alpha * distance, 0.0), usable, batch, weights)
+    smoothing = _summed(torch.where(usable, alpha * distance, 0.0), usable, batch, weights, entropy.dtype)
     return -coefficient * (bonus - beta * smoothing)
 
 
-@preset(Provenance.VERIFIED)
+@preset(Provenance.VERIFIED, differentiable=True)
 def siren_mean(entropy: torch.Tensor, batch: PackedBatch, mask: torch.Tensor) -> torch.Tensor:
     """The mean over rows of the mean entropy of their selected tokens, 0-dim, with its graph, which :func:`siren` holds
     to an anchor. A row without a selected token is not counted.
@@ -130,10 +130,10 @@ def siren_mean(entropy: torch.Tensor, batch: PackedBatch, mask: torch.Tensor) ->
     count = count.scatter_add_(0, slot, chosen.to(torch.int64))[:-1]
     rows = (count > 0).sum().clamp(min=1)
     weights = torch.where(count > 0, 1.0 / (count.clamp(min=1) * rows).double(), 0.0)
-    return _summed(torch.where(chosen, values, 0.0), chosen, batch, weights)
+    return _summed(torch.where(chosen, values, 0.0), chosen, batch, weights, entropy.dtype)
 
 
-@preset(Provenance.VERIFIED)
+@preset(Provenance.VERIFIED, differentiable=True)
 def siren(
     entropy: torch.Tensor, batch: PackedBatch, mask: torch.Tensor, anchor: torch.Tensor, *, coefficient: float = 0.005
 ) -> torch.Tensor:
@@ -164,9 +164,11 @@ def _differentiable(entropy: torch.Tensor, batch: PackedBatch) -> tuple[torch.Te
     return torch.where(usable, entropy, 0.0).double(), usable
 
 
-def _summed(values: torch.Tensor, usable: torch.Tensor, batch: PackedBatch, weights: torch.Tensor) -> torch.Tensor:
+def _summed(
+    values: torch.Tensor, usable: torch.Tensor, batch: PackedBatch, weights: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     """``sum_t w[s(t)] v_t`` in the order of tokens, 0-dim: ``sum`` depends on the number of threads."""
     check_rows(batch, weights=weights)
     of_token = of_row(weights.detach().double(), batch.row_of_token(), 0.0)
     terms = torch.where(usable, of_token, 0.0) * values
-    return torch.cat((terms.new_zeros(1), terms)).cumsum(0)[-1].to(weights.dtype)
+    return torch.cat((terms.new_zeros(1), terms)).cumsum(0)[-1].to(dtype)

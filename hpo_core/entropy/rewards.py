@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed
 
 from ..advantages.terms import check_compat, known
 from ..checks import check, check_device, check_dtype, check_shape, check_units
 from ..segments import statistics
 from ..specs import Provenance
 from .signals import NUMBERS, preset
+from .statistics import shared_by
 
 __all__ = ["AresTargets", "ares_difficulty", "ares_entropy_reward", "ares_rewards", "ares_scales", "ares_targets"]
 
@@ -79,6 +81,7 @@ def ares_targets(
     rate: float = 0.05,
     most: float = 2.0,
     compat: str = "paper",
+    process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> AresTargets:
     """The usual number of windows of each difficulty, after this batch.
@@ -90,6 +93,8 @@ def ares_targets(
         memory: of the last target, 0: the mean of this batch replaces it.
         compat: "code": the target is the mean of the prompts' means, rounded, and ``alpha += rate (mean - target)``,
             with the opposite sign for hard problems, within ``[0, most]``; 0.05 and 2 are the code's.
+
+        process_group: means are over the responses of these ranks.
 
     A difficulty without responses keeps its numbers.
 
@@ -103,10 +108,11 @@ def ares_targets(
     check(0 <= memory <= 1, "memory: expected a number in [0, 1], got {}", memory)
     is_code = check_compat(compat)
     values, weights = counts, None
-    if is_code:
-        group = statistics(counts, group_ids, backend=backend)
-        values, weights = group.mean.float(), (1 / group.members.clamp(min=1)).float()
-    mean, count = _by_difficulty(values, difficulty, weights, backend)
+    with shared_by(process_group):
+        if is_code:
+            group = statistics(counts, group_ids, backend=backend)
+            values, weights = group.mean.float(), (1 / group.members.clamp(min=1)).float()
+        mean, count = _by_difficulty(values, difficulty, weights, backend)
     last, seen = state.target.detach(), count > 0
     if is_code:
         target = mean.round()
@@ -120,12 +126,18 @@ def ares_targets(
 
 @preset(Provenance.PAPER)
 def ares_scales(
-    counts: torch.Tensor, difficulty: torch.Tensor, target: torch.Tensor, *, backend: str | None = None
+    counts: torch.Tensor,
+    difficulty: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    process_group: torch.distributed.ProcessGroup | None = None,
+    backend: str | None = None,
 ) -> torch.Tensor:
     """The paper's ``lambda_d = max(0, (mean N - target) / var N)``, ``[3]`` (arXiv 2510.08457).
 
     Args:
         target: ``[3]``, of an *earlier* batch: with the mean of the same one, as printed, lambda is always 0.
+        process_group: means are over the responses of these ranks.
 
     0 where all N of a difficulty are equal, or without a target.
 
@@ -137,7 +149,8 @@ def ares_scales(
     check_difficulty(difficulty, counts)
     _check_three("target", target, counts)
     padded, ids, mask = _padded(counts, difficulty)
-    found = statistics(padded, ids, mask=mask, backend=backend)
+    with shared_by(process_group):
+        found = statistics(padded, ids, mask=mask, backend=backend)
     mean, squares, members = (each[-3:] for each in (found.mean, found.squares, found.members))
     variance = squares / members.clamp(min=1)
     scale = torch.where(variance > 0, (mean - target.detach()) / torch.where(variance > 0, variance, 1.0), 0.0)

@@ -1,4 +1,4 @@
-"""What an entropy method does to a loss, as one value: ``selection=`` of :func:`~hpo_core.policy_loss`."""
+"""The effect of an entropy method on a loss, as one value: ``selection=`` of :func:`~hpo_core.policy_loss`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from typing import NamedTuple
 
 import torch
 
+from ..batch import PackedBatch
 from ..checks import check, require_type
+from ..gates import GateInputs
+from ..kl import KLPenalty
+from .window import EntropyWindow
 
-__all__ = ["Selection"]
+__all__ = ["Selection", "checked_selection", "selected_tokens", "shaped_advantages"]
 
 
 class Selection(NamedTuple):
@@ -58,6 +62,74 @@ class Selection(NamedTuple):
 
 
 torch.serialization.add_safe_globals([Selection])
+
+
+def checked_selection(
+    selection: Selection, window: EntropyWindow | None, kl: KLPenalty | None, gate_inputs: GateInputs | None
+) -> tuple[Selection, GateInputs | None]:
+    """The selection, and the inputs of the gate with its bounds."""
+    require_type(
+        isinstance(selection, Selection),
+        "selection: expected a Selection, which the presets of hpo_core.entropy return, got {}; wrap a mask as "
+        "entropy.Selection(mask=...)",
+        type(selection),
+    )
+    check(
+        window is None,
+        "selection: it takes the place of window=, got both; merge them, "
+        "selection.merged(entropy.Selection(mask=window.apply(entropy, batch, state)))",
+    )
+    check(
+        selection.kl_weight is None or kl is not None,
+        "selection: its kl_weight is a factor on the penalty of the loss, got none; pass kl= and ref_logp=",
+    )
+    if selection.bounds is None:
+        return selection, gate_inputs
+    given = GateInputs() if gate_inputs is None else gate_inputs
+    check(
+        isinstance(given, GateInputs) and given.bounds is None,
+        "selection: it has bounds and so has gate_inputs; drop one of them",
+    )
+    return selection, given._replace(bounds=selection.bounds)
+
+
+def shaped_advantages(
+    selection: Selection,
+    advantages: torch.Tensor,
+    per_token: bool,
+    batch: PackedBatch,
+    token: Callable[..., torch.Tensor],
+) -> tuple[torch.Tensor, bool]:
+    """``A factor + addend`` of every token, and whether there is one for every token."""
+    _, _, _, _, factor, addend = selection
+    if factor is None and addend is None:
+        return advantages, per_token
+    if not per_token:
+        advantages = torch.cat((advantages, advantages.new_zeros(1)))[batch.once(PackedBatch.row_of_token)]
+    if factor is not None:
+        factor = token("advantage_factor", factor)
+        advantages = advantages.reshape(factor.shape) * factor
+    if addend is not None:
+        addend = token("advantage_addend", addend)
+        advantages = advantages.reshape(addend.shape) + addend
+    return advantages, True
+
+
+def selected_tokens(
+    selection: Selection,
+    token_mask: torch.Tensor | None,
+    token_weight: torch.Tensor | None,
+    token: Callable[..., torch.Tensor],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Mask and weight of tokens, those of the selection among them."""
+    mask, weight, *_ = selection
+    if mask is not None:
+        mask = token("mask", mask, torch.bool)
+        token_mask = mask if token_mask is None else token_mask & mask
+    if weight is not None:
+        weight = token("weight", weight)
+        token_weight = weight if token_weight is None else token_weight * weight
+    return token_mask, token_weight
 
 
 def _both(

@@ -154,7 +154,8 @@ def ucas(
     repository xvolcano02/UCAS). Returns ``[T]`` float32.
 
     ``A exp(-right c)`` where ``A > 0`` and ``A exp(wrong c)`` elsewhere, c the confidence of the response, standardised
-    in its group; then minus ``certainty`` times the token's raw logit, scaled to [0, 1]. What was positive stays >= 0.
+    in its group; then minus ``certainty`` times the token's raw logit, scaled to [0, 1]. A positive advantage stays
+    at least 0.
 
     Args:
         advantages: ``[S]``, GRPO's.

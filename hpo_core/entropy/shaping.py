@@ -1,7 +1,7 @@
 """Advantages and loss weights that follow the entropy of tokens, made of statistics and :func:`.two_knot`.
 
 Nothing here carries a gradient, and nothing is read at masked tokens. A valid token whose entropy is not finite gets
-NaN, so that the loss leaves it out and counts it. ``state``: what :func:`.fit_scopes` returned for the whole optimiser
+NaN, so that the loss leaves it out and counts it. ``state``: the result of :func:`.fit_scopes` for the whole optimiser
 step, over all its ranks; None: the statistics are those of this call's tokens, as papers that say "batch" have it.
 """
 
@@ -24,7 +24,7 @@ __all__ = ["aepo_ruc", "covariance", "entropy_advantage", "entropy_change", "ste
 
 
 def statistics_of(signal: Signal, state: ScopeStatistics | None, backend: str | None) -> ScopeStatistics:
-    """What was fitted, or the statistics of this call's usable tokens."""
+    """The given state, or the statistics of this call's usable tokens."""
     if state is not None:
         return state
     return fit_scopes(signal.values.to(signal.dtype), mask=signal.usable, backend=backend)

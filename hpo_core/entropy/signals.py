@@ -1,4 +1,4 @@
-"""What is known of each token: the signals that presets compare and map, and how presets read and return them."""
+"""Signals: one number per token, which presets compare and map, and the way presets read and return them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Signal(NamedTuple):
     values: torch.Tensor  # [T] float64, 0 where a token has none
     usable: torch.Tensor  # [T] bool, valid tokens whose number is finite
     broken: torch.Tensor  # [T] bool, valid tokens whose number is NaN or infinite
-    dtype: torch.dtype  # of what was given, and of results
+    dtype: torch.dtype  # of the given tensor, and of results
 
     def result(self, values: torch.Tensor, neutral: float) -> torch.Tensor:
         """Values ``[T]`` at usable tokens, ``neutral`` at masked ones, NaN at broken ones: the loss leaves a token
@@ -53,9 +53,12 @@ def advantages_of_tokens(advantages: torch.Tensor, batch: PackedBatch, level: st
     return per_token(advantages, batch, level).detach().double()
 
 
-def preset(provenance: Provenance, level: str | None = None) -> Callable[[Preset], Preset]:
+def preset(
+    provenance: Provenance, level: str | None = None, *, differentiable: bool = False
+) -> Callable[[Preset], Preset]:
     """Marks a published method of this family, with the origin of its formula. ``level``: the function returns
     advantages of this level, as the estimators of :mod:`hpo_core.advantages` do, from tables of its groups.
+    ``differentiable``: its result has a gradient; that of others is a constant.
 
     A marked function takes padded ``[B, L]`` tensors with a padded batch, too, and then returns padded tensors.
     """
@@ -70,10 +73,12 @@ def preset(provenance: Provenance, level: str | None = None) -> Callable[[Preset
             batch = given.get("batch")
             shape = batch.padded_shape if isinstance(batch, PackedBatch) else None
             if shape is None or batch is None or len(arguments) > len(names):
-                return inner(*arguments, **keywords)
+                with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
+                    return inner(*arguments, **keywords)
             flat = {name: _reshaped(value, shape, (-1,)) for name, value in given.items()}
             same = all(flat[name] is given[name] for name in given)
-            result = inner(**flat)
+            with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
+                result = inner(**flat)
             return result if same else _reshaped(result, (batch.total_tokens,), shape)
 
         marked: Any = run

@@ -8,6 +8,7 @@ gives the same numbers for any way of cutting the step.
 from __future__ import annotations
 
 import contextlib
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from .scopes import exact_fraction
 from .signals import preset, read
 from .window import EntropyWindow
 
-__all__ = ["PivotState", "ScopeStatistics", "fit_pivot", "fit_scopes", "means_of_segments", "of_row"]
+__all__ = ["PivotState", "ScopeStatistics", "fit_pivot", "fit_scopes", "means_of_segments", "of_row", "shared_by"]
 
 
 class ScopeStatistics(NamedTuple):
@@ -114,7 +115,7 @@ def fit_scopes(
     padded = torch.nn.functional.pad
     known = padded(values.detach(), (0, 1), value=torch.nan)
     ids, mask = padded(ids, (0, 1)), None if mask is None else padded(mask, (0, 1))
-    with contextlib.nullcontext() if process_group is None else spanned(process_group):
+    with shared_by(process_group):
         found = statistics(known, ids, mask=mask, backend=backend)
     scopes, order = ids.sort(stable=True)
     fields = (found.members, found.mean, found.squares, found.least, found.greatest)
@@ -130,7 +131,7 @@ def fit_pivot(
     process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> PivotState:
-    """Least, ``quantile`` (the nearest order statistic) and greatest of a step's entropies: what :func:`hapo` reads.
+    """Least, ``quantile`` (the nearest order statistic) and greatest of a step's entropies, for :func:`hapo`.
 
     Args:
         entropy: ``[T]`` in nats, clamped at 1e-8, because their logarithms are compared.
@@ -151,6 +152,11 @@ def fit_pivot(
     none = logs.members == 0
     least, greatest = (torch.where(none, torch.nan, each) for each in (ends.least, ends.greatest))
     return PivotState(least, pivot, greatest, torch.where(none, torch.nan, around.sqrt()))
+
+
+def shared_by(process_group: torch.distributed.ProcessGroup | None) -> AbstractContextManager[None]:
+    """Until the end of the block, scopes span the ranks of a process group, if one is given."""
+    return contextlib.nullcontext() if process_group is None else spanned(process_group)
 
 
 def of_row(values: torch.Tensor, row: torch.Tensor, nowhere: float) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Tokens by exact order statistics of their own response or of the whole call: two classes, masks, and exact counts.
 
-A response is never cut by micro-batches, so what depends on it alone needs no ``fit``. A valid token whose entropy is
+A response is never cut by micro-batches, so statistics of one response need no ``fit``. A valid token whose entropy is
 not finite is in no population and in no mask.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import torch
+import torch.distributed
 
 from ..advantages.terms import check_compat
 from ..batch import PackedBatch
@@ -146,6 +147,7 @@ def d3s_tokens(
     uid: torch.Tensor | None = None,
     keeps_zeros: bool = False,
     advantage_level: str | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> Selection:
     """D3S' tokens: exactly ``ceil(ratio n)`` of the call's n tokens, those of the largest ``|A| H`` (arXiv 2509.22115).
@@ -159,6 +161,8 @@ def d3s_tokens(
         uid: ``[S]`` integers, by which ties are decided, whatever the order of rows. Default: the order of rows.
         keeps_zeros: False: a token with ``A = 0`` or ``H = 0`` is never selected, so that a batch without advantages
             selects nothing.
+
+        process_group: the tokens of these ranks are compared with one another.
 
     Assumed: the tokens of the whole optimiser step are compared, so the call has to have them all. The denominator is
     not stated: ``token_mean(batch, selected=selection.mask)`` counts the selected, the default all tokens.
@@ -176,8 +180,10 @@ def d3s_tokens(
     score = advantages_of_tokens(advantages, batch, advantage_level).abs() * given.values
     score = torch.where(kept, score, torch.nan).to(given.dtype)
     count = torch.isfinite(score).sum()
+    if process_group is not None:
+        torch.distributed.all_reduce(count, group=process_group)
     k = torch.div(count * share.numerator + share.denominator - 1, share.denominator, rounding_mode="floor")
-    mask = top_k(score, batch, k.reshape(1), scope="call", uid=uid, backend=backend)
+    mask = top_k(score, batch, k.reshape(1), scope="call", uid=uid, process_group=process_group, backend=backend)
     return Selection(mask=mask if keeps_zeros else mask & (score > 0))
 
 

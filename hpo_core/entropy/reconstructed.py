@@ -1,0 +1,287 @@
+"""Entropy methods of which only an abstract, a figure or somebody's review is public: each
+docstring states its assumptions, and coefficients that no source gives have no default."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..advantages.terms import as_advantages, known
+from ..batch import PackedBatch
+from ..checks import check, check_rows, check_tokens, check_units
+from ..segments import dense_ids, statistics
+from ..specs import OrderRule, Provenance
+from .maps import two_knot
+from .masks import opened
+from .penalties import entropy_band
+from .scopes import exact_fraction
+from .selection import Selection
+from .signals import preset, read
+from .statistics import means_of_segments, of_row
+from .window import EntropyWindow, WindowState
+
+__all__ = [
+    "dcpo_regulariser",
+    "funrl",
+    "less",
+    "less_tokens",
+    "less_window",
+    "openvl_band",
+    "rlsp_rewards",
+    "seed_grpo",
+    "semantic_entropy",
+]
+
+
+@preset(Provenance.RECONSTRUCTED)
+def dcpo_regulariser(
+    target_logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, *, ratio_cap: float = math.inf
+) -> Selection:
+    """Distribution-centric policy optimisation: weights ``rho = pi_T / pi_old`` that make samples of the old policy
+    stand for those of a distribution of higher temperature (arXiv 2601.12730, as its repository describes it). Returns
+    a :class:`Selection` with a weight.
+
+    The method adds ``coefficient`` times a second policy loss, with successful responses' rewards as advantages and
+    these weights, to GRPO's: a REINFORCE term under the target distribution, without a sample of it.
+
+    Args:
+        target_logp: ``[T]``, of the old policy at the target's temperature: ``token_logprobs(..., temperature=T)``.
+        old_logp: ``[T]``, at the temperature of sampling.
+        ratio_cap: the largest weight. The source states none.
+
+    :func:`.target_temperature` chooses the temperature. The gate :func:`hpo_core.gates.dcpo_clip` and the estimator
+    :func:`hpo_core.advantages.dcpo` are another paper's.
+
+    >>> given = torch.tensor([0.3, 0.5]).log(), torch.tensor([0.2, 0.5]).log()
+    >>> dcpo_regulariser(*given, PackedBatch.from_lengths([2])).weight
+    tensor([1.5000, 1.0000])
+    """
+    check(ratio_cap >= 1, "ratio_cap: expected a ratio >= 1, got {}", ratio_cap)
+    given = read(batch, target_logp=target_logp, old_logp=old_logp)
+    older = torch.where(given.usable, old_logp.detach().double(), 0.0)
+    ratio = torch.exp((given.values - older).clamp(-60, 60)).clamp(max=ratio_cap)
+    return Selection(weight=given.result(ratio, 1.0))
+
+
+@preset(Provenance.RECONSTRUCTED)
+def rlsp_rewards(is_correct: torch.Tensor, exploration: torch.Tensor, *, share: float) -> torch.Tensor:
+    """RLSP: ``(1 - share) 1[right] + share e``, e a reward for exploration that does not depend on the answer (arXiv
+    2502.06773). Returns ``[S]`` float32.
+
+    Args:
+        is_correct: ``[S]`` bool.
+        exploration: ``[S]`` in [0, 1]: the paper's simplest counts intermediate steps; :func:`.count_of_rows` of
+            high-entropy windows over its largest value is another. NaN: no exploration is known, and e is 0.
+        share: no number could be verified; the paper balances the two with care.
+
+    Assumed: a convex combination of the two.
+
+    >>> rlsp_rewards(torch.tensor([True, False]), torch.tensor([0.5, 1.0]), share=0.2)
+    tensor([0.9000, 0.2000])
+    """
+    check_units(exploration=exploration, is_correct=is_correct)
+    check(0 <= share <= 1, "share: expected a number in [0, 1], got {}", share)
+    return ((1 - share) * is_correct.double() + share * known(exploration.detach().double())).float()
+
+
+@preset(Provenance.RECONSTRUCTED, level="row")
+def funrl(
+    advantages: torch.Tensor,
+    entropy: torch.Tensor,
+    mask: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    alpha: float,
+    kappa: float = 2.0,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """FunRL (EGPO): ``A + min(alpha Hbar, |A| / kappa)``, Hbar the mean entropy of the response's chain of thought
+    (arXiv 2508.05118). Returns ``[S]`` float32.
+
+    Args:
+        advantages: ``[S]``, GRPO's of a binary reward for format and answer.
+        entropy: ``[T]`` in nats.
+        mask: ``[T]`` bool, the tokens of the chain of thought. A response without any keeps its advantage.
+
+    Assumed: the bonus, which a figure calls ``sigma(H)`` and the abstract says is clipped, has the form of
+    :func:`.entropy_advantage`.
+
+    >>> given = torch.tensor([1.0, -0.1]), torch.tensor([0.2, 0.4, 1.0]), torch.tensor([True, True, True])
+    >>> funrl(*given, PackedBatch.from_lengths([2, 1]), alpha=0.5)
+    tensor([ 1.1500, -0.0500])
+    """
+    check_rows(batch, advantages=advantages)
+    check_tokens(batch, mask=mask)
+    check(kappa >= 1, "kappa: expected a number >= 1, got {}; below, the entropy would turn signs", kappa)
+    given = read(batch, entropy=entropy)
+    mean = means_of_segments(given.values, batch.row_of_token(), batch.rows, given.usable & mask, backend)
+    own = advantages.detach().double()
+    bonus = two_knot(mean, low=(0.0, alpha), high=(0.0, alpha), most=own.abs() / kappa)
+    return as_advantages(known(own) + known(bonus), advantages, backend)
+
+
+@preset(Provenance.RECONSTRUCTED, differentiable=True)
+def openvl_band(
+    entropy: torch.Tensor,
+    batch: PackedBatch,
+    weights: torch.Tensor,
+    *,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    coefficient: float,
+) -> torch.Tensor:
+    """OpenVLThinkerV2's entropy shaping: ``coefficient`` times the distance of entropies to the band of the row's task
+    (arXiv 2604.08539, as a review describes it). A 0-dim loss term with a gradient.
+
+    Args:
+        entropy, weights, low, high: as in :func:`.entropy_band`. No bounds and no coefficient are known.
+
+    Its advantages are :func:`hpo_core.advantages.g2rpo`.
+
+    >>> given = torch.tensor([0.2, 1.4]), PackedBatch.from_lengths([2]), torch.tensor([0.5])
+    >>> round(openvl_band(*given, low=torch.tensor([0.3]), high=torch.tensor([1.2]), coefficient=2.0).item(), 4)
+    0.3
+    """
+    return coefficient * entropy_band(entropy, batch, weights, low=low, high=high)
+
+
+@preset(Provenance.RECONSTRUCTED)
+def less_window(quantile: str | float) -> EntropyWindow:
+    """The window of tokens *above* the ``quantile`` of the batch, whose ``fit`` gives :func:`less_tokens` its state.
+
+    >>> less_window("0.6").strict
+    True
+    """
+    return EntropyWindow("less", exact_fraction("quantile", quantile), rule=OrderRule.FLOOR, strict=True)
+
+
+@preset(Provenance.RECONSTRUCTED)
+def less_tokens(
+    entropy: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    quantile: str | float,
+    length: int = 5,
+    state: WindowState | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The tokens of LESS' segments, ``[T]`` bool: runs of at least ``length`` tokens whose entropy is at or below the
+    ``quantile`` of the batch (arXiv 2512.00908, as its repository describes it).
+
+    Args:
+        quantile: no number is known.
+        state: ``less_window(quantile).fit(...)`` of the step. Default: fitted on this call's tokens.
+
+    >>> entropy = torch.tensor([0.1, 0.2, 0.1, 0.9, 0.1])
+    >>> less_tokens(entropy, PackedBatch.from_lengths([5]), quantile="0.75", length=2)
+    tensor([ True,  True,  True, False, False])
+    """
+    given = read(batch, entropy=entropy)
+    window = less_window(quantile)
+    fitted = window.fit(entropy, batch, backend=backend) if state is None else state
+    high = window.apply(entropy, batch, fitted, backend=backend)
+    return opened(given.usable & ~high, batch, length, backend=backend)
+
+
+@preset(Provenance.RECONSTRUCTED, level="token")
+def less(
+    advantages: torch.Tensor,
+    is_correct: torch.Tensor,
+    segment_ids: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    right: float,
+    wrong: float,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """LESS: advantages times ``right`` in segments that only correct responses of the prompt have, times ``wrong`` in
+    those that only incorrect ones have (arXiv 2512.00908). Returns ``[T]`` float32.
+
+    Args:
+        advantages, is_correct: ``[S]``.
+        segment_ids: ``[T]``, equal for the tokens of segments with the same text (:func:`hpo_core.segments.ids_of`), -1
+            outside :func:`less_tokens`.
+        right, wrong: above and below 1; no numbers are known. Segments of both kinds stay as they are.
+
+    >>> given = torch.ones(2), torch.tensor([True, False]), torch.tensor([5, 7, 7, -1])
+    >>> less(*given, PackedBatch.from_lengths([2, 2]), right=2.0, wrong=0.5)
+    tensor([2., 1., 1., 1.])
+    """
+    check_rows(batch, advantages=advantages, is_correct=is_correct)
+    check_tokens(batch, segment_ids=segment_ids)
+    row = batch.row_of_token()
+    valid = row >= 0 if batch.mask is None else (row >= 0) & batch.mask
+    group = torch.zeros_like(row) if batch.group_ids is None else of_row(batch.group_ids, row, -1)
+    good = of_row(is_correct, row, False)
+    shared = statistics(good.float(), dense_ids(group, segment_ids), mask=valid, backend=backend)
+    inside = valid & (shared.members > 0)
+    factor = torch.ones_like(shared.mean)
+    factor = factor.masked_fill(inside & (shared.least == 1), right)
+    factor = factor.masked_fill(inside & (shared.greatest == 0), wrong)
+    own = of_row(advantages.detach().double(), row, 0.0)
+    return as_advantages(known(torch.where(valid, own * factor, 0.0)), advantages, backend)
+
+
+@preset(Provenance.RECONSTRUCTED, level="row")
+def semantic_entropy(
+    cluster_ids: torch.Tensor, group_ids: torch.Tensor | None = None, *, backend: str | None = None
+) -> torch.Tensor:
+    """The entropy of the clusters of a group's units, ``-sum_k p_k log p_k`` with p the shares of units, at each unit:
+    ``[U]`` float32 nats.
+
+    Args:
+        cluster_ids: ``[U]`` integers: answers with the same meaning, or HICRA's strategic phrases of a batch.
+        group_ids: ``[U]``; None: one group.
+
+    >>> semantic_entropy(torch.tensor([1, 1, 2, 2]))
+    tensor([0.6931, 0.6931, 0.6931, 0.6931])
+    """
+    check_units(cluster_ids=cluster_ids, group_ids=group_ids)
+    return _surprise(cluster_ids, group_ids, per_cluster=False, backend=backend).float()
+
+
+@preset(Provenance.RECONSTRUCTED, level="row")
+def seed_grpo(
+    advantages: torch.Tensor,
+    cluster_ids: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    alpha: float = 1.0,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """SEED-GRPO: advantages times ``1 - alpha SE / log G``, SE the semantic entropy of the prompt's G answers (arXiv
+    2505.12346, as others quote it). Returns ``[S]`` float32.
+
+    ``SE = -(1 / K) sum_k log p_k`` over the K clusters, p the share of the answers in each. Equal answers have SE 0;
+    with as many meanings as answers it is log G.
+
+    Args:
+        advantages: ``[S]``. cluster_ids: ``[S]``, equal for answers with the same meaning.
+        alpha: no number is known; at 1 a prompt whose answers all differ teaches nothing.
+
+    Assumed: the linear of the three decreasing functions that are named, and shares of answers, not of probability.
+
+    >>> seed_grpo(torch.ones(4), torch.tensor([0, 0, 1, 1]), None)
+    tensor([0.5000, 0.5000, 0.5000, 0.5000])
+    """
+    check_units(advantages=advantages, cluster_ids=cluster_ids, group_ids=group_ids)
+    surprise = _surprise(cluster_ids, group_ids, per_cluster=True, backend=backend)
+    size = statistics(torch.ones_like(advantages), group_ids, backend=backend).members
+    most = torch.where(size > 1, size, math.e).log()
+    factor = torch.where(size > 1, 1 - alpha * surprise / most, 1.0)
+    return as_advantages(known(advantages.detach().double() * factor), advantages, backend)
+
+
+def _surprise(
+    cluster_ids: torch.Tensor, group_ids: torch.Tensor | None, *, per_cluster: bool, backend: str | None
+) -> torch.Tensor:
+    """The mean of ``-log p`` over a group's units, or over its clusters, at each unit: ``[U]`` float64."""
+    units = torch.ones_like(cluster_ids, dtype=torch.float32)
+    groups = torch.zeros_like(cluster_ids) if group_ids is None else group_ids
+    of_cluster = statistics(units, dense_ids(groups, cluster_ids), backend=backend).members
+    of_group = statistics(units, groups, backend=backend).members
+    known_unit = of_cluster > 0
+    surprise = torch.where(known_unit, -(of_cluster / of_group.clamp(min=1)).clamp(min=1e-300).log(), 0.0)
+    weights = 1 / of_cluster.clamp(min=1) if per_cluster else torch.ones_like(of_cluster)
+    return statistics(surprise, groups, weights=weights, mask=known_unit, backend=backend).mean

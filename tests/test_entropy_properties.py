@@ -1,0 +1,198 @@
+"""Every entropy preset: masked tokens are not read, the order of rows does not matter, nothing breaks without data."""
+
+import functools
+
+import pytest
+import torch
+from valid_calls import calls, tensors_of
+
+import hpo_core as hpo
+from hpo_core import entropy as E
+
+TOKENS, ROWS, MASKED = 11, 3, 4  # of the valid calls: their sizes, and the token that their batch masks
+OF_ROWS = {
+    "advantages", "confidence", "is_correct", "weights", "low", "high", "rows_mask", "uid", "difficulty", "exploration",
+    "counts", "rewards", "lengths", "group_ids", "cluster_ids",
+}  # fmt: skip
+DIFFERENTIABLE = {"mean_entropy", "entropy_band", "epo", "siren", "siren_mean", "openvl_band"}
+CONTROLLERS = {
+    "skywork_coefficient", "trl_coefficient", "entropic", "target_temperature", "ares_kappa", "ares_penalty",
+    "less_window",
+}  # fmt: skip
+PRESETS = [
+    call
+    for call in calls()
+    if call.name.startswith("hpo_core.entropy.") and hasattr(call.function, "provenance")
+    if call.function.__name__ not in CONTROLLERS
+]
+every_preset = pytest.mark.parametrize("call", PRESETS, ids=lambda call: call.name.rpartition(".")[2])
+
+
+def mapped(arguments, of_tokens, of_rows, batch=None):
+    """The arguments with a change of everything that belongs to tokens, to rows, and of the batch."""
+
+    def change(name, value):
+        if isinstance(value, hpo.PackedBatch):
+            return value if batch is None else batch
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):
+            return tuple(change(name, each) for each in value)
+        if not isinstance(value, torch.Tensor) or value.dim() != 1:
+            return value
+        if len(value) == TOKENS:
+            return of_tokens(value)
+        return of_rows(value) if len(value) == ROWS and name in OF_ROWS else value
+
+    return {name: change(name, value) for name, value in arguments.items()}
+
+
+def flat(result):
+    return tensors_of([each for each in result if each is not None] if isinstance(result, tuple) else result)
+
+
+def test_there_are_many_presets():
+    assert len(PRESETS) > 40
+
+
+@every_preset
+def test_masked_tokens_are_not_read(call):
+    for poison in (99.0, torch.nan, torch.inf):
+
+        def poisoned(values, poison=poison):
+            changed = values.clone()
+            changed[MASKED] = poison if values.is_floating_point() else not values[MASKED]
+            return changed
+
+        got = flat(call.run(mapped(call.arguments, poisoned, lambda values: values)))
+        for one, other in zip(got, flat(call.run()), strict=True):
+            assert torch.equal(one, other)
+
+
+@every_preset
+def test_the_order_of_rows_does_not_matter(call):
+    if "batch" not in call.arguments:
+        return
+    order = torch.tensor([2, 0, 1])
+    part, tokens = call.arguments["batch"].select(order)
+    got = flat(call.run(mapped(call.arguments, lambda values: values[tokens], lambda values: values[order], part)))
+    for one, other in zip(got, flat(call.run()), strict=True):
+        if other.shape == (TOKENS,):
+            other = other[tokens]
+        elif other.shape == (ROWS,) and call.function.__name__ not in ("fit_pivot", "ares_scales", "ares_targets"):
+            other = other[order]
+        elif call.function.__name__ == "empg":
+            other = torch.cat((other[3:], other[:3]))  # its rows have 2, 1 and 2 steps
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+LOCAL = {
+    "aepo_ruc", "archer", "ares_next_windows", "ares_penalty_weights", "count_of_rows", "cover", "dcpo_regulariser",
+    "entropy_advantage", "entropy_change", "funrl", "group_confidence", "hapo", "hapo_redistribution",
+    "hapo_temperature", "opened", "siren_tokens", "steer", "steer_linear", "ulorl",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "call", [each for each in PRESETS if each.function.__name__ in LOCAL], ids=lambda call: call.name.rpartition(".")[2]
+)
+def test_micro_batches_have_the_bits_of_the_whole(call):
+    """Given the state of the step, what a row gets depends on nothing outside it."""
+    whole = flat(call.run())
+    for rows in ([0], [1, 2]):
+        order = torch.tensor(rows)
+        part, tokens = call.arguments["batch"].select(order)
+        given = mapped(call.arguments, lambda values, at=tokens: values[at], lambda values, at=order: values[at], part)
+        for one, other in zip(flat(call.run(given)), whole, strict=True):
+            assert torch.equal(one, other[tokens if len(other) == TOKENS else order])
+
+
+def test_every_local_preset_is_tested():
+    assert {each.function.__name__ for each in PRESETS} >= LOCAL
+
+
+@every_preset
+def test_padded_tensors_give_padded_results(call):
+    """Rows of four tokens, as one row after the other or as a matrix."""
+    if "batch" not in call.arguments:
+        return
+    mask = torch.tensor([1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0]).bool()
+    ids = {"group_ids": torch.tensor([0, 0, 1]), "cu_steps": torch.tensor([0, 2, 4, 8, 10, 12])}
+    packed = hpo.PackedBatch(torch.tensor([0, 4, 8, 12]), mask, **ids)
+    padded = hpo.PackedBatch.from_padded(mask.reshape(3, 4), **ids)
+    results = []
+    for batch, shape in ((packed, (12,)), (padded, (3, 4))):
+
+        def of_tokens(values, shape=shape):
+            return torch.cat((values, values[-1:])).reshape(shape)
+
+        results.append(flat(call.run(mapped(call.arguments, of_tokens, lambda values: values, batch))))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one.reshape(3, 4) if one.shape == (12,) else one, other)
+
+
+@every_preset
+def test_only_penalties_have_a_gradient(call):
+    def differentiable(values):
+        return values.clone().requires_grad_() if values.is_floating_point() else values
+
+    result = call.run(mapped(call.arguments, differentiable, differentiable))
+    found = [each.requires_grad for each in _tensors(result)]
+    assert found == [call.function.__name__ in DIFFERENTIABLE] * len(found)
+
+
+def _tensors(result):
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [each for part in result if part is not None for each in _tensors(part)] if isinstance(result, tuple) else []
+
+
+NOTHING = {
+    "no rows": (functools.partial(torch.narrow, dim=0, start=0, length=0), torch.zeros(1, dtype=torch.int64), 0),
+    "empty rows": (functools.partial(torch.narrow, dim=0, start=0, length=0), torch.zeros(4, dtype=torch.int64), 3),
+    "masked rows": (lambda values: values, torch.tensor([0, 4, 7, 11]), 3),
+}
+
+
+@every_preset
+@pytest.mark.parametrize("kind", NOTHING)
+def test_nothing_breaks_without_data(call, kind):
+    """Slots are neutral, masks False, advantages and losses 0; only a statistic of nothing is NaN."""
+    of_tokens, offsets, rows = NOTHING[kind]
+    count = 11 if kind == "masked rows" else 0
+    ends = torch.tensor([0, 2, 4, 7, 9, 11]) if count else torch.zeros(1 if rows == 0 else 6, dtype=torch.int64)
+    batch = hpo.PackedBatch(
+        offsets, torch.zeros(count, dtype=torch.bool), cu_steps=ends, group_ids=torch.tensor([0, 0, 1])[:rows]
+    )
+    given = mapped(call.arguments, of_tokens, lambda values: values[:rows], batch)
+    if "state" in given and call.function.__name__ not in ("hapo_temperature", "ares_targets", "ares_entropy_reward"):
+        given["state"] = None  # fitted on nothing, too
+    result = call.run(given)
+    name = call.function.__name__
+    if name in ("fit_pivot", "ares_threshold"):
+        assert all(each.isnan().all() for each in flat(result))
+    elif name in DIFFERENTIABLE:
+        assert result.item() == pytest.approx(0.005 * 0.25**2 if name == "siren" else 0.0)  # an anchor stays
+    elif name not in ("ares_targets",):
+        for each in _tensors(result):
+            neutral = each.isneginf() if name == "group_confidence" else torch.isfinite(each)
+            assert neutral.all() or each.dtype is torch.bool
+            assert each.dtype is not torch.bool or not each.any()
+
+
+def test_kinds_of_nothing_are_neutral():
+    batch = hpo.PackedBatch(torch.tensor([0, 3]), torch.zeros(3, dtype=torch.bool))
+    entropy = torch.full((3,), torch.nan)
+    low, high = E.hapo(entropy, batch).bounds
+    assert low.tolist() == high.tolist() == [1.0] * 3 == E.aepo_ruc(entropy, batch).advantage_factor.tolist()
+    assert E.entropy_advantage(entropy, torch.ones(1), batch).advantage_addend.tolist() == [0.0] * 3
+    loss = hpo.policy_loss(entropy, entropy, torch.ones(1), batch, selection=E.hapo(entropy, batch)).loss
+    assert loss.item() == 0
+
+
+def test_a_token_without_an_entropy_is_left_out_and_counted():
+    entropy, batch = torch.tensor([0.5, torch.nan, 1.5, 0.25]), hpo.PackedBatch.from_lengths([4])
+    for selection in (E.hapo(entropy, batch), E.aepo_ruc(entropy, batch), E.archer(entropy, batch)):
+        given = {"kl": hpo.kl.k3(0.1), "ref_logp": torch.zeros(4)} if selection.kl_weight is not None else {}
+        logp = torch.zeros(4, requires_grad=True)
+        out = hpo.policy_loss(logp, torch.zeros(4), torch.ones(1), batch, selection=selection, **given)
+        out.loss.backward()
+        assert out.metrics["bad_advantages"].item() == 1 and logp.grad[1].item() == 0 and logp.grad[0].item() != 0

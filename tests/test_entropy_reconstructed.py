@@ -1,0 +1,129 @@
+"""Entropy methods that are reconstructed, against plain loops, and D3S' tokens over ranks."""
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from fractions import Fraction
+
+import pytest
+import torch
+from naive_entropy import close, on_random_batches
+
+import hpo_core as hpo
+from hpo_core import entropy as E
+from hpo_core.entropy import reconstructed as R
+
+
+def test_every_function_says_that_it_is_reconstructed():
+    for name in R.__all__:
+        assert getattr(R, name).provenance is hpo.gates.Provenance.RECONSTRUCTED
+
+
+@on_random_batches
+def test_funrl(drawn):
+    own, thought = drawn.normal(len(drawn.rows)), drawn.draw.random(drawn.tokens) < 0.6
+    expected = []
+    for row, places in enumerate(drawn.rows):
+        numbers = [drawn.entropy[t] for t in places if thought[t]]
+        bonus = min(0.3 * statistics.fmean(numbers), abs(own[row]) / 1.5) if numbers else 0.0
+        expected.append(own[row] + bonus)
+    given = drawn.tensor(own), drawn.tensor(drawn.entropy), drawn.tensor(thought), drawn.batch
+    drawn.agrees(R.funrl(*given, alpha=0.3, kappa=1.5, backend=drawn.backend), expected)
+
+
+@on_random_batches
+def test_less(drawn):
+    entropy = drawn.tensor(drawn.entropy)
+    numbers = sorted(drawn.entropy[t] for t in drawn.usable)
+    tau = numbers[math.floor(Fraction(3, 5) * (len(numbers) - 1))] if numbers else 0.0
+    low = [t for t in drawn.usable if drawn.entropy[t] <= tau]
+    got = R.less_tokens(entropy, drawn.batch, quantile="0.6", length=2, backend=drawn.backend)
+    runs = [t for row in drawn.rows for t in row if t in low and ({t - 1, t + 1} & set(low) & set(row))]
+    assert got.nonzero().flatten().tolist() == sorted(runs)
+    state = R.less_window("0.6").fit(entropy, drawn.batch, backend=drawn.backend)
+    again = R.less_tokens(entropy, drawn.batch, quantile="0.6", length=2, state=state, backend=drawn.backend)
+    assert torch.equal(again, got)
+    own, right = drawn.normal(len(drawn.rows)), drawn.draw.random(len(drawn.rows)) < 0.5
+    ids = drawn.draw.integers(-1, 3, drawn.tokens)
+    outcomes = defaultdict(set)
+    for row, places in enumerate(drawn.valid):
+        for t in places:
+            outcomes[drawn.group[row], ids[t]].add(bool(right[row]))
+    expected = [0.0] * drawn.tokens
+    for row, places in enumerate(drawn.valid):
+        for t in places:
+            known = drawn.group[row] >= 0 and ids[t] >= 0
+            alone = outcomes[drawn.group[row], ids[t]] if known else set()
+            expected[t] = own[row] * (2.0 if alone == {True} else 0.5 if alone == {False} else 1.0)
+    given = drawn.tensor(own), drawn.tensor(right), drawn.tensor(ids), drawn.batch
+    drawn.agrees(R.less(*given, right=2.0, wrong=0.5, backend=drawn.backend), expected)
+
+
+@on_random_batches
+def test_semantic_entropy(drawn):
+    count = int(drawn.draw.integers(0, 9))
+    groups, clusters = drawn.draw.integers(-1, 2, count), drawn.draw.integers(-1, 3, count)
+    own = drawn.normal(count)
+    plain, shaped = [], []
+    for unit in range(count):
+        same = [clusters[other] for other in range(count) if groups[other] == groups[unit] >= 0]
+        found = Counter(cluster for cluster in same if cluster >= 0)
+        shares = [n / len(same) for n in found.values()]
+        total = sum(found.values())
+        plain.append(-sum(n / total * math.log(n / len(same)) for n in found.values()) if total else 0.0)
+        surprise = -statistics.fmean(map(math.log, shares)) if shares else 0.0
+        shaped.append(own[unit] * (1 - 0.5 * surprise / math.log(len(same)) if len(same) > 1 else 1.0))
+    ids = torch.tensor(clusters, device=drawn.device), torch.tensor(groups, device=drawn.device)
+    close(R.semantic_entropy(*ids, backend=drawn.backend), plain, 1e-5)
+    close(R.seed_grpo(drawn.tensor(own), *ids, alpha=0.5, backend=drawn.backend), shaped, 1e-5)
+
+
+@on_random_batches
+def test_dcpo_and_rlsp(drawn):
+    old = drawn.poisoned([-abs(x) for x in drawn.normal()])
+    target = drawn.poisoned([x + 0.5 * y for x, y in zip(old, drawn.normal(), strict=True)])
+    weight = R.dcpo_regulariser(drawn.tensor(target), drawn.tensor(old), drawn.batch, ratio_cap=1.5).weight
+    inside = {t for row in drawn.valid for t in row}
+    expected = [min(math.exp(target[t] - old[t]), 1.5) if t in inside else 1.0 for t in range(drawn.tokens)]
+    drawn.agrees(weight, expected)
+    right, explored = drawn.draw.random(4) < 0.5, [0.25, math.nan, 1.0, 0.5]
+    got = R.rlsp_rewards(drawn.tensor(right), drawn.tensor(explored), share=0.25)
+    close(got, [0.75 * r + 0.25 * (0.0 if math.isnan(e) else e) for r, e in zip(right, explored, strict=True)])
+
+
+def test_the_band_is_that_of_entropies():
+    entropy = torch.tensor([0.2, 0.9, 1.4], requires_grad=True)
+    ends = {"low": torch.tensor([0.3]), "high": torch.tensor([1.2])}
+    R.openvl_band(entropy, hpo.PackedBatch.from_lengths([3]), torch.tensor([0.5]), coefficient=4.0, **ends).backward()
+    assert entropy.grad.tolist() == [-2, 0, 2]
+    assert E.target_temperature(torch.tensor(0.5), low=0.75, high=1.25).item() == 1.25
+    assert E.target_temperature(torch.tensor(0.75), low=0.75, high=1.25).item() == 0.75
+
+
+def test_d3s_tokens_over_ranks(three_ranks):
+    draw = torch.Generator().manual_seed(3)
+    lengths, entropy = [2, 0, 3, 2, 1, 4], torch.rand(12, generator=draw).round(decimals=1)
+    own, ends = torch.tensor([1.0, 1, 0.5, 1, 0, 0.5]), torch.tensor([0, *lengths]).cumsum(0).tolist()
+
+    def run(rank):
+        rows, tokens = slice(2 * rank, 2 * rank + 2), slice(ends[2 * rank], ends[2 * rank + 2])
+        batch, world = hpo.PackedBatch.from_lengths(lengths[rows]), torch.distributed.group.WORLD
+        return E.d3s_tokens(entropy[tokens], own[rows], batch, ratio="0.4", process_group=world).mask
+
+    whole = E.d3s_tokens(entropy, own, hpo.PackedBatch.from_lengths(lengths), ratio="0.4").mask
+    assert torch.equal(torch.cat(three_ranks(run)), whole) and whole.sum() == 5
+
+
+ERRORS = [
+    (lambda: R.rlsp_rewards(torch.ones(1).bool(), torch.ones(1), share=2.0), r"share: expected a number in \[0, 1\]"),
+    (
+        lambda: R.dcpo_regulariser(torch.ones(1), torch.ones(1), hpo.PackedBatch.from_lengths([1]), ratio_cap=0.5),
+        "ratio_cap: expected a ratio >= 1, got 0.5",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), ERRORS, ids=[message for _, message in ERRORS])
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call()

@@ -91,10 +91,16 @@ def others(backend: str, tokens: int, device: str) -> Iterator[Run]:
     ids = torch.arange(tokens, device=device) // 8
     batch = hpo.PackedBatch(torch.arange(0, tokens + 1, 100, device=device))
     window = hpo.entropy.forking_tokens(Fraction(1, 5))
+
+    def selected() -> torch.Tensor:
+        return hpo.entropy.top_k(entropy, batch, tokens // 5, scope="call", backend=backend)
+
     calls: dict[str, tuple[Callable[[], Tensors], int]] = {
         "group_normalise": (lambda: {"value": hpo.advantages.grpo(rewards, ids, backend=backend)}, 16),
         "window_score": (lambda: {"value": hpo.entropy.window_mean(entropy, batch, 0, 3, backend=backend)}, 8),
         "order_statistic": (lambda: {"value": window.fit_score(entropy, backend=backend).threshold}, 4),
+        "order_statistics": (lambda: {"value": hpo.entropy.quantiles(entropy, batch, "0.8", backend=backend)}, 4),
+        "select_exact": (lambda: {"value": selected().to(kind)}, 5),
     }
     for name, (call, size) in calls.items():
         yield Run(f"{name}, {tokens:,}", f"{backend}: hpo_core", call, size * tokens)

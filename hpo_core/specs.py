@@ -516,7 +516,7 @@ class Invalid(enum.IntEnum):
 
 
 class WindowAggregate(enum.IntEnum):
-    """What a window makes of its values."""
+    """The aggregate of the values of a window."""
 
     MEAN = 0
     SUM = 1

@@ -34,7 +34,7 @@ MUTANTS = {
         "whole | (rule.boundary != Boundary::full)", "true",
         "test_window_aggregates.test_carried_by_hand", {},
     ),
-    "cuda: a row carries what its masked tokens hold": Mutant(
+    "cuda: a row carries the value of a masked token": Mutant(
         "cuda_emulated", "cuda/entropy.cu",
         "!windows.usable(token)", "false",
         "test_window_aggregates.test_carried_by_hand", {},

@@ -24,7 +24,7 @@ class Found:
 
 
 class Scoped:
-    """What two ranks find of scopes that they share, computed anew whenever a test looks at it."""
+    """The results of two ranks for scopes that they share, computed anew whenever a test looks at them."""
 
     def __init__(self, kind, name):
         self.arguments = (kind,), (name,)

@@ -91,7 +91,7 @@ def ranks():
 
 
 def joined(ranks, key):
-    """What both ranks found, in the order of the tokens of the whole step."""
+    """The results of both ranks, in the order of the tokens of the whole step."""
     return torch.cat([found[key][0] for found in ranks])
 
 

@@ -10,7 +10,8 @@ from breadth import at_length, few, tried  # noqa: F401 (the first is a fixture)
 
 import hpo_core as hpo
 from hpo_core import testing
-from hpo_core.entropy import Window, window_aggregate, window_mean
+from hpo_core.entropy import Window, quantiles, segment_aggregate, top_k, window_aggregate, window_mean
+from hpo_core.specs import OrderRule
 from hpo_core.testing import Layout
 
 AGGREGATES = ("mean", "sum", "max", "min")
@@ -223,6 +224,25 @@ def test_broken_offsets_are_harmless(backend, offsets):
     batch = hpo.PackedBatch(torch.tensor(offsets), total_tokens=6, validate=False)
     for window in (Window(0, 3, "max", "carry"), Window(-2, 2, "min", "shrink")):
         assert run(backend, torch.arange(6.0), batch, window).shape == (6,)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda values, batch: quantiles(values, batch, "0.7", scope="group", expand=True),
+        lambda values, batch: quantiles(values, batch, "0.7", scope="call", rule=OrderRule.LINEAR),
+        lambda values, batch: top_k(values, batch, 2),
+        lambda values, batch: segment_aggregate(values, batch, "group").nan_to_num(-1),
+        lambda values, batch: window_aggregate(values, batch, Window.causal(3, boundary="carry")).nan_to_num(-1),
+    ],
+)
+def test_compiled_calls(call):
+    torch.compiler.reset()
+    values, batch = dyadic(Layout((7, 0, 5), seed=3))
+    batch = batch.replace(group_ids=torch.tensor([1, 0, 1]))
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(values, batch), call(values, batch))
 
 
 def test_windows_are_values():

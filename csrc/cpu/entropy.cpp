@@ -45,7 +45,7 @@ enum State : int32_t { kOutside = 0, kCut = 1, kWhole = 2 };
 // Index 0 of an array [reach] is the begin of the window of the block's first token; index 0 of `state` is that token.
 struct WindowScratch {
   float *folded, *next_folded, *window_folded;    // [reach]
-  int32_t *usable, *next_usable, *window_usable;  // [reach], the number of values in what is folded
+  int32_t *usable, *next_usable, *window_usable;  // [reach], the number of folded values
   int32_t* state;                                 // [block]
 
   WindowScratch(Arena& arena, const Windows& windows) {

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kMostParts = 64;  // of a scope that all threads share; results do not depend on their number
 
-// Some of the segments of a scope: the places [first, end) of the list, and what they contain.
+// Some of the segments of a scope: the places [first, end) of the list, and their counts.
 struct Part {
   int64_t first, end;
   int64_t finite, errors, greater, ties;

@@ -32,8 +32,8 @@ __device__ __forceinline__ Count count_flags(bool flag) {
   return count;
 }
 
-// The blocks that work on a scope. Each takes every `size`-th segment of the list. What several blocks tell each other is in
-// global memory.
+// The blocks that work on a scope. Each takes every `size`-th segment of the list. The counts that several blocks exchange are
+// in global memory.
 struct Team {
   int member, size;
   unsigned* histograms;        // [3][kBins]

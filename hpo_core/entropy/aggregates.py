@@ -23,7 +23,7 @@ ROUNDING = "thresholds on 16-bit entropies pick wrong tokens; compute and store 
 
 @dataclass(frozen=True)
 class Window:
-    """The window ``{t + first, ..., t + last}`` of a token t, cut by the token's row, and what it makes of its values.
+    """The window ``{t + first, ..., t + last}`` of a token t, cut by the token's row, and its aggregate.
 
     Frozen, hashable, picklable.
 

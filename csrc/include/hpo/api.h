@@ -258,7 +258,7 @@ struct SelectArgs {
 // Order statistics of scopes: a scope is a list of segments, which are ranges of tokens.
 struct OrderStatisticsArgs {
   int64_t tokens, segments, scopes;
-  const float* values;     // [tokens]; the population is what is finite. -inf is undefined, anything else is an error.
+  const float* values;     // [tokens]; the population are the finite ones. -inf is undefined, all others are errors.
   const uint8_t* mask;     // [tokens] or null
   const int64_t* offsets;  // [segments + 1]: segment n holds the tokens offsets[n] .. offsets[n + 1]
   // both null: scope c is segment c. Else scope c has the segments order[begin[c] .. begin[c + 1])

@@ -15,7 +15,7 @@ struct WindowRule {
   int64_t first, last;
   int64_t width;
   float divisor;  // of Boundary::zero
-  Boundary boundary;  // never carry: its windows are full ones, and what they leave undefined is filled in afterwards
+  Boundary boundary;  // never carry: its windows are full ones, and the scores that they leave undefined follow later
   Invalid invalid;
   WindowAggregate aggregate;
 };

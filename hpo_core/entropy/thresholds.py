@@ -161,7 +161,6 @@ def d3s_tokens(
         uid: ``[S]`` integers, by which ties are decided, whatever the order of rows. Default: the order of rows.
         keeps_zeros: False: a token with ``A = 0`` or ``H = 0`` is never selected, so that a batch without advantages
             selects nothing.
-
         process_group: the tokens of these ranks are compared with one another.
 
     Assumed: the tokens of the whole optimiser step are compared, so the call has to have them all. The denominator is

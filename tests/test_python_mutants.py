@@ -109,7 +109,7 @@ MUTANTS = {
     ),
     "a trainer makes PPO of a gate that needs inputs": mutant(
         "integrations/needs.py",
-        "            gate_inputs is not None,\n", "            True,\n",
+        "            gate_inputs is not None or name in selected,\n", "            True,\n",
         "test_gate_inputs.test_a_trainer_that_would_make_ppo_of_a_gate_refuses_it", name="hapo_clip",
     ),
     "a trainer makes PPO of a gate that needs the sampler": mutant(

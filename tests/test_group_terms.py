@@ -110,8 +110,10 @@ def test_terms_together(backend, share, seed, units, rules, presence, coefficien
     assert_exact(backend, together_terms, keywords, share=share, share_eps=share_eps, share_least=share_least)
 
 
-@pytest.mark.parametrize("units", [700, 9000])
-@pytest.mark.parametrize("share", [Share.SUM, Share.COUNT])
+@pytest.mark.parametrize(
+    ("share", "units"),
+    [(Share.SUM, 700), (Share.COUNT, 700), (Share.SUM, 9000), pytest.param(Share.COUNT, 9000, marks=pytest.mark.long)],
+)
 def test_many_units(backend, units, share):
     """There are more units than one block reads, in unsorted groups of many sizes with ids of 62 bits."""
     rules = [GroupTerm(), GroupTerm(scale=Scale.ABSOLUTE, presence=Presence.SPREAD), GroupTerm(scale=Scale.BATCH)]

@@ -210,7 +210,12 @@ def trl_run(tmp_path_factory):
     return functools.cache(lambda name: run(trl.GRPOTrainer, tmp_path_factory.mktemp("trl"), **RUNS[name]))
 
 
-@pytest.mark.parametrize("name", RUNS)
+OFTEN = ("dapo, accumulated, two iterations", "bnpo, accumulated", "cispo", "sequence")  # the rest is long
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in RUNS]
+)
 def test_training_equals_trl(name, trl_run, tmp_path, monkeypatch):
     """The loss alone: both score with TRL's head."""
     monkeypatch.setattr(hpo_trl.module(), "give_head", lambda model, backend: None)

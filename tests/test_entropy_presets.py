@@ -210,14 +210,18 @@ def test_two_knot_has_one_slope_on_each_side():
 
 def test_the_page_says_where_presets_come_from():
     page = (Path(__file__).parents[1] / "docs/entropy_presets.md").read_text()
+    tables, _, rest = page.partition('## What "verified" rests on')
     said = {}
-    for line in page.splitlines():
+    for line in tables.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("| `"):
             said |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), cells[-1])
     known = [getattr(module, name) for module in (E, E.reconstructed) for name in module.__all__]
     presets = {each.__name__: each.provenance.name.lower() for each in known if hasattr(each, "provenance")}
     assert said == presets
+    ran = {name for line in rest.splitlines() if line.startswith("| `") for name in re.findall(r"`(\w+)", line)}
+    assert ran >= {name for name, label in said.items() if label == "verified"}, "a label without evidence"
+    assert {said[name] for name in ran & said.keys()} <= {"verified"}, "evidence for another label"
 
 
 ERRORS = [

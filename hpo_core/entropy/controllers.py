@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-@preset(Provenance.VERIFIED)
+@preset(Provenance.PAPER)
 def skywork_coefficient(
     coefficient: torch.Tensor,
     entropy: torch.Tensor,
@@ -56,7 +56,7 @@ def skywork_coefficient(
     return _stepped(coefficient, entropy < target, entropy < target, delta, most)
 
 
-@preset(Provenance.VERIFIED)
+@preset(Provenance.PAPER)
 def trl_coefficient(
     coefficient: torch.Tensor, entropy: torch.Tensor, *, target: float = 0.2, delta: float = 0.005, most: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,7 +188,7 @@ class AresPenalty(NamedTuple):
 torch.serialization.add_safe_globals([AresPenalty])
 
 
-@preset(Provenance.VERIFIED)
+@preset(Provenance.PAPER)
 def ares_penalty(
     state: AresPenalty,
     divergence: torch.Tensor,

@@ -61,7 +61,7 @@ def entropy_advantage(
     return Selection(advantage_addend=given.result(addend, 0.0))
 
 
-@preset(Provenance.VERIFIED)
+@preset(Provenance.PAPER)
 def aepo_ruc(
     entropy: torch.Tensor,
     batch: PackedBatch,
@@ -94,7 +94,7 @@ def aepo_ruc(
     return Selection(advantage_factor=given.result(factor, 1.0))
 
 
-@preset(Provenance.VERIFIED)
+@preset(Provenance.PAPER)
 def covariance(
     logp: torch.Tensor,
     advantages: torch.Tensor,
@@ -123,7 +123,7 @@ def covariance(
     return given.result(product, 0.0)
 
 
-@preset(Provenance.VERIFIED)
+@preset(Provenance.PAPER)
 def entropy_change(
     logp: torch.Tensor,
     old_logp: torch.Tensor,
@@ -148,7 +148,7 @@ def entropy_change(
     return given.result(change, 0.0)
 
 
-@preset(Provenance.VERIFIED)
+@preset(Provenance.PAPER)
 def steer(
     change: torch.Tensor,
     batch: PackedBatch,
@@ -181,7 +181,7 @@ def steer(
     return Selection(weight=size.result(torch.exp(-k * size.values).clamp(least, 1.0), 1.0))
 
 
-@preset(Provenance.VERIFIED)
+@preset(Provenance.PAPER)
 def steer_linear(
     change: torch.Tensor,
     batch: PackedBatch,

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def skywork_coefficient(
     coefficient: torch.Tensor,
     entropy: torch.Tensor,
@@ -56,7 +56,7 @@ def skywork_coefficient(
     return _stepped(coefficient, entropy < target, delta, most)
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def trl_coefficient(
     coefficient: torch.Tensor, entropy: torch.Tensor, *, target: float = 0.2, delta: float = 0.005, most: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,7 +193,7 @@ class AresPenalty(NamedTuple):
 torch.serialization.add_safe_globals([AresPenalty])
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def ares_penalty(
     state: AresPenalty,
     divergence: torch.Tensor,

@@ -67,7 +67,7 @@ def ares_windows(
     return means >= of_row(of_group, batch.row_of_token(), torch.inf)
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def ares_threshold(
     entropy: torch.Tensor,
     batch: PackedBatch,
@@ -115,7 +115,7 @@ def ares_threshold(
     return torch.where(median.isnan(), state, moved)
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def ares_next_windows(
     entropy: torch.Tensor,
     mask: torch.Tensor,
@@ -147,7 +147,7 @@ def ares_next_windows(
     return mask & torch.isfinite(means) & (means >= threshold.detach())
 
 
-@preset(Provenance.PAPER, per_token=False)
+@preset(Provenance.VERIFIED, per_token=False)
 def count_of_rows(mask: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """The selected valid tokens of each row, ``[S]`` int64: ARES' ``N_HE``.
 

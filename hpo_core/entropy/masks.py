@@ -17,7 +17,7 @@ from .statistics import means_of_segments, of_row
 __all__ = ["cover", "group_confidence", "opened", "ulorl"]
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def cover(mask: torch.Tensor, batch: PackedBatch, window: Window, *, backend: str | None = None) -> torch.Tensor:
     """The tokens inside the windows of selected tokens, ``[T]`` bool: ARES' high-entropy windows as spans.
 
@@ -34,7 +34,7 @@ def cover(mask: torch.Tensor, batch: PackedBatch, window: Window, *, backend: st
     return window_aggregate(mask.float(), batch, reflected, backend=backend) > 0
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def opened(mask: torch.Tensor, batch: PackedBatch, length: int, *, backend: str | None = None) -> torch.Tensor:
     """The runs of at least ``length`` selected tokens, ``[T]`` bool. A masked token ends a run.
 
@@ -49,7 +49,7 @@ def opened(mask: torch.Tensor, batch: PackedBatch, length: int, *, backend: str 
     return cover(begins, batch, run, backend=backend)
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def group_confidence(
     confidence: torch.Tensor, batch: PackedBatch, width: int = 2048, *, backend: str | None = None
 ) -> torch.Tensor:

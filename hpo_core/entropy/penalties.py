@@ -21,7 +21,7 @@ from .statistics import of_row
 __all__ = ["entropy_band", "epo", "mean_entropy", "siren", "siren_mean"]
 
 
-@preset(Provenance.PAPER, differentiable=True)
+@preset(Provenance.VERIFIED, differentiable=True)
 def mean_entropy(entropy: torch.Tensor, batch: PackedBatch, weights: torch.Tensor) -> torch.Tensor:
     """``sum_t m_t w[s(t)] H_t``, 0-dim: minus a coefficient times this is an entropy bonus; plus, it is the entropy
     minimisation of arXiv 2505.15134.
@@ -38,7 +38,7 @@ def mean_entropy(entropy: torch.Tensor, batch: PackedBatch, weights: torch.Tenso
     return _summed(values, usable, batch, weights, entropy.dtype)
 
 
-@preset(Provenance.PAPER, differentiable=True)
+@preset(Provenance.VERIFIED, differentiable=True)
 def entropy_band(
     entropy: torch.Tensor, batch: PackedBatch, weights: torch.Tensor, *, low: torch.Tensor, high: torch.Tensor
 ) -> torch.Tensor:
@@ -64,7 +64,7 @@ def entropy_band(
     return _summed(torch.where(usable, distance, 0.0), usable, batch, weights, entropy.dtype)
 
 
-@preset(Provenance.PAPER, differentiable=True)
+@preset(Provenance.VERIFIED, differentiable=True)
 def epo(
     entropy: torch.Tensor,
     batch: PackedBatch,
@@ -112,7 +112,7 @@ def epo(
     return -coefficient * (bonus - beta * smoothing)
 
 
-@preset(Provenance.PAPER, differentiable=True)
+@preset(Provenance.VERIFIED, differentiable=True)
 def siren_mean(entropy: torch.Tensor, batch: PackedBatch, mask: torch.Tensor) -> torch.Tensor:
     """The mean over rows of the mean entropy of their selected tokens, 0-dim, with its graph, which :func:`siren` holds
     to an anchor. A row without a selected token is not counted.
@@ -133,7 +133,7 @@ def siren_mean(entropy: torch.Tensor, batch: PackedBatch, mask: torch.Tensor) ->
     return _summed(torch.where(chosen, values, 0.0), chosen, batch, weights, entropy.dtype)
 
 
-@preset(Provenance.PAPER, differentiable=True)
+@preset(Provenance.VERIFIED, differentiable=True)
 def siren(
     entropy: torch.Tensor, batch: PackedBatch, mask: torch.Tensor, anchor: torch.Tensor, *, coefficient: float = 0.005
 ) -> torch.Tensor:

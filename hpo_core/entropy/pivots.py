@@ -19,7 +19,7 @@ from .statistics import PivotState, checked_pivot, fit_pivot
 __all__ = ["hapo", "hapo_redistribution", "hapo_temperature"]
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def hapo(
     entropy: torch.Tensor,
     batch: PackedBatch,
@@ -58,7 +58,7 @@ def hapo(
     return Selection(bounds=(given.result((1 - lower).clamp(min=0), 1.0), given.result(1 + upper, 1.0)))
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def hapo_redistribution(
     entropy: torch.Tensor,
     logp: torch.Tensor,
@@ -103,7 +103,7 @@ def hapo_redistribution(
     return Selection(advantage_factor=both.result(factor, 1.0))
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def hapo_temperature(
     entropy: torch.Tensor,
     batch: PackedBatch,

@@ -42,7 +42,7 @@ class AresTargets(NamedTuple):
 torch.serialization.add_safe_globals([AresTargets])
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def ares_difficulty(
     is_correct: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -70,7 +70,7 @@ def ares_difficulty(
     return level.masked_fill(count == 0, -1)
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def ares_targets(
     counts: torch.Tensor,
     difficulty: torch.Tensor,
@@ -185,7 +185,7 @@ def ares_rewards(
     return torch.where(is_correct, 1.0, -penalty).float()
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def ares_entropy_reward(
     is_correct: torch.Tensor,
     counts: torch.Tensor,

@@ -23,7 +23,7 @@ from .statistics import means_of_segments, of_row
 __all__ = ["edge_grpo", "empg", "ettrl", "hapo_advantages", "ucas"]
 
 
-@preset(Provenance.PAPER, level="row")
+@preset(Provenance.VERIFIED, level="row")
 def edge_grpo(
     advantages: torch.Tensor,
     entropy: torch.Tensor,
@@ -141,7 +141,7 @@ def empg(
     return as_advantages(known(torch.where(usable, shaped - centre, 0.0)), advantages, backend)
 
 
-@preset(Provenance.PAPER, level="token")
+@preset(Provenance.VERIFIED, level="token")
 def ucas(
     advantages: torch.Tensor,
     confidence: torch.Tensor,

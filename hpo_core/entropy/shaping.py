@@ -71,8 +71,8 @@ def aepo_ruc(
     state: ScopeStatistics | None = None,
     backend: str | None = None,
 ) -> Selection:
-    """AEPO's entropy-aware advantage: ``A (1 + alpha z)``, ``z = (H - mean) / std``, ddof 1 (arXiv 2510.14545; the code
-    of RUC-NLPIR/ARPO). Returns a :class:`Selection` with a factor.
+    """AEPO's entropy-aware advantage: ``A (1 + alpha z)``, ``z = (H - mean) / std``, ddof 1 (arXiv 2510.14545; its
+    code as others describe it). Returns a :class:`Selection` with a factor.
 
     Args:
         entropy: ``[T]`` in nats, of the current policy.
@@ -94,7 +94,7 @@ def aepo_ruc(
     return Selection(advantage_factor=given.result(factor, 1.0))
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def covariance(
     logp: torch.Tensor,
     advantages: torch.Tensor,
@@ -123,7 +123,7 @@ def covariance(
     return given.result(product, 0.0)
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def entropy_change(
     logp: torch.Tensor,
     old_logp: torch.Tensor,
@@ -148,7 +148,7 @@ def entropy_change(
     return given.result(change, 0.0)
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def steer(
     change: torch.Tensor,
     batch: PackedBatch,
@@ -181,7 +181,7 @@ def steer(
     return Selection(weight=size.result(torch.exp(-k * size.values).clamp(least, 1.0), 1.0))
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def steer_linear(
     change: torch.Tensor,
     batch: PackedBatch,

@@ -24,7 +24,7 @@ from .statistics import of_row
 __all__ = ["archer", "d3s_schedule", "d3s_tokens", "hicra_tokens", "siren_tokens"]
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def archer(
     entropy: torch.Tensor,
     batch: PackedBatch,
@@ -63,7 +63,7 @@ def archer(
     return Selection(bounds=bounds, kl_weight=given.result(factor, 1.0))
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def siren_tokens(
     entropy: torch.Tensor,
     batch: PackedBatch,

@@ -109,6 +109,20 @@ def test_every_local_preset_is_tested():
     assert {each.function.__name__ for each in PRESETS} >= LOCAL
 
 
+def test_results_of_rows_keep_their_shape_where_every_row_has_one_token():
+    batch = hpo.PackedBatch.from_padded(torch.ones(3, 1, dtype=torch.bool), cu_steps=torch.tensor([0, 1, 2, 3]))
+    entropy, own = torch.tensor([[0.25], [0.5], [0.75]]), torch.tensor([1.0, -1.0, 2.0])
+    for got in (
+        E.edge_grpo(own, entropy, batch),
+        E.empg(own, entropy, batch),
+        E.count_of_rows(entropy > 0.3, batch),
+        E.siren_tokens(entropy, batch)[:, 0],
+    ):
+        assert got.shape == (3,)
+    one = hpo.PackedBatch.from_padded(torch.ones(1, 1, dtype=torch.bool))
+    assert E.fit_pivot(entropy[:1], one).pivot.shape == (1,)
+
+
 @every_preset
 def test_padded_tensors_give_padded_results(call):
     """Rows of four tokens, as one row after the other or as a matrix."""

@@ -180,23 +180,26 @@ def test_controllers():
         state, bonus = E.skywork_coefficient(state, torch.tensor(entropy))
         assert state.item() == pytest.approx(expected) and bonus.item() == pytest.approx(expected * (entropy < 0.2))
     state, bonus = E.trl_coefficient(torch.tensor(0.01), torch.tensor(0.25), target=0.25)
-    assert state.item() == pytest.approx(0.005) == bonus.item()
+    assert state.item() == pytest.approx(0.015) == bonus.item()
     assert E.skywork_coefficient(torch.tensor(0.005), torch.tensor(0.0))[0].item() == pytest.approx(0.005)
     total, alpha = E.entropic(torch.tensor(1.0), torch.tensor(1.5), target=1.0, proportional=2.0, integral_gain=4.0)
     assert (total.item(), alpha.item()) == (0.5, 1.0)
 
 
 def test_the_penalty_of_ares_moves_once_a_period():
-    state = E.AresPenalty.start(2)
+    state, log_beta, error = E.AresPenalty.start(3), 0.0, 0.0
     for call in range(1, 201):
-        state = E.ares_penalty(state, torch.tensor([0.02, math.nan if call % 2 else 0.0101]))
-        expected = 0.01 * math.exp(0.01 * (call // 100))
-        assert state.beta[0].item() == pytest.approx(expected, rel=1e-5)
-    assert state.beta[1].item() == pytest.approx(0.01) and state.calls.tolist() == [200, 100]
+        state = E.ares_penalty(state, torch.tensor([0.02, 0.0101, math.nan if call % 100 == 0 else 0.02]))
+        if call % 100 == 0:
+            error = 0.97 * error + 0.03  # of a distance of 1
+            log_beta += 0.05 * error
+        assert state.beta[0].item() == pytest.approx(math.exp(log_beta), rel=1e-5)
+    assert state.beta[1:].tolist() == [1, 1] and state.calls.item() == 200
+    assert E.ares_penalty(state, torch.full((3,), 99.0), period=1).beta[2].item() == pytest.approx(math.exp(0.01))
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    assert torch.load(file, weights_only=True).calls.tolist() == [200, 100]
+    assert torch.load(file, weights_only=True).calls.item() == 200
     kappa = E.ares_kappa(torch.ones(2), torch.tensor([0.02, math.nan]), budget=0.01, rate=5.0, least=0.1, most=3.0)
     assert kappa.tolist() == [3.0, 1.0]
 

@@ -53,30 +53,33 @@ def skywork_coefficient(
     (tensor(1.0000e-04), tensor(1.0000e-04))
     """
     _check_scalars(coefficient=coefficient, entropy=entropy)
-    return _stepped(coefficient, entropy < target, entropy < target, delta, most)
+    return _stepped(coefficient, entropy < target, delta, most)
 
 
 @preset(Provenance.VERIFIED)
 def trl_coefficient(
     coefficient: torch.Tensor, entropy: torch.Tensor, *, target: float = 0.2, delta: float = 0.005, most: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """TRL's variant of :func:`skywork_coefficient`: the bonus counts at the target, too, and steps are larger.
+    """TRL's variant of :func:`skywork_coefficient`: it grows and counts at the target, too, and steps are larger.
+
+    Args:
+        entropy: 0-dim, the mean of the *last* step: TRL moves the coefficient after the step that it measures.
 
     >>> trl_coefficient(torch.tensor(0.01), torch.tensor(0.25), target=0.25)
-    (tensor(0.0050), tensor(0.0050))
+    (tensor(0.0150), tensor(0.0150))
     """
     _check_scalars(coefficient=coefficient, entropy=entropy)
-    return _stepped(coefficient, entropy < target, entropy <= target, delta, most)
+    return _stepped(coefficient, entropy <= target, delta, most)
 
 
 def _stepped(
-    coefficient: torch.Tensor, grows: torch.Tensor, counts: torch.Tensor, delta: float, most: float
+    coefficient: torch.Tensor, grows: torch.Tensor, delta: float, most: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check(delta >= 0, "delta: expected a number >= 0, got {}", delta)
     check(most >= 0, "most: expected a number >= 0, got {}", most)
     old = coefficient.detach()
     state = torch.where(grows, old + delta, old - delta).clamp(0.0, most)
-    return state, torch.where(counts, state, 0.0)
+    return state, torch.where(grows, state, 0.0)
 
 
 @preset(Provenance.PAPER)
@@ -122,7 +125,7 @@ def epo_phase(step: float, steps: float, gamma: float = 1.0, compat: str = "pape
 
     Args:
         step, steps: k and K.
-        compat: "code": a weight of the whole entropy loss by epoch, ``1 - 0.2 (1 - exp(-2 e / 75))`` up to epoch 75
+        compat: "code": a weight of the distance by epoch, ``1 - 0.2 (1 - exp(-2 e / 75))`` up to epoch 75
             (half of K), then ``0.8 exp(-3 (e - 75) / 75)``, with a jump between them.
 
     >>> round(epo_phase(1, 120), 6), round(epo_phase(75, 150, compat="code"), 6)
@@ -133,7 +136,7 @@ def epo_phase(step: float, steps: float, gamma: float = 1.0, compat: str = "pape
     if not check_compat(compat):
         return 1 + math.exp(-gamma * step / middle)
     early = 1 - 0.2 * (1 - math.exp(-2 * step / middle))
-    return early if step <= middle else 0.8 * math.exp(-3 * (step - middle) / middle)
+    return early if step <= middle else 0.8 * math.exp(-3 * (step - middle) / (steps - middle))
 
 
 @preset(Provenance.PAPER)
@@ -172,17 +175,19 @@ class AresPenalty(NamedTuple):
 
     beta: torch.Tensor  # [D] coefficients
     average: torch.Tensor  # [D] moving averages of KL; NaN before the first
-    calls: torch.Tensor  # [D] int64
+    error: torch.Tensor  # [D] moving averages of the relative distance from the target
+    calls: torch.Tensor  # 0-dim int64
 
     @staticmethod
-    def start(buckets: int, beta: float = 1e-2, device: torch.device | str = "cpu") -> AresPenalty:
+    def start(buckets: int, beta: float = 1.0, device: torch.device | str = "cpu") -> AresPenalty:
         """The state before the first step.
 
         >>> AresPenalty.start(2).beta
-        tensor([0.0100, 0.0100])
+        tensor([1., 1.])
         """
-        values = torch.full((buckets,), beta, dtype=torch.float32, device=device)
-        return AresPenalty(values, torch.full_like(values, torch.nan), torch.zeros_like(values, dtype=torch.int64))
+        beta_of = torch.full((buckets,), beta, dtype=torch.float32, device=device)
+        none, calls = torch.full_like(beta_of, torch.nan), torch.zeros((), dtype=torch.int64, device=device)
+        return AresPenalty(beta_of, none, torch.zeros_like(beta_of), calls)
 
 
 torch.serialization.add_safe_globals([AresPenalty])
@@ -202,34 +207,36 @@ def ares_penalty(
     least: float = 1e-4,
     most: float = 1e2,
 ) -> AresPenalty:
-    """The coefficient that ARES' code gives the penalty of each difficulty: every ``period`` calls
-    ``log beta += rate clip(e, -clip, clip)``, e the relative distance of the moving average of KL from its target, 0
-    inside the dead zone (repository shawn0728/ARES).
+    """The factor that ARES' code puts on the penalty of each difficulty: every ``period`` calls
+    ``log beta += rate clip(e, -clip, clip)``, e a moving average of the relative distance of the moving average of KL
+    from its target (repository shawn0728/ARES).
 
     Args:
         state: an :class:`AresPenalty`.
         divergence: ``[D]``, the mean of k3 over the rows of each difficulty; NaN: there are none, and it stays.
-        target, memory, dead_zone, period, rate, clip, least, most: the code's.
+        target, memory, dead_zone, period, rate, clip, least, most: the code's. ``memory``: of both averages.
+
+    Traps: e moves only with beta, once a period and outside the dead zone, and starts at 0: the first step is 0.03 of
+    the distance. In the code a call is a micro-batch of one rank.
 
     >>> state = ares_penalty(AresPenalty.start(1), torch.tensor([0.02]), period=1)
-    >>> round(state.beta.item(), 6)  # 0.01 e^(0.05 * 0.2)
-    0.010101
+    >>> round(state.beta.item(), 6)  # e^(0.05 * 0.03 * 1)
+    1.001501
     """
     check(period >= 1, "period: expected a number of calls >= 1, got {}", period)
-    _check_buckets(divergence=divergence, beta=state.beta, average=state.average)
+    _check_buckets(divergence=divergence, beta=state.beta, average=state.average, error=state.error)
     check_dtype("calls", state.calls, (torch.int64,), "take the state as ares_penalty returned it")
-    check_shape("calls", state.calls, divergence.shape, "[D] (that of divergence)")
+    check_shape("calls", state.calls, (), "[] (what ares_penalty returned)")
     check_device("calls", state.calls, divergence.device, "divergence")
     seen = torch.isfinite(divergence)
     given = torch.where(seen, divergence.detach(), 0.0)
     first = state.average.isnan()
     average = torch.where(first, given, memory * torch.where(first, 0.0, state.average) + (1 - memory) * given)
-    calls = state.calls + seen
-    error = average / target - 1
-    error = torch.where(error.abs() <= dead_zone, 0.0, error.clamp(-clip, clip))
-    moves = seen & (calls % period == 0)
-    beta = torch.where(moves, (state.beta * torch.exp(rate * error)).clamp(least, most), state.beta)
-    return AresPenalty(beta, torch.where(seen, average, state.average), calls)
+    calls, distance = state.calls + 1, average / target - 1
+    moves = seen & (calls % period == 0) & (distance.abs() >= dead_zone)
+    error = torch.where(moves, memory * state.error + (1 - memory) * distance, state.error)
+    moved = (state.beta * torch.exp(rate * error.clamp(-clip, clip))).clamp(least, most)
+    return AresPenalty(torch.where(moves, moved, state.beta), torch.where(seen, average, state.average), error, calls)
 
 
 def _check_scalars(**given: torch.Tensor) -> None:

@@ -83,7 +83,8 @@ def ares_threshold(
     windows' means, the state of the next call.
 
     Args:
-        entropy: ``[T]``; in the code of the ten likeliest tokens and a bucket for the others.
+        entropy: ``[T]``; in the code of the ten likeliest tokens, for the windows that it counts with a bucket of the
+            others.
         state: the result of the last call. Default: this is the first batch, whose median is the threshold.
         width: 4, of ``{t + 1, ..., t + width}``; a token without a full window takes the mean of its row's.
         memory: 0.99 of the last state.
@@ -146,7 +147,7 @@ def ares_next_windows(
     return mask & torch.isfinite(means) & (means >= threshold.detach())
 
 
-@preset(Provenance.VERIFIED)
+@preset(Provenance.VERIFIED, per_token=False)
 def count_of_rows(mask: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """The selected valid tokens of each row, ``[S]`` int64: ARES' ``N_HE``.
 

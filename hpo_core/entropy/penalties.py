@@ -84,7 +84,7 @@ def epo(
 
     Args:
         entropy, weights: as in :func:`mean_entropy`.
-        history: ``[K]``, the mean entropies of earlier steps; empty: no smoothing.
+        history: ``[K]``, the mean entropies of earlier steps; empty: no smoothing. In the code those of the same turn.
         coefficient, kappa, alpha: 0.001, (0.8, 1.2) and 0.1, as in the code.
         beta: :func:`epo_phase` of the step.
         compat: "code": P is ``alpha`` outside the corridor and at its edges, a constant without any gradient.
@@ -145,7 +145,8 @@ def siren(
         anchor: 0-dim, m of the first step, or a running mean of it.
         coefficient: 0.005, the code's.
 
-    Traps: the square is of the call's mean, so micro-batches do not add up to the step.
+    Traps: the square is of the call's mean, so micro-batches do not add up to the step. In the code a row without a
+    selected token, such as one of a single token, is counted, with a mean of 0.
 
     >>> given = torch.tensor([0.5, 1.5]), PackedBatch.from_lengths([2]), torch.tensor([True, True])
     >>> round(siren(*given, torch.tensor(3.0)).item(), 4)

@@ -119,18 +119,19 @@ def hapo_temperature(
         entropy: ``[T]`` of the distribution to sample from.
         state: from :func:`fit_pivot` on the previous step.
         tau: 0.1 in the paper, with ``h = (L - P) / sigma``, sigma the deviation of log-entropies around the pivot.
-        compat: "code": h in [-1, 1] as in the module's formula, clamped where this step leaves the last one's range;
-            there tau is 0.05.
+        compat: "code": h as in :func:`hapo`'s, clamped to [-1, 1] where this step leaves the last one's range, so that
+            temperatures *rise* below the pivot, too; there tau is 0.05.
 
-    Masked tokens get ``base``.
+    Masked tokens get ``base``, and so do all on a side of the pivot where the last step had no entropies; in the code
+    those get the most.
 
     >>> entropy, batch = torch.tensor([0.05, 1.6, 3.2]), PackedBatch.from_lengths([3])
     >>> hapo_temperature(entropy, batch, fit_pivot(entropy, batch, "0.5"), tau=0.05, compat="code")
-    tensor([0.9500, 1.0000, 1.0500])
+    tensor([1.0500, 1.0000, 1.0500])
     """
     given, state = _read(entropy, batch, state, None)
     if _is_code(compat):
-        h = _relative(given, state, "paper").clamp(-1, 1)
+        h = _relative(given, state, compat).clamp(-1, 1)
     else:
         spread = torch.where(state.deviation > 0, state.deviation, torch.inf)
         h = (given.values.clamp(min=1e-8).log() - state.pivot.log()) / spread

@@ -42,7 +42,10 @@ def edge_grpo(
         most: the largest factor. The code has none; without one a response of entropy 0 gets 0, not infinity.
         compat: "code": there Hbar is the sum over the padded length, so a long response counts as uncertain.
 
-    Without group ids the batch is one group. Where every response of a group has entropy 0 the factor is 1.
+    Without group ids the batch is one group, as the micro-batch of all processes is in the code. Where every response
+    of a group has entropy 0 the factor is 1.
+
+    Traps: the code reads the entropies at padding, too; here they are 0. Its factor is infinite at entropy 0.
 
     >>> batch = PackedBatch.from_lengths([1, 1, 1])
     >>> edge_grpo(torch.ones(3), torch.tensor([0.2, 0.4, 0.6]), batch)
@@ -163,7 +166,8 @@ def ucas(
         logits: ``[T]``, the raw logit of each token.
         right, wrong, certainty: 0.25, 0.35 and 0.05, the code's.
 
-    Assumed: the deviation has ddof 1, and logits are scaled over the batch.
+    Traps: in a group of one c is 0, in the code the confidence itself, which is that of the whole response and large.
+    Where all logits are equal they are scaled to 0, in the code to 0.5. The code adds 1e-6 to deviations.
 
     >>> batch = PackedBatch.from_lengths([1, 1, 1])
     >>> ucas(torch.tensor([1.0, 1.0, -1.0]), torch.tensor([-1.0, 0.0, 1.0]), torch.zeros(3), batch)

@@ -61,7 +61,7 @@ def entropy_advantage(
     return Selection(advantage_addend=given.result(addend, 0.0))
 
 
-@preset(Provenance.VERIFIED)
+@preset(Provenance.PAPER)
 def aepo_ruc(
     entropy: torch.Tensor,
     batch: PackedBatch,
@@ -71,8 +71,8 @@ def aepo_ruc(
     state: ScopeStatistics | None = None,
     backend: str | None = None,
 ) -> Selection:
-    """AEPO's entropy-aware advantage: ``A (1 + alpha z)``, ``z = (H - mean) / std``, ddof 1 (arXiv 2510.14545; the code
-    of RUC-NLPIR/ARPO). Returns a :class:`Selection` with a factor.
+    """AEPO's entropy-aware advantage: ``A (1 + alpha z)``, ``z = (H - mean) / std``, ddof 1 (arXiv 2510.14545; its
+    code as others describe it). Returns a :class:`Selection` with a factor.
 
     Args:
         entropy: ``[T]`` in nats, of the current policy.

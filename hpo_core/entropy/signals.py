@@ -54,14 +54,18 @@ def advantages_of_tokens(advantages: torch.Tensor, batch: PackedBatch, level: st
 
 
 def preset(
-    provenance: Provenance, level: str | None = None, *, differentiable: bool = False
+    provenance: Provenance, level: str | None = None, *, differentiable: bool = False, per_token: bool = True
 ) -> Callable[[Preset], Preset]:
     """Marks a published method of this family, with the origin of its formula. ``level``: the function returns
     advantages of this level, as the estimators of :mod:`hpo_core.advantages` do, from tables of its groups.
     ``differentiable``: its result has a gradient; that of others is a constant.
 
     A marked function takes padded ``[B, L]`` tensors with a padded batch, too, and then returns padded tensors.
+    ``per_token=False``: its result is not of tokens and keeps its shape, as that of rows and steps does, whose number
+    may be that of tokens.
     """
+
+    per_token = per_token and level in (None, "token")
 
     def mark(function: Preset) -> Preset:
         inner = examines(function)
@@ -79,7 +83,7 @@ def preset(
             same = all(flat[name] is given[name] for name in given)
             with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
                 result = inner(**flat)
-            return result if same else _reshaped(result, (batch.total_tokens,), shape)
+            return result if same or not per_token else _reshaped(result, (batch.total_tokens,), shape)
 
         marked: Any = run
         marked.provenance = provenance

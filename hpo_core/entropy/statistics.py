@@ -122,7 +122,7 @@ def fit_scopes(
     return ScopeStatistics(scopes, *(each[order] for each in fields))
 
 
-@preset(Provenance.VERIFIED)
+@preset(Provenance.VERIFIED, per_token=False)
 def fit_pivot(
     entropy: torch.Tensor,
     batch: PackedBatch,

@@ -179,6 +179,21 @@ MUTANTS = {
         "below = -1.0 if _is_code(compat) else 1.0", "below = -1.0",
         "test_entropy_presets.test_hapo_of_the_source",
     ),
+    "HAPO's temperatures fall below the pivot in the code, too": mutant(
+        "entropy/pivots.py",
+        "h = _relative(given, state, compat).clamp(-1, 1)", 'h = _relative(given, state, "paper").clamp(-1, 1)',
+        "test_entropy_sources.test_hapo",
+    ),
+    "the error of ARES' penalty is not averaged": mutant(
+        "entropy/controllers.py",
+        "memory * state.error + (1 - memory) * distance", "distance",
+        "test_entropy_sources.test_the_penalty_of_ares",
+    ),
+    "a coefficient of TRL shrinks at its target": mutant(
+        "entropy/controllers.py",
+        "entropy <= target, delta", "entropy < target, delta",
+        "test_entropy_sources.test_coefficients",
+    ),
     "micro-batches fit for themselves": mutant(
         "entropy/shaping.py",
         "    if state is not None:\n        return state\n", "",

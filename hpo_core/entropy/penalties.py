@@ -89,6 +89,8 @@ def epo(
         beta: :func:`epo_phase` of the step.
         compat: "code": P is ``alpha`` outside the corridor and at its edges, a constant without any gradient.
 
+    Traps: edges are compared in float64 here and in float32 in the code, which may put a token at an edge elsewhere.
+
     >>> entropy = torch.tensor([0.2, 0.5, 0.9, 1.4], requires_grad=True)
     >>> given = entropy, PackedBatch.from_lengths([4]), torch.tensor([0.25]), torch.tensor([0.8, 0.6])
     >>> round(epo(*given, coefficient=1.0, kappa=(0.5, 1.5)).item(), 4)  # -(0.75 - 0.0125)

@@ -18,7 +18,7 @@ from valid_calls import calls, tensors_of
 
 import hpo_core as hpo
 
-DEFAULTS = ("bfloat16", *(pytest.param(name, marks=pytest.mark.long) for name in ("meta", "float64", "float16")))
+DEFAULTS = ("bfloat16", "meta", *(pytest.param(name, marks=pytest.mark.long) for name in ("float64", "float16")))
 BACKENDS = (None, "reference", "cuda_emulated", "triton")
 
 

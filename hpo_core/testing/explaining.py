@@ -40,7 +40,7 @@ class Explanation(NamedTuple):
     row: int
     position: int  # in its row
     differing: int  # tokens
-    facts: dict[str, float]  # logp, old_logp, x, advantage, weight, token_weight, z
+    facts: dict[str, float]  # logp, x, advantage, weight, token_weight, z
     state: str  # "selected", "valid, not selected" or "masked"
     levels: tuple[ExplainedLevel, ...]  # finest first
     results: dict[str, tuple[float, float]]  # by "definition" and the kernels' names: loss_t and gradient; NaN: none

@@ -357,7 +357,9 @@ def _presets() -> Iterator[Call]:
         "ares_targets": {"state": targets},
         "ares_entropy_reward": {"state": targets},
         "ares_penalty": {
-            "state": presets.AresPenalty(floats(0.5, 1), floats(0.25, 0.5), floats(0, 0.1), torch.tensor(7))
+            "state": presets.AresPenalty(
+                floats(0.5, 1), floats(0.25, 0.5), floats(0, 0.1), torch.tensor(7, device="cpu")
+            )
         },
         "epo": {"kappa": (0.5, 1.5)},
         "skywork_coefficient": scalar,

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -205,3 +206,16 @@ def test_what_lies_between_steps_is_masked_for_every_correction(native_backends)
         weight = -math.exp(0.3)
         assert out.grad.tolist() == pytest.approx([0.0, weight, weight, 0.0, 0.0, 0.0], rel=1e-6), backend
         assert [seen["tokens"] for seen in out.corrections] == [2.0] * len(report)
+
+
+@pytest.mark.parametrize("statistic", [Statistic.PROBABILITY, Statistic.BINARY_KL])
+def test_statistics_of_probabilities_keep_their_digits(statistic, backend):
+    """Pairs near each other, near 0 and far apart. The divergence of near ones is the square of what its terms are."""
+    draw = random.Random(7)
+    pairs = []
+    for k in range(240):
+        first = -(10 ** draw.uniform(-4, 1.9))
+        near = first * (1 + draw.choice([-1, 1]) * 10 ** draw.uniform(-3, -0.3))
+        pairs.append((first, (near, -(10 ** draw.uniform(-4, 1.9)), first - draw.uniform(0, 0.5))[k % 3]))
+    for pair in few(backend, torch.tensor(pairs, dtype=torch.float32).double().tolist(), 15):
+        assert lies_at(backend, [pair], measured(statistic, *pair), statistic), pair

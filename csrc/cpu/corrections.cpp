@@ -26,6 +26,54 @@ struct Workspace {
   }
 };
 
+using StatisticLoop = void (*)(const float* first, const float* second, float* out, int64_t n);
+
+template <Statistic kStatistic>
+void fill_statistics(const float* __restrict first, const float* __restrict second, float* __restrict out, int64_t n) {
+  for_each_vector(0, int(n), [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
+    constexpr bool kWhole = decltype(whole)::value;
+    const Floats statistic = statistic_of(kStatistic, load_own<kWhole>(own, first + i), load_own<kWhole>(own, second + i));
+    store_own<kWhole>(own, statistic, out + i);
+  });
+}
+
+StatisticLoop pick_statistic_loop(Statistic statistic) {
+  switch (statistic) {
+    case Statistic::log_ratio: return fill_statistics<Statistic::log_ratio>;
+    case Statistic::k2: return fill_statistics<Statistic::k2>;
+    case Statistic::k3: return fill_statistics<Statistic::k3>;
+    case Statistic::probability: return fill_statistics<Statistic::probability>;
+    default: return fill_statistics<Statistic::binary_kl>;
+  }
+}
+
+// Tokens of a tile: the statistic of each, and the factor that it gets.
+struct CorrectionTile {
+  float own[kTile], factor[kTile];
+  int32_t negative[kTile];  // the advantage is
+};
+
+// The factors of tokens by their own statistics. The copy holds constants where a loop would decide again for every token.
+using FactorLoop = void (*)(const Correction&, CorrectionTile&, int64_t n);
+
+template <Action kAction, bool kStrict>
+void fill_factors(const Correction& correction, CorrectionTile& tile, int64_t n) {
+  Correction bounds = correction;
+  bounds.action = kAction, bounds.strict = kStrict;
+  for (int64_t i = 0; i < n; ++i) {
+    const float above = factor_of(bounds, 0, tile.own[i]), below = factor_of(bounds, 1, tile.own[i]);
+    tile.factor[i] = tile.negative[i] ? below : above;
+  }
+}
+
+FactorLoop pick_factor_loop(const Correction& correction) {
+  if (correction.action == Action::clamp) return fill_factors<Action::clamp, false>;
+  if (correction.action == Action::mask) {
+    return correction.strict ? fill_factors<Action::mask, true> : fill_factors<Action::mask, false>;
+  }
+  return correction.strict ? fill_factors<Action::band, true> : fill_factors<Action::band, false>;
+}
+
 }  // namespace
 
 int64_t correction_workspace(int64_t tokens, int64_t, int64_t leaves) { return Workspace(nullptr, tokens, leaves).bytes; }
@@ -34,8 +82,8 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
   const Workspace space(args.workspace, args.tokens, hierarchy.leaves);
   const Leaves leaves(hierarchy, args, space.start);
   threads = worthwhile(threads, args.tokens + hierarchy.leaves);
-  const auto valid = [&](int64_t t) { return !args.mask || args.mask[t] != 0; };
-  const auto statistic = [&](int64_t t) { return statistic_of(correction.statistic, args.logp[t], args.old_logp[t]); };
+  const StatisticLoop statistics = pick_statistic_loop(correction.statistic);
+  const FactorLoop factors = pick_factor_loop(correction);
 
   const bool whole = hierarchy.stage == Stage::whole;
   const Reduction reduction = correction.reduction;
@@ -45,10 +93,13 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
     parallel_for(leaves.tasks(), threads, [&](int64_t task) {
       leaves.for_each_block(task, [&](const Block& block) {
         Reduced found;
-        for (int64_t t = block.first; t < block.first + block.tokens; ++t) {
-          const float v = valid(t) ? statistic(t) : NAN;
-          if (v == v) found.add(v);
-        }
+        float own[kTile];
+        for_each_tile_of(block, kGridOfBlock, [&](int64_t tile, int, int n) {
+          statistics(args.logp + tile, args.old_logp + tile, own, n);
+          for (int i = 0; i < n; ++i) {
+            if (own[i] == own[i] && (!args.mask || args.mask[tile + i] != 0)) found.add(own[i]);
+          }
+        });
         (block.begins ? space.of_leaves[block.leaf] : space.of_blocks[task]) = found;
       });
     });
@@ -74,13 +125,29 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
         const float v = whole ? space.segments[segment].as(reduction) : from_words(words_of(segment), reduction);
         for (int sign = 0; sign < 2; ++sign) of_segment[sign] = factor_of(correction, sign, v);
       }
-      for (int64_t t = block.first; t < block.first + block.tokens; ++t) {
-        if (!valid(t)) continue;
-        const float advantage = args.advantage_per_token ? args.advantages[t] : args.advantages[block.row], v = statistic(t);
-        const int sign = advantage < 0.0f;
-        const float factor = v != v ? v : (hierarchy.depth > 0 ? of_segment[sign] : factor_of(correction, sign, v));
-        correction.factor[t] = args.token_weight ? factor * args.token_weight[t] : factor;
-      }
+      CorrectionTile tile;
+      for_each_tile_of(block, kGridOfBlock, [&](int64_t first, int, int n) {
+        statistics(args.logp + first, args.old_logp + first, tile.own, n);
+        const int32_t negative = !args.advantage_per_token && args.advantages[block.row] < 0.0f;
+        for (int i = 0; i < n; ++i) tile.negative[i] = negative;
+        if (args.advantage_per_token) {
+          for (int i = 0; i < n; ++i) tile.negative[i] = args.advantages[first + i] < 0.0f;
+        }
+        if (hierarchy.depth > 0) {
+          for (int i = 0; i < n; ++i) tile.factor[i] = tile.negative[i] ? of_segment[1] : of_segment[0];
+        } else {
+          factors(correction, tile, n);
+        }
+        for (int i = 0; i < n; ++i) {  // a token without a statistic is in no segment
+          tile.factor[i] = tile.own[i] != tile.own[i] ? tile.own[i] : tile.factor[i];
+        }
+        float* __restrict out = correction.factor + first;
+        if (!args.mask) {
+          for (int i = 0; i < n; ++i) out[i] *= tile.factor[i];
+        } else {
+          for (int i = 0; i < n; ++i) out[i] = args.mask[first + i] ? tile.factor[i] * out[i] : out[i];
+        }
+      });
     });
   });
 }

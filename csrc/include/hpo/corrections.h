@@ -6,27 +6,65 @@
 namespace hpo {
 
 constexpr float kExponentBound = 20.0f;
-constexpr double kBinaryGuard = 1e-8;  // keeps the logarithm of a binary KL finite
+constexpr float kBinaryGuard = 1e-8f;  // keeps the logarithm of a binary KL finite
+
+// A log-probability for exp: rounding may lift it above 0, and below e^-87 nothing is left of a probability.
+template <class F>
+HPO_INLINE F bounded_logp(F logp) {
+  return clamp(logp, all<F>(-87.0f), F{});
+}
+
+// f - log(1 + f) without cancellation; `x` is 1 + f with all its digits, where f may have lost them.
+template <class F>
+HPO_INLINE F log_shortfall(F f, F x) {
+  using N = Number<F>;
+  const F s = f / (all<F>(2.0f) + f), square = s * s;      // log(1 + f) = 2 artanh s, and f - 2 s = f s
+  F p = all<F>(6.6666667e-2f);                             // Taylor of (artanh s - s) / s^3 on |s| <= 1 / 3
+  p = N::fused(p, square, all<F>(7.6923077e-2f));
+  p = N::fused(p, square, all<F>(9.0909091e-2f));
+  p = N::fused(p, square, all<F>(1.1111111e-1f));
+  p = N::fused(p, square, all<F>(1.4285714e-1f));
+  p = N::fused(p, square, all<F>(0.2f));
+  p = N::fused(p, square, all<F>(3.3333333e-1f));
+  const F near = s * N::fused(all<F>(-2.0f) * square, p, f), far = f - log(x);
+  return ((f > all<F>(-0.5f)) & (f < all<F>(1.0f))) ? near : far;
+}
+
+// p - q of p = e^first and q = e^second. As both go to 1, no difference of exponentials leaves digits.
+template <class F>
+HPO_INLINE F probability_difference(F first, F second) {
+  const F zero = {}, bounded_first = bounded_logp(first), bounded_second = bounded_logp(second);
+  const F step = bounded_first - bounded_second, size = step < zero ? -step : step;
+  const F larger = exp(step < zero ? bounded_second : bounded_first), fall = larger * k3_slope(size, exp(-size));
+  return step < zero ? -fall : fall;
+}
+
+// The KL divergence of (q, 1 - q) from (p, 1 - p) with the sign of d = p - q. It goes to 0 with the square of d, while the
+// terms of its definition go with d itself and cancel: with c = 1 - q + guard and u = first - second it is
+//   q (e^u - 1 - u) + (1 - q) (-d / c - log(1 - d / c)) - d guard / c
+template <class F>
+HPO_INLINE F signed_binary_kl(F first, F second, F u) {
+  const F zero = {}, half = all<F>(0.5f), guard = all<F>(kBinaryGuard);
+  const F bounded_first = bounded_logp(first), bounded_second = bounded_logp(second), step = bounded_first - bounded_second;
+  const F p = exp(bounded_first), q = exp(bounded_second), d = probability_difference(first, second);
+  const F other_p = k3_slope(-bounded_first, p), other_q = k3_slope(-bounded_second, q), guarded = other_q + guard;
+  const F near = q * (k3(-step, zero) + (step - u)), far = d - q * u;  // k3 takes no exponential where it is near
+  const F of_token = ((step > -half) & (step < half)) ? near : far;
+  const F of_others = other_q * log_shortfall(-(d / guarded), (other_p + guard) / guarded);
+  const F kl = of_token + of_others - d * (guard / guarded);
+  return d > zero ? kl : (d < zero ? -kl : zero);
+}
 
 // Of one token; NaN where it has none. What saturates is the log-ratio.
-HPO_INLINE float statistic_of(Statistic statistic, float first, float second) {
-  const float u = clamp(first - second, -kSaturation, kSaturation);
-  if (u != u) return u;
-  float value = u;
-  if (statistic == Statistic::k2) value = 0.5f * u * u;
-  if (statistic == Statistic::k3) value = k3(-clamp(u, -kExponentBound, kExponentBound));
-  if (statistic == Statistic::probability || statistic == Statistic::binary_kl) {
-    // Rounding may lift a log-probability above 0.
-    const double p = first < 0.0f ? ::exp(double(first)) : 1.0, q = second < 0.0f ? ::exp(double(second)) : 1.0;
-    if (statistic == Statistic::probability) {
-      value = float(p - q);
-    } else {
-      const double other = ::log((1.0 - q + kBinaryGuard) / (1.0 - p + kBinaryGuard));
-      const double kl = (1.0 - q) * other - q * double(u);
-      value = float(p > q ? kl : (p < q ? -kl : 0.0));
-    }
-  }
-  return value;
+template <class F>
+HPO_INLINE F statistic_of(Statistic statistic, F first, F second) {
+  const F u = clamp(first - second, all<F>(-kSaturation), all<F>(kSaturation));
+  F value = u;
+  if (statistic == Statistic::k2) value = all<F>(0.5f) * u * u;
+  if (statistic == Statistic::k3) value = k3(-clamp(u, all<F>(-kExponentBound), all<F>(kExponentBound)));
+  if (statistic == Statistic::probability) value = probability_difference(first, second);
+  if (statistic == Statistic::binary_kl) value = signed_binary_kl(first, second, u);
+  return u != u ? u : value;
 }
 
 // A K3 may be e^20, of which sums in fixed point (see to_fixed) would hold few: whole multiples of this are counted apart.

@@ -128,28 +128,37 @@ HPO_INLINE F log(F x) {
 }
 
 // 1 - e^-s, the derivative of k3, without cancellation at small s; `e` is exp(-s).
-HPO_INLINE float k3_slope(float s, float e) {
-  float p = -1.9841270e-4f;                                // Taylor of (1 - e^-s) / s on |s| <= 0.25, to the last bit
-  p = fused(p, s, 1.3888889e-3f);
-  p = fused(p, s, -8.3333333e-3f);
-  p = fused(p, s, 4.1666667e-2f);
-  p = fused(p, s, -1.6666667e-1f);
-  p = fused(p, s, 0.5f);
-  return (s < 0.25f && s > -0.25f) ? fused(-p * s, s, s) : 1.0f - e;
+template <class F>
+HPO_INLINE F k3_slope(F s, F e) {
+  using N = Number<F>;
+  const F border = all<F>(0.25f);
+  F p = all<F>(-1.9841270e-4f);                            // Taylor of (1 - e^-s) / s on |s| <= 0.25, to the last bit
+  p = N::fused(p, s, all<F>(1.3888889e-3f));
+  p = N::fused(p, s, all<F>(-8.3333333e-3f));
+  p = N::fused(p, s, all<F>(4.1666667e-2f));
+  p = N::fused(p, s, all<F>(-1.6666667e-1f));
+  p = N::fused(p, s, all<F>(0.5f));
+  return ((s < border) & (s > -border)) ? N::fused(-p * s, s, s) : all<F>(1.0f) - e;
 }
 
 // e^-s - 1 + s, the k3 estimator, without cancellation at small s; `e` is exp(-s).
-HPO_INLINE float k3(float s, float e) {
-  float p = 2.4801587e-5f;                                 // Taylor of (e^-s - 1 + s) / s^2 on |s| <= 0.5
-  p = fused(p, s, -1.9841270e-4f);
-  p = fused(p, s, 1.3888889e-3f);
-  p = fused(p, s, -8.3333333e-3f);
-  p = fused(p, s, 4.1666667e-2f);
-  p = fused(p, s, -1.6666667e-1f);
-  p = fused(p, s, 0.5f);
-  return (s < 0.5f && s > -0.5f) ? p * (s * s) : (e - 1.0f) + s;
+template <class F>
+HPO_INLINE F k3(F s, F e) {
+  using N = Number<F>;
+  const F border = all<F>(0.5f);
+  F p = all<F>(2.4801587e-5f);                             // Taylor of (e^-s - 1 + s) / s^2 on |s| <= 0.5
+  p = N::fused(p, s, all<F>(-1.9841270e-4f));
+  p = N::fused(p, s, all<F>(1.3888889e-3f));
+  p = N::fused(p, s, all<F>(-8.3333333e-3f));
+  p = N::fused(p, s, all<F>(4.1666667e-2f));
+  p = N::fused(p, s, all<F>(-1.6666667e-1f));
+  p = N::fused(p, s, all<F>(0.5f));
+  return ((s < border) & (s > -border)) ? p * (s * s) : (e - all<F>(1.0f)) + s;
 }
 
-HPO_INLINE float k3(float s) { return k3(s, exp(-clamp(s, -kSaturation, kSaturation))); }
+template <class F>
+HPO_INLINE F k3(F s) {
+  return k3(s, exp(-clamp(s, all<F>(-kSaturation), all<F>(kSaturation))));
+}
 
 }  // namespace hpo

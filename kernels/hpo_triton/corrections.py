@@ -30,7 +30,7 @@ from .leaves import (
     slots_of_leaves,
 )
 from .levels import FIXED_POINT, to_fixed
-from .math import SATURATION, clamp, exp, k3
+from .math import SATURATION, clamp, exp, k3, k3_slope, log
 from .segments import SLOT_TOKENS, SLOTS, slot_owner, tokens_of_slots
 from .terms import by_sign
 from .tokens import load_tokens, reading_of
@@ -79,6 +79,53 @@ class Bounds(NamedTuple):
 
 
 @triton.jit
+def _bounded_logp(logp):
+    """For exp: rounding may lift a log-probability above 0, and below e^-87 nothing is left of a probability."""
+    return clamp(logp, -87.0, 0.0)
+
+
+@triton.jit
+def _log_shortfall(f, x):
+    """f - log(1 + f) without cancellation; ``x`` is 1 + f with all its digits, where f may have lost them."""
+    s = tl.div_rn(f, 2.0 + f)  # log(1 + f) = 2 artanh s, and f - 2 s = f s
+    square = s * s
+    p = tl.fma(square, 6.6666667e-2, 7.6923077e-2)  # Taylor of (artanh s - s) / s^3 on |s| <= 1 / 3
+    p = tl.fma(p, square, 9.0909091e-2)
+    p = tl.fma(p, square, 1.1111111e-1)
+    p = tl.fma(p, square, 1.4285714e-1)
+    p = tl.fma(p, square, 0.2)
+    p = tl.fma(p, square, 3.3333333e-1)
+    return tl.where((f > -0.5) & (f < 1.0), s * tl.fma(-2.0 * square, p, f), f - log(x))
+
+
+@triton.jit
+def _probability_difference(first, second):
+    """p - q of p = e^first and q = e^second. As both go to 1, no difference of exponentials leaves digits."""
+    step = _bounded_logp(first) - _bounded_logp(second)
+    size = tl.abs(step)
+    fall = exp(_bounded_logp(tl.where(step < 0.0, second, first))) * k3_slope(size, exp(-size))
+    return tl.where(step < 0.0, -fall, fall)
+
+
+@triton.jit
+def _signed_binary_kl(first, second, u):
+    """The KL divergence of (q, 1 - q) from (p, 1 - p) with the sign of p - q, by terms that do not cancel."""
+    bounded_first = _bounded_logp(first)
+    bounded_second = _bounded_logp(second)
+    step = bounded_first - bounded_second
+    q = exp(bounded_second)
+    d = _probability_difference(first, second)
+    other_p = k3_slope(-bounded_first, exp(bounded_first))
+    other_q = k3_slope(-bounded_second, q)
+    guarded = other_q + GUARD
+    of_token = tl.where(tl.abs(step) < 0.5, q * (k3(-step) + (step - u)), d - q * u)
+    share = tl.div_rn(d, guarded)
+    of_others = other_q * _log_shortfall(-share, tl.div_rn(other_p + GUARD, guarded))
+    kl = of_token + of_others - GUARD * share
+    return tl.where(d > 0.0, kl, tl.where(d < 0.0, -kl, 0.0))
+
+
+@triton.jit
 def _statistic_of(first, second, STATISTIC: tl.constexpr):
     """NaN where a token has none. What saturates is the log-ratio."""
     difference = first - second
@@ -89,14 +136,10 @@ def _statistic_of(first, second, STATISTIC: tl.constexpr):
         value = 0.5 * u * u
     elif STATISTIC == K3:
         value = k3(-clamp(u, -EXPONENT_BOUND, EXPONENT_BOUND))
+    elif STATISTIC == BINARY_KL:
+        value = _signed_binary_kl(first, second, u)
     else:
-        p = tl.exp(tl.minimum(first, 0.0).to(tl.float64))  # rounding may lift a log-probability above 0
-        q = tl.exp(tl.minimum(second, 0.0).to(tl.float64))
-        value = (p - q).to(tl.float32)
-        if STATISTIC == BINARY_KL:
-            other = tl.log((1.0 - q + GUARD) / (1.0 - p + GUARD))
-            kl = (1.0 - q) * other - q * u.to(tl.float64)
-            value = tl.where(p > q, kl, tl.where(p < q, -kl, 0.0)).to(tl.float32)
+        value = _probability_difference(first, second)
     return tl.where(difference == difference, value, difference)
 
 

@@ -47,11 +47,12 @@ HPO_INLINE F signed_binary_kl(F first, F second, F u) {
   const F zero = {}, half = all<F>(0.5f), guard = all<F>(kBinaryGuard);
   const F bounded_first = bounded_logp(first), bounded_second = bounded_logp(second), step = bounded_first - bounded_second;
   const F p = exp(bounded_first), q = exp(bounded_second), d = probability_difference(first, second);
-  const F other_p = k3_slope(-bounded_first, p), other_q = k3_slope(-bounded_second, q), guarded = other_q + guard;
+  const F other_p = k3_slope(-bounded_first, p), other_q = k3_slope(-bounded_second, q);
+  const F guarded = other_q + guard, share = d / guarded;
   const F near = q * (k3(-step, zero) + (step - u)), far = d - q * u;  // k3 takes no exponential where it is near
   const F of_token = ((step > -half) & (step < half)) ? near : far;
-  const F of_others = other_q * log_shortfall(-(d / guarded), (other_p + guard) / guarded);
-  const F kl = of_token + of_others - d * (guard / guarded);
+  const F of_others = other_q * log_shortfall(-share, (other_p + guard) / guarded);
+  const F kl = of_token + of_others - guard * share;
   return d > zero ? kl : (d < zero ? -kl : zero);
 }
 

@@ -122,7 +122,7 @@ def ours(
         return {"loss": result.loss, "grad": result.grad}
 
     found = [("hpo_core", with_autograd), ("hpo_core, no autograd", without_autograd)]
-    if gate.plain and not {"window", "kl"} & options.keys() and not gate.spec().is_hierarchical:
+    if gate.has_fast_path and not {"window", "kl"} & options.keys() and not gate.spec().is_hierarchical:
         found.append(("hpo_core, kernel alone", kernel_alone(gate, data, batch, backend)))
     return [Contestant(name, run, goals.get(name), tolerance=2e-6) for name, run in found]
 

@@ -150,7 +150,7 @@ MUTANTS = {
     ),
     "cuda: a statistic saturates, and not its log-ratio": Mutant(
         "cuda_emulated", "include/hpo/corrections.h",
-        "0.5f * u * u", "clamp(0.5f * u * u, -kSaturation, kSaturation)",
+        "all<F>(0.5f) * u * u", "clamp(0.5f * u * u, all<F>(-kSaturation), all<F>(kSaturation))",
         "test_corrections.test_statistics_reach_as_far_as_they_say", {"statistic": hpo.specs.Statistic.K2},
     ),
     "cuda: the head that squares the ratio saturates as others do": Mutant(

@@ -53,12 +53,12 @@ struct CorrectionTile {
   int32_t negative[kTile];  // the advantage is
 };
 
-// The factors of tokens by their own statistics. The copy holds constants where a loop would decide again for every token.
+// The factors of tokens by their own statistics.
 using FactorLoop = void (*)(const Correction&, CorrectionTile&, int64_t n);
 
 template <Action kAction, bool kStrict>
 void fill_factors(const Correction& correction, CorrectionTile& tile, int64_t n) {
-  Correction bounds = correction;
+  Correction bounds = correction;  // a copy with constants, so that the loop does not decide for every token
   bounds.action = kAction, bounds.strict = kStrict;
   for (int64_t i = 0; i < n; ++i) {
     const float above = factor_of(bounds, 0, tile.own[i]), below = factor_of(bounds, 1, tile.own[i]);
@@ -141,7 +141,7 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
         for (int i = 0; i < n; ++i) {  // a token without a statistic is in no segment
           tile.factor[i] = tile.own[i] != tile.own[i] ? tile.own[i] : tile.factor[i];
         }
-        float* __restrict out = correction.factor + first;
+        float* __restrict out = correction.factor + first;  // the token weight, or 1
         if (!args.mask) {
           for (int i = 0; i < n; ++i) out[i] *= tile.factor[i];
         } else {

@@ -118,6 +118,7 @@ RULES = [
     Rule(("docs/kernels_sm90.md",), ("cuda_compile",)),
     Rule(("examples/*",), ("demo", "demo_agent", "docs")),
     Rule(("bench/*", "*.md", ".clang-format"), ("packaging",)),
+    Rule(("bench/*.py", "hpo_core/specs.py", "hpo_core/gates/ratio_gate.py"), ("bench",)),
     Rule(("hpo_core/losses.py", "hpo_core/kl.py", "hpo_core/loss_from_logits.py"), ("selection",)),
     Rule(("tests/naive_entropy.py",), PRESETS),
     Rule(("tests/changed.py", "tests/sanitized.py"), ("changed",)),

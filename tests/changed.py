@@ -39,7 +39,7 @@ PYTHON = (
     "wrong_arguments",
 )
 TRL = ("trl", "trl_contract", "trl_head", "trl_steps")
-VERL = ("verl", "verl_advantages", "verl_head")
+VERL = ("verl", "verl_advantages", "verl_entropy", "verl_head")
 
 
 class Rule(NamedTuple):
@@ -110,7 +110,8 @@ RULES = [
     Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py"),
          (*TRL, "imports")),
     Rule(("hpo_core/integrations/verl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py",
-          "tests/verl_on_cpu.py"), (*VERL, "imports")),
+          "tests/verl_on_cpu.py", "tests/verl_batches.py"), (*VERL, "imports")),
+    Rule(("hpo_core/integrations/needs.py", "hpo_core/integrations/entropy_methods.py"), (*TRL, *VERL)),
     Rule(("hpo_core/testing/*",), ("testing", "explain", "promises", "imports")),
     Rule(("hpo_core/py.typed", "hpo_core/_version.py", "setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", ".ci/*",
           "LICENSE", "THIRD_PARTY_NOTICES", ".gitignore"), ("packaging", "backends")),

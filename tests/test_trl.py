@@ -16,7 +16,7 @@ from lazily import Lazy, skip_without
 from trainers import LENGTH, ROWS, build, demo, loss_of, micro_batch
 
 import hpo_core as hpo
-from hpo_core.integrations.trl_selection import check_entropy
+from hpo_core.integrations.entropy_methods import check_entropy
 
 skip_without("trl")
 hpo_trl, transformers, trl = Lazy("hpo_core.integrations.trl"), Lazy("transformers"), Lazy("trl")

@@ -3,15 +3,12 @@
 import ast
 import importlib.util
 import inspect
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from lazily import Lazy, skip_without
+from verl_batches import actors
 
 skip_without("verl")
 hpo_verl, transformers = Lazy("hpo_core.integrations.verl"), Lazy("transformers")
@@ -214,32 +211,12 @@ def test_the_contract_of_the_kernel(kind):
 # -------------------------------------------------------------------------------------------------- verl's whole actor
 
 
-PROGRAM = Path(__file__).with_name("verl_on_cpu.py")
-ENVIRONMENT = {
-    "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": PROGRAM.stem, "VERL_USE_EXTERNAL_PLUGINS": "hpo_core",
-    "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MASTER_ADDR": "127.0.0.1",
-}  # fmt: skip
-
-
 @pytest.mark.long  # one minute on two cores
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_verl_s_actor(ranks, tmp_path):
     """Scores, gradients, what it logs and the parameters after three optimiser steps: those of verl's own paths."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    variables = os.environ | ENVIRONMENT | {"WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
-    variables["PYTHONPATH"] = os.pathsep.join([str(PROGRAM.parent), os.environ.get("PYTHONPATH", "")])
-    processes = []
-    for rank in range(ranks):
-        with (tmp_path / f"{rank}.log").open("w") as log:
-            command = [sys.executable, str(PROGRAM), str(tmp_path), "eager", "torch", *HEADS]
-            own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=own))
-    codes = [process.wait() for process in processes]
-    for rank, code in enumerate(codes):
-        assert code == 0, (tmp_path / f"{rank}.log").read_text()[-4000:]
-        check_actor(torch.load(tmp_path / f"{rank}.pt"))
+    for results in actors(ranks, tmp_path, "eager", "torch", *HEADS):
+        check_actor(results)
 
 
 def check_actor(results):

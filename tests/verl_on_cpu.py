@@ -2,6 +2,7 @@
 
 ``python tests/verl_on_cpu.py FOLDER IMPL_BACKEND...`` is one rank of those that torchrun's variables describe: a tiny
 model's actor scores a batch and takes three optimiser steps, once for each head. ``FOLDER/RANK.pt`` has the results.
+``eager:LOSS_MODE`` is the model without a head of ours, under another loss.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def make_model(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def actor(path: Path, impl_backend: str, packed: bool, dtype: str) -> Any:
+def actor(path: Path, impl_backend: str, packed: bool, dtype: str, loss_mode: str) -> Any:
     """verl's worker with its own configuration, and of it what the CPU and this test need."""
     import verl
     from hydra import compose, initialize_config_dir
@@ -117,6 +118,7 @@ def actor(path: Path, impl_backend: str, packed: bool, dtype: str) -> Any:
         "rollout.name": "vllm", "rollout.tensor_model_parallel_size": 1, "model.use_remove_padding": packed,
         "model.enable_gradient_checkpointing": False, "model.use_fused_kernels": impl_backend != "eager",
         "model.fused_kernel_options.impl_backend": impl_backend, "actor.fsdp_config.model_dtype": "fp32",
+        "actor.policy_loss.loss_mode": loss_mode,
     }  # fmt: skip
     precision = f"{{param_dtype: {dtype}, reduce_dtype: fp32, buffer_dtype: fp32}}"
     added = {"model.override_config.attn_implementation": "eager", "actor.fsdp_config.mixed_precision": precision}
@@ -148,14 +150,14 @@ def batch() -> dict[str, torch.Tensor]:
     return {name: each[rank * ROWS // ranks : (rank + 1) * ROWS // ranks] for name, each in whole.items()}
 
 
-def computed(path: Path, impl_backend: str, packed: bool, dtype: str) -> dict[str, Any]:
+def computed(path: Path, impl_backend: str, packed: bool, dtype: str, loss_mode: str = "vanilla") -> dict[str, Any]:
     """Scores of the responses, the gradients of a step, and what three optimiser steps log and leave."""
     from verl import DataProto
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
     torch.manual_seed(2)
-    fields, worker = batch(), actor(path, impl_backend, packed, dtype)
+    fields, worker = batch(), actor(path, impl_backend, packed, dtype, loss_mode)
 
     def given(**settings: Any) -> Any:
         data = DataProto.from_single_dict(fields)
@@ -169,6 +171,7 @@ def computed(path: Path, impl_backend: str, packed: bool, dtype: str) -> dict[st
     scores = {name: no_padding_2_padding(tu.get(outputs, name), scored).float() for name in ("log_probs", "entropy")}
     valid = fields["response_mask"] != 0
     fields["old_log_probs"] = (scores["log_probs"] + fields["old_log_probs"]) * valid
+    fields["entropy"] = scores["entropy"]  # as verl's trainer leaves it beside the log-probabilities
 
     engine, gradients = worker.actor.engine, []
     engine.optimizer_step = functools.partial(noted_step, engine, engine.optimizer_step, gradients)
@@ -208,6 +211,10 @@ def main(folder: Path, impl_backends: list[str]) -> None:
         make_model(folder)
     torch.distributed.barrier()
     forward, results = transformers.Qwen2ForCausalLM.forward, {}
+    modes = [name.partition(":")[2] for name in impl_backends if ":" in name]
+    for name in modes:
+        results[name] = computed(folder, "eager", False, "fp32", name)
+    impl_backends = [name for name in impl_backends if ":" not in name]
     for dtype in ("fp32", "bf16"):
         for packed in (False, True):
             for impl_backend in impl_backends:

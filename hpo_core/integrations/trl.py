@@ -33,12 +33,7 @@ from ..losses import policy_loss
 from ..metrics import FLAGS, Metrics
 from ..segments import ids_of
 from ..specs import Unit
-from .needs import MakesInputs, check_keywords, check_needs, made_inputs
-from .trl_config import check_config, gate_from_config
-from .trl_entropy import entropy_bonus
-from .trl_head import give_head
-from .trl_metrics import clip_bounds, clip_metrics, clipped_rows, gamma_weights
-from .trl_selection import (
+from .entropy_methods import (
     PENALISED,
     SELECTED,
     MakesPenalty,
@@ -48,6 +43,11 @@ from .trl_selection import (
     selection_of,
     selection_tensors,
 )
+from .needs import MakesInputs, check_keywords, check_needs, made_inputs
+from .trl_config import check_config, gate_from_config
+from .trl_entropy import entropy_bonus
+from .trl_head import give_head
+from .trl_metrics import clip_bounds, clip_metrics, clipped_rows, gamma_weights
 from .turns import Step, steps_of_turns, turns
 
 __all__ = ["HPOMixin", "HPOTrainer", "Step", "gate_from_config"]

@@ -11,8 +11,9 @@ Shapes: ``B`` responses in a micro-batch, ``L`` tokens each, padded on the right
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,13 +29,17 @@ from .. import advantages, aggregation, gates
 from ..advantages.terms import accepted_keywords, check_estimator, is_multi_reward, level_of
 from ..batch import PackedBatch
 from ..checks import check, require_type
+from ..entropy import EntropyWindow
 from ..gates import RatioGate
+from ..kl import KLPenalty
 from ..losses import policy_loss
 from ..metrics import FLAGS, SLOTS
 from ..specs import Head, Unit
-from .needs import MakesInputs, check_needs, made_inputs
+from .entropy_methods import PENALISED, MakesPenalty, MakesSelection, check_entropy, penalty_of
+from .needs import MakesInputs, check_keywords, check_needs, made_inputs
 from .turns import turns
 from .verl_head import install_loss_head
+from .verl_selection import METHODS, MicroBatch, current, install, selected_by
 
 __all__ = ["ESTIMATORS", "register", "register_advantage"]
 
@@ -45,7 +50,7 @@ ESTIMATORS = (
 )
 
 # What a function of gate inputs may take, and what verl does not tell its losses.
-_AVAILABLE = ("logp", "old_logp", "advantages", "advantage_level", "batch")
+_AVAILABLE = ("logp", "old_logp", "entropy", "advantages", "advantage_level", "batch")
 _NO_SAMPLER = (
     "verl tells its losses of weights only, which multiply this loss, too; set algorithm.rollout_correction and "
     "register the gate without its correction"
@@ -60,6 +65,9 @@ def register(
     gate: RatioGate | Callable[[Any], RatioGate],
     *,
     gate_inputs: MakesInputs | None = None,
+    entropy: MakesSelection | EntropyWindow | None = None,
+    entropy_penalty: MakesPenalty | None = None,
+    kl: KLPenalty | None = None,
     backend: str | None = None,
 ) -> None:
     """Make a gate a policy loss of verl, under ``policy_loss.loss_mode=name``, in this process.
@@ -74,15 +82,29 @@ def register(
         gate_inputs: for gates that need more than the batch, a function of :mod:`hpo_core.gates` (``dcpo_bounds``,
             ``kl_cov_mask``, ``m2po_mask`` ...), or ``functools.partial`` of one, or one of your own that returns
             :class:`~hpo_core.gates.GateInputs`. It is called in each micro-batch with those of ``logp``, ``old_logp``
-            (``[T]``, B L of them, without gradient), ``advantages``, ``advantage_level`` and ``batch`` that it takes.
+            (``[T]``, B L of them, without gradient), ``entropy`` (as these; needs ``actor.calculate_entropy``),
+            ``advantages``, ``advantage_level`` and ``batch`` that it takes.
+        entropy: a method, that is an EntropyWindow (``forking_tokens``, ``ares`` ...), a function of
+            :mod:`hpo_core.entropy` that returns a Selection (``archer``, ``entropy_advantage``, ``aepo_ruc`` ...), or
+            ``functools.partial`` of one, or one of your own. The workers of the actor call it once per rollout, on the
+            entropies of the policy that sampled it, with those of ``entropy`` and ``logp`` (``[T]``), ``advantages``,
+            ``advantage_level``, ``batch`` (with the prompts as groups), ``process_group`` (the data-parallel ranks),
+            ``seed`` (rollouts so far) and ``backend`` that it takes. What it selects travels with the rows into mini-
+            and micro-batches.
+        entropy_penalty: a loss term with a gradient through the entropies, such as ``epo`` or ``entropy_band`` with its
+            numbers fixed by ``functools.partial``, added to the loss of each micro-batch; called with those of
+            ``entropy`` (``[T]``), ``batch``, ``weights`` and ``seed`` that it takes. Needs ``actor.calculate_entropy``.
+        kl: a penalty of :mod:`hpo_core.kl` in place of verl's, for entropy methods that weigh it by tokens
+            (``archer``). Needs ``actor.use_kl_loss``, with which verl computes the reference, and
+            ``actor.kl_loss_coef=0``.
         backend: a name from ``hpo_core.backends()``. Default: by device.
 
     Levels above the tokens: a response is a trajectory, and its steps are the runs of tokens that no tool wrote.
 
     Raises:
         ValueError: a gate with a level of groups or domains, of which verl tells its losses nothing; one that needs
-            inputs which ``gate_inputs`` does not make, entropies or the sampler's log-probabilities (``icepop``,
-            ``tis``), of which it tells nothing either.
+            inputs which ``gate_inputs`` does not make, or the sampler's log-probabilities (``icepop``, ``tis``), of
+            which it tells nothing either.
     """
     is_constructor = any(gate is getattr(gates, each) for each in gates.__all__)
     require_type(
@@ -90,16 +112,42 @@ def register(
         "gate: expected a RatioGate, or a function of verl's ActorConfig that returns one, got {}",
         gate,
     )
+    if isinstance(entropy, EntropyWindow):
+        entropy = functools.partial(selected_by, entropy)
+    if entropy is not None:
+        check_entropy(entropy, processes=2)  # or more: of the ranks nothing is known yet
+    if entropy_penalty is not None:
+        check_keywords("entropy_penalty", entropy_penalty, PENALISED)
+    require_type(kl is None or isinstance(kl, KLPenalty), "kl: expected a penalty of hpo_core.kl, got {}", type(kl))
+    loss = _Loss(name, gate, gate_inputs, entropy, entropy_penalty, kl, backend)
     if isinstance(gate, RatioGate):
-        _check_gate(gate, gate_inputs)
-    register_policy_loss(name)(functools.partial(_policy_loss, name, gate, gate_inputs, backend))
+        _check_gate(gate, loss)
+    METHODS.pop(name, None)
+    if entropy is not None:
+        METHODS[name] = entropy
+    if loss.reads_entropies() or kl is not None:
+        install()
+    register_policy_loss(name)(functools.partial(_policy_loss, loss))
+
+
+class _Loss(NamedTuple):
+    """What a registered name stands for."""
+
+    name: str
+    gate: RatioGate | Callable[[Any], RatioGate]
+    gate_inputs: MakesInputs | None
+    entropy: MakesSelection | None
+    entropy_penalty: MakesPenalty | None
+    kl: KLPenalty | None
+    backend: str | None
+
+    def reads_entropies(self) -> bool:
+        made = self.gate_inputs is not None and "entropy" in inspect.signature(self.gate_inputs).parameters
+        return made or self.entropy is not None or self.entropy_penalty is not None
 
 
 def _policy_loss(
-    name: str,
-    gate: RatioGate | Callable[[Any], RatioGate],
-    gate_inputs: MakesInputs | None,
-    backend: str | None,
+    loss: _Loss,
     /,
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -111,40 +159,78 @@ def _policy_loss(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """What verl calls, by keyword: tensors ``[B, L]``; the loss is scaled for engines that average over ranks."""
     check(config is not None, "config: expected verl's ActorConfig, got None")
-    if isinstance(gate, RatioGate):
-        _refuse(name, config, *_UNSET)
+    if isinstance(loss.gate, RatioGate):
+        gate = loss.gate
+        _refuse(loss.name, config, *_UNSET)
     else:
-        gate = gate(config)
+        gate = loss.gate(config)
         require_type(
-            isinstance(gate, RatioGate), "gate: expected a RatioGate from the function of {!r}, got {}", name, gate
+            isinstance(gate, RatioGate), "gate: expected a RatioGate from the function of {!r}, got {}", loss.name, gate
         )
-        _check_gate(gate, gate_inputs)
+        _check_gate(gate, loss)
+    micro_batch = current()
+    _check_micro_batch(loss, micro_batch, config)
+    selection, entropy = micro_batch.selection() if loss.entropy is not None else None, micro_batch.entropy
     steps = turns(response_mask != 0) if any(level.unit is Unit.STEP for level in gate.levels) else None
     batch = PackedBatch.from_padded(response_mask != 0, steps=steps)  # verl's masks are of any dtype
     given = None
-    if gate_inputs is not None:
+    if loss.gate_inputs is not None:
         given = made_inputs(
-            gate_inputs, log_prob.shape, advantages, logp=log_prob.detach(), old_logp=old_log_prob, batch=batch
-        )
+            loss.gate_inputs, log_prob.shape, advantages, logp=log_prob.detach(), old_logp=old_log_prob, batch=batch,
+            entropy=None if entropy is None else entropy.detach(),
+        )  # fmt: skip
+    weights = _weights(loss_agg_mode, batch, config.global_batch_info)
     result = policy_loss(
         log_prob,
         old_log_prob,
         advantages,
         batch,
         gate,
-        weights=_weights(loss_agg_mode, batch, config.global_batch_info),
+        weights=weights,
         token_weight=rollout_is_weights,
         # for the metrics: verl counts a token with advantage 0 as clipped only in cispo; its term is 0 either way
-        token_mask=advantages != 0 if gate.head is Head.LINEAR else None,
+        token_mask=advantages != 0 if gate.head is Head.LINEAR and selection is None else None,
         gate_inputs=given,
+        selection=selection,
+        ref_logp=None if loss.kl is None else micro_batch.ref_logp,
+        kl=loss.kl,
         advantage_level="token",
-        backend=backend,
+        backend=loss.backend,
     )
-    return result.loss, _metrics(result.metrics.vector, gate)
+    total = result.loss
+    if loss.entropy_penalty is not None and entropy is not None:
+        taken = {"entropy": entropy.flatten(), "batch": batch, "weights": weights, "seed": micro_batch.update}
+        total = total + penalty_of(loss.entropy_penalty, **taken)
+    return total, _metrics(result.metrics.vector, gate)
 
 
-def _check_gate(gate: RatioGate, gate_inputs: MakesInputs | None) -> None:
-    check_needs(gate, gate_inputs, _AVAILABLE, _NO_SAMPLER)
+def _check_micro_batch(loss: _Loss, micro_batch: MicroBatch, config: Any) -> None:
+    check(
+        loss.entropy is None or micro_batch.selection() is not None,
+        "loss_mode: {!r} has an entropy method, and no update of verl's TrainingWorker has called it; take "
+        "verl.trainer.main_ppo with trainer.use_v1=True",
+        loss.name,
+    )
+    reads = loss.entropy_penalty is not None or (loss.reads_entropies() and loss.entropy is None)
+    check(
+        not reads or micro_batch.entropy is not None,
+        "loss_mode: {!r} reads the entropies of the policy that is trained; set actor.calculate_entropy=True",
+        loss.name,
+    )
+    own = loss.kl is None or (micro_batch.ref_logp is not None and config.kl_loss_coef == 0)
+    check(
+        own,
+        "kl: {!r} takes the place of verl's penalty and needs its reference; set actor.use_kl_loss=True and "
+        "actor.kl_loss_coef=0, got {} and {}",
+        loss.name,
+        config.use_kl_loss,
+        config.kl_loss_coef,
+    )
+
+
+def _check_gate(gate: RatioGate, loss: _Loss) -> None:
+    selected = () if loss.entropy is None else ("bounds",)
+    check_needs(gate, loss.gate_inputs, _AVAILABLE, _NO_SAMPLER, selected)
     for level in gate.levels:
         check(
             level.unit not in (Unit.GROUP, Unit.DOMAIN),

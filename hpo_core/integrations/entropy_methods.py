@@ -6,7 +6,7 @@ and a penalty on each micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def penalty_of(penalty: MakesPenalty, **given: Any) -> torch.Tensor:
 
 
 def selection_tensors(
-    method: MakesSelection, mask: torch.Tensor, advantages: torch.Tensor, group_ids: torch.Tensor, **given: Any
+    method: MakesSelection, mask: torch.Tensor, advantages: torch.Tensor, group_ids: torch.Tensor | None, **given: Any
 ) -> dict[str, torch.Tensor]:
     """The selection of a rollout, by key of the trainer's batch, ``[B, L]`` each.
 
@@ -82,7 +82,7 @@ def selection_tensors(
     return {name: each.reshape(mask.shape) for name, each in fields.items() if each is not None}
 
 
-def selection_of(inputs: dict[str, Any]) -> Selection | None:
+def selection_of(inputs: Mapping[str, Any]) -> Selection | None:
     """The selection of a micro-batch's rows, without its mask; None where there is none."""
     weight, low, high, *rest = (inputs.get(name) for name in SELECTED)
     found = Selection(None, weight, None if low is None or high is None else (low, high), *rest)

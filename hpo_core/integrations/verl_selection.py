@@ -1,0 +1,161 @@
+"""Entropy methods inside verl: a selection of all rows of an update, made in the actor's workers, that travels with the
+rows into micro-batches; and what verl keeps from the losses that it calls.
+
+verl hands a policy loss log-probabilities, advantages and a mask. The rest of a micro-batch lies one call above it, in
+``ppo_loss``. :func:`install` lets the losses of this package see it, for the time of that call.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from ..batch import PackedBatch
+from ..checks import check
+from ..entropy import EntropyWindow, Selection
+from .entropy_methods import SELECTED, MakesSelection, selection_of, selection_tensors
+
+__all__ = ["METHODS", "MicroBatch", "current", "install", "selected_by"]
+
+# The entropy method of each loss that has one, by the name of the loss.
+METHODS: dict[str, MakesSelection] = {}
+
+_REFERENCE = "ref_log_prob"
+_MASK = "selection_mask"  # the other fields of a selection lie under the keys of entropy_methods
+_NEEDED = ("entropy", "old_log_probs", "advantages", "response_mask")
+
+
+class MicroBatch(NamedTuple):
+    """What verl knows of the rows of a micro-batch beside what it tells a policy loss."""
+
+    entropy: torch.Tensor | None = None  # [B, L] of the policy that is trained, with its gradient if verl computes it
+    fields: Mapping[str, torch.Tensor] = MappingProxyType({})  # of a selection, [B, L] each
+    ref_logp: torch.Tensor | None = None  # [B, L]
+    update: int = 0  # rollouts that this worker was trained on before
+
+    def selection(self) -> Selection | None:
+        found = selection_of(self.fields)
+        mask = self.fields.get(_MASK)
+        return found if mask is None else (found or Selection())._replace(mask=mask)
+
+
+_NONE = MicroBatch()
+_current: ContextVar[MicroBatch] = ContextVar("micro-batch of the loss that verl computes", default=_NONE)
+_update: ContextVar[int] = ContextVar("rollouts that this worker was trained on before", default=0)
+
+
+def current() -> MicroBatch:
+    """The micro-batch of the loss that verl computes now; an empty one outside of its ``ppo_loss``."""
+    return _current.get()
+
+
+@functools.cache
+def install() -> None:
+    """Shows micro-batches to losses and makes selections before an update, in this process.
+
+    Not at import: verl's workers take seconds to import, and only losses with an entropy method need them.
+    """
+    from verl.trainer.distillation import losses as of_distillation  # type: ignore[import-not-found,unused-ignore]
+    from verl.workers import engine_workers  # type: ignore[import-not-found,unused-ignore]
+    from verl.workers.utils import losses  # type: ignore[import-not-found,unused-ignore]
+
+    shown = _shown(losses.ppo_loss)
+    for module in (losses, engine_workers, of_distillation):
+        setattr(module, "ppo_loss", shown)  # noqa: B010 (an attribute of modules in general)
+    worker: Any = engine_workers.TrainingWorker
+    worker.train_mini_batch = _selected(worker.train_mini_batch)
+
+
+def _shown(ppo_loss: Callable[..., Any]) -> Callable[..., Any]:
+    from verl.workers.utils.padding import no_padding_2_padding  # type: ignore[import-not-found,unused-ignore]
+
+    @functools.wraps(ppo_loss)
+    def shown(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        entropy = model_output.get("entropy")
+        names = [name for name in (_MASK, *SELECTED, _REFERENCE) if name in data]
+        fields = data.select(*names).to_padded_tensor() if names else {}
+        micro_batch = MicroBatch(
+            None if entropy is None else no_padding_2_padding(entropy, data),
+            {name: fields[name] for name in names if name != _REFERENCE},
+            fields.get(_REFERENCE),
+            _update.get(),
+        )
+        token = _current.set(micro_batch)
+        try:
+            return ppo_loss(config, model_output, data, dp_group)
+        finally:
+            _current.reset(token)
+
+    return shown
+
+
+def _selected(train_mini_batch: Callable[..., Any]) -> Callable[..., Any]:
+    """``TrainingWorker.train_mini_batch``, which gets all rows of an update that fall to this rank."""
+
+    @functools.wraps(train_mini_batch)  # verl's worker groups find the method by its attributes
+    def selected(self: Any, data: Any) -> Any:
+        mode = self.loss_fn.keywords["config"].policy_loss.get("loss_mode", "vanilla")
+        update = self.hpo_updates = getattr(self, "hpo_updates", -1) + 1
+        if mode in METHODS:
+            _add_selection(METHODS[mode], mode, data, self.engine.get_data_parallel_group(), update)
+        token = _update.set(update)
+        try:
+            return train_mini_batch(self, data)
+        finally:
+            _update.reset(token)
+
+    return selected
+
+
+def _add_selection(method: MakesSelection, mode: str, data: Any, ranks: Any, seed: int) -> None:
+    missing = [name for name in _NEEDED if name not in data]
+    check(
+        not missing,
+        "loss_mode: {!r} selects by the entropies of the policy that sampled, and verl gives no {}; set "
+        "trainer.use_v1=True and algorithm.rollout_correction.bypass_mode=False",
+        mode,
+        ", ".join(missing),
+    )
+    given = data.select(*_NEEDED).to_padded_tensor()
+    mask = given["response_mask"] != 0
+    found = selection_tensors(
+        method, mask, given["advantages"], _group_ids(data, mask.device), entropy=given["entropy"].float(),
+        logp=given["old_log_probs"], process_group=ranks, seed=seed,
+    )  # fmt: skip
+    for name, each in found.items():
+        data[_MASK if name == "token_mask" else name] = _like(each, data["response_mask"])
+
+
+def selected_by(
+    window: EntropyWindow,
+    entropy: torch.Tensor,
+    batch: PackedBatch,
+    process_group: torch.distributed.ProcessGroup | None = None,
+    backend: str | None = None,
+) -> Selection:
+    """The tokens of an update that the window selects, with a threshold over all ranks."""
+    state = window.fit(entropy, batch, process_group=process_group, backend=backend)
+    return Selection(mask=window.apply(entropy, batch, state, backend=backend))
+
+
+def _group_ids(data: Any, device: torch.device) -> torch.Tensor | None:
+    """``[B]`` int64: verl's ids of prompts are texts; these numbers are the same on every rank."""
+    if "uid" not in data:
+        return None
+    digests = [hashlib.sha256(str(uid).encode()).digest()[:7] for uid in data["uid"]]
+    return torch.tensor([int.from_bytes(each, "big") for each in digests], dtype=torch.int64, device=device)
+
+
+def _like(values: torch.Tensor, response_mask: Any) -> torch.Tensor:
+    """``[B, L]`` values in the layout of the mask: padded, or the rows without their padding."""
+    if not response_mask.is_nested:
+        return values
+    offsets = response_mask.offsets()
+    within = torch.arange(values.shape[1], device=values.device) < offsets.diff()[:, None]
+    return torch.nested.nested_tensor_from_jagged(values[within], offsets)

@@ -1,0 +1,254 @@
+"""Entropy methods in verl: selections of all rows of an update, of which micro-batches take those of their rows."""
+
+import functools
+import types
+
+import pytest
+import torch
+from lazily import Lazy, skip_without
+from verl_batches import ROWS, Batch, actor, actors, close, run
+
+import hpo_core as hpo
+from hpo_core import entropy, gates
+
+skip_without("verl")
+core_algos, tensordict_utils = Lazy("verl.trainer.ppo.core_algos"), Lazy("verl.utils.tensordict_utils")
+losses, workers = Lazy("verl.workers.utils.losses"), Lazy("verl.workers.engine_workers")
+hpo_verl, selection = Lazy("hpo_core.integrations.verl"), Lazy("hpo_core.integrations.verl_selection")
+
+pytestmark = pytest.mark.peers
+
+COUNTS = {"dp_size": 1, "batch_num_tokens": 77, "global_batch_size": ROWS}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registry():
+    assert callable(hpo_verl.register)
+    before = dict(core_algos.POLICY_LOSS_REGISTRY)
+    yield
+    core_algos.POLICY_LOSS_REGISTRY.clear()
+    core_algos.POLICY_LOSS_REGISTRY.update(before)
+    selection.METHODS.clear()
+
+
+class Rollout(Batch):
+    """With the entropies of the policy that sampled, and four answers to each of two prompts."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        draw = torch.Generator().manual_seed(seed + 100)
+        self.fields["entropy"] = [torch.rand(n, generator=draw) * 3 for n in self.responses]
+        self.fields["ref_log_prob"] = [
+            old + 0.3 * torch.randn(len(old), generator=draw) for old in self.fields["old_log_probs"]
+        ]
+        self.uids = [f"prompt {row // 4}" for row in range(ROWS)]
+
+    def data(self, rows=range(ROWS), **counts):
+        data = super().data(rows, **counts)
+        tensordict_utils.assign_non_tensor_stack(data, "uid", [self.uids[row] for row in rows])
+        return data
+
+    def packed(self):
+        """The rows as the library takes them."""
+        return hpo.PackedBatch.from_lengths(
+            self.responses, mask=torch.cat(self.fields["response_mask"]), group_ids=torch.arange(ROWS) // 4
+        )
+
+
+def worker_of(config):
+    engine = types.SimpleNamespace(get_data_parallel_group=lambda: None)
+    return types.SimpleNamespace(loss_fn=functools.partial(losses.ppo_loss, config=config), engine=engine)
+
+
+def updated(batch, config, micro_batches, updates=1):
+    """What a worker computes in each update, whose rows it splits: the sum of losses and of gradients."""
+
+    def train_mini_batch(self, data):
+        parts = []
+        for rows in micro_batches:
+            part = tensordict_utils.index_select_tensor_dict(data, torch.tensor(rows))
+            tensordict_utils.assign_non_tensor(part, **COUNTS)
+            loss, _ = self.loss_fn(model_output={"log_probs": batch.log_probs(rows)}, data=part)
+            parts.append((loss.detach(), *torch.autograd.grad(loss, batch.logp)))
+        return tuple(map(sum, zip(*parts, strict=True)))
+
+    worker, update = worker_of(config), selection.module()._selected(train_mini_batch)
+    return [update(worker, batch.data()) for _ in range(updates)]
+
+
+def expected(batch, gate, chosen, **options):
+    rows = batch.packed()
+    weights = hpo.aggregation.token_mean(rows, total=COUNTS["batch_num_tokens"])
+    found = hpo.policy_loss_and_grad(
+        torch.cat(batch.response(batch.logp.detach())), torch.cat(batch.fields["old_log_probs"]),
+        torch.cat(batch.fields["advantages"]), rows, gate, weights=weights, selection=chosen, advantage_level="token",
+        **options,
+    )  # fmt: skip
+    grad = torch.zeros_like(batch.logp)
+    for mine, given in zip(batch.response(grad), found.grad.split(batch.responses), strict=True):
+        mine.copy_(given)
+    return found.loss, grad
+
+
+def above_the_prompt_s_median(entropy, batch, process_group, seed=0):
+    """A method of a user's own, which asks for prompts and for the number of the rollout."""
+    assert process_group is None
+    middle = hpo.entropy.quantiles(entropy, batch, "0.5", scope="group", expand=True)
+    return hpo.entropy.Selection(weight=torch.where(entropy > middle, 1.5 + seed, 0.5))
+
+
+def selected(name, batch):
+    """The selection of all rows, by the library alone."""
+    given, rows = torch.cat(batch.fields["entropy"]), batch.packed()
+    if name == "forking_tokens":
+        window = entropy.forking_tokens()
+        return entropy.Selection(mask=window.apply(given, rows, window.fit(given, rows)))
+    if name == "entropy_advantage":
+        return entropy.entropy_advantage(given, torch.cat(batch.fields["advantages"]), rows, advantage_level="token")
+    return ARCHER(given, rows)
+
+
+ARCHER = functools.partial(entropy.archer, kl_reasoning=0.25)
+METHODS = {
+    "forking_tokens": (gates.ppo_clip(), entropy.forking_tokens(), None),
+    "archer": (gates.archer_clip(), ARCHER, hpo.kl.k3(0.1)),
+    "entropy_advantage": (gates.ppo_clip(), entropy.entropy_advantage, None),
+}
+SPLITS = {"whole": [list(range(ROWS))], "any": [[5, 2], [0, 7, 1], [3], [6, 4]]}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", METHODS)
+def test_micro_batches_take_the_selection_of_the_update(name, split):
+    gate, method, kl = METHODS[name]
+    hpo_verl.register(f"hpo_{name}", gate, entropy=method, kl=kl)
+    config = actor(f"hpo_{name}", loss_agg_mode="token-mean", use_kl_loss=kl is not None, kl_loss_coef=0.0)
+    for seed in range(3):
+        batch = Rollout(seed)
+        given = {} if kl is None else {"kl": kl, "ref_logp": torch.cat(batch.fields["ref_log_prob"])}
+        truth = expected(batch, gate, selected(name, batch), **given)
+        close(*updated(batch, config, SPLITS[split]), truth)
+        if name != "archer":  # whose gate does nothing without bounds
+            assert not torch.allclose(expected(batch, gate, None)[1], truth[1], rtol=1e-3)
+
+
+def test_methods_know_prompts_and_how_many_rollouts_came_before():
+    hpo_verl.register("hpo_own", gates.ppo_clip(), entropy=above_the_prompt_s_median)
+    batch, config = Rollout(), actor("hpo_own", loss_agg_mode="token-mean")
+    given = torch.cat(batch.fields["entropy"])
+    for seed, found in enumerate(updated(batch, config, SPLITS["any"], updates=2)):
+        chosen = above_the_prompt_s_median(given, batch.packed(), None, seed)
+        close(found, expected(batch, gates.ppo_clip(), chosen))
+
+
+def test_rows_may_be_padded():
+    """The layout of verl's own response masks differs between its trainers."""
+    hpo_verl.register("hpo_padded", gates.ppo_clip(), entropy=entropy.forking_tokens())
+    batch, seen = Rollout(), {}
+    data = batch.data()
+    padded = data.select("response_mask", "entropy", "old_log_probs", "advantages").to_padded_tensor()
+    valid = torch.cat(batch.fields["response_mask"])
+    chosen = selected("forking_tokens", batch).mask[valid]
+    for each in (data, padded):
+        selection.module()._selected(lambda _, given: seen.update(given.items()))(worker_of(actor("hpo_padded")), each)
+        found = seen["selection_mask"]
+        assert found.is_nested == data["response_mask"].is_nested or each is padded
+        found = found.values()[valid] if found.is_nested else found[padded["response_mask"] != 0]
+        assert torch.equal(found, chosen) and chosen.any() and not chosen.all()
+
+
+def entropies(batch, requires_grad=False):
+    """Of the policy that is trained, for prompts and responses, as verl's model gives them."""
+    packed = torch.rand(len(batch.logp), generator=torch.Generator().manual_seed(7)).requires_grad_(requires_grad)
+    return packed, torch.nested.nested_tensor_from_jagged(packed, batch.offsets)
+
+
+def test_a_penalty_has_a_gradient_through_the_entropies():
+    penalty = functools.partial(entropy.entropy_band, low=torch.full((ROWS,), 0.3), high=torch.full((ROWS,), 0.4))
+    hpo_verl.register("hpo_band", gates.ppo_clip(), entropy_penalty=penalty)
+    batch = Rollout()
+    packed, nested = entropies(batch, requires_grad=True)
+    data, config = batch.data(**COUNTS), actor("hpo_band", loss_agg_mode="token-mean")
+    loss, _ = losses.ppo_loss(config, {"log_probs": batch.log_probs(), "entropy": nested}, data)
+    (found,) = torch.autograd.grad(loss, packed, retain_graph=True)
+    own = torch.cat(batch.response(packed.detach())).requires_grad_()
+    rows = batch.packed()
+    truth = penalty(own, rows, hpo.aggregation.token_mean(rows, total=COUNTS["batch_num_tokens"]))
+    torch.testing.assert_close(torch.cat(batch.response(found)), *torch.autograd.grad(truth, own))
+    plain, _ = losses.ppo_loss(actor("hpo_ppo_clip"), {"log_probs": batch.log_probs()}, batch.data(**COUNTS))
+    torch.testing.assert_close(loss - plain, truth)
+    assert found.any() and truth != 0
+
+
+def test_gate_inputs_may_take_entropies():
+    seen = []
+
+    def bounds(entropy, batch):
+        seen.append(entropy)
+        return gates.GateInputs(bounds=(torch.full_like(entropy, 0.9), torch.full_like(entropy, 1.1)))
+
+    hpo_verl.register("hpo_bounds", gates.archer_clip(), gate_inputs=bounds)
+    batch = Rollout()
+    packed, nested = entropies(batch)
+    run(batch, actor("hpo_bounds"), entropy=nested)
+    valid = torch.cat(batch.fields["response_mask"])
+    padded = batch.data()["response_mask"].to_padded_tensor(0) != 0
+    assert torch.equal(seen[0].reshape(padded.shape)[padded], torch.cat(batch.response(packed))[valid])
+
+
+def test_errors_say_what_to_set():
+    batch = Rollout()
+    hpo_verl.register("hpo_forking", gates.ppo_clip(), entropy=entropy.forking_tokens())
+    with pytest.raises(ValueError, match="'hpo_forking' has an entropy method, and no update"):
+        run(batch, actor("hpo_forking"))
+    del batch.fields["entropy"]
+    with pytest.raises(ValueError, match=r"gives no entropy; set trainer\.use_v1=True"):
+        updated(batch, actor("hpo_forking"), SPLITS["whole"])
+    hpo_verl.register("hpo_band", gates.ppo_clip(), entropy_penalty=lambda entropy, weights: entropy.sum())
+    with pytest.raises(ValueError, match=r"'hpo_band' reads the entropies .* set actor.calculate_entropy=True"):
+        run(batch, actor("hpo_band"))
+    hpo_verl.register("hpo_kl", gates.ppo_clip(), kl=hpo.kl.k3(0.1))
+    for fields in ({"use_kl_loss": True, "kl_loss_coef": 0.1}, {"use_kl_loss": False, "kl_loss_coef": 0.0}):
+        if not fields["use_kl_loss"]:
+            del batch.fields["ref_log_prob"]
+        with pytest.raises(
+            ValueError, match=r"kl: 'hpo_kl' takes the place of verl's penalty .*actor.kl_loss_coef=0, got"
+        ):
+            run(batch, actor("hpo_kl", **fields))
+    for wrong, error, message in (
+        ({"entropy": "ares"}, TypeError, "entropy: expected a function"),
+        ({"entropy": entropy.hapo}, ValueError, "entropy: hapo fits its state on one process"),
+        ({"entropy_penalty": entropy.epo}, ValueError, "entropy_penalty: expected a function of entropy"),
+        ({"kl": 0.1}, TypeError, "kl: expected a penalty of hpo_core.kl"),
+    ):
+        with pytest.raises(error, match=message):
+            hpo_verl.register("hpo_wrong", gates.ppo_clip(), **wrong)
+    assert "hpo_wrong" not in core_algos.POLICY_LOSS_REGISTRY
+
+
+LOSSES = """
+import hpo_core as hpo
+from hpo_core.integrations.verl import register
+
+register("hpo_forking", hpo.gates.ppo_clip(), entropy=hpo.entropy.forking_tokens("0.4"))
+"""
+
+
+@pytest.mark.long  # half a minute on two cores
+def test_two_ranks_of_verl_s_actor_select_as_one_does(tmp_path, monkeypatch):
+    (tmp_path / "user_losses.py").write_text(LOSSES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    results = []
+    for ranks in (1, 2):
+        (tmp_path / str(ranks)).mkdir()
+        names = ("eager:hpo_forking", "eager:hpo_ppo_clip")
+        results.append(actors(ranks, tmp_path / str(ranks), *names, modules=("user_losses",)))
+    (alone,), two = results
+    for what in ("gradient", "parameters"):
+        for mode in ("hpo_forking", "hpo_ppo_clip"):
+            whole = alone[mode][what]
+            for rank in two:
+                error = (rank[mode][what] - whole).abs().max() / whole.abs().max()
+                assert error <= (1e-6 if what == "gradient" else 1e-5), (mode, what, error)
+        apart = alone["hpo_forking"][what] - alone["hpo_ppo_clip"][what]
+        assert apart.abs().max() > 1e-3 * alone["hpo_forking"][what].abs().max()

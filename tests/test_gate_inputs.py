@@ -240,6 +240,32 @@ def test_draws_depend_on_the_seed_only():
     assert (~first).sum() == 80
 
 
+@pytest.mark.parametrize(
+    ("given", "low", "high"),
+    [
+        ({}, [0.4, 0.36, 0.32, 0.28, 0.24, 0.2, 0.2], [0.2] * 6 + [0.4]),
+        ({"pivot": (1, 2)}, [0.4, 1 / 3, 0.8 / 3, 0.2, 0.2, 0.2, 0.2], [0.2] * 4 + [0.8 / 3, 1 / 3, 0.4]),
+        ({"eps_high": 0.28, "alpha": 0.5}, [0.3, 0.28, 0.26, 0.24, 0.22, 0.2, 0.2], [0.28] * 6 + [0.42]),
+    ],
+)
+def test_hapo_bounds_by_hand(given, low, high):
+    """Entropies that double: the pivot is the sixth of seven, or the fourth, and h falls by equal steps below it."""
+    entropy, batch = 0.05 * 2.0 ** torch.arange(7), hpo.PackedBatch.from_lengths([7])
+    bounds = gates.hapo_bounds(entropy, batch, **given).bounds
+    torch.testing.assert_close(1 - bounds[0], torch.tensor(low), rtol=0, atol=1e-6)
+    torch.testing.assert_close(bounds[1] - 1, torch.tensor(high), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("compat", ["paper", "code"])
+def test_hapo_bounds_are_those_of_the_entropy_preset(compat):
+    entropy = torch.rand(60, generator=torch.Generator().manual_seed(3)) ** 3
+    batch = hpo.PackedBatch.from_lengths([21, 39]).replace(mask=torch.arange(60) % 7 != 0)
+    ours = gates.hapo_bounds(entropy, batch, compat=compat).bounds
+    theirs = hpo.entropy.hapo(entropy, batch, eps_high=0.2, compat=compat).bounds
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one[batch.mask], other[batch.mask])
+
+
 def test_hapo_bounds_as_coded_never_tighten():
     entropy = torch.rand(50, generator=torch.Generator().manual_seed(0))
     low, high = gates.hapo_bounds(entropy, hpo.PackedBatch.from_lengths([50]), compat="code").bounds

@@ -109,6 +109,7 @@ PRESETS = {
     },
     "gspo": (gates.gspo(0.02, 0.03), functools.partial(paper.gspo, low=0.02, high=0.03), ""),
     "gspo_token": (gates.gspo_token(0.02, 0.03), functools.partial(paper.gspo_token, low=0.02, high=0.03), ""),
+    "luspo": (gates.luspo(0.02, 0.03), functools.partial(paper.gspo, low=0.02, high=0.03), ""),
     "gmpo": (gates.gmpo(0.1, 0.1), functools.partial(paper.gmpo, low=0.1, high=0.1), ""),
     "topr": (gates.topr(), paper.topr, ""),
     "topr, mean": (gates.topr(Aggregate.MEAN), functools.partial(paper.topr, mean=True), ""),

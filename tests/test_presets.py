@@ -135,6 +135,11 @@ WORKED = {  # (gate, weights, loss, gradient), advantages 1 and -.5
         gates.topr(Aggregate.MEAN), SMTM, 0.090654,
         (-0.166667, -0.166667, -0.166667, 0.059750, 0.059750, 0.059750, 0.059750),
     ),
+    "luspo": (  # e^(1/12) and e^-.045 are within the clip; each token has its sequence's, undivided
+        gates.luspo(0.05, 0.1), SUM, -0.674359,
+        (-0.543452, -0.543452, -0.543452, 0.238999, 0.238999, 0.238999, 0.238999),
+    ),
+    "luspo, clipped": (gates.luspo(), SUM, -0.505750, (0, 0, 0, 0, 0, 0, 0)),
     "hispo": (gates.hispo(0.1, 0.3), FIXED, -0.403388, (0, -0.111979, -0.131409, 0, 0, 0, 0)),
     "hispo, wider": (
         gates.hispo(0.2, 0.3), FIXED, -0.200452, (0, -0.111979, -0.131409, 0, 0.077880, 0.064403, 0.060653)

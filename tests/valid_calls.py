@@ -383,7 +383,7 @@ def _presets() -> Iterator[Call]:
         (name, getattr(module, name)) for module in (presets, presets.reconstructed) for name in module.__all__
     ]
     for name, function in functions:
-        if hasattr(function, "provenance"):
+        if getattr(function, "provenance", None):
             known = {**given, **special.get(name, {})}
             # A name may be a tensor of one function and a number of another.
             names = [

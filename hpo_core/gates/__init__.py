@@ -34,7 +34,7 @@ from .ratio_gate import (
     Rollback,
     Tanh,
 )
-from .sequence_level import a_lol, gmpo, gspo, gspo_token, rec, rec_ring, topr, vespo
+from .sequence_level import a_lol, gmpo, gspo, gspo_token, luspo, rec, rec_ring, topr, vespo
 from .token_level import (
     archer_clip,
     aspo,
@@ -107,6 +107,7 @@ __all__ = [
     "kimi",
     "kl_cov",
     "kl_cov_mask",
+    "luspo",
     "m2po",
     "m2po_mask",
     "mis",

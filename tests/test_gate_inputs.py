@@ -100,7 +100,7 @@ def test_a_gate_without_what_it_needs_is_refused_with_the_call_that_makes_it(nam
         assert call in str(error.value) and hasattr(gates, call.removeprefix("gates.").split("(")[0])
 
 
-@pytest.mark.parametrize("name", ["hapo_clip", "clip_cov", "icepop", "tis"])
+@pytest.mark.parametrize("name", ["hapo_clip", "clip_cov", "fipo", "icepop", "tis"])
 def test_a_trainer_that_would_make_ppo_of_a_gate_refuses_it(name):
     with pytest.raises(ValueError, match=rf"gate: '{name}' (needs \w+, as from gates\.|corrects what the sampler's)"):
         check_needs(getattr(gates, name)(), None, ("entropy",), "the sampler does not say")
@@ -132,6 +132,20 @@ def test_the_mask_of_a_method_and_that_of_the_loss_are_both_kept(native_backends
     for backend in ("reference", *native_backends):
         both = example.run(gates.ppo_clip(), backend, gate_inputs=gates.GateInputs(token_mask=first), token_mask=second)
         assert torch.equal(both.grad, example.run(gates.ppo_clip(), backend, token_mask=first & second).grad), backend
+
+
+def test_the_weight_of_a_method_and_that_of_the_loss_are_multiplied(native_backends):
+    example = Example(0)
+    first, second = example.token_weight, example.token_weight.flip(0)
+    for backend in ("reference", *native_backends):
+        run = functools.partial(example.run, gates.ppo_clip(), backend)
+        dtype = torch.float64 if backend == "reference" else torch.float32
+        both = run(gate_inputs=gates.GateInputs(token_weight=first.to(dtype)), token_weight=second)
+        expected = run(token_weight=first.to(dtype) * second.to(dtype))
+        assert torch.equal(both.grad, expected.grad) and torch.equal(both.loss, expected.loss), backend
+        alone = run(gate_inputs=gates.GateInputs(token_weight=first.to(dtype)))
+        assert torch.equal(alone.grad, run(token_weight=first).grad), backend
+        assert not torch.equal(alone.grad, both.grad), backend
 
 
 @pytest.mark.parametrize(

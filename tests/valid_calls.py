@@ -296,6 +296,7 @@ def _inputs() -> Iterator[Call]:
         yield _call(gates.clip_cov_mask, **of_loss, **given, seed=1, low=0.0)
         yield _call(gates.kl_cov_mask, logp=_T["logp"], batch=batch(), **given, share=0.25)
         yield _call(gates.rec_ring_mask, **of_loss, **given)
+        yield _call(gates.fipo_weight, **of_loss, **given)
     yield _call(gates.m2po_mask, **of_loss)
     yield _call(gates.bpo_target, "advantages", advantages=_S["advantages"])
     yield _call(gates.gbpo_target, **_of_units(gates.gbpo_target))
@@ -453,6 +454,7 @@ def _losses() -> Iterator[Call]:
         {"gate": gates.tis(), "rollout_logp": _T["old_logp"] + 0.125},
         {"gate": gates.kl_cov(), "gate_inputs": gates.GateInputs(penalty_mask=_T["bools"])},
         {"gate": gates.m2po(), "gate_inputs": gates.GateInputs(token_mask=_T["bools"])},
+        {"gate": gates.fipo(), "gate_inputs": gates.GateInputs(token_weight=_T["weight"])},
         {"gate": gates.bpo(), "gate_inputs": gates.GateInputs(target=floats(1.25, 0.75, 1.5))},
         {"gate": gates.gspo(), "report": ("levels",)},
     ]

@@ -3,6 +3,7 @@
 from ..specs import Action, Aggregate, Head, Penalty, Reduction, Routing, Statistic, Unit
 from . import reconstructed
 from .corrected import compose, decoupled, dppo_kl, dppo_tv, hispo, icepop, mis, opsm, tis
+from .future_kl import fipo, fipo_weight
 from .hierarchical import fiberpo, step_gspo
 from .inputs import (
     archer_bounds,
@@ -95,6 +96,8 @@ __all__ = [
     "dppo_tv",
     "dro",
     "fiberpo",
+    "fipo",
+    "fipo_weight",
     "gbpo",
     "gbpo_target",
     "gmpo",

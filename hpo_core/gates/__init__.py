@@ -3,6 +3,7 @@
 from ..specs import Action, Aggregate, Head, Penalty, Reduction, Routing, Statistic, Unit
 from . import reconstructed
 from .corrected import compose, decoupled, dppo_kl, dppo_tv, hispo, icepop, mis, opsm, tis
+from .experts import icpo_weight, ink_grpo_coefficient
 from .future_kl import fipo, fipo_weight
 from .hierarchical import fiberpo, step_gspo
 from .inputs import (
@@ -107,6 +108,8 @@ __all__ = [
     "hapo_clip",
     "hispo",
     "icepop",
+    "icpo_weight",
+    "ink_grpo_coefficient",
     "kimi",
     "kl_cov",
     "kl_cov_mask",

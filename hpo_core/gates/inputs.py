@@ -366,13 +366,14 @@ def _first_of(key: torch.Tensor, eligible: torch.Tensor, share: float, valid: to
 
 
 def _draws(count: int, seed: int, device: torch.device) -> torch.Tensor:
-    """A pseudo-random number for every position: splitmix64 of (seed, position), its upper 53 bits."""
+    """A pseudo-random number for every position."""
+    return draws_of(torch.arange(count, device=device), seed)
+
+
+def draws_of(numbers: torch.Tensor, seed: int) -> torch.Tensor:
+    """A pseudo-random number for every int64: splitmix64 of (seed, number), its upper 53 bits."""
     golden, first, second = -7046029254386353131, -4658895280553007687, -7723592293110705685
-    z = (
-        torch.arange(1, count + 1, device=device) * golden
-        + (seed * 6364136223846793005 + (1 << 63)) % (1 << 64)
-        - (1 << 63)
-    )
+    z = (numbers + 1) * golden + (seed * 6364136223846793005 + (1 << 63)) % (1 << 64) - (1 << 63)
     for shift, factor in ((30, first), (27, second)):
         z = (z ^ _shifted(z, shift)) * factor
     return _shifted(z ^ _shifted(z, 31), 11)

@@ -145,8 +145,8 @@ def policy_loss(
         token_mask: bool ``[T]``: tokens whose policy term counts. Denominators stay those of ``weights``.
         token_weight: float ``[T]``: factor on the policy term.
         gate_inputs: what some gates read beside the batch, a :class:`~hpo_core.gates.GateInputs`: ``bounds``,
-            ``target``, ``token_mask``, ``penalty_mask``, ``aggregates``. A gate that ``needs`` one names the function
-            of :mod:`hpo_core.gates` that makes it.
+            ``target``, ``token_mask``, ``penalty_mask``, ``aggregates``, ``token_weight``. A gate that ``needs`` one
+            names the function of :mod:`hpo_core.gates` that makes it.
         advantage_level: what advantages belong to: ``"row"``, the default; ``"token"``: ``[T]`` (or ``[B, L]``);
             ``"step"``: ``[N]``; ``"trajectory"``, ``"group"``, ``"domain"``: entry i belongs to id i. It is said, never
             read off a shape, which may fit several.
@@ -389,7 +389,7 @@ def prepare(
     given = _NO_INPUTS
     if gate_inputs is not None or gate.required:
         given = _given(gate_inputs, gate)
-    bounds, target, kept, penalty_mask, aggregates = given
+    bounds, target, kept, penalty_mask, aggregates, factor = given
     without_extras = rollout_logp is None and target is None and penalty_mask is None and not wants_corrections
     fast_path = gate.has_fast_path and without_extras
     if not fast_path:
@@ -462,6 +462,9 @@ def prepare(
         kept = token("token_mask", kept, torch.bool)
         token_mask = kept if token_mask is None else token_mask & kept
     token_weight = None if token_weight is None else token("token_weight", token_weight)
+    if factor is not None:
+        factor = token("token_weight", factor)
+        token_weight = factor if token_weight is None else token_weight * factor
     if chosen is not None:
         token_mask, token_weight = selected_tokens(chosen, token_mask, token_weight, token)
     if bounds is not None:
@@ -541,7 +544,7 @@ def _given(gate_inputs: GateInputs | None, gate: RatioGate) -> GateInputs:
             name,
             call,
         )
-    bounds, target, _, penalty_mask, _ = given
+    bounds, target, penalty_mask = given.bounds, given.target, given.penalty_mask
     if bounds is not None:
         require_type(
             isinstance(bounds, tuple) and len(bounds) == 2,

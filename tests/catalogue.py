@@ -88,6 +88,7 @@ PRESETS = {
     "hapo_clip": (gates.hapo_clip(ratio_dual=1.4), functools.partial(paper.ppo_with_bounds, dual=1.4), "bounds"),
     "archer_clip": (gates.archer_clip(ratio_dual=None), paper.ppo_with_bounds, "bounds"),
     "dcpo_clip": (gates.dcpo_clip(1.5), functools.partial(paper.ppo_with_bounds, dual=1.5), "bounds"),
+    "fipo": (gates.fipo(ratio_dual=1.25), paper.fipo, "future"),
     "clip_cov": (gates.clip_cov(), paper.ppo_clip, "token_mask"),
     "capo": (gates.capo(), paper.ppo_clip, "token_mask"),
     "m2po": (gates.m2po(), paper.unclipped, "token_mask"),
@@ -109,6 +110,7 @@ PRESETS = {
     },
     "gspo": (gates.gspo(0.02, 0.03), functools.partial(paper.gspo, low=0.02, high=0.03), ""),
     "gspo_token": (gates.gspo_token(0.02, 0.03), functools.partial(paper.gspo_token, low=0.02, high=0.03), ""),
+    "luspo": (gates.luspo(0.02, 0.03), functools.partial(paper.gspo, low=0.02, high=0.03), ""),
     "gmpo": (gates.gmpo(0.1, 0.1), functools.partial(paper.gmpo, low=0.1, high=0.1), ""),
     "topr": (gates.topr(), paper.topr, ""),
     "topr, mean": (gates.topr(Aggregate.MEAN), functools.partial(paper.topr, mean=True), ""),
@@ -332,7 +334,7 @@ class Example:
         """Inputs without which the gate is none, or another one."""
         named = {
             "target": self.target, "bounds": (self.low, self.high), "token_mask": self.token_mask,
-            "penalty_mask": self.penalty_mask,
+            "penalty_mask": self.penalty_mask, "token_weight": torch.ones_like(self.token_weight),
         }  # fmt: skip
         given = {name: value for name, value in named.items() if name in gate.required}
         return given | ({"rollout_logp": self.rollout_logp} if gate.reads_rollout else {})
@@ -364,7 +366,7 @@ class Example:
         given = {name: _cast(value, dtype) for name, value in given.items()}
         arguments = [given.pop(name) for name in ("logp", "old_logp", "advantages")]
         given.setdefault("advantage_level", "token" if arguments[2].shape == self.logp.shape else "row")
-        of_gate = [name for name in gates.GateInputs._fields if name != "token_mask" or name in gate.required]
+        of_gate = [name for name in gates.GateInputs._fields if name[:6] != "token_" or name in gate.required]
         inputs = {name: given.pop(name) for name in of_gate if name in given}
         if any(value is not None for value in inputs.values()):
             given["gate_inputs"] = gates.GateInputs(**inputs)

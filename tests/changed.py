@@ -21,7 +21,7 @@ EVERY_BACKEND = ("cpu", "triton", "cuda_emulated")
 EVERY_MODULE = tuple(sorted(path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")))
 
 LOSS = ("promises", "gates", "hierarchy", "presets", "terms", "stages", "metrics", "corrections")
-ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators")
+ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators", "schedules")
 ENTROPY = ("entropy", "entropy_selection", "select_top", "window_aggregates")
 SCOPES = ("scopes", "scopes_over_ranks")
 PRESETS = ("selection", "entropy_presets", "entropy_shaping", "entropy_thresholds", "entropy_reconstructed",
@@ -105,8 +105,8 @@ RULES = [
     Rule(("hpo_core/advantages/*",), (*ADVANTAGES, "estimator_properties", "imports", "docs", "synchronisation")),
     Rule(("hpo_core/advantages/ranks.py", "hpo_core/advantages/terms.py"), MULTIPROCESS),
     Rule(("hpo_core/entropy/*",), (*ENTROPY, *PRESETS, *SCOPES, "losses", "imports", "docs")),
-    Rule(("hpo_core/gates/*",), (*LOSS, "gate_inputs", "hierarchy_theorems", "hierarchy_degenerate", "imports",
-          "docs")),
+    Rule(("hpo_core/gates/*",), (*LOSS, "gate_inputs", "schedules", "hierarchy_theorems", "hierarchy_degenerate",
+          "imports", "docs")),
     Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py"),
          (*TRL, "imports")),
     Rule(("hpo_core/integrations/verl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py",

@@ -118,6 +118,12 @@ CASES = {
     "grpo_passk": lambda g: A.grpo_passk(g.reward, g.group, **g.rest),
     "hila": lambda g: A.hila(g.reward, flags(g, "other"), flags(g, "third"), g.group, **g.rest),
     "tool_star": lambda g: A.tool_star((4 * g.number).floor() / 4, g.flag, flags(g, "other"), g.group, **g.rest),
+    "unidoc_rl": lambda g: A.unidoc_rl(
+        g.number, g.reward, g.length, g.number, g.tensor(naive.forms(g.units)), g.group, **g.rest
+    ),
+    "icpo": lambda g: A.icpo(
+        g.flag.to(g.reward.dtype), g.group, flags(g, "other"), progress=0.25, **g.rest
+    ),
     "mc_grpo": lambda g: A.mc_grpo(g.reward, g.group, **g.rest),
     "adora": lambda g: A.adora(g.reward, g.group, g.length, g.flag, **g.rest),
     "aspo_shaping": lambda g: A.aspo_shaping(g.reward, g.group, g.number, g.length, g.flag, backend=g.backend),
@@ -135,6 +141,7 @@ CASES = {
     "a2fm_apo": lambda g: R.a2fm_apo(
         g.tensor(naive.rates(g.units)), flags(g, "other"), g.group, easy=0.5, alpha=2.0, **g.rest
     ),
+    "datarus": lambda g: R.datarus(g.reward, (8 * g.number).floor() / 8, g.group, progress=0.3, **g.rest),
     "hi_grpo": lambda g: R.hi_grpo(several(g), g.group, backend=g.backend),
     "chrpo": lambda g: R.chrpo(g.reward, g.number, g.group, backend=g.backend),
     "hrpo": lambda g: R.hrpo(
@@ -152,7 +159,7 @@ CASES = {
 # Cases that put other estimators together, of which a few batches show a break.
 COMPOSED = (
     *("sgrpo_reward_sum", "sgrpo_hierarchical_sum", "treepo_segments", "rose_length_penalty", "grpo_passk", "hila"),
-    *("tool_star", "thor", "hi_agent", "a2fm_apo", "sgrpo_credits"),
+    *("tool_star", "thor", "hi_agent", "a2fm_apo", "sgrpo_credits", "unidoc_rl", "icpo", "datarus"),
 )
 
 # Cases that together start every kernel of Triton with every structure that any case starts it with.

@@ -277,6 +277,29 @@ def tool_star(u):
     return z(np.array(worth) + 0 * u.number, ids(u.group), u.mask)
 
 
+def unidoc_rl(u):
+    worth = []
+    for answer, search, chosen, seen, form in zip(u.number, u.reward, u.length, u.number, forms(u), strict=True):
+        steps = 0.1 * search + 0.1 * chosen + 0.1 * seen + 0.1 * form
+        worth.append(0.6 * answer + steps if form > 0.5 else steps if form > 0 else 0.0)
+    return z(np.array(worth), ids(u.group), u.mask)
+
+
+def forms(u):
+    return (np.abs(u.other) % 3) / 2
+
+
+def icpo(u):
+    right = u.flag.astype(bool)
+    worth = [float(r) + (0.75 if r and steered else 0.0) for r, steered in zip(right, u.other > 0, strict=True)]
+    return z(np.array(worth), ids(u.group), u.mask & (right | (u.other <= 0)))
+
+
+def datarus(u):
+    share = (1 + math.cos(math.pi * 0.3)) / 2
+    return z(share * u.reward + (1 - share) * np.floor(8 * u.number) / 8, ids(u.group), u.mask)
+
+
 # -------------------------------------------------------------------------------------------------------------- ranks
 
 

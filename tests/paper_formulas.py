@@ -50,6 +50,27 @@ def ppo_with_bounds(s, dual=INF):
     return torch.where(A < 0, torch.maximum(objective, dual * A), objective) if dual < INF else objective
 
 
+def influence(s, half_life=3.0, low=0.1, high=0.15, dual=1.25, unsafe=1.15, most=1):
+    """FIPO's weights of a sequence, a sum for each token; ``s.here``: its tokens' places."""
+    x = sg(s.l - s.old)
+    negative, weights = s.A < 0, []
+    for t in range(len(x)):
+        future = sum(
+            2.0 ** (-(s.here[k] - s.here[t]).item() / half_life) * x[k].item()
+            for k in range(t, len(x))
+            if x[k].exp() <= dual
+        )
+        weight = min(max(2.718281828459045**future, 1 - low), 1 + high)
+        unlikely_before = negative[t] and x[t].exp() > unsafe
+        weights.append(min(max(weight, 0.8), 1.0) if unlikely_before else weight)
+    dropped = (negative & (x.exp() > dual)).sum() > most
+    return torch.tensor(weights, dtype=x.dtype) * ~dropped
+
+
+def fipo(s, dual=1.25):
+    return influence(s, dual=dual) * surrogate(ratio(s), s.A, 0.2, 0.28, dual)
+
+
 def ce_gppo(s, low=0.2, high=0.2, b1=0.25, b2=1.0, c=3.0):
     r, A = ratio(s), s.A
     straight = r / sg(r)

@@ -99,6 +99,13 @@ TABLES = {
     "sgrpo_reward_sum": lambda wrap, u: wrap(A.sgrpo_reward_sum)(u["rewards"], u["several"][0], u["groups"]),
     "hila": lambda wrap, u: wrap(A.hila)(u["rewards"], u["flags"], u["anchors"] > 0, u["groups"]),
     "tool_star": lambda wrap, u: wrap(A.tool_star)(u["rewards"], u["flags"], u["anchors"] > 0, u["groups"]),
+    "unidoc_rl": lambda wrap, u: wrap(A.unidoc_rl)(
+        u["rewards"], u["several"][0], u["several"][1], u["lengths"], u["flags"].float() / 2 + 0.25, u["groups"]
+    ),
+    "icpo": lambda wrap, u: wrap(functools.partial(A.icpo, progress=0.5))(u["rewards"], u["groups"], u["flags"]),
+    "datarus": lambda wrap, u: wrap(functools.partial(A.reconstructed.datarus, progress=0.3))(
+        u["several"][0], u["rewards"], u["groups"]
+    ),
     "thor": lambda wrap, u: wrap(A.reconstructed.thor)(u["rewards"], u["groups"], u["flags"], u["anchors"]),
     "hi_agent": lambda wrap, u: wrap(A.reconstructed.hi_agent)(
         u["rewards"], u["several"][0], u["several"][1], u["groups"]

@@ -208,6 +208,14 @@ def test_two_knot_has_one_slope_on_each_side():
     assert x.grad.tolist() == [-1.0, 0.0, 0.0, 0.0, 0.0]
 
 
+def test_windows_and_their_page_say_where_they_come_from():
+    page = (Path(__file__).parents[1] / "docs/entropy.md").read_text()
+    rows = re.findall(r"^\| `(\w+)\(.*\| (\w+) \|$", page, re.MULTILINE)
+    assert dict(rows) == {each.name: each.provenance.name.lower() for each in (E.forking_tokens(), E.ares())}
+    assert E.reconstructed.less_window("0.6").provenance is E.reconstructed.less_window.provenance
+    assert E.EntropyWindow("of the caller", E.ares().quantile).provenance is None
+
+
 def test_the_page_says_where_presets_come_from():
     page = (Path(__file__).parents[1] / "docs/entropy_presets.md").read_text()
     tables, _, rest = page.partition('## What "verified" rests on')
@@ -217,7 +225,7 @@ def test_the_page_says_where_presets_come_from():
         if line.startswith("| `"):
             said |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), cells[-1])
     known = [getattr(module, name) for module in (E, E.reconstructed) for name in module.__all__]
-    presets = {each.__name__: each.provenance.name.lower() for each in known if hasattr(each, "provenance")}
+    presets = {each.__name__: each.provenance.name.lower() for each in known if getattr(each, "provenance", None)}
     assert said == presets
     ran = {name for line in rest.splitlines() if line.startswith("| `") for name in re.findall(r"`(\w+)", line)}
     assert ran >= {name for name, label in said.items() if label == "verified"}, "a label without evidence"

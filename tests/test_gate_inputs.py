@@ -100,7 +100,7 @@ def test_a_gate_without_what_it_needs_is_refused_with_the_call_that_makes_it(nam
         assert call in str(error.value) and hasattr(gates, call.removeprefix("gates.").split("(")[0])
 
 
-@pytest.mark.parametrize("name", ["hapo_clip", "clip_cov", "icepop", "tis"])
+@pytest.mark.parametrize("name", ["hapo_clip", "clip_cov", "fipo", "icepop", "tis"])
 def test_a_trainer_that_would_make_ppo_of_a_gate_refuses_it(name):
     with pytest.raises(ValueError, match=rf"gate: '{name}' (needs \w+, as from gates\.|corrects what the sampler's)"):
         check_needs(getattr(gates, name)(), None, ("entropy",), "the sampler does not say")
@@ -132,6 +132,20 @@ def test_the_mask_of_a_method_and_that_of_the_loss_are_both_kept(native_backends
     for backend in ("reference", *native_backends):
         both = example.run(gates.ppo_clip(), backend, gate_inputs=gates.GateInputs(token_mask=first), token_mask=second)
         assert torch.equal(both.grad, example.run(gates.ppo_clip(), backend, token_mask=first & second).grad), backend
+
+
+def test_the_weight_of_a_method_and_that_of_the_loss_are_multiplied(native_backends):
+    example = Example(0)
+    first, second = example.token_weight, example.token_weight.flip(0)
+    for backend in ("reference", *native_backends):
+        run = functools.partial(example.run, gates.ppo_clip(), backend)
+        dtype = torch.float64 if backend == "reference" else torch.float32
+        both = run(gate_inputs=gates.GateInputs(token_weight=first.to(dtype)), token_weight=second)
+        expected = run(token_weight=first.to(dtype) * second.to(dtype))
+        assert torch.equal(both.grad, expected.grad) and torch.equal(both.loss, expected.loss), backend
+        alone = run(gate_inputs=gates.GateInputs(token_weight=first.to(dtype)))
+        assert torch.equal(alone.grad, run(token_weight=first).grad), backend
+        assert not torch.equal(alone.grad, both.grad), backend
 
 
 @pytest.mark.parametrize(
@@ -238,6 +252,32 @@ def test_draws_depend_on_the_seed_only():
     assert torch.equal(first, take(seed=1).token_mask)
     assert not torch.equal(first, take(seed=2).token_mask)
     assert (~first).sum() == 80
+
+
+@pytest.mark.parametrize(
+    ("given", "low", "high"),
+    [
+        ({}, [0.4, 0.36, 0.32, 0.28, 0.24, 0.2, 0.2], [0.2] * 6 + [0.4]),
+        ({"pivot": (1, 2)}, [0.4, 1 / 3, 0.8 / 3, 0.2, 0.2, 0.2, 0.2], [0.2] * 4 + [0.8 / 3, 1 / 3, 0.4]),
+        ({"eps_high": 0.28, "alpha": 0.5}, [0.3, 0.28, 0.26, 0.24, 0.22, 0.2, 0.2], [0.28] * 6 + [0.42]),
+    ],
+)
+def test_hapo_bounds_by_hand(given, low, high):
+    """Entropies that double: the pivot is the sixth of seven, or the fourth, and h falls by equal steps below it."""
+    entropy, batch = 0.05 * 2.0 ** torch.arange(7), hpo.PackedBatch.from_lengths([7])
+    bounds = gates.hapo_bounds(entropy, batch, **given).bounds
+    torch.testing.assert_close(1 - bounds[0], torch.tensor(low), rtol=0, atol=1e-6)
+    torch.testing.assert_close(bounds[1] - 1, torch.tensor(high), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("compat", ["paper", "code"])
+def test_hapo_bounds_are_those_of_the_entropy_preset(compat):
+    entropy = torch.rand(60, generator=torch.Generator().manual_seed(3)) ** 3
+    batch = hpo.PackedBatch.from_lengths([21, 39]).replace(mask=torch.arange(60) % 7 != 0)
+    ours = gates.hapo_bounds(entropy, batch, compat=compat).bounds
+    theirs = hpo.entropy.hapo(entropy, batch, eps_high=0.2, compat=compat).bounds
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one[batch.mask], other[batch.mask])
 
 
 def test_hapo_bounds_as_coded_never_tighten():

@@ -11,7 +11,7 @@ from breadth import at_length, number  # noqa: F401 (the first is a fixture)
 from catalogue import FAMILIES, PRESETS, Example, running
 
 import hpo_core as hpo
-from hpo_core import gates, specs
+from hpo_core import gates, specs, testing
 from hpo_core.gates import Action, Aggregate, Channel, Correction, Reduction, Unit
 from hpo_core.testing.budget import Expected, assert_within_budget
 
@@ -25,6 +25,21 @@ def sequences(seed):
     return example
 
 
+FUTURE = {"half_life": 3.0, "eps_low": 0.1, "eps_high": 0.15, "ratio_dual": 1.25, "ratio_unsafe": 1.15}
+
+
+def influences(example, dtype=torch.float64):
+    """FIPO's weights of all tokens by its formula, 1 at tokens that are in no sequence; 0 where the row is dropped."""
+    weight, begin = torch.ones(example.logp.shape, dtype=dtype), 0
+    for row, length in enumerate(example.lengths.tolist()):
+        here = torch.arange(begin, begin + length)[example.mask[begin : begin + length]]
+        begin += length
+        pair, A = (each.to(dtype)[here] for each in (example.logp, example.old_logp)), example.advantages[row]
+        s = SimpleNamespace(here=here, A=A.expand(here.numel()), **dict(zip(("l", "old"), pair, strict=True)))
+        weight[here] = paper.influence(s)
+    return weight
+
+
 def inputs(example, given):
     """What a preset is given."""
     ring = ((0.08, 0.1), (0.13, 0.16))
@@ -34,6 +49,7 @@ def inputs(example, given):
         "token_mask": {"token_mask": example.token_mask},
         "penalty_mask": {"penalty_mask": example.penalty_mask},
         "target": {"target": example.target},
+        "future": {"token_weight": influences(example)},
         "roll": {"rollout_logp": example.rollout_logp},
         "pairs": {},
         "ring": {
@@ -135,6 +151,11 @@ WORKED = {  # (gate, weights, loss, gradient), advantages 1 and -.5
         gates.topr(Aggregate.MEAN), SMTM, 0.090654,
         (-0.166667, -0.166667, -0.166667, 0.059750, 0.059750, 0.059750, 0.059750),
     ),
+    "luspo": (  # e^(1/12) and e^-.045 are within the clip; each token has its sequence's, undivided
+        gates.luspo(0.05, 0.1), SUM, -0.674359,
+        (-0.543452, -0.543452, -0.543452, 0.238999, 0.238999, 0.238999, 0.238999),
+    ),
+    "luspo, clipped": (gates.luspo(), SUM, -0.505750, (0, 0, 0, 0, 0, 0, 0)),
     "hispo": (gates.hispo(0.1, 0.3), FIXED, -0.403388, (0, -0.111979, -0.131409, 0, 0, 0, 0)),
     "hispo, wider": (
         gates.hispo(0.2, 0.3), FIXED, -0.200452, (0, -0.111979, -0.131409, 0, 0.077880, 0.064403, 0.060653)
@@ -194,6 +215,57 @@ def test_worked_numbers(name):
     )  # fmt: skip
     assert out.loss.item() == pytest.approx(loss, abs=1.5e-6)
     assert out.grad.tolist() == pytest.approx(grad, abs=1.5e-6)
+
+
+def test_the_weights_of_fipo_are_its_sums(backend):
+    """Rows that the dual clip touches twice are left out; a step of tokens knows its own sign."""
+    dropped = unsafe = 0
+    for seed in range(12):
+        example = sequences(seed)
+        where = testing.device_of(backend)
+        given = [each.to(where) for each in (example.logp, example.old_logp, example.advantages)]
+        found = gates.fipo_weight(*given, example.batch.to(where), **FUTURE)
+        of_tokens = gates.fipo_weight(
+            *given[:2], given[2][example.row().to(where)], example.batch.to(where), **FUTURE, advantage_level="token"
+        )
+        weight, mask = found.token_weight.cpu(), found.token_mask.cpu()
+        assert torch.equal(of_tokens.token_weight.cpu(), weight) and torch.equal(of_tokens.token_mask.cpu(), mask)
+        expected, valid = influences(example), example.covered(gates.fipo())
+        assert torch.equal(mask, valid & (expected > 0))
+        torch.testing.assert_close(weight[mask].double(), expected[mask], rtol=2e-6, atol=0)
+        x, sign = example.logp - example.old_logp, example.advantages[example.row()]
+        dropped += (valid & ~mask).sum()
+        unsafe += (mask & (sign < 0) & (x.exp() > 1.15) & (weight == 1)).sum()
+    assert dropped > 0 and unsafe > 0
+
+
+def test_fipo_by_hand(backend):
+    """Half-life 1: each token hears half of what the next one heard, and its own log-ratio whole."""
+    where = testing.device_of(backend)
+    x = torch.tensor([0.2, -0.4, 5.0, 0.4, -0.1, math.nan, 0.08, 0.1, -math.inf], device=where)
+    batch = hpo.PackedBatch(torch.tensor([0, 5, 8, 9]), total_tokens=9).to(where)
+    run = functools.partial(
+        gates.fipo_weight,
+        x,
+        torch.zeros_like(x),
+        torch.tensor([1.0, 1.0, -1.0], device=where),
+        batch,
+        half_life=1.0,
+        ratio_dual=9.0,
+    )
+    future = [0.2 - 0.2 + 0.35 / 8, -0.4 + 0.35 / 4, 0.35 / 2, 0.35, -0.1, 0.13 / 2, 0.13, 0.1, -20.0]
+    plain = run(eps_low=1.0, eps_high=9.0)
+    torch.testing.assert_close(plain.token_weight.cpu(), torch.tensor(future).exp(), rtol=2e-6, atol=0)
+    clipped = [min(max(math.exp(each), 0.9), 1.25) for each in future]
+    both = run(eps_low=0.1, eps_high=0.25).token_weight.cpu()
+    torch.testing.assert_close(both, torch.tensor(clipped), rtol=2e-6, atol=0)
+    assert run().token_weight.cpu()[[1, 3, 4, 8]].tolist() == pytest.approx([1, 1.2, 1, 1])
+    assert plain.token_mask.all()
+    x[[0, 2, 3]] = 3.0
+    mistakes = torch.tensor([-1.0, 1.0, -1.0], device=where)
+    counted = functools.partial(gates.fipo_weight, x, torch.zeros_like(x), mistakes, batch, ratio_dual=9.0)
+    assert counted(most_dual=3).token_mask.all()
+    assert counted().token_mask.tolist() == [False] * 5 + [True] * 4
 
 
 def test_worked_numbers_of_nft():

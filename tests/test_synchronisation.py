@@ -96,6 +96,7 @@ def test_nothing_synchronises():
         gates.hapo_bounds(entropy, batch), gates.dcpo_bounds(old_logp), gates.archer_bounds(mask)
         gates.clip_cov_mask(logp, old_logp, make(8), batch, seed=3)
         gates.m2po_mask(logp, old_logp, batch)
+        gates.fipo_weight(logp, old_logp, make(8), batch)
         gates.rec_ring_mask(logp, old_logp, make(8), batch)
         gates.gbpo_target(make(8), batch.group_ids)
         entropies = hpo.entropy

@@ -337,6 +337,7 @@ def test_a_gate_gets_the_inputs_it_needs(per_token, tmp_path):
         (gates.hapo_clip(), gates.hapo_bounds, gates.hapo_bounds(scored.entropies.reshape(-1), batch)),
         (gates.clip_cov(), masks, masks(*flat, batch, seed=0, advantage_level=level)),
         (gates.bpo(), gates.bpo_target, gates.bpo_target(flat[2])),
+        (gates.fipo(), gates.fipo_weight, gates.fipo_weight(*flat, batch, advantage_level=level)),
     ):
         trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": gate, "gate_inputs": make}, loss_type="bnpo")
         trainer.current_gradient_accumulation_steps = 1

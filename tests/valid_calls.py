@@ -159,11 +159,12 @@ _UNITS: dict[str, torch.Tensor] = {
 _ALIKE = {
     "rewards": (
         "rewards step_rewards action_rewards outcomes success group_rewards control_rewards ranks advantages accuracy "
-        "prior value scores first_critic format_rewards execution_rewards"
+        "prior value scores first_critic format_rewards execution_rewards structure_rewards answer"
     ),
     "values": (
         "values predictions second_critic low_values high_values switch_values parent_values answer_values "
-        "root_values deviations reference weights gains second_values credits future_values"
+        "root_values deviations reference weights gains second_values credits future_values "
+        "model_rewards search selection perception form"
     ),
     "lengths": "lengths turns budgets multiplicity",
     "group_ids": "group_ids supergroup_ids ids stratum_ids agent_ids blueprint_ids graph_ids tree_ids prefix_ids",
@@ -172,7 +173,7 @@ _ALIKE = {
     "positions": "positions",
     "mask": "mask apply_mask",
     "is_correct": "is_correct is_planner is_macro is_shaped switches is_step is_instant is_deferred is_created "
-    "is_formatted is_multi_tool is_changed",
+    "is_formatted is_multi_tool is_changed is_steered is_local",
 }
 _BY_NAME = {name: _UNITS[like] for like, names in _ALIKE.items() for name in names.split()}
 
@@ -233,6 +234,9 @@ def _estimators() -> Iterator[Call]:
         "rose_length_penalty": {"prefix_ids": prefixes, "segments": several, "starts": several},
         "pass_at_k": {"k": 2},
         "d3s_samples": {"k": 2},
+        "datarus": {"progress": 0.25},
+        "icpo": {"progress": 0.25},
+        "swarm_samples": {"seed": 1},
         "dynamic_contrastive": {"best": 1, "worst": 1},
         "hi_grpo": {"stage_rewards": several},
         "hc_grpo": {"costs": several},
@@ -291,11 +295,14 @@ def _inputs() -> Iterator[Call]:
     yield _call(gates.dcpo_bounds, "old_logp", old_logp=_T["old_logp"])
     yield _call(gates.hapo_bounds, entropy=_T["entropy"], batch=batch())
     yield _call(gates.chord_weight, "logp", logp=_T["logp"])
+    yield _call(gates.icpo_weight, "logp", logp=_T["logp"])
+    yield _call(gates.ink_grpo_coefficient, step=3)
     for advantages, level in ((_S["advantages"], "row"), (_T["weight"], "token")):
         given = {"advantages": advantages, "advantage_level": level}
         yield _call(gates.clip_cov_mask, **of_loss, **given, seed=1, low=0.0)
         yield _call(gates.kl_cov_mask, logp=_T["logp"], batch=batch(), **given, share=0.25)
         yield _call(gates.rec_ring_mask, **of_loss, **given)
+        yield _call(gates.fipo_weight, **of_loss, **given)
     yield _call(gates.m2po_mask, **of_loss)
     yield _call(gates.bpo_target, "advantages", advantages=_S["advantages"])
     yield _call(gates.gbpo_target, **_of_units(gates.gbpo_target))
@@ -383,7 +390,7 @@ def _presets() -> Iterator[Call]:
         (name, getattr(module, name)) for module in (presets, presets.reconstructed) for name in module.__all__
     ]
     for name, function in functions:
-        if hasattr(function, "provenance"):
+        if getattr(function, "provenance", None):
             known = {**given, **special.get(name, {})}
             # A name may be a tensor of one function and a number of another.
             names = [
@@ -453,6 +460,7 @@ def _losses() -> Iterator[Call]:
         {"gate": gates.tis(), "rollout_logp": _T["old_logp"] + 0.125},
         {"gate": gates.kl_cov(), "gate_inputs": gates.GateInputs(penalty_mask=_T["bools"])},
         {"gate": gates.m2po(), "gate_inputs": gates.GateInputs(token_mask=_T["bools"])},
+        {"gate": gates.fipo(), "gate_inputs": gates.GateInputs(token_weight=_T["weight"])},
         {"gate": gates.bpo(), "gate_inputs": gates.GateInputs(target=floats(1.25, 0.75, 1.5))},
         {"gate": gates.gspo(), "report": ("levels",)},
     ]

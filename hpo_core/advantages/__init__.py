@@ -33,11 +33,11 @@ from .hierarchical import (
     sgrpo_reward_sum,
     stratified,
 )
-from .multi_reward import dvao, gdpo, hila, tool_star, vpo
+from .multi_reward import dvao, gdpo, hila, tool_star, unidoc_rl, vpo
 from .ranks import arena, g2rpo, grpo_passk, mc_grpo, mc_grpo_samples, pass_at_k
 from .returns import discounted_returns
-from .selection import d3s_samples, pf_ppo
-from .shaping import adora, aspo_shaping, negative_sample, positive_sample
+from .selection import d3s_samples, pf_ppo, swarm_samples
+from .shaping import adora, aspo_shaping, icpo, negative_sample, positive_sample
 from .terms import Term, combine, estimator
 from .tokens import hicra, otb, reinforce_pp, remax, rl_zvp, t_ppo, tir_otb, token_gae
 from .trees import mars2, rose, rose_length_penalty, treepo, treepo_segments
@@ -83,6 +83,7 @@ __all__ = [
     "hila",
     "hiper",
     "hiper_rewards",
+    "icpo",
     "lite_ppo",
     "m_grpo",
     "mars2",
@@ -113,12 +114,14 @@ __all__ = [
     "spo_single_stream",
     "step_gae",
     "stratified",
+    "swarm_samples",
     "t_ppo",
     "tir_otb",
     "token_gae",
     "tool_star",
     "treepo",
     "treepo_segments",
+    "unidoc_rl",
     "v05",
     "vpo",
     "whiten",

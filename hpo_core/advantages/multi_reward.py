@@ -167,6 +167,51 @@ def hila(
     return grpo(worth, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 
 
+@estimator(Provenance.VERIFIED, tables=True)
+def unidoc_rl(
+    answer: torch.Tensor,
+    search: torch.Tensor,
+    selection: torch.Tensor,
+    perception: torch.Tensor,
+    form: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    answer_weight: float = 0.6,
+    step_weight: float = 0.1,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """UniDoc-RL: GRPO of a reward whose levels open one another: form, then the steps, then the answer (arXiv
+    2604.14967; its code). Returns ``[S]`` float32.
+
+    ``r = .1 (search + selection + perception + form)`` where the form is above 0, else 0; plus ``.6 answer`` where the
+    form is above a half.
+
+    Args:
+        answer: ``[S]``, the judge's, of the answer.
+        search: ``[S]``, the normalised discounted cumulative gain of the pages found.
+        selection: ``[S]``, the part of the selections that took a right page.
+        perception: ``[S]``, of the regions cut out, the F1 of those that overlap with the evidence by a half.
+        form: ``[S]``, 1 for all tags, 1/2 for all but the answer's, else 0.
+        answer_weight, step_weight: 0.6 and 0.1, the code's.
+
+    Rewards that the form closes are not read: a unit is known without them.
+
+    >>> ones, form = torch.ones(3), torch.tensor([1.0, 0.5, 0.0])
+    >>> unidoc_rl(ones, ones, ones, ones, form, None)
+    tensor([ 1.0839, -0.1971, -0.8868])
+    """
+    check_units(answer=answer, search=search, selection=selection, perception=perception, form=form)
+    check_units(answer=answer, group_ids=group_ids, mask=mask)
+    exact = form.double()
+    steps = step_weight * (search.double() + selection.double() + perception.double() + exact)
+    worth = torch.where(exact > 0, steps, 0 * exact)  # a form that is NaN stays so
+    worth = torch.where(exact > 0.5, worth + answer_weight * answer.double(), worth)
+    return grpo(as_advantages(worth, answer, backend), group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
+
+
 @estimator(Provenance.PAPER, tables=True)
 def tool_star(
     accuracy: torch.Tensor,

@@ -1,8 +1,7 @@
 """Estimators of which only an abstract or a partial account is public: what was assumed stands in each docstring.
 
-Not here: the graphs of GraphGPO and RewardFlow, which are built on the host; what V_0.5 does beyond its baseline, the
-sampling of more rollouts where the prior is contradicted, whose stopping rule is not public; and the rewards of
-CRAFT-GUI, Datarus and UniDoc-RL, of which no formula is.
+Not here: the graphs of GraphGPO and RewardFlow, which are built on the host; and the reward of CRAFT-GUI, of whose
+channels no account gives weights.
 """
 
 from __future__ import annotations
@@ -14,12 +13,14 @@ from ..segments import chains, dense_ids, statistics
 from ..specs import GroupTerm, Part, Provenance
 from .flat import grpo
 from .returns import once
+from .schedules import datarus, v05_samples
 from .selection import ordered
 from .terms import Term, among, as_advantages, check_eps, combine, estimator, grouped, scorable
 
 __all__ = [
     "a2fm_apo",
     "chrpo",
+    "datarus",
     "dynamic_contrastive",
     "graph_grpo",
     "hc_grpo",
@@ -30,6 +31,7 @@ __all__ = [
     "ib_tpo",
     "salt",
     "thor",
+    "v05_samples",
 ]
 
 

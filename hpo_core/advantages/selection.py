@@ -1,4 +1,4 @@
-"""Which rollouts of a group to train on: ``[S]`` bool, exactly k of each group, or all where it has no more.
+"""Which rollouts to train on: ``[S]`` bool; of each group exactly k, or all where it has no more, or whole groups.
 
 Pass the result as ``mask`` of an estimator, or leave the others out of the batch (``PackedBatch.select``). Ties go to
 units that stand first, so that the choice depends on nothing else.
@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 
 from ..checks import check, check_units
-from ..segments import Chains, chains
+from ..gates.inputs import draws_of
+from ..segments import Chains, chains, statistics
 from ..specs import Provenance
 from .terms import estimator, scorable
 
-__all__ = ["d3s_samples", "ordered", "pf_ppo"]
+__all__ = ["d3s_samples", "ordered", "pf_ppo", "swarm_samples"]
 
 _ROUNDING = 1e-12  # of the variance of numbers in [0, 1]
 
@@ -92,3 +93,50 @@ def pf_ppo(
     groups, rank, size = ordered(rewards, group_ids, mask)
     chosen = (rank < worst) | (rank >= size - best)
     return groups.unsorted(chosen & (groups.chain >= 0))
+
+
+@estimator(Provenance.PAPER, level="selection")
+def swarm_samples(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    is_local: torch.Tensor,
+    *,
+    seed: int,
+    external: int = 2,
+    flat: bool = True,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Swarm sampling (SAPO of Gensyn; the gate ``sapo`` is another method): a node's own groups, and a few of those
+    that other nodes shared (arXiv 2509.08721). Returns ``[S]`` bool.
+
+    Of the groups that are not local ``external`` are drawn, uniformly and without repetition. All local groups stay.
+    The advantages are GRPO's, as in :func:`~hpo_core.advantages.grpo` with this ``mask``.
+
+    Args:
+        is_local: ``[S]`` bool, whether the node's own policy wrote the rollout; the same for a whole group: a question
+            that two nodes answered is two groups.
+        seed: give every round its own. A group is drawn by its id, wherever its units stand.
+        external: 2, as in the released recipe.
+        flat: False: only groups whose rewards differ may be drawn, for others give no advantage. The paper leaves the
+            choice to each node; the released code looks at no rewards.
+
+    Traps: what another model wrote is trained on as if this policy had written it: take its log-probabilities under
+    this policy as ``old_logp``. Rewards are this node's.
+
+    >>> rewards, groups = torch.tensor([1.0, 0, 1, 1, 0, 1]), torch.tensor([0, 0, 7, 7, 9, 9])
+    >>> swarm_samples(rewards, groups, groups == 0, seed=1, external=1, flat=False)
+    tensor([ True,  True, False, False,  True,  True])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, is_local=is_local, mask=mask)
+    check(external >= 0, "external: expected a count of groups, got {}", external)
+    ids = torch.zeros_like(rewards, dtype=torch.int64) if group_ids is None else group_ids.to(torch.int64)
+    member = scorable(rewards, mask) & (ids >= 0)
+    group = statistics(rewards, ids, mask=member)
+    shared = member & ~is_local & (flat | (group.least < group.greatest))
+    key = torch.where(shared, draws_of(ids, seed), torch.iinfo(torch.int64).max)
+    ordered_keys, order = key.sort(stable=True)
+    another = torch.zeros_like(ordered_keys)
+    another[1:] = (ordered_keys[1:] != ordered_keys[:-1]).to(torch.int64)
+    drawn = torch.empty_like(shared)
+    drawn[order] = another.cumsum(0) < external
+    return (member & is_local) | (shared & drawn)

@@ -12,7 +12,48 @@ from ..specs import Provenance
 from .flat import grpo
 from .terms import as_advantages, estimator, grouped, known, scorable
 
-__all__ = ["adora", "aspo_shaping", "negative_sample", "positive_sample"]
+__all__ = ["adora", "aspo_shaping", "icpo", "negative_sample", "positive_sample"]
+
+
+@estimator(Provenance.VERIFIED, tables=True)
+def icpo(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    is_steered: torch.Tensor,
+    *,
+    progress: float,
+    bonus: float = 1.0,
+    threshold: float = 0.0,
+    rejected: bool = True,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """ICPO: GRPO of a prompt's own rollouts and of those that an example steered, which earn a bonus that fades (arXiv
+    2510.26519). Returns ``[S]`` float32.
+
+    A steered rollout whose reward is above ``threshold`` earns ``bonus (1 - progress)`` more; one whose reward is not
+    is rejected: it enters no statistic and gets 0. Without steered rollouts this is GRPO. Their loss:
+    :func:`hpo_core.gates.icpo_weight`.
+
+    Args:
+        is_steered: ``[S]`` bool.
+        progress: the updates done over those planned, in [0, 1]; 400 in the authors' recipe.
+        bonus: 1 in the recipe; 0: ICPO without shaping.
+        threshold: for rewards of 0 and 1. The paper rejects below 1; a comparison with 1 itself would reject all.
+        rejected: False: steered rollouts that failed stay, without a bonus, as in the released code.
+
+    >>> icpo(torch.tensor([1.0, 0, 1, 0]), None, torch.tensor([False, False, True, True]), progress=0.5)
+    tensor([ 0.2182, -1.0911,  0.8729,  0.0000])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, is_steered=is_steered, mask=mask)
+    check(0 <= progress <= 1, "progress: expected a number in [0, 1], got {}", progress)
+    right = rewards > threshold
+    shaped = torch.where(is_steered & right, rewards.double() + bonus * (1 - progress), rewards.double())
+    if rejected:
+        mask = right | ~is_steered if mask is None else mask & (right | ~is_steered)
+    return grpo(as_advantages(shaped, rewards, backend), group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 
 
 @estimator(Provenance.VERIFIED, tables=True)

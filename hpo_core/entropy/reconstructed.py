@@ -153,7 +153,8 @@ def less_window(quantile: str | float) -> EntropyWindow:
     >>> less_window("0.6").strict
     True
     """
-    return EntropyWindow("less", exact_fraction("quantile", quantile), rule=OrderRule.FLOOR, strict=True)
+    exact, provenance = exact_fraction("quantile", quantile), Provenance.RECONSTRUCTED
+    return EntropyWindow("less", exact, rule=OrderRule.FLOOR, strict=True, provenance=provenance)
 
 
 @preset(Provenance.RECONSTRUCTED)

@@ -6,7 +6,7 @@ drawn. No result has a gradient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from .. import ops
 from ..backends import choice, is_reference, resolve
 from ..batch import PackedBatch
 from ..checks import check, check_dtype, check_numbers, check_shape, examines, require_type
-from ..specs import INDEX_RULES, Boundary, Invalid, OrderRule, WindowAggregate
+from ..specs import INDEX_RULES, Boundary, Invalid, OrderRule, Provenance, WindowAggregate
 from .aggregates import NUMBERS, ROUNDING, flat_values, window_score
 from .ranks import quantiles_over_ranks
 from .scopes import exact_fraction
@@ -58,6 +58,7 @@ class EntropyWindow:
         quantile: exact rational q; the threshold is the order statistic ``rule(q (n - 1))`` of the n defined scores.
         strict: select ``score > threshold`` instead of ``>=``.
         scope: ``"batch"``: the threshold comes from :meth:`fit`; ``"call"``: each loss call fits its own tokens.
+        source, provenance: the origin of a published window; None: of no source.
     """
 
     name: str
@@ -70,6 +71,7 @@ class EntropyWindow:
     strict: bool = False
     scope: str = "batch"
     source: str = ""
+    provenance: Provenance | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_numbers("first, last", self.first, self.last)
@@ -223,7 +225,9 @@ def forking_tokens(ratio: str | Fraction | float = "0.2", *, scope: str = "batch
     Fraction(4, 5)
     """
     keep = exact_fraction("ratio", ratio)
-    return EntropyWindow("forking_tokens", 1 - keep, scope=scope, source="arXiv 2506.01939")
+    return EntropyWindow(
+        "forking_tokens", 1 - keep, scope=scope, source="arXiv 2506.01939", provenance=Provenance.VERIFIED
+    )
 
 
 @examines
@@ -246,8 +250,9 @@ def ares(window: int = 4, quantile: str | Fraction | float = "0.95", *, scope: s
     """
     check(window >= 1, "window: expected a width >= 1, got {}", window)
     return EntropyWindow(
-        "ares", exact_fraction("quantile", quantile), 0, window - 1, scope=scope, source="arXiv 2510.08457"
-    )
+        "ares", exact_fraction("quantile", quantile), 0, window - 1, scope=scope, source="arXiv 2510.08457",
+        provenance=Provenance.PAPER,
+    )  # fmt: skip
 
 
 def check_scorer(window: EntropyWindow, state: WindowState, values: torch.Tensor, backend: str | None) -> None:

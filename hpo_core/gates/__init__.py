@@ -3,6 +3,8 @@
 from ..specs import Action, Aggregate, Head, Penalty, Reduction, Routing, Statistic, Unit
 from . import reconstructed
 from .corrected import compose, decoupled, dppo_kl, dppo_tv, hispo, icepop, mis, opsm, tis
+from .experts import icpo_weight, ink_grpo_coefficient
+from .future_kl import fipo, fipo_weight
 from .hierarchical import fiberpo, step_gspo
 from .inputs import (
     archer_bounds,
@@ -34,7 +36,7 @@ from .ratio_gate import (
     Rollback,
     Tanh,
 )
-from .sequence_level import a_lol, gmpo, gspo, gspo_token, rec, rec_ring, topr, vespo
+from .sequence_level import a_lol, gmpo, gspo, gspo_token, luspo, rec, rec_ring, topr, vespo
 from .token_level import (
     archer_clip,
     aspo,
@@ -95,6 +97,8 @@ __all__ = [
     "dppo_tv",
     "dro",
     "fiberpo",
+    "fipo",
+    "fipo_weight",
     "gbpo",
     "gbpo_target",
     "gmpo",
@@ -104,9 +108,12 @@ __all__ = [
     "hapo_clip",
     "hispo",
     "icepop",
+    "icpo_weight",
+    "ink_grpo_coefficient",
     "kimi",
     "kl_cov",
     "kl_cov_mask",
+    "luspo",
     "m2po",
     "m2po_mask",
     "mis",

@@ -82,24 +82,27 @@ def hapo_bounds(
     eps_low: float = 0.2,
     eps_high: float = 0.2,
     alpha: float = 1.0,
-    pivot: tuple[int, int] = (1, 2),
+    pivot: tuple[int, int] = (4, 5),
     compat: str = "paper",
 ) -> GateInputs:
-    """Bounds that follow the entropy: for :func:`hapo_clip` (repository starver030515/HAPO).
+    """Bounds that follow the entropy: for :func:`hapo_clip` (arXiv 2509.16591; repository starriver030515/HAPO).
 
     ``h`` is the log-entropy minus its ``pivot`` quantile over the batch, and ``h / max h`` above, ``-h / min h`` below.
     Where ``h <= 0`` the lower epsilon is ``eps_low (1 - alpha h)``; above, the upper one is ``eps_high (1 + alpha h)``.
 
     Args:
         entropy: ``[T]`` in nats.
-        eps_low, eps_high, alpha: 0.2, 0.2 and 1, the code's.
-        pivot: the quantile as a fraction, the median; the nearest order statistic.
+        eps_low, eps_high, alpha: 0.2, 0.2 and 1, those of the recipes.
+        pivot: the quantile as a fraction, ``(4, 5)`` in the recipes and the paper; the nearest order statistic. The
+            code's function alone, without a recipe, has the median, ``(1, 2)``.
         compat: "code": there ``h / min h`` is used below, which is positive, so the upper bound of every token widens
             and the lower one of none.
 
-    >>> low, high = hapo_bounds(torch.tensor([0.1, 1.0, 2.0]), PackedBatch.from_lengths([3])).bounds
-    >>> [round(bound, 4) for bound in (*low.tolist(), *high.tolist())]
-    [0.6, 0.8, 0.8, 1.2, 1.2, 1.4]
+    :func:`hpo_core.entropy.hapo` is the same for a threshold fitted once per optimiser step, with the paper's epsilons.
+
+    >>> low, high = hapo_bounds(torch.tensor([0.2, 0.4, 0.8, 1.6, 3.2]), PackedBatch.from_lengths([5])).bounds
+    >>> low, high
+    (tensor([0.6000, 0.6667, 0.7333, 0.8000, 0.8000]), tensor([1.2000, 1.2000, 1.2000, 1.2000, 1.4000]))
     """
     check(compat in ("paper", "code"), 'compat: expected "paper" or "code", got {!r}', compat)
     check_dtype("entropy", entropy, _NUMBERS, _ROUNDING)
@@ -363,13 +366,14 @@ def _first_of(key: torch.Tensor, eligible: torch.Tensor, share: float, valid: to
 
 
 def _draws(count: int, seed: int, device: torch.device) -> torch.Tensor:
-    """A pseudo-random number for every position: splitmix64 of (seed, position), its upper 53 bits."""
+    """A pseudo-random number for every position."""
+    return draws_of(torch.arange(count, device=device), seed)
+
+
+def draws_of(numbers: torch.Tensor, seed: int) -> torch.Tensor:
+    """A pseudo-random number for every int64: splitmix64 of (seed, number), its upper 53 bits."""
     golden, first, second = -7046029254386353131, -4658895280553007687, -7723592293110705685
-    z = (
-        torch.arange(1, count + 1, device=device) * golden
-        + (seed * 6364136223846793005 + (1 << 63)) % (1 << 64)
-        - (1 << 63)
-    )
+    z = (numbers + 1) * golden + (seed * 6364136223846793005 + (1 << 63)) % (1 << 64) - (1 << 63)
     for shift, factor in ((30, first), (27, second)):
         z = (z ^ _shifted(z, shift)) * factor
     return _shifted(z ^ _shifted(z, 31), 11)

@@ -60,7 +60,7 @@ Pair = tuple[float, float]  # (advantage >= 0, advantage < 0)
 
 class GateInputs(NamedTuple):
     """What some gates read beside the batch, made by the functions of :mod:`hpo_core.gates` that end in ``_bounds``,
-    ``_mask`` and ``_target``, or by the caller. All are constants of the differentiation.
+    ``_mask``, ``_target`` and ``_weight``, or by the caller. All are constants of the differentiation.
 
     Attributes:
         bounds: ``(low, high)``, each ``[T]`` or None: ratios per token, in place of the gate's bounds where it has
@@ -74,6 +74,7 @@ class GateInputs(NamedTuple):
             aggregates of this call's tokens, for a level routed STOPPED whose segments other micro-batches have, too:
             float ``[G]``, entry i the log-ratio (a mean or sum, as the level says) of the segment with id i; with a
             split ``[2, G]``, of x+ and x-. An id without an entry, or with NaN, keeps its own.
+        token_weight: float ``[T]``: the method's factor on the policy term, beside that which the loss is told.
 
     >>> GateInputs(bounds=(None, torch.tensor([1.2, 1.4]))).bounds[1]
     tensor([1.2000, 1.4000])
@@ -84,6 +85,7 @@ class GateInputs(NamedTuple):
     token_mask: torch.Tensor | None = None
     penalty_mask: torch.Tensor | None = None
     aggregates: Mapping[str, torch.Tensor] | None = None
+    token_weight: torch.Tensor | None = None
 
     def on_tokens(self, change: Callable[[torch.Tensor], torch.Tensor], per_token: bool) -> GateInputs:
         """With ``change`` applied to each ``[T]`` tensor; ``per_token``: ``target`` is one."""
@@ -96,6 +98,7 @@ class GateInputs(NamedTuple):
             target=changed(self.target) if per_token else self.target,
             token_mask=changed(self.token_mask),
             penalty_mask=changed(self.penalty_mask),
+            token_weight=changed(self.token_weight),
         )
 
 

@@ -9,7 +9,7 @@ from ..specs import Action, Aggregate, Head, Routing
 from .ratio_gate import Channel, Clip, Correction, Drop, Gamma, Identity, Level, LogClip, RatioGate
 from .token_level import _check_epsilons
 
-__all__ = ["a_lol", "gmpo", "gspo", "gspo_token", "rec", "rec_ring", "topr", "vespo"]
+__all__ = ["a_lol", "gmpo", "gspo", "gspo_token", "luspo", "rec", "rec_ring", "topr", "vespo"]
 
 
 @examines
@@ -40,6 +40,32 @@ def gspo_token(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:
     advantages.
     """
     return RatioGate("gspo_token", Drop(), (_sequence(eps_low, eps_high, Routing.SELF),), source="arXiv 2507.18071")
+
+
+@examines
+def luspo(eps_low: float = 2e-3, eps_high: float = 2.5e-3) -> RatioGate:
+    """LUSPO, length-unbiased: GSPO's objective of a sequence times its length (arXiv 2602.05261).
+
+    ``loss = -(1 / S) sum over sequences of n min(s A, clip(s) A)``, ``s = exp(mean_t log r_t)``: the gate is that of
+    :func:`gspo`, and the length comes from ``weights=aggregation.seq_mean_token_sum(batch)``, which must be passed.
+    The gradient at a token is ``-(1 / S) s A`` whatever the length of its sequence, where GSPO's is that over n; it is
+    0 where s is clipped.
+
+    Args:
+        eps_low, eps_high: epsilons on s, 2e-3 and 2.5e-3, as TRL's list of papers has them.
+
+    Traps: with other weights this is GSPO with a wider clip. The loss grows with the mean length, and so does what a
+    learning rate means. TRL asks for ``importance_sampling_level="sequence"`` beside ``loss_type="luspo"``; Liger's
+    kernels weigh a row by ``n / L``, L the padded length.
+
+    >>> import torch, hpo_core as hpo
+    >>> batch, logp = hpo.PackedBatch.from_lengths([1, 3]), torch.full((4,), -1.0, requires_grad=True)
+    >>> weights = hpo.aggregation.seq_mean_token_sum(batch)
+    >>> hpo.policy_loss(logp, logp.detach(), torch.ones(2), batch, luspo(), weights=weights).loss.backward()
+    >>> logp.grad
+    tensor([-0.5000, -0.5000, -0.5000, -0.5000])
+    """
+    return RatioGate("luspo", Drop(), (_sequence(eps_low, eps_high, Routing.THROUGH),), source="arXiv 2602.05261")
 
 
 def _sequence(low: float, high: float, routing: Routing) -> Level:

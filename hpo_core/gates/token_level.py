@@ -155,12 +155,12 @@ def aspo(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float = 3.0) -
 @examines
 def hapo_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | None = 3.0) -> RatioGate:
     """PPO's clip with HAPO's bounds, wider where the entropy is high: pass ``gate_inputs=hapo_bounds(entropy, batch)``
-    (repository starver030515/HAPO).
+    (repository starriver030515/HAPO).
 
     >>> hapo_clip().needs[0]
     ('bounds', 'gates.hapo_bounds(entropy, batch)')
     """
-    gate = _renamed("hapo_clip", ppo_clip(eps_low, eps_high, ratio_dual), "starver030515/HAPO")
+    gate = _renamed("hapo_clip", ppo_clip(eps_low, eps_high, ratio_dual), "starriver030515/HAPO")
     return replace(gate, needs=(("bounds", "gates.hapo_bounds(entropy, batch)"),))
 
 

@@ -319,6 +319,8 @@ def random_policy_loss(
         inputs = inputs._replace(token_mask=uniform(tokens) > 0.3)
     if "penalty_mask" in gate.required:
         inputs = inputs._replace(penalty_mask=uniform(tokens) > 0.5)
+    if "token_weight" in gate.required:
+        inputs = inputs._replace(token_weight=uniform(tokens, 0.8, 1.2))
     if any(each is not None for each in inputs):
         keywords["gate_inputs"] = inputs
 

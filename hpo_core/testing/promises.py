@@ -174,6 +174,10 @@ def _(run: Run, example: PolicyLossExample) -> None:
 def _on_policy(example: PolicyLossExample) -> tuple[PolicyLossExample, torch.Tensor] | None:
     """The example with ``logp == old_logp``, and -w A where the reference has a gradient; None if not promised."""
     example = example.without("kl", "ref_logp", "token_weight")
+    of_gate = example.gate_inputs
+    if of_gate.token_weight is not None:
+        of_gate = of_gate._replace(token_weight=torch.ones_like(of_gate.token_weight))
+        example = example._replace(keywords=example.keywords | {"gate_inputs": of_gate})
     if example.gate.first_order in (FirstOrder.SCALED, FirstOrder.SEGMENT_SUM):
         raise Inapplicable(f"the gate promises {example.gate.first_order.value}")
     if example.gate.penalty is Penalty.K1:

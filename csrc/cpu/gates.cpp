@@ -64,12 +64,6 @@ struct Gate {
   }
 };
 
-// Losses of tokens are computed apart from what the fast path did, so that asking for them changes no other bit.
-PolicyLossArgs without_gradient(PolicyLossArgs args) {
-  args.grad = nullptr;
-  return args;
-}
-
 void run_token_gate(const Call& call, int threads, const Workspace& space) {
   const bool score = call.structure.head == Head::score;
   const BoundsKind kind = bounds_kind(call);

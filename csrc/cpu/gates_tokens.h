@@ -90,9 +90,19 @@ TokenGateLoop pick_token_gate(BoundsKind kind) {
 // The gate of a fast-path tile, vector by vector.
 template <bool kScoreHead, BoundsKind kBounds>
 struct FastTokenGate {
+  static constexpr Penalty penalty = Penalty::none;
+  static constexpr float penalty_coefficient = 0.0f;
+  static constexpr bool weighs = false;
   const Bounds& bounds;
   const float* logp;
   Ints below[kParts] = {}, above[kParts] = {};
+
+  HPO_INLINE Mask defined(const TermInputs&) const { return all_lanes(); }
+
+  template <class Vector>
+  HPO_INLINE TermNumber<Floats> term(const Vector& vector, const TermInputs& inputs) {
+    return term(vector, inputs.kind, inputs.coefficient);
+  }
 
   template <class Vector>
   HPO_INLINE TermNumber<Floats> term(const Vector& vector, Ints kind, Floats coefficient) {
@@ -103,7 +113,9 @@ struct FastTokenGate {
       high = kind == kNegative ? all<Floats>(bounds.high[1]) : high;
     }
     if (kBounds == BoundsKind::by_token) {
-      const auto driven = [&](const int32_t by_sign[2]) { return (kind == kNegative ? Ints{} + by_sign[1] : Ints{} + by_sign[0]) != 0; };
+      const auto driven = [&](const int32_t by_sign[2]) {
+        return (kind == kNegative ? Ints{} + by_sign[1] : Ints{} + by_sign[0]) != 0;
+      };
       low = driven(bounds.low_driven) ? load_lanes<Floats>(bounds.token_low + vector.i) : low;
       high = driven(bounds.high_driven) ? load_lanes<Floats>(bounds.token_high + vector.i) : high;
     }

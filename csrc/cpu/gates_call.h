@@ -95,6 +95,12 @@ void finish_tile(const Call& call, const Gate& gate, int64_t first, int n, const
   if (args.entropy) add_entropy(args.entropy + first, n, tile, partial);
 }
 
+// Losses of tokens are computed apart from what the fast path did, so that asking for them changes no other bit.
+inline PolicyLossArgs without_gradient(PolicyLossArgs args) {
+  args.grad = nullptr;
+  return args;
+}
+
 inline void finish(const Call& call, const Partial& total, int64_t rows_seen, int64_t broken) {
   const double sum = total.total(kLossSum) + total.total(kPenaltySum);
   const double loss = sum < -FLT_MAX ? -FLT_MAX : (sum > FLT_MAX ? FLT_MAX : sum);

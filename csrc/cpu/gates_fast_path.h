@@ -9,10 +9,13 @@
 
 namespace hpo::HPO_ISA {
 
-// Whether the fast path may hold for tiles of this call.
-inline bool may_be_fast(const PolicyLossArgs& args) {
-  return !(args.advantage_per_token || args.token_weight || args.token_mask || args.score || args.ref_logp || args.entropy);
+// Whether tokens have inputs of their own, bounds apart.
+inline bool has_token_inputs(const PolicyLossArgs& args) {
+  return args.advantage_per_token || args.token_weight || args.token_mask || args.score || args.ref_logp || args.entropy;
 }
+
+// Whether the fast path may hold for tiles of this call.
+inline bool may_be_fast(const PolicyLossArgs& args) { return !has_token_inputs(args); }
 
 // Up to it e^x needs no power of two: just below ln 2 / 2.
 constexpr float kNear = 0.3465f;
@@ -176,11 +179,17 @@ inline bool finite_coefficients(const PolicyLossArgs& args, const Segments& segm
   return all_finite;
 }
 
-// Loss and gradient of the tokens of a vector; `inside`: present, and the gate has the derivative 1.
+// The term of the tokens of a vector; `inside`: present, and the gate has the derivative 1.
 template <bool kScoreHead, class Vector>
-HPO_INLINE void put_term(const Vector& vector, Mask inside, Floats value, const float* logp, GroupSum& loss, float* grad) {
-  loss.add(vector.part, vector.present, kScoreHead ? scored(value * vector.load(logp)) : value);
-  vector.store(keep_if(kScoreHead ? vector.present : inside, value), grad);
+HPO_INLINE TermNumber<Floats> fast_term(const Vector& vector, Mask inside, Floats value, const float* logp) {
+  if (kScoreHead) return {scored(value * vector.load(logp)), keep_if(vector.present, value)};
+  return {value, keep_if(inside, value)};
+}
+
+template <class Vector>
+HPO_INLINE void put_term(const Vector& vector, const TermNumber<Floats>& term, GroupSum& loss, float* grad) {
+  loss.add(vector.part, vector.present, term.loss);
+  vector.store(term.grad, grad);
 }
 
 // A fast-path tile of the first of two sweeps: its log-ratios are kept.

@@ -101,9 +101,9 @@ inline void multiply_token_factors(const PolicyLossArgs& args, int64_t first, in
   }
 }
 
-// kind and coefficient from rows and advantages; true if some coefficient may be infinite or NaN.
-inline bool load_rows(const PolicyLossArgs& args, int64_t first, int n, const Segments& segments, Tile& tile) {
-  bool doubtful = args.advantage_per_token || args.token_weight;
+// kind and coefficient as far as rows say them; true if some coefficient may be infinite or NaN.
+inline bool load_row_numbers(const PolicyLossArgs& args, int n, const Segments& segments, Tile& tile) {
+  bool doubtful = false;
   int covered = 0;
   for (const Segment& segment : segments) {
     for (int i = covered; i < segment.begin; ++i) tile.kind[i] = kAbsent;
@@ -118,6 +118,12 @@ inline bool load_rows(const PolicyLossArgs& args, int64_t first, int n, const Se
     }
   }
   for (int i = covered; i < n; ++i) tile.kind[i] = kAbsent;
+  return doubtful;
+}
+
+// The same with the advantages and weights of tokens.
+inline bool load_rows(const PolicyLossArgs& args, int64_t first, int n, const Segments& segments, Tile& tile) {
+  const bool doubtful = load_row_numbers(args, n, segments, tile) || args.advantage_per_token || args.token_weight;
   if (args.advantage_per_token) {
     for (int i = 0; i < n; ++i) {
       const int32_t kind = args.advantages[first + i] < 0.0f ? kNegative : kPositive;

@@ -6,8 +6,7 @@
 // leaves: log-ratios are summed into segments, gates follow, gradients are summed into segments, and leaves get their shares.
 #include <algorithm>
 
-#include "hierarchy_leaves.h"
-#include "hierarchy_tokens.h"
+#include "hierarchy_blocks.h"
 #include "kernels.h"
 
 HPO_DECLARE_KERNELS(HPO_ISA)
@@ -15,91 +14,7 @@ HPO_DECLARE_KERNELS(HPO_ISA)
 namespace hpo::HPO_ISA {
 namespace {
 
-// --------------------------------------------------------------------------------------------------- what leaves add up
-
-struct Workspace {
-  Arena arena;
-  Partial* partials;  // [tasks]
-  uint8_t* seen;  // [rows]
-  int64_t* start;  // [leaves + 1]
-  LogRatios *log_ratios, *log_ratios_of_blocks;  // [leaves], [tasks]: the rest of a leaf that other tasks began
-  uint8_t *fast, *fast_blocks;  // [leaves], [tasks], 1 where later sweeps may take the fast path in all tiles of a block
-  SegmentTables tables;
-  Flow *flows, *flows_of_blocks;  // [leaves], [tasks]
-  LeafGate* gates;  // [leaves]
-  LevelSlopes* slopes;  // [leaves]
-  float (*token_grad)[2];  // [leaves]: of each token through aggregates, by channel
-  int64_t bytes;
-
-  Workspace(void* base, int64_t tokens, int64_t rows, int64_t count) : arena(base) {
-    const int64_t tasks = tokens / kChunk + 1;
-    partials = arena.take<Partial>(tasks);
-    seen = arena.take<uint8_t>(rows);
-    start = arena.take<int64_t>(count + 1);
-    log_ratios = arena.take<LogRatios>(count);
-    log_ratios_of_blocks = arena.take<LogRatios>(tasks);
-    fast = arena.take<uint8_t>(count);
-    fast_blocks = arena.take<uint8_t>(tasks);
-    tables.sums = arena.take<int64_t>(3 * kMostLevels * count);
-    tables.largest = arena.take<int64_t>(2 * kMostLevels * count);
-    tables.aggregate_grad = arena.take<int64_t>(2 * kMostLevels * count);
-    flows = arena.take<Flow>(count);
-    flows_of_blocks = arena.take<Flow>(tasks);
-    gates = arena.take<LeafGate>(count);
-    slopes = arena.take<LevelSlopes>(count);
-    token_grad = arena.take<float[2]>(count);
-    bytes = arena.bytes();
-  }
-
-  uint8_t& fast_at(int64_t task, const Block& block) const { return block.begins ? fast[block.leaf] : fast_blocks[task]; }
-
-  // Of segment s at level k at [k * leaves + s].
-  LogRatios* segments() const {
-    static_assert(sizeof(LogRatios) == 3 * sizeof(int64_t), "the layout of SegmentTables::sums");
-    return reinterpret_cast<LogRatios*>(tables.sums);
-  }
-};
-
-void add_log_ratios(const Tile& tile, const float* entering, int n, bool split, LogRatios& sums) {
-  int32_t kinds = 0;
-  int64_t rising = 0, total = 0;
-  for (int i = 0; i < n; ++i) kinds += tile.kind[i];
-  for (int i = 0; i < n; ++i) {
-    const float x = entering[i];
-    const int64_t fixed = to_fixed(x);
-    total += fixed;
-    rising += x < 0.0f ? 0 : fixed;
-  }
-  sums.valid += positives(kinds) + negatives(kinds);
-  sums.fixed[0] += split ? rising : total;
-  sums.fixed[1] += split ? rising - total : 0;
-}
-
-// ---------------------------------------------------------------------------------------------------------------- gates
-
-// The levels above the tokens of one leaf, which has some. segment(k): the sums of its segment at level k.
-template <class SegmentAt>
-HPO_INLINE void gate_leaf(const Leaves& leaves, int64_t p, const SegmentAt& segment, LeafGate& gate, LevelSlopes& slopes) {
-  // Advantages of rows have one sign here.
-  const PolicyLossArgs& args = leaves.args;
-  const int negative = !args.advantage_per_token && args.advantages[leaves.row(p)] < 0.0f;
-  const int first_sign = args.advantage_per_token ? 0 : negative, last_sign = args.advantage_per_token ? 1 : negative;
-  for (int channel = 0; channel <= leaves.hierarchy.split; ++channel) {
-    for (int sign = first_sign; sign <= last_sign; ++sign) {
-      const auto put_slope = [&](int k, double slope) { slopes.slope[k][channel][sign] = slope; };
-      const GateColumn column = gate_column<true>(leaves.hierarchy, channel, sign, segment, put_slope);
-      gate.z[sign] += column.z;
-      gate.mean[channel] = column.mean;
-      gate.slope[channel][sign] = column.slope;
-      gate.own[channel][sign] = column.own;
-      gate.below[sign] |= column.below;
-      gate.above[sign] |= column.above;
-      gate.bent[sign] |= column.bent;
-    }
-  }
-}
-
-// ----------------------------------------------------------------------------------------------------------- one call
+using Workspace = HierarchyWorkspace;
 
 void add_children(const Leaves& leaves, const Workspace& space, int k) {
   LogRatios *segments = space.segments() + k * leaves.count(), *finer = segments - leaves.count();
@@ -210,215 +125,33 @@ void gate_leaves(const Leaves& leaves, const Workspace& space, int threads) {
   });
 }
 
-struct Scratch {
-  Tile tile;
-  Segments whole;
-  TokenTerms terms;
-  Masked masked[kTilesOfBlock];  // on the grid of lines
-  OpenTokens open;
-  Partial counted;  // what later sweeps count once more
-};
-
-// What is done to the tokens of one block.
-struct Sweeps {
-  const Calls& calls;
-  const Leaves& leaves;
-  const Workspace& space;
-  const TokenPlan& plan;
-  const Call& call = calls.masked;
-
-  void classify_masks(const Block& block, Scratch& scratch) const {
-    if (!call.args.mask) return;
-    int tile = 0;
-    for_each_tile_of(block, kGridOfLines, [&](int64_t at, int begin, int end) {
-      scratch.masked[tile++] = masked_tokens(call.args.mask, at + begin, end - begin);
-    });
-  }
-
-  // The first sweep, of a block whose masks are classified. Returns whether later ones may take the fast path in every tile.
-  bool measure(const Block& block, Scratch& scratch, Partial& partial, LogRatios& sums) const {
-    const bool may = plan.may_be_fast;
-    bool fast = may && !plan.term_loop && !plan.driven;
-    for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
-      if (may && masked == Masked::all) return;
-      const Call& here = calls.of(masked);
-      for_each_part(begin, end, kLongTile, [&](int from, int to) {
-        if (measure_fast_part(here, block.row, at, from, to, scratch, partial, sums)) return;
-        for_each_part(from, to, kTile, [&](int first, int stop) {
-          if (stop - first < to - from && measure_fast_part(here, block.row, at, first, stop, scratch, partial, sums)) return;
-          const int tile = first / kTile * kTile;
-          fast &= measure_tile(here, block.row, at + tile, first - tile, stop - tile, scratch, partial, sums);
-        });
-      });
-    });
-    return fast;
-  }
-
-  // The tokens [begin, end) behind the first at once, if the fast path holds for them and no pre-gate changes their log-ratios.
-  bool measure_fast_part(const Call& here, int64_t row, int64_t first, int begin, int end, Scratch& scratch, Partial& partial,
-                         LogRatios& sums) const {
-    if (!plan.may_be_fast || !plan.as_they_are) return false;
-    const bool split = plan.hierarchy.split;
-    RowLogRatios found;
-    scratch.whole.set(row, begin, end);
-    if (!plan.measure_fast(here.args, first, scratch.whole, scratch.tile, space.seen, partial, &found)) return false;
-    sums.add({found.valid, {split ? found.rising : found.fixed, split ? found.rising - found.fixed : 0}});
-    return true;
-  }
-
-  // The tokens of one tile, on any path. Returns whether the fast path holds for them.
-  bool measure_tile(const Call& here, int64_t row, int64_t first, int begin, int end, Scratch& scratch, Partial& partial,
-                    LogRatios& sums) const {
-    Tile& tile = scratch.tile;
-    bool fast = true;
-    scratch.whole.set(row, begin, end);
-    if (plan.as_they_are || !plan.may_be_fast || !measure_fast(here, first, end, scratch.whole, tile, space.seen, partial)) {
-      hpo::HPO_ISA::measure(here, first, end, scratch.whole, tile, space.seen, partial);
-      fast = !tile.exceptional && tile.chosen == tile.kind;
-    }
-    if (plan.hierarchy.depth > 0) {  // log-ratios are added up as integers
-      add_log_ratios(tile, load_aggregated(plan.term, tile, end, scratch.terms), end, plan.hierarchy.split, sums);
-    }
-    return fast;
-  }
-
-  // The second: loss, gradient of the token's own path, and the flow into aggregates.
-  void finish(const Block& block, const LeafGate& leaf, bool fast, Scratch& scratch, Partial& partial, Flow& flow) const {
-    const OpenLevels levels = open_levels(block, leaf, fast);
-    if (levels.open) {
-      classify_masks(block, scratch);
-      count(block, levels, scratch, partial, flow);
-      write(block, leaf, AggregateGrad{}, scratch, partial);
-    } else {
-      finish_closed(block, leaf, fast, scratch, partial, flow);
-    }
-  }
-
-  void finish_closed(const Block& block, const LeafGate& leaf, bool fast, Scratch& scratch, Partial& partial,
-                     Flow& flow) const {
-    FlowLanes lanes;
-    const BlockGate gate = {plan, leaf, block.row, scratch.terms, lanes};
-    if (fast && call.args.token_loss) write_token_losses(block, gate, scratch);
-    for_each_tile_of(block, kGridOfBlock, [&](int64_t at, int, int n) {
-      if (fast) {
-        const Masked masked = masked_tokens(call.args.mask, at, n);
-        if (masked == Masked::all) return clear_gradient(call.args, at, n);
-        return gate.finish_fast(calls.of(masked), at, n, scratch.tile, partial);
-      }
-      scratch.whole.set(block.row, 0, n);
-      load(call, at, n, scratch.whole, true, scratch.tile, scratch.counted);
-      finish_tile(call, gate, at, n, scratch.whole, scratch.tile, partial);
-      if (plan.term_loop && plan.term.term.penalty != Penalty::none) {
-        float* grad = call.args.grad ? call.args.grad + at : scratch.tile.grad;
-        float* token_loss = call.args.token_loss ? call.args.token_loss + at : nullptr;
-        add_own_penalty(call, plan.term, at, n, block.row, scratch.tile, grad, token_loss, partial);
+// Rows under no level, tile by tile: what the fast path does not take goes row by row.
+void run_rows(const Sweeps& sweeps, int threads) {
+  const Call& call = sweeps.call;
+  const TokenPlan& plan = sweeps.plan;
+  const PolicyLossArgs without = without_gradient(call.args);
+  const Call losses = {without, call.structure, call.numbers, call.rows};
+  const Calls calls_of_losses(losses);
+  const Sweeps apart = {calls_of_losses, sweeps.leaves, sweeps.space, plan};
+  const FastTermTile fast = plan.driven ? nullptr : pick_term_tile(call.structure.head);
+  parallel_for(ceil_divide(call.args.tokens, kChunk), threads, [&](int64_t chunk) {
+    Scratch scratch;
+    Partial partial;
+    for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
+      const Masked masked = masked_tokens(call.args.mask, first, n);
+      if (masked == Masked::all) clear_gradient(call.args, first, n);
+      const bool done =
+          masked == Masked::all || (fast && fast(sweeps.calls.of(masked), plan.term, plan.bounds.low, plan.bounds.high, first,
+                                                 n, segments, scratch.tile, sweeps.space.seen, partial));
+      if (done && !call.args.token_loss) return;
+      for (const Segment& segment : segments) {
+        const Block block = {segment.row, segment.row, first + segment.begin, segment.end - segment.begin, true};
+        (done ? apart : sweeps).take_alone(block, scratch, done ? scratch.counted : partial);
       }
     });
-    if (plan.carries) flow = lanes.total(plan.hierarchy.split, plan.by_sign);
-  }
-
-  // That of a fast-path block apart from all else, in which it changes no bit.
-  void write_token_losses(const Block& block, const BlockGate& gate, Scratch& scratch) const {
-    for_each_tile_of(block, kGridOfBlock, [&](int64_t at, int, int n) {
-      scratch.whole.set(block.row, 0, n);
-      load(call, at, n, scratch.whole, true, scratch.tile, scratch.counted);
-      write_token_loss(call, gate, at, n, scratch.whole, scratch.tile);
-    });
-  }
-
-  OpenLevels open_levels(const Block& block, const LeafGate& leaf, bool fast) const {
-    if (!fast || !plan.opens) return {};
-    const int sign = call.args.advantages[block.row] < 0.0f;
-    return OpenLevels(leaf, sign, plan.hierarchy.split, plan.bounds.low[sign], plan.bounds.high[sign]);
-  }
-
-  // Of a fast-path block under open levels, what is clipped, which tokens are not, and what flows into aggregates.
-  void count(const Block& block, const OpenLevels& levels, Scratch& scratch, Partial& partial, Flow& flow) const {
-    const float advantage = call.args.advantages[block.row], coefficient = call.args.weights[block.row] * advantage;
-    const bool split = plan.hierarchy.split;
-    const ClippedLoss clipped(levels, split, coefficient);  // ready by the time that it is needed
-    OpenTokens& open = scratch.open;
-    OpenCounts counts;
-    for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
-      if (masked == Masked::all) return;
-      plan.open_loops.count[masked == Masked::some](levels, call.args, at, begin, end, open.inside_and_falling, counts);
-    });
-    counts.add_to(partial.slots, advantage < 0.0f);
-    const double above = clipped.of_above(counts), below = clipped.of_below(counts);
-    partial.sums[kLossSum][0] += above + below;
-    if (!plan.carries) return;
-    // Multiples of one number, so that their sum has no order. By sign levels with one slope hand nothing up.
-    flow.past_token[0] = split ? above : above + below;
-    flow.past_token[1] = split ? below : 0.0;
-  }
-
-  // Loss and gradient of a block that is counted.
-  void write(const Block& block, const LeafGate& leaf, const AggregateGrad& aggregate_grad, Scratch& scratch,
-             Partial& partial) const {
-    const PolicyLossArgs& args = call.args;
-    const float coefficient = args.weights[block.row] * args.advantages[block.row];
-    const OpenTokens& open = scratch.open;
-    for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
-      if (masked == Masked::all) return clear_gradient(args, at + begin, end - begin);
-      plan.open_loops.write[masked == Masked::some][!aggregate_grad.nothing()](
-          args, at, begin, end, coefficient, open.inside_and_falling, aggregate_grad, partial.sums[kLossSum]);
-    });
-    if (!args.token_loss) return;
-    FlowLanes lanes;
-    write_token_losses(block, BlockGate{plan, leaf, block.row, scratch.terms, lanes}, scratch);
-  }
-
-  // The third, where something saturated: the gradient that arrives through aggregates. Elsewhere what is written stands.
-  void receive(const Block& block, const AggregateGrad& aggregate_grad, bool fast, Scratch& scratch) const {
-    if (aggregate_grad.nothing()) return;
-    Tile& tile = scratch.tile;
-    for_each_tile_of(block, kGridOfLines, [&](int64_t at, int begin, int n) {
-      if (fast) {
-        const Masked masked = masked_tokens(call.args.mask, at + begin, n - begin);
-        if (masked == Masked::all) return;
-        return add_to_fast(calls.of(masked).args, at, begin, n, aggregate_grad);
-      }
-      scratch.whole.set(block.row, begin, n);
-      load(call, at, n, scratch.whole, true, tile, scratch.counted);
-      float* __restrict grad = call.args.grad + at;
-      for (int i = begin; i < n; ++i) {
-        const bool receives = tile.kind[i] != kAbsent && tile.infinite[i] == 0;
-        grad[i] += keep_if(
-            receives, plan.term.through_pre_gate(tile, i, tile.x[i] < 0.0f ? aggregate_grad.falling : aggregate_grad.rising));
-      }
-    });
-  }
-
-  // All that is left for a leaf that shares its one level with no other, while its tokens are in the cache.
-  void settle(const Block& block, const LogRatios& sums, bool fast, Scratch& scratch, Partial& partial) const {
-    LeafGate gate = {};
-    LevelSlopes slopes = {};
-    if (plan.hierarchy.depth > 0 && sums.valid > 0) {
-      gate_leaf(leaves, block.leaf, [&](int) { return sums; }, gate, slopes);
-    }
-    const OpenLevels levels = open_levels(block, gate, fast);
-    Flow flow = {};
-    if (levels.open) count(block, levels, scratch, partial, flow);
-    else finish_closed(block, gate, fast, scratch, partial, flow);
-    const AggregateGrad aggregate_grad = own_aggregate_grad(flow, sums);
-    if (levels.open) write(block, gate, aggregate_grad, scratch, partial);
-    else receive(block, aggregate_grad, fast, scratch);
-  }
-
-  // A leaf that stands alone gets its own gradient back, with the rounding of the tables.
-  AggregateGrad own_aggregate_grad(const Flow& flow, const LogRatios& sums) const {
-    if (!plan.carries || plan.hierarchy.levels[0].routing != Routing::through) return {};
-    const auto aggregate_grad = [&](int channel) {
-      const double grad = flow.past_token[channel];
-      if (grad == 0.0) return 0.0f;
-      const int64_t largest = magnitude_of(grad);
-      return float(from_steps(in_steps(grad, largest), largest) /
-                   shares(plan.hierarchy, 0, channel, [&](int) { return sums; }));
-    };
-    const float rising = aggregate_grad(0), falling = aggregate_grad(1);
-    return {rising, plan.hierarchy.split ? falling : rising};
-  }
-};
+    sweeps.space.partials[chunk] = partial;
+  });
+}
 
 }  // namespace
 
@@ -437,6 +170,7 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
   const bool whole = hierarchy.stage == Stage::whole;
   if (!whole) space.tables = hierarchy.tables;
   const auto reaches = [&](Stage stage) { return whole || hierarchy.stage == stage; };
+  const bool by_tiles = whole && hierarchy.depth == 0 && plan.term_loop && leaves.are_rows;
   const bool some_together = leaves.together > 0 || !whole;  // a process without tokens fills its tables too
   threads = worthwhile(threads, args.tokens + hierarchy.leaves);
   const auto for_each_block_together = [&](const auto& body) {
@@ -451,19 +185,21 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
   if (reaches(Stage::sums)) {
     std::memset(space.seen, 0, size_t(args.rows));
     clear_gaps(leaves);
-    parallel_for(leaves.tasks(), threads, [&](int64_t task) {
-      Scratch scratch;
-      Partial partial;
-      leaves.for_each_block(task, [&](const Block& block) {
-        LogRatios sums = {};
-        sweeps.classify_masks(block, scratch);
-        const bool fast = sweeps.measure(block, scratch, partial, sums);
-        if (leaves.stands_alone(block.leaf)) return sweeps.settle(block, sums, fast, scratch, partial);
-        (block.begins ? space.log_ratios[block.leaf] : space.log_ratios_of_blocks[task]) = sums;
-        space.fast_at(task, block) = fast;
+    if (by_tiles) run_rows(sweeps, threads);
+    else
+      parallel_for(leaves.tasks(), threads, [&](int64_t task) {
+        Scratch scratch;
+        Partial partial;
+        leaves.for_each_block(task, [&](const Block& block) {
+          if (leaves.stands_alone(block.leaf)) return sweeps.take_alone(block, scratch, partial);
+          LogRatios sums = {};
+          sweeps.classify_masks(block, scratch);
+          const bool fast = sweeps.measure(block, scratch, partial, sums);
+          (block.begins ? space.log_ratios[block.leaf] : space.log_ratios_of_blocks[task]) = sums;
+          space.fast_at(task, block) = fast;
+        });
+        space.partials[task] = partial;
       });
-      space.partials[task] = partial;
-    });
     if (some_together) {
       gather_blocks(leaves, space.log_ratios_of_blocks, space.log_ratios);
       sum_segments(leaves, space);
@@ -484,7 +220,8 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
       find_largest(leaves, space);
     }
     Partial total;
-    for (int64_t task = 0; task < leaves.tasks(); ++task) total.add(space.partials[task]);
+    const int64_t tasks = by_tiles ? ceil_divide(args.tokens, kChunk) : leaves.tasks();
+    for (int64_t task = 0; task < tasks; ++task) total.add(space.partials[task]);
     int64_t seen = 0;
     for (int64_t row = 0; row < args.rows; ++row) seen += space.seen[row];
     finish(call, total, seen, call.rows.broken + leaves.broken);

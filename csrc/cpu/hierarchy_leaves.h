@@ -23,16 +23,23 @@ struct Leaves {
   int64_t* start;  // [leaves + 1], tokens of the leaves before
   int64_t broken = 0;
   int64_t together = 0;  // leaves that share a segment with others, or are more than one block
+  bool are_rows;  // leaf by leaf
   bool alone;  // at most one level, every leaf is a segment of it, and the sums of segments stay inside the call
 
   Leaves(const Hierarchy& hierarchy, const PolicyLossArgs& args, int64_t* start)
-      : hierarchy(hierarchy), args(args), start(start), alone(hierarchy.depth <= 1 && hierarchy.stage == Stage::whole) {
+      : hierarchy(hierarchy),
+        args(args),
+        start(start),
+        are_rows(hierarchy.leaves == args.rows),
+        alone(hierarchy.depth <= 1 && hierarchy.stage == Stage::whole) {
     int64_t covered = 0;
     start[0] = 0;
     for (int64_t p = 0; p < hierarchy.leaves; ++p) {
       const Range range = leaf_range(hierarchy, args, p);
       const bool good = !range.bad && range.begin >= covered;
       broken += !good;
+      are_rows &=
+          good && hierarchy.leaf_row[p] == p && range.begin == args.cu_seqlens[p] && range.end == args.cu_seqlens[p + 1];
       covered = good ? range.end : covered;
       start[p + 1] = start[p] + (good ? range.end - range.begin : 0);
       if (hierarchy.depth > 0) alone &= hierarchy.ancestors[p] == p;

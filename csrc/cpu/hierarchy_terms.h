@@ -1,7 +1,7 @@
 // Tokens of a gate that asks for more than a clip and A e^z (see TokenTerm): any head, a pre-gate, slopes and weights beyond
 // the bounds, a penalty on the token's own log-ratio. One loop for all of it.
 #pragma once
-#include "gates_call.h"
+#include "gates_token_inputs.h"
 #include "hpo/hierarchy.h"
 #include "hpo/terms.h"
 
@@ -80,32 +80,47 @@ inline void load_terms(const Call& call, int64_t first, int n, int64_t row, floa
 using TermLoop = GateCounts (*)(const TermPlan&, const LeafGate&, const Tile&, const float* entering, const float* coefficient,
                                 TokenTerms&, float* loss, float* grad, int n);
 
+// The term of the tokens of a vector under the gates of their leaf.
+template <Head kHead>
+struct TermOfTokens {
+  GatedTokenNumber<Floats> token;
+  HeadTerm<Floats> term;
+
+  HPO_INLINE TermOfTokens(const TermPlan& plan, const LeafGate& leaf, Ints negative, Floats entering, Floats x, Floats low,
+                          Floats high, Floats coefficient, Floats kept, Floats logp, Floats target) {
+    const TermNumbers& numbers = plan.numbers;
+    const Floats most = all<Floats>(saturation_of(kHead)), one = all<Floats>(1.0f);
+    token = gate_token<Floats>(leaf, plan.split, plan.drop, plan.keep, negative, entering, low, high,
+                               by_sign<Floats>(negative, numbers.slope_low), by_sign<Floats>(negative, numbers.slope_high));
+    const Floats outside_low = by_sign<Floats>(negative, numbers.weight_low);
+    const Floats outside_high = by_sign<Floats>(negative, numbers.weight_high);
+    const Floats factor = token.above ? outside_high : (token.below ? outside_low : one);
+    term = head_term<Floats>(kHead, negative, by_sign<Floats>(negative, numbers.head), clamp(token.z, -most, most), x,
+                             coefficient * factor, kept * factor, logp, target);
+  }
+
+  // Of the token's own path; `slope`: term.slope where it is present.
+  HPO_INLINE Floats gradient(Floats slope, Floats entering, Floats x) const {
+    return keep_if(entering == x, slope * token.slope) + term.direct;
+  }
+};
+
 // Whole vectors: loss and grad have room behind n.
 template <Head kHead>
 GateCounts term_loop(const TermPlan& plan, const LeafGate& leaf, const Tile& tile, const float* entering_logs,
                      const float* coefficient, TokenTerms& terms, float* loss, float* grad, int n) {
-  const TermNumbers& numbers = plan.numbers;
-  const Floats most = all<Floats>(saturation_of(kHead));
   Ints chosen = {}, below = {}, above = {}, flows = {};
   for (int i = 0; i < n; i += kWidth) {
     const Ints kind = load_lanes<Ints>(tile.chosen + i), present = kind != kAbsent, negative = kind == kNegative;
     const Floats entering = load_lanes<Floats>(entering_logs + i), x = load_lanes<Floats>(tile.x + i);
-    const GatedTokenNumber<Floats> token =
-        gate_token<Floats>(leaf, plan.split, plan.drop, plan.keep, negative, entering, load_lanes<Floats>(terms.low + i),
-                           load_lanes<Floats>(terms.high + i), by_sign<Floats>(negative, numbers.slope_low),
-                           by_sign<Floats>(negative, numbers.slope_high));
-    const Floats one = all<Floats>(1.0f);
-    const Floats outside_low = by_sign<Floats>(negative, numbers.weight_low);
-    const Floats outside_high = by_sign<Floats>(negative, numbers.weight_high);
-    const Floats factor = token.above ? outside_high : (token.below ? outside_low : one);
-    const HeadTerm<Floats> term =
-        head_term<Floats>(kHead, negative, by_sign<Floats>(negative, numbers.head), clamp(token.z, -most, most), x,
-                          load_lanes<Floats>(coefficient + i) * factor, load_lanes<Floats>(terms.kept + i) * factor,
-                          load_lanes<Floats>(terms.logp + i), load_lanes<Floats>(terms.target + i));
-    const Floats slope = keep_if(present, term.slope);
-    const Floats through = keep_if(entering == x, slope * token.slope);
-    store_lanes(keep_if(present, term.loss), loss + i);
-    store_lanes(keep_if(present, through + term.direct), grad + i);
+    const TermOfTokens<kHead> tokens(plan, leaf, negative, entering, x, load_lanes<Floats>(terms.low + i),
+                                     load_lanes<Floats>(terms.high + i), load_lanes<Floats>(coefficient + i),
+                                     load_lanes<Floats>(terms.kept + i), load_lanes<Floats>(terms.logp + i),
+                                     load_lanes<Floats>(terms.target + i));
+    const GatedTokenNumber<Floats>& token = tokens.token;
+    const Floats slope = keep_if(present, tokens.term.slope);
+    store_lanes(keep_if(present, tokens.term.loss), loss + i);
+    store_lanes(keep_if(present, tokens.gradient(slope, entering, x)), grad + i);
     store_lanes(slope, terms.slope + i);
     const Floats rising = slope * token.rising_step, falling = slope * token.falling_step;
     store_lanes(rising, terms.past_token[0] + i);
@@ -140,6 +155,76 @@ inline TermLoop pick_term_loop(Head head) {
   }
 }
 
+// The gate of a fast-path tile under no level, for sweep_token_inputs.
+template <Head kHead>
+struct FastTermGate {
+  static constexpr bool weighs = true;
+  const TermPlan& plan;
+  const float* logp;
+  const float (&low)[2], (&high)[2];  // by sign of the advantage
+  const Penalty penalty = plan.term.penalty;
+  const float penalty_coefficient = plan.numbers.penalty_coefficient;
+  Ints below[kParts] = {}, above[kParts] = {};
+
+  // Whether targets have a meaning.
+  HPO_INLINE Mask defined(const TermInputs& inputs) const {
+    if (kHead != Head::target && kHead != Head::negative_aware) return all_lanes();
+    const Floats target = inputs.target;
+    const Mask number = both(at_least(target, all<Floats>(-FLT_MAX)), at_least(all<Floats>(FLT_MAX), target));
+    if (kHead == Head::target) return number;
+    const Mask rate = both(at_least(target, Floats{}), less(target, all<Floats>(1.0f)));
+    return either(both(number, present_lanes(inputs.kind ^ kNegative)), rate);
+  }
+
+  template <class Vector>
+  HPO_INLINE TermNumber<Floats> term(const Vector& vector, const TermInputs& inputs) {
+    const Ints negative = inputs.kind == kNegative;
+    const Floats x = vector.x;
+    const Floats entering = plan.pre_gated ? clamp(x, by_sign<Floats>(negative, plan.numbers.pre_low),
+                                                   by_sign<Floats>(negative, plan.numbers.pre_high))
+                                           : x;
+    const TermOfTokens<kHead> tokens(plan, LeafGate{}, negative, entering, x, by_sign<Floats>(negative, low),
+                                     by_sign<Floats>(negative, high), inputs.coefficient, inputs.kept, vector.load(logp),
+                                     inputs.target);
+    const Mask chosen = vector.present;
+    below[vector.part] = add_where(chosen, inputs.kind & tokens.token.below, below[vector.part]);
+    above[vector.part] = add_where(chosen, inputs.kind & tokens.token.above, above[vector.part]);
+    const Floats slope = keep_if(chosen, tokens.term.slope);
+    return {tokens.term.loss, keep_if(chosen, tokens.gradient(slope, entering, x))};
+  }
+
+  void count(GateCounts& counts) const {
+    for (int part = 0; part < kParts; ++part) counts.below += sum_lanes(below[part]), counts.above += sum_lanes(above[part]);
+  }
+};
+
+// A fast-path tile of rows under no level. False: the fast path does not hold, and nothing is counted.
+using FastTermTile = bool (*)(const Call&, const TermPlan&, const float (&low)[2], const float (&high)[2], int64_t first, int n,
+                              const Segments&, Tile&, uint8_t* seen, Partial&);
+
+template <Head kHead>
+bool run_terms(const Call& call, const TermPlan& plan, const float (&low)[2], const float (&high)[2], int64_t first, int n,
+               const Segments& segments, Tile& tile, uint8_t* seen, Partial& partial) {
+  if (n % kLanes != 0) return false;
+  const FastTermGate<kHead> gate = {plan, call.args.logp + first, low, high};
+  return sweep_token_inputs(call, first, n, segments, tile, seen, partial, gate);
+}
+
+inline FastTermTile pick_term_tile(Head head) {
+  switch (head) {
+    case Head::score: return run_terms<Head::score>;
+    case Head::log: return run_terms<Head::log>;
+    case Head::mirror: return run_terms<Head::mirror>;
+    case Head::sigmoid: return run_terms<Head::sigmoid>;
+    case Head::simple: return run_terms<Head::simple>;
+    case Head::target: return run_terms<Head::target>;
+    case Head::negative_aware: return run_terms<Head::negative_aware>;
+    case Head::flipped: return run_terms<Head::flipped>;
+    case Head::linear: return run_terms<Head::linear>;
+    default: return nullptr;  // censored
+  }
+}
+
 // The penalty on the token's own log-ratio, which every valid token pays that is not left out.
 inline void add_own_penalty(const Call& call, const TermPlan& plan, int64_t first, int n, int64_t row, const Tile& tile,
                             float* grad, float* token_loss, Partial& partial) {
@@ -149,7 +234,7 @@ inline void add_own_penalty(const Call& call, const TermPlan& plan, int64_t firs
   alignas(64) float value[kPadded];
   for (int i = 0; i < n; ++i) {
     const bool pays = tile.kind[i] != kAbsent && (!args.penalty_mask || args.penalty_mask[first + i] != 0);
-    const OwnPenalty penalty = own_penalty(plan.term.penalty, tile.x[i]);
+    const OwnPenalty<float> penalty = own_penalty(plan.term.penalty, tile.x[i]);
     if (token_loss) token_loss[i] += keep_if(pays, coefficient * penalty.value);
     value[i] = keep_if(pays, weight * (coefficient * penalty.value));
     grad[i] += keep_if(pays && tile.infinite[i] == 0, weight * (coefficient * penalty.slope));

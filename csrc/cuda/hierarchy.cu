@@ -306,7 +306,7 @@ __device__ __forceinline__ float pay_own_penalty(const Call& call, const RowTerm
   if (penalty == Penalty::none || !token.valid) return 0.0f;
   const int64_t at = inputs.group.token + i;
   if (args.penalty_mask && !args.penalty_mask[at]) return 0.0f;
-  const OwnPenalty own = own_penalty(penalty, token.x);
+  const OwnPenalty<float> own = own_penalty(penalty, token.x);
   const float coefficient = call.term.penalty_coefficient, value = coefficient * own.value;
   totals.penalty += double(row.penalty_weight() * value);
   if (args.token_loss) args.token_loss[at] += value;

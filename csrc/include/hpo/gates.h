@@ -71,19 +71,24 @@ HPO_INLINE Term policy_term(bool score_head, float a, Gated gated, float logp, b
 
 // The reference penalty beta * k(s), s = logp - ref_logp, and its derivative in logp; x is the policy's own log-ratio. A
 // log-ratio that was infinite carries no derivative.
-HPO_INLINE Term kl_term(KLEstimator estimator, KLGradient gradient, float s, float x, bool s_finite, bool x_finite) {
-  const float e = exp(-s);
-  const float k = estimator == KLEstimator::k1 ? s : (estimator == KLEstimator::k2 ? 0.5f * s * s : k3(s, e));
-  const float slope = estimator == KLEstimator::k1 ? 1.0f : (estimator == KLEstimator::k2 ? s : k3_slope(s, e));
-  if (gradient == KLGradient::straight_through) return {k, s_finite ? s : 0.0f};
-  if (gradient == KLGradient::value) return {k, s_finite ? slope : 0.0f};
+template <class F>
+HPO_INLINE TermNumber<F> kl_term(KLEstimator estimator, KLGradient gradient, F s, F x, typename Number<F>::Int s_finite,
+                                 typename Number<F>::Int x_finite) {
+  using N = Number<F>;
+  const F zero = {}, one = all<F>(1.0f), e = exp(-s);
+  const F k = estimator == KLEstimator::k1 ? s : (estimator == KLEstimator::k2 ? all<F>(0.5f) * s * s : k3(s, e));
+  // 1 - e^-s of k3: near 0 it is s less a small number.
+  const F border = all<F>(0.5f), of_k3 = ((s < border) & (s > -border)) ? s - k : one - e;
+  const F slope = estimator == KLEstimator::k1 ? one : (estimator == KLEstimator::k2 ? s : of_k3);
+  if (gradient == KLGradient::straight_through) return {k, s_finite ? s : zero};
+  if (gradient == KLGradient::value) return {k, s_finite ? slope : zero};
   // r k(s) with the gradient through r as well.
-  const float r = exp(x);
-  if (estimator != KLEstimator::k3) return {r * k, (x_finite ? r * k : 0.0f) + (s_finite ? r * slope : 0.0f)};
+  const F r = exp(x);
+  if (estimator != KLEstimator::k3) return {r * k, (x_finite ? r * k : zero) + (s_finite ? r * slope : zero)};
   // r e^-s is one exponential so that it saturates as one. r (k3 + k3') = r s.
-  const float rise = r - exp(clamp(x - s, -kSaturation, kSaturation));
-  const float value = fused(s, r, -rise);
-  return {value, x_finite ? (s_finite ? r * s : value) : (s_finite ? rise : 0.0f)};
+  const F rise = r - exp(clamp(x - s, all<F>(-kSaturation), all<F>(kSaturation)));
+  const F value = N::fused(s, r, -rise);
+  return {value, x_finite ? (s_finite ? r * s : value) : (s_finite ? rise : zero)};
 }
 
 // The trajectory gate for one sign of the advantage: from the mean log-ratio to the ratio, and whether it passes gradient.

@@ -130,9 +130,9 @@ HPO_INLINE HeadTerm<F> head_term(Head head, typename Number<F>::Int negative, F 
   }
   if (head == Head::sigmoid) {
     const F t = clamp(number * (ratio - one), all<F>(-87.0f), all<F>(87.0f)), down = t < zero ? t : -t;
-    const F e = down > all<F>(-87.0f) ? exp(down) : zero, sum = one + e;  // of a huge ratio nothing may be left
-    const F p = (t < zero ? e : one) / sum;
-    return {-(a * (4.0f / number) * p), linear * (4.0f * e / (sum * sum)), zero};
+    const F e = down > all<F>(-87.0f) ? exp(down) : zero;  // of a huge ratio nothing may be left
+    const F share = one / (one + e), p = t < zero ? e * share : share;
+    return {-(a * (4.0f / number) * p), linear * (4.0f * e * (share * share)), zero};
   }
   if (head == Head::simple) {
     const F step = ratio - one, pull = size / number;
@@ -160,15 +160,18 @@ HPO_INLINE HeadTerm<F> head_term(Head head, typename Number<F>::Int negative, F 
 }
 
 // The penalty on the token's own log-ratio x and its derivative.
+template <class F>
 struct OwnPenalty {
-  float value, slope;
+  F value, slope;
 };
 
-HPO_INLINE OwnPenalty own_penalty(Penalty penalty, float x) {
-  if (penalty == Penalty::k1) return {-x, -1.0f};
-  if (penalty == Penalty::k2) return {0.5f * x * x, x};
-  if (penalty == Penalty::absolute) return {x < 0.0f ? -x : x, x > 0.0f ? 1.0f : (x < 0.0f ? -1.0f : 0.0f)};
-  const float e = exp(x);  // e^-s - 1 + s of s = -x
+template <class F>
+HPO_INLINE OwnPenalty<F> own_penalty(Penalty penalty, F x) {
+  const F zero = {}, one = all<F>(1.0f);
+  if (penalty == Penalty::k1) return {-x, -one};
+  if (penalty == Penalty::k2) return {all<F>(0.5f) * x * x, x};
+  if (penalty == Penalty::absolute) return {x < zero ? -x : x, x > zero ? one : (x < zero ? -one : zero)};
+  const F e = exp(x);  // e^-s - 1 + s of s = -x
   return {k3(-x, e), -k3_slope(-x, e)};
 }
 

@@ -1,0 +1,271 @@
+// A fast-path tile whose tokens have inputs of their own (weights, advantages, bounds, selections, a reference policy, an
+// entropy) or heads of any kind, in one pass. What a call lacks costs a branch for every vector that always goes the same way.
+#pragma once
+#include "gates_fast_path.h"
+#include "hpo/terms.h"
+
+namespace hpo::HPO_ISA {
+
+// Squares of log-ratios to the reference policy add up to this at most in one lane of a fast-path tile.
+constexpr float kMostSquares = kStatisticSaturation * kStatisticSaturation;
+
+// The inputs of a tile's tokens: local copies of pointers, because stores may alias the arguments of the call.
+struct TokenInputs {
+  const float *logp, *ref_logp, *entropy, *score, *token_weight, *advantages, *target;
+  const uint8_t *mask, *token_mask, *penalty_mask;
+  Floats threshold;
+
+  TokenInputs(const PolicyLossArgs& args, int64_t first) {
+    const auto from = [=](const auto* tokens) { return tokens ? tokens + first : nullptr; };
+    logp = from(args.logp), ref_logp = from(args.ref_logp), entropy = from(args.entropy), score = from(args.score);
+    token_weight = from(args.token_weight), advantages = from(args.advantage_per_token ? args.advantages : nullptr);
+    target = from(args.target_per_token ? args.target : nullptr);
+    mask = from(args.mask), token_mask = from(args.token_mask), penalty_mask = from(args.penalty_mask);
+    threshold = all<Floats>(args.score ? *args.threshold : 0.0f);
+  }
+};
+
+// Numbers that have to be finite, by the sum of them: it is not if one is not, or if they are huge.
+struct FiniteSum {
+  Floats sum[kParts] = {};
+
+  HPO_INLINE void add(int part, Mask present, Floats x) { sum[part] = add_where(present, x, sum[part]); }
+
+  bool finite() const {
+    Mask good = all_lanes();
+    for (const Floats& each : sum) good = both(good, less(each - each, all<Floats>(1.0f)));  // NaN is not less
+    return !any(but_not(all_lanes(), good));
+  }
+};
+
+inline bool finite_lanes(const double* lanes) {
+  double rest = 0.0;
+  for (int lane = 0; lane < kLanes; ++lane) rest += lanes[lane] - lanes[lane];
+  return rest == 0.0;
+}
+
+// Statistics of the log-ratio s to the reference policy, and the penalty on it.
+struct FastReference {
+  const KLEstimator estimator;
+  const KLGradient gradient;
+  const Floats beta;
+  Floats sum[kParts] = {}, square[kParts] = {}, k3_sum[kParts] = {};
+
+  explicit FastReference(const Call& call)
+      : estimator(call.structure.kl), gradient(call.structure.kl_gradient), beta(all<Floats>(float(call.numbers.kl_beta))) {}
+
+  HPO_INLINE TermNumber<Floats> add(int part, Floats weight, Floats s, Floats x) {
+    sum[part] += s;
+    square[part] += s * s;
+    k3_sum[part] += k3(s, exp(-s));
+    if (estimator == KLEstimator::none) return {Floats{}, Floats{}};
+    const TermNumber<Floats> term = kl_term<Floats>(estimator, gradient, s, x, Ints{} - 1, Ints{} - 1);
+    return {weight * (beta * term.loss), weight * (beta * term.grad)};
+  }
+
+  // No log-ratio is NaN, or so large that exponentials saturate.
+  bool within_range() const {
+    Mask good = all_lanes();
+    for (const Floats& each : square) good = both(good, at_least(all<Floats>(kMostSquares), each));
+    return !any(but_not(all_lanes(), good));
+  }
+
+  void add_to(Partial& partial) const {
+    for (int part = 0; part < kParts; ++part) {
+      add_as_doubles(sum[part], partial.sums[kS] + part * kWidth);
+      add_as_doubles(square[part], partial.sums[kSSquare] + part * kWidth);
+      add_as_doubles(k3_sum[part], partial.sums[kK3] + part * kWidth);
+    }
+  }
+};
+
+// What rows say about the tokens of a vector.
+struct RowNumbers {
+  Ints kind;  // of the sign that all tokens of a row have, if they have one
+  Floats coefficient, weight;
+  Floats target;  // if tokens have none of their own
+
+  static float coefficient_of(const PolicyLossArgs& args, int64_t row) {
+    return args.weights[row] * (args.advantage_per_token ? 1.0f : args.advantages[row]);
+  }
+  static float weight_of(const PolicyLossArgs& args, int64_t row) {
+    return hpo::HPO_ISA::finite(args.weights[row]) ? args.weights[row] : 0.0f;
+  }
+  static float target_of(const PolicyLossArgs& args, int64_t row) {
+    return args.target && !args.target_per_token ? args.target[row] : 0.0f;
+  }
+};
+
+// What the policy term of a token is made of, see head_term.
+struct TermInputs {
+  Ints kind;
+  Floats coefficient, kept, target;
+};
+
+// One tile. gate.term(vector, TermInputs) is the policy term of a vector whose present tokens are the chosen ones;
+// gate.penalty the one on their own log-ratios, times gate.penalty_coefficient.
+template <class Gate>
+struct TokenInputsSweep {
+  const Call& call;
+  const FastSource source;
+  const TokenInputs inputs;
+  float* grad;
+  Gate gate;
+  const bool penalised;
+  double lost[kLanes] = {}, penalties[kLanes] = {}, entropies[kLanes] = {};
+  GroupSum loss, penalty, entropy;
+  FastReference reference;
+  FastSums sums;
+  FiniteSum coefficients;
+  Mask exceptions = {};
+  LaneCount present_count, chosen_count;
+
+  TokenInputsSweep(const Call& call, int64_t first, float* grad, const Gate& gate)
+      : call(call),
+        source(call.args, first),
+        inputs(call.args, first),
+        grad(grad),
+        gate(gate),
+        penalised(call.structure.kl != KLEstimator::none || gate.penalty != Penalty::none),
+        loss(lost),
+        penalty(penalties),
+        entropy(entropies),
+        reference(call) {}
+  TokenInputsSweep(const TokenInputsSweep&) = delete;
+
+  template <bool kWhole>
+  HPO_INLINE void step(int i, int part, Mask own, Mask present, const RowNumbers& row) {
+    present_count.add(present);
+    auto vector = source.vector<false, kWhole>(i, part, own, present, sums);
+    TermInputs own_inputs = {row.kind, row.coefficient, row.weight, row.target};
+    if (inputs.advantages) {
+      const Floats advantage = vector.load(inputs.advantages);
+      own_inputs.coefficient *= advantage;
+      own_inputs.kind = keep_if(present, advantage < 0.0f ? Ints{} + kNegative : Ints{} + kPositive);
+    }
+    if (inputs.token_weight) {
+      const Floats weight = vector.load(inputs.token_weight);
+      own_inputs.coefficient *= weight, own_inputs.kept *= weight;
+    }
+    coefficients.add(part, present, own_inputs.coefficient);
+    if (inputs.target) own_inputs.target = vector.load(inputs.target);
+    exceptions = either(exceptions, but_not(present, gate.defined(own_inputs)));
+
+    Mask chosen = present;
+    if (inputs.token_mask) chosen = both(chosen, present_own<kWhole>(own, inputs.token_mask + i));
+    if (inputs.score) {
+      const Floats score = vector.load(inputs.score);
+      exceptions = either(exceptions, both(present, is_nan(score)));
+      chosen = both(chosen, call.structure.strict ? less(inputs.threshold, score) : at_least(score, inputs.threshold));
+    }
+    chosen_count.add(chosen);
+    vector.present = chosen;
+    const TermNumber<Floats> term = gate.term(vector, own_inputs);
+    loss.add(part, chosen, term.loss);
+    Floats gradient = term.grad;
+    if (inputs.ref_logp) {
+      const Floats s = difference(present, vector.load(inputs.logp), vector.load(inputs.ref_logp));
+      const TermNumber<Floats> of_reference = reference.add(part, row.weight, s, vector.x);
+      penalty.add(part, present, of_reference.loss);
+      gradient = keep_if(present, gradient + of_reference.grad);
+    }
+    if (gate.penalty != Penalty::none) {
+      const Mask pays = inputs.penalty_mask ? both(present, present_own<kWhole>(own, inputs.penalty_mask + i)) : present;
+      const OwnPenalty<Floats> of_token = own_penalty<Floats>(gate.penalty, vector.x);
+      const Floats factor = all<Floats>(gate.penalty_coefficient);
+      penalty.add(part, pays, row.weight * (factor * of_token.value));
+      gradient += keep_if(pays, row.weight * (factor * of_token.slope));
+    }
+    if (inputs.entropy) entropy.add(part, present, vector.load(inputs.entropy));
+    vector.store(gradient, grad);
+  }
+
+  HPO_INLINE void end_group() {
+    loss.end();
+    if (penalised) penalty.end();
+    if (inputs.entropy) entropy.end();
+  }
+
+  // Rows by themselves.
+  HPO_INLINE void few_rows(const Segments& segments, PresentTokens& present_tokens) {
+    const PolicyLossArgs& args = call.args;
+    for (int index = 0; index < segments.count; ++index) {
+      const Segment& segment = segments.list[index];
+      const bool negative = !args.advantage_per_token && args.advantages[segment.row] < 0.0f;
+      const RowNumbers row = {
+          Ints{} + (negative ? kNegative : kPositive), all<Floats>(RowNumbers::coefficient_of(args, segment.row)),
+          all<Floats>(RowNumbers::weight_of(args, segment.row)), all<Floats>(RowNumbers::target_of(args, segment.row))};
+      const int32_t before = present_count.total();
+      const auto each = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
+        constexpr bool kWhole = decltype(whole)::value;
+        step<kWhole>(i, part, own, inputs.mask ? present_own<kWhole>(own, inputs.mask + i) : own, row);
+      };
+      for_each_vector(segment.begin, segment.end, each, [&]() __attribute__((always_inline)) { end_group(); });
+      present_tokens.set(index, present_count.total() - before);
+    }
+    end_group();
+  }
+
+  // Rows at their tokens in arrays.
+  HPO_INLINE void many_rows(int n, const Segments& segments, Tile& tile) {
+    const PolicyLossArgs& args = call.args;
+    load_row_numbers(args, n, segments, tile);
+    float *weight = tile.spread[1], *target = tile.spread[2];
+    const bool weighs = gate.weighs || penalised, compares = args.target && !inputs.target;
+    if (weighs) spread_rows(segments, weight, [&](int64_t row) { return RowNumbers::weight_of(args, row); });
+    if (compares) spread_rows(segments, target, [&](int64_t row) { return RowNumbers::target_of(args, row); });
+    const auto each = [&](int i, int part, Mask own, auto) __attribute__((always_inline)) {
+      Ints kind = load_lanes<Ints>(tile.kind + i);
+      if (inputs.mask) {
+        kind = keep_if(present_bytes(inputs.mask + i), kind);
+        store_lanes(kind, tile.kind + i);
+      }
+      const RowNumbers row = {kind, load_lanes<Floats>(tile.coefficient + i),
+                              weighs ? load_lanes<Floats>(weight + i) : Floats{},
+                              compares ? load_lanes<Floats>(target + i) : Floats{}};
+      step<true>(i, part, own, present_lanes(kind), row);
+    };
+    for_each_vector(0, n, each, [&]() __attribute__((always_inline)) { end_group(); });
+    end_group();
+  }
+
+  // False: the fast path does not hold, and nothing is counted.
+  HPO_INLINE bool settle(Tile& tile, Partial& partial) {
+    const bool holds = coefficients.finite() && reference.within_range() && !any(exceptions) && finite_lanes(lost) &&
+                       finite_lanes(penalties) && finite_lanes(entropies);
+    const int64_t tokens = present_count.total();
+    if (!holds || !settle_fast<false>(sums, tokens, partial, tile.near)) return false;
+    GateCounts counts;
+    gate.count(counts);
+    counts.add_to(partial.slots);
+    partial.slots[kSelected] += double(chosen_count.total());
+    add_to_lanes(lost, partial.sums[kLossSum]);
+    if (inputs.ref_logp) reference.add_to(partial);
+    if (penalised) add_to_lanes(penalties, partial.sums[kPenaltySum]);
+    if (inputs.entropy) {
+      add_to_lanes(entropies, partial.sums[kEntropySum]);
+      partial.slots[kEntropyTokens] += double(tokens);
+    }
+    return true;
+  }
+};
+
+// Loss and gradient of a tile of whole vectors. False: the fast path does not hold, and nothing is counted.
+template <class Gate>
+bool sweep_token_inputs(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
+                        Partial& partial, const Gate& gate) {
+  TokenInputsSweep<Gate> sweep(call, first, call.args.grad ? call.args.grad + first : tile.grad, gate);
+  if (segments.few(n)) {
+    PresentTokens present;
+    sweep.few_rows(segments, present);
+    if (!sweep.settle(tile, partial)) return false;
+    present.mark(segments, seen);
+  } else {
+    sweep.many_rows(n, segments, tile);
+    if (!sweep.settle(tile, partial)) return false;
+    mark_rows(segments, tile.kind, seen);
+  }
+  return true;
+}
+
+}  // namespace hpo::HPO_ISA

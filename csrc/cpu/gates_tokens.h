@@ -1,0 +1,302 @@
+// Gates on tokens: any tile in several passes, and fast-path tiles in one.
+#pragma once
+#include <type_traits>
+
+#include "gates_token_inputs.h"
+
+namespace hpo::HPO_ISA {
+
+// In ratio space, by sign of the advantage. Where a bound is driven, the token's own takes its place.
+struct Bounds {
+  float low[2], high[2];
+  int32_t low_driven[2], high_driven[2];
+  const float *token_low, *token_high;  // [tile]
+};
+
+// Which of the bounds a loop reads.
+enum class BoundsKind { none, common, by_sign, by_token };
+
+inline Bounds tile_bounds(const Call& call, int64_t first) {
+  const PolicyLossArgs& args = call.args;
+  const bool clips = call.structure.token == TokenGate::clip;
+  Bounds bounds = {};
+  for (int sign = 0; sign < 2; ++sign) {
+    bounds.low[sign] = clips ? float(call.numbers.token_low[sign]) : 0.0f;
+    bounds.high[sign] = clips ? float(call.numbers.token_high[sign]) : INFINITY;
+    bounds.low_driven[sign] = args.low && call.structure.low_driven[sign];
+    bounds.high_driven[sign] = args.high && call.structure.high_driven[sign];
+  }
+  bounds.token_low = (args.low ? args.low : args.logp) + first;  // if not driven, anything readable
+  bounds.token_high = (args.high ? args.high : args.logp) + first;
+  return bounds;
+}
+
+using TokenGateLoop = GateCounts (*)(const Bounds&, const Tile&, const float* coefficient, const float* logp, float* loss,
+                                     float* grad, int n);
+
+template <bool kScoreHead, BoundsKind kBounds>
+GateCounts token_gate_loop(const Bounds& bounds, const Tile& tile, const float* __restrict coefficient,
+                           const float* __restrict logp, float* __restrict loss, float* __restrict grad, int n) {
+  const Bounds b = bounds;
+  const int32_t* __restrict chosen = tile.chosen;
+  const float* __restrict token_low = b.token_low, * __restrict token_high = b.token_high;
+  GateCounts counts;
+  for (int i = 0; i < n; ++i) {
+    const int32_t kind = chosen[i];
+    float low = b.low[0], high = b.high[0];
+    if (kBounds == BoundsKind::by_sign || kBounds == BoundsKind::by_token) {
+      low = kind == kNegative ? b.low[1] : low;
+      high = kind == kNegative ? b.high[1] : high;
+    }
+    if (kBounds == BoundsKind::by_token) {
+      const float own_low = token_low[i], own_high = token_high[i];
+      low = (kind == kNegative ? b.low_driven[1] : b.low_driven[0]) ? own_low : low;
+      high = (kind == kNegative ? b.high_driven[1] : b.high_driven[0]) ? own_high : high;
+    }
+    const float ratio = tile.ratio[i];
+    const Gated gated = kBounds == BoundsKind::none ? Gated{1.0f, 0} : clip_ratio(ratio, low, high);
+    const Term term = policy_term(kScoreHead, coefficient[i], gated, kScoreHead ? logp[i] : 0.0f);
+    loss[i] = keep_if(kind != kAbsent, term.loss);
+    grad[i] = keep_if(kind != kAbsent, term.grad);
+    counts.chosen += kind;
+    if (kBounds != BoundsKind::none) {
+      counts.below += kind & mask_of(ratio < low);
+      counts.above += kind & mask_of(ratio > high);
+    }
+  }
+  return counts;
+}
+
+inline BoundsKind bounds_kind(const Call& call) {
+  if (call.structure.token == TokenGate::drop) return BoundsKind::none;
+  const Bounds bounds = tile_bounds(call, 0);
+  if (bounds.low_driven[0] || bounds.low_driven[1] || bounds.high_driven[0] || bounds.high_driven[1]) {
+    return BoundsKind::by_token;
+  }
+  const bool common = bounds.low[0] == bounds.low[1] && bounds.high[0] == bounds.high[1];
+  return common ? BoundsKind::common : BoundsKind::by_sign;
+}
+
+template <bool kScoreHead>
+TokenGateLoop pick_token_gate(BoundsKind kind) {
+  switch (kind) {
+    case BoundsKind::none: return token_gate_loop<kScoreHead, BoundsKind::none>;
+    case BoundsKind::common: return token_gate_loop<kScoreHead, BoundsKind::common>;
+    case BoundsKind::by_sign: return token_gate_loop<kScoreHead, BoundsKind::by_sign>;
+    default: return token_gate_loop<kScoreHead, BoundsKind::by_token>;
+  }
+}
+
+// The gate of a fast-path tile, vector by vector.
+template <bool kScoreHead, BoundsKind kBounds>
+struct FastTokenGate {
+  static constexpr Penalty penalty = Penalty::none;
+  static constexpr float penalty_coefficient = 0.0f;
+  static constexpr bool weighs = false;
+  const Bounds& bounds;
+  const float* logp;
+  Ints below[kParts] = {}, above[kParts] = {};
+
+  HPO_INLINE Mask defined(const TermInputs&) const { return all_lanes(); }
+
+  template <class Vector>
+  HPO_INLINE TermNumber<Floats> term(const Vector& vector, const TermInputs& inputs) {
+    return term(vector, inputs.kind, inputs.coefficient);
+  }
+
+  template <class Vector>
+  HPO_INLINE TermNumber<Floats> term(const Vector& vector, Ints kind, Floats coefficient) {
+    const Floats ratio = vector.ratio;
+    Floats low = all<Floats>(bounds.low[0]), high = all<Floats>(bounds.high[0]);
+    if (kBounds == BoundsKind::by_sign || kBounds == BoundsKind::by_token) {
+      low = kind == kNegative ? all<Floats>(bounds.low[1]) : low;
+      high = kind == kNegative ? all<Floats>(bounds.high[1]) : high;
+    }
+    if (kBounds == BoundsKind::by_token) {
+      const auto driven = [&](const int32_t by_sign[2]) {
+        return (kind == kNegative ? Ints{} + by_sign[1] : Ints{} + by_sign[0]) != 0;
+      };
+      low = driven(bounds.low_driven) ? load_lanes<Floats>(bounds.token_low + vector.i) : low;
+      high = driven(bounds.high_driven) ? load_lanes<Floats>(bounds.token_high + vector.i) : high;
+    }
+    Mask inside = {};
+    Floats clipped = all<Floats>(1.0f);
+    if (kBounds != BoundsKind::none) {
+      const Mask enough = at_least(ratio, low), little = at_least(high, ratio);
+      clipped = blend(little, blend(enough, ratio, low), high);
+      inside = both(vector.present, both(enough, little));
+      below[vector.part] = add_where(but_not(vector.present, enough), kind, below[vector.part]);
+      above[vector.part] = add_where(but_not(vector.present, little), kind, above[vector.part]);
+    }
+    return fast_term<kScoreHead>(vector, inside, policy_value(coefficient, clipped), logp);
+  }
+
+  void count(GateCounts& counts) const {
+    for (int part = 0; part < kParts; ++part) counts.below += sum_lanes(below[part]), counts.above += sum_lanes(above[part]);
+  }
+};
+
+// The same with its loss and gradient, where coefficients belong to rows.
+template <bool kScoreHead, BoundsKind kBounds>
+struct FastManyRows {
+  FastTokenGate<kScoreHead, kBounds> gate;
+  float* grad;
+  GroupSum loss;
+
+  template <class Vector>
+  HPO_INLINE void operator()(const Vector& vector, Ints kind, Floats coefficient) {
+    put_term(vector, gate.term(vector, kind, coefficient), loss, grad);
+  }
+  HPO_INLINE void end_group() { loss.end(); }
+};
+
+// A tile of few rows: the tokens of a row have one sign of the advantage, and under most gates one bound. Tokens beyond it have
+// the same loss, so counting them is enough.
+template <bool kScoreHead, bool kRatio, bool kLow, bool kHigh>
+struct FastRowGate {
+  static constexpr bool kCounts = kRatio && !kScoreHead;
+  const Floats coefficient, low, high;
+  const float* logp;
+  float* grad;
+  GroupSum loss;
+  LaneCount inside_count = {}, not_below_count = {};
+
+  template <class Vector>
+  HPO_INLINE void operator()(const Vector& vector) {
+    const Floats ratio = kRatio ? vector.ratio : all<Floats>(1.0f);
+    const Mask enough = kLow ? at_least(ratio, low) : all_lanes(), little = kHigh ? at_least(high, ratio) : all_lanes();
+    const Mask not_below = both(vector.present, enough), inside = kRatio ? both(not_below, little) : Mask{};
+    if (kLow || kHigh) inside_count.add(inside);
+    if (kLow && kHigh) not_below_count.add(not_below);
+    if constexpr (kCounts) {
+      const Floats value = keep_if(inside, policy_value(coefficient, ratio));
+      loss.add(vector.part, all_lanes(), value);
+      vector.store(value, grad);
+    } else {
+      const Floats raised = kLow ? blend(enough, ratio, low) : ratio, clipped = kHigh ? blend(little, raised, high) : raised;
+      put_term(vector, fast_term<kScoreHead>(vector, inside, policy_value(coefficient, clipped), logp), loss, grad);
+    }
+  }
+  HPO_INLINE void end_group() { loss.end(); }
+
+  // Returns the loss of the counted tokens.
+  double count(int32_t present, int32_t kind, GateCounts& counts) const {
+    if (!(kLow || kHigh)) return 0.0;
+    const int32_t outside = present - inside_count.total();
+    const int32_t under = !kHigh ? outside : (kLow ? present - not_below_count.total() : 0), over = outside - under;
+    counts.below += under * kind, counts.above += over * kind;
+    const auto loss_of = [&](int32_t tokens, float bound) {
+      return tokens == 0 ? 0.0 : double(tokens) * double(policy_value(coefficient[0], bound));
+    };
+    return kCounts ? loss_of(under, low[0]) + loss_of(over, high[0]) : 0.0;
+  }
+};
+
+// A fast-path tile. False: the fast path does not hold, and nothing is counted.
+using FastTile = bool (*)(const Call&, int64_t first, int n, const Segments&, Tile&, uint8_t* seen, Partial&);
+
+// Of a call whose tokens have inputs of their own.
+template <bool kScoreHead, BoundsKind kBounds>
+bool run_token_inputs(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
+                      Partial& partial) {
+  if (n % kLanes != 0) return false;
+  const Bounds bounds = tile_bounds(call, first);
+  const FastTokenGate<kScoreHead, kBounds> gate = {bounds, call.args.logp + first};
+  return sweep_token_inputs(call, first, n, segments, tile, seen, partial, gate);
+}
+
+template <bool kScoreHead>
+FastTile pick_token_inputs(BoundsKind kind) {
+  switch (kind) {
+    case BoundsKind::none: return run_token_inputs<kScoreHead, BoundsKind::none>;
+    case BoundsKind::common: return run_token_inputs<kScoreHead, BoundsKind::common>;
+    case BoundsKind::by_sign: return run_token_inputs<kScoreHead, BoundsKind::by_sign>;
+    default: return run_token_inputs<kScoreHead, BoundsKind::by_token>;
+  }
+}
+
+// Of any other call, each in its cheapest form.
+template <bool kScoreHead, bool kMasked>
+struct FastTiles {
+  template <BoundsKind kBounds>
+  static bool run(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
+                  Partial& partial) {
+    if (n % kLanes != 0) return false;
+    const PolicyLossArgs& args = call.args;
+    const bool few = segments.few(n);
+    if (few ? !finite_coefficients(args, segments) : load_rows(args, first, n, segments, tile)) return false;
+    const Bounds bounds = tile_bounds(call, first);
+    float* grad = args.grad ? args.grad + first : tile.grad;
+    return guess_near(tile.near, [&](auto near) {
+      constexpr bool kTakenForNear = decltype(near)::value;
+      double loss[kLanes] = {};
+      GateCounts counts;
+      const double before = partial.slots[kTokens];
+      if (few) {
+        if (!few_rows<kTakenForNear, kBounds != BoundsKind::none>(args, first, segments, bounds, grad, tile, seen, partial,
+                                                                  loss, counts))
+          return false;
+      } else {
+        FastManyRows<kScoreHead, kBounds> each = {{bounds, args.logp + first}, grad, GroupSum(loss)};
+        if (!sweep_many_rows<kTakenForNear, kMasked>(args, first, n, partial, each, tile)) return false;
+        each.loss.end();
+        each.gate.count(counts);
+        mark_rows(segments, tile.kind, seen);
+      }
+      counts.add_to(partial.slots);
+      partial.slots[kSelected] += partial.slots[kTokens] - before;
+      add_to_lanes(loss, partial.sums[kLossSum]);
+      return true;
+    });
+  }
+
+  template <bool kTakenForNear, bool kRatio>
+  static bool few_rows(const PolicyLossArgs& args, int64_t first, const Segments& segments, const Bounds& bounds, float* grad,
+                       Tile& tile, uint8_t* seen, Partial& partial, double* loss, GateCounts& counts) {
+    FastSums sums;
+    PresentTokens present;
+    GroupSum group(loss);
+    for (int index = 0; index < segments.count; ++index) {
+      const Segment& segment = segments.list[index];
+      const float advantage = args.advantages[segment.row], coefficient = args.weights[segment.row] * advantage;
+      const int sign = advantage < 0.0f;
+      const float low = bounds.low[sign], high = bounds.high[sign];
+      const auto sweep = [&](auto has_low, auto has_high) {
+        FastRowGate<kScoreHead, kRatio, decltype(has_low)::value, decltype(has_high)::value> gate = {
+            all<Floats>(coefficient), all<Floats>(low), all<Floats>(high), args.logp + first, grad, group};
+        const int32_t count = sweep_row<kTakenForNear, kMasked>(args, first, segment, sums, gate);
+        present.set(index, count);
+        loss[0] += gate.count(count, sign ? kNegative : kPositive, counts);
+        group = gate.loss;
+      };
+      const std::true_type yes;
+      const std::false_type no;
+      if constexpr (kRatio) {
+        const bool has_low = low > 0.0f, has_high = high < INFINITY;
+        has_low ? (has_high ? sweep(yes, yes) : sweep(yes, no)) : (has_high ? sweep(no, yes) : sweep(no, no));
+      } else {
+        sweep(no, no);
+      }
+    }
+    group.end();
+    if (!settle_fast<kTakenForNear>(sums, present.all, partial, tile.near)) return false;
+    present.mark(segments, seen);
+    return true;
+  }
+
+  static FastTile pick(BoundsKind kind) {
+    switch (kind) {
+      case BoundsKind::none: return run<BoundsKind::none>;
+      case BoundsKind::common: return run<BoundsKind::common>;
+      default: return run<BoundsKind::by_sign>;
+    }
+  }
+};
+
+template <bool kScoreHead>
+FastTile pick_fast_tile(const PolicyLossArgs& args, BoundsKind kind, bool masked) {
+  if (has_token_inputs(args) || kind == BoundsKind::by_token) return pick_token_inputs<kScoreHead>(kind);
+  return masked ? FastTiles<kScoreHead, true>::pick(kind) : FastTiles<kScoreHead, false>::pick(kind);
+}
+
+}  // namespace hpo::HPO_ISA

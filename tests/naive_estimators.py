@@ -290,8 +290,8 @@ def forms(u):
 
 
 def icpo(u):
-    right = u.flag.astype(bool)
-    worth = [float(r) + (0.75 if r and steered else 0.0) for r, steered in zip(right, u.other > 0, strict=True)]
+    right = u.reward > 0.4
+    worth = [r + (0.75 if r > 0.4 and steered else 0.0) for r, steered in zip(u.reward, u.other > 0, strict=True)]
     return z(np.array(worth), ids(u.group), u.mask & (right | (u.other <= 0)))
 
 

@@ -86,7 +86,7 @@ def test_the_order_of_rows_does_not_matter(call):
 
 LOCAL = {
     "aepo_ruc", "archer", "ares_next_windows", "ares_penalty_weights", "count_of_rows", "cover", "dcpo_regulariser",
-    "entropy_advantage", "entropy_change", "funrl", "group_confidence", "hapo", "hapo_redistribution",
+    "entropy_advantage", "entropy_change", "erc", "funrl", "group_confidence", "hapo", "hapo_redistribution",
     "hapo_temperature", "opened", "siren_tokens", "steer", "steer_linear", "ulorl",
 }  # fmt: skip
 

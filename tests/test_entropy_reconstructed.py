@@ -32,6 +32,32 @@ def test_funrl(drawn):
 
 
 @on_random_batches
+def test_erc(drawn):
+    """And the borders are outside: 1.25 and .75 are exact."""
+    factors = [0.7, 0.75, 0.8, 1.0, 1.2, 1.25, 1.3]
+    old = drawn.poisoned([h * factors[drawn.draw.integers(7)] for h in drawn.entropy])
+    ratio = {t: drawn.entropy[t] / old[t] if old[t] else 1.0 for t in drawn.usable}
+    kept = [t for t in drawn.usable if 0.75 < ratio[t] < 1.25]
+    got = R.erc(drawn.tensor(drawn.entropy), drawn.tensor(old), drawn.batch, eps_low=0.25, eps_high=0.25)
+    assert got.mask.nonzero().flatten().tolist() == sorted(kept)
+
+
+def test_erc_by_hand():
+    entropy = torch.tensor([0.75, 1.25, 0.5, 0.0, 0.0, 1.0, 0.76, 1.24])
+    old = torch.tensor([1.0, 1.0, 0.5, 0.0, 0.1, 0.0, 1.0, 1.0])
+    batch = hpo.PackedBatch.from_lengths([8])
+    mask = R.erc(entropy, old, batch, eps_low=0.25, eps_high=0.25).mask
+    assert mask.tolist() == [False, False, True, True, False, False, True, True]
+    asymmetric = R.erc(entropy, old, batch, eps_low=0.1, eps_high=0.3).mask
+    assert asymmetric.tolist() == [False, True, True, True, False, False, False, True]
+    assert R.erc(old, old, batch, eps_low=0.0, eps_high=0.0).mask.all()
+    out = hpo.policy_loss_and_grad(
+        old, old, torch.ones(1), batch, hpo.gates.dapo(), selection=E.Selection(mask=mask), weights=torch.ones(1)
+    )
+    assert out.grad.tolist() == [-1.0 if kept else 0.0 for kept in mask]
+
+
+@on_random_batches
 def test_less(drawn):
     entropy = drawn.tensor(drawn.entropy)
     numbers = sorted(drawn.entropy[t] for t in drawn.usable)

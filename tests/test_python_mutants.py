@@ -107,6 +107,21 @@ MUTANTS = {
         "if gate_inputs is not None or gate.required:", "if gate_inputs is not None:",
         "test_gate_inputs.test_a_gate_without_what_it_needs_is_refused_with_the_call_that_makes_it", name="hapo_clip",
     ),
+    "a method's token weights take the place of the loss's": mutant(
+        "losses.py",
+        "token_weight = factor if token_weight is None else token_weight * factor", "token_weight = factor",
+        "test_gate_inputs.test_the_weight_of_a_method_and_that_of_the_loss_are_multiplied", backend="cpu",
+    ),
+    "FIPO counts ratios that the dual clip stops": mutant(
+        "gates/future_kl.py",
+        "torch.where(beyond, 0.0, x)", "x.clone()",
+        "test_presets.test_the_weights_of_fipo_are_its_sums", backend="cpu",
+    ),
+    "a steered rollout that failed stays in its group": mutant(
+        "advantages/shaping.py",
+        "    if rejected:\n", "    if not rejected:\n",
+        "test_schedules.test_icpo_by_hand", backend="cpu",
+    ),
     "a trainer makes PPO of a gate that needs inputs": mutant(
         "integrations/needs.py",
         "            gate_inputs is not None or name in selected,\n", "            True,\n",

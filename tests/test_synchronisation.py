@@ -97,6 +97,7 @@ def test_nothing_synchronises():
         gates.clip_cov_mask(logp, old_logp, make(8), batch, seed=3)
         gates.m2po_mask(logp, old_logp, batch)
         gates.fipo_weight(logp, old_logp, make(8), batch)
+        gates.icpo_weight(logp), hpo.entropy.reconstructed.erc(entropy, make(64), batch)
         gates.rec_ring_mask(logp, old_logp, make(8), batch)
         gates.gbpo_target(make(8), batch.group_ids)
         entropies = hpo.entropy
@@ -220,6 +221,10 @@ def test_no_estimator_of_tokens_and_no_selection_synchronises():
         advantages.dcpo(rows, make.ids(), advantages.GroupHistory(*(make(5, dtype=torch.float64) for _ in range(3))))
         advantages.BetaTracker(make(5), make(5)).updated(rows, make.ids(), rows)
         advantages.d3s_samples(rows, batch.group_ids, 2), advantages.pf_ppo(rows, batch.group_ids)
+        advantages.swarm_samples(rows, batch.group_ids, rows > 0, seed=1)
+        advantages.reconstructed.v05_samples(rows, batch.group_ids, rows)
+        advantages.icpo(rows, batch.group_ids, rows > 0, progress=0.5)
+        advantages.unidoc_rl(rows, rows, rows, rows, rows, batch.group_ids)
         advantages.vpo(make(8, 3, 2), batch.group_ids, make(4, 2))
         stepped = make.batch(steps=make(5, 2, dtype=torch.int64), group_ids=make.ids())
         estimator = functools.partial(advantages.hgpo, anchor_ids=make(5, dtype=torch.int64))

@@ -339,6 +339,7 @@ def _presets() -> Iterator[Call]:
     pivot = presets.fit_pivot(_T["entropy"], packed)
     given: dict[str, Any] = {
         "entropy": _T["entropy"], "logp": _T["logp"], "old_logp": _T["old_logp"], "advantages": _S["advantages"],
+        "old_entropy": _T["weight"],
         "batch": packed, "change": _T["logp"], "state": table, "mask": _T["bools"], "length": 2,
         "window": presets.Window(0, 1), "confidence": _T["weight"], "is_correct": _S["bools"], "logits": _T["logp"],
         "weights": _S["weights"], "history": floats(0.5, 0.25), "low": _S["weights"], "high": _S["weights"] * 4,

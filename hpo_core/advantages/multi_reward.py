@@ -197,7 +197,7 @@ def unidoc_rl(
         form: ``[S]``, 1 for all tags, 1/2 for all but the answer's, else 0.
         answer_weight, step_weight: 0.6 and 0.1, the code's.
 
-    Rewards that the form closes are not read: a unit is known without them.
+    A unit that lacks one of the five is in no statistic and gets 0, even where the form closes what it lacks.
 
     >>> ones, form = torch.ones(3), torch.tensor([1.0, 0.5, 0.0])
     >>> unidoc_rl(ones, ones, ones, ones, form, None)
@@ -207,8 +207,9 @@ def unidoc_rl(
     check_units(answer=answer, group_ids=group_ids, mask=mask)
     exact = form.double()
     steps = step_weight * (search.double() + selection.double() + perception.double() + exact)
-    worth = torch.where(exact > 0, steps, 0 * exact)  # a form that is NaN stays so
-    worth = torch.where(exact > 0.5, worth + answer_weight * answer.double(), worth)
+    earned = answer_weight * answer.double()
+    worth = torch.where(exact > 0.5, steps + earned, torch.where(exact > 0, steps, 0.0))
+    worth = torch.where(torch.isfinite(steps + earned), worth, torch.nan)
     return grpo(as_advantages(worth, answer, backend), group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 
 

@@ -23,6 +23,7 @@ from .window import EntropyWindow, WindowState
 
 __all__ = [
     "dcpo_regulariser",
+    "erc",
     "funrl",
     "less",
     "less_tokens",
@@ -62,6 +63,42 @@ def dcpo_regulariser(
     older = torch.where(given.usable, old_logp.detach().double(), 0.0)
     ratio = torch.exp((given.values - older).clamp(-60, 60)).clamp(max=ratio_cap)
     return Selection(weight=given.result(ratio, 1.0))
+
+
+@preset(Provenance.RECONSTRUCTED)
+def erc(
+    entropy: torch.Tensor,
+    old_entropy: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    eps_low: float = 0.06,
+    eps_high: float = 0.06,
+) -> Selection:
+    """Entropy ratio clipping: only tokens whose entropy has hardly changed since the rollout are trained on,
+    ``1 - eps_low < H / H_old < 1 + eps_high`` (arXiv 2512.05591, as its abstract and a public implementation have it).
+    Returns a :class:`Selection` with a mask, beside any gate; the paper takes DAPO and GPPO.
+
+    Assumed: open intervals and 0.06, those of that implementation. A token whose entropy is what it was is kept, at 0,
+    too, where there is no ratio.
+
+    Args:
+        entropy: ``[T]`` in nats, of the current policy: compute the mask in each micro-batch.
+        old_entropy: ``[T]``, of the policy that wrote the rollout.
+        eps_low, eps_high: epsilons of the ratio.
+
+    Traps: the mask takes a fifth of the tokens, where PPO's clip takes one in thousands, and denominators stay those of
+    ``weights``.
+
+    >>> entropy, old_entropy = torch.tensor([1.0, 1.05, 0.0, 2.0]), torch.tensor([1.0, 1.0, 0.0, 1.0])
+    >>> erc(entropy, old_entropy, PackedBatch.from_lengths([4])).mask
+    tensor([ True,  True,  True, False])
+    """
+    check(0 <= eps_low <= 1, "eps_low: expected an epsilon in [0, 1], got {}", eps_low)
+    check(eps_high >= 0, "eps_high: expected an epsilon >= 0, got {}", eps_high)
+    given = read(batch, entropy=entropy, old_entropy=old_entropy)
+    older = torch.where(given.usable, old_entropy.detach().double(), 0.0)
+    inside = (given.values > (1 - eps_low) * older) & (given.values < (1 + eps_high) * older)
+    return Selection(mask=given.usable & (inside | (given.values == older)))
 
 
 @preset(Provenance.RECONSTRUCTED)

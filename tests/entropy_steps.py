@@ -182,6 +182,7 @@ METHODS = {
     ),
     "count_of_rows": Method(lambda step, _: E.count_of_rows(step.chosen, step.batch), level="row"),
     "cover": Method(lambda step, _: E.cover(step.chosen, step.batch, E.Window.forward(3))),
+    "checked_mask": Method(lambda step, _: E.checked_mask(step.chosen, step.entropy, step.batch)),
     "opened": Method(lambda step, _: E.opened(step.chosen, step.batch, 2)),
     "group_confidence": Method(lambda step, _: E.group_confidence(step.entropy, step.batch, 3)),
     "ulorl": Method(

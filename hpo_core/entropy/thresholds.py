@@ -151,7 +151,7 @@ def _is_longer_than_the_mean(
     table = units.new_zeros(2, groups + 1).scatter_add_(1, slot.expand(2, -1), units)
     if group is not None:
         torch.distributed.all_reduce(table, group=group)
-    total, count = table[:, slot]
+    total, count = table[:, slot].unbind()
     return (length * count > total) | (number < 0)
 
 
@@ -202,7 +202,7 @@ def d3s_tokens(
         torch.distributed.all_reduce(count, group=process_group)
     k = torch.div(count * share.numerator + share.denominator - 1, share.denominator, rounding_mode="floor")
     mask = top_k(score, batch, k.reshape(1), scope="call", uid=uid, process_group=process_group, backend=backend)
-    return Selection(mask=mask if keeps_zeros else mask & (score > 0))
+    return given.selected(mask if keeps_zeros else mask & (score > 0))
 
 
 def d3s_schedule(

@@ -39,26 +39,43 @@ struct TermPlan {
         pre_gated(pre_gates(hierarchy.term, head)),
         mean_exp(adds_exponentials(hierarchy)) {}
 
+  // The pre-gate is a clip.
+  bool clips() const { return pre_gated && head != Head::censored && !mean_exp; }
+
+  // Without a gate of their own, tokens under the same levels have the same term.
+  bool one_for_all() const {
+    bool alike = head == Head::linear && !mean_exp && (!term.present || term.penalty == Penalty::none);
+    for (int sign = 0; sign < 2; ++sign) {
+      alike &= !term.present || (numbers.weight_low[sign] == 1.0f && numbers.weight_high[sign] == 1.0f);
+    }
+    return alike;
+  }
+
   // From the gradient of what is aggregated to that of the token's log-ratio.
-  float through_pre_gate(const Tile& tile, int i, float flow) const {
-    if (mean_exp) return flow * mean_exp_slope(split, tile.x[i]);
+  HPO_INLINE Floats through_pre_gate(Ints negative, Floats x, Floats flow) const {
+    if (mean_exp) return flow * mean_exp_slope(split, x);
     if (!pre_gated) return flow;
-    const float slope = pre_gate_slope(numbers, head, tile.kind[i] == kNegative, tile.x[i]);
+    const Floats slope = pre_gate_slope<Floats>(numbers, head, negative, x);
     return keep_if(slope != 0.0f, slope * flow);
   }
 };
 
-// The log-ratios as they enter the gates.
+// The log-ratios as they enter the gates, in whole vectors.
 inline const float* load_entering(const TermPlan& plan, const Tile& tile, int n, TokenTerms& terms) {
   if (!plan.pre_gated) return tile.x;
-  for (int i = 0; i < n; ++i) terms.entering[i] = pre_gate(plan.numbers, plan.head, tile.kind[i] == kNegative, tile.x[i]);
+  for (int i = 0; i < n; i += kWidth) {
+    const Ints negative = load_lanes<Ints>(tile.kind + i) == kNegative;
+    store_lanes(pre_gate<Floats>(plan.numbers, plan.head, negative, load_lanes<Floats>(tile.x + i)), terms.entering + i);
+  }
   return terms.entering;
 }
 
 // The part of them that is aggregated.
 inline const float* load_aggregated(const TermPlan& plan, const Tile& tile, int n, TokenTerms& terms) {
   if (!plan.mean_exp) return load_entering(plan, tile, n, terms);
-  for (int i = 0; i < n; ++i) terms.entering[i] = mean_exp_part(plan.split, tile.x[i]);
+  for (int i = 0; i < n; i += kWidth) {
+    store_lanes(mean_exp_part(plan.split, load_lanes<Floats>(tile.x + i)), terms.entering + i);
+  }
   return terms.entering;
 }
 
@@ -180,9 +197,7 @@ struct FastTermGate {
   HPO_INLINE TermNumber<Floats> term(const Vector& vector, const TermInputs& inputs) {
     const Ints negative = inputs.kind == kNegative;
     const Floats x = vector.x;
-    const Floats entering = plan.pre_gated ? clamp(x, by_sign<Floats>(negative, plan.numbers.pre_low),
-                                                   by_sign<Floats>(negative, plan.numbers.pre_high))
-                                           : x;
+    const Floats entering = plan.pre_gated ? pre_gate<Floats>(plan.numbers, kHead, negative, x) : x;
     const TermOfTokens<kHead> tokens(plan, LeafGate{}, negative, entering, x, by_sign<Floats>(negative, low),
                                      by_sign<Floats>(negative, high), inputs.coefficient, inputs.kept, vector.load(logp),
                                      inputs.target);
@@ -205,9 +220,8 @@ using FastTermTile = bool (*)(const Call&, const TermPlan&, const float (&low)[2
 template <Head kHead>
 bool run_terms(const Call& call, const TermPlan& plan, const float (&low)[2], const float (&high)[2], int64_t first, int n,
                const Segments& segments, Tile& tile, uint8_t* seen, Partial& partial) {
-  if (n % kLanes != 0) return false;
   const FastTermGate<kHead> gate = {plan, call.args.logp + first, low, high};
-  return sweep_token_inputs(call, first, n, segments, tile, seen, partial, gate);
+  return sweep_token_inputs<Given::anything>(call, first, n, segments, tile, seen, partial, gate);
 }
 
 inline FastTermTile pick_term_tile(Head head) {

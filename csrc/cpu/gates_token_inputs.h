@@ -25,6 +25,8 @@ struct TokenInputs {
   }
 };
 
+HPO_INLINE Floats size_of(Floats x) { return Floats(Ints(x) & 0x7FFFFFFF); }
+
 // Numbers that have to be finite, by the sum of them: it is not if one is not, or if they are huge.
 struct FiniteSum {
   Floats sum[kParts] = {};
@@ -55,11 +57,12 @@ struct FastReference {
       : estimator(call.structure.kl), gradient(call.structure.kl_gradient), beta(all<Floats>(float(call.numbers.kl_beta))) {}
 
   HPO_INLINE TermNumber<Floats> add(int part, Floats weight, Floats s, Floats x) {
+    const Floats size = size_of(s), e = any(at_least(size, all<Floats>(kNearReference))) ? exp(-s) : Floats{};
     sum[part] += s;
     square[part] += s * s;
-    k3_sum[part] += k3(s, exp(-s));
+    k3_sum[part] += k3(s, e);
     if (estimator == KLEstimator::none) return {Floats{}, Floats{}};
-    const TermNumber<Floats> term = kl_term<Floats>(estimator, gradient, s, x, Ints{} - 1, Ints{} - 1);
+    const TermNumber<Floats> term = kl_term<Floats>(estimator, gradient, s, e, x, Ints{} - 1, Ints{} - 1);
     return {weight * (beta * term.loss), weight * (beta * term.grad)};
   }
 
@@ -165,7 +168,7 @@ struct TokenInputsSweep {
     }
     if (gate.penalty != Penalty::none) {
       const Mask pays = inputs.penalty_mask ? both(present, present_own<kWhole>(own, inputs.penalty_mask + i)) : present;
-      const OwnPenalty<Floats> of_token = own_penalty<Floats>(gate.penalty, vector.x);
+      const OwnPenalty<Floats> of_token = own_penalty<Floats>(gate.penalty, vector.x, [&](Floats) { return vector.ratio; });
       const Floats factor = all<Floats>(gate.penalty_coefficient);
       penalty.add(part, pays, row.weight * (factor * of_token.value));
       gradient += keep_if(pays, row.weight * (factor * of_token.slope));

@@ -103,8 +103,9 @@ struct TermOfTokens {
   GatedTokenNumber<Floats> token;
   HeadTerm<Floats> term;
 
+  template <class RatioOf>
   HPO_INLINE TermOfTokens(const TermPlan& plan, const LeafGate& leaf, Ints negative, Floats entering, Floats x, Floats low,
-                          Floats high, Floats coefficient, Floats kept, Floats logp, Floats target) {
+                          Floats high, Floats coefficient, Floats kept, Floats logp, Floats target, const RatioOf& ratio_of) {
     const TermNumbers& numbers = plan.numbers;
     const Floats most = all<Floats>(saturation_of(kHead)), one = all<Floats>(1.0f);
     token = gate_token<Floats>(leaf, plan.split, plan.drop, plan.keep, negative, entering, low, high,
@@ -113,7 +114,7 @@ struct TermOfTokens {
     const Floats outside_high = by_sign<Floats>(negative, numbers.weight_high);
     const Floats factor = token.above ? outside_high : (token.below ? outside_low : one);
     term = head_term<Floats>(kHead, negative, by_sign<Floats>(negative, numbers.head), clamp(token.z, -most, most), x,
-                             coefficient * factor, kept * factor, logp, target);
+                             coefficient * factor, kept * factor, logp, target, ratio_of);
   }
 
   // Of the token's own path; `slope`: term.slope where it is present.
@@ -133,7 +134,7 @@ GateCounts term_loop(const TermPlan& plan, const LeafGate& leaf, const Tile& til
     const TermOfTokens<kHead> tokens(plan, leaf, negative, entering, x, load_lanes<Floats>(terms.low + i),
                                      load_lanes<Floats>(terms.high + i), load_lanes<Floats>(coefficient + i),
                                      load_lanes<Floats>(terms.kept + i), load_lanes<Floats>(terms.logp + i),
-                                     load_lanes<Floats>(terms.target + i));
+                                     load_lanes<Floats>(terms.target + i), Exponential{});
     const GatedTokenNumber<Floats>& token = tokens.token;
     const Floats slope = keep_if(present, tokens.term.slope);
     store_lanes(keep_if(present, tokens.term.loss), loss + i);
@@ -198,9 +199,12 @@ struct FastTermGate {
     const Ints negative = inputs.kind == kNegative;
     const Floats x = vector.x;
     const Floats entering = plan.pre_gated ? pre_gate<Floats>(plan.numbers, kHead, negative, x) : x;
+    const auto ratio_of = [&](Floats z) __attribute__((always_inline)) {  // mostly nothing has changed x
+      return any(both(vector.present, present_lanes(Ints(z != x)))) ? exp(z) : vector.ratio;
+    };
     const TermOfTokens<kHead> tokens(plan, LeafGate{}, negative, entering, x, by_sign<Floats>(negative, low),
                                      by_sign<Floats>(negative, high), inputs.coefficient, inputs.kept, vector.load(logp),
-                                     inputs.target);
+                                     inputs.target, ratio_of);
     const Mask chosen = vector.present;
     below[vector.part] = add_where(chosen, inputs.kind & tokens.token.below, below[vector.part]);
     above[vector.part] = add_where(chosen, inputs.kind & tokens.token.above, above[vector.part]);
@@ -248,7 +252,7 @@ inline void add_own_penalty(const Call& call, const TermPlan& plan, int64_t firs
   alignas(64) float value[kPadded];
   for (int i = 0; i < n; ++i) {
     const bool pays = tile.kind[i] != kAbsent && (!args.penalty_mask || args.penalty_mask[first + i] != 0);
-    const OwnPenalty<float> penalty = own_penalty(plan.term.penalty, tile.x[i]);
+    const OwnPenalty<float> penalty = own_penalty(plan.term.penalty, tile.x[i], Exponential{});
     if (token_loss) token_loss[i] += keep_if(pays, coefficient * penalty.value);
     value[i] = keep_if(pays, weight * (coefficient * penalty.value));
     grad[i] += keep_if(pays && tile.infinite[i] == 0, weight * (coefficient * penalty.slope));

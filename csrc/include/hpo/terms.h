@@ -113,12 +113,20 @@ struct HeadTerm {
   F direct;  // d loss / d logp, past z
 };
 
+// e^z, for the functions below.
+struct Exponential {
+  template <class F>
+  HPO_INLINE F operator()(F z) const {
+    return exp(z);
+  }
+};
+
 // `a`: weight * advantage * token weight, and `kept`: weight * token weight, both 0 where the token is not selected; z within
-// saturation_of(head), x the token's own log-ratio; `number` is the head's for the sign of the advantage. On-policy, z = 0,
-// slope + direct is -a to the bit under every head that promises it.
-template <class F>
-HPO_INLINE HeadTerm<F> head_term(Head head, typename Number<F>::Int negative, F number, F z, F x, F a, F kept, F logp,
-                                 F target) {
+// saturation_of(head), x the token's own log-ratio; `number` is the head's for the sign of the advantage; ratio_of(z): e^z.
+// On-policy, z = 0, slope + direct is -a to the bit under every head that promises it.
+template <class F, class RatioOf>
+HPO_INLINE HeadTerm<F> head_term(Head head, typename Number<F>::Int negative, F number, F z, F x, F a, F kept, F logp, F target,
+                                 const RatioOf& ratio_of) {
   using N = Number<F>;
   const F zero = {}, one = all<F>(1.0f), half = all<F>(0.5f);
   const F size = negative ? -a : a;  // weight * |advantage|
@@ -131,7 +139,7 @@ HPO_INLINE HeadTerm<F> head_term(Head head, typename Number<F>::Int negative, F 
             some ? -(a * own) : zero};
   }
   if (head == Head::log) return {scored(N::fused(half * kept * number, z * z, -(a * logp))), kept * number * z, -a};
-  const F ratio = exp(z);
+  const F ratio = ratio_of(z);
   const F linear = -(a * ratio);
   if (head == Head::score) return {scored(linear * logp), zero, linear};
   if (head == Head::mirror) {
@@ -175,13 +183,13 @@ struct OwnPenalty {
   F value, slope;
 };
 
-template <class F>
-HPO_INLINE OwnPenalty<F> own_penalty(Penalty penalty, F x) {
+template <class F, class RatioOf>
+HPO_INLINE OwnPenalty<F> own_penalty(Penalty penalty, F x, const RatioOf& ratio_of) {
   const F zero = {}, one = all<F>(1.0f);
   if (penalty == Penalty::k1) return {-x, -one};
   if (penalty == Penalty::k2) return {all<F>(0.5f) * x * x, x};
   if (penalty == Penalty::absolute) return {x < zero ? -x : x, x > zero ? one : (x < zero ? -one : zero)};
-  const F e = exp(x);  // e^-s - 1 + s of s = -x
+  const F e = ratio_of(x);  // e^-s - 1 + s of s = -x
   return {k3(-x, e), -k3_slope(-x, e)};
 }
 

@@ -39,7 +39,7 @@ PYTHON = (
     "wrong_arguments",
 )
 TRL = ("trl", "trl_contract", "trl_head", "trl_steps")
-VERL = ("verl", "verl_advantages", "verl_entropy", "verl_head")
+VERL = ("verl", "verl_advantages", "verl_rows", "verl_head")
 
 
 class Rule(NamedTuple):

@@ -87,7 +87,7 @@ RULES = [
     Rule(("kernels/hpo_triton/*",), ("triton_compile",), ("triton",)),
     Rule(("hpo_core/*.py",), (*PYTHON, *LOSS, "presets", "liger", "second_opinions")),
     Rule(
-        ("hpo_core/native.py", "hpo_core/backends.py", "hpo_core/specs.py"),
+        ("hpo_core/native.py", "hpo_core/backends.py", "hpo_core/specs/*.py"),
         (*OPERATORS, "backends", "without_native"),
         EVERY_BACKEND,
     ),
@@ -119,7 +119,7 @@ RULES = [
     Rule(("docs/kernels_sm90.md",), ("cuda_compile",)),
     Rule(("examples/*",), ("demo", "demo_agent", "docs")),
     Rule(("bench/*", "*.md", ".clang-format"), ("packaging",)),
-    Rule(("bench/*.py", "hpo_core/specs.py", "hpo_core/gates/ratio_gate.py"), ("bench",)),
+    Rule(("bench/*.py", "hpo_core/specs/*.py", "hpo_core/gates/ratio_gate.py"), ("bench",)),
     Rule(("hpo_core/losses.py", "hpo_core/prepared.py", "hpo_core/kl.py", "hpo_core/loss_from_logits.py"), ("selection",)),
     Rule(("tests/naive_entropy.py",), PRESETS),
     Rule(("tests/changed.py", "tests/sanitized.py"), ("changed",)),

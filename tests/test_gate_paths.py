@@ -101,8 +101,10 @@ def inputs_of_tokens(data):
                             for key, value in given[name].items()}}  # fmt: skip
 
 
-def assert_one_way(short, long):
-    assert bits(short.grad) == bits(long.grad)
+def assert_one_way(short, long, alike):
+    """``alike``: to the bit; what comes back through aggregates is a sum, which may round otherwise."""
+    assert bits(short.grad) == bits(long.grad) or not alike
+    torch.testing.assert_close(short.grad, long.grad, rtol=2e-6, atol=0.0)
     same = [name != "nan_tokens" for name in SLOTS]
     vectors = [each.metrics.vector[torch.tensor(same)] for each in (short, long)]
     torch.testing.assert_close(*vectors, rtol=2e-6, atol=2e-6)
@@ -115,7 +117,7 @@ def test_the_fast_path_has_the_gradient_of_any_other_way(gate, lengths):
     """A NaN in each tile sends it the long way; masked, that token says nothing to anybody."""
     data = Data(lengths)
     for given in inputs_of_tokens(data).values():
-        assert_one_way(data.run(gate, False, **given), data.run(gate, True, **given))
+        assert_one_way(data.run(gate, False, **given), data.run(gate, True, **given), not gate.levels)
 
 
 @pytest.mark.parametrize("lengths", [FEW, MANY], ids=["few rows", "many rows"])

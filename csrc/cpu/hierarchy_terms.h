@@ -42,6 +42,11 @@ struct TermPlan {
   // The pre-gate is a clip.
   bool clips() const { return pre_gated && head != Head::censored && !mean_exp; }
 
+  PreClip clip() const {
+    if (!clips()) return {{-INFINITY, -INFINITY}, {INFINITY, INFINITY}};
+    return {{numbers.pre_low[0], numbers.pre_low[1]}, {numbers.pre_high[0], numbers.pre_high[1]}};
+  }
+
   // Without a gate of their own, tokens under the same levels have the same term.
   bool one_for_all() const {
     bool alike = head == Head::linear && !mean_exp && (!term.present || term.penalty == Penalty::none);

@@ -157,7 +157,7 @@ struct TokenPlan {
         fast_loop(pick_fast_loop(call.structure, hierarchy.split)),
         may_be_fast(HPO_ISA::may_be_fast(call.args) && !call.args.target),
         as_they_are(!term.pre_gated && !term.mean_exp),
-        clip{{term.numbers.pre_low[0], term.numbers.pre_low[1]}, {term.numbers.pre_high[0], term.numbers.pre_high[1]}},
+        clip(term.clip()),
         measures_fast(may_be_fast && (as_they_are || (term.clips() && clip.narrows()))),
         drops(measures_fast && term.drop && !term.split && term.one_for_all()),
         opens(call.structure.token == TokenGate::clip && term.keep != 0.0f && call.structure.head == Head::linear),

@@ -25,13 +25,13 @@ ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators", "sc
 ENTROPY = ("entropy", "entropy_selection", "select_top", "window_aggregates")
 SCOPES = ("scopes", "scopes_over_ranks")
 PRESETS = ("selection", "entropy_presets", "entropy_shaping", "entropy_thresholds", "entropy_reconstructed",
-           "entropy_properties", "entropy_sources")  # fmt: skip
+           "entropy_properties", "entropy_sources", "entropy_over_ranks")  # fmt: skip
 SEGMENTS = ("segments", "token_estimators")
 LOGPROBS = ("logprobs", "logprobs_calls", "support", "linear_logprobs", "vocabulary_parallel", "logprobs_peers")
 OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SCOPES, *SEGMENTS, *LOGPROBS)
 MULTIPROCESS = (
     *("distributed", "segment_exchange", "aggregates", "advantages_over_ranks", "data_parallel", "deepspeed"),
-    *("empty_rank", "scopes_over_ranks"),
+    *("empty_rank", "scopes_over_ranks", "entropy_over_ranks"),
 )
 PYTHON = (
     *("aggregation", "batch", "batch_caches", "couplings", "docs", "gate_inputs", "imports", "level_metrics", "losses"),
@@ -122,6 +122,7 @@ RULES = [
     Rule(("bench/*.py", "hpo_core/specs/*.py", "hpo_core/gates/ratio_gate.py"), ("bench",)),
     Rule(("hpo_core/losses.py", "hpo_core/prepared.py", "hpo_core/kl.py", "hpo_core/loss_from_logits.py"), ("selection",)),
     Rule(("tests/naive_entropy.py",), PRESETS),
+    Rule(("tests/entropy_steps.py",), ("entropy_over_ranks",)),
     Rule(("tests/changed.py", "tests/sanitized.py"), ("changed",)),
     Rule(("tests/mutants.py", "tests/compiled.py"), ("mutants", "cuda_compile", "triton_compile"), EVERY_BACKEND),
     Rule(("tests/mutants.py",), ("python_mutants",), EVERY_BACKEND),

@@ -85,9 +85,9 @@ def test_the_order_of_rows_does_not_matter(call):
 
 
 LOCAL = {
-    "aepo_ruc", "archer", "ares_next_windows", "ares_penalty_weights", "count_of_rows", "cover", "dcpo_regulariser",
-    "entropy_advantage", "entropy_change", "erc", "funrl", "group_confidence", "hapo", "hapo_redistribution",
-    "hapo_temperature", "opened", "siren_tokens", "steer", "steer_linear", "ulorl",
+    "aepo_ruc", "archer", "ares_next_windows", "ares_penalty_weights", "checked_mask", "count_of_rows", "cover",
+    "dcpo_regulariser", "entropy_advantage", "entropy_change", "erc", "funrl", "group_confidence", "hapo",
+    "hapo_redistribution", "hapo_temperature", "opened", "siren_tokens", "steer", "steer_linear", "ulorl",
 }  # fmt: skip
 
 
@@ -200,6 +200,60 @@ def test_kinds_of_nothing_are_neutral():
     assert E.entropy_advantage(entropy, torch.ones(1), batch).advantage_addend.tolist() == [0.0] * 3
     loss = hpo.policy_loss(entropy, entropy, torch.ones(1), batch, selection=E.hapo(entropy, batch)).loss
     assert loss.item() == 0
+
+
+SIGNALS = {
+    "entropy", "logp", "old_logp", "old_entropy", "target_logp", "change", "confidence", "logits",
+}  # fmt: skip
+BROKEN = 5
+OF_SIGNALS = [
+    pytest.param(call, name, id=f"{call.name.rpartition('.')[2]}-{name}")
+    for call in PRESETS
+    for name, value in call.arguments.items()
+    if name in SIGNALS and value.shape == (TOKENS,)
+]
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize(("call", "name"), OF_SIGNALS)
+def test_a_token_without_a_number_is_as_good_as_masked(call, name, number):
+    """For all others. In its own slots it has NaN, which the loss counts; in a mask it is False, its advantage is 0."""
+    signal = call.arguments[name].clone()
+    signal[BROKEN] = number
+    whole = call.arguments["batch"]
+    mask = whole.mask.clone()
+    mask[BROKEN] = False
+    got = call.run({**call.arguments, name: signal})
+    expected = call.run({**call.arguments, "batch": whole.replace(mask=mask)})
+    own = [each[BROKEN] for each in flat(got) if each.shape == (TOKENS,)]
+    if isinstance(got, E.Selection):
+        floats = [each for each in own if each.is_floating_point()]
+        assert floats and all(each.isnan() for each in floats)
+    assert not any(each.item() for each in own if each.dtype is torch.bool)
+    others = torch.arange(TOKENS) != BROKEN
+    for one, other in zip(flat(got), flat(expected), strict=True):
+        if other.shape == (TOKENS,):
+            one, other = one[others], other[others]
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize(("call", "name"), OF_SIGNALS)
+def test_a_step_without_numbers_is_neutral_and_loud(call, name, number):
+    """No mask is full, an empty one is counted by the loss."""
+    signal = torch.full((TOKENS,), number)
+    given = {**call.arguments, name: signal}
+    if "state" in given and call.function.__name__ != "hapo_temperature":
+        given["state"] = None
+    got, batch = call.run(given), call.arguments["batch"]
+    for each in flat(got):
+        assert each.dtype is not torch.bool or not each.any()
+    if isinstance(got, E.Selection):
+        logp = torch.zeros(TOKENS)
+        penalty = {"kl": hpo.kl.k3(0.1), "ref_logp": logp} if got.kl_weight is not None else {}
+        bounds = {"gate": hpo.gates.hapo_clip()} if got.bounds is not None else {}
+        out = hpo.policy_loss(logp, logp, torch.ones(ROWS), batch, selection=got, **penalty, **bounds)
+        assert out.loss.item() == 0 and out.metrics["bad_advantages"].item() == batch.mask.sum()
 
 
 def test_a_token_without_an_entropy_is_left_out_and_counted():

@@ -52,6 +52,18 @@ def test_empg_of_the_source():
     assert E.empg(torch.ones(1), torch.full((3,), 0.5), batch, zeta=0.0).tolist() == pytest.approx([0, 0, 0], abs=1e-7)
 
 
+def test_empg_counts_a_step_of_several_ranges_once():
+    """The same three steps, of which the second goes on in the next row, and a range without a name."""
+    named = {"trajectory_ids": torch.tensor([4, 4, 2]), "step_ids": torch.tensor([5, 7, 7, 9, -1])}
+    batch = hpo.PackedBatch(torch.tensor([0, 3, 6, 7]), cu_steps=torch.tensor([0, 1, 3, 4, 6, 7]), **named)
+    entropy, own = torch.tensor([0.1, 0.25, 0.25, 1.0, 0.9, 0.9, 0.5]), torch.tensor([1.0, 1.0, 0.0])
+    g = torch.tensor([0.0, -0.5, -1.0, -0.5]).exp()
+    g = g / g.mean()
+    f = torch.tensor([-0.5, -1.0]).exp()
+    raw = torch.tensor([g[0] + f[0], g[1] + f[1], g[2], 0.0])
+    close(E.empg(own, entropy, batch, zeta=1.0), (raw - raw.mean())[[0, 1, 1, 2, 3]].tolist())
+
+
 def test_means_of_responses_of_the_sources():
     batch = rows_of(1, 1, 1)
     entropy = torch.tensor([0.2, 0.4, 0.6])

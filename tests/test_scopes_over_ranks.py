@@ -30,6 +30,8 @@ SCOPES = {
     "step": lambda rows: {"scope": "step"},
     "bucket": lambda rows: {"scope": BUCKETS[rows], "scopes": 6},
     "ids": lambda rows: {"scope": BUCKETS[rows]},
+    "hundreds": lambda rows: {"scope": 60 * BUCKETS[rows], "scopes": 301},
+    "thousands": lambda rows: {"scope": 900 * BUCKETS[rows], "scopes": 4501},
 }
 RULES = [("0.7", OrderRule.CEIL), ("0.95", OrderRule.LINEAR), ("1/3", OrderRule.LINEAR), ("0.95", OrderRule.NEAREST)]
 UID = torch.tensor([30, 10, 50, 20, 40, 5, 45, 15])
@@ -57,6 +59,8 @@ def compute(rank, kinds=tuple(KINDS), names=tuple(SCOPES)):
         @functools.wraps(function)
         def run(*arguments, **keywords):
             calls[name] += 1
+            if name == "all_reduce":
+                calls["largest"] = max(calls["largest"], arguments[0].numel() * arguments[0].element_size())
             return function(*arguments, **keywords)
 
         return run
@@ -118,12 +122,26 @@ def test_selections_are_those_of_one_process(ranks, kind, name):
 def test_collectives_are_few(ranks):
     """A quantile takes three all-reduces, an interpolation one more; a selection gathers one table, whose sizes come
     first. The numbering of ids that ranks share takes two gathers and an all-reduce."""
+
+    def of(found, *key):
+        calls = dict(found[key][1])
+        return calls.pop("largest", 0), calls
+
     for found in ranks:
-        assert found["tied", "bucket", "0.7", OrderRule.CEIL][1] == {"all_reduce": 3}
-        assert found["tied", "bucket", "0.95", OrderRule.LINEAR][1] == {"all_reduce": 4}
-        assert found["tied", "call", True][1] == {"all_reduce": 3, "all_gather": 2}
-        assert found["tied", "group", False][1] == {"all_reduce": 4, "all_gather": 4}
-        assert found["tied", "row", True][1] == {}
+        assert of(found, "tied", "call", "0.7", OrderRule.CEIL) == (16 * 1024, {"all_reduce": 3})
+        assert of(found, "tied", "bucket", "0.7", OrderRule.CEIL) == (6 * 16 * 1024, {"all_reduce": 3})
+        assert of(found, "tied", "bucket", "0.95", OrderRule.LINEAR)[1] == {"all_reduce": 4}
+        assert of(found, "tied", "call", True)[1] == {"all_reduce": 3, "all_gather": 2}
+        assert of(found, "tied", "group", False)[1] == {"all_reduce": 4, "all_gather": 4}
+        assert of(found, "tied", "row", True) == (0, {})
+
+
+def test_many_scopes_take_small_histograms(ranks):
+    """More all-reduces, of 2 KiB or 128 bytes for each scope; the first has the number of errors beside them."""
+    for name, scopes, count, largest in (("hundreds", 301, 4, 257), ("thousands", 4501, 8, 17)):
+        for found in ranks:
+            calls = found["tied", name, "0.7", OrderRule.CEIL][1]
+            assert calls == {"all_reduce": count, "largest": scopes * largest * 8}
 
 
 def test_a_rank_without_rows_keeps_no_other_waiting(ranks):

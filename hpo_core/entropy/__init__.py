@@ -22,7 +22,7 @@ from .high_entropy_windows import (
     count_of_rows,
 )
 from .maps import two_knot
-from .masks import cover, group_confidence, opened, ulorl
+from .masks import checked_mask, cover, group_confidence, opened, ulorl
 from .penalties import entropy_band, epo, mean_entropy, siren, siren_mean
 from .pivots import hapo, hapo_redistribution, hapo_temperature
 from .rewards import (
@@ -66,6 +66,7 @@ __all__ = [
     "ares_targets",
     "ares_threshold",
     "ares_windows",
+    "checked_mask",
     "count_of_rows",
     "covariance",
     "cover",

@@ -24,7 +24,7 @@ from .rewards import check_difficulty
 from .scopes import quantiles
 from .selection import Selection
 from .signals import NUMBERS, preset, read
-from .statistics import fit_scopes, of_row
+from .statistics import ScopeStatistics, fit_scopes, of_row
 
 __all__ = ["ares_next_windows", "ares_penalty_weights", "ares_threshold", "ares_windows", "count_of_rows"]
 
@@ -50,7 +50,8 @@ def ares_windows(
         quantile: 0.95, interpolated, because it is averaged.
         of_windows: True: the quantile of window means, the compared signal, instead of token entropies. With the
             latter, as printed, hardly a window passes.
-        process_group: groups, or the mini-batch, span these ranks.
+        process_group: groups, or the mini-batch, span these ranks, whose numbers of rows are read: the call
+            synchronises.
 
     >>> entropy = torch.tensor([0.1, 0.2, 1.5, 1.3, 0.1, 0.2])
     >>> ares_windows(entropy, PackedBatch.from_lengths([6]), width=2, of_windows=True)
@@ -61,10 +62,22 @@ def ares_windows(
     means = window_aggregate(values, batch, Window.forward(width), backend=backend)
     compared = torch.where(torch.isfinite(means), means, torch.nan) if of_windows else values
     of_rows = quantiles(compared, batch, quantile, scope="row", rule=OrderRule.LINEAR, backend=backend)
-    table = fit_scopes(of_rows, batch.group_ids, process_group=process_group, backend=backend)
-    threshold = table.at(torch.zeros_like(batch.cu_seqlens[1:]) if batch.group_ids is None else batch.group_ids)
+    ids = torch.zeros_like(batch.cu_seqlens[1:]) if batch.group_ids is None else batch.group_ids.to(torch.int64)
+    threshold = _fitted_in_order(of_rows, ids, process_group, backend).at(ids)
     of_group = torch.where(threshold.members > 0, threshold.mean.to(means.dtype), torch.inf)
     return means >= of_row(of_group, batch.row_of_token(), torch.inf)
+
+
+def _fitted_in_order(
+    values: torch.Tensor, ids: torch.Tensor, group: torch.distributed.ProcessGroup | None, backend: str | None
+) -> ScopeStatistics:
+    """Statistics of the values of all rows, of all ranks, in ascending order: the mean is a threshold, and no packing
+    and no sharding may change its last bit."""
+    if group is not None:
+        values, ids = (torch.cat(gather(each, group)) for each in (values, ids))
+    order = values.sort(stable=True).indices
+    order = order[ids[order].sort(stable=True).indices]
+    return fit_scopes(values[order], ids[order], backend=backend)
 
 
 @preset(Provenance.VERIFIED)

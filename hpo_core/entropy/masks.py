@@ -14,7 +14,7 @@ from .selection import Selection
 from .signals import preset, read
 from .statistics import means_of_segments, of_row
 
-__all__ = ["cover", "group_confidence", "opened", "ulorl"]
+__all__ = ["checked_mask", "cover", "group_confidence", "opened", "ulorl"]
 
 
 @preset(Provenance.VERIFIED)
@@ -47,6 +47,25 @@ def opened(mask: torch.Tensor, batch: PackedBatch, length: int, *, backend: str 
     run = Window(0, length - 1, "min", "full", "break")
     begins = window_aggregate(mask.float(), batch, run, backend=backend) > 0
     return cover(begins, batch, run, backend=backend)
+
+
+@preset(Provenance.VERIFIED)
+def checked_mask(mask: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> Selection:
+    """A mask as a :class:`Selection` that does not hide errors: valid tokens whose entropy is not finite are selected
+    by no mask, and here they have the weight NaN, so that the loss counts them (``bad_advantages``).
+
+    Args:
+        mask: ``[T]`` bool, such as that of :func:`ares_windows` or :func:`less_tokens`.
+        entropy: ``[T]``, the numbers that the mask was made of.
+
+    The other tokens have the weight 1. Masks that are a ``Selection`` already count in this way by themselves.
+
+    >>> given = torch.tensor([True, False]), torch.tensor([0.5, torch.nan]), PackedBatch.from_lengths([2])
+    >>> checked_mask(*given).weight
+    tensor([1., nan])
+    """
+    check_tokens(batch, mask=mask)
+    return read(batch, entropy=entropy).selected(mask)
 
 
 @preset(Provenance.VERIFIED)
@@ -102,4 +121,5 @@ def ulorl(
     mean = means_of_segments(given.values, row, batch.rows, given.usable, backend)
     settled = of_row(is_correct & (mean < sigma), row, False)
     mastered = settled & (policy.values >= math.log(probability))
-    return Selection(mask=given.usable & policy.usable & ~mastered)
+    both = given._replace(usable=given.usable & policy.usable, broken=given.broken | policy.broken)
+    return both.selected(~mastered)

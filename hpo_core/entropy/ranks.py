@@ -18,7 +18,6 @@ from ..specs import OrderRule
 __all__ = ["common_numbers", "quantiles_over_ranks", "top_k_over_ranks"]
 
 Group = torch.distributed.ProcessGroup
-_DIGITS = ((21, 11), (10, 11), (0, 10))  # shift and bits of each digit of a key
 
 
 class _Found(NamedTuple):
@@ -36,7 +35,8 @@ def quantiles_over_ranks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Thresholds ``[C]`` float32 and counts ``[C, 2]`` of ``ops.order_statistics``, over the values of all ranks.
 
-    ``scope``: the scope of each value ``[T]``, below 0 for none. Three all-reduces, and one more for ``LINEAR``.
+    ``scope``: the scope of each value ``[T]``, below 0 for none. An all-reduce for each of the digits, and one more for
+    ``LINEAR``.
     """
     index_rule = OrderRule.FLOOR if rule is OrderRule.LINEAR else rule
     found = _find(values, scope, scopes, lambda population: _index(population, quantile, index_rule), group)
@@ -67,8 +67,8 @@ def top_k_over_ranks(
     """The values of this rank ``[T]`` bool among the ``k[c]`` largest of scope c over all ranks; of equal values those
     with the smallest (uid of the segment, rank, position).
 
-    ``segment``: the segment of each value ``[T]``, below 0 for none; ``scope_of_segment``, ``uid``: ``[N]``. Three
-    all-reduces, and a gathered table with the number of ties in each segment.
+    ``segment``: the segment of each value ``[T]``, below 0 for none; ``scope_of_segment``, ``uid``: ``[N]``. An
+    all-reduce for each of the digits, and a gathered table with the number of ties in each segment.
     """
     scopes, segments = k.numel(), scope_of_segment.numel()
     known = (scope_of_segment >= 0) & (scope_of_segment < scopes)
@@ -104,6 +104,13 @@ def common_numbers(ids: torch.Tensor, names_may_be_negative: bool, group: Group)
     return torch.where(none, -1, number - some_have_none), greatest + 1 - some_have_none
 
 
+def _digits(scopes: int) -> list[tuple[int, int]]:
+    """Shift and bits of each digit of a key: three of 11 bits, or where the histograms of so many scopes would be large
+    four of 8 or eight of 4. An all-reduce then takes 16 KiB, 2 KiB or 128 bytes for each scope."""
+    width = 11 if scopes <= 256 else 8 if scopes <= 4096 else 4
+    return [(shift, min(width, 32 - shift)) for shift in reversed(range(0, 32, width))]
+
+
 def _wanted(k: torch.Tensor, population: torch.Tensor) -> torch.Tensor:
     return torch.minimum(k.clamp(min=0), population)
 
@@ -134,23 +141,27 @@ def _find(
     index_of: Callable[[torch.Tensor], torch.Tensor],
     group: Group,
 ) -> _Found:
-    """The value at the ascending index ``index_of(population)`` of each scope: three all-reduces of ``[C, 2049]``."""
+    """The value at the ascending index ``index_of(population)`` of each scope, by histograms ``[C, 2 ** bits]``."""
     keys, counts = _order_keys(values), _counts(values, scope)
     wrong = (scope >= 0) & (values.isnan() | (values == torch.inf))
     of_token = scope.clamp(min=0)
     prefix = below = index = population = errors = equal = torch.zeros(scopes, dtype=torch.int64, device=values.device)
-    for shift, bits in _DIGITS:
+    digits = _digits(scopes)
+    for shift, bits in digits:
+        is_first = shift == digits[0][0]
         bins = (1 << bits) + 1  # the last one takes the other tokens, because boolean indexing would synchronise
         matches = counts & ((keys >> (shift + bits)) == torch.cat((prefix, prefix.new_zeros(1)))[of_token])
         digit = torch.where(matches, (keys >> shift) & ((1 << bits) - 1), 1 << bits)
         histogram = torch.zeros((scopes + 1) * bins, dtype=torch.int64, device=values.device)
         histogram.scatter_add_(0, of_token * bins + digit, (matches | wrong).to(torch.int64))
-        histogram = histogram.reshape(scopes + 1, bins)[:scopes].contiguous()
+        # The first digit also counts the errors.
+        histogram = histogram.reshape(scopes + 1, bins)[:scopes, : bins if is_first else bins - 1].contiguous()
         torch.distributed.all_reduce(histogram, group=group)
-        histogram, others = histogram[:, :-1], histogram[:, -1]
+        if is_first:
+            histogram, errors = histogram[:, :-1], histogram[:, -1]
         cumulative = histogram.cumsum(1)
-        if shift == _DIGITS[0][0]:
-            population, errors = cumulative[:, -1], others
+        if is_first:
+            population = cumulative[:, -1]
             index = index_of(population)
         bin_ = torch.searchsorted(cumulative, (index - below)[:, None], right=True).clamp(max=(1 << bits) - 1)
         equal = histogram.gather(1, bin_)[:, 0]

@@ -98,7 +98,7 @@ def erc(
     given = read(batch, entropy=entropy, old_entropy=old_entropy)
     older = torch.where(given.usable, old_entropy.detach().double(), 0.0)
     inside = (given.values > (1 - eps_low) * older) & (given.values < (1 + eps_high) * older)
-    return Selection(mask=given.usable & (inside | (given.values == older)))
+    return given.selected(inside | (given.values == older))
 
 
 @preset(Provenance.RECONSTRUCTED)

@@ -48,6 +48,7 @@ def ares_difficulty(
     group_ids: torch.Tensor | None,
     *,
     compat: str = "paper",
+    process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """The difficulty of each response's prompt, ``[S]`` int64: 0 easy, 1 medium, 2 hard; -1 without a group.
@@ -55,12 +56,14 @@ def ares_difficulty(
     Args:
         is_correct: ``[S]`` bool.
         compat: "paper": easy from 6 of 8 right, medium from 3 of 8; "code": from two thirds and one third.
+        process_group: groups span these ranks.
 
     >>> ares_difficulty(torch.tensor([True, True, False]), torch.tensor([0, 0, 1]))
     tensor([0, 0, 2])
     """
     check_units(is_correct=is_correct, group_ids=group_ids)
-    group = statistics(is_correct.float(), group_ids, backend=backend)
+    with shared_by(process_group):
+        group = statistics(is_correct.float(), group_ids, backend=backend)
     right, count = (group.mean * group.members).round(), group.members
     if check_compat(compat):
         easy, medium = 3 * right >= 2 * count, 3 * right >= count

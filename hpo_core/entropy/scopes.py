@@ -19,7 +19,7 @@ from ..specs import OrderRule
 from .aggregates import flat_values
 from .ranks import common_numbers, quantiles_over_ranks, top_k_over_ranks
 
-__all__ = ["exact_fraction", "quantiles", "segment_aggregate", "top_k"]
+__all__ = ["exact_fraction", "numbers_of", "quantiles", "segment_aggregate", "top_k"]
 
 _AGGREGATES = ("mean", "sum", "max", "min")
 _LEVELS = ("step", "row", "trajectory", "group")
@@ -59,7 +59,7 @@ def segment_aggregate(
     check(aggregate in _AGGREGATES, "aggregate: expected one of {}, got {!r}", ", ".join(_AGGREGATES), aggregate)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     if isinstance(level, torch.Tensor):
-        segment, count = _numbers(_integers("level", level, flat.numel(), "[T] (one per token)", batch), None)
+        segment, count = numbers_of(_integers("level", level, flat.numel(), "[T] (one per token)", batch), None)
     else:
         is_level = isinstance(level, str) and level in _LEVELS
         check(is_level, "level: expected one of {} or ids [T], got {!r}", ", ".join(_LEVELS), level)
@@ -236,7 +236,7 @@ def _scoping(
     if isinstance(scope, torch.Tensor):
         ids = _integers("scope", scope, batch.rows, "[S] (one per row)", batch)
         check(scopes is None or scopes >= 0, "scopes: expected a count >= 0, got {}", scopes)
-        of_row, count = (ids, scopes) if scopes is not None else _numbers(ids, group)
+        of_row, count = (ids, scopes) if scopes is not None else numbers_of(ids, group)
         return _Scoping(batch.cu_seqlens, of_row, count, None)
     is_scope = isinstance(scope, str) and scope in _SCOPES
     check(is_scope, "scope: expected one of {} or ids [S], got {!r}", ", ".join(_SCOPES), scope)
@@ -248,7 +248,7 @@ def _scoping(
     if scope == "group":
         check(batch.group_ids is not None, "scope: 'group' needs group_ids in the batch")
         assert batch.group_ids is not None
-        return _Scoping(batch.cu_seqlens, *_numbers(batch.group_ids, group), None)
+        return _Scoping(batch.cu_seqlens, *numbers_of(batch.group_ids, group), None)
     if scope == "call":
         return _Scoping(batch.cu_seqlens, torch.zeros_like(batch.cu_seqlens[1:]), 1, None)
     return _Scoping(batch.cu_seqlens, None, batch.rows, None)
@@ -282,8 +282,8 @@ def _names(ids: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> t
     return (renumber(ids)[0], ids.numel()) if group is None else common_numbers(ids, True, group)
 
 
-def _numbers(ids: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> tuple[torch.Tensor, int]:
-    """The same where a negative id means none, -1."""
+def numbers_of(ids: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> tuple[torch.Tensor, int]:
+    """Ids as 0, 1, ... in the order of their values, -1 for a negative one, and at least as many as there are."""
     if group is not None:
         return common_numbers(ids, False, group)
     none = ids < 0

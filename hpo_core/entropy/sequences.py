@@ -13,7 +13,7 @@ import torch
 
 from ..advantages import grpo
 from ..advantages.terms import as_advantages, check_compat, known
-from ..batch import PackedBatch
+from ..batch import PackedBatch, renumber
 from ..checks import check, check_rows, check_units
 from ..segments import chains, statistics
 from ..specs import Provenance
@@ -117,7 +117,8 @@ def empg(
         entropy: ``[T]`` in nats. batch: with steps.
         k, k_next: 1 in the worked example. zeta: 0.05; no number could be verified.
 
-    Where all steps have equal entropies h is 0. A step without entropies gets 0.
+    Where all steps have equal entropies h is 0. A step without entropies gets 0. Ranges with equal ``step_ids``, in
+    several rows of a trajectory, too, are one step: one mean, one unit of statistics, the advantage of its first row.
 
     >>> batch = PackedBatch(torch.tensor([0, 3]), cu_steps=torch.tensor([0, 1, 2, 3]))
     >>> empg(torch.ones(1), torch.tensor([0.1, 0.5, 0.9]), batch, zeta=0.0)
@@ -126,19 +127,31 @@ def empg(
     check_rows(batch, advantages=advantages)
     check(batch.num_steps is not None, "batch: expected one with steps; pass cu_steps or steps to PackedBatch")
     given = read(batch, entropy=entropy)
-    mean = means_of_segments(given.values, batch.step_of_token(), batch.num_steps or 0, given.usable, backend)
+    first = _first_ranges(batch)  # they stand for their steps, and other ranges have no mean
+    step = of_row(first, batch.step_of_token(), -1)
+    mean = means_of_segments(given.values, step, batch.num_steps or 0, given.usable, backend)
     usable = torch.isfinite(mean)
     ends = statistics(mean.to(given.dtype), None, backend=backend)
     span = ends.greatest - ends.least
     h = torch.where(usable & (span > 0), (mean - ends.least) / torch.where(span > 0, span, 1.0), 0.0)
     own = torch.exp(-k * h)
     g = own / statistics(own.to(given.dtype), None, mask=usable, backend=backend).mean
-    steps = chains(batch.ids_of_steps()["trajectory_ids"])
+    is_first = first == torch.arange(first.numel(), device=first.device)
+    steps = chains(torch.where(is_first, batch.ids_of_steps()["trajectory_ids"], -1))
     f = steps.unsorted(steps.following(steps.sorted(torch.where(usable, torch.exp(-k_next * h), 0.0))))
     of_step = of_row(advantages.double(), batch.row_of_step(), 0.0)
     shaped = torch.where(usable, of_step * g + zeta * f, 0.0)
     centre = statistics(shaped.to(given.dtype), None, mask=usable & torch.isfinite(shaped), backend=backend).mean
-    return as_advantages(known(torch.where(usable, shaped - centre, 0.0)), advantages, backend)
+    return as_advantages(known(torch.where(usable, shaped - centre, 0.0))[first], advantages, backend)
+
+
+def _first_ranges(batch: PackedBatch) -> torch.Tensor:
+    """The first range with the step id of each range, ``[N]`` int64; a range without a name is a step of its own."""
+    own = torch.arange(batch.num_steps or 0, device=batch.device)
+    if batch.step_ids is None:
+        return own
+    number, ascending, order = renumber(torch.where(batch.step_ids < 0, -1 - own, batch.step_ids))
+    return order[torch.searchsorted(ascending, number)]
 
 
 @preset(Provenance.VERIFIED, level="token")

@@ -13,6 +13,7 @@ from ..batch import PackedBatch
 from ..checks import check_dtype, check_tokens, examines
 from ..gates.inputs import per_token, valid_tokens
 from ..specs import Provenance
+from .selection import Selection
 
 __all__ = ["NUMBERS", "ROUNDING", "Signal", "advantages_of_tokens", "preset", "read"]
 
@@ -34,6 +35,10 @@ class Signal(NamedTuple):
         without a finite factor out and counts it."""
         kept = torch.where(self.usable, values, neutral)
         return torch.where(self.broken, torch.nan, kept).to(self.dtype)
+
+    def selected(self, mask: torch.Tensor) -> Selection:
+        """The usable tokens of a mask, and the weight NaN at broken ones, which the loss counts."""
+        return Selection(mask=mask & self.usable, weight=self.result(torch.ones_like(self.values), 1.0))
 
 
 def read(batch: PackedBatch, **named: torch.Tensor) -> Signal:

@@ -14,9 +14,8 @@ import torch.distributed
 from ..advantages.terms import check_compat
 from ..batch import PackedBatch
 from ..checks import check, check_rows
-from ..segments import statistics
 from ..specs import OrderRule, Provenance
-from .scopes import exact_fraction, quantiles, segment_aggregate, top_k
+from .scopes import exact_fraction, numbers_of, quantiles, segment_aggregate, top_k
 from .selection import Selection
 from .signals import advantages_of_tokens, preset, read
 from .statistics import of_row
@@ -104,6 +103,7 @@ def hicra_tokens(
     batch: PackedBatch,
     *,
     ratio: str | Fraction | float = "0.3",
+    process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """HICRA's planning tokens as a port of the authors' code has them: entropies above the order statistic
@@ -113,6 +113,7 @@ def hicra_tokens(
     Args:
         entropy: ``[T]`` in nats. advantages: ``[S]``.
         ratio: 0.3.
+        process_group: groups span these ranks, and the call synchronises.
 
     The paper itself takes the tokens of strategic phrases, found by their text: pass those as ``is_planning``.
 
@@ -132,8 +133,26 @@ def hicra_tokens(
     largest = torch.where(top_k(values, batch, kept, backend=backend), values, torch.nan)
     least = segment_aggregate(largest, batch, "row", aggregate="min", expand=False, backend=backend)
     above = values > of_row(torch.where(kept > 0, least, torch.inf), row, torch.inf)
-    usual = statistics(length.float(), batch.group_ids, mask=length > 0, backend=backend).mean
-    return above & of_row((advantages > 0) & (length > usual), row, False)
+    is_long = _is_longer_than_the_mean(length, batch, process_group)
+    return above & of_row((advantages > 0) & is_long, row, False)
+
+
+def _is_longer_than_the_mean(
+    length: torch.Tensor, batch: PackedBatch, group: torch.distributed.ProcessGroup | None
+) -> torch.Tensor:
+    """Rows ``[S]`` bool longer than the mean of their prompt group's rows with tokens, and rows outside every group.
+    Compared in integers: the mean of a sum that is rounded would decide about a row of exactly that length."""
+    if batch.group_ids is None:
+        number, groups = torch.zeros_like(length), 1
+    else:
+        number, groups = numbers_of(batch.group_ids.to(torch.int64), group)
+    units = torch.stack((length, (length > 0).to(torch.int64)))
+    slot = torch.where(number < 0, groups, number)
+    table = units.new_zeros(2, groups + 1).scatter_add_(1, slot.expand(2, -1), units)
+    if group is not None:
+        torch.distributed.all_reduce(table, group=group)
+    total, count = table[:, slot].unbind()
+    return (length * count > total) | (number < 0)
 
 
 @preset(Provenance.PAPER)
@@ -183,7 +202,7 @@ def d3s_tokens(
         torch.distributed.all_reduce(count, group=process_group)
     k = torch.div(count * share.numerator + share.denominator - 1, share.denominator, rounding_mode="floor")
     mask = top_k(score, batch, k.reshape(1), scope="call", uid=uid, process_group=process_group, backend=backend)
-    return Selection(mask=mask if keeps_zeros else mask & (score > 0))
+    return given.selected(mask if keeps_zeros else mask & (score > 0))
 
 
 def d3s_schedule(

@@ -20,7 +20,7 @@ import torch.distributed
 
 from ..batch import PackedBatch
 from ..checks import check
-from ..entropy import EntropyWindow, Selection
+from ..entropy import EntropyWindow, Selection, checked_mask
 from .entropy_methods import SELECTED, MakesSelection, selection_of, selection_tensors
 
 __all__ = ["GROUPED", "METHODS", "MicroBatch", "current", "install", "selected_by"]
@@ -177,7 +177,7 @@ def selected_by(
 ) -> Selection:
     """The tokens of an update that the window selects, with a threshold over all ranks."""
     state = window.fit(entropy, batch, process_group=process_group, backend=backend)
-    return Selection(mask=window.apply(entropy, batch, state, backend=backend))
+    return checked_mask(window.apply(entropy, batch, state, backend=backend), entropy, batch)
 
 
 def _count_groups(data: Any, ranks: Any) -> None:

@@ -107,7 +107,7 @@ inline PolicyLossSpec make_spec(int token, bool has_level, bool level_clips, int
   return spec;
 }
 
-// terms: of a GroupTerm of hpo_core/specs.py its fields, in order.
+// terms: of a GroupTerm of hpo_core/specs its fields, in order.
 inline GroupNormaliseArgs make_groups(const py::sequence& terms, int share, double share_eps, double share_least) {
   GroupNormaliseArgs args{};
   args.count = int32_t(terms.size());
@@ -152,7 +152,7 @@ struct Outputs {
   Address loss, metrics, grad, token_loss, workspace;
 };
 
-// `inputs` is a PolicyLossInputs of hpo_core/specs.py; a test compares the order.
+// `inputs` is a PolicyLossInputs of hpo_core/specs; a test compares the order.
 constexpr const char* kInputs[] = {
     "logp",         "old_logp", "advantages",     "weights",          "cu_seqlens",      "mask",
     "ref_logp",     "entropy",  "score",          "threshold",        "token_mask",      "token_weight",

@@ -14,10 +14,11 @@ from .batch import PackedBatch
 from .checks import check, check_dtype, examined
 from .gates import Channel, RatioGate
 from .logprobs import checked_call, token_logprobs
-from .losses import PolicyLossOptions, policy_loss, prepare
+from .losses import policy_loss
 from .metrics import Metrics, observed
 from .ops.gates import hands_on
 from .ops.logprobs import readable
+from .prepared import PolicyLossOptions, prepare
 from .specs import LogitRows, PolicyLossInputs
 from .support import LOGITS
 

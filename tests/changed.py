@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EVERY_BACKEND = ("cpu", "triton", "cuda_emulated")
 EVERY_MODULE = tuple(sorted(path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")))
 
-LOSS = ("promises", "gates", "hierarchy", "presets", "terms", "stages", "metrics", "corrections")
+LOSS = ("promises", "gates", "gate_paths", "hierarchy", "presets", "terms", "stages", "metrics", "corrections")
 ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators", "schedules")
 ENTROPY = ("entropy", "entropy_selection", "select_top", "window_aggregates")
 SCOPES = ("scopes", "scopes_over_ranks")
@@ -39,7 +39,7 @@ PYTHON = (
     "wrong_arguments",
 )
 TRL = ("trl", "trl_contract", "trl_head", "trl_steps")
-VERL = ("verl", "verl_advantages", "verl_entropy", "verl_head")
+VERL = ("verl", "verl_advantages", "verl_rows", "verl_head")
 
 
 class Rule(NamedTuple):
@@ -87,7 +87,7 @@ RULES = [
     Rule(("kernels/hpo_triton/*",), ("triton_compile",), ("triton",)),
     Rule(("hpo_core/*.py",), (*PYTHON, *LOSS, "presets", "liger", "second_opinions")),
     Rule(
-        ("hpo_core/native.py", "hpo_core/backends.py", "hpo_core/specs.py"),
+        ("hpo_core/native.py", "hpo_core/backends.py", "hpo_core/specs/*.py"),
         (*OPERATORS, "backends", "without_native"),
         EVERY_BACKEND,
     ),
@@ -121,8 +121,9 @@ RULES = [
     Rule(("examples/demo.py", "examples/entropy_pictures.py", "docs/pictures/*", "docs/entropy.md"),
          ("entropy_pictures",)),
     Rule(("bench/*", "*.md", ".clang-format"), ("packaging",)),
-    Rule(("bench/*.py", "hpo_core/specs.py", "hpo_core/gates/ratio_gate.py"), ("bench",)),
-    Rule(("hpo_core/losses.py", "hpo_core/kl.py", "hpo_core/loss_from_logits.py"), ("selection",)),
+    Rule(("bench/*.py", "hpo_core/specs/*.py", "hpo_core/gates/ratio_gate.py"), ("bench",)),
+    Rule(("hpo_core/losses.py", "hpo_core/prepared.py", "hpo_core/kl.py", "hpo_core/loss_from_logits.py"),
+         ("selection",)),
     Rule(("tests/naive_entropy.py",), PRESETS),
     Rule(("tests/entropy_steps.py",), ("entropy_over_ranks",)),
     Rule(("tests/changed.py", "tests/sanitized.py"), ("changed",)),

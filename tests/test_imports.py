@@ -24,6 +24,7 @@ ORDER = (
         "advantages",
         "entropy",
         "aggregation",
+        "prepared",
         "losses",
         "support",
         "vocabulary_parallel",

@@ -120,7 +120,7 @@ MUTANTS = {
     ),
     "cpu: what arrives at a log mean exp goes to all tokens alike": Mutant(
         "cpu", "cpu/hierarchy_terms.h",
-        "return flow * mean_exp_slope(split, tile.x[i]);", "return flow;",
+        "return flow * mean_exp_slope(split, x);", "return flow;",
         "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["mean exp, 1 levels, through"]},
     ),
     "triton: a child without tokens counts": Mutant(
@@ -316,7 +316,7 @@ MUTANTS = {
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": True},
     ),
     "cpu: a lower bound counts as an upper one": Mutant(
-        "cpu", "cpu/gates.cpp",
+        "cpu", "cpu/gates_tokens.h",
         "!kHigh ? outside : (kLow ? present - not_below_count.total() : 0)",
         "!kHigh ? 0 : (kLow ? present - not_below_count.total() : 0)",
         "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.dapo(), "masked": True},
@@ -327,7 +327,7 @@ MUTANTS = {
         "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.dapo(), "masked": False},
     ),
     "cpu: a row that is clipped loses nothing": Mutant(
-        "cpu", "cpu/gates.cpp",
+        "cpu", "cpu/gates_tokens.h",
         "loss[0] += gate.count(count, sign ? kNegative : kPositive, counts);",
         "gate.count(count, sign ? kNegative : kPositive, counts);",
         "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other", {"gate": gates.dapo(), "masked": False},
@@ -379,10 +379,50 @@ MUTANTS = {
         "test_hierarchy.test_stretches_of_a_long_leaf_are_masked_alike", {"gate": gates.fiberpo(), "several": False},
     ),
     "cpu: flows of two tiles reach tokens of the row before": Mutant(
-        "cpu", "cpu/hierarchy.cpp",
+        "cpu", "cpu/hierarchy_blocks.h",
         "add_to_fast(calls.of(masked).args, at, begin, n, aggregate_grad)",
         "add_to_fast(calls.of(masked).args, at, 0, n, aggregate_grad)",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": False},
+    ),
+    "cpu: the coefficient of a token's ratio has its weight, that of its penalty has not": Mutant(
+        "cpu", "cpu/gates_token_inputs.h",
+        "own_inputs.coefficient *= weight, own_inputs.kept *= weight;", "own_inputs.coefficient *= weight;",
+        "test_gate_paths.test_the_fast_path_has_the_gradient_of_any_other_way",
+        {"gate": gates.kimi(), "lengths": (700, 348, 1000, 345, 7)},
+    ),
+    "cpu: tokens with inputs of their own are taken for those of the first sign": Mutant(
+        "cpu", "cpu/gates_token_inputs.h",
+        "advantage < 0.0f ? Ints{} + kNegative : Ints{} + kPositive", "Ints{} + kPositive",
+        "test_gate_paths.test_the_fast_path_has_the_gradient_of_any_other_way",
+        {"gate": gates.dapo(), "lengths": (700, 348, 1000, 345, 7)},
+    ),
+    "cpu: masked tokens pay for their distance from the reference policy": Mutant(
+        "cpu", "cpu/gates_token_inputs.h",
+        "gradient = keep_if(present, gradient + of_reference.grad);", "gradient += of_reference.grad;",
+        "test_gate_paths.test_the_fast_path_has_the_gradient_of_any_other_way",
+        {"gate": gates.dapo(), "lengths": (21,) * 114 + (6,)},
+    ),
+    "cpu: a weight that is infinite stays on the fast path": Mutant(
+        "cpu", "cpu/gates_token_inputs.h",
+        "coefficients.finite() && ", "",
+        "test_gate_paths.test_what_is_extraordinary_leaves_the_fast_path", {"name": "token_weight", "value": math.inf},
+    ),
+    "cpu: a policy far from its reference stays on the fast path": Mutant(
+        "cpu", "cpu/gates_token_inputs.h",
+        "at_least(all<Floats>(kMostSquares), each)", "all_lanes()",
+        "test_gate_paths.test_what_is_extraordinary_leaves_the_fast_path", {"name": "ref_logp", "value": -90.0},
+    ),
+    "cpu: tokens that a clip holds before all gates have a gradient": Mutant(
+        "cpu", "cpu/hierarchy_fast_path.h",
+        "keep_if(both(present, both(at_least(x, low), at_least(high, x))), each)", "keep_if(present, each)",
+        "test_gate_paths.test_the_fast_path_has_the_gradient_of_any_other_way",
+        {"gate": gates.gmpo(0.2, 0.2), "lengths": (21,) * 114 + (6,)},
+    ),
+    "cpu: what a clip takes before all gates is added up": Mutant(
+        "cpu", "cpu/gates_fast_path.h",
+        "kClipped ? keep_if(vector.present, clamp(vector.x, low, high)) : vector.x", "vector.x",
+        "test_gate_paths.test_the_fast_path_has_the_gradient_of_any_other_way",
+        {"gate": gates.gmpo(0.2, 0.2), "lengths": (700, 348, 1000, 345, 7)},
     ),
     "cpu: leave-one-out is the plain mean": Mutant(
         "cpu", "include/hpo/advantages.h",

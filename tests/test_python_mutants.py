@@ -103,12 +103,12 @@ MUTANTS = {
         ranks=lambda engine: on_ranks(2, one_case, engine), engine="averaging", mode="token_mean", steps=3,
     ),
     "a gate without its inputs is PPO": mutant(
-        "losses.py",
+        "prepared.py",
         "if gate_inputs is not None or gate.required:", "if gate_inputs is not None:",
         "test_gate_inputs.test_a_gate_without_what_it_needs_is_refused_with_the_call_that_makes_it", name="hapo_clip",
     ),
     "a method's token weights take the place of the loss's": mutant(
-        "losses.py",
+        "prepared.py",
         "token_weight = factor if token_weight is None else token_weight * factor", "token_weight = factor",
         "test_gate_inputs.test_the_weight_of_a_method_and_that_of_the_loss_are_multiplied", backend="cpu",
     ),

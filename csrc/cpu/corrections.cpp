@@ -37,41 +37,90 @@ void fill_statistics(const float* __restrict first, const float* __restrict seco
   });
 }
 
-StatisticLoop pick_statistic_loop(Statistic statistic) {
-  switch (statistic) {
-    case Statistic::log_ratio: return fill_statistics<Statistic::log_ratio>;
-    case Statistic::k2: return fill_statistics<Statistic::k2>;
-    case Statistic::k3: return fill_statistics<Statistic::k3>;
-    case Statistic::probability: return fill_statistics<Statistic::probability>;
-    default: return fill_statistics<Statistic::binary_kl>;
-  }
-}
+// The factors of tokens, times their weights.
+template <Statistic kStatistic>
+struct Factors {
+  const PolicyLossArgs& args;
+  const Correction& correction;
+  const int64_t first;  // the positions below are behind it
+  float low[2], high[2];  // by sign of the advantage
 
-// Tokens of a tile: the statistic of each, and the factor that it gets.
-struct CorrectionTile {
-  float own[kTile], factor[kTile];
-  int32_t negative[kTile];  // the advantage is
+  Factors(const PolicyLossArgs& args, const Correction& correction, int64_t first)
+      : args(args), correction(correction), first(first) {
+    for (int sign = 0; sign < 2; ++sign) low[sign] = float(correction.low[sign]), high[sign] = float(correction.high[sign]);
+  }
+
+  // of_segment: by sign; null where tokens have factors by their own statistics. `present`: of a row, but perhaps masked.
+  template <bool kWhole>
+  HPO_INLINE void write(int i, Mask own, Mask present, Ints negative, const float* of_segment) const {
+    const int64_t at = first + i;
+    const Floats v = statistic_of(kStatistic, load_own<kWhole>(own, args.logp + at), load_own<kWhole>(own, args.old_logp + at));
+    if (args.advantage_per_token) negative = load_own<kWhole>(own, args.advantages + at) < 0.0f;
+    const Floats factor = of_segment ? by_sign<Floats>(negative, of_segment)
+                                     : factor_of(correction.action, correction.strict, by_sign<Floats>(negative, low),
+                                                 by_sign<Floats>(negative, high), v);
+    const Floats defined = v != v ? v : factor;  // a token without a statistic is in no segment
+    const Floats weight = args.token_weight ? load_own<kWhole>(own, args.token_weight + at) : all<Floats>(1.0f);
+    if (args.mask) present = both(present, present_own<kWhole>(own, args.mask + at));
+    store_own<kWhole>(own, blend(present, defined * weight, weight), correction.factor + at);
+  }
+
+  void of_row(int begin, int end, int64_t row, const float* of_segment) const {
+    const Ints negative = Ints{} - int32_t(!args.advantage_per_token && args.advantages[row] < 0.0f);
+    for_each_vector(begin, end, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
+      write<decltype(whole)::value>(i, own, own, negative, of_segment);
+    });
+  }
+
+  // Tokens of no row get their weight.
+  void of_tile(int n, const Segments& segments) const {
+    if (segments.few(n)) {
+      for (const Segment& segment : segments) of_row(segment.begin, segment.end, segment.row, nullptr);
+      return;
+    }
+    alignas(kLine) int32_t kind[kPadded];
+    int covered = 0;
+    for (const Segment& segment : segments) {
+      for (; covered < segment.begin; ++covered) kind[covered] = kAbsent;
+      covered = segment.end;
+      const int32_t here = !args.advantage_per_token && args.advantages[segment.row] < 0.0f ? kNegative : kPositive;
+      for (int i = segment.begin; i < segment.end; i += kLanes) {
+        for (int lane = 0; lane < kLanes; ++lane) kind[i + lane] = here;
+      }
+    }
+    for (; covered < n; ++covered) kind[covered] = kAbsent;
+    for_each_vector(0, n, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
+      const Ints here = load_lanes<Ints>(kind + i);
+      write<decltype(whole)::value>(i, own, present_lanes(here), here == kNegative, nullptr);
+    });
+  }
 };
 
-// The factors of tokens by their own statistics.
-using FactorLoop = void (*)(const Correction&, CorrectionTile&, int64_t n);
+// The loops of one call.
+struct CorrectionLoops {
+  StatisticLoop statistics;
+  void (*of_row)(const PolicyLossArgs&, const Correction&, int64_t first, int n, int64_t row, const float* of_segment);
+  void (*of_tile)(const PolicyLossArgs&, const Correction&, int64_t first, int n, const Segments&);
+};
 
-template <Action kAction, bool kStrict>
-void fill_factors(const Correction& correction, CorrectionTile& tile, int64_t n) {
-  Correction bounds = correction;  // a copy with constants, so that the loop does not decide for every token
-  bounds.action = kAction, bounds.strict = kStrict;
-  for (int64_t i = 0; i < n; ++i) {
-    const float above = factor_of(bounds, 0, tile.own[i]), below = factor_of(bounds, 1, tile.own[i]);
-    tile.factor[i] = tile.negative[i] ? below : above;
-  }
+template <Statistic kStatistic>
+CorrectionLoops loops_of() {
+  return {fill_statistics<kStatistic>,
+          [](const PolicyLossArgs& args, const Correction& correction, int64_t first, int n, int64_t row,
+             const float* of_segment) { Factors<kStatistic>(args, correction, first).of_row(0, n, row, of_segment); },
+          [](const PolicyLossArgs& args, const Correction& correction, int64_t first, int n, const Segments& segments) {
+            Factors<kStatistic>(args, correction, first).of_tile(n, segments);
+          }};
 }
 
-FactorLoop pick_factor_loop(const Correction& correction) {
-  if (correction.action == Action::clamp) return fill_factors<Action::clamp, false>;
-  if (correction.action == Action::mask) {
-    return correction.strict ? fill_factors<Action::mask, true> : fill_factors<Action::mask, false>;
+CorrectionLoops pick_loops(Statistic statistic) {
+  switch (statistic) {
+    case Statistic::log_ratio: return loops_of<Statistic::log_ratio>();
+    case Statistic::k2: return loops_of<Statistic::k2>();
+    case Statistic::k3: return loops_of<Statistic::k3>();
+    case Statistic::probability: return loops_of<Statistic::probability>();
+    default: return loops_of<Statistic::binary_kl>();
   }
-  return correction.strict ? fill_factors<Action::band, true> : fill_factors<Action::band, false>;
 }
 
 }  // namespace
@@ -82,8 +131,7 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
   const Workspace space(args.workspace, args.tokens, hierarchy.leaves);
   const Leaves leaves(hierarchy, args, space.start);
   threads = worthwhile(threads, args.tokens + hierarchy.leaves);
-  const StatisticLoop statistics = pick_statistic_loop(correction.statistic);
-  const FactorLoop factors = pick_factor_loop(correction);
+  const CorrectionLoops loops = pick_loops(correction.statistic);
 
   const bool whole = hierarchy.stage == Stage::whole;
   const Reduction reduction = correction.reduction;
@@ -95,7 +143,7 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
         Reduced found;
         float own[kTile];
         for_each_tile_of(block, kGridOfBlock, [&](int64_t tile, int, int n) {
-          statistics(args.logp + tile, args.old_logp + tile, own, n);
+          loops.statistics(args.logp + tile, args.old_logp + tile, own, n);
           for (int i = 0; i < n; ++i) {
             if (own[i] == own[i] && (!args.mask || args.mask[tile + i] != 0)) found.add(own[i]);
           }
@@ -114,6 +162,15 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
   }
   if (!whole && hierarchy.stage != Stage::sweep) return;
 
+  if (hierarchy.depth == 0 && leaves.are_rows) {
+    const Rows rows(args.cu_seqlens, args.rows, args.tokens);
+    parallel_for(ceil_divide(args.tokens, kChunk), threads, [&](int64_t chunk) {
+      for_each_tile(rows, chunk, [&](int64_t first, int n, const Segments& segments) {
+        loops.of_tile(args, correction, first, n, segments);
+      });
+    });
+    return;
+  }
   for_each_range(args.tokens, threads, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) correction.factor[t] = args.token_weight ? args.token_weight[t] : 1.0f;
   });
@@ -125,29 +182,7 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
         const float v = whole ? space.segments[segment].as(reduction) : from_words(words_of(segment), reduction);
         for (int sign = 0; sign < 2; ++sign) of_segment[sign] = factor_of(correction, sign, v);
       }
-      CorrectionTile tile;
-      for_each_tile_of(block, kGridOfBlock, [&](int64_t first, int, int n) {
-        statistics(args.logp + first, args.old_logp + first, tile.own, n);
-        const int32_t negative = !args.advantage_per_token && args.advantages[block.row] < 0.0f;
-        for (int i = 0; i < n; ++i) tile.negative[i] = negative;
-        if (args.advantage_per_token) {
-          for (int i = 0; i < n; ++i) tile.negative[i] = args.advantages[first + i] < 0.0f;
-        }
-        if (hierarchy.depth > 0) {
-          for (int i = 0; i < n; ++i) tile.factor[i] = tile.negative[i] ? of_segment[1] : of_segment[0];
-        } else {
-          factors(correction, tile, n);
-        }
-        for (int i = 0; i < n; ++i) {  // a token without a statistic is in no segment
-          tile.factor[i] = tile.own[i] != tile.own[i] ? tile.own[i] : tile.factor[i];
-        }
-        float* __restrict out = correction.factor + first;  // the token weight, or 1
-        if (!args.mask) {
-          for (int i = 0; i < n; ++i) out[i] *= tile.factor[i];
-        } else {
-          for (int i = 0; i < n; ++i) out[i] = args.mask[first + i] ? tile.factor[i] * out[i] : out[i];
-        }
-      });
+      loops.of_row(args, correction, block.first, int(block.tokens), block.row, hierarchy.depth > 0 ? of_segment : nullptr);
     });
   });
 }

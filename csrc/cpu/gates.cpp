@@ -112,7 +112,8 @@ int64_t run_level_gate(const Call& call, int threads, const Workspace& space, Pa
       const Call& here = calls.of(masked);
       const bool few = segments.few(n);
       RowLogRatios of_rows[kFewRows];
-      if (few && may && measure_fast_rows<false, false>(here.args, first, segments, tile, space.seen, partial, of_rows)) {
+      if (few && may &&
+          measure_fast_rows<false, FirstSweep::plain>(here.args, first, segments, {}, tile, space.seen, partial, of_rows)) {
         return add_row_sums(here, chunk, segments, of_rows, space.rows);
       }
       if (few || !may || !measure_fast(here, first, n, segments, tile, space.seen, partial)) {

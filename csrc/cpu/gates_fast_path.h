@@ -246,16 +246,32 @@ struct FixedSum {
 };
 static_assert(kFixedPoint == 4294967296.0, "what FixedSum is modulo of");
 
-template <bool kSplit, bool kTakenForNear>
+// A clip of the log-ratios before they are added up, by sign of the advantage.
+struct PreClip {
+  float low[2], high[2];
+
+  // What it gives is no larger than what it may be given.
+  bool narrows() const {
+    bool all_within = true;
+    for (int sign = 0; sign < 2; ++sign) all_within &= low[sign] <= kStatisticSaturation && high[sign] >= -kStatisticSaturation;
+    return all_within;
+  }
+};
+
+template <bool kSplit, bool kClipped, bool kTakenForNear>
 struct FastFixedSums {
+  Floats low, high;  // of the clip
   FixedSum all_sum, rising_sum;
-  Floats rising_about[kParts] = {};
+  Floats clipped_about[kParts] = {}, rising_about[kParts] = {};
+
+  FastFixedSums(const PreClip& clip, int sign) : low(all<Floats>(clip.low[sign])), high(all<Floats>(clip.high[sign])) {}
 
   template <class Vector>
   HPO_INLINE void operator()(const Vector& vector) {
-    const Floats x = vector.x;
-    const Ints fixed = rounded((kTakenForNear ? x : beyond_integer(x)) * float(kFixedPoint));
+    const Floats x = kClipped ? keep_if(vector.present, clamp(vector.x, low, high)) : vector.x;
+    const Ints fixed = rounded((kTakenForNear && !kClipped ? x : beyond_integer(x)) * float(kFixedPoint));
     all_sum.add(vector.part, all_lanes(), fixed);
+    if (kClipped) clipped_about[vector.part] += x;
     if (!kSplit) return;
     const Mask rises = at_least(x, Floats{});
     rising_sum.add(vector.part, rises, fixed);
@@ -263,9 +279,9 @@ struct FastFixedSums {
   }
   HPO_INLINE void end_group() {}
 
-  // about: the sum of all in floats. Tokens that are absent added 0.
+  // about: the sum of all log-ratios in floats. Tokens that are absent added 0.
   RowLogRatios sums(const Floats about[kParts], int64_t valid) const {
-    return {valid, all_sum.total(about), kSplit ? rising_sum.total(rising_about) : 0};
+    return {valid, all_sum.total(kClipped ? clipped_about : about), kSplit ? rising_sum.total(rising_about) : 0};
   }
 };
 
@@ -273,7 +289,7 @@ struct FastFixedSums {
 template <bool kSplit, bool kTakenForNear>
 struct FastFixedSumsAndRatios {
   float* ratios;
-  FastFixedSums<kSplit, kTakenForNear> fixed;
+  FastFixedSums<kSplit, false, kTakenForNear> fixed;
 
   template <class Vector>
   HPO_INLINE void operator()(const Vector& vector) {
@@ -284,16 +300,22 @@ struct FastFixedSumsAndRatios {
   RowLogRatios sums(const Floats about[kParts], int64_t valid) const { return fixed.sums(about, valid); }
 };
 
-template <bool kSplit, bool kKeepsRatios, bool kTakenForNear>
-HPO_INLINE auto fast_fixed_sums(const PolicyLossArgs& args, int64_t first) {
-  if constexpr (kKeepsRatios) return FastFixedSumsAndRatios<kSplit, kTakenForNear>{args.grad + first, {}};
-  else return FastFixedSums<kSplit, kTakenForNear>{};
+// What the first sweep does besides.
+enum class FirstSweep { plain, keeps_ratios, clips };
+
+template <bool kSplit, FirstSweep kSweep, bool kTakenForNear>
+HPO_INLINE auto fast_fixed_sums(const PolicyLossArgs& args, int64_t first, const PreClip& clip, int sign) {
+  if constexpr (kSweep == FirstSweep::keeps_ratios) {
+    return FastFixedSumsAndRatios<kSplit, kTakenForNear>{args.grad + first, {clip, sign}};
+  } else {
+    return FastFixedSums<kSplit, kSweep == FirstSweep::clips, kTakenForNear>(clip, sign);
+  }
 }
 
 // A fast-path tile of few rows in the first of two sweeps; of_rows [segments.count].
-template <bool kSplit, bool kKeepsRatios>
-inline bool measure_fast_rows(const PolicyLossArgs& args, int64_t first, const Segments& segments, Tile& tile, uint8_t* seen,
-                              Partial& partial, RowLogRatios* of_rows) {
+template <bool kSplit, FirstSweep kSweep>
+inline bool measure_fast_rows(const PolicyLossArgs& args, int64_t first, const Segments& segments, const PreClip& clip,
+                              Tile& tile, uint8_t* seen, Partial& partial, RowLogRatios* of_rows) {
   if (!finite_coefficients(args, segments)) return false;
   return guess_near(tile.near, [&](auto near) {
     constexpr bool kTakenForNear = decltype(near)::value;
@@ -303,7 +325,8 @@ inline bool measure_fast_rows(const PolicyLossArgs& args, int64_t first, const S
       const Segment& segment = segments.list[index];
       Floats about[kParts];
       std::copy_n(sums.sum, kParts, about);
-      auto fixed = fast_fixed_sums<kSplit, kKeepsRatios, kTakenForNear>(args, first);
+      const int sign = args.advantages[segment.row] < 0.0f;
+      auto fixed = fast_fixed_sums<kSplit, kSweep, kTakenForNear>(args, first, clip, sign);
       present.set(index, args.mask ? sweep_row<kTakenForNear, true>(args, first, segment, sums, fixed)
                                    : sweep_row<kTakenForNear, false>(args, first, segment, sums, fixed));
       for (int part = 0; part < kParts; ++part) about[part] = sums.sum[part] - about[part];
@@ -315,12 +338,14 @@ inline bool measure_fast_rows(const PolicyLossArgs& args, int64_t first, const S
   });
 }
 
-using MeasureFast = bool (*)(const PolicyLossArgs&, int64_t first, const Segments&, Tile&, uint8_t* seen, Partial&,
-                             RowLogRatios* of_rows);
+using MeasureFast = bool (*)(const PolicyLossArgs&, int64_t first, const Segments&, const PreClip&, Tile&, uint8_t* seen,
+                             Partial&, RowLogRatios* of_rows);
 
-inline MeasureFast pick_measure_fast(bool split, bool keeps_ratios) {
-  if (split) return keeps_ratios ? measure_fast_rows<true, true> : measure_fast_rows<true, false>;
-  return keeps_ratios ? measure_fast_rows<false, true> : measure_fast_rows<false, false>;
+template <bool kSplit>
+MeasureFast pick_measure_fast(FirstSweep sweep) {
+  if (sweep == FirstSweep::clips) return measure_fast_rows<kSplit, FirstSweep::clips>;
+  return sweep == FirstSweep::plain ? measure_fast_rows<kSplit, FirstSweep::plain>
+                                    : measure_fast_rows<kSplit, FirstSweep::keeps_ratios>;
 }
 
 }  // namespace hpo::HPO_ISA

@@ -31,7 +31,8 @@ void kl_terms(const Tile& tile, const float* __restrict logp, const float* __res
               float* __restrict slope, int n) {
   for (int i = 0; i < n; ++i) {
     const bool s_finite = finite(logp[i] - ref_logp[i]), x_finite = tile.infinite[i] == 0;
-    const Term k = kl_term(kEstimator, kGradient, tile.ratio[i], tile.x[i], s_finite, x_finite);
+    const float s = tile.ratio[i];
+    const Term k = kl_term(kEstimator, kGradient, s, exp(-s), tile.x[i], s_finite, x_finite);
     value[i] = keep_if(tile.kind[i] != kAbsent, k.loss);
     slope[i] = keep_if(tile.kind[i] != kAbsent, k.grad);
   }

@@ -25,6 +25,8 @@ struct TokenInputs {
   }
 };
 
+HPO_INLINE Floats size_of(Floats x) { return Floats(Ints(x) & 0x7FFFFFFF); }
+
 // Numbers that have to be finite, by the sum of them: it is not if one is not, or if they are huge.
 struct FiniteSum {
   Floats sum[kParts] = {};
@@ -55,11 +57,12 @@ struct FastReference {
       : estimator(call.structure.kl), gradient(call.structure.kl_gradient), beta(all<Floats>(float(call.numbers.kl_beta))) {}
 
   HPO_INLINE TermNumber<Floats> add(int part, Floats weight, Floats s, Floats x) {
+    const Floats size = size_of(s), e = any(at_least(size, all<Floats>(kNearReference))) ? exp(-s) : Floats{};
     sum[part] += s;
     square[part] += s * s;
-    k3_sum[part] += k3(s, exp(-s));
+    k3_sum[part] += k3(s, e);
     if (estimator == KLEstimator::none) return {Floats{}, Floats{}};
-    const TermNumber<Floats> term = kl_term<Floats>(estimator, gradient, s, x, Ints{} - 1, Ints{} - 1);
+    const TermNumber<Floats> term = kl_term<Floats>(estimator, gradient, s, e, x, Ints{} - 1, Ints{} - 1);
     return {weight * (beta * term.loss), weight * (beta * term.grad)};
   }
 
@@ -102,10 +105,19 @@ struct TermInputs {
   Floats coefficient, kept, target;
 };
 
+// What a call has: anything, or as the most common of them does a reference policy and nothing else.
+enum class Given { anything, reference };
+
+inline Given given(const PolicyLossArgs& args) {
+  const bool others = args.advantage_per_token || args.token_weight || args.token_mask || args.score || args.entropy;
+  return args.ref_logp && !others ? Given::reference : Given::anything;
+}
+
 // One tile. gate.term(vector, TermInputs) is the policy term of a vector whose present tokens are the chosen ones;
 // gate.penalty the one on their own log-ratios, times gate.penalty_coefficient.
-template <class Gate>
+template <class Gate, Given kGiven>
 struct TokenInputsSweep {
+  static constexpr bool kAnything = kGiven == Given::anything;
   const Call& call;
   const FastSource source;
   const TokenInputs inputs;
@@ -138,32 +150,17 @@ struct TokenInputsSweep {
     present_count.add(present);
     auto vector = source.vector<false, kWhole>(i, part, own, present, sums);
     TermInputs own_inputs = {row.kind, row.coefficient, row.weight, row.target};
-    if (inputs.advantages) {
-      const Floats advantage = vector.load(inputs.advantages);
-      own_inputs.coefficient *= advantage;
-      own_inputs.kind = keep_if(present, advantage < 0.0f ? Ints{} + kNegative : Ints{} + kPositive);
-    }
-    if (inputs.token_weight) {
-      const Floats weight = vector.load(inputs.token_weight);
-      own_inputs.coefficient *= weight, own_inputs.kept *= weight;
-    }
-    coefficients.add(part, present, own_inputs.coefficient);
-    if (inputs.target) own_inputs.target = vector.load(inputs.target);
-    exceptions = either(exceptions, but_not(present, gate.defined(own_inputs)));
-
     Mask chosen = present;
-    if (inputs.token_mask) chosen = both(chosen, present_own<kWhole>(own, inputs.token_mask + i));
-    if (inputs.score) {
-      const Floats score = vector.load(inputs.score);
-      exceptions = either(exceptions, both(present, is_nan(score)));
-      chosen = both(chosen, call.structure.strict ? less(inputs.threshold, score) : at_least(score, inputs.threshold));
+    if (kAnything) {
+      take_own_inputs(vector, own_inputs);
+      chosen = choose(vector);
+      chosen_count.add(chosen);
     }
-    chosen_count.add(chosen);
     vector.present = chosen;
     const TermNumber<Floats> term = gate.term(vector, own_inputs);
     loss.add(part, chosen, term.loss);
     Floats gradient = term.grad;
-    if (inputs.ref_logp) {
+    if (!kAnything || inputs.ref_logp) {
       const Floats s = difference(present, vector.load(inputs.logp), vector.load(inputs.ref_logp));
       const TermNumber<Floats> of_reference = reference.add(part, row.weight, s, vector.x);
       penalty.add(part, present, of_reference.loss);
@@ -171,19 +168,49 @@ struct TokenInputsSweep {
     }
     if (gate.penalty != Penalty::none) {
       const Mask pays = inputs.penalty_mask ? both(present, present_own<kWhole>(own, inputs.penalty_mask + i)) : present;
-      const OwnPenalty<Floats> of_token = own_penalty<Floats>(gate.penalty, vector.x);
+      const OwnPenalty<Floats> of_token = own_penalty<Floats>(gate.penalty, vector.x, [&](Floats) { return vector.ratio; });
       const Floats factor = all<Floats>(gate.penalty_coefficient);
       penalty.add(part, pays, row.weight * (factor * of_token.value));
       gradient += keep_if(pays, row.weight * (factor * of_token.slope));
     }
-    if (inputs.entropy) entropy.add(part, present, vector.load(inputs.entropy));
+    if (kAnything && inputs.entropy) entropy.add(part, present, vector.load(inputs.entropy));
     vector.store(gradient, grad);
+  }
+
+  template <class Vector>
+  HPO_INLINE void take_own_inputs(const Vector& vector, TermInputs& own_inputs) {
+    if (inputs.advantages) {
+      const Floats advantage = vector.load(inputs.advantages);
+      own_inputs.coefficient *= advantage;
+      own_inputs.kind = keep_if(vector.present, advantage < 0.0f ? Ints{} + kNegative : Ints{} + kPositive);
+    }
+    if (inputs.token_weight) {
+      const Floats weight = vector.load(inputs.token_weight);
+      own_inputs.coefficient *= weight, own_inputs.kept *= weight;
+    }
+    coefficients.add(vector.part, vector.present, own_inputs.coefficient);
+    if (inputs.target) own_inputs.target = vector.load(inputs.target);
+    exceptions = either(exceptions, but_not(vector.present, gate.defined(own_inputs)));
+  }
+
+  // The tokens that count in the policy term.
+  template <class Vector>
+  HPO_INLINE Mask choose(const Vector& vector) {
+    constexpr bool kWhole = Vector::whole;
+    Mask chosen = vector.present;
+    if (inputs.token_mask) chosen = both(chosen, present_own<kWhole>(vector.own, inputs.token_mask + vector.i));
+    if (inputs.score) {
+      const Floats score = vector.load(inputs.score);
+      exceptions = either(exceptions, both(vector.present, is_nan(score)));
+      chosen = both(chosen, call.structure.strict ? less(inputs.threshold, score) : at_least(score, inputs.threshold));
+    }
+    return chosen;
   }
 
   HPO_INLINE void end_group() {
     loss.end();
     if (penalised) penalty.end();
-    if (inputs.entropy) entropy.end();
+    if (kAnything && inputs.entropy) entropy.end();
   }
 
   // Rows by themselves.
@@ -214,16 +241,17 @@ struct TokenInputsSweep {
     const bool weighs = gate.weighs || penalised, compares = args.target && !inputs.target;
     if (weighs) spread_rows(segments, weight, [&](int64_t row) { return RowNumbers::weight_of(args, row); });
     if (compares) spread_rows(segments, target, [&](int64_t row) { return RowNumbers::target_of(args, row); });
-    const auto each = [&](int i, int part, Mask own, auto) __attribute__((always_inline)) {
+    const auto each = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
+      constexpr bool kWhole = decltype(whole)::value;
       Ints kind = load_lanes<Ints>(tile.kind + i);
-      if (inputs.mask) {
-        kind = keep_if(present_bytes(inputs.mask + i), kind);
+      if (!kWhole || inputs.mask) {
+        kind = keep_if(inputs.mask ? present_own<kWhole>(own, inputs.mask + i) : own, kind);
         store_lanes(kind, tile.kind + i);
       }
       const RowNumbers row = {kind, load_lanes<Floats>(tile.coefficient + i),
                               weighs ? load_lanes<Floats>(weight + i) : Floats{},
                               compares ? load_lanes<Floats>(target + i) : Floats{}};
-      step<true>(i, part, own, present_lanes(kind), row);
+      step<kWhole>(i, part, own, present_lanes(kind), row);
     };
     for_each_vector(0, n, each, [&]() __attribute__((always_inline)) { end_group(); });
     end_group();
@@ -238,7 +266,7 @@ struct TokenInputsSweep {
     GateCounts counts;
     gate.count(counts);
     counts.add_to(partial.slots);
-    partial.slots[kSelected] += double(chosen_count.total());
+    partial.slots[kSelected] += double(kAnything ? chosen_count.total() : tokens);
     add_to_lanes(lost, partial.sums[kLossSum]);
     if (inputs.ref_logp) reference.add_to(partial);
     if (penalised) add_to_lanes(penalties, partial.sums[kPenaltySum]);
@@ -250,11 +278,12 @@ struct TokenInputsSweep {
   }
 };
 
-// Loss and gradient of a tile of whole vectors. False: the fast path does not hold, and nothing is counted.
-template <class Gate>
+// Loss and gradient of a tile. False: the fast path does not hold, and nothing is counted.
+template <Given kGiven, class Gate>
 bool sweep_token_inputs(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
                         Partial& partial, const Gate& gate) {
-  TokenInputsSweep<Gate> sweep(call, first, call.args.grad ? call.args.grad + first : tile.grad, gate);
+  if (kGiven == Given::reference && !finite_coefficients(call.args, segments)) return false;
+  TokenInputsSweep<Gate, kGiven> sweep(call, first, call.args.grad ? call.args.grad + first : tile.grad, gate);
   if (segments.few(n)) {
     PresentTokens present;
     sweep.few_rows(segments, present);

@@ -116,8 +116,8 @@ struct FastTokenGate {
       const auto driven = [&](const int32_t by_sign[2]) {
         return (kind == kNegative ? Ints{} + by_sign[1] : Ints{} + by_sign[0]) != 0;
       };
-      low = driven(bounds.low_driven) ? load_lanes<Floats>(bounds.token_low + vector.i) : low;
-      high = driven(bounds.high_driven) ? load_lanes<Floats>(bounds.token_high + vector.i) : high;
+      low = driven(bounds.low_driven) ? vector.load(bounds.token_low) : low;
+      high = driven(bounds.high_driven) ? vector.load(bounds.token_high) : high;
     }
     Mask inside = {};
     Floats clipped = all<Floats>(1.0f);
@@ -196,22 +196,21 @@ struct FastRowGate {
 using FastTile = bool (*)(const Call&, int64_t first, int n, const Segments&, Tile&, uint8_t* seen, Partial&);
 
 // Of a call whose tokens have inputs of their own.
-template <bool kScoreHead, BoundsKind kBounds>
+template <bool kScoreHead, BoundsKind kBounds, Given kGiven>
 bool run_token_inputs(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
                       Partial& partial) {
-  if (n % kLanes != 0) return false;
   const Bounds bounds = tile_bounds(call, first);
   const FastTokenGate<kScoreHead, kBounds> gate = {bounds, call.args.logp + first};
-  return sweep_token_inputs(call, first, n, segments, tile, seen, partial, gate);
+  return sweep_token_inputs<kGiven>(call, first, n, segments, tile, seen, partial, gate);
 }
 
-template <bool kScoreHead>
+template <bool kScoreHead, Given kGiven>
 FastTile pick_token_inputs(BoundsKind kind) {
   switch (kind) {
-    case BoundsKind::none: return run_token_inputs<kScoreHead, BoundsKind::none>;
-    case BoundsKind::common: return run_token_inputs<kScoreHead, BoundsKind::common>;
-    case BoundsKind::by_sign: return run_token_inputs<kScoreHead, BoundsKind::by_sign>;
-    default: return run_token_inputs<kScoreHead, BoundsKind::by_token>;
+    case BoundsKind::none: return run_token_inputs<kScoreHead, BoundsKind::none, kGiven>;
+    case BoundsKind::common: return run_token_inputs<kScoreHead, BoundsKind::common, kGiven>;
+    case BoundsKind::by_sign: return run_token_inputs<kScoreHead, BoundsKind::by_sign, kGiven>;
+    default: return run_token_inputs<kScoreHead, BoundsKind::by_token, Given::anything>;
   }
 }
 
@@ -295,7 +294,10 @@ struct FastTiles {
 
 template <bool kScoreHead>
 FastTile pick_fast_tile(const PolicyLossArgs& args, BoundsKind kind, bool masked) {
-  if (has_token_inputs(args) || kind == BoundsKind::by_token) return pick_token_inputs<kScoreHead>(kind);
+  if (has_token_inputs(args) || kind == BoundsKind::by_token) {
+    return given(args) == Given::reference ? pick_token_inputs<kScoreHead, Given::reference>(kind)
+                                           : pick_token_inputs<kScoreHead, Given::anything>(kind);
+  }
   return masked ? FastTiles<kScoreHead, true>::pick(kind) : FastTiles<kScoreHead, false>::pick(kind);
 }
 

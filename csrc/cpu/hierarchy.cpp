@@ -170,8 +170,8 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
   const bool whole = hierarchy.stage == Stage::whole;
   if (!whole) space.tables = hierarchy.tables;
   const auto reaches = [&](Stage stage) { return whole || hierarchy.stage == stage; };
-  const bool by_tiles = whole && hierarchy.depth == 0 && plan.term_loop && leaves.are_rows;
-  const bool some_together = leaves.together > 0 || !whole;  // a process without tokens fills its tables too
+  const bool by_tiles = hierarchy.depth == 0 && plan.term_loop && leaves.are_rows;
+  const bool some_together = !by_tiles && (leaves.together > 0 || !whole);  // a process without tokens fills its tables too
   threads = worthwhile(threads, args.tokens + hierarchy.leaves);
   const auto for_each_block_together = [&](const auto& body) {
     parallel_for(leaves.tasks(), threads, [&](int64_t task) {
@@ -190,11 +190,8 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
       parallel_for(leaves.tasks(), threads, [&](int64_t task) {
         Scratch scratch;
         Partial partial;
-        leaves.for_each_block(task, [&](const Block& block) {
-          if (leaves.stands_alone(block.leaf)) return sweeps.take_alone(block, scratch, partial);
-          LogRatios sums = {};
-          sweeps.classify_masks(block, scratch);
-          const bool fast = sweeps.measure(block, scratch, partial, sums);
+        measure_blocks(sweeps, task, scratch, partial, [&](const Block& block, const LogRatios& sums, bool fast) {
+          if (leaves.stands_alone(block.leaf)) return sweeps.settle(block, sums, fast, scratch, partial);
           (block.begins ? space.log_ratios[block.leaf] : space.log_ratios_of_blocks[task]) = sums;
           space.fast_at(task, block) = fast;
         });

@@ -114,7 +114,7 @@ struct Sweeps {
   // The first sweep, of a block whose masks are classified. Returns whether later ones may take the fast path in every tile.
   bool measure(const Block& block, Scratch& scratch, Partial& partial, LogRatios& sums) const {
     const bool may = plan.may_be_fast;
-    bool fast = may && !plan.term_loop && !plan.driven;
+    bool fast = plan.stays_fast();
     for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
       if (may && masked == Masked::all) return;
       const Call& here = calls.of(masked);
@@ -130,16 +130,35 @@ struct Sweeps {
     return fast;
   }
 
-  // The tokens [begin, end) behind the first at once, if the fast path holds for them and no pre-gate changes their log-ratios.
+  // The tokens [begin, end) behind the first at once, if the fast path holds for them.
   bool measure_fast_part(const Call& here, int64_t row, int64_t first, int begin, int end, Scratch& scratch, Partial& partial,
                          LogRatios& sums) const {
-    if (!plan.may_be_fast || !plan.as_they_are) return false;
-    const bool split = plan.hierarchy.split;
+    if (!plan.measures_fast) return false;
     RowLogRatios found;
     scratch.whole.set(row, begin, end);
-    if (!plan.measure_fast(here.args, first, scratch.whole, scratch.tile, space.seen, partial, &found)) return false;
-    sums.add({found.valid, {split ? found.rising : found.fixed, split ? found.rising - found.fixed : 0}});
+    if (!plan.measure_fast(here.args, first, scratch.whole, plan.clip, scratch.tile, space.seen, partial, &found)) return false;
+    sums.add(by_channel(found));
     return true;
+  }
+
+  // Short blocks at once, if the fast path holds for all of them.
+  bool measure_together(const Block* blocks, int count, Scratch& scratch, Partial& partial, LogRatios* sums) const {
+    const int64_t first = blocks[0].first / kGridOfLines * kGridOfLines;
+    Segments& segments = scratch.whole;
+    segments.count = count;
+    for (int i = 0; i < count; ++i) {
+      const int begin = int(blocks[i].first - first);
+      segments.list[i] = {blocks[i].row, begin, begin + int(blocks[i].tokens)};
+    }
+    RowLogRatios found[kFewRows];
+    if (!plan.measure_fast(call.args, first, segments, plan.clip, scratch.tile, space.seen, partial, found)) return false;
+    for (int i = 0; i < count; ++i) sums[i] = by_channel(found[i]);
+    return true;
+  }
+
+  LogRatios by_channel(const RowLogRatios& found) const {
+    if (!plan.hierarchy.split) return {found.valid, {found.fixed, 0}};
+    return {found.valid, {found.rising, found.rising - found.fixed}};
   }
 
   // The tokens of one tile, on any path. Returns whether the fast path holds for them.
@@ -148,7 +167,7 @@ struct Sweeps {
     Tile& tile = scratch.tile;
     bool fast = true;
     scratch.whole.set(row, begin, end);
-    if (plan.as_they_are || !plan.may_be_fast || !measure_fast(here, first, end, scratch.whole, tile, space.seen, partial)) {
+    if (plan.measures_fast || !plan.may_be_fast || !measure_fast(here, first, end, scratch.whole, tile, space.seen, partial)) {
       hpo::HPO_ISA::measure(here, first, end, scratch.whole, tile, space.seen, partial);
       fast = !tile.exceptional && tile.chosen == tile.kind;
     }
@@ -160,6 +179,11 @@ struct Sweeps {
 
   // The second: loss, gradient of the token's own path, and the flow into aggregates.
   void finish(const Block& block, const LeafGate& leaf, bool fast, Scratch& scratch, Partial& partial, Flow& flow) const {
+    if (fast && plan.drops) {
+      classify_masks(block, scratch);
+      const float own = count_alike(block, leaf, scratch, partial, flow);
+      return write_alike(block, leaf, own, scratch);
+    }
     const OpenLevels levels = open_levels(block, leaf, fast);
     if (levels.open) {
       classify_masks(block, scratch);
@@ -228,6 +252,43 @@ struct Sweeps {
     flow.past_token[1] = split ? below : 0.0;
   }
 
+  // Of a fast-path block whose tokens have one term, its sums. Returns the gradient of a token's own path.
+  float count_alike(const Block& block, const LeafGate& leaf, Scratch& scratch, Partial& partial, Flow& flow) const {
+    const float advantage = call.args.advantages[block.row], coefficient = call.args.weights[block.row] * advantage;
+    const bool negative = advantage < 0.0f;
+    const GatedToken token = gate_token<float>(leaf, false, true, plan.keep, negative, 0.0f, 0.0f, 0.0f);
+    const float value = token_value(coefficient, token.z);
+    OpenCounts counts;
+    for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
+      if (masked == Masked::all) return;
+      if (masked == Masked::none) counts.present += end - begin;
+      else
+        for (int i = begin; i < end; ++i) counts.present += call.args.mask[at + i] != 0;
+    });
+    counts.above = token.above ? counts.present : 0, counts.below = token.below ? counts.present : 0;
+    counts.add_to(partial.slots, negative);
+    const double tokens = double(counts.present);  // a multiple of one number, so that the sum has no order
+    if (counts.present > 0) partial.sums[kLossSum][0] += tokens * double(value);
+    if (plan.carries) flow.past_token[0] = tokens * double(value * token.rising_step);
+    if (plan.by_sign) flow.by_sign[negative] = tokens * double(value);
+    return token.slope != 0.0f ? value * token.slope : 0.0f;
+  }
+
+  // The gradient of these tokens, the same for all that no pre-gate holds.
+  void write_alike(const Block& block, const LeafGate& leaf, float gradient, Scratch& scratch) const {
+    const PolicyLossArgs& args = call.args;
+    const bool negative = args.advantages[block.row] < 0.0f;
+    if (args.grad) {
+      for_each_stretch_of(block, args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
+        if (masked == Masked::all) return clear_gradient(args, at + begin, end - begin);
+        write_where_free(calls.of(masked).args, at, begin, end, plan.clip, negative, gradient);
+      });
+    }
+    if (!args.token_loss) return;
+    FlowLanes lanes;
+    write_token_losses(block, BlockGate{plan, leaf, block.row, scratch.terms, lanes}, scratch);
+  }
+
   // Loss and gradient of a block that is counted.
   void write(const Block& block, const LeafGate& leaf, const AggregateGrad& aggregate_grad, Scratch& scratch,
              Partial& partial) const {
@@ -249,23 +310,26 @@ struct Sweeps {
     if (aggregate_grad.nothing()) return;
     Tile& tile = scratch.tile;
     for_each_tile_of(block, kGridOfLines, [&](int64_t at, int begin, int n) {
-      if (fast) {
+      if (fast && plan.as_they_are) {
         const Masked masked = masked_tokens(call.args.mask, at + begin, n - begin);
         if (masked == Masked::all) return;
         return add_to_fast(calls.of(masked).args, at, begin, n, aggregate_grad);
       }
       scratch.whole.set(block.row, begin, n);
       load(call, at, n, scratch.whole, true, tile, scratch.counted);
-      float* __restrict grad = call.args.grad + at;
-      for (int i = begin; i < n; ++i) {
-        const bool receives = tile.kind[i] != kAbsent && tile.infinite[i] == 0;
-        grad[i] += keep_if(
-            receives, plan.term.through_pre_gate(tile, i, tile.x[i] < 0.0f ? aggregate_grad.falling : aggregate_grad.rising));
-      }
+      float* grad = call.args.grad + at;
+      for_each_vector(begin, n, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
+        constexpr bool kWhole = decltype(whole)::value;
+        const Ints kind = load_lanes<Ints>(tile.kind + i), finite = load_lanes<Ints>(tile.infinite + i) == 0;
+        const Floats x = load_lanes<Floats>(tile.x + i);
+        const Floats flow = x < 0.0f ? all<Floats>(aggregate_grad.falling) : all<Floats>(aggregate_grad.rising);
+        const Floats here = keep_if((kind != kAbsent) & finite, plan.term.through_pre_gate(kind == kNegative, x, flow));
+        store_own<kWhole>(own, load_own<kWhole>(own, grad + i) + here, grad + i);
+      });
     });
   }
 
-  // A leaf that shares its one level with no other, or a block under no level.
+  // A block under no level.
   void take_alone(const Block& block, Scratch& scratch, Partial& partial) const {
     LogRatios sums = {};
     classify_masks(block, scratch);
@@ -280,8 +344,12 @@ struct Sweeps {
     if (plan.hierarchy.depth > 0 && sums.valid > 0) {
       gate_leaf(leaves, block.leaf, [&](int) { return sums; }, gate, slopes);
     }
-    const OpenLevels levels = open_levels(block, gate, fast);
     Flow flow = {};
+    if (fast && plan.drops) {
+      const float own = count_alike(block, gate, scratch, partial, flow);
+      return write_alike(block, gate, own + own_aggregate_grad(flow, sums).rising, scratch);
+    }
+    const OpenLevels levels = open_levels(block, gate, fast);
     if (levels.open) count(block, levels, scratch, partial, flow);
     else finish_closed(block, gate, fast, scratch, partial, flow);
     const AggregateGrad aggregate_grad = own_aggregate_grad(flow, sums);
@@ -303,5 +371,41 @@ struct Sweeps {
     return {rising, plan.hierarchy.split ? falling : rising};
   }
 };
+
+// Calls body(block, sums, fast) for the blocks of a task behind their first sweep. Short ones are measured together, as what is
+// done once a tile takes longer than their tokens do.
+template <class Body>
+inline void measure_blocks(const Sweeps& sweeps, int64_t task, Scratch& scratch, Partial& partial, const Body& body) {
+  Block blocks[kFewRows];
+  int count = 0;
+  const auto measure_one = [&](const Block& block) {
+    LogRatios sums = {};
+    sweeps.classify_masks(block, scratch);
+    const bool fast = sweeps.measure(block, scratch, partial, sums);
+    body(block, sums, fast);
+  };
+  const auto flush = [&] {
+    LogRatios sums[kFewRows];
+    const bool together = count > 1 && sweeps.measure_together(blocks, count, scratch, partial, sums);
+    for (int i = 0; i < count; ++i) {
+      if (!together) {
+        measure_one(blocks[i]);
+        continue;
+      }
+      sweeps.classify_masks(blocks[i], scratch);
+      body(blocks[i], sums[i], sweeps.plan.stays_fast());
+    }
+    count = 0;
+  };
+  sweeps.leaves.for_each_block(task, [&](const Block& block) {
+    if (block.tokens >= kWorthwhileRow || !sweeps.plan.measures_fast) {
+      flush();
+      return measure_one(block);
+    }
+    if (count == kFewRows || (count > 0 && block.first + block.tokens - blocks[0].first > kTile - kGridOfLines)) flush();
+    blocks[count++] = block;
+  });
+  flush();
+}
 
 }  // namespace hpo::HPO_ISA

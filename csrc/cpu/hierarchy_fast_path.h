@@ -3,7 +3,7 @@
 // ratio that the first sweep left. One loop counts and marks them, the counts give the gradient through aggregates, and a
 // second loop writes the whole gradient once.
 #pragma once
-#include "gates_call.h"
+#include "gates_fast_path.h"
 #include "hierarchy_terms.h"
 #include "hpo/hierarchy.h"
 
@@ -125,6 +125,21 @@ void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, f
   };
   for_each_vector(begin, end, step, [&]() __attribute__((always_inline)) { loss.end(); });
   loss.end();
+}
+
+// Writes one number to the gradient of the tokens that a clip before all gates leaves as they are, and 0 to the others.
+inline void write_where_free(const PolicyLossArgs& args, int64_t first, int begin, int end, const PreClip& clip, int sign,
+                             float gradient) {
+  const float* logp = args.logp + first;
+  const float* old_logp = args.old_logp ? args.old_logp + first : logp;
+  float* grad = args.grad + first;
+  const Floats low = all<Floats>(clip.low[sign]), high = all<Floats>(clip.high[sign]), each = all<Floats>(gradient);
+  for_each_vector(begin, end, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
+    constexpr bool kWhole = decltype(whole)::value;
+    const Mask present = args.mask ? present_own<kWhole>(own, args.mask + first + i) : own;
+    const Floats x = load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i);
+    store_own<kWhole>(own, keep_if(both(present, both(at_least(x, low), at_least(high, x))), each), grad + i);
+  });
 }
 
 // The loops of one call, [masked] and [masked][with a gradient through aggregates].

@@ -39,26 +39,48 @@ struct TermPlan {
         pre_gated(pre_gates(hierarchy.term, head)),
         mean_exp(adds_exponentials(hierarchy)) {}
 
+  // The pre-gate is a clip.
+  bool clips() const { return pre_gated && head != Head::censored && !mean_exp; }
+
+  PreClip clip() const {
+    if (!clips()) return {{-INFINITY, -INFINITY}, {INFINITY, INFINITY}};
+    return {{numbers.pre_low[0], numbers.pre_low[1]}, {numbers.pre_high[0], numbers.pre_high[1]}};
+  }
+
+  // Without a gate of their own, tokens under the same levels have the same term.
+  bool one_for_all() const {
+    bool alike = head == Head::linear && !mean_exp && (!term.present || term.penalty == Penalty::none);
+    for (int sign = 0; sign < 2; ++sign) {
+      alike &= !term.present || (numbers.weight_low[sign] == 1.0f && numbers.weight_high[sign] == 1.0f);
+    }
+    return alike;
+  }
+
   // From the gradient of what is aggregated to that of the token's log-ratio.
-  float through_pre_gate(const Tile& tile, int i, float flow) const {
-    if (mean_exp) return flow * mean_exp_slope(split, tile.x[i]);
+  HPO_INLINE Floats through_pre_gate(Ints negative, Floats x, Floats flow) const {
+    if (mean_exp) return flow * mean_exp_slope(split, x);
     if (!pre_gated) return flow;
-    const float slope = pre_gate_slope(numbers, head, tile.kind[i] == kNegative, tile.x[i]);
+    const Floats slope = pre_gate_slope<Floats>(numbers, head, negative, x);
     return keep_if(slope != 0.0f, slope * flow);
   }
 };
 
-// The log-ratios as they enter the gates.
+// The log-ratios as they enter the gates, in whole vectors.
 inline const float* load_entering(const TermPlan& plan, const Tile& tile, int n, TokenTerms& terms) {
   if (!plan.pre_gated) return tile.x;
-  for (int i = 0; i < n; ++i) terms.entering[i] = pre_gate(plan.numbers, plan.head, tile.kind[i] == kNegative, tile.x[i]);
+  for (int i = 0; i < n; i += kWidth) {
+    const Ints negative = load_lanes<Ints>(tile.kind + i) == kNegative;
+    store_lanes(pre_gate<Floats>(plan.numbers, plan.head, negative, load_lanes<Floats>(tile.x + i)), terms.entering + i);
+  }
   return terms.entering;
 }
 
 // The part of them that is aggregated.
 inline const float* load_aggregated(const TermPlan& plan, const Tile& tile, int n, TokenTerms& terms) {
   if (!plan.mean_exp) return load_entering(plan, tile, n, terms);
-  for (int i = 0; i < n; ++i) terms.entering[i] = mean_exp_part(plan.split, tile.x[i]);
+  for (int i = 0; i < n; i += kWidth) {
+    store_lanes(mean_exp_part(plan.split, load_lanes<Floats>(tile.x + i)), terms.entering + i);
+  }
   return terms.entering;
 }
 
@@ -86,8 +108,9 @@ struct TermOfTokens {
   GatedTokenNumber<Floats> token;
   HeadTerm<Floats> term;
 
+  template <class RatioOf>
   HPO_INLINE TermOfTokens(const TermPlan& plan, const LeafGate& leaf, Ints negative, Floats entering, Floats x, Floats low,
-                          Floats high, Floats coefficient, Floats kept, Floats logp, Floats target) {
+                          Floats high, Floats coefficient, Floats kept, Floats logp, Floats target, const RatioOf& ratio_of) {
     const TermNumbers& numbers = plan.numbers;
     const Floats most = all<Floats>(saturation_of(kHead)), one = all<Floats>(1.0f);
     token = gate_token<Floats>(leaf, plan.split, plan.drop, plan.keep, negative, entering, low, high,
@@ -96,7 +119,7 @@ struct TermOfTokens {
     const Floats outside_high = by_sign<Floats>(negative, numbers.weight_high);
     const Floats factor = token.above ? outside_high : (token.below ? outside_low : one);
     term = head_term<Floats>(kHead, negative, by_sign<Floats>(negative, numbers.head), clamp(token.z, -most, most), x,
-                             coefficient * factor, kept * factor, logp, target);
+                             coefficient * factor, kept * factor, logp, target, ratio_of);
   }
 
   // Of the token's own path; `slope`: term.slope where it is present.
@@ -116,7 +139,7 @@ GateCounts term_loop(const TermPlan& plan, const LeafGate& leaf, const Tile& til
     const TermOfTokens<kHead> tokens(plan, leaf, negative, entering, x, load_lanes<Floats>(terms.low + i),
                                      load_lanes<Floats>(terms.high + i), load_lanes<Floats>(coefficient + i),
                                      load_lanes<Floats>(terms.kept + i), load_lanes<Floats>(terms.logp + i),
-                                     load_lanes<Floats>(terms.target + i));
+                                     load_lanes<Floats>(terms.target + i), Exponential{});
     const GatedTokenNumber<Floats>& token = tokens.token;
     const Floats slope = keep_if(present, tokens.term.slope);
     store_lanes(keep_if(present, tokens.term.loss), loss + i);
@@ -180,12 +203,13 @@ struct FastTermGate {
   HPO_INLINE TermNumber<Floats> term(const Vector& vector, const TermInputs& inputs) {
     const Ints negative = inputs.kind == kNegative;
     const Floats x = vector.x;
-    const Floats entering = plan.pre_gated ? clamp(x, by_sign<Floats>(negative, plan.numbers.pre_low),
-                                                   by_sign<Floats>(negative, plan.numbers.pre_high))
-                                           : x;
+    const Floats entering = plan.pre_gated ? pre_gate<Floats>(plan.numbers, kHead, negative, x) : x;
+    const auto ratio_of = [&](Floats z) __attribute__((always_inline)) {  // mostly nothing has changed x
+      return any(both(vector.present, present_lanes(Ints(z != x)))) ? exp(z) : vector.ratio;
+    };
     const TermOfTokens<kHead> tokens(plan, LeafGate{}, negative, entering, x, by_sign<Floats>(negative, low),
                                      by_sign<Floats>(negative, high), inputs.coefficient, inputs.kept, vector.load(logp),
-                                     inputs.target);
+                                     inputs.target, ratio_of);
     const Mask chosen = vector.present;
     below[vector.part] = add_where(chosen, inputs.kind & tokens.token.below, below[vector.part]);
     above[vector.part] = add_where(chosen, inputs.kind & tokens.token.above, above[vector.part]);
@@ -205,9 +229,8 @@ using FastTermTile = bool (*)(const Call&, const TermPlan&, const float (&low)[2
 template <Head kHead>
 bool run_terms(const Call& call, const TermPlan& plan, const float (&low)[2], const float (&high)[2], int64_t first, int n,
                const Segments& segments, Tile& tile, uint8_t* seen, Partial& partial) {
-  if (n % kLanes != 0) return false;
   const FastTermGate<kHead> gate = {plan, call.args.logp + first, low, high};
-  return sweep_token_inputs(call, first, n, segments, tile, seen, partial, gate);
+  return sweep_token_inputs<Given::anything>(call, first, n, segments, tile, seen, partial, gate);
 }
 
 inline FastTermTile pick_term_tile(Head head) {
@@ -234,7 +257,7 @@ inline void add_own_penalty(const Call& call, const TermPlan& plan, int64_t firs
   alignas(64) float value[kPadded];
   for (int i = 0; i < n; ++i) {
     const bool pays = tile.kind[i] != kAbsent && (!args.penalty_mask || args.penalty_mask[first + i] != 0);
-    const OwnPenalty<float> penalty = own_penalty(plan.term.penalty, tile.x[i]);
+    const OwnPenalty<float> penalty = own_penalty(plan.term.penalty, tile.x[i], Exponential{});
     if (token_loss) token_loss[i] += keep_if(pays, coefficient * penalty.value);
     value[i] = keep_if(pays, weight * (coefficient * penalty.value));
     grad[i] += keep_if(pays && tile.infinite[i] == 0, weight * (coefficient * penalty.slope));

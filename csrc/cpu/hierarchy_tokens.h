@@ -136,6 +136,9 @@ struct TokenPlan {
   FastLoop fast_loop;
   bool may_be_fast;
   bool as_they_are;  // log-ratios enter the gates
+  PreClip clip;  // else they enter it, where `measures_fast`
+  bool measures_fast;  // the first sweep may take the fast path
+  bool drops;  // the tokens of a leaf have one term
   bool opens;  // a fast-path tile may be under open gates: the token gate is a clip, and the loss A e^z
   bool keeps_ratios;  // where the gradient will be, for these tiles
   OpenLoops open_loops;
@@ -154,10 +157,13 @@ struct TokenPlan {
         fast_loop(pick_fast_loop(call.structure, hierarchy.split)),
         may_be_fast(HPO_ISA::may_be_fast(call.args) && !call.args.target),
         as_they_are(!term.pre_gated && !term.mean_exp),
+        clip(term.clip()),
+        measures_fast(may_be_fast && (as_they_are || (term.clips() && clip.narrows()))),
+        drops(measures_fast && term.drop && !term.split && term.one_for_all()),
         opens(call.structure.token == TokenGate::clip && term.keep != 0.0f && call.structure.head == Head::linear),
         keeps_ratios(opens && call.args.grad && hierarchy.depth > 0 && as_they_are),
         open_loops(hierarchy.split, keeps_ratios),
-        measure_fast(pick_measure_fast(hierarchy.split, keeps_ratios)) {
+        measure_fast() {
     const GateStructure& structure = call.structure;
     const bool clips = structure.token == TokenGate::clip;
     bool through = false;
@@ -176,7 +182,12 @@ struct TokenPlan {
     carries = through && structure.head != Head::score && call.args.grad;
     by_sign &= carries;
     loop = pick_token_loop(structure, hierarchy.split, driven);
+    const FirstSweep sweep = keeps_ratios ? FirstSweep::keeps_ratios : (as_they_are ? FirstSweep::plain : FirstSweep::clips);
+    measure_fast = hierarchy.split ? pick_measure_fast<true>(sweep) : pick_measure_fast<false>(sweep);
   }
+
+  // Whether later sweeps may take the fast path where the first did.
+  bool stays_fast() const { return drops || (may_be_fast && !term_loop && !driven); }
 };
 
 // The bounds of the token gate, token by token.

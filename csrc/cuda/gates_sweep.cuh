@@ -22,8 +22,8 @@ __device__ __forceinline__ float complete_token(const Gate& gate, const RowTerms
   Term penalty = {};
   if constexpr (REFERENCE) {
     if (gate.structure.kl != KLEstimator::none) {
-      const Term k =
-          kl_term(gate.structure.kl, gate.structure.kl_gradient, token.s, token.x, !token.reference_infinite, !token.infinite);
+      const Term k = kl_term(gate.structure.kl, gate.structure.kl_gradient, token.s, exp(-token.s), token.x,
+                             !token.reference_infinite, !token.infinite);
       penalty = {token.valid ? gate.kl_beta * k.loss : 0.0f, token.valid ? gate.kl_beta * k.grad : 0.0f};
       grad += row.penalty_weight() * penalty.grad;
       totals.penalty += double(row.penalty_weight() * penalty.loss);

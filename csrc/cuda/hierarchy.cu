@@ -281,7 +281,7 @@ __device__ __forceinline__ PolicyTerm general_term(const Call& call, const Gated
                        : gated.below ? by_sign(numbers.weight_low, negative)
                                      : 1.0f;
   const HeadTerm<float> term = head_term(head, negative, by_sign(numbers.head, negative), clamp(gated.z, -most, most), token.x,
-                                         a * factor, kept * factor, token.infinite ? 0.0f : logp, target);
+                                         a * factor, kept * factor, token.infinite ? 0.0f : logp, target, Exponential{});
   return {token.infinite && head == Head::score ? 0.0f : term.loss, term.slope,
           (passes ? term.slope * gated.slope : 0.0f) + term.direct};
 }
@@ -306,7 +306,7 @@ __device__ __forceinline__ float pay_own_penalty(const Call& call, const RowTerm
   if (penalty == Penalty::none || !token.valid) return 0.0f;
   const int64_t at = inputs.group.token + i;
   if (args.penalty_mask && !args.penalty_mask[at]) return 0.0f;
-  const OwnPenalty<float> own = own_penalty(penalty, token.x);
+  const OwnPenalty<float> own = own_penalty(penalty, token.x, Exponential{});
   const float coefficient = call.term.penalty_coefficient, value = coefficient * own.value;
   totals.penalty += double(row.penalty_weight() * value);
   if (args.token_loss) args.token_loss[at] += value;

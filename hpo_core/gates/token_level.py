@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ..checks import check, examines
 from ..specs import Head
-from .ratio_gate import Clip, Drop, Pair, RatioGate
+from .parts import Clip, Drop, Pair
+from .ratio_gate import RatioGate
 
 __all__ = [
     "archer_clip",

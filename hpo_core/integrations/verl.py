@@ -39,7 +39,7 @@ from .entropy_methods import PENALISED, MakesPenalty, MakesSelection, check_entr
 from .needs import MakesInputs, check_keywords, check_needs, made_inputs
 from .turns import turns
 from .verl_head import install_loss_head
-from .verl_selection import METHODS, MicroBatch, current, install, selected_by
+from .verl_rows import GROUPED, METHODS, MicroBatch, current, install, selected_by
 
 __all__ = ["ESTIMATORS", "register", "register_advantage"]
 
@@ -49,12 +49,8 @@ ESTIMATORS = (
     *("opo", "reinforce_pp", "reinforce_pp_baseline", "rloo"),
 )
 
-# What a function of gate inputs may take, and what verl does not tell its losses.
+# What a function of gate inputs may take.
 _AVAILABLE = ("logp", "old_logp", "entropy", "advantages", "advantage_level", "batch")
-_NO_SAMPLER = (
-    "verl tells its losses of weights only, which multiply this loss, too; set algorithm.rollout_correction and "
-    "register the gate without its correction"
-)
 
 # verl's own values of the clip fields. A field that holds them is taken as not set.
 _UNSET = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
@@ -99,12 +95,14 @@ def register(
             ``actor.kl_loss_coef=0``.
         backend: a name from ``hpo_core.backends()``. Default: by device.
 
-    Levels above the tokens: a response is a trajectory, and its steps are the runs of tokens that no tool wrote.
+    Levels above the tokens: a response is a trajectory, its steps are the runs of tokens that no tool wrote, and the
+    answers to a prompt are a group, which must not be parted by micro-batches. Gates that correct what the sampler's
+    log-probabilities differ by (``icepop``, ``tis``, ``decoupled`` ...) take them from the rows, where
+    ``rollout.calculate_log_probs=True`` puts them.
 
     Raises:
-        ValueError: a gate with a level of groups or domains, of which verl tells its losses nothing; one that needs
-            inputs which ``gate_inputs`` does not make, or the sampler's log-probabilities (``icepop``, ``tis``), of
-            which it tells nothing either.
+        ValueError: a gate with a level of domains, which no micro-batch holds; one that needs inputs which
+            ``gate_inputs`` does not make.
     """
     is_constructor = any(gate is getattr(gates, each) for each in gates.__all__)
     require_type(
@@ -123,9 +121,12 @@ def register(
     if isinstance(gate, RatioGate):
         _check_gate(gate, loss)
     METHODS.pop(name, None)
+    GROUPED.discard(name)
     if entropy is not None:
         METHODS[name] = entropy
-    if loss.reads_entropies() or kl is not None:
+    if isinstance(gate, RatioGate) and _has_groups(gate):
+        GROUPED.add(name)
+    if loss.reads_rows():
         install()
     register_policy_loss(name)(functools.partial(_policy_loss, loss))
 
@@ -141,9 +142,19 @@ class _Loss(NamedTuple):
     kl: KLPenalty | None
     backend: str | None
 
-    def reads_entropies(self) -> bool:
+    def reads_own_entropies(self) -> bool:
+        """Those of the policy that is trained."""
         made = self.gate_inputs is not None and "entropy" in inspect.signature(self.gate_inputs).parameters
-        return made or self.entropy is not None or self.entropy_penalty is not None
+        return made or self.entropy_penalty is not None
+
+    def reads_rows(self) -> bool:
+        """More than verl tells its losses. A function of the configuration may make such a gate, too."""
+        of_gate = isinstance(self.gate, RatioGate) and (self.gate.reads_rollout or _has_groups(self.gate))
+        return of_gate or self.reads_own_entropies() or self.entropy is not None or self.kl is not None
+
+
+def _has_groups(gate: RatioGate) -> bool:
+    return any(level.unit is Unit.GROUP for level in gate.levels)
 
 
 def _policy_loss(
@@ -169,10 +180,16 @@ def _policy_loss(
         )
         _check_gate(gate, loss)
     micro_batch = current()
-    _check_micro_batch(loss, micro_batch, config)
+    _check_micro_batch(loss, gate, micro_batch, config)
+    check(
+        rollout_is_weights is None or not gate.needs_rollout,
+        "algorithm.rollout_correction: its weights and the gate {!r} correct the same difference; set it to null",
+        gate.name,
+    )
     selection, entropy = micro_batch.selection() if loss.entropy is not None else None, micro_batch.entropy
     steps = turns(response_mask != 0) if any(level.unit is Unit.STEP for level in gate.levels) else None
-    batch = PackedBatch.from_padded(response_mask != 0, steps=steps)  # verl's masks are of any dtype
+    group_ids = micro_batch.group_ids(loss.name, response_mask.device) if _has_groups(gate) else None
+    batch = PackedBatch.from_padded(response_mask != 0, steps=steps, group_ids=group_ids)  # masks are of any dtype
     given = None
     if loss.gate_inputs is not None:
         given = made_inputs(
@@ -188,6 +205,7 @@ def _policy_loss(
         gate,
         weights=weights,
         token_weight=rollout_is_weights,
+        rollout_logp=micro_batch.rollout_logp if gate.reads_rollout else None,
         # for the metrics: verl counts a token with advantage 0 as clipped only in cispo; its term is 0 either way
         token_mask=advantages != 0 if gate.head is Head.LINEAR and selection is None else None,
         gate_inputs=given,
@@ -204,16 +222,22 @@ def _policy_loss(
     return total, _metrics(result.metrics.vector, gate)
 
 
-def _check_micro_batch(loss: _Loss, micro_batch: MicroBatch, config: Any) -> None:
+def _check_micro_batch(loss: _Loss, gate: RatioGate, micro_batch: MicroBatch, config: Any) -> None:
+    check(
+        micro_batch.rollout_logp is not None or not gate.needs_rollout,
+        "gate: {!r} corrects what the sampler's log-probabilities differ by, and {!r} gets none; set "
+        "rollout.calculate_log_probs=True, and register the gate itself, not a function of the configuration",
+        gate.name,
+        loss.name,
+    )
     check(
         loss.entropy is None or micro_batch.selection() is not None,
         "loss_mode: {!r} has an entropy method, and no update of verl's TrainingWorker has called it; take "
         "verl.trainer.main_ppo with trainer.use_v1=True",
         loss.name,
     )
-    reads = loss.entropy_penalty is not None or (loss.reads_entropies() and loss.entropy is None)
     check(
-        not reads or micro_batch.entropy is not None,
+        not loss.reads_own_entropies() or micro_batch.entropy is not None,
         "loss_mode: {!r} reads the entropies of the policy that is trained; set actor.calculate_entropy=True",
         loss.name,
     )
@@ -230,15 +254,13 @@ def _check_micro_batch(loss: _Loss, micro_batch: MicroBatch, config: Any) -> Non
 
 def _check_gate(gate: RatioGate, loss: _Loss) -> None:
     selected = () if loss.entropy is None else ("bounds",)
-    check_needs(gate, loss.gate_inputs, _AVAILABLE, _NO_SAMPLER, selected)
-    for level in gate.levels:
-        check(
-            level.unit not in (Unit.GROUP, Unit.DOMAIN),
-            "gate: {!r} has a level of {}s, and verl tells its losses of none; call hpo_core.policy_loss where they "
-            "are known",
-            gate.name,
-            level.unit.name.lower(),
-        )
+    check_needs(gate, loss.gate_inputs, _AVAILABLE, sampler="", selected=selected)
+    check(
+        all(level.unit is not Unit.DOMAIN for level in gate.levels),
+        "gate: {!r} has a level of domains, of which verl's micro-batches hold parts; call hpo_core.policy_loss where "
+        "all rows of a domain are",
+        gate.name,
+    )
 
 
 def _weights(mode: str, batch: PackedBatch, info: Mapping[str, Any]) -> torch.Tensor:

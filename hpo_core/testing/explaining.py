@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checks import check, examines, require_type
-from ..losses import policy_loss, prepare
+from ..losses import policy_loss
+from ..prepared import prepare
 from ..reference.gates import gate_tokens, read_tokens
 from ..reference.hierarchy import combined
 from ..reference.segments import flat

@@ -1,7 +1,7 @@
 """Compiles kernels ahead of time for GPUs that need not be present, and reports their resources.
 
     python -m hpo_core._triton.compile          the kernels of each path, for every target
-    python -m hpo_core._triton.compile 90       for compute capability 9.0 alone
+    python -m hpo_core._triton.compile 90       for compute capability 9.0 alone, gfx942 for an MI300
     python -m hpo_core._triton.compile --all    in every structure a gate can have (an hour of compiling)
 
 TRITON_INTERPRET=1 must not be set: the interpreter compiles nothing.
@@ -68,7 +68,8 @@ from . import advantages, corrections, entropy, gates, groups, launch, logprobs,
 
 __all__ = ["TARGETS", "Report", "compiling", "every_path", "paths", "report", "specialisations"]
 
-TARGETS = (80, 90, 100, 120)
+Target = int | str  # a compute capability of NVIDIA, such as 90, or an architecture of AMD, such as gfx942
+TARGETS: tuple[Target, ...] = (80, 90, 100, 120, "gfx942", "gfx950")
 
 
 # ------------------------------------------------------------------------------------------------------- compilation
@@ -77,21 +78,21 @@ TARGETS = (80, 90, 100, 120)
 class _Target:
     """A driver for a GPU that is not there: enough for Triton to compile for it, too little to start anything."""
 
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
+    def __init__(self, target: Target) -> None:
+        self.target = target
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
+        return GPUTarget(*(("hip", self.target, 64) if isinstance(self.target, str) else ("cuda", self.target, 32)))
 
-    def get_current_device(self) -> int:
-        return self.capability  # kernels are cached by device
+    def get_current_device(self) -> Target:
+        return self.target  # kernels are cached by device
 
-    def get_current_stream(self, device: int) -> int:
+    def get_current_stream(self, device: Target) -> int:
         return 0
 
 
 @contextlib.contextmanager
-def compiling(capability: int, wanted: Callable[[str, str], bool] | None = None) -> Iterator[list[Any]]:
+def compiling(target: Target, wanted: Callable[[str, str], bool] | None = None) -> Iterator[list[Any]]:
     """Inside this context the ops of this package, called with tensors on the CPU, compile their launches and compute
     nothing. The context gives the compiled kernels, one per launch; launches of one specialisation give one object.
 
@@ -102,12 +103,15 @@ def compiling(capability: int, wanted: Callable[[str, str], bool] | None = None)
     def declined(*, key: str, fn: Any, **_: Any) -> bool:
         return wanted is not None and not wanted(fn.name, key)
 
-    driver.set_active(_Target(capability))
+    driver.set_active(_Target(target))
+    amd = launch.amd
     launch.compiled, triton.knobs.runtime.jit_cache_hook = [], declined
+    launch.amd = isinstance(target, str)
     try:
         yield launch.compiled
     finally:
         launch.compiled = triton.knobs.runtime.jit_cache_hook = None
+        launch.amd = amd
         with contextlib.suppress(RuntimeError):  # without a GPU there is no driver to restore
             driver.reset_active()
 
@@ -116,13 +120,29 @@ class Report(NamedTuple):
     """The resources of an assembled kernel."""
 
     kernel: str
-    registers: int  # per thread
+    registers: int  # per thread; of AMD the vector registers
     spilled: int  # bytes per thread in local memory
     shared: int  # bytes per program
     loads: dict[str, int]  # the number of loads from global memory by width in bits
 
 
 def report(compiled: Any) -> Report:
+    return _report_of_amd(compiled) if "amdgcn" in compiled.asm else _report_of_nvidia(compiled)
+
+
+def _report_of_amd(compiled: Any) -> Report:
+    source = compiled.asm["amdgcn"]
+    registers, spilled, scratch = (
+        int(re.search(rf"\.{name}:\s+(\d+)", source)[1])  # type: ignore[index]
+        for name in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")
+    )
+    loads: Counter[str] = Counter()
+    for words, byte_or_short in re.findall(r"(?:global|buffer)_load_(?:dword(?:x(\d))?|[us](byte|short))", source):
+        loads[{"byte": "8", "short": "16"}.get(byte_or_short) or str(32 * int(words or 1))] += 1
+    return Report(compiled.metadata.name, registers, max(4 * spilled, scratch), compiled.metadata.shared, dict(loads))
+
+
+def _report_of_nvidia(compiled: Any) -> Report:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -387,7 +407,7 @@ def _logprobs(dtype: torch.dtype, kept: int, every_input: bool = False, aligned:
 
 
 def specialisations(
-    calls: Iterable[Path_], target: int, names: Container[str] | None = None, share: tuple[int, int] = (0, 1)
+    calls: Iterable[Path_], target: Target, names: Container[str] | None = None, share: tuple[int, int] = (0, 1)
 ) -> Iterator[tuple[str, Any]]:
     """Each kernel compiled once, with the first path that launches it.
 
@@ -412,9 +432,13 @@ def specialisations(
                 yield path, kernel
 
 
+def _target(name: str) -> Target:
+    return int(name) if name.isdigit() else name
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("targets", nargs="*", type=int, default=TARGETS, help="compute capabilities, such as 90")
+    parser.add_argument("targets", nargs="*", type=_target, default=TARGETS, help="such as 90 or gfx942")
     parser.add_argument("--all", action="store_true", help="every structure instead of the ends of each path")
     parser.add_argument("--only", nargs="+", metavar="PATH/KERNEL", help="these alone")
     parser.add_argument("--share", nargs=2, type=int, default=(0, 1), metavar=("I", "N"), help="each N-th from I")
@@ -428,8 +452,9 @@ def main() -> None:
                 print(json.dumps({"target": target, "path": path, **found._asdict()}), flush=True)
             else:
                 loads = "  ".join(f"{count} x {bits} bit" for bits, count in sorted(found.loads.items()))
+                name = target if isinstance(target, str) else f"sm_{target}"
                 print(
-                    f"sm_{target}  {found.kernel:22} {found.registers:3} registers  {found.spilled} spilled  "
+                    f"{name:6}  {found.kernel:22} {found.registers:3} registers  {found.spilled} spilled  "
                     f"{found.shared:5} shared  {loads:60} {path}",
                     flush=True,
                 )

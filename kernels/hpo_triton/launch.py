@@ -21,6 +21,7 @@ REGISTERS = 128  # of a thread, for kernels that need fewer: by default the asse
 MOST_PROGRAMS = 512
 
 launches: Counter[str] = Counter()  # by kernel, since this package was imported
+amd = torch.version.hip is not None
 compiled: list[Any] | None = None  # where compile.py gathers kernels that are compiled instead of started
 
 
@@ -43,6 +44,9 @@ def launch(kernel: Any, programs: int, *arguments: Any, **structure: Any) -> Non
     """
     launches[kernel.fn.__name__] += 1
     options = {"num_warps": WARPS, **structure, "enable_fp_fusion": False}
+    if amd:  # whose waves have 64 threads, and whose compiler refuses a bound on registers
+        options["num_warps"] = max(options["num_warps"] // 2, 1)
+        options.pop("maxnreg", None)
     if compiled is not None:
         compiled.append(kernel.warmup(*arguments, grid=(programs,), **options))
     elif programs > 0:

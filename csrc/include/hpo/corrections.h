@@ -30,13 +30,19 @@ HPO_INLINE F log_shortfall(F f, F x) {
   return ((f > all<F>(-0.5f)) & (f < all<F>(1.0f))) ? near : far;
 }
 
-// p - q of p = e^first and q = e^second. As both go to 1, no difference of exponentials leaves digits.
+// p - q of p = e^first and q = e^second, the larger of which is given. As both go to 1, no difference of exponentials leaves
+// digits.
+template <class F>
+HPO_INLINE F difference_from(F larger, F step) {
+  const F zero = {}, size = step < zero ? -step : step, fall = larger * k3_slope(size, exp(-size));
+  return step < zero ? -fall : fall;
+}
+
 template <class F>
 HPO_INLINE F probability_difference(F first, F second) {
   const F zero = {}, bounded_first = bounded_logp(first), bounded_second = bounded_logp(second);
-  const F step = bounded_first - bounded_second, size = step < zero ? -step : step;
-  const F larger = exp(step < zero ? bounded_second : bounded_first), fall = larger * k3_slope(size, exp(-size));
-  return step < zero ? -fall : fall;
+  const F step = bounded_first - bounded_second;
+  return difference_from(exp(step < zero ? bounded_second : bounded_first), step);
 }
 
 // The KL divergence of (q, 1 - q) from (p, 1 - p) with the sign of d = p - q. It goes to 0 with the square of d, while the
@@ -46,7 +52,7 @@ template <class F>
 HPO_INLINE F signed_binary_kl(F first, F second, F u) {
   const F zero = {}, half = all<F>(0.5f), guard = all<F>(kBinaryGuard);
   const F bounded_first = bounded_logp(first), bounded_second = bounded_logp(second), step = bounded_first - bounded_second;
-  const F p = exp(bounded_first), q = exp(bounded_second), d = probability_difference(first, second);
+  const F p = exp(bounded_first), q = exp(bounded_second), d = difference_from(step < zero ? q : p, step);
   const F other_p = k3_slope(-bounded_first, p), other_q = k3_slope(-bounded_second, q);
   const F guarded = other_q + guard, share = d / guarded;
   const F near = q * (k3(-step, zero) + (step - u)), far = d - q * u;  // k3 takes no exponential where it is near
@@ -123,13 +129,18 @@ HPO_INLINE float from_words(const int64_t* words, Reduction reduction) {
   return Reduced{words[0], words[1], words[2], -most, most}.as(reduction);
 }
 
-// The factor for a statistic v under one sign of the advantage.
+// The factor for a statistic v between the bounds of one sign of the advantage.
+template <class F>
+HPO_INLINE F factor_of(Action action, bool strict, F low, F high, F v) {
+  const F zero = {}, one = all<F>(1.0f), least = all<F>(-kExponentBound), most = all<F>(kExponentBound);
+  if (action == Action::clamp) return exp(clamp(clamp(v, low, high), least, most));
+  const F inside = action == Action::mask ? one : exp(clamp(v, least, most));
+  if (strict) return ((low < v) & (v < high)) ? inside : zero;
+  return ((low <= v) & (v <= high)) ? inside : zero;
+}
+
 HPO_INLINE float factor_of(const Correction& correction, int sign, float v) {
-  const float low = float(correction.low[sign]), high = float(correction.high[sign]);
-  const bool inside = correction.strict ? low < v && v < high : low <= v && v <= high;
-  if (correction.action == Action::mask) return inside ? 1.0f : 0.0f;
-  if (correction.action == Action::clamp) return exp(clamp(clamp(v, low, high), -kExponentBound, kExponentBound));
-  return inside ? exp(clamp(v, -kExponentBound, kExponentBound)) : 0.0f;
+  return factor_of(correction.action, correction.strict, float(correction.low[sign]), float(correction.high[sign]), v);
 }
 
 }  // namespace hpo

@@ -69,16 +69,19 @@ HPO_INLINE Term policy_term(bool score_head, float a, Gated gated, float logp, b
   return {finite || !score_head ? term.loss : 0.0f, finite ? term.grad : 0.0f};
 }
 
+// Within it k3 and its derivative take no exponential.
+constexpr float kNearReference = 0.5f;
+
 // The reference penalty beta * k(s), s = logp - ref_logp, and its derivative in logp; x is the policy's own log-ratio. A
-// log-ratio that was infinite carries no derivative.
+// log-ratio that was infinite carries no derivative. e: exp(-s), or anything where s is within kNearReference of 0.
 template <class F>
-HPO_INLINE TermNumber<F> kl_term(KLEstimator estimator, KLGradient gradient, F s, F x, typename Number<F>::Int s_finite,
+HPO_INLINE TermNumber<F> kl_term(KLEstimator estimator, KLGradient gradient, F s, F e, F x, typename Number<F>::Int s_finite,
                                  typename Number<F>::Int x_finite) {
   using N = Number<F>;
-  const F zero = {}, one = all<F>(1.0f), e = exp(-s);
+  const F zero = {}, one = all<F>(1.0f);
   const F k = estimator == KLEstimator::k1 ? s : (estimator == KLEstimator::k2 ? all<F>(0.5f) * s * s : k3(s, e));
   // 1 - e^-s of k3: near 0 it is s less a small number.
-  const F border = all<F>(0.5f), of_k3 = ((s < border) & (s > -border)) ? s - k : one - e;
+  const F border = all<F>(kNearReference), of_k3 = ((s < border) & (s > -border)) ? s - k : one - e;
   const F slope = estimator == KLEstimator::k1 ? one : (estimator == KLEstimator::k2 ? s : of_k3);
   if (gradient == KLGradient::straight_through) return {k, s_finite ? s : zero};
   if (gradient == KLGradient::value) return {k, s_finite ? slope : zero};

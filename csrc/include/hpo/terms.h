@@ -44,15 +44,20 @@ HPO_INLINE Deviation<F> deviation_of(F x, F ratio) {
 }
 
 // What is aggregated.
-HPO_INLINE float pre_gate(const TermNumbers& numbers, Head head, bool negative, float x) {
+template <class F>
+HPO_INLINE F pre_gate(const TermNumbers& numbers, Head head, typename Number<F>::Int negative, F x) {
   if (head == Head::censored) return deviation_of(x, exp(x)).size;
-  return clamp(x, negative ? numbers.pre_low[1] : numbers.pre_low[0], negative ? numbers.pre_high[1] : numbers.pre_high[0]);
+  const F low = negative ? all<F>(numbers.pre_low[1]) : all<F>(numbers.pre_low[0]);
+  const F high = negative ? all<F>(numbers.pre_high[1]) : all<F>(numbers.pre_high[0]);
+  return clamp(x, low, high);
 }
 
 // Its derivative in the log-ratio.
-HPO_INLINE float pre_gate_slope(const TermNumbers& numbers, Head head, bool negative, float x) {
-  if (head != Head::censored) return pre_gate(numbers, head, negative, x) == x ? 1.0f : 0.0f;
-  const float ratio = exp(x);
+template <class F>
+HPO_INLINE F pre_gate_slope(const TermNumbers& numbers, Head head, typename Number<F>::Int negative, F x) {
+  const F zero = {}, one = all<F>(1.0f);
+  if (head != Head::censored) return pre_gate<F>(numbers, head, negative, x) == x ? one : zero;
+  const F ratio = exp(x);
   return deviation_of(x, ratio).sign * ratio;
 }
 
@@ -61,19 +66,24 @@ HPO_INLINE float pre_gate_slope(const TermNumbers& numbers, Head head, bool nega
 constexpr float kExponentSaturation = 7.5f;
 
 // The log-ratio as it enters its channel: that of falling ones takes it with its sign turned.
-HPO_INLINE float exponent(bool split, float x) {
-  const float saturated = clamp(x, -kExponentSaturation, kExponentSaturation);
-  return split && x < 0.0f ? -saturated : saturated;
+template <class F>
+HPO_INLINE F exponent(bool split, F x) {
+  const F saturated = clamp(x, all<F>(-kExponentSaturation), all<F>(kExponentSaturation));
+  return split ? (x < F{} ? -saturated : saturated) : saturated;
 }
 
 // e^x - 1, with the sign that rising_part separates channels by.
-HPO_INLINE float mean_exp_part(bool split, float x) {
-  const float up = exponent(split, x), part = -k3_slope(-up, exp(up));
-  return split && x < 0.0f ? -part : part;
+template <class F>
+HPO_INLINE F mean_exp_part(bool split, F x) {
+  const F up = exponent(split, x), part = -k3_slope(-up, exp(up));
+  return split ? (x < F{} ? -part : part) : part;
 }
 
 // Its derivative in the log-ratio.
-HPO_INLINE float mean_exp_slope(bool split, float x) { return exp(exponent(split, x)); }
+template <class F>
+HPO_INLINE F mean_exp_slope(bool split, F x) {
+  return exp(exponent(split, x));
+}
 
 // Heads that multiply the ratio by another large number, or by itself, saturate earlier than e^60.
 constexpr float kSquareSaturation = 25.0f;
@@ -103,12 +113,20 @@ struct HeadTerm {
   F direct;  // d loss / d logp, past z
 };
 
+// e^z, for the functions below.
+struct Exponential {
+  template <class F>
+  HPO_INLINE F operator()(F z) const {
+    return exp(z);
+  }
+};
+
 // `a`: weight * advantage * token weight, and `kept`: weight * token weight, both 0 where the token is not selected; z within
-// saturation_of(head), x the token's own log-ratio; `number` is the head's for the sign of the advantage. On-policy, z = 0,
-// slope + direct is -a to the bit under every head that promises it.
-template <class F>
-HPO_INLINE HeadTerm<F> head_term(Head head, typename Number<F>::Int negative, F number, F z, F x, F a, F kept, F logp,
-                                 F target) {
+// saturation_of(head), x the token's own log-ratio; `number` is the head's for the sign of the advantage; ratio_of(z): e^z.
+// On-policy, z = 0, slope + direct is -a to the bit under every head that promises it.
+template <class F, class RatioOf>
+HPO_INLINE HeadTerm<F> head_term(Head head, typename Number<F>::Int negative, F number, F z, F x, F a, F kept, F logp, F target,
+                                 const RatioOf& ratio_of) {
   using N = Number<F>;
   const F zero = {}, one = all<F>(1.0f), half = all<F>(0.5f);
   const F size = negative ? -a : a;  // weight * |advantage|
@@ -121,7 +139,7 @@ HPO_INLINE HeadTerm<F> head_term(Head head, typename Number<F>::Int negative, F 
             some ? -(a * own) : zero};
   }
   if (head == Head::log) return {scored(N::fused(half * kept * number, z * z, -(a * logp))), kept * number * z, -a};
-  const F ratio = exp(z);
+  const F ratio = ratio_of(z);
   const F linear = -(a * ratio);
   if (head == Head::score) return {scored(linear * logp), zero, linear};
   if (head == Head::mirror) {
@@ -130,9 +148,9 @@ HPO_INLINE HeadTerm<F> head_term(Head head, typename Number<F>::Int negative, F 
   }
   if (head == Head::sigmoid) {
     const F t = clamp(number * (ratio - one), all<F>(-87.0f), all<F>(87.0f)), down = t < zero ? t : -t;
-    const F e = down > all<F>(-87.0f) ? exp(down) : zero;  // of a huge ratio nothing may be left
-    const F share = one / (one + e), p = t < zero ? e * share : share;
-    return {-(a * (4.0f / number) * p), linear * (4.0f * e * (share * share)), zero};
+    const F e = down > all<F>(-87.0f) ? exp(down) : zero, sum = one + e;  // of a huge ratio nothing may be left
+    const F p = (t < zero ? e : one) / sum;
+    return {-(a * (4.0f / number) * p), linear * (4.0f * e / (sum * sum)), zero};
   }
   if (head == Head::simple) {
     const F step = ratio - one, pull = size / number;
@@ -165,13 +183,13 @@ struct OwnPenalty {
   F value, slope;
 };
 
-template <class F>
-HPO_INLINE OwnPenalty<F> own_penalty(Penalty penalty, F x) {
+template <class F, class RatioOf>
+HPO_INLINE OwnPenalty<F> own_penalty(Penalty penalty, F x, const RatioOf& ratio_of) {
   const F zero = {}, one = all<F>(1.0f);
   if (penalty == Penalty::k1) return {-x, -one};
   if (penalty == Penalty::k2) return {all<F>(0.5f) * x * x, x};
   if (penalty == Penalty::absolute) return {x < zero ? -x : x, x > zero ? one : (x < zero ? -one : zero)};
-  const F e = exp(x);  // e^-s - 1 + s of s = -x
+  const F e = ratio_of(x);  // e^-s - 1 + s of s = -x
   return {k3(-x, e), -k3_slope(-x, e)};
 }
 

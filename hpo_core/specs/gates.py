@@ -1,73 +1,36 @@
-"""The closed choices that kernels know, in one place: Python's side of ``csrc/include/hpo/api.h`` (a test compares
-them).
-
-A published method is a value of one of these structures; it never adds a kind of its own.
-"""
+"""The ratio gate, its levels and its corrections, as kernels know them."""
 
 from __future__ import annotations
 
 import enum
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
-from .checks import check
-
 __all__ = [
-    "INDEX_RULES",
-    "MOST_TERMS",
     "Action",
     "Aggregate",
-    "Boundary",
-    "Center",
     "CorrectionSpec",
-    "EpsMode",
     "Exchange",
-    "GroupInputs",
-    "GroupNormalisation",
-    "GroupTerm",
     "Head",
-    "Invalid",
     "KLEstimator",
     "KLGradient",
     "LevelKind",
     "LevelSpec",
-    "LogitRows",
-    "LogitType",
-    "OrderRule",
-    "Part",
     "Penalty",
     "PolicyLossInputs",
     "PolicyLossSpec",
-    "Presence",
-    "Provenance",
     "Reduction",
     "Routing",
-    "Scale",
-    "Scopes",
     "SegmentReduce",
-    "Share",
     "Stage",
     "Statistic",
     "TermSpec",
     "TokenGate",
     "Unit",
-    "WindowAggregate",
 ]
-
-
-class Provenance(enum.Enum):
-    """Where a preset's formula comes from."""
-
-    VERIFIED = "official code run, or the paper's equations and independent numbers"
-    PAPER = "the paper's equations"
-    RECONSTRUCTED = "reconstructed from partial sources"
-
-
-# ---------------------------------------------------------------------------------------------------- ratio gates
 
 
 class TokenGate(enum.IntEnum):
@@ -358,252 +321,3 @@ class PolicyLossInputs(NamedTuple):
     target: torch.Tensor | None = None  # [S], or [T] with target_per_token: what some heads compare the ratio with
     target_per_token: bool = False
     penalty_mask: torch.Tensor | None = None  # [T] bool: who pays the penalty of the term; None: every valid token
-
-
-# ------------------------------------------------------------------------------------------------- group statistics
-
-
-class Center(enum.IntEnum):
-    """What is subtracted."""
-
-    MEAN = 0
-    LEAVE_ONE_OUT = 1  # the mean of the others: n / (n - 1) times the deviation from the mean
-
-
-class Scale(enum.IntEnum):
-    """What the deviation from the centre is divided by."""
-
-    NONE = 0
-    GROUP = 1  # the group's standard deviation
-    BATCH = 2  # the standard deviation of the term's values over all members of the batch, in whatever group
-    ABSOLUTE = 3  # the group's mean absolute deviation
-    MEAN = 4  # the group's mean
-    ROOT_MEAN = 5  # the square root of the group's mean
-
-
-class EpsMode(enum.IntEnum):
-    """Where eps stands."""
-
-    ADD = 0  # sigma + eps
-    SQRT = 1  # sqrt(sigma^2 + eps)
-    FLOOR = 2  # max(sigma, eps)
-    ADD_SHARE = 3  # sigma + eps / W: eps is added to a sum of W terms, and not to their mean
-
-
-class Part(enum.IntEnum):
-    """The statistics of a group that reach its units."""
-
-    NORMALISED = 0  # (x - center) / scale
-    MEAN = 1  # the group's mean
-
-
-class Presence(enum.IntEnum):
-    """Which terms of a unit count where terms share; a group of one never does unless it keeps its raw value."""
-
-    ALWAYS = 0
-    SPREAD = 1  # the group's members are not all equal
-    NONZERO = 2  # the term is not exactly 0
-
-
-class Share(enum.IntEnum):
-    """How the terms of a unit are put together: ``A = sum_m k_m a_m``."""
-
-    SUM = 0  # k = coefficient
-    EQUAL = 1  # k = coefficient s / (sum over present terms of coefficient s + eps), s = 1
-    COUNT = 2  # s: the members of the group
-    DEVIATION = 3  # s: the group's standard deviation
-
-
-@dataclass(frozen=True)
-class GroupTerm:
-    """``a = lambda (x - center) / scale``, statistics over the weighted members of a group.
-
-    ``ddof``: 1 divides the variance by W - 1 (torch.std), 0 by W (numpy.std), W the sum of weights.
-    ``keep_singletons``: a group of one member keeps its raw value (centre 0, scale 1, for BATCH that of the batch)
-    instead of exactly 0. A unit equal to its group's centre gets exactly 0, whatever eps; so does every unit where the
-    scale, eps included, is not above 0, and for MEAN and ROOT_MEAN where the mean is not.
-    """
-
-    center: Center = Center.MEAN
-    scale: Scale = Scale.GROUP
-    ddof: int = 1
-    eps: float = 1e-6
-    eps_mode: EpsMode = EpsMode.ADD
-    keep_singletons: bool = False
-    part: Part = Part.NORMALISED
-    presence: Presence = Presence.ALWAYS
-    coefficient: float = 1.0
-
-    def __post_init__(self) -> None:
-        check(self.ddof in (0, 1), "ddof: expected 0 (divide by n) or 1 (divide by n - 1), got {}", self.ddof)
-        check(0 <= self.eps < math.inf, "eps: expected a finite number >= 0, got {}", self.eps)
-        check(math.isfinite(self.coefficient), "coefficient: expected a finite number, got {}", self.coefficient)
-
-
-MOST_TERMS = 8
-
-
-@dataclass(frozen=True)
-class GroupNormalisation:
-    """How terms, each over values and a grouping of its own, make one advantage per unit.
-
-    ``share_eps``, ``share_least``: where terms share, eps of the denominator, and what the sum of shares must exceed,
-    or the advantage is 0.
-    """
-
-    terms: tuple[GroupTerm, ...] = (GroupTerm(),)
-    share: Share = Share.SUM
-    share_eps: float = 0.0
-    share_least: float = 0.0
-
-    def __post_init__(self) -> None:
-        check(
-            1 <= len(self.terms) <= MOST_TERMS, "terms: expected 1 to {} of them, got {}", MOST_TERMS, len(self.terms)
-        )
-        check(
-            self.share is Share.SUM or all(term.coefficient >= 0 for term in self.terms),
-            "coefficient: expected numbers >= 0 where terms share, got {}",
-            [term.coefficient for term in self.terms],
-        )
-        for name in ("share_eps", "share_least"):
-            number = getattr(self, name)
-            check(0 <= number < math.inf, "{}: expected a finite number >= 0, got {}", name, number)
-
-
-class GroupStatistics(NamedTuple):
-    """What the members of its group amount to, for every unit: all ``[U]`` float64, zeros where a unit has no group."""
-
-    members: torch.Tensor  # n, how many they are
-    weight: torch.Tensor  # W, the sum of their weights w
-    mean: torch.Tensor  # sum of w x / W
-    squares: torch.Tensor  # sum of w (x - mean)^2; exactly 0 where all members are equal
-    least: torch.Tensor
-    greatest: torch.Tensor
-
-    def deviation(self, ddof: int) -> torch.Tensor:
-        """The standard deviation ``sqrt(squares / (W - ddof))``; 0 where there are too few members."""
-        enough = self.weight > ddof
-        return torch.where(enough, self.squares / torch.where(enough, self.weight - ddof, 1.0), 0.0).sqrt()
-
-
-class GroupInputs(NamedTuple):
-    """Tensors of group_normalise: of each term, and common to all of them."""
-
-    values: tuple[torch.Tensor, ...]  # [U] float32
-    ids: tuple[torch.Tensor | None, ...]  # [U] int64, negative: in no group; None: one group
-    weights: tuple[torch.Tensor | None, ...]  # [U] float32 in the statistics; not above 0: no member; None: 1 each
-    mask: torch.Tensor | None = None  # [U] bool, the units that enter the statistics; None: all
-    apply_mask: torch.Tensor | None = None  # [U] bool, who receives an advantage; None: the same as mask
-
-
-# -------------------------------------------------------------------------------------------------- entropy windows
-
-
-class Boundary(enum.IntEnum):
-    """A window that sticks out of its row."""
-
-    FULL = 0  # is undefined
-    SHRINK = 1  # aggregates the part inside
-    ZERO = 2  # counts 0 outside: a mean divides by the full width anyway
-    CARRY = 3  # takes the mean of the row's windows that do not stick out, or the row's first value if all do
-
-
-class Invalid(enum.IntEnum):
-    """Masked tokens inside a window."""
-
-    SKIP = 0  # are left out (at least one valid token must remain)
-    BREAK = 1  # make the window undefined
-
-
-class WindowAggregate(enum.IntEnum):
-    """The aggregate of the values of a window."""
-
-    MEAN = 0
-    SUM = 1
-    MAX = 2
-    MIN = 3
-
-
-class Scopes(NamedTuple):
-    """Scopes of tokens for order statistics: a scope is a list of segments, which are ranges of tokens."""
-
-    offsets: torch.Tensor  # [N + 1] int64: segment n holds the tokens offsets[n] .. offsets[n + 1] - 1
-    order: torch.Tensor | None = None  # [N] int64: segments, one scope after the other; None: scope n is segment n
-    begin: torch.Tensor | None = None  # [C + 1] int64: scope c has the segments order[begin[c] : begin[c + 1]]
-
-    @property
-    def number(self) -> int:
-        """C, the number of scopes."""
-        return (self.offsets if self.begin is None else self.begin).shape[0] - 1
-
-
-class LogitType(enum.IntEnum):
-    """What logits are stored as."""
-
-    FLOAT32 = 0
-    BFLOAT16 = 1
-    FLOAT16 = 2
-
-    @staticmethod
-    def of(logits: torch.Tensor) -> LogitType:
-        return LogitType[str(logits.dtype).removeprefix("torch.").upper()]
-
-
-class LogitRows(NamedTuple):
-    """Rows of logits over a vocabulary or a part of it, with what both directions of ``token_logprobs`` read."""
-
-    logits: torch.Tensor  # [..., columns]; columns first to first + columns - 1 of the vocabulary
-    targets: torch.Tensor  # [...] int64 ids in the whole vocabulary
-    temperatures: torch.Tensor | None  # [...] float32, instead of `temperature`
-    temperature: float
-    ignore_index: int
-    floors: torch.Tensor | None  # [...] float32: logits below are outside the support, as -inf is
-    first: int
-    vocabulary: int
-
-    @property
-    def is_whole(self) -> bool:
-        return self.logits.shape[-1] == self.vocabulary
-
-    def at_two_strides(self) -> tuple[torch.Tensor, tuple[int, int, int]]:
-        """The logits, copied unless their rows lie at two strides, which is how a slice of ``[B, L, V]`` lies in memory
-        and all that kernels know; and ``(inner, outer stride, inner stride)``: row r begins at element
-        ``(r // inner) * outer stride + (r % inner) * inner stride``."""
-        logits = self.logits if len(_leading(self.logits)) <= 2 else self.logits.contiguous()
-        (_, outer_stride), (inner, inner_stride) = [(1, 0), (1, 0), *_leading(logits)][-2:]
-        return logits, (inner, outer_stride, inner_stride)
-
-
-def _leading(logits: torch.Tensor) -> list[tuple[int, int]]:
-    """Sizes and strides of all dimensions but the last, joined where they lie one after the other."""
-    joined: list[tuple[int, int]] = []
-    for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
-        if size == 1:
-            continue
-        if joined and joined[-1][1] == size * stride:
-            joined[-1] = (joined[-1][0] * size, stride)
-        else:
-            joined.append((size, stride))
-    return joined
-
-
-class OrderRule(enum.IntEnum):
-    """Which ascending 0-based order statistic of n values stands for the quantile q."""
-
-    CEIL = 0  # ceil(q (n - 1)): with `>=`, the mask of the linearly interpolated quantile
-    FLOOR = 1  # floor(q (n - 1)): with `>`, the same
-    NEAREST = 2  # round(q (n - 1)), half to even
-    LINEAR = 3  # none: the interpolation between the floor and the ceiling
-
-    def index(self, numerator: int, denominator: int, n: int) -> int:
-        """The index for q = numerator / denominator, in exact integers: floats get it wrong for q = .7 and n = 11."""
-        check(self is not OrderRule.LINEAR, "rule: expected one of an index, got {!r}", self)
-        floor, remainder = divmod(numerator * (n - 1), denominator)
-        if self is OrderRule.FLOOR or remainder == 0:
-            return floor
-        if self is OrderRule.CEIL:
-            return floor + 1
-        return floor + (2 * remainder > denominator or (2 * remainder == denominator and floor % 2 == 1))
-
-
-INDEX_RULES = (OrderRule.CEIL, OrderRule.FLOOR, OrderRule.NEAREST)  # those that pick one of the values

@@ -1,5 +1,5 @@
-"""Entropy methods inside verl: a selection of all rows of an update, made in the actor's workers, that travels with the
-rows into micro-batches; and what verl keeps from the losses that it calls.
+"""The rows behind a policy loss of verl: prompts, entropies, log-probabilities of the sampler and of the reference, and
+the selection of an entropy method, which the actor's workers make of all rows of an update.
 
 verl hands a policy loss log-probabilities, advantages and a mask. The rest of a micro-batch lies one call above it, in
 ``ppo_loss``. :func:`install` lets the losses of this package see it, for the time of that call.
@@ -7,26 +7,31 @@ verl hands a policy loss log-probabilities, advantages and a mask. The rest of a
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed
 
 from ..batch import PackedBatch
 from ..checks import check
 from ..entropy import EntropyWindow, Selection, checked_mask
 from .entropy_methods import SELECTED, MakesSelection, selection_of, selection_tensors
 
-__all__ = ["METHODS", "MicroBatch", "current", "install", "selected_by"]
+__all__ = ["GROUPED", "METHODS", "MicroBatch", "current", "install", "selected_by"]
 
 # The entropy method of each loss that has one, by the name of the loss.
 METHODS: dict[str, MakesSelection] = {}
+# The losses whose gate has a level of prompt groups.
+GROUPED: set[str] = set()
 
-_REFERENCE = "ref_log_prob"
+_REFERENCE, _SAMPLER = "ref_log_prob", "rollout_log_probs"
+_GROUP_ROWS = "hpo_group_rows"
 _MASK = "selection_mask"  # the other fields of a selection lie under the keys of entropy_methods
 _NEEDED = ("entropy", "old_log_probs", "advantages", "response_mask")
 
@@ -37,12 +42,36 @@ class MicroBatch(NamedTuple):
     entropy: torch.Tensor | None = None  # [B, L] of the policy that is trained, with its gradient if verl computes it
     fields: Mapping[str, torch.Tensor] = MappingProxyType({})  # of a selection, [B, L] each
     ref_logp: torch.Tensor | None = None  # [B, L]
+    rollout_logp: torch.Tensor | None = None  # [B, L], as the sampler gave them
+    prompts: Sequence[str] | None = None  # verl's uid of each row
+    group_rows: Sequence[int] | None = None  # how many rows the update has of each row's prompt
     update: int = 0  # rollouts that this worker was trained on before
 
     def selection(self) -> Selection | None:
         found = selection_of(self.fields)
         mask = self.fields.get(_MASK)
         return found if mask is None else (found or Selection())._replace(mask=mask)
+
+    def group_ids(self, loss: str, device: torch.device) -> torch.Tensor:
+        """``[B]`` int64, the prompts as groups, of which each has all its rows here."""
+        check(
+            self.prompts is not None and self.group_rows is not None,
+            "loss_mode: the gate of {!r} has a level of prompt groups, and verl gives no uid, or no update of its "
+            "TrainingWorker has counted them; take verl.trainer.main_ppo with trainer.use_v1=True",
+            loss,
+        )
+        assert self.prompts is not None and self.group_rows is not None
+        here = collections.Counter(self.prompts)
+        parted = [each for each, rows in zip(self.prompts, self.group_rows, strict=True) if here[each] != rows]
+        check(
+            not parted,
+            "loss_mode: the gate of {!r} has a level of prompt groups, and a micro-batch has {} of the {} answers to "
+            "prompt {}; set trainer.balance_batch=False, actor.shuffle=False, actor.use_dynamic_bsz=False, and "
+            "actor.ppo_micro_batch_size_per_gpu to a multiple of rollout.n",
+            loss,
+            *((here[parted[0]], self.group_rows[self.prompts.index(parted[0])], parted[0]) if parted else ()),
+        )
+        return _numbers(self.prompts, device)
 
 
 _NONE = MicroBatch()
@@ -59,7 +88,7 @@ def current() -> MicroBatch:
 def install() -> None:
     """Shows micro-batches to losses and makes selections before an update, in this process.
 
-    Not at import: verl's workers take seconds to import, and only losses with an entropy method need them.
+    Not at import: verl's workers take seconds to import, and only losses that look at rows need them.
     """
     from verl.trainer.distillation import losses as of_distillation  # type: ignore[import-not-found,unused-ignore]
     from verl.workers import engine_workers  # type: ignore[import-not-found,unused-ignore]
@@ -78,13 +107,16 @@ def _shown(ppo_loss: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(ppo_loss)
     def shown(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
         entropy = model_output.get("entropy")
-        names = [name for name in (_MASK, *SELECTED, _REFERENCE) if name in data]
+        names = [name for name in (_MASK, *SELECTED, _REFERENCE, _SAMPLER) if name in data]
         fields = data.select(*names).to_padded_tensor() if names else {}
         micro_batch = MicroBatch(
-            None if entropy is None else no_padding_2_padding(entropy, data),
-            {name: fields[name] for name in names if name != _REFERENCE},
-            fields.get(_REFERENCE),
-            _update.get(),
+            entropy=None if entropy is None else no_padding_2_padding(entropy, data),
+            fields={name: fields[name] for name in names if name not in (_REFERENCE, _SAMPLER)},
+            ref_logp=fields.get(_REFERENCE),
+            rollout_logp=fields.get(_SAMPLER),
+            prompts=[*data["uid"]] if "uid" in data else None,
+            group_rows=[*data[_GROUP_ROWS]] if _GROUP_ROWS in data else None,
+            update=_update.get(),
         )
         token = _current.set(micro_batch)
         try:
@@ -102,8 +134,11 @@ def _selected(train_mini_batch: Callable[..., Any]) -> Callable[..., Any]:
     def selected(self: Any, data: Any) -> Any:
         mode = self.loss_fn.keywords["config"].policy_loss.get("loss_mode", "vanilla")
         update = self.hpo_updates = getattr(self, "hpo_updates", -1) + 1
+        ranks = self.engine.get_data_parallel_group()
         if mode in METHODS:
-            _add_selection(METHODS[mode], mode, data, self.engine.get_data_parallel_group(), update)
+            _add_selection(METHODS[mode], mode, data, ranks, update)
+        if mode in GROUPED and "uid" in data:
+            _count_groups(data, ranks)
         token = _update.set(update)
         try:
             return train_mini_batch(self, data)
@@ -124,9 +159,10 @@ def _add_selection(method: MakesSelection, mode: str, data: Any, ranks: Any, see
     )
     given = data.select(*_NEEDED).to_padded_tensor()
     mask = given["response_mask"] != 0
+    group_ids = _numbers(data["uid"], mask.device) if "uid" in data else None
     found = selection_tensors(
-        method, mask, given["advantages"], _group_ids(data, mask.device), entropy=given["entropy"].float(),
-        logp=given["old_log_probs"], process_group=ranks, seed=seed,
+        method, mask, given["advantages"], group_ids, entropy=given["entropy"].float(), logp=given["old_log_probs"],
+        process_group=ranks, seed=seed,
     )  # fmt: skip
     for name, each in found.items():
         data[_MASK if name == "token_mask" else name] = _like(each, data["response_mask"])
@@ -144,11 +180,21 @@ def selected_by(
     return checked_mask(window.apply(entropy, batch, state, backend=backend), entropy, batch)
 
 
-def _group_ids(data: Any, device: torch.device) -> torch.Tensor | None:
+def _count_groups(data: Any, ranks: Any) -> None:
+    """How many rows all ranks have of each row's prompt; a list of numbers beside the rows, so that no device waits."""
+    from verl.utils import tensordict_utils  # type: ignore[import-not-found,unused-ignore]
+
+    counts = [collections.Counter(data["uid"])]
+    if ranks is not None:
+        counts *= torch.distributed.get_world_size(ranks)
+        torch.distributed.all_gather_object(counts, counts[0], group=ranks)
+    rows = sum(counts, collections.Counter[str]())
+    tensordict_utils.assign_non_tensor_stack(data, _GROUP_ROWS, [rows[each] for each in data["uid"]])
+
+
+def _numbers(uids: Sequence[str], device: torch.device) -> torch.Tensor:
     """``[B]`` int64: verl's ids of prompts are texts; these numbers are the same on every rank."""
-    if "uid" not in data:
-        return None
-    digests = [hashlib.sha256(str(uid).encode()).digest()[:7] for uid in data["uid"]]
+    digests = [hashlib.sha256(str(uid).encode()).digest()[:7] for uid in uids]
     return torch.tensor([int.from_bytes(each, "big") for each in digests], dtype=torch.int64, device=device)
 
 

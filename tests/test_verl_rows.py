@@ -1,4 +1,5 @@
-"""Entropy methods in verl: selections of all rows of an update, of which micro-batches take those of their rows."""
+"""What losses in verl see of their rows: selections by entropy, made of all rows of an update, of which micro-batches
+take those of their rows; prompts; log-probabilities of the sampler and of the reference."""
 
 import functools
 import types
@@ -14,7 +15,7 @@ from hpo_core import entropy, gates
 skip_without("verl")
 core_algos, tensordict_utils = Lazy("verl.trainer.ppo.core_algos"), Lazy("verl.utils.tensordict_utils")
 losses, workers = Lazy("verl.workers.utils.losses"), Lazy("verl.workers.engine_workers")
-hpo_verl, selection = Lazy("hpo_core.integrations.verl"), Lazy("hpo_core.integrations.verl_selection")
+hpo_verl, selection = Lazy("hpo_core.integrations.verl"), Lazy("hpo_core.integrations.verl_rows")
 
 pytestmark = pytest.mark.peers
 
@@ -225,6 +226,49 @@ def test_errors_say_what_to_set():
             hpo_verl.register("hpo_wrong", gates.ppo_clip(), **wrong)
     assert "hpo_wrong" not in core_algos.POLICY_LOSS_REGISTRY
 
+
+# ------------------------------------------------------------------------------------------------ the sampler, prompts
+
+
+@pytest.mark.parametrize("name", ["icepop", "tis", "mis", "decoupled", "hispo"])
+def test_gates_take_the_sampler_s_log_probabilities_from_the_rows(name):
+    gate = getattr(gates, name)()
+    hpo_verl.register(f"hpo_{name}", gate)
+    batch = Rollout()
+    draw = torch.Generator().manual_seed(3)
+    sampler = [old + 0.7 * torch.randn(len(old), generator=draw) for old in batch.fields["old_log_probs"]]
+    batch.fields["rollout_log_probs"] = sampler
+    config = actor(f"hpo_{name}", loss_agg_mode="token-mean")
+    truth = expected(batch, gate, None, rollout_logp=torch.cat(sampler))
+    close(*updated(batch, config, SPLITS["any"]), truth)
+    assert not torch.allclose(truth[1], expected(batch, gate, None)[1], rtol=1e-2)
+    batch.fields["rollout_is_weights"] = sampler
+    with pytest.raises(ValueError, match=rf"algorithm\.rollout_correction: its weights and the gate '{name}' correct"):
+        run(batch, config)
+    del batch.fields["rollout_log_probs"], batch.fields["rollout_is_weights"]
+    with pytest.raises(ValueError, match=rf"gate: '{name}' corrects .* gets none; set rollout\.calculate_log_probs"):
+        run(batch, config)
+
+
+LOG_CLIP, NARROW = gates.LogClip((-0.2, -0.2), (0.2, 0.2)), gates.LogClip((-0.02, -0.02), (0.02, 0.02))
+GROUPS = gates.RatioGate("of_groups", LOG_CLIP, levels=(gates.Level(NARROW, unit=gates.Unit.GROUP),))
+
+
+def test_a_level_of_prompts_needs_all_answers_in_one_micro_batch():
+    hpo_verl.register("hpo_groups", GROUPS)
+    batch, config = Rollout(), actor("hpo_groups", loss_agg_mode="token-mean")
+    truth = expected(batch, GROUPS, None)
+    for split in ([list(range(ROWS))], [[4, 5, 6, 7], [3, 1, 0, 2]]):
+        close(*updated(batch, config, split), truth)
+    with pytest.raises(ValueError, match="has a level of prompt groups, and a micro-batch has 3 of the 4 answers"):
+        updated(batch, config, [[0, 1, 2], [3, 4, 5, 6, 7]])
+    with pytest.raises(ValueError, match="no update of its TrainingWorker has counted them"):
+        run(batch, config)
+    alone = gates.RatioGate("x", GROUPS.token, levels=(gates.Level(NARROW),))
+    assert not torch.allclose(expected(batch, alone, None)[1], truth[1], rtol=1e-2)
+
+
+# ------------------------------------------------------------------------------------------------- verl's whole actor
 
 LOSSES = """
 import hpo_core as hpo

@@ -1,0 +1,342 @@
+"""The arguments of a policy loss, checked once and brought to what kernels take."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from typing import Literal, NamedTuple, TypedDict
+
+import torch
+import torch.distributed
+
+from . import aggregation, gates, ops
+from .batch import PackedBatch
+from .checks import (
+    as_constant,
+    check,
+    check_precision,
+    check_shape,
+    checked_constant,
+    examined,
+    require_type,
+)
+from .corrections import corrected
+from .entropy import EntropyWindow, Selection, WindowState
+from .entropy.selection import checked_selection, selected_tokens, shaped_advantages
+from .entropy.window import check_scorer
+from .gates import Channel, GateInputs, RatioGate
+from .kl import KLPenalty, WeightedPenalty, without_value
+from .metrics import Metrics
+from .segment_exchange import SegmentExchange, exchange_of
+from .specs import PolicyLossInputs, PolicyLossSpec
+
+__all__ = ["PolicyLossOptions", "Prepared", "Report", "as_batch", "prepare"]
+
+Report = Collection[Literal["tokens", "levels", "corrections"]]
+
+_DEFAULT_GATE = gates.ppo_clip(0.2, 0.2)
+_NO_INPUTS = GateInputs()
+
+
+class PolicyLossOptions(TypedDict, total=False):
+    """The keywords of :func:`policy_loss`, which the other calls take, too."""
+
+    weights: torch.Tensor | None
+    rollout_logp: torch.Tensor | None
+    ref_logp: torch.Tensor | None
+    kl: KLPenalty | None
+    entropy: torch.Tensor | None
+    window: EntropyWindow | None
+    threshold: WindowState | torch.Tensor | None
+    selection: Selection | None
+    token_mask: torch.Tensor | None
+    token_weight: torch.Tensor | None
+    gate_inputs: GateInputs | None
+    advantage_level: str | None
+    report: Report
+    process_group: torch.distributed.ProcessGroup | None
+    backend: str | None
+
+
+class Prepared(NamedTuple):
+    """What kernels take, and what is reported."""
+
+    inputs: PolicyLossInputs
+    spec: PolicyLossSpec
+    exchange: SegmentExchange | None
+    corrections: tuple[Metrics, ...]
+    wants_tokens: bool
+    wants_levels: bool
+    penalty: WeightedPenalty | None = None  # that of ``kl``, where its coefficient differs from token to token
+
+
+def prepare(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor | None,
+    advantages: torch.Tensor,
+    batch: PackedBatch | torch.Tensor,
+    gate: RatioGate | None,
+    weights: torch.Tensor | None = None,
+    rollout_logp: torch.Tensor | None = None,
+    ref_logp: torch.Tensor | None = None,
+    kl: KLPenalty | None = None,
+    entropy: torch.Tensor | None = None,
+    window: EntropyWindow | None = None,
+    threshold: WindowState | torch.Tensor | None = None,
+    selection: Selection | None = None,
+    token_mask: torch.Tensor | None = None,
+    token_weight: torch.Tensor | None = None,
+    gate_inputs: GateInputs | None = None,
+    advantage_level: str | None = None,
+    report: Report = (),
+    process_group: torch.distributed.ProcessGroup | None = None,
+    backend: str | None = None,
+    score: torch.Tensor | None = None,
+) -> Prepared:
+    """Check every argument once and bring it to what kernels take: contiguous, float32, one device."""
+    # Below some ten thousand tokens this takes as long as the kernel: what is rarely given costs one comparison.
+    logp = examined("logp", logp, "[T]")
+    batch = as_batch(batch)
+    gate = _DEFAULT_GATE if gate is None else gate
+    require_type(isinstance(gate, RatioGate), "gate: expected a RatioGate from hpo_core.gates, got {}", gate)
+    wants_tokens = wants_levels = wants_corrections = False
+    if report:
+        wants_tokens, wants_levels, wants_corrections = _reported(report)
+    chosen = None
+    if selection is not None:
+        chosen, gate_inputs = checked_selection(selection, window, kl, gate_inputs)
+    given = _NO_INPUTS
+    if gate_inputs is not None or gate.required:
+        given = _given(gate_inputs, gate)
+    bounds, target, kept, penalty_mask, aggregates, factor = given
+    without_extras = rollout_logp is None and target is None and penalty_mask is None and not wants_corrections
+    fast_path = gate.has_fast_path and without_extras
+    if not fast_path:
+        check(
+            rollout_logp is None or gate.reads_rollout,
+            "rollout_logp: the gate {!r} does not read the sampler's log-probabilities; drop it, or pass them as "
+            "old_logp",
+            gate.name,
+        )
+        check(
+            not wants_corrections or bool(gate.corrections),
+            "report: 'corrections' is for a gate with corrections, got {!r}, which has none; drop it",
+            gate.name,
+        )
+    if kl is not None or ref_logp is not None:
+        _check_penalty(kl, ref_logp)
+
+    dtype, shape, device = logp.dtype, logp.shape, logp.device
+    if dtype is not torch.float32:
+        check_precision(dtype, backend)
+    if shape != (batch.total_tokens,) and shape != batch.padded_shape:
+        check_shape("logp", logp, batch.padded_shape or (batch.total_tokens,), "[T] (or the padded [B, L])")
+    check(device == batch.device, "logp: expected device {} (that of the batch), got {}", batch.device, device)
+
+    def token(name: str, tensor: torch.Tensor, kind: torch.dtype = dtype) -> torch.Tensor:
+        return checked_constant(name, tensor, shape, "[T] (that of logp)", kind, device)
+
+    low: torch.Tensor | None = None
+    high: torch.Tensor | None = None
+    limit: torch.Tensor | None = None
+    if window is None:
+        check(threshold is None, "threshold: given without a window; pass window= too")
+    else:
+        require_type(isinstance(window, EntropyWindow), "window: expected one of hpo_core.entropy, got {!r}", window)
+        score, value = _selection(window, threshold, score, entropy, batch, backend)
+        limit = checked_constant("threshold", value, (1,), "[1] (what window.fit returned)", dtype, device)
+    per_token, level_advantages = batch.of_level("advantages", advantages, advantage_level, shape)
+    target_per_token, kl_weight = per_token, None
+    if chosen is not None:
+        level_advantages, per_token = shaped_advantages(chosen, level_advantages, per_token, batch, token)
+        kl_weight = None if chosen.kl_weight is None else token("kl_weight", chosen.kl_weight)
+    of_kernels = kl if kl is None or kl_weight is None else without_value(kl)
+    spec = gate.spec(of_kernels, window is not None and window.strict)
+    beyond = process_group is not None or aggregates is not None or wants_levels
+    if beyond:
+        asked = {"process_group": process_group, "gate_inputs.aggregates": aggregates, "report": wants_levels or None}
+        check(
+            not ops.is_traced(logp),
+            "{}: only eager calls know it; call the loss outside torch.compile, dispatch modes and torch.func",
+            next(name for name, value in asked.items() if value is not None),
+        )
+        spec = spec.as_hierarchy()
+        check(
+            bool(spec.levels) or not wants_levels,
+            "report: 'levels' is for a gate with levels, got {!r}, which has none; drop it (metrics has the tokens)",
+            gate.name,
+        )
+    trajectories = batch.trajectories if spec.has_level else None
+    row_trajectory, start, rows = trajectories if trajectories is not None else (None, None, None)
+    hierarchy = batch.hierarchy(tuple(level.unit for level in spec.levels)) if spec.is_hierarchical else ()
+    exchange: SegmentExchange | None = None
+    if beyond:
+        units = tuple(correction.unit for correction in gate.corrections if correction.unit is not None)
+        exchange = exchange_of(batch, spec, gate.name, units, process_group, aggregates)
+    if weights is None:
+        weights = aggregation.default(batch, gate.of_steps)
+    if token_mask is not None:
+        token_mask = token("token_mask", token_mask, torch.bool)
+    if kept is not None:
+        kept = token("token_mask", kept, torch.bool)
+        token_mask = kept if token_mask is None else token_mask & kept
+    token_weight = None if token_weight is None else token("token_weight", token_weight)
+    if factor is not None:
+        factor = token("token_weight", factor)
+        token_weight = factor if token_weight is None else token_weight * factor
+    if chosen is not None:
+        token_mask, token_weight = selected_tokens(chosen, token_mask, token_weight, token)
+    if bounds is not None:
+        low, high = (None if each is None else token(f"bounds[{at}]", each) for at, each in enumerate(bounds))
+        token_weight = _possible(low, high, token_weight, dtype)
+    inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond
+        logp,
+        None if old_logp is None else token("old_logp", old_logp),
+        as_constant("advantages", level_advantages, None, "", dtype, device),
+        checked_constant("weights", weights, (batch.rows,), "[S] (one per row)", dtype, device),
+        batch.cu_seqlens,
+        batch.mask,
+        None if ref_logp is None else token("ref_logp", ref_logp),
+        None if entropy is None else token("entropy", entropy),
+        score,
+        limit,
+        token_mask,
+        token_weight,
+        low,
+        high,
+        row_trajectory,
+        start,
+        rows,
+        per_token,
+        *hierarchy,
+    )
+
+    def weighted(inputs: PolicyLossInputs) -> WeightedPenalty | None:
+        if kl is None or kl_weight is None:
+            return None
+        return WeightedPenalty.of(kl, kl_weight, inputs, batch, gate.of_steps)
+
+    if fast_path:
+        return Prepared(inputs, spec, exchange, (), wants_tokens, wants_levels, weighted(inputs))
+    if target is not None:
+        _, target = batch.of_level("target", target, advantage_level, shape)
+        target = as_constant("target", target, None, "", dtype, device)
+        inputs = inputs._replace(target=target, target_per_token=target_per_token)
+    if penalty_mask is not None:
+        inputs = inputs._replace(penalty_mask=token("penalty_mask", penalty_mask, torch.bool))
+    if gate.advantage_weights != (1.0, 1.0):
+        positive, negative = gate.advantage_weights
+        signed = inputs.advantages
+        inputs = inputs._replace(advantages=torch.where(signed < 0, signed * negative, signed * positive))
+    rollout = None if rollout_logp is None else token("rollout_logp", rollout_logp)
+    inputs, seen = corrected(inputs, gate, batch, rollout, process_group, wants_corrections, backend)
+    if gate.channel is Channel.TOTAL and rollout is not None:
+        inputs = inputs._replace(old_logp=rollout)
+    return Prepared(inputs, spec, exchange, seen, wants_tokens, wants_levels, weighted(inputs))
+
+
+def _reported(report: Report) -> tuple[bool, bool, bool]:
+    known = ("tokens", "levels", "corrections")
+    check(
+        not isinstance(report, str) and all(each in known for each in report),
+        "report: expected some of {}, as in report=('tokens',), got {!r}",
+        known,
+        report,
+    )
+    return "tokens" in report, "levels" in report, "corrections" in report
+
+
+def _given(gate_inputs: GateInputs | None, gate: RatioGate) -> GateInputs:
+    """What the gate is given beside the batch: it takes all of it, and gets all that it needs."""
+    given = _NO_INPUTS if gate_inputs is None else gate_inputs
+    require_type(
+        isinstance(given, GateInputs),
+        "gate_inputs: expected a GateInputs, which the functions of hpo_core.gates return, got {}; wrap a tensor as "
+        "gates.GateInputs(bounds=...)",
+        type(given),
+    )
+    for name, call in gate.required.items():
+        check(
+            getattr(given, name) is not None,
+            "gate_inputs: the gate {!r} needs {}, got none; pass gate_inputs={}",
+            gate.name,
+            name,
+            call,
+        )
+    bounds, target, penalty_mask = given.bounds, given.target, given.penalty_mask
+    if bounds is not None:
+        require_type(
+            isinstance(bounds, tuple) and len(bounds) == 2,
+            "bounds: expected a pair (low, high) of tensors [T] or None, got {}",
+            type(bounds),
+        )
+        check(
+            gate.takes_bounds or all(bound is None for bound in bounds),
+            "bounds: the gate {!r} has no token clip for them to replace; use ppo_clip, dapo or cispo",
+            gate.name,
+        )
+    check(target is None or gate.takes_target, "target: the gate {!r} takes none; drop it", gate.name)
+    check(
+        penalty_mask is None or gate.penalty_coefficient > 0,
+        "penalty_mask: the gate {!r} has no penalty of its own; drop it",
+        gate.name,
+    )
+    return given
+
+
+def _possible(
+    low: torch.Tensor | None, high: torch.Tensor | None, token_weight: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Weights that are NaN, which every backend leaves out and counts, where ``0 <= low <= 1 <= high`` does not hold:
+    epsilons in place of ratios, or what was computed from a broken entropy."""
+    rounding = 1e-6  # of a bound that is meant to be 1
+    possible = [(low >= 0) & (low <= 1 + rounding)] if low is not None else []
+    possible += [high >= 1 - rounding] if high is not None else []
+    if not possible:
+        return token_weight
+    holds = functools.reduce(torch.logical_and, possible)
+    weight = torch.ones_like(holds, dtype=dtype) if token_weight is None else token_weight
+    return torch.where(holds, weight, torch.nan)
+
+
+def _check_penalty(kl: KLPenalty | None, ref_logp: torch.Tensor | None) -> None:
+    require_type(
+        kl is None or isinstance(kl, KLPenalty), "kl: expected a penalty such as hpo_core.kl.k3(beta), got {!r}", kl
+    )
+    check(
+        (kl is None) == (ref_logp is None), "kl: ref_logp and kl go together, got only {}", "kl" if kl else "ref_logp"
+    )
+
+
+def as_batch(batch: PackedBatch | torch.Tensor) -> PackedBatch:
+    if isinstance(batch, PackedBatch):
+        return batch
+    require_type(isinstance(batch, torch.Tensor), "batch: expected a PackedBatch or a mask [B, L], got {}", type(batch))
+    return PackedBatch.from_padded(examined("batch", batch))
+
+
+def _selection(
+    window: EntropyWindow,
+    threshold: WindowState | torch.Tensor | None,
+    score: torch.Tensor | None,
+    entropy: torch.Tensor | None,
+    batch: PackedBatch,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The window's scores ``[T]`` and its threshold."""
+    check(entropy is not None, "entropy: a window needs the entropies [T]; pass entropy=")
+    assert entropy is not None
+    if score is None:
+        score = window.score(entropy, batch, backend=backend)
+    if threshold is None:
+        check(
+            window.scope == "call",
+            "threshold: the window {!r} selects over the whole batch; pass threshold=window.fit(entropy, batch), "
+            "fitted on the optimiser step, or build the window with scope='call'",
+            window.name,
+        )
+        threshold = window.fit_score(score, backend=backend)
+    if not isinstance(threshold, WindowState):
+        return score, threshold
+    check_scorer(window, threshold, score, backend)
+    return score, threshold.threshold

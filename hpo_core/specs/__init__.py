@@ -1,0 +1,89 @@
+"""The closed choices that kernels know, in one place: Python's side of ``csrc/include/hpo/api.h`` (a test compares
+them).
+
+A published method is a value of one of these structures; it never adds a kind of its own.
+"""
+
+from __future__ import annotations
+
+from .advantages import (
+    MOST_TERMS,
+    Center,
+    EpsMode,
+    GroupInputs,
+    GroupNormalisation,
+    GroupStatistics,
+    GroupTerm,
+    Part,
+    Presence,
+    Scale,
+    Share,
+)
+from .entropy import INDEX_RULES, Boundary, Invalid, OrderRule, Scopes, WindowAggregate
+from .gates import (
+    Action,
+    Aggregate,
+    CorrectionSpec,
+    Exchange,
+    Head,
+    KLEstimator,
+    KLGradient,
+    LevelKind,
+    LevelSpec,
+    Penalty,
+    PolicyLossInputs,
+    PolicyLossSpec,
+    Reduction,
+    Routing,
+    SegmentReduce,
+    Stage,
+    Statistic,
+    TermSpec,
+    TokenGate,
+    Unit,
+)
+from .logprobs import LogitRows, LogitType
+from .provenance import Provenance
+
+__all__ = [
+    "INDEX_RULES",
+    "MOST_TERMS",
+    "Action",
+    "Aggregate",
+    "Boundary",
+    "Center",
+    "CorrectionSpec",
+    "EpsMode",
+    "Exchange",
+    "GroupInputs",
+    "GroupNormalisation",
+    "GroupStatistics",
+    "GroupTerm",
+    "Head",
+    "Invalid",
+    "KLEstimator",
+    "KLGradient",
+    "LevelKind",
+    "LevelSpec",
+    "LogitRows",
+    "LogitType",
+    "OrderRule",
+    "Part",
+    "Penalty",
+    "PolicyLossInputs",
+    "PolicyLossSpec",
+    "Presence",
+    "Provenance",
+    "Reduction",
+    "Routing",
+    "Scale",
+    "Scopes",
+    "SegmentReduce",
+    "Share",
+    "Stage",
+    "Statistic",
+    "TermSpec",
+    "TokenGate",
+    "Unit",
+    "WindowAggregate",
+]

@@ -1,0 +1,154 @@
+"""The ways of the CPU through a tile: what the fast path makes of a call has the gradient of any other way."""
+
+import math
+
+import pytest
+import torch
+from catalogue import bits
+
+import hpo_core as hpo
+from hpo_core import gates
+from hpo_core.gates import GateInputs
+from hpo_core.metrics import SLOTS
+
+TOKENS = 2400  # two whole tiles, and one that ends inside a vector
+FEW = (700, 348, 1000, 345, 7)  # rows that meet inside vectors and groups, and where a tile ends
+MANY = (21,) * 114 + (6,)
+LOST = (5, 1029, 2100)  # one in each tile
+
+GATES = {
+    "reinforce": gates.reinforce(),
+    "dapo": gates.dapo(),
+    "cispo": gates.cispo(1.3, 0.8),
+    "dcpo": gates.dcpo_clip(),
+    "sapo": gates.sapo(),
+    "spo": gates.spo(),
+    "kimi": gates.kimi(),
+    "opmd": gates.opmd(),
+    "ce_gppo": gates.ce_gppo(),
+    "aspo": gates.aspo(),
+    "bpo": gates.bpo(),
+    "nft": gates.nft(),
+    "penalty": gates.ppo_penalty(),
+    "kl_cov": gates.kl_cov(),
+    "gmpo": gates.gmpo(0.2, 0.2),
+}
+PENALTIES = {
+    f"{estimator}, {gradient}": getattr(hpo.kl, estimator)(0.3, gradient)
+    for estimator in ("k1", "k2", "k3")
+    for gradient in ("value", "straight_through", "importance")
+}
+
+
+class Data:
+    """Tokens of which nothing is extraordinary but the lost ones, which a mask leaves out or NaN."""
+
+    def __init__(self, lengths):
+        draw = torch.Generator().manual_seed(3)
+
+        def uniform(low, high, count=TOKENS):
+            return low + (high - low) * torch.rand(count, generator=draw)
+
+        assert sum(lengths) == TOKENS
+        self.lengths, rows = lengths, len(lengths)
+        self.old_logp = uniform(-3.0, 0.0)
+        self.logp = self.old_logp + 0.3 * torch.randn(TOKENS, generator=draw)
+        self.ref_logp = self.logp + 0.5 * torch.randn(TOKENS, generator=draw)
+        self.advantages, self.token_advantages = uniform(-1.0, 1.0, rows), uniform(-1.0, 1.0)
+        self.token_weight, self.entropy = uniform(0.5, 2.0), uniform(0.0, 3.0)
+        self.token_mask, self.penalty_mask = uniform(0.0, 1.0) < 0.8, uniform(0.0, 1.0) < 0.7
+        self.weights = uniform(0.5, 2.0, rows) / TOKENS
+        self.bounds, self.target = (uniform(0.7, 1.0), uniform(1.0, 1.3)), uniform(0.2, 0.9)
+
+    def run(self, gate, long_way, *, report=False, advantages=None, **given):
+        kept = torch.ones(TOKENS, dtype=torch.bool)
+        old_logp = self.old_logp.clone()
+        if long_way:
+            old_logp[list(LOST)] = math.nan
+        else:
+            kept[list(LOST)] = False
+        batch = hpo.PackedBatch.from_lengths(list(self.lengths), mask=None if long_way else kept)
+        advantages = self.advantages if advantages is None else advantages
+        inputs = GateInputs(
+            bounds=self.bounds if gate.takes_bounds else None,
+            target=self.target if gate.takes_target and "advantage_level" in given else None,
+            penalty_mask=self.penalty_mask if "penalty_mask" in gate.required else None,
+        )
+        if gate.takes_target and inputs.target is None:
+            inputs = GateInputs(target=self.target[: len(self.lengths)])
+        given["weights"] = self.weights
+        if not report:
+            return hpo.policy_loss_and_grad(
+                self.logp, old_logp, advantages, batch, gate, gate_inputs=inputs, backend="cpu", **given
+            )
+        return hpo.policy_loss(
+            self.logp, old_logp, advantages, batch, gate, gate_inputs=inputs, report=("tokens",), backend="cpu", **given
+        )
+
+
+def inputs_of_tokens(data):
+    window = hpo.entropy.forking_tokens(0.5, scope="call")
+    given = {
+        "none": {},
+        "weight": {"token_weight": data.token_weight},
+        "mask": {"token_mask": data.token_mask},
+        "advantages": {"advantages": data.token_advantages, "advantage_level": "token"},
+        "entropy": {"entropy": data.entropy},
+        "window": {"entropy": data.entropy, "window": window, "threshold": torch.tensor([1.5])},
+    }
+    given |= {name: {"ref_logp": data.ref_logp, "kl": kl} for name, kl in PENALTIES.items()}
+    return given | {"all": {key: value for name in ("weight", "mask", "advantages", "window", "k3, value")
+                            for key, value in given[name].items()}}  # fmt: skip
+
+
+def assert_one_way(short, long, alike):
+    """``alike``: to the bit; what comes back through aggregates is a sum, which may round otherwise."""
+    assert bits(short.grad) == bits(long.grad) or not alike
+    torch.testing.assert_close(short.grad, long.grad, rtol=2e-6, atol=0.0)
+    same = [name != "nan_tokens" for name in SLOTS]
+    vectors = [each.metrics.vector[torch.tensor(same)] for each in (short, long)]
+    torch.testing.assert_close(*vectors, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(short.loss, long.loss, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("lengths", [FEW, MANY], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+def test_the_fast_path_has_the_gradient_of_any_other_way(gate, lengths):
+    """A NaN in each tile sends it the long way; masked, that token says nothing to anybody."""
+    data = Data(lengths)
+    for given in inputs_of_tokens(data).values():
+        assert_one_way(data.run(gate, False, **given), data.run(gate, True, **given), not gate.levels)
+
+
+@pytest.mark.parametrize("lengths", [FEW, MANY], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+def test_losses_of_tokens_change_no_bit_of_the_fast_path(gate, lengths):
+    data = Data(lengths)
+    for name, given in inputs_of_tokens(data).items():
+        plain, reported = data.run(gate, False, **given), data.run(gate, False, report=True, **given)
+        assert bits(plain.loss) == bits(reported.loss), name
+        assert torch.equal(plain.metrics.vector, reported.metrics.vector), name
+        long = data.run(gate, True, report=True, **given)
+        assert bits(reported.tokens) == bits(long.tokens), name
+
+
+@pytest.mark.parametrize("name, value", [
+    ("token_weight", math.inf), ("token_weight", math.nan), ("ref_logp", -math.inf), ("ref_logp", math.nan),
+    ("ref_logp", -90.0), ("entropy", math.nan), ("token_weight", 3e38),
+])  # fmt: skip
+def test_what_is_extraordinary_leaves_the_fast_path(name, value):
+    """It is counted, left out or saturates as the definition says."""
+    data = Data(FEW)
+    given = {
+        "token_weight": data.token_weight,
+        "ref_logp": data.ref_logp,
+        "kl": hpo.kl.k3(0.1),
+        "entropy": data.entropy,
+    }
+    given[name] = given[name].clone()
+    given[name][100:116] = value
+    batch = hpo.PackedBatch.from_lengths(list(FEW))
+    call = (data.logp, data.old_logp, data.advantages, batch, gates.dapo())
+    got, wanted = (hpo.policy_loss_and_grad(*call, backend=backend, **given) for backend in ("cpu", "reference"))
+    torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(got.metrics.vector, wanted.metrics.vector, rtol=1e-5, atol=1e-6, equal_nan=True)

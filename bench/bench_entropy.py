@@ -1,4 +1,5 @@
-"""Entropy windows: the exact quantile of a batch with its mask, and windowed means that stay inside their rows."""
+"""Entropy windows: the exact quantile of a batch with its mask, windowed means that stay inside their rows, and exact
+quantiles and top-k of rows and of prompt groups."""
 
 from __future__ import annotations
 
@@ -115,6 +116,56 @@ def window_case(width: int, *, rows: int, length: int, full: bool, backend: str 
     )
 
 
+# ------------------------------------------------------------------------------------------------ scopes: rows, groups
+
+GROUP = 8  # rows of a prompt
+
+
+def scope_case(what: str, scope: str, *, rows: int, length: int, full: bool, backend: str | None) -> Case:
+    """``what``: the 80 % quantile of each scope, or the mask of its largest fifth."""
+    entropy, batch = entropies(rows, length)
+    flat, size = entropy.flatten(), length if scope == "row" else GROUP * length
+    of_scopes = flat.reshape(-1, size)  # [C, values of a scope]; rows of a group lie together
+    batch = batch.replace(group_ids=torch.arange(rows) // GROUP)
+    k = size // 5
+    run = {
+        "quantiles": lambda backend: {
+            "threshold": hpo.entropy.quantiles(flat, batch, "0.8", scope=scope, backend=backend)[: len(of_scopes)]
+        },
+        "top_k": lambda backend: {"mask": hpo.entropy.top_k(flat, batch, k, scope=scope, backend=backend)},
+    }[what]
+    others = {
+        "quantiles": [
+            Contestant("loop of torch.quantile", lambda: peers.quantile_loop(of_scopes), slower_by(3), tolerance=0),
+            Contestant("loop of kthvalue", lambda: peers.kthvalue_loop(of_scopes), slower_by(3), tolerance=0),
+            Contestant("padded torch.quantile", lambda: peers.quantile_padded(of_scopes), tolerance=0),
+        ],
+        "top_k": [
+            Contestant("loop of topk", lambda: peers.topk_loop(of_scopes, k), slower_by(2), tolerance=0),
+            Contestant("padded topk", lambda: peers.topk_padded(of_scopes, k), tolerance=0),
+        ],
+    }[what]
+    read, written = flat.view(torch.float32), torch.empty_like(flat, dtype=torch.bool).view(torch.int8)
+
+    def floor() -> None:
+        read.sum()
+        if what == "top_k":
+            written.zero_()
+
+    return Case(
+        op="order_statistics" if what == "quantiles" else "select_exact",
+        name=f"{what} of {len(of_scopes):,} {scope}s of {size:,}",
+        unit="token",
+        units=flat.numel(),
+        bytes_per_unit=4 if what == "quantiles" else 5,
+        flops_per_unit=2,
+        ours=[Contestant("hpo_core", lambda: run(backend), tolerance=0)],
+        peers=others,
+        floor=floor,
+        truth=None if full else lambda: run("reference"),
+    )
+
+
 def plans(quick: bool) -> list[Plan]:
     def selection(rows: int) -> Plan:
         size, small = {"rows": rows, "length": 1000}, {"rows": 3, "length": 100}
@@ -124,9 +175,16 @@ def plans(quick: bool) -> list[Plan]:
         build = functools.partial(window_case, width)
         return Plan(f"window {width}", build, {"rows": 1000, "length": 1000}, {"rows": 3, "length": 50})
 
+    def scopes(what: str, scope: str, rows: int = 1000) -> Plan:
+        build = functools.partial(scope_case, what, scope)
+        size = {"rows": rows, "length": 1_000_000 // rows}
+        return Plan(f"scopes: {what} of {rows} rows by {scope}", build, size, {"rows": 2 * GROUP, "length": 50})
+
     if quick:
         return [selection(1000), window(4)]
-    return [selection(1000), selection(10_000), window(4), window(32)]
+    of_scopes = [scopes(what, scope) for what in ("quantiles", "top_k") for scope in ("row", "group")]
+    few = [scopes(what, "group", 8 * GROUP) for what in ("quantiles", "top_k")]
+    return [selection(1000), selection(10_000), window(4), window(32), *of_scopes, *few]
 
 
 @pytest.mark.parametrize("plan", plans(quick=False), ids=lambda plan: plan.name)

@@ -59,6 +59,35 @@ def trl(entropy: torch.Tensor, mask: torch.Tensor, keep: float) -> Tensors:
     return {"mask": GRPOTrainer.get_high_entropy_mask(trainer, entropy, mask, 1 - keep).flatten()}
 
 
+# ------------------------------------------------------------------- scopes, the rows of [C, n]: as a loop, and at once
+
+
+def quantile_loop(scopes: torch.Tensor) -> Tensors:
+    return {"threshold": torch.stack([torch.quantile(values, 0.8, interpolation="higher") for values in scopes])}
+
+
+def kthvalue_loop(scopes: torch.Tensor) -> Tensors:
+    place = rank(scopes.shape[1], 0.2)
+    return {"threshold": torch.stack([values.kthvalue(place).values for values in scopes])}
+
+
+def quantile_padded(scopes: torch.Tensor) -> Tensors:
+    """Without a loop, where all scopes have one size."""
+    return {"threshold": torch.quantile(scopes, 0.8, dim=1, interpolation="higher")}
+
+
+def topk_loop(scopes: torch.Tensor, k: int) -> Tensors:
+    mask = torch.zeros_like(scopes, dtype=torch.bool)
+    for chosen, values in zip(mask, scopes, strict=True):
+        chosen[values.topk(k, sorted=False).indices] = True
+    return {"mask": mask.flatten()}
+
+
+def topk_padded(scopes: torch.Tensor, k: int) -> Tensors:
+    mask = torch.zeros_like(scopes, dtype=torch.bool)
+    return {"mask": mask.scatter_(1, scopes.topk(k, dim=1, sorted=False).indices, True).flatten()}
+
+
 # --------------------------------------------------------------- forward means over full windows, on rows of one length
 
 

@@ -118,6 +118,8 @@ RULES = [
     Rule(("README.md", "docs/*"), ("docs",)),
     Rule(("docs/kernels_sm90.md",), ("cuda_compile",)),
     Rule(("examples/*",), ("demo", "demo_agent", "docs")),
+    Rule(("examples/demo.py", "examples/entropy_pictures.py", "docs/pictures/*", "docs/entropy.md"),
+         ("entropy_pictures",)),
     Rule(("bench/*", "*.md", ".clang-format"), ("packaging",)),
     Rule(("bench/*.py", "hpo_core/specs/*.py", "hpo_core/gates/ratio_gate.py"), ("bench",)),
     Rule(("hpo_core/losses.py", "hpo_core/prepared.py", "hpo_core/kl.py", "hpo_core/loss_from_logits.py"),

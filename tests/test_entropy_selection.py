@@ -13,7 +13,7 @@ from breadth import at_length, at_most, few  # noqa: F401 (the first is a fixtur
 
 import hpo_core as hpo
 from hpo_core import ops, testing
-from hpo_core.entropy import forking_tokens
+from hpo_core.entropy import forking_tokens, quantiles, top_k
 from hpo_core.reference.entropy import order_statistic as reference_order_statistic
 from hpo_core.reference.entropy import select as reference_select
 from hpo_core.reference.entropy import window_score
@@ -285,3 +285,19 @@ def test_order_of_blocks_and_threads_does_not_matter(monkeypatch):
         threshold, counts = select("cuda_emulated", scores)
         seen.add((threshold.item(), *counts.tolist()))
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("planted", [9.0, -1.0])
+def test_a_sample_of_a_scope_that_misleads(backend, planted):
+    """Where the CPU looks for the place of the quantile of a long row, all values are on one side of it."""
+    rows, length = 3, 4096
+    values = torch.rand(rows, length, generator=torch.Generator().manual_seed(1))
+    values[:, [(i * 0x9E3779B9 % 2**32) * length >> 32 for i in range(256)]] = planted
+    batch = hpo.PackedBatch.from_lengths([length] * rows).to(testing.device_of(backend))
+    given = values.flatten().to(batch.device)
+    expected = values.sort().values
+    for index in (1000, 2000, 3000):
+        q = Fraction(index, length - 1)
+        assert torch.equal(quantiles(given, batch, q, backend=backend).cpu(), expected[:, index])
+        chosen = top_k(given, batch, length - index, backend=backend).cpu().reshape(rows, length)
+        assert torch.equal(chosen, values >= expected[:, index, None])

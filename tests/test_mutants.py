@@ -191,8 +191,23 @@ MUTANTS = {
     ),
     "cpu: masked tokens are in the population of a scope": Mutant(
         "cpu", "cpu/scopes.cpp",
-        "!args.mask || args.mask[t]", "true",
+        "count += args.mask[first + i] != 0;", "++count;",
         "test_scopes.test_masked_values_are_never_read", {"poison": 99.0},
+    ),
+    "cpu: masked values of a scope are selected": Mutant(
+        "cpu", "cpu/scopes.cpp",
+        "mask ? mask[i] != 0 : 1", "1",
+        "test_scopes.test_masked_values_are_never_read", {"poison": 99.0},
+    ),
+    "cpu: a bracket of a scope that missed is not noticed": Mutant(
+        "cpu", "cpu/scopes.cpp",
+        "index < below || index >= below + inside", "index < below",
+        "test_entropy_selection.test_a_sample_of_a_scope_that_misleads", {"planted": -1.0},
+    ),
+    "cpu: the keys below the bracket of a scope are forgotten": Mutant(
+        "cpu", "cpu/scopes.cpp",
+        "index -= below;", "",
+        "test_scopes.test_long_segments", {"kind": "distinct"},
     ),
     "cpu: every part of a scope selects its own ties": Mutant(
         "cpu", "cpu/scopes.cpp",

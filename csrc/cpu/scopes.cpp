@@ -1,6 +1,7 @@
 // order_statistics. The definition is hpo_core/reference/scopes.py.
-#include "hpo/entropy.h"
+#include <algorithm>
 
+#include "hpo/entropy.h"
 #include "kernels.h"
 #include "order_keys.h"
 
@@ -9,6 +10,7 @@ HPO_DECLARE_KERNELS(HPO_ISA)
 namespace hpo::HPO_ISA {
 namespace {
 
+constexpr int64_t kLeastSampled = 32, kMostSampled = 256;
 constexpr int64_t kMostParts = 64;  // of a scope that all threads share; results do not depend on their number
 
 // Some of the segments of a scope: the places [first, end) of the list, and their counts.
@@ -38,15 +40,20 @@ Range segment_at(const OrderStatisticsArgs& args, int64_t place) {
   return row_range(args.offsets, args.order ? args.order[place] : place, args.tokens);
 }
 
-// Calls visit(token, value) for the valid tokens of a part, in the order of the list.
-template <class Visit>
-void for_each_value(const OrderStatisticsArgs& args, const Part& part, const Visit& visit) {
-  for (int64_t place = part.first; place < part.end; ++place) {
-    const Range range = segment_at(args, place);
-    for (int64_t t = range.begin; t < range.end; ++t) {
-      if (!args.mask || args.mask[t]) visit(t, args.values[t]);
-    }
+// Writes the keys of the finite ones of at most kPart values, counts them, and adds the errors.
+int64_t write_keys(const float* __restrict values, int64_t n, uint32_t* __restrict keys, int64_t& errors) {
+  if (all_finite(values, n)) {
+    for (int64_t i = 0; i < n; ++i) keys[i] = key_of(values[i]);
+    return n;
   }
+  int64_t finite = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const bool counts = is_finite(values[i]);
+    errors += !counts && values[i] != -INFINITY;
+    keys[finite] = key_of(values[i]);
+    finite += counts;
+  }
+  return finite;
 }
 
 // The keys of a part, in its own slice of the keys of all tokens. Segments that overlap may have more than their slice holds.
@@ -55,30 +62,91 @@ Search gather(const OrderStatisticsArgs& args, const Space& space, Part& part) {
   const int64_t room = smaller(space.starts[part.end], args.tokens) - start;
   uint32_t* keys = space.keys + start;
   int64_t finite = 0, errors = 0;
-  for_each_value(args, part, [&](int64_t, float value) {
-    const bool counts = is_finite(value);
-    errors += !counts && value != -INFINITY;
-    if (finite == room) return;
-    keys[finite] = key_of(value);
-    finite += counts;
-  });
+  for (int64_t place = part.first; place < part.end; ++place) {
+    const Range range = segment_at(args, place);
+    for (int64_t first = range.begin; first < range.end; first += kPart) {
+      const int64_t n = smaller(kPart, range.end - first);
+      float valid[kPart];
+      int64_t count = 0;
+      for (int64_t i = 0; args.mask && i < n; ++i) {
+        valid[count] = args.values[first + i];
+        count += args.mask[first + i] != 0;
+      }
+      const float* values = args.mask ? valid : args.values + first;
+      uint32_t written[kPart];
+      const bool fits = room - finite >= n;
+      const int64_t found = write_keys(values, args.mask ? count : n, fits ? keys + finite : written, errors);
+      const int64_t kept = fits ? found : smaller(found, room - finite);
+      for (int64_t i = 0; !fits && i < kept; ++i) keys[finite + i] = written[i];
+      finite += kept;
+    }
+  }
   part.finite = finite, part.errors = errors;
   return {keys, keys, finite};
 }
 
+// Takes the keys outside a bracket away, which a sample puts around the sought key; returns what is left to search. The
+// sample determines the time, never the result: a bracket that missed is noticed by the number of keys below it.
+KeyRange narrow(Search& search, int64_t& index) {
+  const KeyRange finite_range = finite_keys();
+  const int64_t n = search.count, size = smaller(n / 16, kMostSampled);
+  if (size < kLeastSampled) return finite_range;
+  uint32_t sample[kMostSampled];
+  for (int64_t i = 0; i < size; ++i) sample[i] = search.keys[uint64_t(uint32_t(i) * 0x9E3779B9u) * uint64_t(n) >> 32];
+  const double share = double(index) / double(n), margin = 1 + 2.5 * std::sqrt(double(size) * share * (1 - share));
+  const int64_t first = int64_t(double(size) * share - margin), last = int64_t(double(size) * share + margin);
+  uint32_t low = finite_range.low, end = finite_range.end();
+  if (first >= 0) std::nth_element(sample, sample + first, sample + size), low = sample[first];
+  if (last < size) std::nth_element(sample + larger(first, 0), sample + last, sample + size), end = sample[last];
+  const KeyRange range = {low, end - low};
+  int64_t below = 0, inside = 0;
+  for (int64_t at = 0; at < n; ++at) below += search.keys[at] < low, inside += range.holds(search.keys[at]);
+  if (index < below || index >= below + inside) return finite_range;
+  search.count = keep(search.keys, search.keys, n, range, search.rest);
+  search.keys = search.rest;
+  index -= below;
+  return range;
+}
+
+// Marks the finite values of a part above the threshold, and counts them and those equal to it.
+void mark_above(const OrderStatisticsArgs& args, float threshold, Part& part) {
+  part.greater = part.ties = 0;
+  for (int64_t place = part.first; place < part.end; ++place) {
+    const Range range = segment_at(args, place);
+    for (int64_t first = range.begin; first < range.end; first += kPart) {
+      const int n = int(smaller(kPart, range.end - first));
+      const float* __restrict values = args.values + first;
+      const uint8_t* __restrict mask = args.mask ? args.mask + first : nullptr;
+      uint8_t* __restrict selected = args.selected + first;
+      int32_t above[kPart], greater = 0, ties = 0;  // bytes would not become vectors beside floats
+      for (int i = 0; i < n; ++i) {
+        const int32_t valid = mask ? mask[i] != 0 : 1;
+        above[i] = int32_t(values[i] > threshold) & int32_t(values[i] < INFINITY) & valid;
+        greater += above[i];
+        ties += int32_t(values[i] == threshold) & valid;
+      }
+      for (int i = 0; i < n; ++i) selected[i] = uint8_t(above[i]);
+      part.greater += greater, part.ties += ties;
+    }
+  }
+}
+
+// Marks the first `left` values of a part that are equal to the threshold.
+void mark_ties(const OrderStatisticsArgs& args, float threshold, const Part& part, int64_t left) {
+  for (int64_t place = part.first; place < part.end && left > 0; ++place) {
+    const Range range = segment_at(args, place);
+    for (int64_t t = range.begin; t < range.end && left > 0; ++t) {
+      const bool ties = args.values[t] == threshold && (!args.mask || args.mask[t]);
+      if (ties) args.selected[t] = 1;
+      left -= ties;
+    }
+  }
+}
+
 // Selects the `wanted` largest of a scope; among those equal to the least of them, the first in the order of the list.
 void select_largest(const OrderStatisticsArgs& args, Part* parts, int64_t count, uint32_t least, int64_t wanted, int threads) {
-  parallel_for(count, threads, [&](int64_t p) {
-    Part& part = parts[p];
-    part.greater = part.ties = 0;
-    for_each_value(args, part, [&](int64_t t, float value) {
-      if (!is_finite(value)) return;
-      const uint32_t key = key_of(value);
-      part.ties += key == least;
-      part.greater += key > least;
-      args.selected[t] = key > least;
-    });
-  });
+  const float threshold = from_order_key(least);
+  parallel_for(count, threads, [&](int64_t p) { mark_above(args, threshold, parts[p]); });
   int64_t needed = wanted;
   for (int64_t p = 0; p < count; ++p) needed -= parts[p].greater;
   for (int64_t p = 0; p < count; ++p) {
@@ -86,15 +154,7 @@ void select_largest(const OrderStatisticsArgs& args, Part* parts, int64_t count,
     needed -= here;
     parts[p].ties = here;
   }
-  parallel_for(count, threads, [&](int64_t p) {
-    int64_t left = parts[p].ties;
-    if (left == 0) return;
-    for_each_value(args, parts[p], [&](int64_t t, float value) {
-      if (left == 0 || !is_finite(value) || key_of(value) != least) return;
-      args.selected[t] = 1;
-      --left;
-    });
-  });
+  parallel_for(count, threads, [&](int64_t p) { mark_ties(args, threshold, parts[p], parts[p].ties); });
 }
 
 void scan_scope(const OrderStatisticsArgs& args, const Space& space, int64_t scope, Part* parts, Search* searches,
@@ -106,8 +166,9 @@ void scan_scope(const OrderStatisticsArgs& args, const Space& space, int64_t sco
   if (args.thresholds) args.thresholds[scope] = NAN;
   const int64_t wanted = args.k ? larger(0, smaller(args.k[scope], population)) : 1;
   if (population == 0 || wanted == 0) return;
-  const int64_t index = args.k ? population - wanted : order_index(args.numerator, args.denominator, args.rule, population);
-  const uint32_t key = find_key(searches, count, finite_keys(), index);
+  int64_t index = args.k ? population - wanted : order_index(args.numerator, args.denominator, args.rule, population);
+  const KeyRange range = count == 1 ? narrow(searches[0], index) : finite_keys();
+  const uint32_t key = find_key(searches, count, range, index);
   if (args.thresholds) args.thresholds[scope] = from_order_key(key);
   if (args.k) select_largest(args, parts, count, key, wanted, threads);
 }

@@ -20,8 +20,8 @@ TESTS = [
     f"tests/test_{name}.py"
     for name in (
         "segments", "group_terms", "advantages", "estimators", "token_estimators", "entropy", "entropy_selection",
-        "window_aggregates", "scopes", "select_top", "gates", "gate_paths", "promises", "gate_inputs", "presets", "hierarchy",
-        "hierarchy_theorems", "hierarchy_degenerate", "level_metrics", "terms", "corrections", "stages",
+        "window_aggregates", "scopes", "select_top", "gates", "gate_paths", "promises", "gate_inputs", "presets",
+        "hierarchy", "hierarchy_theorems", "hierarchy_degenerate", "level_metrics", "terms", "corrections", "stages",
         "segment_exchange", "aggregates", "losses", "metrics", "ops", "batch", "logprobs", "logprobs_calls",
         "linear_logprobs", "loss_from_logits",
     )

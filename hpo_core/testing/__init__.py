@@ -34,10 +34,7 @@ from .examples import (
     ScoresExample,
     WindowExample,
     device_of,
-    layouts,
-    masks,
     move,
-    policy_losses,
     random_batch,
     random_layout,
     random_policy_loss,
@@ -45,13 +42,10 @@ from .examples import (
     random_scores,
     random_steps,
     random_window,
-    reward_groups,
-    scores,
-    steps,
-    windows,
 )
 from .expected import Outcome, expect_policy_loss, expect_rewards, expect_window, run_policy_loss
 from .explaining import ExplainedLevel, Explanation, explain
+from .strategies import layouts, masks, policy_losses, reward_groups, scores, steps, windows
 
 __all__ = [
     "FEATURES",

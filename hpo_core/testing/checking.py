@@ -27,18 +27,12 @@ from .examples import (
     RewardsExample,
     ScoresExample,
     WindowExample,
-    hypothesis,
-    masks,
     move,
-    policy_losses,
     random_policy_loss,
-    reward_groups,
-    scores,
-    steps,
-    windows,
 )
 from .expected import Outcome, accepts, run_policy_loss
 from .promises import GRADIENT, NOTHING_VALID, PROMISES, Estimator, Inapplicable, Promise, has_tokens
+from .strategies import hypothesis, masks, policy_losses, reward_groups, scores, steps, windows
 
 __all__ = ["Report", "Verdict", "check", "of_rectangles", "promises"]
 

@@ -404,7 +404,7 @@ MUTANTS = {
     ),
     "cpu: a weight that is infinite stays on the fast path": Mutant(
         "cpu", "cpu/gates_token_inputs.h",
-        "coefficients.finite() && ", "",
+        "coefficients.finite()", "true",
         "test_gate_paths.test_what_is_extraordinary_leaves_the_fast_path", {"name": "token_weight", "value": math.inf},
     ),
     "cpu: a policy far from its reference stays on the fast path": Mutant(

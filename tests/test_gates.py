@@ -148,7 +148,7 @@ def test_tiles_of_few_rows_have_the_gradient_of_any_other(gate, masked, backend=
     """Without anything exceptional the CPU goes through few rows one by one, each by its sign and its bounds alone.
 
     They meet inside a vector, in the last one of a group, where a group begins, and where a tile does; one has no valid
-    token, and seven tokens are in no row. A mask of tokens that masks none sends them the long way.
+    token, and seven tokens are in no row. Entropies that are NaN send them the long way.
     """
     borders = torch.tensor([0, 1020, 1144, 1152, 1400, 1401, 2048, 2500, 2563, 6000, 9001])
     tokens, lengths = 9008, borders.diff().tolist()
@@ -168,8 +168,8 @@ def test_tiles_of_few_rows_have_the_gradient_of_any_other(gate, masked, backend=
     other.loss.backward()
     assert bits(plain.grad) == bits(logp.grad) and bits(plain.loss) == bits(other.loss)
     assert torch.equal(plain.metrics.vector, other.metrics.vector)
-    everything = torch.ones(tokens, dtype=torch.bool)
-    long_way = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, token_mask=everything, backend=backend)
+    unknown = torch.full((tokens,), math.nan)
+    long_way = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, entropy=unknown, backend=backend)
     assert bits(plain.grad) == bits(long_way.grad)
     torch.testing.assert_close(plain.metrics.vector, long_way.metrics.vector, rtol=1e-6, atol=1e-6)
 

@@ -407,11 +407,6 @@ MUTANTS = {
         "coefficients.finite()", "true",
         "test_gate_paths.test_what_is_extraordinary_leaves_the_fast_path", {"name": "token_weight", "value": math.inf},
     ),
-    "cpu: a policy far from its reference stays on the fast path": Mutant(
-        "cpu", "cpu/gates_token_inputs.h",
-        "at_least(all<Floats>(kMostSquares), each)", "all_lanes()",
-        "test_gate_paths.test_what_is_extraordinary_leaves_the_fast_path", {"name": "ref_logp", "value": -90.0},
-    ),
     "cpu: tokens that a clip holds before all gates have a gradient": Mutant(
         "cpu", "cpu/hierarchy_fast_path.h",
         "keep_if(both(present, both(at_least(x, low), at_least(high, x))), each)", "keep_if(present, each)",
@@ -585,13 +580,13 @@ def test_rank_local_quantile_is_killed(three_ranks, monkeypatch):
 
 
 def test_ignored_stride_is_killed(monkeypatch):
-    losses = importlib.import_module("hpo_core.losses")
-    honest = losses.checked_constant
+    prepared = importlib.import_module("hpo_core.prepared")
+    honest = prepared.checked_constant
 
     def constant(name, tensor, *rest):
         return honest(name, tensor.as_strided(tensor.shape, (1,)) if tensor.dim() == 1 else tensor, *rest)
 
-    monkeypatch.setattr(losses, "checked_constant", constant)
+    monkeypatch.setattr(prepared, "checked_constant", constant)
     assert_killed(
         "python: strides of the constants are ignored",
         "test_promises.test_the_public_check_finds_nothing",

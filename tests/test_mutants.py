@@ -407,6 +407,11 @@ MUTANTS = {
         "coefficients.finite()", "true",
         "test_gate_paths.test_what_is_extraordinary_leaves_the_fast_path", {"name": "token_weight", "value": math.inf},
     ),
+    "cpu: a policy far from its reference stays on the fast path": Mutant(
+        "cpu", "cpu/gates_token_inputs.h",
+        "at_least(all<Floats>(kMostSquares), each)", "all_lanes()",
+        "test_gate_paths.test_what_is_extraordinary_leaves_the_fast_path", {"name": "ref_logp", "value": -65.0},
+    ),
     "cpu: tokens that a clip holds before all gates have a gradient": Mutant(
         "cpu", "cpu/hierarchy_fast_path.h",
         "keep_if(both(present, both(at_least(x, low), at_least(high, x))), each)", "keep_if(present, each)",

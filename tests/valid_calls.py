@@ -317,6 +317,7 @@ def _windows() -> Iterator[Call]:
         yield _method(EntropyWindow, "fit_score", "score", self=window, score=_T["entropy"])
         yield _method(EntropyWindow, "fit_apply", self=window, **given)
         yield _method(EntropyWindow, "apply", self=window, **given, state=state)
+        yield _method(EntropyWindow, "selection", self=window, **given, state=state)
     yield from _presets()
     yield _call(hpo.entropy.window_mean, values=_T["entropy"], batch=batch(), first=-1, last=1)
     for aggregate, boundary in (("max", "carry"), ("sum", "zero")):

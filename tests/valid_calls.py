@@ -164,7 +164,7 @@ _ALIKE = {
     "values": (
         "values predictions second_critic low_values high_values switch_values parent_values answer_values "
         "root_values deviations reference weights gains second_values credits future_values "
-        "model_rewards search selection perception form"
+        "model_rewards rule_rewards judged_rewards search selection perception form"
     ),
     "lengths": "lengths turns budgets multiplicity",
     "group_ids": "group_ids supergroup_ids ids stratum_ids agent_ids blueprint_ids graph_ids tree_ids prefix_ids",

@@ -59,7 +59,7 @@ REGISTERS = {
     ("hierarchy: four levels, all inputs", "_repair_leaves"): 48,
     ("hierarchy: four levels, all inputs", "_sum_leaves"): 40,
     ("hierarchy: four levels, all inputs", "_gate_leaves"): 54,
-    ("hierarchy: four levels, all inputs", "_sweep_leaves"): 192,
+    ("hierarchy: four levels, all inputs", "_sweep_leaves"): 193,
     ("hierarchy: four levels, all inputs", "_add_flows"): 40,
     ("hierarchy: four levels, all inputs", "_return_flows"): 112,
     ("term: LINEAR", "_check_leaves"): 62,

@@ -597,10 +597,10 @@ def test_penalties_at_infinite_log_ratios(penalty, native_backends):
     old[1], old[2], reference[3], reference[4] = -math.inf, math.inf, -math.inf, math.inf
     example = example._replace(old_logp=old).given(ref_logp=reference)
     factors = hpo.entropy.Selection(kl_weight=torch.tensor([1.5, -0.5, 2.0, 0.5, -2.0, 0.0]))
-    for example in (example, example.given(selection=factors)):
-        expected = testing.expect_policy_loss(example)
+    for each in (example, example.given(selection=factors)):
+        expected = testing.expect_policy_loss(each)
         for backend in native_backends:
-            assert_exact(backend, example, expected)
+            assert_exact(backend, each, expected)
 
 
 @pytest.mark.parametrize("gate", [gates.dapo(), gates.gspo(0.1, 0.2), gates.reinforce()], ids=lambda gate: gate.name)

@@ -20,7 +20,10 @@ ROOT = Path(__file__).resolve().parents[1]
 EVERY_BACKEND = ("cpu", "triton", "cuda_emulated")
 EVERY_MODULE = tuple(sorted(path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")))
 
-LOSS = ("promises", "gates", "gate_paths", "hierarchy", "presets", "terms", "stages", "metrics", "corrections")
+LOSS = (
+    *("promises", "gates", "gate_paths", "hierarchy", "presets", "terms", "stages", "metrics", "corrections"),
+    "selection",
+)
 ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators", "schedules")
 ENTROPY = ("entropy", "entropy_selection", "select_top", "window_aggregates")
 SCOPES = ("scopes", "scopes_over_ranks")

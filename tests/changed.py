@@ -20,14 +20,20 @@ ROOT = Path(__file__).resolve().parents[1]
 EVERY_BACKEND = ("cpu", "triton", "cuda_emulated")
 EVERY_MODULE = tuple(sorted(path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")))
 
-LOSS = ("promises", "gates", "gate_paths", "hierarchy", "presets", "terms", "stages", "metrics", "corrections")
+LOSS = (
+    *("promises", "gates", "gate_paths", "hierarchy", "presets", "terms", "stages", "metrics", "corrections"),
+    "loss_from_logits",
+)
 ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators", "schedules")
 ENTROPY = ("entropy", "entropy_selection", "select_top", "window_aggregates")
 SCOPES = ("scopes", "scopes_over_ranks")
 PRESETS = ("selection", "entropy_presets", "entropy_shaping", "entropy_thresholds", "entropy_reconstructed",
            "entropy_properties", "entropy_sources", "entropy_over_ranks")  # fmt: skip
 SEGMENTS = ("segments", "token_estimators")
-LOGPROBS = ("logprobs", "logprobs_calls", "support", "linear_logprobs", "vocabulary_parallel", "logprobs_peers")
+LOGPROBS = (
+    *("logprobs", "logprobs_calls", "support", "linear_logprobs", "vocabulary_parallel", "logprobs_peers"),
+    "loss_from_logits",
+)
 OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SCOPES, *SEGMENTS, *LOGPROBS)
 MULTIPROCESS = (
     *("distributed", "segment_exchange", "aggregates", "advantages_over_ranks", "data_parallel", "deepspeed"),

@@ -276,12 +276,12 @@ MUTANTS = {
         "test_logprobs.test_layouts", {"layout": "slice of the vocabulary", "dtype": torch.bfloat16},
     ),
     "cuda: the greatest logit is summed": Mutant(
-        "cuda_emulated", "cuda/logprobs.cu",
+        "cuda_emulated", "cuda/logits_rows.cuh",
         "owns && rest[lane] == mine", "false",
         "test_logprobs.test_a_confident_token_keeps_its_gradient_and_its_entropy", {"margin": 20.0, "offset": 40.0},
     ),
     "cuda: sums stay relative to what was the greatest of them": Mutant(
-        "cuda_emulated", "cuda/logprobs.cu",
+        "cuda_emulated", "cuda/logits_rows.cuh",
         "sums_.others *= factor;", "",
         "test_logprobs.test_error_against_float64", {"name": "ascending", "temperature": 1.0, "dtype": torch.float32},
     ),
@@ -291,12 +291,12 @@ MUTANTS = {
         "test_logprobs.test_an_undefined_row_is_nan_and_alone", {"wrong": "nan"},
     ),
     "cuda: logits below the floor are summed": Mutant(
-        "cuda_emulated", "cuda/logprobs.cu",
+        "cuda_emulated", "cuda/logits_rows.cuh",
         "kFloored && x < floor_", "false",
         "test_logprobs.test_floors_and_squares_are_those_of_the_definition", {"dtype": torch.bfloat16},
     ),
     "cuda: gradients below the floor are not 0": Mutant(
-        "cuda_emulated", "cuda/logprobs.cu",
+        "cuda_emulated", "cuda/logits_rows.cuh",
         "x >= found.row.floor", "true",
         "test_logprobs.test_floors_and_squares_are_those_of_the_definition", {"dtype": torch.float16},
     ),

@@ -19,7 +19,7 @@ from .metrics import Metrics, observed
 from .ops.gates import hands_on
 from .ops.logprobs import readable
 from .prepared import PolicyLossOptions, prepare
-from .specs import LogitRows, PolicyLossInputs
+from .specs import LogitRows, PolicyLossInputs, PolicyLossSpec
 from .support import LOGITS
 
 if TYPE_CHECKING:
@@ -109,27 +109,16 @@ def policy_loss_from_logits(
     )
     call = checked_call(logits, targets, temperature, _NONE, batch, None, None, None, inplace_gradient, backend)
     rows = readable(call.rows._replace(logits=logits.detach()))
-    shape, total = targets.shape, targets.numel()
-    logp = torch.zeros(total + 1, dtype=torch.float32, device=logits.device)  # the last logits predict no token
-    entropy = torch.zeros_like(logp)
-    inputs, spec, *_ = _prepared(logp[:total].view(shape), old_logp, advantages, batch, gate, options)
+    unknown = torch.zeros(targets.shape, dtype=torch.float32, device=logits.device)
+    inputs, spec, *_ = _prepared(unknown, old_logp, advantages, batch, gate, options)
     run, kernels = resolve("gates", logits, backend).policy_loss, resolve("logprobs", logits, backend)
 
-    grad = None
+    grad = found = None
     if logits.requires_grad and torch.is_grad_enabled():
         grad = rows.logits if inplace_gradient else kernels.uninitialised(logits.shape, logits.dtype, logits.device)
-    for index, begin, end in _chunks(rows.logits):
-        part = _part(rows, index)
-        tokens = slice(begin + 1, end + 1)  # that these rows of logits predict
-        part_logp, part_entropy, statistics = kernels.token_logprobs(part, 3)
-        logp[tokens], entropy[tokens] = part_logp.view(-1), part_entropy.view(-1)
-        if grad is not None:
-            of_logp = torch.zeros(end - begin, dtype=torch.float32, device=logits.device)
-            known = _of_tokens(inputs._replace(logp=logp[:total]), tokens.start, min(tokens.stop, total))
-            of_logp[: known.logp.numel()] = run(known, spec, True, False)[2]
-            into = part.logits if inplace_gradient else grad[index]
-            kernels.token_logprobs_backward(part, statistics, of_logp.view(part.targets.shape), None, into)
-    logp, entropy = (call.placed(each.roll(-1)[:total].view(shape)) for each in (logp, entropy))
+        found = resolve("loss_from_logits", logits, backend).loss_from_logits(rows, inputs, spec, grad)
+    found = found or _in_chunks(rows, inputs, spec, run, kernels, grad)
+    logp, entropy = (call.marked(each.view(targets.shape)) for each in found)
     if inputs.entropy is None:
         inputs = inputs._replace(entropy=entropy)
     loss, vector, *_ = run(inputs._replace(logp=logp), spec, False, False)
@@ -169,6 +158,27 @@ def _prepared(
         "none" if gate is None else gate.name,
     )
     return prepared
+
+
+def _in_chunks(
+    rows: LogitRows, inputs: PolicyLossInputs, spec: PolicyLossSpec, run: Any, kernels: Any, grad: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies of all tokens, and ``grad``, by the kernels of :func:`token_logprobs` and of the
+    loss: a chunk of rows goes through all of them before the next one."""
+    total, device = rows.targets.numel(), rows.logits.device
+    logp, entropy = torch.zeros((2, total + 1), dtype=torch.float32, device=device)  # the last logits predict no token
+    for index, begin, end in _chunks(rows.logits):
+        part = _part(rows, index)
+        tokens = slice(begin + 1, end + 1)  # that these rows of logits predict
+        part_logp, part_entropy, statistics = kernels.token_logprobs(part, 3)
+        logp[tokens], entropy[tokens] = part_logp.view(-1), part_entropy.view(-1)
+        if grad is not None:
+            of_logp = torch.zeros(end - begin, dtype=torch.float32, device=device)
+            known = _of_tokens(inputs._replace(logp=logp[:total]), tokens.start, min(tokens.stop, total))
+            of_logp[: known.logp.numel()] = run(known, spec, True, False)[2]
+            into = part.logits if grad is rows.logits else grad[index]
+            kernels.token_logprobs_backward(part, statistics, of_logp.view(part.targets.shape), None, into)
+    return logp[:total], entropy[:total]
 
 
 def _chunks(logits: torch.Tensor) -> Iterator[tuple[Any, int, int]]:

@@ -213,8 +213,9 @@ inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = hpo::emulation::Machine::processors();
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  constexpr int kCache = 1 << 20;  // so small that tests have rows of which it holds few
+  *value = attribute == cudaDevAttrL2CacheSize ? kCache : hpo::emulation::Machine::processors();
   return cudaSuccess;
 }
 template <class Kernel>

@@ -78,7 +78,7 @@ def clip_tokens(
     """``low_driven`` and ``high_driven``: bit 0 for advantages >= 0, bit 1 for < 0: the tensor replaces the bound."""
     if DROP:
         ratio = tl.full(t.x.shape, 1.0, tl.float32)
-        below = t.x != t.x
+        below = token < 0
         above = below
     else:
         sign = t.negative.to(tl.int64)

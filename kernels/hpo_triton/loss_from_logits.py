@@ -43,7 +43,8 @@ from .tokens import bits, load_constants, read_tokens, reading_of
 
 __all__ = ["loss_from_logits"]
 
-PROGRAMS_TOGETHER = 4  # on a multiprocessor
+PROGRAMS_TOGETHER = 3  # on a multiprocessor
+REGISTERS = 200  # of a thread: it takes 168, and of itself the assembler would rather spill than take as many
 EVICT_FIRST = tl.constexpr("evict_first")
 NO_OWN_PENALTY = tl.constexpr(int(Penalty.NONE))
 
@@ -187,6 +188,8 @@ def loss_from_logits(
     rows: LogitRows, inputs: PolicyLossInputs, spec: PolicyLossSpec, into: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """As Native.loss_from_logits."""
+    if rows.floors is not None:
+        return None
     logits, layout = rows.at_two_strides()
     inner, *strides = layout
     if into is not logits:
@@ -207,7 +210,7 @@ def loss_from_logits(
         READING=reading_of(inputs, spec)._replace(aligned=False), GATE=None if of_term else gate_of(inputs, spec),
         SHAPE=shape_of(inputs, spec, True) if of_term else None,
         ALIGNED=rows_aligned(logits, *layout[1:]) and rows_aligned(into, *strides), LANES=LANES, CHUNKS=CHUNKS,
-        BLOCK=BLOCK, num_warps=NUM_WARPS,
+        BLOCK=BLOCK, num_warps=NUM_WARPS, maxnreg=REGISTERS,
     )  # fmt: skip
     return logp, entropy
 

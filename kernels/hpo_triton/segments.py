@@ -103,9 +103,11 @@ def load(pointer, token, tokens, whole, ALIGNED: tl.constexpr, EVICTION: tl.cons
         return _load_one_by_one(pointer, token, tokens)
     address = _address(pointer, token, ALIGNED)
     # A mask that cuts at an arbitrary T would split every 128-bit load into four; only the last tile needs one.
-    if whole:
-        return tl.load(address, eviction_policy=EVICTION)
-    return tl.load(address, mask=token < tokens, other=0, eviction_policy=EVICTION)
+    return (
+        tl.load(address, eviction_policy=EVICTION)
+        if whole
+        else tl.load(address, mask=token < tokens, other=0, eviction_policy=EVICTION)
+    )
 
 
 @triton.jit

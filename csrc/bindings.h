@@ -154,11 +154,11 @@ struct Outputs {
 
 // `inputs` is a PolicyLossInputs of hpo_core/specs; a test compares the order.
 constexpr const char* kInputs[] = {
-    "logp",         "old_logp", "advantages",     "weights",          "cu_seqlens",      "mask",
-    "ref_logp",     "entropy",  "score",          "threshold",        "token_mask",      "token_weight",
-    "low",          "high",     "row_trajectory", "trajectory_start", "trajectory_rows", "advantage_per_token",
-    "leaf_begin",   "leaf_end", "leaf_row",       "ancestors",        "target",          "target_per_token",
-    "penalty_mask",
+    "logp",         "old_logp",  "advantages",     "weights",          "cu_seqlens",      "mask",
+    "ref_logp",     "entropy",   "score",          "threshold",        "token_mask",      "token_weight",
+    "low",          "high",      "row_trajectory", "trajectory_start", "trajectory_rows", "advantage_per_token",
+    "leaf_begin",   "leaf_end",  "leaf_row",       "ancestors",        "target",          "target_per_token",
+    "penalty_mask", "kl_weight",
 };
 constexpr size_t kOffsets = 4;
 constexpr size_t kLeaves = 18;  // of leaf_begin, which the other three follow
@@ -200,6 +200,7 @@ inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& i
   args.target = pointer<const float>(take());
   args.target_per_token = inputs[next++].cast<bool>();
   args.penalty_mask = pointer<const uint8_t>(take());
+  args.kl_weight = pointer<const float>(take());
   args.loss = pointer<float>(outputs.loss);
   args.metrics = pointer<double>(outputs.metrics);
   args.grad = pointer<float>(outputs.grad);

@@ -30,7 +30,7 @@ __all__ = ["PolicyLossFromLogits", "policy_loss_from_logits"]
 _NONE = -100
 _PER_TOKEN = (
     *("logp", "old_logp", "mask", "ref_logp", "entropy", "score", "token_mask", "token_weight", "low", "high"),
-    "penalty_mask",
+    *("penalty_mask", "kl_weight"),
 )
 _CHUNK = 16 << 20  # bytes of logits that a CPU's last-level cache holds between the two passes
 
@@ -146,11 +146,6 @@ def _prepared(
     alone = all(each.unit is None and each.channel is Channel.DISCREPANCY for each in corrections)
     alone = alone and (old_logp is not None or options.get("rollout_logp") is None)
     prepared = prepare(logp, old_logp, advantages, batch, gate, **options)
-    check(
-        prepared.penalty is None,
-        "selection: policy_loss_from_logits knows one coefficient of the penalty for all tokens, got kl_weight; call "
-        "token_logprobs and policy_loss",
-    )
     check(
         alone and not prepared.spec.has_level and not prepared.spec.levels and prepared.exchange is None,
         "gate: expected one on tokens alone, got {!r}, under which the gradient of a token depends on others; call "

@@ -168,7 +168,7 @@ def policy_loss_and_grad(
         "report: expected 'levels' or 'corrections', got 'tokens'; policy_loss returns the losses of tokens",
     )
     prepared = prepare(logp, old_logp, advantages, batch, gate, **options)
-    inputs, spec, exchange, corrections, _, wants_levels, penalty = prepared
+    inputs, spec, exchange, corrections, _, wants_levels = prepared
     backend, process_group = options.get("backend"), options.get("process_group")
     if is_reference(inputs.logp, backend):
         # Tensors of inference mode cannot be saved for a backward; copies of them can.
@@ -181,9 +181,6 @@ def policy_loss_and_grad(
         loss = loss.detach()
     else:
         loss, vector, grad = ops.policy_loss_and_grad(inputs, spec, backend, exchange)
-    if penalty is not None:
-        own, of_logp = penalty.with_gradient(inputs.logp)
-        loss, vector, grad = loss + own, penalty.counted(vector, own), grad + of_logp
     metrics = observed(vector, process_group)
     levels = _levels(inputs, spec, metrics, exchange) if wants_levels else None
     return PolicyLossAndGrad(loss, metrics, grad, levels, corrections)
@@ -276,15 +273,11 @@ def _advantages(
 
 
 def _run(prepared: Prepared, process_group: torch.distributed.ProcessGroup | None, backend: str | None) -> PolicyLoss:
-    inputs, spec, exchange, corrections, wants_tokens, wants_levels, penalty = prepared
+    inputs, spec, exchange, corrections, wants_tokens, wants_levels = prepared
     if is_reference(inputs.logp, backend):
         loss, vector, tokens = resolve("gates", inputs.logp, backend).policy_loss(inputs, spec, exchange)
     else:
         loss, vector, tokens = ops.policy_loss(inputs, spec, backend, wants_tokens, exchange)
-    if penalty is not None:
-        own, of_tokens = penalty(inputs.logp)
-        loss, vector = loss + own, penalty.counted(vector, own)
-        tokens = tokens + of_tokens.reshape(tokens.shape) if wants_tokens and tokens is not None else None
     metrics = observed(vector, process_group)
     levels = _levels(inputs, spec, metrics, exchange) if wants_levels else None
     if tokens is None or not wants_tokens:

@@ -25,7 +25,7 @@ from .entropy import EntropyWindow, Selection, WindowState
 from .entropy.selection import checked_selection, selected_tokens, shaped_advantages
 from .entropy.window import check_scorer
 from .gates import Channel, GateInputs, RatioGate
-from .kl import KLPenalty, WeightedPenalty, without_value
+from .kl import KLPenalty
 from .metrics import Metrics
 from .segment_exchange import SegmentExchange, exchange_of
 from .specs import PolicyLossInputs, PolicyLossSpec
@@ -67,7 +67,6 @@ class Prepared(NamedTuple):
     corrections: tuple[Metrics, ...]
     wants_tokens: bool
     wants_levels: bool
-    penalty: WeightedPenalty | None = None  # that of ``kl``, where its coefficient differs from token to token
 
 
 def prepare(
@@ -146,12 +145,10 @@ def prepare(
         score, value = _selection(window, threshold, score, entropy, batch, backend)
         limit = checked_constant("threshold", value, (1,), "[1] (what window.fit returned)", dtype, device)
     per_token, level_advantages = batch.of_level("advantages", advantages, advantage_level, shape)
-    target_per_token, kl_weight = per_token, None
+    target_per_token = per_token
     if chosen is not None:
         level_advantages, per_token = shaped_advantages(chosen, level_advantages, per_token, batch, token)
-        kl_weight = None if chosen.kl_weight is None else token("kl_weight", chosen.kl_weight)
-    of_kernels = kl if kl is None or kl_weight is None else without_value(kl)
-    spec = gate.spec(of_kernels, window is not None and window.strict)
+    spec = gate.spec(kl, window is not None and window.strict)
     beyond = process_group is not None or aggregates is not None or wants_levels
     if beyond:
         asked = {"process_group": process_group, "gate_inputs.aggregates": aggregates, "report": wants_levels or None}
@@ -210,14 +207,10 @@ def prepare(
         per_token,
         *hierarchy,
     )
-
-    def weighted(inputs: PolicyLossInputs) -> WeightedPenalty | None:
-        if kl is None or kl_weight is None:
-            return None
-        return WeightedPenalty.of(kl, kl_weight, inputs, batch, gate.of_steps)
-
+    if chosen is not None and chosen.kl_weight is not None:
+        inputs = inputs._replace(kl_weight=token("kl_weight", chosen.kl_weight))
     if fast_path:
-        return Prepared(inputs, spec, exchange, (), wants_tokens, wants_levels, weighted(inputs))
+        return Prepared(inputs, spec, exchange, (), wants_tokens, wants_levels)
     if target is not None:
         _, target = batch.of_level("target", target, advantage_level, shape)
         target = as_constant("target", target, None, "", dtype, device)
@@ -232,7 +225,7 @@ def prepare(
     inputs, seen = corrected(inputs, gate, batch, rollout, process_group, wants_corrections, backend)
     if gate.channel is Channel.TOTAL and rollout is not None:
         inputs = inputs._replace(old_logp=rollout)
-    return Prepared(inputs, spec, exchange, seen, wants_tokens, wants_levels, weighted(inputs))
+    return Prepared(inputs, spec, exchange, seen, wants_tokens, wants_levels)
 
 
 def _reported(report: Report) -> tuple[bool, bool, bool]:

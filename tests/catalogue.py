@@ -17,6 +17,7 @@ from hierarchies import DOMAIN, GROUP, SMALL, STEP, TRAJECTORY
 
 import hpo_core as hpo
 from hpo_core import gates, kl, testing
+from hpo_core.entropy import Selection
 from hpo_core.gates import (
     Aggregate,
     Channel,
@@ -268,7 +269,7 @@ class Example:
 
     TOKENS = (
         "logp", "old_logp", "rollout_logp", "ref_logp", "token_advantages", "token_target", "token_weight", "entropy",
-        "low", "high", "mask", "token_mask", "penalty_mask",
+        "low", "high", "mask", "token_mask", "penalty_mask", "kl_weight",
     )  # fmt: skip
     ROWS = ("advantages", "weights", "target", "trajectory")
 
@@ -311,6 +312,7 @@ class Example:
         self.target, self.token_target = uniform(rows, 0.2, 0.8), uniform(tokens, 0.2, 0.8)
         # Sixty-fourths, whose means are exact: a tie with the threshold is one on every backend.
         self.entropy = torch.randint(0, 128, (tokens,), generator=draw) / 64
+        self.kl_weight = torch.where(uniform(tokens) < 0.3, 0.0, uniform(tokens, -0.5, 2.0))
 
     def row(self):
         """The row of each token; the last one's for tokens beyond it."""
@@ -350,6 +352,11 @@ class Example:
         given |= {"bounds": (self.low, self.high)} if gate.takes_bounds else {}
         return given | ({"penalty_mask": self.penalty_mask} if gate.penalty_coefficient else {})
 
+    def paying(self, gate):
+        """Few inputs, and a penalty with a coefficient of each token, beside which a call takes no window."""
+        penalty = {"ref_logp": self.ref_logp, "kl": kl.k3(0.1), "kl_weight": self.kl_weight}
+        return self.needed(gate) | penalty
+
     def select(self, rows):
         """The example of these rows in this order, and the tokens it takes."""
         part = copy.copy(self)
@@ -370,6 +377,8 @@ class Example:
         inputs = {name: given.pop(name) for name in of_gate if name in given}
         if any(value is not None for value in inputs.values()):
             given["gate_inputs"] = gates.GateInputs(**inputs)
+        if "kl_weight" in given:
+            given["selection"] = Selection(kl_weight=given.pop("kl_weight"))
         return PolicyLossExample(*arguments, self.batch, gate, given)
 
     def run(self, gate, backend, **keywords):

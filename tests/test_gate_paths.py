@@ -59,6 +59,7 @@ class Data:
         self.token_mask, self.penalty_mask = uniform(0.0, 1.0) < 0.8, uniform(0.0, 1.0) < 0.7
         self.weights = uniform(0.5, 2.0, rows) / TOKENS
         self.bounds, self.target = (uniform(0.7, 1.0), uniform(1.0, 1.3)), uniform(0.2, 0.9)
+        self.kl_weight = torch.where(uniform(0.0, 1.0) < 0.2, 0.0, uniform(-0.5, 2.0))
 
     def run(self, gate, long_way, backend, *, report=False, advantages=None, **given):
         kept = torch.ones(TOKENS, dtype=torch.bool)
@@ -105,6 +106,8 @@ def inputs_of_tokens(data):
         "window": {"entropy": data.entropy, "window": window, "threshold": torch.tensor([1.5])},
     }
     given |= {name: {"ref_logp": data.ref_logp, "kl": kl} for name, kl in PENALTIES.items()}
+    coefficients = {"selection": hpo.entropy.Selection(kl_weight=data.kl_weight)}
+    given |= {f"{name}, coefficients": given[name] | coefficients for name in PENALTIES}
     return given | {"all": {key: value for name in ("weight", "mask", "advantages", "window", "k3, value")
                             for key, value in given[name].items()}}  # fmt: skip
 
@@ -146,7 +149,8 @@ def test_losses_of_tokens_change_no_bit_of_the_fast_path(gate, lengths, backend)
 @pytest.mark.parametrize("backend", ["cpu"])
 @pytest.mark.parametrize("name, value", [
     ("token_weight", math.inf), ("token_weight", math.nan), ("ref_logp", -math.inf), ("ref_logp", math.nan),
-    ("ref_logp", -65.0), ("ref_logp", -90.0), ("entropy", math.nan), ("token_weight", 3e38),
+    ("ref_logp", -65.0), ("ref_logp", -90.0), ("entropy", math.nan), ("token_weight", 3e38), ("kl_weight", math.nan),
+    ("kl_weight", math.inf),
 ])  # fmt: skip
 def test_what_is_extraordinary_leaves_the_fast_path(name, value, backend):
     """It is counted, left out or saturates as the definition says."""
@@ -157,8 +161,10 @@ def test_what_is_extraordinary_leaves_the_fast_path(name, value, backend):
         "kl": hpo.kl.k3(0.1),
         "entropy": data.entropy,
     }
-    given[name] = given[name].clone()
+    given[name] = given[name].clone() if name in given else data.kl_weight
     given[name][100:116] = value
+    if name == "kl_weight":
+        given["selection"] = hpo.entropy.Selection(kl_weight=given.pop(name))
     if name == "token_weight":  # what is wrong with a weight counts where the token itself does not
         given["token_mask"] = torch.arange(TOKENS) >= 116
     batch = hpo.PackedBatch.from_lengths(list(FEW))

@@ -40,6 +40,7 @@ def example_of(number, gate, features, penalty):
     masked = ("some", "none", "row")[number % 3]
     layout = Layout(((3, 0, 1, 4, 2), (1, 5, 2), (0, 2, 6, 1))[number % 3], number % 4, masked, True, number)
     features = {"weights", *features} | ({"kl"} if penalty else set()) | ({"entropy"} if number % 2 else set())
+    features |= {"kl_weight"} if number % 3 == 1 else set()
     return testing.random_policy_loss(0, gate, features, penalty=penalty, layout=layout)
 
 
@@ -80,7 +81,7 @@ def test_every_path_with_every_penalty(gate, native_backends):
 @pytest.mark.parametrize("penalty", PENALTIES[1:], ids=lambda k: f"{k.estimator.name}-{k.gradient.name}")
 def test_every_penalty(penalty, native_backends):
     for each, gate in enumerate((gates.dapo(), gates.reinforce(), gates.gspo(0.1, 0.2), gates.gspo_token(0.1, 0.2))):
-        example = example_of(each, gate, {"token_mask"}, penalty)
+        example = example_of(each, gate, {"token_mask", "kl_weight"} if each % 2 else {"token_mask"}, penalty)
         expected = testing.expect_policy_loss(example)
         for backend in native_backends:
             assert_exact(backend, example, expected)

@@ -73,14 +73,15 @@ WAYS = {  # of giving inputs
     "advantages": lambda example, gate: {"advantages": example.token_advantages},
     "selection": lambda example, gate: {"token_mask": example.token_mask, "token_weight": example.token_weight},
     "penalty": lambda example, gate: {"ref_logp": example.ref_logp, "kl": hpo.kl.k3(0.1), "entropy": example.entropy},
+    "coefficients": lambda example, gate: example.paying(gate),
     "window": lambda example, gate: {
         "entropy": example.entropy, "window": hpo.entropy.forking_tokens(0.5, scope="call")
     },
 }  # fmt: skip
 SHORT, LONG, TINY = (5, 0, 9, 1, 7, 12, 3), (40, 1, 600), (2, 2, 2, 2, 1)
-CALLS = [  # the first two for interpreted kernels, the first eight for emulated ones
-    (SHORT, "few"), (SHORT, "all"), (LONG, "few"), (LONG, "advantages"), (TINY, "all"), (LONG, "selection"),
-    (TINY, "penalty"), (SHORT, "window"), (SHORT, "advantages"), (SHORT, "selection"), (SHORT, "penalty"),
+CALLS = [  # the first three for interpreted kernels, the first nine for emulated ones
+    (SHORT, "few"), (SHORT, "all"), (TINY, "coefficients"), (LONG, "few"), (LONG, "advantages"), (TINY, "all"),
+    (LONG, "selection"), (TINY, "penalty"), (SHORT, "window"), (SHORT, "advantages"), (SHORT, "selection"), (SHORT, "penalty"),
     (LONG, "penalty"), (TINY, "few"), (TINY, "window"), (TINY, "selection"),
 ]  # fmt: skip
 
@@ -105,7 +106,7 @@ def test_every_backend_is_the_definition(gate, native_backends):
         backends = [
             each
             for each in native_backends
-            if place < number(each, at_length=len(CALLS), machine_code=len(CALLS), emulated=8, interpreted=2)
+            if place < number(each, at_length=len(CALLS), machine_code=len(CALLS), emulated=9, interpreted=3)
         ]
         many = max(number(each, at_length=4, machine_code=1, emulated=1, interpreted=1) for each in native_backends)
         found = clear_examples(gate, functools.partial(Example, lengths=lengths), WAYS[way], range(place, place + 16))

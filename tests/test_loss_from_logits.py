@@ -55,6 +55,7 @@ GATES = {
     "sapo": (gates.sapo(), {}),
     "tis": (gates.tis(), {"rollout_logp": True}),
     "kl": (gates.dapo(), {"ref_logp": True, "kl": hpo.kl.k3(0.1)}),
+    "kl_weight": (gates.dapo(), {"ref_logp": True, "kl": hpo.kl.k3(0.1), "kl_weight": True}),
     "weights": (gates.dapo(), {"token_weight": True, "token_mask": True}),
 }
 FEW = ("sapo", "weights")  # in the interpreter
@@ -80,6 +81,8 @@ def test_one_call_is_two(name, backend, monkeypatch):
             options[key] = old + 0.1 * torch.randn(old.shape, generator=draw)
     if "token_weight" in asked:
         options |= {"token_weight": torch.rand(old.shape, generator=draw), "token_mask": old > old.median()}
+    if "kl_weight" in asked:
+        options["selection"] = hpo.entropy.Selection(kl_weight=torch.rand(old.shape, generator=draw))
     for inplace in (False, True):
         one, two = both(logits, targets, old, advantages, batch, gate, inplace=inplace, backend=backend, **options)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, two, strict=True))

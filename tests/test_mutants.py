@@ -402,6 +402,33 @@ MUTANTS = {
         "test_gate_paths.test_the_fast_path_has_the_gradient_of_any_other_way",
         {"gate": gates.dapo(), "lengths": (21,) * 114 + (6,)},
     ),
+    "cpu: the coefficient of a penalty counts on the fast path alone": Mutant(
+        "cpu", "cpu/gates_penalty.h",
+        "penalty_share(weight[i], kl_weight[i])", "weight[i]",
+        "test_gate_paths.test_the_fast_path_has_the_gradient_of_any_other_way",
+        {"gate": gates.dapo(), "lengths": (700, 348, 1000, 345, 7)},
+    ),
+    "cpu: a penalty whose coefficient is not finite is infinite": Mutant(
+        "cpu", "include/hpo/gates.h",
+        "(kl_weight != 0.0f) & (kl_weight - kl_weight == 0.0f)", "true",
+        "test_selection.test_a_coefficient_that_is_not_finite_is_0", {"gate": gates.dapo()},
+    ),
+    "cuda: a penalty whose coefficient is not finite is infinite": Mutant(
+        "cuda_emulated", "cuda/gates_sweep.cuh",
+        "pays && pays_penalty(factor)", "pays",
+        "test_selection.test_a_coefficient_that_is_not_finite_is_0", {"gate": gates.dapo()},
+    ),
+    "cuda: a reported loss lacks the coefficient of its penalty": Mutant(
+        "cuda_emulated", "cuda/gates_sweep.cuh",
+        "penalty.loss *= factor;", "",
+        "test_selection.test_a_constant_factor_on_the_penalty_is_its_coefficient",
+        {"gate": gates.ppo_clip(), "penalty": hpo.kl.k3(0.125)},
+    ),
+    "triton: a coefficient of 0 multiplies a penalty that is infinite": Mutant(
+        "triton", "sums.py",
+        "is_finite(kl_weight) & (kl_weight != 0.0)", "is_finite(kl_weight)",
+        "test_selection.test_a_coefficient_that_is_not_finite_is_0", {"gate": gates.dapo()},
+    ),
     "cpu: a weight that is infinite stays on the fast path": Mutant(
         "cpu", "cpu/gates_token_inputs.h",
         "coefficients.finite()", "true",

@@ -559,7 +559,9 @@ def operator_arguments(gate, requires_grad):
         hpo.aggregation.token_mean(given.batch),
         given.batch.cu_seqlens,
         given.batch.mask,
+        ref_logp=given.old_logp,
         entropy=given.entropy,
+        kl_weight=given.entropy,
     )
     return (*pack, *ops.gates._numbers_of(gate.spec(hpo.kl.k3(0.1))), "")
 

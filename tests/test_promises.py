@@ -59,9 +59,11 @@ def is_slow(backend):
 
 
 def ways(example, gate, backend):
-    """Calls, and the inputs they are given: all that the gate takes, and where calls are cheap few as well."""
+    """Calls, and the inputs they are given: all that the gate takes, and where calls are cheap few as well, without and
+    with a penalty that has a coefficient for each token."""
     whole = (complete, example.everything(gate))
-    return (whole,) if is_slow(backend) else (whole, (plain, example.needed(gate)))
+    few = ((plain, example.needed(gate)), (complete, example.paying(gate)))
+    return (whole,) if is_slow(backend) else (whole, *few)
 
 
 TWELVE = (3, 7, 1, 0, 6, 2, 9, 4, 0, 5, 2, 8)
@@ -387,10 +389,10 @@ def test_micro_batches_give_the_same_gradient(name, native_backends):
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
     place = coarsest(example, gate).unique(return_inverse=True)[1][order] % 2
     parts = [example.select(order[place == half]) for half in (0, 1)]
-    for way, inputs in enumerate((example.everything(gate), example.needed(gate))):
+    for way, inputs in enumerate((example.everything(gate), example.needed(gate), example.paying(gate))):
         expected = testing.expect_policy_loss(example.call(gate, **inputs))
         for backend in running(name, native_backends):
-            if way == len(ways(example, gate, backend)):
+            if way >= len(ways(example, gate, backend)):
                 continue
             _, whole, _, *of_tokens = of_twelve_rows(name, backend, way)
             loss, metrics = 0.0, hpo.Metrics(hpo.metrics.empty_metrics("cpu"))

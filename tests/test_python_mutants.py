@@ -164,10 +164,10 @@ MUTANTS = {
         "token_mask = mask if token_mask is None else token_mask & mask", "token_mask = mask",
         "test_selection.test_slots_and_arguments_combine", backend="cpu",
     ),
-    "a masked token pays a weighted penalty": mutant(
-        "kl.py",
-        "(row >= 0) & inputs.mask.reshape(-1)", "row >= 0",
-        "test_selection.test_a_token_without_a_coefficient_is_not_read",
+    "the definition multiplies by a coefficient that is not finite": mutant(
+        "reference/gates.py",
+        "torch.where(valid & torch.isfinite(kl_weight), kl_weight, torch.zeros_like(kl_weight))", "kl_weight",
+        "test_selection.test_a_coefficient_that_is_not_finite_is_0", gate=hpo.gates.dapo(), backend="reference",
     ),
     "a token without an entropy counts as usual": mutant(
         "entropy/signals.py",

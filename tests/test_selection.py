@@ -79,39 +79,44 @@ def test_slots_and_arguments_combine(backend):
 PENALTIES = [kl.k1(0.5), kl.k2(0.25), kl.k3(0.125), kl.k3(0.5, "straight_through"), kl.k3(0.25, "importance")]
 
 
+def assert_same(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
 @pytest.mark.parametrize("penalty", PENALTIES, ids=str)
 @pytest.mark.parametrize("gate", [gates.ppo_clip(), gates.gspo()], ids=lambda gate: gate.name)
-def test_a_constant_factor_on_the_penalty_is_its_coefficient(gate, penalty):
-    """The penalty of kernels, with another coefficient."""
-    example = Example("cpu", 2)
-    constant = Selection(kl_weight=torch.full((TOKENS,), 0.5))
+def test_a_constant_factor_on_the_penalty_is_its_coefficient(gate, penalty, backend):
+    """To the bit: a factor of 1 changes nothing, and one of 1/2 is half the coefficient."""
+    example = Example(backend, 2)
+    constant = Selection(kl_weight=torch.full_like(example.weight, 0.5))
     given = {"ref_logp": example.ref, "report": ("tokens",)}
     got = example.run(gate, kl=penalty, selection=constant, **given)
     half = type(penalty)(penalty.estimator, penalty.beta / 2, penalty.gradient)
-    expected = example.run(gate, kl=half, **given)
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), rtol=1e-5, atol=1e-6)
-    call = {"weights": example.weights, "kl": penalty, "ref_logp": example.ref, "selection": constant}
+    assert_same(got, example.run(gate, kl=half, **given))
+    ones = Selection(kl_weight=torch.ones_like(example.weight))
+    assert_same(example.run(gate, kl=penalty, selection=ones, **given), example.run(gate, kl=penalty, **given))
+    call = {"kl": penalty, "ref_logp": example.ref, "selection": constant, "backend": backend}
+    call["weights"] = example.weights
     out = hpo.policy_loss_and_grad(example.logp, example.old, example.advantages, example.batch, gate, **call)
-    torch.testing.assert_close(out.loss, torch.tensor(got[0]))
-    torch.testing.assert_close(out.grad, torch.tensor(got[1]))
+    assert_same(got[:2], (out.loss.item(), out.grad.tolist()))
 
 
-def test_the_ratio_of_a_weighted_penalty_is_that_of_the_gate():
+def test_the_ratio_of_a_weighted_penalty_is_that_of_the_gate(backend):
     """A gate on the total ratio takes it to the sampler, in the penalty, too."""
-    example = Example("cpu", 4)
+    example = Example(backend, 4)
     total = dataclasses.replace(gates.ppo_clip(), channel=gates.Channel.TOTAL)
     given = {"ref_logp": example.ref, "rollout_logp": example.old - 0.5}
     penalty, half = kl.k3(0.5, "importance"), kl.k3(0.25, "importance")
-    constant = Selection(kl_weight=torch.full((TOKENS,), 0.5))
+    constant = Selection(kl_weight=torch.full_like(example.weight, 0.5))
     got = example.run(total, kl=penalty, selection=constant, **given)
     expected = example.run(total, kl=half, **given)
     torch.testing.assert_close(torch.tensor(got[1]), torch.tensor(expected[1]))
     assert got[0] == pytest.approx(expected[0], rel=1e-5)
 
 
-def test_a_token_without_a_coefficient_is_not_read():
-    example = Example("cpu", 3)
+def test_a_token_without_a_coefficient_is_not_read(backend):
+    example = Example(backend, 3)
     pays = example.mask & example.batch.mask
     pays[-1] = False
     ref = torch.where(pays, example.ref, -1.0)
@@ -121,10 +126,34 @@ def test_a_token_without_a_coefficient_is_not_read():
     row = example.batch.row_of_token().clamp(min=0)
     s = torch.where(pays, example.logp - example.ref, 0.0)
     assert loss == pytest.approx(base + (0.75 * example.weights[row] * s.square()).sum().item(), rel=1e-5)
-    torch.testing.assert_close(torch.tensor(grad), torch.tensor(base_grad) + 1.5 * example.weights[row] * s)
+    expected = torch.tensor(base_grad) + (1.5 * example.weights[row] * s).cpu()
+    torch.testing.assert_close(torch.tensor(grad), expected)
     for hole in (torch.nan, 99.0):
         poisoned = torch.where(example.batch.mask, selection.kl_weight, hole)
         assert example.run(kl=kl.k2(0.5), ref_logp=ref, selection=Selection(kl_weight=poisoned))[0] == loss
+
+
+@pytest.mark.parametrize("gate", [gates.dapo(), gates.gspo(), gates.reinforce(), gates.kl_cov()], ids=str)
+def test_a_coefficient_that_is_not_finite_is_0(gate, backend):
+    """So is that of a token without one, whatever is left of its penalty, which may be infinite; and a product with the
+    weight of the row that no float holds takes nothing from the others."""
+    example = Example(backend, 6)
+    needed = {"gate_inputs": gates.GateInputs(penalty_mask=example.mask)} if gate.required else {}
+    given = {"ref_logp": example.ref.clone(), "kl": kl.k3(1e30), "report": ("tokens",)} | needed
+    given["ref_logp"][2:5] = 59.0
+    zero = torch.where(torch.arange(TOKENS, device=example.ref.device) % 3 == 2, 0.0, 1e-30 * example.kl_weight)
+    zero[2:5] = 0.0
+    expected = example.run(gate, selection=Selection(kl_weight=zero), **given)
+    assert all(torch.tensor(each).isfinite().all() for each in expected[:2])
+    for hole in (torch.nan, torch.inf, -torch.inf):
+        weight = torch.where(zero == 0, hole, zero)
+        assert_same(example.run(gate, selection=Selection(kl_weight=weight), **given), expected)
+    example.weights, given["kl"] = 10 * example.weights, kl.k1(0.1)
+    given["ref_logp"] = example.logp.clone()
+    huge = torch.full_like(zero, 3e38)
+    none = example.run(gate, selection=Selection(kl_weight=torch.zeros_like(zero)), **given)
+    loss, _, metrics, tokens = example.run(gate, selection=Selection(kl_weight=huge), **given)
+    assert loss == none[0] and metrics == none[2] and torch.equal(tokens, none[3])
 
 
 def test_merged():
@@ -172,10 +201,6 @@ def test_the_padded_shape_and_the_other_calls():
     out = hpo.policy_loss_from_logits(logits, targets, *given[1:], selection=selection)
     both = hpo.token_logprobs(logits, targets, batch=batch)[0]
     assert torch.equal(out.loss, hpo.policy_loss(both, *given[1:], selection=selection).loss)
-    with pytest.raises(ValueError, match=r"selection: policy_loss_from_logits knows one coefficient"):
-        hpo.policy_loss_from_logits(
-            logits, targets, *given[1:], kl=kl.k1(1.0), ref_logp=logp, selection=Selection(kl_weight=entropy)
-        )
 
 
 @pytest.mark.parametrize(
@@ -212,11 +237,12 @@ def test_errors(given, message):
 def test_compilation():
     """Advantages of tokens, made of those of rows inside the call, in one graph."""
     example = Example("cpu", 5)
-    selection = Selection(advantage_factor=example.factor, mask=example.mask)
+    selection = Selection(advantage_factor=example.factor, mask=example.mask, kl_weight=example.kl_weight)
+    penalty = {"kl": kl.k3(0.1), "ref_logp": example.ref}
 
     def loss(logp):
         given = (example.old, example.advantages, example.batch)
-        return hpo.policy_loss(logp, *given, weights=example.weights, selection=selection).loss
+        return hpo.policy_loss(logp, *given, weights=example.weights, selection=selection, **penalty).loss
 
     compiled = torch.compile(loss, fullgraph=True, backend="eager")
     assert torch.equal(compiled(example.logp), loss(example.logp))

@@ -653,7 +653,7 @@ def _loss_inputs(packed: PackedBatch, gate: gates.RatioGate) -> dict[str, Any]:
     inputs = PolicyLossInputs(
         _T["logp"], _T["old_logp"], _S["advantages"], _S["weights"], packed.cu_seqlens, packed.mask,
         _T["old_logp"] - 0.25, _T["entropy"], _T["entropy"], floats(0.5), _T["bools"], _T["weight"], _T["weight"] / 4,
-        _T["weight"] + 1, *(trajectories or (None,) * 3), False, *leaves,
+        _T["weight"] + 1, *(trajectories or (None,) * 3), False, *leaves, kl_weight=_T["weight"] / 2,
     )  # fmt: skip
     if not gate.takes_bounds:
         inputs = inputs._replace(low=None, high=None)

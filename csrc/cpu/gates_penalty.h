@@ -55,20 +55,39 @@ inline KLLoop pick_kl_loop(const GateStructure& structure) {
   }
 }
 
-// Adds w beta k(s) to the gradient and the sums, and beta k(s) to the loss of each token where that is wanted.
+// Multiplies the weights of rows with the factors of tokens. A token that pays nothing has no value and no slope: what is left
+// of them may be infinite.
+inline void weigh_penalty(const float* __restrict kl_weight, int n, float* __restrict value, float* __restrict slope,
+                          float* __restrict weight) {
+  for (int i = 0; i < n; ++i) {
+    const bool pays = pays_penalty(kl_weight[i]);
+    value[i] = keep_if(pays, value[i]);
+    slope[i] = keep_if(pays, slope[i]);
+    weight[i] = keep_if(pays, penalty_share(weight[i], kl_weight[i]));
+  }
+}
+
+// Adds w c beta k(s) to the gradient and the sums, and c beta k(s) to the loss of each token where that is wanted.
 inline void add_penalty(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, float* __restrict grad,
                         float* __restrict token_loss, Partial& partial) {
   const PolicyLossArgs& args = call.args;
   const float beta = float(call.numbers.kl_beta);
+  const float* __restrict kl_weight = args.kl_weight ? args.kl_weight + first : nullptr;
   float* __restrict value = tile.loss, * __restrict slope = tile.spread[0], * __restrict weight = tile.spread[1];
   pick_kl_loop(call.structure)(tile, args.logp + first, args.ref_logp + first, value, slope, n);
-  if (token_loss) {
-    for (int i = 0; i < n; ++i) token_loss[i] += beta * value[i];
-  }
+  for (int i = 0; i < n; ++i) value[i] *= beta;
+  for (int i = 0; i < n; ++i) slope[i] *= beta;
   spread_rows(segments, weight, [&](int64_t row) { return finite(args.weights[row]) ? args.weights[row] : 0.0f; });
+  if (kl_weight) weigh_penalty(kl_weight, n, value, slope, weight);
+  if (token_loss) {
+    for (int i = 0; i < n; ++i) {
+      const float factor = kl_weight ? kl_weight[i] : 1.0f;
+      token_loss[i] += keep_if(pays_penalty(factor), factor * value[i]);
+    }
+  }
   for (int i = 0; i < n; ++i) {
-    value[i] = keep_if(tile.kind[i] != kAbsent, weight[i] * (beta * value[i]));
-    grad[i] = keep_if(tile.kind[i] != kAbsent, grad[i] + weight[i] * (beta * slope[i]));
+    value[i] = keep_if(tile.kind[i] != kAbsent, weight[i] * value[i]);
+    grad[i] = keep_if(tile.kind[i] != kAbsent, grad[i] + weight[i] * slope[i]);
   }
   add_terms(value, n, partial.sums[kPenaltySum]);
 }

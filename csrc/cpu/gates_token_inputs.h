@@ -11,7 +11,7 @@ constexpr float kMostSquares = kStatisticSaturation * kStatisticSaturation;
 
 // The inputs of a tile's tokens: local copies of pointers, because stores may alias the arguments of the call.
 struct TokenInputs {
-  const float *logp, *ref_logp, *entropy, *score, *token_weight, *advantages, *target;
+  const float *logp, *ref_logp, *entropy, *score, *token_weight, *kl_weight, *advantages, *target;
   const uint8_t *mask, *token_mask, *penalty_mask;
   Floats threshold;
 
@@ -19,7 +19,7 @@ struct TokenInputs {
     const auto from = [=](const auto* tokens) { return tokens ? tokens + first : nullptr; };
     logp = from(args.logp), ref_logp = from(args.ref_logp), entropy = from(args.entropy), score = from(args.score);
     token_weight = from(args.token_weight), advantages = from(args.advantage_per_token ? args.advantages : nullptr);
-    target = from(args.target_per_token ? args.target : nullptr);
+    target = from(args.target_per_token ? args.target : nullptr), kl_weight = from(args.kl_weight);
     mask = from(args.mask), token_mask = from(args.token_mask), penalty_mask = from(args.penalty_mask);
     threshold = all<Floats>(args.score ? *args.threshold : 0.0f);
   }
@@ -109,7 +109,8 @@ struct TermInputs {
 enum class Given { anything, reference };
 
 inline Given given(const PolicyLossArgs& args) {
-  const bool others = args.advantage_per_token || args.token_weight || args.token_mask || args.score || args.entropy;
+  const bool others =
+      args.advantage_per_token || args.token_weight || args.token_mask || args.score || args.entropy || args.kl_weight;
   return args.ref_logp && !others ? Given::reference : Given::anything;
 }
 
@@ -162,7 +163,10 @@ struct TokenInputsSweep {
     Floats gradient = term.grad;
     if (!kAnything || inputs.ref_logp) {
       const Floats s = difference(present, vector.load(inputs.logp), vector.load(inputs.ref_logp));
-      const TermNumber<Floats> of_reference = reference.add(part, row.weight, s, vector.x);
+      const bool weighs = kAnything && inputs.kl_weight;
+      const Floats factor = weighs ? vector.load(inputs.kl_weight) : Floats{};
+      TermNumber<Floats> of_reference = reference.add(part, weighs ? row.weight * factor : row.weight, s, vector.x);
+      if (weighs) of_reference = {keep_if(factor != 0.0f, of_reference.loss), keep_if(factor != 0.0f, of_reference.grad)};
       penalty.add(part, present, of_reference.loss);
       gradient = keep_if(present, gradient + of_reference.grad);
     }

@@ -24,9 +24,20 @@ __device__ __forceinline__ float complete_token(const Gate& gate, const RowTerms
     if (gate.structure.kl != KLEstimator::none) {
       const Term k = kl_term(gate.structure.kl, gate.structure.kl_gradient, token.s, exp(-token.s), token.x,
                              !token.reference_infinite, !token.infinite);
-      penalty = {token.valid ? gate.kl_beta * k.loss : 0.0f, token.valid ? gate.kl_beta * k.grad : 0.0f};
-      grad += row.penalty_weight() * penalty.grad;
-      totals.penalty += double(row.penalty_weight() * penalty.loss);
+      float weight = row.penalty_weight(), factor = 1.0f;
+      bool pays = token.valid;
+      if constexpr (EXTRAS) {
+        if (gate.args.kl_weight) {
+          factor = inputs.one(gate.args.kl_weight, i);
+          pays = pays && pays_penalty(factor);
+          factor = pays ? factor : 0.0f;
+          weight = penalty_share(weight, factor);
+        }
+      }
+      penalty = {pays ? gate.kl_beta * k.loss : 0.0f, pays ? gate.kl_beta * k.grad : 0.0f};
+      grad += weight * penalty.grad;
+      totals.penalty += double(weight * penalty.loss);
+      penalty.loss *= factor;
     }
     tile.sums[kS] += token.s;
     tile.sums[kSSquare] += token.s * token.s;

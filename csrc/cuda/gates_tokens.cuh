@@ -52,7 +52,7 @@ struct Gate {
   // Inputs that few calls have: a specialisation of their own keeps them out of the registers of the others.
   bool has_extras() const {
     return args.entropy || args.score || args.token_weight || args.low || args.high || args.token_mask ||
-           args.advantage_per_token;
+           args.advantage_per_token || args.kl_weight;
   }
 
   HPO_INLINE Pack pack() const { return {args.cu_seqlens, args.tokens, int(args.rows)}; }

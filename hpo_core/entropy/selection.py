@@ -25,7 +25,7 @@ class Selection(NamedTuple):
         mask: bool, tokens whose policy term counts.
         weight: factor on the policy term.
         bounds: ``(low, high)`` ratios, in place of the gate's, as in :class:`~hpo_core.gates.GateInputs`.
-        kl_weight: factor on the penalty ``kl=`` of the loss, at every valid token.
+        kl_weight: factor on the penalty ``kl=`` of the loss, at every valid token; one that is not finite counts as 0.
         advantage_factor, advantage_addend: the advantage of a token is ``A factor + addend``.
 
     A token with a NaN among weight, bounds, factor and addend is left out and counted (``bad_advantages``).

@@ -204,7 +204,7 @@ INPUTS = (
     "Tensor? ref_logp, Tensor? entropy, Tensor? score, Tensor? threshold, Tensor? token_mask, Tensor? token_weight, "
     "Tensor? low, Tensor? high, Tensor? row_trajectory, Tensor? trajectory_start, Tensor? trajectory_rows, "
     "bool advantage_per_token, Tensor? leaf_begin, Tensor? leaf_end, Tensor? leaf_row, Tensor? ancestors, "
-    "Tensor? target, bool target_per_token, Tensor? penalty_mask, "
+    "Tensor? target, bool target_per_token, Tensor? penalty_mask, Tensor? kl_weight, "
 )
 define(
     f"policy_loss({INPUTS}int[] structure, float[] numbers, str backend, bool want_grad, bool want_tokens) "
@@ -329,6 +329,11 @@ def check_inputs(inputs: PolicyLossInputs, levels: int, needs: Sequence[str]) ->
         if missing and (given or names not in _SETS):
             raise ValueError(f"{missing[0]}: expected a tensor{f' beside {given[0]}' if given else ''}, got None")
 
+    check(
+        inputs.kl_weight is None or inputs.ref_logp is not None,
+        "ref_logp: expected a tensor beside kl_weight, got None",
+    )
+
     def of_tokens(*names: str, dtype: torch.dtype = torch.float32) -> None:
         for name in names:
             tensor = getattr(inputs, name)
@@ -337,7 +342,7 @@ def check_inputs(inputs: PolicyLossInputs, levels: int, needs: Sequence[str]) ->
                 check_operand(name, tensor, shape, (dtype,), ("logp", logp))
 
     check_dtype("logp", logp, (torch.float32,), "use logp.float()")
-    of_tokens("old_logp", "ref_logp", "entropy", "score", "token_weight", "low", "high")
+    of_tokens("old_logp", "ref_logp", "entropy", "score", "token_weight", "low", "high", "kl_weight")
     of_tokens("mask", "token_mask", "penalty_mask", dtype=torch.bool)
     for name, per_token in (("advantages", inputs.advantage_per_token), ("target", inputs.target_per_token)):
         if per_token:

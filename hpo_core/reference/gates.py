@@ -7,16 +7,16 @@ For token t of row s in trajectory i, with ``m`` the validity mask and ``w`` the
     a_k = mean (or another aggregate) of x over the valid tokens of t's segment at level k;  a_0 = x_t,  a_{K+1} = 0
     z_t = sum_k g_k(a_k - a_{k+1})                         gates chosen by the sign of A_t
     M_t = token_mask_t  and  score_t >= threshold  and  A_t finite
-    loss_t = -M_t W_t Phi(z_t, A_t) + beta k(logp_t - ref_logp_t) + kappa p(x_t)
+    loss_t = -M_t W_t Phi(z_t, A_t) + c_t beta k(logp_t - ref_logp_t) + kappa p(x_t)
     loss   = sum_t m_t w_s loss_t
 
-``Phi`` is the head, ``A e^z`` for the linear one; p is the term's penalty. A pre-gate clips x before it is aggregated;
-under the censored head ``|e^x - 1|``, at most 2048 with its derivative kept, is aggregated in its place. The log mean
-exp is ``log(1 + mean of e^x - 1)``, x within +-7.5 with its derivative kept, so that no weight e^x can outgrow the sum.
-A balanced aggregate is the mean over those segments of the next finer level that have tokens. A NaN log-ratio takes
-its token out of m; an infinite one saturates with derivative 0. With a split, x+ = max(x, 0) and x- = max(-x, 0) each
-go through the gates by themselves, and z is the difference. Where steps are a level, a token outside every step is
-masked.
+``Phi`` is the head, ``A e^z`` for the linear one; c is ``kl_weight``, 0 where it is not finite; p is the term's
+penalty. A pre-gate clips x before it is aggregated; under the censored head ``|e^x - 1|``, at most 2048 with its
+derivative kept, is aggregated in its place. The log mean exp is ``log(1 + mean of e^x - 1)``, x within +-7.5 with its
+derivative kept, so that no weight e^x can outgrow the sum. A balanced aggregate is the mean over those segments of the
+next finer level that have tokens. A NaN log-ratio takes its token out of m; an infinite one saturates with derivative
+0. With a split, x+ = max(x, 0) and x- = max(-x, 0) each go through the gates by themselves, and z is the difference.
+Where steps are a level, a token outside every step is masked.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Tokens(NamedTuple):
     advantage: torch.Tensor
     weight: torch.Tensor  # of its row, 0 where not valid
     token_weight: torch.Tensor
+    kl_weight: torch.Tensor  # 0 where not valid or not finite
     target: torch.Tensor
     infinite: torch.Tensor  # bool, some log-ratio is
     nan: torch.Tensor  # bool, a log-ratio or the score is
@@ -115,7 +116,8 @@ def policy_loss(
         metrics[slot("penalty")] += (weight * penalty).sum().detach()
 
     if s is not None:
-        penalty = torch.where(valid, spec.kl_beta * kl_of_tokens(spec.kl, spec.kl_gradient, s, x), zero)
+        factor, pays = tokens.kl_weight, tokens.kl_weight != 0
+        penalty = torch.where(pays, factor * (spec.kl_beta * kl_of_tokens(spec.kl, spec.kl_gradient, s, x)), zero)
         loss_t, loss = loss_t + penalty.detach(), loss + (weight * penalty).double().sum()
         metrics[slot("penalty")] += (weight * penalty).sum().detach()
         metrics[slot("reference_log_ratio")] = s[valid].sum().detach()
@@ -180,6 +182,9 @@ def read_tokens(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Tokens:
     token_weight = torch.ones_like(logp)
     if inputs.token_weight is not None:
         token_weight = read_at(inputs.token_weight, given, logp, 1.0)
+    kl_weight = torch.ones_like(logp)
+    if inputs.kl_weight is not None:
+        kl_weight = read_at(inputs.kl_weight, given, logp, 1.0)
     weight = of_row(inputs.weights.to(logp.dtype), row)
     bad_advantage = valid & ~torch.isfinite(weight * advantage * token_weight)
     target = torch.zeros_like(logp)
@@ -208,6 +213,7 @@ def read_tokens(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Tokens:
         advantage=advantage,
         weight=torch.where(valid & torch.isfinite(weight), weight, torch.zeros_like(weight)),
         token_weight=token_weight,
+        kl_weight=torch.where(valid & torch.isfinite(kl_weight), kl_weight, torch.zeros_like(kl_weight)),
         target=target,
         infinite=valid & infinite,
         nan=(given & nan) | score_nan,

@@ -321,3 +321,4 @@ class PolicyLossInputs(NamedTuple):
     target: torch.Tensor | None = None  # [S], or [T] with target_per_token: what some heads compare the ratio with
     target_per_token: bool = False
     penalty_mask: torch.Tensor | None = None  # [T] bool: who pays the penalty of the term; None: every valid token
+    kl_weight: torch.Tensor | None = None  # [T] factor on the penalty of kl, with ref_logp; not finite: 0

@@ -15,7 +15,7 @@ from ..advantages.terms import accepted_keywords, level_of
 from ..batch import PackedBatch
 from ..checks import check as require
 from ..checks import require_type
-from ..entropy import EntropyWindow, forking_tokens
+from ..entropy import EntropyWindow, Selection, forking_tokens
 from ..gates import RatioGate
 from ..kl import KLPenalty
 from ..specs import OrderRule
@@ -241,6 +241,7 @@ class _Recorded:
 
 _NEEDS = {
     "kl": ("kl", "ref_logp"),
+    "kl_weight": ("kl", "ref_logp", "selection"),
     "window": ("window", "threshold", "entropy"),
     "token_advantages": ("advantage_level",),
     "bounds": ("gate_inputs",),
@@ -316,6 +317,8 @@ def of_rectangles(fn: Callable[..., Any]) -> Callable[..., Any]:
         per_token = given.get("advantage_level") == "token"
         if "gate_inputs" in given:
             given["gate_inputs"] = given["gate_inputs"].on_tokens(of, per_token)
+        if "selection" in given:
+            given["selection"] = Selection(kl_weight=of(given["selection"].kl_weight))
         return fn(
             of(logp), of(old_logp), of(advantages) if per_token else advantages, _rectangle_of_mask(batch), **given
         )

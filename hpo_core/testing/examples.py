@@ -17,7 +17,7 @@ import torch
 from .. import gates
 from ..batch import PackedBatch
 from ..checks import check, examines
-from ..entropy import EntropyWindow
+from ..entropy import EntropyWindow, Selection
 from ..gates import Clip, GateInputs, RatioGate
 from ..kl import KLPenalty, k3
 from ..reference.segments import row_of_token
@@ -142,11 +142,13 @@ def _valid(batch: PackedBatch) -> torch.Tensor:
 
 # ------------------------------------------------------------------------------------------------------ policy losses
 
-# The optional inputs of a policy loss. "trajectories": some trajectories have several rows; "on_policy": no old_logp.
+# The optional inputs of a policy loss. "trajectories": some trajectories have several rows; "on_policy": no old_logp;
+# "kl_weight": a selection with factors on the penalty, which only a call with "kl" and without "window" takes.
 FEATURES = (
     "trajectories",
     "weights",
     "kl",
+    "kl_weight",
     "entropy",
     "window",
     "token_mask",
@@ -192,6 +194,12 @@ class PolicyLossExample(NamedTuple):
             return row
         return torch.where(row >= 0, self.batch.trajectories[0][row.clamp(min=0)], -1)
 
+    @property
+    def kl_weight(self) -> torch.Tensor | None:
+        """The factors on the penalty ``[T]``: all that the selection of an example holds."""
+        given: Selection = self.keywords.get("selection", Selection())
+        return given.kl_weight
+
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """``values`` ``[S]`` at the tokens of each row ``[T]``; 0 outside all rows."""
         row = self.row()
@@ -217,6 +225,8 @@ class PolicyLossExample(NamedTuple):
         }
         if "gate_inputs" in keywords:
             keywords["gate_inputs"] = self.gate_inputs.on_tokens(change, self.per_token)
+        if self.kl_weight is not None:
+            keywords["selection"] = Selection(kl_weight=change(self.kl_weight))
         return self._replace(
             logp=change(self.logp),
             old_logp=None if self.old_logp is None else change(self.old_logp),
@@ -248,7 +258,8 @@ class PolicyLossExample(NamedTuple):
         return self._replace(keywords=self.keywords | keywords)
 
     def without(self, *names: str) -> PolicyLossExample:
-        """The example without these keywords."""
+        """The example without these keywords, and without factors on a penalty that goes."""
+        names = (*names, "selection") if "kl" in names else names
         return self._replace(keywords={name: value for name, value in self.keywords.items() if name not in names})
 
 
@@ -327,6 +338,9 @@ def random_policy_loss(
     if "kl" in features:
         keywords["kl"] = k3(0.1) if penalty is None else penalty
         keywords["ref_logp"] = logp + choice(0.02, 0.3, 2.0) * normal(tokens)
+        if "kl_weight" in features and "window" not in features:
+            factor = torch.where(uniform(tokens) < 0.2, 0.0, uniform(tokens, -0.5, 2.0))
+            keywords["selection"] = Selection(kl_weight=factor)
     return example._replace(old_logp=None) if "on_policy" in features else example
 
 
@@ -518,6 +532,6 @@ def _moved(value: Any, device: str) -> Any:
         return value if value.device.type == device else value.to(device)
     if isinstance(value, dict):
         return {name: _moved(item, device) for name, item in value.items()}
-    if isinstance(value, GateInputs):
-        return GateInputs(*(_moved(item, device) for item in value))
+    if isinstance(value, GateInputs | Selection):
+        return type(value)(*(_moved(item, device) for item in value))
     return tuple(_moved(item, device) for item in value) if type(value) is tuple else value

@@ -124,6 +124,7 @@ def _sweep(
     token_weight,
     low,
     high,
+    kl_weight,
     row_trajectory,
     level_ratio,  # Levels, or None
     level_side,
@@ -192,7 +193,8 @@ def _sweep(
             derivative = clip_derivative(t, policy, gated, GATE.token == DROP, GATE.score_head)
         derivative = tl.where(t.flows, derivative, 0.0)
 
-        penalty, loss_t, derivative = with_penalty(t, policy.loss_t, derivative, kl_beta, GATE.kl, GATE.kl_gradient)
+        c = None if kl_weight is None else load(kl_weight, token, tokens, whole, ALIGNED)
+        penalty, loss_t, derivative = with_penalty(t, c, policy.loss_t, derivative, kl_beta, GATE.kl, GATE.kl_gradient)
         if grad is not None:
             store(grad, token, tl.where(t.valid, derivative, 0.0), tokens, whole, ALIGNED)
         if token_loss is not None:
@@ -245,7 +247,8 @@ def policy_loss(
     launch(
         _sweep, programs, logp, inputs.old_logp, inputs.advantages, inputs.weights, inputs.cu_seqlens, inputs.mask,
         inputs.ref_logp, inputs.entropy, inputs.score, inputs.threshold, inputs.token_mask, inputs.token_weight,
-        inputs.low, inputs.high, inputs.row_trajectory, *levels, seen, sums, grad, token_loss, tokens, rows,
+        inputs.low, inputs.high, inputs.kl_weight, inputs.row_trajectory, *levels, seen, sums, grad, token_loss, tokens,
+        rows,
         *spec.token_low, *spec.token_high, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
         READING=reading, GATE=gate_of(inputs, spec), TILE=TILE, LANES=LANES,
         maxnreg=LIGHT_REGISTERS if light else MOST_REGISTERS,

@@ -124,6 +124,7 @@ def _sweep_leaves(
     high,
     target,
     penalty_mask,
+    kl_weight,
     pre,
     numbers,  # of the term
     begin,
@@ -185,7 +186,10 @@ def _sweep_leaves(
         given_weight = None if token_weight is None else loaded.token_weight
         policy = gated_term(t, gated, given_weight, numbers, SHAPE)
         derivative = gated_derivative(t, gated, policy, pre, SHAPE)
-        penalty, loss_t, derivative = with_penalty(t, policy.loss_t, derivative, kl_beta, SHAPE.kl, SHAPE.kl_gradient)
+        c = None if kl_weight is None else load(kl_weight, token, tokens, whole, ALIGNED)
+        penalty, loss_t, derivative = with_penalty(
+            t, c, policy.loss_t, derivative, kl_beta, SHAPE.kl, SHAPE.kl_gradient
+        )
         if SHAPE.term is not None and SHAPE.term.penalty != NO_OWN_PENALTY:
             pays = t.valid
             if penalty_mask is not None:
@@ -443,7 +447,8 @@ def _sweep(
     launch(
         _sweep_leaves, programs, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights, inputs.cu_seqlens,
         inputs.mask, inputs.ref_logp, inputs.entropy, inputs.score, inputs.threshold, inputs.token_mask,
-        inputs.token_weight, inputs.low, inputs.high, inputs.target, inputs.penalty_mask, pre, numbers_of(spec.term),
+        inputs.token_weight, inputs.low, inputs.high, inputs.target, inputs.penalty_mask, inputs.kl_weight, pre,
+        numbers_of(spec.term),
         leaves.begin, leaves.end, leaves.row, leaves.ancestors, leaves.owner, leaves.broken, leaves.segments,
         gated_levels, steps, flows, seen, sums, grad, token_loss, inputs.logp.numel(), inputs.weights.numel(), count,
         slots // SLOTS,

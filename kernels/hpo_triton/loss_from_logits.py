@@ -35,7 +35,7 @@ from .logits_rows import (
     write_gradient,
 )
 from .logprobs import numbers_of, rows_aligned
-from .segments import row_range, rows_of_few
+from .segments import load, row_range, rows_of_few
 from .sums import policy_term, with_penalty
 from .terms import numbers_of as numbers_of_term
 from .terms import pre_of, with_own_penalty
@@ -55,37 +55,36 @@ def _token_gradient(
     high_driven, kl_beta, pre, numbers, READING: tl.constexpr, GATE: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """d loss / d logp of the tokens ``[1]``, as the sweeps of policy_loss compute it."""
-    whole = tl.max(token) < tokens
-    loaded = load_constants(inputs, logp, token, tokens, whole, READING)
+    loaded = load_constants(inputs, logp, token, tokens, False, READING)
     row = rows_of_few(inputs.cu_seqlens, rows, tokens, token)
     range_ = row_range(inputs.cu_seqlens, row, rows, tokens)
     inside = (token >= range_.begin) & (token < range_.end)
     t = read_tokens(inputs, loaded, row, rows, inside, READING)
+    c = None if inputs.kl_weight is None else load(inputs.kl_weight, token, tokens, False, False)
     if SHAPE is None:
         clipped = clip_tokens(
-            t, inputs.low, inputs.high, token, tokens, whole, low_positive, low_negative, high_positive, high_negative,
+            t, inputs.low, inputs.high, token, tokens, False, low_positive, low_negative, high_positive, high_negative,
             low_driven, high_driven, GATE.token == DROP, False,
         )  # fmt: skip
         policy = policy_term(t, clipped.ratio, GATE.score_head)
         derivative = clip_derivative(t, policy, clipped, GATE.token == DROP, GATE.score_head)
         derivative = tl.where(t.flows, derivative, 0.0)
-        _, _, derivative = with_penalty(t, policy.loss_t, derivative, kl_beta, GATE.kl, GATE.kl_gradient)
+        _, _, derivative = with_penalty(t, c, policy.loss_t, derivative, kl_beta, GATE.kl, GATE.kl_gradient)
     else:
-        lowest = token_bound(
-            inputs.low, low_positive, low_negative, low_driven, t, token, tokens, whole, False
-        )  # fmt: skip
-        highest = token_bound(
-            inputs.high, high_positive, high_negative, high_driven, t, token, tokens, whole, False
-        )  # fmt: skip
+        low, high = inputs.low, inputs.high
+        lowest = token_bound(low, low_positive, low_negative, low_driven, t, token, tokens, False, False)
+        highest = token_bound(high, high_positive, high_negative, high_driven, t, token, tokens, False, False)
         gated = gate_tokens(t, lowest, highest, None, row, inside, pre, numbers, SHAPE)
         given_weight = None if inputs.token_weight is None else loaded.token_weight
         policy = gated_term(t, gated, given_weight, numbers, SHAPE)
         derivative = gated_derivative(t, gated, policy, pre, SHAPE)
-        penalty, loss_t, derivative = with_penalty(t, policy.loss_t, derivative, kl_beta, SHAPE.kl, SHAPE.kl_gradient)
+        penalty, loss_t, derivative = with_penalty(
+            t, c, policy.loss_t, derivative, kl_beta, SHAPE.kl, SHAPE.kl_gradient
+        )
         if SHAPE.term.penalty != NO_OWN_PENALTY:
             pays = t.valid
             if inputs.penalty_mask is not None:
-                pays &= tl.load(inputs.penalty_mask + token, mask=inside, other=False)
+                pays &= load(inputs.penalty_mask, token, tokens, False, False)
             _, _, derivative = with_own_penalty(
                 t, pays, penalty, loss_t, derivative, numbers.penalty, SHAPE.term.penalty
             )
@@ -114,6 +113,7 @@ def _differentiate_loss(
     high,
     target,
     penalty_mask,
+    kl_weight,
     pre,
     numbers,  # of the term
     tokens: tl.int64,  # rows of logits, each of which predicts the next token; the last one predicts none
@@ -145,7 +145,7 @@ def _differentiate_loss(
 ):
     inputs = PolicyLossInputs(
         None, old_logp, advantages, weights, cu_seqlens, mask, ref_logp, None, score, threshold, token_mask,
-        token_weight, low, high, target=target, penalty_mask=penalty_mask,
+        token_weight, low, high, target=target, penalty_mask=penalty_mask, kl_weight=kl_weight,
     )  # fmt: skip
     for at in range(tl.program_id(0).to(tl.int64), tokens, tl.num_programs(0).to(tl.int64)):
         id = tl.load(targets + at)
@@ -205,8 +205,8 @@ def loss_from_logits(
         _differentiate_loss, programs, logits, rows.targets, rows.temperatures, logp, entropy, into, inputs.old_logp,
         inputs.advantages, inputs.weights, inputs.cu_seqlens, inputs.mask, inputs.ref_logp, inputs.score,
         inputs.threshold, inputs.token_mask, inputs.token_weight, inputs.low, inputs.high, inputs.target,
-        inputs.penalty_mask, pre_of(spec), numbers_of_term(spec.term), *numbers_of(rows, layout), *strides,
-        inputs.weights.numel(), *bounds, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
+        inputs.penalty_mask, inputs.kl_weight, pre_of(spec), numbers_of_term(spec.term), *numbers_of(rows, layout),
+        *strides, inputs.weights.numel(), *bounds, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
         READING=reading_of(inputs, spec)._replace(aligned=False), GATE=None if of_term else gate_of(inputs, spec),
         SHAPE=shape_of(inputs, spec, True) if of_term else None,
         ALIGNED=rows_aligned(logits, *layout[1:]) and rows_aligned(into, *strides), LANES=LANES, CHUNKS=CHUNKS,

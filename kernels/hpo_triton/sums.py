@@ -108,15 +108,20 @@ def _penalty(t, ESTIMATOR: tl.constexpr, GRADIENT: tl.constexpr):
 
 
 @triton.jit
-def with_penalty(t, loss_t, derivative, kl_beta, KL: tl.constexpr, KL_GRADIENT: tl.constexpr):
+def with_penalty(t, kl_weight, loss_t, derivative, kl_beta, KL: tl.constexpr, KL_GRADIENT: tl.constexpr):
     """The reference penalty of every valid token, selected or not: its share of the loss, loss_t and the derivative
-    with it."""
+    with it. ``kl_weight``: loaded, or None."""
     penalty = tl.zeros_like(loss_t)
     if KL != NO_KL:
         k, k_derivative = _penalty(t, KL, KL_GRADIENT)
-        strength = t.weight * kl_beta
-        penalty = tl.where(t.valid, strength.to(tl.float64) * k.to(tl.float64), 0.0)
-        loss_t += (kl_beta * k).to(tl.float64)
+        strength, pays, of_token = t.weight * kl_beta, t.valid, kl_beta * k
+        if kl_weight is not None:
+            pays &= is_finite(kl_weight) & (kl_weight != 0.0)
+            factor = tl.where(pays, kl_weight, 0.0)
+            strength = clamp(strength * factor, -LARGEST, LARGEST)
+            of_token = tl.where(pays, factor * of_token, 0.0)
+        penalty = tl.where(pays, strength.to(tl.float64) * k.to(tl.float64), 0.0)
+        loss_t += of_token.to(tl.float64)
         derivative = clamp(derivative + strength * k_derivative, -LARGEST, LARGEST)
     return penalty, loss_t, derivative
 

@@ -174,7 +174,7 @@ def reading_of(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Reading:
 def _of_tokens(inputs: PolicyLossInputs) -> tuple[torch.Tensor | None, ...]:
     return (
         inputs.logp, inputs.old_logp, inputs.ref_logp, inputs.entropy, inputs.score, inputs.token_weight, inputs.low,
-        inputs.high, inputs.mask, inputs.token_mask, inputs.penalty_mask,
+        inputs.high, inputs.mask, inputs.token_mask, inputs.penalty_mask, inputs.kl_weight,
         inputs.advantages if inputs.advantage_per_token else None, inputs.target if inputs.target_per_token else None,
     )  # fmt: skip
 

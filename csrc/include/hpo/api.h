@@ -73,6 +73,7 @@ struct PolicyLossArgs {
   const float* target;
   int32_t target_per_token;
   const uint8_t* penalty_mask;  // [tokens]; null: every valid token
+  const float* kl_weight;       // [tokens], with ref_logp: a factor on the penalty on it; not finite: 0
   // outputs
   float* loss;                // [1]
   double* metrics;            // [kMetrics], see metrics.h

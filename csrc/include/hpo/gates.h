@@ -94,6 +94,10 @@ HPO_INLINE TermNumber<F> kl_term(KLEstimator estimator, KLGradient gradient, F s
   return {value, x_finite ? (s_finite ? r * s : value) : (s_finite ? rise : zero)};
 }
 
+// Whether a token with this factor on its penalty pays any, and the weight of its row times the factor of one that does.
+HPO_INLINE bool pays_penalty(float kl_weight) { return (kl_weight != 0.0f) & (kl_weight - kl_weight == 0.0f); }
+HPO_INLINE float penalty_share(float weight, float kl_weight) { return clamp(weight * kl_weight, -FLT_MAX, FLT_MAX); }
+
 // The trajectory gate for one sign of the advantage: from the mean log-ratio to the ratio, and whether it passes gradient.
 struct LevelGate {
   float ratio;

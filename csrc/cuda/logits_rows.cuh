@@ -193,7 +193,7 @@ __device__ __forceinline__ unsigned word_of(float value) {
   return Type::pack(lanes);
 }
 
-template <class Type>
+template <class Type, bool kFloored>
 __device__ __forceinline__ void differentiate(const GradientRow& found, unsigned (&words)[kWords]) {
   const Exponent& exponent = found.row.exponent;
 #pragma unroll
@@ -203,7 +203,7 @@ __device__ __forceinline__ void differentiate(const GradientRow& found, unsigned
     for (int lane = 0; lane < Type::kLanes; ++lane) {
       const float x = Type::lane(word, lane), delta = x - found.top;
       const float gradient = Type::exp(exponent, delta) * fused(found.gradient.slope, delta, found.gradient.constant);
-      lanes[lane] = delta >= exponent.least && x >= found.row.floor ? gradient : 0.0f;
+      lanes[lane] = delta >= exponent.least && (!kFloored || x >= found.row.floor) ? gradient : 0.0f;
     }
     word = Type::pack(lanes);
   }
@@ -211,7 +211,7 @@ __device__ __forceinline__ void differentiate(const GradientRow& found, unsigned
 
 // Writes the gradient of a row. The call begins a barrier after `shared` was written and holds another one, after which
 // `shared` is free.
-template <class Type, Cached kCached>
+template <class Type, bool kFloored, Cached kCached>
 __device__ __forceinline__ void differentiate_row(const LogprobsBackwardArgs& args, const GradientRow& shared) {
   using Element = typename Type::Element;
   const GradientRow found = shared;
@@ -226,7 +226,7 @@ __device__ __forceinline__ void differentiate_row(const LogprobsBackwardArgs& ar
     for (unsigned& word : words) word = fill;
     if (found.row.is_read) {
       load_step<Type, decltype(whole)::value, kCached>(from, columns, wide, step, words);
-      differentiate<Type>(found, words);
+      differentiate<Type, kFloored>(found, words);
     }
     store_step<Type, decltype(whole)::value, kCached>(words, to, columns, wide, step);
   });

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads, 3) differentiate_rows(const Logprobs
       row = gradient_row<Type>(args, index, upstream.is_zero() ? Row{} : get_row<Type>(args.given, index), upstream);
     }
     __syncthreads();
-    differentiate_row<Type, Cached::normal>(args, row);
+    differentiate_row<Type, true, Cached::normal>(args, row);
   }
 }
 

@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksTogether) differentiate_loss(
       gradient = gradient_row<Type>(call.logits, index, row, RowUpstream(result, of_logp));
     }
     __syncthreads();
-    differentiate_row<Type, Cached::evicted_first>(call.logits, gradient);
+    differentiate_row<Type, false, Cached::evicted_first>(call.logits, gradient);
   }
 }
 

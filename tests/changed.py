@@ -22,7 +22,7 @@ EVERY_MODULE = tuple(sorted(path.stem.removeprefix("test_") for path in Path(__f
 
 LOSS = (
     *("promises", "gates", "gate_paths", "hierarchy", "presets", "terms", "stages", "metrics", "corrections"),
-    "loss_from_logits",
+    *("selection", "loss_from_logits"),
 )
 ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators", "schedules")
 ENTROPY = ("entropy", "entropy_selection", "select_top", "window_aggregates")

@@ -67,7 +67,8 @@ def drawn(kind="ties", lengths=LENGTHS, groups=GROUPS, seed=5):
         "uid": torch.randperm(rows, generator=draw), "kept": random(rows) > 0.2, "confidence": random(rows),
         "difficulty": torch.randint(-1, 3, (rows,), generator=draw), "group_ids": torch.tensor(groups),
         "counts": torch.randint(0, 9, (rows,), generator=draw).float(), "clusters": torch.arange(rows) % 2,
-        "lengths": torch.tensor(lengths).float(),
+        "lengths": torch.tensor(lengths).float(), "weights": random(rows), "low": random(rows),
+        "high": 1 + random(rows),
     }  # fmt: skip
     sizes = [size for length in lengths for size in (*[3] * (length // 3), length % 3) if size]  # of steps
     ends = [0, *itertools.accumulate(sizes)]
@@ -138,6 +139,47 @@ def targets(step, group):
     return E.ares_targets(step.counts, step.difficulty, last, process_group=group)
 
 
+def penalty_of(preset, *names, **options):
+    """The loss term that a preset makes of a step, a sum over its tokens."""
+    return lambda step, entropy: preset(
+        entropy, step.batch, step.weights, **{name: getattr(step, name) for name in names}, **options
+    )
+
+
+PENALTIES = {
+    "mean_entropy": penalty_of(E.mean_entropy),
+    "entropy_band": penalty_of(E.entropy_band, "low", "high"),
+    "epo": penalty_of(E.epo, history=torch.tensor([1.5, 1.25])),
+    "openvl_band": penalty_of(E.reconstructed.openvl_band, "low", "high", coefficient=0.5),
+}
+
+
+def gradient_of(penalty):
+    def apply(step, _):
+        entropy = step.entropy.clone().requires_grad_()
+        return torch.autograd.grad(penalty(step, entropy), entropy)[0]
+
+    return Method(apply)
+
+
+def paid(gate, selection):
+    """Gradient and loss of each token where a selection has factors on the penalty."""
+
+    def apply(step, _):
+        logp = step.logp.clone().requires_grad_()
+        given = {"weights": step.weights, "kl": hpo.kl.k3(0.5), "ref_logp": step.old_logp - 0.25}
+        given |= {"selection": selection(step), "report": ("tokens",)}
+        out = hpo.policy_loss(logp, step.old_logp, step.advantages, step.batch, gate, **given)
+        return torch.autograd.grad(out.loss, logp)[0], out.tokens
+
+    return Method(apply)
+
+
+def ares_penalty_weights(step):
+    beta = torch.tensor([0.1, 0.2, 0.4])
+    return E.ares_penalty_weights(step.chosen, step.difficulty, beta, step.batch, relief=0.5)
+
+
 R, EDIT = E.reconstructed, ("advantages", "entropy", "batch")
 METHODS = {
     "forking_tokens": windowed(E.forking_tokens("0.3")),
@@ -156,11 +198,8 @@ METHODS = {
         lambda step, state: E.ares_next_windows(step.entropy, step.chosen, step.batch, state, width=2),
         lambda step, group: E.ares_threshold(step.entropy, step.batch, width=2, quantile="0.7", process_group=group),
     ),
-    "ares_penalty_weights": Method(
-        lambda step, _: E.ares_penalty_weights(
-            step.chosen, step.difficulty, torch.tensor([0.1, 0.2, 0.4]), step.batch, relief=0.5
-        )
-    ),
+    "ares_penalty_weights": Method(lambda step, _: ares_penalty_weights(step)),
+    "ares_penalty_weights, in the loss": paid(hpo.gates.dapo(), ares_penalty_weights),
     "ares_difficulty": Whole(
         lambda step, group: E.ares_difficulty(step.is_correct, step.group_ids, process_group=group), "row"
     ),
@@ -189,6 +228,10 @@ METHODS = {
         lambda step, _: E.ulorl(step.logp, step.entropy, step.is_correct, step.batch, probability=0.6, sigma=1.6)
     ),
     "archer": Method(lambda step, _: E.archer(step.entropy, step.batch)),
+    "archer, in the loss": paid(
+        hpo.gates.archer_clip(), lambda step: E.archer(step.entropy, step.batch, kl_reasoning=0.25)
+    ),
+    **{name: gradient_of(penalty) for name, penalty in PENALTIES.items()},
     "siren_tokens": Method(lambda step, _: E.siren_tokens(step.entropy, step.batch, quantile="0.5")),
     "hicra_tokens": Whole(
         lambda step, group: E.hicra_tokens(step.entropy, step.advantages, step.batch, process_group=group)

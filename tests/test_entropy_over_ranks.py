@@ -9,17 +9,17 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from entropy_steps import LENGTHS, METHODS, SHARES, drawn
+from entropy_steps import LENGTHS, METHODS, PENALTIES, SHARES, drawn
 from ranks import on_ranks
 from valid_calls import tensors_of
 
 import hpo_core as hpo
 
 KINDS = ("ties", "broken")
-# Penalties and their parts are sums of tokens, controllers move one number.
+# The square of a mean over rows is of one call, controllers move one number.
 OTHERS = {
-    "mean_entropy", "entropy_band", "epo", "siren", "siren_mean", "openvl_band", "skywork_coefficient",
-    "trl_coefficient", "entropic", "target_temperature", "ares_kappa", "ares_penalty", "less_window",
+    "siren", "siren_mean", "skywork_coefficient", "trl_coefficient", "entropic", "target_temperature", "ares_kappa",
+    "ares_penalty", "less_window",
 }  # fmt: skip
 every_method = pytest.mark.parametrize("name", METHODS)
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -176,6 +176,16 @@ def test_packing_and_micro_batches_do_not_matter(kind, name):
             agree(got, [each[at] for each in expected], method.exact)
         else:
             agree(got, expected, method.exact)
+
+
+@every_kind
+@pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES)
+@pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES)
+def test_a_penalty_is_the_sum_of_those_of_its_parts(penalty, shares, kind):
+    step = drawn(kind)
+    parts = [step.select(rows) for rows in shares]
+    got = sum(penalty(part, part.entropy) for part in parts)
+    torch.testing.assert_close(got, penalty(step, step.entropy), rtol=1e-6, atol=0)
 
 
 @every_method

@@ -107,11 +107,12 @@ def test_presets(preset, native_backends):
     "gate", [gates.dapo(), gates.cispo(), gates.gspo(0.1, 0.2), gates.gspo_token(0.1, 0.2)], ids=lambda gate: gate.name
 )
 def test_rows_longer_than_a_tile(gate, native_backends):
-    features = {"weights", "trajectories", "kl", "window", "token_weight", "token_advantages"}
-    example = testing.random_policy_loss(0, gate, features, layout=LONG)
-    expected = testing.expect_policy_loss(example)
-    for backend in native_backends:
-        assert_exact(backend, example, expected)
+    features = {"weights", "trajectories", "kl", "token_weight", "token_advantages"}
+    for chosen in ("window", "kl_weight"):
+        example = testing.random_policy_loss(0, gate, features | {chosen}, layout=LONG)
+        expected = testing.expect_policy_loss(example)
+        for backend in native_backends:
+            assert_exact(backend, example, expected)
 
 
 FEW_TOKENS = (5, 0, 30, 9)

@@ -81,8 +81,8 @@ WAYS = {  # of giving inputs
 SHORT, LONG, TINY = (5, 0, 9, 1, 7, 12, 3), (40, 1, 600), (2, 2, 2, 2, 1)
 CALLS = [  # the first three for interpreted kernels, the first nine for emulated ones
     (SHORT, "few"), (SHORT, "all"), (TINY, "coefficients"), (LONG, "few"), (LONG, "advantages"), (TINY, "all"),
-    (LONG, "selection"), (TINY, "penalty"), (SHORT, "window"), (SHORT, "advantages"), (SHORT, "selection"), (SHORT, "penalty"),
-    (LONG, "penalty"), (TINY, "few"), (TINY, "window"), (TINY, "selection"),
+    (LONG, "selection"), (TINY, "penalty"), (SHORT, "window"), (SHORT, "advantages"), (SHORT, "selection"),
+    (SHORT, "penalty"), (LONG, "penalty"), (TINY, "few"), (TINY, "window"), (TINY, "selection"),
 ]  # fmt: skip
 
 

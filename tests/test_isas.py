@@ -27,7 +27,7 @@ def results():
         for seed in range(12):
             penalty = [hpo.kl.k1, hpo.kl.k2, hpo.kl.k3][seed % 3](0.2, ("value", "importance")[seed % 2])
             layout = long if seed == 0 else None
-            given = sorted(features) if seed % 2 == 0 else ["weights"]
+            given = (sorted(features), ["weights"], sorted(features - {"window"}))[(seed + seed // 3) % 3]
             example = testing.random_policy_loss(seed, gate, given, penalty=penalty, layout=layout)
             out = testing.run_policy_loss(hpo.policy_loss, example, report=("tokens",))
             yield out.loss, out.grad, out.tokens, out.metrics.vector
@@ -40,7 +40,7 @@ def results():
                 yield raw(example, gate, "cpu", want_grad=want_grad)
     for gate in CATALOGUE.values():
         for example in examples:
-            for given in (example.needed(gate), example.everything(gate)):
+            for given in (example.needed(gate), example.paying(gate), example.everything(gate)):
                 out = example.run(gate, "cpu", **given)
                 yield out.loss, out.grad, out.metrics.vector
     for seed in range(60):

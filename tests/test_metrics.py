@@ -113,7 +113,7 @@ def test_nothing_valid(backend):
 def test_parts_add_up_to_the_whole(backend):
     """Extrema add up, too, and so do the slots of a part without tokens."""
     layout = Layout((4, 0, 3, 6, 1), 0, "row", False, 3)
-    features = {"weights", "kl", "entropy", "token_mask"}
+    features = {"weights", "kl", "kl_weight", "entropy", "token_mask"}
     example = testing.random_policy_loss(0, gates.ppo_clip(0.05, 0.05, ratio_dual=1.2), features, layout=layout)
     total = Metrics(empty_metrics(testing.device_of(backend)))
     for rows in ([0, 1], [2], [1], [3, 4]):

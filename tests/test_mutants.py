@@ -426,7 +426,7 @@ MUTANTS = {
     ),
     "triton: a coefficient of 0 multiplies a penalty that is infinite": Mutant(
         "triton", "sums.py",
-        "is_finite(kl_weight) & (kl_weight != 0.0)", "is_finite(kl_weight)",
+        "pays = factor != 0.0", "pays = t.valid",
         "test_selection.test_a_coefficient_that_is_not_finite_is_0", {"gate": gates.dapo()},
     ),
     "cpu: a weight that is infinite stays on the fast path": Mutant(

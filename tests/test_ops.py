@@ -576,6 +576,13 @@ def test_opcheck_policy_loss(gate):
     torch.library.opcheck(OPERATORS.policy_loss, arguments, test_utils=utilities)
 
 
+def test_factors_on_a_penalty_need_the_reference():
+    *given, backend = operator_arguments(hpo.gates.dapo(), False)
+    given[PolicyLossInputs._fields.index("ref_logp")] = None
+    with pytest.raises(ValueError, match="ref_logp: expected a tensor beside kl_weight, got None; pass it"):
+        OPERATORS.policy_loss(*given, backend, False, False)
+
+
 def test_opcheck_the_others():
     given = inputs()
     batch = given.batch

@@ -139,7 +139,7 @@ def test_nothing_valid_gives_zero(name, native_backends):
 )
 def test_degenerate_batches(layout, native_backends):
     for gate in (gates.dapo(), gates.gspo(), gates.cispo()):
-        for features in ({"weights", "kl", "token_weight"}, {"trajectories"}):
+        for features in ({"weights", "kl", "kl_weight", "token_weight"}, {"trajectories"}):
             example = testing.random_policy_loss(0, gate, features, layout=layout)
             expected = testing.expect_policy_loss(example)
             for backend in native_backends:
@@ -410,7 +410,8 @@ def test_micro_batches_give_the_same_gradient(name, native_backends):
 def test_micro_batches_of_a_batch(gate, native_backends):
     """As :meth:`PackedBatch.micro_batches` cuts it."""
     layout = Layout((5, 2, 0, 7, 1, 4), 0, "some", False, 6)
-    example = testing.random_policy_loss(0, gate, {"weights", "kl", "token_weight"}, layout=layout)
+    features = {"weights", "kl", "kl_weight", "token_weight"}
+    example = testing.random_policy_loss(0, gate, features, layout=layout)
     for backend in native_backends:
         whole, grad, begin = run(backend, example).grad.cpu(), torch.empty(0), 0
         for part, rows, _, tokens in example.batch.micro_batches(8):
@@ -554,7 +555,8 @@ def test_log_probabilities_that_are_not_finite(name, native_backends):
 @pytest.mark.parametrize("name", KINDS)
 def test_infinite_and_nan_log_ratios(name, native_backends):
     """Of the policy and of the reference, within the budget."""
-    example = testing.random_policy_loss(0, KINDS[name], {"weights", "kl"}, layout=Layout((7, 5), 1, "none", False, 9))
+    features, layout = {"weights", "kl", "kl_weight"}, Layout((7, 5), 1, "none", False, 9)
+    example = testing.random_policy_loss(0, KINDS[name], features, layout=layout)
     logp, reference = example.logp.clone(), example.keywords["ref_logp"].clone()
     logp[1], logp[3], logp[8] = -math.inf, math.nan, -math.inf
     reference[4], reference[9] = -math.inf, math.nan
@@ -594,9 +596,11 @@ def test_penalties_at_infinite_log_ratios(penalty, native_backends):
     old, reference = example.old_logp.clone(), example.keywords["ref_logp"].clone()
     old[1], old[2], reference[3], reference[4] = -math.inf, math.inf, -math.inf, math.inf
     example = example._replace(old_logp=old).given(ref_logp=reference)
-    expected = testing.expect_policy_loss(example)
-    for backend in native_backends:
-        assert_exact(backend, example, expected)
+    factors = hpo.entropy.Selection(kl_weight=torch.tensor([1.5, -0.5, 2.0, 0.5, -2.0, 0.0]))
+    for each in (example, example.given(selection=factors)):
+        expected = testing.expect_policy_loss(each)
+        for backend in native_backends:
+            assert_exact(backend, each, expected)
 
 
 @pytest.mark.parametrize("gate", [gates.dapo(), gates.gspo(0.1, 0.2), gates.reinforce()], ids=lambda gate: gate.name)

@@ -427,7 +427,11 @@ def test_log_ratios_keep_off_every_branch_and_reach_every_side(gate):
 
 def test_poison_reaches_every_hole_and_nothing_else():
     features = set(testing.FEATURES) - {"on_policy"}
-    example = testing.random_policy_loss(0, gates.dapo(), features, layout=Layout((3, 4), 2, "some", True, 1))
+    layout = Layout((3, 4), 2, "some", True, 1)
+    weighted = testing.random_policy_loss(0, gates.dapo(), features - {"window"}, layout=layout)
+    assert torch.equal(weighted.poisoned(float("nan")).kl_weight.isnan(), ~weighted.valid())
+    assert weighted.without("kl", "ref_logp").kl_weight is None
+    example = testing.random_policy_loss(0, gates.dapo(), features, layout=layout)
     poisoned, hole = example.poisoned(float("nan")), ~example.valid()
     assert hole.any() and not hole.all()
     for name in ("ref_logp", "entropy", "token_weight"):
@@ -438,11 +442,12 @@ def test_poison_reaches_every_hole_and_nothing_else():
 
 def test_selecting_rows_takes_everything_along():
     example = testing.random_policy_loss(
-        0, gates.dapo(), {"weights", "kl"}, layout=Layout((3, 0, 4), 2, "some", True, 1)
+        0, gates.dapo(), {"weights", "kl", "kl_weight"}, layout=Layout((3, 0, 4), 2, "some", True, 1)
     )
     part, tokens = example.select(torch.tensor([2, 0]))
     assert part.batch.cu_seqlens.tolist() == [0, 4, 7] and tokens.tolist() == [3, 4, 5, 6, 0, 1, 2]
     assert torch.equal(part.keywords["ref_logp"], example.keywords["ref_logp"][tokens])
+    assert torch.equal(part.kl_weight, example.kl_weight[tokens])
     assert torch.equal(part.keywords["weights"], example.keywords["weights"][[2, 0]])
 
 

@@ -59,7 +59,7 @@ REGISTERS = {
     ("hierarchy: four levels, all inputs", "_repair_leaves"): 48,
     ("hierarchy: four levels, all inputs", "_sum_leaves"): 40,
     ("hierarchy: four levels, all inputs", "_gate_leaves"): 54,
-    ("hierarchy: four levels, all inputs", "_sweep_leaves"): 192,
+    ("hierarchy: four levels, all inputs", "_sweep_leaves"): 193,
     ("hierarchy: four levels, all inputs", "_add_flows"): 40,
     ("hierarchy: four levels, all inputs", "_return_flows"): 112,
     ("term: LINEAR", "_check_leaves"): 62,
@@ -151,11 +151,11 @@ REGISTERS = {
 # 128-bit loads in a program's step on sm_90: for float tokens, one for each tensor that the path reads.
 WIDE_LOADS = {
     ("gate: clip", "_sweep"): 2,
-    ("gate: clip, all inputs", "_sweep"): 8,
+    ("gate: clip, all inputs", "_sweep"): 9,
     ("gate: score, no ratio", "_sweep"): 1,
     ("gate: level, through", "_sum_slots"): 2,
     ("gate: level, through", "_sweep"): 2,
-    ("gate: level, through, all inputs", "_sweep"): 7,
+    ("gate: level, through, all inputs", "_sweep"): 8,
     ("hierarchy: one level", "_sum_leaves"): 2,
     ("hierarchy: one level", "_return_flows"): 2,
     ("hierarchy: score", "_sum_leaves"): 2,

@@ -331,7 +331,7 @@ def check_inputs(inputs: PolicyLossInputs, levels: int, needs: Sequence[str]) ->
 
     check(
         inputs.kl_weight is None or inputs.ref_logp is not None,
-        "ref_logp: expected a tensor beside kl_weight, got None",
+        "ref_logp: expected a tensor beside kl_weight, got None; pass it, or drop the factors on its penalty",
     )
 
     def of_tokens(*names: str, dtype: torch.dtype = torch.float32) -> None:

@@ -189,7 +189,7 @@ def _everything(trajectories: bool, advantage_per_token: bool) -> PolicyLossInpu
     return _inputs(
         advantages=_floats(TOKENS if advantage_per_token else ROWS), mask=bools, ref_logp=floats, entropy=floats,
         score=floats, threshold=_floats(1), token_mask=bools, token_weight=floats, low=floats, high=floats,
-        advantage_per_token=advantage_per_token, **(of_trajectories if trajectories else {}),
+        kl_weight=floats, advantage_per_token=advantage_per_token, **(of_trajectories if trajectories else {}),
     )  # fmt: skip
 
 

@@ -116,8 +116,8 @@ def with_penalty(t, kl_weight, loss_t, derivative, kl_beta, KL: tl.constexpr, KL
         k, k_derivative = _penalty(t, KL, KL_GRADIENT)
         strength, pays, of_token = t.weight * kl_beta, t.valid, kl_beta * k
         if kl_weight is not None:
-            pays &= is_finite(kl_weight) & (kl_weight != 0.0)
-            factor = tl.where(pays, kl_weight, 0.0)
+            factor = tl.where(t.valid & is_finite(kl_weight), kl_weight, 0.0)
+            pays = factor != 0.0
             strength = clamp(strength * factor, -LARGEST, LARGEST)
             of_token = tl.where(pays, factor * of_token, 0.0)
         penalty = tl.where(pays, strength.to(tl.float64) * k.to(tl.float64), 0.0)

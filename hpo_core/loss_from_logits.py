@@ -57,12 +57,13 @@ def policy_loss_from_logits(
     inplace_gradient: bool = False,
     **options: Unpack[PolicyLossOptions],
 ) -> PolicyLossFromLogits:
-    """:func:`policy_loss` of :func:`token_logprobs`, in one call that reads the logits from memory once on the CPU.
+    """:func:`policy_loss` of :func:`token_logprobs`, in one call that reads the logits from memory once.
 
     ``loss(logp(logits))`` and its gradient equal those of the two calls, to the bit. Under a gate on tokens the
     gradient of a token's logits depends on no other token: so the call computes it while these logits are in the cache,
-    some megabytes at a time. The backward multiplies it by the incoming gradient unless that is 1. On a GPU the call
-    reads the logits twice, once for the loss and once for their gradient.
+    on the CPU some megabytes at a time, on a GPU some rows. The backward multiplies it by the incoming gradient unless
+    that is 1. A GPU reads the logits a second time where its L2 cache holds too few rows to keep half of its
+    multiprocessors busy (the backend triton: all of them).
 
     Args:
         logits: ``[T, V]`` (or ``[B, L, V]``) float32, bfloat16 or float16, as a model returns them for the batch's

@@ -225,7 +225,7 @@ def test_programs_at_once_fit_the_cache(backend, monkeypatch):
     module = importlib.import_module("hpo_core._triton.loss_from_logits")
     monkeypatch.setattr(module, "processors_and_cache", lambda _: (4, 160_000))
     programs = lambda columns, rows: module._programs(torch.empty(1, columns), rows)  # noqa: E731
-    assert [programs(10, rows) for rows in (1, 11, 12, 1000)] == [1, 11, 12, 12]
+    assert [programs(10, rows) for rows in (1, 15, 16, 1000)] == [1, 15, 16, 16]
     assert [programs(columns, 1000) for columns in (3_000, 6_000, 7_500, 7_501)] == [10, 5, 4, 0]
     assert programs(7_501, 3) == 3
 

@@ -17,7 +17,7 @@ from ..specs import LogitRows, Penalty, PolicyLossInputs, PolicyLossSpec
 from .gates import DROP, clip_derivative, clip_tokens, gate_of, influential
 from .hierarchy import bounds_of, shape_of
 from .hierarchy_tokens import gate_tokens, gated_derivative, gated_term, token_bound
-from .launch import kernel, launch, processors_and_cache
+from .launch import REGISTERS, kernel, launch, processors_and_cache
 from .logits_rows import (
     BLOCK,
     CHUNKS,
@@ -43,8 +43,7 @@ from .tokens import bits, load_constants, read_tokens, reading_of
 
 __all__ = ["loss_from_logits"]
 
-PROGRAMS_TOGETHER = 3  # on a multiprocessor
-REGISTERS = 200  # of a thread: it takes 168, and of itself the assembler would rather spill than take as many
+PROGRAMS_TOGETHER = 4  # on a multiprocessor: of 128 threads that take 128 registers each
 EVICT_FIRST = tl.constexpr("evict_first")
 NO_OWN_PENALTY = tl.constexpr(int(Penalty.NONE))
 
@@ -148,6 +147,9 @@ def _differentiate_loss(
         token_weight, low, high, target=target, penalty_mask=penalty_mask, kl_weight=kl_weight,
     )  # fmt: skip
     for at in range(tl.program_id(0).to(tl.int64), tokens, tl.num_programs(0).to(tl.int64)):
+        # Of each row by itself: else the compiler finds the columns of the last step ahead of all rows, and holds them
+        # in 64 registers.
+        length = tl.where(at < 0, 0, columns)
         id = tl.load(targets + at)
         exponent = exponent_of(temperatures, temperature, at)
         to = address_of_row(grad, at, inner, grad_outer_stride, grad_inner_stride)
@@ -155,9 +157,9 @@ def _differentiate_loss(
         if id == ignore_index:
             tl.store(logp + place, 0.0)
             tl.store(entropy + place, 0.0)
-            fill_gradient(to, columns, 0.0, ALIGNED, BLOCK, EVICT_FIRST)
+            fill_gradient(to, length, 0.0, ALIGNED, BLOCK, EVICT_FIRST)
         else:
-            row = row_at(logits, at, inner, outer_stride, inner_stride, columns, None, exponent)
+            row = row_at(logits, at, inner, outer_stride, inner_stride, length, None, exponent)
             result = everything(float("nan"))
             logit, has_gradient = load_target(row, id - first)
             if is_defined(id, vocabulary, exponent):
@@ -170,9 +172,9 @@ def _differentiate_loss(
                 READING, GATE, SHAPE,
             ))  # fmt: skip
             if result.top != result.top:
-                fill_gradient(to, columns, float("nan"), ALIGNED, BLOCK, EVICT_FIRST)
+                fill_gradient(to, length, float("nan"), ALIGNED, BLOCK, EVICT_FIRST)
             elif of_logp == 0.0:
-                fill_gradient(to, columns, 0.0, ALIGNED, BLOCK, EVICT_FIRST)
+                fill_gradient(to, length, 0.0, ALIGNED, BLOCK, EVICT_FIRST)
             else:
                 tl.debug_barrier()  # in place, another warp may write the gradient of a logit before all have read it
                 none = tl.zeros([], tl.float32)  # of the entropy

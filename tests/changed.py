@@ -72,14 +72,15 @@ def kernels(names: str, modules: tuple[str, ...]) -> list[Rule]:
 
 
 RULES = [
-    *kernels("gates hierarchy corrections levels leaves sums terms tokens gated_levels metrics", LOSS),
+    *kernels("gates hierarchy hierarchy_tokens corrections levels leaves sums terms tokens gated_levels metrics", LOSS),
     *kernels("advantages groups units", ADVANTAGES),
     *kernels("entropy windows", ENTROPY),
     *kernels("scopes bins", (*ENTROPY, *SCOPES)),
     Rule(("csrc/cpu/order_keys.h", "csrc/include/hpo/entropy.h"), (*ENTROPY, *SCOPES), ("cpu", "cuda_emulated")),
     Rule(("kernels/hpo_triton/entropy.py",), SCOPES, ("triton",)),
     *kernels("segments", SEGMENTS),
-    *kernels("logprobs logits", LOGPROBS),
+    *kernels("logprobs logits logits_rows", LOGPROBS),
+    *kernels("loss_from_logits", ("loss_from_logits",)),
     Rule(("csrc/cpu/denormals.h",), (*OPERATORS, "ambient_defaults")),
     Rule(("csrc/cpu/lanes.h", "csrc/cpu/parallel.h", "csrc/cpu/rows.h"), OPERATORS),
     Rule(("csrc/cpu/dispatch.cpp", "csrc/cpu/kernels.h", "csrc/bindings_cpu.cpp"), (*OPERATORS, "isas", "backends")),

@@ -206,28 +206,23 @@ def test_rows_too_long_for_the_cache_are_read_twice(backend, monkeypatch):
     assert are_same(one, two) and one[-1].any()
 
 
-def test_rows_at_once_fit_the_cache():
-    """Three quarters of the megabyte of the emulated device, and three blocks on each of its three processors."""
-    if "cuda_emulated" not in NATIVE:
-        return
-    module = importlib.import_module("hpo_core._cuda_emulated")
-    blocks = lambda *shape: module.loss_from_logits_blocks(*shape, int(LogitType.FLOAT32))  # noqa: E731
-    assert [blocks(rows, 1000) for rows in (1, 8, 9, 1000)] == [1, 8, 9, 9]
-    assert [blocks(1000, columns) for columns in (30_000, 60_000, 90_000, 100_000)] == [6, 3, 2, 0]
-    assert blocks(1, 100_000) == 1 and blocks(1, 200_000) == 0
-    assert module.loss_from_logits_blocks(1000, 100_000, int(LogitType.BFLOAT16)) == 3
-
-
 @on_gpus
-def test_programs_at_once_fit_the_cache(backend, monkeypatch):
-    if backend != "triton":
+def test_rows_at_once_fit_the_cache(backend):
+    """Three quarters of it; three blocks on each multiprocessor, or four programs of Triton's."""
+    kernels = resolve("loss_from_logits", torch.zeros(1), backend)
+    if hasattr(kernels, "module"):
+        blocks, float32 = kernels.module.loss_from_logits_blocks, int(LogitType.FLOAT32)
+        assert [blocks(rows, 1000, float32) for rows in (1, 8, 9, 1000)] == [1, 8, 9, 9]
+        assert [blocks(1000, columns, float32) for columns in (30_000, 60_000, 90_000, 100_000)] == [6, 3, 2, 0]
+        assert blocks(1, 100_000, float32) == 1 and blocks(1, 200_000, float32) == 0
+        assert blocks(1000, 100_000, int(LogitType.BFLOAT16)) == 3
         return
-    module = importlib.import_module("hpo_core._triton.loss_from_logits")
-    monkeypatch.setattr(module, "processors_and_cache", lambda _: (4, 160_000))
-    programs = lambda columns, rows: module._programs(torch.empty(1, columns), rows)  # noqa: E731
-    assert [programs(10, rows) for rows in (1, 15, 16, 1000)] == [1, 15, 16, 16]
-    assert [programs(columns, 1000) for columns in (3_000, 6_000, 7_500, 7_501)] == [10, 5, 4, 0]
-    assert programs(7_501, 3) == 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "processors_and_cache", lambda _: (4, 160_000))
+        programs = lambda columns, rows: kernels._programs(torch.empty(1, columns), rows)  # noqa: E731
+        assert [programs(10, rows) for rows in (1, 15, 16, 1000)] == [1, 15, 16, 16]
+        assert [programs(columns, 1000) for columns in (3_000, 6_000, 7_500, 7_501)] == [10, 5, 4, 0]
+        assert programs(7_501, 3) == 3
 
 
 @native
@@ -256,20 +251,20 @@ def test_padded_rows_and_a_temperature_of_each_token(backend):
     mask = torch.rand(3, 6, generator=draw) < 0.7
     mask[:, 0] = False
     each = 0.5 + torch.rand(3, 6, generator=draw)
-    batch, advantages, old = hpo.PackedBatch.from_padded(mask), torch.randn(3, generator=draw), -torch.rand(3, 6)
-    results = []
-    for fused in (True, False):
-        leaf = model.clone().requires_grad_()
-        given = (old, advantages, batch, gates.dapo())
-        if fused:
-            out = hpo.policy_loss_from_logits(leaf[..., :V], tokens, *given, temperature=each, backend=backend)
-            loss, logp = out.loss, out.logp
-        else:
-            logp, entropy = hpo.token_logprobs(leaf[..., :V], tokens, each, batch=batch, backend=backend)
-            loss = hpo.policy_loss(logp, *given, entropy=entropy.detach(), backend=backend).loss
-        loss.backward()
-        results.append((loss.detach(), logp.detach(), leaf.grad))
-    assert are_same(*results) and results[0][-1].any()
+    batch, advantages = hpo.PackedBatch.from_padded(mask), torch.randn(3, generator=draw)
+    for old in (-torch.rand(3, 6, generator=draw), None):
+        given, results = (old, advantages, batch, gates.dapo()), []
+        for fused in (True, False):
+            leaf = model.clone().requires_grad_()
+            if fused:
+                out = hpo.policy_loss_from_logits(leaf[..., :V], tokens, *given, temperature=each, backend=backend)
+                loss, logp = out.loss, out.logp
+            else:
+                logp, entropy = hpo.token_logprobs(leaf[..., :V], tokens, each, batch=batch, backend=backend)
+                loss = hpo.policy_loss(logp, *given, entropy=entropy.detach(), backend=backend).loss
+            loss.backward()
+            results.append((loss.detach(), logp.detach(), leaf.grad))
+        assert are_same(*results) and results[0][-1].any()
 
 
 @on_gpus

@@ -110,7 +110,7 @@ def policy_loss_from_logits(
     )
     call = checked_call(logits, targets, temperature, _NONE, batch, None, None, None, inplace_gradient, backend)
     rows = readable(call.rows._replace(logits=logits.detach()))
-    unknown = torch.zeros(targets.shape, dtype=torch.float32, device=logits.device)
+    unknown = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
     inputs, spec, *_ = _prepared(unknown, old_logp, advantages, batch, gate, options)
     run, kernels = resolve("gates", logits, backend).policy_loss, resolve("logprobs", logits, backend)
 
@@ -162,7 +162,8 @@ def _in_chunks(
     """Log-probabilities and entropies of all tokens, and ``grad``, by the kernels of :func:`token_logprobs` and of the
     loss: a chunk of rows goes through all of them before the next one."""
     total, device = rows.targets.numel(), rows.logits.device
-    logp, entropy = torch.zeros((2, total + 1), dtype=torch.float32, device=device)  # the last logits predict no token
+    logp = torch.zeros(total + 1, dtype=torch.float32, device=device)  # the last logits predict no token
+    entropy = torch.zeros_like(logp)
     for index, begin, end in _chunks(rows.logits):
         part = _part(rows, index)
         tokens = slice(begin + 1, end + 1)  # that these rows of logits predict

@@ -414,7 +414,8 @@ class Native:
         if into is not logits:
             strides = [inner * logits.shape[-1], logits.shape[-1]]
         tokens = rows.targets.numel()
-        logp, entropy = torch.empty((2, tokens), dtype=torch.float32, device=logits.device)
+        logp = torch.empty(tokens, dtype=torch.float32, device=logits.device)
+        entropy = torch.empty_like(logp)
         levels = self._levels(spec) if spec.is_hierarchical else None
         done = self._call(
             self._loss_from_logits, logits, *call, self._spec(spec), levels, tokens, inputs.weights.numel(), inputs,

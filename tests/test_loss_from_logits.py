@@ -245,7 +245,7 @@ def test_logits_that_are_not_finite(inplace, backend):
 
 @native
 def test_padded_rows_and_a_temperature_of_each_token(backend):
-    """Rows of logits at strides of their own: a slice of a longer vocabulary."""
+    """Rows of logits at strides of their own, a slice of a longer vocabulary; on-policy in place."""
     draw = torch.Generator().manual_seed(11)
     model, tokens = torch.randn(3, 6, V + 5, generator=draw), torch.randint(0, V, (3, 6), generator=draw)
     mask = torch.rand(3, 6, generator=draw) < 0.7
@@ -257,7 +257,9 @@ def test_padded_rows_and_a_temperature_of_each_token(backend):
         for fused in (True, False):
             leaf = model.clone().requires_grad_()
             if fused:
-                out = hpo.policy_loss_from_logits(leaf[..., :V], tokens, *given, temperature=each, backend=backend)
+                out = hpo.policy_loss_from_logits(
+                    (leaf * 1)[..., :V], tokens, *given, temperature=each, inplace_gradient=old is None, backend=backend
+                )
                 loss, logp = out.loss, out.logp
             else:
                 logp, entropy = hpo.token_logprobs(leaf[..., :V], tokens, each, batch=batch, backend=backend)

@@ -199,7 +199,8 @@ def loss_from_logits(
     programs = _programs(logits, rows.targets.numel())
     if programs == 0:
         return None
-    logp, entropy = torch.empty((2, rows.targets.numel()), dtype=torch.float32, device=logits.device)
+    logp = torch.empty(rows.targets.numel(), dtype=torch.float32, device=logits.device)
+    entropy = torch.empty_like(logp)
     inputs, spec = influential(inputs, spec)
     of_term = spec.is_hierarchical
     bounds = bounds_of(spec) if of_term else (*spec.token_low, *spec.token_high)

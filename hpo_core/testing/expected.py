@@ -142,8 +142,8 @@ def _magnitudes(example: PolicyLossExample, exact: Outcome) -> dict[str, torch.T
     if penalty is not None:
         s = example.logp.double() - example.keywords["ref_logp"].double()
         s = torch.where(valid & torch.isfinite(s), s, 0.0).clamp(-60, 60)
-        own = torch.ones_like(s) if example.kl_weight is None else example.kl_weight.double()
-        pays, factor = valid & torch.isfinite(own), abs(penalty.beta) * own.abs()
+        coefficient = torch.ones_like(s) if example.kl_weight is None else example.kl_weight.double()
+        pays, factor = valid & torch.isfinite(coefficient), abs(penalty.beta) * coefficient.abs()
         value, slope = (torch.where(pays, factor * term, 0.0) for term in _penalty_terms(penalty, s, x))
         tokens, grad = tokens + value, grad + weights * slope
         terms["reference_log_ratio"], terms["reference_log_ratio_square"] = s.abs(), s.square()

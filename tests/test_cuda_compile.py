@@ -35,6 +35,7 @@ class Loop(NamedTuple):
     stores: int
     exponentials: int
     evicted_first: int  # of the loads and stores
+    last_load: int  # the place of the last one of 128 bits among the instructions
 
 
 class Kernel(NamedTuple):
@@ -183,7 +184,8 @@ def _loops(lines: list[str]) -> tuple[Loop | None, Loop | None]:
             body = [each for each in lines[labels[branch[1]] : end + 1] if re.match(r"\s+/\*[0-9a-f]{4,}\*/", each)]
             wide = (sum(_is_wide(name, each) for each in body) for name in ("LDG", "STG"))
             others = (sum(name in each for each in body) for name in ("MUFU.EX2", ".EF.128"))
-            found.append(Loop(len(body), *wide, *others))
+            last = max((at for at, each in enumerate(body) if _is_wide("LDG", each)), default=-1)
+            found.append(Loop(len(body), *wide, *others, last))
     first = min((loop for loop in found if loop.loads), default=None)
     writing = min((loop for loop in found if loop.loads and loop.stores), default=None)
     return first, None if writing == first else writing
@@ -325,6 +327,8 @@ def test_instructions_per_logit(target):
         # The second reading of a row and its gradient leave the cache to the rows that are still read.
         again = kernel in fused and not sums
         assert loop.evicted_first == (loop.loads + loop.stores if again else 0), kernel
+        # A step is loaded while the one before it is computed, so that few blocks keep memory busy.
+        assert kernel not in fused or loop.last_load < loop.instructions / 3, kernel
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ enum class Cached { normal, evicted_first };
 template <Cached kCached>
 __device__ __forceinline__ void load_vector(const void* from, unsigned* words) {
   const uint4* const vectors = static_cast<const uint4*>(from);
-  const uint4 vector = kCached == Cached::evicted_first ? __ldcs(vectors) : *vectors;
+  const uint4 vector = kCached == Cached::evicted_first ? load_evicted_first(vectors) : *vectors;
   words[0] = vector.x, words[1] = vector.y, words[2] = vector.z, words[3] = vector.w;
 }
 
@@ -165,6 +165,31 @@ __device__ __forceinline__ void for_each_step(int64_t columns, bool wide, const 
   }
 #pragma unroll 1
   for (; step < columns; step += kPerStep<Type>) body(std::false_type(), step);
+}
+
+// Calls load(kWhole, step, words) and then use(kWhole, step, words) for every step of a row. Whole steps are loaded one ahead,
+// which keeps memory busy where few blocks are; without a branch, past which the compiler would move the loads.
+template <class Type, class Load, class Use>
+__device__ __forceinline__ void for_each_step_ahead(int64_t columns, bool wide, const Load& load, const Use& use) {
+  unsigned words[kWords];
+  int64_t step = 0;
+  const int64_t end = wide ? columns / kPerStep<Type> * kPerStep<Type> : 0;
+  bool loaded = end > 0;
+  if (loaded) load(std::true_type(), step, words);
+#pragma unroll 1
+  for (; step + kPerStep<Type> < end; step += kPerStep<Type>) {
+    unsigned next[kWords];
+    load(std::true_type(), step + kPerStep<Type>, next);
+    use(std::true_type(), step, words);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = next[i];
+  }
+#pragma unroll 1
+  for (; step < columns; step += kPerStep<Type>) {
+    if (!loaded) load(std::false_type(), step, words);
+    loaded = false;
+    use(std::false_type(), step, words);
+  }
 }
 
 }  // namespace hpo

@@ -143,16 +143,23 @@ class ThreadSums {
 };
 
 // The sums of a row, in the first thread of its block.
-template <class Type, int kKept, bool kFloored>
+template <class Type, int kKept, bool kFloored, bool kAhead = false>
 __device__ __forceinline__ RowSums sum_row(const LogprobsArgs& args, const Row& row) {
   const auto* const from = static_cast<const typename Type::Element*>(args.logits) + row.offset;
   const bool wide = row.wide;
   ThreadSums<Type, kKept, kFloored> sums(row.exponent, row.floor);
-  for_each_step<Type>(args.columns, wide, [&](auto whole, int64_t step) {
-    unsigned words[kWords];
+  const auto load = [&](auto whole, int64_t step, unsigned (&words)[kWords]) {
     load_step<Type, decltype(whole)::value>(from, args.columns, wide, step, words);
-    sums.add(words);
-  });
+  };
+  if constexpr (kAhead) {
+    for_each_step_ahead<Type>(args.columns, wide, load, [&](auto, int64_t, unsigned (&words)[kWords]) { sums.add(words); });
+  } else {
+    for_each_step<Type>(args.columns, wide, [&](auto whole, int64_t step) {
+      unsigned words[kWords];
+      load(whole, step, words);
+      sums.add(words);
+    });
+  }
   return sums.finish(row.exponent);
 }
 
@@ -211,7 +218,7 @@ __device__ __forceinline__ void differentiate(const GradientRow& found, unsigned
 
 // Writes the gradient of a row. The call begins a barrier after `shared` was written and holds another one, after which
 // `shared` is free.
-template <class Type, bool kFloored, Cached kCached>
+template <class Type, bool kFloored, Cached kCached, bool kAhead = false>
 __device__ __forceinline__ void differentiate_row(const LogprobsBackwardArgs& args, const GradientRow& shared) {
   using Element = typename Type::Element;
   const GradientRow found = shared;
@@ -220,16 +227,28 @@ __device__ __forceinline__ void differentiate_row(const LogprobsBackwardArgs& ar
   auto* const to = static_cast<Element*>(args.grad) + found.to;
   const bool wide = found.wide;
   const unsigned fill = word_of<Type>(found.fill);
-  for_each_step<Type>(columns, wide, [&](auto whole, int64_t step) {
-    unsigned words[kWords];
-#pragma unroll
-    for (unsigned& word : words) word = fill;
-    if (found.row.is_read) {
-      load_step<Type, decltype(whole)::value, kCached>(from, columns, wide, step, words);
-      differentiate<Type, kFloored>(found, words);
-    }
+  const auto load = [&](auto whole, int64_t step, unsigned (&words)[kWords]) {
+    load_step<Type, decltype(whole)::value, kCached>(from, columns, wide, step, words);
+  };
+  const auto store = [&](auto whole, int64_t step, unsigned (&words)[kWords]) {
     store_step<Type, decltype(whole)::value, kCached>(words, to, columns, wide, step);
-  });
+  };
+  if (kAhead && found.row.is_read) {
+    for_each_step_ahead<Type>(columns, wide, load, [&](auto whole, int64_t step, unsigned (&words)[kWords]) {
+      differentiate<Type, kFloored>(found, words);
+      store(whole, step, words);
+    });
+  } else
+    for_each_step<Type>(columns, wide, [&](auto whole, int64_t step) {
+      unsigned words[kWords];
+#pragma unroll
+      for (unsigned& word : words) word = fill;
+      if (!kAhead && found.row.is_read) {
+        load(whole, step, words);
+        differentiate<Type, kFloored>(found, words);
+      }
+      store(whole, step, words);
+    });
   __syncthreads();  // the row is written, and all threads have read `shared`
   if (threadIdx.x == 0 && found.row.is_read && found.row.column >= 0) {
     const Element target = Element(word_of<Type>(found.gradient.target));

@@ -3,7 +3,8 @@
 // hpo_core/reference/logprobs.py followed by hpo_core/reference/gates.py.
 //
 // A block takes a row at a time and reads it twice: the second time from the L2 cache, since so few blocks work at once that it
-// holds their rows. The second reading and the gradient are marked as what the cache may forget first.
+// holds their rows. The second reading and the gradient are marked as what the cache may forget first. Each step is loaded while
+// the one before it is computed. A block has as many threads as one of token_logprobs, whose order of additions it keeps.
 #include "gates_ratio.cuh"
 #include "hierarchy_tokens.cuh"
 #include "logits_rows.cuh"
@@ -11,7 +12,7 @@
 namespace hpo {
 namespace {
 
-constexpr int kBlocksTogether = 3;  // on a multiprocessor
+constexpr int kBlocksTogether = 2;  // on a multiprocessor
 
 // With a term the first is null, without one the second has no hierarchy.
 struct Call {
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksTogether) differentiate_loss(
     __syncthreads();
     RowResult result = row.is_ignored ? RowResult{} : undefined_result();
     if (row.is_read) {
-      const RowSums sums = sum_row<Type, 3, false>(args, row);
+      const RowSums sums = sum_row<Type, 3, false, true>(args, row);
       if (threadIdx.x == 0) result = result_of(sums, row.exponent, row.logit, true);
     }
     if (threadIdx.x == 0) {
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksTogether) differentiate_loss(
       gradient = gradient_row<Type>(call.logits, index, row, RowUpstream(result, of_logp));
     }
     __syncthreads();
-    differentiate_row<Type, false, Cached::evicted_first>(call.logits, gradient);
+    differentiate_row<Type, false, Cached::evicted_first, true>(call.logits, gradient);
   }
 }
 

@@ -3,8 +3,8 @@
 // hpo_core/reference/logprobs.py followed by hpo_core/reference/gates.py.
 //
 // A block takes a row at a time and reads it twice: the second time from the L2 cache, since so few blocks work at once that it
-// holds their rows. The second reading and the gradient are marked as what the cache may forget first. Each step is loaded while
-// the one before it is computed. A block has as many threads as one of token_logprobs, whose order of additions it keeps.
+// holds their rows. The second reading and the gradient are marked as what the cache may forget first. Each step is loaded
+// while the one before it is computed. A block has as many threads as one of token_logprobs, whose order of additions it keeps.
 #include "gates_ratio.cuh"
 #include "hierarchy_tokens.cuh"
 #include "logits_rows.cuh"

@@ -103,7 +103,7 @@ def prepare(
         wants_tokens, wants_levels, wants_corrections = _reported(report)
     chosen = None
     if selection is not None:
-        chosen, gate_inputs = checked_selection(selection, window, kl, gate_inputs)
+        chosen, gate_inputs = checked_selection(selection, window is not None, kl, gate_inputs)
     given = _NO_INPUTS
     if gate_inputs is not None or gate.required:
         given = _given(gate_inputs, gate)
@@ -138,17 +138,23 @@ def prepare(
     low: torch.Tensor | None = None
     high: torch.Tensor | None = None
     limit: torch.Tensor | None = None
+    strict = False
     if window is None:
         check(threshold is None, "threshold: given without a window; pass window= too")
+        if chosen is not None and chosen.score is not None:
+            score, value = chosen.compared()
+            score, strict = token("score", score), chosen.strict
+            limit = checked_constant("threshold", value, (1,), "[1] (what window.fit returned)", dtype, device)
     else:
         require_type(isinstance(window, EntropyWindow), "window: expected one of hpo_core.entropy, got {!r}", window)
         score, value = _selection(window, threshold, score, entropy, batch, backend)
         limit = checked_constant("threshold", value, (1,), "[1] (what window.fit returned)", dtype, device)
+        strict = window.strict
     per_token, level_advantages = batch.of_level("advantages", advantages, advantage_level, shape)
     target_per_token = per_token
     if chosen is not None:
         level_advantages, per_token = shaped_advantages(chosen, level_advantages, per_token, batch, token)
-    spec = gate.spec(kl, window is not None and window.strict)
+    spec = gate.spec(kl, strict)
     beyond = process_group is not None or aggregates is not None or wants_levels
     if beyond:
         asked = {"process_group": process_group, "gate_inputs.aggregates": aggregates, "report": wants_levels or None}

@@ -102,7 +102,7 @@ RULES = [
           "csrc/cpu/advantages.cpp"), ("ambient_defaults", "bounded_costs")),
     Rule(("hpo_core/distributed.py", "hpo_core/segment_exchange.py", "hpo_core/metrics.py", "hpo_core/aggregation.py",
           "hpo_core/advantages/distributed.py"), MULTIPROCESS),
-    Rule(("hpo_core/batch.py",), ("empty_rank",)),
+    Rule(("hpo_core/batch/*",), ("empty_rank",)),
     Rule(("csrc/cpu/widen.cpp",), ("linear_logprobs",)),
     Rule(("hpo_core/logprob_states.py", "hpo_core/linear_logprobs.py", "hpo_core/vocabulary_parallel.py",
           "hpo_core/*/logprob_states.py", "hpo_core/*/linear_logprobs.py"),

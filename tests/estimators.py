@@ -139,6 +139,7 @@ CASES = {
     "a2fm_apo": lambda g: R.a2fm_apo(
         g.tensor(naive.rates(g.units)), flags(g, "other"), g.group, easy=0.5, alpha=2.0, **g.rest
     ),
+    "craft_gui": lambda g: R.craft_gui(g.reward, (8 * g.number).floor() / 8, g.group, judge_weight=0.25, **g.rest),
     "datarus": lambda g: R.datarus(g.reward, (8 * g.number).floor() / 8, g.group, progress=0.3, **g.rest),
     "hi_grpo": lambda g: R.hi_grpo(several(g), g.group, backend=g.backend),
     "chrpo": lambda g: R.chrpo(g.reward, g.number, g.group, backend=g.backend),
@@ -157,7 +158,7 @@ CASES = {
 # Cases that put other estimators together, of which a few batches show a break.
 COMPOSED = (
     *("sgrpo_reward_sum", "sgrpo_hierarchical_sum", "treepo_segments", "rose_length_penalty", "grpo_passk", "hila"),
-    *("tool_star", "thor", "hi_agent", "a2fm_apo", "sgrpo_credits", "unidoc_rl", "icpo", "datarus"),
+    *("tool_star", "thor", "hi_agent", "a2fm_apo", "sgrpo_credits", "unidoc_rl", "icpo", "datarus", "craft_gui"),
 )
 
 # Cases that together start every kernel of Triton with every structure that any case starts it with.

@@ -295,6 +295,10 @@ def icpo(u):
     return z(np.array(worth), ids(u.group), u.mask & (right | (u.other <= 0)))
 
 
+def craft_gui(u):
+    return z(u.reward + 0.25 * np.floor(8 * u.number) / 8, ids(u.group), u.mask)
+
+
 def datarus(u):
     share = (1 + math.cos(math.pi * 0.3)) / 2
     return z(share * u.reward + (1 - share) * np.floor(8 * u.number) / 8, ids(u.group), u.mask)

@@ -103,6 +103,9 @@ TABLES = {
         u["rewards"], u["several"][0], u["several"][1], u["lengths"], u["flags"].float() / 2 + 0.25, u["groups"]
     ),
     "icpo": lambda wrap, u: wrap(functools.partial(A.icpo, progress=0.5))(u["rewards"], u["groups"], u["flags"]),
+    "craft_gui": lambda wrap, u: wrap(functools.partial(A.reconstructed.craft_gui, judge_weight=0.5))(
+        u["rewards"], u["several"][0], u["groups"]
+    ),
     "datarus": lambda wrap, u: wrap(functools.partial(A.reconstructed.datarus, progress=0.3))(
         u["several"][0], u["rewards"], u["groups"]
     ),

@@ -8,6 +8,7 @@ import torch
 
 import hpo_core as hpo
 from hpo_core import PackedBatch, testing
+from hpo_core.batch.structure import check_structure
 
 LONG = torch.int64
 INTEGERS = (torch.int32, torch.int64)
@@ -189,7 +190,7 @@ def test_select():
     assert part.step_ids.tolist() == [30, 20, -1]
     assert part.group_ids.tolist() == [-1, 5] and part.trajectory_ids.tolist() == [-3, 7]
     assert part.domain_ids.tolist() == [1, 2**40]
-    part._validate()
+    check_structure(part)
     # indices of the batch's steps
     assert batch.step_of_token()[tokens[part.steps[:, 0]]].tolist() == [4, 0, 1]
 
@@ -198,7 +199,7 @@ def test_select_from_tiling_steps():
     batch = PackedBatch(longs(0, 3, 5), cu_steps=longs(0, 1, 3, 4, 5))
     part, _ = batch.select([1, 0, 1])
     assert part.steps.tolist() == [[0, 1], [1, 2], [2, 3], [3, 5], [5, 6], [6, 7]] and part.step_ids is None
-    part._validate()
+    check_structure(part)
 
 
 def test_ranges_with_equal_ids_are_one_step():
@@ -222,7 +223,7 @@ def test_ranges_with_equal_ids_are_one_step():
 def test_select_by_indices_or_mask(rows, picked):
     part, tokens = full().select(rows)
     assert tokens.tolist() == picked and part.total_tokens == len(picked)
-    part._validate()
+    check_structure(part)
 
 
 def test_select_from_a_padded_batch():

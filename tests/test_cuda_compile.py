@@ -211,7 +211,7 @@ SLACK = 4  # registers that come and go with any edit
 # Kernels that read every token or score must read 16 bytes at once to use the bandwidth.
 WIDE = {
     "sweep", "sum_tiles<4>", "prepare_leaves", "sweep_leaves", "deliver_gradient", "correct_tokens",
-    "count_top", "count_middle", "count_low", "count_rows", "sum_rows", "differentiate_rows", "differentiate_loss",
+    "select_top", "count_rows", "sum_rows", "differentiate_rows", "differentiate_loss",
 }  # fmt: skip
 
 # The limit of instructions per aligned logit. An SM of an H100 issues 4 per cycle and gets 13 bytes from memory, so a

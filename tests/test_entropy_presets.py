@@ -27,6 +27,30 @@ def test_entropy_advantage_of_the_source():
         close(E.entropy_advantage(*given, ONE_ROW).advantage_addend + advantage, expected)
 
 
+def test_what_other_families_take_from_the_sources():
+    """D3S' samples, DCPO's bounds, the clip of AEPO, and RL-ZVP."""
+    advantages = torch.tensor([1.5, 0.5, 0.5, -0.5, -1, -1])
+    kept = hpo.advantages.d3s_samples(advantages, None, 3)
+    assert kept.nonzero().flatten().tolist() == [0, 4, 5]
+    assert advantages[kept].var(correction=0).item() == pytest.approx(1.388889, abs=1e-6)
+
+    low, high = hpo.gates.dcpo_bounds(torch.tensor([0.9, 0.01]).log()).bounds
+    close(low, [0.768742, 0.5])
+    close(high, [1.187184, 5])
+
+    logp = torch.tensor([0.5, -0.5, 0.1], requires_grad=True)
+    batch, gate = hpo.PackedBatch.from_lengths([1, 1, 1]), hpo.gates.ce_gppo(0.2, 0.28, 0.0, 1.0)
+    hpo.policy_loss(
+        logp, torch.zeros(3), torch.tensor([1.0, -1, 1]), batch, gate, weights=torch.ones(3)
+    ).loss.backward()
+    close(-logp.grad, [1.28, 0, 1.105171])
+
+    entropy = torch.tensor([0.2, 0.4, 0.9])
+    for reward, expected in ((1.0, [0.02, 0.04, 0.09]), (0.0, [-0.07, -0.05, 0])):
+        given = torch.tensor([reward]), None, entropy, ONE_ROW, torch.ones(1)
+        close(hpo.advantages.rl_zvp(*given), expected)
+
+
 def test_hapo_of_the_source():
     low, high = E.hapo(H7, SEVEN).bounds
     close(1 - low, [0.4, 0.36, 0.32, 0.28, 0.24, 0.2, 0.2])

@@ -51,12 +51,12 @@ MUTANTS = {
         ONE_STEP, name="hpo_core.advantages.hierarchical.gigpo", argument="positions", kind="meta",
     ),
     "what a batch has computed outlives its mask": mutant(
-        "batch.py",
+        "batch/packed.py",
         "if kept is not None and kept[0] == state:", "if kept is not None:",
         "test_batch_caches.test_the_denominators_of_a_refilled_mask",
     ),
     "a batch hands out its cache": mutant(
-        "batch.py",
+        "batch/packed.py",
         "return counts.clone()", "return counts",
         "test_batch_caches.test_row_counts_are_a_copy",
     ),
@@ -71,7 +71,7 @@ MUTANTS = {
         ONE_STEP, name="EntropyWindow.fit_score", argument="score", kind="float64",
     ),
     "a rank whose empty lists are floats raises alone": mutant(
-        "batch.py",
+        "batch/structure.py",
         'if name != "mask" and tensor.numel() > 0:', 'if name != "mask":',
         "test_empty_rank.test_estimators", holder=0,
     ),
@@ -133,7 +133,7 @@ MUTANTS = {
         "test_gate_inputs.test_a_trainer_that_would_make_ppo_of_a_gate_refuses_it", name="tis",
     ),
     "micro-batches tear groups": mutant(
-        "batch.py",
+        "batch/cuts.py",
         'whole = named[-1] if named else "trajectory"', 'whole = "trajectory"',
         "test_micro_batches.test_a_gate_on_groups_has_the_gradient_of_the_whole_batch",
     ),
@@ -143,10 +143,10 @@ MUTANTS = {
         "test_losses.test_the_single_call_knows_the_level_of_its_estimator", lengths=[2, 2, 0], cu_steps=[0, 1, 2, 4],
     ),
     "as many advantages as tokens are those of tokens": mutant(
-        "batch.py",
+        "batch/levels.py",
         'if level is None or level == "row":',
-        "if level is None and values.shape == tuple(tokens):\n            return True, values\n"
-        '        if level in (None, "row"):',
+        "if level is None and values.shape == tuple(tokens):\n        return True, values\n"
+        '    if level in (None, "row"):',
         "test_losses.test_levels_of_equal_sizes",
     ),
     "forgotten groups are one group": mutant(

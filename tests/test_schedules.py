@@ -56,6 +56,15 @@ def test_icpo_by_hand(backend):
     assert torch.equal(own, advantages.grpo(t(1.0, 0, 1, 0), None, **b))
 
 
+def test_craft_gui_by_hand(backend):
+    """Rewards 1, 2 and -1, of mean 2/3 and deviation 1.527525; then 1 and 1.5."""
+    t, b = on(backend)
+    got = reconstructed.craft_gui(t(1.0, 1, 0), t(0.0, 2, -2), None, judge_weight=0.5, **b)
+    close(got, [0.218218, 0.872871, -1.091089])
+    lacking = reconstructed.craft_gui(t(1.0, 1, math.nan), t(0.0, 1, 1), None, judge_weight=0.5, **b)
+    close(lacking, [-0.707105, 0.707105, 0.0])
+
+
 def test_datarus_by_hand(backend):
     """At a third of the way the structure counts three quarters: .75, .875 and .25."""
     t, b = on(backend)

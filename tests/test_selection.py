@@ -44,12 +44,22 @@ class Example:
         return out.loss.item(), logp.grad.tolist(), out.metrics.vector.tolist(), out.tokens
 
 
+WINDOW = hpo.entropy.forking_tokens("0.5")
+
 SLOTS = {
     "mask": lambda e: ({"mask": e.mask}, {"token_mask": e.mask}),
     "weight": lambda e: ({"weight": e.weight}, {"token_weight": e.weight}),
     "bounds": lambda e: ({"bounds": e.bounds}, {"gate_inputs": gates.GateInputs(bounds=e.bounds)}),
     "factor": lambda e: ({"advantage_factor": e.factor}, _shaped(e.of_tokens() * e.factor)),
     "addend": lambda e: ({"advantage_addend": e.addend}, _shaped(e.of_tokens() + e.addend)),
+    "score": lambda e: (
+        {"score": e.weight, "threshold": e.weight[2:3]},
+        {"token_mask": e.weight >= e.weight[2]},
+    ),
+    "strict": lambda e: (
+        {"score": e.weight, "threshold": e.weight[2:3], "strict": True},
+        {"token_mask": e.weight > e.weight[2]},
+    ),
     "both": lambda e: (
         {"advantage_factor": e.factor, "advantage_addend": e.addend},
         _shaped(e.of_tokens() * e.factor + e.addend),
@@ -66,6 +76,36 @@ def test_a_slot_is_the_argument_it_stands_for(backend, slot):
     example = Example(backend)
     given, meaning = SLOTS[slot](example)
     assert example.run(selection=Selection(**given)) == example.run(**meaning)
+
+
+@pytest.mark.parametrize("window", [WINDOW, hpo.entropy.ares(2, "0.5")], ids=lambda window: window.name)
+def test_a_window_and_its_selection_are_one(backend, window):
+    example = Example(backend, 6)
+    given = {"entropy": example.weight.abs(), "batch": example.batch, "backend": backend}
+    state = window.fit(**given)
+    expected = example.run(window=window, entropy=given["entropy"], threshold=state)
+    for selection in (window.selection(**given, state=state), window.selection(**given)):
+        got = example.run(selection=selection, entropy=given["entropy"])
+        assert got == expected
+        assert example.run(selection=selection.as_mask(), entropy=given["entropy"])[:2] == expected[:2]
+        assert torch.equal(selection.as_mask().mask & example.batch.mask, window.apply(**given, state=state))
+    mask = Selection(mask=example.mask)
+    combined = example.run(selection=selection.merged(mask), entropy=given["entropy"])
+    assert combined == example.run(selection=mask.merged(selection), entropy=given["entropy"])
+    assert combined == example.run(window=window, entropy=given["entropy"], threshold=state, token_mask=example.mask)
+    assert combined != expected
+
+
+def test_a_score_that_is_nan_is_counted():
+    example = Example("cpu", 7)
+    score = example.weight.clone()
+    hole = int(example.batch.mask.nonzero()[0])
+    score[hole] = torch.nan
+    logp = example.logp.clone().requires_grad_()
+    selection = Selection(score=score, threshold=torch.tensor([-9.0]))
+    out = hpo.policy_loss(logp, example.old, example.advantages, example.batch, selection=selection)
+    out.loss.backward()
+    assert out.metrics["nan_tokens"] == 1 and logp.grad[hole] == 0 and logp.grad.count_nonzero() > 3
 
 
 def test_slots_and_arguments_combine(backend):
@@ -172,6 +212,17 @@ def test_merged():
         bounds.merged(bounds)
 
 
+def test_both_of_two_scores_count():
+    score = torch.tensor([0.1, 0.5, 0.9])
+    low, high = Selection(score=score, threshold=score[1:2]), Selection(score=-score, threshold=-score[1:2])
+    both = low.merged(high)
+    assert both.score is score and both.as_mask().mask.tolist() == [False, True, False]
+    both = low.merged(high._replace(strict=True))
+    assert not both.strict and both.as_mask().mask.tolist() == [False, False, False]
+    strict = Selection().merged(low._replace(strict=True))
+    assert strict.strict and strict.as_mask().mask.tolist() == [False, False, True]
+
+
 def test_a_selection_is_read_back_as_weights():
     file = io.BytesIO()
     torch.save(Selection(weight=torch.ones(2)), file)
@@ -219,7 +270,16 @@ def test_the_padded_shape_and_the_other_calls():
         ),
         (
             {"selection": Selection(), "window": hpo.entropy.ares(), "entropy": torch.ones(5)},
-            "selection: it takes the place of window=",
+            "selection: it replaces window=, got both",
+        ),
+        ({"selection": Selection(score=torch.ones(5))}, "selection: its score and its threshold go together, got only"),
+        (
+            {"selection": Selection(score=torch.ones(4), threshold=torch.ones(1))},
+            "score: expected shape",
+        ),
+        (
+            {"selection": Selection(score=torch.ones(5), threshold=torch.ones(5))},
+            "threshold: expected shape",
         ),
         (
             {"selection": Selection(bounds=(torch.ones(5), torch.ones(5))), "gate": gates.gspo()},

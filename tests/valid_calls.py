@@ -164,7 +164,7 @@ _ALIKE = {
     "values": (
         "values predictions second_critic low_values high_values switch_values parent_values answer_values "
         "root_values deviations reference weights gains second_values credits future_values "
-        "model_rewards search selection perception form"
+        "model_rewards rule_rewards judged_rewards search selection perception form"
     ),
     "lengths": "lengths turns budgets multiplicity",
     "group_ids": "group_ids supergroup_ids ids stratum_ids agent_ids blueprint_ids graph_ids tree_ids prefix_ids",
@@ -234,6 +234,7 @@ def _estimators() -> Iterator[Call]:
         "rose_length_penalty": {"prefix_ids": prefixes, "segments": several, "starts": several},
         "pass_at_k": {"k": 2},
         "d3s_samples": {"k": 2},
+        "craft_gui": {"judge_weight": 0.25},
         "datarus": {"progress": 0.25},
         "icpo": {"progress": 0.25},
         "swarm_samples": {"seed": 1},
@@ -317,6 +318,7 @@ def _windows() -> Iterator[Call]:
         yield _method(EntropyWindow, "fit_score", "score", self=window, score=_T["entropy"])
         yield _method(EntropyWindow, "fit_apply", self=window, **given)
         yield _method(EntropyWindow, "apply", self=window, **given, state=state)
+        yield _method(EntropyWindow, "selection", self=window, **given, state=state)
     yield from _presets()
     yield _call(hpo.entropy.window_mean, values=_T["entropy"], batch=batch(), first=-1, last=1)
     for aggregate, boundary in (("max", "carry"), ("sum", "zero")):

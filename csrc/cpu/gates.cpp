@@ -71,10 +71,7 @@ void run_token_gate(const Call& call, int threads, const Workspace& space) {
   const PolicyLossArgs without = without_gradient(call.args);
   const Call losses = {without, call.structure, call.numbers, call.rows};
   const Calls calls(call), calls_of_losses(losses);
-  const auto fast_of = [&](bool masked) {
-    return score ? pick_fast_tile<true>(call.args, kind, masked) : pick_fast_tile<false>(call.args, kind, masked);
-  };
-  const FastTile fast_masked = fast_of(true), fast_open = fast_of(false);
+  const FastTile fast_masked = pick_fast_tile(call.args, kind, true), fast_open = pick_fast_tile(call.args, kind, false);
   parallel_for(ceil_divide(call.args.tokens, kChunk), threads, [&](int64_t chunk) {
     Tile tile;
     Partial partial, counted;

@@ -180,9 +180,9 @@ inline bool finite_coefficients(const PolicyLossArgs& args, const Segments& segm
 }
 
 // The term of the tokens of a vector; `inside`: present, and the gate has the derivative 1.
-template <bool kScoreHead, class Vector>
-HPO_INLINE TermNumber<Floats> fast_term(const Vector& vector, Mask inside, Floats value, const float* logp) {
-  if (kScoreHead) return {scored(value * vector.load(logp)), keep_if(vector.present, value)};
+template <class Vector>
+HPO_INLINE TermNumber<Floats> fast_term(bool score_head, const Vector& vector, Mask inside, Floats value, const float* logp) {
+  if (score_head) return {scored(value * vector.load(logp)), keep_if(vector.present, value)};
   return {value, keep_if(inside, value)};
 }
 

@@ -87,12 +87,13 @@ TokenGateLoop pick_token_gate(BoundsKind kind) {
   }
 }
 
-// The gate of a fast-path tile, vector by vector.
-template <bool kScoreHead, BoundsKind kBounds>
+// The gate of a fast-path tile, vector by vector. The head is a branch that always goes the same way.
+template <BoundsKind kBounds>
 struct FastTokenGate {
   static constexpr Penalty penalty = Penalty::none;
   static constexpr float penalty_coefficient = 0.0f;
   static constexpr bool weighs = false;
+  const bool score_head;
   const Bounds& bounds;
   const float* logp;
   Ints below[kParts] = {}, above[kParts] = {};
@@ -128,7 +129,7 @@ struct FastTokenGate {
       below[vector.part] = add_where(but_not(vector.present, enough), kind, below[vector.part]);
       above[vector.part] = add_where(but_not(vector.present, little), kind, above[vector.part]);
     }
-    return fast_term<kScoreHead>(vector, inside, policy_value(coefficient, clipped), logp);
+    return fast_term(score_head, vector, inside, policy_value(coefficient, clipped), logp);
   }
 
   void count(GateCounts& counts) const {
@@ -137,9 +138,9 @@ struct FastTokenGate {
 };
 
 // The same with its loss and gradient, where coefficients belong to rows.
-template <bool kScoreHead, BoundsKind kBounds>
+template <BoundsKind kBounds>
 struct FastManyRows {
-  FastTokenGate<kScoreHead, kBounds> gate;
+  FastTokenGate<kBounds> gate;
   float* grad;
   GroupSum loss;
 
@@ -174,7 +175,7 @@ struct FastRowGate {
       vector.store(value, grad);
     } else {
       const Floats raised = kLow ? blend(enough, ratio, low) : ratio, clipped = kHigh ? blend(little, raised, high) : raised;
-      put_term(vector, fast_term<kScoreHead>(vector, inside, policy_value(coefficient, clipped), logp), loss, grad);
+      put_term(vector, fast_term(kScoreHead, vector, inside, policy_value(coefficient, clipped), logp), loss, grad);
     }
   }
   HPO_INLINE void end_group() { loss.end(); }
@@ -196,26 +197,26 @@ struct FastRowGate {
 using FastTile = bool (*)(const Call&, int64_t first, int n, const Segments&, Tile&, uint8_t* seen, Partial&);
 
 // Of a call whose tokens have inputs of their own.
-template <bool kScoreHead, BoundsKind kBounds, Given kGiven>
+template <BoundsKind kBounds, Given kGiven>
 bool run_token_inputs(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
                       Partial& partial) {
   const Bounds bounds = tile_bounds(call, first);
-  const FastTokenGate<kScoreHead, kBounds> gate = {bounds, call.args.logp + first};
+  const FastTokenGate<kBounds> gate = {call.structure.head == Head::score, bounds, call.args.logp + first};
   return sweep_token_inputs<kGiven>(call, first, n, segments, tile, seen, partial, gate);
 }
 
-template <bool kScoreHead, Given kGiven>
+template <Given kGiven>
 FastTile pick_token_inputs(BoundsKind kind) {
   switch (kind) {
-    case BoundsKind::none: return run_token_inputs<kScoreHead, BoundsKind::none, kGiven>;
-    case BoundsKind::common: return run_token_inputs<kScoreHead, BoundsKind::common, kGiven>;
-    case BoundsKind::by_sign: return run_token_inputs<kScoreHead, BoundsKind::by_sign, kGiven>;
-    default: return run_token_inputs<kScoreHead, BoundsKind::by_token, Given::anything>;
+    case BoundsKind::none: return run_token_inputs<BoundsKind::none, kGiven>;
+    case BoundsKind::common: return run_token_inputs<BoundsKind::common, kGiven>;
+    case BoundsKind::by_sign: return run_token_inputs<BoundsKind::by_sign, kGiven>;
+    default: return run_token_inputs<BoundsKind::by_token, Given::anything>;
   }
 }
 
 // Of any other call, each in its cheapest form.
-template <bool kScoreHead, bool kMasked>
+template <bool kMasked>
 struct FastTiles {
   template <BoundsKind kBounds>
   static bool run(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
@@ -232,11 +233,11 @@ struct FastTiles {
       GateCounts counts;
       const double before = partial.slots[kTokens];
       if (few) {
-        if (!few_rows<kTakenForNear, kBounds != BoundsKind::none>(args, first, segments, bounds, grad, tile, seen, partial,
+        if (!few_rows<kTakenForNear, kBounds != BoundsKind::none>(call, first, segments, bounds, grad, tile, seen, partial,
                                                                   loss, counts))
           return false;
       } else {
-        FastManyRows<kScoreHead, kBounds> each = {{bounds, args.logp + first}, grad, GroupSum(loss)};
+        FastManyRows<kBounds> each = {{call.structure.head == Head::score, bounds, args.logp + first}, grad, GroupSum(loss)};
         if (!sweep_many_rows<kTakenForNear, kMasked>(args, first, n, partial, each, tile)) return false;
         each.loss.end();
         each.gate.count(counts);
@@ -250,8 +251,10 @@ struct FastTiles {
   }
 
   template <bool kTakenForNear, bool kRatio>
-  static bool few_rows(const PolicyLossArgs& args, int64_t first, const Segments& segments, const Bounds& bounds, float* grad,
-                       Tile& tile, uint8_t* seen, Partial& partial, double* loss, GateCounts& counts) {
+  static bool few_rows(const Call& call, int64_t first, const Segments& segments, const Bounds& bounds, float* grad, Tile& tile,
+                       uint8_t* seen, Partial& partial, double* loss, GateCounts& counts) {
+    const PolicyLossArgs& args = call.args;
+    const bool score = call.structure.head == Head::score;
     FastSums sums;
     PresentTokens present;
     GroupSum group(loss);
@@ -260,8 +263,8 @@ struct FastTiles {
       const float advantage = args.advantages[segment.row], coefficient = args.weights[segment.row] * advantage;
       const int sign = advantage < 0.0f;
       const float low = bounds.low[sign], high = bounds.high[sign];
-      const auto sweep = [&](auto has_low, auto has_high) {
-        FastRowGate<kScoreHead, kRatio, decltype(has_low)::value, decltype(has_high)::value> gate = {
+      const auto sweep = [&](auto score_head, auto has_low, auto has_high) {
+        FastRowGate<decltype(score_head)::value, kRatio, decltype(has_low)::value, decltype(has_high)::value> gate = {
             all<Floats>(coefficient), all<Floats>(low), all<Floats>(high), args.logp + first, grad, group};
         const int32_t count = sweep_row<kTakenForNear, kMasked>(args, first, segment, sums, gate);
         present.set(index, count);
@@ -272,9 +275,11 @@ struct FastTiles {
       const std::false_type no;
       if constexpr (kRatio) {
         const bool has_low = low > 0.0f, has_high = high < INFINITY;
-        has_low ? (has_high ? sweep(yes, yes) : sweep(yes, no)) : (has_high ? sweep(no, yes) : sweep(no, no));
+        if (score) has_low ? sweep(yes, yes, yes) : sweep(yes, no, yes);
+        else if (has_low) has_high ? sweep(no, yes, yes) : sweep(no, yes, no);
+        else has_high ? sweep(no, no, yes) : sweep(no, no, no);
       } else {
-        sweep(no, no);
+        score ? sweep(yes, no, no) : sweep(no, no, no);
       }
     }
     group.end();
@@ -292,13 +297,12 @@ struct FastTiles {
   }
 };
 
-template <bool kScoreHead>
-FastTile pick_fast_tile(const PolicyLossArgs& args, BoundsKind kind, bool masked) {
+inline FastTile pick_fast_tile(const PolicyLossArgs& args, BoundsKind kind, bool masked) {
   if (has_token_inputs(args) || kind == BoundsKind::by_token) {
-    return given(args) == Given::reference ? pick_token_inputs<kScoreHead, Given::reference>(kind)
-                                           : pick_token_inputs<kScoreHead, Given::anything>(kind);
+    return given(args) == Given::reference ? pick_token_inputs<Given::reference>(kind)
+                                           : pick_token_inputs<Given::anything>(kind);
   }
-  return masked ? FastTiles<kScoreHead, true>::pick(kind) : FastTiles<kScoreHead, false>::pick(kind);
+  return masked ? FastTiles<true>::pick(kind) : FastTiles<false>::pick(kind);
 }
 
 }  // namespace hpo::HPO_ISA

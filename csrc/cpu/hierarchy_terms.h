@@ -103,22 +103,22 @@ using TermLoop = GateCounts (*)(const TermPlan&, const LeafGate&, const Tile&, c
                                 TokenTerms&, float* loss, float* grad, int n);
 
 // The term of the tokens of a vector under the gates of their leaf.
-template <Head kHead>
 struct TermOfTokens {
   GatedTokenNumber<Floats> token;
   HeadTerm<Floats> term;
 
   template <class RatioOf>
-  HPO_INLINE TermOfTokens(const TermPlan& plan, const LeafGate& leaf, Ints negative, Floats entering, Floats x, Floats low,
-                          Floats high, Floats coefficient, Floats kept, Floats logp, Floats target, const RatioOf& ratio_of) {
+  HPO_INLINE TermOfTokens(Head head, const TermPlan& plan, const LeafGate& leaf, Ints negative, Floats entering, Floats x,
+                          Floats low, Floats high, Floats coefficient, Floats kept, Floats logp, Floats target,
+                          const RatioOf& ratio_of) {
     const TermNumbers& numbers = plan.numbers;
-    const Floats most = all<Floats>(saturation_of(kHead)), one = all<Floats>(1.0f);
+    const Floats most = all<Floats>(saturation_of(head)), one = all<Floats>(1.0f);
     token = gate_token<Floats>(leaf, plan.split, plan.drop, plan.keep, negative, entering, low, high,
                                by_sign<Floats>(negative, numbers.slope_low), by_sign<Floats>(negative, numbers.slope_high));
     const Floats outside_low = by_sign<Floats>(negative, numbers.weight_low);
     const Floats outside_high = by_sign<Floats>(negative, numbers.weight_high);
     const Floats factor = token.above ? outside_high : (token.below ? outside_low : one);
-    term = head_term<Floats>(kHead, negative, by_sign<Floats>(negative, numbers.head), clamp(token.z, -most, most), x,
+    term = head_term<Floats>(head, negative, by_sign<Floats>(negative, numbers.head), clamp(token.z, -most, most), x,
                              coefficient * factor, kept * factor, logp, target, ratio_of);
   }
 
@@ -136,10 +136,10 @@ GateCounts term_loop(const TermPlan& plan, const LeafGate& leaf, const Tile& til
   for (int i = 0; i < n; i += kWidth) {
     const Ints kind = load_lanes<Ints>(tile.chosen + i), present = kind != kAbsent, negative = kind == kNegative;
     const Floats entering = load_lanes<Floats>(entering_logs + i), x = load_lanes<Floats>(tile.x + i);
-    const TermOfTokens<kHead> tokens(plan, leaf, negative, entering, x, load_lanes<Floats>(terms.low + i),
-                                     load_lanes<Floats>(terms.high + i), load_lanes<Floats>(coefficient + i),
-                                     load_lanes<Floats>(terms.kept + i), load_lanes<Floats>(terms.logp + i),
-                                     load_lanes<Floats>(terms.target + i), Exponential{});
+    const TermOfTokens tokens(kHead, plan, leaf, negative, entering, x, load_lanes<Floats>(terms.low + i),
+                              load_lanes<Floats>(terms.high + i), load_lanes<Floats>(coefficient + i),
+                              load_lanes<Floats>(terms.kept + i), load_lanes<Floats>(terms.logp + i),
+                              load_lanes<Floats>(terms.target + i), Exponential{});
     const GatedTokenNumber<Floats>& token = tokens.token;
     const Floats slope = keep_if(present, tokens.term.slope);
     store_lanes(keep_if(present, tokens.term.loss), loss + i);
@@ -179,9 +179,9 @@ inline TermLoop pick_term_loop(Head head) {
 }
 
 // The gate of a fast-path tile under no level, for sweep_token_inputs.
-template <Head kHead>
 struct FastTermGate {
   static constexpr bool weighs = true;
+  const Head head;
   const TermPlan& plan;
   const float* logp;
   const float (&low)[2], (&high)[2];  // by sign of the advantage
@@ -191,10 +191,10 @@ struct FastTermGate {
 
   // Whether targets have a meaning.
   HPO_INLINE Mask defined(const TermInputs& inputs) const {
-    if (kHead != Head::target && kHead != Head::negative_aware) return all_lanes();
+    if (head != Head::target && head != Head::negative_aware) return all_lanes();
     const Floats target = inputs.target;
     const Mask number = both(at_least(target, all<Floats>(-FLT_MAX)), at_least(all<Floats>(FLT_MAX), target));
-    if (kHead == Head::target) return number;
+    if (head == Head::target) return number;
     const Mask rate = both(at_least(target, Floats{}), less(target, all<Floats>(1.0f)));
     return either(both(number, present_lanes(inputs.kind ^ kNegative)), rate);
   }
@@ -203,13 +203,13 @@ struct FastTermGate {
   HPO_INLINE TermNumber<Floats> term(const Vector& vector, const TermInputs& inputs) {
     const Ints negative = inputs.kind == kNegative;
     const Floats x = vector.x;
-    const Floats entering = plan.pre_gated ? pre_gate<Floats>(plan.numbers, kHead, negative, x) : x;
+    const Floats entering = plan.pre_gated ? pre_gate<Floats>(plan.numbers, head, negative, x) : x;
     const auto ratio_of = [&](Floats z) __attribute__((always_inline)) {  // mostly nothing has changed x
       return any(both(vector.present, present_lanes(Ints(z != x)))) ? exp(z) : vector.ratio;
     };
-    const TermOfTokens<kHead> tokens(plan, LeafGate{}, negative, entering, x, by_sign<Floats>(negative, low),
-                                     by_sign<Floats>(negative, high), inputs.coefficient, inputs.kept, vector.load(logp),
-                                     inputs.target, ratio_of);
+    const TermOfTokens tokens(head, plan, LeafGate{}, negative, entering, x, by_sign<Floats>(negative, low),
+                              by_sign<Floats>(negative, high), inputs.coefficient, inputs.kept, vector.load(logp),
+                              inputs.target, ratio_of);
     const Mask chosen = vector.present;
     below[vector.part] = add_where(chosen, inputs.kind & tokens.token.below, below[vector.part]);
     above[vector.part] = add_where(chosen, inputs.kind & tokens.token.above, above[vector.part]);
@@ -223,29 +223,10 @@ struct FastTermGate {
 };
 
 // A fast-path tile of rows under no level. False: the fast path does not hold, and nothing is counted.
-using FastTermTile = bool (*)(const Call&, const TermPlan&, const float (&low)[2], const float (&high)[2], int64_t first, int n,
-                              const Segments&, Tile&, uint8_t* seen, Partial&);
-
-template <Head kHead>
-bool run_terms(const Call& call, const TermPlan& plan, const float (&low)[2], const float (&high)[2], int64_t first, int n,
-               const Segments& segments, Tile& tile, uint8_t* seen, Partial& partial) {
-  const FastTermGate<kHead> gate = {plan, call.args.logp + first, low, high};
+inline bool run_terms(const Call& call, const TermPlan& plan, const float (&low)[2], const float (&high)[2], int64_t first,
+                      int n, const Segments& segments, Tile& tile, uint8_t* seen, Partial& partial) {
+  const FastTermGate gate = {call.structure.head, plan, call.args.logp + first, low, high};
   return sweep_token_inputs<Given::anything>(call, first, n, segments, tile, seen, partial, gate);
-}
-
-inline FastTermTile pick_term_tile(Head head) {
-  switch (head) {
-    case Head::score: return run_terms<Head::score>;
-    case Head::log: return run_terms<Head::log>;
-    case Head::mirror: return run_terms<Head::mirror>;
-    case Head::sigmoid: return run_terms<Head::sigmoid>;
-    case Head::simple: return run_terms<Head::simple>;
-    case Head::target: return run_terms<Head::target>;
-    case Head::negative_aware: return run_terms<Head::negative_aware>;
-    case Head::flipped: return run_terms<Head::flipped>;
-    case Head::linear: return run_terms<Head::linear>;
-    default: return nullptr;  // censored
-  }
 }
 
 // The penalty on the token's own log-ratio, which every valid token pays that is not left out.

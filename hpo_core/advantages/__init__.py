@@ -6,18 +6,15 @@ from .baselines import BetaTracker, GroupHistory, dcpo, de_grpo, poise, spo_sing
 from .critics import HierarchicalAdvantages, archer_td, hiper, hiper_rewards, step_gae
 from .distributed import over_ranks
 from .flat import (
-    bnpo,
     dgpo,
     dr_grpo,
     gpg,
     grpo,
     lite_ppo,
     maxrl,
-    ngrpo,
     opo,
     reinforce_pp_baseline,
     rloo,
-    v05,
     whiten,
 )
 from .hierarchical import (
@@ -28,16 +25,15 @@ from .hierarchical import (
     hgpo,
     m_grpo,
     peco,
-    sgrpo,
-    sgrpo_hierarchical_sum,
-    sgrpo_reward_sum,
     stratified,
 )
 from .multi_reward import dvao, gdpo, hila, tool_star, unidoc_rl, vpo
+from .priors import bnpo, ngrpo, v05
 from .ranks import arena, g2rpo, grpo_passk, mc_grpo, mc_grpo_samples, pass_at_k
 from .returns import discounted_returns
 from .selection import d3s_samples, pf_ppo, swarm_samples
 from .shaping import adora, aspo_shaping, icpo, negative_sample, positive_sample
+from .supergroups import sgrpo, sgrpo_hierarchical_sum, sgrpo_reward_sum
 from .terms import Term, combine, estimator
 from .tokens import hicra, otb, reinforce_pp, remax, rl_zvp, t_ppo, tir_otb, token_gae
 from .trees import mars2, rose, rose_length_penalty, treepo, treepo_segments

@@ -1,7 +1,6 @@
 """Estimators of which only an abstract or a partial account is public: what was assumed stands in each docstring.
 
-Not here: the graphs of GraphGPO and RewardFlow, which are built on the host; and the reward of CRAFT-GUI, of whose
-channels no account gives weights.
+Not here: the graphs of GraphGPO and RewardFlow, which are built on the host.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ from ..segments import chains, dense_ids, statistics
 from ..specs import GroupTerm, Part, Provenance
 from .flat import grpo
 from .returns import once
-from .schedules import datarus, v05_samples
+from .schedules import craft_gui, datarus, v05_samples
 from .selection import ordered
 from .terms import Term, among, as_advantages, check_eps, combine, estimator, grouped, scorable
 
 __all__ = [
     "a2fm_apo",
     "chrpo",
+    "craft_gui",
     "datarus",
     "dynamic_contrastive",
     "graph_grpo",

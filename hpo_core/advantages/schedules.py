@@ -1,4 +1,4 @@
-"""Reconstructed methods that look at the course of training: its progress, and whether a prompt needs more rollouts."""
+"""Reconstructed methods that follow a course of training: progress, curriculum, and a budget of rollouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,43 @@ from ..specs import Provenance
 from .flat import grpo
 from .terms import as_advantages, estimator, members_of
 
-__all__ = ["datarus", "v05_samples"]
+__all__ = ["craft_gui", "datarus", "v05_samples"]
+
+
+@estimator(Provenance.RECONSTRUCTED, tables=True)
+def craft_gui(
+    rule_rewards: torch.Tensor,
+    judged_rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    judge_weight: float,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """CRAFT-GUI: GRPO of what rules see of an action and what a model thinks of an answer (arXiv 2508.11360). Returns
+    ``[S]`` float32.
+
+    ``r = rules + judge_weight judged``.
+
+    Assumed: this sum, of which the abstract says only that it combines the two. The curriculum is an order of the data,
+    from short trajectories to long ones, and no part of the advantage. A unit that lacks one of the two is in no
+    statistic and gets 0.
+
+    Args:
+        rule_rewards: ``[S]``, of form, kind of action and place of a click, as one number.
+        judged_rewards: ``[S]``, the model's.
+        judge_weight: without a default, because no public account gives one.
+
+    >>> rules, judged = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([0.0, 1.0, 1.0])
+    >>> craft_gui(rules, judged, None, judge_weight=0.5)
+    tensor([ 0.0000,  1.0000, -1.0000])
+    """
+    check_units(rule_rewards=rule_rewards, judged_rewards=judged_rewards, group_ids=group_ids, mask=mask)
+    check(math.isfinite(judge_weight), "judge_weight: expected a finite number, got {}", judge_weight)
+    worth = rule_rewards.double() + judge_weight * judged_rewards.double()
+    return grpo(as_advantages(worth, rule_rewards, backend), group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 
 
 @estimator(Provenance.RECONSTRUCTED, tables=True)

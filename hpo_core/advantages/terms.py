@@ -15,7 +15,7 @@ from ..checks import check, check_shape, check_units, examines, require_type
 from ..distributed import ranks, sum_of_ranks
 from ..reference.advantages import group_normalise
 from ..segments import GroupStatistics, statistics
-from ..specs import GroupInputs, GroupNormalisation, GroupTerm, Provenance, Share
+from ..specs import GroupInputs, GroupNormalisation, GroupTerm, Provenance, Scale, Share
 
 __all__ = [
     "Term",
@@ -36,6 +36,7 @@ __all__ = [
     "level_of",
     "members_of",
     "name_of",
+    "scale_of",
     "scorable",
     "takes_tables",
     "total",
@@ -207,6 +208,10 @@ def keeps_singletons(singleton: str) -> bool:
     """Whether a group of one keeps its raw value."""
     check(singleton in ("zero", "raw"), "singleton: expected 'zero' or 'raw', got {!r}", singleton)
     return singleton == "raw"
+
+
+def scale_of(scaled: bool) -> Scale:
+    return Scale.GROUP if scaled else Scale.NONE
 
 
 def check_compat(compat: str) -> bool:

@@ -11,7 +11,6 @@ from ..batch import PackedBatch
 from ..checks import check, require_type
 from ..gates import GateInputs
 from ..kl import KLPenalty
-from .window import EntropyWindow
 
 __all__ = ["Selection", "checked_selection", "selected_tokens", "shaped_advantages"]
 
@@ -27,8 +26,12 @@ class Selection(NamedTuple):
         bounds: ``(low, high)`` ratios, in place of the gate's, as in :class:`~hpo_core.gates.GateInputs`.
         kl_weight: factor on the penalty ``kl=`` of the loss, at every valid token; one that is not finite counts as 0.
         advantage_factor, advantage_addend: the advantage of a token is ``A factor + addend``.
+        score, threshold: as :meth:`EntropyWindow.selection` makes them, ``[T]`` and ``[1]``: the policy term counts at
+            ``score >= threshold`` only. The loss compares them where it reads the token, and no mask exists.
+        strict: whether the comparison is ``score > threshold``.
 
-    A token with a NaN among weight, bounds, factor and addend is left out and counted (``bad_advantages``).
+    A token with a NaN among weight, bounds, factor and addend is left out and counted (``bad_advantages``), a token
+    with a NaN score likewise (``nan_tokens``).
 
     >>> Selection(mask=torch.tensor([True, False])).merged(Selection(weight=torch.ones(2))).weight
     tensor([1., 1.])
@@ -40,14 +43,21 @@ class Selection(NamedTuple):
     kl_weight: torch.Tensor | None = None
     advantage_factor: torch.Tensor | None = None
     advantage_addend: torch.Tensor | None = None
+    score: torch.Tensor | None = None
+    threshold: torch.Tensor | None = None
+    strict: bool = False
 
     def merged(self, other: Selection) -> Selection:
         """Both: masks intersect, weights and factors multiply; ``other`` comes after, so its factor applies to this
-        addend, too. Bounds and weights of the penalty come from one of the two."""
+        addend, too. Bounds and weights of the penalty come from one of the two. Of two scores the second becomes a
+        mask."""
         require_type(isinstance(other, Selection), "other: expected a Selection, got {}", type(other))
         for name in ("bounds", "kl_weight"):
             given = (getattr(self, name), getattr(other, name))
             check(any(each is None for each in given), "{}: both selections have some; drop those of one", name)
+        if self.score is not None and other.score is not None:
+            other = other.as_mask()
+        comparing = self if other.score is None else other
         addend, factor = self.advantage_addend, other.advantage_factor
         if addend is not None and factor is not None:
             addend = addend * factor
@@ -58,14 +68,42 @@ class Selection(NamedTuple):
             self.kl_weight if other.kl_weight is None else other.kl_weight,
             _both(self.advantage_factor, factor, torch.mul),
             _both(addend, other.advantage_addend, torch.add),
+            comparing.score,
+            comparing.threshold,
+            comparing.strict,
         )
+
+    def as_mask(self) -> Selection:
+        """The same selection, with the comparison of score and threshold in its mask.
+
+        >>> Selection(score=torch.tensor([0.1, 0.9]), threshold=torch.tensor([0.5])).as_mask().mask
+        tensor([False,  True])
+        """
+        if self.score is None:
+            return self
+        score, threshold = self.compared()
+        passes = score > threshold if self.strict else score >= threshold
+        mask = _both(self.mask, passes, torch.logical_and)
+        return self._replace(mask=mask, score=None, threshold=None, strict=False)
+
+    def compared(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Score and threshold, which go together."""
+        score, threshold = self.score, self.threshold
+        check(
+            score is not None and threshold is not None,
+            "selection: its score and its threshold go together, got only {}; take window.selection(entropy, batch, "
+            "state)",
+            "score" if threshold is None else "threshold",
+        )
+        assert score is not None and threshold is not None
+        return score, threshold
 
 
 torch.serialization.add_safe_globals([Selection])
 
 
 def checked_selection(
-    selection: Selection, window: EntropyWindow | None, kl: KLPenalty | None, gate_inputs: GateInputs | None
+    selection: Selection, has_window: bool, kl: KLPenalty | None, gate_inputs: GateInputs | None
 ) -> tuple[Selection, GateInputs | None]:
     """The selection, and the inputs of the gate with its bounds."""
     require_type(
@@ -75,9 +113,9 @@ def checked_selection(
         type(selection),
     )
     check(
-        window is None,
-        "selection: it takes the place of window=, got both; merge them, "
-        "selection.merged(entropy.Selection(mask=window.apply(entropy, batch, state)))",
+        not has_window,
+        "selection: it replaces window=, got both; merge them, "
+        "selection.merged(window.selection(entropy, batch, state))",
     )
     check(
         selection.kl_weight is None or kl is not None,
@@ -101,7 +139,7 @@ def shaped_advantages(
     token: Callable[..., torch.Tensor],
 ) -> tuple[torch.Tensor, bool]:
     """``A factor + addend`` of every token, and whether there is one for every token."""
-    _, _, _, _, factor, addend = selection
+    factor, addend = selection.advantage_factor, selection.advantage_addend
     if factor is None and addend is None:
         return advantages, per_token
     if not per_token:
@@ -122,7 +160,7 @@ def selected_tokens(
     token: Callable[..., torch.Tensor],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Mask and weight of tokens, those of the selection among them."""
-    mask, weight, *_ = selection
+    mask, weight = selection.mask, selection.weight
     if mask is not None:
         mask = token("mask", mask, torch.bool)
         token_mask = mask if token_mask is None else token_mask & mask

@@ -21,6 +21,7 @@ from ..specs import INDEX_RULES, Boundary, Invalid, OrderRule, Provenance, Windo
 from .aggregates import NUMBERS, ROUNDING, flat_values, window_score
 from .ranks import quantiles_over_ranks
 from .scopes import exact_fraction
+from .selection import Selection
 
 __all__ = ["EntropyWindow", "WindowState", "ares", "forking_tokens"]
 
@@ -161,6 +162,34 @@ class EntropyWindow:
         else:
             selected = ops.select(values, threshold, self.strict, backend, mask, cu_seqlens)
         return selected.reshape(entropy.shape)
+
+    @examines
+    def selection(
+        self,
+        entropy: torch.Tensor,
+        batch: PackedBatch | torch.Tensor,
+        state: WindowState | None = None,
+        *,
+        backend: str | None = None,
+    ) -> Selection:
+        """The same tokens as one value for ``selection=`` of the loss, which compares score and threshold itself.
+
+        ``state=None`` fits on this batch. It equals ``window=`` and ``threshold=`` of the loss, and merges with others.
+
+        Raises:
+            ValueError: as :meth:`apply`.
+
+        >>> window, batch = forking_tokens("0.5"), PackedBatch.from_lengths([4])
+        >>> window.selection(torch.tensor([0.1, 0.9, 0.5, 0.7]), batch).as_mask().mask
+        tensor([False,  True, False,  True])
+        """
+        batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+        score = self.score(entropy, batch, backend=backend)
+        if state is None:
+            state = self.fit_score(score, backend=backend)
+        check_scorer(self, state, score, backend)
+        threshold = _threshold(state.threshold, score)
+        return Selection(score=score.reshape(entropy.shape), threshold=threshold, strict=self.strict)
 
     @examines
     def fit_apply(

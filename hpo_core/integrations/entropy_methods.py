@@ -27,8 +27,9 @@ MakesPenalty = Callable[..., torch.Tensor]
 AVAILABLE = ("entropy", "logp", "advantages", "advantage_level", "batch", "process_group", "seed", "backend")
 # Those that a penalty may take.
 PENALISED = ("entropy", "batch", "weights", "seed")
+_LAST = ("kl_weight", "advantage_factor", "advantage_addend")
 # The keys of a trainer's batch under which the fields of a selection lie, each [B, L]; the mask is the trainer's own.
-SELECTED = tuple(f"selection_{name}" for name in (*Selection._fields[1:2], "low", "high", *Selection._fields[3:]))
+SELECTED = tuple(f"selection_{name}" for name in ("weight", "low", "high", *_LAST))
 
 
 def check_entropy(entropy: MakesSelection, processes: int) -> None:
@@ -76,14 +77,16 @@ def selection_tensors(
     flat |= {"advantages": advantages.reshape(-1), "advantage_level": level, "batch": batch}
     found = method(**accepted_keywords(method, **flat))
     require_type(isinstance(found, Selection), "entropy: expected it to return a Selection, got {}", type(found))
-    chosen, weight, bounds, *rest = found
-    low, high = (None, None) if bounds is None else bounds
-    fields = dict(zip(("token_mask", *SELECTED), (chosen, weight, low, high, *rest), strict=True))
+    found = found.as_mask()
+    low, high = (None, None) if found.bounds is None else found.bounds
+    rest = (getattr(found, name) for name in _LAST)
+    fields = dict(zip(("token_mask", *SELECTED), (found.mask, found.weight, low, high, *rest), strict=True))
     return {name: each.reshape(mask.shape) for name, each in fields.items() if each is not None}
 
 
 def selection_of(inputs: Mapping[str, Any]) -> Selection | None:
     """The selection of a micro-batch's rows, without its mask; None where there is none."""
-    weight, low, high, *rest = (inputs.get(name) for name in SELECTED)
-    found = Selection(None, weight, None if low is None or high is None else (low, high), *rest)
-    return found if any(each is not None for each in found) else None
+    weight, low, high, kl_weight, factor, addend = given = [inputs.get(name) for name in SELECTED]
+    if all(each is None for each in given):
+        return None
+    return Selection(None, weight, None if low is None or high is None else (low, high), kl_weight, factor, addend)

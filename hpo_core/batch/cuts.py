@@ -1,0 +1,139 @@
+"""Parts of a batch: rows that are selected, and micro-batches that split no level."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..checks import check, check_dtype, check_shape
+
+if TYPE_CHECKING:
+    from .packed import PackedBatch
+
+__all__ = ["MicroBatch", "as_indices", "indices_of", "part_of", "parts_of"]
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+class MicroBatch(NamedTuple):
+    """Some rows as a batch, with indices into the whole batch: ``advantages[part.rows]``, ``logp[part.tokens]``."""
+
+    batch: PackedBatch
+    rows: torch.Tensor  # [S'] int64: indices into [S] tensors of the whole batch
+    steps: torch.Tensor | None  # [N'] int64: indices into [N] tensors; empty steps belong to no row and are left out
+    tokens: torch.Tensor  # [T'] int64: indices into [T] tensors
+
+
+def indices_of(batch: PackedBatch, rows: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    """``[R]`` int64 from indices or a bool mask ``[S]``, all inside the batch."""
+    index = (rows if isinstance(rows, torch.Tensor) else torch.tensor(rows, device="cpu")).to(batch.device)
+    if index.dtype == torch.bool:
+        check_shape("rows", index, (batch.rows,), "[S] for a bool mask")
+        index = index.nonzero().flatten()
+    index = as_indices("rows", index)
+    check(index.dim() == 1, "rows: expected indices [R] or a bool mask [S], got shape {}", list(index.shape))
+    inside = (index >= 0) & (index < batch.rows)
+    check(bool(inside.all()), "rows: expected indices in [0, {}), got {}", batch.rows, index)
+    return index
+
+
+def parts_of(batch: PackedBatch, max_tokens: int, whole: str | None) -> Iterator[list[int]]:
+    """The rows of each micro-batch, as many blocks as fit."""
+    lengths = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).tolist()
+    rows: list[int] = []
+    used = 0
+    for block in _blocks_of(batch, whole):
+        size = sum(lengths[row] for row in block)
+        if rows and used + size > max_tokens:
+            yield rows
+            rows, used = [], 0
+        rows, used = rows + block, used + size
+    if rows:
+        yield rows
+
+
+def _blocks_of(batch: PackedBatch, whole: str | None) -> Iterator[list[int]]:
+    """Blocks of consecutive rows that stay in one part, in order."""
+    ids = {"trajectory": batch.trajectory_ids, "group": batch.group_ids, "domain": batch.domain_ids}
+    named = [name for name, of in ids.items() if of is not None]
+    if whole is None:
+        whole = named[-1] if named else "trajectory"
+    check(whole in ids, "whole: expected one of {}, got {!r}", tuple(ids), whole)
+    check(whole == "trajectory" or whole in named, "{}_ids: whole={!r} needs them in the batch", whole, whole)
+    levels = list(ids)[: list(ids).index(whole) + 1]
+    # names[row]: the ids, by level, that the row may share with other rows.
+    columns = {name: of.tolist() for name in levels if (of := ids[name]) is not None}
+    names = [
+        {level: of[row] for level, of in columns.items() if level == "trajectory" or of[row] >= 0}
+        for row in range(batch.rows)
+    ]
+    block: list[int] = []
+    seen: set[tuple[str, int]] = set()
+    for row in range(batch.rows):
+        if block and not names[row].items() & names[row - 1].items():
+            seen |= {name for earlier in block for name in names[earlier].items()}
+            yield block
+            block = []
+        torn = next((name for name in names[row].items() if name in seen), None)
+        check(
+            torn is None,
+            "{0}_ids: the rows of {0} {1} are not consecutive, so micro-batches would tear it; sort them first, "
+            "batch.select(batch.{0}_ids.argsort(stable=True))",
+            *(torn or ("", "")),
+        )
+        block.append(row)
+    if block:
+        yield block
+
+
+def part_of(batch: PackedBatch, index: torch.Tensor, is_part: bool) -> MicroBatch:
+    """The batch of these rows, with its indices into this batch."""
+    begin = batch.cu_seqlens[index]
+    lengths = batch.cu_seqlens[index + 1] - begin
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    tokens, _ = _concatenated_ranges(begin, lengths)
+    ids = (("trajectory_ids", batch.trajectory_ids), ("group_ids", batch.group_ids), ("domain_ids", batch.domain_ids))
+    steps, given = _steps_of(batch, index, begin - offsets[:-1])
+    part = type(batch)(
+        offsets,
+        None if batch.mask is None else batch.mask[tokens],
+        total_tokens=tokens.numel(),
+        validate=False,
+        **given,
+        **{name: None if tensor is None else tensor[index] for name, tensor in ids},
+    )
+    object.__setattr__(part, "is_part", is_part)
+    return MicroBatch(part, index, steps, tokens)
+
+
+def _steps_of(
+    batch: PackedBatch, index: torch.Tensor, shift: torch.Tensor
+) -> tuple[torch.Tensor | None, dict[str, torch.Tensor | None]]:
+    """The steps of these rows, their ranges and ids; ``shift`` of a row is its old position minus its new one."""
+    if batch.num_steps is None:
+        return None, {}
+    begin, end = batch.step_ranges()
+    filled = (end > begin).nonzero().flatten()  # an empty step belongs to no row
+    begin, end = begin[filled], end[filled]
+    row = torch.searchsorted(batch.cu_seqlens, begin, right=True) - 1  # [N], ascending as the steps are
+    first, last = torch.searchsorted(row, index), torch.searchsorted(row, index, right=True)
+    chosen, owner = _concatenated_ranges(first, last - first)
+    ranges = torch.stack((begin[chosen], end[chosen]), 1) - shift[owner, None]
+    steps = filled[chosen]
+    return steps, {"steps": ranges, "step_ids": None if batch.step_ids is None else batch.step_ids[steps]}
+
+
+def _concatenated_ranges(begin: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions in the ranges ``begin .. begin + length - 1``, one range after the other, and the range of each."""
+    owner = torch.repeat_interleave(torch.arange(begin.numel(), device=begin.device), lengths)
+    shift = begin - (lengths.cumsum(0) - lengths)
+    return torch.arange(owner.numel(), device=begin.device) + shift[owner], owner
+
+
+def as_indices(name: str, values: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, device="cpu")
+    if tensor.numel() > 0:  # an empty list is a float tensor
+        check_dtype(name, tensor, _INTEGERS, "use integers")
+    return tensor.to(torch.int64)

@@ -1,0 +1,77 @@
+"""The segments of a batch at every level, as kernels take them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .. import ops
+from ..checks import check
+from ..specs import Unit
+
+if TYPE_CHECKING:
+    from .packed import PackedBatch
+
+__all__ = ["Hierarchy", "hierarchy_of", "renumber", "row_counts", "trajectories_of"]
+
+
+class Hierarchy(NamedTuple):
+    """P leaves: the steps if a level is finer than rows, else the rows."""
+
+    begin: torch.Tensor  # [P] int64
+    end: torch.Tensor  # [P] int64
+    row: torch.Tensor  # [P] int64, the row of each leaf
+    ancestors: torch.Tensor  # [levels, P] int64 in [0, P): the first leaf of the segment of each leaf at every level
+
+
+def hierarchy_of(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
+    # Kernels check leaves and read them again later; copies cannot be refilled in between.
+    if Unit.STEP in units and batch.rows > 0:  # without rows every step is empty
+        begin, end = (offsets.clone() for offsets in batch.step_ranges())
+        row = torch.searchsorted(batch.cu_seqlens[1:].contiguous(), begin, right=True).clamp(max=max(batch.rows - 1, 0))
+    else:
+        begin, end = batch.cu_seqlens[:-1].clone(), batch.cu_seqlens[1:].clone()
+        row = torch.arange(batch.rows, device=batch.device)
+    trajectory = torch.arange(batch.rows, device=batch.device) if batch.trajectories is None else batch.trajectories[0]
+    segments = {Unit.TRAJECTORY: trajectory}
+    for unit, ids in ((Unit.GROUP, batch.group_ids), (Unit.DOMAIN, batch.domain_ids)):
+        if unit in units:
+            name = unit.name.lower()
+            check(ids is not None, "batch: the gate has a level of {}s; pass {}_ids to PackedBatch", name, name)
+            assert ids is not None
+            # A negative id means none: the trajectory is then a segment of its own.
+            segments[unit] = torch.where(ids < 0, -1 - trajectory, ids)
+    leaf = torch.arange(begin.numel(), device=batch.device)
+    step = leaf
+    if batch.step_ids is not None and Unit.STEP in units and batch.rows > 0:
+        step = _first_of_each(torch.where(batch.step_ids < 0, -1 - leaf, batch.step_ids))
+    ancestors = [step if unit is Unit.STEP else _first_of_each(segments[unit][row]) for unit in units]
+    return Hierarchy(begin, end, row, torch.stack(ancestors) if units else leaf.new_empty((0, leaf.numel())))
+
+
+def _first_of_each(ids: torch.Tensor) -> torch.Tensor:
+    """For every id the index of its first occurrence."""
+    numbers, ranks, order = renumber(ids)
+    return order[torch.searchsorted(ranks, numbers)]
+
+
+def trajectories_of(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    assert batch.trajectory_ids is not None
+    row_trajectory, ranks, order = renumber(batch.trajectory_ids)
+    start = torch.searchsorted(ranks, torch.arange(batch.rows + 1, device=batch.device))
+    return row_trajectory, start, order
+
+
+def renumber(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids as 0, 1, ... in the order of their values. Their number stays on the device: no synchronisation.
+
+    Returns the new ids, the new ids in ascending order, and the stable order that sorts them, each ``[S]``.
+    """
+    ordered, order = torch.sort(ids, stable=True)
+    ranks = (ordered.diff(prepend=ordered[:1]) != 0).cumsum(0)
+    return torch.empty_like(ranks).scatter_(0, order, ranks), ranks, order
+
+
+def row_counts(batch: PackedBatch) -> torch.Tensor:
+    return ops.row_counts(batch.mask, batch.cu_seqlens, batch.total_tokens, None)

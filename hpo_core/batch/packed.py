@@ -1,0 +1,438 @@
+"""PackedBatch: the one description of how tokens form rows, and rows form the hierarchy above them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from .. import ops
+from ..checks import check, check_device, check_real, check_shape, examines, require_type
+from ..specs import Unit
+from .cuts import MicroBatch, as_indices, indices_of, part_of, parts_of
+from .hierarchy import Hierarchy, hierarchy_of, row_counts, trajectories_of
+from .levels import at_level
+from .structure import as_bool, check_structure, checked_tensors
+
+__all__ = ["PackedBatch"]
+
+_STRUCTURE = ("cu_seqlens", "cu_steps", "steps", "step_ids", "trajectory_ids", "group_ids", "domain_ids")
+
+
+class PackedBatch:
+    """Rows of tokens packed end to end, and the hierarchy step < row < trajectory < group < domain.
+
+    A batch is immutable: :meth:`replace` makes one with other tensors. Its tensors may be refilled in place, as CUDA
+    graphs need it.
+
+    Row s holds the tokens ``cu_seqlens[s] .. cu_seqlens[s + 1] - 1`` of every ``[T]`` tensor. Rows may be empty; tokens
+    beyond the last offset (padding of a fixed-size buffer) belong to no row and are never read.
+
+    Args:
+        cu_seqlens: ``[S + 1]`` int32 or int64, starting at 0, never decreasing, ending at most at T.
+        mask: ``[T]`` bool, or integers 0 and 1: which tokens count. Floats are refused, because an additive mask (0 and
+            -inf) means the opposite. Default: all tokens of all rows.
+        total_tokens: T. Default: the length of ``mask``, else the last offset (read only with ``validate=True``).
+        cu_steps: ``[N + 1]`` offsets of steps that tile every row. At most one of ``cu_steps`` and ``steps``.
+        steps: ``[N, 2]`` half-open token ranges, in order, with gaps allowed; each inside one row.
+        step_ids: ``[N]`` any integers: ranges with equal ids form one step, so a step may have gaps, or continue in
+            another row or on another rank. A range with a negative id is a step of its own. Default: each range is a
+            step.
+        trajectory_ids: ``[S]`` any integers: rows with equal ids form one trajectory. Default: each row is a
+            trajectory.
+        group_ids: ``[S]`` any integers: the prompt group of each row (advantages). A negative id means no group.
+        domain_ids: ``[S]`` any integers: the domain of each row. A negative id means no domain.
+        validate: check the *values* of offsets, steps, ids and integer masks, and that trajectories, groups and domains
+            nest. This check is the only place in the library that synchronises with the device. With ``False`` wrong
+            values never cause a bad memory access: they are clamped and flagged in the metrics.
+
+    Raises:
+        ValueError: a wrong shape, device or value; TypeError: a wrong dtype. Both name the argument and the fix.
+
+    >>> import torch
+    >>> batch = PackedBatch(torch.tensor([0, 3, 5]), group_ids=torch.tensor([7, 7]))
+    >>> batch
+    PackedBatch(rows=2, tokens=5, group_ids)
+    >>> batch.row_counts
+    tensor([3, 2])
+    """
+
+    __slots__ = (
+        "_cache",
+        "_is_plain",
+        "_structure",
+        "cu_seqlens",
+        "cu_steps",
+        "domain_ids",
+        "group_ids",
+        "is_part",
+        "mask",
+        "padded_shape",
+        "rows",
+        "step_ids",
+        "steps",
+        "total_tokens",
+        "trajectory_ids",
+    )
+
+    cu_seqlens: torch.Tensor
+    rows: int  # S, the number of packed rows
+    mask: torch.Tensor | None
+    total_tokens: int
+    cu_steps: torch.Tensor | None
+    steps: torch.Tensor | None
+    step_ids: torch.Tensor | None
+    trajectory_ids: torch.Tensor | None
+    group_ids: torch.Tensor | None
+    domain_ids: torch.Tensor | None
+    padded_shape: tuple[int, int] | None
+    is_part: bool  # made by micro_batches: the whole batch has the counts of the optimiser step
+    _is_plain: bool  # every tensor has memory of its own; fake tensors and other subclasses may have none
+    _structure: tuple[torch.Tensor, ...]  # every tensor but the mask
+    _cache: dict[Any, tuple[list[int], Any]]  # by key of once: the state of the tensors, and the result
+
+    @examines
+    def __init__(
+        self,
+        cu_seqlens: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        total_tokens: int | None = None,
+        cu_steps: torch.Tensor | None = None,
+        steps: torch.Tensor | None = None,
+        step_ids: torch.Tensor | None = None,
+        trajectory_ids: torch.Tensor | None = None,
+        group_ids: torch.Tensor | None = None,
+        domain_ids: torch.Tensor | None = None,
+        validate: bool = True,
+    ) -> None:
+        given = {
+            "cu_seqlens": cu_seqlens, "cu_steps": cu_steps, "steps": steps, "step_ids": step_ids,
+            "trajectory_ids": trajectory_ids, "group_ids": group_ids, "domain_ids": domain_ids,
+        }  # fmt: skip
+        integers, mask, total_tokens = checked_tensors(given, mask, total_tokens, validate)
+        # Kernels index in int64 and assume contiguous memory; the copies are made once, here.
+        self.__setstate__(
+            {name: None if tensor is None else _as_int64(tensor) for name, tensor in integers.items()}
+            | {"rows": cu_seqlens.numel() - 1, "mask": mask, "total_tokens": total_tokens}
+            | {"padded_shape": None, "is_part": False}
+        )
+        if self.step_ids is not None:
+            check(self.num_steps is not None, "step_ids: there are no steps to name; pass cu_steps or steps, too")
+            check_shape("step_ids", self.step_ids, (self.num_steps or 0,), "[N] (one per range)")
+        if validate:
+            check_structure(self)
+
+    # ------------------------------------------------------------------------------------------------ constructors
+
+    @classmethod
+    @examines
+    def from_padded(cls, mask: torch.Tensor, **ids: torch.Tensor | None) -> PackedBatch:
+        """The batch of a padded ``[B, L]`` mask: B rows of L tokens, without a copy or a synchronisation.
+
+        Calls with this batch take ``[B, L]`` tensors, and their results have that shape. ``ids`` are the keyword ids of
+        the constructor.
+
+        >>> import torch
+        >>> PackedBatch.from_padded(torch.tensor([[1, 1, 0], [1, 0, 0]]))
+        PackedBatch(rows=2, tokens=6, padded=(2, 3), mask)
+        """
+        require_type(isinstance(mask, torch.Tensor), "mask: expected a tensor [B, L], got {}", type(mask))
+        check(mask.dim() == 2, "mask: expected a padded mask [B, L], got shape {}", list(mask.shape))
+        batch, length = mask.shape
+        offsets = torch.arange(batch + 1, dtype=torch.int64, device=mask.device) * length
+        result = cls(offsets, as_bool(mask).reshape(-1), total_tokens=batch * length, validate=False, **ids)
+        object.__setattr__(result, "padded_shape", (batch, length))
+        return result
+
+    @classmethod
+    @examines
+    def from_lengths(
+        cls, lengths: torch.Tensor | Sequence[int], total_tokens: int | None = None, **keywords: Any
+    ) -> PackedBatch:
+        """The batch of rows with these ``lengths`` ``[S]``; ``keywords`` are keywords of the constructor.
+
+        >>> PackedBatch.from_lengths([2, 0, 3]).cu_seqlens
+        tensor([0, 2, 2, 5])
+        """
+        counts = as_indices("lengths", lengths)
+        check(counts.dim() == 1, "lengths: expected shape [S], got {}", list(counts.shape))
+        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        return cls(offsets, total_tokens=total_tokens, **keywords)
+
+    # --------------------------------------------------------------------------------------------------- properties
+
+    @property
+    def device(self) -> torch.device:
+        return self.cu_seqlens.device
+
+    @property
+    def num_steps(self) -> int | None:
+        """N, or None without steps."""
+        if self.steps is not None:
+            return self.steps.shape[0]
+        return None if self.cu_steps is None else self.cu_steps.numel() - 1
+
+    @property
+    def row_counts(self) -> torch.Tensor:
+        """Valid tokens of each row ``[S]`` int64: a copy, so that no change to it reaches a loss."""
+        counts: torch.Tensor = self.once(row_counts)
+        return counts.clone()
+
+    def once(self, make: Callable[..., Any], *arguments: Any, static: bool = False) -> Any:
+        """``make(self, *arguments)``, computed once, because every loss call needs counts and default weights.
+
+        The result is kept until a tensor of the batch changes in place, for the stream that computed it. Inside a CUDA
+        graph, a trace or a transform no kept result is read and none is kept: a replay has to count the mask anew, and
+        tensors of a trace or of a graph's pool do not outlive it.
+
+        ``static``: ``make`` reads sizes on the host, which is impossible during a capture, and does not depend on the
+        mask; a capture takes the result of an earlier call.
+        """
+        if not self._is_plain or ops.is_traced(self.cu_seqlens):
+            return make(self, *arguments)
+        capturing = _is_capturing(self.cu_seqlens)
+        if capturing and not static:
+            return make(self, *arguments)
+        state = self._state(static)
+        key = (make, *arguments)
+        kept = self._cache.get(key)
+        if kept is not None and kept[0] == state:
+            return kept[1]
+        check(
+            not capturing,
+            "batch: expected a batch that an earlier call has seen, got a new or changed one inside a CUDA graph; "
+            "levels over a process group read sizes on the host: call the loss once before the capture",
+        )
+        made = make(self, *arguments)
+        if state is not None and not torch.is_inference_mode_enabled():  # autograd cannot save inference tensors
+            self._cache[key] = (state, made)
+        return made
+
+    def _state(self, static: bool) -> list[int] | None:
+        """Versions and addresses of the tensors, which differ after any change; None for tensors without versions."""
+        tensors = self._structure if static or self.mask is None else (self.mask, *self._structure)
+        try:
+            state = [tensor._version for tensor in tensors] + [tensor.data_ptr() for tensor in tensors]
+        except RuntimeError:  # tensors made in inference mode count no versions
+            return None
+        if self.cu_seqlens.is_cuda and not static:
+            state.append(torch._C._cuda_getCurrentRawStream(self.cu_seqlens.device.index))
+        return state
+
+    @property
+    def trajectories(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """``(row_trajectory [S], start [S + 1], rows [S])``: the rows of each trajectory, in pack order; None if each
+        row is a trajectory.
+
+        Trajectories are renumbered 0, 1, ... in the order of their ids. Their number stays on the device: no
+        synchronisation.
+        """
+        if self.trajectory_ids is None:
+            return None
+        result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self.once(trajectories_of)
+        return result
+
+    def hierarchy(self, units: tuple[Unit, ...]) -> Hierarchy:
+        """The token ranges that tile the finest of ``units``, and the segment of each range at every unit; made once.
+
+        Raises:
+            ValueError: the batch does not describe a unit.
+        """
+        result: Hierarchy = self.once(hierarchy_of, units)
+        return result
+
+    def ids(self, unit: Unit) -> torch.Tensor | None:
+        """The ids ``[S]`` (of steps ``[N]``) of the segments of this unit; None if the batch has none."""
+        of_unit = {
+            Unit.STEP: self.step_ids,
+            Unit.TRAJECTORY: self.trajectory_ids,
+            Unit.GROUP: self.group_ids,
+            Unit.DOMAIN: self.domain_ids,
+        }
+        return of_unit[unit]
+
+    def row_of_token(self) -> torch.Tensor:
+        """Row of every token ``[T]`` int64, -1 for tokens beyond the last offset."""
+        token = torch.arange(self.total_tokens, device=self.device)
+        row = torch.searchsorted(self.cu_seqlens[1:].contiguous(), token, right=True)  # empty rows hold no token
+        return torch.where(row < self.rows, row, -1)
+
+    def is_first_token(self) -> torch.Tensor:
+        """Whether each token is the first of its row, ``[T]`` bool."""
+        row = self.row_of_token()
+        return (row >= 0) & (row.diff(prepend=row.new_full((1,), -1)) != 0)
+
+    def without_first_tokens(self) -> PackedBatch:
+        """The batch with the first token of each row masked, because no logits of the row predict it.
+
+        >>> PackedBatch.from_lengths([2, 0, 3]).without_first_tokens().mask
+        tensor([False,  True, False,  True,  True])
+        """
+        mask = ~self.is_first_token()
+        return self.replace(mask=mask if self.mask is None else mask & self.mask, validate=False)
+
+    def step_of_token(self) -> torch.Tensor:
+        """Step of every token ``[T]`` int64, -1 outside all steps. Needs ``cu_steps`` or ``steps``."""
+        begin, end = self.step_ranges()
+        token = torch.arange(self.total_tokens, device=self.device)
+        if self.num_steps == 0:
+            return torch.full_like(token, -1)
+        step = torch.searchsorted(begin, token, right=True) - 1  # the last step that begins at or before the token
+        inside = (step >= 0) & (token < end[step.clamp(min=0)])
+        return torch.where(inside, step, -1)
+
+    @examines
+    def spread_steps(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of steps ``[N]`` at their tokens ``[T]``; 0 outside all steps."""
+        check_shape("values", values, (self.num_steps or 0,), "[N] (one per step)")
+        check_device("values", values, self.device, "the batch")
+        check_real("values", values)
+        return torch.cat((values, values.new_zeros(1)))[self.once(PackedBatch.step_of_token)]  # -1: the zero at the end
+
+    def of_level(
+        self, name: str, values: torch.Tensor, level: str | None, tokens: Sequence[int]
+    ) -> tuple[bool, torch.Tensor]:
+        """Whether the values of a level (None: rows) are spread per token, and the values per token or per row.
+
+        ``tokens``: the shape of values per token. ``name``: the name of the values in errors, which call their level
+        ``advantage_level``.
+        """
+        return at_level(self, name, values, level, tokens)
+
+    def row_of_step(self) -> torch.Tensor:
+        """Row of every step ``[N]`` int64, -1 for empty steps. Needs ``cu_steps`` or ``steps``."""
+        begin, end = self.step_ranges()
+        row = torch.searchsorted(self.cu_seqlens, begin, right=True) - 1
+        return torch.where(end > begin, row, -1)
+
+    def ids_of_steps(self) -> dict[str, torch.Tensor]:
+        """``group_ids`` and ``trajectory_ids`` of every step ``[N]``, as estimators of steps take them. Without group
+        ids the batch is one group, without trajectory ids each row is a trajectory.
+
+        A negative trajectory id is a name in a batch but means none in an estimator, so ids lose their sign bit.
+        """
+        row = self.row_of_step()
+        ids = {"group_ids": self.group_ids, "trajectory_ids": self.trajectory_ids}
+        default = {"group_ids": torch.zeros_like(row), "trajectory_ids": row}
+        found = {name: default[name] if of is None else of[row.clamp(min=0)] for name, of in ids.items()}
+        found["trajectory_ids"] = found["trajectory_ids"] & (2**63 - 1)
+        return {name: torch.where(row >= 0, of, -1) for name, of in found.items()}
+
+    def step_ranges(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first token of every step, and the token after its last, each ``[N]``."""
+        check(self.num_steps is not None, "steps: this batch has none; pass cu_steps or steps to PackedBatch")
+        if self.steps is not None:
+            return self.steps[:, 0].contiguous(), self.steps[:, 1].contiguous()
+        assert self.cu_steps is not None
+        return self.cu_steps[:-1].contiguous(), self.cu_steps[1:].contiguous()
+
+    # --------------------------------------------------------------------------------------------------- operations
+
+    @examines
+    def select(self, rows: torch.Tensor | Sequence[int]) -> tuple[PackedBatch, torch.Tensor]:
+        """The batch of these rows (indices ``[R]`` or a bool mask ``[S]``), and the indices ``[T']`` of their tokens.
+
+        Steps, ids and offsets are selected, too; index every ``[T]`` tensor with the second result. The call
+        synchronises, because it reads lengths.
+
+        >>> import torch
+        >>> part, tokens = PackedBatch.from_lengths([2, 3, 1]).select([2, 0])
+        >>> part, tokens
+        (PackedBatch(rows=2, tokens=3), tensor([5, 0, 1]))
+        """
+        part = part_of(self, indices_of(self, rows), self.is_part)
+        return part.batch, part.tokens
+
+    @examines
+    def micro_batches(self, max_tokens: int, whole: str | None = None) -> Iterator[MicroBatch]:
+        """Consecutive rows in parts of at most ``max_tokens`` tokens.
+
+        The loss of a part takes a slice of the weights of the whole batch: counts of a part are not counts of the step,
+        and default weights refuse a part.
+
+        Args:
+            max_tokens: the size of a part; a larger trajectory, group or domain is a part of its own.
+            whole: the unit that no part splits: ``"trajectory"``, ``"group"`` (and its trajectories) or ``"domain"``
+                (and its groups). Its rows must be consecutive. Default: the coarsest unit with ids in the batch. A row
+                without ids, or with a negative group or domain id, belongs together with no other row.
+
+        >>> batch = PackedBatch.from_lengths([2, 1, 3], group_ids=torch.tensor([5, 5, 8]))
+        >>> [part.rows.tolist() for part in batch.micro_batches(4)]
+        [[0, 1], [2]]
+        """
+        check(max_tokens > 0, "max_tokens: expected a count > 0, got {}", max_tokens)
+        for rows in parts_of(self, max_tokens, whole):
+            yield part_of(self, torch.tensor(rows, device=self.device), True)
+
+    def replace(self, *, validate: bool = True, **changed: torch.Tensor | None) -> PackedBatch:
+        """The batch with some of the constructor's tensors replaced; a padded batch also takes a mask ``[B, L]``.
+
+        >>> PackedBatch.from_lengths([2, 1]).replace(mask=torch.tensor([1, 0, 1])).row_counts
+        tensor([1, 1])
+        """
+        names = ("mask", *_STRUCTURE)
+        unknown = sorted(changed.keys() - set(names))
+        check(not unknown, "replace: expected some of {}, got {}", ", ".join(names), ", ".join(unknown))
+        padded = None if "cu_seqlens" in changed else self.padded_shape
+        mask = changed.get("mask")
+        if padded is not None and isinstance(mask, torch.Tensor) and mask.shape == padded:
+            changed["mask"] = mask.reshape(-1)
+        tensors: dict[str, Any] = {name: getattr(self, name) for name in names} | changed
+        result = PackedBatch(**tensors, total_tokens=self.total_tokens, validate=validate)
+        object.__setattr__(result, "padded_shape", padded)
+        object.__setattr__(result, "is_part", self.is_part)
+        return result
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
+        """The same batch on another device."""
+        moved = object.__new__(PackedBatch)
+        moved.__setstate__(
+            {
+                name: value.to(device, non_blocking=non_blocking) if isinstance(value, torch.Tensor) else value
+                for name, value in self.__getstate__().items()
+            }
+        )
+        return moved
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__ if not name.startswith("_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+        structure = [tensor for name in _STRUCTURE if (tensor := getattr(self, name)) is not None]
+        object.__setattr__(self, "_structure", tuple(structure))
+        plain = all(type(tensor) is torch.Tensor for tensor in (*structure, self.mask) if tensor is not None)
+        object.__setattr__(self, "_is_plain", plain)
+        object.__setattr__(self, "_cache", {})
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(
+            f"{name}: a PackedBatch is immutable; make a new one with batch.replace({name}=...), or refill the tensor "
+            f"in place"
+        )
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{name}: a PackedBatch is immutable; make a new one without it")
+
+    def __repr__(self) -> str:
+        parts = [f"rows={self.rows}", f"tokens={self.total_tokens}"]
+        if self.num_steps is not None:
+            parts.append(f"steps={self.num_steps}")
+        if self.padded_shape is not None:
+            parts.append(f"padded={self.padded_shape}")
+        known = ("mask", "step_ids", "trajectory_ids", "group_ids", "domain_ids")
+        parts += [name for name in known if getattr(self, name) is not None]
+        if self.device.type != "cpu":
+            parts.append(f"device={self.device}")
+        return f"PackedBatch({', '.join(parts)})"
+
+
+def _is_capturing(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _as_int64(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.int64).contiguous()

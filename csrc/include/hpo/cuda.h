@@ -6,7 +6,8 @@
 //   HPO_SHARED(float, partial, [WARPS]);        HPO_SHARED(bool, last, );
 //   HPO_DYN_SHARED(float, tile);                HPO_DYN_SHARED_AT(int, counts, byte_offset);
 //
-// hpo::fast_exp2(x) is a GPU instruction for which CUDA has no function.
+// hpo::fast_exp2(x) is a GPU instruction for which CUDA has no function. hpo::load_evicted_first(address) is __ldcs, which the
+// compiler would move to where its result is used.
 //
 // The emulation checks the bounds of shared arrays, so they are indexed, not decayed: `&tile[i]` is a plain pointer to one
 // element, HPO_SHARED_POINTER(float) is the parameter type of a device function for a shared array. `tile + n` works for
@@ -50,6 +51,12 @@ __device__ __forceinline__ float fast_exp2(float x) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
   return power;
+}
+
+__device__ __forceinline__ uint4 load_evicted_first(const uint4* address) {
+  uint4 v;
+  asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
+  return v;
 }
 
 }  // namespace hpo

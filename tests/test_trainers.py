@@ -1,6 +1,8 @@
 """The integrations of trainers as far as they run without them: on tensors as the trainer hands them over, against
 formulas of its own loss. `make test-trainers` runs those that install against the trainer itself."""
 
+from unittest import mock
+
 import pytest
 import torch
 from trainer_batches import Batch, equal, gradient, integration, modules
@@ -189,3 +191,101 @@ def test_openrlhf_starts_ray_with_the_hook_and_the_gate(monkeypatch):
     told = asked["runtime_env"]
     assert told["worker_process_setup_hook"] == "hpo_core.integrations.openrlhf.install"
     assert told["env_vars"]["HPO_GATE"] == "gspo" and asked["ran"] == "openrlhf.cli.train_ppo_ray"
+
+
+# --------------------------------------------------------------------------------------------------------------- AReaL
+# grpo_loss_fn of areal/trainer/ppo/actor.py, 1.0.4.
+
+
+def areal_actor(**names):
+    return {
+        "_resolve_proximal_logp": lambda **told: told["prox_logp_gt"],
+        "infer_token_denominator": lambda data, mask: torch.ones_like(mask),
+        "stats_tracker": mock.MagicMock(),
+        **names,
+    }
+
+
+def areal_inputs(batch):
+    names = {"logprobs": batch.rollout, "prox_logp": batch.old, "advantages": batch.advantages}
+    made = {name: batch.packed(batch.poisoned(value)) for name, value in names.items()}
+    return {**made, "loss_mask": batch.packed(batch.mask).long(), "cu_seqlens": batch.cu_seqlens()}
+
+
+def areal_loss(logp, batch, **fields):
+    told = {"eps_clip": 0.2, "eps_clip_higher": None, "c_clip": None, **fields}
+    with modules(areal__trainer__ppo__actor=areal_actor()):
+        return integration("areal").grpo_loss_fn(logp, torch.zeros_like(logp), areal_inputs(batch), **told)
+
+
+def test_areal():
+    batch = Batch()
+    mask, old, advantages = (batch.packed(each) for each in (batch.mask, batch.old, batch.advantages))
+    equal(
+        lambda logp: areal_loss(logp, batch, eps_clip_higher=0.28, c_clip=1.5),
+        lambda logp: masked(clipped(logp, old, advantages, 0.2, 0.28, 1.5), mask).sum() / batch.tokens,
+        batch.packed(batch.logp),
+    )
+
+
+def test_areal_takes_the_gate_of_the_environment(monkeypatch):
+    batch = Batch()
+    logp, old, rollout = (batch.packed(each) for each in (batch.logp, batch.old, batch.rollout))
+    packed = packed_rows(batch.cu_seqlens(), batch.packed(batch.mask), gates.step_gspo())
+    for gate in (gates.step_gspo(), gates.icepop(0.8, 1.2)):
+        monkeypatch.setenv("HPO_GATE", "step_gspo" if gate.name == "step_gspo" else "icepop(0.8, 1.2)")
+        expected = hpo.policy_loss(
+            logp, old, batch.packed(batch.advantages), packed, gate, advantage_level="token",
+            rollout_logp=rollout if gate.reads_rollout else None,
+        )  # fmt: skip
+        torch.testing.assert_close(areal_loss(logp, batch), expected.loss)
+
+
+@pytest.mark.parametrize(
+    ("gate", "fields", "said"),
+    [
+        ("dapo", {"eps_clip": 0.4}, "eps_clip: the gate 'dapo' does not read it"),
+        ("dapo", {"use_sapo_loss": True}, "use_sapo_loss"),
+        ("icepop", {"rejection_sampling": object()}, "correct the same difference"),
+        ("reconstructed.p3o", {"importance_sampling_level": "sequence"}, "importance_sampling_level"),
+        ("kl_cov", {}, "needs"),
+        ("", {"importance_sampling_level": "row"}, "expected token or sequence"),
+        ("", {"importance_sampling_level": "sequence", "c_clip": 3.0}, "no dual clip"),
+        ("", {"use_sapo_loss": True, "use_decoupled_loss": True}, "no proximal policy"),
+    ],
+)
+def test_areal_refuses_by_name(gate, fields, said, monkeypatch):
+    monkeypatch.setenv("HPO_GATE", gate)
+    batch = Batch()
+    with pytest.raises(ValueError, match=said):
+        areal_loss(batch.packed(batch.logp), batch, **fields)
+
+
+def test_areals_trainer_gets_our_actor_and_the_gate(monkeypatch):
+    monkeypatch.setenv("HPO_GATE", "gspo")
+
+    class Actor:
+        def __init__(self, config):
+            self.config = config
+
+    class Trainer:
+        def _create_train_engine(self, actor_config, alloc):
+            from areal.engine import FSDPPPOActor
+
+            return FSDPPPOActor(actor_config)
+
+    spec = mock.Mock(env_vars={})
+    with modules(
+        areal={"PPOTrainer": Trainer}, areal__engine={"FSDPPPOActor": Actor},
+        areal__trainer__ppo__actor=areal_actor(grpo_loss_fn=None),
+    ) as found:  # fmt: skip
+        module = integration("areal")
+        made = module.HPOTrainer()._create_train_engine(mock.Mock(scheduling_spec=[spec]), mock.Mock(backend="fsdp"))
+        assert type(made) is module.HPOFSDPPPOActor and isinstance(made, Actor)
+        assert type(made).__module__ == "hpo_core.integrations.areal" and type(made).__name__ == "HPOFSDPPPOActor"
+        assert found["areal.trainer.ppo.actor"].grpo_loss_fn is module.grpo_loss_fn
+        assert found["areal.engine"].FSDPPPOActor is Actor and spec.env_vars == {"HPO_GATE": "gspo"}
+        with pytest.raises(ValueError, match="expected one of fsdp"):
+            module.HPOTrainer()._create_train_engine(None, mock.Mock(backend="fsdp2"))
+        with pytest.raises(AttributeError):
+            module.HPOOtherActor  # noqa: B018

@@ -15,7 +15,10 @@ import hpo_core
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md"])
 # These need a trainer or hypothesis.
-OPTIONAL = ("hpo_core.testing", *(f"hpo_core.integrations.{name}" for name in ("ms_swift", "skyrl", "trl", "verl")))
+OPTIONAL = (
+    "hpo_core.testing",
+    *(f"hpo_core.integrations.{name}" for name in ("axolotl", "ms_swift", "skyrl", "trl", "verl")),
+)
 
 
 def _modules() -> list[str]:

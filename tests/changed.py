@@ -47,7 +47,7 @@ PYTHON = (
 TRL = ("trl", "trl_contract", "trl_head", "trl_steps")
 VERL = ("verl", "verl_advantages", "verl_rows", "verl_head")
 # Each has a file in hpo_core/integrations and is also in test_trainers; those with a module of their own come second.
-TRAINERS = ("areal", "axolotl", "ms_swift", "openrlhf", "skyrl")
+TRAINERS = ("areal", "axolotl", "ms_swift", "openrlhf", "prime_rl", "skyrl")
 WITH_TESTS = ("areal", "axolotl", "ms_swift", "openrlhf", "skyrl")
 
 

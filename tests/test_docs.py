@@ -14,10 +14,11 @@ import hpo_core
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md"])
+_NEED_TRAINERS = ("axolotl", "ms_swift", "nemo_rl", "roll", "skyrl", "trinity", "trl", "verl")
 # These need a trainer or hypothesis.
 OPTIONAL = (
     "hpo_core.testing",
-    *(f"hpo_core.integrations.{name}" for name in ("axolotl", "ms_swift", "skyrl", "trl", "verl")),
+    *(f"hpo_core.integrations.{name}" for name in _NEED_TRAINERS),
 )
 
 

@@ -1,29 +1,16 @@
 """The integrations of trainers as far as they run without them: on tensors as the trainer hands them over, against
 formulas of its own loss. `make test-trainers` runs those that install against the trainer itself."""
 
-from types import SimpleNamespace
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
-from trainer_batches import Batch, equal, gradient, integration, modules
+from trainer_batches import Batch, clipped, equal, gradient, integration, masked, modules
 
 import hpo_core as hpo
 from hpo_core import gates
 from hpo_core.integrations.micro_batch import check_gate, packed_rows, padded_rows
 from hpo_core.integrations.named import named_estimator, named_gate, named_window
-
-
-def clipped(logp, old, advantages, low=0.2, high=0.2, dual=None):
-    """The terms of PPO's loss, negated objectives, as every trainer has them."""
-    ratio = torch.exp(logp - old)
-    loss = torch.max(-ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages)
-    return loss if dual is None else torch.where(advantages < 0, torch.min(loss, -dual * advantages), loss)
-
-
-def masked(terms, mask):
-    return torch.where(mask, terms, 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -291,73 +278,3 @@ def test_areals_trainer_gets_our_actor_and_the_gate(monkeypatch):
             module.HPOTrainer()._create_train_engine(None, mock.Mock(backend="fsdp2"))
         with pytest.raises(AttributeError):
             module.HPOOtherActor  # noqa: B018
-
-
-# ------------------------------------------------------------------------------------------------------------ prime-rl
-# LossInputs, LossOutputs and default_loss_fn of src/prime_rl/trainer/rl/loss.py at 559b447.
-
-
-class LossOutputs(NamedTuple):
-    loss: torch.Tensor
-    metrics: dict
-
-
-def prime_inputs(batch, row, logp, weights=None):
-    cut = slice(0, batch.lengths[row])
-    return SimpleNamespace(
-        trainer_logprobs=logp[row, cut], inference_logprobs=batch.poisoned(batch.rollout)[row, cut], ref_logprobs=None,
-        advantages=batch.advantages[row, cut], loss_mask=batch.mask[row, cut], loss_weights=weights,
-    )  # fmt: skip
-
-
-def of_prime_rl(batch, logp, weights=None, **keywords):
-    with modules(prime_rl__trainer__rl__loss={"LossOutputs": LossOutputs}):
-        loss = integration("prime_rl").loss
-        found = [loss(prime_inputs(batch, row, logp, weights), **keywords) for row in range(len(batch.lengths))]
-    assert all(value.dtype is torch.float32 and value.dim() == 0 for value in found[0].metrics.values())
-    return sum(each.loss for each in found)
-
-
-def prime_rl_default(batch, logp, kl_tau):
-    """The value of its policy term is another than that of our score head; its gradient is the same."""
-    ratio = torch.exp(logp - batch.rollout)
-    moved = torch.exp(logp) - torch.exp(batch.rollout)
-    dropped = torch.where(batch.advantages > 0, moved > 0.2, moved < -0.2)
-    terms = -batch.advantages * ratio * ~dropped + kl_tau * (logp - batch.rollout) ** 2
-    return masked(terms, batch.mask).sum()
-
-
-def test_prime_rl():
-    batch = Batch(width=0.8)
-    _, found = gradient(lambda logp: of_prime_rl(batch, logp, kl_tau=0.01), batch.logp)
-    _, expected = gradient(lambda logp: prime_rl_default(batch, logp, 0.01), batch.logp)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())
-    _, without = gradient(lambda logp: prime_rl_default(batch, logp, 0.0), batch.logp)
-    assert (without[batch.mask] == 0).any(), "nothing was dropped: the comparison says little"
-
-
-def test_prime_rl_with_another_gate():
-    batch = Batch()
-    equal(
-        lambda logp: of_prime_rl(batch, logp, gate="ppo_clip(eps_high=0.28)", adv_tau=0.5),
-        lambda logp: masked(clipped(logp, batch.rollout, 0.5 * batch.advantages, 0.2, 0.28), batch.mask).sum(),
-        batch.logp,
-    )
-
-
-def test_prime_rls_weights_are_on_both_terms():
-    batch = Batch()
-    batch.lengths = batch.lengths[:1]
-    weights = torch.rand(batch.lengths[0], generator=torch.Generator().manual_seed(1))
-    terms = clipped(batch.logp, batch.rollout, batch.advantages) + 0.1 * (batch.logp - batch.rollout) ** 2
-    expected = (weights * masked(terms, batch.mask)[0]).sum()
-    found = of_prime_rl(batch, batch.logp, weights, gate="ppo_clip", kl_tau=0.1)
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize(
-    ("gate", "said"), [("icepop", "old policy is the sampler"), ("kl_cov", "needs"), ("gpso", "did you mean")]
-)
-def test_prime_rl_refuses_by_name(gate, said):
-    with pytest.raises(ValueError, match=said):
-        of_prime_rl(Batch(), Batch().logp, gate=gate)

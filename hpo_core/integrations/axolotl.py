@@ -1,10 +1,9 @@
 """axolotl: GRPO with any gate, estimator and entropy window, from its yaml.
 
-    rl: grpo
     hpo: {gate: "gspo(eps_low=3e-4, eps_high=4e-4)", advantage: rloo, window: "forking_tokens('0.2')"}
 
-axolotl finds the plugin by its entry point (group ``axolotl.plugins``). The trainer is axolotl's with
-:class:`~hpo_core.integrations.trl.HPOMixin` in front, so all that docs/trl.md says holds.
+beside ``rl: grpo``. axolotl finds the plugin by its entry point (group ``axolotl.plugins``). The trainer is axolotl's
+with :class:`~hpo_core.integrations.trl.HPOMixin` in front, so all that docs/trl.md says holds.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """prime-rl: any gate of tokens, steps or trajectories as its custom loss, from its toml.
 
-    [trainer.loss]
-    type = "custom"
-    import_path = "hpo_core.integrations.prime_rl.loss"
-    kwargs = { gate = "gspo(eps_low=3e-4, eps_high=4e-4)", kl_tau = 1e-3 }
+    trainer.loss.type = "custom"
+    trainer.loss.import_path = "hpo_core.integrations.prime_rl.loss"
+    trainer.loss.kwargs = { gate = "gspo(eps_low=3e-4, eps_high=4e-4)", kl_tau = 1e-3 }
 
 prime-rl calls it once for each sequence, on tensors ``[T]``, and divides the sum of what it returns by the tokens of
 the step over all ranks. The anchor of ratios is the sampler, as in prime-rl's own losses: it has no other old policy.

@@ -166,8 +166,9 @@ def test_slime(per_token):
     equal(lambda logp: of_slime(batch, logp, sums, **fields), theirs, batch.logp)
     ratio = torch.exp(batch.logp - batch.old)
     outside = ((ratio > 1.28) & (batch.advantages > 0)) | ((ratio < 0.8) & (batch.advantages < 0))
-    logged = of_slime(batch, batch.logp, sums, calculate_per_token_loss=True, eps_clip_high=0.28)[1]["pg_clipfrac"]
-    assert logged == (outside & batch.mask).sum() > 5
+    count, counts = (outside & batch.mask).sum(), batch.mask.sum(1).tolist()
+    logged = of_slime(batch, batch.logp, counts, calculate_per_token_loss=per_token, eps_clip_high=0.28)[1]
+    assert count > 5 and logged["pg_clipfrac"] == pytest.approx(count * (1 if per_token else ROWS / batch.tokens))
 
 
 def test_slimes_gspo_and_the_gate_of_the_environment(monkeypatch):

@@ -30,6 +30,7 @@ MS_SWIFT ?= ms-swift==4.6.0 trl==0.29.1 dacite==1.9.2 einops==0.8.2 json-repair=
 	modelscope-hub==0.5.1 peft==0.21.2 simplejson==4.3.0 sortedcontainers==2.4.0
 OPENRLHF ?= openrlhf==0.11.2
 SKYRL ?= skyrl==0.4.0 skyrl-gym==0.4.0 cloudpathlib==0.26.0 jaxtyping==0.3.11 loguru==0.7.3
+TORCHRL ?= torchrl==0.14.1 tensordict==0.14.3 hoptorch==0.1.4 pyvers==0.2.3
 TRINITY ?= trinity-rft==0.6.0
 SINCE ?= HEAD
 
@@ -158,6 +159,7 @@ test-trainers: ## the integrations of docs/trainers.md, and the recipes of docs/
 	$(call trainer,ms_swift,$(MS_SWIFT))
 	$(call trainer,openrlhf,$(OPENRLHF))
 	$(call trainer,skyrl,$(SKYRL))
+	$(call trainer,torchrl,$(TORCHRL))
 	$(call trainer,trinity,$(TRINITY))
 	HPO_CORE_EMULATED=0 HPO_CORE_CUDA=0 $(MAKE) setup VENV=.venv-trainers PEERS="$(ENGINES)"
 	HPO_CORE_TEST_BACKENDS=cpu OMP_WAIT_POLICY=passive .venv-trainers/bin/pytest tests/test_deepspeed.py

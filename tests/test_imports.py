@@ -107,7 +107,7 @@ def test_import_is_light(tmp_path):
 
 
 # The package that an integration imports first, and the integration.
-ASKING = {name: name for name in ("axolotl", "nemo_rl", "roll", "skyrl", "trinity", "trl", "verl")} | {
+ASKING = {name: name for name in ("axolotl", "nemo_rl", "roll", "skyrl", "torchrl", "trinity", "trl", "verl")} | {
     "swift": "ms_swift"
 }
 

@@ -107,9 +107,9 @@ def test_import_is_light(tmp_path):
 
 
 # The package that an integration imports first, and the integration.
-ASKING = {name: name for name in ("axolotl", "nemo_rl", "roll", "skyrl", "torchrl", "trinity", "trl", "verl")} | {
-    "swift": "ms_swift"
-}
+ASKING = {
+    name: name for name in ("axolotl", "nemo_rl", "rllm", "roll", "skyrl", "torchrl", "trinity", "trl", "verl")
+} | {"swift": "ms_swift"}
 
 
 def test_an_integration_without_its_trainer_says_what_to_install():

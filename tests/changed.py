@@ -123,7 +123,7 @@ RULES = [
     Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py"),
          (*TRL, "imports")),
     Rule(("hpo_core/integrations/verl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py",
-          "hpo_core/integrations/prompt_advantages.py",
+          "hpo_core/integrations/prompt_advantages.py", "hpo_core/integrations/micro_batch.py",
           "tests/verl_on_cpu.py", "tests/verl_batches.py"), (*VERL, "imports")),
     Rule(("hpo_core/integrations/needs.py", "hpo_core/integrations/entropy_methods.py"), (*TRL, *VERL)),
     Rule(("hpo_core/integrations/named.py", "hpo_core/integrations/micro_batch.py", "hpo_core/integrations/turns.py",

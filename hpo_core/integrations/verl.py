@@ -33,9 +33,10 @@ from ..entropy import EntropyWindow
 from ..gates import RatioGate
 from ..kl import KLPenalty
 from ..losses import policy_loss
-from ..metrics import FLAGS, SLOTS
+from ..metrics import FLAGS, Metrics
 from ..specs import Head, Unit
 from .entropy_methods import PENALISED, MakesPenalty, MakesSelection, check_entropy, penalty_of
+from .micro_batch import fractions
 from .needs import MakesInputs, check_keywords, check_needs, made_inputs
 from .prompt_advantages import ESTIMATORS, check_prompt_estimator, prompt_advantages
 from .turns import turns
@@ -221,7 +222,7 @@ def _policy_loss(
     if loss.entropy_penalty is not None and entropy is not None:
         taken = {"entropy": entropy.flatten(), "batch": batch, "weights": weights, "seed": micro_batch.update}
         total = total + penalty_of(loss.entropy_penalty, **taken)
-    return total, _metrics(result.metrics.vector, gate)
+    return total, _metrics(result.metrics, gate)
 
 
 def _check_micro_batch(loss: _Loss, gate: RatioGate, micro_batch: MicroBatch, config: Any) -> None:
@@ -290,17 +291,14 @@ def _weights(mode: str, batch: PackedBatch, info: Mapping[str, Any]) -> torch.Te
     return weights
 
 
-def _metrics(vector: torch.Tensor, gate: RatioGate) -> dict[str, float]:
+def _metrics(metrics: Metrics, gate: RatioGate) -> dict[str, float]:
     """verl's three metrics as it defines them, and the error counters; one copy to the host."""
-    count = dict(zip(SLOTS, vector.tolist(), strict=True))
-    clipped = sum(count[slot] for slot in SLOTS if slot.startswith("clipped_"))
-    dual = count["clipped_high_negative"] if gate.head is Head.LINEAR else 0.0
-    tokens = max(count["tokens"], 1.0)
+    seen = fractions(metrics, gate)
     return {
-        "actor/pg_clipfrac": (clipped - dual) / tokens,
-        "actor/ppo_kl": -count["log_ratio_sum"] / tokens,
-        "actor/pg_clipfrac_lower": dual / tokens,
-        **{f"actor/hpo_{name}": count[name] for name in FLAGS},
+        "actor/pg_clipfrac": seen["clipped"],
+        "actor/ppo_kl": seen["kl"],
+        "actor/pg_clipfrac_lower": seen["dual_clipped"],
+        **{f"actor/hpo_{name}": seen.get(name, 0.0) for name in FLAGS},
     }
 
 

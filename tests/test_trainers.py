@@ -1,8 +1,10 @@
 """The integrations of trainers as far as they run without them: on tensors as the trainer hands them over, against
 formulas of its own loss. `make test-trainers` runs those that install against the trainer itself."""
 
+from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from trainer_batches import Batch, clipped, equal, gradient, integration, masked, modules
@@ -288,3 +290,48 @@ def test_areals_trainer_gets_our_actor_and_the_gate(monkeypatch):
             module.HPOTrainer()._create_train_engine(None, mock.Mock(backend="fsdp2"))
         with pytest.raises(AttributeError):
             module.HPOOtherActor  # noqa: B018
+
+
+# ---------------------------------------------------------------------------------------------------------------- rLLM
+# register_rllm_adv_estimator and what it registers, of rllm/trainer/algorithms/advantage.py at 9beb6e0.
+
+
+@pytest.fixture
+def rllm():
+    registry = {}
+
+    def register(name):
+        return lambda function: registry.setdefault(name, function)
+
+    with modules(rllm__trainer__algorithms__advantage={"register_rllm_adv_estimator": register}):
+        yield registry, integration("rllm")
+
+
+def trajectory(length):
+    return SimpleNamespace(steps=[SimpleNamespace(response_ids=[0] * length), SimpleNamespace(response_ids=[0])])
+
+
+def test_rllms_groups_may_be_ragged(rllm):
+    registry, _ = rllm
+    rewards = [np.array([1.0, 0.0, 0.5]), np.array([2.0, 1.0]), np.array([3.0])]
+    found, returns = registry["hpo_rloo"](rewards=rewards, algorithm_config=None)
+    for one, same, group in zip(found[:2], returns[:2], rewards[:2], strict=True):
+        expected = (group - (group.sum() - group) / (len(group) - 1)).astype(np.float32)
+        np.testing.assert_allclose(one, expected, rtol=1e-6)
+        np.testing.assert_array_equal(one, same)
+    assert found[2].tolist() == [0.0] and registry["hpo_grpo"](rewards=[], algorithm_config=None) == ([], [])
+
+
+def test_rllm_tells_the_lengths_of_trajectories(rllm):
+    registry, _ = rllm
+    groups = [SimpleNamespace(trajectories=[trajectory(1), trajectory(5)])]
+    found, _ = registry["hpo_opo"](rewards=[np.array([1.0, 0.0])], algorithm_config=None, traj_groups=groups)
+    baseline = (2 * 1.0 + 6 * 0.0) / 8  # weighted by the tokens of both steps
+    np.testing.assert_allclose(found[0], [1 - baseline, -baseline], rtol=1e-6)
+
+
+def test_rllms_registry_has_every_estimator_that_needs_no_more(rllm):
+    registry, module = rllm
+    assert set(registry) == {f"hpo_{name}" for name in module.ESTIMATORS}
+    with pytest.raises(ValueError, match="one of steps"):
+        module.register_advantage("mine", hpo.advantages.gigpo)

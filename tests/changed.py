@@ -49,7 +49,7 @@ VERL = ("verl", "verl_advantages", "verl_rows", "verl_head")
 # Each has a file in hpo_core/integrations; those of the second tuple are run against the trainer itself.
 TRAINERS = (
     *("areal", "axolotl", "ms_swift", "nemo_rl", "openrlhf", "prime_rl", "rllm", "roll", "skyrl", "slime", "tinker"),
-    *("torchrl", "trinity"),
+    *("torchrl", "trinity", "verl_agent"),
 )
 WITH_TESTS = ("areal", "axolotl", "ms_swift", "openrlhf", "skyrl", "torchrl", "trinity")
 

@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from trainer_batches import Batch, clipped, equal, gradient, integration, masked, modules
+from trainer_batches import LENGTH, ROWS, Batch, clipped, equal, gradient, integration, masked, modules
 
 import hpo_core as hpo
 from hpo_core import gates
@@ -335,3 +335,60 @@ def test_rllms_registry_has_every_estimator_that_needs_no_more(rllm):
     assert set(registry) == {f"hpo_{name}" for name in module.ESTIMATORS}
     with pytest.raises(ValueError, match="one of steps"):
         module.register_advantage("mine", hpo.advantages.gigpo)
+
+
+# ---------------------------------------------------------------------------------------------------------- verl-agent
+# compute_policy_loss of verl/trainer/ppo/core_algos.py, as dp_actor.py calls it, in the fork of verl at 8ca3a46.
+
+
+def of_verl_agent(batch, logp, **told):
+    keywords = {"cliprange": 0.2, "cliprange_low": 0.2, "cliprange_high": 0.2, "clip_ratio_c": 3.0, **told}
+    loss = integration("verl_agent").compute_policy_loss
+    return loss(
+        old_log_prob=batch.poisoned(batch.old), log_prob=logp, advantages=batch.advantages,
+        response_mask=batch.mask.long(), **keywords,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_verl_agent(mode):
+    batch = Batch(empty_row=True, width=0.8)
+    counts = batch.mask.sum(1, keepdim=True).clamp(min=1)
+    weights = {
+        "token-mean": 1 / batch.tokens, "seq-mean-token-sum": 1 / ROWS, "seq-mean-token-mean": 1 / (ROWS * counts),
+        "seq-mean-token-sum-norm": 1 / LENGTH,
+    }[mode]  # fmt: skip
+
+    def theirs(logp):
+        return (weights * masked(clipped(logp, batch.old, batch.advantages, 0.2, 0.28, 1.5), batch.mask)).sum()
+
+    told = {"cliprange_high": 0.28, "clip_ratio_c": 1.5, "loss_agg_mode": mode}
+    equal(lambda logp: of_verl_agent(batch, logp, **told), theirs, batch.logp)
+    _, fraction, kl, dual = of_verl_agent(batch, batch.logp, **told)
+    torch.testing.assert_close(kl, (batch.old - batch.logp)[batch.mask].mean())
+    assert fraction > 0.1 and dual > 0
+
+
+def test_verl_agent_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
+    batch = Batch()
+    monkeypatch.setenv("HPO_GATE", "step_gspo(0.05, 0.06)")
+    gate = gates.step_gspo(0.05, 0.06)
+    expected = hpo.policy_loss(
+        batch.logp, batch.old, batch.advantages, padded_rows(batch.mask, gate), gate, advantage_level="token"
+    )
+    torch.testing.assert_close(of_verl_agent(batch, batch.logp)[0], expected.loss)
+    with pytest.raises(ValueError, match="clip_ratio_high: the gate 'step_gspo' does not read it"):
+        of_verl_agent(batch, batch.logp, cliprange_high=0.28)
+    monkeypatch.setenv("HPO_GATE", "tis")
+    with pytest.raises(ValueError, match="no sampler"):
+        of_verl_agent(batch, batch.logp)
+    monkeypatch.setenv("HPO_GATE", "")
+    with pytest.raises(ValueError, match="loss_agg_mode"):
+        of_verl_agent(batch, batch.logp, loss_agg_mode="mean")
+
+
+def test_verl_agents_actor_finds_the_loss():
+    with modules(verl__workers__actor__dp_actor={"compute_policy_loss": None}) as found:
+        module = integration("verl_agent")
+        module.install()
+        assert found["verl.workers.actor.dp_actor"].compute_policy_loss is module.compute_policy_loss

@@ -1,0 +1,112 @@
+"""verl-agent, a fork of verl from before its registries: any gate of tokens, steps or trajectories in its actor.
+
+    HPO_GATE="gspo(eps_low=3e-4, eps_high=4e-4)"  python -m verl.trainer.main_ppo ...
+        +ray_init.runtime_env.worker_process_setup_hook=hpo_core.integrations.verl_agent.install
+
+Ray calls :func:`install` in each worker process, where it replaces ``compute_policy_loss`` of
+``verl.workers.actor.dp_actor``; Ray's workers on this machine inherit ``HPO_GATE``, others take
+``+ray_init.runtime_env.env_vars.HPO_GATE=...``. Without it the gate is PPO's clip as the configuration has it.
+Shapes: ``B`` rows of a micro-batch, ``L`` tokens each.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from .. import aggregation, gates
+from ..batch import PackedBatch
+from ..checks import check
+from ..gates import RatioGate
+from ..losses import policy_loss
+from .micro_batch import check_gate, fractions, padded_rows
+from .named import told_gate
+
+__all__ = ["compute_policy_loss", "install"]
+
+# verl-agent's own values; a field that holds them counts as not set.
+_UNSET = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
+
+
+def compute_policy_loss(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    cliprange: float | None = None,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    clip_ratio_c: float = 3.0,
+    loss_agg_mode: str = "token-mean",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What verl-agent's actor calls: all ``[B, L]``. Loss, clip fraction, KL and dual clip fraction; means of the
+    micro-batch, which the actor divides by their number.
+
+    Raises:
+        ValueError: a bound that the gate of ``HPO_GATE`` would silence; a gate that needs what verl-agent does not
+            tell.
+    """
+    told = told_gate()
+    if told is None:
+        low, high = (cliprange if bound is None else bound for bound in (cliprange_low, cliprange_high))
+        check(low is not None and high is not None, "cliprange: expected a bound, got None")
+        assert low is not None and high is not None
+        gate = gates.ppo_clip(low, high, ratio_dual=clip_ratio_c)
+    else:
+        gate = told
+        _refuse(gate, cliprange, cliprange_low, cliprange_high, clip_ratio_c)
+    check_gate(gate, "verl-agent")
+    check(
+        not gate.needs_rollout,
+        "gate: {!r} corrects what sampler and old policy differ by, and verl-agent tells its loss no sampler; take the "
+        "gate that it corrects",
+        gate.name,
+    )
+    batch = padded_rows(response_mask, gate)
+    out = policy_loss(
+        log_prob.float(),
+        old_log_prob.float(),
+        advantages.float(),
+        batch,
+        gate,
+        weights=_weights(loss_agg_mode, batch, response_mask.shape[-1]),
+        advantage_level="token",
+    )
+    seen = fractions(out.metrics, gate)
+    clipped, kl, dual = torch.tensor([seen[name] for name in ("clipped", "kl", "dual_clipped")], device="cpu").unbind()
+    return out.loss, clipped, kl, dual
+
+
+def _weights(mode: str, batch: PackedBatch, length: int) -> torch.Tensor:
+    """verl-agent counts rows without tokens, too."""
+    if mode == "token-mean":
+        return aggregation.token_mean(batch, total=batch.row_counts.sum(), ranks=1)
+    if mode == "seq-mean-token-sum":
+        return aggregation.seq_mean_token_sum(batch, total=batch.rows, ranks=1)
+    if mode == "seq-mean-token-mean":
+        return aggregation.seq_mean_token_mean(batch, total=batch.rows, ranks=1)
+    check(mode == "seq-mean-token-sum-norm", "loss_agg_mode: expected one of verl-agent's four, got {!r}", mode)
+    return aggregation.fixed_length(batch, length, total=1, ranks=1)
+
+
+def _refuse(gate: RatioGate, *bounds: float | None) -> None:
+    """A bound that is set and would have no effect."""
+    for (name, unset), value in zip(_UNSET.items(), bounds, strict=True):
+        check(
+            value is None or value == unset,
+            "{}: the gate {!r} does not read it; got {}, leave it at verl-agent's {} or take HPO_GATE away",
+            name,
+            gate.name,
+            value,
+            unset,
+        )
+
+
+def install() -> None:
+    """Replaces the loss in this process; for ``policy_loss.loss_mode=vanilla``, which is verl-agent's default."""
+    told = told_gate()
+    if told is not None:
+        check_gate(told, "verl-agent")
+    actor = importlib.import_module("verl.workers.actor.dp_actor")
+    setattr(actor, "compute_policy_loss", compute_policy_loss)  # noqa: B010

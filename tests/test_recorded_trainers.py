@@ -1,4 +1,4 @@
-"""The integrations of trainers that no package index has, on tensors as the trainer hands them over, against formulas
+"""The integrations of further trainers, which no package index has, on tensors as the trainer hands them over, against formulas
 of its own loss that were read at the commit named with each."""
 
 from types import SimpleNamespace

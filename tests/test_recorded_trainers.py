@@ -1,5 +1,5 @@
-"""The integrations of further trainers, which no package index has, on tensors as the trainer hands them over, against formulas
-of its own loss that were read at the commit named with each."""
+"""Integrations of trainers that no package index has, or that are a service, on tensors as they hand them over, against
+formulas of their own losses that were read at the commit named with each."""
 
 from types import SimpleNamespace
 from typing import NamedTuple

@@ -6,7 +6,8 @@
 //   HPO_SHARED(float, partial, [WARPS]);        HPO_SHARED(bool, last, );
 //   HPO_DYN_SHARED(float, tile);                HPO_DYN_SHARED_AT(int, counts, byte_offset);
 //
-// hpo::fast_exp2(x) is a GPU instruction for which CUDA has no function.
+// hpo::fast_exp2(x) is a GPU instruction for which CUDA has no function, and hpo::load_relaxed(address) a load of a word that
+// other blocks change by atomic operations meanwhile: it returns one of its values, and orders nothing.
 //
 // The emulation checks the bounds of shared arrays, so they are indexed, not decayed: `&tile[i]` is a plain pointer to one
 // element, HPO_SHARED_POINTER(float) is the parameter type of a device function for a shared array. `tile + n` works for
@@ -50,6 +51,11 @@ __device__ __forceinline__ float fast_exp2(float x) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
   return power;
+}
+
+template <class T>
+__device__ __forceinline__ T load_relaxed(const T* address) {
+  return *const_cast<const volatile T*>(address);  // PTX: a volatile load is a relaxed one
 }
 
 }  // namespace hpo

@@ -11,6 +11,36 @@ extern "C" const char* hpo_description() {
 }
 
 PYBIND11_MODULE(HPO_MODULE, m) {
-  hpo::bindings::bind(m);
+  using namespace hpo::bindings;
+  using namespace hpo;
+  bind(m);
+  m.def("loss_from_logits_blocks", [](int64_t rows, int64_t columns, int type) {
+    LogprobsArgs args{};
+    args.rows = rows;
+    args.columns = columns;
+    args.type = hpo::LogitType(type);
+    return hpo_loss_from_logits_blocks(&args);
+  });
+  // Whether it was launched: not where the rows are too long for the cache. levels: None where the gate has no term.
+  m.def("loss_from_logits", [](std::array<int64_t, 4> shape, std::array<int64_t, 3> layout, Address logits, int type,
+                               Address targets, Address temperatures, double temperature, int64_t ignore_index, Address floors,
+                               const PolicyLossSpec& spec, const Hierarchy* levels, int64_t tokens, int64_t rows,
+                               const py::tuple& inputs, Address logp, Address entropy, Address grad, int64_t grad_outer_stride,
+                               int64_t grad_inner_stride, int64_t context) {
+    LogprobsBackwardArgs of_logits{};
+    of_logits.given = make_logprobs(shape, layout, logits, type, targets, temperatures, temperature, ignore_index, floors);
+    of_logits.given.kept = 3;
+    of_logits.given.logp = pointer<float>(logp);
+    of_logits.given.entropy = pointer<float>(entropy);
+    of_logits.grad = pointer<void>(grad);
+    of_logits.grad_outer_stride = grad_outer_stride;
+    of_logits.grad_inner_stride = grad_inner_stride;
+    const int64_t blocks = hpo_loss_from_logits_blocks(&of_logits.given);
+    if (blocks == 0) return false;
+    const Offsets offsets = offsets_of(inputs, rows);
+    const PolicyLossArgs args = make_args(tokens, rows, inputs, offsets, {});
+    run([&] { return hpo_loss_from_logits(&of_logits, &args, &spec.structure, &spec.numbers, levels, blocks, context); });
+    return true;
+  });
   m.def("launches", &hpo::LaunchCounter::all, "Kernel launches so far, by kernel name.");
 }

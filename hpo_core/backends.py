@@ -26,7 +26,7 @@ from .native import Native
 
 __all__ = ["Availability", "backends", "choice", "is_reference", "resolve"]
 
-OPS = ("segments", "advantages", "entropy", "scopes", "gates", "corrections", "logprobs")
+OPS = ("segments", "advantages", "entropy", "scopes", "gates", "corrections", "logprobs", "loss_from_logits")
 
 # The backends of CUDA tensors without a request, in order of preference. The order of an entry changes only with a
 # measured figure in docs/; cuda comes first because it shares its arithmetic with the CPU backend and has no first-call

@@ -223,8 +223,10 @@ class _Call(NamedTuple):
 
     def placed(self, result: torch.Tensor) -> torch.Tensor:
         """The result at its tokens. The last row of logits predicts no token: its 0 becomes the first token's."""
-        if self.is_shifted:
-            result = result.roll(1)
+        return self.marked(result.roll(1) if self.is_shifted else result)
+
+    def marked(self, result: torch.Tensor) -> torch.Tensor:
+        """The result with NaN at tokens that count and have no logits."""
         if self.unpredicted is not None and result.is_floating_point():
             result = torch.where(self.unpredicted, torch.nan, result)
         return result

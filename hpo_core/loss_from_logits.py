@@ -19,7 +19,7 @@ from .metrics import Metrics, observed
 from .ops.gates import hands_on
 from .ops.logprobs import readable
 from .prepared import PolicyLossOptions, prepare
-from .specs import LogitRows, PolicyLossInputs
+from .specs import LogitRows, PolicyLossInputs, PolicyLossSpec
 from .support import LOGITS
 
 if TYPE_CHECKING:
@@ -57,12 +57,13 @@ def policy_loss_from_logits(
     inplace_gradient: bool = False,
     **options: Unpack[PolicyLossOptions],
 ) -> PolicyLossFromLogits:
-    """:func:`policy_loss` of :func:`token_logprobs`, in one call that reads the logits from memory once on the CPU.
+    """:func:`policy_loss` of :func:`token_logprobs`, in one call that reads the logits from memory once.
 
     ``loss(logp(logits))`` and its gradient equal those of the two calls, to the bit. Under a gate on tokens the
     gradient of a token's logits depends on no other token: so the call computes it while these logits are in the cache,
-    some megabytes at a time. The backward multiplies it by the incoming gradient unless that is 1. On a GPU the call
-    reads the logits twice, once for the loss and once for their gradient.
+    on the CPU some megabytes at a time, on a GPU some rows. The backward multiplies it by the incoming gradient unless
+    that is 1. A GPU reads the logits a second time where its L2 cache holds too few rows to keep half of its
+    multiprocessors busy (the backend triton: all of them).
 
     Args:
         logits: ``[T, V]`` (or ``[B, L, V]``) float32, bfloat16 or float16, as a model returns them for the batch's
@@ -109,27 +110,16 @@ def policy_loss_from_logits(
     )
     call = checked_call(logits, targets, temperature, _NONE, batch, None, None, None, inplace_gradient, backend)
     rows = readable(call.rows._replace(logits=logits.detach()))
-    shape, total = targets.shape, targets.numel()
-    logp = torch.zeros(total + 1, dtype=torch.float32, device=logits.device)  # the last logits predict no token
-    entropy = torch.zeros_like(logp)
-    inputs, spec, *_ = _prepared(logp[:total].view(shape), old_logp, advantages, batch, gate, options)
+    unknown = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+    inputs, spec, *_ = _prepared(unknown, old_logp, advantages, batch, gate, options)
     run, kernels = resolve("gates", logits, backend).policy_loss, resolve("logprobs", logits, backend)
 
-    grad = None
+    grad = found = None
     if logits.requires_grad and torch.is_grad_enabled():
         grad = rows.logits if inplace_gradient else kernels.uninitialised(logits.shape, logits.dtype, logits.device)
-    for index, begin, end in _chunks(rows.logits):
-        part = _part(rows, index)
-        tokens = slice(begin + 1, end + 1)  # that these rows of logits predict
-        part_logp, part_entropy, statistics = kernels.token_logprobs(part, 3)
-        logp[tokens], entropy[tokens] = part_logp.view(-1), part_entropy.view(-1)
-        if grad is not None:
-            of_logp = torch.zeros(end - begin, dtype=torch.float32, device=logits.device)
-            known = _of_tokens(inputs._replace(logp=logp[:total]), tokens.start, min(tokens.stop, total))
-            of_logp[: known.logp.numel()] = run(known, spec, True, False)[2]
-            into = part.logits if inplace_gradient else grad[index]
-            kernels.token_logprobs_backward(part, statistics, of_logp.view(part.targets.shape), None, into)
-    logp, entropy = (call.placed(each.roll(-1)[:total].view(shape)) for each in (logp, entropy))
+        found = resolve("loss_from_logits", logits, backend).loss_from_logits(rows, inputs, spec, grad)
+    found = found or _in_chunks(rows, inputs, spec, run, kernels, grad)
+    logp, entropy = (call.marked(each.view(targets.shape)) for each in found)
     if inputs.entropy is None:
         inputs = inputs._replace(entropy=entropy)
     loss, vector, *_ = run(inputs._replace(logp=logp), spec, False, False)
@@ -164,6 +154,28 @@ def _prepared(
         "none" if gate is None else gate.name,
     )
     return prepared
+
+
+def _in_chunks(
+    rows: LogitRows, inputs: PolicyLossInputs, spec: PolicyLossSpec, run: Any, kernels: Any, grad: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies of all tokens, and ``grad``, by the kernels of :func:`token_logprobs` and of the
+    loss: a chunk of rows goes through all of them before the next one."""
+    total, device = rows.targets.numel(), rows.logits.device
+    logp = torch.zeros(total + 1, dtype=torch.float32, device=device)  # the last logits predict no token
+    entropy = torch.zeros_like(logp)
+    for index, begin, end in _chunks(rows.logits):
+        part = _part(rows, index)
+        tokens = slice(begin + 1, end + 1)  # that these rows of logits predict
+        part_logp, part_entropy, statistics = kernels.token_logprobs(part, 3)
+        logp[tokens], entropy[tokens] = part_logp.view(-1), part_entropy.view(-1)
+        if grad is not None:
+            of_logp = torch.zeros(end - begin, dtype=torch.float32, device=device)
+            known = _of_tokens(inputs._replace(logp=logp[:total]), tokens.start, min(tokens.stop, total))
+            of_logp[: known.logp.numel()] = run(known, spec, True, False)[2]
+            into = part.logits if grad is rows.logits else grad[index]
+            kernels.token_logprobs_backward(part, statistics, of_logp.view(part.targets.shape), None, into)
+    return logp[:total], entropy[:total]
 
 
 def _chunks(logits: torch.Tensor) -> Iterator[tuple[Any, int, int]]:

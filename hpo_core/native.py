@@ -74,6 +74,7 @@ class Native:
         self._on_cuda = on_cuda
         self._scratch = _Scratch()
         self._widen = getattr(module, "widen", None)  # the CPU's, whose products multiply float32 only
+        self._loss_from_logits = getattr(module, "loss_from_logits", None)  # that of CUDA
         # empty_like is the quickest way to a tensor; these are its patterns on the CPU, whatever the defaults are when
         # a process calls for the first time.
         self._loss = torch.empty((), dtype=torch.float32, device="cpu")
@@ -83,13 +84,12 @@ class Native:
             for make in (self._make_spec, self._make_levels, self._make_groups)
         )
 
-    def _call(self, function: Any, tensor: torch.Tensor, *arguments: Any) -> None:
+    def _call(self, function: Any, tensor: torch.Tensor, *arguments: Any) -> Any:
         """``function(*arguments, context)``: the context is the CUDA stream, or the number of threads on the CPU."""
         if self._on_cuda:
             with torch.cuda.device(tensor.device):
-                function(*arguments, torch.cuda.current_stream().cuda_stream)
-        else:
-            function(*arguments, 1 if _forked else torch.get_num_threads())
+                return function(*arguments, torch.cuda.current_stream().cuda_stream)
+        return function(*arguments, 1 if _forked else torch.get_num_threads())
 
     def _workspace(self, size: int, like: torch.Tensor) -> torch.Tensor:
         if not self._on_cuda:
@@ -400,6 +400,28 @@ class Native:
             outer_stride, inner_stride,
         )  # fmt: skip
         return grad
+
+    def loss_from_logits(
+        self, rows: LogitRows, inputs: PolicyLossInputs, spec: PolicyLossSpec, into: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Log-probabilities and entropies ``[T]`` of the tokens that rows of logits predict, each row the next one, and
+        the gradient of the loss under a gate on tokens ``into`` the logits or a contiguous tensor; ``inputs.logp`` is
+        not read. None, and nothing is computed, where one launch cannot do this or is not the quicker way."""
+        if self._loss_from_logits is None or rows.floors is not None:
+            return None
+        logits, call = _logits(rows)
+        inner, *strides = call[1]
+        if into is not logits:
+            strides = [inner * logits.shape[-1], logits.shape[-1]]
+        tokens = rows.targets.numel()
+        logp = torch.empty(tokens, dtype=torch.float32, device=logits.device)
+        entropy = torch.empty_like(logp)
+        levels = self._levels(spec) if spec.is_hierarchical else None
+        done = self._call(
+            self._loss_from_logits, logits, *call, self._spec(spec), levels, tokens, inputs.weights.numel(), inputs,
+            logp, entropy, into, *strides,
+        )  # fmt: skip
+        return (logp, entropy) if done else None
 
 
 def _logits(rows: LogitRows) -> tuple[torch.Tensor, tuple[Any, ...]]:

@@ -22,7 +22,7 @@ EVERY_MODULE = tuple(sorted(path.stem.removeprefix("test_") for path in Path(__f
 
 LOSS = (
     *("promises", "gates", "gate_paths", "hierarchy", "presets", "terms", "stages", "metrics", "corrections"),
-    "selection",
+    *("selection", "loss_from_logits"),
 )
 ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators", "schedules")
 ENTROPY = ("entropy", "entropy_selection", "select_top", "window_aggregates")
@@ -30,7 +30,10 @@ SCOPES = ("scopes", "scopes_over_ranks")
 PRESETS = ("selection", "entropy_presets", "entropy_shaping", "entropy_thresholds", "entropy_reconstructed",
            "entropy_properties", "entropy_sources", "entropy_over_ranks")  # fmt: skip
 SEGMENTS = ("segments", "token_estimators")
-LOGPROBS = ("logprobs", "logprobs_calls", "support", "linear_logprobs", "vocabulary_parallel", "logprobs_peers")
+LOGPROBS = (
+    *("logprobs", "logprobs_calls", "support", "linear_logprobs", "vocabulary_parallel", "logprobs_peers"),
+    "loss_from_logits",
+)
 OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SCOPES, *SEGMENTS, *LOGPROBS)
 MULTIPROCESS = (
     *("distributed", "segment_exchange", "aggregates", "advantages_over_ranks", "data_parallel", "deepspeed"),
@@ -69,14 +72,15 @@ def kernels(names: str, modules: tuple[str, ...]) -> list[Rule]:
 
 
 RULES = [
-    *kernels("gates hierarchy corrections levels leaves sums terms tokens gated_levels metrics", LOSS),
+    *kernels("gates hierarchy hierarchy_tokens corrections levels leaves sums terms tokens gated_levels metrics", LOSS),
     *kernels("advantages groups units", ADVANTAGES),
     *kernels("entropy windows", ENTROPY),
     *kernels("scopes bins", (*ENTROPY, *SCOPES)),
     Rule(("csrc/cpu/order_keys.h", "csrc/include/hpo/entropy.h"), (*ENTROPY, *SCOPES), ("cpu", "cuda_emulated")),
     Rule(("kernels/hpo_triton/entropy.py",), SCOPES, ("triton",)),
     *kernels("segments", SEGMENTS),
-    *kernels("logprobs logits", LOGPROBS),
+    *kernels("logprobs logits logits_rows", LOGPROBS),
+    *kernels("loss_from_logits", ("loss_from_logits",)),
     Rule(("csrc/cpu/denormals.h",), (*OPERATORS, "ambient_defaults")),
     Rule(("csrc/cpu/lanes.h", "csrc/cpu/parallel.h", "csrc/cpu/rows.h"), OPERATORS),
     Rule(("csrc/cpu/dispatch.cpp", "csrc/cpu/kernels.h", "csrc/bindings_cpu.cpp"), (*OPERATORS, "isas", "backends")),

@@ -34,6 +34,8 @@ class Loop(NamedTuple):
     loads: int  # of 128 bits
     stores: int
     exponentials: int
+    evicted_first: int  # of the loads and stores
+    last_load: int  # the place of the last one of 128 bits among the instructions
 
 
 class Kernel(NamedTuple):
@@ -44,6 +46,7 @@ class Kernel(NamedTuple):
     shared: int  # bytes, static
     wide_loads: int | None  # 128-bit loads in the code; None: no disassembler here
     loop: Loop | None = None
+    writing: Loop | None = None  # the shortest one that also has 128-bit stores, where it is another
 
 
 def find_nvcc() -> str | None:
@@ -88,16 +91,18 @@ def table(kernels: list[Kernel], release: str) -> str:
         "|---|---|---|---|---|---|",
     ]
     for k in kernels:
-        if k.loop and k.name.startswith(LOGIT_KERNELS):
-            of_logit = k.loop.instructions / k.loop.loads / logits_of(k)
-            rows.append(
-                f"| `{k.name}` | {k.loop.instructions} | {of_logit:.1f} | {k.loop.loads} | {k.loop.stores} | "
-                f"{k.loop.exponentials} |"
-            )
+        if k.name.startswith(LOGIT_KERNELS):
+            for name, loop in ((k.name, k.loop), (f"{k.name}, gradient", k.writing)):
+                if loop:
+                    of_logit = loop.instructions / loop.loads / logits_of(k)
+                    rows.append(
+                        f"| `{name}` | {loop.instructions} | {of_logit:.1f} | {loop.loads} | {loop.stores} | "
+                        f"{loop.exponentials} |"
+                    )
     return "\n".join(rows) + "\n"
 
 
-LOGIT_KERNELS = ("sum_rows", "differentiate_rows")
+LOGIT_KERNELS = ("sum_rows", "differentiate_rows", "differentiate_loss")
 
 
 def logits_of(kernel: Kernel) -> int:
@@ -131,8 +136,8 @@ def _parse(log: str, code: dict[str, list[str]] | None) -> list[Kernel]:
                 spilled,
                 number(r"(\d+) bytes stack frame"),
                 number(r"(\d+) bytes smem"),
-                None if code is None else sum("LDG.E.128" in line for line in code[symbol]),
-                None if code is None else _loop(code[symbol]),
+                None if code is None else sum(_is_wide("LDG", line) for line in code[symbol]),
+                *((None, None) if code is None else _loops(code[symbol])),
             )
         )
     return kernels
@@ -165,16 +170,25 @@ def _disassembled(cubin: Path) -> dict[str, list[str]] | None:
     return lines
 
 
-def _loop(lines: list[str]) -> Loop | None:
+def _is_wide(operation: str, line: str) -> bool:
+    """Whether a load or store is of 128 bits; EF: evicted first."""
+    return re.search(rf"{operation}\.E(\.EF)?\.128", line) is not None
+
+
+def _loops(lines: list[str]) -> tuple[Loop | None, Loop | None]:
     labels = {line.rstrip(": \t"): at for at, line in enumerate(lines) if line.startswith(".L_")}
     found = []
     for end, line in enumerate(lines):
         branch = re.search(r"(?:BRA|CALL)\S* .*`\((\.L_\w+)\)", line)
         if branch and labels.get(branch[1], end) < end:
             body = [each for each in lines[labels[branch[1]] : end + 1] if re.match(r"\s+/\*[0-9a-f]{4,}\*/", each)]
-            counts = (sum(name in each for each in body) for name in ("LDG.E.128", "STG.E.128", "MUFU.EX2"))
-            found.append(Loop(len(body), *counts))
-    return min((loop for loop in found if loop.loads), default=None)
+            wide = (sum(_is_wide(name, each) for each in body) for name in ("LDG", "STG"))
+            others = (sum(name in each for each in body) for name in ("MUFU.EX2", ".EF.128"))
+            last = max((at for at, each in enumerate(body) if _is_wide("LDG", each)), default=-1)
+            found.append(Loop(len(body), *wide, *others, last))
+    first = min((loop for loop in found if loop.loads), default=None)
+    writing = min((loop for loop in found if loop.loads and loop.stores), default=None)
+    return first, None if writing == first else writing
 
 
 def _find_nvdisasm() -> str | None:
@@ -197,7 +211,7 @@ SLACK = 4  # registers that come and go with any edit
 # Kernels that read every token or score must read 16 bytes at once to use the bandwidth.
 WIDE = {
     "sweep", "sum_tiles<4>", "prepare_leaves", "sweep_leaves", "deliver_gradient", "correct_tokens",
-    "count_top", "count_middle", "count_low", "count_rows", "sum_rows", "differentiate_rows",
+    "select_top", "count_rows", "sum_rows", "differentiate_rows", "differentiate_loss",
 }  # fmt: skip
 
 # The limit of instructions per aligned logit. An SM of an H100 issues 4 per cycle and gets 13 bytes from memory, so a
@@ -227,7 +241,10 @@ def kernels_of(source: Path, target: int = 90) -> list[Kernel]:
     assert NVCC is not None
     nvcc, path = NVCC, CACHE / f"{source.stem}-sm_{target}.json"
     kernels = [Kernel(*kernel) for kernel in kept(path, fingerprint(), lambda: compile_kernels(nvcc, source, target))]
-    return [kernel._replace(loop=kernel.loop and Loop(*kernel.loop)) for kernel in kernels]
+    return [
+        kernel._replace(loop=kernel.loop and Loop(*kernel.loop), writing=kernel.writing and Loop(*kernel.writing))
+        for kernel in kernels
+    ]
 
 
 @pytest.fixture
@@ -294,15 +311,24 @@ def test_instructions_per_logit(target):
     if _find_nvdisasm() is None:
         pytest.skip("no nvdisasm: neither CUDA's nor the one in Triton's wheel")
     kernels = kernels_of(ROOT / "csrc/cuda/logprobs.cu", target)
-    assert len(kernels) == 21
-    for kernel in kernels:
-        loop, sums = kernel.loop, kernel.name.startswith("sum_rows")
+    fused = kernels_of(ROOT / "csrc/cuda/loss_from_logits.cu", target)
+    assert len(kernels) == 21 and len(fused) == 6
+    loops = [(kernel, kernel.name.partition("<")[0], kernel.loop) for kernel in kernels]
+    loops += [(kernel, "sum_rows", kernel.loop) for kernel in fused]
+    loops += [(kernel, "differentiate_rows", kernel.writing) for kernel in fused]
+    for kernel, kind, loop in loops:
         logits = loop.loads * logits_of(kernel)
         bits = 128 // logits_of(kernel)
-        allowed = SLOTS.get((kernel.name, bits)) or SLOTS[kernel.name.partition("<")[0], bits]
+        allowed = SLOTS.get((kernel.name, bits)) or SLOTS[kind, bits]
         assert loop.instructions / logits <= allowed, kernel
+        sums = kind == "sum_rows"
         assert loop.stores == (0 if sums else loop.loads)
         assert loop.exponentials == (logits + 1 if sums else 0 if "Float32" in kernel.name else logits), kernel
+        # The second reading of a row and its gradient leave the cache to the rows that are still read.
+        again = kernel in fused and not sums
+        assert loop.evicted_first == (loop.loads + loop.stores if again else 0), kernel
+        # A step is loaded while the one before it is computed, so that few blocks keep memory busy.
+        assert kernel not in fused or loop.last_load < loop.instructions / 3, kernel
 
 
 if __name__ == "__main__":

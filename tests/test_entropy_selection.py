@@ -13,7 +13,7 @@ from breadth import at_length, at_most, few  # noqa: F401 (the first is a fixtur
 
 import hpo_core as hpo
 from hpo_core import ops, testing
-from hpo_core.entropy import forking_tokens, quantiles, top_k
+from hpo_core.entropy import ares, forking_tokens, quantiles, top_k
 from hpo_core.reference.entropy import order_statistic as reference_order_statistic
 from hpo_core.reference.entropy import select as reference_select
 from hpo_core.reference.entropy import window_score
@@ -301,3 +301,14 @@ def test_a_sample_of_a_scope_that_misleads(backend, planted):
         assert torch.equal(quantiles(given, batch, q, backend=backend).cpu(), expected[:, index])
         chosen = top_k(given, batch, length - index, backend=backend).cpu().reshape(rows, length)
         assert torch.equal(chosen, values >= expected[:, index, None])
+
+
+@pytest.mark.parametrize("window", [forking_tokens(), ares()], ids=lambda window: window.name)
+def test_window_threshold_and_mask_are_two_launches_on_cuda(window):
+    module = pytest.importorskip("hpo_core._cuda_emulated")
+    values, batch = torch.rand(300), hpo.PackedBatch.from_lengths([100] * 3)
+    before = module.launches()
+    window.fit_apply(values, batch, backend="cuda_emulated")
+    after = module.launches()
+    launched = {kernel: number - before.get(kernel, 0) for kernel, number in after.items()}
+    assert {kernel: number for kernel, number in launched.items() if number} == {"score_windows": 1, "select_top": 1}

@@ -335,4 +335,4 @@ def test_launches_of_the_single_call(of_steps):
         ).loss.backward()  # fmt: skip
 
     launched = launches_on_cuda(call)
-    assert sum(launched.values()) == (10 if of_steps else 8)
+    assert sum(launched.values()) == (8 if of_steps else 6)

@@ -1,14 +1,19 @@
 """policy_loss_from_logits: the two calls, to the bit, with the gradient of the logits made while they are at hand."""
 
+import importlib
 import math
 
 import pytest
 import torch
 from breadth import is_interpreted
+from catalogue import CATALOGUE, FIRSTS, Example
 from conftest import NATIVE
 
 import hpo_core as hpo
 from hpo_core import gates, loss_from_logits
+from hpo_core.backends import resolve
+from hpo_core.gates import Channel
+from hpo_core.specs import LogitRows, LogitType
 
 native = pytest.mark.parametrize("backend", NATIVE)
 V = 37
@@ -32,7 +37,8 @@ def data(dtype=torch.float32, seed=0):
 
 def two_calls(logits, targets, old, advantages, batch, gate, **options):
     logp, entropy = hpo.token_logprobs(logits, targets, 0.7, batch=batch, backend=options.get("backend"))
-    out = hpo.policy_loss(logp, old, advantages, batch, gate, entropy=entropy.detach(), **options)
+    options = {"entropy": entropy.detach()} | options
+    out = hpo.policy_loss(logp, old, advantages, batch, gate, **options)
     return out.loss, out.metrics, logp, entropy
 
 
@@ -47,6 +53,12 @@ def both(logits, *given, factor=1.0, inplace=False, **options):
         (loss * factor).backward()
         results.append((loss.detach(), metrics.vector, logp.detach(), entropy.detach(), leaf.grad))
     return results
+
+
+def are_same(one, two):
+    """To the bit: +0 and -0 differ, a NaN equals itself."""
+    bits = [[each.contiguous().reshape(-1).view(torch.uint8) for each in tensors] for tensors in (one, two)]
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(*bits, strict=True))
 
 
 GATES = {
@@ -85,16 +97,240 @@ def test_one_call_is_two(name, backend, monkeypatch):
         options["selection"] = hpo.entropy.Selection(kl_weight=torch.rand(old.shape, generator=draw))
     for inplace in (False, True):
         one, two = both(logits, targets, old, advantages, batch, gate, inplace=inplace, backend=backend, **options)
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, two, strict=True))
+        assert are_same(one, two)
         read = batch.mask.roll(-1)
         assert one[-1][read].any() and (one[-1][~read] == 0).all()
+
+
+# ---------------------------------------------------------------------------------------------- read once on a GPU
+
+
+def is_on_tokens(gate):
+    alone = all(each.unit is None and each.channel is Channel.DISCREPANCY for each in gate.corrections)
+    return alone and not gate.levels and gate.channel is not Channel.TOTAL
+
+
+ON_TOKENS = {name: gate for name, gate in CATALOGUE.items() if is_on_tokens(gate)}
+CALLS = ("needed", "everything", "paying")
+
+
+def from_logits(example, dtype, spread=1.0):
+    """Logits and targets of an example, whose other log-probabilities keep their distance from the policy's."""
+    draw, tokens = torch.Generator().manual_seed(7), example.logp.numel()
+    logits = (spread * torch.randn(tokens, V, generator=draw)).to(dtype)
+    targets = torch.randint(0, V, (tokens,), generator=draw)
+    logp = torch.log_softmax(logits.float() / 0.7, -1).roll(1, 0).gather(-1, targets[:, None]).squeeze(-1)
+    for name in ("old_logp", "rollout_logp", "ref_logp"):
+        setattr(example, name, getattr(example, name) + logp - example.logp)
+    example.batch = example.batch.without_first_tokens()
+    return logits, targets
+
+
+def launches(backend):
+    module = "hpo_core._triton.launch" if backend == "triton" else f"hpo_core._{backend}"
+    counted = importlib.import_module(module).launches
+    return dict(counted if backend == "triton" else counted())
+
+
+def launched(backend, call):
+    before = launches(backend)
+    result = call()
+    return result, {name: n - before.get(name, 0) for name, n in launches(backend).items() if n != before.get(name, 0)}
+
+
+METRICS = {
+    ("triton", False): {"_sweep": 1, "_finalise": 1},
+    ("cuda_emulated", False): {"prepare": 1, "sweep": 1},
+    ("triton", True): {"_check_leaves": 1, "_repair_leaves": 1, "_sum_leaves": 1, "_sweep_leaves": 1, "_finalise": 1},
+    ("cuda_emulated", True): {"prepare_leaves": 1, "sweep_leaves": 1},
+}
+ONCE = {"triton": "_differentiate_loss", "cuda_emulated": "differentiate_loss"}
+on_gpus = pytest.mark.parametrize("backend", [backend for backend in NATIVE if backend in ONCE])
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        pytest.param(backend, name, marks=[pytest.mark.long] if is_interpreted(backend) and name not in FIRSTS else [])
+        for backend in NATIVE
+        for name in ON_TOKENS
+    ],
+)
+def test_every_gate_on_tokens(name, backend):
+    """With few inputs, with all, and with a penalty of each token: every other time in place."""
+    gate, dtypes = ON_TOKENS[name], (torch.float32, torch.bfloat16, torch.float16)
+    for at, (call, dtype) in enumerate(zip(CALLS, dtypes, strict=True)):
+        if is_interpreted(backend) and at != len(name) % 3:
+            continue
+        example = Example(seed=at, lengths=(5, 0, 7, 1, 4))
+        logits, targets = from_logits(example, dtype)
+        given = example.needed(gate) if call == "needed" else getattr(example, call)(gate)
+        asked = example.call(gate, **given)
+        arguments = (targets, asked.old_logp, asked.advantages, asked.batch, gate)
+        one, two = both(logits, *arguments, inplace=at % 2 == 1, backend=backend, **asked.keywords)
+        assert are_same(one, two) and one[-1].any(), call
+
+
+@on_gpus
+@pytest.mark.parametrize("gate", [gates.dapo(), gates.sapo()], ids=["clip", "term"])
+def test_one_launch_reads_the_logits(gate, backend):
+    logits, *given = data()
+    leaf = logits.requires_grad_()
+
+    def call(leaf):
+        return hpo.policy_loss_from_logits(leaf, *given, gate, backend=backend)
+
+    out, counted = launched(backend, lambda: call(leaf))
+    assert counted == {ONCE[backend]: 1} | METRICS[backend, gate.spec().is_hierarchical]
+    _, counted = launched(backend, out.loss.backward)
+    assert counted == {}
+    _, counted = launched(backend, lambda: call(leaf.detach()))  # no gradient is wanted
+    assert ONCE[backend] not in counted
+
+
+@on_gpus
+@pytest.mark.parametrize(
+    ("dtype", "columns"),
+    [(torch.float32, 4096), (torch.float32, 12_288), (torch.float32, 12_300), (torch.float32, 12_301),
+     (torch.bfloat16, 24_576), (torch.float16, 16_392)],
+)  # fmt: skip
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rows_of_several_steps(inplace, dtype, columns, backend):
+    """A step of the CUDA kernel is 4,096 float32 or 8,192 others, and rows may end with one, or begin between words."""
+    draw = torch.Generator().manual_seed(columns)
+    logits, targets = (
+        torch.randn(4, columns, generator=draw).to(dtype),
+        torch.tensor([0, columns - 1, 7, 4100 % columns]),
+    )
+    batch = hpo.PackedBatch.from_lengths([4]).without_first_tokens()
+    call = (targets, None, torch.ones(1), batch, gates.ppo_clip())
+    (one, two), counted = launched(backend, lambda: both(logits, *call, inplace=inplace, backend=backend))
+    assert counted[ONCE[backend]] == 1
+    assert are_same(one, two) and (one[-1][:3] != 0).float().mean() > 0.5 and (one[-1][3] == 0).all()
+
+
+@on_gpus
+def test_rows_too_long_for_the_cache_are_read_twice(backend, monkeypatch):
+    """To the same bits. The emulated device has three processors and a cache of one megabyte."""
+    columns = 100_000
+    if backend == "triton":
+        monkeypatch.setattr(
+            f"hpo_core._triton.{loss_from_logits.__name__[9:]}.processors_and_cache", lambda _: (3, 4000)
+        )
+        columns = 500
+    draw = torch.Generator().manual_seed(1)
+    logits, targets = torch.randn(3, columns, generator=draw), torch.tensor([5, 7, columns - 1])
+    batch = hpo.PackedBatch.from_lengths([3]).without_first_tokens()
+    call = (targets, None, torch.ones(1), batch, gates.ppo_clip())
+    (one, two), counted = launched(backend, lambda: both(logits, *call, backend=backend))
+    assert ONCE[backend] not in counted
+    assert are_same(one, two) and one[-1].any()
+
+
+@on_gpus
+def test_rows_at_once_fit_the_cache(backend, monkeypatch):
+    """Three quarters of it; two blocks on each multiprocessor, or four programs of Triton's."""
+    kernels = resolve("loss_from_logits", torch.zeros(1), backend)
+    monkeypatch.setenv("HPO_EMULATION_PROCESSORS", "3")
+    if hasattr(kernels, "module"):
+        blocks, float32 = kernels.module.loss_from_logits_blocks, int(LogitType.FLOAT32)
+        assert [blocks(rows, 1000, float32) for rows in (1, 5, 6, 1000)] == [1, 5, 6, 6]
+        assert [blocks(1000, columns, float32) for columns in (39_000, 60_000, 90_000, 100_000)] == [5, 3, 2, 0]
+        assert blocks(1, 100_000, float32) == 1 and blocks(1, 200_000, float32) == 0
+        assert blocks(1000, 100_000, int(LogitType.BFLOAT16)) == 3
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "processors_and_cache", lambda _: (4, 160_000))
+        programs = lambda columns, rows: kernels._programs(torch.empty(1, columns), rows)  # noqa: E731
+        assert [programs(10, rows) for rows in (1, 15, 16, 1000)] == [1, 15, 16, 16]
+        assert [programs(columns, 1000) for columns in (3_000, 6_000, 7_500, 7_501)] == [10, 5, 4, 0]
+        assert programs(7_501, 3) == 3
+
+
+@native
+@pytest.mark.parametrize("inplace", [False, True])
+def test_logits_that_are_not_finite(inplace, backend):
+    """Undefined rows are NaN, and the others what they are without them."""
+    logits, *given = data()
+    mask = given[-1].mask
+    rows = mask.roll(-1).nonzero().flatten()
+    targets = given[0]
+    logits[rows[0], 3] = math.nan
+    logits[rows[1], 4] = math.inf
+    logits[rows[2]] = -math.inf
+    logits[rows[3], targets[rows[3] + 1]] = -math.inf
+    logits[rows[4], (targets[rows[4] + 1] + 1) % V] = -math.inf
+    one, two = both(logits, *given, gates.ppo_clip(), inplace=inplace, backend=backend)
+    assert are_same(one, two)
+    assert one[-1][rows[:3]].isnan().all() and not one[-1][rows[4:]].isnan().any()
+
+
+@native
+def test_padded_rows_and_a_temperature_of_each_token(backend):
+    """Rows of logits at strides of their own, a slice of a longer vocabulary; on-policy in place."""
+    draw = torch.Generator().manual_seed(11)
+    model, tokens = torch.randn(3, 6, V + 5, generator=draw), torch.randint(0, V, (3, 6), generator=draw)
+    mask = torch.rand(3, 6, generator=draw) < 0.7
+    mask[:, 0] = False
+    each = 0.5 + torch.rand(3, 6, generator=draw)
+    batch, advantages = hpo.PackedBatch.from_padded(mask), torch.randn(3, generator=draw)
+    for old in (-torch.rand(3, 6, generator=draw), None):
+        given, results = (old, advantages, batch, gates.dapo()), []
+        for fused in (True, False):
+            leaf = model.clone().requires_grad_()
+            if fused:
+                out = hpo.policy_loss_from_logits(
+                    (leaf * 1)[..., :V], tokens, *given, temperature=each, inplace_gradient=old is None, backend=backend
+                )
+                loss, logp = out.loss, out.logp
+            else:
+                logp, entropy = hpo.token_logprobs(leaf[..., :V], tokens, each, batch=batch, backend=backend)
+                loss = hpo.policy_loss(logp, *given, entropy=entropy.detach(), backend=backend).loss
+            loss.backward()
+            results.append((loss.detach(), logp.detach(), leaf.grad))
+        assert are_same(*results) and results[0][-1].any()
+
+
+@on_gpus
+@pytest.mark.parametrize(
+    "offsets",
+    [[0, 5, 5, 14, 17, 21], [0, 9, 5, 14, 17, 21], [-3, 5, 5, 14, 17, 21], [0, 5, 5, 14, 17, 40], [0, 0, 0, 0, 0, 0],
+     [9, 5, 30, -1, 4, 21]],
+)  # fmt: skip
+def test_offsets_are_data(offsets, backend):
+    """Whatever offsets are, a token has the row that the sweep of the loss finds; Triton's looks for it elsewhere."""
+    logits, targets, old, advantages, batch = data()
+    logits[logits.isnan()] = 0.0
+    targets = targets.clamp(max=V - 1).roll(-1)
+    targets[-1] = -100
+    zeros = torch.zeros(old.numel())
+    inputs, spec, *_ = loss_from_logits._prepared(zeros, old, advantages, batch, gates.dapo(), {"backend": backend})
+    inputs = inputs._replace(mask=None, cu_seqlens=torch.tensor(offsets))
+    rows = LogitRows(logits, targets, None, 0.7, -100, None, 0, V)
+    once, kernels, run = (
+        resolve("loss_from_logits", logits, backend).loss_from_logits,
+        resolve("logprobs", logits, backend),
+        resolve("gates", logits, backend).policy_loss,
+    )
+    into = torch.full_like(logits, math.nan)
+    logp, _ = once(rows, inputs, spec, into)
+    expected = torch.empty_like(logits)
+    logps, _, statistics = kernels.token_logprobs(rows, 3)
+    of_logp = run(inputs._replace(logp=logp), spec, True, False)[2].roll(-1)
+    kernels.token_logprobs_backward(rows, statistics, of_logp, None, expected)
+    assert torch.equal(logp, logps.roll(1))
+    assert torch.equal(into, expected) or (backend == "triton" and offsets != sorted(offsets))
+    assert torch.isfinite(into).all()
+
+
+# ------------------------------------------------------------------------------------------------------------ every way
 
 
 @native
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_types_and_an_incoming_gradient(dtype, backend):
     one, two = both(*data(dtype), gates.ppo_clip(), backend=backend)
-    assert one[-1].dtype == dtype and all(torch.equal(mine, theirs) for mine, theirs in zip(one, two, strict=True))
+    assert one[-1].dtype == dtype and are_same(one, two)
     one, two = both(*data(), gates.ppo_clip(), factor=3.0, backend=backend)
     assert torch.allclose(one[-1], two[-1], 1e-6, 0)
 
@@ -111,7 +347,7 @@ def test_padded_logits_on_policy_with_an_advantage_for_each_token(backend, monke
     advantages = torch.randn(3, 8, generator=draw)
     given = (tokens, None, advantages, batch, gates.reinforce())
     one, two = both(model, *given, advantage_level="token", backend=backend)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, two, strict=True))
+    assert are_same(one, two)
     plain = hpo.policy_loss_from_logits(model, *given, temperature=0.7, advantage_level="token", backend=backend)
     assert torch.equal(plain.loss, one[0]) and not plain.loss.requires_grad
 

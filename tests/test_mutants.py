@@ -276,12 +276,12 @@ MUTANTS = {
         "test_logprobs.test_layouts", {"layout": "slice of the vocabulary", "dtype": torch.bfloat16},
     ),
     "cuda: the greatest logit is summed": Mutant(
-        "cuda_emulated", "cuda/logprobs.cu",
+        "cuda_emulated", "cuda/logits_rows.cuh",
         "owns && rest[lane] == mine", "false",
         "test_logprobs.test_a_confident_token_keeps_its_gradient_and_its_entropy", {"margin": 20.0, "offset": 40.0},
     ),
     "cuda: sums stay relative to what was the greatest of them": Mutant(
-        "cuda_emulated", "cuda/logprobs.cu",
+        "cuda_emulated", "cuda/logits_rows.cuh",
         "sums_.others *= factor;", "",
         "test_logprobs.test_error_against_float64", {"name": "ascending", "temperature": 1.0, "dtype": torch.float32},
     ),
@@ -291,14 +291,29 @@ MUTANTS = {
         "test_logprobs.test_an_undefined_row_is_nan_and_alone", {"wrong": "nan"},
     ),
     "cuda: logits below the floor are summed": Mutant(
-        "cuda_emulated", "cuda/logprobs.cu",
+        "cuda_emulated", "cuda/logits_rows.cuh",
         "kFloored && x < floor_", "false",
         "test_logprobs.test_floors_and_squares_are_those_of_the_definition", {"dtype": torch.bfloat16},
     ),
     "cuda: gradients below the floor are not 0": Mutant(
-        "cuda_emulated", "cuda/logprobs.cu",
-        "x >= found.row.floor", "true",
+        "cuda_emulated", "cuda/logits_rows.cuh",
+        "!kFloored || x >= found.row.floor", "true",
         "test_logprobs.test_floors_and_squares_are_those_of_the_definition", {"dtype": torch.float16},
+    ),
+    "cuda: a row of logits has the derivative of the token before its own": Mutant(
+        "cuda_emulated", "cuda/loss_from_logits.cu",
+        "read_given(call.tokens.gate, token, given)", "read_given(call.tokens.gate, index, given)",
+        "test_loss_from_logits.test_every_gate_on_tokens", {"name": "preset: dapo"},
+    ),
+    "cuda: on-policy, the old log-probability is 0": Mutant(
+        "cuda_emulated", "cuda/loss_from_logits.cu",
+        "!call.gate.args.old_logp", "false",
+        "test_loss_from_logits.test_padded_rows_and_a_temperature_of_each_token", {},
+    ),
+    "cuda: more rows are read at once than the cache holds": Mutant(
+        "cuda_emulated", "cuda/loss_from_logits.cu",
+        "device.cache / 4 * 3", "device.cache",
+        "test_loss_from_logits.test_rows_at_once_fit_the_cache", {},
     ),
     "cpu: plain tiles ignore the mask": Mutant(
         "cpu", "cpu/gates_fast_path.h",
@@ -519,34 +534,39 @@ MUTANTS = {
         "test_advantages.test_mask_and_apply_mask_are_independent", {},
     ),
     "triton: the greatest logit is summed": Mutant(
-        "triton", "logprobs.py",
+        "triton", "logits_rows.py",
         'tl.argmax(kept, 0), float("-inf"), kept)', "tl.argmax(kept, 0), kept, kept)",
         "test_logprobs.test_a_confident_token_keeps_its_gradient_and_its_entropy", {"margin": 20.0, "offset": 40.0},
     ),
     "triton: sums stay relative to what was the greatest of them": Mutant(
-        "triton", "logprobs.py",
+        "triton", "logits_rows.py",
         "return Sums(origin, factor * sums.others,", "return Sums(origin, sums.others,",
         "test_logprobs.test_error_against_float64", {"name": "ascending", "temperature": 1.0, "dtype": torch.float32},
     ),
     "triton: the mean distance is that to the greatest of the others": Mutant(
-        "triton", "logprobs.py",
+        "triton", "logits_rows.py",
         "spread = below * row.exponent.inverse * others + factor", "spread = factor",
         "test_logprobs.test_worked_numbers", {},
     ),
     "triton: NaN is lost": Mutant(
-        "triton", "logprobs.py",
+        "triton", "logits_rows.py",
         "tl.minimum(kept, x, propagate_nan=tl.PropagateNan.ALL)", "tl.minimum(kept, x)",
         "test_logprobs.test_an_undefined_row_is_nan_and_alone", {"wrong": "nan"},
     ),
     "triton: what lies beyond a row is read": Mutant(
-        "triton", "logprobs.py",
+        "triton", "logits_rows.py",
         "tl.where(column < row.columns, x, float(\"-inf\"))", "x",
         "test_logprobs.test_worked_numbers", {},
     ),
     "triton: gradients below the floor are not 0": Mutant(
-        "triton", "logprobs.py",
+        "triton", "logits_rows.py",
         "here = here & (below == False)", "here = here",
         "test_logprobs.test_floors_and_squares_are_those_of_the_definition", {"dtype": torch.float16},
+    ),
+    "triton: a row of logits has the derivative of the token before its own": Mutant(
+        "triton", "loss_from_logits.py",
+        "at + 1 + tl.arange(0, 1)", "at + tl.arange(0, 1)",
+        "test_loss_from_logits.test_every_gate_on_tokens", {"name": "preset: dapo"},
     ),
 }  # fmt: skip
 

@@ -227,7 +227,7 @@ MUTANTS = {
     ),
     "results stand where their logits do": mutant(
         "logprobs.py",
-        "if self.is_shifted:", "if False:",
+        "result.roll(1) if self.is_shifted else result", "result",
         "test_logprobs_calls.test_a_padded_batch", function=hpo.token_logprobs, backend="cpu",
     ),
     "the values of a leaf become its gradient": mutant(

@@ -146,6 +146,10 @@ REGISTERS = {
     ("logprobs", "_backward"): 45,
     ("logprobs, all inputs", "_forward"): 128,  # of float32
     ("logprobs, all inputs", "_backward"): 50,
+    ("loss_from_logits", "_differentiate_loss"): 128,
+    ("loss_from_logits, all inputs", "_differentiate_loss"): 128,
+    ("loss_from_logits, term: LINEAR", "_differentiate_loss"): 128,
+    ("loss_from_logits, term: NEGATIVE_AWARE", "_differentiate_loss"): 128,
 }
 
 # 128-bit loads in a program's step on sm_90: for float tokens, one for each tensor that the path reads.
@@ -171,6 +175,8 @@ WIDE_LOADS = {
     ("logprobs", "_backward"): 2,
     ("logprobs, all inputs", "_forward"): 8,
     ("logprobs, all inputs", "_backward"): 4,
+    ("loss_from_logits", "_differentiate_loss"): 6,  # of both passes
+    ("loss_from_logits, all inputs", "_differentiate_loss"): 12,
 }
 
 
@@ -308,7 +314,7 @@ def test_every_structure_compiles_for_every_target_without_spilling(share, targe
 COUNT_COMPILATIONS = """
 import collections, itertools, json, math
 import torch
-from hpo_core._triton import advantages, compile, corrections, entropy, gates, logprobs, segments
+from hpo_core._triton import advantages, compile, corrections, entropy, gates, logprobs, loss_from_logits, segments
 from hpo_core.specs import *
 
 def row_values(rows, dtype=torch.float32):
@@ -353,6 +359,9 @@ def sweep():
             every = LogitRows(logits, targets, None, temperature, ignored, None, 0, vocabulary)
             statistics = logprobs.token_logprobs(every, 3)[2]
             logprobs.token_logprobs_backward(every, statistics, batch.weights, batch.weights, None)
+            values = batch.weights
+            of_rows = batch._replace(logp=values, old_logp=values, mask=row_values(rows, torch.bool))
+            loss_from_logits.loss_from_logits(every, of_rows, clip, logits)
 
 SIZES = [(0, 0), (0, 1), (1, 1), (15, 2), (16, 16), (1024, 17), (4097, 4096), (2**33, 2**20)]
 asked = []  # one entry per launch, because no kernel is ever compiled
@@ -397,5 +406,6 @@ def test_sizes_and_numbers_never_compile_again():
         "_scan_rows": 1,
         "_forward": 2,  # rows that begin where 128 bits can be loaded, and others
         "_backward": 2,
+        "_differentiate_loss": 2,
     }
     assert all(launches[kernel] >= 3 * count for kernel, count in kernels.items())

@@ -265,6 +265,9 @@ def test_evaluation_equals_trl(tmp_path):
 # --------------------------------------------------------------------------------------- gate=, advantage=, window=
 
 
+FIBER_LEVELS = [level.unit.name.lower() for level in hpo.gates.fiberpo().levels]
+
+
 def test_a_gate_on_several_levels_trains(tmp_path):
     """On-policy every gate with slope 1 at 0 gives the same gradient, to the bit; off-policy FiberPO has its own."""
     for steps, same in ((1, True), (4, False)):
@@ -274,6 +277,35 @@ def test_a_gate_on_several_levels_trains(tmp_path):
         ]
         assert torch.equal(results[0].parameters, results[1].parameters) == same
         assert all(math.isfinite(entry["loss"]) for entry in results[0].logs if "loss" in entry)
+        levels = {unit: f"hpo_core/{unit}/clip_fraction" for unit in ("trajectory", "group", "domain")}
+        for unit, key in levels.items():
+            assert (key in results[0].logs[0]) == (unit in FIBER_LEVELS), unit
+            assert key not in results[1].logs[0]
+
+
+def test_levels_are_logged(tmp_path):
+    inputs, scored = micro_batch()
+    gate = hpo.gates.fiberpo(0.2, (0.02, 0.01))
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": gate})
+    trainer.current_gradient_accumulation_steps = 1
+    inputs["group_ids"] = torch.arange(len(scored.valid)) // 2
+    loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, inputs, scored)
+    batch = hpo.PackedBatch.from_padded(scored.valid, group_ids=inputs["group_ids"])
+    given = scored.logps, inputs["old_per_token_logps"], inputs["advantages"], batch, gate
+    levels = hpo.policy_loss(*given, report=("levels",)).levels.compute()
+    logged = {key: values[-1] for key, values in trainer._metrics["train"].items()}
+    assert set(levels) == set(FIBER_LEVELS)
+    for unit, values in levels.items():
+        inside = sum(
+            values[f"segments_{sign}"] * values[f"segment_fraction_pass_{sign}_{channel}"] / 2
+            for sign in ("positive", "negative")
+            for channel in ("rise", "fall")
+            if values[f"segments_{sign}"]
+        )
+        whole = values["segments_positive"] + values["segments_negative"]
+        assert logged[f"hpo_core/{unit}/segments"] == values["segments"]
+        assert logged[f"hpo_core/{unit}/ratio_mean"] == pytest.approx(values["ratio_mean"])
+        assert logged[f"hpo_core/{unit}/clip_fraction"] == pytest.approx(1 - inside / whole)
 
 
 DEEP = hpo.gates.RatioGate(
@@ -365,6 +397,11 @@ def test_corrections_read_what_the_sampler_says(tmp_path):
     )  # fmt: skip
     assert not grad[:, 2].any() and grad[:, 3].any()
     torch.testing.assert_close(grad * expected.grad.sum(), expected.grad * grad.sum())
+    kept = scored.valid & (torch.arange(LENGTH) != 2)
+    logged = {key: values[-1] for key, values in trainer._metrics["train"].items() if "correction_0" in key}
+    assert logged["hpo_core/correction_0/selected_fraction"] == pytest.approx(float(kept.sum() / scored.valid.sum()))
+    ratio = torch.where(kept, 1.0, math.exp(-3))[scored.valid].mean()
+    assert logged["hpo_core/correction_0/ratio_mean"] == pytest.approx(float(ratio), rel=1e-5)
 
 
 def test_domains_need_a_column_and_the_other_way_round(tmp_path):

@@ -75,6 +75,29 @@ def test_dapo_is_vanilla_without_the_dual_clip():
     close(ours, expected)
 
 
+def test_every_gate_that_needs_no_more_is_there():
+    """The others need inputs, the sampler's log-probabilities, or a field of the configuration."""
+    made = {name: getattr(hpo.gates, name) for name in hpo.gates.__all__ if name.islower()}
+    constructors = {
+        name: gate() for name, gate in made.items()
+        if inspect.isfunction(gate) and inspect.signature(gate).return_annotation == "RatioGate"
+        and not any(each.default is each.empty for each in inspect.signature(gate).parameters.values())
+    }  # fmt: skip
+    free = {name for name, gate in constructors.items() if not gate.required and not gate.reads_rollout}
+    assert len(constructors) > 40
+    assert free == {*hpo_verl.PRESETS, "ppo_clip", "dapo", "cispo", "gspo", "gspo_token"}
+
+
+@pytest.mark.parametrize("name", ["fiberpo", "gmpo", "sapo", "dppo_kl", "step_gspo", "vespo", "luspo", "ppo_penalty"])
+def test_a_preset_is_its_gate(name):
+    batch = Batch(3)
+    assert f"hpo_{name}" in core_algos.POLICY_LOSS_REGISTRY
+    hpo_verl.register("mine", getattr(hpo.gates, name)())
+    expected, ours = (run(batch, actor(mode)) for mode in ("mine", f"hpo_{name}"))
+    assert torch.equal(expected[1], ours[1]) and ours[1].any()
+    assert not torch.equal(ours[1], run(batch, actor("hpo_ppo_clip"))[1])
+
+
 def test_a_gate_on_several_levels():
     """FiberPO with room for everything is the ratio itself; with its own budgets it is not."""
     hpo_verl.register("hpo_fiberpo", hpo.gates.fiberpo())
@@ -344,5 +367,6 @@ for environment in (
     os.wait()
 """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VERL_USE_EXTERNAL")}
+    names = [f"hpo_{name}" for name in ("ppo_clip", "dapo", "cispo", "gspo", "gspo_token", *hpo_verl.PRESETS)]
     found = subprocess.run([sys.executable, "-c", program], env=inherited, cwd=tmp_path, capture_output=True, text=True)
-    assert found.stdout.splitlines() == ["hpo_ppo_clip hpo_dapo hpo_cispo hpo_gspo hpo_gspo_token"] * 2, found.stderr
+    assert found.stdout.splitlines() == [" ".join(names)] * 2, found.stderr

@@ -1,5 +1,7 @@
-// order_statistic in three launches (one more for tokens), and select in one. The definition is hpo_core/reference/entropy.py.
+// order_statistic and its mask in one launch (one more for tokens), and select in one. The definition is
+// hpo_core/reference/entropy.py.
 #include "bins.cuh"
+#include "grid.cuh"
 #include "windows.cuh"
 
 namespace hpo {
@@ -7,44 +9,36 @@ namespace {
 
 // ---------------------------------------------------------------------------------------------------- order statistics
 //
-// Radix selection on order_key: 9 bits (sign and exponent), 12 and 11, a launch each. Sums of integer counts do not depend on
-// the order. The first launch keeps one histogram per block, because no earlier launch zeroed shared memory for them; it
-// zeroes the shared histograms of the other two.
+// Radix selection on order_key: 9 bits (sign and exponent), 12 and 11, with a barrier of all blocks behind each. Sums of
+// integer counts do not depend on the order. What other blocks have counted is read past the first-level cache.
 
-constexpr int kThreads = kBinThreads, kWarps = kThreads / kWarp;
-constexpr int64_t kMaxBlocks = 64;
 constexpr int kTopBins = 512, kMiddleBins = 4096, kLowBins = 2048;
 constexpr int kCopies = 16;  // of the first histogram in a block: scores share few exponents, and atomics would collide
 
 struct Selection {
-  unsigned* top;                // [blocks][kTopBins]
-  int64_t* nan;                 // [blocks]
-  unsigned long long* middle;   // [kMiddleBins]
-  unsigned long long* low;      // [kLowBins]
-  unsigned* tickets;            // [2]
-  int64_t* index;               // the rest of the index after two digits; -1: no score is finite
-  unsigned* prefix;             // the two digits
-  float* score;                 // [tokens], scores of tokens
+  unsigned long long *top, *middle, *low;  // [kTopBins], [kMiddleBins], [kLowBins]: histograms of all blocks
+  unsigned long long* nan;                 // [1]
+  float* score;                            // [tokens], scores of tokens
 
   int64_t place(void* base, int64_t tokens) {
-    char* at = static_cast<char*>(base);
-    const auto take = [&](auto*& array, int64_t count) {
-      array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(at);
-      at += (count * int64_t(sizeof *array) + 15) / 16 * 16;
-    };
-    take(top, kMaxBlocks * kTopBins), take(nan, kMaxBlocks), take(middle, kMiddleBins), take(low, kLowBins);
-    take(tickets, 2), take(index, 1), take(prefix, 1), take(score, tokens);
-    return at - static_cast<char*>(base);
+    Placement placement(base);
+    placement.take(top, kTopBins), placement.take(middle, kMiddleBins), placement.take(low, kLowBins);
+    placement.take(nan, 1), placement.take(score, tokens);
+    return placement.bytes();
   }
 };
+
+__device__ __forceinline__ int thread_in_grid() { return int(blockIdx.x) * kBinThreads + int(threadIdx.x); }
+__device__ __forceinline__ int threads_of_grid() { return int(gridDim.x) * kBinThreads; }
 
 // Calls `visit(score)` for every score, all lanes of a warp together; a lane without a score passes -INFINITY, which is none.
 template <class Visit>
 __device__ __forceinline__ void for_each_score(const OrderStatisticArgs& args, Visit visit) {
+  constexpr int kWarpsOfBlock = kBinThreads / kWarp;
   const int before = int(reinterpret_cast<uintptr_t>(args.values) / sizeof(float) % 4);  // floats since a 16-byte boundary
-  const int64_t groups = (before + args.tokens + 3) / 4, warps = int64_t(gridDim.x) * kWarps;
+  const int64_t groups = (before + args.tokens + 3) / 4, warps = int64_t(gridDim.x) * kWarpsOfBlock;
 #pragma unroll 1
-  for (int64_t base = (int64_t(blockIdx.x) * kWarps + warp_in_block()) * kWarp; base < groups; base += warps * kWarp) {
+  for (int64_t base = (int64_t(blockIdx.x) * kWarpsOfBlock + warp_in_block()) * kWarp; base < groups; base += warps * kWarp) {
     const int64_t first = (base + lane()) * 4 - before;
     float scores[4];
     if (first >= 0 && first + 4 <= args.tokens) {
@@ -61,115 +55,97 @@ __device__ __forceinline__ void for_each_score(const OrderStatisticArgs& args, V
   }
 }
 
-__global__ void __launch_bounds__(kThreads) count_top(const OrderStatisticArgs args, const Selection selection) {
-  HPO_SHARED(unsigned, histogram, [kTopBins * kCopies]);
-  HPO_SHARED(int64_t, nan_of_warp, [kWarps]);
-  const int thread_in_grid = int(blockIdx.x) * kThreads + int(threadIdx.x), threads = int(gridDim.x) * kThreads;
-  for (int i = thread_in_grid; i < kMiddleBins; i += threads) selection.middle[i] = 0;
-  for (int i = thread_in_grid; i < kLowBins; i += threads) selection.low[i] = 0;
-  if (thread_in_grid < 2) selection.tickets[thread_in_grid] = 0;
-
-  for (int i = int(threadIdx.x); i < kTopBins * kCopies; i += kThreads) histogram[i] = 0;
+__device__ __forceinline__ void clear_histogram(HPO_SHARED_POINTER(unsigned) histogram, int bins) {
+  for (int i = int(threadIdx.x); i < bins; i += kBinThreads) histogram[i] = 0;
   __syncthreads();
+}
+
+// Adds a block's histogram to that of all blocks, and waits for theirs.
+__device__ __forceinline__ void add_to_all(HPO_SHARED_POINTER(unsigned) histogram, int bins, unsigned long long* all) {
+  __syncthreads();
+  for (int i = int(threadIdx.x); i < bins; i += kBinThreads) {
+    if (histogram[i] > 0) atomicAdd(&all[i], static_cast<unsigned long long>(histogram[i]));
+  }
+  sync_grid();
+}
+
+// The first digit, and the scores that are NaN.
+__device__ __forceinline__ void count_top(const OrderStatisticArgs& args, const Selection& selection,
+                                          HPO_SHARED_POINTER(unsigned) histogram) {
+  clear_histogram(histogram, kTopBins * kCopies);
   int64_t nan = 0;
   for_each_score(args, [&](float score) {
     nan += score != score;
     if (is_finite(score)) atomicAdd(&histogram[(order_key(score) >> 23) * kCopies + lane() % kCopies], 1u);
   });
   nan = warp_sum(nan);
-  if (lane() == 0) nan_of_warp[warp_in_block()] = nan;
+  if (lane() == 0 && nan > 0) atomicAdd(selection.nan, static_cast<unsigned long long>(nan));
   __syncthreads();
+  unsigned count = 0;
   if (threadIdx.x < kTopBins) {
-    unsigned count = 0;
     for (int copy = 0; copy < kCopies; ++copy) count += histogram[int(threadIdx.x) * kCopies + (copy + lane()) % kCopies];
-    selection.top[blockIdx.x * kTopBins + threadIdx.x] = count;
   }
-  if (threadIdx.x == 0) {
-    int64_t total = 0;
-    for (int warp = 0; warp < kWarps; ++warp) total += nan_of_warp[warp];
-    selection.nan[blockIdx.x] = total;
-  }
+  __syncthreads();
+  if (threadIdx.x < kTopBins) histogram[threadIdx.x] = count;
+  add_to_all(histogram, kTopBins, selection.top);
 }
 
-// The totals of the first launch's histograms in shared memory, and their sum.
-__device__ __forceinline__ int64_t add_up_top(const Selection& selection, HPO_SHARED_POINTER(unsigned long long) totals) {
-  constexpr int kColumns = kTopBins / 4, kParts = kThreads / kColumns;
-  HPO_SHARED(int64_t, warp_totals, [kWarps]);
-  for (int i = int(threadIdx.x); i < kTopBins; i += kThreads) totals[i] = 0;
+// The sum of the first histogram, in every thread.
+__device__ __forceinline__ int64_t population_of(const Selection& selection) {
+  HPO_SHARED(unsigned long long, total, );
+  if (threadIdx.x == 0) total = 0;
   __syncthreads();
-  const int column = int(threadIdx.x) % kColumns;
-  int64_t sums[4] = {};
-#pragma unroll 8
-  for (int block = int(threadIdx.x) / kColumns; block < int(gridDim.x); block += kParts) {
-    const uint4 four = *reinterpret_cast<const uint4*>(selection.top + block * kTopBins + column * 4);
-    sums[0] += four.x, sums[1] += four.y, sums[2] += four.z, sums[3] += four.w;
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (sums[i] > 0) atomicAdd(&totals[column * 4 + i], static_cast<unsigned long long>(sums[i]));
-  }
-  const int64_t of_warp = warp_sum(sums[0] + sums[1] + sums[2] + sums[3]);
-  if (lane() == 0) warp_totals[warp_in_block()] = of_warp;
+  const int64_t own = threadIdx.x < kTopBins ? int64_t(__ldcg(selection.top + threadIdx.x)) : 0, of_warp = warp_sum(own);
+  if (lane() == 0 && of_warp > 0) atomicAdd(&total, static_cast<unsigned long long>(of_warp));
   __syncthreads();
-  int64_t population = 0;
-  for (int warp = 0; warp < kWarps; ++warp) population += warp_totals[warp];
-  return population;
+  return int64_t(total);
 }
 
-// Adds a block's histogram to the shared histogram of all blocks.
-__device__ __forceinline__ void add_to_all(HPO_SHARED_POINTER(unsigned) histogram, int bins, unsigned long long* all) {
-  __syncthreads();
-  for (int i = int(threadIdx.x); i < bins; i += kThreads) {
-    if (histogram[i] > 0) atomicAdd(&all[i], static_cast<unsigned long long>(histogram[i]));
-  }
-}
-
-__global__ void __launch_bounds__(kThreads, 1) count_middle(const OrderStatisticArgs args, const Selection selection) {
-  HPO_SHARED(unsigned long long, totals, [kTopBins]);
-  HPO_SHARED(unsigned, histogram, [kMiddleBins]);
-  for (int i = int(threadIdx.x); i < kMiddleBins; i += kThreads) histogram[i] = 0;
-  const int64_t population = add_up_top(selection, totals);
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    int64_t nan = 0;
-    for (int block = 0; block < int(gridDim.x); ++block) nan += selection.nan[block];
-    args.counts[0] = population;
-    args.counts[1] = nan;
-    *selection.index = -1;
-  }
-  if (population == 0) return;
+// The threshold, in every thread; NaN for an empty population.
+__device__ __forceinline__ float find_threshold(const OrderStatisticArgs& args, const Selection& selection) {
+  HPO_SHARED(unsigned, histogram, [kTopBins * kCopies]);
+  count_top(args, selection, histogram);
+  const int64_t population = population_of(selection);
+  if (thread_in_grid() == 0) args.counts[0] = population, args.counts[1] = int64_t(__ldcg(selection.nan));
+  if (population == 0) return NAN;  // for all blocks alike, so that none waits for another
+  const auto counted = [](const unsigned long long* all) { return [=](int bin) { return int64_t(__ldcg(all + bin)); }; };
   const int64_t index = order_index(args.numerator, args.denominator, args.rule, population);
-  const Bin top = find_bin<kTopBins>(index, [&](int bin) { return int64_t(totals[bin]); });
+  const Bin top = find_bin<kTopBins>(index, counted(selection.top));
+  clear_histogram(histogram, kMiddleBins);
   for_each_score(args, [&](float score) {
     const unsigned key = order_key(score);
     count_bin(histogram, is_finite(score) && key >> 23 == unsigned(top.bin), key >> 11 & (kMiddleBins - 1));
   });
   add_to_all(histogram, kMiddleBins, selection.middle);
-  if (!last_block(selection.tickets)) return;
-  const Bin middle = find_bin<kMiddleBins>(top.index, [&](int bin) { return int64_t(__ldcg(selection.middle + bin)); });
-  if (threadIdx.x == 0) {
-    *selection.index = middle.index;
-    *selection.prefix = unsigned(top.bin) << 12 | unsigned(middle.bin);
-  }
-}
-
-__global__ void __launch_bounds__(kThreads) count_low(const OrderStatisticArgs args, const Selection selection) {
-  HPO_SHARED(unsigned, histogram, [kLowBins]);
-  const int64_t index = *selection.index;
-  if (index < 0) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) *args.threshold = NAN;
-    return;
-  }
-  const unsigned prefix = *selection.prefix;
-  for (int i = int(threadIdx.x); i < kLowBins; i += kThreads) histogram[i] = 0;
-  __syncthreads();
+  const Bin middle = find_bin<kMiddleBins>(top.index, counted(selection.middle));
+  const unsigned prefix = unsigned(top.bin) << 12 | unsigned(middle.bin);
+  clear_histogram(histogram, kLowBins);
   for_each_score(args, [&](float score) {
     const unsigned key = order_key(score);
     count_bin(histogram, is_finite(score) && key >> 11 == prefix, key & (kLowBins - 1));
   });
   add_to_all(histogram, kLowBins, selection.low);
-  if (!last_block(selection.tickets + 1)) return;
-  const Bin low = find_bin<kLowBins>(index, [&](int bin) { return int64_t(__ldcg(selection.low + bin)); });
-  if (threadIdx.x == 0) *args.threshold = from_order_key(prefix << 11 | unsigned(low.bin));
+  const Bin low = find_bin<kLowBins>(middle.index, counted(selection.low));
+  return from_order_key(prefix << 11 | unsigned(low.bin));
+}
+
+__device__ __forceinline__ bool is_selected(bool strict, float score, float threshold) {
+  return strict ? score > threshold : score >= threshold;
+}
+
+__global__ void __launch_bounds__(kBinThreads, 1) select_top(const OrderStatisticArgs args, const Selection selection) {
+  for (int i = thread_in_grid(); i < kTopBins; i += threads_of_grid()) selection.top[i] = 0;
+  for (int i = thread_in_grid(); i < kMiddleBins; i += threads_of_grid()) selection.middle[i] = 0;
+  for (int i = thread_in_grid(); i < kLowBins; i += threads_of_grid()) selection.low[i] = 0;
+  if (thread_in_grid() == 0) *selection.nan = 0;
+  sync_grid();
+  const float threshold = find_threshold(args, selection);
+  if (thread_in_grid() == 0) *args.threshold = threshold;
+  if (!args.selected) return;
+#pragma unroll 1
+  for (int64_t token = thread_in_grid(); token < args.tokens; token += threads_of_grid()) {
+    args.selected[token] = is_selected(args.strict, __ldg(args.values + token), threshold);
+  }
 }
 
 // ----------------------------------------------------------------------------------------------------------- selection
@@ -183,7 +159,7 @@ __global__ void __launch_bounds__(kWindowThreads) select_tokens(const WindowPack
   }
   if (token >= args.tokens) return;
   const float score = args.cu_seqlens ? windows.score(token, window, args.values[token]) : args.values[token];
-  args.selected[token] = args.strict ? score > *args.threshold : score >= *args.threshold;
+  args.selected[token] = is_selected(args.strict, score, *args.threshold);
 }
 
 }  // namespace
@@ -202,15 +178,9 @@ extern "C" int hpo_order_statistic(const hpo::OrderStatisticArgs* args, int64_t 
     if (const int status = hpo_window_score(&tokens, context)) return status;
     of_scores.values = selection.score;
   }
-  const int64_t wanted = (args->tokens + 4 * kThreads - 1) / (4 * kThreads);
-  const dim3 grid(unsigned(std::max(int64_t(1), std::min(wanted, kMaxBlocks)))), block(kThreads);
-  HPO_LAUNCH(count_top, grid, block, 0, stream, of_scores, selection);
-  HPO_LAUNCH(count_middle, grid, block, 0, stream, of_scores, selection);
-  HPO_LAUNCH(count_low, grid, block, 0, stream, of_scores, selection);
-  if (const int status = int(cudaGetLastError())) return status;
-  if (!args->selected) return 0;
-  const SelectArgs tokens = selection_of(*args);
-  return hpo_select(&tokens, context);
+  const int most = blocks_together<select_top, kBinThreads>((args->tokens + 3) / 4);
+  HPO_LAUNCH_TOGETHER(select_top, dim3(unsigned(most)), dim3(kBinThreads), 0, stream, of_scores, selection);
+  return int(cudaGetLastError());
 }
 
 extern "C" int hpo_select(const hpo::SelectArgs* args, int64_t context) {

@@ -75,11 +75,10 @@ struct Inputs {
   __device__ __forceinline__ float one(const float* array, int i) const { return __ldg(array + group.at(i)); }
 };
 
+// All but the policy's log-probabilities.
 template <bool WHOLE, bool REFERENCE, bool EXTRAS, int WIDTH>
-__device__ __forceinline__ void read_inputs(const PolicyLossArgs& args, Inputs<WIDTH>& inputs) {
+__device__ __forceinline__ void read_constants(const PolicyLossArgs& args, Inputs<WIDTH>& inputs) {
   const Group<WIDTH>& group = inputs.group;
-  read<WHOLE>(args.logp, group, inputs.logp);
-  read<WHOLE>(args.old_logp ? args.old_logp : args.logp, group, inputs.old_logp);
   if (args.mask) read<WHOLE>(args.mask, group, inputs.mask);
   if (REFERENCE && args.ref_logp) read<WHOLE>(args.ref_logp, group, inputs.ref_logp);
   if constexpr (EXTRAS) {
@@ -88,6 +87,13 @@ __device__ __forceinline__ void read_inputs(const PolicyLossArgs& args, Inputs<W
     if (args.advantage_per_token) read<WHOLE>(args.advantages, group, inputs.advantage);
     if (args.token_mask) read<WHOLE>(args.token_mask, group, inputs.token_mask);
   }
+}
+
+template <bool WHOLE, bool REFERENCE, bool EXTRAS, int WIDTH>
+__device__ __forceinline__ void read_inputs(const PolicyLossArgs& args, Inputs<WIDTH>& inputs) {
+  read<WHOLE>(args.logp, inputs.group, inputs.logp);
+  read<WHOLE>(args.old_logp ? args.old_logp : args.logp, inputs.group, inputs.old_logp);
+  read_constants<WHOLE, REFERENCE, EXTRAS>(args, inputs);
 }
 
 // One branch for all arrays, so that their loads are on the way together.

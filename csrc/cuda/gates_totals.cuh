@@ -9,7 +9,7 @@
 namespace hpo {
 
 // Sums that a lane keeps in float, in the order of their metrics.
-enum Sum { kX, kXSquare, kDeviation, kDeviationSquare, kS, kSSquare, kK3, kEntropySum };
+enum LaneSum { kX, kXSquare, kDeviation, kDeviationSquare, kS, kSSquare, kK3, kEntropySum };
 
 // Counts, three to a register of ten bits each: a tile has fewer than 1024 tokens.
 constexpr int kCountBits = 10, kCountsHeld = 3;

@@ -91,13 +91,22 @@ __device__ __forceinline__ bool is_aligned(const void* array, int64_t offset) {
   return (reinterpret_cast<uintptr_t>(array) + uint64_t(offset) * sizeof(typename Type::Element)) % 16 == 0;
 }
 
+// Whether the cache may soon forget what passes through it. evicted_first: nothing reads it again, and other rows are to stay.
+enum class Cached { normal, evicted_first };
+
+template <Cached kCached>
 __device__ __forceinline__ void load_vector(const void* from, unsigned* words) {
-  const uint4 vector = *static_cast<const uint4*>(from);
+  const uint4* const vectors = static_cast<const uint4*>(from);
+  const uint4 vector = kCached == Cached::evicted_first ? load_evicted_first(vectors) : *vectors;
   words[0] = vector.x, words[1] = vector.y, words[2] = vector.z, words[3] = vector.w;
 }
 
+template <Cached kCached>
 __device__ __forceinline__ void store_vector(const unsigned* words, void* to) {
-  *static_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+  uint4* const vectors = static_cast<uint4*>(to);
+  const uint4 vector = make_uint4(words[0], words[1], words[2], words[3]);
+  if (kCached == Cached::evicted_first) __stcs(vectors, vector);
+  else *vectors = vector;
 }
 
 // Reads the first `count` elements of a vector; the others become -inf.
@@ -124,24 +133,24 @@ __device__ __forceinline__ void store_elements(const unsigned* words, int count,
 
 // Reads this thread's words of the step that begins at column `step`. kWhole: the row is aligned and reaches the end of the
 // step.
-template <class Type, bool kWhole>
+template <class Type, bool kWhole, Cached kCached = Cached::normal>
 __device__ __forceinline__ void load_step(const typename Type::Element* from, int64_t columns, bool wide, int64_t step,
                                           unsigned (&words)[kWords]) {
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int64_t at = step + first_column<Type>(v);
-    if (kWhole || (wide && at + kPerVector<Type> <= columns)) load_vector(from + at, words + 4 * v);
+    if (kWhole || (wide && at + kPerVector<Type> <= columns)) load_vector<kCached>(from + at, words + 4 * v);
     else load_elements<Type>(from + at, int(min(columns - at, int64_t(kPerVector<Type>))), words + 4 * v);
   }
 }
 
-template <class Type, bool kWhole>
+template <class Type, bool kWhole, Cached kCached = Cached::normal>
 __device__ __forceinline__ void store_step(const unsigned (&words)[kWords], typename Type::Element* to, int64_t columns,
                                            bool wide, int64_t step) {
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int64_t at = step + first_column<Type>(v);
-    if (kWhole || (wide && at + kPerVector<Type> <= columns)) store_vector(words + 4 * v, to + at);
+    if (kWhole || (wide && at + kPerVector<Type> <= columns)) store_vector<kCached>(words + 4 * v, to + at);
     else store_elements<Type>(words + 4 * v, int(min(columns - at, int64_t(kPerVector<Type>))), to + at);
   }
 }
@@ -156,6 +165,31 @@ __device__ __forceinline__ void for_each_step(int64_t columns, bool wide, const 
   }
 #pragma unroll 1
   for (; step < columns; step += kPerStep<Type>) body(std::false_type(), step);
+}
+
+// Calls load(kWhole, step, words) and then use(kWhole, step, words) for every step of a row. Whole steps are loaded one ahead,
+// which keeps memory busy where few blocks are; without a branch, past which the compiler would move the loads.
+template <class Type, class Load, class Use>
+__device__ __forceinline__ void for_each_step_ahead(int64_t columns, bool wide, const Load& load, const Use& use) {
+  unsigned words[kWords];
+  int64_t step = 0;
+  const int64_t end = wide ? columns / kPerStep<Type> * kPerStep<Type> : 0;
+  bool loaded = end > 0;
+  if (loaded) load(std::true_type(), step, words);
+#pragma unroll 1
+  for (; step + kPerStep<Type> < end; step += kPerStep<Type>) {
+    unsigned next[kWords];
+    load(std::true_type(), step + kPerStep<Type>, next);
+    use(std::true_type(), step, words);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = next[i];
+  }
+#pragma unroll 1
+  for (; step < columns; step += kPerStep<Type>) {
+    if (!loaded) load(std::false_type(), step, words);
+    loaded = false;
+    use(std::false_type(), step, words);
+  }
 }
 
 }  // namespace hpo

@@ -145,6 +145,8 @@ inline void __syncwarp(unsigned mask = ~0u, HPO_SITE) {
 namespace hpo {
 inline void sync_grid(HPO_SITE) { emulation::grid_barrier(site); }
 
+inline uint4 load_evicted_first(const uint4* address) { return *address; }
+
 // The result has the largest error of the instruction, up or down, so that tests cover it.
 inline float fast_exp2(float x) {
   const float power = std::exp2(x);
@@ -221,8 +223,9 @@ inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = hpo::emulation::processors();
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  constexpr int kCache = 1 << 20;  // so small that tests have rows of which it holds few
+  *value = attribute == cudaDevAttrL2CacheSize ? kCache : hpo::emulation::processors();
   return cudaSuccess;
 }
 template <class Kernel>

@@ -27,10 +27,9 @@ from ..backends import resolve
 from ..batch import PackedBatch
 from ..checks import check, require_type
 from ..entropy import EntropyWindow, forking_tokens
-from ..gates import Gamma, RatioGate
+from ..gates import RatioGate
 from ..kl import KLPenalty, k3
-from ..losses import policy_loss
-from ..metrics import FLAGS, Metrics
+from ..losses import PolicyLoss, policy_loss
 from ..segments import ids_of
 from ..specs import Unit
 from .entropy_methods import (
@@ -47,15 +46,13 @@ from .needs import MakesInputs, check_keywords, check_needs, made_inputs
 from .trl_config import check_config, gate_from_config
 from .trl_entropy import entropy_bonus
 from .trl_head import give_head
-from .trl_metrics import clip_bounds, clip_metrics, clipped_rows, gamma_weights
+from .trl_metrics import logged_metrics, observed_parts, reported
 from .turns import Step, steps_of_turns, turns
 
 __all__ = ["HPOMixin", "HPOTrainer", "Step", "gate_from_config"]
 
 # Levels whose segments have rows on several processes.
 _SPANNING = {Unit.GROUP, Unit.DOMAIN}
-# Reported beyond TRL's own metrics, under "hpo_core/".
-_REPORTED = ("clip_fraction", "selected_fraction", "ratio_max", "effective_sample_size", *FLAGS)
 
 # What a function of gate inputs may take, and why an engine's correction may have nothing to correct.
 _AVAILABLE = ("logp", "old_logp", "entropy", "advantages", "advantage_level", "batch", "seed")
@@ -392,7 +389,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
                 old_logp=logps.detach() if old_logps is None else old_logps, seed=self.state.global_step,
             )  # fmt: skip
         token_weight = inputs.get("importance_sampling_ratio")  # of the trainer's policy to vLLM's: [B, L] or [B, 1]
-        loss, metrics, *_ = policy_loss(
+        found = policy_loss(
             logps,
             old_logps,
             advantages,
@@ -410,11 +407,12 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             token_mask=inputs.get("token_mask"),
             token_weight=None if token_weight is None else token_weight.expand_as(logps),
             advantage_level="token" if advantages.dim() == 2 else "row",
+            report=reported(gate),
             process_group=self._ranks() if _SPANNING.intersection(level.unit for level in gate.levels) else None,
             backend=backend,
         )
-        self._log_loss(metrics, logps.detach(), batch, advantages, inputs, aux_loss)
-        return loss
+        self._log_loss(found, logps.detach(), batch, advantages, inputs, aux_loss)
+        return found.loss
 
     def _selected(self, entropies: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """Tokens of the policy term, bool ``[B, L]``: valid ones, which the window selects."""
@@ -454,7 +452,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
     @torch.no_grad()
     def _log_loss(
         self,
-        metrics: Metrics,
+        found: PolicyLoss,
         logps: torch.Tensor,
         batch: PackedBatch,
         advantages: torch.Tensor,
@@ -463,17 +461,11 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
     ) -> None:
         """TRL's own keys with TRL's own definitions, and ours: one gather over processes, one copy to the host."""
         gate, kl, *_, processes, _ = self._hpo
-        old_logps, bounds = inputs.get("old_per_token_logps"), clip_bounds(gate)
+        old_logps = inputs.get("old_per_token_logps")
         log_ratio = torch.zeros_like(logps) if old_logps is None else logps - old_logps
         assert batch.mask is not None
         mask = batch.mask.view_as(logps)
-        parts = {"vector": metrics.vector}
-        if bounds is not None:
-            clipped = clipped_rows(bounds, gate.level is not None, log_ratio, advantages, mask, batch.row_counts)
-            parts |= dict(zip(("low", "high", "count"), clipped, strict=True))
-        weight = gate.levels[0].gate if gate.levels else None
-        if isinstance(weight, Gamma):
-            parts["phi"] = gamma_weights(weight, log_ratio, advantages, mask)
+        parts = observed_parts(found, gate, log_ratio, advantages, mask, batch.row_counts)
         if kl is not None:
             s = logps - inputs["ref_per_token_logps"]
             k = torch.exp(-s) - 1 + s
@@ -481,27 +473,12 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             parts["kl"] = torch.where(mask, k, 0.0).sum().reshape(1)
         if aux_loss is not None:
             parts["aux_loss"] = aux_loss.detach().reshape(1)
-        local = torch.cat(list(parts.values()))  # float64, as the vector is
+        local = torch.cat(list(parts.values()))  # float64, as the vector of metrics is
         gathered = (self.accelerator.gather(local) if processes > 1 else local).cpu().reshape(processes, -1)
         sizes = [part.numel() for part in parts.values()]
         seen = dict(zip(parts, gathered.split(sizes, dim=1), strict=True))  # [P, size] each, on the host
-
-        total = Metrics(seen["vector"][0])
-        for vector in seen["vector"][1:]:
-            total = total + Metrics(vector)
-        ours = total.compute()
-        logged = {"entropy": ours["entropy"], **{f"hpo_core/{name}": ours[name] for name in _REPORTED}}
-        if bounds is not None:
-            logged |= clip_metrics(seen["low"].numpy(), seen["high"].numpy(), seen["count"].numpy(), gate.head)
-        if "phi" in seen:
-            total_weight, counted = seen["phi"].sum(0).tolist()
-            logged["vespo/phi_seq_mean"] = total_weight / max(counted, 1.0)
-        if kl is not None:
-            logged["kl"] = float(seen["kl"].sum()) / max(ours["tokens"], 1.0)
-        if aux_loss is not None:
-            logged["aux_loss"] = float(seen["aux_loss"].mean())
         kept = self._metrics["train" if self.model.training else "eval"]
-        for name, value in logged.items():
+        for name, value in logged_metrics(seen, found, gate).items():
             kept[name].append(value)  # TRL leaves NaN, the mean of nothing, out of its averages
 
 

@@ -1,4 +1,7 @@
-"""TRL's own metrics of a loss, with TRL's own definitions. Shapes: ``B`` completions of ``L`` tokens."""
+"""The metrics of a loss that a trainer of TRL logs: TRL's own with TRL's own definitions, and ours.
+
+Shapes: ``B`` completions of ``L`` tokens, ``P`` processes.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,99 @@ from typing import Any
 import torch
 
 from ..gates import Clip, Gamma, RatioGate
+from ..level_metrics import LevelMetrics
+from ..losses import PolicyLoss
+from ..metrics import FLAGS, Metrics
+from ..prepared import Report
 from ..specs import Head
 
-__all__ = ["clip_bounds", "clip_metrics", "clipped_rows", "gamma_weights"]
+__all__ = [
+    "_clip_bounds",
+    "_clip_metrics",
+    "_clipped_rows",
+    "_gamma_weights",
+    "logged_metrics",
+    "observed_parts",
+    "reported",
+]
+
+# Under "hpo_core/", under "hpo_core/step/" and so on for each level, and under "hpo_core/correction_0/" and so on.
+_REPORTED = ("clip_fraction", "selected_fraction", "ratio_max", "effective_sample_size", *FLAGS)
+_OF_LEVELS = ("segments", "ratio_mean", "kl_old_k3", "effective_sample_size")
+_OF_CORRECTIONS = ("selected_fraction", "ratio_mean", "kl_old_k3", "effective_sample_size")
 
 
-def clip_bounds(gate: RatioGate) -> tuple[float, float] | None:
+def reported(gate: RatioGate) -> Report:
+    """What a loss reports beside its metrics: levels, but for the one mean that has kernels of its own, and
+    corrections."""
+    asked = {"levels": bool(gate.spec().levels), "corrections": bool(gate.corrections)}
+    return tuple(name for name, wanted in asked.items() if wanted)  # type: ignore[misc]
+
+
+def observed_parts(
+    found: PolicyLoss,
+    gate: RatioGate,
+    log_ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    counts: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """What processes have to gather, flat, by name; the first is float64."""
+    parts = {"vector": found.metrics.vector}
+    if found.levels is not None:
+        parts["levels"] = found.levels.table.flatten()
+    parts |= {f"correction_{at}": each.vector for at, each in enumerate(found.corrections)}
+    bounds = _clip_bounds(gate)
+    if bounds is not None:
+        clipped = _clipped_rows(bounds, gate.level is not None, log_ratio, advantages, mask, counts)
+        parts |= dict(zip(("low", "high", "count"), clipped, strict=True))
+    weight = gate.levels[0].gate if gate.levels else None
+    if isinstance(weight, Gamma):
+        parts["phi"] = _gamma_weights(weight, log_ratio, advantages, mask)
+    return parts
+
+
+def logged_metrics(seen: dict[str, torch.Tensor], found: PolicyLoss, gate: RatioGate) -> dict[str, float]:
+    """The values to log, by key, from the parts of all processes ``[P, size]`` on the host."""
+
+    def total(name: str) -> dict[str, float]:
+        return sum((Metrics(vector) for vector in seen[name][1:]), Metrics(seen[name][0])).compute()
+
+    ours = total("vector")
+    logged = {"entropy": ours["entropy"], **{f"hpo_core/{name}": ours[name] for name in _REPORTED}}
+    if found.levels is not None:
+        shape, rest = found.levels.table.shape, (found.levels.units, found.levels.split)
+        levels = sum(LevelMetrics(table.view(shape), *rest) for table in seen["levels"])
+        assert isinstance(levels, LevelMetrics)
+        for unit, values in levels.compute().items():
+            logged |= {f"hpo_core/{unit}/{name}": values[name] for name in _OF_LEVELS}
+            logged[f"hpo_core/{unit}/clip_fraction"] = _beyond(values)
+    for at in range(len(found.corrections)):
+        values = total(f"correction_{at}")
+        logged |= {f"hpo_core/correction_{at}/{name}": values[name] for name in _OF_CORRECTIONS}
+    if "low" in seen:
+        logged |= _clip_metrics(seen["low"].numpy(), seen["high"].numpy(), seen["count"].numpy(), gate.head)
+    if "phi" in seen:
+        total_weight, counted = seen["phi"].sum(0).tolist()
+        logged["vespo/phi_seq_mean"] = total_weight / max(counted, 1.0)
+    if "kl" in seen:
+        logged["kl"] = float(seen["kl"].sum()) / max(ours["tokens"], 1.0)
+    if "aux_loss" in seen:
+        logged["aux_loss"] = float(seen["aux_loss"].mean())
+    return logged
+
+
+def _beyond(values: dict[str, float]) -> float:
+    """The part of the residuals that the level's gate does not pass on, over advantages of both signs and channels."""
+    inside = whole = 0.0
+    for sign in ("positive", "negative"):
+        of_channels = [each for name, each in values.items() if name.startswith(f"segment_fraction_pass_{sign}")]
+        if number := values[f"segments_{sign}"]:
+            whole, inside = whole + number, inside + number * sum(of_channels) / len(of_channels)
+    return 1 - inside / whole if whole else math.nan
+
+
+def _clip_bounds(gate: RatioGate) -> tuple[float, float] | None:
     """Log-ratio bounds whose crossing is counted: the lower for ``A < 0``, the upper for ``A > 0``. None: no clip."""
     clip = gate.token if not gate.levels else gate.level and gate.level.gate
     if not isinstance(clip, Clip):
@@ -21,7 +111,7 @@ def clip_bounds(gate: RatioGate) -> tuple[float, float] | None:
     return math.log(clip.low[1]) if clip.low[1] > 0 else -math.inf, math.log(clip.high[0])
 
 
-def clipped_rows(
+def _clipped_rows(
     bounds: tuple[float, float],
     sequence_level: bool,
     log_ratio: torch.Tensor,
@@ -43,7 +133,7 @@ def clipped_rows(
     return low * (advantages < 0), high * (advantages > 0), counts
 
 
-def gamma_weights(gamma: Gamma, log_ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _gamma_weights(gamma: Gamma, log_ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The sum of VESPO's weights and their number ``[2]``: one per row, or per token where advantages differ."""
     log_w = torch.where(mask, log_ratio, 0.0).clamp(-20, 20).sum(1, keepdim=True).clamp(math.log(1e-8), 20).double()
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]
@@ -53,7 +143,7 @@ def gamma_weights(gamma: Gamma, log_ratio: torch.Tensor, advantages: torch.Tenso
     return torch.stack([torch.where(counted, phi, 0.0).sum(), counted.sum().double()])
 
 
-def clip_metrics(low: Any, high: Any, count: Any, head: Head) -> dict[str, float]:
+def _clip_metrics(low: Any, high: Any, count: Any, head: Head) -> dict[str, float]:
     """TRL's keys from the counts of all rows (arrays on the host)."""
     rows, everything = count > 0, max(count.sum(), 1.0)
     low_mean, high_mean = float(low.sum() / everything), float(high.sum() / everything)

@@ -1,7 +1,8 @@
 """verl: ratio gates and advantage estimators of hpo_core that verl's configuration names.
 
 Importing this module registers the losses ``hpo_ppo_clip``, ``hpo_dapo``, ``hpo_cispo``, ``hpo_gspo`` and
-``hpo_gspo_token``, and as advantage estimators those of ``ESTIMATORS`` under ``hpo_`` and their name. verl imports it
+``hpo_gspo_token``, whose bounds are the configuration's, those of ``PRESETS`` under ``hpo_`` and their name, with the
+bounds of their papers, and as advantage estimators those of ``ESTIMATORS``. verl imports it
 by itself wherever hpo_core is installed (entry point ``verl.plugins``), or through
 ``VERL_USE_EXTERNAL_MODULES=hpo_core.integrations.verl``; then
 ``actor_rollout_ref.actor.policy_loss.loss_mode=hpo_gspo`` and ``algorithm.adv_estimator=hpo_lite_ppo`` select one.
@@ -41,7 +42,14 @@ from .turns import turns
 from .verl_head import install_loss_head
 from .verl_rows import GROUPED, METHODS, MicroBatch, current, install, selected_by
 
-__all__ = ["ESTIMATORS", "register", "register_advantage"]
+__all__ = ["ESTIMATORS", "PRESETS", "register", "register_advantage"]
+
+# Gates that need no more than verl tells a loss. Those that correct the sampler's log-probabilities read them from the
+# rows, and looking at rows is for who registers them: it imports verl's workers.
+PRESETS = (
+    *("a_lol", "aspo", "ce_gppo", "dppo_kl", "dppo_tv", "dro", "fiberpo", "gmpo", "kimi", "luspo", "opmd"),
+    *("ppo_penalty", "rec", "reinforce", "sapo", "spo", "step_gspo", "topr", "triplet_clip", "vespo"),
+)
 
 # Estimators that need no more than verl gives: outcomes or token rewards, the mask, and the prompt of each response.
 ESTIMATORS = (
@@ -426,6 +434,8 @@ for _name, _gate in {
     "hpo_gspo_token": _gspo_token,
 }.items():
     register(_name, _gate)
+for _name in PRESETS:
+    register(f"hpo_{_name}", getattr(gates, _name)())
 for _name in ESTIMATORS:
     register_advantage(f"hpo_{_name}", getattr(advantages, _name))
 install_loss_head()

@@ -64,7 +64,7 @@ from ..specs import (
     Unit,
     WindowAggregate,
 )
-from . import advantages, corrections, entropy, gates, groups, launch, logprobs, scopes, segments
+from . import advantages, corrections, entropy, gates, groups, launch, logprobs, loss_from_logits, scopes, segments
 
 __all__ = ["TARGETS", "Report", "compiling", "every_path", "paths", "report", "specialisations"]
 
@@ -302,6 +302,12 @@ def paths() -> Iterator[Path_]:
     yield "recurrence", lambda: segments.recurrence(_floats(TOKENS), _floats(TOKENS), _masked().cu_seqlens)
     yield "logprobs", lambda: _logprobs(torch.bfloat16, kept=3)
     yield "logprobs, all inputs", lambda: _logprobs(torch.float32, kept=4, every_input=True)
+    yield "loss_from_logits", lambda: _from_logits(torch.bfloat16, _masked(), PolicyLossSpec())
+    everything, importance = _everything(False, False), PolicyLossSpec(**HEAVIEST_PENALTY)
+    yield "loss_from_logits, all inputs", lambda: _from_logits(torch.float32, everything, importance)
+    for head in (Head.LINEAR, Head.NEGATIVE_AWARE):
+        term = PolicyLossSpec(term=FULL_TERM, head=head, **HEAVIEST_PENALTY)
+        yield f"loss_from_logits, term: {head.name}", lambda term=term: _from_logits(torch.bfloat16, everything, term)
 
 
 def every_path() -> Iterator[Path_]:
@@ -404,6 +410,15 @@ def _logprobs(dtype: torch.dtype, kept: int, every_input: bool = False, aligned:
     statistics = logprobs.token_logprobs(rows, kept)[2]
     gradients = (_floats(ROWS), _floats(ROWS) if kept > 2 else None)
     logprobs.token_logprobs_backward(rows, statistics, *gradients, into=None)
+
+
+def _from_logits(dtype: torch.dtype, inputs: PolicyLossInputs, spec: PolicyLossSpec) -> None:
+    logits = torch.empty((TOKENS, TOKENS), dtype=dtype, device="cpu")
+    rows = LogitRows(logits, _integers(TOKENS), None, 1.0, -100, None, 0, TOKENS)
+    if spec.term is not None:
+        floats = _floats(TOKENS)
+        inputs = _leaves(inputs, ())._replace(target=floats, target_per_token=True, penalty_mask=_bools(TOKENS))
+    loss_from_logits.loss_from_logits(rows, inputs, spec, torch.empty_like(logits))
 
 
 def specialisations(

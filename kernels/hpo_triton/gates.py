@@ -15,6 +15,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
 from ..metrics import SLOTS as METRICS
@@ -39,7 +40,7 @@ from .sums import (
 )
 from .tokens import bits, load_tokens, read_tokens, reading_of
 
-__all__ = ["policy_loss"]
+__all__ = ["DROP", "Gate", "clip_derivative", "clip_tokens", "gate_of", "influential", "policy_loss"]
 
 DROP = tl.constexpr(int(TokenGate.DROP))
 THROUGH = tl.constexpr(int(Routing.THROUGH))
@@ -59,6 +60,52 @@ class Gate(NamedTuple):
     score_head: bool
     kl: int
     kl_gradient: int
+
+
+class Clipped(NamedTuple):
+    """The ratios of a block of tokens behind the token gate, and on which side of its bounds they were."""
+
+    ratio: tl.tensor
+    below: tl.tensor
+    above: tl.tensor
+
+
+@triton.jit
+def clip_tokens(
+    t, low, high, token, tokens, whole, low_positive, low_negative, high_positive, high_negative, low_driven,
+    high_driven, DROP: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """``low_driven`` and ``high_driven``: bit 0 for advantages >= 0, bit 1 for < 0: the tensor replaces the bound."""
+    if DROP:
+        ratio = tl.full(t.x.shape, 1.0, tl.float32)
+        below = token < 0
+        above = below
+    else:
+        sign = t.negative.to(tl.int64)
+        ratio = exp(t.x)
+        lowest = tl.where(t.negative, low_negative, low_positive)
+        highest = tl.where(t.negative, high_negative, high_positive)
+        if low is not None:
+            driven = t.valid & (((low_driven >> sign) & 1) == 1)
+            lowest = tl.where(driven, load(low, token, tokens, whole, ALIGNED), lowest)
+        if high is not None:
+            driven = t.valid & (((high_driven >> sign) & 1) == 1)
+            highest = tl.where(driven, load(high, token, tokens, whole, ALIGNED), highest)
+        below = ratio < lowest
+        above = ratio > highest
+        ratio = tl.where(above, highest, tl.where(below, lowest, ratio))
+    return Clipped(ratio, below, above)
+
+
+@triton.jit
+def clip_derivative(t, policy, clipped, DROP: tl.constexpr, SCORE_HEAD: tl.constexpr):
+    """Of the policy term in the log-probability; an infinite log-ratio is not yet left out."""
+    derivative = policy.value
+    if SCORE_HEAD == False:  # noqa: E712 (a constexpr)
+        derivative = tl.where(clipped.below | clipped.above, 0.0, derivative)
+        if DROP:
+            derivative = tl.zeros_like(derivative)
+    return derivative
 
 
 @kernel
@@ -92,7 +139,7 @@ def _sweep(
     low_negative: tl.float32,
     high_positive: tl.float32,
     high_negative: tl.float32,
-    low_driven: tl.int64,  # bit 0 for advantages >= 0, bit 1 for < 0: `low` replaces the bound
+    low_driven: tl.int64,
     high_driven: tl.int64,
     kl_beta: tl.float32,
     READING: tl.constexpr,
@@ -118,47 +165,32 @@ def _sweep(
         inside = (token >= range_.begin) & (token < range_.end)
         t = read_tokens(inputs, loaded, row, rows, inside, READING)
         tl.store(seen + row, tl.full([TILE], 1, tl.uint8), mask=t.valid)
-        sign = t.negative.to(tl.int64)
 
         # The gate: the ratio that counts, and on which side of its bounds the token's own or its trajectory's was.
         if GATE.has_level:
             trajectory = row
             if row_trajectory is not None:
                 trajectory = clamp(tl.load(row_trajectory + row, mask=inside, other=0), 0, rows - 1)
+            sign = t.negative.to(tl.int64)
             ratio = tl.load(level_ratio + 2 * trajectory + sign, mask=inside, other=1.0)
             side = tl.load(level_side + 2 * trajectory + sign, mask=inside, other=0)
-            below = side < 0
-            above = side > 0
-        elif GATE.token == DROP:
-            ratio = tl.full([TILE], 1.0, tl.float32)
-            below = token < 0
-            above = below
+            gated = Clipped(ratio, side < 0, side > 0)
         else:
-            ratio = exp(t.x)
-            lowest = tl.where(t.negative, low_negative, low_positive)
-            highest = tl.where(t.negative, high_negative, high_positive)
-            if low is not None:
-                driven = t.valid & (((low_driven >> sign) & 1) == 1)
-                lowest = tl.where(driven, load(low, token, tokens, whole, ALIGNED), lowest)
-            if high is not None:
-                driven = t.valid & (((high_driven >> sign) & 1) == 1)
-                highest = tl.where(driven, load(high, token, tokens, whole, ALIGNED), highest)
-            below = ratio < lowest
-            above = ratio > highest
-            ratio = tl.where(above, highest, tl.where(below, lowest, ratio))
-        counts = count_tokens(counts, t, below, above, LANES)
+            gated = clip_tokens(
+                t, low, high, token, tokens, whole, low_positive, low_negative, high_positive, high_negative,
+                low_driven, high_driven, GATE.token == DROP, ALIGNED,
+            )  # fmt: skip
+        counts = count_tokens(counts, t, gated.below, gated.above, LANES)
 
-        policy = policy_term(t, ratio, GATE.score_head)
-        if GATE.score_head:
-            derivative = policy.value
-        elif GATE.has_level and GATE.routing == THROUGH:
+        policy = policy_term(t, gated.ratio, GATE.score_head)
+        if GATE.has_level and GATE.routing == THROUGH and GATE.score_head == False:  # noqa: E712 (a constexpr)
             derivative = policy.value
             if level_slope is not None:
                 derivative = tl.load(level_slope + trajectory, mask=inside, other=0.0)
-        elif (GATE.routing == SELF) if GATE.has_level else (GATE.token != DROP):
-            derivative = tl.where(below | above, 0.0, policy.value)
+        elif GATE.has_level:
+            derivative = clip_derivative(t, policy, gated, GATE.routing != SELF, GATE.score_head)
         else:
-            derivative = tl.zeros([TILE], tl.float32)
+            derivative = clip_derivative(t, policy, gated, GATE.token == DROP, GATE.score_head)
         derivative = tl.where(t.flows, derivative, 0.0)
 
         c = None if kl_weight is None else load(kl_weight, token, tokens, whole, ALIGNED)
@@ -203,22 +235,8 @@ def policy_loss(
     grad = torch.empty_like(logp) if want_grad else None
     token_loss = torch.empty_like(logp) if want_tokens else None
 
-    # A choice without influence is no part of the specialisation.
-    if spec.token is not TokenGate.CLIP:
-        inputs = inputs._replace(low=None, high=None)
-        spec = spec._replace(token_low=NO_LOW, token_high=NO_HIGH)
-    if not spec.has_level:
-        inputs = inputs._replace(row_trajectory=None)
+    inputs, spec = influential(inputs, spec)
     reading = reading_of(inputs, spec)
-    gate = Gate(
-        token=int(TokenGate.DROP if spec.token is TokenGate.DROP else TokenGate.CLIP),
-        has_level=spec.has_level,
-        routing=int(spec.routing if spec.has_level else Routing.THROUGH),
-        score_head=spec.head is Head.SCORE,
-        kl=int(spec.kl if inputs.ref_logp is not None else KLEstimator.NONE),
-        kl_gradient=int(spec.kl_gradient if inputs.ref_logp is not None else KLGradient.VALUE),
-    )
-
     levels = Levels(None, None, None)
     if spec.has_level:
         want_slope = want_grad and spec.routing is Routing.THROUGH and spec.head is Head.LINEAR
@@ -232,11 +250,32 @@ def policy_loss(
         inputs.low, inputs.high, inputs.kl_weight, inputs.row_trajectory, *levels, seen, sums, grad, token_loss, tokens,
         rows,
         *spec.token_low, *spec.token_high, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
-        READING=reading, GATE=gate, TILE=TILE, LANES=LANES,
+        READING=reading, GATE=gate_of(inputs, spec), TILE=TILE, LANES=LANES,
         maxnreg=LIGHT_REGISTERS if light else MOST_REGISTERS,
     )  # fmt: skip
     finalise(sums, seen, loss, metrics, rows)
     return loss, metrics, grad, token_loss
+
+
+def influential(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> tuple[PolicyLossInputs, PolicyLossSpec]:
+    """Without the choices that have no influence, so that they are no part of the specialisation."""
+    if spec.token is not TokenGate.CLIP:
+        inputs = inputs._replace(low=None, high=None)
+        spec = spec._replace(token_low=NO_LOW, token_high=NO_HIGH)
+    if not spec.has_level:
+        inputs = inputs._replace(row_trajectory=None)
+    return inputs, spec
+
+
+def gate_of(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Gate:
+    return Gate(
+        token=int(TokenGate.DROP if spec.token is TokenGate.DROP else TokenGate.CLIP),
+        has_level=spec.has_level,
+        routing=int(spec.routing if spec.has_level else Routing.THROUGH),
+        score_head=spec.head is Head.SCORE,
+        kl=int(spec.kl if inputs.ref_logp is not None else KLEstimator.NONE),
+        kl_gradient=int(spec.kl_gradient if inputs.ref_logp is not None else KLGradient.VALUE),
+    )
 
 
 NO_LOW, NO_HIGH = (0.0, 0.0), (math.inf, math.inf)

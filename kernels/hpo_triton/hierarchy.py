@@ -19,8 +19,6 @@ The definition is hpo_core/reference/gates.py; csrc/cpu/hierarchy.cpp is the sam
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -39,7 +37,8 @@ from ..specs import (
     Routing,
     TokenGate,
 )
-from .gated_levels import GATED_FIELDS, KINDS, LOG_MEAN_EXP, MEAN, OWN, SIDE, SLOPE, Shape, Z, add_children, gate_leaves
+from .gated_levels import KINDS, LOG_MEAN_EXP, Shape, add_children, gate_leaves
+from .hierarchy_tokens import gate_tokens, gated_derivative, gated_term, token_bound
 from .launch import kernel, launch, programs_for
 from .leaves import (
     EXPONENT,
@@ -56,7 +55,7 @@ from .leaves import (
     sum_leaves,
 )
 from .levels import FIXED_POINT
-from .math import SATURATION, clamp, exp
+from .math import clamp
 from .segments import SLOT_TOKENS, SLOTS, load
 from .sums import (
     COLUMNS,
@@ -68,26 +67,22 @@ from .sums import (
     count_tokens,
     finalise,
     no_sums,
-    policy_term,
     store_sums,
     total,
     with_penalty,
 )
 from .terms import (
     Pre,
-    entering,
-    general_term,
     mean_exp_slope,
     numbers_of,
     pre_of,
     term_of,
     through_pre,
     with_own_penalty,
-    with_slopes,
 )
 from .tokens import Reading, bits, load_tokens, read_tokens, reading_of
 
-__all__ = ["policy_loss"]
+__all__ = ["bounds_of", "policy_loss", "shape_of"]
 
 FLOWS = 512  # slots of one program
 
@@ -99,60 +94,6 @@ EXPONENT_BIAS = tl.constexpr(1023)  # of a double
 # Of what flows, in fixed point: the sum of 2^25 slots, of all processes, is below 2^62. Not the number of this process'
 # own slots: they add to each other's.
 DIGITS = tl.constexpr(37)
-
-
-# ------------------------------------------------------------------------------------------------------------- tokens
-
-
-@triton.jit
-def _mean_of_levels(gated_levels, leaf, held, CHANNEL: tl.constexpr):
-    if gated_levels is None:  # no level above the token
-        mean = tl.zeros(leaf.shape, tl.float32)
-    else:
-        mean = tl.load(gated_levels + (leaf * GATED_FIELDS + MEAN) * KINDS + 2 * CHANNEL, mask=held, other=0.0)
-    return mean
-
-
-@triton.jit
-def _of_levels(gated_levels, leaf, held, negative, FIELD: tl.constexpr, CHANNEL: tl.constexpr):
-    if gated_levels is None:
-        value = tl.zeros(negative.shape, tl.float32)
-    else:
-        at = gated_levels + (leaf * GATED_FIELDS + FIELD) * KINDS + 2 * CHANNEL
-        positive = tl.load(at, mask=held, other=0.0)
-        value = tl.where(negative, tl.load(at + 1, mask=held, other=0.0), positive)
-    return value
-
-
-@triton.jit
-def _bound(bound, of_positive, of_negative, driven, t, token, tokens, whole, ALIGNED: tl.constexpr):
-    """In log space, and rounded once, as the bounds of all tokens are."""
-    value = tl.where(t.negative, of_negative, of_positive)
-    if bound is not None:
-        own = t.valid & (((driven >> t.negative.to(tl.int64)) & 1) == 1)
-        ratio = tl.where(own, load(bound, token, tokens, whole, ALIGNED), 1.0)
-        value = tl.where(own, tl.log(ratio.to(tl.float64)).to(tl.float32), value)
-    return value
-
-
-class Gated(NamedTuple):
-    """The gate on the residuals of a block of tokens in one channel."""
-
-    value: tl.tensor
-    inside: tl.tensor  # float: 1 within the bounds, else 0
-    below: tl.tensor
-    above: tl.tensor
-
-
-@triton.jit
-def _gate_tokens(u, low, high, DROP: tl.constexpr):
-    value = tl.zeros_like(u)
-    inside, below, above = value, value != value, value != value
-    if not DROP:
-        below, above = u < low, u > high
-        value = tl.where(above, high, tl.where(below, low, u))
-        inside = (value == u).to(tl.float32)
-    return Gated(value, inside, below, above)
 
 
 @triton.jit
@@ -224,7 +165,6 @@ def _sweep_leaves(
         token_weight, target=target,
     )  # fmt: skip
     ALIGNED: tl.constexpr = READING.aligned
-    SPLIT: tl.constexpr = SHAPE.channels == 2
     program = tl.program_id(0).to(tl.int64)
     counts, total = no_sums(LANES)
     for block in range(program, blocks, tl.num_programs(0).to(tl.int64)):
@@ -237,52 +177,15 @@ def _sweep_leaves(
         some = tl.max(t.valid.to(tl.int32), axis=1, keep_dims=True) > 0
         tl.store(seen + of_row, tl.full([SLOTS, 1], 1, tl.uint8), mask=some)
 
-        # The residual of the token, and with a split that of the other channel.
         negative = t.negative
-        lowest = _bound(low, low_positive, low_negative, low_driven, t, token, tokens, whole, ALIGNED)
-        highest = _bound(high, high_positive, high_negative, high_driven, t, token, tokens, whole, ALIGNED)
-        x = entering(t.x, negative, pre)
-        falls = x < 0.0  # +0 and -0 rise: one channel has the whole derivative at 0
-        up = tl.where(falls, 0.0, x) if SPLIT else x
-        rising = _gate_tokens(up - _mean_of_levels(gated_levels, leaf, held, 0), lowest, highest, SHAPE.drop)
-        z = _of_levels(gated_levels, leaf, held, negative, Z, 0)
-        slope = _of_levels(gated_levels, leaf, held, negative, SLOPE, 0)
-        own = _of_levels(gated_levels, leaf, held, negative, OWN, 0)
-        side = _of_levels(gated_levels, leaf, held, negative, SIDE, 0).to(tl.int32)
-        below, above = rising.below, rising.above
-        rising_inside = with_slopes(rising.inside, below, above, negative, numbers)
-        inside = rising_inside
-        falling, falling_slope = rising, slope
-        if SPLIT:
-            falling = _gate_tokens((up - x) - _mean_of_levels(gated_levels, leaf, held, 1), lowest, highest, SHAPE.drop)
-            z += _of_levels(gated_levels, leaf, held, negative, Z, 1)
-            falling_slope = _of_levels(gated_levels, leaf, held, negative, SLOPE, 1)
-            own = tl.where(falls, _of_levels(gated_levels, leaf, held, negative, OWN, 1), own)
-            side |= _of_levels(gated_levels, leaf, held, negative, SIDE, 1).to(tl.int32)
-            inside = tl.where(falls, falling.inside, inside)
-            below |= falling.above
-            above |= falling.below
-        z += rising.value
-        if SPLIT:
-            z -= falling.value
-        below |= side % 2 == 1
-        above |= side // 2 == 1
-        counts = count_tokens(counts, t, below, above, LANES)
+        lowest = token_bound(low, low_positive, low_negative, low_driven, t, token, tokens, whole, ALIGNED)
+        highest = token_bound(high, high_positive, high_negative, high_driven, t, token, tokens, whole, ALIGNED)
+        gated = gate_tokens(t, lowest, highest, gated_levels, leaf, held, pre, numbers, SHAPE)
+        counts = count_tokens(counts, t, gated.below, gated.above, LANES)
 
-        if SHAPE.term is None:
-            policy = policy_term(t, exp(clamp(z, -SATURATION, SATURATION)), SHAPE.score_head)
-        else:
-            given_weight = None if token_weight is None else loaded.token_weight
-            policy = general_term(t, given_weight, z, below, above, numbers, SHAPE.term.head)
-        derivative = policy.value
-        if SHAPE.score_head == False:  # noqa: E712 (a constexpr)
-            # Where the finest level takes the place of the token, its own slope does not count.
-            derivative = derivative * (own if SHAPE.takes_place else inside + own)
-        if pre is not None:
-            derivative = tl.where(x == t.x, derivative, 0.0)
-        if SHAPE.term is not None:
-            derivative += policy.direct
-        derivative = tl.where(t.flows, derivative, 0.0)
+        given_weight = None if token_weight is None else loaded.token_weight
+        policy = gated_term(t, gated, given_weight, numbers, SHAPE)
+        derivative = gated_derivative(t, gated, policy, pre, SHAPE)
         c = None if kl_weight is None else load(kl_weight, token, tokens, whole, ALIGNED)
         penalty, loss_t, derivative = with_penalty(
             t, c, policy.loss_t, derivative, kl_beta, SHAPE.kl, SHAPE.kl_gradient
@@ -317,9 +220,9 @@ def _sweep_leaves(
                             flow += tl.load(step + 1, mask=held, other=0.0) * of_negative
                             flow = clamp(flow, -LARGEST_FLOW, LARGEST_FLOW)
                         elif channel == 0:
-                            flow = _flow(value, slope, rising_inside)
+                            flow = _flow(value, gated.slope, gated.rising_inside)
                         else:
-                            flow = _flow(value, falling_slope, falling.inside)
+                            flow = _flow(value, gated.falling_slope, gated.falling_inside)
                         tl.store(flows + (slot[:, None] * DEPTH + k) * 2 + channel, flow)
                         exponent = (flow.to(tl.int64, bitcast=True) >> 52) & 2047
                         raise_segments(segments, segment, exponent, EXPONENT + channel, held & (flow != 0.0))
@@ -463,7 +366,7 @@ def policy_loss(
     # A choice without influence is no part of the specialisation.
     if spec.token is not TokenGate.CLIP:
         inputs = inputs._replace(low=None, high=None)
-    shape, reading, pre = _shape_of(inputs, spec, want_grad), reading_of(inputs, spec), pre_of(spec)
+    shape, reading, pre = shape_of(inputs, spec, want_grad), reading_of(inputs, spec), pre_of(spec)
 
     leaves = check_leaves(inputs)
     sum_leaves(inputs, leaves, reading, shape.aggregates, spec.split, pre, grad, token_loss, seen)
@@ -487,7 +390,7 @@ def _fields(leaves: Leaves, first: tl.constexpr, count: int) -> torch.Tensor:
     return leaves.segments[..., first.value : first.value + count]
 
 
-def _shape_of(inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool) -> Shape:
+def shape_of(inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool) -> Shape:
     routings = tuple(int(level.routing) for level in spec.levels)
     return Shape(
         gates=tuple(int(level.gate) for level in spec.levels),
@@ -503,6 +406,12 @@ def _shape_of(inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool) -
         kl=int(spec.kl if inputs.ref_logp is not None else KLEstimator.NONE),
         kl_gradient=int(spec.kl_gradient if inputs.ref_logp is not None else KLGradient.VALUE),
     )
+
+
+def bounds_of(spec: PolicyLossSpec) -> tuple[float, ...]:
+    """Of the token gate, for advantages >= 0 and < 0: low, low, high, high."""
+    clips = spec.token is TokenGate.CLIP
+    return *(spec.token_log_low if clips else NO_LOW), *(spec.token_log_high if clips else NO_HIGH)
 
 
 def _divisors(levels: tuple[LevelSpec, ...], level: int) -> tuple[bool, ...]:
@@ -535,7 +444,6 @@ def _sweep(
     align = 1 if shape.carries else 4
     programs = programs_for(slots, SLOTS)
     sums = torch.empty((programs, COLUMNS.value), dtype=torch.float64, device=device)
-    clips = spec.token is TokenGate.CLIP
     launch(
         _sweep_leaves, programs, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights, inputs.cu_seqlens,
         inputs.mask, inputs.ref_logp, inputs.entropy, inputs.score, inputs.threshold, inputs.token_mask,
@@ -544,8 +452,7 @@ def _sweep(
         leaves.begin, leaves.end, leaves.row, leaves.ancestors, leaves.owner, leaves.broken, leaves.segments,
         gated_levels, steps, flows, seen, sums, grad, token_loss, inputs.logp.numel(), inputs.weights.numel(), count,
         slots // SLOTS,
-        *(spec.token_log_low if clips else NO_LOW), *(spec.token_log_high if clips else NO_HIGH),
-        bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
+        *bounds_of(spec), bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
         READING=reading._replace(aligned=reading.aligned and align > 1), SHAPE=shape, DEPTH=depth, SLOT=SLOT_TOKENS,
         SLOTS=SLOTS, ALIGN=align, LANES=LANES, **({"maxnreg": UNBOUND_REGISTERS} if spec.mean_exp else {}),
     )  # fmt: skip

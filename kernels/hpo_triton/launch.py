@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +11,17 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["INTERPRETED", "REGISTERS", "WARPS", "aligned", "kernel", "launch", "launches", "programs_for"]
+__all__ = [
+    "INTERPRETED",
+    "REGISTERS",
+    "WARPS",
+    "aligned",
+    "kernel",
+    "launch",
+    "launches",
+    "processors_and_cache",
+    "programs_for",
+]
 
 # Triton's interpreter runs each operation as one call of NumPy: few calls count there, so blocks are larger.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -57,6 +68,15 @@ def launch(kernel: Any, programs: int, *arguments: Any, **structure: Any) -> Non
 def programs_for(items: int, step: int) -> int:
     """The number of programs of a sweep that takes ``step`` items at a time."""
     return max(1, min(triton.cdiv(items, step), MOST_PROGRAMS))
+
+
+@functools.cache
+def processors_and_cache(device: torch.device) -> tuple[int, int]:
+    """The multiprocessors of a device and the bytes of its L2 cache; those of an H100 where there is no device."""
+    if device.type != "cuda":
+        return 132, 50 << 20
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.L2_cache_size
 
 
 def aligned(*tensors: torch.Tensor | None) -> bool:

@@ -1,255 +1,35 @@
 """Log-probabilities and entropies from logits, and back: one program for each row, one launch in each direction.
 
-The definition is hpo_core/reference/logprobs.py; csrc/include/hpo/logprobs.h derives the arithmetic.
-
-A row is read once. Of two elements a lane keeps the greater and adds e^(...) of the smaller to its sum, so that the
-greatest of the row is in no sum. The sums are relative to the *origin*, the greatest summed element: the elements that
-count lie near it, where a product rounded to float is exact enough for an exponential, however far above the greatest
-element lies.
+The definition is hpo_core/reference/logprobs.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from ..specs import LogitRows
-from .launch import INTERPRETED, kernel, launch
-from .math import log
-from .segments import load, store
+from .launch import kernel, launch
+from .logits_rows import (
+    BLOCK,
+    CHUNKS,
+    LANES,
+    NUM_WARPS,
+    address_of_row,
+    everything,
+    exponent_of,
+    fill_gradient,
+    gradient_of,
+    is_defined,
+    load_target,
+    row_at,
+    row_result,
+    write_gradient,
+)
 
-__all__ = ["token_logprobs", "token_logprobs_backward", "uninitialised", "widen"]
-
-# A step covers CHUNKS chunks of a row, each with 8 elements per thread: two 128-bit loads of float32, one of 16-bit
-# numbers. 4 warps hold a step in 96 registers on sm_90 (at most 128 elsewhere), so that 16 to 20 warps share a
-# multiprocessor and some compute while others wait for memory. Finding the greatest element of a step takes about 30
-# instructions per thread and one barrier, shared by 32 elements. More chunks would cost registers; more warps would
-# make the barrier dearer and leave fewer rows in flight. Steps reach at most 2 % beyond a vocabulary of 32,000.
-NUM_WARPS = 4
-LANES = 1024
-CHUNKS = 2 if INTERPRETED else 4
-BLOCK = 2048  # elements of a step of the backward, which needs no barrier
-
-LEAST_FLOAT = tl.constexpr(-3.4028234663852886e38)
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-NEGLIGIBLE = tl.constexpr(-200.0)  # 2^-200 is 0 in float
-
-
-class Exponent(NamedTuple):
-    """e^(delta / temperature) = 2^(delta c)."""
-
-    inverse: tl.tensor  # 1 / temperature, float64
-    high: tl.tensor  # c in two parts
-    low: tl.tensor
-    least: tl.tensor  # the least delta that counts: below it e^(...) < 2^-125 is taken as 0, as it is for -inf
-
-
-class Row(NamedTuple):
-    pointer: tl.tensor
-    columns: tl.tensor
-    floor: tl.tensor  # or None
-    exponent: Exponent
-
-
-class Sums(NamedTuple):
-    """Sums over the elements that the lanes do not keep, with e = 2^y <= 1 and y relative to the origin."""
-
-    origin: tl.tensor
-    others: tl.tensor  # [LANES] sums of e
-    spread: tl.tensor  # [LANES] sums of -y e
-    squares: tl.tensor  # [LANES] sums of e^2
-
-
-class Result(NamedTuple):
-    """The results of a row; the last four are its statistics."""
-
-    logp: tl.tensor
-    entropy: tl.tensor
-    top: tl.tensor
-    others: tl.tensor
-    distance: tl.tensor
-    squares: tl.tensor
-
-
-@triton.jit
-def _exponent_of(temperatures, temperature, row):
-    number = tl.full([], temperature, tl.float64)  # a cast in the interpreter goes by float32
-    if temperatures is not None:
-        number = tl.load(temperatures + row).to(tl.float64)
-    inverse = 1.0 / number
-    c = inverse * LOG2_E
-    high = c.to(tl.float32)
-    low = (c - high.to(tl.float64)).to(tl.float32)
-    least = tl.maximum(-125.0 / c, LEAST_FLOAT).to(tl.float32)
-    return Exponent(inverse, high, low, least)
-
-
-@triton.jit
-def _exp2_of(exponent, delta):
-    """2^(delta c) for least <= delta <= 0, and any number for a smaller delta. Only delta is rounded."""
-    shifted = tl.fma(delta, exponent.high, 12582912.0)  # adding 1.5 * 2^23 rounds to an integer
-    r = tl.fma(delta, exponent.high, -(shifted - 12582912.0))
-    r = tl.fma(delta, exponent.low, r)
-    # The integer sits in the low bits of `shifted`; the shift drops the bits above it.
-    bits = tl.exp2(r).to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _exp_of(exponent, delta):
-    return tl.where(delta < exponent.least, 0.0, _exp2_of(exponent, delta))
-
-
-@triton.jit
-def _log1p(x):
-    """For x >= 0."""
-    u = 1.0 + x
-    return log(u) + (x - (u - 1.0)) / u  # the second term restores the digits that 1 + x rounds off
-
-
-# ------------------------------------------------------------------------------------------------------------- rows
-
-
-@triton.jit
-def _is_defined(target, vocabulary, exponent):
-    """Whether a row has a target and a temperature."""
-    return (target >= 0) & (target < vocabulary) & (exponent.inverse > 0.0) & (exponent.inverse <= -LEAST_FLOAT)
-
-
-@triton.jit
-def _address(pointer, row, inner, outer_stride, inner_stride):
-    return pointer + (row // inner) * outer_stride + (row % inner) * inner_stride
-
-
-@triton.jit
-def _is_below(x, floor):
-    """Whether x is below the floor. A NaN x never is; every other x is below a NaN floor."""
-    return ((x >= floor) == False) & (x == x)  # noqa: E712 (`not` is for scalars)
-
-
-@triton.jit
-def _load(row, column, WHOLE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Elements of a row, -inf below its floor and beyond its end. WHOLE: no column lies beyond the end."""
-    x = load(row.pointer, column, row.columns, WHOLE, ALIGNED).to(tl.float32)
-    if not WHOLE:
-        x = tl.where(column < row.columns, x, float("-inf"))
-    if row.floor is not None:
-        x = tl.where(_is_below(x, row.floor), float("-inf"), x)
-    return x
-
-
-@triton.jit
-def _load_target(row, column):
-    """The target's logit, and whether it has a gradient. A target in another part of the vocabulary or below the floor
-    has a logit of -inf and no gradient."""
-    here = (column >= 0) & (column < row.columns)
-    logit = tl.load(row.pointer + column, mask=here, other=float("-inf")).to(tl.float32)
-    if row.floor is not None:
-        below = _is_below(logit, row.floor)
-        logit = tl.where(below, float("-inf"), logit)
-        here = here & (below == False)  # noqa: E712
-    return logit, here
-
-
-# ---------------------------------------------------------------------------------------------------------- forward
-
-
-@triton.jit
-def _moved(sums, origin, exponent):
-    factor = _exp_of(exponent, sums.origin - origin)
-    by = tl.where(factor > 0.0, (origin - sums.origin) * exponent.high, 0.0)
-    spread = factor * (sums.spread + by * sums.others)
-    return Sums(origin, factor * sums.others, spread, factor * factor * sums.squares)
-
-
-@triton.jit
-def _added(sums, x, exponent, KEPT: tl.constexpr):
-    """``x`` is at most the origin."""
-    y = (x - sums.origin) * exponent.high
-    y = tl.maximum(y, NEGLIGIBLE, propagate_nan=tl.PropagateNan.ALL)  # -inf times 0 is NaN
-    e = tl.exp2(y)
-    spread = tl.fma(-y, e, sums.spread) if KEPT > 2 else sums.spread
-    squares = tl.fma(e, e, sums.squares) if KEPT > 3 else sums.squares
-    return Sums(sums.origin, sums.others + e, spread, squares)
-
-
-@triton.jit
-def _step(
-    kept, sums, row, start,
-    KEPT: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    losers = ()
-    greatest = kept
-    for chunk in tl.static_range(CHUNKS):
-        x = _load(row, start + chunk * LANES + tl.arange(0, LANES), WHOLE, ALIGNED)
-        loser = tl.minimum(kept, x, propagate_nan=tl.PropagateNan.ALL)  # NaN loses, so that it reaches the sums
-        kept = tl.maximum(kept, x)
-        greatest = loser if chunk == 0 else tl.maximum(greatest, loser)
-        losers = losers + (loser,)  # noqa: RUF005 (Triton knows no star)
-    origin = tl.max(greatest)
-    if origin > sums.origin:
-        sums = _moved(sums, origin, row.exponent)
-    for chunk in tl.static_range(CHUNKS):
-        sums = _added(sums, losers[chunk], row.exponent, KEPT)
-    return kept, sums
-
-
-@triton.jit
-def _total(lanes):
-    """The sum over the lanes in float64, each lane rounded to a multiple of 2^-32: below 2^21 no addition rounds, so
-    that the order of the lanes, which the compiler chooses, does not show in the bits."""
-    return tl.sum((lanes.to(tl.float64) + 1572864.0) - 1572864.0)
-
-
-@triton.jit
-def _finished(kept, sums, row, logit, is_whole, KEPT: tl.constexpr, LANES: tl.constexpr):
-    top = tl.max(kept)
-    rest = tl.where(tl.arange(0, LANES) == tl.argmax(kept, 0), float("-inf"), kept)
-    origin = tl.max(rest)
-    if origin > sums.origin:
-        sums = _moved(sums, origin, row.exponent)
-    sums = _added(sums, rest, row.exponent, KEPT)
-
-    # A row whose logits are all -inf, or that has +inf or NaN, has no distribution. A part of a row may be all -inf.
-    sum_ = _total(sums.others)
-    result = _everything(float("nan"))
-    if (top < float("inf")) & (sum_ == sum_):
-        if top > float("-inf"):
-            below = top.to(tl.float64) - sums.origin.to(tl.float64)
-            delta = sums.origin - top
-            factor = _exp_of(row.exponent, delta).to(tl.float64)
-            # The rounding error of `delta` would be in every term.
-            factor = tl.where(factor > 0.0, factor * (1.0 - (below + delta.to(tl.float64)) * row.exponent.inverse), 0.0)
-            others = factor * sum_
-            total = 1.0 + others
-            normaliser = _log1p(others.to(tl.float32)).to(tl.float64)
-            logp = (logit.to(tl.float64) - top.to(tl.float64)) * row.exponent.inverse - normaliser
-            distance = total  # placeholders: statistics that KEPT leaves out are not stored
-            squares = total
-            if KEPT > 2:
-                spread = below * row.exponent.inverse * others + factor * LN_2 * _total(sums.spread)
-                distance = tl.where(factor > 0.0, spread, 0.0) / total
-            if KEPT > 3:
-                squares = (1.0 + factor * factor * _total(sums.squares)) / (total * total)
-            result = Result(
-                logp.to(tl.float32), (normaliser + distance).to(tl.float32), top,
-                others.to(tl.float32), distance.to(tl.float32), squares.to(tl.float32),
-            )  # fmt: skip
-        elif is_whole == False:  # noqa: E712
-            zero = tl.zeros([], tl.float32)
-            result = Result(top, zero, top, zero, zero, zero)
-    return result
-
-
-@triton.jit
-def _everything(number):
-    number = tl.cast(number, tl.float32)
-    return Result(number, number, number, number, number, number)
+__all__ = ["numbers_of", "rows_aligned", "token_logprobs", "token_logprobs_backward", "uninitialised", "widen"]
 
 
 @kernel
@@ -277,24 +57,15 @@ def _forward(
 ):
     at = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + at)
-    exponent = _exponent_of(temperatures, temperature, at)
-    result = _everything(0.0)
+    exponent = exponent_of(temperatures, temperature, at)
+    result = everything(0.0)
     if target != ignore_index:
-        if _is_defined(target, vocabulary, exponent):
-            floor = None if floors is None else tl.load(floors + at)
-            row = Row(_address(logits, at, inner, outer_stride, inner_stride), columns, floor, exponent)
-            kept = tl.full([LANES], float("-inf"), tl.float32)
-            nothing = tl.zeros([LANES], tl.float32)
-            sums = Sums(tl.full([], LEAST_FLOAT, tl.float32), nothing, nothing, nothing)
-            whole = columns // (LANES * CHUNKS) * (LANES * CHUNKS)
-            for start in range(0, whole, LANES * CHUNKS):
-                kept, sums = _step(kept, sums, row, start, KEPT, True, ALIGNED, LANES, CHUNKS)
-            if whole < columns:
-                kept, sums = _step(kept, sums, row, whole, KEPT, False, ALIGNED, LANES, CHUNKS)
-            logit, _ = _load_target(row, target - first)
-            result = _finished(kept, sums, row, logit, columns == vocabulary, KEPT, LANES)
+        if is_defined(target, vocabulary, exponent):
+            row = row_at(logits, at, inner, outer_stride, inner_stride, columns, floors, exponent)
+            logit, _ = load_target(row, target - first)
+            result = row_result(row, logit, columns == vocabulary, KEPT, ALIGNED, LANES, CHUNKS)
         else:
-            result = _everything(float("nan"))
+            result = everything(float("nan"))
     tl.store(logp + at, result.logp)
     tl.store(statistics + at, result.top)
     tl.store(statistics + rows + at, result.others)
@@ -313,59 +84,10 @@ def token_logprobs(rows: LogitRows, kept: int) -> tuple[torch.Tensor, torch.Tens
     logits, layout = rows.at_two_strides()
     launch(
         _forward, logp.numel(), logits, rows.targets, rows.temperatures, rows.floors, logp, entropy, statistics,
-        *_numbers(rows, layout), KEPT=kept, ALIGNED=_aligned(logits, *layout[1:]), LANES=LANES, CHUNKS=CHUNKS,
+        *numbers_of(rows, layout), KEPT=kept, ALIGNED=rows_aligned(logits, *layout[1:]), LANES=LANES, CHUNKS=CHUNKS,
         num_warps=NUM_WARPS,
     )  # fmt: skip
     return logp, entropy, statistics
-
-
-# --------------------------------------------------------------------------------------------------------- backward
-
-
-class Gradient(NamedTuple):
-    """The gradient of every logit but the target's is e^(delta / temperature) (constant + slope delta)."""
-
-    constant: tl.tensor
-    slope: tl.tensor
-    target: tl.tensor
-
-
-@triton.jit
-def _gradient_of(exponent, top, others, distance, logit, a, b):
-    """With p = e^(delta / temperature) / (1 + s) and the mean distance R, log p + H is delta / temperature + R."""
-    others = others.to(tl.float64)
-    distance = distance.to(tl.float64)
-    p = 1.0 / (1.0 + others)
-    delta = logit.to(tl.float64) - top.to(tl.float64)
-    own = _exp_of(exponent, logit - top).to(tl.float64) * p
-    # 1 - p of the target. Where the target is the greatest it is the others' share: a subtraction would lose digits.
-    rest = tl.where(delta == 0.0, others * p, 1.0 - own)
-    along = tl.where(own == 0.0, 0.0, own * (delta * exponent.inverse + distance))
-    return Gradient(
-        (-(a + b * distance) * exponent.inverse * p).to(tl.float32),
-        (-b * exponent.inverse * exponent.inverse * p).to(tl.float32),
-        ((a * rest - b * along) * exponent.inverse).to(tl.float32),
-    )
-
-
-@triton.jit
-def _step_back(row, to, start, top, gradient, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    column = start + tl.arange(0, BLOCK)
-    delta = _load(row, column, WHOLE, ALIGNED) - top
-    value = _exp2_of(row.exponent, delta) * tl.fma(delta, gradient.slope, gradient.constant)
-    value = tl.where(delta < row.exponent.least, 0.0, value)  # it is NaN for a delta of -inf
-    store(to, column, value.to(to.dtype.element_ty), row.columns, WHOLE, ALIGNED)
-
-
-@triton.jit
-def _fill(to, columns, number, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    value = tl.full([BLOCK], number, to.dtype.element_ty)
-    column = tl.arange(0, BLOCK)
-    whole = columns // BLOCK * BLOCK
-    for start in range(0, whole, BLOCK):
-        store(to, start + column, value, columns, True, ALIGNED)
-    if whole < columns:
-        store(to, whole + column, value, columns, False, ALIGNED)
 
 
 @kernel
@@ -394,30 +116,23 @@ def _backward(
 ):
     at = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + at)
-    exponent = _exponent_of(temperatures, temperature, at)
+    exponent = exponent_of(temperatures, temperature, at)
     top = tl.load(statistics + at)
     others = tl.load(statistics + rows + at)
     a = tl.zeros([], tl.float32) if logp_gradient is None else tl.load(logp_gradient + at)
     b = tl.zeros([], tl.float32) if entropy_gradient is None else tl.load(entropy_gradient + at)
     distance = b if entropy_gradient is None else tl.load(statistics + 2 * rows + at)
-    to = _address(grad, at, inner, grad_outer_stride, grad_inner_stride)
+    to = address_of_row(grad, at, inner, grad_outer_stride, grad_inner_stride)
     if (target == ignore_index) | ((a == 0.0) & (b == 0.0) & (top == top)):
-        _fill(to, columns, 0.0, ALIGNED, BLOCK)
-    elif (top != top) | (_is_defined(target, vocabulary, exponent) == False):  # noqa: E712
-        _fill(to, columns, float("nan"), ALIGNED, BLOCK)
+        fill_gradient(to, columns, 0.0, ALIGNED, BLOCK)
+    elif (top != top) | (is_defined(target, vocabulary, exponent) == False):  # noqa: E712
+        fill_gradient(to, columns, float("nan"), ALIGNED, BLOCK)
     else:
-        floor = None if floors is None else tl.load(floors + at)
-        row = Row(_address(logits, at, inner, outer_stride, inner_stride), columns, floor, exponent)
-        logit, has_gradient = _load_target(row, target - first)
+        row = row_at(logits, at, inner, outer_stride, inner_stride, columns, floors, exponent)
+        logit, has_gradient = load_target(row, target - first)
         tl.debug_barrier()  # in place, another warp may write the gradient of this logit before all have read it
-        gradient = _gradient_of(exponent, top, others, distance, logit, a.to(tl.float64), b.to(tl.float64))
-        whole = columns // BLOCK * BLOCK
-        for start in range(0, whole, BLOCK):
-            _step_back(row, to, start, top, gradient, True, ALIGNED, BLOCK)
-        if whole < columns:
-            _step_back(row, to, whole, top, gradient, False, ALIGNED, BLOCK)
-        tl.debug_barrier()
-        tl.store(to + (target - first), gradient.target.to(to.dtype.element_ty), mask=has_gradient)
+        gradient = gradient_of(exponent, top, others, distance, logit, a.to(tl.float64), b.to(tl.float64))
+        write_gradient(row, to, top, gradient, target - first, has_gradient, ALIGNED, BLOCK)
 
 
 def token_logprobs_backward(
@@ -436,8 +151,8 @@ def token_logprobs_backward(
         strides = [inner * logits.shape[-1], logits.shape[-1]]
     launch(
         _backward, rows.targets.numel(), logits, rows.targets, rows.temperatures, rows.floors, statistics,
-        logp_gradient, entropy_gradient, grad, *_numbers(rows, layout), *strides,
-        ALIGNED=_aligned(logits, *layout[1:]) and _aligned(grad, *strides), BLOCK=BLOCK, num_warps=NUM_WARPS,
+        logp_gradient, entropy_gradient, grad, *numbers_of(rows, layout), *strides,
+        ALIGNED=rows_aligned(logits, *layout[1:]) and rows_aligned(grad, *strides), BLOCK=BLOCK, num_warps=NUM_WARPS,
     )  # fmt: skip
     return grad
 
@@ -455,11 +170,11 @@ def widen(block: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     return into.copy_(block)
 
 
-def _numbers(rows: LogitRows, layout: tuple[int, int, int]) -> tuple[int | float, ...]:
+def numbers_of(rows: LogitRows, layout: tuple[int, int, int]) -> tuple[int | float, ...]:
     shape = (rows.targets.numel(), rows.logits.shape[-1], rows.first, rows.vocabulary)
     return *shape, *layout, rows.temperature, rows.ignore_index
 
 
-def _aligned(tensor: torch.Tensor, *strides: int) -> bool:
+def rows_aligned(tensor: torch.Tensor, *strides: int) -> bool:
     """Whether all rows begin where 128 bits can be loaded."""
     return all(number % 16 == 0 for number in (tensor.data_ptr(), *(tensor.element_size() * each for each in strides)))

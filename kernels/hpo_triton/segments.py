@@ -46,6 +46,7 @@ __all__ = [
     "row_counts",
     "row_of_token",
     "row_range",
+    "rows_of_few",
     "slot_count",
     "slot_owner",
     "slot_tokens",
@@ -96,22 +97,26 @@ def _load_one_by_one(pointer, token, tokens):
 
 
 @triton.jit
-def load(pointer, token, tokens, whole, ALIGNED: tl.constexpr):
+def load(pointer, token, tokens, whole, ALIGNED: tl.constexpr, EVICTION: tl.constexpr = ""):
     """The elements ``token``, 0 beyond the end of the pack; ``whole``: all are inside the pack."""
     if len(token.shape) == 2 and not ALIGNED:
         return _load_one_by_one(pointer, token, tokens)
     address = _address(pointer, token, ALIGNED)
     # A mask that cuts at an arbitrary T would split every 128-bit load into four; only the last tile needs one.
-    return tl.load(address) if whole else tl.load(address, mask=token < tokens, other=0)
+    return (
+        tl.load(address, eviction_policy=EVICTION)
+        if whole
+        else tl.load(address, mask=token < tokens, other=0, eviction_policy=EVICTION)
+    )
 
 
 @triton.jit
-def store(pointer, token, value, tokens, whole, ALIGNED: tl.constexpr):
+def store(pointer, token, value, tokens, whole, ALIGNED: tl.constexpr, EVICTION: tl.constexpr = ""):
     address = _address(pointer, token, ALIGNED)
     if whole:
-        tl.store(address, value)
+        tl.store(address, value, eviction_policy=EVICTION)
     else:
-        tl.store(address, value, mask=token < tokens)
+        tl.store(address, value, mask=token < tokens, eviction_policy=EVICTION)
 
 
 # --------------------------------------------------------------------------------------------------------------- rows
@@ -158,6 +163,12 @@ def _last_row(cu_seqlens, rows, tokens, keys, SLOT: tl.constexpr, WIDTH: tl.cons
         low += tl.maximum(hits - 1, 0) * step
         span = step
     return low
+
+
+@triton.jit
+def rows_of_few(cu_seqlens, rows, tokens, token):
+    """The row of each of a few tokens ``[K]``, in no order. A token outside the range of that row has no row."""
+    return _last_row(cu_seqlens, rows, tokens, token, 0, 64)
 
 
 @triton.jit

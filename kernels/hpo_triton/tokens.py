@@ -13,7 +13,7 @@ from .launch import aligned
 from .math import SATURATION, clamp, is_finite
 from .segments import load
 
-__all__ = ["Loaded", "Reading", "Tokens", "bits", "load_tokens", "read_tokens", "reading_of"]
+__all__ = ["Loaded", "Reading", "Tokens", "bits", "load_constants", "load_tokens", "read_tokens", "reading_of"]
 
 
 class Reading(NamedTuple):
@@ -70,8 +70,14 @@ def _load_or(stand_in, pointer, token, tokens, whole, ALIGNED: tl.constexpr):
 def load_tokens(inputs, token, tokens, whole, READING: tl.constexpr):
     """``inputs``: PolicyLossInputs; ``token`` of any shape. Not a part of ``read_tokens``, because it need not wait
     until the rows of the tokens are found."""
+    logp = load(inputs.logp, token, tokens, whole, READING.aligned)
+    return load_constants(inputs, logp, token, tokens, whole, READING)
+
+
+@triton.jit
+def load_constants(inputs, logp, token, tokens, whole, READING: tl.constexpr):
+    """All but the policy's log-probabilities, which are at hand."""
     ALIGNED: tl.constexpr = READING.aligned
-    logp = load(inputs.logp, token, tokens, whole, ALIGNED)
     advantage = inputs.advantages if READING.advantage_per_token else None
     target = inputs.target if READING.target_per_token else None
     return Loaded(

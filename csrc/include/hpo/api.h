@@ -352,6 +352,16 @@ int hpo_order_statistics(const hpo::OrderStatisticsArgs* args, int64_t context);
 int hpo_row_counts(const hpo::RowCountsArgs* args, int64_t context);
 int hpo_token_logprobs(const hpo::LogprobsArgs* args, int64_t context);
 int hpo_token_logprobs_backward(const hpo::LogprobsBackwardArgs* args, int64_t context);
+// CUDA alone: both directions of token_logprobs in one launch, with d loss / d logp of a gate on tokens between them. Row r of
+// the logits predicts token r + 1; log-probabilities and entropies go to `logits.given`, by token, the gradient to
+// `logits.grad`. Of `args` the log-probabilities and outputs do not count. hierarchy: of depth 0, where a term is present, else
+// null. blocks: what hpo_loss_from_logits_blocks says.
+int hpo_loss_from_logits(const hpo::LogprobsBackwardArgs* logits, const hpo::PolicyLossArgs* args,
+                         const hpo::GateStructure* structure, const hpo::GateNumbers* numbers, const hpo::Hierarchy* hierarchy,
+                         int64_t blocks, int64_t context);
+// As many rows as may be read at once, so that the cache of the current device keeps them for the gradient; 0: so few that
+// most of the device would stand idle, and one launch for each direction is the quicker way.
+int64_t hpo_loss_from_logits_blocks(const hpo::LogprobsArgs* logits);
 const char* hpo_error(int status);
 // "AVX-512", "sm_80 sm_90 ...", "emulated": what runs; null where nothing can, hpo_error(hpo_unusable) then says why.
 const char* hpo_description();

@@ -251,6 +251,12 @@ def test_sweeps_load_128_bits_at_once(share):
     assert found and found == {kernel: WIDE_LOADS[kernel] for kernel in found}
 
 
+@of_each_share
+def test_no_program_orders_the_memory_of_the_device(share):
+    """Each of them costs a flush of caches; what a program writes is read by later launches alone."""
+    assert [report for report in share_on_sm_90(share) if report["fences"]] == []
+
+
 @pytest.mark.skipif(importlib.metadata.version("triton") != "3.9.0", reason="register counts are those of Triton 3.9.0")
 @of_each_share
 def test_registers_do_not_grow(share):

@@ -171,7 +171,14 @@ def test_token_sweeps_load_and_store_128_bits(kernels):
         pytest.skip("no nvdisasm: neither CUDA's nor the one in Triton's wheel")
     narrow = [n for n, k in kernels.items() if {n, n.partition("<")[0]} & WIDE and k.wide_loads == 0]
     assert narrow == []
-    writing = {"sweep", "sweep_leaves", "deliver_gradient", "correct_tokens", "differentiate_rows", "differentiate_loss"}
+    writing = {
+        "sweep",
+        "sweep_leaves",
+        "deliver_gradient",
+        "correct_tokens",
+        "differentiate_rows",
+        "differentiate_loss",
+    }
     assert [n for n, k in kernels.items() if n.partition("<")[0] in writing and k.wide_stores == 0] == []
 
 

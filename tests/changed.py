@@ -46,6 +46,9 @@ PYTHON = (
 )
 TRL = ("trl", "trl_contract", "trl_head", "trl_steps")
 VERL = ("verl", "verl_advantages", "verl_rows", "verl_head")
+# Each has a file in hpo_core/integrations and is also in test_trainers; those with a module of their own come second.
+TRAINERS = ("areal", "openrlhf", "skyrl")
+WITH_TESTS = ("areal", "openrlhf", "skyrl")
 
 
 class Rule(NamedTuple):
@@ -117,8 +120,13 @@ RULES = [
     Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py"),
          (*TRL, "imports")),
     Rule(("hpo_core/integrations/verl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py",
+          "hpo_core/integrations/prompt_advantages.py",
           "tests/verl_on_cpu.py", "tests/verl_batches.py"), (*VERL, "imports")),
     Rule(("hpo_core/integrations/needs.py", "hpo_core/integrations/entropy_methods.py"), (*TRL, *VERL)),
+    Rule(("hpo_core/integrations/named.py", "hpo_core/integrations/micro_batch.py", "hpo_core/integrations/turns.py",
+          "hpo_core/integrations/prompt_advantages.py", "tests/trainer_batches.py"),
+         ("trainers", "imports", "docs", *WITH_TESTS)),
+    Rule(tuple(f"hpo_core/integrations/{name}.py" for name in TRAINERS), ("trainers", "imports", "docs", *WITH_TESTS)),
     Rule(("hpo_core/testing/*",), ("testing", "explain", "promises", "imports")),
     Rule(("hpo_core/py.typed", "hpo_core/_version.py", "setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", ".ci/*",
           "LICENSE", "THIRD_PARTY_NOTICES", ".gitignore"), ("packaging", "backends")),

@@ -14,11 +14,8 @@ import hpo_core
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md"])
-OPTIONAL = (
-    "hpo_core.integrations.trl",
-    "hpo_core.integrations.verl",
-    "hpo_core.testing",
-)  # need a trainer or hypothesis
+# These need a trainer or hypothesis.
+OPTIONAL = ("hpo_core.testing", *(f"hpo_core.integrations.{name}" for name in ("skyrl", "trl", "verl")))
 
 
 def _modules() -> list[str]:

@@ -189,7 +189,8 @@ def plan_emulated(name: str, compiler: str, headers: str, binding: Path, kernels
         return Plan(name, reason=f"this source tree has no {binding}")
     plan = Plan(name, facts={"compiler": compiler, "flags": f"{CXX_FLAGS} {EMULATED_FLAGS}"})
     plan.compile(binding, "cxx", f"{EMULATED_FLAGS} {SANITIZER_FLAGS} -DHPO_MODULE={name} {headers}")
-    plan.compile(Path("csrc/emulation/machine.cpp"), "cxx", f"{EMULATED_FLAGS} {SANITIZER_FLAGS}")
+    for source in sources("csrc/emulation/machine.cpp"):
+        plan.compile(source, "cxx", f"{EMULATED_FLAGS} {SANITIZER_FLAGS}")
     for source in kernels:
         plan.compile(source, "cxx", f"{HOOKED_FLAGS} {SANITIZER_FLAGS} -x c++")
     return plan

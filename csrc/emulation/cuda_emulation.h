@@ -80,6 +80,12 @@ SharedPointer<T> dynamic_shared(const char* name, size_t byte_offset, Site site)
   return {reinterpret_cast<T*>(dynamic_memory() + byte_offset), int64_t(size), name};
 }
 
+// The name of a kernel with the values of its template's parameters, among other text.
+template <auto KERNEL>
+const char* instance() {
+  return __PRETTY_FUNCTION__;
+}
+
 template <class... Parameters, class... Arguments>
 void launch(const char* name, bool together, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t dynamic_bytes,
             cudaStream_t, Arguments&&... arguments) {
@@ -108,7 +114,7 @@ inline unsigned ballot(unsigned mask, bool predicate, Site site) {
 
 #define HPO_LAUNCH_AS(together, kernel, grid, block, dynamic_shared_bytes, stream, ...)                            \
   do {                                                                                                             \
-    static ::hpo::LaunchCounter hpo_launch_counter(#kernel);                                                       \
+    static ::hpo::LaunchCounter hpo_launch_counter(#kernel, ::hpo::emulation::instance<kernel>());                 \
     hpo_launch_counter.add();                                                                                      \
     ::hpo::emulation::launch(#kernel, together, kernel, grid, block, dynamic_shared_bytes, stream, ##__VA_ARGS__); \
   } while (0)

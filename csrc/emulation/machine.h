@@ -437,7 +437,8 @@ class Machine {
   Order order_;
 
   size_t dynamic_bytes_ = 0;
-  bool together_ = false, is_running_ = false;
+  bool together_ = false;
+  inline static thread_local bool is_running_ = false;  // not the host code of another thread
   MemoryModel memory_;
   std::vector<std::unique_ptr<Block>> blocks_;
   Block* block_ = nullptr;

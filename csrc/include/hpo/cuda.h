@@ -62,7 +62,18 @@ __device__ __forceinline__ uint4 load_evicted_first(const uint4* address) {
 
 template <class T>
 __device__ __forceinline__ T load_relaxed(const T* address) {
-  return *const_cast<const volatile T*>(address);  // PTX: a volatile load is a relaxed one
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  T value;
+  if constexpr (sizeof(T) == 4) {
+    unsigned word;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(address) : "memory");
+    memcpy(&value, &word, sizeof value);
+  } else {
+    unsigned long long word;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(address) : "memory");
+    memcpy(&value, &word, sizeof value);
+  }
+  return value;
 }
 
 }  // namespace hpo

@@ -5,23 +5,12 @@ from unittest import mock
 
 import pytest
 import torch
-from trainer_batches import Batch, equal, gradient, integration, modules
+from trainer_batches import Batch, clipped, equal, gradient, integration, masked, modules
 
 import hpo_core as hpo
 from hpo_core import gates
 from hpo_core.integrations.micro_batch import check_gate, packed_rows, padded_rows
 from hpo_core.integrations.named import named_estimator, named_gate, named_window
-
-
-def clipped(logp, old, advantages, low=0.2, high=0.2, dual=None):
-    """The terms of PPO's loss, negated objectives, as every trainer has them."""
-    ratio = torch.exp(logp - old)
-    loss = torch.max(-ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages)
-    return loss if dual is None else torch.where(advantages < 0, torch.min(loss, -dual * advantages), loss)
-
-
-def masked(terms, mask):
-    return torch.where(mask, terms, 0.0)
 
 
 @pytest.fixture(autouse=True)

@@ -104,3 +104,14 @@ def integration(name):
     """A fresh import of an integration: what it was imported with before is another test's."""
     sys.modules.pop(f"hpo_core.integrations.{name}", None)
     return importlib.import_module(f"hpo_core.integrations.{name}")
+
+
+def clipped(logp, old, advantages, low=0.2, high=0.2, dual=None):
+    """The terms of PPO's loss, negated objectives, as every trainer has them."""
+    ratio = torch.exp(logp - old)
+    loss = torch.max(-ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages)
+    return loss if dual is None else torch.where(advantages < 0, torch.min(loss, -dual * advantages), loss)
+
+
+def masked(terms, mask):
+    return torch.where(mask, terms, 0.0)

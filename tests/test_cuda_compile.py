@@ -166,11 +166,13 @@ def test_the_launches_of_presets_are_those_of_the_page():
     assert [line for line in written if line.startswith("|")] == now[1:], "run python tests/gpu_page.py"
 
 
-def test_token_sweeps_load_128_bits(kernels):
+def test_token_sweeps_load_and_store_128_bits(kernels):
     if any(kernel.wide_loads is None for kernel in kernels.values()):
         pytest.skip("no nvdisasm: neither CUDA's nor the one in Triton's wheel")
     narrow = [n for n, k in kernels.items() if {n, n.partition("<")[0]} & WIDE and k.wide_loads == 0]
     assert narrow == []
+    writing = {"sweep", "sweep_leaves", "deliver_gradient", "correct_tokens", "differentiate_rows", "differentiate_loss"}
+    assert [n for n, k in kernels.items() if n.partition("<")[0] in writing and k.wide_stores == 0] == []
 
 
 @pytest.mark.parametrize("target", [90, *(pytest.param(target, marks=pytest.mark.long) for target in (80, 100, 120))])

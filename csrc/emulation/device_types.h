@@ -160,6 +160,10 @@ T __ldcg(const T* address) {
   return *address;
 }
 template <class T>
+void __stwb(T* address, T value) {
+  *address = value;
+}
+template <class T>
 void __stcs(T* address, T value) {
   *address = value;
 }

@@ -5,7 +5,7 @@ computed once per optimiser step from global counts. The loss and its gradient t
 into micro-batches and spread over ranks. docs/data_parallel.md has a recipe for each engine.
 
 Common arguments:
-    total: the count of the whole optimiser step (int or 0-dim tensor) instead of this batch's own: tokens, rows or
+    total: the count of the whole optimiser step (number or 0-dim tensor) instead of this batch's own: tokens, rows or
         groups. A part from :meth:`PackedBatch.micro_batches` needs it; slices of the weights of the whole do not.
     process_group: sum this batch's own count over these ranks (one all-reduce); not together with ``total``.
     gradient_reduction: ``"mean"`` if the engine averages gradients over ranks (DDP, FSDP, DeepSpeed): multiplies the
@@ -31,7 +31,7 @@ __all__ = ["fixed_length", "prompt_mean", "seq_mean_token_mean", "seq_mean_token
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
-Total = int | torch.Tensor | None
+Total = float | torch.Tensor | None  # trainers divide counts by their accumulation steps
 Group = torch.distributed.ProcessGroup | None
 
 

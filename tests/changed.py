@@ -46,6 +46,12 @@ PYTHON = (
 )
 TRL = ("trl", "trl_contract", "trl_head", "trl_steps")
 VERL = ("verl", "verl_advantages", "verl_rows", "verl_head")
+# Each has a file in hpo_core/integrations; those of the second tuple are run against the trainer itself.
+TRAINERS = (
+    *("areal", "axolotl", "ms_swift", "nemo_rl", "openrlhf", "prime_rl", "roll", "skyrl", "slime", "tinker"),
+    "trinity",
+)
+WITH_TESTS = ("areal", "axolotl", "ms_swift", "openrlhf", "skyrl", "trinity")
 
 
 class Rule(NamedTuple):
@@ -117,8 +123,14 @@ RULES = [
     Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py"),
          (*TRL, "imports")),
     Rule(("hpo_core/integrations/verl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py",
+          "hpo_core/integrations/prompt_advantages.py",
           "tests/verl_on_cpu.py", "tests/verl_batches.py"), (*VERL, "imports")),
     Rule(("hpo_core/integrations/needs.py", "hpo_core/integrations/entropy_methods.py"), (*TRL, *VERL)),
+    Rule(("hpo_core/integrations/named.py", "hpo_core/integrations/micro_batch.py", "hpo_core/integrations/turns.py",
+          "hpo_core/integrations/prompt_advantages.py", "tests/trainer_batches.py"),
+         ("trainers", "recorded_trainers", "imports", "docs", *WITH_TESTS)),
+    Rule(tuple(f"hpo_core/integrations/{name}.py" for name in TRAINERS),
+         ("trainers", "recorded_trainers", "imports", "docs", *WITH_TESTS)),
     Rule(("hpo_core/testing/*",), ("testing", "explain", "promises", "imports")),
     Rule(("hpo_core/py.typed", "hpo_core/_version.py", "setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", ".ci/*",
           "LICENSE", "THIRD_PARTY_NOTICES", ".gitignore"), ("packaging", "backends")),

@@ -14,11 +14,12 @@ import hpo_core
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md"])
+_NEED_TRAINERS = ("axolotl", "ms_swift", "nemo_rl", "roll", "skyrl", "trinity", "trl", "verl")
+# These need a trainer or hypothesis.
 OPTIONAL = (
-    "hpo_core.integrations.trl",
-    "hpo_core.integrations.verl",
     "hpo_core.testing",
-)  # need a trainer or hypothesis
+    *(f"hpo_core.integrations.{name}" for name in _NEED_TRAINERS),
+)
 
 
 def _modules() -> list[str]:

@@ -93,6 +93,7 @@ def test_wheel_holds_the_whole_package_and_nothing_else(tmp_path):
     python = python_files("hpo_core", "hpo_core") | python_files("kernels/hpo_triton", "hpo_core/_triton")
     assert names == python | built | {"hpo_core/_build_info.json", "hpo_core/py.typed"}
     assert "[verl.plugins]\nhpo_core = hpo_core.integrations.verl" in entry_points
+    assert "[axolotl.plugins]\nhpo_core = hpo_core.integrations.axolotl:HPOPlugin" in entry_points
 
 
 def test_sdist_holds_what_a_build_and_the_tests_need(tmp_path):

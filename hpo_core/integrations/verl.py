@@ -27,7 +27,6 @@ except ImportError as error:
     raise ImportError("hpo_core.integrations.verl needs verl 0.9.1: pip install 'hpo-core[verl]'") from error
 
 from .. import advantages, aggregation, gates
-from ..advantages.terms import accepted_keywords, check_estimator, is_multi_reward, level_of
 from ..batch import PackedBatch
 from ..checks import check, require_type
 from ..entropy import EntropyWindow
@@ -38,6 +37,7 @@ from ..metrics import FLAGS, SLOTS
 from ..specs import Head, Unit
 from .entropy_methods import PENALISED, MakesPenalty, MakesSelection, check_entropy, penalty_of
 from .needs import MakesInputs, check_keywords, check_needs, made_inputs
+from .prompt_advantages import ESTIMATORS, check_prompt_estimator, prompt_advantages
 from .turns import turns
 from .verl_head import install_loss_head
 from .verl_rows import GROUPED, METHODS, MicroBatch, current, install, selected_by
@@ -45,16 +45,10 @@ from .verl_rows import GROUPED, METHODS, MicroBatch, current, install, selected_
 __all__ = ["ESTIMATORS", "PRESETS", "register", "register_advantage"]
 
 # Gates that need no more than verl tells a loss. Those that correct the sampler's log-probabilities read them from the
-# rows, and looking at rows is for who registers them: it imports verl's workers.
+# rows, and a look at rows is left to calls of register, because it imports verl's workers.
 PRESETS = (
     *("a_lol", "aspo", "ce_gppo", "dppo_kl", "dppo_tv", "dro", "fiberpo", "gmpo", "kimi", "luspo", "opmd"),
     *("ppo_penalty", "rec", "reinforce", "sapo", "spo", "step_gspo", "topr", "triplet_clip", "vespo"),
-)
-
-# Estimators that need no more than verl gives: outcomes or token rewards, the mask, and the prompt of each response.
-ESTIMATORS = (
-    *("bnpo", "dgpo", "dr_grpo", "g2rpo", "gpg", "grpo", "grpo_passk", "lite_ppo", "maxrl", "mc_grpo", "ngrpo"),
-    *("opo", "reinforce_pp", "reinforce_pp_baseline", "rloo"),
 )
 
 # What a function of gate inputs may take.
@@ -323,22 +317,12 @@ def register_advantage(name: str, estimator: Callable[..., torch.Tensor], *, bac
     Raises:
         ValueError: a name that verl has for another estimator; an estimator that needs what verl does not tell.
     """
-    require_type(callable(estimator), "estimator: expected one of hpo_core.advantages, got {!r}", estimator)
-    level = level_of(estimator)
-    check(
-        level in ("row", "token"),
-        "estimator: expected one of rows or tokens, got one of {}s, whose observations verl does not tell; call it in "
-        "your own loop",
-        level,
-    )
-    check(not is_multi_reward(estimator), "estimator: expected one of a single reward, which is what verl has; wrap it")
-    check_estimator("estimator", estimator, ("group_ids", "lengths", "batch"), "verl")
-    register_adv_est(name)(functools.partial(_advantage, estimator, level, backend))
+    check_prompt_estimator(estimator, "verl")
+    register_adv_est(name)(functools.partial(_advantage, estimator, backend))
 
 
 def _advantage(
     estimator: Callable[..., torch.Tensor],
-    level: str,
     backend: str | None,
     /,
     token_level_rewards: torch.Tensor,
@@ -347,21 +331,7 @@ def _advantage(
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What verl calls, by keyword: tensors ``[B, L]``; advantages and returns of the same shape."""
-    mask = response_mask != 0
-    groups = torch.arange(mask.shape[0], device="cpu")
-    if index is not None:  # ids of any kind, by the order in which they come
-        numbers: dict[Any, int] = {}
-        groups = torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in index], dtype=torch.int64, device="cpu")
-    groups = groups.to(mask.device)
-    asked = {} if backend is None else {"backend": backend}
-    given = accepted_keywords(
-        estimator, group_ids=groups, lengths=mask.sum(-1).float(), batch=PackedBatch.from_padded(mask), **asked
-    )
-    if level == "token":
-        found = estimator(token_level_rewards.reshape(-1), **given).reshape(mask.shape)
-        return found, token_level_rewards
-    found = estimator(token_level_rewards.sum(-1), **given)[:, None] * mask
-    return found, found
+    return prompt_advantages(estimator, token_level_rewards, response_mask, index, backend)
 
 
 # --------------------------------------------------------------------------------- gates from verl's configuration

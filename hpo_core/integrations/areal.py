@@ -1,0 +1,239 @@
+"""AReaL: the loss of its PPO actor with any gate of tokens, steps or trajectories, on its packed tensors as they are.
+
+    from hpo_core.integrations.areal import HPOTrainer      # in the place of areal.PPOTrainer
+
+and ``HPO_GATE="gspo(eps_low=3e-4, eps_high=4e-4)"`` in the environment of the process that builds the trainer; without
+it the gate is the one that the configuration describes. AReaL has no registry of losses: its actor looks
+``grpo_loss_fn`` up in its own module at each update. The actors here are AReaL's with that name replaced in the process
+that trains.
+Shapes: ``T`` tokens of a micro-batch packed by ``cu_seqlens``, or padded ``[B, L]``. Position t speaks of token t + 1.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import torch
+
+from .. import aggregation, gates
+from ..batch import PackedBatch
+from ..checks import check
+from ..gates import RatioGate
+from ..losses import policy_loss
+from .micro_batch import check_gate, fractions, packed_rows, padded_rows
+from .named import VARIABLE, told_gate
+from .replaced import replaced
+
+__all__ = ["ACTORS", "grpo_loss_fn", "install"]
+
+# The actors that stand here under their name with HPO in front, and where AReaL has them. Workers import them by path.
+ACTORS = {
+    "FSDPPPOActor": "areal.engine",
+    "MegatronPPOActor": "areal.engine",
+    "ArchonPPOActor": "areal.experimental.engine.archon_engine",
+}
+
+# AReaL's own values; a field that holds them counts as not set.
+_UNSET = {
+    "eps_clip": 0.2, "eps_clip_higher": None, "c_clip": None, "importance_sampling_level": "token",
+    "use_sapo_loss": False,
+}  # fmt: skip
+
+
+def grpo_loss_fn(
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    input_data: dict[str, Any],
+    eps_clip: float,
+    eps_clip_higher: float | None,
+    c_clip: float | None,
+    rejection_sampling: Any = None,
+    m2_threshold: float | None = None,
+    importance_sampling_level: str = "token",
+    current_version: int | None = None,
+    prox_logp_method: str = "recompute",
+    use_sapo_loss: bool = False,
+    sapo_tau_pos: float = 1.0,
+    sapo_tau_neg: float = 1.05,
+    use_decoupled_loss: bool = False,
+    vocab_min_logits: torch.Tensor | None = None,
+    vocab_max_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What AReaL's actor calls: the mean over the valid tokens of a micro-batch, which its engine weighs by their
+    number. ``rejection_sampling``, ``m2_threshold`` and the proximal policy stay AReaL's.
+
+    Raises:
+        ValueError: a field that the gate of ``HPO_GATE`` would silence; a gate that needs what AReaL does not tell its
+            loss; a teacher.
+    """
+    actor = importlib.import_module("areal.trainer.ppo.actor")
+    fields = {
+        "eps_clip": eps_clip, "eps_clip_higher": eps_clip_higher, "c_clip": c_clip,
+        "importance_sampling_level": importance_sampling_level, "use_sapo_loss": use_sapo_loss,
+    }  # fmt: skip
+    check(
+        input_data.get("teacher_logp") is None, "teacher_logp: no distillation beside hpo_core's loss; drop the teacher"
+    )
+    behaviour, mask, cu = input_data["logprobs"], input_data["loss_mask"].bool(), input_data.get("cu_seqlens")
+    proximal = actor._resolve_proximal_logp(
+        prox_logp_gt=input_data.get("prox_logp"), prox_logp_method=prox_logp_method, old_logp=behaviour,
+        logprobs=logprobs.detach(), versions=input_data.get("versions"), current_version=current_version,
+    )  # fmt: skip
+    if m2_threshold is not None:
+        mask = actor._apply_m2po_masking(behaviour, proximal, mask, m2_threshold)
+    told = told_gate()
+    gate = _described(fields, sapo_tau_pos, sapo_tau_neg, use_decoupled_loss) if told is None else told
+    if told is not None:
+        _refuse(told, fields)
+        check_gate(told, "AReaL")
+    check(
+        rejection_sampling is None or not gate.needs_rollout,
+        "actor.rejection_sampling: it and the gate {!r} correct the same difference; set it to null",
+        gate.name,
+    )
+    token_weight, kept = None, mask
+    if rejection_sampling is not None and gate.name != "sapo":
+        functional = importlib.import_module("areal.utils.functional.functional")
+        found = functional.apply_rejection_sampling(
+            proximal_logprobs=proximal, old_logprobs=behaviour, loss_mask=mask, cu_seqlens=cu, config=rejection_sampling
+        )
+        token_weight, kept = found.behave_imp_weight.float(), found.loss_mask.bool()
+    batch = padded_rows(kept, gate) if cu is None else packed_rows(cu, kept, gate)
+    advantages, level = input_data["advantages"].float(), "token"
+    if told is None and importance_sampling_level == "sequence":
+        advantages, level = _row_means(advantages, kept, batch), "row"
+    out = policy_loss(
+        logprobs.float(),
+        (behaviour if use_sapo_loss else proximal).float(),
+        advantages,
+        batch,
+        gate,
+        # AReaL's engine weighs micro-batches by their tokens before a rejection
+        weights=aggregation.token_mean(batch, total=mask.sum()),
+        token_weight=token_weight,
+        rollout_logp=behaviour.float() if gate.reads_rollout else None,
+        advantage_level=level,
+    )
+    anchor = behaviour if use_sapo_loss else proximal
+    _log(actor, out, gate, logprobs.detach(), anchor, behaviour, entropy, mask, input_data)
+    return out.loss
+
+
+def _described(fields: dict[str, Any], positive: float, negative: float, decoupled: bool) -> RatioGate:
+    """The gate that AReaL's configuration describes."""
+    level, low, high = fields["importance_sampling_level"], fields["eps_clip"], fields["eps_clip_higher"]
+    high = low if high is None else high
+    check(level in ("token", "sequence"), "importance_sampling_level: expected token or sequence, got {!r}", level)
+    if fields["use_sapo_loss"]:
+        check(not decoupled, "use_decoupled_loss: SAPO has no proximal policy; set it to false")
+        check(level == "token", "importance_sampling_level: hpo_core's SAPO is one of tokens; got {!r}", level)
+        return gates.sapo(positive, negative)
+    if level == "sequence":
+        check(fields["c_clip"] is None, "c_clip: hpo_core's GSPO has no dual clip; set it to null")
+        return gates.gspo(low, high)
+    return gates.ppo_clip(low, high, ratio_dual=fields["c_clip"])
+
+
+def _refuse(gate: RatioGate, fields: dict[str, Any]) -> None:
+    """A field that is set and would have no effect."""
+    for name, value in fields.items():
+        check(
+            value == _UNSET[name],
+            "{}: the gate {!r} does not read it; got {}, leave it at AReaL's {} or take HPO_GATE away",
+            name,
+            gate.name,
+            value,
+            _UNSET[name],
+        )
+
+
+def _row_means(advantages: torch.Tensor, mask: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """``[S]``: what AReaL's GSPO gives a sequence, the mean of its token advantages."""
+    if advantages.dim() == 2:
+        sums = torch.where(mask, advantages, 0.0).sum(1)
+    else:
+        row = batch.row_of_token().clamp(min=0)
+        sums = advantages.new_zeros(batch.rows).index_add_(0, row, torch.where(mask, advantages, 0.0))
+    return sums / batch.row_counts.clamp(min=1)
+
+
+def _log(
+    actor: Any,
+    out: Any,
+    gate: RatioGate,
+    logp: torch.Tensor,
+    anchor: torch.Tensor,
+    behaviour: torch.Tensor,
+    entropy: torch.Tensor,
+    mask: torch.Tensor,
+    input_data: dict[str, Any],
+) -> None:
+    """AReaL's own names of what the loss knows of a token; AReaL averages them over the valid tokens of all ranks."""
+    tracker = actor.stats_tracker
+    tracker.denominator(n_tokens=actor.infer_token_denominator(input_data, mask), n_valid_tokens=mask)
+    difference = torch.where(mask, logp - anchor, 0.0).float()
+    tracker.stat(
+        importance_weight=torch.where(mask, difference.exp(), 0.0),
+        approx_kl=difference,
+        new_logp=torch.where(mask, logp, 0.0).float(),
+        old_logp=torch.where(mask, behaviour, 0.0).float(),
+        entropy=torch.where(mask, entropy.detach(), 0.0).float(),
+        denominator="n_valid_tokens",
+    )
+    seen = fractions(out.metrics, gate)
+    tracker.scalar(**{f"hpo_{name}": value for name, value in seen.items() if name not in ("tokens", "kl")})
+
+
+def install() -> None:
+    """Replaces the name that AReaL's actor looks up, in this process."""
+    actor: Any = importlib.import_module("areal.trainer.ppo.actor")
+    actor.grpo_loss_fn = grpo_loss_fn
+
+
+def __getattr__(name: str) -> Any:
+    """The actors and the trainer, made at their first use: AReaL's engines import what only a cluster has."""
+    if name == "HPOTrainer":
+        made = _trainer()
+    elif name.startswith("HPO") and name.removeprefix("HPO") in ACTORS:
+        made = _actor(name.removeprefix("HPO"))
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = made
+    return made
+
+
+def _actor(name: str) -> Any:
+    base = getattr(importlib.import_module(ACTORS[name]), name)
+
+    def build(self: Any, *args: Any, **keywords: Any) -> None:
+        install()
+        super(made, self).__init__(*args, **keywords)
+
+    told = {"__init__": build, "__module__": __name__, "__doc__": f"AReaL's {name} with the loss of hpo_core."}
+    made: Any = type(f"HPO{name}", (base,), told)
+    return made
+
+
+def _trainer() -> Any:
+    base = importlib.import_module("areal").PPOTrainer
+
+    def create(self: Any, actor_config: Any, alloc: Any) -> Any:
+        """AReaL takes the actor's class from its own modules; workers find the gate in their environment."""
+        kinds = {"fsdp": "FSDPPPOActor", "megatron": "MegatronPPOActor", "archon": "ArchonPPOActor"}
+        check(alloc.backend in kinds, "backend: expected one of {}, got {!r}", ", ".join(kinds), alloc.backend)
+        if os.environ.get(VARIABLE):
+            told = told_gate()
+            assert told is not None
+            check_gate(told, "AReaL")
+            for spec in actor_config.scheduling_spec:
+                spec.env_vars[VARIABLE] = os.environ[VARIABLE]
+        name = kinds[alloc.backend]
+        module = importlib.import_module(ACTORS[name])
+        actor = globals().get(f"HPO{name}") or __getattr__(f"HPO{name}")
+        with replaced(module, **{name: actor}):
+            return super(made, self)._create_train_engine(actor_config, alloc)
+
+    made: Any = type("HPOTrainer", (base,), {"_create_train_engine": create, "__module__": __name__})
+    return made

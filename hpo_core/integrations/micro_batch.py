@@ -1,0 +1,113 @@
+"""What trainers' losses have in common: the rows of a micro-batch, the gates that it can serve, and the metrics."""
+
+from __future__ import annotations
+
+import torch
+
+from ..batch import PackedBatch
+from ..checks import check
+from ..gates import RatioGate
+from ..metrics import FLAGS, SLOTS, Metrics
+from ..specs import Head, Unit
+from .turns import turns
+
+__all__ = ["check_gate", "check_sampler", "fractions", "packed_rows", "padded_rows"]
+
+
+def check_gate(gate: RatioGate, trainer: str, *, groups: bool = False) -> None:
+    """That a trainer which hands over rows, and no more, can serve the gate.
+
+    Args:
+        trainer: its name, for the message.
+        groups: whether the rows carry the ids of their prompts.
+
+    Raises:
+        ValueError: a gate with a level of groups or domains that the micro-batch does not know, or with inputs of its
+            own.
+    """
+    for level in gate.levels:
+        known = level.unit in (Unit.STEP, Unit.TRAJECTORY) or (groups and level.unit is Unit.GROUP)
+        check(
+            known,
+            "gate: {!r} has a level of {}s, and {} tells its loss {}; take a gate of tokens, steps or trajectories, or "
+            "call hpo_core.policy_loss in a loop of your own",
+            gate.name,
+            level.unit.name.lower(),
+            trainer,
+            "prompts but no domains" if groups else "no prompts",
+        )
+    check(
+        not gate.required,
+        "gate: {!r} needs {}, for which {} has no place; call hpo_core.policy_loss in a loop of your own",
+        gate.name,
+        " and ".join(f"{name}, as from {call}" for name, call in gate.required.items()),
+        trainer,
+    )
+
+
+def check_sampler(gate: RatioGate, rollout_logp: torch.Tensor | None, setting: str) -> None:
+    """That a gate which corrects the sampler's log-probabilities gets them. ``setting``: what makes the trainer tell
+    them."""
+    check(
+        rollout_logp is not None or not gate.needs_rollout,
+        "gate: {!r} corrects what the sampler's log-probabilities differ by, and the batch has none; set {}",
+        gate.name,
+        setting,
+    )
+
+
+def padded_rows(mask: torch.Tensor, gate: RatioGate) -> PackedBatch:
+    """Rows ``[B, L]`` as a batch; ``mask`` is of any dtype. The steps, for gates that have a level of them, are the
+    runs of valid tokens.
+
+    >>> from hpo_core import gates
+    >>> padded_rows(torch.tensor([[1, 0, 1]]), gates.step_gspo()).row_of_step()
+    tensor([0, 0])
+    """
+    valid = mask if mask.dtype is torch.bool else mask != 0
+    return PackedBatch.from_padded(valid, steps=turns(valid) if _has_steps(gate) else None)
+
+
+def packed_rows(cu_seqlens: torch.Tensor, mask: torch.Tensor, gate: RatioGate) -> PackedBatch:
+    """Packed tokens ``[T]`` as a batch, which :class:`PackedBatch` trusts: the trainer made the offsets.
+
+    >>> from hpo_core import gates
+    >>> packed_rows(torch.tensor([0, 2, 4]), torch.ones(4), gates.step_gspo()).row_of_step()
+    tensor([0, 1])
+    """
+    valid = mask if mask.dtype is torch.bool else mask != 0
+    steps = None
+    if _has_steps(gate):
+        begins = torch.zeros_like(valid)
+        begins[cu_seqlens[:-1][cu_seqlens[:-1] < len(valid)].long()] = True
+        before, behind = torch.nn.functional.pad(valid, (1, -1)), torch.nn.functional.pad(valid, (-1, 1))
+        last = torch.nn.functional.pad(begins, (-1, 1), value=True)
+        begin, end = (valid & (~before | begins)).nonzero(), (valid & (~behind | last)).nonzero() + 1
+        steps = torch.cat((begin, end), dim=1)
+    return PackedBatch(cu_seqlens, valid, steps=steps, validate=False)
+
+
+def _has_steps(gate: RatioGate) -> bool:
+    return any(level.unit is Unit.STEP for level in gate.levels)
+
+
+def fractions(metrics: Metrics, gate: RatioGate) -> dict[str, float]:
+    """What trainers log of a loss, in one copy to the host: ``tokens``, ``clipped`` and ``dual_clipped`` (fractions of
+    the valid tokens), ``kl`` (the mean of ``old_logp - logp``), and the error counters that are not 0.
+
+    >>> import hpo_core as hpo
+    >>> out = hpo.policy_loss(torch.ones(1, 2), torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2).bool())
+    >>> fractions(out.metrics, hpo.gates.ppo_clip())
+    {'tokens': 2.0, 'clipped': 1.0, 'dual_clipped': 0.0, 'kl': -1.0}
+    """
+    count = dict(zip(SLOTS, metrics.vector.tolist(), strict=True))
+    tokens = max(count["tokens"], 1.0)
+    clipped = sum(count[slot] for slot in SLOTS if slot.startswith("clipped_"))
+    dual = count["clipped_high_negative"] if gate.head is Head.LINEAR else 0.0
+    return {
+        "tokens": count["tokens"],
+        "clipped": (clipped - dual) / tokens,
+        "dual_clipped": dual / tokens,
+        "kl": -count["log_ratio_sum"] / tokens,
+        **{name: count[name] for name in FLAGS if count[name]},
+    }

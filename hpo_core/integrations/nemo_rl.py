@@ -1,0 +1,115 @@
+"""NeMo-RL: any gate of tokens, steps or trajectories as its loss function.
+
+    from hpo_core.integrations.nemo_rl import HPOLossFn
+    grpo_train(..., loss_fn=HPOLossFn("gspo(eps_low=3e-4, eps_high=4e-4)", token_level_loss=False), ...)
+
+in a copy of NeMo-RL's ``examples/run_grpo.py``, in the place of the ``loss_fn`` that ``setup`` returns: NeMo-RL has no
+configuration for losses. The object is pickled to the workers. Shapes: ``B`` rows of a micro-batch, ``L`` tokens each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+try:
+    from nemo_rl.algorithms.loss.interfaces import (  # type: ignore[import-not-found,unused-ignore]
+        LossFunction,
+        LossInputType,
+        LossType,
+        MetricNormalizer,
+    )
+except ImportError as error:
+    raise ImportError("hpo_core.integrations.nemo_rl needs NeMo-RL 0.6 from github.com/NVIDIA-NeMo/RL") from error
+
+from .. import aggregation, kl
+from ..checks import check
+from ..gates import RatioGate
+from ..losses import policy_loss
+from .micro_batch import check_gate, fractions, padded_rows
+from .named import named_gate
+
+__all__ = ["HPOLossFn"]
+
+
+class HPOLossFn(LossFunction):  # type: ignore[misc]
+    """A loss function of NeMo-RL.
+
+    Args:
+        gate: a RatioGate, or a text as in ``HPO_GATE``. NeMo-RL tells a loss the sampler's log-probabilities, so gates
+            with corrections work: ``icepop``, ``tis``, ``decoupled`` ...
+        token_level_loss: the mean over tokens, or that over rows of their means; over the counts of the step, which
+            NeMo-RL tells.
+        reference_policy_kl_penalty: the coefficient of NeMo-RL's penalty: the value of k3, the gradient of k2.
+
+    Raises:
+        ValueError: a gate that needs what NeMo-RL does not tell its loss.
+    """
+
+    input_type = LossInputType.LOGPROB
+
+    def __init__(
+        self,
+        gate: RatioGate | str = "ppo_clip",
+        *,
+        token_level_loss: bool = True,
+        reference_policy_kl_penalty: float = 0.0,
+    ) -> None:
+        self.gate = named_gate(gate)
+        check_gate(self.gate, "NeMo-RL")
+        check(
+            reference_policy_kl_penalty >= 0,
+            "reference_policy_kl_penalty: expected a coefficient >= 0, got {}",
+            reference_policy_kl_penalty,
+        )
+        beta = reference_policy_kl_penalty
+        self.kl = kl.k3(beta, "straight_through") if beta else None
+        self.loss_type = LossType.TOKEN_LEVEL if token_level_loss else LossType.SEQUENCE_LEVEL
+        self.metric_normalizations = {
+            "loss": MetricNormalizer.TOKENS if token_level_loss else MetricNormalizer.SEQUENCES,
+            "token_mult_prob_error": MetricNormalizer.TOKENS,
+            **dict.fromkeys(("hpo/clipped", "hpo/dual_clipped", "hpo/kl"), MetricNormalizer.TOKENS),
+            "num_valid_samples": MetricNormalizer.NONE,
+        }
+
+    def __call__(
+        self,
+        next_token_logprobs: torch.Tensor,
+        data: Any,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """What NeMo-RL calls: log-probabilities ``[B, L - 1]`` of the next tokens, data ``[B, L]``, and the counts of
+        the step over all ranks, 0-dim."""
+        sampled = data["sample_mask"]
+        mask = (data["token_mask"][:, 1:] * sampled[:, None]) != 0
+        old, rollout = data["prev_logprobs"][:, 1:], data["generation_logprobs"][:, 1:]
+        batch = padded_rows(mask, self.gate)
+        if self.loss_type is LossType.TOKEN_LEVEL:
+            weights = aggregation.token_mean(batch, total=global_valid_toks, ranks=1)
+        else:
+            weights = aggregation.seq_mean_token_mean(batch, total=global_valid_seqs, ranks=1)
+        out = policy_loss(
+            next_token_logprobs.float(),
+            old.float(),
+            data["advantages"][:, 1:].float(),
+            batch,
+            self.gate,
+            weights=weights,
+            ref_logp=data["reference_policy_logprobs"][:, 1:].float() if self.kl else None,
+            kl=self.kl,
+            rollout_logp=rollout.float() if self.gate.reads_rollout else None,
+            advantage_level="token",
+        )
+        seen = fractions(out.metrics, self.gate)
+        # NeMo-RL adds what micro-batches report, each over the count of the step; it warns about a mean above 1.05
+        share = seen.pop("tokens") / max(float(global_valid_toks), 1.0)
+        error = torch.where(mask, (rollout - old).abs(), 0.0).float().exp()
+        error = torch.where(mask, error, 0.0).sum() / torch.as_tensor(global_valid_toks).clamp(min=1)
+        return out.loss, {
+            "loss": float(out.loss.detach()),
+            "token_mult_prob_error": float(error),
+            **{f"hpo/{name}": seen[name] * share for name in ("clipped", "dual_clipped", "kl")},
+            "num_valid_samples": float(sampled.sum()),
+        }

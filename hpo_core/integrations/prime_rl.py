@@ -1,0 +1,78 @@
+"""prime-rl: any gate of tokens, steps or trajectories as its custom loss, from its toml.
+
+    trainer.loss.type = "custom"
+    trainer.loss.import_path = "hpo_core.integrations.prime_rl.loss"
+    trainer.loss.kwargs = { gate = "gspo(eps_low=3e-4, eps_high=4e-4)", kl_tau = 1e-3 }
+
+prime-rl calls it once for each sequence, on tensors ``[T]``, and divides the sum of what it returns by the tokens of
+the step over all ranks. The anchor of ratios is the sampler, as in prime-rl's own losses: it has no other old policy.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+
+from ..checks import check
+from ..gates import RatioGate
+from ..losses import policy_loss
+from .micro_batch import check_gate, padded_rows
+from .named import named_gate
+
+__all__ = ["loss"]
+
+
+def loss(inputs: Any, gate: str = "dppo_tv(low=0.2, high=0.2)", kl_tau: float = 0.0, adv_tau: float = 1.0) -> Any:
+    """What prime-rl calls with its ``LossInputs``; returns its ``LossOutputs``.
+
+    Args:
+        gate: a text as in ``HPO_GATE``. Default: prime-rl's own, DPPO by total variation.
+        kl_tau: of prime-rl's penalty on every token, ``kl_tau (logp - inference_logp)^2``; its own default is 1e-3.
+        adv_tau: a factor on the advantages, as in prime-rl.
+
+    Raises:
+        ValueError: a gate that needs what prime-rl does not tell its loss.
+    """
+    made = _gate(gate)
+    logp, old, mask = inputs.trainer_logprobs, inputs.inference_logprobs, inputs.loss_mask
+    weight = inputs.loss_weights
+    out = policy_loss(
+        logp[None].float(),
+        old[None].float(),
+        adv_tau * inputs.advantages[None].float(),
+        padded_rows(mask[None], made),
+        made,
+        weights=torch.ones(1, device=logp.device),
+        token_weight=None if weight is None else weight[None].float(),
+        rollout_logp=old[None].float() if made.reads_rollout else None,
+        advantage_level="token",
+    )
+    total = out.loss
+    if kl_tau:
+        squared = torch.where(mask, logp - old, 0.0).float().square()
+        total = total + kl_tau * (squared if weight is None else torch.where(mask, weight, 0.0) * squared).sum()
+    tokens = out.metrics["tokens"].clamp(min=1)
+    clipped = sum(out.metrics[f"clipped_{each}"] for each in ("high_positive", "low_positive", "low_negative"))
+    metrics = {
+        "hpo/clipped": clipped / tokens,
+        "hpo/log_ratio": out.metrics["log_ratio_sum"] / tokens,
+        "hpo/nan_tokens": out.metrics["nan_tokens"],
+    }
+    kind = importlib.import_module("prime_rl.trainer.rl.loss").LossOutputs
+    return kind(loss=total, metrics={name: value.float() for name, value in metrics.items()})
+
+
+@functools.cache
+def _gate(text: str) -> RatioGate:
+    made = named_gate(text)
+    check_gate(made, "prime-rl")
+    check(
+        not made.needs_rollout,
+        "gate: {!r} corrects what sampler and old policy differ by, and prime-rl's old policy is the sampler; take the "
+        "gate that it corrects",
+        made.name,
+    )
+    return made

@@ -1,0 +1,75 @@
+"""Estimators of rows and tokens as verl and those after its manner call them: rewards of tokens, a mask, prompt ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..advantages.terms import accepted_keywords, check_estimator, is_multi_reward, level_of
+from ..batch import PackedBatch
+from ..checks import check, require_type
+
+__all__ = ["ESTIMATORS", "check_prompt_estimator", "prompt_advantages"]
+
+# Estimators that need no more than is given here: outcomes or token rewards, the mask, and the prompt of each response.
+ESTIMATORS = (
+    *("bnpo", "dgpo", "dr_grpo", "g2rpo", "gpg", "grpo", "grpo_passk", "lite_ppo", "maxrl", "mc_grpo", "ngrpo"),
+    *("opo", "reinforce_pp", "reinforce_pp_baseline", "rloo"),
+)
+
+
+def check_prompt_estimator(estimator: Callable[..., torch.Tensor], trainer: str) -> None:
+    """That an estimator takes no more than :func:`prompt_advantages` has.
+
+    Raises:
+        ValueError: one of steps or several rewards, or one that needs another argument.
+    """
+    require_type(callable(estimator), "estimator: expected one of hpo_core.advantages, got {!r}", estimator)
+    level = level_of(estimator)
+    check(
+        level in ("row", "token"),
+        "estimator: expected one of rows or tokens, got one of {}s, whose observations {} does not tell; call it in "
+        "your own loop",
+        level,
+        trainer,
+    )
+    check(
+        not is_multi_reward(estimator),
+        "estimator: expected one of a single reward, which is what {} has; wrap it",
+        trainer,
+    )
+    check_estimator("estimator", estimator, ("group_ids", "lengths", "batch"), trainer)
+
+
+def prompt_advantages(
+    estimator: Callable[..., torch.Tensor],
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Any = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns, all tensors ``[B, L]``. ``index``: ``[B]`` ids of prompts, of any kind.
+
+    >>> from hpo_core import advantages
+    >>> rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.tensor([[1, 1], [1, 0]])
+    >>> prompt_advantages(advantages.rloo, rewards, mask, ["a", "a"])[0]
+    tensor([[ 1.,  1.],
+            [-1., -0.]])
+    """
+    mask = response_mask != 0
+    groups = torch.arange(mask.shape[0], device="cpu")
+    if index is not None:  # ids by the order in which they come
+        numbers: dict[Any, int] = {}
+        groups = torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in index], dtype=torch.int64, device="cpu")
+    groups = groups.to(mask.device)
+    asked = {} if backend is None else {"backend": backend}
+    given = accepted_keywords(
+        estimator, group_ids=groups, lengths=mask.sum(-1).float(), batch=PackedBatch.from_padded(mask), **asked
+    )
+    if level_of(estimator) == "token":
+        found = estimator(token_level_rewards.reshape(-1), **given).reshape(mask.shape)
+        return found, token_level_rewards
+    found = estimator(token_level_rewards.sum(-1), **given)[:, None] * mask
+    return found, found

@@ -1,0 +1,213 @@
+"""SkyRL: ratio gates and advantage estimators of hpo_core that SkyRL's configuration names.
+
+    python -m hpo_core.integrations.skyrl ARGUMENTS  trainer.algorithm.policy_loss_type=hpo_gspo
+
+takes the arguments of ``skyrl.train.entrypoints.main_base``. Importing this module registers the losses
+``hpo_ppo_clip``, ``hpo_dual_clip``, ``hpo_gspo``, ``hpo_gspo_token``, ``hpo_cispo`` and ``hpo_sapo``, whose bounds are
+the configuration's, those of ``PRESETS`` under ``hpo_`` and their name, and the estimators of ``ESTIMATORS`` under
+``trainer.algorithm.advantage_estimator=hpo_<name>``. One import in the driver, before ``ray.init``, is enough: SkyRL
+ships what is registered there to its workers.
+Shapes: ``B`` responses in a micro-batch, ``L`` tokens each.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import runpy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+try:
+    from skyrl.backends.skyrl_train.utils.ppo_utils import (  # type: ignore[import-not-found,unused-ignore]
+        AdvantageEstimatorRegistry,
+        PolicyLossRegistry,
+        apply_off_policy_correction,
+    )
+except ImportError as error:
+    raise ImportError("hpo_core.integrations.skyrl needs SkyRL 0.4: pip install skyrl") from error
+
+from .. import advantages, gates
+from ..checks import check, require_type
+from ..gates import RatioGate
+from ..losses import policy_loss
+from ..specs import Head, Penalty
+from .micro_batch import check_gate, check_sampler, fractions, padded_rows
+from .prompt_advantages import ESTIMATORS, check_prompt_estimator, prompt_advantages
+
+__all__ = ["ESTIMATORS", "PRESETS", "register", "register_advantage"]
+
+# Gates with the bounds of their papers that need no more than SkyRL tells a loss.
+PRESETS = (
+    *("a_lol", "aspo", "ce_gppo", "dapo", "dppo_kl", "dppo_tv", "fiberpo", "gmpo", "icepop", "luspo", "mis", "opmd"),
+    *("rec", "reinforce", "spo", "step_gspo", "tis", "topr", "triplet_clip", "vespo"),
+)
+
+# Objectives with a term that does not grow with the advantage.
+_NOT_PROPORTIONAL = (Head.LOG, Head.MIRROR)
+
+
+def register(name: str, gate: RatioGate | Callable[[Any], RatioGate], *, backend: str | None = None) -> None:
+    """Make a gate a policy loss of SkyRL, under ``trainer.algorithm.policy_loss_type=name``.
+
+    Call it in the driver before ``ray.init``. Registering a name again replaces it.
+
+    Args:
+        gate: a RatioGate, or a function that makes one from SkyRL's AlgorithmConfig at each call.
+        backend: a name from ``hpo_core.backends()``. Default: by device.
+
+    Raises:
+        ValueError: a gate that needs what SkyRL does not tell its loss, or one with a term that does not grow with the
+            advantage: SkyRL's advantages carry the denominator of the loss, and such a term would lack it.
+    """
+    require_type(
+        isinstance(gate, RatioGate) or callable(gate),
+        "gate: expected a RatioGate, or a function of SkyRL's AlgorithmConfig that returns one, got {}",
+        gate,
+    )
+    if isinstance(gate, RatioGate):
+        _check(gate)
+    PolicyLossRegistry._functions.pop(name, None)
+    PolicyLossRegistry.register(name, functools.partial(_policy_loss, gate, backend))
+
+
+def _check(gate: RatioGate) -> None:
+    check_gate(gate, "SkyRL")
+    check(
+        (gate.head not in _NOT_PROPORTIONAL or gate.head_numbers == (0.0, 0.0)) and gate.penalty is Penalty.NONE,
+        "gate: {!r} has a term that does not grow with the advantage, and SkyRL's advantages carry the denominator of "
+        "the loss, which that term would lack; call hpo_core.policy_loss in a loop of your own",
+        gate.name,
+    )
+
+
+def _policy_loss(
+    gate: RatioGate | Callable[[Any], RatioGate],
+    backend: str | None,
+    /,
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: Any,
+    loss_mask: torch.Tensor | None = None,
+    rollout_logprobs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """What SkyRL calls: all ``[B, L]``. The advantages carry the denominator already, so the loss is a sum."""
+    if not isinstance(gate, RatioGate):
+        gate = gate(config)
+        require_type(
+            isinstance(gate, RatioGate), "gate: expected a RatioGate from the registered function, got {}", gate
+        )
+        _check(gate)
+    corrected = config.off_policy_correction
+    check_sampler(gate, rollout_logprobs, "generator.sampling_params.logprobs")
+    check(
+        not gate.needs_rollout or corrected.tis_ratio_type is None,
+        "off_policy_correction.tis_ratio_type: {!r} and the gate {!r} correct the same difference; set it to null",
+        corrected.tis_ratio_type,
+        gate.name,
+    )
+    with torch.autocast(log_probs.device.type, enabled=False):
+        mask = torch.ones_like(log_probs) if loss_mask is None else loss_mask
+        # SkyRL's own correction, applied to ones, is the factor on each token; it reads masked positions.
+        valid = mask != 0
+        old = torch.where(valid, old_log_probs, 0.0).float()
+        sampler = None if rollout_logprobs is None else torch.where(valid, rollout_logprobs, 0.0).float()
+        weight, kept, seen = apply_off_policy_correction(torch.ones_like(old), old, sampler, mask, corrected)
+        batch = padded_rows(mask, gate)
+        out = policy_loss(
+            log_probs.float(),
+            old,
+            advantages.float(),
+            batch,
+            gate,
+            weights=torch.ones(batch.rows, device=old.device),
+            token_mask=(kept != 0).expand(valid.shape),  # levels aggregate what SkyRL's masks drop, too
+            token_weight=weight.float() if corrected.tis_ratio_type is not None else None,
+            rollout_logp=sampler if gate.reads_rollout else None,
+            advantage_level="token",
+            backend=backend,
+        )
+    found = fractions(out.metrics, gate)
+    clipped = found.pop("clipped")
+    return out.loss, {"clip_ratio": clipped, **{f"hpo/{name}": value for name, value in found.items()}, **seen}
+
+
+def register_advantage(name: str, estimator: Callable[..., torch.Tensor], *, backend: str | None = None) -> None:
+    """Make an estimator of rows or tokens one of SkyRL's, under ``trainer.algorithm.advantage_estimator=name``.
+
+    It is called on the rewards of responses ``[B]`` (of tokens ``[B L]`` where it says so), with those of ``group_ids``
+    (SkyRL's ``index``), ``lengths`` and ``batch`` that it takes; fix the rest with ``functools.partial``.
+
+    Raises:
+        ValueError: an estimator that needs what SkyRL does not tell.
+    """
+    check_prompt_estimator(estimator, "SkyRL")
+    AdvantageEstimatorRegistry._functions.pop(name, None)
+    AdvantageEstimatorRegistry.register(name, functools.partial(_advantage, estimator, backend))
+
+
+def _advantage(
+    estimator: Callable[..., torch.Tensor],
+    backend: str | None,
+    /,
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Any = None,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return prompt_advantages(estimator, token_level_rewards.float(), response_mask, index, backend)
+
+
+# -------------------------------------------------------------------------------- gates from SkyRL's configuration
+
+
+def _ppo_clip(config: Any) -> RatioGate:
+    return gates.ppo_clip(config.eps_clip_low, config.eps_clip_high)
+
+
+def _dual_clip(config: Any) -> RatioGate:
+    return gates.ppo_clip(config.eps_clip_low, config.eps_clip_high, ratio_dual=config.clip_ratio_c)
+
+
+def _gspo(config: Any) -> RatioGate:
+    return gates.gspo(config.eps_clip_low, config.eps_clip_high)
+
+
+def _gspo_token(config: Any) -> RatioGate:
+    return gates.gspo_token(config.eps_clip_low, config.eps_clip_high)
+
+
+def _cispo(config: Any) -> RatioGate:
+    told = config.cispo
+    check(
+        told.cispo_anchor == "old",
+        "cispo.cispo_anchor: hpo_cispo compares with the old policy, got {!r}",
+        told.cispo_anchor,
+    )
+    return gates.cispo(ratio_cap=1 + told.cispo_eps_clip_high, ratio_low=max(1 - told.cispo_eps_clip_low, 0.0))
+
+
+def _sapo(config: Any) -> RatioGate:
+    return gates.sapo(config.sapo.tau_pos, config.sapo.tau_neg)
+
+
+def _register_all() -> None:
+    for name, gate in {
+        "hpo_ppo_clip": _ppo_clip, "hpo_dual_clip": _dual_clip, "hpo_gspo": _gspo, "hpo_gspo_token": _gspo_token,
+        "hpo_cispo": _cispo, "hpo_sapo": _sapo,
+    }.items():  # fmt: skip
+        register(name, gate)
+    for preset in PRESETS:
+        register(f"hpo_{preset}", getattr(gates, preset)())
+    for estimator in ESTIMATORS:
+        register_advantage(f"hpo_{estimator}", getattr(advantages, estimator))
+
+
+if __name__ == "__main__":
+    importlib.import_module("hpo_core.integrations.skyrl")  # not as __main__, which workers could not import
+    runpy.run_module("skyrl.train.entrypoints.main_base", run_name="__main__", alter_sys=True)
+else:
+    _register_all()

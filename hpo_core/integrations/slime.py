@@ -1,0 +1,148 @@
+"""slime: any gate of tokens, steps or trajectories as its custom loss.
+
+    HPO_GATE="gspo(eps_low=3e-4, eps_high=4e-4)"  ...  --loss-type custom_loss
+        --custom-loss-function-path hpo_core.integrations.slime.loss
+
+Log-probabilities and entropies come from slime, whose vocabulary may be spread over ranks; so do the penalty on the KL
+to the reference, the entropy bonus and truncated importance sampling. Without ``HPO_GATE`` the gate is the one that the
+arguments describe. Responses of a micro-batch are packed, ``T`` tokens in all.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import gates
+from ..checks import check
+from ..gates import RatioGate
+from ..losses import policy_loss
+from .micro_batch import check_gate, packed_rows
+from .named import told_gate
+
+__all__ = ["loss"]
+
+
+def loss(
+    args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What slime calls: a sum over samples of their means, or over tokens with ``--calculate-per-token-loss``. slime
+    divides it by the samples or tokens of the step, over ranks and micro-batches.
+
+    Raises:
+        ValueError: a gate that needs what slime does not tell its loss; context parallelism, with which a rank
+            has parts of the responses.
+    """
+    theirs = importlib.import_module("slime.backends.megatron_utils.loss")
+    ranks = getattr(args, "context_parallel_size", 1)
+    check(ranks == 1, "context_parallel_size: hpo_core's loss takes whole responses, expected 1, got {}", ranks)
+    check(not args.use_opsm, "use_opsm: no sequence mask beside hpo_core's loss; leave it out")
+    told = told_gate()
+    gate = _described(args) if told is None else _alone(told, args)
+    check_gate(gate, "slime")
+    check(
+        not (gate.needs_rollout and args.use_tis),
+        "use_tis: it and the gate {!r} correct the same difference; leave it out",
+        gate.name,
+    )
+    check(
+        not gate.needs_rollout or "rollout_log_probs" in batch,
+        "gate: {!r} corrects what the sampler's log-probabilities differ by, and the batch has none",
+        gate.name,
+    )
+    _, found = theirs.get_log_probs_and_entropy(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        with_entropy=True,
+        **theirs.get_rollout_top_p_logprob_kwargs(args, batch),
+    )
+    parts, masks = found["log_probs"], batch["loss_masks"]
+    old_parts = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
+    logp = torch.cat(parts).float()
+    old = torch.cat(old_parts).float() if old_parts else logp.detach()
+    lengths = torch.tensor([0, *(len(part) for part in parts)], device=logits.device)
+    rows = packed_rows(lengths.cumsum(0), torch.cat(masks), gate)
+    if args.calculate_per_token_loss:
+        weights = torch.ones(len(parts), device=logits.device)
+    else:  # of each sample the tokens of its whole trajectory, which may be several samples
+        sums = [torch.as_tensor(each, device=logits.device).float() for each in batch["rollout_mask_sums"]]
+        weights = 1.0 / torch.stack(sums).clamp(min=1)
+    token_weight, kept, logged = None, None, {}
+    if args.use_tis:
+        scored = batch.get("log_probs") or [part.detach() for part in parts]
+        ones = torch.ones_like(logp)
+        factor = theirs.vanilla_tis_function(
+            args, pg_loss=ones, train_log_probs=scored, rollout_log_probs=batch["rollout_log_probs"], loss_masks=masks
+        )
+        token_weight, kept = factor[0].float(), torch.cat(factor[1]) != 0
+        logged = {name: sum_of_sample_mean(value) for name, value in factor[2].items()}
+    out = policy_loss(
+        logp,
+        old,
+        torch.cat(batch["advantages"]).float(),
+        rows,
+        gate,
+        weights=weights,
+        token_mask=kept,
+        token_weight=token_weight,
+        rollout_logp=torch.cat(batch["rollout_log_probs"]).float() if gate.reads_rollout else None,
+        advantage_level="token",
+    )
+    entropy = sum_of_sample_mean(torch.cat(found["entropy"]))
+    total = out.loss - args.entropy_coef * entropy
+    if args.use_kl_loss:
+        ratio = torch.exp(logp - old) if args.use_unbiased_kl else None
+        ref = torch.cat(batch["ref_log_probs"])
+        penalty = theirs.compute_approx_kl(logp, ref, kl_loss_type=args.kl_loss_type, importance_ratio=ratio)
+        reduced = sum_of_sample_mean(penalty)
+        logged["kl_loss"] = reduced.detach()
+        total = total + args.kl_loss_coef * reduced
+    if logp.numel() == 0:  # the backward pass of a rank without tokens must reach its parameters, too
+        total = total + 0 * logits.sum()
+    # slime divides what is logged as it divides the loss
+    share = (weights * rows.row_counts).sum() / out.metrics["tokens"].clamp(min=1)
+    clipped = sum(out.metrics[f"clipped_{each}"] for each in ("high_positive", "low_positive", "low_negative"))
+    return total, {
+        "loss": total.detach(),
+        "pg_loss": out.loss.detach(),
+        "entropy_loss": entropy.detach(),
+        "pg_clipfrac": (clipped * share).float(),
+        "ppo_kl": (-out.metrics["log_ratio_sum"] * share).float(),
+        **logged,
+    }
+
+
+def _alone(gate: RatioGate, args: Any) -> RatioGate:
+    """The gate of ``HPO_GATE``, where no argument is set that it would silence."""
+    told = {
+        "eps_clip": (args.eps_clip, 0.2),
+        "eps_clip_high": (args.eps_clip_high, 0.2),
+        "eps_clip_c": (args.eps_clip_c, None),
+    }
+    for name, (value, unset) in told.items():
+        check(
+            value == unset,
+            "{}: the gate {!r} does not read it; got {}, leave it at slime's {}",
+            name,
+            gate.name,
+            value,
+            unset,
+        )
+    return gate
+
+
+def _described(args: Any) -> RatioGate:
+    """The gate of slime's arguments."""
+    low, high, dual = args.eps_clip, args.eps_clip_high, args.eps_clip_c
+    if args.advantage_estimator == "gspo":
+        check(dual is None, "eps_clip_c: hpo_core's GSPO has no dual clip; leave it out")
+        return gates.gspo(low, high)
+    if args.advantage_estimator == "cispo":
+        return gates.cispo(ratio_cap=1 + high, ratio_low=max(1 - low, 0.0))
+    return gates.ppo_clip(low, high, ratio_dual=dual)

@@ -1,0 +1,93 @@
+"""Tinker: any gate as a custom loss, computed on the client from the log-probabilities that the service returns.
+
+    future = training_client.forward_backward_custom(data, custom_loss(gates.gspo(3e-4, 4e-4)))
+
+``data`` are datums as tinker-cookbook makes them: ``loss_fn_inputs`` holds ``target_tokens``, ``logprobs`` of the
+sampler, ``advantages`` and, where some tokens are not the policy's, ``mask``, each ``[N]`` for the N tokens of a datum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import aggregation
+from ..batch import PackedBatch
+from ..checks import check, require_type
+from ..gates import RatioGate
+from ..losses import policy_loss
+from ..segments import ids_of
+from ..specs import Unit
+from .micro_batch import check_gate, fractions, packed_rows
+from .named import named_gate
+
+__all__ = ["custom_loss"]
+
+Loss = Callable[[Sequence[Any], Sequence[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]]
+
+
+def custom_loss(
+    gate: RatioGate | str, *, prompts: Sequence[Any] | None = None, reduction: str = "sum", backend: str | None = None
+) -> Loss:
+    """The function for ``forward_backward_custom``: loss and metrics of all its datums in one call.
+
+    Args:
+        gate: a RatioGate, or a text as in ``HPO_GATE``. The anchor is the sampler.
+        prompts: an id for each datum, for gates with a level of groups: strings, numbers or tuples of them.
+        reduction: ``"sum"`` over tokens, as Tinker's own losses have it, or ``"mean"`` over the tokens of the call.
+        backend: a name from ``hpo_core.backends()``. Default: by device.
+
+    Raises:
+        ValueError: a gate that needs what datums do not tell.
+    """
+    made = named_gate(gate)
+    grouped = any(level.unit is Unit.GROUP for level in made.levels)
+    check_gate(made, "Tinker", groups=prompts is not None)
+    check(not made.needs_rollout, "gate: {!r} corrects what sampler and old policy differ by, and a datum has one "
+          "old policy; take the gate that it corrects", made.name)  # fmt: skip
+    check(reduction in ("sum", "mean"), "reduction: expected sum or mean, got {!r}", reduction)
+
+    def loss(data: Sequence[Any], logprobs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        old, advantages = _field(data, "logprobs").float(), _field(data, "advantages").float()
+        masked = all("mask" in datum.loss_fn_inputs for datum in data)
+        mask = _field(data, "mask") != 0 if masked else torch.ones_like(old, dtype=torch.bool)
+        lengths = torch.tensor([0, *(len(each) for each in logprobs)], device=old.device)
+        batch = packed_rows(lengths.cumsum(0), mask, made)
+        if grouped:
+            assert prompts is not None
+            check(
+                len(prompts) == len(data), "prompts: expected one of each of {} datums, got {}", len(data), len(prompts)
+            )
+            ids = ids_of([str(each) for each in prompts], old.device)
+            batch = PackedBatch(batch.cu_seqlens, mask, group_ids=ids, validate=False)
+        weights = torch.ones(batch.rows, device=old.device) if reduction == "sum" else aggregation.token_mean(batch)
+        out = policy_loss(
+            torch.cat([each.reshape(-1) for each in logprobs]).float(),
+            old,
+            advantages,
+            batch,
+            made,
+            weights=weights,
+            rollout_logp=old if made.reads_rollout else None,
+            advantage_level="token",
+            backend=backend,
+        )
+        seen = fractions(out.metrics, made)
+        return out.loss, {f"hpo/{name}:{'sum' if name == 'tokens' else 'mean'}": seen[name] for name in seen}
+
+    return loss
+
+
+def _field(data: Sequence[Any], name: str) -> torch.Tensor:
+    parts = []
+    for datum in data:
+        check(name in datum.loss_fn_inputs, "loss_fn_inputs: expected {!r} in each datum", name)
+        value = datum.loss_fn_inputs[name]
+        value = value.to_torch() if hasattr(value, "to_torch") else value
+        require_type(
+            isinstance(value, torch.Tensor), "loss_fn_inputs: expected {!r} as a tensor, got {}", name, type(value)
+        )
+        parts.append(value.reshape(-1))
+    return torch.cat(parts)

@@ -1,0 +1,97 @@
+"""Trinity-RFT: any gate of tokens, steps or trajectories by its dotted path in the yaml.
+
+    algorithm:
+      policy_loss_fn: hpo_core.integrations.trinity.HPOPolicyLossFn
+      policy_loss_fn_args: {gate: "gspo(eps_low=3e-4, eps_high=4e-4)", loss_agg_mode: seq-mean-token-mean}
+
+Shapes: ``B`` responses of a micro-batch, ``L`` tokens each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+try:
+    from trinity.algorithm.policy_loss_fn.policy_loss_fn import (  # type: ignore[import-not-found,unused-ignore]
+        PolicyLossFn,
+    )
+except ImportError as error:
+    raise ImportError("hpo_core.integrations.trinity needs Trinity-RFT 0.6: pip install trinity-rft") from error
+
+from .. import aggregation
+from ..batch import PackedBatch
+from ..checks import check
+from ..losses import policy_loss
+from .micro_batch import check_gate, fractions, padded_rows
+from .named import named_gate
+
+__all__ = ["HPOPolicyLossFn"]
+
+_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
+    """A policy loss of Trinity-RFT.
+
+    Args:
+        gate: a text as in ``HPO_GATE``.
+        loss_agg_mode: one of Trinity-RFT's four, over the micro-batch, as there: Trinity-RFT tells its losses no counts
+            of the step, so its gradient grows with the number of micro-batches (docs/trainers.md).
+
+    Raises:
+        ValueError: a gate that needs what Trinity-RFT does not tell its loss.
+    """
+
+    def __init__(self, backend: str = "verl", gate: str = "ppo_clip", loss_agg_mode: str = "token-mean") -> None:
+        super().__init__(backend=backend)
+        check(loss_agg_mode in _MODES, "loss_agg_mode: expected one of {}, got {!r}", ", ".join(_MODES), loss_agg_mode)
+        self.gate, self.loss_agg_mode = named_gate(gate), loss_agg_mode
+        check_gate(self.gate, "Trinity-RFT")
+        check(
+            not self.gate.needs_rollout,
+            "gate: {!r} corrects what sampler and old policy differ by, and Trinity-RFT tells its loss no sampler; "
+            "take the gate that it corrects",
+            self.gate.name,
+        )
+
+    def __call__(
+        self,
+        logprob: torch.Tensor,
+        old_logprob: torch.Tensor,
+        action_mask: torch.Tensor,
+        advantages: torch.Tensor,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """What Trinity-RFT calls: all ``[B, L]``. Every parameter but ``logprob`` is a key that its batch must have."""
+        batch = padded_rows(action_mask, self.gate)
+        out = policy_loss(
+            logprob.float(),
+            old_logprob.float(),
+            advantages.float(),
+            batch,
+            self.gate,
+            weights=_weights(self.loss_agg_mode, batch, action_mask.shape[-1]),
+            advantage_level="token",
+        )
+        seen = fractions(out.metrics, self.gate)
+        names = {"clipped": "pg_clipfrac", "dual_clipped": "pg_clipfrac_lower", "kl": "ppo_kl"}
+        told = {names.get(name, f"hpo_{name}"): value for name, value in seen.items() if name != "tokens"}
+        return out.loss, {**told, "pg_loss": float(out.loss.detach())}
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        """What the yaml need not name."""
+        return {"gate": "ppo_clip", "loss_agg_mode": "token-mean"}
+
+
+def _weights(mode: str, batch: PackedBatch, length: int) -> torch.Tensor:
+    """Trinity-RFT counts rows without tokens, too."""
+    if mode == "token-mean":
+        return aggregation.token_mean(batch, total=batch.row_counts.sum(), ranks=1)
+    if mode == "seq-mean-token-sum":
+        return aggregation.seq_mean_token_sum(batch, total=batch.rows, ranks=1)
+    if mode == "seq-mean-token-mean":
+        return aggregation.seq_mean_token_mean(batch, total=batch.rows, ranks=1)
+    return aggregation.fixed_length(batch, length, total=1, ranks=1)

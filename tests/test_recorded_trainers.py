@@ -1,0 +1,408 @@
+"""The integrations of trainers that no package index has, on tensors as the trainer hands them over, against formulas
+of its own loss that were read at the commit named with each."""
+
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from trainer_batches import LENGTH, ROWS, Batch, clipped, equal, gradient, integration, masked, modules
+
+import hpo_core as hpo
+from hpo_core import gates
+
+
+@pytest.fixture(autouse=True)
+def no_gate_in_the_environment(monkeypatch):
+    monkeypatch.delenv("HPO_GATE", raising=False)
+
+
+# ------------------------------------------------------------------------------------------------------------ prime-rl
+# LossInputs, LossOutputs and default_loss_fn of src/prime_rl/trainer/rl/loss.py at 559b447.
+
+
+class LossOutputs(NamedTuple):
+    loss: torch.Tensor
+    metrics: dict
+
+
+def prime_inputs(batch, row, logp, weights=None):
+    cut = slice(0, batch.lengths[row])
+    return SimpleNamespace(
+        trainer_logprobs=logp[row, cut], inference_logprobs=batch.poisoned(batch.rollout)[row, cut], ref_logprobs=None,
+        advantages=batch.advantages[row, cut], loss_mask=batch.mask[row, cut], loss_weights=weights,
+    )  # fmt: skip
+
+
+def of_prime_rl(batch, logp, weights=None, **keywords):
+    with modules(prime_rl__trainer__rl__loss={"LossOutputs": LossOutputs}):
+        loss = integration("prime_rl").loss
+        found = [loss(prime_inputs(batch, row, logp, weights), **keywords) for row in range(len(batch.lengths))]
+    assert all(value.dtype is torch.float32 and value.dim() == 0 for value in found[0].metrics.values())
+    return sum(each.loss for each in found)
+
+
+def prime_rl_default(batch, logp, kl_tau):
+    """The value of its policy term is another than that of our score head; its gradient is the same."""
+    ratio = torch.exp(logp - batch.rollout)
+    moved = torch.exp(logp) - torch.exp(batch.rollout)
+    dropped = torch.where(batch.advantages > 0, moved > 0.2, moved < -0.2)
+    terms = -batch.advantages * ratio * ~dropped + kl_tau * (logp - batch.rollout) ** 2
+    return masked(terms, batch.mask).sum()
+
+
+def test_prime_rl():
+    batch = Batch(width=0.8)
+    _, found = gradient(lambda logp: of_prime_rl(batch, logp, kl_tau=0.01), batch.logp)
+    _, expected = gradient(lambda logp: prime_rl_default(batch, logp, 0.01), batch.logp)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())
+    _, without = gradient(lambda logp: prime_rl_default(batch, logp, 0.0), batch.logp)
+    assert (without[batch.mask] == 0).any(), "nothing was dropped: the comparison says little"
+
+
+def test_prime_rl_with_another_gate():
+    batch = Batch()
+    equal(
+        lambda logp: of_prime_rl(batch, logp, gate="ppo_clip(eps_high=0.28)", adv_tau=0.5),
+        lambda logp: masked(clipped(logp, batch.rollout, 0.5 * batch.advantages, 0.2, 0.28), batch.mask).sum(),
+        batch.logp,
+    )
+
+
+def test_prime_rls_weights_are_on_both_terms():
+    batch = Batch()
+    batch.lengths = batch.lengths[:1]
+    weights = torch.rand(batch.lengths[0], generator=torch.Generator().manual_seed(1))
+    terms = clipped(batch.logp, batch.rollout, batch.advantages) + 0.1 * (batch.logp - batch.rollout) ** 2
+    expected = (weights * masked(terms, batch.mask)[0]).sum()
+    found = of_prime_rl(batch, batch.logp, weights, gate="ppo_clip", kl_tau=0.1)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("gate", "said"), [("icepop", "old policy is the sampler"), ("kl_cov", "needs"), ("gpso", "did you mean")]
+)
+def test_prime_rl_refuses_by_name(gate, said):
+    with pytest.raises(ValueError, match=said):
+        of_prime_rl(Batch(), Batch().logp, gate=gate)
+
+
+# --------------------------------------------------------------------------------------------------------------- slime
+# policy_loss_function and sum_of_sample_mean of slime/backends/megatron_utils/loss.py at 624b824.
+
+
+def parts(values, batch):
+    return [values[row, :length] for row, length in enumerate(batch.lengths)]
+
+
+def k3(logp, ref, kl_loss_type, importance_ratio=None):
+    assert kl_loss_type == "k3"
+    difference = ref - logp
+    return torch.exp(difference) - 1 - difference
+
+
+def truncated(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks):
+    ratio = torch.exp(torch.cat(train_log_probs) - torch.cat(rollout_log_probs))
+    factor = ratio.clamp(args.tis_clip_low, args.tis_clip)
+    return pg_loss * factor, loss_masks, {"tis": ratio}
+
+
+def of_slime(batch, logp, sums, **fields):
+    told = {
+        "advantage_estimator": "grpo", "calculate_per_token_loss": False, "entropy_coef": 0.0, "eps_clip": 0.2,
+        "eps_clip_c": None, "eps_clip_high": 0.2, "kl_loss_coef": 0.0, "kl_loss_type": "k3", "use_kl_loss": False,
+        "use_opsm": False, "use_rollout_logprobs": False, "use_tis": False, "use_unbiased_kl": False, "tis_clip": 1.1,
+        "tis_clip_low": 0.0, **fields,
+    }  # fmt: skip
+    entropy = [logp[row, :length] ** 2 for row, length in enumerate(batch.lengths)]
+    theirs = {
+        "get_log_probs_and_entropy": lambda *_, **__: (None, {"log_probs": parts(logp, batch), "entropy": entropy}),
+        "get_rollout_top_p_logprob_kwargs": lambda *_: {},
+        "compute_approx_kl": k3,
+        "vanilla_tis_function": truncated,
+    }
+    handed = {
+        "unconcat_tokens": None, "total_lengths": None, "response_lengths": batch.lengths,
+        "loss_masks": parts(batch.mask.long(), batch), "advantages": parts(batch.advantages, batch),
+        "log_probs": parts(batch.old, batch), "rollout_log_probs": parts(batch.rollout, batch),
+        "ref_log_probs": parts(batch.ref, batch), "rollout_mask_sums": sums,
+    }  # fmt: skip
+
+    def sum_of_sample_mean(values):
+        cut = torch.split(values, batch.lengths)
+        masks = handed["loss_masks"]
+        weights = [1.0] * ROWS if told["calculate_per_token_loss"] else [1.0 / n for n in sums]
+        return sum(w * (m * v).sum() for w, m, v in zip(weights, masks, cut, strict=True))
+
+    with modules(slime__backends__megatron_utils__loss=theirs):
+        found = integration("slime").loss(SimpleNamespace(**told), handed, logp, sum_of_sample_mean)
+    assert all(torch.is_tensor(value) and value.dim() == 0 for value in found[1].values())
+    return found
+
+
+def slime_sums(batch):
+    """Two samples of one trajectory share their tokens."""
+    counts = batch.mask.sum(1).tolist()
+    return [counts[0] + counts[1]] * 2 + counts[2:]
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_slime(per_token):
+    batch = Batch()
+    sums = slime_sums(batch)
+    weights = torch.ones(ROWS, 1) if per_token else 1 / torch.tensor(sums)[:, None]
+
+    def theirs(logp, high=0.28):
+        ratio = torch.exp(batch.old - batch.rollout).clamp(0.0, 1.1)
+        terms = ratio * clipped(logp, batch.old, batch.advantages, 0.2, high, 1.5)
+        terms = terms - 0.1 * logp**2 + 0.05 * k3(logp, batch.ref, "k3")
+        return (weights * masked(terms, batch.mask)).sum()
+
+    fields = {
+        "calculate_per_token_loss": per_token, "eps_clip_high": 0.28, "eps_clip_c": 1.5, "entropy_coef": 0.1,
+        "use_kl_loss": True, "kl_loss_coef": 0.05, "use_tis": True,
+    }  # fmt: skip
+    equal(lambda logp: of_slime(batch, logp, sums, **fields), theirs, batch.logp)
+    ratio = torch.exp(batch.logp - batch.old)
+    outside = ((ratio > 1.28) & (batch.advantages > 0)) | ((ratio < 0.8) & (batch.advantages < 0))
+    logged = of_slime(batch, batch.logp, sums, calculate_per_token_loss=True, eps_clip_high=0.28)[1]["pg_clipfrac"]
+    assert logged == (outside & batch.mask).sum() > 5
+
+
+def test_slimes_gspo_and_the_gate_of_the_environment(monkeypatch):
+    batch = Batch(per_token=True)
+    sums = batch.mask.sum(1).tolist()
+
+    def theirs(logp):
+        mean = masked(logp - batch.old, batch.mask).sum(1, keepdim=True) / batch.mask.sum(1, keepdim=True)
+        return (masked(clipped(mean, 0.0, batch.advantages, 0.05, 0.06), batch.mask).sum(1) / torch.tensor(sums)).sum()
+
+    fields = {"advantage_estimator": "gspo", "eps_clip": 0.05, "eps_clip_high": 0.06}
+    equal(lambda logp: of_slime(batch, logp, sums, **fields), theirs, batch.logp)
+    monkeypatch.setenv("HPO_GATE", "gspo(0.05, 0.06)")
+    equal(lambda logp: of_slime(batch, logp, sums), theirs, batch.logp)
+
+
+@pytest.mark.parametrize(
+    ("gate", "fields", "said"),
+    [
+        ("", {"context_parallel_size": 2}, "context_parallel_size"),
+        ("", {"use_opsm": True}, "use_opsm"),
+        ("icepop", {"use_tis": True}, "correct the same difference"),
+        ("gspo", {"eps_clip_high": 0.28}, "eps_clip_high: the gate 'gspo' does not read it"),
+        ("reconstructed.p3o", {}, "level of groups"),
+        ("", {"advantage_estimator": "gspo", "eps_clip_c": 3.0}, "no dual clip"),
+    ],
+)
+def test_slime_refuses_by_name(gate, fields, said, monkeypatch):
+    monkeypatch.setenv("HPO_GATE", gate)
+    with pytest.raises(ValueError, match=said):
+        of_slime(Batch(), Batch().logp, slime_sums(Batch()), **fields)
+
+
+# ------------------------------------------------------------------------------------------------------------- NeMo-RL
+# LossFunction, and ClippedPGLossFn of nemo_rl/algorithms/loss/loss_functions.py at 7ea279a.
+
+
+@pytest.fixture
+def nemo_rl():
+    kinds = {"TOKEN_LEVEL": "token_level", "SEQUENCE_LEVEL": "sequence_level"}
+    names = {
+        "LossFunction": object, "LossInputType": SimpleNamespace(LOGPROB="logprob"),
+        "LossType": SimpleNamespace(**kinds),
+        "MetricNormalizer": SimpleNamespace(TOKENS="tokens", SEQUENCES="sequences", NONE="none"),
+    }  # fmt: skip
+    with modules(nemo_rl__algorithms__loss__interfaces=names):
+        yield integration("nemo_rl").HPOLossFn
+
+
+def nemo_data(batch):
+    def shifted(values):  # data has a column more, the first token's
+        return torch.nn.functional.pad(values, (1, 0))
+
+    sampled = torch.ones(ROWS)
+    sampled[3] = 0
+    poisoned = {
+        "prev_logprobs": batch.old, "generation_logprobs": batch.rollout, "reference_policy_logprobs": batch.ref,
+    }  # fmt: skip
+    data = {name: shifted(batch.poisoned(value)) for name, value in poisoned.items()}
+    data |= {"advantages": shifted(batch.advantages), "token_mask": shifted(batch.mask.float()), "sample_mask": sampled}
+    return data, batch.mask & (sampled > 0)[:, None]
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_nemo_rl(per_token, nemo_rl):
+    batch = Batch()
+    data, mask = nemo_data(batch)
+    loss = nemo_rl(
+        "icepop(0.8, 1.2, gate=ppo_clip(0.2, 0.28, 1.5))", token_level_loss=per_token, reference_policy_kl_penalty=0.1
+    )
+
+    def ours(logp):
+        return loss(
+            next_token_logprobs=logp,
+            data=data,
+            global_valid_seqs=torch.tensor(9.0),
+            global_valid_toks=torch.tensor(77.0),
+        )
+
+    def theirs(logp):
+        weight = torch.exp(batch.old - batch.rollout)
+        weight = torch.where((weight >= 0.8) & (weight <= 1.2), weight, 0.0)
+        terms = weight * clipped(logp, batch.old, batch.advantages, 0.2, 0.28, 1.5)
+        factor = torch.exp(logp - logp.detach())  # of the score function
+        terms = masked(terms + 0.1 * factor * k3(logp, batch.ref, "k3"), mask)
+        return terms.sum() / 77.0 if per_token else (terms.sum(1) / batch.mask.sum(1)).sum() / 9.0
+
+    equal(ours, theirs, batch.logp)
+    assert loss.loss_type == ("token_level" if per_token else "sequence_level") and loss.input_type == "logprob"
+    metrics = ours(batch.logp)[1]
+    assert set(metrics) == set(loss.metric_normalizations)
+    error = masked((batch.rollout - batch.old).abs().exp(), mask).sum() / 77.0
+    assert metrics["token_mult_prob_error"] == pytest.approx(error.item(), rel=1e-5)
+    assert metrics["num_valid_samples"] == 5.0
+
+
+def test_nemo_rl_adds_metrics_over_micro_batches(nemo_rl):
+    batch = Batch()
+    data, mask = nemo_data(batch)
+    counts = {"global_valid_seqs": torch.tensor(5), "global_valid_toks": mask.sum()}
+    whole = nemo_rl()(batch.logp, data, **counts)[1]
+    cuts = [
+        nemo_rl()(batch.logp[cut], {k: v[cut] for k, v in data.items()}, **counts)[1]
+        for cut in (slice(0, 2), slice(2, 6))
+    ]
+    for name in ("loss", "hpo/clipped", "hpo/kl", "token_mult_prob_error", "num_valid_samples"):
+        assert sum(cut[name] for cut in cuts) == pytest.approx(whole[name], rel=1e-5, abs=1e-7)
+    assert whole["hpo/clipped"] > 0.05
+
+
+def test_nemo_rl_refuses_by_name(nemo_rl):
+    with pytest.raises(ValueError, match="level of groups"):
+        nemo_rl("reconstructed.p3o")
+    with pytest.raises(ValueError, match="reference_policy_kl_penalty"):
+        nemo_rl(reference_policy_kl_penalty=-1.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------- ROLL
+# ActorWorker.loss_func of roll/pipeline/base_worker.py at 8eb27cc.
+
+
+def of_roll(batch, logp, **fields):
+    told = {
+        "dual_clip_loss": True, "entropy_loss_coef": 0.0, "kl_loss_coef": 0.0, "loss_agg_mode": "token-mean",
+        "pg_clip": 0.2, "pg_clip_high": 0.28, "pg_clip_low": 0.2, "use_kl_loss": False, "use_pg_clip_range": True,
+        **fields,
+    }  # fmt: skip
+    with modules(roll__pipeline__base_worker={"ActorWorker": object}):
+        worker = integration("roll").HPOActorWorker()
+    worker.pipeline_config = SimpleNamespace(**told)
+    worker.strategy = SimpleNamespace(op_compute_log_probs=lambda **_: logp, op_compute_entropy=lambda **_: logp**2)
+    worker.get_old_log_probs_with_cache = lambda data, log_probs: batch.poisoned(batch.old)
+    rows = {
+        "response_mask": torch.nn.functional.pad(batch.mask.long(), (1, 0)), "input_ids": None,
+        "advantages": batch.advantages, "ref_log_probs": batch.poisoned(batch.ref),
+    }  # fmt: skip
+    counts = {"batch_num_tokens": {"response_mask": 99}, "global_valid_samples": {"response_mask": 7}}
+    return worker.loss_func(SimpleNamespace(batch=rows, meta_info=counts), logp)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_roll(mode):
+    batch = Batch()
+    counts = batch.mask.sum(1, keepdim=True)
+    weights = {
+        "token-mean": 1 / 99, "seq-mean-token-sum": 1 / 7, "seq-mean-token-mean": 1 / (7 * counts),
+        "seq-mean-token-sum-norm": 1 / LENGTH,
+    }[mode]  # fmt: skip
+
+    def theirs(logp):
+        terms = clipped(logp, batch.old, batch.advantages, 0.2, 0.28, 1.4)
+        terms = terms + 0.1 * k3(logp, batch.ref, "k3") - 0.05 * logp**2
+        return (weights * masked(terms, batch.mask)).sum()
+
+    fields = {"loss_agg_mode": mode, "use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_loss_coef": 0.05}
+    equal(lambda logp: of_roll(batch, logp, **fields), theirs, batch.logp)
+
+
+def test_roll_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
+    batch = Batch()
+    monkeypatch.setenv("HPO_GATE", "gspo(0.05, 0.06)")
+    expected = hpo.policy_loss(
+        batch.logp, batch.old, batch.advantages, batch.mask, gates.gspo(0.05, 0.06), advantage_level="token",
+        weights=torch.full((ROWS,), 1 / 99),
+    )  # fmt: skip
+    torch.testing.assert_close(of_roll(batch, batch.logp)[0], expected.loss)
+    monkeypatch.setenv("HPO_GATE", "icepop")
+    with pytest.raises(ValueError, match="keeps to its own correction"):
+        of_roll(batch, batch.logp)
+    monkeypatch.setenv("HPO_GATE", "")
+    with pytest.raises(ValueError, match="loss_agg_mode"):
+        of_roll(batch, batch.logp, loss_agg_mode="mean")
+
+
+# -------------------------------------------------------------------------------------------------------------- Tinker
+# forward_backward_custom of tinker 0.38 calls the loss with its datums and a list of log-probabilities.
+
+
+def datums(batch, mask=True):
+    fields = {
+        "logprobs": batch.rollout,
+        "advantages": batch.advantages,
+        **({"mask": batch.mask.float()} if mask else {}),
+    }
+    rows = {name: parts(value, batch) for name, value in fields.items()}
+    tensors = [{name: mock.Mock(to_torch=lambda x=x[row]: x) for name, x in rows.items()} for row in range(ROWS)]
+    return [SimpleNamespace(loss_fn_inputs=inputs) for inputs in tensors]
+
+
+def test_tinker():
+    batch, custom_loss = Batch(), integration("tinker").custom_loss
+    loss = custom_loss("ppo_clip(0.2, 0.28)")
+
+    def theirs(logp, mask):
+        return masked(clipped(logp, batch.rollout, batch.advantages, 0.2, 0.28), mask).sum()
+
+    equal(lambda logp: loss(datums(batch), parts(logp, batch)), lambda logp: theirs(logp, batch.mask), batch.logp)
+    equal(
+        lambda logp: loss(datums(batch, mask=False), parts(logp, batch)),
+        lambda logp: theirs(logp, batch.present),
+        batch.logp,
+    )
+    mean, metrics = custom_loss(gates.ppo_clip(0.2, 0.28), reduction="mean")(datums(batch), parts(batch.logp, batch))
+    torch.testing.assert_close(mean, theirs(batch.logp, batch.mask) / batch.tokens)
+    assert metrics["hpo/tokens:sum"] == batch.tokens and metrics["hpo/clipped:mean"] > 0.1
+
+
+def test_tinker_knows_the_prompts_that_it_is_told():
+    batch, custom_loss = Batch(), integration("tinker").custom_loss
+    gate, prompts = gates.reconstructed.p3o(), ["a", "a", ("b", 1), ("b", 1), 3, 3]
+    found, _ = custom_loss(gate, prompts=prompts)(datums(batch), parts(batch.logp, batch))
+    packed = hpo.PackedBatch.from_padded(batch.mask, group_ids=torch.tensor([0, 0, 1, 1, 2, 2]))
+    expected = hpo.policy_loss(
+        batch.logp, batch.rollout, batch.advantages, packed, gate, weights=torch.ones(ROWS), advantage_level="token"
+    )
+    torch.testing.assert_close(found, expected.loss)
+    with pytest.raises(ValueError, match="expected one of each of 6 datums, got 2"):
+        custom_loss(gate, prompts=["a", "b"])(datums(batch), parts(batch.logp, batch))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"gate": gates.reconstructed.p3o()}, "level of groups"),
+        ({"gate": "reconstructed.fiberpo_domain", "prompts": ["a"]}, "level of domains"),
+        ({"gate": "icepop"}, "one old policy"),
+        ({"gate": "dapo", "reduction": "rows"}, "reduction"),
+    ],
+)
+def test_tinker_refuses_by_name(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        integration("tinker").custom_loss(**arguments)
+
+
+def test_tinker_names_the_field_that_a_datum_lacks():
+    loss = integration("tinker").custom_loss("dapo")
+    with pytest.raises(ValueError, match="expected 'logprobs' in each datum"):
+        loss([SimpleNamespace(loss_fn_inputs={})], [torch.zeros(2)])

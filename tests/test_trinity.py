@@ -1,0 +1,73 @@
+"""The policy loss of Trinity-RFT's integration against Trinity-RFT's own; `make test-trainers` installs it."""
+
+import importlib
+
+import pytest
+from lazily import Lazy, skip_without
+from trainer_batches import Batch, equal, integration
+
+skip_without("trinity")
+pytestmark = pytest.mark.peers
+
+losses = Lazy("trinity.algorithm.policy_loss_fn")
+
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+# Trinity-RFT's name, its arguments, and the gate
+LOSSES = {
+    "ppo": ({"clip_range_low": 0.2, "clip_range_high": 0.28, "clip_ratio_c": 1.5}, "ppo_clip(0.2, 0.28, 1.5)"),
+    "gspo": ({"clip_range_low": 0.05, "clip_range_high": 0.06}, "gspo_token(0.05, 0.06)"),
+    "cispo": ({"clip_range_low": 0.3, "clip_range_high": 0.28}, "cispo(1.28, 0.7)"),
+}
+
+
+@pytest.fixture(scope="module")
+def ours():
+    return integration("trinity").HPOPolicyLossFn
+
+
+def call(loss, batch):
+    return lambda logp: loss(
+        logprob=logp, old_logprob=batch.old, action_mask=batch.mask.float(), advantages=batch.advantages
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_equals_trinity(name, mode, ours):
+    arguments, gate = LOSSES[name]
+    clipped = 0.0
+    for seed in range(3):
+        batch = Batch(seed, empty_row=seed == 1, per_token=seed == 2)
+        peer = call(losses.POLICY_LOSS_FN.get(name)(backend="tinker", loss_agg_mode=mode, **arguments), batch)
+        own = call(ours(backend="tinker", gate=gate, loss_agg_mode=mode), batch)
+        equal(own, peer, batch.logp)
+        expected, found = peer(batch.logp)[1], own(batch.logp)[1]
+        for metric in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "pg_loss"):
+            if metric in expected and (name, metric) != ("cispo", "pg_clipfrac"):
+                assert found[metric] == pytest.approx(expected[metric], rel=1e-5, abs=1e-6), metric
+        clipped += expected.get("pg_clipfrac", 0.0)
+    assert clipped > 0.05 or name == "cispo", "nothing was clipped: the comparison says little"
+
+
+def test_trinity_finds_the_loss_by_its_path_and_asks_for_what_it_reads(ours):
+    kind = losses.POLICY_LOSS_FN.get("hpo_core.integrations.trinity.HPOPolicyLossFn")
+    made = kind(backend="verl", **kind.default_args())
+    assert kind is ours and sorted(made.select_keys) == sorted(
+        importlib.import_module("trinity.algorithm.policy_loss_fn.ppo_policy_loss")
+        .PPOPolicyLossFn(clip_range=0.2)
+        .select_keys
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"gate": "icepop"}, "no sampler"),
+        ({"gate": "kl_cov"}, "needs"),
+        ({"gate": "reconstructed.p3o"}, "level of groups"),
+        ({"loss_agg_mode": "mean"}, "loss_agg_mode"),
+    ],
+)
+def test_refusals(arguments, said, ours):
+    with pytest.raises(ValueError, match=said):
+        ours(**arguments)

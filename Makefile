@@ -19,6 +19,19 @@ PEERS ?= $(TRL) "liger-kernel==0.8.5" "verl[verl-core]==0.9.1; python_version < 
 TOOLS ?= clang-format==23.1.5 mypy==2.4.1 ruff==0.17.6
 # Engines with an environment of their own: transformers and accelerate import DeepSpeed if it is installed.
 ENGINES ?= deepspeed==0.19.8
+# Trainers that contradict each other and those of TRL and verl: each goes into a folder of its own, with what its loss
+# imports and without the rest of its requirements; torch, transformers, Ray and the others come from $(VENV).
+AREAL ?= areal==1.0.4 aiofiles==25.1.0 aiohappyeyeballs==2.7.1 aiohttp==3.14.5 aiosignal==1.4.0 blinker==1.9.0 colorlog==6.12.0 \
+	distro==1.9.0 einops==0.8.2 flask==3.1.3 frozenlist==1.8.0 itsdangerous==2.2.0 jiter==0.19.0 lark==1.3.1 llvmlite==0.50.0 \
+	multidict==7.2.1 numba==0.68.1 openai==2.20.0 orjson==3.13.0 propcache==0.5.4 sniffio==1.3.1 tenacity==9.2.1 \
+	uvloop==0.23.0 werkzeug==3.1.9 yarl==1.25.1
+AXOLOTL ?= axolotl==0.21.0 trl==1.14.1 addict==2.4.0 colorama==0.4.6 llvmlite==0.50.0 numba==0.68.1
+MS_SWIFT ?= ms-swift==4.6.0 trl==0.29.1 dacite==1.9.2 einops==0.8.2 json-repair==0.64.6 modelscope==1.40.2 \
+	modelscope-hub==0.5.1 peft==0.21.2 simplejson==4.3.0 sortedcontainers==2.4.0
+OPENRLHF ?= openrlhf==0.11.2
+SKYRL ?= skyrl==0.4.0 skyrl-gym==0.4.0 cloudpathlib==0.26.0 jaxtyping==0.3.11 loguru==0.7.3
+TORCHRL ?= torchrl==0.14.1 tensordict==0.14.3 hoptorch==0.1.4 pyvers==0.2.3
+TRINITY ?= trinity-rft==0.6.0
 SINCE ?= HEAD
 
 BIN := $(VENV)/bin
@@ -40,6 +53,10 @@ FOR_TESTS := HPO_CORE_EMULATED=$${HPO_CORE_EMULATED-1} HPO_CORE_CUDA=$${HPO_CORE
 WITH_CUDA := HPO_CORE_CUDA=$${HPO_CORE_CUDA-}
 WITHOUT_CUDA := HPO_CORE_CUDA=$${HPO_CORE_CUDA-0}
 CPU_ALONE := HPO_CORE_EMULATED=$${HPO_CORE_EMULATED-0} $(WITHOUT_CUDA)
+# $(call trainer,NAME,PACKAGES) runs the tests of one. Some ask for Python 3.12, but their losses run on 3.11, too.
+trainer = $(PIP_INSTALL) --quiet --no-deps --ignore-requires-python --upgrade --target build/trainers/$(1) $(2) \
+	&& PYTHONPATH=$(CURDIR)/build/trainers/$(1) HPO_CORE_TEST_BACKENDS=cpu OMP_WAIT_POLICY=passive CUDA_VISIBLE_DEVICES= \
+	$(BIN)/pytest tests/test_$(1).py
 SANITIZED := HPO_CORE_SANITIZE=address,undefined HPO_CORE_EMULATED=1 HPO_CORE_CUDA=0
 
 # Python compiles a module at its first import; most are never imported, and compiling all takes longer than unpacking.
@@ -135,7 +152,15 @@ test-matrix: ## the oldest and the newest torch and Triton that we promise to wo
 	$(MAKE) test VENV=.venv-newest TORCH="torch" TRITON="triton" PEERS=
 
 # pytest fails if it skips every test that it is given.
-test-trainers: ## the recipes of docs/data_parallel.md under DeepSpeed
+test-trainers: ## the integrations of docs/trainers.md, and the recipes of docs/data_parallel.md under DeepSpeed
+	$(call set-up,for-tests,$(CPU_ALONE))
+	$(call trainer,areal,$(AREAL))
+	$(call trainer,axolotl,$(AXOLOTL))
+	$(call trainer,ms_swift,$(MS_SWIFT))
+	$(call trainer,openrlhf,$(OPENRLHF))
+	$(call trainer,skyrl,$(SKYRL))
+	$(call trainer,torchrl,$(TORCHRL))
+	$(call trainer,trinity,$(TRINITY))
 	HPO_CORE_EMULATED=0 HPO_CORE_CUDA=0 $(MAKE) setup VENV=.venv-trainers PEERS="$(ENGINES)"
 	HPO_CORE_TEST_BACKENDS=cpu OMP_WAIT_POLICY=passive .venv-trainers/bin/pytest tests/test_deepspeed.py
 

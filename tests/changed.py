@@ -48,10 +48,10 @@ TRL = ("trl", "trl_contract", "trl_head", "trl_steps")
 VERL = ("verl", "verl_advantages", "verl_rows", "verl_head")
 # Each has a file in hpo_core/integrations; those of the second tuple are run against the trainer itself.
 TRAINERS = (
-    *("areal", "axolotl", "ms_swift", "nemo_rl", "openrlhf", "prime_rl", "roll", "skyrl", "slime", "tinker"),
-    "trinity",
+    *("areal", "axolotl", "ms_swift", "nemo_rl", "openrlhf", "prime_rl", "rllm", "roll", "skyrl", "slime", "tinker"),
+    *("torchrl", "trinity"),
 )
-WITH_TESTS = ("areal", "axolotl", "ms_swift", "openrlhf", "skyrl", "trinity")
+WITH_TESTS = ("areal", "axolotl", "ms_swift", "openrlhf", "skyrl", "torchrl", "trinity")
 
 
 class Rule(NamedTuple):

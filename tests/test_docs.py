@@ -14,7 +14,7 @@ import hpo_core
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md"])
-_NEED_TRAINERS = ("axolotl", "ms_swift", "nemo_rl", "roll", "skyrl", "trinity", "trl", "verl")
+_NEED_TRAINERS = ("axolotl", "ms_swift", "nemo_rl", "rllm", "roll", "skyrl", "torchrl", "trinity", "trl", "verl")
 # These need a trainer or hypothesis.
 OPTIONAL = (
     "hpo_core.testing",

@@ -106,18 +106,25 @@ def test_import_is_light(tmp_path):
     assert min(map(float, found[2::2])) < 0.1
 
 
+# The package that an integration imports first, and the integration.
+ASKING = {
+    name: name for name in ("axolotl", "nemo_rl", "rllm", "roll", "skyrl", "torchrl", "trinity", "trl", "verl")
+} | {"swift": "ms_swift"}
+
+
 def test_an_integration_without_its_trainer_says_what_to_install():
     program = (
         "import importlib, sys\n"
-        "for package in ('verl', 'trl'):\n"
+        f"for package, name in {ASKING}.items():\n"
         "    sys.modules[package] = None\n"
         "    try:\n"
-        "        importlib.import_module(f'hpo_core.integrations.{package}')\n"
+        "        importlib.import_module(f'hpo_core.integrations.{name}')\n"
         "    except ImportError as error:\n"
         "        print(error)"
     )
     found = run(program)
     assert "'hpo-core[verl]'" in found and "'hpo-core[trl]'" in found
+    assert {f"hpo_core.integrations.{name}" for name in ASKING.values()} <= set(found)
 
 
 def test_public_names_exist():

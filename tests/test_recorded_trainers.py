@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from trainer_batches import LENGTH, ROWS, Batch, clipped, equal, gradient, integration, masked, modules
@@ -166,8 +167,9 @@ def test_slime(per_token):
     equal(lambda logp: of_slime(batch, logp, sums, **fields), theirs, batch.logp)
     ratio = torch.exp(batch.logp - batch.old)
     outside = ((ratio > 1.28) & (batch.advantages > 0)) | ((ratio < 0.8) & (batch.advantages < 0))
-    logged = of_slime(batch, batch.logp, sums, calculate_per_token_loss=True, eps_clip_high=0.28)[1]["pg_clipfrac"]
-    assert logged == (outside & batch.mask).sum() > 5
+    count, counts = (outside & batch.mask).sum(), batch.mask.sum(1).tolist()
+    logged = of_slime(batch, batch.logp, counts, calculate_per_token_loss=per_token, eps_clip_high=0.28)[1]
+    assert count > 5 and logged["pg_clipfrac"] == pytest.approx(count * (1 if per_token else ROWS / batch.tokens))
 
 
 def test_slimes_gspo_and_the_gate_of_the_environment(monkeypatch):
@@ -406,3 +408,48 @@ def test_tinker_names_the_field_that_a_datum_lacks():
     loss = integration("tinker").custom_loss("dapo")
     with pytest.raises(ValueError, match="expected 'logprobs' in each datum"):
         loss([SimpleNamespace(loss_fn_inputs={})], [torch.zeros(2)])
+
+
+# ---------------------------------------------------------------------------------------------------------------- rLLM
+# register_rllm_adv_estimator and what it registers, of rllm/trainer/algorithms/advantage.py at 9beb6e0.
+
+
+@pytest.fixture
+def rllm():
+    registry = {}
+
+    def register(name):
+        return lambda function: registry.setdefault(name, function)
+
+    with modules(rllm__trainer__algorithms__advantage={"register_rllm_adv_estimator": register}):
+        yield registry, integration("rllm")
+
+
+def trajectory(length):
+    return SimpleNamespace(steps=[SimpleNamespace(response_ids=[0] * length), SimpleNamespace(response_ids=[0])])
+
+
+def test_rllms_groups_may_be_ragged(rllm):
+    registry, _ = rllm
+    rewards = [np.array([1.0, 0.0, 0.5]), np.array([2.0, 1.0]), np.array([3.0])]
+    found, returns = registry["hpo_rloo"](rewards=rewards, algorithm_config=None)
+    for one, same, group in zip(found[:2], returns[:2], rewards[:2], strict=True):
+        expected = (group - (group.sum() - group) / (len(group) - 1)).astype(np.float32)
+        np.testing.assert_allclose(one, expected, rtol=1e-6)
+        np.testing.assert_array_equal(one, same)
+    assert found[2].tolist() == [0.0] and registry["hpo_grpo"](rewards=[], algorithm_config=None) == ([], [])
+
+
+def test_rllm_tells_the_lengths_of_trajectories(rllm):
+    registry, _ = rllm
+    groups = [SimpleNamespace(trajectories=[trajectory(1), trajectory(5)])]
+    found, _ = registry["hpo_opo"](rewards=[np.array([1.0, 0.0])], algorithm_config=None, traj_groups=groups)
+    baseline = (2 * 1.0 + 6 * 0.0) / 8  # weighted by the tokens of both steps
+    np.testing.assert_allclose(found[0], [1 - baseline, -baseline], rtol=1e-6)
+
+
+def test_rllms_registry_has_every_estimator_that_needs_no_more(rllm):
+    registry, module = rllm
+    assert set(registry) == {f"hpo_{name}" for name in module.ESTIMATORS}
+    with pytest.raises(ValueError, match="one of steps"):
+        module.register_advantage("mine", hpo.advantages.gigpo)

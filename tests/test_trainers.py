@@ -9,7 +9,7 @@ from trainer_batches import Batch, clipped, equal, gradient, integration, masked
 
 import hpo_core as hpo
 from hpo_core import gates
-from hpo_core.integrations.micro_batch import check_gate, packed_rows, padded_rows
+from hpo_core.integrations.micro_batch import check_gate, fractions, packed_rows, padded_rows
 from hpo_core.integrations.named import named_estimator, named_gate, named_window
 
 
@@ -86,6 +86,16 @@ def test_rows_that_touch_are_two_steps_and_an_empty_row_is_none():
     cu, mask = torch.tensor([0, 2, 2, 4]), torch.ones(4).bool()
     assert packed_rows(cu, mask, gates.step_gspo()).row_of_step().tolist() == [0, 2]
     assert packed_rows(torch.tensor([0, 4, 4]), mask, gates.step_gspo()).row_of_step().tolist() == [0]
+
+
+def test_fractions_of_clipped_and_dual_clipped_tokens():
+    logp, advantages = torch.tensor([[0.5, -0.5, 1.5, 0.0]]), torch.tensor([[1.0, -1.0, -1.0, 1.0]])
+    gate = gates.ppo_clip(ratio_dual=3.0)
+    out = hpo.policy_loss(logp, torch.zeros(1, 4), advantages, torch.ones(1, 4).bool(), gate, advantage_level="token")
+    assert fractions(out.metrics, gate) == {"tokens": 4.0, "clipped": 0.5, "dual_clipped": 0.25, "kl": -0.375}
+    logp[0, 3] = torch.nan
+    out = hpo.policy_loss(logp, torch.zeros(1, 4), advantages, torch.ones(1, 4).bool(), gate, advantage_level="token")
+    assert fractions(out.metrics, gate)["nan_tokens"] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+"""TorchRL: ``HPOLoss(actor, gate=gates.gspo(3e-4, 4e-4))`` in the place of its ``GRPOLoss``, on the same tensordicts.
+
+Shapes: ``B`` rows, ``L`` tokens each, padded on the left or right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+try:
+    from torchrl.objectives.llm.grpo import GRPOLoss  # type: ignore[import-not-found,unused-ignore]
+except ImportError as error:
+    raise ImportError("hpo_core.integrations.torchrl needs TorchRL 0.14: pip install torchrl") from error
+
+from .. import aggregation, gates
+from ..checks import check
+from ..gates import RatioGate
+from ..losses import policy_loss
+from .micro_batch import check_gate, padded_rows
+from .named import named_gate
+
+__all__ = ["HPOLoss"]
+
+
+class HPOLoss(GRPOLoss):  # type: ignore[misc]
+    """TorchRL's GRPO loss with another gate. Masks, entropy bonus, both KL terms and what is reported stay TorchRL's.
+
+    Args:
+        gate: a RatioGate, or a text as in ``HPO_GATE``. None: ``ppo_clip`` of ``clip_epsilon``. The anchor of ratios is
+            the sampler.
+        keywords: of ``GRPOLoss``; ``aggregation`` is ``"token_mean"`` or ``"prompt_mean"``, TorchRL's word for the mean
+            over rows of their means.
+
+    Raises:
+        ValueError: a gate that needs what a tensordict does not tell; ``clip_epsilon`` beside a gate.
+    """
+
+    def __init__(self, actor_network: Any = None, *, gate: RatioGate | str | None = None, **keywords: Any) -> None:
+        super().__init__(actor_network, **keywords)
+        modes = ("token_mean", "prompt_mean")
+        check(
+            self.aggregation in modes and self.reduction == "mean",
+            "aggregation: expected one of {} with reduction='mean', got {!r} and {!r}",
+            ", ".join(modes),
+            self.aggregation,
+            self.reduction,
+        )
+        if gate is None:
+            made = gates.ppo_clip(float(self.clip_epsilon_low), float(self.clip_epsilon_high))
+        else:
+            made = named_gate(gate)
+            check(
+                "clip_epsilon" not in keywords, "clip_epsilon: the gate {!r} does not read it; leave it out", made.name
+            )
+        check_gate(made, "TorchRL")
+        check(
+            not made.needs_rollout,
+            "gate: {!r} corrects what sampler and old policy differ by, and TorchRL's old policy is the sampler; take "
+            "the gate that it corrects",
+            made.name,
+        )
+        self.gate = made
+        self._scored: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def _log_weight(self, tensordict: Any, adv_shape: torch.Size) -> Any:
+        found = super()._log_weight(tensordict, adv_shape)
+        log_weight, mask = found[0].squeeze(-1), found[3]
+        if self.kl_mask_threshold is not None and self.kl_mask_threshold > 0:
+            mask = mask & (0.5 * log_weight.detach().square() <= self.kl_mask_threshold)
+        self._scored = tensordict.get("_cur_log_prob"), mask
+        return found
+
+    def _compute_policy_objective(
+        self, log_weight: torch.Tensor, advantage: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """TorchRL averages what this returns over tokens or rows; the loss at each token has the loss for a mean."""
+        assert self._scored is not None
+        logp, mask = self._scored
+        batch = padded_rows(mask, self.gate)
+        per_row = self.aggregation == "prompt_mean"
+        old = (logp - log_weight.squeeze(-1)).detach().float()
+        out = policy_loss(
+            logp.float(),
+            old,
+            advantage.squeeze(-1).float(),
+            batch,
+            self.gate,
+            weights=(aggregation.seq_mean_token_mean if per_row else aggregation.token_mean)(batch),
+            rollout_logp=old if self.gate.reads_rollout else None,
+            advantage_level="token",
+        )
+        clipped = sum(out.metrics[f"clipped_{each}"] for each in ("high_positive", "low_positive", "low_negative"))
+        fraction = (clipped / out.metrics["tokens"].clamp(min=1)).to(log_weight.dtype)
+        return out.loss.to(log_weight.dtype).expand_as(log_weight), fraction

@@ -52,6 +52,8 @@ VECTOR_FLAGS = "-O2 -fvect-cost-model=dynamic"
 IN_VECTORS = ("gates.cpp", "hierarchy.cpp")
 NVCC_FLAGS = "-std=c++17 -O3 -fmad=false --threads 0 -Icsrc/include -Xcompiler -fPIC,-fvisibility=hidden"
 EMULATED_FLAGS = "-O2 -Wno-unknown-pragmas -DHPO_EMULATE -Icsrc/emulation"
+# Calls of hooks, which csrc/emulation/machine.cpp defines, at every access to memory of a kernel.
+HOOKED_FLAGS = f"{EMULATED_FLAGS} {'' if SANITIZE else '-fsanitize=thread'}"
 SANITIZER_FLAGS = f"-O1 -g -fno-omit-frame-pointer -fsanitize={SANITIZE} -fno-sanitize-recover=all" if SANITIZE else ""
 
 ISAS = {"generic": ""}
@@ -187,8 +189,10 @@ def plan_emulated(name: str, compiler: str, headers: str, binding: Path, kernels
         return Plan(name, reason=f"this source tree has no {binding}")
     plan = Plan(name, facts={"compiler": compiler, "flags": f"{CXX_FLAGS} {EMULATED_FLAGS}"})
     plan.compile(binding, "cxx", f"{EMULATED_FLAGS} {SANITIZER_FLAGS} -DHPO_MODULE={name} {headers}")
+    for source in sources("csrc/emulation/machine.cpp"):
+        plan.compile(source, "cxx", f"{EMULATED_FLAGS} {SANITIZER_FLAGS}")
     for source in kernels:
-        plan.compile(source, "cxx", f"{EMULATED_FLAGS} {SANITIZER_FLAGS} -x c++")
+        plan.compile(source, "cxx", f"{HOOKED_FLAGS} {SANITIZER_FLAGS} -x c++")
     return plan
 
 

@@ -43,4 +43,5 @@ PYBIND11_MODULE(HPO_MODULE, m) {
     return true;
   });
   m.def("launches", &hpo::LaunchCounter::all, "Kernel launches so far, by kernel name.");
+  m.def("launches_of_instances", &hpo::LaunchCounter::of_instances, "The same by instance, where kernels are emulated.");
 }

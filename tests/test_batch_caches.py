@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hpo_core as hpo
 from hpo_core import PackedBatch, aggregation
+from hpo_core.batch import packed
 
 TOKENS = 8
 GATE = hpo.gates.fiberpo()  # two levels need a hierarchy, trajectories and default weights, all computed once
@@ -312,7 +313,7 @@ def test_training_after_a_first_call_in_inference_mode():
 def capturing(monkeypatch):
     """Switches the state of the current stream."""
     state = {"now": False}
-    monkeypatch.setattr(hpo.batch, "_is_capturing", lambda tensor: state["now"])
+    monkeypatch.setattr(packed, "_is_capturing", lambda tensor: state["now"])
     return lambda now: state.update(now=now)
 
 

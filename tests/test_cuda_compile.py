@@ -1,212 +1,34 @@
-"""CUDA kernels as nvcc compiles them for sm_90: registers, spills and load width. No GPU is needed.
-
-``python tests/test_cuda_compile.py`` writes docs/kernels_sm90.md, the baseline of these tests.
-"""
+"""CUDA kernels as nvcc compiles them, held to docs/gpu.md: registers, spills, accesses, issue slots. No GPU needed."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import importlib.util
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
-from typing import NamedTuple
 
+import gpu_page
 import pytest
-from compiled import kept
-
-ROOT = Path(__file__).resolve().parent.parent
-SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
-BASELINE = ROOT / "docs" / "kernels_sm90.md"
-FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Icsrc/include", "-cubin", "-Xptxas", "-v"]
-
-
-class Loop(NamedTuple):
-    """The shortest loop with 128-bit loads of a kernel, which runs if everything is aligned."""
-
-    instructions: int
-    loads: int  # of 128 bits
-    stores: int
-    exponentials: int
-    evicted_first: int  # of the loads and stores
-    last_load: int  # the place of the last one of 128 bits among the instructions
-
-
-class Kernel(NamedTuple):
-    name: str
-    registers: int
-    spilled: int  # bytes stored and loaded
-    stack: int  # bytes
-    shared: int  # bytes, static
-    wide_loads: int | None  # 128-bit loads in the code; None: no disassembler here
-    loop: Loop | None = None
-    writing: Loop | None = None  # the shortest one that also has 128-bit stores, where it is another
-
-
-def find_nvcc() -> str | None:
-    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-
-
-def nvcc_release(nvcc: str) -> str:
-    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    return re.search(r"release ([\d.]+)", version)[1]  # type: ignore[index]
-
-
-def compile_kernels(nvcc: str, source: Path, target: int) -> list[Kernel]:
-    """The kernels of a file for sm_``target``, in the order of their names."""
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernels.cubin"
-        command = [nvcc, *FLAGS, f"-arch=sm_{target}", "-o", str(cubin), str(source.relative_to(ROOT))]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise RuntimeError(f"{source.name}: {done.stdout}{done.stderr}")
-        return sorted(_parse(done.stdout + done.stderr, _disassembled(cubin)))
-
-
-def table(kernels: list[Kernel], release: str) -> str:
-    rows = [
-        "# CUDA kernels on sm_90",
-        "",
-        f"Compiled by nvcc {release}, never run on a GPU; written by `python tests/test_cuda_compile.py`.",
-        "`tests/test_cuda_compile.py` fails on a spill, on more registers than here (4 are tolerated),",
-        "and where a kernel loses its 128-bit loads.",
-        "",
-        "| kernel | registers | spilled bytes | stack bytes | static shared bytes | 128-bit loads |",
-        "|---|---|---|---|---|---|",
-    ]
-    for k in kernels:
-        loads = "?" if k.wide_loads is None else k.wide_loads
-        rows.append(f"| `{k.name}` | {k.registers} | {k.spilled} | {k.stack} | {k.shared} | {loads} |")
-    rows += [
-        "",
-        "The loops that read logits, where rows are aligned: 32 logits of 16 bits, or 16 of 32 bits, in an iteration.",
-        "",
-        "| kernel | instructions | a logit | 128-bit loads | 128-bit stores | exponentials |",
-        "|---|---|---|---|---|---|",
-    ]
-    for k in kernels:
-        if k.name.startswith(LOGIT_KERNELS):
-            for name, loop in ((k.name, k.loop), (f"{k.name}, gradient", k.writing)):
-                if loop:
-                    of_logit = loop.instructions / loop.loads / logits_of(k)
-                    rows.append(
-                        f"| `{name}` | {loop.instructions} | {of_logit:.1f} | {loop.loads} | {loop.stores} | "
-                        f"{loop.exponentials} |"
-                    )
-    return "\n".join(rows) + "\n"
-
-
-LOGIT_KERNELS = ("sum_rows", "differentiate_rows", "differentiate_loss")
-
-
-def logits_of(kernel: Kernel) -> int:
-    """The number of logits in a 128-bit load of a kernel that reads logits."""
-    return 4 if "Float32" in kernel.name else 8
-
-
-def read_table(text: str) -> tuple[str, dict[str, Kernel]]:
-    release = re.search(r"nvcc ([\d.]+),", text)[1]  # type: ignore[index]
-    row = re.compile(r"^\| `(.+?)` \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+|\?) \|$", re.M)
-    kernels = [
-        Kernel(m[1], *map(int, m.group(2, 3, 4, 5)), None if m[6] == "?" else int(m[6])) for m in row.finditer(text)
-    ]
-    return release, {kernel.name: kernel for kernel in kernels}
-
-
-def _parse(log: str, code: dict[str, list[str]] | None) -> list[Kernel]:
-    kernels = []
-    for entry in log.split("Compiling entry function '")[1:]:
-        symbol = entry.split("'")[0]
-
-        def number(pattern: str, entry: str = entry) -> int:
-            found = re.search(pattern, entry)
-            return int(found[1]) if found else 0
-
-        spilled = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
-        kernels.append(
-            Kernel(
-                _name(symbol),
-                number(r"Used (\d+) registers"),
-                spilled,
-                number(r"(\d+) bytes stack frame"),
-                number(r"(\d+) bytes smem"),
-                None if code is None else sum(_is_wide("LDG", line) for line in code[symbol]),
-                *((None, None) if code is None else _loops(code[symbol])),
-            )
-        )
-    return kernels
-
-
-def _name(symbol: str) -> str:
-    """``sweep<1, 0, 0>`` from a mangled symbol: the last of its nested names, then types, bools and ints."""
-    rest, name = symbol.removeprefix("_ZN"), ""
-    while found := re.match(r"\d+", rest):
-        length = int(found[0])
-        name, rest = rest[found.end() :][:length], rest[found.end() + length :]
-    arguments = re.match(r"I((?:L[bi]\d+E|NS_\d+[A-Za-z]+?\d*E)+)E", rest)
-    values = re.findall(r"(?:L[bi]|NS_\d+)([A-Za-z]*?\d*)E(?=L|N|$)", arguments[1]) if arguments else []
-    return f"{name}<{', '.join(values)}>" if values else name
-
-
-def _disassembled(cubin: Path) -> dict[str, list[str]] | None:
-    """The lines of every kernel."""
-    disassembler = _find_nvdisasm()
-    if disassembler is None:
-        return None
-    code = subprocess.run([disassembler, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
-    lines: dict[str, list[str]] = {}
-    symbol = ""
-    for line in code.splitlines():
-        if found := re.match(r"\.text\.(\w+):", line):
-            symbol = found[1]
-        if symbol:
-            lines.setdefault(symbol, []).append(line)
-    return lines
-
-
-def _is_wide(operation: str, line: str) -> bool:
-    """Whether a load or store is of 128 bits; EF: evicted first."""
-    return re.search(rf"{operation}\.E(\.EF)?\.128", line) is not None
-
-
-def _loops(lines: list[str]) -> tuple[Loop | None, Loop | None]:
-    labels = {line.rstrip(": \t"): at for at, line in enumerate(lines) if line.startswith(".L_")}
-    found = []
-    for end, line in enumerate(lines):
-        branch = re.search(r"(?:BRA|CALL)\S* .*`\((\.L_\w+)\)", line)
-        if branch and labels.get(branch[1], end) < end:
-            body = [each for each in lines[labels[branch[1]] : end + 1] if re.match(r"\s+/\*[0-9a-f]{4,}\*/", each)]
-            wide = (sum(_is_wide(name, each) for each in body) for name in ("LDG", "STG"))
-            others = (sum(name in each for each in body) for name in ("MUFU.EX2", ".EF.128"))
-            last = max((at for at, each in enumerate(body) if _is_wide("LDG", each)), default=-1)
-            found.append(Loop(len(body), *wide, *others, last))
-    first = min((loop for loop in found if loop.loads), default=None)
-    writing = min((loop for loop in found if loop.loads and loop.stores), default=None)
-    return first, None if writing == first else writing
-
-
-def _find_nvdisasm() -> str | None:
-    """The nvdisasm of CUDA, or of Triton's wheel."""
-    found = shutil.which("nvdisasm") or shutil.which("nvdisasm", path="/usr/local/cuda/bin")
-    spec = importlib.util.find_spec("triton")
-    if found or spec is None or not spec.submodule_search_locations:
-        return found
-    carried = Path(spec.submodule_search_locations[0]) / "backends" / "nvidia" / "bin" / "nvdisasm"
-    return str(carried) if carried.exists() else None
-
-
-# -------------------------------------------------------------------------------------------------------------- tests
+from cuda_kernels import (
+    ROOT,
+    SOURCES,
+    TARGETS,
+    Kernel,
+    every_kernel,
+    find_nvcc,
+    find_nvdisasm,
+    kernels_of,
+    logits_of,
+    nvcc_release,
+)
 
 NVCC = find_nvcc()
 pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc was found neither in PATH nor in /usr/local/cuda/bin")
+on_others = [90, *(pytest.param(target, marks=pytest.mark.long) for target in TARGETS if target != 90)]
 
 SLACK = 4  # registers that come and go with any edit
+REGENERATE = "(now, in docs/gpu.md); if it is worth it, run python tests/gpu_page.py"
 
 # Kernels that read every token or score must read 16 bytes at once to use the bandwidth.
 WIDE = {
@@ -222,39 +44,21 @@ SLOTS = {
 }  # fmt: skip
 
 
-CACHE = ROOT / "build" / "cuda"
 BUILT = importlib.util.find_spec("hpo_core._cuda") is not None
-
-
-@functools.cache
-def fingerprint() -> str:
-    """A digest of everything that determines nvcc's output for a file."""
-    assert NVCC is not None
-    version = subprocess.check_output([NVCC, "--version"], text=True)
-    digest = hashlib.sha256(repr((FLAGS, version, _find_nvdisasm())).encode())
-    for path in sorted(path for folder in ("cuda", "include") for path in (ROOT / "csrc" / folder).rglob("*.*")):
-        digest.update(f"{path.relative_to(ROOT)}\n{path.read_text()}".encode())
-    return digest.hexdigest()
-
-
-def kernels_of(source: Path, target: int = 90) -> list[Kernel]:
-    assert NVCC is not None
-    nvcc, path = NVCC, CACHE / f"{source.stem}-sm_{target}.json"
-    kernels = [Kernel(*kernel) for kernel in kept(path, fingerprint(), lambda: compile_kernels(nvcc, source, target))]
-    return [
-        kernel._replace(loop=kernel.loop and Loop(*kernel.loop), writing=kernel.writing and Loop(*kernel.writing))
-        for kernel in kernels
-    ]
 
 
 @pytest.fixture
 def kernels() -> dict[str, Kernel]:
-    return {kernel.name: kernel for source in SOURCES for kernel in kernels_of(source)}
+    return every_kernel()
 
 
-@pytest.fixture(scope="module")
-def baseline() -> tuple[str, dict[str, Kernel]]:
-    return read_table(BASELINE.read_text())
+@pytest.fixture
+def of_this_compiler() -> None:
+    release = gpu_page.release_of_page()
+    if nvcc_release(NVCC) != release:
+        pytest.skip(f"the page is of nvcc {release}")
+    if find_nvdisasm() is None:
+        pytest.skip("no nvdisasm: neither CUDA's nor the one in Triton's wheel")
 
 
 @(lambda test: test) if BUILT else pytest.mark.long
@@ -282,33 +86,106 @@ def test_no_kernel_spills_elsewhere(source, target):
     assert {kernel.name: kernel.spilled for kernel in kernels_of(source, target) if kernel.spilled} == {}
 
 
-def test_every_kernel_is_in_the_table(kernels, baseline):
-    assert set(kernels) == set(baseline[1]), "run python tests/test_cuda_compile.py"
+def test_every_kernel_is_on_the_page(kernels):
+    assert set(kernels) == set(gpu_page.rows_of("CUDA on sm_90")), "run python tests/gpu_page.py"
 
 
-def test_no_kernel_takes_more_registers(kernels, baseline):
-    release, expected = baseline
-    if nvcc_release(NVCC) != release:
-        pytest.skip(f"the table is of nvcc {release}")
-    more = {
-        n: (k.registers, expected[n].registers)
-        for n, k in kernels.items()
-        if k.registers > expected[n].registers + SLACK
+def worse(now, before, slack=0.0):
+    """The kernels with a larger number than before."""
+    return {name: (now[name], before[name]) for name in now if now[name] > before[name] + slack}
+
+
+@pytest.mark.usefixtures("of_this_compiler")
+def test_no_kernel_takes_more_registers_barriers_fences_or_float64(kernels):
+    before = gpu_page.rows_of("CUDA on sm_90")
+    for head, of_kernel, slack in (
+        ("registers", lambda kernel: kernel.registers, SLACK),
+        ("shared bytes", lambda kernel: kernel.shared, 0),
+        ("read-only", lambda kernel: kernel.read_only, 0),
+        ("float64", lambda kernel: kernel.doubles, 0),
+        ("barriers", lambda kernel: kernel.barriers, 0),
+        ("fences", lambda kernel: kernel.fences, 0),
+        ("128-bit loads", lambda kernel: -kernel.wide_loads, 0),
+        ("128-bit stores", lambda kernel: -kernel.wide_stores, 0),
+    ):
+        sign = -1 if head.startswith("128") else 1
+        now = {name: of_kernel(kernel) for name, kernel in kernels.items()}
+        assert worse(now, {name: sign * row[head] for name, row in before.items()}, slack) == {}, (head, REGENERATE)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("of_this_compiler")
+@pytest.mark.parametrize("target", [80, 100, 120])
+def test_no_kernel_takes_more_registers_elsewhere(target):
+    before = {
+        name: row[f"sm_{target} registers"] for name, row in gpu_page.rows_of("CUDA on other architectures").items()
     }
-    assert more == {}, "kernel: (now, before); if it is worth it, run python tests/test_cuda_compile.py"
+    now = {name: kernel.registers for name, kernel in every_kernel(target).items()}
+    assert worse(now, before, SLACK) == {}, REGENERATE
 
 
-def test_token_sweeps_load_128_bits(kernels):
+@pytest.mark.usefixtures("of_this_compiler")
+def test_no_loop_takes_more_issue_slots(kernels):
+    before = gpu_page.rows_of("Issue slots")
+    now = {name: loop.way for kernel in kernels.values() for name, loop in gpu_page.loops_of(kernel)}
+    assert set(now) == set(before), "run python tests/gpu_page.py"
+    longer = {n: (way, row["way"]) for n, row in before.items() if (way := now[n].instructions) > 1.03 * row["way"]}
+    assert longer == {}, REGENERATE
+    doubles = {name: row["float64"] for name, row in before.items()}
+    assert worse({name: way.doubles for name, way in now.items()}, doubles) == {}, REGENERATE
+
+
+# Where an input may be what the launch writes, or a list that it makes, the read-only path is not for it.
+WRITTEN = (
+    "differentiate_rows",
+    "sum_rows",
+    "normalise",
+    "statistics",
+    "carry_rows",
+    "scan_only_scope",
+    "add_wide_digit",
+)
+
+
+@pytest.mark.parametrize("target", on_others)
+def test_what_a_launch_may_write_is_not_read_through_the_read_only_path(target):
+    if find_nvdisasm() is None:
+        pytest.skip("no nvdisasm: neither CUDA's nor the one in Triton's wheel")
+    kernels = every_kernel(target)
+    found = {name for name, kernel in kernels.items() if name.startswith(WRITTEN) and kernel.read_only}
+    assert found == set() and all(any(name.startswith(each) for name in kernels) for each in WRITTEN)
+    # Besides their logits these read the numbers of a token.
+    assert all(kernels[name].read_only < 20 for name in kernels if name.startswith("differentiate_loss"))
+
+
+def test_the_launches_of_presets_are_those_of_the_page():
+    if any(importlib.util.find_spec(name) is None for name in ("hpo_core._cuda_emulated", "triton")):
+        pytest.skip("the emulated CUDA or Triton is missing")
+    written = gpu_page.PAGE.read_text().partition("## Launches\n")[2].partition("\n## ")[0].splitlines()
+    now = gpu_page.presets_table()
+    assert [line for line in written if line.startswith("|")] == now[1:], "run python tests/gpu_page.py"
+
+
+def test_token_sweeps_load_and_store_128_bits(kernels):
     if any(kernel.wide_loads is None for kernel in kernels.values()):
         pytest.skip("no nvdisasm: neither CUDA's nor the one in Triton's wheel")
     narrow = [n for n, k in kernels.items() if {n, n.partition("<")[0]} & WIDE and k.wide_loads == 0]
     assert narrow == []
+    writing = {
+        "sweep",
+        "sweep_leaves",
+        "deliver_gradient",
+        "correct_tokens",
+        "differentiate_rows",
+        "differentiate_loss",
+    }
+    assert [n for n, k in kernels.items() if n.partition("<")[0] in writing and k.wide_stores == 0] == []
 
 
 @pytest.mark.parametrize("target", [90, *(pytest.param(target, marks=pytest.mark.long) for target in (80, 100, 120))])
 def test_instructions_per_logit(target):
     """Each logit takes one exponential, besides the one for the rescaling in an iteration of four loads."""
-    if _find_nvdisasm() is None:
+    if find_nvdisasm() is None:
         pytest.skip("no nvdisasm: neither CUDA's nor the one in Triton's wheel")
     kernels = kernels_of(ROOT / "csrc/cuda/logprobs.cu", target)
     fused = kernels_of(ROOT / "csrc/cuda/loss_from_logits.cu", target)
@@ -329,11 +206,3 @@ def test_instructions_per_logit(target):
         assert loop.evicted_first == (loop.loads + loop.stores if again else 0), kernel
         # A step is loaded while the one before it is computed, so that few blocks keep memory busy.
         assert kernel not in fused or loop.last_load < loop.instructions / 3, kernel
-
-
-if __name__ == "__main__":
-    compiler = find_nvcc()
-    if compiler is None:
-        raise SystemExit("nvcc was found neither in PATH nor in /usr/local/cuda/bin")
-    everything = [kernel for source in SOURCES for kernel in compile_kernels(compiler, source, 90)]
-    BASELINE.write_text(table(everything, nvcc_release(compiler)))

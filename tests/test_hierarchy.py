@@ -244,7 +244,7 @@ def test_bounds_of_tokens_replace_those_of_the_residual(name, lengths, native_ba
 
 @several_gates
 def test_broken_leaves_are_left_out_and_counted(gate, native_backends):
-    example = Example(0, lengths=(5, 0, 9, 1, 7, 12, 3) * 6, masked=False)
+    example = Example(0, lengths=(*(5, 0, 9, 1, 7, 12, 3) * 6, 1100), masked=False)  # the last one is of several tiles
     inputs = index_inputs(example, gate)
     begin, end, row = (inputs[name].clone() for name in ("leaf_begin", "leaf_end", "leaf_row"))
     ancestors = inputs["ancestors"].clone()

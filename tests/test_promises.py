@@ -1,6 +1,7 @@
 """What the README promises of a policy loss, each promise one test over all gates of the catalogue on every backend."""
 
 import contextlib
+import copy
 import functools
 import math
 import sys
@@ -293,6 +294,21 @@ def test_the_order_of_blocks_and_threads_does_not_matter(name, native_backends, 
         ]
         seen.add(tuple(bits(*(each for outcome in outcomes for each in outcome))))
     assert len(seen) == 1
+
+
+@of_every_gate(["preset: ppo_clip", "preset: gspo", "preset: fiberpo", "preset: apc", "preset: mis"])
+def test_slices_off_a_boundary_have_the_same_bits(name, native_backends):
+    """Tensors that begin one element behind a boundary of 16 bytes."""
+    gate, example = CATALOGUE[name], twelve_rows(600)
+    sliced = copy.copy(example)
+    for attribute in Example.TOKENS:
+        value = getattr(example, attribute)
+        setattr(sliced, attribute, value.new_empty(value.numel() + 1)[1:].copy_(value))
+    assert sliced.logp.data_ptr() % 16 == 4
+    for backend in running(name, native_backends):
+        call, inputs = ways(example, gate, backend)[0]
+        _, of_slices = ways(sliced, gate, backend)[0]
+        assert bits(*call(example, gate, backend, **inputs)) == bits(*call(sliced, gate, backend, **of_slices)), backend
 
 
 # ------------------------------------------------------------------------------- batch-invariant, micro-batch-invariant

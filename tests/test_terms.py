@@ -222,7 +222,7 @@ def in_every_order(monkeypatch, backend):
 
 def broken_leaves(gate):
     """Rows in many leaves of which a few do not count, and the same as garbage."""
-    example = Example(0, (5, 0, 9, 1, 7, 12, 3) * 12, masked=False)
+    example = Example(0, (*(5, 0, 9, 1, 7, 12, 3) * 12, 1100), masked=False)  # the last one is of several tiles
     inputs = index_inputs(example, gate)
     broken = {name: value.clone() for name, value in inputs.items()}
     broken["leaf_end"][0] = broken["leaf_end"][1] + 1  # runs into the next, or leaves its row

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu_page
 import pytest
 from compiled import kept
 
@@ -249,6 +250,24 @@ def test_sweeps_load_128_bits_at_once(share):
         if (report["path"], report["kernel"]) in WIDE_LOADS
     }
     assert found and found == {kernel: WIDE_LOADS[kernel] for kernel in found}
+
+
+@pytest.mark.skipif(importlib.metadata.version("triton") != "3.9.0", reason="docs/gpu.md is of Triton 3.9.0")
+@of_each_share
+def test_no_kernel_takes_more_float64_or_barriers_than_on_the_page(share):
+    page = gpu_page.rows_of("Triton on sm_90", keys=2)
+    for report in share_on_sm_90(share):
+        row = page[report["path"], report["kernel"]]
+        assert report["registers"] <= row["registers"] and report["shared"] <= row["shared bytes"], report
+        if report["registers"] == row["registers"]:  # the specialisation on the page
+            assert report["doubles"] <= 1.03 * row["float64"] and report["barriers"] <= row["barriers"], report
+            assert report["stores"].get("128", 0) >= row["128-bit stores"], report
+
+
+@of_each_share
+def test_no_program_orders_the_memory_of_the_device(share):
+    """Each of them costs a flush of caches; what a program writes is read by later launches alone."""
+    assert [report for report in share_on_sm_90(share) if report["fences"]] == []
 
 
 @pytest.mark.skipif(importlib.metadata.version("triton") != "3.9.0", reason="register counts are those of Triton 3.9.0")

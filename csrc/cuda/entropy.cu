@@ -121,14 +121,15 @@ __global__ void __launch_bounds__(kThreads) carry_rows(const WindowPack windows)
     for (int64_t token = range.begin + threadIdx.x; token < range.end; token += kThreads) {
       if (!windows.usable(token)) continue;
       first = min(first, token);
-      if (is_finite(args.score[token])) sums[0] += double(args.score[token]), sums[1] += 1.0;
+      const float score = load_relaxed(args.score + token);  // rows of broken offsets overlap, and write what others read
+      if (is_finite(score)) sums[0] += double(score), sums[1] += 1.0;
     }
     block_sums(sums);
     first = -block_max(-first);
     if (first == INT64_MAX) continue;
     const float carried = sums[1] > 0.0 ? float(sums[0] / sums[1]) : args.values[first];
     for (int64_t token = range.begin + threadIdx.x; token < range.end; token += kThreads) {
-      if (args.score[token] == -INFINITY && windows.usable(token)) args.score[token] = carried;
+      if (load_relaxed(args.score + token) == -INFINITY && windows.usable(token)) args.score[token] = carried;
     }
   }
 }

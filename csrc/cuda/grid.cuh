@@ -15,7 +15,9 @@ inline int blocks_for(int64_t threads, int of_block = kThreads) {
   return int(std::min(kMaxBlocks, std::max(int64_t(1), (threads + of_block - 1) / of_block)));
 }
 
-// The same for a cooperative launch, whose blocks must all be on the device at once.
+// The same for a cooperative launch, whose blocks must all be on the device at once. A quarter of the device stays free: a
+// collective operation on another stream may hold its multiprocessors until other devices have come to it, and a launch of the
+// whole device would wait for that. Results do not depend on the number of blocks.
 template <auto kernel, int OF_BLOCK = kThreads>
 int blocks_together(int64_t threads) {
   static thread_local std::map<int, int> per_processor;  // by device: the query is slow and its result constant
@@ -24,7 +26,7 @@ int blocks_together(int64_t threads) {
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   int& resident = per_processor[device];
   if (resident == 0) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, OF_BLOCK, 0);
-  return std::max(1, std::min(blocks_for(threads, OF_BLOCK), resident * processors));
+  return std::max(1, std::min(blocks_for(threads, OF_BLOCK), resident * processors * 3 / 4));
 }
 
 // Places arrays one after the other in a workspace; with nullptr it only measures.

@@ -221,7 +221,7 @@ __device__ __forceinline__ int64_t find_entry(const Table& table, int64_t id) {
   for (int64_t entry = int64_t((mixed ^ mixed >> 32) & uint64_t(table.capacity - 1));;
        entry = (entry + 1) & (table.capacity - 1)) {
     unsigned long long* const owned = &table.entries[entry].key;
-    if (*owned == key) return entry;  // a key never changes, so few threads need the atomic
+    if (load_relaxed(owned) == key) return entry;  // a key never changes, so few threads need the atomic
     const unsigned long long owner = atomicCAS(owned, 0ull, key);
     if (owner == 0 || owner == key) return entry;
   }
@@ -248,7 +248,7 @@ class WarpAtomic {
   template <class T>
   __device__ __forceinline__ void raise(T Record::* field, T value) const {
     for (int step = kWarp / 2; alike_ && step > 0; step /= 2) value = max(value, __shfl_xor_sync(kFullWarp, value, step));
-    if (gives_ && to_->*field < value) atomicMax(&(to_->*field), value);  // a field only grows
+    if (gives_ && load_relaxed(&(to_->*field)) < value) atomicMax(&(to_->*field), value);  // a field only grows
   }
 
  private:

@@ -311,7 +311,7 @@ __device__ __forceinline__ void add_aggregate_grad(const Call& call, const Level
   call.workspace.aggregate_grads[int64_t(index) * kLevelChannels + lane()] = mine;
   const uint64_t magnitude = uint64_t(magnitude_of(mine));
   uint64_t* const largest = call.workspace.largest + level_channel.at(call, work.unit.leaf);
-  if (*largest < magnitude) atomicMax(largest, magnitude);  // it only grows: few get past the question
+  if (load_relaxed(largest) < magnitude) atomicMax(largest, magnitude);  // it only grows: few get past the question
 }
 
 template <bool EXTRAS, bool TERMS, bool MEAN_EXP>

@@ -70,7 +70,8 @@ template <int WIDTH>
 __device__ __forceinline__ void write(float* array, const Group<WIDTH>& group, const float (&values)[WIDTH]) {
   if constexpr (WIDTH == 4) {
     if (group.whole) {
-      *reinterpret_cast<float4*>(array + group.token) = make_float4(values[0], values[1], values[2], values[3]);
+      // Not an assignment, which nvcc takes apart to share its stores with those below.
+      __stwb(reinterpret_cast<float4*>(array + group.token), make_float4(values[0], values[1], values[2], values[3]));
       return;
     }
   }

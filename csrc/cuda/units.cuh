@@ -26,13 +26,14 @@ HPO_INLINE int64_t units_of(int64_t tokens, int64_t rows) { return rows + tiles_
 HPO_INLINE int further_unit(const Pack& pack, int64_t row_begin) { return pack.rows + int(row_begin / kTile); }
 
 // The row that contains `token`, if one does and offsets ascend; 32 probes a step. `ascending` becomes false if the probes
-// show that offsets do not ascend; up to 32 rows all offsets are probed.
+// show that offsets do not ascend; up to 32 rows all offsets are probed. The read-only path is not for them: the offsets of
+// leaves may be a list that the same launch has made.
 __device__ __forceinline__ int find_row(const Pack& pack, int64_t token, bool& ascending) {
   int low = 0, high = pack.rows;
   while (high - low > 1) {
     const int step = (high - low + kWarp - 1) / kWarp;
     const int64_t probe = low + int64_t(lane()) * step;
-    const int64_t offset = probe < high ? __ldg(pack.cu_seqlens + probe) : INT64_MAX;
+    const int64_t offset = probe < high ? pack.cu_seqlens[probe] : INT64_MAX;
     const int64_t offset_before = __shfl_up_sync(kFullWarp, offset, 1);
     if (__any_sync(kFullWarp, offset < offset_before)) ascending = false;
     low += max(__popc(__ballot_sync(kFullWarp, offset <= token)) - 1, 0) * step;

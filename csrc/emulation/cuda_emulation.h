@@ -3,9 +3,10 @@
 // HPO_EMULATION_ORDER=forward|reverse|random:SEED, read at each launch, is the order of blocks and threads: a data race
 // shows as a difference. A divergent or unreachable barrier, a warp operation outside its mask, a shared index out of
 // bounds, a deadlock or an impossible launch throws an exception that names the kernel, block, thread and line; shared
-// memory starts as NaN. A cooperative launch holds HPO_EMULATION_PROCESSORS blocks (3). Not emulated: the memory model,
-// concurrency between blocks, alignment, and the error of approximate functions: __expf and others are accurate here, except
-// hpo::fast_exp2.
+// memory starts as NaN. A cooperative launch holds three quarters of HPO_EMULATION_PROCESSORS blocks (4), because other
+// kernels may run beside it. A misaligned access fails, and so does a read of what another block writes in the same launch,
+// unless fences or a grid barrier make the value visible (memory_model.h). Not emulated: the memory model inside a block, and
+// the error of approximate functions: __expf and others are accurate here, except hpo::fast_exp2.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -15,7 +16,6 @@
 #include <utility>
 
 #include "device_types.h"
-#include "machine.h"
 
 namespace hpo::emulation {
 
@@ -51,7 +51,7 @@ class SharedPointer {
 
  private:
   [[noreturn, gnu::cold, gnu::noinline]] void fail(int64_t at, Site site) const {
-    machine.fail("index " + std::to_string(at) + " of shared " + name_ + ", which has " + std::to_string(size_), site);
+    emulation::fail("index " + std::to_string(at) + " of shared " + name_ + ", which has " + std::to_string(size_), site);
   }
 
   T* begin_;
@@ -63,8 +63,8 @@ class SharedPointer {
 template <class T>
 decltype(auto) shared_array(SharedSlot& slot, const char* name, Site site) {
   static_assert(std::is_trivially_default_constructible_v<T>, "CUDA runs no constructors in shared memory");
-  T* address = reinterpret_cast<T*>(machine.shared().find(slot, name, sizeof(T), site));
-  if (!address) machine.fail(std::string("no room for shared ") + name + ": 48 KiB static, 99 KiB with the dynamic", site);
+  T* address = reinterpret_cast<T*>(find_shared(slot, name, sizeof(T), site));
+  if (!address) fail(std::string("no room for shared ") + name + ": 48 KiB static, 99 KiB with the dynamic", site);
   if constexpr (std::is_array_v<T>) {
     return SharedPointer<std::remove_extent_t<T>>(*address, std::extent_v<T>, name);
   } else {
@@ -74,10 +74,16 @@ decltype(auto) shared_array(SharedSlot& slot, const char* name, Site site) {
 
 template <class T>
 SharedPointer<T> dynamic_shared(const char* name, size_t byte_offset, Site site) {
-  const size_t bytes = machine.shared().dynamic_bytes();
-  if (byte_offset % alignof(T)) machine.fail(std::string("misaligned shared ") + name, site);
+  const size_t bytes = dynamic_memory_bytes();
+  if (byte_offset % alignof(T)) fail(std::string("misaligned shared ") + name, site);
   const size_t size = byte_offset < bytes ? (bytes - byte_offset) / sizeof(T) : 0;
-  return {reinterpret_cast<T*>(machine.shared().dynamic() + byte_offset), int64_t(size), name};
+  return {reinterpret_cast<T*>(dynamic_memory() + byte_offset), int64_t(size), name};
+}
+
+// The name of a kernel with the values of its template's parameters, among other text.
+template <auto KERNEL>
+const char* instance() {
+  return __PRETTY_FUNCTION__;
 }
 
 template <class... Parameters, class... Arguments>
@@ -85,7 +91,7 @@ void launch(const char* name, bool together, void (*kernel)(Parameters...), dim3
             cudaStream_t, Arguments&&... arguments) {
   std::tuple<Parameters...> values(std::forward<Arguments>(arguments)...);
   auto call = [&] { std::apply(kernel, values); };
-  machine.launch(
+  run_kernel(
       name, reinterpret_cast<const void*>(kernel), grid, block, dynamic_bytes, together,
       [](void* closure) { (*static_cast<decltype(call)*>(closure))(); }, &call);
 }
@@ -95,20 +101,20 @@ T shuffle(unsigned mask, T value, unsigned source, Site site) {
   static_assert(std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8), "CUDA shuffles 4 and 8 bytes");
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(T));
-  bits = machine.meet(WarpOperation::kShuffle, mask, bits, source, site);
+  bits = meet(WarpOperation::kShuffle, mask, bits, source, site);
   std::memcpy(&value, &bits, sizeof(T));
   return value;
 }
 
 inline unsigned ballot(unsigned mask, bool predicate, Site site) {
-  return unsigned(machine.meet(WarpOperation::kBallot, mask, predicate, 0, site));
+  return unsigned(meet(WarpOperation::kBallot, mask, predicate, 0, site));
 }
 
 }  // namespace hpo::emulation
 
 #define HPO_LAUNCH_AS(together, kernel, grid, block, dynamic_shared_bytes, stream, ...)                            \
   do {                                                                                                             \
-    static ::hpo::LaunchCounter hpo_launch_counter(#kernel);                                                       \
+    static ::hpo::LaunchCounter hpo_launch_counter(#kernel, ::hpo::emulation::instance<kernel>());                 \
     hpo_launch_counter.add();                                                                                      \
     ::hpo::emulation::launch(#kernel, together, kernel, grid, block, dynamic_shared_bytes, stream, ##__VA_ARGS__); \
   } while (0)
@@ -135,15 +141,15 @@ inline unsigned ballot(unsigned mask, bool predicate, Site site) {
 // CUDA's own names. A Site as last parameter is the line of the call.
 #define HPO_SITE ::hpo::emulation::Site site = ::hpo::emulation::Site()
 
-inline void __syncthreads(HPO_SITE) { hpo::emulation::machine.barrier(false, site); }
-inline int __syncthreads_count(int predicate, HPO_SITE) { return int(hpo::emulation::machine.barrier(predicate != 0, site)); }
+inline void __syncthreads(HPO_SITE) { hpo::emulation::barrier(false, site); }
+inline int __syncthreads_count(int predicate, HPO_SITE) { return int(hpo::emulation::barrier(predicate != 0, site)); }
 inline int __syncthreads_or(int predicate, HPO_SITE) { return __syncthreads_count(predicate, site) != 0; }
 inline int __syncthreads_and(int predicate, HPO_SITE) { return __syncthreads_count(predicate == 0, site) == 0; }
 inline void __syncwarp(unsigned mask = ~0u, HPO_SITE) {
-  hpo::emulation::machine.meet(hpo::emulation::WarpOperation::kSync, mask, 0, 0, site);
+  hpo::emulation::meet(hpo::emulation::WarpOperation::kSync, mask, 0, 0, site);
 }
 namespace hpo {
-inline void sync_grid(HPO_SITE) { emulation::machine.grid_barrier(site); }
+inline void sync_grid(HPO_SITE) { emulation::grid_barrier(site); }
 
 inline uint4 load_evicted_first(const uint4* address) { return *address; }
 
@@ -155,8 +161,8 @@ inline float fast_exp2(float x) {
   return __int_as_float(__float_as_int(power) + (__float_as_int(x) & 1 ? 2 : -2));
 }
 }  // namespace hpo
-inline void __threadfence() { hpo::emulation::machine.perhaps_yield(); }
-inline void __threadfence_block() { hpo::emulation::machine.perhaps_yield(); }
+inline void __threadfence() { hpo::emulation::fence(); }
+inline void __threadfence_block() { hpo::emulation::perhaps_yield(); }
 
 inline unsigned __ballot_sync(unsigned mask, int predicate, HPO_SITE) {
   return hpo::emulation::ballot(mask, predicate != 0, site);
@@ -167,22 +173,22 @@ inline int __all_sync(unsigned mask, int predicate, HPO_SITE) { return __ballot_
 // A shuffle that would read outside its segment of `width` lanes returns the lane's own value.
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = warpSize, HPO_SITE) {
-  const int lane = int(hpo::emulation::machine.lane()), first = lane & -width;
+  const int lane = int(hpo::emulation::lane()), first = lane & -width;
   return hpo::emulation::shuffle(mask, value, unsigned(first + (source & (width - 1))), site);
 }
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = warpSize, HPO_SITE) {
-  const int lane = int(hpo::emulation::machine.lane()), from = lane - int(delta);
+  const int lane = int(hpo::emulation::lane()), from = lane - int(delta);
   return hpo::emulation::shuffle(mask, value, unsigned(from < (lane & -width) ? lane : from), site);
 }
 template <class T>
 T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = warpSize, HPO_SITE) {
-  const int lane = int(hpo::emulation::machine.lane()), from = lane + int(delta);
+  const int lane = int(hpo::emulation::lane()), from = lane + int(delta);
   return hpo::emulation::shuffle(mask, value, unsigned(from >= (lane & -width) + width ? lane : from), site);
 }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = warpSize, HPO_SITE) {
-  const int lane = int(hpo::emulation::machine.lane()), from = lane ^ lane_mask;
+  const int lane = int(hpo::emulation::lane()), from = lane ^ lane_mask;
   return hpo::emulation::shuffle(mask, value, unsigned(from >= (lane & -width) + width ? lane : from), site);
 }
 #undef HPO_SITE
@@ -190,8 +196,8 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = warpSize, H
 // Atomics exist for integers only: a float sum in a random order would not be deterministic.
 #define HPO_ATOMIC(operation, expression)                                                 \
   template <class T, class = std::enable_if_t<std::is_integral_v<T> && (sizeof(T) >= 4)>> \
-  T operation(T* address, std::common_type_t<T> value) {                                  \
-    hpo::emulation::machine.perhaps_yield();                                              \
+  HPO_UNHOOKED T operation(T* address, std::common_type_t<T> value) {                     \
+    hpo::emulation::before_atomic(address);                                               \
     const T old = *address;                                                               \
     *address = T(expression);                                                             \
     return old;                                                                           \
@@ -204,12 +210,20 @@ HPO_ATOMIC(atomicAnd, old& value)
 HPO_ATOMIC(atomicExch, value)
 #undef HPO_ATOMIC
 template <class T, class = std::enable_if_t<std::is_integral_v<T> && (sizeof(T) >= 4)>>
-T atomicCAS(T* address, std::common_type_t<T> compare, std::common_type_t<T> value) {
-  hpo::emulation::machine.perhaps_yield();
+HPO_UNHOOKED T atomicCAS(T* address, std::common_type_t<T> compare, std::common_type_t<T> value) {
+  hpo::emulation::before_atomic(address);
   const T old = *address;
   if (old == compare) *address = value;
   return old;
 }
+
+namespace hpo {
+template <class T>
+HPO_UNHOOKED T load_relaxed(const T* address) {
+  emulation::perhaps_yield();
+  return *address;
+}
+}  // namespace hpo
 
 inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;
@@ -217,7 +231,7 @@ inline cudaError_t cudaGetDevice(int* device) {
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   constexpr int kCache = 1 << 20;  // so small that tests have rows of which it holds few
-  *value = attribute == cudaDevAttrL2CacheSize ? kCache : hpo::emulation::Machine::processors();
+  *value = attribute == cudaDevAttrL2CacheSize ? kCache : hpo::emulation::processors();
   return cudaSuccess;
 }
 template <class Kernel>
@@ -228,7 +242,6 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, 
 
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
-  if (bytes < 0 || size_t(bytes) > hpo::emulation::SharedMemory::kLimit) return cudaErrorInvalidValue;
-  hpo::emulation::machine.set_dynamic_shared_limit(reinterpret_cast<const void*>(kernel), size_t(bytes));
-  return cudaSuccess;
+  const bool set = hpo::emulation::set_dynamic_shared_limit(reinterpret_cast<const void*>(kernel), bytes);
+  return set ? cudaSuccess : cudaErrorInvalidValue;
 }

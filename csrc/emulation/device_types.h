@@ -4,30 +4,48 @@
 #include <cstdint>
 #include <cstring>
 
-struct alignas(8) float2 {
-  float x, y;
+#include "device.h"
+
+// A vector checks its alignment where it is copied from and to. It is trivially made, so that shared arrays and unions can hold
+// it. T: the element; BYTES: what the GPU accesses at once.
+template <class T, size_t BYTES>
+struct alignas(BYTES) hpo_pair {
+  T x, y;
+  hpo_pair() = default;
+  hpo_pair(T x, T y) : x(x), y(y) {}
+  hpo_pair(const hpo_pair& other, hpo::emulation::Site site = hpo::emulation::Site()) {
+    hpo::emulation::check_load(&other, BYTES, site);
+    x = other.x, y = other.y;
+  }
+  hpo_pair& operator=(const hpo_pair& other) {
+    hpo::emulation::check_store(this, BYTES);
+    x = other.x, y = other.y;
+    return *this;
+  }
 };
-struct alignas(16) float4 {
-  float x, y, z, w;
+template <class T>
+struct alignas(16) hpo_quadruple {
+  T x, y, z, w;
+  hpo_quadruple() = default;
+  hpo_quadruple(T x, T y, T z, T w) : x(x), y(y), z(z), w(w) {}
+  hpo_quadruple(const hpo_quadruple& other, hpo::emulation::Site site = hpo::emulation::Site()) {
+    hpo::emulation::check_load(&other, 16, site);
+    x = other.x, y = other.y, z = other.z, w = other.w;
+  }
+  hpo_quadruple& operator=(const hpo_quadruple& other) {
+    hpo::emulation::check_store(this, 16);
+    x = other.x, y = other.y, z = other.z, w = other.w;
+    return *this;
+  }
 };
-struct alignas(16) double2 {
-  double x, y;
-};
-struct alignas(8) int2 {
-  int x, y;
-};
-struct alignas(16) int4 {
-  int x, y, z, w;
-};
-struct alignas(8) uint2 {
-  unsigned x, y;
-};
-struct alignas(16) uint4 {
-  unsigned x, y, z, w;
-};
-struct alignas(16) longlong2 {
-  long long x, y;
-};
+using float2 = hpo_pair<float, 8>;
+using double2 = hpo_pair<double, 16>;
+using int2 = hpo_pair<int, 8>;
+using uint2 = hpo_pair<unsigned, 8>;
+using longlong2 = hpo_pair<long long, 16>;
+using float4 = hpo_quadruple<float>;
+using int4 = hpo_quadruple<int>;
+using uint4 = hpo_quadruple<unsigned>;
 
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -126,9 +144,11 @@ inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 inline int __clzll(long long x) { return x ? __builtin_clzll(static_cast<unsigned long long>(x)) : 64; }
 
-// Loads and stores with a cache hint.
+// Loads and stores with a cache hint. What a kernel reads through the read-only path it must not write.
 template <class T>
-T __ldg(const T* address) {
+T __ldg(const T* address, hpo::emulation::Site site = hpo::emulation::Site()) {
+  hpo::emulation::check_load(address, sizeof(T), site);
+  hpo::emulation::read_only(address, sizeof(T), site);
   return *address;
 }
 template <class T>
@@ -138,6 +158,10 @@ T __ldcs(const T* address) {
 template <class T>
 T __ldcg(const T* address) {
   return *address;
+}
+template <class T>
+void __stwb(T* address, T value) {
+  *address = value;
 }
 template <class T>
 void __stcs(T* address, T value) {

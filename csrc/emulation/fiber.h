@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <new>
 
 #if !defined(__x86_64__) || defined(HPO_EMULATION_UCONTEXT)
@@ -82,6 +83,8 @@ class Fiber {
     stack_pointer_ = frame;
 #endif
   }
+
+  bool holds(uintptr_t address) const { return address - reinterpret_cast<uintptr_t>(bottom_) < kStack; }
 
   // Leaves this fiber, which must be the running one, for another; returns when a fiber switches back.
   void switch_to(Fiber& other) {

@@ -1,7 +1,8 @@
-// The emulated device. Blocks run one after another. The threads of a block are fibers that switch only where a thread waits:
-// after a barrier the first thread, in the requested order, runs to the next barrier before the second starts. Two threads
-// that race therefore run in one order under `forward` and in the other order under `reverse`. The blocks of a cooperative
-// launch all exist at once, and each runs to the grid barrier before the next one starts.
+// The emulated device. The threads of a block are fibers that switch only where a thread waits: after a barrier the first
+// thread, in the requested order, runs to the next barrier before the second starts. Two threads that race therefore run in one
+// order under `forward` and in the other order under `reverse`. Blocks run one after another; those of a cooperative launch all
+// exist at once, and each runs to the grid barrier before the next one starts. In a random order a thread may also stop before
+// any access to memory, atomic operation or fence, for another thread of its block or for another block: three exist at once.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -10,85 +11,34 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <random>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "fiber.h"
-#include "shared_memory.h"
-
-struct uint3 {
-  unsigned x, y, z;
-};
-
-struct dim3 {
-  unsigned x, y, z;
-  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
-};
-
-inline uint3 threadIdx, blockIdx;
-inline dim3 blockDim, gridDim;
-constexpr int warpSize = 32;
+#include "block.h"
+#include "memory_model.h"
+#include "order.h"
 
 namespace hpo::emulation {
-
-struct alignas(64) Thread {  // a cache line: a switch touches little else
-  enum State : uint8_t { kNew, kReady, kWaiting, kReturned };
-  State state = kNew;
-  uint8_t lane = 0;
-  uint16_t warp = 0;
-  unsigned source = 0;  // the lane that its shuffle reads
-  uint3 index{};
-  Fiber* fiber = nullptr;  // while it has begun and not returned
-  Site site;               // of the barrier or warp operation where it waits
-  uint64_t value = 0;      // its operand there
-  uint64_t result = 0;     // its result there
-};
-
-enum class WarpOperation { kSync, kShuffle, kBallot };
-
-// A warp operation whose lanes arrive one by one.
-struct Meeting {
-  WarpOperation operation;
-  unsigned mask, arrived;
-  Site site;
-};
-
-struct Warp {
-  unsigned present = 0, returned = 0;
-  std::vector<Meeting> meetings;
-};
-
-// A block that has begun and not returned.
-struct Block {
-  uint3 index{};
-  SharedMemory shared;
-  std::vector<Thread> threads;
-  std::vector<Warp> warps;
-  std::vector<size_t> turns;  // the order of the threads
-  size_t turn = 0;
-  size_t waiting = 0, returned = 0;
-  unsigned votes = 0;
-  Site barrier_site;
-  bool at_grid_barrier = false;  // every thread waits there
-};
 
 class Machine {
  public:
   SharedMemory& shared() { return block_->shared; }
 
-  void set_dynamic_shared_limit(const void* kernel, size_t bytes) {
+  bool set_dynamic_shared_limit(const void* kernel, int bytes) {
+    if (bytes < 0 || size_t(bytes) > SharedMemory::kLimit) return false;
     std::lock_guard<std::mutex> lock(mutex_);
-    dynamic_limits_[kernel] = bytes;
+    dynamic_limits_[kernel] = size_t(bytes);
+    return true;
   }
 
-  // Multiprocessors of the device. Each holds one block of a cooperative launch.
+  // Multiprocessors of the device. Each holds one block of a cooperative launch, but a quarter are taken by other kernels.
   static int processors() {
     const char* variable = std::getenv("HPO_EMULATION_PROCESSORS");
-    return variable ? std::atoi(variable) : 3;
+    return variable ? std::atoi(variable) : 4;
   }
+  static int room() { return std::max(1, processors() * 3 / 4); }
 
   // Runs `call(closure)` as every thread of the grid, all blocks `together` or one by one. Throws if the kernel does something
   // wrong; the next launch starts afresh.
@@ -97,7 +47,7 @@ class Machine {
     std::lock_guard<std::mutex> lock(mutex_);
     name_ = name;
     check_configuration(kernel, grid, block, dynamic_bytes, together);
-    read_order();
+    order_.read();
     call_ = call;
     closure_ = closure;
     gridDim = grid;
@@ -105,14 +55,14 @@ class Machine {
     dynamic_bytes_ = dynamic_bytes;
     together_ = together;
     const size_t blocks = size_t(grid.x) * grid.y * grid.z;
-    make_blocks(together ? blocks : 1);
+    memory_.begin_launch(blocks, size_t(block.x) * block.y * block.z);
+    make_blocks(together ? blocks : std::min(blocks, size_t(order_.is_random ? 3 : 1)));
     try {
-      if (together) {
-        run_blocks(0, blocks);
-      } else {
-        for (size_t number : permutation(blocks)) run_blocks(number, 1);
-      }
+      is_running_ = true;
+      run_blocks(blocks);
+      is_running_ = false;
     } catch (...) {
+      is_running_ = false;
       forget_fibers();
       throw;
     }
@@ -162,20 +112,59 @@ class Machine {
     return me.result;
   }
 
-  // Lets other threads run first if the order is random: real races would show at atomics and fences.
+  // Lets other threads or blocks run first if the order is random: real races would show at atomics and fences.
   void perhaps_yield() {
-    if (order_ == kRandom && random_() % 4 == 0) yield();
+    if (!order_.is_random || order_.draw() % 4 != 0) return;
+    if (order_.draw() % 4 != 0) yield();
+    else leave_block();
   }
 
-  [[noreturn]] void fail(const std::string& what, Site site) {
-    throw std::runtime_error("emulated kernel " + name_ + ", block " + text(blockIdx) + ", thread " + text(threadIdx) + ": " +
-                             what + ", at " + site.text());
+  void fence() {
+    perhaps_yield();
+    memory_.fence(block_->number, thread());
   }
+
+  void before_atomic(uintptr_t address) {
+    perhaps_yield();
+    if (is_global(address)) memory_.atomic(block_->number, thread(), address);
+  }
+
+  void read_only(uintptr_t address, size_t bytes, Site site) {
+    const std::string wrong = is_global(address) ? memory_.read_only(address, bytes) : "";
+    if (!wrong.empty()) fail(wrong, site);
+  }
+
+  // The hook before each access. It throws nothing, because compilers believe that a hook returns.
+  void access(uintptr_t address, size_t bytes, bool writes) {
+    if (!is_running_ || !is_global(address)) return;
+    if (address % bytes != 0) stop(std::string("a misaligned ") + (writes ? "store" : "load"), bytes);
+    if (order_.is_random && order_.draw() % 64 == 0) leave_block();
+    if (bytes < 4) return;
+    const std::string wrong = writes ? memory_.write(block_->number, thread(), address, bytes)
+                                     : memory_.read(block_->number, thread(), address, bytes);
+    if (!wrong.empty()) stop(wrong, bytes);
+  }
+
+  [[noreturn]] void fail(const std::string& what, Site site) { throw error(what + ", at " + site.text()); }
+  [[noreturn]] void fail(const std::string& what) { throw error(what + ", behind " + current_->site.text()); }
 
   unsigned lane() const { return current_->lane; }
 
  private:
-  enum Order { kForward, kReverse, kRandom };
+  std::runtime_error error(const std::string& what) const {
+    return std::runtime_error("emulated kernel " + name_ + ", block " + text(blockIdx) + ", thread " + text(threadIdx) + ": " +
+                              what);
+  }
+
+  // Leaves the kernel without an exception in the current thread.
+  void stop(const std::string& what, size_t bytes) {
+    const std::string size = " (" + std::to_string(bytes) + " bytes)";
+    error_ = std::make_exception_ptr(error(what + size + ", behind " + current_->site.text()));
+    current_->fiber->switch_to(host_);
+  }
+
+  bool is_global(uintptr_t address) const { return !current_->fiber->holds(address) && !block_->shared.holds(address); }
+  size_t thread() const { return size_t(current_ - block_->threads.data()); }
 
   static std::string text(uint3 index) {
     return "(" + std::to_string(index.x) + ", " + std::to_string(index.y) + ", " + std::to_string(index.z) + ")";
@@ -197,30 +186,10 @@ class Machine {
     if (dynamic_bytes > dynamic_limit) {
       what = std::to_string(dynamic_bytes) + " bytes of dynamic shared memory, over " + std::to_string(dynamic_limit);
     }
-    if (together && blocks > size_t(processors())) {
-      what = std::to_string(blocks) + " blocks together, over " + std::to_string(processors());
+    if (together && blocks > size_t(room())) {
+      what = std::to_string(blocks) + " blocks together, over " + std::to_string(room());
     }
     if (!what.empty()) throw std::runtime_error("emulated kernel " + name_ + ": invalid launch with " + what);
-  }
-
-  void read_order() {
-    const char* variable = std::getenv("HPO_EMULATION_ORDER");
-    const std::string order = variable ? variable : "forward";
-    if (order == "forward" || order == "reverse") {
-      order_ = order == "forward" ? kForward : kReverse;
-    } else if (order.rfind("random:", 0) == 0) {
-      order_ = kRandom;
-      random_.seed(unsigned(std::strtoul(order.c_str() + 7, nullptr, 10)));
-    } else {
-      throw std::runtime_error("HPO_EMULATION_ORDER is forward, reverse or random:SEED, not " + order);
-    }
-  }
-
-  std::vector<size_t> permutation(size_t count) {
-    std::vector<size_t> numbers(count);
-    for (size_t i = 0; i < count; ++i) numbers[i] = order_ == kReverse ? count - 1 - i : i;
-    if (order_ == kRandom) std::shuffle(numbers.begin(), numbers.end(), random_);
-    return numbers;
   }
 
   void make_blocks(size_t blocks) {
@@ -236,29 +205,41 @@ class Machine {
         block.threads[i].lane = uint8_t(i % warpSize);
         block.warps[i / warpSize].present |= 1u << i % warpSize;
       }
-      block.turns = permutation(count);
+      block.turns = order_.permutation(count);
     }
   }
 
-  void begin(Block& block, uint3 index) {
-    block.index = index;
+  void begin(Block& block, size_t number) {
+    block.index = unflatten(number, gridDim);
+    block.number = number;
     block.shared.begin_block(dynamic_bytes_);
-    for (Thread& thread : block.threads) thread.state = Thread::kNew;
+    for (Thread& thread : block.threads) thread.state = Thread::kNew, thread.site = Site("the launch", 0);
     for (Warp& warp : block.warps) warp.returned = 0;
     block.waiting = block.returned = 0;
     block.at_grid_barrier = false;
     restart_turns(block);
   }
 
-  // Runs `count` blocks from number `first` on, which wait for each other at every grid barrier.
-  void run_blocks(size_t first, size_t count) {
-    for (size_t i = 0; i < count; ++i) begin(*blocks_[i], unflatten(first + i, gridDim));
-    do {
-      for (size_t i : permutation(count)) run_block(*blocks_[i]);
-    } while (leave_grid_barrier(count));
+  // Runs all blocks of the grid. As many as a launch has places exist at once, and wait for each other at grid barriers.
+  void run_blocks(size_t blocks) {
+    const size_t places = together_ ? blocks : std::min(blocks, size_t(order_.is_random ? 3 : 1));
+    const std::vector<size_t> numbers = together_ ? Order::ascending(blocks) : order_.permutation(blocks);
+    size_t begun = 0;
+    while (begun < places) begin(*blocks_[begun], numbers[begun]), ++begun;
+    bool any = true;
+    while (any || leave_grid_barrier(places)) {
+      any = false;
+      for (size_t place : order_.permutation(places)) {
+        Block& block = *blocks_[place];
+        if (block.has_returned() && begun < blocks) begin(block, numbers[begun++]);
+        if (block.has_returned() || block.at_grid_barrier) continue;
+        run_block(block);
+        any = true;
+      }
+    }
   }
 
-  // Runs a block until every thread has returned or waits at a grid barrier.
+  // Runs a block until every thread has returned or waits at a grid barrier, or one leaves for another block.
   void run_block(Block& block) {
     block_ = &block;
     blockIdx = block.index;
@@ -282,6 +263,7 @@ class Machine {
                                waiting.barrier_site.text());
     }
     for (auto block = blocks_.begin(); block != end; ++block) release(**block);
+    memory_.grid_barrier();
     return true;
   }
 
@@ -317,6 +299,7 @@ class Machine {
   void release(Block& block) {
     block.waiting = 0;
     block.at_grid_barrier = false;
+    memory_.barrier(block.number);
     for (Thread& thread : block.threads) {
       thread.state = Thread::kReady;
       thread.result = block.votes;
@@ -325,12 +308,12 @@ class Machine {
   }
 
   // After a barrier the turns start from the first thread again, after a warp operation from the first of the warp.
-  void restart_turns(Block& block) { block.turn = order_ == kRandom ? block.turns.size() : 0; }
+  void restart_turns(Block& block) { block.turn = order_.is_random ? block.turns.size() : 0; }
   void restart_turns(size_t warp) {
     Block& block = *block_;
     const size_t first = warp * warpSize, end = std::min(first + warpSize, block.turns.size());
-    if (order_ == kForward) block.turn = first;
-    if (order_ == kReverse) block.turn = block.turns.size() - end;
+    if (!order_.is_random && !order_.is_reverse) block.turn = first;
+    if (order_.is_reverse) block.turn = block.turns.size() - end;
   }
 
   // The thread that has its turn; null if every thread waits or has returned.
@@ -342,7 +325,7 @@ class Machine {
         if (thread.state == Thread::kNew || thread.state == Thread::kReady) return &thread;
       }
       block.turn = 0;
-      if (order_ == kRandom) std::shuffle(block.turns.begin(), block.turns.end(), random_);
+      if (order_.is_random) order_.shuffle(block.turns);
     }
     return nullptr;
   }
@@ -358,6 +341,12 @@ class Machine {
     } else {
       fail_deadlocked();
     }
+  }
+
+  // Lets another block run; returns when it is the caller's turn again.
+  void leave_block() {
+    restart_turns(*block_);
+    current_->fiber->switch_to(host_);
   }
 
   void enter(Thread& thread, Fiber& from) {
@@ -445,11 +434,12 @@ class Machine {
   void* closure_ = nullptr;
   std::map<const void*, size_t> dynamic_limits_;
 
-  Order order_ = kForward;
-  std::minstd_rand random_;
+  Order order_;
 
   size_t dynamic_bytes_ = 0;
   bool together_ = false;
+  inline static thread_local bool is_running_ = false;  // not the host code of another thread
+  MemoryModel memory_;
   std::vector<std::unique_ptr<Block>> blocks_;
   Block* block_ = nullptr;
   Thread* current_ = nullptr;
@@ -459,20 +449,5 @@ class Machine {
   std::vector<Fiber*> idle_;
   std::exception_ptr error_;
 };
-
-inline Machine machine;
-
-inline void Machine::run_threads() {
-  for (;;) {
-    try {
-      machine.call_(machine.closure_);
-      machine.finish_thread();
-    } catch (...) {
-      machine.error_ = std::current_exception();
-    }
-    // The switch is outside the handler, because the runtime ties the state of a handled exception to its stack.
-    if (machine.error_) machine.current_->fiber->switch_to(machine.host_);
-  }
-}
 
 }  // namespace hpo::emulation

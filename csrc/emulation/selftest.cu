@@ -1,5 +1,3 @@
-#include <map>
-
 #include "hpo/cuda.h"
 #include "selftest.h"
 
@@ -373,8 +371,8 @@ __global__ void nothing(float* out) { out[threadIdx.x] = 1.0f; }
 
 #define PLANT(kernel, grid, block, bytes) {#kernel, [](float* out) { HPO_LAUNCH(kernel, grid, block, bytes, nullptr, out); }}
 #define PLANT_TOGETHER(kernel, grid) {#kernel, [](float* out) { HPO_LAUNCH_TOGETHER(kernel, grid, 64, 0, nullptr, out); }}
-const std::map<std::string, void (*)(float*)>& planted() {
-  static const std::map<std::string, void (*)(float*)> table{
+const Plants& planted() {
+  static const Plants table{
       PLANT(missing_barrier, 1, 64, 0),
       PLANT(write_after_read, 1, 64, 0),
       PLANT(missing_syncwarp, 1, 64, 0),
@@ -459,11 +457,16 @@ void rounds(int* sums, int* out, int rounds, int blocks, int threads) {
   HPO_LAUNCH_TOGETHER(rounds_kernel, blocks, threads, 0, nullptr, sums, out, rounds);
 }
 
-void bug(const std::string& name, float* out) { planted().at(name)(out); }
+void bug(const std::string& name, float* out) {
+  const auto found = planted().find(name);
+  (found == planted().end() ? planted_in_memory().at(name) : found->second)(out);
+}
 
 std::vector<std::string> bugs() {
   std::vector<std::string> names;
-  for (const auto& entry : planted()) names.push_back(entry.first);
+  for (const auto* table : {&planted(), &planted_in_memory()}) {
+    for (const auto& entry : *table) names.push_back(entry.first);
+  }
   return names;
 }
 

@@ -1,6 +1,7 @@
 // Kernels that test the emulation: correct ones, whose results are compared with NumPy, and planted bugs that it must find.
 #pragma once
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,8 @@ void sliding_mean(const float* values, float* means, int count, int radius);
 void primitives(double* out, int64_t* atomics, int threads);
 // The value of each thread of a cooperative launch after `rounds`: see selftest.cu. `sums` has a number per block.
 void rounds(int* sums, int* out, int rounds, int blocks, int threads);
+using Plants = std::map<std::string, void (*)(float*)>;
+const Plants& planted_in_memory();  // those of selftest_memory.cu
 // Runs a planted bug by name, in blocks of 64 threads.
 void bug(const std::string& name, float* out);
 std::vector<std::string> bugs();

@@ -7,28 +7,13 @@
 #include <string>
 #include <vector>
 
+#include "device.h"
+
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #endif
 
 namespace hpo::emulation {
-
-// A source location. As a last parameter with these defaults it is the location of the call.
-struct Site {
-  const char* file;
-  int line;
-  Site(const char* file = __builtin_FILE(), int line = __builtin_LINE()) : file(file), line(line) {}
-  bool operator!=(const Site& other) const {
-    return line != other.line || (file != other.file && std::strcmp(file, other.file) != 0);
-  }
-  std::string text() const { return std::string(file) + ":" + std::to_string(line); }
-};
-
-// One per HPO_SHARED in the source: the address of the array in the last block that used it.
-struct SharedSlot {
-  uint64_t block = 0;
-  char* address = nullptr;
-};
 
 class SharedMemory {
  public:
@@ -44,6 +29,8 @@ class SharedMemory {
     dynamic_bytes_ = dynamic_bytes;
     dynamic_ = place(nullptr, "dynamic shared memory", dynamic_bytes, Site("the launch", 0));
   }
+
+  bool holds(uintptr_t address) const { return address - reinterpret_cast<uintptr_t>(arena_) < kArena; }
 
   char* dynamic() const { return dynamic_; }
   size_t dynamic_bytes() const { return dynamic_bytes_; }

@@ -4,8 +4,8 @@
     trainer = AgentTrainer(..., estimator_map={"solver": "hpo_rloo"})
 
 ``estimator_map`` names an estimator for each role; ``rllm.algorithm.adv_estimator`` is an enumeration that takes none
-from outside. Importing this module registers those of ``ESTIMATORS`` under ``hpo_`` and their name. Groups may be
-ragged.
+from outside. Importing this module registers those of ``ESTIMATORS`` under ``hpo_`` and their name. Groups may be of
+any size.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ from .verl_rows import GROUPED, METHODS, MicroBatch, current, install, selected_
 __all__ = ["ESTIMATORS", "PRESETS", "register", "register_advantage"]
 
 # Gates that need no more than verl tells a loss. Those that correct the sampler's log-probabilities read them from the
-# rows, and looking at rows is for who registers them: it imports verl's workers.
+# rows, and a look at rows is left to calls of register, because it imports verl's workers.
 PRESETS = (
     *("a_lol", "aspo", "ce_gppo", "dppo_kl", "dppo_tv", "dro", "fiberpo", "gmpo", "kimi", "luspo", "opmd"),
     *("ppo_penalty", "rec", "reinforce", "sapo", "spo", "step_gspo", "topr", "triplet_clip", "vespo"),

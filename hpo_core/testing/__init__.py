@@ -27,7 +27,6 @@ from .budget import REGIONS, Expected, assert_within_budget, budget
 from .checking import Report, Verdict, check, promises
 from .examples import (
     FEATURES,
-    Layout,
     MaskExample,
     PolicyLossExample,
     RewardsExample,
@@ -35,8 +34,6 @@ from .examples import (
     WindowExample,
     device_of,
     move,
-    random_batch,
-    random_layout,
     random_policy_loss,
     random_rewards,
     random_scores,
@@ -45,6 +42,7 @@ from .examples import (
 )
 from .expected import Outcome, expect_policy_loss, expect_rewards, expect_window, run_policy_loss
 from .explaining import ExplainedLevel, Explanation, explain
+from .layouts import Layout, random_batch, random_layout
 from .strategies import layouts, masks, policy_losses, reward_groups, scores, steps, windows
 
 __all__ = [

@@ -15,9 +15,9 @@ from ..batch import PackedBatch
 from ..checks import check, require_type
 from ..gates import RatioGate
 from ..losses import policy_loss
-from .checking import of_rectangles
 from .examples import PolicyLossExample
 from .expected import Outcome, keywords_of, outcome_of
+from .subjects import of_rectangles
 from .timing import extra_bytes, interleave
 
 __all__ = ["Measured", "Measurements", "bench"]

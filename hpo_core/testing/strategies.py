@@ -15,7 +15,6 @@ from ..gates import RatioGate
 from ..kl import KLPenalty
 from .examples import (
     FEATURES,
-    Layout,
     MaskExample,
     PolicyLossExample,
     random_policy_loss,
@@ -24,6 +23,7 @@ from .examples import (
     random_steps,
     random_window,
 )
+from .layouts import Layout
 
 __all__ = ["hypothesis", "layouts", "masks", "policy_losses", "reward_groups", "scores", "steps", "windows"]
 

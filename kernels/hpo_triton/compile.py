@@ -124,6 +124,10 @@ class Report(NamedTuple):
     spilled: int  # bytes per thread in local memory
     shared: int  # bytes per program
     loads: dict[str, int]  # the number of loads from global memory by width in bits
+    stores: dict[str, int]  # of stores, likewise; here and below of NVIDIA alone
+    barriers: int = 0  # of the program
+    fences: int = 0  # orders of memory on the whole device
+    doubles: int = 0  # operations with float64
 
 
 def report(compiled: Any) -> Report:
@@ -139,7 +143,8 @@ def _report_of_amd(compiled: Any) -> Report:
     loads: Counter[str] = Counter()
     for words, byte_or_short in re.findall(r"(?:global|buffer)_load_(?:dword(?:x(\d))?|[us](byte|short))", source):
         loads[{"byte": "8", "short": "16"}.get(byte_or_short) or str(32 * int(words or 1))] += 1
-    return Report(compiled.metadata.name, registers, max(4 * spilled, scratch), compiled.metadata.shared, dict(loads))
+    name, shared = compiled.metadata.name, compiled.metadata.shared
+    return Report(name, registers, max(4 * spilled, scratch), shared, dict(loads), {})
 
 
 def _report_of_nvidia(compiled: Any) -> Report:
@@ -149,10 +154,20 @@ def _report_of_nvidia(compiled: Any) -> Report:
         file.flush()
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack, local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))
-    loads: Counter[str] = Counter()
-    for count, bits in re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"]):
-        loads[str(int(count or 1) * int(bits))] += 1
-    return Report(compiled.metadata.name, registers, stack + local, compiled.metadata.shared, dict(loads))
+    source = compiled.asm["ptx"]
+
+    def accesses(operation: str) -> dict[str, int]:
+        found = re.findall(rf"\b{operation}\.global\S*?(?:\.v(\d))?\.b(\d+)", source)
+        return dict(Counter(str(int(count or 1) * int(bits)) for count, bits in found))
+
+    def count(operation: str) -> int:
+        return len(re.findall(operation, source))
+
+    fences = r"\b(?:fence|membar)\.|\b(?:atom|red)\.\S*(?:acquire|release|acq_rel)"
+    return Report(
+        compiled.metadata.name, registers, stack + local, compiled.metadata.shared, accesses("ld"), accesses("st"),
+        count(r"\bbar(?:rier)?\.sync"), count(fences), count(r"\b(?:add|sub|mul|fma|div|setp|min|max)\S*\.f64\b"),
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------- paths

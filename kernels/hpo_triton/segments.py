@@ -291,14 +291,14 @@ def _count_rows(
         valid = owner >= 0
         if mask is not None:
             valid &= tl.load(mask + token, mask=valid, other=False)
-        tl.atomic_add(counts + owner, tl.full([SLOTS * SLOT], 1, tl.int64), mask=valid)
+        tl.atomic_add(counts + owner, tl.full([SLOTS * SLOT], 1, tl.int64), mask=valid, sem="relaxed")
     else:
         slots = slot_tokens(cu_seqlens, rows, tokens, program * SLOTS + tl.arange(0, SLOTS), SLOT, 1)
         inside = slots.inside
         if mask is not None:
             inside &= tl.load(mask + slots.token, mask=inside, other=False)
         count = tl.sum(inside.to(tl.int64), axis=1)[:, None]
-        tl.atomic_add(counts + slots.row, count, mask=count > 0)
+        tl.atomic_add(counts + slots.row, count, mask=count > 0, sem="relaxed")
 
 
 def row_counts(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:

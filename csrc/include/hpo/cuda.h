@@ -7,7 +7,8 @@
 //   HPO_DYN_SHARED(float, tile);                HPO_DYN_SHARED_AT(int, counts, byte_offset);
 //
 // hpo::fast_exp2(x) is a GPU instruction for which CUDA has no function. hpo::load_evicted_first(address) is __ldcs, which the
-// compiler would move to where its result is used.
+// compiler would move to where its result is used. hpo::load_relaxed(address) reads a word that other blocks change by atomic
+// operations meanwhile: it returns one of the word's values, and orders nothing.
 //
 // The emulation checks the bounds of shared arrays, so they are indexed, not decayed: `&tile[i]` is a plain pointer to one
 // element, HPO_SHARED_POINTER(float) is the parameter type of a device function for a shared array. `tile + n` works for
@@ -57,6 +58,22 @@ __device__ __forceinline__ uint4 load_evicted_first(const uint4* address) {
   uint4 v;
   asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
   return v;
+}
+
+template <class T>
+__device__ __forceinline__ T load_relaxed(const T* address) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  T value;
+  if constexpr (sizeof(T) == 4) {
+    unsigned word;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(address) : "memory");
+    memcpy(&value, &word, sizeof value);
+  } else {
+    unsigned long long word;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(address) : "memory");
+    memcpy(&value, &word, sizeof value);
+  }
+  return value;
 }
 
 }  // namespace hpo

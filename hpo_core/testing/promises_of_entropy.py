@@ -1,0 +1,163 @@
+"""The promises of windowed scores, of the masks they make, and of order statistics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from ..reference.entropy import order_statistic
+from ..specs import INDEX_RULES, OrderRule
+from .budget import assert_within_budget
+from .examples import MaskExample, ScoresExample, WindowExample
+from .expected import expect_window
+from .promises import Run, promise, same, shifted, strided
+
+__all__: list[str] = []
+
+# -------------------------------------------------------------------------------------------------------------- windows
+
+
+def _changed_values(example: WindowExample, where: torch.Tensor, value: float) -> WindowExample:
+    return example._replace(values=torch.where(where, value, example.values))
+
+
+@promise("window_mean", "exact")
+def _(run: Run, example: WindowExample) -> float:
+    rule = f"the score (boundary {example.keywords['boundary']}, invalid {example.keywords['invalid']})"
+    return assert_within_budget(rule, run(example), expect_window(example))
+
+
+@promise("window_mean", "deterministic")
+def _(run: Run, example: WindowExample) -> None:
+    same("the score", run(example), run(example), "in a second run")
+
+
+@promise("window_mean", "strides are honoured")
+def _(run: Run, example: WindowExample) -> None:
+    before = run(example)
+    same("the score", run(example._replace(values=strided(example.values))), before, "where values have stride 2")
+    same("the score", run(example._replace(values=shifted(example.values))), before, "where values are not aligned")
+
+
+@promise("window_mean", "packed: no window crosses a row")
+def _(run: Run, example: WindowExample) -> None:
+    before = run(example)
+    for begin, end in zip(example.batch.cu_seqlens[:-1].tolist(), example.batch.cu_seqlens[1:].tolist(), strict=True):
+        position = torch.arange(example.values.numel(), device="cpu")
+        others = example.valid() & ((position < begin) | (position >= end))
+        out = run(_changed_values(example, others, 1e6))
+        same("a row's score", out[begin:end], before[begin:end], "after only other rows were changed")
+
+
+@promise("window_mean", "masked is never read")
+def _(run: Run, example: WindowExample) -> None:
+    clean = run(example)
+    for poison in (math.nan, math.inf, 1e30):
+        same(
+            "the score",
+            run(_changed_values(example, ~example.valid(), poison)),
+            clean,
+            f"with {poison} in masked places",
+        )
+
+
+@promise("window_mean", "batch-invariant: a row's scores do not depend on its place")
+def _(run: Run, example: WindowExample) -> None:
+    whole = run(example)
+    for row in range(example.batch.rows):
+        batch, tokens = example.batch.select([row])
+        alone = run(example._replace(values=example.values[tokens], batch=batch))
+        same("a row's score", alone, whole[tokens], "alone in its batch")
+
+
+@promise("window_mean", "a constant is its own mean, to the bit, for widths that are powers of two")
+def _(run: Run, example: WindowExample) -> None:
+    width = 1 << (example.last - example.first).bit_length()
+    example = example._replace(last=example.first + width - 1, values=torch.full_like(example.values, 0.7))
+    example.keywords.update(boundary="full", invalid="break")
+    out = run(example)
+    defined = out > -math.inf
+    same("the score of a constant", out[defined], torch.full_like(out[defined], 0.7), f"at width {width}")
+
+
+# ----------------------------------------------------------------------------------------------------- masks of windows
+
+
+@promise("window_mask", "exact, ties included")
+def _(run: Run, example: MaskExample) -> None:
+    _state, expected = example.window.fit_apply(example.entropy.double(), example.batch, backend="reference")
+    same("the mask", run(example).int(), expected.int(), f"(window {example.window.name!r})")
+
+
+@promise("window_mask", "deterministic")
+def _(run: Run, example: MaskExample) -> None:
+    same("the mask", run(example).int(), run(example).int(), "in a second run")
+
+
+@promise("window_mask", "strides are honoured")
+def _(run: Run, example: MaskExample) -> None:
+    mask = run(example._replace(entropy=strided(example.entropy)))
+    same("the mask", mask.int(), run(example).int(), "where entropies have stride 2")
+
+
+@promise("window_mask", "masked is never read")
+def _(run: Run, example: MaskExample) -> None:
+    clean = run(example)
+    for poison in (math.nan, math.inf, 1e30):
+        dirty = run(example._replace(entropy=torch.where(example.valid(), example.entropy, poison)))
+        same("the mask", dirty.int(), clean.int(), f"with {poison} in masked places")
+
+
+# ----------------------------------------------------------------------------------------------------- order statistics
+
+
+@promise("order_statistic quantile", "exact, ties included")
+def _(run: Run, example: ScoresExample) -> None:
+    same("the threshold", run(example), order_statistic(*example)[0], f"(rule {example.rule.name})")
+
+
+@promise("order_statistic quantile", "deterministic")
+def _(run: Run, example: ScoresExample) -> None:
+    same("the threshold", run(example), run(example), "in a second run")
+
+
+@promise("order_statistic quantile", "strides are honoured")
+def _(run: Run, example: ScoresExample) -> None:
+    before = run(example)
+    same("the threshold", run(example._replace(score=strided(example.score))), before, "where scores have stride 2")
+    same("the threshold", run(example._replace(score=shifted(example.score))), before, "where scores are not aligned")
+
+
+@promise("order_statistic quantile", "the order of the scores does not matter")
+def _(run: Run, example: ScoresExample) -> None:
+    same("the threshold", run(example._replace(score=example.score.flip(0))), run(example), "with the scores reversed")
+
+
+@promise("order_statistic", "undefined and broken scores are not in the population")
+def _(run: Run, example: ScoresExample) -> None:
+    more = torch.cat((example.score, example.score.new_tensor([-math.inf, math.nan, math.inf, -math.inf])))
+    same("the threshold", run(example._replace(score=more)), run(example), "with -inf, inf and NaN added")
+
+
+def _assert_exact_index(run: Run, example: ScoresExample, rules: Iterable[OrderRule]) -> None:
+    count = max(example.score.numel(), 11)  # 7/10 of 11 is the smallest where ceil(q (n - 1)) fails in floats
+    drawn = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(count), device="cpu").float()
+    for rule in rules:
+        expected = float(rule.index(example.numerator, example.denominator, count))
+        got = run(ScoresExample(drawn, example.numerator, example.denominator, rule)).item()
+        assert got == expected, (
+            f"{rule.name} of {example.numerator}/{example.denominator} of {count} distinct scores is order statistic "
+            f"{expected:.0f}, got {got:.0f}"
+        )
+
+
+@promise("order_statistic", "the index is exact in integers")
+def _(run: Run, example: ScoresExample) -> None:
+    _assert_exact_index(run, example, INDEX_RULES)
+
+
+@promise("quantile", "the index is exact in integers")
+def _(run: Run, example: ScoresExample) -> None:
+    _assert_exact_index(run, example, (example.rule,))

@@ -1,0 +1,231 @@
+"""The promises of the policy loss and of its penalty."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from ..batch import PackedBatch
+from ..gates import Clip, FirstOrder, Penalty
+from .budget import Expected, assert_within_budget
+from .examples import PolicyLossExample
+from .expected import Outcome, expect_policy_loss
+from .promises import GRADIENT, Inapplicable, Run, distinct, growing, promise, same, shifted, strided
+
+__all__ = ["NOTHING_VALID", "has_tokens"]
+
+NOTHING_VALID = "nothing valid: loss 0, gradient 0"
+
+
+def has_tokens(example: PolicyLossExample) -> bool:
+    return bool(example.valid().any())
+
+
+def _same_outcome(got: Outcome, expected: Outcome, why: str) -> None:
+    same("the loss", got.loss, expected.loss, why)
+    if expected.grad is not None:
+        same("the gradient", _grad(got), expected.grad, why)
+
+
+def _grad(outcome: Outcome) -> torch.Tensor:
+    assert outcome.grad is not None, "the kernel returned a gradient before, and now none"
+    return outcome.grad
+
+
+@promise("policy_loss kl", "exact")
+def _(run: Run, example: PolicyLossExample) -> float:
+    out, expected = run(example), expect_policy_loss(example)
+    # The gradient comes first: wrong terms make a wrong loss, and the message should point to the terms.
+    share = [
+        assert_within_budget(f"the {meaning}", value, expected[name])
+        for name, meaning, value in (("grad", "gradient", out.grad), ("loss", "loss", out.loss))
+        if value is not None
+    ]
+    if out.tokens is not None:
+        share.append(assert_within_budget("loss_t", out.tokens, expected["tokens"]))
+    if out.metrics is not None:
+        share.append(assert_within_budget("the metrics", out.metrics.vector, expected["metrics"]))
+    return max(share)
+
+
+@promise("policy_loss kl", "deterministic")
+def _(run: Run, example: PolicyLossExample) -> None:
+    first, threads = run(example), torch.get_num_threads()
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            _same_outcome(run(example), first, f"in a second run on {number} threads")
+    finally:
+        torch.set_num_threads(threads)
+
+
+@promise("policy_loss kl", "strides are honoured")
+def _(run: Run, example: PolicyLossExample) -> None:
+    before = run(example)
+    _same_outcome(run(example.on_tokens(strided).on_rows(strided)), before, "where inputs have stride 2")
+    _same_outcome(run(example.on_tokens(shifted).on_rows(shifted)), before, "where inputs begin off alignment")
+
+
+@promise("policy_loss", "packed: rows do not see each other", GRADIENT)
+def _(run: Run, example: PolicyLossExample) -> None:
+    before, owner, valid = run(example), example.trajectory(), example.valid()
+    trajectory_of_row = torch.arange(example.batch.rows, device="cpu")
+    if example.batch.trajectories is not None:
+        trajectory_of_row = example.batch.trajectories[0]
+    for kept in distinct(owner[valid]):
+        changed = example.on_tokens(growing(valid & (owner != kept))).on_rows(growing(trajectory_of_row != kept))
+        own = owner == kept
+        same(
+            "the gradient of a row", _grad(run(changed))[own], _grad(before)[own], "after only other rows were changed"
+        )
+
+
+@promise("policy_loss", "masked is never read")
+def _(run: Run, example: PolicyLossExample) -> None:
+    clean, hole = run(example), ~example.valid()
+    for poison in (math.nan, math.inf, 1e30):
+        dirty = run(example.poisoned(poison))
+        _same_outcome(dirty, clean, f"with {poison} at masked positions")
+        if dirty.grad is not None:
+            same("the gradient at masked positions", dirty.grad[hole], torch.zeros_like(dirty.grad[hole]), "")
+
+
+@promise("policy_loss", NOTHING_VALID)
+def _(run: Run, example: PolicyLossExample) -> None:
+    batch = example.batch
+    nothing = torch.zeros(batch.total_tokens, dtype=torch.bool, device="cpu")
+    empty = PackedBatch(batch.cu_seqlens, nothing, trajectory_ids=batch.trajectory_ids)
+    out = run(example._replace(batch=empty))
+    zeros = None if out.grad is None else torch.zeros_like(out.grad)
+    _same_outcome(out, Outcome(torch.zeros_like(out.loss), zeros, None, None), "with all masked")
+
+
+def _on_policy(example: PolicyLossExample) -> tuple[PolicyLossExample, torch.Tensor] | None:
+    """The example with ``logp == old_logp``, and -w A where the reference has a gradient; None if not promised."""
+    example = example.without("kl", "ref_logp", "token_weight")
+    of_gate = example.gate_inputs
+    if of_gate.token_weight is not None:
+        of_gate = of_gate._replace(token_weight=torch.ones_like(of_gate.token_weight))
+        example = example._replace(keywords=example.keywords | {"gate_inputs": of_gate})
+    if example.gate.first_order in (FirstOrder.SCALED, FirstOrder.SEGMENT_SUM):
+        raise Inapplicable(f"the gate promises {example.gate.first_order.value}")
+    if example.gate.penalty is Penalty.K1:
+        raise Inapplicable("the gate's own penalty has a gradient on-policy")
+    if example.gate.first_order is FirstOrder.SEGMENT_MEAN:  # -w A only if w and A are constant on the trajectory
+        if example.per_token:
+            return None
+        example = example.without("token_mask", "window", "threshold")
+        if example.batch.trajectories is not None and example.batch.rows:
+            trajectory, start, rows = example.batch.trajectories
+            representative = rows[start[trajectory]]
+            example = example.on_rows(lambda x: x[representative])
+    if example.old_logp is not None:
+        zero = torch.arange(example.logp.numel(), device="cpu") % 3 == 0  # with zeros of either sign on either side
+        example = example._replace(
+            logp=torch.where(zero, -0.0, example.old_logp), old_logp=torch.where(zero, 0.0, example.old_logp)
+        )
+    exact = expect_policy_loss(example)["grad"].exact
+    weights = example.spread(example.weights())
+    advantages = example.advantages if example.per_token else example.spread(example.advantages)
+    return example, torch.where(exact != 0, -(weights * advantages), 0.0)
+
+
+def _first_order(run: Run, example: PolicyLossExample, why: str) -> float | None:
+    found = _on_policy(example)
+    if found is None:
+        return None
+    example, expected = found
+    grad = _grad(run(example))
+    if "weights" in example.keywords:
+        same("the gradient", grad, expected, f"(-w A) {why}")
+        return None
+    # A kernel with weights of its own may divide before it multiplies.
+    exact = expected.double()
+    return assert_within_budget(f"the gradient {why}", grad, Expected(exact, exact, exact.abs()))
+
+
+@promise("policy_loss", "first-order true: on-policy, the gradient is -w A", GRADIENT)
+def _(run: Run, example: PolicyLossExample) -> float | None:
+    return _first_order(run, example, "on-policy")
+
+
+@promise("policy_loss", "ties: a ratio exactly at its bound passes the gradient", "gate", GRADIENT)
+def _(run: Run, example: PolicyLossExample) -> float | None:
+    gate, tie = example.gate, Clip((1.0, 1.0), (1.0, 1.0))
+    if isinstance(gate.token, Clip):
+        gate = dataclasses.replace(gate, token=tie, needs=())
+    elif gate.level is not None and isinstance(gate.level.gate, Clip):
+        gate = dataclasses.replace(gate, levels=(dataclasses.replace(gate.level, gate=tie),))
+    else:
+        raise Inapplicable("the gate has no bounds")
+    bare = example._replace(gate=gate).without("gate_inputs")
+    return _first_order(run, bare, "where every ratio is exactly at its bound")
+
+
+@promise(
+    "policy_loss",
+    "ties: a score equal to the threshold is selected (unless strict)",
+    *("window", "threshold", "entropy", GRADIENT),
+)
+def _(run: Run, example: PolicyLossExample) -> None:
+    valid = example.valid()
+    if "window" not in example.keywords or not bool(valid.any()):
+        return
+    window = dataclasses.replace(example.keywords["window"], first=0, last=0)
+    middle = example.keywords["entropy"][valid].median().reshape(1)
+    example = example.given(window=window, threshold=middle).without("kl", "ref_logp")
+    selected = expect_policy_loss(example)["grad"].exact != 0
+    same("the set of tokens with a gradient", (_grad(run(example)) != 0).int(), selected.int(), "at tied scores")
+
+
+@promise("policy_loss", "overflow-safe: log-ratios saturate at +-60 and keep their slope")
+def _(run: Run, example: PolicyLossExample) -> float:
+    sizes = torch.tensor([30.0, 59.0, 61.0, 120.0, 1e4], dtype=torch.float32, device="cpu")
+    size = sizes.repeat(example.logp.numel())[: example.logp.numel()]
+    up = torch.arange(example.logp.numel(), device="cpu") % 2 == 0
+    old = example.logp if example.old_logp is None else example.old_logp
+    example = example.without("kl", "ref_logp")._replace(
+        logp=torch.where(up, -0.5, -0.5 - size), old_logp=torch.where(up, -0.5 - size, old.new_tensor(-0.5))
+    )
+    example = example._replace(advantages=example.advantages * 1e9)
+    out, expected = run(example), expect_policy_loss(example)
+    largest = f"not finite at log-ratios up to {float(size.max()) if size.numel() else 0.0}"
+    assert bool(torch.isfinite(out.loss)), f"loss {out.loss.item()} is {largest}"
+    if out.grad is None:
+        return assert_within_budget("the loss", out.loss, expected["loss"])
+    assert bool(torch.isfinite(out.grad).all()), f"gradient {out.grad.tolist()} is {largest}"
+    return assert_within_budget("the gradient", out.grad, expected["grad"])
+
+
+@promise(
+    "policy_loss",
+    "batch-invariant: a row's gradient does not depend on its place or its neighbours",
+    "weights",
+    GRADIENT,
+)
+def _(run: Run, example: PolicyLossExample) -> None:
+    whole, rows = run(example), example.batch.rows
+    order = torch.randperm(rows, generator=torch.Generator("cpu").manual_seed(rows), device="cpu")
+    shuffled, tokens = example.select(order)
+    same("the gradient", _grad(run(shuffled)), _grad(whole)[tokens], "in another order of the rows")
+    trajectory = order if example.batch.trajectories is None else example.batch.trajectories[0]
+    for number in distinct(trajectory):
+        alone, tokens = example.select(trajectory == number)
+        same("the gradient of a row", _grad(run(alone)), _grad(whole)[tokens], "alone in its batch")
+
+
+@promise("policy_loss", "micro-batch-invariant: parts add up to the whole", "weights")
+def _(run: Run, example: PolicyLossExample) -> float:
+    whole, loss = run(example), torch.zeros((), dtype=torch.float64, device="cpu")
+    trajectory = torch.arange(example.batch.rows, device="cpu")
+    if example.batch.trajectories is not None:
+        trajectory = example.batch.trajectories[0]
+    for part in (0, 1):
+        micro, tokens = example.select(trajectory % 2 == part)
+        out = run(micro)
+        loss += out.loss.double()
+        if whole.grad is not None:
+            same("the gradient", _grad(out), whole.grad[tokens], "in a micro-batch")
+    return assert_within_budget("the loss summed over micro-batches", loss, expect_policy_loss(example)["loss"])

@@ -1,0 +1,304 @@
+"""How each op is called on its examples, whatever form its kernel has."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import advantages, gates, kl
+from ..advantages.terms import accepted_keywords, level_of
+from ..batch import PackedBatch
+from ..checks import check as require
+from ..checks import require_type
+from ..entropy import EntropyWindow, Selection, forking_tokens
+from ..gates import RatioGate
+from ..kl import KLPenalty
+from ..specs import OrderRule
+from . import promises_of_entropy  # noqa: F401 (it makes promises)
+from .examples import (
+    FEATURES,
+    MaskExample,
+    PolicyLossExample,
+    RewardsExample,
+    ScoresExample,
+    WindowExample,
+    random_policy_loss,
+)
+from .expected import Outcome, accepts, run_policy_loss
+from .layouts import Layout
+from .promises_of_advantages import Estimator
+from .strategies import masks, policy_losses, reward_groups, scores, steps, windows
+
+__all__ = [
+    "ESTIMATORS",
+    "OTHERS",
+    "Recorded",
+    "Run",
+    "Subject",
+    "estimator_of",
+    "of_advantages",
+    "of_policy_loss",
+    "of_rectangles",
+]
+
+Run = Callable[[Any], Any]
+
+
+class Subject(NamedTuple):
+    call: Run  # from an example to the output that promises examine
+    strategy: Any
+    notes: tuple[str, ...] = ()
+
+
+class Recorded:
+    """A function that keeps its signature and remembers its last arguments by name."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, fn)
+        self.fn, self.received = fn, {}  # type: ignore[var-annotated]
+        try:
+            self.__signature__ = inspect.signature(fn)
+        except ValueError:  # builtins of PyTorch have no signature
+            everything = inspect.Parameter("arguments", inspect.Parameter.VAR_POSITIONAL)
+            self.__signature__ = inspect.Signature([everything])
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            self.received = self.__signature__.bind(*arguments, **keywords).arguments
+        except TypeError:  # the call below raises the same error
+            self.received = dict(enumerate(arguments)) | keywords
+        return self.fn(*arguments, **keywords)
+
+
+_NEEDS = {
+    "kl": ("kl", "ref_logp"),
+    "kl_weight": ("kl", "ref_logp", "selection"),
+    "window": ("window", "threshold", "entropy"),
+    "token_advantages": ("advantage_level",),
+    "bounds": ("gate_inputs",),
+}
+_ON_TOKENS = ("ref_logp", "entropy", "token_mask", "token_weight", "rollout_logp")
+
+
+def of_policy_loss(
+    fn: Recorded,
+    gate: RatioGate,
+    penalty: KLPenalty | None,
+    features: Collection[str] | None,
+    padded: bool,
+    gradient: bool,
+    options: dict[str, Any],
+) -> Subject:
+    kernel = of_rectangles(fn) if padded else fn
+    call = functools.partial(run_policy_loss, kernel, gradient=gradient, **options)
+    notes: list[str] = []
+    if features is None:
+        of_batch = {"trajectories": gate.level is not None and not padded, "bounds": gate.takes_bounds}
+        taken = [
+            name
+            for name in FEATURES
+            if name in ("trajectories", "on_policy") or all(accepts(fn, need) for need in _NEEDS.get(name, (name,)))
+        ]
+        others = [name for name in FEATURES if name not in taken]
+        notes += [f"{', '.join(others)}, which the kernel does not take"] if others else []
+        features = [name for name in taken if of_batch.get(name, True)]
+        found = _error_on_policy(call, gate, features)
+        if found is not None:
+            features.remove("on_policy")
+            notes.append(f"old_logp=None, on which the kernel raised {type(found).__name__}")
+    always = ("weights",) if "weights" in features else ()
+    return Subject(call, policy_losses(gate, features, always=always, penalty=penalty, padded=padded), tuple(notes))
+
+
+def _error_on_policy(call: Run, gate: RatioGate, features: Collection[str]) -> Exception | None:
+    """The error of a kernel without ``old_logp`` if it raises none with it."""
+    given, layout = {"weights"} & set(features), Layout((2, 2), masked="none")
+    try:
+        call(random_policy_loss(0, gate, given, layout=layout))
+    except Exception:
+        return None
+    try:
+        call(random_policy_loss(0, gate, given | {"on_policy"}, layout=layout))
+    except Exception as error:
+        return error
+    return None
+
+
+def _rectangle(tensor: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """The tokens of rows of equal length as ``[B, L]``."""
+    return tensor.view(batch.rows, tensor.numel() // max(batch.rows, 1))
+
+
+def _rectangle_of_mask(batch: PackedBatch) -> torch.Tensor:
+    everything = torch.ones(batch.total_tokens, dtype=torch.bool, device=batch.device)
+    return _rectangle(everything if batch.mask is None else batch.mask, batch)
+
+
+def of_rectangles(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A padded kernel as a function of a packed batch."""
+
+    @functools.wraps(fn)
+    def run(
+        logp: torch.Tensor, old_logp: torch.Tensor | None, advantages: torch.Tensor, batch: PackedBatch, **given: Any
+    ) -> Any:
+        def of(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else _rectangle(tensor, batch)
+
+        given = {name: of(value) if name in _ON_TOKENS else value for name, value in given.items()}
+        per_token = given.get("advantage_level") == "token"
+        if "gate_inputs" in given:
+            given["gate_inputs"] = given["gate_inputs"].on_tokens(of, per_token)
+        if "selection" in given:
+            given["selection"] = Selection(kl_weight=of(given["selection"].kl_weight))
+        return fn(
+            of(logp), of(old_logp), of(advantages) if per_token else advantages, _rectangle_of_mask(batch), **given
+        )
+
+    return run
+
+
+def _kl(
+    fn: Recorded, *, gradient: bool, penalty: KLPenalty | None, padded: bool, window: None, **options: Any
+) -> Subject:
+    """The penalty alone as a policy loss: advantages are 0, weights are 1, and every token is valid."""
+    penalty = kl.k3(1.0) if penalty is None else penalty
+
+    def loss(logp: torch.Tensor, old_logp: None, advantages: torch.Tensor, batch: PackedBatch, **given: Any) -> Outcome:
+        tokens = fn(logp, given["ref_logp"], **options)
+        total = tokens.sum()
+        if not gradient:
+            return Outcome(total, None, tokens.detach(), None)
+        assert tokens.requires_grad or not tokens.numel(), "the penalty is not connected to logp; see gradient="
+        grad = torch.autograd.grad(total, logp)[0] if tokens.numel() else torch.zeros_like(logp)
+        return Outcome(total.detach(), grad, tokens.detach(), None)
+
+    def alone(example: PolicyLossExample) -> PolicyLossExample:
+        ones = torch.ones(example.batch.rows, dtype=torch.float32, device="cpu")
+        batch = PackedBatch(example.batch.cu_seqlens, total_tokens=int(example.batch.cu_seqlens[-1]))
+        example = example.on_tokens(lambda x: x[: batch.total_tokens])
+        return example._replace(advantages=0 * ones, batch=batch).given(weights=ones)
+
+    def call(example: PolicyLossExample) -> Outcome:
+        leaf = example.logp.detach().requires_grad_(gradient)
+        return loss(leaf, None, example.advantages, example.batch, **example.keywords)
+
+    drawn = policy_losses(gates.reinforce(), (), always=("weights", "kl", "on_policy"), penalty=penalty)
+    return Subject(call, drawn.map(alone))
+
+
+ESTIMATORS = tuple(
+    name for name in advantages.__all__ if hasattr(getattr(advantages, name), "provenance") and name != "estimator"
+)
+
+
+def estimator_of(op: str, given: Callable[..., torch.Tensor] | None) -> Callable[..., torch.Tensor]:
+    require(
+        op == "advantages" or given is None, "estimator: op={!r} names it already; drop one, or say op='advantages'", op
+    )
+    if op != "advantages":
+        return getattr(advantages, op)  # type: ignore[no-any-return]
+    require_type(given is None or callable(given), "estimator: expected one of hpo_core.advantages, got {!r}", given)
+    return advantages.grpo if given is None else given
+
+
+def of_advantages(fn: Recorded, like: Callable[..., torch.Tensor], options: dict[str, Any]) -> Subject:
+    """Examples have every input that the estimator needs, and its optional inputs if the kernel takes them."""
+    required = [
+        name
+        for name, parameter in list(inspect.signature(like).parameters.items())[2:]
+        if parameter.default is inspect.Parameter.empty and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    drawn = ("trajectory_ids", "anchor_ids", "lengths")
+    require(
+        level_of(like) != "token" and set(required) <= set(drawn),
+        "estimator: expected one of rewards, group_ids and {}, got {}; bind its other inputs with functools.partial",
+        ", ".join(drawn),
+        getattr(like, "__name__", like),
+    )
+
+    def call(example: RewardsExample) -> torch.Tensor:
+        return fn(example.rewards, example.group_ids, **example.keywords, **options)  # type: ignore[no-any-return]
+
+    def taken(example: RewardsExample) -> RewardsExample:
+        given = accepted_keywords(like, **example.keywords)
+        return example._replace(
+            keywords={name: value for name, value in given.items() if name in required or accepts(fn, name)}
+        )
+
+    estimator, notes = Estimator(like, options), []
+    examples = (steps() if required else reward_groups()).map(taken)
+    try:
+        call(RewardsExample(torch.tensor([0.0, 1.0], device="cpu"), None, {}))
+    except Exception as error:
+        if not required:
+            notes.append(f"group_ids=None, on which the kernel raised {type(error).__name__}")
+            examples = examples.filter(lambda example: example.group_ids is not None)
+    return Subject(call, examples.map(lambda example: (example, estimator)), tuple(notes))
+
+
+def _window_mean(fn: Recorded, *, padded: bool, gradient: bool, window: None, penalty: None, **options: Any) -> Subject:
+    def call(example: WindowExample) -> torch.Tensor:
+        values, batch, first, last, rules = example
+        if not padded:
+            return fn(values, batch, first, last, **rules, **options)  # type: ignore[no-any-return]
+        mask = _rectangle_of_mask(batch)
+        return fn(_rectangle(values, batch), mask, first, last, **rules, **options).flatten()  # type: ignore[no-any-return]
+
+    return Subject(call, windows(padded))
+
+
+def _window_mask(
+    fn: Recorded, *, padded: bool, gradient: bool, window: EntropyWindow | None, penalty: None, **options: Any
+) -> Subject:
+    window = forking_tokens() if window is None else window
+    given = {"window": window} if accepts(fn, "window") else {}
+
+    def call(example: MaskExample) -> torch.Tensor:
+        entropy, batch, _window = example
+        if not padded:
+            return fn(entropy, batch, **given, **options)  # type: ignore[no-any-return]
+        return fn(_rectangle(entropy, batch), _rectangle_of_mask(batch), **given, **options).flatten()  # type: ignore[no-any-return]
+
+    return Subject(call, masks(window, padded))
+
+
+def _first(out: Any) -> torch.Tensor:
+    return out if isinstance(out, torch.Tensor) else out[0]
+
+
+def _order_statistic(
+    fn: Recorded, *, padded: bool, gradient: bool, window: None, penalty: None, **options: Any
+) -> Subject:
+    return Subject(lambda example: _first(fn(*example, **options)), scores())
+
+
+def _quantile(
+    fn: Recorded,
+    *,
+    padded: bool,
+    gradient: bool,
+    window: None,
+    penalty: None,
+    rule: OrderRule = OrderRule.CEIL,
+    **options: Any,
+) -> Subject:
+    def call(example: ScoresExample) -> torch.Tensor:
+        return _first(fn(example.score, example.numerator / example.denominator, **options)).reshape(1)
+
+    def finite(example: ScoresExample) -> ScoresExample:
+        return example._replace(score=example.score[torch.isfinite(example.score)], rule=rule)
+
+    return Subject(call, scores().map(finite).filter(lambda example: example.score.numel() > 0))
+
+
+OTHERS: dict[str, Callable[..., Subject]] = {
+    "kl": _kl,
+    "window_mean": _window_mean,
+    "window_mask": _window_mask,
+    "order_statistic": _order_statistic,
+    "quantile": _quantile,
+}

@@ -1,0 +1,298 @@
+"""docs/gpu.md: what the compilers' output says of the kernels for GPUs. None is needed.
+
+``python tests/gpu_page.py`` writes the page, in ten minutes of two cores; tests read it as the baseline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+
+import cuda_kernels
+import torch
+from cuda_kernels import LOGIT_KERNELS, TARGETS, Kernel, Loop, logits_of
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "gpu.md"
+ROW = 2048  # tokens of a row in the model of blocks
+SIZES = (17, 20, 24)  # powers of two tokens
+
+
+class Device(NamedTuple):
+    name: str
+    processors: int
+    warps: int  # of a multiprocessor
+    shared: int  # KiB of a multiprocessor
+
+
+DEVICES = {
+    80: Device("A100", 108, 64, 164), 90: Device("H100", 132, 64, 228), 100: Device("B200", 148, 64, 228),
+    120: Device("RTX 5090", 170, 48, 100),
+}  # fmt: skip
+TOKEN_KERNELS = ("sweep", "sum_tiles", "prepare_leaves", "sweep_leaves", "deliver_gradient", "correct_tokens")
+OF_1024 = ("score_windows", "begin_wide", "add_wide", "finish_wide", "select_tokens", "select_top", "scan_")
+
+
+def warps_of_block(kernel: str) -> int:
+    return 32 if kernel.startswith(OF_1024) and kernel != "scan_rows" else 8
+
+
+def resident(registers: int, shared: int, warps: int, target: int) -> int:
+    """Blocks of ``warps`` that a multiprocessor holds: registers come by 256 for a warp, to each quarter by itself."""
+    device = DEVICES[target]
+    by_registers = 4 * (65536 // 4 // (-(-registers * 32 // 256) * 256)) // warps
+    by_shared = device.shared * 1024 // (shared + 1024)
+    return min(by_registers, device.warps // warps, by_shared, 32)
+
+
+def blocks_of(kernel: Kernel, tokens: int, target: int) -> int | None:
+    """Blocks of a launch over rows of ROW tokens, each a leaf, as csrc/cuda asks for them; None: of another op."""
+    name, rows = kernel.name.partition("<")[0], tokens // ROW
+    swept = 32 * (rows + tokens // 512)
+    threads = {
+        "prepare": rows, "sum_tiles": swept, "sweep": swept, "sweep_leaves": swept, "deliver_gradient": swept,
+        "prepare_leaves": tokens // 4, "correct_tokens": tokens // 4,
+    }.get(name)  # fmt: skip
+    if threads is None:
+        return None
+    wanted = min(512, max(1, -(-threads // 256)))
+    if name not in ("prepare_leaves", "deliver_gradient", "correct_tokens"):
+        return wanted
+    together = resident(kernel.registers, kernel.shared, 8, target) * DEVICES[target].processors * 3 // 4
+    return max(1, min(wanted, together))
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def short(instance: str) -> str:
+    """``sweep<0, 1, 0>`` of what the emulation calls an instance, the name in the tables."""
+    name = instance.rpartition("{anonymous}::")[2].removesuffix("]")
+    return name.replace("false", "0").replace("true", "1").replace("hpo::", "")
+
+
+@contextlib.contextmanager
+def launches_of_triton() -> Iterator[list[str]]:
+    """The kernels that are launched inside; nothing runs."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    launch = importlib.import_module("hpo_core._triton.launch")
+    named: list[str] = []
+    InterpretedFunction.warmup = lambda kernel, *_, **__: named.append(kernel.fn.__name__)
+    launch.compiled = []
+    try:
+        yield named
+    finally:
+        launch.compiled = None
+        del InterpretedFunction.warmup
+
+
+def launches() -> dict[tuple[str, str], list[str]]:
+    """The presets by their launches on CUDA and with Triton, of the loss and its gradient together."""
+    from catalogue import PRESETS, Example
+
+    import hpo_core as hpo
+
+    emulated = importlib.import_module("hpo_core._cuda_emulated")
+    example, found = Example(3), {}
+
+    def run(gate: Any, backend: str) -> None:
+        call = example.call(gate, torch.float32, **example.needed(gate))
+        arguments = (call.logp, call.old_logp, call.advantages, call.batch, gate)
+        hpo.policy_loss_and_grad(*arguments, backend=backend, **call.keywords)
+
+    for name, (gate, _, _) in PRESETS.items():
+        before = emulated.launches_of_instances()
+        run(gate, "cuda_emulated")
+        after = Counter(emulated.launches_of_instances())
+        after.subtract(before)
+        with launches_of_triton() as named:
+            run(gate, "triton")
+        cuda = {short(instance): count for instance, count in after.items() if count}
+        found.setdefault((_counted(cuda), _counted(Counter(named))), []).append(name)
+    return found
+
+
+def _counted(kernels: dict[str, int]) -> str:
+    return ", ".join(f"`{name}`" + (f" x {count}" if count > 1 else "") for name, count in sorted(kernels.items()))
+
+
+# ------------------------------------------------------------------------------------------------------------- page
+
+
+TOP = """
+# Kernels for GPUs
+
+No kernel has been run on a GPU. These are figures of code that nvcc RELEASE and Triton assemble; what is modelled says
+so. `python tests/gpu_page.py` writes the page. Every test run compiles the kernels for sm_90 again and fails on a
+spill, on more than 4 registers more, on fewer 128-bit accesses, on more barriers, fences, read-only loads or float64,
+on 3 % more issue slots, and on other launches; `make test-long` looks at spills and registers on sm_80, sm_100 and
+sm_120, too.
+
+## Launches
+
+Of `policy_loss_and_grad` on a batch whose weights are known, with the inputs that a preset needs; each once unless the
+table says more.""".splitlines()
+CUDA = """
+## CUDA on sm_90
+
+Blocks: how many a multiprocessor holds (modelled, from registers and shared memory). Read-only: loads through the
+read-only path. Float64: instructions. Fences: of the memory of the device, those of grid barriers included.\
+""".splitlines()
+SLOTS = """
+## Issue slots
+
+Of the shortest loop with 128-bit loads: all instructions of its code, and the shortest way through an iteration on
+which all 128-bit accesses are made, which is the way of tokens that are no exception. Of this way: the slots for a
+token (for a logit in kernels that read logits), and the classes of instructions. Loops inside an iteration count once.\
+""".splitlines()
+BLOCKS = f"""
+## Blocks and waves
+
+Modelled, for rows of {ROW} tokens that are a leaf each: blocks of a launch, and in brackets the share of what the whole
+device holds at once; 1.00 is one wave. Cooperative launches leave a quarter of the device free.""".splitlines()
+TRITON = """
+## Triton on sm_90
+
+Where a path has several specialisations of a kernel, the one with most registers. Nothing spills, on any target.\
+""".splitlines()
+RESOURCES = (
+    "kernel | registers | spilled bytes | stack bytes | shared bytes | blocks | 128-bit loads | 128-bit stores | "
+    "read-only | float64 | barriers | fences"
+)
+LOOPS = (
+    "loop | code | way | for one | integers, control | float32 | float64 | accesses, shuffles | 128-bit loads | "
+    "128-bit stores | exponentials"
+)
+OTHERS = "kernel | " + " | ".join(f"sm_{target} registers | spilled | blocks" for target in TARGETS if target != 90)
+COUNTS = "kernel | device | " + " | ".join(f"2^{size} tokens" for size in SIZES)
+PATHS = (
+    "path | kernel | registers | shared bytes | 128-bit loads | 128-bit stores | float64 | barriers | fences | "
+    "registers on sm_80 | sm_100 | sm_120"
+)
+
+
+def table(head: str, rows: list[list[Any]]) -> list[str]:
+    columns = head.split(" | ")
+    return ["", f"| {head} |", "|---" * len(columns) + "|", *(f"| {' | '.join(map(str, row))} |" for row in rows)]
+
+
+def presets_table() -> list[str]:
+    return table(
+        "presets | CUDA | Triton",
+        [[", ".join(f"`{name}`" for name in names), *kernels] for kernels, names in launches().items()],
+    )
+
+
+def loops_of(kernel: Kernel) -> list[tuple[str, Loop]]:
+    named = [(kernel.name, kernel.loop), (f"{kernel.name}, writing", kernel.writing)]
+    return [(name, loop) for name, loop in named if loop]
+
+
+def cuda_tables(of: dict[int, dict[str, Kernel]]) -> list[str]:
+    resources, loops, others, blocks = [], [], [], []
+    for name, k in of[90].items():
+        held = resident(k.registers, k.shared, warps_of_block(name), 90)
+        counted = [k.wide_loads, k.wide_stores, k.read_only, k.doubles, k.barriers, k.fences]
+        resources.append([f"`{name}`", k.registers, k.spilled, k.stack, k.shared, held, *counted])
+        for loop_name, loop in loops_of(k):
+            logits = loop.loads * logits_of(k) if name.startswith(LOGIT_KERNELS) else 0
+            each = logits or (4 if name.startswith(TOKEN_KERNELS) else 0)
+            way = loop.way
+            rest = way.instructions - way.floats - way.doubles - way.accesses
+            for_one = f"{way.instructions / each:.1f}" if each else ""
+            row = [loop.instructions, way.instructions, for_one, rest, way.floats, way.doubles]
+            loops.append([f"`{loop_name}`", *row, way.accesses, loop.loads, loop.stores, loop.exponentials])
+        cells = []
+        for target in (80, 100, 120):
+            other = of[target][name]
+            held = resident(other.registers, other.shared, warps_of_block(name), target)
+            cells += [other.registers, other.spilled, held]
+        others.append([f"`{name}`", *cells])
+        for target in TARGETS:
+            kernel, device = of[target][name], DEVICES[target]
+            if blocks_of(kernel, 1 << 20, target) is None:
+                continue
+            held = resident(kernel.registers, kernel.shared, 8, target) * device.processors
+            counts = [blocks_of(kernel, 1 << size, target) for size in SIZES]
+            cells = [f"{count} ({count / held:.2f})" for count in counts if count]
+            blocks.append([f"`{name}`", device.name, *cells])
+    return [
+        *CUDA, *table(RESOURCES, resources), *SLOTS, *table(LOOPS, loops), "", "## CUDA on other architectures",
+        *table(OTHERS, others), *BLOCKS, *table(COUNTS, blocks),
+    ]  # fmt: skip
+
+
+def triton_tables(reports: list[dict[str, Any]]) -> list[str]:
+    rows: dict[tuple[str, str], list[Any]] = {}
+    registers: dict[tuple[str, str], dict[int, int]] = {}
+    for each in reports:
+        key = each["path"], each["kernel"]
+        of_targets = registers.setdefault(key, {})
+        of_targets[each["target"]] = max(of_targets.get(each["target"], 0), each["registers"])
+        assert each["spilled"] == 0, key
+        if each["target"] == 90 and (key not in rows or rows[key][0] < each["registers"]):
+            wide = [each[name].get("128", 0) for name in ("loads", "stores")]
+            rows[key] = [each["registers"], each["shared"], *wide, each["doubles"], each["barriers"], each["fences"]]
+    others = lambda key: [registers[key].get(target, "") for target in (80, 100, 120)]  # noqa: E731
+    cells = [[path, f"`{kernel}`", *row, *others((path, kernel))] for (path, kernel), row in rows.items()]
+    return [*TRITON, *table(PATHS, cells)]
+
+
+def page(of: dict[int, dict[str, Kernel]], reports: list[dict[str, Any]], release: str) -> str:
+    lines = [*TOP, *presets_table(), *cuda_tables(of), *triton_tables(reports)]
+    return "\n".join(lines).replace("RELEASE", release).strip() + "\n"
+
+
+# ---------------------------------------------------------------------------------------------------------- baseline
+
+
+def section(title: str) -> list[list[str]]:
+    """The cells of the table in a section, its head first."""
+    text = PAGE.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip("` ") for cell in line.strip("| ").split(" | ")] for line in lines]
+
+
+def rows_of(title: str, keys: int = 1) -> dict[Any, dict[str, int]]:
+    """The numbers of a section's table by row, whose first cells are its key, and column."""
+    head, *rows = section(title)
+    names = head[keys:]
+    key = (lambda row: row[0].replace("`", "")) if keys == 1 else (lambda row: tuple(row[:keys]))
+    return {key(row): dict(zip(names, map(_whole, row[keys:]), strict=False)) for row in rows}
+
+
+def _whole(cell: str) -> Any:
+    return int(cell) if re.fullmatch(r"\d+", cell) else cell
+
+
+def release_of_page() -> str:
+    return re.search(r"nvcc ([\d.]+) and", PAGE.read_text())[1]  # type: ignore[index]
+
+
+def main() -> None:
+    nvcc = cuda_kernels.find_nvcc()
+    if nvcc is None or cuda_kernels.find_nvdisasm() is None:
+        raise SystemExit("nvcc or nvdisasm was found neither in PATH nor in /usr/local/cuda/bin")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_DISABLE_LINE_INFO": "1", "TRITON_CACHE_DIR": str(ROOT / "build/triton/kernels")}
+    command = [sys.executable, "-m", "hpo_core._triton.compile", "--json", *map(str, TARGETS)]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    reports = [json.loads(line) for line in output.splitlines()]
+    of = {target: cuda_kernels.every_kernel(target) for target in TARGETS}
+    PAGE.write_text(page(of, reports, cuda_kernels.nvcc_release(nvcc)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """AReaL: the loss of its PPO actor with any gate of tokens, steps or trajectories, on its packed tensors as they are.
 
-    from hpo_core.integrations.areal import HPOTrainer      # in the place of areal.PPOTrainer
+    from hpo_core.integrations.areal import HPOTrainer      # instead of areal.PPOTrainer
 
 and ``HPO_GATE="gspo(eps_low=3e-4, eps_high=4e-4)"`` in the environment of the process that builds the trainer; without
 it the gate is the one that the configuration describes. AReaL has no registry of losses: its actor looks

@@ -3,7 +3,7 @@
     from hpo_core.integrations.nemo_rl import HPOLossFn
     grpo_train(..., loss_fn=HPOLossFn("gspo(eps_low=3e-4, eps_high=4e-4)", token_level_loss=False), ...)
 
-in a copy of NeMo-RL's ``examples/run_grpo.py``, in the place of the ``loss_fn`` that ``setup`` returns: NeMo-RL has no
+in a copy of NeMo-RL's ``examples/run_grpo.py``, instead of the ``loss_fn`` that ``setup`` returns: NeMo-RL has no
 configuration for losses. The object is pickled to the workers. Shapes: ``B`` rows of a micro-batch, ``L`` tokens each.
 """
 

@@ -1,4 +1,4 @@
-"""TorchRL: ``HPOLoss(actor, gate=gates.gspo(3e-4, 4e-4))`` in the place of its ``GRPOLoss``, on the same tensordicts.
+"""TorchRL: ``HPOLoss(actor, gate=gates.gspo(3e-4, 4e-4))`` instead of its ``GRPOLoss``, on the same tensordicts.
 
 Shapes: ``B`` rows, ``L`` tokens each, padded on the left or right.
 """

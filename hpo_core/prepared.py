@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Collection
 from typing import Literal, NamedTuple, TypedDict
 
@@ -294,7 +293,7 @@ def _possible(
     possible += [high >= 1 - rounding] if high is not None else []
     if not possible:
         return token_weight
-    holds = functools.reduce(operator.and_, possible)  # torch.logical_and takes three times as long
+    holds = functools.reduce(torch.logical_and, possible)
     weight = torch.ones_like(holds, dtype=dtype) if token_weight is None else token_weight
     return torch.where(holds, weight, torch.nan)
 

@@ -19,8 +19,8 @@ constexpr int64_t kMostWorkers = 64;  // each has its own keys; results do not d
 // inside the bracket, and a search halves the range of these keys. The pass counts the other scores, so a bracket that
 // missed is noticed, and a second pass takes every finite score. The sample determines the time, never the result.
 //
-// If the mask of selected scores is wanted, too, the same pass marks scores as if the threshold were the middle of the
-// bracket, and stores the positions of the keys inside it. Only the few scores between the middle and the threshold are
+// If the mask of selected scores is wanted, too, the same pass marks scores as if the threshold were the low end of the
+// bracket, and stores the positions of the keys inside it. Only the few scores between that end and the threshold are
 // corrected afterwards. If there are too many keys inside, or the bracket missed, select makes the whole mask.
 
 constexpr int64_t kSampled = 8192;  // fewer scores are searched without a sample
@@ -62,10 +62,31 @@ struct Found {
 
 // Outputs of a pass besides the keys.
 struct Marks {
-  uint8_t* selected;  // 1 for scores from the middle of the range up, 0 below it
+  uint8_t* selected;  // 1 for scores from the low end of the range up, 0 below it
   uint32_t* positions;  // of the keys
   uint32_t first;  // position of the first score
 };
+
+#if defined(__AVX512F__)
+// Keeps which of 64 scores belong, and their positions, and returns their number. Most often these are fewer than four,
+// which are written without a branch on their number.
+template <bool kMark>
+inline int64_t keep_few(const float* scores, uint64_t belong, uint32_t first, uint32_t* kept, uint32_t* positions) {
+  const int64_t count = __builtin_popcountll(belong);
+  int64_t written = 0;
+  do {
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      const uint32_t place = uint32_t(__builtin_ctzll(belong | uint64_t(1) << 63));
+      kept[written + k] = uint32_t(to_bits(scores[place]));
+      if (kMark) positions[written + k] = first + place;
+      belong &= belong - 1;
+    }
+    written += 4;
+  } while (written < count);
+  return count;
+}
+#endif
 
 // Keeps the keys in the range of at most kPart scores, and counts the scores below it.
 template <bool kMark>
@@ -74,32 +95,23 @@ Found keep_scores(const float* scores, int64_t n, KeyRange range, uint32_t* kept
   int64_t i = 0;
 #if defined(__AVX512F__)
   const __m512 low = _mm512_set1_ps(from_order_key(range.low)), end = _mm512_set1_ps(from_order_key(range.end()));
-  const __m512 middle = _mm512_set1_ps(from_order_key(range.middle()));
-  __m512i position = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), not_below = {};
-  position = _mm512_add_epi32(position, _mm512_set1_epi32(int32_t(marks.first)));
   __m512 zero = {};  // stays 0 until a NaN or an infinity times 0 is added
   for (; i + 64 <= n; i += 64) {
-    uint64_t above = 0;
+    uint64_t from_low = 0, belong = 0;
 #pragma GCC unroll 4
     for (int part = 0; part < 4; ++part) {
       __builtin_prefetch(scores + i + 16 * part + kAhead);
       const __m512 some = _mm512_loadu_ps(scores + i + 16 * part);
       zero = _mm512_fmadd_ps(some, _mm512_setzero_ps(), zero);
-      if (kMark) above |= uint64_t(_mm512_cmp_ps_mask(some, middle, _CMP_GE_OQ)) << 16 * part;
-      const __mmask16 from_low = _mm512_cmp_ps_mask(some, low, _CMP_GE_OQ);
-      const __mmask16 belong = _mm512_mask_cmp_ps_mask(from_low, some, end, _CMP_LE_OQ);
-      not_below = _mm512_mask_sub_epi32(not_below, from_low, not_below, _mm512_set1_epi32(-1));
-      _mm512_storeu_si512(kept + found.kept, _mm512_maskz_compress_epi32(belong, _mm512_castps_si512(some)));
-      if (kMark) {
-        _mm512_storeu_si512(marks.positions + found.kept, _mm512_maskz_compress_epi32(belong, position));
-        position = _mm512_add_epi32(position, _mm512_set1_epi32(16));
-      }
-      found.kept += __builtin_popcount(uint32_t(belong));
+      const __mmask16 above = _mm512_cmp_ps_mask(some, low, _CMP_GE_OQ);
+      from_low |= uint64_t(above) << 16 * part;
+      belong |= uint64_t(_mm512_mask_cmp_ps_mask(above, some, end, _CMP_LE_OQ)) << 16 * part;
     }
-    if (kMark) _mm512_storeu_si512(marks.selected + i, _mm512_maskz_set1_epi8(above, 1));
+    found.below += 64 - __builtin_popcountll(from_low);
+    uint32_t* const positions = kMark ? marks.positions + found.kept : nullptr;
+    found.kept += keep_few<kMark>(scores + i, belong, marks.first + uint32_t(i), kept + found.kept, positions);
+    if (kMark) _mm512_storeu_si512(marks.selected + i, _mm512_maskz_set1_epi8(from_low, 1));
   }
-  found.below = i;
-  for (int lane = 0; lane < 16; ++lane) found.below -= Ints(not_below)[lane];
   found.all_finite = _mm512_cmp_ps_mask(zero, zero, _CMP_UNORD_Q) == 0;
   for (int64_t k = 0; k < found.kept; ++k) kept[k] = key_of(from_bits(int32_t(kept[k])));
 #endif
@@ -111,7 +123,7 @@ Found keep_scores(const float* scores, int64_t n, KeyRange range, uint32_t* kept
   }
   uint32_t positions[kPart];
   for (int64_t j = i; kMark && j < n; ++j) positions[j - i] = marks.first + uint32_t(j);
-  for (int64_t j = i; kMark && j < n; ++j) marks.selected[j] = keys[j - i] >= range.middle();
+  for (int64_t j = i; kMark && j < n; ++j) marks.selected[j] = keys[j - i] >= range.low;
   if (kMark) keep(keys, positions, n - i, range, marks.positions + found.kept);
   found.kept += keep(keys, keys, n - i, range, kept + found.kept);
   found.below += below;
@@ -259,12 +271,12 @@ void order_statistic(const OrderStatisticArgs& args, int threads) {
   };
   // Corrects the marks once the search has found the least selected key.
   const auto correct = [&](uint32_t least) {
-    const uint32_t middle = range.middle(), low = middle < least ? middle : least, end = middle < least ? least : middle;
-    if (low == end) return;
+    if (least == range.low) return;
     for_each_worker([&](Worker& worker, int64_t w) {
       uint32_t* wrong = worker.keys + 2 * worker.room;
-      const int64_t count = keep(worker.keys, worker.positions, worker.kept, {low, end - low - 1}, wrong);
-      for (int64_t i = 0; i < count; ++i) args.selected[begin(w) + wrong[i]] = least == low;
+      uint8_t* selected = args.selected + begin(w);
+      const int64_t count = keep(worker.keys, worker.positions, worker.kept, {range.low, least - range.low - 1}, wrong);
+      for (int64_t i = 0; i < count; ++i) selected[wrong[i]] = 0;
     });
   };
   bool marked = args.selected && args.tokens <= UINT32_MAX && keep_all(true);

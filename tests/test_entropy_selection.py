@@ -303,6 +303,22 @@ def test_a_sample_of_a_scope_that_misleads(backend, planted):
         assert torch.equal(chosen, values >= expected[:, index, None])
 
 
+def test_triton_selects_in_one_launch(monkeypatch):
+    """As on a GPU, here of one program, because the interpreter runs programs one after another."""
+    triton = pytest.importorskip("hpo_core._triton.entropy")
+    monkeypatch.setattr(triton, "programs_together", lambda *_: (1, True))
+    launched = []
+    monkeypatch.setattr(triton, "launch", lambda *a, run=triton.launch, **k: (launched.append(a[0]), run(*a, **k)))
+    values = torch.rand(3 * triton.SCORES - 5).mul(8).round()
+    values[7] = torch.nan
+    for strict in (False, True):
+        threshold, counts, selected = triton.select_top(values, 4, 5, OrderRule.CEIL, strict)
+        expected, population = reference_order_statistic(values, 4, 5, OrderRule.CEIL)
+        assert torch.equal(threshold, expected) and torch.equal(counts, population)
+        assert torch.equal(selected, reference_select(values, expected, strict)) and len(set(launched)) == 1
+    assert len(launched) == 2
+
+
 @pytest.mark.parametrize("window", [forking_tokens(), ares()], ids=lambda window: window.name)
 def test_window_threshold_and_mask_are_two_launches_on_cuda(window):
     module = pytest.importorskip("hpo_core._cuda_emulated")

@@ -299,6 +299,7 @@ def paths() -> Iterator[Path_]:
     yield "window_score, maximum", lambda: _window(Boundary.CARRY, Invalid.SKIP, True, WindowAggregate.MAX)
     yield "window_score, wide", lambda: _window(Boundary.SHRINK, Invalid.SKIP, True, WindowAggregate.MEAN, last=256)
     yield "order_statistic", lambda: entropy.order_statistic(_floats(TOKENS), 4, 5, OrderRule.NEAREST)
+    yield "select_top", lambda: entropy.select_top(_floats(TOKENS), 4, 5, OrderRule.CEIL, False)
     yield "order_statistics", lambda: _scopes(exact=False)
     yield "select_exact", lambda: _scopes(exact=True)
     yield "select", lambda: _select(strict=False, tokens=True)
@@ -354,7 +355,8 @@ def every_path() -> Iterator[Path_]:
     for structure in itertools.product((False, True), INDEX_RULES, (False, True), (False, True)):
         yield "scopes {} {} {} {}".format(*structure), lambda structure=structure: _scopes(*structure)
     for rule in INDEX_RULES:
-        yield f"order {rule.name}", lambda rule=rule: entropy.order_statistic(_floats(TOKENS), 4, 5, rule)
+        for strict in (False, True):
+            yield f"order {rule.name} {strict}", lambda a=(rule, strict): entropy.select_top(_floats(TOKENS), 4, 5, *a)
     for strict, tokens in itertools.product((False, True), repeat=2):
         yield f"select {strict} {tokens}", lambda a=(strict, tokens): _select(*a)
     yield "row_counts", lambda: segments.row_counts(None, _masked().cu_seqlens, TOKENS)

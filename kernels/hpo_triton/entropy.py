@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..specs import Boundary, Invalid, OrderRule
-from .launch import aligned, kernel, launch, programs_for
+from .launch import REGISTERS, aligned, kernel, launch, programs_together
 from .math import is_finite
 from .segments import TILE, load, row_of_token, row_range, store
 from .windows import window_score
@@ -34,6 +34,7 @@ CEIL = tl.constexpr(int(OrderRule.CEIL))
 NEAREST = tl.constexpr(int(OrderRule.NEAREST))
 
 # Each pass finds the next 11, 11 or 10 bits of a key, from a histogram of the keys that share the bits found before.
+# Where programs can wait for each other, all passes and the selection are one launch.
 BINS = tl.constexpr(2048)
 PASSES = 3
 SCORES = 2048  # of one step
@@ -102,19 +103,12 @@ def _key_at(histograms, numerator, denominator, digits, RULE: tl.constexpr, PASS
     return key, n
 
 
-@kernel
+@triton.jit
 def _count_digits(
-    score,
-    histograms,  # [3, BINS] int64, then the number of NaN scores
-    tokens: tl.int64,
-    numerator: tl.int64,
-    denominator: tl.int64,
-    digits: tl.int64,
-    RULE: tl.constexpr,
-    PASS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SCORES: tl.constexpr,
-):
+    score, histograms, tokens, numerator, denominator, digits,
+    RULE: tl.constexpr, PASS: tl.constexpr, ALIGNED: tl.constexpr, SCORES: tl.constexpr,
+):  # fmt: skip
+    """Adds this program's share of the scores to the histogram of a pass, and the first pass counts NaN."""
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
     if PASS > 0:
@@ -144,20 +138,82 @@ def _count_digits(
         tl.atomic_add(histograms + 3 * BINS, tl.sum(nan_scores).to(tl.int64), sem="relaxed")
 
 
+@triton.jit
+def _wait_for_programs(arrived, expected):
+    """Waits until ``expected`` programs are here: what they have counted before can then be read."""
+    tl.debug_barrier()  # the release below is of one thread, and is for what all threads of the program have counted
+    tl.atomic_add(arrived, 1, sem="release")
+    while tl.atomic_add(arrived, 0, sem="acquire") < expected:
+        pass
+    tl.debug_barrier()
+
+
 @kernel
-def _read_statistic(
-    histograms,
+def _select_top(
+    score,
+    histograms,  # [3, BINS] int64, then the number of NaN scores, and that of programs that have come to a barrier
     threshold,
     counts,
+    selected,  # or None
+    tokens: tl.int64,
     numerator: tl.int64,
     denominator: tl.int64,
     digits: tl.int64,
     RULE: tl.constexpr,
+    STRICT: tl.constexpr,
+    FIRST: tl.constexpr,  # of the steps 0, 1, 2 (a digit each) and 3 (threshold and selection)
+    LAST: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SCORES: tl.constexpr,
 ):
-    key, n = _key_at(histograms, numerator, denominator, digits, RULE, 3)
-    tl.store(threshold, tl.where(n > 0, from_order_key(key), float("nan")))
-    tl.store(counts, n)
-    tl.store(counts + 1, tl.load(histograms + 3 * BINS))
+    programs = tl.num_programs(0).to(tl.int64)
+    for STEP in tl.static_range(FIRST, LAST + 1):
+        if STEP > FIRST:
+            _wait_for_programs(histograms + 3 * BINS + 1, (STEP - FIRST) * programs)
+        if STEP < 3:
+            _count_digits(score, histograms, tokens, numerator, denominator, digits, RULE, STEP, ALIGNED, SCORES)
+        else:
+            key, n = _key_at(histograms, numerator, denominator, digits, RULE, 3)
+            limit = tl.where(n > 0, from_order_key(key), float("nan"))
+            program = tl.program_id(0).to(tl.int64)
+            if program == 0:
+                tl.store(threshold, limit)
+                tl.store(counts, n)
+                tl.store(counts + 1, tl.load(histograms + 3 * BINS))
+            if selected is not None:
+                for tile in range(program, tl.cdiv(tokens, SCORES), programs):
+                    token = tile * SCORES + tl.arange(0, SCORES)
+                    whole = (tile + 1) * SCORES <= tokens
+                    x = load(score, token, tokens, whole, ALIGNED)
+                    store(selected, token, x > limit if STRICT else x >= limit, tokens, whole, ALIGNED)
+
+
+def _run_select_top(
+    values: torch.Tensor,
+    quantile: tuple[int, int, OrderRule],
+    strict: bool,
+    selected: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    score = values
+    if cu_seqlens is not None:  # scores are computed once; otherwise each step would search the rows
+        score = window_score(values, mask, cu_seqlens, 0, 0, Boundary.FULL, Invalid.SKIP)
+    tokens = score.numel()
+    threshold = torch.empty(1, dtype=torch.float32, device=score.device)
+    counts = torch.empty(2, dtype=torch.int64, device=score.device)
+    histograms = torch.zeros(PASSES * BINS.value + 2, dtype=torch.int64, device=score.device)
+    numerator, denominator, rule = quantile
+    denominator = max(1, min(denominator, 2**61))
+    numbers = (tokens, max(0, min(numerator, denominator)), denominator, tokens.bit_length())
+    programs, cooperative = programs_together(score.device, tokens, SCORES)
+    for first, last in [(0, PASSES)] if cooperative else [(step, step) for step in range(PASSES + 1)]:
+        launch(
+            _select_top, programs, score, histograms, threshold, counts, selected, *numbers,
+            RULE=int(rule), STRICT=strict, FIRST=first, LAST=last, ALIGNED=aligned(score), SCORES=SCORES,
+            launch_cooperative_grid=cooperative, maxnreg=REGISTERS,
+        )  # fmt: skip
+    return threshold, counts
 
 
 def order_statistic(
@@ -169,22 +225,22 @@ def order_statistic(
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``x_(i)`` of the n finite scores in ascending order, ``i = rule(numerator (n - 1) / denominator)``."""
-    score = values
-    if cu_seqlens is not None:  # scores are computed once; otherwise each pass would search the rows
-        score = window_score(values, mask, cu_seqlens, 0, 0, Boundary.FULL, Invalid.SKIP)
-    tokens = score.numel()
-    threshold = torch.empty(1, dtype=torch.float32, device=score.device)
-    counts = torch.empty(2, dtype=torch.int64, device=score.device)
-    histograms = torch.zeros(PASSES * BINS.value + 1, dtype=torch.int64, device=score.device)
-    denominator = max(1, min(denominator, 2**61))
-    quantile = (max(0, min(numerator, denominator)), denominator, tokens.bit_length())
-    for number in range(PASSES):
-        launch(
-            _count_digits, programs_for(tokens, SCORES), score, histograms, tokens, *quantile,
-            RULE=int(rule), PASS=number, ALIGNED=aligned(score), SCORES=SCORES,
-        )  # fmt: skip
-    launch(_read_statistic, 1, histograms, threshold, counts, *quantile, RULE=int(rule))
-    return threshold, counts
+    return _run_select_top(values, (numerator, denominator, rule), False, None, mask, cu_seqlens)
+
+
+def select_top(
+    values: torch.Tensor,
+    numerator: int,
+    denominator: int,
+    rule: OrderRule,
+    strict: bool,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The threshold, the counts of the population, and the selection with that threshold."""
+    selected = torch.empty_like(values, dtype=torch.bool)
+    threshold, counts = _run_select_top(values, (numerator, denominator, rule), strict, selected, mask, cu_seqlens)
+    return threshold, counts, selected
 
 
 # ----------------------------------------------------------------------------------------------------------- selection
@@ -233,17 +289,3 @@ def select(
         STRICT=strict, ALIGNED=aligned(values, mask), TILE=TILE,
     )  # fmt: skip
     return selected
-
-
-def select_top(
-    values: torch.Tensor,
-    numerator: int,
-    denominator: int,
-    rule: OrderRule,
-    strict: bool,
-    mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The threshold, the counts of the population, and the selection with that threshold."""
-    threshold, counts = order_statistic(values, numerator, denominator, rule, mask, cu_seqlens)
-    return threshold, counts, select(values, threshold, strict, mask, cu_seqlens)

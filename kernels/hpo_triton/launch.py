@@ -21,6 +21,7 @@ __all__ = [
     "launches",
     "processors_and_cache",
     "programs_for",
+    "programs_together",
 ]
 
 # Triton's interpreter runs each operation as one call of NumPy: few calls count there, so blocks are larger.
@@ -68,6 +69,18 @@ def launch(kernel: Any, programs: int, *arguments: Any, **structure: Any) -> Non
 def programs_for(items: int, step: int) -> int:
     """The number of programs of a sweep that takes ``step`` items at a time."""
     return max(1, min(triton.cdiv(items, step), MOST_PROGRAMS))
+
+
+def programs_together(device: torch.device, items: int, step: int) -> tuple[int, bool]:
+    """The same for programs that wait for each other in one cooperative launch, and whether there can be one: the
+    interpreter runs programs one after another, and on AMD cooperative launches are untried.
+
+    Two programs of 128 registers a thread fit into a multiprocessor. A quarter of the device stays free: a collective
+    operation of another stream may hold its multiprocessors until other devices have come to it.
+    """
+    if INTERPRETED or amd:
+        return programs_for(items, step), False
+    return max(1, min(triton.cdiv(items, step), processors_and_cache(device)[0] * 3 // 2)), True
 
 
 @functools.cache

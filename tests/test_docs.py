@@ -13,7 +13,8 @@ import pytest
 import hpo_core
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md"])
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md"])
+MANUAL = sorted(ROOT.glob("docs/**/*.md"))
 _NEED_TRAINERS = ("axolotl", "ms_swift", "nemo_rl", "rllm", "roll", "skyrl", "torchrl", "trinity", "trl", "verl")
 # These need a trainer or hypothesis.
 OPTIONAL = (
@@ -27,7 +28,7 @@ def _modules() -> list[str]:
     return [name for name in names if not name.startswith("hpo_core._") and name not in OPTIONAL]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_page(page: Path) -> None:
     failures, _ = doctest.testfile(str(page), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert failures == 0
@@ -38,6 +39,12 @@ def test_docstrings(name: str) -> None:
     module = importlib.import_module(name)
     failures, _ = doctest.testmod(module, globs={**vars(module)}, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert failures == 0
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """MkDocs itself, which `make docs` installs, checks the rest of the site."""
+    listed = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
+    assert sorted(listed) == sorted(path.relative_to(ROOT / "docs").as_posix() for path in MANUAL)
 
 
 def test_no_docstring_is_broken_by_reflow() -> None:

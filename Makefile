@@ -155,7 +155,7 @@ test-matrix: ## the oldest and the newest torch and Triton that we promise to wo
 	$(MAKE) test VENV=.venv-newest TORCH="torch" TRITON="triton" PEERS=
 
 # pytest fails if it skips every test that it is given.
-test-trainers: ## the integrations of docs/trainers.md, and the recipes of docs/data_parallel.md under DeepSpeed
+test-trainers: ## the integrations of docs/trainers.md, and the recipes of docs/distributed.md under DeepSpeed
 	$(call set-up,for-tests,$(CPU_ALONE))
 	$(call trainer,areal,$(AREAL))
 	$(call trainer,axolotl,$(AXOLOTL))

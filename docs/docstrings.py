@@ -13,7 +13,6 @@ import griffe
 
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):`(~?)([\w.]+)`")
 _BLOCK = re.compile(r"::$", re.MULTILINE)
-_EXAMPLES = re.compile(r"(?<=\n)\n?((?: *>>> ))")
 
 
 class Readable(griffe.Extension):

@@ -137,7 +137,7 @@ RULES = [
     Rule(("README.md", "CONTRIBUTING.md", "docs/*", "mkdocs.yml"), ("docs",)),
     Rule(("docs/gpu.md", "tests/gpu_page.py", "tests/cuda_kernels.py"), ("cuda_compile", "triton_compile")),
     Rule(("examples/*",), ("demo", "demo_agent", "docs")),
-    Rule(("examples/demo.py", "examples/entropy_pictures.py", "docs/pictures/*", "docs/entropy.md"),
+    Rule(("examples/demo.py", "examples/entropy_pictures.py", "docs/pictures/*", "docs/entropy_explained.md"),
          ("entropy_pictures",)),
     Rule(("bench/*", "*.md", ".clang-format"), ("packaging",)),
     Rule(("bench/*.py", "hpo_core/specs/*.py", "hpo_core/gates/ratio_gate.py"), ("bench",)),

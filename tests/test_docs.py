@@ -73,3 +73,63 @@ def test_there_are_examples() -> None:
     finder = doctest.DocTestFinder(exclude_empty=True)
     examples = sum(len(test.examples) for name in _modules() for test in finder.find(importlib.import_module(name)))
     assert examples > 40, examples
+
+
+# ----------------------------------------------------------------------------------------------------------- the manual
+
+GENERATED = {"gpu.md"}
+WORDS = 1500
+
+
+@pytest.mark.parametrize("page", MANUAL, ids=lambda page: page.relative_to(ROOT / "docs").as_posix())
+def test_a_page_is_read_in_one_go(page: Path) -> None:
+    words = len(page.read_text().split())
+    assert words <= WORDS or page.name in GENERATED
+
+
+def _prose(page: Path) -> str:
+    """A page without what is inside its fences."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def _anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", _prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("C*.md")], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", _prose(page)):
+        path, _, anchor = target.partition("#")
+        place = page.parent / path if path else page
+        is_inside = page.parent == ROOT or place.resolve().is_relative_to(ROOT / "docs")  # the site has docs/ alone
+        found = is_inside and place.exists() and (not anchor or anchor in _anchors(place))
+        if "://" not in target and not found:
+            broken.append(target)
+    assert broken == []
+
+
+def test_every_call_of_the_table_by_situation_is_one() -> None:
+    calls = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/which_method.md").read_text(), re.MULTILINE)
+    names = {name: getattr(hpo_core, name) for name in ("advantages", "aggregation", "entropy", "gates")}
+    assert len(calls) > 25
+    assert [call for call in calls if eval(call, names) is None] == []
+
+
+def test_markdown_means_the_same_to_both_of_its_readers() -> None:
+    """Lists and tables stand behind an empty line, and nothing in them is indented by two: MkDocs asks for four."""
+    wrong = []
+    for page in MANUAL:
+        lines = _prose(page).splitlines()
+        for line, following in itertools.pairwise(lines):
+            starts_list = _is_item(following) and line.strip() and not _is_item(line) and not line.startswith(" ")
+            starts_table = following.lstrip().startswith("|") and line.strip() and not line.lstrip().startswith("|")
+            continues = line.startswith("|") and following.strip() and not following.startswith("|")
+            if starts_list or starts_table or continues or re.match(r" {1,3}\|", following):
+                wrong.append(f"{page.name}: {following}")
+    assert wrong == []
+
+
+def _is_item(line: str) -> bool:
+    return re.match(r"([*-]|\d+\.) ", line) is not None

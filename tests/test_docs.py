@@ -1,9 +1,13 @@
 """Every example in the documentation and in the docstrings runs, and prints the output that it shows."""
 
 import ast
+import contextlib
 import doctest
 import importlib
+import inspect
+import io
 import itertools
+import operator
 import pkgutil
 import re
 from pathlib import Path
@@ -115,6 +119,39 @@ def test_every_call_of_the_table_by_situation_is_one() -> None:
     names = {name: getattr(hpo_core, name) for name in ("advantages", "aggregation", "entropy", "gates")}
     assert len(calls) > 25
     assert [call for call in calls if eval(call, names) is None] == []
+
+
+def test_every_call_that_migrating_names_is_ours() -> None:
+    """Names and keywords; the first arguments of a call in the table have the names of its parameters."""
+    page = (ROOT / "docs/migrating.md").read_text()
+    calls = re.findall(r"`((?:advantages|aggregation|entropy|gates|kl)\.\w+\([^`]*\))`", page)
+    assert len(calls) > 50
+    for call in calls:
+        tree = ast.parse(call, mode="eval").body
+        function = operator.attrgetter(call.partition("(")[0])(hpo_core)
+        positional = {at: argument.id for at, argument in enumerate(tree.args) if isinstance(argument, ast.Name)}
+        bound = inspect.signature(function).bind_partial(*tree.args, **{each.arg: each for each in tree.keywords})
+        names = list(bound.arguments)
+        assert all(names[at] == name for at, name in positional.items()), call
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_python_without_prompts_is_python(page: Path) -> None:
+    for block in re.findall(r"^```python[^\n]*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        ast.parse(block)
+
+
+def test_the_loop_of_the_page_is_the_example_and_learns() -> None:
+    script = (ROOT / "examples/own_loop.py").read_text()
+    page = (ROOT / "docs/own_loop.md").read_text()
+    assert f'```python title="examples/own_loop.py"\n{script}```' in page and len(script.splitlines()) < 50
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(script, "own_loop.py", "exec"), {})
+    lines = re.findall(
+        r"^(\d+) reward (\d\.\d\d) clipped (\d\.\d\d) entropy (\d\.\d\d)$", printed.getvalue(), re.MULTILINE
+    )
+    assert [line[0] for line in lines] == ["10", "20", "30", "40"] and float(lines[-1][1]) > 0.9
+    assert len(re.findall(r"^\d+ reward ", page, re.MULTILINE)) == len(lines)
 
 
 def test_markdown_means_the_same_to_both_of_its_readers() -> None:

@@ -91,6 +91,10 @@ def test_a_page_is_read_in_one_go(page: Path) -> None:
     assert words <= WORDS or page.name in GENERATED
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
 def _prose(page: Path) -> str:
     """A page without what is inside its fences."""
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)

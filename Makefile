@@ -32,6 +32,9 @@ OPENRLHF ?= openrlhf==0.11.2
 SKYRL ?= skyrl==0.4.0 skyrl-gym==0.4.0 cloudpathlib==0.26.0 jaxtyping==0.3.11 loguru==0.7.3
 TORCHRL ?= torchrl==0.14.1 tensordict==0.14.3 hoptorch==0.1.4 pyvers==0.2.3
 TRINITY ?= trinity-rft==0.6.0
+# The site of the manual is built from the source alone, in an environment of its own without torch.
+DOCS ?= mkdocs==1.6.1 mkdocs-material==9.8.2 mkdocs-autorefs==1.4.5 mkdocstrings==1.0.8 mkdocstrings-python==2.0.11 griffelib==2.4.1 \
+	pymdown-extensions==13.1.2 ruff==0.17.6
 SINCE ?= HEAD
 
 BIN := $(VENV)/bin
@@ -76,7 +79,7 @@ endif
 # A number of jobs would limit ninja, too.
 set-up = +@$(2) $(MAKE) $(if $(V),,--silent) --no-print-directory --jobs build $(VENV)/$(1)
 
-.PHONY: help setup build test test-changed test-long coverage sanitize test-matrix test-trainers demo demo-agent bench gpu-check lint wheel clean
+.PHONY: help setup build test test-changed test-long coverage sanitize test-matrix test-trainers demo demo-agent bench gpu-check docs lint wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s%s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -152,7 +155,7 @@ test-matrix: ## the oldest and the newest torch and Triton that we promise to wo
 	$(MAKE) test VENV=.venv-newest TORCH="torch" TRITON="triton" PEERS=
 
 # pytest fails if it skips every test that it is given.
-test-trainers: ## the integrations of docs/trainers.md, and the recipes of docs/data_parallel.md under DeepSpeed
+test-trainers: ## the integrations of docs/trainers.md, and the recipes of docs/distributed.md under DeepSpeed
 	$(call set-up,for-tests,$(CPU_ALONE))
 	$(call trainer,areal,$(AREAL))
 	$(call trainer,axolotl,$(AXOLOTL))
@@ -179,6 +182,14 @@ bench: ## the benchmarks on this machine
 gpu-check: $(VENV)/for-tests ## build, tests and benchmarks on an NVIDIA GPU
 	PATH="$(abspath $(BIN)):$$PATH" bash bench/gpu_check.sh
 
+docs: .venv-docs/for-docs ## the manual as a site, in build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	@echo 'hpo_core: read it with python3 -m http.server --directory build/site'
+
+.venv-docs/for-docs: Makefile
+	$(call stage,.venv-docs with MkDocs (25 MB to download),$(PYTHON) -m venv .venv-docs && .venv-docs/bin/pip install --quiet $(DOCS))
+	@touch $@
+
 lint: $(VENV)/for-tests ## ruff, mypy and clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -191,5 +202,5 @@ wheel: $(VENV)/for-building ## the wheel for users, in dist/
 	HPO_CORE_EMULATED=0 $(BIN)/pip wheel --no-deps --wheel-dir dist .
 
 clean: ## removes everything that these targets made
-	rm -rf build dist *.egg-info hpo_core/*.so hpo_core/_build_info.json .venv .venv-oldest .venv-newest .venv-trainers
+	rm -rf build dist *.egg-info hpo_core/*.so hpo_core/_build_info.json .venv .venv-docs .venv-oldest .venv-newest .venv-trainers
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Prints the tables of docs/logprobs.md and docs/linear_logprobs.md from the results of runs.
+"""Prints the tables of docs/logprobs_speed.md and docs/linear_logprobs.md from the results of runs.
 
 python bench/run.py --only logprobs && python bench/tables.py bench/results/results.json
 """

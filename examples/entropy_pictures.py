@@ -1,5 +1,5 @@
-"""Draw the pictures of docs/entropy.md: entropies of answers that the demo's model writes, windows and thresholds, and
-the effect of each slot of a selection on the gradient of the loss.
+"""Draw the pictures of docs/entropy_explained.md: entropies of answers that the demo's model writes, windows and
+thresholds, and the effect of each slot of a selection on the gradient of the loss.
 
     python examples/entropy_pictures.py --output docs/pictures
 

@@ -41,6 +41,7 @@ __all__ = [
     "kl",
     "linear_token_logprobs",
     "logprob_states",
+    "plot",
     "policy_loss",
     "policy_loss_and_grad",
     "policy_loss_from_logits",
@@ -53,7 +54,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``hpo_core.testing`` is imported when it is first used: training needs none of it."""
-    if name == "testing":
-        return importlib.import_module(".testing", __name__)
+    """``hpo_core.testing`` and ``hpo_core.plot`` are imported when they are first used: training needs none of them."""
+    if name in ("plot", "testing"):
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 ``loss = sum_t m_t w[s(t)] loss_t``: each function returns the ``[S]`` float32 weights ``w`` of one aggregation mode,
 computed once per optimiser step from global counts. The loss and its gradient then do not depend on how the step is cut
-into micro-batches and spread over ranks. docs/data_parallel.md has a recipe for each engine.
+into micro-batches and spread over ranks. docs/distributed.md has a recipe for each engine.
 
 Common arguments:
     total: the count of the whole optimiser step (number or 0-dim tensor) instead of this batch's own: tokens, rows or

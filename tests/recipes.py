@@ -1,4 +1,4 @@
-"""The steps of two ranks that every recipe of docs/data_parallel.md is tried on."""
+"""The steps of two ranks that every recipe of docs/distributed.md is tried on."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Every engine's recipe of docs/data_parallel.md: two ranks have the gradient of one process."""
+"""Every engine's recipe of docs/distributed.md: two ranks have the gradient of one process."""
 
 import contextlib
 import os

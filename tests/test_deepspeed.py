@@ -1,4 +1,4 @@
-"""The recipes of docs/data_parallel.md under DeepSpeed itself, on two CPUs; `make test-trainers` installs it."""
+"""The recipes of docs/distributed.md under DeepSpeed itself, on two CPUs; `make test-trainers` installs it."""
 
 import os
 

@@ -1,9 +1,13 @@
 """Every example in the documentation and in the docstrings runs, and prints the output that it shows."""
 
 import ast
+import contextlib
 import doctest
 import importlib
+import inspect
+import io
 import itertools
+import operator
 import pkgutil
 import re
 from pathlib import Path
@@ -13,7 +17,8 @@ import pytest
 import hpo_core
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md"])
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md"])
+MANUAL = sorted(ROOT.glob("docs/**/*.md"))
 _NEED_TRAINERS = ("axolotl", "ms_swift", "nemo_rl", "rllm", "roll", "skyrl", "torchrl", "trinity", "trl", "verl")
 # These need a trainer or hypothesis.
 OPTIONAL = (
@@ -27,7 +32,7 @@ def _modules() -> list[str]:
     return [name for name in names if not name.startswith("hpo_core._") and name not in OPTIONAL]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_page(page: Path) -> None:
     failures, _ = doctest.testfile(str(page), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert failures == 0
@@ -38,6 +43,12 @@ def test_docstrings(name: str) -> None:
     module = importlib.import_module(name)
     failures, _ = doctest.testmod(module, globs={**vars(module)}, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert failures == 0
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """MkDocs itself, which `make docs` installs, checks the rest of the site."""
+    listed = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
+    assert sorted(listed) == sorted(path.relative_to(ROOT / "docs").as_posix() for path in MANUAL)
 
 
 def test_no_docstring_is_broken_by_reflow() -> None:
@@ -66,3 +77,100 @@ def test_there_are_examples() -> None:
     finder = doctest.DocTestFinder(exclude_empty=True)
     examples = sum(len(test.examples) for name in _modules() for test in finder.find(importlib.import_module(name)))
     assert examples > 40, examples
+
+
+# ----------------------------------------------------------------------------------------------------------- the manual
+
+GENERATED = {"gpu.md"}
+WORDS = 1500
+
+
+@pytest.mark.parametrize("page", MANUAL, ids=lambda page: page.relative_to(ROOT / "docs").as_posix())
+def test_a_page_is_read_in_one_go(page: Path) -> None:
+    words = len(page.read_text().split())
+    assert words <= WORDS or page.name in GENERATED
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def _prose(page: Path) -> str:
+    """A page without what is inside its fences."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def _anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", _prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("C*.md")], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", _prose(page)):
+        path, _, anchor = target.partition("#")
+        place = page.parent / path if path else page
+        is_inside = page.parent == ROOT or place.resolve().is_relative_to(ROOT / "docs")  # the site has docs/ alone
+        found = is_inside and place.exists() and (not anchor or anchor in _anchors(place))
+        if "://" not in target and not found:
+            broken.append(target)
+    assert broken == []
+
+
+def test_every_call_of_the_table_by_situation_is_one() -> None:
+    calls = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/which_method.md").read_text(), re.MULTILINE)
+    names = {name: getattr(hpo_core, name) for name in ("advantages", "aggregation", "entropy", "gates")}
+    assert len(calls) > 25
+    assert [call for call in calls if eval(call, names) is None] == []
+
+
+def test_every_call_that_migrating_names_is_ours() -> None:
+    """Names and keywords; the first arguments of a call in the table have the names of its parameters."""
+    page = (ROOT / "docs/migrating.md").read_text()
+    calls = re.findall(r"`((?:advantages|aggregation|entropy|gates|kl)\.\w+\([^`]*\))`", page)
+    assert len(calls) > 50
+    for call in calls:
+        tree = ast.parse(call, mode="eval").body
+        function = operator.attrgetter(call.partition("(")[0])(hpo_core)
+        positional = {at: argument.id for at, argument in enumerate(tree.args) if isinstance(argument, ast.Name)}
+        bound = inspect.signature(function).bind_partial(*tree.args, **{each.arg: each for each in tree.keywords})
+        names = list(bound.arguments)
+        assert all(names[at] == name for at, name in positional.items()), call
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_python_without_prompts_is_python(page: Path) -> None:
+    for block in re.findall(r"^```python[^\n]*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        ast.parse(block)
+
+
+def test_the_loop_of_the_page_is_the_example_and_learns() -> None:
+    script = (ROOT / "examples/own_loop.py").read_text()
+    page = (ROOT / "docs/own_loop.md").read_text()
+    assert f'```python title="examples/own_loop.py"\n{script}```' in page and len(script.splitlines()) < 50
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(script, "own_loop.py", "exec"), {})
+    lines = re.findall(
+        r"^(\d+) reward (\d\.\d\d) clipped (\d\.\d\d) entropy (\d\.\d\d)$", printed.getvalue(), re.MULTILINE
+    )
+    assert [line[0] for line in lines] == ["10", "20", "30", "40"] and float(lines[-1][1]) > 0.9
+    assert len(re.findall(r"^\d+ reward ", page, re.MULTILINE)) == len(lines)
+
+
+def test_markdown_means_the_same_to_both_of_its_readers() -> None:
+    """Lists and tables stand behind an empty line, and nothing in them is indented by two: MkDocs asks for four."""
+    wrong = []
+    for page in MANUAL:
+        lines = _prose(page).splitlines()
+        for line, following in itertools.pairwise(lines):
+            starts_list = _is_item(following) and line.strip() and not _is_item(line) and not line.startswith(" ")
+            starts_table = following.lstrip().startswith("|") and line.strip() and not line.lstrip().startswith("|")
+            continues = line.startswith("|") and following.strip() and not following.startswith("|")
+            if starts_list or starts_table or continues or re.match(r" {1,3}\|", following):
+                wrong.append(f"{page.name}: {following}")
+    assert wrong == []
+
+
+def _is_item(line: str) -> bool:
+    return re.match(r"([*-]|\d+\.) ", line) is not None

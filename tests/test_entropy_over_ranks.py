@@ -149,7 +149,7 @@ COLLECTIVES = {
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_collectives_are_counted(ranks, name):
-    """What docs/entropy.md says; no more for four ranks than for two, and never more than 16 KiB."""
+    """What docs/entropy_ranks.md says; no more for four ranks than for two, and never more than 16 KiB."""
     for world, found in itertools.product((2, 4), ranks):
         calls = found.get((world, "ties", name), (None, None, COLLECTIVES[name]))[2]
         assert {kind: calls[kind] for kind in COLLECTIVES[name]} == COLLECTIVES[name]

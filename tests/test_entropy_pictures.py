@@ -1,4 +1,4 @@
-"""The pictures of docs/entropy.md: what they show, and that the script draws them."""
+"""The pictures of docs/entropy_explained.md: what they show, and that the script draws them."""
 
 import functools
 import importlib.util
@@ -25,7 +25,7 @@ def pictures():
 
 
 def test_the_page_shows_pictures_that_are_small():
-    page = (ROOT / "docs/entropy.md").read_text()
+    page = (ROOT / "docs/entropy_explained.md").read_text()
     for name in NAMES:
         path = ROOT / "docs/pictures" / name
         assert f"(pictures/{name})" in page

@@ -1,6 +1,6 @@
 """Entropy presets against numbers that their authors' functions gave, run once on the batch below.
 
-`docs/entropy_presets.md` has the commits. The numbers are facts about those functions, whatever a paper says.
+`docs/entropy_evidence.md` has the commits. The numbers are facts about those functions, whatever a paper says.
 """
 
 import math

@@ -229,9 +229,9 @@ def test_the_score_head_has_no_gradient_through_the_ratio():
 
 @pytest.mark.skipif(not (ROOT / "examples").exists(), reason="needs the source")
 def test_a_readers_first_attempt(backend):
-    """examples/own_gate.py, as written from docs/gates.md alone: the page quotes it, and every backend runs it."""
+    """examples/own_gate.py, as written from docs/own_gate.md alone: the page quotes it, and every backend runs it."""
     written = (ROOT / "examples" / "own_gate.py").read_text()
-    assert written.rstrip() in (ROOT / "docs" / "gates.md").read_text()
+    assert written.rstrip() in (ROOT / "docs" / "own_gate.md").read_text()
     assert len(written.strip().splitlines()) <= 15
     found = {}
     exec(written, found)

@@ -1,5 +1,5 @@
-"""Liger's GRPO losses against our gates, where the definitions agree, and measured where they do not; docs/gates.md has
-the table. Its fused linear loss is plain PyTorch, its Triton kernels run in the interpreter."""
+"""Liger's GRPO losses against our gates, where the definitions agree, and measured where they do not; the table stands
+in docs/gate_traps.md. Its fused linear loss is plain PyTorch, its Triton kernels run in the interpreter."""
 
 import dataclasses
 import functools
@@ -201,7 +201,7 @@ def test_its_kernels_agree(name):
 # ------------------------------------------------------------- where it differs: what it computes, and by how much
 #
 # Each number is the difference of the loss and that of the gradient, relative to Liger's, on one batch, and stands in
-# docs/gates.md.
+# docs/gate_traps.md.
 
 
 @pytest.fixture

@@ -102,9 +102,9 @@ def test_sdist_holds_what_a_build_and_the_tests_need(tmp_path):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", "LICENSE", "THIRD_PARTY_NOTICES"):
         shutil.copy(ROOT / name, tmp_path)
-    for path in ROOT.glob("*.md"):
+    for path in (*ROOT.glob("*.md"), ROOT / "mkdocs.yml"):
         shutil.copy(path, tmp_path)
-    kinds = {"", ".py", ".typed", ".md", ".sh", ".h", ".cpp", ".cu", ".cuh", ".toml"}
+    kinds = {"", ".py", ".typed", ".md", ".yml", ".sh", ".h", ".cpp", ".cu", ".cuh", ".toml"}
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     needed = {str(path.relative_to(tmp_path)) for path in files if path.suffix in kinds}
     for name in ("csrc/_cpu.so", "kernels/hpo_triton/old.pyc", "tests/_build_info.json"):

@@ -1,4 +1,4 @@
-"""verl's own loss functions against our gates, where the definitions agree; docs/gates.md says where they do not."""
+"""verl's own loss functions against our gates, where definitions agree; docs/gate_traps.md says where they do not."""
 
 import functools
 import itertools

@@ -134,9 +134,9 @@ def test_what_cannot_be_honoured_is_refused(message, extra, config, tmp_path):
         build(hpo_trl.HPOTrainer, tmp_path, extra=extra, **config)
 
 
-# ------------------------------------------------------------------------------------------ what docs/trl.md says of it
+# ------------------------------------------------------------------------------------------ what the pages say of it
 
-PAGE = (Path(__file__).parents[1] / "docs/trl.md").read_text()
+PAGE, LOSS_PAGE = ((Path(__file__).parents[1] / "docs" / name).read_text() for name in ("trl.md", "trl_loss.md"))
 GATE, SEQUENCE = {"gate": hpo.gates.dapo()}, {"importance_sampling_level": "sequence"}
 
 
@@ -160,15 +160,15 @@ def refused_by_row():
     }
 
 
-def rows_of(section):
+def rows_of(page, section):
     """The first cells of the table of a section, each as the names in backticks."""
-    table = PAGE.split(f"## {section}")[1].split("\n## ")[0].split("|---|")[1]
+    table = page.split(f"## {section}")[1].split("\n## ")[0].split("|---|")[1]
     cells = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
     return [re.findall(r"`([^`]*)`", cell) for cell in cells]
 
 
 def test_the_table_of_refused_fields_is_what_is_refused(tmp_path):
-    rows = {re.match(r"\w+", names[0])[0]: names for names in rows_of("Errors instead of silence")}
+    rows = {re.match(r"\w+", names[0])[0]: names for names in rows_of(PAGE, "Errors instead of silence")}
     examples = refused_by_row()
     assert list(rows) == list(examples)
     for row, names in rows.items():
@@ -191,7 +191,7 @@ def trl_refuses(extra, config, tmp_path):
 
 
 def test_the_table_of_denominators_has_every_loss_type_and_each_is_accepted(tmp_path):
-    kinds = [kind for names in rows_of("The loss") for kind in names]
+    kinds = [kind for names in rows_of(LOSS_PAGE, "The loss") for kind in names]
     assert sorted(kinds) == sorted(trl_config.module().KNOWN)
     for kind in kinds:
         build(hpo_trl.HPOTrainer, tmp_path, loss_type=kind, **({"epsilon_high": 5.0} if kind == "cispo" else {}))

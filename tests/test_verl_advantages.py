@@ -1,6 +1,6 @@
 """Estimators next to those that verl registers, on padded batches as it has them.
 
-docs/advantages.md has the table of where definitions differ.
+docs/advantages_evidence.md has the table of where definitions differ.
 """
 
 import functools

@@ -38,7 +38,7 @@ class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
     Args:
         gate: a text as in ``HPO_GATE``.
         loss_agg_mode: one of Trinity-RFT's four, over the micro-batch, as there: Trinity-RFT tells its losses no counts
-            of the step, so its gradient grows with the number of micro-batches (docs/trainers.md).
+            of the step, so its gradient grows with the number of micro-batches (docs/trainer_differences.md).
 
     Raises:
         ValueError: a gate that needs what Trinity-RFT does not tell its loss.

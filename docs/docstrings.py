@@ -1,0 +1,53 @@
+"""Docstrings as Markdown, for the API pages: a griffe extension that mkdocs.yml names.
+
+Docstrings are written for readers of the source and of ``help()``. They hold roles of reStructuredText such as
+``:func:`policy_loss```, literal blocks behind a double colon, and formulas whose stars and bars mean what they are.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+_ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):`(~?)([\w.]+)`")
+_BLOCK = re.compile(r"::$", re.MULTILINE)
+
+
+class Readable(griffe.Extension):
+    """Turns roles into links and literal blocks into fenced ones; examples become a section of their own."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = readable(obj.docstring.value, obj)
+
+
+def readable(text: str, obj: griffe.Object) -> str:
+    text = _ROLE.sub(lambda role: _link(role, obj), text)
+    text = _BLOCK.sub(":", text)
+    return _titled(text)
+
+
+def _link(role: re.Match[str], obj: griffe.Object) -> str:
+    """A link where the name is documented, code everywhere."""
+    short, target = role.groups()
+    target = target.lstrip(".")
+    name = target.rsplit(".", 1)[-1] if short else target
+    scope = obj if obj.is_module or obj.is_class else obj.parent
+    while "." not in target and scope is not None:
+        if target in scope.members:
+            target = f"{scope.canonical_path}.{target}"
+            break
+        scope = scope.parent
+    return f'<autoref identifier="{target}" optional><code>{name}</code></autoref>'
+
+
+def _titled(text: str) -> str:
+    """The same with a title before the first example, unless the author gave one."""
+    found = re.search(r"^>>> ", text, re.MULTILINE)
+    if found is None:
+        return text
+    before, after = text[: found.start()].rstrip(), text[found.start() :]
+    indented = "\n".join(f"    {line}" if line else line for line in after.splitlines())
+    return f"{before}\n\nExamples:\n{indented}\n"

@@ -1,0 +1,96 @@
+"""Draw the pictures of docs/gating_explained.md by hpo_core.plot: curves of gates, one answer's way through a gate on
+two levels, and a packed batch with its levels.
+
+    python examples/gate_pictures.py --output docs/pictures
+
+takes a second and needs no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hpo_core as hpo
+from hpo_core import gates, plot
+from hpo_core.gates import Level, LogClip, RatioGate
+
+CURVES = (
+    ("ppo_clip(): flat beyond its bounds", gates.ppo_clip()),
+    ("dapo(): more room upwards", gates.dapo()),
+    ("cispo(1.28): a constant gradient beyond its cap", gates.cispo(1.28)),
+    ("sapo(): fades out slowly", gates.sapo()),
+    ("spo(): pulls back what went too far", gates.spo()),
+    ("ce_gppo(): some gradient beyond its bounds", gates.ce_gppo()),
+)
+
+
+def draw_gates() -> Any:
+    """One panel for each gate, on the same axes."""
+    pyplot = plotter()
+    figure, axes = pyplot.subplots(2, 3, figsize=(11, 5.8), sharex=True, sharey=True, layout="constrained")
+    for panel, (title, gate) in zip(axes.flat, CURVES, strict=True):
+        plot.gate_curve(gate, ratios=(0.3, 3.0), axes=panel)
+        panel.set_title(title, fontsize=10, loc="left")
+        panel.set(xlabel="", ylabel="", ylim=(-3.1, 3.1))
+        panel.get_legend().remove()
+    figure.supxlabel("ratio of the token, e^(logp - old_logp)", fontsize=10)
+    figure.supylabel("d objective / d logp", fontsize=10)
+    lines = axes.flat[0].lines[:2]
+    figure.legend(lines, ["advantage 1", "advantage -1"], loc="outside upper center", ncols=2, frameon=False)
+    return figure
+
+
+def draw_trajectory() -> Any:
+    """The worked example of the page."""
+    answer = Level(LogClip(low=(-0.1, -0.1), high=(0.1, 0.1)))
+    gate = RatioGate("budgets", LogClip(low=(-0.2, -0.2), high=(0.2, 0.2)), levels=(answer,))
+    x = torch.tensor([0.30, 0.10, -0.10, 0.50])
+    old_logp = torch.full((4,), -1.0)
+    batch = hpo.PackedBatch.from_lengths([4])
+    words = ["The", "root", "is", "3"]
+    return plot.trajectory(old_logp + x, old_logp, torch.tensor([1.0]), batch, gate, labels=words)
+
+
+def draw_batch() -> Any:
+    """Two prompts with two agents' trajectories each, one of which goes on in a second row."""
+    steps = [[0, 3], [4, 8], [8, 13], [13, 15], [16, 17], [17, 23], [24, 27], [28, 30]]
+    mask = torch.ones(30, dtype=torch.bool)
+    mask[[3, 15, 23, 27]] = False  # a tool's words
+    batch = hpo.PackedBatch.from_lengths(
+        [8, 5, 4, 6, 7],
+        steps=torch.tensor(steps),
+        trajectory_ids=torch.tensor([0, 0, 1, 2, 3]),
+        group_ids=torch.tensor([0, 0, 0, 1, 1]),
+        domain_ids=torch.tensor([0, 0, 0, 0, 0]),
+    ).replace(mask=mask)
+    return plot.batch_layout(batch).figure
+
+
+def plotter() -> Any:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("docs/pictures"), help="folder (default: docs/pictures)")
+    options = parser.parse_args(argv)
+    options.output.mkdir(parents=True, exist_ok=True)
+    pyplot = plotter()
+    for name, draw in (("gates.png", draw_gates), ("trajectory.png", draw_trajectory), ("batch.png", draw_batch)):
+        figure = draw()
+        figure.savefig(options.output / name, dpi=100, metadata={"Software": None})
+        pyplot.close(figure)
+        print(f"written: {options.output / name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+import torch
+import hpo_core as hpo
+
+torch.manual_seed(0)
+WORDS, LONGEST = 50, 12
+# Yours: a model from ids [T] to logits [T, V].
+model = torch.nn.Sequential(torch.nn.Embedding(WORDS, 64), torch.nn.Linear(64, WORDS))
+optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+
+@torch.no_grad()
+def rollout(prompts=8, samples=8):
+    """Yours: answers from a sampler, each with a reward. Here a prompt is a word, and even words are worth more."""
+    words = torch.randint(WORDS, (prompts, 1)).repeat_interleave(samples, 0)
+    for _ in range(LONGEST):
+        words = torch.cat((words, torch.multinomial(model(words[:, -1]).softmax(-1), 1)), 1)
+    lengths = torch.randint(4, LONGEST + 2, (prompts * samples,))
+    inside = torch.arange(LONGEST + 1) < lengths[:, None]
+    rewards = ((words % 2 == 0) & inside)[:, 1:].sum(1) / (lengths - 1)
+    return words, inside, rewards, torch.arange(prompts).repeat_interleave(samples)
+
+for update in range(1, 41):
+    words, inside, rewards, prompts = rollout()
+    tokens = words[inside]  # packed: [T], one answer behind the other
+    batch = hpo.PackedBatch.from_lengths(inside.sum(1), group_ids=prompts)
+    batch = batch.without_first_tokens()  # the prompts, which nobody predicts
+    with torch.no_grad():
+        old_logp, entropy = hpo.token_logprobs(model(tokens), tokens, batch=batch)
+    advantages = hpo.advantages.grpo(rewards, prompts)
+    weights = hpo.aggregation.token_mean(batch)  # of the whole optimiser step
+    for _ in range(4):  # optimiser steps for each rollout
+        seen = []
+        for part in batch.micro_batches(max_tokens=256):
+            ids = tokens[part.tokens]
+            logp, _ = hpo.token_logprobs(model(ids), ids, batch=part.batch, entropy=False)
+            out = hpo.policy_loss(
+                logp, old_logp[part.tokens], advantages[part.rows], part.batch, hpo.gates.dapo(),
+                weights=weights[part.rows], entropy=entropy[part.tokens],
+            )
+            out.loss.backward()
+            seen.append(out.metrics)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    if update % 10 == 0:
+        report = sum(seen[1:], seen[0]).compute()  # the only copy to the host
+        clipped, unsure = report["clip_fraction"], report["entropy"]
+        print(f"{update} reward {rewards.mean():.2f} clipped {clipped:.2f} entropy {unsure:.2f}")

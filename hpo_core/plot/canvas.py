@@ -1,0 +1,30 @@
+"""Colours, and matplotlib where something is drawn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["BLUE", "GREEN", "GREY", "LIGHT", "ORANGE", "PURPLE", "RED", "SKY", "axes_of", "pyplot_for"]
+
+# Okabe and Ito's colours, which readers with any colour vision tell apart.
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#BBBBBB",
+)  # fmt: skip
+LIGHT = ("#A6CEE8", "#F5D99B", "#9ADBC4", "#F2B48C", "#E8C5DA", "#D9D9D9")  # the same, for areas with text on them
+
+
+def pyplot_for(function: str) -> Any:
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError(f"plot.{function}: drawing needs matplotlib: pip install matplotlib") from error
+    return pyplot
+
+
+def axes_of(function: str, axes: Axes | None, size: tuple[float, float]) -> Any:
+    """The Axes to draw on: those given, or new ones."""
+    pyplot = pyplot_for(function)
+    return pyplot.subplots(figsize=size, layout="constrained")[1] if axes is None else axes

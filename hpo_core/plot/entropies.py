@@ -1,0 +1,95 @@
+"""Entropies of a row, windows, thresholds and what they select."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..batch import PackedBatch
+from ..checks import check, examined, require_type
+from ..entropy import EntropyWindow, WindowState
+from ..prepared import as_batch
+from .canvas import BLUE, GREEN, GREY, ORANGE, RED, axes_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["entropy_window"]
+
+
+def entropy_window(
+    entropy: torch.Tensor,
+    batch: PackedBatch | torch.Tensor,
+    window: EntropyWindow,
+    state: WindowState | None = None,
+    *,
+    row: int = 0,
+    labels: Sequence[str] | None = None,
+    axes: Axes | None = None,
+) -> Axes:
+    """The entropies of one row, the window means that are compared, the threshold, and what is selected.
+
+    Bars are entropies, blue where the token is selected. For a window of several tokens each dot is the mean of the
+    window that begins (or lies) at its token, filled where it is selected, and the tokens of selected windows are
+    shaded.
+
+    Args:
+        entropy: ``[T]`` (or ``[B, L]``) in nats.
+        batch: a PackedBatch, or a padded mask ``[B, L]``.
+        window: an EntropyWindow: ``forking_tokens``, ``ares`` or your own.
+        state: what ``window.fit`` returned for the optimiser step. Default: fitted on these entropies.
+        row: of the packed (or padded) batch.
+        labels: a text for each token of the row, such as the decoded tokens.
+        axes: to draw on. Default: new ones.
+
+    Returns:
+        The Axes.
+
+    Raises:
+        ValueError, TypeError: naming the argument; ImportError: without matplotlib.
+
+    >>> import hpo_core as hpo
+    >>> entropy, batch = torch.tensor([0.1, 0.9, 0.2, 0.0, 0.3]), PackedBatch.from_lengths([5])
+    >>> axes = entropy_window(entropy, batch, hpo.entropy.forking_tokens("0.4"))
+    >>> [round(float(bar.get_height()), 1) for bar in axes.patches if bar.get_facecolor()[0] < 0.1]
+    [0.9, 0.3]
+    """
+    require_type(isinstance(window, EntropyWindow), "window: expected one of hpo_core.entropy, got {!r}", window)
+    entropy, batch = examined("entropy", entropy, "[T]").detach(), as_batch(batch)
+    check(0 <= row < batch.rows, "row: expected 0 to {}, got {}", batch.rows - 1, row)
+    state = window.fit(entropy, batch) if state is None else state
+    found = (entropy, window.score(entropy, batch), window.apply(entropy, batch, state))
+    begin, end = (int(offset) for offset in batch.cu_seqlens[row : row + 2])
+    values, score, selected = (each.reshape(-1)[begin:end].cpu() for each in found)
+    valid = torch.ones_like(selected) if batch.mask is None else batch.mask.reshape(-1)[begin:end].cpu()
+    count = end - begin
+    check(labels is None or len(labels) == count, "labels: expected one for each of {} tokens, got {}", count, labels)
+    drawn = axes_of("entropy_window", axes, (min(14.0, 4.5 + 0.16 * count), 3.4))
+    several = window.first != window.last
+    if several:
+        inside = {at + k for at in selected.nonzero().flatten().tolist() for k in range(window.first, window.last + 1)}
+        for at in sorted(inside & set(range(count))):
+            label = "in a selected window" if at == min(inside & set(range(count))) else None
+            drawn.axvspan(at - 0.5, at + 0.5, color=ORANGE, alpha=0.25, lw=0, label=label)
+    for is_selected, colour in ((True, BLUE), (False, GREY)):
+        at = (valid & ((selected if not several else torch.zeros_like(selected)) == is_selected)).nonzero().flatten()
+        if len(at):
+            label = "entropy" if several else f"entropy, {'selected' if is_selected else 'not selected'}"
+            drawn.bar(at.tolist(), values[at].tolist(), 0.8, color=colour, label=label)
+    if several:
+        for is_selected, face in ((True, GREEN), (False, "white")):
+            at = (torch.isfinite(score) & (selected == is_selected)).nonzero().flatten()
+            label = f"window mean, {'selected' if is_selected else 'not selected'}"
+            drawn.plot(at.tolist(), score[at].tolist(), "o", color=GREEN, markerfacecolor=face, label=label)
+    drawn.axhline(float(state.threshold), color=RED, lw=1.5, ls="--", label=f"threshold {float(state.threshold):.3g}")
+    drawn.set(xlabel=f"token of row {row}", ylabel="entropy (nats)")
+    drawn.set_title(window.name, loc="left", fontsize=10)
+    drawn.xaxis.get_major_locator().set_params(integer=True)
+    if labels is not None:
+        drawn.set_xticks(range(count), labels)
+    drawn.set_xlim(-0.7, count - 0.3)
+    drawn.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
+    drawn.spines[["top", "right"]].set_visible(False)
+    return drawn  # type: ignore[no-any-return]

@@ -1,0 +1,187 @@
+"""The way of log-ratios through a gate."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..batch import PackedBatch
+from ..checks import check, examined
+from ..gates import RatioGate
+from ..prepared import PolicyLossOptions, as_batch, prepare
+from ..reference.gates import gate_tokens, read_tokens
+from ..reference.hierarchy import combined
+from ..reference.segments import flat
+from ..specs import LevelKind, PolicyLossSpec, TokenGate, Unit
+from .canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, pyplot_for
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from typing_extensions import Unpack
+
+__all__ = ["trajectory"]
+
+
+class _Level(NamedTuple):
+    """One gate as the tokens of a row see it, ``[n]`` each, in the direction of the log-ratio."""
+
+    name: str
+    aggregate: torch.Tensor
+    residual: torch.Tensor
+    value: torch.Tensor
+    low: float  # budgets; infinite where there is none
+    high: float
+    is_dropped: bool
+
+
+def trajectory(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor | None,
+    advantages: torch.Tensor,
+    batch: PackedBatch | torch.Tensor,
+    gate: RatioGate | None = None,
+    *,
+    row: int = 0,
+    labels: Sequence[str] | None = None,
+    **options: Unpack[PolicyLossOptions],
+) -> Figure:
+    """The way of one row's log-ratios through a gate: aggregates, residuals and budgets, before and after gating.
+
+    The first panel has the log-ratios ``x = logp - old_logp`` and the aggregate of each level; then each level, from
+    the coarsest to the tokens, its residual (grey), what its gate lets through (coloured) and its budget (dashed); the
+    last one ``z``, the sum of what was let through, beside x. Rising and falling log-ratios of a gate with a split are
+    drawn upwards and downwards. All is the definition's, in float64. Masked tokens are left out.
+
+    Args:
+        logp, old_logp, advantages, batch, gate, options: as in :func:`~hpo_core.policy_loss`.
+        row: of the packed batch (or the padded one). Aggregates are those of whole segments, with all their rows.
+        labels: a text for each token of the row, such as the decoded tokens.
+
+    Returns:
+        The Figure, one Axes for each panel.
+
+    Raises:
+        ValueError, TypeError: as the loss, and for a row that is not there; ImportError: without matplotlib.
+
+    >>> import hpo_core as hpo
+    >>> from hpo_core.gates import Level, LogClip, RatioGate
+    >>> gate = RatioGate("budgets", LogClip((-0.2, -0.2), (0.2, 0.2)), (Level(LogClip((-0.1, -0.1), (0.1, 0.1))),))
+    >>> logp = torch.tensor([0.3, 0.1, -0.1, 0.5]) - 1
+    >>> figure = trajectory(logp, torch.full((4,), -1.0), torch.ones(1), PackedBatch.from_lengths([4]), gate)
+    >>> [axes.get_title(loc="left").split(",")[0] for axes in figure.axes]
+    ['log-ratios', 'trajectory', 'token', 'gated log-ratio z']
+    """
+    pyplot = pyplot_for("trajectory")
+    batch = as_batch(batch)
+    check(0 <= row < batch.rows, "row: expected 0 to {}, got {}", batch.rows - 1, row)
+    x, z, drawn, levels = _through_gates(logp, old_logp, advantages, batch, gate, row, options)
+    count = x.numel()
+    check(labels is None or len(labels) == count, "labels: expected one for each of {} tokens, got {}", count, labels)
+    panels = len(levels) + 2
+    size = (min(14.0, 4.5 + 0.16 * count), 0.6 + 1.55 * panels)
+    figure, axes = pyplot.subplots(panels, 1, figsize=size, sharex=True, layout="constrained", squeeze=False)
+    first, *rest = axes[:, 0]
+    at = torch.arange(count)[drawn].tolist()
+
+    def bars(panel: Any, values: torch.Tensor, width: float, colour: str, label: str) -> None:
+        panel.bar(at, values[drawn].tolist(), width, color=colour, label=label)
+
+    bars(first, x, 0.8, GREY, "log-ratio x")
+    colours = dict(zip([level.name for level in reversed(levels)], itertools.cycle((BLUE, GREEN, PURPLE, ORANGE))))
+    for level in levels[::-1]:
+        if not level.name.startswith("token"):
+            for begin, end in _runs(level.aggregate.masked_fill(~drawn, math.nan)):
+                height = float(level.aggregate[begin])
+                label = f"aggregate, {level.name}" if begin == at[0] else None
+                first.hlines(height, begin - 0.5, end - 0.5, color=colours[level.name], lw=2.2, label=label)
+    first.set_title("log-ratios, logp - old_logp", loc="left", fontsize=10)
+    for panel, level in zip(rest, levels[::-1], strict=False):
+        is_token = level.name.startswith("token")
+        bars(panel, level.residual, 0.8 if is_token else 1.0, GREY, "residual")
+        bars(panel, level.value, 0.45 if is_token else 1.0, colours[level.name], "gated")
+        for bound in {level.low, level.high}:
+            if math.isfinite(bound):
+                panel.axhline(bound, color=RED, lw=1.3, ls="--", label="budget" if bound == level.high else None)
+        panel.set_title(f"{level.name}, residual{' (dropped)' * level.is_dropped}", loc="left", fontsize=10)
+    bars(rest[-1], x, 0.8, GREY, "log-ratio x")
+    bars(rest[-1], z, 0.45, SKY, "gated z")
+    rest[-1].set_title("gated log-ratio z, the sum of the gated residuals", loc="left", fontsize=10)
+    for panel in (first, *rest):
+        panel.axhline(0, color="black", lw=0.6)
+        panel.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
+        panel.spines[["top", "right"]].set_visible(False)
+    rest[-1].xaxis.get_major_locator().set_params(integer=True)
+    if labels is not None:
+        rest[-1].set_xticks(range(count), labels)
+    rest[-1].set(xlabel=f"token of row {row}", xlim=(-0.7, count - 0.3))
+    figure.supylabel("log-ratio (nats)", fontsize=10)
+    return figure  # type: ignore[no-any-return]
+
+
+def _through_gates(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor | None,
+    advantages: torch.Tensor,
+    batch: PackedBatch,
+    gate: RatioGate | None,
+    row: int,
+    options: PolicyLossOptions,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[_Level]]:
+    """x, z, whether each token is valid, and the gates, finest first, of the tokens of a row, on the host."""
+    logp = examined("logp", logp, "[T]").detach().double()
+    given: dict[str, Any] = {"weights": torch.ones(batch.rows, dtype=logp.dtype, device=logp.device)}
+    given |= {name: value for name, value in options.items() if name not in ("backend", "report")}
+    inputs, spec, exchange, *_ = prepare(logp, old_logp, advantages, batch, gate, backend="reference", **given)
+    inputs = flat(inputs)
+    tokens = read_tokens(inputs, spec)
+    channels = gate_tokens(tokens, inputs, spec, exchange)
+    begin, end = (int(offset) for offset in batch.cu_seqlens[row : row + 2])
+
+    def of_row(values: torch.Tensor) -> torch.Tensor:
+        return values[begin:end].detach().cpu()
+
+    negative = of_row(tokens.negative)
+    names = ["token", *(Unit(level.unit).name.lower() for level in spec.as_hierarchy().levels)]
+    levels = []
+    for k, name in enumerate(names):
+        for number, channel in enumerate(channels):
+            part = "" if len(channels) == 1 else " (rising)" if channel.sign > 0 else " (falling)"
+            aggregate, residual, value = (channel.sign * of_row(each) for each in channel.levels[k][:3])
+            low, high = _budget(spec, k, int(negative[0]) if negative.numel() else 0, number)
+            if channel.sign < 0:
+                low, high = -high, -low
+            dropped = k == 0 and spec.token is TokenGate.DROP
+            levels.append(_Level(name + part, aggregate, residual, value, low, high, dropped))
+    z = combined(channels)[0]
+    return of_row(tokens.x), of_row(z), of_row(tokens.valid), levels
+
+
+def _budget(spec: PolicyLossSpec, k: int, negative: int, channel: int) -> tuple[float, float]:
+    """The bounds of the k-th gate in log space, for a sign of the advantage and a channel."""
+    if k == 0:
+        if spec.token is not TokenGate.CLIP:
+            return -math.inf, math.inf
+        if spec.is_hierarchical:
+            return spec.token_log_low[negative], spec.token_log_high[negative]
+        low, high = spec.token_low[negative], spec.token_high[negative]
+        return math.log(low) if low > 0 else -math.inf, math.log(high)
+    level = spec.as_hierarchy().levels[k - 1]
+    at = negative + 2 * channel
+    if level.gate is LevelKind.CLIP:
+        return level.low[at], level.high[at]
+    is_budget = level.gate in (LevelKind.ROLLBACK, LevelKind.TANH)
+    return (-level.high[at], level.high[at]) if is_budget else (-math.inf, math.inf)
+
+
+def _runs(values: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """The first place and the one behind the last of each run of equal numbers; NaN is in none."""
+    begin = 0
+    for end in range(1, values.numel() + 1):
+        if end == values.numel() or values[end] != values[begin]:
+            if not bool(values[begin].isnan()):
+                yield begin, end
+            begin = end

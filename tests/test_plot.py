@@ -1,0 +1,342 @@
+"""hpo_core.plot: the numbers of what is drawn, against formulas and sums written here; and pictures of pages."""
+
+import importlib.util
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import hpo_core as hpo
+from hpo_core import gates, plot
+from hpo_core.gates import Drop, Identity, Level, LogClip, RatioGate, Rollback, Routing, Tanh, Unit
+from hpo_core.plot.canvas import BLUE, GREY
+
+pytest.importorskip("matplotlib").use("agg")
+colors, pyplot = (pytest.importorskip(f"matplotlib.{name}") for name in ("colors", "pyplot"))
+
+ROOT = Path(__file__).parents[1]
+TWO_ROWS = hpo.PackedBatch.from_lengths([4, 3])
+BUDGETS = RatioGate("budgets", LogClip((-0.2, -0.2), (0.2, 0.2)), (Level(LogClip((-0.1, -0.1), (0.1, 0.1))),))
+X = torch.tensor([0.3, 0.1, -0.1, 0.5, -0.4, 0.2, 0.0])
+OLD = torch.full((7,), -1.0)
+A = torch.tensor([1.0, -1.0])
+
+
+@pytest.fixture(autouse=True)
+def _closed():
+    yield
+    pyplot.close("all")
+
+
+def heights(axes, label):
+    """Of the bars with a label, by place."""
+    (container,) = [each for each in axes.containers if each.get_label() == label]
+    return {round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in container}
+
+
+def close(found, expected):
+    assert found.keys() == expected.keys()
+    assert list(found.values()) == pytest.approx(list(expected.values()), abs=1e-6)
+
+
+def levels_of(axes):
+    """The heights of horizontal lines over all of the axes, without the one at 0."""
+    return sorted(line.get_ydata()[0] for line in axes.lines if line.get_ydata()[0] != 0)
+
+
+# ----------------------------------------------------------------------------------------------------------- gate_curve
+
+
+def curves(axes):
+    lines = {line.get_label(): line for line in axes.lines}
+    return torch.tensor(lines["A = 1"].get_xdata()), *(torch.tensor(lines[f"A = {a}"].get_ydata()) for a in (1, -1))
+
+
+def clipped(r, a, low, high):
+    passes = (r <= high) if a > 0 else (r >= low)
+    return torch.where(passes, a * r, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("gate", "slope"),
+    [
+        (gates.ppo_clip(0.3, 0.25), lambda r, a: clipped(r, a, 0.7, 1.25)),
+        (gates.reinforce(), lambda r, a: torch.full_like(r, a)),
+        (gates.cispo(1.1), lambda r, a: a * r.clamp(max=1.1)),
+        (gates.spo(0.4), lambda r, a: r * (a - abs(a) * (r - 1) / 0.4)),
+        (gates.sapo(1.0, 2.0), lambda r, a: a * 4 * r * sigmoid_slope((1.0 if a > 0 else 2.0) * (r - 1))),
+        (gates.gspo(0.3, 0.25), lambda r, a: clipped(r, a, 0.7, 1.25)),
+        (gates.step_gspo(0.3, 0.25), lambda r, a: clipped(r, a, 0.7, 1.25)),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_a_curve_is_the_slope_of_the_objective(gate, slope):
+    for options in ({}, {"tokens": 5}):
+        r, rising, falling = curves(plot.gate_curve(gate, points=301, **options))
+        assert (r[0], r[-1], len(r)) == (0.5, 1.6, 301)
+        torch.testing.assert_close(rising, slope(r, 1.0), rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(falling, slope(r, -1.0), rtol=1e-6, atol=1e-9)
+
+
+def sigmoid_slope(u):
+    return torch.sigmoid(u) * (1 - torch.sigmoid(u))
+
+
+def test_a_token_alone_meets_its_own_gate_and_hardly_that_of_the_level():
+    gate = RatioGate("two", LogClip((-9, -9), (0.3, 0.3)), (Level(LogClip((-9, -9), (0.01, 0.01)), Routing.STOPPED),))
+    r, rising, _ = curves(plot.gate_curve(gate, tokens=100, alone=True, ratios=(0.8, 1.6), points=301))
+    x = r.log()
+    z = (x - x / 100).clamp(max=0.3) + (x / 100).clamp(max=0.01)
+    expected = torch.where(x - x / 100 <= 0.3, z.exp(), 0.0)
+    torch.testing.assert_close(rising, expected)
+    _, together, _ = curves(plot.gate_curve(gate, tokens=100, ratios=(0.8, 1.6), points=301))
+    torch.testing.assert_close(together, x.clamp(max=0.01).exp())
+
+
+def test_a_gate_on_groups_and_domains_has_a_curve():
+    levels = (Level(LogClip((-9, -9), (0.1, 0.1)), unit=Unit.GROUP), Level(Identity(), unit=Unit.DOMAIN))
+    gate = RatioGate("wide", Drop(), levels)
+    _, rising, _ = curves(plot.gate_curve(gate, points=11))
+    assert rising.isfinite().all()
+
+
+def test_curves_are_drawn_on_the_axes_that_are_given():
+    axes = pyplot.figure().subplots()
+    assert plot.gate_curve(gates.dapo(), axes=axes) is axes and axes.get_title(loc="left") == "dapo"
+    assert "ratio" in axes.get_xlabel() and "logp" in axes.get_ylabel()
+
+
+# ----------------------------------------------------------------------------------------------------------- trajectory
+
+
+def test_the_worked_example_of_the_page():
+    figure = plot.trajectory(OLD[:4] + X[:4], OLD[:4], A[:1], hpo.PackedBatch.from_lengths([4]), BUDGETS)
+    ratios, answer, token, z = figure.axes
+    close(heights(ratios, "log-ratio x"), {0: 0.3, 1: 0.1, 2: -0.1, 3: 0.5})
+    (mean,) = ratios.collections
+    assert mean.get_label() == "aggregate, trajectory"
+    assert mean.get_segments()[0].flatten().tolist() == pytest.approx([-0.5, 0.2, 3.5, 0.2])
+    close(heights(answer, "residual"), dict.fromkeys(range(4), 0.2))
+    close(heights(answer, "gated"), dict.fromkeys(range(4), 0.1))
+    assert levels_of(answer) == pytest.approx([-0.1, 0.1])
+    close(heights(token, "residual"), {0: 0.1, 1: -0.1, 2: -0.3, 3: 0.3})
+    close(heights(token, "gated"), {0: 0.1, 1: -0.1, 2: -0.2, 3: 0.2})
+    assert levels_of(token) == pytest.approx([-0.2, 0.2])
+    close(heights(z, "gated z"), {0: 0.2, 1: 0.0, 2: -0.1, 3: 0.3})
+    close(heights(z, "log-ratio x"), {0: 0.3, 1: 0.1, 2: -0.1, 3: 0.5})
+
+
+MASK = torch.tensor([1, 1, 1, 1, 0, 1, 1])
+STEPS = torch.tensor([[0, 2], [2, 4], [4, 6], [6, 7]])
+
+
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize(
+    "gate",
+    [
+        BUDGETS,
+        gates.fiberpo(0.2, (0.1, 0.05)),
+        gates.gspo(0.1, 0.1),
+        gates.ppo_clip(),
+        RatioGate(
+            "three",
+            LogClip((-0.2, -0.1), (0.2, 0.1)),
+            (
+                Level(Tanh(0.1), unit=Unit.STEP),
+                Level(Rollback((0.05, 0.05), slope=1.0)),
+                Level(Identity(), unit=Unit.GROUP),
+            ),
+        ),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_what_is_drawn_adds_up_to_the_loss(gate, row):
+    """z is the logarithm of the objective of the kernels, and x the sum of all residuals."""
+    batch = hpo.PackedBatch.from_lengths([4, 3], steps=STEPS, group_ids=torch.tensor([0, 0]), mask=MASK)
+    figure = plot.trajectory(OLD + X, OLD, A, batch, gate, row=row)
+    panels = figure.axes[1:-1]
+    begin, end = batch.cu_seqlens[row : row + 2].tolist()
+    valid = [at for at in range(end - begin) if MASK[begin + at]]
+    residuals = [heights(panel, "residual") for panel in panels]
+    close({at: sum(each[at] for each in residuals) for at in valid}, {at: float(X[begin + at]) for at in valid})
+    gated = [heights(panel, "gated") for panel in panels]
+    z = heights(figure.axes[-1], "gated z")
+    close({at: sum(each[at] for each in gated) for at in valid}, z)
+    if gate.name != "ppo_clip":  # of PPO's surrogate the minimum is taken
+        out = hpo.policy_loss(OLD + X, OLD, A, batch, gate, report=("tokens",))
+        objective = (-out.tokens / A.repeat_interleave(torch.tensor([4, 3])))[begin:end].log()
+        close(z, {at: float(objective[at]) for at in valid})
+
+
+def test_a_budget_is_that_of_the_sign_of_the_advantage():
+    gate = RatioGate(
+        "signs", LogClip((-0.2, -0.3), (0.4, 0.5)), (Level(Rollback((0.06, 0.07), slope=1.0)),), split=True
+    )
+    batch = hpo.PackedBatch.from_lengths([4, 3])
+    for row, (low, high) in enumerate([(-0.2, 0.4), (-0.3, 0.5)]):
+        panels = plot.trajectory(OLD + X, OLD, A, batch, gate, row=row).axes[1:-1]
+        found = {panel.get_title(loc="left").split(",")[0]: levels_of(panel) for panel in panels}
+        assert found["token (rising)"] == pytest.approx([low, high])
+        assert found["token (falling)"] == pytest.approx([-high, -low])
+        assert found["trajectory (rising)"] == pytest.approx([-0.06, 0.06])
+        assert found["trajectory (falling)"] == pytest.approx([-0.07, 0.07])
+    ppo = plot.trajectory(OLD + X, OLD, A, batch, gates.ppo_clip(0.2, 0.3)).axes[1]
+    assert levels_of(ppo) == pytest.approx([math.log(1.3)])
+
+
+def test_a_padded_batch_with_labels_and_a_graph():
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]], dtype=torch.bool)
+    logp = (OLD[:6] + X[:6]).reshape(2, 3).requires_grad_()
+    figure = plot.trajectory(logp, OLD[:6].reshape(2, 3), A, mask, BUDGETS, row=1, labels=["a", "b", "c"])
+    close(heights(figure.axes[0], "log-ratio x"), {0: 0.5, 1: -0.4, 2: 0.2})
+    assert [label.get_text() for label in figure.axes[-1].get_xticklabels()] == ["a", "b", "c"]
+    assert logp.grad is None
+
+
+# --------------------------------------------------------------------------------------------------------- batch_layout
+
+
+def areas(axes, level):
+    """Left, right and whether hatched, of the rectangles of a level."""
+    (height,) = [at for at, label in enumerate(axes.get_yticklabels()) if label.get_text() == level]
+    found = [bar for bar in axes.patches if round(bar.get_y() + bar.get_height() / 2) == height]
+    return [(bar.get_x(), bar.get_x() + bar.get_width(), bar.get_hatch() is not None) for bar in found]
+
+
+def test_the_levels_of_a_batch_lie_over_its_tokens():
+    batch = hpo.PackedBatch(
+        torch.tensor([0, 4, 4, 7]),
+        mask=torch.tensor([1, 1, 0, 1, 1, 1, 1, 0]),
+        steps=torch.tensor([[0, 2], [3, 4], [4, 7]]),
+        trajectory_ids=torch.tensor([5, 6, 6]),
+        group_ids=torch.tensor([8, 8, 8]),
+        domain_ids=torch.tensor([-1, -1, -1]),
+    )
+    axes = plot.batch_layout(batch)
+    names = ["token", "step", "row", "trajectory", "group", "domain"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == names
+    assert areas(axes, "token") == [(at, at + 1, at == 2) for at in range(7)]
+    assert areas(axes, "step") == [(0, 2, False), (3, 4, False), (4, 7, False)]
+    assert areas(axes, "row") == [(0, 4, False), (4, 7, False)]
+    assert areas(axes, "trajectory") == [(0, 4, False), (4, 7, False)]
+    assert areas(axes, "group") == [(0, 7, False)]
+    assert areas(axes, "domain") == []
+    assert axes.get_xlim() == (0, 8)
+    assert [text.get_text() for text in axes.texts] == ["0", "1", "2", "0", "2", "5", "6", "8"]
+
+
+def test_rows_of_a_batch_and_segments_in_several_places():
+    ids = torch.tensor([3, 4, 3, 4])
+    batch = hpo.PackedBatch.from_lengths([2, 2, 2, 2], group_ids=ids)
+    axes = plot.batch_layout(batch, rows=(1, 4))
+    assert areas(axes, "group") == [(2, 4, False), (4, 6, False), (6, 8, False)]
+    faces = [bar.get_facecolor() for bar in axes.patches if round(bar.get_y() + bar.get_height() / 2) == 2]
+    assert faces[0] == faces[2] != faces[1]
+    assert areas(plot.batch_layout(torch.ones(2, 3, dtype=torch.bool)), "row") == [(0, 3, False), (3, 6, False)]
+
+
+# ------------------------------------------------------------------------------------------------------- entropy_window
+
+H = torch.tensor([0.1, 0.9, 0.2, 0.0, 0.3, 2.0, 0.4, 0.8, 0.5, 0.6])
+
+
+def filled(axes, colour):
+    return {
+        round(bar.get_x() + bar.get_width() / 2): bar.get_height()
+        for bar in axes.patches
+        if bar.get_facecolor()[:3] == colors.to_rgb(colour) and bar.get_alpha() is None
+    }
+
+
+def test_selected_tokens_are_filled_and_the_threshold_is_that_of_the_step():
+    batch = hpo.PackedBatch.from_lengths([4, 6], mask=torch.tensor([1] * 9 + [0]))
+    window = hpo.entropy.forking_tokens("0.4")
+    axes = plot.entropy_window(H, batch, window, row=1)
+    threshold = sorted(H[:9].tolist())[math.ceil(0.6 * 8)]
+    assert levels_of(axes) == pytest.approx([threshold])
+    expected = {at: float(H[4 + at]) for at in range(5)}
+    close(filled(axes, BLUE), {at: h for at, h in expected.items() if h >= threshold})
+    close(filled(axes, GREY), {at: h for at, h in expected.items() if h < threshold})
+    fitted = window.fit(H, batch)._replace(threshold=torch.tensor([1.5]))
+    assert filled(plot.entropy_window(H, batch, window, fitted, row=1), BLUE).keys() == {1}
+
+
+def test_window_means_are_dots_and_what_selected_windows_hold_is_shaded():
+    batch = hpo.PackedBatch.from_lengths([4, 6])
+    axes = plot.entropy_window(H, batch, hpo.entropy.ares(3, "0.8"), row=1)
+    means = {at: float(H[4 + at : 7 + at].mean()) for at in range(4)}
+    everywhere = sorted([*means.values(), *(float(H[at : at + 3].mean()) for at in range(2))])
+    threshold = everywhere[math.ceil(0.8 * 5)]
+    dots = {line.get_label(): line for line in axes.lines if "mean" in line.get_label()}
+    for label, keep in (("selected", lambda mean: mean >= threshold), ("not selected", lambda mean: mean < threshold)):
+        x, y = dots[f"window mean, {label}"].get_data()
+        close(dict(zip(x, y, strict=True)), {at: mean for at, mean in means.items() if keep(mean)})
+    shaded = {round(patch.get_x() + 0.5) for patch in axes.patches if patch.get_alpha() == 0.25}
+    assert shaded == {at + k for at, mean in means.items() if mean >= threshold for k in range(3)}
+
+
+# ----------------------------------------------------------------------------------------------------------- what fails
+
+TEN = hpo.PackedBatch.from_lengths([10])
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: plot.gate_curve("dapo"), "gate: expected a RatioGate"),
+        (lambda: plot.gate_curve(gates.dapo(), ratios=(0.0, 2.0)), "ratios: expected 0 < least"),
+        (lambda: plot.gate_curve(gates.dapo(), alone=True), "tokens: expected at least 1"),
+        (lambda: plot.gate_curve(gates.dapo(), points=1), "points: expected at least 2"),
+        (lambda: plot.gate_curve(gates.hapo_clip()), "gate_inputs: the gate 'hapo_clip' needs bounds"),
+        (lambda: plot.trajectory(OLD, OLD, A, TWO_ROWS, row=2), "row: expected 0 to 1"),
+        (lambda: plot.trajectory(OLD, OLD, A, TWO_ROWS, labels=["a"]), "labels: expected one"),
+        (lambda: plot.trajectory(OLD, OLD[:4], A, TWO_ROWS), "old_logp: expected"),
+        (lambda: plot.trajectory("x", OLD, A, TWO_ROWS), "logp: expected"),
+        (lambda: plot.batch_layout(TWO_ROWS, rows=(1, 3)), "rows: expected 0 <= first"),
+        (lambda: plot.batch_layout("x"), "batch: expected a PackedBatch"),
+        (lambda: plot.entropy_window(H, TEN, "ares"), "window: expected one of"),
+        (lambda: plot.entropy_window(H, TEN, hpo.entropy.ares(), row=1), "row: expected 0 to 0"),
+    ],
+)
+def test_errors_name_the_argument(draw, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}"):
+        draw()
+
+
+@pytest.mark.parametrize("name", plot.__all__)
+def test_without_matplotlib_the_error_says_what_to_install(name, monkeypatch):
+    for module in [each for each in sys.modules if each.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    arguments = {
+        "gate_curve": (gates.dapo(),), "trajectory": (OLD, OLD, A, TWO_ROWS), "batch_layout": (TWO_ROWS,),
+        "entropy_window": (OLD, TWO_ROWS, hpo.entropy.ares()),
+    }[name]  # fmt: skip
+    with pytest.raises(ImportError, match=rf"^plot\.{name}: drawing needs matplotlib: pip install matplotlib"):
+        getattr(plot, name)(*arguments)
+
+
+# --------------------------------------------------------------------------------------------- the pictures of the page
+
+SCRIPT = ROOT / "examples/gate_pictures.py"
+NAMES = ("gates.png", "trajectory.png", "batch.png")
+
+
+def test_the_page_shows_pictures_that_are_small():
+    page = (ROOT / "docs/gating_explained.md").read_text()
+    for name in NAMES:
+        path = ROOT / "docs/pictures" / name
+        assert f"(pictures/{name})" in page
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size < 120_000
+
+
+def test_the_script_draws_them(tmp_path, capsys):
+    spec = importlib.util.spec_from_file_location("hpo_gate_pictures", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main(["--output", str(tmp_path)])
+    assert capsys.readouterr().out.count("written") == len(NAMES)
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in NAMES)

@@ -36,6 +36,7 @@ TRINITY ?= trinity-rft==0.6.0
 DOCS ?= mkdocs==1.6.1 mkdocs-material==9.8.2 mkdocs-autorefs==1.4.5 mkdocstrings==1.0.8 mkdocstrings-python==2.0.11 griffelib==2.4.1 \
 	pymdown-extensions==13.1.2 ruff==0.17.6
 SINCE ?= HEAD
+PYTHONS ?= $(PYTHON)
 
 BIN := $(VENV)/bin
 TORCH_FOLDER := import importlib.metadata as m; print(m.distribution('torch').locate_file(''))
@@ -79,7 +80,7 @@ endif
 # A number of jobs would limit ninja, too.
 set-up = +@$(2) $(MAKE) $(if $(V),,--silent) --no-print-directory --jobs build $(VENV)/$(1)
 
-.PHONY: help setup build test test-changed test-long coverage sanitize test-matrix test-trainers demo demo-agent bench gpu-check docs lint wheel clean
+.PHONY: help setup build test test-changed test-long coverage sanitize test-matrix test-trainers demo demo-agent bench gpu-check docs lint wheel wheels clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s%s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -200,6 +201,9 @@ lint: $(VENV)/for-tests ## ruff, mypy and clang-format
 wheel: $(VENV)/for-building ## the wheel for users, in dist/
 	rm -rf build/lib.* build/bdist.*
 	HPO_CORE_EMULATED=0 $(BIN)/pip wheel --no-deps --wheel-dir dist .
+
+wheels: ## manylinux wheels of the CPU backend in dist/, of each PYTHONS, audited and tried without a compiler
+	$(PYTHON) tests/wheels.py --packages "$(TORCH) $(TRITON)" $(PYTHONS)
 
 clean: ## removes everything that these targets made
 	rm -rf build dist *.egg-info hpo_core/*.so hpo_core/_build_info.json .venv .venv-docs .venv-oldest .venv-newest .venv-trainers

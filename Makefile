@@ -183,9 +183,10 @@ bench: ## the benchmarks on this machine
 gpu-check: $(VENV)/for-tests ## build, tests and benchmarks on an NVIDIA GPU
 	PATH="$(abspath $(BIN)):$$PATH" bash bench/gpu_check.sh
 
-docs: .venv-docs/for-docs ## the manual as a site, in build/site; a warning is an error
+docs: .venv-docs/for-docs ## the manual as a site, in build/site; warnings and other hosts are errors
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
-	@echo 'hpo_core: read it with python3 -m http.server --directory build/site'
+	@! grep -rnoE '<(script|link|img|iframe)[^>]*(src|href)="?(https?:)?//[^" >]+' build/site --include='*.html'
+	@echo 'hpo_core: open build/site/index.html'
 
 .venv-docs/for-docs: Makefile
 	$(call stage,.venv-docs with MkDocs (25 MB to download),$(PYTHON) -m venv .venv-docs && .venv-docs/bin/pip install --quiet $(DOCS))

@@ -6,6 +6,7 @@ Docstrings are written for readers of the source and of ``help()``. They hold ro
 
 from __future__ import annotations
 
+import linecache
 import re
 from typing import Any
 
@@ -21,6 +22,8 @@ class Readable(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = readable(obj.docstring.value, obj)
+            if obj.is_class and any(str(base).endswith("Enum") for base in obj.bases):
+                obj.docstring.value += "\n\n" + "\n".join(f"* {member}" for member in _members(obj))
 
 
 def readable(text: str, obj: griffe.Object) -> str:
@@ -41,6 +44,19 @@ def _link(role: re.Match[str], obj: griffe.Object) -> str:
             break
         scope = scope.parent
     return f'<autoref identifier="{target}" optional><code>{name}</code></autoref>'
+
+
+def _members(enumeration: griffe.Object) -> list[str]:
+    """The names of an enumeration, each with its text, or with the comment behind it."""
+    said = []
+    for name, member in enumeration.members.items():
+        if member.is_attribute and not name.startswith("_"):
+            lines = range(member.lineno, member.endlineno + 1)
+            comment = re.search(r"#(.*)", "".join(linecache.getline(str(member.filepath), line) for line in lines))
+            text = str(member.value).strip("'\"") if str(member.value)[0] in "'\"" else ""
+            meaning = comment[1].strip() if comment else text and f"`{text}`"
+            said.append(f"`{name}`" + (f": {meaning}" if meaning else ""))
+    return said
 
 
 def _titled(text: str) -> str:

@@ -31,7 +31,7 @@ CURVES = (
 def draw_gates() -> Any:
     """One panel for each gate, on the same axes."""
     pyplot = plotter()
-    figure, axes = pyplot.subplots(2, 3, figsize=(11, 5.8), sharex=True, sharey=True, layout="constrained")
+    figure, axes = pyplot.subplots(3, 2, figsize=(7.6, 7.8), sharex=True, sharey=True, layout="constrained")
     for panel, (title, gate) in zip(axes.flat, CURVES, strict=True):
         plot.gate_curve(gate, ratios=(0.3, 3.0), axes=panel)
         panel.set_title(title, fontsize=10, loc="left")

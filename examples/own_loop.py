@@ -3,16 +3,17 @@ import hpo_core as hpo
 
 torch.manual_seed(0)
 WORDS, LONGEST = 50, 12
-# Yours: a model from ids [T] to logits [T, V].
-model = torch.nn.Sequential(torch.nn.Embedding(WORDS, 64), torch.nn.Linear(64, WORDS))
+embedding, head = torch.nn.Embedding(WORDS, 64), torch.nn.Linear(64, WORDS)
+model = torch.nn.Sequential(embedding, head)  # yours: from ids [T] to logits [T, V]
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
 
 @torch.no_grad()
 def rollout(prompts=8, samples=8):
-    """Yours: answers from a sampler, each with a reward. Here a prompt is a word, and even words are worth more."""
+    """Yours: answers of a sampler with rewards. Here prompts are words; even words pay."""
     words = torch.randint(WORDS, (prompts, 1)).repeat_interleave(samples, 0)
     for _ in range(LONGEST):
-        words = torch.cat((words, torch.multinomial(model(words[:, -1]).softmax(-1), 1)), 1)
+        following = torch.multinomial(model(words[:, -1]).softmax(-1), 1)
+        words = torch.cat((words, following), 1)
     lengths = torch.randint(4, LONGEST + 2, (prompts * samples,))
     inside = torch.arange(LONGEST + 1) < lengths[:, None]
     rewards = ((words % 2 == 0) & inside)[:, 1:].sum(1) / (lengths - 1)
@@ -31,10 +32,10 @@ for update in range(1, 41):
         seen = []
         for part in batch.micro_batches(max_tokens=256):
             ids = tokens[part.tokens]
-            logp, _ = hpo.token_logprobs(model(ids), ids, batch=part.batch, entropy=False)
+            logp, _ = hpo.token_logprobs(model(ids), ids, batch=part.batch)
             out = hpo.policy_loss(
-                logp, old_logp[part.tokens], advantages[part.rows], part.batch, hpo.gates.dapo(),
-                weights=weights[part.rows], entropy=entropy[part.tokens],
+                logp, old_logp[part.tokens], advantages[part.rows], part.batch,
+                hpo.gates.dapo(), weights=weights[part.rows], entropy=entropy[part.tokens],
             )
             out.loss.backward()
             seen.append(out.metrics)
@@ -43,5 +44,5 @@ for update in range(1, 41):
         optimizer.zero_grad()
     if update % 10 == 0:
         report = sum(seen[1:], seen[0]).compute()  # the only copy to the host
-        clipped, unsure = report["clip_fraction"], report["entropy"]
-        print(f"{update} reward {rewards.mean():.2f} clipped {clipped:.2f} entropy {unsure:.2f}")
+        clipped, unsure, reward = report["clip_fraction"], report["entropy"], rewards.mean()
+        print(f"{update} reward {reward:.2f} clipped {clipped:.2f} entropy {unsure:.2f}")

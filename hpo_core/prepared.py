@@ -91,8 +91,10 @@ def prepare(
     process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
     score: torch.Tensor | None = None,
+    logp_known: bool = True,
 ) -> Prepared:
-    """Check every argument once and bring it to what kernels take: contiguous, float32, one device."""
+    """Check every argument once and bring it to what kernels take: contiguous, float32, one device. ``logp_known``:
+    else only its shape counts."""
     # Below some ten thousand tokens this takes as long as the kernel: what is rarely given costs one comparison.
     logp = examined("logp", logp, "[T]")
     batch = as_batch(batch)
@@ -228,7 +230,9 @@ def prepare(
         signed = inputs.advantages
         inputs = inputs._replace(advantages=torch.where(signed < 0, signed * negative, signed * positive))
     rollout = None if rollout_logp is None else token("rollout_logp", rollout_logp)
-    inputs, seen = corrected(inputs, gate, batch, rollout, process_group, wants_corrections, backend)
+    inputs, spec, seen = corrected(
+        inputs, spec, gate, batch, rollout, process_group, wants_corrections, logp_known, backend
+    )
     if gate.channel is Channel.TOTAL and rollout is not None:
         inputs = inputs._replace(old_logp=rollout)
     return Prepared(inputs, spec, exchange, seen, wants_tokens, wants_levels)

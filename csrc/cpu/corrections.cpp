@@ -47,7 +47,9 @@ struct Factors {
 
   Factors(const PolicyLossArgs& args, const Correction& correction, int64_t first)
       : args(args), correction(correction), first(first) {
-    for (int sign = 0; sign < 2; ++sign) low[sign] = float(correction.low[sign]), high[sign] = float(correction.high[sign]);
+    for (int sign = 0; sign < 2; ++sign) {
+      low[sign] = float(correction.rule.low[sign]), high[sign] = float(correction.rule.high[sign]);
+    }
   }
 
   // of_segment: by sign; null where tokens have factors by their own statistics. `present`: of a row, but perhaps masked.
@@ -57,7 +59,7 @@ struct Factors {
     const Floats v = statistic_of(kStatistic, load_own<kWhole>(own, args.logp + at), load_own<kWhole>(own, args.old_logp + at));
     if (args.advantage_per_token) negative = load_own<kWhole>(own, args.advantages + at) < 0.0f;
     const Floats factor = of_segment ? by_sign<Floats>(negative, of_segment)
-                                     : factor_of(correction.action, correction.strict, by_sign<Floats>(negative, low),
+                                     : factor_of(correction.rule.action, correction.rule.strict, by_sign<Floats>(negative, low),
                                                  by_sign<Floats>(negative, high), v);
     const Floats defined = v != v ? v : factor;  // a token without a statistic is in no segment
     const Floats weight = args.token_weight ? load_own<kWhole>(own, args.token_weight + at) : all<Floats>(1.0f);
@@ -131,7 +133,7 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
   const Workspace space(args.workspace, args.tokens, hierarchy.leaves);
   const Leaves leaves(hierarchy, args, space.start);
   threads = worthwhile(threads, args.tokens + hierarchy.leaves);
-  const CorrectionLoops loops = pick_loops(correction.statistic);
+  const CorrectionLoops loops = pick_loops(correction.rule.statistic);
 
   const bool whole = hierarchy.stage == Stage::whole;
   const Reduction reduction = correction.reduction;
@@ -180,7 +182,7 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
       if (hierarchy.depth > 0) {
         const int64_t segment = leaves.ancestor(0, block.leaf);
         const float v = whole ? space.segments[segment].as(reduction) : from_words(words_of(segment), reduction);
-        for (int sign = 0; sign < 2; ++sign) of_segment[sign] = factor_of(correction, sign, v);
+        for (int sign = 0; sign < 2; ++sign) of_segment[sign] = factor_of(correction.rule, sign, v);
       }
       loops.of_row(args, correction, block.first, int(block.tokens), block.row, hierarchy.depth > 0 ? of_segment : nullptr);
     });

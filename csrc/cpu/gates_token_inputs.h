@@ -11,16 +11,18 @@ constexpr float kMostSquares = kStatisticSaturation * kStatisticSaturation;
 
 // The inputs of a tile's tokens: local copies of pointers, because stores may alias the arguments of the call.
 struct TokenInputs {
-  const float *logp, *ref_logp, *entropy, *score, *token_weight, *kl_weight, *advantages, *target;
+  const float *logp, *ref_logp, *entropy, *score, *token_weight, *kl_weight, *advantages, *target, *first, *second;
   const uint8_t *mask, *token_mask, *penalty_mask;
+  const RuleNumbers rule;
   Floats threshold;
 
-  TokenInputs(const PolicyLossArgs& args, int64_t first) {
-    const auto from = [=](const auto* tokens) { return tokens ? tokens + first : nullptr; };
+  TokenInputs(const PolicyLossArgs& args, int64_t begin) : rule(args.correction.rule) {
+    const auto from = [=](const auto* tokens) { return tokens ? tokens + begin : nullptr; };
     logp = from(args.logp), ref_logp = from(args.ref_logp), entropy = from(args.entropy), score = from(args.score);
     token_weight = from(args.token_weight), advantages = from(args.advantage_per_token ? args.advantages : nullptr);
     target = from(args.target_per_token ? args.target : nullptr), kl_weight = from(args.kl_weight);
     mask = from(args.mask), token_mask = from(args.token_mask), penalty_mask = from(args.penalty_mask);
+    first = from(args.correction.first ? args.correction.first : args.logp), second = from(args.correction.second);
     threshold = all<Floats>(args.score ? *args.threshold : 0.0f);
   }
 };
@@ -105,13 +107,15 @@ struct TermInputs {
   Floats coefficient, kept, target;
 };
 
-// What a call has: anything, or as the most common of them does a reference policy and nothing else.
-enum class Given { anything, reference };
+// What a call has: anything, or as the most common of them do a reference policy or a correction and nothing else.
+enum class Given { anything, reference, correction };
 
 inline Given given(const PolicyLossArgs& args) {
   const bool others =
       args.advantage_per_token || args.token_weight || args.token_mask || args.score || args.entropy || args.kl_weight;
-  return args.ref_logp && !others ? Given::reference : Given::anything;
+  const bool reference = args.ref_logp, correction = args.correction.second;
+  if (others || reference == correction) return Given::anything;
+  return reference ? Given::reference : Given::correction;
 }
 
 // One tile. gate.term(vector, TermInputs) is the policy term of a vector whose present tokens are the chosen ones;
@@ -119,6 +123,7 @@ inline Given given(const PolicyLossArgs& args) {
 template <class Gate, Given kGiven>
 struct TokenInputsSweep {
   static constexpr bool kAnything = kGiven == Given::anything;
+  static constexpr bool kReference = kGiven == Given::reference, kCorrection = kGiven == Given::correction;
   const Call& call;
   const FastSource source;
   const TokenInputs inputs;
@@ -157,11 +162,15 @@ struct TokenInputsSweep {
       chosen = choose(vector);
       chosen_count.add(chosen);
     }
+    if (kCorrection) {
+      own_inputs.coefficient *= factor(vector, own_inputs);
+      coefficients.add(part, present, own_inputs.coefficient);
+    }
     vector.present = chosen;
     const TermNumber<Floats> term = gate.term(vector, own_inputs);
     loss.add(part, chosen, term.loss);
     Floats gradient = term.grad;
-    if (!kAnything || inputs.ref_logp) {
+    if (kReference || (kAnything && inputs.ref_logp)) {
       const Floats s = difference(present, vector.load(inputs.logp), vector.load(inputs.ref_logp));
       const bool weighs = kAnything && inputs.kl_weight;
       const Floats factor = weighs ? vector.load(inputs.kl_weight) : Floats{};
@@ -188,13 +197,23 @@ struct TokenInputsSweep {
       own_inputs.coefficient *= advantage;
       own_inputs.kind = keep_if(vector.present, advantage < 0.0f ? Ints{} + kNegative : Ints{} + kPositive);
     }
-    if (inputs.token_weight) {
-      const Floats weight = vector.load(inputs.token_weight);
+    if (inputs.token_weight || inputs.second) {
+      Floats weight = inputs.second ? factor(vector, own_inputs) : vector.load(inputs.token_weight);
+      if (inputs.second && inputs.token_weight) weight *= vector.load(inputs.token_weight);
       own_inputs.coefficient *= weight, own_inputs.kept *= weight;
     }
     coefficients.add(vector.part, vector.present, own_inputs.coefficient);
     if (inputs.target) own_inputs.target = vector.load(inputs.target);
     exceptions = either(exceptions, but_not(vector.present, gate.defined(own_inputs)));
+  }
+
+  // Of the correction.
+  template <class Vector>
+  HPO_INLINE Floats factor(const Vector& vector, const TermInputs& own_inputs) const {
+    const auto ratio_of = [&](Floats u) __attribute__((always_inline)) {  // mostly that of the loss
+      return any(both(vector.present, present_lanes(Ints(u != vector.x)))) ? exp(u) : vector.ratio;
+    };
+    return inputs.rule.factor(own_inputs.kind == kNegative, vector.load(inputs.first), vector.load(inputs.second), ratio_of);
   }
 
   // The tokens that count in the policy term.

@@ -299,8 +299,11 @@ struct FastTiles {
 
 inline FastTile pick_fast_tile(const PolicyLossArgs& args, BoundsKind kind, bool masked) {
   if (has_token_inputs(args) || kind == BoundsKind::by_token) {
-    return given(args) == Given::reference ? pick_token_inputs<Given::reference>(kind)
-                                           : pick_token_inputs<Given::anything>(kind);
+    switch (given(args)) {
+      case Given::reference: return pick_token_inputs<Given::reference>(kind);
+      case Given::correction: return pick_token_inputs<Given::correction>(kind);
+      default: return pick_token_inputs<Given::anything>(kind);
+    }
   }
   return masked ? FastTiles<true>::pick(kind) : FastTiles<false>::pick(kind);
 }

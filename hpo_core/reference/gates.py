@@ -16,7 +16,7 @@ derivative kept, is aggregated in its place. The log mean exp is ``log(1 + mean 
 derivative kept, so that no weight e^x can outgrow the sum. A balanced aggregate is the mean over those segments of the
 next finer level that have tokens. A NaN log-ratio takes its token out of m; an infinite one saturates with derivative
 0. With a split, x+ = max(x, 0) and x- = max(-x, 0) each go through the gates by themselves, and z is the difference.
-Where steps are a level, a token outside every step is masked.
+Where steps are a level, a token outside every step is masked. A correction of tokens (corrections.py) is a factor in W.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 
 from ..metrics import empty_metrics, slot
 from ..specs import Exchange, Head, Penalty, PolicyLossInputs, PolicyLossSpec
+from .corrections import factor_of_tokens
 from .hierarchy import Channel, combined, gated_hierarchy, gated_log_ratio, leaf_of_token
 from .segments import flat, of_row, read_at, row_of_token
 from .terms import (
@@ -182,6 +183,11 @@ def read_tokens(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Tokens:
     token_weight = torch.ones_like(logp)
     if inputs.token_weight is not None:
         token_weight = read_at(inputs.token_weight, given, logp, 1.0)
+    if spec.correction is not None:
+        assert inputs.correction_second is not None
+        first = logp.detach() if inputs.correction_first is None else read_at(inputs.correction_first, given, logp)
+        second = read_at(inputs.correction_second, given, logp)
+        token_weight = token_weight * factor_of_tokens(spec.correction, first, second, (advantage < 0).long())
     kl_weight = torch.ones_like(logp)
     if inputs.kl_weight is not None:
         kl_weight = read_at(inputs.kl_weight, given, logp, 1.0)

@@ -21,6 +21,7 @@ import triton.language as tl
 from ..metrics import SLOTS as METRICS
 from ..specs import Exchange, Head, KLEstimator, KLGradient, PolicyLossInputs, PolicyLossSpec, Routing, TokenGate
 from . import hierarchy
+from .correction_rules import rule_bounds_of, with_correction
 from .launch import kernel, launch, programs_for
 from .levels import Levels, gate_levels
 from .math import clamp, exp
@@ -125,6 +126,9 @@ def _sweep(
     low,
     high,
     kl_weight,
+    correction_first,
+    correction_second,
+    rule_bounds,  # of the correction
     row_trajectory,
     level_ratio,  # Levels, or None
     level_side,
@@ -163,6 +167,9 @@ def _sweep(
         row = row_of_token(cu_seqlens, rows, tokens, start, TILE)
         range_ = row_range(cu_seqlens, row, rows, tokens)
         inside = (token >= range_.begin) & (token < range_.end)
+        loaded = with_correction(
+            loaded, inputs, correction_first, correction_second, rule_bounds, row, rows, token, tokens, whole, READING
+        )
         t = read_tokens(inputs, loaded, row, rows, inside, READING)
         tl.store(seen + row, tl.full([TILE], 1, tl.uint8), mask=t.valid)
 
@@ -243,11 +250,12 @@ def policy_loss(
         levels, seen = gate_levels(inputs, spec, reading, want_slope)
     else:
         seen = torch.zeros(rows, dtype=torch.uint8, device=device)
-    light = reading.aligned and inputs.low is None and inputs.high is None
+    light = reading.aligned and reading.rule is None and inputs.low is None and inputs.high is None
     launch(
         _sweep, programs, logp, inputs.old_logp, inputs.advantages, inputs.weights, inputs.cu_seqlens, inputs.mask,
         inputs.ref_logp, inputs.entropy, inputs.score, inputs.threshold, inputs.token_mask, inputs.token_weight,
-        inputs.low, inputs.high, inputs.kl_weight, inputs.row_trajectory, *levels, seen, sums, grad, token_loss, tokens,
+        inputs.low, inputs.high, inputs.kl_weight, inputs.correction_first, inputs.correction_second,
+        rule_bounds_of(spec.correction), inputs.row_trajectory, *levels, seen, sums, grad, token_loss, tokens,
         rows,
         *spec.token_low, *spec.token_high, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
         READING=reading, GATE=gate_of(inputs, spec), TILE=TILE, LANES=LANES,

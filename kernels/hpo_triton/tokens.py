@@ -13,7 +13,17 @@ from .launch import aligned
 from .math import SATURATION, clamp, is_finite
 from .segments import load
 
-__all__ = ["Loaded", "Reading", "Tokens", "bits", "load_constants", "load_tokens", "read_tokens", "reading_of"]
+__all__ = ["Loaded", "Reading", "Rule", "Tokens", "bits", "load_constants", "load_tokens", "read_tokens", "reading_of"]
+
+
+class Rule(NamedTuple):
+    """What a correction asks of kernels."""
+
+    statistic: int
+    reduction: int
+    extremum: bool  # the reduction is one; else it adds
+    action: int
+    strict: bool
 
 
 class Reading(NamedTuple):
@@ -24,6 +34,7 @@ class Reading(NamedTuple):
     aligned: bool  # every tensor of tokens allows 128-bit loads
     target_per_token: bool
     rates: bool  # targets are success rates, and no answer is wrong where they are 1
+    rule: Rule | None  # of a correction, see with_correction
 
 
 class Loaded(NamedTuple):
@@ -117,7 +128,7 @@ def read_tokens(inputs, loaded, row, rows, inside, READING: tl.constexpr):
         advantage = tl.load(inputs.advantages + row, mask=row < rows, other=0.0)
     scaled = weight * advantage
     unweighted = advantage
-    if inputs.token_weight is not None:
+    if inputs.token_weight is not None or READING.rule is not None:
         scaled = scaled * loaded.token_weight
         unweighted = unweighted * loaded.token_weight
 
@@ -162,12 +173,14 @@ def read_tokens(inputs, loaded, row, rows, inside, READING: tl.constexpr):
 
 
 def reading_of(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Reading:
+    rule = spec.correction
     return Reading(
         strict=spec.strict and inputs.score is not None,
         advantage_per_token=inputs.advantage_per_token,
         aligned=aligned(*_of_tokens(inputs)),
         target_per_token=inputs.target_per_token and inputs.target is not None,
         rates=spec.head is Head.NEGATIVE_AWARE,
+        rule=None if rule is None else Rule(int(rule.statistic), 0, False, int(rule.action), rule.strict),
     )
 
 
@@ -175,6 +188,7 @@ def _of_tokens(inputs: PolicyLossInputs) -> tuple[torch.Tensor | None, ...]:
     return (
         inputs.logp, inputs.old_logp, inputs.ref_logp, inputs.entropy, inputs.score, inputs.token_weight, inputs.low,
         inputs.high, inputs.mask, inputs.token_mask, inputs.penalty_mask, inputs.kl_weight,
+        inputs.correction_first, inputs.correction_second,
         inputs.advantages if inputs.advantage_per_token else None, inputs.target if inputs.target_per_token else None,
     )  # fmt: skip
 

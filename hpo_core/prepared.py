@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection
 from typing import Literal, NamedTuple, TypedDict
 
@@ -193,7 +192,6 @@ def prepare(
         token_mask, token_weight = selected_tokens(chosen, token_mask, token_weight, token)
     if bounds is not None:
         low, high = (None if each is None else token(f"bounds[{at}]", each) for at, each in enumerate(bounds))
-        token_weight = _possible(low, high, token_weight, dtype)
     inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond
         logp,
         None if old_logp is None else token("old_logp", old_logp),
@@ -285,21 +283,6 @@ def _given(gate_inputs: GateInputs | None, gate: RatioGate) -> GateInputs:
         gate.name,
     )
     return given
-
-
-def _possible(
-    low: torch.Tensor | None, high: torch.Tensor | None, token_weight: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor | None:
-    """Weights that are NaN, which every backend leaves out and counts, where ``0 <= low <= 1 <= high`` does not hold:
-    epsilons in place of ratios, or what was computed from a broken entropy."""
-    rounding = 1e-6  # of a bound that is meant to be 1
-    possible = [(low >= 0) & (low <= 1 + rounding)] if low is not None else []
-    possible += [high >= 1 - rounding] if high is not None else []
-    if not possible:
-        return token_weight
-    holds = functools.reduce(torch.logical_and, possible)
-    weight = torch.ones_like(holds, dtype=dtype) if token_weight is None else token_weight
-    return torch.where(holds, weight, torch.nan)
 
 
 def _check_penalty(kl: KLPenalty | None, ref_logp: torch.Tensor | None) -> None:

@@ -171,6 +171,17 @@ inline bool load_targets(const PolicyLossArgs& args, Head head, int64_t first, i
   return true;
 }
 
+// The same of bounds.
+inline bool load_bounds_of_tokens(const PolicyLossArgs& args, int64_t first, int n, Tile& tile) {
+  if (args.low) {
+    for (int i = 0; i < n; ++i) tile.coefficient[i] = is_low_bound(args.low[first + i]) ? tile.coefficient[i] : NAN;
+  }
+  if (args.high) {
+    for (int i = 0; i < n; ++i) tile.coefficient[i] = is_high_bound(args.high[first + i]) ? tile.coefficient[i] : NAN;
+  }
+  return args.low || args.high;
+}
+
 inline void apply_mask(const PolicyLossArgs& args, int64_t first, int n, Tile& tile) {
   if (!args.mask) return;
   for (int i = 0; i < n; ++i) tile.kind[i] &= mask_of(args.mask[first + i] != 0);
@@ -255,8 +266,9 @@ inline void load(const Call& call, int64_t first, int n, const Segments& segment
     for (int32_t& each : tile.infinite) each = 0;
     tile.has_infinite = false;
   }
-  const bool doubtful =
-      load_rows(call.args, first, n, segments, tile) | load_targets(call.args, call.structure.head, first, n, segments, tile);
+  const bool doubtful = load_rows(call.args, first, n, segments, tile) |
+                        load_targets(call.args, call.structure.head, first, n, segments, tile) |
+                        load_bounds_of_tokens(call.args, first, n, tile);
   apply_mask(call.args, first, n, tile);
   if (with_log_ratios) load_log_ratios(call.args, first, n, tile, partial);
   choose(call, first, n, doubtful, tile, partial);

@@ -298,10 +298,10 @@ struct FastTiles {
 };
 
 inline FastTile pick_fast_tile(const PolicyLossArgs& args, BoundsKind kind, bool masked) {
-  if (has_token_inputs(args) || kind == BoundsKind::by_token) {
+  if (has_token_inputs(args)) {
     switch (given(args)) {
       case Given::reference: return pick_token_inputs<Given::reference>(kind);
-      case Given::correction: return pick_token_inputs<Given::correction>(kind);
+      case Given::weights: return pick_token_inputs<Given::weights>(kind);
       default: return pick_token_inputs<Given::anything>(kind);
     }
   }

@@ -173,9 +173,13 @@ __device__ __forceinline__ Token classify(const Gate& gate, const RowTerms& row,
       chosen = chosen && (gate.structure.strict ? score > threshold : score >= threshold);
     }
   }
-  const bool finite = fabsf(a) <= FLT_MAX;
-  token.bad = token.valid && !finite;
-  token.selected = chosen && finite;
+  bool usable = fabsf(a) <= FLT_MAX;
+  if constexpr (EXTRAS) {
+    if (args.low) usable = usable && is_low_bound(inputs.one(args.low, i));
+    if (args.high) usable = usable && is_high_bound(inputs.one(args.high, i));
+  }
+  token.bad = token.valid && !usable;
+  token.selected = chosen && usable;
   token.a = token.selected ? a : 0.0f;
   token.unweighted = token.selected ? advantage : 0.0f;
   return token;

@@ -21,6 +21,7 @@ Where steps are a level, a token outside every step is masked. A correction of t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,8 @@ from .terms import (
     pre_gate,
     saturate,
 )
+
+ROUNDING = 1e-6  # of a bound that is meant to be 1
 
 __all__ = ["Tokens", "gate_tokens", "policy_loss", "read_tokens"]
 
@@ -200,6 +203,8 @@ def read_tokens(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Tokens:
         if spec.head is Head.NEGATIVE_AWARE:  # a success rate, and no answer is wrong where it is 1
             fits = fits & ((advantage >= 0) | ((target >= 0) & (target < 1)))
         bad_advantage = bad_advantage | (valid & ~fits)
+    for bound in possible_bounds(inputs):
+        bad_advantage = bad_advantage | (valid & ~bound)
     selected = valid & ~bad_advantage
     if inputs.token_mask is not None:
         selected = selected & inputs.token_mask
@@ -226,6 +231,15 @@ def read_tokens(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Tokens:
         bad_advantage=bad_advantage,
         bad_offsets=bad_offsets,
     )
+
+
+def possible_bounds(inputs: PolicyLossInputs) -> Iterator[torch.Tensor]:
+    """Where ``0 <= low <= 1`` and where ``1 <= high``, but for rounding: epsilons in place of ratios are no bounds, nor
+    what was computed from a broken entropy."""
+    if inputs.low is not None:
+        yield (inputs.low >= 0) & (inputs.low <= 1 + ROUNDING)
+    if inputs.high is not None:
+        yield inputs.high >= 1 - ROUNDING
 
 
 def gate_tokens(

@@ -135,6 +135,8 @@ def with_correction(
             mask=loaded.mask,
             token_mask=loaded.token_mask,
             target=loaded.target,
+            low=loaded.low,
+            high=loaded.high,
         )
 
 

@@ -73,25 +73,25 @@ class Clipped(NamedTuple):
 
 @triton.jit
 def clip_tokens(
-    t, low, high, token, tokens, whole, low_positive, low_negative, high_positive, high_negative, low_driven,
-    high_driven, DROP: tl.constexpr, ALIGNED: tl.constexpr,
+    t, inputs, loaded, low_positive, low_negative, high_positive, high_negative, low_driven, high_driven,
+    DROP: tl.constexpr,
 ):  # fmt: skip
     """``low_driven`` and ``high_driven``: bit 0 for advantages >= 0, bit 1 for < 0: the tensor replaces the bound."""
     if DROP:
         ratio = tl.full(t.x.shape, 1.0, tl.float32)
-        below = token < 0
+        below = t.x != t.x
         above = below
     else:
         sign = t.negative.to(tl.int64)
         ratio = exp(t.x)
         lowest = tl.where(t.negative, low_negative, low_positive)
         highest = tl.where(t.negative, high_negative, high_positive)
-        if low is not None:
+        if inputs.low is not None:
             driven = t.valid & (((low_driven >> sign) & 1) == 1)
-            lowest = tl.where(driven, load(low, token, tokens, whole, ALIGNED), lowest)
-        if high is not None:
+            lowest = tl.where(driven, loaded.low, lowest)
+        if inputs.high is not None:
             driven = t.valid & (((high_driven >> sign) & 1) == 1)
-            highest = tl.where(driven, load(high, token, tokens, whole, ALIGNED), highest)
+            highest = tl.where(driven, loaded.high, highest)
         below = ratio < lowest
         above = ratio > highest
         ratio = tl.where(above, highest, tl.where(below, lowest, ratio))
@@ -153,7 +153,7 @@ def _sweep(
 ):
     inputs = PolicyLossInputs(
         logp, old_logp, advantages, weights, cu_seqlens, mask, ref_logp, entropy, score, threshold, token_mask,
-        token_weight,
+        token_weight, low, high,
     )  # fmt: skip
     ALIGNED: tl.constexpr = READING.aligned
     program = tl.program_id(0).to(tl.int64)
@@ -184,8 +184,8 @@ def _sweep(
             gated = Clipped(ratio, side < 0, side > 0)
         else:
             gated = clip_tokens(
-                t, low, high, token, tokens, whole, low_positive, low_negative, high_positive, high_negative,
-                low_driven, high_driven, GATE.token == DROP, ALIGNED,
+                t, inputs, loaded, low_positive, low_negative, high_positive, high_negative, low_driven, high_driven,
+                GATE.token == DROP,
             )  # fmt: skip
         counts = count_tokens(counts, t, gated.below, gated.above, LANES)
 

@@ -166,7 +166,7 @@ def _sweep_leaves(
 ):
     inputs = PolicyLossInputs(
         logp, old_logp, advantages, weights, cu_seqlens, mask, ref_logp, entropy, score, threshold, token_mask,
-        token_weight, target=target,
+        token_weight, low, high, target=target,
     )  # fmt: skip
     ALIGNED: tl.constexpr = READING.aligned
     program = tl.program_id(0).to(tl.int64)
@@ -186,8 +186,10 @@ def _sweep_leaves(
         tl.store(seen + of_row, tl.full([SLOTS, 1], 1, tl.uint8), mask=some)
 
         negative = t.negative
-        lowest = token_bound(low, low_positive, low_negative, low_driven, t, token, tokens, whole, ALIGNED)
-        highest = token_bound(high, high_positive, high_negative, high_driven, t, token, tokens, whole, ALIGNED)
+        own_low = None if low is None else loaded.low
+        own_high = None if high is None else loaded.high
+        lowest = token_bound(own_low, low_positive, low_negative, low_driven, t)
+        highest = token_bound(own_high, high_positive, high_negative, high_driven, t)
         gated = gate_tokens(t, lowest, highest, gated_levels, leaf, held, pre, numbers, SHAPE)
         counts = count_tokens(counts, t, gated.below, gated.above, LANES)
 

@@ -16,6 +16,11 @@ from .segments import load
 __all__ = ["Loaded", "Reading", "Rule", "Tokens", "bits", "load_constants", "load_tokens", "read_tokens", "reading_of"]
 
 
+# Bounds of tokens beyond these are none: epsilons in place of ratios, or what was computed from a broken entropy. One
+# that is meant to be 1 may be rounded.
+HIGHEST_LOW, LOWEST_HIGH = tl.constexpr(1.0 + 1e-6), tl.constexpr(1.0 - 1e-6)
+
+
 class Rule(NamedTuple):
     """What a correction asks of kernels."""
 
@@ -50,6 +55,8 @@ class Loaded(NamedTuple):
     mask: tl.tensor
     token_mask: tl.tensor
     target: tl.tensor
+    low: tl.tensor
+    high: tl.tensor
 
 
 class Tokens(NamedTuple):
@@ -101,6 +108,8 @@ def load_constants(inputs, logp, token, tokens, whole, READING: tl.constexpr):
         mask=_load_or(logp, inputs.mask, token, tokens, whole, ALIGNED),
         token_mask=_load_or(logp, inputs.token_mask, token, tokens, whole, ALIGNED),
         target=_load_or(logp, target, token, tokens, whole, ALIGNED),
+        low=_load_or(logp, inputs.low, token, tokens, whole, ALIGNED),
+        high=_load_or(logp, inputs.high, token, tokens, whole, ALIGNED),
     )
 
 
@@ -140,6 +149,10 @@ def read_tokens(inputs, loaded, row, rows, inside, READING: tl.constexpr):
         usable &= is_finite(target)
         if READING.rates:
             usable &= (advantage >= 0.0) | ((target >= 0.0) & (target < 1.0))
+    if inputs.low is not None:
+        usable &= (loaded.low >= 0.0) & (loaded.low <= HIGHEST_LOW)
+    if inputs.high is not None:
+        usable &= loaded.high >= LOWEST_HIGH
     selected = valid & usable
     bad = valid & (selected == False)  # noqa: E712
     if inputs.token_mask is not None:

@@ -80,12 +80,26 @@ void run(const Call& call) {
 struct PolicyLossSpec {
   GateStructure structure;
   GateNumbers numbers;
+  CorrectionRule correction;
 };
+
+inline void copy_pair(double (&to)[2], const py::tuple& pair) {
+  for (int sign = 0; sign < 2; ++sign) to[sign] = pair[sign].cast<double>();
+}
+
+inline CorrectionRule make_rule(int statistic, int action, bool strict, const py::tuple& low, const py::tuple& high) {
+  CorrectionRule rule{Statistic(statistic), Action(action), strict, {}, {}};
+  copy_pair(rule.low, low);
+  copy_pair(rule.high, high);
+  return rule;
+}
+
+// correction: None, or the arguments of make_rule.
 
 inline PolicyLossSpec make_spec(int token, bool has_level, bool level_clips, int routing, int head, int kl, int kl_gradient,
                                 bool strict, py::sequence low_driven, py::sequence high_driven, py::sequence token_low,
                                 py::sequence token_high, py::sequence level_log_low, py::sequence level_log_high,
-                                double kl_beta) {
+                                double kl_beta, const py::object& correction) {
   PolicyLossSpec spec{};
   spec.structure.token = TokenGate(token);
   spec.structure.has_level = has_level;
@@ -104,6 +118,10 @@ inline PolicyLossSpec make_spec(int token, bool has_level, bool level_clips, int
     spec.numbers.level_log_high[sign] = level_log_high[sign].cast<double>();
   }
   spec.numbers.kl_beta = kl_beta;
+  if (!correction.is_none()) {
+    const py::tuple rule = correction;
+    spec.correction = make_rule(rule[0].cast<int>(), rule[1].cast<int>(), rule[2].cast<bool>(), rule[3], rule[4]);
+  }
   return spec;
 }
 
@@ -154,11 +172,34 @@ struct Outputs {
 
 // `inputs` is a PolicyLossInputs of hpo_core/specs; a test compares the order.
 constexpr const char* kInputs[] = {
-    "logp",         "old_logp",  "advantages",     "weights",          "cu_seqlens",      "mask",
-    "ref_logp",     "entropy",   "score",          "threshold",        "token_mask",      "token_weight",
-    "low",          "high",      "row_trajectory", "trajectory_start", "trajectory_rows", "advantage_per_token",
-    "leaf_begin",   "leaf_end",  "leaf_row",       "ancestors",        "target",          "target_per_token",
-    "penalty_mask", "kl_weight",
+    "logp",
+    "old_logp",
+    "advantages",
+    "weights",
+    "cu_seqlens",
+    "mask",
+    "ref_logp",
+    "entropy",
+    "score",
+    "threshold",
+    "token_mask",
+    "token_weight",
+    "low",
+    "high",
+    "row_trajectory",
+    "trajectory_start",
+    "trajectory_rows",
+    "advantage_per_token",
+    "leaf_begin",
+    "leaf_end",
+    "leaf_row",
+    "ancestors",
+    "target",
+    "target_per_token",
+    "penalty_mask",
+    "kl_weight",
+    "correction_first",
+    "correction_second",
 };
 constexpr size_t kOffsets = 4;
 constexpr size_t kLeaves = 18;  // of leaf_begin, which the other three follow
@@ -169,7 +210,7 @@ inline Offsets offsets_of(const py::tuple& inputs, int64_t rows) {
 }
 
 inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& inputs, const Offsets& offsets,
-                                const Outputs& outputs) {
+                                const Outputs& outputs, const CorrectionRule& rule = {}) {
   py::ssize_t next = 0;
   const auto take = [&] {
     const py::ssize_t field = next++;
@@ -201,6 +242,9 @@ inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& i
   args.target_per_token = inputs[next++].cast<bool>();
   args.penalty_mask = pointer<const uint8_t>(take());
   args.kl_weight = pointer<const float>(take());
+  args.correction.first = pointer<const float>(take());
+  args.correction.second = pointer<const float>(take());
+  args.correction.rule = rule;
   args.loss = pointer<float>(outputs.loss);
   args.metrics = pointer<double>(outputs.metrics);
   args.grad = pointer<float>(outputs.grad);
@@ -215,10 +259,6 @@ inline void add_leaves(Hierarchy& hierarchy, int64_t leaves, const py::tuple& in
   hierarchy.leaf_end = pointer<const int64_t>(address_of(inputs[kLeaves + 1], kInputs[kLeaves + 1]));
   hierarchy.leaf_row = pointer<const int64_t>(address_of(inputs[kLeaves + 2], kInputs[kLeaves + 2]));
   hierarchy.ancestors = pointer<const int64_t>(address_of(inputs[kLeaves + 3], kInputs[kLeaves + 3]));
-}
-
-inline void copy_pair(double (&to)[2], const py::tuple& pair) {
-  for (int sign = 0; sign < 2; ++sign) to[sign] = pair[sign].cast<double>();
 }
 
 // levels: (gate, routing, aggregate, low, high, slope) each; low and high are [channel][sign of the advantage]. term: None, or
@@ -308,7 +348,8 @@ inline void bind(py::module_& m) {
   m.def("policy_loss", [](const PolicyLossSpec& spec, int64_t tokens, int64_t rows, const py::tuple& inputs, Address loss,
                           Address metrics, Address grad, Address token_loss, Address workspace, int64_t context) {
     const Offsets offsets = offsets_of(inputs, rows);
-    const PolicyLossArgs args = make_args(tokens, rows, inputs, offsets, {loss, metrics, grad, token_loss, workspace});
+    const PolicyLossArgs args =
+        make_args(tokens, rows, inputs, offsets, {loss, metrics, grad, token_loss, workspace}, spec.correction);
     run([&] { return hpo_policy_loss(&args, &spec.structure, &spec.numbers, context); });
   });
 
@@ -318,7 +359,8 @@ inline void bind(py::module_& m) {
                         const py::tuple& inputs, Address loss, Address metrics, Address grad, Address token_loss,
                         Address workspace, int stage, Address sums, Address largest, Address aggregate_grad, int64_t context) {
     const Offsets offsets = offsets_of(inputs, rows);
-    const PolicyLossArgs args = make_args(tokens, rows, inputs, offsets, {loss, metrics, grad, token_loss, workspace});
+    const PolicyLossArgs args =
+        make_args(tokens, rows, inputs, offsets, {loss, metrics, grad, token_loss, workspace}, spec.correction);
     Hierarchy hierarchy = levels;
     add_leaves(hierarchy, leaves, inputs);
     hierarchy.stage = Stage(stage);
@@ -339,9 +381,8 @@ inline void bind(py::module_& m) {
     hierarchy.stage = Stage(stage);
     hierarchy.tables.sums = pointer<int64_t>(segments);
     add_leaves(hierarchy, leaves, inputs);
-    Correction correction{Statistic(statistic), Reduction(reduction), Action(action), strict, {}, {}, pointer<float>(factor)};
-    copy_pair(correction.low, low);
-    copy_pair(correction.high, high);
+    const CorrectionRule rule = make_rule(statistic, action, strict, low, high);
+    const Correction correction{rule, Reduction(reduction), pointer<float>(factor)};
     run([&] { return hpo_correction(&args, &hierarchy, &correction, context); });
   });
 

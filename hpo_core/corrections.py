@@ -1,4 +1,7 @@
-"""What the corrections of a gate make of a call: a factor on each token, and, on request, what each of them saw."""
+"""What the corrections of a gate make of a call: a factor on each token, and, on request, what each of them saw.
+
+The sweep of the loss computes the factor of the first correction of tokens by itself; others are an op of their own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from .batch import PackedBatch
 from .gates import Channel, Correction, RatioGate
 from .metrics import Metrics, empty_metrics, observed
 from .segment_exchange import reduce_over_ranks
-from .specs import PolicyLossInputs
+from .specs import PolicyLossInputs, PolicyLossSpec
 
 __all__ = ["corrected"]
 
@@ -20,14 +23,17 @@ _OBSERVER = gates.reinforce().spec()
 
 def corrected(
     inputs: PolicyLossInputs,
+    spec: PolicyLossSpec,
     gate: RatioGate,
     batch: PackedBatch,
     rollout: torch.Tensor | None,
     process_group: torch.distributed.ProcessGroup | None,
     want_metrics: bool,
+    in_sweep: bool,
     backend: str | None,
-) -> tuple[PolicyLossInputs, tuple[Metrics, ...]]:
-    """The inputs with all corrections in their token weights, and the metrics of each, if they are wanted."""
+) -> tuple[PolicyLossInputs, PolicyLossSpec, tuple[Metrics, ...]]:
+    """Inputs and spec with all corrections in them, and the metrics of each, if they are wanted. ``in_sweep``: logp is
+    known, so that the sweep may take one."""
     seen = []
     logp = inputs.logp.detach()
     for correction in gate.corrections:
@@ -39,14 +45,21 @@ def corrected(
         if want_metrics or correction.unit is not None:  # else no token has a say in what becomes of another
             loss_reads = _channel(gate.channel, logp, inputs.old_logp, rollout) or (logp, logp)
             read = read._replace(mask=_counted(inputs, gate, batch, loss_reads, pair))
+        own = None
         if want_metrics:  # which tokens it takes out can only be told before other factors join its own
             own = _factor(read._replace(token_weight=None), correction, batch, process_group, backend)
             seen.append(_observed(read, own != 0, process_group, backend))
+        if in_sweep and correction.unit is None and spec.correction is None:
+            spec = spec._replace(correction=correction.spec())
+            first = None if pair[0] is logp else read.logp
+            inputs = inputs._replace(correction_first=first, correction_second=read.old_logp)
+            continue
+        if own is not None:
             weight = own if inputs.token_weight is None else own * inputs.token_weight
         else:
             weight = _factor(read, correction, batch, process_group, backend)
         inputs = inputs._replace(token_weight=weight)
-    return inputs, tuple(seen) if want_metrics else ()
+    return inputs, spec, tuple(seen) if want_metrics else ()
 
 
 def _channel(

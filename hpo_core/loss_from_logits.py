@@ -146,7 +146,7 @@ def _prepared(
     corrections = () if gate is None else gate.corrections
     alone = all(each.unit is None and each.channel is Channel.DISCREPANCY for each in corrections)
     alone = alone and (old_logp is not None or options.get("rollout_logp") is None)
-    prepared = prepare(logp, old_logp, advantages, batch, gate, **options)
+    prepared = prepare(logp, old_logp, advantages, batch, gate, **options, logp_known=False)
     check(
         alone and not prepared.spec.has_level and not prepared.spec.levels and prepared.exchange is None,
         "gate: expected one on tokens alone, got {!r}, under which the gradient of a token depends on others; call "

@@ -102,10 +102,14 @@ class Native:
         return workspace
 
     def _make_spec(self, spec: PolicyLossSpec) -> Any:
+        rule = spec.correction
+        correction = None
+        if rule is not None:
+            correction = (int(rule.statistic), int(rule.action), rule.strict, rule.low, rule.high)
         return self.module.PolicyLossSpec(
             int(spec.token), spec.has_level, spec.level_clips, int(spec.routing), int(spec.head), int(spec.kl),
             int(spec.kl_gradient), spec.strict, spec.low_driven, spec.high_driven, spec.token_low, spec.token_high,
-            spec.level_log_low, spec.level_log_high, spec.kl_beta,
+            spec.level_log_low, spec.level_log_high, spec.kl_beta, correction,
         )  # fmt: skip
 
     def _make_levels(self, spec: PolicyLossSpec) -> Any:

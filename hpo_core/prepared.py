@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection
 from typing import Literal, NamedTuple, TypedDict
 
@@ -91,8 +90,10 @@ def prepare(
     process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
     score: torch.Tensor | None = None,
+    logp_known: bool = True,
 ) -> Prepared:
-    """Check every argument once and bring it to what kernels take: contiguous, float32, one device."""
+    """Check every argument once and bring it to what kernels take: contiguous, float32, one device. ``logp_known``:
+    else only its shape counts."""
     # Below some ten thousand tokens this takes as long as the kernel: what is rarely given costs one comparison.
     logp = examined("logp", logp, "[T]")
     batch = as_batch(batch)
@@ -191,7 +192,6 @@ def prepare(
         token_mask, token_weight = selected_tokens(chosen, token_mask, token_weight, token)
     if bounds is not None:
         low, high = (None if each is None else token(f"bounds[{at}]", each) for at, each in enumerate(bounds))
-        token_weight = _possible(low, high, token_weight, dtype)
     inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond
         logp,
         None if old_logp is None else token("old_logp", old_logp),
@@ -228,7 +228,9 @@ def prepare(
         signed = inputs.advantages
         inputs = inputs._replace(advantages=torch.where(signed < 0, signed * negative, signed * positive))
     rollout = None if rollout_logp is None else token("rollout_logp", rollout_logp)
-    inputs, seen = corrected(inputs, gate, batch, rollout, process_group, wants_corrections, backend)
+    inputs, spec, seen = corrected(
+        inputs, spec, gate, batch, rollout, process_group, wants_corrections, logp_known, backend
+    )
     if gate.channel is Channel.TOTAL and rollout is not None:
         inputs = inputs._replace(old_logp=rollout)
     return Prepared(inputs, spec, exchange, seen, wants_tokens, wants_levels)
@@ -281,21 +283,6 @@ def _given(gate_inputs: GateInputs | None, gate: RatioGate) -> GateInputs:
         gate.name,
     )
     return given
-
-
-def _possible(
-    low: torch.Tensor | None, high: torch.Tensor | None, token_weight: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor | None:
-    """Weights that are NaN, which every backend leaves out and counts, where ``0 <= low <= 1 <= high`` does not hold:
-    epsilons in place of ratios, or what was computed from a broken entropy."""
-    rounding = 1e-6  # of a bound that is meant to be 1
-    possible = [(low >= 0) & (low <= 1 + rounding)] if low is not None else []
-    possible += [high >= 1 - rounding] if high is not None else []
-    if not possible:
-        return token_weight
-    holds = functools.reduce(torch.logical_and, possible)
-    weight = torch.ones_like(holds, dtype=dtype) if token_weight is None else token_weight
-    return torch.where(holds, weight, torch.nan)
 
 
 def _check_penalty(kl: KLPenalty | None, ref_logp: torch.Tensor | None) -> None:

@@ -78,7 +78,8 @@ def kernels(names: str, modules: tuple[str, ...]) -> list[Rule]:
 
 
 RULES = [
-    *kernels("gates hierarchy hierarchy_tokens corrections levels leaves sums terms tokens gated_levels metrics", LOSS),
+    *kernels("gates hierarchy hierarchy_tokens levels leaves sums terms tokens gated_levels metrics", LOSS),
+    *kernels("corrections correction_rules", LOSS),
     *kernels("advantages groups units", ADVANTAGES),
     *kernels("entropy windows", ENTROPY),
     *kernels("scopes bins", (*ENTROPY, *SCOPES)),

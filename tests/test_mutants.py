@@ -149,7 +149,7 @@ MUTANTS = {
         "test_corrections.test_far_tokens_do_not_cost_near_ones_their_digits", {},
     ),
     "cuda: a statistic saturates, and not its log-ratio": Mutant(
-        "cuda_emulated", "include/hpo/corrections.h",
+        "cuda_emulated", "include/hpo/correction_rules.h",
         "all<F>(0.5f) * u * u", "clamp(0.5f * u * u, all<F>(-kSaturation), all<F>(kSaturation))",
         "test_corrections.test_statistics_reach_as_far_as_they_say", {"statistic": hpo.specs.Statistic.K2},
     ),

@@ -2,6 +2,7 @@
 // hpo_core/reference/corrections.py.
 #include "hpo/corrections.h"
 
+#include "gates_fast_path.h"
 #include "hierarchy_leaves.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -26,15 +27,43 @@ struct Workspace {
   }
 };
 
-using StatisticLoop = void (*)(const float* first, const float* second, float* out, int64_t n);
+// Reduces the statistics of a tile; `mask` may be null.
+using ReduceTile = Reduced (*)(const float* first, const float* second, const uint8_t* mask, int n);
 
+// Statistics within kStatisticSaturation of 0, as nearly all are, are added without doubles, to the same integers.
 template <Statistic kStatistic>
-void fill_statistics(const float* __restrict first, const float* __restrict second, float* __restrict out, int64_t n) {
-  for_each_vector(0, int(n), [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
+Reduced reduce_tile(const float* __restrict first, const float* __restrict second, const uint8_t* __restrict mask, int n) {
+  alignas(kLine) float statistics[kTile];
+  FixedSum fixed;
+  Floats about[kParts] = {}, smallest = all<Floats>(INFINITY), largest = all<Floats>(-INFINITY);
+  LaneCount valid;
+  const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
     constexpr bool kWhole = decltype(whole)::value;
-    const Floats statistic = statistic_of(kStatistic, load_own<kWhole>(own, first + i), load_own<kWhole>(own, second + i));
-    store_own<kWhole>(own, statistic, out + i);
-  });
+    const Floats v = statistic_of(kStatistic, load_own<kWhole>(own, first + i), load_own<kWhole>(own, second + i));
+    Mask known = but_not(own, is_nan(v));
+    if (mask) known = both(known, present_own<kWhole>(own, mask + i));
+    store_own<kWhole>(own, blend(known, v, all<Floats>(NAN)), statistics + i);
+    valid.add(known);
+    const Floats counted = keep_if(known, v);
+    fixed.add(part, all_lanes(), rounded(beyond_integer(counted) * float(kFixedPoint)));
+    about[part] += counted;
+    smallest = smaller_where(known, v, smallest), largest = larger_where(known, v, largest);
+  };
+  for_each_vector(0, n, step, [] {});
+  Reduced found;
+  for (int lane = 0; lane < kWidth; ++lane) {
+    found.smallest = smallest[lane] < found.smallest ? smallest[lane] : found.smallest;
+    found.largest = largest[lane] > found.largest ? largest[lane] : found.largest;
+  }
+  if (found.smallest >= -kStatisticSaturation && found.largest <= kStatisticSaturation) {
+    found.valid = valid.total(), found.fixed = fixed.total(about);
+    return found;
+  }
+  found = {};
+  for (int i = 0; i < n; ++i) {
+    if (statistics[i] == statistics[i]) found.add(statistics[i]);
+  }
+  return found;
 }
 
 // The factors of tokens, times their weights.
@@ -47,7 +76,9 @@ struct Factors {
 
   Factors(const PolicyLossArgs& args, const Correction& correction, int64_t first)
       : args(args), correction(correction), first(first) {
-    for (int sign = 0; sign < 2; ++sign) low[sign] = float(correction.low[sign]), high[sign] = float(correction.high[sign]);
+    for (int sign = 0; sign < 2; ++sign) {
+      low[sign] = float(correction.rule.low[sign]), high[sign] = float(correction.rule.high[sign]);
+    }
   }
 
   // of_segment: by sign; null where tokens have factors by their own statistics. `present`: of a row, but perhaps masked.
@@ -57,7 +88,7 @@ struct Factors {
     const Floats v = statistic_of(kStatistic, load_own<kWhole>(own, args.logp + at), load_own<kWhole>(own, args.old_logp + at));
     if (args.advantage_per_token) negative = load_own<kWhole>(own, args.advantages + at) < 0.0f;
     const Floats factor = of_segment ? by_sign<Floats>(negative, of_segment)
-                                     : factor_of(correction.action, correction.strict, by_sign<Floats>(negative, low),
+                                     : factor_of(correction.rule.action, correction.rule.strict, by_sign<Floats>(negative, low),
                                                  by_sign<Floats>(negative, high), v);
     const Floats defined = v != v ? v : factor;  // a token without a statistic is in no segment
     const Floats weight = args.token_weight ? load_own<kWhole>(own, args.token_weight + at) : all<Floats>(1.0f);
@@ -98,14 +129,14 @@ struct Factors {
 
 // The loops of one call.
 struct CorrectionLoops {
-  StatisticLoop statistics;
+  ReduceTile reduce;
   void (*of_row)(const PolicyLossArgs&, const Correction&, int64_t first, int n, int64_t row, const float* of_segment);
   void (*of_tile)(const PolicyLossArgs&, const Correction&, int64_t first, int n, const Segments&);
 };
 
 template <Statistic kStatistic>
 CorrectionLoops loops_of() {
-  return {fill_statistics<kStatistic>,
+  return {reduce_tile<kStatistic>,
           [](const PolicyLossArgs& args, const Correction& correction, int64_t first, int n, int64_t row,
              const float* of_segment) { Factors<kStatistic>(args, correction, first).of_row(0, n, row, of_segment); },
           [](const PolicyLossArgs& args, const Correction& correction, int64_t first, int n, const Segments& segments) {
@@ -131,7 +162,7 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
   const Workspace space(args.workspace, args.tokens, hierarchy.leaves);
   const Leaves leaves(hierarchy, args, space.start);
   threads = worthwhile(threads, args.tokens + hierarchy.leaves);
-  const CorrectionLoops loops = pick_loops(correction.statistic);
+  const CorrectionLoops loops = pick_loops(correction.rule.statistic);
 
   const bool whole = hierarchy.stage == Stage::whole;
   const Reduction reduction = correction.reduction;
@@ -141,12 +172,8 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
     parallel_for(leaves.tasks(), threads, [&](int64_t task) {
       leaves.for_each_block(task, [&](const Block& block) {
         Reduced found;
-        float own[kTile];
         for_each_tile_of(block, kGridOfBlock, [&](int64_t tile, int, int n) {
-          loops.statistics(args.logp + tile, args.old_logp + tile, own, n);
-          for (int i = 0; i < n; ++i) {
-            if (own[i] == own[i] && (!args.mask || args.mask[tile + i] != 0)) found.add(own[i]);
-          }
+          found.add(loops.reduce(args.logp + tile, args.old_logp + tile, args.mask ? args.mask + tile : nullptr, n));
         });
         (block.begins ? space.of_leaves[block.leaf] : space.of_blocks[task]) = found;
       });
@@ -171,16 +198,21 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
     });
     return;
   }
-  for_each_range(args.tokens, threads, [&](int64_t begin, int64_t end) {
+  leaves.for_each_gap([&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) correction.factor[t] = args.token_weight ? args.token_weight[t] : 1.0f;
   });
   parallel_for(leaves.tasks(), threads, [&](int64_t task) {
     leaves.for_each_block(task, [&](const Block& block) {
       float of_segment[2] = {};  // by sign of the advantage
       if (hierarchy.depth > 0) {
+        const bool alike = whole && !args.mask && !args.token_weight && !args.advantage_per_token;
         const int64_t segment = leaves.ancestor(0, block.leaf);
         const float v = whole ? space.segments[segment].as(reduction) : from_words(words_of(segment), reduction);
-        for (int sign = 0; sign < 2; ++sign) of_segment[sign] = factor_of(correction, sign, v);
+        for (int sign = 0; sign < 2; ++sign) of_segment[sign] = factor_of(correction.rule, sign, v);
+        if (alike && space.of_leaves[block.leaf].valid == leaves.length(block.leaf)) {  // no statistic is NaN
+          std::fill_n(correction.factor + block.first, block.tokens, of_segment[args.advantages[block.row] < 0.0f]);
+          return;
+        }
       }
       loops.of_row(args, correction, block.first, int(block.tokens), block.row, hierarchy.depth > 0 ? of_segment : nullptr);
     });

@@ -74,7 +74,7 @@ void write_token_loss(const Call& call, const Gate& gate, int64_t first, int n, 
   const PolicyLossArgs& args = call.args;
   float* coefficient = tile.coefficient;
   spread_rows(segments, coefficient, [&](int64_t row) { return args.advantage_per_token ? 1.0f : args.advantages[row]; });
-  multiply_token_factors(args, first, n, coefficient);
+  multiply_token_factors(args, first, n, tile, coefficient);
   gate(call, first, n, segments, tile, coefficient, args.token_loss + first, tile.grad);
 }
 

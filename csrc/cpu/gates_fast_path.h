@@ -9,9 +9,10 @@
 
 namespace hpo::HPO_ISA {
 
-// Whether tokens have inputs of their own, bounds apart.
+// Whether tokens have inputs of their own.
 inline bool has_token_inputs(const PolicyLossArgs& args) {
-  return args.advantage_per_token || args.token_weight || args.token_mask || args.score || args.ref_logp || args.entropy;
+  return args.advantage_per_token || weighs_tokens(args) || args.token_mask || args.score || args.ref_logp || args.entropy ||
+         args.low || args.high;
 }
 
 // Whether the fast path may hold for tiles of this call.

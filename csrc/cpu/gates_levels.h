@@ -58,7 +58,7 @@ inline void split_by_sign(const Tile& tile, int n, float by_sign[2][kPadded]) {
   for (int i = 0; i < n; ++i) by_sign[1][i] = keep_if(chosen[i] == kNegative, tile.coefficient[i]);
 }
 
-inline bool coefficients_vary(const PolicyLossArgs& args) { return args.advantage_per_token || args.token_weight; }
+inline bool coefficients_vary(const PolicyLossArgs& args) { return args.advantage_per_token || weighs_tokens(args); }
 
 // A row in one tile is summed with the tile, every other row by itself.
 inline bool lies_in_one_tile(const Rows& rows, int64_t row) {

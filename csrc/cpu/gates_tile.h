@@ -2,7 +2,7 @@
 // that the arithmetic runs in short loops without branches, rows or exceptions.
 #pragma once
 #include "gates_sums.h"
-#include "hpo/terms.h"
+#include "hpo/correction_rules.h"
 #include "rows.h"
 
 namespace hpo::HPO_ISA {
@@ -70,6 +70,7 @@ struct alignas(64) Tile {
   float loss[kPadded];
   float grad[kPadded];
   float spread[4][kPadded];    // numbers of rows at their tokens, while a loop needs them
+  float corrected[kPadded];    // token weights times the factors of the correction
   int32_t* chosen;  // `selection`, or `kind` where all valid tokens count; behind the arrays, so that they stay aligned
   bool has_infinite = false;  // some log-ratio was infinite
   bool near = false;         // the log-ratios of the last fast-path tile were near 0
@@ -91,14 +92,37 @@ inline void spread_rows(const Segments& segments, float* out, const Value& value
   }
 }
 
+// Whether tokens have weights that are not 1.
+inline bool weighs_tokens(const PolicyLossArgs& args) { return args.token_weight || args.correction.second; }
+
+// These weights of a tile that `load_rows` has loaded, [n], or null.
+inline const float* token_weights(const PolicyLossArgs& args, int64_t first, const Tile& tile) {
+  if (args.correction.second) return tile.corrected;
+  return args.token_weight ? args.token_weight + first : nullptr;
+}
+
 // The factors of a that belong to tokens.
-inline void multiply_token_factors(const PolicyLossArgs& args, int64_t first, int n, float* __restrict coefficient) {
+inline void multiply_token_factors(const PolicyLossArgs& args, int64_t first, int n, const Tile& tile,
+                                   float* __restrict coefficient) {
   if (args.advantage_per_token) {
     for (int i = 0; i < n; ++i) coefficient[i] *= args.advantages[first + i];
   }
-  if (args.token_weight) {
-    for (int i = 0; i < n; ++i) coefficient[i] *= args.token_weight[first + i];
+  if (const float* weight = token_weights(args, first, tile)) {
+    for (int i = 0; i < n; ++i) coefficient[i] *= weight[i];
   }
+}
+
+// The kinds of the tile say the signs.
+inline void correct_weights(const PolicyLossArgs& args, int64_t first, int n, Tile& tile) {
+  const TokenCorrection& correction = args.correction;
+  const RuleNumbers rule(correction.rule);
+  const float *from = (correction.first ? correction.first : args.logp) + first, *to = correction.second + first;
+  for_each_vector(0, n, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
+    constexpr bool kWhole = decltype(whole)::value;
+    const Ints negative = load_lanes<Ints>(tile.kind + i) == kNegative;
+    const Floats factor = rule.factor(negative, load_own<kWhole>(own, from + i), load_own<kWhole>(own, to + i), Exponential{});
+    store_lanes(args.token_weight ? factor * load_own<kWhole>(own, args.token_weight + first + i) : factor, tile.corrected + i);
+  });
 }
 
 // kind and coefficient as far as rows say them; true if some coefficient may be infinite or NaN.
@@ -123,14 +147,15 @@ inline bool load_row_numbers(const PolicyLossArgs& args, int n, const Segments& 
 
 // The same with the advantages and weights of tokens.
 inline bool load_rows(const PolicyLossArgs& args, int64_t first, int n, const Segments& segments, Tile& tile) {
-  const bool doubtful = load_row_numbers(args, n, segments, tile) || args.advantage_per_token || args.token_weight;
+  const bool doubtful = load_row_numbers(args, n, segments, tile) || args.advantage_per_token || weighs_tokens(args);
   if (args.advantage_per_token) {
     for (int i = 0; i < n; ++i) {
       const int32_t kind = args.advantages[first + i] < 0.0f ? kNegative : kPositive;
       tile.kind[i] = kind & mask_of(tile.kind[i] != kAbsent);
     }
   }
-  multiply_token_factors(args, first, n, tile.coefficient);
+  if (args.correction.second) correct_weights(args, first, n, tile);
+  multiply_token_factors(args, first, n, tile, tile.coefficient);
   return doubtful;
 }
 
@@ -144,6 +169,17 @@ inline bool load_targets(const PolicyLossArgs& args, Head head, int64_t first, i
     }
   }
   return true;
+}
+
+// The same of bounds.
+inline bool load_bounds_of_tokens(const PolicyLossArgs& args, int64_t first, int n, Tile& tile) {
+  if (args.low) {
+    for (int i = 0; i < n; ++i) tile.coefficient[i] = is_low_bound(args.low[first + i]) ? tile.coefficient[i] : NAN;
+  }
+  if (args.high) {
+    for (int i = 0; i < n; ++i) tile.coefficient[i] = is_high_bound(args.high[first + i]) ? tile.coefficient[i] : NAN;
+  }
+  return args.low || args.high;
 }
 
 inline void apply_mask(const PolicyLossArgs& args, int64_t first, int n, Tile& tile) {
@@ -230,8 +266,9 @@ inline void load(const Call& call, int64_t first, int n, const Segments& segment
     for (int32_t& each : tile.infinite) each = 0;
     tile.has_infinite = false;
   }
-  const bool doubtful =
-      load_rows(call.args, first, n, segments, tile) | load_targets(call.args, call.structure.head, first, n, segments, tile);
+  const bool doubtful = load_rows(call.args, first, n, segments, tile) |
+                        load_targets(call.args, call.structure.head, first, n, segments, tile) |
+                        load_bounds_of_tokens(call.args, first, n, tile);
   apply_mask(call.args, first, n, tile);
   if (with_log_ratios) load_log_ratios(call.args, first, n, tile, partial);
   choose(call, first, n, doubtful, tile, partial);

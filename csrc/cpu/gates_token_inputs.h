@@ -11,16 +11,19 @@ constexpr float kMostSquares = kStatisticSaturation * kStatisticSaturation;
 
 // The inputs of a tile's tokens: local copies of pointers, because stores may alias the arguments of the call.
 struct TokenInputs {
-  const float *logp, *ref_logp, *entropy, *score, *token_weight, *kl_weight, *advantages, *target;
+  const float *logp, *ref_logp, *entropy, *score, *token_weight, *kl_weight, *advantages, *target, *first, *second, *low, *high;
   const uint8_t *mask, *token_mask, *penalty_mask;
+  const RuleNumbers rule;
   Floats threshold;
 
-  TokenInputs(const PolicyLossArgs& args, int64_t first) {
-    const auto from = [=](const auto* tokens) { return tokens ? tokens + first : nullptr; };
+  TokenInputs(const PolicyLossArgs& args, int64_t begin) : rule(args.correction.rule) {
+    const auto from = [=](const auto* tokens) { return tokens ? tokens + begin : nullptr; };
     logp = from(args.logp), ref_logp = from(args.ref_logp), entropy = from(args.entropy), score = from(args.score);
     token_weight = from(args.token_weight), advantages = from(args.advantage_per_token ? args.advantages : nullptr);
     target = from(args.target_per_token ? args.target : nullptr), kl_weight = from(args.kl_weight);
+    low = from(args.low), high = from(args.high);
     mask = from(args.mask), token_mask = from(args.token_mask), penalty_mask = from(args.penalty_mask);
+    first = from(args.correction.first ? args.correction.first : args.logp), second = from(args.correction.second);
     threshold = all<Floats>(args.score ? *args.threshold : 0.0f);
   }
 };
@@ -105,13 +108,15 @@ struct TermInputs {
   Floats coefficient, kept, target;
 };
 
-// What a call has: anything, or as the most common of them does a reference policy and nothing else.
-enum class Given { anything, reference };
+// What a call has: anything, or as the most common of them do a reference policy or weights of tokens and nothing else.
+enum class Given { anything, reference, weights };
 
 inline Given given(const PolicyLossArgs& args) {
-  const bool others =
-      args.advantage_per_token || args.token_weight || args.token_mask || args.score || args.entropy || args.kl_weight;
-  return args.ref_logp && !others ? Given::reference : Given::anything;
+  const bool others = args.advantage_per_token || args.token_mask || args.score || args.entropy || args.kl_weight ||
+                      args.low || args.high;
+  const bool reference = args.ref_logp, weights = weighs_tokens(args);
+  if (others || reference == weights) return Given::anything;
+  return reference ? Given::reference : Given::weights;
 }
 
 // One tile. gate.term(vector, TermInputs) is the policy term of a vector whose present tokens are the chosen ones;
@@ -119,6 +124,7 @@ inline Given given(const PolicyLossArgs& args) {
 template <class Gate, Given kGiven>
 struct TokenInputsSweep {
   static constexpr bool kAnything = kGiven == Given::anything;
+  static constexpr bool kReference = kGiven == Given::reference, kWeights = kGiven == Given::weights;
   const Call& call;
   const FastSource source;
   const TokenInputs inputs;
@@ -157,11 +163,15 @@ struct TokenInputsSweep {
       chosen = choose(vector);
       chosen_count.add(chosen);
     }
+    if (kWeights) {
+      own_inputs.coefficient *= weight(vector, own_inputs);
+      coefficients.add(part, present, own_inputs.coefficient);
+    }
     vector.present = chosen;
     const TermNumber<Floats> term = gate.term(vector, own_inputs);
     loss.add(part, chosen, term.loss);
     Floats gradient = term.grad;
-    if (!kAnything || inputs.ref_logp) {
+    if (kReference || (kAnything && inputs.ref_logp)) {
       const Floats s = difference(present, vector.load(inputs.logp), vector.load(inputs.ref_logp));
       const bool weighs = kAnything && inputs.kl_weight;
       const Floats factor = weighs ? vector.load(inputs.kl_weight) : Floats{};
@@ -188,13 +198,31 @@ struct TokenInputsSweep {
       own_inputs.coefficient *= advantage;
       own_inputs.kind = keep_if(vector.present, advantage < 0.0f ? Ints{} + kNegative : Ints{} + kPositive);
     }
-    if (inputs.token_weight) {
-      const Floats weight = vector.load(inputs.token_weight);
-      own_inputs.coefficient *= weight, own_inputs.kept *= weight;
+    if (inputs.token_weight || inputs.second) {
+      const Floats own = weight(vector, own_inputs);
+      own_inputs.coefficient *= own, own_inputs.kept *= own;
     }
     coefficients.add(vector.part, vector.present, own_inputs.coefficient);
     if (inputs.target) own_inputs.target = vector.load(inputs.target);
-    exceptions = either(exceptions, but_not(vector.present, gate.defined(own_inputs)));
+    Mask meant = gate.defined(own_inputs);
+    if (inputs.low) {
+      const Floats low = vector.load(inputs.low);
+      meant = both(meant, both(at_least(low, all<Floats>(kLowest)), at_least(all<Floats>(kHighestLow), low)));
+    }
+    if (inputs.high) meant = both(meant, at_least(vector.load(inputs.high), all<Floats>(kLowestHigh)));
+    exceptions = either(exceptions, but_not(vector.present, meant));
+  }
+
+  // Of tokens that have one.
+  template <class Vector>
+  HPO_INLINE Floats weight(const Vector& vector, const TermInputs& own_inputs) const {
+    if (!inputs.second) return vector.load(inputs.token_weight);
+    const auto ratio_of = [&](Floats u) __attribute__((always_inline)) {  // mostly that of the loss
+      return any(both(vector.present, present_lanes(Ints(u != vector.x)))) ? exp(u) : vector.ratio;
+    };
+    const Floats factor =
+        inputs.rule.factor(own_inputs.kind == kNegative, vector.load(inputs.first), vector.load(inputs.second), ratio_of);
+    return inputs.token_weight ? factor * vector.load(inputs.token_weight) : factor;
   }
 
   // The tokens that count in the policy term.

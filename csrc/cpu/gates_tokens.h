@@ -298,9 +298,12 @@ struct FastTiles {
 };
 
 inline FastTile pick_fast_tile(const PolicyLossArgs& args, BoundsKind kind, bool masked) {
-  if (has_token_inputs(args) || kind == BoundsKind::by_token) {
-    return given(args) == Given::reference ? pick_token_inputs<Given::reference>(kind)
-                                           : pick_token_inputs<Given::anything>(kind);
+  if (has_token_inputs(args)) {
+    switch (given(args)) {
+      case Given::reference: return pick_token_inputs<Given::reference>(kind);
+      case Given::weights: return pick_token_inputs<Given::weights>(kind);
+      default: return pick_token_inputs<Given::anything>(kind);
+    }
   }
   return masked ? FastTiles<true>::pick(kind) : FastTiles<false>::pick(kind);
 }

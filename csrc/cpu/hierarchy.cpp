@@ -41,18 +41,10 @@ void sum_segments(const Leaves& leaves, const Workspace& space) {
 // Tokens outside every leaf are masked.
 void clear_gaps(const Leaves& leaves) {
   const PolicyLossArgs& args = leaves.args;
-  const auto clear = [&](int64_t first, int64_t end) {
-    if (first >= end) return;
+  leaves.for_each_gap([&](int64_t first, int64_t end) {
     if (args.grad) std::memset(args.grad + first, 0, size_t(end - first) * sizeof(float));
     if (args.token_loss) std::memset(args.token_loss + first, 0, size_t(end - first) * sizeof(float));
-  };
-  int64_t covered = 0;
-  for (int64_t p = 0; p < leaves.count(); ++p) {
-    if (leaves.length(p) == 0) continue;
-    clear(covered, leaves.hierarchy.leaf_begin[p]);
-    covered = leaves.hierarchy.leaf_begin[p] + leaves.length(p);
-  }
-  clear(covered, args.tokens);
+  });
 }
 
 // Calls body(place, gradient) for the gradient of each leaf in the aggregate of each of its segments, unless it is 0. The place

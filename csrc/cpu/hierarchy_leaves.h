@@ -82,6 +82,18 @@ struct Leaves {
     }
   }
 
+  // Calls body(first, end) for what lies outside every leaf.
+  template <class Body>
+  void for_each_gap(const Body& body) const {
+    int64_t covered = 0;
+    for (int64_t p = 0; p < count(); ++p) {
+      if (length(p) == 0) continue;
+      if (covered < hierarchy.leaf_begin[p]) body(covered, hierarchy.leaf_begin[p]);
+      covered = hierarchy.leaf_begin[p] + length(p);
+    }
+    if (covered < args.tokens) body(covered, args.tokens);
+  }
+
  private:
   template <class Body>
   void visit(int64_t p, int64_t block, const Body& body) const {

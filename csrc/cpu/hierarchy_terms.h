@@ -87,7 +87,8 @@ inline const float* load_aggregated(const TermPlan& plan, const Tile& tile, int 
 // Loads the inputs that are not in the tile; tokens behind its n are absent.
 inline void load_terms(const Call& call, int64_t first, int n, int64_t row, float weight, Tile& tile, TokenTerms& terms) {
   const PolicyLossArgs& args = call.args;
-  for (int i = 0; i < n; ++i) terms.kept[i] = args.token_weight ? weight * args.token_weight[first + i] : weight;
+  const float* weights = token_weights(args, first, tile);
+  for (int i = 0; i < n; ++i) terms.kept[i] = weights ? weight * weights[i] : weight;
   for (int i = 0; i < n; ++i) terms.logp[i] = tile.infinite[i] ? 0.0f : args.logp[first + i];
   if (args.target) {
     for (int i = 0; i < n; ++i) terms.target[i] = args.target_per_token ? args.target[first + i] : args.target[row];

@@ -57,7 +57,7 @@ struct Call {
   }
 
   __device__ __forceinline__ float statistic(const Inputs<4>& inputs, int i) const {
-    return statistic_of(correction.statistic, inputs.logp[i], inputs.old_logp[i]);
+    return statistic_of(correction.rule.statistic, inputs.logp[i], inputs.old_logp[i]);
   }
 };
 
@@ -104,7 +104,7 @@ __device__ __forceinline__ void write_factors(const Call& call, const Leaves& le
     float of_segment[2] = {};
     if constexpr (OF_SEGMENTS) {
       const float v = from_words(call.words_of(unit.leaf), call.correction.reduction);
-      for (int sign = 0; sign < 2; ++sign) of_segment[sign] = factor_of(correction, sign, v);
+      for (int sign = 0; sign < 2; ++sign) of_segment[sign] = factor_of(correction.rule, sign, v);
     }
     const float advantage = args.advantage_per_token ? 0.0f : args.advantages[unit.tile.row];
     for_each_window(unit.tile, call.groupable, [&](const Group<4>& group) {
@@ -114,7 +114,7 @@ __device__ __forceinline__ void write_factors(const Call& call, const Leaves& le
       for (int i = 0; i < 4; ++i) {
         const bool negative = (args.advantage_per_token ? inputs.advantage[i] : advantage) < 0.0f;
         const float v = call.statistic(inputs, i);
-        factor[i] = v != v ? v : (OF_SEGMENTS ? by_sign(of_segment, negative) : factor_of(correction, negative, v));
+        factor[i] = v != v ? v : (OF_SEGMENTS ? by_sign(of_segment, negative) : factor_of(correction.rule, negative, v));
         if (!call.valid(inputs, i)) factor[i] = 1.0f;
         if (args.token_weight) factor[i] *= inputs.one(args.token_weight, i);
       }

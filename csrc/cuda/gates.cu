@@ -65,17 +65,17 @@ __device__ __forceinline__ void prepare_rows(const Call& call) {
 __global__ void __launch_bounds__(kThreads) prepare(const Call call) { prepare_rows(call); }
 
 // Sums over the warp of the unit's first tile.
-template <int WIDTH>
+template <int WIDTH, int EXTRAS>
 __device__ __forceinline__ TileSums sum_tile(const Gate& gate, const Unit& unit, bool broken) {
   const RowTerms row = gate.row_terms(unit.row);
   int64_t fixed = 0;
   int valid = 0, selected = 0;
   double coefficient[2] = {};
   for_each_group<WIDTH>(gate.pack(), unit, gate.groupable, broken, [&](const Group<WIDTH>& group) {
-    const Inputs<WIDTH> inputs = read_inputs<true, true>(gate.args, group);
+    const Inputs<WIDTH> inputs = read_inputs<true, EXTRAS>(gate.args, group);
 #pragma unroll
     for (int i = 0; i < WIDTH; ++i) {
-      const Token token = classify<true, true>(gate, row, inputs, i);
+      const Token token = classify<true, EXTRAS>(gate, row, inputs, i);
       fixed += token.valid ? to_fixed(token.x) : 0;
       valid += token.valid;
       selected += token.selected;
@@ -99,13 +99,13 @@ __device__ __forceinline__ TileSums sum_tile(const Gate& gate, const Unit& unit,
 }
 
 // WIDTH 4 where the sums are integers, which have no order; WIDTH 1 where float64 coefficients are added in the row's order.
-template <int WIDTH>
+template <int WIDTH, int EXTRAS>
 __global__ void __launch_bounds__(kThreads) sum_tiles(const Call call) {
   prepare_rows(call);
   for_each_unit(call.gate, [&](int index) {
     const Unit unit = get_unit(call.gate.pack(), index);
     if (unit.length == 0) return;
-    const TileSums sums = sum_tile<WIDTH>(call.gate, unit, false);
+    const TileSums sums = sum_tile<WIDTH, EXTRAS>(call.gate, unit, false);
     if (lane() == 0) call.workspace.tiles[index] = sums;
   });
 }
@@ -156,6 +156,7 @@ __device__ __forceinline__ TileSums sum_trajectory(const Call& call, const Rows&
 }
 
 // The same sums from the tokens, for broken offsets.
+template <int EXTRAS>
 __device__ __forceinline__ TileSums sum_trajectory_unordered(const Gate& gate, const Rows& rows) {
   const Pack pack = gate.pack();
   TileSums sums = {};
@@ -163,7 +164,7 @@ __device__ __forceinline__ TileSums sum_trajectory_unordered(const Gate& gate, c
     const int64_t row = rows[i];
     if (row < 0 || row >= pack.rows) continue;
     for (Unit unit = get_unit_unordered(pack, int(row)); unit.length > 0; unit.begin += kTile, unit.length -= kTile) {
-      add(sums, sum_tile<1>(gate, unit, true));
+      add(sums, sum_tile<1, EXTRAS>(gate, unit, true));
     }
   }
   return sums;
@@ -187,7 +188,7 @@ __device__ __forceinline__ Level make_level(const Gate& gate, const TileSums& su
 
 // ---------------------------------------------------------------------------------------------------------------- sweep
 
-template <bool LEVEL, bool REFERENCE, bool EXTRAS>
+template <bool LEVEL, bool REFERENCE, int EXTRAS>
 __device__ __forceinline__ void sweep_tile(const Call& call, const Unit& unit, bool broken, const Level& level, Totals& totals,
                                            HPO_SHARED_POINTER(double) slots, HPO_SHARED_POINTER(int) events) {
   constexpr int WIDTH = 4;
@@ -225,7 +226,7 @@ __device__ __forceinline__ int broken_indices(const Gate& gate, int row) {
   return row_range(pack.cu_seqlens, row, pack.tokens).bad + (trajectory < 0 || trajectory >= pack.rows);
 }
 
-template <bool LEVEL, bool REFERENCE, bool EXTRAS>
+template <bool LEVEL, bool REFERENCE, int EXTRAS>
 __global__ void __launch_bounds__(kThreads, 2) sweep(const Call call) {
   HPO_SHARED(double, warps, [kWarps * kMetrics]);
   HPO_SHARED(int, events, [kMetrics]);
@@ -244,7 +245,8 @@ __global__ void __launch_bounds__(kThreads, 2) sweep(const Call call) {
     Level level = {};
     if constexpr (LEVEL) {
       const Rows rows = trajectory_of(gate.args, unit.row);
-      level = make_level(gate, broken ? sum_trajectory_unordered(gate, rows) : sum_trajectory(call, rows));
+      level = make_level(gate, broken ? sum_trajectory_unordered<EXTRAS == kCorrected ? kCorrected : kExtras>(gate, rows)
+                                      : sum_trajectory(call, rows));
     }
 #pragma unroll 1
     for (; unit.length > 0; unit.begin += kTile, unit.length -= kTile) {
@@ -258,10 +260,23 @@ __global__ void __launch_bounds__(kThreads, 2) sweep(const Call call) {
 
 template <bool LEVEL, bool REFERENCE>
 void launch_sweep(const Call& call, int blocks, cudaStream_t stream) {
-  if (call.gate.has_extras()) {
-    HPO_LAUNCH((sweep<LEVEL, REFERENCE, true>), dim3(blocks), dim3(kThreads), 0, stream, call);
+  const int extras = call.gate.extras();
+  if (extras == kCorrected) {
+    HPO_LAUNCH((sweep<LEVEL, REFERENCE, kCorrected>), dim3(blocks), dim3(kThreads), 0, stream, call);
+  } else if (extras == kExtras) {
+    HPO_LAUNCH((sweep<LEVEL, REFERENCE, kExtras>), dim3(blocks), dim3(kThreads), 0, stream, call);
   } else {
-    HPO_LAUNCH((sweep<LEVEL, REFERENCE, false>), dim3(blocks), dim3(kThreads), 0, stream, call);
+    HPO_LAUNCH((sweep<LEVEL, REFERENCE, kNoExtras>), dim3(blocks), dim3(kThreads), 0, stream, call);
+  }
+}
+
+template <int EXTRAS>
+void launch_sums(const Call& call, cudaStream_t stream) {
+  const dim3 blocks(call.first_blocks), block(kThreads);
+  if (call.gate.coefficient_varies) {
+    HPO_LAUNCH((sum_tiles<1, EXTRAS>), blocks, block, 0, stream, call);
+  } else {
+    HPO_LAUNCH((sum_tiles<4, EXTRAS>), blocks, block, 0, stream, call);
   }
 }
 
@@ -280,13 +295,10 @@ extern "C" int hpo_policy_loss(const hpo::PolicyLossArgs* args, const hpo::GateS
   call.workspace.place(args->workspace, args->tokens, args->rows);
   const int sweep_blocks = blocks_for(kWarp * units_of(args->tokens, args->rows));
   call.first_blocks = structure->has_level ? sweep_blocks : blocks_for(args->rows);
-  const dim3 first(call.first_blocks), block(kThreads);
   if (!structure->has_level) {
-    HPO_LAUNCH(prepare, first, block, 0, stream, call);
-  } else if (call.gate.coefficient_varies) {
-    HPO_LAUNCH((sum_tiles<1>), first, block, 0, stream, call);
+    HPO_LAUNCH(prepare, dim3(call.first_blocks), dim3(kThreads), 0, stream, call);
   } else {
-    HPO_LAUNCH((sum_tiles<4>), first, block, 0, stream, call);
+    call.gate.extras() == kCorrected ? launch_sums<kCorrected>(call, stream) : launch_sums<kExtras>(call, stream);
   }
   if (structure->has_level) {
     args->ref_logp ? launch_sweep<true, true>(call, sweep_blocks, stream)

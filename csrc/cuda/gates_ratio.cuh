@@ -16,7 +16,7 @@ struct RatioGate {
   bool below, above;
 };
 
-template <bool LEVEL, bool EXTRAS, int WIDTH>
+template <bool LEVEL, int EXTRAS, int WIDTH>
 __device__ __forceinline__ RatioGate gate_ratio(const Gate& gate, const Level& level, const Inputs<WIDTH>& inputs,
                                                 const Token& token, float ratio, int i) {
   if constexpr (LEVEL) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ RatioGate gate_ratio(const Gate& gate, const Level& l
 }
 
 // One token: its gradient, its loss, and what it adds to the metrics.
-template <bool LEVEL, bool REFERENCE, bool EXTRAS, int WIDTH>
+template <bool LEVEL, bool REFERENCE, int EXTRAS, int WIDTH>
 __device__ __forceinline__ float sweep_token(const Gate& gate, const RowTerms& row, const Level& level,
                                              const Inputs<WIDTH>& inputs, int i, TileTotals& tile, Totals& totals) {
   const Token token = classify<REFERENCE, EXTRAS>(gate, row, inputs, i);

@@ -12,7 +12,7 @@ struct Outcome {
 };
 
 // Counts a token and returns its whole gradient. `unweighted()` is its loss without the weight of the row.
-template <bool REFERENCE, bool EXTRAS, int WIDTH, class Unweighted>
+template <bool REFERENCE, int EXTRAS, int WIDTH, class Unweighted>
 __device__ __forceinline__ float complete_token(const Gate& gate, const RowTerms& row, const Inputs<WIDTH>& inputs, int i,
                                                 const Token& token, float ratio, const Outcome& outcome,
                                                 const Unweighted& unweighted, TileTotals& tile, Totals& totals) {

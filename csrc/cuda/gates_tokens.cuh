@@ -2,6 +2,7 @@
 #pragma once
 #include <cfloat>
 
+#include "hpo/correction_rules.h"
 #include "tokens.cuh"
 
 namespace hpo {
@@ -11,6 +12,10 @@ template <class T>
 __device__ __forceinline__ T by_sign(const T (&pair)[2], bool negative) {
   return negative ? pair[1] : pair[0];
 }
+
+// What a kernel reads besides log-probabilities, masks and numbers of rows: inputs that few calls have, and of these also a
+// correction. A specialisation each keeps them out of the registers of the others.
+constexpr int kNoExtras = 0, kExtras = 1, kCorrected = 2;
 
 // The numbers of a row that its tokens need.
 struct RowTerms {
@@ -27,11 +32,12 @@ struct Gate {
   float token_low[2], token_high[2];
   double level_log_low[2], level_log_high[2];
   float kl_beta;
+  RuleNumbers rule;
   bool groupable;  // groups of four tokens may be read at once
   bool coefficient_varies;  // a differs between the tokens of a row, and its sum is wanted
 
   Gate(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers)
-      : args(args), structure(structure), kl_beta(float(numbers.kl_beta)), groupable(true) {
+      : args(args), structure(structure), kl_beta(float(numbers.kl_beta)), rule(args.correction.rule), groupable(true) {
     for (int sign = 0; sign < 2; ++sign) {
       const bool clips = structure.token == TokenGate::clip;
       token_low[sign] = clips ? float(numbers.token_low[sign]) : 0.0f;
@@ -46,13 +52,15 @@ struct Gate {
     for (const float* array : floats) groupable &= hpo::groupable(array, 16);
     for (const uint8_t* array : {args.mask, args.token_mask}) groupable &= hpo::groupable(array, 4);
     const bool coupled = structure.routing == Routing::through && structure.head == Head::linear;
-    coefficient_varies = coupled && (args.advantage_per_token || args.token_weight);
+    coefficient_varies = coupled && (args.advantage_per_token || args.token_weight || args.correction.second);
   }
 
-  // Inputs that few calls have: a specialisation of their own keeps them out of the registers of the others.
-  bool has_extras() const {
+  int extras() const {
+    if (args.correction.second) return kCorrected;
     return args.entropy || args.score || args.token_weight || args.low || args.high || args.token_mask ||
-           args.advantage_per_token || args.kl_weight;
+                   args.advantage_per_token || args.kl_weight
+               ? kExtras
+               : kNoExtras;
   }
 
   HPO_INLINE Pack pack() const { return {args.cu_seqlens, args.tokens, int(args.rows)}; }
@@ -76,7 +84,7 @@ struct Inputs {
 };
 
 // All but the policy's log-probabilities.
-template <bool WHOLE, bool REFERENCE, bool EXTRAS, int WIDTH>
+template <bool WHOLE, bool REFERENCE, int EXTRAS, int WIDTH>
 __device__ __forceinline__ void read_constants(const PolicyLossArgs& args, Inputs<WIDTH>& inputs) {
   const Group<WIDTH>& group = inputs.group;
   if (args.mask) read<WHOLE>(args.mask, group, inputs.mask);
@@ -89,7 +97,7 @@ __device__ __forceinline__ void read_constants(const PolicyLossArgs& args, Input
   }
 }
 
-template <bool WHOLE, bool REFERENCE, bool EXTRAS, int WIDTH>
+template <bool WHOLE, bool REFERENCE, int EXTRAS, int WIDTH>
 __device__ __forceinline__ void read_inputs(const PolicyLossArgs& args, Inputs<WIDTH>& inputs) {
   read<WHOLE>(args.logp, inputs.group, inputs.logp);
   read<WHOLE>(args.old_logp ? args.old_logp : args.logp, inputs.group, inputs.old_logp);
@@ -97,7 +105,7 @@ __device__ __forceinline__ void read_inputs(const PolicyLossArgs& args, Inputs<W
 }
 
 // One branch for all arrays, so that their loads are on the way together.
-template <bool REFERENCE, bool EXTRAS, int WIDTH>
+template <bool REFERENCE, int EXTRAS, int WIDTH>
 __device__ __forceinline__ Inputs<WIDTH> read_inputs(const PolicyLossArgs& args, const Group<WIDTH>& group) {
   Inputs<WIDTH> inputs = {};
   inputs.group = group;
@@ -118,9 +126,10 @@ struct Token {
   float x, s;  // log-ratios, 0 unless valid
   float a;  // weight * advantage * token weight, exactly 0 unless selected
   float unweighted;  // advantage * token weight, likewise
+  float token_weight;  // with a correction
 };
 
-template <bool REFERENCE, bool EXTRAS, int WIDTH>
+template <bool REFERENCE, int EXTRAS, int WIDTH>
 __device__ __forceinline__ Token classify(const Gate& gate, const RowTerms& row, const Inputs<WIDTH>& inputs, int i) {
   const PolicyLossArgs& args = gate.args;
   const bool given = inputs.group.has(i) && (!args.mask || byte_of(inputs.mask, i));
@@ -145,7 +154,14 @@ __device__ __forceinline__ Token classify(const Gate& gate, const RowTerms& row,
       a = row.weight * advantage;
       token.negative = advantage < 0.0f;
     }
-    if (args.token_weight) {
+    if constexpr (EXTRAS == kCorrected) {
+      const float first = args.correction.first ? inputs.one(args.correction.first, i) : inputs.logp[i];
+      token.token_weight =
+          gate.rule.factor(Number<float>::mask(token.negative), first, inputs.one(args.correction.second, i), Exponential{});
+      if (args.token_weight) token.token_weight *= inputs.one(args.token_weight, i);
+      a *= token.token_weight;
+      advantage *= token.token_weight;
+    } else if (args.token_weight) {
       const float token_weight = inputs.one(args.token_weight, i);
       a *= token_weight;
       advantage *= token_weight;
@@ -157,9 +173,13 @@ __device__ __forceinline__ Token classify(const Gate& gate, const RowTerms& row,
       chosen = chosen && (gate.structure.strict ? score > threshold : score >= threshold);
     }
   }
-  const bool finite = fabsf(a) <= FLT_MAX;
-  token.bad = token.valid && !finite;
-  token.selected = chosen && finite;
+  bool usable = fabsf(a) <= FLT_MAX;
+  if constexpr (EXTRAS) {
+    if (args.low) usable = usable && is_low_bound(inputs.one(args.low, i));
+    if (args.high) usable = usable && is_high_bound(inputs.one(args.high, i));
+  }
+  token.bad = token.valid && !usable;
+  token.selected = chosen && usable;
   token.a = token.selected ? a : 0.0f;
   token.unweighted = token.selected ? advantage : 0.0f;
   return token;

@@ -259,7 +259,7 @@ __device__ __forceinline__ Flow sum_flow(double share) {
 }
 
 // Leaves this lane's share of the tile's flow in shared memory, to free registers.
-template <bool EXTRAS, bool TERMS>
+template <int EXTRAS, bool TERMS>
 __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, HPO_SHARED_POINTER(float) stage,
                                            HPO_SHARED_POINTER(double) slots, HPO_SHARED_POINTER(int) events, Totals& totals,
                                            double& share) {
@@ -268,7 +268,7 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, H
   TileTotals tile = {};
   share = 0.0;
   for_each_window(work.unit.tile, gate.groupable, [&](const Group<4>& group) {
-    const Inputs<4> inputs = read_inputs<EXTRAS, EXTRAS>(gate.args, group);
+    const Inputs<4> inputs = read_inputs<EXTRAS != kNoExtras, EXTRAS>(gate.args, group);
     float grad[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -314,7 +314,7 @@ __device__ __forceinline__ void add_aggregate_grad(const Call& call, const Level
   if (load_relaxed(largest) < magnitude) atomicMax(largest, magnitude);  // it only grows: few get past the question
 }
 
-template <bool EXTRAS, bool TERMS, bool MEAN_EXP>
+template <int EXTRAS, bool TERMS, bool MEAN_EXP>
 __global__ void __launch_bounds__(kThreads, 2) sweep_leaves(const Call call) {
   HPO_SHARED(double, warps, [kWarps * kMetrics]);
   HPO_SHARED(int, events, [kMetrics]);
@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(kThreads, 2) sweep_leaves(const Call call) {
   HPO_SHARED(Work, works, [kWarps]);
   HPO_SHARED(float, stage, [kWarps * kStage]);
   HPO_SHARED(double, shares, [kThreads]);
-  HPO_SHARED(Totals, waiting, [EXTRAS ? kThreads : 1]);  // because tokens with all inputs leave no registers
+  HPO_SHARED(Totals, waiting, [EXTRAS != kNoExtras ? kThreads : 1]);  // because tokens with all inputs leave no registers
   const PolicyLossArgs& args = call.gate.args;
   if (threadIdx.x < kMetrics) events[threadIdx.x] = 0;
   const bool broken = call.broken();
@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(kThreads, 2) sweep_leaves(const Call call) {
   }
   const auto slots = warps + warp_in_block() * kMetrics;
   Totals own;
-  Totals& totals = EXTRAS ? waiting[threadIdx.x] : own;
+  Totals& totals = EXTRAS != kNoExtras ? waiting[threadIdx.x] : own;
   totals = Totals::empty(slots);
   for_each_unit(leaves, [&](int index, const LeafUnit& unit) {
     Work& work = works[warp_in_block()];
@@ -430,12 +430,17 @@ void launch(Call& call, cudaStream_t stream) {
   const dim3 first(call.first_blocks), blocks(blocks_for(swept)), block(kThreads);
   if (call.does(Stage::sums)) HPO_LAUNCH_TOGETHER((prepare_leaves<ENTERING, BALANCED>), first, block, 0, stream, call);
   if (call.does(Stage::sweep)) {
-    if (hierarchy.term.present) {
-      HPO_LAUNCH((sweep_leaves<true, true, ENTERING == kMeanExp>), blocks, block, 0, stream, call);
-    } else if (call.gate.has_extras() || args.ref_logp) {
-      HPO_LAUNCH((sweep_leaves<true, false, false>), blocks, block, 0, stream, call);
+    const int extras = args.ref_logp ? std::max(call.gate.extras(), kExtras) : call.gate.extras();
+    if (hierarchy.term.present && extras == kCorrected) {
+      HPO_LAUNCH((sweep_leaves<kCorrected, true, ENTERING == kMeanExp>), blocks, block, 0, stream, call);
+    } else if (hierarchy.term.present) {
+      HPO_LAUNCH((sweep_leaves<kExtras, true, ENTERING == kMeanExp>), blocks, block, 0, stream, call);
+    } else if (extras == kCorrected) {
+      HPO_LAUNCH((sweep_leaves<kCorrected, false, false>), blocks, block, 0, stream, call);
+    } else if (extras == kExtras) {
+      HPO_LAUNCH((sweep_leaves<kExtras, false, false>), blocks, block, 0, stream, call);
     } else {
-      HPO_LAUNCH((sweep_leaves<false, false, false>), blocks, block, 0, stream, call);
+      HPO_LAUNCH((sweep_leaves<kNoExtras, false, false>), blocks, block, 0, stream, call);
     }
   }
   if (call.carries && (call.does(Stage::reduce_grad) || call.does(Stage::broadcast_grad))) {

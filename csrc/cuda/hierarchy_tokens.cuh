@@ -94,12 +94,13 @@ __device__ __forceinline__ float pay_own_penalty(const TokenCall& call, const Ro
 }
 
 // One token of a leaf: its gradient. `put_flow` takes what flows into aggregates.
-template <bool EXTRAS, bool TERMS, int WIDTH, class PutFlow>
+template <int EXTRAS, bool TERMS, int WIDTH, class PutFlow>
 __device__ __forceinline__ float sweep_token_of_leaf(const TokenCall& call, const LeafGate& leaf, int row_index,
                                                      const RowTerms& row, const Inputs<WIDTH>& inputs, int i,
                                                      const PutFlow& put_flow, TileTotals& tile, Totals& totals) {
+  constexpr bool REFERENCE = EXTRAS != kNoExtras;
   const Gate& gate = call.gate;
-  Token token = classify<EXTRAS, EXTRAS>(gate, row, inputs, i);
+  Token token = classify<REFERENCE, EXTRAS>(gate, row, inputs, i);
   const float target = TERMS ? classify_target(gate, row_index, inputs, i, token) : 0.0f;
   const bool drop = gate.structure.token == TokenGate::drop;
   float low = by_sign(call.token_low, token.negative), high = by_sign(call.token_high, token.negative);
@@ -114,7 +115,9 @@ __device__ __forceinline__ float sweep_token_of_leaf(const TokenCall& call, cons
       gate_token(leaf, call.hierarchy.split, drop, call.keep, token.negative, entering, low, high, slope_low, slope_high);
   const auto term_of = [&](float a, float weight) {
     if constexpr (TERMS) {
-      const float kept = gate.args.token_weight ? weight * inputs.one(gate.args.token_weight, i) : weight;
+      float kept = weight;
+      if constexpr (EXTRAS == kCorrected) kept *= token.token_weight;
+      else if (gate.args.token_weight) kept *= inputs.one(gate.args.token_weight, i);
       return general_term(call, gated, token, entering == token.x, a, kept, inputs.logp[i], target);
     } else {
       return plain_term(gate, gated, token, a, inputs.logp[i]);
@@ -126,7 +129,7 @@ __device__ __forceinline__ float sweep_token_of_leaf(const TokenCall& call, cons
   const Outcome outcome = {term.loss, own_grad, gated.below != 0, gated.above != 0};
   const auto unweighted = [&] { return term_of(token.unweighted, 1.0f).loss; };
   const float grad =
-      complete_token<EXTRAS, EXTRAS>(gate, row, inputs, i, token, exp(token.x), outcome, unweighted, tile, totals);
+      complete_token<REFERENCE, EXTRAS>(gate, row, inputs, i, token, exp(token.x), outcome, unweighted, tile, totals);
   return TERMS ? grad + pay_own_penalty(call, row, inputs, i, token, totals) : grad;
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ from ..backends import is_reference, resolve
 from ..checks import check, check_dtype, check_shape, has_tangent
 from ..metrics import SLOTS
 from ..specs import (
+    Action,
     Aggregate,
+    CorrectionSpec,
     Exchange,
     Head,
     KLEstimator,
@@ -22,7 +25,9 @@ from ..specs import (
     Penalty,
     PolicyLossInputs,
     PolicyLossSpec,
+    Reduction,
     Routing,
+    Statistic,
     TermSpec,
     TokenGate,
     Unit,
@@ -205,6 +210,7 @@ INPUTS = (
     "Tensor? low, Tensor? high, Tensor? row_trajectory, Tensor? trajectory_start, Tensor? trajectory_rows, "
     "bool advantage_per_token, Tensor? leaf_begin, Tensor? leaf_end, Tensor? leaf_row, Tensor? ancestors, "
     "Tensor? target, bool target_per_token, Tensor? penalty_mask, Tensor? kl_weight, "
+    "Tensor? correction_first, Tensor? correction_second, "
 )
 define(
     f"policy_loss({INPUTS}int[] structure, float[] numbers, str backend, bool want_grad, bool want_tokens) "
@@ -234,28 +240,36 @@ def _policy_loss_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torc
     return logp.new_empty(()), metrics, grad, tokens
 
 
+_NO_CORRECTION = CorrectionSpec(
+    Statistic.LOG_RATIO, Reduction.MEAN, Action.MASK, False, False, (-math.inf, -math.inf), (math.inf, math.inf)
+)
+
+
 def _numbers_of(spec: PolicyLossSpec) -> tuple[list[int], list[float]]:
     """A spec as operator arguments: its structure, and its numbers."""
     term = TermSpec() if spec.term is None else spec.term
+    corrects = _NO_CORRECTION if spec.correction is None else spec.correction
     flags = (*spec.low_driven, *spec.high_driven, spec.has_level, spec.level_clips, spec.strict, spec.split)
     kinds = (spec.token, spec.routing, spec.head, spec.kl, spec.kl_gradient, term.penalty, spec.term is not None)
+    correction = (spec.correction is not None, corrects.statistic, corrects.reduction, corrects.action, corrects.strict)
     levels = (kind for level in spec.levels for kind in (level.unit, level.gate, level.routing, level.aggregate))
     pairs = (
         spec.token_low, spec.token_high, spec.level_log_low, spec.level_log_high, spec.token_log_low,
         spec.token_log_high, term.head_numbers, term.slope_low, term.slope_high, term.weight_low, term.weight_high,
-        term.pre_low, term.pre_high,
+        term.pre_low, term.pre_high, corrects.low, corrects.high,
     )  # fmt: skip
     bounds = (number for level in spec.levels for number in (*level.low, *level.high, level.slope))
     numbers = [*(number for pair in pairs for number in pair), spec.kl_beta, term.penalty_coefficient, *bounds]
-    return [int(kind) for kind in (*kinds, *flags, *levels)], numbers
+    return [int(kind) for kind in (*kinds, *flags, *correction, *levels)], numbers
 
 
 def _spec_of(structure: list[int], numbers: list[float]) -> PolicyLossSpec:
     token, routing, head, kl, kl_gradient, penalty, has_term = structure[:7]
     low_1, low_2, high_1, high_2, has_level, level_clips, strict, split = map(bool, structure[7:15])
-    kinds = iter(structure[15:])
-    pairs = [(numbers[at], numbers[at + 1]) for at in range(0, 26, 2)]
-    kl_beta, coefficient, *bounds = numbers[26:]
+    has_correction, statistic, reduction, action, strictly = structure[15:20]
+    kinds = iter(structure[20:])
+    pairs = [(numbers[at], numbers[at + 1]) for at in range(0, 30, 2)]
+    kl_beta, coefficient, *bounds = numbers[30:]
     levels = []
     for index, (unit, gate, level_routing, aggregate) in enumerate(zip(kinds, kinds, kinds, kinds, strict=True)):
         low_3, low_4, low_5, low_6, high_3, high_4, high_5, high_6, slope = bounds[9 * index : 9 * index + 9]
@@ -290,10 +304,15 @@ def _spec_of(structure: list[int], numbers: list[float]) -> PolicyLossSpec:
         )
         if has_term
         else None,
+        correction=CorrectionSpec(
+            Statistic(statistic), Reduction(reduction), Action(action), False, bool(strictly), pairs[13], pairs[14]
+        )
+        if has_correction
+        else None,
     )
 
 
-_STRUCTURE, _NUMBERS = 15, 28  # of a spec without levels
+_STRUCTURE, _NUMBERS = 20, 32  # of a spec without levels
 _OF_LEVEL = (4, 9)
 
 
@@ -309,6 +328,7 @@ def _check_loss(*arguments: Any) -> None:
     spec = _spec_of(structure, numbers)
     needs = ["leaf_begin"] if spec.is_hierarchical else []
     needs += ["target"] if spec.head in (Head.TARGET, Head.NEGATIVE_AWARE) else []
+    needs += ["correction_second"] if spec.correction is not None else []
     check_inputs(PolicyLossInputs(*tensors), levels, needs)
 
 
@@ -343,6 +363,7 @@ def check_inputs(inputs: PolicyLossInputs, levels: int, needs: Sequence[str]) ->
 
     check_dtype("logp", logp, (torch.float32,), "use logp.float()")
     of_tokens("old_logp", "ref_logp", "entropy", "score", "token_weight", "low", "high", "kl_weight")
+    of_tokens("correction_first", "correction_second")
     of_tokens("mask", "token_mask", "penalty_mask", dtype=torch.bool)
     for name, per_token in (("advantages", inputs.advantage_per_token), ("target", inputs.target_per_token)):
         if per_token:

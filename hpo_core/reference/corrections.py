@@ -19,7 +19,7 @@ from .hierarchy import leaf_of_token
 from .segments import flat, of_row, row_of_token
 from .terms import SATURATION
 
-__all__ = ["correction"]
+__all__ = ["correction", "factor_of_tokens"]
 
 EXPONENT = 20.0
 GUARD = 1e-8  # keeps the logarithm of a binary KL finite
@@ -46,18 +46,28 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentRe
         segment = of_row(inputs.ancestors[0], leaf.clamp(min=0))
         v = _of_segments(spec, own, known, segment, max(inputs.ancestors.shape[1], 1), reduce)
     advantage = inputs.advantages if inputs.advantage_per_token else of_row(inputs.advantages, row)
-    negative = (advantage < 0).long()
-    low, high = (v.new_tensor(bound)[negative] for bound in (spec.low, spec.high))
-    weight = torch.exp(v.clamp(-EXPONENT, EXPONENT))
-    if spec.action is Action.CLAMP:
-        factor = torch.exp(v.maximum(low).minimum(high).clamp(-EXPONENT, EXPONENT))
-    else:
-        inside = (low < v) & (v < high) if spec.strict else (low <= v) & (v <= high)
-        kept = torch.ones_like(v) if spec.action is Action.MASK else weight
-        factor = torch.where(inside, kept, torch.zeros_like(v))
+    factor = _factor(spec, v, (advantage < 0).long())
     factor = torch.where(known, factor, torch.full_like(factor, torch.nan))
     factor = torch.where(given, factor, torch.ones_like(factor))
     return factor if inputs.token_weight is None else factor * inputs.token_weight.to(factor.dtype)
+
+
+def factor_of_tokens(
+    spec: CorrectionSpec, first: torch.Tensor, second: torch.Tensor, negative: torch.Tensor
+) -> torch.Tensor:
+    """The factor of each token by its own statistic; ``negative``: 1 where the advantage is below 0, else 0."""
+    v = _statistic(spec.statistic, first, second)
+    factor = _factor(spec, torch.nan_to_num(v), negative)
+    return torch.where(v.isnan(), v, factor)
+
+
+def _factor(spec: CorrectionSpec, v: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
+    low, high = (v.new_tensor(bound)[negative] for bound in (spec.low, spec.high))
+    if spec.action is Action.CLAMP:
+        return torch.exp(v.maximum(low).minimum(high).clamp(-EXPONENT, EXPONENT))
+    inside = (low < v) & (v < high) if spec.strict else (low <= v) & (v <= high)
+    kept = torch.ones_like(v) if spec.action is Action.MASK else torch.exp(v.clamp(-EXPONENT, EXPONENT))
+    return torch.where(inside, kept, torch.zeros_like(v))
 
 
 def _statistic(statistic: Statistic, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

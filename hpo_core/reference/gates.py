@@ -16,17 +16,19 @@ derivative kept, is aggregated in its place. The log mean exp is ``log(1 + mean 
 derivative kept, so that no weight e^x can outgrow the sum. A balanced aggregate is the mean over those segments of the
 next finer level that have tokens. A NaN log-ratio takes its token out of m; an infinite one saturates with derivative
 0. With a split, x+ = max(x, 0) and x- = max(-x, 0) each go through the gates by themselves, and z is the difference.
-Where steps are a level, a token outside every step is masked.
+Where steps are a level, a token outside every step is masked. A correction of tokens (corrections.py) is a factor in W.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from ..metrics import empty_metrics, slot
 from ..specs import Exchange, Head, Penalty, PolicyLossInputs, PolicyLossSpec
+from .corrections import factor_of_tokens
 from .hierarchy import Channel, combined, gated_hierarchy, gated_log_ratio, leaf_of_token
 from .segments import flat, of_row, read_at, row_of_token
 from .terms import (
@@ -42,6 +44,8 @@ from .terms import (
     pre_gate,
     saturate,
 )
+
+ROUNDING = 1e-6  # of a bound that is meant to be 1
 
 __all__ = ["Tokens", "gate_tokens", "policy_loss", "read_tokens"]
 
@@ -182,6 +186,11 @@ def read_tokens(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Tokens:
     token_weight = torch.ones_like(logp)
     if inputs.token_weight is not None:
         token_weight = read_at(inputs.token_weight, given, logp, 1.0)
+    if spec.correction is not None:
+        assert inputs.correction_second is not None
+        first = logp.detach() if inputs.correction_first is None else read_at(inputs.correction_first, given, logp)
+        second = read_at(inputs.correction_second, given, logp)
+        token_weight = token_weight * factor_of_tokens(spec.correction, first, second, (advantage < 0).long())
     kl_weight = torch.ones_like(logp)
     if inputs.kl_weight is not None:
         kl_weight = read_at(inputs.kl_weight, given, logp, 1.0)
@@ -194,6 +203,8 @@ def read_tokens(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Tokens:
         if spec.head is Head.NEGATIVE_AWARE:  # a success rate, and no answer is wrong where it is 1
             fits = fits & ((advantage >= 0) | ((target >= 0) & (target < 1)))
         bad_advantage = bad_advantage | (valid & ~fits)
+    for bound in possible_bounds(inputs):
+        bad_advantage = bad_advantage | (valid & ~bound)
     selected = valid & ~bad_advantage
     if inputs.token_mask is not None:
         selected = selected & inputs.token_mask
@@ -220,6 +231,15 @@ def read_tokens(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Tokens:
         bad_advantage=bad_advantage,
         bad_offsets=bad_offsets,
     )
+
+
+def possible_bounds(inputs: PolicyLossInputs) -> Iterator[torch.Tensor]:
+    """Where ``0 <= low <= 1`` and where ``1 <= high``, but for rounding: epsilons in place of ratios are no bounds, nor
+    what was computed from a broken entropy."""
+    if inputs.low is not None:
+        yield (inputs.low >= 0) & (inputs.low <= 1 + ROUNDING)
+    if inputs.high is not None:
+        yield inputs.high >= 1 - ROUNDING
 
 
 def gate_tokens(

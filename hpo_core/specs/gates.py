@@ -225,6 +225,7 @@ class PolicyLossSpec(NamedTuple):
     token_log_high: tuple[float, float] = (math.inf, math.inf)
     split: bool = False  # positive and negative log-ratios are two channels, each with aggregates of its own
     term: TermSpec | None = None  # then everything is as with levels, even without any
+    correction: CorrectionSpec | None = None  # of tokens: a factor on their weights
 
     @property
     def is_hierarchical(self) -> bool:
@@ -322,3 +323,6 @@ class PolicyLossInputs(NamedTuple):
     target_per_token: bool = False
     penalty_mask: torch.Tensor | None = None  # [T] bool: who pays the penalty of the term; None: every valid token
     kl_weight: torch.Tensor | None = None  # [T] factor on the penalty of kl, with ref_logp; not finite: 0
+    # with spec.correction, whose statistic compares them
+    correction_first: torch.Tensor | None = None  # [T]; None: logp
+    correction_second: torch.Tensor | None = None  # [T]

@@ -21,6 +21,7 @@ import triton.language as tl
 from ..metrics import SLOTS as METRICS
 from ..specs import Exchange, Head, KLEstimator, KLGradient, PolicyLossInputs, PolicyLossSpec, Routing, TokenGate
 from . import hierarchy
+from .correction_rules import rule_bounds_of, with_correction
 from .launch import kernel, launch, programs_for
 from .levels import Levels, gate_levels
 from .math import clamp, exp
@@ -72,25 +73,25 @@ class Clipped(NamedTuple):
 
 @triton.jit
 def clip_tokens(
-    t, low, high, token, tokens, whole, low_positive, low_negative, high_positive, high_negative, low_driven,
-    high_driven, DROP: tl.constexpr, ALIGNED: tl.constexpr,
+    t, inputs, loaded, low_positive, low_negative, high_positive, high_negative, low_driven, high_driven,
+    DROP: tl.constexpr,
 ):  # fmt: skip
     """``low_driven`` and ``high_driven``: bit 0 for advantages >= 0, bit 1 for < 0: the tensor replaces the bound."""
     if DROP:
         ratio = tl.full(t.x.shape, 1.0, tl.float32)
-        below = token < 0
+        below = t.x != t.x
         above = below
     else:
         sign = t.negative.to(tl.int64)
         ratio = exp(t.x)
         lowest = tl.where(t.negative, low_negative, low_positive)
         highest = tl.where(t.negative, high_negative, high_positive)
-        if low is not None:
+        if inputs.low is not None:
             driven = t.valid & (((low_driven >> sign) & 1) == 1)
-            lowest = tl.where(driven, load(low, token, tokens, whole, ALIGNED), lowest)
-        if high is not None:
+            lowest = tl.where(driven, loaded.low, lowest)
+        if inputs.high is not None:
             driven = t.valid & (((high_driven >> sign) & 1) == 1)
-            highest = tl.where(driven, load(high, token, tokens, whole, ALIGNED), highest)
+            highest = tl.where(driven, loaded.high, highest)
         below = ratio < lowest
         above = ratio > highest
         ratio = tl.where(above, highest, tl.where(below, lowest, ratio))
@@ -125,6 +126,9 @@ def _sweep(
     low,
     high,
     kl_weight,
+    correction_first,
+    correction_second,
+    rule_bounds,  # of the correction
     row_trajectory,
     level_ratio,  # Levels, or None
     level_side,
@@ -149,7 +153,7 @@ def _sweep(
 ):
     inputs = PolicyLossInputs(
         logp, old_logp, advantages, weights, cu_seqlens, mask, ref_logp, entropy, score, threshold, token_mask,
-        token_weight,
+        token_weight, low, high,
     )  # fmt: skip
     ALIGNED: tl.constexpr = READING.aligned
     program = tl.program_id(0).to(tl.int64)
@@ -163,6 +167,9 @@ def _sweep(
         row = row_of_token(cu_seqlens, rows, tokens, start, TILE)
         range_ = row_range(cu_seqlens, row, rows, tokens)
         inside = (token >= range_.begin) & (token < range_.end)
+        loaded = with_correction(
+            loaded, inputs, correction_first, correction_second, rule_bounds, row, rows, token, tokens, whole, READING
+        )
         t = read_tokens(inputs, loaded, row, rows, inside, READING)
         tl.store(seen + row, tl.full([TILE], 1, tl.uint8), mask=t.valid)
 
@@ -177,8 +184,8 @@ def _sweep(
             gated = Clipped(ratio, side < 0, side > 0)
         else:
             gated = clip_tokens(
-                t, low, high, token, tokens, whole, low_positive, low_negative, high_positive, high_negative,
-                low_driven, high_driven, GATE.token == DROP, ALIGNED,
+                t, inputs, loaded, low_positive, low_negative, high_positive, high_negative, low_driven, high_driven,
+                GATE.token == DROP,
             )  # fmt: skip
         counts = count_tokens(counts, t, gated.below, gated.above, LANES)
 
@@ -243,11 +250,12 @@ def policy_loss(
         levels, seen = gate_levels(inputs, spec, reading, want_slope)
     else:
         seen = torch.zeros(rows, dtype=torch.uint8, device=device)
-    light = reading.aligned and inputs.low is None and inputs.high is None
+    light = reading.aligned and reading.rule is None and inputs.low is None and inputs.high is None
     launch(
         _sweep, programs, logp, inputs.old_logp, inputs.advantages, inputs.weights, inputs.cu_seqlens, inputs.mask,
         inputs.ref_logp, inputs.entropy, inputs.score, inputs.threshold, inputs.token_mask, inputs.token_weight,
-        inputs.low, inputs.high, inputs.kl_weight, inputs.row_trajectory, *levels, seen, sums, grad, token_loss, tokens,
+        inputs.low, inputs.high, inputs.kl_weight, inputs.correction_first, inputs.correction_second,
+        rule_bounds_of(spec.correction), inputs.row_trajectory, *levels, seen, sums, grad, token_loss, tokens,
         rows,
         *spec.token_low, *spec.token_high, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
         READING=reading, GATE=gate_of(inputs, spec), TILE=TILE, LANES=LANES,

@@ -37,6 +37,7 @@ from ..specs import (
     Routing,
     TokenGate,
 )
+from .correction_rules import rule_bounds_of, with_correction
 from .gated_levels import KINDS, LOG_MEAN_EXP, Shape, add_children, gate_leaves
 from .hierarchy_tokens import gate_tokens, gated_derivative, gated_term, token_bound
 from .launch import kernel, launch, programs_for
@@ -125,6 +126,9 @@ def _sweep_leaves(
     target,
     penalty_mask,
     kl_weight,
+    correction_first,
+    correction_second,
+    rule_bounds,
     pre,
     numbers,  # of the term
     begin,
@@ -162,7 +166,7 @@ def _sweep_leaves(
 ):
     inputs = PolicyLossInputs(
         logp, old_logp, advantages, weights, cu_seqlens, mask, ref_logp, entropy, score, threshold, token_mask,
-        token_weight, target=target,
+        token_weight, low, high, target=target,
     )  # fmt: skip
     ALIGNED: tl.constexpr = READING.aligned
     program = tl.program_id(0).to(tl.int64)
@@ -173,17 +177,23 @@ def _sweep_leaves(
         token = slots.token
         whole = tl.max(token) < tokens
         loaded = load_tokens(inputs, token, tokens, whole, READING)
+        loaded = with_correction(
+            loaded, inputs, correction_first, correction_second, rule_bounds, of_row, rows, token, tokens, whole,
+            READING,
+        )  # fmt: skip
         t = read_tokens(inputs, loaded, of_row, rows, slots.inside, READING)
         some = tl.max(t.valid.to(tl.int32), axis=1, keep_dims=True) > 0
         tl.store(seen + of_row, tl.full([SLOTS, 1], 1, tl.uint8), mask=some)
 
         negative = t.negative
-        lowest = token_bound(low, low_positive, low_negative, low_driven, t, token, tokens, whole, ALIGNED)
-        highest = token_bound(high, high_positive, high_negative, high_driven, t, token, tokens, whole, ALIGNED)
+        own_low = None if low is None else loaded.low
+        own_high = None if high is None else loaded.high
+        lowest = token_bound(own_low, low_positive, low_negative, low_driven, t)
+        highest = token_bound(own_high, high_positive, high_negative, high_driven, t)
         gated = gate_tokens(t, lowest, highest, gated_levels, leaf, held, pre, numbers, SHAPE)
         counts = count_tokens(counts, t, gated.below, gated.above, LANES)
 
-        given_weight = None if token_weight is None else loaded.token_weight
+        given_weight = None if token_weight is None and READING.rule is None else loaded.token_weight
         policy = gated_term(t, gated, given_weight, numbers, SHAPE)
         derivative = gated_derivative(t, gated, policy, pre, SHAPE)
         c = None if kl_weight is None else load(kl_weight, token, tokens, whole, ALIGNED)
@@ -447,7 +457,8 @@ def _sweep(
     launch(
         _sweep_leaves, programs, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights, inputs.cu_seqlens,
         inputs.mask, inputs.ref_logp, inputs.entropy, inputs.score, inputs.threshold, inputs.token_mask,
-        inputs.token_weight, inputs.low, inputs.high, inputs.target, inputs.penalty_mask, inputs.kl_weight, pre,
+        inputs.token_weight, inputs.low, inputs.high, inputs.target, inputs.penalty_mask, inputs.kl_weight,
+        inputs.correction_first, inputs.correction_second, rule_bounds_of(spec.correction), pre,
         numbers_of(spec.term),
         leaves.begin, leaves.end, leaves.row, leaves.ancestors, leaves.owner, leaves.broken, leaves.segments,
         gated_levels, steps, flows, seen, sums, grad, token_loss, inputs.logp.numel(), inputs.weights.numel(), count,

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from .gated_levels import GATED_FIELDS, KINDS, MEAN, OWN, SIDE, SLOPE, Z
 from .math import SATURATION, clamp, exp
-from .segments import load
 from .sums import policy_term
 from .terms import entering, general_term, with_slopes
 
@@ -40,12 +39,12 @@ def _of_levels(gated_levels, leaf, held, negative, FIELD: tl.constexpr, CHANNEL:
 
 
 @triton.jit
-def token_bound(bound, of_positive, of_negative, driven, t, token, tokens, whole, ALIGNED: tl.constexpr):
-    """In log space, and rounded once, as the bounds of all tokens are."""
+def token_bound(bound, of_positive, of_negative, driven, t):
+    """In log space, and rounded once, as the bounds of all tokens are. ``bound``: loaded, or None."""
     value = tl.where(t.negative, of_negative, of_positive)
     if bound is not None:
         own = t.valid & (((driven >> t.negative.to(tl.int64)) & 1) == 1)
-        ratio = tl.where(own, load(bound, token, tokens, whole, ALIGNED), 1.0)
+        ratio = tl.where(own, bound, 1.0)
         value = tl.where(own, tl.log(ratio.to(tl.float64)).to(tl.float32), value)
     return value
 

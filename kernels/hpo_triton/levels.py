@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..specs import PolicyLossInputs, PolicyLossSpec
+from .correction_rules import rule_bounds_of, with_correction
 from .launch import kernel, launch
 from .math import SATURATION, clamp, exp
 from .segments import SLOT_TOKENS, SLOTS, number_of_slots, row_range, slot_count, slot_tokens
@@ -55,6 +56,9 @@ def _sum_slots(
     threshold,
     token_mask,
     token_weight,
+    correction_first,
+    correction_second,
+    rule_bounds,
     seen,  # [slots] uint8: set to 0 here for the sweep, which has no other launch before it
     counts,  # [slots] int32: valid tokens
     sums,  # [slots] int64: of the log-ratios, fixed point
@@ -74,6 +78,10 @@ def _sum_slots(
     slots = slot_tokens(cu_seqlens, rows, tokens, slot, SLOT, ALIGN)
     whole = tl.max(slots.token) < tokens
     loaded = load_tokens(inputs, slots.token, tokens, whole, READING)
+    loaded = with_correction(
+        loaded, inputs, correction_first, correction_second, rule_bounds, slots.row, rows, slots.token, tokens,
+        whole, READING,
+    )  # fmt: skip
     t = read_tokens(inputs, loaded, slots.row, rows, slots.inside, READING)
     tl.store(seen + slot, tl.zeros([SLOTS], tl.uint8))
     tl.store(counts + slot, tl.sum(t.valid.to(tl.int32), axis=1))
@@ -183,12 +191,14 @@ def gate_levels(
         slope=torch.empty(rows, dtype=torch.float32, device=device) if want_slope else None,
     )
     # Only sums of floats that differ within a row have an order to keep.
-    ordered = want_slope and (inputs.advantage_per_token or inputs.token_weight is not None)
+    varies = inputs.advantage_per_token or inputs.token_weight is not None or spec.correction is not None
+    ordered = want_slope and varies
     align = 1 if ordered else 4
     launch(
         _sum_slots, programs, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights, inputs.cu_seqlens,
-        inputs.mask, inputs.ref_logp, inputs.score, inputs.threshold, inputs.token_mask, inputs.token_weight, seen,
-        counts, sums, coefficients, tokens, rows, READING=reading._replace(aligned=reading.aligned and not ordered),
+        inputs.mask, inputs.ref_logp, inputs.score, inputs.threshold, inputs.token_mask, inputs.token_weight,
+        inputs.correction_first, inputs.correction_second, rule_bounds_of(spec.correction), seen, counts, sums,
+        coefficients, tokens, rows, READING=reading._replace(aligned=reading.aligned and not ordered),
         SLOT=SLOT_TOKENS, SLOTS=SLOTS, ALIGN=align,
     )  # fmt: skip
     launch(

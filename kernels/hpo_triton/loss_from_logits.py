@@ -62,17 +62,18 @@ def _token_gradient(
     c = None if inputs.kl_weight is None else load(inputs.kl_weight, token, tokens, False, False)
     if SHAPE is None:
         clipped = clip_tokens(
-            t, inputs.low, inputs.high, token, tokens, False, low_positive, low_negative, high_positive, high_negative,
-            low_driven, high_driven, GATE.token == DROP, False,
+            t, inputs, loaded, low_positive, low_negative, high_positive, high_negative, low_driven, high_driven,
+            GATE.token == DROP,
         )  # fmt: skip
         policy = policy_term(t, clipped.ratio, GATE.score_head)
         derivative = clip_derivative(t, policy, clipped, GATE.token == DROP, GATE.score_head)
         derivative = tl.where(t.flows, derivative, 0.0)
         _, _, derivative = with_penalty(t, c, policy.loss_t, derivative, kl_beta, GATE.kl, GATE.kl_gradient)
     else:
-        low, high = inputs.low, inputs.high
-        lowest = token_bound(low, low_positive, low_negative, low_driven, t, token, tokens, False, False)
-        highest = token_bound(high, high_positive, high_negative, high_driven, t, token, tokens, False, False)
+        own_low = None if inputs.low is None else loaded.low
+        own_high = None if inputs.high is None else loaded.high
+        lowest = token_bound(own_low, low_positive, low_negative, low_driven, t)
+        highest = token_bound(own_high, high_positive, high_negative, high_driven, t)
         gated = gate_tokens(t, lowest, highest, None, row, inside, pre, numbers, SHAPE)
         given_weight = None if inputs.token_weight is None else loaded.token_weight
         policy = gated_term(t, gated, given_weight, numbers, SHAPE)

@@ -6,7 +6,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["SATURATION", "STATISTIC_SATURATION", "clamp", "exp", "is_finite", "k3", "k3_slope", "log", "scored"]
+__all__ = [
+    "SATURATION",
+    "STATISTIC_SATURATION",
+    "clamp",
+    "exp",
+    "is_finite",
+    "k3",
+    "k3_slope",
+    "log",
+    "log_parts",
+    "log_tail",
+    "scored",
+]
 
 # Every exponentiated log-ratio saturates here, so that |w A| <= 1e12 times e^60 stays finite in float.
 SATURATION = tl.constexpr(60.0)
@@ -51,23 +63,35 @@ def exp(x):
 
 
 @triton.jit
-def log(x):
-    """Natural logarithm of a normal x > 0, within 2 ulp; log(1) is exactly 0."""
+def log_parts(x):
+    """Of a normal x > 0 = mantissa 2^exponent the mantissa, between sqrt(1/2) and sqrt(2), and the exponent."""
     bits = x.to(tl.int32, bitcast=True)
     mantissa = ((bits & 0x007FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)  # in [1, 2)
     large = mantissa > 1.41421356
-    f = tl.where(large, mantissa * 0.5, mantissa) - 1.0
-    k = ((bits >> 23) - 127 + large.to(tl.int32)).to(tl.float32)
-    p = tl.fma(f, 7.0376836292e-2, -1.1514610310e-1)  # minimax polynomial of (log(1 + f) - f + f^2 / 2) / f^3
+    exponent = ((bits >> 23) - 127 + large.to(tl.int32)).to(tl.float32)
+    return tl.where(large, mantissa * 0.5, mantissa), exponent
+
+
+@triton.jit
+def log_tail(f):
+    """(log(1 + f) - f + f^2 / 2) / f^3 of such a mantissa 1 + f."""
+    p = tl.fma(f, 7.0376836292e-2, -1.1514610310e-1)  # minimax polynomial
     p = tl.fma(p, f, 1.1676998740e-1)
     p = tl.fma(p, f, -1.2420140846e-1)
     p = tl.fma(p, f, 1.4249322787e-1)
     p = tl.fma(p, f, -1.6668057665e-1)
     p = tl.fma(p, f, 2.0000714765e-1)
     p = tl.fma(p, f, -2.4999993993e-1)
-    p = tl.fma(p, f, 3.3333331174e-1)
+    return tl.fma(p, f, 3.3333331174e-1)
+
+
+@triton.jit
+def log(x):
+    """Natural logarithm of a normal x > 0, within 2 ulp; log(1) is exactly 0."""
+    mantissa, k = log_parts(x)
+    f = mantissa - 1.0
     square = f * f
-    value = tl.fma(p * f, square, k * -2.12194440e-4)
+    value = tl.fma(log_tail(f) * f, square, k * -2.12194440e-4)
     value = tl.fma(square, -0.5, value)
     return tl.fma(k, 0.693359375, f + value)
 

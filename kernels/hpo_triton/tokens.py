@@ -13,7 +13,22 @@ from .launch import aligned
 from .math import SATURATION, clamp, is_finite
 from .segments import load
 
-__all__ = ["Loaded", "Reading", "Tokens", "bits", "load_constants", "load_tokens", "read_tokens", "reading_of"]
+__all__ = ["Loaded", "Reading", "Rule", "Tokens", "bits", "load_constants", "load_tokens", "read_tokens", "reading_of"]
+
+
+# Bounds of tokens beyond these are none: epsilons in place of ratios, or what was computed from a broken entropy. One
+# that is meant to be 1 may be rounded.
+HIGHEST_LOW, LOWEST_HIGH = tl.constexpr(1.0 + 1e-6), tl.constexpr(1.0 - 1e-6)
+
+
+class Rule(NamedTuple):
+    """What a correction asks of kernels."""
+
+    statistic: int
+    reduction: int
+    extremum: bool  # the reduction is one; else it adds
+    action: int
+    strict: bool
 
 
 class Reading(NamedTuple):
@@ -24,6 +39,7 @@ class Reading(NamedTuple):
     aligned: bool  # every tensor of tokens allows 128-bit loads
     target_per_token: bool
     rates: bool  # targets are success rates, and no answer is wrong where they are 1
+    rule: Rule | None  # of a correction, see with_correction
 
 
 class Loaded(NamedTuple):
@@ -39,6 +55,8 @@ class Loaded(NamedTuple):
     mask: tl.tensor
     token_mask: tl.tensor
     target: tl.tensor
+    low: tl.tensor
+    high: tl.tensor
 
 
 class Tokens(NamedTuple):
@@ -90,6 +108,8 @@ def load_constants(inputs, logp, token, tokens, whole, READING: tl.constexpr):
         mask=_load_or(logp, inputs.mask, token, tokens, whole, ALIGNED),
         token_mask=_load_or(logp, inputs.token_mask, token, tokens, whole, ALIGNED),
         target=_load_or(logp, target, token, tokens, whole, ALIGNED),
+        low=_load_or(logp, inputs.low, token, tokens, whole, ALIGNED),
+        high=_load_or(logp, inputs.high, token, tokens, whole, ALIGNED),
     )
 
 
@@ -117,7 +137,7 @@ def read_tokens(inputs, loaded, row, rows, inside, READING: tl.constexpr):
         advantage = tl.load(inputs.advantages + row, mask=row < rows, other=0.0)
     scaled = weight * advantage
     unweighted = advantage
-    if inputs.token_weight is not None:
+    if inputs.token_weight is not None or READING.rule is not None:
         scaled = scaled * loaded.token_weight
         unweighted = unweighted * loaded.token_weight
 
@@ -129,6 +149,10 @@ def read_tokens(inputs, loaded, row, rows, inside, READING: tl.constexpr):
         usable &= is_finite(target)
         if READING.rates:
             usable &= (advantage >= 0.0) | ((target >= 0.0) & (target < 1.0))
+    if inputs.low is not None:
+        usable &= (loaded.low >= 0.0) & (loaded.low <= HIGHEST_LOW)
+    if inputs.high is not None:
+        usable &= loaded.high >= LOWEST_HIGH
     selected = valid & usable
     bad = valid & (selected == False)  # noqa: E712
     if inputs.token_mask is not None:
@@ -162,12 +186,14 @@ def read_tokens(inputs, loaded, row, rows, inside, READING: tl.constexpr):
 
 
 def reading_of(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Reading:
+    rule = spec.correction
     return Reading(
         strict=spec.strict and inputs.score is not None,
         advantage_per_token=inputs.advantage_per_token,
         aligned=aligned(*_of_tokens(inputs)),
         target_per_token=inputs.target_per_token and inputs.target is not None,
         rates=spec.head is Head.NEGATIVE_AWARE,
+        rule=None if rule is None else Rule(int(rule.statistic), 0, False, int(rule.action), rule.strict),
     )
 
 
@@ -175,6 +201,7 @@ def _of_tokens(inputs: PolicyLossInputs) -> tuple[torch.Tensor | None, ...]:
     return (
         inputs.logp, inputs.old_logp, inputs.ref_logp, inputs.entropy, inputs.score, inputs.token_weight, inputs.low,
         inputs.high, inputs.mask, inputs.token_mask, inputs.penalty_mask, inputs.kl_weight,
+        inputs.correction_first, inputs.correction_second,
         inputs.advantages if inputs.advantage_per_token else None, inputs.target if inputs.target_per_token else None,
     )  # fmt: skip
 

@@ -44,6 +44,25 @@ struct GateNumbers {
   double kl_beta;
 };
 
+enum class Statistic : int32_t { log_ratio = 0, k2 = 1, k3 = 2, probability = 3, binary_kl = 4 };
+enum class Reduction : int32_t { mean = 0, sum = 1, min = 2, max = 3 };
+enum class Action : int32_t { mask = 0, band = 1, clamp = 2 };
+
+// From the statistic of two log-probabilities to a factor.
+struct CorrectionRule {
+  Statistic statistic;
+  Action action;
+  int32_t strict;  // a statistic on a bound is outside
+  double low[2], high[2];  // of the statistic, [advantage >= 0, < 0]
+};
+
+// A factor of the sweep's own on the weight of every token.
+struct TokenCorrection {
+  CorrectionRule rule;
+  const float* first;   // [tokens]; null: logp
+  const float* second;  // [tokens]; null: no correction
+};
+
 struct PolicyLossArgs {
   int64_t tokens, rows;
   // [tokens]
@@ -74,6 +93,7 @@ struct PolicyLossArgs {
   int32_t target_per_token;
   const uint8_t* penalty_mask;  // [tokens]; null: every valid token
   const float* kl_weight;       // [tokens], with ref_logp: a factor on the penalty on it; not finite: 0
+  TokenCorrection correction;
   // outputs
   float* loss;                // [1]
   double* metrics;            // [kMetrics], see metrics.h
@@ -141,18 +161,11 @@ struct Hierarchy {
   SegmentTables tables;
 };
 
-enum class Statistic : int32_t { log_ratio = 0, k2 = 1, k3 = 2, probability = 3, binary_kl = 4 };
-enum class Reduction : int32_t { mean = 0, sum = 1, min = 2, max = 3 };
-enum class Action : int32_t { mask = 0, band = 1, clamp = 2 };
-
 // A factor on tokens from u = logp - old_logp of PolicyLossArgs, whose mask, cu_seqlens, advantages and token_weight count too;
 // leaves and their segments are those of a Hierarchy of depth 1, or 0 where the statistic is the token's own.
 struct Correction {
-  Statistic statistic;
+  CorrectionRule rule;
   Reduction reduction;
-  Action action;
-  int32_t strict;  // a statistic on a bound is outside
-  double low[2], high[2];  // of the statistic, [advantage >= 0, < 0]
   float* factor;  // [tokens]: times token_weight; NaN where the statistic is; 1 times it where masked or in no leaf
 };
 

@@ -34,6 +34,13 @@ HPO_INLINE GatedNumber<F> clip_ratio(F ratio, F low, F high) {
   return {clipped, clipped == ratio};
 }
 
+// Bounds of tokens that are none: epsilons in place of ratios, or what was computed from a broken entropy. One that is meant to
+// be 1 may be rounded.
+constexpr float kLowest = 0.0f, kHighestLow = 1.0f + 1e-6f, kLowestHigh = 1.0f - 1e-6f;
+
+HPO_INLINE bool is_low_bound(float low) { return low >= kLowest && low <= kHighestLow; }
+HPO_INLINE bool is_high_bound(float high) { return high >= kLowestHigh; }
+
 // The policy part of one token: `a` = weight * advantage * token weight, exactly 0 where the token is not selected.
 template <class F>
 struct TermNumber {

@@ -101,18 +101,28 @@ HPO_INLINE F exp_of_number(F x) {
   return exp_by(x, [](F value, typename Number<F>::Int bits) { return Number<F>::scaled(value, bits); });
 }
 
-// Natural logarithm of a normal x > 0, within 2 ulp; log(1) is exactly 0.
+// Of a normal x > 0: x = mantissa 2^exponent, the mantissa between sqrt(1/2) and sqrt(2).
 template <class F>
-HPO_INLINE F log(F x) {
+struct LogParts {
+  F mantissa, exponent;
+};
+
+template <class F>
+HPO_INLINE LogParts<F> log_parts(F x) {
   using N = Number<F>;
   const auto bits = N::to_bits(x);
   const F mantissa = N::from_bits((bits & 0x007FFFFF) | 0x3F800000);  // in [1, 2)
   const auto large = N::mask(mantissa > 1.41421356f);
-  const F f = (large ? mantissa * 0.5f : mantissa) - 1.0f;
   const auto exponent = (bits >> 23) - 127 - large;
   // The integer as a float is exact: it is the low bits of the float 1.5 * 2^23 + exponent.
-  const F k = N::from_bits(exponent + 0x4B400000) - 12582912.0f;
-  F p = all<F>(7.0376836292e-2f);  // minimax polynomial of (log(1 + f) - f + f^2 / 2) / f^3
+  return {large ? mantissa * 0.5f : mantissa, N::from_bits(exponent + 0x4B400000) - 12582912.0f};
+}
+
+// (log(1 + f) - f + f^2 / 2) / f^3 of such a mantissa 1 + f.
+template <class F>
+HPO_INLINE F log_tail(F f) {
+  using N = Number<F>;
+  F p = all<F>(7.0376836292e-2f);  // minimax polynomial
   p = N::fused(p, f, all<F>(-1.1514610310e-1f));
   p = N::fused(p, f, all<F>(1.1676998740e-1f));
   p = N::fused(p, f, all<F>(-1.2420140846e-1f));
@@ -120,9 +130,16 @@ HPO_INLINE F log(F x) {
   p = N::fused(p, f, all<F>(-1.6668057665e-1f));
   p = N::fused(p, f, all<F>(2.0000714765e-1f));
   p = N::fused(p, f, all<F>(-2.4999993993e-1f));
-  p = N::fused(p, f, all<F>(3.3333331174e-1f));
-  const F square = f * f;
-  F value = N::fused(p * f, square, k * -2.12194440e-4f);
+  return N::fused(p, f, all<F>(3.3333331174e-1f));
+}
+
+// Natural logarithm of a normal x > 0, within 2 ulp; log(1) is exactly 0.
+template <class F>
+HPO_INLINE F log(F x) {
+  using N = Number<F>;
+  const LogParts<F> parts = log_parts(x);
+  const F f = parts.mantissa - 1.0f, k = parts.exponent, square = f * f;
+  F value = N::fused(log_tail(f) * f, square, k * -2.12194440e-4f);
   value = N::fused(square, all<F>(-0.5f), value);
   return N::fused(k, all<F>(0.693359375f), f + value);
 }

@@ -1,0 +1,147 @@
+"""The factor of a correction, token by token, and the sweeps that multiply their token weights with it.
+
+The definition is hpo_core/reference/corrections.py; the arithmetic is that of csrc/include/hpo/correction_rules.h in
+the same order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..specs import Action, CorrectionSpec, Statistic
+from .math import SATURATION, clamp, exp, k3, k3_slope, log_parts, log_tail
+from .segments import load
+from .terms import by_sign
+from .tokens import Loaded
+
+__all__ = ["K3", "Bounds", "factor_of", "rule_bounds_of", "statistic_of", "with_correction"]
+
+LOG_RATIO = tl.constexpr(int(Statistic.LOG_RATIO))
+K2 = tl.constexpr(int(Statistic.K2))
+K3 = tl.constexpr(int(Statistic.K3))
+BINARY_KL = tl.constexpr(int(Statistic.BINARY_KL))
+MASK = tl.constexpr(int(Action.MASK))
+CLAMP = tl.constexpr(int(Action.CLAMP))
+
+EXPONENT_BOUND = tl.constexpr(20.0)
+GUARD = tl.constexpr(1e-8)  # keeps the logarithm of a binary KL finite
+
+
+class Bounds(NamedTuple):
+    """Of the statistic, for advantages >= 0 and < 0."""
+
+    low: tuple[float, float]
+    high: tuple[float, float]
+
+
+@triton.jit
+def _bounded_logp(logp):
+    """For exp: rounding may lift a log-probability above 0, and below e^-87 nothing is left of a probability."""
+    return clamp(logp, -87.0, 0.0)
+
+
+@triton.jit
+def _log_shortfall(f, x):
+    """f - log(1 + f) without cancellation; ``x`` is 1 + f with all its digits, where f may have lost them."""
+    mantissa, k = log_parts(x)
+    t = tl.where(k == 0.0, f, mantissa - 1.0)  # 1 + f = (1 + t) 2^k
+    near = (t * t) * tl.fma(-t, log_tail(t), 0.5)  # t - log(1 + t)
+    far = tl.fma(k, -0.693359375, f - t)  # exactly 0 where k is
+    return near + tl.fma(k, 2.12194440e-4, far)
+
+
+@triton.jit
+def _probability_difference(first, second):
+    """p - q of p = e^first and q = e^second. As both go to 1, no difference of exponentials leaves digits."""
+    bounded_second = _bounded_logp(second)
+    step = _bounded_logp(first) - bounded_second
+    return -(exp(bounded_second) * k3_slope(-step, exp(step)))
+
+
+@triton.jit
+def _signed_binary_kl(first, second, u):
+    """The KL divergence of (q, 1 - q) from (p, 1 - p) with the sign of p - q, by terms that do not cancel."""
+    bounded_first = _bounded_logp(first)
+    bounded_second = _bounded_logp(second)
+    step = bounded_first - bounded_second
+    q = exp(bounded_second)
+    ratio = exp(step)
+    d = -(q * k3_slope(-step, ratio))
+    other_p = k3_slope(-bounded_first, q * ratio)
+    other_q = k3_slope(-bounded_second, q)
+    reciprocal = tl.div_rn(1.0, other_q + GUARD)
+    share = d * reciprocal
+    of_token = tl.where(tl.abs(step) < 0.5, q * (k3(-step) + (step - u)), d - q * u)
+    of_others = other_q * _log_shortfall(-share, (other_p + GUARD) * reciprocal)
+    kl = of_token + of_others - GUARD * share
+    return tl.where(d > 0.0, kl, tl.where(d < 0.0, -kl, 0.0))
+
+
+@triton.jit
+def statistic_of(first, second, STATISTIC: tl.constexpr):
+    """NaN where a token has none. What saturates is the log-ratio."""
+    difference = first - second
+    u = clamp(difference, -SATURATION, SATURATION)
+    if STATISTIC == LOG_RATIO:
+        value = u
+    elif STATISTIC == K2:
+        value = 0.5 * u * u
+    elif STATISTIC == K3:
+        value = k3(-clamp(u, -EXPONENT_BOUND, EXPONENT_BOUND))
+    elif STATISTIC == BINARY_KL:
+        value = _signed_binary_kl(first, second, u)
+    else:
+        value = _probability_difference(first, second)
+    return tl.where(difference == difference, value, difference)
+
+
+@triton.jit
+def factor_of(v, low, high, RULE: tl.constexpr):
+    if RULE.action == CLAMP:
+        return exp(clamp(clamp(v, low, high), -EXPONENT_BOUND, EXPONENT_BOUND))
+    inside = (low < v) & (v < high) if RULE.strict else (low <= v) & (v <= high)
+    kept = 1.0 if RULE.action == MASK else exp(clamp(v, -EXPONENT_BOUND, EXPONENT_BOUND))
+    return tl.where(inside, kept, 0.0)
+
+
+@triton.jit
+def with_correction(
+    loaded, inputs, first, second, bounds, row, rows, token, tokens, whole, READING: tl.constexpr
+):  # fmt: skip
+    """``loaded`` with the factors of a correction in its token weights. ``first``: None where it is logp."""
+    if READING.rule is None:
+        return loaded
+    else:
+        from_ = loaded.logp if first is None else load(first, token, tokens, whole, READING.aligned)
+        v = statistic_of(from_, load(second, token, tokens, whole, READING.aligned), READING.rule.statistic)
+        if READING.advantage_per_token:
+            negative = loaded.advantage < 0.0
+        else:
+            negative = tl.load(inputs.advantages + row, mask=row < rows, other=0.0) < 0.0
+        factor = factor_of(v, by_sign(negative, bounds.low), by_sign(negative, bounds.high), READING.rule)
+        factor = tl.where(v == v, factor, v)
+        if inputs.token_weight is not None:
+            factor = factor * loaded.token_weight
+        return Loaded(
+            logp=loaded.logp,
+            old_logp=loaded.old_logp,
+            ref_logp=loaded.ref_logp,
+            advantage=loaded.advantage,
+            token_weight=factor,
+            score=loaded.score,
+            mask=loaded.mask,
+            token_mask=loaded.token_mask,
+            target=loaded.target,
+            low=loaded.low,
+            high=loaded.high,
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------- host
+
+
+def rule_bounds_of(spec: CorrectionSpec | None) -> Bounds | None:
+    return None if spec is None else Bounds(spec.low, spec.high)

@@ -136,7 +136,7 @@ RULES = [
          ("plot", "imports", "docs")),
     Rule(("hpo_core/testing/*",), ("testing", "explain", "promises", "imports")),
     Rule(("hpo_core/py.typed", "hpo_core/_version.py", "setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", ".ci/*",
-          "LICENSE", "THIRD_PARTY_NOTICES", ".gitignore"), ("packaging", "backends")),
+          "LICENSE", "CITATION.cff", "THIRD_PARTY_NOTICES", ".gitignore"), ("packaging", "backends")),
     Rule(("README.md", "CONTRIBUTING.md", "docs/*", "mkdocs.yml"), ("docs",)),
     Rule(("docs/gpu.md", "tests/gpu_page.py", "tests/cuda_kernels.py"), ("cuda_compile", "triton_compile")),
     Rule(("examples/*",), ("demo", "demo_agent", "docs")),

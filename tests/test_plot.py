@@ -287,6 +287,11 @@ TEN = hpo.PackedBatch.from_lengths([10])
     ("draw", "message"),
     [
         (lambda: plot.gate_curve("dapo"), "gate: expected a RatioGate"),
+        (lambda: plot.gate_curve(gates.dapo(), old_logp="-2"), "old_logp: expected a number"),
+        (lambda: plot.trajectory(OLD, OLD, A, TWO_ROWS, row="0"), "row: expected an integer"),
+        (lambda: plot.trajectory(OLD.to_sparse(), OLD, A, TWO_ROWS), "logp: expected a dense tensor"),
+        (lambda: plot.trajectory(OLD.to("meta"), OLD, A, TWO_ROWS), "logp: expected"),
+        (lambda: plot.entropy_window(H[:9], TEN, hpo.entropy.ares()), "entropy: expected"),
         (lambda: plot.gate_curve(gates.dapo(), ratios=(0.0, 2.0)), "ratios: expected 0 < least"),
         (lambda: plot.gate_curve(gates.dapo(), alone=True), "tokens: expected at least 1"),
         (lambda: plot.gate_curve(gates.dapo(), points=1), "points: expected at least 2"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..batch import PackedBatch
-from ..checks import check, require_type
+from ..checks import check, examines
 from ..gates import RatioGate
 from ..losses import policy_loss_and_grad
 from .canvas import BLUE, GREY, RED, axes_of
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["gate_curve"]
 
 
+@examines
 def gate_curve(
     gate: RatioGate,
     *,
@@ -55,7 +56,6 @@ def gate_curve(
     >>> [round(float(slope), 2) for slope in axes.lines[0].get_ydata()]
     [0.55, 0.65, 0.75, 0.85, 0.95, 1.05, 1.15, 0.0, 0.0, 0.0, 0.0]
     """
-    require_type(isinstance(gate, RatioGate), "gate: expected a RatioGate from hpo_core.gates, got {!r}", gate)
     low, high = ratios
     check(0 < low < high, "ratios: expected 0 < least < greatest, got {}", ratios)
     check(tokens >= 1 and (tokens > 1 or not alone), "tokens: expected at least 1, with alone=True 2, got {}", tokens)

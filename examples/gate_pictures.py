@@ -1,5 +1,5 @@
-"""Draw the pictures of docs/gating_explained.md by hpo_core.plot: curves of gates, one answer's way through a gate on
-two levels, and a packed batch with its levels.
+"""Draw the pictures of docs/gating_explained.md and docs/gates.md by hpo_core.plot: curves of gates, one answer's way
+through a gate on two levels, and a packed batch with its levels.
 
     python examples/gate_pictures.py --output docs/pictures
 
@@ -44,6 +44,44 @@ def draw_gates() -> Any:
     return figure
 
 
+# With the ratios at which each bends. Gates that read more than the batch are left out.
+EVERY = {
+    (0.3, 3.0): (
+        *(gates.reinforce(), gates.ppo_clip(), gates.ppo_clip(ratio_dual=2.0), gates.dapo(), gates.triplet_clip()),
+        *(gates.ce_gppo(), gates.cispo(1.5), gates.aspo(), gates.sapo(), gates.spo(), gates.dro(), gates.kimi()),
+        *(gates.opmd(), gates.ppo_penalty(), gates.dppo_tv(), gates.dppo_kl(), gates.gmpo(), gates.topr()),
+        *(gates.vespo(), gates.a_lol(), gates.rec(), gates.fiberpo(slope=1.0)),
+    ),
+    (0.9985, 1.0015): (gates.gspo(), gates.gspo_token(), gates.step_gspo()),
+    (0.993, 1.007): (gates.luspo(),),
+}
+
+
+def draw_every_gate() -> Any:
+    """A small panel for each gate, for the page that lists them."""
+    pyplot = plotter()
+    drawn = [(ratios, gate) for ratios, found in EVERY.items() for gate in found]
+    figure, axes = pyplot.subplots(7, 4, figsize=(7.2, 9.8), layout="constrained")
+    for panel in axes.flat[len(drawn) :]:
+        panel.set_visible(False)
+    for panel, (ratios, gate) in zip(axes.flat, drawn, strict=False):
+        plot.gate_curve(gate, ratios=ratios, points=161, axes=panel)
+        dual = gate.name == "ppo_clip" and gate.token.high[1] < 10
+        panel.set_title(f"{gate.name}, dual" if dual else gate.name, fontsize=8, loc="left")
+        panel.set(xlabel="", ylabel="")
+        bottom, top = panel.get_ylim()
+        panel.set_ylim(max(bottom, -3.2), min(top, 3.2))
+        panel.tick_params(labelsize=6.5)
+        panel.ticklabel_format(useOffset=False)
+        panel.locator_params(nbins=4)
+        panel.get_legend().remove()
+    figure.supxlabel("ratio, e^(logp - old_logp)", fontsize=9)
+    figure.supylabel("d objective / d logp", fontsize=9)
+    lines = axes.flat[0].lines[:2]
+    figure.legend(lines, ["advantage 1", "advantage -1"], loc="outside upper center", ncols=2, frameon=False)
+    return figure
+
+
 def draw_trajectory() -> Any:
     """The worked example of the page."""
     answer = Level(LogClip(low=(-0.1, -0.1), high=(0.1, 0.1)))
@@ -70,6 +108,14 @@ def draw_batch() -> Any:
     return plot.batch_layout(batch).figure
 
 
+PICTURES = {
+    "gates.png": draw_gates,
+    "every_gate.png": draw_every_gate,
+    "trajectory.png": draw_trajectory,
+    "batch.png": draw_batch,
+}
+
+
 def plotter() -> Any:
     import matplotlib
 
@@ -85,9 +131,9 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     options.output.mkdir(parents=True, exist_ok=True)
     pyplot = plotter()
-    for name, draw in (("gates.png", draw_gates), ("trajectory.png", draw_trajectory), ("batch.png", draw_batch)):
+    for name, draw in PICTURES.items():
         figure = draw()
-        figure.savefig(options.output / name, dpi=100, metadata={"Software": None})
+        figure.savefig(options.output / name, dpi=100, metadata={"Software": None}, pil_kwargs={"optimize": True})
         pyplot.close(figure)
         print(f"written: {options.output / name}")
 

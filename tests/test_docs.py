@@ -91,6 +91,15 @@ def test_a_page_is_read_in_one_go(page: Path) -> None:
     assert words <= WORDS or page.name in GENERATED
 
 
+FIRST = ("index", "start", "own_loop", "which_method", "migrating", "gating_explained", "entropy_explained", "faq")
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_code_of_the_first_pages_fits_its_column(name: str) -> None:
+    fences = re.findall(r"^```\w[^\n]*\n(.*?)^```", (ROOT / f"docs/{name}.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert [line for fence in fences for line in fence.splitlines() if len(line) > 92] == []
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 

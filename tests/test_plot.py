@@ -1,6 +1,7 @@
 """hpo_core.plot: the numbers of what is drawn, against formulas and sums written here; and pictures of pages."""
 
 import importlib.util
+import inspect
 import math
 import re
 import sys
@@ -287,6 +288,11 @@ TEN = hpo.PackedBatch.from_lengths([10])
     ("draw", "message"),
     [
         (lambda: plot.gate_curve("dapo"), "gate: expected a RatioGate"),
+        (lambda: plot.gate_curve(gates.dapo(), old_logp="-2"), "old_logp: expected a number"),
+        (lambda: plot.trajectory(OLD, OLD, A, TWO_ROWS, row="0"), "row: expected an integer"),
+        (lambda: plot.trajectory(OLD.to_sparse(), OLD, A, TWO_ROWS), "logp: expected a dense tensor"),
+        (lambda: plot.trajectory(OLD.to("meta"), OLD, A, TWO_ROWS), "logp: expected"),
+        (lambda: plot.entropy_window(H[:9], TEN, hpo.entropy.ares()), "entropy: expected"),
         (lambda: plot.gate_curve(gates.dapo(), ratios=(0.0, 2.0)), "ratios: expected 0 < least"),
         (lambda: plot.gate_curve(gates.dapo(), alone=True), "tokens: expected at least 1"),
         (lambda: plot.gate_curve(gates.dapo(), points=1), "points: expected at least 2"),
@@ -322,21 +328,38 @@ def test_without_matplotlib_the_error_says_what_to_install(name, monkeypatch):
 # --------------------------------------------------------------------------------------------- the pictures of the page
 
 SCRIPT = ROOT / "examples/gate_pictures.py"
-NAMES = ("gates.png", "trajectory.png", "batch.png")
+NAMES = ("gates.png", "trajectory.png", "batch.png", "every_gate.png")
 
 
-def test_the_page_shows_pictures_that_are_small():
-    page = (ROOT / "docs/gating_explained.md").read_text()
+def test_the_pages_show_pictures_that_are_small():
+    pages = [(ROOT / f"docs/{name}.md").read_text() for name in ("gating_explained", "gates")]
     for name in NAMES:
         path = ROOT / "docs/pictures" / name
-        assert f"(pictures/{name})" in page
+        assert any(f"(pictures/{name})" in page for page in pages)
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size < 120_000
 
 
-def test_the_script_draws_them(tmp_path, capsys):
+@pytest.fixture
+def script():
     spec = importlib.util.spec_from_file_location("hpo_gate_pictures", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.main(["--output", str(tmp_path)])
+    return module
+
+
+def test_every_gate_that_reads_the_batch_alone_has_a_panel(script):
+    made = {name: getattr(gates, name) for name in gates.__all__ if name.islower() and name != "compose"}
+    made = {name: make for name, make in made.items() if inspect.isfunction(make) and is_constructor(make)}
+    alone = {name for name, make in made.items() if not make().required and not make().needs_rollout}
+    shown = {gate.name for found in script.EVERY.values() for gate in found}
+    assert len(shown) > 20 and alone - shown == {"opsm"} and shown <= made.keys()
+
+
+def is_constructor(make):
+    return inspect.signature(make).return_annotation == "RatioGate"
+
+
+def test_the_script_draws_them(script, tmp_path, capsys):
+    script.main(["--output", str(tmp_path)])
     assert capsys.readouterr().out.count("written") == len(NAMES)
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in NAMES)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..batch import PackedBatch
-from ..checks import check
+from ..checks import check, examines
 from ..prepared import as_batch
 from .canvas import GREY, LIGHT, axes_of
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["batch_layout"]
 
 
+@examines
 def batch_layout(
     batch: PackedBatch | torch.Tensor, *, rows: tuple[int, int] | None = None, axes: Axes | None = None
 ) -> Axes:

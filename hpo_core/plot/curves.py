@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..batch import PackedBatch
-from ..checks import check, require_type
+from ..checks import check, examines
 from ..gates import RatioGate
 from ..losses import policy_loss_and_grad
 from .canvas import BLUE, GREY, RED, axes_of
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["gate_curve"]
 
 
+@examines
 def gate_curve(
     gate: RatioGate,
     *,
@@ -55,15 +56,14 @@ def gate_curve(
     >>> [round(float(slope), 2) for slope in axes.lines[0].get_ydata()]
     [0.55, 0.65, 0.75, 0.85, 0.95, 1.05, 1.15, 0.0, 0.0, 0.0, 0.0]
     """
-    require_type(isinstance(gate, RatioGate), "gate: expected a RatioGate from hpo_core.gates, got {!r}", gate)
     low, high = ratios
     check(0 < low < high, "ratios: expected 0 < least < greatest, got {}", ratios)
     check(tokens >= 1 and (tokens > 1 or not alone), "tokens: expected at least 1, with alone=True 2, got {}", tokens)
     check(points >= 2, "points: expected at least 2, got {}", points)
-    drawn = axes_of("gate_curve", axes, (5.6, 3.6))
     ratio = torch.linspace(low, high, points, dtype=torch.float64)
-    for advantage, colour, style in ((1.0, BLUE, "-"), (-1.0, RED, "--")):
-        slope = _slopes(gate, ratio, advantage, tokens, alone, old_logp)
+    slopes = {advantage: _slopes(gate, ratio, advantage, tokens, alone, old_logp) for advantage in (1.0, -1.0)}
+    drawn = axes_of("gate_curve", axes, (5.6, 3.6))
+    for (advantage, slope), colour, style in zip(slopes.items(), (BLUE, RED), ("-", "--"), strict=True):
         drawn.plot(ratio.tolist(), slope.tolist(), style, color=colour, lw=1.8, label=f"A = {advantage:g}")
     drawn.axhline(0, color="black", lw=0.6)
     drawn.axvline(1, color=GREY, lw=0.8, ls=":")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..batch import PackedBatch
-from ..checks import check, examined, require_type
+from ..checks import check, examines, require_type
 from ..entropy import EntropyWindow, WindowState
 from ..prepared import as_batch
 from .canvas import BLUE, GREEN, GREY, ORANGE, RED, axes_of
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["entropy_window"]
 
 
+@examines
 def entropy_window(
     entropy: torch.Tensor,
     batch: PackedBatch | torch.Tensor,
@@ -57,7 +58,7 @@ def entropy_window(
     [0.9, 0.3]
     """
     require_type(isinstance(window, EntropyWindow), "window: expected one of hpo_core.entropy, got {!r}", window)
-    entropy, batch = examined("entropy", entropy, "[T]").detach(), as_batch(batch)
+    entropy, batch = entropy.detach(), as_batch(batch)
     check(0 <= row < batch.rows, "row: expected 0 to {}, got {}", batch.rows - 1, row)
     state = window.fit(entropy, batch) if state is None else state
     found = (entropy, window.score(entropy, batch), window.apply(entropy, batch, state))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..batch import PackedBatch
-from ..checks import check, examined
+from ..checks import check, examines
 from ..gates import RatioGate
 from ..prepared import PolicyLossOptions, as_batch, prepare
 from ..reference.gates import gate_tokens, read_tokens
@@ -38,6 +38,7 @@ class _Level(NamedTuple):
     is_dropped: bool
 
 
+@examines
 def trajectory(
     logp: torch.Tensor,
     old_logp: torch.Tensor | None,
@@ -132,7 +133,7 @@ def _through_gates(
     options: PolicyLossOptions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[_Level]]:
     """x, z, whether each token is valid, and the gates, finest first, of the tokens of a row, on the host."""
-    logp = examined("logp", logp, "[T]").detach().double()
+    logp = logp.detach().double()
     given: dict[str, Any] = {"weights": torch.ones(batch.rows, dtype=logp.dtype, device=logp.device)}
     given |= {name: value for name, value in options.items() if name not in ("backend", "report")}
     inputs, spec, exchange, *_ = prepare(logp, old_logp, advantages, batch, gate, backend="reference", **given)

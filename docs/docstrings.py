@@ -14,10 +14,11 @@ import griffe
 
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):`(~?)([\w.]+)`")
 _BLOCK = re.compile(r"::$", re.MULTILINE)
+_COMMON = re.compile(r"^Common arguments:$", re.MULTILINE)
 
 
 class Readable(griffe.Extension):
-    """Turns roles into links and literal blocks into fenced ones; examples become a section of their own."""
+    """Roles become links, double colons single ones, examples a section, and members of enumerations a list."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
@@ -28,7 +29,7 @@ class Readable(griffe.Extension):
 
 def readable(text: str, obj: griffe.Object) -> str:
     text = _ROLE.sub(lambda role: _link(role, obj), text)
-    text = _BLOCK.sub(":", text)
+    text = _COMMON.sub("Args:", _BLOCK.sub(":", text))
     return _titled(text)
 
 

@@ -43,6 +43,6 @@ for update in range(1, 41):
         optimizer.step()
         optimizer.zero_grad()
     if update % 10 == 0:
-        report = sum(seen[1:], seen[0]).compute()  # the only copy to the host
+        report = sum(seen).compute()  # the only copy to the host
         clipped, unsure, reward = report["clip_fraction"], report["entropy"], rewards.mean()
         print(f"{update} reward {reward:.2f} clipped {clipped:.2f} entropy {unsure:.2f}")

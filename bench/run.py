@@ -13,6 +13,7 @@ from pathlib import Path
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="hpo_core_bench_")
 
 import bench_advantages
+import bench_corrections
 import bench_entropy
 import bench_gates
 import bench_hierarchy
@@ -37,8 +38,8 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=UserWarning)
 
     modules = (
-        bench_gates, bench_hierarchy, bench_losses, bench_advantages, bench_entropy, bench_segments, bench_logprobs,
-        bench_linear_logprobs,
+        bench_gates, bench_corrections, bench_hierarchy, bench_losses, bench_advantages, bench_entropy, bench_segments,
+        bench_logprobs, bench_linear_logprobs,
     )  # fmt: skip
     plans = [plan for module in modules for plan in module.plans(arguments.quick)]
     if arguments.large:

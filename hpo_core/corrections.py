@@ -41,18 +41,16 @@ def corrected(
         if pair is None:
             seen.append(Metrics(empty_metrics(inputs.logp.device)))
             continue
-        read = _read(inputs, pair, correction, batch)
-        if want_metrics or correction.unit is not None:  # else no token has a say in what becomes of another
-            loss_reads = _channel(gate.channel, logp, inputs.old_logp, rollout) or (logp, logp)
-            read = read._replace(mask=_counted(inputs, gate, batch, loss_reads, pair))
+        loss_reads = _channel(gate.channel, logp, inputs.old_logp, rollout) or (logp, logp)
+        read = _read(inputs, gate, loss_reads, pair, correction, batch)
         own = None
         if want_metrics:  # which tokens it takes out can only be told before other factors join its own
             own = _factor(read._replace(token_weight=None), correction, batch, process_group, backend)
-            seen.append(_observed(read, own != 0, process_group, backend))
+            seen.append(_observed(read, _counted(read), own != 0, process_group, backend))
         if in_sweep and correction.unit is None and spec.correction is None:
             spec = spec._replace(correction=correction.spec())
-            first = None if pair[0] is logp else read.logp
-            inputs = inputs._replace(correction_first=first, correction_second=read.old_logp)
+            first = None if pair[0] is logp else read.correction_first
+            inputs = inputs._replace(correction_first=first, correction_second=read.correction_second)
             continue
         if own is not None:
             weight = own if inputs.token_weight is None else own * inputs.token_weight
@@ -73,38 +71,37 @@ def _channel(
 
 
 def _read(
-    inputs: PolicyLossInputs, pair: tuple[torch.Tensor, torch.Tensor], correction: Correction, batch: PackedBatch
+    inputs: PolicyLossInputs,
+    gate: RatioGate,
+    loss_reads: tuple[torch.Tensor, torch.Tensor],
+    pair: tuple[torch.Tensor, torch.Tensor],
+    correction: Correction,
+    batch: PackedBatch,
 ) -> PolicyLossInputs:
-    """What the op of a correction reads."""
-    first, second = pair
+    """What the op of a correction reads: its own pair, and what the loss reads, as tokens have a say that count there.
+    Where steps are a level of the gate, those outside every step do not."""
     hierarchy = batch.hierarchy(() if correction.unit is None else (correction.unit,))
+    mask = inputs.mask
+    if gate.of_steps:
+        in_step = batch.once(PackedBatch.step_of_token) >= 0
+        mask = in_step if mask is None else mask & in_step
+    logp, old_logp, first, second = (each.contiguous() for each in (*loss_reads, *pair))
     return PolicyLossInputs(
-        first.contiguous(), second.contiguous(), inputs.advantages, inputs.weights, inputs.cu_seqlens, inputs.mask,
+        logp, old_logp, inputs.advantages, inputs.weights, inputs.cu_seqlens, mask, inputs.ref_logp,
         token_weight=inputs.token_weight, advantage_per_token=inputs.advantage_per_token, leaf_begin=hierarchy.begin,
-        leaf_end=hierarchy.end, leaf_row=hierarchy.row, ancestors=hierarchy.ancestors,
+        leaf_end=hierarchy.end, leaf_row=hierarchy.row, ancestors=hierarchy.ancestors, correction_first=first,
+        correction_second=second,
     )  # fmt: skip
 
 
-def _counted(
-    inputs: PolicyLossInputs,
-    gate: RatioGate,
-    batch: PackedBatch,
-    loss_reads: tuple[torch.Tensor, torch.Tensor],
-    pair: tuple[torch.Tensor, torch.Tensor],
-) -> torch.Tensor | None:
-    """The mask of the tokens that count in the loss. It leaves out those outside every step, where steps are a level,
-    and those of a log-ratio that is NaN, which a correction sees in its own ``pair`` only."""
-    mask = inputs.mask
-    kept = []
-    if gate.of_steps:
-        kept.append(batch.once(PackedBatch.step_of_token) >= 0)
-    logp, second = loss_reads
-    others = [] if pair[0] is logp and pair[1] is second else [second]
-    for other in others if inputs.ref_logp is None else [*others, inputs.ref_logp]:
-        log_ratio = (logp - other).reshape(-1)
-        kept.append(log_ratio == log_ratio)
-    for each in kept:
-        mask = each if mask is None else mask & each
+def _counted(read: PolicyLossInputs) -> torch.Tensor | None:
+    """The mask of the tokens that count in the loss, which leaves out those of a log-ratio that is NaN."""
+    mask = read.mask
+    for other in (read.old_logp, read.ref_logp):
+        if other is not None:
+            log_ratio = (read.logp - other).reshape(-1)
+            known = log_ratio == log_ratio
+            mask = known if mask is None else mask & known
     return mask
 
 
@@ -124,15 +121,18 @@ def _factor(
 
 def _observed(
     read: PolicyLossInputs,
+    mask: torch.Tensor | None,
     kept: torch.Tensor,
     process_group: torch.distributed.ProcessGroup | None,
     backend: str | None,
 ) -> Metrics:
     """The metrics of a loss that is 0: the log-ratios of the channel, and how many tokens are kept."""
     nothing = torch.zeros_like(read.weights)
+    assert read.correction_first is not None
     inputs = PolicyLossInputs(
-        read.logp, read.old_logp, nothing, nothing, read.cu_seqlens, read.mask, token_mask=kept.contiguous()
-    )
+        read.correction_first, read.correction_second, nothing, nothing, read.cu_seqlens, mask,
+        token_mask=kept.contiguous(),
+    )  # fmt: skip
     if is_reference(read.logp, backend):
         vector = resolve("gates", read.logp, backend).policy_loss(inputs, _OBSERVER)[1]
     else:

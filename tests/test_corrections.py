@@ -219,3 +219,26 @@ def test_statistics_of_probabilities_keep_their_digits(statistic, backend):
         pairs.append((first, (near, -(10 ** draw.uniform(-4, 1.9)), first - draw.uniform(0, 0.5))[k % 3]))
     for pair in few(backend, torch.tensor(pairs, dtype=torch.float32).double().tolist(), 15):
         assert lies_at(backend, [pair], measured(statistic, *pair), statistic), pair
+
+
+@pytest.mark.parametrize("delta", [1e-4, 0.004, 0.05, 0.5])
+def test_a_mask_of_the_sweep_is_that_of_the_op(delta, backend):
+    """Bounds on a binary KL decide most masks of the fast path, the KL itself those of the op: also for tokens that are
+    nearly certain or nearly impossible, and for those close to the limit."""
+    place, draw = testing.device_of(backend), torch.Generator().manual_seed(5)
+    rows, length = 64 if backend == "cpu" else 4, 1024
+    p = torch.rand(rows, length, generator=draw, dtype=torch.float64)
+    p = torch.stack([p[0::4], p[1::4] ** 8, 1 - p[2::4] ** 8, 1e-6 * p[3::4]]).flatten(0, 1).clamp(1e-20, 1 - 1e-7)
+    old_logp = p.log().float().flatten()
+    spread = (2 * delta * (1 - p) / p).sqrt().clamp(max=1.0) * torch.randn(p.shape, generator=draw, dtype=torch.float64)
+    logp = (old_logp + spread.flatten().float()).clamp(max=-1e-7)
+    advantages = torch.tensor([1.0, -1.0, -1.0, 1.0]).repeat(p.shape[0] // 4)
+    batch = hpo.PackedBatch.from_lengths([length] * p.shape[0]).to(place)
+    gate = gates.dppo_kl(delta)
+    pair = list(zip(logp.tolist(), old_logp.tolist(), strict=True))
+    kept = factors(backend, pair, gate.corrections[0], batch, advantages=advantages)
+    out = hpo.policy_loss_and_grad(
+        logp.to(place), old_logp.to(place), advantages.to(place), batch, gate, backend=backend
+    )
+    assert 0.05 < float(kept.mean()) < 0.98
+    assert torch.equal(out.grad != 0, kept != 0)

@@ -8,7 +8,7 @@ from catalogue import bits
 
 import hpo_core as hpo
 from hpo_core import gates
-from hpo_core.gates import GateInputs
+from hpo_core.gates import Action, Channel, Correction, GateInputs
 from hpo_core.metrics import SLOTS
 
 TOKENS = 2400  # two whole tiles, and one that ends inside a vector
@@ -32,6 +32,12 @@ GATES = {
     "penalty": gates.ppo_penalty(),
     "kl_cov": gates.kl_cov(),
     "gmpo": gates.gmpo(0.2, 0.2),
+    "dppo_tv": gates.dppo_tv(0.05, 0.04),
+    "dppo_kl": gates.dppo_kl(0.02),
+    "band": gates.compose(
+        gates.ppo_clip(), Correction(Action.BAND, (-0.4, -0.3), (0.5, 0.4), channel=Channel.STALENESS)
+    ),
+    "band, sapo": gates.compose(gates.sapo(), Correction(Action.CLAMP, high=(0.5, 0.4), channel=Channel.STALENESS)),
 }
 PENALTIES = {
     f"{estimator}, {gradient}": getattr(hpo.kl, estimator)(0.3, gradient)

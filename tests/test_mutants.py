@@ -133,6 +133,16 @@ MUTANTS = {
         "from_fixed(fixed) + double(coarse) * double(kCoarse)", "from_fixed(fixed)",
         "test_corrections.test_far_tokens_do_not_cost_near_ones_their_digits", {},
     ),
+    "cpu: a lower bound on a binary KL is twice as large": Mutant(
+        "cpu", "cpu/gates_binary_kl.h",
+        "2.0f * over * t * (one - t)", "over * t * (one - t)",
+        "test_corrections.test_a_mask_of_the_sweep_is_that_of_the_op", {"delta": 0.05},
+    ),
+    "cpu: an upper bound on a binary KL is half as large": Mutant(
+        "cpu", "cpu/gates_binary_kl.h",
+        "6.0f * under * of_p * of_q", "12.0f * under * of_p * of_q",
+        "test_corrections.test_a_mask_of_the_sweep_is_that_of_the_op", {"delta": 0.05},
+    ),
     "cpu: tokens outside all steps lose their weight": Mutant(
         "cpu", "cpu/corrections.cpp",
         "args.token_weight ? args.token_weight[t] : 1.0f", "1.0f",
@@ -401,7 +411,7 @@ MUTANTS = {
     ),
     "cpu: the coefficient of a token's ratio has its weight, that of its penalty has not": Mutant(
         "cpu", "cpu/gates_token_inputs.h",
-        "own_inputs.coefficient *= weight, own_inputs.kept *= weight;", "own_inputs.coefficient *= weight;",
+        "own_inputs.coefficient *= own, own_inputs.kept *= own;", "own_inputs.coefficient *= own;",
         "test_gate_paths.test_the_fast_path_has_the_gradient_of_any_other_way",
         {"gate": gates.kimi(), "lengths": (700, 348, 1000, 345, 7)},
     ),

@@ -27,21 +27,35 @@ struct Workspace {
   }
 };
 
-// Reduces the statistics of a tile; `mask` may be null.
-using ReduceTile = Reduced (*)(const float* first, const float* second, const uint8_t* mask, int n);
+// The tokens of a vector that have a say, beyond those whose own statistic is NaN.
+template <bool kWhole>
+HPO_INLINE Mask counted(const Compared& from, const uint8_t* mask, int64_t at, Mask present) {
+  if (mask) present = both(present, present_own<kWhole>(present, mask + at));
+  if (from.logp) {
+    const Floats logp = load_own<kWhole>(present, from.logp + at);
+    present = but_not(present, is_nan(logp - load_own<kWhole>(present, from.old_logp + at)));
+    if (from.ref_logp) present = but_not(present, is_nan(logp - load_own<kWhole>(present, from.ref_logp + at)));
+  }
+  return present;
+}
+
+// Reduces the statistics of n tokens from `begin` on.
+using ReduceTile = Reduced (*)(const Compared& from, const uint8_t* mask, int64_t begin, int n);
 
 // Statistics within kStatisticSaturation of 0, as nearly all are, are added without doubles, to the same integers.
 template <Statistic kStatistic>
-Reduced reduce_tile(const float* __restrict first, const float* __restrict second, const uint8_t* __restrict mask, int n) {
+Reduced reduce_tile(const Compared& from, const uint8_t* mask, int64_t begin, int n) {
   alignas(kLine) float statistics[kTile];
   FixedSum fixed;
   Floats about[kParts] = {}, smallest = all<Floats>(INFINITY), largest = all<Floats>(-INFINITY);
   LaneCount valid;
+  const Compared local = from;
   const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
     constexpr bool kWhole = decltype(whole)::value;
-    const Floats v = statistic_of(kStatistic, load_own<kWhole>(own, first + i), load_own<kWhole>(own, second + i));
-    Mask known = but_not(own, is_nan(v));
-    if (mask) known = both(known, present_own<kWhole>(own, mask + i));
+    const int64_t at = begin + i;
+    const Floats v =
+        statistic_of(kStatistic, load_own<kWhole>(own, local.first + at), load_own<kWhole>(own, local.second + at));
+    const Mask known = but_not(counted<kWhole>(local, mask, at, own), is_nan(v));
     store_own<kWhole>(own, blend(known, v, all<Floats>(NAN)), statistics + i);
     valid.add(known);
     const Floats counted = keep_if(known, v);
@@ -71,11 +85,12 @@ template <Statistic kStatistic>
 struct Factors {
   const PolicyLossArgs& args;
   const Correction& correction;
+  const Compared from;
   const int64_t first;  // the positions below are behind it
   float low[2], high[2];  // by sign of the advantage
 
   Factors(const PolicyLossArgs& args, const Correction& correction, int64_t first)
-      : args(args), correction(correction), first(first) {
+      : args(args), correction(correction), from(compared(args)), first(first) {
     for (int sign = 0; sign < 2; ++sign) {
       low[sign] = float(correction.rule.low[sign]), high[sign] = float(correction.rule.high[sign]);
     }
@@ -85,14 +100,14 @@ struct Factors {
   template <bool kWhole>
   HPO_INLINE void write(int i, Mask own, Mask present, Ints negative, const float* of_segment) const {
     const int64_t at = first + i;
-    const Floats v = statistic_of(kStatistic, load_own<kWhole>(own, args.logp + at), load_own<kWhole>(own, args.old_logp + at));
+    const Floats v = statistic_of(kStatistic, load_own<kWhole>(own, from.first + at), load_own<kWhole>(own, from.second + at));
     if (args.advantage_per_token) negative = load_own<kWhole>(own, args.advantages + at) < 0.0f;
     const Floats factor = of_segment ? by_sign<Floats>(negative, of_segment)
                                      : factor_of(correction.rule.action, correction.rule.strict, by_sign<Floats>(negative, low),
                                                  by_sign<Floats>(negative, high), v);
     const Floats defined = v != v ? v : factor;  // a token without a statistic is in no segment
     const Floats weight = args.token_weight ? load_own<kWhole>(own, args.token_weight + at) : all<Floats>(1.0f);
-    if (args.mask) present = both(present, present_own<kWhole>(own, args.mask + at));
+    present = counted<kWhole>(from, args.mask, at, present);
     store_own<kWhole>(own, blend(present, defined * weight, weight), correction.factor + at);
   }
 
@@ -166,15 +181,15 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
 
   const bool whole = hierarchy.stage == Stage::whole;
   const Reduction reduction = correction.reduction;
+  const Compared from = compared(args);
   const auto words_of = [&](int64_t segment) { return hierarchy.tables.sums + segment * kWords; };
 
   if (hierarchy.depth > 0 && (whole || hierarchy.stage == Stage::sums)) {
     parallel_for(leaves.tasks(), threads, [&](int64_t task) {
       leaves.for_each_block(task, [&](const Block& block) {
         Reduced found;
-        for_each_tile_of(block, kGridOfBlock, [&](int64_t tile, int, int n) {
-          found.add(loops.reduce(args.logp + tile, args.old_logp + tile, args.mask ? args.mask + tile : nullptr, n));
-        });
+        for_each_tile_of(block, kGridOfBlock,
+                         [&](int64_t tile, int, int n) { found.add(loops.reduce(from, args.mask, tile, n)); });
         (block.begins ? space.of_leaves[block.leaf] : space.of_blocks[task]) = found;
       });
     });

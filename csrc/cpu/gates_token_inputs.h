@@ -1,6 +1,7 @@
 // A fast-path tile whose tokens have inputs of their own (weights, advantages, bounds, selections, a reference policy, an
 // entropy) or heads of any kind, in one pass. What a call lacks costs a branch for every vector that always goes the same way.
 #pragma once
+#include "gates_binary_kl.h"
 #include "gates_fast_path.h"
 #include "hpo/terms.h"
 
@@ -108,15 +109,22 @@ struct TermInputs {
   Floats coefficient, kept, target;
 };
 
-// What a call has: anything, or as the most common of them do a reference policy or weights of tokens and nothing else.
-enum class Given { anything, reference, weights };
+// What a call has: anything, or as the most common of them do a reference policy or weights of tokens and nothing else; weights
+// by probabilities apart.
+enum class Given { anything, reference, weights, probability, binary_kl };
 
 inline Given given(const PolicyLossArgs& args) {
-  const bool others = args.advantage_per_token || args.token_mask || args.score || args.entropy || args.kl_weight ||
-                      args.low || args.high;
+  const bool others =
+      args.advantage_per_token || args.token_mask || args.score || args.entropy || args.kl_weight || args.low || args.high;
   const bool reference = args.ref_logp, weights = weighs_tokens(args);
   if (others || reference == weights) return Given::anything;
-  return reference ? Given::reference : Given::weights;
+  if (reference) return Given::reference;
+  if (!args.correction.second) return Given::weights;
+  switch (args.correction.rule.statistic) {
+    case Statistic::probability: return Given::probability;
+    case Statistic::binary_kl: return Given::binary_kl;
+    default: return Given::weights;
+  }
 }
 
 // One tile. gate.term(vector, TermInputs) is the policy term of a vector whose present tokens are the chosen ones;
@@ -124,7 +132,7 @@ inline Given given(const PolicyLossArgs& args) {
 template <class Gate, Given kGiven>
 struct TokenInputsSweep {
   static constexpr bool kAnything = kGiven == Given::anything;
-  static constexpr bool kReference = kGiven == Given::reference, kWeights = kGiven == Given::weights;
+  static constexpr bool kReference = kGiven == Given::reference, kWeights = !kAnything && !kReference;
   const Call& call;
   const FastSource source;
   const TokenInputs inputs;
@@ -220,9 +228,31 @@ struct TokenInputsSweep {
     const auto ratio_of = [&](Floats u) __attribute__((always_inline)) {  // mostly that of the loss
       return any(both(vector.present, present_lanes(Ints(u != vector.x)))) ? exp(u) : vector.ratio;
     };
-    const Floats factor =
-        inputs.rule.factor(own_inputs.kind == kNegative, vector.load(inputs.first), vector.load(inputs.second), ratio_of);
+    RuleNumbers rule = inputs.rule;
+    if (kGiven == Given::probability) rule.statistic = Statistic::probability;
+    if (kGiven == Given::binary_kl) rule.statistic = Statistic::binary_kl;
+    const Ints negative = own_inputs.kind == kNegative;
+    const Floats first = vector.load(inputs.first), second = vector.load(inputs.second);
+    Floats factor;
+    if (rule.statistic != Statistic::binary_kl || !decide(vector, rule, negative, first, second, factor)) {
+      factor = rule.factor(negative, first, second, ratio_of);
+    }
     return inputs.token_weight ? factor * vector.load(inputs.token_weight) : factor;
+  }
+
+  // Whether bounds say which tokens a mask keeps, all of whose log-probabilities are ordinary and those of the loss.
+  template <class Vector>
+  HPO_INLINE bool decide(const Vector& vector, const RuleNumbers& rule, Ints negative, Floats first, Floats second,
+                         Floats& factor) const {
+    if (rule.action != Action::mask) return false;
+    const Floats zero = {}, least = all<Floats>(-87.0f);
+    const Mask ordinary =
+        both(both(at_least(first, least), at_least(zero, first)), both(at_least(second, least), at_least(zero, second)));
+    const Mask same = but_not(all_lanes(), present_lanes(Ints(first - second != vector.x)));
+    const Decided decided = decide_binary_kl(second, vector.x, vector.ratio, by_sign<Floats>(negative, rule.low),
+                                             by_sign<Floats>(negative, rule.high));
+    factor = keep_if(decided.inside, all<Floats>(1.0f));
+    return !any(but_not(vector.present, both(both(ordinary, same), either(decided.inside, decided.outside))));
   }
 
   // The tokens that count in the policy term.

@@ -26,12 +26,19 @@ struct Call {
   Hierarchy hierarchy;
   Correction correction;
   Workspace workspace;
+  Compared from;  // its first two are the log-probabilities of `args`
   bool groupable;  // groups of four tokens may be read and written at once
 
   Call(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Correction& correction)
-      : args(args), hierarchy(hierarchy), correction(correction), workspace(), groupable(hpo::groupable(args.mask, 4)) {
+      : args(args),
+        hierarchy(hierarchy),
+        correction(correction),
+        workspace(),
+        from(compared(args)),
+        groupable(hpo::groupable(args.mask, 4)) {
+    this->args.logp = from.first, this->args.old_logp = from.second;
     const float* per_token = args.advantage_per_token ? args.advantages : nullptr;
-    for (const float* array : {args.logp, args.old_logp, per_token, static_cast<const float*>(correction.factor)}) {
+    for (const float* array : {from.first, from.second, per_token, static_cast<const float*>(correction.factor)}) {
       groupable &= hpo::groupable(array, 16);
     }
     workspace.place(args.workspace, hierarchy.leaves);
@@ -53,7 +60,11 @@ struct Call {
   }
 
   __device__ __forceinline__ bool valid(const Inputs<4>& inputs, int i) const {
-    return inputs.group.has(i) && (!args.mask || byte_of(inputs.mask, i));
+    if (!inputs.group.has(i) || (args.mask && !byte_of(inputs.mask, i))) return false;
+    if (!from.logp) return true;
+    const float logp = inputs.one(from.logp, i), x = logp - inputs.one(from.old_logp, i);
+    const float s = from.ref_logp ? logp - inputs.one(from.ref_logp, i) : 0.0f;
+    return x == x && s == s;
   }
 
   __device__ __forceinline__ float statistic(const Inputs<4>& inputs, int i) const {

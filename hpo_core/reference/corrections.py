@@ -26,16 +26,25 @@ GUARD = 1e-8  # keeps the logarithm of a binary KL finite
 
 
 def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentReduce | None = None) -> torch.Tensor:
-    """The factor ``[T]`` of ``first = inputs.logp`` and ``second = inputs.old_logp``, times ``inputs.token_weight``.
+    """The factor ``[T]``, times ``inputs.token_weight``: of ``first = correction_first`` and ``second =
+    correction_second`` of the inputs, or else of ``logp`` and ``old_logp``.
 
     ``reduce`` may change the sums of the segments of ``spec.of_segments`` in place, such as by an all-reduce.
     """
     inputs = flat(inputs)
     assert inputs.old_logp is not None
-    first, second = inputs.logp, inputs.old_logp.to(inputs.logp.dtype)
+    first, second, counts = inputs.logp, inputs.old_logp, None
+    if inputs.correction_second is not None:
+        counts = ~(inputs.logp - inputs.old_logp).isnan()
+        if inputs.ref_logp is not None:
+            counts = counts & ~(inputs.logp - inputs.ref_logp).isnan()
+        first = inputs.logp if inputs.correction_first is None else inputs.correction_first
+        second = inputs.correction_second
+    second = second.to(first.dtype)
     row = row_of_token(inputs.cu_seqlens, first.numel())
     leaf, _ = leaf_of_token(inputs, row)
     given = (leaf >= 0) if inputs.mask is None else (leaf >= 0) & inputs.mask
+    given = given if counts is None else given & counts
     row = row.clamp(min=0)
     own = _statistic(spec.statistic, first, second)
     known = given & ~own.isnan()

@@ -323,6 +323,7 @@ class PolicyLossInputs(NamedTuple):
     target_per_token: bool = False
     penalty_mask: torch.Tensor | None = None  # [T] bool: who pays the penalty of the term; None: every valid token
     kl_weight: torch.Tensor | None = None  # [T] factor on the penalty of kl, with ref_logp; not finite: 0
-    # with spec.correction, whose statistic compares them
+    # What spec.correction compares, and the correction op: without them logp with old_logp, with them tokens have a say
+    # whose log-ratios to old_logp and ref_logp are numbers.
     correction_first: torch.Tensor | None = None  # [T]; None: logp
     correction_second: torch.Tensor | None = None  # [T]

@@ -77,10 +77,25 @@ def _of_segment(segments, segment, held, RULE: tl.constexpr):
     return sum.to(tl.float32)
 
 
+@triton.jit
+def _counted(given, logp, old_logp, ref_logp, token, tokens):
+    if logp is not None:
+        own = tl.load(logp + token, mask=token < tokens, other=0.0)
+        x = own - tl.load(old_logp + token, mask=token < tokens, other=0.0)
+        given &= x == x
+        if ref_logp is not None:
+            s = own - tl.load(ref_logp + token, mask=token < tokens, other=0.0)
+            given &= s == s
+    return given
+
+
 @kernel
 def _reduce_leaves(
     logp,
     old_logp,
+    loss_logp,  # with the next two: None, or what has to be a number for a token to have a say
+    loss_old_logp,
+    ref_logp,
     mask,
     token_weight,
     begin,
@@ -114,6 +129,7 @@ def _reduce_leaves(
         valid = slots.inside & (v == v)
         if mask is not None:
             valid &= loaded.mask
+        valid = _counted(valid, loss_logp, loss_old_logp, ref_logp, slots.token, tokens)
         count = tl.sum(valid.to(tl.int64), axis=1, keep_dims=True)
         segment = segment_of(ancestors, 0, slots.row, leaves, count > 0)
         if RULE.extremum:
@@ -136,6 +152,9 @@ def _correct(
     logp,
     old_logp,
     advantages,
+    loss_logp,  # with the next two: None, or what has to be a number for a token to have a say
+    loss_old_logp,
+    ref_logp,
     mask,
     token_weight,
     begin,
@@ -172,6 +191,7 @@ def _correct(
     if token_weight is not None:
         value = value * loaded.token_weight
     given = slots.inside if mask is None else slots.inside & loaded.mask
+    given = _counted(given, loss_logp, loss_old_logp, ref_logp, slots.token, tokens)
     tl.store(factor + slots.token, value, mask=given)
 
 
@@ -180,19 +200,24 @@ def _correct(
 
 def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentReduce | None = None) -> torch.Tensor:
     """The factor ``[T]`` of ``logp - old_logp``, times ``token_weight``; ``reduce``: for ``spec.of_segments``."""
+    loss: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if inputs.correction_second is not None:
+        first, second = inputs.correction_first, inputs.correction_second
+        loss = (inputs.logp, inputs.old_logp, inputs.ref_logp)
+        inputs = inputs._replace(logp=inputs.logp if first is None else first, old_logp=second, ref_logp=None)
     leaves, reading = check_leaves(inputs), reading_of(inputs, PolicyLossSpec())
     (depth, count), programs = leaves.ancestors.shape, leaves.owner.numel() // SLOTS
     tokens, rows, factor = inputs.logp.numel(), inputs.cu_seqlens.numel() - 1, torch.empty_like(inputs.logp)
     rule = Rule(int(spec.statistic), int(spec.reduction), spec.is_extremum, int(spec.action), spec.strict)
     structure = {"READING": reading, "RULE": rule, "DEPTH": depth, "SLOT": SLOT_TOKENS, "SLOTS": SLOTS}
     launch(
-        _reduce_leaves, programs, inputs.logp, inputs.old_logp, inputs.mask, inputs.token_weight, leaves.begin,
+        _reduce_leaves, programs, inputs.logp, inputs.old_logp, *loss, inputs.mask, inputs.token_weight, leaves.begin,
         leaves.end, leaves.ancestors, leaves.owner, leaves.segments, factor, tokens, count, **structure,
     )  # fmt: skip
     if reduce is not None:
         reduce(leaves.segments[0, :, : EXTREMUM.value + 1], spec.is_extremum)
     launch(
-        _correct, programs, inputs.logp, inputs.old_logp, inputs.advantages, inputs.mask, inputs.token_weight,
+        _correct, programs, inputs.logp, inputs.old_logp, inputs.advantages, *loss, inputs.mask, inputs.token_weight,
         leaves.begin, leaves.end, leaves.row, leaves.ancestors, leaves.owner, leaves.segments, factor,
         rule_bounds_of(spec), tokens, rows, count, **structure,
     )  # fmt: skip

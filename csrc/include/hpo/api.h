@@ -161,13 +161,28 @@ struct Hierarchy {
   SegmentTables tables;
 };
 
-// A factor on tokens from u = logp - old_logp of PolicyLossArgs, whose mask, cu_seqlens, advantages and token_weight count too;
+// A factor on tokens from u = logp - old_logp of PolicyLossArgs, whose mask, cu_seqlens, advantages and token_weight count too.
+// With PolicyLossArgs::correction from its two log-probabilities; a token whose log-ratios to old_logp and ref_logp are not
+// both numbers is masked then.
+//
 // leaves and their segments are those of a Hierarchy of depth 1, or 0 where the statistic is the token's own.
 struct Correction {
   CorrectionRule rule;
   Reduction reduction;
   float* factor;  // [tokens]: times token_weight; NaN where the statistic is; 1 times it where masked or in no leaf
 };
+
+// The log-probabilities that a correction compares, and those of the loss, null where they are none else.
+struct Compared {
+  const float *first, *second;
+  const float *logp, *old_logp, *ref_logp;
+};
+
+inline Compared compared(const PolicyLossArgs& args) {
+  const TokenCorrection& own = args.correction;
+  if (!own.second) return {args.logp, args.old_logp, nullptr, nullptr, nullptr};
+  return {own.first ? own.first : args.logp, own.second, args.logp, args.old_logp, args.ref_logp};
+}
 
 enum class Center : int32_t { mean = 0, leave_one_out = 1 };
 enum class Scale : int32_t { none = 0, group = 1, batch = 2, absolute = 3, mean = 4, root_mean = 5 };

@@ -91,8 +91,7 @@ struct RuleNumbers {
   template <class F, class RatioOf>
   HPO_INLINE F factor(typename Number<F>::Int negative, F first, F second, const RatioOf& ratio_of) const {
     const F v = statistic_of(statistic, first, second, ratio_of);
-    const F lowest = negative ? all<F>(low[1]) : all<F>(low[0]), highest = negative ? all<F>(high[1]) : all<F>(high[0]);
-    const F found = factor_of(action, strict, lowest, highest, v);
+    const F found = factor_of(action, strict, by_sign<F>(negative, low), by_sign<F>(negative, high), v);
     return v != v ? v : found;
   }
 };

@@ -8,6 +8,11 @@
 
 namespace hpo {
 
+template <class F>
+HPO_INLINE F by_sign(typename Number<F>::Int negative, const float values[2]) {
+  return negative ? all<F>(values[1]) : all<F>(values[0]);
+}
+
 // x = logp - old_logp with its three kinds of exception: NaN masks the token, an infinity saturates with derivative 0,
 // a finite x beyond the saturation keeps its derivative.
 struct LogRatio {

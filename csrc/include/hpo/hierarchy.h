@@ -152,11 +152,6 @@ struct GatedTokenNumber {
 
 using GatedToken = GatedTokenNumber<float>;
 
-template <class F>
-HPO_INLINE F by_sign(typename Number<F>::Int negative, const float values[2]) {
-  return negative ? all<F>(values[1]) : all<F>(values[0]);
-}
-
 // `keep`: 0 where the finest level takes the place of the token's own slope, else 1. slope_low and slope_high: the derivative
 // beyond the bounds, of one channel.
 template <class F>

@@ -20,7 +20,7 @@ struct Decided {
 // difference, and its exponential.
 HPO_INLINE Decided decide_binary_kl(Floats second, Floats u, Floats ratio, Floats low, Floats high) {
   const Floats zero = {}, one = all<Floats>(1.0f), most = all<Floats>(1e30f);
-  const Floats q = exp(second), p = q * ratio, d = p - q, other_p = one - p, other_q = one - q;
+  const Floats q = exp_of_number(second), p = q * ratio, d = p - q, other_p = one - p, other_q = one - q;
   const Floats limit = u > zero ? high : -low, bounded = limit < most ? limit : most;
   const Floats under = bounded * (1.0f - kUndecided), over = bounded * (1.0f + kUndecided), square = d * d;
   const Floats of_p = p * other_p, of_q = q * other_q, least = all<Floats>(kLeastOther);

@@ -26,8 +26,9 @@ GUARD = 1e-8  # keeps the logarithm of a binary KL finite
 
 
 def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentReduce | None = None) -> torch.Tensor:
-    """The factor ``[T]``, times ``inputs.token_weight``: of ``first = correction_first`` and ``second =
-    correction_second`` of the inputs, or else of ``logp`` and ``old_logp``.
+    """The factor ``[T]``, times ``inputs.token_weight``.
+
+    It compares ``correction_first`` and ``correction_second`` of the inputs, or else ``logp`` and ``old_logp``.
 
     ``reduce`` may change the sums of the segments of ``spec.of_segments`` in place, such as by an all-reduce.
     """

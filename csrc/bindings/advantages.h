@@ -1,0 +1,52 @@
+// group_normalise.
+#pragma once
+#include "arguments.h"
+
+namespace hpo::bindings {
+
+// terms: of a GroupTerm of hpo_core/specs its fields, in order.
+inline GroupNormaliseArgs make_groups(const py::sequence& terms, int share, double share_eps, double share_least) {
+  GroupNormaliseArgs args{};
+  args.count = int32_t(terms.size());
+  if (args.count < 1 || args.count > kMostTerms) throw std::invalid_argument("terms: expected 1 to 8 of them");
+  for (int32_t i = 0; i < args.count; ++i) {
+    const auto fields = terms[i].cast<py::tuple>();
+    GroupTerm& term = args.terms[i];
+    term.center = Center(fields[0].cast<int>());
+    term.scale = Scale(fields[1].cast<int>());
+    term.ddof = fields[2].cast<int>();
+    term.eps = fields[3].cast<double>();
+    term.eps_mode = EpsMode(fields[4].cast<int>());
+    term.singleton_raw = fields[5].cast<bool>();
+    term.part = Part(fields[6].cast<int>());
+    term.presence = Presence(fields[7].cast<int>());
+    term.coefficient = fields[8].cast<double>();
+  }
+  args.share = Share(share);
+  args.share_eps = share_eps;
+  args.share_least = share_least;
+  return args;
+}
+
+inline void bind_advantages(py::module_& m) {
+  m.def("group_normalise_workspace", &hpo_group_normalise_workspace);
+  py::class_<GroupNormaliseArgs>(m, "GroupNormalisation", py::module_local()).def(py::init(&make_groups));
+  m.def("group_normalise", [](GroupNormaliseArgs args, int64_t units, const py::tuple& inputs, Address advantages,
+                              Address workspace, int64_t context) {
+    args.units = units;
+    const auto given = [&](size_t field) { return inputs[field].cast<py::tuple>(); };
+    const py::tuple values = given(0), ids = given(1), weights = given(2);
+    for (int32_t i = 0; i < args.count; ++i) {
+      args.terms[i].values = pointer<const float>(address_of(values[i]));
+      args.terms[i].ids = pointer<const int64_t>(address_of(ids[i]));
+      args.terms[i].weights = pointer<const float>(address_of(weights[i]));
+    }
+    args.mask = pointer<const uint8_t>(address_of(inputs[3]));
+    args.apply_mask = pointer<const uint8_t>(address_of(inputs[4]));
+    args.advantages = pointer<float>(advantages);
+    args.workspace = pointer<void>(workspace);
+    run([&] { return hpo_group_normalise(&args, context); });
+  });
+}
+
+}  // namespace hpo::bindings

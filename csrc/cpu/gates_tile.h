@@ -172,7 +172,9 @@ inline bool load_targets(const PolicyLossArgs& args, Head head, int64_t first, i
 }
 
 // The same of bounds.
-inline bool load_bounds_of_tokens(const PolicyLossArgs& args, int64_t first, int n, Tile& tile) {
+inline bool load_bounds_of_tokens(const Call& call, int64_t first, int n, Tile& tile) {
+  const PolicyLossArgs& args = call.args;
+  if (call.structure.token != TokenGate::clip) return false;
   if (args.low) {
     for (int i = 0; i < n; ++i) tile.coefficient[i] = is_low_bound(args.low[first + i]) ? tile.coefficient[i] : NAN;
   }
@@ -268,7 +270,7 @@ inline void load(const Call& call, int64_t first, int n, const Segments& segment
   }
   const bool doubtful = load_rows(call.args, first, n, segments, tile) |
                         load_targets(call.args, call.structure.head, first, n, segments, tile) |
-                        load_bounds_of_tokens(call.args, first, n, tile);
+                        load_bounds_of_tokens(call, first, n, tile);
   apply_mask(call.args, first, n, tile);
   if (with_log_ratios) load_log_ratios(call.args, first, n, tile, partial);
   choose(call, first, n, doubtful, tile, partial);

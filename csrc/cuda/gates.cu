@@ -75,7 +75,7 @@ __device__ __forceinline__ TileSums sum_tile(const Gate& gate, const Unit& unit,
     const Inputs<WIDTH> inputs = read_inputs<true, EXTRAS>(gate.args, group);
 #pragma unroll
     for (int i = 0; i < WIDTH; ++i) {
-      const Token token = classify<true, EXTRAS>(gate, row, inputs, i);
+      const Token token = classify<true, EXTRAS, false>(gate, row, inputs, i);
       fixed += token.valid ? to_fixed(token.x) : 0;
       valid += token.valid;
       selected += token.selected;

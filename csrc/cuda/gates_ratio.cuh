@@ -40,7 +40,7 @@ __device__ __forceinline__ RatioGate gate_ratio(const Gate& gate, const Level& l
 template <bool LEVEL, bool REFERENCE, int EXTRAS, int WIDTH>
 __device__ __forceinline__ float sweep_token(const Gate& gate, const RowTerms& row, const Level& level,
                                              const Inputs<WIDTH>& inputs, int i, TileTotals& tile, Totals& totals) {
-  const Token token = classify<REFERENCE, EXTRAS>(gate, row, inputs, i);
+  const Token token = classify < REFERENCE, EXTRAS, !LEVEL && EXTRAS != kNoExtras > (gate, row, inputs, i);
   const bool score_head = gate.structure.head == Head::score, finite = token.valid && !token.infinite;
   const float ratio = exp(token.x);
   const RatioGate gated = gate_ratio<LEVEL, EXTRAS>(gate, level, inputs, token, ratio, i);

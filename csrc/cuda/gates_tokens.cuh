@@ -38,8 +38,9 @@ struct Gate {
 
   Gate(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers)
       : args(args), structure(structure), kl_beta(float(numbers.kl_beta)), rule(args.correction.rule), groupable(true) {
+    const bool clips = structure.token == TokenGate::clip;
+    if (!clips) this->args.low = this->args.high = nullptr;
     for (int sign = 0; sign < 2; ++sign) {
-      const bool clips = structure.token == TokenGate::clip;
       token_low[sign] = clips ? float(numbers.token_low[sign]) : 0.0f;
       token_high[sign] = clips ? float(numbers.token_high[sign]) : INFINITY;
       level_log_low[sign] = numbers.level_log_low[sign];
@@ -129,7 +130,8 @@ struct Token {
   float token_weight;  // with a correction
 };
 
-template <bool REFERENCE, int EXTRAS, int WIDTH>
+// BOUNDS: tokens may have bounds of their own.
+template <bool REFERENCE, int EXTRAS, bool BOUNDS = EXTRAS != kNoExtras, int WIDTH>
 __device__ __forceinline__ Token classify(const Gate& gate, const RowTerms& row, const Inputs<WIDTH>& inputs, int i) {
   const PolicyLossArgs& args = gate.args;
   const bool given = inputs.group.has(i) && (!args.mask || byte_of(inputs.mask, i));
@@ -174,7 +176,7 @@ __device__ __forceinline__ Token classify(const Gate& gate, const RowTerms& row,
     }
   }
   bool usable = fabsf(a) <= FLT_MAX;
-  if constexpr (EXTRAS) {
+  if constexpr (BOUNDS) {
     if (args.low) usable = usable && is_low_bound(inputs.one(args.low, i));
     if (args.high) usable = usable && is_high_bound(inputs.one(args.high, i));
   }

@@ -128,7 +128,7 @@ __device__ __forceinline__ LogRatios sum_tile(const Call& call, const Unit& tile
     const Inputs<4> inputs = read_inputs<true, PRE_GATED>(call.gate.args, group);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const Token token = classify<true, PRE_GATED>(call.gate, row, inputs, i);
+      const Token token = classify<true, PRE_GATED, false>(call.gate, row, inputs, i);
       const float x = call.aggregated<ENTERING>(token), up = rising_part(split, x);
       valid += token.valid;
       fixed[0] += to_fixed(up);
@@ -389,7 +389,7 @@ __device__ __forceinline__ void deliver_tile(const Call& call, const Unit& tile,
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const Token token = classify<true, PRE_GATED>(call.gate, row, inputs, i);
+      const Token token = classify<true, PRE_GATED, false>(call.gate, row, inputs, i);
       if (!group.whole && group.has(i)) grad[i] = to[i];
       if (token.valid && !token.infinite) grad[i] += call.through_pre_gate<ENTERING>(token, token.x < 0.0f ? falling : rising);
     }

@@ -64,16 +64,21 @@ __device__ __forceinline__ PolicyTerm general_term(const TokenCall& call, const 
           (passes ? term.slope * gated.slope : 0.0f) + term.direct};
 }
 
-// A target without a meaning counts as an advantage that is not finite.
+// An input without a meaning counts as an advantage that is not finite.
+__device__ __forceinline__ void leave_out(Token& token) {
+  token.bad = token.valid;
+  token.selected = false;
+  token.a = token.unweighted = 0.0f;
+}
+
+// Likewise a target.
 template <int WIDTH>
 __device__ __forceinline__ float classify_target(const Gate& gate, int row, const Inputs<WIDTH>& inputs, int i, Token& token) {
   const PolicyLossArgs& args = gate.args;
   if (!args.target) return 0.0f;
   const float target = args.target_per_token ? inputs.one(args.target, i) : args.target[row];
   if (is_target(gate.structure.head, token.negative, target)) return target;
-  token.bad = token.valid;
-  token.selected = false;
-  token.a = token.unweighted = 0.0f;
+  leave_out(token);
   return 0.0f;
 }
 
@@ -100,13 +105,21 @@ __device__ __forceinline__ float sweep_token_of_leaf(const TokenCall& call, cons
                                                      const PutFlow& put_flow, TileTotals& tile, Totals& totals) {
   constexpr bool REFERENCE = EXTRAS != kNoExtras;
   const Gate& gate = call.gate;
-  Token token = classify<REFERENCE, EXTRAS>(gate, row, inputs, i);
+  Token token = classify<REFERENCE, EXTRAS, false>(gate, row, inputs, i);
   const float target = TERMS ? classify_target(gate, row_index, inputs, i, token) : 0.0f;
   const bool drop = gate.structure.token == TokenGate::drop;
   float low = by_sign(call.token_low, token.negative), high = by_sign(call.token_high, token.negative);
   if constexpr (EXTRAS) {
-    if (call.low && by_sign(gate.structure.low_driven, token.negative)) low = log_bound(inputs.one(call.low, i));
-    if (call.high && by_sign(gate.structure.high_driven, token.negative)) high = log_bound(inputs.one(call.high, i));
+    if (call.low) {
+      const float own = inputs.one(call.low, i);
+      if (!is_low_bound(own)) leave_out(token);
+      if (by_sign(gate.structure.low_driven, token.negative)) low = log_bound(own);
+    }
+    if (call.high) {
+      const float own = inputs.one(call.high, i);
+      if (!is_high_bound(own)) leave_out(token);
+      if (by_sign(gate.structure.high_driven, token.negative)) high = log_bound(own);
+    }
   }
   const float entering = call.entering<TERMS>(token);
   const float slope_low = TERMS ? by_sign(call.term.slope_low, token.negative) : 0.0f;

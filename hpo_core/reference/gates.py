@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from ..metrics import empty_metrics, slot
-from ..specs import Exchange, Head, Penalty, PolicyLossInputs, PolicyLossSpec
+from ..specs import Exchange, Head, Penalty, PolicyLossInputs, PolicyLossSpec, TokenGate
 from .corrections import factor_of_tokens
 from .hierarchy import Channel, combined, gated_hierarchy, gated_log_ratio, leaf_of_token
 from .segments import flat, of_row, read_at, row_of_token
@@ -203,7 +203,7 @@ def read_tokens(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Tokens:
         if spec.head is Head.NEGATIVE_AWARE:  # a success rate, and no answer is wrong where it is 1
             fits = fits & ((advantage >= 0) | ((target >= 0) & (target < 1)))
         bad_advantage = bad_advantage | (valid & ~fits)
-    for bound in possible_bounds(inputs):
+    for bound in possible_bounds(inputs) if spec.token is TokenGate.CLIP else ():
         bad_advantage = bad_advantage | (valid & ~bound)
     selected = valid & ~bad_advantage
     if inputs.token_mask is not None:

@@ -113,22 +113,15 @@ struct TermInputs {
   Floats coefficient, kept, target;
 };
 
-// What a call has: anything, or as the most common of them do a reference policy or weights of tokens and nothing else; weights
-// by probabilities apart.
-enum class Given { anything, reference, weights, probability, binary_kl };
+// What a call has: anything, or as the most common of them do a reference policy or weights of tokens and nothing else.
+enum class Given { anything, reference, weights };
 
 inline Given given(const PolicyLossArgs& args) {
   const bool others =
       args.advantage_per_token || args.token_mask || args.score || args.entropy || args.kl_weight || args.low || args.high;
   const bool reference = args.ref_logp, weights = weighs_tokens(args);
   if (others || reference == weights) return Given::anything;
-  if (reference) return Given::reference;
-  if (!args.correction.second) return Given::weights;
-  switch (args.correction.rule.statistic) {
-    case Statistic::probability: return Given::probability;
-    case Statistic::binary_kl: return Given::binary_kl;
-    default: return Given::weights;
-  }
+  return reference ? Given::reference : Given::weights;
 }
 
 // One tile. gate.term(vector, TermInputs) is the policy term of a vector whose present tokens are the chosen ones;
@@ -136,7 +129,7 @@ inline Given given(const PolicyLossArgs& args) {
 template <class Gate, Given kGiven>
 struct TokenInputsSweep {
   static constexpr bool kAnything = kGiven == Given::anything;
-  static constexpr bool kReference = kGiven == Given::reference, kWeights = !kAnything && !kReference;
+  static constexpr bool kReference = kGiven == Given::reference, kWeights = kGiven == Given::weights;
   const Call& call;
   const FastSource source;
   const TokenInputs inputs;
@@ -229,19 +222,25 @@ struct TokenInputsSweep {
   template <class Vector>
   HPO_INLINE Floats weight(const Vector& vector, const TermInputs& own_inputs) const {
     if (!inputs.second) return vector.load(inputs.token_weight);
+    Floats found;
+    correct(vector, own_inputs.kind, found);
+    return found;
+  }
+
+  // Not inline: there are four steps for each gate, and this takes most of the time to compile one.
+  template <class Vector>
+  __attribute__((noinline)) void correct(const Vector& vector, const Ints& kind, Floats& found) const {
     const auto ratio_of = [&](Floats u) __attribute__((always_inline)) {  // mostly that of the loss
       return any(both(vector.present, present_lanes(Ints(u != vector.x)))) ? exp(u) : vector.ratio;
     };
-    RuleNumbers rule = inputs.rule;
-    if (kGiven == Given::probability) rule.statistic = Statistic::probability;
-    if (kGiven == Given::binary_kl) rule.statistic = Statistic::binary_kl;
-    const Ints negative = own_inputs.kind == kNegative;
+    const RuleNumbers& rule = inputs.rule;
+    const Ints negative = kind == kNegative;
     const Floats first = vector.load(inputs.first), second = vector.load(inputs.second);
     Floats factor;
     if (!known_factor(vector, rule, negative, first, second, factor)) {
       factor = rule.factor(negative, first, second, ratio_of);
     }
-    return inputs.token_weight ? factor * vector.load(inputs.token_weight) : factor;
+    found = inputs.token_weight ? factor * vector.load(inputs.token_weight) : factor;
   }
 
   // The same factor, in less time, of tokens whose statistic compares the policies of the loss: their ratio is known. False: it

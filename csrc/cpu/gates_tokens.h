@@ -302,8 +302,6 @@ inline FastTile pick_fast_tile(const PolicyLossArgs& args, BoundsKind kind, bool
     switch (given(args)) {
       case Given::reference: return pick_token_inputs<Given::reference>(kind);
       case Given::weights: return pick_token_inputs<Given::weights>(kind);
-      case Given::probability: return pick_token_inputs<Given::probability>(kind);
-      case Given::binary_kl: return pick_token_inputs<Given::binary_kl>(kind);
       default: return pick_token_inputs<Given::anything>(kind);
     }
   }

@@ -105,11 +105,19 @@ def _reference(example: PolicyLossExample, dtype: torch.dtype) -> Outcome:
     return run_policy_loss(policy_loss, example, report=("tokens",), backend="reference")
 
 
+_WITHOUT_PULL = {
+    Head.SIMPLE: (Head.LINEAR, (0.0, 0.0)),
+    Head.MIRROR: (Head.LINEAR, (0.0, 0.0)),
+    Head.LOG: (Head.LOG, (0.0, 0.0)),
+}
+
+
 def _magnitudes(example: PolicyLossExample, exact: Outcome) -> dict[str, torch.Tensor]:
     """Sums of absolute values of terms. The terms of the gradient or of loss_t at a token are:
 
-    * the policy term, itself a sum over the trajectory if the trajectory's mean carries the gradient; under a censored
-      head it is two terms that may cancel, through the token's own ratio and through the sum of the trajectory;
+    * the policy term, itself a sum over the trajectory if the trajectory's mean carries the gradient. Under a head that
+      pulls back it is two terms that may cancel, ``A r`` or ``A logp`` and the pull; so it is under a censored head,
+      where one goes through the token's own ratio and one through the sum of the trajectory;
     * the penalty.
     """
     valid, x = example.valid(), example.log_ratio()
@@ -129,6 +137,12 @@ def _magnitudes(example: PolicyLossExample, exact: Outcome) -> dict[str, torch.T
         levels = tuple(dataclasses.replace(each, routing=Routing.STOPPED) for each in example.gate.levels)
         own = alone._replace(gate=dataclasses.replace(example.gate, levels=levels))
         grad = grad + _grad(_reference(own, torch.float64)).abs()
+    if example.gate.head in _WITHOUT_PULL:
+        head, numbers = _WITHOUT_PULL[example.gate.head]
+        unpulled = dataclasses.replace(example.gate, head=head, head_numbers=numbers)
+        part = _reference(alone._replace(gate=unpulled), torch.float64)
+        assert part.tokens is not None
+        tokens, grad = tokens + part.tokens.abs(), grad + _grad(part).abs()
 
     weights = example.spread(example.weights().double())
     weights = torch.where(valid & torch.isfinite(weights), weights, 0.0).abs()

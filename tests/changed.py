@@ -45,7 +45,7 @@ PYTHON = (
     "wrong_arguments",
 )
 TRL = ("trl", "trl_contract", "trl_head", "trl_steps")
-VERL = ("verl", "verl_advantages", "verl_rows", "verl_head")
+VERL = ("verl", "verl_advantages", "verl_rows", "verl_head", "verl_fit")
 # Each has a file in hpo_core/integrations; those of the second tuple are run against the trainer itself.
 TRAINERS = (
     *("areal", "axolotl", "ms_swift", "nemo_rl", "openrlhf", "prime_rl", "rllm", "roll", "skyrl", "slime", "tinker"),
@@ -125,7 +125,7 @@ RULES = [
          (*TRL, "imports")),
     Rule(("hpo_core/integrations/verl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py",
           "hpo_core/integrations/prompt_advantages.py", "hpo_core/integrations/micro_batch.py",
-          "tests/verl_on_cpu.py", "tests/verl_batches.py"), (*VERL, "imports")),
+          "tests/verl_on_cpu.py", "tests/verl_fit_on_cpu.py", "tests/verl_batches.py"), (*VERL, "imports")),
     Rule(("hpo_core/integrations/needs.py", "hpo_core/integrations/entropy_methods.py"), (*TRL, *VERL)),
     Rule(("hpo_core/integrations/named.py", "hpo_core/integrations/micro_batch.py", "hpo_core/integrations/turns.py",
           "hpo_core/integrations/prompt_advantages.py", "tests/trainer_batches.py"),

@@ -45,7 +45,7 @@ PYTHON = (
     "wrong_arguments",
 )
 TRL = ("trl", "trl_contract", "trl_head", "trl_steps")
-VERL = ("verl", "verl_advantages", "verl_rows", "verl_head", "verl_fit")
+VERL = ("verl", "verl_advantages", "verl_rows", "verl_head", "verl_fit", "verl_steps")
 # Each has a file in hpo_core/integrations; those of the second tuple are run against the trainer itself.
 TRAINERS = (
     *("areal", "axolotl", "ms_swift", "nemo_rl", "openrlhf", "prime_rl", "rllm", "roll", "skyrl", "slime", "tinker"),

@@ -59,5 +59,13 @@ def test_two_workers_train_as_with_verl_s_loss_and_estimator(fits, ours, theirs)
     assert apart(other, fits[theirs], "parameters") > 100 * ALLOWED["parameters"]
 
 
-def test_a_gate_over_prompts_trains_the_same_on_two_workers_as_on_one(fits):
-    same(fits["levels"], fits["levels, alone"])
+@pytest.mark.parametrize("name", ["levels", "steps"])
+def test_a_gate_over_prompts_trains_the_same_on_two_workers_as_on_one(fits, name):
+    same(fits[name], fits[f"{name}, alone"])
+
+
+def test_turns_of_an_agent_have_advantages_of_their_own(fits):
+    """gigpo's, of what the rollout tells; the rollouts are those of the other runs."""
+    steps, rows = fits["steps"], fits["levels"]
+    assert torch.equal(steps["critic/score/mean"], rows["critic/score/mean"])
+    assert apart(steps, rows, "critic/advantages/max") > 0.1

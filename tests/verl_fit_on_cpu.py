@@ -49,6 +49,8 @@ RUNS = {
     "hpo_gspo": Run("hpo_gspo", "hpo_grpo", 2, *SEQUENCE, "seq-mean-token-mean"),
     "levels": Run("user_levels", "hpo_grpo", 2),
     "levels, alone": Run("user_levels", "hpo_grpo", 1),
+    "steps": Run("user_levels", "hpo_gigpo", 2),
+    "steps, alone": Run("user_levels", "hpo_gigpo", 1),
 }
 
 
@@ -111,6 +113,8 @@ class Rollout:
         ids = ids * present
         rewards = torch.zeros(rows, RESPONSE)
         rewards.scatter_(1, lengths - 1, ((ids[:, PROMPT:] % 3 == 0) & valid).float().mean(1, keepdim=True))
+        steps = np.empty(rows, dtype=object)
+        steps[:] = [[("room", 0.0), ("hall", 0.25)][row % 2 :] for row in range(rows)]
         answers = DataProto.from_dict(
             {
                 "prompts": ids[:, :PROMPT], "responses": ids[:, PROMPT:], "input_ids": ids,
@@ -119,6 +123,7 @@ class Rollout:
             },
             non_tensors={
                 "multi_modal_inputs": np.array([{} for _ in range(rows)], dtype=object),
+                "hpo_steps": steps,
                 "__num_turns__": np.full(rows, 2, dtype=np.int32),
             },
         )  # fmt: skip

@@ -44,7 +44,7 @@ PYTHON = (
     *("masks_and_totals", "micro_batches", "ops", "python_mutants", "synchronisation", "testing", "without_native"),
     "wrong_arguments",
 )
-TRL = ("trl", "trl_contract", "trl_head", "trl_steps")
+TRL = ("trl", "trl_contract", "trl_head", "trl_steps", "trl_over_ranks")
 VERL = ("verl", "verl_advantages", "verl_rows", "verl_head", "verl_fit", "verl_steps")
 # Each has a file in hpo_core/integrations; those of the second tuple are run against the trainer itself.
 TRAINERS = (
@@ -121,8 +121,8 @@ RULES = [
     Rule(("hpo_core/entropy/*",), (*ENTROPY, *PRESETS, *SCOPES, "losses", "imports", "docs")),
     Rule(("hpo_core/gates/*",), (*LOSS, "gate_inputs", "schedules", "hierarchy_theorems", "hierarchy_degenerate",
           "imports", "docs")),
-    Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py"),
-         (*TRL, "imports")),
+    Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py",
+          "tests/trl_over_ranks.py"), (*TRL, "imports")),
     Rule(("hpo_core/integrations/verl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py",
           "hpo_core/integrations/prompt_advantages.py", "hpo_core/integrations/micro_batch.py",
           "tests/verl_on_cpu.py", "tests/verl_fit_on_cpu.py", "tests/verl_batches.py"), (*VERL, "imports")),

@@ -44,7 +44,7 @@ PYTHON = (
     *("masks_and_totals", "micro_batches", "ops", "python_mutants", "synchronisation", "testing", "without_native"),
     "wrong_arguments",
 )
-TRL = ("trl", "trl_contract", "trl_head", "trl_steps", "trl_over_ranks")
+TRL = ("trl", "trl_contract", "trl_head", "trl_steps", "trl_tools", "trl_over_ranks")
 VERL = ("verl", "verl_advantages", "verl_rows", "verl_head", "verl_fit", "verl_steps")
 # Each has a file in hpo_core/integrations; those of the second tuple are run against the trainer itself.
 TRAINERS = (

@@ -1,5 +1,6 @@
 """TRL's trainers on two gloo processes under accelerate's engines (trl_over_ranks.py)."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -14,7 +15,10 @@ skip_without("trl")
 pytestmark = [pytest.mark.peers, pytest.mark.long]  # one minute for each engine on two cores
 
 PROGRAM = Path(__file__).with_name("trl_over_ranks.py")
-ENGINES = ("ddp", "fsdp2")
+NO_DEEPSPEED = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="`make test-trainers` installs it"
+)
+ENGINES = ("ddp", "fsdp2", *(pytest.param(name, marks=NO_DEEPSPEED) for name in ("zero2", "zero3")))
 VARIABLES = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 # Relative to the largest of the run. Adam makes the rounding of a gradient greater.

@@ -55,6 +55,14 @@ def fsdp2() -> dict[str, Any]:
 def zero(stage: int) -> dict[str, Any]:
     """accelerate leaves DeepSpeed out where it is told to use the CPU; it is told of a device that is one."""
     os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_TORCH_DEVICE": "cpu", "DS_ACCELERATOR": "cpu"}
+    import deepspeed
+    from accelerate.state import PartialState
+
+    prepare = PartialState._prepare_backend
+    PartialState._prepare_backend = lambda self, cpu, sagemaker, _=None: prepare(self, cpu, sagemaker, "gloo")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # gloo, not what DeepSpeed would compile in its place
+    )
     configuration = {
         "zero_optimization": {"stage": stage}, "zero_force_ds_cpu_optimizer": False, "gradient_clipping": "auto",
         "zero_allow_untested_optimizer": True, "train_micro_batch_size_per_gpu": "auto",

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -24,10 +25,10 @@ GIGPO = functools.partial(hpo.advantages.gigpo, gamma=0.9)
 
 
 class Corridor:
-    """Rooms in a row; the third is worth 1. Notes what the policy saw before each turn."""
+    """Rooms in a row; the third is worth 1. Notes what the policy saw before each turn, and what the turn got."""
 
     def reset(self, **_):
-        self.room, self.seen = 0, ["room 0"]
+        self.room, self.seen, self.paid = 0, ["room 0"], []
 
     def go(self, direction: str) -> str:
         """Go to another room.
@@ -39,6 +40,7 @@ class Corridor:
             Where you are.
         """
         self.room += 1 if direction == "right" else -1
+        self.paid.append(0.125 if direction == "right" else -0.25)
         self.seen.append(f"room {self.room}")
         return self.seen[-1]
 
@@ -94,7 +96,7 @@ def test_turns_of_tools_train(tmp_path, monkeypatch):
     model = transformers.Qwen3ForCausalLM(config)
 
     def steps(environments, **_):
-        return [[Step(seen) for seen in each.seen] for each in environments]
+        return [[*map(Step, each.seen, [*each.paid, 0.0])] for each in environments]
 
     trainer = hpo_trl.HPOTrainer(
         model=model, processing_class=tokenizer, environment_factory=Corridor, reward_funcs=[],
@@ -129,7 +131,11 @@ def test_turns_of_tools_train(tmp_path, monkeypatch):
     last = torch.tensor([at == len(each) - 1 for each in seen for at in range(len(each))])
     reward = torch.tensor([float(each[-1] == "room 2") for each in seen])
     anchors = torch.tensor([int(room.split()[1]) + 1 for room in rooms])
-    expected = GIGPO(torch.where(last, reward[run], 0.0), run // GROUP, run, anchors)
+    paid = {(0, 1): 0.125, (1, 2): 0.125, (1, 0): -0.25, (0, -1): -0.25}
+    of_turns = torch.tensor([paid[step] for way in ways for step in pairwise(way)])
+    rewards = torch.where(last, reward[run], 0.0)
+    rewards[~last] = of_turns.repeat(2)
+    expected = GIGPO(rewards, run // GROUP, run, anchors)
     begins = mask & ~torch.nn.functional.pad(mask, (1, -1))
     assert int(begins.sum()) == len(rooms)
     torch.testing.assert_close(output["advantages"][begins], expected)

@@ -15,7 +15,7 @@ TRITON ?= triton<=3.9.0
 # The transformers that every trainer here accepts: the demo runs with the versions that the tests run with.
 TRL ?= trl==1.16.0 transformers==5.10.4
 # The trainers and kernels of tests and benchmarks.
-PEERS ?= $(TRL) "liger-kernel==0.8.5" "verl[verl-core]==0.9.1; python_version < '3.13'"
+PEERS ?= $(TRL) "jmespath==1.1.0" "liger-kernel==0.8.5" "verl[verl-core]==0.9.1; python_version < '3.13'"
 TOOLS ?= clang-format==23.1.5 mypy==2.4.1 ruff==0.17.6
 # Engines with an environment of their own: transformers and accelerate import DeepSpeed if it is installed.
 ENGINES ?= deepspeed==0.19.8
@@ -165,8 +165,9 @@ test-trainers: ## the integrations of docs/trainers.md, and the recipes of docs/
 	$(call trainer,skyrl,$(SKYRL))
 	$(call trainer,torchrl,$(TORCHRL))
 	$(call trainer,trinity,$(TRINITY))
-	HPO_CORE_EMULATED=0 HPO_CORE_CUDA=0 $(MAKE) setup VENV=.venv-trainers PEERS="$(ENGINES)"
-	HPO_CORE_TEST_BACKENDS=cpu OMP_WAIT_POLICY=passive .venv-trainers/bin/pytest tests/test_deepspeed.py
+	HPO_CORE_EMULATED=0 HPO_CORE_CUDA=0 $(MAKE) setup VENV=.venv-trainers PEERS='$(ENGINES) $(TRL)'
+	HPO_CORE_TEST_BACKENDS=cpu OMP_WAIT_POLICY=passive .venv-trainers/bin/pytest -k "deepspeed or zero" \
+		tests/test_deepspeed.py tests/test_trl_over_ranks.py
 
 demo: ## a small language model trained by TRL with these losses
 	$(call set-up,for-demo,$(CPU_ALONE))

@@ -44,8 +44,8 @@ PYTHON = (
     *("masks_and_totals", "micro_batches", "ops", "python_mutants", "synchronisation", "testing", "without_native"),
     "wrong_arguments",
 )
-TRL = ("trl", "trl_contract", "trl_head", "trl_steps")
-VERL = ("verl", "verl_advantages", "verl_rows", "verl_head")
+TRL = ("trl", "trl_contract", "trl_head", "trl_steps", "trl_tools", "trl_over_ranks")
+VERL = ("verl", "verl_advantages", "verl_rows", "verl_head", "verl_fit", "verl_steps")
 # Each has a file in hpo_core/integrations; those of the second tuple are run against the trainer itself.
 TRAINERS = (
     *("areal", "axolotl", "ms_swift", "nemo_rl", "openrlhf", "prime_rl", "rllm", "roll", "skyrl", "slime", "tinker"),
@@ -122,11 +122,11 @@ RULES = [
     Rule(("hpo_core/entropy/*",), (*ENTROPY, *PRESETS, *SCOPES, "losses", "imports", "docs")),
     Rule(("hpo_core/gates/*",), (*LOSS, "gate_inputs", "schedules", "hierarchy_theorems", "hierarchy_degenerate",
           "imports", "docs")),
-    Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py"),
-         (*TRL, "imports")),
+    Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py",
+          "tests/trl_over_ranks.py"), (*TRL, "imports")),
     Rule(("hpo_core/integrations/verl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py",
           "hpo_core/integrations/prompt_advantages.py", "hpo_core/integrations/micro_batch.py",
-          "tests/verl_on_cpu.py", "tests/verl_batches.py"), (*VERL, "imports")),
+          "tests/verl_on_cpu.py", "tests/verl_fit_on_cpu.py", "tests/verl_batches.py"), (*VERL, "imports")),
     Rule(("hpo_core/integrations/needs.py", "hpo_core/integrations/entropy_methods.py"), (*TRL, *VERL)),
     Rule(("hpo_core/integrations/named.py", "hpo_core/integrations/micro_batch.py", "hpo_core/integrations/turns.py",
           "hpo_core/integrations/prompt_advantages.py", "tests/trainer_batches.py"),

@@ -87,9 +87,17 @@ def close(ours, expected):
 
 PROGRAM = Path(__file__).with_name("verl_on_cpu.py")
 ENVIRONMENT = {
-    "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": PROGRAM.stem, "VERL_USE_EXTERNAL_PLUGINS": "hpo_core",
+    "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_PLUGINS": "hpo_core",
     "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MASTER_ADDR": "127.0.0.1",
 }  # fmt: skip
+
+
+def environment(*modules):
+    """Of a process with verl on the CPU; each of its workers imports the modules."""
+    return os.environ | ENVIRONMENT | {
+        "VERL_USE_EXTERNAL_MODULES": ",".join([PROGRAM.stem, *modules]),
+        "PYTHONPATH": os.pathsep.join([str(PROGRAM.parent), os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
 
 
 def actors(ranks, folder, *names, modules=()):
@@ -97,9 +105,7 @@ def actors(ranks, folder, *names, modules=()):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    variables = os.environ | ENVIRONMENT | {"WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
-    variables["VERL_USE_EXTERNAL_MODULES"] = ",".join([PROGRAM.stem, *modules])
-    variables["PYTHONPATH"] = os.pathsep.join([str(PROGRAM.parent), os.environ.get("PYTHONPATH", "")])
+    variables = environment(*modules) | {"WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
     processes = []
     for rank in range(ranks):
         with (folder / f"{rank}.log").open("w") as log:

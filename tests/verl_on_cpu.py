@@ -102,31 +102,43 @@ def make_model(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def actor(path: Path, impl_backend: str, packed: bool, dtype: str, loss_mode: str) -> Any:
-    """verl's worker with its own configuration, and of it what the CPU and this test need."""
+ROOT = "actor_rollout_ref"
+
+
+def configuration(path: Path, dtype: str, *lines: str, **settings: Any) -> Any:
+    """verl's own, and of it what the CPU and these tests need; ``lines`` come last."""
     import verl
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
-    from verl.workers.engine_workers import ActorRolloutRefWorker
 
-    root = "actor_rollout_ref"
     settings = {
         "actor.strategy": "fsdp2", "model.path": path, "actor.entropy_coeff": 0.1, "actor.loss_agg_mode": "token-mean",
         "actor.ppo_mini_batch_size": ROWS, "actor.ppo_micro_batch_size_per_gpu": 2, "actor.use_dynamic_bsz": False,
         "actor.use_torch_compile": False, "actor.fsdp_config.use_torch_compile": False, "actor.optim.lr": 1e-3,
         "rollout.log_prob_use_dynamic_bsz": False, "rollout.log_prob_micro_batch_size_per_gpu": 2, "rollout.n": 1,
-        "rollout.name": "vllm", "rollout.tensor_model_parallel_size": 1, "model.use_remove_padding": packed,
-        "model.enable_gradient_checkpointing": False, "model.use_fused_kernels": impl_backend != "eager",
-        "model.fused_kernel_options.impl_backend": impl_backend, "actor.fsdp_config.model_dtype": "fp32",
-        "actor.policy_loss.loss_mode": loss_mode,
-    }  # fmt: skip
+        "rollout.name": "vllm", "rollout.tensor_model_parallel_size": 1, "model.use_remove_padding": False,
+        "model.enable_gradient_checkpointing": False, "actor.fsdp_config.model_dtype": "fp32",
+    } | settings  # fmt: skip
     precision = f"{{param_dtype: {dtype}, reduce_dtype: fp32, buffer_dtype: fp32}}"
     added = {"model.override_config.attn_implementation": "eager", "actor.fsdp_config.mixed_precision": precision}
     with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
-        lines = [f"{root}.{name}={value}" for name, value in settings.items()]
-        config = compose("ppo_trainer", lines + [f"+{root}.{name}={value}" for name, value in added.items()])
+        own = [f"{ROOT}.{name}={value}" for name, value in settings.items()]
+        own += [f"+{ROOT}.{name}={value}" for name, value in added.items()]
+        config = compose("ppo_trainer", [*own, *lines])
     OmegaConf.resolve(config)
-    worker = ActorRolloutRefWorker(config[root], role="actor")
+    return config
+
+
+def actor(path: Path, impl_backend: str, packed: bool, dtype: str, loss_mode: str) -> Any:
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    config = configuration(
+        path, dtype, **{
+            "model.use_remove_padding": packed, "model.use_fused_kernels": impl_backend != "eager",
+            "model.fused_kernel_options.impl_backend": impl_backend, "actor.policy_loss.loss_mode": loss_mode,
+        },
+    )  # fmt: skip
+    worker = ActorRolloutRefWorker(config[ROOT], role="actor")
     worker.init_model()
     return worker
 
@@ -197,15 +209,22 @@ def noted_step(engine: Any, step: Any, gradients: list[torch.Tensor]) -> Any:
     return step()
 
 
-def main(folder: Path, impl_backends: list[str]) -> None:
-    import transformers
+def start_engines() -> None:
+    """The process group of this rank, and verl's FSDP2 engine on it."""
     from verl.models.transformers import monkey_patch
     from verl.workers.engine import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
     monkey_patch.is_trl_available = lambda: False  # verl 0.9.1 asks TRL for a class that left it with 1.0
     EngineRegistry._engines["language_model"]["fsdp2"]["cpu"] = FSDPEngineWithLMHead
-    torch.distributed.init_process_group("gloo")
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+
+
+def main(folder: Path, impl_backends: list[str]) -> None:
+    import transformers
+
+    start_engines()
     rank = torch.distributed.get_rank()
     if rank == 0:
         make_model(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from ..advantages.terms import accepted_keywords, check_estimator, is_multi_rewa
 from ..batch import PackedBatch
 from ..checks import check, require_type
 
-__all__ = ["ESTIMATORS", "check_prompt_estimator", "prompt_advantages"]
+__all__ = ["ESTIMATORS", "check_prompt_estimator", "numbers_of", "prompt_advantages"]
 
 # Estimators that need no more than is given here: outcomes or token rewards, the mask, and the prompt of each response.
 ESTIMATORS = (
@@ -43,6 +43,17 @@ def check_prompt_estimator(estimator: Callable[..., torch.Tensor], trainer: str)
     check_estimator("estimator", estimator, ("group_ids", "lengths", "batch"), trainer)
 
 
+def numbers_of(ids: Iterable[Hashable], device: torch.device) -> torch.Tensor:
+    """int64: ids of any kind by the order in which they come.
+
+    >>> numbers_of(["b", "a", "b"], torch.device("cpu"))
+    tensor([0, 1, 0])
+    """
+    numbers: dict[Hashable, int] = {}
+    found = [numbers.setdefault(each, len(numbers)) for each in ids]
+    return torch.tensor(found, dtype=torch.int64, device="cpu").to(device)
+
+
 def prompt_advantages(
     estimator: Callable[..., torch.Tensor],
     token_level_rewards: torch.Tensor,
@@ -59,11 +70,7 @@ def prompt_advantages(
             [-1., -0.]])
     """
     mask = response_mask != 0
-    groups = torch.arange(mask.shape[0], device="cpu")
-    if index is not None:  # ids by the order in which they come
-        numbers: dict[Any, int] = {}
-        groups = torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in index], dtype=torch.int64, device="cpu")
-    groups = groups.to(mask.device)
+    groups = torch.arange(mask.shape[0], device=mask.device) if index is None else numbers_of(index, mask.device)
     asked = {} if backend is None else {"backend": backend}
     given = accepted_keywords(
         estimator, group_ids=groups, lengths=mask.sum(-1).float(), batch=PackedBatch.from_padded(mask), **asked

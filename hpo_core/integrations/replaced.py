@@ -1,13 +1,16 @@
-"""Names of a trainer's module that are ours for the time of a call."""
+"""Names of a trainer's module that are ours: for the time of a call, or from its import on."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["replaced"]
+__all__ = ["after_import", "replaced"]
 
 
 @contextlib.contextmanager
@@ -20,3 +23,40 @@ def replaced(module: ModuleType, **names: Any) -> Iterator[None]:
     finally:
         for name, value in kept.items():
             setattr(module, name, value)
+
+
+def after_import(name: str, function: Callable[[ModuleType], None]) -> None:
+    """Call ``function`` with the module: now if it is imported, else when somebody imports it. Once for each name.
+
+    For modules that take seconds to import, or that import the package that is being imported now.
+    """
+    if name in sys.modules:
+        function(sys.modules[name])
+    elif not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(name, function))
+
+
+class _Finder:
+    """Finds one module once, as the other finders do."""
+
+    def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
+        self.name, self.function = name, function
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)  # type: ignore[arg-type,unused-ignore]
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def execute_and_call(module: ModuleType) -> None:
+            execute(module)
+            self.function(module)
+
+        loader.exec_module = execute_and_call
+        return spec

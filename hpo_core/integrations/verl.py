@@ -2,9 +2,9 @@
 
 Importing this module registers the losses ``hpo_ppo_clip``, ``hpo_dapo``, ``hpo_cispo``, ``hpo_gspo`` and
 ``hpo_gspo_token``, whose bounds are the configuration's, those of ``PRESETS`` under ``hpo_`` and their name, with the
-bounds of their papers, and as advantage estimators those of ``ESTIMATORS``. verl imports it
-by itself wherever hpo_core is installed (entry point ``verl.plugins``), or through
-``VERL_USE_EXTERNAL_MODULES=hpo_core.integrations.verl``; then
+bounds of their papers, and as advantage estimators those of ``ESTIMATORS`` and, for agent loops that tell what their
+turns saw, of ``STEP_ESTIMATORS``. verl imports it by itself wherever hpo_core is installed (entry point
+``verl.plugins``), or through ``VERL_USE_EXTERNAL_MODULES=hpo_core.integrations.verl``; then
 ``actor_rollout_ref.actor.policy_loss.loss_mode=hpo_gspo`` and ``algorithm.adv_estimator=hpo_lite_ppo`` select one.
 Shapes: ``B`` responses in a micro-batch, ``L`` tokens each, padded on the right.
 """
@@ -42,8 +42,9 @@ from .prompt_advantages import ESTIMATORS, check_prompt_estimator, prompt_advant
 from .turns import turns
 from .verl_head import install_loss_head
 from .verl_rows import GROUPED, METHODS, MicroBatch, current, install, selected_by
+from .verl_steps import STEP_ESTIMATORS, check_step_estimator, install_steps, is_of_steps, step_advantages
 
-__all__ = ["ESTIMATORS", "PRESETS", "register", "register_advantage"]
+__all__ = ["ESTIMATORS", "PRESETS", "STEP_ESTIMATORS", "register", "register_advantage"]
 
 # Gates that need no more than verl tells a loss. Those that correct the sampler's log-probabilities read them from the
 # rows, and a look at rows is left to calls of register, because it imports verl's workers.
@@ -306,15 +307,26 @@ def _metrics(metrics: Metrics, gate: RatioGate) -> dict[str, float]:
 
 
 def register_advantage(name: str, estimator: Callable[..., torch.Tensor], *, backend: str | None = None) -> None:
-    """Make an estimator of rows or tokens one of verl's, under ``algorithm.adv_estimator=name``, in this process.
+    """Make an estimator one of verl's, under ``algorithm.adv_estimator=name``, in this process.
 
     It is called on the rewards of responses ``[B]`` (of tokens ``[B L]`` where it says so), with those of ``group_ids``
     (verl's ``uid``), ``lengths`` and ``batch`` that it takes; fix the rest with ``functools.partial``. verl asks for
     advantages in its driver, so this must run there.
 
+    An estimator of steps (``gigpo``, ``hgpo``) is called on the rewards of all turns ``[N]``, with those of
+    ``group_ids``, ``trajectory_ids``, ``anchor_ids`` and ``positions`` that it takes. The agent loop tells what turns
+    saw and got: ``AgentLoopOutput(..., extra_fields={"hpo_steps": [(observation, reward), ...]})``, a pair for each run
+    of tokens with ``response_mask`` 1. The response's own reward goes to its last turn. An agent's run that verl's V1
+    trainers have in several rows is one trajectory, whose reward counts once.
+
     Raises:
         ValueError: a name that verl has for another estimator; an estimator that needs what verl does not tell.
     """
+    if is_of_steps(estimator):
+        check_step_estimator(estimator)
+        install_steps()
+        register_adv_est(name)(functools.partial(step_advantages, name, estimator, backend))
+        return
     check_prompt_estimator(estimator, "verl")
     register_adv_est(name)(functools.partial(_advantage, estimator, backend))
 
@@ -404,6 +416,6 @@ for _name, _gate in {
     register(_name, _gate)
 for _name in PRESETS:
     register(f"hpo_{_name}", getattr(gates, _name)())
-for _name in ESTIMATORS:
+for _name in (*ESTIMATORS, *STEP_ESTIMATORS):
     register_advantage(f"hpo_{_name}", getattr(advantages, _name))
 install_loss_head()

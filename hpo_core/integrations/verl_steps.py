@@ -1,0 +1,170 @@
+"""Estimators of steps in verl: what the turns of a response saw and got, as an agent loop tells it.
+
+verl's driver hands an estimator rewards, a mask and prompt ids. What an agent loop puts into ``extra_fields`` of its
+output lies one call above, in ``compute_advantage``: beside the rows in ``RayPPOTrainer``, and in the TransferQueue,
+from which it is fetched, in the trainers of ``trainer.use_v1=True``. :func:`install_steps` lets estimators see it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from ..advantages.terms import accepted_keywords, check_estimator, level_of
+from ..batch import PackedBatch
+from ..checks import check
+from .prompt_advantages import numbers_of
+from .replaced import after_import
+from .turns import Step, steps_of_turns, turns
+
+__all__ = ["FIELD", "STEP_ESTIMATORS", "check_step_estimator", "install_steps", "is_of_steps", "step_advantages"]
+
+FIELD = "hpo_steps"
+STEP_ESTIMATORS = ("gigpo", "hgpo")
+
+
+class _Rows(NamedTuple):
+    """What agent loops have told of the rows."""
+
+    steps: Sequence[Any] | None = None  # None: no row has the field
+    sessions: Sequence[tuple[str, int]] | None = (
+        None  # an agent's run and the place of the row in it; None: one row each
+    )
+
+
+# Not the rows, which would be fetched for every estimator.
+_rows: ContextVar[Callable[[], _Rows]] = ContextVar("what agent loops have told of the rows", default=_Rows)
+
+
+def is_of_steps(estimator: Callable[..., torch.Tensor]) -> bool:
+    return callable(estimator) and level_of(estimator) == "step"
+
+
+def check_step_estimator(estimator: Callable[..., torch.Tensor]) -> None:
+    """That an estimator of steps takes no more than :func:`step_advantages` has."""
+    check_estimator("estimator", estimator, ("group_ids", "trajectory_ids", "anchor_ids", "positions"), "verl")
+
+
+def step_advantages(
+    name: str,
+    estimator: Callable[..., torch.Tensor],
+    backend: str | None,
+    /,
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Any = None,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What verl calls, by keyword: tensors ``[B, L]``; advantages and returns of the same shape."""
+    check(index is not None, "uid: {!r} compares the trajectories of a prompt, and verl gives no uid", name)
+    mask = response_mask != 0
+    batch = PackedBatch.from_padded(mask, steps=turns(mask))
+    filled = mask.any(1).tolist()
+    told = _rows.get()()
+    steps = _steps_of(name, told.steps, filled)
+    outcomes = token_level_rewards.sum(-1)
+    if told.sessions is None:
+        rewards, ids = steps_of_turns(batch, steps, outcomes)
+    else:
+        rewards, ids = _of_sessions(batch, steps, outcomes, told.sessions, filled)
+    groups = numbers_of(index, mask.device)[batch.row_of_step()]
+    asked = {} if backend is None else {"backend": backend}
+    found = estimator(rewards, **accepted_keywords(estimator, group_ids=groups, **ids, **asked))
+    of_tokens = batch.spread_steps(found).view(mask.shape)
+    return of_tokens, of_tokens
+
+
+def _steps_of(name: str, told: Sequence[Any] | None, filled: Sequence[bool]) -> list[list[Any]]:
+    """A list for each row; rows without valid tokens, with which verl fills batches up, have no turns."""
+    missing = [row for row, has_turns in enumerate(filled) if has_turns and (told is None or told[row] is None)]
+    check(
+        not missing,
+        "adv_estimator: {!r} compares steps by what the policy saw before them, and the agent loop of row {} tells no "
+        "{}; return AgentLoopOutput(..., extra_fields={{{!r}: [(observation, reward), ...]}}), one pair for each turn, "
+        "which is a run of tokens with response_mask 1",
+        name,
+        missing[0] if missing else None,
+        FIELD,
+        FIELD,
+    )
+    return [[_step(each) for each in told[row]] if has and told is not None else [] for row, has in enumerate(filled)]
+
+
+def _step(told: Any) -> Any:
+    """Pairs lose their class on the way to the driver; what is no pair is refused with its place."""
+    return Step(*told) if isinstance(told, tuple | list) and len(told) == 2 else told
+
+
+def _of_sessions(
+    batch: PackedBatch,
+    steps: list[list[Any]],
+    outcomes: torch.Tensor,
+    sessions: Sequence[tuple[str, int]],
+    filled: Sequence[bool],
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The steps of agents whose run is cut into several rows, each of which verl gives the reward of the run."""
+    last: dict[str, int] = {}
+    for session, place in (each for each, has_turns in zip(sessions, filled, strict=True) if has_turns):
+        last[session] = max(place, last.get(session, place))
+    ends = torch.tensor([last.get(session) == place for session, place in sessions], device=outcomes.device)
+    rewards, ids = steps_of_turns(batch, steps, torch.where(ends, outcomes, 0.0))
+    row = ids["trajectory_ids"]
+    places = torch.tensor([place for _, place in sessions], dtype=torch.int64, device=row.device)[row]
+    number = torch.arange(row.numel(), device=row.device)
+    positions = places * row.numel() + number  # steps of a row are in order
+    return rewards, ids | {
+        "trajectory_ids": numbers_of([session for session, _ in sessions], row.device)[row], "positions": positions,
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- hooks
+
+
+@functools.cache
+def install_steps() -> None:
+    """Shows rows to estimators, in this process; verl's trainers are imported after the plug-ins, and take seconds."""
+    after_import("verl.trainer.ppo.ray_trainer", _show_rows)
+    after_import("verl.trainer.ppo.v1.trainer_base", _show_queue)
+
+
+def _show_rows(module: ModuleType) -> None:
+    compute_advantage = module.compute_advantage
+
+    @functools.wraps(compute_advantage)
+    def shown(data: Any, *arguments: Any, **keywords: Any) -> Any:
+        told = data.non_tensor_batch.get(FIELD)
+        if told is None:  # as in all trainers whose rows are in the queue
+            return compute_advantage(data, *arguments, **keywords)
+        return _with(lambda: _Rows(told), compute_advantage, data, *arguments, **keywords)
+
+    module.compute_advantage = shown  # type: ignore[attr-defined]
+
+
+def _show_queue(module: ModuleType) -> None:
+    trainer: Any = module.PPOTrainer
+    compute_advantage = trainer._compute_advantage
+
+    @functools.wraps(compute_advantage)
+    def shown(self: Any, batch: Any, *arguments: Any, **keywords: Any) -> Any:
+        def fetched() -> _Rows:
+            wanted = {"keys": batch.keys, "partition_id": batch.partition_id, "select_fields": ["extra_fields"]}
+            of_rows = [getattr(each, "data", each) for each in module.tq.kv_batch_get(**wanted)["extra_fields"]]
+            keys = [key.rsplit("_", 1) for key in batch.keys]  # UID_SESSION_PLACE
+            return _Rows([of_row.get(FIELD) for of_row in of_rows], [(run, int(at)) for run, at in keys])
+
+        return _with(fetched, compute_advantage, self, batch, *arguments, **keywords)
+
+    trainer._compute_advantage = shown
+
+
+def _with(rows: Callable[[], _Rows], function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    token = _rows.set(rows)
+    try:
+        return function(*arguments, **keywords)
+    finally:
+        _rows.reset(token)

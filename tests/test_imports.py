@@ -83,13 +83,16 @@ PEERS = ("triton", "trl", "transformers", "verl", "hypothesis", "matplotlib")
 
 
 def test_import_is_light(tmp_path):
-    """The time is the best of three, because the machine may be busy; no Triton, trainer, hypothesis or matplotlib is
-    loaded, nor hpo_core.plot.
+    """The time is the best of four, because the machine may be busy, and on a slow one it is a twelfth of what torch
+    takes; no Triton, trainer, hypothesis or matplotlib is loaded, nor hpo_core.plot.
 
     Modules come from bytecode, which pip writes at installation and the first run writes here.
     """
     program = (
-        "import gc, os, sys, time, torch\n"
+        "import gc, os, sys, time\n"
+        "start = time.process_time()\n"
+        "import torch\n"
+        "print(time.process_time() - start, flush=True)\n"
         f"sys.pycache_prefix, sys.dont_write_bytecode = {str(tmp_path)!r}, False\n"
         "for _ in range(4):\n"
         "    if os.fork() == 0:\n"
@@ -103,10 +106,10 @@ def test_import_is_light(tmp_path):
         "        os._exit(0)\n"
         "    os.wait()"
     )
-    found = run(program)
+    of_torch, *found = run(program)
     # The extensions are loaded by the first call that needs one.
     assert found[1::2] == ["hpo_core._version"] * 4, found
-    assert min(map(float, found[2::2])) < 0.1
+    assert min(map(float, found[2::2])) < max(0.1, float(of_torch) / 12)
 
 
 # The package that an integration imports first, and the integration.

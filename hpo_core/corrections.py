@@ -41,7 +41,8 @@ def corrected(
         if pair is None:
             seen.append(Metrics(empty_metrics(inputs.logp.device)))
             continue
-        loss_reads = _channel(gate.channel, logp, inputs.old_logp, rollout) or (logp, logp)
+        # An unknown logp says of no token that it counts, and needs not: a token's factor concerns no other token.
+        loss_reads = (_channel(gate.channel, logp, inputs.old_logp, rollout) or (logp, logp)) if in_sweep else pair
         read = _read(inputs, gate, loss_reads, pair, correction, batch)
         own = None
         if want_metrics:  # which tokens it takes out can only be told before other factors join its own

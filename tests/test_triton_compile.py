@@ -4,6 +4,7 @@ Other tests of this process run in Triton's interpreter, which compiles nothing,
 Their reports are kept in build/triton, with the kernels, as long as no source changes.
 """
 
+import collections
 import functools
 import hashlib
 import importlib.metadata
@@ -30,7 +31,7 @@ REGISTERS = {
     ("gate: clip", "_sweep"): 106,
     ("gate: clip", "_finalise"): 48,
     ("gate: clip, all inputs", "_sweep"): 148,
-    ("gate: score, no ratio", "_sweep"): 101,
+    ("gate: score, no ratio", "_sweep"): 108,
     ("gate: level, through", "_sum_slots"): 36,
     ("gate: level, through", "_gate_trajectories"): 128,
     ("gate: level, through", "_sweep"): 103,
@@ -61,7 +62,7 @@ REGISTERS = {
     ("hierarchy: four levels, all inputs", "_repair_leaves"): 48,
     ("hierarchy: four levels, all inputs", "_sum_leaves"): 40,
     ("hierarchy: four levels, all inputs", "_gate_leaves"): 54,
-    ("hierarchy: four levels, all inputs", "_sweep_leaves"): 193,
+    ("hierarchy: four levels, all inputs", "_sweep_leaves"): 195,
     ("hierarchy: four levels, all inputs", "_add_flows"): 40,
     ("hierarchy: four levels, all inputs", "_return_flows"): 112,
     ("term: LINEAR", "_check_leaves"): 62,
@@ -341,7 +342,9 @@ def test_every_kernel_compiles_for_every_other_target_without_spilling(target):
 @pytest.mark.parametrize("target", AMD)
 def test_amd_loads_as_wide(target):
     compiled = reports(target, "--only", *(f"{path}/{kernel}" for kernel, path in HEAVIEST.items()))
-    found = {(report["path"], report["kernel"]): report["loads"].get("128", 0) for report in compiled}
+    found = collections.Counter()  # of all specialisations: what is one launch elsewhere may be several here
+    for report in compiled:
+        found[report["path"], report["kernel"]] += report["loads"].get("128", 0)
     expected = {kernel: loads for kernel, loads in WIDE_LOADS.items() if kernel in found}
     assert len(expected) > 3  # a loop may be unrolled there, and hold more
     assert [kernel for kernel, loads in expected.items() if found[kernel] < loads] == []
@@ -445,8 +448,7 @@ def test_sizes_and_numbers_never_compile_again():
         "_begin_counts": 1,
         "_count_rows": 1,
         "_score_windows": 1,
-        "_count_digits": 3,  # 11, 11 and 10 bits of the key
-        "_read_statistic": 1,
+        "_select_top": 1,
         "_select": 1,
         "_normalise_few": 1,
         "_sum_tiles": 1,  # from here on with more than groups.SCANNED units

@@ -211,7 +211,7 @@ class EntropyWindow:
             threshold, counts, selected = ops.select_top(values, *quantile, self.strict, backend, mask, cu_seqlens)
         if selected.shape != entropy.shape:  # a view takes two microseconds, 1 % of a call with 10^6 tokens
             selected = selected.reshape(entropy.shape)
-        population, errors = counts[:1], counts[1:]  # split takes twice the time
+        population, errors = counts.narrow(0, 0, 1), counts.narrow(0, 1, 1)  # split takes half as long again
         return WindowState(threshold, population, errors, _scorer(self, values, backend)), selected
 
     def _fit_over_ranks(
@@ -236,7 +236,7 @@ class EntropyWindow:
             threshold, counts = reference.order_statistic(values, *quantile, mask, cu_seqlens)
         else:
             threshold, counts = ops.order_statistic(values, *quantile, backend, mask, cu_seqlens)
-        population, errors = counts[:1], counts[1:]  # split takes twice the time
+        population, errors = counts.narrow(0, 0, 1), counts.narrow(0, 1, 1)  # split takes half as long again
         return WindowState(threshold, population, errors, _scorer(self, values, backend))
 
 

@@ -29,11 +29,11 @@ def corrected(
     rollout: torch.Tensor | None,
     process_group: torch.distributed.ProcessGroup | None,
     want_metrics: bool,
-    in_sweep: bool,
+    logp_known: bool,
     backend: str | None,
 ) -> tuple[PolicyLossInputs, PolicyLossSpec, tuple[Metrics, ...]]:
-    """Inputs and spec with all corrections in them, and the metrics of each, if they are wanted. ``in_sweep``: logp is
-    known, so that the sweep may take one."""
+    """Inputs and spec with all corrections in them, and the metrics of each, if they are wanted. If ``logp_known``, the
+    sweep takes one."""
     seen = []
     logp = inputs.logp.detach()
     for correction in gate.corrections:
@@ -42,13 +42,13 @@ def corrected(
             seen.append(Metrics(empty_metrics(inputs.logp.device)))
             continue
         # An unknown logp says of no token that it counts, and needs not: a token's factor concerns no other token.
-        loss_reads = (_channel(gate.channel, logp, inputs.old_logp, rollout) or (logp, logp)) if in_sweep else pair
+        loss_reads = (_channel(gate.channel, logp, inputs.old_logp, rollout) or (logp, logp)) if logp_known else pair
         read = _read(inputs, gate, loss_reads, pair, correction, batch)
         own = None
         if want_metrics:  # which tokens it takes out can only be told before other factors join its own
             own = _factor(read._replace(token_weight=None), correction, batch, process_group, backend)
             seen.append(_observed(read, _counted(read), own != 0, process_group, backend))
-        if in_sweep and correction.unit is None and spec.correction is None:
+        if logp_known and correction.unit is None and spec.correction is None:
             spec = spec._replace(correction=correction.spec())
             first = None if pair[0] is logp else read.correction_first
             inputs = inputs._replace(correction_first=first, correction_second=read.correction_second)

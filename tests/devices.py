@@ -1,5 +1,6 @@
-"""Simulated devices: tensors without data, and modes that fail on a read or a copy."""
+"""Simulated devices: tensors without data, modes that fail on a read or a copy, and memory that holds anything."""
 
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -58,3 +59,12 @@ class Device(NamedTuple):
 
     def ids(self):
         return self(self.rows, dtype=torch.int64)
+
+
+@contextlib.contextmanager
+def garbage_in_new_memory():
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty gives
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,6 +1,5 @@
 """What the README promises of a policy loss, each promise one test over all gates of the catalogue on every backend."""
 
-import contextlib
 import copy
 import functools
 import math
@@ -24,6 +23,7 @@ from catalogue import (
     running,
     structure,
 )
+from devices import garbage_in_new_memory
 from hierarchies import DOMAIN, GROUP, STEP, TRAJECTORY, exact_off_branches
 
 import hpo_core as hpo
@@ -250,15 +250,6 @@ def longer(backend):
     """The length of a row beyond a tile, on the CPU of several workers."""
     emulated = number("cuda_emulated", at_length=2500, machine_code=600, emulated=600, interpreted=600)
     return {"cpu": (17_000,), "cuda_emulated": (emulated,)}.get(backend, ())
-
-
-@contextlib.contextmanager
-def garbage_in_new_memory():
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty gives
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @of_every_gate()

@@ -4,7 +4,6 @@ Other tests of this process run in Triton's interpreter, which compiles nothing,
 Their reports are kept in build/triton, with the kernels, as long as no source changes.
 """
 
-import collections
 import functools
 import hashlib
 import importlib.metadata
@@ -342,9 +341,9 @@ def test_every_kernel_compiles_for_every_other_target_without_spilling(target):
 @pytest.mark.parametrize("target", AMD)
 def test_amd_loads_as_wide(target):
     compiled = reports(target, "--only", *(f"{path}/{kernel}" for kernel, path in HEAVIEST.items()))
-    found = collections.Counter()  # of all specialisations: what is one launch elsewhere may be several here
-    for report in compiled:
-        found[report["path"], report["kernel"]] += report["loads"].get("128", 0)
+    found = {(report["path"], report["kernel"]): report["loads"].get("128", 0) for report in compiled}
+    steps = [report["loads"].get("128", 0) for report in compiled if report["kernel"] == "_select_top"]
+    found[HEAVIEST["_select_top"], "_select_top"] = sum(steps)  # one launch on NVIDIA, one for each step here
     expected = {kernel: loads for kernel, loads in WIDE_LOADS.items() if kernel in found}
     assert len(expected) > 3  # a loop may be unrolled there, and hold more
     assert [kernel for kernel, loads in expected.items() if found[kernel] < loads] == []

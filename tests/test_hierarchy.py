@@ -1,5 +1,6 @@
 """Gates on several levels at once, on every backend against the definition, which naive loops check."""
 
+import collections
 import functools
 import itertools
 import math
@@ -317,6 +318,47 @@ def test_launches_on_cuda():
     ):
         launched = launches_on_cuda(functools.partial(Example(0).run, gate, "cuda_emulated"))
         assert launched == dict.fromkeys(expected, 1)
+
+
+@pytest.fixture
+def launches_together(monkeypatch):
+    """Of Triton, in steps of one launch as on a GPU, but of one program: the interpreter runs one after another."""
+    launch = pytest.importorskip("hpo_core._triton.launch")
+    monkeypatch.setattr(launch, "programs_together", lambda *_: (1, True))
+    monkeypatch.setattr(launch, "launches", collections.Counter())
+    return launch.launches
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        GATES["fiberpo"], GATES["score"], GATES["fiberpo_domain, stopped"],
+        GATES["balanced, 4 levels, through, split"], corrected(None), corrected(STEP),
+    ],
+    ids=lambda gate: f"{gate.name} {len(gate.levels)}",
+)  # fmt: skip
+def test_launches_of_triton(gate, launches_together):
+    """Three, after one of PyTorch that clears the sums of segments, and one more where gradient flows through more than
+    two levels. A correction over segments: one, and another that clears."""
+    example, keywords, exact = next(clear_examples(gate, Example))
+    launches_together.clear()
+    assert_the_definition(example, gate, "triton", exact, **keywords)
+    last = {"_deliver_gradient": 1 + (len(gate.levels) > 2)}
+    if gate.head is Head.SCORE or all(level.routing is not Routing.THROUGH for level in gate.levels):
+        last = {"_finalise": 1}
+    corrections = {"_correct_tokens": 1} if any(each.unit is not None for each in gate.corrections) else {}
+    assert launches_together == {"_prepare_leaves": 1, "_sweep_leaves": 1, **last, **corrections}
+
+
+@pytest.mark.parametrize("gate", [GATES["fiberpo"], GATES["score"], corrected(STEP)], ids=lambda gate: gate.name)
+def test_broken_leaves_in_one_launch_of_triton(gate, launches_together):
+    example = Example(0, lengths=(5, 0, 9, 1, 7, 12, 3) * 6, masked=False)
+    inputs = index_inputs(example, gate)
+    end, row = inputs["leaf_end"].clone(), inputs["leaf_row"].clone()
+    end[0], row[3] = end[1] + 1, -1
+    got, expected = (raw(example, gate, each, leaf_end=end, leaf_row=row) for each in ("triton", "cpu"))
+    assert all(torch.allclose(*each, rtol=1e-5, atol=1e-5) for each in zip(got, expected, strict=True))
+    assert launches_together["_prepare_leaves"] == 1 and got[1][hpo.metrics.slot("bad_offsets")] >= 2
 
 
 @pytest.mark.parametrize("of_steps", [False, True], ids=["grpo", "gigpo"])

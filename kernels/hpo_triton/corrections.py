@@ -1,8 +1,11 @@
 """Corrections: masks and weights on tokens from log-ratios that are constants of the differentiation.
 
-    check_leaves       two launches (leaves.py)
-    _reduce_leaves     the token weight, or 1, for every token; what the segments of leaves add up
-    _correct           the factors of the tokens of all leaves
+    CHECK, REPAIR    leaves that are good or empty, in order (leaves.py)
+    SUM              the token weight, or 1, for every token; what the segments of leaves add up
+    CORRECT          the factors of the tokens of all leaves
+
+These are steps of one launch, where programs can wait for each other (launch.py). What other processes add to segments
+comes before CORRECT, which is a launch of its own there.
 
 The definition is hpo_core/reference/corrections.py; the arithmetic of one token is that of
 csrc/include/hpo/correction_rules.h. Segments add up in integers: their bits do not depend on what lies beside them.
@@ -14,27 +17,35 @@ import torch
 import triton
 import triton.language as tl
 
-from ..specs import CorrectionSpec, PolicyLossInputs, PolicyLossSpec, Reduction, SegmentReduce
+from ..specs import CorrectionSpec, PolicyLossInputs, PolicyLossSpec, Reduction, SegmentReduce, Statistic
 from .correction_rules import K3, factor_of, rule_bounds_of, statistic_of
-from .launch import kernel, launch
+from .launch import kernel, launch_steps, wait_for_programs
 from .leaves import (
+    CHECK,
     EXPONENT,
     FIELDS,
     FIXED,
+    LEAVES,
+    REPAIR,
+    SUM,
     VALID,
     add_to_segments,
     check_leaves,
+    copy_leaves,
+    find_leaves,
     raise_segments,
+    repair_leaves,
     segment_of,
     slots_of_leaves,
 )
 from .levels import FIXED_POINT, to_fixed
-from .segments import SLOT_TOKENS, SLOTS, slot_owner, tokens_of_slots
+from .segments import SLOT_TOKENS, SLOTS
 from .terms import by_sign
 from .tokens import Rule, load_tokens, reading_of
 
 __all__ = ["correction"]
 
+CORRECT = tl.constexpr(SUM.value + 1)
 MEAN = tl.constexpr(int(Reduction.MEAN))
 MIN = tl.constexpr(int(Reduction.MIN))
 
@@ -78,7 +89,9 @@ def _of_segment(segments, segment, held, RULE: tl.constexpr):
 
 
 @triton.jit
-def _counted(given, logp, old_logp, ref_logp, token, tokens):
+def _counted(given, loss, token, tokens):
+    """``loss``: what has to be a number for a token to have a say, its logp, old_logp and ref_logp, or None."""
+    logp, old_logp, ref_logp = loss
     if logp is not None:
         own = tl.load(logp + token, mask=token < tokens, other=0.0)
         x = own - tl.load(old_logp + token, mask=token < tokens, other=0.0)
@@ -89,47 +102,24 @@ def _counted(given, logp, old_logp, ref_logp, token, tokens):
     return given
 
 
-@kernel
-def _reduce_leaves(
-    logp,
-    old_logp,
-    loss_logp,  # with the next two: None, or what has to be a number for a token to have a say
-    loss_old_logp,
-    ref_logp,
-    mask,
-    token_weight,
-    begin,
-    end,
-    ancestors,
-    owner,  # [slots], written here
-    segments,
-    factor,  # set to the token weight, or 1
-    tokens: tl.int64,
-    leaves: tl.int64,
-    READING: tl.constexpr,
-    RULE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SLOT: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
-    inputs = PolicyLossInputs(logp, old_logp, None, None, None, mask)
-    program = tl.program_id(0).to(tl.int64)
-    token = program * SLOTS * SLOT + tl.arange(0, SLOTS * SLOT)
+@triton.jit
+def _reduce_block(
+    inputs, loss, token_weight, begin, end, ancestors, owner, segments, factor, block, tokens, leaves,
+    READING: tl.constexpr, RULE: tl.constexpr, DEPTH: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    token = block * SLOTS * SLOT + tl.arange(0, SLOTS * SLOT)
     untouched = tl.full([SLOTS * SLOT], 1.0, tl.float32)
     if token_weight is not None:
         untouched = tl.load(token_weight + token, mask=token < tokens)
     tl.store(factor + token, untouched, mask=token < tokens)
-    slot = program * SLOTS + tl.arange(0, SLOTS)
-    found = slot_owner(begin, leaves, tokens, slot, SLOT)
-    tl.store(owner + slot, found)
+    slots = find_leaves(begin, end, owner, block, leaves, tokens, SLOT, SLOTS)
     if DEPTH > 0:
-        slots = tokens_of_slots(begin, end, found, leaves, tokens, slot, SLOT, 4)
         loaded = load_tokens(inputs, slots.token, tokens, tl.max(slots.token) < tokens, READING)
         v = statistic_of(loaded.logp, loaded.old_logp, RULE.statistic)
         valid = slots.inside & (v == v)
-        if mask is not None:
+        if inputs.mask is not None:
             valid &= loaded.mask
-        valid = _counted(valid, loss_logp, loss_old_logp, ref_logp, slots.token, tokens)
+        valid = _counted(valid, loss, slots.token, tokens)
         count = tl.sum(valid.to(tl.int64), axis=1, keep_dims=True)
         segment = segment_of(ancestors, 0, slots.row, leaves, count > 0)
         if RULE.extremum:
@@ -147,52 +137,92 @@ def _reduce_leaves(
             add_to_segments(segments, segment, count, VALID, count > 0)
 
 
-@kernel
-def _correct(
-    logp,
-    old_logp,
-    advantages,
-    loss_logp,  # with the next two: None, or what has to be a number for a token to have a say
-    loss_old_logp,
-    ref_logp,
-    mask,
-    token_weight,
-    begin,
-    end,
-    row,
-    ancestors,
-    owner,
-    segments,
-    factor,
-    bounds,
-    tokens: tl.int64,
-    rows: tl.int64,
-    leaves: tl.int64,
-    READING: tl.constexpr,
-    RULE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SLOT: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
-    inputs = PolicyLossInputs(logp, old_logp, advantages, None, None, mask, token_weight=token_weight)
-    slot = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
+@triton.jit
+def _correct_block(
+    inputs, loss, begin, end, row, ancestors, owner, segments, factor, bounds, block, tokens, rows, leaves,
+    READING: tl.constexpr, RULE: tl.constexpr, DEPTH: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    slot = block * SLOTS + tl.arange(0, SLOTS)
     slots, leaf, of_row, held = slots_of_leaves(begin, end, row, owner, slot, leaves, tokens, SLOT, 4)
     loaded = load_tokens(inputs, slots.token, tokens, tl.max(slots.token) < tokens, READING)
     if READING.advantage_per_token:
         negative = loaded.advantage < 0.0
     else:
-        negative = tl.load(advantages + of_row, mask=held & (of_row < rows), other=0.0) < 0.0
+        negative = tl.load(inputs.advantages + of_row, mask=held & (of_row < rows), other=0.0) < 0.0
     own = statistic_of(loaded.logp, loaded.old_logp, RULE.statistic)
     v = own
     if DEPTH > 0:
         v = _of_segment(segments, segment_of(ancestors, 0, leaf, leaves, held), held, RULE)
     value = factor_of(v, by_sign(negative, bounds.low), by_sign(negative, bounds.high), RULE)
     value = tl.where(own == own, value, own)
-    if token_weight is not None:
+    if inputs.token_weight is not None:
         value = value * loaded.token_weight
-    given = slots.inside if mask is None else slots.inside & loaded.mask
-    given = _counted(given, loss_logp, loss_old_logp, ref_logp, slots.token, tokens)
+    given = slots.inside if inputs.mask is None else slots.inside & loaded.mask
+    given = _counted(given, loss, slots.token, tokens)
     tl.store(factor + slots.token, value, mask=given)
+
+
+@kernel
+def _correct_tokens(
+    logp,
+    old_logp,
+    advantages,
+    loss_logp,  # or None, with the next two
+    loss_old_logp,
+    ref_logp,
+    cu_seqlens,
+    mask,
+    token_weight,
+    leaf_begin,  # of the caller, with the next two
+    leaf_end,
+    leaf_row,
+    begin,  # written here, with the next two
+    end,
+    row,
+    ancestors,
+    owner,  # [slots], written here
+    segments,  # 0, as state is
+    state,
+    factor,
+    bounds,
+    tokens: tl.int64,
+    rows: tl.int64,
+    leaves: tl.int64,
+    slots: tl.int64,
+    READING: tl.constexpr,
+    RULE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LEAVES: tl.constexpr,
+    SLOT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+):
+    inputs = PolicyLossInputs(logp, old_logp, advantages, None, None, mask)
+    weighted = PolicyLossInputs(logp, old_logp, advantages, None, None, mask, token_weight=token_weight)
+    loss = (loss_logp, loss_old_logp, ref_logp)
+    given = (leaf_begin, leaf_end, leaf_row, ancestors, cu_seqlens)
+    program = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0).to(tl.int64)
+    for STEP in tl.static_range(FIRST, LAST + 1):
+        if STEP == CHECK:
+            check_leaves(given, begin, end, row, state, leaves, rows, tokens, DEPTH, LEAVES)
+        elif STEP == REPAIR:
+            repair_leaves(given, begin, end, row, state, leaves, rows, tokens, DEPTH, LEAVES, FIRST, LAST)
+        elif STEP == SUM:
+            for block in range(program, slots // SLOTS, programs):
+                _reduce_block(
+                    inputs, loss, token_weight, begin, end, ancestors, owner, segments, factor, block, tokens, leaves,
+                    READING, RULE, DEPTH, SLOT, SLOTS,
+                )  # fmt: skip
+        else:
+            if STEP > FIRST:
+                wait_for_programs(state + STEP, programs)
+            for block in range(program, slots // SLOTS, programs):
+                _correct_block(
+                    weighted, loss, begin, end, row, ancestors, owner, segments, factor, bounds, block, tokens, rows,
+                    leaves, READING, RULE, DEPTH, SLOT, SLOTS,
+                )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------------- host
@@ -205,20 +235,21 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentRe
         first, second = inputs.correction_first, inputs.correction_second
         loss = (inputs.logp, inputs.old_logp, inputs.ref_logp)
         inputs = inputs._replace(logp=inputs.logp if first is None else first, old_logp=second, ref_logp=None)
-    leaves, reading = check_leaves(inputs), reading_of(inputs, PolicyLossSpec())
-    (depth, count), programs = leaves.ancestors.shape, leaves.owner.numel() // SLOTS
+    leaves, reading = copy_leaves(inputs), reading_of(inputs, PolicyLossSpec())
+    (depth, count), slots = leaves.ancestors.shape, leaves.owner.numel()
     tokens, rows, factor = inputs.logp.numel(), inputs.cu_seqlens.numel() - 1, torch.empty_like(inputs.logp)
     rule = Rule(int(spec.statistic), int(spec.reduction), spec.is_extremum, int(spec.action), spec.strict)
-    structure = {"READING": reading, "RULE": rule, "DEPTH": depth, "SLOT": SLOT_TOKENS, "SLOTS": SLOTS}
-    launch(
-        _reduce_leaves, programs, inputs.logp, inputs.old_logp, *loss, inputs.mask, inputs.token_weight, leaves.begin,
-        leaves.end, leaves.ancestors, leaves.owner, leaves.segments, factor, tokens, count, **structure,
-    )  # fmt: skip
-    if reduce is not None:
-        reduce(leaves.segments[0, :, : EXTREMUM.value + 1], spec.is_extremum)
-    launch(
-        _correct, programs, inputs.logp, inputs.old_logp, inputs.advantages, *loss, inputs.mask, inputs.token_weight,
-        leaves.begin, leaves.end, leaves.row, leaves.ancestors, leaves.owner, leaves.segments, factor,
-        rule_bounds_of(spec), tokens, rows, count, **structure,
-    )  # fmt: skip
+    blocks, registers = slots // SLOTS, 128 if spec.statistic is Statistic.BINARY_KL else 80
+    reduced = {CHECK.value: triton.cdiv(count, LEAVES), REPAIR.value: 1, SUM.value: blocks}
+    correct = {CORRECT.value: blocks}
+    for stage in [reduced | correct] if reduce is None else [reduced, correct]:
+        launch_steps(
+            _correct_tokens, stage, registers, inputs.logp, inputs.old_logp, inputs.advantages, *loss,
+            inputs.cu_seqlens, inputs.mask, inputs.token_weight, inputs.leaf_begin, inputs.leaf_end, inputs.leaf_row,
+            leaves.begin, leaves.end, leaves.row, leaves.ancestors, leaves.owner, leaves.segments, leaves.state,
+            factor, rule_bounds_of(spec), tokens, rows, count, slots, READING=reading, RULE=rule, DEPTH=depth,
+            LEAVES=LEAVES, SLOT=SLOT_TOKENS, SLOTS=SLOTS,
+        )  # fmt: skip
+        if reduce is not None and SUM.value in stage:
+            reduce(leaves.segments[0, :, : EXTREMUM.value + 1], spec.is_extremum)
     return factor

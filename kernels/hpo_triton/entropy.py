@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..specs import Boundary, Invalid, OrderRule
-from .launch import REGISTERS, aligned, kernel, launch, programs_together
+from .launch import REGISTERS, aligned, kernel, launch, programs_together, wait_for_programs
 from .math import is_finite
 from .segments import TILE, load, row_of_token, row_range, store
 from .windows import window_score
@@ -138,16 +138,6 @@ def _count_digits(
         tl.atomic_add(histograms + 3 * BINS, tl.sum(nan_scores).to(tl.int64), sem="relaxed")
 
 
-@triton.jit
-def _wait_for_programs(arrived, expected):
-    """Waits until ``expected`` programs are here: what they have counted before can then be read."""
-    tl.debug_barrier()  # the release below is of one thread, and is for what all threads of the program have counted
-    tl.atomic_add(arrived, 1, sem="release")
-    while tl.atomic_add(arrived, 0, sem="acquire") < expected:
-        pass
-    tl.debug_barrier()
-
-
 @kernel
 def _select_top(
     score,
@@ -169,7 +159,7 @@ def _select_top(
     programs = tl.num_programs(0).to(tl.int64)
     for STEP in tl.static_range(FIRST, LAST + 1):
         if STEP > FIRST:
-            _wait_for_programs(histograms + 3 * BINS + 1, (STEP - FIRST) * programs)
+            wait_for_programs(histograms + 3 * BINS + 1, (STEP - FIRST) * programs)
         if STEP < 3:
             _count_digits(score, histograms, tokens, numerator, denominator, digits, RULE, STEP, ALIGNED, SCORES)
         else:

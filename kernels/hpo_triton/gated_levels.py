@@ -8,16 +8,25 @@ import torch
 import triton
 import triton.language as tl
 
-from ..specs import Aggregate, LevelKind, LevelSpec, PolicyLossSpec, Routing, Unit
-from .launch import kernel, launch
-from .leaves import FIELDS, FIXED, VALID, Leaves, add_to_segments, segment_of
+from ..specs import Aggregate, LevelKind, Routing
+from .leaves import FIELDS, FIXED, VALID, add_to_segments, segment_of
 from .levels import FIXED_POINT
 from .terms import Term
 
-__all__ = ["GATED_FIELDS", "KINDS", "MEAN", "OWN", "SIDE", "SLOPE", "Shape", "Z", "add_children", "gate_leaves"]
-
-GATED = 64  # leaves of one program
-MOST_LEVELS = 4
+__all__ = [
+    "GATED_FIELDS",
+    "KINDS",
+    "LOG_MEAN_EXP",
+    "MEAN",
+    "OWN",
+    "SIDE",
+    "SLOPE",
+    "Shape",
+    "Z",
+    "add_children",
+    "gate_leaves",
+    "of_levels",
+]
 
 CLIP = tl.constexpr(int(LevelKind.CLIP))
 ROLLBACK = tl.constexpr(int(LevelKind.ROLLBACK))
@@ -51,6 +60,13 @@ class Shape(NamedTuple):
     carries: bool  # gradient flows through some aggregate
     kl: int
     kl_gradient: int
+
+
+def of_levels(shape: Shape) -> Shape:
+    """Without the choices that only concern tokens: kernels that do not read them are no others for these."""
+    return shape._replace(
+        takes_place=False, drop=False, score_head=False, term=None, carries=False, kl=0, kl_gradient=0
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- levels
@@ -121,38 +137,13 @@ def _aggregate(segments, segment, channel, exists, AGGREGATE: tl.constexpr):
     return value, size
 
 
-@kernel
-def _gate_leaves(
-    begin,
-    end,
-    ancestors,
-    segments,
-    gated_levels,  # [P, GATED_FIELDS, KINDS] float32
-    steps,  # [P, DEPTH, KINDS] float64: the slope of a level less that of the finer one
-    leaves: tl.int64,
-    # by level: bounds by kind, and the slope
-    low_00: tl.float64, low_01: tl.float64, low_02: tl.float64, low_03: tl.float64,
-    high_00: tl.float64, high_01: tl.float64, high_02: tl.float64, high_03: tl.float64, slope_0: tl.float64,
-    low_10: tl.float64, low_11: tl.float64, low_12: tl.float64, low_13: tl.float64,
-    high_10: tl.float64, high_11: tl.float64, high_12: tl.float64, high_13: tl.float64, slope_1: tl.float64,
-    low_20: tl.float64, low_21: tl.float64, low_22: tl.float64, low_23: tl.float64,
-    high_20: tl.float64, high_21: tl.float64, high_22: tl.float64, high_23: tl.float64, slope_2: tl.float64,
-    low_30: tl.float64, low_31: tl.float64, low_32: tl.float64, low_33: tl.float64,
-    high_30: tl.float64, high_31: tl.float64, high_32: tl.float64, high_33: tl.float64, slope_3: tl.float64,
-    SHAPE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    LEAVES: tl.constexpr,
+@triton.jit
+def gate_leaves(
+    begin, end, ancestors, segments, gated_levels, steps, block, leaves, lows, highs, slopes,
+    SHAPE: tl.constexpr, DEPTH: tl.constexpr, LEAVES: tl.constexpr,
 ):  # fmt: skip
-    lows = (
-        (low_00, low_01, low_02, low_03), (low_10, low_11, low_12, low_13),
-        (low_20, low_21, low_22, low_23), (low_30, low_31, low_32, low_33),
-    )  # fmt: skip
-    highs = (
-        (high_00, high_01, high_02, high_03), (high_10, high_11, high_12, high_13),
-        (high_20, high_21, high_22, high_23), (high_30, high_31, high_32, high_33),
-    )  # fmt: skip
-    slopes = (slope_0, slope_1, slope_2, slope_3)
-    leaf = tl.program_id(0).to(tl.int64) * LEAVES + tl.arange(0, LEAVES)[:, None]
+    """The gated levels of a block of leaves. ``lows``, ``highs`` and ``slopes``: by level, the bounds by kind."""
+    leaf = block * LEAVES + tl.arange(0, LEAVES)[:, None]
     exists = leaf < leaves
     first, last = tl.load(begin + leaf, mask=exists, other=0), tl.load(end + leaf, mask=exists, other=0)
     exists &= first < last  # a leaf that is not good is empty
@@ -195,19 +186,14 @@ def _gate_leaves(
     tl.store(at + SIDE * KINDS, side.to(tl.float32), mask=exists)
 
 
-@kernel
-def _add_children(
-    ancestors,
-    segments,
-    leaves: tl.int64,
-    LEVEL: tl.constexpr,
-    AGGREGATE: tl.constexpr,  # of the finer level
-    CHANNELS: tl.constexpr,
-    LEAVES: tl.constexpr,
-):
-    """To the segments of a balanced level the finer ones that have tokens. A segment's number is that of its first
-    leaf, which has its parent; this exists, whatever the ancestors are."""
-    segment = tl.program_id(0).to(tl.int64) * LEAVES + tl.arange(0, LEAVES)
+@triton.jit
+def add_children(
+    ancestors, segments, block, leaves,
+    LEVEL: tl.constexpr, AGGREGATE: tl.constexpr, CHANNELS: tl.constexpr, LEAVES: tl.constexpr,
+):  # fmt: skip
+    """To the segments of a balanced level a block of finer ones, of the given AGGREGATE, that have tokens. A segment's
+    number is that of its first leaf, which has its parent; this exists, whatever the ancestors are."""
+    segment = block * LEAVES + tl.arange(0, LEAVES)
     exists = segment < leaves
     parent = tl.load(ancestors + LEVEL * leaves + segment, mask=exists, other=-1)
     segment += (LEVEL - 1) * leaves
@@ -219,33 +205,3 @@ def _add_children(
     for channel in tl.static_range(CHANNELS):
         value, _ = _aggregate(segments, segment, channel, counts, AGGREGATE)
         add_to_segments(segments, parent, (value * FIXED_POINT).to(tl.int64), FIXED + channel, counts)
-
-
-# --------------------------------------------------------------------------------------------------------------- host
-
-
-def add_children(leaves: Leaves, shape: Shape) -> None:
-    """A launch for each balanced level, finest first: each reads the sums of the one before."""
-    depth, count = leaves.ancestors.shape
-    for level in range(1, depth):
-        if shape.aggregates[level] == Aggregate.BALANCED:
-            launch(
-                _add_children, triton.cdiv(count, GATED), leaves.ancestors, leaves.segments, count, LEVEL=level,
-                AGGREGATE=shape.aggregates[level - 1], CHANNELS=shape.channels, LEAVES=GATED,
-            )  # fmt: skip
-
-
-def gate_leaves(spec: PolicyLossSpec, leaves: Leaves, shape: Shape) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gated levels of all leaves, and the steps of slopes where aggregates carry gradient; None without levels."""
-    (depth, count), device = leaves.ancestors.shape, leaves.ancestors.device
-    if depth == 0:
-        return None, None
-    gated_levels = torch.empty((count, GATED_FIELDS.value, KINDS.value), dtype=torch.float32, device=device)
-    steps = torch.empty((count, depth, KINDS.value), dtype=torch.float64, device=device) if shape.carries else None
-    spare = [LevelSpec(Unit.TRAJECTORY, LevelKind.IDENTITY)] * (MOST_LEVELS - depth)
-    numbers = [number for level in (*spec.levels, *spare) for number in (*level.low, *level.high, level.slope)]
-    launch(
-        _gate_leaves, triton.cdiv(count, GATED), leaves.begin, leaves.end, leaves.ancestors, leaves.segments,
-        gated_levels, steps, count, *numbers, SHAPE=shape, DEPTH=depth, LEAVES=GATED,
-    )  # fmt: skip
-    return gated_levels, steps

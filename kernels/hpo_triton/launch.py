@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 __all__ = [
     "INTERPRETED",
@@ -18,10 +19,12 @@ __all__ = [
     "aligned",
     "kernel",
     "launch",
+    "launch_steps",
     "launches",
     "processors_and_cache",
     "programs_for",
     "programs_together",
+    "wait_for_programs",
 ]
 
 # Triton's interpreter runs each operation as one call of NumPy: few calls count there, so blocks are larger.
@@ -71,7 +74,7 @@ def programs_for(items: int, step: int) -> int:
     return max(1, min(triton.cdiv(items, step), MOST_PROGRAMS))
 
 
-def programs_together(device: torch.device, items: int, step: int) -> tuple[int, bool]:
+def programs_together(device: torch.device, items: int, step: int, registers: int = REGISTERS) -> tuple[int, bool]:
     """The same for programs that wait for each other in one cooperative launch, and whether there can be one: the
     interpreter runs programs one after another, and on AMD cooperative launches are untried.
 
@@ -80,7 +83,34 @@ def programs_together(device: torch.device, items: int, step: int) -> tuple[int,
     """
     if INTERPRETED or amd:
         return programs_for(items, step), False
-    return max(1, min(triton.cdiv(items, step), processors_and_cache(device)[0] * 3 // 2)), True
+    fit = 2 * REGISTERS // registers
+    return max(1, min(triton.cdiv(items, step), processors_and_cache(device)[0] * fit * 3 // 4)), True
+
+
+@triton.jit
+def wait_for_programs(arrived, expected):
+    """Waits until ``expected`` programs are here: what they have written before can then be read."""
+    tl.debug_barrier()  # the release below is of one thread, and is for what all threads of the program have written
+    tl.atomic_add(arrived, 1, sem="release")
+    while tl.atomic_add(arrived, 0, sem="acquire") < expected:
+        pass
+    tl.debug_barrier()
+
+
+def launch_steps(kernel: Any, steps: dict[int, int], registers: int, *arguments: Any, **structure: Any) -> None:
+    """Start a kernel for the steps FIRST to LAST, each with its number of blocks: in one launch, whose programs wait
+    for each other between steps, or where that cannot be in one for each step, with a program for each block."""
+    names, blocks = list(steps), max(steps.values())
+    programs, cooperative = programs_together(arguments[0].device, blocks, 1, registers)
+    if cooperative and len(names) > 1:
+        parts = [(names[0], names[-1], programs)]
+    else:
+        parts, cooperative = [(step, step, blocks) for step, blocks in steps.items()], False
+    for first, last, count in parts:
+        launch(
+            kernel, count, *arguments, FIRST=first, LAST=last, launch_cooperative_grid=cooperative, maxnreg=registers,
+            **structure,
+        )  # fmt: skip
 
 
 @functools.cache

@@ -15,37 +15,49 @@ import torch
 import triton
 import triton.language as tl
 
-from ..specs import Aggregate, PolicyLossInputs
-from .launch import kernel, launch
-from .levels import to_fixed
-from .segments import SLOT_TOKENS, SLOTS, number_of_slots, row_range, slot_owner, tokens_of_slots
-from .terms import Pre, entering, mean_exp_part
-from .tokens import Reading, load_tokens, read_tokens
+from ..specs import PolicyLossInputs
+from .launch import wait_for_programs
+from .segments import SLOTS, number_of_slots, row_range, slot_owner, tokens_of_slots
 
 __all__ = [
+    "BROKEN",
+    "CHECK",
     "EXPONENT",
     "FIELDS",
     "FIXED",
     "FLOW",
+    "LEAVES",
+    "REPAIR",
+    "STATE",
+    "SUM",
     "VALID",
     "Leaves",
     "add_to_segments",
     "check_leaves",
+    "copy_leaves",
+    "find_leaves",
     "raise_segments",
+    "repair_leaves",
     "segment_of",
     "slots_of_leaves",
-    "sum_leaves",
 ]
 
-LEAVES = 1024  # of one program
+LEAVES = 256  # of one block
 
-BALANCED = tl.constexpr(int(Aggregate.BALANCED))
-LOG_MEAN_EXP = tl.constexpr(int(Aggregate.LOG_MEAN_EXP))
+# The first steps of every kernel on leaves.
+CHECK, REPAIR, SUM = (tl.constexpr(step) for step in range(3))
 
 # The sums of a segment, int64: valid tokens; by channel, log-ratios in fixed point, the gradient in the aggregate, and
 # the largest exponent of its terms.
 FIELDS = tl.constexpr(8)
 VALID, FIXED, FLOW, EXPONENT = (tl.constexpr(field) for field in (0, 1, 3, 5))
+
+
+# What programs tell each other, int64, 0 at first: at the place of a step how many have come to the barrier before it,
+# at 0 to that of the flows (flows.py), at REPAIRED to that behind a repair; the number of blocks from the first one on
+# that has a leaf in disorder; how many leaves are not good.
+STATE = tl.constexpr(16)
+REPAIRED, DISORDER, BROKEN = (tl.constexpr(place) for place in (13, 14, 15))
 
 
 class Leaves(NamedTuple):
@@ -55,9 +67,12 @@ class Leaves(NamedTuple):
     end: torch.Tensor  # [P]
     row: torch.Tensor  # [P]
     ancestors: torch.Tensor  # [DEPTH, P], anything where a leaf is empty
-    owner: torch.Tensor  # [slots] the leaf of a slot, if it has one; from `sum_leaves` on
-    broken: torch.Tensor  # [1] how many are not good
+    owner: torch.Tensor  # [slots] the leaf of a slot, if it has one; from SUM on
     segments: torch.Tensor  # [DEPTH, P, FIELDS]
+    state: torch.Tensor  # [STATE]
+
+    def fields(self, first: tl.constexpr, count: int) -> torch.Tensor:
+        return self.segments[..., first.value : first.value + count]
 
 
 # ------------------------------------------------------------------------------------------------------- good and bad
@@ -71,9 +86,8 @@ class Leaf(NamedTuple):
 
 
 @triton.jit
-def _inspect(
-    leaf_begin, leaf_end, leaf_row, ancestors, cu_seqlens, leaf, leaves, rows, tokens, DEPTH: tl.constexpr
-):  # fmt: skip
+def _inspect(given, leaf, leaves, rows, tokens, DEPTH: tl.constexpr):
+    leaf_begin, leaf_end, leaf_row, ancestors, cu_seqlens = given
     exists = leaf < leaves
     begin = tl.load(leaf_begin + leaf, mask=exists, other=0)
     end = tl.load(leaf_end + leaf, mask=exists, other=0)
@@ -88,77 +102,67 @@ def _inspect(
     return Leaf(begin, end, tl.where(known, row, 0), good)
 
 
-@kernel
-def _check_leaves(
-    leaf_begin,
-    leaf_end,
-    leaf_row,
-    ancestors,
-    cu_seqlens,
-    begin,
-    end,
-    row,
-    segments,  # set to 0
-    disorder,  # [programs] int32: some leaf is not good, or not behind the one before it
-    leaves: tl.int64,
-    rows: tl.int64,
-    tokens: tl.int64,
-    DEPTH: tl.constexpr,
-    LEAVES: tl.constexpr,
+@triton.jit
+def _check_block(
+    given, begin, end, row, state, block, blocks, leaves, rows, tokens, DEPTH: tl.constexpr, LEAVES: tl.constexpr
 ):
-    """Copies all leaves as if they were good, and marks where one is not."""
-    program = tl.program_id(0).to(tl.int64)
-    leaf = program * LEAVES + tl.arange(0, LEAVES)
+    """Copies leaves as if they were good, and marks the block where one is not, or not behind the one before it."""
+    leaf = block * LEAVES + tl.arange(0, LEAVES)
     exists = leaf < leaves
-    read = _inspect(leaf_begin, leaf_end, leaf_row, ancestors, cu_seqlens, leaf, leaves, rows, tokens, DEPTH)
-    before = tl.load(leaf_end + leaf - 1, mask=exists & (leaf > 0), other=0)
+    read = _inspect(given, leaf, leaves, rows, tokens, DEPTH)
+    before = tl.load(given[1] + leaf - 1, mask=exists & (leaf > 0), other=0)
     tl.store(begin + leaf, read.begin, mask=exists)
     tl.store(end + leaf, read.end, mask=exists)
     tl.store(row + leaf, read.row, mask=exists)
-    in_order = read.good & (read.begin >= before)
-    tl.store(disorder + program, tl.max((exists & (in_order == False)).to(tl.int32)))  # noqa: E712
-    for chunk in range(DEPTH * FIELDS):
-        at = (program * DEPTH * FIELDS + chunk) * LEAVES + tl.arange(0, LEAVES)
-        tl.store(segments + at, tl.zeros([LEAVES], tl.int64), mask=at < leaves * DEPTH * FIELDS)
+    wrong = exists & ((read.good & (read.begin >= before)) == False)  # noqa: E712
+    if tl.max(wrong.to(tl.int32)) > 0:
+        tl.atomic_max(state + DISORDER, blocks - block, sem="relaxed")
 
 
-@kernel
-def _repair_leaves(
-    leaf_begin,
-    leaf_end,
-    leaf_row,
-    ancestors,
-    cu_seqlens,
-    begin,
-    end,
-    row,
-    disorder,
-    broken,
-    leaves: tl.int64,
-    rows: tl.int64,
-    tokens: tl.int64,
-    programs: tl.int64,
-    DEPTH: tl.constexpr,
-    LEAVES: tl.constexpr,
+@triton.jit
+def _repair(
+    given, begin, end, row, state, disorder, blocks, leaves, rows, tokens, DEPTH: tl.constexpr, LEAVES: tl.constexpr
 ):
     """One leaf after the other, from the first block in disorder on: there is none in a sound batch."""
-    block = programs
-    for done in range(0, programs, LEAVES):
-        index = done + tl.arange(0, LEAVES)
-        wrong = tl.load(disorder + index, mask=index < programs, other=0) != 0
-        block = tl.minimum(block, tl.min(tl.where(wrong, index, programs)))
-    first = tl.minimum(block * LEAVES, leaves)
+    first = (blocks - disorder) * LEAVES
     covered = tl.load(end + first - 1, mask=first > 0, other=0)  # by the good leaves before
     bad = first * 0
     for leaf in range(first, leaves):
-        read = _inspect(leaf_begin, leaf_end, leaf_row, ancestors, cu_seqlens, leaf, leaves, rows, tokens, DEPTH)
+        read = _inspect(given, leaf, leaves, rows, tokens, DEPTH)
         good = read.good & (read.begin >= covered)
         tl.store(begin + leaf, tl.where(good, read.begin, covered))
         covered = tl.where(good, read.end, covered)
         tl.store(end + leaf, covered)
         tl.store(row + leaf, tl.where(good, read.row, 0))
         bad += tl.where(good, 0, 1)
-    tl.store(broken, bad)
+    tl.store(state + BROKEN, bad)
+
+
+@triton.jit
+def check_leaves(given, begin, end, row, state, leaves, rows, tokens, DEPTH: tl.constexpr, LEAVES: tl.constexpr):
+    """The step CHECK. ``given``: the leaves of the caller (begin, end, row, ancestors), and the offsets of the rows."""
+    blocks = tl.cdiv(leaves, LEAVES)
+    for block in range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0).to(tl.int64)):
+        _check_block(given, begin, end, row, state, block, blocks, leaves, rows, tokens, DEPTH, LEAVES)
+
+
+@triton.jit
+def repair_leaves(
+    given, begin, end, row, state, leaves, rows, tokens, DEPTH: tl.constexpr, LEAVES: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """The step REPAIR, which has a barrier behind it only where there is something to repair."""
+    programs = tl.num_programs(0).to(tl.int64)
+    if FIRST < REPAIR:
+        wait_for_programs(state + REPAIR, programs)
+    disorder = tl.load(state + DISORDER)
+    if disorder > 0:
+        if tl.program_id(0) == 0:
+            _repair(
+                given, begin, end, row, state, disorder, tl.cdiv(leaves, LEAVES), leaves, rows, tokens, DEPTH, LEAVES
+            )
+        if LAST > REPAIR:
+            wait_for_programs(state + REPAIRED, programs)
 
 
 # ----------------------------------------------------------------------------------------------------- slots, segments
@@ -205,114 +209,27 @@ def raise_segments(segments, segment, value, FIELD: tl.constexpr, some):
         tl.atomic_max(segments + segment * FIELDS + FIELD, value, mask=some, sem="relaxed")
 
 
-@kernel
-def _sum_leaves(
-    logp,
-    old_logp,
-    advantages,
-    weights,
-    cu_seqlens,
-    mask,
-    ref_logp,
-    begin,
-    end,
-    row,
-    ancestors,
-    owner,  # [slots], written here
-    segments,
-    grad,  # set to 0, as are the next two: tokens outside of all leaves keep that
-    token_loss,
-    seen,
-    pre,
-    tokens: tl.int64,
-    rows: tl.int64,
-    leaves: tl.int64,
-    READING: tl.constexpr,
-    AGGREGATES: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SLOT: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
-    inputs = PolicyLossInputs(logp, old_logp, advantages, weights, cu_seqlens, mask, ref_logp)
-    program = tl.program_id(0).to(tl.int64)
-    programs = tl.num_programs(0).to(tl.int64)
-    token = program * SLOTS * SLOT + tl.arange(0, SLOTS * SLOT)
-    if grad is not None:
-        tl.store(grad + token, tl.zeros([SLOTS * SLOT], tl.float32), mask=token < tokens)
-    if token_loss is not None:
-        tl.store(token_loss + token, tl.zeros([SLOTS * SLOT], tl.float32), mask=token < tokens)
-    for first in range(program * SLOTS * SLOT, rows, programs * SLOTS * SLOT):
-        each = first + tl.arange(0, SLOTS * SLOT)
-        tl.store(seen + each, tl.zeros([SLOTS * SLOT], tl.uint8), mask=each < rows)
-
-    slot = program * SLOTS + tl.arange(0, SLOTS)
+@triton.jit
+def find_leaves(begin, end, owner, block, leaves, tokens, SLOT: tl.constexpr, SLOTS: tl.constexpr):
+    """The tokens of a block of slots, whose leaves are written to ``owner``."""
+    slot = block * SLOTS + tl.arange(0, SLOTS)
     found = slot_owner(begin, leaves, tokens, slot, SLOT)
     tl.store(owner + slot, found)
-    slots = tokens_of_slots(begin, end, found, leaves, tokens, slot, SLOT, 4)
-    whole = tl.max(slots.token) < tokens
-    loaded = load_tokens(inputs, slots.token, tokens, whole, READING)
-    of_row = tl.load(row + slots.row, mask=slots.row < leaves, other=0)
-    t = read_tokens(inputs, loaded, of_row, rows, slots.inside, READING)
-    x = entering(t.x, t.negative, pre)
-    if DEPTH > 0 and AGGREGATES[0] == LOG_MEAN_EXP:
-        x = mean_exp_part(x, SPLIT)
-    rising = tl.maximum(x, 0.0) if SPLIT else x
-    valid = tl.sum(t.valid.to(tl.int64), axis=1, keep_dims=True)
-    rose = tl.sum(to_fixed(rising), axis=1, keep_dims=True)
-    fell = tl.sum(to_fixed(rising - x), axis=1, keep_dims=True)
-    some = valid > 0
-    for k in tl.static_range(DEPTH):
-        if AGGREGATES[k] != BALANCED:
-            segment = segment_of(ancestors, k, slots.row, leaves, some)
-            add_to_segments(segments, segment, valid, VALID, some)
-            add_to_segments(segments, segment, rose, FIXED, some)
-            if SPLIT:
-                add_to_segments(segments, segment, fell, FIXED + 1, some)
+    return tokens_of_slots(begin, end, found, leaves, tokens, slot, SLOT, 4)
 
 
 # --------------------------------------------------------------------------------------------------------------- host
 
 
-def check_leaves(inputs: PolicyLossInputs) -> Leaves:
-    assert inputs.leaf_begin is not None and inputs.ancestors is not None
-    tokens, rows, device = inputs.logp.numel(), inputs.weights.numel(), inputs.logp.device
+def copy_leaves(inputs: PolicyLossInputs) -> Leaves:
+    """Without what CHECK, REPAIR and SUM find; segments and state are 0."""
+    assert inputs.ancestors is not None
+    tokens, device = inputs.logp.numel(), inputs.logp.device
     depth, leaves = inputs.ancestors.shape
-    programs = triton.cdiv(leaves, LEAVES)
-    given = (inputs.leaf_begin, inputs.leaf_end, inputs.leaf_row, inputs.ancestors, inputs.cu_seqlens)
     begin, end, row = torch.empty((3, leaves), dtype=torch.int64, device=device)
     slots = triton.cdiv(number_of_slots(leaves, tokens), SLOTS) * SLOTS
     owner = torch.empty(slots, dtype=torch.int64, device=device)
-    segments = torch.empty((depth, leaves, FIELDS.value), dtype=torch.int64, device=device)
-    disorder = torch.empty(programs, dtype=torch.int32, device=device)
-    broken = torch.empty(1, dtype=torch.int64, device=device)
-    launch(
-        _check_leaves, programs, *given, begin, end, row, segments, disorder, leaves, rows, tokens,
-        DEPTH=depth, LEAVES=LEAVES,
-    )  # fmt: skip
-    launch(
-        _repair_leaves, 1, *given, begin, end, row, disorder, broken, leaves, rows, tokens, programs,
-        DEPTH=depth, LEAVES=LEAVES,
-    )  # fmt: skip
-    return Leaves(begin, end, row, inputs.ancestors, owner, broken, segments)
-
-
-def sum_leaves(
-    inputs: PolicyLossInputs,
-    leaves: Leaves,
-    reading: Reading,
-    aggregates: tuple[int, ...],
-    split: bool,
-    pre: Pre | None,
-    grad: torch.Tensor | None,
-    token_loss: torch.Tensor | None,
-    seen: torch.Tensor,
-) -> None:
-    """Valid tokens and log-ratios of all segments, unless they are balanced; zeros for what the sweep may not reach."""
-    depth, count = leaves.ancestors.shape
-    launch(
-        _sum_leaves, leaves.owner.numel() // SLOTS, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights,
-        inputs.cu_seqlens, inputs.mask, inputs.ref_logp, leaves.begin, leaves.end, leaves.row, leaves.ancestors,
-        leaves.owner, leaves.segments, grad, token_loss, seen, pre, inputs.logp.numel(), inputs.weights.numel(),
-        count, READING=reading, AGGREGATES=aggregates, DEPTH=depth, SPLIT=split, SLOT=SLOT_TOKENS, SLOTS=SLOTS,
-    )  # fmt: skip
+    fields = depth * leaves * FIELDS.value
+    table = torch.zeros(fields + STATE.value, dtype=torch.int64, device=device)
+    segments = table[:fields].view(depth, leaves, FIELDS.value)
+    return Leaves(begin, end, row, inputs.ancestors, owner, segments, table[fields:])

@@ -1,0 +1,211 @@
+"""The gradient that flows through aggregates: from slots to segments, and from the segments above a leaf to its tokens,
+in steps of one kernel, with the sums of all programs of the sweep.
+
+What flows is added in double within a slot, in the order of its tokens, and above it in integers: fixed point below the
+largest exponent that arrives at a segment. So its bits depend on the segment only. Where nothing saturates every term
+is 0 and no gradient is touched: the on-policy promise.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..specs import Exchange, PolicyLossInputs, Routing
+from .gated_levels import LOG_MEAN_EXP, Shape, of_levels
+from .launch import REGISTERS, kernel, launch_steps, wait_for_programs
+from .leaves import EXPONENT, FIELDS, FIXED, FLOW, VALID, Leaves, add_to_segments, segment_of, slots_of_leaves
+from .levels import FIXED_POINT
+from .math import clamp
+from .segments import SLOT_TOKENS, SLOTS
+from .sums import LARGEST, TOTAL, total
+from .terms import Pre, mean_exp_slope, through_pre
+from .tokens import Reading, load_tokens, read_tokens
+
+__all__ = ["LARGEST_FLOW", "deliver_gradient"]
+
+FLOWS = 512  # slots of one block that adds
+ADD, RETURN = tl.constexpr(0), tl.constexpr(1)
+THROUGH = tl.constexpr(int(Routing.THROUGH))
+
+LARGEST_FLOW = tl.constexpr(1e300)
+EXPONENT_BIAS = tl.constexpr(1023)  # of a double
+# Of what flows, in fixed point: the sum of 2^25 slots, of all processes, is below 2^62. Not the number of this process'
+# own slots: they add to each other's.
+DIGITS = tl.constexpr(37)
+
+
+@triton.jit
+def _scale_exponent(largest):
+    """The biased exponent of the power of two that takes what is below 2^(largest + 1) to below 2^DIGITS."""
+    return clamp(-largest + (DIGITS + 2 * EXPONENT_BIAS - 1), 1, 2 * EXPONENT_BIAS)
+
+
+@triton.jit
+def _power(biased):
+    return (biased << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _add_flows(
+    flows, owner, ancestors, segments, block, leaves, slots,
+    SHAPE: tl.constexpr, DEPTH: tl.constexpr, FLOWS: tl.constexpr,
+):  # fmt: skip
+    slot = block * FLOWS + tl.arange(0, FLOWS)
+    exists = slot < slots
+    leaf = tl.load(owner + slot, mask=exists, other=0)
+    for k in tl.static_range(DEPTH):
+        if SHAPE.routings[k] == THROUGH:
+            for channel in tl.static_range(SHAPE.channels):
+                flow = tl.load(flows + (slot * DEPTH + k) * 2 + channel, mask=exists, other=0.0)
+                some = flow != 0.0
+                segment = segment_of(ancestors, k, leaf, leaves, some)
+                largest = tl.load(segments + segment * FIELDS + EXPONENT + channel, mask=some, other=0)
+                fixed = (flow * _power(_scale_exponent(largest))).to(tl.int64)
+                add_to_segments(segments, segment, fixed, FLOW + channel, some)
+
+
+@triton.jit
+def _aggregate_grad(segments, ancestors, leaf, leaves, held, channel, SHAPE: tl.constexpr, DEPTH: tl.constexpr):
+    """``[K, 1]``: the gradient that every token of a leaf receives through the aggregates above it."""
+    aggregate_grad = tl.zeros(leaf.shape, tl.float64)
+    for k in tl.static_range(DEPTH):
+        if SHAPE.routings[k] == THROUGH:
+            at = segments + segment_of(ancestors, k, leaf, leaves, held) * FIELDS
+            largest = tl.load(at + EXPONENT + channel, mask=held, other=0)
+            fixed = tl.load(at + FLOW + channel, mask=held, other=0)
+            sum = fixed.to(tl.float64) * _power(-_scale_exponent(largest) + 2 * EXPONENT_BIAS)
+            for level in tl.static_range(DEPTH):
+                if SHAPE.divisors[k][level]:
+                    at = segments + segment_of(ancestors, level, leaf, leaves, held) * FIELDS
+                    size = tl.maximum(tl.load(at + VALID, mask=held, other=0), 1).to(tl.float64)
+                    if SHAPE.aggregates[level] == LOG_MEAN_EXP:
+                        size += tl.load(at + FIXED + channel, mask=held, other=0).to(tl.float64) / FIXED_POINT
+                    sum = sum / size
+            aggregate_grad += sum
+    return clamp(aggregate_grad, -LARGEST, LARGEST).to(tl.float32)
+
+
+@triton.jit
+def _return_flows(
+    inputs, begin, end, row, ancestors, owner, segments, grad, pre, block, tokens, rows, leaves,
+    READING: tl.constexpr, SHAPE: tl.constexpr, DEPTH: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    slot = block * SLOTS + tl.arange(0, SLOTS)
+    slots, leaf, of_row, held = slots_of_leaves(begin, end, row, owner, slot, leaves, tokens, SLOT, 4)
+    rising = _aggregate_grad(segments, ancestors, leaf, leaves, held, 0, SHAPE, DEPTH)
+    falling = rising
+    if SHAPE.channels == 2:
+        falling = _aggregate_grad(segments, ancestors, leaf, leaves, held, 1, SHAPE, DEPTH)
+    if tl.max(tl.abs(rising)) + tl.max(tl.abs(falling)) > 0.0:  # else the written gradient stands, to the bit
+        token = slots.token
+        loaded = load_tokens(inputs, token, tokens, tl.max(token) < tokens, READING)
+        t = read_tokens(inputs, loaded, of_row, rows, slots.inside, READING)
+        flow = through_pre(tl.where(t.x < 0.0, falling, rising), t.x, t.negative, pre)
+        if SHAPE.aggregates[0] == LOG_MEAN_EXP:
+            flow *= mean_exp_slope(t.x, SHAPE.channels == 2)
+        receives = t.valid & t.flows & (flow != 0.0)
+        received = tl.load(grad + token, mask=receives, other=0.0) + flow
+        tl.store(grad + token, clamp(received, -LARGEST, LARGEST), mask=receives)
+
+
+@kernel
+def _deliver_gradient(
+    logp,
+    old_logp,
+    advantages,
+    weights,
+    cu_seqlens,
+    mask,
+    ref_logp,
+    begin,
+    end,
+    row,
+    ancestors,
+    owner,
+    segments,
+    arrived,  # 0
+    flows,
+    seen,
+    sums,
+    grad,
+    loss,
+    metrics,
+    pre,
+    tokens: tl.int64,
+    rows: tl.int64,
+    leaves: tl.int64,
+    slots: tl.int64,
+    summed: tl.int64,  # programs of the sweep
+    READING: tl.constexpr,
+    SHAPE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SLOT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    FLOWS: tl.constexpr,
+    METRICS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    ROWS_AT_ONCE: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+):
+    inputs = PolicyLossInputs(logp, old_logp, advantages, weights, cu_seqlens, mask, ref_logp)
+    program = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0).to(tl.int64)
+    for STEP in tl.static_range(FIRST, LAST + 1):
+        if STEP == ADD:
+            for block in range(program, tl.cdiv(slots, FLOWS), programs):
+                _add_flows(flows, owner, ancestors, segments, block, leaves, slots, SHAPE, DEPTH, FLOWS)
+            if program == programs - 1:  # which has the fewest blocks
+                total(sums, seen, loss, metrics, summed, rows, METRICS, PROGRAMS, ROWS_AT_ONCE)
+        else:
+            if STEP > FIRST:
+                wait_for_programs(arrived, programs)
+            if FIRST == LAST:  # a loop would hold more in registers
+                _return_flows(
+                    inputs, begin, end, row, ancestors, owner, segments, grad, pre, program, tokens, rows, leaves,
+                    READING, SHAPE, DEPTH, SLOT, SLOTS,
+                )  # fmt: skip
+            else:
+                for block in range(program, slots // SLOTS, programs):
+                    _return_flows(
+                        inputs, begin, end, row, ancestors, owner, segments, grad, pre, block, tokens, rows, leaves,
+                        READING, SHAPE, DEPTH, SLOT, SLOTS,
+                    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------------- host
+
+
+def deliver_gradient(
+    inputs: PolicyLossInputs,
+    leaves: Leaves,
+    shape: Shape,
+    reading: Reading,
+    pre: Pre | None,
+    flows: torch.Tensor,
+    sums: torch.Tensor,
+    seen: torch.Tensor,
+    grad: torch.Tensor,
+    loss: torch.Tensor,
+    metrics: torch.Tensor,
+    exchange: Exchange | None,
+) -> None:
+    (depth, count), slots = leaves.ancestors.shape, leaves.owner.numel()
+    blocks = {ADD.value: triton.cdiv(slots, FLOWS), RETURN.value: slots // SLOTS}
+    # On more levels one launch of both would take more registers than two programs of a multiprocessor have.
+    together = exchange is None and depth <= 2
+    stages = [blocks] if together else [{step: number} for step, number in blocks.items()]
+    if exchange is not None:
+        exchange.largest(leaves.fields(EXPONENT, 2))
+    for stage in stages:
+        if exchange is not None and RETURN.value in stage:
+            exchange.aggregate_grad(leaves.fields(FLOW, 2))
+        launch_steps(
+            _deliver_gradient, stage, REGISTERS, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights,
+            inputs.cu_seqlens, inputs.mask, inputs.ref_logp, leaves.begin, leaves.end, leaves.row, leaves.ancestors,
+            leaves.owner, leaves.segments, leaves.state, flows, seen, sums, grad, loss, metrics, pre,
+            inputs.logp.numel(), inputs.weights.numel(), count, slots, sums.shape[0], READING=reading,
+            SHAPE=of_levels(shape), DEPTH=depth, SLOT=SLOT_TOKENS, SLOTS=SLOTS, FLOWS=FLOWS, **TOTAL,
+        )  # fmt: skip

@@ -182,7 +182,8 @@ struct Sweeps {
     if (fast && plan.drops) {
       classify_masks(block, scratch);
       const float own = count_alike(block, leaf, scratch, partial, flow);
-      return write_alike(block, leaf, own, scratch);
+      if (!plan.carries) write_alike(block, own, scratch);  // else `receive` writes it
+      return write_token_losses_alike(block, leaf, scratch);
     }
     const OpenLevels levels = open_levels(block, leaf, fast);
     if (levels.open) {
@@ -254,10 +255,8 @@ struct Sweeps {
 
   // Of a fast-path block whose tokens have one term, its sums. Returns the gradient of a token's own path.
   float count_alike(const Block& block, const LeafGate& leaf, Scratch& scratch, Partial& partial, Flow& flow) const {
-    const float advantage = call.args.advantages[block.row], coefficient = call.args.weights[block.row] * advantage;
-    const bool negative = advantage < 0.0f;
-    const GatedToken token = gate_token<float>(leaf, false, true, plan.keep, negative, 0.0f, 0.0f, 0.0f);
-    const float value = token_value(coefficient, token.z);
+    const bool negative = call.args.advantages[block.row] < 0.0f;
+    const auto [token, value] = alike(block, leaf);
     OpenCounts counts;
     for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
       if (masked == Masked::all) return;
@@ -271,20 +270,31 @@ struct Sweeps {
     if (counts.present > 0) partial.sums[kLossSum][0] += tokens * double(value);
     if (plan.carries) flow.past_token[0] = tokens * double(value * token.rising_step);
     if (plan.by_sign) flow.by_sign[negative] = tokens * double(value);
-    return token.slope != 0.0f ? value * token.slope : 0.0f;
+    return own_gradient(token, value);
   }
 
+  // The one term of these tokens.
+  std::pair<GatedToken, float> alike(const Block& block, const LeafGate& leaf) const {
+    const float advantage = call.args.advantages[block.row], coefficient = call.args.weights[block.row] * advantage;
+    const GatedToken token = gate_token<float>(leaf, false, true, plan.keep, advantage < 0.0f, 0.0f, 0.0f, 0.0f);
+    return {token, token_value(coefficient, token.z)};
+  }
+
+  static float own_gradient(const GatedToken& token, float value) { return token.slope != 0.0f ? value * token.slope : 0.0f; }
+
   // The gradient of these tokens, the same for all that no pre-gate holds.
-  void write_alike(const Block& block, const LeafGate& leaf, float gradient, Scratch& scratch) const {
+  void write_alike(const Block& block, float gradient, Scratch& scratch) const {
     const PolicyLossArgs& args = call.args;
     const bool negative = args.advantages[block.row] < 0.0f;
-    if (args.grad) {
-      for_each_stretch_of(block, args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
-        if (masked == Masked::all) return clear_gradient(args, at + begin, end - begin);
-        write_where_free(calls.of(masked).args, at, begin, end, plan.clip, negative, gradient);
-      });
-    }
-    if (!args.token_loss) return;
+    if (!args.grad) return;
+    for_each_stretch_of(block, args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
+      if (masked == Masked::all) return clear_gradient(args, at + begin, end - begin);
+      write_where_free(calls.of(masked).args, at, begin, end, plan.clip, negative, gradient);
+    });
+  }
+
+  void write_token_losses_alike(const Block& block, const LeafGate& leaf, Scratch& scratch) const {
+    if (!call.args.token_loss) return;
     FlowLanes lanes;
     write_token_losses(block, BlockGate{plan, leaf, block.row, scratch.terms, lanes}, scratch);
   }
@@ -305,8 +315,15 @@ struct Sweeps {
     write_token_losses(block, BlockGate{plan, leaf, block.row, scratch.terms, lanes}, scratch);
   }
 
-  // The third, where something saturated: the gradient that arrives through aggregates. Elsewhere what is written stands.
-  void receive(const Block& block, const AggregateGrad& aggregate_grad, bool fast, Scratch& scratch) const {
+  // The third: the gradient that arrives through aggregates. Where nothing saturated what is written stands; of tokens that
+  // have one term nothing is written yet.
+  void receive(const Block& block, const LeafGate& leaf, const AggregateGrad& aggregate_grad, bool fast,
+               Scratch& scratch) const {
+    if (fast && plan.drops) {
+      const auto [token, value] = alike(block, leaf);
+      classify_masks(block, scratch);
+      return write_alike(block, own_gradient(token, value) + aggregate_grad.rising, scratch);
+    }
     if (aggregate_grad.nothing()) return;
     Tile& tile = scratch.tile;
     for_each_tile_of(block, kGridOfLines, [&](int64_t at, int begin, int n) {
@@ -347,14 +364,15 @@ struct Sweeps {
     Flow flow = {};
     if (fast && plan.drops) {
       const float own = count_alike(block, gate, scratch, partial, flow);
-      return write_alike(block, gate, own + own_aggregate_grad(flow, sums).rising, scratch);
+      write_alike(block, own + own_aggregate_grad(flow, sums).rising, scratch);
+      return write_token_losses_alike(block, gate, scratch);
     }
     const OpenLevels levels = open_levels(block, gate, fast);
     if (levels.open) count(block, levels, scratch, partial, flow);
     else finish_closed(block, gate, fast, scratch, partial, flow);
     const AggregateGrad aggregate_grad = own_aggregate_grad(flow, sums);
     if (levels.open) write(block, gate, aggregate_grad, scratch, partial);
-    else receive(block, aggregate_grad, fast, scratch);
+    else receive(block, gate, aggregate_grad, fast, scratch);
   }
 
   // A leaf that stands alone gets its own gradient back, with the rounding of the tables.

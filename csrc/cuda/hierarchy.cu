@@ -66,7 +66,7 @@ struct Call : TokenCall {
   HPO_INLINE bool does(Stage stage) const { return hierarchy.stage == Stage::whole || hierarchy.stage == stage; }
 
   __device__ __forceinline__ int64_t segment_of(int k, int leaf) const {
-    return k * hierarchy.leaves + hierarchy.ancestors[k * hierarchy.leaves + leaf];
+    return k * hierarchy.leaves + ancestor_of(hierarchy, k, leaf);
   }
 
   __device__ __forceinline__ LogRatios log_ratios(int k, int leaf) const { return segment(segment_of(k, leaf)); }

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from ..specs import CorrectionSpec, PolicyLossInputs, PolicyLossSpec, Reduction, SegmentReduce, Statistic
 from .correction_rules import K3, factor_of, rule_bounds_of, statistic_of
+from .fixed_point import FIXED_POINT, to_fixed
 from .launch import kernel, launch_steps, wait_for_programs
 from .leaves import (
     CHECK,
@@ -38,7 +39,6 @@ from .leaves import (
     segment_of,
     slots_of_leaves,
 )
-from .levels import FIXED_POINT, to_fixed
 from .segments import SLOT_TOKENS, SLOTS
 from .terms import by_sign
 from .tokens import Rule, load_tokens, reading_of
@@ -112,7 +112,7 @@ def _reduce_block(
     if token_weight is not None:
         untouched = tl.load(token_weight + token, mask=token < tokens)
     tl.store(factor + token, untouched, mask=token < tokens)
-    slots = find_leaves(begin, end, owner, block, leaves, tokens, SLOT, SLOTS)
+    slots = find_leaves(begin, end, owner, block, leaves, tokens, SLOT, SLOTS, 4)
     if DEPTH > 0:
         loaded = load_tokens(inputs, slots.token, tokens, tl.max(slots.token) < tokens, READING)
         v = statistic_of(loaded.logp, loaded.old_logp, RULE.statistic)
@@ -235,8 +235,8 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentRe
         first, second = inputs.correction_first, inputs.correction_second
         loss = (inputs.logp, inputs.old_logp, inputs.ref_logp)
         inputs = inputs._replace(logp=inputs.logp if first is None else first, old_logp=second, ref_logp=None)
-    leaves, reading = copy_leaves(inputs), reading_of(inputs, PolicyLossSpec())
-    (depth, count), slots = leaves.ancestors.shape, leaves.owner.numel()
+    leaves, reading = copy_leaves(inputs, int(spec.of_segments)), reading_of(inputs, PolicyLossSpec())
+    (depth, count, _), slots = leaves.segments.shape, leaves.owner.numel()
     tokens, rows, factor = inputs.logp.numel(), inputs.cu_seqlens.numel() - 1, torch.empty_like(inputs.logp)
     rule = Rule(int(spec.statistic), int(spec.reduction), spec.is_extremum, int(spec.action), spec.strict)
     blocks, registers = slots // SLOTS, 128 if spec.statistic is Statistic.BINARY_KL else 80

@@ -13,57 +13,41 @@ import triton
 import triton.language as tl
 
 from ..specs import Exchange, PolicyLossInputs, Routing
+from .fixed_point import FIXED_POINT, from_fixed_below, to_fixed_below
 from .gated_levels import LOG_MEAN_EXP, Shape, of_levels
 from .launch import REGISTERS, kernel, launch_steps, wait_for_programs
 from .leaves import EXPONENT, FIELDS, FIXED, FLOW, VALID, Leaves, add_to_segments, segment_of, slots_of_leaves
-from .levels import FIXED_POINT
 from .math import clamp
 from .segments import SLOT_TOKENS, SLOTS
 from .sums import LARGEST, TOTAL, total
 from .terms import Pre, mean_exp_slope, through_pre
 from .tokens import Reading, load_tokens, read_tokens
 
-__all__ = ["LARGEST_FLOW", "deliver_gradient"]
+__all__ = ["FLOWS", "LARGEST_FLOW", "add_flows", "deliver_gradient"]
 
 FLOWS = 512  # slots of one block that adds
 ADD, RETURN = tl.constexpr(0), tl.constexpr(1)
 THROUGH = tl.constexpr(int(Routing.THROUGH))
 
 LARGEST_FLOW = tl.constexpr(1e300)
-EXPONENT_BIAS = tl.constexpr(1023)  # of a double
-# Of what flows, in fixed point: the sum of 2^25 slots, of all processes, is below 2^62. Not the number of this process'
-# own slots: they add to each other's.
-DIGITS = tl.constexpr(37)
 
 
 @triton.jit
-def _scale_exponent(largest):
-    """The biased exponent of the power of two that takes what is below 2^(largest + 1) to below 2^DIGITS."""
-    return clamp(-largest + (DIGITS + 2 * EXPONENT_BIAS - 1), 1, 2 * EXPONENT_BIAS)
-
-
-@triton.jit
-def _power(biased):
-    return (biased << 52).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def _add_flows(
-    flows, owner, ancestors, segments, block, leaves, slots,
-    SHAPE: tl.constexpr, DEPTH: tl.constexpr, FLOWS: tl.constexpr,
+def add_flows(
+    flows, owner, ancestors, segments, block, leaves, slots, ROUTINGS: tl.constexpr, DEPTH: tl.constexpr,
+    CHANNELS: tl.constexpr, FLOWS: tl.constexpr,
 ):  # fmt: skip
     slot = block * FLOWS + tl.arange(0, FLOWS)
     exists = slot < slots
     leaf = tl.load(owner + slot, mask=exists, other=0)
     for k in tl.static_range(DEPTH):
-        if SHAPE.routings[k] == THROUGH:
-            for channel in tl.static_range(SHAPE.channels):
+        if ROUTINGS[k] == THROUGH:
+            for channel in tl.static_range(CHANNELS):
                 flow = tl.load(flows + (slot * DEPTH + k) * 2 + channel, mask=exists, other=0.0)
                 some = flow != 0.0
                 segment = segment_of(ancestors, k, leaf, leaves, some)
                 largest = tl.load(segments + segment * FIELDS + EXPONENT + channel, mask=some, other=0)
-                fixed = (flow * _power(_scale_exponent(largest))).to(tl.int64)
-                add_to_segments(segments, segment, fixed, FLOW + channel, some)
+                add_to_segments(segments, segment, to_fixed_below(flow, largest), FLOW + channel, some)
 
 
 @triton.jit
@@ -75,7 +59,7 @@ def _aggregate_grad(segments, ancestors, leaf, leaves, held, channel, SHAPE: tl.
             at = segments + segment_of(ancestors, k, leaf, leaves, held) * FIELDS
             largest = tl.load(at + EXPONENT + channel, mask=held, other=0)
             fixed = tl.load(at + FLOW + channel, mask=held, other=0)
-            sum = fixed.to(tl.float64) * _power(-_scale_exponent(largest) + 2 * EXPONENT_BIAS)
+            sum = from_fixed_below(fixed, largest)
             for level in tl.static_range(DEPTH):
                 if SHAPE.divisors[k][level]:
                     at = segments + segment_of(ancestors, level, leaf, leaves, held) * FIELDS
@@ -156,7 +140,10 @@ def _deliver_gradient(
     for STEP in tl.static_range(FIRST, LAST + 1):
         if STEP == ADD:
             for block in range(program, tl.cdiv(slots, FLOWS), programs):
-                _add_flows(flows, owner, ancestors, segments, block, leaves, slots, SHAPE, DEPTH, FLOWS)
+                add_flows(
+                    flows, owner, ancestors, segments, block, leaves, slots, SHAPE.routings, DEPTH, SHAPE.channels,
+                    FLOWS,
+                )  # fmt: skip
             if program == programs - 1:  # which has the fewest blocks
                 total(sums, seen, loss, metrics, summed, rows, METRICS, PROGRAMS, ROWS_AT_ONCE)
         else:
@@ -192,7 +179,7 @@ def deliver_gradient(
     metrics: torch.Tensor,
     exchange: Exchange | None,
 ) -> None:
-    (depth, count), slots = leaves.ancestors.shape, leaves.owner.numel()
+    (depth, count, _), slots = leaves.segments.shape, leaves.owner.numel()
     blocks = {ADD.value: triton.cdiv(slots, FLOWS), RETURN.value: slots // SLOTS}
     # On more levels one launch of both would take more registers than two programs of a multiprocessor have.
     together = exchange is None and depth <= 2

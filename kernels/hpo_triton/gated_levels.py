@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 
 from ..specs import Aggregate, LevelKind, Routing
-from .leaves import FIELDS, FIXED, VALID, add_to_segments, segment_of
-from .levels import FIXED_POINT
+from .fixed_point import FIXED_POINT, from_fixed_below
+from .leaves import EXPONENT, FIELDS, FIXED, FLOW, VALID, add_to_segments, segment_of
+from .math import SATURATION, clamp, exp
+from .sums import LARGEST
 from .terms import Term
 
 __all__ = [
@@ -57,7 +59,8 @@ class Shape(NamedTuple):
     drop: bool  # the token gate; else it clips
     score_head: bool
     term: Term | None
-    carries: bool  # gradient flows through some aggregate
+    carries: bool  # gradient flows through some aggregate, and the sweep has to find out how much
+    known: bool  # gradient flows through the aggregate of the only level, and is what OWN says of a leaf
     kl: int
     kl_gradient: int
 
@@ -182,6 +185,18 @@ def gate_leaves(
     falls = channel == 1  # below in the falling channel is above in the log-ratio
     side = tl.where(falls, side // 2 + side % 2 * 2, side)
     tl.store(at + Z * KINDS, tl.where(falls, -z, z).to(tl.float32), mask=exists)
+    if SHAPE.known:
+        segment = segments + segment_of(ancestors, 0, leaf, leaves, exists) * FIELDS
+        coefficients = from_fixed_below(
+            tl.load(segment + FLOW + kind, mask=exists, other=0),
+            tl.load(segment + EXPONENT + kind, mask=exists, other=0),
+        )
+        ratio = exp(clamp(z.to(tl.float32), -SATURATION, SATURATION)).to(tl.float64)
+        passed = tl.sum(coefficients * ratio * finer_slope, axis=1, keep_dims=True)
+        if SHAPE.divisors[0][0]:
+            passed = passed / size
+        passed = clamp(0.0 - passed, -LARGEST, LARGEST).to(tl.float32)  # never -0
+        own = tl.broadcast_to(passed, own.shape)
     tl.store(at + OWN * KINDS, own, mask=exists)
     tl.store(at + SIDE * KINDS, side.to(tl.float32), mask=exists)
 
@@ -195,7 +210,9 @@ def add_children(
     number is that of its first leaf, which has its parent; this exists, whatever the ancestors are."""
     segment = block * LEAVES + tl.arange(0, LEAVES)
     exists = segment < leaves
-    parent = tl.load(ancestors + LEVEL * leaves + segment, mask=exists, other=-1)
+    parent = segment
+    if ancestors is not None:
+        parent = tl.load(ancestors + LEVEL * leaves + segment, mask=exists, other=-1)
     segment += (LEVEL - 1) * leaves
     counts = (
         (tl.load(segments + segment * FIELDS + VALID, mask=exists, other=0) > 0) & (parent >= 0) & (parent < leaves)

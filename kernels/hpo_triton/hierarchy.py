@@ -6,6 +6,9 @@ of their own (terms.py), on any number of levels, none included:
     _deliver_gradient    where gradient flows through some aggregate: to segments and back to tokens, with the sums of
                          all programs; else _finalise alone
 
+A gate on one level that drops the token's own residual has no third: the gradient that arrives at a token is a sum of
+coefficients times a slope, and both are known before the sweep, which has nothing to do with tokens but this.
+
 The first and the third are in steps, of one launch where programs can wait for each other (launch.py). An Exchange
 changes what segments have added up, between the steps that add and those that read; these are launches of their own.
 
@@ -33,6 +36,7 @@ from ..specs import (
     TokenGate,
 )
 from .correction_rules import rule_bounds_of, with_correction
+from .fixed_point import exponent_of
 from .flows import LARGEST_FLOW, deliver_gradient
 from .gated_levels import KINDS, Shape
 from .hierarchy_tokens import gate_tokens, gated_derivative, gated_term, token_bound
@@ -199,8 +203,8 @@ def _sweep_leaves(
                         else:
                             flow = _flow(value, gated.falling_slope, gated.falling_inside)
                         tl.store(flows + (slot[:, None] * DEPTH + k) * 2 + channel, flow)
-                        exponent = (flow.to(tl.int64, bitcast=True) >> 52) & 2047
-                        raise_segments(segments, segment, exponent, EXPONENT + channel, held & (flow != 0.0))
+                        some = held & (flow != 0.0)
+                        raise_segments(segments, segment, exponent_of(flow), EXPONENT + channel, some)
 
     bad_offsets = bad_rows(cu_seqlens, tokens, rows, LANES)
     first = (tl.arange(0, LANES) + program) == 0
@@ -224,7 +228,7 @@ def policy_loss(
     # A choice without influence is no part of the specialisation.
     if spec.token is not TokenGate.CLIP:
         inputs = inputs._replace(low=None, high=None)
-    shape, reading, pre = shape_of(inputs, spec, want_grad), reading_of(inputs, spec), pre_of(spec)
+    shape, reading, pre = shape_of(inputs, spec, want_grad, exchange), reading_of(inputs, spec), pre_of(spec)
 
     prepared = prepare_leaves(inputs, spec, shape, reading, pre, grad, token_loss, seen, exchange)
     leaves = prepared.leaves
@@ -237,7 +241,11 @@ def policy_loss(
     return loss, metrics, grad, token_loss
 
 
-def shape_of(inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool) -> Shape:
+def shape_of(
+    inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool, exchange: Exchange | None = None
+) -> Shape:
+    carries = want_grad and spec.has_aggregate_grad
+    known = carries and exchange is None and _is_known(spec)
     routings = tuple(int(level.routing) for level in spec.levels)
     return Shape(
         gates=tuple(int(level.gate) for level in spec.levels),
@@ -249,10 +257,18 @@ def shape_of(inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool) ->
         drop=spec.token is TokenGate.DROP,
         score_head=spec.head is Head.SCORE,
         term=term_of(spec),
-        carries=want_grad and spec.has_aggregate_grad,
+        carries=carries and not known,
+        known=known,
         kl=int(spec.kl if inputs.ref_logp is not None else KLEstimator.NONE),
         kl_gradient=int(spec.kl_gradient if inputs.ref_logp is not None else KLGradient.VALUE),
     )
+
+
+def _is_known(spec: PolicyLossSpec) -> bool:
+    """Whether the gradient of a token depends on nothing but its segment."""
+    is_linear = spec.term is None and not spec.split and spec.head is Head.LINEAR
+    aggregates = [level.aggregate for level in spec.levels]
+    return is_linear and spec.token is TokenGate.DROP and aggregates in ([Aggregate.MEAN], [Aggregate.SUM])
 
 
 def bounds_of(spec: PolicyLossSpec) -> tuple[float, ...]:
@@ -284,7 +300,7 @@ def _sweep(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The sums of all programs, and the gradients of slots in aggregates where they are wanted."""
     leaves = prepared.leaves
-    (depth, count), slots, device = leaves.ancestors.shape, leaves.owner.numel(), inputs.logp.device
+    (depth, count, _), slots, device = leaves.segments.shape, leaves.owner.numel(), inputs.logp.device
     flows = torch.empty((slots, depth, 2), dtype=torch.float64, device=device) if shape.carries else None
 
     # Sums of floats have an order to keep: where some flow, a token's place in a slot is its place in the leaf.

@@ -77,7 +77,7 @@ class Gated(NamedTuple):
     below: tl.tensor  # some gate was beyond its bound
     above: tl.tensor
     inside: tl.tensor  # float: the slope of the token gate in the token's channel
-    own: tl.tensor  # what the levels add to it
+    own: tl.tensor  # what the levels add to it; the gradient itself where that is known
     slope: tl.tensor  # of the finest level, by channel, beside the slope of the token gate there
     rising_inside: tl.tensor
     falling_slope: tl.tensor
@@ -133,7 +133,9 @@ def gated_term(t, gated, token_weight, numbers, SHAPE: tl.constexpr):
 def gated_derivative(t, gated, policy, pre, SHAPE: tl.constexpr):
     """Of the policy term in the log-probability, past the token's own gate."""
     derivative = policy.value
-    if SHAPE.score_head == False:  # noqa: E712 (a constexpr)
+    if SHAPE.known:
+        derivative = gated.own
+    elif SHAPE.score_head == False:  # noqa: E712 (a constexpr)
         # Where the finest level takes the place of the token, its own slope does not count.
         derivative = derivative * (gated.own if SHAPE.takes_place else gated.inside + gated.own)
     if pre is not None:

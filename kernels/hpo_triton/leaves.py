@@ -66,7 +66,7 @@ class Leaves(NamedTuple):
     begin: torch.Tensor  # [P]
     end: torch.Tensor  # [P]
     row: torch.Tensor  # [P]
-    ancestors: torch.Tensor  # [DEPTH, P], anything where a leaf is empty
+    ancestors: torch.Tensor | None  # [DEPTH, P], anything where a leaf is empty; None: each is a segment
     owner: torch.Tensor  # [slots] the leaf of a slot, if it has one; from SUM on
     segments: torch.Tensor  # [DEPTH, P, FIELDS]
     state: torch.Tensor  # [STATE]
@@ -89,16 +89,17 @@ class Leaf(NamedTuple):
 def _inspect(given, leaf, leaves, rows, tokens, DEPTH: tl.constexpr):
     leaf_begin, leaf_end, leaf_row, ancestors, cu_seqlens = given
     exists = leaf < leaves
-    begin = tl.load(leaf_begin + leaf, mask=exists, other=0)
-    end = tl.load(leaf_end + leaf, mask=exists, other=0)
-    row = tl.load(leaf_row + leaf, mask=exists, other=0)
+    begin = tl.load((cu_seqlens if leaf_begin is None else leaf_begin) + leaf, mask=exists, other=0)
+    end = tl.load((cu_seqlens + 1 if leaf_end is None else leaf_end) + leaf, mask=exists, other=0)
+    row = leaf if leaf_row is None else tl.load(leaf_row + leaf, mask=exists, other=0)
     known = exists & (row >= 0) & (row < rows)
     range = row_range(cu_seqlens, tl.where(known, row, rows), rows, tokens)
     good = known & (range.bad == False) & (begin >= range.begin)  # noqa: E712 (`not` is for scalars)
     good &= (end >= begin) & (end <= range.end)
-    for k in tl.static_range(DEPTH):
-        ancestor = tl.load(ancestors + k * leaves + leaf, mask=exists, other=0)
-        good &= (ancestor >= 0) & (ancestor < leaves)
+    if ancestors is not None:
+        for k in tl.static_range(DEPTH):
+            ancestor = tl.load(ancestors + k * leaves + leaf, mask=exists, other=0)
+            good &= (ancestor >= 0) & (ancestor < leaves)
     return Leaf(begin, end, tl.where(known, row, 0), good)
 
 
@@ -110,7 +111,8 @@ def _check_block(
     leaf = block * LEAVES + tl.arange(0, LEAVES)
     exists = leaf < leaves
     read = _inspect(given, leaf, leaves, rows, tokens, DEPTH)
-    before = tl.load(given[1] + leaf - 1, mask=exists & (leaf > 0), other=0)
+    ends = given[4] + 1 if given[1] is None else given[1]
+    before = tl.load(ends + leaf - 1, mask=exists & (leaf > 0), other=0)
     tl.store(begin + leaf, read.begin, mask=exists)
     tl.store(end + leaf, read.end, mask=exists)
     tl.store(row + leaf, read.row, mask=exists)
@@ -140,7 +142,8 @@ def _repair(
 
 @triton.jit
 def check_leaves(given, begin, end, row, state, leaves, rows, tokens, DEPTH: tl.constexpr, LEAVES: tl.constexpr):
-    """The step CHECK. ``given``: the leaves of the caller (begin, end, row, ancestors), and the offsets of the rows."""
+    """The step CHECK. ``given``: begin, end and row of the caller's leaves, or None where rows are the leaves; their
+    ancestors, or None where each leaf is a segment; the offsets of the rows."""
     blocks = tl.cdiv(leaves, LEAVES)
     for block in range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0).to(tl.int64)):
         _check_block(given, begin, end, row, state, block, blocks, leaves, rows, tokens, DEPTH, LEAVES)
@@ -180,7 +183,7 @@ def slots_of_leaves(begin, end, row, owner, slot, leaves, tokens, SLOT: tl.const
 @triton.jit
 def segment_of(ancestors, k, leaf, leaves, some):
     """The segment of each leaf at level k, as an index of [DEPTH, P]; read where ``some`` token of it exists."""
-    return k * leaves + tl.load(ancestors + k * leaves + leaf, mask=some, other=0)
+    return k * leaves + (leaf if ancestors is None else tl.load(ancestors + k * leaves + leaf, mask=some, other=0))
 
 
 @triton.jit
@@ -210,22 +213,22 @@ def raise_segments(segments, segment, value, FIELD: tl.constexpr, some):
 
 
 @triton.jit
-def find_leaves(begin, end, owner, block, leaves, tokens, SLOT: tl.constexpr, SLOTS: tl.constexpr):
+def find_leaves(
+    begin, end, owner, block, leaves, tokens, SLOT: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr
+):  # fmt: skip
     """The tokens of a block of slots, whose leaves are written to ``owner``."""
     slot = block * SLOTS + tl.arange(0, SLOTS)
     found = slot_owner(begin, leaves, tokens, slot, SLOT)
     tl.store(owner + slot, found)
-    return tokens_of_slots(begin, end, found, leaves, tokens, slot, SLOT, 4)
+    return tokens_of_slots(begin, end, found, leaves, tokens, slot, SLOT, ALIGN)
 
 
 # --------------------------------------------------------------------------------------------------------------- host
 
 
-def copy_leaves(inputs: PolicyLossInputs) -> Leaves:
+def copy_leaves(inputs: PolicyLossInputs, depth: int) -> Leaves:
     """Without what CHECK, REPAIR and SUM find; segments and state are 0."""
-    assert inputs.ancestors is not None
-    tokens, device = inputs.logp.numel(), inputs.logp.device
-    depth, leaves = inputs.ancestors.shape
+    tokens, leaves, device = inputs.logp.numel(), inputs.leaves, inputs.logp.device
     begin, end, row = torch.empty((3, leaves), dtype=torch.int64, device=device)
     slots = triton.cdiv(number_of_slots(leaves, tokens), SLOTS) * SLOTS
     owner = torch.empty(slots, dtype=torch.int64, device=device)

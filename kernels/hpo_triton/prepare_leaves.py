@@ -3,6 +3,7 @@
     CHECK, REPAIR     leaves that are good or empty, in order (leaves.py)
     SUM               the log-ratios of all segments, unless they are balanced; zeros where no sweep comes
     SUM + k           at a balanced level k: the aggregates of finer segments (gated_levels.py)
+    SUM + 1           where the gradient is known: the coefficients of all segments, whose exponents SUM has found
     GATE              with a level: the gates of all levels above a leaf (gated_levels.py)
 
 A call in stages has an Exchange before GATE, which is a launch of its own there.
@@ -17,10 +18,14 @@ import triton
 import triton.language as tl
 
 from ..specs import Aggregate, Exchange, LevelKind, LevelSpec, PolicyLossInputs, PolicyLossSpec, Unit
+from .correction_rules import rule_bounds_of, with_correction
+from .fixed_point import exponent_of, to_fixed
+from .flows import FLOWS, add_flows
 from .gated_levels import GATED_FIELDS, KINDS, LOG_MEAN_EXP, Shape, add_children, gate_leaves, of_levels
 from .launch import kernel, launch_steps, wait_for_programs
 from .leaves import (
     CHECK,
+    EXPONENT,
     FIXED,
     LEAVES,
     REPAIR,
@@ -31,10 +36,10 @@ from .leaves import (
     check_leaves,
     copy_leaves,
     find_leaves,
+    raise_segments,
     repair_leaves,
     segment_of,
 )
-from .levels import to_fixed
 from .segments import SLOT_TOKENS, SLOTS
 from .terms import Pre, entering, mean_exp_part
 from .tokens import Reading, load_tokens, read_tokens
@@ -43,15 +48,17 @@ __all__ = ["Prepared", "prepare_leaves"]
 
 GATED = 64  # leaves of one block
 MOST_LEVELS = 4
+COEFFICIENTS = tl.constexpr(SUM.value + 1)
 GATE = tl.constexpr(SUM.value + MOST_LEVELS)
 BALANCED = tl.constexpr(int(Aggregate.BALANCED))
 
 
 @triton.jit
 def _sum_block(
-    inputs, begin, end, row, ancestors, owner, segments, grad, token_loss, seen, pre, block, blocks, tokens, rows,
-    leaves, READING: tl.constexpr, AGGREGATES: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
-    SLOT: tl.constexpr, SLOTS: tl.constexpr,
+    inputs, correction_first, correction_second, rule_bounds, begin, end, row, ancestors, owner, segments,
+    coefficients, grad, token_loss, seen, pre, block, blocks, tokens, rows, leaves, READING: tl.constexpr,
+    AGGREGATES: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
     token = block * SLOTS * SLOT + tl.arange(0, SLOTS * SLOT)
     if grad is not None:
@@ -62,10 +69,15 @@ def _sum_block(
         each = first + tl.arange(0, SLOTS * SLOT)
         tl.store(seen + each, tl.zeros([SLOTS * SLOT], tl.uint8), mask=each < rows)
 
-    slots = find_leaves(begin, end, owner, block, leaves, tokens, SLOT, SLOTS)
+    slots = find_leaves(begin, end, owner, block, leaves, tokens, SLOT, SLOTS, ALIGN)
     whole = tl.max(slots.token) < tokens
     loaded = load_tokens(inputs, slots.token, tokens, whole, READING)
     of_row = tl.load(row + slots.row, mask=slots.row < leaves, other=0)
+    if coefficients is not None:
+        loaded = with_correction(
+            loaded, inputs, correction_first, correction_second, rule_bounds, of_row, rows, slots.token, tokens, whole,
+            READING,
+        )  # fmt: skip
     t = read_tokens(inputs, loaded, of_row, rows, slots.inside, READING)
     x = entering(t.x, t.negative, pre)
     if DEPTH > 0 and AGGREGATES[0] == LOG_MEAN_EXP:
@@ -82,6 +94,14 @@ def _sum_block(
             add_to_segments(segments, segment, rose, FIXED, some)
             if SPLIT:
                 add_to_segments(segments, segment, fell, FIXED + 1, some)
+    if coefficients is not None:
+        segment = segment_of(ancestors, 0, slots.row, leaves, some)
+        slot = block * SLOTS + tl.arange(0, SLOTS)[:, None]
+        a = t.a.to(tl.float64)
+        for sign in tl.static_range(2):
+            sum = tl.sum(tl.where(t.negative == (sign == 1), a, 0.0), axis=1, keep_dims=True)
+            tl.store(coefficients + 2 * slot + sign, sum)
+            raise_segments(segments, segment, exponent_of(sum), EXPONENT + sign, sum != 0.0)
 
 
 @kernel
@@ -93,7 +113,14 @@ def _prepare_leaves(
     cu_seqlens,
     mask,
     ref_logp,
-    leaf_begin,  # of the caller, with the next two
+    score,  # with the next six: None, but where the gradient is known
+    threshold,
+    token_mask,
+    token_weight,
+    correction_first,
+    correction_second,
+    rule_bounds,
+    leaf_begin,  # of the caller, with the next two; None: the rows
     leaf_end,
     leaf_row,
     begin,  # written here, with the next two
@@ -103,6 +130,7 @@ def _prepare_leaves(
     owner,  # [slots], written here
     segments,  # 0, as state is
     state,
+    coefficients,  # [slots, 2] float64, by the sign of the advantage, where the gradient is known
     gated_levels,  # [P, GATED_FIELDS, KINDS] float32, or None
     steps,  # [P, DEPTH, KINDS] float64, or None: the slope of a level less that of the finer one
     grad,  # set to 0, as are the next two: tokens outside of all leaves keep that
@@ -128,11 +156,16 @@ def _prepare_leaves(
     LEAVES: tl.constexpr,
     SLOT: tl.constexpr,
     SLOTS: tl.constexpr,
+    ALIGN: tl.constexpr,
     GATED: tl.constexpr,
+    FLOWS: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
 ):  # fmt: skip
-    inputs = PolicyLossInputs(logp, old_logp, advantages, weights, cu_seqlens, mask, ref_logp)
+    inputs = PolicyLossInputs(
+        logp, old_logp, advantages, weights, cu_seqlens, mask, ref_logp, None, score, threshold, token_mask,
+        token_weight,
+    )  # fmt: skip
     given = (leaf_begin, leaf_end, leaf_row, ancestors, cu_seqlens)
     lows = (
         (low_00, low_01, low_02, low_03), (low_10, low_11, low_12, low_13),
@@ -154,8 +187,9 @@ def _prepare_leaves(
             blocks = slots // SLOTS
             for block in range(program, blocks, programs):
                 _sum_block(
-                    inputs, begin, end, row, ancestors, owner, segments, grad, token_loss, seen, pre, block, blocks,
-                    tokens, rows, leaves, READING, SHAPE.aggregates, DEPTH, SHAPE.channels == 2, SLOT, SLOTS,
+                    inputs, correction_first, correction_second, rule_bounds, begin, end, row, ancestors, owner,
+                    segments, coefficients, grad, token_loss, seen, pre, block, blocks, tokens, rows, leaves, READING,
+                    SHAPE.aggregates, DEPTH, SHAPE.channels == 2, SLOT, SLOTS, ALIGN,
                 )  # fmt: skip
         elif STEP == GATE:
             if STEP > FIRST:
@@ -165,6 +199,14 @@ def _prepare_leaves(
                     begin, end, ancestors, segments, gated_levels, steps, block, leaves, lows, highs, slopes, SHAPE,
                     DEPTH, GATED,
                 )  # fmt: skip
+        elif SHAPE.known:
+            if STEP == COEFFICIENTS:
+                if STEP > FIRST:
+                    wait_for_programs(state + STEP, programs)
+                for block in range(program, tl.cdiv(slots, FLOWS), programs):
+                    add_flows(
+                        coefficients, owner, ancestors, segments, block, leaves, slots, SHAPE.routings, DEPTH, 2, FLOWS
+                    )
         elif STEP - SUM < DEPTH:  # noqa: SIM102 (the levels of SHAPE end there)
             if SHAPE.aggregates[STEP - SUM] == BALANCED:
                 if STEP > FIRST:
@@ -196,8 +238,8 @@ def prepare_leaves(
     seen: torch.Tensor,
     exchange: Exchange | None,
 ) -> Prepared:
-    leaves = copy_leaves(inputs)
-    (depth, count), slots, device = leaves.ancestors.shape, leaves.owner.numel(), inputs.logp.device
+    leaves = copy_leaves(inputs, len(spec.levels))
+    (depth, count, _), slots, device = leaves.segments.shape, leaves.owner.numel(), inputs.logp.device
     gated_levels = steps = None
     if depth > 0:
         gated_levels = torch.empty((count, GATED_FIELDS.value, KINDS.value), dtype=torch.float32, device=device)
@@ -210,17 +252,30 @@ def prepare_leaves(
     summed = {CHECK.value: triton.cdiv(count, LEAVES), REPAIR.value: 1, SUM.value: slots // SLOTS}
     balanced = [level for level in range(depth) if shape.aggregates[level] == Aggregate.BALANCED]
     summed |= {SUM.value + level: gated for level in balanced}
+    # Only sums of floats that differ within a leaf have an order to keep: there, a token's place in a slot is its place
+    # in the leaf.
+    align, coefficients, tensors, rule_bounds = 4, None, (None,) * 6, None
+    if shape.known:
+        coefficients = torch.empty((slots, 2), dtype=torch.float64, device=device)
+        summed[COEFFICIENTS.value] = triton.cdiv(slots, FLOWS)
+        tensors = (
+            inputs.score, inputs.threshold, inputs.token_mask, inputs.token_weight, inputs.correction_first,
+            inputs.correction_second,
+        )  # fmt: skip
+        rule_bounds = rule_bounds_of(spec.correction)
+        if inputs.advantage_per_token or inputs.token_weight is not None or spec.correction is not None:
+            align, reading = 1, reading._replace(aligned=False)
     stages = [summed, {GATE.value: gated}] if depth > 0 else [summed]
     if exchange is None:
         stages = [{step: blocks for stage in stages for step, blocks in stage.items()}]
     for stage in stages:
         launch_steps(
             _prepare_leaves, stage, registers, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights,
-            inputs.cu_seqlens, inputs.mask, inputs.ref_logp, inputs.leaf_begin, inputs.leaf_end, inputs.leaf_row,
-            leaves.begin, leaves.end, leaves.row, leaves.ancestors, leaves.owner, leaves.segments, leaves.state,
-            gated_levels, steps, grad, token_loss, seen, pre, inputs.logp.numel(), inputs.weights.numel(), count,
-            slots, *numbers, READING=reading, SHAPE=of_levels(shape), DEPTH=depth, LEAVES=LEAVES, SLOT=SLOT_TOKENS,
-            SLOTS=SLOTS, GATED=GATED,
+            inputs.cu_seqlens, inputs.mask, inputs.ref_logp, *tensors, rule_bounds, inputs.leaf_begin, inputs.leaf_end,
+            inputs.leaf_row, leaves.begin, leaves.end, leaves.row, leaves.ancestors, leaves.owner, leaves.segments,
+            leaves.state, coefficients, gated_levels, steps, grad, token_loss, seen, pre, inputs.logp.numel(),
+            inputs.weights.numel(), count, slots, *numbers, READING=reading, SHAPE=of_levels(shape), DEPTH=depth,
+            LEAVES=LEAVES, SLOT=SLOT_TOKENS, SLOTS=SLOTS, ALIGN=align, GATED=GATED, FLOWS=FLOWS,
         )  # fmt: skip
         if exchange is not None and SUM.value in stage:
             exchange.sums(leaves.fields(VALID, 3))

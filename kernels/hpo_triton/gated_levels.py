@@ -60,6 +60,7 @@ class Shape(NamedTuple):
     score_head: bool
     term: Term | None
     carries: bool  # gradient flows through some aggregate, and the sweep has to find out how much
+    as_ratio: bool  # every token of a leaf has the ratio that stands at Z
     known: bool  # gradient flows through the aggregate of the only level, and is what OWN says of a leaf
     kl: int
     kl_gradient: int
@@ -184,15 +185,17 @@ def gate_leaves(
             tl.store(steps + (leaf * DEPTH + k) * KINDS + kind, step, mask=exists)
     falls = channel == 1  # below in the falling channel is above in the log-ratio
     side = tl.where(falls, side // 2 + side % 2 * 2, side)
-    tl.store(at + Z * KINDS, tl.where(falls, -z, z).to(tl.float32), mask=exists)
+    value = tl.where(falls, -z, z).to(tl.float32)
+    if SHAPE.as_ratio:
+        value = exp(clamp(value, -SATURATION, SATURATION))
+    tl.store(at + Z * KINDS, value, mask=exists)
     if SHAPE.known:
         segment = segments + segment_of(ancestors, 0, leaf, leaves, exists) * FIELDS
         coefficients = from_fixed_below(
             tl.load(segment + FLOW + kind, mask=exists, other=0),
             tl.load(segment + EXPONENT + kind, mask=exists, other=0),
         )
-        ratio = exp(clamp(z.to(tl.float32), -SATURATION, SATURATION)).to(tl.float64)
-        passed = tl.sum(coefficients * ratio * finer_slope, axis=1, keep_dims=True)
+        passed = tl.sum(coefficients * value.to(tl.float64) * finer_slope, axis=1, keep_dims=True)
         if SHAPE.divisors[0][0]:
             passed = passed / size
         passed = clamp(0.0 - passed, -LARGEST, LARGEST).to(tl.float32)  # never -0

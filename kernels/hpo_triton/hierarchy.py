@@ -40,7 +40,7 @@ from .fixed_point import exponent_of
 from .flows import LARGEST_FLOW, deliver_gradient
 from .gated_levels import KINDS, Shape
 from .hierarchy_tokens import gate_tokens, gated_derivative, gated_term, token_bound
-from .launch import kernel, launch, programs_for
+from .launch import REGISTERS, kernel, launch, programs_for
 from .leaves import BROKEN, EXPONENT, raise_segments, segment_of, slots_of_leaves
 from .math import clamp
 from .prepare_leaves import Prepared, prepare_leaves
@@ -245,7 +245,7 @@ def shape_of(
     inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool, exchange: Exchange | None = None
 ) -> Shape:
     carries = want_grad and spec.has_aggregate_grad
-    known = carries and exchange is None and _is_known(spec)
+    known, drop = carries and exchange is None and _is_known(spec), spec.token is TokenGate.DROP
     routings = tuple(int(level.routing) for level in spec.levels)
     return Shape(
         gates=tuple(int(level.gate) for level in spec.levels),
@@ -254,10 +254,11 @@ def shape_of(
         divisors=tuple(_divisors(spec.levels, level) for level in range(len(spec.levels))),
         channels=2 if spec.split else 1,
         takes_place=routings[:1] == (Routing.SELF,),
-        drop=spec.token is TokenGate.DROP,
+        drop=drop,
         score_head=spec.head is Head.SCORE,
         term=term_of(spec),
         carries=carries and not known,
+        as_ratio=bool(spec.levels) and drop and not spec.split and spec.term is None,
         known=known,
         kl=int(spec.kl if inputs.ref_logp is not None else KLEstimator.NONE),
         kl_gradient=int(spec.kl_gradient if inputs.ref_logp is not None else KLGradient.VALUE),
@@ -305,6 +306,7 @@ def _sweep(
 
     # Sums of floats have an order to keep: where some flow, a token's place in a slot is its place in the leaf.
     align = 1 if shape.carries else 4
+    bound = {"maxnreg": REGISTERS} if shape.known else {"maxnreg": UNBOUND_REGISTERS} if spec.mean_exp else {}
     programs = programs_for(slots, SLOTS)
     sums = torch.empty((programs, COLUMNS.value), dtype=torch.float64, device=device)
     launch(
@@ -318,7 +320,7 @@ def _sweep(
         inputs.weights.numel(), count, slots // SLOTS,
         *bounds_of(spec), bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
         READING=reading._replace(aligned=reading.aligned and align > 1), SHAPE=shape, DEPTH=depth, SLOT=SLOT_TOKENS,
-        SLOTS=SLOTS, ALIGN=align, LANES=LANES, **({"maxnreg": UNBOUND_REGISTERS} if spec.mean_exp else {}),
+        SLOTS=SLOTS, ALIGN=align, LANES=LANES, **bound,
     )  # fmt: skip
     return sums, flows
 

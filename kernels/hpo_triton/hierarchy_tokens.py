@@ -73,7 +73,7 @@ class Gated(NamedTuple):
     """A block of tokens behind all gates."""
 
     x: tl.tensor  # the log-ratio behind the pre-gate
-    z: tl.tensor
+    z: tl.tensor  # or the ratio, with SHAPE.as_ratio
     below: tl.tensor  # some gate was beyond its bound
     above: tl.tensor
     inside: tl.tensor  # float: the slope of the token gate in the token's channel
@@ -123,7 +123,8 @@ def gate_tokens(t, lowest, highest, gated_levels, leaf, held, pre, numbers, SHAP
 def gated_term(t, gated, token_weight, numbers, SHAPE: tl.constexpr):
     """``token_weight``: loaded, or None."""
     if SHAPE.term is None:
-        policy = policy_term(t, exp(clamp(gated.z, -SATURATION, SATURATION)), SHAPE.score_head)
+        ratio = gated.z if SHAPE.as_ratio else exp(clamp(gated.z, -SATURATION, SATURATION))
+        policy = policy_term(t, ratio, SHAPE.score_head)
     else:
         policy = general_term(t, token_weight, gated.z, gated.below, gated.above, numbers, SHAPE.term.head)
     return policy

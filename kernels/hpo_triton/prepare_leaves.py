@@ -22,7 +22,7 @@ from .correction_rules import rule_bounds_of, with_correction
 from .fixed_point import exponent_of, to_fixed
 from .flows import FLOWS, add_flows
 from .gated_levels import GATED_FIELDS, KINDS, LOG_MEAN_EXP, Shape, add_children, gate_leaves, of_levels
-from .launch import kernel, launch_steps, wait_for_programs
+from .launch import REGISTERS, kernel, launch_steps, wait_for_programs
 from .leaves import (
     CHECK,
     EXPONENT,
@@ -248,7 +248,7 @@ def prepare_leaves(
     spare = [LevelSpec(Unit.TRAJECTORY, LevelKind.IDENTITY)] * (MOST_LEVELS - depth)
     numbers = [number for level in (*spec.levels, *spare) for number in (*level.low, *level.high, level.slope)]
 
-    gated, registers = triton.cdiv(count, GATED), 64 if depth <= 2 else 80
+    gated, registers = triton.cdiv(count, GATED), 64 if depth <= 2 else 80  # with fewer the assembler spills
     summed = {CHECK.value: triton.cdiv(count, LEAVES), REPAIR.value: 1, SUM.value: slots // SLOTS}
     balanced = [level for level in range(depth) if shape.aggregates[level] == Aggregate.BALANCED]
     summed |= {SUM.value + level: gated for level in balanced}
@@ -262,7 +262,7 @@ def prepare_leaves(
             inputs.score, inputs.threshold, inputs.token_mask, inputs.token_weight, inputs.correction_first,
             inputs.correction_second,
         )  # fmt: skip
-        rule_bounds = rule_bounds_of(spec.correction)
+        rule_bounds, registers = rule_bounds_of(spec.correction), 64 if tensors == (None,) * 6 else REGISTERS
         if inputs.advantage_per_token or inputs.token_weight is not None or spec.correction is not None:
             align, reading = 1, reading._replace(aligned=False)
     stages = [summed, {GATE.value: gated}] if depth > 0 else [summed]

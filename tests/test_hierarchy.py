@@ -367,19 +367,21 @@ def launches_together(monkeypatch):
 @pytest.mark.parametrize(
     "gate",
     [
-        GATES["fiberpo"], GATES["score"], GATES["fiberpo_domain, stopped"],
+        GATES["fiberpo"], GATES["score"], GATES["gspo"], GATES["fiberpo_domain, stopped"],
         GATES["balanced, 4 levels, through, split"], corrected(None), corrected(STEP),
     ],
     ids=lambda gate: f"{gate.name} {len(gate.levels)}",
 )  # fmt: skip
 def test_launches_of_triton(gate, launches_together):
     """Three, after one of PyTorch that clears the sums of segments, and one more where gradient flows through more than
-    two levels. A correction over segments: one, and another that clears."""
+    two levels. None delivers it on one level that drops the residual of a token. A correction over segments: one, and
+    another that clears."""
     example, keywords, exact = next(clear_examples(gate, Example))
     launches_together.clear()
     assert_the_definition(example, gate, "triton", exact, **keywords)
     last = {"_deliver_gradient": 1 + (len(gate.levels) > 2)}
-    if gate.head is Head.SCORE or all(level.routing is not Routing.THROUGH for level in gate.levels):
+    known = isinstance(gate.token, Drop) and len(gate.levels) == 1
+    if known or gate.head is Head.SCORE or all(level.routing is not Routing.THROUGH for level in gate.levels):
         last = {"_finalise": 1}
     corrections = {"_correct_tokens": 1} if any(each.unit is not None for each in gate.corrections) else {}
     assert launches_together == {"_prepare_leaves": 1, "_sweep_leaves": 1, **last, **corrections}

@@ -142,7 +142,7 @@ def _correct_block(
     inputs, loss, begin, end, row, ancestors, owner, segments, factor, bounds, block, tokens, rows, leaves,
     READING: tl.constexpr, RULE: tl.constexpr, DEPTH: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    slot = block * SLOTS + tl.arange(0, SLOTS)
+    slot = block * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
     slots, leaf, of_row, held = slots_of_leaves(begin, end, row, owner, slot, leaves, tokens, SLOT, 4)
     loaded = load_tokens(inputs, slots.token, tokens, tl.max(slots.token) < tokens, READING)
     if READING.advantage_per_token:

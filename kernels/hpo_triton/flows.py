@@ -37,7 +37,7 @@ def add_flows(
     flows, owner, ancestors, segments, block, leaves, slots, ROUTINGS: tl.constexpr, DEPTH: tl.constexpr,
     CHANNELS: tl.constexpr, FLOWS: tl.constexpr,
 ):  # fmt: skip
-    slot = block * FLOWS + tl.arange(0, FLOWS)
+    slot = block * FLOWS + tl.arange(0, FLOWS).to(tl.int64)
     exists = slot < slots
     leaf = tl.load(owner + slot, mask=exists, other=0)
     for k in tl.static_range(DEPTH):
@@ -76,7 +76,7 @@ def _return_flows(
     inputs, begin, end, row, ancestors, owner, segments, grad, pre, block, tokens, rows, leaves,
     READING: tl.constexpr, SHAPE: tl.constexpr, DEPTH: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    slot = block * SLOTS + tl.arange(0, SLOTS)
+    slot = block * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
     slots, leaf, of_row, held = slots_of_leaves(begin, end, row, owner, slot, leaves, tokens, SLOT, 4)
     rising = _aggregate_grad(segments, ancestors, leaf, leaves, held, 0, SHAPE, DEPTH)
     falling = rising

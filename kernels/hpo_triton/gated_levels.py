@@ -147,7 +147,7 @@ def gate_leaves(
     SHAPE: tl.constexpr, DEPTH: tl.constexpr, LEAVES: tl.constexpr,
 ):  # fmt: skip
     """The gated levels of a block of leaves. ``lows``, ``highs`` and ``slopes``: by level, the bounds by kind."""
-    leaf = block * LEAVES + tl.arange(0, LEAVES)[:, None]
+    leaf = block * LEAVES + tl.arange(0, LEAVES).to(tl.int64)[:, None]
     exists = leaf < leaves
     first, last = tl.load(begin + leaf, mask=exists, other=0), tl.load(end + leaf, mask=exists, other=0)
     exists &= first < last  # a leaf that is not good is empty
@@ -211,7 +211,7 @@ def add_children(
 ):  # fmt: skip
     """To the segments of a balanced level a block of finer ones, of the given AGGREGATE, that have tokens. A segment's
     number is that of its first leaf, which has its parent; this exists, whatever the ancestors are."""
-    segment = block * LEAVES + tl.arange(0, LEAVES)
+    segment = block * LEAVES + tl.arange(0, LEAVES).to(tl.int64)
     exists = segment < leaves
     parent = segment
     if ancestors is not None:

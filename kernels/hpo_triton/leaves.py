@@ -108,7 +108,7 @@ def _check_block(
     given, begin, end, row, state, block, blocks, leaves, rows, tokens, DEPTH: tl.constexpr, LEAVES: tl.constexpr
 ):
     """Copies leaves as if they were good, and marks the block where one is not, or not behind the one before it."""
-    leaf = block * LEAVES + tl.arange(0, LEAVES)
+    leaf = block * LEAVES + tl.arange(0, LEAVES).to(tl.int64)
     exists = leaf < leaves
     read = _inspect(given, leaf, leaves, rows, tokens, DEPTH)
     ends = given[4] + 1 if given[1] is None else given[1]
@@ -217,7 +217,7 @@ def find_leaves(
     begin, end, owner, block, leaves, tokens, SLOT: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
     """The tokens of a block of slots, whose leaves are written to ``owner``."""
-    slot = block * SLOTS + tl.arange(0, SLOTS)
+    slot = block * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
     found = slot_owner(begin, leaves, tokens, slot, SLOT)
     tl.store(owner + slot, found)
     return tokens_of_slots(begin, end, found, leaves, tokens, slot, SLOT, ALIGN)

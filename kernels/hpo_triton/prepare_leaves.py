@@ -96,7 +96,7 @@ def _sum_block(
                 add_to_segments(segments, segment, fell, FIXED + 1, some)
     if coefficients is not None:
         segment = segment_of(ancestors, 0, slots.row, leaves, some)
-        slot = block * SLOTS + tl.arange(0, SLOTS)[:, None]
+        slot = block * SLOTS + tl.arange(0, SLOTS).to(tl.int64)[:, None]
         a = t.a.to(tl.float64)
         for sign in tl.static_range(2):
             sum = tl.sum(tl.where(t.negative == (sign == 1), a, 0.0), axis=1, keep_dims=True)

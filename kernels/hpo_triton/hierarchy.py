@@ -228,7 +228,7 @@ def policy_loss(
     # A choice without influence is no part of the specialisation.
     if spec.token is not TokenGate.CLIP:
         inputs = inputs._replace(low=None, high=None)
-    shape, reading, pre = shape_of(inputs, spec, want_grad, exchange), reading_of(inputs, spec), pre_of(spec)
+    shape, reading, pre = shape_of(inputs, spec, want_grad), reading_of(inputs, spec), pre_of(spec)
 
     prepared = prepare_leaves(inputs, spec, shape, reading, pre, grad, token_loss, seen, exchange)
     leaves = prepared.leaves
@@ -241,11 +241,9 @@ def policy_loss(
     return loss, metrics, grad, token_loss
 
 
-def shape_of(
-    inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool, exchange: Exchange | None = None
-) -> Shape:
+def shape_of(inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool) -> Shape:
     carries = want_grad and spec.has_aggregate_grad
-    known, drop = carries and exchange is None and _is_known(spec), spec.token is TokenGate.DROP
+    known, drop = carries and _is_known(spec), spec.token is TokenGate.DROP
     routings = tuple(int(level.routing) for level in spec.levels)
     return Shape(
         gates=tuple(int(level.gate) for level in spec.levels),

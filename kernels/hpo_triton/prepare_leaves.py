@@ -6,7 +6,7 @@
     SUM + 1           where the gradient is known: the coefficients of all segments, whose exponents SUM has found
     GATE              with a level: the gates of all levels above a leaf (gated_levels.py)
 
-A call in stages has an Exchange before GATE, which is a launch of its own there.
+A call in stages has an Exchange between the steps that add and those that read, which are launches of their own there.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .leaves import (
     CHECK,
     EXPONENT,
     FIXED,
+    FLOW,
     LEAVES,
     REPAIR,
     SUM,
@@ -252,12 +253,13 @@ def prepare_leaves(
     summed = {CHECK.value: triton.cdiv(count, LEAVES), REPAIR.value: 1, SUM.value: slots // SLOTS}
     balanced = [level for level in range(depth) if shape.aggregates[level] == Aggregate.BALANCED]
     summed |= {SUM.value + level: gated for level in balanced}
+    parts = [{GATE.value: gated}] if depth > 0 else []
     # Only sums of floats that differ within a leaf have an order to keep: there, a token's place in a slot is its place
     # in the leaf.
     align, coefficients, tensors, rule_bounds = 4, None, (None,) * 6, None
     if shape.known:
         coefficients = torch.empty((slots, 2), dtype=torch.float64, device=device)
-        summed[COEFFICIENTS.value] = triton.cdiv(slots, FLOWS)
+        parts.insert(0, {COEFFICIENTS.value: triton.cdiv(slots, FLOWS)})
         tensors = (
             inputs.score, inputs.threshold, inputs.token_mask, inputs.token_weight, inputs.correction_first,
             inputs.correction_second,
@@ -265,7 +267,7 @@ def prepare_leaves(
         rule_bounds, registers = rule_bounds_of(spec.correction), 64 if tensors == (None,) * 6 else REGISTERS
         if inputs.advantage_per_token or inputs.token_weight is not None or spec.correction is not None:
             align, reading = 1, reading._replace(aligned=False)
-    stages = [summed, {GATE.value: gated}] if depth > 0 else [summed]
+    stages = [summed, *parts]
     if exchange is None:
         stages = [{step: blocks for stage in stages for step, blocks in stage.items()}]
     for stage in stages:
@@ -279,4 +281,8 @@ def prepare_leaves(
         )  # fmt: skip
         if exchange is not None and SUM.value in stage:
             exchange.sums(leaves.fields(VALID, 3))
+            if shape.known:
+                exchange.largest(leaves.fields(EXPONENT, 2))
+        if exchange is not None and COEFFICIENTS.value in stage and shape.known:
+            exchange.aggregate_grad(leaves.fields(FLOW, 2))
     return Prepared(leaves, gated_levels, steps)

@@ -247,7 +247,7 @@ struct BlockGate {
     add_groups(tile.loss, n, partial.sums[kLossSum]);
     if (!plan.carries) return;
     if (terms.flows) add_past_token(n);
-    if (plan.by_sign) add_groups(tile.loss, n, lanes.by_sign[kind == kNegative]);
+    if (plan.by_sign) add(tile.loss, n, lanes.by_sign[kind == kNegative]);
   }
 
  private:
@@ -277,7 +277,14 @@ struct BlockGate {
   }
 
   void add_past_token(int n) const {
-    for (int i = 0; i <= plan.hierarchy.split; ++i) add_groups(terms.past_token[i], n, lanes.past_token[i]);
+    for (int i = 0; i <= plan.hierarchy.split; ++i) add(terms.past_token[i], n, lanes.past_token[i]);
+  }
+
+  // n equal floats sum to n a exactly in doubles: where tokens drop their residual, a constant a comes back from the mean to
+  // the bit, which is the on-policy promise.
+  void add(float* each, int n, double* sums) const {
+    if (plan.term.drop) add_terms(each, n, sums);
+    else add_groups(each, n, sums);
   }
 
   // slope: d loss / d z of each token.
@@ -286,7 +293,7 @@ struct BlockGate {
     if (!plan.by_sign) return;
     for (int i = 0; i < n; ++i) terms.by_sign[0][i] = keep_if(tile.chosen[i] == kPositive, slope[i]);
     for (int i = 0; i < n; ++i) terms.by_sign[1][i] = keep_if(tile.chosen[i] == kNegative, slope[i]);
-    for (int i = 0; i < 2; ++i) add_groups(terms.by_sign[i], n, lanes.by_sign[i]);
+    for (int i = 0; i < 2; ++i) add(terms.by_sign[i], n, lanes.by_sign[i]);
   }
 };
 

@@ -144,6 +144,8 @@ RULES = [
     Rule(("hpo_core/plot/*", "hpo_core/testing/*", "hpo_core/gates/*", "hpo_core/advantages/*"), ("tour",)),
     Rule(("examples/gate_pictures.py", "docs/pictures/*", "docs/gating_explained.md", "docs/gates.md"),
          ("plot",)),
+    Rule(("bench/*_pictures.py", "docs/pictures/*", "docs/trl_measured.md", "docs/benchmarks*.md",
+          "docs/logprobs_speed.md", "docs/gpu.md", "docs/demo_agent.md"), ("bench_pictures",)),
     Rule(("examples/demo.py", "examples/entropy_pictures.py", "docs/pictures/*", "docs/entropy_explained.md"),
          ("entropy_pictures",)),
     Rule(("bench/*", "*.md", ".clang-format"), ("packaging",)),

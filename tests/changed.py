@@ -48,8 +48,8 @@ TRL = ("trl", "trl_contract", "trl_head", "trl_steps", "trl_tools", "trl_over_ra
 VERL = ("verl", "verl_advantages", "verl_rows", "verl_head", "verl_fit", "verl_steps")
 # Each has a file in hpo_core/integrations; those of the second tuple are run against the trainer itself.
 TRAINERS = (
-    *("areal", "axolotl", "ms_swift", "nemo_rl", "openrlhf", "prime_rl", "rllm", "roll", "skyrl", "slime", "tinker"),
-    *("torchrl", "trinity", "verl_agent"),
+    *("areal", "art", "axolotl", "ms_swift", "nemo_rl", "openrlhf", "prime_rl", "rllm", "roll", "skyrl", "slime"),
+    *("tinker", "torchforge", "torchrl", "trinity", "verl_agent"),
 )
 WITH_TESTS = ("areal", "axolotl", "ms_swift", "openrlhf", "skyrl", "torchrl", "trinity")
 
@@ -132,7 +132,7 @@ RULES = [
           "hpo_core/integrations/prompt_advantages.py", "tests/trainer_batches.py"),
          ("trainers", "recorded_trainers", "imports", "docs", *WITH_TESTS)),
     Rule(tuple(f"hpo_core/integrations/{name}.py" for name in TRAINERS),
-         ("trainers", "recorded_trainers", "imports", "docs", *WITH_TESTS)),
+         ("trainers", "recorded_trainers", "recorded_apps", "imports", "docs", *WITH_TESTS)),
     Rule(("hpo_core/plot/*", "hpo_core/reference/gates.py", "hpo_core/reference/hierarchy.py"),
          ("plot", "imports", "docs")),
     Rule(("hpo_core/testing/*",), ("testing", "explain", "promises", "imports")),

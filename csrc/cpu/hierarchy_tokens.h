@@ -134,11 +134,12 @@ struct TokenPlan {
   TermLoop term_loop;  // null: the gate asks for no more than the loops below
   TokenLoop loop;
   FastLoop fast_loop;
-  bool may_be_fast;
+  bool may_be_fast;  // a reference policy has a sweep of its own, see hierarchy_reference.h
   bool as_they_are;  // log-ratios enter the gates
   PreClip clip;  // else they enter it, where `measures_fast`
   bool measures_fast;  // the first sweep may take the fast path
   bool drops;  // the tokens of a leaf have one term
+  bool fills_last;  // and their gradient is written when that through aggregates is known
   bool opens;  // a fast-path tile may be under open gates: the token gate is a clip, and the loss A e^z
   bool keeps_ratios;  // where the gradient will be, for these tiles
   OpenLoops open_loops;
@@ -155,7 +156,7 @@ struct TokenPlan {
         term_loop(hierarchy.term.present ? pick_term_loop(call.structure.head) : nullptr),
         loop(),
         fast_loop(pick_fast_loop(call.structure, hierarchy.split)),
-        may_be_fast(HPO_ISA::may_be_fast(call.args) && !call.args.target),
+        may_be_fast(!has_more_than_reference(call.args) && !call.args.target),
         as_they_are(!term.pre_gated && !term.mean_exp),
         clip(term.clip()),
         measures_fast(may_be_fast && (as_they_are || (term.clips() && clip.narrows()))),
@@ -181,6 +182,7 @@ struct TokenPlan {
     keep = term.keep;
     carries = through && structure.head != Head::score && call.args.grad;
     by_sign &= carries;
+    fills_last = drops && carries && !call.args.ref_logp;
     loop = pick_token_loop(structure, hierarchy.split, driven);
     const FirstSweep sweep = keeps_ratios ? FirstSweep::keeps_ratios : (as_they_are ? FirstSweep::plain : FirstSweep::clips);
     measure_fast = hierarchy.split ? pick_measure_fast<true>(sweep) : pick_measure_fast<false>(sweep);

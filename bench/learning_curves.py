@@ -1,6 +1,6 @@
 """Learning curves of ``HPOTrainer`` next to those of ``trl.GRPOTrainer``: the demo's task, one configuration, seeds.
 
-    python bench/learning_curves.py [--seeds 3 --steps 400]
+    python bench/learning_curves.py [--seeds 3 --steps 400 --output bench/results]
 
 The runs of a seed start from one model after its warm start, with one state of the random numbers. They part where
 rounding first changes a sampled token. How far rounding alone takes them apart shows a third run of each seed, that of
@@ -9,6 +9,8 @@ rounding first changes a sampled token. How far rounding alone takes them apart 
 * the mean rewards over the last quarter of the rollouts differ by at most two standard errors, which are over seeds;
 * rollouts of both trainers differ in their reward by at most 1.5 times what those of the third run do (root of the mean
   square).
+
+The rewards are kept in learning_curves.json, which bench/curve_pictures.py draws.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import json
 import math
 import random
 import statistics
@@ -162,9 +165,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=400, help="optimiser steps (default: 400)")
+    parser.add_argument("--output", type=Path, default=Path("bench/results"))
     options = parser.parse_args()
     torch.set_num_threads(1)  # matrices this small gain nothing from a second thread
-    report([runs_of_seed(seed, options.steps) for seed in range(options.seeds)])
+    results = [runs_of_seed(seed, options.steps) for seed in range(options.seeds)]
+    options.output.mkdir(parents=True, exist_ok=True)
+    rewards = {seed: {kind: curve.rewards for kind, curve in runs.items()} for seed, runs in enumerate(results)}
+    (options.output / "learning_curves.json").write_text(json.dumps(rewards))
+    report(results)
 
 
 if __name__ == "__main__":

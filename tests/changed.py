@@ -48,8 +48,8 @@ TRL = ("trl", "trl_contract", "trl_head", "trl_steps", "trl_tools", "trl_over_ra
 VERL = ("verl", "verl_advantages", "verl_rows", "verl_head", "verl_fit", "verl_steps")
 # Each has a file in hpo_core/integrations; those of the second tuple are run against the trainer itself.
 TRAINERS = (
-    *("areal", "axolotl", "ms_swift", "nemo_rl", "openrlhf", "prime_rl", "rllm", "roll", "skyrl", "slime", "tinker"),
-    *("torchrl", "trinity", "verl_agent"),
+    *("areal", "art", "axolotl", "ms_swift", "nemo_rl", "openrlhf", "prime_rl", "rllm", "roll", "skyrl", "slime"),
+    *("tinker", "torchforge", "torchrl", "trinity", "verl_agent"),
 )
 WITH_TESTS = ("areal", "axolotl", "ms_swift", "openrlhf", "skyrl", "torchrl", "trinity")
 
@@ -133,7 +133,7 @@ RULES = [
           "hpo_core/integrations/prompt_advantages.py", "tests/trainer_batches.py"),
          ("trainers", "recorded_trainers", "imports", "docs", *WITH_TESTS)),
     Rule(tuple(f"hpo_core/integrations/{name}.py" for name in TRAINERS),
-         ("trainers", "recorded_trainers", "imports", "docs", *WITH_TESTS)),
+         ("trainers", "recorded_trainers", "recorded_apps", "imports", "docs", *WITH_TESTS)),
     Rule(("hpo_core/plot/*", "hpo_core/reference/gates.py", "hpo_core/reference/hierarchy.py"),
          ("plot", "imports", "docs")),
     Rule(("hpo_core/testing/*",), ("testing", "explain", "promises", "imports")),
@@ -141,10 +141,14 @@ RULES = [
           "LICENSE", "CITATION.cff", "THIRD_PARTY_NOTICES", ".gitignore"), ("packaging", "backends")),
     Rule(("README.md", "CONTRIBUTING.md", "docs/*", "mkdocs.yml"), ("docs",)),
     Rule(("docs/gpu.md", "tests/gpu_page.py", "tests/cuda_kernels.py"), ("cuda_compile", "triton_compile")),
-    Rule(("examples/*",), ("demo", "demo_agent", "docs", "tour")),
+    Rule(("examples/*",), ("demo", "demo_agent", "docs", "examples", "tour")),
+    Rule(("hpo_core/advantages/distributed.py", "hpo_core/distributed.py", "hpo_core/integrations/verl*.py"),
+         ("examples",)),
     Rule(("hpo_core/plot/*", "hpo_core/testing/*", "hpo_core/gates/*", "hpo_core/advantages/*"), ("tour",)),
     Rule(("examples/gate_pictures.py", "docs/pictures/*", "docs/gating_explained.md", "docs/gates.md"),
          ("plot",)),
+    Rule(("bench/*_pictures.py", "docs/pictures/*", "docs/trl_measured.md", "docs/benchmarks*.md",
+          "docs/logprobs_speed.md", "docs/gpu.md", "docs/demo_agent.md"), ("bench_pictures",)),
     Rule(("examples/demo.py", "examples/entropy_pictures.py", "docs/pictures/*", "docs/entropy_explained.md"),
          ("entropy_pictures",)),
     Rule(("bench/*", "*.md", ".clang-format"), ("packaging",)),

@@ -2,6 +2,7 @@
 // aggregates.
 #pragma once
 #include "hierarchy_leaves.h"
+#include "hierarchy_reference.h"
 #include "hierarchy_tokens.h"
 
 namespace hpo::HPO_ISA {
@@ -133,7 +134,7 @@ struct Sweeps {
   // The tokens [begin, end) behind the first at once, if the fast path holds for them.
   bool measure_fast_part(const Call& here, int64_t row, int64_t first, int begin, int end, Scratch& scratch, Partial& partial,
                          LogRatios& sums) const {
-    if (!plan.measures_fast) return false;
+    if (!plan.measures_fast || !has_ordinary_reference(here, row, first, begin, end)) return false;
     RowLogRatios found;
     scratch.whole.set(row, begin, end);
     if (!plan.measure_fast(here.args, first, scratch.whole, plan.clip, scratch.tile, space.seen, partial, &found)) return false;
@@ -150,10 +151,30 @@ struct Sweeps {
       const int begin = int(blocks[i].first - first);
       segments.list[i] = {blocks[i].row, begin, begin + int(blocks[i].tokens)};
     }
+    for (int i = 0; i < count; ++i) {
+      const Segment& segment = segments.list[i];
+      if (!has_ordinary_reference(call, segment.row, first, segment.begin, segment.end)) return false;
+    }
     RowLogRatios found[kFewRows];
     if (!plan.measure_fast(call.args, first, segments, plan.clip, scratch.tile, space.seen, partial, found)) return false;
     for (int i = 0; i < count; ++i) sums[i] = by_channel(found[i]);
     return true;
+  }
+
+  bool has_ordinary_reference(const Call& here, int64_t row, int64_t first, int begin, int end) const {
+    return !here.args.ref_logp || is_ordinary_reference(here, first, begin, end, here.args.weights[row]);
+  }
+
+  // What the loops of fast-path blocks leave out.
+  void pay_reference(const Block& block, Scratch& scratch, Partial& partial) const {
+    if (!call.args.ref_logp) return;
+    classify_masks(block, scratch);
+    for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
+      if (masked == Masked::all) return;
+      for_each_part(begin, end, kTile, [&](int from, int to) {
+        HPO_ISA::pay_reference(calls.of(masked), at, from, to, call.args.weights[block.row], partial);
+      });
+    });
   }
 
   LogRatios by_channel(const RowLogRatios& found) const {
@@ -167,7 +188,8 @@ struct Sweeps {
     Tile& tile = scratch.tile;
     bool fast = true;
     scratch.whole.set(row, begin, end);
-    if (plan.measures_fast || !plan.may_be_fast || !measure_fast(here, first, end, scratch.whole, tile, space.seen, partial)) {
+    if (plan.measures_fast || !plan.may_be_fast || here.args.ref_logp ||
+        !measure_fast(here, first, end, scratch.whole, tile, space.seen, partial)) {
       hpo::HPO_ISA::measure(here, first, end, scratch.whole, tile, space.seen, partial);
       fast = !tile.exceptional && tile.chosen == tile.kind;
     }
@@ -182,8 +204,9 @@ struct Sweeps {
     if (fast && plan.drops) {
       classify_masks(block, scratch);
       const float own = count_alike(block, leaf, scratch, partial, flow);
-      if (!plan.carries) write_alike(block, own, scratch);  // else `receive` writes it
-      return write_token_losses_alike(block, leaf, scratch);
+      if (!plan.fills_last) write_alike(block, own, scratch);
+      write_token_losses_alike(block, leaf, scratch);
+      return pay_reference(block, scratch, partial);
     }
     const OpenLevels levels = open_levels(block, leaf, fast);
     if (levels.open) {
@@ -193,6 +216,7 @@ struct Sweeps {
     } else {
       finish_closed(block, leaf, fast, scratch, partial, flow);
     }
+    if (fast) pay_reference(block, scratch, partial);
   }
 
   void finish_closed(const Block& block, const LeafGate& leaf, bool fast, Scratch& scratch, Partial& partial,
@@ -319,7 +343,7 @@ struct Sweeps {
   // have one term nothing is written yet.
   void receive(const Block& block, const LeafGate& leaf, const AggregateGrad& aggregate_grad, bool fast,
                Scratch& scratch) const {
-    if (fast && plan.drops) {
+    if (fast && plan.fills_last) {
       const auto [token, value] = alike(block, leaf);
       classify_masks(block, scratch);
       return write_alike(block, own_gradient(token, value) + aggregate_grad.rising, scratch);
@@ -362,6 +386,10 @@ struct Sweeps {
       gate_leaf(leaves, block.leaf, [&](int) { return sums; }, gate, slopes);
     }
     Flow flow = {};
+    if (fast && call.args.ref_logp) {  // one order of additions on every path
+      finish(block, gate, fast, scratch, partial, flow);
+      return receive(block, gate, own_aggregate_grad(flow, sums), fast, scratch);
+    }
     if (fast && plan.drops) {
       const float own = count_alike(block, gate, scratch, partial, flow);
       write_alike(block, own + own_aggregate_grad(flow, sums).rising, scratch);

@@ -37,7 +37,7 @@ struct Leaves {
     for (int64_t p = 0; p < hierarchy.leaves; ++p) {
       const Range range = leaf_range(hierarchy, args, p);
       const bool good = !range.bad && range.begin >= covered;
-      broken += !good;
+      broken += !good && hierarchy.leaf_row;  // else it is a row, which counts as one
       are_rows &= good && row(p) == p && range.begin == args.cu_seqlens[p] && range.end == args.cu_seqlens[p + 1];
       covered = good ? range.end : covered;
       start[p + 1] = start[p] + (good ? range.end - range.begin : 0);

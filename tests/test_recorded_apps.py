@@ -1,0 +1,185 @@
+"""The losses of ART and torchforge, which train on GPUs: on what they hand over, against formulas of their own."""
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from trainer_batches import LENGTH, ROWS, Batch, clipped, differ, equal, integration, masked, modules
+
+from hpo_core import gates
+
+# ----------------------------------------------------------------------------------------------------------------- ART
+# AlignedLossInputs, Loss and loss_fn of art/loss.py, called in art/unsloth/train.py and art/tinker/service.py, of
+# openpipe-art 0.5.23.
+
+
+class Packed:
+    """Two packs of completions with ids of their own, a completion without old log-probabilities, weights of tokens."""
+
+    def __init__(self, seed=0):
+        draw = torch.Generator().manual_seed(seed)
+        shape = (2, 40)
+        self.group_ids = torch.arange(1, 9).repeat_interleave(10).reshape(shape)
+        self.mask = torch.rand(shape, generator=draw) < 0.7
+        self.logp = -3 * torch.rand(shape, generator=draw) - 0.05
+        self.old = self.logp + 0.4 * torch.randn(shape, generator=draw)
+        self.advantages = torch.randn(8, generator=draw).repeat_interleave(10).reshape(shape)
+        self.weights = torch.rand(shape, generator=draw) + 0.5
+        self.entropies = torch.rand(shape, generator=draw)
+        self.unknown = self.group_ids == 3
+        self.is_given = self.mask & ~self.unknown
+
+    def align_inputs(self):
+        return SimpleNamespace(
+            assistant_mask=self.mask, old_logprobs=torch.where(self.is_given, self.old, torch.nan),
+            advantages=self.advantages, weights=self.weights, group_ids=self.group_ids, original_logprobs=None,
+            denominator=lambda mask, reduction: 1.0 if reduction == "sum" else mask.sum() + 1e-18,
+            aligned_entropies=lambda entropies: entropies,
+        )  # fmt: skip
+
+    def reference(self, logp, policy, reduction="mean"):
+        old = torch.where(self.unknown, logp.detach(), self.old)
+        total = masked(policy(logp, old) * self.weights, self.mask).sum()
+        return total if reduction == "sum" else total / self.mask.sum()
+
+    def sequences(self, logp, old):
+        """ART's ``importance_sampling_level="sequence"`` under PPO's clip."""
+        mean = torch.zeros(9).index_add(0, self.group_ids[self.mask], (logp - old)[self.mask])
+        mean = mean / torch.bincount(self.group_ids[self.mask], minlength=9).clamp(min=1)
+        return clipped(mean[self.group_ids], torch.zeros(()), self.advantages)
+
+
+def of_art(packed, logp, gate, reduction="mean", **settings):
+    seen = {}
+
+    def correlation(old, new):
+        seen["compared"] = torch.isfinite(old)
+        return torch.zeros(())
+
+    with modules(
+        art__loss={"Loss": SimpleNamespace, "compute_probs_corr": correlation}, art__unsloth__train={}
+    ) as stubs:
+        art, trainer = integration("art"), stubs["art.unsloth.train"]
+        art.use(SimpleNamespace(_in_process=True), gate)
+        found = trainer.loss_fn(packed, logp, None, packed.entropies, settings, reduction)
+    assert torch.equal(seen["compared"], packed.is_given)
+    expected = masked(packed.entropies * packed.weights, packed.mask).sum()
+    torch.testing.assert_close(found.entropy, expected if reduction == "sum" else expected / packed.mask.sum())
+    assert found.reduction == reduction
+    return found.policy_loss
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_art(reduction):
+    packed = Packed()
+    equal(
+        lambda logp: of_art(packed, logp, "ppo_clip", reduction, epsilon_high=None, importance_sampling_level="token"),
+        lambda logp: packed.reference(logp, lambda new, old: clipped(new, old, packed.advantages), reduction),
+        packed.logp,
+    )
+
+
+def test_a_trajectory_of_art_is_its_group_id():
+    packed = Packed(1)
+    ours = lambda logp: of_art(packed, logp, gates.gspo(0.2, 0.2))  # noqa: E731
+    equal(ours, lambda logp: packed.reference(logp, packed.sequences), packed.logp)
+    packed.group_ids = packed.group_ids // 2
+    differ(
+        ours, lambda logp: packed.reference(logp, lambda new, old: clipped(new, old, packed.advantages)), packed.logp
+    )
+
+
+@pytest.mark.parametrize(
+    ("gate", "settings", "said"),
+    [
+        ("icepop", {}, "ART's only old policy"),
+        ("kl_cov", {}, "needs"),
+        ("ppo_clip", {"epsilon": 0.1}, "epsilon: no effect"),
+        ("ppo_clip", {"ppo": True, "importance_sampling_level": "sequence"}, "ppo, importance_sampling_level: no"),
+    ],
+)
+def test_art_refuses_by_name(gate, settings, said):
+    with pytest.raises(ValueError, match=said):
+        of_art(Packed(), Packed().logp, gate, **settings)
+
+
+def test_art_in_another_process_is_refused():
+    with pytest.raises(ValueError, match="expected in_process=True, got LocalBackend"):
+        integration("art").use(type("LocalBackend", (), {"_in_process": False})(), "dapo")
+
+
+# ---------------------------------------------------------------------------------------------------------- torchforge
+# forward_backward of src/forge/actors/trainer/titan.py, collate and simple_grpo_loss of apps/grpo/main.py at 6e77f0b3.
+
+VOCABULARY, PROMPT = 11, 3
+
+
+def of_torchforge(batch, logits, response, old=None, made=None, **keywords):
+    told = {
+        "response": response, "ref_logprobs": batch.poisoned(batch.ref), "advantages": batch.advantages[:, :1],
+        "padding_mask": batch.mask,
+    }  # fmt: skip
+    told |= {} if old is None else {"old_logprobs": batch.poisoned(old)}
+    return (made or integration("torchforge").HPOLoss(**keywords))(logits, **told)
+
+
+def logits_and_tokens(seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    logits = torch.randn(ROWS, PROMPT + LENGTH, VOCABULARY, generator=draw)
+    return logits, torch.randint(VOCABULARY, (ROWS, LENGTH), generator=draw)
+
+
+def forge_logp(logits, response):
+    return logits[:, PROMPT - 1 : -1].log_softmax(-1).gather(-1, response[..., None]).squeeze(-1)
+
+
+def forge_loss(batch, logits, response, policy, beta=0.1):
+    logp = forge_logp(logits, response)
+    difference = batch.ref - logp
+    terms = policy(logp) + beta * (torch.exp(difference) - difference - 1)
+    return (masked(terms, batch.mask).sum(1) / batch.mask.sum(1).clamp(min=1)).mean()
+
+
+def test_torchforge():
+    batch, (logits, response) = Batch(empty_row=True), logits_and_tokens()
+    equal(
+        lambda logits: of_torchforge(batch, logits, response),
+        lambda logits: forge_loss(
+            batch, logits, response, lambda logp: -torch.exp(logp - logp.detach()) * batch.advantages
+        ),
+        logits,
+    )
+
+
+def test_torchforge_with_old_log_probabilities():
+    batch, (logits, response) = Batch(), logits_and_tokens()
+    old = forge_logp(logits, response) + 0.4 * torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(2))
+
+    def expected(logits, high=0.28):
+        clips = lambda logp: clipped(logp, old, batch.advantages, 0.2, high)  # noqa: E731
+        return forge_loss(batch, logits, response, clips, beta=0.0)
+
+    ours = lambda logits: of_torchforge(batch, logits, response, old, gate="dapo(eps_high=0.28)", beta=0.0)  # noqa: E731
+    equal(ours, expected, logits)
+    differ(ours, lambda logits: expected(logits, 0.2), logits)
+
+
+def test_torchforge_compiles_its_loss_and_sends_it_to_actors():
+    batch, (logits, response) = Batch(), logits_and_tokens()
+    made = pickle.loads(pickle.dumps(integration("torchforge").HPOLoss("gspo(eps_low=0.02, eps_high=0.03)")))
+    compiled = torch.compile(made, backend="eager")
+    for old in (None, batch.old):
+        equal(
+            lambda logits, old=old: of_torchforge(batch, logits, response, old, compiled),
+            lambda logits, old=old: of_torchforge(batch, logits, response, old, made),
+            logits,
+        )
+
+
+@pytest.mark.parametrize(
+    ("gate", "said"), [("icepop", "one old policy"), ("kl_cov", "needs"), ("reconstructed_gate", "no function")]
+)
+def test_torchforge_refuses_by_name(gate, said):
+    with pytest.raises(ValueError, match=said):
+        integration("torchforge").HPOLoss(gate)

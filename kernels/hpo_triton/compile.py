@@ -279,7 +279,7 @@ def paths() -> Iterator[Path_]:
     all_inputs = _everything(True)
     yield _levels("hierarchy: sequence, all inputs", all_inputs, SEQUENCE, token=TokenGate.DROP, **HEAVIEST_PENALTY)
     yield _levels("hierarchy: sequence, self", _masked(), SEQUENCE_SELF, token=TokenGate.DROP)
-    yield _levels("hierarchy: one level", _masked(), ONE, token=TokenGate.DROP)
+    yield _levels("hierarchy: one level", _masked(), ONE)
     yield _levels("hierarchy: two levels", _masked(), TWO)
     yield _levels("hierarchy: score", _masked(), TWO, head=Head.SCORE, split=True)
     yield _levels("hierarchy: four levels, all inputs", _everything(True), FOUR, split=True, **HEAVIEST_PENALTY)

@@ -233,7 +233,7 @@ def test_no_kernel_takes_more_float64_or_barriers_than_on_the_page(share):
 @of_each_share
 def test_no_program_orders_the_memory_of_the_device(share):
     """Each of them costs a flush of caches; what a program writes is read by later launches alone, but in launches
-    whose programs wait for each other: between steps, and behind a repair of leaves, which a sound batch has none of."""
+    whose programs wait for each other: between steps, and behind a repair of leaves, of which sound ones need none."""
     fences = {(report["kernel"], report["fences"]) for report in share_on_sm_90(share) if report["fences"]}
     of_levels = {("_prepare_leaves", count) for count in (2, 3, 4, 6)}  # none, some, a known gradient, three balanced
     assert fences <= {("_select_top", 3), ("_correct_tokens", 3), ("_deliver_gradient", 1), *of_levels}

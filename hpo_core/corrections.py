@@ -81,7 +81,7 @@ def _read(
 ) -> PolicyLossInputs:
     """What the op of a correction reads: its own pair, and what the loss reads, as tokens have a say that count there.
     Where steps are a level of the gate, those outside every step do not."""
-    hierarchy = batch.hierarchy(() if correction.unit is None else (correction.unit,))
+    leaves = batch.leaf_tables(() if correction.unit is None else (correction.unit,))
     mask = inputs.mask
     if gate.of_steps:
         in_step = batch.once(PackedBatch.step_of_token) >= 0
@@ -89,8 +89,8 @@ def _read(
     logp, old_logp, first, second = (each.contiguous() for each in (*loss_reads, *pair))
     return PolicyLossInputs(
         logp, old_logp, inputs.advantages, inputs.weights, inputs.cu_seqlens, mask, inputs.ref_logp,
-        token_weight=inputs.token_weight, advantage_per_token=inputs.advantage_per_token, leaf_begin=hierarchy.begin,
-        leaf_end=hierarchy.end, leaf_row=hierarchy.row, ancestors=hierarchy.ancestors, correction_first=first,
+        token_weight=inputs.token_weight, advantage_per_token=inputs.advantage_per_token, leaf_begin=leaves.begin,
+        leaf_end=leaves.end, leaf_row=leaves.row, ancestors=leaves.ancestors, correction_first=first,
         correction_second=second,
     )  # fmt: skip
 

@@ -148,7 +148,7 @@ def _prepared(
     alone = alone and (old_logp is not None or options.get("rollout_logp") is None)
     prepared = prepare(logp, old_logp, advantages, batch, gate, **options, logp_known=False)
     check(
-        alone and not prepared.spec.has_level and not prepared.spec.levels and prepared.exchange is None,
+        alone and not prepared.spec.levels and prepared.exchange is None,
         "gate: expected one on tokens alone, got {!r}, under which the gradient of a token depends on others; call "
         "token_logprobs and policy_loss",
         "none" if gate is None else gate.name,
@@ -210,10 +210,6 @@ def _of_tokens(inputs: PolicyLossInputs, begin: int, end: int) -> PolicyLossInpu
     if inputs.target_per_token:
         chosen["target"] = cut(inputs.target)
     offsets = inputs.cu_seqlens.clamp(begin, end) - begin
-    if inputs.leaf_begin is not None:
-        leaves = PackedBatch(offsets, total_tokens=end - begin, validate=False).hierarchy(())
-        names = ("leaf_begin", "leaf_end", "leaf_row", "ancestors")
-        chosen |= dict(zip(names, leaves, strict=True))
     return PolicyLossInputs(**{**inputs._asdict(), **chosen, "cu_seqlens": offsets})
 
 

@@ -107,9 +107,8 @@ class Native:
         if rule is not None:
             correction = (int(rule.statistic), int(rule.action), rule.strict, rule.low, rule.high)
         return self.module.PolicyLossSpec(
-            int(spec.token), spec.has_level, spec.level_clips, int(spec.routing), int(spec.head), int(spec.kl),
-            int(spec.kl_gradient), spec.strict, spec.low_driven, spec.high_driven, spec.token_low, spec.token_high,
-            spec.level_log_low, spec.level_log_high, spec.kl_beta, correction,
+            int(spec.token), int(spec.head), int(spec.kl), int(spec.kl_gradient), spec.strict, spec.low_driven,
+            spec.high_driven, spec.token_low, spec.token_high, spec.kl_beta, correction,
         )  # fmt: skip
 
     def _make_levels(self, spec: PolicyLossSpec) -> Any:
@@ -159,8 +158,7 @@ class Native:
         outputs: tuple[torch.Tensor | None, ...],
         exchange: Exchange | None,
     ) -> None:
-        assert inputs.leaf_begin is not None
-        logp, leaves = inputs.logp, inputs.leaf_begin.numel()
+        logp, leaves = inputs.logp, inputs.leaves
         size = self.module.hierarchy_workspace(tokens, rows, leaves)
         levels = (self._spec(spec), self._levels(spec))
         call = (self.module.hierarchy, logp, *levels, tokens, rows, leaves, inputs, *outputs)
@@ -187,8 +185,7 @@ class Native:
         self, inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentReduce | None = None
     ) -> torch.Tensor:
         """The factor ``[T]`` of ``logp - old_logp``, times ``token_weight``; ``reduce``: for ``spec.of_segments``."""
-        assert inputs.leaf_begin is not None
-        tokens, rows, leaves = inputs.logp.numel(), inputs.cu_seqlens.numel() - 1, inputs.leaf_begin.numel()
+        tokens, rows, leaves = inputs.logp.numel(), inputs.cu_seqlens.numel() - 1, inputs.leaves
         factor = torch.empty_like(inputs.logp)
         workspace = self._workspace(self.module.correction_workspace(tokens, rows, leaves), inputs.logp)
         call = (

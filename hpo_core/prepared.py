@@ -9,7 +9,7 @@ import torch
 import torch.distributed
 
 from . import aggregation, gates, ops
-from .batch import PackedBatch
+from .batch import Hierarchy, LeafTables, PackedBatch
 from .checks import (
     as_constant,
     check,
@@ -164,19 +164,19 @@ def prepare(
             "{}: only eager calls know it; call the loss outside torch.compile, dispatch modes and torch.func",
             next(name for name, value in asked.items() if value is not None),
         )
-        spec = spec.as_hierarchy()
         check(
             bool(spec.levels) or not wants_levels,
             "report: 'levels' is for a gate with levels, got {!r}, which has none; drop it (metrics has the tokens)",
             gate.name,
         )
-    trajectories = batch.trajectories if spec.has_level else None
-    row_trajectory, start, rows = trajectories if trajectories is not None else (None, None, None)
-    hierarchy = batch.hierarchy(tuple(level.unit for level in spec.levels)) if spec.is_hierarchical else ()
+    leaves: Hierarchy | LeafTables = LeafTables()
+    if spec.is_hierarchical:
+        units = tuple(level.unit for level in spec.levels)
+        leaves = batch.hierarchy(units) if beyond else batch.leaf_tables(units)
     exchange: SegmentExchange | None = None
     if beyond:
-        units = tuple(correction.unit for correction in gate.corrections if correction.unit is not None)
-        exchange = exchange_of(batch, spec, gate.name, units, process_group, aggregates)
+        of_corrections = tuple(each.unit for each in gate.corrections if each.unit is not None)
+        exchange = exchange_of(batch, spec, gate.name, of_corrections, process_group, aggregates)
     if weights is None:
         weights = aggregation.default(batch, gate.of_steps)
     if token_mask is not None:
@@ -192,7 +192,7 @@ def prepare(
         token_mask, token_weight = selected_tokens(chosen, token_mask, token_weight, token)
     if bounds is not None:
         low, high = (None if each is None else token(f"bounds[{at}]", each) for at, each in enumerate(bounds))
-    inputs = PolicyLossInputs(  # by position: eighteen keywords would take a microsecond
+    inputs = PolicyLossInputs(  # by position: fifteen keywords would take a microsecond
         logp,
         None if old_logp is None else token("old_logp", old_logp),
         as_constant("advantages", level_advantages, None, "", dtype, device),
@@ -207,11 +207,8 @@ def prepare(
         token_weight,
         low,
         high,
-        row_trajectory,
-        start,
-        rows,
         per_token,
-        *hierarchy,
+        *leaves,
     )
     if chosen is not None and chosen.kl_weight is not None:
         inputs = inputs._replace(kl_weight=token("kl_weight", chosen.kl_weight))

@@ -54,6 +54,7 @@ GATES = {
     "fiberpo": gates.fiberpo(0.05, (0.03, 0.02)),
     "fiberpo_domain": gates.reconstructed.fiberpo_domain(0.05, 0.03, 0.01, 0.01),
     "fiberpo_domain, stopped": gates.reconstructed.fiberpo_domain(0.05, 0.03, 0.01, 0.01, routing=Routing.STOPPED),
+    "gspo": gates.gspo(0.02, 0.03),
     "step_gspo": gates.step_gspo(0.02, 0.03),
     "two_scale": gates.reconstructed.two_scale((0.05, 0.04), (0.01, 0.02)),
     "two_scale, token": gates.reconstructed.two_scale((0.05, 0.04), (0.01, 0.02), 0.05),

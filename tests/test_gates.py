@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 import hpo_core as hpo
 from hpo_core import gates, testing
-from hpo_core.backends import resolve
 from hpo_core.gates import Clip, Drop, Level, RatioGate
-from hpo_core.specs import Head, PolicyLossInputs, Routing
+from hpo_core.specs import Head, Routing
 from hpo_core.testing import Layout, PolicyLossExample
 
 LONG = Layout(
@@ -437,27 +436,3 @@ def test_broken_offsets_are_counted_and_harmless(backend, offsets):
         for begin, end in itertools.pairwise(offsets):
             claimed[max(begin, 0) : end] |= 0 <= begin <= end <= 6
         assert bits(out.grad[~claimed]) == bits(torch.zeros_like(out.grad[~claimed]))
-
-
-def test_broken_trajectory_arrays_are_harmless(backend):
-    """They cannot come from PackedBatch, but a kernel must survive them."""
-    example = testing.move(example_of(0, gates.gspo(0.1, 0.2), set(), None), testing.device_of(backend))
-    device, rows = example.logp.device, example.batch.rows
-    op = resolve("gates", example.logp, backend)
-    for seed in range(20):
-        draw = torch.Generator().manual_seed(seed)
-        size = (3, 10, 2**62)[seed % 3]
-        garbage = [torch.randint(-size, size, (n,), generator=draw).to(device) for n in (rows, rows + 1, rows)]
-        inputs = PolicyLossInputs(
-            logp=example.logp,
-            old_logp=example.old_logp,
-            advantages=example.advantages,
-            weights=example.keywords["weights"],
-            cu_seqlens=example.batch.cu_seqlens,
-            mask=example.batch.mask,
-            row_trajectory=garbage[0],
-            trajectory_start=garbage[1],
-            trajectory_rows=garbage[2],
-        )
-        loss, _metrics, grad, _tokens = op.policy_loss(inputs, example.gate.spec(), True, True)
-        assert torch.isfinite(loss) and torch.isfinite(grad).all()

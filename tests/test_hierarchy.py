@@ -258,6 +258,41 @@ def test_broken_leaves_are_left_out_and_counted(gate, native_backends):
         assert got[1][hpo.metrics.slot("bad_offsets")] >= 3, backend
 
 
+WHOLE_ROWS = {name: GATES[name] for name in ("gspo", "sums", "fiberpo")}
+NO_TABLES = dict.fromkeys(("leaf_begin", "leaf_end", "leaf_row"))
+
+
+@pytest.mark.parametrize("gate", WHOLE_ROWS.values(), ids=WHOLE_ROWS)
+def test_rows_need_no_tables(gate, native_backends):
+    """The rows are the leaves, and without trajectories of several rows a leaf is a segment."""
+    for seed in range(3):
+        example = Example(seed, several=seed == 2)
+        rows = torch.arange(len(example.lengths))
+        tables = [NO_TABLES]
+        if all((ancestors == rows).all() for ancestors in index_inputs(example, gate)["ancestors"]):
+            tables.append({**NO_TABLES, "ancestors": None})
+        for backend in native_backends:
+            expected = raw(example, gate, backend)
+            for without in tables:
+                assert all(map(torch.equal, raw(example, gate, backend, **without), expected)), backend
+
+
+@pytest.mark.usefixtures("at_length")
+@pytest.mark.parametrize("gate", WHOLE_ROWS.values(), ids=WHOLE_ROWS)
+def test_no_value_of_offsets_without_leaves_is_dangerous(gate, native_backends):
+    example, draw = Example(0), torch.Generator().manual_seed(0)
+    rows = len(example.lengths)
+    without = NO_TABLES if gate.name == "fiberpo" else {**NO_TABLES, "ancestors": None}
+    for size in (3, 60, 1 << 40):
+        garbage = [torch.randint(-size, size, (rows + 1,), generator=draw) for _ in range(5)]
+        for backend in native_backends:
+            for offsets in few(backend, garbage):
+                loss, metrics, grad, token_loss = raw(example, gate, backend, cu_seqlens=offsets, **without)
+                assert all(bool(torch.isfinite(found).all()) for found in (loss, grad, token_loss)), backend
+                # A row that lies nowhere counts as a row and as a leaf.
+                assert 0 <= metrics[hpo.metrics.slot("bad_offsets")] <= 2 * rows, backend
+
+
 @pytest.mark.usefixtures("at_length")
 @several_gates
 def test_no_value_of_offsets_and_leaves_is_dangerous(gate, native_backends):

@@ -404,7 +404,7 @@ def test_nothing_synchronises(masked, per_token):
     make = Device()
     ids = {f"{unit}_ids": make.ids() for unit in ("trajectory", "group", "domain")}
     for gate in OBSERVED.values():
-        spec = gate.spec().as_hierarchy()
+        spec = gate.spec()
         units = tuple(level.unit for level in spec.levels)
         with OnDevice(), NoHostData():
             mask = make(64, dtype=torch.bool) if masked else None

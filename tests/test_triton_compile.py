@@ -380,16 +380,12 @@ def sweep():
         offsets, mask = row_values(rows + 1, torch.int64), row_values(tokens, torch.bool)
         batch = PolicyLossInputs(*map(row_values, (tokens, tokens, rows, rows)), offsets, mask)
         clip = PolicyLossSpec(token_low=(low, low), token_high=(high, high), low_driven=(low > 0, True))
-        level = PolicyLossSpec(
-            token=TokenGate.DROP, has_level=True, level_clips=True,
-            level_log_low=(-low, -low), level_log_high=(high, high),
-        )
-        for spec in (clip, level):
-            gates.policy_loss(batch, spec, True, False)
+        gates.policy_loss(batch, clip, True, False)
         ranges = {name: row_values(rows, torch.int64) for name in ("leaf_begin", "leaf_end", "leaf_row")}
         leaves = batch._replace(**ranges, ancestors=torch.empty((1, rows), dtype=torch.int64, device="meta"))
         steps = LevelSpec(Unit.STEP, LevelKind.CLIP, low=(-low,) * 4, high=(high,) * 4, slope=low)
-        gates.policy_loss(leaves, PolicyLossSpec(levels=(steps,), token_log_high=(low, high)), True, False)
+        for drops in ({"token_log_high": (low, high)}, {"token": TokenGate.DROP}):
+            gates.policy_loss(leaves, PolicyLossSpec(levels=(steps,), **drops), True, False)
         term = TermSpec((low + 1, high), (low, 0.5), pre_high=(high, low), penalty=Penalty.K1, penalty_coefficient=low)
         gates.policy_loss(leaves, PolicyLossSpec(levels=(steps,), head=Head.SIMPLE, term=term), True, False)
         mean = Statistic.LOG_RATIO, Reduction.MEAN, Action.BAND

@@ -650,12 +650,11 @@ def _operators() -> Iterator[Call]:
 
 def _loss_inputs(packed: PackedBatch, gate: gates.RatioGate) -> dict[str, Any]:
     spec = gate.spec(hpo.kl.k3(0.125), False)
-    trajectories = packed.trajectories if spec.has_level else None
     leaves = packed.hierarchy(tuple(level.unit for level in spec.levels)) if spec.is_hierarchical else (None,) * 4
     inputs = PolicyLossInputs(
         _T["logp"], _T["old_logp"], _S["advantages"], _S["weights"], packed.cu_seqlens, packed.mask,
         _T["old_logp"] - 0.25, _T["entropy"], _T["entropy"], floats(0.5), _T["bools"], _T["weight"], _T["weight"] / 4,
-        _T["weight"] + 1, *(trajectories or (None,) * 3), False, *leaves, kl_weight=_T["weight"] / 2,
+        _T["weight"] + 1, False, *leaves, kl_weight=_T["weight"] / 2,
     )  # fmt: skip
     if not gate.takes_bounds:
         inputs = inputs._replace(low=None, high=None)

@@ -25,15 +25,11 @@ inline CorrectionRule make_rule(int statistic, int action, bool strict, const py
 }
 
 // correction: None, or the arguments of make_rule.
-inline PolicyLossSpec make_spec(int token, bool has_level, bool level_clips, int routing, int head, int kl, int kl_gradient,
-                                bool strict, py::sequence low_driven, py::sequence high_driven, py::sequence token_low,
-                                py::sequence token_high, py::sequence level_log_low, py::sequence level_log_high,
-                                double kl_beta, const py::object& correction) {
+inline PolicyLossSpec make_spec(int token, int head, int kl, int kl_gradient, bool strict, py::sequence low_driven,
+                                py::sequence high_driven, py::sequence token_low, py::sequence token_high, double kl_beta,
+                                const py::object& correction) {
   PolicyLossSpec spec{};
   spec.structure.token = TokenGate(token);
-  spec.structure.has_level = has_level;
-  spec.structure.level_clips = level_clips;
-  spec.structure.routing = Routing(routing);
   spec.structure.head = Head(head);
   spec.structure.kl = KLEstimator(kl);
   spec.structure.kl_gradient = KLGradient(kl_gradient);
@@ -43,8 +39,6 @@ inline PolicyLossSpec make_spec(int token, bool has_level, bool level_clips, int
     spec.structure.high_driven[sign] = high_driven[sign].cast<bool>();
     spec.numbers.token_low[sign] = token_low[sign].cast<double>();
     spec.numbers.token_high[sign] = token_high[sign].cast<double>();
-    spec.numbers.level_log_low[sign] = level_log_low[sign].cast<double>();
-    spec.numbers.level_log_high[sign] = level_log_high[sign].cast<double>();
   }
   spec.numbers.kl_beta = kl_beta;
   if (!correction.is_none()) {
@@ -74,9 +68,6 @@ constexpr const char* kInputs[] = {
     "token_weight",
     "low",
     "high",
-    "row_trajectory",
-    "trajectory_start",
-    "trajectory_rows",
     "advantage_per_token",
     "leaf_begin",
     "leaf_end",
@@ -90,7 +81,7 @@ constexpr const char* kInputs[] = {
     "correction_second",
 };
 constexpr size_t kOffsets = 4;
-constexpr size_t kLeaves = 18;  // of leaf_begin, which the other three follow
+constexpr size_t kLeaves = 15;  // of leaf_begin, which the other three follow
 
 inline Offsets offsets_of(const py::tuple& inputs, int64_t rows) {
   if (inputs.size() != std::size(kInputs)) throw std::invalid_argument("inputs: expected a PolicyLossInputs");
@@ -121,9 +112,6 @@ inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& i
   args.token_weight = pointer<const float>(take());
   args.low = pointer<const float>(take());
   args.high = pointer<const float>(take());
-  args.row_trajectory = pointer<const int64_t>(take());
-  args.trajectory_start = pointer<const int64_t>(take());
-  args.trajectory_rows = pointer<const int64_t>(take());
   args.advantage_per_token = inputs[next++].cast<bool>();
   next += 4;  // the leaves, see add_leaves
   args.target = pointer<const float>(take());
@@ -141,12 +129,12 @@ inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& i
   return args;
 }
 
-inline void add_leaves(Hierarchy& hierarchy, int64_t leaves, const py::tuple& inputs) {
+// Without tables the rows are the leaves.
+inline void add_leaves(Hierarchy& hierarchy, int64_t leaves, const py::tuple& inputs, const Offsets& offsets) {
+  const auto table = [&](size_t at) { return pointer<const int64_t>(address_of(inputs[kLeaves + at], kInputs[kLeaves + at])); };
   hierarchy.leaves = leaves;
-  hierarchy.leaf_begin = pointer<const int64_t>(address_of(inputs[kLeaves], kInputs[kLeaves]));
-  hierarchy.leaf_end = pointer<const int64_t>(address_of(inputs[kLeaves + 1], kInputs[kLeaves + 1]));
-  hierarchy.leaf_row = pointer<const int64_t>(address_of(inputs[kLeaves + 2], kInputs[kLeaves + 2]));
-  hierarchy.ancestors = pointer<const int64_t>(address_of(inputs[kLeaves + 3], kInputs[kLeaves + 3]));
+  hierarchy.leaf_begin = table(0), hierarchy.leaf_end = table(1), hierarchy.leaf_row = table(2), hierarchy.ancestors = table(3);
+  if (!hierarchy.leaf_begin && leaves > 0) hierarchy.leaf_begin = offsets.data(), hierarchy.leaf_end = offsets.data() + 1;
 }
 
 // levels: (gate, routing, aggregate, low, high, slope) each; low and high are [channel][sign of the advantage]. term: None, or
@@ -211,7 +199,7 @@ inline void bind_losses(py::module_& m) {
     const PolicyLossArgs args =
         make_args(tokens, rows, inputs, offsets, {loss, metrics, grad, token_loss, workspace}, spec.correction);
     Hierarchy hierarchy = levels;
-    add_leaves(hierarchy, leaves, inputs);
+    add_leaves(hierarchy, leaves, inputs, offsets);
     hierarchy.stage = Stage(stage);
     hierarchy.tables = {pointer<int64_t>(sums), pointer<int64_t>(largest), pointer<int64_t>(aggregate_grad)};
     run([&] { return hpo_hierarchy(&args, &spec.structure, &spec.numbers, &hierarchy, context); });
@@ -229,7 +217,7 @@ inline void bind_losses(py::module_& m) {
     hierarchy.depth = of_segments;
     hierarchy.stage = Stage(stage);
     hierarchy.tables.sums = pointer<int64_t>(segments);
-    add_leaves(hierarchy, leaves, inputs);
+    add_leaves(hierarchy, leaves, inputs, offsets);
     const CorrectionRule rule = make_rule(statistic, action, strict, low, high);
     const Correction correction{rule, Reduction(reduction), pointer<float>(factor)};
     run([&] { return hpo_correction(&args, &hierarchy, &correction, context); });

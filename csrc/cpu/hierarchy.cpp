@@ -222,7 +222,7 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
     broadcast_grad(leaves, space, threads);
     for_each_block_together([&](int64_t task, const Block& block, Scratch& scratch) {
       const auto& token_grad = space.token_grad[block.leaf];
-      sweeps.receive(block, {token_grad[0], token_grad[1]}, space.fast_at(task, block), scratch);
+      sweeps.receive(block, space.gates[block.leaf], {token_grad[0], token_grad[1]}, space.fast_at(task, block), scratch);
     });
   }
 }

@@ -2,6 +2,7 @@
 // aggregates.
 #pragma once
 #include "hierarchy_leaves.h"
+#include "hierarchy_reference.h"
 #include "hierarchy_tokens.h"
 
 namespace hpo::HPO_ISA {
@@ -133,7 +134,7 @@ struct Sweeps {
   // The tokens [begin, end) behind the first at once, if the fast path holds for them.
   bool measure_fast_part(const Call& here, int64_t row, int64_t first, int begin, int end, Scratch& scratch, Partial& partial,
                          LogRatios& sums) const {
-    if (!plan.measures_fast) return false;
+    if (!plan.measures_fast || !has_ordinary_reference(here, row, first, begin, end)) return false;
     RowLogRatios found;
     scratch.whole.set(row, begin, end);
     if (!plan.measure_fast(here.args, first, scratch.whole, plan.clip, scratch.tile, space.seen, partial, &found)) return false;
@@ -150,10 +151,30 @@ struct Sweeps {
       const int begin = int(blocks[i].first - first);
       segments.list[i] = {blocks[i].row, begin, begin + int(blocks[i].tokens)};
     }
+    for (int i = 0; i < count; ++i) {
+      const Segment& segment = segments.list[i];
+      if (!has_ordinary_reference(call, segment.row, first, segment.begin, segment.end)) return false;
+    }
     RowLogRatios found[kFewRows];
     if (!plan.measure_fast(call.args, first, segments, plan.clip, scratch.tile, space.seen, partial, found)) return false;
     for (int i = 0; i < count; ++i) sums[i] = by_channel(found[i]);
     return true;
+  }
+
+  bool has_ordinary_reference(const Call& here, int64_t row, int64_t first, int begin, int end) const {
+    return !here.args.ref_logp || is_ordinary_reference(here, first, begin, end, here.args.weights[row]);
+  }
+
+  // What the loops of fast-path blocks leave out.
+  void pay_reference(const Block& block, Scratch& scratch, Partial& partial) const {
+    if (!call.args.ref_logp) return;
+    classify_masks(block, scratch);
+    for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
+      if (masked == Masked::all) return;
+      for_each_part(begin, end, kTile, [&](int from, int to) {
+        HPO_ISA::pay_reference(calls.of(masked), at, from, to, call.args.weights[block.row], partial);
+      });
+    });
   }
 
   LogRatios by_channel(const RowLogRatios& found) const {
@@ -167,7 +188,8 @@ struct Sweeps {
     Tile& tile = scratch.tile;
     bool fast = true;
     scratch.whole.set(row, begin, end);
-    if (plan.measures_fast || !plan.may_be_fast || !measure_fast(here, first, end, scratch.whole, tile, space.seen, partial)) {
+    if (plan.measures_fast || !plan.may_be_fast || here.args.ref_logp ||
+        !measure_fast(here, first, end, scratch.whole, tile, space.seen, partial)) {
       hpo::HPO_ISA::measure(here, first, end, scratch.whole, tile, space.seen, partial);
       fast = !tile.exceptional && tile.chosen == tile.kind;
     }
@@ -182,7 +204,9 @@ struct Sweeps {
     if (fast && plan.drops) {
       classify_masks(block, scratch);
       const float own = count_alike(block, leaf, scratch, partial, flow);
-      return write_alike(block, leaf, own, scratch);
+      if (!plan.fills_last) write_alike(block, own, scratch);
+      write_token_losses_alike(block, leaf, scratch);
+      return pay_reference(block, scratch, partial);
     }
     const OpenLevels levels = open_levels(block, leaf, fast);
     if (levels.open) {
@@ -192,6 +216,7 @@ struct Sweeps {
     } else {
       finish_closed(block, leaf, fast, scratch, partial, flow);
     }
+    if (fast) pay_reference(block, scratch, partial);
   }
 
   void finish_closed(const Block& block, const LeafGate& leaf, bool fast, Scratch& scratch, Partial& partial,
@@ -254,10 +279,8 @@ struct Sweeps {
 
   // Of a fast-path block whose tokens have one term, its sums. Returns the gradient of a token's own path.
   float count_alike(const Block& block, const LeafGate& leaf, Scratch& scratch, Partial& partial, Flow& flow) const {
-    const float advantage = call.args.advantages[block.row], coefficient = call.args.weights[block.row] * advantage;
-    const bool negative = advantage < 0.0f;
-    const GatedToken token = gate_token<float>(leaf, false, true, plan.keep, negative, 0.0f, 0.0f, 0.0f);
-    const float value = token_value(coefficient, token.z);
+    const bool negative = call.args.advantages[block.row] < 0.0f;
+    const auto [token, value] = alike(block, leaf);
     OpenCounts counts;
     for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
       if (masked == Masked::all) return;
@@ -271,20 +294,31 @@ struct Sweeps {
     if (counts.present > 0) partial.sums[kLossSum][0] += tokens * double(value);
     if (plan.carries) flow.past_token[0] = tokens * double(value * token.rising_step);
     if (plan.by_sign) flow.by_sign[negative] = tokens * double(value);
-    return token.slope != 0.0f ? value * token.slope : 0.0f;
+    return own_gradient(token, value);
   }
 
+  // The one term of these tokens.
+  std::pair<GatedToken, float> alike(const Block& block, const LeafGate& leaf) const {
+    const float advantage = call.args.advantages[block.row], coefficient = call.args.weights[block.row] * advantage;
+    const GatedToken token = gate_token<float>(leaf, false, true, plan.keep, advantage < 0.0f, 0.0f, 0.0f, 0.0f);
+    return {token, token_value(coefficient, token.z)};
+  }
+
+  static float own_gradient(const GatedToken& token, float value) { return token.slope != 0.0f ? value * token.slope : 0.0f; }
+
   // The gradient of these tokens, the same for all that no pre-gate holds.
-  void write_alike(const Block& block, const LeafGate& leaf, float gradient, Scratch& scratch) const {
+  void write_alike(const Block& block, float gradient, Scratch& scratch) const {
     const PolicyLossArgs& args = call.args;
     const bool negative = args.advantages[block.row] < 0.0f;
-    if (args.grad) {
-      for_each_stretch_of(block, args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
-        if (masked == Masked::all) return clear_gradient(args, at + begin, end - begin);
-        write_where_free(calls.of(masked).args, at, begin, end, plan.clip, negative, gradient);
-      });
-    }
-    if (!args.token_loss) return;
+    if (!args.grad) return;
+    for_each_stretch_of(block, args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
+      if (masked == Masked::all) return clear_gradient(args, at + begin, end - begin);
+      write_where_free(calls.of(masked).args, at, begin, end, plan.clip, negative, gradient);
+    });
+  }
+
+  void write_token_losses_alike(const Block& block, const LeafGate& leaf, Scratch& scratch) const {
+    if (!call.args.token_loss) return;
     FlowLanes lanes;
     write_token_losses(block, BlockGate{plan, leaf, block.row, scratch.terms, lanes}, scratch);
   }
@@ -305,8 +339,15 @@ struct Sweeps {
     write_token_losses(block, BlockGate{plan, leaf, block.row, scratch.terms, lanes}, scratch);
   }
 
-  // The third, where something saturated: the gradient that arrives through aggregates. Elsewhere what is written stands.
-  void receive(const Block& block, const AggregateGrad& aggregate_grad, bool fast, Scratch& scratch) const {
+  // The third: the gradient that arrives through aggregates. Where nothing saturated what is written stands; of tokens that
+  // have one term nothing is written yet.
+  void receive(const Block& block, const LeafGate& leaf, const AggregateGrad& aggregate_grad, bool fast,
+               Scratch& scratch) const {
+    if (fast && plan.fills_last) {
+      const auto [token, value] = alike(block, leaf);
+      classify_masks(block, scratch);
+      return write_alike(block, own_gradient(token, value) + aggregate_grad.rising, scratch);
+    }
     if (aggregate_grad.nothing()) return;
     Tile& tile = scratch.tile;
     for_each_tile_of(block, kGridOfLines, [&](int64_t at, int begin, int n) {
@@ -345,16 +386,21 @@ struct Sweeps {
       gate_leaf(leaves, block.leaf, [&](int) { return sums; }, gate, slopes);
     }
     Flow flow = {};
+    if (fast && call.args.ref_logp) {  // one order of additions on every path
+      finish(block, gate, fast, scratch, partial, flow);
+      return receive(block, gate, own_aggregate_grad(flow, sums), fast, scratch);
+    }
     if (fast && plan.drops) {
       const float own = count_alike(block, gate, scratch, partial, flow);
-      return write_alike(block, gate, own + own_aggregate_grad(flow, sums).rising, scratch);
+      write_alike(block, own + own_aggregate_grad(flow, sums).rising, scratch);
+      return write_token_losses_alike(block, gate, scratch);
     }
     const OpenLevels levels = open_levels(block, gate, fast);
     if (levels.open) count(block, levels, scratch, partial, flow);
     else finish_closed(block, gate, fast, scratch, partial, flow);
     const AggregateGrad aggregate_grad = own_aggregate_grad(flow, sums);
     if (levels.open) write(block, gate, aggregate_grad, scratch, partial);
-    else receive(block, aggregate_grad, fast, scratch);
+    else receive(block, gate, aggregate_grad, fast, scratch);
   }
 
   // A leaf that stands alone gets its own gradient back, with the rounding of the tables.

@@ -37,12 +37,11 @@ struct Leaves {
     for (int64_t p = 0; p < hierarchy.leaves; ++p) {
       const Range range = leaf_range(hierarchy, args, p);
       const bool good = !range.bad && range.begin >= covered;
-      broken += !good;
-      are_rows &=
-          good && hierarchy.leaf_row[p] == p && range.begin == args.cu_seqlens[p] && range.end == args.cu_seqlens[p + 1];
+      broken += !good && hierarchy.leaf_row;  // else it is a row, which counts as one
+      are_rows &= good && row(p) == p && range.begin == args.cu_seqlens[p] && range.end == args.cu_seqlens[p + 1];
       covered = good ? range.end : covered;
       start[p + 1] = start[p] + (good ? range.end - range.begin : 0);
-      if (hierarchy.depth > 0) alone &= hierarchy.ancestors[p] == p;
+      if (hierarchy.depth > 0) alone &= ancestor(0, p) == p;
     }
     for (int64_t p = 0; p < count(); ++p) together += length(p) > 0 && !stands_alone(p);
   }
@@ -53,8 +52,8 @@ struct Leaves {
   bool stands_alone(int64_t p) const { return alone && (hierarchy.depth == 0 || length(p) <= kChunk); }
   int64_t task(int64_t p) const { return start[p] / kChunk; }  // of its first block
   int64_t tasks() const { return start[count()] / kChunk + 1; }
-  int64_t row(int64_t p) const { return hierarchy.leaf_row[p]; }
-  int64_t ancestor(int k, int64_t p) const { return hierarchy.ancestors[k * count() + p]; }
+  int64_t row(int64_t p) const { return row_of_leaf(hierarchy, p); }
+  int64_t ancestor(int k, int64_t p) const { return ancestor_of(hierarchy, k, p); }
 
   // The first leaf that starts at or behind this token.
   int64_t starting_at(int64_t token) const {

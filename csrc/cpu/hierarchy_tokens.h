@@ -134,11 +134,12 @@ struct TokenPlan {
   TermLoop term_loop;  // null: the gate asks for no more than the loops below
   TokenLoop loop;
   FastLoop fast_loop;
-  bool may_be_fast;
+  bool may_be_fast;  // a reference policy has a sweep of its own, see hierarchy_reference.h
   bool as_they_are;  // log-ratios enter the gates
   PreClip clip;  // else they enter it, where `measures_fast`
   bool measures_fast;  // the first sweep may take the fast path
   bool drops;  // the tokens of a leaf have one term
+  bool fills_last;  // and their gradient is written when that through aggregates is known
   bool opens;  // a fast-path tile may be under open gates: the token gate is a clip, and the loss A e^z
   bool keeps_ratios;  // where the gradient will be, for these tiles
   OpenLoops open_loops;
@@ -155,7 +156,7 @@ struct TokenPlan {
         term_loop(hierarchy.term.present ? pick_term_loop(call.structure.head) : nullptr),
         loop(),
         fast_loop(pick_fast_loop(call.structure, hierarchy.split)),
-        may_be_fast(HPO_ISA::may_be_fast(call.args) && !call.args.target),
+        may_be_fast(!has_more_than_reference(call.args) && !call.args.target),
         as_they_are(!term.pre_gated && !term.mean_exp),
         clip(term.clip()),
         measures_fast(may_be_fast && (as_they_are || (term.clips() && clip.narrows()))),
@@ -181,6 +182,7 @@ struct TokenPlan {
     keep = term.keep;
     carries = through && structure.head != Head::score && call.args.grad;
     by_sign &= carries;
+    fills_last = drops && carries && !call.args.ref_logp;
     loop = pick_token_loop(structure, hierarchy.split, driven);
     const FirstSweep sweep = keeps_ratios ? FirstSweep::keeps_ratios : (as_they_are ? FirstSweep::plain : FirstSweep::clips);
     measure_fast = hierarchy.split ? pick_measure_fast<true>(sweep) : pick_measure_fast<false>(sweep);
@@ -247,7 +249,7 @@ struct BlockGate {
     add_groups(tile.loss, n, partial.sums[kLossSum]);
     if (!plan.carries) return;
     if (terms.flows) add_past_token(n);
-    if (plan.by_sign) add_groups(tile.loss, n, lanes.by_sign[kind == kNegative]);
+    if (plan.by_sign) add(tile.loss, n, lanes.by_sign[kind == kNegative]);
   }
 
  private:
@@ -277,7 +279,14 @@ struct BlockGate {
   }
 
   void add_past_token(int n) const {
-    for (int i = 0; i <= plan.hierarchy.split; ++i) add_groups(terms.past_token[i], n, lanes.past_token[i]);
+    for (int i = 0; i <= plan.hierarchy.split; ++i) add(terms.past_token[i], n, lanes.past_token[i]);
+  }
+
+  // n equal floats sum to n a exactly in doubles: where tokens drop their residual, a constant a comes back from the mean to
+  // the bit, which is the on-policy promise.
+  void add(float* each, int n, double* sums) const {
+    if (plan.term.drop) add_terms(each, n, sums);
+    else add_groups(each, n, sums);
   }
 
   // slope: d loss / d z of each token.
@@ -286,7 +295,7 @@ struct BlockGate {
     if (!plan.by_sign) return;
     for (int i = 0; i < n; ++i) terms.by_sign[0][i] = keep_if(tile.chosen[i] == kPositive, slope[i]);
     for (int i = 0; i < n; ++i) terms.by_sign[1][i] = keep_if(tile.chosen[i] == kNegative, slope[i]);
-    for (int i = 0; i < 2; ++i) add_groups(terms.by_sign[i], n, lanes.by_sign[i]);
+    for (int i = 0; i < 2; ++i) add(terms.by_sign[i], n, lanes.by_sign[i]);
   }
 };
 

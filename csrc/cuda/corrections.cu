@@ -56,7 +56,7 @@ struct Call {
   }
 
   __device__ __forceinline__ int64_t* words_of(int leaf) const {
-    return workspace.segments + hierarchy.ancestors[leaf] * kWords;
+    return workspace.segments + ancestor_of(hierarchy, 0, leaf) * kWords;
   }
 
   __device__ __forceinline__ bool valid(const Inputs<4>& inputs, int i) const {

@@ -1,30 +1,17 @@
-// A token under the gates of gates.cu: a clip of its own ratio, or one gate on its trajectory.
+// A token under the gates of gates.cu: a clip of its own ratio.
 #pragma once
 #include "gates_sweep.cuh"
 
 namespace hpo {
-
-// The gate of a trajectory, as its tokens need it.
-struct Level {
-  float ratio[2];
-  bool inside[2], below[2], above[2];
-  float shared_grad;  // Routing::through: minus the mean over the trajectory of a * ratio where the gate passes gradient
-};
 
 struct RatioGate {
   Gated value;
   bool below, above;
 };
 
-template <bool LEVEL, int EXTRAS, int WIDTH>
-__device__ __forceinline__ RatioGate gate_ratio(const Gate& gate, const Level& level, const Inputs<WIDTH>& inputs,
-                                                const Token& token, float ratio, int i) {
-  if constexpr (LEVEL) {
-    const bool flows = by_sign(level.inside, token.negative) && gate.structure.routing == Routing::self;
-    return {{by_sign(level.ratio, token.negative), flows},
-            by_sign(level.below, token.negative),
-            by_sign(level.above, token.negative)};
-  }
+template <int EXTRAS, int WIDTH>
+__device__ __forceinline__ RatioGate gate_ratio(const Gate& gate, const Inputs<WIDTH>& inputs, const Token& token, float ratio,
+                                                int i) {
   float low = by_sign(gate.token_low, token.negative), high = by_sign(gate.token_high, token.negative);
   if constexpr (EXTRAS) {
     low = gate.args.low && by_sign(gate.structure.low_driven, token.negative) ? inputs.one(gate.args.low, i) : low;
@@ -37,16 +24,15 @@ __device__ __forceinline__ RatioGate gate_ratio(const Gate& gate, const Level& l
 }
 
 // One token: its gradient, its loss, and what it adds to the metrics.
-template <bool LEVEL, bool REFERENCE, int EXTRAS, int WIDTH>
-__device__ __forceinline__ float sweep_token(const Gate& gate, const RowTerms& row, const Level& level,
-                                             const Inputs<WIDTH>& inputs, int i, TileTotals& tile, Totals& totals) {
-  const Token token = classify < REFERENCE, EXTRAS, !LEVEL && EXTRAS != kNoExtras > (gate, row, inputs, i);
+template <bool REFERENCE, int EXTRAS, int WIDTH>
+__device__ __forceinline__ float sweep_token(const Gate& gate, const RowTerms& row, const Inputs<WIDTH>& inputs, int i,
+                                             TileTotals& tile, Totals& totals) {
+  const Token token = classify<REFERENCE, EXTRAS>(gate, row, inputs, i);
   const bool score_head = gate.structure.head == Head::score, finite = token.valid && !token.infinite;
   const float ratio = exp(token.x);
-  const RatioGate gated = gate_ratio<LEVEL, EXTRAS>(gate, level, inputs, token, ratio, i);
+  const RatioGate gated = gate_ratio<EXTRAS>(gate, inputs, token, ratio, i);
   const Term term = policy_term(score_head, token.a, gated.value, inputs.logp[i], finite);
-  float grad = token.selected ? term.grad : 0.0f;
-  if (LEVEL && !score_head && gate.structure.routing == Routing::through) grad = finite ? level.shared_grad : 0.0f;
+  const float grad = token.selected ? term.grad : 0.0f;
   const Outcome outcome = {term.loss, grad, gated.below, gated.above};
   const auto unweighted = [&] { return policy_term(score_head, token.unweighted, gated.value, inputs.logp[i], finite).loss; };
   return complete_token<REFERENCE, EXTRAS>(gate, row, inputs, i, token, ratio, outcome, unweighted, tile, totals);

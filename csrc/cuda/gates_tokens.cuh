@@ -30,11 +30,10 @@ struct Gate {
   PolicyLossArgs args;
   GateStructure structure;
   float token_low[2], token_high[2];
-  double level_log_low[2], level_log_high[2];
   float kl_beta;
   RuleNumbers rule;
   bool groupable;  // groups of four tokens may be read at once
-  bool coefficient_varies;  // a differs between the tokens of a row, and its sum is wanted
+  bool coefficient_varies;  // a may differ between the tokens of a row
 
   Gate(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers)
       : args(args), structure(structure), kl_beta(float(numbers.kl_beta)), rule(args.correction.rule), groupable(true) {
@@ -43,8 +42,6 @@ struct Gate {
     for (int sign = 0; sign < 2; ++sign) {
       token_low[sign] = clips ? float(numbers.token_low[sign]) : 0.0f;
       token_high[sign] = clips ? float(numbers.token_high[sign]) : INFINITY;
-      level_log_low[sign] = numbers.level_log_low[sign];
-      level_log_high[sign] = numbers.level_log_high[sign];
     }
     const float* floats[] = {args.logp,    args.old_logp,  args.ref_logp,
                              args.entropy, args.score,     args.token_weight,
@@ -52,8 +49,7 @@ struct Gate {
                              args.grad,    args.token_loss};
     for (const float* array : floats) groupable &= hpo::groupable(array, 16);
     for (const uint8_t* array : {args.mask, args.token_mask}) groupable &= hpo::groupable(array, 4);
-    const bool coupled = structure.routing == Routing::through && structure.head == Head::linear;
-    coefficient_varies = coupled && (args.advantage_per_token || args.token_weight || args.correction.second);
+    coefficient_varies = args.advantage_per_token || args.token_weight || args.correction.second;
   }
 
   int extras() const {

@@ -5,6 +5,10 @@
 // that is balanced; a call in stages has a launch for each part of the third. The sweep stands alone, since it needs registers
 // that would leave the others too few blocks. The definition is hpo_core/reference/hierarchy.py.
 //
+// Under one level whose residual tokens drop, as in a gate on sequences, the gradient that flows is a sum of the coefficients
+// of tokens times a number of their segment. The first launch adds up the coefficients, the sweep knows the gradient of every
+// token, and there is no third.
+//
 // A warp takes a tile of a leaf (leaves.cuh). Sums over the tiles of a segment are sums of integers, so they have no order;
 // inside a tile the order depends on positions in the leaf. So the place and the neighbours of a leaf change no bit of its
 // gradient.
@@ -49,6 +53,7 @@ enum Entering { kLogRatio, kPreGated, kMeanExp };
 struct Call : TokenCall {
   Workspace workspace;
   bool carries;  // gradient flows through the aggregate of some level
+  bool settled;  // it is known before the sweep, see above
   int first_blocks;  // blocks of the first launch
 
   Call(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers, const Hierarchy& hierarchy)
@@ -56,6 +61,8 @@ struct Call : TokenCall {
     bool through = false;
     for (int k = 0; k < hierarchy.depth; ++k) through |= hierarchy.levels[k].routing == Routing::through;
     carries = through && structure.head != Head::score && args.grad;
+    const bool simple = hierarchy.stage == Stage::whole && !hierarchy.split && !hierarchy.term.present;
+    settled = carries && simple && hierarchy.depth == 1 && structure.token == TokenGate::drop;
     workspace.place(args.workspace, args.tokens, args.rows, hierarchy.leaves);
     const SegmentTables& tables = hierarchy.tables;
     if (tables.sums) workspace.segments = tables.sums;
@@ -66,7 +73,7 @@ struct Call : TokenCall {
   HPO_INLINE bool does(Stage stage) const { return hierarchy.stage == Stage::whole || hierarchy.stage == stage; }
 
   __device__ __forceinline__ int64_t segment_of(int k, int leaf) const {
-    return k * hierarchy.leaves + hierarchy.ancestors[k * hierarchy.leaves + leaf];
+    return k * hierarchy.leaves + ancestor_of(hierarchy, k, leaf);
   }
 
   __device__ __forceinline__ LogRatios log_ratios(int k, int leaf) const { return segment(segment_of(k, leaf)); }
@@ -111,8 +118,6 @@ __device__ __forceinline__ void prepare(const Call& call) {
   clear(workspace.largest, coupled * 2);
   clear(workspace.aggregate_grad, coupled * 2);
   clear(workspace.seen, args.rows);
-  fill_tokens(args.grad, args.tokens, call.gate.groupable, 0.0f);
-  fill_tokens(args.token_loss, args.tokens, call.gate.groupable, 0.0f);
   check_leaves(hierarchy, args, workspace.counted);
   if (blockIdx.x == 0 && threadIdx.x == 0) *workspace.ticket = 0;
 }
@@ -189,7 +194,112 @@ __global__ void __launch_bounds__(kThreads, blocks_that_prepare(ENTERING, BALANC
   }
 }
 
+// The sums of a tile under a settled gate.
+struct SettledSums {
+  int64_t valid, fixed;
+  double coefficient[2];  // the sum of a over the selected tokens, by sign of the advantage
+};
+
+// WIDTH 4 where the sums are integers, which have no order; WIDTH 1 where coefficients are added in the order of the leaf.
+template <int WIDTH, int EXTRAS>
+__device__ __forceinline__ SettledSums sum_settled_tile(const Gate& gate, const Unit& tile) {
+  const RowTerms row = gate.row_terms(tile.row);
+  int64_t fixed = 0;
+  int valid = 0, selected = 0;
+  double coefficient[2] = {};
+  for_each_group<WIDTH>(gate.pack(), tile, gate.groupable, false, [&](const Group<WIDTH>& group) {
+    const Inputs<WIDTH> inputs = read_inputs<true, EXTRAS>(gate.args, group);
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) {
+      const Token token = classify<true, EXTRAS, false>(gate, row, inputs, i);
+      fixed += token.valid ? to_fixed(token.x) : 0;
+      valid += token.valid;
+      selected += token.selected;
+      if (gate.coefficient_varies) {
+        coefficient[0] += token.negative ? 0.0 : double(token.a);
+        coefficient[1] += token.negative ? double(token.a) : 0.0;
+      }
+    }
+  });
+  if (gate.coefficient_varies) {
+    coefficient[0] = warp_sum(coefficient[0]);
+    coefficient[1] = warp_sum(coefficient[1]);
+  } else {
+    // n equal float32 terms have the exact sum n a: a constant a comes back from the mean to the bit.
+    selected = warp_sum(selected);
+    const double total = selected > 0 ? double(row.a) * selected : 0.0;
+    coefficient[0] = row.advantage < 0.0f ? 0.0 : total;
+    coefficient[1] = row.advantage < 0.0f ? total : 0.0;
+  }
+  return {warp_sum(valid), warp_sum(fixed), {coefficient[0], coefficient[1]}};
+}
+
+// Raises the largest magnitude, which only grows: few get past the question.
+__device__ __forceinline__ void raise(uint64_t* largest, double value) {
+  const uint64_t magnitude = uint64_t(magnitude_of(value));
+  if (load_relaxed(largest) < magnitude) atomicMax(largest, magnitude);
+}
+
+// The first launch under a settled gate. Lanes 0 and 1 have a word of the segment's log-ratios each, and a sign of the
+// advantage, in the place of a channel elsewhere.
+template <int WIDTH, int EXTRAS>
+__global__ void __launch_bounds__(kThreads, 3) prepare_settled(const Call call) {
+  prepare(call);
+  sync_grid();
+  const Workspace& workspace = call.workspace;
+  const bool broken = call.broken(), idle = broken && blockIdx.x != 0;
+  if (broken && !idle) list_broken(call.hierarchy, call.gate.args, workspace.counted);
+  const bool adds = lane() < 2;
+  if (!idle) {
+    RunAccumulator accumulator = {};
+    for_each_unit(call.leaves(broken, broken ? 1 : int(gridDim.x)), [&](int index, const LeafUnit& unit) {
+      const SettledSums sums = sum_settled_tile<WIDTH, EXTRAS>(call.gate, unit.tile);
+      if (!adds) return;
+      const int64_t segment = call.segment_of(0, unit.leaf);
+      accumulator.add(workspace.segments + segment * kWords + lane(), lane() == 0 ? sums.valid : sums.fixed);
+      const double mine = lane() == 0 ? sums.coefficient[0] : sums.coefficient[1];
+      workspace.aggregate_grads[int64_t(index) * kLevelChannels + lane()] = mine;
+      raise(workspace.largest + segment * 2 + lane(), mine);
+    });
+    accumulator.flush();
+  }
+  sync_grid();
+  if (idle) return;
+  RunAccumulator accumulator = {};
+  for_each_unit(call.leaves(broken, broken ? 1 : int(gridDim.x)), [&](int index, const LeafUnit& unit) {
+    if (!adds) return;
+    const int64_t at = call.segment_of(0, unit.leaf) * 2 + lane();
+    const double mine = workspace.aggregate_grads[int64_t(index) * kLevelChannels + lane()];
+    accumulator.add(workspace.aggregate_grad + at, in_steps(mine, int64_t(workspace.largest[at])));
+  });
+  accumulator.flush();
+}
+
 // ---------------------------------------------------------------------------------------------------------------- sweep
+
+// Zeros for what lies outside every leaf.
+__device__ __forceinline__ void clear_gaps(const PolicyLossArgs& args, const Leaves& leaves) {
+  const auto inside = [&](int64_t token) { return min(max(token, int64_t(0)), leaves.tokens); };
+#pragma unroll 1
+  for (int base = (int(blockIdx.x) * kWarps + warp_in_block()) * kWarp; base <= leaves.count;
+       base += leaves.blocks * kThreads) {
+    const int at = base + lane();
+    int64_t from = 0, to = 0;
+    if (at <= leaves.count) {
+      if (at > 0) from = inside(leaves.end[leaves.list ? leaves.list[at - 1] : at - 1]);
+      to = at < leaves.count ? inside(leaves.begin[at]) : leaves.tokens;
+    }
+    for (unsigned left = __ballot_sync(kFullWarp, from < to); left != 0; left &= left - 1) {
+      const int source = __ffs(int(left)) - 1;
+      const int64_t begin = __shfl_sync(kFullWarp, from, source), end = __shfl_sync(kFullWarp, to, source);
+#pragma unroll 1
+      for (int64_t token = begin + lane(); token < end; token += kWarp) {
+        if (args.grad) args.grad[token] = 0.0f;
+        if (args.token_loss) args.token_loss[token] = 0.0f;
+      }
+    }
+  }
+}
 
 // The gradients of a window's tokens in aggregates, by place: [kind][column][lane]. Columns and kinds are so far apart that
 // neither writes by lane nor reads by position have many bank conflicts.
@@ -206,21 +316,36 @@ struct Work {
   LeafUnit unit;
   LeafGate gate;
   LevelSlopes slopes;
+  float settled;  // the gradient of each token through the aggregate, under a settled gate
 };
 
+// That gradient; lanes 0 and 1 have a sign of the advantage each.
+__device__ __forceinline__ float settled_gradient(const Call& call, int leaf, float z, double slope) {
+  double mine = 0.0;
+  if (lane() < 2 && slope != 0.0) {
+    const int64_t segment = call.segment_of(0, leaf), at = segment * 2 + lane();
+    const double sum = from_steps(call.workspace.aggregate_grad[at], int64_t(call.workspace.largest[at]));
+    const double share = sum / divisor(call.hierarchy.levels[0], call.segment(segment).valid);
+    mine = double(token_value(1.0f, z)) * slope * share;
+  }
+  return float(mine + __shfl_down_sync(kFullWarp, mine, 1));
+}
+
 // Four lanes gate a channel and a sign each.
-template <bool MEAN_EXP>
+template <int GATE>
 __device__ __forceinline__ void begin_work(const Call& call, const LeafUnit& unit, Work& work) {
   const int sign = lane() % 2, channel = lane() / 2 % 2;
   const bool writes = lane() < 4;
   __syncwarp();  // the tile before is done
   if (lane() == 0) work.unit = unit;
+  double finest = 0.0;  // slope
   GateColumn column = {};
   if (channel <= call.hierarchy.split && call.hierarchy.depth > 0) {
-    column = gate_column<MEAN_EXP>(
+    column = gate_column<GATE == kMeanExpGate>(
         call.hierarchy, channel, sign, [&](int k) { return call.log_ratios(k, unit.leaf); },
         [&](int k, double slope) {
-          if (writes) work.slopes.slope[k][channel][sign] = slope;
+          if (GATE == kSettledGate) finest = slope;
+          else if (writes) work.slopes.slope[k][channel][sign] = slope;
         });
   }
   const float z = column.z + __shfl_down_sync(kFullWarp, column.z, 2);
@@ -231,6 +356,10 @@ __device__ __forceinline__ void begin_work(const Call& call, const LeafUnit& uni
     work.gate.own[channel][sign] = column.own;
     if (sign == 0) work.gate.mean[channel] = column.mean;
     if (channel == 0) work.gate.z[sign] = z, work.gate.below[sign] = below, work.gate.above[sign] = above;
+  }
+  if (GATE == kSettledGate) {
+    const float settled = call.settled ? settled_gradient(call, unit.leaf, z, finest) : 0.0f;
+    if (lane() == 0) work.settled = settled;
   }
   __syncwarp();
 }
@@ -259,7 +388,7 @@ __device__ __forceinline__ Flow sum_flow(double share) {
 }
 
 // Leaves this lane's share of the tile's flow in shared memory, to free registers.
-template <int EXTRAS, bool TERMS>
+template <int EXTRAS, int GATE>
 __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, HPO_SHARED_POINTER(float) stage,
                                            HPO_SHARED_POINTER(double) slots, HPO_SHARED_POINTER(int) events, Totals& totals,
                                            double& share) {
@@ -273,16 +402,17 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, H
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const auto put_flow = [&](const Token& token, const GatedToken& gated, const PolicyTerm& term) {
-        if (!call.carries) return;
+        if (GATE == kSettledGate || !call.carries) return;
         stage[stage_at(kRisingFlow, i, lane())] = token.selected ? term.slope * gated.rising_step : 0.0f;
         stage[stage_at(kFallingFlow, i, lane())] = token.selected ? term.slope * gated.falling_step : 0.0f;
         stage[stage_at(kPositiveFlow, i, lane())] = token.selected && !token.negative ? term.slope : 0.0f;
         stage[stage_at(kNegativeFlow, i, lane())] = token.selected && token.negative ? term.slope : 0.0f;
       };
-      grad[i] = sweep_token_of_leaf<EXTRAS, TERMS>(call, work.gate, work.unit.tile.row, row, inputs, i, put_flow, tile, totals);
+      grad[i] = sweep_token_of_leaf<EXTRAS, GATE>(call, work.gate, work.settled, work.unit.tile.row, row, inputs, i, put_flow,
+                                                  tile, totals);
     }
     if (gate.args.grad) write(gate.args.grad, group, grad);
-    if (call.carries) add_window(stage, share);
+    if (GATE != kSettledGate && call.carries) add_window(stage, share);
   });
   count_row(tile, call.workspace.seen + work.unit.tile.row, events);
   Totals::merge(tile, slots);
@@ -309,18 +439,16 @@ __device__ __forceinline__ void add_aggregate_grad(const Call& call, const Level
   if (!level_channel.open) return;
   const double mine = grad_into_aggregate(work.slopes, level_channel.level, level_channel.channel, flow);
   call.workspace.aggregate_grads[int64_t(index) * kLevelChannels + lane()] = mine;
-  const uint64_t magnitude = uint64_t(magnitude_of(mine));
-  uint64_t* const largest = call.workspace.largest + level_channel.at(call, work.unit.leaf);
-  if (load_relaxed(largest) < magnitude) atomicMax(largest, magnitude);  // it only grows: few get past the question
+  raise(call.workspace.largest + level_channel.at(call, work.unit.leaf), mine);
 }
 
-template <int EXTRAS, bool TERMS, bool MEAN_EXP>
+template <int EXTRAS, int GATE>
 __global__ void __launch_bounds__(kThreads, 2) sweep_leaves(const Call call) {
   HPO_SHARED(double, warps, [kWarps * kMetrics]);
   HPO_SHARED(int, events, [kMetrics]);
   HPO_SHARED(Leaves, leaves, );
   HPO_SHARED(Work, works, [kWarps]);
-  HPO_SHARED(float, stage, [kWarps * kStage]);
+  HPO_SHARED(float, stage, [GATE == kSettledGate ? 1 : kWarps * kStage]);
   HPO_SHARED(double, shares, [kThreads]);
   HPO_SHARED(Totals, waiting, [EXTRAS != kNoExtras ? kThreads : 1]);  // because tokens with all inputs leave no registers
   const PolicyLossArgs& args = call.gate.args;
@@ -328,13 +456,15 @@ __global__ void __launch_bounds__(kThreads, 2) sweep_leaves(const Call call) {
   const bool broken = call.broken();
   if (threadIdx.x == 0) {
     leaves = call.leaves(broken, int(gridDim.x));  // for the whole block: registers are short here
-    if (blockIdx.x == 0) atomicAdd(&events[kBadOffsets], leaves.leaves - leaves.count);
+    // Without a table of rows a leaf is a row, which counts as one.
+    if (blockIdx.x == 0 && leaves.row) atomicAdd(&events[kBadOffsets], leaves.leaves - leaves.count);
   }
   __syncthreads();
 #pragma unroll 1
   for (int row = int(blockIdx.x * kThreads + threadIdx.x); row < args.rows; row += int(gridDim.x) * kThreads) {
     if (row_range(args.cu_seqlens, row, args.tokens).bad) atomicAdd(&events[kBadOffsets], 1);
   }
+  clear_gaps(args, leaves);
   const auto slots = warps + warp_in_block() * kMetrics;
   Totals own;
   Totals& totals = EXTRAS != kNoExtras ? waiting[threadIdx.x] : own;
@@ -342,9 +472,10 @@ __global__ void __launch_bounds__(kThreads, 2) sweep_leaves(const Call call) {
   for_each_unit(leaves, [&](int index, const LeafUnit& unit) {
     Work& work = works[warp_in_block()];
     double& share = shares[threadIdx.x];
-    begin_work<MEAN_EXP>(call, unit, work);
-    sweep_tile<EXTRAS, TERMS>(call, work, stage + warp_in_block() * kStage, slots, events, totals, share);
-    if (call.carries) add_aggregate_grad(call, LevelChannel(call), index, work, share);
+    begin_work<GATE>(call, unit, work);
+    sweep_tile<EXTRAS, GATE>(call, work, stage + (GATE == kSettledGate ? 0 : warp_in_block() * kStage), slots, events, totals,
+                             share);
+    if (GATE != kSettledGate && call.carries) add_aggregate_grad(call, LevelChannel(call), index, work, share);
   });
   finish_block(call.gate, totals, warps, events, call.workspace.partials, call.workspace.ticket);
 }
@@ -420,29 +551,54 @@ __global__ void __launch_bounds__(kThreads, 4) deliver_gradient(const Call call)
 
 // ----------------------------------------------------------------------------------------------------------------- host
 
+template <int GATE>
+void launch_sweep(const Call& call, int extras, int blocks, cudaStream_t stream) {
+  const dim3 grid(blocks), block(kThreads);
+  if (extras == kCorrected) HPO_LAUNCH((sweep_leaves<kCorrected, GATE>), grid, block, 0, stream, call);
+  else if (extras == kExtras || GATE == kTermGate || GATE == kMeanExpGate)  // few of their calls have no inputs of tokens
+    HPO_LAUNCH((sweep_leaves<kExtras, GATE>), grid, block, 0, stream, call);
+  else HPO_LAUNCH((sweep_leaves<kNoExtras, GATE>), grid, block, 0, stream, call);
+}
+
+void launch_sweep(const Call& call, int64_t threads, cudaStream_t stream) {
+  const int extras = call.gate.args.ref_logp ? std::max(call.gate.extras(), kExtras) : call.gate.extras();
+  const int blocks = blocks_for(threads);
+  if (adds_exponentials(call.hierarchy)) launch_sweep<kMeanExpGate>(call, extras, blocks, stream);
+  else if (call.hierarchy.term.present) launch_sweep<kTermGate>(call, extras, blocks, stream);
+  else if (call.gate.structure.token == TokenGate::drop && (call.settled || !call.carries))
+    launch_sweep<kSettledGate>(call, extras, blocks, stream);
+  else launch_sweep<kPlainGate>(call, extras, blocks, stream);
+}
+
+template <int WIDTH, int EXTRAS>
+void launch_settled(Call& call, int64_t threads, cudaStream_t stream) {
+  call.first_blocks = blocks_together<prepare_settled<WIDTH, EXTRAS>>(threads);
+  HPO_LAUNCH_TOGETHER((prepare_settled<WIDTH, EXTRAS>), dim3(call.first_blocks), dim3(kThreads), 0, stream, call);
+}
+
+void launch_settled(Call& call, int64_t threads, cudaStream_t stream) {
+  const bool corrected = call.gate.extras() == kCorrected;
+  if (call.gate.coefficient_varies) {
+    corrected ? launch_settled<1, kCorrected>(call, threads, stream) : launch_settled<1, kExtras>(call, threads, stream);
+  } else {
+    launch_settled<4, kExtras>(call, threads, stream);
+  }
+}
+
 template <int ENTERING, bool BALANCED>
 void launch(Call& call, cudaStream_t stream) {
   const PolicyLossArgs& args = call.gate.args;
   const Hierarchy& hierarchy = call.hierarchy;
   const int64_t swept = kWarp * units_of(args.tokens, hierarchy.leaves);
-  const int64_t prepared = std::max({args.tokens / 4, args.rows, hierarchy.depth * hierarchy.leaves * kWords, swept});
-  call.first_blocks = blocks_together<prepare_leaves<ENTERING, BALANCED>>(prepared);
-  const dim3 first(call.first_blocks), blocks(blocks_for(swept)), block(kThreads);
-  if (call.does(Stage::sums)) HPO_LAUNCH_TOGETHER((prepare_leaves<ENTERING, BALANCED>), first, block, 0, stream, call);
-  if (call.does(Stage::sweep)) {
-    const int extras = args.ref_logp ? std::max(call.gate.extras(), kExtras) : call.gate.extras();
-    if (hierarchy.term.present && extras == kCorrected) {
-      HPO_LAUNCH((sweep_leaves<kCorrected, true, ENTERING == kMeanExp>), blocks, block, 0, stream, call);
-    } else if (hierarchy.term.present) {
-      HPO_LAUNCH((sweep_leaves<kExtras, true, ENTERING == kMeanExp>), blocks, block, 0, stream, call);
-    } else if (extras == kCorrected) {
-      HPO_LAUNCH((sweep_leaves<kCorrected, false, false>), blocks, block, 0, stream, call);
-    } else if (extras == kExtras) {
-      HPO_LAUNCH((sweep_leaves<kExtras, false, false>), blocks, block, 0, stream, call);
-    } else {
-      HPO_LAUNCH((sweep_leaves<kNoExtras, false, false>), blocks, block, 0, stream, call);
-    }
+  const int64_t prepared = std::max({args.rows, hierarchy.depth * hierarchy.leaves * kWords, swept});
+  if (ENTERING == kLogRatio && !BALANCED && call.settled) {
+    launch_settled(call, prepared, stream);
+    return launch_sweep(call, swept, stream);
   }
+  call.first_blocks = blocks_together<prepare_leaves<ENTERING, BALANCED>>(prepared);
+  const dim3 first(call.first_blocks), block(kThreads);
+  if (call.does(Stage::sums)) HPO_LAUNCH_TOGETHER((prepare_leaves<ENTERING, BALANCED>), first, block, 0, stream, call);
+  if (call.does(Stage::sweep)) launch_sweep(call, swept, stream);
   if (call.carries && (call.does(Stage::reduce_grad) || call.does(Stage::broadcast_grad))) {
     constexpr bool SIMPLE = ENTERING != kMeanExp && !BALANCED;
     const dim3 last(blocks_together<deliver_gradient<ENTERING, SIMPLE>>(swept));

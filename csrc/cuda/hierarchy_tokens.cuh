@@ -34,6 +34,14 @@ struct TokenCall {
   }
 };
 
+// What the gate of a call is, which the sweep is compiled for.
+enum GateKind {
+  kPlainGate,    // levels, a clip of the residual of tokens
+  kSettledGate,  // tokens drop their residual, and what they receive through aggregates is known before the sweep
+  kTermGate,     // with a term
+  kMeanExpGate,  // and a log mean exp
+};
+
 // The gated token, whether it is selected or not.
 struct PolicyTerm {
   float loss;  // of an infinite log-ratio: no value that logp would enter
@@ -98,18 +106,19 @@ __device__ __forceinline__ float pay_own_penalty(const TokenCall& call, const Ro
   return token.infinite ? 0.0f : row.penalty_weight() * (coefficient * own.slope);
 }
 
-// One token of a leaf: its gradient. `put_flow` takes what flows into aggregates.
-template <int EXTRAS, bool TERMS, int WIDTH, class PutFlow>
-__device__ __forceinline__ float sweep_token_of_leaf(const TokenCall& call, const LeafGate& leaf, int row_index,
+// One token of a leaf: its gradient. `put_flow` takes what flows into aggregates; `settled`: what comes back from them, where
+// that is known.
+template <int EXTRAS, int GATE, int WIDTH, class PutFlow>
+__device__ __forceinline__ float sweep_token_of_leaf(const TokenCall& call, const LeafGate& leaf, float settled, int row_index,
                                                      const RowTerms& row, const Inputs<WIDTH>& inputs, int i,
                                                      const PutFlow& put_flow, TileTotals& tile, Totals& totals) {
-  constexpr bool REFERENCE = EXTRAS != kNoExtras;
+  constexpr bool REFERENCE = EXTRAS != kNoExtras, TERMS = GATE == kTermGate || GATE == kMeanExpGate;
   const Gate& gate = call.gate;
   Token token = classify<REFERENCE, EXTRAS, false>(gate, row, inputs, i);
   const float target = TERMS ? classify_target(gate, row_index, inputs, i, token) : 0.0f;
-  const bool drop = gate.structure.token == TokenGate::drop;
+  const bool drop = GATE == kSettledGate || gate.structure.token == TokenGate::drop;
   float low = by_sign(call.token_low, token.negative), high = by_sign(call.token_high, token.negative);
-  if constexpr (EXTRAS) {
+  if constexpr (EXTRAS != kNoExtras && GATE != kSettledGate) {
     if (call.low) {
       const float own = inputs.one(call.low, i);
       if (!is_low_bound(own)) leave_out(token);
@@ -138,7 +147,8 @@ __device__ __forceinline__ float sweep_token_of_leaf(const TokenCall& call, cons
   };
   const PolicyTerm term = term_of(token.a, row.weight);
   put_flow(token, gated, term);
-  const float own_grad = token.selected && !token.infinite ? term.grad : 0.0f;
+  float own_grad = token.selected && !token.infinite ? term.grad : 0.0f;
+  if (GATE == kSettledGate && token.valid && !token.infinite) own_grad += settled;
   const Outcome outcome = {term.loss, own_grad, gated.below != 0, gated.above != 0};
   const auto unweighted = [&] { return term_of(token.unweighted, 1.0f).loss; };
   const float grad =

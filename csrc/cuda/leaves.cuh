@@ -29,7 +29,7 @@ struct Counted {
 struct Leaves {
   const int64_t* begin;  // [count], ascending
   const int64_t* end;  // [leaves]
-  const int64_t* row;  // [leaves]
+  const int64_t* row;  // [leaves]; null: of each leaf the row of its number
   const int* list;  // [count], the leaves that count; null: all
   int leaves, count, units;
   int blocks;  // that share the units
@@ -112,13 +112,15 @@ __device__ __forceinline__ LeafUnit get_unit(const Leaves& leaves, int index) {
   }
   if (at >= leaves.count) return {};
   const int leaf = leaves.list ? leaves.list[at] : at;
-  int64_t begin = leaves.begin[at];
-  const int64_t end = leaves.end[leaf];
+  // The same in every lane, and inside the pack, even if these are offsets that change during the read.
+  const auto bound = [&](int64_t token) { return __shfl_sync(kFullWarp, min(max(token, int64_t(0)), leaves.tokens), 0); };
+  int64_t begin = bound(leaves.begin[at]);
+  const int64_t end = bound(leaves.end[leaf]);
   if (further) {
     if (token <= begin || end <= token) return {};
     begin = token + begin % kTile;  // as many tiles behind the first token as there are multiples of kTile
   }
-  return {leaf, {int(leaves.row[leaf]), begin, min(max(end - begin, int64_t(0)), int64_t(kTile))}};
+  return {leaf, {leaves.row ? int(leaves.row[leaf]) : leaf, begin, min(max(end - begin, int64_t(0)), int64_t(kTile))}};
 }
 
 // Calls `visit(index, unit)` with the units of this warp.

@@ -13,7 +13,7 @@ from ..specs import Unit
 if TYPE_CHECKING:
     from .packed import PackedBatch
 
-__all__ = ["Hierarchy", "hierarchy_of", "renumber", "row_counts", "trajectories_of"]
+__all__ = ["Hierarchy", "LeafTables", "hierarchy_of", "renumber", "row_counts", "trajectories_of"]
 
 
 class Hierarchy(NamedTuple):
@@ -23,6 +23,15 @@ class Hierarchy(NamedTuple):
     end: torch.Tensor  # [P] int64
     row: torch.Tensor  # [P] int64, the row of each leaf
     ancestors: torch.Tensor  # [levels, P] int64 in [0, P): the first leaf of the segment of each leaf at every level
+
+
+class LeafTables(NamedTuple):
+    """A Hierarchy as kernels take it."""
+
+    begin: torch.Tensor | None = None  # None, and so are the next two: rows are the leaves
+    end: torch.Tensor | None = None
+    row: torch.Tensor | None = None
+    ancestors: torch.Tensor | None = None  # None: every leaf is a segment at every level
 
 
 def hierarchy_of(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:

@@ -11,7 +11,7 @@ from .. import ops
 from ..checks import check, check_device, check_real, check_shape, examines, require_type
 from ..specs import Unit
 from .cuts import MicroBatch, as_indices, indices_of, part_of, parts_of
-from .hierarchy import Hierarchy, hierarchy_of, row_counts, trajectories_of
+from .hierarchy import Hierarchy, LeafTables, hierarchy_of, row_counts, trajectories_of
 from .levels import at_level
 from .structure import as_bool, check_structure, checked_tensors
 
@@ -242,6 +242,14 @@ class PackedBatch:
         """
         result: Hierarchy = self.once(hierarchy_of, units)
         return result
+
+    def leaf_tables(self, units: tuple[Unit, ...]) -> LeafTables:
+        """The same for kernels, which need no table, and a new batch no launch, for what offsets say."""
+        if Unit.STEP in units:
+            return LeafTables(*self.hierarchy(units))
+        if self.trajectory_ids is None and all(unit is Unit.TRAJECTORY for unit in units):
+            return LeafTables()
+        return LeafTables(ancestors=self.hierarchy(units).ancestors)
 
     def ids(self, unit: Unit) -> torch.Tensor | None:
         """The ids ``[S]`` (of steps ``[N]``) of the segments of this unit; None if the batch has none."""

@@ -309,26 +309,19 @@ class RatioGate(Short):
         kinds = {
             Identity: TokenGate.IDENTITY, Drop: TokenGate.DROP, Clip: TokenGate.CLIP, LogClip: TokenGate.CLIP
         }  # fmt: skip
-        spec = PolicyLossSpec(
+        log_low, log_high = log_bounds(self.token if self.levels or self._term() is not None else Clip())
+        return PolicyLossSpec(
             token=kinds[type(self.token)],
             token_low=clip.low,
             token_high=clip.high,
             low_driven=(clip.low[0] > 0, clip.low[1] > 0),
             high_driven=(clip.high[0] < math.inf, clip.high[1] < math.inf and not has_dual(clip)),
             head=self.head,
+            levels=tuple(level_spec(level) for level in self.levels),
+            token_log_low=log_low,
+            token_log_high=log_high,
+            split=self.split,
             term=self._term(),
-        )
-        if self.level is None:
-            log_low, log_high = log_bounds(self.token)
-            levels = tuple(level_spec(level) for level in self.levels)
-            return spec._replace(levels=levels, split=self.split, token_log_low=log_low, token_log_high=log_high)
-        log_low, log_high = log_bounds(self.level.gate if isinstance(self.level.gate, Clip) else Clip())
-        return spec._replace(
-            has_level=True,
-            level_clips=isinstance(self.level.gate, Clip),
-            level_log_low=log_low,
-            level_log_high=log_high,
-            routing=self.level.routing,
         )
 
     @property

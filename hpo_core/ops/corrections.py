@@ -55,7 +55,7 @@ def _correction(*arguments: Any) -> Any:
 def _check_corrected(*arguments: Any) -> None:
     *tensors, _, _, _, of_segments, _, bounds, _ = arguments
     check(len(bounds) == 4, "bounds: expected low and high of both signs, got {} numbers", len(bounds))
-    check_inputs(PolicyLossInputs(*tensors), levels=int(of_segments), needs=("old_logp", "leaf_begin"))
+    check_inputs(PolicyLossInputs(*tensors), levels=int(of_segments), needs=("old_logp",))
 
 
 register("correction", _correction, lambda logp, *_: torch.empty_like(logp), _check_corrected)

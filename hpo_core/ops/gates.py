@@ -207,7 +207,7 @@ def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor |
 INPUTS = (
     "Tensor logp, Tensor? old_logp, Tensor advantages, Tensor weights, Tensor cu_seqlens, Tensor? mask, "
     "Tensor? ref_logp, Tensor? entropy, Tensor? score, Tensor? threshold, Tensor? token_mask, Tensor? token_weight, "
-    "Tensor? low, Tensor? high, Tensor? row_trajectory, Tensor? trajectory_start, Tensor? trajectory_rows, "
+    "Tensor? low, Tensor? high, "
     "bool advantage_per_token, Tensor? leaf_begin, Tensor? leaf_end, Tensor? leaf_row, Tensor? ancestors, "
     "Tensor? target, bool target_per_token, Tensor? penalty_mask, Tensor? kl_weight, "
     "Tensor? correction_first, Tensor? correction_second, "
@@ -249,12 +249,12 @@ def _numbers_of(spec: PolicyLossSpec) -> tuple[list[int], list[float]]:
     """A spec as operator arguments: its structure, and its numbers."""
     term = TermSpec() if spec.term is None else spec.term
     corrects = _NO_CORRECTION if spec.correction is None else spec.correction
-    flags = (*spec.low_driven, *spec.high_driven, spec.has_level, spec.level_clips, spec.strict, spec.split)
-    kinds = (spec.token, spec.routing, spec.head, spec.kl, spec.kl_gradient, term.penalty, spec.term is not None)
+    flags = (*spec.low_driven, *spec.high_driven, spec.strict, spec.split)
+    kinds = (spec.token, spec.head, spec.kl, spec.kl_gradient, term.penalty, spec.term is not None)
     correction = (spec.correction is not None, corrects.statistic, corrects.reduction, corrects.action, corrects.strict)
     levels = (kind for level in spec.levels for kind in (level.unit, level.gate, level.routing, level.aggregate))
     pairs = (
-        spec.token_low, spec.token_high, spec.level_log_low, spec.level_log_high, spec.token_log_low,
+        spec.token_low, spec.token_high, spec.token_log_low,
         spec.token_log_high, term.head_numbers, term.slope_low, term.slope_high, term.weight_low, term.weight_high,
         term.pre_low, term.pre_high, corrects.low, corrects.high,
     )  # fmt: skip
@@ -264,18 +264,18 @@ def _numbers_of(spec: PolicyLossSpec) -> tuple[list[int], list[float]]:
 
 
 def _spec_of(structure: list[int], numbers: list[float]) -> PolicyLossSpec:
-    token, routing, head, kl, kl_gradient, penalty, has_term = structure[:7]
-    low_1, low_2, high_1, high_2, has_level, level_clips, strict, split = map(bool, structure[7:15])
-    has_correction, statistic, reduction, action, strictly = structure[15:20]
-    kinds = iter(structure[20:])
-    pairs = [(numbers[at], numbers[at + 1]) for at in range(0, 30, 2)]
-    kl_beta, coefficient, *bounds = numbers[30:]
+    token, head, kl, kl_gradient, penalty, has_term = structure[:6]
+    low_1, low_2, high_1, high_2, strict, split = map(bool, structure[6:12])
+    has_correction, statistic, reduction, action, strictly = structure[12:17]
+    kinds = iter(structure[17:])
+    pairs = [(numbers[at], numbers[at + 1]) for at in range(0, 26, 2)]
+    kl_beta, coefficient, *bounds = numbers[26:]
     levels = []
-    for index, (unit, gate, level_routing, aggregate) in enumerate(zip(kinds, kinds, kinds, kinds, strict=True)):
+    for index, (unit, gate, routing, aggregate) in enumerate(zip(kinds, kinds, kinds, kinds, strict=True)):
         low_3, low_4, low_5, low_6, high_3, high_4, high_5, high_6, slope = bounds[9 * index : 9 * index + 9]
         levels.append(
             LevelSpec(
-                Unit(unit), LevelKind(gate), Routing(level_routing), Aggregate(aggregate), (low_3, low_4, low_5, low_6),
+                Unit(unit), LevelKind(gate), Routing(routing), Aggregate(aggregate), (low_3, low_4, low_5, low_6),
                 (high_3, high_4, high_5, high_6), slope,
             )
         )  # fmt: skip
@@ -285,34 +285,29 @@ def _spec_of(structure: list[int], numbers: list[float]) -> PolicyLossSpec:
         token_high=pairs[1],
         low_driven=(low_1, low_2),
         high_driven=(high_1, high_2),
-        has_level=has_level,
-        level_clips=level_clips,
-        level_log_low=pairs[2],
-        level_log_high=pairs[3],
-        routing=Routing(routing),
         head=Head(head),
         kl=KLEstimator(kl),
         kl_gradient=KLGradient(kl_gradient),
-        token_log_low=pairs[4],
-        token_log_high=pairs[5],
+        token_log_low=pairs[2],
+        token_log_high=pairs[3],
         kl_beta=kl_beta,
         strict=strict,
         levels=tuple(levels),
         split=split,
         term=TermSpec(
-            pairs[6], pairs[7], pairs[8], pairs[9], pairs[10], pairs[11], pairs[12], Penalty(penalty), coefficient
+            pairs[4], pairs[5], pairs[6], pairs[7], pairs[8], pairs[9], pairs[10], Penalty(penalty), coefficient
         )
         if has_term
         else None,
         correction=CorrectionSpec(
-            Statistic(statistic), Reduction(reduction), Action(action), False, bool(strictly), pairs[13], pairs[14]
+            Statistic(statistic), Reduction(reduction), Action(action), False, bool(strictly), pairs[11], pairs[12]
         )
         if has_correction
         else None,
     )
 
 
-_STRUCTURE, _NUMBERS = 20, 32  # of a spec without levels
+_STRUCTURE, _NUMBERS = 17, 28  # of a spec without levels
 _OF_LEVEL = (4, 9)
 
 
@@ -326,8 +321,7 @@ def _check_loss(*arguments: Any) -> None:
         len(numbers),
     )
     spec = _spec_of(structure, numbers)
-    needs = ["leaf_begin"] if spec.is_hierarchical else []
-    needs += ["target"] if spec.head in (Head.TARGET, Head.NEGATIVE_AWARE) else []
+    needs = ["target"] if spec.head in (Head.TARGET, Head.NEGATIVE_AWARE) else []
     needs += ["correction_second"] if spec.correction is not None else []
     check_inputs(PolicyLossInputs(*tensors), levels, needs)
 
@@ -335,8 +329,7 @@ def _check_loss(*arguments: Any) -> None:
 # What comes together.
 _SETS = (
     ("score", "threshold"),
-    ("row_trajectory", "trajectory_start", "trajectory_rows"),
-    ("leaf_begin", "leaf_end", "leaf_row", "ancestors"),
+    ("leaf_begin", "leaf_end", "leaf_row"),
 )
 
 
@@ -374,13 +367,9 @@ def check_inputs(inputs: PolicyLossInputs, levels: int, needs: Sequence[str]) ->
     check_operand("threshold", inputs.threshold, (1,), (torch.float32,), ("logp", logp))
     check_offsets("cu_seqlens", inputs.cu_seqlens, ("logp", logp))
     check_shape("cu_seqlens", inputs.cu_seqlens, (rows[0] + 1,), "[S + 1] (weights are [S])")
-    for name, shape in (("row_trajectory", rows), ("trajectory_start", (rows[0] + 1,)), ("trajectory_rows", rows)):
-        check_operand(name, getattr(inputs, name), shape, (torch.int64,), ("logp", logp), "weights")
-    if inputs.leaf_begin is not None:
-        leaves = (inputs.leaf_begin.numel(),)
-        for name in ("leaf_begin", "leaf_end", "leaf_row"):
-            check_operand(name, getattr(inputs, name), leaves, (torch.int64,), ("logp", logp), "leaf_begin")
-        check_operand("ancestors", inputs.ancestors, (levels, *leaves), (torch.int64,), ("logp", logp), "leaf_begin")
+    for name in ("leaf_begin", "leaf_end", "leaf_row"):
+        check_operand(name, getattr(inputs, name), (inputs.leaves,), (torch.int64,), ("logp", logp), "leaf_begin")
+    check_operand("ancestors", inputs.ancestors, (levels, inputs.leaves), (torch.int64,), ("logp", logp), "leaf_begin")
 
 
 register("policy_loss", _policy_loss, _policy_loss_fake, _check_loss)

@@ -146,7 +146,7 @@ def _through_gates(
         return values[begin:end].detach().cpu()
 
     negative = of_row(tokens.negative)
-    names = ["token", *(Unit(level.unit).name.lower() for level in spec.as_hierarchy().levels)]
+    names = ["token", *(Unit(level.unit).name.lower() for level in spec.levels)]
     levels = []
     for k, name in enumerate(names):
         for number, channel in enumerate(channels):
@@ -170,7 +170,7 @@ def _budget(spec: PolicyLossSpec, k: int, negative: int, channel: int) -> tuple[
             return spec.token_log_low[negative], spec.token_log_high[negative]
         low, high = spec.token_low[negative], spec.token_high[negative]
         return math.log(low) if low > 0 else -math.inf, math.log(high)
-    level = spec.as_hierarchy().levels[k - 1]
+    level = spec.levels[k - 1]
     at = negative + 2 * channel
     if level.gate is LevelKind.CLIP:
         return level.low[at], level.high[at]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from ..specs import Action, CorrectionSpec, PolicyLossInputs, Reduction, SegmentReduce, Statistic
-from .hierarchy import leaf_of_token
+from .hierarchy import ancestors_of, leaf_of_token
 from .segments import flat, of_row, row_of_token
 from .terms import SATURATION
 
@@ -52,9 +52,8 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentRe
     own = torch.where(known, own, torch.zeros_like(own))
     v = own
     if spec.of_segments:
-        assert inputs.ancestors is not None
-        segment = of_row(inputs.ancestors[0], leaf.clamp(min=0))
-        v = _of_segments(spec, own, known, segment, max(inputs.ancestors.shape[1], 1), reduce)
+        segment = of_row(ancestors_of(inputs, 1)[0], leaf.clamp(min=0))
+        v = _of_segments(spec, own, known, segment, max(inputs.leaves, 1), reduce)
     advantage = inputs.advantages if inputs.advantage_per_token else of_row(inputs.advantages, row)
     factor = _factor(spec, v, (advantage < 0).long())
     factor = torch.where(known, factor, torch.full_like(factor, torch.nan))

@@ -248,7 +248,7 @@ def gate_tokens(
     """The gates that the log-ratio of each token goes through, by channel and level."""
     negative = tokens.negative
     if tokens.leaf is None:
-        return gated_log_ratio(tokens.x, tokens.valid, tokens.row, negative, tokens.given, inputs, spec)
+        return gated_log_ratio(tokens.x, negative, tokens.given, inputs, spec)
     entering = tokens.x
     if spec.head is Head.CENSORED:
         entering = deviation_of(tokens.x).abs()

@@ -20,7 +20,7 @@ from ..specs import (
 from .segments import of_row, read_at
 from .terms import EXPONENT_SATURATION, GAMMA_SATURATION, clip, of_side, saturate
 
-__all__ = ["Channel", "Gated", "combined", "gated_hierarchy", "gated_log_ratio", "leaf_of_token"]
+__all__ = ["Channel", "Gated", "ancestors_of", "combined", "gated_hierarchy", "gated_log_ratio", "leaf_of_token"]
 
 
 class Gated(NamedTuple):
@@ -42,10 +42,11 @@ class Channel(NamedTuple):
 
 def leaf_of_token(inputs: PolicyLossInputs, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The leaf of every token, -1 outside all of them, and how many leaves leave their row or overlap."""
-    begin, end, owner = inputs.leaf_begin, inputs.leaf_end, inputs.leaf_row
-    assert begin is not None and end is not None and owner is not None
-    leaf = torch.full_like(row, -1)
     bad = torch.zeros((), dtype=torch.int64, device=row.device)
+    begin, end, owner = inputs.leaf_begin, inputs.leaf_end, inputs.leaf_row
+    if begin is None or end is None or owner is None:
+        return row, bad
+    leaf = torch.full_like(row, -1)
     offsets, covered = inputs.cu_seqlens, 0
     for index, (first, last, of) in enumerate(zip(begin.tolist(), end.tolist(), owner.tolist(), strict=True)):
         inside = 0 <= of < offsets.numel() - 1 and offsets[of] <= first <= last <= offsets[of + 1]
@@ -57,28 +58,22 @@ def leaf_of_token(inputs: PolicyLossInputs, row: torch.Tensor) -> tuple[torch.Te
     return leaf, bad
 
 
+def ancestors_of(inputs: PolicyLossInputs, levels: int) -> torch.Tensor:
+    """The segment of each leaf at every level, ``[levels, P]``."""
+    if inputs.ancestors is not None:
+        return inputs.ancestors
+    return torch.arange(inputs.leaves, device=inputs.logp.device).expand(levels, -1)
+
+
 def gated_log_ratio(
     x: torch.Tensor,
-    valid: torch.Tensor,
-    row: torch.Tensor,
     negative: torch.Tensor,
     given: torch.Tensor,
     inputs: PolicyLossInputs,
     spec: PolicyLossSpec,
 ) -> tuple[Channel, ...]:
-    """The gates of tokens and of the one level above them that is a trajectory's mean, if there is one."""
-    if not spec.has_level:
-        return (Channel(1, (Gated(x, x, *_gate_token(x, negative, given, inputs, spec)),)),)
-    mean = _trajectory_mean(x, valid, row, inputs)
-    if spec.routing is not Routing.THROUGH:
-        mean = mean.detach()
-    if spec.routing is Routing.SELF:
-        mean = mean + (x - x.detach())  # the value of the mean, the derivative of the token
-    nowhere = torch.zeros_like(valid)
-    low, high = (x.new_tensor(bound)[negative] for bound in (spec.level_log_low, spec.level_log_high))
-    level = clip(mean, low, high) if spec.level_clips else (mean, nowhere, nowhere)
-    token = _gate_token(x - mean, negative, given, inputs, spec)
-    return (Channel(1, (Gated(x, x - mean, *token), Gated(mean, mean, *level))),)
+    """The gates of tokens that no level is above."""
+    return (Channel(1, (Gated(x, x, *_gate_token(x, negative, given, inputs, spec)),)),)
 
 
 def combined(channels: tuple[Channel, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -104,7 +99,7 @@ def gated_hierarchy(
     exchange: Exchange | None,
 ) -> tuple[Channel, ...]:
     """The gates of tokens and of all levels above them, in one channel or in that of each sign."""
-    assert inputs.ancestors is not None
+    ancestors = ancestors_of(inputs, len(spec.levels))
     rising, zero = x >= 0, torch.zeros_like(x)  # +0 and -0 rise: one channel has the whole derivative at 0
     channels = [x, zero]
     if spec.split:
@@ -112,17 +107,17 @@ def gated_hierarchy(
     entering = channels
     if spec.mean_exp:
         entering = [torch.expm1(saturate(channel, valid, EXPONENT_SATURATION)) for channel in channels]
-    sums = _sums(entering, valid, leaf, inputs.ancestors)
+    sums = _sums(entering, valid, leaf, ancestors)
     if exchange is not None:  # all levels and channels at once: processes must ask in one order
         sums = exchange.differentiable_sums(sums)
-    sums = _with_children(sums, inputs.ancestors, spec.levels)
+    sums = _with_children(sums, ancestors, spec.levels)
     sums = torch.nn.functional.pad(sums, (0, 0, 0, 1))  # no segment, for tokens that are in none
     gated = []
     for channel in range(1 + spec.split):
         of_token = channels[channel]
         aggregates, counts = [], []
         for index, level in enumerate(spec.levels):
-            segment = torch.where(valid, of_row(inputs.ancestors[index], leaf), -1)
+            segment = torch.where(valid, of_row(ancestors[index], leaf), -1)
             count, total = sums[index, segment, 0], sums[index, segment, 1 + channel]
             aggregates.append(_aggregate(of_token, count, total, level))
             counts.append(count)
@@ -222,12 +217,3 @@ def _gate_level(
         excess = u - count * high
         return torch.where(excess > 0, -excess, torch.zeros_like(u)), nowhere, excess > 0
     return u, nowhere, nowhere
-
-
-def _trajectory_mean(x: torch.Tensor, valid: torch.Tensor, row: torch.Tensor, inputs: PolicyLossInputs) -> torch.Tensor:
-    """Mean of x over the valid tokens of each token's trajectory, spread back to the tokens."""
-    trajectory = row if inputs.row_trajectory is None else of_row(inputs.row_trajectory, row)
-    zeros = x.new_zeros(max(inputs.weights.numel(), 1))
-    count = zeros.index_add(0, trajectory, valid.to(x.dtype))
-    total = zeros.index_add(0, trajectory, torch.where(valid, x, torch.zeros_like(x)))
-    return (total / count.clamp(min=1))[trajectory]

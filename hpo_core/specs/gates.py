@@ -34,7 +34,7 @@ __all__ = [
 
 
 class TokenGate(enum.IntEnum):
-    """The gate on a token's own log-ratio (or on its residual, below a trajectory level)."""
+    """The gate on a token's own log-ratio, or on its residual below levels."""
 
     IDENTITY = 0
     DROP = 1  # the value 0: the token's own log-ratio does not count
@@ -201,8 +201,8 @@ class TermSpec(NamedTuple):
 class PolicyLossSpec(NamedTuple):
     """A ratio gate and a KL penalty as kernels see them. Pairs are (advantage >= 0, advantage < 0).
 
-    A mean over the trajectory whose residual is dropped is ``has_level``: its tokens need no ratio of their own, and
-    kernels make use of that. Every other hierarchy is ``levels``, finest first, with the token gate below them.
+    ``levels`` are finest first, with the token gate below them. Kernels make use of a token gate that drops: its tokens
+    need no ratio of their own.
     """
 
     token: TokenGate = TokenGate.CLIP
@@ -210,11 +210,6 @@ class PolicyLossSpec(NamedTuple):
     token_high: tuple[float, float] = (math.inf, math.inf)
     low_driven: tuple[bool, bool] = (False, False)  # which bounds the per-token tensors replace
     high_driven: tuple[bool, bool] = (False, False)
-    has_level: bool = False
-    level_clips: bool = False
-    level_log_low: tuple[float, float] = (-math.inf, -math.inf)
-    level_log_high: tuple[float, float] = (math.inf, math.inf)
-    routing: Routing = Routing.THROUGH
     head: Head = Head.LINEAR
     kl: KLEstimator = KLEstimator.NONE
     kl_gradient: KLGradient = KLGradient.VALUE
@@ -241,23 +236,6 @@ class PolicyLossSpec(NamedTuple):
     def has_aggregate_grad(self) -> bool:
         """Whether gradient goes through the aggregate of some level."""
         return self.head is not Head.SCORE and any(level.routing is Routing.THROUGH for level in self.levels)
-
-    def as_hierarchy(self) -> PolicyLossSpec:
-        """The same gate with ``levels`` instead of ``has_level``: they alone know an :class:`Exchange`."""
-        if not self.has_level:
-            return self
-        kind = LevelKind.CLIP if self.level_clips else LevelKind.IDENTITY
-        low, high = self.level_log_low, self.level_log_high
-        level = LevelSpec(Unit.TRAJECTORY, kind, self.routing, Aggregate.MEAN, low * 2, high * 2)
-        plain = PolicyLossSpec()
-        return self._replace(
-            has_level=False,
-            level_clips=False,
-            level_log_low=plain.level_log_low,
-            level_log_high=plain.level_log_high,
-            routing=plain.routing,
-            levels=(level,),
-        )
 
 
 class Stage(enum.IntEnum):
@@ -309,15 +287,13 @@ class PolicyLossInputs(NamedTuple):
     token_weight: torch.Tensor | None = None  # [T]
     low: torch.Tensor | None = None  # [T] ratio bounds
     high: torch.Tensor | None = None
-    row_trajectory: torch.Tensor | None = None  # [S] int64 in [0, S): trajectories of several rows, all three or none
-    trajectory_start: torch.Tensor | None = None  # [S + 1] int64
-    trajectory_rows: torch.Tensor | None = None  # [S] int64
     advantage_per_token: bool = False
     # with spec.is_hierarchical: P ranges of tokens that tile the finest level, and the segment of each at every level
-    leaf_begin: torch.Tensor | None = None  # [P] int64
+    leaf_begin: torch.Tensor | None = None  # [P] int64; None, and so are the next two: the rows, P = S
     leaf_end: torch.Tensor | None = None
     leaf_row: torch.Tensor | None = None  # [P] int64 in [0, S)
-    ancestors: torch.Tensor | None = None  # [levels, P] int64 in [0, P): a segment's number is that of its first leaf
+    # [levels, P] int64 in [0, P): a segment's number is that of its first leaf. None: each leaf is one at every level
+    ancestors: torch.Tensor | None = None
     # with spec.term
     target: torch.Tensor | None = None  # [S], or [T] with target_per_token: what some heads compare the ratio with
     target_per_token: bool = False
@@ -327,3 +303,8 @@ class PolicyLossInputs(NamedTuple):
     # whose log-ratios to old_logp and ref_logp are numbers.
     correction_first: torch.Tensor | None = None  # [T]; None: logp
     correction_second: torch.Tensor | None = None  # [T]
+
+    @property
+    def leaves(self) -> int:
+        """The number P of leaves."""
+        return self.cu_seqlens.numel() - 1 if self.leaf_begin is None else self.leaf_begin.numel()

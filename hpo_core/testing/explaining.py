@@ -147,7 +147,6 @@ def _by_definition(example: PolicyLossExample, token: int) -> tuple[dict[str, fl
     tokens = read_tokens(inputs, spec)
     channels = gate_tokens(tokens, inputs, spec, exchange)
     names = ["token", *(Unit(level.unit).name.lower() for level in spec.levels)]
-    names += ["trajectory"] if spec.has_level else []
     levels = []
     for channel in channels:
         part = "" if len(channels) == 1 else "rising " if channel.sign > 0 else "falling "

@@ -198,18 +198,18 @@ def _masked() -> PolicyLossInputs:
     return _inputs(mask=_bools(TOKENS))
 
 
-def _everything(trajectories: bool, advantage_per_token: bool) -> PolicyLossInputs:
-    bools, floats, rows = _bools(TOKENS), _floats(TOKENS), _integers(ROWS)
-    of_trajectories = {"row_trajectory": rows, "trajectory_start": _integers(ROWS + 1), "trajectory_rows": rows}
+def _everything(advantage_per_token: bool) -> PolicyLossInputs:
+    bools, floats = _bools(TOKENS), _floats(TOKENS)
     return _inputs(
         advantages=_floats(TOKENS if advantage_per_token else ROWS), mask=bools, ref_logp=floats, entropy=floats,
         score=floats, threshold=_floats(1), token_mask=bools, token_weight=floats, low=floats, high=floats,
-        kl_weight=floats, advantage_per_token=advantage_per_token, **(of_trajectories if trajectories else {}),
+        kl_weight=floats, advantage_per_token=advantage_per_token,
     )  # fmt: skip
 
 
-LEVEL = PolicyLossSpec(token=TokenGate.DROP, has_level=True, level_clips=True)
 # The published hierarchies, a step level alone and one below a trajectory level; and the one with the most levels.
+SEQUENCE = (LevelSpec(Unit.TRAJECTORY, LevelKind.CLIP),)
+SEQUENCE_SELF = (LevelSpec(Unit.TRAJECTORY, LevelKind.CLIP, Routing.SELF),)
 ONE = (LevelSpec(Unit.STEP, LevelKind.CLIP),)
 TWO = (
     LevelSpec(Unit.STEP, LevelKind.CLIP, Routing.SELF),
@@ -273,15 +273,16 @@ def _correction(statistic: Statistic, reduction: Reduction, action: Action, of_s
 def paths() -> Iterator[Path_]:
     """A name and a call for each path through the kernels: the light and the heavy end of every sweep."""
     yield _gate("gate: clip", _masked(), PolicyLossSpec())
-    yield _gate("gate: clip, all inputs", _everything(False, False), PolicyLossSpec(**HEAVIEST_PENALTY))
+    yield _gate("gate: clip, all inputs", _everything(False), PolicyLossSpec(**HEAVIEST_PENALTY))
     yield _gate("gate: score, no ratio", _inputs(old_logp=None), PolicyLossSpec(token=TokenGate.DROP, head=Head.SCORE))
-    yield _gate("gate: level, through", _masked(), LEVEL)
-    yield _gate("gate: level, through, all inputs", _everything(True, True), LEVEL._replace(**HEAVIEST_PENALTY))
-    yield _gate("gate: level, self", _masked(), LEVEL._replace(routing=Routing.SELF))
+    yield _levels("hierarchy: sequence", _masked(), SEQUENCE, token=TokenGate.DROP)
+    all_inputs = _everything(True)
+    yield _levels("hierarchy: sequence, all inputs", all_inputs, SEQUENCE, token=TokenGate.DROP, **HEAVIEST_PENALTY)
+    yield _levels("hierarchy: sequence, self", _masked(), SEQUENCE_SELF, token=TokenGate.DROP)
     yield _levels("hierarchy: one level", _masked(), ONE, token=TokenGate.DROP)
     yield _levels("hierarchy: two levels", _masked(), TWO)
     yield _levels("hierarchy: score", _masked(), TWO, head=Head.SCORE, split=True)
-    yield _levels("hierarchy: four levels, all inputs", _everything(False, True), FOUR, split=True, **HEAVIEST_PENALTY)
+    yield _levels("hierarchy: four levels, all inputs", _everything(True), FOUR, split=True, **HEAVIEST_PENALTY)
     for head in Head:
         yield _light_term(head)
     yield _levels("term: log mean exp", _masked(), MEAN_EXP, term=TermSpec())
@@ -319,7 +320,7 @@ def paths() -> Iterator[Path_]:
     yield "logprobs", lambda: _logprobs(torch.bfloat16, kept=3)
     yield "logprobs, all inputs", lambda: _logprobs(torch.float32, kept=4, every_input=True)
     yield "loss_from_logits", lambda: _from_logits(torch.bfloat16, _masked(), PolicyLossSpec())
-    everything, importance = _everything(False, False), PolicyLossSpec(**HEAVIEST_PENALTY)
+    everything, importance = _everything(False), PolicyLossSpec(**HEAVIEST_PENALTY)
     yield "loss_from_logits, all inputs", lambda: _from_logits(torch.float32, everything, importance)
     for head in (Head.LINEAR, Head.NEGATIVE_AWARE):
         term = PolicyLossSpec(term=FULL_TERM, head=head, **HEAVIEST_PENALTY)
@@ -328,27 +329,19 @@ def paths() -> Iterator[Path_]:
 
 def every_path() -> Iterator[Path_]:
     """Every structure a gate, a window, an index rule and a normalisation can have, with few and with all inputs."""
-    shapes = [
-        PolicyLossSpec(token=TokenGate.CLIP),
-        PolicyLossSpec(token=TokenGate.DROP),
-        *(LEVEL._replace(routing=routing) for routing in Routing),
-        LEVEL._replace(level_clips=False),
-    ]
+    shapes = [PolicyLossSpec(token=TokenGate.CLIP), PolicyLossSpec(token=TokenGate.DROP)]
     penalties = [{"kl": k, "kl_gradient": g} for k in KLEstimator if k for g in KLGradient]
     for shape, head in itertools.product(shapes, (Head.LINEAR, Head.SCORE)):
-        if shape.routing is Routing.STOPPED and head is Head.LINEAR:
-            continue  # no gradient at all: RatioGate refuses it
         spec = shape._replace(head=head)
-        name = f"gate: {spec.token.name} {spec.routing.name} {head.name}"
+        name = f"gate: {spec.token.name} {head.name}"
         yield _gate(name, _masked(), spec)
         yield _gate(f"{name}, on-policy", _inputs(old_logp=None), spec)
         unaligned = _masked()._replace(logp=_floats(TOKENS + 1)[1:])
         yield _gate(f"{name}, unaligned", unaligned, spec)
-        for trajectories, per_token in itertools.product((False, True), repeat=2):
-            everything = _everything(trajectories, per_token)
-            yield _gate(f"{name}, all inputs {trajectories} {per_token}", everything, spec._replace(strict=per_token))
+        for per_token in (False, True):
+            yield _gate(f"{name}, all inputs {per_token}", _everything(per_token), spec._replace(strict=per_token))
         for penalty in penalties:
-            yield _gate(f"{name}, {penalty}", _everything(False, False), spec._replace(**penalty))
+            yield _gate(f"{name}, {penalty}", _everything(False), spec._replace(**penalty))
     for structure in itertools.product(Boundary, Invalid, (False, True), WindowAggregate):
         yield "window {} {} {} {}".format(*structure), lambda structure=structure: _window(*structure)
         yield "wide window {} {} {} {}".format(*structure), lambda structure=structure: _window(*structure, last=256)

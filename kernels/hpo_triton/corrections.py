@@ -16,6 +16,7 @@ import triton.language as tl
 
 from ..specs import CorrectionSpec, PolicyLossInputs, PolicyLossSpec, Reduction, SegmentReduce
 from .correction_rules import K3, factor_of, rule_bounds_of, statistic_of
+from .fixed_point import FIXED_POINT, to_fixed
 from .launch import kernel, launch
 from .leaves import (
     EXPONENT,
@@ -28,7 +29,6 @@ from .leaves import (
     segment_of,
     slots_of_leaves,
 )
-from .levels import FIXED_POINT, to_fixed
 from .segments import SLOT_TOKENS, SLOTS, slot_owner, tokens_of_slots
 from .terms import by_sign
 from .tokens import Rule, load_tokens, reading_of
@@ -205,7 +205,7 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentRe
         first, second = inputs.correction_first, inputs.correction_second
         loss = (inputs.logp, inputs.old_logp, inputs.ref_logp)
         inputs = inputs._replace(logp=inputs.logp if first is None else first, old_logp=second, ref_logp=None)
-    leaves, reading = check_leaves(inputs), reading_of(inputs, PolicyLossSpec())
+    leaves, reading = check_leaves(inputs, int(spec.of_segments)), reading_of(inputs, PolicyLossSpec())
     (depth, count), programs = leaves.ancestors.shape, leaves.owner.numel() // SLOTS
     tokens, rows, factor = inputs.logp.numel(), inputs.cu_seqlens.numel() - 1, torch.empty_like(inputs.logp)
     rule = Rule(int(spec.statistic), int(spec.reduction), spec.is_extremum, int(spec.action), spec.strict)

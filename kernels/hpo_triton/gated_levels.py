@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from ..specs import Aggregate, LevelKind, LevelSpec, PolicyLossSpec, Routing, Unit
+from .fixed_point import FIXED_POINT
 from .launch import kernel, launch
 from .leaves import FIELDS, FIXED, VALID, Leaves, add_to_segments, segment_of
-from .levels import FIXED_POINT
 from .terms import Term
 
 __all__ = ["GATED_FIELDS", "KINDS", "MEAN", "OWN", "SIDE", "SLOPE", "Shape", "Z", "add_children", "gate_leaves"]

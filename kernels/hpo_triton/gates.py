@@ -1,6 +1,5 @@
 """The policy loss: hierarchical ratio gating, selection, weights and the reference penalty, with its gradient.
 
-    gate_levels    with a trajectory level: its gate, two launches (levels.py)
     _sweep         every token once: loss, gradient and metrics
     _finalise      the sums of all programs, added in their order (sums.py)
 
@@ -19,11 +18,10 @@ import triton
 import triton.language as tl
 
 from ..metrics import SLOTS as METRICS
-from ..specs import Exchange, Head, KLEstimator, KLGradient, PolicyLossInputs, PolicyLossSpec, Routing, TokenGate
+from ..specs import Exchange, Head, KLEstimator, KLGradient, PolicyLossInputs, PolicyLossSpec, TokenGate
 from . import hierarchy
 from .correction_rules import rule_bounds_of, with_correction
 from .launch import kernel, launch, programs_for
-from .levels import Levels, gate_levels
 from .math import clamp, exp
 from .segments import TILE, load, row_of_token, row_range, store
 from .sums import (
@@ -44,8 +42,6 @@ from .tokens import bits, load_tokens, read_tokens, reading_of
 __all__ = ["DROP", "Gate", "clip_derivative", "clip_tokens", "gate_of", "influential", "policy_loss"]
 
 DROP = tl.constexpr(int(TokenGate.DROP))
-THROUGH = tl.constexpr(int(Routing.THROUGH))
-SELF = tl.constexpr(int(Routing.SELF))
 
 # Registers of a thread: with 128 two programs fit on a multiprocessor. The assembler aims there by itself, but where
 # it takes a few more it would rather spill than have one program. Bounds of tokens and narrow loads do take more.
@@ -56,8 +52,6 @@ class Gate(NamedTuple):
     """The choices that specialise the sweep, beside the reading of tokens and which of the optional tensors exist."""
 
     token: int  # DROP, or CLIP: the identity is a clip without bounds
-    has_level: bool
-    routing: int
     score_head: bool
     kl: int
     kl_gradient: int
@@ -129,10 +123,6 @@ def _sweep(
     correction_first,
     correction_second,
     rule_bounds,  # of the correction
-    row_trajectory,
-    level_ratio,  # Levels, or None
-    level_side,
-    level_slope,
     seen,  # [S] uint8, 0: becomes 1 for rows with a valid token
     sums,  # [programs, COLUMNS] float64
     grad,
@@ -173,31 +163,14 @@ def _sweep(
         t = read_tokens(inputs, loaded, row, rows, inside, READING)
         tl.store(seen + row, tl.full([TILE], 1, tl.uint8), mask=t.valid)
 
-        # The gate: the ratio that counts, and on which side of its bounds the token's own or its trajectory's was.
-        if GATE.has_level:
-            trajectory = row
-            if row_trajectory is not None:
-                trajectory = clamp(tl.load(row_trajectory + row, mask=inside, other=0), 0, rows - 1)
-            sign = t.negative.to(tl.int64)
-            ratio = tl.load(level_ratio + 2 * trajectory + sign, mask=inside, other=1.0)
-            side = tl.load(level_side + 2 * trajectory + sign, mask=inside, other=0)
-            gated = Clipped(ratio, side < 0, side > 0)
-        else:
-            gated = clip_tokens(
-                t, inputs, loaded, low_positive, low_negative, high_positive, high_negative, low_driven, high_driven,
-                GATE.token == DROP,
-            )  # fmt: skip
+        gated = clip_tokens(
+            t, inputs, loaded, low_positive, low_negative, high_positive, high_negative, low_driven, high_driven,
+            GATE.token == DROP,
+        )  # fmt: skip
         counts = count_tokens(counts, t, gated.below, gated.above, LANES)
 
         policy = policy_term(t, gated.ratio, GATE.score_head)
-        if GATE.has_level and GATE.routing == THROUGH and GATE.score_head == False:  # noqa: E712 (a constexpr)
-            derivative = policy.value
-            if level_slope is not None:
-                derivative = tl.load(level_slope + trajectory, mask=inside, other=0.0)
-        elif GATE.has_level:
-            derivative = clip_derivative(t, policy, gated, GATE.routing != SELF, GATE.score_head)
-        else:
-            derivative = clip_derivative(t, policy, gated, GATE.token == DROP, GATE.score_head)
+        derivative = clip_derivative(t, policy, gated, GATE.token == DROP, GATE.score_head)
         derivative = tl.where(t.flows, derivative, 0.0)
 
         c = None if kl_weight is None else load(kl_weight, token, tokens, whole, ALIGNED)
@@ -212,11 +185,6 @@ def _sweep(
         total = add_tokens(total, t, policy.loss, penalty, h, LANES, ref_logp is not None)
 
     bad_offsets = bad_rows(cu_seqlens, tokens, rows, LANES)
-    if row_trajectory is not None:
-        for first_row in range(program * LANES, rows, programs * LANES):
-            row = first_row + tl.arange(0, LANES)
-            trajectory = tl.load(row_trajectory + row, mask=row < rows, other=0)
-            bad_offsets += ((trajectory < 0) | (trajectory >= rows)).to(tl.float64)
     store_sums(sums, counts, total, bad_offsets, LANES)
 
 
@@ -244,19 +212,13 @@ def policy_loss(
 
     inputs, spec = influential(inputs, spec)
     reading = reading_of(inputs, spec)
-    levels = Levels(None, None, None)
-    if spec.has_level:
-        want_slope = want_grad and spec.routing is Routing.THROUGH and spec.head is Head.LINEAR
-        levels, seen = gate_levels(inputs, spec, reading, want_slope)
-    else:
-        seen = torch.zeros(rows, dtype=torch.uint8, device=device)
+    seen = torch.zeros(rows, dtype=torch.uint8, device=device)
     light = reading.aligned and reading.rule is None and inputs.low is None and inputs.high is None
     launch(
         _sweep, programs, logp, inputs.old_logp, inputs.advantages, inputs.weights, inputs.cu_seqlens, inputs.mask,
         inputs.ref_logp, inputs.entropy, inputs.score, inputs.threshold, inputs.token_mask, inputs.token_weight,
         inputs.low, inputs.high, inputs.kl_weight, inputs.correction_first, inputs.correction_second,
-        rule_bounds_of(spec.correction), inputs.row_trajectory, *levels, seen, sums, grad, token_loss, tokens,
-        rows,
+        rule_bounds_of(spec.correction), seen, sums, grad, token_loss, tokens, rows,
         *spec.token_low, *spec.token_high, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
         READING=reading, GATE=gate_of(inputs, spec), TILE=TILE, LANES=LANES,
         maxnreg=LIGHT_REGISTERS if light else MOST_REGISTERS,
@@ -270,16 +232,12 @@ def influential(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> tuple[PolicyL
     if spec.token is not TokenGate.CLIP:
         inputs = inputs._replace(low=None, high=None)
         spec = spec._replace(token_low=NO_LOW, token_high=NO_HIGH)
-    if not spec.has_level:
-        inputs = inputs._replace(row_trajectory=None)
     return inputs, spec
 
 
 def gate_of(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Gate:
     return Gate(
         token=int(TokenGate.DROP if spec.token is TokenGate.DROP else TokenGate.CLIP),
-        has_level=spec.has_level,
-        routing=int(spec.routing if spec.has_level else Routing.THROUGH),
         score_head=spec.head is Head.SCORE,
         kl=int(spec.kl if inputs.ref_logp is not None else KLEstimator.NONE),
         kl_gradient=int(spec.kl_gradient if inputs.ref_logp is not None else KLGradient.VALUE),

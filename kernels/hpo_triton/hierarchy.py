@@ -38,6 +38,7 @@ from ..specs import (
     TokenGate,
 )
 from .correction_rules import rule_bounds_of, with_correction
+from .fixed_point import FIXED_POINT
 from .gated_levels import KINDS, LOG_MEAN_EXP, Shape, add_children, gate_leaves
 from .hierarchy_tokens import gate_tokens, gated_derivative, gated_term, token_bound
 from .launch import kernel, launch, programs_for
@@ -55,7 +56,6 @@ from .leaves import (
     slots_of_leaves,
     sum_leaves,
 )
-from .levels import FIXED_POINT
 from .math import clamp
 from .segments import SLOT_TOKENS, SLOTS, load
 from .sums import (
@@ -378,7 +378,7 @@ def policy_loss(
         inputs = inputs._replace(low=None, high=None)
     shape, reading, pre = shape_of(inputs, spec, want_grad), reading_of(inputs, spec), pre_of(spec)
 
-    leaves = check_leaves(inputs)
+    leaves = check_leaves(inputs, len(spec.levels))
     sum_leaves(inputs, leaves, reading, shape.aggregates, spec.split, pre, grad, token_loss, seen)
     add_children(leaves, shape)
     if exchange is not None:

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from ..specs import Aggregate, PolicyLossInputs
+from .fixed_point import to_fixed
 from .launch import kernel, launch
-from .levels import to_fixed
 from .segments import SLOT_TOKENS, SLOTS, number_of_slots, row_range, slot_owner, tokens_of_slots
 from .terms import Pre, entering, mean_exp_part
 from .tokens import Reading, load_tokens, read_tokens
@@ -274,8 +274,20 @@ def _sum_leaves(
 # --------------------------------------------------------------------------------------------------------------- host
 
 
-def check_leaves(inputs: PolicyLossInputs) -> Leaves:
-    assert inputs.leaf_begin is not None and inputs.ancestors is not None
+def with_tables(inputs: PolicyLossInputs, depth: int) -> PolicyLossInputs:
+    """The same inputs, with tables of leaves and ancestors where rows are leaves and leaves are segments."""
+    leaf = torch.arange(inputs.leaves, device=inputs.logp.device)
+    if inputs.leaf_begin is None:
+        begin, end = inputs.cu_seqlens[:-1].clone(), inputs.cu_seqlens[1:].clone()
+        inputs = inputs._replace(leaf_begin=begin, leaf_end=end, leaf_row=leaf)
+    if inputs.ancestors is None:
+        inputs = inputs._replace(ancestors=leaf.repeat(depth, 1))
+    return inputs
+
+
+def check_leaves(inputs: PolicyLossInputs, depth: int) -> Leaves:
+    inputs = with_tables(inputs, depth)
+    assert inputs.ancestors is not None
     tokens, rows, device = inputs.logp.numel(), inputs.weights.numel(), inputs.logp.device
     depth, leaves = inputs.ancestors.shape
     programs = triton.cdiv(leaves, LEAVES)

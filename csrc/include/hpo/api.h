@@ -27,9 +27,6 @@ enum class KLGradient : int32_t { value = 0, straight_through = 1, importance = 
 // The structure of a ratio gate: what may specialise a kernel. Everything else is a run-time number.
 struct GateStructure {
   TokenGate token;
-  int32_t has_level;       // 1: one gate on the trajectory's mean log-ratio (the token gate is then `drop`)
-  int32_t level_clips;     // 1: that gate is a clip, 0: the identity
-  Routing routing;         // how the trajectory mean carries gradient
   Head head;
   KLEstimator kl;
   KLGradient kl_gradient;
@@ -39,8 +36,7 @@ struct GateStructure {
 };
 
 struct GateNumbers {
-  double token_low[2], token_high[2];          // ratio space; 0 and +inf are "no bound"; [advantage >= 0, < 0]
-  double level_log_low[2], level_log_high[2];  // log space; -inf and +inf are "no bound"
+  double token_low[2], token_high[2];  // ratio space; 0 and +inf are "no bound"; [advantage >= 0, < 0]
   double kl_beta;
 };
 
@@ -81,11 +77,6 @@ struct PolicyLossArgs {
   const float* weights;
   const float* advantages;    // [rows], or [tokens] if advantage_per_token
   int32_t advantage_per_token;
-  // trajectories of several rows, all null if each row is one: row r belongs to row_trajectory[r] in [0, rows);
-  // trajectory i owns trajectory_rows[trajectory_start[i] .. trajectory_start[i + 1])
-  const int64_t* row_trajectory;    // [rows]
-  const int64_t* trajectory_start;  // [rows + 1]
-  const int64_t* trajectory_rows;   // [rows]
   const float* threshold;     // [1], with score
   // with a term: what some heads compare the ratio with, [rows], or [tokens] if target_per_token; and which tokens pay its
   // penalty
@@ -155,8 +146,9 @@ struct Hierarchy {
   int64_t leaves;
   const int64_t* leaf_begin;  // [leaves]
   const int64_t* leaf_end;
-  const int64_t* leaf_row;
-  const int64_t* ancestors;    // [depth][leaves], in [0, leaves): a segment's number is that of its first leaf
+  const int64_t* leaf_row;   // null: leaf p is row p
+  const int64_t* ancestors;  // [depth][leaves], in [0, leaves): a segment's number is that of its first leaf; null: leaf p
+                             // is segment p at every level
   Stage stage;
   SegmentTables tables;
 };
@@ -358,7 +350,7 @@ extern "C" {
 int64_t hpo_policy_loss_workspace(int64_t tokens, int64_t rows);
 int hpo_policy_loss(const hpo::PolicyLossArgs* args, const hpo::GateStructure* structure, const hpo::GateNumbers* numbers,
                     int64_t context);
-// The same under a hierarchy; structure.has_level and the level's numbers do not count.
+// The same under a hierarchy.
 int64_t hpo_hierarchy_workspace(int64_t tokens, int64_t rows, int64_t leaves);
 int hpo_hierarchy(const hpo::PolicyLossArgs* args, const hpo::GateStructure* structure, const hpo::GateNumbers* numbers,
                   const hpo::Hierarchy* hierarchy, int64_t context);

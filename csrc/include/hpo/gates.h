@@ -110,17 +110,6 @@ HPO_INLINE TermNumber<F> kl_term(KLEstimator estimator, KLGradient gradient, F s
 HPO_INLINE bool pays_penalty(float kl_weight) { return (kl_weight != 0.0f) & (kl_weight - kl_weight == 0.0f); }
 HPO_INLINE float penalty_share(float weight, float kl_weight) { return clamp(weight * kl_weight, -FLT_MAX, FLT_MAX); }
 
-// The trajectory gate for one sign of the advantage: from the mean log-ratio to the ratio, and whether it passes gradient.
-struct LevelGate {
-  float ratio;
-  bool inside;
-};
-
-HPO_INLINE LevelGate level_gate(double mean, bool clips, double low, double high) {
-  const bool below = clips && mean < low, above = clips && mean > high;
-  return {exp(clamp(float(above ? high : (below ? low : mean)), -kSaturation, kSaturation)), !(below || above)};
-}
-
 // Beyond it a gamma gate is far below -kSaturation anyway, and infinite it would be 0 * inf = NaN where nothing flows.
 constexpr double kGammaSaturation = 80.0;
 

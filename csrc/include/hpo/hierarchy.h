@@ -5,17 +5,24 @@
 
 namespace hpo {
 
+HPO_INLINE int64_t row_of_leaf(const Hierarchy& hierarchy, int64_t p) { return hierarchy.leaf_row ? hierarchy.leaf_row[p] : p; }
+
+// The segment of a leaf at level k.
+HPO_INLINE int64_t ancestor_of(const Hierarchy& hierarchy, int k, int64_t p) {
+  return hierarchy.ancestors ? hierarchy.ancestors[k * hierarchy.leaves + p] : p;
+}
+
 // A leaf by itself: bad unless it lies in its row and all its ancestors exist. Whether it overlaps earlier leaves is up to the
 // caller to check.
 HPO_INLINE Range leaf_range(const Hierarchy& hierarchy, const PolicyLossArgs& args, int64_t p) {
-  const int64_t begin = hierarchy.leaf_begin[p], end = hierarchy.leaf_end[p], row = hierarchy.leaf_row[p];
+  const int64_t begin = hierarchy.leaf_begin[p], end = hierarchy.leaf_end[p], row = row_of_leaf(hierarchy, p);
   bool good = row >= 0 && row < args.rows;
   if (good) {
     const Range range = row_range(args.cu_seqlens, row, args.tokens);
     good = !range.bad && range.begin <= begin && begin <= end && end <= range.end;
   }
   for (int k = 0; good && k < hierarchy.depth; ++k) {
-    const int64_t ancestor = hierarchy.ancestors[k * hierarchy.leaves + p];
+    const int64_t ancestor = ancestor_of(hierarchy, k, p);
     good = ancestor >= 0 && ancestor < hierarchy.leaves;
   }
   return {good ? begin : 0, good ? end : 0, !good};
@@ -68,7 +75,7 @@ struct Child {
 
 // The child that segment s is. A segment's number is that of its first leaf, whose ancestor at level k is the parent.
 HPO_INLINE Child child_at(const Hierarchy& hierarchy, int k, int64_t s, const LogRatios& sums) {
-  const int64_t parent = hierarchy.ancestors[k * hierarchy.leaves + s];
+  const int64_t parent = ancestor_of(hierarchy, k, s);
   if (sums.valid == 0 || parent < 0 || parent >= hierarchy.leaves) return {-1, {}};
   const HierarchyLevel& level = hierarchy.levels[k - 1];
   return {parent, {1, {to_fixed(aggregate<true>(level, sums, 0)), to_fixed(aggregate<true>(level, sums, 1))}}};

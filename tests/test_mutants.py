@@ -100,7 +100,8 @@ MUTANTS = {
     ),
     "cuda: sums begin before every block has cleared its share": Mutant(
         "cuda_emulated", "cuda/hierarchy_sums.cuh",
-        "prepare(call);\n  sync_grid();\n  const bool broken", "prepare(call);\n  const bool broken",
+        "check_leaves(hierarchy, args, workspace.counted);\n  sync_grid();",
+        "check_leaves(hierarchy, args, workspace.counted);",
         "test_hierarchy.test_many_short_leaves", {"routing": gates.Routing.THROUGH},
     ),
     "cuda: a gradient returns before all its terms are added": Mutant(
@@ -115,7 +116,7 @@ MUTANTS = {
     ),
     "cuda: what lies in no leaf is not cleared": Mutant(
         "cuda_emulated", "cuda/hierarchy_sweep.cuh",
-        "args.grad[token] = 0.0f;", "args.grad[token] = 1.0f;",
+        "__ballot_sync(kFullWarp, from < to)", "0u",
         "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["step_gspo"]},
     ),
     "cuda: children are counted before all of them are complete": Mutant(
@@ -125,7 +126,7 @@ MUTANTS = {
     ),
     "cpu: a constant does not come back to the bit from the mean of its sum": Mutant(
         "cpu", "cpu/hierarchy_tokens.h",
-        "plan.term.drop ? add_terms(each, n, sums)", "false ? add_terms(each, n, sums)",
+        "plan.term.drop ? add_terms(each, n, sums) : add_groups(each, n, sums)", "add_groups(each, n, sums)",
         "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other",
         {"gate": gates.gspo(0.1, 0.2), "masked": False},
     ),

@@ -4,6 +4,7 @@
 
 namespace hpo {
 
+// Clears tables, checks leaves, and waits for the other blocks to have done so.
 __device__ __forceinline__ void prepare(const Call& call) {
   const PolicyLossArgs& args = call.gate.args;
   const Hierarchy& hierarchy = call.hierarchy;
@@ -14,8 +15,9 @@ __device__ __forceinline__ void prepare(const Call& call) {
   clear(workspace.largest, coupled * 2);
   clear(workspace.aggregate_grad, coupled * 2);
   clear(workspace.seen, args.rows);
-  check_leaves(hierarchy, args, workspace.counted);
   if (blockIdx.x == 0 && threadIdx.x == 0) *workspace.ticket = 0;
+  check_leaves(hierarchy, args, workspace.counted);
+  sync_grid();
 }
 
 template <int ENTERING>
@@ -73,7 +75,6 @@ constexpr int blocks_that_prepare(int entering, bool balanced) { return entering
 template <int ENTERING, bool BALANCED>
 __global__ void __launch_bounds__(kThreads, blocks_that_prepare(ENTERING, BALANCED)) prepare_leaves(const Call call) {
   prepare(call);
-  sync_grid();
   const bool broken = call.broken(), idle = broken && blockIdx.x != 0;
   if (!BALANCED && idle) return;
   if (broken && !idle) list_broken(call.hierarchy, call.gate.args, call.workspace.counted);
@@ -141,7 +142,6 @@ __device__ __forceinline__ void raise(uint64_t* largest, double value) {
 template <int WIDTH, int EXTRAS>
 __global__ void __launch_bounds__(kThreads, 3) prepare_settled(const Call call) {
   prepare(call);
-  sync_grid();
   const Workspace& workspace = call.workspace;
   const bool broken = call.broken(), idle = broken && blockIdx.x != 0;
   if (broken && !idle) list_broken(call.hierarchy, call.gate.args, workspace.counted);

@@ -66,19 +66,25 @@ def draw_curves(axis: Any, curves: Curves, xlabel: str, ylabel: str, title: str)
         colour, style = ("black", "--") if control else (next(colours), "-")
         mean, error = over_seeds([smoothed(curve) for curve in of_seeds])
         at = range(1, len(mean) + 1)
-        axis.plot(at, over_seeds(of_seeds)[0], color=colour, alpha=0.22, lw=0.7)
+        if len(curves) < 5:  # more would hide each other
+            axis.plot(at, over_seeds(of_seeds)[0], color=colour, alpha=0.22, lw=0.7)
         low, high = ([value + side * spread for value, spread in zip(mean, error, strict=True)] for side in (-1, 1))
-        axis.fill_between(at, low, high, color=colour, alpha=0.10, lw=0)
+        axis.fill_between(at, low, high, color=colour, alpha=0.08, lw=0)
         axis.plot(at, mean, style, color=colour, lw=1.7, label=name)
     axis.set(ylim=(0, 1), xlim=(0, len(mean)), xlabel=xlabel, ylabel=ylabel)
-    axis.set_title(title, fontsize=10, loc="left")
+    axis.set_title(title, fontsize=11, loc="left")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8, loc="upper left" if "entropy" in title else "lower right")
+    place = (
+        {"loc": "lower right"}
+        if len(curves) < 5
+        else {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2}
+    )
+    axis.legend(frameon=False, fontsize=9.5, **place)
 
 
 def draw_learning(folder: Path) -> Any:
     pyplot = plotter()
-    figure, axes = pyplot.subplots(1, 2, figsize=(9.6, 3.9), sharey=True, layout="constrained")
+    figure, axes = pyplot.subplots(2, 1, figsize=(6.2, 8.0), layout="constrained")
     draw_curves(
         axes[0], trainers(folder), "rollout (four optimiser steps each)", "mean reward", "two trainers, one loss"
     )
@@ -88,7 +94,7 @@ def draw_learning(folder: Path) -> Any:
 
 def draw_agent(folder: Path) -> Any:
     pyplot = plotter()
-    figure, axis = pyplot.subplots(figsize=(7.6, 3.9), layout="constrained")
+    figure, axis = pyplot.subplots(figsize=(6.2, 4.2), layout="constrained")
     label = "update (8 layouts, 16 rollouts each)"
     draw_curves(axis, agents(folder), label, "success of the sampled rollouts", "credit for turns")
     return figure

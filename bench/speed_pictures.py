@@ -65,26 +65,26 @@ def draw_step() -> Any:
     seen = [part for part in parts if max(part[1:]) > 0.1]
     small = [part for part in parts if max(part[1:]) <= 0.1]
     seen.append(("all else", sum(part[1] for part in small), sum(part[2] for part in small)))
-    figure, axis = pyplot.subplots(figsize=(7.6, 2.9), layout="constrained")
+    figure, axis = pyplot.subplots(figsize=(6.2, 3.1), layout="constrained")
     colours = (SKY, BLUE, GREEN, ORANGE, GREY)
     for at in (0, 1):
         begin = 0.0
         for (name, *seconds), colour in zip(seen, colours, strict=True):
             width = seconds[at]
             axis.barh(at, width, 0.62, begin, color=colour, edgecolor="white", label=name if at == 0 else None)
-            if width > 0.8:
+            if width > 1.4:
                 text = "white" if colour == BLUE else "black"
-                axis.text(begin + width / 2, at, f"{width:.1f}", ha="center", va="center", fontsize=8, color=text)
+                axis.text(begin + width / 2, at, f"{width:.1f}", ha="center", va="center", fontsize=9.5, color=text)
             begin += width
-        axis.text(begin + 0.3, at, f"{begin:.1f} s", va="center", fontweight="bold", fontsize=10)
-    axis.set_yticks((0, 1), kinds, fontsize=10)
+        axis.text(begin + 0.3, at, f"{begin:.1f} s", va="center", fontweight="bold", fontsize=11)
+    axis.set_yticks((0, 1), kinds, fontsize=11)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.12 * sum(part[1] for part in parts))
     axis.set_xlabel(
-        "seconds of processor time: a rollout's scores and two optimiser steps, sampling left out", fontsize=9
+        "seconds of processor time: a rollout's scores\nand two optimiser steps, sampling left out", fontsize=10.5
     )
     axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=9)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=10.5)
     return figure
 
 
@@ -178,7 +178,7 @@ def draw_floors() -> Any:
         "eager PyTorch": ("s", ORANGE), "torch.compile": ("D", PURPLE), "verl": ("^", RED), "TRL": ("v", GREEN),
         "Liger": ("P", SKY), "other PyTorch": ("X", GREY),
     }  # fmt: skip
-    figure, axis = pyplot.subplots(figsize=(7.6, 6.0), layout="constrained")
+    figure, axis = pyplot.subplots(figsize=(6.2, 6.6), layout="constrained")
     for at, case in enumerate(cases):
         most = max([*case.peers.values(), case.ours])
         axis.plot([min(1.0, case.ours), most], [at, at], color="#dddddd", lw=1, zorder=0)
@@ -189,15 +189,15 @@ def draw_floors() -> Any:
             mark, colour = marks[kind]
             axis.plot(floors, at, mark, color=colour, ms=6.5, mec="white", mew=0.5)
     axis.axvline(1, color="black", lw=1)
-    axis.set(xscale="log", xlabel="time in floors: PyTorch's own streaming kernels over the same bytes take 1")
-    axis.set_yticks(range(len(cases)), [case.name for case in cases], fontsize=9)
+    axis.set(xscale="log", xlabel="floors: 1 is the time of streaming the same bytes")
+    axis.set_yticks(range(len(cases)), [case.name for case in cases], fontsize=10.5)
     axis.invert_yaxis()
     axis.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.tick_params(axis="y", length=0)
     handles = [dot(BLUE, BLUE, "o", "hpo_core"), dot(BLUE, "white", "o", "hpo_core with autograd")]
     handles += [dot(colour, colour, mark, kind) for kind, (mark, colour) in marks.items()]
-    figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False, fontsize=10.5)
     return figure
 
 
@@ -232,7 +232,7 @@ def gpu_presets() -> list[Preset]:
             moved = 16 * (number(row[8]) + number(row[9])) / TOKENS_OF_A_LOOP
             issue = [1e6 * count * TOKENS * number(row[3]) / share for share in ISSUED]
             kernels.append((kernel, (issue[1], issue[0]), 1e6 * count * TOKENS * moved / BYTES_A_SECOND))
-        shown = [name for name in names if "," not in name][:3] or names[:1]
+        shown = [name for name in names if "," not in name][:2] or names[:1]
         found.append(Preset(", ".join(shown) + (" ..." if len(names) > len(shown) else ""), kernels))
     return found
 
@@ -241,20 +241,20 @@ def draw_gpu() -> Any:
     """Two bars for each kind of preset: the longer one decides."""
     pyplot = plotter()
     presets = gpu_presets()
-    figure, axis = pyplot.subplots(figsize=(7.6, 4.9), layout="constrained")
+    figure, axis = pyplot.subplots(figsize=(6.2, 5.6), layout="constrained")
     for at, preset in enumerate(presets):
         low, high = (sum(issue[side] for _, issue, _ in preset.kernels) for side in (0, 1))
         memory = sum(moved for *_, moved in preset.kernels)
-        axis.barh(at - 0.19, low, 0.36, color=ORANGE, label=None if at else "issue, 80 % of the slots")
+        axis.barh(at - 0.19, low, 0.36, color=ORANGE, label=None if at else "issue, 80 % of slots")
         axis.barh(
-            at - 0.19, high - low, 0.36, low, color=ORANGE, alpha=0.4, label=None if at else "issue, 65 % of the slots"
+            at - 0.19, high - low, 0.36, low, color=ORANGE, alpha=0.4, label=None if at else "issue, 65 % of slots"
         )
-        axis.barh(at + 0.19, memory, 0.36, color=BLUE, label=None if at else "memory, every access at 3.0 TB/s")
-    axis.set_yticks(range(len(presets)), [preset.name for preset in presets], fontsize=9)
+        axis.barh(at + 0.19, memory, 0.36, color=BLUE, label=None if at else "memory, 3.0 TB/s")
+    axis.set_yticks(range(len(presets)), [preset.name for preset in presets], fontsize=10.5)
     axis.invert_yaxis()
-    axis.set_xlabel("modelled microseconds on an H100, loss and gradient of 2^20 tokens", fontsize=9)
+    axis.set_xlabel("modelled microseconds on an H100: loss and gradient\nof 2^20 tokens", fontsize=10.5)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=9)
+    figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=9.5)
     return figure
 
 

@@ -121,7 +121,9 @@ def test_learning_curves_are_those_of_the_runs(tmp_path, capsys):
         assert (tmp_path / "pictures" / name).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("name", "page"), [("agent_curves.png", "demo_agent.md")])
+@pytest.mark.parametrize(
+    ("name", "page"), [("learning_curves.png", "trl_measured.md"), ("agent_curves.png", "demo_agent.md")]
+)
 def test_the_page_shows_curves_that_are_small(name, page):
     picture = (ROOT / "docs/pictures" / name).read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) < 120_000

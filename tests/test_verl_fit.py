@@ -1,4 +1,5 @@
-"""verl's own trainer, whole: ``RayPPOTrainer.fit`` over Ray workers with FSDP2 on gloo (verl_fit_on_cpu.py)."""
+"""verl's own trainers, whole, over Ray workers with FSDP2 on gloo: ``RayPPOTrainer.fit`` (verl_fit_on_cpu.py) and the
+default of ``trainer.use_v1``, ``PPOTrainerSync.fit`` with its queue (verl_v1_on_cpu.py)."""
 
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from verl_batches import PROGRAM, environment
 
 skip_without("verl")
 
-pytestmark = [pytest.mark.peers, pytest.mark.long]  # one and a half minutes on two cores, most of them imports
+pytestmark = [pytest.mark.peers, pytest.mark.long]  # two and a half minutes on two cores, most of them imports
 
 USER_LOSSES = """
 import hpo_core as hpo
@@ -26,16 +27,24 @@ ALLOWED = {"parameters": 1e-5, "actor/grad_norm": 1e-5, "actor/ppo_kl": 1e-5}
 TERM = 1e-6  # a loss is a mean of terms as large as advantages are, which cancel in a group
 
 
-@pytest.fixture(scope="module")
-def fits(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("fits")
+def results_of(program, folder):
     (folder / "user_losses.py").write_text(USER_LOSSES)
     variables = environment("user_losses")
     variables["PYTHONPATH"] += f":{folder}"
-    command = [sys.executable, str(PROGRAM.with_name("verl_fit_on_cpu.py")), str(folder)]
+    command = [sys.executable, str(PROGRAM.with_name(program)), str(folder)]
     finished = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr[-6000:]
     return torch.load(folder / "fits.pt")
+
+
+@pytest.fixture(scope="module")
+def fits(tmp_path_factory):
+    return results_of("verl_fit_on_cpu.py", tmp_path_factory.mktemp("fits"))
+
+
+@pytest.fixture(scope="module")
+def fits_of_v1(tmp_path_factory):
+    return results_of("verl_v1_on_cpu.py", tmp_path_factory.mktemp("v1"))
 
 
 def apart(found, expected, what):
@@ -67,5 +76,16 @@ def test_a_gate_over_prompts_trains_the_same_on_two_workers_as_on_one(fits, name
 def test_turns_of_an_agent_have_advantages_of_their_own(fits):
     """gigpo's, of what the rollout tells; the rollouts are those of the other runs."""
     steps, rows = fits["steps"], fits["levels"]
+    assert torch.equal(steps["critic/score/mean"], rows["critic/score/mean"])
+    assert apart(steps, rows, "critic/advantages/max") > 0.1
+
+
+def test_the_v1_trainer_trains_as_with_verl_s_loss_and_estimator(fits_of_v1):
+    same(fits_of_v1["hpo_ppo_clip"], fits_of_v1["vanilla"])
+    assert apart(fits_of_v1["steps"], fits_of_v1["vanilla"], "parameters") > 100 * ALLOWED["parameters"]
+
+
+def test_turns_of_an_agent_reach_the_v1_trainer(fits_of_v1):
+    steps, rows = fits_of_v1["steps"], fits_of_v1["vanilla"]
     assert torch.equal(steps["critic/score/mean"], rows["critic/score/mean"])
     assert apart(steps, rows, "critic/advantages/max") > 0.1

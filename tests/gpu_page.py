@@ -84,17 +84,17 @@ def short(instance: str) -> str:
 
 @contextlib.contextmanager
 def launches_of_triton() -> Iterator[list[str]]:
-    """The kernels that are launched inside; nothing runs."""
+    """The kernels that are launched inside, as on a GPU, where programs wait for each other; nothing runs."""
     from triton.runtime.interpreter import InterpretedFunction
 
     launch = importlib.import_module("hpo_core._triton.launch")
     named: list[str] = []
     InterpretedFunction.warmup = lambda kernel, *_, **__: named.append(kernel.fn.__name__)
-    launch.compiled = []
+    launch.compiled, interpreted, launch.INTERPRETED = [], launch.INTERPRETED, False
     try:
         yield named
     finally:
-        launch.compiled = None
+        launch.compiled, launch.INTERPRETED = None, interpreted
         del InterpretedFunction.warmup
 
 

@@ -145,6 +145,21 @@ MUTANTS = {
         "return flow * mean_exp_slope(split, x);", "return flow;",
         "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["mean exp, 1 levels, through"]},
     ),
+    "triton: a known gradient is a sum, not a mean": Mutant(
+        "triton", "gated_levels.py",
+        "if SHAPE.divisors[0][0]:", "if SHAPE.divisors[0][0] and SHAPE.drop:",
+        "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["gspo"]},
+    ),
+    "triton: coefficients do not find their largest exponent": Mutant(
+        "triton", "prepare_leaves.py",
+        "EXPONENT + sign, sum != 0.0)", "EXPONENT + sign, sum > 0.0)",
+        "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["gspo"]},
+    ),
+    "triton: leaves in disorder are not repaired": Mutant(
+        "triton", "leaves.py",
+        "if disorder > 0:", "if disorder > leaves:",
+        "test_hierarchy.test_broken_leaves_are_left_out_and_counted", {"gate": HIERARCHIES["score"]},
+    ),
     "triton: a child without tokens counts": Mutant(
         "triton", "gated_levels.py",
         "mask=exists, other=0) > 0)", "mask=exists, other=0) >= 0)",

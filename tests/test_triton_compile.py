@@ -250,6 +250,7 @@ def test_registers_do_not_grow(share):
     assert grown == {}
 
 
+ORDERS = r"bar\.(sync)|\b(?:atom|red|ld)\.global\.gpu\.\S*(relaxed|release|acquire)"
 SELECT_TOP = """
 import json
 
@@ -271,12 +272,44 @@ def test_window_threshold_and_mask_are_two_launches():
     the release of one of them, and what all threads read after its acquire."""
     launches, cooperative, ptx = answer(SELECT_TOP)
     assert launches == {"_score_windows": 1, "_select_top": 1} and cooperative
-    found = re.findall(r"bar\.(sync)|\b(?:atom|red|ld)\.global\.gpu\.\S*(relaxed|release|acquire)", ptx)
-    orders = ["".join(order) for order in found]
+    orders = ["".join(order) for order in re.findall(ORDERS, ptx)]
     released = [i for i, order in enumerate(orders) if order == "release"]
     assert len(released) == 3 and "relaxed" in orders[: released[0]]
     for i in released:
         assert orders[i - 1 : i + 4] == ["sync", "release", "sync", "acquire", "sync"]
+
+
+BARRIERS = """
+import json
+from hpo_core._triton import compile
+
+found = []
+for path, call in compile.paths():
+    if path in ("hierarchy: sequence", "hierarchy: two levels", "correction: K3 SUM MASK"):
+        with compile.compiling(90) as compiled:
+            call()
+        for each in compiled:
+            found.append([path, each.metadata.name, each.metadata.launch_cooperative_grid, each.asm["ptx"]])
+print(json.dumps(found))
+"""
+
+
+def test_programs_on_leaves_wait_for_each_other():
+    """As above; and what a launch writes is never read through the read-only path."""
+    waits = {}
+    for path, kernel, cooperative, ptx in answer(BARRIERS):
+        orders = ["".join(order) for order in re.findall(ORDERS, ptx)]
+        released = [i for i, order in enumerate(orders) if order == "release"]
+        assert all(orders[i - 1 : i + 4] == ["sync", "release", "sync", "acquire", "sync"] for i in released), path
+        assert cooperative == bool(released) and "ld.global.nc" not in ptx, path
+        if cooperative:
+            waits[path, kernel] = len(released)
+    assert waits == {
+        ("hierarchy: sequence", "_prepare_leaves"): 4,  # the second for a repair alone
+        ("hierarchy: two levels", "_prepare_leaves"): 3,
+        ("hierarchy: two levels", "_deliver_gradient"): 1,
+        ("correction: K3 SUM MASK", "_correct_tokens"): 3,
+    }
 
 
 NAME_KERNELS = """

@@ -49,7 +49,7 @@ SQUARE_SATURATION = tl.constexpr(25.0)  # of z, for heads that multiply the rati
 IMPLIED_SATURATION = tl.constexpr(68719476736.0)  # of the ratio in the implied policy of a negative-aware head
 SUM_SATURATION = tl.constexpr(2147483648.0)  # of z, for the head that has no ratio: what sums in fixed point hold
 EXPONENT_SATURATION = tl.constexpr(7.5)  # of x, where its exponentials are added up: e^7.5 < 2048
-DEVIATION_SATURATION = tl.constexpr(2048.0)  # leaves room for 2^20 tokens, see levels.py
+DEVIATION_SATURATION = tl.constexpr(2048.0)  # leaves room for 2^20 tokens, see fixed_point.py
 
 Pair = tuple[float, float]  # for advantages >= 0 and < 0
 

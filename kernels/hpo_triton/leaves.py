@@ -136,7 +136,8 @@ def _repair(
         covered = tl.where(good, read.end, covered)
         tl.store(end + leaf, covered)
         tl.store(row + leaf, tl.where(good, read.row, 0))
-        bad += tl.where(good, 0, 1)
+        if given[2] is not None:  # else it is a row, which counts as one
+            bad += tl.where(good, 0, 1)
     tl.store(state + BROKEN, bad)
 
 

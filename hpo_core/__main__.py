@@ -29,8 +29,9 @@ def main() -> None:
         print(f"  {name:14} {'yes' if available else 'no '}  {available.detail or available.reason}")
 
     print("\nused when nothing is asked")
+    width = max(map(len, OPS))
     for op in OPS:
-        print(f"  {op:12} cpu tensors: {_chosen(op, 'cpu')};  cuda tensors: {_chosen(op, 'cuda')}")
+        print(f"  {op:{width}} cpu tensors: {_chosen(op, 'cpu')};  cuda tensors: {_chosen(op, 'cuda')}")
 
 
 def _chosen(op: str, device: str) -> str:

@@ -110,7 +110,7 @@ def _parse(log: str, code: dict[str, list[str]] | None) -> list[Kernel]:
 
 
 def _name(symbol: str) -> str:
-    """``sweep<1, 0, 0>`` from a mangled symbol: the last of its nested names, then types, bools and ints."""
+    """``sweep<1, 0>`` from a mangled symbol: the last of its nested names, then types, bools and ints."""
     rest, name = symbol.removeprefix("_ZN"), ""
     while found := re.match(r"\d+", rest):
         length = int(found[0])

@@ -40,7 +40,7 @@ DEVICES = {
     80: Device("A100", 108, 64, 164), 90: Device("H100", 132, 64, 228), 100: Device("B200", 148, 64, 228),
     120: Device("RTX 5090", 170, 48, 100),
 }  # fmt: skip
-TOKEN_KERNELS = ("sweep", "sum_tiles", "prepare_leaves", "sweep_leaves", "deliver_gradient", "correct_tokens")
+TOKEN_KERNELS = ("sweep", "prepare_settled", "prepare_leaves", "sweep_leaves", "deliver_gradient", "correct_tokens")
 OF_1024 = ("score_windows", "begin_wide", "add_wide", "finish_wide", "select_tokens", "select_top", "scan_")
 
 
@@ -61,13 +61,13 @@ def blocks_of(kernel: Kernel, tokens: int, target: int) -> int | None:
     name, rows = kernel.name.partition("<")[0], tokens // ROW
     swept = 32 * (rows + tokens // 512)
     threads = {
-        "prepare": rows, "sum_tiles": swept, "sweep": swept, "sweep_leaves": swept, "deliver_gradient": swept,
-        "prepare_leaves": tokens // 4, "correct_tokens": tokens // 4,
+        "prepare": rows, "sweep": swept, "sweep_leaves": swept, "deliver_gradient": swept, "prepare_leaves": swept,
+        "prepare_settled": swept, "correct_tokens": tokens // 4,
     }.get(name)  # fmt: skip
     if threads is None:
         return None
     wanted = min(512, max(1, -(-threads // 256)))
-    if name not in ("prepare_leaves", "deliver_gradient", "correct_tokens"):
+    if name not in ("prepare_leaves", "prepare_settled", "deliver_gradient", "correct_tokens"):
         return wanted
     together = resident(kernel.registers, kernel.shared, 8, target) * DEVICES[target].processors * 3 // 4
     return max(1, min(wanted, together))
@@ -77,7 +77,7 @@ def blocks_of(kernel: Kernel, tokens: int, target: int) -> int | None:
 
 
 def short(instance: str) -> str:
-    """``sweep<0, 1, 0>`` of what the emulation calls an instance, the name in the tables."""
+    """``sweep<0, 1>`` of what the emulation calls an instance, the name in the tables."""
     name = instance.rpartition("{anonymous}::")[2].removesuffix("]")
     return name.replace("false", "0").replace("true", "1").replace("hpo::", "")
 

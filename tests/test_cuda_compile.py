@@ -32,7 +32,7 @@ REGENERATE = "(now, in docs/gpu.md); if it is worth it, run python tests/gpu_pag
 
 # Kernels that read every token or score must read 16 bytes at once to use the bandwidth.
 WIDE = {
-    "sweep", "sum_tiles<4>", "prepare_leaves", "sweep_leaves", "deliver_gradient", "correct_tokens",
+    "sweep", "prepare_settled<4, 1>", "prepare_leaves", "sweep_leaves", "deliver_gradient", "correct_tokens",
     "select_top", "count_rows", "sum_rows", "differentiate_rows", "differentiate_loss",
 }  # fmt: skip
 

@@ -214,6 +214,65 @@ def test_log_ratios_near_0_have_the_bits_of_any_other(gate, backend="cpu"):
     torch.testing.assert_close(plain.metrics.vector, long_way.metrics.vector, rtol=1e-6, atol=1e-6)
 
 
+LEVELS_WITH_PENALTY = {
+    "gspo": gates.gspo(0.1, 0.2),
+    "gspo_token": gates.gspo_token(0.1, 0.2),
+    "fiberpo": gates.fiberpo(),
+    "fiberpo, wide bounds": gates.fiberpo(0.8, (0.8, 0.8)),
+    "gmpo": gates.gmpo(),
+}
+
+
+@pytest.mark.parametrize("gate", LEVELS_WITH_PENALTY.values(), ids=LEVELS_WITH_PENALTY)
+def test_a_penalty_beside_the_fast_path_of_levels(gate, backend="cpu"):
+    """The CPU adds the penalty of a reference policy to what the fast path of a leaf has written. Rows that have a
+    log-ratio to it of some size, or none, go the long way, which a mask that masks none sends all of them."""
+    lengths = [2048, 1030, 300, *[40] * 30, 1100, 2048]
+    draw, tokens = torch.Generator().manual_seed(3), sum(lengths)
+    mask = torch.rand(tokens, generator=draw) < 0.8
+    mask[:1030] = True
+    old_logp = -torch.rand(tokens, generator=draw)
+    ref_logp = old_logp + 0.5 * torch.randn(tokens, generator=draw)
+    logp = (old_logp + 0.2 * torch.randn(tokens, generator=draw)).requires_grad_()
+    ref_logp[2048], ref_logp[3100], ref_logp[3400] = -15.0, math.nan, -math.inf
+    ref_logp[~mask] = math.nan
+    advantages = torch.randn(len(lengths), generator=draw)
+    everything = torch.ones(tokens, dtype=torch.bool)
+    for masked, (estimator, gradient) in itertools.product(
+        (False, True), ((hpo.kl.k1, "value"), (hpo.kl.k2, "value"), (hpo.kl.k3, "value"), (hpo.kl.k3, "importance"))
+    ):
+        batch = hpo.PackedBatch.from_lengths(lengths, mask=mask if masked else None)
+        reference = ref_logp if masked else torch.where(mask, ref_logp, old_logp)
+        weights = hpo.aggregation.token_mean(batch)
+        keywords = {"weights": weights, "kl": estimator(0.3, gradient=gradient), "backend": backend}
+        given = {"ref_logp": reference, **keywords}
+        plain = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, **given)
+        tokenwise = hpo.policy_loss(logp, old_logp, advantages, batch, gate, report=("tokens",), **given)
+        tokenwise.loss.backward()
+        assert bits(plain.grad) == bits(logp.grad) and bits(plain.loss) == bits(tokenwise.loss)
+        logp.grad = None
+        long_way = hpo.policy_loss(
+            logp, old_logp, advantages, batch, gate, token_mask=everything, report=("tokens",), **given
+        )
+        long_way.loss.backward()
+        torch.testing.assert_close(plain.grad, logp.grad, rtol=2e-6, atol=1e-10)
+        torch.testing.assert_close(plain.loss, long_way.loss, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(plain.metrics.vector, long_way.metrics.vector, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(tokenwise.tokens, long_way.tokens, rtol=2e-6, atol=1e-7)
+        assert not plain.grad[~mask].any() or not masked
+        logp.grad = None
+        parts = zip(
+            logp.detach().split(lengths), old_logp.split(lengths), reference.split(lengths), mask.split(lengths),
+            plain.grad.split(lengths), strict=True,
+        )  # fmt: skip
+        for row, (new, old, ref, kept, grad) in enumerate(parts):
+            alone = hpo.PackedBatch.from_lengths([len(new)], mask=kept if masked else None)
+            this = slice(row, row + 1)
+            single = {**keywords, "weights": weights[this], "ref_logp": ref}
+            out = hpo.policy_loss_and_grad(new, old, advantages[this], alone, gate, **single)
+            assert bits(out.grad) == bits(grad), row
+
+
 @pytest.mark.parametrize("gate", [*KINDS.values(), gates.fiberpo()], ids=[*KINDS, "fiberpo"])
 def test_tiles_that_a_mask_leaves_whole_or_empty(gate):
     """The CPU goes through them without the mask, or not at all: no bit tells."""

@@ -88,7 +88,7 @@ MUTANTS = {
         "test_promises.test_masked_is_never_read", {"name": "preset: dapo"},
     ),
     "cuda: gradients of tiles are added by place in memory": Mutant(
-        "cuda_emulated", "cuda/hierarchy.cu",
+        "cuda_emulated", "cuda/hierarchy_sweep.cuh",
         "stage_at(kind, token % 4, token / 4)",
         "stage_at(kind, token / kAdders % 4, token % kAdders * 4 + token / kAdders / 4)",
         "test_promises.test_a_trajectory_does_not_know_where_it_lies", {"name": "bent"},
@@ -99,8 +99,9 @@ MUTANTS = {
         "test_hierarchy.test_a_long_leaf_is_shared_by_many_workers", {"gate": gates.fiberpo(0.05, (0.03, 0.02))},
     ),
     "cuda: sums begin before every block has cleared its share": Mutant(
-        "cuda_emulated", "cuda/hierarchy.cu",
-        "prepare(call);\n  sync_grid();", "prepare(call);",
+        "cuda_emulated", "cuda/hierarchy_sums.cuh",
+        "check_leaves(hierarchy, args, workspace.counted);\n  sync_grid();",
+        "check_leaves(hierarchy, args, workspace.counted);",
         "test_hierarchy.test_many_short_leaves", {"routing": gates.Routing.THROUGH},
     ),
     "cuda: a gradient returns before all its terms are added": Mutant(
@@ -108,10 +109,31 @@ MUTANTS = {
         "if (call.hierarchy.stage == Stage::whole) sync_grid();", "",
         "test_hierarchy.test_many_short_leaves", {"routing": gates.Routing.THROUGH},
     ),
+    "cuda: coefficients are added before the largest is known": Mutant(
+        "cuda_emulated", "cuda/hierarchy_sums.cuh",
+        "sync_grid();\n  if (idle) return;", "if (idle) return;",
+        "test_hierarchy.test_many_short_leaves", {"routing": gates.Routing.THROUGH},
+    ),
+    "cuda: what lies in no leaf is not cleared": Mutant(
+        "cuda_emulated", "cuda/hierarchy_sweep.cuh",
+        "__ballot_sync(kFullWarp, from < to)", "0u",
+        "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["step_gspo"]},
+    ),
     "cuda: children are counted before all of them are complete": Mutant(
-        "cuda_emulated", "cuda/hierarchy.cu",
+        "cuda_emulated", "cuda/hierarchy_sums.cuh",
         "sync_grid();\n      add_children(call, k);", "add_children(call, k);",
         "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["balanced, 3 levels, self"]},
+    ),
+    "cpu: a constant does not come back to the bit from the mean of its sum": Mutant(
+        "cpu", "cpu/hierarchy_tokens.h",
+        "plan.term.drop ? add_terms(each, n, sums) : add_groups(each, n, sums)", "add_groups(each, n, sums)",
+        "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other",
+        {"gate": gates.gspo(0.1, 0.2), "masked": False},
+    ),
+    "cpu: the penalty of a masked token is paid": Mutant(
+        "cpu", "cpu/hierarchy_reference.h",
+        "keep_if(present, value)", "value",
+        "test_gates.test_a_penalty_beside_the_fast_path_of_levels", {"gate": gates.gspo(0.1, 0.2)},
     ),
     "cpu: what arrives at a balanced level is not divided by its children": Mutant(
         "cpu", "include/hpo/hierarchy.h",

@@ -37,7 +37,7 @@ struct Workspace {
 struct Gate {
   TokenGateLoop token_loop;
 
-  GateCounts operator()(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, const float* coefficient,
+  GateCounts operator()(const Call& call, int64_t first, int n, const Segments&, Tile& tile, const float* coefficient,
                         float* loss, float* grad) const {
     const float* logp = call.args.logp + first;
     const GateCounts counts = token_loop(tile_bounds(call, first), tile, coefficient, logp, loss, grad, n);

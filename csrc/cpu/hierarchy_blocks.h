@@ -191,7 +191,7 @@ struct Sweeps {
     if (plan.measures_fast || !plan.may_be_fast || here.args.ref_logp ||
         !measure_fast(here, first, end, scratch.whole, tile, space.seen, partial)) {
       hpo::HPO_ISA::measure(here, first, end, scratch.whole, tile, space.seen, partial);
-      fast = !tile.exceptional && tile.chosen == tile.kind;
+      fast = !tile.exceptional && tile.chosen == tile.kind && !here.args.ref_logp;  // which the fast path has refused
     }
     if (plan.hierarchy.depth > 0) {  // log-ratios are added up as integers
       add_log_ratios(tile, load_aggregated(plan.term, tile, end, scratch.terms), end, plan.hierarchy.split, sums);

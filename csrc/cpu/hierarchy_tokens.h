@@ -285,8 +285,7 @@ struct BlockGate {
   // n equal floats sum to n a exactly in doubles: where tokens drop their residual, a constant a comes back from the mean to
   // the bit, which is the on-policy promise.
   void add(float* each, int n, double* sums) const {
-    if (plan.term.drop) add_terms(each, n, sums);
-    else add_groups(each, n, sums);
+    plan.term.drop ? add_terms(each, n, sums) : add_groups(each, n, sums);
   }
 
   // slope: d loss / d z of each token.

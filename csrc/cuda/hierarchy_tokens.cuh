@@ -108,11 +108,11 @@ __device__ __forceinline__ float pay_own_penalty(const TokenCall& call, const Ro
 
 // One token of a leaf: its gradient. `put_flow` takes what flows into aggregates; `settled`: what comes back from them, where
 // that is known.
-template <int EXTRAS, int GATE, int WIDTH, class PutFlow>
+template <bool REFERENCE, int EXTRAS, int GATE, int WIDTH, class PutFlow>
 __device__ __forceinline__ float sweep_token_of_leaf(const TokenCall& call, const LeafGate& leaf, float settled, int row_index,
                                                      const RowTerms& row, const Inputs<WIDTH>& inputs, int i,
                                                      const PutFlow& put_flow, TileTotals& tile, Totals& totals) {
-  constexpr bool REFERENCE = EXTRAS != kNoExtras, TERMS = GATE == kTermGate || GATE == kMeanExpGate;
+  constexpr bool TERMS = GATE == kTermGate || GATE == kMeanExpGate;
   const Gate& gate = call.gate;
   Token token = classify<REFERENCE, EXTRAS, false>(gate, row, inputs, i);
   const float target = TERMS ? classify_target(gate, row_index, inputs, i, token) : 0.0f;

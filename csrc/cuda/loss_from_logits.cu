@@ -60,7 +60,8 @@ __device__ __forceinline__ float token_gradient(const TokenCall& call, const Giv
   Totals totals = {};
   if constexpr (TERMS) {
     const auto put_flow = [](const Token&, const GatedToken&, const PolicyTerm&) {};
-    return sweep_token_of_leaf<kExtras, kTermGate>(call, LeafGate{}, 0.0f, given.row, row, inputs, 0, put_flow, tile, totals);
+    return sweep_token_of_leaf<true, kExtras, kTermGate>(call, LeafGate{}, 0.0f, given.row, row, inputs, 0, put_flow, tile,
+                                                         totals);
   } else {
     return sweep_token<true, kExtras>(call.gate, row, inputs, 0, tile, totals);
   }

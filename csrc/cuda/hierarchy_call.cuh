@@ -1,0 +1,96 @@
+// A call of hierarchy.cu: its workspace, and what its kernels ask of it.
+#pragma once
+#include "hierarchy_tokens.cuh"
+#include "leaves.cuh"
+
+namespace hpo {
+
+constexpr int kWords = 3;  // of a segment's LogRatios: valid, fixed[2]
+constexpr int kLevelChannels = 2 * kMostLevels;  // of the gradients of a tile in aggregates: [level][channel]
+
+struct Workspace {
+  // Of segment s at level k at [k * leaves + s], 0 before the first grid barrier. In the caller's tables, if there are any.
+  int64_t* segments;  // [..][kWords]
+  uint64_t* largest;  // [..][channel]: the largest magnitude of a tile's gradient in the aggregate, the bits of a double
+  int64_t* aggregate_grad;  // [..][channel]: the sum of the gradients of tiles, in steps that `largest` fixes
+  double* aggregate_grads;  // [units][kLevelChannels]
+  double* partials;  // [blocks][kMetrics]
+  int* seen;  // [rows]: 1 where a valid token was met
+  unsigned* ticket;  // blocks of the sweep that are done
+  Counted counted;
+
+  int64_t place(void* base, int64_t tokens, int64_t rows, int64_t leaves) {
+    Placement placement(base);
+    placement.take(segments, kMostLevels * leaves * kWords);
+    placement.take(largest, kMostLevels * leaves * 2);
+    placement.take(aggregate_grad, kMostLevels * leaves * 2);
+    placement.take(aggregate_grads, units_of(tokens, leaves) * kLevelChannels);
+    placement.take(partials, kMaxBlocks * kMetrics);
+    placement.take(seen, rows);
+    placement.take(ticket, 1);
+    counted.take(placement, leaves);
+    return placement.bytes();
+  }
+};
+
+// Which function of log-ratios is aggregated. Kernels are compiled for each, and for gates with a balanced level, because
+// registers are short.
+enum Entering { kLogRatio, kPreGated, kMeanExp };
+
+struct Call : TokenCall {
+  Workspace workspace;
+  bool carries;  // gradient flows through the aggregate of some level
+  bool settled;  // it is known before the sweep, see above
+  int first_blocks;  // blocks of the first launch
+
+  Call(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers, const Hierarchy& hierarchy)
+      : TokenCall(args, structure, numbers, hierarchy), workspace(), first_blocks(0) {
+    bool through = false;
+    for (int k = 0; k < hierarchy.depth; ++k) through |= hierarchy.levels[k].routing == Routing::through;
+    carries = through && structure.head != Head::score && args.grad;
+    const bool simple = hierarchy.stage == Stage::whole && !hierarchy.split && !hierarchy.term.present;
+    settled = carries && simple && hierarchy.depth == 1 && structure.token == TokenGate::drop;
+    workspace.place(args.workspace, args.tokens, args.rows, hierarchy.leaves);
+    const SegmentTables& tables = hierarchy.tables;
+    if (tables.sums) workspace.segments = tables.sums;
+    if (tables.largest) workspace.largest = reinterpret_cast<uint64_t*>(tables.largest);
+    if (tables.aggregate_grad) workspace.aggregate_grad = tables.aggregate_grad;
+  }
+
+  HPO_INLINE bool does(Stage stage) const { return hierarchy.stage == Stage::whole || hierarchy.stage == stage; }
+
+  __device__ __forceinline__ int64_t segment_of(int k, int leaf) const {
+    return k * hierarchy.leaves + ancestor_of(hierarchy, k, leaf);
+  }
+
+  __device__ __forceinline__ LogRatios log_ratios(int k, int leaf) const { return segment(segment_of(k, leaf)); }
+
+  __device__ __forceinline__ LogRatios segment(int64_t at) const {
+    const int64_t* words = workspace.segments + at * kWords;
+    return {words[0], {words[1], words[2]}};
+  }
+
+  __device__ __forceinline__ bool broken() const { return any_of(workspace.counted.broken, first_blocks); }
+
+  __device__ __forceinline__ Leaves leaves(bool broken, int blocks) const {
+    return get_leaves(hierarchy, gate.args, workspace.counted, broken, blocks);
+  }
+
+  // The part of it that is aggregated.
+  template <int ENTERING>
+  __device__ __forceinline__ float aggregated(const Token& token) const {
+    if (ENTERING == kMeanExp) return mean_exp_part(hierarchy.split, token.x);
+    return entering<ENTERING == kPreGated>(token);
+  }
+
+  // From the gradient of what is aggregated to that of the token's log-ratio.
+  template <int ENTERING>
+  __device__ __forceinline__ float through_pre_gate(const Token& token, float flow) const {
+    if (ENTERING == kLogRatio) return flow;
+    if (ENTERING == kMeanExp) return flow * mean_exp_slope(hierarchy.split, token.x);
+    const float slope = pre_gate_slope(term, gate.structure.head, token.negative, token.x);
+    return slope == 0.0f ? 0.0f : slope * flow;
+  }
+};
+
+}  // namespace hpo

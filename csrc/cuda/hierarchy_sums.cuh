@@ -1,0 +1,174 @@
+// The first launch of hierarchy.cu: the sums of segments.
+#pragma once
+#include "hierarchy_call.cuh"
+
+namespace hpo {
+
+// Clears tables, checks leaves, and waits for the other blocks to have done so.
+__device__ __forceinline__ void prepare(const Call& call) {
+  const PolicyLossArgs& args = call.gate.args;
+  const Hierarchy& hierarchy = call.hierarchy;
+  const Workspace& workspace = call.workspace;
+  const int64_t segments = hierarchy.depth * hierarchy.leaves;
+  const int64_t coupled = call.carries || hierarchy.stage != Stage::whole ? segments : 0;  // in stages the caller reads them
+  clear(workspace.segments, segments * kWords);
+  clear(workspace.largest, coupled * 2);
+  clear(workspace.aggregate_grad, coupled * 2);
+  clear(workspace.seen, args.rows);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *workspace.ticket = 0;
+  check_leaves(hierarchy, args, workspace.counted);
+  sync_grid();
+}
+
+template <int ENTERING>
+__device__ __forceinline__ LogRatios sum_tile(const Call& call, const Unit& tile) {
+  constexpr bool PRE_GATED = ENTERING == kPreGated;
+  const RowTerms row = PRE_GATED ? call.gate.row_terms(tile.row) : RowTerms{};
+  const bool split = call.hierarchy.split;
+  int valid = 0;
+  int64_t fixed[2] = {};
+  for_each_window(tile, call.gate.groupable, [&](const Group<4>& group) {
+    const Inputs<4> inputs = read_inputs<true, PRE_GATED>(call.gate.args, group);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Token token = classify<true, PRE_GATED, false>(call.gate, row, inputs, i);
+      const float x = call.aggregated<ENTERING>(token), up = rising_part(split, x);
+      valid += token.valid;
+      fixed[0] += to_fixed(up);
+      fixed[1] += to_fixed(up - x);
+    }
+  });
+  return {warp_sum(valid), {warp_sum(fixed[0]), warp_sum(fixed[1])}};
+}
+
+template <int ENTERING, bool BALANCED>
+__device__ __forceinline__ void sum_leaves(const Call& call, const Leaves& leaves) {
+  const int level = lane() / kWords, word = lane() % kWords;
+  RunAccumulator accumulator = {};
+  for_each_unit(leaves, [&](int, const LeafUnit& unit) {
+    const LogRatios sums = sum_tile<ENTERING>(call, unit.tile);
+    if (level >= call.hierarchy.depth || sums.valid == 0) return;
+    if (BALANCED && call.hierarchy.levels[level].aggregate == Aggregate::balanced) return;
+    const int64_t mine = word == 0 ? sums.valid : (word == 1 ? sums.fixed[0] : sums.fixed[1]);
+    accumulator.add(call.workspace.segments + call.segment_of(level, unit.leaf) * kWords + word, mine);
+  });
+  accumulator.flush();
+}
+
+// The sums of the segments of a balanced level: over the finer segments that have tokens.
+__device__ __forceinline__ void add_children(const Call& call, int k) {
+  const int64_t leaves = call.hierarchy.leaves;
+#pragma unroll 1
+  for (int64_t s = int64_t(blockIdx.x) * kThreads + threadIdx.x; s < leaves; s += int64_t(gridDim.x) * kThreads) {
+    const Child child = child_at(call.hierarchy, k, s, call.segment((k - 1) * leaves + s));
+    if (child.parent < 0) continue;
+    int64_t* const to = call.workspace.segments + (k * leaves + child.parent) * kWords;
+    atomicAdd(to, child.sums.valid);
+    atomicAdd(to + 1, child.sums.fixed[0]);
+    atomicAdd(to + 2, child.sums.fixed[1]);
+  }
+}
+
+// A pre-gate and children need more registers than four blocks leave.
+constexpr int blocks_that_prepare(int entering, bool balanced) { return entering == kPreGated || balanced ? 3 : 4; }
+
+template <int ENTERING, bool BALANCED>
+__global__ void __launch_bounds__(kThreads, blocks_that_prepare(ENTERING, BALANCED)) prepare_leaves(const Call call) {
+  prepare(call);
+  const bool broken = call.broken(), idle = broken && blockIdx.x != 0;
+  if (!BALANCED && idle) return;
+  if (broken && !idle) list_broken(call.hierarchy, call.gate.args, call.workspace.counted);
+  if (call.hierarchy.depth > 0 && !idle) {
+    sum_leaves<ENTERING, BALANCED>(call, call.leaves(broken, broken ? 1 : int(gridDim.x)));
+  }
+  if constexpr (BALANCED) {
+#pragma unroll 1
+    for (int k = 1; k < call.hierarchy.depth; ++k) {
+      if (call.hierarchy.levels[k].aggregate != Aggregate::balanced) continue;
+      sync_grid();
+      add_children(call, k);
+    }
+  }
+}
+
+// The sums of a tile under a settled gate.
+struct SettledSums {
+  int64_t valid, fixed;
+  double coefficient[2];  // the sum of a over the selected tokens, by sign of the advantage
+};
+
+// WIDTH 4 where the sums are integers, which have no order; WIDTH 1 where coefficients are added in the order of the leaf.
+template <int WIDTH, int EXTRAS>
+__device__ __forceinline__ SettledSums sum_settled_tile(const Gate& gate, const Unit& tile) {
+  const RowTerms row = gate.row_terms(tile.row);
+  int64_t fixed = 0;
+  int valid = 0, selected = 0;
+  double coefficient[2] = {};
+  for_each_group<WIDTH>(gate.pack(), tile, gate.groupable, false, [&](const Group<WIDTH>& group) {
+    const Inputs<WIDTH> inputs = read_inputs<true, EXTRAS>(gate.args, group);
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) {
+      const Token token = classify<true, EXTRAS, false>(gate, row, inputs, i);
+      fixed += token.valid ? to_fixed(token.x) : 0;
+      valid += token.valid;
+      selected += token.selected;
+      if (gate.coefficient_varies) {
+        coefficient[0] += token.negative ? 0.0 : double(token.a);
+        coefficient[1] += token.negative ? double(token.a) : 0.0;
+      }
+    }
+  });
+  if (gate.coefficient_varies) {
+    coefficient[0] = warp_sum(coefficient[0]);
+    coefficient[1] = warp_sum(coefficient[1]);
+  } else {
+    // n equal float32 terms have the exact sum n a: a constant a comes back from the mean to the bit.
+    selected = warp_sum(selected);
+    const double total = selected > 0 ? double(row.a) * selected : 0.0;
+    coefficient[0] = row.advantage < 0.0f ? 0.0 : total;
+    coefficient[1] = row.advantage < 0.0f ? total : 0.0;
+  }
+  return {warp_sum(valid), warp_sum(fixed), {coefficient[0], coefficient[1]}};
+}
+
+// Raises the largest magnitude, which only grows: few get past the question.
+__device__ __forceinline__ void raise(uint64_t* largest, double value) {
+  const uint64_t magnitude = uint64_t(magnitude_of(value));
+  if (load_relaxed(largest) < magnitude) atomicMax(largest, magnitude);
+}
+
+// The first launch under a settled gate. Lanes 0 and 1 have a word of the segment's log-ratios each, and a sign of the
+// advantage, in the place of a channel elsewhere.
+template <int WIDTH, int EXTRAS>
+__global__ void __launch_bounds__(kThreads, 3) prepare_settled(const Call call) {
+  prepare(call);
+  const Workspace& workspace = call.workspace;
+  const bool broken = call.broken(), idle = broken && blockIdx.x != 0;
+  if (broken && !idle) list_broken(call.hierarchy, call.gate.args, workspace.counted);
+  const bool adds = lane() < 2;
+  if (!idle) {
+    RunAccumulator accumulator = {};
+    for_each_unit(call.leaves(broken, broken ? 1 : int(gridDim.x)), [&](int index, const LeafUnit& unit) {
+      const SettledSums sums = sum_settled_tile<WIDTH, EXTRAS>(call.gate, unit.tile);
+      if (!adds) return;
+      const int64_t segment = call.segment_of(0, unit.leaf);
+      accumulator.add(workspace.segments + segment * kWords + lane(), lane() == 0 ? sums.valid : sums.fixed);
+      const double mine = lane() == 0 ? sums.coefficient[0] : sums.coefficient[1];
+      workspace.aggregate_grads[int64_t(index) * kLevelChannels + lane()] = mine;
+      raise(workspace.largest + segment * 2 + lane(), mine);
+    });
+    accumulator.flush();
+  }
+  sync_grid();
+  if (idle) return;
+  RunAccumulator accumulator = {};
+  for_each_unit(call.leaves(broken, broken ? 1 : int(gridDim.x)), [&](int index, const LeafUnit& unit) {
+    if (!adds) return;
+    const int64_t at = call.segment_of(0, unit.leaf) * 2 + lane();
+    const double mine = workspace.aggregate_grads[int64_t(index) * kLevelChannels + lane()];
+    accumulator.add(workspace.aggregate_grad + at, in_steps(mine, int64_t(workspace.largest[at])));
+  });
+  accumulator.flush();
+}
+
+}  // namespace hpo

@@ -1,0 +1,210 @@
+// The sweep of hierarchy.cu over the tokens of all leaves.
+#pragma once
+#include "hierarchy_call.cuh"
+
+namespace hpo {
+
+// Zeros for what lies outside every leaf.
+__device__ __forceinline__ void clear_gaps(const PolicyLossArgs& args, const Leaves& leaves) {
+  const auto inside = [&](int64_t token) { return min(max(token, int64_t(0)), leaves.tokens); };
+#pragma unroll 1
+  for (int base = (int(blockIdx.x) * kWarps + warp_in_block()) * kWarp; base <= leaves.count;
+       base += leaves.blocks * kThreads) {
+    const int at = base + lane();
+    int64_t from = 0, to = 0;
+    if (at <= leaves.count) {
+      if (at > 0) from = inside(leaves.end[leaves.list ? leaves.list[at - 1] : at - 1]);
+      to = at < leaves.count ? inside(leaves.begin[at]) : leaves.tokens;
+    }
+    for (unsigned left = __ballot_sync(kFullWarp, from < to); left != 0; left &= left - 1) {
+      const int source = __ffs(int(left)) - 1;
+      const int64_t begin = __shfl_sync(kFullWarp, from, source), end = __shfl_sync(kFullWarp, to, source);
+#pragma unroll 1
+      for (int64_t token = begin + lane(); token < end; token += kWarp) {
+        if (args.grad) args.grad[token] = 0.0f;
+        if (args.token_loss) args.token_loss[token] = 0.0f;
+      }
+    }
+  }
+}
+
+// The gradients of a window's tokens in aggregates, by place: [kind][column][lane]. Columns and kinds are so far apart that
+// neither writes by lane nor reads by position have many bank conflicts.
+enum Kind { kRisingFlow, kFallingFlow, kPositiveFlow, kNegativeFlow, kKinds };
+constexpr int kColumn = kWarp + 8, kOfKind = 4 * kColumn + 2, kStage = kKinds * kOfKind;
+constexpr int kAdders = kWarp / kKinds;  // lanes for each kind
+
+__device__ __forceinline__ int stage_at(int kind, int column, int of_lane) {
+  return kind * kOfKind + column * kColumn + of_lane;
+}
+
+// The work of a warp. In shared memory even where all lanes agree, because tokens need the registers.
+struct Work {
+  LeafUnit unit;
+  LeafGate gate;
+  LevelSlopes slopes;
+  float settled;  // the gradient of each token through the aggregate, under a settled gate
+};
+
+// That gradient; lanes 0 and 1 have a sign of the advantage each.
+__device__ __forceinline__ float settled_gradient(const Call& call, int leaf, float z, double slope) {
+  double mine = 0.0;
+  if (lane() < 2 && slope != 0.0) {
+    const int64_t segment = call.segment_of(0, leaf), at = segment * 2 + lane();
+    const double sum = from_steps(call.workspace.aggregate_grad[at], int64_t(call.workspace.largest[at]));
+    const double share = sum / divisor(call.hierarchy.levels[0], call.segment(segment).valid);
+    mine = double(token_value(1.0f, z)) * slope * share;
+  }
+  return float(mine + __shfl_down_sync(kFullWarp, mine, 1));
+}
+
+// Four lanes gate a channel and a sign each.
+template <int GATE>
+__device__ __forceinline__ void begin_work(const Call& call, const LeafUnit& unit, Work& work) {
+  const int sign = lane() % 2, channel = lane() / 2 % 2;
+  const bool writes = lane() < 4;
+  __syncwarp();  // the tile before is done
+  if (lane() == 0) work.unit = unit;
+  double finest = 0.0;  // slope
+  GateColumn column = {};
+  if (channel <= call.hierarchy.split && call.hierarchy.depth > 0) {
+    column = gate_column<GATE == kMeanExpGate>(
+        call.hierarchy, channel, sign, [&](int k) { return call.log_ratios(k, unit.leaf); },
+        [&](int k, double slope) {
+          if (GATE == kSettledGate) finest = slope;
+          else if (writes) work.slopes.slope[k][channel][sign] = slope;
+        });
+  }
+  const float z = column.z + __shfl_down_sync(kFullWarp, column.z, 2);
+  const int32_t below = column.below | __shfl_down_sync(kFullWarp, column.below, 2);
+  const int32_t above = column.above | __shfl_down_sync(kFullWarp, column.above, 2);
+  if (writes) {
+    work.gate.slope[channel][sign] = column.slope;
+    work.gate.own[channel][sign] = column.own;
+    if (sign == 0) work.gate.mean[channel] = column.mean;
+    if (channel == 0) work.gate.z[sign] = z, work.gate.below[sign] = below, work.gate.above[sign] = above;
+  }
+  if (GATE == kSettledGate) {
+    const float settled = call.settled ? settled_gradient(call, unit.leaf, z, finest) : 0.0f;
+    if (lane() == 0) work.settled = settled;
+  }
+  __syncwarp();
+}
+
+// Each of a kind's eight lanes adds every eighth token of the tile, in order. The place of the tile in the pack turns the lanes
+// by up to three places; which tokens are added together, and in what order, does not depend on it.
+__device__ __forceinline__ void add_window(HPO_SHARED_POINTER(float) stage, double& share) {
+  __syncwarp();
+  const int kind = lane() / kAdders;
+  double sum = share;
+#pragma unroll 4
+  for (unsigned token = unsigned(lane()) % kAdders; token < kWindow; token += kAdders) {
+    sum += double(stage[stage_at(kind, token % 4, token / 4)]);
+  }
+  share = sum;
+  __syncwarp();
+}
+
+// The tile's flow from the shares of its lanes: first of those four apart, then two, then one, which is the same sum however
+// the lanes are turned.
+__device__ __forceinline__ Flow sum_flow(double share) {
+  for (int step = kAdders / 2; step > 0; step /= 2) share += __shfl_xor_sync(kFullWarp, share, step);
+  const auto of_kind = [&](Kind kind) { return __shfl_sync(kFullWarp, share, kind * kAdders); };
+  const double rising = of_kind(kRisingFlow), falling = of_kind(kFallingFlow);
+  return {{of_kind(kPositiveFlow), of_kind(kNegativeFlow)}, {rising, falling}};
+}
+
+// Leaves this lane's share of the tile's flow in shared memory, to free registers.
+template <bool REFERENCE, int EXTRAS, int GATE>
+__device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, HPO_SHARED_POINTER(float) stage,
+                                           HPO_SHARED_POINTER(double) slots, HPO_SHARED_POINTER(int) events, Totals& totals,
+                                           double& share) {
+  const Gate& gate = call.gate;
+  const RowTerms row = gate.row_terms(work.unit.tile.row);
+  TileTotals tile = {};
+  share = 0.0;
+  for_each_window(work.unit.tile, gate.groupable, [&](const Group<4>& group) {
+    const Inputs<4> inputs = read_inputs<REFERENCE, EXTRAS>(gate.args, group);
+    float grad[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const auto put_flow = [&](const Token& token, const GatedToken& gated, const PolicyTerm& term) {
+        if (GATE == kSettledGate || !call.carries) return;
+        stage[stage_at(kRisingFlow, i, lane())] = token.selected ? term.slope * gated.rising_step : 0.0f;
+        stage[stage_at(kFallingFlow, i, lane())] = token.selected ? term.slope * gated.falling_step : 0.0f;
+        stage[stage_at(kPositiveFlow, i, lane())] = token.selected && !token.negative ? term.slope : 0.0f;
+        stage[stage_at(kNegativeFlow, i, lane())] = token.selected && token.negative ? term.slope : 0.0f;
+      };
+      grad[i] = sweep_token_of_leaf<REFERENCE, EXTRAS, GATE>(call, work.gate, work.settled, work.unit.tile.row, row, inputs, i,
+                                                             put_flow, tile, totals);
+    }
+    if (gate.args.grad) write(gate.args.grad, group, grad);
+    if (GATE != kSettledGate && call.carries) add_window(stage, share);
+  });
+  count_row(tile, call.workspace.seen + work.unit.tile.row, events);
+  Totals::merge(tile, slots);
+}
+
+// A lane has a level and a channel, as in Workspace::aggregate_grads.
+struct LevelChannel {
+  int level, channel;
+  bool open;  // gradient goes through the aggregate there
+
+  __device__ __forceinline__ explicit LevelChannel(const Call& call) : level(lane() / 2), channel(lane() % 2), open(false) {
+    if (level < call.hierarchy.depth && channel <= call.hierarchy.split) {
+      open = call.hierarchy.levels[level].routing == Routing::through;
+    }
+  }
+
+  __device__ __forceinline__ int64_t at(const Call& call, int leaf) const { return call.segment_of(level, leaf) * 2 + channel; }
+};
+
+// Keeps the gradients of a tile in the aggregates above it, and raises their largest magnitudes.
+__device__ __forceinline__ void add_aggregate_grad(const Call& call, const LevelChannel& level_channel, int index,
+                                                   const Work& work, double share) {
+  const Flow flow = sum_flow(share);
+  if (!level_channel.open) return;
+  const double mine = grad_into_aggregate(work.slopes, level_channel.level, level_channel.channel, flow);
+  call.workspace.aggregate_grads[int64_t(index) * kLevelChannels + lane()] = mine;
+  raise(call.workspace.largest + level_channel.at(call, work.unit.leaf), mine);
+}
+
+template <bool REFERENCE, int EXTRAS, int GATE>
+__global__ void __launch_bounds__(kThreads, 2) sweep_leaves(const Call call) {
+  HPO_SHARED(double, warps, [kWarps * kMetrics]);
+  HPO_SHARED(int, events, [kMetrics]);
+  HPO_SHARED(Leaves, leaves, );
+  HPO_SHARED(Work, works, [kWarps]);
+  HPO_SHARED(float, stage, [GATE == kSettledGate ? 1 : kWarps * kStage]);
+  HPO_SHARED(double, shares, [kThreads]);
+  HPO_SHARED(Totals, waiting, [EXTRAS != kNoExtras ? kThreads : 1]);  // because tokens with all inputs leave no registers
+  const PolicyLossArgs& args = call.gate.args;
+  if (threadIdx.x < kMetrics) events[threadIdx.x] = 0;
+  const bool broken = call.broken();
+  if (threadIdx.x == 0) {
+    leaves = call.leaves(broken, int(gridDim.x));  // for the whole block: registers are short here
+    // Without a table of rows a leaf is a row, which counts as one.
+    if (blockIdx.x == 0 && leaves.row) atomicAdd(&events[kBadOffsets], leaves.leaves - leaves.count);
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int row = int(blockIdx.x * kThreads + threadIdx.x); row < args.rows; row += int(gridDim.x) * kThreads) {
+    if (row_range(args.cu_seqlens, row, args.tokens).bad) atomicAdd(&events[kBadOffsets], 1);
+  }
+  clear_gaps(args, leaves);
+  const auto slots = warps + warp_in_block() * kMetrics;
+  Totals own;
+  Totals& totals = EXTRAS != kNoExtras ? waiting[threadIdx.x] : own;
+  totals = Totals::empty(slots);
+  for_each_unit(leaves, [&](int index, const LeafUnit& unit) {
+    Work& work = works[warp_in_block()];
+    double& share = shares[threadIdx.x];
+    begin_work<GATE>(call, unit, work);
+    sweep_tile<REFERENCE, EXTRAS, GATE>(call, work, stage + (GATE == kSettledGate ? 0 : warp_in_block() * kStage), slots,
+                                        events, totals, share);
+    if (GATE != kSettledGate && call.carries) add_aggregate_grad(call, LevelChannel(call), index, work, share);
+  });
+  finish_block(call.gate, totals, warps, events, call.workspace.partials, call.workspace.ticket);
+}
+
+}  // namespace hpo

@@ -338,20 +338,24 @@ def launches_on_cuda(call):
 
 
 def test_launches_on_cuda():
-    """Two, and a third where gradient flows through aggregates. A correction over segments: one."""
+    """Two, and a third where gradient flows through aggregates and is not known before the sweep. A correction over
+    segments: one."""
     plain = ["prepare_leaves", "sweep_leaves"]
+    settled = ["prepare_settled", "sweep_leaves"]
     coupled = [*plain, "deliver_gradient"]
     for gate, expected in (
         (GATES["fiberpo"], coupled),
         (GATES["fiberpo_domain, stopped"], coupled),
         (GATES["score"], plain),
         (GATES["dropped, self"], plain),
+        (GATES["gspo"], settled),
+        (GATES["step_gspo"], settled),
         (GATES["mean exp, 4 levels, through, split"], coupled),
         (GATES["balanced, 4 levels, through, split"], coupled),
         (GATES["balanced, score"], plain),
         (RatioGate("log", Identity(), head=Head.LOG, head_numbers=(0.7, 1.3)), plain),
-        (corrected(None), coupled),
-        (corrected(STEP), [*coupled, "correct_tokens"]),
+        (corrected(None), settled),
+        (corrected(STEP), [*settled, "correct_tokens"]),
     ):
         launched = launches_on_cuda(functools.partial(Example(0).run, gate, "cuda_emulated"))
         assert launched == dict.fromkeys(expected, 1)

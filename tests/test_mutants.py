@@ -111,7 +111,8 @@ MUTANTS = {
     ),
     "cuda: coefficients are added before the largest is known": Mutant(
         "cuda_emulated", "cuda/hierarchy_sums.cuh",
-        "sync_grid();\n  if (idle) return;", "if (idle) return;",
+        "sync_grid();\n  if (!idle) add_coefficients(call, call.leaves(broken, broken ? 1 : int(gridDim.x)));",
+        "if (!idle) add_coefficients(call, call.leaves(broken, broken ? 1 : int(gridDim.x)));",
         "test_hierarchy.test_many_short_leaves", {"routing": gates.Routing.THROUGH},
     ),
     "cuda: what lies in no leaf is not cleared": Mutant(

@@ -92,6 +92,18 @@ __global__ void __launch_bounds__(kThreads, 4) deliver_gradient(const Call call)
   });
 }
 
+// The third launch under a settled gate, of a call in stages: of one that is whole the sweep has written everything.
+__global__ void __launch_bounds__(kThreads, 4) deliver_settled(const Call call) {
+  HPO_SHARED(Work, works, [kWarps]);
+  const Leaves leaves = call.leaves(call.broken(), int(gridDim.x));
+  if (call.does(Stage::reduce_grad)) return add_coefficients(call, leaves);
+  for_each_unit(leaves, [&](int, const LeafUnit& unit) {
+    Work& work = works[warp_in_block()];
+    begin_work<kSettledGate>(call, unit, work);
+    if (work.settled != 0.0f) deliver_tile<kLogRatio>(call, unit.tile, work.settled, work.settled);
+  });
+}
+
 // ----------------------------------------------------------------------------------------------------------------- host
 
 template <int GATE>
@@ -126,17 +138,24 @@ void launch_sweep(const Call& call, int64_t threads, cudaStream_t stream) {
 }
 
 template <int WIDTH, int EXTRAS>
-void launch_settled(Call& call, int64_t threads, cudaStream_t stream) {
+void launch_sums_of_settled(Call& call, int64_t threads, cudaStream_t stream) {
   call.first_blocks = blocks_together<prepare_settled<WIDTH, EXTRAS>>(threads);
-  HPO_LAUNCH_TOGETHER((prepare_settled<WIDTH, EXTRAS>), dim3(call.first_blocks), dim3(kThreads), 0, stream, call);
+  const dim3 blocks(call.first_blocks), block(kThreads);
+  if (call.does(Stage::sums)) HPO_LAUNCH_TOGETHER((prepare_settled<WIDTH, EXTRAS>), blocks, block, 0, stream, call);
 }
 
-void launch_settled(Call& call, int64_t threads, cudaStream_t stream) {
-  const bool corrected = call.gate.extras() == kCorrected;
-  if (call.gate.coefficient_varies) {
-    corrected ? launch_settled<1, kCorrected>(call, threads, stream) : launch_settled<1, kExtras>(call, threads, stream);
+void launch_settled(Call& call, int64_t prepared, int64_t swept, cudaStream_t stream) {
+  if (!call.gate.coefficient_varies) {
+    launch_sums_of_settled<4, kExtras>(call, prepared, stream);
+  } else if (call.gate.extras() == kCorrected) {
+    launch_sums_of_settled<1, kCorrected>(call, prepared, stream);
   } else {
-    launch_settled<4, kExtras>(call, threads, stream);
+    launch_sums_of_settled<1, kExtras>(call, prepared, stream);
+  }
+  if (call.does(Stage::sweep)) launch_sweep(call, swept, stream);
+  const Stage stage = call.hierarchy.stage;
+  if (stage == Stage::reduce_grad || stage == Stage::broadcast_grad) {
+    HPO_LAUNCH(deliver_settled, dim3(blocks_for(swept)), dim3(kThreads), 0, stream, call);
   }
 }
 
@@ -146,10 +165,7 @@ void launch(Call& call, cudaStream_t stream) {
   const Hierarchy& hierarchy = call.hierarchy;
   const int64_t swept = kWarp * units_of(args.tokens, hierarchy.leaves);
   const int64_t prepared = std::max({args.rows, hierarchy.depth * hierarchy.leaves * kWords, swept});
-  if (ENTERING == kLogRatio && !BALANCED && call.settled) {
-    launch_settled(call, prepared, stream);
-    return launch_sweep(call, swept, stream);
-  }
+  if (ENTERING == kLogRatio && !BALANCED && call.settled) return launch_settled(call, prepared, swept, stream);
   call.first_blocks = blocks_together<prepare_leaves<ENTERING, BALANCED>>(prepared);
   const dim3 first(call.first_blocks), block(kThreads);
   if (call.does(Stage::sums)) HPO_LAUNCH_TOGETHER((prepare_leaves<ENTERING, BALANCED>), first, block, 0, stream, call);

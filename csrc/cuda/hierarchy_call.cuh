@@ -48,8 +48,8 @@ struct Call : TokenCall {
     bool through = false;
     for (int k = 0; k < hierarchy.depth; ++k) through |= hierarchy.levels[k].routing == Routing::through;
     carries = through && structure.head != Head::score && args.grad;
-    const bool simple = hierarchy.stage == Stage::whole && !hierarchy.split && !hierarchy.term.present;
-    settled = carries && simple && hierarchy.depth == 1 && structure.token == TokenGate::drop;
+    const bool simple = hierarchy.depth == 1 && !hierarchy.split && !hierarchy.term.present;
+    settled = carries && simple && structure.token == TokenGate::drop;
     workspace.place(args.workspace, args.tokens, args.rows, hierarchy.leaves);
     const SegmentTables& tables = hierarchy.tables;
     if (tables.sums) workspace.segments = tables.sums;

@@ -137,20 +137,30 @@ __device__ __forceinline__ void raise(uint64_t* largest, double value) {
   if (load_relaxed(largest) < magnitude) atomicMax(largest, magnitude);
 }
 
-// The first launch under a settled gate. Lanes 0 and 1 have a word of the segment's log-ratios each, and a sign of the
-// advantage, in the place of a channel elsewhere.
+// The coefficients of tiles, added over segments. Lanes 0 and 1 have a sign of the advantage each, in the place of a channel.
+__device__ __forceinline__ void add_coefficients(const Call& call, const Leaves& leaves) {
+  RunAccumulator accumulator = {};
+  for_each_unit(leaves, [&](int index, const LeafUnit& unit) {
+    if (lane() >= 2) return;
+    const int64_t at = call.segment_of(0, unit.leaf) * 2 + lane();
+    const double mine = call.workspace.aggregate_grads[int64_t(index) * kLevelChannels + lane()];
+    accumulator.add(call.workspace.aggregate_grad + at, in_steps(mine, int64_t(call.workspace.largest[at])));
+  });
+  accumulator.flush();
+}
+
+// The first launch under a settled gate. Lanes 0 and 1 have a word of the segment's log-ratios each, and a sign.
 template <int WIDTH, int EXTRAS>
 __global__ void __launch_bounds__(kThreads, 3) prepare_settled(const Call call) {
   prepare(call);
   const Workspace& workspace = call.workspace;
   const bool broken = call.broken(), idle = broken && blockIdx.x != 0;
   if (broken && !idle) list_broken(call.hierarchy, call.gate.args, workspace.counted);
-  const bool adds = lane() < 2;
   if (!idle) {
     RunAccumulator accumulator = {};
     for_each_unit(call.leaves(broken, broken ? 1 : int(gridDim.x)), [&](int index, const LeafUnit& unit) {
       const SettledSums sums = sum_settled_tile<WIDTH, EXTRAS>(call.gate, unit.tile);
-      if (!adds) return;
+      if (lane() >= 2) return;
       const int64_t segment = call.segment_of(0, unit.leaf);
       accumulator.add(workspace.segments + segment * kWords + lane(), lane() == 0 ? sums.valid : sums.fixed);
       const double mine = lane() == 0 ? sums.coefficient[0] : sums.coefficient[1];
@@ -159,16 +169,9 @@ __global__ void __launch_bounds__(kThreads, 3) prepare_settled(const Call call) 
     });
     accumulator.flush();
   }
+  if (call.hierarchy.stage != Stage::whole) return;  // an exchange sees the largest first
   sync_grid();
-  if (idle) return;
-  RunAccumulator accumulator = {};
-  for_each_unit(call.leaves(broken, broken ? 1 : int(gridDim.x)), [&](int index, const LeafUnit& unit) {
-    if (!adds) return;
-    const int64_t at = call.segment_of(0, unit.leaf) * 2 + lane();
-    const double mine = workspace.aggregate_grads[int64_t(index) * kLevelChannels + lane()];
-    accumulator.add(workspace.aggregate_grad + at, in_steps(mine, int64_t(workspace.largest[at])));
-  });
-  accumulator.flush();
+  if (!idle) add_coefficients(call, call.leaves(broken, broken ? 1 : int(gridDim.x)));
 }
 
 }  // namespace hpo

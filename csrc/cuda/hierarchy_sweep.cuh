@@ -85,7 +85,8 @@ __device__ __forceinline__ void begin_work(const Call& call, const LeafUnit& uni
     if (channel == 0) work.gate.z[sign] = z, work.gate.below[sign] = below, work.gate.above[sign] = above;
   }
   if (GATE == kSettledGate) {
-    const float settled = call.settled ? settled_gradient(call, unit.leaf, z, finest) : 0.0f;
+    const float settled =
+        call.settled && call.does(Stage::broadcast_grad) ? settled_gradient(call, unit.leaf, z, finest) : 0.0f;
     if (lane() == 0) work.settled = settled;
   }
   __syncwarp();

@@ -148,7 +148,7 @@ __device__ __forceinline__ float sweep_token_of_leaf(const TokenCall& call, cons
   const PolicyTerm term = term_of(token.a, row.weight);
   put_flow(token, gated, term);
   float own_grad = token.selected && !token.infinite ? term.grad : 0.0f;
-  if (GATE == kSettledGate && token.valid && !token.infinite) own_grad += settled;
+  if (GATE == kSettledGate && settled != 0.0f && token.valid && !token.infinite) own_grad += settled;
   const Outcome outcome = {term.loss, own_grad, gated.below != 0, gated.above != 0};
   const auto unweighted = [&] { return term_of(token.unweighted, 1.0f).loss; };
   const float grad =

@@ -109,7 +109,7 @@ def drawn_inputs(draw, gate, example):
 def magnifies(example, exact):
     """Whether ratios are so far from 1 that they show the rounding of their logarithm."""
     coefficients = (example.weights * example.advantages).abs().double()[example.row()]
-    return bool(exact.loss.abs() > 2 * coefficients.sum() or exact.grad.abs().max() > 20 * coefficients.max())
+    return bool(exact.loss.abs() > coefficients.sum() or exact.grad.abs().max() > 20 * coefficients.max())
 
 
 @pytest.mark.usefixtures("at_length")

@@ -75,7 +75,7 @@ def test_every_key_the_loss_reads_is_known():
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "inputs.get":
             keys.add(ast.literal_eval(node.args[0]))
     scoring = set(inspect.signature(trl.GRPOTrainer._get_per_token_logps_and_entropies).parameters)
-    assert keys - scoring <= hpo_trl.module()._OF_THE_LOSS
+    assert keys - scoring <= hpo_trl.module().OF_THE_LOSS
     assert "pixel_values" in scoring
 
 

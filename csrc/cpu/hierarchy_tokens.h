@@ -284,9 +284,7 @@ struct BlockGate {
 
   // n equal floats sum to n a exactly in doubles: where tokens drop their residual, a constant a comes back from the mean to
   // the bit, which is the on-policy promise.
-  void add(float* each, int n, double* sums) const {
-    plan.term.drop ? add_terms(each, n, sums) : add_groups(each, n, sums);
-  }
+  void add(float* each, int n, double* sums) const { plan.term.drop ? add_terms(each, n, sums) : add_groups(each, n, sums); }
 
   // slope: d loss / d z of each token.
   void add_flows(const Tile& tile, const float* slope, int n) const {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed
@@ -28,13 +28,11 @@ from ..batch import PackedBatch
 from ..checks import check, require_type
 from ..entropy import EntropyWindow, forking_tokens
 from ..gates import RatioGate
-from ..kl import KLPenalty, k3
+from ..kl import k3
 from ..losses import PolicyLoss, policy_loss
-from ..segments import ids_of
 from ..specs import Unit
 from .entropy_methods import (
     PENALISED,
-    SELECTED,
     MakesPenalty,
     MakesSelection,
     check_entropy,
@@ -46,6 +44,7 @@ from .needs import MakesInputs, check_keywords, check_needs, made_inputs
 from .trl_config import check_config, gate_from_config
 from .trl_entropy import entropy_bonus
 from .trl_head import give_head
+from .trl_inputs import AVAILABLE, NO_SAMPLER, OF_THE_LOSS, Settings, domain_ids_of, mask_of
 from .trl_metrics import logged_metrics, observed_parts, reported
 from .turns import Step, steps_of_turns, turns
 
@@ -53,41 +52,6 @@ __all__ = ["HPOMixin", "HPOTrainer", "Step", "gate_from_config"]
 
 # Levels whose segments have rows on several processes.
 _SPANNING = {Unit.GROUP, Unit.DOMAIN}
-
-# What a function of gate inputs may take, and why an engine's correction may have nothing to correct.
-_AVAILABLE = ("logp", "old_logp", "entropy", "advantages", "advantage_level", "batch", "seed")
-_NO_SAMPLER = (
-    "here the model itself samples, so there is nothing to correct; set use_vllm=True, or let rollout_func return "
-    "logprobs"
-)
-
-# Keys of a batch that the loss reads, or computes with. The others, such as images and their positions, more with every
-# release of TRL, are for the scoring.
-_OF_THE_LOSS = frozenset(
-    (
-        *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"),
-        *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"),
-        *("num_items_in_batch", "group_ids", "domain_ids", "token_mask", *SELECTED),
-    )
-)
-
-
-class _Settings(NamedTuple):
-    """What the mixin computes with: one attribute of the trainer, so that no name of TRL's is shadowed."""
-
-    gate: RatioGate
-    kl: KLPenalty | None
-    advantage: Callable[..., torch.Tensor] | None
-    steps: Callable[..., list[list[Step]]] | None
-    domain: str | None
-    window: EntropyWindow | None
-    entropy: MakesSelection | None
-    entropy_penalty: MakesPenalty | None
-    gate_inputs: MakesInputs | None
-    backend: str | None
-    processes: int
-    units: frozenset[Unit]  # of the gate's levels and corrections
-
 
 _Trainer: Any = object  # for the type checker: whatever trainer follows in the order of bases
 
@@ -185,7 +149,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         resolve("gates", torch.empty(0, device=self.accelerator.device), backend)  # fail now, not after a rollout
         gate = gate or gate_from_config(config)
         selected = () if entropy is None else ("bounds",)
-        check_needs(gate, gate_inputs, _AVAILABLE, "" if self._has_sampler() else _NO_SAMPLER, selected)
+        check_needs(gate, gate_inputs, AVAILABLE, "" if self._has_sampler() else NO_SAMPLER, selected)
         check(
             not (gate.needs_rollout and config.use_vllm and config.vllm_importance_sampling_correction),
             "vllm_importance_sampling_correction: expected False, got True; the gate {!r} corrects what vLLM's "
@@ -205,7 +169,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             if model is not None:
                 whole = self.accelerator.unwrap_model(model)
                 give_head(whole.get_base_model() if hasattr(whole, "get_base_model") else whole, backend)
-        self._hpo = _Settings(
+        self._hpo = Settings(
             gate, kl, advantage, steps, domain, window, entropy, entropy_penalty, gate_inputs, backend,
             self.accelerator.num_processes, frozenset(units),
         )  # fmt: skip
@@ -238,23 +202,23 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         size = self.num_generations if self.model.training else self.num_generations_eval
         groups = torch.arange(rows * self._hpo.processes, device=output["completion_ids"].device) // size
         if steps is not None:
-            output["advantages"] = self._advantages_of_steps(_mask(output), groups[own], own)
+            output["advantages"] = self._advantages_of_steps(mask_of(output), groups[own], own)
         elif advantage is not None:
             output["advantages"] = self._advantages(advantage, groups)[own]
         if advantage is not None or Unit.GROUP in units:
             output["group_ids"] = groups[own]
         if domain is not None:
-            output["domain_ids"] = _domain_ids(domain, inputs, groups.device)
+            output["domain_ids"] = domain_ids_of(domain, inputs, groups.device)
         if entropy is not None:
             logps, entropies = self._scored(output)
             output |= selection_tensors(
-                entropy, _mask(output), output["advantages"], groups[own], entropy=entropies, logp=logps,
+                entropy, mask_of(output), output["advantages"], groups[own], entropy=entropies, logp=logps,
                 process_group=self._ranks(), seed=self.state.global_step, backend=backend,
             )  # fmt: skip
         elif window is not None and window.scope == "batch":
             _, entropies = self._scored(output)
-            state = window.fit(entropies, _mask(output), process_group=self._ranks(), backend=backend)
-            output["token_mask"] = window.apply(entropies, _mask(output), state, backend=backend)
+            state = window.fit(entropies, mask_of(output), process_group=self._ranks(), backend=backend)
+            output["token_mask"] = window.apply(entropies, mask_of(output), state, backend=backend)
         return output
 
     @torch.no_grad()
@@ -307,7 +271,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         logps, entropies, aux_loss = self._score(model, inputs, compute_aux_loss=self.aux_loss_enabled)
         loss = self._policy_loss(logps, entropies.detach(), inputs, aux_loss)
         if self._hpo.entropy_penalty is not None:
-            batch = PackedBatch.from_padded(_mask(inputs))
+            batch = PackedBatch.from_padded(mask_of(inputs))
             taken = {"entropy": entropies.flatten(), "batch": batch, "weights": self._weights(batch, inputs)}
             penalty = penalty_of(self._hpo.entropy_penalty, seed=self.state.global_step, **taken)
             kept = self._metrics["train" if self.model.training else "eval"]
@@ -341,9 +305,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         """What the scoring takes by name, or gathers: a trainer that overrides it may name nothing but ``**kwargs``."""
         taken = inspect.signature(self._get_per_token_logps_and_entropies).parameters
         gathers = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-        return {
-            name: value for name, value in inputs.items() if name in taken or (gathers and name not in _OF_THE_LOSS)
-        }
+        return {name: value for name, value in inputs.items() if name in taken or (gathers and name not in OF_THE_LOSS)}
 
     def _policy_loss(
         self,
@@ -360,7 +322,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             aux_loss: 0-dim, the load balancing of a mixture of experts; only logged.
         """
         gate, kl, _, _, _, window, _, _, gate_inputs, backend, _, units = self._hpo
-        mask = _mask(inputs)
+        mask = mask_of(inputs)
         batch = PackedBatch.from_padded(
             mask,
             steps=turns(mask) if Unit.STEP in units else None,
@@ -380,7 +342,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             rollout_logps is not None or not gate.needs_rollout,
             "gate: {!r} corrects what the sampler's log-probabilities differ by; {}",
             gate.name,
-            _NO_SAMPLER,
+            NO_SAMPLER,
         )
         given = None
         if gate_inputs is not None:
@@ -416,7 +378,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
 
     def _selected(self, entropies: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """Tokens of the policy term, bool ``[B, L]``: valid ones, which the window selects."""
-        window, mask = self._hpo.window, _mask(inputs)
+        window, mask = self._hpo.window, mask_of(inputs)
         if window is None or window.scope == "batch":
             return mask & inputs["token_mask"] if "token_mask" in inputs else mask
         state = window.fit(entropies, mask, process_group=self._ranks(), backend=self._hpo.backend)
@@ -483,28 +445,4 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
 
 
 class HPOTrainer(HPOMixin, GRPOTrainer):  # type: ignore[misc,unused-ignore]
-    """``trl.GRPOTrainer`` with its loss computed by hpo_core: ``gate=``, ``advantage=``, ``window=``, ``entropy=``.
-
-    The arguments are those of :class:`HPOMixin`, and all of ``GRPOTrainer``.
-    """
-
-
-def _domain_ids(column: str, inputs: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
-    """``[B]``, the same on all processes."""
-    check(
-        all(column in example for example in inputs),
-        "domain: expected a column of the dataset, got {!r}; it has {}",
-        column,
-        ", ".join(sorted(inputs[0])) if inputs else "none",
-    )
-    names = [example[column] for example in inputs]
-    require_type(
-        all(isinstance(name, int | str) for name in names), "domain: expected integers or strings, got {}", names[:1]
-    )
-    return ids_of(names, device)
-
-
-def _mask(inputs: dict[str, Any]) -> torch.Tensor:
-    """Tokens of the loss, bool ``[B, L]``: completions without padding and without what tools wrote."""
-    mask: torch.Tensor = inputs["completion_mask"] != 0
-    return mask & (inputs["tool_mask"] != 0) if "tool_mask" in inputs else mask
+    """``trl.GRPOTrainer`` with its loss computed by hpo_core. It takes the arguments of both: see :class:`HPOMixin`."""

@@ -1,0 +1,75 @@
+"""What HPOTrainer computes with, and what it reads of a batch of TRL's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..checks import check, require_type
+from ..entropy import EntropyWindow
+from ..gates import RatioGate
+from ..kl import KLPenalty
+from ..segments import ids_of
+from ..specs import Unit
+from .entropy_methods import SELECTED, MakesPenalty, MakesSelection
+from .needs import MakesInputs
+from .turns import Step
+
+__all__ = ["AVAILABLE", "NO_SAMPLER", "OF_THE_LOSS", "Settings", "domain_ids_of", "mask_of"]
+
+# What a function of gate inputs may take, and why an engine's correction may have nothing to correct.
+AVAILABLE = ("logp", "old_logp", "entropy", "advantages", "advantage_level", "batch", "seed")
+NO_SAMPLER = (
+    "here the model itself samples, so there is nothing to correct; set use_vllm=True, or let rollout_func return "
+    "logprobs"
+)
+
+# Keys of a batch that the loss reads, or computes with. The others, such as images and their positions, more with every
+# release of TRL, are for the scoring.
+OF_THE_LOSS = frozenset(
+    (
+        *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"),
+        *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"),
+        *("num_items_in_batch", "group_ids", "domain_ids", "token_mask", *SELECTED),
+    )
+)
+
+
+class Settings(NamedTuple):
+    """What the mixin computes with: one attribute of the trainer, so that no name of TRL's is shadowed."""
+
+    gate: RatioGate
+    kl: KLPenalty | None
+    advantage: Callable[..., torch.Tensor] | None
+    steps: Callable[..., list[list[Step]]] | None
+    domain: str | None
+    window: EntropyWindow | None
+    entropy: MakesSelection | None
+    entropy_penalty: MakesPenalty | None
+    gate_inputs: MakesInputs | None
+    backend: str | None
+    processes: int
+    units: frozenset[Unit]  # of the gate's levels and corrections
+
+
+def domain_ids_of(column: str, inputs: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
+    """``[B]``, the same on all processes."""
+    check(
+        all(column in example for example in inputs),
+        "domain: expected a column of the dataset, got {!r}; it has {}",
+        column,
+        ", ".join(sorted(inputs[0])) if inputs else "none",
+    )
+    names = [example[column] for example in inputs]
+    require_type(
+        all(isinstance(name, int | str) for name in names), "domain: expected integers or strings, got {}", names[:1]
+    )
+    return ids_of(names, device)
+
+
+def mask_of(inputs: dict[str, Any]) -> torch.Tensor:
+    """Tokens of the loss, bool ``[B, L]``: completions without padding and without what tools wrote."""
+    mask: torch.Tensor = inputs["completion_mask"] != 0
+    return mask & (inputs["tool_mask"] != 0) if "tool_mask" in inputs else mask

@@ -78,8 +78,10 @@ def blocks_of(kernel: Kernel, tokens: int, target: int) -> int | None:
 
 def short(instance: str) -> str:
     """``sweep<0, 1>`` of what the emulation calls an instance, the name in the tables."""
-    name = instance.rpartition("{anonymous}::")[2].removesuffix("]")
-    return name.replace("false", "0").replace("true", "1").replace("hpo::", "")
+    name = instance.partition("KERNEL = ")[2].removesuffix("]")
+    for text, shorter in (("{anonymous}::", ""), ("hpo::", ""), ("false", "0"), ("true", "1")):
+        name = name.replace(text, shorter)
+    return name
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("backend", NATIVE)
 
 
-# Modules that wait for compilers, the longest first: nobody waits for them at the end, and what is left to steal is short.
+# Modules that wait for compilers come first: what a worker leaves for the other at the end is short.
 FIRST = ("test_triton_compile", "test_cuda_compile", "test_mutants", "test_wrong_arguments", "test_demo")
 
 

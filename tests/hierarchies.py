@@ -227,12 +227,12 @@ def exact_off_branches(example, gate, **keywords):
     return exact
 
 
-def assert_the_definition(example, gate, backend, exact, **keywords):
+def assert_the_definition(example, gate, backend, exact, of_loss=1e-6, **keywords):
     """``exact``: what the reference says of the same call."""
     out = example.run(gate, backend, **keywords)
     terms = (example.weights[example.row()] * example.covered(gate)).double()
     terms = terms * keywords.get("advantages", example.advantages[example.row()]).abs()
-    assert (out.loss.double() - exact.loss).abs() <= 1e-6 * terms.sum(), backend
+    assert (out.loss.double() - exact.loss).abs() <= of_loss * terms.sum(), backend
     largest = max(exact.grad.abs().max(), terms.max())
     assert (out.grad.double() - exact.grad).abs().max() <= 1e-5 * largest, backend
     assert not out.grad[~example.covered(gate)].any(), backend

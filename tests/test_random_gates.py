@@ -131,7 +131,9 @@ def test_random_gates(part, native_backends):
             continue
         for backend, most in wanted.items():
             if tried < most:
-                assert_the_definition(example, gate, backend, exact, **given)
+                assert_the_definition(
+                    example, gate, backend, exact, of_loss=4e-6, **given
+                )  # sums of log-ratios are large
         tried += 1
         if tried >= max(wanted.values()):
             return

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 4) deliver_gradient(const Call call)
 }
 
 // The third launch under a settled gate, of a call in stages: of one that is whole the sweep has written everything.
-__global__ void __launch_bounds__(kThreads, 4) deliver_settled(const Call call) {
+__global__ void __launch_bounds__(kThreads, 3) deliver_settled(const Call call) {
   HPO_SHARED(Work, works, [kWarps]);
   const Leaves leaves = call.leaves(call.broken(), int(gridDim.x));
   if (call.does(Stage::reduce_grad)) return add_coefficients(call, leaves);

@@ -151,7 +151,7 @@ __device__ __forceinline__ void add_coefficients(const Call& call, const Leaves&
 
 // The first launch under a settled gate. Lanes 0 and 1 have a word of the segment's log-ratios each, and a sign.
 template <int WIDTH, int EXTRAS>
-__global__ void __launch_bounds__(kThreads, 3) prepare_settled(const Call call) {
+__global__ void __launch_bounds__(kThreads, WIDTH == 4 ? 2 : 3) prepare_settled(const Call call) {
   prepare(call);
   const Workspace& workspace = call.workspace;
   const bool broken = call.broken(), idle = broken && blockIdx.x != 0;

@@ -15,7 +15,9 @@ TRITON ?= triton<=3.9.0
 # The transformers that every trainer here accepts: the demo runs with the versions that the tests run with.
 TRL ?= trl==1.16.0 transformers==5.10.4
 # The trainers and kernels of tests and benchmarks.
-PEERS ?= $(TRL) "jmespath==1.1.0" "liger-kernel==0.8.5" "verl[verl-core]==0.9.1; python_version < '3.13'"
+PEERS ?= $(TRL) "jmespath==1.1.0" "liger-kernel==0.8.5" "verl[verl-core]==0.9.1; python_version < '3.13'" $(VIRTUALENV)
+# Of verl's requirements. Later ones want a packaging that others exclude, and pip would download twenty to find out.
+VIRTUALENV := "virtualenv<21.14.6; python_version < '3.13'"
 TOOLS ?= clang-format==23.1.5 mypy==2.4.1 ruff==0.17.6
 # Engines with an environment of their own: transformers and accelerate import DeepSpeed if it is installed.
 ENGINES ?= deepspeed==0.19.8
@@ -102,8 +104,11 @@ TORCH_FIRST = $(if $(findstring --,$(TORCH)),$(PIP_INSTALL) $(TORCH),:)
 THIS_TORCH = "$(if $(FOUND),torch==$(FOUND),$(firstword $(TORCH)))"
 TORCH_SIZE = $(if $(FOUND),torch $(FOUND) as $(PYTHON) has it,$(TORCH): 0.2 GB to download if built for CPUs, 3 GB for CUDA, which Linux gets by default)
 # Registers the checkout and builds the C++ backend, which is compiled once: a second build waits for it and finds it.
-EDITABLE := HPO_CORE_EMULATED=0 HPO_CORE_CUDA=0 $(PIP_INSTALL) --editable
-EXTRAS := ".[testing,bench]"
+# It comes last, because what pip installs after it would wait, too.
+EDITABLE := HPO_CORE_EMULATED=0 HPO_CORE_CUDA=0 $(PIP_INSTALL) --no-build-isolation --no-deps --editable .
+REQUIRED := from setuptools.compat.py310 import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+	extras = [project['optional-dependencies'][name] for name in ('testing', 'bench')]; \
+	print(*project['dependencies'], *sum(extras, []), sep='\n')
 # Packages that PYTHON already has beside its torch put no commands into BIN, so these are installed again.
 COMMANDS = $(if $(FOUND),$(PIP_INSTALL) --ignore-installed --no-deps $(TOOLS) "pytest>=9",:)
 
@@ -112,7 +117,8 @@ $(VENV)/for-tests: $(VENV)/for-building $(VENV)/asked Makefile
 	@echo '  $(TORCH_SIZE)'
 	@echo '  $(TRITON) if torch brings none: 0.3 GB'
 	@echo '  $(subst ",,$(PEERS)) $(TOOLS) and their dependencies: 0.3 GB'
-	$(call stage,packages,$(TORCH_FIRST) && $(COMMANDS) && $(EDITABLE) $(EXTRAS) $(THIS_TORCH) "$(TRITON)" $(PEERS) $(TOOLS))
+	$(call stage,packages,$(TORCH_FIRST) && $(COMMANDS) && $(BIN)/python -c "$(REQUIRED)" >$(VENV)/required.txt \
+	&& $(PIP_INSTALL) --requirement $(VENV)/required.txt $(THIS_TORCH) "$(TRITON)" $(PEERS) $(TOOLS) && $(EDITABLE))
 	@touch $(VENV)/for-demo $@
 
 # The demo uses Triton only if torch brings it.
@@ -120,8 +126,7 @@ $(VENV)/for-demo: $(VENV)/for-building $(VENV)/asked Makefile
 	@echo 'hpo_core: $(VENV) gets'
 	@echo '  $(TORCH_SIZE)'
 	@echo '  $(TRL) matplotlib and their dependencies: 0.15 GB'
-	$(call stage,packages,$(TORCH_FIRST) && $(PIP_INSTALL) $(THIS_TORCH) $(TRL) matplotlib \
-	&& $(EDITABLE) . --no-build-isolation --no-deps)
+	$(call stage,packages,$(TORCH_FIRST) && $(PIP_INSTALL) $(THIS_TORCH) $(TRL) matplotlib && $(EDITABLE))
 	@touch $@
 
 # A call that names another TORCH or PEERS than the last one installs it; a call that names none keeps the packages.

@@ -66,17 +66,17 @@ def native_backends():
     return NATIVE
 
 
-INTERPRETED_EXAMPLES = 25
+MOST_EXAMPLES = {"triton": 12, "cuda_emulated": 40}
 
 
 @pytest.fixture(autouse=True)
 def fewer_examples(request, monkeypatch):
-    """Fewer examples for Triton's interpreter, which takes milliseconds instead of microseconds."""
+    """Fewer examples where a call takes milliseconds instead of microseconds."""
     run = getattr(request.function, "_hypothesis_internal_use_settings", None)
     parameters = getattr(getattr(request.node, "callspec", None), "params", {})
     most = request.config.getoption("--examples")
-    if most is None and parameters.get("backend") == "triton":
-        most = INTERPRETED_EXAMPLES
+    if most is None:
+        most = MOST_EXAMPLES.get(parameters.get("backend"))
     if run and most is not None and most < run.max_examples:
         fewer = hypothesis.settings(run, max_examples=most)
         monkeypatch.setattr(request.function, "_hypothesis_internal_use_settings", fewer)

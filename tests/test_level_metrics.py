@@ -177,7 +177,7 @@ def off_borders(gate, seed):
 @pytest.mark.usefixtures("at_length")
 @every_gate
 def test_every_backend_is_the_naive_loop(gate, native_backends):
-    calls = {each: number(each, at_length=16, machine_code=12, emulated=12, interpreted=1) for each in native_backends}
+    calls = {each: number(each, at_length=16, machine_code=12, emulated=4, interpreted=1) for each in native_backends}
     seeds = range(max(calls.values()))
     found = [each for each in (off_borders(gate, seed) for seed in seeds) if each is not None]
     assert len(found) >= len(seeds) / 2

@@ -423,9 +423,25 @@ def test_the_demo_sets_up_its_packages_and_keeps_those_of_the_tests(checkout):
 @needs_make
 def test_packages_of_the_tests_are_resolved_at_once(checkout):
     make(checkout, "setup")
-    _, everything = (checkout / "pip-calls").read_text().splitlines()  # the first builds the extensions
-    names = ("torch==", "triton", "trl==", "verl", "liger", "mypy", "ruff", "clang-format", ".[testing,bench]")
+    _, everything, project = (checkout / "pip-calls").read_text().splitlines()  # the first builds the extensions
+    names = (
+        "torch==",
+        "triton",
+        "trl==",
+        "verl",
+        "liger",
+        "mypy",
+        "ruff",
+        "clang-format",
+        "--requirement .venv/required.txt",
+    )
     assert [name for name in names if name not in everything] == []
+    assert "--no-deps --editable ." in project
+    required = (checkout / ".venv/required.txt").read_text().splitlines()
+    assert [
+        name for name in ("numpy", "torch>=2.10", "hypothesis", "pytest>=9", "matplotlib") if name not in required
+    ] == []
+    assert any(line.startswith("triton>=3.6; platform_system") for line in required)
 
 
 @linux_only

@@ -84,7 +84,7 @@ def test_every_combination(name, native_backends):
         backends = [
             each
             for each in native_backends
-            if seed < number(each, at_length=8, machine_code=8, emulated=8, interpreted=2)
+            if seed < number(each, at_length=8, machine_code=8, emulated=4, interpreted=2)
         ]
         judged(example, gate, backends, **given)
 

@@ -3,7 +3,8 @@
     python tests/changed.py COMMIT [options of pytest]
 
 A rule says which test modules a change of some files can break, and on which backends. A file can have several rules. A
-file beside the tests without any runs the tests that import it, another file without any runs everything. tests/test_changed.py holds the rules to the tree and to the mutants.
+file beside the tests without any runs the tests that import it, another file without any runs everything.
+tests/test_changed.py holds the rules to the tree and to the mutants.
 """
 
 from __future__ import annotations

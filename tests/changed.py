@@ -2,14 +2,17 @@
 
     python tests/changed.py COMMIT [options of pytest]
 
-A rule says which test modules a change of some files can break, and on which backends. A file can have several rules; a
-file without any runs everything. tests/test_changed.py holds the rules to the tree and to the mutants.
+A rule says which test modules a change of some files can break, and on which backends. A file can have several rules. A
+file beside the tests without any runs the tests that import it, another file without any runs everything.
+tests/test_changed.py holds the rules to the tree and to the mutants.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import functools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -180,12 +183,35 @@ def matches(rule: Rule, file: str) -> bool:
     return any(fnmatch.fnmatchcase(file, pattern) for pattern in rule.files)
 
 
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """What each file beside the tests, and each test, imports, also in scripts that it holds as text."""
+    paths = Path(__file__).parent.glob("*.py")
+    return {path.stem: set(re.findall(r"^\s*(?:from|import)\s+(\w+)", path.read_text(), re.M)) for path in paths}
+
+
+def importing(name: str) -> tuple[str, ...]:
+    """The test modules that import this file, or another that does; none where every test has it, as of conftest."""
+    found, added = set[str](), {name}
+    while added:
+        found |= added
+        added = {other for other, imported in imports().items() if imported & found} - found
+    tests = (each.removeprefix("test_") for each in found if each.startswith("test_"))
+    return () if "conftest" in found else tuple(sorted(tests))
+
+
+def rules_of(file: str) -> list[Rule]:
+    modules = importing(Path(file).stem) if file.startswith("tests/") else ()
+    otherwise = Rule((file,), modules or EVERY_MODULE, EVERY_BACKEND)
+    return [rule for rule in RULES if matches(rule, file)] or [otherwise]
+
+
 def affected(files: Iterable[str]) -> tuple[list[str], list[str]]:
     """Test modules and backends for changes of these files."""
     modules: set[str] = set()
     backends: set[str] = set()
     for file in files:
-        rules = [rule for rule in RULES if matches(rule, file)] or [Rule((file,), EVERY_MODULE, EVERY_BACKEND)]
+        rules = rules_of(file)
         modules.update(*(rule.modules for rule in rules))
         backends.update(*(rule.backends for rule in rules))
     return sorted(modules), [backend for backend in EVERY_BACKEND if backend in backends]

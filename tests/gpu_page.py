@@ -1,6 +1,7 @@
 """docs/gpu.md: what the compilers' output says of the kernels for GPUs. None is needed.
 
-``python tests/gpu_page.py`` writes the page, in ten minutes of two cores; tests read it as the baseline.
+``python tests/gpu_page.py`` writes the page, in ten minutes of two cores; tests read it as the baseline. ``python
+tests/gpu_page.py launches`` writes the table of launches alone, without a compiler: a new preset changes nothing else.
 """
 
 from __future__ import annotations
@@ -283,7 +284,18 @@ def release_of_page() -> str:
     return re.search(r"nvcc ([\d.]+) and", PAGE.read_text())[1]  # type: ignore[index]
 
 
+def with_launches(text: str) -> str:
+    """The page with the table of launches as it is now."""
+    before, title, rest = text.partition("## Launches\n")
+    words, _, tail = rest.partition("\n| ")
+    _, heading, below = tail.partition("\n## ")
+    return "".join((before, title, words, "\n".join(presets_table()), "\n", heading, below))
+
+
 def main() -> None:
+    if sys.argv[1:] == ["launches"]:
+        PAGE.write_text(with_launches(PAGE.read_text()))
+        return
     nvcc = cuda_kernels.find_nvcc()
     if nvcc is None or cuda_kernels.find_nvdisasm() is None:
         raise SystemExit("nvcc or nvdisasm was found neither in PATH nor in /usr/local/cuda/bin")

@@ -39,5 +39,16 @@ def test_a_kernel_runs_on_its_own_backend_only():
     assert affected(["csrc/include/hpo/gates.h"])[1] == ["cpu", "cuda_emulated"]
 
 
-def test_a_file_that_no_rule_knows_runs_everything():
-    assert affected(["tests/conftest.py"]) == (sorted(EVERY_MODULE), list(EVERY_BACKEND))
+def test_a_file_beside_the_tests_runs_those_that_import_it():
+    """At once, through others and in scripts; nothing else."""
+    modules, backends = affected(["tests/paper_formulas.py"])
+    assert {"presets", "promises", "isas", "cuda_compile"} <= set(modules) and backends == list(EVERY_BACKEND)
+    assert not {"segments", "estimators", "trl", "docs"} & set(modules)
+    assert affected(["tests/naive_hierarchies.py"])[0] == ["estimator_properties", "estimators", "synchronisation"]
+
+
+@pytest.mark.parametrize(
+    "file", ["tests/conftest.py", "tests/interpreter.py", "tests/gone.py", "tests/data.bin", "gone.py"]
+)
+def test_a_file_that_no_rule_knows_runs_everything(file):
+    assert affected([file]) == (sorted(EVERY_MODULE), list(EVERY_BACKEND))

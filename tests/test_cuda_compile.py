@@ -163,7 +163,7 @@ def test_the_launches_of_presets_are_those_of_the_page():
         pytest.skip("the emulated CUDA or Triton is missing")
     written = gpu_page.PAGE.read_text().partition("## Launches\n")[2].partition("\n## ")[0].splitlines()
     now = gpu_page.presets_table()
-    assert [line for line in written if line.startswith("|")] == now[1:], "run python tests/gpu_page.py"
+    assert [line for line in written if line.startswith("|")] == now[1:], "run python tests/gpu_page.py launches"
 
 
 def test_token_sweeps_load_and_store_128_bits(kernels):

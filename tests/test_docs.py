@@ -79,6 +79,21 @@ def test_there_are_examples() -> None:
     assert examples > 40, examples
 
 
+def test_every_method_is_in_the_table_of_its_page_and_every_gate_in_the_readme() -> None:
+    gates, estimators = hpo_core.gates, hpo_core.advantages
+    made = [name for name in gates.__all__ if _annotation(getattr(gates, name)) == "RatioGate" and name != "compose"]
+    given = [name for name in estimators.__all__ if getattr(getattr(estimators, name), "provenance", None)]
+    assert len(made) > 40 and len(given) > 50
+    reconstructed = gates.reconstructed.__all__
+    for page, names in (("README", made), ("docs/gates", [*made, *reconstructed]), ("docs/advantages", given)):
+        words = set(re.findall(r"\w+", (ROOT / f"{page}.md").read_text()))
+        assert [name for name in names if name not in words] == [], page
+
+
+def _annotation(value: object) -> object:
+    return inspect.signature(value).return_annotation if inspect.isfunction(value) else None
+
+
 # ----------------------------------------------------------------------------------------------------------- the manual
 
 GENERATED = {"gpu.md"}

@@ -42,11 +42,9 @@ CLASSES = (
     Metrics,
     LevelMetrics,
 )
-OPERATORS = (
-    "correction", "group_normalise", "group_statistics", "linear_token_logprobs", "linear_token_logprobs_backward",
-    "order_statistic", "order_statistics", "policy_loss", "recurrence", "row_counts", "select", "select_exact",
-    "select_top", "token_logprobs", "token_logprobs_backward", "window_score",
-)  # fmt: skip
+OPERATORS = sorted(
+    name.removeprefix("hpo_core::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("hpo_core::")
+)
 
 
 class Call(NamedTuple):

@@ -16,60 +16,41 @@ HPO_DECLARE_KERNELS(avx512)
 
 namespace {
 
+// What kernels.h declares, once for the types and for the values of a table.
+#define HPO_EACH_KERNEL(DO, isa)      \
+  DO(isa, policy_loss_workspace)      \
+  DO(isa, policy_loss)                \
+  DO(isa, hierarchy_workspace)        \
+  DO(isa, hierarchy)                  \
+  DO(isa, correction_workspace)       \
+  DO(isa, correction)                 \
+  DO(isa, group_normalise_workspace)  \
+  DO(isa, group_normalise)            \
+  DO(isa, group_statistics_workspace) \
+  DO(isa, group_statistics)           \
+  DO(isa, recurrence)                 \
+  DO(isa, window_score_workspace)     \
+  DO(isa, window_score)               \
+  DO(isa, order_statistic_workspace)  \
+  DO(isa, order_statistic)            \
+  DO(isa, select)                     \
+  DO(isa, order_statistics_workspace) \
+  DO(isa, order_statistics)           \
+  DO(isa, row_counts)                 \
+  DO(isa, token_logprobs)             \
+  DO(isa, token_logprobs_backward)    \
+  DO(isa, widen)
+
 struct Kernels {
   const char* name;         // as in HPO_CORE_ISA
   const char* description;
   bool supported;           // by this CPU
-  decltype(&hpo::generic::policy_loss_workspace) policy_loss_workspace;
-  decltype(&hpo::generic::policy_loss) policy_loss;
-  decltype(&hpo::generic::hierarchy_workspace) hierarchy_workspace;
-  decltype(&hpo::generic::hierarchy) hierarchy;
-  decltype(&hpo::generic::correction_workspace) correction_workspace;
-  decltype(&hpo::generic::correction) correction;
-  decltype(&hpo::generic::group_normalise_workspace) group_normalise_workspace;
-  decltype(&hpo::generic::group_normalise) group_normalise;
-  decltype(&hpo::generic::group_statistics_workspace) group_statistics_workspace;
-  decltype(&hpo::generic::group_statistics) group_statistics;
-  decltype(&hpo::generic::recurrence) recurrence;
-  decltype(&hpo::generic::window_score_workspace) window_score_workspace;
-  decltype(&hpo::generic::window_score) window_score;
-  decltype(&hpo::generic::order_statistic_workspace) order_statistic_workspace;
-  decltype(&hpo::generic::order_statistic) order_statistic;
-  decltype(&hpo::generic::select) select;
-  decltype(&hpo::generic::order_statistics_workspace) order_statistics_workspace;
-  decltype(&hpo::generic::order_statistics) order_statistics;
-  decltype(&hpo::generic::row_counts) row_counts;
-  decltype(&hpo::generic::token_logprobs) token_logprobs;
-  decltype(&hpo::generic::token_logprobs_backward) token_logprobs_backward;
-  decltype(&hpo::generic::widen) widen;
+#define HPO_MEMBER(isa, kernel) decltype(&hpo::isa::kernel) kernel;
+  HPO_EACH_KERNEL(HPO_MEMBER, generic)
 };
 
-#define HPO_KERNELS(isa, description, supported) \
-  {#isa,                                         \
-   description,                                  \
-   supported,                                    \
-   hpo::isa::policy_loss_workspace,              \
-   hpo::isa::policy_loss,                        \
-   hpo::isa::hierarchy_workspace,                \
-   hpo::isa::hierarchy,                          \
-   hpo::isa::correction_workspace,               \
-   hpo::isa::correction,                         \
-   hpo::isa::group_normalise_workspace,          \
-   hpo::isa::group_normalise,                    \
-   hpo::isa::group_statistics_workspace,         \
-   hpo::isa::group_statistics,                   \
-   hpo::isa::recurrence,                         \
-   hpo::isa::window_score_workspace,             \
-   hpo::isa::window_score,                       \
-   hpo::isa::order_statistic_workspace,          \
-   hpo::isa::order_statistic,                    \
-   hpo::isa::select,                             \
-   hpo::isa::order_statistics_workspace,         \
-   hpo::isa::order_statistics,                   \
-   hpo::isa::row_counts,                         \
-   hpo::isa::token_logprobs,                     \
-   hpo::isa::token_logprobs_backward,            \
-   hpo::isa::widen}
+#define HPO_VALUE(isa, kernel) hpo::isa::kernel,
+#define HPO_KERNELS(isa, description, supported) {#isa, description, supported, HPO_EACH_KERNEL(HPO_VALUE, isa)}
 
 // A child process after fork() has no OpenMP threads, and libgomp would wait for those of the parent for ever. Results do not
 // depend on the number of threads, so the child uses one.

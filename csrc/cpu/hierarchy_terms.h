@@ -175,8 +175,9 @@ inline TermLoop pick_term_loop(Head head) {
     case Head::negative_aware: return term_loop<Head::negative_aware>;
     case Head::flipped: return term_loop<Head::flipped>;
     case Head::censored: return term_loop<Head::censored>;
-    default: return term_loop<Head::linear>;
+    case Head::linear: break;
   }
+  return term_loop<Head::linear>;
 }
 
 // The gate of a fast-path tile under no level, for sweep_token_inputs.

@@ -12,7 +12,7 @@ import math
 import hierarchies
 import paper_formulas as paper
 import torch
-from breadth import tried
+from breadth import number, tried
 from hierarchies import DOMAIN, GROUP, SMALL, STEP, TRAJECTORY
 
 import hpo_core as hpo
@@ -248,16 +248,23 @@ FIRSTS = _firsts()  # of every structure
 def paths_of(backend):
     """The gates that a backend runs in a test: breadth where it is cheap, paths elsewhere.
 
-    Numbers are run-time arguments of kernels, so that gates of one structure are one path. For a call that the others
-    compute in a millisecond Triton's interpreter takes a hundred: it runs the first gate of every structure, and at
-    length (breadth.py) the others as well. Gates that no method is are paths of test_terms.py alone.
+    Numbers are run-time arguments of kernels, so that gates of one structure are one path. For a call that C++ computes
+    in a fraction of a millisecond the emulated CUDA takes ten and Triton's interpreter a hundred: these run the first
+    gate of every structure, and at length (breadth.py) the others as well. Gates that no method is are paths of
+    test_terms.py alone.
     """
-    return tried(backend, set(CATALOGUE), FIRSTS)
+    every = set(CATALOGUE)
+    return number(backend, at_length=every, machine_code=every, emulated=FIRSTS, interpreted=FIRSTS)
 
 
 def running(name, backends):
     """Of these backends those of which the gate is a path."""
     return [backend for backend in backends if name in paths_of(backend)]
+
+
+def judging(name, backends):
+    """Of these backends those that try the gate's own numbers: all that are not interpreted."""
+    return [backend for backend in backends if name in tried(backend, CATALOGUE, FIRSTS)]
 
 
 # ------------------------------------------------------------------------------------------------------------ examples

@@ -24,7 +24,18 @@ EVERY_BACKEND = ("cpu", "triton", "cuda_emulated")
 EVERY_MODULE = tuple(sorted(path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")))
 
 LOSS = (
-    *("promises", "gates", "gate_paths", "hierarchy", "presets", "terms", "stages", "metrics", "corrections"),
+    *(
+        "promises",
+        "gates",
+        "gate_paths",
+        "hierarchy",
+        "random_gates",
+        "presets",
+        "terms",
+        "stages",
+        "metrics",
+        "corrections",
+    ),
     *("selection", "loss_from_logits"),
 )
 ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators", "schedules")
@@ -81,8 +92,8 @@ def kernels(names: str, modules: tuple[str, ...]) -> list[Rule]:
 
 
 RULES = [
-    *kernels("gates hierarchy hierarchy_tokens levels leaves sums terms tokens gated_levels metrics", LOSS),
-    *kernels("prepare_leaves flows", LOSS),
+    *kernels("gates hierarchy hierarchy_tokens leaves sums terms tokens gated_levels metrics", LOSS),
+    *kernels("prepare_leaves flows fixed_point", LOSS),
     *kernels("corrections correction_rules", LOSS),
     *kernels("advantages groups units", ADVANTAGES),
     *kernels("entropy windows", ENTROPY),

@@ -50,6 +50,16 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("backend", NATIVE)
 
 
+# Modules that wait for compilers come first: what a worker leaves for the other at the end is short.
+FIRST = ("test_triton_compile", "test_cuda_compile", "test_mutants", "test_wrong_arguments", "test_demo")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    places = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
 @pytest.fixture
 def native_backends():
     """For tests with an expensive expectation, which they compute once and compare with all backends."""

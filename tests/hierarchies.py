@@ -227,6 +227,18 @@ def exact_off_branches(example, gate, **keywords):
     return exact
 
 
+def assert_the_definition(example, gate, backend, exact, of_loss=1e-6, **keywords):
+    """``exact``: what the reference says of the same call."""
+    out = example.run(gate, backend, **keywords)
+    terms = (example.weights[example.row()] * example.covered(gate)).double()
+    terms = terms * keywords.get("advantages", example.advantages[example.row()]).abs()
+    assert (out.loss.double() - exact.loss).abs() <= of_loss * terms.sum(), backend
+    largest = max(exact.grad.abs().max(), terms.max())
+    assert (out.grad.double() - exact.grad).abs().max() <= 1e-5 * largest, backend
+    assert not out.grad[~example.covered(gate)].any(), backend
+    assert torch.allclose(out.metrics.vector, exact.metrics.vector, rtol=1e-5, atol=1e-5), backend
+
+
 # -------------------------------------------------------------------------------------------- a step that ranks share
 
 

@@ -59,12 +59,12 @@ def test_a_preset_takes_what_its_kernels_do():
     (loop,) = [
         line.split("|")
         for line in page.splitlines()
-        if line.startswith("| `sweep<0, 0, 0>` |") and len(line.split("|")) == 13
+        if line.startswith("| `sweep<0, 0>` |") and len(line.split("|")) == 13
     ]
     first = script("speed_pictures").gpu_presets()[0]
     assert first.name.startswith("reinforce, ppo_clip")
     ((kernel, issue, memory),) = first.kernels
-    assert kernel == "sweep<0, 0, 0>"
+    assert kernel == "sweep<0, 0>"
     assert issue[0] == pytest.approx(1e6 * 2**20 * float(loop[4]) / (132 * 1.7e9 * 4 * 0.8 * 32))
     assert memory == pytest.approx(1e6 * 2**20 * 4 * (int(loop[9]) + int(loop[10])) / 3.0e12)
 

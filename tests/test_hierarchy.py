@@ -18,6 +18,7 @@ from hierarchies import (
     SMALL,
     STEP,
     TRAJECTORY,
+    assert_the_definition,
     exact_off_branches,
     index_inputs,
     levels,
@@ -54,18 +55,6 @@ def test_the_definition_is_the_naive_loop(gate):
             out, (loss, grad) = example.run(gate, "reference", **given), naive(example, gate, advantages)
             torch.testing.assert_close(out.loss, loss, rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(out.grad, grad, rtol=1e-11, atol=1e-12)
-
-
-def assert_the_definition(example, gate, backend, exact, **keywords):
-    """``exact``: what the reference says of the same call."""
-    out = example.run(gate, backend, **keywords)
-    terms = (example.weights[example.row()] * example.covered(gate)).double()
-    terms = terms * keywords.get("advantages", example.advantages[example.row()]).abs()
-    assert (out.loss.double() - exact.loss).abs() <= 1e-6 * terms.sum(), backend
-    largest = max(exact.grad.abs().max(), terms.max())
-    assert (out.grad.double() - exact.grad).abs().max() <= 1e-5 * largest, backend
-    assert not out.grad[~example.covered(gate)].any(), backend
-    assert torch.allclose(out.metrics.vector, exact.metrics.vector, rtol=1e-5, atol=1e-5), backend
 
 
 WAYS = {  # of giving inputs

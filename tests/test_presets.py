@@ -8,7 +8,7 @@ import paper_formulas as paper
 import pytest
 import torch
 from breadth import at_length, number  # noqa: F401 (the first is a fixture)
-from catalogue import FAMILIES, PRESETS, Example, running
+from catalogue import FAMILIES, PRESETS, Example, judging
 
 import hpo_core as hpo
 from hpo_core import gates, specs, testing
@@ -118,7 +118,7 @@ def test_every_backend_is_the_papers_formula(name, native_backends):
         eager = by_formula(example, objective, given, torch.float32)
         expected = Expected(loss, eager[0].double(), size)
         expected_grad = Expected(grad, eager[1].double(), grad.abs().max().expand_as(grad))
-        for backend in running(f"preset: {name}", native_backends):
+        for backend in judging(f"preset: {name}", native_backends):
             if seed < number(backend, at_length=6, machine_code=6, emulated=3, interpreted=3):
                 out = example.run(gate, backend, **keywords)
                 assert_within_budget(f"loss of {name} on {backend}", out.loss, expected)

@@ -14,7 +14,7 @@ from hpo_core.reference.segments import row_of_token
 from hpo_core.specs import OrderRule
 from hpo_core.testing import Expected, Layout
 
-EXAMPLES = 60
+EXAMPLES = 30
 
 # ------------------------------------------------------------------------------------------------- an honest kernel
 
@@ -49,7 +49,7 @@ def eager_ppo(logp, old_logp, advantages, batch, *, gate, weights):
 
 
 def test_a_correct_kernel_keeps_every_supported_promise():
-    report = testing.check(eager_ppo, examples=EXAMPLES // 2)
+    report = testing.check(eager_ppo, examples=EXAMPLES)
     scores = "ties: a score equal to the threshold is selected (unless strict)"  # the kernel takes no window
     report.raise_for_broken()
     assert report.kept == tuple(name for name in testing.promises() if name != scores)
@@ -80,7 +80,7 @@ def user_ppo(pessimistic):
 
 def test_a_right_and_a_wrong_ppo_differ_in_the_first_line_of_the_table():
     """An input that a plain kernel does not take is no fault; its other broken promises are in the report as well."""
-    right, wrong = testing.check(user_ppo(torch.minimum)), testing.check(user_ppo(torch.maximum))
+    right, wrong = (testing.check(user_ppo(each), examples=EXAMPLES) for each in (torch.minimum, torch.maximum))
     assert "  pass           exact  (largest error" in str(right).splitlines()[1]
     assert str(wrong).splitlines()[1] == "  FAIL           exact"
     assert set(wrong.broken) - set(right.broken) == {"exact"}
@@ -188,7 +188,7 @@ def test_estimators_of_rows_and_steps_by_name_and_by_function():
     assert "exact" in testing.check(flat, "advantages", estimator=hpo.advantages.rloo, examples=20).broken
     for estimator in (hpo.advantages.gigpo, hpo.advantages.hgpo):
         report = testing.check(
-            functools.partial(estimator, backend="cpu"), "advantages", estimator=estimator, examples=40
+            functools.partial(estimator, backend="cpu"), "advantages", estimator=estimator, examples=EXAMPLES
         )
         report.raise_for_broken()
         assert "exact" in report.kept
@@ -557,14 +557,14 @@ PEERS = {
 @pytest.mark.parametrize(
     ("name", "examples"),
     [
-        *((name, 60) for name in ("TRL bnpo", "verl grpo")),  # a loss and an estimator
+        *((name, EXAMPLES) for name in ("TRL bnpo", "verl grpo")),  # a loss and an estimator
         *(pytest.param(name, 200, marks=pytest.mark.long) for name in PEERS),
     ],
 )
 def test_promises_that_peers_break(name, examples):
     fn, op, gate = PEERS[name]()
     features = ["on_policy"] if gate else None  # rows are trajectories there
-    report = testing.check(fn, op, gate=gate, features=features, examples=examples if gate else 200)
+    report = testing.check(fn, op, gate=gate, features=features, examples=examples)
     print(report)
     assert set(report.broken) == BREAKS[name]
 

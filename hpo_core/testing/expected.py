@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -42,14 +42,20 @@ class Outcome(NamedTuple):
 
 def accepts(fn: Callable[..., Any], name: str) -> bool:
     """Whether ``fn`` takes a keyword of this name: an adapter's signature says which optional inputs it serves."""
+    return name in accepted(fn, (name,))
+
+
+def accepted(fn: Callable[..., Any], names: Iterable[str]) -> tuple[str, ...]:
+    """Those of the names that ``fn`` takes as keywords."""
     parameters = inspect.signature(fn).parameters
-    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    every = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return tuple(name for name in names if every or name in parameters)
 
 
 def keywords_of(fn: Callable[..., Any], example: PolicyLossExample) -> dict[str, Any]:
     """The optional inputs of an example that ``fn`` takes."""
     given = {**example.keywords, "gate": example.gate}
-    return {name: value for name, value in given.items() if accepts(fn, name)}
+    return {name: given[name] for name in accepted(fn, given)}
 
 
 def run_policy_loss(

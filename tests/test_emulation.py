@@ -287,7 +287,7 @@ REFUSED = {
 
 
 def lines_of(kernel):
-    source = (ROOT / "csrc/emulation/selftest.cu").read_text().splitlines()
+    source = (ROOT / "csrc/emulation/planted_bugs.h").read_text().splitlines()
     first = next(number for number, line in enumerate(source, 1) if line.startswith(f"__global__ void {kernel}("))
     return range(first, first + source[first:].index("}") + 1)
 
@@ -302,7 +302,7 @@ def test_a_fault_names_kernel_block_and_line(monkeypatch, bug, order):
     kernel = bug if bug != "far_too_much_shared" else "uninitialised_shared"
     assert message.startswith(f"emulated kernel {kernel}, block (0, 0, 0)")
     assert FAULTS[bug] in message
-    assert int(message.rpartition("selftest.cu:")[2]) in lines_of(kernel)
+    assert int(message.rpartition("planted_bugs.h:")[2]) in lines_of(kernel)
     assert np.isnan(run_bug("uninitialised_shared")).all(), "the next launch works"
 
 

@@ -351,7 +351,9 @@ def test_every_kernel_is_in_the_tables():
     assert kernels == set(REGISTERS) and kernels >= set(WIDE_LOADS)
     sources = "".join(path.read_text() for path in (ROOT / "kernels/hpo_triton").glob("*.py"))
     written = set(re.findall(r"^@kernel\ndef (\w+)", sources, re.M))
-    assert len(written) > 20 and written == {name for _, name in kernels}, "give each a call in paths of compiled_paths.py"
+    assert len(written) > 20 and written == {name for _, name in kernels}, (
+        "give each a call in paths of compiled_paths.py"
+    )
 
 
 def in_turn(*targets):

@@ -149,7 +149,7 @@ def test_tiles_of_few_rows_have_the_gradient_of_any_other(gate, masked, backend=
     """Without anything exceptional the CPU goes through few rows one by one, each by its sign and its bounds alone.
 
     They meet inside a vector, in the last one of a group, where a group begins, and where a tile does; one has no valid
-    token, and seven tokens are in no row. Entropies that are NaN send them the long way.
+    token, and seven tokens are in no row. Entropies that are NaN and advantages of tokens send them the long way.
     """
     borders = torch.tensor([0, 1020, 1144, 1152, 1400, 1401, 2048, 2500, 2563, 6000, 9001])
     tokens, lengths = 9008, borders.diff().tolist()
@@ -170,7 +170,9 @@ def test_tiles_of_few_rows_have_the_gradient_of_any_other(gate, masked, backend=
     assert bits(plain.grad) == bits(logp.grad) and bits(plain.loss) == bits(other.loss)
     assert torch.equal(plain.metrics.vector, other.metrics.vector)
     unknown = torch.full((tokens,), math.nan)
-    long_way = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, entropy=unknown, backend=backend)
+    own = torch.ones(tokens).index_put((torch.arange(9001),), advantages.repeat_interleave(borders.diff()))
+    given = {"advantage_level": "token", "entropy": unknown, "backend": backend}
+    long_way = hpo.policy_loss_and_grad(logp, old_logp, own, batch, gate, **given)
     assert bits(plain.grad) == bits(long_way.grad)
     torch.testing.assert_close(plain.metrics.vector, long_way.metrics.vector, rtol=1e-6, atol=1e-6)
 
@@ -182,7 +184,7 @@ def test_tiles_of_few_rows_have_the_gradient_of_any_other(gate, masked, backend=
 )
 def test_log_ratios_near_0_have_the_bits_of_any_other(gate, backend="cpu"):
     """The CPU takes a tile for near 0 if the last one was, and has another exponential for those. A row alone has none
-    before it; and a mask of tokens that masks none sends all of them the long way, which rounds differently."""
+    before it; and advantages of tokens send all of them the long way, which rounds differently."""
     lengths = [2048, 1024, 1024, 1024, 2048, *[40] * 60, 1024, 1024, 1030, 1100, 500, 2048]
     spreads = torch.tensor([0.01, 0.01, 0.5, 0.01, 2.0, *[0.01] * 59, 0.4, 0.01, 0.0, 0.3, 0.3, 0.5, 0.3])
     batch = hpo.PackedBatch.from_lengths(lengths)
@@ -208,8 +210,8 @@ def test_log_ratios_near_0_have_the_bits_of_any_other(gate, backend="cpu"):
         out = hpo.policy_loss_and_grad(new, old, advantages[this], alone, gate, weights=weights[this], backend=backend)
         assert bits(out.grad) == bits(grad)
 
-    everything = torch.ones_like(old_logp, dtype=torch.bool)
-    long_way = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, token_mask=everything, **keywords)
+    own = advantages.repeat_interleave(torch.tensor(lengths))
+    long_way = hpo.policy_loss_and_grad(logp, old_logp, own, batch, gate, advantage_level="token", **keywords)
     torch.testing.assert_close(plain.grad, long_way.grad, rtol=2e-6, atol=1e-12)
     torch.testing.assert_close(plain.metrics.vector, long_way.metrics.vector, rtol=1e-6, atol=1e-6)
 
@@ -226,7 +228,7 @@ LEVELS_WITH_PENALTY = {
 @pytest.mark.parametrize("gate", LEVELS_WITH_PENALTY.values(), ids=LEVELS_WITH_PENALTY)
 def test_a_penalty_beside_the_fast_path_of_levels(gate, backend="cpu"):
     """The CPU adds the penalty of a reference policy to what the fast path of a leaf has written. Rows that have a
-    log-ratio to it of some size, or none, go the long way, which a mask that masks none sends all of them."""
+    log-ratio to it of some size, or none, go the long way, which advantages of tokens send all of them."""
     lengths = [2048, 1030, 300, *[40] * 30, 1100, 2048]
     draw, tokens = torch.Generator().manual_seed(3), sum(lengths)
     mask = torch.rand(tokens, generator=draw) < 0.8
@@ -237,7 +239,7 @@ def test_a_penalty_beside_the_fast_path_of_levels(gate, backend="cpu"):
     ref_logp[2048], ref_logp[3100], ref_logp[3400] = -15.0, math.nan, -math.inf
     ref_logp[~mask] = math.nan
     advantages = torch.randn(len(lengths), generator=draw)
-    everything = torch.ones(tokens, dtype=torch.bool)
+    own = advantages.repeat_interleave(torch.tensor(lengths))
     for masked, (estimator, gradient) in itertools.product(
         (False, True), ((hpo.kl.k1, "value"), (hpo.kl.k2, "value"), (hpo.kl.k3, "value"), (hpo.kl.k3, "importance"))
     ):
@@ -252,7 +254,7 @@ def test_a_penalty_beside_the_fast_path_of_levels(gate, backend="cpu"):
         assert bits(plain.grad) == bits(logp.grad) and bits(plain.loss) == bits(tokenwise.loss)
         logp.grad = None
         long_way = hpo.policy_loss(
-            logp, old_logp, advantages, batch, gate, token_mask=everything, report=("tokens",), **given
+            logp, old_logp, own, batch, gate, advantage_level="token", report=("tokens",), **given
         )
         long_way.loss.backward()
         torch.testing.assert_close(plain.grad, logp.grad, rtol=2e-6, atol=1e-10)

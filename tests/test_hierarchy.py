@@ -58,11 +58,19 @@ def test_the_definition_is_the_naive_loop(gate):
             torch.testing.assert_close(out.grad, grad, rtol=1e-11, atol=1e-12)
 
 
+def spoilt(numbers):
+    """The same with some that have no meaning."""
+    numbers = numbers.clone()
+    numbers[3::11], numbers[5::17] = torch.nan, torch.inf
+    return numbers
+
+
 WAYS = {  # of giving inputs
     "few": lambda example, gate: {},
     "all": lambda example, gate: example.everything(gate),
     "advantages": lambda example, gate: {"advantages": example.token_advantages},
     "selection": lambda example, gate: {"token_mask": example.token_mask, "token_weight": example.token_weight},
+    "nonsense": lambda example, gate: {"token_weight": spoilt(example.token_weight), "entropy": spoilt(example.entropy)},
     "penalty": lambda example, gate: {"ref_logp": example.ref_logp, "kl": hpo.kl.k3(0.1), "entropy": example.entropy},
     "coefficients": lambda example, gate: example.paying(gate),
     "window": lambda example, gate: {
@@ -74,6 +82,7 @@ CALLS = [  # the first three for interpreted kernels, the first nine for emulate
     (SHORT, "few"), (SHORT, "all"), (TINY, "coefficients"), (LONG, "few"), (LONG, "advantages"), (TINY, "all"),
     (LONG, "selection"), (TINY, "penalty"), (SHORT, "window"), (SHORT, "advantages"), (SHORT, "selection"),
     (SHORT, "penalty"), (LONG, "penalty"), (TINY, "few"), (TINY, "window"), (TINY, "selection"),
+    (LONG, "nonsense"), (LONG, "window"),
 ]  # fmt: skip
 
 
@@ -154,7 +163,8 @@ def drawn(*arguments):
 @every_gate
 def test_what_else_is_asked_for_changes_no_bit(gate, masked, backend="cpu"):
     """The call that trainers make: the CPU takes its tokens in one pass, those under open levels in another, and what
-    else is asked for apart. A mask of tokens that masks none sends them the long way, which rounds differently."""
+    else is asked for apart, as is what counts in the policy term. Advantages of tokens send them the long way, which
+    rounds differently."""
     opened = 0
     for spread in (0.0, 0.01, 0.04, 0.3):  # with 0.04 levels are open that tokens are beyond the clip of
         for several in (False, True):
@@ -167,11 +177,14 @@ def test_what_else_is_asked_for_changes_no_bit(gate, masked, backend="cpu"):
             assert plain.grad.numpy().tobytes() == logp.grad.numpy().tobytes()
             assert plain.loss.item() == other.loss.item()
             assert torch.equal(plain.metrics.vector, other.metrics.vector)
-            long_way = example.run(gate, backend, token_mask=torch.ones_like(example.logp, dtype=torch.bool))
-            largest = long_way.grad.abs().max().item()
-            torch.testing.assert_close(plain.grad, long_way.grad, rtol=2e-6, atol=2e-6 * largest)
-            torch.testing.assert_close(plain.metrics.vector, long_way.metrics.vector, rtol=1e-6, atol=1e-6)
-            torch.testing.assert_close(plain.loss, long_way.loss, rtol=1e-6, atol=1e-6)
+            for way in ("few", "selection", "window"):
+                given = WAYS[way](example, gate)
+                fast = example.run(gate, backend, **given)
+                long_way = example.run(gate, backend, advantages=example.advantages[example.row()], **given)
+                largest = long_way.grad.abs().max().item()
+                torch.testing.assert_close(fast.grad, long_way.grad, rtol=2e-6, atol=2e-6 * largest)
+                torch.testing.assert_close(fast.metrics.vector, long_way.metrics.vector, rtol=1e-6, atol=1e-6)
+                torch.testing.assert_close(fast.loss, long_way.loss, rtol=1e-6, atol=1e-6)
             opened += bool(plain.grad.any())
     assert opened
 

@@ -136,6 +136,26 @@ MUTANTS = {
         "keep_if(present, value)", "value",
         "test_gates.test_a_penalty_beside_the_fast_path_of_levels", {"gate": gates.gspo(0.1, 0.2)},
     ),
+    "cpu: a token without a policy term has one under levels": Mutant(
+        "cpu", "cpu/hierarchy_weights.h",
+        "blend(has_term, weight, all<Floats>(NAN))", "weight",
+        "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["fiberpo"]},
+    ),
+    "cpu: weights without a meaning are taken for numbers under levels": Mutant(
+        "cpu", "cpu/hierarchy_weights.h",
+        "!any(exceptions) && finite.finite() && finite_lanes(lanes)", "true",
+        "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["gspo"]},
+    ),
+    "cpu: tokens that are clipped lose their weights": Mutant(
+        "cpu", "cpu/hierarchy_fast_path.h",
+        "counts.above_weight * double(above)", "double(counts.above) * double(above)",
+        "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": True},
+    ),
+    "cpu: the entropy of a masked token counts under levels": Mutant(
+        "cpu", "cpu/hierarchy_weights.h",
+        "both(present, at_least(all<Floats>(FLT_MAX), size_of(entropy)))", "at_least(all<Floats>(FLT_MAX), size_of(entropy))",
+        "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["gspo"]},
+    ),
     "cpu: what arrives at a balanced level is not divided by its children": Mutant(
         "cpu", "include/hpo/hierarchy.h",
         "children *= divisor(hierarchy.levels[k], segment(k).valid);", "",
@@ -504,7 +524,7 @@ MUTANTS = {
     ),
     "cpu: tokens that a clip holds before all gates have a gradient": Mutant(
         "cpu", "cpu/hierarchy_fast_path.h",
-        "keep_if(both(present, both(at_least(x, low), at_least(high, x))), each)", "keep_if(present, each)",
+        "keep_if(both(present, both(at_least(x, low), at_least(high, x))), here)", "keep_if(present, here)",
         "test_gate_paths.test_the_fast_path_has_the_gradient_of_any_other_way",
         {"gate": gates.gmpo(0.2, 0.2), "lengths": (21,) * 114 + (6,)},
     ),

@@ -10,12 +10,10 @@
 namespace hpo::HPO_ISA {
 
 // Whether tokens have inputs of their own.
-inline bool has_more_than_reference(const PolicyLossArgs& args) {
-  return args.advantage_per_token || weighs_tokens(args) || args.token_mask || args.score || args.entropy || args.low ||
-         args.high || args.kl_weight;
+inline bool has_token_inputs(const PolicyLossArgs& args) {
+  return args.ref_logp || args.advantage_per_token || weighs_tokens(args) || args.token_mask || args.score || args.entropy ||
+         args.low || args.high || args.kl_weight;
 }
-
-inline bool has_token_inputs(const PolicyLossArgs& args) { return args.ref_logp || has_more_than_reference(args); }
 
 // Whether the fast path may hold for tiles of this call.
 inline bool may_be_fast(const PolicyLossArgs& args) { return !has_token_inputs(args); }

@@ -1,8 +1,7 @@
 // One tile of tokens while policy_loss works on it: rows, masks and optional inputs are first spread into arrays by token, so
 // that the arithmetic runs in short loops without branches, rows or exceptions.
 #pragma once
-#include "gates_sums.h"
-#include "hpo/correction_rules.h"
+#include "gates_weights.h"
 #include "rows.h"
 
 namespace hpo::HPO_ISA {
@@ -92,9 +91,6 @@ inline void spread_rows(const Segments& segments, float* out, const Value& value
   }
 }
 
-// Whether tokens have weights that are not 1.
-inline bool weighs_tokens(const PolicyLossArgs& args) { return args.token_weight || args.correction.second; }
-
 // These weights of a tile that `load_rows` has loaded, [n], or null.
 inline const float* token_weights(const PolicyLossArgs& args, int64_t first, const Tile& tile) {
   if (args.correction.second) return tile.corrected;
@@ -110,19 +106,6 @@ inline void multiply_token_factors(const PolicyLossArgs& args, int64_t first, in
   if (const float* weight = token_weights(args, first, tile)) {
     for (int i = 0; i < n; ++i) coefficient[i] *= weight[i];
   }
-}
-
-// The kinds of the tile say the signs.
-inline void correct_weights(const PolicyLossArgs& args, int64_t first, int n, Tile& tile) {
-  const TokenCorrection& correction = args.correction;
-  const RuleNumbers rule(correction.rule);
-  const float *from = (correction.first ? correction.first : args.logp) + first, *to = correction.second + first;
-  for_each_vector(0, n, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
-    constexpr bool kWhole = decltype(whole)::value;
-    const Ints negative = load_lanes<Ints>(tile.kind + i) == kNegative;
-    const Floats factor = rule.factor(negative, load_own<kWhole>(own, from + i), load_own<kWhole>(own, to + i), Exponential{});
-    store_lanes(args.token_weight ? factor * load_own<kWhole>(own, args.token_weight + first + i) : factor, tile.corrected + i);
-  });
 }
 
 // kind and coefficient as far as rows say them; true if some coefficient may be infinite or NaN.
@@ -154,7 +137,7 @@ inline bool load_rows(const PolicyLossArgs& args, int64_t first, int n, const Se
       tile.kind[i] = kind & mask_of(tile.kind[i] != kAbsent);
     }
   }
-  if (args.correction.second) correct_weights(args, first, n, tile);
+  if (args.correction.second) write_weights(CorrectedWeights(args), first, 0, n, {nullptr, tile.kind, false}, tile.corrected);
   multiply_token_factors(args, first, n, tile, tile.coefficient);
   return doubtful;
 }

@@ -1,7 +1,6 @@
 // A fast-path tile whose tokens have inputs of their own (weights, advantages, bounds, selections, a reference policy, an
 // entropy) or heads of any kind, in one pass. What a call lacks costs a branch for every vector that always goes the same way.
 #pragma once
-#include "gates_binary_kl.h"
 #include "gates_fast_path.h"
 #include "hpo/terms.h"
 
@@ -12,24 +11,33 @@ constexpr float kMostSquares = kStatisticSaturation * kStatisticSaturation;
 
 // The inputs of a tile's tokens: local copies of pointers, because stores may alias the arguments of the call.
 struct TokenInputs {
-  const float *logp, *ref_logp, *entropy, *score, *token_weight, *kl_weight, *advantages, *target, *first, *second, *low, *high;
+  const float *logp, *ref_logp, *entropy, *score, *weight, *kl_weight, *advantages, *target, *low, *high;
   const uint8_t *mask, *token_mask, *penalty_mask;
-  const RuleNumbers rule;
-  const bool of_loss;  // what the rule compares are the policies of the loss
   Floats threshold;
 
-  TokenInputs(const PolicyLossArgs& args, int64_t begin)
-      : rule(args.correction.rule),
-        of_loss((!args.correction.first || args.correction.first == args.logp) && args.old_logp &&
-                args.correction.second == args.old_logp) {
+  // corrected: where the weights of tokens are written if the call has a correction.
+  TokenInputs(const PolicyLossArgs& args, int64_t begin, const float* corrected) {
     const auto from = [=](const auto* tokens) { return tokens ? tokens + begin : nullptr; };
     logp = from(args.logp), ref_logp = from(args.ref_logp), entropy = from(args.entropy), score = from(args.score);
-    token_weight = from(args.token_weight), advantages = from(args.advantage_per_token ? args.advantages : nullptr);
+    weight = args.correction.second ? corrected : from(args.token_weight);
+    advantages = from(args.advantage_per_token ? args.advantages : nullptr);
     target = from(args.target_per_token ? args.target : nullptr), kl_weight = from(args.kl_weight);
     low = from(args.low), high = from(args.high);
     mask = from(args.mask), token_mask = from(args.token_mask), penalty_mask = from(args.penalty_mask);
-    first = from(args.correction.first ? args.correction.first : args.logp), second = from(args.correction.second);
     threshold = all<Floats>(args.score ? *args.threshold : 0.0f);
+  }
+
+  // The tokens that count in the policy term; those with a score of NaN are exceptions.
+  template <class Vector>
+  HPO_INLINE Mask chosen(const Vector& vector, bool strict, Mask& exceptions) const {
+    Mask found = vector.present;
+    if (token_mask) found = both(found, present_own<Vector::whole>(vector.own, token_mask + vector.i));
+    if (score) {
+      const Floats here = vector.load(score);
+      exceptions = either(exceptions, both(vector.present, is_nan(here)));
+      found = both(found, strict ? less(threshold, here) : at_least(here, threshold));
+    }
+    return found;
   }
 };
 
@@ -131,6 +139,7 @@ struct TokenInputsSweep {
   static constexpr bool kAnything = kGiven == Given::anything;
   static constexpr bool kReference = kGiven == Given::reference, kWeights = kGiven == Given::weights;
   const Call& call;
+  const int64_t first;
   const FastSource source;
   const TokenInputs inputs;
   float* grad;
@@ -144,10 +153,11 @@ struct TokenInputsSweep {
   Mask exceptions = {};
   LaneCount present_count, chosen_count;
 
-  TokenInputsSweep(const Call& call, int64_t first, float* grad, const Gate& gate)
+  TokenInputsSweep(const Call& call, int64_t first, Tile& tile, float* grad, const Gate& gate)
       : call(call),
+        first(first),
         source(call.args, first),
-        inputs(call.args, first),
+        inputs(call.args, first, tile.corrected),
         grad(grad),
         gate(gate),
         penalised(call.structure.kl != KLEstimator::none || gate.penalty != Penalty::none),
@@ -165,11 +175,11 @@ struct TokenInputsSweep {
     Mask chosen = present;
     if (kAnything) {
       take_own_inputs(vector, own_inputs);
-      chosen = choose(vector);
+      chosen = inputs.chosen(vector, call.structure.strict, exceptions);
       chosen_count.add(chosen);
     }
     if (kWeights) {
-      own_inputs.coefficient *= weight(vector, own_inputs);
+      own_inputs.coefficient *= vector.load(inputs.weight);
       coefficients.add(part, present, own_inputs.coefficient);
     }
     vector.present = chosen;
@@ -203,8 +213,8 @@ struct TokenInputsSweep {
       own_inputs.coefficient *= advantage;
       own_inputs.kind = keep_if(vector.present, advantage < 0.0f ? Ints{} + kNegative : Ints{} + kPositive);
     }
-    if (inputs.token_weight || inputs.second) {
-      const Floats own = weight(vector, own_inputs);
+    if (inputs.weight) {
+      const Floats own = vector.load(inputs.weight);
       own_inputs.coefficient *= own, own_inputs.kept *= own;
     }
     coefficients.add(vector.part, vector.present, own_inputs.coefficient);
@@ -218,74 +228,18 @@ struct TokenInputsSweep {
     exceptions = either(exceptions, but_not(vector.present, meant));
   }
 
-  // Of tokens that have one.
-  template <class Vector>
-  HPO_INLINE Floats weight(const Vector& vector, const TermInputs& own_inputs) const {
-    if (!inputs.second) return vector.load(inputs.token_weight);
-    Floats found;
-    correct(vector, own_inputs.kind, found);
-    return found;
-  }
-
-  // Not inline: there are four steps for each gate, and this takes most of the time to compile one.
-  template <class Vector>
-  __attribute__((noinline)) void correct(const Vector& vector, const Ints& kind, Floats& found) const {
-    const auto ratio_of = [&](Floats u) __attribute__((always_inline)) {  // mostly that of the loss
-      return any(both(vector.present, present_lanes(Ints(u != vector.x)))) ? exp(u) : vector.ratio;
-    };
-    const RuleNumbers& rule = inputs.rule;
-    const Ints negative = kind == kNegative;
-    const Floats first = vector.load(inputs.first), second = vector.load(inputs.second);
-    Floats factor;
-    if (!known_factor(vector, rule, negative, first, second, factor)) {
-      factor = rule.factor(negative, first, second, ratio_of);
-    }
-    found = inputs.token_weight ? factor * vector.load(inputs.token_weight) : factor;
-  }
-
-  // The same factor, in less time, of tokens whose statistic compares the policies of the loss: their ratio is known. False: it
-  // takes more.
-  template <class Vector>
-  HPO_INLINE bool known_factor(const Vector& vector, const RuleNumbers& rule, Ints negative, Floats first, Floats second,
-                               Floats& factor) const {
-    const bool by_bounds = rule.statistic == Statistic::binary_kl && rule.action == Action::mask;
-    if (!inputs.of_loss || (!by_bounds && rule.statistic != Statistic::probability)) return false;
-    const Floats zero = {}, least = all<Floats>(-87.0f);
-    const Mask not_above = both(at_least(zero, first), at_least(zero, second));
-    const Mask ordinary = both(not_above, both(at_least(first, least), at_least(second, least)));
-    const Floats low = by_sign<Floats>(negative, rule.low), high = by_sign<Floats>(negative, rule.high);
-    if (by_bounds) {
-      const Decided decided = decide_binary_kl(second, vector.x, vector.ratio, low, high);
-      factor = keep_if(decided.inside, all<Floats>(1.0f));
-      return !any(but_not(vector.present, both(ordinary, either(decided.inside, decided.outside))));
-    }
-    const Floats difference = -(exp_of_number(second) * k3_slope(-vector.x, vector.ratio));
-    factor = factor_of(rule.action, rule.strict, low, high, difference);
-    return !any(but_not(vector.present, ordinary));
-  }
-
-  // The tokens that count in the policy term.
-  template <class Vector>
-  HPO_INLINE Mask choose(const Vector& vector) {
-    constexpr bool kWhole = Vector::whole;
-    Mask chosen = vector.present;
-    if (inputs.token_mask) chosen = both(chosen, present_own<kWhole>(vector.own, inputs.token_mask + vector.i));
-    if (inputs.score) {
-      const Floats score = vector.load(inputs.score);
-      exceptions = either(exceptions, both(vector.present, is_nan(score)));
-      chosen = both(chosen, call.structure.strict ? less(inputs.threshold, score) : at_least(score, inputs.threshold));
-    }
-    return chosen;
-  }
-
   HPO_INLINE void end_group() {
     loss.end();
     if (penalised) penalty.end();
     if (kAnything && inputs.entropy) entropy.end();
   }
 
+  void correct(int begin, int end, const Signs& signs, Tile& tile) const {
+    if (call.args.correction.second) write_weights(CorrectedWeights(call.args), first, begin, end, signs, tile.corrected);
+  }
+
   // Rows by themselves.
-  HPO_INLINE void few_rows(const Segments& segments, PresentTokens& present_tokens) {
+  HPO_INLINE void few_rows(const Segments& segments, PresentTokens& present_tokens, Tile& tile) {
     const PolicyLossArgs& args = call.args;
     for (int index = 0; index < segments.count; ++index) {
       const Segment& segment = segments.list[index];
@@ -293,6 +247,7 @@ struct TokenInputsSweep {
       const RowNumbers row = {
           Ints{} + (negative ? kNegative : kPositive), all<Floats>(RowNumbers::coefficient_of(args, segment.row)),
           all<Floats>(RowNumbers::weight_of(args, segment.row)), all<Floats>(RowNumbers::target_of(args, segment.row))};
+      correct(segment.begin, segment.end, {inputs.advantages, nullptr, negative}, tile);
       const int32_t before = present_count.total();
       const auto each = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
         constexpr bool kWhole = decltype(whole)::value;
@@ -308,6 +263,7 @@ struct TokenInputsSweep {
   HPO_INLINE void many_rows(int n, const Segments& segments, Tile& tile) {
     const PolicyLossArgs& args = call.args;
     load_row_numbers(args, n, segments, tile);
+    correct(0, n, {inputs.advantages, tile.kind, false}, tile);
     float *weight = tile.spread[1], *target = tile.spread[2];
     const bool weighs = gate.weighs || penalised, compares = args.target && !inputs.target;
     if (weighs) spread_rows(segments, weight, [&](int64_t row) { return RowNumbers::weight_of(args, row); });
@@ -354,10 +310,10 @@ template <Given kGiven, class Gate>
 bool sweep_token_inputs(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
                         Partial& partial, const Gate& gate) {
   if (kGiven == Given::reference && !finite_coefficients(call.args, segments)) return false;
-  TokenInputsSweep<Gate, kGiven> sweep(call, first, call.args.grad ? call.args.grad + first : tile.grad, gate);
+  TokenInputsSweep<Gate, kGiven> sweep(call, first, tile, call.args.grad ? call.args.grad + first : tile.grad, gate);
   if (segments.few(n)) {
     PresentTokens present;
-    sweep.few_rows(segments, present);
+    sweep.few_rows(segments, present, tile);
     if (!sweep.settle(tile, partial)) return false;
     present.mark(segments, seen);
   } else {

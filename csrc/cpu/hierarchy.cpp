@@ -200,6 +200,7 @@ void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const
       gate_leaves(leaves, space, threads);
       for_each_block_together([&](int64_t task, const Block& block, Scratch& scratch) {
         Flow flow = {};
+        sweeps.gather_weights(block, scratch);
         sweeps.finish(block, space.gates[block.leaf], space.fast_at(task, block), scratch, space.partials[task], flow);
         (block.begins ? space.flows[block.leaf] : space.flows_of_blocks[task]) = flow;
       });

@@ -50,6 +50,7 @@ struct Scratch {
   TokenTerms terms;
   Masked masked[kTilesOfBlock];  // on the grid of lines
   OpenTokens open;
+  BlockWeights weights;
   Partial counted;  // what later sweeps count once more
 };
 
@@ -61,6 +62,10 @@ struct Sweeps {
   const TokenPlan& plan;
   const Call& call = calls.masked;
 
+  void gather_weights(const Block& block, Scratch& scratch) const {
+    if (plan.weighs) scratch.weights.gather(call, block);
+  }
+
   void classify_masks(const Block& block, Scratch& scratch) const {
     if (!call.args.mask) return;
     int tile = 0;
@@ -71,8 +76,9 @@ struct Sweeps {
 
   // The first sweep, of a block whose masks are classified. Returns whether later ones may take the fast path in every tile.
   bool measure(const Block& block, Scratch& scratch, Partial& partial, LogRatios& sums) const {
+    gather_weights(block, scratch);
     const bool may = plan.may_be_fast;
-    bool fast = plan.stays_fast();
+    bool fast = plan.stays_fast() && scratch.weights.usual;
     for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
       if (may && masked == Masked::all) return;
       const Call& here = calls.of(masked);
@@ -91,7 +97,7 @@ struct Sweeps {
   // The tokens [begin, end) behind the first at once, if the fast path holds for them.
   bool measure_fast_part(const Call& here, int64_t row, int64_t first, int begin, int end, Scratch& scratch, Partial& partial,
                          LogRatios& sums) const {
-    if (!plan.measures_fast || !has_ordinary_reference(here, row, first, begin, end)) return false;
+    if (!plan.measures_fast || !scratch.weights.usual || !has_ordinary_reference(here, row, first, begin, end)) return false;
     RowLogRatios found;
     scratch.whole.set(row, begin, end);
     if (!plan.measure_fast(here.args, first, scratch.whole, plan.clip, scratch.tile, space.seen, partial, &found)) return false;
@@ -145,7 +151,7 @@ struct Sweeps {
     Tile& tile = scratch.tile;
     bool fast = true;
     scratch.whole.set(row, begin, end);
-    if (plan.measures_fast || !plan.may_be_fast || here.args.ref_logp ||
+    if (plan.measures_fast || !plan.may_be_fast || !scratch.weights.usual || here.args.ref_logp ||
         !measure_fast(here, first, end, scratch.whole, tile, space.seen, partial)) {
       hpo::HPO_ISA::measure(here, first, end, scratch.whole, tile, space.seen, partial);
       fast = !tile.exceptional && tile.chosen == tile.kind && !here.args.ref_logp;  // which the fast path has refused
@@ -156,12 +162,13 @@ struct Sweeps {
     return fast;
   }
 
-  // The second: loss, gradient of the token's own path, and the flow into aggregates.
+  // The second: loss, gradient of the token's own path, and the flow into aggregates. The weights are gathered.
   void finish(const Block& block, const LeafGate& leaf, bool fast, Scratch& scratch, Partial& partial, Flow& flow) const {
+    if (fast && call.args.entropy) add_entropies(call.args, block, partial);
     if (fast && plan.drops) {
       classify_masks(block, scratch);
       const float own = count_alike(block, leaf, scratch, partial, flow);
-      if (!plan.fills_last) write_alike(block, own, scratch);
+      if (!plan.fills_last) write_alike(block, own, 0.0f, scratch);
       write_token_losses_alike(block, leaf, scratch);
       return pay_reference(block, scratch, partial);
     }
@@ -185,7 +192,8 @@ struct Sweeps {
       if (fast) {
         const Masked masked = masked_tokens(call.args.mask, at, n);
         if (masked == Masked::all) return clear_gradient(call.args, at, n);
-        return gate.finish_fast(calls.of(masked), at, n, scratch.tile, partial);
+        const float* weights = plan.weighs ? scratch.weights.of_token + (at - block.first) : nullptr;
+        return gate.finish_fast(calls.of(masked), at, n, weights, scratch.tile, partial);
       }
       scratch.whole.set(block.row, 0, n);
       load(call, at, n, scratch.whole, true, scratch.tile, scratch.counted);
@@ -221,10 +229,12 @@ struct Sweeps {
     const ClippedLoss clipped(levels, split, coefficient);  // ready by the time that it is needed
     OpenTokens& open = scratch.open;
     OpenCounts counts;
-    for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
-      if (masked == Masked::all) return;
-      plan.open_loops.count[masked == Masked::some](levels, call.args, at, begin, end, open.inside_and_falling, counts);
-    });
+    if (plan.weighs) plan.open_loops.count_weighted(levels, call.args, block, scratch.weights, open.inside_and_falling, counts);
+    else
+      for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
+        if (masked == Masked::all) return;
+        plan.open_loops.count[masked == Masked::some](levels, call.args, at, begin, end, open.inside_and_falling, counts);
+      });
     counts.add_to(partial.slots, advantage < 0.0f);
     const double above = clipped.of_above(counts), below = clipped.of_below(counts);
     partial.sums[kLossSum][0] += above + below;
@@ -234,20 +244,24 @@ struct Sweeps {
     flow.past_token[1] = split ? below : 0.0;
   }
 
-  // Of a fast-path block whose tokens have one term, its sums. Returns the gradient of a token's own path.
+  // Of a fast-path block whose tokens have one term but for their weights, its sums. Returns the gradient of a token's own
+  // path.
   float count_alike(const Block& block, const LeafGate& leaf, Scratch& scratch, Partial& partial, Flow& flow) const {
     const bool negative = call.args.advantages[block.row] < 0.0f;
     const auto [token, value] = alike(block, leaf);
     OpenCounts counts;
-    for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
-      if (masked == Masked::all) return;
-      if (masked == Masked::none) counts.present += end - begin;
-      else
-        for (int i = begin; i < end; ++i) counts.present += call.args.mask[at + i] != 0;
-    });
+    if (plan.weighs) counts.present = scratch.weights.chosen;
+    else
+      for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
+        if (masked == Masked::all) return;
+        if (masked == Masked::none) counts.present += end - begin;
+        else
+          for (int i = begin; i < end; ++i) counts.present += call.args.mask[at + i] != 0;
+      });
     counts.above = token.above ? counts.present : 0, counts.below = token.below ? counts.present : 0;
     counts.add_to(partial.slots, negative);
-    const double tokens = double(counts.present);  // a multiple of one number, so that the sum has no order
+    // Without weights the flows are multiples of one number, so that their sum has no order.
+    const double tokens = plan.weighs ? scratch.weights.total() : double(counts.present);
     if (counts.present > 0) partial.sums[kLossSum][0] += tokens * double(value);
     if (plan.carries) flow.past_token[0] = tokens * double(value * token.rising_step);
     if (plan.by_sign) flow.by_sign[negative] = tokens * double(value);
@@ -263,14 +277,15 @@ struct Sweeps {
 
   static float own_gradient(const GatedToken& token, float value) { return token.slope != 0.0f ? value * token.slope : 0.0f; }
 
-  // The gradient of these tokens, the same for all that no pre-gate holds.
-  void write_alike(const Block& block, float gradient, Scratch& scratch) const {
+  // The gradient of these tokens, the same for all that no pre-gate holds, but for weights of their own path.
+  void write_alike(const Block& block, float own_gradient, float aggregate_grad, Scratch& scratch) const {
     const PolicyLossArgs& args = call.args;
-    const bool negative = args.advantages[block.row] < 0.0f;
+    const bool negative = args.advantages[block.row] < 0.0f, weighted = plan.weighs && own_gradient != 0.0f;
     if (!args.grad) return;
     for_each_stretch_of(block, args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
       if (masked == Masked::all) return clear_gradient(args, at + begin, end - begin);
-      write_where_free(calls.of(masked).args, at, begin, end, plan.clip, negative, gradient);
+      const float* weights = weighted ? scratch.weights.of_token - (block.first - at) : nullptr;
+      write_where_free(calls.of(masked).args, at, begin, end, plan.clip, negative, own_gradient, aggregate_grad, weights);
     });
   }
 
@@ -286,11 +301,18 @@ struct Sweeps {
     const PolicyLossArgs& args = call.args;
     const float coefficient = args.weights[block.row] * args.advantages[block.row];
     const OpenTokens& open = scratch.open;
-    for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
-      if (masked == Masked::all) return clear_gradient(args, at + begin, end - begin);
+    const auto write = [&](Masked masked, int64_t at, int begin, int end, const float* weights) {
       plan.open_loops.write[masked == Masked::some][!aggregate_grad.nothing()](
-          args, at, begin, end, coefficient, open.inside_and_falling, aggregate_grad, partial.sums[kLossSum]);
-    });
+          args, at, begin, end, coefficient, weights, open.inside_and_falling, aggregate_grad, partial.sums[kLossSum]);
+    };
+    if (plan.weighs) {
+      write(args.mask ? Masked::some : Masked::none, block.first, 0, int(block.tokens), scratch.weights.of_token);
+    } else {
+      for_each_stretch_of(block, args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
+        if (masked == Masked::all) return clear_gradient(args, at + begin, end - begin);
+        write(masked, at, begin, end, nullptr);
+      });
+    }
     if (!args.token_loss) return;
     FlowLanes lanes;
     write_token_losses(block, BlockGate{plan, leaf, block.row, scratch.terms, lanes}, scratch);
@@ -303,7 +325,7 @@ struct Sweeps {
     if (fast && plan.fills_last) {
       const auto [token, value] = alike(block, leaf);
       classify_masks(block, scratch);
-      return write_alike(block, own_gradient(token, value) + aggregate_grad.rising, scratch);
+      return write_alike(block, own_gradient(token, value), aggregate_grad.rising, scratch);
     }
     if (aggregate_grad.nothing()) return;
     Tile& tile = scratch.tile;
@@ -347,9 +369,10 @@ struct Sweeps {
       finish(block, gate, fast, scratch, partial, flow);
       return receive(block, gate, own_aggregate_grad(flow, sums), fast, scratch);
     }
+    if (fast && call.args.entropy) add_entropies(call.args, block, partial);
     if (fast && plan.drops) {
       const float own = count_alike(block, gate, scratch, partial, flow);
-      write_alike(block, own + own_aggregate_grad(flow, sums).rising, scratch);
+      write_alike(block, own, own_aggregate_grad(flow, sums).rising, scratch);
       return write_token_losses_alike(block, gate, scratch);
     }
     const OpenLevels levels = open_levels(block, gate, fast);
@@ -401,7 +424,7 @@ inline void measure_blocks(const Sweeps& sweeps, int64_t task, Scratch& scratch,
     count = 0;
   };
   sweeps.leaves.for_each_block(task, [&](const Block& block) {
-    if (block.tokens >= kWorthwhileRow || !sweeps.plan.measures_fast) {
+    if (block.tokens >= kWorthwhileRow || !sweeps.plan.measures_fast || sweeps.plan.weighs) {
       flush();
       return measure_one(block);
     }

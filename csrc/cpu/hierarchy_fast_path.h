@@ -5,6 +5,7 @@
 #pragma once
 #include "gates_fast_path.h"
 #include "hierarchy_terms.h"
+#include "hierarchy_weights.h"
 #include "hpo/hierarchy.h"
 
 namespace hpo::HPO_ISA {
@@ -34,6 +35,7 @@ struct OpenTokens {
 // Counts over the tokens of a block.
 struct OpenCounts {
   int32_t present = 0, above = 0, below = 0;
+  double above_weight = 0.0, below_weight = 0.0;  // of tokens of weight 1 their number
 
   // All of one leaf, whose advantage has one sign.
   void add_to(double* slots, bool negative) const {
@@ -43,9 +45,28 @@ struct OpenCounts {
   }
 };
 
+// The bounds of tokens under open levels. Under a split a rising token is never below those of its channel, and a falling one
+// never above.
+template <bool kSplit>
+struct OpenBounds {
+  const Floats low, high, rising_mean, falling_mean;
+
+  explicit OpenBounds(const OpenLevels& levels)
+      : low(all<Floats>(levels.low)),
+        high(all<Floats>(levels.high)),
+        rising_mean(all<Floats>(levels.mean[0])),
+        falling_mean(kSplit ? all<Floats>(-levels.mean[1]) : rising_mean) {}
+
+  HPO_INLINE Mask not_above(Mask among, Floats x) const { return both(among, at_least(high, x - rising_mean)); }
+  HPO_INLINE Mask not_below(Mask among, Floats x) const { return both(among, at_least(x - falling_mean, low)); }
+};
+
 // Counts the tokens [begin, end) behind the first, and marks which are inside and which fall.
 using CountOpen = void (*)(const OpenLevels&, const PolicyLossArgs&, int64_t first, int begin, int end,
                            MaskPair* inside_and_falling, OpenCounts&);
+
+using CountOpenWeighted = void (*)(const OpenLevels&, const PolicyLossArgs&, const Block&, const BlockWeights&,
+                                   MaskPair* inside_and_falling, OpenCounts&);
 
 template <bool kSplit, bool kMasked>
 void count_open(const OpenLevels& levels, const PolicyLossArgs& args, int64_t first, int begin, int end,
@@ -53,24 +74,52 @@ void count_open(const OpenLevels& levels, const PolicyLossArgs& args, int64_t fi
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   const uint8_t* mask = kMasked ? args.mask + first : nullptr;
-  const Floats low = all<Floats>(levels.low), high = all<Floats>(levels.high);
-  // Under a split a rising token is never below the bounds of its channel, and a falling one never above.
-  const Floats rising_mean = all<Floats>(levels.mean[0]), falling_mean = kSplit ? all<Floats>(-levels.mean[1]) : rising_mean;
+  const OpenBounds<kSplit> bounds(levels);
   LaneCount present_count;
   Ints not_above_sum = {}, inside_sum = {};  // of few instructions
   for_each_vector(begin, end, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
     constexpr bool kWhole = decltype(whole)::value;
     const Mask present = kMasked ? present_own<kWhole>(own, mask + i) : own;
     const Floats x = load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i);
-    const Mask not_above = both(present, at_least(high, x - rising_mean));
-    const Mask inside = both(not_above, at_least(x - falling_mean, low));
+    const Mask not_above = bounds.not_above(present, x), inside = bounds.not_below(not_above, x);
     if (kMasked) present_count.add(present);
     not_above_sum = add_where(not_above, Ints{} + 1, not_above_sum);
     inside_sum = add_where(inside, Ints{} + 1, inside_sum);
     inside_and_falling[unsigned(i) / kWidth] = {bits_of(inside), bits_of(less(x, Floats{}))};
   });
   const int32_t present = kMasked ? present_count.total() : end - begin, not_above = sum_lanes(not_above_sum);
-  counts.present += present, counts.above += present - not_above, counts.below += not_above - sum_lanes(inside_sum);
+  const int32_t above = present - not_above, below = not_above - sum_lanes(inside_sum);
+  counts.present += present, counts.above += above, counts.below += below;
+  counts.above_weight += above, counts.below_weight += below;
+}
+
+// The same of a block whose tokens have weights.
+template <bool kSplit>
+void count_open_weighted(const OpenLevels& levels, const PolicyLossArgs& args, const Block& block, const BlockWeights& weights,
+                         MaskPair* inside_and_falling, OpenCounts& counts) {
+  const float* logp = args.logp + block.first;
+  const float* old_logp = args.old_logp ? args.old_logp + block.first : logp;
+  const OpenBounds<kSplit> bounds(levels);
+  double above_lanes[kLanes] = {}, below_lanes[kLanes] = {};
+  GroupSum above_weight(above_lanes), below_weight(below_lanes);
+  LaneCount above_count, below_count;
+  const auto end_group = [&]() __attribute__((always_inline)) { above_weight.end(), below_weight.end(); };
+  for_each_vector(
+      0, int(block.tokens),
+      [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
+        constexpr bool kWhole = decltype(whole)::value;
+        const Floats weight = load_own<kWhole>(own, weights.of_token + i);
+        const Floats x = load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i);
+        const Mask chosen = but_not(own, is_nan(weight));
+        const Mask not_above = bounds.not_above(chosen, x), inside = bounds.not_below(not_above, x);
+        const Mask above = but_not(chosen, not_above), below = but_not(not_above, inside);
+        above_count.add(above), below_count.add(below);
+        above_weight.add(part, above, weight), below_weight.add(part, below, weight);
+        inside_and_falling[unsigned(i) / kWidth] = {bits_of(inside), bits_of(less(x, Floats{}))};
+      },
+      end_group);
+  end_group();
+  counts = {weights.chosen, above_count.total(), below_count.total(), sum_halves(above_lanes), sum_halves(below_lanes)};
 }
 
 // The loss of a clipped token, by bound.
@@ -82,8 +131,8 @@ struct ClippedLoss {
         below(policy_value(coefficient, exp((split ? levels.z - levels.mean[0] : levels.z) + levels.low))) {}
 
   // Nothing is clipped at a bound that is infinite.
-  double of_above(const OpenCounts& counts) const { return counts.above == 0 ? 0.0 : double(counts.above) * double(above); }
-  double of_below(const OpenCounts& counts) const { return counts.below == 0 ? 0.0 : double(counts.below) * double(below); }
+  double of_above(const OpenCounts& counts) const { return counts.above == 0 ? 0.0 : counts.above_weight * double(above); }
+  double of_below(const OpenCounts& counts) const { return counts.below == 0 ? 0.0 : counts.below_weight * double(below); }
 };
 
 // The gradient of each token of a leaf through aggregates.
@@ -94,12 +143,13 @@ struct AggregateGrad {
 };
 
 // Writes the gradient of these tokens, if it is wanted, and adds the losses of those inside to the lanes of the loss.
-using WriteOpen = void (*)(const PolicyLossArgs&, int64_t first, int begin, int end, float coefficient,
+using WriteOpen = void (*)(const PolicyLossArgs&, int64_t first, int begin, int end, float coefficient, const float* weights,
                            const MaskPair* inside_and_falling, const AggregateGrad&, double* lost);
 
-// kKept: e^x stands in the memory of the gradient. kFlows: there is a gradient through aggregates.
-template <bool kMasked, bool kKept, bool kFlows>
-void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, float coefficient,
+// kKept: e^x stands in the memory of the gradient. kFlows: there is a gradient through aggregates. kWeighted: tokens have
+// weights.
+template <bool kMasked, bool kKept, bool kFlows, bool kWeighted>
+void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, float coefficient, const float* weights,
                 const MaskPair* inside_and_falling, const AggregateGrad& aggregate_grad, double* lost) {
   float* grad = args.grad ? args.grad + first : nullptr;
   const float* logp = args.logp + first;
@@ -115,7 +165,7 @@ void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, f
     Mask inside, falls;
     load_masks(inside_and_falling + unsigned(i) / kWidth, inside, falls);
     if (!kWhole) inside = both(own, inside);  // a vector without a token of the block holds masks of another block
-    Floats value = keep_if(inside, policy_value(a, ratio));
+    Floats value = keep_if(inside, policy_value(kWeighted ? a * load_own<kWhole>(own, weights + i) : a, ratio));
     loss.add(part, all_lanes(), value);
     if (kFlows) {
       const Floats flow = blend(falls, fall, rise);
@@ -127,31 +177,55 @@ void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, f
   loss.end();
 }
 
-// Writes one number to the gradient of the tokens that a clip before all gates leaves as they are, and 0 to the others.
+// Writes one number to the gradient of the tokens that a clip before all gates leaves as they are, and 0 to the others. With
+// weights, which may be null, it is own_gradient times them + aggregate_grad.
 inline void write_where_free(const PolicyLossArgs& args, int64_t first, int begin, int end, const PreClip& clip, int sign,
-                             float gradient) {
+                             float own_gradient, float aggregate_grad, const float* weights) {
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   float* grad = args.grad + first;
-  const Floats low = all<Floats>(clip.low[sign]), high = all<Floats>(clip.high[sign]), each = all<Floats>(gradient);
+  const Floats low = all<Floats>(clip.low[sign]), high = all<Floats>(clip.high[sign]);
+  const Floats each = all<Floats>(own_gradient + aggregate_grad);
   for_each_vector(begin, end, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
     constexpr bool kWhole = decltype(whole)::value;
     const Mask present = args.mask ? present_own<kWhole>(own, args.mask + first + i) : own;
     const Floats x = load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i);
-    store_own<kWhole>(own, keep_if(both(present, both(at_least(x, low), at_least(high, x))), each), grad + i);
+    Floats here = each;
+    if (weights) {
+      const Floats weight = load_own<kWhole>(own, weights + i);
+      here = aggregate_grad + keep_if(but_not(own, is_nan(weight)), own_gradient * weight);
+    }
+    store_own<kWhole>(own, keep_if(both(present, both(at_least(x, low), at_least(high, x))), here), grad + i);
   });
 }
 
 // The loops of one call, [masked] and [masked][with a gradient through aggregates].
 struct OpenLoops {
   CountOpen count[2];
+  CountOpenWeighted count_weighted;
   WriteOpen write[2][2];
 
-  OpenLoops(bool split, bool kept)
+  OpenLoops(bool split, bool kept, bool weighted)
       : count{split ? count_open<true, false> : count_open<false, false>,
               split ? count_open<true, true> : count_open<false, true>},
-        write{{kept ? write_open<false, true, false> : write_open<false, false, false>, write_open<false, true, true>},
-              {kept ? write_open<true, true, false> : write_open<true, false, false>, write_open<true, true, true>}} {}
+        count_weighted(split ? count_open_weighted<true> : count_open_weighted<false>) {
+    for (int masked = 0; masked < 2; ++masked) {
+      const auto pick = [&](auto is_weighted) {
+        constexpr bool kWeighted = decltype(is_weighted)::value;
+        write[masked][0] = kept ? pick_write<true, false, kWeighted>(masked) : pick_write<false, false, kWeighted>(masked);
+        write[masked][1] = pick_write<true, true, kWeighted>(masked);
+      };
+      weighted ? pick(std::true_type{}) : pick(std::false_type{});
+    }
+  }
+
+ private:
+  // The masks of tokens that have weights are part of them, and tell nothing but where gradient arrives through aggregates.
+  template <bool kKept, bool kFlows, bool kWeighted>
+  static WriteOpen pick_write(bool masked) {
+    constexpr bool kMatters = kFlows || !kWeighted;
+    return kMatters && masked ? write_open<kMatters, kKept, kFlows, kWeighted> : write_open<false, kKept, kFlows, kWeighted>;
+  }
 };
 
 }  // namespace hpo::HPO_ISA

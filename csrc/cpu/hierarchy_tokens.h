@@ -83,11 +83,13 @@ GateCounts token_loop(const LeafGate& leaf, float keep, const TokenBounds& bound
 
 // A fast-path tile: its tokens have one advantage, and are read where they are.
 using FastLoop = GateCounts (*)(const LeafGate&, float keep, const TokenBounds&, const PolicyLossArgs&, int64_t first,
-                                float coefficient, int32_t kind, TokenTerms&, float* loss, float* grad, int n);
+                                float coefficient, const float* weights, int32_t kind, TokenTerms&, float* loss, float* grad,
+                                int n);
 
 template <bool kScoreHead, bool kSplit, bool kDrop>
 GateCounts fast_loop(const LeafGate& leaf, float keep, const TokenBounds& bounds, const PolicyLossArgs& args, int64_t first,
-                     float coefficient, int32_t kind, TokenTerms& terms, float* loss, float* grad, int n) {
+                     float coefficient, const float* weights, int32_t kind, TokenTerms& terms, float* loss, float* grad,
+                     int n) {
   const int sign = kind == kNegative;
   TokenGates<kScoreHead, kSplit, kDrop, true> gates(of_sign(leaf, sign), keep, terms, loss, grad);
   const float* logp = args.logp + first;
@@ -95,10 +97,15 @@ GateCounts fast_loop(const LeafGate& leaf, float keep, const TokenBounds& bounds
   const Floats low = all<Floats>(bounds.low[sign]), high = all<Floats>(bounds.high[sign]), a = all<Floats>(coefficient);
   for_each_vector(0, n, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
     constexpr bool kWhole = decltype(whole)::value;
-    const Mask present = args.mask ? present_own<kWhole>(own, args.mask + first + i) : own;
+    Mask chosen = args.mask ? present_own<kWhole>(own, args.mask + first + i) : own;
+    Floats coefficients = a;
+    if (weights) {
+      const Floats weight = load_own<kWhole>(own, weights + i);
+      chosen = but_not(own, is_nan(weight)), coefficients *= weight;
+    }
     const Floats new_logp = load_own<kWhole>(own, logp + i);
-    const Floats x = difference(present, new_logp, load_own<kWhole>(own, old_logp + i));
-    gates.step(i, keep_if(present, Ints{} + kind), x, a, low, high, new_logp);
+    const Floats x = difference(chosen, new_logp, load_own<kWhole>(own, old_logp + i));
+    gates.step(i, keep_if(chosen, Ints{} + kind), x, coefficients, low, high, new_logp);
   });
   return gates.counts();
 }
@@ -138,6 +145,7 @@ struct TokenPlan {
   bool as_they_are;  // log-ratios enter the gates
   PreClip clip;  // else they enter it, where `measures_fast`
   bool measures_fast;  // the first sweep may take the fast path
+  bool weighs;  // tokens of fast-path blocks have weights or no policy term, see hierarchy_weights.h
   bool drops;  // the tokens of a leaf have one term
   bool fills_last;  // and their gradient is written when that through aggregates is known
   bool opens;  // a fast-path tile may be under open gates: the token gate is a clip, and the loss A e^z
@@ -156,22 +164,25 @@ struct TokenPlan {
         term_loop(hierarchy.term.present ? pick_term_loop(call.structure.head) : nullptr),
         loop(),
         fast_loop(pick_fast_loop(call.structure, hierarchy.split)),
-        may_be_fast(!has_more_than_reference(call.args) && !call.args.target),
+        may_be_fast(!call.args.advantage_per_token && !call.args.low && !call.args.high && !call.args.kl_weight &&
+                    !call.args.target),
         as_they_are(!term.pre_gated && !term.mean_exp),
         clip(term.clip()),
         measures_fast(may_be_fast && (as_they_are || (term.clips() && clip.narrows()))),
+        weighs(may_be_fast && weighs_terms(call.args)),
         drops(measures_fast && term.drop && !term.split && term.one_for_all()),
         opens(call.structure.token == TokenGate::clip && term.keep != 0.0f && call.structure.head == Head::linear),
         keeps_ratios(opens && call.args.grad && hierarchy.depth > 0 && as_they_are),
-        open_loops(hierarchy.split, keeps_ratios),
+        open_loops(hierarchy.split, keeps_ratios, weighs),
         measure_fast() {
     const GateStructure& structure = call.structure;
     const bool clips = structure.token == TokenGate::clip;
-    bool through = false;
+    bool through = false, to_self = false;
     by_sign = false;
     driven = false;
     for (int k = 0; k < hierarchy.depth; ++k) {
       through |= hierarchy.levels[k].routing == Routing::through;
+      to_self |= hierarchy.levels[k].routing == Routing::self;
       by_sign |= k > 0 && hierarchy.levels[k].routing == Routing::through;
     }
     for (int sign = 0; sign < 2; ++sign) {
@@ -182,7 +193,7 @@ struct TokenPlan {
     keep = term.keep;
     carries = through && structure.head != Head::score && call.args.grad;
     by_sign &= carries;
-    fills_last = drops && carries && !call.args.ref_logp;
+    fills_last = drops && carries && !(weighs && to_self) && !call.args.ref_logp;  // else each token has its own besides
     loop = pick_token_loop(structure, hierarchy.split, driven);
     const FirstSweep sweep = keeps_ratios ? FirstSweep::keeps_ratios : (as_they_are ? FirstSweep::plain : FirstSweep::clips);
     measure_fast = hierarchy.split ? pick_measure_fast<true>(sweep) : pick_measure_fast<false>(sweep);
@@ -237,13 +248,13 @@ struct BlockGate {
   }
 
   // The same of a fast-path tile, from begin to end.
-  void finish_fast(const Call& call, int64_t first, int n, Tile& tile, Partial& partial) const {
+  void finish_fast(const Call& call, int64_t first, int n, const float* weights, Tile& tile, Partial& partial) const {
     const float advantage = call.args.advantages[row], coefficient = call.args.weights[row] * advantage;
     const int32_t kind = advantage < 0.0f ? kNegative : kPositive;
     // This loop goes on to the end of a vector, where the next row's gradient lies, perhaps written by another thread.
     const bool whole = n % kLanes == 0;
     float* grad = call.args.grad && whole ? call.args.grad + first : tile.grad;
-    plan.fast_loop(leaf, plan.keep, plan.bounds, call.args, first, coefficient, kind, terms, tile.loss, grad, n)
+    plan.fast_loop(leaf, plan.keep, plan.bounds, call.args, first, coefficient, weights, kind, terms, tile.loss, grad, n)
         .add_to(partial.slots);
     if (call.args.grad && !whole) std::memcpy(call.args.grad + first, tile.grad, size_t(n) * sizeof(float));
     add_groups(tile.loss, n, partial.sums[kLossSum]);

@@ -70,7 +70,9 @@ WAYS = {  # of giving inputs
     "all": lambda example, gate: example.everything(gate),
     "advantages": lambda example, gate: {"advantages": example.token_advantages},
     "selection": lambda example, gate: {"token_mask": example.token_mask, "token_weight": example.token_weight},
-    "nonsense": lambda example, gate: {"token_weight": spoilt(example.token_weight), "entropy": spoilt(example.entropy)},
+    "nonsense": lambda example, gate: {
+        "token_weight": spoilt(example.token_weight), "entropy": spoilt(example.entropy)
+    },
     "penalty": lambda example, gate: {"ref_logp": example.ref_logp, "kl": hpo.kl.k3(0.1), "entropy": example.entropy},
     "coefficients": lambda example, gate: example.paying(gate),
     "window": lambda example, gate: {

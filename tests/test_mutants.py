@@ -153,7 +153,8 @@ MUTANTS = {
     ),
     "cpu: the entropy of a masked token counts under levels": Mutant(
         "cpu", "cpu/hierarchy_weights.h",
-        "both(present, at_least(all<Floats>(FLT_MAX), size_of(entropy)))", "at_least(all<Floats>(FLT_MAX), size_of(entropy))",
+        "both(present, at_least(all<Floats>(FLT_MAX), size_of(entropy)))",
+        "at_least(all<Floats>(FLT_MAX), size_of(entropy))",
         "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["gspo"]},
     ),
     "cpu: what arrives at a balanced level is not divided by its children": Mutant(

@@ -132,6 +132,10 @@ inline Given given(const PolicyLossArgs& args) {
   return reference ? Given::reference : Given::weights;
 }
 
+struct LostLanes {
+  double loss[kLanes] = {}, penalty[kLanes] = {}, entropy[kLanes] = {};
+};
+
 // One tile. gate.term(vector, TermInputs) is the policy term of a vector whose present tokens are the chosen ones;
 // gate.penalty the one on their own log-ratios, times gate.penalty_coefficient.
 template <class Gate, Given kGiven>
@@ -145,7 +149,7 @@ struct TokenInputsSweep {
   float* grad;
   Gate gate;
   const bool penalised;
-  double lost[kLanes] = {}, penalties[kLanes] = {}, entropies[kLanes] = {};
+  LostLanes& lanes;  // outside, so that the compiler keeps the sums below in registers
   GroupSum loss, penalty, entropy;
   FastReference reference;
   FastSums sums;
@@ -153,7 +157,7 @@ struct TokenInputsSweep {
   Mask exceptions = {};
   LaneCount present_count, chosen_count;
 
-  TokenInputsSweep(const Call& call, int64_t first, Tile& tile, float* grad, const Gate& gate)
+  TokenInputsSweep(const Call& call, int64_t first, Tile& tile, float* grad, const Gate& gate, LostLanes& lanes)
       : call(call),
         first(first),
         source(call.args, first),
@@ -161,9 +165,10 @@ struct TokenInputsSweep {
         grad(grad),
         gate(gate),
         penalised(call.structure.kl != KLEstimator::none || gate.penalty != Penalty::none),
-        loss(lost),
-        penalty(penalties),
-        entropy(entropies),
+        lanes(lanes),
+        loss(lanes.loss),
+        penalty(lanes.penalty),
+        entropy(lanes.entropy),
         reference(call) {}
   TokenInputsSweep(const TokenInputsSweep&) = delete;
 
@@ -286,19 +291,19 @@ struct TokenInputsSweep {
 
   // False: the fast path does not hold, and nothing is counted.
   HPO_INLINE bool settle(Tile& tile, Partial& partial) {
-    const bool holds = coefficients.finite() && reference.within_range() && !any(exceptions) && finite_lanes(lost) &&
-                       finite_lanes(penalties) && finite_lanes(entropies);
+    const bool holds = coefficients.finite() && reference.within_range() && !any(exceptions) && finite_lanes(lanes.loss) &&
+                       finite_lanes(lanes.penalty) && finite_lanes(lanes.entropy);
     const int64_t tokens = present_count.total();
     if (!holds || !settle_fast<false>(sums, tokens, partial, tile.near)) return false;
     GateCounts counts;
     gate.count(counts);
     counts.add_to(partial.slots);
     partial.slots[kSelected] += double(kAnything ? chosen_count.total() : tokens);
-    add_to_lanes(lost, partial.sums[kLossSum]);
+    add_to_lanes(lanes.loss, partial.sums[kLossSum]);
     if (inputs.ref_logp) reference.add_to(partial);
-    if (penalised) add_to_lanes(penalties, partial.sums[kPenaltySum]);
+    if (penalised) add_to_lanes(lanes.penalty, partial.sums[kPenaltySum]);
     if (inputs.entropy) {
-      add_to_lanes(entropies, partial.sums[kEntropySum]);
+      add_to_lanes(lanes.entropy, partial.sums[kEntropySum]);
       partial.slots[kEntropyTokens] += double(tokens);
     }
     return true;
@@ -310,7 +315,8 @@ template <Given kGiven, class Gate>
 bool sweep_token_inputs(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
                         Partial& partial, const Gate& gate) {
   if (kGiven == Given::reference && !finite_coefficients(call.args, segments)) return false;
-  TokenInputsSweep<Gate, kGiven> sweep(call, first, tile, call.args.grad ? call.args.grad + first : tile.grad, gate);
+  LostLanes lanes;
+  TokenInputsSweep<Gate, kGiven> sweep(call, first, tile, call.args.grad ? call.args.grad + first : tile.grad, gate, lanes);
   if (segments.few(n)) {
     PresentTokens present;
     sweep.few_rows(segments, present, tile);

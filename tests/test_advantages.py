@@ -81,7 +81,7 @@ def test_many_units(backend, units):
 @pytest.mark.parametrize("op", ["grpo", "dr_grpo", "rloo", "lite_ppo"])
 def test_keeps_every_promise(backend, op):
     fn = functools.partial(getattr(advantages, op), backend=backend)
-    examples = number(backend, at_length=40, machine_code=40, emulated=6, interpreted=4)
+    examples = number(backend, at_length=40, machine_code=15, emulated=6, interpreted=4)
     report = testing.check(fn, op, examples=examples, device=testing.device_of(backend))
     report.raise_for_broken()
     shared = {"groups do not see each other"} if op == "lite_ppo" else set()  # by definition groups share one scale

@@ -636,9 +636,10 @@ def test_advantages_and_weights_that_are_not_finite(gate, native_backends):
 @pytest.mark.parametrize(
     "gate", [gates.dapo(), gates.cispo(), gates.gspo(0.1, 0.2), gates.gspo_token(0.1, 0.2)], ids=lambda gate: gate.name
 )
+@pytest.mark.usefixtures("at_length")
 def test_the_public_check_finds_nothing(gate, backend):
     fn = functools.partial(hpo.policy_loss, backend=backend)
-    examples = {"cpu": 15, "triton": 1}.get(backend, 3)
+    examples = number(backend, at_length=15, machine_code=6, emulated=2, interpreted=1)
     report = testing.check(fn, gate=gate, examples=examples, device=testing.device_of(backend))
     report.raise_for_broken()
     assert report.kept == testing.promises("policy_loss")

@@ -50,7 +50,7 @@ several_gates = pytest.mark.parametrize("gate", SEVERAL.values(), ids=SEVERAL)
 @pytest.mark.usefixtures("at_length")
 @every_gate
 def test_the_definition_is_the_naive_loop(gate):
-    for seed in range(number("reference", at_length=6, machine_code=3, emulated=3, interpreted=3)):
+    for seed in range(number("reference", at_length=6, machine_code=2, emulated=2, interpreted=2)):
         example = Example(seed)
         for advantages in (None, example.token_advantages):
             given = {} if advantages is None else {"advantages": advantages}

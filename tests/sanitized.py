@@ -65,6 +65,7 @@ def environment(folder: Path, isa: str, backends: str = "cpu") -> dict[str, str]
         "ASAN_OPTIONS": f"detect_leaks=0:detect_stack_use_after_return=1:log_path={folder}/report",
         "UBSAN_OPTIONS": f"print_stacktrace=1:log_path={folder}/report",
         "HPO_CORE_ISA": isa,
+        "HPO_CORE_WHOLE_WALK": "1",  # of wrong arguments
         "OMP_WAIT_POLICY": "passive",
     }
 

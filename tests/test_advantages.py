@@ -7,7 +7,7 @@ import math
 import hypothesis
 import pytest
 import torch
-from breadth import at_length, at_most, few, number  # noqa: F401 (the first is a fixture)
+from breadth import at_length, at_most, few, number, tried  # noqa: F401 (the first is a fixture)
 from hypothesis import strategies as st
 
 import hpo_core as hpo
@@ -66,7 +66,9 @@ def test_generated(backend, example, options):
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("units", [1000, 5000])
 def test_many_units(backend, units):
-    units = at_most(backend, units)
+    # A program of the interpreter takes 256 units and compares them with 1,024 others in a step.
+    crossing = {1000: 300, 5000: 1100}[units]
+    units = tried(backend, at_most(backend, units), crossing)
     for kind in few(backend, ("normal", "offset")):
         example = testing.random_rewards(3, units, kind)  # groups of two on average
         assert_exact(backend, example, "grpo")
@@ -79,7 +81,7 @@ def test_many_units(backend, units):
 @pytest.mark.parametrize("op", ["grpo", "dr_grpo", "rloo", "lite_ppo"])
 def test_keeps_every_promise(backend, op):
     fn = functools.partial(getattr(advantages, op), backend=backend)
-    examples = number(backend, at_length=40, machine_code=40, emulated=6, interpreted=4)
+    examples = number(backend, at_length=40, machine_code=15, emulated=6, interpreted=4)
     report = testing.check(fn, op, examples=examples, device=testing.device_of(backend))
     report.raise_for_broken()
     shared = {"groups do not see each other"} if op == "lite_ppo" else set()  # by definition groups share one scale
@@ -322,10 +324,13 @@ def test_any_integer_is_an_id(backend, extreme):
 
 @pytest.mark.usefixtures("at_length")
 def test_same_bits_on_any_number_of_threads(backend):
-    for units in few(backend, (300, 3000)):
+    largest = number(backend, at_length=3000, machine_code=3000, emulated=1100, interpreted=1100)
+    for units in few(backend, (300, largest)):
         example = testing.random_rewards(5, units, "normal")
         outs = []
-        for threads in (1, 2, 3):
+        for threads in number(
+            backend, at_length=(1, 2, 3), machine_code=(1, 2, 3), emulated=(1, 3), interpreted=(1, 3)
+        ):
             torch.set_num_threads(threads)
             outs.append([run(backend, example, op) for op in ("grpo", "lite_ppo")])
         assert all(torch.equal(a, b) for out in outs for a, b in zip(out, outs[0], strict=True))

@@ -21,7 +21,7 @@ IDS = ("group", "other", "third", "trajectory", "anchor")
 
 def seeds(backend, name=PATHS[0], most=24):
     """Of drawn batches; in the interpreter none for an estimator that starts no kernel in a way of its own."""
-    interpreted, (every, emulated) = 1 if name in PATHS else 0, (3, 1) if name in COMPOSED else (most, 2)
+    interpreted, (every, emulated) = 1 if name in PATHS else 0, (3, 1) if name in COMPOSED else (max(4, most // 4), 2)
     return range(1, 1 + number(backend, at_length=most, machine_code=every, emulated=emulated, interpreted=interpreted))
 
 

@@ -26,7 +26,7 @@ LOOPS = {**vars(naive), **vars(hierarchies)}
 def batches_of(backend, name):
     """Twelve are one with each kind of rewards, of masks and of ids; four one with each kind of rewards."""
     most, interpreted = 24 if is_interpreted(backend) else 300, 4 if name in PATHS else 1
-    every, emulated = (8, 1) if name in COMPOSED else (36, 12)
+    every, emulated = (4, 1) if name in COMPOSED else (12, 12)
     return number(backend, at_length=most, machine_code=every, emulated=emulated, interpreted=interpreted)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from breadth import at_length, few, number, tried  # noqa: F401 (the first is a fixture)
 from catalogue import Example
+from cover import COVER
 from hierarchies import (
     BUDGETS,
     DOMAIN,
@@ -49,7 +50,7 @@ several_gates = pytest.mark.parametrize("gate", SEVERAL.values(), ids=SEVERAL)
 @pytest.mark.usefixtures("at_length")
 @every_gate
 def test_the_definition_is_the_naive_loop(gate):
-    for seed in range(number("reference", at_length=6, machine_code=3, emulated=3, interpreted=3)):
+    for seed in range(number("reference", at_length=6, machine_code=2, emulated=2, interpreted=2)):
         example = Example(seed)
         for advantages in (None, example.token_advantages):
             given = {} if advantages is None else {"advantages": advantages}
@@ -80,7 +81,7 @@ WAYS = {  # of giving inputs
     },
 }  # fmt: skip
 SHORT, LONG, TINY = (5, 0, 9, 1, 7, 12, 3), (40, 1, 600), (2, 2, 2, 2, 1)
-CALLS = [  # the first three for interpreted kernels, the first nine for emulated ones
+CALLS = [  # the first three for interpreted kernels, the first nine or five for emulated ones
     (SHORT, "few"), (SHORT, "all"), (TINY, "coefficients"), (LONG, "few"), (LONG, "advantages"), (TINY, "all"),
     (LONG, "selection"), (TINY, "penalty"), (SHORT, "window"), (SHORT, "advantages"), (SHORT, "selection"),
     (SHORT, "penalty"), (LONG, "penalty"), (TINY, "few"), (TINY, "window"), (TINY, "selection"),
@@ -100,15 +101,19 @@ def clear_examples(gate, make, inputs=WAYS["few"], seeds=range(16)):
     assert found, "no example keeps off the branches"
 
 
+IN_COVER = [gate for name, gate in GATES.items() if f"hierarchy: {name}" in COVER]
+
+
 @pytest.mark.usefixtures("at_length")
 @every_gate
 def test_every_backend_is_the_definition(gate, native_backends):
-    """Every way of giving inputs, to rows of every kind."""
+    """Every way of giving inputs, to rows of every kind; at length for gates whose parts others have, too."""
+    most, emulated = (len(CALLS), 9) if gate in IN_COVER else (6, 5)
     for place, (lengths, way) in enumerate(CALLS):
         backends = [
             each
             for each in native_backends
-            if place < number(each, at_length=len(CALLS), machine_code=len(CALLS), emulated=9, interpreted=3)
+            if place < number(each, at_length=len(CALLS), machine_code=most, emulated=emulated, interpreted=3)
         ]
         many = max(number(each, at_length=4, machine_code=1, emulated=1, interpreted=1) for each in native_backends)
         found = clear_examples(gate, functools.partial(Example, lengths=lengths), WAYS[way], range(place, place + 16))

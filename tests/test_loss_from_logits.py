@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 from breadth import is_interpreted
-from catalogue import CATALOGUE, FIRSTS, Example
+from catalogue import CATALOGUE, Example
 from conftest import NATIVE
+from cover import COVER
 from devices import garbage_in_new_memory
 
 import hpo_core as hpo
@@ -153,7 +154,7 @@ on_gpus = pytest.mark.parametrize("backend", [backend for backend in NATIVE if b
 @pytest.mark.parametrize(
     ("backend", "name"),
     [
-        pytest.param(backend, name, marks=[pytest.mark.long] if is_interpreted(backend) and name not in FIRSTS else [])
+        pytest.param(backend, name, marks=[] if name in COVER else [pytest.mark.long])
         for backend in NATIVE
         for name in ON_TOKENS
     ],

@@ -85,7 +85,7 @@ MUTANTS = {
     "cuda: masked tokens are read": Mutant(
         "cuda_emulated", "cuda/gates_tokens.cuh",
         "inputs.group.has(i) && (!args.mask || byte_of(inputs.mask, i))", "inputs.group.has(i)",
-        "test_promises.test_masked_is_never_read", {"name": "preset: dapo"},
+        "test_promises.test_masked_is_never_read", {"name": "preset: ppo_clip"},
     ),
     "cuda: gradients of tiles are added by place in memory": Mutant(
         "cuda_emulated", "cuda/hierarchy_sweep.cuh",
@@ -372,7 +372,7 @@ MUTANTS = {
     "cuda: a row of logits has the derivative of the token before its own": Mutant(
         "cuda_emulated", "cuda/loss_from_logits.cu",
         "read_given(call.tokens.gate, token, given)", "read_given(call.tokens.gate, index, given)",
-        "test_loss_from_logits.test_every_gate_on_tokens", {"name": "preset: dapo"},
+        "test_loss_from_logits.test_every_gate_on_tokens", {"name": "preset: ppo_clip"},
     ),
     "cuda: on-policy, the old log-probability is 0": Mutant(
         "cuda_emulated", "cuda/loss_from_logits.cu",
@@ -635,7 +635,7 @@ MUTANTS = {
     "triton: a row of logits has the derivative of the token before its own": Mutant(
         "triton", "loss_from_logits.py",
         "at + 1 + tl.arange(0, 1)", "at + tl.arange(0, 1)",
-        "test_loss_from_logits.test_every_gate_on_tokens", {"name": "preset: dapo"},
+        "test_loss_from_logits.test_every_gate_on_tokens", {"name": "preset: ppo_clip"},
     ),
 }  # fmt: skip
 

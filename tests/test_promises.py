@@ -23,6 +23,7 @@ from catalogue import (
     running,
     structure,
 )
+from cover import COVER
 from devices import garbage_in_new_memory
 from hierarchies import DOMAIN, GROUP, STEP, TRAJECTORY, exact_off_branches
 
@@ -34,10 +35,12 @@ from hpo_core.testing import Layout
 
 
 def of_every_gate(names=CATALOGUE):
-    """For each of these gates, and at length on every backend that is slow, too."""
+    """For each of these gates, on every backend; but for those of the cover at length, where backends that are slow try
+    all of them, too."""
+    cases = [pytest.param(name, marks=[] if name in COVER else pytest.mark.long) for name in names]
 
     def on_each(test):
-        return pytest.mark.usefixtures("at_length")(pytest.mark.parametrize("name", names)(test))
+        return pytest.mark.usefixtures("at_length")(pytest.mark.parametrize("name", cases)(test))
 
     return on_each
 
@@ -290,7 +293,8 @@ def test_the_order_of_blocks_and_threads_does_not_matter(name, native_backends, 
     assert len(seen) == 1
 
 
-@of_every_gate(["preset: ppo_clip", "preset: gspo", "preset: fiberpo", "preset: apc", "preset: mis"])
+@pytest.mark.usefixtures("at_length")
+@pytest.mark.parametrize("name", ["preset: ppo_clip", "preset: gspo", "preset: fiberpo", "preset: apc", "preset: mis"])
 def test_slices_off_a_boundary_have_the_same_bits(name, native_backends):
     """Tensors that begin one element behind a boundary of 16 bytes."""
     gate, example = CATALOGUE[name], twelve_rows(600)
@@ -632,9 +636,10 @@ def test_advantages_and_weights_that_are_not_finite(gate, native_backends):
 @pytest.mark.parametrize(
     "gate", [gates.dapo(), gates.cispo(), gates.gspo(0.1, 0.2), gates.gspo_token(0.1, 0.2)], ids=lambda gate: gate.name
 )
+@pytest.mark.usefixtures("at_length")
 def test_the_public_check_finds_nothing(gate, backend):
     fn = functools.partial(hpo.policy_loss, backend=backend)
-    examples = {"cpu": 15, "triton": 1}.get(backend, 3)
+    examples = number(backend, at_length=15, machine_code=6, emulated=2, interpreted=1)
     report = testing.check(fn, gate=gate, examples=examples, device=testing.device_of(backend))
     report.raise_for_broken()
     assert report.kept == testing.promises("policy_loss")
@@ -694,13 +699,25 @@ def kernels_of(gate, monkeypatch):
     return started
 
 
+def what_specialises(kernel, name, value):
+    """A kernel's structure, taken apart: each of its values alone."""
+    if isinstance(value, tuple):
+        for place, each in enumerate(value):
+            yield from what_specialises(kernel, (*name, place), each)
+    yield kernel, name, len(value) if isinstance(value, tuple) else value
+
+
 def test_gates_of_one_structure_start_the_same_kernels(monkeypatch):
-    """So that one of them is a path for all."""
+    """So that one of them is a path for all; and whatever kernels are compiled for is in the cover."""
     if not hpo.backends()["triton"]:
         pytest.skip("triton is not available")
-    example, first = twelve_rows(), {}
+    example, first, values = twelve_rows(), {}, {name: set() for name in CATALOGUE}
     for op in ("gates", "corrections", "entropy"):
         resolve(op, example.logp, "triton")
     for name, gate in CATALOGUE.items():
         started = kernels_of(gate, monkeypatch)
         assert started and first.setdefault(structure(gate), started) == started, name
+        for kernel, constants, existing in started:
+            for each in (*constants.items(), ("existing", existing)):
+                values[name].update(what_specialises(kernel, each[:1], each[1]))
+    assert set().union(*(values[name] for name in FIRSTS)) == set().union(*(values[name] for name in COVER))

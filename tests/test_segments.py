@@ -1,12 +1,14 @@
 """Rows and groups on every backend: counts on any content of the offsets, statistics of groups, scans along rows."""
 
+import itertools
 import math
 
 import hypothesis
 import numpy
 import pytest
 import torch
-from breadth import at_length, at_most  # noqa: F401 (the first is a fixture)
+from breadth import at_length, at_most, is_interpreted  # noqa: F401 (the first is a fixture)
+from conftest import NATIVE
 from hypothesis import strategies as st
 
 import hpo_core as hpo
@@ -84,8 +86,21 @@ def random_units(seed, units):
     return values, ids, weights, torch.randint(0, 4, (units,), generator=draw) > 0
 
 
-@pytest.mark.parametrize("units", [0, 1, 40, 9000])
-@pytest.mark.parametrize("left_out", [(), (1,), (2,), (3,), (1, 2, 3)], ids=str)
+def is_costly(backend, units, left_out):
+    """Between the kernels of all inputs and of none."""
+    return is_interpreted(backend) and units == 9000 and left_out in LEFT_OUT[1:-1]
+
+
+LEFT_OUT = [(), (1,), (2,), (3,), (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "units", "left_out"),
+    [
+        pytest.param(*case, id="-".join(map(str, case)), marks=[pytest.mark.long] if is_costly(*case) else [])
+        for case in itertools.product(NATIVE, (0, 1, 40, 9000), LEFT_OUT)
+    ],
+)
 def test_group_statistics(backend, units, left_out):
     given = [None if i in left_out else tensor for i, tensor in enumerate(random_units(units, units))]
     if units == 9000:  # groups as large as sizes of the grid, and few of them: the reference is a loop

@@ -9,6 +9,7 @@ import pytest
 import torch
 from breadth import at_length, number  # noqa: F401 (the first is a fixture)
 from catalogue import Example, bits
+from cover import COVER
 from hierarchies import GATES, exact_off_branches, raw
 
 import hpo_core as hpo
@@ -97,8 +98,14 @@ def example_of(rows, several):
     return Nobody(rows) if isinstance(rows, int) else Example(3, rows, 0.3, several=several)
 
 
+BY_PARTS = [  # a gate of GATES whose parts the others have is tried at length
+    pytest.param(name, marks=[pytest.mark.long] if name in GATES and f"hierarchy: {name}" not in COVER else [])
+    for name in STAGED
+]
+
+
 @pytest.mark.usefixtures("at_length")
-@pytest.mark.parametrize("name", STAGED)
+@pytest.mark.parametrize("name", BY_PARTS)
 def test_in_stages_is_the_whole(name, native_backends):
     """To the bit, for leaves that stand alone and for long ones; a process without tokens asks the same."""
     gate = STAGED[name]

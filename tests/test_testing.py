@@ -14,7 +14,7 @@ from hpo_core.reference.segments import row_of_token
 from hpo_core.specs import OrderRule
 from hpo_core.testing import Expected, Layout
 
-EXAMPLES = 30
+EXAMPLES = 12
 
 # ------------------------------------------------------------------------------------------------- an honest kernel
 
@@ -54,7 +54,8 @@ def test_a_correct_kernel_keeps_every_supported_promise():
     report.raise_for_broken()
     assert report.kept == tuple(name for name in testing.promises() if name != scores)
     assert 0 < report.worst <= 1
-    assert str(report).startswith("policy_loss: of 12 promises 11 kept, 0 broken, 1 not supported; 30 examples each")
+    head = f"policy_loss: of 12 promises 11 kept, 0 broken, 1 not supported; {EXAMPLES} examples each"
+    assert str(report).startswith(head)
     assert f"not supported  {scores}  (the kernel has no window, threshold, entropy)" in str(report)
 
 

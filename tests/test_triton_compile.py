@@ -147,10 +147,26 @@ WIDE_LOADS = {
 }
 
 
-# Two paths that take nine seconds to compile: for sm_90 in every run, for other targets in `make test-long`.
-SLOWEST = {("group_normalise, all terms", "_normalise_few"), ("hierarchy: four levels, all inputs", "_sweep_leaves")}
-# The path on which each kernel takes the most registers, without those.
-HEAVIEST = {kernel: path for path, kernel in sorted(REGISTERS.keys() - SLOWEST, key=REGISTERS.get)}
+# Paths that are assembled in `make test-long` alone; every run checks that Triton's front end takes them. It assembles
+# a lighter or a heavier path of the same kernel, which shares the code around what is their own.
+AT_LENGTH = {
+    "hierarchy: sequence, self", "hierarchy: one level", "hierarchy: four levels, all inputs", "term: SCORE",
+    "term: LOG", "term: MIRROR", "term: SIGMOID", "term: SIMPLE", "term: TARGET", "term: FLIPPED", "term: log mean exp",
+    "term: NEGATIVE_AWARE, two levels, everything", "group_normalise, all terms", "loss_from_logits, term: LINEAR",
+}  # fmt: skip
+EVERY_RUN = sorted(f"{path}/{kernel}" for path, kernel in REGISTERS if path not in AT_LENGTH)
+# The path on which each kernel takes the most registers, and the lightest whose loads are counted, if any are.
+HEAVIEST = {kernel: path for path, kernel in sorted(REGISTERS, key=REGISTERS.get) if path not in AT_LENGTH}
+LIGHTEST = {name[1]: name[0] for name in sorted(REGISTERS, key=lambda name: (name in WIDE_LOADS, -REGISTERS[name]))}
+
+
+def in_turn(*targets):
+    """Of these targets each kernel meets one."""
+    kernels = sorted(LIGHTEST)
+    return {target: kernels[i :: len(targets)] for i, target in enumerate(targets)}
+
+
+OF_OTHERS = in_turn(*OTHERS) | in_turn(*AMD)
 
 
 def run(*arguments):
@@ -214,8 +230,8 @@ def answer(script):
     return answers[SCRIPTS.index(script)]
 
 
-def share_on_sm_90(share):
-    return reports(90, "--share", str(share), str(SHARES))
+def share_on_sm_90(share, every_run=False):
+    return reports(90, *(("--only", *EVERY_RUN) if every_run else ()), "--share", str(share), str(SHARES))
 
 
 def assert_no_spills(compiled):
@@ -223,21 +239,28 @@ def assert_no_spills(compiled):
 
 
 # The tests of a share run one after another on one worker, so that none waits for another.
-of_each_share = pytest.mark.parametrize("share", range(SHARES), scope="module")
+of_each_share = pytest.mark.parametrize(
+    ("share", "every_run"),
+    [
+        *(pytest.param(share, True, id=str(share)) for share in range(SHARES)),
+        *(pytest.param(share, False, id=f"{share}, all", marks=pytest.mark.long) for share in range(SHARES)),
+    ],
+    scope="module",
+)
 
 
 @of_each_share
-def test_every_kernel_compiles_for_sm_90_without_spilling(share):
-    assert_no_spills(share_on_sm_90(share))
+def test_every_kernel_compiles_for_sm_90_without_spilling(share, every_run):
+    assert_no_spills(share_on_sm_90(share, every_run))
     least = 99 * 1024  # bytes that a program can share on sm_120, which are more elsewhere
-    assert [report for report in share_on_sm_90(share) if report["shared"] > least] == []
+    assert [report for report in share_on_sm_90(share, every_run) if report["shared"] > least] == []
 
 
 @of_each_share
-def test_sweeps_load_128_bits_at_once(share):
+def test_sweeps_load_128_bits_at_once(share, every_run):
     found = {
         (report["path"], report["kernel"]): report["loads"].get("128", 0)
-        for report in share_on_sm_90(share)
+        for report in share_on_sm_90(share, every_run)
         if (report["path"], report["kernel"]) in WIDE_LOADS
     }
     assert found and found == {kernel: WIDE_LOADS[kernel] for kernel in found}
@@ -245,11 +268,11 @@ def test_sweeps_load_128_bits_at_once(share):
 
 @pytest.mark.skipif(importlib.metadata.version("triton") != "3.9.0", reason="docs/gpu.md is of Triton 3.9.0")
 @of_each_share
-def test_no_kernel_takes_more_float64_or_barriers_than_on_the_page(share):
+def test_no_kernel_takes_more_float64_or_barriers_than_on_the_page(share, every_run):
     page = gpu_page.rows_of("Triton on sm_90", keys=2)
-    kernels = {(report["path"], report["kernel"]) for report in share_on_sm_90(share)}
+    kernels = {(report["path"], report["kernel"]) for report in share_on_sm_90(share, every_run)}
     assert kernels - page.keys() == set(), "docs/gpu.md has no row of them: run python tests/gpu_page.py"
-    for report in share_on_sm_90(share):
+    for report in share_on_sm_90(share, every_run):
         row = page[report["path"], report["kernel"]]
         assert report["registers"] <= row["registers"] and report["shared"] <= row["shared bytes"], report
         if report["registers"] == row["registers"]:  # the specialisation on the page
@@ -258,10 +281,10 @@ def test_no_kernel_takes_more_float64_or_barriers_than_on_the_page(share):
 
 
 @of_each_share
-def test_no_program_orders_the_memory_of_the_device(share):
+def test_no_program_orders_the_memory_of_the_device(share, every_run):
     """Each of them costs a flush of caches; what a program writes is read by later launches alone, but in launches
     whose programs wait for each other: between steps, and behind a repair of leaves, of which sound ones need none."""
-    fences = {(report["kernel"], report["fences"]) for report in share_on_sm_90(share) if report["fences"]}
+    fences = {(report["kernel"], report["fences"]) for report in share_on_sm_90(share, every_run) if report["fences"]}
     counts = (2, 3, 4, 6)  # of no level, of some, of one with a known gradient, of three balanced ones
     expected = {("_prepare_leaves", count) for count in counts}
     assert fences <= {("_select_top", 3), ("_correct_tokens", 3), ("_deliver_gradient", 1), *expected}
@@ -269,10 +292,10 @@ def test_no_program_orders_the_memory_of_the_device(share):
 
 @pytest.mark.skipif(importlib.metadata.version("triton") != "3.9.0", reason="register counts are those of Triton 3.9.0")
 @of_each_share
-def test_registers_do_not_grow(share):
+def test_registers_do_not_grow(share, every_run):
     grown = {
         (report["path"], report["kernel"]): report["registers"]
-        for report in share_on_sm_90(share)
+        for report in share_on_sm_90(share, every_run)
         if report["registers"] > REGISTERS.get((report["path"], report["kernel"]), 0)
     }
     assert grown == {}, "of a new path this is the number for REGISTERS; of another the change costs registers"
@@ -356,33 +379,37 @@ def test_every_kernel_is_in_the_tables():
     )
 
 
-def in_turn(*targets):
-    """Parameters of a test: of these targets each kernel meets one, and the others in `make test-long`."""
-    kernels = sorted(HEAVIEST)
-    every_run = [pytest.param(target, kernels[i :: len(targets)], id=f"{target}") for i, target in enumerate(targets)]
-    at_length = [pytest.param(target, kernels, marks=pytest.mark.long, id=f"{target}, all") for target in targets]
-    return [*every_run, *at_length]
+def of_each(targets):
+    """Parameters of a test: the kernels that a target meets in its turn, and in `make test-long` all on each."""
+    every_run = [pytest.param(target, LIGHTEST, OF_OTHERS[target], id=f"{target}") for target in targets]
+    at_length = [
+        pytest.param(target, HEAVIEST, sorted(HEAVIEST), marks=pytest.mark.long, id=f"{target}, all")
+        for target in targets
+    ]
+    return pytest.mark.parametrize(("target", "paths", "kernels"), [*every_run, *at_length], scope="module")
 
 
-def heaviest_on(target, kernels):
-    return reports(target, "--only", *(f"{HEAVIEST[kernel]}/{kernel}" for kernel in kernels))
+def compiled_on(target, paths, kernels):
+    if paths is HEAVIEST:
+        return reports(target, "--only", *(f"{paths[kernel]}/{kernel}" for kernel in kernels))
+    return [report for report in answer(ELSEWHERE) if report["target"] == target]
 
 
-@pytest.mark.parametrize(("target", "kernels"), [*in_turn(*OTHERS), *in_turn(*AMD)], scope="module")
-def test_every_kernel_compiles_for_every_vendor_without_spilling(target, kernels):
+@of_each([*OTHERS, *AMD])
+def test_every_kernel_compiles_for_every_vendor_without_spilling(target, paths, kernels):
     """Targets of a vendor differ in their assembler alone, and no kernel takes the registers that each of them has."""
-    compiled = heaviest_on(target, kernels)
-    assert {(report["kernel"], report["path"]) for report in compiled} == {(name, HEAVIEST[name]) for name in kernels}
+    compiled = compiled_on(target, paths, kernels)
+    assert {(report["kernel"], report["path"]) for report in compiled} == {(name, paths[name]) for name in kernels}
     assert_no_spills(compiled)
 
 
-@pytest.mark.parametrize(("target", "kernels"), in_turn(*AMD), scope="module")
-def test_amd_loads_as_wide(target, kernels):
-    compiled = heaviest_on(target, kernels)
+@of_each(AMD)
+def test_amd_loads_as_wide(target, paths, kernels):
+    compiled = compiled_on(target, paths, kernels)
     found = {(report["path"], report["kernel"]): report["loads"].get("128", 0) for report in compiled}
     for kernel in {"_select_top", "_prepare_leaves", "_deliver_gradient", "_correct_tokens"}.intersection(kernels):
         steps = [report["loads"].get("128", 0) for report in compiled if report["kernel"] == kernel]
-        found[HEAVIEST[kernel], kernel] = sum(steps)  # one launch on NVIDIA, one for each step here
+        found[paths[kernel], kernel] = sum(steps)  # one launch on NVIDIA, one for each step here
     expected = {kernel: loads for kernel, loads in WIDE_LOADS.items() if kernel in found}
     assert expected  # a loop may be unrolled there, and hold more
     assert [kernel for kernel, loads in expected.items() if found[kernel] < loads] == []
@@ -463,7 +490,47 @@ print(json.dumps([launches, kernels]))
 """
 
 
-SCRIPTS = (SELECT_TOP, BARRIERS, NAME_KERNELS, COUNT_COMPILATIONS)
+# Stops behind the front end, which types every operation and unrolls every loop: what is left is work of the compiler.
+FRONT_END = f"""
+import json
+
+from hpo_core._triton import compile
+from triton import knobs
+
+def stop(backend=None, stages=None, *_):
+    if backend is None:
+        return "front end", "front end"  # of the kernels' key in the cache
+    front = stages["ttir"]
+    stages.clear()
+    stages["ttir"] = front
+    stages["cubin"] = lambda ir, metadata: metadata.update(name="", shared=0) or b""
+
+wanted = {[f"{path}/{kernel}" for path, kernel in REGISTERS if path in AT_LENGTH]!r}
+knobs.runtime.add_stages_inspection_hook = stop
+passed = [[path, kernel.src.fn.__name__] for path, kernel in compile.specialisations(compile.paths(), 90, wanted)]
+print(json.dumps(passed))
+"""
+
+
+def test_the_front_end_takes_what_is_assembled_at_length():
+    passed = set(map(tuple, answer(FRONT_END)))
+    assert passed == {(path, kernel) for path, kernel in REGISTERS if path in AT_LENGTH}
+
+
+ELSEWHERE = f"""
+import json
+
+from hpo_core._triton import compile
+
+names = { ({target: [f"{LIGHTEST[each]}/{each}" for each in kernels] for target, kernels in OF_OTHERS.items()})!r}
+print(json.dumps([
+    {{"target": target, "path": path, **compile.report(kernel)._asdict()}}
+    for target in names for path, kernel in compile.specialisations(compile.paths(), target, names[target])
+]))
+"""
+
+
+SCRIPTS = (SELECT_TOP, BARRIERS, NAME_KERNELS, COUNT_COMPILATIONS, FRONT_END, ELSEWHERE)
 
 
 def test_sizes_and_numbers_never_compile_again():

@@ -4,6 +4,7 @@ The walk runs in a process of its own, so that a crash is a result like any othe
 """
 
 import inspect
+import itertools
 import json
 import os
 import re
@@ -44,16 +45,22 @@ def test_valid_calls_are_valid(call):
     call.run()
 
 
-DEFAULTS = ["cpu", *(pytest.param(name, marks=pytest.mark.long) for name in ("cuda_emulated", "reference", "triton"))]
+WALKS = [
+    ("cpu", 2),
+    *(pytest.param(name, 1, marks=pytest.mark.long) for name in ("cpu", "cuda_emulated", "reference", "triton")),
+]
 
 
-@pytest.mark.parametrize("default", DEFAULTS)
-def test_wrong_arguments_are_named_or_harmless(default):
-    """The parameter is the backend of calls that name none."""
+@pytest.mark.parametrize(("default", "stride"), WALKS)
+def test_wrong_arguments_are_named_or_harmless(default, stride):
+    """``default``: the backend of calls that name none. In every run an argument meets every other kind of what is
+    wrong, and the next argument the others: what examines them is the same for all."""
     if not hpo.backends()[default]:
         pytest.skip(f"{default} is not available")
-    outcomes = walk(default)
-    assert len(outcomes) > 5000
+    if "HPO_CORE_WHOLE_WALK" in os.environ:  # under sanitizers
+        stride = 1
+    outcomes = walk(default, stride)
+    assert len(outcomes) > 5000 / stride
     assert [f"{where}: {how}" for where, how in outcomes.items() if not how.startswith(("right", "named"))] == []
 
 
@@ -186,12 +193,12 @@ def test_wrong_steps_of_turns_are_named(given, message):
 # ------------------------------------------------------------------------------------------------------------ the walk
 
 
-def walk(backend: str) -> dict[str, str]:
+def walk(backend: str, stride: int = 1) -> dict[str, str]:
     """The outcome of every wrong argument: ``right``, ``named``, ``silent``, ``unnamed`` or ``crash``."""
     outcomes: dict[str, str] = {}
     environment = os.environ | {"HPO_CORE_BACKEND": backend}
     while True:
-        command = [sys.executable, __file__, str(len(outcomes))]
+        command = [sys.executable, __file__, str(len(outcomes)), str(stride)]
         worker = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         begun = ""
         for line in worker.stdout.splitlines():
@@ -205,17 +212,18 @@ def walk(backend: str) -> dict[str, str]:
         outcomes[begun] = f"crash: {worker.returncode}"
 
 
-def _work(skip: int) -> None:
+def _work(skip: int, stride: int) -> None:
     warnings.simplefilter("ignore")
     if os.environ["HPO_CORE_BACKEND"] == "triton":
         from interpreter import patch_once_per_launch
 
         patch_once_per_launch()
     _start_distributed()
-    number = 0
+    number = places = 0
     for at, call in enumerate(calls()):
         for place in _places(call.arguments):
-            for kind, make in _WRONG.items():
+            places += 1
+            for kind, make in itertools.islice(_WRONG.items(), places % stride, None, stride):
                 if not _applies(kind, _get(call.arguments, place)) or _is_allowed(call, place, kind):
                     continue
                 number += 1
@@ -440,4 +448,4 @@ if __name__ == "__main__" and sys.argv[1] == "report":
     print(Counter(how.split(":")[0] for how in found.values()), "functions:", len({call.name for call in calls()}))
     Path("walk.json").write_text(json.dumps(found, indent=1))
 elif __name__ == "__main__":
-    _work(int(sys.argv[1]))
+    _work(*map(int, sys.argv[1:]))

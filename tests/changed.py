@@ -114,7 +114,7 @@ RULES = [
     Rule(("csrc/emulation/*",), (*OPERATORS, "emulation"), ("cuda_emulated",)),
     Rule(("kernels/hpo_triton/math.py", "kernels/hpo_triton/launch.py", "kernels/hpo_triton/segments.py",
           "kernels/hpo_triton/__init__.py"), OPERATORS, ("triton",)),
-    Rule(("kernels/hpo_triton/*",), ("triton_compile",), ("triton",)),
+    Rule(("kernels/hpo_triton/*",), ("triton_compile", "interpreter"), ("triton",)),
     Rule(("hpo_core/*.py",), (*PYTHON, *LOSS, "presets", "liger", "second_opinions")),
     Rule(
         ("hpo_core/native.py", "hpo_core/backends.py", "hpo_core/specs/*.py"),

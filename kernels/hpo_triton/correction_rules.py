@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..specs import Action, CorrectionSpec, Statistic
 from .math import SATURATION, clamp, exp, k3, k3_slope, log_parts, log_tail
-from .segments import load
+from .rows import load
 from .terms import by_sign
 from .tokens import Loaded
 

@@ -39,7 +39,7 @@ from .leaves import (
     segment_of,
     slots_of_leaves,
 )
-from .segments import SLOT_TOKENS, SLOTS
+from .rows import SLOT_TOKENS, SLOTS
 from .terms import by_sign
 from .tokens import Rule, load_tokens, reading_of
 

@@ -18,7 +18,7 @@ from .gated_levels import LOG_MEAN_EXP, Shape, of_levels
 from .launch import REGISTERS, kernel, launch_steps, wait_for_programs
 from .leaves import EXPONENT, FIELDS, FIXED, FLOW, VALID, Leaves, add_to_segments, segment_of, slots_of_leaves
 from .math import clamp
-from .segments import SLOT_TOKENS, SLOTS
+from .rows import SLOT_TOKENS, SLOTS
 from .sums import LARGEST, TOTAL, total
 from .terms import Pre, mean_exp_slope, through_pre
 from .tokens import Reading, load_tokens, read_tokens

@@ -23,7 +23,7 @@ from . import hierarchy
 from .correction_rules import rule_bounds_of, with_correction
 from .launch import kernel, launch, programs_for
 from .math import clamp, exp
-from .segments import TILE, load, row_of_token, row_range, store
+from .rows import TILE, load, row_of_token, row_range, store
 from .sums import (
     COLUMNS,
     LANES,

@@ -44,7 +44,7 @@ from .launch import REGISTERS, kernel, launch, programs_for
 from .leaves import BROKEN, EXPONENT, raise_segments, segment_of, slots_of_leaves
 from .math import clamp
 from .prepare_leaves import Prepared, prepare_leaves
-from .segments import SLOT_TOKENS, SLOTS, load
+from .rows import SLOT_TOKENS, SLOTS, load
 from .sums import (
     COLUMNS,
     LANES,

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ..specs import PolicyLossInputs
 from .launch import wait_for_programs
-from .segments import SLOTS, number_of_slots, row_range, slot_owner, tokens_of_slots
+from .rows import SLOTS, number_of_slots, row_range, slot_owner, tokens_of_slots
 
 __all__ = [
     "BROKEN",

@@ -41,7 +41,7 @@ from .leaves import (
     repair_leaves,
     segment_of,
 )
-from .segments import SLOT_TOKENS, SLOTS
+from .rows import SLOT_TOKENS, SLOTS
 from .terms import Pre, entering, mean_exp_part
 from .tokens import Reading, load_tokens, read_tokens
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from ..specs import Head, PolicyLossInputs, PolicyLossSpec
 from .launch import aligned
 from .math import SATURATION, clamp, is_finite
-from .segments import load
+from .rows import load
 
 __all__ = ["Loaded", "Reading", "Rule", "Tokens", "bits", "load_constants", "load_tokens", "read_tokens", "reading_of"]
 

@@ -24,8 +24,9 @@ import torch
 import torch.distributed
 
 from . import ops
+from .arguments import examines
 from .batch import PackedBatch, renumber, row_counts
-from .checks import check, check_device, check_dtype, check_shape, examines, require_type
+from .checks import check, check_device, check_dtype, check_shape, require_type
 
 __all__ = ["fixed_length", "prompt_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_mean"]
 

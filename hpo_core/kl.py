@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .checks import check, examines, require_type
+from .arguments import examines
+from .checks import check, require_type
 from .specs import KLEstimator, KLGradient
 
 __all__ = ["KLPenalty", "k1", "k2", "k3"]

@@ -7,8 +7,9 @@ import math
 import torch
 
 from . import ops
+from .arguments import examines
 from .backends import is_reference
-from .checks import check, check_device, check_dtype, check_shape, examines, require_type
+from .checks import check, check_device, check_dtype, check_shape, require_type
 from .logprobs import TokenLogprobs
 from .ops.linear_logprobs import LinearRows
 from .reference.linear_logprobs import linear_token_logprobs as definition

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from .arguments import examines
 from .backends import is_reference
-from .checks import check, check_device, check_dtype, check_shape, examined, examines, require_type
+from .checks import check, check_device, check_dtype, check_shape, examined, require_type
 from .logprobs import TokenLogprobs
 from .ops.logprob_states import LogprobState, finished, folded, inverse_of, mapped
 from .ops.logprob_states import part as part_of

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from . import ops
+from .arguments import examines
 from .backends import is_reference
 from .batch import PackedBatch
-from .checks import check, check_device, check_dtype, check_shape, examines, require_type
+from .checks import check, check_device, check_dtype, check_shape, require_type
 from .ops import is_traced
 from .reference.logprobs import token_logprobs as definition
 from .specs import LogitRows

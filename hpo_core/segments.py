@@ -10,17 +10,8 @@ from typing import NamedTuple
 import torch
 
 from . import ops
-from .checks import (
-    check,
-    check_device,
-    check_dtype,
-    check_real,
-    check_shape,
-    check_units,
-    examined,
-    examines,
-    require_type,
-)
+from .arguments import examines
+from .checks import check, check_device, check_dtype, check_real, check_shape, check_units, examined, require_type
 from .distributed import common_ids, merged, ranks
 from .specs import GroupStatistics
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .checks import check, check_device, check_dtype, check_shape, examined, examines, has_tangent, require_type
+from .arguments import examines
+from .checks import check, check_device, check_dtype, check_shape, examined, has_tangent, require_type
 from .ops import is_traced
 
 __all__ = [

@@ -6,6 +6,9 @@ and it makes shapes, types and their names anew for every tensor. Here each modu
 once per launch and restored when the launch ends, and types of one kind share one shape, as do their tensors. The
 interpreter also checks integers for overflow, which it reports in debug mode only; here it does not. Operands of one
 type, and floats beside numbers of Python, skip the search for a common type; constants are made once.
+
+In older Tritons it computes ``tl.fma`` with two roundings, where every compiler rounds once, and knows no constant of
+bfloat16; here it does as in newer ones.
 """
 
 import dataclasses
@@ -42,6 +45,8 @@ def patch_once_per_launch() -> None:
     share_block_types()
     share_shapes_of_tensors()
     spare_conversions()
+    round_fma_once()
+    know_constants_of_bfloat16()
 
 
 FLOATS = {"fp32", "fp64"}
@@ -235,3 +240,39 @@ def spare_conversions() -> None:
         remembered_type,
     )
     tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+
+
+def round_fma_once() -> None:
+    """Without it ``fma(x, scale, -k)``, what is left of ``x scale`` beyond the integer ``k``, loses its last bits."""
+    if hasattr(getattr(interpreter, "_interpreter", None), "fma_fp32"):
+        return  # this Triton does
+
+    def create_fma(self, x, y, z):
+        if z.data.dtype != np.float32:
+            raise NotImplementedError(f"tl.fma of {z.data.dtype} rounds twice in the interpreter of this Triton")
+        return interpreter.TensorHandle(fma(x.data, y.data, z.data), z.dtype.scalar)
+
+    type(interpreter.interpreter_builder).create_fma = create_fma
+
+
+def fma(x, y, z):
+    """``x y + z`` of float32, rounded once.
+
+    float64 holds the product exactly. A sum that it does not hold is rounded to the neighbour whose last bit is 1, so
+    that the rounding to float32 goes the way of the exact sum: in a float32 and in the middle of two this bit is 0.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        product, z = np.multiply(x, y, dtype=np.float64), np.asarray(z, np.float64)
+        total = product + z
+        of_z = total - product
+        error = (product - (total - of_z)) + (z - of_z)  # total + error is the exact sum
+        inexact = np.isfinite(error) & (error != 0)
+        even = (np.asarray(total).view(np.int64) & 1) == 0
+        toward = np.where(error > 0, np.inf, -np.inf)
+        return np.where(inexact & even, np.nextafter(total, toward), total).astype(np.float32)
+
+
+def know_constants_of_bfloat16() -> None:
+    builder = type(interpreter.interpreter_builder)
+    if not hasattr(builder, "get_bf16"):
+        builder.get_bf16 = lambda self, value: self.create_fp_trunc(self.get_fp32(value), tl.bfloat16)

@@ -13,7 +13,7 @@ PACKAGE = Path(hpo_core.__file__).parent
 TESTS = sorted(Path(__file__).parent.glob("*.py"))
 # Data flows down this list; a module imports from those above it only.
 ORDER = (
-    *("checks", "specs", "metrics", "reference", "native", "backends", "ops", "batch", "distributed"),
+    *("checks", "arguments", "specs", "metrics", "reference", "native", "backends", "ops", "batch", "distributed"),
     "segment_exchange",
     "level_metrics",
     *(

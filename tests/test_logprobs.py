@@ -626,7 +626,7 @@ def test_functional_gradients(backend):
 # -------------------------------------------------------------------------------------------- operators and compilation
 
 
-@pytest.mark.parametrize(("kept", "dtype"), zip((2, 3, 4), TYPES, strict=True), ids=str)
+@pytest.mark.parametrize(("kept", "dtype"), list(zip((2, 3, 4), TYPES, strict=True)), ids=str)
 def test_opcheck(kept, dtype):
     logits, targets = normal(2, 3, 30).to(dtype).requires_grad_(), integers(30, 2, 3)
     for temperatures, floors in ((None, torch.full((2, 3), -4.0)), (torch.full((2, 3), 0.5), None)):

@@ -9,6 +9,7 @@ import torch
 
 import hpo_core as hpo
 from hpo_core import gates, testing
+from hpo_core.metrics import slot
 from hpo_core.reference.entropy import order_statistic
 from hpo_core.reference.segments import row_of_token
 from hpo_core.specs import OrderRule
@@ -374,6 +375,24 @@ def test_values_that_are_not_finite_must_be_met(value):
         testing.assert_within_budget("op", torch.tensor([0.0]), one)
     with pytest.raises(AssertionError):
         testing.assert_within_budget("op", torch.tensor([value]), expected([1.0], [1.0], [1.0]))
+
+
+@pytest.mark.parametrize("ulps", [4, -4])
+def test_an_exponential_off_by_4_ulp_is_beyond_the_budget(ulps):
+    """Of the metrics of small log-ratios; far from 0 the rounding of a log-ratio is worth as much."""
+    example = testing.random_policy_loss(layout=Layout((3, 4), masked="none", seed=15))
+    expected = testing.expect_policy_loss(example)["metrics"]
+
+    def metrics(ulps):
+        ratio = (example.logp - example.old_logp).exp()
+        deviation = (ratio.view(torch.int32) + ulps).view(torch.float32) - 1
+        got = expected.exact.clone()
+        got[slot("ratio_deviation_square")] = deviation.square().double().sum()
+        return got
+
+    testing.assert_within_budget("right", metrics(0), expected)
+    with pytest.raises(AssertionError, match=r"1 of .* elements are off"):
+        testing.assert_within_budget("wrong", metrics(ulps), expected)
 
 
 def test_no_region_is_wider():

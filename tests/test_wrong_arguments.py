@@ -101,7 +101,7 @@ def number_parameters():
                 yield pytest.param(call, each.name, id=f"{name.removeprefix('hpo_core.')}-{each.name}")
 
 
-@pytest.mark.parametrize(("call", "name"), number_parameters())
+@pytest.mark.parametrize(("call", "name"), list(number_parameters()))
 def test_an_argument_that_is_no_number_is_named(call, name):
     for wrong in NOT_NUMBERS:
         with pytest.raises(TypeError, match=rf"^{name}\b") as caught:

@@ -6,18 +6,25 @@
 
 namespace hpo::bindings {
 
+// With the fields that ops on scores of tokens share.
+template <class Args>
+Args of_tokens(int64_t tokens, int64_t rows, Address values, Address mask, const Offsets& offsets) {
+  Args args{};
+  args.tokens = tokens;
+  args.rows = rows;
+  args.values = pointer<const float>(values);
+  args.mask = pointer<const uint8_t>(mask);
+  args.cu_seqlens = offsets.data();
+  return args;
+}
+
 inline void bind_entropy(py::module_& m) {
   m.def("window_score_workspace", &hpo_window_score_workspace);
   m.def("window_score",
         [](int64_t tokens, int64_t rows, Address values, Address mask, Address cu_seqlens, int64_t first, int64_t last,
            int boundary, int invalid, int aggregate, Address score, Address workspace, int64_t context) {
-          WindowArgs args{};
-          args.tokens = tokens;
-          args.rows = rows;
-          args.values = pointer<const float>(values);
-          args.mask = pointer<const uint8_t>(mask);
           const Offsets offsets(cu_seqlens, rows);
-          args.cu_seqlens = offsets.data();
+          auto args = of_tokens<WindowArgs>(tokens, rows, values, mask, offsets);
           args.first = first;
           args.last = last;
           args.boundary = Boundary(boundary);
@@ -32,13 +39,8 @@ inline void bind_entropy(py::module_& m) {
   m.def("order_statistic", [](int64_t tokens, int64_t rows, Address values, Address mask, Address cu_seqlens, int64_t numerator,
                               int64_t denominator, int rule, Address threshold, Address counts, bool strict, Address selected,
                               Address workspace, int64_t context) {
-    OrderStatisticArgs args{};
-    args.tokens = tokens;
-    args.rows = rows;
-    args.values = pointer<const float>(values);
-    args.mask = pointer<const uint8_t>(mask);
     const Offsets offsets(cu_seqlens, rows);
-    args.cu_seqlens = offsets.data();
+    auto args = of_tokens<OrderStatisticArgs>(tokens, rows, values, mask, offsets);
     args.numerator = numerator;
     args.denominator = denominator;
     args.rule = OrderRule(rule);
@@ -52,13 +54,8 @@ inline void bind_entropy(py::module_& m) {
 
   m.def("select", [](int64_t tokens, int64_t rows, Address values, Address mask, Address cu_seqlens, Address threshold,
                      bool strict, Address selected, int64_t context) {
-    SelectArgs args{};
-    args.tokens = tokens;
-    args.rows = rows;
-    args.values = pointer<const float>(values);
-    args.mask = pointer<const uint8_t>(mask);
     const Offsets offsets(cu_seqlens, rows);
-    args.cu_seqlens = offsets.data();
+    auto args = of_tokens<SelectArgs>(tokens, rows, values, mask, offsets);
     args.threshold = pointer<const float>(threshold);
     args.strict = strict;
     args.selected = pointer<uint8_t>(selected);

@@ -25,7 +25,7 @@ void run_kernel(const char* name, const void* kernel, dim3 grid, dim3 block, siz
   machine.launch(name, kernel, grid, block, dynamic_bytes, together, call, closure);
 }
 bool set_dynamic_shared_limit(const void* kernel, int bytes) { return machine.set_dynamic_shared_limit(kernel, bytes); }
-int processors() { return Machine::processors(); }
+int processors() { return Limits::processors(); }
 
 void fail(const std::string& what, Site site) { machine.fail(what, site); }
 void fail(const std::string& what) { machine.fail(what); }

@@ -6,9 +6,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <exception>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -17,6 +15,7 @@
 #include <vector>
 
 #include "block.h"
+#include "launch_limits.h"
 #include "memory_model.h"
 #include "order.h"
 
@@ -27,18 +26,9 @@ class Machine {
   SharedMemory& shared() { return block_->shared; }
 
   bool set_dynamic_shared_limit(const void* kernel, int bytes) {
-    if (bytes < 0 || size_t(bytes) > SharedMemory::kLimit) return false;
     std::lock_guard<std::mutex> lock(mutex_);
-    dynamic_limits_[kernel] = size_t(bytes);
-    return true;
+    return limits_.set_dynamic_shared(kernel, bytes);
   }
-
-  // Multiprocessors of the device. Each holds one block of a cooperative launch, but a quarter are taken by other kernels.
-  static int processors() {
-    const char* variable = std::getenv("HPO_EMULATION_PROCESSORS");
-    return variable ? std::atoi(variable) : 4;
-  }
-  static int room() { return std::max(1, processors() * 3 / 4); }
 
   // Runs `call(closure)` as every thread of the grid, all blocks `together` or one by one. Throws if the kernel does something
   // wrong; the next launch starts afresh.
@@ -46,7 +36,8 @@ class Machine {
               void (*call)(void*), void* closure) {
     std::lock_guard<std::mutex> lock(mutex_);
     name_ = name;
-    check_configuration(kernel, grid, block, dynamic_bytes, together);
+    const std::string beyond = limits_.broken_by(kernel, grid, block, dynamic_bytes, together);
+    if (!beyond.empty()) throw std::runtime_error("emulated kernel " + name_ + ": invalid launch with " + beyond);
     order_.read();
     call_ = call;
     closure_ = closure;
@@ -166,30 +157,8 @@ class Machine {
   bool is_global(uintptr_t address) const { return !current_->fiber->holds(address) && !block_->shared.holds(address); }
   size_t thread() const { return size_t(current_ - block_->threads.data()); }
 
-  static std::string text(uint3 index) {
-    return "(" + std::to_string(index.x) + ", " + std::to_string(index.y) + ", " + std::to_string(index.z) + ")";
-  }
-
   static uint3 unflatten(size_t number, dim3 shape) {
     return {unsigned(number % shape.x), unsigned(number / shape.x % shape.y), unsigned(number / shape.x / shape.y)};
-  }
-
-  void check_configuration(const void* kernel, dim3 grid, dim3 block, size_t dynamic_bytes, bool together) {
-    const size_t threads = size_t(block.x) * block.y * block.z, blocks = size_t(grid.x) * grid.y * grid.z;
-    const auto limit = dynamic_limits_.find(kernel);
-    const size_t dynamic_limit = limit == dynamic_limits_.end() ? SharedMemory::kDefaultLimit : limit->second;
-    std::string what;
-    if (!threads || threads > 1024 || block.z > 64) what = "blocks of " + text({block.x, block.y, block.z}) + " threads";
-    if (!blocks || grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535) {
-      what = "a grid of " + text({grid.x, grid.y, grid.z}) + " blocks";
-    }
-    if (dynamic_bytes > dynamic_limit) {
-      what = std::to_string(dynamic_bytes) + " bytes of dynamic shared memory, over " + std::to_string(dynamic_limit);
-    }
-    if (together && blocks > size_t(room())) {
-      what = std::to_string(blocks) + " blocks together, over " + std::to_string(room());
-    }
-    if (!what.empty()) throw std::runtime_error("emulated kernel " + name_ + ": invalid launch with " + what);
   }
 
   void make_blocks(size_t blocks) {
@@ -432,7 +401,7 @@ class Machine {
   std::string name_;
   void (*call_)(void*) = nullptr;
   void* closure_ = nullptr;
-  std::map<const void*, size_t> dynamic_limits_;
+  Limits limits_;
 
   Order order_;
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..checks import check, check_device, check_dtype, check_real, check_shape, check_units, examines
+from ..arguments import examines
+from ..checks import check, check_device, check_dtype, check_real, check_shape, check_units
 from ..segments import statistics
 from ..specs import Provenance
 from .flat import grpo, whiten

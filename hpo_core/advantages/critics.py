@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..checks import check_device, check_dtype, check_shape, check_units, examines
+from ..arguments import examines
+from ..checks import check_device, check_dtype, check_shape, check_units
 from ..segments import chains, recurrence
 from ..specs import GroupTerm, Provenance
 from .flat import whiten

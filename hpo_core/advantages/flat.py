@@ -20,7 +20,8 @@ from __future__ import annotations
 import torch
 
 from .. import segments
-from ..checks import check, check_units, examines
+from ..arguments import examines
+from ..checks import check, check_units
 from ..specs import Center, EpsMode, GroupTerm, Provenance, Scale
 from .terms import (
     Term,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..checks import check, check_units, examines
+from ..arguments import examines
+from ..checks import check, check_units
 from ..segments import Chains, chains, recurrence
 from .terms import widened
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .. import ops
-from ..checks import check, check_shape, check_units, examines, require_type
+from ..arguments import examines
+from ..checks import check, check_shape, check_units, require_type
 from ..distributed import ranks, sum_of_ranks
 from ..reference.advantages import group_normalise
 from ..segments import GroupStatistics, statistics

@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 import torch
 
 from .. import ops
-from ..checks import check, check_device, check_real, check_shape, examines, require_type
+from ..arguments import examines
+from ..checks import check, check_device, check_real, check_shape, require_type
 from ..specs import Unit
 from .cuts import MicroBatch, as_indices, indices_of, part_of, parts_of
 from .hierarchy import Hierarchy, LeafTables, hierarchy_of, row_counts, trajectories_of

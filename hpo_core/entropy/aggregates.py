@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from .. import ops
+from ..arguments import examines
 from ..backends import resolve
 from ..batch import PackedBatch
-from ..checks import check, check_device, check_dtype, check_shape, examines, require_type
+from ..checks import check, check_device, check_dtype, check_shape, require_type
 from ..specs import Boundary, Invalid, WindowAggregate
 
 __all__ = ["NUMBERS", "ROUNDING", "Window", "flat_values", "window_aggregate", "window_mean", "window_score"]

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from ..advantages.terms import check_compat
-from ..checks import check, check_device, check_dtype, check_shape, examines
+from ..arguments import examines
+from ..checks import check, check_device, check_dtype, check_shape
 from ..specs import Provenance
 from .signals import NUMBERS, preset
 

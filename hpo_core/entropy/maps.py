@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..checks import examines, require_type
+from ..arguments import examines
+from ..checks import require_type
 
 __all__ = ["two_knot"]
 

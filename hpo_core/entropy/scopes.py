@@ -13,8 +13,9 @@ import torch
 import torch.distributed
 
 from .. import ops
+from ..arguments import examines
 from ..batch import PackedBatch, renumber
-from ..checks import check, check_device, check_dtype, check_shape, examined, examines, require_type
+from ..checks import check, check_device, check_dtype, check_shape, examined, require_type
 from ..specs import OrderRule
 from .aggregates import flat_values
 from .ranks import common_numbers, quantiles_over_ranks, top_k_over_ranks

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ..arguments import examines
 from ..batch import PackedBatch
-from ..checks import check_dtype, check_tokens, examines
+from ..checks import check_dtype, check_tokens
 from ..gates.inputs import per_token, valid_tokens
 from ..specs import Provenance
 from .selection import Selection

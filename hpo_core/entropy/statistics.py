@@ -15,8 +15,9 @@ import torch
 import torch.distributed
 
 from .. import ops
+from ..arguments import examines
 from ..batch import PackedBatch
-from ..checks import check, check_device, check_dtype, check_shape, check_units, examines
+from ..checks import check, check_device, check_dtype, check_shape, check_units
 from ..distributed import spanned
 from ..segments import GroupStatistics, statistics
 from ..specs import OrderRule, Provenance

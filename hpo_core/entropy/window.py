@@ -14,9 +14,10 @@ import torch
 import torch.distributed
 
 from .. import ops
+from ..arguments import check_numbers, examines
 from ..backends import choice, is_reference, resolve
 from ..batch import PackedBatch
-from ..checks import check, check_dtype, check_numbers, check_shape, examines, require_type
+from ..checks import check, check_dtype, check_shape, require_type
 from ..specs import INDEX_RULES, Boundary, Invalid, OrderRule, Provenance, WindowAggregate
 from .aggregates import NUMBERS, ROUNDING, flat_values, window_score
 from .ranks import quantiles_over_ranks

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..checks import check, examines
+from ..arguments import examines
+from ..checks import check
 from ..specs import Action, Head, Reduction, Statistic, Unit
 from .ratio_gate import Channel, Clip, Correction, RatioGate
 from .token_level import ppo_clip, triplet_clip

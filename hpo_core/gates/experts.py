@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..checks import check, check_dtype, examines
+from ..arguments import examines
+from ..checks import check, check_dtype
 from .inputs import _NUMBERS, _ROUNDING, _draws
 
 __all__ = ["icpo_weight", "ink_grpo_coefficient"]

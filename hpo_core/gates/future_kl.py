@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 
 from .. import ops
+from ..arguments import examines
 from ..batch import PackedBatch
-from ..checks import check, examines
+from ..checks import check
 from .inputs import _check_policies, per_token, valid_tokens
 from .ratio_gate import GateInputs, RatioGate
 from .token_level import _renamed, ppo_clip

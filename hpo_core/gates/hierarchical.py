@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ..checks import check, examines
+from ..arguments import examines
+from ..checks import check
 from ..specs import Unit
 from .ratio_gate import Clip, Drop, Level, LogClip, Provenance, RatioGate, Rollback
 from .token_level import _check_epsilons

@@ -11,8 +11,9 @@ import math
 import torch
 
 from .. import ops
+from ..arguments import examines
 from ..batch import PackedBatch, renumber
-from ..checks import check, check_dtype, check_tokens, check_units, examines
+from ..checks import check, check_dtype, check_tokens, check_units
 from ..specs import OrderRule
 from .ratio_gate import GateInputs
 

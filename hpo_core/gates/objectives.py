@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..checks import check, examines
+from ..arguments import examines
+from ..checks import check
 from ..specs import Head, Penalty
 from .ratio_gate import Drop, Identity, RatioGate
 

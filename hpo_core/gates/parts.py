@@ -6,7 +6,8 @@ import enum
 import math
 from dataclasses import MISSING, dataclass, fields
 
-from ..checks import check, check_numbers, require_type
+from ..arguments import check_numbers
+from ..checks import check, require_type
 from ..specs import (
     Action,
     Aggregate,

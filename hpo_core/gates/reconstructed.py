@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..checks import check, examines
+from ..arguments import examines
+from ..checks import check
 from ..specs import Aggregate, Head, Routing, Unit
 from .hierarchical import _pessimistic, _residual_clip
 from .ratio_gate import Clip, Drop, Excess, Identity, Level, Provenance, RatioGate, Rollback

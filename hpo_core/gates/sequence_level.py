@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ..checks import check, examines
+from ..arguments import examines
+from ..checks import check
 from ..specs import Action, Aggregate, Head, Routing
 from .ratio_gate import Channel, Clip, Correction, Drop, Gamma, Identity, Level, LogClip, RatioGate
 from .token_level import _check_epsilons

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..checks import check, examines
+from ..arguments import examines
+from ..checks import check
 from ..specs import Head
 from .parts import Clip, Drop, Pair
 from .ratio_gate import RatioGate

@@ -15,7 +15,17 @@ import torch
 
 from ..checks import check, check_device, check_dtype, check_shape, examined
 
-__all__ = ["LIBRARY", "OPERATORS", "check_offsets", "check_operand", "define", "is_traced", "numbers_of", "register"]
+__all__ = [
+    "LIBRARY",
+    "OPERATORS",
+    "check_offsets",
+    "check_operand",
+    "define",
+    "is_traced",
+    "not_differentiable",
+    "numbers_of",
+    "register",
+]
 
 LIBRARY: Any = torch.library.Library("hpo_core", "DEF")  # type: ignore[no-untyped-call]
 OPERATORS = torch.ops.hpo_core
@@ -32,6 +42,25 @@ def is_traced(tensor: torch.Tensor) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
     )
+
+
+def not_differentiable(function: Callable[..., Any], message: str) -> Any:
+    """The function of tensors as a node of autograd, which says so where its result is differentiated."""
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(*arguments: Any) -> Any:
+            return function(*arguments)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> Any:
+            raise RuntimeError(message)
+
+    return Node.apply
 
 
 def register(

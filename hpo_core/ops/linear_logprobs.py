@@ -17,7 +17,7 @@ import torch.distributed
 from ..backends import is_reference, resolve
 from ..checks import check, check_dtype, has_tangent
 from ..specs import LogitRows
-from .library import LIBRARY, OPERATORS, check_operand, define, is_traced, register
+from .library import LIBRARY, OPERATORS, check_operand, define, is_traced, not_differentiable, register
 from .logprob_states import LogprobState, finished, folded, inverse_of, mapped, shared
 
 __all__ = ["LinearRows", "linear_token_logprobs"]
@@ -316,26 +316,11 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: Any) -> Any:
-        return _gradient(ctx, logp_gradient, entropy_gradient, _Gradient.apply)
-
-
-class _Gradient(torch.autograd.Function):
-    """The gradients; differentiating them again raises."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return tuple(_backward(*arguments))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(SECOND_DERIVATIVE)
+        return _gradient(ctx, logp_gradient, entropy_gradient, _apply_backward)
 
 
 _apply: Any = _LinearLogprobs.apply
+_apply_backward = not_differentiable(lambda *arguments: tuple(_backward(*arguments)), SECOND_DERIVATIVE)
 
 # ----------------------------------------------------------------------------------------------------------- operators
 

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from ..backends import is_reference, resolve
 from ..checks import check, check_dtype, has_tangent
 from ..specs import LogitRows
-from .library import LIBRARY, OPERATORS, check_operand, define, is_traced, register
+from .library import LIBRARY, OPERATORS, check_operand, define, is_traced, not_differentiable, register
 
 __all__ = ["backward", "gradient", "readable", "save", "token_logprobs"]
 
@@ -120,7 +120,7 @@ def gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, apply: Any = N
     rows = rest._replace(**dict(zip(_TENSORS, tensors, strict=True)))
     if kept == 2:  # the call has no entropy; traced graphs pass zeros as its gradient
         entropy_gradient = None
-    apply = apply or _Gradient.apply
+    apply = apply or _apply_backward
     return apply(*rows, backend, statistics, logp_gradient, entropy_gradient, *in_place), *others
 
 
@@ -140,23 +140,8 @@ class _TokenLogprobs(torch.autograd.Function):
         return gradient(ctx, logp_gradient, entropy_gradient)
 
 
-class _Gradient(torch.autograd.Function):
-    """The gradient; differentiating it again raises."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return _backward(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(SECOND_DERIVATIVE)
-
-
 _apply: Any = _TokenLogprobs.apply
+_apply_backward = not_differentiable(_backward, SECOND_DERIVATIVE)
 
 # ----------------------------------------------------------------------------------------------------------- operators
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..arguments import examines
 from ..batch import PackedBatch
-from ..checks import check, examines
+from ..checks import check
 from ..prepared import as_batch
 from .canvas import GREY, LIGHT, axes_of
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..arguments import examines
 from ..batch import PackedBatch
-from ..checks import check, examines
+from ..checks import check
 from ..gates import RatioGate
 from ..losses import policy_loss_and_grad
 from .canvas import BLUE, GREY, RED, axes_of

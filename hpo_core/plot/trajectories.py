@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..arguments import examines
 from ..batch import PackedBatch
-from ..checks import check, examines
+from ..checks import check
 from ..gates import RatioGate
 from ..prepared import PolicyLossOptions, as_batch, prepare
 from ..reference.gates import gate_tokens, read_tokens

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..checks import check_device, check_dtype, check_real, check_shape, examines, require_type
+from ..arguments import examines
+from ..checks import check_device, check_dtype, check_real, check_shape, require_type
 
 __all__ = ["MARGIN", "REGIONS", "UNIT", "Expected", "assert_within_budget", "budget"]
 

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .. import gates
+from ..arguments import examines
 from ..batch import PackedBatch
-from ..checks import check, examines
+from ..checks import check
 from ..entropy import EntropyWindow, Selection
 from ..gates import Clip, GateInputs, RatioGate
 from ..kl import KLPenalty, k3

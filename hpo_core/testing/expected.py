@@ -152,12 +152,13 @@ def _magnitudes(example: PolicyLossExample, exact: Outcome) -> dict[str, torch.T
 
     weights = example.spread(example.weights().double())
     weights = torch.where(valid & torch.isfinite(weights), weights, 0.0).abs()
-    r = torch.exp(x.clamp(-40, 40))
+    saturated = x.clamp(-40, 40)
+    r, rounding = torch.exp(saturated), _rounding(saturated)
     terms = {
         "log_ratio_sum": x.abs(),
         "log_ratio_square": x.square(),
-        "ratio_deviation": r + 1,
-        "ratio_deviation_square": (r - 1).abs() * (r + 1),
+        "ratio_deviation": r + 1 + r * rounding,
+        "ratio_deviation_square": (r - 1).abs() * (r + 1 + 2 * r * rounding),
     }
     if penalty is not None:
         s = example.logp.double() - example.keywords["ref_logp"].double()
@@ -167,7 +168,7 @@ def _magnitudes(example: PolicyLossExample, exact: Outcome) -> dict[str, torch.T
         value, slope = (torch.where(pays, factor * term, 0.0) for term in _penalty_terms(penalty, s, x))
         tokens, grad = tokens + value, grad + weights * slope
         terms["reference_log_ratio"], terms["reference_log_ratio_square"] = s.abs(), s.square()
-        terms["reference_k3"], terms["penalty"] = torch.exp(-s) + 1 + s.abs(), weights * value
+        terms["reference_k3"], terms["penalty"] = torch.exp(-s) * (1 + _rounding(s)) + 1 + s.abs(), weights * value
     if "entropy" in example.keywords:
         terms["entropy"] = example.keywords["entropy"].double().nan_to_num(0.0, 0.0, 0.0).abs()
     terms["loss"] = weights * tokens
@@ -182,9 +183,18 @@ def _magnitudes(example: PolicyLossExample, exact: Outcome) -> dict[str, torch.T
     return {"loss": totals["loss"], "grad": grad, "tokens": tokens, "metrics": metrics}
 
 
+def _rounding(difference: torch.Tensor) -> torch.Tensor:
+    """What the magnitude of ``e^x`` grows by, relative to it, because ``x`` is a difference that float32 rounds.
+
+    The rounding moves a term ``f(x)`` by up to ``2^-24 |x f'(x)|``, which a quarter of ``|x f'(x)|`` in ``m`` pays, as
+    the budget is ``4 * 2^-24 m``. A power of ``x`` pays it by itself; beside an exponential ``x f'(x)`` has no bound.
+    """
+    return difference.abs() / 4
+
+
 def _penalty_terms(penalty: KLPenalty, s: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Absolute values of the terms of the KL penalty and of its derivative."""
-    e, a = torch.exp(-s), s.abs()
+    e, a = torch.exp(-s) * (1 + _rounding(s)), s.abs()
     value, slope = {
         KLEstimator.K1: (a, torch.ones_like(s)),
         KLEstimator.K2: (a * a / 2, a),
@@ -194,9 +204,10 @@ def _penalty_terms(penalty: KLPenalty, s: torch.Tensor, x: torch.Tensor) -> tupl
         return value, a
     if penalty.gradient is KLGradient.VALUE:
         return value, slope
-    r = torch.exp(x)
+    r = torch.exp(x) * (1 + _rounding(x))
     if penalty.estimator is KLEstimator.K3:
-        return torch.exp((x - s).clamp(-60, 60)) + r + r * a, r * a
+        both = torch.exp((x - s).clamp(-60, 60)) * (1 + _rounding(x) + _rounding(s))
+        return both + r + r * a, r * a
     return r * value, r * (value + slope)
 
 

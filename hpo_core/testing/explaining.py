@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..checks import check, examines, require_type
+from ..arguments import examines
+from ..checks import check, require_type
 from ..losses import policy_loss
 from ..prepared import prepare
 from ..reference.gates import gate_tokens, read_tokens

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..arguments import examines
 from ..batch import PackedBatch
-from ..checks import examines
 from ..reference.segments import row_of_token
 
 __all__ = ["Layout", "random_batch", "random_layout", "row_of_tokens", "valid_tokens"]

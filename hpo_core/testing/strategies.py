@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..checks import examines
+from ..arguments import examines
 from ..entropy import EntropyWindow
 from ..gates import RatioGate
 from ..kl import KLPenalty

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..specs import Action, CorrectionSpec, Statistic
 from .math import SATURATION, clamp, exp, k3, k3_slope, log_parts, log_tail
-from .segments import load
+from .rows import load
 from .terms import by_sign
 from .tokens import Loaded
 
@@ -108,15 +108,16 @@ def factor_of(v, low, high, RULE: tl.constexpr):
 
 
 @triton.jit
-def with_correction(
-    loaded, inputs, first, second, bounds, row, rows, token, tokens, whole, READING: tl.constexpr
-):  # fmt: skip
-    """``loaded`` with the factors of a correction in its token weights. ``first``: None where it is logp."""
+def with_correction(loaded, inputs, bounds, row, rows, token, tokens, whole, READING: tl.constexpr):
+    """``loaded`` with the factors of a correction in its token weights."""
     if READING.rule is None:
         return loaded
     else:
-        from_ = loaded.logp if first is None else load(first, token, tokens, whole, READING.aligned)
-        v = statistic_of(from_, load(second, token, tokens, whole, READING.aligned), READING.rule.statistic)
+        first = loaded.logp
+        if inputs.correction_first is not None:
+            first = load(inputs.correction_first, token, tokens, whole, READING.aligned)
+        second = load(inputs.correction_second, token, tokens, whole, READING.aligned)
+        v = statistic_of(first, second, READING.rule.statistic)
         if READING.advantage_per_token:
             negative = loaded.advantage < 0.0
         else:

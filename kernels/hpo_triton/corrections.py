@@ -30,6 +30,7 @@ from .leaves import (
     REPAIR,
     SUM,
     VALID,
+    Leaves,
     add_to_segments,
     check_leaves,
     copy_leaves,
@@ -39,7 +40,7 @@ from .leaves import (
     segment_of,
     slots_of_leaves,
 )
-from .segments import SLOT_TOKENS, SLOTS
+from .rows import SLOT_TOKENS, SLOTS
 from .terms import by_sign
 from .tokens import Rule, load_tokens, reading_of
 
@@ -104,15 +105,15 @@ def _counted(given, loss, token, tokens):
 
 @triton.jit
 def _reduce_block(
-    inputs, loss, token_weight, begin, end, ancestors, owner, segments, factor, block, tokens, leaves,
-    READING: tl.constexpr, RULE: tl.constexpr, DEPTH: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr,
+    inputs, loss, token_weight, tables, factor, block, tokens, leaves, READING: tl.constexpr, RULE: tl.constexpr,
+    DEPTH: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     token = block * SLOTS * SLOT + tl.arange(0, SLOTS * SLOT)
     untouched = tl.full([SLOTS * SLOT], 1.0, tl.float32)
     if token_weight is not None:
         untouched = tl.load(token_weight + token, mask=token < tokens)
     tl.store(factor + token, untouched, mask=token < tokens)
-    slots = find_leaves(begin, end, owner, block, leaves, tokens, SLOT, SLOTS, 4)
+    slots = find_leaves(tables, block, leaves, tokens, SLOT, SLOTS, 4)
     if DEPTH > 0:
         loaded = load_tokens(inputs, slots.token, tokens, tl.max(slots.token) < tokens, READING)
         v = statistic_of(loaded.logp, loaded.old_logp, RULE.statistic)
@@ -121,7 +122,8 @@ def _reduce_block(
             valid &= loaded.mask
         valid = _counted(valid, loss, slots.token, tokens)
         count = tl.sum(valid.to(tl.int64), axis=1, keep_dims=True)
-        segment = segment_of(ancestors, 0, slots.row, leaves, count > 0)
+        segments = tables.segments
+        segment = segment_of(tables.ancestors, 0, slots.row, leaves, count > 0)
         if RULE.extremum:
             keys = tl.where(valid, _key_of(v, RULE.reduction), 0)
             raise_segments(segments, segment, tl.max(keys, axis=1, keep_dims=True), EXTREMUM, count > 0)
@@ -139,11 +141,11 @@ def _reduce_block(
 
 @triton.jit
 def _correct_block(
-    inputs, loss, begin, end, row, ancestors, owner, segments, factor, bounds, block, tokens, rows, leaves,
-    READING: tl.constexpr, RULE: tl.constexpr, DEPTH: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr,
+    inputs, loss, tables, factor, bounds, block, tokens, rows, leaves, READING: tl.constexpr, RULE: tl.constexpr,
+    DEPTH: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     slot = block * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
-    slots, leaf, of_row, held = slots_of_leaves(begin, end, row, owner, slot, leaves, tokens, SLOT, 4)
+    slots, leaf, of_row, held = slots_of_leaves(tables, slot, leaves, tokens, SLOT, 4)
     loaded = load_tokens(inputs, slots.token, tokens, tl.max(slots.token) < tokens, READING)
     if READING.advantage_per_token:
         negative = loaded.advantage < 0.0
@@ -152,7 +154,7 @@ def _correct_block(
     own = statistic_of(loaded.logp, loaded.old_logp, RULE.statistic)
     v = own
     if DEPTH > 0:
-        v = _of_segment(segments, segment_of(ancestors, 0, leaf, leaves, held), held, RULE)
+        v = _of_segment(tables.segments, segment_of(tables.ancestors, 0, leaf, leaves, held), held, RULE)
     value = factor_of(v, by_sign(negative, bounds.low), by_sign(negative, bounds.high), RULE)
     value = tl.where(own == own, value, own)
     if inputs.token_weight is not None:
@@ -201,27 +203,27 @@ def _correct_tokens(
     inputs = PolicyLossInputs(logp, old_logp, advantages, None, None, mask)
     weighted = PolicyLossInputs(logp, old_logp, advantages, None, None, mask, token_weight=token_weight)
     loss = (loss_logp, loss_old_logp, ref_logp)
+    tables = Leaves(begin, end, row, ancestors, owner, segments, state)
     given = (leaf_begin, leaf_end, leaf_row, ancestors, cu_seqlens)
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
     for STEP in tl.static_range(FIRST, LAST + 1):
         if STEP == CHECK:
-            check_leaves(given, begin, end, row, state, leaves, rows, tokens, DEPTH, LEAVES)
+            check_leaves(given, tables, leaves, rows, tokens, DEPTH, LEAVES)
         elif STEP == REPAIR:
-            repair_leaves(given, begin, end, row, state, leaves, rows, tokens, DEPTH, LEAVES, FIRST, LAST)
+            repair_leaves(given, tables, leaves, rows, tokens, DEPTH, LEAVES, FIRST, LAST)
         elif STEP == SUM:
             for block in range(program, slots // SLOTS, programs):
                 _reduce_block(
-                    inputs, loss, token_weight, begin, end, ancestors, owner, segments, factor, block, tokens, leaves,
-                    READING, RULE, DEPTH, SLOT, SLOTS,
-                )  # fmt: skip
+                    inputs, loss, token_weight, tables, factor, block, tokens, leaves, READING, RULE, DEPTH, SLOT, SLOTS
+                )
         else:
             if STEP > FIRST:
                 wait_for_programs(state + STEP, programs)
             for block in range(program, slots // SLOTS, programs):
                 _correct_block(
-                    weighted, loss, begin, end, row, ancestors, owner, segments, factor, bounds, block, tokens, rows,
-                    leaves, READING, RULE, DEPTH, SLOT, SLOTS,
+                    weighted, loss, tables, factor, bounds, block, tokens, rows, leaves, READING, RULE, DEPTH, SLOT,
+                    SLOTS,
                 )  # fmt: skip
 
 
@@ -246,8 +248,7 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentRe
         launch_steps(
             _correct_tokens, stage, registers, inputs.logp, inputs.old_logp, inputs.advantages, *loss,
             inputs.cu_seqlens, inputs.mask, inputs.token_weight, inputs.leaf_begin, inputs.leaf_end, inputs.leaf_row,
-            leaves.begin, leaves.end, leaves.row, leaves.ancestors, leaves.owner, leaves.segments, leaves.state,
-            factor, rule_bounds_of(spec), tokens, rows, count, slots, READING=reading, RULE=rule, DEPTH=depth,
+            *leaves, factor, rule_bounds_of(spec), tokens, rows, count, slots, READING=reading, RULE=rule, DEPTH=depth,
             LEAVES=LEAVES, SLOT=SLOT_TOKENS, SLOTS=SLOTS,
         )  # fmt: skip
         if reduce is not None and SUM.value in stage:

@@ -12,7 +12,7 @@ import triton.language as tl
 from ..specs import Boundary, Invalid, OrderRule
 from .launch import REGISTERS, aligned, kernel, launch, programs_together, wait_for_programs
 from .math import is_finite
-from .segments import TILE, load, row_of_token, row_range, store
+from .rows import TILE, load, row_of_token, row_range, store
 from .windows import window_score
 
 __all__ = [

@@ -18,10 +18,10 @@ from .gated_levels import LOG_MEAN_EXP, Shape, of_levels
 from .launch import REGISTERS, kernel, launch_steps, wait_for_programs
 from .leaves import EXPONENT, FIELDS, FIXED, FLOW, VALID, Leaves, add_to_segments, segment_of, slots_of_leaves
 from .math import clamp
-from .segments import SLOT_TOKENS, SLOTS
+from .rows import SLOT_TOKENS, SLOTS
 from .sums import LARGEST, TOTAL, total
 from .terms import Pre, mean_exp_slope, through_pre
-from .tokens import Reading, load_tokens, read_tokens
+from .tokens import Reading, load_tokens, read_tokens, up_to
 
 __all__ = ["FLOWS", "LARGEST_FLOW", "add_flows", "deliver_gradient"]
 
@@ -34,25 +34,26 @@ LARGEST_FLOW = tl.constexpr(1e300)
 
 @triton.jit
 def add_flows(
-    flows, owner, ancestors, segments, block, leaves, slots, ROUTINGS: tl.constexpr, DEPTH: tl.constexpr,
-    CHANNELS: tl.constexpr, FLOWS: tl.constexpr,
+    flows, tables, block, leaves, slots, ROUTINGS: tl.constexpr, DEPTH: tl.constexpr, CHANNELS: tl.constexpr,
+    FLOWS: tl.constexpr,
 ):  # fmt: skip
     slot = block * FLOWS + tl.arange(0, FLOWS).to(tl.int64)
     exists = slot < slots
-    leaf = tl.load(owner + slot, mask=exists, other=0)
+    leaf = tl.load(tables.owner + slot, mask=exists, other=0)
     for k in tl.static_range(DEPTH):
         if ROUTINGS[k] == THROUGH:
             for channel in tl.static_range(CHANNELS):
                 flow = tl.load(flows + (slot * DEPTH + k) * 2 + channel, mask=exists, other=0.0)
                 some = flow != 0.0
-                segment = segment_of(ancestors, k, leaf, leaves, some)
-                largest = tl.load(segments + segment * FIELDS + EXPONENT + channel, mask=some, other=0)
-                add_to_segments(segments, segment, to_fixed_below(flow, largest), FLOW + channel, some)
+                segment = segment_of(tables.ancestors, k, leaf, leaves, some)
+                largest = tl.load(tables.segments + segment * FIELDS + EXPONENT + channel, mask=some, other=0)
+                add_to_segments(tables.segments, segment, to_fixed_below(flow, largest), FLOW + channel, some)
 
 
 @triton.jit
-def _aggregate_grad(segments, ancestors, leaf, leaves, held, channel, SHAPE: tl.constexpr, DEPTH: tl.constexpr):
+def _aggregate_grad(tables, leaf, leaves, held, channel, SHAPE: tl.constexpr, DEPTH: tl.constexpr):
     """``[K, 1]``: the gradient that every token of a leaf receives through the aggregates above it."""
+    ancestors, segments = tables.ancestors, tables.segments
     aggregate_grad = tl.zeros(leaf.shape, tl.float64)
     for k in tl.static_range(DEPTH):
         if SHAPE.routings[k] == THROUGH:
@@ -73,15 +74,15 @@ def _aggregate_grad(segments, ancestors, leaf, leaves, held, channel, SHAPE: tl.
 
 @triton.jit
 def _return_flows(
-    inputs, begin, end, row, ancestors, owner, segments, grad, pre, block, tokens, rows, leaves,
+    inputs, tables, grad, pre, block, tokens, rows, leaves,
     READING: tl.constexpr, SHAPE: tl.constexpr, DEPTH: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     slot = block * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
-    slots, leaf, of_row, held = slots_of_leaves(begin, end, row, owner, slot, leaves, tokens, SLOT, 4)
-    rising = _aggregate_grad(segments, ancestors, leaf, leaves, held, 0, SHAPE, DEPTH)
+    slots, leaf, of_row, held = slots_of_leaves(tables, slot, leaves, tokens, SLOT, 4)
+    rising = _aggregate_grad(tables, leaf, leaves, held, 0, SHAPE, DEPTH)
     falling = rising
     if SHAPE.channels == 2:
-        falling = _aggregate_grad(segments, ancestors, leaf, leaves, held, 1, SHAPE, DEPTH)
+        falling = _aggregate_grad(tables, leaf, leaves, held, 1, SHAPE, DEPTH)
     if tl.max(tl.abs(rising)) + tl.max(tl.abs(falling)) > 0.0:  # else the written gradient stands, to the bit
         token = slots.token
         loaded = load_tokens(inputs, token, tokens, tl.max(token) < tokens, READING)
@@ -109,7 +110,7 @@ def _deliver_gradient(
     ancestors,
     owner,
     segments,
-    arrived,  # 0
+    state,
     flows,
     seen,
     sums,
@@ -135,31 +136,27 @@ def _deliver_gradient(
     LAST: tl.constexpr,
 ):
     inputs = PolicyLossInputs(logp, old_logp, advantages, weights, cu_seqlens, mask, ref_logp)
+    tables = Leaves(begin, end, row, ancestors, owner, segments, state)
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
     for STEP in tl.static_range(FIRST, LAST + 1):
         if STEP == ADD:
             for block in range(program, tl.cdiv(slots, FLOWS), programs):
-                add_flows(
-                    flows, owner, ancestors, segments, block, leaves, slots, SHAPE.routings, DEPTH, SHAPE.channels,
-                    FLOWS,
-                )  # fmt: skip
+                add_flows(flows, tables, block, leaves, slots, SHAPE.routings, DEPTH, SHAPE.channels, FLOWS)
             if program == programs - 1:  # which has the fewest blocks
                 total(sums, seen, loss, metrics, summed, rows, METRICS, PROGRAMS, ROWS_AT_ONCE)
         else:
             if STEP > FIRST:
-                wait_for_programs(arrived, programs)
+                wait_for_programs(state, programs)
             if FIRST == LAST:  # a loop would hold more in registers
                 _return_flows(
-                    inputs, begin, end, row, ancestors, owner, segments, grad, pre, program, tokens, rows, leaves,
-                    READING, SHAPE, DEPTH, SLOT, SLOTS,
-                )  # fmt: skip
+                    inputs, tables, grad, pre, program, tokens, rows, leaves, READING, SHAPE, DEPTH, SLOT, SLOTS
+                )
             else:
                 for block in range(program, slots // SLOTS, programs):
                     _return_flows(
-                        inputs, begin, end, row, ancestors, owner, segments, grad, pre, block, tokens, rows, leaves,
-                        READING, SHAPE, DEPTH, SLOT, SLOTS,
-                    )  # fmt: skip
+                        inputs, tables, grad, pre, block, tokens, rows, leaves, READING, SHAPE, DEPTH, SLOT, SLOTS
+                    )
 
 
 # --------------------------------------------------------------------------------------------------------------- host
@@ -190,9 +187,7 @@ def deliver_gradient(
         if exchange is not None and RETURN.value in stage:
             exchange.aggregate_grad(leaves.fields(FLOW, 2))
         launch_steps(
-            _deliver_gradient, stage, REGISTERS, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights,
-            inputs.cu_seqlens, inputs.mask, inputs.ref_logp, leaves.begin, leaves.end, leaves.row, leaves.ancestors,
-            leaves.owner, leaves.segments, leaves.state, flows, seen, sums, grad, loss, metrics, pre,
-            inputs.logp.numel(), inputs.weights.numel(), count, slots, sums.shape[0], READING=reading,
+            _deliver_gradient, stage, REGISTERS, *up_to(inputs, "ref_logp"), *leaves, flows, seen, sums, grad, loss,
+            metrics, pre, inputs.logp.numel(), inputs.weights.numel(), count, slots, sums.shape[0], READING=reading,
             SHAPE=of_levels(shape), DEPTH=depth, SLOT=SLOT_TOKENS, SLOTS=SLOTS, FLOWS=FLOWS, **TOTAL,
         )  # fmt: skip

@@ -143,13 +143,15 @@ def _aggregate(segments, segment, channel, exists, AGGREGATE: tl.constexpr):
 
 @triton.jit
 def gate_leaves(
-    begin, end, ancestors, segments, gated_levels, steps, block, leaves, lows, highs, slopes,
-    SHAPE: tl.constexpr, DEPTH: tl.constexpr, LEAVES: tl.constexpr,
+    tables, gated_levels, steps, block, leaves, lows, highs, slopes, SHAPE: tl.constexpr, DEPTH: tl.constexpr,
+    LEAVES: tl.constexpr,
 ):  # fmt: skip
     """The gated levels of a block of leaves. ``lows``, ``highs`` and ``slopes``: by level, the bounds by kind."""
     leaf = block * LEAVES + tl.arange(0, LEAVES).to(tl.int64)[:, None]
     exists = leaf < leaves
-    first, last = tl.load(begin + leaf, mask=exists, other=0), tl.load(end + leaf, mask=exists, other=0)
+    ancestors, segments = tables.ancestors, tables.segments
+    first = tl.load(tables.begin + leaf, mask=exists, other=0)
+    last = tl.load(tables.end + leaf, mask=exists, other=0)
     exists &= first < last  # a leaf that is not good is empty
     kind = tl.arange(0, 2 * SHAPE.channels)[None, :]
     channel = kind // 2
@@ -206,16 +208,15 @@ def gate_leaves(
 
 @triton.jit
 def add_children(
-    ancestors, segments, block, leaves,
-    LEVEL: tl.constexpr, AGGREGATE: tl.constexpr, CHANNELS: tl.constexpr, LEAVES: tl.constexpr,
+    tables, block, leaves, LEVEL: tl.constexpr, AGGREGATE: tl.constexpr, CHANNELS: tl.constexpr, LEAVES: tl.constexpr
 ):  # fmt: skip
     """To the segments of a balanced level a block of finer ones, of the given AGGREGATE, that have tokens. A segment's
     number is that of its first leaf, which has its parent; this exists, whatever the ancestors are."""
     segment = block * LEAVES + tl.arange(0, LEAVES).to(tl.int64)
     exists = segment < leaves
-    parent = segment
-    if ancestors is not None:
-        parent = tl.load(ancestors + LEVEL * leaves + segment, mask=exists, other=-1)
+    segments, parent = tables.segments, segment
+    if tables.ancestors is not None:
+        parent = tl.load(tables.ancestors + LEVEL * leaves + segment, mask=exists, other=-1)
     segment += (LEVEL - 1) * leaves
     counts = (
         (tl.load(segments + segment * FIELDS + VALID, mask=exists, other=0) > 0) & (parent >= 0) & (parent < leaves)

@@ -23,7 +23,7 @@ from . import hierarchy
 from .correction_rules import rule_bounds_of, with_correction
 from .launch import kernel, launch, programs_for
 from .math import clamp, exp
-from .segments import TILE, load, row_of_token, row_range, store
+from .rows import TILE, load, row_of_token, row_range, store
 from .sums import (
     COLUMNS,
     LANES,
@@ -37,7 +37,7 @@ from .sums import (
     store_sums,
     with_penalty,
 )
-from .tokens import bits, load_tokens, read_tokens, reading_of
+from .tokens import bits, load_tokens, read_tokens, reading_of, up_to
 
 __all__ = ["DROP", "Gate", "clip_derivative", "clip_tokens", "gate_of", "influential", "policy_loss"]
 
@@ -143,7 +143,7 @@ def _sweep(
 ):
     inputs = PolicyLossInputs(
         logp, old_logp, advantages, weights, cu_seqlens, mask, ref_logp, entropy, score, threshold, token_mask,
-        token_weight, low, high,
+        token_weight, low, high, correction_first=correction_first, correction_second=correction_second,
     )  # fmt: skip
     ALIGNED: tl.constexpr = READING.aligned
     program = tl.program_id(0).to(tl.int64)
@@ -157,9 +157,7 @@ def _sweep(
         row = row_of_token(cu_seqlens, rows, tokens, start, TILE)
         range_ = row_range(cu_seqlens, row, rows, tokens)
         inside = (token >= range_.begin) & (token < range_.end)
-        loaded = with_correction(
-            loaded, inputs, correction_first, correction_second, rule_bounds, row, rows, token, tokens, whole, READING
-        )
+        loaded = with_correction(loaded, inputs, rule_bounds, row, rows, token, tokens, whole, READING)
         t = read_tokens(inputs, loaded, row, rows, inside, READING)
         tl.store(seen + row, tl.full([TILE], 1, tl.uint8), mask=t.valid)
 
@@ -215,9 +213,7 @@ def policy_loss(
     seen = torch.zeros(rows, dtype=torch.uint8, device=device)
     light = reading.aligned and reading.rule is None and inputs.low is None and inputs.high is None
     launch(
-        _sweep, programs, logp, inputs.old_logp, inputs.advantages, inputs.weights, inputs.cu_seqlens, inputs.mask,
-        inputs.ref_logp, inputs.entropy, inputs.score, inputs.threshold, inputs.token_mask, inputs.token_weight,
-        inputs.low, inputs.high, inputs.kl_weight, inputs.correction_first, inputs.correction_second,
+        _sweep, programs, *up_to(inputs, "high"), inputs.kl_weight, inputs.correction_first, inputs.correction_second,
         rule_bounds_of(spec.correction), seen, sums, grad, token_loss, tokens, rows,
         *spec.token_low, *spec.token_high, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
         READING=reading, GATE=gate_of(inputs, spec), TILE=TILE, LANES=LANES,

@@ -41,10 +41,10 @@ from .flows import LARGEST_FLOW, deliver_gradient
 from .gated_levels import KINDS, Shape
 from .hierarchy_tokens import gate_tokens, gated_derivative, gated_term, token_bound
 from .launch import REGISTERS, kernel, launch, programs_for
-from .leaves import BROKEN, EXPONENT, raise_segments, segment_of, slots_of_leaves
+from .leaves import BROKEN, EXPONENT, Leaves, raise_segments, segment_of, slots_of_leaves
 from .math import clamp
 from .prepare_leaves import Prepared, prepare_leaves
-from .segments import SLOT_TOKENS, SLOTS, load
+from .rows import SLOT_TOKENS, SLOTS, load
 from .sums import (
     COLUMNS,
     LANES,
@@ -58,7 +58,7 @@ from .sums import (
     with_penalty,
 )
 from .terms import Pre, numbers_of, pre_of, term_of, with_own_penalty
-from .tokens import Reading, bits, load_tokens, read_tokens, reading_of
+from .tokens import Reading, bits, load_tokens, read_tokens, reading_of, up_to
 
 __all__ = ["bounds_of", "policy_loss", "shape_of"]
 
@@ -135,21 +135,19 @@ def _sweep_leaves(
 ):
     inputs = PolicyLossInputs(
         logp, old_logp, advantages, weights, cu_seqlens, mask, ref_logp, entropy, score, threshold, token_mask,
-        token_weight, low, high, target=target,
+        token_weight, low, high, target=target, correction_first=correction_first, correction_second=correction_second,
     )  # fmt: skip
+    tables = Leaves(begin, end, row, ancestors, owner, segments, state)
     ALIGNED: tl.constexpr = READING.aligned
     program = tl.program_id(0).to(tl.int64)
     counts, total = no_sums(LANES)
     for block in range(program, blocks, tl.num_programs(0).to(tl.int64)):
         slot = block * SLOTS + tl.arange(0, SLOTS)
-        slots, leaf, of_row, held = slots_of_leaves(begin, end, row, owner, slot, leaves, tokens, SLOT, ALIGN)
+        slots, leaf, of_row, held = slots_of_leaves(tables, slot, leaves, tokens, SLOT, ALIGN)
         token = slots.token
         whole = tl.max(token) < tokens
         loaded = load_tokens(inputs, token, tokens, whole, READING)
-        loaded = with_correction(
-            loaded, inputs, correction_first, correction_second, rule_bounds, of_row, rows, token, tokens, whole,
-            READING,
-        )  # fmt: skip
+        loaded = with_correction(loaded, inputs, rule_bounds, of_row, rows, token, tokens, whole, READING)
         t = read_tokens(inputs, loaded, of_row, rows, slots.inside, READING)
         some = tl.max(t.valid.to(tl.int32), axis=1, keep_dims=True) > 0
         tl.store(seen + of_row, tl.full([SLOTS, 1], 1, tl.uint8), mask=some)
@@ -308,14 +306,10 @@ def _sweep(
     programs = programs_for(slots, SLOTS)
     sums = torch.empty((programs, COLUMNS.value), dtype=torch.float64, device=device)
     launch(
-        _sweep_leaves, programs, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights, inputs.cu_seqlens,
-        inputs.mask, inputs.ref_logp, inputs.entropy, inputs.score, inputs.threshold, inputs.token_mask,
-        inputs.token_weight, inputs.low, inputs.high, inputs.target, inputs.penalty_mask, inputs.kl_weight,
+        _sweep_leaves, programs, *up_to(inputs, "high"), inputs.target, inputs.penalty_mask, inputs.kl_weight,
         inputs.correction_first, inputs.correction_second, rule_bounds_of(spec.correction), pre,
-        numbers_of(spec.term),
-        leaves.begin, leaves.end, leaves.row, leaves.ancestors, leaves.owner, leaves.segments, leaves.state,
-        prepared.gated_levels, prepared.steps, flows, seen, sums, grad, token_loss, inputs.logp.numel(),
-        inputs.weights.numel(), count, slots // SLOTS,
+        numbers_of(spec.term), *leaves, prepared.gated_levels, prepared.steps, flows, seen, sums, grad, token_loss,
+        inputs.logp.numel(), inputs.weights.numel(), count, slots // SLOTS,
         *bounds_of(spec), bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
         READING=reading._replace(aligned=reading.aligned and align > 1), SHAPE=shape, DEPTH=depth, SLOT=SLOT_TOKENS,
         SLOTS=SLOTS, ALIGN=align, LANES=LANES, **bound,

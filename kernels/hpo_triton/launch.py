@@ -45,7 +45,8 @@ def kernel(function: Callable[..., None]) -> Any:
     presence of optional tensors, may cost a compilation.
 
     By default Triton also compiles anew for integers that are 1 or divisible by 16 and for addresses divisible by 16.
-    Numbers are annotated in the signature, because Triton types a number without annotation by its value.
+    Numbers are annotated in the signature, because Triton types a number without annotation by its value. Each tensor
+    is a parameter: one in a tuple is specialised by the alignment of its address, whatever the tuple is declared to be.
     """
     parameters = inspect.signature(function).parameters.values()
     run_time = [parameter.name for parameter in parameters if "constexpr" not in str(parameter.annotation)]

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ..specs import PolicyLossInputs
 from .launch import wait_for_programs
-from .segments import SLOTS, number_of_slots, row_range, slot_owner, tokens_of_slots
+from .rows import SLOTS, number_of_slots, row_range, slot_owner, tokens_of_slots
 
 __all__ = [
     "BROKEN",
@@ -61,7 +61,8 @@ REPAIRED, DISORDER, BROKEN = (tl.constexpr(place) for place in (13, 14, 15))
 
 
 class Leaves(NamedTuple):
-    """Leaves that are good or empty, in order."""
+    """Leaves that are good or empty, in order. The kernels have the fields as parameters, in this order, and pass them
+    on as ``tables``."""
 
     begin: torch.Tensor  # [P]
     end: torch.Tensor  # [P]
@@ -104,81 +105,75 @@ def _inspect(given, leaf, leaves, rows, tokens, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def _check_block(
-    given, begin, end, row, state, block, blocks, leaves, rows, tokens, DEPTH: tl.constexpr, LEAVES: tl.constexpr
-):
+def _check_block(given, tables, block, blocks, leaves, rows, tokens, DEPTH: tl.constexpr, LEAVES: tl.constexpr):
     """Copies leaves as if they were good, and marks the block where one is not, or not behind the one before it."""
     leaf = block * LEAVES + tl.arange(0, LEAVES).to(tl.int64)
     exists = leaf < leaves
     read = _inspect(given, leaf, leaves, rows, tokens, DEPTH)
     ends = given[4] + 1 if given[1] is None else given[1]
     before = tl.load(ends + leaf - 1, mask=exists & (leaf > 0), other=0)
-    tl.store(begin + leaf, read.begin, mask=exists)
-    tl.store(end + leaf, read.end, mask=exists)
-    tl.store(row + leaf, read.row, mask=exists)
+    tl.store(tables.begin + leaf, read.begin, mask=exists)
+    tl.store(tables.end + leaf, read.end, mask=exists)
+    tl.store(tables.row + leaf, read.row, mask=exists)
     wrong = exists & ((read.good & (read.begin >= before)) == False)  # noqa: E712
     if tl.max(wrong.to(tl.int32)) > 0:
-        tl.atomic_max(state + DISORDER, blocks - block, sem="relaxed")
+        tl.atomic_max(tables.state + DISORDER, blocks - block, sem="relaxed")
 
 
 @triton.jit
-def _repair(
-    given, begin, end, row, state, disorder, blocks, leaves, rows, tokens, DEPTH: tl.constexpr, LEAVES: tl.constexpr
-):
+def _repair(given, tables, disorder, blocks, leaves, rows, tokens, DEPTH: tl.constexpr, LEAVES: tl.constexpr):
     """One leaf after the other, from the first block in disorder on: there is none in a sound batch."""
     first = (blocks - disorder) * LEAVES
-    covered = tl.load(end + first - 1, mask=first > 0, other=0)  # by the good leaves before
+    covered = tl.load(tables.end + first - 1, mask=first > 0, other=0)  # by the good leaves before
     bad = first * 0
     for leaf in range(first, leaves):
         read = _inspect(given, leaf, leaves, rows, tokens, DEPTH)
         good = read.good & (read.begin >= covered)
-        tl.store(begin + leaf, tl.where(good, read.begin, covered))
+        tl.store(tables.begin + leaf, tl.where(good, read.begin, covered))
         covered = tl.where(good, read.end, covered)
-        tl.store(end + leaf, covered)
-        tl.store(row + leaf, tl.where(good, read.row, 0))
+        tl.store(tables.end + leaf, covered)
+        tl.store(tables.row + leaf, tl.where(good, read.row, 0))
         if given[2] is not None:  # else it is a row, which counts as one
             bad += tl.where(good, 0, 1)
-    tl.store(state + BROKEN, bad)
+    tl.store(tables.state + BROKEN, bad)
 
 
 @triton.jit
-def check_leaves(given, begin, end, row, state, leaves, rows, tokens, DEPTH: tl.constexpr, LEAVES: tl.constexpr):
+def check_leaves(given, tables, leaves, rows, tokens, DEPTH: tl.constexpr, LEAVES: tl.constexpr):
     """The step CHECK. ``given``: begin, end and row of the caller's leaves, or None where rows are the leaves; their
-    ancestors, or None where each leaf is a segment; the offsets of the rows."""
+    ancestors, or None where each leaf is a segment; the offsets of the rows. ``tables``: the Leaves."""
     blocks = tl.cdiv(leaves, LEAVES)
     for block in range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0).to(tl.int64)):
-        _check_block(given, begin, end, row, state, block, blocks, leaves, rows, tokens, DEPTH, LEAVES)
+        _check_block(given, tables, block, blocks, leaves, rows, tokens, DEPTH, LEAVES)
 
 
 @triton.jit
 def repair_leaves(
-    given, begin, end, row, state, leaves, rows, tokens, DEPTH: tl.constexpr, LEAVES: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr,
+    given, tables, leaves, rows, tokens, DEPTH: tl.constexpr, LEAVES: tl.constexpr, FIRST: tl.constexpr,
+    LAST: tl.constexpr,
 ):  # fmt: skip
     """The step REPAIR, which has a barrier behind it only where there is something to repair."""
     programs = tl.num_programs(0).to(tl.int64)
     if FIRST < REPAIR:
-        wait_for_programs(state + REPAIR, programs)
-    disorder = tl.load(state + DISORDER)
+        wait_for_programs(tables.state + REPAIR, programs)
+    disorder = tl.load(tables.state + DISORDER)
     if disorder > 0:
         if tl.program_id(0) == 0:
-            _repair(
-                given, begin, end, row, state, disorder, tl.cdiv(leaves, LEAVES), leaves, rows, tokens, DEPTH, LEAVES
-            )
+            _repair(given, tables, disorder, tl.cdiv(leaves, LEAVES), leaves, rows, tokens, DEPTH, LEAVES)
         if LAST > REPAIR:
-            wait_for_programs(state + REPAIRED, programs)
+            wait_for_programs(tables.state + REPAIRED, programs)
 
 
 # ----------------------------------------------------------------------------------------------------- slots, segments
 
 
 @triton.jit
-def slots_of_leaves(begin, end, row, owner, slot, leaves, tokens, SLOT: tl.constexpr, ALIGN: tl.constexpr):
+def slots_of_leaves(tables, slot, leaves, tokens, SLOT: tl.constexpr, ALIGN: tl.constexpr):
     """What the slots ``[K]`` hold, and of each ``[K, 1]`` the leaf, its row and whether it has any token."""
-    leaf = tl.load(owner + slot)
-    slots = tokens_of_slots(begin, end, leaf, leaves, tokens, slot, SLOT, ALIGN)
+    leaf = tl.load(tables.owner + slot)
+    slots = tokens_of_slots(tables.begin, tables.end, leaf, leaves, tokens, slot, SLOT, ALIGN)
     held = tl.max(slots.inside.to(tl.int32), axis=1, keep_dims=True) > 0
-    return slots, slots.row, tl.load(row + slots.row, mask=held, other=0), held
+    return slots, slots.row, tl.load(tables.row + slots.row, mask=held, other=0), held
 
 
 @triton.jit
@@ -214,14 +209,12 @@ def raise_segments(segments, segment, value, FIELD: tl.constexpr, some):
 
 
 @triton.jit
-def find_leaves(
-    begin, end, owner, block, leaves, tokens, SLOT: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr
-):  # fmt: skip
-    """The tokens of a block of slots, whose leaves are written to ``owner``."""
+def find_leaves(tables, block, leaves, tokens, SLOT: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr):
+    """The tokens of a block of slots, whose leaves are written to ``tables.owner``."""
     slot = block * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
-    found = slot_owner(begin, leaves, tokens, slot, SLOT)
-    tl.store(owner + slot, found)
-    return tokens_of_slots(begin, end, found, leaves, tokens, slot, SLOT, ALIGN)
+    found = slot_owner(tables.begin, leaves, tokens, slot, SLOT)
+    tl.store(tables.owner + slot, found)
+    return tokens_of_slots(tables.begin, tables.end, found, leaves, tokens, slot, SLOT, ALIGN)
 
 
 # --------------------------------------------------------------------------------------------------------------- host

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .launch import INTERPRETED
 from .math import log
-from .segments import load, store
+from .rows import load, store
 
 __all__ = [
     "BLOCK",

@@ -35,7 +35,7 @@ from .logits_rows import (
     write_gradient,
 )
 from .logprobs import numbers_of, rows_aligned
-from .segments import load, row_range, rows_of_few
+from .rows import load, row_range, rows_of_few
 from .sums import policy_term, with_penalty
 from .terms import numbers_of as numbers_of_term
 from .terms import pre_of, with_own_penalty

@@ -41,9 +41,9 @@ from .leaves import (
     repair_leaves,
     segment_of,
 )
-from .segments import SLOT_TOKENS, SLOTS
+from .rows import SLOT_TOKENS, SLOTS
 from .terms import Pre, entering, mean_exp_part
-from .tokens import Reading, load_tokens, read_tokens
+from .tokens import Reading, load_tokens, read_tokens, up_to
 
 __all__ = ["Prepared", "prepare_leaves"]
 
@@ -56,10 +56,9 @@ BALANCED = tl.constexpr(int(Aggregate.BALANCED))
 
 @triton.jit
 def _sum_block(
-    inputs, correction_first, correction_second, rule_bounds, begin, end, row, ancestors, owner, segments,
-    coefficients, grad, token_loss, seen, pre, block, blocks, tokens, rows, leaves, READING: tl.constexpr,
-    AGGREGATES: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr,
-    ALIGN: tl.constexpr,
+    inputs, rule_bounds, tables, coefficients, grad, token_loss, seen, pre, block, blocks, tokens, rows, leaves,
+    READING: tl.constexpr, AGGREGATES: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, SLOT: tl.constexpr,
+    SLOTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     token = block * SLOTS * SLOT + tl.arange(0, SLOTS * SLOT)
     if grad is not None:
@@ -70,15 +69,12 @@ def _sum_block(
         each = first + tl.arange(0, SLOTS * SLOT)
         tl.store(seen + each, tl.zeros([SLOTS * SLOT], tl.uint8), mask=each < rows)
 
-    slots = find_leaves(begin, end, owner, block, leaves, tokens, SLOT, SLOTS, ALIGN)
+    slots = find_leaves(tables, block, leaves, tokens, SLOT, SLOTS, ALIGN)
     whole = tl.max(slots.token) < tokens
     loaded = load_tokens(inputs, slots.token, tokens, whole, READING)
-    of_row = tl.load(row + slots.row, mask=slots.row < leaves, other=0)
+    of_row = tl.load(tables.row + slots.row, mask=slots.row < leaves, other=0)
     if coefficients is not None:
-        loaded = with_correction(
-            loaded, inputs, correction_first, correction_second, rule_bounds, of_row, rows, slots.token, tokens, whole,
-            READING,
-        )  # fmt: skip
+        loaded = with_correction(loaded, inputs, rule_bounds, of_row, rows, slots.token, tokens, whole, READING)
     t = read_tokens(inputs, loaded, of_row, rows, slots.inside, READING)
     x = entering(t.x, t.negative, pre)
     if DEPTH > 0 and AGGREGATES[0] == LOG_MEAN_EXP:
@@ -88,6 +84,7 @@ def _sum_block(
     rose = tl.sum(to_fixed(rising), axis=1, keep_dims=True)
     fell = tl.sum(to_fixed(rising - x), axis=1, keep_dims=True)
     some = valid > 0
+    ancestors, segments = tables.ancestors, tables.segments
     for k in tl.static_range(DEPTH):
         if AGGREGATES[k] != BALANCED:
             segment = segment_of(ancestors, k, slots.row, leaves, some)
@@ -165,8 +162,9 @@ def _prepare_leaves(
 ):  # fmt: skip
     inputs = PolicyLossInputs(
         logp, old_logp, advantages, weights, cu_seqlens, mask, ref_logp, None, score, threshold, token_mask,
-        token_weight,
+        token_weight, correction_first=correction_first, correction_second=correction_second,
     )  # fmt: skip
+    tables = Leaves(begin, end, row, ancestors, owner, segments, state)
     given = (leaf_begin, leaf_end, leaf_row, ancestors, cu_seqlens)
     lows = (
         (low_00, low_01, low_02, low_03), (low_10, low_11, low_12, low_13),
@@ -181,42 +179,35 @@ def _prepare_leaves(
     programs = tl.num_programs(0).to(tl.int64)
     for STEP in tl.static_range(FIRST, LAST + 1):
         if STEP == CHECK:
-            check_leaves(given, begin, end, row, state, leaves, rows, tokens, DEPTH, LEAVES)
+            check_leaves(given, tables, leaves, rows, tokens, DEPTH, LEAVES)
         elif STEP == REPAIR:
-            repair_leaves(given, begin, end, row, state, leaves, rows, tokens, DEPTH, LEAVES, FIRST, LAST)
+            repair_leaves(given, tables, leaves, rows, tokens, DEPTH, LEAVES, FIRST, LAST)
         elif STEP == SUM:
             blocks = slots // SLOTS
             for block in range(program, blocks, programs):
                 _sum_block(
-                    inputs, correction_first, correction_second, rule_bounds, begin, end, row, ancestors, owner,
-                    segments, coefficients, grad, token_loss, seen, pre, block, blocks, tokens, rows, leaves, READING,
-                    SHAPE.aggregates, DEPTH, SHAPE.channels == 2, SLOT, SLOTS, ALIGN,
+                    inputs, rule_bounds, tables, coefficients, grad, token_loss, seen, pre, block, blocks, tokens,
+                    rows, leaves, READING, SHAPE.aggregates, DEPTH, SHAPE.channels == 2, SLOT, SLOTS, ALIGN,
                 )  # fmt: skip
         elif STEP == GATE:
             if STEP > FIRST:
                 wait_for_programs(state + STEP, programs)
             for block in range(program, tl.cdiv(leaves, GATED), programs):
-                gate_leaves(
-                    begin, end, ancestors, segments, gated_levels, steps, block, leaves, lows, highs, slopes, SHAPE,
-                    DEPTH, GATED,
-                )  # fmt: skip
+                gate_leaves(tables, gated_levels, steps, block, leaves, lows, highs, slopes, SHAPE, DEPTH, GATED)
         elif SHAPE.known:
             if STEP == COEFFICIENTS:
                 if STEP > FIRST:
                     wait_for_programs(state + STEP, programs)
                 for block in range(program, tl.cdiv(slots, FLOWS), programs):
-                    add_flows(
-                        coefficients, owner, ancestors, segments, block, leaves, slots, SHAPE.routings, DEPTH, 2, FLOWS
-                    )
+                    add_flows(coefficients, tables, block, leaves, slots, SHAPE.routings, DEPTH, 2, FLOWS)
         elif STEP - SUM < DEPTH:  # noqa: SIM102 (the levels of SHAPE end there)
             if SHAPE.aggregates[STEP - SUM] == BALANCED:
                 if STEP > FIRST:
                     wait_for_programs(state + STEP, programs)
                 for block in range(program, tl.cdiv(leaves, GATED), programs):
                     add_children(
-                        ancestors, segments, block, leaves, STEP - SUM, SHAPE.aggregates[STEP - SUM - 1],
-                        SHAPE.channels, GATED,
-                    )  # fmt: skip
+                        tables, block, leaves, STEP - SUM, SHAPE.aggregates[STEP - SUM - 1], SHAPE.channels, GATED
+                    )
 
 
 # --------------------------------------------------------------------------------------------------------------- host
@@ -272,12 +263,11 @@ def prepare_leaves(
         stages = [{step: blocks for stage in stages for step, blocks in stage.items()}]
     for stage in stages:
         launch_steps(
-            _prepare_leaves, stage, registers, inputs.logp, inputs.old_logp, inputs.advantages, inputs.weights,
-            inputs.cu_seqlens, inputs.mask, inputs.ref_logp, *tensors, rule_bounds, inputs.leaf_begin, inputs.leaf_end,
-            inputs.leaf_row, leaves.begin, leaves.end, leaves.row, leaves.ancestors, leaves.owner, leaves.segments,
-            leaves.state, coefficients, gated_levels, steps, grad, token_loss, seen, pre, inputs.logp.numel(),
-            inputs.weights.numel(), count, slots, *numbers, READING=reading, SHAPE=of_levels(shape), DEPTH=depth,
-            LEAVES=LEAVES, SLOT=SLOT_TOKENS, SLOTS=SLOTS, ALIGN=align, GATED=GATED, FLOWS=FLOWS,
+            _prepare_leaves, stage, registers, *up_to(inputs, "ref_logp"), *tensors, rule_bounds, inputs.leaf_begin,
+            inputs.leaf_end, inputs.leaf_row, *leaves, coefficients, gated_levels, steps, grad, token_loss, seen, pre,
+            inputs.logp.numel(), inputs.weights.numel(), count, slots, *numbers, READING=reading,
+            SHAPE=of_levels(shape), DEPTH=depth, LEAVES=LEAVES, SLOT=SLOT_TOKENS, SLOTS=SLOTS, ALIGN=align,
+            GATED=GATED, FLOWS=FLOWS,
         )  # fmt: skip
         if exchange is not None and SUM.value in stage:
             exchange.sums(leaves.fields(VALID, 3))

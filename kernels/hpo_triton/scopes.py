@@ -13,7 +13,7 @@ from ..specs import OrderRule, Scopes
 from .entropy import BINS, digit_of, from_order_key, order_index, order_key
 from .launch import INTERPRETED, REGISTERS, kernel, launch
 from .math import is_finite
-from .segments import row_range
+from .rows import row_range
 
 __all__ = ["order_statistics", "select_exact"]
 

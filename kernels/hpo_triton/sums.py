@@ -13,7 +13,7 @@ from ..metrics import SLOTS as METRICS
 from ..specs import KLEstimator, KLGradient
 from .launch import kernel, launch
 from .math import SATURATION, STATISTIC_SATURATION, clamp, exp, is_finite, k3, k3_slope, scored
-from .segments import row_range
+from .rows import row_range
 
 __all__ = [
     "COLUMNS",

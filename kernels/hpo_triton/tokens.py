@@ -11,9 +11,20 @@ import triton.language as tl
 from ..specs import Head, PolicyLossInputs, PolicyLossSpec
 from .launch import aligned
 from .math import SATURATION, clamp, is_finite
-from .segments import load
+from .rows import load
 
-__all__ = ["Loaded", "Reading", "Rule", "Tokens", "bits", "load_constants", "load_tokens", "read_tokens", "reading_of"]
+__all__ = [
+    "Loaded",
+    "Reading",
+    "Rule",
+    "Tokens",
+    "bits",
+    "load_constants",
+    "load_tokens",
+    "read_tokens",
+    "reading_of",
+    "up_to",
+]
 
 
 # Bounds of tokens beyond these are none: epsilons in place of ratios, or what was computed from a broken entropy. One
@@ -204,6 +215,11 @@ def _of_tokens(inputs: PolicyLossInputs) -> tuple[torch.Tensor | None, ...]:
         inputs.correction_first, inputs.correction_second,
         inputs.advantages if inputs.advantage_per_token else None, inputs.target if inputs.target_per_token else None,
     )  # fmt: skip
+
+
+def up_to(inputs: PolicyLossInputs, last: str) -> tuple[torch.Tensor | None, ...]:
+    """``inputs`` from ``logp`` to the field ``last``: the first arguments of a launch, in the order of the fields."""
+    return inputs[: inputs._fields.index(last) + 1]
 
 
 def bits(pair: tuple[bool, bool]) -> int:

@@ -16,7 +16,7 @@ import triton.language as tl
 from ..specs import Boundary, Invalid, WindowAggregate
 from .launch import REGISTERS, aligned, kernel, launch
 from .math import is_finite
-from .segments import TILE, load, row_of_token, row_range, store
+from .rows import TILE, load, row_of_token, row_range, store
 
 __all__ = ["window_score"]
 

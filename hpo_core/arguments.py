@@ -1,0 +1,192 @@
+"""The arguments of public functions, examined as the annotations of their parameters say."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from .checks import check, examined, is_traced, require_type
+
+__all__ = ["check_numbers", "examines"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Tensor = torch.Tensor
+is_compiling = torch.compiler.is_compiling
+
+
+def examines(function: Function) -> Function:
+    """The function with its tensors and numbers :func:`examined`, as the annotations of its parameters say."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        if is_compiling():
+            return function(*arguments, **keywords)
+        return _run_examined(function, arguments, keywords)
+
+    return run  # type: ignore[return-value]
+
+
+# By function: the names of its positional parameters, and the examiner of each parameter. The table is not in a
+# closure, which Dynamo would inspect; the first call of a function fills it, so that an import makes few objects.
+_EXAMINERS: dict[Any, tuple[tuple[str, ...], dict[str, Callable[[str, Any], Any]]]] = {}
+
+
+def _examiners_of(function: Any) -> tuple[tuple[str, ...], dict[str, Callable[[str, Any], Any]]]:
+    code, annotations = function.__code__, function.__annotations__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    found = {name: _examiner_of(name, str(annotations.get(name, "")), function) for name in names}
+    positional = code.co_varnames[: code.co_argcount]
+    _EXAMINERS[function] = positional, {name: examiner for name, examiner in found.items() if examiner is not None}
+    return _EXAMINERS[function]
+
+
+def _run_examined(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    order, examiners = _EXAMINERS.get(function) or _examiners_of(function)
+    given = [
+        examiners[name](name, value) if name in examiners else value
+        for name, value in zip(order, arguments, strict=False)
+    ]
+    named = {name: examiners[name](name, value) if name in examiners else value for name, value in keywords.items()}
+    return function(*given, *arguments[len(given) :], **named)
+
+
+def _examiner_of(name: str, annotation: str, function: Callable[..., Any]) -> Callable[[str, Any], Any] | None:
+    """The function that examines an argument with this annotation; None if nothing does."""
+    if annotation == "torch.Tensor":
+        return examined
+    if annotation == "torch.Tensor | None":
+        return _examined_if_given
+    if annotation == "tuple[torch.Tensor, torch.Tensor] | None":
+        return _examined_tensors
+    if annotation in ("Sequence[torch.Tensor]", "Sequence[Term]"):
+        return _examined_sequence
+    if name == "self":
+        return _examined_self
+    if annotation == "Total":
+        return _examined_parts
+    if annotation == "torch.Tensor | Sequence[int]":
+        return _examined_integers
+    if annotation.removesuffix(" | None") == "PackedBatch | torch.Tensor":
+        return functools.partial(_examined_batch, function, annotation.endswith(" | None"))
+    kind, _, rest = annotation.partition(" | ")
+    if kind in _NUMBERS and rest in ("", "None"):
+        return functools.partial(_examined_number, kind, rest == "None")
+    if kind in ("tuple[float, float]", "Pair"):
+        return functools.partial(_examined_pair, rest == "None")
+    kind = annotation.removesuffix(" | None")
+    if kind in _INSTANCES:
+        return functools.partial(_examined_instance, function, kind, kind != annotation)
+    return None
+
+
+# Classes of arguments, named tuples with their tensors among them.
+_INSTANCES = (
+    *("PackedBatch", "GroupHistory", "WindowState", "ScopeStatistics", "PivotState", "AresTargets", "AresPenalty"),
+    *("Expected", "RatioGate"),
+)
+
+# A bool is a number in Python, but not an argument here.
+_NUMBERS: dict[str, type] = {"float": numbers.Real, "int": numbers.Integral}
+_NAMES = {"float": "a number", "int": "an integer"}
+
+
+def _is_number(kind: str, value: Any) -> bool:
+    return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
+
+
+def _examined_number(kind: str, is_optional: bool, name: str, value: Any) -> Any:
+    if _is_number(kind, value) or (is_optional and value is None):
+        return value
+    fixes = {str: "; write it without quotes", Tensor: "; use .item()", list: "; pass one number"}
+    fix = next((fix for made, fix in fixes.items() if isinstance(value, made)), "")
+    expected = _NAMES[kind] + " or None" * is_optional
+    require_type(False, "{}: expected {}, got {!r}{}", name, expected, value, fix)
+
+
+def check_numbers(name: str, *values: Any) -> None:
+    """Check that each value is a number, or a pair of numbers."""
+    for value in values:
+        each = value if isinstance(value, tuple) else (value,)
+        require_type(all(_is_number("float", one) for one in each), "{}: expected numbers, got {!r}", name, value)
+
+
+def _examined_pair(is_optional: bool, name: str, value: Any) -> Any:
+    if is_optional and value is None:
+        return value
+    is_pair = isinstance(value, tuple | list) and len(value) == 2
+    require_type(is_pair, "{}: expected a pair of numbers, got {!r}", name, value)
+    return tuple(_examined_number("float", False, f"{name}[{at}]", each) for at, each in enumerate(value))
+
+
+def _examined_if_given(name: str, value: Any) -> Any:
+    return None if value is None else examined(name, value)
+
+
+def _examined_tensors(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    is_pair = isinstance(value, tuple | list) and len(value) == 2
+    require_type(is_pair, "{}: expected a pair of tensors, got {}", name, value)
+    return tuple(examined(f"{name}[{at}]", each) for at, each in enumerate(value))
+
+
+def _examined_parts(name: str, value: Any) -> Any:
+    """An examined tensor, or a named tuple with its tensors examined; any other value is returned unchanged."""
+    if isinstance(value, Tensor):
+        return examined(name, value)
+    if not isinstance(value, tuple) or not hasattr(value, "_fields"):
+        return value
+    fields = zip(value._fields, value, strict=True)
+    return type(value)(*(_examined_parts(f"{name}.{field}", each) for field, each in fields))
+
+
+def _examined_fields(name: str, value: Any) -> Any:
+    """A named tuple with its tensors examined; a field with a default is no tensor."""
+    fields, others = zip(value._fields, value, strict=True), value._field_defaults
+    return type(value)(*(each if field in others else examined(f"{name}.{field}", each) for field, each in fields))
+
+
+def _examined_self(name: str, value: Any) -> Any:
+    return _examined_fields(name, value) if isinstance(value, tuple) else value
+
+
+def _examined_integers(name: str, value: Any) -> Any:
+    is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
+    if is_sequence or not isinstance(value, Tensor):
+        require_type(is_sequence, "{}: expected a tensor or a sequence of integers, got {}", name, type(value))
+        return value
+    value = examined(name, value)
+    check(not value.is_meta or is_traced(), "{}: expected integers that can be read, got a tensor on meta", name)
+    return value
+
+
+def _examined_sequence(name: str, value: Any) -> Any:
+    is_one = isinstance(value, Sequence) and not isinstance(value, str)
+    require_type(is_one, "{}: expected a sequence, got {}", name, type(value))
+    return [
+        _examined_parts(f"{name}[{at}]", each) if isinstance(each, tuple) else examined(f"{name}[{at}]", each)
+        for at, each in enumerate(value)
+    ]
+
+
+# The next two look classes up in the module of the function at each call, because this module cannot import them.
+
+
+def _examined_instance(function: Any, kind: str, is_optional: bool, name: str, value: Any) -> Any:
+    if is_optional and value is None:
+        return value
+    got = value if inspect.isroutine(value) else type(value)
+    require_type(isinstance(value, function.__globals__[kind]), "{}: expected a {}, got {}", name, kind, got)
+    return _examined_fields(name, value) if isinstance(value, tuple) else value
+
+
+def _examined_batch(function: Any, is_optional: bool, name: str, value: Any) -> Any:
+    if isinstance(value, function.__globals__["PackedBatch"]) or (is_optional and value is None):
+        return value
+    require_type(isinstance(value, Tensor), "{}: expected a PackedBatch or a mask [B, L], got {}", name, type(value))
+    return examined(name, value)

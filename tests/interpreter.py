@@ -7,8 +7,8 @@ once per launch and restored when the launch ends, and types of one kind share o
 interpreter also checks integers for overflow, which it reports in debug mode only; here it does not. Operands of one
 type, and floats beside numbers of Python, skip the search for a common type; constants are made once.
 
-In older Tritons it computes ``tl.fma`` with two roundings, where every compiler rounds once, and knows no constant of
-bfloat16; here it does as in newer ones.
+In older Tritons it computes ``tl.fma`` with two roundings, where every compiler rounds once, knows no constant of
+bfloat16, and makes an index of a scalar in a way that NumPy 2.4 refuses; here it does as in newer ones.
 """
 
 import dataclasses
@@ -45,8 +45,10 @@ def patch_once_per_launch() -> None:
     share_block_types()
     share_shapes_of_tensors()
     spare_conversions()
-    round_fma_once()
-    know_constants_of_bfloat16()
+    if not hasattr(getattr(interpreter, "_interpreter", None), "fma_fp32"):
+        round_fma_once()
+        know_constants_of_bfloat16()
+        make_indices_of_scalars()
 
 
 FLOATS = {"fp32", "fp64"}
@@ -244,8 +246,6 @@ def spare_conversions() -> None:
 
 def round_fma_once() -> None:
     """Without it ``fma(x, scale, -k)``, what is left of ``x scale`` beyond the integer ``k``, loses its last bits."""
-    if hasattr(getattr(interpreter, "_interpreter", None), "fma_fp32"):
-        return  # this Triton does
 
     def create_fma(self, x, y, z):
         if z.data.dtype != np.float32:
@@ -274,5 +274,15 @@ def fma(x, y, z):
 
 def know_constants_of_bfloat16() -> None:
     builder = type(interpreter.interpreter_builder)
-    if not hasattr(builder, "get_bf16"):
-        builder.get_bf16 = lambda self, value: self.create_fp_trunc(self.get_fp32(value), tl.bfloat16)
+    builder.get_bf16 = lambda self, value: self.create_fp_trunc(self.get_fp32(value), tl.bfloat16)
+
+
+def make_indices_of_scalars() -> None:
+    """A scalar is an array of one dimension there."""
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch

@@ -189,9 +189,7 @@ def spare_conversions() -> None:
             blocks[key] = tl.block_type(scalar.type, shape)
         data = scalar.handle.data
         if data.flags.writeable:
-            return self.make_tensor(
-                interpreter.TensorHandle(np.full(shape, data, data.dtype), scalar.type), blocks[key]
-            )
+            return self.tensor(interpreter.TensorHandle(np.full(shape, data, data.dtype), scalar.type), blocks[key])
         constant = (id(data), key)
         if constant not in splats:
             block = np.full(shape, data, data.dtype)
@@ -199,7 +197,7 @@ def spare_conversions() -> None:
             handle = interpreter.TensorHandle(block, scalar.type)
             splats[constant] = (
                 data,
-                self.make_tensor(handle, blocks[key]),
+                self.tensor(handle, blocks[key]),
             )  # keeps the data alive, whose id is the key
         return splats[constant][1]
 

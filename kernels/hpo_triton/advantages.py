@@ -71,6 +71,12 @@ class Rule(NamedTuple):
     presence: int
 
 
+class Rules(NamedTuple):
+    """Before Triton 3.9 a kernel that gets a tuple of rules would not know the names of their fields."""
+
+    of_terms: tuple[Rule, ...]
+
+
 class Numbers(NamedTuple):
     ddof: tl.tensor
     eps: tl.tensor
@@ -220,6 +226,24 @@ def _receives(units, apply_mask, unit, exists):
 # ---------------------------------------------------------------------------------------------------------- few units
 
 
+@triton.jit
+def _normalise_term(
+    so_far, given, units, receives, begin, length, numbers, RULES: tl.constexpr, TERM: tl.constexpr,
+    SHARE: tl.constexpr, OTHERS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    RULE: tl.constexpr = RULES.of_terms[TERM]
+    if given.ids is None:
+        group, absolute = _sums(given, None, begin, length, None, RULE, TILE)
+        batch = group
+    else:
+        group, absolute = _sums(given, None, begin, length, units.id, RULE, OTHERS)
+        batch = group
+        if RULE.scale == BATCH:
+            batch = sum_group(given, None, begin, length, None, TILE, False)
+    map = _map_of(group, absolute, batch, numbers, RULE, SHARE)
+    return _add_term(so_far, map, units, receives, numbers, RULE, SHARE)
+
+
 @kernel
 def _normalise_few(
     advantages,
@@ -262,16 +286,9 @@ def _normalise_few(
         )
         receives = _receives(loaded, apply_mask, unit, exists)
         if tl.max(receives.to(tl.int32)) > 0:  # also a border: without it the compiler finishes all terms together
-            if ids[k] is None:
-                group, absolute = _sums(given, None, begin, length, None, RULES[k], TILE)
-                batch = group
-            else:
-                group, absolute = _sums(given, None, begin, length, loaded.id, RULES[k], OTHERS)
-                batch = group
-                if RULES[k].scale == BATCH:
-                    batch = sum_group(given, None, begin, length, None, TILE, False)
-            map = _map_of(group, absolute, batch, numbers, RULES[k], SHARE)
-            so_far = _add_term(so_far, map, loaded, receives, numbers, RULES[k], SHARE)
+            so_far = _normalise_term(
+                so_far, given, loaded, receives, begin, length, numbers, RULES, k, SHARE, OTHERS, TILE
+            )
     tl.store(advantages + unit, _advantage(so_far, share_eps, share_least, SHARE), mask=exists)
 
 
@@ -402,8 +419,8 @@ def _normalise_at_once(inputs: GroupInputs, spec: GroupNormalisation, advantages
         *(term.eps for term in terms), *unused, *(term.coefficient for term in terms), *unused,
         sum(term.ddof << k for k, term in enumerate(terms)),
         sum(int(term.keep_singletons) << k for k, term in enumerate(terms)),
-        RULES=tuple(_rule(term) for term in terms), SHARE=int(spec.share), TERMS=len(terms), UNITS=block, OTHERS=others,
-        TILE=TILE_UNITS, maxnreg=REGISTERS,
+        RULES=Rules(tuple(_rule(term) for term in terms)), SHARE=int(spec.share), TERMS=len(terms), UNITS=block,
+        OTHERS=others, TILE=TILE_UNITS, maxnreg=REGISTERS,
     )  # fmt: skip
 
 

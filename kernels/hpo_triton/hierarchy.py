@@ -139,6 +139,7 @@ def _sweep_leaves(
     )  # fmt: skip
     tables = Leaves(begin, end, row, ancestors, owner, segments, state)
     ALIGNED: tl.constexpr = READING.aligned
+    CHANNELS: tl.constexpr = SHAPE.channels  # before Triton 3.9 no field is the limit of a static_range
     program = tl.program_id(0).to(tl.int64)
     counts, total = no_sums(LANES)
     for block in range(program, blocks, tl.num_programs(0).to(tl.int64)):
@@ -190,7 +191,7 @@ def _sweep_leaves(
             for k in tl.static_range(DEPTH):
                 if SHAPE.routings[k] == THROUGH:
                     segment = segment_of(ancestors, k, leaf, leaves, held)
-                    for channel in tl.static_range(SHAPE.channels):
+                    for channel in tl.static_range(CHANNELS):
                         if k > 0 or SHAPE.drop:
                             step = steps + (leaf * DEPTH + k) * KINDS + 2 * channel
                             flow = tl.load(step, mask=held, other=0.0) * of_positive

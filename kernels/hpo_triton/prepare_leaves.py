@@ -175,6 +175,8 @@ def _prepare_leaves(
         (high_20, high_21, high_22, high_23), (high_30, high_31, high_32, high_33),
     )  # fmt: skip
     slopes = (slope_0, slope_1, slope_2, slope_3)
+    AGGREGATES: tl.constexpr = SHAPE.aggregates
+    SPLIT: tl.constexpr = SHAPE.channels == 2
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
     for STEP in tl.static_range(FIRST, LAST + 1):
@@ -187,7 +189,7 @@ def _prepare_leaves(
             for block in range(program, blocks, programs):
                 _sum_block(
                     inputs, rule_bounds, tables, coefficients, grad, token_loss, seen, pre, block, blocks, tokens,
-                    rows, leaves, READING, SHAPE.aggregates, DEPTH, SHAPE.channels == 2, SLOT, SLOTS, ALIGN,
+                    rows, leaves, READING, AGGREGATES, DEPTH, SPLIT, SLOT, SLOTS, ALIGN,
                 )  # fmt: skip
         elif STEP == GATE:
             if STEP > FIRST:

@@ -72,8 +72,11 @@ def _load_one_by_one(pointer, token, tokens):
     return tl.reshape(tl.join(even, odd), token.shape)
 
 
+PLAIN = tl.constexpr("")  # Triton 3.6 takes no other default of a constant into a branch
+
+
 @triton.jit
-def load(pointer, token, tokens, whole, ALIGNED: tl.constexpr, EVICTION: tl.constexpr = ""):
+def load(pointer, token, tokens, whole, ALIGNED: tl.constexpr, EVICTION: tl.constexpr = PLAIN):
     """The elements ``token``, 0 beyond the end of the pack; ``whole``: all are inside the pack."""
     if len(token.shape) == 2 and not ALIGNED:
         return _load_one_by_one(pointer, token, tokens)
@@ -87,7 +90,7 @@ def load(pointer, token, tokens, whole, ALIGNED: tl.constexpr, EVICTION: tl.cons
 
 
 @triton.jit
-def store(pointer, token, value, tokens, whole, ALIGNED: tl.constexpr, EVICTION: tl.constexpr = ""):
+def store(pointer, token, value, tokens, whole, ALIGNED: tl.constexpr, EVICTION: tl.constexpr = PLAIN):
     address = _address(pointer, token, ALIGNED)
     if whole:
         tl.store(address, value, eviction_policy=EVICTION)

@@ -137,12 +137,14 @@ def _deliver_gradient(
 ):
     inputs = PolicyLossInputs(logp, old_logp, advantages, weights, cu_seqlens, mask, ref_logp)
     tables = Leaves(begin, end, row, ancestors, owner, segments, state)
+    ROUTINGS: tl.constexpr = SHAPE.routings
+    CHANNELS: tl.constexpr = SHAPE.channels
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
     for STEP in tl.static_range(FIRST, LAST + 1):
         if STEP == ADD:
             for block in range(program, tl.cdiv(slots, FLOWS), programs):
-                add_flows(flows, tables, block, leaves, slots, SHAPE.routings, DEPTH, SHAPE.channels, FLOWS)
+                add_flows(flows, tables, block, leaves, slots, ROUTINGS, DEPTH, CHANNELS, FLOWS)
             if program == programs - 1:  # which has the fewest blocks
                 total(sums, seen, loss, metrics, summed, rows, METRICS, PROGRAMS, ROWS_AT_ONCE)
         else:

@@ -17,13 +17,14 @@ import triton.language as tl
 
 from .launch import INTERPRETED
 from .math import log
-from .rows import load, store
+from .rows import PLAIN, load, store
 
 __all__ = [
     "BLOCK",
     "CHUNKS",
     "LANES",
     "NUM_WARPS",
+    "Row",
     "address_of_row",
     "everything",
     "exponent_of",
@@ -31,7 +32,6 @@ __all__ = [
     "gradient_of",
     "is_defined",
     "load_target",
-    "row_at",
     "row_result",
     "write_gradient",
 ]
@@ -145,7 +145,7 @@ def _is_below(x, floor):
 
 
 @triton.jit
-def _load(row, column, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, EVICTION: tl.constexpr = ""):
+def _load(row, column, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, EVICTION: tl.constexpr = PLAIN):
     """Elements of a row, -inf below its floor and beyond its end. WHOLE: no column lies beyond the end."""
     x = load(row.pointer, column, row.columns, WHOLE, ALIGNED, EVICTION).to(tl.float32)
     if not WHOLE:
@@ -153,12 +153,6 @@ def _load(row, column, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, EVICTION: tl.
     if row.floor is not None:
         x = tl.where(_is_below(x, row.floor), float("-inf"), x)
     return x
-
-
-@triton.jit
-def row_at(logits, at, inner, outer_stride, inner_stride, columns, floors, exponent):
-    floor = None if floors is None else tl.load(floors + at)
-    return Row(address_of_row(logits, at, inner, outer_stride, inner_stride), columns, floor, exponent)
 
 
 @triton.jit
@@ -331,7 +325,7 @@ def _step_back(
 @triton.jit
 def write_gradient(
     row, to, top, gradient, target, has_gradient,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr = "",
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr = PLAIN,
 ):  # fmt: skip
     """``target``: the column of the target, whose logit was read before, with a barrier between: the gradient may take
     the place of the logits."""
@@ -345,7 +339,7 @@ def write_gradient(
 
 
 @triton.jit
-def fill_gradient(to, columns, number, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr = ""):
+def fill_gradient(to, columns, number, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr = PLAIN):
     value = tl.full([BLOCK], number, to.dtype.element_ty)
     column = tl.arange(0, BLOCK)
     whole = columns // BLOCK * BLOCK

@@ -17,6 +17,7 @@ from .logits_rows import (
     CHUNKS,
     LANES,
     NUM_WARPS,
+    Row,
     address_of_row,
     everything,
     exponent_of,
@@ -24,7 +25,6 @@ from .logits_rows import (
     gradient_of,
     is_defined,
     load_target,
-    row_at,
     row_result,
     write_gradient,
 )
@@ -61,7 +61,8 @@ def _forward(
     result = everything(0.0)
     if target != ignore_index:
         if is_defined(target, vocabulary, exponent):
-            row = row_at(logits, at, inner, outer_stride, inner_stride, columns, floors, exponent)
+            floor = None if floors is None else tl.load(floors + at)
+            row = Row(address_of_row(logits, at, inner, outer_stride, inner_stride), columns, floor, exponent)
             logit, _ = load_target(row, target - first)
             result = row_result(row, logit, columns == vocabulary, KEPT, ALIGNED, LANES, CHUNKS)
         else:
@@ -128,7 +129,8 @@ def _backward(
     elif (top != top) | (is_defined(target, vocabulary, exponent) == False):  # noqa: E712
         fill_gradient(to, columns, float("nan"), ALIGNED, BLOCK)
     else:
-        row = row_at(logits, at, inner, outer_stride, inner_stride, columns, floors, exponent)
+        floor = None if floors is None else tl.load(floors + at)
+        row = Row(address_of_row(logits, at, inner, outer_stride, inner_stride), columns, floor, exponent)
         logit, has_gradient = load_target(row, target - first)
         tl.debug_barrier()  # in place, another warp may write the gradient of this logit before all have read it
         gradient = gradient_of(exponent, top, others, distance, logit, a.to(tl.float64), b.to(tl.float64))

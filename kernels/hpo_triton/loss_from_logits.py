@@ -23,6 +23,7 @@ from .logits_rows import (
     CHUNKS,
     LANES,
     NUM_WARPS,
+    Row,
     address_of_row,
     everything,
     exponent_of,
@@ -30,7 +31,6 @@ from .logits_rows import (
     gradient_of,
     is_defined,
     load_target,
-    row_at,
     row_result,
     write_gradient,
 )
@@ -160,7 +160,7 @@ def _differentiate_loss(
             tl.store(entropy + place, 0.0)
             fill_gradient(to, length, 0.0, ALIGNED, BLOCK, EVICT_FIRST)
         else:
-            row = row_at(logits, at, inner, outer_stride, inner_stride, length, None, exponent)
+            row = Row(address_of_row(logits, at, inner, outer_stride, inner_stride), length, None, exponent)
             result = everything(float("nan"))
             logit, has_gradient = load_target(row, id - first)
             if is_defined(id, vocabulary, exponent):

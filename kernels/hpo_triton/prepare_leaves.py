@@ -176,6 +176,7 @@ def _prepare_leaves(
     )  # fmt: skip
     slopes = (slope_0, slope_1, slope_2, slope_3)
     AGGREGATES: tl.constexpr = SHAPE.aggregates
+    ROUTINGS: tl.constexpr = SHAPE.routings
     SPLIT: tl.constexpr = SHAPE.channels == 2
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
@@ -201,7 +202,7 @@ def _prepare_leaves(
                 if STEP > FIRST:
                     wait_for_programs(state + STEP, programs)
                 for block in range(program, tl.cdiv(slots, FLOWS), programs):
-                    add_flows(coefficients, tables, block, leaves, slots, SHAPE.routings, DEPTH, 2, FLOWS)
+                    add_flows(coefficients, tables, block, leaves, slots, ROUTINGS, DEPTH, 2, FLOWS)
         elif STEP - SUM < DEPTH:  # noqa: SIM102 (the levels of SHAPE end there)
             if SHAPE.aggregates[STEP - SUM] == BALANCED:
                 if STEP > FIRST:

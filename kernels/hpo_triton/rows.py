@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 __all__ = [
+    "PLAIN",
     "SLOTS",
     "SLOT_TOKENS",
     "TILE",

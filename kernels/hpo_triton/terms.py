@@ -72,7 +72,7 @@ class OutsideBounds(NamedTuple):
 
 class Numbers(NamedTuple):
     head: Pair
-    beyond: OutsideBounds | None
+    beyond: OutsideBounds | tuple[()]  # Triton 3.6 takes no None inside a tuple
     penalty: float
 
 
@@ -84,7 +84,7 @@ class Bounds(NamedTuple):
 class Pre(NamedTuple):
     """The log-ratio behind the pre-gate."""
 
-    bounds: Bounds | None  # it is clipped; None: the deviation of the ratio from 1 takes its place
+    bounds: Bounds | tuple[()]  # it is clipped; none: the deviation of the ratio from 1 takes its place
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def entering(x, negative, pre):
     """The function of log-ratios that is aggregated."""
     value = x
     if pre is not None:
-        if pre.bounds is None:
+        if len(pre.bounds) == 0:
             value = _deviation_of(x, exp(x)).size
         else:
             value = clamp(x, by_sign(negative, pre.bounds.low), by_sign(negative, pre.bounds.high))
@@ -121,7 +121,7 @@ def through_pre(flow, x, negative, pre):
     """From the gradient of what is aggregated to that of the token's log-ratio."""
     value = flow
     if pre is not None:
-        if pre.bounds is None:
+        if len(pre.bounds) == 0:
             ratio = exp(x)
             value = _deviation_of(x, ratio).sign * ratio * flow
         else:
@@ -153,7 +153,7 @@ def mean_exp_slope(x, SPLIT: tl.constexpr):
 @triton.jit
 def with_slopes(inside, below, above, negative, numbers):
     """The derivative of the token gate, which is ``inside`` within its bounds."""
-    if numbers is not None and numbers.beyond is not None:
+    if numbers is not None and len(numbers.beyond) > 0:
         of_low = by_sign(negative, numbers.beyond.slope_low)
         inside = tl.where(above, by_sign(negative, numbers.beyond.slope_high), tl.where(below, of_low, inside))
     return inside
@@ -247,7 +247,7 @@ def general_term(t, token_weight, z, below, above, numbers, HEAD: tl.constexpr):
     a, kept, a_t, kept_t = t.a, t.weight, t.unweighted, tl.full(z.shape, 1.0, tl.float32)
     if token_weight is not None:
         kept, kept_t = kept * token_weight, token_weight
-    if numbers.beyond is not None:
+    if len(numbers.beyond) > 0:
         of_low = by_sign(t.negative, numbers.beyond.weight_low)
         factor = tl.where(above, by_sign(t.negative, numbers.beyond.weight_high), tl.where(below, of_low, 1.0))
         a, kept, a_t, kept_t = a * factor, kept * factor, a_t * factor, kept_t * factor
@@ -296,12 +296,12 @@ def numbers_of(term: TermSpec | None) -> Numbers | None:
         return None
     beyond = OutsideBounds(term.slope_low, term.slope_high, term.weight_low, term.weight_high)
     changes = beyond != OutsideBounds(PLAIN.slope_low, PLAIN.slope_high, PLAIN.weight_low, PLAIN.weight_high)
-    return Numbers(term.head_numbers, beyond if changes else None, term.penalty_coefficient)
+    return Numbers(term.head_numbers, beyond if changes else (), term.penalty_coefficient)
 
 
 def pre_of(spec: PolicyLossSpec) -> Pre | None:
     if spec.head is Head.CENSORED:
-        return Pre(None)
+        return Pre(())
     term = spec.term
     if term is None or (term.pre_low, term.pre_high) == (PLAIN.pre_low, PLAIN.pre_high):
         return None

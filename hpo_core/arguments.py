@@ -57,20 +57,10 @@ def _run_examined(function: Any, arguments: tuple[Any, ...], keywords: dict[str,
 
 def _examiner_of(name: str, annotation: str, function: Callable[..., Any]) -> Callable[[str, Any], Any] | None:
     """The function that examines an argument with this annotation; None if nothing does."""
-    if annotation == "torch.Tensor":
-        return examined
-    if annotation == "torch.Tensor | None":
-        return _examined_if_given
-    if annotation == "tuple[torch.Tensor, torch.Tensor] | None":
-        return _examined_tensors
-    if annotation in ("Sequence[torch.Tensor]", "Sequence[Term]"):
-        return _examined_sequence
+    if annotation in _OF_ANNOTATION:
+        return _OF_ANNOTATION[annotation]
     if name == "self":
         return _examined_self
-    if annotation == "Total":
-        return _examined_parts
-    if annotation == "torch.Tensor | Sequence[int]":
-        return _examined_integers
     if annotation.removesuffix(" | None") == "PackedBatch | torch.Tensor":
         return functools.partial(_examined_batch, function, annotation.endswith(" | None"))
     kind, _, rest = annotation.partition(" | ")
@@ -190,3 +180,14 @@ def _examined_batch(function: Any, is_optional: bool, name: str, value: Any) -> 
         return value
     require_type(isinstance(value, Tensor), "{}: expected a PackedBatch or a mask [B, L], got {}", name, type(value))
     return examined(name, value)
+
+
+_OF_ANNOTATION: dict[str, Callable[[str, Any], Any]] = {
+    "torch.Tensor": examined,
+    "torch.Tensor | None": _examined_if_given,
+    "tuple[torch.Tensor, torch.Tensor] | None": _examined_tensors,
+    "Sequence[torch.Tensor]": _examined_sequence,
+    "Sequence[Term]": _examined_sequence,
+    "Total": _examined_parts,
+    "torch.Tensor | Sequence[int]": _examined_integers,
+}

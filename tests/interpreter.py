@@ -195,10 +195,7 @@ def spare_conversions() -> None:
             block = np.full(shape, data, data.dtype)
             block.flags.writeable = False
             handle = interpreter.TensorHandle(block, scalar.type)
-            splats[constant] = (
-                data,
-                self.tensor(handle, blocks[key]),
-            )  # keeps the data alive, whose id is the key
+            splats[constant] = data, self.tensor(handle, blocks[key])  # keeps the data alive, whose id is the key
         return splats[constant][1]
 
     def broadcast_others(self, lhs, rhs):
@@ -231,7 +228,7 @@ def spare_conversions() -> None:
             return broadcast_others(self, self.scalar_constant(lhs, rhs.dtype), rhs)
         return checked(self, lhs, rhs, *rules, **more)
 
-    if hasattr(semantic, "scalar_constant"):  # of Triton's first versions here there is none
+    if hasattr(semantic, "scalar_constant"):  # older Tritons have no such method
         semantic.binary_op_type_checking_impl = check_others
         semantic.scalar_constant = constants_of(semantic.scalar_constant)
     semantic.cast, semantic.broadcast_impl_value, semantic.computation_type_impl = (

@@ -87,7 +87,7 @@ def random_units(seed, units):
 
 
 def is_costly(backend, units, left_out):
-    """Between the kernels of all inputs and of none."""
+    """Whether the kernel is slow, and its inputs are neither all nor none."""
     return is_interpreted(backend) and units == 9000 and left_out in LEFT_OUT[1:-1]
 
 

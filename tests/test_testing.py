@@ -15,7 +15,7 @@ from hpo_core.reference.segments import row_of_token
 from hpo_core.specs import OrderRule
 from hpo_core.testing import Expected, Layout
 
-EXAMPLES = 12
+EXAMPLES = 30
 
 # ------------------------------------------------------------------------------------------------- an honest kernel
 

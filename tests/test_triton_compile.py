@@ -488,7 +488,7 @@ print(json.dumps([launches, kernels]))
 """
 
 
-# Stops behind the front end, which types every operation and unrolls every loop: what is left is work of the compiler.
+# The compiler stops behind its front end, which types every operation and unrolls every loop.
 FRONT_END = f"""
 import json
 

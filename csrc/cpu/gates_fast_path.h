@@ -15,9 +15,6 @@ inline bool has_token_inputs(const PolicyLossArgs& args) {
          args.low || args.high || args.kl_weight;
 }
 
-// Whether the fast path may hold for tiles of this call.
-inline bool may_be_fast(const PolicyLossArgs& args) { return !has_token_inputs(args); }
-
 // Up to it e^x needs no power of two: just below ln 2 / 2.
 constexpr float kNear = 0.3465f;
 

@@ -132,7 +132,8 @@ inline Given given(const PolicyLossArgs& args) {
   return reference ? Given::reference : Given::weights;
 }
 
-struct LostLanes {
+// Sums of a tile by lane.
+struct LaneSums {
   double loss[kLanes] = {}, penalty[kLanes] = {}, entropy[kLanes] = {};
 };
 
@@ -149,7 +150,7 @@ struct TokenInputsSweep {
   float* grad;
   Gate gate;
   const bool penalised;
-  LostLanes& lanes;  // outside, so that the compiler keeps the sums below in registers
+  LaneSums& lanes;  // an object of their own, so that the compiler keeps the sums below in registers
   GroupSum loss, penalty, entropy;
   FastReference reference;
   FastSums sums;
@@ -157,7 +158,7 @@ struct TokenInputsSweep {
   Mask exceptions = {};
   LaneCount present_count, chosen_count;
 
-  TokenInputsSweep(const Call& call, int64_t first, Tile& tile, float* grad, const Gate& gate, LostLanes& lanes)
+  TokenInputsSweep(const Call& call, int64_t first, Tile& tile, float* grad, const Gate& gate, LaneSums& lanes)
       : call(call),
         first(first),
         source(call.args, first),
@@ -315,7 +316,7 @@ template <Given kGiven, class Gate>
 bool sweep_token_inputs(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
                         Partial& partial, const Gate& gate) {
   if (kGiven == Given::reference && !finite_coefficients(call.args, segments)) return false;
-  LostLanes lanes;
+  LaneSums lanes;
   TokenInputsSweep<Gate, kGiven> sweep(call, first, tile, call.args.grad ? call.args.grad + first : tile.grad, gate, lanes);
   if (segments.few(n)) {
     PresentTokens present;

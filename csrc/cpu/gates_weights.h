@@ -8,11 +8,11 @@ namespace hpo::HPO_ISA {
 // Whether tokens have weights that are not 1.
 inline bool weighs_tokens(const PolicyLossArgs& args) { return args.token_weight || args.correction.second; }
 
-// Where the signs of advantages stand.
+// The signs of advantages: by token, from the first of these arrays that is not null, or one for all tokens.
 struct Signs {
-  const float* advantages;  // of tokens, or null
-  const int32_t* kinds;     // else of tokens, or null
-  bool negative;            // else of all
+  const float* advantages;
+  const int32_t* kinds;
+  bool negative;
 
   HPO_INLINE Ints at(int i, Floats advantage) const {
     if (advantages) return advantage < 0.0f;
@@ -24,17 +24,15 @@ struct Signs {
 struct CorrectedWeights {
   const float *first, *second, *token_weight;
   const RuleNumbers rule;
-  const bool of_loss;  // what the rule compares are the policies of the loss
 
   explicit CorrectedWeights(const PolicyLossArgs& args)
       : first(args.correction.first ? args.correction.first : args.logp),
         second(args.correction.second),
         token_weight(args.token_weight),
-        rule(args.correction.rule),
-        of_loss(first == args.logp && second == args.old_logp) {}
+        rule(args.correction.rule) {}
 
   HPO_INLINE Floats factor(Mask own, Ints negative, Floats from, Floats to) const {
-    if (of_loss && rule.statistic == Statistic::binary_kl && rule.action == Action::mask) {
+    if (rule.statistic == Statistic::binary_kl && rule.action == Action::mask) {  // bounds on it decide in less time
       const Floats zero = {}, least = all<Floats>(-87.0f), u = from - to;
       const Mask not_above = both(at_least(zero, from), at_least(zero, to));
       const Mask ordinary = both(not_above, both(at_least(from, least), at_least(to, least)));
@@ -48,7 +46,8 @@ struct CorrectedWeights {
   }
 };
 
-// Writes the weights of the tokens [from, to) behind `begin`. Not inline: the loops of gates keep their numbers in registers.
+// Writes the weights of the tokens [from, to) behind `begin`. The function is not inline, so that the loops of gates keep their
+// numbers in registers.
 __attribute__((noinline)) inline void write_weights(const CorrectedWeights& of, int64_t begin, int from, int to,
                                                     const Signs& signs, float* weights) {
   const CorrectedWeights local = of;  // stores may alias

@@ -162,7 +162,7 @@ struct Sweeps {
     return fast;
   }
 
-  // The second: loss, gradient of the token's own path, and the flow into aggregates. The weights are gathered.
+  // The second: loss, gradient of the token's own path, and the flow into aggregates. The caller has gathered the weights.
   void finish(const Block& block, const LeafGate& leaf, bool fast, Scratch& scratch, Partial& partial, Flow& flow) const {
     if (fast && call.args.entropy) add_entropies(call.args, block, partial);
     if (fast && plan.drops) {
@@ -277,7 +277,8 @@ struct Sweeps {
 
   static float own_gradient(const GatedToken& token, float value) { return token.slope != 0.0f ? value * token.slope : 0.0f; }
 
-  // The gradient of these tokens, the same for all that no pre-gate holds, but for weights of their own path.
+  // The gradient of these tokens: the same for all that no pre-gate holds, where weights do not multiply that of their own
+  // path.
   void write_alike(const Block& block, float own_gradient, float aggregate_grad, Scratch& scratch) const {
     const PolicyLossArgs& args = call.args;
     const bool negative = args.advantages[block.row] < 0.0f, weighted = plan.weighs && own_gradient != 0.0f;

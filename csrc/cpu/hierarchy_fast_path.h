@@ -35,7 +35,7 @@ struct OpenTokens {
 // Counts over the tokens of a block.
 struct OpenCounts {
   int32_t present = 0, above = 0, below = 0;
-  double above_weight = 0.0, below_weight = 0.0;  // of tokens of weight 1 their number
+  double above_weight = 0.0, below_weight = 0.0;  // the numbers of these where tokens weigh 1
 
   // All of one leaf, whose advantage has one sign.
   void add_to(double* slots, bool negative) const {
@@ -177,8 +177,8 @@ void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, f
   loss.end();
 }
 
-// Writes one number to the gradient of the tokens that a clip before all gates leaves as they are, and 0 to the others. With
-// weights, which may be null, it is own_gradient times them + aggregate_grad.
+// Writes own_gradient + aggregate_grad to the gradient of the tokens that a clip before all gates leaves as they are, and 0 to
+// the others. Weights, which may be null, multiply own_gradient.
 inline void write_where_free(const PolicyLossArgs& args, int64_t first, int begin, int end, const PreClip& clip, int sign,
                              float own_gradient, float aggregate_grad, const float* weights) {
   const float* logp = args.logp + first;
@@ -220,7 +220,7 @@ struct OpenLoops {
   }
 
  private:
-  // The masks of tokens that have weights are part of them, and tell nothing but where gradient arrives through aggregates.
+  // Weights hold the mask of their tokens: besides, it only tells which of them receive gradient through aggregates.
   template <bool kKept, bool kFlows, bool kWeighted>
   static WriteOpen pick_write(bool masked) {
     constexpr bool kMatters = kFlows || !kWeighted;

@@ -9,7 +9,7 @@ namespace hpo::HPO_ISA {
 // Whether some tokens have weights or no policy term.
 inline bool weighs_terms(const PolicyLossArgs& args) { return weighs_tokens(args) || args.token_mask || args.score; }
 
-// By position in the block, so that no bit depends on where it lies.
+// The weights of a block by position in it, so that no bit depends on where it lies.
 struct BlockWeights {
   alignas(64) float of_token[kChunk + kLanes];  // NaN: the token has no policy term
   double lanes[kLanes];                         // sums of the others
@@ -18,7 +18,7 @@ struct BlockWeights {
 
   double total() const { return sum_halves(lanes); }
 
-  // Those of a block whose advantages have one sign.
+  // Reads the weights of a block, whose advantages have one sign.
   void gather(const Call& call, const Block& block) {
     const PolicyLossArgs& args = call.args;
     const TokenInputs inputs(args, block.first, of_token);
@@ -35,11 +35,11 @@ struct BlockWeights {
     Mask exceptions = {};
     const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
       constexpr bool kWhole = decltype(whole)::value;
-      const FastVector<kWhole> vector = {i,        part,    own, inputs.mask ? present_own<kWhole>(own, inputs.mask + i) : own,
-                                         Floats{}, Floats{}};
+      const Mask present = inputs.mask ? present_own<kWhole>(own, inputs.mask + i) : own;
+      const FastVector<kWhole> vector = {i, part, own, present, Floats{}, Floats{}};
       const Mask has_term = inputs.chosen(vector, call.structure.strict, exceptions);
       const Floats weight = inputs.weight ? vector.load(inputs.weight) : all<Floats>(1.0f);
-      finite.add(part, vector.present, coefficient * weight);
+      finite.add(part, present, coefficient * weight);
       sum.add(part, has_term, weight);
       count.add(has_term);
       store_lanes(blend(has_term, weight, all<Floats>(NAN)), of_token + i);

@@ -137,7 +137,7 @@ __device__ __forceinline__ void raise(uint64_t* largest, double value) {
   if (load_relaxed(largest) < magnitude) atomicMax(largest, magnitude);
 }
 
-// The coefficients of tiles, added over segments. Lanes 0 and 1 have a sign of the advantage each, in the place of a channel.
+// The coefficients of tiles, added over segments. Lanes 0 and 1 each take a sign of the advantage, which is the channel here.
 __device__ __forceinline__ void add_coefficients(const Call& call, const Leaves& leaves) {
   RunAccumulator accumulator = {};
   for_each_unit(leaves, [&](int index, const LeafUnit& unit) {

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .launch import INTERPRETED
 from .math import log
-from .rows import PLAIN, load, store
+from .rows import EVICT_NORMALLY, load, store
 
 __all__ = [
     "BLOCK",
@@ -145,7 +145,7 @@ def _is_below(x, floor):
 
 
 @triton.jit
-def _load(row, column, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, EVICTION: tl.constexpr = PLAIN):
+def _load(row, column, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, EVICTION: tl.constexpr = EVICT_NORMALLY):
     """Elements of a row, -inf below its floor and beyond its end. WHOLE: no column lies beyond the end."""
     x = load(row.pointer, column, row.columns, WHOLE, ALIGNED, EVICTION).to(tl.float32)
     if not WHOLE:
@@ -325,7 +325,7 @@ def _step_back(
 @triton.jit
 def write_gradient(
     row, to, top, gradient, target, has_gradient,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr = PLAIN,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr = EVICT_NORMALLY,
 ):  # fmt: skip
     """``target``: the column of the target, whose logit was read before, with a barrier between: the gradient may take
     the place of the logits."""
@@ -339,7 +339,9 @@ def write_gradient(
 
 
 @triton.jit
-def fill_gradient(to, columns, number, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr = PLAIN):
+def fill_gradient(
+    to, columns, number, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr = EVICT_NORMALLY
+):
     value = tl.full([BLOCK], number, to.dtype.element_ty)
     column = tl.arange(0, BLOCK)
     whole = columns // BLOCK * BLOCK

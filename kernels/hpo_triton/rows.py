@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "PLAIN",
+    "EVICT_NORMALLY",
     "SLOTS",
     "SLOT_TOKENS",
     "TILE",
@@ -73,11 +73,11 @@ def _load_one_by_one(pointer, token, tokens):
     return tl.reshape(tl.join(even, odd), token.shape)
 
 
-PLAIN = tl.constexpr("")  # Triton 3.6 takes no other default of a constant into a branch
+EVICT_NORMALLY = tl.constexpr("")  # Triton 3.6 takes no default that is a plain string into a branch
 
 
 @triton.jit
-def load(pointer, token, tokens, whole, ALIGNED: tl.constexpr, EVICTION: tl.constexpr = PLAIN):
+def load(pointer, token, tokens, whole, ALIGNED: tl.constexpr, EVICTION: tl.constexpr = EVICT_NORMALLY):
     """The elements ``token``, 0 beyond the end of the pack; ``whole``: all are inside the pack."""
     if len(token.shape) == 2 and not ALIGNED:
         return _load_one_by_one(pointer, token, tokens)
@@ -91,7 +91,7 @@ def load(pointer, token, tokens, whole, ALIGNED: tl.constexpr, EVICTION: tl.cons
 
 
 @triton.jit
-def store(pointer, token, value, tokens, whole, ALIGNED: tl.constexpr, EVICTION: tl.constexpr = PLAIN):
+def store(pointer, token, value, tokens, whole, ALIGNED: tl.constexpr, EVICTION: tl.constexpr = EVICT_NORMALLY):
     address = _address(pointer, token, ALIGNED)
     if whole:
         tl.store(address, value, eviction_policy=EVICTION)

@@ -84,7 +84,7 @@ class Bounds(NamedTuple):
 class Pre(NamedTuple):
     """The log-ratio behind the pre-gate."""
 
-    bounds: Bounds | tuple[()]  # it is clipped; none: the deviation of the ratio from 1 takes its place
+    bounds: Bounds | tuple[()]  # it is clipped; empty: the deviation of the ratio from 1 takes its place
 
 
 @triton.jit

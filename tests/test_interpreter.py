@@ -36,6 +36,15 @@ SPECIAL = np.array(
 ).T
 
 
+def assert_rounded_once(inputs, got):
+    fmaf = ctypes.CDLL(ctypes.util.find_library("m")).fmaf
+    fmaf.argtypes, fmaf.restype = [ctypes.c_float] * 3, ctypes.c_float
+    expected = np.array([fmaf(*numbers) for numbers in zip(*(x.tolist() for x in inputs), strict=True)], np.float32)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+    known = ~np.isnan(expected)  # a NaN has many bits
+    np.testing.assert_array_equal(got[known].view(np.int32), expected[known].view(np.int32))
+
+
 def test_fma_rounds_once():
     import triton
     import triton.language as tl
@@ -53,10 +62,11 @@ def test_fma_rounds_once():
     kernel[(triton.cdiv(out.numel(), 1024),)](
         *(torch.tensor(x, device=device) for x in inputs), out, out.numel(), TILE=1024
     )
-    fmaf = ctypes.CDLL(ctypes.util.find_library("m")).fmaf
-    fmaf.argtypes, fmaf.restype = [ctypes.c_float] * 3, ctypes.c_float
-    expected = np.array([fmaf(*numbers) for numbers in zip(*(x.tolist() for x in inputs), strict=True)], np.float32)
-    got = out.cpu().numpy()
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
-    known = ~np.isnan(expected)  # a NaN has many bits
-    np.testing.assert_array_equal(got[known].view(np.int32), expected[known].view(np.int32))
+    assert_rounded_once(inputs, out.cpu().numpy())
+
+
+def test_what_old_tritons_get_rounds_once():
+    from interpreter import fma
+
+    inputs = triples()
+    assert_rounded_once(inputs, fma(*inputs))

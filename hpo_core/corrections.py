@@ -1,6 +1,6 @@
 """What the corrections of a gate make of a call: a factor on each token, and, on request, what each of them saw.
 
-The sweep of the loss computes the factor of the first correction of tokens by itself; others are an op of their own.
+The loss computes the factor of one correction of tokens or rows by itself; others are an op of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .batch import PackedBatch
 from .gates import Channel, Correction, RatioGate
 from .metrics import Metrics, empty_metrics, observed
 from .segment_exchange import reduce_over_ranks
-from .specs import PolicyLossInputs, PolicyLossSpec
+from .specs import PolicyLossInputs, PolicyLossSpec, Unit
 
 __all__ = ["corrected"]
 
@@ -33,9 +33,10 @@ def corrected(
     backend: str | None,
 ) -> tuple[PolicyLossInputs, PolicyLossSpec, tuple[Metrics, ...]]:
     """Inputs and spec with all corrections in them, and the metrics of each, if they are wanted. If ``logp_known``, the
-    sweep takes one."""
+    loss takes one."""
     seen = []
     logp = inputs.logp.detach()
+    joins = _joins_loss(gate, batch, process_group) if logp_known else None
     for correction in gate.corrections:
         pair = _channel(correction.channel, logp, inputs.old_logp, rollout)
         if pair is None:
@@ -48,7 +49,7 @@ def corrected(
         if want_metrics:  # which tokens it takes out can only be told before other factors join its own
             own = _factor(read._replace(token_weight=None), correction, batch, process_group, backend)
             seen.append(_observed(read, _counted(read), own != 0, process_group, backend))
-        if logp_known and correction.unit is None and spec.correction is None:
+        if correction is joins:
             spec = spec._replace(correction=correction.spec())
             first = None if pair[0] is logp else read.correction_first
             inputs = inputs._replace(correction_first=first, correction_second=read.correction_second)
@@ -59,6 +60,17 @@ def corrected(
             weight = _factor(read, correction, batch, process_group, backend)
         inputs = inputs._replace(token_weight=weight)
     return inputs, spec, tuple(seen) if want_metrics else ()
+
+
+def _joins_loss(
+    gate: RatioGate, batch: PackedBatch, process_group: torch.distributed.ProcessGroup | None
+) -> Correction | None:
+    """The correction whose factors the loss computes: the first of tokens, else the first of rows, where nothing outside
+    a row changes what it adds up to."""
+    of_tokens = [each for each in gate.corrections if each.unit is None]
+    alone = batch.trajectory_ids is None and process_group is None and not gate.of_steps
+    of_rows = [each for each in gate.corrections if alone and each.unit is Unit.TRAJECTORY]
+    return next(iter((*of_tokens, *of_rows)), None)
 
 
 def _channel(

@@ -33,6 +33,7 @@ from .specs import (
     SegmentReduce,
     Stage,
     WindowAggregate,
+    weighed_rows,
 )
 
 __all__ = ["Native"]
@@ -75,6 +76,7 @@ class Native:
         self._scratch = _Scratch()
         self._widen = getattr(module, "widen", None)  # the CPU's, whose products multiply float32 only
         self._loss_from_logits = getattr(module, "loss_from_logits", None)  # that of CUDA
+        self._corrects_rows = hasattr(module, "corrects_rows")  # in its sweeps: the CPU
         # empty_like is the quickest way to a tensor; these are its patterns on the CPU, whatever the defaults are when
         # a process calls for the first time.
         self._loss = torch.empty((), dtype=torch.float32, device="cpu")
@@ -105,7 +107,8 @@ class Native:
         rule = spec.correction
         correction = None
         if rule is not None:
-            correction = (int(rule.statistic), int(rule.action), rule.strict, rule.low, rule.high)
+            kinds = int(rule.statistic), int(rule.action), rule.strict
+            correction = (*kinds, rule.low, rule.high, int(rule.reduction), rule.of_segments)
         return self.module.PolicyLossSpec(
             int(spec.token), int(spec.head), int(spec.kl), int(spec.kl_gradient), spec.strict, spec.low_driven,
             spec.high_driven, spec.token_low, spec.token_high, spec.kl_beta, correction,
@@ -133,6 +136,8 @@ class Native:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Loss (0-dim float32), metrics (float64), dL/dlogp ``[T]`` and loss_t ``[T]`` where wanted; ``exchange``: for
         ``spec.levels``."""
+        if spec.correction is not None and not self._corrects_rows:
+            inputs, spec = weighed_rows(inputs, spec, self.correction)
         logp = inputs.logp
         tokens, rows = logp.numel(), inputs.weights.numel()
         if self._on_cuda:

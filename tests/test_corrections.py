@@ -1,5 +1,6 @@
 """The factors of corrections, by hand: what statistics reach, which tokens have a say, what stays outside."""
 
+import functools
 import itertools
 import math
 import random
@@ -242,3 +243,62 @@ def test_a_mask_of_the_sweep_is_that_of_the_op(delta, backend):
     )
     assert 0.05 < float(kept.mean()) < 0.98
     assert torch.equal(out.grad != 0, kept != 0)
+
+
+# ------------------------------------------------------------------------------------------- over rows, in the loss
+
+
+def rows_of_all_sizes(tokens):
+    """Lengths that add up to ``tokens``: none, a few, across the borders of any blocks, and half of all in one."""
+    draw, lengths = random.Random(0), [0, 1, tokens // 2]
+    while (left := tokens - sum(lengths)) > 0:
+        lengths.append(min(left, draw.choice([0, 1, 3, 17, 64, 300, 1000, 2048])))
+    draw.shuffle(lengths)
+    return lengths
+
+
+REDUCTIONS = {
+    "sum": Correction(Action.BAND, (-1.0, -0.5), (3.0, 1.0), Unit.TRAJECTORY, Reduction.SUM),
+    "mean": Correction(Action.CLAMP, (-0.02, -INF), (0.01, 0.02), Unit.TRAJECTORY),
+    "largest": Correction(Action.MASK, (-INF, -INF), (0.06, 0.07), Unit.TRAJECTORY, Reduction.MAX),
+    "mean k3": Correction(Action.MASK, high=(2e-4, 2.1e-4), unit=Unit.TRAJECTORY, statistic=Statistic.K3),
+}
+CORRECTED = [gates.ppo_clip(), gates.gspo(), gates.fiberpo(), gates.sapo(), gates.gmpo()]
+
+
+@pytest.mark.parametrize("gate", CORRECTED, ids=lambda gate: gate.name)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_correction_of_rows_in_the_loss_is_that_of_the_op(reduction, gate, backend):
+    """To the bit: with masks, weights of tokens, their own advantages and undefined statistics, in rows of any size."""
+    place, draw = testing.device_of(backend), torch.Generator().manual_seed(1)
+    tokens = 40_000 if backend == "cpu" else 1500
+    batch = hpo.PackedBatch.from_lengths(rows_of_all_sizes(tokens))
+    batch = batch.replace(group_ids=torch.arange(batch.rows) // 3)
+    old = -1 - torch.rand(tokens, generator=draw)
+    logp, rollout = (old + scale * torch.randn(tokens, generator=draw) for scale in (0.1, 0.02))
+    rollout[torch.rand(tokens, generator=draw) < 1e-3] = math.nan
+    logp[torch.rand(tokens, generator=draw) < 1e-3] = math.nan
+    weight, mask = (torch.rand(tokens, generator=draw) for _ in range(2))
+    known = logp == logp
+    cases = (
+        (batch, known, torch.randn(batch.rows, generator=draw), None, {}),
+        (batch.replace(mask=mask < 0.9), (mask < 0.9) & known, torch.randn(tokens, generator=draw), "token",
+         {"token_weight": weight.to(place)}),
+    )  # fmt: skip
+    correction = REDUCTIONS[reduction]
+    for each, counted, advantages, level, given in cases:
+        each, advantages = each.to(place), advantages.to(place)
+        factor = factors(
+            backend, torch.stack((old, rollout), 1).tolist(), correction, each.replace(mask=counted.to(place)),
+            advantages=advantages, advantage_per_token=level is not None, **given,
+        )  # fmt: skip
+        call = functools.partial(
+            hpo.policy_loss_and_grad, logp.to(place), old.to(place), advantages, each, advantage_level=level,
+            backend=backend,
+        )  # fmt: skip
+        got = call(gate=gates.compose(gate, correction), rollout_logp=rollout.to(place), **given)
+        expected = call(gate=gate, token_weight=factor)
+        assert torch.equal(got.loss, expected.loss)
+        assert torch.equal(got.grad, expected.grad)
+        assert got.metrics["tokens"] == expected.metrics["tokens"]
+        assert bool(got.grad.any()) and len(set(factor.tolist())) > 1

@@ -207,6 +207,25 @@ MUTANTS = {
         "args.token_weight ? args.token_weight[t] : 1.0f", "1.0f",
         "test_corrections.test_tokens_outside_all_leaves_get_their_weight_whatever_it_is", {},
     ),
+    "cpu: a row's factor reaches into the row before": Mutant(
+        "cpu", "cpu/gates_weights.h",
+        "store_own<kWhole>(own, local.token_weight ? factor * load(local.token_weight) : factor, weights + i)",
+        "store_lanes(local.token_weight ? factor * load(local.token_weight) : factor, weights + i)",
+        "test_corrections.test_a_correction_of_rows_in_the_loss_is_that_of_the_op",
+        {"gate": gates.ppo_clip(), "reduction": "sum"},
+    ),
+    "cpu: a token without a statistic has the factor of its row": Mutant(
+        "cpu", "cpu/corrections.cpp",
+        "reduced.valid == tokens", "true",
+        "test_corrections.test_a_correction_of_rows_in_the_loss_is_that_of_the_op",
+        {"gate": gates.fiberpo(), "reduction": "mean"},
+    ),
+    "cpu: a row in two chunks is reduced in neither": Mutant(
+        "cpu", "cpu/corrections.cpp",
+        "return !is_in_chunk(rows, row);", "return is_in_chunk(rows, row);",
+        "test_corrections.test_a_correction_of_rows_in_the_loss_is_that_of_the_op",
+        {"gate": gates.sapo(), "reduction": "mean"},
+    ),
     "cpu: the loss of a score head does not saturate": Mutant(
         "cpu", "cpu/hierarchy_tokens.h",
         "scored(value * logp)", "value * logp",

@@ -10,7 +10,7 @@ namespace hpo::bindings {
 struct PolicyLossSpec {
   GateStructure structure;
   GateNumbers numbers;
-  CorrectionRule correction;
+  TokenCorrection correction;
 };
 
 inline void copy_pair(double (&to)[2], const py::tuple& pair) {
@@ -24,7 +24,7 @@ inline CorrectionRule make_rule(int statistic, int action, bool strict, const py
   return rule;
 }
 
-// correction: None, or the arguments of make_rule.
+// correction: None, or the arguments of make_rule, the reduction and whether it is over rows.
 inline PolicyLossSpec make_spec(int token, int head, int kl, int kl_gradient, bool strict, py::sequence low_driven,
                                 py::sequence high_driven, py::sequence token_low, py::sequence token_high, double kl_beta,
                                 const py::object& correction) {
@@ -43,7 +43,9 @@ inline PolicyLossSpec make_spec(int token, int head, int kl, int kl_gradient, bo
   spec.numbers.kl_beta = kl_beta;
   if (!correction.is_none()) {
     const py::tuple rule = correction;
-    spec.correction = make_rule(rule[0].cast<int>(), rule[1].cast<int>(), rule[2].cast<bool>(), rule[3], rule[4]);
+    spec.correction.rule = make_rule(rule[0].cast<int>(), rule[1].cast<int>(), rule[2].cast<bool>(), rule[3], rule[4]);
+    spec.correction.reduction = Reduction(rule[5].cast<int>());
+    spec.correction.of_rows = rule[6].cast<bool>();
   }
   return spec;
 }
@@ -89,7 +91,7 @@ inline Offsets offsets_of(const py::tuple& inputs, int64_t rows) {
 }
 
 inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& inputs, const Offsets& offsets,
-                                const Outputs& outputs, const CorrectionRule& rule = {}) {
+                                const Outputs& outputs, const TokenCorrection& correction = {}) {
   py::ssize_t next = 0;
   const auto take = [&] {
     const py::ssize_t field = next++;
@@ -118,9 +120,9 @@ inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& i
   args.target_per_token = inputs[next++].cast<bool>();
   args.penalty_mask = pointer<const uint8_t>(take());
   args.kl_weight = pointer<const float>(take());
+  args.correction = correction;
   args.correction.first = pointer<const float>(take());
   args.correction.second = pointer<const float>(take());
-  args.correction.rule = rule;
   args.loss = pointer<float>(outputs.loss);
   args.metrics = pointer<double>(outputs.metrics);
   args.grad = pointer<float>(outputs.grad);

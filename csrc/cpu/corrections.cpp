@@ -2,6 +2,8 @@
 // hpo_core/reference/corrections.py.
 #include "hpo/corrections.h"
 
+#include <algorithm>
+
 #include "gates_fast_path.h"
 #include "hierarchy_leaves.h"
 #include "kernels.h"
@@ -39,41 +41,64 @@ HPO_INLINE Mask counted(const Compared& from, const uint8_t* mask, int64_t at, M
   return present;
 }
 
-// Reduces the statistics of n tokens from `begin` on.
-using ReduceTile = Reduced (*)(const Compared& from, const uint8_t* mask, int64_t begin, int n);
-
-// Statistics within kStatisticSaturation of 0, as nearly all are, are added without doubles, to the same integers.
-template <Statistic kStatistic>
-Reduced reduce_tile(const Compared& from, const uint8_t* mask, int64_t begin, int n) {
-  alignas(kLine) float statistics[kTile];
-  FixedSum fixed;
-  Floats about[kParts] = {}, smallest = all<Floats>(INFINITY), largest = all<Floats>(-INFINITY);
-  LaneCount valid;
+// Calls body(i, part, statistics, the tokens that have one) for the vectors of n tokens from `begin` on.
+template <Statistic kStatistic, class Body>
+HPO_INLINE void for_each_statistic(const Compared& from, const uint8_t* mask, int64_t begin, int n, const Body& body) {
   const Compared local = from;
   const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
     constexpr bool kWhole = decltype(whole)::value;
     const int64_t at = begin + i;
     const Floats v =
         statistic_of(kStatistic, load_own<kWhole>(own, local.first + at), load_own<kWhole>(own, local.second + at));
-    const Mask known = but_not(counted<kWhole>(local, mask, at, own), is_nan(v));
-    store_own<kWhole>(own, blend(known, v, all<Floats>(NAN)), statistics + i);
-    valid.add(known);
-    const Floats counted = keep_if(known, v);
-    fixed.add(part, all_lanes(), rounded(beyond_integer(counted) * float(kFixedPoint)));
-    about[part] += counted;
-    smallest = smaller_where(known, v, smallest), largest = larger_where(known, v, largest);
+    body(i, part, v, but_not(counted<kWhole>(local, mask, at, own), is_nan(v)));
   };
   for_each_vector(0, n, step, [] {});
+}
+
+// Reduces the statistics of n tokens from `begin` on.
+using ReduceTile = Reduced (*)(const Compared& from, const uint8_t* mask, int64_t begin, int n);
+
+template <Statistic kStatistic>
+Reduced find_extrema(const Compared& from, const uint8_t* mask, int64_t begin, int n) {
+  Floats smallest = all<Floats>(INFINITY), largest = all<Floats>(-INFINITY);
+  LaneCount valid;
+  for_each_statistic<kStatistic>(from, mask, begin, n, [&](int, int, Floats v, Mask known) __attribute__((always_inline)) {
+    valid.add(known);
+    smallest = smaller_where(known, v, smallest), largest = larger_where(known, v, largest);
+  });
   Reduced found;
+  found.valid = valid.total();
   for (int lane = 0; lane < kWidth; ++lane) {
     found.smallest = smallest[lane] < found.smallest ? smallest[lane] : found.smallest;
     found.largest = largest[lane] > found.largest ? largest[lane] : found.largest;
   }
-  if (found.smallest >= -kStatisticSaturation && found.largest <= kStatisticSaturation) {
+  return found;
+}
+
+// Statistics within kStatisticSaturation of 0, as nearly all are, are added without doubles, to the same integers.
+template <Statistic kStatistic>
+Reduced sum_tile(const Compared& from, const uint8_t* mask, int64_t begin, int n) {
+  FixedSum fixed;
+  Floats about[kParts] = {}, largest[kParts] = {};
+  LaneCount valid;
+  for_each_statistic<kStatistic>(from, mask, begin, n, [&](int, int part, Floats v, Mask known) __attribute__((always_inline)) {
+    valid.add(known);
+    const Floats counted = keep_if(known, v), size = Floats(Ints(counted) & INT32_MAX);
+    fixed.add(part, all_lanes(), rounded(beyond_integer(counted) * float(kFixedPoint)));
+    about[part] += counted;
+    largest[part] = larger_where(all_lanes(), size, largest[part]);
+  });
+  Mask within = all_lanes();
+  for (const Floats& each : largest) within = both(within, at_least(all<Floats>(kStatisticSaturation), each));
+  Reduced found;
+  if (!any(but_not(all_lanes(), within))) {
     found.valid = valid.total(), found.fixed = fixed.total(about);
     return found;
   }
-  found = {};
+  alignas(kLine) float statistics[kTile];
+  for_each_statistic<kStatistic>(from, mask, begin, n, [&](int i, int, Floats v, Mask known) __attribute__((always_inline)) {
+    store_lanes(blend(known, v, all<Floats>(NAN)), statistics + i);
+  });
   for (int i = 0; i < n; ++i) {
     if (statistics[i] == statistics[i]) found.add(statistics[i]);
   }
@@ -144,14 +169,14 @@ struct Factors {
 
 // The loops of one call.
 struct CorrectionLoops {
-  ReduceTile reduce;
+  ReduceTile sum, find_extrema;
   void (*of_row)(const PolicyLossArgs&, const Correction&, int64_t first, int n, int64_t row, const float* of_segment);
   void (*of_tile)(const PolicyLossArgs&, const Correction&, int64_t first, int n, const Segments&);
 };
 
 template <Statistic kStatistic>
 CorrectionLoops loops_of() {
-  return {reduce_tile<kStatistic>,
+  return {sum_tile<kStatistic>, find_extrema<kStatistic>,
           [](const PolicyLossArgs& args, const Correction& correction, int64_t first, int n, int64_t row,
              const float* of_segment) { Factors<kStatistic>(args, correction, first).of_row(0, n, row, of_segment); },
           [](const PolicyLossArgs& args, const Correction& correction, int64_t first, int n, const Segments& segments) {
@@ -169,7 +194,79 @@ CorrectionLoops pick_loops(Statistic statistic) {
   }
 }
 
+ReduceTile pick_reduce(Statistic statistic, Reduction reduction) {
+  const CorrectionLoops loops = pick_loops(statistic);
+  return is_extremum(reduction) ? loops.find_extrema : loops.sum;
+}
+
+Reduced reduce_tokens(const PolicyLossArgs& args, ReduceTile reduce, const Block& block) {
+  const Compared from = compared(args);
+  Reduced found;
+  for_each_tile_of(block, kGridOfBlock, [&](int64_t tile, int, int n) { found.add(reduce(from, args.mask, tile, n)); });
+  return found;
+}
+
+// Of each leaf for which wants(leaf).
+template <class Wants>
+void reduce_leaves(const Leaves& leaves, const Workspace& space, ReduceTile reduce, int threads, const Wants& wants) {
+  parallel_for(leaves.tasks(), threads, [&](int64_t task) {
+    leaves.for_each_block(task, [&](const Block& block) {
+      if (!wants(block.leaf)) return;
+      (block.begins ? space.of_leaves[block.leaf] : space.of_blocks[task]) = reduce_tokens(leaves.args, reduce, block);
+    });
+  });
+  for (int64_t p = 0; p < leaves.count(); ++p) {
+    if (leaves.length(p) == 0) space.of_leaves[p] = {};
+  }
+  gather_blocks(leaves, space.of_blocks, space.of_leaves);
+}
+
+RowFactor factor_of_row(const TokenCorrection& correction, const Reduced& reduced, int64_t tokens) {
+  const float v = reduced.as(correction.reduction);
+  return {{factor_of(correction.rule, 0, v), factor_of(correction.rule, 1, v)}, reduced.valid == tokens};
+}
+
+// Whether all tokens of the row lie in one chunk.
+bool is_in_chunk(const Rows& rows, int64_t row) { return !rows.continues_elsewhere(row, rows.cu_seqlens[row] / kChunk); }
+
 }  // namespace
+
+RowFactors::RowFactors(Arena& arena, int64_t tokens, int64_t rows)
+    : factors(arena.take<RowFactor>(rows)), workspace(arena.take<uint8_t>(correction_workspace(tokens, rows, rows))) {}
+
+PolicyLossArgs RowFactors::in(PolicyLossArgs args, bool first_sweep, int threads) const {
+  if (!corrects_rows(args)) return args;
+  args.correction.rows = factors;
+  if (!first_sweep) return args;
+  Hierarchy each{};
+  each.leaves = args.rows;
+  if (args.rows > 0) each.leaf_begin = args.cu_seqlens, each.leaf_end = args.cu_seqlens + 1;
+  const Workspace space(workspace, args.tokens, args.rows);
+  const Leaves leaves(each, args, space.start);
+  const Rows rows(args.cu_seqlens, args.rows, args.tokens);
+  const auto wants = [&](int64_t row) { return !is_in_chunk(rows, row); };
+  reduce_leaves(leaves, space, pick_reduce(args.correction.rule.statistic, args.correction.reduction),
+                worthwhile(threads, args.tokens), wants);
+  for (int64_t row = 0; row < args.rows; ++row) {
+    if (wants(row)) factors[row] = factor_of_row(args.correction, space.of_leaves[row], leaves.length(row));
+  }
+  return args;
+}
+
+void correct_row(const PolicyLossArgs& args, const Rows& rows, int64_t row) {
+  if (!is_in_chunk(rows, row)) return;
+  const int64_t begin = rows.cu_seqlens[row], tokens = rows.cu_seqlens[row + 1] - begin;
+  const Reduced reduced = reduce_tokens(args, pick_reduce(args.correction.rule.statistic, args.correction.reduction),
+                                        {row, row, begin, tokens, true});
+  args.correction.rows[row] = factor_of_row(args.correction, reduced, tokens);
+}
+
+void correct_rows(const PolicyLossArgs& args, const Rows& rows, int64_t chunk) {
+  if (rows.broken) return;
+  const int64_t* ends = rows.cu_seqlens + 1;
+  int64_t row = std::upper_bound(ends, ends + rows.count, chunk * kChunk) - ends;
+  for (; row < rows.count && rows.cu_seqlens[row] < (chunk + 1) * kChunk; ++row) correct_row(args, rows, row);
+}
 
 int64_t correction_workspace(int64_t tokens, int64_t, int64_t leaves) { return Workspace(nullptr, tokens, leaves).bytes; }
 
@@ -181,19 +278,10 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
 
   const bool whole = hierarchy.stage == Stage::whole;
   const Reduction reduction = correction.reduction;
-  const Compared from = compared(args);
   const auto words_of = [&](int64_t segment) { return hierarchy.tables.sums + segment * kWords; };
 
   if (hierarchy.depth > 0 && (whole || hierarchy.stage == Stage::sums)) {
-    parallel_for(leaves.tasks(), threads, [&](int64_t task) {
-      leaves.for_each_block(task, [&](const Block& block) {
-        Reduced found;
-        for_each_tile_of(block, kGridOfBlock,
-                         [&](int64_t tile, int, int n) { found.add(loops.reduce(from, args.mask, tile, n)); });
-        (block.begins ? space.of_leaves[block.leaf] : space.of_blocks[task]) = found;
-      });
-    });
-    gather_blocks(leaves, space.of_blocks, space.of_leaves);
+    reduce_leaves(leaves, space, pick_reduce(correction.rule.statistic, reduction), threads, [](int64_t) { return true; });
     for (int64_t p = 0; p < leaves.count(); ++p) space.segments[p] = {};
     for (int64_t p = 0; p < leaves.count(); ++p) {
       if (leaves.length(p) > 0) space.segments[leaves.ancestor(0, p)].add(space.of_leaves[p]);

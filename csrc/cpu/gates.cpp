@@ -24,9 +24,10 @@ struct Workspace {
   Arena arena;
   Partial* partials;  // [chunks]
   uint8_t* seen;      // [rows], 1 where a row has a valid token
+  RowFactors row_factors;
   int64_t bytes;
 
-  Workspace(void* base, int64_t tokens, int64_t row_count) : arena(base) {
+  Workspace(void* base, int64_t tokens, int64_t row_count) : arena(base), row_factors(arena, tokens, row_count) {
     partials = arena.take<Partial>(ceil_divide(tokens, kChunk));
     seen = arena.take<uint8_t>(row_count);
     bytes = arena.bytes();
@@ -57,6 +58,7 @@ void run_token_gate(const Call& call, int threads, const Workspace& space) {
   parallel_for(ceil_divide(call.args.tokens, kChunk), threads, [&](int64_t chunk) {
     Tile tile;
     Partial partial, counted;
+    if (corrects_rows(call.args)) correct_rows(call.args, call.rows, chunk);
     for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
       const Masked masked = masked_tokens(call.args.mask, first, n);
       const Call& here = calls.of(masked);
@@ -77,9 +79,10 @@ void run_token_gate(const Call& call, int threads, const Workspace& space) {
 
 int64_t policy_loss_workspace(int64_t tokens, int64_t rows) { return Workspace(nullptr, tokens, rows).bytes; }
 
-void policy_loss(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers, int threads) {
+void policy_loss(const PolicyLossArgs& given, const GateStructure& structure, const GateNumbers& numbers, int threads) {
+  const Workspace space(given.workspace, given.tokens, given.rows);
+  const PolicyLossArgs args = space.row_factors.in(given, true, threads);
   const Call call = {args, structure, numbers, Rows(args.cu_seqlens, args.rows, args.tokens)};
-  const Workspace space(args.workspace, args.tokens, args.rows);
   threads = worthwhile(threads, args.tokens + args.rows);
   std::memset(space.seen, 0, size_t(args.rows));
 

@@ -240,10 +240,6 @@ struct TokenInputsSweep {
     if (kAnything && inputs.entropy) entropy.end();
   }
 
-  void correct(int begin, int end, const Signs& signs, Tile& tile) const {
-    if (call.args.correction.second) write_weights(CorrectedWeights(call.args), first, begin, end, signs, tile.corrected);
-  }
-
   // Rows by themselves.
   HPO_INLINE void few_rows(const Segments& segments, PresentTokens& present_tokens, Tile& tile) {
     const PolicyLossArgs& args = call.args;
@@ -253,7 +249,10 @@ struct TokenInputsSweep {
       const RowNumbers row = {
           Ints{} + (negative ? kNegative : kPositive), all<Floats>(RowNumbers::coefficient_of(args, segment.row)),
           all<Floats>(RowNumbers::weight_of(args, segment.row)), all<Floats>(RowNumbers::target_of(args, segment.row))};
-      correct(segment.begin, segment.end, {inputs.advantages, nullptr, negative}, tile);
+      if (args.correction.second) {
+        const Signs signs = {inputs.advantages, nullptr, negative};
+        write_weights(args, segment.row, first, segment.begin, segment.end, signs, tile.corrected);
+      }
       const int32_t before = present_count.total();
       const auto each = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
         constexpr bool kWhole = decltype(whole)::value;
@@ -269,7 +268,9 @@ struct TokenInputsSweep {
   HPO_INLINE void many_rows(int n, const Segments& segments, Tile& tile) {
     const PolicyLossArgs& args = call.args;
     load_row_numbers(args, n, segments, tile);
-    correct(0, n, {inputs.advantages, tile.kind, false}, tile);
+    if (args.correction.second) {
+      write_weights(args, first, n, segments, {inputs.advantages, tile.kind, false}, tile.corrected);
+    }
     float *weight = tile.spread[1], *target = tile.spread[2];
     const bool weighs = gate.weighs || penalised, compares = args.target && !inputs.target;
     if (weighs) spread_rows(segments, weight, [&](int64_t row) { return RowNumbers::weight_of(args, row); });

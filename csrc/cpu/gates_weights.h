@@ -1,7 +1,8 @@
-// The weights of tokens: their own, and the factors of a correction by their own statistic.
+// The weights of tokens: their own, and the factors of a correction by their own statistic or by that of their row.
 #pragma once
 #include "gates_binary_kl.h"
 #include "hpo/api.h"
+#include "rows.h"
 
 namespace hpo::HPO_ISA {
 
@@ -48,8 +49,8 @@ struct CorrectedWeights {
 
 // Writes the weights of the tokens [from, to) behind `begin`. The function is not inline, so that the loops of gates keep their
 // numbers in registers.
-__attribute__((noinline)) inline void write_weights(const CorrectedWeights& of, int64_t begin, int from, int to,
-                                                    const Signs& signs, float* weights) {
+__attribute__((noinline)) inline void write_weights_of_tokens(const CorrectedWeights& of, int64_t begin, int from, int to,
+                                                              const Signs& signs, float* weights) {
   const CorrectedWeights local = of;  // stores may alias
   for_each_vector(from, to, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
     constexpr bool kWhole = decltype(whole)::value;
@@ -60,5 +61,61 @@ __attribute__((noinline)) inline void write_weights(const CorrectedWeights& of, 
     store_lanes(local.token_weight ? factor * load(local.token_weight) : factor, weights + i);
   });
 }
+
+// The same where the tokens are of one row and have its factor, but for those without a statistic, which only a row that is not
+// complete has.
+__attribute__((noinline)) inline void write_weights_of_row(const CorrectedWeights& of, const RowFactor& row, int64_t begin,
+                                                           int from, int to, const Signs& signs, float* weights) {
+  const CorrectedWeights local = of;
+  const RowFactor factors = row;
+  for_each_vector(from, to, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
+    constexpr bool kWhole = decltype(whole)::value;
+    const int64_t at = begin + i;
+    const auto load = [&](const float* tokens) __attribute__((always_inline)) { return load_own<kWhole>(own, tokens + at); };
+    const Ints negative = signs.at(i, signs.advantages ? load_own<kWhole>(own, signs.advantages + i) : Floats{});
+    Floats factor = by_sign<Floats>(negative, factors.by_sign);
+    if (!factors.complete) {
+      const Floats v = statistic_of(local.rule.statistic, load(local.first), load(local.second));
+      factor = v != v ? v : factor;
+    }
+    // Of the own tokens alone: a vector may begin before them.
+    store_own<kWhole>(own, local.token_weight ? factor * load(local.token_weight) : factor, weights + i);
+  });
+}
+
+// The weights of n tokens behind `begin`, whose rows are the segments.
+inline void write_weights(const PolicyLossArgs& args, int64_t begin, int n, const Segments& segments, const Signs& signs,
+                          float* weights) {
+  const CorrectedWeights of(args);
+  if (!args.correction.of_rows) return write_weights_of_tokens(of, begin, 0, n, signs, weights);
+  for (const Segment& segment : segments) {
+    const RowFactor& row = args.correction.rows[segment.row];
+    write_weights_of_row(of, row, begin, segment.begin, segment.end, signs, weights);
+  }
+}
+
+// The weights of the tokens [from, to) behind `begin`, which are of one row.
+inline void write_weights(const PolicyLossArgs& args, int64_t row, int64_t begin, int from, int to, const Signs& signs,
+                          float* weights) {
+  const CorrectedWeights of(args);
+  if (!args.correction.of_rows) write_weights_of_tokens(of, begin, from, to, signs, weights);
+  else write_weights_of_row(of, args.correction.rows[row], begin, from, to, signs, weights);
+}
+
+// The factors of a correction over rows. A sweep computes those of a row that lies in one chunk right before it reads its
+// tokens again; those of other rows are computed before. Functions of corrections.cpp.
+struct RowFactors {
+  RowFactor* factors;  // [rows]
+  uint8_t* workspace;
+
+  RowFactors(Arena& arena, int64_t tokens, int64_t rows);
+
+  // The arguments with room for factors, and with those of rows in several chunks if this is the first sweep.
+  PolicyLossArgs in(PolicyLossArgs args, bool first_sweep, int threads) const;
+};
+
+inline bool corrects_rows(const PolicyLossArgs& args) { return args.correction.second && args.correction.of_rows; }
+void correct_row(const PolicyLossArgs& args, const Rows& rows, int64_t row);
+void correct_rows(const PolicyLossArgs& args, const Rows& rows, int64_t chunk);
 
 }  // namespace hpo::HPO_ISA

@@ -129,6 +129,7 @@ void run_rows(const Sweeps& sweeps, int threads) {
   parallel_for(ceil_divide(call.args.tokens, kChunk), threads, [&](int64_t chunk) {
     Scratch scratch;
     Partial partial;
+    if (corrects_rows(call.args)) correct_rows(call.args, call.rows, chunk);
     for_each_tile(call.rows, chunk, [&](int64_t first, int n, const Segments& segments) {
       const Masked masked = masked_tokens(call.args.mask, first, n);
       if (masked == Masked::all) clear_gradient(call.args, first, n);
@@ -151,17 +152,18 @@ int64_t hierarchy_workspace(int64_t tokens, int64_t rows, int64_t leaves) {
   return Workspace(nullptr, tokens, rows, leaves).bytes;
 }
 
-void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers,
+void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, const GateNumbers& numbers,
                const Hierarchy& hierarchy, int threads) {
+  Workspace space(given.workspace, given.tokens, given.rows, hierarchy.leaves);
+  const bool whole = hierarchy.stage == Stage::whole;
+  const auto reaches = [&](Stage stage) { return whole || hierarchy.stage == stage; };
+  const PolicyLossArgs args = space.row_factors.in(given, reaches(Stage::sums), threads);
   const Call call = {args, structure, numbers, Rows(args.cu_seqlens, args.rows, args.tokens)};
-  Workspace space(args.workspace, args.tokens, args.rows, hierarchy.leaves);
   const Leaves leaves(hierarchy, args, space.start);
   const TokenPlan plan(call, hierarchy);
   const Calls calls(call);
   const Sweeps sweeps = {calls, leaves, space, plan};
-  const bool whole = hierarchy.stage == Stage::whole;
   if (!whole) space.tables = hierarchy.tables;
-  const auto reaches = [&](Stage stage) { return whole || hierarchy.stage == stage; };
   const bool by_tiles = hierarchy.depth == 0 && plan.term_loop && leaves.are_rows;
   const bool some_together = !by_tiles && (leaves.together > 0 || !whole);  // a process without tokens fills its tables too
   threads = worthwhile(threads, args.tokens + hierarchy.leaves);

@@ -76,6 +76,7 @@ struct Sweeps {
 
   // The first sweep, of a block whose masks are classified. Returns whether later ones may take the fast path in every tile.
   bool measure(const Block& block, Scratch& scratch, Partial& partial, LogRatios& sums) const {
+    if (corrects_rows(call.args)) correct_row(call.args, call.rows, block.row);
     gather_weights(block, scratch);
     const bool may = plan.may_be_fast;
     bool fast = plan.stays_fast() && scratch.weights.usual;

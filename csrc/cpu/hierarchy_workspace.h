@@ -17,9 +17,10 @@ struct HierarchyWorkspace {
   LeafGate* gates;  // [leaves]
   LevelSlopes* slopes;  // [leaves]
   float (*token_grad)[2];  // [leaves]: of each token through aggregates, by channel
+  RowFactors row_factors;
   int64_t bytes;
 
-  HierarchyWorkspace(void* base, int64_t tokens, int64_t rows, int64_t count) : arena(base) {
+  HierarchyWorkspace(void* base, int64_t tokens, int64_t rows, int64_t count) : arena(base), row_factors(arena, tokens, rows) {
     const int64_t tasks = tokens / kChunk + 1;
     partials = arena.take<Partial>(tasks);
     seen = arena.take<uint8_t>(rows);

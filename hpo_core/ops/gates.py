@@ -251,7 +251,10 @@ def _numbers_of(spec: PolicyLossSpec) -> tuple[list[int], list[float]]:
     corrects = _NO_CORRECTION if spec.correction is None else spec.correction
     flags = (*spec.low_driven, *spec.high_driven, spec.strict, spec.split)
     kinds = (spec.token, spec.head, spec.kl, spec.kl_gradient, term.penalty, spec.term is not None)
-    correction = (spec.correction is not None, corrects.statistic, corrects.reduction, corrects.action, corrects.strict)
+    correction = (
+        spec.correction is not None, corrects.statistic, corrects.reduction, corrects.action, corrects.of_segments,
+        corrects.strict,
+    )  # fmt: skip
     levels = (kind for level in spec.levels for kind in (level.unit, level.gate, level.routing, level.aggregate))
     pairs = (
         spec.token_low, spec.token_high, spec.token_log_low,
@@ -266,8 +269,8 @@ def _numbers_of(spec: PolicyLossSpec) -> tuple[list[int], list[float]]:
 def _spec_of(structure: list[int], numbers: list[float]) -> PolicyLossSpec:
     token, head, kl, kl_gradient, penalty, has_term = structure[:6]
     low_1, low_2, high_1, high_2, strict, split = map(bool, structure[6:12])
-    has_correction, statistic, reduction, action, strictly = structure[12:17]
-    kinds = iter(structure[17:])
+    has_correction, statistic, reduction, action, of_segments, strictly = structure[12:_STRUCTURE]
+    kinds = iter(structure[_STRUCTURE:])
     pairs = [(numbers[at], numbers[at + 1]) for at in range(0, 26, 2)]
     kl_beta, coefficient, *bounds = numbers[26:]
     levels = []
@@ -300,14 +303,14 @@ def _spec_of(structure: list[int], numbers: list[float]) -> PolicyLossSpec:
         if has_term
         else None,
         correction=CorrectionSpec(
-            Statistic(statistic), Reduction(reduction), Action(action), False, bool(strictly), pairs[11], pairs[12]
+            Statistic(statistic), Reduction(reduction), Action(action), bool(of_segments), bool(strictly), *pairs[11:]
         )
         if has_correction
         else None,
     )
 
 
-_STRUCTURE, _NUMBERS = 17, 28  # of a spec without levels
+_STRUCTURE, _NUMBERS = 18, 28  # of a spec without levels
 _OF_LEVEL = (4, 9)
 
 

@@ -16,7 +16,7 @@ derivative kept, is aggregated in its place. The log mean exp is ``log(1 + mean 
 derivative kept, so that no weight e^x can outgrow the sum. A balanced aggregate is the mean over those segments of the
 next finer level that have tokens. A NaN log-ratio takes its token out of m; an infinite one saturates with derivative
 0. With a split, x+ = max(x, 0) and x- = max(-x, 0) each go through the gates by themselves, and z is the difference.
-Where steps are a level, a token outside every step is masked. A correction of tokens (corrections.py) is a factor in W.
+Where steps are a level, a token outside every step is masked. A correction (corrections.py) is a factor in W.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 
 from ..metrics import empty_metrics, slot
-from ..specs import Exchange, Head, Penalty, PolicyLossInputs, PolicyLossSpec, TokenGate
-from .corrections import factor_of_tokens
+from ..specs import Exchange, Head, Penalty, PolicyLossInputs, PolicyLossSpec, TokenGate, weighed_rows
+from .corrections import correction, factor_of_tokens
 from .hierarchy import Channel, combined, gated_hierarchy, gated_log_ratio, leaf_of_token
 from .segments import flat, of_row, read_at, row_of_token
 from .terms import (
@@ -160,6 +160,7 @@ def policy_loss(
 def read_tokens(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Tokens:
     """What tokens are and hold. A masked position is replaced before any arithmetic: 0 * NaN would be NaN, in the
     gradient too."""
+    inputs, spec = weighed_rows(inputs, spec, correction)
     logp = inputs.logp
     row = row_of_token(inputs.cu_seqlens, logp.numel())
     offsets = inputs.cu_seqlens

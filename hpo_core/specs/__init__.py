@@ -41,6 +41,7 @@ from .gates import (
     TermSpec,
     TokenGate,
     Unit,
+    weighed_rows,
 )
 from .logprobs import LogitRows, LogitType
 from .provenance import Provenance
@@ -86,4 +87,5 @@ __all__ = [
     "TokenGate",
     "Unit",
     "WindowAggregate",
+    "weighed_rows",
 ]

@@ -220,7 +220,7 @@ class PolicyLossSpec(NamedTuple):
     token_log_high: tuple[float, float] = (math.inf, math.inf)
     split: bool = False  # positive and negative log-ratios are two channels, each with aggregates of its own
     term: TermSpec | None = None  # then everything is as with levels, even without any
-    correction: CorrectionSpec | None = None  # of tokens: a factor on their weights
+    correction: CorrectionSpec | None = None  # of tokens, or of rows as segments: a factor on the weights of tokens
 
     @property
     def is_hierarchical(self) -> bool:
@@ -308,3 +308,21 @@ class PolicyLossInputs(NamedTuple):
     def leaves(self) -> int:
         """The number P of leaves."""
         return self.cu_seqlens.numel() - 1 if self.leaf_begin is None else self.leaf_begin.numel()
+
+
+def weighed_rows(
+    inputs: PolicyLossInputs,
+    spec: PolicyLossSpec,
+    correction: Callable[[PolicyLossInputs, CorrectionSpec], torch.Tensor],
+) -> tuple[PolicyLossInputs, PolicyLossSpec]:
+    """A correction of rows as the weights of tokens, for sweeps that know only corrections of tokens."""
+    if spec.correction is None or not spec.correction.of_segments:
+        return inputs, spec
+    logp = inputs.logp.detach()
+    rows = inputs._replace(
+        logp=logp, old_logp=logp if inputs.old_logp is None else inputs.old_logp, leaf_begin=None, leaf_end=None,
+        leaf_row=None, ancestors=None,
+    )  # fmt: skip
+    weight = correction(rows, spec.correction)
+    inputs = inputs._replace(token_weight=weight, correction_first=None, correction_second=None)
+    return inputs, spec._replace(correction=None)

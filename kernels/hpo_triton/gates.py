@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 
 from ..metrics import SLOTS as METRICS
-from ..specs import Exchange, Head, KLEstimator, KLGradient, PolicyLossInputs, PolicyLossSpec, TokenGate
+from ..specs import Exchange, Head, KLEstimator, KLGradient, PolicyLossInputs, PolicyLossSpec, TokenGate, weighed_rows
 from . import hierarchy
 from .correction_rules import rule_bounds_of, with_correction
+from .corrections import correction
 from .launch import kernel, launch, programs_for
 from .math import clamp, exp
 from .rows import TILE, load, row_of_token, row_range, store
@@ -198,6 +199,7 @@ def policy_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Loss (0-dim float32), metrics (float64), dL/dlogp ``[T]`` and loss_t ``[T]`` where wanted; ``exchange``: for
     ``spec.levels``."""
+    inputs, spec = weighed_rows(inputs, spec, correction)
     if spec.is_hierarchical:
         return hierarchy.policy_loss(inputs, spec, want_grad, want_tokens, exchange)
     logp, device = inputs.logp, inputs.logp.device

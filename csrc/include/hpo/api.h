@@ -52,9 +52,18 @@ struct CorrectionRule {
   double low[2], high[2];  // of the statistic, [advantage >= 0, < 0]
 };
 
+// What a correction over rows makes of one.
+struct RowFactor {
+  float by_sign[2];  // of the advantage
+  bool complete;     // each of its tokens has a statistic
+};
+
 // A factor of the sweep's own on the weight of every token.
 struct TokenCorrection {
   CorrectionRule rule;
+  Reduction reduction;
+  int32_t of_rows;      // the statistic is that of the token's row; on the CPU alone
+  RowFactor* rows;  // [rows], which the call itself writes
   const float* first;   // [tokens]; null: logp
   const float* second;  // [tokens]; null: no correction
 };
@@ -173,7 +182,8 @@ struct Compared {
 inline Compared compared(const PolicyLossArgs& args) {
   const TokenCorrection& own = args.correction;
   if (!own.second) return {args.logp, args.old_logp, nullptr, nullptr, nullptr};
-  return {own.first ? own.first : args.logp, own.second, args.logp, args.old_logp, args.ref_logp};
+  const float* old_logp = args.old_logp ? args.old_logp : args.logp;
+  return {own.first ? own.first : args.logp, own.second, args.logp, old_logp, args.ref_logp};
 }
 
 enum class Center : int32_t { mean = 0, leave_one_out = 1 };

@@ -271,7 +271,7 @@ CORRECTED = [gates.ppo_clip(), gates.gspo(), gates.fiberpo(), gates.sapo(), gate
 def test_a_correction_of_rows_in_the_loss_is_that_of_the_op(reduction, gate, backend):
     """To the bit: with masks, weights of tokens, their own advantages and undefined statistics, in rows of any size."""
     place, draw = testing.device_of(backend), torch.Generator().manual_seed(1)
-    tokens = 40_000 if backend == "cpu" else 1500
+    tokens = 1500 if backend in ("triton", "cuda_emulated") else 40_000
     batch = hpo.PackedBatch.from_lengths(rows_of_all_sizes(tokens))
     batch = batch.replace(group_ids=torch.arange(batch.rows) // 3)
     old = -1 - torch.rand(tokens, generator=draw)

@@ -91,6 +91,7 @@ class Plan(NamedTuple):
     build: Callable[..., Case]  # build(**size, full=, backend=)
     size: dict[str, int]
     small: dict[str, int]
+    seconds: float | None = None  # of timing, where a family has too many cases for the usual time
 
     def case(self) -> Case:
         return self.build(**self.size, full=True, backend=None)

@@ -20,6 +20,7 @@ import bench_hierarchy
 import bench_linear_logprobs
 import bench_logprobs
 import bench_losses
+import bench_presets
 import bench_segments
 import report
 from harness import Outcome, available, ceilings, measure
@@ -38,8 +39,8 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=UserWarning)
 
     modules = (
-        bench_gates, bench_corrections, bench_hierarchy, bench_losses, bench_advantages, bench_entropy, bench_segments,
-        bench_logprobs, bench_linear_logprobs,
+        bench_gates, bench_presets, bench_corrections, bench_hierarchy, bench_losses, bench_advantages, bench_entropy,
+        bench_segments, bench_logprobs, bench_linear_logprobs,
     )  # fmt: skip
     plans = [plan for module in modules for plan in module.plans(arguments.quick)]
     if arguments.large:
@@ -55,7 +56,7 @@ def main() -> int:
 
     outcomes: list[Outcome] = []
     for plan in plans:
-        outcomes.append(measure(plan, seconds=2.0 if arguments.quick else 5.0))
+        outcomes.append(measure(plan, plan.seconds or (2.0 if arguments.quick else 5.0)))
         print(report.table(outcomes[-1]), flush=True)
         report.write(arguments.out, facts, outcomes)
     print(report.summary(outcomes))

@@ -1,4 +1,4 @@
-"""Prints the tables of docs/logprobs_speed.md and docs/linear_logprobs.md from the results of runs.
+"""Prints the tables of docs/logprobs_speed.md, docs/linear_logprobs.md and docs/benchmarks_presets.md from results.
 
 python bench/run.py --only logprobs && python bench/tables.py bench/results/results.json
 """
@@ -39,8 +39,23 @@ def table(rows: list[dict[str, Any]], peers: tuple[str, ...]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def presets(rows: list[dict[str, Any]]) -> str:
+    """Milliseconds of hpo_core with autograd and without, and how many times slower eager PyTorch and verl are."""
+    lines = [("preset", "ms", "ms without autograd", "eager", "verl"), ("---",) * 5]
+    for case, group in itertools.groupby(sorted(rows, key=lambda row: str(row["case"])), key=lambda row: row["case"]):
+        found = {row["contestant"]: row for row in group}
+        ours = (digits(found[name]["milliseconds"]) for name in ("hpo_core", "hpo_core, no autograd"))
+        peers = (
+            f"{digits(found[name]['slower_than_hpo_core'])}x" if name in found else "" for name in ("eager", "verl")
+        )
+        lines.append((case.rsplit(", ", 1)[0], *ours, *peers))  # without its size
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 if __name__ == "__main__":
     every = [row for path in sys.argv[1:] for row in json.loads(Path(path).read_text())["rows"]]
     for op, peers in TABLES.items():
         if rows := [row for row in every if row["op"] == op]:
             print(f"{table(rows, peers)}\n")
+    if rows := [row for row in every if row["op"] == "preset"]:
+        print(presets(rows))

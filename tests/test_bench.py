@@ -14,12 +14,14 @@ import bench_hierarchy
 import bench_linear_logprobs
 import bench_logprobs
 import bench_losses
+import bench_presets
 import bench_segments
+import peers_presets
 from harness import check
 
 MODULES = (
     bench_advantages, bench_entropy, bench_gates, bench_hierarchy, bench_linear_logprobs, bench_logprobs, bench_losses,
-    bench_segments,
+    bench_presets, bench_segments,
 )  # fmt: skip
 
 
@@ -28,3 +30,15 @@ MODULES = (
 )
 def test_contestants_agree_with_the_reference(plan):
     check(plan.small_case())
+
+
+def test_every_preset_has_an_eager_formula():
+    assert set(bench_presets.PRESETS) == set(peers_presets.FORMULAS)
+    assert {"ppo_clip", "two_scale"} < set(bench_presets.PRESETS)
+
+
+def test_every_loss_of_verl_stands_beside_a_preset():
+    algorithms = pytest.importorskip("verl.trainer.ppo.core_algos")
+    theirs = {name for name in algorithms.POLICY_LOSS_REGISTRY if not name.startswith("hpo_")}
+    assert theirs - {"bypass_mode"} <= {peer.name for peer in peers_presets.VERL.values()}
+    assert {name.partition(bench_presets.MADE)[0] for name in peers_presets.VERL} <= set(bench_presets.PRESETS)

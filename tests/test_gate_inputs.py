@@ -254,6 +254,24 @@ def test_draws_depend_on_the_seed_only():
     assert (~first).sum() == 80
 
 
+def test_of_equal_covariances_the_first_pay():
+    """Sixteen advantages and two log-probabilities: many ties, and masked tokens among them."""
+    generator = torch.Generator().manual_seed(0)
+    advantages = torch.randint(-2, 3, (16,), generator=generator).float()
+    logp = -1.0 - torch.randint(0, 2, (16 * 50,), generator=generator)
+    valid = torch.rand(logp.shape, generator=generator) < 0.7
+    batch = hpo.PackedBatch(torch.arange(17) * 50, valid)
+    of_token, values = advantages.repeat_interleave(50).double(), logp.double()
+    covariance = (of_token - of_token[valid].mean()) * (values - values[valid].mean())
+    found = {}
+    for share in (1e-9, 0.02, 0.3, 1.0):
+        highest = sorted(valid.nonzero()[:, 0].tolist(), key=lambda token: -covariance[token].item())
+        wanted = max(1, int(share * valid.sum().item()))
+        found[share] = gates.kl_cov_mask(logp.where(valid, torch.nan), advantages, batch, share=share).penalty_mask
+        assert found[share].nonzero()[:, 0].tolist() == sorted(highest[:wanted])
+    assert torch.equal(found[1.0], valid)
+
+
 @pytest.mark.parametrize(
     ("given", "low", "high"),
     [

@@ -308,11 +308,11 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
     leaves.for_each_block(task, [&](const Block& block) {
       float of_segment[2] = {};  // by sign of the advantage
       if (hierarchy.depth > 0) {
-        const bool alike = whole && !args.mask && !args.token_weight && !args.advantage_per_token;
+        const bool alike = whole && !args.token_weight && !args.advantage_per_token;
         const int64_t segment = leaves.ancestor(0, block.leaf);
         const float v = whole ? space.segments[segment].as(reduction) : from_words(words_of(segment), reduction);
         for (int sign = 0; sign < 2; ++sign) of_segment[sign] = factor_of(correction.rule, sign, v);
-        if (alike && space.of_leaves[block.leaf].valid == leaves.length(block.leaf)) {  // no statistic is NaN
+        if (alike && space.of_leaves[block.leaf].valid == leaves.length(block.leaf)) {  // all are valid
           std::fill_n(correction.factor + block.first, block.tokens, of_segment[args.advantages[block.row] < 0.0f]);
           return;
         }

@@ -88,8 +88,12 @@ inline const float* load_aggregated(const TermPlan& plan, const Tile& tile, int 
 inline void load_terms(const Call& call, int64_t first, int n, int64_t row, float weight, Tile& tile, TokenTerms& terms) {
   const PolicyLossArgs& args = call.args;
   const float* weights = token_weights(args, first, tile);
-  for (int i = 0; i < n; ++i) terms.kept[i] = weights ? weight * weights[i] : weight;
-  for (int i = 0; i < n; ++i) terms.logp[i] = tile.infinite[i] ? 0.0f : args.logp[first + i];
+  if (weights) {  // decided here, because a vector's load from null is slow even where it loads no lane
+    for (int i = 0; i < n; ++i) terms.kept[i] = weight * weights[i];
+  } else {
+    std::fill_n(terms.kept, n, weight);
+  }
+  for (int i = 0; i < n; ++i) terms.logp[i] = keep_if(tile.infinite[i] == 0, args.logp[first + i]);
   if (args.target) {
     for (int i = 0; i < n; ++i) terms.target[i] = args.target_per_token ? args.target[first + i] : args.target[row];
   }

@@ -210,7 +210,7 @@ def kl_cov_mask(
     tensor([ True, False, False, False])
     """
     covariance, _, valid = _covariance(logp, advantages, batch, advantage_level)
-    return GateInputs(penalty_mask=_first_of(-covariance, valid, share, valid))
+    return GateInputs(penalty_mask=_first_of(covariance.neg_(), valid, share, valid))
 
 
 @examines
@@ -327,7 +327,7 @@ def _check_policies(batch: PackedBatch, logp: torch.Tensor, old_logp: torch.Tens
 
 
 def valid_tokens(batch: PackedBatch) -> torch.Tensor:
-    inside = batch.row_of_token() >= 0
+    inside: torch.Tensor = batch.once(PackedBatch.row_of_token) >= 0
     return inside if batch.mask is None else inside & batch.mask.reshape(-1)
 
 
@@ -338,7 +338,7 @@ def per_token(advantages: torch.Tensor, batch: PackedBatch, level: str | None) -
     if is_per_token:
         return values
     # Tokens of no row take the 0 at the end: a batch may have no rows at all.
-    return torch.cat((values, values.new_zeros(1)))[batch.row_of_token()]
+    return torch.cat((values, values.new_zeros(1)))[batch.once(PackedBatch.row_of_token)]
 
 
 def _covariance(
@@ -351,19 +351,25 @@ def _covariance(
     n = valid.sum().clamp(min=1)
     centred = []
     for values in (advantage, logp.detach()):
-        kept = torch.where(valid, values, torch.zeros_like(values)).double()
-        centred.append(torch.where(valid, kept - kept.sum() / n, torch.zeros_like(kept)))
-    return centred[0] * centred[1], advantage, valid
+        kept = values.to(torch.float64, copy=True).masked_fill_(~valid, 0.0)
+        centred.append(kept.sub_(kept.sum() / n))
+    return centred[0].mul_(centred[1]).masked_fill_(~valid, 0.0), advantage, valid
 
 
 def _first_of(key: torch.Tensor, eligible: torch.Tensor, share: float, valid: torch.Tensor) -> torch.Tensor:
-    """The ``max(1, floor(share n))`` eligible tokens of smallest key."""
-    order = torch.where(eligible, key.double(), torch.full_like(key, torch.inf, dtype=torch.float64)).argsort(
-        stable=True
-    )
-    wanted = (share * valid.sum().double()).floor().clamp(min=1)
-    taken = torch.arange(key.numel(), device=key.device) < wanted
-    return torch.zeros_like(eligible).scatter_(0, order, taken) & eligible
+    """The ``max(1, floor(share n))`` eligible tokens of smallest key, of equal ones the first; ``key`` may be changed.
+
+    The share of all positions bounds how many are wanted, so that few have to be in order.
+    """
+    key = key.double().nan_to_num_(torch.inf, torch.inf, -torch.inf).masked_fill_(~eligible, torch.inf)
+    most = min(max(1, math.floor(share * key.numel())), key.numel())
+    if not most:
+        return eligible
+    wanted = (share * valid.sum().double()).floor().clamp(min=1, max=most).long()
+    smallest = key.topk(most, largest=False).values
+    last = smallest.gather(0, (wanted - 1).reshape(1))
+    below, tied = key < last, key == last
+    return eligible & (below | (tied & (tied.cumsum(0) <= wanted - below.sum())))
 
 
 def _draws(count: int, seed: int, device: torch.device) -> torch.Tensor:
@@ -374,12 +380,12 @@ def _draws(count: int, seed: int, device: torch.device) -> torch.Tensor:
 def draws_of(numbers: torch.Tensor, seed: int) -> torch.Tensor:
     """A pseudo-random number for every int64: splitmix64 of (seed, number), its upper 53 bits."""
     golden, first, second = -7046029254386353131, -4658895280553007687, -7723592293110705685
-    z = (numbers + 1) * golden + (seed * 6364136223846793005 + (1 << 63)) % (1 << 64) - (1 << 63)
+    z = (numbers + 1).mul_(golden).add_((seed * 6364136223846793005 + (1 << 63)) % (1 << 64) - (1 << 63))
     for shift, factor in ((30, first), (27, second)):
-        z = (z ^ _shifted(z, shift)) * factor
-    return _shifted(z ^ _shifted(z, 31), 11)
+        z.bitwise_xor_(_shifted(z, shift)).mul_(factor)
+    return _shifted(z.bitwise_xor_(_shifted(z, 31)), 11)
 
 
 def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
     """To the right, as an unsigned number is."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)

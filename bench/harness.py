@@ -22,7 +22,7 @@ from hpo_core.testing.timing import FEW, Timing, extra_bytes, interleave
 Tensors = dict[str, torch.Tensor]
 
 PART = 1 << 24  # elements that are compared at once, in float64
-EVICTION = 1 << 24  # floats: 64 MiB, several times the last-level cache of such a machine
+EVICTION = 1 << 24  # floats: 64 MiB, beyond the caches of a core
 
 
 class Mismatch(Exception):

@@ -157,7 +157,7 @@ HPO_INLINE int32_t sweep_row(const PolicyLossArgs& args, int64_t first, const Se
   return kMasked ? present_count.total() : segment.end - segment.begin;
 }
 
-// One row of a tile of few rows.
+// The numbers of present tokens in a tile of few rows.
 struct PresentTokens {
   int32_t of_row[kFewRows], all = 0;
 
@@ -170,7 +170,7 @@ struct PresentTokens {
   }
 };
 
-// Whether rows have coefficients to multiply with.
+// Whether the rows' coefficients are finite.
 inline bool finite_coefficients(const PolicyLossArgs& args, const Segments& segments) {
   bool all_finite = true;
   for (const Segment& segment : segments) all_finite &= finite(args.weights[segment.row] * args.advantages[segment.row]);

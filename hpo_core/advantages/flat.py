@@ -7,7 +7,7 @@ Common arguments:
     group_ids: ``[S]`` int32 or int64, any integers in any order; a negative id belongs to no group (advantage 0). None:
     one group.
     mask: ``[S]`` bool, the units that enter the statistics. Default: all.
-    apply_mask: ``[S]`` bool, who receives an advantage. Default: the same as ``mask``.
+    apply_mask: ``[S]`` bool, the units that receive an advantage. Default: the same as ``mask``.
     singleton: a group of one: ``"zero"`` (its advantage is 0), or ``"raw"`` (its reward is kept: what verl's loops do).
     backend: see :func:`hpo_core.backends`.
 

@@ -77,7 +77,7 @@ def combine(
 
     Args:
         mask: ``[U]`` bool, the units that enter the statistics of all terms. Default: all.
-        apply_mask: ``[U]`` bool, who receives an advantage. Default: the same as ``mask``.
+        apply_mask: ``[U]`` bool, the units that receive an advantage. Default: the same as ``mask``.
 
     A value that is not finite enters no statistic, and its term says nothing of that unit. Computed in float64 relative
     to a member of each group: members with equal values get exactly 0.

@@ -244,7 +244,7 @@ def check_difficulty(difficulty: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def _padded(values: torch.Tensor, difficulty: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values, difficulties and who is a member, with one more unit for each difficulty, which is none."""
+    """Values, difficulties and members, with one more unit for each difficulty, which is none."""
     extra = torch.arange(3, device=values.device)
     pad = torch.nn.functional.pad
     return pad(values, (0, 3)), torch.cat((difficulty.to(torch.int64), extra)), pad(torch.isfinite(values), (0, 3))

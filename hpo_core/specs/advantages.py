@@ -156,4 +156,4 @@ class GroupInputs(NamedTuple):
     ids: tuple[torch.Tensor | None, ...]  # [U] int64, negative: in no group; None: one group
     weights: tuple[torch.Tensor | None, ...]  # [U] float32 in the statistics; not above 0: no member; None: 1 each
     mask: torch.Tensor | None = None  # [U] bool, the units that enter the statistics; None: all
-    apply_mask: torch.Tensor | None = None  # [U] bool, who receives an advantage; None: the same as mask
+    apply_mask: torch.Tensor | None = None  # [U] bool, the units that receive an advantage; None: the same as mask

@@ -297,7 +297,7 @@ class PolicyLossInputs(NamedTuple):
     # with spec.term
     target: torch.Tensor | None = None  # [S], or [T] with target_per_token: what some heads compare the ratio with
     target_per_token: bool = False
-    penalty_mask: torch.Tensor | None = None  # [T] bool: who pays the penalty of the term; None: every valid token
+    penalty_mask: torch.Tensor | None = None  # [T] bool: tokens that pay the term's penalty; None: all valid ones
     kl_weight: torch.Tensor | None = None  # [T] factor on the penalty of kl, with ref_logp; not finite: 0
     # What spec.correction compares, and the correction op: without them logp with old_logp, with them tokens have a say
     # whose log-ratios to old_logp and ref_logp are numbers.

@@ -67,7 +67,7 @@ class Shape(NamedTuple):
 
 
 def of_levels(shape: Shape) -> Shape:
-    """Without the choices that only concern tokens: kernels that do not read them are no others for these."""
+    """The shape without the choices that concern tokens alone: one kernel that reads no token serves all."""
     return shape._replace(
         takes_place=False, drop=False, score_head=False, term=None, carries=False, kl=0, kl_gradient=0
     )

@@ -65,8 +65,8 @@ def corrected(
 def _joins_loss(
     gate: RatioGate, batch: PackedBatch, process_group: torch.distributed.ProcessGroup | None
 ) -> Correction | None:
-    """The correction whose factors the loss computes: the first of tokens, else the first of rows, where no token outside
-    a row counts for it."""
+    """The correction whose factors the loss computes: the first of tokens, else the first of rows, unless tokens of
+    other rows count for a row, too."""
     of_tokens = [each for each in gate.corrections if each.unit is None]
     alone = batch.trajectory_ids is None and process_group is None and not gate.of_steps
     of_rows = [each for each in gate.corrections if alone and each.unit is Unit.TRAJECTORY]

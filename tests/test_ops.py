@@ -40,7 +40,8 @@ class Inputs(NamedTuple):
     def leaf(self):
         return self.logp.clone().requires_grad_()
 
-    def loss(self, logp, gate=GATES["token"], **keywords):
+    def loss(self, logp, gate=None, **keywords):
+        gate = GATES["token"] if gate is None else gate  # the Dynamo of torch 2.10 takes no gate as a method's default
         return hpo.policy_loss(logp, self.old_logp, self.advantages, self.batch, gate, **keywords).loss
 
 
@@ -295,9 +296,10 @@ def test_second_derivative_is_refused_in_a_transform():
 
 
 def test_second_derivative_is_refused_when_compiled():
-    """The message is ours or, if torch itself has compiled the backward, torch's."""
+    """The message is ours or, if torch itself has compiled the backward, torch's, of which the first is torch 2.10's."""
     given = inputs()
-    for compiler, words in (("eager", "second derivatives are not supported"), ("aot_eager", "double backward")):
+    of_torch = "does not require grad|double backward"
+    for compiler, words in (("eager", "second derivatives are not supported"), ("aot_eager", of_torch)):
         compiled = torch.compile(lambda logp: given.loss(logp), fullgraph=True, backend=compiler)
         leaf = given.leaf()
         with pytest.raises(RuntimeError, match=words):

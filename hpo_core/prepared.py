@@ -170,6 +170,7 @@ def prepare(
             gate.name,
         )
     leaves: Hierarchy | LeafTables = LeafTables()
+    # This is spec.is_hierarchical, a property of a named tuple, which the Dynamo of torch 2.10 does not trace.
     if len(spec.levels) > 0 or spec.term is not None:
         units = tuple(level.unit for level in spec.levels)
         leaves = batch.hierarchy(units) if beyond else batch.leaf_tables(units)

@@ -296,7 +296,7 @@ def test_second_derivative_is_refused_in_a_transform():
 
 
 def test_second_derivative_is_refused_when_compiled():
-    """The message is ours or, if torch itself has compiled the backward, torch's, of which the first is torch 2.10's."""
+    """The message is ours or, if torch itself has compiled the backward, torch's: the first of these is of torch 2.10."""
     given = inputs()
     of_torch = "does not require grad|double backward"
     for compiler, words in (("eager", "second derivatives are not supported"), ("aot_eager", of_torch)):
@@ -502,6 +502,23 @@ def test_single_call_compiled_by_inductor():
     for shape in SHAPES:
         compare(compiled, single_call, inputs(*shape))
     assert counter.frame_count <= 2
+
+
+MADE_INSIDE = {
+    "levels": lambda: hpo.gates.gspo(),
+    "rollback": lambda: hpo.gates.fiberpo(),
+    "gamma": lambda: hpo.gates.vespo(),
+    "correction": lambda: hpo.gates.tis(),
+    "numbers of a clip": lambda: hpo.gates.ce_gppo(),
+}
+
+
+@pytest.mark.parametrize("preset", MADE_INSIDE.values(), ids=MADE_INSIDE)
+def test_a_gate_made_inside_a_compiled_function(preset):
+    torch.compiler.reset()
+    given = inputs()
+    compiled = torch.compile(lambda logp: given.loss(logp, preset()), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(given.logp), given.loss(given.logp, preset()))
 
 
 def test_one_batch_compiled_again_and_again():

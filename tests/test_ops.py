@@ -296,7 +296,7 @@ def test_second_derivative_is_refused_in_a_transform():
 
 
 def test_second_derivative_is_refused_when_compiled():
-    """The message is ours or, if torch itself has compiled the backward, torch's: the first of these is of torch 2.10."""
+    """The message is ours or, if torch itself has compiled the backward, torch's: first that of torch 2.10."""
     given = inputs()
     of_torch = "does not require grad|double backward"
     for compiler, words in (("eager", "second derivatives are not supported"), ("aot_eager", of_torch)):

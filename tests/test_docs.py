@@ -40,7 +40,12 @@ def test_page(page: Path) -> None:
 
 @pytest.mark.parametrize("name", _modules())
 def test_docstrings(name: str) -> None:
-    module = importlib.import_module(name)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as missing:  # a part of an integration, made for its trainer
+        if missing.name not in _NEED_TRAINERS:
+            raise
+        pytest.skip(f"{missing.name} is not installed")
     failures, _ = doctest.testmod(module, globs={**vars(module)}, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert failures == 0
 

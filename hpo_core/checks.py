@@ -122,7 +122,7 @@ def examined(name: str, tensor: Any, meaning: str = "") -> torch.Tensor:
     """
     if type(tensor) is not Tensor:
         tensor = _unwrapped(name, tensor, meaning)
-    if is_compiling():
+    if is_compiling() or (type(tensor) is not Tensor and is_traced()):  # torch warns of the address of a fake
         return tensor  # type: ignore[no-any-return]
     try:
         # A wrapper has no memory: its address is an offset into the wrapped tensor, the address of its storage is 0.

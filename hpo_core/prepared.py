@@ -119,7 +119,7 @@ def prepare(
             gate.name,
         )
         check(
-            not wants_corrections or bool(gate.corrections),
+            not wants_corrections or len(gate.corrections) > 0,
             "report: 'corrections' is for a gate with corrections, got {!r}, which has none; drop it",
             gate.name,
         )
@@ -170,7 +170,8 @@ def prepare(
             gate.name,
         )
     leaves: Hierarchy | LeafTables = LeafTables()
-    if spec.is_hierarchical:
+    # This is spec.is_hierarchical, a property of a named tuple, which the Dynamo of torch 2.10 does not trace.
+    if len(spec.levels) > 0 or spec.term is not None:
         units = tuple(level.unit for level in spec.levels)
         leaves = batch.hierarchy(units) if beyond else batch.leaf_tables(units)
     exchange: SegmentExchange | None = None

@@ -79,7 +79,8 @@ class EntropyWindow:
         check_numbers("first, last", self.first, self.last)
         require_type(isinstance(self.quantile, Fraction), "quantile: expected a Fraction, got {!r}", self.quantile)
         check(self.first <= self.last, "first: expected first <= last, got {} and {}", self.first, self.last)
-        check(0 <= self.quantile <= 1, "quantile: expected a fraction in [0, 1], got {}", self.quantile)
+        is_fraction = 0 <= self.quantile.numerator <= self.quantile.denominator
+        check(is_fraction, "quantile: expected a fraction in [0, 1], got {}", self.quantile)
         check(self.rule in INDEX_RULES, "rule: expected one of an index, got {!r}; see quantiles for LINEAR", self.rule)
         check(self.scope in _SCOPES, "scope: expected one of {}, got {!r}", ", ".join(_SCOPES), self.scope)
         check(

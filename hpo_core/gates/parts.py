@@ -105,8 +105,9 @@ class Clip(Short):
     weight_high: Pair = (1.0, 1.0)
 
     def __post_init__(self) -> None:
-        for name, pair in vars(self).items():
-            check_pair(f"clip: {name}", pair)
+        # The Dynamo of torch 2.10 traces no vars(self).
+        for name in ("low", "high", "slope_low", "slope_high", "weight_low", "weight_high"):
+            check_pair(f"clip: {name}", getattr(self, name))
         beyond = (*self.slope_low, *self.slope_high, *self.weight_low, *self.weight_high)
         check(
             all(math.isfinite(number) for number in beyond),
@@ -131,8 +132,8 @@ class LogClip(Short):
     high: Pair = (math.inf, math.inf)
 
     def __post_init__(self) -> None:
-        for name, pair in vars(self).items():
-            check_pair(f"log_clip: {name}", pair)
+        check_pair("log_clip: low", self.low)
+        check_pair("log_clip: high", self.high)
         for low, high in zip(self.low, self.high, strict=True):
             check(
                 low <= 0 <= high,
@@ -189,8 +190,8 @@ class Gamma(Short):
     lam: Pair
 
     def __post_init__(self) -> None:
-        for name, pair in vars(self).items():
-            check_pair(f"gamma: {name}", pair)
+        check_pair("gamma: k", self.k)
+        check_pair("gamma: lam", self.lam)
         for number in (*self.k, *self.lam):
             check(0 <= number < math.inf, "gamma: expected finite numbers >= 0, got k {} and lam {}", self.k, self.lam)
 

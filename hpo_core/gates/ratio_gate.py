@@ -183,13 +183,13 @@ class RatioGate(Short):
             "levels: expected each once, from the finest to the coarsest (step, trajectory, group, domain), got {}",
             ", ".join(unit.name.lower() for unit in units),
         )
-        check(not self.split or bool(self.levels), "split: without a level the channels would never meet; drop it")
+        check(not self.split or len(self.levels) > 0, "split: without a level the channels would never meet; drop it")
         check(
-            bool(self.levels) or not isinstance(self.token, LogClip),
+            len(self.levels) > 0 or not isinstance(self.token, LogClip),
             "token: LogClip is for residuals below a level; a token's own ratio takes Clip, whose bounds are ratios",
         )
         check(
-            not self.levels or self.levels[0].aggregate is not Aggregate.BALANCED,
+            len(self.levels) == 0 or self.levels[0].aggregate is not Aggregate.BALANCED,
             "levels: Aggregate.BALANCED is the mean of the aggregates of the next finer level, and below the finest "
             "({}) are tokens; take Aggregate.MEAN there",
             self.levels[0].unit.name.lower() if self.levels else "",
@@ -224,7 +224,7 @@ class RatioGate(Short):
             "token: beyond its bounds a clip of two channels has no slope; drop split= or the slopes",
         )
         check(
-            not self.levels or beyond.weight_low == beyond.weight_high == (1.0, 1.0),
+            len(self.levels) == 0 or beyond.weight_low == beyond.weight_high == (1.0, 1.0),
             "token: weights beyond its bounds are for a token's own ratio; drop the levels or the weights",
         )
         check(self.channel is not Channel.DISCREPANCY, "channel: it has no gradient; take Channel.STALENESS or TOTAL")
@@ -249,7 +249,7 @@ class RatioGate(Short):
         check(
             self.head in _OWN_GRADIENT
             or not isinstance(self.token, Drop)
-            or (bool(self.levels) and self.levels[0].routing is not Routing.STOPPED),
+            or (len(self.levels) > 0 and self.levels[0].routing is not Routing.STOPPED),
             "token: Drop() under the linear head has no gradient unless the finest level carries it; use Head.SCORE",
         )
         require_type(
@@ -281,7 +281,7 @@ class RatioGate(Short):
     @property
     def of_steps(self) -> bool:
         """Whether steps are a level: tokens outside every step are then masked."""
-        return bool(self.levels) and self.levels[0].unit is Unit.STEP
+        return len(self.levels) > 0 and self.levels[0].unit is Unit.STEP
 
     @property
     def first_order(self) -> FirstOrder:
@@ -348,7 +348,7 @@ class RatioGate(Short):
     def _make_facts(self) -> tuple[bool, bool, bool]:
         channels = {self.channel, *(correction.channel for correction in self.corrections)}
         unweighted = self.channel is Channel.STALENESS and self.advantage_weights == (1.0, 1.0)
-        fast_path = self._spec.term is None and unweighted and not self.corrections and not self.needs
+        fast_path = self._spec.term is None and unweighted and len(self.corrections) == 0 and not self.needs
         return channels != {Channel.STALENESS}, fast_path, self.head in (Head.TARGET, Head.NEGATIVE_AWARE)
 
     def _adds_up_deviations(self) -> bool:

@@ -114,7 +114,7 @@ class GroupNormalisation:
     or the advantage is 0.
     """
 
-    terms: tuple[GroupTerm, ...] = (GroupTerm(),)
+    terms: tuple[GroupTerm, ...]
     share: Share = Share.SUM
     share_eps: float = 0.0
     share_least: float = 0.0

@@ -225,7 +225,7 @@ class PolicyLossSpec(NamedTuple):
     @property
     def is_hierarchical(self) -> bool:
         """Whether kernels go through the leaves of a hierarchy."""
-        return bool(self.levels) or self.term is not None
+        return len(self.levels) > 0 or self.term is not None
 
     @property
     def mean_exp(self) -> bool:

@@ -20,6 +20,11 @@ if hpo.backends()["triton"]:
 
     patch_once_per_launch()
 
+# The first backward of a process decides how many threads autograd has. After a compilation a torch for CUDA counts a
+# device for it where there is none, and processes forked from this one could not differentiate.
+if not torch.cuda.is_available():
+    torch.ones(1, requires_grad=True).backward()
+
 hypothesis.settings.register_profile("tests", deadline=None, database=None, print_blob=True, derandomize=True)
 hypothesis.settings.load_profile("tests")
 

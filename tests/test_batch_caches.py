@@ -252,6 +252,7 @@ def test_compiled_code_counts_a_refilled_mask_and_is_compiled_once():
 
     torch._dynamo.reset()
     batch = make()
+    loss(make())  # loads the backend, which would break the first graph in two
     run = torch.compile(lambda logp: hpo.policy_loss(logp, None, torch.ones(3), batch).loss, backend=backend)
     assert run(torch.zeros(TOKENS)) == -1
     assert hpo.policy_loss(torch.zeros(TOKENS), None, torch.ones(3), batch).loss == -1  # an eager call in between

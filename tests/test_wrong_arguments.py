@@ -202,6 +202,8 @@ def walk(backend: str, stride: int = 1) -> dict[str, str]:
         worker = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         begun = ""
         for line in worker.stdout.splitlines():
+            if line.startswith("[Gloo]"):  # of torch 2.10, which prints what ranks it connects
+                continue
             where, how = json.loads(line)
             begun = where
             if how != "begun":

@@ -239,7 +239,7 @@ def _outcome(call: Call, place: Place, kind: str, make: Callable[[torch.Tensor],
     original = _get(call.arguments, place)
     try:
         wrong, meaning = make(original)
-    except (IndexError, RuntimeError, TypeError, ValueError):  # the tensor has no such variant
+    except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):  # the tensor has no such variant
         return "right: impossible"
     try:
         got = call.run(_with(call.arguments, place, wrong))
@@ -261,7 +261,8 @@ def _outcome(call: Call, place: Place, kind: str, make: Callable[[torch.Tensor],
 
 def _is_named(call: Call, place: Place, error: Exception) -> bool:
     """Whether the error names the wrong argument; if two shapes or values do not fit together, either name is right."""
-    if call.name.startswith("torch.ops.") and isinstance(error, RuntimeError | AssertionError):
+    of_distributed = str(error).startswith("Cannot find device mesh")  # of torch 2.10, where it is a ValueError
+    if call.name.startswith("torch.ops.") and (isinstance(error, RuntimeError | AssertionError) or of_distributed):
         return call.name.removeprefix("torch.ops.") in str(error).replace("::", ".")  # the dispatcher names operators
     if isinstance(error, AssertionError):
         return call.name.endswith("assert_within_budget")  # the difference is its finding

@@ -222,6 +222,7 @@ void reduce_leaves(const Leaves& leaves, const Workspace& space, ReduceTile redu
 }
 
 RowFactor factor_of_row(const TokenCorrection& correction, const Reduced& reduced, int64_t tokens) {
+  if (tokens == 0) return {{1.0f, 1.0f}, true};  // of no tokens, or of a row that lies nowhere
   const float v = reduced.as(correction.reduction);
   return {{factor_of(correction.rule, 0, v), factor_of(correction.rule, 1, v)}, reduced.valid == tokens};
 }

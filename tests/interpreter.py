@@ -7,8 +7,9 @@ once per launch and restored when the launch ends, and types of one kind share o
 interpreter also checks integers for overflow, which it reports in debug mode only; here it does not. Operands of one
 type, and floats beside numbers of Python, skip the search for a common type; constants are made once.
 
-In older Tritons it computes ``tl.fma`` with two roundings, where every compiler rounds once, knows no constant of
-bfloat16, and makes an index of a scalar in a way that NumPy 2.4 refuses; here it does as in newer ones.
+In older Tritons it computes ``tl.fma`` with two roundings, where every compiler rounds once, lets NaN win in
+``tl.minimum`` and ``tl.maximum``, knows no constant of bfloat16, and makes an index of a scalar in a way that NumPy 2.4
+refuses; here it does as in newer ones.
 """
 
 import dataclasses
@@ -47,6 +48,7 @@ def patch_once_per_launch() -> None:
     spare_conversions()
     if not hasattr(getattr(interpreter, "_interpreter", None), "fma_fp32"):
         round_fma_once()
+        let_numbers_win()
         know_constants_of_bfloat16()
         make_indices_of_scalars()
 
@@ -248,6 +250,13 @@ def round_fma_once() -> None:
         return interpreter.TensorHandle(fma(x.data, y.data, z.data), z.dtype.scalar)
 
     type(interpreter.interpreter_builder).create_fma = create_fma
+
+
+def let_numbers_win() -> None:
+    """Beside NaN, as in compiled kernels that do not ask for it: else no test would miss the question."""
+    builder = type(interpreter.interpreter_builder)
+    builder.create_minnumf = lambda self, x, y: self.binary_op(x, y, np.fmin)
+    builder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
 
 
 def fma(x, y, z):

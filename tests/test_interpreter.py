@@ -65,6 +65,27 @@ def test_fma_rounds_once():
     assert_rounded_once(inputs, out.cpu().numpy())
 
 
+def test_nan_wins_where_a_kernel_asks_for_it():
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(x, y, out, ALL: tl.constexpr):
+        at = tl.arange(0, 4)
+        one, other = tl.load(x + at), tl.load(y + at)
+        tl.store(out + at, tl.minimum(one, other))
+        tl.store(out + 4 + at, tl.maximum(one, other))
+        tl.store(out + 8 + at, tl.minimum(one, other, propagate_nan=ALL))
+        tl.store(out + 12 + at, tl.maximum(one, other, propagate_nan=ALL))
+
+    nan, device = float("nan"), testing.device_of("triton")
+    x, y = (torch.tensor(values, device=device) for values in ([1.0, nan, 2.0, nan], [nan, 3.0, 1.0, nan]))
+    out = torch.empty(16, device=device)
+    kernel[(1,)](x, y, out, ALL=tl.PropagateNan.ALL)
+    numbers = [[1.0, 3.0, 1.0, nan], [1.0, 3.0, 2.0, nan], [nan, nan, 1.0, nan], [nan, nan, 2.0, nan]]
+    np.testing.assert_array_equal(out.view(4, 4).cpu().numpy(), numbers)
+
+
 def test_what_old_tritons_get_rounds_once():
     from interpreter import fma
 

@@ -37,7 +37,7 @@ def corrected(
     seen = []
     logp = inputs.logp.detach()
     joins = _joins_loss(gate, batch, process_group) if logp_known else None
-    for correction in gate.corrections:
+    for index, correction in enumerate(gate.corrections):
         pair = _channel(correction.channel, logp, inputs.old_logp, rollout)
         if pair is None:
             seen.append(Metrics(empty_metrics(inputs.logp.device)))
@@ -49,7 +49,7 @@ def corrected(
         if want_metrics:  # which tokens it takes out can only be told before other factors join its own
             own = _factor(read._replace(token_weight=None), correction, batch, process_group, backend)
             seen.append(_observed(read, _counted(read), own != 0, process_group, backend))
-        if correction is joins:
+        if index == joins:
             spec = spec._replace(correction=correction.spec())
             first = None if pair[0] is logp else read.correction_first
             inputs = inputs._replace(correction_first=first, correction_second=read.correction_second)
@@ -64,13 +64,14 @@ def corrected(
 
 def _joins_loss(
     gate: RatioGate, batch: PackedBatch, process_group: torch.distributed.ProcessGroup | None
-) -> Correction | None:
-    """The correction whose factors the loss computes: the first of tokens, else the first of rows, unless tokens of
-    other rows count for a row, too."""
-    of_tokens = [each for each in gate.corrections if each.unit is None]
+) -> int | None:
+    """Which correction's factors the loss computes: those of the first of tokens, else of the first of rows, unless
+    tokens of other rows count for a row, too."""
+    units = [each.unit for each in gate.corrections]
+    if None in units:
+        return units.index(None)
     alone = batch.trajectory_ids is None and process_group is None and not gate.of_steps
-    of_rows = [each for each in gate.corrections if alone and each.unit is Unit.TRAJECTORY]
-    return next(iter((*of_tokens, *of_rows)), None)
+    return units.index(Unit.TRAJECTORY) if alone and Unit.TRAJECTORY in units else None
 
 
 def _channel(

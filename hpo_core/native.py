@@ -33,7 +33,7 @@ from .specs import (
     SegmentReduce,
     Stage,
     WindowAggregate,
-    weighed_rows,
+    rows_as_weights,
 )
 
 __all__ = ["Native"]
@@ -136,8 +136,8 @@ class Native:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Loss (0-dim float32), metrics (float64), dL/dlogp ``[T]`` and loss_t ``[T]`` where wanted; ``exchange``: for
         ``spec.levels``."""
-        if spec.correction is not None and not self._corrects_rows:
-            inputs, spec = weighed_rows(inputs, spec, self.correction)
+        if not self._corrects_rows:
+            inputs, spec = rows_as_weights(inputs, spec, self.correction)
         logp = inputs.logp
         tokens, rows = logp.numel(), inputs.weights.numel()
         if self._on_cuda:

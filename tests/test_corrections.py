@@ -302,3 +302,18 @@ def test_a_correction_of_rows_in_the_loss_is_that_of_the_op(reduction, gate, bac
         assert torch.equal(got.grad, expected.grad)
         assert got.metrics["tokens"] == expected.metrics["tokens"]
         assert bool(got.grad.any()) and len(set(factor.tolist())) > 1
+
+
+@pytest.mark.parametrize("unit", [None, Unit.TRAJECTORY])
+def test_one_correction_given_twice_counts_twice(unit, backend):
+    """The loss computes the factors of the first, and the op those of the second."""
+    place, batch = testing.device_of(backend), hpo.PackedBatch.from_lengths([2, 3]).to(testing.device_of(backend))
+    old, rollout = (torch.tensor(values, device=place) for values in ([-1.0] * 5, [-1.1, -1.3, -1.2, -0.9, -1.4]))
+    correction = Correction(Action.CLAMP, unit=unit, reduction=Reduction.SUM)
+    factors_of = [0.1, 0.3, 0.2, -0.1, 0.4] if unit is None else [0.4, 0.4, 0.5, 0.5, 0.5]
+    gate = gates.compose(gates.ppo_clip(), correction, correction)
+    weights = torch.ones(2, device=place)
+    out = hpo.policy_loss_and_grad(
+        old, old, weights, batch, gate, weights=weights, rollout_logp=rollout, backend=backend
+    )
+    assert out.grad.tolist() == pytest.approx([-math.exp(2 * d) for d in factors_of], rel=1e-5)

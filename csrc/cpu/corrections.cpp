@@ -206,7 +206,7 @@ Reduced reduce_tokens(const PolicyLossArgs& args, ReduceTile reduce, const Block
   return found;
 }
 
-// Of each leaf for which wants(leaf).
+// Reduces the leaves for which wants(leaf).
 template <class Wants>
 void reduce_leaves(const Leaves& leaves, const Workspace& space, ReduceTile reduce, int threads, const Wants& wants) {
   parallel_for(leaves.tasks(), threads, [&](int64_t task) {
@@ -235,7 +235,7 @@ bool is_in_chunk(const Rows& rows, int64_t row) { return !rows.continues_elsewhe
 RowFactors::RowFactors(Arena& arena, int64_t tokens, int64_t rows)
     : factors(arena.take<RowFactor>(rows)), workspace(arena.take<uint8_t>(correction_workspace(tokens, rows, rows))) {}
 
-PolicyLossArgs RowFactors::in(PolicyLossArgs args, bool first_sweep, int threads) const {
+PolicyLossArgs RowFactors::added_to(PolicyLossArgs args, bool first_sweep, int threads) const {
   if (!corrects_rows(args)) return args;
   args.correction.rows = factors;
   if (!first_sweep) return args;

@@ -81,7 +81,7 @@ int64_t policy_loss_workspace(int64_t tokens, int64_t rows) { return Workspace(n
 
 void policy_loss(const PolicyLossArgs& given, const GateStructure& structure, const GateNumbers& numbers, int threads) {
   const Workspace space(given.workspace, given.tokens, given.rows);
-  const PolicyLossArgs args = space.row_factors.in(given, true, threads);
+  const PolicyLossArgs args = space.row_factors.added_to(given, true, threads);
   const Call call = {args, structure, numbers, Rows(args.cu_seqlens, args.rows, args.tokens)};
   threads = worthwhile(threads, args.tokens + args.rows);
   std::memset(space.seen, 0, size_t(args.rows));

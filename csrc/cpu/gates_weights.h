@@ -111,7 +111,7 @@ struct RowFactors {
   RowFactors(Arena& arena, int64_t tokens, int64_t rows);
 
   // The arguments with room for factors, and with those of rows in several chunks if this is the first sweep.
-  PolicyLossArgs in(PolicyLossArgs args, bool first_sweep, int threads) const;
+  PolicyLossArgs added_to(PolicyLossArgs args, bool first_sweep, int threads) const;
 };
 
 inline bool corrects_rows(const PolicyLossArgs& args) { return args.correction.second && args.correction.of_rows; }

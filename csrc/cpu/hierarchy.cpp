@@ -157,7 +157,7 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
   Workspace space(given.workspace, given.tokens, given.rows, hierarchy.leaves);
   const bool whole = hierarchy.stage == Stage::whole;
   const auto reaches = [&](Stage stage) { return whole || hierarchy.stage == stage; };
-  const PolicyLossArgs args = space.row_factors.in(given, reaches(Stage::sums), threads);
+  const PolicyLossArgs args = space.row_factors.added_to(given, reaches(Stage::sums), threads);
   const Call call = {args, structure, numbers, Rows(args.cu_seqlens, args.rows, args.tokens)};
   const Leaves leaves(hierarchy, args, space.start);
   const TokenPlan plan(call, hierarchy);

@@ -206,7 +206,7 @@ struct TokenPlan {
 // The bounds of the token gate, token by token.
 inline void load_bounds(const Call& call, const TokenBounds& bounds, int64_t first, int n, const Tile& tile,
                         TokenTerms& terms) {
-  for (int i = 0; i < n; i += kWidth) {  // whole vectors
+  for (int i = 0; i < n; i += kWidth) {  // those of the gate, in whole vectors
     const Ints negative = load_lanes<Ints>(tile.chosen + i) == kNegative;
     store_lanes(by_sign<Floats>(negative, bounds.low), terms.low + i);
     store_lanes(by_sign<Floats>(negative, bounds.high), terms.high + i);

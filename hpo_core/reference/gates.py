@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from ..metrics import empty_metrics, slot
-from ..specs import Exchange, Head, Penalty, PolicyLossInputs, PolicyLossSpec, TokenGate, weighed_rows
+from ..specs import Exchange, Head, Penalty, PolicyLossInputs, PolicyLossSpec, TokenGate, rows_as_weights
 from .corrections import correction, factor_of_tokens
 from .hierarchy import Channel, combined, gated_hierarchy, gated_log_ratio, leaf_of_token
 from .segments import flat, of_row, read_at, row_of_token
@@ -160,7 +160,7 @@ def policy_loss(
 def read_tokens(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Tokens:
     """What tokens are and hold. A masked position is replaced before any arithmetic: 0 * NaN would be NaN, in the
     gradient too."""
-    inputs, spec = weighed_rows(inputs, spec, correction)
+    inputs, spec = rows_as_weights(inputs, spec, correction)
     logp = inputs.logp
     row = row_of_token(inputs.cu_seqlens, logp.numel())
     offsets = inputs.cu_seqlens

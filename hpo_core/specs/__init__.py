@@ -41,7 +41,7 @@ from .gates import (
     TermSpec,
     TokenGate,
     Unit,
-    weighed_rows,
+    rows_as_weights,
 )
 from .logprobs import LogitRows, LogitType
 from .provenance import Provenance
@@ -87,5 +87,5 @@ __all__ = [
     "TokenGate",
     "Unit",
     "WindowAggregate",
-    "weighed_rows",
+    "rows_as_weights",
 ]

@@ -310,7 +310,7 @@ class PolicyLossInputs(NamedTuple):
         return self.cu_seqlens.numel() - 1 if self.leaf_begin is None else self.leaf_begin.numel()
 
 
-def weighed_rows(
+def rows_as_weights(
     inputs: PolicyLossInputs,
     spec: PolicyLossSpec,
     correction: Callable[[PolicyLossInputs, CorrectionSpec], torch.Tensor],

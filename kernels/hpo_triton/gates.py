@@ -18,7 +18,16 @@ import triton
 import triton.language as tl
 
 from ..metrics import SLOTS as METRICS
-from ..specs import Exchange, Head, KLEstimator, KLGradient, PolicyLossInputs, PolicyLossSpec, TokenGate, weighed_rows
+from ..specs import (
+    Exchange,
+    Head,
+    KLEstimator,
+    KLGradient,
+    PolicyLossInputs,
+    PolicyLossSpec,
+    TokenGate,
+    rows_as_weights,
+)
 from . import hierarchy
 from .correction_rules import rule_bounds_of, with_correction
 from .corrections import correction
@@ -199,7 +208,7 @@ def policy_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Loss (0-dim float32), metrics (float64), dL/dlogp ``[T]`` and loss_t ``[T]`` where wanted; ``exchange``: for
     ``spec.levels``."""
-    inputs, spec = weighed_rows(inputs, spec, correction)
+    inputs, spec = rows_as_weights(inputs, spec, correction)
     if spec.is_hierarchical:
         return hierarchy.policy_loss(inputs, spec, want_grad, want_tokens, exchange)
     logp, device = inputs.logp, inputs.logp.device

@@ -52,7 +52,7 @@ struct CorrectionRule {
   double low[2], high[2];  // of the statistic, [advantage >= 0, < 0]
 };
 
-// What a correction over rows makes of one.
+// The factor of a correction on the tokens of a row.
 struct RowFactor {
   float by_sign[2];  // of the advantage
   bool complete;     // each of its tokens has a statistic
@@ -62,8 +62,8 @@ struct RowFactor {
 struct TokenCorrection {
   CorrectionRule rule;
   Reduction reduction;
-  int32_t of_rows;      // the statistic is that of the token's row; on the CPU alone
-  RowFactor* rows;  // [rows], which the call itself writes
+  int32_t of_rows;      // the statistic is that of the token's row: read on the CPU alone, as the next
+  RowFactor* rows;      // [rows]; workspace of the call, which writes it
   const float* first;   // [tokens]; null: logp
   const float* second;  // [tokens]; null: no correction
 };

@@ -99,11 +99,11 @@ def statistic_of(first, second, STATISTIC: tl.constexpr):
 
 
 @triton.jit
-def factor_of(v, low, high, RULE: tl.constexpr):
-    if RULE.action == CLAMP:
+def factor_of(v, low, high, ACTION: tl.constexpr, STRICT: tl.constexpr):
+    if ACTION == CLAMP:
         return exp(clamp(clamp(v, low, high), -EXPONENT_BOUND, EXPONENT_BOUND))
-    inside = (low < v) & (v < high) if RULE.strict else (low <= v) & (v <= high)
-    kept = 1.0 if RULE.action == MASK else exp(clamp(v, -EXPONENT_BOUND, EXPONENT_BOUND))
+    inside = (low < v) & (v < high) if STRICT else (low <= v) & (v <= high)
+    kept = 1.0 if ACTION == MASK else exp(clamp(v, -EXPONENT_BOUND, EXPONENT_BOUND))
     return tl.where(inside, kept, 0.0)
 
 
@@ -122,7 +122,9 @@ def with_correction(loaded, inputs, bounds, row, rows, token, tokens, whole, REA
             negative = loaded.advantage < 0.0
         else:
             negative = tl.load(inputs.advantages + row, mask=row < rows, other=0.0) < 0.0
-        factor = factor_of(v, by_sign(negative, bounds.low), by_sign(negative, bounds.high), READING.rule)
+        # Field by field: in Triton 3.6 a tuple inside a constant tuple is no constant as an argument.
+        low, high = by_sign(negative, bounds.low), by_sign(negative, bounds.high)
+        factor = factor_of(v, low, high, READING.rule.action, READING.rule.strict)
         factor = tl.where(v == v, factor, v)
         if inputs.token_weight is not None:
             factor = factor * loaded.token_weight
@@ -145,4 +147,8 @@ def with_correction(loaded, inputs, bounds, row, rows, token, tokens, whole, REA
 
 
 def rule_bounds_of(spec: CorrectionSpec | None) -> Bounds | None:
-    return None if spec is None else Bounds(spec.low, spec.high)
+    """As floats: an integer would be a type, or as a 1 a constant, for which kernels are compiled again."""
+    if spec is None:
+        return None
+    low, high = (tuple(map(float, pair)) for pair in (spec.low, spec.high))
+    return Bounds(low, high)

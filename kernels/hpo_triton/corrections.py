@@ -155,7 +155,7 @@ def _correct_block(
     v = own
     if DEPTH > 0:
         v = _of_segment(tables.segments, segment_of(tables.ancestors, 0, leaf, leaves, held), held, RULE)
-    value = factor_of(v, by_sign(negative, bounds.low), by_sign(negative, bounds.high), RULE)
+    value = factor_of(v, by_sign(negative, bounds.low), by_sign(negative, bounds.high), RULE.action, RULE.strict)
     value = tl.where(own == own, value, own)
     if inputs.token_weight is not None:
         value = value * loaded.token_weight

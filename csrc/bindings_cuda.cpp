@@ -14,6 +14,9 @@ PYBIND11_MODULE(HPO_MODULE, m) {
   using namespace hpo::bindings;
   using namespace hpo;
   bind(m);
+  m.def("scale", [](Address values, int64_t count, int type, Address factor, int64_t context) {
+    run([&] { return hpo_scale(pointer<void>(values), count, LogitType(type), pointer<const float>(factor), context); });
+  });
   m.def("loss_from_logits_blocks", [](int64_t rows, int64_t columns, int type) {
     LogprobsArgs args{};
     args.rows = rows;

@@ -16,7 +16,7 @@ from .gates import Channel, RatioGate
 from .logprobs import checked_call, token_logprobs
 from .losses import policy_loss
 from .metrics import Metrics, observed
-from .ops.gates import hands_on
+from .ops.gates import hands_on, times
 from .ops.logprobs import readable
 from .prepared import PolicyLossOptions, prepare
 from .specs import LogitRows, PolicyLossInputs, PolicyLossSpec
@@ -228,7 +228,7 @@ class _FromLogits(torch.autograd.Function):
         check(grad is not None, "loss: its gradient has been handed on; a second backward needs a second call")
         if hands_on(factor):
             ctx.grad = None
-            return grad, None, None
+            return times(grad, factor), None, None
         return (grad * factor).to(grad.dtype), None, None
 
 

@@ -376,6 +376,12 @@ class Native:
         self._call(self._widen, block, block, into, block.numel())
         return into
 
+    def scale(self, values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """Contiguous ``values`` of a type of logits, times a float32 number on their device, in place. Where it is 1
+        they are not touched."""
+        self._call(self.module.scale, values, values, values.numel(), int(LogitType.of(values)), factor)
+        return values
+
     def token_logprobs(self, rows: LogitRows, kept: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Log-probabilities, entropies where ``kept`` is above 2, and that many statistics ``[kept, T]``: of each row
         the greatest logit, the sum of the others, the mean distance and the sum of squared probabilities."""

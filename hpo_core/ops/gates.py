@@ -127,7 +127,7 @@ class _PolicyLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: torch.Tensor | None, grad_gradient: torch.Tensor | None) -> Any:
-        return _scaled(ctx, loss_gradient, grad_gradient), None
+        return _scaled(ctx, loss_gradient, grad_gradient, in_place=True), None
 
 
 class _Call:
@@ -171,24 +171,34 @@ _apply_in_transform: Any = _PolicyLossInTransform.apply
 _apply: Any = super(torch.autograd.Function, _PolicyLoss).apply
 
 
-def _scaled(ctx: Any, loss_gradient: torch.Tensor | None, grad_gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """dL/dlogp times the incoming gradient."""
+def _scaled(
+    ctx: Any, loss_gradient: torch.Tensor | None, grad_gradient: torch.Tensor | None, in_place: bool = False
+) -> torch.Tensor | None:
+    """dL/dlogp times the incoming gradient; ``in_place``: where no caller has dL/dlogp."""
     if grad_gradient is not None:
         raise RuntimeError(SECOND_DERIVATIVE)
     if loss_gradient is None:
         return None
     grad: torch.Tensor = ctx.saved_tensors[0]
-    return grad.detach() if hands_on(loss_gradient) else loss_gradient * grad
+    if in_place and hands_on(loss_gradient):
+        return times(grad.detach(), loss_gradient)
+    return loss_gradient * grad
 
 
 def hands_on(factor: torch.Tensor) -> bool:
-    """Whether the product with the saved tensor can be the saved tensor itself, which no later backward needs.
+    """Whether the product with the saved tensor can stand in its memory, which no later backward needs."""
+    return not (factor.requires_grad or _keeps_graph() or is_traced(factor))
 
-    1 is what a plain ``backward()`` sends, and on a CPU reading it is no synchronisation.
-    """
-    if factor.requires_grad or not factor.is_cpu or _keeps_graph() or is_traced(factor):
-        return False
-    return factor.item() == 1.0
+
+def times(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """``values *= factor``. 1 is what a plain ``backward()`` sends: a CPU reads it here, another device in the kernel,
+    because reading it here would be a synchronisation."""
+    if factor.is_cpu:
+        return values if factor.item() == 1.0 else values.mul_(factor)
+    if values.is_contiguous() and factor.dtype is torch.float32 and not is_reference(values, None):
+        resolve("gates", values).scale(values, factor)
+        return values
+    return values.mul_(factor)
 
 
 def _save(ctx: Any, inputs: Any, output: Outputs) -> None:

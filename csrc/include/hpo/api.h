@@ -382,6 +382,8 @@ int hpo_order_statistics(const hpo::OrderStatisticsArgs* args, int64_t context);
 int hpo_row_counts(const hpo::RowCountsArgs* args, int64_t context);
 int hpo_token_logprobs(const hpo::LogprobsArgs* args, int64_t context);
 int hpo_token_logprobs_backward(const hpo::LogprobsBackwardArgs* args, int64_t context);
+// CUDA alone: values[count] *= *factor, each float32, bfloat16 or float16; they are not touched where it is 1.
+int hpo_scale(void* values, int64_t count, hpo::LogitType type, const float* factor, int64_t context);
 // CUDA alone: both directions of token_logprobs in one launch, with d loss / d logp of a gate on tokens between them. Row r of
 // the logits predicts token r + 1; log-probabilities and entropies go to `logits.given`, by token, the gradient to
 // `logits.grad`. Of `args` the log-probabilities and outputs do not count. hierarchy: of depth 0, where a term is present, else

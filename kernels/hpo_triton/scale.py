@@ -1,0 +1,33 @@
+"""``values *= factor``, in place and in one launch.
+
+A plain ``backward()`` sends the factor 1: then each program reads it and nothing else, so that a gradient that the
+forward has computed costs no pass over memory in the backward.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from .launch import INTERPRETED, kernel, launch, programs_for
+
+__all__ = ["scale"]
+
+BLOCK = 1 << 16 if INTERPRETED else 2048
+
+
+@kernel
+def _scale(values, factor, count: tl.int64, BLOCK: tl.constexpr):
+    by = tl.load(factor)
+    if by != 1.0:
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        for start in range(first, count, tl.num_programs(0).to(tl.int64) * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            value = tl.load(values + at, mask=at < count, other=0.0)
+            tl.store(values + at, (value.to(tl.float32) * by).to(value.dtype), mask=at < count)
+
+
+def scale(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Contiguous ``values`` of a float type, times a float32 number on their device."""
+    launch(_scale, programs_for(values.numel(), BLOCK), values, factor, values.numel(), BLOCK=BLOCK)
+    return values

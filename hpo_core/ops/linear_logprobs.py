@@ -18,7 +18,7 @@ from ..backends import is_reference, resolve
 from ..checks import check, check_dtype, has_tangent
 from ..specs import LogitRows
 from .library import LIBRARY, OPERATORS, check_operand, define, is_traced, not_differentiable, register
-from .logprob_states import LogprobState, finished, folded, inverse_of, mapped, shared
+from .logprob_states import LogprobState, finished, folded, inverse_of, mapped, merged, shared
 
 __all__ = ["LinearRows", "linear_token_logprobs"]
 
@@ -32,6 +32,9 @@ FORWARD_MODE = (
 )
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Of blocks of n columns, the states of n / 1024 are merged at once: merging takes tens of launches, and a state that
+# waits some hundred bytes a row, so this is a small part of the rows of a block.
+MERGED = 1024
 
 
 class LinearRows(NamedTuple):
@@ -82,18 +85,21 @@ def linear_token_logprobs(
 class _Blocks:
     """Blocks of logits of the rows that count, one at a time."""
 
-    def __init__(self, given: LinearRows, counting: torch.Tensor, functions: Any) -> None:
+    def __init__(self, given: LinearRows, counting: torch.Tensor, functions: Any, masks: bool) -> None:
+        """``masks``: hidden states of rows that do not count are replaced by zeros; a forward does not read their
+        logits."""
         self.given = given
         self.size, self.widen = given.chunk, functions.widen
         hidden, weight = given.hidden, given.weight
         everywhere = torch.arange(len(hidden), device=hidden.device)
         self.rows = counting.nonzero()[:, 0] if _is_readable(hidden) else everywhere
-        self.ignored = None if _is_readable(hidden) else ~counting  # their hidden states are zeros then
+        self.ignored = ~counting if masks and not _is_readable(hidden) else None
         self.chunks = -(-len(self.rows) // self.size)
         operand = torch.promote_types(hidden.dtype, weight.dtype)
         if hidden.is_cpu:
             operand = torch.float32  # a CPU product of 16-bit operands would round its result to 16 bits
         self.hidden = hidden.new_zeros(self.size, hidden.shape[1], dtype=operand)
+        self.held: int | None = None  # the chunk whose hidden states these are
         self.views = self._views()
         blocks = max(-(-len(weight) // given.columns), 1)
         self.columns = min(-(-len(weight) // (16 * blocks)) * 16, len(weight))  # so that blocks have about one size
@@ -108,11 +114,15 @@ class _Blocks:
 
     def _views(self) -> list[torch.Tensor | None]:
         """The hidden states of each chunk where they lie, if they need neither padding nor a copy."""
-        hidden, ends = self.given.hidden, self.rows[self.size - 1 :: self.size]
+        hidden, whole = self.given.hidden, len(self.rows) // self.size
         views: list[torch.Tensor | None] = [None] * self.chunks
         if self.ignored is not None or hidden.dtype is not self.hidden.dtype or not hidden.is_contiguous():
             return views
-        for at, (first, last) in enumerate(zip(self.rows[:: self.size].tolist(), ends.tolist(), strict=False)):
+        readable = _is_readable(hidden)  # elsewhere all rows are listed
+        for at in range(whole):
+            first, last = at * self.size, (at + 1) * self.size - 1
+            if readable:
+                first, last = int(self.rows[first]), int(self.rows[last])
             view = hidden[first : last + 1]
             if len(view) == self.size and view.data_ptr() % 64 == 0:  # bits of a product may depend on the alignment
                 views[at] = view
@@ -123,11 +133,13 @@ class _Blocks:
         view = self.views[at]
         if view is not None:
             return view
-        rows = self.rows[at * self.size : (at + 1) * self.size]
-        self.hidden[: len(rows)] = self.given.hidden[rows]
-        self.hidden[len(rows) :] = 0.0
-        if self.ignored is not None:
-            self.hidden[: len(rows)].masked_fill_(self.ignored[rows, None], 0.0)
+        if self.held != at:
+            self.held = at
+            rows = self.rows[at * self.size : (at + 1) * self.size]
+            self.hidden[: len(rows)] = self.given.hidden[rows]
+            self.hidden[len(rows) :] = 0.0
+            if self.ignored is not None:
+                self.hidden[: len(rows)].masked_fill_(self.ignored[rows, None], 0.0)
         return self.hidden
 
     def padded(self, values: torch.Tensor, filling: float) -> torch.Tensor:
@@ -140,6 +152,18 @@ class _Blocks:
         """The inverse of :meth:`padded`, with zeros in the other rows: ``[T, ...]``."""
         counting = values.flatten(0, 1)[: len(self.rows)]
         return counting.new_zeros(len(self.given.hidden), *counting.shape[1:]).index_copy_(0, self.rows, counting)
+
+    def places_of_targets(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each block of the vocabulary from ``first`` on, chunk and row: the place of the target's logit in
+        the block of logits, 0 where it is in another block, and whether it is in this one."""
+        end = len(self.given.weight)
+        begins = range(first * self.columns, min(last * self.columns, end), self.columns)
+        begin = torch.arange(begins.start, begins.stop, begins.step, device=self.targets.device)[:, None, None]
+        length = (end - begin).clamp(max=self.columns)
+        column = self.targets - (self.given.first + begin)
+        is_here = (column >= 0) & (column < length) & (self.targets != self.given.ignore_index)
+        row = torch.arange(self.size, device=column.device)
+        return torch.where(is_here, column + row * length, 0), is_here
 
     def of_vocabulary(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """The columns of each block and their part of the weight, in the dtype of the products."""
@@ -188,28 +212,28 @@ def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.
     given = LinearRows(*values)
     counting = given.targets != given.ignore_index
     functions = resolve("logprobs", given.hidden, backend or None)
-    blocks = _Blocks(given, counting, functions)
+    blocks = _Blocks(given, counting, functions, masks=False)
     inverse = inverse_of(given.temperature, given.temperatures)
     inverse_of_chunks = inverse_of(given.temperature, blocks.temperatures)
     nothing = torch.full_like(blocks.targets, -torch.inf, dtype=torch.float64)
     zeros = torch.zeros_like(nothing)
-    row_of_block = torch.arange(blocks.size, device=nothing.device)
     state = LogprobState(nothing, zeros, zeros if kept > 2 else None, nothing)
+    together = max(1, blocks.columns // MERGED)  # never of the number of rows, on which no bit depends
     with torch.autocast(given.hidden.device.type, enabled=False):
-        for columns, weight in blocks.of_vocabulary():
-            column = blocks.targets - (given.first + columns.start)
-            is_here = (column >= 0) & (column < len(weight)) & (blocks.targets != given.ignore_index)
-            element = torch.where(is_here, column + row_of_block * len(weight), 0)
-            parts = [
-                (functions.token_logprobs(rows, kept)[2], rows.logits.take(element[at]))
-                for at, rows, _ in blocks.of_rows(columns, weight)
-            ]
-            if parts:
-                statistics, logits = (torch.stack(each) for each in zip(*parts, strict=True))
-                top, others, *distance = statistics.unbind(1)
-                logit = torch.where(is_here, logits, -torch.inf)
+        for index, (columns, weight) in enumerate(blocks.of_vocabulary()):
+            place = index % together
+            if place == 0:
+                parts, (element, is_here) = [], blocks.places_of_targets(index, index + together)
+            for at, rows, _ in blocks.of_rows(columns, weight):
+                statistics = functions.token_logprobs(rows, kept)[2]
+                parts.append((*statistics.unbind(), rows.logits.take(element[place, at])))
+            if parts and (place == together - 1 or columns.stop == len(given.weight)):
+                top, others, *distance, logit = (
+                    torch.stack(each).view(is_here.shape) for each in zip(*parts, strict=True)
+                )
+                logit = torch.where(is_here, logit, -torch.inf)
                 new = LogprobState(top, others, distance[0] if distance else None, logit)
-                state = folded((state, new), inverse_of_chunks)
+                state = merged(state, new, inverse_of_chunks)
     state = mapped(state, blocks.spread)
     if group is not None:
         state = folded(shared(mapped(state, torch.Tensor.float), len(given.weight), group, sizes), inverse)
@@ -222,7 +246,7 @@ def _backward(*arguments: Any) -> list[torch.Tensor | None]:
     upstream = torch.stack([each != 0 for each in (of_logp, of_entropy) if each is not None])
     functions = resolve("logprobs", given.hidden, backend or None)
     counting = (given.targets != given.ignore_index) & (upstream.any(0) | statistics[0].isnan())
-    blocks = _Blocks(given, counting, functions)
+    blocks = _Blocks(given, counting, functions, masks=True)
     known = torch.stack([blocks.padded(each, 0.0) for each in statistics], 1)
     upstreams = [each if each is None else blocks.padded(each, 0.0) for each in (of_logp, of_entropy)]
     gradients = _Gradients(blocks, wanted)

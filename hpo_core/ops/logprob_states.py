@@ -14,7 +14,7 @@ from ..checks import check, has_tangent
 from ..specs import LogitRows
 from .logprobs import FORWARD_MODE, gradient, readable, save
 
-__all__ = ["LogprobState", "finished", "folded", "inverse_of", "mapped", "over_ranks", "part", "shared"]
+__all__ = ["LogprobState", "finished", "folded", "inverse_of", "mapped", "merged", "over_ranks", "part", "shared"]
 
 
 class LogprobState(NamedTuple):
@@ -83,6 +83,30 @@ def _merged(one: LogprobState, other: LogprobState, inverse: float | torch.Tenso
     return LogprobState(
         torch.maximum(one.top, other.top), others + added, distance, torch.maximum(one.target_logit, other.target_logit)
     )
+
+
+def merged(state: LogprobState, parts: LogprobState, inverse: float | torch.Tensor) -> LogprobState:
+    """The state and the parts that lie along the first dimension of ``parts``, in float64 and in fewer operations. Each
+    row is added up in the order of the parts, whatever the number of rows."""
+    fields: Any = (
+        None if one is None or many is None else torch.cat([one[None], many.double()])
+        for one, many in zip(state, parts, strict=True)
+    )
+    top, others, distance, target_logit = fields
+    greatest, where = top.max(0)
+    is_greatest = torch.arange(len(top), device=top.device).view(-1, *[1] * where.dim()) == where
+    is_nothing = top == -torch.inf
+    delta = torch.where(is_nothing | is_greatest, 0.0, (greatest - top) * inverse)  # NaN where one of them is
+    mass = torch.where(is_nothing, 0.0, torch.exp(-delta) * (1 + others))
+    # The greatest logit of all is the one that is not among the others.
+    all_others = _added(torch.where(is_greatest, others, mass))
+    if distance is not None:
+        distance = _added(torch.where(is_nothing, 0.0, mass * (distance + delta))) / (1 + all_others)
+    return LogprobState(greatest, all_others, distance, target_logit.amax(0))
+
+
+def _added(terms: torch.Tensor) -> torch.Tensor:
+    return functools.reduce(torch.add, terms.unbind())
 
 
 def finished(

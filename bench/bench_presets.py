@@ -132,6 +132,16 @@ def exact(value: Any) -> Any:
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
+def truth(gate: RatioGate, data: Rows, batch: hpo.PackedBatch, options: dict[str, Any] | None = None) -> Tensors:
+    """The float64 definition."""
+    options = given(gate, data) if options is None else options
+    result = hpo.policy_loss_and_grad(
+        data.logp.double(), data.old_logp.double(), data.advantages.double(), batch, gate,
+        weights=data.weights.double(), backend="reference", **exact(options),
+    )  # fmt: skip
+    return {"loss": result.loss, "grad": result.grad}
+
+
 def tensors_in(options: dict[str, Any]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for value in options.values():
@@ -155,13 +165,6 @@ def case(name: str, makes: bool, *, rows: int, length: int, full: bool, backend:
         result = hpo.policy_loss_and_grad(
             data.logp, data.old_logp, data.advantages, batch, gate, weights=data.weights, backend=backend,
             **made(data.logp),
-        )  # fmt: skip
-        return {"loss": result.loss, "grad": result.grad}
-
-    def truth() -> Tensors:
-        result = hpo.policy_loss_and_grad(
-            data.logp.double(), data.old_logp.double(), data.advantages.double(), batch, gate,
-            weights=data.weights.double(), backend="reference", **exact(made(data.logp)),
         )  # fmt: skip
         return {"loss": result.loss, "grad": result.grad}
 
@@ -196,7 +199,7 @@ def case(name: str, makes: bool, *, rows: int, length: int, full: bool, backend:
         ],
         peers=others,
         floor=floor,
-        truth=None if full else truth,
+        truth=None if full else lambda: truth(gate, data, batch, made(data.logp)),
     )
 
 

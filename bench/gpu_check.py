@@ -6,151 +6,117 @@ Each result is appended to a file of JSON lines before the next begins, so an in
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import bench_gates as gates
-import peers_gates
+import bench_presets as presets
 import torch
-from harness import Contestant, Mismatch, Tensors, compare
-from peers_gates import Objective, Padded
+from gpu_runs import PENALISED, Run, loss_of_preset, on, others, preset_on, runs, with_gradient
+from harness import Mismatch, Tensors, compare
 
 import hpo_core as hpo
 
-PENALISED = gates.PPO._replace(beta=0.04)
 CHECKED = (gates.PPO, gates.GSPO, gates.GSPO_TOKEN, gates.CISPO, gates.REINFORCE, PENALISED._replace(keep=0.2))
-TIMED = (gates.PPO, gates.GSPO, gates.CISPO, PENALISED)
-SHAPES = ((2, 2048), (64, 2048), (512, 2048), (2048, 2048))
-LAUNCHES = {"cuda": 3, "triton": 5}  # the limit of a loss, from the call to the gradient
-LAUNCHES_OF_SINGLE_CALL = 8
-
-
-class Run(NamedTuple):
-    case: str
-    contestant: str
-    call: Callable[[], Tensors]
-    bytes: int  # each input read once, each output written once
-    launches: int | None = None  # the limit
-
-
-# ----------------------------------------------------------------------------------------------------------------- runs
-
-
-def on(device: str, objective: Objective, rows: int, length: int, ragged: bool) -> tuple[Padded, hpo.PackedBatch]:
-    data, batch = gates.padded_batch(objective, rows, length, ragged)
-    return Padded(*(tensor.to(device) for tensor in data)), batch.to(device)
-
-
-def losses(backend: str) -> Iterator[Run]:
-    for objective in TIMED:
-        for rows, length in SHAPES:
-            data, batch = on("cuda", objective, rows, length, ragged=False)
-            case = f"{gates.describe(objective)}, {rows} x {length}"
-            size = rows * length * (gates.bytes_per_token(objective) + 1)
-            if backend == "peers":
-                yield Run(case, "eager", peers_gates.eager(objective, data), size)
-                yield Run(case, "compile", peers_gates.compiled(objective, data, expanded=True), size)
-                continue
-            gate, options = gates.gate_of(objective), gates.extras(objective, data)
-            for name, call, *_ in gates.ours(gate, data, batch, backend, {}, **options):
-                yield Run(case, f"{backend}: {name}", call, size, LAUNCHES[backend])
-
-
-def single_calls(backend: str) -> Iterator[Run]:
-    for rows, length in SHAPES[1:3]:
-        data, _ = on("cuda", gates.GSPO, rows, length, ragged=False)
-        offsets = torch.arange(rows + 1, device="cuda") * length
-        batch = hpo.PackedBatch(offsets, group_ids=torch.arange(rows, device="cuda") // 8)
-        call = single_call(data, batch, backend)
-        case, size = f"grpo + gspo + ares, {rows} x {length}", 28 * rows * length
-        yield Run(case, f"{backend}: hpo_core", call, size, LAUNCHES_OF_SINGLE_CALL)
-
-
-def single_call(data: Padded, batch: hpo.PackedBatch, backend: str) -> Callable[[], Tensors]:
-    def loss_of(leaf: torch.Tensor) -> torch.Tensor:
-        return hpo.hierarchical_policy_loss(
-            leaf, data.old_logp.view(-1), data.advantages, batch, gate=hpo.gates.gspo(), window=hpo.entropy.ares(),
-            entropy=data.entropy.view(-1), weights=data.weights, backend=backend,
-        ).loss  # fmt: skip
-
-    return peers_gates.differentiated(data.logp.view(-1), loss_of)
-
-
-def others(backend: str, tokens: int, device: str) -> Iterator[Run]:
-    """The ops without a gradient."""
-    generator = torch.Generator().manual_seed(0)
-    kind = torch.float64 if backend == "reference" else torch.float32
-    entropy = torch.rand(tokens, generator=generator).to(device, kind)
-    rewards = (100 + torch.randn(tokens, generator=generator)).to(device, kind)
-    ids = torch.arange(tokens, device=device) // 8
-    batch = hpo.PackedBatch(torch.arange(0, tokens + 1, 100, device=device))
-    window = hpo.entropy.forking_tokens(Fraction(1, 5))
-
-    def selected() -> torch.Tensor:
-        return hpo.entropy.top_k(entropy, batch, tokens // 5, scope="call", backend=backend)
-
-    calls: dict[str, tuple[Callable[[], Tensors], int]] = {
-        "group_normalise": (lambda: {"value": hpo.advantages.grpo(rewards, ids, backend=backend)}, 16),
-        "window_score": (lambda: {"value": hpo.entropy.window_mean(entropy, batch, 0, 3, backend=backend)}, 8),
-        "order_statistic": (lambda: {"value": window.fit_score(entropy, backend=backend).threshold}, 4),
-        "order_statistics": (lambda: {"value": hpo.entropy.quantiles(entropy, batch, "0.8", backend=backend)}, 4),
-        "select_exact": (lambda: {"value": selected().to(kind)}, 5),
-    }
-    for name, (call, size) in calls.items():
-        yield Run(f"{name}, {tokens:,}", f"{backend}: hpo_core", call, size * tokens)
-
+LENGTHS = {"small": (6, 44), "large": (512, 2048)}  # small: for the sanitizer, which is slow
+SAMPLE, SAMPLES = 3000.0, 9  # microseconds
 
 # ------------------------------------------------------------------------------------------------------------- exercise
 
 
-def exercise(backend: str, device: str) -> int:
-    """Runs every op on small ragged batches; returns the number of results that differ from the reference."""
+def exercise(backend: str, device: str, size: str) -> int:
+    """Runs every op on ragged batches; returns the number of results that differ from the reference."""
     failures = 0
-    for objective in CHECKED:
-        gate = gates.gate_of(objective)
-        data, batch = on("cpu", objective, 6, 44, ragged=True)
-        expected = gates.truth(gate, data, batch, **gates.extras(objective, data))
-        data, batch = on(device, objective, 6, 44, ragged=True)
-        for contestant in gates.ours(gate, data, batch, backend, {}, **gates.extras(objective, data)):
-            failures += differs(f"{gates.describe(objective)}, {contestant.name}", contestant, expected)
-    for run, reference in zip(others(backend, 400, device), others("reference", 400, "cpu"), strict=True):
-        failures += differs(run.case, Contestant("", run.call), reference.call())
-    print(f"{backend}: {failures} differ from the reference")
+    truth_device = "cpu" if size == "small" else device  # where the definition is quicker
+    for name, call, expected, tolerance in exercises(backend, device, truth_device, *LENGTHS[size]):
+        try:
+            got = {key: tensor.cpu() for key, tensor in call().items()}
+            compare(name, got, {key: tensor.cpu() for key, tensor in expected().items()}, tolerance)
+        except Mismatch as mismatch:
+            print(mismatch, flush=True)
+            failures += 1
+    print(f"{backend}, {size}: {failures} differ from the reference")
     return failures
 
 
-def differs(name: str, contestant: Contestant, expected: Tensors) -> bool:
-    try:
-        got = {key: tensor.cpu() for key, tensor in contestant.run().items()}
-        compare(name, got, expected, 2e-6)
-    except Mismatch as mismatch:
-        print(mismatch)
-        return True
-    return False
+Exercise = tuple[str, Callable[[], Tensors], Callable[[], Tensors], float]
+
+
+def exercises(backend: str, device: str, truth_device: str, rows: int, length: int) -> Iterator[Exercise]:
+    for objective in CHECKED:
+        gate = gates.gate_of(objective)
+        data, batch = on(truth_device, objective, rows, length, ragged=True)
+        expected = functools.partial(gates.truth, gate, data, batch, **gates.extras(objective, data))
+        data, batch = on(device, objective, rows, length, ragged=True)
+        for contestant in gates.ours(gate, data, batch, backend, {}, **gates.extras(objective, data)):
+            yield f"{gates.describe(objective)}, {contestant.name}", contestant.run, expected, 2e-6
+    for name, gate in presets.PRESETS.items():
+        data_here, batch_here = preset_on(truth_device, name, rows, length, ragged=True)
+        data_there, batch_there = preset_on(device, name, rows, length, ragged=True)
+        expected = functools.partial(presets.truth, gate, data_here, batch_here)
+        yield name, loss_of_preset(name, data_there, batch_there, backend), expected, 2e-6
+    tokens = min(100 * -(-rows * length // 100), 4000)  # the definition takes them one by one
+    for run, reference in zip(others(backend, tokens, device), others("reference", tokens, "cpu"), strict=True):
+        yield run.case, run.call, reference.call, 2e-6
+    yield from log_probabilities(backend, device, truth_device, rows)
+
+
+def log_probabilities(backend: str, device: str, truth_device: str, rows: int) -> Iterator[Exercise]:
+    """From logits and from hidden states, with both gradients."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(rows, 24, generator=draw), torch.randn(1002, 24, generator=draw)
+    targets = torch.randint(0, 1002, (rows,), generator=draw)
+    upstream = torch.randn(2, rows, generator=draw).unbind()
+    cases: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+        "token_logprobs": (hpo.token_logprobs, (hidden @ weight.t(),)),
+        "linear_token_logprobs": (hpo.linear_token_logprobs, (hidden, weight)),
+    }
+    for name, (function, inputs) in cases.items():
+        given = (function, inputs, targets, upstream)
+        there = functools.partial(differentiated_at, device, torch.float32, backend, *given)
+        here = functools.partial(differentiated_at, truth_device, torch.float64, "reference", *given)
+        yield name, there, here, 1e-5
+
+
+def differentiated_at(
+    device: str,
+    dtype: torch.dtype,
+    backend: str,
+    function: Callable[..., Any],
+    inputs: tuple[torch.Tensor, ...],
+    targets: torch.Tensor,
+    upstream: tuple[torch.Tensor, ...],
+) -> Tensors:
+    leaves = tuple(each.to(device, dtype).requires_grad_() for each in inputs)
+    there = tuple(each.to(device) for each in upstream)
+    return with_gradient(functools.partial(function, backend=backend), leaves, targets.to(device), there)
 
 
 # ---------------------------------------------------------------------------------------------------------------- bench
 
 
-def event_microseconds(call: Callable[[], object], repeat: int = 20, samples: int = 15) -> float:
-    """The median over samples of the mean time of ``repeat`` calls, from events on the device."""
+def event_microseconds(call: Callable[[], object]) -> float:
+    """The median over samples of the mean time of a call, from events on the device; a sample takes a few milliseconds,
+    or one call."""
     call()
-    found = []
-    for _ in range(samples):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(repeat):
-            call()
-        end.record()
-        end.synchronize()
-        found.append(1e3 * begin.elapsed_time(end) / repeat)
-    return statistics.median(found)
+    repeat = max(1, min(50, int(SAMPLE / sample(call, 3))))
+    return statistics.median(sample(call, repeat) for _ in range(SAMPLES))
+
+
+def sample(call: Callable[[], object], repeat: int) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(repeat):
+        call()
+    end.record()
+    end.synchronize()
+    return 1e3 * begin.elapsed_time(end) / repeat
 
 
 def graph_microseconds(call: Callable[[], object]) -> float:
@@ -177,6 +143,17 @@ def launches(call: Callable[[], object]) -> Counter[str]:
     return Counter(event.name for event in profile.events() if "CUDA" in str(event.device_type))
 
 
+def extra_bytes(call: Callable[[], object]) -> int:
+    """The most memory that a call holds at once beyond what is there before it, results included."""
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def synchronises(call: Callable[[], object]) -> bool:
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -191,13 +168,14 @@ def synchronises(call: Callable[[], object]) -> bool:
 def copy_gigabytes_per_second() -> float:
     source = torch.rand(1 << 28, device="cuda")
     target = torch.empty_like(source)
-    return 8e-3 * source.numel() / event_microseconds(lambda: target.copy_(source), repeat=5)
+    return 8e-3 * source.numel() / event_microseconds(lambda: target.copy_(source))
 
 
 def measure(run: Run, bandwidth: float) -> dict[str, Any]:
     floor = 1e-3 * run.bytes / bandwidth
     result: dict[str, Any] = {"case": run.case, "contestant": run.contestant, "floor_microseconds": floor}
     try:
+        result["extra_bytes"] = extra_bytes(run.call)
         result["event_microseconds"] = event_microseconds(run.call)
         result["launches"] = launches(run.call)
         result["synchronises"] = synchronises(run.call)
@@ -239,23 +217,16 @@ def bench(backend: str, path: Path) -> int:
     return missed
 
 
-def runs(backend: str) -> Iterator[Run]:
-    yield from losses(backend)
-    if backend != "peers":
-        yield from single_calls(backend)
-        for tokens in (100_000, 10_000_000):
-            yield from others(backend, tokens, "cuda")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("exercise", "bench"))
     parser.add_argument("backend", help="cuda, triton, ..., or for bench: peers")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--size", choices=LENGTHS, default="small")
     parser.add_argument("--out", type=Path, default=Path("gpu_bench.jsonl"))
     arguments = parser.parse_args()
     if arguments.what == "exercise":
-        return int(exercise(arguments.backend, arguments.device) > 0)
+        return int(exercise(arguments.backend, arguments.device, arguments.size) > 0)
     return int(bench(arguments.backend, arguments.out) > 0)
 
 

@@ -15,7 +15,7 @@ import torch
 
 import hpo_core as hpo
 
-if hpo.backends()["triton"]:
+if hpo.backends()["triton"] and os.environ["TRITON_INTERPRET"] == "1":
     from interpreter import patch_once_per_launch
 
     patch_once_per_launch()
@@ -27,6 +27,14 @@ if not torch.cuda.is_available():
 
 hypothesis.settings.register_profile("tests", deadline=None, database=None, print_blob=True, derandomize=True)
 hypothesis.settings.load_profile("tests")
+
+# On a machine with a GPU its backends run there, whatever the device of a test's tensors.
+ON_GPU = torch.cuda.is_available() and os.environ["TRITON_INTERPRET"] != "1"
+if ON_GPU:
+    from carried import carry
+
+    for on_gpu in ("cuda", "triton"):
+        carry(on_gpu)
 
 NAMED = [name for name in os.environ.get("HPO_CORE_TEST_BACKENDS", "").split(",") if name]
 NATIVE = NAMED or [name for name, available in hpo.backends().items() if available and name != "reference"]
@@ -53,6 +61,16 @@ def pytest_generate_tests(metafunc):
     named = any("backend" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
     if "backend" in metafunc.fixturenames and not named:
         metafunc.parametrize("backend", NATIVE)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """After an error in a kernel no call of this process works: a new worker of xdist goes on."""
+    if ON_GPU and "PYTEST_XDIST_WORKER" in os.environ:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(3)
 
 
 # Modules that wait for compilers come first: what a worker leaves for the other at the end is short.
@@ -109,6 +127,9 @@ def _rank(rank, path, function, results):
 @pytest.fixture
 def three_ranks(tmp_path):
     """Runs a function of the rank in three processes that share a group; returns the results of all."""
+
+    if ON_GPU:
+        pytest.skip("a forked process cannot use CUDA")
 
     def run(function):
         with torch.multiprocessing.Manager() as manager:

@@ -4,6 +4,7 @@ import datetime
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -19,6 +20,8 @@ def _rank(rank, world, folder, function, arguments):
 
 def on_ranks(world, function, *arguments):
     """The results of ``function(rank, *arguments)`` in ``world`` processes; a process that waits in vain fails."""
+    if torch.cuda.is_initialized():
+        pytest.skip("a forked process cannot use CUDA")
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         torch.multiprocessing.start_processes(_rank, (world, folder, function, arguments), world, start_method="fork")

@@ -312,7 +312,8 @@ def test_triton_selects_in_one_launch(monkeypatch):
     values = torch.rand(3 * triton.SCORES - 5).mul(8).round()
     values[7] = torch.nan
     for strict in (False, True):
-        threshold, counts, selected = triton.select_top(values, 4, 5, OrderRule.CEIL, strict)
+        there = values.to(testing.device_of("triton"))
+        threshold, counts, selected = (each.cpu() for each in triton.select_top(there, 4, 5, OrderRule.CEIL, strict))
         expected, population = reference_order_statistic(values, 4, 5, OrderRule.CEIL)
         assert torch.equal(threshold, expected) and torch.equal(counts, population)
         assert torch.equal(selected, reference_select(values, expected, strict)) and len(set(launched)) == 1

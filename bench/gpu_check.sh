@@ -43,12 +43,12 @@ stage build 150 bash -c '
   nvidia-smi; nvcc --version | tail -n 2; "$0" --version
   "$0" -m pip install --no-index --no-build-isolation --no-deps -e . && cd / && "$0" -m hpo_core' "$python"
 
-options=(-q --tb=short --maxfail=100 -m "not long" -k "not compile")
+options=(-q --of-kernels --tb=short --maxfail=100 -m "not long" -k "on_gpu or not compile")
 "$python" -c 'import xdist' 2>/dev/null && options+=(-n "$(nproc)")
 "$python" -c 'import pytest_timeout' 2>/dev/null && options+=(--timeout=60)
 # Of the operators: what runs no kernel is for `make test` to say.
 tests=$("$python" -c 'import sys; sys.path.append("tests"); from changed import OPERATORS
-print(*(f"tests/test_{name}.py" for name in dict.fromkeys(OPERATORS)))')
+print(*(f"tests/test_{name}.py" for name in dict.fromkeys(("on_gpu", *OPERATORS))))')
 for backend in cuda triton; do
   # Launches wait for their kernel, so that an error is that of the test that has made it.
   stage "tests_$backend" 150 env HPO_CORE_TEST_BACKENDS=$backend PYTHONSAFEPATH=1 CUDA_LAUNCH_BLOCKING=1 OMP_NUM_THREADS=2 \

@@ -68,6 +68,7 @@ def losses(backend: str) -> Iterator[Run]:
             size = rows * length * (gates.bytes_per_token(objective) + 1)
             if backend == "peers":
                 yield Run(case, "eager", peers_gates.eager(objective, data), size)
+                yield Run(case, "autograd alone", peers_gates.autograd_alone(data), size)
                 if (rows, length) == SHAPES[2]:
                     yield Run(case, "torch.compile", peers_gates.compiled(objective, data, expanded=True), size)
                 continue

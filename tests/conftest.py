@@ -77,8 +77,16 @@ def pytest_runtest_setup():
 FIRST = ("test_triton_compile", "test_cuda_compile", "test_mutants", "test_wrong_arguments", "test_demo")
 
 
+def runs_a_kernel(item):
+    values = getattr(item, "callspec", None) and item.callspec.params.values()
+    named = any(isinstance(value, str) and value in NATIVE for value in values or ())
+    return named or "native_backends" in item.fixturenames or item.path.stem == "test_on_gpu"
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--of-kernels"):
+        items[:] = [item for item in items if runs_a_kernel(item)]
     places = {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
@@ -106,6 +114,7 @@ def fewer_examples(request, monkeypatch):
 
 
 def pytest_addoption(parser):
+    parser.addoption("--of-kernels", action="store_true", help="leave out tests that name no backend of this run")
     parser.addoption("--examples", type=int, help="at most so many generated examples in a test")
 
 

@@ -117,6 +117,36 @@ def test_a_thread_takes_more_than_one_vector(backend):
     assert same(values, expected)
 
 
+class Elsewhere(torch.Tensor):
+    """A number on a device: reading it would wait for the device."""
+
+    is_cpu = False
+
+    def item(self):
+        raise AssertionError("a synchronisation")
+
+
+@of_gpus
+def test_a_factor_on_a_device_is_read_there(backend):
+    """By the kernel for contiguous values and a factor in float32, by PyTorch for others."""
+    calls, ours = [], importlib.import_module("hpo_core.ops.gates")
+
+    def scaling(op, values):
+        calls.append(op)
+        return resolve(op, values, backend)
+
+    wide = torch.arange(24.0).view(4, 6)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ours, "resolve", scaling)
+        for dtype in (torch.float32, torch.float64):
+            for values, by_kernel in ((wide.clone(), dtype is torch.float32), (wide.clone()[:, 1:3], False)):
+                expected = 3 * values
+                result = ours.times(values, torch.tensor(3.0, dtype=dtype).as_subclass(Elsewhere))
+                assert result.data_ptr() == values.data_ptr() and torch.equal(values, expected)
+                assert bool(calls) == by_kernel
+                calls.clear()
+
+
 # ------------------------------------------------------------------------------------------------------------ backwards
 
 

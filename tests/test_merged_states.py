@@ -113,12 +113,14 @@ def test_the_bits_of_a_row_depend_on_the_row_alone(distance, inverse):
 BLOCK, VOCABULARY, WIDTH = (4, 2048), 5 * 2048 - 5, 6  # two blocks of the vocabulary are merged at once, the last alone
 
 
-def test_a_row_of_more_blocks_than_are_merged_at_once(backend):
-    """Its bits do not depend on the number of rows, and it is that of the definition."""
+@pytest.mark.parametrize("readable", [True, False], ids=["rows are counted", "rows are listed"])
+def test_a_row_of_more_blocks_than_are_merged_at_once(readable, backend):
+    """Its bits do not depend on the number of rows, and it is that of the definition; an ignored row is not read."""
     draw = torch.Generator().manual_seed(3)
     hidden, weight = torch.randn(9, WIDTH, generator=draw), torch.randn(VOCABULARY, WIDTH, generator=draw)
     targets = torch.randint(0, VOCABULARY, (9,), generator=draw)
     targets[:6] = torch.tensor([0, 2047, 2048, 6143, 8192, VOCABULARY - 1])  # at the ends of blocks
+    targets[7], hidden[7] = -100, math.nan
     everything, together = torch.arange(9), []
 
     def counted(state, parts, inverse):
@@ -128,13 +130,14 @@ def test_a_row_of_more_blocks_than_are_merged_at_once(backend):
     def call(rows):
         return hpo.linear_token_logprobs(hidden[rows], weight, targets[rows], 0.7, backend=backend, block=BLOCK)
 
+    exact = hpo.linear_token_logprobs(hidden.double(), weight.double(), targets, 0.7, backend="reference")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ops, "merged", counted)
+        patched.setattr(ops, "_is_readable", lambda tensor: readable)  # not on a GPU
         expected = call(everything)
-    assert together == [2, 2, 1]
-    exact = hpo.linear_token_logprobs(hidden.double(), weight.double(), targets, 0.7, backend="reference")
-    for mine, true in zip(expected, exact, strict=True):
-        assert torch.allclose(mine.double(), true, 2e-6, 2e-6)
-    for rows in (everything[:1], everything[4:5], everything[-3:].flip(0), everything[1:6]):
-        for mine, all_rows in zip(call(rows), expected, strict=True):
-            assert torch.equal(mine.view(torch.int32), all_rows[rows].view(torch.int32))
+        assert together == [2, 2, 1]
+        for mine, true in zip(expected, exact, strict=True):
+            assert torch.allclose(mine.double(), true, 2e-6, 2e-6) and mine[7] == 0
+        for rows in (everything[:1], everything[4:5], everything[-3:].flip(0), everything[1:6]):
+            for mine, all_rows in zip(call(rows), expected, strict=True):
+                assert torch.equal(mine.view(torch.int32), all_rows[rows].view(torch.int32))

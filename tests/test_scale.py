@@ -135,13 +135,14 @@ def test_a_factor_on_a_device_is_read_there(backend):
         calls.append(op)
         return resolve(op, values, backend)
 
-    wide = torch.arange(24.0).view(4, 6)
+    wide = torch.arange(24.0, device=device_of(backend)).view(4, 6)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ours, "resolve", scaling)
         for dtype in (torch.float32, torch.float64):
             for values, by_kernel in ((wide.clone(), dtype is torch.float32), (wide.clone()[:, 1:3], False)):
                 expected = 3 * values
-                result = ours.times(values, torch.tensor(3.0, dtype=dtype).as_subclass(Elsewhere))
+                factor = torch.tensor(3.0, dtype=dtype, device=wide.device).as_subclass(Elsewhere)
+                result = ours.times(values, factor)
                 assert result.data_ptr() == values.data_ptr() and torch.equal(values, expected)
                 assert bool(calls) == by_kernel
                 calls.clear()

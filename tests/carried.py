@@ -97,7 +97,7 @@ def _is_exchange(value: Any) -> bool:
 
 def _changing_in_place(function: Callable[..., Any]) -> Callable[..., Any]:
     def changed(table: torch.Tensor, *rest: Any) -> Any:
-        here = table.cpu()
+        here = table.to("cpu", copy=True)
         result = function(here, *rest)
         table.copy_(here)
         return result

@@ -36,7 +36,7 @@ LOSS = (
         "metrics",
         "corrections",
     ),
-    *("selection", "loss_from_logits"),
+    *("selection", "loss_from_logits", "scale"),
 )
 ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators", "schedules")
 ENTROPY = ("entropy", "entropy_selection", "select_top", "window_aggregates")
@@ -46,7 +46,7 @@ PRESETS = ("selection", "entropy_presets", "entropy_shaping", "entropy_threshold
 SEGMENTS = ("segments", "token_estimators")
 LOGPROBS = (
     *("logprobs", "logprobs_calls", "support", "linear_logprobs", "vocabulary_parallel", "logprobs_peers"),
-    "loss_from_logits",
+    *("loss_from_logits", "merged_states"),
 )
 OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SCOPES, *SEGMENTS, *LOGPROBS)
 MULTIPROCESS = (
@@ -103,6 +103,7 @@ RULES = [
     *kernels("segments", SEGMENTS),
     *kernels("logprobs logits logits_rows logit_types", LOGPROBS),
     *kernels("loss_from_logits", ("loss_from_logits",)),
+    *kernels("scale", ("scale",)),
     Rule(("csrc/cpu/denormals.h",), (*OPERATORS, "ambient_defaults")),
     Rule(("csrc/cpu/lanes.h", "csrc/cpu/parallel.h", "csrc/cpu/rows.h"), OPERATORS),
     Rule(("csrc/cpu/dispatch.cpp", "csrc/cpu/kernels.h", "csrc/bindings_cpu.cpp"), (*OPERATORS, "isas", "backends")),
@@ -129,9 +130,9 @@ RULES = [
     Rule(("csrc/cpu/widen.cpp",), ("linear_logprobs",)),
     Rule(("hpo_core/logprob_states.py", "hpo_core/linear_logprobs.py", "hpo_core/vocabulary_parallel.py",
           "hpo_core/*/logprob_states.py", "hpo_core/*/linear_logprobs.py"),
-         ("linear_logprobs", "vocabulary_parallel", "imports", "docs")),
+         ("linear_logprobs", "vocabulary_parallel", "merged_states", "imports", "docs")),
     Rule(("hpo_core/logprobs.py", "hpo_core/support.py"), (*LOGPROBS, "docs")),
-    Rule(("hpo_core/loss_from_logits.py", "hpo_core/ops/logprobs.py"), ("loss_from_logits",), EVERY_BACKEND),
+    Rule(("hpo_core/loss_from_logits.py", "hpo_core/ops/logprobs.py"), ("loss_from_logits", "scale"), EVERY_BACKEND),
     Rule(("hpo_core/advantages/*",), (*ADVANTAGES, "estimator_properties", "imports", "docs", "synchronisation")),
     Rule(("hpo_core/advantages/ranks.py", "hpo_core/advantages/terms.py"), MULTIPROCESS),
     Rule(("hpo_core/entropy/*",), (*ENTROPY, *PRESETS, *SCOPES, "losses", "imports", "docs")),
@@ -175,6 +176,7 @@ RULES = [
     Rule(("tests/changed.py", "tests/sanitized.py"), ("changed",)),
     Rule(("tests/mutants.py", "tests/compiled.py"), ("mutants", "cuda_compile", "triton_compile"), EVERY_BACKEND),
     Rule(("tests/mutants.py",), ("python_mutants",), EVERY_BACKEND),
+    Rule(("tests/carried.py",), ("carried",), EVERY_BACKEND),
     *(Rule((f"tests/test_{name}.py",), (name,), EVERY_BACKEND) for name in EVERY_MODULE),
 ]  # fmt: skip
 

@@ -33,7 +33,7 @@ REGENERATE = "(now, in docs/gpu.md); if it is worth it, run python tests/gpu_pag
 # Kernels that read every token or score must read 16 bytes at once to use the bandwidth.
 WIDE = {
     "sweep", "prepare_settled<4, 1>", "prepare_leaves", "sweep_leaves", "deliver_gradient", "correct_tokens",
-    "select_top", "count_rows", "sum_rows", "differentiate_rows", "differentiate_loss",
+    "select_top", "count_rows", "sum_rows", "differentiate_rows", "differentiate_loss", "scale",
 }  # fmt: skip
 
 # The limit of instructions per aligned logit. An SM of an H100 issues 4 per cycle and gets 13 bytes from memory, so a
@@ -138,6 +138,7 @@ def test_no_loop_takes_more_issue_slots(kernels):
 # Where an input may be what the launch writes, or a list that it makes, the read-only path is not for it.
 WRITTEN = (
     "differentiate_rows",
+    "scale",
     "sum_rows",
     "normalise",
     "statistics",
@@ -178,6 +179,7 @@ def test_token_sweeps_load_and_store_128_bits(kernels):
         "correct_tokens",
         "differentiate_rows",
         "differentiate_loss",
+        "scale",
     }
     assert [n for n, k in kernels.items() if n.partition("<")[0] in writing and k.wide_stores == 0] == []
 

@@ -125,6 +125,21 @@ MUTANTS = {
         "sync_grid();\n      add_children(call, k);", "add_children(call, k);",
         "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["balanced, 3 levels, self"]},
     ),
+    "cuda: elements after the last whole vector are not scaled": Mutant(
+        "cuda_emulated", "cuda/scale.cu",
+        "vectors * kPerVector<Type> + first", "count",
+        "test_scale.test_values_are_products", {"factor": 0.3, "offset": 0, "count": 7, "dtype": torch.bfloat16},
+    ),
+    "cuda: a thread scales one vector": Mutant(
+        "cuda_emulated", "cuda/scale.cu",
+        "int64_t(gridDim.x) * kThreads", "count",
+        "test_scale.test_a_thread_takes_more_than_one_vector", {},
+    ),
+    "cuda: misaligned values are read as vectors": Mutant(
+        "cuda_emulated", "cuda/scale.cu",
+        "aligned ? count / kPerVector<Type> : 0", "count / kPerVector<Type>",
+        "test_scale.test_values_are_products", {"factor": 0.3, "offset": 1, "count": 8, "dtype": torch.float32},
+    ),
     "cpu: a constant does not come back to the bit from the mean of its sum": Mutant(
         "cpu", "cpu/hierarchy_tokens.h",
         "plan.term.drop ? add_terms(each, n, sums) : add_groups(each, n, sums)", "add_groups(each, n, sums)",
@@ -650,6 +665,17 @@ MUTANTS = {
         "triton", "logits_rows.py",
         "here = here & (below == False)", "here = here",
         "test_logprobs.test_floors_and_squares_are_those_of_the_definition", {"dtype": torch.float16},
+    ),
+    "triton: a factor of 1 writes every value again": Mutant(
+        "triton", "scale.py",
+        "by != 1.0", "by == by",
+        "test_scale.test_a_factor_of_1_touches_nothing", {"offset": 0, "count": 8, "dtype": torch.float32},
+    ),
+    "triton: a factor of NaN changes nothing": Mutant(
+        "triton", "scale.py",
+        "by != 1.0", "(by < 1.0) | (by > 1.0)",
+        "test_scale.test_values_are_products",
+        {"factor": math.nan, "offset": 0, "count": 8, "dtype": torch.float32},
     ),
     "triton: a row of logits has the derivative of the token before its own": Mutant(
         "triton", "loss_from_logits.py",

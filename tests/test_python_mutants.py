@@ -267,6 +267,34 @@ MUTANTS = {
         "counting.nonzero()[:, 0] if _is_readable(hidden) else everywhere", "everywhere",
         "test_linear_logprobs.test_ignored_rows_are_not_read", dtype=torch.float32, backend="cpu",
     ),
+    "states that are merged at once count the greatest logit among the others": mutant(
+        "ops/logprob_states.py",
+        "torch.where(is_greatest, others, mass)", "mass",
+        "test_merged_states.test_worked_numbers",
+    ),
+    "states that are merged at once keep the distance to their own greatest logit": mutant(
+        "ops/logprob_states.py",
+        "mass * (distance + delta)", "mass * distance",
+        "test_merged_states.test_worked_numbers",
+    ),
+    "what the last blocks of a vocabulary add up to is dropped": mutant(
+        "ops/linear_logprobs.py",
+        "place == together - 1 or columns.stop == len(given.weight)", "place == together - 1",
+        "test_merged_states.test_a_row_of_more_blocks_than_are_merged_at_once", readable=True, backend="cpu",
+    ),
+    "a gradient that another backward needs is multiplied in place": mutant(
+        "ops/gates.py",
+        " or _keeps_graph()", "",
+        "test_scale.test_a_gradient_does_not_change_in_a_later_backward",
+        made="logp", dtype=torch.float32, backend="cpu",
+    ),
+    "the gradient that the operator returns is multiplied in place": mutant(
+        "ops/gates.py",
+        "return _scaled(ctx, loss_gradient, grad_gradient), *[None]",
+        "return _scaled(ctx, loss_gradient, grad_gradient, True), *[None]",
+        "test_scale.test_the_gradient_that_the_operator_returns_is_its_callers",
+        gate=hpo.gates.ppo_clip(), backend="cpu",
+    ),
     "hidden states have the gradient of one shard": mutant(
         "ops/linear_logprobs.py",
         "torch.distributed.all_reduce(whole, group=group)", "pass",

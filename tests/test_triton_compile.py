@@ -113,6 +113,7 @@ REGISTERS = {
     ("group_statistics, 8193 units, one group", "_sum_tiles"): 40,
     ("group_statistics, 8193 units, one group", "_statistics_of_all_members"): 32,
     ("recurrence", "_scan_rows"): 64,
+    ("scale", "_scale"): 40,
     ("logprobs", "_forward"): 95,
     ("logprobs", "_backward"): 45,
     ("logprobs, all inputs", "_forward"): 128,

@@ -46,7 +46,7 @@ from ..specs import (
     Unit,
     WindowAggregate,
 )
-from . import advantages, corrections, entropy, gates, groups, logprobs, loss_from_logits, scopes, segments
+from . import advantages, corrections, entropy, gates, groups, logprobs, loss_from_logits, scale, scopes, segments
 
 __all__ = ["NamedCall", "every_path", "paths"]
 
@@ -195,6 +195,7 @@ def paths() -> Iterator[NamedCall]:
         name = f"group_statistics, {units} units{'' if grouped else ', one group'}"
         yield name, lambda a=(units, grouped): _statistics(*a)
     yield "recurrence", lambda: segments.recurrence(_floats(TOKENS), _floats(TOKENS), _masked().cu_seqlens)
+    yield "scale", lambda: scale.scale(_floats(TOKENS), _floats(1))
     yield "logprobs", lambda: _logprobs(torch.bfloat16, kept=3)
     yield "logprobs, all inputs", lambda: _logprobs(torch.float32, kept=4, every_input=True)
     yield "loss_from_logits", lambda: _from_logits(torch.bfloat16, _masked(), PolicyLossSpec())
@@ -241,6 +242,8 @@ def every_path() -> Iterator[NamedCall]:
         name = f"groups {term} {units} {grouped}, three times"
         yield name, lambda a=(units, shared, Share.DEVIATION, True, grouped, True): _groups(*a)
     types = (torch.float32, torch.bfloat16, torch.float16)
+    for dtype in types:
+        yield f"scale {dtype}", lambda dtype=dtype: scale.scale(_floats(TOKENS).to(dtype), _floats(1))
     for given in itertools.product(types, (2, 3, 4), (False, True), (False, True)):
         yield "logprobs {} {} {} {}".format(*given), lambda given=given: _logprobs(*given)
     yield from paths()

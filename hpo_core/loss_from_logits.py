@@ -228,8 +228,9 @@ class _FromLogits(torch.autograd.Function):
         check(grad is not None, "loss: its gradient has been handed on; a second backward needs a second call")
         if hands_on(factor):
             ctx.grad = None
-            return times(grad, factor), None, None
-        return (grad * factor).to(grad.dtype), None, None
+        else:
+            grad = grad.clone()
+        return times(grad, factor), None, None
 
 
 _apply: Any = _FromLogits.apply

@@ -48,7 +48,7 @@ options=(-q --of-kernels --tb=short --maxfail=100 -m "not long" -k "on_gpu or no
 "$python" -c 'import pytest_timeout' 2>/dev/null && options+=(--timeout=60)
 # Of the operators: what runs no kernel is for `make test` to say.
 tests=$("$python" -c 'import sys; sys.path.append("tests"); from changed import OPERATORS
-print(*(f"tests/test_{name}.py" for name in dict.fromkeys(("on_gpu", *OPERATORS))))')
+print(*(f"tests/test_{name}.py" for name in dict.fromkeys(OPERATORS)))')
 for backend in cuda triton; do
   # Launches wait for their kernel, so that an error is that of the test that has made it.
   stage "tests_$backend" 150 env HPO_CORE_TEST_BACKENDS=$backend PYTHONSAFEPATH=1 CUDA_LAUNCH_BLOCKING=1 OMP_NUM_THREADS=2 \

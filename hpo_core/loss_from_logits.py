@@ -226,6 +226,8 @@ class _FromLogits(torch.autograd.Function):
     def backward(ctx: Any, factor: torch.Tensor) -> Any:
         grad = ctx.grad
         check(grad is not None, "loss: its gradient has been handed on; a second backward needs a second call")
+        if ops.is_traced(factor):
+            return (grad * factor).to(grad.dtype), None, None
         if hands_on(factor):
             ctx.grad = None
         else:

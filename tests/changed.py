@@ -48,7 +48,7 @@ LOGPROBS = (
     *("logprobs", "logprobs_calls", "support", "linear_logprobs", "vocabulary_parallel", "logprobs_peers"),
     *("loss_from_logits", "merged_states"),
 )
-OPERATORS = (*LOSS, *ADVANTAGES, *ENTROPY, *SCOPES, *SEGMENTS, *LOGPROBS)
+OPERATORS = ("on_gpu", *LOSS, *ADVANTAGES, *ENTROPY, *SCOPES, *SEGMENTS, *LOGPROBS)
 MULTIPROCESS = (
     *("distributed", "segment_exchange", "aggregates", "advantages_over_ranks", "data_parallel", "deepspeed"),
     *("empty_rank", "scopes_over_ranks", "entropy_over_ranks"),

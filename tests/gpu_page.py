@@ -67,7 +67,8 @@ def blocks_of(kernel: Kernel, tokens: int, target: int) -> int | None:
     }.get(name)  # fmt: skip
     if threads is None:
         return None
-    wanted = min(512, max(1, -(-threads // 256)))
+    most = 396 if kernel.name.startswith("sweep_leaves<0, 0") else 512
+    wanted = min(most, max(1, -(-threads // 256)))
     if name not in ("prepare_leaves", "prepare_settled", "deliver_gradient", "correct_tokens"):
         return wanted
     together = resident(kernel.registers, kernel.shared, 8, target) * DEVICES[target].processors * 3 // 4

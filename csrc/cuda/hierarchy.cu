@@ -119,7 +119,8 @@ void launch_sweep(const Call& call, int blocks, cudaStream_t stream) {
   } else if (call.gate.args.ref_logp) {
     HPO_LAUNCH((sweep_leaves<true, FEWEST, GATE>), grid, block, 0, stream, call);
   } else {
-    HPO_LAUNCH((sweep_leaves<TERMS, FEWEST, GATE>), grid, block, 0, stream, call);
+    const dim3 light(is_light(TERMS, FEWEST) ? std::min(blocks, kLightBlocks) : blocks);
+    HPO_LAUNCH((sweep_leaves<TERMS, FEWEST, GATE>), light, block, 0, stream, call);
   }
 }
 

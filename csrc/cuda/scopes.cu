@@ -1,8 +1,8 @@
-// order_statistics in one launch: a block for a scope, or all blocks for the only one. The definition is
-// hpo_core/reference/scopes.py.
+// order_statistics in one launch: a block for a scope, or all blocks for the only one; where scopes are short on average, a
+// warp for each short one. The definition is hpo_core/reference/scopes.py.
 //
-// Radix selection on order_key, 11, 11 and 10 bits, with a histogram in shared memory. Counts are integers, so results do not
-// depend on the order.
+// Radix selection on order_key, 11, 11 and 10 bits, with a histogram in shared memory; a warp holds the keys of its scope in
+// registers and decides bit by bit. Counts are integers, so results do not depend on the order.
 #include "bins.cuh"
 #include "grid.cuh"
 #include "hpo/entropy.h"
@@ -212,6 +212,102 @@ __global__ void __launch_bounds__(kBinThreads) scan_scopes(const OrderStatistics
   }
 }
 
+// ----------------------------------------------------------------------------------------------------------- short scopes
+
+constexpr int kHeld = 8, kShort = kHeld * kWarp;  // keys of a lane, tokens of a short scope
+constexpr int64_t kShortOnAverage = kShort / 2;  // then few scopes are long, for which the whole block goes on
+
+// The tokens of a scope of one segment, or of none. One lane reads the offsets, as in visit_segment.
+__device__ __forceinline__ Range range_of_scope(const OrderStatisticsArgs& args, int64_t scope, bool& is_short) {
+  Range range = {};
+  int several = 0;
+  if (lane() == 0) {
+    const Places places = places_of(args, scope);
+    several = places.end - places.first > 1;
+    if (places.end - places.first == 1) {
+      range = row_range(args.offsets, args.order ? args.order[places.first] : places.first, args.tokens);
+    }
+  }
+  range.begin = __shfl_sync(kFullWarp, range.begin, 0), range.end = __shfl_sync(kFullWarp, range.end, 0);
+  is_short = !__shfl_sync(kFullWarp, several, 0) && range.end - range.begin <= kShort;
+  return range;
+}
+
+// Whether the scope is short; it is done then.
+__device__ __forceinline__ bool scan_short_scope(const OrderStatisticsArgs& args, int64_t scope) {
+  bool is_short = false;
+  const Range range = range_of_scope(args, scope, is_short);
+  if (!is_short) return false;
+  unsigned keys[kHeld];
+  int population = 0, errors = 0;
+  unsigned counts = 0;  // a bit for each key that is one
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int64_t token = range.begin + i * kWarp + lane();
+    const bool exists = token < range.end && (!args.mask || args.mask[token]);
+    const float value = exists ? args.values[token] : 0.0f;
+    keys[i] = order_key(value + 0.0f);
+    const bool is_key = exists && is_finite(value);
+    counts |= is_key ? 1u << i : 0u;
+    population += __popc(__ballot_sync(kFullWarp, is_key));
+    errors += __popc(__ballot_sync(kFullWarp, exists && !is_key && value != -INFINITY));
+  }
+  const bool writes = lane() == 0;
+  if (writes && args.counts) args.counts[2 * scope] = population, args.counts[2 * scope + 1] = errors;
+  const int64_t wanted = args.k ? max(int64_t(0), min(args.k[scope], int64_t(population))) : 1;
+  if (population == 0 || __shfl_sync(kFullWarp, int(wanted), 0) == 0) {
+    if (writes && args.thresholds) args.thresholds[scope] = NAN;
+    return true;
+  }
+  // The place of the sought key among those that share its bits so far.
+  int index = int(args.k ? population - wanted : order_index(args.numerator, args.denominator, args.rule, population));
+  index = __shfl_sync(kFullWarp, index, 0);
+  unsigned least = 0;
+  int equal = 0;  // keys with all bits of the sought one
+#pragma unroll 1
+  for (int bit = 31; bit >= 0; --bit) {
+    int zeros = 0, ones = 0;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const bool is_key = counts >> i & 1u;
+      zeros += __popc(__ballot_sync(kFullWarp, is_key && keys[i] >> bit == least >> bit));
+      ones += __popc(__ballot_sync(kFullWarp, is_key && keys[i] >> bit == (least >> bit | 1u)));
+    }
+    const bool is_one = index >= zeros;
+    if (is_one) index -= zeros, least |= 1u << bit;
+    equal = is_one ? ones : zeros;
+  }
+  if (writes && args.thresholds) args.thresholds[scope] = from_order_key(least);
+  if (!args.k) return true;
+  int needed = equal - index;
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const bool is_key = counts >> i & 1u;
+    const unsigned ties = __ballot_sync(kFullWarp, is_key && keys[i] == least);
+    const bool is_needed = keys[i] == least && __popc(ties & ((1u << lane()) - 1u)) < needed;
+    if (is_key) args.selected[range.begin + i * kWarp + lane()] = keys[i] > least || is_needed;
+    needed -= __popc(ties);
+  }
+  return true;
+}
+
+__global__ void __launch_bounds__(kBinThreads) scan_short_scopes(const OrderStatisticsArgs args) {
+  constexpr int kScopes = kBinThreads / kWarp;
+  HPO_SHARED(bool, is_long, [kScopes]);
+  for (int64_t first = int64_t(blockIdx.x) * kScopes; first < args.scopes; first += int64_t(gridDim.x) * kScopes) {
+    const int64_t scope = first + warp_in_block();
+    const bool done = scope >= args.scopes || scan_short_scope(args, scope);
+    if (lane() == 0) is_long[warp_in_block()] = !done;
+    __syncthreads();
+    for (int i = 0; i < kScopes; ++i) {
+      if (!is_long[i]) continue;
+      scan_scope<false>(args, {0, 1, nullptr, nullptr, nullptr}, first + i);
+      __syncthreads();  // before the next scope's histogram
+    }
+    __syncthreads();  // before `is_long` of the next scopes
+  }
+}
+
 __global__ void __launch_bounds__(kBinThreads) scan_only_scope(const OrderStatisticsArgs args, Team team) {
   team.member = int(blockIdx.x), team.size = int(gridDim.x);
   const int thread = int(blockIdx.x) * kBinThreads + int(threadIdx.x);
@@ -240,6 +336,9 @@ extern "C" int hpo_order_statistics(const hpo::OrderStatisticsArgs* args, int64_
     const int64_t wanted = std::min(args->segments, (args->tokens + kBinThreads - 1) / kBinThreads);
     const int most = blocks_together<scan_only_scope, kBinThreads>(wanted * kBinThreads);
     HPO_LAUNCH_TOGETHER(scan_only_scope, dim3(unsigned(most)), threads, 0, stream, *args, team);
+  } else if (args->tokens <= args->scopes * kShortOnAverage) {
+    const int64_t blocks = (args->scopes * kWarp + kBinThreads - 1) / kBinThreads;
+    HPO_LAUNCH(scan_short_scopes, dim3(unsigned(std::min(blocks, int64_t(1) << 16))), threads, 0, stream, *args);
   } else {
     const dim3 blocks(unsigned(std::min(args->scopes, int64_t(1) << 16)));
     HPO_LAUNCH(scan_scopes, blocks, threads, 0, stream, *args);

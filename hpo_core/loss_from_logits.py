@@ -63,7 +63,7 @@ def policy_loss_from_logits(
     gradient of a token's logits depends on no other token: so the call computes it while these logits are in the cache,
     on the CPU some megabytes at a time, on a GPU some rows. The backward multiplies it by the incoming gradient unless
     that is 1. A GPU reads the logits a second time where its L2 cache holds too few rows to keep half of its
-    multiprocessors busy (the backend triton: all of them).
+    multiprocessors busy (the backend triton: four rows on each of them).
 
     Args:
         logits: ``[T, V]`` (or ``[B, L, V]``) float32, bfloat16 or float16, as a model returns them for the batch's

@@ -232,7 +232,7 @@ def test_rows_too_long_for_the_cache_are_read_twice(backend, monkeypatch):
 
 @on_gpus
 def test_rows_at_once_fit_the_cache(backend):
-    """Three quarters of it; two blocks on each multiprocessor, or four programs of Triton's."""
+    """Three quarters of it; two blocks on each multiprocessor, or exactly four programs of Triton's."""
     if backend != "triton":
         kernels = resolve("loss_from_logits", torch.zeros(1), backend)
         blocks, float32 = kernels.module.loss_from_logits_blocks, int(LogitType.FLOAT32)
@@ -246,8 +246,8 @@ def test_rows_at_once_fit_the_cache(backend):
         patch.setattr(kernels, "processors_and_cache", lambda _: (4, 160_000))
         programs = lambda columns, rows: kernels._programs(torch.empty(1, columns), rows)  # noqa: E731
         assert [programs(10, rows) for rows in (1, 15, 16, 1000)] == [1, 15, 16, 16]
-        assert [programs(columns, 1000) for columns in (3_000, 6_000, 7_500, 7_501)] == [10, 5, 4, 0]
-        assert programs(7_501, 3) == 3
+        assert [programs(columns, 1000) for columns in (1_875, 1_876, 3_000)] == [16, 0, 0]
+        assert programs(1_876, 15) == 15 and programs(7_501, 3) == 3 and programs(7_501, 4) == 0
 
 
 @native

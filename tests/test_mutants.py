@@ -14,6 +14,7 @@ from mutants import Mutant, Mutated, assert_killed, killer, triton
 import hpo_core as hpo
 from hpo_core import gates
 from hpo_core.advantages import Share
+from hpo_core.specs import OrderRule
 
 backends = sys.modules["hpo_core.backends"]
 
@@ -42,7 +43,22 @@ MUTANTS = {
     "cuda: ties of an exact selection are dropped": Mutant(
         "cuda_emulated", "cuda/scopes.cu",
         "ties.before < needed", "false",
-        "test_scopes.test_top_k_is_that_of_a_loop", {},
+        "test_scopes.test_long_segments", {"kind": "equal"},
+    ),
+    "cuda: ties of a short scope are all selected": Mutant(
+        "cuda_emulated", "cuda/scopes.cu",
+        "needed -= __popc(ties);", "",
+        "test_scopes.test_short_scopes_beside_long_ones", {"kind": "ties"},
+    ),
+    "cuda: a short scope forgets how many keys have the lesser bit": Mutant(
+        "cuda_emulated", "cuda/scopes.cu",
+        "index -= zeros, least |= 1u << bit", "least |= 1u << bit",
+        "test_scopes.test_quantiles_are_those_of_a_loop", {"rule": OrderRule.NEAREST},
+    ),
+    "cuda: a scope of a few tokens too many counts as short": Mutant(
+        "cuda_emulated", "cuda/scopes.cu",
+        "range.end - range.begin <= kShort", "range.end - range.begin <= 2 * kShort",
+        "test_scopes.test_short_scopes_beside_long_ones", {"kind": "distinct"},
     ),
     "cuda: missing barrier before the ties of a block's warps are added up": Mutant(
         "cuda_emulated", "cuda/scopes.cu",

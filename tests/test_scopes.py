@@ -165,6 +165,25 @@ def test_long_segments(backend, kind):
         check_top(backend, case, torch.full((scopes,), length // 3))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_short_scopes_beside_long_ones(kind, backend):
+    """Rows around what a warp of the CUDA kernel holds, 256 tokens, among many that are far below."""
+    lengths = [0, 255, 256, 257, 300, 1, 31, 32, 33, *range(2, 50)]
+    tokens = sum(lengths)
+    values, batch = values_of(kind, tokens, 3), hpo.PackedBatch.from_lengths(lengths).to(testing.device_of(backend))
+    there = values.to(testing.device_of(backend))
+    rows = [row.tolist() for row in values.split(lengths)]
+    for q in ("0.8", "0", "1"):
+        found = quantiles(there, batch, q, rule=OrderRule.CEIL, backend=backend).cpu()
+        expected = torch.tensor([naive_quantile(row, Fraction(q), OrderRule.CEIL) for row in rows])
+        assert torch.equal(found.nan_to_num(9.0), expected.nan_to_num(9.0))
+    for k in (1, 5, 250):
+        chosen = top_k(there, batch, k, backend=backend).cpu().split(lengths)
+        for row, of_row in zip(rows, chosen, strict=True):
+            members = [(value, 0, place, place) for place, value in enumerate(row)]
+            assert set(of_row.nonzero().flatten().tolist()) == naive_top(members, k)
+
+
 def test_the_index_is_exact_where_floats_fail(backend):
     """``(1 - r)(n - 1)`` in doubles is above 3 for r = .7, n = 11, and above 1 for r = .95, n = 21."""
     cases = (11, "0.7", 3), (21, "0.95", 1), (6, "0.8", 1), (11, "0.2", 8), (12, "0.7", 4), (22, "0.95", 2)

@@ -220,10 +220,11 @@ def loss_from_logits(
 
 
 def _programs(logits: torch.Tensor, rows: int) -> int:
-    """As many rows as may be read at once, so that the cache keeps them for the gradient; 0: so few that most of the
-    device would stand idle, and one launch for each direction is the quicker way."""
+    """As many rows as may be read at once, so that the cache keeps them for the gradient; 0: so few that the device is
+    not full, and one launch for each direction is the quicker way, on an H200 up to three times."""
     processors, cache = processors_and_cache(logits.device)
     # A row is in the cache for half of its time on average, and the cache also holds what is written: a quarter is left
-    # to that. One program of NUM_WARPS keeps half as many loads on their way as a block of the CUDA kernel.
+    # to that.
     kept = cache // 4 * 3 // (logits.shape[-1] * logits.element_size())
-    return 0 if kept < min(rows, processors) else min(rows, kept, processors * PROGRAMS_TOGETHER)
+    programs = min(rows, processors * PROGRAMS_TOGETHER)
+    return 0 if kept < programs else programs

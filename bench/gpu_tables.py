@@ -86,9 +86,9 @@ def from_hidden_states(found: Results) -> str:
     heads = ("", "implementation", "ms", "ms with gaps", "products", "launches", "MB held")
     rows = []
     for case, results in chosen(found, lambda case: case.startswith("hidden")):
-        alone = next(result for name, result in results.items() if name.endswith(("product", "products")))
+        alone = next((result for name, result in results.items() if name.endswith(("product", "products"))), None)
         for name, result in results.items():
-            products = digits(kernels(result) / kernels(alone))
+            products = "" if alone is None else digits(kernels(result) / kernels(alone))
             with_gaps = digits(result["event_microseconds"] / 1e3)
             rows.append((case, name, time_of(result, 1e3), with_gaps, products, launched(result), megabytes(result)))
     return table(heads, rows)

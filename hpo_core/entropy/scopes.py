@@ -25,6 +25,7 @@ __all__ = ["exact_fraction", "numbers_of", "quantiles", "segment_aggregate", "to
 _AGGREGATES = ("mean", "sum", "max", "min")
 _LEVELS = ("step", "row", "trajectory", "group")
 _SCOPES = (*_LEVELS, "call")
+_CALL = {"cpu": 1 << 62}  # tokens of a segment of the call by device; otherwise 4096
 
 
 @examines
@@ -167,6 +168,8 @@ def top_k(
     batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     scoping = _scoping(batch, scope, scopes, process_group)
+    if isinstance(scope, str) and scope == "call" and uid is None and process_group is None:
+        scoping = _in_even_segments(batch.cu_seqlens, flat.numel())
     wanted = _counts(k, scoping.scopes, batch)
     if uid is not None:
         uid = _integers("uid", uid, batch.rows, "[S] (one per row)", batch)
@@ -254,6 +257,15 @@ def _scoping(
     if scope == "call":
         return _Scoping(batch.cu_seqlens, torch.zeros_like(batch.cu_seqlens[1:]), 1, None)
     return _Scoping(batch.cu_seqlens, None, batch.rows, None)
+
+
+def _in_even_segments(cu_seqlens: torch.Tensor, tokens: int) -> _Scoping:
+    """The call, whose order of tokens is that of the rows, in one segment, or on a GPU in some of one length, by which
+    blocks share a scope: they would visit many short rows one by one, or wait for a long one."""
+    length = _CALL.get(cu_seqlens.device.type, 4096)
+    begin = torch.arange(0, tokens + length, length, device=cu_seqlens.device)
+    segments = begin.clamp(cu_seqlens[0], cu_seqlens[-1])
+    return _Scoping(segments, torch.zeros_like(segments[1:]), 1, None)
 
 
 def _steps(batch: PackedBatch, group: torch.distributed.ProcessGroup | None) -> _Scoping:

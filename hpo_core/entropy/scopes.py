@@ -262,7 +262,7 @@ def _scoping(
 def _in_even_segments(cu_seqlens: torch.Tensor, tokens: int) -> _Scoping:
     """The call, whose order of tokens is that of the rows, in one segment, or on a GPU in some of one length, by which
     blocks share a scope: they would visit many short rows one by one, or wait for a long one."""
-    length = _CALL.get(cu_seqlens.device.type, 4096)
+    length = min(_CALL.get(cu_seqlens.device.type, 4096), max(tokens, 1))
     begin = torch.arange(0, tokens + length, length, device=cu_seqlens.device)
     segments = begin.clamp(cu_seqlens[0], cu_seqlens[-1])
     return _Scoping(segments, torch.zeros_like(segments[1:]), 1, None)

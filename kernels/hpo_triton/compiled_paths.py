@@ -148,6 +148,14 @@ def _correction(statistic: Statistic, reduction: Reduction, action: Action, of_s
     return name, lambda: corrections.correction(inputs, spec)
 
 
+def _corrected(name: str, inputs: PolicyLossInputs, statistic: Statistic, action: Action) -> NamedCall:
+    """A correction of tokens that the sweep makes itself."""
+    rule = CorrectionSpec(statistic, Reduction.MEAN, action, False, False, (-0.1, -0.1), (0.1, 0.1))
+    levels = () if inputs.leaf_begin is None else TWO
+    spec = PolicyLossSpec(levels=levels, correction=rule)
+    return _gate(name, inputs._replace(correction_second=_floats(TOKENS)), spec)
+
+
 def paths() -> Iterator[NamedCall]:
     """A name and a call for each path through the kernels: the light and the heavy end of every sweep."""
     yield _gate("gate: clip", _masked(), PolicyLossSpec())
@@ -159,6 +167,8 @@ def paths() -> Iterator[NamedCall]:
     yield _levels("hierarchy: sequence, self", _masked(), SEQUENCE_SELF, token=TokenGate.DROP)
     yield _levels("hierarchy: one level", _masked(), ONE)
     yield _levels("hierarchy: two levels", _masked(), TWO)
+    yield _corrected("gate: clip, corrected", _masked(), Statistic.LOG_RATIO, Action.BAND)
+    yield _corrected("hierarchy: two levels, corrected", _leaves(_masked(), TWO), Statistic.BINARY_KL, Action.MASK)
     yield _levels("hierarchy: score", _masked(), TWO, head=Head.SCORE, split=True)
     yield _levels("hierarchy: four levels, all inputs", _everything(True), FOUR, split=True, **HEAVIEST_PENALTY)
     for head in Head:

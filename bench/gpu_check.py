@@ -24,9 +24,9 @@ from harness import Mismatch, Tensors, compare
 import hpo_core as hpo
 
 CHECKED = (gates.PPO, gates.GSPO, gates.GSPO_TOKEN, gates.CISPO, gates.REINFORCE, PENALISED._replace(keep=0.2))
-LENGTHS = {"small": (6, 44), "large": (512, 2048)}  # small: for the sanitizer, which is slow
+SIZES = {"small": (6, 44), "large": (512, 2048)}  # rows and their length; small: for the sanitizer, which is slow
 ONE_BY_ONE = 4000  # tokens at most where the definition takes them one by one, as in a window
-SAMPLE, SAMPLES = 3000.0, 9  # microseconds
+SAMPLES, SAMPLE = 9, 3000.0  # how many, and the microseconds of one
 
 # ------------------------------------------------------------------------------------------------------------- exercise
 
@@ -35,7 +35,7 @@ def exercise(backend: str, device: str, size: str) -> int:
     """Runs every op on ragged batches; returns the number of results that differ from the reference."""
     failures = 0
     truth_device = "cpu" if size == "small" else device  # where the definition is quicker
-    for name, call, expected, tolerance in exercises(backend, device, truth_device, *LENGTHS[size]):
+    for name, call, expected, tolerance in exercises(backend, device, truth_device, *SIZES[size]):
         try:
             got = {key: tensor.cpu() for key, tensor in call().items()}
             compare(name, got, {key: tensor.cpu() for key, tensor in expected().items()}, tolerance)
@@ -225,7 +225,7 @@ def main() -> int:
     parser.add_argument("what", choices=("exercise", "bench"))
     parser.add_argument("backend", help="cuda, triton, ..., or for bench: peers")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--size", choices=LENGTHS, default="small")
+    parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--out", type=Path, default=Path("gpu_bench.jsonl"))
     arguments = parser.parse_args()
     if arguments.what == "exercise":

@@ -39,7 +39,7 @@ stage() {
 }
 
 # One log for what is small, so that few files have to be carried away.
-stage build 150 bash -c '
+stage build 70 bash -c '
   nvidia-smi; nvcc --version | tail -n 2; "$0" --version
   "$0" -m pip install --no-index --no-build-isolation --no-deps -e . && cd / && "$0" -m hpo_core' "$python"
 
@@ -51,13 +51,13 @@ tests=$("$python" -c 'import sys; sys.path.append("tests"); from changed import 
 print(*(f"tests/test_{name}.py" for name in dict.fromkeys(OPERATORS)))')
 for backend in cuda triton; do
   # Launches wait for their kernel, so that an error is that of the test that has made it.
-  stage "tests_$backend" 150 env HPO_CORE_TEST_BACKENDS=$backend PYTHONSAFEPATH=1 CUDA_LAUNCH_BLOCKING=1 OMP_NUM_THREADS=2 \
+  stage "tests_$backend" 100 env HPO_CORE_TEST_BACKENDS=$backend PYTHONSAFEPATH=1 CUDA_LAUNCH_BLOCKING=1 OMP_NUM_THREADS=2 \
     "$python" -m pytest $tests "${options[@]}"
-  stage "agreement_$backend" 60 "$python" bench/gpu_check.py exercise $backend --size large
+  stage "agreement_$backend" 20 "$python" bench/gpu_check.py exercise $backend --size large
 done
 
 # Without torch's cache every tensor is an allocation of its own, whose end the sanitizer knows.
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 stage sanitizer 90 bash -c 'status=0
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 stage sanitizer 70 bash -c 'status=0
   for tool in memcheck racecheck; do
     compute-sanitizer --tool $tool --error-exitcode 9 "$0" bench/gpu_check.py exercise cuda || status=$?
   done
@@ -65,7 +65,7 @@ PYTORCH_NO_CUDA_MEMORY_CACHING=1 stage sanitizer 90 bash -c 'status=0
 
 # One process for each, so that a kernel that breaks the CUDA context costs only its own backend.
 for backend in cuda triton peers; do
-  LINES_KEPT=200 stage "bench_$backend" 110 "$python" bench/gpu_check.py bench $backend --out "$out/bench.jsonl"
+  LINES_KEPT=200 stage "bench_$backend" 50 "$python" bench/gpu_check.py bench $backend --out "$out/bench.jsonl"
 done
 
 echo "== finished after $SECONDS s; logs in $out" | tee -a "$summary"

@@ -1,4 +1,4 @@
-"""Prints the tables of docs/gpu_measured.md from the results of gpu_check.py.
+"""Prints the tables of docs/gpu_measured.md and gpu_measured_losses.md from the results of gpu_check.py.
 
 python bench/gpu_tables.py gpu_check_output/bench.jsonl
 """
@@ -94,41 +94,33 @@ def from_hidden_states(found: Results) -> str:
     return table(heads, rows)
 
 
-def losses(found: Results) -> str:
-    heads = ("", "cuda us", "floors", "us with gaps", "triton us", "eager", "torch.compile")
+def beside_eager(found: Results, wanted: Callable[[str], bool], ours: str, peers: tuple[str, ...] = ("eager",)) -> str:
+    """Microseconds of the contestant ``{backend}ours`` on both backends, and how many times slower its peers are."""
     rows = []
-    for case, results in found.items():
-        ours = results.get("cuda: hpo_core")
-        if ours is None or " x " not in case:
+    for case, results in chosen(found, wanted):
+        cuda, triton = (results.get(f"{backend}{ours}") for backend in ("cuda", "triton"))
+        if cuda is None:
             continue
-        with_gaps = digits(ours["event_microseconds"])
-        peers = (times_slower(results.get(name), ours) for name in ("eager", "torch.compile"))
-        rows.append((case, time_of(ours), floors(ours), with_gaps, time_of(results.get("triton: hpo_core")), *peers))
-    return table(heads, rows)
+        with_gaps = digits(cuda["event_microseconds"])
+        slower = (times_slower(results.get(name), cuda) for name in peers)
+        rows.append((case, time_of(cuda), floors(cuda), with_gaps, time_of(triton), *slower))
+    return table(("", "cuda us", "floors", "us with gaps", "triton us", *peers), rows)
+
+
+def of_rows(case: str) -> bool:
+    return " x " in case
+
+
+def losses(found: Results) -> str:
+    return beside_eager(found, of_rows, ": hpo_core", ("eager", "torch.compile"))
 
 
 def presets(found: Results) -> str:
-    heads = ("", "cuda us", "floors", "us with gaps", "triton us", "eager")
-    rows = []
-    for case, results in sorted(chosen(found, lambda case: case.endswith(" x 2048"))):
-        ours = results.get("cuda")
-        if ours is None:
-            continue
-        with_gaps, eager = digits(ours["event_microseconds"]), times_slower(results.get("eager"), ours)
-        rows.append((case, time_of(ours), floors(ours), with_gaps, time_of(results.get("triton")), eager))
-    return table(heads, rows)
+    return beside_eager(dict(sorted(found.items())), lambda case: case.endswith(" x 2048"), "")
 
 
 def others(found: Results) -> str:
-    heads = ("", "cuda us", "floors", "us with gaps", "triton us", "eager")
-    rows = []
-    for case, results in found.items():
-        ours = results.get("cuda: hpo_core")
-        if ours is None or " x " in case:
-            continue
-        with_gaps, eager = digits(ours["event_microseconds"]), times_slower(results.get("eager"), ours)
-        rows.append((case, time_of(ours), floors(ours), with_gaps, time_of(results.get("triton: hpo_core")), eager))
-    return table(heads, rows)
+    return beside_eager(found, lambda case: not of_rows(case), ": hpo_core")
 
 
 def main(paths: list[str]) -> None:

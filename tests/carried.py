@@ -105,9 +105,9 @@ def _changing_in_place(function: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
-def carry(backend: str, move: Move = to_gpu) -> None:
+def carry(backend: str) -> None:
     """From now on the backend takes tensors of the CPU, too."""
     load = backends._LOADERS[backend]
-    backends._LOADERS[backend] = lambda op: Carried(load(op), move)
+    backends._LOADERS[backend] = lambda op: Carried(load(op), to_gpu)
     backends._DEVICES[backend] = (*backends._DEVICES[backend], "cpu")
     backends._resolve.cache_clear()

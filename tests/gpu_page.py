@@ -67,7 +67,7 @@ def blocks_of(kernel: Kernel, tokens: int, target: int) -> int | None:
     }.get(name)  # fmt: skip
     if threads is None:
         return None
-    most = 396 if kernel.name.startswith("sweep_leaves<0, 0") else 512
+    most = 396 if kernel.name.startswith("sweep_leaves<0, 0") else 512  # kLightBlocks, kMaxBlocks
     wanted = min(most, max(1, -(-threads // 256)))
     if name not in ("prepare_leaves", "prepare_settled", "deliver_gradient", "correct_tokens"):
         return wanted

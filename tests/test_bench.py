@@ -16,6 +16,7 @@ import bench_logprobs
 import bench_losses
 import bench_presets
 import bench_segments
+import gpu_check
 import peers_presets
 from harness import check
 
@@ -30,6 +31,16 @@ MODULES = (
 )
 def test_contestants_agree_with_the_reference(plan):
     check(plan.small_case())
+
+
+def test_what_a_gpu_is_checked_with(monkeypatch):
+    """Every op agrees with its definition on the emulated kernels, and a result that does not is counted."""
+    pytest.importorskip("hpo_core._cuda_emulated")
+    assert gpu_check.exercise("cuda_emulated", "cpu", "small") == 0
+    exact = bench_presets.truth
+    twice = lambda *given: {name: 2 * tensor for name, tensor in exact(*given).items()}  # noqa: E731
+    monkeypatch.setattr(bench_presets, "truth", twice)
+    assert gpu_check.exercise("cuda_emulated", "cpu", "small") == len(bench_presets.PRESETS)
 
 
 def test_every_preset_has_an_eager_formula():

@@ -92,6 +92,12 @@ def loss_of(gate, backend, old_logp, rollout_logp, advantages, batch, **options)
     )
 
 
+def made(gate, backend):
+    """Log-probabilities, and the loss as a function of them."""
+    logp, *given = batch_of()
+    return logp, loss_of(gate, backend, *given)
+
+
 def differentiated(function, logp, factor=1.0):
     leaf = logp.detach().clone().requires_grad_()
     loss = function(leaf)
@@ -102,8 +108,7 @@ def differentiated(function, logp, factor=1.0):
 @backends
 @each_gate
 def test_a_factor_multiplies_the_gradient(backend, gate):
-    logp, *given = batch_of()
-    function = loss_of(gate, backend, *given)
+    logp, function = made(gate, backend)
     grad = differentiated(function, logp)[1]
     for factor in (3.0, -0.5, 0.0):
         assert torch.equal(differentiated(function, logp, factor)[1], grad * factor)
@@ -117,8 +122,7 @@ def test_a_factor_multiplies_the_gradient(backend, gate):
 @backends
 @each_gate
 def test_a_compiled_function_gives_the_same(backend, gate):
-    logp, *given = batch_of()
-    function = loss_of(gate, backend, *given)
+    logp, function = made(gate, backend)
     expected = differentiated(function, logp)
     torch._dynamo.reset()
     found = differentiated(torch.compile(function, fullgraph=True), logp)
@@ -128,8 +132,7 @@ def test_a_compiled_function_gives_the_same(backend, gate):
 @backends
 @each_gate
 def test_a_graph_replays_on_new_numbers(backend, gate):
-    logp, *given = batch_of()
-    function = loss_of(gate, backend, *given)
+    logp, function = made(gate, backend)
     static = logp.clone().requires_grad_()
 
     def call():
@@ -155,8 +158,7 @@ def test_a_graph_replays_on_new_numbers(backend, gate):
 @each_gate
 def test_a_call_waits_for_its_stream_alone(backend, gate):
     """Inputs that an earlier kernel of the same stream still writes."""
-    logp, *given = batch_of()
-    function = loss_of(gate, backend, *given)
+    logp, function = made(gate, backend)
     expected = differentiated(function, logp)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -25,7 +25,7 @@ __all__ = ["exact_fraction", "numbers_of", "quantiles", "segment_aggregate", "to
 _AGGREGATES = ("mean", "sum", "max", "min")
 _LEVELS = ("step", "row", "trajectory", "group")
 _SCOPES = (*_LEVELS, "call")
-_CALL = {"cpu": 1 << 62}  # tokens of a segment of the call by device; otherwise 4096
+_TOKENS_OF_SEGMENT = {"cpu": 1 << 62}  # of the call, by device; 4096 on others
 
 
 @examines
@@ -167,9 +167,10 @@ def top_k(
     """
     batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
-    scoping = _scoping(batch, scope, scopes, process_group)
-    if isinstance(scope, str) and scope == "call" and uid is None and process_group is None:
-        scoping = _in_even_segments(batch.cu_seqlens, flat.numel())
+    if isinstance(scope, str) and scope == "call" and scopes is None and uid is None and process_group is None:
+        scoping = _call_in_segments(batch.cu_seqlens, flat.numel())
+    else:
+        scoping = _scoping(batch, scope, scopes, process_group)
     wanted = _counts(k, scoping.scopes, batch)
     if uid is not None:
         uid = _integers("uid", uid, batch.rows, "[S] (one per row)", batch)
@@ -259,10 +260,10 @@ def _scoping(
     return _Scoping(batch.cu_seqlens, None, batch.rows, None)
 
 
-def _in_even_segments(cu_seqlens: torch.Tensor, tokens: int) -> _Scoping:
-    """The call, whose order of tokens is that of the rows, in one segment, or on a GPU in some of one length, by which
-    blocks share a scope: they would visit many short rows one by one, or wait for a long one."""
-    length = min(_CALL.get(cu_seqlens.device.type, 4096), max(tokens, 1))
+def _call_in_segments(cu_seqlens: torch.Tensor, tokens: int) -> _Scoping:
+    """The tokens of all rows, in their order. On a CPU they are one segment. On a GPU they are segments of one length,
+    which blocks share: blocks would visit many short rows one by one, and wait for a long one."""
+    length = min(_TOKENS_OF_SEGMENT.get(cu_seqlens.device.type, 4096), max(tokens, 1))
     begin = torch.arange(0, tokens + length, length, device=cu_seqlens.device)
     segments = begin.clamp(cu_seqlens[0], cu_seqlens[-1])
     return _Scoping(segments, torch.zeros_like(segments[1:]), 1, None)

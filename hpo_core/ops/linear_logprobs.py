@@ -32,9 +32,9 @@ FORWARD_MODE = (
 )
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Of blocks of n columns, the states of n / 1024 are merged at once: merging takes tens of launches, and a state that
-# waits some hundred bytes a row, so this is a small part of the rows of a block.
-MERGED = 1024
+# Of blocks of n columns, the states of n / 1024 are merged at once. A merge takes tens of launches, and a state that
+# waits for it takes a hundred bytes of a row, whose logits in a block take 4 n.
+_MERGED = 1024
 
 
 class LinearRows(NamedTuple):
@@ -218,7 +218,7 @@ def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.
     nothing = torch.full_like(blocks.targets, -torch.inf, dtype=torch.float64)
     zeros = torch.zeros_like(nothing)
     state = LogprobState(nothing, zeros, zeros if kept > 2 else None, nothing)
-    together = max(1, blocks.columns // MERGED)  # never of the number of rows, on which no bit depends
+    together = max(1, blocks.columns // _MERGED)  # never of the number of rows, on which no bit depends
     with torch.autocast(given.hidden.device.type, enabled=False):
         for index, (columns, weight) in enumerate(blocks.of_vocabulary()):
             place = index % together

@@ -147,7 +147,7 @@ def with_correction(loaded, inputs, bounds, row, rows, token, tokens, whole, REA
 
 
 def rule_bounds_of(spec: CorrectionSpec | None) -> Bounds | None:
-    """As floats: an integer would be a type, or as a 1 a constant, for which kernels are compiled again."""
+    """As floats: Triton compiles a kernel again for integers in a tuple, and once more for a 1."""
     if spec is None:
         return None
     low, high = (tuple(map(float, pair)) for pair in (spec.low, spec.high))

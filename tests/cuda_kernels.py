@@ -187,16 +187,35 @@ def _loops(lines: list[str]) -> tuple[Loop | None, Loop | None]:
     return first, None if writing == first else writing
 
 
+def _target(instruction: str, labels: dict[str, int]) -> int | None:
+    branch = re.search(r"\bBRA\S* .*`\((\.L_\w+)\)", instruction)
+    return labels[branch[1]] if branch else None
+
+
+def _inside_loops(code: list[str], labels: dict[str, int], begin: int, end: int) -> set[int]:
+    """Instructions of loops between ``begin`` and ``end``, and the branches that skip a loop which has nothing to do."""
+    targets = {at: to for at in range(begin, end) if (to := _target(code[at], labels)) is not None}
+    inside: set[int] = set()
+    for at, to in targets.items():
+        if begin < to < at:
+            inside |= set(range(to, at + 1))
+            before = max((other for other in targets if other < to), default=begin)
+            inside |= {before} if targets.get(before, begin) > at else set()
+    return inside
+
+
 def _shortest_way(code: list[str], labels: dict[str, int], begin: int, end: int) -> Way:
-    """From ``begin`` to ``end``, never back: of the ways with most 128-bit accesses the shortest, which is the one of
-    tokens of which none is an exception."""
-    best = {begin: (0, 0, -1)}  # by instruction: accesses, minus the length, and where it comes from
+    """From ``begin`` to ``end``, never back: of the ways with most 128-bit accesses those with the fewest instructions of
+    loops inside, and of these the shortest. No token on it is an exception or masked: a loop is for these."""
+    inner = _inside_loops(code, labels, begin, end)
+    best = {begin: (0, 0, 0, -1)}  # by instruction; the last is where it comes from
     for at in range(begin, end):
         if at not in best:
             continue
         each = code[at]
         wide = _is_wide("LDG", each) or _is_wide("STG", each)
-        value = (best[at][0] + wide, best[at][1] - 1, at)
+        accesses, looped, length, _ = best[at]
+        value = (accesses + wide, looped - (at in inner), length - 1, at)
         branch = re.search(r"\bBRA\S* (.*)`\((\.L_\w+)\)", each)
         following = [at + 1]
         if branch and ".DIV" not in each:  # a branch of lanes that diverge
@@ -205,13 +224,13 @@ def _shortest_way(code: list[str], labels: dict[str, int], begin: int, end: int)
         elif re.match(r"(?:EXIT|RET|BRX)\b", each):
             following = []
         for to in following:
-            if at < to <= end and value > best.get(to, (-1, 0, -1)):
+            if at < to <= end and value > best.get(to, (-1, 0, 0, -1)):
                 best[to] = value
     way = []
     at = end
     while at in best:
         way.append(code[at])
-        at = best[at][2]
+        at = best[at][-1]
     return Way(len(way), *(_number(way, each) for each in (FLOAT, DOUBLE, ACCESS)))
 
 

@@ -125,7 +125,7 @@ def test_empty_segments_do_nothing(gate, backend):
     """Rows without tokens, and rows, steps, trajectories, groups and domains that are masked throughout."""
     draw = torch.Generator().manual_seed(3)
     logp, old = torch.rand(7, generator=draw) * 0.2 - 1, torch.full((7,), -0.9)
-    runs = []
+    runs, losses = [], []
     for surrounded in (False, True):
         lengths = [2, 0, 3, 4, 3] if surrounded else [3, 4]
         ids = torch.tensor([5, 6, 7, 7, 8] if surrounded else [7, 7])
@@ -146,9 +146,12 @@ def test_empty_segments_do_nothing(gate, backend):
             *of_tokens, advantages, batch, gate, weights=weights, advantage_level="row", backend=backend
         )
         assert not out.grad[~mask].any()
-        runs.append((bits(out.loss), bits(out.grad[inside]), out.metrics["rows"].item(), out.metrics["tokens"].item()))
+        losses.append(out.loss.item())
+        runs.append((bits(out.grad[inside]), out.metrics["rows"].item(), out.metrics["tokens"].item()))
     assert runs[0] == runs[1]
-    assert runs[0][2:] == (2, 7)
+    assert runs[0][1:] == (2, 7)
+    # Of two packings the losses agree within the budget: 4 x 2^-24 of the sum of the terms, 3 of 0.2 and 4 of 0.05.
+    assert abs(losses[0] - losses[1]) <= 2**-22 * 0.8
 
 
 @pytest.mark.parametrize(

@@ -105,9 +105,30 @@ MUTANTS = {
     ),
     "cuda: gradients of tiles are added by place in memory": Mutant(
         "cuda_emulated", "cuda/hierarchy_sweep.cuh",
-        "stage_at(kind, token % 4, token / 4)",
-        "stage_at(kind, token / kAdders % 4, token % kAdders * 4 + token / kAdders / 4)",
+        "stage_at(kind, column, __ffs(int(lanes)) - 1)",
+        "stage_at(kind, (column + __ffs(int(lanes)) / 8) % 4, __ffs(int(lanes)) - 1)",
         "test_promises.test_a_trajectory_does_not_know_where_it_lies", {"name": "bent"},
+    ),
+    "cuda: a group with a masked token is sound": Mutant(
+        "cuda_emulated", "cuda/gates_tokens.cuh",
+        "(!args.mask | all_bytes(inputs.mask))", "true",
+        "test_promises.test_masked_is_never_read", {"name": "preset: ppo_clip"},
+    ),
+    "cuda: a group with an infinite log-ratio is sound": Mutant(
+        "cuda_emulated", "cuda/gates_tokens.cuh",
+        "fabsf(inputs.logp[i] - inputs.old_logp[i]) <= kStatisticSaturation",
+        "fabsf(inputs.logp[i] - inputs.old_logp[i]) <= INFINITY",
+        "test_promises.test_the_largest_products", {"name": "preset: ppo_clip"},
+    ),
+    "cuda: what a log-ratio has of small steps is not summed": Mutant(
+        "cuda_emulated", "include/hpo/gates.h",
+        "to_bits(fused(rest, float(kFixedPoint), shifter)) - to_bits(shifter)", "0",
+        "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["step_gspo"]},
+    ),
+    "cuda: only tokens that saturate carry a gradient": Mutant(
+        "cuda_emulated", "cuda/hierarchy_sweep.cuh",
+        "gated.falling_step == 0.0f && !bends", "gated.falling_step == 0.0f",
+        "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["four levels, through, whole"]},
     ),
     "cuda: the further tiles of a leaf begin where the pack's do": Mutant(
         "cuda_emulated", "cuda/leaves.cuh",

@@ -127,7 +127,7 @@ __device__ __forceinline__ void write_factors(const Call& call, const Leaves& le
         const float v = call.statistic(inputs, i);
         factor[i] = v != v ? v : (OF_SEGMENTS ? by_sign(of_segment, negative) : factor_of(correction.rule, negative, v));
         if (!call.valid(inputs, i)) factor[i] = 1.0f;
-        if (args.token_weight) factor[i] *= inputs.one(args.token_weight, i);
+        factor[i] *= inputs.token_weight[i];
       }
       write(correction.factor, group, factor);
     });

@@ -62,14 +62,11 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Unit& unit, b
   constexpr int WIDTH = 4;
   const Gate& gate = call.gate;
   const RowTerms row = gate.row_terms(unit.row);
-  TileTotals tile = {};
+  TileTotals tile(events);
   for_each_group<WIDTH>(gate.pack(), unit, gate.groupable, broken, [&](const Group<WIDTH>& group) {
     const Inputs<WIDTH> inputs = read_inputs<REFERENCE, EXTRAS>(gate.args, group);
     float grad[WIDTH];
-#pragma unroll
-    for (int i = 0; i < WIDTH; ++i) {
-      grad[i] = sweep_token<REFERENCE, EXTRAS>(gate, row, inputs, i, tile, totals);
-    }
+    sweep_tokens<REFERENCE, EXTRAS>(gate, row, inputs, grad, tile, totals);
     if (gate.args.grad) write(gate.args.grad, group, grad);
   });
   count_row(tile, call.workspace.seen + unit.row, events);
@@ -106,10 +103,10 @@ __global__ void __launch_bounds__(kThreads, blocks_that_sweep(REFERENCE, EXTRAS)
   for_each_unit(gate, [&](int index) {
     if (index >= pack.rows) clear_tile(gate, index - pack.rows, broken);
     else if (lane() == 0 && row_range(pack.cu_seqlens, index, pack.tokens).bad) atomicAdd(&events[kBadOffsets], 1);
-    Unit unit = broken ? get_unit_unordered(pack, index) : get_unit(pack, index);
-    if (unit.length == 0) return;
 #pragma unroll 1
-    for (; unit.length > 0; unit.begin += kTile, unit.length -= kTile) {
+    for (int tile = 0; tile == 0 || broken; ++tile) {
+      const Unit unit = broken ? get_unit_unordered(pack, index, tile) : get_unit(pack, index);
+      if (unit.length == 0) return;
       sweep_tile<REFERENCE, EXTRAS>(call, unit, broken, totals, slots, events);
     }
   });

@@ -14,28 +14,51 @@ __device__ __forceinline__ RatioGate gate_ratio(const Gate& gate, const Inputs<W
                                                 int i) {
   float low = by_sign(gate.token_low, token.negative), high = by_sign(gate.token_high, token.negative);
   if constexpr (EXTRAS) {
-    low = gate.args.low && by_sign(gate.structure.low_driven, token.negative) ? inputs.one(gate.args.low, i) : low;
-    high = gate.args.high && by_sign(gate.structure.high_driven, token.negative) ? inputs.one(gate.args.high, i) : high;
+    low = by_sign(gate.low_driven, token.negative) ? inputs.low[i] : low;
+    high = by_sign(gate.high_driven, token.negative) ? inputs.high[i] : high;
   }
-  const bool drop = gate.structure.token == TokenGate::drop;
-  Gated value = clip_ratio(drop ? 1.0f : ratio, low, high);
+  const bool drop = gate.structure.token == TokenGate::drop;  // the bounds are 1 then
+  Gated value = clip_ratio(ratio, low, high);
   value.inside = value.inside && !drop;
-  return {value, ratio < low, high < ratio};
+  return {value, ratio < low && !drop, high < ratio && !drop};
 }
 
 // One token: its gradient, its loss, and what it adds to the metrics.
-template <bool REFERENCE, int EXTRAS, int WIDTH>
+template <bool SOUND, bool REFERENCE, int EXTRAS, int WIDTH>
 __device__ __forceinline__ float sweep_token(const Gate& gate, const RowTerms& row, const Inputs<WIDTH>& inputs, int i,
-                                             TileTotals& tile, Totals& totals) {
-  const Token token = classify<REFERENCE, EXTRAS>(gate, row, inputs, i);
+                                             Shares<WIDTH>& shares, TileTotals& tile, Totals& totals) {
+  const Token token = classify<SOUND, REFERENCE, EXTRAS>(gate, row, inputs, i);
   const bool score_head = gate.structure.head == Head::score, finite = token.valid && !token.infinite;
-  const float ratio = exp(token.x);
+  const float ratio = SOUND ? exp_of_number(token.x) : exp(token.x);
   const RatioGate gated = gate_ratio<EXTRAS>(gate, inputs, token, ratio, i);
-  const Term term = policy_term(score_head, token.a, gated.value, inputs.logp[i], finite);
-  const float grad = token.selected ? term.grad : 0.0f;
-  const Outcome outcome = {term.loss, grad, gated.below, gated.above};
+  Term term;
+  if constexpr (SOUND) {
+    const float value = policy_value(token.a, gated.value.ratio);
+    term = {value, gated.value.inside | score_head ? value : 0.0f};  // score() does the rest
+  } else {
+    term = policy_term(score_head, token.a, gated.value, inputs.logp[i], finite);
+  }
+  const Outcome outcome = {term.loss, token.selected ? term.grad : 0.0f, gated.below, gated.above};
   const auto unweighted = [&] { return policy_term(score_head, token.unweighted, gated.value, inputs.logp[i], finite).loss; };
-  return complete_token<REFERENCE, EXTRAS>(gate, row, inputs, i, token, ratio, outcome, unweighted, tile, totals);
+  return complete_token<SOUND, REFERENCE, EXTRAS>(gate, row, inputs, i, token, ratio, outcome, unweighted, shares, tile,
+                                                  totals);
+}
+
+// The gradients of a group's tokens.
+template <bool REFERENCE, int EXTRAS>
+__device__ __forceinline__ void sweep_tokens(const Gate& gate, const RowTerms& row, const Inputs<4>& inputs, float (&grad)[4],
+                                             TileTotals& tile, Totals& totals) {
+  if (sweeps_at_once<REFERENCE, EXTRAS>(gate, row, inputs)) {
+    Shares<4> shares = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) grad[i] = sweep_token<true, REFERENCE, EXTRAS>(gate, row, inputs, i, shares, tile, totals);
+    score(gate, inputs, shares);
+    totals.add<REFERENCE>(shares);
+  } else {
+    for_each_exception<REFERENCE>(gate.args, inputs, grad, totals, [&](const Inputs<1>& token, int, Shares<1>& shares) {
+      return sweep_token<false, REFERENCE, EXTRAS>(gate, row, token, 0, shares, tile, totals);
+    });
+  }
 }
 
 }  // namespace hpo

@@ -12,12 +12,13 @@ struct Outcome {
 };
 
 // Counts a token and returns its whole gradient. `unweighted()` is its loss without the weight of the row.
-template <bool REFERENCE, int EXTRAS, int WIDTH, class Unweighted>
+template <bool SOUND, bool REFERENCE, int EXTRAS, int WIDTH, class Unweighted>
 __device__ __forceinline__ float complete_token(const Gate& gate, const RowTerms& row, const Inputs<WIDTH>& inputs, int i,
                                                 const Token& token, float ratio, const Outcome& outcome,
-                                                const Unweighted& unweighted, TileTotals& tile, Totals& totals) {
+                                                const Unweighted& unweighted, Shares<WIDTH>& shares, TileTotals& tile,
+                                                Totals& totals) {
   float grad = outcome.grad;
-  totals.loss += double(token.selected ? outcome.loss : 0.0f);
+  shares.loss[i] = token.selected ? outcome.loss : 0.0f;
 
   Term penalty = {};
   if constexpr (REFERENCE) {
@@ -28,7 +29,7 @@ __device__ __forceinline__ float complete_token(const Gate& gate, const RowTerms
       bool pays = token.valid;
       if constexpr (EXTRAS) {
         if (gate.args.kl_weight) {
-          factor = inputs.one(gate.args.kl_weight, i);
+          factor = inputs.template one<SOUND>(gate.args.kl_weight, i);
           pays = pays && pays_penalty(factor);
           factor = pays ? factor : 0.0f;
           weight = penalty_share(weight, factor);
@@ -36,40 +37,91 @@ __device__ __forceinline__ float complete_token(const Gate& gate, const RowTerms
       }
       penalty = {pays ? gate.kl_beta * k.loss : 0.0f, pays ? gate.kl_beta * k.grad : 0.0f};
       grad += weight * penalty.grad;
-      totals.penalty += double(weight * penalty.loss);
+      shares.penalty[i] = weight * penalty.loss;
       penalty.loss *= factor;
     }
     tile.sums[kS] += token.s;
-    tile.sums[kSSquare] += token.s * token.s;
+    tile.sums[kSSquare] = fused(token.s, token.s, tile.sums[kSSquare]);
     tile.sums[kK3] += k3(token.s);
   }
-  if (gate.args.token_loss && inputs.group.has(i)) {
+  if (!SOUND && gate.args.token_loss && inputs.group.has(i)) {
     gate.args.token_loss[inputs.group.token + i] = (token.selected ? unweighted() : 0.0f) + penalty.loss;
   }
 
-  const float deviation = fminf(ratio, exp(kStatisticSaturation)) - 1.0f;  // centred: what is summed stays small
+  const float deviation = (SOUND ? ratio : fminf(ratio, exp(kStatisticSaturation))) - 1.0f;  // centred: sums stay small
   tile.sums[kX] += token.x;
-  tile.sums[kXSquare] += token.x * token.x;
+  tile.sums[kXSquare] = fused(token.x, token.x, tile.sums[kXSquare]);
   tile.sums[kDeviation] += deviation;
-  tile.sums[kDeviationSquare] += deviation * deviation;
+  tile.sums[kDeviationSquare] = fused(deviation, deviation, tile.sums[kDeviationSquare]);
   totals.smallest = token.valid ? fminf(totals.smallest, token.x) : totals.smallest;
   totals.largest = token.valid ? fmaxf(totals.largest, token.x) : totals.largest;
   const bool below = outcome.below && token.selected, above = outcome.above && token.selected;
   tile.count(kValid, token.valid);
   tile.count(kChosen, token.selected);
-  tile.count(kHighPositive, above && !token.negative);
-  tile.count(kLowPositive, below && !token.negative);
-  tile.count(kLowNegative, below && token.negative);
-  tile.count(kHighNegative, above && token.negative);
-  tile.count(kNan, token.nan);
-  tile.count(kInfinite, token.infinite || token.reference_infinite);
-  tile.count(kBad, token.bad);
+  tile.count_clipped(token.negative, below, above);
+  tile.count_event(kNanTokens, token.nan);
+  tile.count_event(kInfiniteTokens, token.infinite || token.reference_infinite);
+  tile.count_event(kBadAdvantages, token.bad);
   if constexpr (EXTRAS) {
-    const bool counted = token.valid && gate.args.entropy && fabsf(inputs.entropy[i]) <= FLT_MAX;
+    const bool counted = token.valid & (fabsf(inputs.entropy[i]) <= FLT_MAX);
     tile.sums[kEntropySum] += counted ? inputs.entropy[i] : 0.0f;
     tile.count(kWithEntropy, counted);
   }
   return grad;
+}
+
+// Whether a sweep asks no token of the group what is_sound tells. It writes no losses of tokens then.
+template <bool REFERENCE, int EXTRAS>
+__device__ __forceinline__ bool sweeps_at_once(const Gate& gate, const RowTerms& row, const Inputs<4>& inputs) {
+  return !gate.args.token_loss & is_sound<REFERENCE, EXTRAS>(gate, row, inputs);
+}
+
+// What a head that multiplies by logp makes of the losses of such a group.
+__device__ __forceinline__ void score(const Gate& gate, const Inputs<4>& inputs, Shares<4>& shares) {
+  if (gate.structure.head != Head::score) return;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) shares.loss[i] = scored(shares.loss[i] * inputs.logp[i]);
+}
+
+// The tokens of any other group, one after the other: `sweep` returns the gradient of one. A masked one has a loss to write.
+template <bool PENALTIES, class Sweep>
+__device__ __forceinline__ void for_each_exception(const PolicyLossArgs& args, const Inputs<4>& inputs, float (&grad)[4],
+                                                   Totals& totals, const Sweep& sweep) {
+  Quarters quarters = {};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) grad[i] = 0.0f;
+#pragma unroll 1
+  for (unsigned left = args.token_loss ? inputs.group.inside : inputs.unmasked(args); left != 0; left &= left - 1) {
+    const int i = __ffs(int(left)) - 1;
+    Shares<1> shares = {};
+    put(grad, i, sweep(inputs.only(i), i, shares));
+    quarters.add<PENALTIES>(shares);
+  }
+  totals.add<PENALTIES>(quarters);
+}
+
+// Calls `visit(token, i)` with the valid tokens of a group.
+template <int EXTRAS, class Visit>
+__device__ __forceinline__ void for_each_valid(const Gate& gate, const RowTerms& row, const Inputs<4>& inputs,
+                                               const Visit& visit) {
+  if (is_sound<true, EXTRAS>(gate, row, inputs)) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) visit(classify<true, true, EXTRAS, false>(gate, row, inputs, i), i);
+  } else {
+#pragma unroll 1
+    for (unsigned left = inputs.unmasked(gate.args); left != 0; left &= left - 1) {
+      const int i = __ffs(int(left)) - 1;
+      const Token token = classify<false, true, EXTRAS, false>(gate, row, inputs.only(i), 0);
+      if (token.valid) visit(token, i);
+    }
+  }
+}
+
+template <int EXTRAS, class Visit>
+__device__ __forceinline__ void for_each_valid(const Gate& gate, const RowTerms& row, const Inputs<1>& inputs,
+                                               const Visit& visit) {
+  const Token token = classify<false, true, EXTRAS, false>(gate, row, inputs, 0);
+  if (token.valid) visit(token, 0);
 }
 
 // A row of several tiles is counted by the first that meets a valid token.

@@ -21,6 +21,7 @@ constexpr int kNoExtras = 0, kExtras = 1, kCorrected = 2;
 struct RowTerms {
   float weight, advantage;
   float a;  // weight * advantage
+  float threshold;  // of scores, the same for all rows
 
   HPO_INLINE float penalty_weight() const { return fabsf(weight) <= FLT_MAX ? weight : 0.0f; }
 };
@@ -32,16 +33,19 @@ struct Gate {
   float token_low[2], token_high[2];
   float kl_beta;
   RuleNumbers rule;
+  bool low_driven[2], high_driven[2];  // tokens have this bound of their own
   bool groupable;  // groups of four tokens may be read at once
   bool coefficient_varies;  // a may differ between the tokens of a row
 
   Gate(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers)
       : args(args), structure(structure), kl_beta(float(numbers.kl_beta)), rule(args.correction.rule), groupable(true) {
-    const bool clips = structure.token == TokenGate::clip;
+    const bool clips = structure.token == TokenGate::clip, drops = structure.token == TokenGate::drop;
     if (!clips) this->args.low = this->args.high = nullptr;
     for (int sign = 0; sign < 2; ++sign) {
-      token_low[sign] = clips ? float(numbers.token_low[sign]) : 0.0f;
-      token_high[sign] = clips ? float(numbers.token_high[sign]) : INFINITY;
+      token_low[sign] = clips ? float(numbers.token_low[sign]) : (drops ? 1.0f : 0.0f);
+      token_high[sign] = clips ? float(numbers.token_high[sign]) : (drops ? 1.0f : INFINITY);
+      low_driven[sign] = this->args.low && structure.low_driven[sign];
+      high_driven[sign] = this->args.high && structure.high_driven[sign];
     }
     const float* floats[] = {args.logp,    args.old_logp,  args.ref_logp,
                              args.entropy, args.score,     args.token_weight,
@@ -64,7 +68,7 @@ struct Gate {
 
   HPO_INLINE RowTerms row_terms(int row) const {
     const float weight = args.weights[row], advantage = args.advantage_per_token ? 0.0f : args.advantages[row];
-    return {weight, advantage, weight * advantage};
+    return {weight, advantage, weight * advantage, args.score ? *args.threshold : -INFINITY};
   }
 };
 
@@ -73,12 +77,39 @@ template <int WIDTH>
 struct Inputs {
   Group<WIDTH> group;
   float logp[WIDTH], old_logp[WIDTH], ref_logp[WIDTH];
-  float entropy[WIDTH], score[WIDTH], advantage[WIDTH];
+  float entropy[WIDTH], score[WIDTH], advantage[WIDTH], token_weight[WIDTH], low[WIDTH], high[WIDTH];
   uint32_t mask, token_mask;  // a byte each
 
   // Inputs that few calls have are read token by token, when they are needed.
-  __device__ __forceinline__ float one(const float* array, int i) const { return __ldg(array + group.at(i)); }
+  template <bool SOUND = false>
+  __device__ __forceinline__ float one(const float* array, int i) const {
+    return __ldg(array + (SOUND ? group.token + i : group.at(i)));
+  }
+
+  // Bit i: token i belongs to the row and is not masked.
+  __device__ __forceinline__ unsigned unmasked(const PolicyLossArgs& args) const {
+    unsigned bits = group.inside;
+    if (!args.mask) return bits;
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) bits &= byte_of(mask, i) ? ~0u : ~(1u << i);
+    return bits;
+  }
+
+  // Those of one token of four.
+  __device__ __forceinline__ Inputs<1> only(int i) const {
+    return {group.only(i),      {pick(logp, i)},  {pick(old_logp, i)},    {pick(ref_logp, i)},
+            {pick(entropy, i)}, {pick(score, i)}, {pick(advantage, i)},   {pick(token_weight, i)},
+            {pick(low, i)},     {pick(high, i)},  mask >> (8 * i) & 0xFF, token_mask >> (8 * i) & 0xFF};
+  }
 };
+
+// `absent`: what every token has without the array. It asks for the array once a group; a token would ask each time.
+template <bool WHOLE, int WIDTH>
+__device__ __forceinline__ void read(const float* array, float absent, const Group<WIDTH>& group, float (&values)[WIDTH]) {
+  if (array) return read<WHOLE>(array, group, values);
+#pragma unroll
+  for (int i = 0; i < WIDTH; ++i) values[i] = absent;
+}
 
 // All but the policy's log-probabilities.
 template <bool WHOLE, bool REFERENCE, int EXTRAS, int WIDTH>
@@ -87,9 +118,13 @@ __device__ __forceinline__ void read_constants(const PolicyLossArgs& args, Input
   if (args.mask) read<WHOLE>(args.mask, group, inputs.mask);
   if (REFERENCE && args.ref_logp) read<WHOLE>(args.ref_logp, group, inputs.ref_logp);
   if constexpr (EXTRAS) {
-    if (args.entropy) read<WHOLE>(args.entropy, group, inputs.entropy);
-    if (args.score) read<WHOLE>(args.score, group, inputs.score);
+    read<WHOLE>(args.entropy, NAN, group, inputs.entropy);
+    read<WHOLE>(args.score, INFINITY, group, inputs.score);
     if (args.advantage_per_token) read<WHOLE>(args.advantages, group, inputs.advantage);
+    read<WHOLE>(args.token_weight, 1.0f, group, inputs.token_weight);
+    read<WHOLE>(args.low, 0.0f, group, inputs.low);
+    read<WHOLE>(args.high, INFINITY, group, inputs.high);
+    inputs.token_mask = 0x01010101u;
     if (args.token_mask) read<WHOLE>(args.token_mask, group, inputs.token_mask);
   }
 }
@@ -114,6 +149,21 @@ __device__ __forceinline__ Inputs<WIDTH> read_inputs(const PolicyLossArgs& args,
   return inputs;
 }
 
+// A group is sound if all its tokens are valid and no log-ratio saturates, in statistics neither. Code for sound groups asks no
+// token what is known of all: kernels branch once a group.
+template <bool REFERENCE, int EXTRAS, int WIDTH>
+__device__ __forceinline__ bool is_sound(const Gate& gate, const RowTerms& row, const Inputs<WIDTH>& inputs) {
+  const PolicyLossArgs& args = gate.args;
+  bool sound = (inputs.group.inside == 15u) & (!args.mask | all_bytes(inputs.mask));
+  if constexpr (EXTRAS == kNoExtras) sound &= fabsf(row.a) <= FLT_MAX;
+#pragma unroll
+  for (int i = 0; i < WIDTH; ++i) {
+    sound &= fabsf(inputs.logp[i] - inputs.old_logp[i]) <= kStatisticSaturation;  // so it is no NaN
+    if (REFERENCE && args.ref_logp) sound &= fabsf(inputs.logp[i] - inputs.ref_logp[i]) <= kSaturation;
+  }
+  return sound;
+}
+
 struct Token {
   bool valid;  // a token of the row, not masked, its log-ratios not NaN
   bool selected;  // valid, and the policy term counts
@@ -123,25 +173,30 @@ struct Token {
   float x, s;  // log-ratios, 0 unless valid
   float a;  // weight * advantage * token weight, exactly 0 unless selected
   float unweighted;  // advantage * token weight, likewise
-  float token_weight;  // with a correction
+  float token_weight;  // that of a correction included
 };
 
 // BOUNDS: tokens may have bounds of their own.
-template <bool REFERENCE, int EXTRAS, bool BOUNDS = EXTRAS != kNoExtras, int WIDTH>
+template <bool SOUND, bool REFERENCE, int EXTRAS, bool BOUNDS = EXTRAS != kNoExtras, int WIDTH>
 __device__ __forceinline__ Token classify(const Gate& gate, const RowTerms& row, const Inputs<WIDTH>& inputs, int i) {
   const PolicyLossArgs& args = gate.args;
-  const bool given = inputs.group.has(i) && (!args.mask || byte_of(inputs.mask, i));
-  const LogRatio policy = log_ratio(inputs.logp[i], inputs.old_logp[i]);
-  LogRatio reference = {};
-  if (REFERENCE && args.ref_logp) reference = log_ratio(inputs.logp[i], inputs.ref_logp[i]);
-
   Token token = {};
-  token.valid = given && !policy.nan && !reference.nan;
-  token.nan = given && !token.valid;
-  token.infinite = token.valid && policy.infinite;
-  token.reference_infinite = token.valid && reference.infinite;
-  token.x = token.valid ? policy.x : 0.0f;
-  token.s = token.valid ? reference.x : 0.0f;
+  if constexpr (SOUND) {
+    token.valid = true;
+    token.x = inputs.logp[i] - inputs.old_logp[i];
+    if (REFERENCE && args.ref_logp) token.s = inputs.logp[i] - inputs.ref_logp[i];
+  } else {
+    const bool given = inputs.group.has(i) && (!args.mask || byte_of(inputs.mask, i));
+    const LogRatio policy = log_ratio(inputs.logp[i], inputs.old_logp[i]);
+    LogRatio reference = {};
+    if (REFERENCE && args.ref_logp) reference = log_ratio(inputs.logp[i], inputs.ref_logp[i]);
+    token.valid = given && !policy.nan && !reference.nan;
+    token.nan = given && !token.valid;
+    token.infinite = token.valid && policy.infinite;
+    token.reference_infinite = token.valid && reference.infinite;
+    token.x = token.valid ? policy.x : 0.0f;
+    token.s = token.valid ? reference.x : 0.0f;
+  }
 
   float advantage = row.advantage, a = row.a;
   bool chosen = token.valid;
@@ -153,29 +208,22 @@ __device__ __forceinline__ Token classify(const Gate& gate, const RowTerms& row,
       token.negative = advantage < 0.0f;
     }
     if constexpr (EXTRAS == kCorrected) {
-      const float first = args.correction.first ? inputs.one(args.correction.first, i) : inputs.logp[i];
+      const auto one = [&](const float* array) { return inputs.template one<SOUND>(array, i); };
+      const float first = args.correction.first ? one(args.correction.first) : inputs.logp[i];
       token.token_weight =
-          gate.rule.factor(Number<float>::mask(token.negative), first, inputs.one(args.correction.second, i), Exponential{});
-      if (args.token_weight) token.token_weight *= inputs.one(args.token_weight, i);
-      a *= token.token_weight;
-      advantage *= token.token_weight;
-    } else if (args.token_weight) {
-      const float token_weight = inputs.one(args.token_weight, i);
-      a *= token_weight;
-      advantage *= token_weight;
+          gate.rule.factor(Number<float>::mask(token.negative), first, one(args.correction.second), Exponential{});
+      token.token_weight *= inputs.token_weight[i];
+    } else {
+      token.token_weight = inputs.token_weight[i];
     }
-    if (args.token_mask) chosen = chosen && byte_of(inputs.token_mask, i);
-    if (args.score) {
-      const float score = inputs.score[i], threshold = *args.threshold;
-      token.nan = token.nan || (token.valid && score != score);
-      chosen = chosen && (gate.structure.strict ? score > threshold : score >= threshold);
-    }
+    a *= token.token_weight;
+    advantage *= token.token_weight;
+    const float score = inputs.score[i];
+    token.nan |= token.valid & (score != score);
+    chosen &= byte_of(inputs.token_mask, i) & (gate.structure.strict ? score > row.threshold : score >= row.threshold);
   }
-  bool usable = fabsf(a) <= FLT_MAX;
-  if constexpr (BOUNDS) {
-    if (args.low) usable = usable && is_low_bound(inputs.one(args.low, i));
-    if (args.high) usable = usable && is_high_bound(inputs.one(args.high, i));
-  }
+  bool usable = (SOUND && EXTRAS == kNoExtras) || fabsf(a) <= FLT_MAX;
+  if constexpr (BOUNDS) usable &= is_low_bound(inputs.low[i]) & is_high_bound(inputs.high[i]);
   token.bad = token.valid && !usable;
   token.selected = chosen && usable;
   token.a = token.selected ? a : 0.0f;

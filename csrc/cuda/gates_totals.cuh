@@ -11,30 +11,56 @@ namespace hpo {
 // Sums that a lane keeps in float, in the order of their metrics.
 enum LaneSum { kX, kXSquare, kDeviation, kDeviationSquare, kS, kSSquare, kK3, kEntropySum };
 
-// Counts, three to a register of ten bits each: a tile has fewer than 1024 tokens.
-constexpr int kCountBits = 10, kCountsHeld = 3;
-constexpr unsigned kCountMask = (1u << kCountBits) - 1;
-__device__ constexpr int kCountSlots[4 * kCountsHeld] = {kTokens,
-                                                         kSelected,
-                                                         kEntropyTokens,  // counts[0]
-                                                         kClippedHighPositive,
-                                                         kClippedLowPositive,
-                                                         kClippedLowNegative,
-                                                         kClippedHighNegative,
-                                                         kNanTokens,
-                                                         kInfiniteTokens,
-                                                         kBadAdvantages,
-                                                         -1,
-                                                         -1};
-enum Count { kValid, kChosen, kWithEntropy, kHighPositive, kLowPositive, kLowNegative, kHighNegative, kNan, kInfinite, kBad };
+// Counts of a lane, four to a register of a byte each: it meets at most kTile / 32 + 4 tokens of a tile.
+enum Count { kValid, kChosen, kWithEntropy, kHighPositive = 4, kLowPositive, kLowNegative, kHighNegative };
 
-// What a lane adds up over one tile: at most kTile / 32 + 4 additions each.
+// The slot of a count; neighbours are neighbours there.
+__device__ __forceinline__ int slot_of(int count) {
+  if (count >= kHighPositive) return kClippedHighPositive + count - kHighPositive;
+  return count == kWithEntropy ? int(kEntropyTokens) : kTokens + count;
+}
+
+// What a lane adds up over one tile.
 struct TileTotals {
+  HPO_SHARED_POINTER(int) events;  // [kMetrics], of the block: what is rare takes no registers
   float sums[8];
-  unsigned counts[4];
+  unsigned counts[2];
 
-  __device__ __forceinline__ void count(Count what, bool yes) {
-    counts[what / kCountsHeld] += yes ? 1u << (kCountBits * (what % kCountsHeld)) : 0u;
+  __device__ __forceinline__ explicit TileTotals(HPO_SHARED_POINTER(int) events) : events(events), sums(), counts() {}
+
+  static __device__ __forceinline__ unsigned one(Count what) { return 1u << (8 * (what % 4)); }
+
+  __device__ __forceinline__ void count(Count what, bool yes) { counts[what / 4] += yes ? one(what) : 0u; }
+
+  // What is added is the same for all tokens of a row whose advantages have one sign.
+  __device__ __forceinline__ void count_clipped(bool negative, bool below, bool above) {
+    counts[1] += below ? (negative ? one(kLowNegative) : one(kLowPositive)) : 0u;
+    counts[1] += above ? (negative ? one(kHighNegative) : one(kHighPositive)) : 0u;
+  }
+
+  __device__ __forceinline__ void count_event(Metric slot, bool yes) {
+    if (yes) atomicAdd(&events[slot], 1);
+  }
+};
+
+// What the tokens of a group add to the loss.
+template <int WIDTH>
+struct Shares {
+  float loss[WIDTH], penalty[WIDTH];
+};
+
+// A quarter of what a group adds, because the sum of four finite numbers may be none. The tokens are added in order; one that
+// is left out adds 0.
+struct Quarters {
+  float loss, penalty;
+
+  template <bool PENALTIES, int WIDTH>
+  __device__ __forceinline__ void add(const Shares<WIDTH>& shares) {
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) {
+      loss = fused(0.25f, shares.loss[i], loss);
+      if (PENALTIES) penalty = fused(0.25f, shares.penalty[i], penalty);
+    }
   }
 };
 
@@ -49,20 +75,34 @@ struct Totals {
     return {0.0, 0.0, INFINITY, -INFINITY};
   }
 
-  // After the tile lane l holds the sum of sums[l / 4] and of counts[l / 8].
+  template <bool PENALTIES>
+  __device__ __forceinline__ void add(const Quarters& quarters) {
+    loss = ::fma(4.0, double(quarters.loss), loss);
+    if (PENALTIES) penalty = ::fma(4.0, double(quarters.penalty), penalty);
+  }
+
+  template <bool PENALTIES>
+  __device__ __forceinline__ void add(const Shares<4>& shares) {
+    Quarters quarters = {};
+    quarters.add<PENALTIES>(shares);
+    add<PENALTIES>(quarters);
+  }
+
+  // After the tile lane l holds the sum of sums[l / 4], and two counts: one, and the one after the next.
   static __device__ __forceinline__ void merge(TileTotals& tile, HPO_SHARED_POINTER(double) slots) {
     const float sum = warp_sums(tile.sums);
-    const unsigned held = warp_sums(tile.counts);
+    unsigned counts[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) counts[i] = tile.counts[i / 2] >> (8 * (i % 2)) & 0xFF00FFu;
+    const unsigned held = warp_sums(counts);
     if (lane() % 4 == 0) {
       const int i = lane() / 4;
       slots[i < kS ? kLogRatioSum + i : (i < kEntropySum ? kReferenceLogRatio + i - kS : int(kEntropy))] += double(sum);
     }
     if (lane() % 8 == 0) {
-#pragma unroll
-      for (int i = 0; i < kCountsHeld; ++i) {
-        const int slot = kCountSlots[lane() / 8 * kCountsHeld + i];
-        if (slot >= 0) slots[slot] += double(held >> (kCountBits * i) & kCountMask);
-      }
+      const int count = lane() / 16 * 4 + lane() / 8 % 2;
+      slots[slot_of(count)] += double(held & 0xFFFFu);
+      slots[slot_of(count + 2)] += double(held >> 16);  // of kChosen + 2, which is none, always 0
     }
   }
 

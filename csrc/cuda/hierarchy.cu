@@ -63,10 +63,12 @@ __device__ __forceinline__ void deliver_tile(const Call& call, const Unit& tile,
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const Token token = classify<true, PRE_GATED, false>(call.gate, row, inputs, i);
       if (!group.whole && group.has(i)) grad[i] = to[i];
-      if (token.valid && !token.infinite) grad[i] += call.through_pre_gate<ENTERING>(token, token.x < 0.0f ? falling : rising);
     }
+    for_each_valid<PRE_GATED>(call.gate, row, inputs, [&](const Token& token, int i) {
+      if (token.infinite) return;
+      put(grad, i, pick(grad, i) + call.template through_pre_gate<ENTERING>(token, token.x < 0.0f ? falling : rising));
+    });
     write(call.gate.args.grad, group, grad);
   });
 }
@@ -108,8 +110,8 @@ __global__ void __launch_bounds__(kThreads, 3) deliver_settled(const Call call) 
 
 template <int GATE>
 void launch_sweep(const Call& call, int blocks, cudaStream_t stream) {
-  constexpr bool TERMS = GATE == kTermGate || GATE == kMeanExpGate;
-  constexpr int FEWEST = TERMS ? kExtras : kNoExtras;  // because terms are rare, and kernels take long to compile
+  constexpr bool RARE = GATE == kMeanExpGate;
+  constexpr int FEWEST = RARE ? kExtras : kNoExtras;  // because kernels take long to compile
   const dim3 grid(blocks), block(kThreads);
   const int extras = call.gate.extras();
   if (extras == kCorrected) {
@@ -119,8 +121,8 @@ void launch_sweep(const Call& call, int blocks, cudaStream_t stream) {
   } else if (call.gate.args.ref_logp) {
     HPO_LAUNCH((sweep_leaves<true, FEWEST, GATE>), grid, block, 0, stream, call);
   } else {
-    const dim3 light(is_light(TERMS, FEWEST) ? std::min(blocks, kLightBlocks) : blocks);
-    HPO_LAUNCH((sweep_leaves<TERMS, FEWEST, GATE>), light, block, 0, stream, call);
+    const dim3 light(is_light(RARE, FEWEST, GATE) ? std::min(blocks, kLightBlocks) : blocks);
+    HPO_LAUNCH((sweep_leaves<RARE, FEWEST, GATE>), light, block, 0, stream, call);
   }
 }
 
@@ -147,7 +149,8 @@ void launch_sums_of_settled(Call& call, int64_t threads, cudaStream_t stream) {
 
 void launch_settled(Call& call, int64_t prepared, int64_t swept, cudaStream_t stream) {
   if (!call.gate.coefficient_varies) {
-    launch_sums_of_settled<4, kExtras>(call, prepared, stream);
+    call.gate.extras() ? launch_sums_of_settled<4, kExtras>(call, prepared, stream)
+                       : launch_sums_of_settled<4, kNoExtras>(call, prepared, stream);
   } else if (call.gate.extras() == kCorrected) {
     launch_sums_of_settled<1, kCorrected>(call, prepared, stream);
   } else {

@@ -20,25 +20,30 @@ __device__ __forceinline__ void prepare(const Call& call) {
   sync_grid();
 }
 
+static_assert(kTile * double(kSaturation) * 65536.0 < 2147483648.0, "a ShortSum over a tile fits its integers");
+
+__device__ __forceinline__ int64_t warp_total(const ShortSum& sum) {
+  return ShortSum{warp_sum(sum.high), warp_sum(sum.low)}.total();
+}
+__device__ __forceinline__ int64_t warp_total(const LongSum& sum) { return warp_sum(sum.sum); }
+
 template <int ENTERING>
 __device__ __forceinline__ LogRatios sum_tile(const Call& call, const Unit& tile) {
   constexpr bool PRE_GATED = ENTERING == kPreGated;
   const RowTerms row = PRE_GATED ? call.gate.row_terms(tile.row) : RowTerms{};
   const bool split = call.hierarchy.split;
   int valid = 0;
-  int64_t fixed[2] = {};
+  std::conditional_t<ENTERING == kLogRatio, ShortSum, LongSum> up = {}, down = {};
   for_each_window(tile, call.gate.groupable, [&](const Group<4>& group) {
     const Inputs<4> inputs = read_inputs<true, PRE_GATED>(call.gate.args, group);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const Token token = classify<true, PRE_GATED, false>(call.gate, row, inputs, i);
-      const float x = call.aggregated<ENTERING>(token), up = rising_part(split, x);
-      valid += token.valid;
-      fixed[0] += to_fixed(up);
-      fixed[1] += to_fixed(up - x);
-    }
+    for_each_valid<PRE_GATED>(call.gate, row, inputs, [&](const Token& token, int) {
+      const float x = call.aggregated<ENTERING>(token), rising = rising_part(split, x);
+      ++valid;
+      up.add(rising);
+      if (split) down.add(rising - x);
+    });
   });
-  return {warp_sum(valid), {warp_sum(fixed[0]), warp_sum(fixed[1])}};
+  return {warp_sum(valid), {warp_total(up), warp_total(down)}};
 }
 
 template <int ENTERING, bool BALANCED>
@@ -101,34 +106,31 @@ struct SettledSums {
 template <int WIDTH, int EXTRAS>
 __device__ __forceinline__ SettledSums sum_settled_tile(const Gate& gate, const Unit& tile) {
   const RowTerms row = gate.row_terms(tile.row);
-  int64_t fixed = 0;
+  ShortSum sum = {};
   int valid = 0, selected = 0;
   double coefficient[2] = {};
+  const auto add = [&](const Token& token, int) {
+    sum.add(token.x);
+    ++valid;
+    selected += token.selected;
+    if (WIDTH == 4) return;
+    coefficient[0] += token.negative ? 0.0 : double(token.a);
+    coefficient[1] += token.negative ? double(token.a) : 0.0;
+  };
   for_each_group<WIDTH>(gate.pack(), tile, gate.groupable, false, [&](const Group<WIDTH>& group) {
-    const Inputs<WIDTH> inputs = read_inputs<true, EXTRAS>(gate.args, group);
-#pragma unroll
-    for (int i = 0; i < WIDTH; ++i) {
-      const Token token = classify<true, EXTRAS, false>(gate, row, inputs, i);
-      fixed += token.valid ? to_fixed(token.x) : 0;
-      valid += token.valid;
-      selected += token.selected;
-      if (gate.coefficient_varies) {
-        coefficient[0] += token.negative ? 0.0 : double(token.a);
-        coefficient[1] += token.negative ? double(token.a) : 0.0;
-      }
-    }
+    for_each_valid<EXTRAS>(gate, row, read_inputs<true, EXTRAS>(gate.args, group), add);
   });
-  if (gate.coefficient_varies) {
-    coefficient[0] = warp_sum(coefficient[0]);
-    coefficient[1] = warp_sum(coefficient[1]);
-  } else {
+  if (WIDTH == 4) {
     // n equal float32 terms have the exact sum n a: a constant a comes back from the mean to the bit.
     selected = warp_sum(selected);
     const double total = selected > 0 ? double(row.a) * selected : 0.0;
     coefficient[0] = row.advantage < 0.0f ? 0.0 : total;
     coefficient[1] = row.advantage < 0.0f ? total : 0.0;
+  } else {
+    coefficient[0] = warp_sum(coefficient[0]);
+    coefficient[1] = warp_sum(coefficient[1]);
   }
-  return {warp_sum(valid), warp_sum(fixed), {coefficient[0], coefficient[1]}};
+  return {warp_sum(valid), warp_total(sum), {coefficient[0], coefficient[1]}};
 }
 
 // Raises the largest magnitude, which only grows: few get past the question.

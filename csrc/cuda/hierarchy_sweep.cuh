@@ -44,6 +44,7 @@ struct Work {
   LeafGate gate;
   LevelSlopes slopes;
   float settled;  // the gradient of each token through the aggregate, under a settled gate
+  bool bends;  // the slopes of two levels differ, so that every token has a gradient in an aggregate
 };
 
 // That gradient; lanes 0 and 1 have a sign of the advantage each.
@@ -65,7 +66,8 @@ __device__ __forceinline__ void begin_work(const Call& call, const LeafUnit& uni
   const bool writes = lane() < 4;
   __syncwarp();  // the tile before is done
   if (lane() == 0) work.unit = unit;
-  double finest = 0.0;  // slope
+  double finest = 0.0, finer = 0.0;  // slopes
+  bool bends = false;
   GateColumn column = {};
   if (channel <= call.hierarchy.split && call.hierarchy.depth > 0) {
     column = gate_column<GATE == kMeanExpGate>(
@@ -73,6 +75,8 @@ __device__ __forceinline__ void begin_work(const Call& call, const LeafUnit& uni
         [&](int k, double slope) {
           if (GATE == kSettledGate) finest = slope;
           else if (writes) work.slopes.slope[k][channel][sign] = slope;
+          bends |= k > 0 && slope != finer;
+          finer = slope;
         });
   }
   const float z = column.z + __shfl_down_sync(kFullWarp, column.z, 2);
@@ -88,19 +92,30 @@ __device__ __forceinline__ void begin_work(const Call& call, const LeafUnit& uni
     const float settled =
         call.settled && call.does(Stage::broadcast_grad) ? settled_gradient(call, unit.leaf, z, finest) : 0.0f;
     if (lane() == 0) work.settled = settled;
+  } else {
+    bends = __any_sync(kFullWarp, bends);
+    if (lane() == 0) work.bends = bends;
   }
   __syncwarp();
 }
 
-// Each of a kind's eight lanes adds every eighth token of the tile, in order. The place of the tile in the pack turns the lanes
-// by up to three places; which tokens are added together, and in what order, does not depend on it.
-__device__ __forceinline__ void add_window(HPO_SHARED_POINTER(float) stage, double& share) {
-  __syncwarp();
-  const int kind = lane() / kAdders;
+// Each of a kind's eight lanes adds every eighth token of the tile, in order, but those that add 0: most do while nothing
+// saturates. The place of the tile in the pack turns the lanes by up to three places; which tokens are added together, and in
+// what order, does not depend on it. `staged`: bit i is set if this lane has staged its token i.
+__device__ __forceinline__ void add_window(HPO_SHARED_POINTER(float) stage, unsigned staged, double& share) {
+  if (!__any_sync(kFullWarp, staged != 0)) return;
+  const int kind = lane() / kAdders, first = lane() % kAdders, column = first % 4;
+  unsigned lanes = 0;  // which have staged a token of this column
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const unsigned of_column = __ballot_sync(kFullWarp, staged >> i & 1);
+    lanes = column == i ? of_column : lanes;
+  }
   double sum = share;
-#pragma unroll 4
-  for (unsigned token = unsigned(lane()) % kAdders; token < kWindow; token += kAdders) {
-    sum += double(stage[stage_at(kind, token % 4, token / 4)]);
+  __syncwarp();
+#pragma unroll 1
+  for (lanes &= 0x55555555u << (first / 4); lanes != 0; lanes &= lanes - 1) {
+    sum += double(stage[stage_at(kind, column, __ffs(int(lanes)) - 1)]);
   }
   share = sum;
   __syncwarp();
@@ -122,25 +137,41 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, H
                                            double& share) {
   const Gate& gate = call.gate;
   const RowTerms row = gate.row_terms(work.unit.tile.row);
-  TileTotals tile = {};
+  constexpr bool TERMS = has_term(GATE), PENALTIES = REFERENCE || TERMS;
+  const bool bends = GATE != kSettledGate && work.bends;
+  TileTotals tile(events);
   share = 0.0;
   for_each_window(work.unit.tile, gate.groupable, [&](const Group<4>& group) {
     const Inputs<4> inputs = read_inputs<REFERENCE, EXTRAS>(gate.args, group);
     float grad[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    unsigned staged = 0;
+    const auto sweep_token = [&](auto sound, const auto& inputs, int i, int column, auto& shares) {
       const auto put_flow = [&](const Token& token, const GatedToken& gated, const PolicyTerm& term) {
-        if (GATE == kSettledGate || !call.carries) return;
-        stage[stage_at(kRisingFlow, i, lane())] = token.selected ? term.slope * gated.rising_step : 0.0f;
-        stage[stage_at(kFallingFlow, i, lane())] = token.selected ? term.slope * gated.falling_step : 0.0f;
-        stage[stage_at(kPositiveFlow, i, lane())] = token.selected && !token.negative ? term.slope : 0.0f;
-        stage[stage_at(kNegativeFlow, i, lane())] = token.selected && token.negative ? term.slope : 0.0f;
+        if (GATE == kSettledGate || !call.carries || !token.selected) return;
+        if (gated.rising_step == 0.0f && gated.falling_step == 0.0f && !bends) return;
+        stage[stage_at(kRisingFlow, column, lane())] = term.slope * gated.rising_step;
+        stage[stage_at(kFallingFlow, column, lane())] = term.slope * gated.falling_step;
+        stage[stage_at(kPositiveFlow, column, lane())] = token.negative ? 0.0f : term.slope;
+        stage[stage_at(kNegativeFlow, column, lane())] = token.negative ? term.slope : 0.0f;
+        staged |= 1u << column;
       };
-      grad[i] = sweep_token_of_leaf<REFERENCE, EXTRAS, GATE>(call, work.gate, work.settled, work.unit.tile.row, row, inputs, i,
-                                                             put_flow, tile, totals);
+      return sweep_token_of_leaf<decltype(sound)::value, REFERENCE, EXTRAS, GATE>(
+          call, work.gate, work.settled, work.unit.tile.row, row, inputs, i, put_flow, shares, tile, totals);
+    };
+    if (sweeps_at_once<REFERENCE, EXTRAS>(gate, row, inputs)) {
+      Shares<4> shares = {};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) grad[i] = sweep_token(std::true_type(), inputs, i, i, shares);
+      if (!TERMS) score(gate, inputs, shares);
+      totals.add<PENALTIES>(shares);
+    } else {
+      for_each_exception<PENALTIES>(gate.args, inputs, grad, totals,
+                                    [&](const Inputs<1>& token, int column, Shares<1>& shares) {
+                                      return sweep_token(std::false_type(), token, 0, column, shares);
+                                    });
     }
     if (gate.args.grad) write(gate.args.grad, group, grad);
-    if (GATE != kSettledGate && call.carries) add_window(stage, share);
+    if (GATE != kSettledGate && call.carries) add_window(stage, staged, share);
   });
   count_row(tile, call.workspace.seen + work.unit.tile.row, events);
   Totals::merge(tile, slots);
@@ -172,11 +203,11 @@ __device__ __forceinline__ void add_aggregate_grad(const Call& call, const Level
 
 // Blocks that a multiprocessor holds with as many registers as spill nothing. Of three on each of 132 multiprocessors, 396 run
 // at once: more would run after them. The number is no property of the device, because sums are added up block by block.
-constexpr bool is_light(bool reference, int extras) { return !reference && extras == kNoExtras; }
+constexpr bool is_light(bool reference, int extras, int gate) { return !reference && extras == kNoExtras && gate != kTermGate; }
 constexpr int kLightBlocks = 396;
 
 template <bool REFERENCE, int EXTRAS, int GATE>
-__global__ void __launch_bounds__(kThreads, is_light(REFERENCE, EXTRAS) ? 3 : 2) sweep_leaves(const Call call) {
+__global__ void __launch_bounds__(kThreads, is_light(REFERENCE, EXTRAS, GATE) ? 3 : 2) sweep_leaves(const Call call) {
   HPO_SHARED(double, warps, [kWarps * kMetrics]);
   HPO_SHARED(int, events, [kMetrics]);
   HPO_SHARED(Leaves, leaves, );

@@ -42,6 +42,8 @@ enum GateKind {
   kMeanExpGate,  // and a log mean exp
 };
 
+constexpr bool has_term(int gate) { return gate == kTermGate || gate == kMeanExpGate; }
+
 // The gated token, whether it is selected or not.
 struct PolicyTerm {
   float loss;  // of an infinite log-ratio: no value that logp would enter
@@ -49,9 +51,11 @@ struct PolicyTerm {
   float grad;  // d loss / d logp, if the log-ratio is finite
 };
 
+template <bool SOUND>
 __device__ __forceinline__ PolicyTerm plain_term(const Gate& gate, const GatedToken& gated, const Token& token, float a,
                                                  float logp) {
   const float value = token_value(a, gated.z);
+  if (SOUND) return {value, value, value * (gate.structure.head == Head::score ? 1.0f : gated.slope)};  // score() does the rest
   if (gate.structure.head == Head::score) return {token.infinite ? 0.0f : scored(value * logp), value, value};
   return {value, value, value * gated.slope};
 }
@@ -93,7 +97,7 @@ __device__ __forceinline__ float classify_target(const Gate& gate, int row, cons
 // The penalty on the token's own log-ratio: counts it and returns its gradient.
 template <int WIDTH>
 __device__ __forceinline__ float pay_own_penalty(const TokenCall& call, const RowTerms& row, const Inputs<WIDTH>& inputs, int i,
-                                                 const Token& token, Totals& totals) {
+                                                 const Token& token, Shares<WIDTH>& shares) {
   const PolicyLossArgs& args = call.gate.args;
   const Penalty penalty = call.hierarchy.term.penalty;
   if (penalty == Penalty::none || !token.valid) return 0.0f;
@@ -101,31 +105,32 @@ __device__ __forceinline__ float pay_own_penalty(const TokenCall& call, const Ro
   if (args.penalty_mask && !args.penalty_mask[at]) return 0.0f;
   const OwnPenalty<float> own = own_penalty(penalty, token.x, Exponential{});
   const float coefficient = call.term.penalty_coefficient, value = coefficient * own.value;
-  totals.penalty += double(row.penalty_weight() * value);
+  shares.penalty[i] += row.penalty_weight() * value;
   if (args.token_loss) args.token_loss[at] += value;
   return token.infinite ? 0.0f : row.penalty_weight() * (coefficient * own.slope);
 }
 
 // One token of a leaf: its gradient. `put_flow` takes what flows into aggregates; `settled`: what comes back from them, where
 // that is known.
-template <bool REFERENCE, int EXTRAS, int GATE, int WIDTH, class PutFlow>
+template <bool SOUND, bool REFERENCE, int EXTRAS, int GATE, int WIDTH, class PutFlow>
 __device__ __forceinline__ float sweep_token_of_leaf(const TokenCall& call, const LeafGate& leaf, float settled, int row_index,
                                                      const RowTerms& row, const Inputs<WIDTH>& inputs, int i,
-                                                     const PutFlow& put_flow, TileTotals& tile, Totals& totals) {
-  constexpr bool TERMS = GATE == kTermGate || GATE == kMeanExpGate;
+                                                     const PutFlow& put_flow, Shares<WIDTH>& shares, TileTotals& tile,
+                                                     Totals& totals) {
+  constexpr bool TERMS = has_term(GATE);
   const Gate& gate = call.gate;
-  Token token = classify<REFERENCE, EXTRAS, false>(gate, row, inputs, i);
+  Token token = classify<SOUND, REFERENCE, EXTRAS, false>(gate, row, inputs, i);
   const float target = TERMS ? classify_target(gate, row_index, inputs, i, token) : 0.0f;
   const bool drop = GATE == kSettledGate || gate.structure.token == TokenGate::drop;
   float low = by_sign(call.token_low, token.negative), high = by_sign(call.token_high, token.negative);
   if constexpr (EXTRAS != kNoExtras && GATE != kSettledGate) {
     if (call.low) {
-      const float own = inputs.one(call.low, i);
+      const float own = inputs.low[i];
       if (!is_low_bound(own)) leave_out(token);
       if (by_sign(gate.structure.low_driven, token.negative)) low = log_bound(own);
     }
     if (call.high) {
-      const float own = inputs.one(call.high, i);
+      const float own = inputs.high[i];
       if (!is_high_bound(own)) leave_out(token);
       if (by_sign(gate.structure.high_driven, token.negative)) high = log_bound(own);
     }
@@ -137,12 +142,10 @@ __device__ __forceinline__ float sweep_token_of_leaf(const TokenCall& call, cons
       gate_token(leaf, call.hierarchy.split, drop, call.keep, token.negative, entering, low, high, slope_low, slope_high);
   const auto term_of = [&](float a, float weight) {
     if constexpr (TERMS) {
-      float kept = weight;
-      if constexpr (EXTRAS == kCorrected) kept *= token.token_weight;
-      else if (gate.args.token_weight) kept *= inputs.one(gate.args.token_weight, i);
+      const float kept = EXTRAS ? weight * token.token_weight : weight;
       return general_term(call, gated, token, entering == token.x, a, kept, inputs.logp[i], target);
     } else {
-      return plain_term(gate, gated, token, a, inputs.logp[i]);
+      return plain_term<SOUND>(gate, gated, token, a, inputs.logp[i]);
     }
   };
   const PolicyTerm term = term_of(token.a, row.weight);
@@ -151,9 +154,10 @@ __device__ __forceinline__ float sweep_token_of_leaf(const TokenCall& call, cons
   if (GATE == kSettledGate && settled != 0.0f && token.valid && !token.infinite) own_grad += settled;
   const Outcome outcome = {term.loss, own_grad, gated.below != 0, gated.above != 0};
   const auto unweighted = [&] { return term_of(token.unweighted, 1.0f).loss; };
+  const float ratio = SOUND ? exp_of_number(token.x) : exp(token.x);
   const float grad =
-      complete_token<REFERENCE, EXTRAS>(gate, row, inputs, i, token, exp(token.x), outcome, unweighted, tile, totals);
-  return TERMS ? grad + pay_own_penalty(call, row, inputs, i, token, totals) : grad;
+      complete_token<SOUND, REFERENCE, EXTRAS>(gate, row, inputs, i, token, ratio, outcome, unweighted, shares, tile, totals);
+  return TERMS ? grad + pay_own_penalty(call, row, inputs, i, token, shares) : grad;
 }
 
 }  // namespace hpo

@@ -120,7 +120,7 @@ __device__ __forceinline__ LeafUnit get_unit(const Leaves& leaves, int index) {
     if (token <= begin || end <= token) return {};
     begin = token + begin % kTile;  // as many tiles behind the first token as there are multiples of kTile
   }
-  return {leaf, {leaves.row ? int(leaves.row[leaf]) : leaf, begin, min(max(end - begin, int64_t(0)), int64_t(kTile))}};
+  return {leaf, {leaves.row ? int(leaves.row[leaf]) : leaf, tile_length(end - begin), begin}};
 }
 
 // Calls `visit(index, unit)` with the units of this warp.
@@ -140,7 +140,7 @@ constexpr int kWindow = 4 * kWarp;
 // token of the tile gets a group that has none.
 template <class Visit>
 __device__ __forceinline__ void for_each_window(const Unit& tile, bool groupable, Visit visit) {
-  const int before = int(tile.begin % 4), end = before + int(tile.length);
+  const int before = int(tile.begin) & 3, end = before + tile.length;
 #pragma unroll 1
   for (int window = 0; window < end; window += kWindow) {
     const int at = window + lane() * 4, from = max(before - at, 0), to = min(end - at, 4);

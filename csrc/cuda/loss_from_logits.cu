@@ -50,20 +50,22 @@ __device__ __forceinline__ void read_given(const Gate& gate, int64_t token, Give
 
 // d loss / d logp of a token, as the sweeps of policy_loss compute it.
 template <bool TERMS>
-__device__ __forceinline__ float token_gradient(const TokenCall& call, const Given& given, float logp) {
+__device__ __forceinline__ float token_gradient(const TokenCall& call, const Given& given, float logp,
+                                                HPO_SHARED_POINTER(int) events) {
   if (given.row < 0) return 0.0f;
   Inputs<1> inputs = given.inputs;
   inputs.logp[0] = logp;
   if (!call.gate.args.old_logp) inputs.old_logp[0] = logp;
   const RowTerms row = given.terms;
-  TileTotals tile = {};  // another launch counts the metrics
+  Shares<1> shares = {};  // another launch counts loss and metrics
+  TileTotals tile(events);
   Totals totals = {};
   if constexpr (TERMS) {
     const auto put_flow = [](const Token&, const GatedToken&, const PolicyTerm&) {};
-    return sweep_token_of_leaf<true, kExtras, kTermGate>(call, LeafGate{}, 0.0f, given.row, row, inputs, 0, put_flow, tile,
-                                                         totals);
+    return sweep_token_of_leaf<false, true, kExtras, kTermGate>(call, LeafGate{}, 0.0f, given.row, row, inputs, 0, put_flow,
+                                                                shares, tile, totals);
   } else {
-    return sweep_token<true, kExtras>(call.gate, row, inputs, 0, tile, totals);
+    return sweep_token<false, true, kExtras>(call.gate, row, inputs, 0, shares, tile, totals);
   }
 }
 
@@ -71,6 +73,7 @@ template <class Type, bool TERMS>
 __global__ void __launch_bounds__(kThreads, kBlocksTogether) differentiate_loss(const Call call) {
   HPO_SHARED(Row, row, );
   HPO_SHARED(Given, given, );
+  HPO_SHARED(int, events, [kMetrics]);  // not read
   HPO_SHARED(GradientRow, gradient, );
   const LogprobsArgs& args = call.logits.given;
 #pragma unroll 1
@@ -88,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksTogether) differentiate_loss(
       const int64_t place = token < args.rows ? token : 0;
       args.logp[place] = result.logp;
       args.entropy[place] = result.entropy;
-      const float of_logp = row.is_ignored ? 0.0f : token_gradient<TERMS>(call.tokens, given, result.logp);
+      const float of_logp = row.is_ignored ? 0.0f : token_gradient<TERMS>(call.tokens, given, result.logp, events);
       gradient = gradient_row<Type>(call.logits, index, row, RowUpstream(result, of_logp));
     }
     __syncthreads();

@@ -17,15 +17,27 @@ struct Group {
 
   // What is read for i: token + i, or a neighbour in the range. A load behind a condition would cost more registers.
   __device__ __forceinline__ int64_t at(int i) const { return token + min(max(i, from), to - 1); }
+
+  __device__ __forceinline__ Group<1> only(int i) const { return {token + i, 0, 1, inside >> i & 1, false}; }
 };
+
+// An index that is not a constant would put the values into memory.
+__device__ __forceinline__ float pick(const float (&values)[4], int i) {
+  return i < 2 ? (i == 0 ? values[0] : values[1]) : (i == 2 ? values[2] : values[3]);
+}
+
+__device__ __forceinline__ void put(float (&values)[4], int i, float value) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) values[k] = i == k ? value : values[k];
+}
 
 // Whether addresses allow groups of four: floats on 16 bytes, masks on 4. Null pointers do.
 inline bool groupable(const void* array, size_t bytes) { return reinterpret_cast<uintptr_t>(array) % bytes == 0; }
 
-// Calls `visit` with this lane's groups among the first kTile tokens of the unit.
+// Calls `visit` with this lane's groups in the unit.
 template <int WIDTH, class Visit>
 __device__ __forceinline__ void for_each_group(const Pack& pack, const Unit& unit, bool groupable, bool broken, Visit visit) {
-  const int before = WIDTH == 4 ? int(unit.begin % 4) : 0, end = before + int(min(unit.length, int64_t(kTile)));
+  const int before = WIDTH == 4 ? int(unit.begin) & 3 : 0, end = before + unit.length;
   const int64_t aligned = unit.begin - before;
 #pragma unroll 1
   for (int at = lane() * WIDTH; at < end; at += kWarp * WIDTH) {
@@ -65,6 +77,9 @@ __device__ __forceinline__ void read(const uint8_t* array, const Group<WIDTH>& g
 }
 
 __device__ __forceinline__ bool byte_of(uint32_t bytes, int i) { return (bytes >> (8 * i) & 0xFF) != 0; }
+
+// Whether no byte is 0: a borrow would come out of one that is, or of one above it.
+__device__ __forceinline__ bool all_bytes(uint32_t bytes) { return ((bytes - 0x01010101u) & ~bytes & 0x80808080u) == 0; }
 
 template <int WIDTH>
 __device__ __forceinline__ void write(float* array, const Group<WIDTH>& group, const float (&values)[WIDTH]) {

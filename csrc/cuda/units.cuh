@@ -58,16 +58,18 @@ __device__ __forceinline__ Range range_of_warp(const Pack& pack, int row) {
   return {__shfl_sync(kFullWarp, own.begin, 0), __shfl_sync(kFullWarp, own.end, 0), own.bad};
 }
 
-// A tile of one row; or, with broken offsets, a whole row. length 0: nothing to do.
+// A tile of one row. length 0: nothing to do.
 struct Unit {
-  int row;
-  int64_t begin, length;
+  int row, length;
+  int64_t begin;
 };
+
+HPO_INLINE int tile_length(int64_t tokens) { return int(tokens < kTile ? (tokens > 0 ? tokens : 0) : kTile); }
 
 __device__ __forceinline__ Unit get_unit(const Pack& pack, int index) {
   if (index < pack.rows) {
     const Range range = range_of_warp(pack, index);
-    return {index, range.begin, min(range.end - range.begin, int64_t(kTile))};
+    return {index, tile_length(range.end - range.begin), range.begin};
   }
   const int64_t multiple = index - pack.rows + 1, token = multiple * kTile;
   if (pack.rows == 0 || token >= pack.tokens) return {};
@@ -76,14 +78,15 @@ __device__ __forceinline__ Unit get_unit(const Pack& pack, int index) {
   const Range range = range_of_warp(pack, row);
   if (token <= range.begin || range.end <= token) return {};
   const int64_t begin = range.begin + (multiple - range.begin / kTile) * kTile;
-  return {row, begin, min(max(range.end - begin, int64_t(0)), int64_t(kTile))};
+  return {row, tile_length(range.end - begin), begin};
 }
 
-// With broken offsets a search may miss rows, so the first unit of a row is the whole row.
-__device__ __forceinline__ Unit get_unit_unordered(const Pack& pack, int index) {
+// With broken offsets a search may miss rows, so the first unit of a row has all its tiles.
+__device__ __forceinline__ Unit get_unit_unordered(const Pack& pack, int index, int tile) {
   if (index >= pack.rows) return {};
   const Range range = range_of_warp(pack, index);
-  return {index, range.begin, range.end - range.begin};
+  const int64_t begin = range.begin + int64_t(tile) * kTile;
+  return {index, tile_length(range.end - begin), begin};
 }
 
 }  // namespace hpo

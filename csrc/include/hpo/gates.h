@@ -35,7 +35,7 @@ using Gated = GatedNumber<float>;
 
 template <class F>
 HPO_INLINE GatedNumber<F> clip_ratio(F ratio, F low, F high) {
-  const F clipped = clamp(ratio, low, high);
+  const F clipped = clamp_number(ratio, low, high);
   return {clipped, clipped == ratio};
 }
 
@@ -164,6 +164,30 @@ HPO_INLINE int64_t to_fixed(float x) {
 }
 
 HPO_INLINE int64_t to_fixed(double x) { return int64_t(::rint(x * kFixedPoint)); }
+
+// The sum of to_fixed(x) over the tokens of a tile, without float64, which some GPUs have few units for: a number within
+// kSaturation in steps of 2^-16, and the rest in steps of 2^-32, each rounded by a shifter of floats. The first is a multiple
+// of two of the second's steps, so that ties go the same way. 512 tokens of either fit.
+struct ShortSum {
+  int32_t high, low;
+
+  HPO_INLINE void add(float x) {
+    const float shifter = 12582912.0f;  // 1.5 * 2^23
+    const float coarse = fused(x, 65536.0f, shifter), rest = fused(coarse - shifter, -1.0f / 65536.0f, x);
+    high += to_bits(coarse) - to_bits(shifter);
+    low += to_bits(fused(rest, float(kFixedPoint), shifter)) - to_bits(shifter);
+  }
+
+  HPO_INLINE int64_t total() const { return int64_t(high) * 65536 + low; }
+};
+
+// Likewise of numbers that are larger.
+struct LongSum {
+  int64_t sum;
+
+  HPO_INLINE void add(float x) { sum += to_fixed(x); }
+  HPO_INLINE int64_t total() const { return sum; }
+};
 
 HPO_INLINE double from_fixed(int64_t sum) { return double(sum) / kFixedPoint; }
 

@@ -169,7 +169,7 @@ HPO_INLINE GatedTokenNumber<F> gate_token(const LeafGate& gate, bool split, bool
   using Int = typename N::Int;
   const F zero = {}, one = all<F>(1.0f);
   const Int none = {}, falls = split ? N::mask(x < zero) : none;
-  const F up = falls ? zero : x, u = up - gate.mean[0], v = drop ? zero : clamp(u, low, high);
+  const F up = falls ? zero : x, u = up - gate.mean[0], v = drop ? zero : clamp_number(u, low, high);
   F inside = drop ? zero : (N::mask(v == u) ? one : (N::mask(u < low) ? slope_low : slope_high));
   GatedTokenNumber<F> token;
   token.z = by_sign<F>(negative, gate.z) + v;
@@ -180,7 +180,7 @@ HPO_INLINE GatedTokenNumber<F> gate_token(const LeafGate& gate, bool split, bool
   token.falling_step = zero;
   F own = by_sign<F>(negative, gate.own[0]);
   if (split) {
-    const F u_down = (up - x) - gate.mean[1], v_down = drop ? zero : clamp(u_down, low, high);
+    const F u_down = (up - x) - gate.mean[1], v_down = drop ? zero : clamp_number(u_down, low, high);
     const F inside_down = drop ? zero : (N::mask(v_down == u_down) ? one : zero);
     token.z = token.z - v_down;
     if (!drop) token.below |= N::mask(u_down > high), token.above |= N::mask(u_down < low);
@@ -195,7 +195,7 @@ HPO_INLINE GatedTokenNumber<F> gate_token(const LeafGate& gate, bool split, bool
 // -(a e^z): the loss of a token and d loss / d z under the linear head. At z = 0 this is -a to the bit.
 template <class F>
 HPO_INLINE F token_value(F a, F z) {
-  return -(a * exp(clamp(z, all<F>(-kSaturation), all<F>(kSaturation))));
+  return -(a * exp(clamp_number(z, all<F>(-kSaturation), all<F>(kSaturation))));
 }
 
 // ------------------------------------------------------------------------------------------- gradient through aggregates

@@ -63,6 +63,16 @@ HPO_INLINE F clamp(F x, F low, F high) {
   return raised > high ? high : raised;
 }
 
+// The same of numbers; it is undefined for NaN.
+template <class F>
+HPO_INLINE F clamp_number(F x, F low, F high) {
+#if defined(__CUDA_ARCH__)
+  return fminf(fmaxf(x, low), high);  // an instruction each: a choice that keeps NaN takes two
+#else
+  return clamp(x, low, high);
+#endif
+}
+
 // e^r for |r| <= ln 2 / 2.
 template <class F>
 HPO_INLINE F exp_near_0(F r) {

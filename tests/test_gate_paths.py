@@ -178,3 +178,16 @@ def test_what_is_extraordinary_leaves_the_fast_path(name, value, backend):
     got, wanted = (hpo.policy_loss_and_grad(*call, backend=each, **given) for each in (backend, "reference"))
     torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-5, atol=1e-9)
     torch.testing.assert_close(got.metrics.vector, wanted.metrics.vector, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ["cpu"])
+@pytest.mark.parametrize("lengths", [FEW, MANY], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("name, value, gate", [("advantages", math.inf, gates.kimi()), ("target", 1.5, gates.nft())])
+def test_what_is_extraordinary_of_a_row_leaves_the_fast_path(name, value, gate, lengths, backend):
+    """Even where no sum of losses tells of it: these saturate under the one head, and are finite under the other."""
+    data = Data(lengths)
+    data.advantages[1] = -1.0
+    getattr(data, name)[1] = value
+    short, long = (data.run(gate, long_way, backend) for long_way in (False, True))
+    assert short.metrics["bad_advantages"] == long.metrics["bad_advantages"] > 0
+    assert_one_way(short, long, alike=True)

@@ -589,6 +589,18 @@ MUTANTS = {
         "coefficients.finite()", "true",
         "test_gate_paths.test_what_is_extraordinary_leaves_the_fast_path", {"name": "token_weight", "value": math.inf},
     ),
+    "cpu: an advantage that is infinite stays on the fast path": Mutant(
+        "cpu", "cpu/gates_token_inputs.h",
+        "kGiven == Given::nothing || kGiven == Given::reference", "kGiven == Given::reference",
+        "test_gate_paths.test_what_is_extraordinary_of_a_row_leaves_the_fast_path",
+        {"name": "advantages", "value": math.inf, "gate": gates.kimi(), "lengths": (700, 348, 1000, 345, 7)},
+    ),
+    "cpu: nobody looks at the targets of rows": Mutant(
+        "cpu", "cpu/hierarchy_terms.h",
+        "!call.args.target && given(call.args) == Given::nothing", "given(call.args) == Given::nothing",
+        "test_gate_paths.test_what_is_extraordinary_of_a_row_leaves_the_fast_path",
+        {"name": "target", "value": 1.5, "gate": gates.nft(), "lengths": (700, 348, 1000, 345, 7)},
+    ),
     "cpu: a policy far from its reference stays on the fast path": Mutant(
         "cpu", "cpu/gates_token_inputs.h",
         "at_least(all<Floats>(kMostSquares), each)", "all_lanes()",
@@ -596,7 +608,7 @@ MUTANTS = {
     ),
     "cpu: tokens that a clip holds before all gates have a gradient": Mutant(
         "cpu", "cpu/hierarchy_fast_path.h",
-        "keep_if(both(present, both(at_least(x, low), at_least(high, x))), here)", "keep_if(present, here)",
+        "both(present, both(at_least(x, low), at_least(high, x)))", "present",
         "test_gate_paths.test_the_fast_path_has_the_gradient_of_any_other_way",
         {"gate": gates.gmpo(0.2, 0.2), "lengths": (21,) * 114 + (6,)},
     ),

@@ -121,15 +121,16 @@ struct TermInputs {
   Floats coefficient, kept, target;
 };
 
-// What a call has: anything, or as the most common of them do a reference policy or weights of tokens and nothing else.
-enum class Given { anything, reference, weights };
+// What the tokens of a call have: anything, or as those of the most common calls nothing, a reference policy alone, or weights
+// alone.
+enum class Given { anything, nothing, reference, weights };
 
 inline Given given(const PolicyLossArgs& args) {
   const bool others =
       args.advantage_per_token || args.token_mask || args.score || args.entropy || args.kl_weight || args.low || args.high;
   const bool reference = args.ref_logp, weights = weighs_tokens(args);
-  if (others || reference == weights) return Given::anything;
-  return reference ? Given::reference : Given::weights;
+  if (others || (reference && weights)) return Given::anything;
+  return reference ? Given::reference : (weights ? Given::weights : Given::nothing);
 }
 
 // Sums of a tile by lane.
@@ -316,7 +317,8 @@ struct TokenInputsSweep {
 template <Given kGiven, class Gate>
 bool sweep_token_inputs(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
                         Partial& partial, const Gate& gate) {
-  if (kGiven == Given::reference && !finite_coefficients(call.args, segments)) return false;
+  const bool of_rows = kGiven == Given::nothing || kGiven == Given::reference;
+  if (of_rows && !finite_coefficients(call.args, segments)) return false;
   LaneSums lanes;
   TokenInputsSweep<Gate, kGiven> sweep(call, first, tile, call.args.grad ? call.args.grad + first : tile.grad, gate, lanes);
   if (segments.few(n)) {

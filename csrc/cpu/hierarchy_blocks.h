@@ -249,7 +249,7 @@ struct Sweeps {
   // path.
   float count_alike(const Block& block, const LeafGate& leaf, Scratch& scratch, Partial& partial, Flow& flow) const {
     const bool negative = call.args.advantages[block.row] < 0.0f;
-    const auto [token, value] = alike(block, leaf);
+    const auto [token, value] = Alike(*this, block, leaf);
     OpenCounts counts;
     if (plan.weighs) counts.present = scratch.weights.chosen;
     else
@@ -269,12 +269,17 @@ struct Sweeps {
     return own_gradient(token, value);
   }
 
-  // The one term of these tokens.
-  std::pair<GatedToken, float> alike(const Block& block, const LeafGate& leaf) const {
-    const float advantage = call.args.advantages[block.row], coefficient = call.args.weights[block.row] * advantage;
-    const GatedToken token = gate_token<float>(leaf, false, true, plan.keep, advantage < 0.0f, 0.0f, 0.0f, 0.0f);
-    return {token, token_value(coefficient, token.z)};
-  }
+  // The one term of these tokens. A copy of it would wait for stores.
+  struct Alike {
+    GatedToken token;
+    float value;
+
+    HPO_INLINE Alike(const Sweeps& sweeps, const Block& block, const LeafGate& leaf) {
+      const float advantage = sweeps.call.args.advantages[block.row];
+      token = gate_token<float>(leaf, false, true, sweeps.plan.keep, advantage < 0.0f, 0.0f, 0.0f, 0.0f);
+      value = token_value(sweeps.call.args.weights[block.row] * advantage, token.z);
+    }
+  };
 
   static float own_gradient(const GatedToken& token, float value) { return token.slope != 0.0f ? value * token.slope : 0.0f; }
 
@@ -325,7 +330,7 @@ struct Sweeps {
   void receive(const Block& block, const LeafGate& leaf, const AggregateGrad& aggregate_grad, bool fast,
                Scratch& scratch) const {
     if (fast && plan.fills_last) {
-      const auto [token, value] = alike(block, leaf);
+      const auto [token, value] = Alike(*this, block, leaf);
       classify_masks(block, scratch);
       return write_alike(block, own_gradient(token, value), aggregate_grad.rising, scratch);
     }
@@ -426,7 +431,7 @@ inline void measure_blocks(const Sweeps& sweeps, int64_t task, Scratch& scratch,
     count = 0;
   };
   sweeps.leaves.for_each_block(task, [&](const Block& block) {
-    if (block.tokens >= kWorthwhileRow || !sweeps.plan.measures_fast || sweeps.plan.weighs) {
+    if (block.tokens >= 2 * kWorthwhileRow || !sweeps.plan.measures_fast || sweeps.plan.weighs) {
       flush();
       return measure_one(block);
     }

@@ -184,18 +184,22 @@ inline void write_where_free(const PolicyLossArgs& args, int64_t first, int begi
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   float* grad = args.grad + first;
+  const bool clips = clip.low[sign] > -INFINITY || clip.high[sign] < INFINITY;  // else log-ratios need not be read again
   const Floats low = all<Floats>(clip.low[sign]), high = all<Floats>(clip.high[sign]);
   const Floats each = all<Floats>(own_gradient + aggregate_grad);
   for_each_vector(begin, end, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
     constexpr bool kWhole = decltype(whole)::value;
-    const Mask present = args.mask ? present_own<kWhole>(own, args.mask + first + i) : own;
-    const Floats x = load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i);
+    Mask present = args.mask ? present_own<kWhole>(own, args.mask + first + i) : own;
+    if (clips) {
+      const Floats x = load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i);
+      present = both(present, both(at_least(x, low), at_least(high, x)));
+    }
     Floats here = each;
     if (weights) {
       const Floats weight = load_own<kWhole>(own, weights + i);
       here = aggregate_grad + keep_if(but_not(own, is_nan(weight)), own_gradient * weight);
     }
-    store_own<kWhole>(own, keep_if(both(present, both(at_least(x, low), at_least(high, x))), here), grad + i);
+    store_own<kWhole>(own, keep_if(present, here), grad + i);
   });
 }
 

@@ -232,7 +232,9 @@ struct FastTermGate {
 inline bool run_terms(const Call& call, const TermPlan& plan, const float (&low)[2], const float (&high)[2], int64_t first,
                       int n, const Segments& segments, Tile& tile, uint8_t* seen, Partial& partial) {
   const FastTermGate gate = {call.structure.head, plan, call.args.logp + first, low, high};
-  return sweep_token_inputs<Given::anything>(call, first, n, segments, tile, seen, partial, gate);
+  const bool nothing = !call.args.target && given(call.args) == Given::nothing;
+  return nothing ? sweep_token_inputs<Given::nothing>(call, first, n, segments, tile, seen, partial, gate)
+                 : sweep_token_inputs<Given::anything>(call, first, n, segments, tile, seen, partial, gate);
 }
 
 // The penalty on the token's own log-ratio, which every valid token pays that is not left out.

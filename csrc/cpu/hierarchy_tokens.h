@@ -288,6 +288,7 @@ struct BlockGate {
                        float* grad) const {
     const float* entering = load_entering(plan.term, tile, n, terms);
     load_terms(call, first, n, row, weighted ? call.args.weights[row] : 1.0f, tile, terms);
+    if (n % kLanes == 0) return plan.term_loop(plan.term, leaf, tile, entering, coefficient, terms, loss, grad, n);
     alignas(64) float own_loss[kPadded], own_grad[kPadded];
     const GateCounts counts = plan.term_loop(plan.term, leaf, tile, entering, coefficient, terms, own_loss, own_grad, n);
     std::memcpy(loss, own_loss, size_t(n) * sizeof(float));

@@ -26,7 +26,7 @@ from ..specs import (
     TermSpec,
     Unit,
 )
-from .library import LIBRARY, OPERATORS, check_offsets, check_operand, define, is_traced, register
+from .library import LIBRARY, OPERATORS, check_native, check_offsets, check_operand, define, is_traced, register
 
 __all__ = ["INPUTS", "SECOND_DERIVATIVE", "check_inputs", "policy_loss", "policy_loss_and_grad"]
 
@@ -225,12 +225,7 @@ define(
 def _policy_loss(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     *tensors, structure, numbers, backend, want_grad, want_tokens = arguments
     inputs = PolicyLossInputs(*tensors)
-    check(
-        not is_reference(inputs.logp, backend or None),
-        "backend: expected a native one for torch.ops.hpo_core.policy_loss, got {}; call hpo_core.policy_loss, which "
-        "serves the reference, too",
-        repr(backend) if backend else "the reference by default",
-    )
+    check_native(inputs.logp, backend, "torch.ops.hpo_core.policy_loss", "policy_loss")
     run = resolve("gates", inputs.logp, backend or None).policy_loss
     loss, metrics, grad, tokens = run(inputs, _spec_of(structure, numbers), want_grad, want_tokens)
     nothing = inputs.logp.new_empty(0)

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from ..backends import resolve
+from ..backends import is_reference, resolve
 from ..checks import check, check_device, check_dtype, check_shape, examined
 
 __all__ = [
     "LIBRARY",
     "OPERATORS",
+    "check_native",
     "check_offsets",
     "check_operand",
     "define",
@@ -125,6 +126,17 @@ def _readable(parameter: Any, value: Any) -> Any:
             for at, each in enumerate(value)
         ]
     return value
+
+
+def check_native(tensor: torch.Tensor, backend: str, operator: str, function: str) -> None:
+    """Check that a native backend serves the call, because the reference has a graph of its own."""
+    check(
+        not is_reference(tensor, backend or None),
+        "backend: expected a native one for {}, got {}; call hpo_core.{}, which serves the reference, too",
+        operator,
+        repr(backend) if backend else "the reference by default",
+        function,
+    )
 
 
 def check_operand(

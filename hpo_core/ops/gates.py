@@ -302,10 +302,7 @@ def _check_loss(*arguments: Any) -> None:
 
 
 # What comes together.
-_SETS = (
-    ("score", "threshold"),
-    ("leaf_begin", "leaf_end", "leaf_row"),
-)
+_SETS = (("score", "threshold"), ("leaf_begin", "leaf_end", "leaf_row"))
 
 
 def check_inputs(inputs: PolicyLossInputs, levels: int, needs: Sequence[str]) -> None:

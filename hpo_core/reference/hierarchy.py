@@ -7,16 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..specs import (
-    Aggregate,
-    Exchange,
-    LevelKind,
-    LevelSpec,
-    PolicyLossInputs,
-    PolicyLossSpec,
-    Routing,
-    TokenGate,
-)
+from ..specs import Aggregate, Exchange, LevelKind, LevelSpec, PolicyLossInputs, PolicyLossSpec, Routing, TokenGate
 from .segments import of_row, read_at
 from .terms import EXPONENT_SATURATION, GAMMA_SATURATION, clip, of_side, saturate
 

@@ -21,8 +21,9 @@ import torch.distributed
 from .batch import PackedBatch
 from .checks import check
 from .metrics import fold, gathered, of_log_ratios, ratio
+from .reference.hierarchy import aggregate_of
 from .segment_exchange import SegmentExchange
-from .specs import Aggregate, LevelKind, LevelSpec, PolicyLossInputs, PolicyLossSpec, Unit
+from .specs import LevelKind, LevelSpec, PolicyLossInputs, PolicyLossSpec, Unit
 
 __all__ = ["REGIONS", "LevelMetrics", "observed_levels", "slots"]
 
@@ -240,12 +241,8 @@ def _of_segments(of_leaf: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor
 
 def _aggregates(count: torch.Tensor, totals: torch.Tensor, spec: PolicyLossSpec) -> torch.Tensor:
     """``[levels, channels, P]``: the aggregate of each segment, one channel without a split."""
-    by_channel = totals.movedim(-1, 1)[:, : 1 + spec.split]
-    each = []
-    for total, size, level in zip(by_channel, count, spec.levels, strict=True):
-        mean = total if level.aggregate is Aggregate.SUM else total / size.clamp(min=1)
-        each.append(mean.log1p() if level.aggregate is Aggregate.LOG_MEAN_EXP else mean)
-    return torch.stack(each)
+    by_level = zip(count, totals.movedim(-1, 1)[:, : 1 + spec.split], spec.levels, strict=True)
+    return torch.stack([aggregate_of(size, total, level) for size, total, level in by_level])
 
 
 def _residuals(aggregates: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:

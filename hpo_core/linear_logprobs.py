@@ -9,7 +9,7 @@ import torch
 from . import ops
 from .arguments import examines
 from .backends import is_reference
-from .checks import check, check_device, check_dtype, check_shape, require_type
+from .checks import check, check_device, check_dtype, check_shape
 from .logprobs import TokenLogprobs
 from .ops.linear_logprobs import LinearRows
 from .reference.linear_logprobs import linear_token_logprobs as definition
@@ -97,11 +97,6 @@ def linear_token_logprobs(
         check_dtype("bias", bias, types, "use bias.float()")
         check_shape("bias", bias, weight.shape[:1], "[V] (one number for each row of weight)")
         check_device("bias", bias, hidden.device, "hidden")
-    require_type(
-        isinstance(ignore_index, int) and not isinstance(ignore_index, bool),
-        "ignore_index: expected an integer, got {!r}",
-        ignore_index,
-    )
     for name, number in (("softcap", softcap), ("logit_scale", logit_scale)):
         check(number is None or 0 < number < math.inf, "{}: expected a finite number above 0, got {}", name, number)
     temperature = checked_temperature(temperature, targets, ignore_index, exact=reference)

@@ -10,7 +10,7 @@ from . import ops
 from .arguments import examines
 from .backends import is_reference
 from .batch import PackedBatch
-from .checks import check, check_device, check_dtype, check_shape, require_type
+from .checks import check, check_device, check_dtype, check_shape
 from .ops import is_traced
 from .reference.logprobs import token_logprobs as definition
 from .specs import LogitRows
@@ -247,7 +247,7 @@ def checked_call(
     least: int = 1,
 ) -> _Call:
     reference = is_reference(logits, backend)
-    _check_operands(logits, targets, ignore_index, reference, least)
+    _check_operands(logits, targets, reference, least)
     targets, unpredicted = targets.to(torch.int64), None
     if batch is not None:
         predicted, unpredicted = _predicted(targets, batch)
@@ -290,9 +290,7 @@ def checked_call(
     return _Call(at_temperature(rows, temperature), entropy_rows, batch is not None, unpredicted, in_place, backend)
 
 
-def _check_operands(
-    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, reference: bool, least: int
-) -> None:
+def _check_operands(logits: torch.Tensor, targets: torch.Tensor, reference: bool, least: int) -> None:
     check_logits(logits, (*LOGITS, torch.float64) if reference else LOGITS, least)
     check_dtype("targets", targets, (torch.int64, torch.int32), "targets are ids of tokens")
     check_shape("targets", targets, logits.shape[:-1], "[...] (that of logits without its last dimension)")
@@ -301,11 +299,6 @@ def _check_operands(
         logits.stride(-1) == 1 or logits.shape[-1] == 1,
         "logits: expected a contiguous last dimension, got a stride of {}; use logits.contiguous()",
         logits.stride(-1),
-    )
-    require_type(
-        isinstance(ignore_index, int) and not isinstance(ignore_index, bool),
-        "ignore_index: expected an integer, got {!r}",
-        ignore_index,
     )
 
 

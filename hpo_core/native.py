@@ -243,8 +243,19 @@ class Native:
         rule: OrderRule,
         mask: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        strict: bool = False,
+        selected: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._order_statistic(values, numerator, denominator, rule, mask, cu_seqlens, False, None)
+        """``selected``: where the selection of :meth:`select_top` is written."""
+        tokens = values.numel()
+        threshold = values.new_empty(1)
+        counts = values.new_empty(2, dtype=torch.int64)
+        workspace = self._workspace(self.module.order_statistic_workspace(tokens), values)
+        self._call(
+            self.module.order_statistic, values, tokens, _rows(cu_seqlens), values, mask, cu_seqlens,
+            numerator, denominator, int(rule), threshold, counts, strict, selected, workspace,
+        )  # fmt: skip
+        return threshold, counts
 
     def select_top(
         self,
@@ -257,30 +268,8 @@ class Native:
         cu_seqlens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         selected = torch.empty_like(values, dtype=torch.bool)
-        return *self._order_statistic(
-            values, numerator, denominator, rule, mask, cu_seqlens, strict, selected
-        ), selected
-
-    def _order_statistic(
-        self,
-        values: torch.Tensor,
-        numerator: int,
-        denominator: int,
-        rule: OrderRule,
-        mask: torch.Tensor | None,
-        cu_seqlens: torch.Tensor | None,
-        strict: bool,
-        selected: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = values.numel()
-        threshold = values.new_empty(1)
-        counts = values.new_empty(2, dtype=torch.int64)
-        workspace = self._workspace(self.module.order_statistic_workspace(tokens), values)
-        self._call(
-            self.module.order_statistic, values, tokens, _rows(cu_seqlens), values, mask, cu_seqlens,
-            numerator, denominator, int(rule), threshold, counts, strict, selected, workspace,
-        )  # fmt: skip
-        return threshold, counts
+        found = self.order_statistic(values, numerator, denominator, rule, mask, cu_seqlens, strict, selected)
+        return *found, selected
 
     def select(
         self,

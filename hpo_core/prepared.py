@@ -10,15 +10,7 @@ import torch.distributed
 
 from . import aggregation, gates, ops
 from .batch import Hierarchy, LeafTables, PackedBatch
-from .checks import (
-    as_constant,
-    check,
-    check_precision,
-    check_shape,
-    checked_constant,
-    examined,
-    require_type,
-)
+from .checks import as_constant, check, check_precision, check_shape, checked_constant, examined, require_type
 from .corrections import corrected
 from .entropy import EntropyWindow, Selection, WindowState
 from .entropy.selection import checked_selection, selected_tokens, shaped_advantages

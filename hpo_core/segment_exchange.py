@@ -225,10 +225,7 @@ def _check_aggregates(
         )
         values = examined(f"aggregates[{name!r}]", values, "of log-ratios")
         require_type(
-            values.is_floating_point(),
-            "aggregates[{!r}]: expected a tensor of log-ratios, got {}",
-            name,
-            values.dtype,
+            values.is_floating_point(), "aggregates[{!r}]: expected a tensor of log-ratios, got {}", name, values.dtype
         )
         fits = values.dim() == 2 and values.shape[0] == 2 if spec.split else values.dim() == 1
         shape = "[2, G], of positive and negative log-ratios (the gate has a split)" if spec.split else "[G]"

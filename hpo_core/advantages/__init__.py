@@ -5,28 +5,8 @@ from . import reconstructed
 from .baselines import BetaTracker, GroupHistory, dcpo, de_grpo, poise, spo_single_stream
 from .critics import HierarchicalAdvantages, archer_td, hiper, hiper_rewards, step_gae
 from .distributed import over_ranks
-from .flat import (
-    dgpo,
-    dr_grpo,
-    gpg,
-    grpo,
-    lite_ppo,
-    maxrl,
-    opo,
-    reinforce_pp_baseline,
-    rloo,
-    whiten,
-)
-from .hierarchical import (
-    dr_mas,
-    flow_grpo,
-    gigpo,
-    hbpo,
-    hgpo,
-    m_grpo,
-    peco,
-    stratified,
-)
+from .flat import dgpo, dr_grpo, gpg, grpo, lite_ppo, maxrl, opo, reinforce_pp_baseline, rloo, whiten
+from .hierarchical import dr_mas, flow_grpo, gigpo, hbpo, hgpo, m_grpo, peco, stratified
 from .multi_reward import dvao, gdpo, hila, tool_star, unidoc_rl, vpo
 from .priors import bnpo, ngrpo, v05
 from .ranks import arena, g2rpo, grpo_passk, mc_grpo, mc_grpo_samples, pass_at_k

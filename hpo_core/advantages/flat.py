@@ -37,18 +37,7 @@ from .terms import (
     total,
 )
 
-__all__ = [
-    "dgpo",
-    "dr_grpo",
-    "gpg",
-    "grpo",
-    "lite_ppo",
-    "maxrl",
-    "opo",
-    "reinforce_pp_baseline",
-    "rloo",
-    "whiten",
-]
+__all__ = ["dgpo", "dr_grpo", "gpg", "grpo", "lite_ppo", "maxrl", "opo", "reinforce_pp_baseline", "rloo", "whiten"]
 
 _EPS_MODES = {"add": EpsMode.ADD, "sqrt": EpsMode.SQRT, "floor": EpsMode.FLOOR}
 

@@ -8,16 +8,7 @@ from ..checks import check, check_units
 from ..segments import chains, dense_ids, statistics
 from ..specs import Center, GroupTerm, Provenance, Scale
 from .returns import once
-from .terms import (
-    Term,
-    among,
-    as_advantages,
-    check_eps,
-    combine,
-    estimator,
-    scale_of,
-    scorable,
-)
+from .terms import Term, among, as_advantages, check_eps, combine, estimator, scale_of, scorable
 
 __all__ = ["sgrpo", "sgrpo_hierarchical_sum", "sgrpo_reward_sum"]
 

@@ -10,6 +10,7 @@ import torch
 
 from ..batch import PackedBatch
 from ..checks import check_rows, check_tokens
+from ..gates.inputs import of_row, valid_tokens
 from ..segments import chains, dense_ids, recurrence, statistics
 from ..specs import Provenance
 from .flat import whiten
@@ -17,17 +18,6 @@ from .returns import check_discounts, generalised_advantages
 from .terms import as_advantages, estimator, grouped, known, scorable, widened
 
 __all__ = ["hicra", "otb", "reinforce_pp", "remax", "rl_zvp", "t_ppo", "tir_otb", "token_gae"]
-
-
-def _valid(batch: PackedBatch, row: torch.Tensor) -> torch.Tensor:
-    return row >= 0 if batch.mask is None else (row >= 0) & batch.mask
-
-
-def _of_tokens(values: torch.Tensor, row: torch.Tensor, nowhere: float = 0.0) -> torch.Tensor:
-    """Values of rows ``[S]`` at their tokens ``[T]``."""
-    if values.numel() == 0:
-        return torch.full(row.shape, nowhere, dtype=values.dtype, device=row.device)
-    return torch.where(row >= 0, values[row.clamp(min=0)], nowhere)
 
 
 @estimator(Provenance.VERIFIED, level="token")
@@ -56,7 +46,7 @@ def reinforce_pp(
     """
     check_tokens(batch, token_rewards=token_rewards)
     check_discounts(gamma=gamma)
-    valid = _valid(batch, batch.row_of_token())
+    valid = valid_tokens(batch)
     values = torch.where(valid, token_rewards, 0.0)
     gains = torch.where(valid, torch.full_like(values, gamma), 1.0)
     scanned = recurrence(values, gains, batch.cu_seqlens, backend=backend)
@@ -83,10 +73,10 @@ def remax(
     check_tokens(batch, token_rewards=token_rewards)
     check_rows(batch, greedy_rewards=greedy_rewards)
     row = batch.row_of_token()
-    valid = _valid(batch, row)
+    valid = valid_tokens(batch)
     values = torch.where(valid, token_rewards, 0.0)
     returns = recurrence(values, torch.ones_like(values), batch.cu_seqlens, backend=backend)
-    return torch.where(valid, known(returns - _of_tokens(greedy_rewards.to(returns.dtype), row)), 0.0)
+    return torch.where(valid, known(returns - of_row(greedy_rewards.to(returns.dtype), row, 0.0)), 0.0)
 
 
 @estimator(Provenance.PAPER, level="token")
@@ -106,7 +96,7 @@ def hicra(
     check_rows(batch, advantages=advantages)
     check_tokens(batch, is_planning=is_planning)
     row = batch.row_of_token()
-    own = torch.where(_valid(batch, row), known(_of_tokens(widened(advantages), row)), 0.0)
+    own = torch.where(valid_tokens(batch), known(of_row(widened(advantages), row, 0.0)), 0.0)
     return torch.where(is_planning, own + alpha * own.abs(), own)
 
 
@@ -139,15 +129,15 @@ def rl_zvp(
     check_rows(batch, rewards=rewards, group_ids=group_ids, advantages=advantages)
     check_tokens(batch, entropy=entropy)
     row = batch.row_of_token()
-    valid = _valid(batch, row)
+    valid = valid_tokens(batch)
     group = statistics(rewards, group_ids, backend=backend)
     scored = grouped(torch.isfinite(rewards), group_ids)
     flat = scored & (group.least == group.greatest)
     entropy, advantages = widened(entropy), torch.where(scored, widened(advantages), 0.0)
     most = statistics(entropy, row, mask=valid, backend=backend).greatest
-    right = _of_tokens(rewards > threshold, row, False)
+    right = of_row(rewards > threshold, row, False)
     shaped = torch.where(right, alpha * entropy, alpha * (entropy - most)).to(advantages.dtype)
-    shaped = torch.where(_of_tokens(flat, row, False), shaped, _of_tokens(advantages, row))
+    shaped = torch.where(of_row(flat, row, False), shaped, of_row(advantages, row, 0.0))
     return torch.where(valid, known(shaped), 0.0)
 
 
@@ -180,14 +170,13 @@ def otb(
     >>> otb(torch.tensor([1.0, 0.0]), batch.group_ids, batch, half, half)
     tensor([ 0.5000, -0.5000])
     """
-    row = _check_otb(token_rewards, group_ids, batch, chosen_probability, squared_probabilities, importance)
+    row, energy = _read_otb(token_rewards, group_ids, batch, chosen_probability, squared_probabilities, importance)
     token = torch.arange(batch.total_tokens, device=row.device)
     first = torch.full((batch.rows,), batch.total_tokens, dtype=torch.int64, device=row.device)
     if batch.rows:
-        reached = torch.where(_valid(batch, row), token, batch.total_tokens)
+        reached = torch.where(valid_tokens(batch), token, batch.total_tokens)
         first = first.scatter_reduce(0, row.clamp(min=0), reached, "amin")
-    position = token - _of_tokens(first, row, 0)
-    energy = _energy(chosen_probability, squared_probabilities, importance)
+    position = token - of_row(first, row, 0)
     return _against_positions(token_rewards, group_ids, batch, energy, position, backend)
 
 
@@ -214,23 +203,22 @@ def tir_otb(
     >>> tir_otb(torch.tensor([0.0, 0, 1, 0, 0]), batch.group_ids, batch, half, half)
     tensor([ 0.5000,  0.0000,  0.5000, -0.5000, -0.5000])
     """
-    row = _check_otb(token_rewards, group_ids, batch, chosen_probability, squared_probabilities, importance)
-    counted = torch.cat([row.new_zeros(1), _valid(batch, row).cumsum(0)])
+    row, energy = _read_otb(token_rewards, group_ids, batch, chosen_probability, squared_probabilities, importance)
+    counted = torch.cat([row.new_zeros(1), valid_tokens(batch).cumsum(0)])
     before = counted[batch.cu_seqlens[:-1].to(torch.int64).clamp(0, batch.total_tokens)]
-    position = counted[:-1] - _of_tokens(before, row, 0)
-    energy = _energy(chosen_probability, squared_probabilities, importance)
+    position = counted[:-1] - of_row(before, row, 0)
     return _against_positions(token_rewards, group_ids, batch, energy, position, backend)
 
 
-def _check_otb(
+def _read_otb(
     token_rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
     batch: PackedBatch,
     chosen_probability: torch.Tensor,
     squared_probabilities: torch.Tensor,
     importance: torch.Tensor | None,
-) -> torch.Tensor:
-    """The row of each token, once the arguments are right."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row of each token, and the squared norm of its score function by the square of its importance."""
     if group_ids is not None:
         check_rows(batch, group_ids=group_ids)
     check_tokens(
@@ -239,13 +227,8 @@ def _check_otb(
     )  # fmt: skip
     if importance is not None:
         check_tokens(batch, importance=importance)
-    return batch.row_of_token()
-
-
-def _energy(chosen: torch.Tensor, squared: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
-    """The squared norm of each token's score function, by the square of its importance."""
-    energy = 1 - 2 * chosen + squared
-    return energy if importance is None else energy * importance.square()
+    energy = 1 - 2 * chosen_probability + squared_probabilities
+    return batch.row_of_token(), energy if importance is None else energy * importance.square()
 
 
 def _against_positions(
@@ -258,11 +241,11 @@ def _against_positions(
 ) -> torch.Tensor:
     """Returns minus the optimal baseline of the prompt's tokens at the same position."""
     row = batch.row_of_token()
-    valid = _valid(batch, row)
+    valid = valid_tokens(batch)
     values, energy = torch.where(valid, token_rewards, 0.0), torch.where(valid, energy, 0.0)
     returns = recurrence(values, torch.ones_like(values), batch.cu_seqlens, backend=backend)
     weight = recurrence(energy, torch.ones_like(energy), batch.cu_seqlens, forward=True, backend=backend)
-    groups = torch.zeros_like(row) if group_ids is None else _of_tokens(group_ids.to(torch.int64), row, -1)
+    groups = torch.zeros_like(row) if group_ids is None else of_row(group_ids.to(torch.int64), row, -1)
     ids = dense_ids(torch.where(valid, groups, -1), torch.where(valid, position, -1))
     # A certain token weighs nothing but is a response: the other one at its position is not alone.
     responses = statistics(returns, ids, mask=valid, backend=backend).members
@@ -300,9 +283,9 @@ def token_gae(
     """
     check_tokens(batch, token_rewards=token_rewards, values=values)
     row = batch.row_of_token()
-    valid = _valid(batch, row)
+    valid = valid_tokens(batch)
     of_rows = torch.arange(batch.rows, device=row.device) if batch.trajectories is None else batch.trajectories[0]
-    trajectory = chains(torch.where(valid, _of_tokens(of_rows, row, -1), -1))
+    trajectory = chains(torch.where(valid, of_row(of_rows, row, -1), -1))
     given, value = torch.where(valid, token_rewards, 0.0), torch.where(valid, values, 0.0)
     advantages = torch.where(valid, generalised_advantages(given, value, trajectory, gamma, lam, backend=backend), 0.0)
     if not whitened:
@@ -342,7 +325,7 @@ def t_ppo(
     check_rows(batch, is_truncated=is_truncated)
     check_discounts(gamma=gamma, lam=lam)
     row = batch.row_of_token()
-    valid = _valid(batch, row)
+    valid = valid_tokens(batch)
     value = torch.where(valid, values, 0.0)
     seen = valid.to(value.dtype)
 
@@ -353,7 +336,7 @@ def t_ppo(
         following[:-1] = torch.where(row[1:] == row[:-1], found[1:], 0.0)
         return following
 
-    cut = _of_tokens(is_truncated, row, False) & (behind(seen) == 0)
+    cut = of_row(is_truncated, row, False) & (behind(seen) == 0)
     following = torch.where(cut, value, behind(value))
     difference = torch.where(valid, token_rewards + gamma * following - value, 0.0)
     gains = torch.where(valid, torch.full_like(value, gamma * lam), 1.0)

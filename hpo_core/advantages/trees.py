@@ -80,11 +80,7 @@ def rose(
             [ 0.5000, -0.5000,  0.0000]])
     """
     check_units(rewards=rewards)
-    check(len(prefix_ids) > 0, "prefix_ids: expected at least one depth, got none")
-    tables = []
-    for depth, ids in enumerate(prefix_ids):
-        check_units(rewards=rewards, prefix_ids=ids)
-        tables.append(statistics(rewards, dense_ids(*prefix_ids[: depth + 1]), backend=backend))
+    tables = [statistics(rewards, ids, backend=backend) for ids in _nodes(rewards, prefix_ids)]
     values = [*(table.mean for table in tables), rewards.double()]
     sharing = [*(table.members for table in tables[1:]), torch.ones_like(values[0])]
     segments = torch.stack([below - above for above, below in itertools.pairwise(values)])
@@ -130,21 +126,16 @@ def rose_length_penalty(
             [ 0.0000,  0.0000,  0.0000]])
     """
     check_units(rewards=rewards, lengths=lengths)
-    check(len(prefix_ids) > 0, "prefix_ids: expected at least one depth, got none")
+    nodes = _nodes(rewards, prefix_ids)
     for name, given in (("segments", segments), ("starts", starts)):
         require_type(given.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, given.dtype)
         check_shape(name, given, (len(prefix_ids), *rewards.shape), "[D, S] (one row per depth)")
         check_device(name, given, rewards.device, "rewards")
-    for ids in prefix_ids:
-        check_units(rewards=rewards, prefix_ids=ids)
     root = prefix_ids[0]
     correct = torch.isfinite(rewards) & (rewards != 0) & torch.isfinite(lengths)
     rivals = statistics(lengths, root, mask=correct, backend=backend)
     shortest = once(chains(among(root, correct & (lengths.double() == rivals.least)))) > 0
-    shared = []
-    for depth in range(len(prefix_ids)):
-        below = statistics(shortest.float(), dense_ids(*prefix_ids[: depth + 1]), backend=backend)
-        shared.append(below.greatest > 0)
+    shared = [statistics(shortest.float(), ids, backend=backend).greatest > 0 for ids in nodes]
     parting = torch.where(torch.stack(shared), starts.double(), 0.0).amax(dim=0)
     left, most = lengths.double() - parting, (rivals.least - parting).clamp(min=0)
     factor = (1 - torch.where(left > 0, most / left, 1.0) ** alpha).clamp(min=0)
@@ -182,13 +173,10 @@ def treepo_segments(
             [ 0.4167, -0.4167,  0.0000]])
     """
     check_units(rewards=rewards)
-    check(len(prefix_ids) > 0, "prefix_ids: expected at least one depth, got none")
-    scored, nodes = scorable(rewards, None), []
+    scored, nodes = scorable(rewards, None), _nodes(rewards, prefix_ids)
     worth = number = torch.zeros_like(rewards, dtype=torch.float64)
-    for depth, ids in enumerate(prefix_ids):
-        check_units(rewards=rewards, prefix_ids=ids)
-        nodes.append(dense_ids(*prefix_ids[: depth + 1]))
-        table = statistics(rewards, nodes[-1], backend=backend)
+    for ids in nodes:
+        table = statistics(rewards, ids, backend=backend)
         centred = (rewards.double() - table.least) - (table.mean - table.least)
         worth, number = worth + table.members * torch.where(scored, centred, 0.0), number + table.members
     values = [as_advantages(worth / (1 + number), rewards, backend)]
@@ -268,3 +256,11 @@ def mars2(
             gain, reach, above = gain + reach * gain[above], reach * reach[above], above[above]
     advantages = grpo(as_advantages(exact + gain, rewards, backend), group_ids, eps=eps, backend=backend)
     return torch.where(lost & torch.isfinite(rewards) & (group_ids >= 0), torch.nan, advantages)
+
+
+def _nodes(rewards: torch.Tensor, prefix_ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The node above each leaf ``[S]`` at every depth, from the root on."""
+    check(len(prefix_ids) > 0, "prefix_ids: expected at least one depth, got none")
+    for ids in prefix_ids:
+        check_units(rewards=rewards, prefix_ids=ids)
+    return [dense_ids(*prefix_ids[: depth + 1]) for depth in range(len(prefix_ids))]

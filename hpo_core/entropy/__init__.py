@@ -14,25 +14,12 @@ from .controllers import (
     target_temperature,
     trl_coefficient,
 )
-from .high_entropy_windows import (
-    ares_next_windows,
-    ares_penalty_weights,
-    ares_threshold,
-    ares_windows,
-    count_of_rows,
-)
+from .high_entropy_windows import ares_next_windows, ares_penalty_weights, ares_threshold, ares_windows, count_of_rows
 from .maps import two_knot
 from .masks import checked_mask, cover, group_confidence, opened, ulorl
 from .penalties import entropy_band, epo, mean_entropy, siren, siren_mean
 from .pivots import hapo, hapo_redistribution, hapo_temperature
-from .rewards import (
-    AresTargets,
-    ares_difficulty,
-    ares_entropy_reward,
-    ares_rewards,
-    ares_scales,
-    ares_targets,
-)
+from .rewards import AresTargets, ares_difficulty, ares_entropy_reward, ares_rewards, ares_scales, ares_targets
 from .scopes import quantiles, segment_aggregate, top_k
 from .selection import Selection
 from .sequences import edge_grpo, empg, ettrl, hapo_advantages, ucas

@@ -8,12 +8,11 @@ import torch
 
 from .. import ops
 from ..arguments import examines
-from ..backends import resolve
 from ..batch import PackedBatch
 from ..checks import check, check_device, check_dtype, check_shape, require_type
 from ..specs import Boundary, Invalid, WindowAggregate
 
-__all__ = ["NUMBERS", "ROUNDING", "Window", "flat_values", "window_aggregate", "window_mean", "window_score"]
+__all__ = ["NUMBERS", "ROUNDING", "Window", "flat_values", "window_aggregate", "window_mean"]
 
 _AGGREGATES = {each.name.lower(): each for each in WindowAggregate}
 _BOUNDARIES = {each.name.lower(): each for each in Boundary}
@@ -109,8 +108,9 @@ def window_aggregate(
     batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
     require_type(isinstance(window, Window), "window: expected a Window, got {!r}", window)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
-    rules = (_BOUNDARIES[window.boundary], _INVALID[window.invalid], _AGGREGATES[window.aggregate])
-    return window_score(flat, batch, window.first, window.last, *rules, backend).reshape(values.shape)
+    rules = (_BOUNDARIES[window.boundary], _INVALID[window.invalid], backend, _AGGREGATES[window.aggregate])
+    score = ops.window_score(flat, batch.mask, batch.cu_seqlens, window.first, window.last, *rules)
+    return score.reshape(values.shape)
 
 
 @examines
@@ -146,24 +146,6 @@ def flat_values(name: str, tensor: torch.Tensor, batch: PackedBatch, keep_dtype:
     flat = tensor.detach() if tensor.requires_grad else tensor
     flat = flat if flat.dim() == 1 else flat.reshape(-1)
     return flat if keep_dtype else flat.float().contiguous()
-
-
-def window_score(
-    values: torch.Tensor,
-    batch: PackedBatch,
-    first: int,
-    last: int,
-    boundary: Boundary,
-    invalid: Invalid,
-    aggregate: WindowAggregate,
-    backend: str | None,
-) -> torch.Tensor:
-    """The aggregates ``[T]`` of checked values."""
-    if backend == "reference":
-        reference = resolve("entropy", values, backend)
-        window = (first, last, boundary, invalid, aggregate)
-        return reference.window_score(values, batch.mask, batch.cu_seqlens, *window)  # type: ignore[no-any-return]
-    return ops.window_score(values, batch.mask, batch.cu_seqlens, first, last, boundary, invalid, backend, aggregate)
 
 
 def _width(width: int) -> int:

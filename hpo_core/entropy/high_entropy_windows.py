@@ -17,14 +17,14 @@ from .. import ops
 from ..batch import PackedBatch
 from ..checks import check, check_device, check_dtype, check_tokens
 from ..distributed import gather
-from ..gates.inputs import valid_tokens
+from ..gates.inputs import of_row, valid_tokens
 from ..specs import OrderRule, Provenance
 from .aggregates import Window, window_aggregate
 from .rewards import check_difficulty
 from .scopes import quantiles
 from .selection import Selection
 from .signals import NUMBERS, preset, read
-from .statistics import ScopeStatistics, fit_scopes, of_row
+from .statistics import ScopeStatistics, fit_scopes
 
 __all__ = ["ares_next_windows", "ares_penalty_weights", "ares_threshold", "ares_windows", "count_of_rows"]
 

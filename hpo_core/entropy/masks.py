@@ -8,11 +8,12 @@ import torch
 
 from ..batch import PackedBatch
 from ..checks import check, check_rows, check_tokens
+from ..gates.inputs import of_row
 from ..specs import Provenance
 from .aggregates import Window, window_aggregate
 from .selection import Selection
 from .signals import preset, read
-from .statistics import means_of_segments, of_row
+from .statistics import means_of_segments
 
 __all__ = ["checked_mask", "cover", "group_confidence", "opened", "ulorl"]
 

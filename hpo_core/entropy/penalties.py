@@ -12,11 +12,10 @@ import torch
 from ..advantages.terms import check_compat
 from ..batch import PackedBatch
 from ..checks import check, check_device, check_dtype, check_rows, check_tokens
-from ..gates.inputs import valid_tokens
+from ..gates.inputs import of_row, valid_tokens
 from ..specs import Provenance
 from .maps import two_knot
 from .signals import NUMBERS, ROUNDING, preset
-from .statistics import of_row
 
 __all__ = ["entropy_band", "epo", "mean_entropy", "siren", "siren_mean"]
 

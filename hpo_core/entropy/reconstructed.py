@@ -10,6 +10,7 @@ import torch
 from ..advantages.terms import as_advantages, known
 from ..batch import PackedBatch
 from ..checks import check, check_rows, check_tokens, check_units
+from ..gates.inputs import of_row, valid_tokens
 from ..segments import dense_ids, statistics
 from ..specs import OrderRule, Provenance
 from .maps import two_knot
@@ -18,7 +19,7 @@ from .penalties import entropy_band
 from .scopes import exact_fraction
 from .selection import Selection
 from .signals import preset, read
-from .statistics import means_of_segments, of_row
+from .statistics import means_of_segments
 from .window import EntropyWindow, WindowState
 
 __all__ = [
@@ -249,7 +250,7 @@ def less(
     check_rows(batch, advantages=advantages, is_correct=is_correct)
     check_tokens(batch, segment_ids=segment_ids)
     row = batch.row_of_token()
-    valid = row >= 0 if batch.mask is None else (row >= 0) & batch.mask
+    valid = valid_tokens(batch)
     group = torch.zeros_like(row) if batch.group_ids is None else of_row(batch.group_ids, row, -1)
     good = of_row(is_correct, row, False)
     shared = statistics(good.float(), dense_ids(group, segment_ids), mask=valid, backend=backend)

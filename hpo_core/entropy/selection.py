@@ -10,6 +10,7 @@ import torch
 from ..batch import PackedBatch
 from ..checks import check, require_type
 from ..gates import GateInputs
+from ..gates.inputs import of_row
 from ..kl import KLPenalty
 
 __all__ = ["Selection", "checked_selection", "selected_tokens", "shaped_advantages"]
@@ -143,7 +144,7 @@ def shaped_advantages(
     if factor is None and addend is None:
         return advantages, per_token
     if not per_token:
-        advantages = torch.cat((advantages, advantages.new_zeros(1)))[batch.once(PackedBatch.row_of_token)]
+        advantages = of_row(advantages, batch.once(PackedBatch.row_of_token), 0.0)
     if factor is not None:
         factor = token("advantage_factor", factor)
         advantages = advantages.reshape(factor.shape) * factor

@@ -15,10 +15,11 @@ from ..advantages import grpo
 from ..advantages.terms import as_advantages, check_compat, known
 from ..batch import PackedBatch, renumber
 from ..checks import check, check_rows, check_units
+from ..gates.inputs import of_row
 from ..segments import chains, statistics
 from ..specs import Provenance
 from .signals import Signal, preset, read
-from .statistics import means_of_segments, of_row
+from .statistics import means_of_segments
 
 __all__ = ["edge_grpo", "empg", "ettrl", "hapo_advantages", "ucas"]
 

@@ -25,7 +25,7 @@ from .scopes import exact_fraction
 from .signals import preset, read
 from .window import EntropyWindow
 
-__all__ = ["PivotState", "ScopeStatistics", "fit_pivot", "fit_scopes", "means_of_segments", "of_row", "shared_by"]
+__all__ = ["PivotState", "ScopeStatistics", "fit_pivot", "fit_scopes", "means_of_segments", "shared_by"]
 
 
 class ScopeStatistics(NamedTuple):
@@ -158,11 +158,6 @@ def fit_pivot(
 def shared_by(process_group: torch.distributed.ProcessGroup | None) -> AbstractContextManager[None]:
     """Until the end of the block, scopes span the ranks of a process group, if one is given."""
     return contextlib.nullcontext() if process_group is None else spanned(process_group)
-
-
-def of_row(values: torch.Tensor, row: torch.Tensor, nowhere: float) -> torch.Tensor:
-    """Values of rows ``[S]`` at the tokens of these rows ``[T]``, ``nowhere`` at those of none."""
-    return torch.cat((values, values.new_full((1,), nowhere)))[row]  # -1: the last
 
 
 def means_of_segments(

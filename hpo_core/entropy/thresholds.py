@@ -14,11 +14,11 @@ import torch.distributed
 from ..advantages.terms import check_compat
 from ..batch import PackedBatch
 from ..checks import check, check_rows
+from ..gates.inputs import of_row
 from ..specs import OrderRule, Provenance
 from .scopes import exact_fraction, numbers_of, quantiles, segment_aggregate, top_k
 from .selection import Selection
 from .signals import advantages_of_tokens, preset, read
-from .statistics import of_row
 
 __all__ = ["archer", "d3s_schedule", "d3s_tokens", "hicra_tokens", "siren_tokens"]
 

@@ -7,10 +7,11 @@ import torch
 from ..advantages.terms import as_advantages, known
 from ..batch import PackedBatch
 from ..checks import check_rows
+from ..gates.inputs import of_row
 from ..segments import dense_ids, statistics
 from ..specs import Provenance
 from .signals import preset, read
-from .statistics import means_of_segments, of_row
+from .statistics import means_of_segments
 
 __all__ = ["grpo_s", "gtpo"]
 

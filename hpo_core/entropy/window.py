@@ -15,11 +15,11 @@ import torch.distributed
 
 from .. import ops
 from ..arguments import check_numbers, examines
-from ..backends import choice, is_reference, resolve
+from ..backends import choice, is_reference
 from ..batch import PackedBatch
 from ..checks import check, check_dtype, check_shape, require_type
-from ..specs import INDEX_RULES, Boundary, Invalid, OrderRule, Provenance, WindowAggregate
-from .aggregates import NUMBERS, ROUNDING, flat_values, window_score
+from ..specs import INDEX_RULES, Boundary, Invalid, OrderRule, Provenance
+from .aggregates import NUMBERS, ROUNDING, flat_values
 from .ranks import quantiles_over_ranks
 from .scopes import exact_fraction
 from .selection import Selection
@@ -93,8 +93,8 @@ class EntropyWindow:
     def score(self, entropy: torch.Tensor, batch: PackedBatch, *, backend: str | None = None) -> torch.Tensor:
         """The windowed means ``[T]`` that are compared, -inf where undefined."""
         flat = flat_values("entropy", entropy, batch, keep_dtype=backend == "reference")
-        rules = (self.boundary, self.invalid, WindowAggregate.MEAN)
-        return window_score(flat, batch, self.first, self.last, *rules, backend)
+        window = (self.first, self.last, self.boundary, self.invalid)
+        return ops.window_score(flat, batch.mask, batch.cu_seqlens, *window, backend)
 
     @examines
     def fit(
@@ -157,13 +157,7 @@ class EntropyWindow:
         values, mask, cu_seqlens = self._compared(entropy, batch, backend)
         check_scorer(self, state, values, backend)
         threshold = _threshold(state.threshold, values)
-        selected: torch.Tensor
-        if backend == "reference":
-            reference = resolve("entropy", values, backend)
-            selected = reference.select(values, threshold, self.strict, mask, cu_seqlens)
-        else:
-            selected = ops.select(values, threshold, self.strict, backend, mask, cu_seqlens)
-        return selected.reshape(entropy.shape)
+        return ops.select(values, threshold, self.strict, backend, mask, cu_seqlens).reshape(entropy.shape)
 
     @examines
     def selection(
@@ -206,11 +200,7 @@ class EntropyWindow:
         batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
         values, mask, cu_seqlens = self._compared(entropy, batch, backend)
         quantile = (self.quantile.numerator, self.quantile.denominator, self.rule)
-        if backend == "reference":
-            reference = resolve("entropy", values, backend)
-            threshold, counts, selected = reference.select_top(values, *quantile, self.strict, mask, cu_seqlens)
-        else:
-            threshold, counts, selected = ops.select_top(values, *quantile, self.strict, backend, mask, cu_seqlens)
+        threshold, counts, selected = ops.select_top(values, *quantile, self.strict, backend, mask, cu_seqlens)
         if selected.shape != entropy.shape:  # a view takes two microseconds, 1 % of a call with 10^6 tokens
             selected = selected.reshape(entropy.shape)
         population, errors = counts.narrow(0, 0, 1), counts.narrow(0, 1, 1)  # split takes half as long again
@@ -233,11 +223,7 @@ class EntropyWindow:
         self, values: torch.Tensor, mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, backend: str | None
     ) -> WindowState:
         quantile = (self.quantile.numerator, self.quantile.denominator, self.rule)
-        if backend == "reference":
-            reference = resolve("entropy", values, backend)
-            threshold, counts = reference.order_statistic(values, *quantile, mask, cu_seqlens)
-        else:
-            threshold, counts = ops.order_statistic(values, *quantile, backend, mask, cu_seqlens)
+        threshold, counts = ops.order_statistic(values, *quantile, backend, mask, cu_seqlens)
         population, errors = counts.narrow(0, 0, 1), counts.narrow(0, 1, 1)  # split takes half as long again
         return WindowState(threshold, population, errors, _scorer(self, values, backend))
 

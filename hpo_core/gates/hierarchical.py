@@ -7,8 +7,8 @@ import math
 from ..arguments import examines
 from ..checks import check
 from ..specs import Unit
-from .ratio_gate import Clip, Drop, Level, LogClip, Provenance, RatioGate, Rollback
-from .token_level import _check_epsilons
+from .ratio_gate import Drop, Level, LogClip, Provenance, RatioGate, Rollback
+from .token_level import _pessimistic
 
 __all__ = ["fiberpo", "step_gspo"]
 
@@ -63,11 +63,6 @@ def fiberpo(
         split=True,
         source="arXiv 2604.03044",
     )
-
-
-def _pessimistic(low: float, high: float) -> Clip:
-    _check_epsilons(low, high)
-    return Clip(low=(0.0, 1.0 - low), high=(1.0 + high, math.inf))
 
 
 def _residual_clip(epsilon: float) -> LogClip:

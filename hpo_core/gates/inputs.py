@@ -331,14 +331,17 @@ def valid_tokens(batch: PackedBatch) -> torch.Tensor:
     return inside if batch.mask is None else inside & batch.mask.reshape(-1)
 
 
+def of_row(values: torch.Tensor, row: torch.Tensor, nowhere: float) -> torch.Tensor:
+    """Values of rows ``[S]`` at the tokens of these rows ``[T]``, ``nowhere`` at those of none."""
+    # The row -1 is the last place: a batch may have no rows at all.
+    return torch.cat((values, values.new_full((1,), nowhere)))[row]
+
+
 def per_token(advantages: torch.Tensor, batch: PackedBatch, level: str | None) -> torch.Tensor:
     """``[T]`` from those of any level."""
     check_dtype("advantages", advantages, _NUMBERS, "use advantages.float()")
     is_per_token, values = batch.of_level("advantages", advantages, level, (batch.total_tokens,))
-    if is_per_token:
-        return values
-    # Tokens of no row take the 0 at the end: a batch may have no rows at all.
-    return torch.cat((values, values.new_zeros(1)))[batch.once(PackedBatch.row_of_token)]
+    return values if is_per_token else of_row(values, batch.once(PackedBatch.row_of_token), 0.0)
 
 
 def _covariance(

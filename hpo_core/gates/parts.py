@@ -8,17 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 
 from ..arguments import check_numbers
 from ..checks import check, require_type
-from ..specs import (
-    Action,
-    Aggregate,
-    CorrectionSpec,
-    LevelKind,
-    LevelSpec,
-    Reduction,
-    Routing,
-    Statistic,
-    Unit,
-)
+from ..specs import Action, Aggregate, CorrectionSpec, LevelKind, LevelSpec, Reduction, Routing, Statistic, Unit
 
 __all__ = [
     "Channel",

@@ -19,17 +19,7 @@ import torch
 
 from ..checks import check, require_type
 from ..kl import KLPenalty
-from ..specs import (
-    Aggregate,
-    Head,
-    Penalty,
-    PolicyLossSpec,
-    Provenance,
-    Routing,
-    TermSpec,
-    TokenGate,
-    Unit,
-)
+from ..specs import Aggregate, Head, Penalty, PolicyLossSpec, Provenance, Routing, TermSpec, TokenGate, Unit
 from .parts import (
     Channel,
     Clip,

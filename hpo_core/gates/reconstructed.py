@@ -5,8 +5,9 @@ from __future__ import annotations
 from ..arguments import examines
 from ..checks import check
 from ..specs import Aggregate, Head, Routing, Unit
-from .hierarchical import _pessimistic, _residual_clip
+from .hierarchical import _residual_clip
 from .ratio_gate import Clip, Drop, Excess, Identity, Level, Provenance, RatioGate, Rollback
+from .token_level import _pessimistic
 
 __all__ = ["apc", "fiberpo_domain", "mdpo", "p3o", "two_scale"]
 

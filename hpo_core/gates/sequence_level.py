@@ -8,7 +8,7 @@ from ..arguments import examines
 from ..checks import check
 from ..specs import Action, Aggregate, Head, Routing
 from .ratio_gate import Channel, Clip, Correction, Drop, Gamma, Identity, Level, LogClip, RatioGate
-from .token_level import _check_epsilons
+from .token_level import _check_epsilons, _pessimistic
 
 __all__ = ["a_lol", "gmpo", "gspo", "gspo_token", "luspo", "rec", "rec_ring", "topr", "vespo"]
 
@@ -30,7 +30,7 @@ def gspo(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:
     >>> gspo().first_order.name
     'SEGMENT_MEAN'
     """
-    return RatioGate("gspo", Drop(), (_sequence(eps_low, eps_high, Routing.THROUGH),), source="arXiv 2507.18071")
+    return RatioGate("gspo", Drop(), (Level(_pessimistic(eps_low, eps_high)),), source="arXiv 2507.18071")
 
 
 @examines
@@ -40,7 +40,8 @@ def gspo_token(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:
     Equal to :func:`gspo` in value and gradient where ``w A`` is constant on the trajectory; differs for token-level
     advantages.
     """
-    return RatioGate("gspo_token", Drop(), (_sequence(eps_low, eps_high, Routing.SELF),), source="arXiv 2507.18071")
+    level = Level(_pessimistic(eps_low, eps_high), Routing.SELF)
+    return RatioGate("gspo_token", Drop(), (level,), source="arXiv 2507.18071")
 
 
 @examines
@@ -66,12 +67,7 @@ def luspo(eps_low: float = 2e-3, eps_high: float = 2.5e-3) -> RatioGate:
     >>> logp.grad
     tensor([-0.5000, -0.5000, -0.5000, -0.5000])
     """
-    return RatioGate("luspo", Drop(), (_sequence(eps_low, eps_high, Routing.THROUGH),), source="arXiv 2602.05261")
-
-
-def _sequence(low: float, high: float, routing: Routing) -> Level:
-    _check_epsilons(low, high)
-    return Level(Clip(low=(0.0, 1.0 - low), high=(1.0 + high, float("inf"))), routing)
+    return RatioGate("luspo", Drop(), (Level(_pessimistic(eps_low, eps_high)),), source="arXiv 2602.05261")
 
 
 @examines

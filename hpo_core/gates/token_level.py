@@ -56,10 +56,8 @@ def ppo_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | No
     >>> ppo_clip(0.2, 0.28, ratio_dual=3.0).token.high
     (1.28, 3.0)
     """
-    _check_epsilons(eps_low, eps_high)
     check(ratio_dual is None or ratio_dual > 1, "ratio_dual: expected a ratio c > 1 or None, got {}", ratio_dual)
-    upper = math.inf if ratio_dual is None else float(ratio_dual)
-    clip = Clip(low=(0.0, 1.0 - eps_low), high=(1.0 + eps_high, upper))
+    clip = _pessimistic(eps_low, eps_high, math.inf if ratio_dual is None else ratio_dual)
     return RatioGate("ppo_clip", clip, source="arXiv 1707.06347; dual clip arXiv 1912.09729")
 
 
@@ -89,10 +87,8 @@ def triplet_clip(eps_low: float = 0.2, ratio_dual: float = 3.0, eps_high: float 
     >>> triplet_clip().token.high
     (1.28, 3.0)
     """
-    _check_epsilons(eps_low, eps_high)
     check(ratio_dual >= 1, "ratio_dual: expected an absolute ratio >= 1, got {}", ratio_dual)
-    clip = Clip(low=(0.0, 1.0 - eps_low), high=(1.0 + eps_high, float(ratio_dual)))
-    return RatioGate("triplet_clip", clip, source="arXiv 2509.18883")
+    return RatioGate("triplet_clip", _pessimistic(eps_low, eps_high, ratio_dual), source="arXiv 2509.18883")
 
 
 @examines
@@ -148,8 +144,7 @@ def aspo(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float = 3.0) -
     >>> aspo().head.name
     'FLIPPED'
     """
-    _check_epsilons(eps_low, eps_high)
-    clip = Clip(low=(0.0, 1.0 - eps_low), high=(1.0 + eps_high, math.inf))
+    clip = _pessimistic(eps_low, eps_high)
     check(ratio_dual >= 1, "ratio_dual: expected a factor >= 1, got {}; below 1 it would act on-policy", ratio_dual)
     numbers = (float(ratio_dual), float(ratio_dual))
     return RatioGate("aspo", clip, head=Head.FLIPPED, head_numbers=numbers, source="arXiv 2510.06062")
@@ -257,6 +252,12 @@ def cispo(ratio_cap: float = 5.0, ratio_low: float = 0.0, *, unified: bool = Fal
         weight_high=(0.0, 1.0) if unified else kept,
     )
     return RatioGate("cispo", clip, head=Head.SCORE, source="arXiv 2506.13585")
+
+
+def _pessimistic(eps_low: float, eps_high: float, ratio_dual: float = math.inf) -> Clip:
+    """PPO's clip, which bounds the ratio on the side to which the advantage pulls it."""
+    _check_epsilons(eps_low, eps_high)
+    return Clip(low=(0.0, 1.0 - eps_low), high=(1.0 + eps_high, float(ratio_dual)))
 
 
 def _renamed(name: str, gate: RatioGate, source: str) -> RatioGate:

@@ -22,7 +22,7 @@ from ..batch import PackedBatch
 from ..checks import check
 from ..gates import RatioGate
 from ..losses import policy_loss
-from .micro_batch import check_gate, fractions, packed_rows, padded_rows
+from .micro_batch import check_gate, check_unread, fractions, packed_rows, padded_rows
 from .named import VARIABLE, told_gate
 from .replaced import replaced
 
@@ -86,7 +86,7 @@ def grpo_loss_fn(
     told = told_gate()
     gate = _described(fields, sapo_tau_pos, sapo_tau_neg, use_decoupled_loss) if told is None else told
     if told is not None:
-        _refuse(told, fields)
+        check_unread(told, "AReaL", fields, _UNSET, " or take HPO_GATE away")
         check_gate(told, "AReaL")
     check(
         rejection_sampling is None or not gate.needs_rollout,
@@ -134,19 +134,6 @@ def _described(fields: dict[str, Any], positive: float, negative: float, decoupl
         check(fields["c_clip"] is None, "c_clip: hpo_core's GSPO has no dual clip; set it to null")
         return gates.gspo(low, high)
     return gates.ppo_clip(low, high, ratio_dual=fields["c_clip"])
-
-
-def _refuse(gate: RatioGate, fields: dict[str, Any]) -> None:
-    """A field that is set and would have no effect."""
-    for name, value in fields.items():
-        check(
-            value == _UNSET[name],
-            "{}: the gate {!r} does not read it; got {}, leave it at AReaL's {} or take HPO_GATE away",
-            name,
-            gate.name,
-            value,
-            _UNSET[name],
-        )
 
 
 def _row_means(advantages: torch.Tensor, mask: torch.Tensor, batch: PackedBatch) -> torch.Tensor:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
+from .. import aggregation
 from ..batch import PackedBatch
 from ..checks import check
 from ..gates import RatioGate
@@ -11,19 +15,31 @@ from ..metrics import FLAGS, SLOTS, Metrics
 from ..specs import Head, Unit
 from .turns import turns
 
-__all__ = ["check_gate", "check_sampler", "fractions", "packed_rows", "padded_rows"]
+__all__ = [
+    "MODES",
+    "check_gate",
+    "check_sampler",
+    "check_unread",
+    "fractions",
+    "packed_rows",
+    "padded_rows",
+    "weights_of",
+]
+
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-def check_gate(gate: RatioGate, trainer: str, *, groups: bool = False) -> None:
+def check_gate(gate: RatioGate, trainer: str, *, groups: bool = False, one_policy: str = "") -> None:
     """That a trainer which hands over rows, and no more, can serve the gate.
 
     Args:
         trainer: its name, for the message.
         groups: whether the rows carry the ids of their prompts.
+        one_policy: why the sampler is no policy beside the old one, if it is none.
 
     Raises:
         ValueError: a gate with a level of groups or domains that the micro-batch does not know, or with inputs of its
-            own.
+            own, or that corrects the sampler where there is no other policy.
     """
     for level in gate.levels:
         known = level.unit in (Unit.STEP, Unit.TRAJECTORY) or (groups and level.unit is Unit.GROUP)
@@ -43,6 +59,29 @@ def check_gate(gate: RatioGate, trainer: str, *, groups: bool = False) -> None:
         " and ".join(f"{name}, as from {call}" for name, call in gate.required.items()),
         trainer,
     )
+    check(
+        not one_policy or not gate.needs_rollout,
+        "gate: {!r} corrects what sampler and old policy differ by, and {}; take the gate that it corrects",
+        gate.name,
+        one_policy,
+    )
+
+
+def check_unread(
+    gate: RatioGate, trainer: str, given: Mapping[str, Any], unset: Mapping[str, Any], fix: str = ""
+) -> None:
+    """That no setting of the trainer is other than its own value ``unset``, because the gate would silence it."""
+    for name, value in given.items():
+        check(
+            value == unset[name],
+            "{}: the gate {!r} does not read it; got {}, leave it at {}'s {}{}",
+            name,
+            gate.name,
+            value,
+            trainer,
+            unset[name],
+            fix,
+        )
 
 
 def check_sampler(gate: RatioGate, rollout_logp: torch.Tensor | None, setting: str) -> None:
@@ -111,3 +150,15 @@ def fractions(metrics: Metrics, gate: RatioGate) -> dict[str, float]:
         "kl": -count["log_ratio_sum"] / tokens,
         **{name: count[name] for name in FLAGS if count[name]},
     }
+
+
+def weights_of(mode: str, batch: PackedBatch, tokens: Any, rows: Any, length: int) -> torch.Tensor:
+    """``[B]``: the denominator of one of verl's :data:`MODES`, which others took over, for these numbers of tokens and
+    rows."""
+    if mode == "token-mean":
+        return aggregation.token_mean(batch, total=tokens, ranks=1)
+    if mode == "seq-mean-token-sum":
+        return aggregation.seq_mean_token_sum(batch, total=rows, ranks=1)
+    if mode == "seq-mean-token-mean":
+        return aggregation.seq_mean_token_mean(batch, total=rows, ranks=1)
+    return aggregation.fixed_length(batch, length, total=1, ranks=1)

@@ -24,9 +24,12 @@ from ..batch import PackedBatch
 from ..checks import check, require_type
 from ..gates import RatioGate
 from ..losses import policy_loss
-from .micro_batch import check_gate, check_sampler, fractions, padded_rows
+from .micro_batch import check_gate, check_sampler, check_unread, fractions, padded_rows
 
 __all__ = ["HPOSwiftTrainer", "use"]
+
+# swift's own values; an argument that holds them counts as not set.
+_UNSET = {"importance_sampling_level": "token", "epsilon": 0.2, "delta": None}
 
 
 class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
@@ -58,19 +61,9 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
             self._described()
             return
         check_gate(self.gate, "ms-swift")
-        for name, value, unset in (
-            ("importance_sampling_level", self.importance_sampling_level, "token"),
-            ("epsilon", self.epsilon_low, 0.2),
-            ("delta", self.args.delta, None),
-        ):
-            check(
-                value == unset,
-                "{}: the gate {!r} does not read it; got {}, leave it at swift's {}",
-                name,
-                self.gate.name,
-                value,
-                unset,
-            )
+        level, delta = self.importance_sampling_level, self.args.delta
+        given = {"importance_sampling_level": level, "epsilon": self.epsilon_low, "delta": delta}
+        check_unread(self.gate, "swift", given, _UNSET)
         check(
             self.rollout_importance_sampling_mode is None or not self.gate.needs_rollout,
             "rollout_importance_sampling_mode: {!r} and the gate {!r} correct the same difference; leave it out",

@@ -22,7 +22,7 @@ from ..batch import PackedBatch
 from ..checks import check
 from ..gates import RatioGate
 from ..losses import policy_loss
-from .micro_batch import check_gate, fractions, padded_rows
+from .micro_batch import check_gate, check_unread, fractions, padded_rows
 from .named import VARIABLE, named_gate, told_gate
 
 __all__ = ["HPOPolicyLoss", "install", "launch"]
@@ -67,7 +67,7 @@ class HPOPolicyLoss(torch.nn.Module):
         self.anchors_sampler = False
         self.correction: tuple[str, str, str, float, float] | None = None
         if told is not None:
-            _refuse(told, flags)
+            check_unread(told, "OpenRLHF", flags, _UNSET, " or take HPO_GATE away")
         elif policy_loss_type == "gspo":
             told = gates.gspo(clip_eps_low, clip_eps_high)
             self.per_token, self.anchors_sampler = False, is_correction_level != "off"
@@ -169,19 +169,6 @@ def _corrected(
     counted = tokens > 0 if level == "seq" else mask
     dropped = (outside & counted).sum() / counted.sum().clamp(min=1)
     return factor, -difference.sum() / total, dropped
-
-
-def _refuse(gate: RatioGate, flags: dict[str, Any]) -> None:
-    """A flag that is set and would have no effect."""
-    for name, value in flags.items():
-        check(
-            value == _UNSET[name],
-            "{}: the gate {!r} does not read it; got {}, leave it at OpenRLHF's {} or take HPO_GATE away",
-            name,
-            gate.name,
-            value,
-            _UNSET[name],
-        )
 
 
 def install() -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from ..checks import check
 from ..gates import RatioGate
 from ..losses import policy_loss
 from .micro_batch import check_gate, padded_rows
@@ -68,11 +67,5 @@ def loss(inputs: Any, gate: str = "dppo_tv(low=0.2, high=0.2)", kl_tau: float = 
 @functools.cache
 def _gate(text: str) -> RatioGate:
     made = named_gate(text)
-    check_gate(made, "prime-rl")
-    check(
-        not made.needs_rollout,
-        "gate: {!r} corrects what sampler and old policy differ by, and prime-rl's old policy is the sampler; take the "
-        "gate that it corrects",
-        made.name,
-    )
+    check_gate(made, "prime-rl", one_policy="prime-rl's old policy is the sampler")
     return made

@@ -56,16 +56,19 @@ def numbers_of(ids: Iterable[Hashable], device: torch.device) -> torch.Tensor:
 
 def prompt_advantages(
     estimator: Callable[..., torch.Tensor],
+    backend: str | None,
+    /,
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
     index: Any = None,
-    backend: str | None = None,
+    **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns, all tensors ``[B, L]``. ``index``: ``[B]`` ids of prompts, of any kind.
+    """What such trainers call, by keyword: advantages and returns, all tensors ``[B, L]``. ``index``: ``[B]`` ids of
+    prompts, of any kind.
 
     >>> from hpo_core import advantages
     >>> rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.tensor([[1, 1], [1, 0]])
-    >>> prompt_advantages(advantages.rloo, rewards, mask, ["a", "a"])[0]
+    >>> prompt_advantages(advantages.rloo, None, rewards, mask, ["a", "a"])[0]
     tensor([[ 1.,  1.],
             [-1., -0.]])
     """

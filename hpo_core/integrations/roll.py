@@ -17,12 +17,11 @@ try:
 except ImportError as error:
     raise ImportError("hpo_core.integrations.roll needs ROLL 0.3 from github.com/alibaba/ROLL") from error
 
-from .. import aggregation, gates, kl
-from ..batch import PackedBatch
+from .. import gates, kl
 from ..checks import check
 from ..gates import RatioGate
 from ..losses import policy_loss
-from .micro_batch import check_gate, fractions, padded_rows
+from .micro_batch import MODES, check_gate, fractions, padded_rows, weights_of
 from .named import told_gate
 
 __all__ = ["HPOActorWorker"]
@@ -52,7 +51,9 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
         batch = padded_rows(mask, gate)
         tokens = data.meta_info["batch_num_tokens"]["response_mask"]
         samples = data.meta_info["global_valid_samples"]["response_mask"]
-        weights = _weights(config.loss_agg_mode, batch, tokens, samples, mask.shape[-1])
+        mode = config.loss_agg_mode
+        check(mode in MODES, "loss_agg_mode: expected one of {}, got {!r}", ", ".join(MODES), mode)
+        weights = weights_of(mode, batch, tokens, samples, mask.shape[-1])
         out = policy_loss(
             logp.float(),
             old.float(),
@@ -73,18 +74,6 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
         names = {"clipped": "actor/ppo_ratio_clipfrac", "kl": "actor/policykl"}
         told_metrics = {names.get(name, f"actor/hpo_{name}"): value for name, value in seen.items() if name != "tokens"}
         return total, {"actor/pg_loss": float(out.loss.detach()), **told_metrics}
-
-
-def _weights(mode: str, batch: PackedBatch, tokens: Any, samples: Any, length: int) -> torch.Tensor:
-    """``[B]``: ROLL's denominators, over the counts of the step that it tells."""
-    make = {
-        "token-mean": lambda: aggregation.token_mean(batch, total=tokens, ranks=1),
-        "seq-mean-token-sum": lambda: aggregation.seq_mean_token_sum(batch, total=samples, ranks=1),
-        "seq-mean-token-mean": lambda: aggregation.seq_mean_token_mean(batch, total=samples, ranks=1),
-        "seq-mean-token-sum-norm": lambda: aggregation.fixed_length(batch, length, total=1, ranks=1),
-    }
-    check(mode in make, "loss_agg_mode: expected one of {}, got {!r}", ", ".join(make), mode)
-    return make[mode]()
 
 
 def _described(config: Any) -> RatioGate:

@@ -158,26 +158,10 @@ def _advantage(
     index: Any = None,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return prompt_advantages(estimator, token_level_rewards.float(), response_mask, index, backend)
+    return prompt_advantages(estimator, backend, token_level_rewards.float(), response_mask, index)
 
 
 # -------------------------------------------------------------------------------- gates from SkyRL's configuration
-
-
-def _ppo_clip(config: Any) -> RatioGate:
-    return gates.ppo_clip(config.eps_clip_low, config.eps_clip_high)
-
-
-def _dual_clip(config: Any) -> RatioGate:
-    return gates.ppo_clip(config.eps_clip_low, config.eps_clip_high, ratio_dual=config.clip_ratio_c)
-
-
-def _gspo(config: Any) -> RatioGate:
-    return gates.gspo(config.eps_clip_low, config.eps_clip_high)
-
-
-def _gspo_token(config: Any) -> RatioGate:
-    return gates.gspo_token(config.eps_clip_low, config.eps_clip_high)
 
 
 def _cispo(config: Any) -> RatioGate:
@@ -190,16 +174,19 @@ def _cispo(config: Any) -> RatioGate:
     return gates.cispo(ratio_cap=1 + told.cispo_eps_clip_high, ratio_low=max(1 - told.cispo_eps_clip_low, 0.0))
 
 
-def _sapo(config: Any) -> RatioGate:
-    return gates.sapo(config.sapo.tau_pos, config.sapo.tau_neg)
+_FROM_CONFIG: dict[str, Callable[[Any], RatioGate]] = {
+    "ppo_clip": lambda config: gates.ppo_clip(config.eps_clip_low, config.eps_clip_high),
+    "dual_clip": lambda config: gates.ppo_clip(config.eps_clip_low, config.eps_clip_high, config.clip_ratio_c),
+    "gspo": lambda config: gates.gspo(config.eps_clip_low, config.eps_clip_high),
+    "gspo_token": lambda config: gates.gspo_token(config.eps_clip_low, config.eps_clip_high),
+    "cispo": _cispo,
+    "sapo": lambda config: gates.sapo(config.sapo.tau_pos, config.sapo.tau_neg),
+}
 
 
 def _register_all() -> None:
-    for name, gate in {
-        "hpo_ppo_clip": _ppo_clip, "hpo_dual_clip": _dual_clip, "hpo_gspo": _gspo, "hpo_gspo_token": _gspo_token,
-        "hpo_cispo": _cispo, "hpo_sapo": _sapo,
-    }.items():  # fmt: skip
-        register(name, gate)
+    for name, gate in _FROM_CONFIG.items():
+        register(f"hpo_{name}", gate)
     for preset in PRESETS:
         register(f"hpo_{preset}", getattr(gates, preset)())
     for estimator in ESTIMATORS:

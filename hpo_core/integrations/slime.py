@@ -20,10 +20,13 @@ from .. import gates
 from ..checks import check
 from ..gates import RatioGate
 from ..losses import policy_loss
-from .micro_batch import check_gate, packed_rows
+from .micro_batch import check_gate, check_unread, packed_rows
 from .named import told_gate
 
 __all__ = ["loss"]
+
+# slime's own values; an argument that holds them counts as not set.
+_UNSET = {"eps_clip": 0.2, "eps_clip_high": 0.2, "eps_clip_c": None}
 
 
 def loss(
@@ -41,7 +44,9 @@ def loss(
     check(ranks == 1, "context_parallel_size: hpo_core's loss takes whole responses, expected 1, got {}", ranks)
     check(not args.use_opsm, "use_opsm: no sequence mask beside hpo_core's loss; leave it out")
     told = told_gate()
-    gate = _described(args) if told is None else _alone(told, args)
+    gate = _described(args) if told is None else told
+    if told is not None:
+        check_unread(told, "slime", {name: getattr(args, name) for name in _UNSET}, _UNSET)
     check_gate(gate, "slime")
     check(
         not (gate.needs_rollout and args.use_tis),
@@ -116,25 +121,6 @@ def loss(
         "ppo_kl": (-out.metrics["log_ratio_sum"] * share).float(),
         **logged,
     }
-
-
-def _alone(gate: RatioGate, args: Any) -> RatioGate:
-    """The gate of ``HPO_GATE``, where no argument is set that it would silence."""
-    told = {
-        "eps_clip": (args.eps_clip, 0.2),
-        "eps_clip_high": (args.eps_clip_high, 0.2),
-        "eps_clip_c": (args.eps_clip_c, None),
-    }
-    for name, (value, unset) in told.items():
-        check(
-            value == unset,
-            "{}: the gate {!r} does not read it; got {}, leave it at slime's {}",
-            name,
-            gate.name,
-            value,
-            unset,
-        )
-    return gate
 
 
 def _described(args: Any) -> RatioGate:

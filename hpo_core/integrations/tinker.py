@@ -44,9 +44,7 @@ def custom_loss(
     """
     made = named_gate(gate)
     grouped = any(level.unit is Unit.GROUP for level in made.levels)
-    check_gate(made, "Tinker", groups=prompts is not None)
-    check(not made.needs_rollout, "gate: {!r} corrects what sampler and old policy differ by, and a datum has one "
-          "old policy; take the gate that it corrects", made.name)  # fmt: skip
+    check_gate(made, "Tinker", groups=prompts is not None, one_policy="a datum has one old policy")
     check(reduction in ("sum", "mean"), "reduction: expected sum or mean, got {!r}", reduction)
 
     def loss(data: Sequence[Any], logprobs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:

@@ -14,7 +14,6 @@ import torch
 
 from .. import aggregation, kl
 from ..batch import PackedBatch
-from ..checks import check
 from ..gates import RatioGate
 from ..logprobs import token_logprobs
 from ..losses import policy_loss
@@ -42,9 +41,7 @@ class HPOLoss:
 
     def __post_init__(self) -> None:
         made = named_gate(self.gate)
-        check_gate(made, "torchforge")
-        check(not made.needs_rollout, "gate: {!r} corrects what sampler and old policy differ by, and targets have one "
-              "old policy; take the gate that it corrects", made.name)  # fmt: skip
+        check_gate(made, "torchforge", one_policy="targets have one old policy")
         object.__setattr__(self, "gate", made)
 
     def __call__(

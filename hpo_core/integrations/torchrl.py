@@ -54,13 +54,7 @@ class HPOLoss(GRPOLoss):  # type: ignore[misc]
             check(
                 "clip_epsilon" not in keywords, "clip_epsilon: the gate {!r} does not read it; leave it out", made.name
             )
-        check_gate(made, "TorchRL")
-        check(
-            not made.needs_rollout,
-            "gate: {!r} corrects what sampler and old policy differ by, and TorchRL's old policy is the sampler; take "
-            "the gate that it corrects",
-            made.name,
-        )
+        check_gate(made, "TorchRL", one_policy="TorchRL's old policy is the sampler")
         self.gate = made
         self._scored: tuple[torch.Tensor, torch.Tensor] | None = None
 

@@ -20,16 +20,12 @@ try:
 except ImportError as error:
     raise ImportError("hpo_core.integrations.trinity needs Trinity-RFT 0.6: pip install trinity-rft") from error
 
-from .. import aggregation
-from ..batch import PackedBatch
 from ..checks import check
 from ..losses import policy_loss
-from .micro_batch import check_gate, fractions, padded_rows
+from .micro_batch import MODES, check_gate, fractions, padded_rows, weights_of
 from .named import named_gate
 
 __all__ = ["HPOPolicyLossFn"]
-
-_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
@@ -46,15 +42,9 @@ class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
 
     def __init__(self, backend: str = "verl", gate: str = "ppo_clip", loss_agg_mode: str = "token-mean") -> None:
         super().__init__(backend=backend)
-        check(loss_agg_mode in _MODES, "loss_agg_mode: expected one of {}, got {!r}", ", ".join(_MODES), loss_agg_mode)
+        check(loss_agg_mode in MODES, "loss_agg_mode: expected one of {}, got {!r}", ", ".join(MODES), loss_agg_mode)
         self.gate, self.loss_agg_mode = named_gate(gate), loss_agg_mode
-        check_gate(self.gate, "Trinity-RFT")
-        check(
-            not self.gate.needs_rollout,
-            "gate: {!r} corrects what sampler and old policy differ by, and Trinity-RFT tells its loss no sampler; "
-            "take the gate that it corrects",
-            self.gate.name,
-        )
+        check_gate(self.gate, "Trinity-RFT", one_policy="Trinity-RFT tells its loss no sampler")
 
     def __call__(
         self,
@@ -66,13 +56,15 @@ class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """What Trinity-RFT calls: all ``[B, L]``. Every parameter but ``logprob`` is a key that its batch must have."""
         batch = padded_rows(action_mask, self.gate)
+        # Trinity-RFT counts rows without tokens, too.
+        counts = (batch.row_counts.sum(), batch.rows, action_mask.shape[-1])
         out = policy_loss(
             logprob.float(),
             old_logprob.float(),
             advantages.float(),
             batch,
             self.gate,
-            weights=_weights(self.loss_agg_mode, batch, action_mask.shape[-1]),
+            weights=weights_of(self.loss_agg_mode, batch, *counts),
             advantage_level="token",
         )
         seen = fractions(out.metrics, self.gate)
@@ -84,14 +76,3 @@ class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
     def default_args(cls) -> dict[str, Any]:
         """What the yaml need not name."""
         return {"gate": "ppo_clip", "loss_agg_mode": "token-mean"}
-
-
-def _weights(mode: str, batch: PackedBatch, length: int) -> torch.Tensor:
-    """Trinity-RFT counts rows without tokens, too."""
-    if mode == "token-mean":
-        return aggregation.token_mean(batch, total=batch.row_counts.sum(), ranks=1)
-    if mode == "seq-mean-token-sum":
-        return aggregation.seq_mean_token_sum(batch, total=batch.rows, ranks=1)
-    if mode == "seq-mean-token-mean":
-        return aggregation.seq_mean_token_mean(batch, total=batch.rows, ranks=1)
-    return aggregation.fixed_length(batch, length, total=1, ranks=1)

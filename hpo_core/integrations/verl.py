@@ -328,20 +328,7 @@ def register_advantage(name: str, estimator: Callable[..., torch.Tensor], *, bac
         register_adv_est(name)(functools.partial(step_advantages, name, estimator, backend))
         return
     check_prompt_estimator(estimator, "verl")
-    register_adv_est(name)(functools.partial(_advantage, estimator, backend))
-
-
-def _advantage(
-    estimator: Callable[..., torch.Tensor],
-    backend: str | None,
-    /,
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: Any = None,
-    **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What verl calls, by keyword: tensors ``[B, L]``; advantages and returns of the same shape."""
-    return prompt_advantages(estimator, token_level_rewards, response_mask, index, backend)
+    register_adv_est(name)(functools.partial(prompt_advantages, estimator, backend))
 
 
 # --------------------------------------------------------------------------------- gates from verl's configuration

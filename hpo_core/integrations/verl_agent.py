@@ -15,12 +15,10 @@ import importlib
 
 import torch
 
-from .. import aggregation, gates
-from ..batch import PackedBatch
+from .. import gates
 from ..checks import check
-from ..gates import RatioGate
 from ..losses import policy_loss
-from .micro_batch import check_gate, fractions, padded_rows
+from .micro_batch import MODES, check_gate, check_unread, fractions, padded_rows, weights_of
 from .named import told_gate
 
 __all__ = ["compute_policy_loss", "install"]
@@ -54,53 +52,25 @@ def compute_policy_loss(
         assert low is not None and high is not None
         gate = gates.ppo_clip(low, high, ratio_dual=clip_ratio_c)
     else:
-        gate = told
-        _refuse(gate, cliprange, cliprange_low, cliprange_high, clip_ratio_c)
-    check_gate(gate, "verl-agent")
-    check(
-        not gate.needs_rollout,
-        "gate: {!r} corrects what sampler and old policy differ by, and verl-agent tells its loss no sampler; take the "
-        "gate that it corrects",
-        gate.name,
-    )
+        gate, bounds = told, (cliprange, cliprange_low, cliprange_high, clip_ratio_c)
+        given = {name: bound for name, bound in zip(_UNSET, bounds, strict=True) if bound is not None}
+        check_unread(gate, "verl-agent", given, _UNSET, " or take HPO_GATE away")
+    check_gate(gate, "verl-agent", one_policy="verl-agent tells its loss no sampler")
+    check(loss_agg_mode in MODES, "loss_agg_mode: expected one of verl-agent's four, got {!r}", loss_agg_mode)
     batch = padded_rows(response_mask, gate)
+    counts = (batch.row_counts.sum(), batch.rows, response_mask.shape[-1])  # rows without tokens count, too
     out = policy_loss(
         log_prob.float(),
         old_log_prob.float(),
         advantages.float(),
         batch,
         gate,
-        weights=_weights(loss_agg_mode, batch, response_mask.shape[-1]),
+        weights=weights_of(loss_agg_mode, batch, *counts),
         advantage_level="token",
     )
     seen = fractions(out.metrics, gate)
     clipped, kl, dual = torch.tensor([seen[name] for name in ("clipped", "kl", "dual_clipped")], device="cpu").unbind()
     return out.loss, clipped, kl, dual
-
-
-def _weights(mode: str, batch: PackedBatch, length: int) -> torch.Tensor:
-    """verl-agent counts rows without tokens, too."""
-    if mode == "token-mean":
-        return aggregation.token_mean(batch, total=batch.row_counts.sum(), ranks=1)
-    if mode == "seq-mean-token-sum":
-        return aggregation.seq_mean_token_sum(batch, total=batch.rows, ranks=1)
-    if mode == "seq-mean-token-mean":
-        return aggregation.seq_mean_token_mean(batch, total=batch.rows, ranks=1)
-    check(mode == "seq-mean-token-sum-norm", "loss_agg_mode: expected one of verl-agent's four, got {!r}", mode)
-    return aggregation.fixed_length(batch, length, total=1, ranks=1)
-
-
-def _refuse(gate: RatioGate, *bounds: float | None) -> None:
-    """A bound that is set and would have no effect."""
-    for (name, unset), value in zip(_UNSET.items(), bounds, strict=True):
-        check(
-            value is None or value == unset,
-            "{}: the gate {!r} does not read it; got {}, leave it at verl-agent's {} or take HPO_GATE away",
-            name,
-            gate.name,
-            value,
-            unset,
-        )
 
 
 def install() -> None:

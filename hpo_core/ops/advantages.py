@@ -8,17 +8,7 @@ import torch
 
 from ..backends import resolve
 from ..checks import check
-from ..specs import (
-    Center,
-    EpsMode,
-    GroupInputs,
-    GroupNormalisation,
-    GroupTerm,
-    Part,
-    Presence,
-    Scale,
-    Share,
-)
+from ..specs import Center, EpsMode, GroupInputs, GroupNormalisation, GroupTerm, Part, Presence, Scale, Share
 from .library import OPERATORS, check_operand, define, is_traced, numbers_of, register
 
 __all__ = ["group_normalise"]

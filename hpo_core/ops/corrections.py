@@ -8,14 +8,7 @@ import torch
 
 from ..backends import resolve
 from ..checks import check
-from ..specs import (
-    Action,
-    CorrectionSpec,
-    PolicyLossInputs,
-    Reduction,
-    SegmentReduce,
-    Statistic,
-)
+from ..specs import Action, CorrectionSpec, PolicyLossInputs, Reduction, SegmentReduce, Statistic
 from .gates import INPUTS, check_inputs
 from .library import OPERATORS, define, is_traced, register
 

@@ -8,14 +8,8 @@ import torch
 
 from ..backends import resolve
 from ..checks import check, check_dtype
-from ..specs import (
-    INDEX_RULES,
-    Boundary,
-    Invalid,
-    OrderRule,
-    WindowAggregate,
-)
-from .library import OPERATORS, check_offsets, check_operand, define, is_traced, numbers_of, register
+from ..specs import INDEX_RULES, Boundary, Invalid, OrderRule, WindowAggregate
+from .library import OPERATORS, check_offsets, check_operand, define, handed_on, is_traced, numbers_of, register
 
 __all__ = ["order_statistic", "select", "select_top", "window_score"]
 
@@ -47,22 +41,6 @@ define(
 )
 
 
-def _window_score(
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    first: int,
-    last: int,
-    boundary: int,
-    invalid: int,
-    backend: str,
-    aggregate: int = 0,
-) -> Any:
-    run = resolve("entropy", values, backend or None).window_score
-    kinds = (Boundary(boundary), Invalid(invalid), WindowAggregate(aggregate))
-    return run(values, mask, cu_seqlens, first, last, *kinds)
-
-
 def order_statistic(
     values: torch.Tensor,
     numerator: int,
@@ -89,19 +67,6 @@ define(
 )
 
 
-def _order_statistic(
-    values: torch.Tensor,
-    numerator: int,
-    denominator: int,
-    rule: int,
-    backend: str,
-    mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-) -> Any:
-    run = resolve("entropy", values, backend or None).order_statistic
-    return run(values, numerator, denominator, OrderRule(rule), mask, cu_seqlens)
-
-
 def select(
     values: torch.Tensor,
     threshold: torch.Tensor,
@@ -123,17 +88,6 @@ define(
     "select(Tensor values, Tensor threshold, bool strict, str backend, Tensor? mask=None, Tensor? cu_seqlens=None) "
     "-> Tensor"
 )
-
-
-def _select(
-    values: torch.Tensor,
-    threshold: torch.Tensor,
-    strict: bool,
-    backend: str,
-    mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-) -> Any:
-    return resolve("entropy", values, backend or None).select(values, threshold, strict, mask, cu_seqlens)
 
 
 def select_top(
@@ -163,20 +117,6 @@ define(
 )
 
 
-def _select_top(
-    values: torch.Tensor,
-    numerator: int,
-    denominator: int,
-    rule: int,
-    strict: bool,
-    backend: str,
-    mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-) -> Any:
-    run = resolve("entropy", values, backend or None).select_top
-    return run(values, numerator, denominator, OrderRule(rule), strict, mask, cu_seqlens)
-
-
 def _order_statistic_fake(values: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return values.new_empty(1), values.new_empty(2, dtype=torch.int64)
 
@@ -194,17 +134,8 @@ def _check_scores(
     check_offsets("cu_seqlens", cu_seqlens, ("values", values))
 
 
-def _check_window(
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    first: int,
-    last: int,
-    boundary: int,
-    invalid: int,
-    backend: str,
-    aggregate: int = 0,
-) -> None:
+def _check_window(*arguments: Any) -> None:
+    values, mask, cu_seqlens, first, last, boundary, _, backend, aggregate = arguments
     check(first <= last, "first: expected first <= last, got {} and {}", first, last)
     check(
         boundary != Boundary.ZERO or aggregate in (WindowAggregate.MEAN, WindowAggregate.SUM),
@@ -214,15 +145,8 @@ def _check_window(
     _check_scores(values, mask, cu_seqlens, backend)
 
 
-def _check_quantile(
-    values: torch.Tensor,
-    numerator: int,
-    denominator: int,
-    rule: int,
-    backend: str,
-    mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-) -> None:
+def _check_quantile(*arguments: Any) -> None:
+    values, numerator, denominator, rule, backend, mask, cu_seqlens = arguments
     check(
         0 <= numerator <= denominator and denominator > 0,
         "numerator: expected a fraction in [0, 1], got {} / {}",
@@ -233,28 +157,30 @@ def _check_quantile(
     _check_scores(values, mask, cu_seqlens, backend)
 
 
-def _check_top(values: torch.Tensor, numerator: int, denominator: int, rule: int, strict: bool, *rest: Any) -> None:
-    _check_quantile(values, numerator, denominator, rule, *rest)
+def _check_top(*arguments: Any) -> None:
+    *quantile, _, backend, mask, cu_seqlens = arguments
+    _check_quantile(*quantile, backend, mask, cu_seqlens)
 
 
-def _check_selected(
-    values: torch.Tensor,
-    threshold: torch.Tensor,
-    strict: bool,
-    backend: str,
-    mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-) -> None:
+def _check_selected(*arguments: Any) -> None:
+    values, threshold, _, backend, mask, cu_seqlens = arguments
     _check_scores(values, mask, cu_seqlens, backend)
     check_operand("threshold", threshold, (1,), (values.dtype,), ("values", values))
 
 
-register("window_score", _window_score, lambda values, *_: torch.empty_like(values), _check_window)
-register("order_statistic", _order_statistic, _order_statistic_fake, _check_quantile)
-register("select", _select, _select_fake, _check_selected)
+register(
+    "window_score",
+    handed_on("entropy", "window_score", boundary=Boundary, invalid=Invalid, aggregate=WindowAggregate),
+    lambda values, *_: torch.empty_like(values),
+    _check_window,
+)
+register(
+    "order_statistic", handed_on("entropy", "order_statistic", rule=OrderRule), _order_statistic_fake, _check_quantile
+)
+register("select", handed_on("entropy", "select"), _select_fake, _check_selected)
 register(
     "select_top",
-    _select_top,
+    handed_on("entropy", "select_top", rule=OrderRule),
     lambda values, *_: (*_order_statistic_fake(values), _select_fake(values)),
     _check_top,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,25 +14,19 @@ from ..checks import check, check_dtype, check_shape, has_tangent
 from ..metrics import SLOTS
 from ..specs import (
     Action,
-    Aggregate,
     CorrectionSpec,
     Exchange,
     Head,
-    KLEstimator,
-    KLGradient,
     LevelKind,
     LevelSpec,
-    Penalty,
     PolicyLossInputs,
     PolicyLossSpec,
     Reduction,
-    Routing,
     Statistic,
     TermSpec,
-    TokenGate,
     Unit,
 )
-from .library import LIBRARY, OPERATORS, check_offsets, check_operand, define, is_traced, register
+from .library import LIBRARY, OPERATORS, check_native, check_offsets, check_operand, define, is_traced, register
 
 __all__ = ["INPUTS", "SECOND_DERIVATIVE", "check_inputs", "policy_loss", "policy_loss_and_grad"]
 
@@ -231,12 +225,7 @@ define(
 def _policy_loss(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     *tensors, structure, numbers, backend, want_grad, want_tokens = arguments
     inputs = PolicyLossInputs(*tensors)
-    check(
-        not is_reference(inputs.logp, backend or None),
-        "backend: expected a native one for torch.ops.hpo_core.policy_loss, got {}; call hpo_core.policy_loss, which "
-        "serves the reference, too",
-        repr(backend) if backend else "the reference by default",
-    )
+    check_native(inputs.logp, backend, "torch.ops.hpo_core.policy_loss", "policy_loss")
     run = resolve("gates", inputs.logp, backend or None).policy_loss
     loss, metrics, grad, tokens = run(inputs, _spec_of(structure, numbers), want_grad, want_tokens)
     nothing = inputs.logp.new_empty(0)
@@ -250,78 +239,51 @@ def _policy_loss_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torc
     return logp.new_empty(()), metrics, grad, tokens
 
 
+# The form of a spec: one of everything. Operators take its kinds and its numbers in the order of the fields.
+_LEVEL = LevelSpec(Unit.STEP, LevelKind.IDENTITY)
 _NO_CORRECTION = CorrectionSpec(
     Statistic.LOG_RATIO, Reduction.MEAN, Action.MASK, False, False, (-math.inf, -math.inf), (math.inf, math.inf)
 )
+_STRUCTURE, _NUMBERS = 18, 28  # of a spec without levels
+_OF_LEVEL = (4, 9)
+
+
+def _form(levels: int) -> PolicyLossSpec:
+    return PolicyLossSpec(levels=(_LEVEL,) * levels, term=TermSpec(), correction=_NO_CORRECTION)
 
 
 def _numbers_of(spec: PolicyLossSpec) -> tuple[list[int], list[float]]:
     """A spec as operator arguments: its structure, and its numbers."""
+    kinds = [int(spec.term is not None), int(spec.correction is not None)]
+    numbers: list[float] = []
     term = TermSpec() if spec.term is None else spec.term
-    corrects = _NO_CORRECTION if spec.correction is None else spec.correction
-    flags = (*spec.low_driven, *spec.high_driven, spec.strict, spec.split)
-    kinds = (spec.token, spec.head, spec.kl, spec.kl_gradient, term.penalty, spec.term is not None)
-    correction = (
-        spec.correction is not None, corrects.statistic, corrects.reduction, corrects.action, corrects.of_segments,
-        corrects.strict,
-    )  # fmt: skip
-    levels = (kind for level in spec.levels for kind in (level.unit, level.gate, level.routing, level.aggregate))
-    pairs = (
-        spec.token_low, spec.token_high, spec.token_log_low,
-        spec.token_log_high, term.head_numbers, term.slope_low, term.slope_high, term.weight_low, term.weight_high,
-        term.pre_low, term.pre_high, corrects.low, corrects.high,
-    )  # fmt: skip
-    bounds = (number for level in spec.levels for number in (*level.low, *level.high, level.slope))
-    numbers = [*(number for pair in pairs for number in pair), spec.kl_beta, term.penalty_coefficient, *bounds]
-    return [int(kind) for kind in (*kinds, *flags, *correction, *levels)], numbers
+    correction = _NO_CORRECTION if spec.correction is None else spec.correction
+    _take_apart(spec._replace(term=term, correction=correction), _form(len(spec.levels)), kinds, numbers)
+    return kinds, numbers
+
+
+def _take_apart(value: Any, form: Any, kinds: list[int], numbers: list[float]) -> None:
+    if isinstance(form, tuple):
+        for each, of in zip(value, form, strict=True):
+            _take_apart(each, of, kinds, numbers)
+    elif isinstance(form, float):
+        numbers.append(value)
+    else:
+        kinds.append(int(value))
 
 
 def _spec_of(structure: list[int], numbers: list[float]) -> PolicyLossSpec:
-    token, head, kl, kl_gradient, penalty, has_term = structure[:6]
-    low_1, low_2, high_1, high_2, strict, split = map(bool, structure[6:12])
-    has_correction, statistic, reduction, action, of_segments, strictly = structure[12:_STRUCTURE]
-    kinds = iter(structure[_STRUCTURE:])
-    pairs = [(numbers[at], numbers[at + 1]) for at in range(0, 26, 2)]
-    kl_beta, coefficient, *bounds = numbers[26:]
-    levels = []
-    for index, (unit, gate, routing, aggregate) in enumerate(zip(kinds, kinds, kinds, kinds, strict=True)):
-        low_3, low_4, low_5, low_6, high_3, high_4, high_5, high_6, slope = bounds[9 * index : 9 * index + 9]
-        levels.append(
-            LevelSpec(
-                Unit(unit), LevelKind(gate), Routing(routing), Aggregate(aggregate), (low_3, low_4, low_5, low_6),
-                (high_3, high_4, high_5, high_6), slope,
-            )
-        )  # fmt: skip
-    return PolicyLossSpec(
-        token=TokenGate(token),
-        token_low=pairs[0],
-        token_high=pairs[1],
-        low_driven=(low_1, low_2),
-        high_driven=(high_1, high_2),
-        head=Head(head),
-        kl=KLEstimator(kl),
-        kl_gradient=KLGradient(kl_gradient),
-        token_log_low=pairs[2],
-        token_log_high=pairs[3],
-        kl_beta=kl_beta,
-        strict=strict,
-        levels=tuple(levels),
-        split=split,
-        term=TermSpec(
-            pairs[4], pairs[5], pairs[6], pairs[7], pairs[8], pairs[9], pairs[10], Penalty(penalty), coefficient
-        )
-        if has_term
-        else None,
-        correction=CorrectionSpec(
-            Statistic(statistic), Reduction(reduction), Action(action), bool(of_segments), bool(strictly), *pairs[11:]
-        )
-        if has_correction
-        else None,
-    )
+    has_term, has_correction, *kinds = structure
+    form = _form((len(structure) - _STRUCTURE) // _OF_LEVEL[0])
+    spec: PolicyLossSpec = _put_together(form, iter(kinds), iter(numbers))
+    return spec._replace(term=spec.term if has_term else None, correction=spec.correction if has_correction else None)
 
 
-_STRUCTURE, _NUMBERS = 18, 28  # of a spec without levels
-_OF_LEVEL = (4, 9)
+def _put_together(form: Any, kinds: Iterator[int], numbers: Iterator[float]) -> Any:
+    if isinstance(form, tuple):
+        parts = [_put_together(each, kinds, numbers) for each in form]
+        return type(form)(*parts) if hasattr(form, "_fields") else tuple(parts)
+    return next(numbers) if isinstance(form, float) else type(form)(next(kinds))
 
 
 def _check_loss(*arguments: Any) -> None:
@@ -340,10 +302,7 @@ def _check_loss(*arguments: Any) -> None:
 
 
 # What comes together.
-_SETS = (
-    ("score", "threshold"),
-    ("leaf_begin", "leaf_end", "leaf_row"),
-)
+_SETS = (("score", "threshold"), ("leaf_begin", "leaf_end", "leaf_row"))
 
 
 def check_inputs(inputs: PolicyLossInputs, levels: int, needs: Sequence[str]) -> None:

@@ -13,14 +13,17 @@ from typing import Any
 
 import torch
 
+from ..backends import is_reference, resolve
 from ..checks import check, check_device, check_dtype, check_shape, examined
 
 __all__ = [
     "LIBRARY",
     "OPERATORS",
+    "check_native",
     "check_offsets",
     "check_operand",
     "define",
+    "handed_on",
     "is_traced",
     "not_differentiable",
     "numbers_of",
@@ -69,25 +72,47 @@ def register(
     """Register an operator. It repeats the checks of the functions of this package, because users can call it directly.
 
     ``check_operands`` compares dtypes, shapes and devices, also of fakes. Kernels get examined, contiguous tensors;
-    ``strided`` arguments are examined but keep their strides.
+    ``strided`` arguments are examined but keep their strides. All three functions get every argument: PyTorch leaves
+    out those at the end that have their default.
     """
-    parameters = getattr(OPERATORS, name).default._schema.arguments
+    parameters = _parameters(name)
+    defaults = [parameter.default_value for parameter in parameters]
 
     def run(*arguments: Any) -> Any:
         given = [
             examined(parameter.name, value) if parameter.name in strided else _readable(parameter, value)
-            for parameter, value in zip(parameters, arguments, strict=False)
+            for parameter, value in zip(parameters, (*arguments, *defaults[len(arguments) :]), strict=True)
         ]
         check_operands(*given)
         return implementation(*given)
 
     def shapes(*arguments: Any) -> Any:
-        check_operands(*arguments)
-        return fake(*arguments)
+        given = (*arguments, *defaults[len(arguments) :])
+        check_operands(*given)
+        return fake(*given)
 
     for device in ("CPU", "CUDA"):
         LIBRARY.impl(name, run, device)
     torch.library.register_fake(f"hpo_core::{name}", shapes, lib=LIBRARY)
+
+
+def handed_on(room: str, name: str, **kinds: type) -> Callable[..., Any]:
+    """The implementation of an operator that hands its arguments on to the backend's function of the same name, whose
+    parameters have the same names, all but ``backend``. ``kinds``: enums, which an operator takes as integers."""
+    names = [parameter.name for parameter in _parameters(name)]
+
+    def run(*arguments: Any) -> Any:
+        given = dict(zip(names, arguments, strict=True))
+        backend = given.pop("backend") or None
+        given |= {argument: kind(given[argument]) for argument, kind in kinds.items()}
+        first = next(value for value in arguments if isinstance(value, torch.Tensor))
+        return getattr(resolve(room, first, backend), name)(**given)
+
+    return run
+
+
+def _parameters(name: str) -> Any:
+    return getattr(OPERATORS, name).default._schema.arguments
 
 
 def _readable(parameter: Any, value: Any) -> Any:
@@ -101,6 +126,17 @@ def _readable(parameter: Any, value: Any) -> Any:
             for at, each in enumerate(value)
         ]
     return value
+
+
+def check_native(tensor: torch.Tensor, backend: str, operator: str, function: str) -> None:
+    """Check that a native backend serves the call, because the reference has a graph of its own."""
+    check(
+        not is_reference(tensor, backend or None),
+        "backend: expected a native one for {}, got {}; call hpo_core.{}, which serves the reference, too",
+        operator,
+        repr(backend) if backend else "the reference by default",
+        function,
+    )
 
 
 def check_operand(

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed
 
-from ..backends import is_reference, resolve
+from ..backends import resolve
 from ..checks import check, check_dtype, has_tangent
 from ..specs import LogitRows
-from .library import LIBRARY, OPERATORS, check_operand, define, is_traced, not_differentiable, register
+from .library import LIBRARY, OPERATORS, check_native, check_operand, define, is_traced, not_differentiable, register
 from .logprob_states import LogprobState, finished, folded, inverse_of, mapped, merged, shared
 
 __all__ = ["LinearRows", "linear_token_logprobs"]
@@ -330,13 +330,8 @@ def _gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, apply: Any) -
 class _LinearLogprobs(torch.autograd.Function):
     """Keeps the hidden states, the weight and the statistics of rows."""
 
-    @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return _forward(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _save(ctx, inputs, output)
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_save)
 
     @staticmethod
     def backward(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: Any) -> Any:
@@ -385,12 +380,7 @@ def _backward_fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
 
 def _check_rows(given: LinearRows, backend: str) -> None:
     hidden, weight = given.hidden, given.weight
-    check(
-        not is_reference(hidden, backend or None),
-        "backend: expected a native one for this operator, got {}; call hpo_core.linear_token_logprobs, which serves "
-        "the reference, too",
-        repr(backend) if backend else "the reference by default",
-    )
+    check_native(hidden, backend, "this operator", "linear_token_logprobs")
     for name, tensor in (("hidden", hidden), ("weight", weight)):
         check_dtype(name, tensor, _TYPES, f"use {name}.float()")
         check(tensor.dim() == 2, "{}: expected two dimensions, got {}", name, list(tensor.shape))

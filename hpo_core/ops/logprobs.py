@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..backends import is_reference, resolve
+from ..backends import resolve
 from ..checks import check, check_dtype, has_tangent
 from ..specs import LogitRows
-from .library import LIBRARY, OPERATORS, check_operand, define, is_traced, not_differentiable, register
+from .library import LIBRARY, OPERATORS, check_native, check_operand, define, is_traced, not_differentiable, register
 
 __all__ = ["backward", "gradient", "readable", "save", "token_logprobs"]
 
@@ -131,9 +131,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(*arguments: Any) -> Any:
         return _forward(*arguments[:-1])  # in_place is for the backward
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        save(ctx, inputs, output)
+    setup_context = staticmethod(save)
 
     @staticmethod
     def backward(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: Any) -> Any:
@@ -168,12 +166,7 @@ def _forward_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 def _check_rows(rows: LogitRows, backend: str) -> None:
     logits = rows.logits
-    check(
-        not is_reference(logits, backend or None),
-        "backend: expected a native one for this operator, got {}; call hpo_core.token_logprobs, which serves the "
-        "reference, too",
-        repr(backend) if backend else "the reference by default",
-    )
+    check_native(logits, backend, "this operator", "token_logprobs")
     check_dtype("logits", logits, _TYPES, "use logits.float()")
     check(logits.dim() > 0 and logits.shape[-1] > 0, "logits: expected shape [..., V], got {}", list(logits.shape))
     check(

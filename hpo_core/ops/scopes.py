@@ -45,17 +45,8 @@ define(
 )
 
 
-def _order_statistics(
-    values: torch.Tensor,
-    segments: torch.Tensor,
-    scope_of_segment: torch.Tensor | None,
-    scopes: int,
-    numerator: int,
-    denominator: int,
-    rule: int,
-    mask: torch.Tensor | None,
-    backend: str,
-) -> Any:
+def _order_statistics(*arguments: Any) -> Any:
+    values, segments, scope_of_segment, scopes, numerator, denominator, rule, mask, backend = arguments
     run = resolve("scopes", values, backend or None).order_statistics
     listed = _listed(segments, scope_of_segment, scopes, None)
     if rule != OrderRule.LINEAR:
@@ -102,15 +93,8 @@ define(
 )
 
 
-def _select_exact(
-    values: torch.Tensor,
-    segments: torch.Tensor,
-    scope_of_segment: torch.Tensor | None,
-    k: torch.Tensor,
-    uid_of_segment: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    backend: str,
-) -> Any:
+def _select_exact(*arguments: Any) -> Any:
+    values, segments, scope_of_segment, k, uid_of_segment, mask, backend = arguments
     listed = _listed(segments, scope_of_segment, k.shape[0], uid_of_segment)
     return resolve("scopes", values, backend or None).select_exact(values, listed, k, mask)
 
@@ -152,17 +136,8 @@ def _check_scopes(
     )
 
 
-def _check_quantiles(
-    values: torch.Tensor,
-    segments: torch.Tensor,
-    scope_of_segment: torch.Tensor | None,
-    scopes: int,
-    numerator: int,
-    denominator: int,
-    rule: int,
-    mask: torch.Tensor | None,
-    backend: str,
-) -> None:
+def _check_quantiles(*arguments: Any) -> None:
+    values, segments, scope_of_segment, scopes, numerator, denominator, rule, mask, backend = arguments
     check(
         0 <= numerator <= denominator and denominator > 0,
         "numerator: expected a fraction in [0, 1], got {} / {}",
@@ -177,15 +152,8 @@ def _check_quantiles(
     _check_scopes(values, segments, scope_of_segment, scopes, mask, backend)
 
 
-def _check_exact(
-    values: torch.Tensor,
-    segments: torch.Tensor,
-    scope_of_segment: torch.Tensor | None,
-    k: torch.Tensor,
-    uid_of_segment: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    backend: str,
-) -> None:
+def _check_exact(*arguments: Any) -> None:
+    values, segments, scope_of_segment, k, uid_of_segment, mask, backend = arguments
     check(k.dim() == 1, "k: expected shape [C] (one per scope), got {}", list(k.shape))
     check_operand("k", k, k.shape, (torch.int64,), ("values", values))
     _check_scopes(values, segments, scope_of_segment, k.shape[0], mask, backend)

@@ -8,7 +8,7 @@ import torch
 
 from ..backends import resolve
 from ..checks import check, check_dtype
-from .library import OPERATORS, check_offsets, check_operand, define, is_traced, numbers_of, register
+from .library import OPERATORS, check_offsets, check_operand, define, handed_on, is_traced, numbers_of, register
 
 __all__ = ["group_statistics", "recurrence", "row_counts"]
 
@@ -25,10 +25,6 @@ def row_counts(
 
 
 define("row_counts(Tensor? mask, Tensor cu_seqlens, SymInt total_tokens, str backend) -> Tensor")
-
-
-def _row_counts(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int, backend: str) -> Any:
-    return resolve("segments", cu_seqlens, backend or None).row_counts(mask, cu_seqlens, total_tokens)
 
 
 def group_statistics(
@@ -50,16 +46,6 @@ def group_statistics(
 define("group_statistics(Tensor values, Tensor? ids, Tensor? weights, Tensor? mask, str backend) -> Tensor")
 
 
-def _group_statistics(
-    values: torch.Tensor,
-    ids: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    backend: str,
-) -> Any:
-    return resolve("segments", values, backend or None).group_statistics(values, ids, weights, mask)
-
-
 def recurrence(
     values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor, backend: str | None
 ) -> torch.Tensor:
@@ -73,10 +59,6 @@ def recurrence(
 
 
 define("recurrence(Tensor values, Tensor gains, Tensor cu_seqlens, str backend) -> Tensor")
-
-
-def _recurrence(values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor, backend: str) -> Any:
-    return resolve("segments", values, backend or None).recurrence(values, gains, cu_seqlens)
 
 
 def _statistics_fake(values: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -111,9 +93,9 @@ def _check_scanned(values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.
 
 register(
     "row_counts",
-    _row_counts,
+    handed_on("segments", "row_counts"),
     lambda mask, cu_seqlens, *_: cu_seqlens.new_empty(cu_seqlens.shape[0] - 1),
     _check_counted,
 )
-register("group_statistics", _group_statistics, _statistics_fake, _check_statistics)
-register("recurrence", _recurrence, lambda values, *_: torch.empty_like(values), _check_scanned)
+register("group_statistics", handed_on("segments", "group_statistics"), _statistics_fake, _check_statistics)
+register("recurrence", handed_on("segments", "recurrence"), lambda values, *_: torch.empty_like(values), _check_scanned)

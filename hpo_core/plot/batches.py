@@ -59,18 +59,7 @@ def batch_layout(
             face = GREY if name == "token" and is_valid else face
             hatch = None if is_valid else "////"
             width = right - left
-            drawn.barh(
-                height,
-                width,
-                0.8,
-                left,
-                align="center",
-                color=face,
-                edgecolor="black",
-                lw=0.7,
-                hatch=hatch,
-                clip_on=False,
-            )
+            drawn.barh(height, width, left=left, color=face, edgecolor="black", lw=0.7, hatch=hatch, clip_on=False)
             if name != "token" and _fits(str(number), width, end - begin, drawn):
                 drawn.text(left + width / 2, height, str(number), ha="center", va="center", fontsize=9)
     drawn.set_yticks(range(len(names)), names)

@@ -7,20 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..specs import (
-    Aggregate,
-    Exchange,
-    LevelKind,
-    LevelSpec,
-    PolicyLossInputs,
-    PolicyLossSpec,
-    Routing,
-    TokenGate,
-)
+from ..specs import Aggregate, Exchange, LevelKind, LevelSpec, PolicyLossInputs, PolicyLossSpec, Routing, TokenGate
 from .segments import of_row, read_at
 from .terms import EXPONENT_SATURATION, GAMMA_SATURATION, clip, of_side, saturate
 
-__all__ = ["Channel", "Gated", "ancestors_of", "combined", "gated_hierarchy", "gated_log_ratio", "leaf_of_token"]
+__all__ = ["Channel", "aggregate_of", "ancestors_of", "combined", "gated_hierarchy", "gated_log_ratio", "leaf_of_token"]
 
 
 class Gated(NamedTuple):
@@ -148,12 +139,12 @@ def _with_children(sums: torch.Tensor, ancestors: torch.Tensor, levels: tuple[Le
         if level.aggregate is Aggregate.BALANCED:
             count, totals = by_level[k - 1][:, :1], by_level[k - 1][:, 1:]
             some = count[:, 0] > 0
-            children = torch.cat((torch.ones_like(count), _of_segment(count, totals, finer)), 1)
+            children = torch.cat((torch.ones_like(count), aggregate_of(count, totals, finer)), 1)
             by_level[k] = torch.zeros_like(children).index_add(0, ancestors[k, some], children[some])
     return torch.stack(by_level) if levels else sums
 
 
-def _of_segment(count: torch.Tensor, total: torch.Tensor, level: LevelSpec) -> torch.Tensor:
+def aggregate_of(count: torch.Tensor, total: torch.Tensor, level: LevelSpec) -> torch.Tensor:
     """The aggregate that comes of what segments add up."""
     mean = total if level.aggregate is Aggregate.SUM else total / count.clamp(min=1)
     return mean.log1p() if level.aggregate is Aggregate.LOG_MEAN_EXP else mean
@@ -161,7 +152,7 @@ def _of_segment(count: torch.Tensor, total: torch.Tensor, level: LevelSpec) -> t
 
 def _aggregate(x: torch.Tensor, count: torch.Tensor, total: torch.Tensor, level: LevelSpec) -> torch.Tensor:
     """The aggregate of each token's segment, with the derivative it is routed."""
-    aggregate = _of_segment(count, total, level)
+    aggregate = aggregate_of(count, total, level)
     if level.routing is not Routing.THROUGH:
         aggregate = aggregate.detach()
     return aggregate + (x - x.detach()) if level.routing is Routing.SELF else aggregate

@@ -17,23 +17,12 @@ from ..entropy import EntropyWindow
 from ..gates import RatioGate
 from ..kl import KLPenalty
 from . import promises_of_entropy  # noqa: F401 (it makes promises)
-from .examples import (
-    PolicyLossExample,
-    move,
-)
+from .examples import PolicyLossExample, move
 from .expected import Outcome, accepts
 from .promises import GRADIENT, PROMISES, Inapplicable, Promise
 from .promises_of_losses import NOTHING_VALID, has_tokens
 from .strategies import hypothesis
-from .subjects import (
-    ESTIMATORS,
-    OTHERS,
-    Recorded,
-    Run,
-    estimator_of,
-    of_advantages,
-    of_policy_loss,
-)
+from .subjects import ESTIMATORS, OTHERS, Recorded, Run, estimator_of, of_advantages, of_policy_loss
 
 __all__ = ["Report", "Verdict", "check", "promises"]
 

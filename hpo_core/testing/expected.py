@@ -135,6 +135,10 @@ def _magnitudes(example: PolicyLossExample, exact: Outcome) -> dict[str, torch.T
         parts = [_reference(alone._replace(advantages=sign), torch.float64) for sign in signs]
     elif penalty is not None:
         parts = [_reference(alone, torch.float64)]
+    if example.gate.head in _WITHOUT_PULL:
+        head, numbers = _WITHOUT_PULL[example.gate.head]
+        unpulled = dataclasses.replace(example.gate, head=head, head_numbers=numbers)
+        parts.append(_reference(alone._replace(gate=unpulled), torch.float64))
     tokens, grad = torch.zeros_like(x), torch.zeros_like(x)
     for part in parts:
         assert part.tokens is not None
@@ -143,12 +147,6 @@ def _magnitudes(example: PolicyLossExample, exact: Outcome) -> dict[str, torch.T
         levels = tuple(dataclasses.replace(each, routing=Routing.STOPPED) for each in example.gate.levels)
         own = alone._replace(gate=dataclasses.replace(example.gate, levels=levels))
         grad = grad + _grad(_reference(own, torch.float64)).abs()
-    if example.gate.head in _WITHOUT_PULL:
-        head, numbers = _WITHOUT_PULL[example.gate.head]
-        unpulled = dataclasses.replace(example.gate, head=head, head_numbers=numbers)
-        part = _reference(alone._replace(gate=unpulled), torch.float64)
-        assert part.tokens is not None
-        tokens, grad = tokens + part.tokens.abs(), grad + _grad(part).abs()
 
     weights = example.spread(example.weights().double())
     weights = torch.where(valid & torch.isfinite(weights), weights, 0.0).abs()

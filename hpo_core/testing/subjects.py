@@ -167,8 +167,9 @@ def _kl(
     """The penalty alone as a policy loss: advantages are 0, weights are 1, and every token is valid."""
     penalty = kl.k3(1.0) if penalty is None else penalty
 
-    def loss(logp: torch.Tensor, old_logp: None, advantages: torch.Tensor, batch: PackedBatch, **given: Any) -> Outcome:
-        tokens = fn(logp, given["ref_logp"], **options)
+    def call(example: PolicyLossExample) -> Outcome:
+        logp = example.logp.detach().requires_grad_(gradient)
+        tokens = fn(logp, example.keywords["ref_logp"], **options)
         total = tokens.sum()
         if not gradient:
             return Outcome(total, None, tokens.detach(), None)
@@ -181,10 +182,6 @@ def _kl(
         batch = PackedBatch(example.batch.cu_seqlens, total_tokens=int(example.batch.cu_seqlens[-1]))
         example = example.on_tokens(lambda x: x[: batch.total_tokens])
         return example._replace(advantages=0 * ones, batch=batch).given(weights=ones)
-
-    def call(example: PolicyLossExample) -> Outcome:
-        leaf = example.logp.detach().requires_grad_(gradient)
-        return loss(leaf, None, example.advantages, example.batch, **example.keywords)
 
     drawn = policy_losses(gates.reinforce(), (), always=("weights", "kl", "on_policy"), penalty=penalty)
     return Subject(call, drawn.map(alone))

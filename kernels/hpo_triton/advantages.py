@@ -182,17 +182,12 @@ def _map_of(group, absolute, batch, numbers, RULE: tl.constexpr, SHARE: tl.const
 
 
 @triton.jit
-def _amount(map, units, RULE: tl.constexpr):
+def _add_term(so_far, map, units, receives, numbers, RULE: tl.constexpr, SHARE: tl.constexpr):
     centred = (units.value - map.pivot) - map.center
     if RULE.center == LEAVE_ONE_OUT:  # for a unit that is not a member, the others are all members
         others = map.weight - units.weight  # rounding may make it 0
         centred *= tl.where(others > 0.0, map.weight / tl.where(others > 0.0, others, 1.0), 1.0)
-    return centred * map.slope + map.offset
-
-
-@triton.jit
-def _add_term(so_far, map, units, receives, numbers, RULE: tl.constexpr, SHARE: tl.constexpr):
-    amount = _amount(map, units, RULE)
+    amount = centred * map.slope + map.offset
     size = tl.where(receives, map.share, 0.0) if SHARE != SUM else tl.where(receives, 1.0, 0.0).to(tl.float64)
     if SHARE != SUM and RULE.presence == NONZERO:
         size = tl.where(amount == 0.0, 0.0, size)
@@ -217,10 +212,7 @@ def _advantage(of_terms, share_eps, share_least, SHARE: tl.constexpr):
 
 @triton.jit
 def _receives(units, apply_mask, unit, exists):
-    receives = units.counted
-    if apply_mask is not None:
-        receives = units.grouped & tl.load(apply_mask + unit, mask=exists, other=False)
-    return receives
+    return units.counted if apply_mask is None else units.grouped & tl.load(apply_mask + unit, mask=exists, other=False)
 
 
 # ---------------------------------------------------------------------------------------------------------- few units
@@ -232,14 +224,11 @@ def _normalise_term(
     SHARE: tl.constexpr, OTHERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     RULE: tl.constexpr = RULES.of_terms[TERM]
-    if given.ids is None:
-        group, absolute = _sums(given, None, begin, length, None, RULE, TILE)
-        batch = group
-    else:
-        group, absolute = _sums(given, None, begin, length, units.id, RULE, OTHERS)
-        batch = group
-        if RULE.scale == BATCH:
-            batch = sum_group(given, None, begin, length, None, TILE, False)
+    id = None if given.ids is None else units.id
+    group, absolute = _sums(given, None, begin, length, id, RULE, TILE if id is None else OTHERS)
+    batch = group
+    if RULE.scale == BATCH and id is not None:
+        batch = sum_group(given, None, begin, length, None, TILE, False)
     map = _map_of(group, absolute, batch, numbers, RULE, SHARE)
     return _add_term(so_far, map, units, receives, numbers, RULE, SHARE)
 

@@ -178,14 +178,18 @@ def _select_top(
                     store(selected, token, x > limit if STRICT else x >= limit, tokens, whole, ALIGNED)
 
 
-def _run_select_top(
+def order_statistic(
     values: torch.Tensor,
-    quantile: tuple[int, int, OrderRule],
-    strict: bool,
-    selected: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
+    numerator: int,
+    denominator: int,
+    rule: OrderRule,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    strict: bool = False,
+    selected: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x_(i)`` of the n finite scores in ascending order, ``i = rule(numerator (n - 1) / denominator)``; ``selected``:
+    where the selection of :func:`select_top` is written."""
     score = values
     if cu_seqlens is not None:  # scores are computed once; otherwise each step would search the rows
         score = window_score(values, mask, cu_seqlens, 0, 0, Boundary.FULL, Invalid.SKIP)
@@ -193,7 +197,6 @@ def _run_select_top(
     threshold = torch.empty(1, dtype=torch.float32, device=score.device)
     counts = torch.empty(2, dtype=torch.int64, device=score.device)
     histograms = torch.zeros(PASSES * BINS.value + 2, dtype=torch.int64, device=score.device)
-    numerator, denominator, rule = quantile
     denominator = max(1, min(denominator, 2**61))
     numbers = (tokens, max(0, min(numerator, denominator)), denominator, tokens.bit_length())
     programs, cooperative = programs_together(score.device, tokens, SCORES)
@@ -204,18 +207,6 @@ def _run_select_top(
             launch_cooperative_grid=cooperative, maxnreg=REGISTERS,
         )  # fmt: skip
     return threshold, counts
-
-
-def order_statistic(
-    values: torch.Tensor,
-    numerator: int,
-    denominator: int,
-    rule: OrderRule,
-    mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x_(i)`` of the n finite scores in ascending order, ``i = rule(numerator (n - 1) / denominator)``."""
-    return _run_select_top(values, (numerator, denominator, rule), False, None, mask, cu_seqlens)
 
 
 def select_top(
@@ -229,8 +220,8 @@ def select_top(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The threshold, the counts of the population, and the selection with that threshold."""
     selected = torch.empty_like(values, dtype=torch.bool)
-    threshold, counts = _run_select_top(values, (numerator, denominator, rule), strict, selected, mask, cu_seqlens)
-    return threshold, counts, selected
+    found = order_statistic(values, numerator, denominator, rule, mask, cu_seqlens, strict, selected)
+    return *found, selected
 
 
 # ----------------------------------------------------------------------------------------------------------- selection

@@ -209,18 +209,18 @@ def policy_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Loss (0-dim float32), metrics (float64), dL/dlogp ``[T]`` and loss_t ``[T]`` where wanted; ``exchange``: for
     ``spec.levels``."""
-    inputs, spec = rows_as_weights(inputs, spec, correction)
-    if spec.is_hierarchical:
-        return hierarchy.policy_loss(inputs, spec, want_grad, want_tokens, exchange)
+    inputs, spec = influential(*rows_as_weights(inputs, spec, correction))
     logp, device = inputs.logp, inputs.logp.device
-    tokens, rows, programs = logp.numel(), inputs.weights.numel(), programs_for(logp.numel(), TILE)
     loss = torch.empty((), dtype=torch.float32, device=device)
     metrics = torch.empty(len(METRICS), dtype=torch.float64, device=device)
-    sums = torch.empty((programs, COLUMNS.value), dtype=torch.float64, device=device)
     grad = torch.empty_like(logp) if want_grad else None
     token_loss = torch.empty_like(logp) if want_tokens else None
+    if spec.is_hierarchical:
+        hierarchy.policy_loss(inputs, spec, loss, metrics, grad, token_loss, exchange)
+        return loss, metrics, grad, token_loss
 
-    inputs, spec = influential(inputs, spec)
+    tokens, rows, programs = logp.numel(), inputs.weights.numel(), programs_for(logp.numel(), TILE)
+    sums = torch.empty((programs, COLUMNS.value), dtype=torch.float64, device=device)
     reading = reading_of(inputs, spec)
     seen = torch.zeros(rows, dtype=torch.uint8, device=device)
     light = reading.aligned and reading.rule is None and inputs.low is None and inputs.high is None
@@ -239,7 +239,7 @@ def influential(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> tuple[PolicyL
     """Without the choices that have no influence, so that they are no part of the specialisation."""
     if spec.token is not TokenGate.CLIP:
         inputs = inputs._replace(low=None, high=None)
-        spec = spec._replace(token_low=NO_LOW, token_high=NO_HIGH)
+        spec = spec._replace(token_low=NO_LOW, token_high=NO_HIGH, token_log_low=NO_LOG_LOW, token_log_high=NO_HIGH)
     return inputs, spec
 
 
@@ -252,4 +252,4 @@ def gate_of(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Gate:
     )
 
 
-NO_LOW, NO_HIGH = (0.0, 0.0), (math.inf, math.inf)
+NO_LOW, NO_LOG_LOW, NO_HIGH = (0.0, 0.0), (-math.inf, -math.inf), (math.inf, math.inf)

@@ -21,7 +21,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ..metrics import SLOTS as METRICS
 from ..specs import (
     Aggregate,
     Exchange,
@@ -60,7 +59,7 @@ from .sums import (
 from .terms import Pre, numbers_of, pre_of, term_of, with_own_penalty
 from .tokens import Reading, bits, load_tokens, read_tokens, reading_of, up_to
 
-__all__ = ["bounds_of", "policy_loss", "shape_of"]
+__all__ = ["policy_loss", "shape_of"]
 
 NO_OWN_PENALTY = tl.constexpr(int(Penalty.NONE))
 THROUGH = tl.constexpr(int(Routing.THROUGH))
@@ -215,29 +214,25 @@ def _sweep_leaves(
 
 
 def policy_loss(
-    inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool, want_tokens: bool, exchange: Exchange | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """As gates.policy_loss, which calls this where ``spec.is_hierarchical``."""
-    logp, device = inputs.logp, inputs.logp.device
-    loss = torch.empty((), dtype=torch.float32, device=device)
-    metrics = torch.empty(len(METRICS), dtype=torch.float64, device=device)
-    seen = torch.empty(inputs.weights.numel(), dtype=torch.uint8, device=device)
-    grad = torch.empty_like(logp) if want_grad else None
-    token_loss = torch.empty_like(logp) if want_tokens else None
-    # A choice without influence is no part of the specialisation.
-    if spec.token is not TokenGate.CLIP:
-        inputs = inputs._replace(low=None, high=None)
-    shape, reading, pre = shape_of(inputs, spec, want_grad), reading_of(inputs, spec), pre_of(spec)
-
+    inputs: PolicyLossInputs,
+    spec: PolicyLossSpec,
+    loss: torch.Tensor,
+    metrics: torch.Tensor,
+    grad: torch.Tensor | None,
+    token_loss: torch.Tensor | None,
+    exchange: Exchange | None,
+) -> None:
+    """Writes the results of gates.policy_loss, which calls this where ``spec.is_hierarchical``."""
+    seen = torch.empty(inputs.weights.numel(), dtype=torch.uint8, device=inputs.logp.device)
+    shape, reading, pre = shape_of(inputs, spec, grad is not None), reading_of(inputs, spec), pre_of(spec)
     prepared = prepare_leaves(inputs, spec, shape, reading, pre, grad, token_loss, seen, exchange)
-    leaves = prepared.leaves
     sums, flows = _sweep(inputs, spec, prepared, shape, reading, pre, grad, token_loss, seen)
     if flows is None:
         finalise(sums, seen, loss, metrics, inputs.weights.numel())
-        return loss, metrics, grad, token_loss
-    assert grad is not None
-    deliver_gradient(inputs, leaves, shape, reading, pre, flows, sums, seen, grad, loss, metrics, exchange)
-    return loss, metrics, grad, token_loss
+    else:
+        assert grad is not None
+        leaves = prepared.leaves
+        deliver_gradient(inputs, leaves, shape, reading, pre, flows, sums, seen, grad, loss, metrics, exchange)
 
 
 def shape_of(inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool) -> Shape:
@@ -267,12 +262,6 @@ def _is_known(spec: PolicyLossSpec) -> bool:
     is_linear = spec.term is None and not spec.split and spec.head is Head.LINEAR
     aggregates = [level.aggregate for level in spec.levels]
     return is_linear and spec.token is TokenGate.DROP and aggregates in ([Aggregate.MEAN], [Aggregate.SUM])
-
-
-def bounds_of(spec: PolicyLossSpec) -> tuple[float, ...]:
-    """Of the token gate, for advantages >= 0 and < 0: low, low, high, high."""
-    clips = spec.token is TokenGate.CLIP
-    return *(spec.token_log_low if clips else NO_LOW), *(spec.token_log_high if clips else NO_HIGH)
 
 
 def _divisors(levels: tuple[LevelSpec, ...], level: int) -> tuple[bool, ...]:
@@ -311,11 +300,8 @@ def _sweep(
         inputs.correction_first, inputs.correction_second, rule_bounds_of(spec.correction), pre,
         numbers_of(spec.term), *leaves, prepared.gated_levels, prepared.steps, flows, seen, sums, grad, token_loss,
         inputs.logp.numel(), inputs.weights.numel(), count, slots // SLOTS,
-        *bounds_of(spec), bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
+        *spec.token_log_low, *spec.token_log_high, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
         READING=reading._replace(aligned=reading.aligned and align > 1), SHAPE=shape, DEPTH=depth, SLOT=SLOT_TOKENS,
         SLOTS=SLOTS, ALIGN=align, LANES=LANES, **bound,
     )  # fmt: skip
     return sums, flows
-
-
-NO_LOW, NO_HIGH = (float("-inf"),) * 2, (float("inf"),) * 2

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..specs import LogitRows, Penalty, PolicyLossInputs, PolicyLossSpec
 from .gates import DROP, clip_derivative, clip_tokens, gate_of, influential
-from .hierarchy import bounds_of, shape_of
+from .hierarchy import shape_of
 from .hierarchy_tokens import gate_tokens, gated_derivative, gated_term, token_bound
 from .launch import REGISTERS, kernel, launch, processors_and_cache
 from .logits_rows import (
@@ -204,13 +204,13 @@ def loss_from_logits(
     entropy = torch.empty_like(logp)
     inputs, spec = influential(inputs, spec)
     of_term = spec.is_hierarchical
-    bounds = bounds_of(spec) if of_term else (*spec.token_low, *spec.token_high)
+    low, high = (spec.token_log_low, spec.token_log_high) if of_term else (spec.token_low, spec.token_high)
     launch(
         _differentiate_loss, programs, logits, rows.targets, rows.temperatures, logp, entropy, into, inputs.old_logp,
         inputs.advantages, inputs.weights, inputs.cu_seqlens, inputs.mask, inputs.ref_logp, inputs.score,
         inputs.threshold, inputs.token_mask, inputs.token_weight, inputs.low, inputs.high, inputs.target,
         inputs.penalty_mask, inputs.kl_weight, pre_of(spec), numbers_of_term(spec.term), *numbers_of(rows, layout),
-        *strides, inputs.weights.numel(), *bounds, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
+        *strides, inputs.weights.numel(), *low, *high, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
         READING=reading_of(inputs, spec)._replace(aligned=False), GATE=None if of_term else gate_of(inputs, spec),
         SHAPE=shape_of(inputs, spec, True) if of_term else None,
         ALIGNED=rows_aligned(logits, *layout[1:]) and rows_aligned(into, *strides), LANES=LANES, CHUNKS=CHUNKS,

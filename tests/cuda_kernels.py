@@ -193,7 +193,7 @@ def _target(instruction: str, labels: dict[str, int]) -> int | None:
 
 
 def _inside_loops(code: list[str], labels: dict[str, int], begin: int, end: int) -> set[int]:
-    """Instructions of loops between ``begin`` and ``end``, and the branches that skip a loop which has nothing to do."""
+    """Instructions of loops between ``begin`` and ``end``, and the branches around loops that have nothing to do."""
     targets = {at: to for at in range(begin, end) if (to := _target(code[at], labels)) is not None}
     inside: set[int] = set()
     for at, to in targets.items():
@@ -205,8 +205,8 @@ def _inside_loops(code: list[str], labels: dict[str, int], begin: int, end: int)
 
 
 def _shortest_way(code: list[str], labels: dict[str, int], begin: int, end: int) -> Way:
-    """From ``begin`` to ``end``, never back: of the ways with most 128-bit accesses those with the fewest instructions of
-    loops inside, and of these the shortest. No token on it is an exception or masked: a loop is for these."""
+    """From ``begin`` to ``end``, never back: of the ways with most 128-bit accesses those with the fewest instructions
+    of loops inside, and of these the shortest. No token on it is an exception or masked: a loop is for these."""
     inner = _inside_loops(code, labels, begin, end)
     best = {begin: (0, 0, 0, -1)}  # by instruction; the last is where it comes from
     for at in range(begin, end):

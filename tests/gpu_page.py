@@ -67,7 +67,8 @@ def blocks_of(kernel: Kernel, tokens: int, target: int) -> int | None:
     }.get(name)  # fmt: skip
     if threads is None:
         return None
-    most = 396 if kernel.name.startswith("sweep_leaves<0, 0") else 512  # kLightBlocks, kMaxBlocks
+    three = kernel.name in ("sweep<1, 0>", "sweep_leaves<0, 0, 0>", "sweep_leaves<0, 0, 1>")
+    most = 396 if three else 512  # kBlocksOfThree and kLightBlocks, kMaxBlocks
     wanted = min(most, max(1, -(-threads // 256)))
     if name not in ("prepare_leaves", "prepare_settled", "deliver_gradient", "correct_tokens"):
         return wanted
@@ -158,8 +159,9 @@ SLOTS = """
 ## Issue slots
 
 Of the shortest loop with 128-bit loads: all instructions of its code, and the shortest way through an iteration on
-which all 128-bit accesses are made, which is the way of tokens that are no exception. Of this way: the slots for a
-token (for a logit in kernels that read logits), and the classes of instructions. Loops inside an iteration count once.\
+which all 128-bit accesses are made and no loop inside is entered: of four tokens that are no exception and not masked,
+which take such a loop. Of this way: the slots for a token (for a logit in kernels that read logits), and the classes of
+instructions.\
 """.splitlines()
 BLOCKS = f"""
 ## Blocks and waves

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) prepare(const Call call) {
 
 template <bool REFERENCE, int EXTRAS>
 __device__ __forceinline__ void sweep_tile(const Call& call, const Unit& unit, bool broken, Totals& totals,
-                                           HPO_SHARED_POINTER(double) slots, HPO_SHARED_POINTER(int) events) {
+                                           HPO_SHARED_POINTER(double) places, HPO_SHARED_POINTER(int) events) {
   constexpr int WIDTH = 4;
   const Gate& gate = call.gate;
   const RowTerms row = gate.row_terms(unit.row);
@@ -70,7 +70,7 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Unit& unit, b
     if (gate.args.grad) write(gate.args.grad, group, grad);
   });
   count_row(tile, call.workspace.seen + unit.row, events);
-  Totals::merge(tile, slots);
+  Totals::merge(tile, places);
 }
 
 // Gradient 0 for tokens of no row among kTile tokens, counted from the first of the pack.
@@ -86,20 +86,21 @@ __device__ __forceinline__ void clear_tile(const Gate& gate, int tile, bool brok
 }
 
 // Blocks that a multiprocessor holds with as many registers as spill nothing. All 512 run at once where four fit into each of
-// 132 multiprocessors; with three the last 116 ran by themselves, for as long as the others before them.
-constexpr int blocks_that_sweep(bool reference, int extras) { return !reference && extras == kNoExtras ? 4 : 2; }
+// 132 multiprocessors; of three 396 do, and more would run by themselves after them, for as long as the others.
+constexpr int blocks_that_sweep(bool reference, int extras) { return extras != kNoExtras ? 2 : (reference ? 3 : 4); }
+constexpr int kBlocksOfThree = 396;
 
 template <bool REFERENCE, int EXTRAS>
 __global__ void __launch_bounds__(kThreads, blocks_that_sweep(REFERENCE, EXTRAS)) sweep(const Call call) {
-  HPO_SHARED(double, warps, [kWarps * kMetrics]);
+  HPO_SHARED(double, warps, [kWarps * kPlaces]);
   HPO_SHARED(int, events, [kMetrics]);
   const Gate& gate = call.gate;
   const Pack pack = gate.pack();
   if (threadIdx.x < kMetrics) events[threadIdx.x] = 0;
   const bool broken = any_of(call.workspace.broken, call.first_blocks);
 
-  const auto slots = warps + warp_in_block() * kMetrics;
-  Totals totals = Totals::empty(slots);
+  const auto places = warps + warp_in_block() * kPlaces;
+  Totals totals = Totals::empty(places);
   for_each_unit(gate, [&](int index) {
     if (index >= pack.rows) clear_tile(gate, index - pack.rows, broken);
     else if (lane() == 0 && row_range(pack.cu_seqlens, index, pack.tokens).bad) atomicAdd(&events[kBadOffsets], 1);
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, blocks_that_sweep(REFERENCE, EXTRAS)
     for (int tile = 0; tile == 0 || broken; ++tile) {
       const Unit unit = broken ? get_unit_unordered(pack, index, tile) : get_unit(pack, index);
       if (unit.length == 0) return;
-      sweep_tile<REFERENCE, EXTRAS>(call, unit, broken, totals, slots, events);
+      sweep_tile<REFERENCE, EXTRAS>(call, unit, broken, totals, places, events);
     }
   });
   finish_block(gate, totals, warps, events, call.workspace.partials, call.workspace.ticket);
@@ -117,13 +118,15 @@ __global__ void __launch_bounds__(kThreads, blocks_that_sweep(REFERENCE, EXTRAS)
 
 template <bool REFERENCE>
 void launch_sweep(const Call& call, int blocks, cudaStream_t stream) {
+  constexpr bool THREE = blocks_that_sweep(REFERENCE, kNoExtras) == 3;
   const int extras = call.gate.extras();
   if (extras == kCorrected) {
     HPO_LAUNCH((sweep<REFERENCE, kCorrected>), dim3(blocks), dim3(kThreads), 0, stream, call);
   } else if (extras == kExtras) {
     HPO_LAUNCH((sweep<REFERENCE, kExtras>), dim3(blocks), dim3(kThreads), 0, stream, call);
   } else {
-    HPO_LAUNCH((sweep<REFERENCE, kNoExtras>), dim3(blocks), dim3(kThreads), 0, stream, call);
+    HPO_LAUNCH((sweep<REFERENCE, kNoExtras>), dim3(THREE ? std::min(blocks, kBlocksOfThree) : blocks), dim3(kThreads), 0,
+               stream, call);
   }
 }
 

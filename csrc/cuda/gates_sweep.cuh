@@ -22,9 +22,10 @@ __device__ __forceinline__ float complete_token(const Gate& gate, const RowTerms
 
   Term penalty = {};
   if constexpr (REFERENCE) {
+    const float e = SOUND ? exp_of_number(-token.s) : exp(-token.s);
     if (gate.structure.kl != KLEstimator::none) {
-      const Term k = kl_term(gate.structure.kl, gate.structure.kl_gradient, token.s, exp(-token.s), token.x,
-                             !token.reference_infinite, !token.infinite);
+      const Term k = kl_term(gate.structure.kl, gate.structure.kl_gradient, token.s, e, token.x, !token.reference_infinite,
+                             !token.infinite);
       float weight = row.penalty_weight(), factor = 1.0f;
       bool pays = token.valid;
       if constexpr (EXTRAS) {
@@ -42,7 +43,7 @@ __device__ __forceinline__ float complete_token(const Gate& gate, const RowTerms
     }
     tile.sums[kS] += token.s;
     tile.sums[kSSquare] = fused(token.s, token.s, tile.sums[kSSquare]);
-    tile.sums[kK3] += k3(token.s);
+    tile.sums[kK3] += k3(token.s, e);
   }
   if (!SOUND && gate.args.token_loss && inputs.group.has(i)) {
     gate.args.token_loss[inputs.group.token + i] = (token.selected ? unweighted() : 0.0f) + penalty.loss;
@@ -134,7 +135,7 @@ __device__ __forceinline__ void count_row(const TileTotals& tile, int* seen, HPO
 // One block's share of loss and metrics, and, by the block that is done last, the whole.
 __device__ __forceinline__ void finish_block(const Gate& gate, const Totals& totals, HPO_SHARED_POINTER(double) warps,
                                              HPO_SHARED_POINTER(int) events, double* partials, unsigned* ticket) {
-  totals.store(warps + warp_in_block() * kMetrics);
+  totals.store(warps + warp_in_block() * kPlaces);
   __syncthreads();
   if (threadIdx.x < kMetrics) {
     const int slot = int(threadIdx.x);

@@ -8,17 +8,39 @@
 
 namespace hpo {
 
-// Sums that a lane keeps in float, in the order of their metrics.
+// Sums that a lane keeps in float.
 enum LaneSum { kX, kXSquare, kDeviation, kDeviationSquare, kS, kSSquare, kK3, kEntropySum };
 
 // Counts of a lane, four to a register of a byte each: it meets at most kTile / 32 + 4 tokens of a tile.
 enum Count { kValid, kChosen, kWithEntropy, kHighPositive = 4, kLowPositive, kLowNegative, kHighNegative };
 
-// The slot of a count; neighbours are neighbours there.
-__device__ __forceinline__ int slot_of(int count) {
-  if (count >= kHighPositive) return kClippedHighPositive + count - kHighPositive;
-  return count == kWithEntropy ? int(kEntropyTokens) : kTokens + count;
-}
+// The places of a warp: sums, counts as Totals::merge leaves them with its lanes, and the rest. A lane finds its own without a
+// table, whose results would be kept in registers through the loop over tokens.
+enum Place { kCounts = 8, kOtherCounts = 12, kLossPlace = 16, kPenaltyPlace, kMinPlace, kMaxPlace, kPlaces };
+__device__ constexpr int kPlaceOf[kMetrics] = {kCounts,           // kTokens
+                                               kCounts + 1,       // kSelected
+                                               -1,                // kRows: an event, as others without a place
+                                               kLossPlace,
+                                               kX,
+                                               kXSquare,
+                                               kDeviation,
+                                               kDeviationSquare,
+                                               kMinPlace,
+                                               kMaxPlace,
+                                               kCounts + 2,       // kClippedHighPositive
+                                               kCounts + 3,       // kClippedLowPositive
+                                               kOtherCounts + 2,  // kClippedLowNegative
+                                               kOtherCounts + 3,  // kClippedHighNegative
+                                               kS,
+                                               kSSquare,
+                                               kK3,
+                                               kPenaltyPlace,
+                                               kEntropySum,
+                                               kOtherCounts,  // kEntropyTokens
+                                               -1,
+                                               -1,
+                                               -1,
+                                               -1};
 
 // What a lane adds up over one tile.
 struct TileTotals {
@@ -64,13 +86,13 @@ struct Quarters {
   }
 };
 
-// A lane's share of what a warp has added up. The rest is in the warp's slots: it would only take registers from the tokens.
+// A lane's share of what a warp has added up. The rest is in the warp's places: it would only take registers from the tokens.
 struct Totals {
   double loss, penalty;
   float smallest, largest;
 
-  static __device__ __forceinline__ Totals empty(HPO_SHARED_POINTER(double) slots) {
-    if (lane() < kMetrics) slots[lane()] = 0.0;
+  static __device__ __forceinline__ Totals empty(HPO_SHARED_POINTER(double) places) {
+    if (lane() < kPlaces) places[lane()] = 0.0;
     __syncwarp();
     return {0.0, 0.0, INFINITY, -INFINITY};
   }
@@ -89,31 +111,27 @@ struct Totals {
   }
 
   // After the tile lane l holds the sum of sums[l / 4], and two counts: one, and the one after the next.
-  static __device__ __forceinline__ void merge(TileTotals& tile, HPO_SHARED_POINTER(double) slots) {
+  static __device__ __forceinline__ void merge(TileTotals& tile, HPO_SHARED_POINTER(double) places) {
     const float sum = warp_sums(tile.sums);
     unsigned counts[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) counts[i] = tile.counts[i / 2] >> (8 * (i % 2)) & 0xFF00FFu;
     const unsigned held = warp_sums(counts);
-    if (lane() % 4 == 0) {
-      const int i = lane() / 4;
-      slots[i < kS ? kLogRatioSum + i : (i < kEntropySum ? kReferenceLogRatio + i - kS : int(kEntropy))] += double(sum);
-    }
+    if (lane() % 4 == 0) places[lane() / 4] += double(sum);
     if (lane() % 8 == 0) {
-      const int count = lane() / 16 * 4 + lane() / 8 % 2;
-      slots[slot_of(count)] += double(held & 0xFFFFu);
-      slots[slot_of(count + 2)] += double(held >> 16);  // of kChosen + 2, which is none, always 0
+      places[kCounts + lane() / 8] += double(held & 0xFFFFu);
+      places[kOtherCounts + lane() / 8] += double(held >> 16);
     }
   }
 
-  __device__ __forceinline__ void store(HPO_SHARED_POINTER(double) slots) const {
+  __device__ __forceinline__ void store(HPO_SHARED_POINTER(double) places) const {
     const double all_penalty = warp_sum(penalty), all_loss = warp_sum(loss) + all_penalty;
     const float minimum = warp_min(smallest), maximum = warp_max(largest);
     if (lane() == 0) {
-      slots[kLoss] = all_loss;
-      slots[kPenalty] = all_penalty;
-      slots[kLogRatioMin] = double(minimum);
-      slots[kLogRatioMax] = double(maximum);
+      places[kLossPlace] = all_loss;
+      places[kPenaltyPlace] = all_penalty;
+      places[kMinPlace] = double(minimum);
+      places[kMaxPlace] = double(maximum);
     }
   }
 };
@@ -126,11 +144,13 @@ __device__ __forceinline__ double neutral(int slot) {
   return slot == kLogRatioMin ? double(INFINITY) : (slot == kLogRatioMax ? -double(INFINITY) : 0.0);
 }
 
-// The block's total of one slot, from its warps [kWarps * kMetrics] and from what is counted row by row, `events` [kMetrics].
+// The block's total of one slot, from its warps [kWarps * kPlaces] and from its `events` [kMetrics].
 __device__ __forceinline__ double block_total(int slot, HPO_SHARED_POINTER(double) warps, HPO_SHARED_POINTER(int) events) {
-  double total = warps[slot];
-  for (int warp = 1; warp < kWarps; ++warp) total = combine(slot, total, warps[warp * kMetrics + slot]);
-  return total + events[slot];
+  const int place = kPlaceOf[slot];
+  if (place < 0) return double(events[slot]);
+  double total = warps[place];
+  for (int warp = 1; warp < kWarps; ++warp) total = combine(slot, total, warps[warp * kPlaces + place]);
+  return total;
 }
 
 // Loss and metrics from the partials of all blocks, by one block.

@@ -133,11 +133,11 @@ __device__ __forceinline__ Flow sum_flow(double share) {
 // Leaves this lane's share of the tile's flow in shared memory, to free registers.
 template <bool REFERENCE, int EXTRAS, int GATE>
 __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, HPO_SHARED_POINTER(float) stage,
-                                           HPO_SHARED_POINTER(double) slots, HPO_SHARED_POINTER(int) events, Totals& totals,
+                                           HPO_SHARED_POINTER(double) places, HPO_SHARED_POINTER(int) events, Totals& totals,
                                            double& share) {
   const Gate& gate = call.gate;
   const RowTerms row = gate.row_terms(work.unit.tile.row);
-  constexpr bool TERMS = has_term(GATE), PENALTIES = REFERENCE || TERMS;
+  constexpr bool TERMS = kHasTerm<GATE>, PENALTIES = REFERENCE || TERMS;
   const bool bends = GATE != kSettledGate && work.bends;
   TileTotals tile(events);
   share = 0.0;
@@ -174,7 +174,7 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, H
     if (GATE != kSettledGate && call.carries) add_window(stage, staged, share);
   });
   count_row(tile, call.workspace.seen + work.unit.tile.row, events);
-  Totals::merge(tile, slots);
+  Totals::merge(tile, places);
 }
 
 // A lane has a level and a channel, as in Workspace::aggregate_grads.
@@ -208,7 +208,7 @@ constexpr int kLightBlocks = 396;
 
 template <bool REFERENCE, int EXTRAS, int GATE>
 __global__ void __launch_bounds__(kThreads, is_light(REFERENCE, EXTRAS, GATE) ? 3 : 2) sweep_leaves(const Call call) {
-  HPO_SHARED(double, warps, [kWarps * kMetrics]);
+  HPO_SHARED(double, warps, [kWarps * kPlaces]);
   HPO_SHARED(int, events, [kMetrics]);
   HPO_SHARED(Leaves, leaves, );
   HPO_SHARED(Work, works, [kWarps]);
@@ -229,15 +229,15 @@ __global__ void __launch_bounds__(kThreads, is_light(REFERENCE, EXTRAS, GATE) ? 
     if (row_range(args.cu_seqlens, row, args.tokens).bad) atomicAdd(&events[kBadOffsets], 1);
   }
   clear_gaps(args, leaves);
-  const auto slots = warps + warp_in_block() * kMetrics;
+  const auto places = warps + warp_in_block() * kPlaces;
   Totals own;
   Totals& totals = EXTRAS != kNoExtras ? waiting[threadIdx.x] : own;
-  totals = Totals::empty(slots);
+  totals = Totals::empty(places);
   for_each_unit(leaves, [&](int index, const LeafUnit& unit) {
     Work& work = works[warp_in_block()];
     double& share = shares[threadIdx.x];
     begin_work<GATE>(call, unit, work);
-    sweep_tile<REFERENCE, EXTRAS, GATE>(call, work, stage + (GATE == kSettledGate ? 0 : warp_in_block() * kStage), slots,
+    sweep_tile<REFERENCE, EXTRAS, GATE>(call, work, stage + (GATE == kSettledGate ? 0 : warp_in_block() * kStage), places,
                                         events, totals, share);
     if (GATE != kSettledGate && call.carries) add_aggregate_grad(call, LevelChannel(call), index, work, share);
   });

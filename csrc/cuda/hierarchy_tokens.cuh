@@ -42,7 +42,8 @@ enum GateKind {
   kMeanExpGate,  // and a log mean exp
 };
 
-constexpr bool has_term(int gate) { return gate == kTermGate || gate == kMeanExpGate; }
+template <int GATE>
+constexpr bool kHasTerm = GATE == kTermGate || GATE == kMeanExpGate;
 
 // The gated token, whether it is selected or not.
 struct PolicyTerm {
@@ -117,7 +118,7 @@ __device__ __forceinline__ float sweep_token_of_leaf(const TokenCall& call, cons
                                                      const RowTerms& row, const Inputs<WIDTH>& inputs, int i,
                                                      const PutFlow& put_flow, Shares<WIDTH>& shares, TileTotals& tile,
                                                      Totals& totals) {
-  constexpr bool TERMS = has_term(GATE);
+  constexpr bool TERMS = kHasTerm<GATE>;
   const Gate& gate = call.gate;
   Token token = classify<SOUND, REFERENCE, EXTRAS, false>(gate, row, inputs, i);
   const float target = TERMS ? classify_target(gate, row_index, inputs, i, token) : 0.0f;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -227,7 +228,7 @@ def _policy_loss(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     inputs = PolicyLossInputs(*tensors)
     check_native(inputs.logp, backend, "torch.ops.hpo_core.policy_loss", "policy_loss")
     run = resolve("gates", inputs.logp, backend or None).policy_loss
-    loss, metrics, grad, tokens = run(inputs, _spec_of(structure, numbers), want_grad, want_tokens)
+    loss, metrics, grad, tokens = run(inputs, _spec_of(tuple(structure), tuple(numbers)), want_grad, want_tokens)
     nothing = inputs.logp.new_empty(0)
     return loss, metrics, nothing if grad is None else grad, nothing.clone() if tokens is None else tokens
 
@@ -252,14 +253,14 @@ def _form(levels: int) -> PolicyLossSpec:
     return PolicyLossSpec(levels=(_LEVEL,) * levels, term=TermSpec(), correction=_NO_CORRECTION)
 
 
-def _numbers_of(spec: PolicyLossSpec) -> tuple[list[int], list[float]]:
+def _numbers_of(spec: PolicyLossSpec) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """A spec as operator arguments: its structure, and its numbers."""
     kinds = [int(spec.term is not None), int(spec.correction is not None)]
     numbers: list[float] = []
     term = TermSpec() if spec.term is None else spec.term
     correction = _NO_CORRECTION if spec.correction is None else spec.correction
     _take_apart(spec._replace(term=term, correction=correction), _form(len(spec.levels)), kinds, numbers)
-    return kinds, numbers
+    return tuple(kinds), tuple(numbers)
 
 
 def _take_apart(value: Any, form: Any, kinds: list[int], numbers: list[float]) -> None:
@@ -272,7 +273,8 @@ def _take_apart(value: Any, form: Any, kinds: list[int], numbers: list[float]) -
         kinds.append(int(value))
 
 
-def _spec_of(structure: list[int], numbers: list[float]) -> PolicyLossSpec:
+@functools.lru_cache(maxsize=256)  # a compiled function asks twice in every call
+def _spec_of(structure: tuple[int, ...], numbers: tuple[float, ...]) -> PolicyLossSpec:
     has_term, has_correction, *kinds = structure
     form = _form((len(structure) - _STRUCTURE) // _OF_LEVEL[0])
     spec: PolicyLossSpec = _put_together(form, iter(kinds), iter(numbers))
@@ -295,7 +297,7 @@ def _check_loss(*arguments: Any) -> None:
         len(structure),
         len(numbers),
     )
-    spec = _spec_of(structure, numbers)
+    spec = _spec_of(tuple(structure), tuple(numbers))
     needs = ["target"] if spec.head in (Head.TARGET, Head.NEGATIVE_AWARE) else []
     needs += ["correction_second"] if spec.correction is not None else []
     check_inputs(PolicyLossInputs(*tensors), levels, needs)

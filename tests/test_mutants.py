@@ -127,7 +127,7 @@ MUTANTS = {
     ),
     "cuda: only tokens that saturate carry a gradient": Mutant(
         "cuda_emulated", "cuda/hierarchy_sweep.cuh",
-        "gated.falling_step == 0.0f && !bends", "gated.falling_step == 0.0f",
+        "gated.falling_step == 0.0f && !work.bends", "gated.falling_step == 0.0f",
         "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["four levels, through, whole"]},
     ),
     "cuda: the further tiles of a leaf begin where the pack's do": Mutant(

@@ -135,6 +135,8 @@ void launch_sweep(const Call& call, int64_t threads, cudaStream_t stream) {
     launch_sweep<kTermGate>(call, blocks, stream);
   } else if (drops && (call.settled || !call.carries)) {
     launch_sweep<kSettledGate>(call, blocks, stream);
+  } else if (call.hierarchy.split) {
+    launch_sweep<kSplitGate>(call, blocks, stream);
   } else {
     launch_sweep<kPlainGate>(call, blocks, stream);
   }
@@ -176,8 +178,9 @@ void launch(Call& call, cudaStream_t stream) {
   if (call.does(Stage::sweep)) launch_sweep(call, swept, stream);
   if (call.carries && (call.does(Stage::reduce_grad) || call.does(Stage::broadcast_grad))) {
     constexpr bool SIMPLE = ENTERING != kMeanExp && !BALANCED;
-    const dim3 last(blocks_together<deliver_gradient<ENTERING, SIMPLE>>(swept));
-    HPO_LAUNCH_TOGETHER((deliver_gradient<ENTERING, SIMPLE>), last, block, 0, stream, call);
+    constexpr int OF_TOKENS = ENTERING == kParts ? kLogRatio : ENTERING;
+    const dim3 last(blocks_together<deliver_gradient<OF_TOKENS, SIMPLE>>(swept));
+    HPO_LAUNCH_TOGETHER((deliver_gradient<OF_TOKENS, SIMPLE>), last, block, 0, stream, call);
   }
 }
 
@@ -185,7 +188,8 @@ template <bool BALANCED>
 void launch(Call& call, cudaStream_t stream) {
   if (adds_exponentials(call.hierarchy)) return launch<kMeanExp, BALANCED>(call, stream);
   const bool pre_gated = pre_gates(call.hierarchy.term, call.gate.structure.head);
-  pre_gated ? launch<kPreGated, BALANCED>(call, stream) : launch<kLogRatio, BALANCED>(call, stream);
+  if (pre_gated) return launch<kPreGated, BALANCED>(call, stream);
+  call.hierarchy.split ? launch<kParts, BALANCED>(call, stream) : launch<kLogRatio, BALANCED>(call, stream);
 }
 
 }  // namespace

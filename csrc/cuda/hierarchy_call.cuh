@@ -35,7 +35,7 @@ struct Workspace {
 
 // Which function of log-ratios is aggregated. Kernels are compiled for each, and for gates with a balanced level, because
 // registers are short.
-enum Entering { kLogRatio, kPreGated, kMeanExp };
+enum Entering { kLogRatio, kPreGated, kMeanExp, kParts };  // kParts: log-ratios, in two channels
 
 struct Call : TokenCall {
   Workspace workspace;

@@ -31,9 +31,10 @@ template <int ENTERING>
 __device__ __forceinline__ LogRatios sum_tile(const Call& call, const Unit& tile) {
   constexpr bool PRE_GATED = ENTERING == kPreGated;
   const RowTerms row = PRE_GATED ? call.gate.row_terms(tile.row) : RowTerms{};
-  const bool split = call.hierarchy.split;
+  constexpr bool IS_SHORT = ENTERING == kLogRatio || ENTERING == kParts;
+  const bool split = ENTERING == kParts || (!IS_SHORT && call.hierarchy.split);
   int valid = 0;
-  std::conditional_t<ENTERING == kLogRatio, ShortSum, LongSum> up = {}, down = {};
+  std::conditional_t<IS_SHORT, ShortSum, LongSum> up = {}, down = {};
   for_each_window(tile, call.gate.groupable, [&](const Group<4>& group) {
     const Inputs<4> inputs = read_inputs<true, PRE_GATED>(call.gate.args, group);
     for_each_valid<PRE_GATED>(call.gate, row, inputs, [&](const Token& token, int) {

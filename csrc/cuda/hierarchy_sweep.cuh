@@ -138,7 +138,6 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, H
   const Gate& gate = call.gate;
   const RowTerms row = gate.row_terms(work.unit.tile.row);
   constexpr bool TERMS = kHasTerm<GATE>, PENALTIES = REFERENCE || TERMS;
-  const bool bends = GATE != kSettledGate && work.bends;
   TileTotals tile(events);
   share = 0.0;
   for_each_window(work.unit.tile, gate.groupable, [&](const Group<4>& group) {
@@ -148,7 +147,7 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, H
     const auto sweep_token = [&](auto sound, const auto& inputs, int i, int column, auto& shares) {
       const auto put_flow = [&](const Token& token, const GatedToken& gated, const PolicyTerm& term) {
         if (GATE == kSettledGate || !call.carries || !token.selected) return;
-        if (gated.rising_step == 0.0f && gated.falling_step == 0.0f && !bends) return;
+        if (gated.rising_step == 0.0f && gated.falling_step == 0.0f && !work.bends) return;
         stage[stage_at(kRisingFlow, column, lane())] = term.slope * gated.rising_step;
         stage[stage_at(kFallingFlow, column, lane())] = term.slope * gated.falling_step;
         stage[stage_at(kPositiveFlow, column, lane())] = token.negative ? 0.0f : term.slope;

@@ -36,10 +36,11 @@ struct TokenCall {
 
 // What the gate of a call is, which the sweep is compiled for.
 enum GateKind {
-  kPlainGate,    // levels, a clip of the residual of tokens
+  kPlainGate,    // levels of one channel, a clip of the residual of tokens
   kSettledGate,  // tokens drop their residual, and what they receive through aggregates is known before the sweep
   kTermGate,     // with a term
   kMeanExpGate,  // and a log mean exp
+  kSplitGate,    // as kPlainGate, of two channels
 };
 
 template <int GATE>
@@ -123,6 +124,7 @@ __device__ __forceinline__ float sweep_token_of_leaf(const TokenCall& call, cons
   Token token = classify<SOUND, REFERENCE, EXTRAS, false>(gate, row, inputs, i);
   const float target = TERMS ? classify_target(gate, row_index, inputs, i, token) : 0.0f;
   const bool drop = GATE == kSettledGate || gate.structure.token == TokenGate::drop;
+  const bool split = GATE == kSplitGate || (GATE != kPlainGate && call.hierarchy.split);
   float low = by_sign(call.token_low, token.negative), high = by_sign(call.token_high, token.negative);
   if constexpr (EXTRAS != kNoExtras && GATE != kSettledGate) {
     if (call.low) {
@@ -139,8 +141,7 @@ __device__ __forceinline__ float sweep_token_of_leaf(const TokenCall& call, cons
   const float entering = call.entering<TERMS>(token);
   const float slope_low = TERMS ? by_sign(call.term.slope_low, token.negative) : 0.0f;
   const float slope_high = TERMS ? by_sign(call.term.slope_high, token.negative) : 0.0f;
-  const GatedToken gated =
-      gate_token(leaf, call.hierarchy.split, drop, call.keep, token.negative, entering, low, high, slope_low, slope_high);
+  const GatedToken gated = gate_token(leaf, split, drop, call.keep, token.negative, entering, low, high, slope_low, slope_high);
   const auto term_of = [&](float a, float weight) {
     if constexpr (TERMS) {
       const float kept = EXTRAS ? weight * token.token_weight : weight;

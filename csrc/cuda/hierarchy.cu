@@ -110,8 +110,6 @@ __global__ void __launch_bounds__(kThreads, 3) deliver_settled(const Call call) 
 
 template <int GATE>
 void launch_sweep(const Call& call, int blocks, cudaStream_t stream) {
-  constexpr bool RARE = GATE == kMeanExpGate;
-  constexpr int FEWEST = RARE ? kExtras : kNoExtras;  // because kernels take long to compile
   const dim3 grid(blocks), block(kThreads);
   const int extras = call.gate.extras();
   if (extras == kCorrected) {
@@ -119,19 +117,17 @@ void launch_sweep(const Call& call, int blocks, cudaStream_t stream) {
   } else if (extras == kExtras) {
     HPO_LAUNCH((sweep_leaves<true, kExtras, GATE>), grid, block, 0, stream, call);
   } else if (call.gate.args.ref_logp) {
-    HPO_LAUNCH((sweep_leaves<true, FEWEST, GATE>), grid, block, 0, stream, call);
+    HPO_LAUNCH((sweep_leaves<true, kNoExtras, GATE>), grid, block, 0, stream, call);
   } else {
-    const dim3 light(is_light(RARE, FEWEST, GATE) ? std::min(blocks, kLightBlocks) : blocks);
-    HPO_LAUNCH((sweep_leaves<RARE, FEWEST, GATE>), light, block, 0, stream, call);
+    const dim3 light(is_light(false, kNoExtras, GATE) ? std::min(blocks, kLightBlocks) : blocks);
+    HPO_LAUNCH((sweep_leaves<false, kNoExtras, GATE>), light, block, 0, stream, call);
   }
 }
 
 void launch_sweep(const Call& call, int64_t threads, cudaStream_t stream) {
   const int blocks = blocks_for(threads);
   const bool drops = call.gate.structure.token == TokenGate::drop;
-  if (adds_exponentials(call.hierarchy)) {
-    launch_sweep<kMeanExpGate>(call, blocks, stream);
-  } else if (call.hierarchy.term.present) {
+  if (call.hierarchy.term.present || adds_exponentials(call.hierarchy)) {
     launch_sweep<kTermGate>(call, blocks, stream);
   } else if (drops && (call.settled || !call.carries)) {
     launch_sweep<kSettledGate>(call, blocks, stream);

@@ -70,7 +70,7 @@ __device__ __forceinline__ void begin_work(const Call& call, const LeafUnit& uni
   bool bends = false;
   GateColumn column = {};
   if (channel <= call.hierarchy.split && call.hierarchy.depth > 0) {
-    column = gate_column<GATE == kMeanExpGate>(
+    column = gate_column<GATE == kTermGate>(
         call.hierarchy, channel, sign, [&](int k) { return call.log_ratios(k, unit.leaf); },
         [&](int k, double slope) {
           if (GATE == kSettledGate) finest = slope;
@@ -137,7 +137,7 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, H
                                            double& share) {
   const Gate& gate = call.gate;
   const RowTerms row = gate.row_terms(work.unit.tile.row);
-  constexpr bool TERMS = kHasTerm<GATE>, PENALTIES = REFERENCE || TERMS;
+  constexpr bool TERMS = GATE == kTermGate, PENALTIES = REFERENCE || TERMS;
   TileTotals tile(events);
   share = 0.0;
   for_each_window(work.unit.tile, gate.groupable, [&](const Group<4>& group) {

@@ -38,13 +38,9 @@ struct TokenCall {
 enum GateKind {
   kPlainGate,    // levels of one channel, a clip of the residual of tokens
   kSettledGate,  // tokens drop their residual, and what they receive through aggregates is known before the sweep
-  kTermGate,     // with a term
-  kMeanExpGate,  // and a log mean exp
+  kTermGate,     // with a term, or a log mean exp
   kSplitGate,    // as kPlainGate, of two channels
 };
-
-template <int GATE>
-constexpr bool kHasTerm = GATE == kTermGate || GATE == kMeanExpGate;
 
 // The gated token, whether it is selected or not.
 struct PolicyTerm {
@@ -119,7 +115,7 @@ __device__ __forceinline__ float sweep_token_of_leaf(const TokenCall& call, cons
                                                      const RowTerms& row, const Inputs<WIDTH>& inputs, int i,
                                                      const PutFlow& put_flow, Shares<WIDTH>& shares, TileTotals& tile,
                                                      Totals& totals) {
-  constexpr bool TERMS = kHasTerm<GATE>;
+  constexpr bool TERMS = GATE == kTermGate;
   const Gate& gate = call.gate;
   Token token = classify<SOUND, REFERENCE, EXTRAS, false>(gate, row, inputs, i);
   const float target = TERMS ? classify_target(gate, row_index, inputs, i, token) : 0.0f;

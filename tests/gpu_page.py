@@ -68,7 +68,7 @@ def blocks_of(kernel: Kernel, tokens: int, target: int) -> int | None:
     if threads is None:
         return None
     three = kernel.name in ("sweep<1, 0>", *(f"sweep_leaves<0, 0, {gate}>" for gate in (0, 1, 3)))
-    most = 396 if three else 512  # kBlocksOfThree and kLightBlocks, kMaxBlocks
+    most = 396 if three else 512  # kBlocksOfThree, kMaxBlocks
     wanted = min(most, max(1, -(-threads // 256)))
     if name not in ("prepare_leaves", "prepare_settled", "deliver_gradient", "correct_tokens"):
         return wanted

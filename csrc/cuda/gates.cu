@@ -86,9 +86,8 @@ __device__ __forceinline__ void clear_tile(const Gate& gate, int tile, bool brok
 }
 
 // Blocks that a multiprocessor holds with as many registers as spill nothing. All 512 run at once where four fit into each of
-// 132 multiprocessors; of three 396 do, and more would run by themselves after them, for as long as the others.
+// 132 multiprocessors.
 constexpr int blocks_that_sweep(bool reference, int extras) { return extras != kNoExtras ? 2 : (reference ? 3 : 4); }
-constexpr int kBlocksOfThree = 396;
 
 template <bool REFERENCE, int EXTRAS>
 __global__ void __launch_bounds__(kThreads, blocks_that_sweep(REFERENCE, EXTRAS)) sweep(const Call call) {

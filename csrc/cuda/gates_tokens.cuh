@@ -149,8 +149,8 @@ __device__ __forceinline__ Inputs<WIDTH> read_inputs(const PolicyLossArgs& args,
   return inputs;
 }
 
-// A group is sound if all its tokens are valid and no log-ratio saturates, in statistics neither. Code for sound groups asks no
-// token what is known of all: kernels branch once a group.
+// A group is sound if all its tokens are valid and no log-ratio saturates, neither in the loss nor in the statistics. Code for
+// sound groups asks no token what is known of all: kernels branch once a group.
 template <bool REFERENCE, int EXTRAS, int WIDTH>
 __device__ __forceinline__ bool is_sound(const Gate& gate, const RowTerms& row, const Inputs<WIDTH>& inputs) {
   const PolicyLossArgs& args = gate.args;

@@ -11,6 +11,11 @@ namespace hpo {
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 constexpr int64_t kMaxBlocks = 512;
 
+// The blocks of a sweep of which a multiprocessor holds three: on 132 multiprocessors all of them run at once, and more would
+// run by themselves after them, for as long as the others. The number is no property of the device, because sums are added up
+// block by block.
+constexpr int kBlocksOfThree = 396;
+
 inline int blocks_for(int64_t threads, int of_block = kThreads) {
   return int(std::min(kMaxBlocks, std::max(int64_t(1), (threads + of_block - 1) / of_block)));
 }

@@ -119,7 +119,7 @@ void launch_sweep(const Call& call, int blocks, cudaStream_t stream) {
   } else if (call.gate.args.ref_logp) {
     HPO_LAUNCH((sweep_leaves<true, kNoExtras, GATE>), grid, block, 0, stream, call);
   } else {
-    const dim3 light(is_light(false, kNoExtras, GATE) ? std::min(blocks, kLightBlocks) : blocks);
+    const dim3 light(is_light(false, kNoExtras, GATE) ? std::min(blocks, kBlocksOfThree) : blocks);
     HPO_LAUNCH((sweep_leaves<false, kNoExtras, GATE>), light, block, 0, stream, call);
   }
 }

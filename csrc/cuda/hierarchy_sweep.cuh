@@ -99,13 +99,13 @@ __device__ __forceinline__ void begin_work(const Call& call, const LeafUnit& uni
   __syncwarp();
 }
 
-// Each of a kind's eight lanes adds every eighth token of the tile, in order, but those that add 0: most do while nothing
-// saturates. The place of the tile in the pack turns the lanes by up to three places; which tokens are added together, and in
-// what order, does not depend on it. `staged`: bit i is set if this lane has staged its token i.
+// Each of a kind's eight lanes adds every eighth token of the tile, in order. Tokens that add 0 are left out: while nothing
+// saturates, all do. The place of the tile in the pack turns the lanes by up to three places; which tokens are added together,
+// and in what order, does not depend on it. `staged`: bit i is set if this lane has staged its token i.
 __device__ __forceinline__ void add_window(HPO_SHARED_POINTER(float) stage, unsigned staged, double& share) {
   if (!__any_sync(kFullWarp, staged != 0)) return;
   const int kind = lane() / kAdders, first = lane() % kAdders, column = first % 4;
-  unsigned lanes = 0;  // which have staged a token of this column
+  unsigned lanes = 0;  // bit l: lane l has staged its token of this column
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const unsigned of_column = __ballot_sync(kFullWarp, staged >> i & 1);
@@ -200,10 +200,8 @@ __device__ __forceinline__ void add_aggregate_grad(const Call& call, const Level
   raise(call.workspace.largest + level_channel.at(call, work.unit.leaf), mine);
 }
 
-// Blocks that a multiprocessor holds with as many registers as spill nothing. Of three on each of 132 multiprocessors, 396 run
-// at once: more would run after them. The number is no property of the device, because sums are added up block by block.
+// Whether a multiprocessor holds three blocks, with as many registers as spill nothing, and not two.
 constexpr bool is_light(bool reference, int extras, int gate) { return !reference && extras == kNoExtras && gate != kTermGate; }
-constexpr int kLightBlocks = 396;
 
 template <bool REFERENCE, int EXTRAS, int GATE>
 __global__ void __launch_bounds__(kThreads, is_light(REFERENCE, EXTRAS, GATE) ? 3 : 2) sweep_leaves(const Call call) {

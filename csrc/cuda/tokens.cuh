@@ -26,6 +26,7 @@ __device__ __forceinline__ float pick(const float (&values)[4], int i) {
   return i < 2 ? (i == 0 ? values[0] : values[1]) : (i == 2 ? values[2] : values[3]);
 }
 
+// Likewise for a value that is written.
 __device__ __forceinline__ void put(float (&values)[4], int i, float value) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) values[k] = i == k ? value : values[k];

@@ -51,7 +51,7 @@ CPU_FLAGS = "-O3 -fopenmp -fno-math-errno -fno-trapping-math"
 VECTOR_FLAGS = "-O2 -fvect-cost-model=dynamic"
 IN_VECTORS = ("gates.cpp", "hierarchy.cpp")
 NVCC_FLAGS = "-std=c++17 -O3 -fmad=false --threads 0 -Icsrc/include -Xcompiler -fPIC,-fvisibility=hidden"
-EMULATED_FLAGS = "-O2 -Wno-unknown-pragmas -DHPO_EMULATE -Icsrc/emulation"
+EMULATED_FLAGS = "-O1 -Wno-unknown-pragmas -DHPO_EMULATE -Icsrc/emulation"
 # Calls of hooks, which csrc/emulation/machine.cpp defines, at every access to memory of a kernel.
 HOOKED_FLAGS = f"{EMULATED_FLAGS} {'' if SANITIZE else '-fsanitize=thread'}"
 SANITIZER_FLAGS = f"-O1 -g -fno-omit-frame-pointer -fsanitize={SANITIZE} -fno-sanitize-recover=all" if SANITIZE else ""

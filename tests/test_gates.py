@@ -505,3 +505,36 @@ def test_broken_offsets_are_counted_and_harmless(backend, offsets):
         for begin, end in itertools.pairwise(offsets):
             claimed[max(begin, 0) : end] |= 0 <= begin <= end <= 6
         assert bits(out.grad[~claimed]) == bits(torch.zeros_like(out.grad[~claimed]))
+
+
+@pytest.mark.parametrize("offsets", [[0, 900, 300, 1900], [0, 1300, 400, 450, 2000], [700, 2000, 100, 800]], ids=str)
+def test_of_rows_that_overlap_the_last_one_owns_a_token(backend, offsets):
+    """In several tiles; the call after it is as sound as any other. Triton's search finds any of the rows."""
+    batch = hpo.PackedBatch(torch.tensor(offsets), total_tokens=2000, validate=False)
+    logp = torch.linspace(-2, -1, 2000)
+    keywords = {"weights": torch.full((batch.rows,), 0.5), "advantage_level": "row"}
+    advantages = torch.tensor([1.0, -1.0, 2.0, 0.5])[: batch.rows]
+    example = PolicyLossExample(logp, logp - 0.05, advantages, batch, gates.dapo(), keywords)
+    owner = torch.full((2000,), -1)
+    for row, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        owner[begin : max(begin, end)] = row
+    out = run(backend, example)
+    assert out.metrics["bad_offsets"].item() == 1
+    expected = torch.where(owner < 0, 0.0, -0.5 * advantages[owner] * math.exp(0.05))
+    if backend != "triton":
+        assert out.metrics["tokens"].item() == (owner >= 0).sum()
+        assert out.metrics["rows"].item() == len(set(owner.tolist()) - {-1})
+        torch.testing.assert_close(out.grad, expected, rtol=1e-5, atol=0)
+    assert_exact(backend, example_of(1, gates.dapo(), set(), None))
+
+
+@pytest.mark.parametrize("nan", [False, True])
+@pytest.mark.parametrize("masked", [0, 511, 512, 513, 1100, 1999, 2000])
+def test_a_row_counts_wherever_its_valid_tokens_are(backend, masked, nan):
+    mask = torch.arange(4500) >= 1500 + masked
+    logp = torch.where(mask, -1.0, math.nan) if nan else torch.full((4500,), -1.0)
+    batch = hpo.PackedBatch.from_lengths([1500, 2000, 1000], mask=None if nan else mask)
+    out = hpo.policy_loss_and_grad(
+        logp, logp, torch.ones(3), batch, advantage_level="row", weights=torch.ones(3), backend=backend
+    )
+    assert out.metrics["rows"] == 1 + (masked < 2000)

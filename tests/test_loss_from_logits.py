@@ -143,7 +143,7 @@ def launched(backend, call):
 
 METRICS = {
     ("triton", False): {"_sweep": 1, "_finalise": 1},
-    ("cuda_emulated", False): {"prepare": 1, "sweep": 1},
+    ("cuda_emulated", False): {"sweep": 1},
     ("triton", True): {"_prepare_leaves": 1 if ON_GPU else 3, "_sweep_leaves": 1, "_finalise": 1},  # 3: by steps
     ("cuda_emulated", True): {"prepare_leaves": 1, "sweep_leaves": 1},
 }

@@ -103,6 +103,26 @@ MUTANTS = {
         "inputs.group.has(i) && (!args.mask || byte_of(inputs.mask, i))", "inputs.group.has(i)",
         "test_promises.test_masked_is_never_read", {"name": "preset: ppo_clip"},
     ),
+    "cuda: rows that overlap count as sound ones": Mutant(
+        "cuda_emulated", "cuda/gates.cu",
+        "gate.args.metrics[kBadOffsets] > 0.0", "false",
+        "test_gates.test_of_rows_that_overlap_the_last_one_owns_a_token", {"offsets": [0, 900, 300, 1900]},
+    ),
+    "cuda: a token belongs to each row that claims it": Mutant(
+        "cuda_emulated", "cuda/gates.cu",
+        "broken && is_shared(pack, unit)", "false",
+        "test_gates.test_of_rows_that_overlap_the_last_one_owns_a_token", {"offsets": [0, 900, 300, 1900]},
+    ),
+    "cuda: a row counts by its first tile": Mutant(
+        "cuda_emulated", "cuda/gates.cu",
+        "!met && !broken", "false",
+        "test_gates.test_a_row_counts_wherever_its_valid_tokens_are", {"masked": 513, "nan": False},
+    ),
+    "cuda: a ticket is not 0 again": Mutant(
+        "cuda_emulated", "cuda/warp.cuh",
+        "atomicInc(ticket, gridDim.x - 1)", "atomicAdd(ticket, 1u)",
+        "test_gates.test_of_rows_that_overlap_the_last_one_owns_a_token", {"offsets": [0, 900, 300, 1900]},
+    ),
     "cuda: gradients of tiles are added by place in memory": Mutant(
         "cuda_emulated", "cuda/hierarchy_sweep.cuh",
         "stage_at(kind, column, __ffs(int(lanes)) - 1)",

@@ -156,6 +156,30 @@ def test_a_graph_replays_on_new_numbers(backend, gate):
 
 @backends
 @each_gate
+def test_graphs_run_beside_each_other(backend, gate):
+    """One stream has recorded both."""
+    logp, function = made(gate, backend)
+    expected = differentiated(function, logp)
+    graphs, results = [], []
+    for _ in range(2):
+        static, graph = logp.clone().requires_grad_(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = function(static)
+            (grad,) = torch.autograd.grad(loss, static)
+        graphs.append((graph, torch.cuda.Stream()))
+        results.append((loss.detach(), grad))
+    for _ in range(50):
+        for graph, stream in graphs:
+            with torch.cuda.stream(stream):
+                graph.replay()
+        assert torch.equal(differentiated(function, logp)[0], expected[0])
+    torch.cuda.synchronize()
+    for found in results:
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@backends
+@each_gate
 def test_a_call_waits_for_its_stream_alone(backend, gate):
     """Inputs that an earlier kernel of the same stream still writes."""
     logp, function = made(gate, backend)

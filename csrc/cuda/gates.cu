@@ -1,63 +1,26 @@
-// policy_loss in two launches: one that prepares, one sweep over the tokens that writes the gradient and whose last block adds
-// up loss and metrics. The definition is hpo_core/reference/gates.py.
+// policy_loss in one launch: a sweep over the tokens that writes the gradient and whose last block adds up loss and metrics.
+// The definition is hpo_core/reference/gates.py.
 //
 // A warp takes a tile (units.cuh) and keeps its sums in registers; nothing but a block's total reaches memory. The grid
 // depends on the sizes only, so that the order of every sum does too.
+//
+// The sweep takes for granted that offsets ascend. If some do not, rows may lie in each other's way, and what the blocks have
+// written counts for nothing: the last block, which knows, does everything again by itself.
 #include "gates_ratio.cuh"
 
 namespace hpo {
 namespace {
 
-struct Workspace {
-  double* partials;  // [blocks][kMetrics]
-  int* seen;         // [rows]: 1 where a valid token was met
-  int* broken;       // [blocks of the first launch]: whether it met a broken row
-  unsigned* ticket;  // blocks of the sweep that are done
-
-  // Places the arrays and returns their size in bytes.
-  int64_t place(void* base, int64_t rows) {
-    Placement placement(base);
-    placement.take(partials, kMaxBlocks * kMetrics);
-    placement.take(seen, rows);
-    placement.take(broken, kMaxBlocks);
-    placement.take(ticket, 1);
-    return placement.bytes();
-  }
-};
-
 struct Call {
   Gate gate;
-  Workspace workspace;
-  int first_blocks;  // blocks of the first launch
+  double* partials;  // [blocks][kMetrics]
+
+  HPO_INLINE int units() const { return int(units_of(gate.args.tokens, gate.args.rows)); }
 };
 
-// Calls `visit` with the units of this warp.
-template <class Visit>
-__device__ __forceinline__ void for_each_unit(const Gate& gate, Visit visit) {
-  const int units = int(units_of(gate.args.tokens, gate.args.rows)), warps = int(gridDim.x) * kWarps;
-#pragma unroll 1
-  for (int index = int(blockIdx.x) * kWarps + warp_in_block(); index < units; index += warps) visit(index);
-}
-
-// ------------------------------------------------------------------------------------------------------- first launch
-
-// One thread checks row s.
-__global__ void __launch_bounds__(kThreads) prepare(const Call call) {
-  const Pack pack = call.gate.pack();
-  bool bad = false;
-  for (int row = int(blockIdx.x * kThreads + threadIdx.x); row < pack.rows; row += int(gridDim.x) * kThreads) {
-    bad |= row_range(pack.cu_seqlens, row, pack.tokens).bad;
-    call.workspace.seen[row] = 0;
-  }
-  const bool any = __syncthreads_or(bad);
-  if (threadIdx.x == 0) call.workspace.broken[blockIdx.x] = any;
-  if (blockIdx.x == 0 && threadIdx.x == 0) *call.workspace.ticket = 0;
-}
-
-// ---------------------------------------------------------------------------------------------------------------- sweep
-
+// Whether the tile has a valid token.
 template <bool REFERENCE, int EXTRAS>
-__device__ __forceinline__ void sweep_tile(const Call& call, const Unit& unit, bool broken, Totals& totals,
+__device__ __forceinline__ bool sweep_tile(const Call& call, const Unit& unit, bool broken, Totals& totals,
                                            HPO_SHARED_POINTER(double) places, HPO_SHARED_POINTER(int) events) {
   constexpr int WIDTH = 4;
   const Gate& gate = call.gate;
@@ -69,20 +32,54 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Unit& unit, b
     sweep_tokens<REFERENCE, EXTRAS>(gate, row, inputs, grad, tile, totals);
     if (gate.args.grad) write(gate.args.grad, group, grad);
   });
-  count_row(tile, call.workspace.seen + unit.row, events);
   Totals::merge(tile, places);
+  return tile.has_valid();
+}
+
+__device__ __forceinline__ void clear_token(const PolicyLossArgs& args, int64_t token) {
+  if (args.grad) args.grad[token] = 0.0f;
+  if (args.token_loss) args.token_loss[token] = 0.0f;
 }
 
 // Gradient 0 for tokens of no row among kTile tokens, counted from the first of the pack.
-__device__ __forceinline__ void clear_tile(const Gate& gate, int tile, bool broken) {
+__device__ __forceinline__ void clear_tile(const Gate& gate, int tile) {
   const Pack pack = gate.pack();
   const int64_t first = pack.cu_seqlens[0], last = pack.cu_seqlens[pack.rows];
   const int64_t begin = int64_t(tile) * kTile, end = min(begin + kTile, pack.tokens);
   for (int64_t token = begin + lane(); token < end; token += kWarp) {
-    if (broken ? find_owner(pack, token) >= 0 : first <= token && token < last) continue;
-    if (gate.args.grad) gate.args.grad[token] = 0.0f;
-    if (gate.args.token_loss) gate.args.token_loss[token] = 0.0f;
+    if (token < first || last <= token) clear_token(gate.args, token);
   }
+}
+
+// Gradient 0 for all tokens, by one block.
+__device__ __forceinline__ void clear_all(const PolicyLossArgs& args) {
+  for (int64_t token = threadIdx.x; token < args.tokens; token += kThreads) clear_token(args, token);
+  __syncthreads();
+}
+
+// Whether a row has a valid token in [begin, end). Only rows ask that have none in their first tile, such as those that begin
+// with a long prompt, so masks are read many at once.
+template <bool REFERENCE>
+__device__ __forceinline__ bool has_valid(const PolicyLossArgs& args, int64_t begin, int64_t end) {
+  constexpr int kAtOnce = 32;
+#pragma unroll 1
+  for (int64_t first = begin + lane(); __any_sync(kFullWarp, first < end); first += kAtOnce * kWarp) {
+    unsigned open = 0;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t token = first + i * kWarp;
+      open |= unsigned(token < end && (!args.mask || __ldg(args.mask + token))) << i;
+    }
+    bool valid = false;
+#pragma unroll 1
+    for (; open != 0 && !valid; open &= open - 1) {
+      const int64_t token = first + (__ffs(int(open)) - 1) * kWarp;
+      valid = !args.old_logp || !log_ratio(__ldg(args.logp + token), __ldg(args.old_logp + token)).nan;
+      if (REFERENCE) valid &= !log_ratio(__ldg(args.logp + token), __ldg(args.ref_logp + token)).nan;
+    }
+    if (__any_sync(kFullWarp, valid)) return true;
+  }
+  return false;
 }
 
 // Blocks that a multiprocessor holds with as many registers as spill nothing. All 512 run at once where four fit into each of
@@ -95,22 +92,43 @@ __global__ void __launch_bounds__(kThreads, blocks_that_sweep(REFERENCE, EXTRAS)
   HPO_SHARED(int, events, [kMetrics]);
   const Gate& gate = call.gate;
   const Pack pack = gate.pack();
-  if (threadIdx.x < kMetrics) events[threadIdx.x] = 0;
-  const bool broken = any_of(call.workspace.broken, call.first_blocks);
-
   const auto places = warps + warp_in_block() * kPlaces;
-  Totals totals = Totals::empty(places);
-  for_each_unit(gate, [&](int index) {
-    if (index >= pack.rows) clear_tile(gate, index - pack.rows, broken);
-    else if (lane() == 0 && row_range(pack.cu_seqlens, index, pack.tokens).bad) atomicAdd(&events[kBadOffsets], 1);
 #pragma unroll 1
-    for (int tile = 0; tile == 0 || broken; ++tile) {
-      const Unit unit = broken ? get_unit_unordered(pack, index, tile) : get_unit(pack, index);
-      if (unit.length == 0) return;
-      sweep_tile<REFERENCE, EXTRAS>(call, unit, broken, totals, places, events);
+  for (bool broken = false;; broken = true) {
+    const int block = broken ? 0 : int(blockIdx.x), blocks = broken ? 1 : int(gridDim.x);
+    const int units = broken ? pack.rows : call.units();
+    if (broken) clear_all(gate.args);
+    if (threadIdx.x < kMetrics) events[threadIdx.x] = 0;
+    __syncthreads();
+    Totals totals = Totals::empty(places);
+#pragma unroll 1
+    for (int index = block * kWarps + warp_in_block(); index < units; index += blocks * kWarps) {
+      if (index >= pack.rows) clear_tile(gate, index - pack.rows);
+      else if (lane() == 0 && row_range(pack.cu_seqlens, index, pack.tokens).bad) atomicAdd(&events[kBadOffsets], 1);
+      bool met = false;
+#pragma unroll 1
+      for (int tile = 0; tile == 0 || broken; ++tile) {
+        const Unit unit = broken ? get_unit_unordered(pack, index, tile) : get_unit(pack, index);
+        if (unit.length == 0) break;
+        const bool shared = broken && is_shared(pack, unit);
+        met |= sweep_tile<REFERENCE, EXTRAS>(call, unit, shared, totals, places, events);
+      }
+      if (index >= pack.rows) continue;
+      if (!met && !broken) {
+        const Range row = range_of_warp(pack, index);
+        met = has_valid<REFERENCE>(gate.args, row.begin + kTile, row.end);
+      }
+      if (met && lane() == 0) atomicAdd(&events[kRows], 1);
     }
-  });
-  finish_block(gate, totals, warps, events, call.workspace.partials, call.workspace.ticket);
+    store_block(totals, warps, events, call.partials + block * kMetrics);
+    if (!broken) {
+      if (!last_block(gate.args.ticket)) return;
+    } else {
+      __syncthreads();
+    }
+    finish(call.partials, blocks, gate.args.loss, gate.args.metrics);
+    if (broken || !__syncthreads_or(threadIdx.x == kBadOffsets && gate.args.metrics[kBadOffsets] > 0.0)) return;
+  }
 }
 
 // ----------------------------------------------------------------------------------------------------------------- host
@@ -132,17 +150,14 @@ void launch_sweep(const Call& call, int blocks, cudaStream_t stream) {
 }  // namespace
 }  // namespace hpo
 
-extern "C" int64_t hpo_policy_loss_workspace(int64_t, int64_t rows) { return hpo::Workspace().place(nullptr, rows); }
+extern "C" int64_t hpo_policy_loss_workspace(int64_t, int64_t) { return hpo::kMaxBlocks * hpo::kMetrics * sizeof(double); }
 
 extern "C" int hpo_policy_loss(const hpo::PolicyLossArgs* args, const hpo::GateStructure* structure,
                                const hpo::GateNumbers* numbers, int64_t context) {
   using namespace hpo;
   const cudaStream_t stream = reinterpret_cast<cudaStream_t>(context);
-  Call call = {Gate(*args, *structure, *numbers), {}, 0};
-  call.workspace.place(args->workspace, args->rows);
-  const int sweep_blocks = blocks_for(kWarp * units_of(args->tokens, args->rows));
-  call.first_blocks = blocks_for(args->rows);
-  HPO_LAUNCH(prepare, dim3(call.first_blocks), dim3(kThreads), 0, stream, call);
-  args->ref_logp ? launch_sweep<true>(call, sweep_blocks, stream) : launch_sweep<false>(call, sweep_blocks, stream);
+  const Call call = {Gate(*args, *structure, *numbers), static_cast<double*>(args->workspace)};
+  const int blocks = blocks_for(kWarp * int64_t(call.units()));
+  args->ref_logp ? launch_sweep<true>(call, blocks, stream) : launch_sweep<false>(call, blocks, stream);
   return int(cudaGetLastError());
 }

@@ -126,23 +126,4 @@ __device__ __forceinline__ void for_each_valid(const Gate& gate, const RowTerms&
   if (token.valid) visit(token, 0);
 }
 
-// A row of several tiles is counted by the first that meets a valid token.
-__device__ __forceinline__ void count_row(const TileTotals& tile, int* seen, HPO_SHARED_POINTER(int) events) {
-  if (__any_sync(kFullWarp, tile.counts[0] != 0) && lane() == 0) {
-    if (atomicExch(seen, 1) == 0) atomicAdd(&events[kRows], 1);
-  }
-}
-
-// One block's share of loss and metrics, and, by the block that is done last, the whole.
-__device__ __forceinline__ void finish_block(const Gate& gate, const Totals& totals, HPO_SHARED_POINTER(double) warps,
-                                             HPO_SHARED_POINTER(int) events, double* partials, unsigned* ticket) {
-  totals.store(warps + warp_in_block() * kPlaces);
-  __syncthreads();
-  if (threadIdx.x < kMetrics) {
-    const int slot = int(threadIdx.x);
-    partials[int64_t(blockIdx.x) * kMetrics + slot] = block_total(slot, warps, events);
-  }
-  if (last_block(ticket)) finish(partials, gate.args.loss, gate.args.metrics);
-}
-
 }  // namespace hpo

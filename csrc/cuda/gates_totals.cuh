@@ -60,6 +60,9 @@ struct TileTotals {
     counts[1] += above ? (negative ? one(kHighNegative) : one(kHighPositive)) : 0u;
   }
 
+  // Whether any lane of the warp has counted a valid token.
+  __device__ __forceinline__ bool has_valid() const { return __any_sync(kFullWarp, counts[0] != 0); }
+
   __device__ __forceinline__ void count_event(Metric slot, bool yes) {
     if (yes) atomicAdd(&events[slot], 1);
   }
@@ -153,15 +156,23 @@ __device__ __forceinline__ double block_total(int slot, HPO_SHARED_POINTER(doubl
   return total;
 }
 
+// One block's share of loss and metrics.
+__device__ __forceinline__ void store_block(const Totals& totals, HPO_SHARED_POINTER(double) warps,
+                                            HPO_SHARED_POINTER(int) events, double* partial) {
+  totals.store(warps + warp_in_block() * kPlaces);
+  __syncthreads();
+  if (threadIdx.x < kMetrics) partial[threadIdx.x] = block_total(int(threadIdx.x), warps, events);
+}
+
 // Loss and metrics from the partials of all blocks, by one block.
-__device__ __forceinline__ void finish(const double* partials, float* loss, double* metrics) {
+__device__ __forceinline__ void finish(const double* partials, int blocks, float* loss, double* metrics) {
   constexpr int kParts = kThreads / kMetrics;
   HPO_SHARED(double, parts, [kParts][kMetrics]);
   const int slot = int(threadIdx.x) % kMetrics, part = int(threadIdx.x) / kMetrics;
   if (part < kParts) {
     double total = neutral(slot);
 #pragma unroll 8
-    for (int block = part; block < int(gridDim.x); block += kParts) {
+    for (int block = part; block < blocks; block += kParts) {
       total = combine(slot, total, __ldcg(partials + block * kMetrics + slot));
     }
     parts[part][slot] = total;

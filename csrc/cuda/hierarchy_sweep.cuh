@@ -172,7 +172,10 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, H
     if (gate.args.grad) write(gate.args.grad, group, grad);
     if (GATE != kSettledGate && call.carries) add_window(stage, staged, share);
   });
-  count_row(tile, call.workspace.seen + work.unit.tile.row, events);
+  // A row of several tiles is counted by the first that meets a valid token.
+  if (tile.has_valid() && lane() == 0 && atomicExch(call.workspace.seen + work.unit.tile.row, 1) == 0) {
+    atomicAdd(&events[kRows], 1);
+  }
   Totals::merge(tile, places);
 }
 
@@ -238,7 +241,9 @@ __global__ void __launch_bounds__(kThreads, is_light(REFERENCE, EXTRAS, GATE) ? 
                                         events, totals, share);
     if (GATE != kSettledGate && call.carries) add_aggregate_grad(call, LevelChannel(call), index, work, share);
   });
-  finish_block(call.gate, totals, warps, events, call.workspace.partials, call.workspace.ticket);
+  double* const partials = call.workspace.partials;
+  store_block(totals, warps, events, partials + int64_t(blockIdx.x) * kMetrics);
+  if (last_block(call.workspace.ticket)) finish(partials, int(gridDim.x), call.gate.args.loss, call.gate.args.metrics);
 }
 
 }  // namespace hpo

@@ -89,4 +89,14 @@ __device__ __forceinline__ Unit get_unit_unordered(const Pack& pack, int index, 
   return {index, tile_length(range.end - begin), begin};
 }
 
+// Whether a row behind the unit's reaches into the unit: it owns what both have.
+__device__ __forceinline__ bool is_shared(const Pack& pack, const Unit& unit) {
+  bool any = false;
+  for (int row = unit.row + 1 + lane(); row < pack.rows; row += kWarp) {
+    const Range range = row_range(pack.cu_seqlens, row, pack.tokens);
+    any |= range.begin < unit.begin + unit.length && unit.begin < range.end;
+  }
+  return __any_sync(kFullWarp, any);
+}
+
 }  // namespace hpo

@@ -47,13 +47,13 @@ __device__ __forceinline__ T warp_sums(T (&values)[COUNT]) {
   return values[0];
 }
 
-// True in every thread of the block that finishes last; it then sees all earlier writes of the other blocks. An earlier
-// launch has zeroed `ticket`.
+// True in every thread of the block that finishes last; it then sees all earlier writes of the other blocks. `ticket` is 0
+// before the launch, and again after it.
 __device__ __forceinline__ bool last_block(unsigned* ticket) {
   HPO_SHARED(bool, last, );
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(ticket, 1u) == gridDim.x - 1;
+  if (threadIdx.x == 0) last = atomicInc(ticket, gridDim.x - 1) == gridDim.x - 1;
   __syncthreads();
   __threadfence();
   return last;

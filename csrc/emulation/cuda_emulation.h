@@ -203,6 +203,7 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = warpSize, H
     return old;                                                                           \
   }
 HPO_ATOMIC(atomicAdd, std::make_unsigned_t<T>(old) + std::make_unsigned_t<T>(value))  // wraps, as CUDA's does
+HPO_ATOMIC(atomicInc, T(old) >= T(value) ? T(0) : old + 1)
 HPO_ATOMIC(atomicMin, value < old ? value : old)
 HPO_ATOMIC(atomicMax, old < value ? value : old)
 HPO_ATOMIC(atomicOr, old | value)

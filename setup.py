@@ -191,7 +191,7 @@ def plan_emulated(name: str, compiler: str, headers: str, binding: Path, kernels
     # Nothing of a test double's bindings is worth optimising.
     plan.compile(binding, "cxx", f"{EMULATED_FLAGS} -O1 {SANITIZER_FLAGS} -DHPO_MODULE={name} {headers}")
     for source in sources("csrc/emulation/machine.cpp"):
-        plan.compile(source, "cxx", f"{EMULATED_FLAGS} {SANITIZER_FLAGS}")
+        plan.compile(source, "cxx", f"{EMULATED_FLAGS} -O2 {SANITIZER_FLAGS}")
     for source in kernels:
         plan.compile(source, "cxx", f"{HOOKED_FLAGS} {SANITIZER_FLAGS} -x c++")
     return plan

@@ -4,6 +4,7 @@ HPO_CORE_TEST_BACKENDS=cpu,triton,... names the native backends of a run: a miss
 the tests run on every native backend found here.
 """
 
+import gc
 import os
 
 # Read by Triton when it is imported: on machines without a GPU its kernels run in the interpreter.
@@ -89,6 +90,16 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if runs_a_kernel(item)]
     places = {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_collection_finish():
+    """Modules and tests live to the end: the garbage collector would go through them some hundred times."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -14,19 +14,18 @@ namespace {
 struct Call {
   Gate gate;
   double* partials;  // [blocks][kMetrics]
-
-  HPO_INLINE int units() const { return int(units_of(gate.args.tokens, gate.args.rows)); }
 };
 
 // Whether the tile has a valid token.
-template <bool REFERENCE, int EXTRAS>
-__device__ __forceinline__ bool sweep_tile(const Call& call, const Unit& unit, bool broken, Totals& totals,
+template <bool REFERENCE, int EXTRAS, bool BROKEN>
+__device__ __forceinline__ bool sweep_tile(const Call& call, const Unit& unit, Totals& totals,
                                            HPO_SHARED_POINTER(double) places, HPO_SHARED_POINTER(int) events) {
-  constexpr int WIDTH = 4;
+  constexpr int WIDTH = BROKEN ? 1 : 4;
   const Gate& gate = call.gate;
   const RowTerms row = gate.row_terms(unit.row);
   TileTotals tile(events);
-  for_each_group<WIDTH>(gate.pack(), unit, gate.groupable, broken, [&](const Group<WIDTH>& group) {
+  const bool shared = BROKEN && is_shared(gate.pack(), unit);
+  for_each_group<WIDTH>(gate.pack(), unit, gate.groupable, shared, [&](const Group<WIDTH>& group) {
     const Inputs<WIDTH> inputs = read_inputs<REFERENCE, EXTRAS>(gate.args, group);
     float grad[WIDTH];
     sweep_tokens<REFERENCE, EXTRAS>(gate, row, inputs, grad, tile, totals);
@@ -82,6 +81,38 @@ __device__ __forceinline__ bool has_valid(const PolicyLossArgs& args, int64_t be
   return false;
 }
 
+// The tokens of one block of `blocks`, and their part of loss and metrics.
+template <bool REFERENCE, int EXTRAS, bool BROKEN>
+__device__ __forceinline__ void sweep_block(const Call& call, int block, int blocks, HPO_SHARED_POINTER(double) warps,
+                                            HPO_SHARED_POINTER(int) events) {
+  const Gate& gate = call.gate;
+  const Pack pack = gate.pack();
+  const auto places = warps + warp_in_block() * kPlaces;
+  if (threadIdx.x < kMetrics) events[threadIdx.x] = 0;
+  __syncthreads();
+  Totals totals = Totals::empty(places);
+  const int units = BROKEN ? pack.rows : int(units_of(pack.tokens, pack.rows));
+#pragma unroll 1
+  for (int index = block * kWarps + warp_in_block(); index < units; index += blocks * kWarps) {
+    if (index >= pack.rows) clear_tile(gate, index - pack.rows);
+    else if (lane() == 0 && row_range(pack.cu_seqlens, index, pack.tokens).bad) atomicAdd(&events[kBadOffsets], 1);
+    bool met = false;
+#pragma unroll 1
+    for (int tile = 0; tile == 0 || BROKEN; ++tile) {
+      const Unit unit = BROKEN ? get_unit_unordered(pack, index, tile) : get_unit(pack, index);
+      if (unit.length == 0) break;
+      met |= sweep_tile<REFERENCE, EXTRAS, BROKEN>(call, unit, totals, places, events);
+    }
+    if (index >= pack.rows) continue;
+    if (!met && !BROKEN) {
+      const Range row = range_of_warp(pack, index);
+      met = has_valid<REFERENCE>(gate.args, row.begin + kTile, row.end);
+    }
+    if (met && lane() == 0) atomicAdd(&events[kRows], 1);
+  }
+  store_block(totals, warps, events, call.partials + block * kMetrics);
+}
+
 // Blocks that a multiprocessor holds with as many registers as spill nothing. All 512 run at once where four fit into each of
 // 132 multiprocessors.
 constexpr int blocks_that_sweep(bool reference, int extras) { return extras != kNoExtras ? 2 : (reference ? 3 : 4); }
@@ -90,45 +121,15 @@ template <bool REFERENCE, int EXTRAS>
 __global__ void __launch_bounds__(kThreads, blocks_that_sweep(REFERENCE, EXTRAS)) sweep(const Call call) {
   HPO_SHARED(double, warps, [kWarps * kPlaces]);
   HPO_SHARED(int, events, [kMetrics]);
-  const Gate& gate = call.gate;
-  const Pack pack = gate.pack();
-  const auto places = warps + warp_in_block() * kPlaces;
-#pragma unroll 1
-  for (bool broken = false;; broken = true) {
-    const int block = broken ? 0 : int(blockIdx.x), blocks = broken ? 1 : int(gridDim.x);
-    const int units = broken ? pack.rows : call.units();
-    if (broken) clear_all(gate.args);
-    if (threadIdx.x < kMetrics) events[threadIdx.x] = 0;
-    __syncthreads();
-    Totals totals = Totals::empty(places);
-#pragma unroll 1
-    for (int index = block * kWarps + warp_in_block(); index < units; index += blocks * kWarps) {
-      if (index >= pack.rows) clear_tile(gate, index - pack.rows);
-      else if (lane() == 0 && row_range(pack.cu_seqlens, index, pack.tokens).bad) atomicAdd(&events[kBadOffsets], 1);
-      bool met = false;
-#pragma unroll 1
-      for (int tile = 0; tile == 0 || broken; ++tile) {
-        const Unit unit = broken ? get_unit_unordered(pack, index, tile) : get_unit(pack, index);
-        if (unit.length == 0) break;
-        const bool shared = broken && is_shared(pack, unit);
-        met |= sweep_tile<REFERENCE, EXTRAS>(call, unit, shared, totals, places, events);
-      }
-      if (index >= pack.rows) continue;
-      if (!met && !broken) {
-        const Range row = range_of_warp(pack, index);
-        met = has_valid<REFERENCE>(gate.args, row.begin + kTile, row.end);
-      }
-      if (met && lane() == 0) atomicAdd(&events[kRows], 1);
-    }
-    store_block(totals, warps, events, call.partials + block * kMetrics);
-    if (!broken) {
-      if (!last_block(gate.args.ticket)) return;
-    } else {
-      __syncthreads();
-    }
-    finish(call.partials, blocks, gate.args.loss, gate.args.metrics);
-    if (broken || !__syncthreads_or(threadIdx.x == kBadOffsets && gate.args.metrics[kBadOffsets] > 0.0)) return;
-  }
+  const PolicyLossArgs& args = call.gate.args;
+  sweep_block<REFERENCE, EXTRAS, false>(call, int(blockIdx.x), int(gridDim.x), warps, events);
+  if (!last_block(args.ticket)) return;
+  finish(call.partials, int(gridDim.x), args.loss, args.metrics);
+  if (!__syncthreads_or(threadIdx.x == kBadOffsets && args.metrics[kBadOffsets] > 0.0)) return;
+  clear_all(args);
+  sweep_block<REFERENCE, EXTRAS, true>(call, 0, 1, warps, events);
+  __syncthreads();
+  finish(call.partials, 1, args.loss, args.metrics);
 }
 
 // ----------------------------------------------------------------------------------------------------------------- host
@@ -157,7 +158,7 @@ extern "C" int hpo_policy_loss(const hpo::PolicyLossArgs* args, const hpo::GateS
   using namespace hpo;
   const cudaStream_t stream = reinterpret_cast<cudaStream_t>(context);
   const Call call = {Gate(*args, *structure, *numbers), static_cast<double*>(args->workspace)};
-  const int blocks = blocks_for(kWarp * int64_t(call.units()));
+  const int blocks = blocks_for(kWarp * units_of(args->tokens, args->rows));
   args->ref_logp ? launch_sweep<true>(call, blocks, stream) : launch_sweep<false>(call, blocks, stream);
   return int(cudaGetLastError());
 }

@@ -61,4 +61,15 @@ __device__ __forceinline__ void sweep_tokens(const Gate& gate, const RowTerms& r
   }
 }
 
+// That of one token.
+template <bool REFERENCE, int EXTRAS>
+__device__ __forceinline__ void sweep_tokens(const Gate& gate, const RowTerms& row, const Inputs<1>& inputs, float (&grad)[1],
+                                             TileTotals& tile, Totals& totals) {
+  Shares<1> shares = {};
+  Quarters quarters = {};
+  grad[0] = sweep_token<false, REFERENCE, EXTRAS>(gate, row, inputs, 0, shares, tile, totals);
+  quarters.add<REFERENCE>(shares);
+  totals.add<REFERENCE>(quarters);
+}
+
 }  // namespace hpo

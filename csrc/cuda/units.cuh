@@ -44,6 +44,7 @@ __device__ __forceinline__ int find_row(const Pack& pack, int64_t token, bool& a
 
 // The same for any offsets, slowly: the last row that contains a token owns it. -1: no row does.
 __device__ __forceinline__ int find_owner(const Pack& pack, int64_t token) {
+#pragma unroll 1
   for (int row = pack.rows - 1; row >= 0; --row) {
     const Range range = row_range(pack.cu_seqlens, row, pack.tokens);
     if (range.begin <= token && token < range.end) return row;
@@ -92,6 +93,7 @@ __device__ __forceinline__ Unit get_unit_unordered(const Pack& pack, int index, 
 // Whether a row behind the unit's reaches into the unit: it owns what both have.
 __device__ __forceinline__ bool is_shared(const Pack& pack, const Unit& unit) {
   bool any = false;
+#pragma unroll 1
   for (int row = unit.row + 1 + lane(); row < pack.rows; row += kWarp) {
     const Range range = row_range(pack.cu_seqlens, row, pack.tokens);
     any |= range.begin < unit.begin + unit.length && unit.begin < range.end;

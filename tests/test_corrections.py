@@ -329,3 +329,17 @@ def test_one_correction_given_three_times_counts_three_times(unit, backend):
         old, old, weights, batch, gate, weights=weights, rollout_logp=rollout, backend=backend
     )
     assert out.grad.tolist() == pytest.approx([-math.exp(3 * d) for d in factors_of], rel=1e-5)
+
+
+def test_corrections_of_two_channels_read_what_is_theirs(backend):
+    """The weight of a token compares old_logp with rollout_logp, that of its row logp with it."""
+    logp, old, rollout = [-1.0, -1.2, -0.9], [-1.1, -1.0, -1.2], [-1.3, -1.1, -1.0]
+    of_token = Correction(Action.CLAMP)
+    of_row = Correction(Action.CLAMP, unit=Unit.TRAJECTORY, reduction=Reduction.SUM, channel=Channel.TOTAL)
+    gate = gates.RatioGate("x", gates.Identity(), corrections=(of_token, of_row))
+    batch = hpo.PackedBatch.from_lengths([1, 2])
+    out = loss_of(backend, batch, gate, logp=logp, old_logp=old, rollout_logp=rollout)
+    total = [new - seen for new, seen in zip(logp, rollout, strict=True)]
+    of_rows = [total[0], total[1] + total[2], total[1] + total[2]]
+    expected = [-math.exp(own + row) for own, row in zip(total, of_rows, strict=True)]
+    assert out.grad.tolist() == pytest.approx(expected, rel=1e-5)

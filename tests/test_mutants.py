@@ -279,6 +279,11 @@ MUTANTS = {
         "test_corrections.test_corrections_in_the_loss_are_those_of_the_op",
         {"gate": gates.ppo_clip(), "joined": "of tokens and rows"},
     ),
+    "cpu: the largest log-ratio of a row does not saturate": Mutant(
+        "cpu", "cpu/corrections.cpp",
+        "saturated(found.largest)", "found.largest",
+        "test_corrections.test_statistics_reach_as_far_as_they_say", {"statistic": hpo.specs.Statistic.LOG_RATIO},
+    ),
     "cpu: the second correction of a row takes the place of the first": Mutant(
         "cpu", "cpu/corrections.cpp",
         "factor.by_sign[sign] *= factor_of(each->rule, sign, v);",

@@ -162,7 +162,7 @@ MUTANTS = {
     "corrections of two channels join the loss": mutant(
         "corrections.py",
         "gate.corrections[index].channel is channels[0]", "True",
-        "test_gate_inputs.test_corrections_compose", backend="cpu",
+        "test_corrections.test_corrections_of_two_channels_read_what_is_theirs", backend="cpu",
     ),
     "one correction of rows becomes weights": mutant(
         "specs/gates.py",

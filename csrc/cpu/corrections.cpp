@@ -41,15 +41,16 @@ HPO_INLINE Mask counted(const Compared& from, const uint8_t* mask, int64_t at, M
   return present;
 }
 
-// Calls body(i, part, statistics, the tokens that have one) for the vectors of n tokens from `begin` on.
+// Calls body(i, part, statistics, the tokens that have one) for the vectors of n tokens from `begin` on. Log-ratios do not
+// saturate yet, as few would.
 template <Statistic kStatistic, class Body>
 HPO_INLINE void for_each_statistic(const Compared& from, const uint8_t* mask, int64_t begin, int n, const Body& body) {
   const Compared local = from;
   const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
     constexpr bool kWhole = decltype(whole)::value;
     const int64_t at = begin + i;
-    const Floats v =
-        statistic_of(kStatistic, load_own<kWhole>(own, local.first + at), load_own<kWhole>(own, local.second + at));
+    const Floats first = load_own<kWhole>(own, local.first + at), second = load_own<kWhole>(own, local.second + at);
+    const Floats v = kStatistic == Statistic::log_ratio ? first - second : statistic_of(kStatistic, first, second);
     body(i, part, v, but_not(counted<kWhole>(local, mask, at, own), is_nan(v)));
   };
   for_each_vector(0, n, step, [] {});
@@ -61,6 +62,10 @@ using ReduceTile = Reduced (*)(const Compared& from, const uint8_t* mask, int64_
 // Statistics within kStatisticSaturation of 0, as nearly all are, are added without doubles, to the same integers.
 template <Statistic kStatistic>
 Reduced reduce_tile(const Compared& from, const uint8_t* mask, int64_t begin, int n, bool sums) {
+  const auto saturated = [](auto v) __attribute__((always_inline)) {
+    using F = decltype(v);
+    return kStatistic == Statistic::log_ratio ? clamp(v, all<F>(-kSaturation), all<F>(kSaturation)) : v;
+  };
   FixedSum fixed;
   Floats about[kParts] = {}, smallest = all<Floats>(INFINITY), largest = all<Floats>(-INFINITY);
   LaneCount valid;
@@ -76,13 +81,15 @@ Reduced reduce_tile(const Compared& from, const uint8_t* mask, int64_t begin, in
     found.smallest = smallest[lane] < found.smallest ? smallest[lane] : found.smallest;
     found.largest = largest[lane] > found.largest ? largest[lane] : found.largest;
   }
-  if (!sums || (found.smallest >= -kStatisticSaturation && found.largest <= kStatisticSaturation)) {
+  const bool within = found.smallest >= -kStatisticSaturation && found.largest <= kStatisticSaturation;
+  found.smallest = saturated(found.smallest), found.largest = saturated(found.largest);
+  if (within || !sums) {
     found.valid = valid.total(), found.fixed = fixed.total(about);
     return found;
   }
   alignas(kLine) float statistics[kTile];
   for_each_statistic<kStatistic>(from, mask, begin, n, [&](int i, int, Floats v, Mask known) __attribute__((always_inline)) {
-    store_lanes(blend(known, v, all<Floats>(NAN)), statistics + i);
+    store_lanes(blend(known, saturated(v), all<Floats>(NAN)), statistics + i);
   });
   for (int i = 0; i < n; ++i) {
     if (statistics[i] == statistics[i]) found.add(statistics[i]);

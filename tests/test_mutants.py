@@ -284,6 +284,12 @@ MUTANTS = {
         "saturated(found.largest)", "found.largest",
         "test_corrections.test_statistics_reach_as_far_as_they_say", {"statistic": hpo.specs.Statistic.LOG_RATIO},
     ),
+    "cpu: where its lowest token passes a mask, a whole row does": Mutant(
+        "cpu", "cpu/corrections.cpp",
+        "factor_of(own, sign, reduced.largest) == 1.0f", "true",
+        "test_corrections.test_corrections_in_the_loss_are_those_of_the_op",
+        {"gate": gates.sapo(), "joined": "of tokens and two of rows"},
+    ),
     "cpu: the second correction of a row takes the place of the first": Mutant(
         "cpu", "cpu/corrections.cpp",
         "factor.by_sign[sign] *= factor_of(each->rule, sign, v);",

@@ -214,16 +214,23 @@ void reduce_leaves(const Leaves& leaves, const Workspace& space, const Reduce& r
   gather_blocks(leaves, space.of_blocks, space.of_leaves);
 }
 
-constexpr RowFactor kNoFactor = {{1.0f, 1.0f}, true};
+constexpr RowFactor kNoFactor = {{1.0f, 1.0f}, true, false};
 
 // Multiplies the factors of a row with those of corrections by what its tokens are reduced to.
-void multiply(RowFactor& factor, const RowCorrection* begin, const RowCorrection* end, const Reduced& reduced, int64_t tokens) {
+void multiply(RowFactor& factor, const RowCorrection* begin, const RowCorrection* end, const TokenCorrection& correction,
+              const Reduced& reduced, int64_t tokens) {
   if (tokens == 0) return;  // of no tokens, or of a row that lies nowhere
   for (const RowCorrection* each = begin; each < end; ++each) {
     const float v = reduced.as(each->reduction);
     for (int sign = 0; sign < 2; ++sign) factor.by_sign[sign] *= factor_of(each->rule, sign, v);
   }
   factor.complete &= reduced.valid == tokens;
+  const CorrectionRule& own = correction.rule;
+  if (!correction.of_tokens || own.action != Action::mask || own.statistic != begin->rule.statistic) return;
+  const auto passes = [&](int sign) {
+    return factor_of(own, sign, reduced.smallest) == 1.0f && factor_of(own, sign, reduced.largest) == 1.0f;
+  };
+  factor.unmasked = passes(0) && passes(1);
 }
 
 // Calls body(reduce, begin, end) for each pass that corrections of rows need: those of one statistic share it.
@@ -260,7 +267,7 @@ PolicyLossArgs RowFactors::added_to(PolicyLossArgs args, bool first_sweep, int t
   for_each_pass(args.correction, [&](const Reduce& reduce, const RowCorrection* begin, const RowCorrection* end) {
     reduce_leaves(leaves, space, reduce, worthwhile(threads, args.tokens), wants);
     for (int64_t row = 0; row < args.rows; ++row) {
-      if (wants(row)) multiply(factors[row], begin, end, space.of_leaves[row], leaves.length(row));
+      if (wants(row)) multiply(factors[row], begin, end, args.correction, space.of_leaves[row], leaves.length(row));
     }
   });
   return args;
@@ -271,7 +278,7 @@ void correct_row(const PolicyLossArgs& args, const Rows& rows, int64_t row) {
   const int64_t begin = rows.cu_seqlens[row], tokens = rows.cu_seqlens[row + 1] - begin;
   RowFactor& factor = args.correction.factors[row] = kNoFactor;
   for_each_pass(args.correction, [&](const Reduce& reduce, const RowCorrection* first, const RowCorrection* last) {
-    multiply(factor, first, last, reduce(args, {row, row, begin, tokens, true}), tokens);
+    multiply(factor, first, last, args.correction, reduce(args, {row, row, begin, tokens, true}), tokens);
   });
 }
 

@@ -55,7 +55,7 @@ template <bool kOfTokens, bool kAlike>
 __attribute__((noinline)) void write_weights_of(const CorrectedWeights& of, const RowFactor* row, int64_t begin, int from,
                                                 int to, const Signs& signs, float* weights) {
   const CorrectedWeights local = of;  // stores may alias
-  const RowFactor of_row = row ? *row : RowFactor{{1.0f, 1.0f}, true};
+  const RowFactor of_row = row ? *row : RowFactor{{1.0f, 1.0f}, true, false};
   const Signs sign = signs;
   for_each_vector(from, to, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
     constexpr bool kWhole = decltype(whole)::value;
@@ -85,7 +85,8 @@ inline void write_weights(const PolicyLossArgs& args, int64_t begin, int from, i
   const auto write = args.correction.of_tokens ? of_tokens : of_rows;
   if (!args.correction.of_rows) return write(of, nullptr, begin, from, to, signs, weights);
   for (const Segment* each = segments; each < segments + count; ++each) {
-    write(of, &args.correction.factors[each->row], begin, each->begin, each->end, signs, weights);
+    const RowFactor& row = args.correction.factors[each->row];
+    (row.unmasked ? of_rows : write)(of, &row, begin, each->begin, each->end, signs, weights);
   }
 }
 

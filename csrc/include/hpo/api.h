@@ -56,6 +56,7 @@ struct CorrectionRule {
 struct RowFactor {
   float by_sign[2];  // of the advantage
   bool complete;     // each of its tokens has a statistic
+  bool unmasked;     // each token with a statistic passes the rule of tokens, which is a mask
 };
 
 // By the statistic of the tokens of a row.

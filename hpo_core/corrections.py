@@ -1,6 +1,6 @@
 """What the corrections of a gate make of a call: a factor on each token, and, on request, what each of them saw.
 
-The loss computes the factor of one correction of tokens or rows by itself; others are an op of their own.
+The loss computes the factors of most corrections of tokens and rows by itself; others are an op of their own.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def corrected(
     backend: str | None,
 ) -> tuple[PolicyLossInputs, PolicyLossSpec, tuple[Metrics, ...]]:
     """Inputs and spec with all corrections in them, and the metrics of each, if they are wanted. If ``logp_known``, the
-    loss takes one."""
+    loss takes some."""
     seen = []
     logp = inputs.logp.detach()
-    joins = _joins_loss(gate, batch, process_group) if logp_known else None
+    joining = _joining(gate, batch, process_group) if logp_known else []
     for index, correction in enumerate(gate.corrections):
         pair = _channel(correction.channel, logp, inputs.old_logp, rollout)
         if pair is None:
@@ -49,8 +49,11 @@ def corrected(
         if want_metrics:  # which tokens it takes out can only be told before other factors join its own
             own = _factor(read._replace(token_weight=None), correction, batch, process_group, backend)
             seen.append(_observed(read, _counted(read), own != 0, process_group, backend))
-        if index == joins:
-            spec = spec._replace(correction=correction.spec())
+        if index in joining:
+            if correction.unit is None:
+                spec = spec._replace(correction=correction.spec())
+            else:
+                spec = spec._replace(row_corrections=(*spec.row_corrections, correction.spec()))
             first = None if pair[0] is logp else read.correction_first
             inputs = inputs._replace(correction_first=first, correction_second=read.correction_second)
             continue
@@ -62,16 +65,14 @@ def corrected(
     return inputs, spec, tuple(seen) if want_metrics else ()
 
 
-def _joins_loss(
-    gate: RatioGate, batch: PackedBatch, process_group: torch.distributed.ProcessGroup | None
-) -> int | None:
-    """Which correction's factors the loss computes: those of the first of tokens, else of the first of rows, unless
-    tokens of other rows count for a row, too."""
-    units = [each.unit for each in gate.corrections]
-    if None in units:
-        return units.index(None)
+def _joining(gate: RatioGate, batch: PackedBatch, process_group: torch.distributed.ProcessGroup | None) -> list[int]:
+    """Which corrections' factors the loss computes: those of the first of tokens and of two of rows, unless tokens of
+    other rows count for a row, too. All are of one channel, that of the first."""
     alone = batch.trajectory_ids is None and process_group is None and not gate.of_steps
-    return units.index(Unit.TRAJECTORY) if alone and Unit.TRAJECTORY in units else None
+    of_tokens = [index for index, each in enumerate(gate.corrections) if each.unit is None][:1]
+    of_rows = [index for index, each in enumerate(gate.corrections) if alone and each.unit is Unit.TRAJECTORY]
+    channels = [gate.corrections[index].channel for index in (*of_tokens, *of_rows)]
+    return of_tokens + [index for index in of_rows if gate.corrections[index].channel is channels[0]][:2]
 
 
 def _channel(

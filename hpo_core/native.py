@@ -118,14 +118,14 @@ class Native:
         return self._tickets[stream]
 
     def _make_spec(self, spec: PolicyLossSpec) -> Any:
-        rule = spec.correction
-        correction = None
-        if rule is not None:
-            kinds = int(rule.statistic), int(rule.action), rule.strict
-            correction = (*kinds, rule.low, rule.high, int(rule.reduction), rule.of_segments)
+        def rule(of: CorrectionSpec) -> tuple[Any, ...]:
+            return int(of.statistic), int(of.action), of.strict, of.low, of.high
+
+        correction = None if spec.correction is None else rule(spec.correction)
+        row_corrections = tuple((rule(each), int(each.reduction)) for each in spec.row_corrections)
         return self.module.PolicyLossSpec(
             int(spec.token), int(spec.head), int(spec.kl), int(spec.kl_gradient), spec.strict, spec.low_driven,
-            spec.high_driven, spec.token_low, spec.token_high, spec.kl_beta, correction,
+            spec.high_driven, spec.token_low, spec.token_high, spec.kl_beta, correction, row_corrections,
         )  # fmt: skip
 
     def _make_levels(self, spec: PolicyLossSpec) -> Any:

@@ -263,12 +263,23 @@ REDUCTIONS = {
     "largest": Correction(Action.MASK, (-INF, -INF), (0.06, 0.07), Unit.TRAJECTORY, Reduction.MAX),
     "mean k3": Correction(Action.MASK, high=(2e-4, 2.1e-4), unit=Unit.TRAJECTORY, statistic=Statistic.K3),
 }
+# All but one are masks: products have the same bits in any order.
+JOINED = {name: (each,) for name, each in REDUCTIONS.items()} | {
+    "two of one statistic": (REDUCTIONS["sum"], REDUCTIONS["largest"]),
+    "two statistics": (REDUCTIONS["mean k3"], REDUCTIONS["mean"]),
+    "of tokens and rows": (Correction(Action.CLAMP, (-0.03, -0.02), (0.01, 0.04)), REDUCTIONS["largest"]),
+    "of tokens and two of rows": (
+        REDUCTIONS["mean k3"],
+        Correction(Action.MASK, (-0.04, -0.05), (0.03, 0.02)),
+        REDUCTIONS["sum"],
+    ),
+}
 CORRECTED = [gates.ppo_clip(), gates.gspo(), gates.fiberpo(), gates.sapo(), gates.gmpo()]
 
 
 @pytest.mark.parametrize("gate", CORRECTED, ids=lambda gate: gate.name)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_correction_of_rows_in_the_loss_is_that_of_the_op(reduction, gate, backend):
+@pytest.mark.parametrize("joined", JOINED)
+def test_corrections_in_the_loss_are_those_of_the_op(joined, gate, backend):
     """To the bit: with masks, weights of tokens, their own advantages and undefined statistics, in rows of any size."""
     place, draw = testing.device_of(backend), torch.Generator().manual_seed(1)
     tokens = 1500 if backend in ("triton", "cuda_emulated") else 40_000
@@ -285,35 +296,50 @@ def test_a_correction_of_rows_in_the_loss_is_that_of_the_op(reduction, gate, bac
         (batch.replace(mask=mask < 0.9), (mask < 0.9) & known, torch.randn(tokens, generator=draw), "token",
          {"token_weight": weight.to(place)}),
     )  # fmt: skip
-    correction = REDUCTIONS[reduction]
     for each, counted, advantages, level, given in cases:
         each, advantages = each.to(place), advantages.to(place)
-        factor = factors(
-            backend, torch.stack((old, rollout), 1).tolist(), correction, each.replace(mask=counted.to(place)),
-            advantages=advantages, advantage_per_token=level is not None, **given,
-        )  # fmt: skip
+        factor = given
+        for correction in JOINED[joined]:
+            factor = {"token_weight": factors(
+                backend, torch.stack((old, rollout), 1).tolist(), correction, each.replace(mask=counted.to(place)),
+                advantages=advantages, advantage_per_token=level is not None, **factor,
+            )}  # fmt: skip
         call = functools.partial(
             hpo.policy_loss_and_grad, logp.to(place), old.to(place), advantages, each, advantage_level=level,
             backend=backend,
         )  # fmt: skip
-        got = call(gate=gates.compose(gate, correction), rollout_logp=rollout.to(place), **given)
-        expected = call(gate=gate, token_weight=factor)
+        got = call(gate=gates.compose(gate, *JOINED[joined]), rollout_logp=rollout.to(place), **given)
+        expected = call(gate=gate, **factor)
         assert torch.equal(got.loss, expected.loss)
         assert torch.equal(got.grad, expected.grad)
         assert got.metrics["tokens"] == expected.metrics["tokens"]
-        assert bool(got.grad.any()) and len(set(factor.tolist())) > 1
+        assert bool(got.grad.any()) and len(set(factor["token_weight"].tolist())) > 1
 
 
 @pytest.mark.parametrize("unit", [None, Unit.TRAJECTORY])
-def test_one_correction_given_twice_counts_twice(unit, backend):
-    """The loss computes the factors of the first, and the op those of the second."""
+def test_one_correction_given_three_times_counts_three_times(unit, backend):
+    """The loss computes the factors of the first, of rows also of the second, and the op those of the third."""
     place, batch = testing.device_of(backend), hpo.PackedBatch.from_lengths([2, 3]).to(testing.device_of(backend))
     old, rollout = (torch.tensor(values, device=place) for values in ([-1.0] * 5, [-1.1, -1.3, -1.2, -0.9, -1.4]))
     correction = Correction(Action.CLAMP, unit=unit, reduction=Reduction.SUM)
     factors_of = [0.1, 0.3, 0.2, -0.1, 0.4] if unit is None else [0.4, 0.4, 0.5, 0.5, 0.5]
-    gate = gates.compose(gates.ppo_clip(), correction, correction)
+    gate = gates.compose(gates.ppo_clip(), correction, correction, correction)
     weights = torch.ones(2, device=place)
     out = hpo.policy_loss_and_grad(
         old, old, weights, batch, gate, weights=weights, rollout_logp=rollout, backend=backend
     )
-    assert out.grad.tolist() == pytest.approx([-math.exp(2 * d) for d in factors_of], rel=1e-5)
+    assert out.grad.tolist() == pytest.approx([-math.exp(3 * d) for d in factors_of], rel=1e-5)
+
+
+def test_corrections_of_two_channels_read_what_is_theirs(backend):
+    """The weight of a token compares old_logp with rollout_logp, that of its row logp with it."""
+    logp, old, rollout = [-1.0, -1.2, -0.9], [-1.1, -1.0, -1.2], [-1.3, -1.1, -1.0]
+    of_token = Correction(Action.CLAMP)
+    of_row = Correction(Action.CLAMP, unit=Unit.TRAJECTORY, reduction=Reduction.SUM, channel=Channel.TOTAL)
+    gate = gates.RatioGate("x", gates.Identity(), corrections=(of_token, of_row))
+    batch = hpo.PackedBatch.from_lengths([1, 2])
+    out = loss_of(backend, batch, gate, logp=logp, old_logp=old, rollout_logp=rollout)
+    total = [new - seen for new, seen in zip(logp, rollout, strict=True)]
+    of_rows = [total[0], total[1] + total[2], total[1] + total[2]]
+    expected = [-math.exp(own + row) for own, row in zip(total, of_rows, strict=True)]
+    assert out.grad.tolist() == pytest.approx(expected, rel=1e-5)

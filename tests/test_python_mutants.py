@@ -159,6 +159,17 @@ MUTANTS = {
         "if gate.of_steps:", "if False:",
         "test_corrections.test_what_lies_between_steps_is_masked_for_every_correction", backend="cpu",
     ),
+    "corrections of two channels join the loss": mutant(
+        "corrections.py",
+        "gate.corrections[index].channel is channels[0]", "True",
+        "test_corrections.test_corrections_of_two_channels_read_what_is_theirs", backend="cpu",
+    ),
+    "one correction of rows becomes weights": mutant(
+        "specs/gates.py",
+        "for each in spec.row_corrections:", "for each in spec.row_corrections[:1]:",
+        "test_corrections.test_one_correction_given_three_times_counts_three_times",
+        unit=hpo.gates.Unit.TRAJECTORY, backend="reference",
+    ),
     "a selection adds tokens to a mask": mutant(
         "entropy/selection.py",
         "token_mask = mask if token_mask is None else token_mask & mask", "token_mask = mask",

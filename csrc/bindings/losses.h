@@ -24,10 +24,14 @@ inline CorrectionRule make_rule(int statistic, int action, bool strict, const py
   return rule;
 }
 
-// correction: None, or the arguments of make_rule, the reduction and whether it is over rows.
+inline CorrectionRule make_rule(const py::tuple& rule) {
+  return make_rule(rule[0].cast<int>(), rule[1].cast<int>(), rule[2].cast<bool>(), rule[3], rule[4]);
+}
+
+// correction: None, or the arguments of make_rule. row_corrections: (these, the reduction) each.
 inline PolicyLossSpec make_spec(int token, int head, int kl, int kl_gradient, bool strict, py::sequence low_driven,
                                 py::sequence high_driven, py::sequence token_low, py::sequence token_high, double kl_beta,
-                                const py::object& correction) {
+                                const py::object& correction, const py::tuple& row_corrections) {
   PolicyLossSpec spec{};
   spec.structure.token = TokenGate(token);
   spec.structure.head = Head(head);
@@ -42,10 +46,13 @@ inline PolicyLossSpec make_spec(int token, int head, int kl, int kl_gradient, bo
   }
   spec.numbers.kl_beta = kl_beta;
   if (!correction.is_none()) {
-    const py::tuple rule = correction;
-    spec.correction.rule = make_rule(rule[0].cast<int>(), rule[1].cast<int>(), rule[2].cast<bool>(), rule[3], rule[4]);
-    spec.correction.reduction = Reduction(rule[5].cast<int>());
-    spec.correction.of_rows = rule[6].cast<bool>();
+    spec.correction.of_tokens = 1;
+    spec.correction.rule = make_rule(py::tuple(correction));
+  }
+  if (row_corrections.size() > size_t(kMostRowCorrections)) throw std::invalid_argument("row_corrections: expected at most 2");
+  for (const py::handle item : row_corrections) {
+    const py::tuple each = py::reinterpret_borrow<py::tuple>(item);
+    spec.correction.rows[spec.correction.of_rows++] = {make_rule(py::tuple(each[0])), Reduction(each[1].cast<int>())};
   }
   return spec;
 }

@@ -41,63 +41,55 @@ HPO_INLINE Mask counted(const Compared& from, const uint8_t* mask, int64_t at, M
   return present;
 }
 
-// Calls body(i, part, statistics, the tokens that have one) for the vectors of n tokens from `begin` on.
+// Calls body(i, part, statistics, the tokens that have one) for the vectors of n tokens from `begin` on. Log-ratios do not
+// saturate yet, as few would.
 template <Statistic kStatistic, class Body>
 HPO_INLINE void for_each_statistic(const Compared& from, const uint8_t* mask, int64_t begin, int n, const Body& body) {
   const Compared local = from;
   const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
     constexpr bool kWhole = decltype(whole)::value;
     const int64_t at = begin + i;
-    const Floats v =
-        statistic_of(kStatistic, load_own<kWhole>(own, local.first + at), load_own<kWhole>(own, local.second + at));
+    const Floats first = load_own<kWhole>(own, local.first + at), second = load_own<kWhole>(own, local.second + at);
+    const Floats v = kStatistic == Statistic::log_ratio ? first - second : statistic_of(kStatistic, first, second);
     body(i, part, v, but_not(counted<kWhole>(local, mask, at, own), is_nan(v)));
   };
   for_each_vector(0, n, step, [] {});
 }
 
-// Reduces the statistics of n tokens from `begin` on.
-using ReduceTile = Reduced (*)(const Compared& from, const uint8_t* mask, int64_t begin, int n);
+// Reduces the statistics of n tokens from `begin` on to their extrema and, unless these are all that is wanted, their sums.
+using ReduceTile = Reduced (*)(const Compared& from, const uint8_t* mask, int64_t begin, int n, bool sums);
 
+// Statistics within kStatisticSaturation of 0, as nearly all are, are added without doubles, to the same integers.
 template <Statistic kStatistic>
-Reduced find_extrema(const Compared& from, const uint8_t* mask, int64_t begin, int n) {
-  Floats smallest = all<Floats>(INFINITY), largest = all<Floats>(-INFINITY);
+Reduced reduce_tile(const Compared& from, const uint8_t* mask, int64_t begin, int n, bool sums) {
+  const auto saturated = [](auto v) __attribute__((always_inline)) {
+    using F = decltype(v);
+    return kStatistic == Statistic::log_ratio ? clamp(v, all<F>(-kSaturation), all<F>(kSaturation)) : v;
+  };
+  FixedSum fixed;
+  Floats about[kParts] = {}, smallest = all<Floats>(INFINITY), largest = all<Floats>(-INFINITY);
   LaneCount valid;
-  for_each_statistic<kStatistic>(from, mask, begin, n, [&](int, int, Floats v, Mask known) __attribute__((always_inline)) {
+  for_each_statistic<kStatistic>(from, mask, begin, n, [&](int, int part, Floats v, Mask known) __attribute__((always_inline)) {
     valid.add(known);
     smallest = smaller_where(known, v, smallest), largest = larger_where(known, v, largest);
+    const Floats counted = keep_if(known, v);
+    fixed.add(part, all_lanes(), rounded(beyond_integer(counted) * float(kFixedPoint)));
+    about[part] += counted;
   });
   Reduced found;
-  found.valid = valid.total();
   for (int lane = 0; lane < kWidth; ++lane) {
     found.smallest = smallest[lane] < found.smallest ? smallest[lane] : found.smallest;
     found.largest = largest[lane] > found.largest ? largest[lane] : found.largest;
   }
-  return found;
-}
-
-// Statistics within kStatisticSaturation of 0, as nearly all are, are added without doubles, to the same integers.
-template <Statistic kStatistic>
-Reduced sum_tile(const Compared& from, const uint8_t* mask, int64_t begin, int n) {
-  FixedSum fixed;
-  Floats about[kParts] = {}, largest[kParts] = {};
-  LaneCount valid;
-  for_each_statistic<kStatistic>(from, mask, begin, n, [&](int, int part, Floats v, Mask known) __attribute__((always_inline)) {
-    valid.add(known);
-    const Floats counted = keep_if(known, v), size = Floats(Ints(counted) & INT32_MAX);
-    fixed.add(part, all_lanes(), rounded(beyond_integer(counted) * float(kFixedPoint)));
-    about[part] += counted;
-    largest[part] = larger_where(all_lanes(), size, largest[part]);
-  });
-  Mask within = all_lanes();
-  for (const Floats& each : largest) within = both(within, at_least(all<Floats>(kStatisticSaturation), each));
-  Reduced found;
-  if (!any(but_not(all_lanes(), within))) {
+  const bool within = found.smallest >= -kStatisticSaturation && found.largest <= kStatisticSaturation;
+  found.smallest = saturated(found.smallest), found.largest = saturated(found.largest);
+  if (within || !sums) {
     found.valid = valid.total(), found.fixed = fixed.total(about);
     return found;
   }
   alignas(kLine) float statistics[kTile];
   for_each_statistic<kStatistic>(from, mask, begin, n, [&](int i, int, Floats v, Mask known) __attribute__((always_inline)) {
-    store_lanes(blend(known, v, all<Floats>(NAN)), statistics + i);
+    store_lanes(blend(known, saturated(v), all<Floats>(NAN)), statistics + i);
   });
   for (int i = 0; i < n; ++i) {
     if (statistics[i] == statistics[i]) found.add(statistics[i]);
@@ -169,14 +161,14 @@ struct Factors {
 
 // The loops of one call.
 struct CorrectionLoops {
-  ReduceTile sum, find_extrema;
+  ReduceTile reduce;
   void (*of_row)(const PolicyLossArgs&, const Correction&, int64_t first, int n, int64_t row, const float* of_segment);
   void (*of_tile)(const PolicyLossArgs&, const Correction&, int64_t first, int n, const Segments&);
 };
 
 template <Statistic kStatistic>
 CorrectionLoops loops_of() {
-  return {sum_tile<kStatistic>, find_extrema<kStatistic>,
+  return {reduce_tile<kStatistic>,
           [](const PolicyLossArgs& args, const Correction& correction, int64_t first, int n, int64_t row,
              const float* of_segment) { Factors<kStatistic>(args, correction, first).of_row(0, n, row, of_segment); },
           [](const PolicyLossArgs& args, const Correction& correction, int64_t first, int n, const Segments& segments) {
@@ -194,25 +186,26 @@ CorrectionLoops pick_loops(Statistic statistic) {
   }
 }
 
-ReduceTile pick_reduce(Statistic statistic, Reduction reduction) {
-  const CorrectionLoops loops = pick_loops(statistic);
-  return is_extremum(reduction) ? loops.find_extrema : loops.sum;
-}
+// One pass over statistics.
+struct Reduce {
+  ReduceTile tile;
+  bool sums;
 
-Reduced reduce_tokens(const PolicyLossArgs& args, ReduceTile reduce, const Block& block) {
-  const Compared from = compared(args);
-  Reduced found;
-  for_each_tile_of(block, kGridOfBlock, [&](int64_t tile, int, int n) { found.add(reduce(from, args.mask, tile, n)); });
-  return found;
-}
+  Reduced operator()(const PolicyLossArgs& args, const Block& block) const {
+    const Compared from = compared(args);
+    Reduced found;
+    for_each_tile_of(block, kGridOfBlock, [&](int64_t begin, int, int n) { found.add(tile(from, args.mask, begin, n, sums)); });
+    return found;
+  }
+};
 
 // Reduces the leaves for which wants(leaf).
 template <class Wants>
-void reduce_leaves(const Leaves& leaves, const Workspace& space, ReduceTile reduce, int threads, const Wants& wants) {
+void reduce_leaves(const Leaves& leaves, const Workspace& space, const Reduce& reduce, int threads, const Wants& wants) {
   parallel_for(leaves.tasks(), threads, [&](int64_t task) {
     leaves.for_each_block(task, [&](const Block& block) {
       if (!wants(block.leaf)) return;
-      (block.begins ? space.of_leaves[block.leaf] : space.of_blocks[task]) = reduce_tokens(leaves.args, reduce, block);
+      (block.begins ? space.of_leaves[block.leaf] : space.of_blocks[task]) = reduce(leaves.args, block);
     });
   });
   for (int64_t p = 0; p < leaves.count(); ++p) {
@@ -221,10 +214,34 @@ void reduce_leaves(const Leaves& leaves, const Workspace& space, ReduceTile redu
   gather_blocks(leaves, space.of_blocks, space.of_leaves);
 }
 
-RowFactor factor_of_row(const TokenCorrection& correction, const Reduced& reduced, int64_t tokens) {
-  if (tokens == 0) return {{1.0f, 1.0f}, true};  // of no tokens, or of a row that lies nowhere
-  const float v = reduced.as(correction.reduction);
-  return {{factor_of(correction.rule, 0, v), factor_of(correction.rule, 1, v)}, reduced.valid == tokens};
+constexpr RowFactor kNoFactor = {{1.0f, 1.0f}, true, false};
+
+// Multiplies the factors of a row with those of corrections by what its tokens are reduced to.
+void multiply(RowFactor& factor, const RowCorrection* begin, const RowCorrection* end, const TokenCorrection& correction,
+              const Reduced& reduced, int64_t tokens) {
+  if (tokens == 0) return;  // of no tokens, or of a row that lies nowhere
+  for (const RowCorrection* each = begin; each < end; ++each) {
+    const float v = reduced.as(each->reduction);
+    for (int sign = 0; sign < 2; ++sign) factor.by_sign[sign] *= factor_of(each->rule, sign, v);
+  }
+  factor.complete &= reduced.valid == tokens;
+  const CorrectionRule& own = correction.rule;
+  if (!correction.of_tokens || own.action != Action::mask || own.statistic != begin->rule.statistic) return;
+  const auto passes = [&](int sign) {
+    return factor_of(own, sign, reduced.smallest) == 1.0f && factor_of(own, sign, reduced.largest) == 1.0f;
+  };
+  factor.unmasked = passes(0) && passes(1);
+}
+
+// Calls body(reduce, begin, end) for each pass that corrections of rows need: those of one statistic share it.
+template <class Body>
+void for_each_pass(const TokenCorrection& correction, const Body& body) {
+  const RowCorrection *begin = correction.rows, *last = begin + correction.of_rows;
+  for (const RowCorrection* end = begin; begin < last; begin = end) {
+    bool sums = false;
+    for (; end < last && end->rule.statistic == begin->rule.statistic; ++end) sums |= !is_extremum(end->reduction);
+    body(Reduce{pick_loops(begin->rule.statistic).reduce, sums}, begin, end);
+  }
 }
 
 // Whether all tokens of the row lie in one chunk.
@@ -237,7 +254,7 @@ RowFactors::RowFactors(Arena& arena, int64_t tokens, int64_t rows)
 
 PolicyLossArgs RowFactors::added_to(PolicyLossArgs args, bool first_sweep, int threads) const {
   if (!corrects_rows(args)) return args;
-  args.correction.rows = factors;
+  args.correction.factors = factors;
   if (!first_sweep) return args;
   Hierarchy each{};
   each.leaves = args.rows;
@@ -246,20 +263,23 @@ PolicyLossArgs RowFactors::added_to(PolicyLossArgs args, bool first_sweep, int t
   const Leaves leaves(each, args, space.start);
   const Rows rows(args.cu_seqlens, args.rows, args.tokens);
   const auto wants = [&](int64_t row) { return !is_in_chunk(rows, row); };
-  reduce_leaves(leaves, space, pick_reduce(args.correction.rule.statistic, args.correction.reduction),
-                worthwhile(threads, args.tokens), wants);
-  for (int64_t row = 0; row < args.rows; ++row) {
-    if (wants(row)) factors[row] = factor_of_row(args.correction, space.of_leaves[row], leaves.length(row));
-  }
+  std::fill_n(factors, args.rows, kNoFactor);
+  for_each_pass(args.correction, [&](const Reduce& reduce, const RowCorrection* begin, const RowCorrection* end) {
+    reduce_leaves(leaves, space, reduce, worthwhile(threads, args.tokens), wants);
+    for (int64_t row = 0; row < args.rows; ++row) {
+      if (wants(row)) multiply(factors[row], begin, end, args.correction, space.of_leaves[row], leaves.length(row));
+    }
+  });
   return args;
 }
 
 void correct_row(const PolicyLossArgs& args, const Rows& rows, int64_t row) {
   if (!is_in_chunk(rows, row)) return;
   const int64_t begin = rows.cu_seqlens[row], tokens = rows.cu_seqlens[row + 1] - begin;
-  const Reduced reduced = reduce_tokens(args, pick_reduce(args.correction.rule.statistic, args.correction.reduction),
-                                        {row, row, begin, tokens, true});
-  args.correction.rows[row] = factor_of_row(args.correction, reduced, tokens);
+  RowFactor& factor = args.correction.factors[row] = kNoFactor;
+  for_each_pass(args.correction, [&](const Reduce& reduce, const RowCorrection* first, const RowCorrection* last) {
+    multiply(factor, first, last, args.correction, reduce(args, {row, row, begin, tokens, true}), tokens);
+  });
 }
 
 void correct_rows(const PolicyLossArgs& args, const Rows& rows, int64_t chunk) {
@@ -282,7 +302,7 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
   const auto words_of = [&](int64_t segment) { return hierarchy.tables.sums + segment * kWords; };
 
   if (hierarchy.depth > 0 && (whole || hierarchy.stage == Stage::sums)) {
-    reduce_leaves(leaves, space, pick_reduce(correction.rule.statistic, reduction), threads, [](int64_t) { return true; });
+    reduce_leaves(leaves, space, {loops.reduce, !is_extremum(reduction)}, threads, [](int64_t) { return true; });
     for (int64_t p = 0; p < leaves.count(); ++p) space.segments[p] = {};
     for (int64_t p = 0; p < leaves.count(); ++p) {
       if (leaves.length(p) > 0) space.segments[leaves.ancestor(0, p)].add(space.of_leaves[p]);

@@ -137,7 +137,9 @@ inline bool load_rows(const PolicyLossArgs& args, int64_t first, int n, const Se
       tile.kind[i] = kind & mask_of(tile.kind[i] != kAbsent);
     }
   }
-  if (args.correction.second) write_weights(args, first, n, segments, {nullptr, tile.kind, false}, tile.corrected);
+  if (args.correction.second) {
+    write_weights(args, first, 0, n, segments.list, segments.count, {nullptr, tile.kind, false}, tile.corrected);
+  }
   multiply_token_factors(args, first, n, tile, tile.coefficient);
   return doubtful;
 }

@@ -252,7 +252,7 @@ struct TokenInputsSweep {
           all<Floats>(RowNumbers::weight_of(args, segment.row)), all<Floats>(RowNumbers::target_of(args, segment.row))};
       if (args.correction.second) {
         const Signs signs = {inputs.advantages, nullptr, negative};
-        write_weights(args, segment.row, first, segment.begin, segment.end, signs, tile.corrected);
+        write_weights(args, first, segment.begin, segment.end, &segment, 1, signs, tile.corrected);
       }
       const int32_t before = present_count.total();
       const auto each = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
@@ -270,7 +270,8 @@ struct TokenInputsSweep {
     const PolicyLossArgs& args = call.args;
     load_row_numbers(args, n, segments, tile);
     if (args.correction.second) {
-      write_weights(args, first, n, segments, {inputs.advantages, tile.kind, false}, tile.corrected);
+      const Signs signs = {inputs.advantages, tile.kind, false};
+      write_weights(args, first, 0, n, segments.list, segments.count, signs, tile.corrected);
     }
     float *weight = tile.spread[1], *target = tile.spread[2];
     const bool weighs = gate.weighs || penalised, compares = args.target && !inputs.target;

@@ -1,4 +1,4 @@
-// The weights of tokens: their own, and the factors of a correction by their own statistic or by that of their row.
+// The weights of tokens: their own, and the factors of corrections by their own statistic and by those of their row.
 #pragma once
 #include "gates_binary_kl.h"
 #include "hpo/api.h"
@@ -15,8 +15,9 @@ struct Signs {
   const int32_t* kinds;
   bool negative;
 
-  HPO_INLINE Ints at(int i, Floats advantage) const {
-    if (advantages) return advantage < 0.0f;
+  template <bool kWhole>
+  HPO_INLINE Ints at(int i, Mask own) const {
+    if (advantages) return load_own<kWhole>(own, advantages + i) < 0.0f;
     return kinds ? Ints(load_lanes<Ints>(kinds + i) == kNegative) : Ints{} - int32_t(negative);
   }
 };
@@ -47,62 +48,49 @@ struct CorrectedWeights {
   }
 };
 
-// Writes the weights of the tokens [from, to) behind `begin`. The function is not inline, so that the loops of gates keep their
+// Writes the weights of the tokens [from, to) behind `begin`, with the factor of their row, if there is one, and that of their
+// own statistic. kAlike: their advantages have one sign. The function is not inline, so that the loops of gates keep their
 // numbers in registers.
-__attribute__((noinline)) inline void write_weights_of_tokens(const CorrectedWeights& of, int64_t begin, int from, int to,
-                                                              const Signs& signs, float* weights) {
+template <bool kOfTokens, bool kAlike>
+__attribute__((noinline)) void write_weights_of(const CorrectedWeights& of, const RowFactor* row, int64_t begin, int from,
+                                                int to, const Signs& signs, float* weights) {
   const CorrectedWeights local = of;  // stores may alias
+  const RowFactor of_row = row ? *row : RowFactor{{1.0f, 1.0f}, true, false};
+  const Signs sign = signs;
   for_each_vector(from, to, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
     constexpr bool kWhole = decltype(whole)::value;
     const int64_t at = begin + i;
     const auto load = [&](const float* tokens) __attribute__((always_inline)) { return load_own<kWhole>(own, tokens + at); };
-    const Ints negative = signs.at(i, signs.advantages ? load_own<kWhole>(own, signs.advantages + i) : Floats{});
-    const Floats factor = local.factor(own, negative, load(local.first), load(local.second));
-    store_lanes(local.token_weight ? factor * load(local.token_weight) : factor, weights + i);
-  });
-}
-
-// The same where the tokens are of one row and have its factor, but for those without a statistic, which only a row that is not
-// complete has.
-__attribute__((noinline)) inline void write_weights_of_row(const CorrectedWeights& of, const RowFactor& row, int64_t begin,
-                                                           int from, int to, const Signs& signs, float* weights) {
-  const CorrectedWeights local = of;
-  const RowFactor factors = row;
-  for_each_vector(from, to, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
-    constexpr bool kWhole = decltype(whole)::value;
-    const int64_t at = begin + i;
-    const auto load = [&](const float* tokens) __attribute__((always_inline)) { return load_own<kWhole>(own, tokens + at); };
-    const Ints negative = signs.at(i, signs.advantages ? load_own<kWhole>(own, signs.advantages + i) : Floats{});
-    Floats factor = by_sign<Floats>(negative, factors.by_sign);
-    if (!factors.complete) {
-      const Floats v = statistic_of(local.rule.statistic, load(local.first), load(local.second));
-      factor = v != v ? v : factor;
+    const Ints negative = kAlike ? Ints{} - int32_t(sign.negative) : sign.at<kWhole>(i, own);
+    Floats weight = all<Floats>(1.0f);
+    if (row) weight = by_sign<Floats>(negative, of_row.by_sign);
+    if (kOfTokens) {
+      weight *= local.factor(own, negative, load(local.first), load(local.second));
+    } else if (!of_row.complete) {  // only such a row has tokens without a statistic, which are NaN
+      const Floats log_ratio = load(local.first) - load(local.second);
+      weight = log_ratio != log_ratio ? log_ratio : weight;
     }
     // Of the own tokens alone: a vector may begin before them.
-    store_own<kWhole>(own, local.token_weight ? factor * load(local.token_weight) : factor, weights + i);
+    store_own<kWhole>(own, local.token_weight ? weight * load(local.token_weight) : weight, weights + i);
   });
 }
 
-// The weights of n tokens behind `begin`, whose rows are the segments.
-inline void write_weights(const PolicyLossArgs& args, int64_t begin, int n, const Segments& segments, const Signs& signs,
-                          float* weights) {
+// The weights of the tokens [from, to) behind `begin`, whose rows are these segments.
+inline void write_weights(const PolicyLossArgs& args, int64_t begin, int from, int to, const Segment* segments, int count,
+                          const Signs& signs, float* weights) {
   const CorrectedWeights of(args);
-  if (!args.correction.of_rows) return write_weights_of_tokens(of, begin, 0, n, signs, weights);
-  for (const Segment& segment : segments) {
-    const RowFactor& row = args.correction.rows[segment.row];
-    write_weights_of_row(of, row, begin, segment.begin, segment.end, signs, weights);
+  const bool alike = !signs.advantages && !signs.kinds;
+  const auto of_tokens = alike ? write_weights_of<true, true> : write_weights_of<true, false>;
+  const auto of_rows = alike ? write_weights_of<false, true> : write_weights_of<false, false>;
+  const auto write = args.correction.of_tokens ? of_tokens : of_rows;
+  if (!args.correction.of_rows) return write(of, nullptr, begin, from, to, signs, weights);
+  for (const Segment* each = segments; each < segments + count; ++each) {
+    const RowFactor& row = args.correction.factors[each->row];
+    (row.unmasked ? of_rows : write)(of, &row, begin, each->begin, each->end, signs, weights);
   }
 }
 
-// The weights of the tokens [from, to) behind `begin`, which are of one row.
-inline void write_weights(const PolicyLossArgs& args, int64_t row, int64_t begin, int from, int to, const Signs& signs,
-                          float* weights) {
-  const CorrectedWeights of(args);
-  if (!args.correction.of_rows) write_weights_of_tokens(of, begin, from, to, signs, weights);
-  else write_weights_of_row(of, args.correction.rows[row], begin, from, to, signs, weights);
-}
-
-// The factors of a correction over rows. A sweep computes those of a row that lies in one chunk right before it reads its
+// The factors of corrections over rows. A sweep computes those of a row that lies in one chunk right before it reads its
 // tokens again; those of other rows are computed before. Functions of corrections.cpp.
 struct RowFactors {
   RowFactor* factors;  // [rows]
@@ -114,7 +102,7 @@ struct RowFactors {
   PolicyLossArgs added_to(PolicyLossArgs args, bool first_sweep, int threads) const;
 };
 
-inline bool corrects_rows(const PolicyLossArgs& args) { return args.correction.second && args.correction.of_rows; }
+inline bool corrects_rows(const PolicyLossArgs& args) { return args.correction.of_rows > 0; }
 void correct_row(const PolicyLossArgs& args, const Rows& rows, int64_t row);
 void correct_rows(const PolicyLossArgs& args, const Rows& rows, int64_t chunk);
 

@@ -25,7 +25,8 @@ struct BlockWeights {
     const int end = int(block.tokens);
     if (args.correction.second) {
       const bool negative = args.advantages[block.row] < 0.0f;
-      write_weights(args, block.row, block.first, 0, end, {nullptr, nullptr, negative}, of_token);
+      const Segment whole = {block.row, 0, end};
+      write_weights(args, block.first, 0, end, &whole, 1, {nullptr, nullptr, negative}, of_token);
     }
     for (double& lane : lanes) lane = 0.0;
     const Floats coefficient = all<Floats>(RowNumbers::coefficient_of(args, block.row));

@@ -245,21 +245,27 @@ _LEVEL = LevelSpec(Unit.STEP, LevelKind.IDENTITY)
 _NO_CORRECTION = CorrectionSpec(
     Statistic.LOG_RATIO, Reduction.MEAN, Action.MASK, False, False, (-math.inf, -math.inf), (math.inf, math.inf)
 )
-_STRUCTURE, _NUMBERS = 18, 28  # of a spec without levels
-_OF_LEVEL = (4, 9)
+_STRUCTURE, _NUMBERS = 19, 28  # of a spec without levels and corrections of rows
+_OF_LEVEL, _OF_CORRECTION = (4, 9), (5, 4)
 
 
-def _form(levels: int) -> PolicyLossSpec:
-    return PolicyLossSpec(levels=(_LEVEL,) * levels, term=TermSpec(), correction=_NO_CORRECTION)
+def _form(levels: int, row_corrections: int) -> PolicyLossSpec:
+    rows = (_NO_CORRECTION,) * row_corrections
+    return PolicyLossSpec(levels=(_LEVEL,) * levels, term=TermSpec(), correction=_NO_CORRECTION, row_corrections=rows)
+
+
+def _levels_in(structure: Sequence[int]) -> int:
+    return (len(structure) - _STRUCTURE - _OF_CORRECTION[0] * structure[2]) // _OF_LEVEL[0]
 
 
 def _numbers_of(spec: PolicyLossSpec) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """A spec as operator arguments: its structure, and its numbers."""
-    kinds = [int(spec.term is not None), int(spec.correction is not None)]
+    kinds = [int(spec.term is not None), int(spec.correction is not None), len(spec.row_corrections)]
     numbers: list[float] = []
     term = TermSpec() if spec.term is None else spec.term
     correction = _NO_CORRECTION if spec.correction is None else spec.correction
-    _take_apart(spec._replace(term=term, correction=correction), _form(len(spec.levels)), kinds, numbers)
+    form = _form(len(spec.levels), len(spec.row_corrections))
+    _take_apart(spec._replace(term=term, correction=correction), form, kinds, numbers)
     return tuple(kinds), tuple(numbers)
 
 
@@ -275,8 +281,8 @@ def _take_apart(value: Any, form: Any, kinds: list[int], numbers: list[float]) -
 
 @functools.lru_cache(maxsize=256)  # a compiled function asks twice in every call
 def _spec_of(structure: tuple[int, ...], numbers: tuple[float, ...]) -> PolicyLossSpec:
-    has_term, has_correction, *kinds = structure
-    form = _form((len(structure) - _STRUCTURE) // _OF_LEVEL[0])
+    has_term, has_correction, row_corrections, *kinds = structure
+    form = _form(_levels_in(structure), row_corrections)
     spec: PolicyLossSpec = _put_together(form, iter(kinds), iter(numbers))
     return spec._replace(term=spec.term if has_term else None, correction=spec.correction if has_correction else None)
 
@@ -290,16 +296,21 @@ def _put_together(form: Any, kinds: Iterator[int], numbers: Iterator[float]) -> 
 
 def _check_loss(*arguments: Any) -> None:
     *tensors, structure, numbers, _, _, _ = arguments
-    levels = (len(structure) - _STRUCTURE) // _OF_LEVEL[0]
+    levels, rows = (_levels_in(structure), structure[2]) if len(structure) >= _STRUCTURE else (-1, 0)
     check(
-        (len(structure), len(numbers)) == (_STRUCTURE + _OF_LEVEL[0] * levels, _NUMBERS + _OF_LEVEL[1] * levels),
+        levels >= 0 <= rows <= 2
+        and len(structure) == _STRUCTURE + _OF_LEVEL[0] * levels + _OF_CORRECTION[0] * rows
+        and len(numbers) == _NUMBERS + _OF_LEVEL[1] * levels + _OF_CORRECTION[1] * rows,
         "structure: expected that of a gate, got {} kinds and {} numbers",
         len(structure),
         len(numbers),
     )
     spec = _spec_of(tuple(structure), tuple(numbers))
+    check(
+        all(each.of_segments for each in spec.row_corrections), "structure: expected corrections of rows over segments"
+    )
     needs = ["target"] if spec.head in (Head.TARGET, Head.NEGATIVE_AWARE) else []
-    needs += ["correction_second"] if spec.correction is not None else []
+    needs += ["correction_second"] if spec.correction is not None or spec.row_corrections else []
     check_inputs(PolicyLossInputs(*tensors), levels, needs)
 
 

@@ -220,7 +220,8 @@ class PolicyLossSpec(NamedTuple):
     token_log_high: tuple[float, float] = (math.inf, math.inf)
     split: bool = False  # positive and negative log-ratios are two channels, each with aggregates of its own
     term: TermSpec | None = None  # then everything is as with levels, even without any
-    correction: CorrectionSpec | None = None  # of tokens, or of rows as segments: a factor on the weights of tokens
+    correction: CorrectionSpec | None = None  # of tokens: a factor on their weights
+    row_corrections: tuple[CorrectionSpec, ...] = ()  # at most two: more of these factors, by the statistics of rows
 
     @property
     def is_hierarchical(self) -> bool:
@@ -299,8 +300,8 @@ class PolicyLossInputs(NamedTuple):
     target_per_token: bool = False
     penalty_mask: torch.Tensor | None = None  # [T] bool: tokens that pay the term's penalty; None: all valid ones
     kl_weight: torch.Tensor | None = None  # [T] factor on the penalty of kl, with ref_logp; not finite: 0
-    # What spec.correction compares, and the correction op: without them logp with old_logp, with them tokens have a say
-    # whose log-ratios to old_logp and ref_logp are numbers.
+    # What the corrections of a spec compare, and the correction op: without them logp with old_logp, with them tokens
+    # have a say whose log-ratios to old_logp and ref_logp are numbers.
     correction_first: torch.Tensor | None = None  # [T]; None: logp
     correction_second: torch.Tensor | None = None  # [T]
 
@@ -315,14 +316,17 @@ def rows_as_weights(
     spec: PolicyLossSpec,
     correction: Callable[[PolicyLossInputs, CorrectionSpec], torch.Tensor],
 ) -> tuple[PolicyLossInputs, PolicyLossSpec]:
-    """A correction of rows as the weights of tokens, for sweeps that know only corrections of tokens."""
-    if spec.correction is None or not spec.correction.of_segments:
+    """Corrections of rows as the weights of tokens, for sweeps that know only corrections of tokens."""
+    if not spec.row_corrections:
         return inputs, spec
     logp = inputs.logp.detach()
     rows = inputs._replace(
         logp=logp, old_logp=logp if inputs.old_logp is None else inputs.old_logp, leaf_begin=None, leaf_end=None,
         leaf_row=None, ancestors=None,
     )  # fmt: skip
-    weight = correction(rows, spec.correction)
-    inputs = inputs._replace(token_weight=weight, correction_first=None, correction_second=None)
-    return inputs, spec._replace(correction=None)
+    for each in spec.row_corrections:
+        rows = rows._replace(token_weight=correction(rows, each))
+    inputs = inputs._replace(token_weight=rows.token_weight)
+    if spec.correction is None:
+        inputs = inputs._replace(correction_first=None, correction_second=None)
+    return inputs, spec._replace(row_corrections=())

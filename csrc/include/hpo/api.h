@@ -52,20 +52,30 @@ struct CorrectionRule {
   double low[2], high[2];  // of the statistic, [advantage >= 0, < 0]
 };
 
-// The factor of a correction on the tokens of a row.
+// The factor of corrections on the tokens of a row.
 struct RowFactor {
   float by_sign[2];  // of the advantage
   bool complete;     // each of its tokens has a statistic
+  bool unmasked;     // each token with a statistic passes the rule of tokens, which is a mask
 };
 
-// A factor of the sweep's own on the weight of every token.
-struct TokenCorrection {
+// By the statistic of the tokens of a row.
+struct RowCorrection {
   CorrectionRule rule;
   Reduction reduction;
-  int32_t of_rows;      // the statistic is that of the token's row: read on the CPU alone, as the next
-  RowFactor* rows;      // [rows]; workspace of the call, which writes it
+};
+
+constexpr int kMostRowCorrections = 2;
+
+// Factors of the sweep's own on the weight of every token, all over one pair of log-probabilities.
+struct TokenCorrection {
   const float* first;   // [tokens]; null: logp
   const float* second;  // [tokens]; null: no correction
+  CorrectionRule rule;  // by the statistic of the token
+  // Read on the CPU alone: elsewhere a correction has a rule of tokens, and none of rows.
+  int32_t of_tokens, of_rows;                // whether there is a rule of tokens; the number of those of rows
+  RowCorrection rows[kMostRowCorrections];
+  RowFactor* factors;                        // [rows], of all corrections of rows; workspace of the call, which writes it
 };
 
 struct PolicyLossArgs {

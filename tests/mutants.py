@@ -199,7 +199,7 @@ def python(mutant: Mutant) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1)
 def functions_of_package(modules: int) -> list[FunctionType]:
-    """Those that are alive. A search takes a quarter of a second; with as many modules there are no others at the top."""
+    """Those that are alive. A search takes a quarter of a second; with as many modules it would find no others."""
     gc.unfreeze()  # see conftest.py
     functions = [each for each in gc.get_objects() if type(each) is FunctionType]
     gc.freeze()

@@ -105,17 +105,17 @@ MUTANTS = {
     ),
     "cuda: rows that overlap count as sound ones": Mutant(
         "cuda_emulated", "cuda/gates.cu",
-        "gate.args.metrics[kBadOffsets] > 0.0", "false",
+        "args.metrics[kBadOffsets] > 0.0", "false",
         "test_gates.test_of_rows_that_overlap_the_last_one_owns_a_token", {"offsets": [0, 900, 300, 1900]},
     ),
     "cuda: a token belongs to each row that claims it": Mutant(
         "cuda_emulated", "cuda/gates.cu",
-        "broken && is_shared(pack, unit)", "false",
+        "BROKEN && is_shared(gate.pack(), unit)", "false",
         "test_gates.test_of_rows_that_overlap_the_last_one_owns_a_token", {"offsets": [0, 900, 300, 1900]},
     ),
     "cuda: a row counts by its first tile": Mutant(
         "cuda_emulated", "cuda/gates.cu",
-        "!met && !broken", "false",
+        "!met && !BROKEN", "false",
         "test_gates.test_a_row_counts_wherever_its_valid_tokens_are", {"masked": 513, "nan": False},
     ),
     "cuda: a ticket is not 0 again": Mutant(

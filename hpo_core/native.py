@@ -65,7 +65,6 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         self.tensor = torch.empty(1 << 18, dtype=torch.uint8, device="cpu")
-        self.ticket = torch.zeros(1, dtype=torch.int32, device="cpu")
 
 
 class Native:
@@ -75,7 +74,6 @@ class Native:
         self.module = module
         self._on_cuda = on_cuda
         self._scratch = _Scratch()
-        self._tickets: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
         self._widen = getattr(module, "widen", None)  # the CPU's, whose products multiply float32 only
         self._loss_from_logits = getattr(module, "loss_from_logits", None)  # that of CUDA
         self._corrects_rows = hasattr(module, "corrects_rows")  # in its sweeps: the CPU
@@ -104,18 +102,6 @@ class Native:
         if size >= _LARGE and not self._on_cuda:
             self.module.advise_large_pages(workspace, size)
         return workspace
-
-    def _ticket(self, like: torch.Tensor) -> torch.Tensor:
-        """A counter that is 0 between launches. Those of one stream share one, because they come one after the other;
-        a graph has its own, because it may run beside the launches of the stream that has recorded it."""
-        if not self._on_cuda:
-            return self._scratch.ticket
-        if torch.cuda.is_current_stream_capturing():
-            return like.new_zeros(1, dtype=torch.int32)
-        stream = like.get_device(), torch.cuda.current_stream(like.device).cuda_stream
-        if stream not in self._tickets:
-            self._tickets[stream] = like.new_zeros(1, dtype=torch.int32)
-        return self._tickets[stream]
 
     def _make_spec(self, spec: PolicyLossSpec) -> Any:
         def rule(of: CorrectionSpec) -> tuple[Any, ...]:
@@ -165,8 +151,7 @@ class Native:
             self._hierarchy(inputs, spec, tokens, rows, outputs, exchange)
         else:
             workspace = self._workspace(self.module.policy_loss_workspace(tokens, rows), logp)
-            call = (self.module.policy_loss, logp, self._spec(spec), tokens, rows, inputs, *outputs, workspace)
-            self._call(*call, self._ticket(logp))
+            self._call(self.module.policy_loss, logp, self._spec(spec), tokens, rows, inputs, *outputs, workspace)
         return outputs
 
     def _hierarchy(

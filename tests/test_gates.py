@@ -3,12 +3,14 @@
 import functools
 import itertools
 import math
+from unittest import mock
 
 import hypothesis
 import pytest
 import torch
 from breadth import at_length, number  # noqa: F401 (the first is a fixture)
 from catalogue import KINDS, PENALTIES, assert_exact, bits, run
+from conftest import NATIVE
 from hypothesis import strategies as st
 
 import hpo_core as hpo
@@ -526,6 +528,24 @@ def test_of_rows_that_overlap_the_last_one_owns_a_token(backend, offsets):
         assert out.metrics["rows"].item() == len(set(owner.tolist()) - {-1})
         torch.testing.assert_close(out.grad, expected, rtol=1e-5, atol=0)
     assert_exact(backend, example_of(1, gates.dapo(), set(), None))
+
+
+STREAMS = itertools.count(5000)  # a bug leaves a counter behind
+
+
+@pytest.mark.parametrize("backend", [backend for backend in NATIVE if backend == "cuda_emulated"])
+def test_streams_count_their_blocks_apart(backend):
+    """The number of threads stands for a stream in the emulation. Each of a thousand has a counter, which is 0 again
+    after a call; later ones clear one before."""
+    batch, logp = hpo.PackedBatch.from_lengths([3, 2]), torch.linspace(-2, -1, 5)
+    keywords = {"weights": torch.ones(2)}
+    example = PolicyLossExample(logp, logp - 0.05, torch.tensor([1.0, -1.0]), batch, gates.dapo(), keywords)
+    first, found = next(STREAMS), set()
+    for stream in (first, first, *itertools.islice(STREAMS, 1100), first):
+        with mock.patch.object(torch, "get_num_threads", functools.partial(int, stream)):
+            out = run(backend, example)
+        found.add((*bits(out.loss), *bits(out.grad)))
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("nan", [False, True])

@@ -58,7 +58,7 @@ inline PolicyLossSpec make_spec(int token, int head, int kl, int kl_gradient, bo
 }
 
 struct Outputs {
-  Address loss, metrics, grad, token_loss, workspace, ticket;
+  Address loss, metrics, grad, token_loss, workspace;
 };
 
 // `inputs` is a PolicyLossInputs of hpo_core/specs; a test compares the order.
@@ -135,7 +135,6 @@ inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& i
   args.grad = pointer<float>(outputs.grad);
   args.token_loss = pointer<float>(outputs.token_loss);
   args.workspace = pointer<void>(outputs.workspace);
-  args.ticket = pointer<unsigned>(outputs.ticket);
   return args;
 }
 
@@ -192,14 +191,13 @@ inline void bind_losses(py::module_& m) {
   py::class_<PolicyLossSpec>(m, "PolicyLossSpec", py::module_local()).def(py::init(&make_spec));
 
   m.def("policy_loss_workspace", &hpo_policy_loss_workspace);
-  m.def("policy_loss",
-        [](const PolicyLossSpec& spec, int64_t tokens, int64_t rows, const py::tuple& inputs, Address loss, Address metrics,
-           Address grad, Address token_loss, Address workspace, Address ticket, int64_t context) {
-          const Offsets offsets = offsets_of(inputs, rows);
-          const Outputs outputs{loss, metrics, grad, token_loss, workspace, ticket};
-          const PolicyLossArgs args = make_args(tokens, rows, inputs, offsets, outputs, spec.correction);
-          run([&] { return hpo_policy_loss(&args, &spec.structure, &spec.numbers, context); });
-        });
+  m.def("policy_loss", [](const PolicyLossSpec& spec, int64_t tokens, int64_t rows, const py::tuple& inputs, Address loss,
+                          Address metrics, Address grad, Address token_loss, Address workspace, int64_t context) {
+    const Offsets offsets = offsets_of(inputs, rows);
+    const PolicyLossArgs args =
+        make_args(tokens, rows, inputs, offsets, {loss, metrics, grad, token_loss, workspace}, spec.correction);
+    run([&] { return hpo_policy_loss(&args, &spec.structure, &spec.numbers, context); });
+  });
 
   py::class_<Hierarchy>(m, "Hierarchy", py::module_local()).def(py::init(&make_hierarchy));
   m.def("hierarchy_workspace", &hpo_hierarchy_workspace);
@@ -208,7 +206,7 @@ inline void bind_losses(py::module_& m) {
                         Address workspace, int stage, Address sums, Address largest, Address aggregate_grad, int64_t context) {
     const Offsets offsets = offsets_of(inputs, rows);
     const PolicyLossArgs args =
-        make_args(tokens, rows, inputs, offsets, {loss, metrics, grad, token_loss, workspace, {}}, spec.correction);
+        make_args(tokens, rows, inputs, offsets, {loss, metrics, grad, token_loss, workspace}, spec.correction);
     Hierarchy hierarchy = levels;
     add_leaves(hierarchy, leaves, inputs, offsets);
     hierarchy.stage = Stage(stage);

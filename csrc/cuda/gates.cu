@@ -7,13 +7,28 @@
 // The sweep takes for granted that offsets ascend. If some do not, rows may lie in each other's way, and what the blocks have
 // written counts for nothing: the last block, which knows, does everything again by itself.
 #include "gates_ratio.cuh"
+#include "tickets.cuh"
 
 namespace hpo {
 namespace {
 
+struct Workspace {
+  double* partials;  // [blocks][kMetrics]
+  unsigned* ticket;  // of a launch without one of its own
+
+  // Places the arrays and returns their size in bytes.
+  int64_t place(void* base) {
+    Placement placement(base);
+    placement.take(partials, kMaxBlocks * kMetrics);
+    placement.take(ticket, 1);
+    return placement.bytes();
+  }
+};
+
 struct Call {
   Gate gate;
   double* partials;  // [blocks][kMetrics]
+  Ticket ticket;
 };
 
 // Whether the tile has a valid token.
@@ -123,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, blocks_that_sweep(REFERENCE, EXTRAS)
   HPO_SHARED(int, events, [kMetrics]);
   const PolicyLossArgs& args = call.gate.args;
   sweep_block<REFERENCE, EXTRAS, false>(call, int(blockIdx.x), int(gridDim.x), warps, events);
-  if (!last_block(args.ticket)) return;
+  if (!last_block(call.ticket.get())) return;
   finish(call.partials, int(gridDim.x), args.loss, args.metrics);
   if (!__syncthreads_or(threadIdx.x == kBadOffsets && args.metrics[kBadOffsets] > 0.0)) return;
   clear_all(args);
@@ -151,13 +166,15 @@ void launch_sweep(const Call& call, int blocks, cudaStream_t stream) {
 }  // namespace
 }  // namespace hpo
 
-extern "C" int64_t hpo_policy_loss_workspace(int64_t, int64_t) { return hpo::kMaxBlocks * hpo::kMetrics * sizeof(double); }
+extern "C" int64_t hpo_policy_loss_workspace(int64_t, int64_t) { return hpo::Workspace().place(nullptr); }
 
 extern "C" int hpo_policy_loss(const hpo::PolicyLossArgs* args, const hpo::GateStructure* structure,
                                const hpo::GateNumbers* numbers, int64_t context) {
   using namespace hpo;
   const cudaStream_t stream = reinterpret_cast<cudaStream_t>(context);
-  const Call call = {Gate(*args, *structure, *numbers), static_cast<double*>(args->workspace)};
+  Workspace workspace;
+  workspace.place(args->workspace);
+  const Call call = {Gate(*args, *structure, *numbers), workspace.partials, take_ticket(stream, workspace.ticket)};
   const int blocks = blocks_for(kWarp * units_of(args->tokens, args->rows));
   args->ref_logp ? launch_sweep<true>(call, blocks, stream) : launch_sweep<false>(call, blocks, stream);
   return int(cudaGetLastError());

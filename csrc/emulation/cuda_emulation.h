@@ -226,6 +226,12 @@ HPO_UNHOOKED T load_relaxed(const T* address) {
 }
 }  // namespace hpo
 
+inline const cudaStream_t cudaStreamPerThread = reinterpret_cast<cudaStream_t>(-1);
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
 inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;

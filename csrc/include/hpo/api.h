@@ -110,7 +110,6 @@ struct PolicyLossArgs {
   float* grad;                // [tokens]; null: not wanted
   float* token_loss;          // [tokens]; null: not wanted
   void* workspace;            // policy_loss_workspace(tokens, rows) bytes, 16-byte aligned, any content
-  unsigned* ticket;           // of policy_loss on CUDA: 0 before and after the call, no other launch uses it meanwhile
 };
 
 enum class LevelKind : int32_t { identity = 0, clip = 1, rollback = 2, tanh = 3, gamma = 4, excess = 5 };

@@ -1,0 +1,42 @@
+// Counters of the blocks that are done, for launches that clear nothing before: each is 0 before a launch and again after it,
+// see last_block. A stream has one, because its launches come one after the other.
+#pragma once
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "hpo/cuda.h"
+
+namespace hpo {
+
+constexpr int kTickets = 1024;
+
+static __device__ unsigned tickets[kTickets];  // 0 when the module is loaded
+
+// Where a launch finds its counter.
+struct Ticket {
+  unsigned* own;  // null: it is tickets[number]
+  int number;
+
+  __device__ __forceinline__ unsigned* get() const { return own ? own : &tickets[number]; }
+};
+
+// The counter of a launch on this stream, on the device of this thread. A launch clears `spare` if another could run beside it:
+// in a graph that is recorded, and on the stream that is another one in each thread. So it does after a thousand streams.
+inline Ticket take_ticket(cudaStream_t stream, unsigned* spare) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, cudaStream_t>, int> numbers;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cudaStreamIsCapturing(stream, &status);
+  if (status == cudaStreamCaptureStatusNone && stream != cudaStreamPerThread) {
+    int device = 0;
+    cudaGetDevice(&device);
+    std::lock_guard<std::mutex> lock(mutex);
+    const int number = numbers.try_emplace({device, stream}, int(numbers.size())).first->second;
+    if (number < kTickets) return {nullptr, number};
+  }
+  cudaMemsetAsync(spare, 0, sizeof *spare, stream);
+  return {spare, 0};
+}
+
+}  // namespace hpo

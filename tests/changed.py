@@ -93,7 +93,7 @@ def kernels(names: str, modules: tuple[str, ...]) -> list[Rule]:
 
 RULES = [
     *kernels("gates hierarchy hierarchy_tokens leaves sums terms tokens gated_levels metrics", LOSS),
-    *kernels("prepare_leaves flows fixed_point", LOSS),
+    *kernels("prepare_leaves flows fixed_point tickets", LOSS),
     *kernels("corrections correction_rules", LOSS),
     *kernels("advantages groups units", ADVANTAGES),
     *kernels("entropy windows", ENTROPY),

@@ -7,7 +7,8 @@ import random
 
 import pytest
 import torch
-from breadth import few
+from breadth import crossed, few
+from conftest import NATIVE
 
 import hpo_core as hpo
 from hpo_core import gates, ops, testing
@@ -45,7 +46,7 @@ def factors(backend, pairs, correction, batch=None, **given):
     """What the op makes of these pairs, one row unless a batch says otherwise."""
     device, dtype = testing.device_of(backend), torch.float64 if backend == "reference" else torch.float32
     batch = hpo.PackedBatch.from_lengths([len(pairs)]) if batch is None else batch
-    first, second = torch.tensor(pairs, dtype=dtype).T.contiguous()
+    first, second = torch.as_tensor(pairs, dtype=dtype).T.contiguous()
     ones, hierarchy = torch.ones(batch.rows), batch.hierarchy(() if correction.unit is None else (correction.unit,))
     inputs = PolicyLossInputs(
         first, second, ones, ones, batch.cu_seqlens, batch.mask, leaf_begin=hierarchy.begin, leaf_end=hierarchy.end,
@@ -274,12 +275,11 @@ JOINED = {name: (each,) for name, each in REDUCTIONS.items()} | {
         REDUCTIONS["sum"],
     ),
 }
-CORRECTED = [gates.ppo_clip(), gates.gspo(), gates.fiberpo(), gates.sapo(), gates.gmpo()]
+CORRECTED = {each.name: each for each in (gates.ppo_clip(), gates.gspo(), gates.fiberpo(), gates.sapo(), gates.gmpo())}
 
 
-@pytest.mark.parametrize("gate", CORRECTED, ids=lambda gate: gate.name)
-@pytest.mark.parametrize("joined", JOINED)
-def test_corrections_in_the_loss_are_those_of_the_op(joined, gate, backend):
+@crossed(NATIVE, joined=tuple(JOINED), gate=tuple(CORRECTED))
+def test_corrections_in_the_loss_are_those_of_the_op(backend, joined, gate):
     """To the bit: with masks, weights of tokens, their own advantages and undefined statistics, in rows of any size."""
     place, draw = testing.device_of(backend), torch.Generator().manual_seed(1)
     tokens = 1500 if backend in ("triton", "cuda_emulated") else 40_000
@@ -301,15 +301,15 @@ def test_corrections_in_the_loss_are_those_of_the_op(joined, gate, backend):
         factor = given
         for correction in JOINED[joined]:
             factor = {"token_weight": factors(
-                backend, torch.stack((old, rollout), 1).tolist(), correction, each.replace(mask=counted.to(place)),
+                backend, torch.stack((old, rollout), 1), correction, each.replace(mask=counted.to(place)),
                 advantages=advantages, advantage_per_token=level is not None, **factor,
             )}  # fmt: skip
         call = functools.partial(
             hpo.policy_loss_and_grad, logp.to(place), old.to(place), advantages, each, advantage_level=level,
             backend=backend,
         )  # fmt: skip
-        got = call(gate=gates.compose(gate, *JOINED[joined]), rollout_logp=rollout.to(place), **given)
-        expected = call(gate=gate, **factor)
+        got = call(gate=gates.compose(CORRECTED[gate], *JOINED[joined]), rollout_logp=rollout.to(place), **given)
+        expected = call(gate=CORRECTED[gate], **factor)
         assert torch.equal(got.loss, expected.loss)
         assert torch.equal(got.grad, expected.grad)
         assert got.metrics["tokens"] == expected.metrics["tokens"]

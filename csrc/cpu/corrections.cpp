@@ -153,8 +153,8 @@ struct Factors {
     }
     for (; covered < n; ++covered) kind[covered] = kAbsent;
     for_each_vector(0, n, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
-      const Ints here = load_lanes<Ints>(kind + i);
-      write<decltype(whole)::value>(i, own, present_lanes(here), here == kNegative, nullptr);
+      const Ints here = load_lanes<Ints>(kind + i);  // the last row's goes on behind the tile
+      write<decltype(whole)::value>(i, own, both(own, present_lanes(here)), here == kNegative, nullptr);
     });
   }
 };

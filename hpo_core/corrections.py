@@ -1,6 +1,6 @@
 """What the corrections of a gate make of a call: a factor on each token, and, on request, what each of them saw.
 
-The loss computes the factors of most corrections of tokens and rows by itself; others are an op of their own.
+The loss computes the factors of one correction of tokens and two of rows by itself; others are an op of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .batch import PackedBatch
 from .gates import Channel, Correction, RatioGate
 from .metrics import Metrics, empty_metrics, observed
 from .segment_exchange import reduce_over_ranks
-from .specs import PolicyLossInputs, PolicyLossSpec, Unit
+from .specs import MOST_ROW_CORRECTIONS, PolicyLossInputs, PolicyLossSpec, Unit
 
 __all__ = ["corrected"]
 
@@ -33,7 +33,7 @@ def corrected(
     backend: str | None,
 ) -> tuple[PolicyLossInputs, PolicyLossSpec, tuple[Metrics, ...]]:
     """Inputs and spec with all corrections in them, and the metrics of each, if they are wanted. If ``logp_known``, the
-    loss takes some."""
+    loss takes those of :func:`_joining`."""
     seen = []
     logp = inputs.logp.detach()
     joining = _joining(gate, batch, process_group) if logp_known else []
@@ -72,7 +72,10 @@ def _joining(gate: RatioGate, batch: PackedBatch, process_group: torch.distribut
     of_tokens = [index for index, each in enumerate(gate.corrections) if each.unit is None][:1]
     of_rows = [index for index, each in enumerate(gate.corrections) if alone and each.unit is Unit.TRAJECTORY]
     channels = [gate.corrections[index].channel for index in (*of_tokens, *of_rows)]
-    return of_tokens + [index for index in of_rows if gate.corrections[index].channel is channels[0]][:2]
+    return (
+        of_tokens
+        + [index for index in of_rows if gate.corrections[index].channel is channels[0]][:MOST_ROW_CORRECTIONS]
+    )
 
 
 def _channel(

@@ -31,7 +31,8 @@ struct Call {
   Ticket ticket;
 };
 
-// Whether the tile has a valid token.
+// Sweeps the tokens of a tile, and tells whether one of them is valid. BROKEN: one by one, because a second loop over groups of
+// four would take more registers than there are.
 template <bool REFERENCE, int EXTRAS, bool BROKEN>
 __device__ __forceinline__ bool sweep_tile(const Call& call, const Unit& unit, Totals& totals,
                                            HPO_SHARED_POINTER(double) places, HPO_SHARED_POINTER(int) events) {

@@ -61,7 +61,7 @@ __device__ __forceinline__ void sweep_tokens(const Gate& gate, const RowTerms& r
   }
 }
 
-// That of one token.
+// The same for a group of one.
 template <bool REFERENCE, int EXTRAS>
 __device__ __forceinline__ void sweep_tokens(const Gate& gate, const RowTerms& row, const Inputs<1>& inputs, float (&grad)[1],
                                              TileTotals& tile, Totals& totals) {

@@ -35,16 +35,16 @@ __device__ __forceinline__ void put(float (&values)[4], int i, float value) {
 // Whether addresses allow groups of four: floats on 16 bytes, masks on 4. Null pointers do.
 inline bool groupable(const void* array, size_t bytes) { return reinterpret_cast<uintptr_t>(array) % bytes == 0; }
 
-// Calls `visit` with this lane's groups in the unit.
+// Calls `visit` with this lane's groups in the unit. shared: a row behind the unit's may own some of its tokens.
 template <int WIDTH, class Visit>
-__device__ __forceinline__ void for_each_group(const Pack& pack, const Unit& unit, bool groupable, bool broken, Visit visit) {
+__device__ __forceinline__ void for_each_group(const Pack& pack, const Unit& unit, bool groupable, bool shared, Visit visit) {
   const int before = WIDTH == 4 ? int(unit.begin) & 3 : 0, end = before + unit.length;
   const int64_t aligned = unit.begin - before;
 #pragma unroll 1
   for (int at = lane() * WIDTH; at < end; at += kWarp * WIDTH) {
     const int from = max(before - at, 0), to = min(end - at, WIDTH);
     unsigned inside = (1u << to) - (1u << from);
-    if (broken) {
+    if (shared) {
 #pragma unroll 1
       for (int i = from; i < to; ++i) {
         if (find_owner(pack, aligned + at + i) != unit.row) inside &= ~(1u << i);

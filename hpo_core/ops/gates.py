@@ -14,6 +14,7 @@ from ..backends import is_reference, resolve
 from ..checks import check, check_dtype, check_shape, has_tangent
 from ..metrics import SLOTS
 from ..specs import (
+    MOST_ROW_CORRECTIONS,
     Action,
     CorrectionSpec,
     Exchange,
@@ -298,7 +299,8 @@ def _check_loss(*arguments: Any) -> None:
     *tensors, structure, numbers, _, _, _ = arguments
     levels, rows = (_levels_in(structure), structure[2]) if len(structure) >= _STRUCTURE else (-1, 0)
     check(
-        levels >= 0 <= rows <= 2
+        levels >= 0
+        and 0 <= rows <= MOST_ROW_CORRECTIONS
         and len(structure) == _STRUCTURE + _OF_LEVEL[0] * levels + _OF_CORRECTION[0] * rows
         and len(numbers) == _NUMBERS + _OF_LEVEL[1] * levels + _OF_CORRECTION[1] * rows,
         "structure: expected that of a gate, got {} kinds and {} numbers",

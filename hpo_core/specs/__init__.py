@@ -21,6 +21,7 @@ from .advantages import (
 )
 from .entropy import INDEX_RULES, Boundary, Invalid, OrderRule, Scopes, WindowAggregate
 from .gates import (
+    MOST_ROW_CORRECTIONS,
     Action,
     Aggregate,
     CorrectionSpec,
@@ -48,6 +49,7 @@ from .provenance import Provenance
 
 __all__ = [
     "INDEX_RULES",
+    "MOST_ROW_CORRECTIONS",
     "MOST_TERMS",
     "Action",
     "Aggregate",

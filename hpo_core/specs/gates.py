@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 __all__ = [
+    "MOST_ROW_CORRECTIONS",
     "Action",
     "Aggregate",
     "CorrectionSpec",
@@ -179,6 +180,9 @@ class CorrectionSpec(NamedTuple):
         return self.reduction in (Reduction.MIN, Reduction.MAX)
 
 
+MOST_ROW_CORRECTIONS = 2  # of a loss
+
+
 # Changes what segments of a correction have added up, ``[P, n]`` numbers in place: into the sums over all processes, or
 # with True into the maxima. Numbers are integers, floats for the reference.
 SegmentReduce = Callable[[torch.Tensor, bool], None]
@@ -221,7 +225,7 @@ class PolicyLossSpec(NamedTuple):
     split: bool = False  # positive and negative log-ratios are two channels, each with aggregates of its own
     term: TermSpec | None = None  # then everything is as with levels, even without any
     correction: CorrectionSpec | None = None  # of tokens: a factor on their weights
-    row_corrections: tuple[CorrectionSpec, ...] = ()  # at most two: more of these factors, by the statistics of rows
+    row_corrections: tuple[CorrectionSpec, ...] = ()  # more of these factors, by the statistics of rows
 
     @property
     def is_hierarchical(self) -> bool:

@@ -549,12 +549,16 @@ def test_streams_count_their_blocks_apart(backend):
 
 
 @pytest.mark.parametrize("nan", [False, True])
-@pytest.mark.parametrize("masked", [0, 511, 512, 513, 1100, 1999, 2000])
-def test_a_row_counts_wherever_its_valid_tokens_are(backend, masked, nan):
-    mask = torch.arange(4500) >= 1500 + masked
+@pytest.mark.parametrize("at", [0, 511, 512, 513, 1023, 1024, 1536, 1999, None])
+def test_a_row_counts_wherever_its_valid_token_is(backend, at, nan):
+    """The first of three rows has none, the second one at most."""
+    place = torch.arange(4500)
+    mask = place >= 3500
+    if at is not None:
+        mask |= place == 1500 + at
     logp = torch.where(mask, -1.0, math.nan) if nan else torch.full((4500,), -1.0)
     batch = hpo.PackedBatch.from_lengths([1500, 2000, 1000], mask=None if nan else mask)
     out = hpo.policy_loss_and_grad(
         logp, logp, torch.ones(3), batch, advantage_level="row", weights=torch.ones(3), backend=backend
     )
-    assert out.metrics["rows"] == 1 + (masked < 2000)
+    assert out.metrics["rows"] == 1 + (at is not None)

@@ -116,7 +116,7 @@ MUTANTS = {
     "cuda: a row counts by its first tile": Mutant(
         "cuda_emulated", "cuda/gates.cu",
         "!met && !BROKEN", "false",
-        "test_gates.test_a_row_counts_wherever_its_valid_tokens_are", {"masked": 513, "nan": False},
+        "test_gates.test_a_row_counts_wherever_its_valid_token_is", {"at": 513, "nan": False},
     ),
     "cuda: a ticket is not 0 again": Mutant(
         "cuda_emulated", "cuda/warp.cuh",

@@ -224,7 +224,7 @@ void multiply(RowFactor& factor, const RowCorrection* begin, const RowCorrection
     const float v = reduced.as(each->reduction);
     for (int sign = 0; sign < 2; ++sign) factor.by_sign[sign] *= factor_of(each->rule, sign, v);
   }
-  factor.complete &= reduced.valid == tokens;
+  factor.complete = reduced.valid == tokens;
   const CorrectionRule& own = correction.rule;
   if (!correction.of_tokens || own.action != Action::mask || own.statistic != begin->rule.statistic) return;
   const auto passes = [&](int sign) {

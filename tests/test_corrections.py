@@ -1,5 +1,6 @@
 """The factors of corrections, by hand: what statistics reach, which tokens have a say, what stays outside."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -223,26 +224,31 @@ def test_statistics_of_probabilities_keep_their_digits(statistic, backend):
         assert lies_at(backend, [pair], measured(statistic, *pair), statistic), pair
 
 
-@pytest.mark.parametrize("delta", [1e-4, 0.004, 0.05, 0.5])
-def test_a_mask_of_the_sweep_is_that_of_the_op(delta, backend):
-    """Bounds on a binary KL decide most masks of the fast path, the KL itself those of the op: also for tokens that are
-    nearly certain or nearly impossible, and for those close to the limit."""
+@pytest.mark.parametrize("delta, above", [(1e-4, -INF), (0.004, -INF), (0.05, -INF), (0.5, -INF), (0.05, 0.5)])
+@pytest.mark.parametrize("statistic", [Statistic.PROBABILITY, Statistic.BINARY_KL])
+def test_a_mask_of_the_sweep_is_that_of_the_op(statistic, delta, above, backend):
+    """Bounds on a statistic decide most masks of the fast path, the statistic itself those of the op: also for tokens
+    that are nearly certain or nearly impossible, for those close to a limit, and where 0 is not between the limits."""
     place, draw = testing.device_of(backend), torch.Generator().manual_seed(5)
     rows, length = 64 if backend == "cpu" else 4, 1024
     p = torch.rand(rows, length, generator=draw, dtype=torch.float64)
     p = torch.stack([p[0::4], p[1::4] ** 8, 1 - p[2::4] ** 8, 1e-6 * p[3::4]]).flatten(0, 1).clamp(1e-20, 1 - 1e-7)
     old_logp = p.log().float().flatten()
-    spread = (2 * delta * (1 - p) / p).sqrt().clamp(max=1.0) * torch.randn(p.shape, generator=draw, dtype=torch.float64)
+    usual = (2 * delta * (1 - p) / p).sqrt() if statistic is Statistic.BINARY_KL else delta / p
+    spread = usual.clamp(max=1.0) * torch.randn(p.shape, generator=draw, dtype=torch.float64)
     logp = (old_logp + spread.flatten().float()).clamp(max=-1e-7)
     advantages = torch.tensor([1.0, -1.0, -1.0, 1.0]).repeat(p.shape[0] // 4)
     batch = hpo.PackedBatch.from_lengths([length] * p.shape[0]).to(place)
-    gate = gates.dppo_kl(delta)
+    low, high = max(-delta, above * delta), delta
+    own = gates.dppo_kl()
+    mask = Correction(Action.MASK, (above * delta, low), (high, INF), channel=own.channel, statistic=statistic)
+    gate = dataclasses.replace(own, corrections=(mask,))
     pair = list(zip(logp.tolist(), old_logp.tolist(), strict=True))
     kept = factors(backend, pair, gate.corrections[0], batch, advantages=advantages)
     out = hpo.policy_loss_and_grad(
         logp.to(place), old_logp.to(place), advantages.to(place), batch, gate, backend=backend
     )
-    assert 0.05 < float(kept.mean()) < 0.98
+    assert 0.02 < float(kept.mean()) < 0.98
     assert torch.equal(out.grad != 0, kept != 0)
 
 

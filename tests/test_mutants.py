@@ -264,15 +264,28 @@ MUTANTS = {
         "from_fixed(fixed) + double(coarse) * double(kCoarse)", "from_fixed(fixed)",
         "test_corrections.test_far_tokens_do_not_cost_near_ones_their_digits", {},
     ),
-    "cpu: a lower bound on a binary KL is twice as large": Mutant(
-        "cpu", "cpu/gates_binary_kl.h",
-        "2.0f * over * t * (one - t)", "over * t * (one - t)",
-        "test_corrections.test_a_mask_of_the_sweep_is_that_of_the_op", {"delta": 0.05},
+    "cpu: an upper bound on a difference of probabilities is half as large": Mutant(
+        "cpu", "cpu/gates_sure_masks.h",
+        "at_least(under, m * (u > zero ? u : -u))", "at_least(under, 0.5f * m * (u > zero ? u : -u))",
+        "test_corrections.test_a_mask_of_the_sweep_is_that_of_the_op",
+        {"delta": 0.05, "statistic": gates.Statistic.PROBABILITY, "above": -math.inf},
     ),
     "cpu: an upper bound on a binary KL is half as large": Mutant(
-        "cpu", "cpu/gates_binary_kl.h",
-        "6.0f * under * of_p * of_q", "12.0f * under * of_p * of_q",
-        "test_corrections.test_a_mask_of_the_sweep_is_that_of_the_op", {"delta": 0.05},
+        "cpu", "cpu/gates_sure_masks.h",
+        "-2.0f * larger * under", "-4.0f * larger * under",
+        "test_corrections.test_a_mask_of_the_sweep_is_that_of_the_op",
+        {"delta": 0.05, "statistic": gates.Statistic.BINARY_KL, "above": -math.inf},
+    ),
+    "cpu: a mask is decided around 0 where 0 is not kept": Mutant(
+        "cpu", "cpu/gates_sure_masks.h",
+        "rule.low[sign] < 0.0f && 0.0f < rule.high[sign]", "true",
+        "test_corrections.test_a_mask_of_the_sweep_is_that_of_the_op",
+        {"delta": 0.05, "statistic": gates.Statistic.PROBABILITY, "above": 0.5},
+    ),
+    "cpu: a clip passes everything": Mutant(
+        "cpu", "cpu/hierarchy_terms.h",
+        "low[sign] == -INFINITY && high[sign] == INFINITY", "true",
+        "test_presets.test_every_backend_is_the_papers_formula", {"name": "ce_gppo"},
     ),
     "cpu: tokens outside all steps lose their weight": Mutant(
         "cpu", "cpu/corrections.cpp",

@@ -1,6 +1,6 @@
 // The weights of tokens: their own, and the factors of corrections by their own statistic and by those of their row.
 #pragma once
-#include "gates_binary_kl.h"
+#include "gates_sure_masks.h"
 #include "hpo/api.h"
 #include "rows.h"
 
@@ -26,23 +26,19 @@ struct Signs {
 struct CorrectedWeights {
   const float *first, *second, *token_weight;
   const RuleNumbers rule;
+  const bool may_be_sure;
 
   explicit CorrectedWeights(const PolicyLossArgs& args)
       : first(args.correction.first ? args.correction.first : args.logp),
         second(args.correction.second),
         token_weight(args.token_weight),
-        rule(args.correction.rule) {}
+        rule(args.correction.rule),
+        may_be_sure(HPO_ISA::may_be_sure(rule)) {}
 
   HPO_INLINE Floats factor(Mask own, Ints negative, Floats from, Floats to) const {
-    if (rule.statistic == Statistic::binary_kl && rule.action == Action::mask) {  // bounds on it decide in less time
-      const Floats zero = {}, least = all<Floats>(-87.0f), u = from - to;
-      const Mask not_above = both(at_least(zero, from), at_least(zero, to));
-      const Mask ordinary = both(not_above, both(at_least(from, least), at_least(to, least)));
-      const Decided decided =
-          decide_binary_kl(to, u, exp_of_number(u), by_sign<Floats>(negative, rule.low), by_sign<Floats>(negative, rule.high));
-      if (!any(but_not(own, both(ordinary, either(decided.inside, decided.outside))))) {
-        return keep_if(decided.inside, all<Floats>(1.0f));
-      }
+    if (may_be_sure) {
+      const Floats low = by_sign<Floats>(negative, rule.low), high = by_sign<Floats>(negative, rule.high);
+      if (!any(but_not(own, surely_inside(rule.statistic, from, to, low, high)))) return all<Floats>(1.0f);
     }
     return rule.factor(negative, from, to, Exponential{});
   }

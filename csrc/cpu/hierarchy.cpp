@@ -24,17 +24,19 @@ void add_children(const Leaves& leaves, const Workspace& space, int k) {
   }
 }
 
-void sum_segments(const Leaves& leaves, const Workspace& space) {
-  for (int k = 0; k < leaves.hierarchy.depth; ++k) {
+// A thread takes a level, in the order of its leaves.
+void sum_segments(const Leaves& leaves, const Workspace& space, int threads) {
+  const auto is_balanced = [&](int64_t k) { return leaves.hierarchy.levels[k].aggregate == Aggregate::balanced; };
+  parallel_for(leaves.hierarchy.depth, threads, [&](int64_t k) {
     LogRatios* segments = space.segments() + k * leaves.count();
     std::fill_n(segments, leaves.count(), LogRatios{});
-    if (leaves.hierarchy.levels[k].aggregate == Aggregate::balanced) {
-      add_children(leaves, space, k);
-      continue;
-    }
+    if (is_balanced(k)) return;
     for (int64_t p = 0; p < leaves.count(); ++p) {
-      if (leaves.length(p) > 0) segments[leaves.ancestor(k, p)].add(space.log_ratios[p]);
+      if (leaves.length(p) > 0) segments[leaves.ancestor(int(k), p)].add(space.log_ratios[p]);
     }
+  });
+  for (int k = 0; k < leaves.hierarchy.depth; ++k) {
+    if (is_balanced(k)) add_children(leaves, space, k);
   }
 }
 
@@ -47,41 +49,37 @@ void clear_gaps(const Leaves& leaves) {
   });
 }
 
-// Calls body(place, gradient) for the gradient of each leaf in the aggregate of each of its segments, unless it is 0. The place
-// is that of segment and channel in SegmentTables.
+// Clears a table of segments by channel and calls body(place, gradient) for the gradient of each leaf in the aggregate of each
+// of its segments, unless it is 0. The place is that of segment and channel in the table. A thread takes a level.
 template <class Body>
-void for_each_aggregate_grad(const Leaves& leaves, const Workspace& space, const Body& body) {
+void for_each_aggregate_grad(const Leaves& leaves, const Workspace& space, int threads, int64_t* table, const Body& body) {
   const Hierarchy& hierarchy = leaves.hierarchy;
-  for (int k = 0; k < hierarchy.depth; ++k) {
-    if (hierarchy.levels[k].routing != Routing::through) continue;
+  parallel_for(hierarchy.depth, threads, [&](int64_t k) {
+    std::fill_n(table + 2 * k * leaves.count(), 2 * leaves.count(), int64_t{0});  // of a caller without leaves: null
+    if (hierarchy.levels[k].routing != Routing::through) return;
     for (int64_t p = 0; p < leaves.count(); ++p) {
       if (leaves.length(p) == 0) continue;
-      const int64_t segment = k * leaves.count() + leaves.ancestor(k, p);
+      const int64_t segment = k * leaves.count() + leaves.ancestor(int(k), p);
       for (int channel = 0; channel <= hierarchy.split; ++channel) {
-        const double grad = grad_into_aggregate(space.slopes[p], k, channel, space.flows[p]);
+        const double grad = grad_into_aggregate(space.slopes[p], int(k), channel, space.flows[p]);
         if (grad != 0.0) body(2 * segment + channel, grad);
       }
     }
-  }
+  });
 }
 
-int64_t* clear_by_channel(const Leaves& leaves, int64_t* table) {
-  std::fill_n(table, 2 * leaves.hierarchy.depth * leaves.count(), int64_t{0});  // of a caller without leaves: null
-  return table;
-}
-
-void find_largest(const Leaves& leaves, const Workspace& space) {
-  int64_t* largest = clear_by_channel(leaves, space.tables.largest);
-  for_each_aggregate_grad(leaves, space, [&](int64_t at, double grad) {
+void find_largest(const Leaves& leaves, const Workspace& space, int threads) {
+  int64_t* largest = space.tables.largest;
+  for_each_aggregate_grad(leaves, space, threads, largest, [=](int64_t at, double grad) {
     const int64_t magnitude = magnitude_of(grad);
     if (largest[at] < magnitude) largest[at] = magnitude;
   });
 }
 
-void add_aggregate_grads(const Leaves& leaves, const Workspace& space) {
-  int64_t* aggregate_grad = clear_by_channel(leaves, space.tables.aggregate_grad);
-  for_each_aggregate_grad(leaves, space,
-                          [&](int64_t at, double grad) { aggregate_grad[at] += in_steps(grad, space.tables.largest[at]); });
+void add_aggregate_grads(const Leaves& leaves, const Workspace& space, int threads) {
+  int64_t *aggregate_grad = space.tables.aggregate_grad, *largest = space.tables.largest;
+  for_each_aggregate_grad(leaves, space, threads, aggregate_grad,
+                          [=](int64_t at, double grad) { aggregate_grad[at] += in_steps(grad, largest[at]); });
 }
 
 // From the gradients of aggregates to that of each token of a leaf.
@@ -109,7 +107,8 @@ void gate_leaves(const Leaves& leaves, const Workspace& space, int threads) {
   for_each_range(leaves.count(), threads, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
       if (leaves.length(p) == 0 || leaves.stands_alone(p)) continue;
-      space.gates[p] = {}, space.slopes[p] = {};
+      space.gates[p] = {};
+      std::memset(space.slopes[p].slope, 0, size_t(leaves.hierarchy.depth) * sizeof *space.slopes[p].slope);
       const auto segment = [&](int k) { return space.segments()[k * leaves.count() + leaves.ancestor(k, p)]; };
       if (leaves.hierarchy.depth > 0 && space.log_ratios[p].valid > 0)
         gate_leaf(leaves, p, segment, space.gates[p], space.slopes[p]);
@@ -193,7 +192,7 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
       });
     if (some_together) {
       gather_blocks(leaves, space.log_ratios_of_blocks, space.log_ratios);
-      sum_segments(leaves, space);
+      sum_segments(leaves, space, threads);
     }
   }
 
@@ -209,7 +208,7 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
     }
     if (some_together && plan.carries) {
       gather_blocks(leaves, space.flows_of_blocks, space.flows);
-      find_largest(leaves, space);
+      find_largest(leaves, space, threads);
     }
     Partial total;
     const int64_t tasks = by_tiles ? ceil_divide(args.tokens, kChunk) : leaves.tasks();
@@ -220,7 +219,7 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
   }
 
   if (!some_together || !plan.carries) return;
-  if (reaches(Stage::reduce_grad)) add_aggregate_grads(leaves, space);
+  if (reaches(Stage::reduce_grad)) add_aggregate_grads(leaves, space, threads);
   if (reaches(Stage::broadcast_grad)) {
     broadcast_grad(leaves, space, threads);
     for_each_block_together([&](int64_t task, const Block& block, Scratch& scratch) {

@@ -56,6 +56,13 @@ struct TermPlan {
     return alike;
   }
 
+  // Whether a token under no level keeps its log-ratio, whatever it is.
+  bool passes(const float (&low)[2], const float (&high)[2]) const {
+    bool all_open = !drop && !split && !pre_gated;
+    for (int sign = 0; sign < 2; ++sign) all_open &= low[sign] == -INFINITY && high[sign] == INFINITY;
+    return all_open;
+  }
+
   // From the gradient of what is aggregated to that of the token's log-ratio.
   HPO_INLINE Floats through_pre_gate(Ints negative, Floats x, Floats flow) const {
     if (mean_exp) return flow * mean_exp_slope(split, x);
@@ -107,24 +114,37 @@ inline void load_terms(const Call& call, int64_t first, int n, int64_t row, floa
 using TermLoop = GateCounts (*)(const TermPlan&, const LeafGate&, const Tile&, const float* entering, const float* coefficient,
                                 TokenTerms&, float* loss, float* grad, int n);
 
-// The term of the tokens of a vector under the gates of their leaf.
-struct TermOfTokens {
+// The tokens of a vector under the gates of their leaf.
+struct GatedTokens {
   GatedTokenNumber<Floats> token;
-  HeadTerm<Floats> term;
+  Floats factor;  // the weight of what lies beyond a bound
 
-  template <class RatioOf>
-  HPO_INLINE TermOfTokens(Head head, const TermPlan& plan, const LeafGate& leaf, Ints negative, Floats entering, Floats x,
-                          Floats low, Floats high, Floats coefficient, Floats kept, Floats logp, Floats target,
-                          const RatioOf& ratio_of) {
+  HPO_INLINE GatedTokens(const TermPlan& plan, const LeafGate& leaf, Ints negative, Floats entering, Floats low, Floats high) {
     const TermNumbers& numbers = plan.numbers;
-    const Floats most = all<Floats>(saturation_of(head)), one = all<Floats>(1.0f);
     token = gate_token<Floats>(leaf, plan.split, plan.drop, plan.keep, negative, entering, low, high,
                                by_sign<Floats>(negative, numbers.slope_low), by_sign<Floats>(negative, numbers.slope_high));
     const Floats outside_low = by_sign<Floats>(negative, numbers.weight_low);
     const Floats outside_high = by_sign<Floats>(negative, numbers.weight_high);
-    const Floats factor = token.above ? outside_high : (token.below ? outside_low : one);
-    term = head_term<Floats>(head, negative, by_sign<Floats>(negative, numbers.head), clamp(token.z, -most, most), x,
-                             coefficient * factor, kept * factor, logp, target, ratio_of);
+    factor = token.above ? outside_high : (token.below ? outside_low : all<Floats>(1.0f));
+  }
+
+  // The same, to the bit, where TermPlan::passes holds.
+  HPO_INLINE explicit GatedTokens(Floats x)
+      : token{x, all<Floats>(1.0f), Floats{}, Floats{}, Ints{}, Ints{}}, factor(all<Floats>(1.0f)) {}
+};
+
+// Their term.
+struct TermOfTokens {
+  const GatedTokenNumber<Floats> token;
+  HeadTerm<Floats> term;
+
+  template <class RatioOf>
+  HPO_INLINE TermOfTokens(Head head, const TermPlan& plan, const GatedTokens& gated, Ints negative, Floats x,
+                          Floats coefficient, Floats kept, Floats logp, Floats target, const RatioOf& ratio_of)
+      : token(gated.token) {
+    const Floats most = all<Floats>(saturation_of(head)), number = by_sign<Floats>(negative, plan.numbers.head);
+    term = head_term<Floats>(head, negative, number, clamp(token.z, -most, most), x, coefficient * gated.factor,
+                             kept * gated.factor, logp, target, ratio_of);
   }
 
   // Of the token's own path; `slope`: term.slope where it is present.
@@ -141,8 +161,9 @@ GateCounts term_loop(const TermPlan& plan, const LeafGate& leaf, const Tile& til
   for (int i = 0; i < n; i += kWidth) {
     const Ints kind = load_lanes<Ints>(tile.chosen + i), present = kind != kAbsent, negative = kind == kNegative;
     const Floats entering = load_lanes<Floats>(entering_logs + i), x = load_lanes<Floats>(tile.x + i);
-    const TermOfTokens tokens(kHead, plan, leaf, negative, entering, x, load_lanes<Floats>(terms.low + i),
-                              load_lanes<Floats>(terms.high + i), load_lanes<Floats>(coefficient + i),
+    const GatedTokens gated(plan, leaf, negative, entering, load_lanes<Floats>(terms.low + i),
+                            load_lanes<Floats>(terms.high + i));
+    const TermOfTokens tokens(kHead, plan, gated, negative, x, load_lanes<Floats>(coefficient + i),
                               load_lanes<Floats>(terms.kept + i), load_lanes<Floats>(terms.logp + i),
                               load_lanes<Floats>(terms.target + i), Exponential{});
     const GatedTokenNumber<Floats>& token = tokens.token;
@@ -184,7 +205,8 @@ inline TermLoop pick_term_loop(Head head) {
   return term_loop<Head::linear>;
 }
 
-// The gate of a fast-path tile under no level, for sweep_token_inputs.
+// The gate of a fast-path tile under no level, for sweep_token_inputs. kPasses: TermPlan::passes holds.
+template <bool kPasses>
 struct FastTermGate {
   static constexpr bool weighs = true;
   const Head head;
@@ -209,16 +231,20 @@ struct FastTermGate {
   HPO_INLINE TermNumber<Floats> term(const Vector& vector, const TermInputs& inputs) {
     const Ints negative = inputs.kind == kNegative;
     const Floats x = vector.x;
-    const Floats entering = plan.pre_gated ? pre_gate<Floats>(plan.numbers, head, negative, x) : x;
+    const Floats entering = !kPasses && plan.pre_gated ? pre_gate<Floats>(plan.numbers, head, negative, x) : x;
     const auto ratio_of = [&](Floats z) __attribute__((always_inline)) {  // mostly nothing has changed x
       return any(both(vector.present, present_lanes(Ints(z != x)))) ? exp(z) : vector.ratio;
     };
-    const TermOfTokens tokens(head, plan, LeafGate{}, negative, entering, x, by_sign<Floats>(negative, low),
-                              by_sign<Floats>(negative, high), inputs.coefficient, inputs.kept, vector.load(logp),
-                              inputs.target, ratio_of);
+    const GatedTokens gated = kPasses ? GatedTokens(x)
+                                      : GatedTokens(plan, LeafGate{}, negative, entering, by_sign<Floats>(negative, low),
+                                                    by_sign<Floats>(negative, high));
+    const TermOfTokens tokens(head, plan, gated, negative, x, inputs.coefficient, inputs.kept, vector.load(logp), inputs.target,
+                              ratio_of);
     const Mask chosen = vector.present;
-    below[vector.part] = add_where(chosen, inputs.kind & tokens.token.below, below[vector.part]);
-    above[vector.part] = add_where(chosen, inputs.kind & tokens.token.above, above[vector.part]);
+    if (!kPasses) {
+      below[vector.part] = add_where(chosen, inputs.kind & gated.token.below, below[vector.part]);
+      above[vector.part] = add_where(chosen, inputs.kind & gated.token.above, above[vector.part]);
+    }
     const Floats slope = keep_if(chosen, tokens.term.slope);
     return {tokens.term.loss, keep_if(chosen, tokens.gradient(slope, entering, x))};
   }
@@ -231,8 +257,12 @@ struct FastTermGate {
 // A fast-path tile of rows under no level. False: the fast path does not hold, and nothing is counted.
 inline bool run_terms(const Call& call, const TermPlan& plan, const float (&low)[2], const float (&high)[2], int64_t first,
                       int n, const Segments& segments, Tile& tile, uint8_t* seen, Partial& partial) {
-  const FastTermGate gate = {call.structure.head, plan, call.args.logp + first, low, high};
+  const FastTermGate<false> gate = {call.structure.head, plan, call.args.logp + first, low, high};
   const bool nothing = !call.args.target && given(call.args) == Given::nothing;
+  if (nothing && plan.passes(low, high)) {
+    const FastTermGate<true> passing = {call.structure.head, plan, call.args.logp + first, low, high};
+    return sweep_token_inputs<Given::nothing>(call, first, n, segments, tile, seen, partial, passing);
+  }
   return nothing ? sweep_token_inputs<Given::nothing>(call, first, n, segments, tile, seen, partial, gate)
                  : sweep_token_inputs<Given::anything>(call, first, n, segments, tile, seen, partial, gate);
 }

@@ -222,7 +222,7 @@ def gpu_presets() -> list[Preset]:
     """A row of the table of launches each, with the loops of its kernels."""
     loops = {row[0].strip("`"): row for row in rows_of("gpu.md", "| loop | code | way | for one |")}
     found = []
-    for presets, cuda, _ in rows_of("gpu.md", "| presets | CUDA | Triton |"):
+    for presets, cuda, *_ in rows_of("gpu.md", "| presets | CUDA | CUDA, few tokens | Triton |"):
         names = re.findall(r"`([^`]+)`", presets)
         kernels = []
         for kernel, times in re.findall(r"`([^`]+)`(?: x (\d+))?", cuda):

@@ -32,7 +32,8 @@ class Way(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """The shortest loop with 128-bit loads of a kernel, which runs if everything is aligned."""
+    """The shortest loop with 128-bit loads of a kernel, which runs if everything is aligned. Of a sweep under levels it
+    is the longest without another inside: the loops of its sums and its delivery stand in kernels of their own, too."""
 
     instructions: int
     loads: int  # of 128 bits
@@ -96,14 +97,15 @@ def _parse(log: str, code: dict[str, list[str]] | None) -> list[Kernel]:
             return int(found[1]) if found else 0
 
         spilled = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
+        name = _name(symbol)
         kernels.append(
             Kernel(
-                _name(symbol),
+                name,
                 number(r"Used (\d+) registers"),
                 spilled,
                 number(r"(\d+) bytes stack frame"),
                 number(r"(\d+) bytes smem"),
-                *((None,) * 8 if code is None else (*_counts(code[symbol]), *_loops(code[symbol]))),
+                *((None,) * 8 if code is None else (*_counts(code[symbol]), *_loops(name, code[symbol]))),
             )
         )
     return kernels
@@ -157,7 +159,7 @@ def _counts(lines: list[str]) -> tuple[int, ...]:
     return *wide, *(_number(code, each) for each in (r"LDG\S*CONSTANT", DOUBLE, r"\bBAR\.", r"\bMEMBAR\."))
 
 
-def _loops(lines: list[str]) -> tuple[Loop | None, Loop | None]:
+def _loops(name: str, lines: list[str]) -> tuple[Loop | None, Loop | None]:
     code: list[str] = []
     labels: dict[str, int] = {}
     for line in lines:
@@ -171,20 +173,22 @@ def _loops(lines: list[str]) -> tuple[Loop | None, Loop | None]:
         if branch and labels.get(branch[1], end) < end:
             begin = labels[branch[1]]
             body = code[begin : end + 1]
-            wide = [sum(_is_wide(name, each) for each in body) for name in ("LDG", "STG")]
-            others = (sum(name in each for each in body) for name in ("MUFU.EX2", ".EF.128"))
+            wide = [sum(_is_wide(access, each) for each in body) for access in ("LDG", "STG")]
+            others = (sum(part in each for each in body) for part in ("MUFU.EX2", ".EF.128"))
             last = max((at for at, each in enumerate(body) if _is_wide("LDG", each)), default=-1)
             found.append((Loop(len(body), *wide, *others, last, Way(0, 0, 0, 0)), begin, end))
 
-    def shortest(stores: bool) -> Loop | None:
-        fitting = [each for each in found if each[0].loads and (each[0].stores or not stores)]
-        if not fitting:
-            return None
-        loop, begin, end = min(fitting)
+    def with_way(loop: Loop, begin: int, end: int) -> Loop:
         return loop._replace(way=_shortest_way(code, labels, begin, end))
 
-    first, writing = shortest(False), shortest(True)
-    return first, None if writing == first else writing
+    found = [each for each in found if each[0].loads]
+    if not found:
+        return None, None
+    if name.startswith("sweep_leaves"):
+        holds = lambda outer, inner: outer[1] <= inner[1] and inner[2] <= outer[2]  # noqa: E731
+        return with_way(*max(each for each in found if sum(holds(each, other) for other in found) == 1)), None
+    first, writing = min(found), min((each for each in found if each[0].stores), default=None)
+    return with_way(*first), with_way(*writing) if writing and writing != first else None
 
 
 def _target(instruction: str, labels: dict[str, int]) -> int | None:

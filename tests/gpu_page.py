@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
@@ -103,29 +104,34 @@ def launches_of_triton() -> Iterator[list[str]]:
         del InterpretedFunction.warmup
 
 
-def launches() -> dict[tuple[str, str], list[str]]:
-    """The presets by their launches on CUDA and with Triton, of the loss and its gradient together."""
+def launches() -> dict[tuple[str, ...], list[str]]:
+    """The presets by their launches of loss and gradient: on CUDA, where the device holds one block at once and where
+    it holds all, and with Triton."""
     from catalogue import PRESETS, Example
 
     import hpo_core as hpo
 
     emulated = importlib.import_module("hpo_core._cuda_emulated")
-    example, found = Example(3), {}
+    example, found = Example(3, lengths=(5, 0, 9, 1, 7, 12, 3) * 3), {}
 
     def run(gate: Any, backend: str) -> None:
         call = example.call(gate, torch.float32, **example.needed(gate))
         arguments = (call.logp, call.old_logp, call.advantages, call.batch, gate)
         hpo.policy_loss_and_grad(*arguments, backend=backend, **call.keywords)
 
-    for name, (gate, _, _) in PRESETS.items():
+    def of_cuda(gate: Any, processors: int) -> dict[str, int]:
         before = emulated.launches_of_instances()
-        run(gate, "cuda_emulated")
+        with mock.patch.dict(os.environ, HPO_EMULATION_PROCESSORS=str(processors)):
+            run(gate, "cuda_emulated")
         after = Counter(emulated.launches_of_instances())
         after.subtract(before)
+        return {short(instance): count for instance, count in after.items() if count}
+
+    for name, (gate, _, _) in PRESETS.items():
         with launches_of_triton() as named:
             run(gate, "triton")
-        cuda = {short(instance): count for instance, count in after.items() if count}
-        found.setdefault((_counted(cuda), _counted(Counter(named))), []).append(name)
+        kernels = of_cuda(gate, 1), of_cuda(gate, 64), Counter(named)
+        found.setdefault(tuple(map(_counted, kernels)), []).append(name)
     return found
 
 
@@ -148,7 +154,8 @@ Every test run compiles the kernels for sm_90 again and fails on a spill, on mor
 ## Launches
 
 Of `policy_loss_and_grad` on a batch whose weights are known, with the inputs that a preset needs; each once unless the
-table says more.""".splitlines()
+table says more. Tokens are few where the blocks of a sweep are at most three quarters of those that the device holds at
+once: on an H100 up to 970,000 in rows of 2048, or 640,000 where a multiprocessor holds two blocks.""".splitlines()
 CUDA = """
 ## CUDA on sm_90
 
@@ -158,10 +165,10 @@ read-only path. Float64: instructions. Fences: of the memory of the device, thos
 SLOTS = """
 ## Issue slots
 
-Of the shortest loop with 128-bit loads: all instructions of its code, and the shortest way through an iteration on
-which all 128-bit accesses are made and no loop inside is entered: of four tokens that are no exception and not masked,
-which take such a loop. Of this way: the slots for a token (for a logit in kernels that read logits), and the classes of
-instructions.\
+Of the shortest loop with 128-bit loads, in `sweep_leaves` of the sweep's, which is longer than those of the sums and
+the delivery: all instructions of its code, and the shortest way through an iteration on which all 128-bit accesses
+are made and no loop inside is entered: of four tokens that are no exception and not masked, which take such a loop.
+Of this way: the slots for a token (for a logit in kernels that read logits), and the classes of instructions.\
 """.splitlines()
 BLOCKS = f"""
 ## Blocks and waves
@@ -196,7 +203,7 @@ def table(head: str, rows: list[list[Any]]) -> list[str]:
 
 def presets_table() -> list[str]:
     return table(
-        "presets | CUDA | Triton",
+        "presets | CUDA | CUDA, few tokens | Triton",
         [[", ".join(f"`{name}`" for name in names), *kernels] for kernels, names in launches().items()],
     )
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from breadth import at_length, few, number, tried  # noqa: F401 (the first is a fixture)
-from catalogue import Example
+from catalogue import Example, bits
 from cover import COVER
 from hierarchies import (
     BUDGETS,
@@ -123,19 +123,18 @@ def test_every_backend_is_the_definition(gate, native_backends):
 
 
 TRAJECTORIES = RatioGate("trajectories", SMALL, levels((BUDGETS, TRAJECTORY)), split=True)
-long_leaves = pytest.mark.parametrize(
-    "gate", [GATES["fiberpo"], GATES["fiberpo_domain"], TRAJECTORIES], ids=lambda gate: gate.name
-)
+OF_LONG_LEAVES = [GATES["fiberpo"], GATES["fiberpo_domain"], TRAJECTORIES]
 
 
 @pytest.mark.usefixtures("at_length")
-@long_leaves
+@pytest.mark.parametrize("gate", [GATES["gspo"], *OF_LONG_LEAVES], ids=lambda gate: gate.name)
 def test_a_long_leaf_is_shared_by_many_workers(gate, native_backends):
     for backend in native_backends:
-        lengths = (3, tried(backend, 20_001, 2_101), 1, 513)
-        found = clear_examples(gate, lambda seed, rows=lengths: Example(seed, rows, several=seed % 2 == 0))
-        example, _, exact = next(found)
-        assert_the_definition(example, gate, backend, exact)
+        for length in (2_101, *tried(backend, (20_001,), ())):  # the first one in fewer launches of CUDA
+            lengths = (3, length, 1, 513)
+            found = clear_examples(gate, lambda seed, rows=lengths: Example(seed, rows, several=seed % 2 == 0))
+            example, _, exact = next(found)
+            assert_the_definition(example, gate, backend, exact)
 
 
 def masked_alike(seed, several, scale):
@@ -152,7 +151,7 @@ def masked_alike(seed, several, scale):
 
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("several", [False, True])
-@long_leaves
+@pytest.mark.parametrize("gate", OF_LONG_LEAVES, ids=lambda gate: gate.name)
 def test_stretches_of_a_long_leaf_are_masked_alike(gate, several, native_backends):
     for backend in native_backends:
         make = functools.partial(masked_alike, several=several, scale=tried(backend, 1, 3))
@@ -255,15 +254,20 @@ def test_bounds_of_tokens_replace_those_of_the_residual(name, lengths, native_ba
 # --------------------------------------------------------------------------------------------------- broken structure
 
 
-@several_gates
-def test_broken_leaves_are_left_out_and_counted(gate, native_backends):
+def broken_leaves(gate):
+    """An example, and its leaves with errors in three of them."""
     example = Example(0, lengths=(*(5, 0, 9, 1, 7, 12, 3) * 6, 1100), masked=False)  # the last one is of several tiles
     inputs = index_inputs(example, gate)
     begin, end, row = (inputs[name].clone() for name in ("leaf_begin", "leaf_end", "leaf_row"))
     ancestors = inputs["ancestors"].clone()
     end[0] = end[1] + 1 if len(end) > 1 else end[0]  # runs into the next, or leaves its row
     row[3], ancestors[0, 4] = -1, len(end)
-    broken = {"leaf_begin": begin, "leaf_end": end, "leaf_row": row, "ancestors": ancestors}
+    return example, {"leaf_begin": begin, "leaf_end": end, "leaf_row": row, "ancestors": ancestors}
+
+
+@several_gates
+def test_broken_leaves_are_left_out_and_counted(gate, native_backends):
+    example, broken = broken_leaves(gate)
     expected = raw(example, gate, "cpu", **broken)
     for backend in native_backends:
         got = raw(example, gate, backend, **broken)
@@ -347,28 +351,52 @@ def launches_on_cuda(call):
     return {kernel: n for kernel, n in launched.items() if n}
 
 
-def test_launches_on_cuda():
-    """Two, and a third where gradient flows through aggregates and is not known before the sweep. A correction over
-    segments: one."""
-    plain = ["prepare_leaves", "sweep_leaves"]
-    settled = ["prepare_settled", "sweep_leaves"]
-    coupled = [*plain, "deliver_gradient"]
-    for gate, expected in (
-        (GATES["fiberpo"], coupled),
-        (GATES["fiberpo_domain, stopped"], coupled),
-        (GATES["score"], plain),
-        (GATES["dropped, self"], plain),
-        (GATES["gspo"], settled),
-        (GATES["step_gspo"], settled),
-        (GATES["mean exp, 4 levels, through, split"], coupled),
-        (GATES["balanced, 4 levels, through, split"], coupled),
-        (GATES["balanced, score"], plain),
-        (RatioGate("log", Identity(), head=Head.LOG, head_numbers=(0.7, 1.3)), plain),
-        (corrected(None), settled),
-        (corrected(STEP), [*settled, "correct_tokens"]),
-    ):
-        launched = launches_on_cuda(functools.partial(Example(0).run, gate, "cuda_emulated"))
+PLAIN, SETTLED = ["prepare_leaves", "sweep_leaves"], ["prepare_settled", "sweep_leaves"]
+COUPLED = [*PLAIN, "deliver_gradient"]
+ON_CUDA = [  # a gate, its launches where the device holds few blocks at once, and where it holds all of the sweep
+    (GATES["fiberpo"], COUPLED, PLAIN),
+    (GATES["fiberpo_domain, stopped"], COUPLED, PLAIN),
+    (GATES["score"], PLAIN, PLAIN),
+    (GATES["dropped, self"], PLAIN, PLAIN),
+    (GATES["gspo"], SETTLED, ["sweep_leaves"]),
+    (GATES["step_gspo"], SETTLED, ["sweep_leaves"]),
+    (GATES["mean exp, 4 levels, through, split"], COUPLED, PLAIN),
+    (GATES["balanced, 4 levels, through, split"], COUPLED, PLAIN),
+    (GATES["balanced, score"], PLAIN, PLAIN),
+    (RatioGate("log", Identity(), head=Head.LOG, head_numbers=(0.7, 1.3)), PLAIN, PLAIN),
+    (gates.gmpo(), COUPLED, PLAIN),
+    (corrected(None), SETTLED, ["sweep_leaves"]),
+    (corrected(STEP), [*SETTLED, "correct_tokens"], ["sweep_leaves", "correct_tokens"]),
+]
+
+
+@pytest.mark.parametrize(("gate", "apart", "together"), ON_CUDA, ids=lambda each: getattr(each, "name", None))
+def test_launches_on_cuda(gate, apart, together, monkeypatch):
+    """Where the device holds all blocks of the sweep at once two, and one if the gradient through aggregates is known
+    before the sweep, with the bits of three and two. A correction over segments: one."""
+    example = Example(0, lengths=SHORT * 4)
+    settings = ("forward", "1", apart), ("random:1", "64", together)
+    for way in ("few", "advantages", "selection", "penalty"):
+        run, found = functools.partial(example.run, gate, "cuda_emulated", **WAYS[way](example, gate)), []
+        for order, processors, expected in settings:
+            monkeypatch.setenv("HPO_EMULATION_ORDER", order)
+            monkeypatch.setenv("HPO_EMULATION_PROCESSORS", processors)
+            assert launches_on_cuda(lambda run=run, found=found: found.append(run())) == dict.fromkeys(expected, 1), way
+        first, second = (bits(out.loss, out.grad, out.metrics.vector) for out in found)
+        assert first == second, way
+
+
+@pytest.mark.parametrize(
+    ("gate", "apart", "together"), [ON_CUDA[4], ON_CUDA[0]], ids=lambda each: getattr(each, "name", None)
+)
+def test_broken_leaves_on_cuda_change_no_launch(gate, apart, together, monkeypatch):
+    example, broken = broken_leaves(gate)
+    found = []
+    for processors, expected in (("4", apart), ("64", together)):
+        monkeypatch.setenv("HPO_EMULATION_PROCESSORS", processors)
+        launched = launches_on_cuda(lambda: found.append(raw(example, gate, "cuda_emulated", **broken)))
         assert launched == dict.fromkeys(expected, 1)
+    assert bits(*found[0]) == bits(*found[1])
 
 
 @pytest.fixture
@@ -430,4 +458,4 @@ def test_launches_of_the_single_call(of_steps):
         ).loss.backward()  # fmt: skip
 
     launched = launches_on_cuda(call)
-    assert sum(launched.values()) == (8 if of_steps else 6)
+    assert sum(launched.values()) == (7 if of_steps else 5)

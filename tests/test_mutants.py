@@ -166,6 +166,22 @@ MUTANTS = {
         "if (call.hierarchy.stage == Stage::whole) sync_grid();", "",
         "test_hierarchy.test_many_short_leaves", {"routing": gates.Routing.THROUGH},
     ),
+    "cuda: a sweep begins before its own sums are complete": Mutant(
+        "cuda_emulated", "cuda/hierarchy_sweep.cuh",
+        "sum_settled<EXTRAS>(call);\n      sync_grid();", "sum_settled<EXTRAS>(call);",
+        "test_hierarchy.test_a_long_leaf_is_shared_by_many_workers", {"gate": HIERARCHIES["gspo"]},
+    ),
+    "cuda: gradients of tiles are added before the largest is known": Mutant(
+        "cuda_emulated", "cuda/hierarchy_sweep.cuh",
+        "sync_grid();\n      couple_segments(call, leaves);", "couple_segments(call, leaves);",
+        "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["four levels, through, whole"]},
+    ),
+    "cuda: a sweep delivers before all terms of a gradient are added": Mutant(
+        "cuda_emulated", "cuda/hierarchy_sweep.cuh",
+        "sync_grid();\n      deliver_leaves<GATE == kTermGate ? kTerm : kLogRatio>(call, leaves);",
+        "deliver_leaves<GATE == kTermGate ? kTerm : kLogRatio>(call, leaves);",
+        "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["four levels, through, whole"]},
+    ),
     "cuda: coefficients are added before the largest is known": Mutant(
         "cuda_emulated", "cuda/hierarchy_sums.cuh",
         "sync_grid();\n  if (!idle) add_coefficients(call, call.leaves(broken, broken ? 1 : int(gridDim.x)));",

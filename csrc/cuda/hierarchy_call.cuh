@@ -34,17 +34,18 @@ struct Workspace {
 };
 
 // Which function of log-ratios is aggregated. Kernels are compiled for each, and for gates with a balanced level, because
-// registers are short.
-enum Entering { kLogRatio, kPreGated, kMeanExp, kParts };  // kParts: log-ratios, in two channels
+// registers are short. kParts: log-ratios, in two channels; kTerm: one of the others, as the call says.
+enum Entering { kLogRatio, kPreGated, kMeanExp, kParts, kTerm };
 
 struct Call : TokenCall {
   Workspace workspace;
   bool carries;  // gradient flows through the aggregate of some level
   bool settled;  // it is known before the sweep, see above
+  bool together;  // the sums of a settled gate, or the delivery, are in the launch of the sweep
   int first_blocks;  // blocks of the first launch
 
   Call(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers, const Hierarchy& hierarchy)
-      : TokenCall(args, structure, numbers, hierarchy), workspace(), first_blocks(0) {
+      : TokenCall(args, structure, numbers, hierarchy), workspace(), together(false), first_blocks(0) {
     bool through = false;
     for (int k = 0; k < hierarchy.depth; ++k) through |= hierarchy.levels[k].routing == Routing::through;
     carries = through && structure.head != Head::score && args.grad;
@@ -87,7 +88,8 @@ struct Call : TokenCall {
   template <int ENTERING>
   __device__ __forceinline__ float through_pre_gate(const Token& token, float flow) const {
     if (ENTERING == kLogRatio) return flow;
-    if (ENTERING == kMeanExp) return flow * mean_exp_slope(hierarchy.split, token.x);
+    const bool adds = ENTERING == kMeanExp || (ENTERING == kTerm && adds_exponentials(hierarchy));
+    if (adds) return flow * mean_exp_slope(hierarchy.split, token.x);
     const float slope = pre_gate_slope(term, gate.structure.head, token.negative, token.x);
     return slope == 0.0f ? 0.0f : slope * flow;
   }

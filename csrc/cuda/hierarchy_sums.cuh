@@ -1,4 +1,4 @@
-// The first launch of hierarchy.cu: the sums of segments.
+// The sums of segments of hierarchy.cu.
 #pragma once
 #include "hierarchy_call.cuh"
 
@@ -152,9 +152,9 @@ __device__ __forceinline__ void add_coefficients(const Call& call, const Leaves&
   accumulator.flush();
 }
 
-// The first launch under a settled gate. Lanes 0 and 1 have a word of the segment's log-ratios each, and a sign.
+// The sums under a settled gate. Lanes 0 and 1 have a word of the segment's log-ratios each, and a sign.
 template <int WIDTH, int EXTRAS>
-__global__ void __launch_bounds__(kThreads, WIDTH == 4 ? 2 : 3) prepare_settled(const Call call) {
+__device__ __forceinline__ void sum_settled(const Call& call) {
   prepare(call);
   const Workspace& workspace = call.workspace;
   const bool broken = call.broken(), idle = broken && blockIdx.x != 0;
@@ -175,6 +175,17 @@ __global__ void __launch_bounds__(kThreads, WIDTH == 4 ? 2 : 3) prepare_settled(
   if (call.hierarchy.stage != Stage::whole) return;  // an exchange sees the largest first
   sync_grid();
   if (!idle) add_coefficients(call, call.leaves(broken, broken ? 1 : int(gridDim.x)));
+}
+
+template <int EXTRAS>
+__device__ __forceinline__ void sum_settled(const Call& call) {
+  if (EXTRAS == kExtras && !call.gate.coefficient_varies) return sum_settled<4, kExtras>(call);
+  sum_settled<EXTRAS == kNoExtras ? 4 : 1, EXTRAS>(call);
+}
+
+template <int WIDTH, int EXTRAS>
+__global__ void __launch_bounds__(kThreads, WIDTH == 4 ? 2 : 3) prepare_settled(const Call call) {
+  sum_settled<WIDTH, EXTRAS>(call);
 }
 
 }  // namespace hpo

@@ -1,6 +1,7 @@
 // The sweep of hierarchy.cu over the tokens of all leaves.
 #pragma once
-#include "hierarchy_call.cuh"
+#include "hierarchy_delivery.cuh"
+#include "hierarchy_sums.cuh"
 
 namespace hpo {
 
@@ -179,20 +180,6 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, H
   Totals::merge(tile, places);
 }
 
-// A lane has a level and a channel, as in Workspace::aggregate_grads.
-struct LevelChannel {
-  int level, channel;
-  bool open;  // gradient goes through the aggregate there
-
-  __device__ __forceinline__ explicit LevelChannel(const Call& call) : level(lane() / 2), channel(lane() % 2), open(false) {
-    if (level < call.hierarchy.depth && channel <= call.hierarchy.split) {
-      open = call.hierarchy.levels[level].routing == Routing::through;
-    }
-  }
-
-  __device__ __forceinline__ int64_t at(const Call& call, int leaf) const { return call.segment_of(level, leaf) * 2 + channel; }
-};
-
 // Keeps the gradients of a tile in the aggregates above it, and raises their largest magnitudes.
 __device__ __forceinline__ void add_aggregate_grad(const Call& call, const LevelChannel& level_channel, int index,
                                                    const Work& work, double share) {
@@ -217,6 +204,12 @@ __global__ void __launch_bounds__(kThreads, is_light(REFERENCE, EXTRAS, GATE) ? 
   HPO_SHARED(Totals, waiting, [EXTRAS != kNoExtras ? kThreads : 1]);  // because tokens with all inputs leave no registers
   const PolicyLossArgs& args = call.gate.args;
   if (threadIdx.x < kMetrics) events[threadIdx.x] = 0;
+  if constexpr (GATE == kSettledGate) {
+    if (call.together) {
+      sum_settled<EXTRAS>(call);
+      sync_grid();
+    }
+  }
   const bool broken = call.broken();
   if (threadIdx.x == 0) {
     leaves = call.leaves(broken, int(gridDim.x));  // for the whole block: registers are short here
@@ -243,6 +236,14 @@ __global__ void __launch_bounds__(kThreads, is_light(REFERENCE, EXTRAS, GATE) ? 
   });
   double* const partials = call.workspace.partials;
   store_block(totals, warps, events, partials + int64_t(blockIdx.x) * kMetrics);
+  if constexpr (GATE != kSettledGate) {
+    if (call.together) {
+      sync_grid();
+      couple_segments(call, leaves);
+      sync_grid();
+      deliver_leaves<GATE == kTermGate ? kTerm : kLogRatio>(call, leaves);
+    }
+  }
   if (last_block(call.workspace.ticket)) finish(partials, int(gridDim.x), call.gate.args.loss, call.gate.args.metrics);
 }
 

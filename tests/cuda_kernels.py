@@ -185,8 +185,8 @@ def _loops(name: str, lines: list[str]) -> tuple[Loop | None, Loop | None]:
     if not found:
         return None, None
     if name.startswith("sweep_leaves"):
-        holds = lambda outer, inner: outer[1] <= inner[1] and inner[2] <= outer[2]  # noqa: E731
-        return with_way(*max(each for each in found if sum(holds(each, other) for other in found) == 1)), None
+        innermost = [each for each in found if sum(each[1] <= begin and end <= each[2] for _, begin, end in found) == 1]
+        return with_way(*max(innermost)), None
     first, writing = min(found), min((each for each in found if each[0].stores), default=None)
     return with_way(*first), with_way(*writing) if writing and writing != first else None
 

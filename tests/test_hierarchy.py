@@ -261,7 +261,7 @@ def broken_leaves(gate):
     begin, end, row = (inputs[name].clone() for name in ("leaf_begin", "leaf_end", "leaf_row"))
     ancestors = inputs["ancestors"].clone()
     end[0] = end[1] + 1 if len(end) > 1 else end[0]  # runs into the next, or leaves its row
-    row[3], ancestors[0, 4] = -1, len(end)
+    row[3:4], ancestors[:1, 4:5] = -1, len(end)  # tables that the gate has
     return example, {"leaf_begin": begin, "leaf_end": end, "leaf_row": row, "ancestors": ancestors}
 
 
@@ -357,13 +357,13 @@ ON_CUDA = [  # a gate, its launches where the device holds few blocks at once, a
     (GATES["fiberpo"], COUPLED, PLAIN),
     (GATES["fiberpo_domain, stopped"], COUPLED, PLAIN),
     (GATES["score"], PLAIN, PLAIN),
-    (GATES["dropped, self"], PLAIN, PLAIN),
+    (GATES["dropped, self"], PLAIN, ["sweep_leaves"]),
     (GATES["gspo"], SETTLED, ["sweep_leaves"]),
     (GATES["step_gspo"], SETTLED, ["sweep_leaves"]),
     (GATES["mean exp, 4 levels, through, split"], COUPLED, PLAIN),
     (GATES["balanced, 4 levels, through, split"], COUPLED, PLAIN),
     (GATES["balanced, score"], PLAIN, PLAIN),
-    (RatioGate("log", Identity(), head=Head.LOG, head_numbers=(0.7, 1.3)), PLAIN, PLAIN),
+    (RatioGate("log", Identity(), head=Head.LOG, head_numbers=(0.7, 1.3)), PLAIN, ["sweep_leaves"]),
     (gates.gmpo(), COUPLED, PLAIN),
     (corrected(None), SETTLED, ["sweep_leaves"]),
     (corrected(STEP), [*SETTLED, "correct_tokens"], ["sweep_leaves", "correct_tokens"]),
@@ -372,8 +372,8 @@ ON_CUDA = [  # a gate, its launches where the device holds few blocks at once, a
 
 @pytest.mark.parametrize(("gate", "apart", "together"), ON_CUDA, ids=lambda each: getattr(each, "name", None))
 def test_launches_on_cuda(gate, apart, together, monkeypatch):
-    """Where the device holds all blocks of the sweep at once two, and one if the gradient through aggregates is known
-    before the sweep, with the bits of three and two. A correction over segments: one."""
+    """Where the device holds all blocks of the sweep at once two, and one for tokens that are under no level or drop
+    their residual, with the bits of three and two. A correction over segments: one."""
     example = Example(0, lengths=SHORT * 4)
     settings = ("forward", "1", apart), ("random:1", "64", together)
     for way in ("few", "advantages", "selection", "penalty"):
@@ -387,12 +387,12 @@ def test_launches_on_cuda(gate, apart, together, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gate", "apart", "together"), [ON_CUDA[4], ON_CUDA[0]], ids=lambda each: getattr(each, "name", None)
+    ("gate", "apart", "together"), [ON_CUDA[at] for at in (0, 3, 4, 9)], ids=lambda each: getattr(each, "name", None)
 )
 def test_broken_leaves_on_cuda_change_no_launch(gate, apart, together, monkeypatch):
     example, broken = broken_leaves(gate)
     found = []
-    for processors, expected in (("4", apart), ("64", together)):
+    for processors, expected in (("4", apart), ("128", together)):
         monkeypatch.setenv("HPO_EMULATION_PROCESSORS", processors)
         launched = launches_on_cuda(lambda: found.append(raw(example, gate, "cuda_emulated", **broken)))
         assert launched == dict.fromkeys(expected, 1)

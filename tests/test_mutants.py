@@ -168,7 +168,9 @@ MUTANTS = {
     ),
     "cuda: a sweep begins before its own sums are complete": Mutant(
         "cuda_emulated", "cuda/hierarchy_sweep.cuh",
-        "sum_settled<EXTRAS>(call);\n      sync_grid();", "sum_settled<EXTRAS>(call);",
+        "if (call.settled) sum_settled<EXTRAS>(call);\n      else sum_segments<kLogRatio, false>(call);\n"
+        "      sync_grid();",
+        "if (call.settled) sum_settled<EXTRAS>(call);\n      else sum_segments<kLogRatio, false>(call);",
         "test_hierarchy.test_a_long_leaf_is_shared_by_many_workers", {"gate": HIERARCHIES["gspo"]},
     ),
     "cuda: gradients of tiles are added before the largest is known": Mutant(

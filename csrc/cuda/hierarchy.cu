@@ -7,9 +7,10 @@
 // coefficients of tokens times a number of their segment: the sums add up the coefficients, the sweep knows the gradient of
 // every token, and nothing is delivered.
 //
-// The delivery, and the sums under such a level, are in the launch of the sweep where the device holds all its blocks at once,
-// so that grid barriers may stand between them. Of many tokens they are launches of their own, because the registers of the
-// sweep would leave them too few blocks. No bit depends on it. A call in stages has a launch for each part of the delivery.
+// The launch of the sweep holds the delivery too, and the sums where tokens drop their residual or are under no level, if the
+// device holds all its blocks at once, so that grid barriers may stand between them. Of many tokens these are launches of their
+// own, because the registers of the sweep would leave them too few blocks. No bit depends on it. A call in stages has a launch
+// for each part of the delivery.
 //
 // A warp takes a tile of a leaf (leaves.cuh). Sums over the tiles of a segment are sums of integers, so they have no order;
 // inside a tile the order depends on positions in the leaf. So the place and the neighbours of a leaf change no bit of its
@@ -48,10 +49,18 @@ __global__ void __launch_bounds__(kThreads, 3) deliver_settled(const Call call) 
 
 // ----------------------------------------------------------------------------------------------------------------- host
 
-// Threads that launches can use.
-struct Sizes {
+// Threads that launches can use, and the launch of the sums, unless the gate is settled.
+struct Parts {
   int64_t prepared, swept;
+  void (*launch_sums)(Call&, int64_t threads, cudaStream_t);
 };
+
+template <int ENTERING, bool BALANCED>
+void launch_sums(Call& call, int64_t threads, cudaStream_t stream) {
+  call.first_blocks = blocks_together<prepare_leaves<ENTERING, BALANCED>>(threads);
+  const dim3 blocks(call.first_blocks), block(kThreads);
+  if (call.does(Stage::sums)) HPO_LAUNCH_TOGETHER((prepare_leaves<ENTERING, BALANCED>), blocks, block, 0, stream, call);
+}
 
 template <int WIDTH, int EXTRAS>
 void launch_sums_of_settled(Call& call, int64_t threads, cudaStream_t stream) {
@@ -68,15 +77,16 @@ void launch_sums_of_settled(Call& call, int64_t threads, cudaStream_t stream) {
 
 // The blocks of the sweep are the same whether it is a launch by itself or not, and so is the order of its sums.
 template <bool REFERENCE, int EXTRAS, int GATE>
-void launch_sweep(Call& call, const Sizes& sizes, cudaStream_t stream) {
+void launch_sweep(Call& call, const Parts& parts, cudaStream_t stream) {
   constexpr bool LIGHT = is_light(REFERENCE, EXTRAS, GATE);
-  const int blocks = std::min(blocks_for(sizes.swept), LIGHT ? kBlocksOfThree : int(kMaxBlocks));
-  call.together = call.carries && call.hierarchy.stage == Stage::whole &&
+  const int blocks = std::min(blocks_for(parts.swept), LIGHT ? kBlocksOfThree : int(kMaxBlocks));
+  const bool may_hold_sums =
+      GATE == kSettledGate ? call.summed == kLogRatio && !call.balanced : GATE == kTermGate && call.hierarchy.depth == 0;
+  call.together = (may_hold_sums || (call.carries && GATE != kSettledGate)) && call.hierarchy.stage == Stage::whole &&
                   blocks == blocks_together<sweep_leaves<REFERENCE, EXTRAS, GATE>>(int64_t(blocks) * kThreads);
-  if (GATE == kSettledGate && call.settled) {
-    if (call.together) call.first_blocks = blocks;
-    else launch_sums_of_settled<EXTRAS>(call, sizes.prepared, stream);
-  }
+  if (call.together && may_hold_sums) call.first_blocks = blocks;
+  else if (GATE == kSettledGate && call.settled) launch_sums_of_settled<EXTRAS>(call, parts.prepared, stream);
+  else parts.launch_sums(call, parts.prepared, stream);
   const dim3 grid(blocks), block(kThreads);
   if (call.together) {
     HPO_LAUNCH_TOGETHER((sweep_leaves<REFERENCE, EXTRAS, GATE>), grid, block, 0, stream, call);
@@ -86,32 +96,24 @@ void launch_sweep(Call& call, const Sizes& sizes, cudaStream_t stream) {
 }
 
 template <int GATE>
-void launch_sweep(Call& call, const Sizes& sizes, cudaStream_t stream) {
+void launch_sweep(Call& call, const Parts& parts, cudaStream_t stream) {
   const int extras = call.gate.extras();
-  if (extras == kCorrected) return launch_sweep<true, kCorrected, GATE>(call, sizes, stream);
-  if (extras == kExtras) return launch_sweep<true, kExtras, GATE>(call, sizes, stream);
-  call.gate.args.ref_logp ? launch_sweep<true, kNoExtras, GATE>(call, sizes, stream)
-                          : launch_sweep<false, kNoExtras, GATE>(call, sizes, stream);
+  if (extras == kCorrected) return launch_sweep<true, kCorrected, GATE>(call, parts, stream);
+  if (extras == kExtras) return launch_sweep<true, kExtras, GATE>(call, parts, stream);
+  call.gate.args.ref_logp ? launch_sweep<true, kNoExtras, GATE>(call, parts, stream)
+                          : launch_sweep<false, kNoExtras, GATE>(call, parts, stream);
 }
 
-void launch_sweep(Call& call, const Sizes& sizes, cudaStream_t stream) {
+void launch_sweep(Call& call, const Parts& parts, cudaStream_t stream) {
   const bool drops = call.gate.structure.token == TokenGate::drop;
   if (call.hierarchy.term.present || adds_exponentials(call.hierarchy)) {
-    launch_sweep<kTermGate>(call, sizes, stream);
+    launch_sweep<kTermGate>(call, parts, stream);
   } else if (drops && (call.settled || !call.carries)) {
-    launch_sweep<kSettledGate>(call, sizes, stream);
+    launch_sweep<kSettledGate>(call, parts, stream);
   } else if (call.hierarchy.split) {
-    launch_sweep<kSplitGate>(call, sizes, stream);
+    launch_sweep<kSplitGate>(call, parts, stream);
   } else {
-    launch_sweep<kPlainGate>(call, sizes, stream);
-  }
-}
-
-void launch_settled(Call& call, const Sizes& sizes, cudaStream_t stream) {
-  launch_sweep(call, sizes, stream);
-  const Stage stage = call.hierarchy.stage;
-  if (stage == Stage::reduce_grad || stage == Stage::broadcast_grad) {
-    HPO_LAUNCH(deliver_settled, dim3(blocks_for(sizes.swept)), dim3(kThreads), 0, stream, call);
+    launch_sweep<kPlainGate>(call, parts, stream);
   }
 }
 
@@ -120,25 +122,24 @@ void launch(Call& call, cudaStream_t stream) {
   const PolicyLossArgs& args = call.gate.args;
   const Hierarchy& hierarchy = call.hierarchy;
   const int64_t swept = kWarp * units_of(args.tokens, hierarchy.leaves);
-  const Sizes sizes = {std::max({args.rows, hierarchy.depth * hierarchy.leaves * kWords, swept}), swept};
-  if (ENTERING == kLogRatio && !BALANCED && call.settled) return launch_settled(call, sizes, stream);
-  call.first_blocks = blocks_together<prepare_leaves<ENTERING, BALANCED>>(sizes.prepared);
-  const dim3 first(call.first_blocks), block(kThreads);
-  if (call.does(Stage::sums)) HPO_LAUNCH_TOGETHER((prepare_leaves<ENTERING, BALANCED>), first, block, 0, stream, call);
-  launch_sweep(call, sizes, stream);
-  if (call.carries && !call.together && (call.does(Stage::reduce_grad) || call.does(Stage::broadcast_grad))) {
-    constexpr int OF_TOKENS = ENTERING == kParts ? kLogRatio : ENTERING;
-    const dim3 last(blocks_together<deliver_gradient<OF_TOKENS>>(swept));
-    HPO_LAUNCH_TOGETHER(deliver_gradient<OF_TOKENS>, last, block, 0, stream, call);
+  const int64_t prepared = std::max({args.rows, hierarchy.depth * hierarchy.leaves * kWords, swept});
+  launch_sweep(call, {prepared, swept, launch_sums<ENTERING, BALANCED>}, stream);
+  if (!call.carries || call.together || !(call.does(Stage::reduce_grad) || call.does(Stage::broadcast_grad))) return;
+  const dim3 block(kThreads);
+  if (ENTERING == kLogRatio && !BALANCED && call.settled) {
+    if (hierarchy.stage != Stage::whole) HPO_LAUNCH(deliver_settled, dim3(blocks_for(swept)), block, 0, stream, call);
+    return;
   }
+  constexpr int OF_TOKENS = ENTERING == kParts ? kLogRatio : ENTERING;
+  const dim3 blocks(blocks_together<deliver_gradient<OF_TOKENS>>(swept));
+  HPO_LAUNCH_TOGETHER(deliver_gradient<OF_TOKENS>, blocks, block, 0, stream, call);
 }
 
 template <bool BALANCED>
 void launch(Call& call, cudaStream_t stream) {
-  if (adds_exponentials(call.hierarchy)) return launch<kMeanExp, BALANCED>(call, stream);
-  const bool pre_gated = pre_gates(call.hierarchy.term, call.gate.structure.head);
-  if (pre_gated) return launch<kPreGated, BALANCED>(call, stream);
-  call.hierarchy.split ? launch<kParts, BALANCED>(call, stream) : launch<kLogRatio, BALANCED>(call, stream);
+  if (call.summed == kMeanExp) return launch<kMeanExp, BALANCED>(call, stream);
+  if (call.summed == kPreGated) return launch<kPreGated, BALANCED>(call, stream);
+  call.summed == kParts ? launch<kParts, BALANCED>(call, stream) : launch<kLogRatio, BALANCED>(call, stream);
 }
 
 }  // namespace
@@ -153,8 +154,6 @@ extern "C" int hpo_hierarchy(const hpo::PolicyLossArgs* args, const hpo::GateStr
   using namespace hpo;
   const cudaStream_t stream = reinterpret_cast<cudaStream_t>(context);
   Call call(*args, *structure, *numbers, *hierarchy);
-  bool balanced = false;
-  for (int k = 0; k < hierarchy->depth; ++k) balanced |= hierarchy->levels[k].aggregate == Aggregate::balanced;
-  balanced ? launch<true>(call, stream) : launch<false>(call, stream);
+  call.balanced ? launch<true>(call, stream) : launch<false>(call, stream);
   return int(cudaGetLastError());
 }

@@ -41,13 +41,21 @@ struct Call : TokenCall {
   Workspace workspace;
   bool carries;  // gradient flows through the aggregate of some level
   bool settled;  // it is known before the sweep, see above
-  bool together;  // the sums of a settled gate, or the delivery, are in the launch of the sweep
+  Entering summed;
+  bool balanced;  // some level is
+  bool together;  // the launch of the sweep holds what it may hold besides
   int first_blocks;  // blocks of the first launch
 
   Call(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers, const Hierarchy& hierarchy)
-      : TokenCall(args, structure, numbers, hierarchy), workspace(), together(false), first_blocks(0) {
+      : TokenCall(args, structure, numbers, hierarchy), workspace(), balanced(false), together(false), first_blocks(0) {
     bool through = false;
-    for (int k = 0; k < hierarchy.depth; ++k) through |= hierarchy.levels[k].routing == Routing::through;
+    for (int k = 0; k < hierarchy.depth; ++k) {
+      through |= hierarchy.levels[k].routing == Routing::through;
+      balanced |= hierarchy.levels[k].aggregate == Aggregate::balanced;
+    }
+    summed = hierarchy.split ? kParts : kLogRatio;
+    if (pre_gates(hierarchy.term, structure.head)) summed = kPreGated;
+    if (adds_exponentials(hierarchy)) summed = kMeanExp;
     carries = through && structure.head != Head::score && args.grad;
     const bool simple = hierarchy.depth == 1 && !hierarchy.split && !hierarchy.term.present;
     settled = carries && simple && structure.token == TokenGate::drop;

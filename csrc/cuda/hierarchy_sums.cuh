@@ -79,7 +79,7 @@ __device__ __forceinline__ void add_children(const Call& call, int k) {
 constexpr int blocks_that_prepare(int entering, bool balanced) { return entering == kPreGated || balanced ? 3 : 4; }
 
 template <int ENTERING, bool BALANCED>
-__global__ void __launch_bounds__(kThreads, blocks_that_prepare(ENTERING, BALANCED)) prepare_leaves(const Call call) {
+__device__ __forceinline__ void sum_segments(const Call& call) {
   prepare(call);
   const bool broken = call.broken(), idle = broken && blockIdx.x != 0;
   if (!BALANCED && idle) return;
@@ -95,6 +95,19 @@ __global__ void __launch_bounds__(kThreads, blocks_that_prepare(ENTERING, BALANC
       add_children(call, k);
     }
   }
+}
+
+template <int ENTERING, bool BALANCED>
+__global__ void __launch_bounds__(kThreads, blocks_that_prepare(ENTERING, BALANCED)) prepare_leaves(const Call call) {
+  sum_segments<ENTERING, BALANCED>(call);
+}
+
+// In the place of a launch for tokens under no level.
+__device__ __forceinline__ void prepare_tokens(const Call& call) {
+  prepare(call);
+  if (!call.broken()) return;
+  if (blockIdx.x == 0) list_broken(call.hierarchy, call.gate.args, call.workspace.counted);
+  sync_grid();
 }
 
 // The sums of a tile under a settled gate.

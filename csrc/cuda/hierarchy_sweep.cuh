@@ -206,9 +206,12 @@ __global__ void __launch_bounds__(kThreads, is_light(REFERENCE, EXTRAS, GATE) ? 
   if (threadIdx.x < kMetrics) events[threadIdx.x] = 0;
   if constexpr (GATE == kSettledGate) {
     if (call.together) {
-      sum_settled<EXTRAS>(call);
+      if (call.settled) sum_settled<EXTRAS>(call);
+      else sum_segments<kLogRatio, false>(call);
       sync_grid();
     }
+  } else if constexpr (GATE == kTermGate) {
+    if (call.together && call.hierarchy.depth == 0) prepare_tokens(call);
   }
   const bool broken = call.broken();
   if (threadIdx.x == 0) {
@@ -237,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, is_light(REFERENCE, EXTRAS, GATE) ? 
   double* const partials = call.workspace.partials;
   store_block(totals, warps, events, partials + int64_t(blockIdx.x) * kMetrics);
   if constexpr (GATE != kSettledGate) {
-    if (call.together) {
+    if (call.together && call.carries) {
       sync_grid();
       couple_segments(call, leaves);
       sync_grid();

@@ -47,6 +47,7 @@ BUILD = Path("build/native") / "-".join([SUFFIX.split(".")[1], *SANITIZE.split("
 # Bits agree between instruction sets, and between C++ and CUDA, only if no compiler fuses a multiply-add by itself.
 CXX_FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Icsrc/include"
 CPU_FLAGS = "-O3 -fopenmp -fno-math-errno -fno-trapping-math"
+BINDING_FLAGS = "-O1"  # -O3 takes a third longer and makes no call faster
 # Of GCC, whose -O3 takes half as long again for loops that are written in vectors, and makes none of them faster.
 VECTOR_FLAGS = "-O2 -fvect-cost-model=dynamic"
 IN_VECTORS = ("gates.cpp", "hierarchy.cpp")
@@ -75,13 +76,14 @@ class Plan:
         self.objects: list[str] = []
         self.statements: list[str] = []
 
-    def compile(self, source: Path, rule: str, flags: str, variant: str = "") -> None:
-        name = BUILD / ".".join(filter(None, [self.name, source.stem, variant, "o"]))
+    def compile(self, source: Path, rule: str, flags: str, variant: str = "", owner: str = "") -> None:
+        """Several plans may compile one object, that of its owner."""
+        name = BUILD / ".".join(filter(None, [owner or self.name, source.stem, variant, "o"]))
         self.objects.append(str(name))
         self.statements.append(f"build {name}: {rule} {source}\n  flags = {flags}\n")
 
-    def ninja(self) -> str:
-        return "".join(self.statements) + f"build {self.library}: {self.link} {' '.join(self.objects)}\n"
+    def ninja(self) -> list[str]:
+        return [*self.statements, f"build {self.library}: {self.link} {' '.join(self.objects)}\n"]
 
     def info(self) -> dict[str, object]:
         return {"built": False, "reason": self.reason} if self.reason else {"built": True, **self.facts}
@@ -146,7 +148,7 @@ def plan_cpu(compiler: str, headers: str) -> Plan:
     if not (kernels and (ROOT / dispatch).exists()):
         return Plan("_cpu", reason=f"this source tree has no {dispatch}")
     plan = Plan("_cpu", facts={"compiler": compiler, "flags": f"{CXX_FLAGS} {CPU_FLAGS}", "isas": list(ISAS)})
-    plan.compile(binding, "cxx", f"{CPU_FLAGS} {SANITIZER_FLAGS} {headers}")
+    plan.compile(binding, "cxx", f"{BINDING_FLAGS} {SANITIZER_FLAGS} {headers}")
     plan.compile(dispatch, "cxx", f"{CPU_FLAGS} {SANITIZER_FLAGS} -DHPO_ISA=generic")
     # Baseline objects come first: if several objects define an inline function, the linker keeps the first copy, and
     # only the baseline copy runs on every machine.
@@ -177,7 +179,7 @@ def plan_cuda(nvcc: str | None, headers: str) -> Plan:
     plan = Plan("_cuda", link="link_cuda", facts=facts)
     targets = " ".join(re.findall(r"code=(\w+)", " ".join(map(gencode, archs))))
     names = f"-DHPO_MODULE=_cuda '-DHPO_CUDA_TARGETS=\"{targets}\"'"
-    plan.compile(Path("csrc/bindings_cuda.cpp"), "cxx", f"-O3 {names} {headers}")
+    plan.compile(Path("csrc/bindings_cuda.cpp"), "cxx", f"{BINDING_FLAGS} {names} {headers}")
     for source in kernels:
         plan.compile(source, "nvcc", " ".join(map(gencode, archs)))
     return plan
@@ -191,7 +193,7 @@ def plan_emulated(name: str, compiler: str, headers: str, binding: Path, kernels
     plan = Plan(name, facts={"compiler": compiler, "flags": f"{CXX_FLAGS} {EMULATED_FLAGS}"})
     plan.compile(binding, "cxx", f"{EMULATED_FLAGS} {SANITIZER_FLAGS} -DHPO_MODULE={name} {headers}")
     for source in sources("csrc/emulation/machine.cpp"):
-        plan.compile(source, "cxx", f"{EMULATED_FLAGS} -O2 {SANITIZER_FLAGS}")
+        plan.compile(source, "cxx", f"{EMULATED_FLAGS} -O2 {SANITIZER_FLAGS}", owner="_cuda_emulated")
     for source in kernels:
         plan.compile(source, "cxx", f"{HOOKED_FLAGS} {SANITIZER_FLAGS} -x c++")
     return plan
@@ -230,7 +232,7 @@ rule link
 rule link_cuda
   command = {nvcc} -shared -cudart static -Xlinker -s $in -o $out
   description = $out
-""" + "".join(plan.ninja() for plan in plans)
+""" + "".join(dict.fromkeys(statement for plan in plans for statement in plan.ninja()))
     path = ROOT / BUILD / "build.ninja"
     path.write_text(manifest)
     if subprocess.call([os.path.join(ninja.BIN_DIR, "ninja"), "-f", str(path)], cwd=ROOT):

@@ -54,7 +54,7 @@ UNITS = {
 COMPILER = (*shlex.split(os.environ.get("CXX", "g++")), "-std=c++17", "-fPIC", "-fvisibility=hidden", "-O0", "-w")
 INCLUDES = ("-ffp-contract=off", "-include", "switch.h", "-Icsrc/include")
 FLAGS = {
-    "cpu": ("-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-DHPO_ISA=generic"),
+    "cpu": ("-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-DHPO_ISA=generic", "-DHPO_QUICK_TO_COMPILE"),
     "cuda_emulated": ("-DHPO_EMULATE", "-Icsrc/emulation", "-x", "c++"),
 }
 SWITCH = {

@@ -46,7 +46,7 @@ HPO_INLINE Mask counted(const Compared& from, const uint8_t* mask, int64_t at, M
 template <Statistic kStatistic, class Body>
 HPO_INLINE void for_each_statistic(const Compared& from, const uint8_t* mask, int64_t begin, int n, const Body& body) {
   const Compared local = from;
-  const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
+  const auto step = [&](int i, int part, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     const int64_t at = begin + i;
     const Floats first = load_own<kWhole>(own, local.first + at), second = load_own<kWhole>(own, local.second + at);
@@ -62,14 +62,14 @@ using ReduceTile = Reduced (*)(const Compared& from, const uint8_t* mask, int64_
 // Statistics within kStatisticSaturation of 0, as nearly all are, are added without doubles, to the same integers.
 template <Statistic kStatistic>
 Reduced reduce_tile(const Compared& from, const uint8_t* mask, int64_t begin, int n, bool sums) {
-  const auto saturated = [](auto v) __attribute__((always_inline)) {
+  const auto saturated = [](auto v) HPO_INSIDE {
     using F = decltype(v);
     return kStatistic == Statistic::log_ratio ? clamp(v, all<F>(-kSaturation), all<F>(kSaturation)) : v;
   };
   FixedSum fixed;
   Floats about[kParts] = {}, smallest = all<Floats>(INFINITY), largest = all<Floats>(-INFINITY);
   LaneCount valid;
-  for_each_statistic<kStatistic>(from, mask, begin, n, [&](int, int part, Floats v, Mask known) __attribute__((always_inline)) {
+  for_each_statistic<kStatistic>(from, mask, begin, n, [&](int, int part, Floats v, Mask known) HPO_INSIDE {
     valid.add(known);
     smallest = smaller_where(known, v, smallest), largest = larger_where(known, v, largest);
     const Floats counted = keep_if(known, v);
@@ -88,7 +88,7 @@ Reduced reduce_tile(const Compared& from, const uint8_t* mask, int64_t begin, in
     return found;
   }
   alignas(kLine) float statistics[kTile];
-  for_each_statistic<kStatistic>(from, mask, begin, n, [&](int i, int, Floats v, Mask known) __attribute__((always_inline)) {
+  for_each_statistic<kStatistic>(from, mask, begin, n, [&](int i, int, Floats v, Mask known) HPO_INSIDE {
     store_lanes(blend(known, saturated(v), all<Floats>(NAN)), statistics + i);
   });
   for (int i = 0; i < n; ++i) {
@@ -130,7 +130,7 @@ struct Factors {
 
   void of_row(int begin, int end, int64_t row, const float* of_segment) const {
     const Ints negative = Ints{} - int32_t(!args.advantage_per_token && args.advantages[row] < 0.0f);
-    for_each_vector(begin, end, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
+    for_each_vector(begin, end, [&](int i, Mask own, auto whole) HPO_INSIDE {
       write<decltype(whole)::value>(i, own, own, negative, of_segment);
     });
   }
@@ -152,7 +152,7 @@ struct Factors {
       }
     }
     for (; covered < n; ++covered) kind[covered] = kAbsent;
-    for_each_vector(0, n, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
+    for_each_vector(0, n, [&](int i, Mask own, auto whole) HPO_INSIDE {
       const Ints here = load_lanes<Ints>(kind + i);  // the last row's goes on behind the tile
       write<decltype(whole)::value>(i, own, both(own, present_lanes(here)), here == kNegative, nullptr);
     });

@@ -120,7 +120,7 @@ HPO_INLINE bool sweep_many_rows(const PolicyLossArgs& args, int64_t first, int n
   const uint8_t* mask = kMasked ? args.mask + first : nullptr;
   FastSums sums;
   LaneCount present_count;
-  const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
+  const auto step = [&](int i, int part, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     Ints kind = load_lanes<Ints>(tile.kind + i);
     if (kMasked) {
@@ -132,7 +132,7 @@ HPO_INLINE bool sweep_many_rows(const PolicyLossArgs& args, int64_t first, int n
     const auto vector = source.vector<kTakenForNear, kWhole>(i, part, own, present, sums);
     each(vector, kind, load_lanes<Floats>(tile.coefficient + i));
   };
-  for_each_vector(0, n, step, [&]() __attribute__((always_inline)) { each.end_group(); });
+  for_each_vector(0, n, step, [&]() HPO_INSIDE { each.end_group(); });
   return settle_fast<kTakenForNear>(sums, present_count.total(), partial, tile.near);
 }
 
@@ -146,13 +146,13 @@ HPO_INLINE int32_t sweep_row(const PolicyLossArgs& args, int64_t first, const Se
   const uint8_t* mask = kMasked ? args.mask + first : nullptr;
   FastSums sums = all_sums;  // in registers meanwhile
   LaneCount present_count;
-  const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
+  const auto step = [&](int i, int part, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     const Mask present = kMasked ? present_own<kWhole>(own, mask + i) : own;
     if (kMasked) present_count.add(present);
     each(source.vector<kTakenForNear, kWhole>(i, part, own, present, sums));
   };
-  for_each_vector(segment.begin, segment.end, step, [&]() __attribute__((always_inline)) { each.end_group(); });
+  for_each_vector(segment.begin, segment.end, step, [&]() HPO_INSIDE { each.end_group(); });
   all_sums = sums;
   return kMasked ? present_count.total() : segment.end - segment.begin;
 }

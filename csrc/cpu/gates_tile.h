@@ -23,7 +23,7 @@ inline Masked masked_tokens(const uint8_t* mask, int64_t first, int n) {
   const uint8_t* bytes = mask + first;
   constexpr int kBytes = sizeof(Unsigned);
   Unsigned not_one = {}, not_zero = {};
-  const auto look = [&](int i) __attribute__((always_inline)) {
+  const auto look = [&](int i) HPO_INSIDE {
     const Unsigned tokens = load_lanes<Unsigned>(bytes + i);
     not_one |= tokens ^ 0x01010101u, not_zero |= tokens;
   };

@@ -255,11 +255,11 @@ struct TokenInputsSweep {
         write_weights(args, first, segment.begin, segment.end, &segment, 1, signs, tile.corrected);
       }
       const int32_t before = present_count.total();
-      const auto each = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
+      const auto each = [&](int i, int part, Mask own, auto whole) HPO_INSIDE {
         constexpr bool kWhole = decltype(whole)::value;
         step<kWhole>(i, part, own, inputs.mask ? present_own<kWhole>(own, inputs.mask + i) : own, row);
       };
-      for_each_vector(segment.begin, segment.end, each, [&]() __attribute__((always_inline)) { end_group(); });
+      for_each_vector(segment.begin, segment.end, each, [&]() HPO_INSIDE { end_group(); });
       present_tokens.set(index, present_count.total() - before);
     }
     end_group();
@@ -277,7 +277,7 @@ struct TokenInputsSweep {
     const bool weighs = gate.weighs || penalised, compares = args.target && !inputs.target;
     if (weighs) spread_rows(segments, weight, [&](int64_t row) { return RowNumbers::weight_of(args, row); });
     if (compares) spread_rows(segments, target, [&](int64_t row) { return RowNumbers::target_of(args, row); });
-    const auto each = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
+    const auto each = [&](int i, int part, Mask own, auto whole) HPO_INSIDE {
       constexpr bool kWhole = decltype(whole)::value;
       Ints kind = load_lanes<Ints>(tile.kind + i);
       if (!kWhole || inputs.mask) {
@@ -289,7 +289,7 @@ struct TokenInputsSweep {
                               compares ? load_lanes<Floats>(target + i) : Floats{}};
       step<kWhole>(i, part, own, present_lanes(kind), row);
     };
-    for_each_vector(0, n, each, [&]() __attribute__((always_inline)) { end_group(); });
+    for_each_vector(0, n, each, [&]() HPO_INSIDE { end_group(); });
     end_group();
   }
 

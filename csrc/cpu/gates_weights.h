@@ -53,10 +53,10 @@ __attribute__((noinline)) void write_weights_of(const CorrectedWeights& of, cons
   const CorrectedWeights local = of;  // stores may alias
   const RowFactor of_row = row ? *row : RowFactor{{1.0f, 1.0f}, true, false};
   const Signs sign = signs;
-  for_each_vector(from, to, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
+  for_each_vector(from, to, [&](int i, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     const int64_t at = begin + i;
-    const auto load = [&](const float* tokens) __attribute__((always_inline)) { return load_own<kWhole>(own, tokens + at); };
+    const auto load = [&](const float* tokens) HPO_INSIDE { return load_own<kWhole>(own, tokens + at); };
     const Ints negative = kAlike ? Ints{} - int32_t(sign.negative) : sign.at<kWhole>(i, own);
     Floats weight = all<Floats>(1.0f);
     if (row) weight = by_sign<Floats>(negative, of_row.by_sign);

@@ -345,7 +345,7 @@ struct Sweeps {
       scratch.whole.set(block.row, begin, n);
       load(call, at, n, scratch.whole, true, tile, scratch.counted);
       float* grad = call.args.grad + at;
-      for_each_vector(begin, n, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
+      for_each_vector(begin, n, [&](int i, Mask own, auto whole) HPO_INSIDE {
         constexpr bool kWhole = decltype(whole)::value;
         const Ints kind = load_lanes<Ints>(tile.kind + i), finite = load_lanes<Ints>(tile.infinite + i) == 0;
         const Floats x = load_lanes<Floats>(tile.x + i);

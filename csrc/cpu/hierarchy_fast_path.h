@@ -77,7 +77,7 @@ void count_open(const OpenLevels& levels, const PolicyLossArgs& args, int64_t fi
   const OpenBounds<kSplit> bounds(levels);
   LaneCount present_count;
   Ints not_above_sum = {}, inside_sum = {};  // of few instructions
-  for_each_vector(begin, end, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
+  for_each_vector(begin, end, [&](int i, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     const Mask present = kMasked ? present_own<kWhole>(own, mask + i) : own;
     const Floats x = load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i);
@@ -103,10 +103,10 @@ void count_open_weighted(const OpenLevels& levels, const PolicyLossArgs& args, c
   double above_lanes[kLanes] = {}, below_lanes[kLanes] = {};
   GroupSum above_weight(above_lanes), below_weight(below_lanes);
   LaneCount above_count, below_count;
-  const auto end_group = [&]() __attribute__((always_inline)) { above_weight.end(), below_weight.end(); };
+  const auto end_group = [&]() HPO_INSIDE { above_weight.end(), below_weight.end(); };
   for_each_vector(
       0, int(block.tokens),
-      [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
+      [&](int i, int part, Mask own, auto whole) HPO_INSIDE {
         constexpr bool kWhole = decltype(whole)::value;
         const Floats weight = load_own<kWhole>(own, weights.of_token + i);
         const Floats x = load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i);
@@ -158,7 +158,7 @@ void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, f
   const Floats a = all<Floats>(coefficient), rise = all<Floats>(aggregate_grad.rising),
                fall = all<Floats>(aggregate_grad.falling);
   GroupSum loss(lost);
-  const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
+  const auto step = [&](int i, int part, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     const Floats ratio = kKept ? load_own<kWhole>(own, grad + i)
                                : exp_of_number(load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i));
@@ -173,7 +173,7 @@ void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, f
     }
     if (kKept || grad) store_own<kWhole>(own, value, grad + i);
   };
-  for_each_vector(begin, end, step, [&]() __attribute__((always_inline)) { loss.end(); });
+  for_each_vector(begin, end, step, [&]() HPO_INSIDE { loss.end(); });
   loss.end();
 }
 
@@ -187,7 +187,7 @@ inline void write_where_free(const PolicyLossArgs& args, int64_t first, int begi
   const bool clips = clip.low[sign] > -INFINITY || clip.high[sign] < INFINITY;  // else log-ratios need not be read again
   const Floats low = all<Floats>(clip.low[sign]), high = all<Floats>(clip.high[sign]);
   const Floats each = all<Floats>(own_gradient + aggregate_grad);
-  for_each_vector(begin, end, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
+  for_each_vector(begin, end, [&](int i, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     Mask present = args.mask ? present_own<kWhole>(own, args.mask + first + i) : own;
     if (clips) {

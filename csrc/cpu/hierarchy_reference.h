@@ -14,7 +14,7 @@ HPO_INLINE void for_each_reference(const PolicyLossArgs& args, int64_t first, in
   const uint8_t* mask = args.mask ? args.mask + first : nullptr;
   for_each_vector(
       begin, end,
-      [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
+      [&](int i, int part, Mask own, auto whole) HPO_INSIDE {
         constexpr bool kWhole = decltype(whole)::value;
         const Mask present = mask ? present_own<kWhole>(own, mask + i) : own;
         step(i, part, own, present, difference(present, load_own<kWhole>(own, logp + i), load_own<kWhole>(own, ref_logp + i)),
@@ -33,7 +33,7 @@ inline bool is_ordinary_reference(const Call& call, int64_t first, int begin, in
   for_each_reference(
       call.args, first, begin, end,
       [&](int, int, Mask, Mask, Floats s, auto)
-          __attribute__((always_inline)) { good = both(good, at_least(all<Floats>(kMostReference), size_of(s))); },
+          HPO_INSIDE { good = both(good, at_least(all<Floats>(kMostReference), size_of(s))); },
       [] {});
   return !any(but_not(all_lanes(), good));
 }
@@ -48,11 +48,11 @@ inline void pay_reference(const Call& call, int64_t first, int begin, int end, f
   const Floats row_weight = all<Floats>(weight);
   FastReference reference(call);
   GroupSum paid(partial.sums[kPenaltySum]);
-  const auto step = [&](int i, int part, Mask own, Mask present, Floats s, auto whole) __attribute__((always_inline)) {
+  const auto step = [&](int i, int part, Mask own, Mask present, Floats s, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     const Floats x = difference(present, load_own<kWhole>(own, source.logp + i), load_own<kWhole>(own, source.old_logp + i));
     const TermNumber<Floats> term = reference.add(part, all<Floats>(1.0f), s, x);
-    const auto add = [&](float* to, Floats value) __attribute__((always_inline)) {
+    const auto add = [&](float* to, Floats value) HPO_INSIDE {
       store_own<kWhole>(own, load_own<kWhole>(own, to + i) + keep_if(present, value), to + i);
     };
     paid.add(part, present, row_weight * term.loss);

@@ -232,7 +232,7 @@ struct FastTermGate {
     const Ints negative = inputs.kind == kNegative;
     const Floats x = vector.x;
     const Floats entering = !kPasses && plan.pre_gated ? pre_gate<Floats>(plan.numbers, head, negative, x) : x;
-    const auto ratio_of = [&](Floats z) __attribute__((always_inline)) {  // mostly nothing has changed x
+    const auto ratio_of = [&](Floats z) HPO_INSIDE {  // mostly nothing has changed x
       return any(both(vector.present, present_lanes(Ints(z != x)))) ? exp(z) : vector.ratio;
     };
     const GatedTokens gated = kPasses ? GatedTokens(x)

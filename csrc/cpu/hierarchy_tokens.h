@@ -95,7 +95,7 @@ GateCounts fast_loop(const LeafGate& leaf, float keep, const TokenBounds& bounds
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   const Floats low = all<Floats>(bounds.low[sign]), high = all<Floats>(bounds.high[sign]), a = all<Floats>(coefficient);
-  for_each_vector(0, n, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
+  for_each_vector(0, n, [&](int i, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     Mask chosen = args.mask ? present_own<kWhole>(own, args.mask + first + i) : own;
     Floats coefficients = a;
@@ -319,7 +319,7 @@ inline void add_to_fast(const PolicyLossArgs& args, int64_t first, int begin, in
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   float* grad = args.grad + first;
-  for_each_vector(begin, end, [&](int i, Mask own, auto whole) __attribute__((always_inline)) {
+  for_each_vector(begin, end, [&](int i, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     const Floats x = load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i);
     const Floats flow = blend(less(x, Floats{}), all<Floats>(aggregate_grad.falling), all<Floats>(aggregate_grad.rising));

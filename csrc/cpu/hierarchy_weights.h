@@ -34,7 +34,7 @@ struct BlockWeights {
     FiniteSum finite;
     LaneCount count;
     Mask exceptions = {};
-    const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
+    const auto step = [&](int i, int part, Mask own, auto whole) HPO_INSIDE {
       constexpr bool kWhole = decltype(whole)::value;
       const Mask present = inputs.mask ? present_own<kWhole>(own, inputs.mask + i) : own;
       const FastVector<kWhole> vector = {i, part, own, present, Floats{}, Floats{}};
@@ -45,7 +45,7 @@ struct BlockWeights {
       count.add(has_term);
       store_lanes(blend(has_term, weight, all<Floats>(NAN)), of_token + i);
     };
-    for_each_vector(0, end, step, [&]() __attribute__((always_inline)) { sum.end(); });
+    for_each_vector(0, end, step, [&]() HPO_INSIDE { sum.end(); });
     sum.end();
     chosen = count.total();
     usual = !any(exceptions) && finite.finite() && finite_lanes(lanes);
@@ -57,7 +57,7 @@ inline void add_entropies(const PolicyLossArgs& args, const Block& block, Partia
   const float* entropies = args.entropy + block.first;
   const uint8_t* mask = args.mask ? args.mask + block.first : nullptr;
   LaneCount counted;
-  const auto step = [&](int i, int part, Mask own, auto whole) __attribute__((always_inline)) {
+  const auto step = [&](int i, int part, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     const Floats entropy = load_own<kWhole>(own, entropies + i);
     const Mask present = mask ? present_own<kWhole>(own, mask + i) : own;

@@ -135,7 +135,7 @@ inline unsigned ballot(unsigned mask, bool predicate, Site site) {
 #define __host__
 #define __constant__ static
 #define __launch_bounds__(...)
-#define __forceinline__ inline __attribute__((always_inline))
+#define __forceinline__ inline
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
 // CUDA's own names. A Site as last parameter is the line of the call.

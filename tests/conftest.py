@@ -9,6 +9,8 @@ import os
 
 # Read by Triton when it is imported: on machines without a GPU its kernels run in the interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# Read by Inductor when it is imported: it would start processes that import torch, to compile a few kernels at once.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import hypothesis
 import pytest

@@ -198,11 +198,20 @@ def fingerprint():
     return digest.hexdigest()
 
 
+# The garbage collector would go through everything that is imported, again and again.
+COMPILE = """
+import gc
+gc.disable()
+from hpo_core._triton import compile
+compile.main()
+"""
+
+
 def reports(target, *options):
     """The reports of the kernels on this target."""
 
     def compile_them():
-        output = run("-m", "hpo_core._triton.compile", "--json", str(target), *options)
+        output = run("-c", COMPILE, "--json", str(target), *options)
         return [json.loads(line) for line in output.splitlines()]
 
     name = hashlib.sha256(repr(options).encode()).hexdigest()[:16]
@@ -211,6 +220,7 @@ def reports(target, *options):
 
 FORKED = """
 import contextlib
+import gc
 import io
 import json
 import multiprocessing
@@ -218,6 +228,8 @@ import sys
 
 import torch
 from hpo_core._triton import compile
+
+gc.disable()
 
 
 def answer(script):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -25,8 +26,13 @@ def run_demo(folder, *arguments):
     return finished.stdout, json.loads((folder / "curve.json").read_text())
 
 
-def test_a_short_run(tmp_path):
-    printed, result = run_demo(tmp_path, "--steps", "8", "--warm-start", "0", "--gate", "cispo")
+def test_a_short_run(tmp_path, monkeypatch, capsys):
+    demo()  # what it imports, other tests need as well
+    monkeypatch.chdir(tmp_path)
+    options = ["--output", str(tmp_path), "--steps", "8", "--warm-start", "0", "--gate", "cispo"]
+    monkeypatch.setattr(sys, "argv", [str(DEMO), *options])
+    runpy.run_path(str(DEMO), run_name="__main__")
+    printed, result = capsys.readouterr().out, json.loads((tmp_path / "curve.json").read_text())
     assert [point["step"] for point in result["curve"]] == list(range(1, 9))
     assert [point["step"] for point in result["curve"] if "reward" in point] == [1, 5]  # rollouts
     assert result["loss_calls"] == {"cpu": 8} or "cpu" not in result["loss_calls"]

@@ -1,15 +1,15 @@
 """The losses registered with verl against verl's own, through verl's own ppo_loss, and how verl finds them."""
 
 import functools
+import importlib
 import inspect
 import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 from lazily import Lazy, skip_without
+from ranks import apart, forget
 from verl_batches import ROWS, Batch, actor, close, run
 
 import hpo_core as hpo
@@ -350,23 +350,22 @@ def test_a_gate_gets_the_inputs_it_needs():
     close(run(batch, actor("hpo_kl_cov")), run(batch, of_verl))
 
 
-def test_verl_finds_us(tmp_path):
-    """As a plugin, and as an external module; in processes of their own, which share what verl imports."""
-    program = """
-import os, tensordict, transformers
-for environment in (
-    {"VERL_USE_EXTERNAL_PLUGINS": "hpo_core"},
-    {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "hpo_core.integrations.verl"},
-):
-    if os.fork() == 0:
-        os.environ |= environment
-        import verl
-        from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-        print(*[name for name in POLICY_LOSS_REGISTRY if name.startswith("hpo_")], flush=True)
-        os._exit(0)
-    os.wait()
-"""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VERL_USE_EXTERNAL")}
+def names_found(variables):
+    """What is registered after an import of verl under these variables of the environment."""
+    forget("verl", "hpo_core.integrations")
+    os.environ.update(variables)
+    importlib.import_module("verl")
+    registry = importlib.import_module("verl.trainer.ppo.core_algos").POLICY_LOSS_REGISTRY
+    return [name for name in registry if name.startswith("hpo_")]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_verl_finds_us(monkeypatch):
+    """As a plugin, and as an external module."""
+    for name in ("VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES"):
+        monkeypatch.delenv(name, raising=False)
     names = [f"hpo_{name}" for name in ("ppo_clip", "dapo", "cispo", "gspo", "gspo_token", *hpo_verl.PRESETS)]
-    found = subprocess.run([sys.executable, "-c", program], env=inherited, cwd=tmp_path, capture_output=True, text=True)
-    assert found.stdout.splitlines() == [" ".join(names)] * 2, found.stderr
+    external = {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "hpo_core.integrations.verl"}
+    assert apart(names_found, {"VERL_USE_EXTERNAL_PLUGINS": "hpo_core"}) == names
+    assert apart(names_found, external) == names
+    assert apart(names_found, {"VERL_USE_EXTERNAL_PLUGINS": "none"}) == []

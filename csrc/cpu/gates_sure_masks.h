@@ -24,8 +24,8 @@ HPO_INLINE Floats bound_of_exp(Floats x) {
       rounded(Number<Floats>::fused(x, all<Floats>(12102203.0f), all<Floats>(1065353216.0f))));  // 2^23 / ln 2, 127 2^23
 }
 
-// Tokens that the mask keeps, whatever else may be said of them: with u = first - second and m the larger of the probabilities
-// p = e^first and q = e^second,
+// The tokens that the mask certainly keeps; of the others it may keep some. With u = first - second and m the larger of the
+// probabilities p = e^first and q = e^second,
 //   |p - q| = m (1 - e^-|u|) <= m |u|,
 //   KL of (p, 1 - p) from (q, 1 - q) <= m u^2 / (2 (1 - m)), and y / (1 + y) <= 1 - m for y = -log m.
 HPO_INLINE Mask surely_inside(Statistic statistic, Floats first, Floats second, Floats low, Floats high) {

@@ -673,13 +673,13 @@ MUTANTS = {
     ),
     "cpu: an advantage that is infinite stays on the fast path": Mutant(
         "cpu", "cpu/gates_token_inputs.h",
-        "kGiven == Given::nothing || kGiven == Given::reference", "kGiven == Given::reference",
+        "kGiven != Given::anything && kGiven != Given::weights", "kGiven == Given::reference",
         "test_gate_paths.test_what_is_extraordinary_of_a_row_leaves_the_fast_path",
         {"name": "advantages", "value": math.inf, "gate": gates.kimi(), "lengths": (700, 348, 1000, 345, 7)},
     ),
     "cpu: nobody looks at the targets of rows": Mutant(
-        "cpu", "cpu/hierarchy_terms.h",
-        "!call.args.target && given(call.args) == Given::nothing", "given(call.args) == Given::nothing",
+        "cpu", "cpu/gates_token_inputs.h",
+        "return gate.defined(own_inputs);", "return all_lanes();",
         "test_gate_paths.test_what_is_extraordinary_of_a_row_leaves_the_fast_path",
         {"name": "target", "value": 1.5, "gate": gates.nft(), "lengths": (700, 348, 1000, 345, 7)},
     ),

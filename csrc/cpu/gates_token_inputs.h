@@ -121,15 +121,17 @@ struct TermInputs {
   Floats coefficient, kept, target;
 };
 
-// What the tokens of a call have: anything, or as those of the most common calls nothing, a reference policy alone, or weights
-// alone.
-enum class Given { anything, nothing, reference, weights };
+// What the tokens of a call have: anything, or as those of the most common calls nothing, a reference policy alone, weights
+// alone, or targets alone.
+enum class Given { anything, nothing, reference, weights, targets };
 
 inline Given given(const PolicyLossArgs& args) {
   const bool others =
       args.advantage_per_token || args.token_mask || args.score || args.entropy || args.kl_weight || args.low || args.high;
   const bool reference = args.ref_logp, weights = weighs_tokens(args);
-  if (others || (reference && weights)) return Given::anything;
+  const int some = reference + weights + (args.target != nullptr);
+  if (others || some > 1) return Given::anything;
+  if (args.target) return Given::targets;
   return reference ? Given::reference : (weights ? Given::weights : Given::nothing);
 }
 
@@ -144,6 +146,7 @@ template <class Gate, Given kGiven>
 struct TokenInputsSweep {
   static constexpr bool kAnything = kGiven == Given::anything;
   static constexpr bool kReference = kGiven == Given::reference, kWeights = kGiven == Given::weights;
+  static constexpr bool kTargets = kGiven == Given::targets;
   const Call& call;
   const int64_t first;
   const FastSource source;
@@ -189,6 +192,7 @@ struct TokenInputsSweep {
       own_inputs.coefficient *= vector.load(inputs.weight);
       coefficients.add(part, present, own_inputs.coefficient);
     }
+    if (kTargets) exceptions = either(exceptions, but_not(present, has_target(vector, own_inputs)));
     vector.present = chosen;
     const TermNumber<Floats> term = gate.term(vector, own_inputs);
     loss.add(part, chosen, term.loss);
@@ -225,14 +229,20 @@ struct TokenInputsSweep {
       own_inputs.coefficient *= own, own_inputs.kept *= own;
     }
     coefficients.add(vector.part, vector.present, own_inputs.coefficient);
-    if (inputs.target) own_inputs.target = vector.load(inputs.target);
-    Mask meant = gate.defined(own_inputs);
+    Mask meant = has_target(vector, own_inputs);
     if (inputs.low) {
       const Floats low = vector.load(inputs.low);
       meant = both(meant, both(at_least(low, all<Floats>(kLowest)), at_least(all<Floats>(kHighestLow), low)));
     }
     if (inputs.high) meant = both(meant, at_least(vector.load(inputs.high), all<Floats>(kLowestHigh)));
     exceptions = either(exceptions, but_not(vector.present, meant));
+  }
+
+  // Takes targets of tokens, and tells whether they have a meaning.
+  template <class Vector>
+  HPO_INLINE Mask has_target(const Vector& vector, TermInputs& own_inputs) {
+    if (inputs.target) own_inputs.target = vector.load(inputs.target);
+    return gate.defined(own_inputs);
   }
 
   HPO_INLINE void end_group() {
@@ -318,7 +328,7 @@ struct TokenInputsSweep {
 template <Given kGiven, class Gate>
 bool sweep_token_inputs(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
                         Partial& partial, const Gate& gate) {
-  const bool of_rows = kGiven == Given::nothing || kGiven == Given::reference;
+  const bool of_rows = kGiven != Given::anything && kGiven != Given::weights;
   if (of_rows && !finite_coefficients(call.args, segments)) return false;
   LaneSums lanes;
   TokenInputsSweep<Gate, kGiven> sweep(call, first, tile, call.args.grad ? call.args.grad + first : tile.grad, gate, lanes);

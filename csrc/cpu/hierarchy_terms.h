@@ -257,14 +257,18 @@ struct FastTermGate {
 // A fast-path tile of rows under no level. False: the fast path does not hold, and nothing is counted.
 inline bool run_terms(const Call& call, const TermPlan& plan, const float (&low)[2], const float (&high)[2], int64_t first,
                       int n, const Segments& segments, Tile& tile, uint8_t* seen, Partial& partial) {
+  const FastTermGate<true> open = {call.structure.head, plan, call.args.logp + first, low, high};
   const FastTermGate<false> gate = {call.structure.head, plan, call.args.logp + first, low, high};
-  const bool nothing = !call.args.target && given(call.args) == Given::nothing;
-  if (nothing && plan.passes(low, high)) {
-    const FastTermGate<true> passing = {call.structure.head, plan, call.args.logp + first, low, high};
-    return sweep_token_inputs<Given::nothing>(call, first, n, segments, tile, seen, partial, passing);
+  const Given tokens_have = given(call.args);
+  if (plan.passes(low, high)) {
+    if (tokens_have == Given::nothing)
+      return sweep_token_inputs<Given::nothing>(call, first, n, segments, tile, seen, partial, open);
+    if (tokens_have == Given::targets)
+      return sweep_token_inputs<Given::targets>(call, first, n, segments, tile, seen, partial, open);
   }
-  return nothing ? sweep_token_inputs<Given::nothing>(call, first, n, segments, tile, seen, partial, gate)
-                 : sweep_token_inputs<Given::anything>(call, first, n, segments, tile, seen, partial, gate);
+  return tokens_have == Given::nothing
+             ? sweep_token_inputs<Given::nothing>(call, first, n, segments, tile, seen, partial, gate)
+             : sweep_token_inputs<Given::anything>(call, first, n, segments, tile, seen, partial, gate);
 }
 
 // The penalty on the token's own log-ratio, which every valid token pays that is not left out.

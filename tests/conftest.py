@@ -4,6 +4,7 @@ HPO_CORE_TEST_BACKENDS=cpu,triton,... names the native backends of a run: a miss
 the tests run on every native backend found here.
 """
 
+import functools
 import gc
 import os
 
@@ -15,6 +16,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import hypothesis
 import pytest
 import torch
+from ranks import on_ranks
 
 import hpo_core as hpo
 
@@ -139,25 +141,7 @@ def threads():
     torch.set_num_threads(number)
 
 
-def _rank(rank, path, function, results):
-    torch.set_num_threads(1)  # a forked process has none of its parent's OpenMP threads, and would wait for them
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
-    results[rank] = function(rank)
-    torch.distributed.destroy_process_group()
-
-
 @pytest.fixture
-def three_ranks(tmp_path):
+def three_ranks():
     """Runs a function of the rank in three processes that share a group; returns the results of all."""
-
-    if ON_GPU:
-        pytest.skip("a forked process cannot use CUDA")
-
-    def run(function):
-        with torch.multiprocessing.Manager() as manager:
-            results = manager.dict()
-            arguments = (tmp_path / "store", function, results)
-            torch.multiprocessing.start_processes(_rank, arguments, 3, start_method="fork")
-            return [results[rank] for rank in range(3)]
-
-    return run
+    return functools.partial(on_ranks, 3)

@@ -10,8 +10,8 @@ namespace hpo::HPO_ISA {
 // than what keeps the logarithms of a binary KL finite.
 constexpr float kUndecided = 0.02f, kLeastLimit = 1e-3f;
 
-// Whether 0, around which tokens are decided, lies between the limits of a mask that a bound exists for.
-inline bool may_be_sure(const RuleNumbers& rule) {
+// Whether a bound decides tokens: the rule is a mask, its statistic has a bound, and its limits enclose 0.
+inline bool has_sure_tokens(const RuleNumbers& rule) {
   const bool bounded = rule.statistic == Statistic::probability || rule.statistic == Statistic::binary_kl;
   bool around_zero = true;
   for (int sign = 0; sign < 2; ++sign) around_zero &= rule.low[sign] < 0.0f && 0.0f < rule.high[sign];

@@ -26,17 +26,17 @@ struct Signs {
 struct CorrectedWeights {
   const float *first, *second, *token_weight;
   const RuleNumbers rule;
-  const bool may_be_sure;
+  const bool some_are_sure;
 
   explicit CorrectedWeights(const PolicyLossArgs& args)
       : first(args.correction.first ? args.correction.first : args.logp),
         second(args.correction.second),
         token_weight(args.token_weight),
         rule(args.correction.rule),
-        may_be_sure(HPO_ISA::may_be_sure(rule)) {}
+        some_are_sure(has_sure_tokens(rule)) {}
 
   HPO_INLINE Floats factor(Mask own, Ints negative, Floats from, Floats to) const {
-    if (may_be_sure) {
+    if (some_are_sure) {
       const Floats low = by_sign<Floats>(negative, rule.low), high = by_sign<Floats>(negative, rule.high);
       if (!any(but_not(own, surely_inside(rule.statistic, from, to, low, high)))) return all<Floats>(1.0f);
     }

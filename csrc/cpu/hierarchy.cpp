@@ -24,7 +24,7 @@ void add_children(const Leaves& leaves, const Workspace& space, int k) {
   }
 }
 
-// A thread takes a level, in the order of its leaves.
+// One thread adds up a level, in the order of its leaves.
 void sum_segments(const Leaves& leaves, const Workspace& space, int threads) {
   const auto is_balanced = [&](int64_t k) { return leaves.hierarchy.levels[k].aggregate == Aggregate::balanced; };
   parallel_for(leaves.hierarchy.depth, threads, [&](int64_t k) {
@@ -50,7 +50,7 @@ void clear_gaps(const Leaves& leaves) {
 }
 
 // Clears a table of segments by channel and calls body(place, gradient) for the gradient of each leaf in the aggregate of each
-// of its segments, unless it is 0. The place is that of segment and channel in the table. A thread takes a level.
+// of its segments, unless it is 0. The place is that of segment and channel in the table. One thread adds up a level.
 template <class Body>
 void for_each_aggregate_grad(const Leaves& leaves, const Workspace& space, int threads, int64_t* table, const Body& body) {
   const Hierarchy& hierarchy = leaves.hierarchy;

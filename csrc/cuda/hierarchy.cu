@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, 3) deliver_settled(const Call call) 
 // ----------------------------------------------------------------------------------------------------------------- host
 
 // Threads that launches can use, and the launch of the sums, unless the gate is settled.
-struct Parts {
+struct LaunchPlan {
   int64_t prepared, swept;
   void (*launch_sums)(Call&, int64_t threads, cudaStream_t);
 };
@@ -77,16 +77,16 @@ void launch_sums_of_settled(Call& call, int64_t threads, cudaStream_t stream) {
 
 // The blocks of the sweep are the same whether it is a launch by itself or not, and so is the order of its sums.
 template <bool REFERENCE, int EXTRAS, int GATE>
-void launch_sweep(Call& call, const Parts& parts, cudaStream_t stream) {
+void launch_sweep(Call& call, const LaunchPlan& plan, cudaStream_t stream) {
   constexpr bool LIGHT = is_light(REFERENCE, EXTRAS, GATE);
-  const int blocks = std::min(blocks_for(parts.swept), LIGHT ? kBlocksOfThree : int(kMaxBlocks));
+  const int blocks = std::min(blocks_for(plan.swept), LIGHT ? kBlocksOfThree : int(kMaxBlocks));
   const bool may_hold_sums =
       GATE == kSettledGate ? call.summed == kLogRatio && !call.balanced : GATE == kTermGate && call.hierarchy.depth == 0;
   call.together = (may_hold_sums || (call.carries && GATE != kSettledGate)) && call.hierarchy.stage == Stage::whole &&
                   blocks == blocks_together<sweep_leaves<REFERENCE, EXTRAS, GATE>>(int64_t(blocks) * kThreads);
   if (call.together && may_hold_sums) call.first_blocks = blocks;
-  else if (GATE == kSettledGate && call.settled) launch_sums_of_settled<EXTRAS>(call, parts.prepared, stream);
-  else parts.launch_sums(call, parts.prepared, stream);
+  else if (GATE == kSettledGate && call.settled) launch_sums_of_settled<EXTRAS>(call, plan.prepared, stream);
+  else plan.launch_sums(call, plan.prepared, stream);
   const dim3 grid(blocks), block(kThreads);
   if (call.together) {
     HPO_LAUNCH_TOGETHER((sweep_leaves<REFERENCE, EXTRAS, GATE>), grid, block, 0, stream, call);
@@ -96,24 +96,24 @@ void launch_sweep(Call& call, const Parts& parts, cudaStream_t stream) {
 }
 
 template <int GATE>
-void launch_sweep(Call& call, const Parts& parts, cudaStream_t stream) {
+void launch_sweep(Call& call, const LaunchPlan& plan, cudaStream_t stream) {
   const int extras = call.gate.extras();
-  if (extras == kCorrected) return launch_sweep<true, kCorrected, GATE>(call, parts, stream);
-  if (extras == kExtras) return launch_sweep<true, kExtras, GATE>(call, parts, stream);
-  call.gate.args.ref_logp ? launch_sweep<true, kNoExtras, GATE>(call, parts, stream)
-                          : launch_sweep<false, kNoExtras, GATE>(call, parts, stream);
+  if (extras == kCorrected) return launch_sweep<true, kCorrected, GATE>(call, plan, stream);
+  if (extras == kExtras) return launch_sweep<true, kExtras, GATE>(call, plan, stream);
+  call.gate.args.ref_logp ? launch_sweep<true, kNoExtras, GATE>(call, plan, stream)
+                          : launch_sweep<false, kNoExtras, GATE>(call, plan, stream);
 }
 
-void launch_sweep(Call& call, const Parts& parts, cudaStream_t stream) {
+void launch_sweep(Call& call, const LaunchPlan& plan, cudaStream_t stream) {
   const bool drops = call.gate.structure.token == TokenGate::drop;
   if (call.hierarchy.term.present || adds_exponentials(call.hierarchy)) {
-    launch_sweep<kTermGate>(call, parts, stream);
+    launch_sweep<kTermGate>(call, plan, stream);
   } else if (drops && (call.settled || !call.carries)) {
-    launch_sweep<kSettledGate>(call, parts, stream);
+    launch_sweep<kSettledGate>(call, plan, stream);
   } else if (call.hierarchy.split) {
-    launch_sweep<kSplitGate>(call, parts, stream);
+    launch_sweep<kSplitGate>(call, plan, stream);
   } else {
-    launch_sweep<kPlainGate>(call, parts, stream);
+    launch_sweep<kPlainGate>(call, plan, stream);
   }
 }
 

@@ -31,18 +31,16 @@ __device__ __forceinline__ void couple_segments(const Call& call, const Leaves& 
   accumulator.flush();
 }
 
-// The same as shares(), for the level and channel of each lane: under a balanced level the divisor of the finer level times the
-// children. Its loop over the levels below a lane's own would cost the sweep registers that it does not have.
+// shares() for the level and channel of each lane, which takes those of the finer level from its neighbour. The loop of
+// shares() over finer levels would cost the sweep registers that it does not have.
 __device__ __forceinline__ double shares_of_lane(const Call& call, const LevelChannel& level_channel, int leaf) {
   const int level = min(level_channel.level, call.hierarchy.depth - 1);
-  const Aggregate aggregate = call.hierarchy.levels[level].aggregate;
-  const LogRatios sums = call.log_ratios(level, leaf);
-  double mine = divisor(call.hierarchy.levels[level], sums.valid);
-  if (aggregate == Aggregate::log_mean_exp) mine += sum_of(sums, level_channel.channel);
+  const bool balanced = call.hierarchy.levels[level].aggregate == Aggregate::balanced;
+  double mine = shares_of_segment(call.hierarchy.levels[level], call.log_ratios(level, leaf), level_channel.channel);
 #pragma unroll 1
   for (int k = 1; k < call.hierarchy.depth; ++k) {
     const double finer = __shfl_up_sync(kFullWarp, mine, 2);
-    if (level == k && aggregate == Aggregate::balanced) mine *= finer;
+    if (level == k && balanced) mine *= finer;
   }
   return mine;
 }

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, blocks_that_prepare(ENTERING, BALANC
   sum_segments<ENTERING, BALANCED>(call);
 }
 
-// In the place of a launch for tokens under no level.
+// Tokens under no level have no sums: this is all that their sweep waits for.
 __device__ __forceinline__ void prepare_tokens(const Call& call) {
   prepare(call);
   if (!call.broken()) return;

@@ -81,16 +81,22 @@ HPO_INLINE Child child_at(const Hierarchy& hierarchy, int k, int64_t s, const Lo
   return {parent, {1, {to_fixed(aggregate<true>(level, sums, 0)), to_fixed(aggregate<true>(level, sums, 1))}}};
 }
 
+// How many shares a segment makes of the gradient in its aggregate: one for each token, or under a balanced level one for each
+// child.
+HPO_INLINE double shares_of_segment(const HierarchyLevel& level, const LogRatios& sums, int channel) {
+  const double ones = divisor(level, sums.valid);
+  return level.aggregate == Aggregate::log_mean_exp ? ones + sum_of(sums, channel) : ones;
+}
+
 // The divisor of an aggregate's gradient at level k on its way to a token; in a log mean exp each token has the factor e^x
 // besides. segment(k): the sums of the token's segment at level k.
 template <class SegmentAt>
 HPO_INLINE double shares(const Hierarchy& hierarchy, int k, int channel, const SegmentAt& segment) {
   double children = 1.0;
-  for (; hierarchy.levels[k].aggregate == Aggregate::balanced; --k) children *= divisor(hierarchy.levels[k], segment(k).valid);
-  const HierarchyLevel& level = hierarchy.levels[k];
-  const LogRatios sums = segment(k);
-  const double ones = divisor(level, sums.valid);
-  return children * (level.aggregate == Aggregate::log_mean_exp ? ones + sum_of(sums, channel) : ones);
+  for (; hierarchy.levels[k].aggregate == Aggregate::balanced; --k) {
+    children *= shares_of_segment(hierarchy.levels[k], segment(k), channel);
+  }
+  return children * shares_of_segment(hierarchy.levels[k], segment(k), channel);
 }
 
 // The gates of all levels above a leaf, as its tokens need them. [channel][sign of the advantage]

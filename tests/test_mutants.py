@@ -249,7 +249,7 @@ MUTANTS = {
     ),
     "cpu: what arrives at a balanced level is not divided by its children": Mutant(
         "cpu", "include/hpo/hierarchy.h",
-        "children *= divisor(hierarchy.levels[k], segment(k).valid);", "",
+        "children *= shares_of_segment(hierarchy.levels[k], segment(k), channel);", "",
         "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["balanced, 2 levels, through"]},
     ),
     "cpu: what arrives at a log mean exp goes to all tokens alike": Mutant(

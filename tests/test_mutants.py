@@ -617,8 +617,8 @@ MUTANTS = {
     ),
     "cpu: flows of two tiles reach tokens of the row before": Mutant(
         "cpu", "cpu/hierarchy_blocks.h",
-        "add_to_fast(calls.of(masked).args, at, begin, n, aggregate_grad)",
-        "add_to_fast(calls.of(masked).args, at, 0, n, aggregate_grad)",
+        "add_to_fast(plan.term, calls.of(masked).args, at, block.row, begin, n, aggregate_grad)",
+        "add_to_fast(plan.term, calls.of(masked).args, at, block.row, 0, n, aggregate_grad)",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": False},
     ),
     "cpu: the coefficient of a token's ratio has its weight, that of its penalty has not": Mutant(
@@ -696,7 +696,7 @@ MUTANTS = {
     ),
     "cpu: what a clip takes before all gates is added up": Mutant(
         "cpu", "cpu/gates_fast_path.h",
-        "kClipped ? keep_if(vector.present, clamp(vector.x, low, high)) : vector.x", "vector.x",
+        "keep_if(vector.present, clamp(x, low, high))", "x",
         "test_gate_paths.test_the_fast_path_has_the_gradient_of_any_other_way",
         {"gate": gates.gmpo(0.2, 0.2), "lengths": (700, 348, 1000, 345, 7)},
     ),

@@ -2,11 +2,12 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from breadth import at_length, number, tried  # noqa: F401 (the first is a fixture)
-from catalogue import TERMS, Example, assert_exact, gate_of
+from catalogue import SLOPES, TERMS, Example, assert_exact, gate_of
 from hierarchies import index_inputs, raw
 
 import hpo_core as hpo
@@ -87,6 +88,27 @@ def test_every_combination(name, native_backends):
             if seed < number(each, at_length=8, machine_code=8, emulated=4, interpreted=2)
         ]
         judged(example, gate, backends, **given)
+
+
+@pytest.mark.usefixtures("at_length")
+@pytest.mark.parametrize("name", [*TERMS, "LINEAR, open"])
+def test_every_combination_without_a_penalty(name, native_backends):
+    """Where advantages are those of rows the CPU reads the tokens of a leaf where they are."""
+    under_open_level = RatioGate("open", SLOPES, (Level(Identity()),))
+    gate = replace(TERMS.get(name, under_open_level), penalty=Penalty.NONE, penalty_coefficient=0.0)
+    for seed in (0, 2, 4, 6):
+        example = Example(seed, (5, 0, 9, 1, 40, 12, 3, 33), masked=seed < 6, gaps=seed > 0)
+        cases = {each: number(each, at_length=8, machine_code=8, emulated=1, interpreted=1) for each in native_backends}
+        judged(example, gate, [each for each, most in cases.items() if seed < most], **inputs_of(gate, example, seed))
+
+
+@pytest.mark.parametrize("x", [0.3, 2.0, 3.6, 3.8, 9.0])
+def test_sums_of_large_deviations(x, native_backends):
+    """They are added up as integers: those of ratios near 1 in another way than larger ones, without a gap between."""
+    example = Example(0, (700, 40), masked=False, several=False)
+    example.logp = example.old_logp + x * torch.linspace(0.9, 1, example.logp.numel())
+    for delta in (0.07, 1e3):
+        judged(example, hpo.gates.reconstructed.apc(delta), native_backends)
 
 
 LONG = (20_000, 9000)

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "gates_call.h"
+#include "hpo/terms.h"
 
 namespace hpo::HPO_ISA {
 
@@ -74,9 +75,10 @@ HPO_INLINE bool guess_near(bool near, const Sweep& sweep) {
 // then. `near`: whether they are near 0, and so many that the next tile is worth the same guess: a failure costs more than few
 // spare.
 template <bool kTakenForNear>
-HPO_INLINE bool settle_fast(const FastSums& sums, int64_t tokens, Partial& partial, bool& near) {
+HPO_INLINE bool settle_fast(const FastSums& sums, int64_t tokens, Partial& partial, bool& near,
+                            float most = kStatisticSaturation) {
   near = sums.within(kNear);
-  if (!near && (kTakenForNear || !sums.within(tokens > kTile ? kStatisticSaturation / 2 : kStatisticSaturation))) return false;
+  if (!near && (kTakenForNear || !sums.within(tokens > kTile ? most / 2 : most))) return false;
   near &= tokens >= kGroup;
   sums.add_to(partial);
   partial.slots[kTokens] += double(tokens);
@@ -256,20 +258,30 @@ struct PreClip {
   }
 };
 
-template <bool kSplit, bool kClipped, bool kTakenForNear>
+// What the first sweep does besides: it keeps ratios, or adds up something else than log-ratios.
+enum class FirstSweep { plain, keeps_ratios, clips, deviates };
+
+// Up to it deviations of ratios from 1 are within kStatisticSaturation, too.
+constexpr float kDeviates = 3.7f;
+
+template <bool kSplit, FirstSweep kSweep, bool kTakenForNear>
 struct FastFixedSums {
+  static constexpr bool kChanged = kSweep == FirstSweep::clips || kSweep == FirstSweep::deviates;
   Floats low, high;  // of the clip
   FixedSum all_sum, rising_sum;
-  Floats clipped_about[kParts] = {}, rising_about[kParts] = {};
+  Floats changed_about[kParts] = {}, rising_about[kParts] = {};
 
   FastFixedSums(const PreClip& clip, int sign) : low(all<Floats>(clip.low[sign])), high(all<Floats>(clip.high[sign])) {}
 
   template <class Vector>
   HPO_INLINE void operator()(const Vector& vector) {
-    const Floats x = kClipped ? keep_if(vector.present, clamp(vector.x, low, high)) : vector.x;
-    const Ints fixed = rounded((kTakenForNear && !kClipped ? x : beyond_integer(x)) * float(kFixedPoint));
+    Floats x = vector.x;
+    if (kSweep == FirstSweep::clips) x = keep_if(vector.present, clamp(x, low, high));
+    if (kSweep == FirstSweep::deviates) x = deviation_of(x, vector.ratio).size;
+    constexpr bool kSmall = kTakenForNear && kSweep != FirstSweep::clips;  // below 1 / 2
+    const Ints fixed = rounded((kSmall ? x : beyond_integer(x)) * float(kFixedPoint));
     all_sum.add(vector.part, all_lanes(), fixed);
-    if (kClipped) clipped_about[vector.part] += x;
+    if (kChanged) changed_about[vector.part] += x;
     if (!kSplit) return;
     const Mask rises = at_least(x, Floats{});
     rising_sum.add(vector.part, rises, fixed);
@@ -279,7 +291,7 @@ struct FastFixedSums {
 
   // about: the sum of all log-ratios in floats. Tokens that are absent added 0.
   RowLogRatios sums(const Floats about[kParts], int64_t valid) const {
-    return {valid, all_sum.total(kClipped ? clipped_about : about), kSplit ? rising_sum.total(rising_about) : 0};
+    return {valid, all_sum.total(kChanged ? changed_about : about), kSplit ? rising_sum.total(rising_about) : 0};
   }
 };
 
@@ -287,7 +299,7 @@ struct FastFixedSums {
 template <bool kSplit, bool kTakenForNear>
 struct FastFixedSumsAndRatios {
   float* ratios;
-  FastFixedSums<kSplit, false, kTakenForNear> fixed;
+  FastFixedSums<kSplit, FirstSweep::plain, kTakenForNear> fixed;
 
   template <class Vector>
   HPO_INLINE void operator()(const Vector& vector) {
@@ -298,15 +310,12 @@ struct FastFixedSumsAndRatios {
   RowLogRatios sums(const Floats about[kParts], int64_t valid) const { return fixed.sums(about, valid); }
 };
 
-// What the first sweep does besides.
-enum class FirstSweep { plain, keeps_ratios, clips };
-
 template <bool kSplit, FirstSweep kSweep, bool kTakenForNear>
 HPO_INLINE auto fast_fixed_sums(const PolicyLossArgs& args, int64_t first, const PreClip& clip, int sign) {
   if constexpr (kSweep == FirstSweep::keeps_ratios) {
     return FastFixedSumsAndRatios<kSplit, kTakenForNear>{args.grad + first, {clip, sign}};
   } else {
-    return FastFixedSums<kSplit, kSweep == FirstSweep::clips, kTakenForNear>(clip, sign);
+    return FastFixedSums<kSplit, kSweep, kTakenForNear>(clip, sign);
   }
 }
 
@@ -330,7 +339,8 @@ inline bool measure_fast_rows(const PolicyLossArgs& args, int64_t first, const S
       for (int part = 0; part < kParts; ++part) about[part] = sums.sum[part] - about[part];
       of_rows[index] = fixed.sums(about, present.of_row[index]);
     }
-    if (!settle_fast<kTakenForNear>(sums, present.all, partial, tile.near)) return false;
+    const float most = kSweep == FirstSweep::deviates ? kDeviates : kStatisticSaturation;
+    if (!settle_fast<kTakenForNear>(sums, present.all, partial, tile.near, most)) return false;
     present.mark(segments, seen);
     return true;
   });
@@ -341,9 +351,13 @@ using MeasureFast = bool (*)(const PolicyLossArgs&, int64_t first, const Segment
 
 template <bool kSplit>
 MeasureFast pick_measure_fast(FirstSweep sweep) {
-  if (sweep == FirstSweep::clips) return measure_fast_rows<kSplit, FirstSweep::clips>;
-  return sweep == FirstSweep::plain ? measure_fast_rows<kSplit, FirstSweep::plain>
-                                    : measure_fast_rows<kSplit, FirstSweep::keeps_ratios>;
+  switch (sweep) {
+    case FirstSweep::keeps_ratios: return measure_fast_rows<kSplit, FirstSweep::keeps_ratios>;
+    case FirstSweep::clips: return measure_fast_rows<kSplit, FirstSweep::clips>;
+    case FirstSweep::deviates: return measure_fast_rows<kSplit, FirstSweep::deviates>;
+    case FirstSweep::plain: break;
+  }
+  return measure_fast_rows<kSplit, FirstSweep::plain>;
 }
 
 }  // namespace hpo::HPO_ISA

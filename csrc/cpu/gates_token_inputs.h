@@ -2,7 +2,6 @@
 // entropy) or heads of any kind, in one pass. What a call lacks costs a branch for every vector that always goes the same way.
 #pragma once
 #include "gates_fast_path.h"
-#include "hpo/terms.h"
 
 namespace hpo::HPO_ISA {
 

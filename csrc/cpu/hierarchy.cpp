@@ -124,7 +124,6 @@ void run_rows(const Sweeps& sweeps, int threads) {
   const Call losses = {without, call.structure, call.numbers, call.rows};
   const Calls calls_of_losses(losses);
   const Sweeps apart = {calls_of_losses, sweeps.leaves, sweeps.space, plan};
-  const bool may_be_fast = !plan.driven && call.structure.head != Head::censored;
   parallel_for(ceil_divide(call.args.tokens, kChunk), threads, [&](int64_t chunk) {
     Scratch scratch;
     Partial partial;
@@ -133,8 +132,8 @@ void run_rows(const Sweeps& sweeps, int threads) {
       const Masked masked = masked_tokens(call.args.mask, first, n);
       if (masked == Masked::all) clear_gradient(call.args, first, n);
       const bool done = masked == Masked::all ||
-                        (may_be_fast && run_terms(sweeps.calls.of(masked), plan.term, plan.bounds.low, plan.bounds.high, first,
-                                                  n, segments, scratch.tile, sweeps.space.seen, partial));
+                        (!plan.driven && run_terms(sweeps.calls.of(masked), plan.term, plan.bounds.low, plan.bounds.high, first,
+                                                   n, segments, scratch.tile, sweeps.space.seen, partial));
       if (done && !call.args.token_loss) return;
       for (const Segment& segment : segments) {
         const Block block = {segment.row, segment.row, first + segment.begin, segment.end - segment.begin, true};

@@ -199,7 +199,7 @@ struct Sweeps {
       scratch.whole.set(block.row, 0, n);
       load(call, at, n, scratch.whole, true, scratch.tile, scratch.counted);
       finish_tile(call, gate, at, n, scratch.whole, scratch.tile, partial);
-      if (plan.term_loop && plan.term.term.penalty != Penalty::none) {
+      if (plan.pays) {
         float* grad = call.args.grad ? call.args.grad + at : scratch.tile.grad;
         float* token_loss = call.args.token_loss ? call.args.token_loss + at : nullptr;
         add_own_penalty(call, plan.term, at, n, block.row, scratch.tile, grad, token_loss, partial);
@@ -337,10 +337,10 @@ struct Sweeps {
     if (aggregate_grad.nothing()) return;
     Tile& tile = scratch.tile;
     for_each_tile_of(block, kGridOfLines, [&](int64_t at, int begin, int n) {
-      if (fast && plan.as_they_are) {
+      if (fast) {
         const Masked masked = masked_tokens(call.args.mask, at + begin, n - begin);
         if (masked == Masked::all) return;
-        return add_to_fast(calls.of(masked).args, at, begin, n, aggregate_grad);
+        return add_to_fast(plan.term, calls.of(masked).args, at, block.row, begin, n, aggregate_grad);
       }
       scratch.whole.set(block.row, begin, n);
       load(call, at, n, scratch.whole, true, tile, scratch.counted);

@@ -42,6 +42,9 @@ struct TermPlan {
   // The pre-gate is a clip.
   bool clips() const { return pre_gated && head != Head::censored && !mean_exp; }
 
+  // It is the deviation of the ratio from 1.
+  bool deviates() const { return pre_gated && head == Head::censored && !mean_exp; }
+
   PreClip clip() const {
     if (!clips()) return {{-INFINITY, -INFINITY}, {INFINITY, INFINITY}};
     return {{numbers.pre_low[0], numbers.pre_low[1]}, {numbers.pre_high[0], numbers.pre_high[1]}};
@@ -153,19 +156,20 @@ struct TermOfTokens {
   }
 };
 
-// Whole vectors: loss and grad have room behind n.
-template <Head kHead>
-GateCounts term_loop(const TermPlan& plan, const LeafGate& leaf, const Tile& tile, const float* entering_logs,
-                     const float* coefficient, TokenTerms& terms, float* loss, float* grad, int n) {
+// The terms of the tokens of one leaf, vector by vector.
+struct LeafTerms {
+  const TermPlan& plan;
+  const LeafGate& leaf;
+  TokenTerms& terms;
+  float *loss, *grad;
   Ints chosen = {}, below = {}, above = {}, flows = {};
-  for (int i = 0; i < n; i += kWidth) {
-    const Ints kind = load_lanes<Ints>(tile.chosen + i), present = kind != kAbsent, negative = kind == kNegative;
-    const Floats entering = load_lanes<Floats>(entering_logs + i), x = load_lanes<Floats>(tile.x + i);
-    const GatedTokens gated(plan, leaf, negative, entering, load_lanes<Floats>(terms.low + i),
-                            load_lanes<Floats>(terms.high + i));
-    const TermOfTokens tokens(kHead, plan, gated, negative, x, load_lanes<Floats>(coefficient + i),
-                              load_lanes<Floats>(terms.kept + i), load_lanes<Floats>(terms.logp + i),
-                              load_lanes<Floats>(terms.target + i), Exponential{});
+
+  template <class RatioOf>
+  HPO_INLINE void step(Head head, int i, Ints kind, Floats entering, Floats x, Floats low, Floats high, Floats coefficient,
+                       Floats kept, Floats logp, Floats target, const RatioOf& ratio_of) {
+    const Ints present = kind != kAbsent, negative = kind == kNegative;
+    const GatedTokens gated(plan, leaf, negative, entering, low, high);
+    const TermOfTokens tokens(head, plan, gated, negative, x, coefficient, kept, logp, target, ratio_of);
     const GatedTokenNumber<Floats>& token = tokens.token;
     const Floats slope = keep_if(present, tokens.term.slope);
     store_lanes(keep_if(present, tokens.term.loss), loss + i);
@@ -179,14 +183,76 @@ GateCounts term_loop(const TermPlan& plan, const LeafGate& leaf, const Tile& til
     below = add_where(token.below, kind, below);
     above = add_where(token.above, kind, above);
   }
-  GateCounts found;
-  int32_t some_flow = 0;
-  for (int lane = 0; lane < kWidth; ++lane) {
-    found.chosen += chosen[lane], found.below += below[lane], found.above += above[lane];
-    some_flow |= flows[lane];
+
+  GateCounts counts() const {
+    GateCounts found;
+    int32_t some_flow = 0;
+    for (int lane = 0; lane < kWidth; ++lane) {
+      found.chosen += chosen[lane], found.below += below[lane], found.above += above[lane];
+      some_flow |= flows[lane];
+    }
+    terms.flows = some_flow != 0;
+    return found;
   }
-  terms.flows = some_flow != 0;
-  return found;
+};
+
+// Whole vectors: loss and grad have room behind n.
+template <Head kHead>
+GateCounts term_loop(const TermPlan& plan, const LeafGate& leaf, const Tile& tile, const float* entering,
+                     const float* coefficient, TokenTerms& terms, float* loss, float* grad, int n) {
+  LeafTerms each = {plan, leaf, terms, loss, grad};
+  for (int i = 0; i < n; i += kWidth) {
+    const auto load = [=](const float* from) HPO_INSIDE { return load_lanes<Floats>(from + i); };
+    each.step(kHead, i, load_lanes<Ints>(tile.chosen + i), load(entering), load(tile.x), load(terms.low), load(terms.high),
+              load(coefficient), load(terms.kept), load(terms.logp), load(terms.target), Exponential{});
+  }
+  return each.counts();
+}
+
+struct TokenBounds {
+  float low[2], high[2];  // of the token gate, by sign of the advantage
+};
+
+// Of a fast-path tile: its tokens have one advantage and no target, and are read where they are.
+using FastLoop = GateCounts (*)(const TermPlan&, const LeafGate&, const TokenBounds&, const PolicyLossArgs&, int64_t first,
+                                int64_t row, const float* weights, TokenTerms&, float* loss, float* grad, int n);
+
+// kDeviates: TermPlan::deviates holds.
+template <bool kDeviates>
+GateCounts fast_term_loop(const TermPlan& plan, const LeafGate& leaf, const TokenBounds& bounds, const PolicyLossArgs& args,
+                          int64_t first, int64_t row, const float* weights, TokenTerms& terms, float* loss, float* grad,
+                          int n) {
+  const FastSource source(args, first);
+  const float weight = args.weights[row], advantage = args.advantages[row];
+  const int sign = advantage < 0.0f;
+  const Ints kind = Ints{} + (sign ? kNegative : kPositive), negative = kind == kNegative;
+  const Floats low = all<Floats>(bounds.low[sign]), high = all<Floats>(bounds.high[sign]);
+  LeafTerms each = {plan, leaf, terms, loss, grad};
+  for_each_vector(0, n, [&](int i, Mask own, auto whole) HPO_INSIDE {
+    constexpr bool kWhole = decltype(whole)::value;
+    Mask chosen = args.mask ? present_own<kWhole>(own, args.mask + first + i) : own;
+    Floats coefficient = all<Floats>(weight * advantage), kept = all<Floats>(weight);
+    if (weights) {
+      const Floats factor = load_own<kWhole>(own, weights + i);
+      chosen = but_not(own, is_nan(factor)), coefficient *= factor, kept *= factor;
+    }
+    const Floats logp = load_own<kWhole>(own, source.logp + i);
+    const Floats x = difference(chosen, logp, load_own<kWhole>(own, source.old_logp + i));
+    const auto step = [&](Head head, Floats entering, const auto& ratio_of) HPO_INSIDE {
+      each.step(head, i, keep_if(chosen, kind), entering, x, low, high, coefficient, kept, logp, Floats{}, ratio_of);
+    };
+    if constexpr (kDeviates) {
+      const Floats ratio = exp_of_number(x);
+      step(Head::censored, deviation_of(x, ratio).size, [=](Floats) HPO_INSIDE { return ratio; });
+    } else {
+      step(plan.head, plan.pre_gated ? pre_gate<Floats>(plan.numbers, plan.head, negative, x) : x, Exponential{});
+    }
+  });
+  return each.counts();
+}
+
+inline FastLoop pick_fast_term_loop(const TermPlan& plan) {
+  return plan.deviates() ? fast_term_loop<true> : fast_term_loop<false>;
 }
 
 inline TermLoop pick_term_loop(Head head) {

@@ -16,10 +16,6 @@ inline LeafGate of_sign(const LeafGate& leaf, int sign) {
   return one;
 }
 
-struct TokenBounds {
-  float low[2], high[2];  // by sign of the advantage
-};
-
 // The gates of the tokens of one leaf, vector by vector.
 template <bool kScoreHead, bool kSplit, bool kDrop, bool kOneSign>
 struct TokenGates {
@@ -82,30 +78,27 @@ GateCounts token_loop(const LeafGate& leaf, float keep, const TokenBounds& bound
 }
 
 // A fast-path tile: its tokens have one advantage, and are read where they are.
-using FastLoop = GateCounts (*)(const LeafGate&, float keep, const TokenBounds&, const PolicyLossArgs&, int64_t first,
-                                float coefficient, const float* weights, int32_t kind, TokenTerms&, float* loss, float* grad,
-                                int n);
-
 template <bool kScoreHead, bool kSplit, bool kDrop>
-GateCounts fast_loop(const LeafGate& leaf, float keep, const TokenBounds& bounds, const PolicyLossArgs& args, int64_t first,
-                     float coefficient, const float* weights, int32_t kind, TokenTerms& terms, float* loss, float* grad,
-                     int n) {
-  const int sign = kind == kNegative;
-  TokenGates<kScoreHead, kSplit, kDrop, true> gates(of_sign(leaf, sign), keep, terms, loss, grad);
-  const float* logp = args.logp + first;
-  const float* old_logp = args.old_logp ? args.old_logp + first : logp;
-  const Floats low = all<Floats>(bounds.low[sign]), high = all<Floats>(bounds.high[sign]), a = all<Floats>(coefficient);
+GateCounts fast_loop(const TermPlan& plan, const LeafGate& leaf, const TokenBounds& bounds, const PolicyLossArgs& args,
+                     int64_t first, int64_t row, const float* weights, TokenTerms& terms, float* loss, float* grad, int n) {
+  const FastSource source(args, first);
+  const float advantage = args.advantages[row];
+  const int sign = advantage < 0.0f;
+  const Ints kind = Ints{} + (sign ? kNegative : kPositive);
+  TokenGates<kScoreHead, kSplit, kDrop, true> gates(of_sign(leaf, sign), plan.keep, terms, loss, grad);
+  const Floats low = all<Floats>(bounds.low[sign]), high = all<Floats>(bounds.high[sign]);
+  const Floats coefficient = all<Floats>(args.weights[row] * advantage);
   for_each_vector(0, n, [&](int i, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     Mask chosen = args.mask ? present_own<kWhole>(own, args.mask + first + i) : own;
-    Floats coefficients = a;
+    Floats a = coefficient;
     if (weights) {
       const Floats weight = load_own<kWhole>(own, weights + i);
-      chosen = but_not(own, is_nan(weight)), coefficients *= weight;
+      chosen = but_not(own, is_nan(weight)), a *= weight;
     }
-    const Floats new_logp = load_own<kWhole>(own, logp + i);
-    const Floats x = difference(chosen, new_logp, load_own<kWhole>(own, old_logp + i));
-    gates.step(i, keep_if(chosen, Ints{} + kind), x, coefficients, low, high, new_logp);
+    const Floats logp = load_own<kWhole>(own, source.logp + i);
+    const Floats x = difference(chosen, logp, load_own<kWhole>(own, source.old_logp + i));
+    gates.step(i, keep_if(chosen, kind), x, a, low, high, logp);
   });
   return gates.counts();
 }
@@ -145,6 +138,7 @@ struct TokenPlan {
   bool as_they_are;  // log-ratios enter the gates
   PreClip clip;  // else they enter it, where `measures_fast`
   bool measures_fast;  // the first sweep may take the fast path
+  bool pays;  // tokens pay a penalty on their own log-ratios
   bool weighs;  // tokens of fast-path blocks have weights or no policy term, see hierarchy_weights.h
   bool drops;  // the tokens of a leaf have one term
   bool fills_last;  // and their gradient is written when that through aggregates is known
@@ -163,15 +157,17 @@ struct TokenPlan {
         term(call, hierarchy),
         term_loop(hierarchy.term.present ? pick_term_loop(call.structure.head) : nullptr),
         loop(),
-        fast_loop(pick_fast_loop(call.structure, hierarchy.split)),
+        fast_loop(term_loop ? pick_fast_term_loop(term) : pick_fast_loop(call.structure, hierarchy.split)),
         may_be_fast(!call.args.advantage_per_token && !call.args.low && !call.args.high && !call.args.kl_weight &&
                     !call.args.target),
         as_they_are(!term.pre_gated && !term.mean_exp),
         clip(term.clip()),
-        measures_fast(may_be_fast && (as_they_are || (term.clips() && clip.narrows()))),
+        measures_fast(may_be_fast && (as_they_are || term.deviates() || (term.clips() && clip.narrows()))),
+        pays(hierarchy.term.present && hierarchy.term.penalty != Penalty::none),
         weighs(may_be_fast && weighs_terms(call.args)),
         drops(measures_fast && term.drop && !term.split && term.one_for_all()),
-        opens(call.structure.token == TokenGate::clip && term.keep != 0.0f && call.structure.head == Head::linear),
+        opens(!term_loop && call.structure.token == TokenGate::clip && term.keep != 0.0f &&
+              call.structure.head == Head::linear),
         keeps_ratios(opens && call.args.grad && hierarchy.depth > 0 && as_they_are),
         open_loops(hierarchy.split, keeps_ratios, weighs),
         measure_fast() {
@@ -195,12 +191,13 @@ struct TokenPlan {
     by_sign &= carries;
     fills_last = drops && carries && !(weighs && to_self) && !call.args.ref_logp;  // else each token has its own besides
     loop = pick_token_loop(structure, hierarchy.split, driven);
-    const FirstSweep sweep = keeps_ratios ? FirstSweep::keeps_ratios : (as_they_are ? FirstSweep::plain : FirstSweep::clips);
+    FirstSweep sweep = keeps_ratios ? FirstSweep::keeps_ratios : FirstSweep::plain;
+    if (!as_they_are) sweep = term.deviates() ? FirstSweep::deviates : FirstSweep::clips;
     measure_fast = hierarchy.split ? pick_measure_fast<true>(sweep) : pick_measure_fast<false>(sweep);
   }
 
   // Whether later sweeps may take the fast path where the first did.
-  bool stays_fast() const { return drops || (may_be_fast && !term_loop && !driven); }
+  bool stays_fast() const { return drops || (may_be_fast && !pays && !driven); }
 };
 
 // The bounds of the token gate, token by token.
@@ -255,18 +252,16 @@ struct BlockGate {
 
   // The same of a fast-path tile, from begin to end.
   void finish_fast(const Call& call, int64_t first, int n, const float* weights, Tile& tile, Partial& partial) const {
-    const float advantage = call.args.advantages[row], coefficient = call.args.weights[row] * advantage;
-    const int32_t kind = advantage < 0.0f ? kNegative : kPositive;
     // This loop goes on to the end of a vector, where the next row's gradient lies, perhaps written by another thread.
     const bool whole = n % kLanes == 0;
     float* grad = call.args.grad && whole ? call.args.grad + first : tile.grad;
-    plan.fast_loop(leaf, plan.keep, plan.bounds, call.args, first, coefficient, weights, kind, terms, tile.loss, grad, n)
+    plan.fast_loop(plan.term, leaf, plan.bounds, call.args, first, row, weights, terms, tile.loss, grad, n)
         .add_to(partial.slots);
     if (call.args.grad && !whole) std::memcpy(call.args.grad + first, tile.grad, size_t(n) * sizeof(float));
     add_groups(tile.loss, n, partial.sums[kLossSum]);
     if (!plan.carries) return;
     if (terms.flows) add_past_token(n);
-    if (plan.by_sign) add(tile.loss, n, lanes.by_sign[kind == kNegative]);
+    if (plan.by_sign) add(plan.term_loop ? terms.slope : tile.loss, n, lanes.by_sign[call.args.advantages[row] < 0.0f]);
   }
 
  private:
@@ -315,14 +310,17 @@ struct BlockGate {
 };
 
 // Adds the gradient through aggregates to that of a fast-path tile.
-inline void add_to_fast(const PolicyLossArgs& args, int64_t first, int begin, int end, const AggregateGrad& aggregate_grad) {
+inline void add_to_fast(const TermPlan& plan, const PolicyLossArgs& args, int64_t first, int64_t row, int begin, int end,
+                        const AggregateGrad& aggregate_grad) {
+  const Ints negative = Ints{} - (args.advantages[row] < 0.0f);
   const float* logp = args.logp + first;
   const float* old_logp = args.old_logp ? args.old_logp + first : logp;
   float* grad = args.grad + first;
   for_each_vector(begin, end, [&](int i, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     const Floats x = load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i);
-    const Floats flow = blend(less(x, Floats{}), all<Floats>(aggregate_grad.falling), all<Floats>(aggregate_grad.rising));
+    Floats flow = blend(less(x, Floats{}), all<Floats>(aggregate_grad.falling), all<Floats>(aggregate_grad.rising));
+    flow = plan.through_pre_gate(negative, x, flow);
     const Floats here = args.mask ? keep_if(present_own<kWhole>(own, args.mask + first + i), flow) : flow;
     store_own<kWhole>(own, load_own<kWhole>(own, grad + i) + here, grad + i);
   });

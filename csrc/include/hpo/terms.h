@@ -131,7 +131,7 @@ HPO_INLINE HeadTerm<F> head_term(Head head, typename Number<F>::Int negative, F 
   const F zero = {}, one = all<F>(1.0f), half = all<F>(0.5f);
   const F size = negative ? -a : a;  // weight * |advantage|
   if (head == Head::censored) {
-    const F own = exp(x);
+    const F own = ratio_of(x);
     const Deviation<F> deviation = deviation_of(x, own);
     const F left = deviation.size + z;
     const auto some = N::mask(left >= zero);  // of 0 there is nothing left, but its derivative

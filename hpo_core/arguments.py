@@ -12,7 +12,7 @@ import torch
 
 from .checks import check, examined, is_traced, require_type
 
-__all__ = ["check_numbers", "examines"]
+__all__ = ["check_numbers", "constant", "constants", "examines"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Tensor = torch.Tensor
@@ -31,15 +31,44 @@ def examines(function: Function) -> Function:
     return run  # type: ignore[return-value]
 
 
+def constants(function: Function) -> Function:
+    """The function on constants of the differentiation, in the precision of kernels: each floating-point tensor among
+    the arguments, or in a list of them, in float32. The reference keeps float64."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        keeps_doubles = keywords.get("backend") == "reference"
+        given = [_constant_parts(value, keeps_doubles) for value in arguments]
+        return function(*given, **{name: _constant_parts(value, keeps_doubles) for name, value in keywords.items()})
+
+    return run  # type: ignore[return-value]
+
+
+def constant(values: Tensor, keeps_doubles: bool) -> Tensor:
+    """Contiguous and detached. In 16 bits the numbers of a formula would be rounded, too; beside float32 statistics,
+    values in float64 would differ from their own extrema."""
+    values = values.detach()
+    return (values if keeps_doubles and values.dtype == torch.float64 else values.float()).contiguous()
+
+
+def _constant_parts(value: Any, keeps_doubles: bool) -> Any:
+    if isinstance(value, Tensor):
+        return constant(value, keeps_doubles) if value.is_floating_point() else value
+    if type(value) in (list, tuple):
+        return type(value)(_constant_parts(each, keeps_doubles) for each in value)
+    return value
+
+
 # By function: the names of its positional parameters, and the examiner of each parameter. The table is not in a
 # closure, which Dynamo would inspect; the first call of a function fills it, so that an import makes few objects.
 _EXAMINERS: dict[Any, tuple[tuple[str, ...], dict[str, Callable[[str, Any], Any]]]] = {}
 
 
 def _examiners_of(function: Any) -> tuple[tuple[str, ...], dict[str, Callable[[str, Any], Any]]]:
-    code, annotations = function.__code__, function.__annotations__
+    inner = inspect.unwrap(function)
+    code, annotations = inner.__code__, inner.__annotations__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    found = {name: _examiner_of(name, str(annotations.get(name, "")), function) for name in names}
+    found = {name: _examiner_of(name, str(annotations.get(name, "")), inner) for name in names}
     positional = code.co_varnames[: code.co_argcount]
     _EXAMINERS[function] = positional, {name: examiner for name, examiner in found.items() if examiner is not None}
     return _EXAMINERS[function]

@@ -115,7 +115,11 @@ class Metrics:
             raise FloatingPointError(f"hpo_core.policy_loss: {causes}")
 
     def compute(self) -> dict[str, float]:
-        """Means, fractions and counts as Python floats: the only copy to the host. Empty denominators give NaN."""
+        """Means, fractions and counts as Python floats: the only copy to the host. Empty denominators give NaN.
+
+        ``clip_fraction`` adds the fractions of all sides. Under levels a token below one bound and above another counts
+        on both sides.
+        """
         raw = dict(zip(SLOTS, self.vector.tolist(), strict=True))
         tokens, selected = raw["tokens"], raw["selected"]
         clipped = {side: raw[f"clipped_{side}"] for side in _CLIP_SIDES}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from . import ops
-from .arguments import examines
+from .arguments import constants, examines
 from .checks import check, check_device, check_dtype, check_real, check_shape, check_units, examined, require_type
 from .distributed import common_ids, merged, ranks
 from .specs import GroupStatistics
@@ -22,6 +22,7 @@ _HASH = "renumber or hash them to int64 first"
 
 
 @examines
+@constants
 def statistics(
     values: torch.Tensor,
     ids: torch.Tensor | None,
@@ -44,14 +45,13 @@ def statistics(
     check_units(values=values, ids=ids, weights=weights, mask=mask)
     ids = None if ids is None else ids.to(torch.int64).contiguous()
     mask = None if mask is None else mask.contiguous()
-    exact = backend == "reference"
-    values, weights = _as_floats(values, exact), None if weights is None else _as_floats(weights, exact)
     table = ops.group_statistics(values, ids, weights, mask, backend)
     group = ranks()
     return GroupStatistics(*(table if group is None else merged(table, ids, group)))
 
 
 @examines
+@constants
 def recurrence(
     values: torch.Tensor,
     gains: torch.Tensor,
@@ -82,17 +82,11 @@ def recurrence(
         list(cu_seqlens.shape),
     )
     check_device("cu_seqlens", cu_seqlens, values.device, "values")
-    values, gains = (_as_floats(tensor, backend == "reference") for tensor in (values, gains))
     rows = cu_seqlens.to(torch.int64).contiguous()
     if forward:
         backwards = ops.recurrence(values.flip(0), gains.flip(0), values.numel() - rows.flip(0), backend)
         return backwards.flip(0)
     return ops.recurrence(values, gains, rows, backend)
-
-
-def _as_floats(tensor: torch.Tensor, exact: bool) -> torch.Tensor:
-    """A contiguous float32 constant for kernels; the reference keeps the precision."""
-    return (tensor.detach() if exact else tensor.detach().float()).contiguous()
 
 
 def ids_of(names: Iterable[str | bytes | int], device: torch.device | str = "cpu") -> torch.Tensor:

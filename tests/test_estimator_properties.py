@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from breadth import at_length, number  # noqa: F401 (the first is a fixture)
+from catalogue import bits
 from estimators import CASES, COMPOSED, PATHS, Given
+from valid_calls import calls
 
 from hpo_core import PackedBatch, advantages, segments, testing
 from hpo_core.advantages import reconstructed
@@ -393,3 +395,41 @@ def test_p16_kalman_style_order_dependence_would_fail_p1():
     rewards = torch.tensor([1.0, 0.0, 1.0])
     assert not torch.allclose(ordered(rewards)[[1, 0, 2]], ordered(rewards[[1, 0, 2]]))
     assert torch.allclose(A.grpo(rewards, None)[[1, 0, 2]], A.grpo(rewards[[1, 0, 2]], None))
+
+
+# ------------------------------------------------------------------------------------------------ what inputs may be
+
+
+def changed(value, change):
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return change(value)
+    return type(value)(changed(each, change) for each in value) if type(value) in (list, tuple) else value
+
+
+def results(call, change):
+    """Floating-point tensors that a call returns, with its floating-point arguments changed."""
+    found = call.run({name: changed(value, change) for name, value in call.arguments.items()})
+    found = found if isinstance(found, tuple) else (found,)
+    return [each for each in found if isinstance(each, torch.Tensor) and each.is_floating_point()]
+
+
+OF_ADVANTAGES = [call for call in calls() if call.name.startswith("hpo_core.advantages.")]
+
+
+@pytest.mark.parametrize("call", OF_ADVANTAGES, ids=lambda call: call.name.removeprefix("hpo_core.advantages."))
+def test_inputs_are_constants_in_the_precision_of_kernels(call):
+    """Of float64 what float32 holds of it counts; 16 bits are the numbers they hold, beside a formula's own in float32.
+    No gradient flows to an input."""
+    plain = results(call, torch.Tensor.float)
+    assert bits(*plain) == bits(*results(call, lambda values: values.double() * (1 + 1e-12)))
+    assert bits(*plain) == bits(*results(call, torch.Tensor.bfloat16))
+    assert not any(each.requires_grad for each in results(call, lambda values: values.float().requires_grad_()))
+
+
+def test_the_best_of_rewards_in_float64_leads():
+    """0.9 is no float32: equal to the extremum of its group it is in one precision only."""
+    rewards = torch.tensor([0.2, 0.9, 0.5], dtype=torch.float64)
+    assert A.grpo_passk(rewards, None).tolist() == A.grpo_passk(rewards.float(), None).tolist() != [0.0] * 3
+    equal = torch.full((4,), 0.1, dtype=torch.float64)
+    assert A.ngrpo(equal, None, virtual=0, eps=0.0).tolist() == [0.0] * 4
+    assert A.ngrpo(equal, None, best=0.1, eps=0.0).tolist() == [0.0] * 4

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-from ..arguments import examines
+from ..arguments import constants, examines
 from ..checks import check_device, check_dtype, check_shape, check_units
 from ..segments import chains, recurrence
 from ..specs import GroupTerm, Provenance
 from .flat import whiten
 from .returns import check_discounts, generalised_advantages
-from .terms import Term, as_advantages, combine, estimator, known, widened
+from .terms import Term, as_advantages, combine, estimator, known
 
 __all__ = ["HierarchicalAdvantages", "archer_td", "hiper", "hiper_rewards", "step_gae"]
 
@@ -144,7 +144,7 @@ def hiper(
     check_discounts(gamma=gamma, low_lam=low_lam, high_lam=high_lam)
     _check_turns(step_rewards, switches=switches, is_truncated=is_truncated)
     steps = chains(trajectory_ids, positions)
-    reward, low, high = (widened(steps.sorted(given)) for given in (step_rewards, low_values, high_values))
+    reward, low, high = (steps.sorted(given) for given in (step_rewards, low_values, high_values))
     valid = steps.chain >= 0
     begins = steps.begins() | (valid & steps.sorted(switches))
     closes = torch.ones_like(begins)  # the last turn of a segment
@@ -181,6 +181,7 @@ def hiper(
 
 
 @examines
+@constants
 def hiper_rewards(
     step_rewards: torch.Tensor,
     trajectory_ids: torch.Tensor,

@@ -96,7 +96,8 @@ def ngrpo(
     check_eps(eps)
     check(ddof in (0, 1), "ddof: expected 0 or 1, got {}", ddof)
     group = segments.statistics(rewards, group_ids, mask=mask, backend=backend)
-    gap, number = best - group.mean, group.members + virtual
+    gap = torch.full_like(rewards, best) - group.mean  # a reward of exactly best has none, in whatever precision
+    number = group.members + virtual
     shift = gap * virtual / number
     squares = group.squares + gap.square() * group.members * virtual / number
     deviation = (squares / (number - ddof).clamp(min=1)).sqrt()

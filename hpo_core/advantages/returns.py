@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..arguments import examines
+from ..arguments import constants, examines
 from ..checks import check, check_units
 from ..segments import Chains, chains, recurrence
-from .terms import widened
 
 __all__ = [
     "check_discounts",
@@ -20,6 +19,7 @@ __all__ = [
 
 
 @examines
+@constants
 def discounted_returns(
     rewards: torch.Tensor,
     trajectory_ids: torch.Tensor,
@@ -51,7 +51,7 @@ def check_discounts(**given: float) -> None:
 def returns_along(rewards: torch.Tensor, steps: Chains, gamma: float, *, backend: str | None = None) -> torch.Tensor:
     """The discounted returns ``[N]`` at places of the chains."""
     check_discounts(gamma=gamma)
-    along = widened(steps.sorted(rewards))
+    along = steps.sorted(rewards)
     return recurrence(along, torch.full_like(along, gamma), steps.cu_seqlens, backend=backend)
 
 
@@ -73,7 +73,7 @@ def generalised_advantages(
     """GAE: ``d_t = r_t + gamma V_{t+1} - V_t``, ``A_t = d_t + gamma lambda A_{t+1}``; V is 0 behind a trajectory.
     Returns ``[N]``."""
     check_discounts(gamma=gamma, lam=lam)
-    along, value = widened(steps.sorted(rewards)), widened(steps.sorted(values))
+    along, value = steps.sorted(rewards), steps.sorted(values)
     difference = along + gamma * steps.following(value) - value
     gains = torch.full_like(difference, gamma * lam)
     return steps.unsorted(recurrence(difference, gains, steps.cu_seqlens, backend=backend))

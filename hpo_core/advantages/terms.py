@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .. import ops
-from ..arguments import examines
+from ..arguments import constant, constants, examines
 from ..checks import check, check_shape, check_units, require_type
 from ..distributed import ranks, sum_of_ranks
 from ..reference.advantages import group_normalise
@@ -41,7 +41,6 @@ __all__ = [
     "scorable",
     "takes_tables",
     "total",
-    "widened",
 ]
 
 Estimator = TypeVar("Estimator", bound=Callable[..., Any])
@@ -95,10 +94,7 @@ def combine(
         check_shape("values", term.values, first.shape, "[U] (that of the first term)")
     check_units(values=first, mask=mask, apply_mask=apply_mask)
     exact = backend == "reference"
-
-    def number(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach() if exact else tensor.detach().float().contiguous()
-
+    number = functools.partial(constant, keeps_doubles=exact)
     inputs = GroupInputs(
         tuple(number(term.values) for term in terms),
         _once([term.ids for term in terms], lambda ids: ids.to(torch.int64).contiguous()),
@@ -134,7 +130,7 @@ def estimator(
     elsewhere."""
 
     def mark(function: Estimator) -> Estimator:
-        marked: Any = examines(function)
+        marked: Any = examines(constants(function))
         marked.provenance, marked.level, marked.multi_reward, marked.tables = provenance, level, multi_reward, tables
         marked.parameters = tuple(inspect.signature(function).parameters)  # read in every call: microseconds
         return marked  # type: ignore[no-any-return]
@@ -259,11 +255,6 @@ def as_advantages(exact: torch.Tensor, rewards: torch.Tensor, backend: str | Non
 def known(values: torch.Tensor) -> torch.Tensor:
     """Values, and 0 where one is NaN or infinite: it says nothing."""
     return torch.where(torch.isfinite(values), values, 0.0)
-
-
-def widened(values: torch.Tensor) -> torch.Tensor:
-    """Not 16 bits, in which the numbers of a formula would be rounded, too."""
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def scorable(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

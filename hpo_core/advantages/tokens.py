@@ -15,7 +15,7 @@ from ..segments import chains, dense_ids, recurrence, statistics
 from ..specs import Provenance
 from .flat import whiten
 from .returns import check_discounts, generalised_advantages
-from .terms import as_advantages, estimator, grouped, known, scorable, widened
+from .terms import as_advantages, estimator, grouped, known, scorable
 
 __all__ = ["hicra", "otb", "reinforce_pp", "remax", "rl_zvp", "t_ppo", "tir_otb", "token_gae"]
 
@@ -96,7 +96,7 @@ def hicra(
     check_rows(batch, advantages=advantages)
     check_tokens(batch, is_planning=is_planning)
     row = batch.row_of_token()
-    own = torch.where(valid_tokens(batch), known(of_row(widened(advantages), row, 0.0)), 0.0)
+    own = torch.where(valid_tokens(batch), known(of_row(advantages, row, 0.0)), 0.0)
     return torch.where(is_planning, own + alpha * own.abs(), own)
 
 
@@ -133,7 +133,7 @@ def rl_zvp(
     group = statistics(rewards, group_ids, backend=backend)
     scored = grouped(torch.isfinite(rewards), group_ids)
     flat = scored & (group.least == group.greatest)
-    entropy, advantages = widened(entropy), torch.where(scored, widened(advantages), 0.0)
+    advantages = torch.where(scored, advantages, 0.0)
     most = statistics(entropy, row, mask=valid, backend=backend).greatest
     right = of_row(rewards > threshold, row, False)
     shaped = torch.where(right, alpha * entropy, alpha * (entropy - most)).to(advantages.dtype)

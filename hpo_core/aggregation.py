@@ -165,8 +165,9 @@ def prompt_mean(
 ) -> torch.Tensor:
     """Mean over prompt groups of the mean over all their tokens, ``w_s = 1 / (G sum of n over the group)`` (ScaleRL).
 
-    Needs ``batch.group_ids``. ``total``: G. Default: the groups with at least one valid token. The rows of a group must
-    be in one batch; with groups cut over micro-batches compute the weights once for the whole step and slice them.
+    Needs ``batch.group_ids``; a row with a negative id is a group by itself. ``total``: G. Default: the groups with at
+    least one valid token. The rows of a group must be in one batch; with groups cut over micro-batches compute the
+    weights once for the whole step and slice them.
 
     >>> batch = PackedBatch.from_lengths([3, 1, 2], group_ids=torch.tensor([5, 5, 9]))
     >>> prompt_mean(batch)
@@ -175,7 +176,8 @@ def prompt_mean(
     check(batch.group_ids is not None, "group_ids: prompt_mean needs them; pass group_ids to PackedBatch")
     assert batch.group_ids is not None
     counts = _counts(batch, selected)
-    group, _, _ = renumber(batch.group_ids)
+    alone = -1 - torch.arange(batch.rows, device=batch.device)  # a row outside every group is one by itself
+    group, _, _ = renumber(torch.where(batch.group_ids < 0, alone, batch.group_ids))
     tokens = torch.zeros_like(counts).scatter_add_(0, group, counts)  # integer sums do not depend on the order
     scale = _scale(batch, (tokens > 0).sum(), total, process_group, gradient_reduction, ranks)
     return _over(scale, tokens[group])

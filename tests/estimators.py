@@ -73,6 +73,7 @@ CASES = {
     "dr_grpo": lambda g: A.dr_grpo(g.reward, g.group, **g.rest),
     "rloo": lambda g: A.rloo(g.reward, g.group, **g.rest),
     "lite_ppo": lambda g: A.lite_ppo(g.reward, g.group, **g.rest),
+    "lite_ppo_groups": lambda g: A.lite_ppo(g.reward, g.group, about_groups=True, **g.rest),
     "opo": lambda g: A.opo(g.reward, g.group, g.length, **g.rest),
     "maxrl": lambda g: A.maxrl(g.reward, g.group, **g.rest),
     "dgpo": lambda g: A.dgpo(g.reward, g.group, accuracy=g.flag.to(g.reward.dtype), **g.rest),

@@ -132,6 +132,12 @@ def lite_ppo(u):
     return z(u.reward, ids(u.group), u.mask, scale=lambda c, *_: 0.0 if c == 0 else c / (std + 1e-6))
 
 
+def lite_ppo_groups(u):
+    centred, keep = z(u.reward, ids(u.group), u.mask, scale="none"), u.mask & (u.group >= 0)
+    std = centred[keep].std(ddof=1) if keep.sum() > 1 else 0.0
+    return np.where(centred == 0, 0.0, centred / (std + 1e-6))
+
+
 def opo(u):
     return z(u.reward, ids(u.group), u.mask, w=u.length, scale="none")
 

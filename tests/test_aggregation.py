@@ -27,6 +27,7 @@ def by_hand(mode, batch, counts):
     n, groups = counts.tolist(), batch.group_ids.tolist()
     filled = sum(count > 0 for count in n)
     total = sum(n)
+    groups = [group if group >= 0 else -1 - row for row, group in enumerate(groups)]  # outside every group: alone
     of_group = [sum(count for count, other in zip(n, groups, strict=True) if other == group) for group in groups]
     filled_groups = len({group for count, group in zip(n, groups, strict=True) if count > 0})
     return {
@@ -36,6 +37,12 @@ def by_hand(mode, batch, counts):
         "fixed_length": [1 / (16 * len(n)) for _ in n],
         "prompt_mean": [1 / (filled_groups * tokens) if tokens else 0.0 for tokens in of_group],
     }[mode]
+
+
+def test_a_row_outside_every_group_is_a_prompt_by_itself():
+    for ids in ([5, 5, -1, -1], [5, 5, -1, -2]):
+        batch = hpo.PackedBatch.from_lengths([3, 1, 2, 2], group_ids=torch.tensor(ids))
+        assert aggregation.prompt_mean(batch).tolist() == pytest.approx([1 / 12, 1 / 12, 1 / 6, 1 / 6])
 
 
 @every_mode

@@ -10,6 +10,7 @@ from naive_entropy import close, on_random_batches
 from ranks import on_ranks
 
 import hpo_core as hpo
+from hpo_core import PackedBatch, testing
 from hpo_core import entropy as E
 from hpo_core.entropy import Window
 
@@ -98,6 +99,15 @@ def test_clip_cov_of_the_source():
 def mean(numbers):
     numbers = list(numbers)
     return statistics.fmean(numbers) if numbers else math.nan
+
+
+def test_gtpo_of_a_response_alone_is_zero(backend):
+    """Each u is its own mean, to the bit."""
+    place = testing.device_of(backend)
+    batch, entropy = PackedBatch.from_lengths([20]).to(place), torch.linspace(0.013, 3, 20, device=place)
+    for right in (True, False):
+        got = E.gtpo(torch.tensor([right], device=place), entropy, batch, alpha=(0.0, 1.0), backend=backend)
+        assert got.tolist() == [0.0] * 20
 
 
 @on_random_batches

@@ -11,6 +11,7 @@ import torch
 from naive_entropy import close, linear, on_random_batches
 
 import hpo_core as hpo
+from hpo_core import PackedBatch, testing
 from hpo_core import entropy as E
 from hpo_core.entropy import Window
 
@@ -262,6 +263,30 @@ def test_archer_and_siren(drawn):
         if compat == "code":
             mask = E.siren_tokens(entropy, drawn.batch, quantile="0.7", backend=drawn.backend)
             assert places(mask.cpu()) == [t for t in sorted(drawn.usable) if reasons(t)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_threshold_is_compared_in_its_own_precision(backend, dtype):
+    """Thresholds of kernels are float32, which 0.1 is not."""
+    place = testing.device_of(backend)
+    batch, equal = PackedBatch.from_lengths([5]).to(place), torch.full((5,), 0.1, dtype=dtype, device=place)
+    assert E.archer(equal, batch, backend=backend).bounds[1].tolist() == pytest.approx([1.5] * 5)
+    assert not E.siren_tokens(equal, batch, backend=backend).any()
+    two = PackedBatch.from_lengths([5, 1]).to(place)
+    given = torch.cat([equal, equal[:1]]), torch.ones(2, device=place)
+    assert not E.hicra_tokens(*given, two, backend=backend).any()
+
+
+def test_ratios_of_tokens_are_short_fractions(backend):
+    place = testing.device_of(backend)
+    _, ratio = E.d3s_schedule(1 / 3, (4, "0.1"), (8, "0.5"))
+    assert ratio == Fraction(7, 30)
+    batch = PackedBatch.from_lengths([1600]).to(place)
+    entropy, advantages = torch.linspace(0.1, 2, 1600, device=place), torch.ones(1, device=place)
+    assert E.d3s_tokens(entropy, advantages, batch, ratio=ratio, backend=backend).mask.sum().item() == 374
+    for call in (E.d3s_tokens, E.hicra_tokens):
+        with pytest.raises(ValueError, match=r"ratio: expected a short decimal or a Fraction, got 0.3333.*'1/3'"):
+            call(entropy, advantages, batch, ratio=1 / 3, backend=backend)
 
 
 @on_random_batches

@@ -221,7 +221,21 @@ def test_p9_a_group_is_its_strata(backend):
 
 
 MASKED = (
-    *("grpo", "opo", "maxrl", "dgpo", "gpg", "bnpo", "ngrpo", "v05", "dvao", "gdpo", "gdpo_tokens", "m_grpo"),
+    *(
+        "grpo",
+        "lite_ppo_groups",
+        "opo",
+        "maxrl",
+        "dgpo",
+        "gpg",
+        "bnpo",
+        "ngrpo",
+        "v05",
+        "dvao",
+        "gdpo",
+        "gdpo_tokens",
+        "m_grpo",
+    ),
     *("stratified", "g2rpo", "arena", "mc_grpo", "dr_mas", "reinforce_pp_baseline", "spo_single_stream"),
 )
 

@@ -2,8 +2,8 @@
 
 Common arguments:
     rewards: ``[S]`` floating point, one per unit (row, trajectory, ...). NaN and infinite rewards are unscorable: they
-        enter no statistic and get advantage 0. Computed in float64 relative to a member of the group, returned as
-        float32.
+        enter no statistic and get advantage 0. Rounded to float32, which the reference does not do, computed in float64
+        relative to a member of the group, and returned as float32.
     group_ids: ``[S]`` int32 or int64, any integers in any order; a negative id belongs to no group (advantage 0). None:
     one group.
     mask: ``[S]`` bool, the units that enter the statistics. Default: all.
@@ -144,8 +144,10 @@ def lite_ppo(
     """
     rule = GroupTerm(Center.MEAN, Scale.BATCH, ddof, eps, EpsMode.ADD, keeps_singletons(singleton))
     if about_groups:
-        members = {"mask": mask, "apply_mask": apply_mask}
-        rewards = dr_grpo(rewards, group_ids, **members, singleton=singleton, backend=backend)
+        check_units(rewards=rewards, group_ids=group_ids, mask=mask, apply_mask=apply_mask)
+        scored = grouped(torch.isfinite(rewards), group_ids)
+        centred = dr_grpo(rewards, group_ids, mask=mask, apply_mask=scored, singleton=singleton, backend=backend)
+        rewards = torch.where(scored, centred, torch.nan)  # what has no deviation enters none of the batch
     return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
 
 

@@ -118,7 +118,6 @@ def quantiles(
     require_type(isinstance(rule, OrderRule), "rule: expected an OrderRule, got {!r}", rule)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     q = exact_fraction("quantile", quantile).as_integer_ratio()
-    check(q[1] <= 2**31, "quantile: expected a short decimal or a Fraction, got {}; write it as a string", quantile)
     if isinstance(scope, str) and scope == "call" and process_group is None:
         thresholds = _quantile_of_call(flat, batch, q, rule, backend)
         return thresholds.expand(values.shape) if expand else thresholds
@@ -184,6 +183,10 @@ def top_k(
     return selected.reshape(values.shape)
 
 
+# Times a number of tokens, an int64.
+LARGEST_DENOMINATOR = 2**31
+
+
 def exact_fraction(name: str, value: str | Fraction | float) -> Fraction:
     """The exact rational that a decimal spells: 0.95 is 19/20, not the double next to it."""
     try:
@@ -193,6 +196,8 @@ def exact_fraction(name: str, value: str | Fraction | float) -> Fraction:
         raise TypeError(f"{name}: expected {expected} in [0, 1], got {value!r}{_fix(value)}") from None
     # The Dynamo of torch 2.10 compares no number with a Fraction.
     check(0 <= fraction.numerator <= fraction.denominator, "{}: expected a fraction in [0, 1], got {}", name, value)
+    short = fraction.denominator <= LARGEST_DENOMINATOR
+    check(short, "{}: expected a short decimal or a Fraction, got {}; write it as a string, such as '1/3'", name, value)
     return fraction
 
 

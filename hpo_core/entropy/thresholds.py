@@ -16,7 +16,7 @@ from ..batch import PackedBatch
 from ..checks import check, check_rows
 from ..gates.inputs import of_row
 from ..specs import OrderRule, Provenance
-from .scopes import exact_fraction, numbers_of, quantiles, segment_aggregate, top_k
+from .scopes import LARGEST_DENOMINATOR, exact_fraction, numbers_of, quantiles, segment_aggregate, top_k
 from .selection import Selection
 from .signals import advantages_of_tokens, preset, read
 
@@ -93,6 +93,7 @@ def _above(
     rule = OrderRule.FLOOR if strict else OrderRule.CEIL
     values = torch.where(given.usable, entropy.detach(), torch.nan)
     threshold = quantiles(values, batch, quantile, scope="row", rule=rule, expand=True, backend=backend)
+    values = values.to(threshold.dtype)  # one of them in its precision
     return (values > threshold) if strict else (values >= threshold)
 
 
@@ -132,7 +133,7 @@ def hicra_tokens(
     values = torch.where(given.usable, entropy.detach(), torch.nan)
     largest = torch.where(top_k(values, batch, kept, backend=backend), values, torch.nan)
     least = segment_aggregate(largest, batch, "row", aggregate="min", expand=False, backend=backend)
-    above = values > of_row(torch.where(kept > 0, least, torch.inf), row, torch.inf)
+    above = values.to(least.dtype) > of_row(torch.where(kept > 0, least, torch.inf), row, torch.inf)
     is_long = _is_longer_than_the_mean(length, batch, process_group)
     return above & of_row((advantages > 0) & is_long, row, False)
 
@@ -209,7 +210,8 @@ def d3s_schedule(
     progress: float, first: tuple[int, Fraction | str], last: tuple[int, Fraction | str]
 ) -> tuple[int, Fraction]:
     """Responses per prompt and the ratio of tokens at a point of the training: linear from ``first`` to ``last`` (arXiv
-    2509.22115). The paper goes from few to many and gives no numbers.
+    2509.22115), the ratio to the nearest fraction that :func:`d3s_tokens` takes. The paper goes from few to many and
+    gives no numbers.
 
     Args:
         progress: in [0, 1]. first, last: each a count of responses and a ratio of tokens.
@@ -220,4 +222,5 @@ def d3s_schedule(
     check(0 <= progress <= 1, "progress: expected a number in [0, 1], got {}", progress)
     p = Fraction(str(progress))
     ratios = [exact_fraction(name, ratio) for name, (_, ratio) in (("first", first), ("last", last))]
-    return round((1 - p) * first[0] + p * last[0]), (1 - p) * ratios[0] + p * ratios[1]
+    ratio = ((1 - p) * ratios[0] + p * ratios[1]).limit_denominator(LARGEST_DENOMINATOR)
+    return round((1 - p) * first[0] + p * last[0]), ratio

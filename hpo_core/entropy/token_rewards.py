@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..advantages.terms import as_advantages, known
+from ..arguments import constant
 from ..batch import PackedBatch
 from ..checks import check_rows
 from ..gates.inputs import of_row
@@ -59,11 +60,12 @@ def gtpo(
     # The number of usable tokens before each row.
     before = torch.nn.functional.pad(count, (1, 0))[batch.cu_seqlens[:-1].clamp(0, count.numel())]
     position = torch.where(given.usable, count - of_row(before, row, 0), -1)
-    at_position = statistics(u.to(given.dtype), dense_ids(of_token, position), mask=given.usable, backend=backend)
+    u = constant(u, keeps_doubles=backend == "reference")  # what is averaged: equal numbers are equal to their mean
+    at_position = statistics(u, dense_ids(of_token, position), mask=given.usable, backend=backend)
     rewards = _rewards(u, at_position.mean, right, alpha)
     usable = given.usable & (of_token >= 0)
     if normalised:
-        rewards = _standardised(rewards.to(given.dtype), of_token, usable, backend)
+        rewards = _standardised(rewards, of_token, usable, backend)
     return as_advantages(known(torch.where(usable, rewards.double(), 0.0)), entropy, backend)
 
 
@@ -92,10 +94,11 @@ def grpo_s(
     mean = means_of_segments(given.values, row, batch.rows, given.usable, backend)
     usable = torch.isfinite(mean) & (outcome >= 0)
     u = torch.where(is_correct, mean, 1 / mean.clamp(min=_LEAST))
-    group = statistics(u.to(given.dtype), outcome, mask=usable, backend=backend)
+    u = constant(u, keeps_doubles=backend == "reference")
+    group = statistics(u, outcome, mask=usable, backend=backend)
     rewards = _rewards(u, group.mean, is_correct, alpha)
     if normalised:
-        rewards = _standardised(rewards.to(given.dtype), outcome, usable, backend)
+        rewards = _standardised(rewards, outcome, usable, backend)
     return as_advantages(known(torch.where(usable, rewards.double(), 0.0)), entropy, backend)
 
 
@@ -113,6 +116,7 @@ def _rewards(u: torch.Tensor, mean: torch.Tensor, right: torch.Tensor, alpha: tu
 
 def _standardised(rewards: torch.Tensor, ids: torch.Tensor, members: torch.Tensor, backend: str | None) -> torch.Tensor:
     """Minus the mean, over the deviation with ddof 0; 0 where all are equal."""
+    rewards = constant(rewards, keeps_doubles=backend == "reference")
     group = statistics(rewards, ids, mask=members, backend=backend)
     deviation = group.deviation(0)
     return torch.where(deviation > 0, (rewards.double() - group.mean) / deviation, 0.0)

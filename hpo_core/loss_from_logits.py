@@ -59,11 +59,11 @@ def policy_loss_from_logits(
 ) -> PolicyLossFromLogits:
     """:func:`policy_loss` of :func:`token_logprobs`, in one call that reads the logits from memory once.
 
-    ``loss(logp(logits))`` and its gradient equal those of the two calls, to the bit. Under a gate on tokens the
-    gradient of a token's logits depends on no other token: so the call computes it while these logits are in the cache,
-    on the CPU some megabytes at a time, on a GPU some rows. The backward multiplies it by the incoming gradient unless
-    that is 1. A GPU reads the logits a second time where its L2 cache holds too few rows to keep half of its
-    multiprocessors busy (the backend triton: four rows on each of them).
+    ``loss(logp(logits))`` and its gradient equal those of the two calls, to the bit where the incoming gradient is 1.
+    Under a gate on tokens the gradient of a token's logits depends on no other token: so the call computes it while
+    these logits are in the cache, on the CPU some megabytes at a time, on a GPU some rows. The backward multiplies it
+    by the incoming gradient unless that is 1. A GPU reads the logits a second time where its L2 cache holds too few
+    rows to keep half of its multiprocessors busy (the backend triton: four rows on each of them).
 
     Args:
         logits: ``[T, V]`` (or ``[B, L, V]``) float32, bfloat16 or float16, as a model returns them for the batch's
@@ -75,6 +75,9 @@ def policy_loss_from_logits(
         temperature: as in :func:`token_logprobs`.
         inplace_gradient: whether the gradient overwrites the logits, so that no second ``[T, V]`` tensor exists. The
             logits must not be a leaf that requires grad, nor be read after this call.
+
+    Traps: the gradient stands in the dtype of the logits before the incoming one multiplies it. In float16 it loses
+    what a loss scaler is there to keep: call the two functions, which multiply first.
 
     Raises:
         ValueError, TypeError: naming the argument. A gate with levels, or with corrections over more than tokens or on

@@ -165,5 +165,18 @@ COMPOSED = (
 # Cases that together start every kernel of Triton with every structure that any case starts it with.
 PATHS = (
     *("grpo", "lite_ppo", "maxrl", "dgpo", "reinforce_pp_baseline", "dvao", "gdpo", "gigpo", "gigpo_code", "hgpo"),
-    *("hgpo_code", "peco", "hbpo", "sgrpo", "sgrpo_scaled", "treepo", "treepo_plain", "mars2", "salt", "flow_grpo"),
+    *(
+        "lite_ppo_groups",
+        "hgpo_code",
+        "peco",
+        "hbpo",
+        "sgrpo",
+        "sgrpo_scaled",
+        "treepo",
+        "treepo_plain",
+        "mars2",
+        "salt",
+        "flow_grpo",
+    ),
+    "lite_ppo_groups",
 )

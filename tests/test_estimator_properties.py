@@ -427,10 +427,15 @@ def results(call, change):
     return [each for each in found if isinstance(each, torch.Tensor) and each.is_floating_point()]
 
 
-OF_ADVANTAGES = [call for call in calls() if call.name.startswith("hpo_core.advantages.")]
+OF_ADVANTAGES = [
+    call
+    for call in calls()
+    if call.name.startswith("hpo_core.advantages.")
+    or (call.name.startswith("hpo_core.entropy.") and getattr(call.function, "level", None))
+]
 
 
-@pytest.mark.parametrize("call", OF_ADVANTAGES, ids=lambda call: call.name.removeprefix("hpo_core.advantages."))
+@pytest.mark.parametrize("call", OF_ADVANTAGES, ids=lambda call: call.name.removeprefix("hpo_core."))
 def test_inputs_are_constants_in_the_precision_of_kernels(call):
     """Of float64 what float32 holds of it counts; 16 bits are the numbers they hold, beside a formula's own in float32.
     No gradient flows to an input."""

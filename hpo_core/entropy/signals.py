@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..arguments import examines
+from ..arguments import constants, examines
 from ..batch import PackedBatch
 from ..checks import check_dtype, check_tokens
 from ..gates.inputs import per_token, valid_tokens
@@ -74,7 +74,7 @@ def preset(
     per_token = per_token and level in (None, "token")
 
     def mark(function: Preset) -> Preset:
-        inner = examines(function)
+        inner = examines(function if level is None else constants(function))
         names = tuple(inspect.signature(function).parameters)
 
         @functools.wraps(function)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 import numbers
@@ -12,7 +13,7 @@ import torch
 
 from .checks import check, examined, is_traced, require_type
 
-__all__ = ["check_numbers", "constant", "constants", "examines"]
+__all__ = ["check_member", "check_numbers", "constant", "constants", "examines"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Tensor = torch.Tensor
@@ -132,6 +133,14 @@ def check_numbers(name: str, *values: Any) -> None:
     for value in values:
         each = value if isinstance(value, tuple) else (value,)
         require_type(all(_is_number("float", one) for one in each), "{}: expected numbers, got {!r}", name, value)
+
+
+def check_member(name: str, value: Any, kind: type[enum.Enum], or_none: bool = False) -> None:
+    """Check that the value is of this enumeration: two of integers have equal values."""
+    if isinstance(value, kind) or (or_none and value is None):
+        return
+    members = ", ".join(each.name for each in kind) + " or None" * or_none
+    require_type(False, "{}: expected one of {} ({}), got {!r}", name, kind.__name__, members, value)
 
 
 def _examined_pair(is_optional: bool, name: str, value: Any) -> Any:

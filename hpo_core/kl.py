@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .arguments import examines
+from .arguments import check_member, check_numbers, examines
 from .checks import check, require_type
 from .specs import KLEstimator, KLGradient
 
@@ -32,9 +32,14 @@ class KLPenalty:
     beta: float
     gradient: KLGradient
 
+    def __post_init__(self) -> None:
+        check_member("estimator", self.estimator, KLEstimator)
+        check_member("gradient", self.gradient, KLGradient)
+        check_numbers("beta", self.beta)
+        check(math.isfinite(self.beta), "beta: expected a finite number, got {}", self.beta)
+
 
 def _penalty(estimator: KLEstimator, beta: float, gradient: str) -> KLPenalty:
-    check(math.isfinite(beta), "beta: expected a finite number, got {}", beta)
     require_type(isinstance(gradient, str), "gradient: expected one of {}, got {!r}", ", ".join(_GRADIENTS), gradient)
     check(gradient in _GRADIENTS, "gradient: expected one of {}, got {!r}", ", ".join(_GRADIENTS), gradient)
     return KLPenalty(estimator, float(beta), _GRADIENTS[gradient])

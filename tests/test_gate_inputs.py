@@ -4,6 +4,7 @@ import functools
 import inspect
 import math
 import pickle
+import re
 
 import pytest
 import torch
@@ -72,6 +73,40 @@ def test_every_constructor_is_tested_and_needs_no_argument():
 def test_what_has_no_meaning_is_refused(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gates.Level(gates.Identity(), gates.Unit.GROUP), "routing: expected one of Routing (THROUGH, SELF, "),
+        (lambda: gates.Level(gates.Identity(), unit=gates.Aggregate.BALANCED), "unit: expected one of Unit (STEP, "),
+        (lambda: gates.Level(gates.Identity(), aggregate=gates.Reduction.SUM), "aggregate: expected one of Aggregate"),
+        (lambda: gates.ppo_penalty(1.0, hpo.specs.KLEstimator.K2), "penalty: expected one of Penalty (NONE, "),
+        (lambda: RatioGate("x", gates.Identity(), channel="TOTAL"), "channel: expected one of Channel (STALENESS, "),
+        (lambda: RatioGate("x", gates.Identity(), head=1), "head: expected one of Head (LINEAR, "),
+        (lambda: gates.Correction(gates.Statistic.K2), "action: expected one of Action (MASK, BAND, CLAMP), got <Sta"),
+        (
+            lambda: gates.Correction(gates.Action.BAND, (-9.0, -9.0), (9.0, 9.0), gates.Reduction.MAX),
+            "unit: expected one of Unit (STEP, TRAJECTORY, GROUP, DOMAIN or None), got <Reduction.MAX: 3>",
+        ),
+        (lambda: gates.Correction(gates.Action.BAND, reduction=gates.Aggregate.SUM), "reduction: expected one of Redu"),
+        (lambda: gates.Correction(gates.Action.BAND, channel="DISCREPANCY"), "channel: expected one of Channel"),
+        (lambda: gates.Correction(gates.Action.MASK, statistic=hpo.specs.KLEstimator.K2), "statistic: expected one of"),
+        (lambda: hpo.kl.KLPenalty(gates.Penalty.K2, 1.0, hpo.specs.KLGradient.VALUE), "estimator: expected one of KLE"),
+        (lambda: hpo.kl.KLPenalty(hpo.specs.KLEstimator.K2, 1.0, "value"), "gradient: expected one of KLGradient"),
+        (lambda: clipped_before(gates.Tanh(0.05)), "pre: expected Clip() or LogClip(), or None, got Tanh(0.05)"),
+        (lambda: clipped_before(0.05), "pre: expected Clip() or LogClip(), or None, got 0.05"),
+        (lambda: clipped_before(gates.ce_gppo().token), "pre: slopes and weights beyond the bounds are for the clip"),
+    ],
+)  # fmt: skip
+def test_what_is_of_another_kind_is_named(make, message):
+    """Members of two enumerations of integers may be equal: each of these was another method, without a word."""
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        make()
+
+
+def clipped_before(pre):
+    return RatioGate("x", gates.Drop(), (gates.Level(gates.Identity()),), pre=pre)
 
 
 def test_arguments_a_gate_does_not_take_are_refused():

@@ -6,7 +6,7 @@ import enum
 import math
 from dataclasses import MISSING, dataclass, fields
 
-from ..arguments import check_numbers
+from ..arguments import check_member, check_numbers
 from ..checks import check, require_type
 from ..specs import Action, Aggregate, CorrectionSpec, LevelKind, LevelSpec, Reduction, Routing, Statistic, Unit
 
@@ -24,6 +24,7 @@ __all__ = [
     "Rollback",
     "Short",
     "Tanh",
+    "check_bounds_alone",
     "check_pair",
     "has_dual",
     "level_spec",
@@ -47,6 +48,15 @@ def check_pair(name: str, pair: object) -> None:
     is_pair = isinstance(pair, tuple) and len(pair) == 2
     require_type(is_pair, "{}: expected a pair (advantage >= 0, advantage < 0) of numbers, got {!r}", name, pair)
     check_numbers(name, pair)
+
+
+def check_bounds_alone(name: str, gate: object) -> None:
+    check(
+        not isinstance(gate, Clip) or gate == Clip(gate.low, gate.high),
+        "{}: slopes and weights beyond the bounds are for the clip of tokens, got {!r}; drop them",
+        name,
+        gate,
+    )
 
 
 def names_of(kinds: tuple[type, ...]) -> str:
@@ -220,12 +230,10 @@ class Level(Short):
     def __post_init__(self) -> None:
         kinds = (Identity, Clip, LogClip, Rollback, Tanh, Gamma, Excess)
         require_type(isinstance(self.gate, kinds), "gate: expected {}, got {!r}", names_of(kinds), self.gate)
-        require_type(isinstance(self.unit, Unit), "unit: expected one of Unit, got {!r}", self.unit)
-        check(
-            not isinstance(self.gate, Clip) or self.gate == Clip(self.gate.low, self.gate.high),
-            "gate: slopes and weights beyond the bounds are for the clip of tokens, got {!r} on a level",
-            self.gate,
-        )
+        check_member("routing", self.routing, Routing)
+        check_member("unit", self.unit, Unit)
+        check_member("aggregate", self.aggregate, Aggregate)
+        check_bounds_alone("gate", self.gate)
 
 
 @dataclass(frozen=True, repr=False)
@@ -253,6 +261,11 @@ class Correction(Short):
     strict: bool = False
 
     def __post_init__(self) -> None:
+        check_member("action", self.action, Action)
+        check_member("unit", self.unit, Unit, or_none=True)
+        check_member("reduction", self.reduction, Reduction)
+        check_member("channel", self.channel, Channel)
+        check_member("statistic", self.statistic, Statistic)
         check_pair("correction: low", self.low)
         check_pair("correction: high", self.high)
         for low, high in zip(self.low, self.high, strict=True):

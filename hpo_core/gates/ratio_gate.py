@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..arguments import check_member
 from ..checks import check, require_type
 from ..kl import KLPenalty
 from ..specs import Aggregate, Head, Penalty, PolicyLossSpec, Provenance, Routing, TermSpec, TokenGate, Unit
@@ -34,6 +35,7 @@ from .parts import (
     Rollback,
     Short,
     Tanh,
+    check_bounds_alone,
     has_dual,
     level_spec,
     log_bounds,
@@ -161,7 +163,16 @@ class RatioGate(Short):
     def __post_init__(self) -> None:
         kinds = (Identity, Drop, Clip, LogClip)
         require_type(isinstance(self.token, kinds), "token: expected {}, got {!r}", names_of(kinds), self.token)
-        require_type(isinstance(self.head, Head), "head: expected one of Head, got {!r}", self.head)
+        check_member("head", self.head, Head)
+        check_member("channel", self.channel, Channel)
+        check_member("penalty", self.penalty, Penalty)
+        require_type(
+            self.pre is None or isinstance(self.pre, (Clip, LogClip)),
+            "pre: expected {}, or None, got {!r}",
+            names_of((Clip, LogClip)),
+            self.pre,
+        )
+        check_bounds_alone("pre", self.pre)
         require_type(
             isinstance(self.levels, tuple) and all(isinstance(level, Level) for level in self.levels),
             "levels: expected a tuple of Level, got {!r}",

@@ -135,24 +135,20 @@ def _make_span(batch: PackedBatch, units: tuple[Unit, ...], group: Group) -> _Sp
 
 
 def _named_segments(batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor:
-    """``[n, 4]``: level, whether the id is that of a trajectory, the id, and the segment it names on this rank."""
+    """``[n, 4]``: level, the unit whose id names the segment, the id, and the segment it names on this rank."""
     hierarchy = batch.hierarchy(units)
     found = [hierarchy.ancestors.new_empty(0, 4)]
     for level, unit in enumerate(units):
         ids = _ids_of_leaves(batch, unit, hierarchy)
         if ids is None:
             continue
-        nameless = torch.zeros_like(ids, dtype=torch.bool)
-        of_trajectory = torch.full_like(nameless, unit is Unit.TRAJECTORY)
-        trajectories = _ids_of_leaves(batch, Unit.TRAJECTORY, hierarchy)
-        if unit is Unit.STEP or (unit is not Unit.TRAJECTORY and trajectories is None):
-            nameless = ids < 0
-        elif unit is not Unit.TRAJECTORY:  # a trajectory that is in no group is one by itself, on all its ranks
-            of_trajectory = ids < 0
-            assert trajectories is not None
-            ids = torch.where(of_trajectory, trajectories, ids)
-        columns = (torch.full_like(ids, level), of_trajectory.to(ids.dtype), ids, hierarchy.ancestors[level])
-        found.append(torch.stack(columns, 1)[~nameless])
+        by = torch.full_like(ids, unit)
+        for finer in (Unit.GROUP, Unit.TRAJECTORY):  # what is in none is one by itself, on all its ranks
+            of_finer = _ids_of_leaves(batch, finer, hierarchy)
+            if finer < unit and of_finer is not None:
+                ids, by = torch.where(ids < 0, of_finer, ids), by.masked_fill(ids < 0, finer)
+        named = (ids >= 0) | (by == Unit.TRAJECTORY)  # a negative trajectory id is a name
+        found.append(torch.stack((torch.full_like(ids, level), by, ids, hierarchy.ancestors[level]), 1)[named])
     names: torch.Tensor = torch.unique(torch.cat(found), dim=0)
     return names
 

@@ -408,6 +408,7 @@ def test_levels_nest():
         ({"trajectory_ids": longs(4, 9, 4), "group_ids": longs(0, 0, -1)}, "group_ids: .* trajectory 4, got 0 and -1"),
         ({"trajectory_ids": longs(4, 9, 4), "domain_ids": longs(0, 0, 1)}, "domain_ids: .* trajectory 4, got 0 and 1"),
         ({"group_ids": longs(4, 9, 4), "domain_ids": longs(0, 0, 1)}, "domain_ids: .* group 4, got 0 and 1"),
+        ({"group_ids": longs(4, 9, 4), "domain_ids": longs(0, 0, -7)}, "domain_ids: .* group 4, got 0 and -1"),
     ):
         with pytest.raises(ValueError, match=message):
             PackedBatch.from_lengths(rows, **ids)
@@ -419,6 +420,7 @@ def test_levels_nest():
     PackedBatch.from_lengths(rows, group_ids=longs(-1, 9, -1), domain_ids=longs(0, 0, 1))  # -1 names no group
     PackedBatch.from_lengths(rows, trajectory_ids=longs(4, 9, 4), group_ids=longs(-1, 0, -7))  # nor does -7
     PackedBatch.from_lengths(rows, trajectory_ids=longs(4, 9, 4), domain_ids=longs(-2, 0, -1))
+    PackedBatch.from_lengths(rows, group_ids=longs(4, 9, 4), domain_ids=longs(-2, 0, -1))
     with pytest.raises(ValueError, match="trajectory_ids: expected one trajectory for all of step 5, got -1 and -2"):
         PackedBatch.from_lengths(rows, **tiles, trajectory_ids=longs(-1, 9, -2))  # a negative trajectory id is a name
 

@@ -58,6 +58,27 @@ def test_rows_in_no_group_stand_alone(backend):
     assert bits(grads[0]) == bits(grads[1])
 
 
+@pytest.mark.parametrize("aggregate", [Aggregate.MEAN, Aggregate.BALANCED])
+@pytest.mark.parametrize("unit", [GROUP, Unit.TRAJECTORY])
+def test_a_group_in_no_domain_is_one_by_itself(unit, aggregate, backend):
+    """Also where the gate has no level of groups; a row in no group is a group, and so a domain."""
+    narrow = Level(LogClip((-0.004, -0.004), (0.004, 0.004)), unit=unit)
+    gate = RatioGate("domain", Drop(), (narrow, Level(SMALL, unit=Unit.DOMAIN, aggregate=aggregate)))
+    old, x, rows = torch.zeros(7), SEVEN.float(), torch.tensor([0, 1, 0, 2])
+    losses = [
+        hpo.policy_loss(
+            x, old, torch.ones(4), hpo.PackedBatch.from_lengths([2, 3, 1, 1], group_ids=groups, domain_ids=domains),
+            gate, report=("tokens",), backend=backend,
+        ).tokens
+        for groups, domains in (
+            (torch.tensor([0, -1, 0, -1]), torch.tensor([-1, -5, -2, -1])),
+            (rows, rows + 4),
+            (rows, torch.tensor([4, 0, 4, -1])),
+        )
+    ]  # fmt: skip
+    assert bits(losses[0]) == bits(losses[1]) == bits(losses[2])
+
+
 @pytest.mark.parametrize("name", [name for name, gate in GATES.items() if STEP in [each.unit for each in gate.levels]])
 def test_a_step_in_two_ranges_is_one_around_masked_tokens(name, native_backends):
     ids = {"trajectory_ids": torch.tensor([6]), "group_ids": torch.tensor([2]), "domain_ids": torch.tensor([1])}

@@ -44,19 +44,25 @@ def hierarchy_of(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
         row = torch.arange(batch.rows, device=batch.device)
     trajectory = torch.arange(batch.rows, device=batch.device) if batch.trajectories is None else batch.trajectories[0]
     segments = {Unit.TRAJECTORY: trajectory}
-    for unit, ids in ((Unit.GROUP, batch.group_ids), (Unit.DOMAIN, batch.domain_ids)):
-        if unit in units:
-            name = unit.name.lower()
-            check(ids is not None, "batch: the gate has a level of {}s; pass {}_ids to PackedBatch", name, name)
-            assert ids is not None
-            # A negative id means none: the trajectory is then a segment of its own.
-            segments[unit] = torch.where(ids < 0, -1 - trajectory, ids)
+    if Unit.GROUP in units:
+        segments[Unit.GROUP] = _named(batch, Unit.GROUP, trajectory)
+    if Unit.DOMAIN in units:
+        group = trajectory if batch.group_ids is None else _first_of_each(_named(batch, Unit.GROUP, trajectory))
+        segments[Unit.DOMAIN] = _named(batch, Unit.DOMAIN, group)
     leaf = torch.arange(begin.numel(), device=batch.device)
     step = leaf
     if batch.step_ids is not None and Unit.STEP in units and batch.rows > 0:
         step = _first_of_each(torch.where(batch.step_ids < 0, -1 - leaf, batch.step_ids))
     ancestors = [step if unit is Unit.STEP else _first_of_each(segments[unit][row]) for unit in units]
     return Hierarchy(begin, end, row, torch.stack(ancestors) if units else leaf.new_empty((0, leaf.numel())))
+
+
+def _named(batch: PackedBatch, unit: Unit, finer: torch.Tensor) -> torch.Tensor:
+    """``[S]``: the ids; a negative one means none, and the next finer segment ``[S]`` is then one by itself."""
+    ids, name = batch.ids(unit), unit.name.lower()
+    check(ids is not None, "batch: the gate has a level of {}s; pass {}_ids to PackedBatch", name, name)
+    assert ids is not None
+    return torch.where(ids < 0, -1 - finer, ids)
 
 
 def _first_of_each(ids: torch.Tensor) -> torch.Tensor:

@@ -42,8 +42,10 @@ class PackedBatch:
             step.
         trajectory_ids: ``[S]`` any integers: rows with equal ids form one trajectory. Default: each row is a
             trajectory.
-        group_ids: ``[S]`` any integers: the prompt group of each row (advantages). A negative id means no group.
-        domain_ids: ``[S]`` any integers: the domain of each row. A negative id means no domain.
+        group_ids: ``[S]`` any integers: the prompt group of each row (advantages). A negative id means no group: as a
+            level of a gate, the trajectory is then a group by itself.
+        domain_ids: ``[S]`` any integers: the domain of each row. A negative id means no domain: the group, or what is
+            in none the trajectory, is then a domain by itself.
         validate: check the *values* of offsets, steps, ids and integer masks, and that trajectories, groups and domains
             nest. This check is the only place in the library that synchronises with the device. With ``False`` wrong
             values never cause a bad memory access: they are clamped and flagged in the metrics.

@@ -333,6 +333,54 @@ def test_hapo_bounds_are_those_of_the_entropy_preset(compat):
         torch.testing.assert_close(one[batch.mask], other[batch.mask])
 
 
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_an_entropy_that_is_not_finite_concerns_its_token_alone(wrong, backend):
+    entropy = torch.tensor([0.2, 0.4, wrong, 0.8, 1.6, 3.2, wrong])
+    batch = hpo.PackedBatch.from_lengths([5, 2]).replace(mask=torch.tensor([1, 1, 1, 1, 1, 1, 0]))
+    finite = torch.isfinite(entropy)
+    given = gates.hapo_bounds(entropy, batch)
+    alone = gates.hapo_bounds(entropy[finite], hpo.PackedBatch.from_lengths([4, 1])).bounds
+    for bound, expected in zip(given.bounds, alone, strict=True):
+        assert torch.equal(bound[finite], expected) and bound[2].isnan()
+    place = testing.device_of(backend)
+    given = given.on_tokens(lambda values: values.to(place), per_token=False)
+    out = hpo.policy_loss_and_grad(
+        torch.zeros(7, device=place), None, torch.ones(2, device=place), batch.to(place), gates.hapo_clip(),
+        gate_inputs=given, backend=backend,
+    )  # fmt: skip
+    assert out.metrics["bad_advantages"] == 1 and out.grad.isfinite().all() and out.grad.count_nonzero() == 5
+
+
+def test_hapo_bounds_of_no_tokens():
+    assert gates.hapo_bounds(torch.zeros(0), hpo.PackedBatch.from_lengths([0, 0])).bounds[0].numel() == 0
+
+
+def test_inputs_of_a_padded_batch_are_padded():
+    mask = torch.rand(3, 5, generator=torch.Generator().manual_seed(2)) < 0.8
+    draw = -torch.rand(4, 3, 5, generator=torch.Generator().manual_seed(3))
+    logp, old_logp, entropy, advantages = draw[0] / 2, draw[1] / 2, -draw[2], draw[3] + 0.5
+    packed, padded = hpo.PackedBatch.from_lengths([5] * 3, mask=mask.reshape(-1)), hpo.PackedBatch.from_padded(mask)
+    of_both = {"logp": logp, "old_logp": old_logp}
+    of_tokens = {"advantages": advantages, "advantage_level": "token"}
+    for make, given in (
+        (gates.hapo_bounds, {"entropy": entropy}),
+        (gates.m2po_mask, of_both),
+        (gates.rec_ring_mask, {**of_both, "advantages": torch.tensor([1.0, -1.0, 1.0])}),
+        (gates.clip_cov_mask, {**of_both, **of_tokens, "seed": 1, "low": 0.0}),
+        (gates.kl_cov_mask, {"logp": logp, **of_tokens}),
+        (gates.fipo_weight, {**of_both, **of_tokens}),
+    ):
+        flat = {name: each.reshape(-1) if isinstance(each, torch.Tensor) else each for name, each in given.items()}
+        expected = make(**flat, batch=packed).on_tokens(lambda values: values.reshape(3, 5), per_token=False)
+        for found, one in zip(make(**given, batch=padded), expected, strict=True):
+            pairs = zip(found, one, strict=True) if isinstance(found, tuple) else [(found, one)]
+            assert all(a is b or torch.equal(a, b) for a, b in pairs), make.__name__
+    hpo.policy_loss(
+        logp, old_logp, advantages, padded, gates.m2po(), gate_inputs=gates.m2po_mask(logp, old_logp, padded),
+        advantage_level="token",
+    )  # fmt: skip
+
+
 def test_hapo_bounds_as_coded_never_tighten():
     entropy = torch.rand(50, generator=torch.Generator().manual_seed(0))
     low, high = gates.hapo_bounds(entropy, hpo.PackedBatch.from_lengths([50]), compat="code").bounds

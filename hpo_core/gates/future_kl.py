@@ -11,7 +11,7 @@ from .. import ops
 from ..arguments import examines
 from ..batch import PackedBatch
 from ..checks import check
-from .inputs import _check_policies, per_token, valid_tokens
+from .inputs import _check_policies, of_tokens, per_token, valid_tokens
 from .ratio_gate import GateInputs, RatioGate
 from .token_level import _renamed, ppo_clip
 
@@ -41,7 +41,7 @@ def fipo(eps_low: float = 0.2, eps_high: float = 0.28, ratio_dual: float = 10.0)
     return replace(gate, needs=(("token_weight", "gates.fipo_weight(logp, old_logp, advantages, batch)"),))
 
 
-@examines
+@of_tokens
 def fipo_weight(
     logp: torch.Tensor,
     old_logp: torch.Tensor,

@@ -1,19 +1,23 @@
 """What some gates are given beside the batch: bounds per token, masks, targets, each as ``gate_inputs=`` of the loss.
 
 These are constants of the differentiation, made once per optimiser step from whole batches, in plain PyTorch. Nothing
-here synchronises, and nothing is read at masked positions.
+here synchronises, and nothing is read at masked positions. With a padded batch, tensors ``[T]`` may be ``[B, L]``.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 from .. import ops
 from ..arguments import examines
 from ..batch import PackedBatch, renumber
-from ..checks import check, check_dtype, check_tokens, check_units
+from ..checks import check, check_dtype, check_tokens, check_units, examined
 from ..specs import OrderRule
 from .ratio_gate import GateInputs
 
@@ -30,8 +34,29 @@ __all__ = [
     "rec_ring_mask",
 ]
 
+Method = TypeVar("Method", bound=Callable[..., GateInputs])
+
 _NUMBERS = (torch.float32, torch.float64)
 _ROUNDING = "16-bit log-probabilities and entropies are too coarse; compute them in float32"
+
+
+def of_tokens(function: Method) -> Method:
+    """The function, which then takes tensors ``[B, L]`` with a padded batch, too, and returns such."""
+    inner, names = examines(function), tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **keywords: Any) -> GateInputs:
+        given = dict(zip(names, arguments, strict=False)) | keywords
+        batch = given.get("batch")
+        shape = batch.padded_shape if isinstance(batch, PackedBatch) else None
+        if shape is None or len(arguments) > len(names):
+            return inner(*arguments, **keywords)
+        tensors = {name: examined(name, each) for name, each in given.items() if isinstance(each, torch.Tensor)}
+        padded = {name: each.reshape(-1) for name, each in tensors.items() if each.shape == shape}
+        made = inner(**given | padded)
+        return made.on_tokens(lambda values: values.reshape(shape), per_token=False) if padded else made
+
+    return run  # type: ignore[return-value]
 
 
 @examines
@@ -76,7 +101,7 @@ def dcpo_bounds(
     return GateInputs(bounds=(below, above.clamp(max=ratio_cap)))
 
 
-@examines
+@of_tokens
 def hapo_bounds(
     entropy: torch.Tensor,
     batch: PackedBatch,
@@ -92,7 +117,8 @@ def hapo_bounds(
     Where ``h <= 0`` the lower epsilon is ``eps_low (1 - alpha h)``; above, the upper one is ``eps_high (1 + alpha h)``.
 
     Args:
-        entropy: ``[T]`` in nats.
+        entropy: ``[T]`` in nats. A token whose entropy is not finite has no say and gets bounds of NaN, with which the
+            loss leaves it out and counts it.
         eps_low, eps_high, alpha: 0.2, 0.2 and 1, those of the recipes.
         pivot: the quantile as a fraction, ``(4, 5)`` in the recipes and the paper; the nearest order statistic. The
             code's function alone, without a recipe, has the median, ``(1, 2)``.
@@ -108,17 +134,21 @@ def hapo_bounds(
     check(compat in ("paper", "code"), 'compat: expected "paper" or "code", got {!r}', compat)
     check_dtype("entropy", entropy, _NUMBERS, _ROUNDING)
     check_tokens(batch, entropy=entropy)
-    valid = valid_tokens(batch)
-    log_entropy = torch.where(valid, entropy.detach().float().clamp(min=1e-8), 1.0).log()
-    middle, _ = ops.order_statistic(log_entropy, *pivot, OrderRule.NEAREST, None, valid, batch.cu_seqlens)
-    h = torch.where(valid, log_entropy - middle, torch.zeros_like(log_entropy))
+    valid, given = valid_tokens(batch), entropy.detach().float()
+    usable = valid & given.isfinite()
+    log_entropy = torch.where(usable, given.clamp(min=1e-8), 1.0).log()
+    middle, _ = ops.order_statistic(log_entropy, *pivot, OrderRule.NEAREST, None, usable, batch.cu_seqlens)
+    h = torch.where(usable, log_entropy - middle, torch.zeros_like(log_entropy))
     tiny = torch.finfo(h.dtype).tiny
-    above, below = h.max().clamp(min=tiny), h.min().clamp(max=-tiny)
+    h_or_0 = torch.nn.functional.pad(h, (0, 1))  # there may be no tokens
+    above, below = h_or_0.max().clamp(min=tiny), h_or_0.min().clamp(max=-tiny)
     down = h / below if compat == "code" else -h / below
     relative = torch.where(h > 0, h / above, down)
     lower = torch.where(relative <= 0, eps_low * (1 - alpha * relative), torch.full_like(h, eps_low))
     upper = torch.where(relative > 0, eps_high * (1 + alpha * relative), torch.full_like(h, eps_high))
-    return GateInputs(bounds=((1 - lower).clamp(min=0), 1 + upper))
+    broken = valid & ~usable
+    low, high = (1 - lower).clamp(min=0), 1 + upper
+    return GateInputs(bounds=(low.masked_fill(broken, torch.nan), high.masked_fill(broken, torch.nan)))
 
 
 @examines
@@ -153,7 +183,7 @@ def chord_weight(logp: torch.Tensor) -> torch.Tensor:
     return certain.exp() * -certain.expm1()
 
 
-@examines
+@of_tokens
 def clip_cov_mask(
     logp: torch.Tensor,
     old_logp: torch.Tensor,
@@ -193,7 +223,7 @@ def clip_cov_mask(
     return GateInputs(token_mask=~_first_of(draw, eligible, share, valid))
 
 
-@examines
+@of_tokens
 def kl_cov_mask(
     logp: torch.Tensor,
     advantages: torch.Tensor,
@@ -213,7 +243,7 @@ def kl_cov_mask(
     return GateInputs(penalty_mask=_first_of(covariance.neg_(), valid, share, valid))
 
 
-@examines
+@of_tokens
 def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, threshold: float = 0.04) -> GateInputs:
     """``gate_inputs`` for :func:`m2po`: a mask without the largest log-ratios, until the mean of the other squares is
     below ``threshold`` (AReaL; 0.04). The smallest stays, whatever it is, as there.
@@ -231,7 +261,7 @@ def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, th
     return GateInputs(token_mask=torch.zeros_like(valid).scatter_(0, order, kept) & valid)
 
 
-@examines
+@of_tokens
 def rec_ring_mask(
     logp: torch.Tensor,
     old_logp: torch.Tensor,
